@@ -1,0 +1,1 @@
+//! RNBD 2.0 (network block device over RTRS): server back ends and client front ends.

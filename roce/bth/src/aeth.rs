@@ -1,0 +1,172 @@
+//! The ACK extended transport header (IBTA 9.7.5.2).
+
+use core::time::Duration;
+
+use crate::psn::Msn;
+
+/// Why a responder refuses a request (IBTA table 47).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+#[repr(u8)]
+pub enum NakCode {
+    /// A gap in the PSNs.
+    PsnSequenceError = 0,
+    /// A malformed or unsupported request, or one that does not fit the receive buffer.
+    InvalidRequest = 1,
+    /// A bad rkey, range or permission.
+    RemoteAccessError = 2,
+    /// The responder failed locally.
+    RemoteOperationalError = 3,
+    /// Reliable datagram only.
+    InvalidRdRequest = 4,
+}
+
+impl NakCode {
+    /// The code's name, or `None` for reserved values.
+    pub const fn from_bits(bits: u8) -> Option<Self> {
+        Some(match bits {
+            0 => Self::PsnSequenceError,
+            1 => Self::InvalidRequest,
+            2 => Self::RemoteAccessError,
+            3 => Self::RemoteOperationalError,
+            4 => Self::InvalidRdRequest,
+            _ => return None,
+        })
+    }
+}
+
+/// The 5-bit RNR NAK timer code (IBTA table 46): 0 is the longest.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Default)]
+pub struct RnrTimer(u8);
+
+/// Waiting times by code, in units of 10 microseconds.
+const RNR_TENS_OF_US: [u32; 32] = [
+    65536, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096,
+    6144, 8192, 12288, 16384, 24576, 32768, 49152,
+];
+
+impl RnrTimer {
+    /// The code's low five bits.
+    pub const fn new(code: u8) -> Self {
+        Self(code & 0x1f)
+    }
+
+    /// The code, below 32.
+    pub const fn code(self) -> u8 {
+        self.0
+    }
+
+    /// How long the requester waits at least.
+    pub const fn duration(self) -> Duration {
+        Duration::from_micros(RNR_TENS_OF_US[self.0 as usize] as u64 * 10)
+    }
+}
+
+/// End-to-end credits of an ACK: a 5-bit code (IBTA table 45). 31 means that credits are not in use.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub struct Credits(u8);
+
+impl Credits {
+    /// The responder does not count credits.
+    pub const INVALID: Self = Self(0x1f);
+
+    /// The code's low five bits.
+    pub const fn new(code: u8) -> Self {
+        Self(code & 0x1f)
+    }
+
+    /// The code, below 32.
+    pub const fn code(self) -> u8 {
+        self.0
+    }
+
+    /// The number of receive work requests that the code stands for, or `None` when credits are not in use.
+    pub const fn count(self) -> Option<u32> {
+        // Codes go 0, 1, 2, 3, 4, 6, 8, 12, 16 …: a power of two, then one and a half times it.
+        match self.0 {
+            31 => None,
+            c @ 0..=2 => Some(c as u32),
+            c if c % 2 == 1 => Some(3 << ((c - 3) / 2)),
+            c => Some(1 << (c / 2)),
+        }
+    }
+
+    /// The largest code that promises no more than `count` receive work requests.
+    pub const fn from_count(count: u32) -> Self {
+        let mut code = 30;
+        while code > 0 {
+            if let Some(n) = Self(code).count() {
+                if n <= count {
+                    return Self(code);
+                }
+            }
+            code -= 1;
+        }
+        Self(0)
+    }
+}
+
+/// What an AETH says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub enum Syndrome {
+    /// Everything up to the packet's PSN is done.
+    Ack(Credits),
+    /// No receive work request was there: try again after the time.
+    Rnr(RnrTimer),
+    /// The request at the packet's PSN was refused.
+    Nak(NakCode),
+    /// A reserved code point, kept as it came.
+    Reserved(u8),
+}
+
+impl Syndrome {
+    /// Reads the syndrome byte.
+    pub const fn from_byte(byte: u8) -> Self {
+        let low = byte & 0x1f;
+        match byte >> 5 {
+            0 => Self::Ack(Credits(low)),
+            1 => Self::Rnr(RnrTimer(low)),
+            3 => match NakCode::from_bits(low) {
+                Some(code) => Self::Nak(code),
+                None => Self::Reserved(byte),
+            },
+            _ => Self::Reserved(byte),
+        }
+    }
+
+    /// The syndrome byte.
+    pub const fn to_byte(self) -> u8 {
+        match self {
+            Self::Ack(credits) => credits.0,
+            Self::Rnr(timer) => 0x20 | timer.0,
+            Self::Nak(code) => 0x60 | code as u8,
+            Self::Reserved(byte) => byte,
+        }
+    }
+}
+
+/// ACK extended transport header: 4 bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub struct Aeth {
+    /// Acknowledgement, RNR NAK or NAK.
+    pub syndrome: Syndrome,
+    /// How many messages the responder has completed.
+    pub msn: Msn,
+}
+
+impl Aeth {
+    /// Bytes on the wire.
+    pub const LEN: usize = 4;
+
+    pub(crate) fn read(b: &[u8; 4]) -> Self {
+        Self {
+            syndrome: Syndrome::from_byte(b[0]),
+            msn: Msn::new(u32::from_be_bytes(*b)),
+        }
+    }
+
+    pub(crate) fn write(self) -> [u8; 4] {
+        let mut b = self.msn.value().to_be_bytes();
+        b[0] = self.syndrome.to_byte();
+        b
+    }
+}

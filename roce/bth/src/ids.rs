@@ -1,0 +1,104 @@
+//! Identifiers on the wire.
+
+use core::fmt;
+
+/// A queue pair number, 24 bits.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+pub struct Qpn(u32);
+
+impl Qpn {
+    /// QP0, subnet management; RoCE drops it (IBTA A17.9).
+    pub const SMI: Self = Self(0);
+    /// QP1, general services: connection management.
+    pub const GSI: Self = Self(1);
+    /// The destination of multicast packets.
+    pub const MULTICAST: Self = Self(0x00ff_ffff);
+
+    /// The number's low 24 bits.
+    pub const fn new(value: u32) -> Self {
+        Self(value & 0x00ff_ffff)
+    }
+
+    /// The value, below 2^24.
+    pub const fn value(self) -> u32 {
+        self.0
+    }
+}
+
+impl fmt::Debug for Qpn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Qpn({:#08x})", self.0)
+    }
+}
+
+impl fmt::Display for Qpn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#08x}", self.0)
+    }
+}
+
+macro_rules! key {
+    ($(#[$doc:meta])* $name:ident($int:ty)) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
+        pub struct $name(pub $int);
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, concat!(stringify!($name), "({:#x})"), self.0)
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{:#x}", self.0)
+            }
+        }
+    };
+}
+
+key! {
+    /// A remote key: 24 bits of index, 8 bits of changing key (IBTA 10.6.3.3).
+    RKey(u32)
+}
+key! {
+    /// A local key.
+    LKey(u32)
+}
+key! {
+    /// A queue key, checked on datagrams (IBTA 10.2.5).
+    QKey(u32)
+}
+key! {
+    /// A partition key; the top bit says full membership.
+    PKey(u16)
+}
+
+impl PKey {
+    /// The default partition, full member: the only one on RoCE.
+    pub const DEFAULT: Self = Self(0xffff);
+}
+
+impl RKey {
+    /// The part that the owner may change at each registration.
+    pub const fn key_byte(self) -> u8 {
+        (self.0 & 0xff) as u8
+    }
+
+    /// The same index with another key byte.
+    #[must_use]
+    pub const fn with_key_byte(self, key: u8) -> Self {
+        Self((self.0 & 0xffff_ff00) | key as u32)
+    }
+
+    /// The same index with the next key byte, wrapping (`ib_inc_rkey`).
+    #[must_use]
+    pub const fn next(self) -> Self {
+        self.with_key_byte(self.key_byte().wrapping_add(1))
+    }
+}
+
+impl QKey {
+    /// The well-known Q_Key of QP1 (IBTA 10.2.5).
+    pub const GSI: Self = Self(0x8001_0000);
+}

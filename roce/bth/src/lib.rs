@@ -1,0 +1,33 @@
+//! RoCEv2 transport headers (IBTA volume 1 chapter 9, Annex A17): one opcode table as data, checked parsing into a
+//! [`Packet`] view, emission from a [`Header`], and newtypes for the numbers on the wire.
+//!
+//! Nothing here allocates or does I/O. The bytes handled are the UDP payload: BTH, extended headers, payload, pad,
+//! and the four ICRC bytes, which the `roce-icrc` crate makes and checks.
+#![no_std]
+#![forbid(unsafe_code)]
+
+#[cfg(test)]
+extern crate std;
+
+mod aeth;
+mod header;
+mod ids;
+mod opcode;
+mod packet;
+mod psn;
+
+pub use aeth::{Aeth, Credits, NakCode, RnrTimer, Syndrome};
+pub use header::{AtomicEth, Bth, Deth, Reth};
+pub use ids::{LKey, PKey, QKey, Qpn, RKey};
+pub use opcode::{Class, Opcode, OpcodeInfo, Position, Service};
+pub use packet::{Header, Packet, ParseError};
+pub use psn::{Msn, Psn};
+
+/// UDP destination port of RoCEv2 (IBTA A17.9.2).
+pub const ROCE_UDP_PORT: u16 = 4791;
+/// Bytes of the invariant CRC behind every packet.
+pub const ICRC_LEN: usize = 4;
+/// Bytes of the base transport header.
+pub const BTH_LEN: usize = 12;
+/// The most bytes of transport headers before the payload of any opcode in the table.
+pub const MAX_HEADER_LEN: usize = BTH_LEN + 28;

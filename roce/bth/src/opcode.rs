@@ -1,0 +1,284 @@
+//! The opcode table (IBTA table 38), as data.
+
+/// Transport service: the top three bits of an opcode.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub enum Service {
+    /// Reliable connection.
+    Rc,
+    /// Unreliable connection.
+    Uc,
+    /// Unreliable datagram.
+    Ud,
+    /// Congestion notification (IBTA A17.9.3), which belongs to no service.
+    Cnp,
+}
+
+/// What a packet does, whatever its place in the message.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub enum Class {
+    /// SEND, with or without immediate data or invalidation.
+    Send,
+    /// RDMA WRITE, with or without immediate data.
+    Write,
+    /// RDMA READ request.
+    ReadRequest,
+    /// RDMA READ response.
+    ReadResponse,
+    /// Acknowledgement.
+    Acknowledge,
+    /// Acknowledgement of an atomic operation, with the original value.
+    AtomicAcknowledge,
+    /// CmpSwap or FetchAdd request.
+    Atomic,
+    /// Congestion notification packet.
+    Cnp,
+}
+
+/// A packet's place in its message.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub enum Position {
+    /// The first of several.
+    First,
+    /// Neither first nor last.
+    Middle,
+    /// The last of several.
+    Last,
+    /// The message's only packet.
+    Only,
+}
+
+impl Position {
+    /// First or only.
+    pub const fn starts(self) -> bool {
+        matches!(self, Self::First | Self::Only)
+    }
+
+    /// Last or only.
+    pub const fn ends(self) -> bool {
+        matches!(self, Self::Last | Self::Only)
+    }
+}
+
+/// One row of the opcode table.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct OpcodeInfo {
+    /// The field's name for it.
+    pub name: &'static str,
+    /// Transport service.
+    pub service: Service,
+    /// What it does.
+    pub class: Class,
+    /// Where in a message it stands.
+    pub position: Position,
+    /// A DETH follows the BTH.
+    pub deth: bool,
+    /// A RETH follows.
+    pub reth: bool,
+    /// An AtomicETH follows.
+    pub atomic_eth: bool,
+    /// An AETH follows.
+    pub aeth: bool,
+    /// An AtomicAckETH follows the AETH.
+    pub atomic_ack_eth: bool,
+    /// Immediate data follows.
+    pub imm: bool,
+    /// An IETH (the rkey to invalidate) follows.
+    pub ieth: bool,
+    /// Payload may follow.
+    pub payload: bool,
+    /// Bytes of BTH and extended headers (a CNP's 16 reserved bytes included).
+    pub header_len: usize,
+}
+
+macro_rules! opcodes {
+    ($( $(#[$doc:meta])* $name:ident = $value:literal, $text:literal, $service:ident, $class:ident, $pos:ident, [$($hdr:ident),*], $payload:literal; )*) => {
+        /// A defined opcode.
+        #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+        #[repr(u8)]
+        pub enum Opcode {
+            $( $(#[$doc])* $name = $value, )*
+        }
+
+        impl Opcode {
+            /// Every opcode of the table.
+            pub const ALL: &'static [Self] = &[$(Self::$name),*];
+
+            /// The opcode with this code, or `None`.
+            pub const fn from_byte(byte: u8) -> Option<Self> {
+                match byte {
+                    $( $value => Some(Self::$name), )*
+                    _ => None,
+                }
+            }
+
+            /// The opcode's row of the table.
+            pub const fn info(self) -> &'static OpcodeInfo {
+                match self {
+                    $( Self::$name => {
+                        const INFO: OpcodeInfo = row($text, Service::$service, Class::$class, Position::$pos,
+                            &[$(Part::$hdr),*], $payload);
+                        &INFO
+                    } )*
+                }
+            }
+        }
+    };
+}
+
+#[derive(Clone, Copy)]
+enum Part {
+    Deth,
+    Reth,
+    AtomicEth,
+    Aeth,
+    AtomicAckEth,
+    Imm,
+    Ieth,
+    CnpReserved,
+}
+
+const fn row(
+    name: &'static str,
+    service: Service,
+    class: Class,
+    position: Position,
+    parts: &[Part],
+    payload: bool,
+) -> OpcodeInfo {
+    let mut info = OpcodeInfo {
+        name,
+        service,
+        class,
+        position,
+        deth: false,
+        reth: false,
+        atomic_eth: false,
+        aeth: false,
+        atomic_ack_eth: false,
+        imm: false,
+        ieth: false,
+        payload,
+        header_len: crate::BTH_LEN,
+    };
+    let mut i = 0;
+    while i < parts.len() {
+        info.header_len += match parts[i] {
+            Part::Deth => {
+                info.deth = true;
+                8
+            }
+            Part::Reth => {
+                info.reth = true;
+                16
+            }
+            Part::AtomicEth => {
+                info.atomic_eth = true;
+                28
+            }
+            Part::Aeth => {
+                info.aeth = true;
+                4
+            }
+            Part::AtomicAckEth => {
+                info.atomic_ack_eth = true;
+                8
+            }
+            Part::Imm => {
+                info.imm = true;
+                4
+            }
+            Part::Ieth => {
+                info.ieth = true;
+                4
+            }
+            Part::CnpReserved => 16,
+        };
+        i += 1;
+    }
+    info
+}
+
+opcodes! {
+    /// RC SEND First.
+    RcSendFirst = 0x00, "RC Send First", Rc, Send, First, [], true;
+    /// RC SEND Middle.
+    RcSendMiddle = 0x01, "RC Send Middle", Rc, Send, Middle, [], true;
+    /// RC SEND Last.
+    RcSendLast = 0x02, "RC Send Last", Rc, Send, Last, [], true;
+    /// RC SEND Last with immediate.
+    RcSendLastImm = 0x03, "RC Send Last with Immediate", Rc, Send, Last, [Imm], true;
+    /// RC SEND Only.
+    RcSendOnly = 0x04, "RC Send Only", Rc, Send, Only, [], true;
+    /// RC SEND Only with immediate.
+    RcSendOnlyImm = 0x05, "RC Send Only with Immediate", Rc, Send, Only, [Imm], true;
+    /// RC RDMA WRITE First.
+    RcWriteFirst = 0x06, "RC RDMA Write First", Rc, Write, First, [Reth], true;
+    /// RC RDMA WRITE Middle.
+    RcWriteMiddle = 0x07, "RC RDMA Write Middle", Rc, Write, Middle, [], true;
+    /// RC RDMA WRITE Last.
+    RcWriteLast = 0x08, "RC RDMA Write Last", Rc, Write, Last, [], true;
+    /// RC RDMA WRITE Last with immediate.
+    RcWriteLastImm = 0x09, "RC RDMA Write Last with Immediate", Rc, Write, Last, [Imm], true;
+    /// RC RDMA WRITE Only.
+    RcWriteOnly = 0x0a, "RC RDMA Write Only", Rc, Write, Only, [Reth], true;
+    /// RC RDMA WRITE Only with immediate.
+    RcWriteOnlyImm = 0x0b, "RC RDMA Write Only with Immediate", Rc, Write, Only, [Reth, Imm], true;
+    /// RC RDMA READ Request.
+    RcReadRequest = 0x0c, "RC RDMA Read Request", Rc, ReadRequest, Only, [Reth], false;
+    /// RC RDMA READ Response First.
+    RcReadResponseFirst = 0x0d, "RC RDMA Read Response First", Rc, ReadResponse, First, [Aeth], true;
+    /// RC RDMA READ Response Middle.
+    RcReadResponseMiddle = 0x0e, "RC RDMA Read Response Middle", Rc, ReadResponse, Middle, [], true;
+    /// RC RDMA READ Response Last.
+    RcReadResponseLast = 0x0f, "RC RDMA Read Response Last", Rc, ReadResponse, Last, [Aeth], true;
+    /// RC RDMA READ Response Only.
+    RcReadResponseOnly = 0x10, "RC RDMA Read Response Only", Rc, ReadResponse, Only, [Aeth], true;
+    /// RC Acknowledge.
+    RcAcknowledge = 0x11, "RC Acknowledge", Rc, Acknowledge, Only, [Aeth], false;
+    /// RC Atomic Acknowledge.
+    RcAtomicAcknowledge = 0x12, "RC Atomic Acknowledge", Rc, AtomicAcknowledge, Only, [Aeth, AtomicAckEth], false;
+    /// RC CmpSwap.
+    RcCompareSwap = 0x13, "RC Compare and Swap", Rc, Atomic, Only, [AtomicEth], false;
+    /// RC FetchAdd.
+    RcFetchAdd = 0x14, "RC Fetch and Add", Rc, Atomic, Only, [AtomicEth], false;
+    /// RC SEND Last with Invalidate.
+    RcSendLastInv = 0x16, "RC Send Last with Invalidate", Rc, Send, Last, [Ieth], true;
+    /// RC SEND Only with Invalidate.
+    RcSendOnlyInv = 0x17, "RC Send Only with Invalidate", Rc, Send, Only, [Ieth], true;
+    /// UC SEND First.
+    UcSendFirst = 0x20, "UC Send First", Uc, Send, First, [], true;
+    /// UC SEND Middle.
+    UcSendMiddle = 0x21, "UC Send Middle", Uc, Send, Middle, [], true;
+    /// UC SEND Last.
+    UcSendLast = 0x22, "UC Send Last", Uc, Send, Last, [], true;
+    /// UC SEND Last with immediate.
+    UcSendLastImm = 0x23, "UC Send Last with Immediate", Uc, Send, Last, [Imm], true;
+    /// UC SEND Only.
+    UcSendOnly = 0x24, "UC Send Only", Uc, Send, Only, [], true;
+    /// UC SEND Only with immediate.
+    UcSendOnlyImm = 0x25, "UC Send Only with Immediate", Uc, Send, Only, [Imm], true;
+    /// UC RDMA WRITE First.
+    UcWriteFirst = 0x26, "UC RDMA Write First", Uc, Write, First, [Reth], true;
+    /// UC RDMA WRITE Middle.
+    UcWriteMiddle = 0x27, "UC RDMA Write Middle", Uc, Write, Middle, [], true;
+    /// UC RDMA WRITE Last.
+    UcWriteLast = 0x28, "UC RDMA Write Last", Uc, Write, Last, [], true;
+    /// UC RDMA WRITE Last with immediate.
+    UcWriteLastImm = 0x29, "UC RDMA Write Last with Immediate", Uc, Write, Last, [Imm], true;
+    /// UC RDMA WRITE Only.
+    UcWriteOnly = 0x2a, "UC RDMA Write Only", Uc, Write, Only, [Reth], true;
+    /// UC RDMA WRITE Only with immediate.
+    UcWriteOnlyImm = 0x2b, "UC RDMA Write Only with Immediate", Uc, Write, Only, [Reth, Imm], true;
+    /// UD SEND Only.
+    UdSendOnly = 0x64, "UD Send Only", Ud, Send, Only, [Deth], true;
+    /// UD SEND Only with immediate.
+    UdSendOnlyImm = 0x65, "UD Send Only with Immediate", Ud, Send, Only, [Deth, Imm], true;
+    /// Congestion notification.
+    Cnp = 0x81, "CNP", Cnp, Cnp, Only, [CnpReserved], false;
+}
+
+impl core::fmt::Display for Opcode {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str(self.info().name)
+    }
+}

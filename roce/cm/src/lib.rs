@@ -1,0 +1,1 @@
+//! IB communication management: MADs and the connection manager's state machine (sans-IO).

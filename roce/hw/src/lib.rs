@@ -1,0 +1,1 @@
+//! The Provider over hardware verbs (cargo feature hardware).

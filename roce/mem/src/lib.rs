@@ -1,0 +1,1 @@
+//! Protection domains, memory regions and windows, key and range checks, SGE cursors.

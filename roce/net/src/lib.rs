@@ -1,0 +1,1 @@
+//! Datapaths that drive a port: UDP sockets, raw IP and AF_PACKET.

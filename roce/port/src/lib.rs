@@ -1,0 +1,1 @@
+//! One RoCE port: framing, demultiplexing, GSI, counters (sans-IO).

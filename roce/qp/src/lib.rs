@@ -1,0 +1,1 @@
+//! The RC transport engine: lifecycle, requester, completer, responder, timers (sans-IO).

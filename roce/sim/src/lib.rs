@@ -1,0 +1,1 @@
+//! Ports under a virtual clock and a faulty network.

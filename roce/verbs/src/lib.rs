@@ -1,0 +1,1 @@
+//! Work requests, completions, attributes and the Provider trait (types only).
