@@ -94,10 +94,10 @@ impl Credits {
     pub const fn from_count(count: u32) -> Self {
         let mut code = 30;
         while code > 0 {
-            if let Some(n) = Self(code).count() {
-                if n <= count {
-                    return Self(code);
-                }
+            if let Some(n) = Self(code).count()
+                && n <= count
+            {
+                return Self(code);
             }
             code -= 1;
         }

@@ -1,0 +1,276 @@
+//! Attributes of queue pairs and devices.
+
+use bitflags::bitflags;
+use core::{net::IpAddr, time::Duration};
+use roce_bth::{Psn, Qpn, RnrTimer};
+
+use crate::wr::AccessFlags;
+
+/// RoCE path MTU (`ibv_mtu`; same numbers).
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+#[repr(u8)]
+#[allow(missing_docs)]
+pub enum Mtu {
+    B256 = 1,
+    B512 = 2,
+    B1024 = 3,
+    B2048 = 4,
+    B4096 = 5,
+}
+
+impl Mtu {
+    /// All, ascending.
+    pub const ALL: [Self; 5] = [Self::B256, Self::B512, Self::B1024, Self::B2048, Self::B4096];
+    /// What rdma_cm takes off the interface MTU for all headers and the ICRC, bytes.
+    pub const HEADERS: u32 = 96;
+
+    /// Payload bytes of a full packet.
+    pub const fn bytes(self) -> usize {
+        128 << self as usize
+    }
+
+    /// The MTU with this code (1 to 5).
+    pub fn from_code(code: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|m| *m as u8 == code)
+    }
+
+    /// The largest that fits an interface MTU less 96 bytes, or `None` below 352 (`iboe_get_mtu`).
+    pub fn for_interface(interface_mtu: u32) -> Option<Self> {
+        let room = interface_mtu.checked_sub(Self::HEADERS)? as usize;
+        Self::ALL.into_iter().rev().find(|m| m.bytes() <= room)
+    }
+}
+
+/// Transport type of a queue pair.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum QpType {
+    /// Reliable connection.
+    Rc,
+    /// Unreliable connection.
+    Uc,
+    /// Unreliable datagram.
+    Ud,
+}
+
+/// State of a queue pair (`ibv_qp_state`; same numbers).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+#[repr(u8)]
+pub enum QpState {
+    /// Just created.
+    #[default]
+    Reset = 0,
+    /// Receives may be posted.
+    Init = 1,
+    /// Ready to receive.
+    Rtr = 2,
+    /// Ready to send.
+    Rts = 3,
+    /// Send queue drains (or is drained).
+    Sqd = 4,
+    /// Send queue error.
+    Sqe = 5,
+    /// Error: work requests are flushed.
+    Err = 6,
+}
+
+/// Where a connected queue pair's packets go.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct AddressVector {
+    /// Our address.
+    pub local: IpAddr,
+    /// The peer's address, same family.
+    pub remote: IpAddr,
+    /// TTL or hop limit.
+    pub hop_limit: u8,
+    /// TOS or traffic class.
+    pub traffic_class: u8,
+    /// UDP source port (for ECMP and RSS), or 0: derived from the two queue pair numbers.
+    pub udp_sport: u16,
+}
+
+impl AddressVector {
+    /// A path with default hop limit (64), traffic class 0 and derived source port.
+    pub const fn new(local: IpAddr, remote: IpAddr) -> Self {
+        Self {
+            local,
+            remote,
+            hop_limit: 64,
+            traffic_class: 0,
+            udp_sport: 0,
+        }
+    }
+}
+
+/// Sizes of a queue pair's queues.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct QpCaps {
+    /// Send work requests outstanding.
+    pub max_send_wr: u32,
+    /// Receive work requests outstanding.
+    pub max_recv_wr: u32,
+    /// Elements of a send.
+    pub max_send_sge: u32,
+    /// Elements of a receive.
+    pub max_recv_sge: u32,
+    /// Bytes of inline data.
+    pub max_inline_data: u32,
+}
+
+impl Default for QpCaps {
+    fn default() -> Self {
+        Self {
+            max_send_wr: 128,
+            max_recv_wr: 128,
+            max_send_sge: 4,
+            max_recv_sge: 4,
+            max_inline_data: 256,
+        }
+    }
+}
+
+bitflags! {
+    /// Which attributes a [`QpAttr`] sets (`ibv_qp_attr_mask`; same bits).
+    #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+    #[allow(missing_docs)]
+    pub struct QpAttrMask: u32 {
+        const STATE = 1;
+        const CUR_STATE = 1 << 1;
+        const EN_SQD_ASYNC_NOTIFY = 1 << 2;
+        const ACCESS_FLAGS = 1 << 3;
+        const PKEY_INDEX = 1 << 4;
+        const PORT = 1 << 5;
+        const QKEY = 1 << 6;
+        const AV = 1 << 7;
+        const PATH_MTU = 1 << 8;
+        const TIMEOUT = 1 << 9;
+        const RETRY_CNT = 1 << 10;
+        const RNR_RETRY = 1 << 11;
+        const RQ_PSN = 1 << 12;
+        const MAX_RD_ATOMIC = 1 << 13;
+        const ALT_PATH = 1 << 14;
+        const MIN_RNR_TIMER = 1 << 15;
+        const SQ_PSN = 1 << 16;
+        const MAX_DEST_RD_ATOMIC = 1 << 17;
+        const PATH_MIG_STATE = 1 << 18;
+        const CAP = 1 << 19;
+        const DEST_QPN = 1 << 20;
+    }
+}
+
+/// Attributes to set with modify, or as query returns them. What is `None` is left alone.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct QpAttr {
+    /// Next state.
+    pub state: Option<QpState>,
+    /// The state that the program believes the queue pair to be in.
+    pub cur_state: Option<QpState>,
+    /// Report the drained send queue with an event.
+    pub en_sqd_async_notify: Option<bool>,
+    /// What the peer may do.
+    pub access: Option<AccessFlags>,
+    /// Index of the partition key: 0.
+    pub pkey_index: Option<u16>,
+    /// Port number: 1.
+    pub port: Option<u8>,
+    /// Queue key (UD).
+    pub qkey: Option<u32>,
+    /// Path to the peer.
+    pub av: Option<AddressVector>,
+    /// Path MTU.
+    pub path_mtu: Option<Mtu>,
+    /// Local ACK timeout code: 4.096 us * 2^code, 0 = for ever.
+    pub timeout: Option<u8>,
+    /// Retries after timeouts and sequence errors, 0 to 7.
+    pub retry_cnt: Option<u8>,
+    /// Retries after RNR NAK, 7 = for ever.
+    pub rnr_retry: Option<u8>,
+    /// First PSN expected.
+    pub rq_psn: Option<Psn>,
+    /// Outstanding READs and atomics as requester.
+    pub max_rd_atomic: Option<u8>,
+    /// Waiting time that RNR NAKs ask for.
+    pub min_rnr_timer: Option<RnrTimer>,
+    /// First PSN sent.
+    pub sq_psn: Option<Psn>,
+    /// Outstanding READs and atomics as responder.
+    pub max_dest_rd_atomic: Option<u8>,
+    /// The peer's queue pair.
+    pub dest_qpn: Option<Qpn>,
+}
+
+impl QpAttr {
+    /// Which attributes are set.
+    pub fn mask(&self) -> QpAttrMask {
+        use QpAttrMask as M;
+        let set = [
+            (self.state.is_some(), M::STATE),
+            (self.cur_state.is_some(), M::CUR_STATE),
+            (self.en_sqd_async_notify.is_some(), M::EN_SQD_ASYNC_NOTIFY),
+            (self.access.is_some(), M::ACCESS_FLAGS),
+            (self.pkey_index.is_some(), M::PKEY_INDEX),
+            (self.port.is_some(), M::PORT),
+            (self.qkey.is_some(), M::QKEY),
+            (self.av.is_some(), M::AV),
+            (self.path_mtu.is_some(), M::PATH_MTU),
+            (self.timeout.is_some(), M::TIMEOUT),
+            (self.retry_cnt.is_some(), M::RETRY_CNT),
+            (self.rnr_retry.is_some(), M::RNR_RETRY),
+            (self.rq_psn.is_some(), M::RQ_PSN),
+            (self.max_rd_atomic.is_some(), M::MAX_RD_ATOMIC),
+            (self.min_rnr_timer.is_some(), M::MIN_RNR_TIMER),
+            (self.sq_psn.is_some(), M::SQ_PSN),
+            (self.max_dest_rd_atomic.is_some(), M::MAX_DEST_RD_ATOMIC),
+            (self.dest_qpn.is_some(), M::DEST_QPN),
+        ];
+        set.into_iter().filter(|(on, _)| *on).map(|(_, m)| m).collect()
+    }
+}
+
+/// The local ACK timeout that a code stands for: 4.096 us * 2^code; `None` (for ever) for 0 (IBA 9.9.2.1.4).
+pub fn ack_timeout(code: u8) -> Option<Duration> {
+    (code != 0).then(|| Duration::from_nanos(4096 << u32::from(code & 0x1f)))
+}
+
+/// What a device can do (`ibv_device_attr`).
+#[derive(Clone, Debug)]
+#[allow(missing_docs)]
+pub struct DeviceLimits {
+    pub node_guid: u64,
+    pub max_qp: u32,
+    pub max_qp_wr: u32,
+    pub max_sge: u32,
+    pub max_inline_data: u32,
+    pub max_cq: u32,
+    pub max_cqe: u32,
+    pub max_mr: u32,
+    pub max_mr_size: u64,
+    pub max_mw: u32,
+    pub max_pd: u32,
+    pub max_qp_rd_atom: u8,
+    pub max_qp_init_rd_atom: u8,
+    pub max_msg_size: u32,
+    pub page_size: u32,
+}
+
+impl DeviceLimits {
+    /// The limits of the software device; rdma_rxe's orders of magnitude.
+    pub const fn software(node_guid: u64) -> Self {
+        Self {
+            node_guid,
+            max_qp: 0x1_0000,
+            max_qp_wr: 0x4000,
+            max_sge: 32,
+            max_inline_data: 512,
+            max_cq: 0x1_0000,
+            max_cqe: 0x8_0000,
+            max_mr: 0x8_0000,
+            max_mr_size: 1 << 47,
+            max_mw: 0x1_0000,
+            max_pd: 0x8000,
+            max_qp_rd_atom: 128,
+            max_qp_init_rd_atom: 128,
+            max_msg_size: 1 << 31,
+            page_size: 4096,
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! Work completions.
+
+use bitflags::bitflags;
+use roce_bth::{Qpn, RKey};
+
+/// How a work request ended (`ibv_wc_status`; same numbers).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+#[repr(u32)]
+#[allow(missing_docs)]
+pub enum WcStatus {
+    #[default]
+    Success = 0,
+    LocalLengthError = 1,
+    LocalQpOperationError = 2,
+    LocalEecOperationError = 3,
+    LocalProtectionError = 4,
+    FlushError = 5,
+    MwBindError = 6,
+    BadResponseError = 7,
+    LocalAccessError = 8,
+    RemoteInvalidRequestError = 9,
+    RemoteAccessError = 10,
+    RemoteOperationError = 11,
+    RetryExceeded = 12,
+    RnrRetryExceeded = 13,
+    LocalRddViolation = 14,
+    RemoteInvalidRdRequest = 15,
+    RemoteAborted = 16,
+    InvalidEecn = 17,
+    InvalidEecState = 18,
+    FatalError = 19,
+    ResponseTimeout = 20,
+    GeneralError = 21,
+}
+
+/// What completed (`ibv_wc_opcode`; same numbers).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+#[repr(u32)]
+#[allow(missing_docs)]
+pub enum WcOpcode {
+    #[default]
+    Send = 0,
+    RdmaWrite = 1,
+    RdmaRead = 2,
+    CompareSwap = 3,
+    FetchAdd = 4,
+    BindWindow = 5,
+    LocalInvalidate = 6,
+    /// Fast registration (`IB_WC_REG_MR` has no number in userspace verbs).
+    FastRegister = 16,
+    Recv = 128,
+    RecvRdmaWithImm = 129,
+}
+
+bitflags! {
+    /// Flags of a completion (`ibv_wc_flags`; same bits).
+    #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+    pub struct WcFlags: u32 {
+        /// A GRH (or IPv4 header) precedes the data.
+        const GRH = 1;
+        /// `imm` is valid.
+        const WITH_IMM = 1 << 1;
+        /// `invalidated` is valid.
+        const WITH_INV = 1 << 3;
+    }
+}
+
+/// A work completion.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Completion {
+    /// The work request's mark.
+    pub wr_id: u64,
+    /// How it ended. Unless it is success only `wr_id`, `status`, `vendor_err` and `qpn` mean something.
+    pub status: WcStatus,
+    /// What it was.
+    pub opcode: WcOpcode,
+    /// Rough cause, for humans.
+    pub vendor_err: u32,
+    /// Bytes received, read, or returned by an atomic.
+    pub byte_len: u32,
+    /// Immediate data as a big-endian number.
+    pub imm: u32,
+    /// The rkey that a SEND with invalidate revoked.
+    pub invalidated: RKey,
+    /// The local queue pair.
+    pub qpn: Qpn,
+    /// The sender's queue pair (datagrams).
+    pub src_qp: Qpn,
+    /// Which fields are valid.
+    pub flags: WcFlags,
+    /// The message asked for a solicited event.
+    pub solicited: bool,
+}
+
+impl Completion {
+    /// Whether the work request succeeded.
+    pub fn is_ok(&self) -> bool {
+        self.status == WcStatus::Success
+    }
+}
