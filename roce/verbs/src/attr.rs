@@ -131,28 +131,48 @@ impl Default for QpCaps {
 bitflags! {
     /// Which attributes a [`QpAttr`] sets (`ibv_qp_attr_mask`; same bits).
     #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
-    #[allow(missing_docs)]
     pub struct QpAttrMask: u32 {
+        /// Next state.
         const STATE = 1;
+        /// Assumed current state.
         const CUR_STATE = 1 << 1;
+        /// Event when drained.
         const EN_SQD_ASYNC_NOTIFY = 1 << 2;
+        /// Rights of the peer.
         const ACCESS_FLAGS = 1 << 3;
+        /// Partition key.
         const PKEY_INDEX = 1 << 4;
+        /// Port number.
         const PORT = 1 << 5;
+        /// Queue key.
         const QKEY = 1 << 6;
+        /// Path to the peer.
         const AV = 1 << 7;
+        /// Path MTU.
         const PATH_MTU = 1 << 8;
+        /// Local ACK timeout.
         const TIMEOUT = 1 << 9;
+        /// Retries.
         const RETRY_CNT = 1 << 10;
+        /// RNR retries.
         const RNR_RETRY = 1 << 11;
+        /// First PSN expected.
         const RQ_PSN = 1 << 12;
+        /// READs and atomics as requester.
         const MAX_RD_ATOMIC = 1 << 13;
+        /// Alternate path (not on RoCE).
         const ALT_PATH = 1 << 14;
+        /// RNR NAK time.
         const MIN_RNR_TIMER = 1 << 15;
+        /// First PSN sent.
         const SQ_PSN = 1 << 16;
+        /// READs and atomics as responder.
         const MAX_DEST_RD_ATOMIC = 1 << 17;
+        /// Path migration (not on RoCE).
         const PATH_MIG_STATE = 1 << 18;
+        /// Queue sizes.
         const CAP = 1 << 19;
+        /// The peer's queue pair.
         const DEST_QPN = 1 << 20;
     }
 }
