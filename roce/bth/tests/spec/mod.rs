@@ -8,17 +8,17 @@ use roce_bth::{
 };
 
 /// One line of IBTA table 38.
-pub struct Row {
-    pub code: u8,
-    pub class: Class,
-    pub position: Position,
+pub(crate) struct Row {
+    pub(crate) code: u8,
+    pub(crate) class: Class,
+    pub(crate) position: Position,
     /// Extended headers in wire order: `d`ETH, `r`ETH, `t` AtomicETH, `a`ETH, `k` AtomicAckETH, `i`mmediate, `v` IETH,
     /// `n` the CNP's reserved bytes.
-    pub headers: &'static str,
-    pub payload: bool,
+    pub(crate) headers: &'static str,
+    pub(crate) payload: bool,
 }
 
-pub fn table() -> Vec<Row> {
+pub(crate) fn table() -> Vec<Row> {
     use Class::{Acknowledge, Atomic, AtomicAcknowledge, Cnp, ReadRequest, ReadResponse, Send, Write};
     use Position::{First, Last, Middle, Only};
     let connected = [
@@ -70,7 +70,7 @@ pub fn table() -> Vec<Row> {
         .collect()
 }
 
-pub fn service(code: u8) -> Service {
+pub(crate) fn service(code: u8) -> Service {
     match code >> 5 {
         0 => Service::Rc,
         1 => Service::Uc,
@@ -79,11 +79,11 @@ pub fn service(code: u8) -> Service {
     }
 }
 
-pub fn row(code: u8) -> Option<Row> {
+pub(crate) fn row(code: u8) -> Option<Row> {
     table().into_iter().find(|r| r.code == code)
 }
 
-pub fn part_len(part: char) -> usize {
+pub(crate) fn part_len(part: char) -> usize {
     match part {
         'd' | 'k' => 8,
         'r' | 'n' => 16,
@@ -94,27 +94,27 @@ pub fn part_len(part: char) -> usize {
 }
 
 impl Row {
-    pub fn header_len(&self) -> usize {
+    pub(crate) fn header_len(&self) -> usize {
         12 + self.headers.chars().map(part_len).sum::<usize>()
     }
 
     /// Where an extended header starts.
-    pub fn offset(&self, part: char) -> Option<usize> {
+    pub(crate) fn offset(&self, part: char) -> Option<usize> {
         let before = self.headers.split_once(part)?.0;
         Some(12 + before.chars().map(part_len).sum::<usize>())
     }
 }
 
 /// A field of a header: where it stands and how it is set and read.
-pub struct Field {
-    pub name: &'static str,
+pub(crate) struct Field {
+    pub(crate) name: &'static str,
     /// `b` for the BTH, else as in [`Row::headers`].
-    pub part: char,
+    pub(crate) part: char,
     /// From the part's first bit.
-    pub first_bit: usize,
-    pub bits: usize,
-    pub set: fn(&mut Header, u64),
-    pub get: fn(&Header) -> u64,
+    pub(crate) first_bit: usize,
+    pub(crate) bits: usize,
+    pub(crate) set: fn(&mut Header, u64),
+    pub(crate) get: fn(&Header) -> u64,
 }
 
 macro_rules! field {
@@ -131,7 +131,7 @@ macro_rules! field {
 }
 
 /// Every field but the opcode (which decides on the others) and the version (which must be 0), IBTA 9.2 and 9.3.
-pub fn fields() -> Vec<Field> {
+pub(crate) fn fields() -> Vec<Field> {
     fn d(h: &mut Header) -> &mut Deth {
         h.deth.get_or_insert_default()
     }
@@ -324,12 +324,12 @@ pub fn fields() -> Vec<Field> {
     ]
 }
 
-pub fn any_opcode() -> impl Strategy<Value = Opcode> {
+pub(crate) fn any_opcode() -> impl Strategy<Value = Opcode> {
     proptest::sample::select(Opcode::ALL)
 }
 
 /// A header with every field that its opcode has set to something.
-pub fn any_header() -> impl Strategy<Value = Header> {
+pub(crate) fn any_header() -> impl Strategy<Value = Header> {
     (any_opcode(), proptest::collection::vec(any::<u64>(), fields().len())).prop_map(|(opcode, values)| {
         let row = row(opcode as u8).unwrap();
         let mut header = Header::new(Bth::new(opcode, Qpn::new(0), Psn::new(0)));
