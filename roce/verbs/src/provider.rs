@@ -301,7 +301,7 @@ pub struct CmEvent<Id> {
 }
 
 /// A connection or a listener (`rdma_cm_id`).
-pub trait CmId: Clone + Send + Sync + 'static {
+pub trait CmId: Clone + core::fmt::Debug + Send + Sync + 'static {
     /// The provider's queue pairs.
     type Qp: QueuePair;
 

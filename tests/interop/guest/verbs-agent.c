@@ -1,0 +1,292 @@
+/* A verbs program that is driven over TCP, line by line: the peer of `ferroce-lab ops` on any host with libibverbs.
+ *
+ *   verbs-agent [-d DEVICE] [-p TCP-PORT] [-g IPV4-OR-IPV6-ADDRESS]
+ *
+ * One client at a time; every command line gets one answer line ("ok …" or "err …"), `poll` several.
+ * The set of commands is in ../README.md.
+ */
+#include <arpa/inet.h>
+#include <errno.h>
+#include <infiniband/verbs.h>
+#include <inttypes.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#define MAX_MEM 16
+#define MAX_MW 16
+
+struct mem { uint8_t *buf; size_t len; struct ibv_mr *mr; };
+static struct ibv_context *ctx;
+static struct ibv_pd *pd;
+static struct ibv_cq *scq, *rcq;
+static struct ibv_qp *qp;
+static struct mem mems[MAX_MEM];
+static struct ibv_mw *mws[MAX_MW];
+static int nmem, nmw, gid_index;
+static union ibv_gid my_gid;
+static FILE *out;
+
+static void fail(const char *what) { fprintf(out, "err %s: %s\n", what, strerror(errno)); }
+
+static void teardown(void)
+{
+	if (qp) ibv_destroy_qp(qp);
+	for (int i = 0; i < nmw; i++) ibv_dealloc_mw(mws[i]);
+	for (int i = 0; i < nmem; i++) { if (mems[i].mr) ibv_dereg_mr(mems[i].mr); free(mems[i].buf); }
+	if (scq) ibv_destroy_cq(scq);
+	if (rcq) ibv_destroy_cq(rcq);
+	qp = NULL; scq = rcq = NULL; nmem = nmw = 0;
+}
+
+static uint64_t pattern(uint64_t seed, uint64_t i)
+{
+	uint64_t x = seed * 0x9e3779b97f4a7c15ull + i;
+	x ^= x >> 30; x *= 0xbf58476d1ce4e5b9ull; x ^= x >> 27; x *= 0x94d049bb133111ebull;
+	return x ^ (x >> 31);
+}
+
+static struct mem *get_mem(unsigned id, uint64_t off, uint64_t len)
+{
+	if (id >= (unsigned)nmem || off > mems[id].len || len > mems[id].len - off) { errno = ERANGE; return NULL; }
+	return &mems[id];
+}
+
+static void cmd_create(char *line)
+{
+	unsigned swr, rwr, sge, inl;
+	if (sscanf(line, "%u %u %u %u", &swr, &rwr, &sge, &inl) != 4) { fprintf(out, "err usage\n"); return; }
+	teardown();
+	scq = ibv_create_cq(ctx, swr + 16, NULL, NULL, 0);
+	rcq = ibv_create_cq(ctx, rwr + 16, NULL, NULL, 0);
+	if (!scq || !rcq) { fail("create_cq"); return; }
+	struct ibv_qp_init_attr ia = { .send_cq = scq, .recv_cq = rcq, .qp_type = IBV_QPT_RC,
+		.cap = { .max_send_wr = swr, .max_recv_wr = rwr, .max_send_sge = sge, .max_recv_sge = sge, .max_inline_data = inl } };
+	qp = ibv_create_qp(pd, &ia);
+	if (!qp) { fail("create_qp"); return; }
+	struct ibv_qp_attr a = { .qp_state = IBV_QPS_INIT, .port_num = 1, .qp_access_flags =
+		IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC };
+	if (ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS)) { fail("init"); return; }
+	char g[INET6_ADDRSTRLEN];
+	inet_ntop(AF_INET6, my_gid.raw, g, sizeof g);
+	fprintf(out, "ok %u %s\n", qp->qp_num, g);
+}
+
+static void cmd_mem(char *line)
+{
+	size_t len; unsigned access;
+	if (sscanf(line, "%zu %u", &len, &access) != 2 || nmem == MAX_MEM) { fprintf(out, "err usage\n"); return; }
+	struct mem *m = &mems[nmem];
+	m->len = len;
+	if (posix_memalign((void **)&m->buf, 4096, len ? len : 1)) { fail("memalign"); return; }
+	memset(m->buf, 0, len);
+	m->mr = ibv_reg_mr(pd, m->buf, len, access);
+	if (!m->mr) { fail("reg_mr"); free(m->buf); return; }
+	fprintf(out, "ok %d %" PRIu64 " %u\n", nmem++, (uint64_t)(uintptr_t)m->buf, m->mr->rkey);
+}
+
+static void cmd_rtr(char *line)
+{
+	unsigned dqpn, psn, mtu, rnr, rd; char g[64];
+	if (sscanf(line, "%u %63s %u %u %u %u", &dqpn, g, &psn, &mtu, &rnr, &rd) != 6) { fprintf(out, "err usage\n"); return; }
+	struct ibv_qp_attr a = { .qp_state = IBV_QPS_RTR, .path_mtu = mtu, .dest_qp_num = dqpn, .rq_psn = psn,
+		.max_dest_rd_atomic = rd, .min_rnr_timer = rnr,
+		.ah_attr = { .is_global = 1, .port_num = 1, .grh = { .hop_limit = 64, .sgid_index = gid_index } } };
+	if (inet_pton(AF_INET6, g, a.ah_attr.grh.dgid.raw) != 1) { fprintf(out, "err gid\n"); return; }
+	if (ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
+			  IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER)) { fail("rtr"); return; }
+	fprintf(out, "ok\n");
+}
+
+static void cmd_rts(char *line)
+{
+	unsigned psn, timeout, retry, rnr, rd;
+	if (sscanf(line, "%u %u %u %u %u", &psn, &timeout, &retry, &rnr, &rd) != 5) { fprintf(out, "err usage\n"); return; }
+	struct ibv_qp_attr a = { .qp_state = IBV_QPS_RTS, .sq_psn = psn, .timeout = timeout, .retry_cnt = retry,
+		.rnr_retry = rnr, .max_rd_atomic = rd };
+	if (ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
+			  IBV_QP_MAX_QP_RD_ATOMIC)) { fail("rts"); return; }
+	fprintf(out, "ok\n");
+}
+
+static void cmd_recv(char *line)
+{
+	uint64_t id, off; unsigned mem, len;
+	if (sscanf(line, "%" SCNu64 " %u %" SCNu64 " %u", &id, &mem, &off, &len) != 4) { fprintf(out, "err usage\n"); return; }
+	struct mem *m = get_mem(mem, off, len);
+	if (!m) { fail("recv"); return; }
+	struct ibv_sge sge = { .addr = (uintptr_t)m->buf + off, .length = len, .lkey = m->mr->lkey };
+	struct ibv_recv_wr wr = { .wr_id = id, .sg_list = &sge, .num_sge = len ? 1 : 0 }, *bad;
+	int e = ibv_post_recv(qp, &wr, &bad);
+	if (e) { errno = e; fail("post_recv"); return; }
+	fprintf(out, "ok\n");
+}
+
+/* post ID OP FLAGS MEM OFF LEN RADDR RKEY IMM COMPARE SWAP; OP is the number of ibv_wr_opcode. */
+static void cmd_post(char *line)
+{
+	uint64_t id, off, raddr, cmp, swap; unsigned op, flags, mem, len, rkey, imm;
+	if (sscanf(line, "%" SCNu64 " %u %u %u %" SCNu64 " %u %" SCNu64 " %u %u %" SCNu64 " %" SCNu64, &id, &op, &flags, &mem, &off,
+		   &len, &raddr, &rkey, &imm, &cmp, &swap) != 11) { fprintf(out, "err usage\n"); return; }
+	struct mem *m = get_mem(mem, off, len);
+	if (!m) { fail("post"); return; }
+	struct ibv_sge sge = { .addr = (uintptr_t)m->buf + off, .length = len, .lkey = m->mr->lkey };
+	struct ibv_send_wr wr = { .wr_id = id, .opcode = op, .send_flags = flags, .sg_list = &sge, .num_sge = len ? 1 : 0 }, *bad;
+	switch (op) {
+	case IBV_WR_SEND_WITH_INV: case IBV_WR_LOCAL_INV: wr.invalidate_rkey = rkey; break;
+	default: wr.imm_data = htonl(imm);
+	}
+	if (op == IBV_WR_ATOMIC_CMP_AND_SWP || op == IBV_WR_ATOMIC_FETCH_AND_ADD) {
+		wr.wr.atomic.remote_addr = raddr; wr.wr.atomic.rkey = rkey;
+		wr.wr.atomic.compare_add = op == IBV_WR_ATOMIC_CMP_AND_SWP ? cmp : swap; wr.wr.atomic.swap = swap;
+	} else {
+		wr.wr.rdma.remote_addr = raddr; wr.wr.rdma.rkey = rkey;
+	}
+	int e = ibv_post_send(qp, &wr, &bad);
+	if (e) { errno = e; fail("post_send"); return; }
+	fprintf(out, "ok\n");
+}
+
+/* mw MEM OFF LEN ACCESS: a type-2 window, bound through the send queue (its completion is taken here). */
+static void cmd_mw(char *line)
+{
+	unsigned mem, access; uint64_t off, len;
+	if (sscanf(line, "%u %" SCNu64 " %" SCNu64 " %u", &mem, &off, &len, &access) != 4 || nmw == MAX_MW) { fprintf(out, "err usage\n"); return; }
+	struct mem *m = get_mem(mem, off, len);
+	if (!m) { fail("mw"); return; }
+	struct ibv_mw *mw = ibv_alloc_mw(pd, IBV_MW_TYPE_2);
+	if (!mw) { fail("alloc_mw"); return; }
+	mws[nmw++] = mw;
+	struct ibv_send_wr wr = { .wr_id = ~0ull, .opcode = IBV_WR_BIND_MW, .send_flags = IBV_SEND_SIGNALED }, *bad;
+	wr.bind_mw.mw = mw; wr.bind_mw.rkey = ibv_inc_rkey(mw->rkey);
+	wr.bind_mw.bind_info = (struct ibv_mw_bind_info){ .mr = m->mr, .addr = (uintptr_t)m->buf + off, .length = len, .mw_access_flags = access };
+	int e = ibv_post_send(qp, &wr, &bad);
+	if (e) { errno = e; fail("bind"); return; }
+	struct ibv_wc wc; int n;
+	while (!(n = ibv_poll_cq(scq, 1, &wc))) ;
+	if (n < 0 || wc.status) { fprintf(out, "err bind status %d\n", wc.status); return; }
+	fprintf(out, "ok %u\n", wr.bind_mw.rkey);
+}
+
+/* poll s|r COUNT MILLISECONDS: "wc ID STATUS OPCODE LEN IMM FLAGS RKEY" a line each, then "end". */
+static void cmd_poll(char *line)
+{
+	char which; int count, ms;
+	if (sscanf(line, " %c %d %d", &which, &count, &ms) != 3) { fprintf(out, "err usage\n"); return; }
+	struct timespec t0, t; clock_gettime(CLOCK_MONOTONIC, &t0);
+	for (int got = 0; got < count;) {
+		struct ibv_wc wc; int n = ibv_poll_cq(which == 's' ? scq : rcq, 1, &wc);
+		if (n < 0) break;
+		if (n) {
+			got++;
+			fprintf(out, "wc %" PRIu64 " %d %d %u %u %u %u\n", wc.wr_id, wc.status, wc.opcode, wc.byte_len,
+				wc.wc_flags & IBV_WC_WITH_IMM ? ntohl(wc.imm_data) : 0, wc.wc_flags,
+				wc.wc_flags & IBV_WC_WITH_INV ? wc.invalidated_rkey : 0);
+			continue;
+		}
+		clock_gettime(CLOCK_MONOTONIC, &t);
+		if ((t.tv_sec - t0.tv_sec) * 1000 + (t.tv_nsec - t0.tv_nsec) / 1000000 > ms) break;
+		usleep(200);
+	}
+	fprintf(out, "end\n");
+}
+
+static void cmd_fill(char *line, int check)
+{
+	unsigned mem; uint64_t off, len, seed;
+	if (sscanf(line, "%u %" SCNu64 " %" SCNu64 " %" SCNu64, &mem, &off, &len, &seed) != 4) { fprintf(out, "err usage\n"); return; }
+	struct mem *m = get_mem(mem, off, len);
+	if (!m) { fail("range"); return; }
+	for (uint64_t i = 0; i < len; i++) {
+		uint8_t b = pattern(seed, i / 8) >> (8 * (i % 8));
+		if (!check) m->buf[off + i] = b;
+		else if (m->buf[off + i] != b) { fprintf(out, "err byte %" PRIu64 " is %02x, not %02x\n", i, m->buf[off + i], b); return; }
+	}
+	fprintf(out, "ok\n");
+}
+
+static void cmd_word(char *line)
+{
+	unsigned mem; uint64_t off, value; int n = sscanf(line, "%u %" SCNu64 " %" SCNu64, &mem, &off, &value);
+	struct mem *m = n >= 2 ? get_mem(mem, off, 8) : NULL;
+	if (!m) { fprintf(out, "err usage\n"); return; }
+	if (n == 3) memcpy(m->buf + off, &value, 8);
+	memcpy(&value, m->buf + off, 8);
+	fprintf(out, "ok %" PRIu64 "\n", value);
+}
+
+static void cmd_state(void)
+{
+	struct ibv_qp_attr a; struct ibv_qp_init_attr ia;
+	if (!qp || ibv_query_qp(qp, &a, IBV_QP_STATE, &ia)) { fail("query"); return; }
+	fprintf(out, "ok %d\n", a.qp_state);
+}
+
+static void serve(int fd)
+{
+	char line[512];
+	FILE *in = fdopen(fd, "r");
+	out = fdopen(dup(fd), "w");
+	while (fgets(line, sizeof line, in)) {
+		char *rest = strchr(line, ' ');
+		rest = rest ? rest + 1 : line + strlen(line);
+		if (!strncmp(line, "create ", 7)) cmd_create(rest);
+		else if (!strncmp(line, "mem ", 4)) cmd_mem(rest);
+		else if (!strncmp(line, "quit", 4)) { fprintf(out, "ok\n"); fflush(out); teardown(); exit(0); }
+		else if (!qp) fprintf(out, "err no qp\n");
+		else if (!strncmp(line, "rtr ", 4)) cmd_rtr(rest);
+		else if (!strncmp(line, "rts ", 4)) cmd_rts(rest);
+		else if (!strncmp(line, "recv ", 5)) cmd_recv(rest);
+		else if (!strncmp(line, "post ", 5)) cmd_post(rest);
+		else if (!strncmp(line, "mw ", 3)) cmd_mw(rest);
+		else if (!strncmp(line, "poll ", 5)) cmd_poll(rest);
+		else if (!strncmp(line, "fill ", 5)) cmd_fill(rest, 0);
+		else if (!strncmp(line, "check ", 6)) cmd_fill(rest, 1);
+		else if (!strncmp(line, "word ", 5)) cmd_word(rest);
+		else if (!strncmp(line, "state", 5)) cmd_state();
+		else fprintf(out, "err unknown command\n");
+		fflush(out);
+	}
+	fclose(in); fclose(out);
+	teardown();
+}
+
+int main(int argc, char **argv)
+{
+	const char *dev = NULL, *addr = NULL; int port = 18600, opt, n;
+	while ((opt = getopt(argc, argv, "d:p:g:")) != -1) {
+		if (opt == 'd') dev = optarg;
+		else if (opt == 'p') port = atoi(optarg);
+		else if (opt == 'g') addr = optarg;
+		else return 2;
+	}
+	struct ibv_device **list = ibv_get_device_list(&n);
+	for (int i = 0; i < n && !ctx; i++)
+		if (!dev || !strcmp(dev, ibv_get_device_name(list[i]))) ctx = ibv_open_device(list[i]);
+	if (!ctx || !(pd = ibv_alloc_pd(ctx))) { fprintf(stderr, "verbs-agent: no such RDMA device\n"); return 1; }
+	union ibv_gid want = { 0 };
+	if (addr && inet_pton(AF_INET6, addr, want.raw) != 1) {
+		want.raw[10] = want.raw[11] = 0xff;
+		if (inet_pton(AF_INET, addr, want.raw + 12) != 1) { fprintf(stderr, "verbs-agent: bad address %s\n", addr); return 2; }
+	}
+	for (gid_index = 0; gid_index < 256; gid_index++) {
+		if (ibv_query_gid(ctx, 1, gid_index, &my_gid)) { fprintf(stderr, "verbs-agent: no GID %s\n", addr ? addr : ""); return 1; }
+		static const union ibv_gid zero;
+		if (addr ? !memcmp(&my_gid, &want, 16) : !!memcmp(&my_gid, &zero, 16)) break;
+	}
+	int l = socket(AF_INET6, SOCK_STREAM, 0), one = 1;
+	struct sockaddr_in6 sa = { .sin6_family = AF_INET6, .sin6_port = htons(port) };
+	setsockopt(l, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+	if (bind(l, (struct sockaddr *)&sa, sizeof sa) || listen(l, 4)) { perror("verbs-agent: listen"); return 1; }
+	printf("verbs-agent ready\n"); fflush(stdout);
+	for (int fd; (fd = accept(l, NULL, NULL)) >= 0;) {
+		setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+		serve(fd);
+	}
+	return 0;
+}

@@ -1,0 +1,181 @@
+//! The line protocol of `guest/verbs-agent.c`, and the byte pattern that both sides check.
+
+use std::{
+    io::{BufRead as _, BufReader, Write as _},
+    net::{SocketAddr, TcpStream},
+    time::Duration,
+};
+
+use crate::Error;
+
+/// Byte `i` of the pattern `seed` is byte `i % 8` of word `i / 8`.
+pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    let word = |i: u64| {
+        let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(i);
+        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (x ^ (x >> 31)).to_le_bytes()
+    };
+    let mut bytes: Vec<u8> = (0..len.div_ceil(8) as u64).flat_map(word).collect();
+    bytes.truncate(len);
+    bytes
+}
+
+/// A completion that the agent saw.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct AgentWc {
+    pub(crate) wr_id: u64,
+    pub(crate) status: u32,
+    pub(crate) opcode: u32,
+    pub(crate) byte_len: u32,
+    pub(crate) imm: u32,
+    pub(crate) invalidated: u32,
+}
+
+/// A buffer of the agent.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AgentMem {
+    pub(crate) id: u32,
+    pub(crate) addr: u64,
+    pub(crate) rkey: u32,
+}
+
+/// A send work request of the agent; numbers as in `ibv_wr_opcode` and `ibv_send_flags`.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct AgentPost {
+    pub(crate) wr_id: u64,
+    pub(crate) op: u32,
+    pub(crate) mem: u32,
+    pub(crate) off: u64,
+    pub(crate) len: u32,
+    pub(crate) raddr: u64,
+    pub(crate) rkey: u32,
+    pub(crate) imm: u32,
+    pub(crate) compare: u64,
+    pub(crate) swap: u64,
+}
+
+/// A connection to a `verbs-agent`.
+pub(crate) struct Agent {
+    lines: BufReader<TcpStream>,
+}
+
+impl Agent {
+    /// Connects, trying for `patience` as the guest may still boot.
+    pub(crate) fn connect(addr: SocketAddr, patience: Duration) -> Result<Self, Error> {
+        let until = std::time::Instant::now() + patience;
+        loop {
+            match TcpStream::connect_timeout(&addr, Duration::from_secs(2)) {
+                Ok(stream) => {
+                    stream.set_nodelay(true)?;
+                    stream.set_read_timeout(Some(Duration::from_secs(120)))?;
+                    return Ok(Self {
+                        lines: BufReader::new(stream),
+                    });
+                }
+                Err(e) if std::time::Instant::now() > until => return Err(format!("verbs-agent at {addr}: {e}").into()),
+                Err(_) => std::thread::sleep(Duration::from_millis(300)),
+            }
+        }
+    }
+
+    fn line(&mut self) -> Result<String, Error> {
+        let mut line = String::new();
+        if self.lines.read_line(&mut line)? == 0 {
+            return Err("verbs-agent closed the connection".into());
+        }
+        Ok(line.trim_end().to_owned())
+    }
+
+    fn send(&mut self, command: &str) -> Result<(), Error> {
+        self.lines.get_mut().write_all(format!("{command}\n").as_bytes())?;
+        Ok(())
+    }
+
+    /// Sends a command whose answer is one line; returns what follows "ok".
+    pub(crate) fn call(&mut self, command: &str) -> Result<Vec<String>, Error> {
+        self.send(command)?;
+        let line = self.line()?;
+        match line.strip_prefix("ok") {
+            Some(rest) => Ok(rest.split_whitespace().map(str::to_owned).collect()),
+            None => Err(format!("verbs-agent: {command}: {line}").into()),
+        }
+    }
+
+    fn number<T: std::str::FromStr>(words: &[String], at: usize) -> Result<T, Error> {
+        let word = words.get(at).ok_or("verbs-agent: answer too short")?;
+        word.parse()
+            .map_err(|_| format!("verbs-agent: {word} is not a number").into())
+    }
+
+    pub(crate) fn create(&mut self, send: u32, recv: u32, sges: u32, inline: u32) -> Result<(u32, String), Error> {
+        let words = self.call(&format!("create {send} {recv} {sges} {inline}"))?;
+        Ok((Self::number(&words, 0)?, words.get(1).cloned().unwrap_or_default()))
+    }
+
+    pub(crate) fn mem(&mut self, len: usize, access: u32) -> Result<AgentMem, Error> {
+        let words = self.call(&format!("mem {len} {access}"))?;
+        Ok(AgentMem {
+            id: Self::number(&words, 0)?,
+            addr: Self::number(&words, 1)?,
+            rkey: Self::number(&words, 2)?,
+        })
+    }
+
+    pub(crate) fn window(&mut self, mem: u32, off: u64, len: u64, access: u32) -> Result<u32, Error> {
+        let words = self.call(&format!("mw {mem} {off} {len} {access}"))?;
+        Self::number(&words, 0)
+    }
+
+    pub(crate) fn word(&mut self, mem: u32, off: u64, set: Option<u64>) -> Result<u64, Error> {
+        let set = set.map(|v| v.to_string()).unwrap_or_default();
+        let words = self.call(&format!("word {mem} {off} {set}"))?;
+        Self::number(&words, 0)
+    }
+
+    pub(crate) fn post(&mut self, p: AgentPost) -> Result<(), Error> {
+        const SIGNALED: u32 = 2;
+        let AgentPost {
+            wr_id,
+            op,
+            mem,
+            off,
+            len,
+            raddr,
+            rkey,
+            imm,
+            compare,
+            swap,
+        } = p;
+        let text = format!("post {wr_id} {op} {SIGNALED} {mem} {off} {len} {raddr} {rkey} {imm} {compare} {swap}");
+        self.call(&text).map(drop)
+    }
+
+    pub(crate) fn recv(&mut self, wr_id: u64, mem: u32, off: u64, len: u32) -> Result<(), Error> {
+        self.call(&format!("recv {wr_id} {mem} {off} {len}")).map(drop)
+    }
+
+    /// Waits for `count` completions of the send (`'s'`) or receive (`'r'`) queue.
+    pub(crate) fn poll(&mut self, which: char, count: usize, ms: u32) -> Result<Vec<AgentWc>, Error> {
+        self.send(&format!("poll {which} {count} {ms}"))?;
+        let mut all = Vec::new();
+        loop {
+            let line = self.line()?;
+            if line == "end" {
+                return Ok(all);
+            }
+            let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+            if words.first().map(String::as_str) != Some("wc") {
+                return Err(format!("verbs-agent: poll: {line}").into());
+            }
+            all.push(AgentWc {
+                wr_id: Self::number(&words, 1)?,
+                status: Self::number(&words, 2)?,
+                opcode: Self::number(&words, 3)?,
+                byte_len: Self::number(&words, 4)?,
+                imm: Self::number(&words, 5)?,
+                invalidated: Self::number(&words, 7)?,
+            });
+        }
+    }
+}
