@@ -1,1 +1,23 @@
-//! Protection domains, memory regions and windows, key and range checks, SGE cursors.
+//! Protection domains, memory regions, fast registrations and memory windows, key and range checks, and scatter/gather
+//! lists.
+//!
+//! A peer may write registered memory while the program reads it. So nothing here ever makes a Rust reference to it:
+//! bytes are copied in and out through raw pointers whose bounds were proven against the region, and 8-byte atomics go
+//! through `AtomicU64` on aligned addresses. A [`Span`] is such a proven range; it stays memory-safe after its region
+//! is gone, because it keeps the allocation alive, but every access through it fails from the moment of revocation.
+//!
+//! Memory that the program lends ([`MemoryTable::register`]) is different: nothing keeps it alive. Accesses happen only
+//! under a port's lock, so a caller that has passed through every port's lock once after [`MemoryTable::deregister`]
+//! knows that no access is still under way.
+
+mod error;
+mod object;
+mod sglist;
+mod span;
+mod table;
+
+pub use error::{AtomicError, KeyError, MemError, Revoked};
+pub use object::{FastRegion, Region, Window, WindowKind};
+pub use sglist::SgList;
+pub use span::Span;
+pub use table::{MemoryTable, PdHandle};

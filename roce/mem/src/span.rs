@@ -1,0 +1,254 @@
+//! Mappings, and checked ranges of them: the only place where registered memory is touched.
+
+use std::{
+    alloc::{Layout, alloc_zeroed, dealloc},
+    ptr::{self, NonNull},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+};
+
+use crate::error::{AtomicError, MemError, Revoked};
+
+/// Alignment of allocated regions, bytes.
+const PAGE: usize = 4096;
+
+/// The memory itself: allocated here and freed with the last reference, or lent by the program.
+#[derive(Debug)]
+struct Backing {
+    ptr: NonNull<u8>,
+    len: usize,
+    layout: Option<Layout>,
+}
+
+// SAFETY: the pointer is only used for raw copies and atomics within bounds that are proven first; the type has no
+// interior state of its own.
+unsafe impl Send for Backing {}
+// SAFETY: as above.
+unsafe impl Sync for Backing {}
+
+impl Drop for Backing {
+    fn drop(&mut self) {
+        if let Some(layout) = self.layout {
+            // SAFETY: `ptr` came from `alloc_zeroed` with this layout and is freed only here.
+            unsafe { dealloc(self.ptr.as_ptr(), layout) }
+        }
+    }
+}
+
+/// A range of a backing that was opened at one moment, and can be closed for good.
+#[derive(Debug)]
+pub(crate) struct Mapping {
+    backing: Arc<Backing>,
+    /// First byte within the backing.
+    start: usize,
+    len: usize,
+    revoked: AtomicBool,
+    /// The mapping that this one was derived from: its end is ours as well.
+    parent: Option<Arc<Mapping>>,
+}
+
+impl Mapping {
+    /// Zeroed memory on a page boundary.
+    pub(crate) fn allocate(len: usize) -> Result<Arc<Self>, MemError> {
+        let (ptr, layout) = if len == 0 {
+            (NonNull::dangling(), None)
+        } else {
+            let layout = Layout::from_size_align(len, PAGE).map_err(|_| MemError::OutOfMemory(len))?;
+            // SAFETY: the layout has a size above zero.
+            let ptr = unsafe { alloc_zeroed(layout) };
+            (NonNull::new(ptr).ok_or(MemError::OutOfMemory(len))?, Some(layout))
+        };
+        Ok(Self::whole(Backing { ptr, len, layout }))
+    }
+
+    /// Memory of the program.
+    ///
+    /// # Safety
+    /// `ptr` must stay readable and writable for `len` bytes until the mapping is revoked and no access is under way.
+    pub(crate) unsafe fn borrow(ptr: *mut u8, len: usize) -> Arc<Self> {
+        let ptr = NonNull::new(ptr).unwrap_or(NonNull::dangling());
+        Self::whole(Backing { ptr, len, layout: None })
+    }
+
+    fn whole(backing: Backing) -> Arc<Self> {
+        let len = backing.len;
+        Arc::new(Self {
+            backing: Arc::new(backing),
+            start: 0,
+            len,
+            revoked: AtomicBool::new(false),
+            parent: None,
+        })
+    }
+
+    /// A part of this mapping with an end of its own; `None` when the range is outside.
+    pub(crate) fn derive(self: &Arc<Self>, offset: usize, len: usize) -> Option<Arc<Self>> {
+        if offset > self.len || len > self.len - offset {
+            return None;
+        }
+        Some(Arc::new(Self {
+            backing: self.backing.clone(),
+            start: self.start + offset,
+            len,
+            revoked: AtomicBool::new(false),
+            parent: Some(self.clone()),
+        }))
+    }
+
+    pub(crate) fn revoke(&self) {
+        self.revoked.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn is_revoked(&self) -> bool {
+        self.revoked.load(Ordering::Acquire) || self.parent.as_ref().is_some_and(|p| p.is_revoked())
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(crate) fn as_ptr(&self) -> *mut u8 {
+        // `start` is at most the backing's length: the pointer stays inside or one past the end.
+        self.backing.ptr.as_ptr().wrapping_add(self.start)
+    }
+
+    /// The first byte of a range that must lie within the mapping.
+    fn range(&self, offset: usize, len: usize) -> Option<*mut u8> {
+        (offset <= self.len && len <= self.len - offset).then(|| self.as_ptr().wrapping_add(offset))
+    }
+
+    /// Copies out, whether revoked or not: for the owner, who keeps the backing alive. `false` when out of range.
+    pub(crate) fn copy_out(&self, offset: usize, out: &mut [u8]) -> bool {
+        let Some(src) = self.range(offset, out.len()) else {
+            return false;
+        };
+        // SAFETY: `src` is valid for `out.len()` bytes (checked by `range` against the backing, which lives as long as
+        // `self` or, when lent, as the lender promised). `out` is a Rust slice, and registered memory never is one, so
+        // they don't overlap. Concurrent writers may tear the bytes; they are only ever treated as plain bytes.
+        unsafe { ptr::copy_nonoverlapping(src, out.as_mut_ptr(), out.len()) }
+        true
+    }
+
+    /// Copies in, as [`Mapping::copy_out`].
+    pub(crate) fn copy_in(&self, offset: usize, data: &[u8]) -> bool {
+        let Some(dst) = self.range(offset, data.len()) else {
+            return false;
+        };
+        // SAFETY: as in `copy_out`, with the roles exchanged.
+        unsafe { ptr::copy_nonoverlapping(data.as_ptr(), dst, data.len()) }
+        true
+    }
+}
+
+/// A checked range of registered memory. Clones share the mapping.
+#[derive(Clone, Debug)]
+pub struct Span {
+    mapping: Arc<Mapping>,
+    offset: usize,
+    len: usize,
+}
+
+impl Span {
+    /// The range, which must lie within the mapping.
+    pub(crate) fn new(mapping: Arc<Mapping>, offset: usize, len: usize) -> Option<Self> {
+        mapping.range(offset, len)?;
+        Some(Self { mapping, offset, len })
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// A part of the span; `None` when it reaches outside.
+    pub fn slice(&self, offset: usize, len: usize) -> Option<Self> {
+        (offset <= self.len && len <= self.len - offset).then(|| Self {
+            mapping: self.mapping.clone(),
+            offset: self.offset + offset,
+            len,
+        })
+    }
+
+    /// Whether accesses fail.
+    pub fn is_revoked(&self) -> bool {
+        self.mapping.is_revoked()
+    }
+
+    fn check(&self, offset: usize, len: usize) -> Result<usize, Revoked> {
+        // Reaching outside is the caller's bug, and answered like memory that is gone.
+        if offset > self.len || len > self.len - offset || self.mapping.is_revoked() {
+            return Err(Revoked);
+        }
+        Ok(self.offset + offset)
+    }
+
+    /// Copies bytes out.
+    ///
+    /// # Errors
+    /// When the memory was taken back, or the range leaves the span.
+    #[inline]
+    pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<(), Revoked> {
+        let at = self.check(offset, out.len())?;
+        if self.mapping.copy_out(at, out) {
+            Ok(())
+        } else {
+            Err(Revoked)
+        }
+    }
+
+    /// Copies bytes in.
+    ///
+    /// # Errors
+    /// When the memory was taken back, or the range leaves the span.
+    #[inline]
+    pub fn write(&self, offset: usize, data: &[u8]) -> Result<(), Revoked> {
+        let at = self.check(offset, data.len())?;
+        if self.mapping.copy_in(at, data) {
+            Ok(())
+        } else {
+            Err(Revoked)
+        }
+    }
+
+    fn word(&self) -> Result<&AtomicU64, AtomicError> {
+        if self.len != 8 {
+            return Err(AtomicError::Misaligned);
+        }
+        let at = self.check(0, 8)?;
+        let ptr = self.mapping.range(at, 8).ok_or(Revoked)?.cast::<u64>();
+        if !ptr.is_aligned() {
+            return Err(AtomicError::Misaligned);
+        }
+        // SAFETY: 8 valid, aligned bytes (just checked); the borrow of `self` keeps the mapping for the reference's
+        // life. Others may change the word at any time, which `AtomicU64` allows.
+        Ok(unsafe { AtomicU64::from_ptr(ptr) })
+    }
+
+    /// Adds to the 8-byte word that the span is, in the host's byte order, and returns the former value.
+    ///
+    /// # Errors
+    /// When the span is not one aligned word, or the memory was taken back.
+    pub fn fetch_add(&self, add: u64) -> Result<u64, AtomicError> {
+        Ok(self.word()?.fetch_add(add, Ordering::AcqRel))
+    }
+
+    /// Stores `swap` if the word equals `compare`, and returns the former value either way.
+    ///
+    /// # Errors
+    /// When the span is not one aligned word, or the memory was taken back.
+    pub fn compare_swap(&self, compare: u64, swap: u64) -> Result<u64, AtomicError> {
+        let word = self.word()?;
+        Ok(
+            match word.compare_exchange(compare, swap, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(old) | Err(old) => old,
+            },
+        )
+    }
+}
