@@ -1,1 +1,18 @@
-//! IB communication management: MADs and the connection manager's state machine (sans-IO).
+//! IB communication management: MADs and the connection manager's state machine, without sockets, clocks or threads.
+//!
+//! [`mad`] holds the wire format (IBA volume 1, chapter 12; the kernel's `ibta_vol1_c12.h`): checked parsing of
+//! 256-byte MADs into plain structs and emission from them. [`cma`] is what RDMA_CM puts into the private data of a
+//! REQ (IBA Annex A11; the kernel's `cma.c`). [`Manager`] is the state machine (IBA 12.9; the kernel's `cm.c`):
+//! time and MADs are arguments, MADs and [`Event`]s are polled.
+#![forbid(unsafe_code)]
+
+pub mod cma;
+pub mod mad;
+mod manager;
+mod types;
+
+pub use manager::{Manager, state};
+pub use roce_verbs::provider::{ConnParams, RejectReason};
+pub use types::{
+    AcceptArgs, CmConfig, CmError, ConnId, ConnectArgs, Counters, DropReason, Event, ListenId, OutMad, RemoteQp,
+};

@@ -1,0 +1,1 @@
+//! RDMA_CM private data.

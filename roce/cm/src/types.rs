@@ -1,0 +1,431 @@
+//! What goes into a [`Manager`](crate::Manager) and comes out of it.
+
+use core::{
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
+
+use roce_verbs::{
+    AddressVector, Mtu, Psn, Qpn,
+    provider::{ConnParams, RejectReason},
+};
+
+use crate::{
+    mad::{Attribute, MAD_LEN},
+    state::State,
+};
+
+/// A connection. Never reused within the life of a manager.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct ConnId(pub u64);
+
+/// A listener. Never reused within the life of a manager.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct ListenId(pub u64);
+
+/// Settings of a manager.
+#[derive(Clone, Debug)]
+pub struct CmConfig {
+    /// Our channel adapter's GUID, in every REQ and REP. Peers recognise duplicates and stale connections by it
+    /// together with communication IDs and queue pair numbers, so no two live devices may share one.
+    pub ca_guid: u64,
+    /// The largest path MTU that we can do: a REQ with a larger one is rejected with reason 26 and this MTU as the
+    /// additional information.
+    pub mtu: Mtu,
+    /// Code t of 4.096 us * 2^t that our REQs name as the CM response timeout of both sides, and the longest pause
+    /// between two of our retransmissions (plus two packet lifetimes). `CMA_CM_RESPONSE_TIMEOUT`: 20, 4.3 s.
+    pub response_timeout: u8,
+    /// Retransmissions of a REQ, REP or DREQ, also the number that our REQs name. `CMA_MAX_CM_RETRIES`: 15.
+    pub max_retries: u8,
+    /// The pause before the first retransmission; it doubles each time. The kernel always waits the whole response
+    /// timeout; its answers to earlier duplicates are the same.
+    pub first_retry: Duration,
+    /// How long a REQ, REP or DREQ may stay without any answer, whatever retries are left. After an MRA it counts
+    /// from the end of the service timeout.
+    pub give_up: Duration,
+    /// Packet lifetime code of paths; the local ACK timeout that REQs name comes from it and from `ca_ack_delay`.
+    /// `CMA_IBOE_PACKET_LIFETIME`: 18.
+    pub packet_life_time: u8,
+    /// Code of the delay of our own ACKs, in REPs as the target ACK delay. `RXE_LOCAL_CA_ACK_DELAY`: 15.
+    pub ca_ack_delay: u8,
+    /// Code of the service timeout that our MRAs ask for. `CMA_CM_MRA_SETTING`: 24, 69 s.
+    pub service_timeout: u8,
+    /// The longest service timeout that a peer's MRA is granted, as a code.
+    pub max_service_timeout: u8,
+    /// Connections in all, half-open and lingering ones included.
+    pub max_connections: usize,
+    /// Requests from peers that are not established yet.
+    pub max_half_open: usize,
+    /// Requests from one peer address that are not established yet.
+    pub max_half_open_per_peer: usize,
+    /// Ended or destroyed connections that are still kept to answer late MADs; the oldest goes first.
+    pub max_lingering: usize,
+    /// MADs that wait to be polled; more are dropped (retransmission recovers them).
+    pub max_queued_mads: usize,
+}
+
+impl CmConfig {
+    /// The kernel's settings, for a device with this GUID and path MTU.
+    pub const fn new(ca_guid: u64, mtu: Mtu) -> Self {
+        Self {
+            ca_guid,
+            mtu,
+            response_timeout: 20,
+            max_retries: 15,
+            first_retry: Duration::from_millis(250),
+            give_up: Duration::from_secs(10),
+            packet_life_time: 18,
+            ca_ack_delay: 15,
+            service_timeout: 24,
+            max_service_timeout: 25,
+            max_connections: 65_536,
+            max_half_open: 1024,
+            max_half_open_per_peer: 128,
+            max_lingering: 4096,
+            max_queued_mads: 4096,
+        }
+    }
+}
+
+/// What to connect.
+#[derive(Clone, Debug)]
+pub struct ConnectArgs {
+    /// Our address; with port 0 an ephemeral one is chosen (it only shows in the REQ's header).
+    pub local: SocketAddr,
+    /// The listener: its address, same family, and port in the RDMA_CM TCP port space.
+    pub remote: SocketAddr,
+    /// Our queue pair.
+    pub qpn: Qpn,
+    /// The first PSN that we expect (our RQ PSN); the peer starts to send with it (IBA 12.7.31).
+    pub start_psn: Psn,
+    /// Path MTU.
+    pub mtu: Mtu,
+    /// Private data (at most 56 bytes), depths and retries.
+    pub params: ConnParams,
+    /// Our queue pair honours end-to-end credits.
+    pub flow_control: bool,
+    /// Our queue pair uses a shared receive queue.
+    pub srq: bool,
+    /// TOS or traffic class of the path.
+    pub traffic_class: u8,
+}
+
+impl ConnectArgs {
+    /// Default parameters, no flow control, no shared receive queue, traffic class 0.
+    pub fn new(local: SocketAddr, remote: SocketAddr, qpn: Qpn, start_psn: Psn, mtu: Mtu) -> Self {
+        Self {
+            local,
+            remote,
+            qpn,
+            start_psn,
+            mtu,
+            params: ConnParams::default(),
+            flow_control: false,
+            srq: false,
+            traffic_class: 0,
+        }
+    }
+}
+
+/// How to accept.
+#[derive(Clone, Debug)]
+pub struct AcceptArgs {
+    /// Our queue pair, in RTS already (see [`Manager::accept_path`](crate::Manager::accept_path)).
+    pub qpn: Qpn,
+    /// The first PSN that we expect (our RQ PSN); the peer starts to send with it (IBA 12.7.31).
+    pub start_psn: Psn,
+    /// Private data (at most 196 bytes), depths and RNR retries. Depths are cut to what the REQ offered.
+    pub params: ConnParams,
+    /// Our queue pair honours end-to-end credits.
+    pub flow_control: bool,
+    /// Our queue pair uses a shared receive queue.
+    pub srq: bool,
+}
+
+impl AcceptArgs {
+    /// No flow control, no shared receive queue.
+    pub const fn new(qpn: Qpn, start_psn: Psn, params: ConnParams) -> Self {
+        Self {
+            qpn,
+            start_psn,
+            params,
+            flow_control: false,
+            srq: false,
+        }
+    }
+}
+
+/// All that the peer contributes to bringing our queue pair to RTR and RTS (`cm_init_qp_rtr_attr`,
+/// `cm_init_qp_rts_attr`). Our RQ PSN is the `start_psn` of [`ConnectArgs`] or [`AcceptArgs`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RemoteQp {
+    /// Path to the peer.
+    pub av: AddressVector,
+    /// The peer's queue pair.
+    pub qpn: Qpn,
+    /// The first PSN that the peer expects: our SQ PSN.
+    pub sq_psn: Psn,
+    /// Path MTU.
+    pub mtu: Mtu,
+    /// READs and atomics that we answer at a time (`max_dest_rd_atomic`). In a request: the most that the peer
+    /// will send.
+    pub responder_resources: u8,
+    /// READs and atomics that we send at a time (`max_rd_atomic`). In a request: the most that the peer answers.
+    pub initiator_depth: u8,
+    /// Local ACK timeout code.
+    pub timeout: u8,
+    /// Retries.
+    pub retry_cnt: u8,
+    /// RNR retries, 7 = for ever.
+    pub rnr_retry: u8,
+}
+
+/// What a manager reports. Per connection the order is: on the active side `Reply` or `Rejected` or `Unreachable`;
+/// on the passive side `Request`, then (after accept) `Established` or `Rejected` or `Unreachable`; once either
+/// side is established `Disconnected`, then `TimewaitExit`. Nothing comes after destroy.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Event {
+    /// Passive: somebody wants to connect. Answer with accept or reject.
+    Request {
+        /// Where it arrived.
+        listener: ListenId,
+        /// The new half-open connection.
+        conn: ConnId,
+        /// Our address and port.
+        local: SocketAddr,
+        /// The peer's address and (ephemeral) port.
+        remote: SocketAddr,
+        /// The consumer's private data: 56 bytes, zero-padded.
+        private_data: Vec<u8>,
+        /// The peer's queue pair, and upper bounds for our depths.
+        path: RemoteQp,
+    },
+    /// Active: the peer accepts. Bring the queue pair to RTS, then call `qp_ready` or `qp_failed`. No `Established`
+    /// follows on this side: the connection is established when `qp_ready` returns.
+    Reply {
+        /// The connection.
+        conn: ConnId,
+        /// The peer's queue pair, depths as negotiated.
+        path: RemoteQp,
+        /// The consumer's private data: 196 bytes, zero-padded.
+        private_data: Vec<u8>,
+    },
+    /// Passive: the RTU came (or `communication_established` was called).
+    Established {
+        /// The connection.
+        conn: ConnId,
+    },
+    /// The peer refused, or (passive) took its request back. The connection is over.
+    Rejected {
+        /// The connection.
+        conn: ConnId,
+        /// Why.
+        reason: RejectReason,
+        /// Additional reject information as the reason defines it, up to 72 bytes (IBA table 109).
+        info: Vec<u8>,
+        /// The consumer's private data: 148 bytes, zero-padded.
+        private_data: Vec<u8>,
+    },
+    /// Our REQ (active) or REP (passive) was never answered. The connection is over.
+    Unreachable {
+        /// The connection.
+        conn: ConnId,
+    },
+    /// An established connection ended: by the peer, or our own disconnect was answered or given up. Both sides'
+    /// queue pairs go to error.
+    Disconnected {
+        /// The connection.
+        conn: ConnId,
+    },
+    /// The queue pair's number may be used again (IBA 12.9.8.4).
+    TimewaitExit {
+        /// The connection.
+        conn: ConnId,
+    },
+}
+
+impl Event {
+    /// The connection that it is about.
+    pub const fn conn(&self) -> ConnId {
+        match self {
+            Self::Request { conn, .. }
+            | Self::Reply { conn, .. }
+            | Self::Established { conn }
+            | Self::Rejected { conn, .. }
+            | Self::Unreachable { conn }
+            | Self::Disconnected { conn }
+            | Self::TimewaitExit { conn } => *conn,
+        }
+    }
+}
+
+/// A MAD to send: UD SEND ONLY from QP1 to QP1, Q_Key 0x80010000, P_Key 0xffff.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct OutMad {
+    /// Our address.
+    pub local: IpAddr,
+    /// The peer's address.
+    pub remote: IpAddr,
+    /// The MAD.
+    pub mad: [u8; MAD_LEN],
+}
+
+/// Why a call was refused. Nothing changed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum CmError {
+    /// Somebody listens on this port already.
+    #[error("address and port are in use")]
+    AddressInUse,
+    /// Local and remote address are of different families, or one is unspecified or multicast.
+    #[error("addresses don't make a path")]
+    Address,
+    /// Too much private data.
+    #[error("{given} bytes of private data, at most {max}")]
+    PrivateData {
+        /// Bytes given.
+        given: usize,
+        /// Bytes that the message holds.
+        max: usize,
+    },
+    /// As many connections as configured.
+    #[error("too many connections")]
+    Limit,
+    /// Not a connection, or destroyed.
+    #[error("no such connection")]
+    NoConnection,
+    /// The connection's state does not allow it.
+    #[error("the connection is in state {0:?}")]
+    State(State),
+}
+
+/// Why a MAD was dropped without effect.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[repr(usize)]
+pub enum DropReason {
+    /// Not 256 bytes.
+    Length,
+    /// Not base version 1, class 7 (communication management), class version 2, method Send.
+    Header,
+    /// An attribute that no CM message has, or that RoCE doesn't use (LAP, APR).
+    Attribute,
+    /// A field that can't have the value it has.
+    Field,
+    /// Names a connection that we don't have (and needs no answer).
+    UnknownConnection,
+    /// Names a connection with another peer address than it came from.
+    WrongAddress,
+    /// A DREQ for another queue pair than the connection's.
+    WrongQp,
+    /// Not expected in the connection's state.
+    State,
+    /// A duplicate that needs no answer.
+    Duplicate,
+    /// A request beyond the listener's backlog.
+    Backlog,
+    /// A request beyond the half-open connections allowed in all.
+    HalfOpen,
+    /// A request beyond the half-open connections allowed to one peer.
+    HalfOpenPeer,
+    /// A request beyond the connections allowed in all.
+    Connections,
+    /// An answer that found the queue of outgoing MADs full.
+    OutQueueFull,
+}
+
+impl DropReason {
+    /// All reasons.
+    pub const ALL: [Self; 14] = [
+        Self::Length,
+        Self::Header,
+        Self::Attribute,
+        Self::Field,
+        Self::UnknownConnection,
+        Self::WrongAddress,
+        Self::WrongQp,
+        Self::State,
+        Self::Duplicate,
+        Self::Backlog,
+        Self::HalfOpen,
+        Self::HalfOpenPeer,
+        Self::Connections,
+        Self::OutQueueFull,
+    ];
+
+    /// A stable name for reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Length => "length",
+            Self::Header => "header",
+            Self::Attribute => "attribute",
+            Self::Field => "field",
+            Self::UnknownConnection => "unknown_connection",
+            Self::WrongAddress => "wrong_address",
+            Self::WrongQp => "wrong_qp",
+            Self::State => "state",
+            Self::Duplicate => "duplicate",
+            Self::Backlog => "backlog",
+            Self::HalfOpen => "half_open",
+            Self::HalfOpenPeer => "half_open_peer",
+            Self::Connections => "connections",
+            Self::OutQueueFull => "out_queue_full",
+        }
+    }
+}
+
+/// What a manager has counted.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Counters {
+    received: [u64; Attribute::COUNT],
+    sent: [u64; Attribute::COUNT],
+    retried: [u64; Attribute::COUNT],
+    dropped: [u64; DropReason::ALL.len()],
+    /// REJs sent, whatever the reason.
+    pub rejects_sent: u64,
+    /// Old connections torn down because the peer used their queue pair or communication ID anew.
+    pub stale: u64,
+    /// MRAs that extended a timer.
+    pub extended: u64,
+    /// REQs, REPs and DREQs given up.
+    pub timeouts: u64,
+    /// Lingering connections forgotten early to make room.
+    pub forgotten: u64,
+}
+
+impl Counters {
+    /// MADs received with this attribute.
+    pub fn received(&self, a: Attribute) -> u64 {
+        self.received[a.index()]
+    }
+
+    /// MADs sent with this attribute, retransmissions included.
+    pub fn sent(&self, a: Attribute) -> u64 {
+        self.sent[a.index()]
+    }
+
+    /// MADs sent again after a timeout.
+    pub fn retried(&self, a: Attribute) -> u64 {
+        self.retried[a.index()]
+    }
+
+    /// MADs dropped for this reason.
+    pub fn dropped(&self, r: DropReason) -> u64 {
+        self.dropped[r as usize]
+    }
+
+    pub(crate) fn count_received(&mut self, a: Attribute) {
+        self.received[a.index()] += 1;
+    }
+
+    pub(crate) fn count_sent(&mut self, a: Attribute) {
+        self.sent[a.index()] += 1;
+        self.rejects_sent += u64::from(a == Attribute::Rej);
+    }
+
+    pub(crate) fn count_retried(&mut self, a: Attribute) {
+        self.retried[a.index()] += 1;
+    }
+
+    pub(crate) fn count_drop(&mut self, r: DropReason) {
+        self.dropped[r as usize] += 1;
+    }
+}
