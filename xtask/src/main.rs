@@ -1,3 +1,127 @@
-//! xtask
+//! Project tasks, run as `cargo xtask TASK`. `cargo xtask help` lists them.
 
-fn main() {}
+mod cargo;
+mod demo;
+mod lint;
+mod process;
+mod suites;
+mod tools;
+
+use std::{path::PathBuf, process::ExitCode};
+
+use clap::{Args, Parser, Subcommand};
+
+/// Any failure, with the text that the user shall read.
+pub(crate) type Result<T, E = String> = std::result::Result<T, E>;
+
+#[derive(Parser)]
+#[command(
+    name = "cargo xtask",
+    bin_name = "cargo xtask",
+    about = "Tasks of the ferroce project",
+    after_help = "Exit status: 0 all well, 1 a task failed or a test did not pass or could not be run, 2 wrong usage, 130 \
+                  interrupted."
+)]
+struct Cli {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Subcommand)]
+enum Task {
+    /// Serve, map, copy and check a real ext4 image between two processes over loopback
+    Demo(demo::DemoArgs),
+    /// Run every test suite
+    ///
+    /// Suites: `unit` (cargo test of the workspace), `sim` (simulated networks, release build), `end-to-end` (two
+    /// processes of the release binary), `real-clients` (tests marked ignored because they need qemu-img, nbdcopy or
+    /// fio, which are installed first). Each prints how many passed, failed and were not run, with the reason. A suite
+    /// that could not be run makes the exit status 1 unless --allow-not-run is given; suites that --quick leaves out
+    /// are listed but do not count.
+    Test(suites::TestArgs),
+    /// Run simulated networks with every fault, from seeds
+    Sim(SimArgs),
+    /// Format all code
+    Fmt,
+    /// fmt --check, clippy, docs (warnings are errors), and the rule that the engine does no I/O
+    Lint,
+    /// What CI runs: lint, then test
+    Ci(suites::TestArgs),
+    /// Generate the manual pages
+    Man {
+        /// Folder for the pages
+        #[arg(long, default_value = "target/man")]
+        dir: PathBuf,
+    },
+    /// Run a fuzz target, or list them (needs a nightly toolchain and cargo-fuzz)
+    Fuzz {
+        /// The target; without it all are run one after another
+        target: Option<String>,
+        /// Seconds for each target
+        #[arg(long, default_value_t = 60)]
+        seconds: u32,
+        /// List the targets and stop
+        #[arg(long)]
+        list: bool,
+    },
+}
+
+#[derive(Args, Clone)]
+pub(crate) struct SimArgs {
+    /// How many seeds to run
+    #[arg(long, default_value_t = 200)]
+    pub(crate) seeds: u64,
+    /// First seed; with --seeds 1 it repeats one run exactly
+    #[arg(long)]
+    pub(crate) seed: Option<u64>,
+    /// Runs at a time; default: the processors
+    #[arg(long)]
+    pub(crate) jobs: Option<usize>,
+    /// Further arguments for the simulator (see `cargo run -p roce-sim -- --help`)
+    #[arg(last = true)]
+    pub(crate) rest: Vec<String>,
+}
+
+fn main() -> ExitCode {
+    process::catch_signals();
+    let root = cargo::workspace_root();
+    if let Err(e) = std::env::set_current_dir(&root) {
+        eprintln!("error: {}: {e}", root.display());
+        return ExitCode::FAILURE;
+    }
+    let outcome = match Cli::parse().task {
+        Task::Demo(args) => demo::run(&args),
+        Task::Test(args) => suites::run(&args),
+        Task::Sim(args) => suites::sim(&args),
+        Task::Fmt => cargo::run(&["fmt", "--all"]),
+        Task::Lint => lint::run(),
+        Task::Ci(args) => lint::run().and_then(|()| suites::run(&args)),
+        Task::Man { dir } => man(&dir),
+        Task::Fuzz { target, seconds, list } => suites::fuzz(target.as_deref(), seconds, list),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(_) if process::interrupted() => {
+            eprintln!("interrupted");
+            ExitCode::from(130)
+        }
+        Err(text) => {
+            eprintln!("error: {text}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn man(dir: &std::path::Path) -> Result<()> {
+    let ferroce = cargo::build("ferroce", "ferroce", cargo::Profile::Dev)?;
+    let status = std::process::Command::new(&ferroce)
+        .arg("man")
+        .arg(dir)
+        .status()
+        .map_err(|e| format!("{}: {e}", ferroce.display()))?;
+    if !status.success() {
+        return Err(format!("ferroce man ended with {status}"));
+    }
+    println!("manual pages are in {}", dir.display());
+    Ok(())
+}

@@ -1,0 +1,86 @@
+//! Formatting, clippy, documentation, and the rule that the engine is sans-IO.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use crate::{Result, cargo};
+
+/// Crates that take time and randomness as arguments and hand out their output.
+const SANS_IO: [&str; 7] = [
+    "roce/bth",
+    "roce/icrc",
+    "roce/verbs",
+    "roce/mem",
+    "roce/qp",
+    "roce/cm",
+    "roce/port",
+];
+/// What they must not mention.
+const FORBIDDEN: [&str; 9] = [
+    "std::thread",
+    "std::time::Instant",
+    "SystemTime",
+    "Instant::now",
+    "UdpSocket",
+    "TcpStream",
+    "std::fs",
+    "std::process",
+    "getrandom",
+];
+
+/// All lints; every one is run, the first failure is returned.
+pub(crate) fn run() -> Result<()> {
+    let results = [
+        cargo::run(&["fmt", "--all", "--check"]),
+        cargo::run(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]),
+        cargo::run_with(&["doc", "--workspace", "--no-deps"], &[("RUSTDOCFLAGS", "-D warnings")]),
+        sans_io(),
+    ];
+    let failed: Vec<String> = results.into_iter().filter_map(Result::err).collect();
+    if failed.is_empty() {
+        println!("lint: passed");
+        return Ok(());
+    }
+    Err(format!("lint failed:\n{}", failed.join("\n")))
+}
+
+/// The dependency direction makes most I/O impossible; this catches the standard library's.
+fn sans_io() -> Result<()> {
+    let mut findings = Vec::new();
+    for krate in SANS_IO {
+        for file in rust_files(&Path::new(krate).join("src"))? {
+            let text = fs::read_to_string(&file).map_err(|e| format!("{}: {e}", file.display()))?;
+            for (number, line) in text.lines().enumerate() {
+                let code = line.split("//").next().unwrap_or_default();
+                if let Some(word) = FORBIDDEN.iter().find(|w| code.contains(**w)) {
+                    findings.push(format!("{}:{}: {word} in a sans-IO crate", file.display(), number + 1));
+                }
+            }
+        }
+    }
+    if findings.is_empty() {
+        Ok(())
+    } else {
+        Err(findings.join("\n"))
+    }
+}
+
+fn rust_files(dir: &Path) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    let mut folders = vec![dir.to_path_buf()];
+    while let Some(folder) = folders.pop() {
+        let entries = fs::read_dir(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
+        for entry in entries {
+            let path = entry.map_err(|e| format!("{}: {e}", folder.display()))?.path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|e| e == "rs") {
+                files.push(path);
+            }
+        }
+    }
+    files.sort();
+    Ok(files)
+}

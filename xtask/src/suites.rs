@@ -1,0 +1,336 @@
+//! The test suites, the simulator and the fuzz targets.
+
+use std::{fmt, process::Stdio, time::Instant};
+
+use clap::Args;
+
+use crate::{
+    Result, SimArgs,
+    cargo::{self, Profile},
+    process, tools,
+};
+
+/// Seeds of the simulator in a full run and in a quick one.
+const SIM_SEEDS: (u64, u64) = (300, 30);
+
+#[derive(Args, Clone)]
+pub(crate) struct TestArgs {
+    /// Unit tests and a few simulated networks only
+    #[arg(long)]
+    quick: bool,
+    /// Exit with 0 although a suite could not be run
+    #[arg(long)]
+    allow_not_run: bool,
+    /// Only these suites
+    #[arg(long = "suite", value_name = "NAME", value_parser = ["unit", "sim", "end-to-end", "real-clients"])]
+    suites: Vec<String>,
+}
+
+/// What a suite came to.
+#[derive(Default)]
+struct Tally {
+    passed: u64,
+    failed: u64,
+    /// Tests (or whole suites, as 1) that could not be run, with the reason.
+    not_run: Vec<(u64, String)>,
+    /// Left out on purpose, by an option.
+    left_out: Option<&'static str>,
+    failures: Vec<String>,
+}
+
+impl Tally {
+    fn not_run(why: String) -> Self {
+        Self {
+            not_run: vec![(1, why)],
+            ..Self::default()
+        }
+    }
+
+    fn left_out(why: &'static str) -> Self {
+        Self {
+            left_out: Some(why),
+            ..Self::default()
+        }
+    }
+
+    fn not_run_count(&self) -> u64 {
+        self.not_run.iter().map(|(n, _)| n).sum()
+    }
+}
+
+impl fmt::Display for Tally {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(why) = self.left_out {
+            return write!(f, "left out ({why})");
+        }
+        write!(
+            f,
+            "{} passed, {} failed, {} not run",
+            self.passed,
+            self.failed,
+            self.not_run_count()
+        )?;
+        let reasons: Vec<_> = self.not_run.iter().map(|(_, why)| why.as_str()).collect();
+        if reasons.is_empty() {
+            Ok(())
+        } else {
+            write!(f, " ({})", reasons.join("; "))
+        }
+    }
+}
+
+/// Runs the suites and prints the result; the last line is `N passed, M failed, K not run`.
+pub(crate) fn run(args: &TestArgs) -> Result<()> {
+    let chosen = |name: &str| args.suites.is_empty() || args.suites.iter().any(|s| s == name);
+    let mut results = Vec::new();
+    for (name, in_quick) in [
+        ("unit", true),
+        ("sim", true),
+        ("end-to-end", false),
+        ("real-clients", false),
+    ] {
+        process::check_interrupt()?;
+        let started = Instant::now();
+        let tally = if !chosen(name) {
+            Tally::left_out("--suite")
+        } else if args.quick && !in_quick {
+            Tally::left_out("--quick")
+        } else {
+            println!("\n=== suite {name}");
+            suite(name, args.quick)?
+        };
+        results.push((name, tally, started.elapsed()));
+    }
+    println!("\n=== results");
+    let (mut passed, mut failed, mut not_run) = (0, 0, 0);
+    for (name, tally, took) in &results {
+        println!("suite {name}: {tally}  [{:.0} s]", took.as_secs_f64());
+        for failure in &tally.failures {
+            println!("  FAILED {failure}");
+        }
+        passed += tally.passed;
+        failed += tally.failed;
+        not_run += tally.not_run_count();
+    }
+    println!("{passed} passed, {failed} failed, {not_run} not run");
+    if failed > 0 {
+        return Err("tests failed".into());
+    }
+    if not_run > 0 && !args.allow_not_run {
+        return Err("some tests could not be run (see above); --allow-not-run accepts that".into());
+    }
+    Ok(())
+}
+
+fn suite(name: &str, quick: bool) -> Result<Tally> {
+    match name {
+        "unit" => cargo_test(&["--workspace", "--exclude", "ferroce-tests"], &[], &[]),
+        "sim" => {
+            let seeds = if quick { SIM_SEEDS.1 } else { SIM_SEEDS.0 };
+            simulate(&SimArgs {
+                seeds,
+                seed: None,
+                jobs: None,
+                rest: Vec::new(),
+            })
+        }
+        "end-to-end" => {
+            let bin = cargo::build("ferroce", "ferroce", Profile::Release)?;
+            let bin = bin.to_string_lossy();
+            cargo_test(&["-p", "ferroce-tests"], &[], &[("FERROCE_BIN", &bin)])
+        }
+        _ => {
+            let needed: Vec<_> = tools::EXT4.into_iter().chain(tools::NBD_CLIENTS).collect();
+            if let Err(why) = tools::ensure(&needed) {
+                return Ok(Tally::not_run(why));
+            }
+            let bin = cargo::build("ferroce", "ferroce", Profile::Release)?;
+            let bin = bin.to_string_lossy();
+            cargo_test(
+                &["-p", "ferroce-tests", "-p", "rnbd"],
+                &["--ignored"],
+                &[("FERROCE_BIN", &bin)],
+            )
+        }
+    }
+}
+
+/// Runs `cargo test`, shows its output and counts. Ignored tests do not count here: they are a suite of their own.
+fn cargo_test(what: &[&str], harness: &[&str], env: &[(&str, &str)]) -> Result<Tally> {
+    let mut command = cargo::command();
+    command
+        .args(["test", "--no-fail-fast"])
+        .args(what)
+        .arg("--")
+        .args(harness);
+    command.envs(env.iter().copied()).stdout(Stdio::piped());
+    println!(
+        "+ cargo test --no-fail-fast {} -- {}",
+        what.join(" "),
+        harness.join(" ")
+    );
+    let mut child = process::Guard::spawn("cargo test", &mut command)?;
+    let mut tally = Tally::default();
+    let status = child.for_each_line(|line| {
+        println!("{line}");
+        read_harness_line(line, &mut tally);
+    })?;
+    if !status.success() && tally.failed == 0 {
+        tally.failed = 1;
+        tally.failures.push(format!("cargo test ended with {status}"));
+    }
+    Ok(tally)
+}
+
+/// Counts one line of libtest's output.
+fn read_harness_line(line: &str, tally: &mut Tally) {
+    if let Some(rest) = line.strip_prefix("test result: ") {
+        let number = |word: &str| {
+            let before = rest
+                .split([';', '.'])
+                .map(str::trim)
+                .find_map(|p| p.strip_suffix(word))?;
+            before.trim().parse::<u64>().ok()
+        };
+        tally.passed += number("passed").unwrap_or(0);
+        tally.failed += number("failed").unwrap_or(0);
+    } else if let Some(name) = line.strip_prefix("test ").and_then(|l| l.strip_suffix(" ... FAILED")) {
+        tally.failures.push(name.to_owned());
+    }
+}
+
+/// `cargo xtask sim`.
+pub(crate) fn sim(args: &SimArgs) -> Result<()> {
+    let tally = simulate(args)?;
+    println!("{} passed, {} failed", tally.passed, tally.failed);
+    if tally.failed == 0 {
+        Ok(())
+    } else {
+        Err(tally.failures.join("\n"))
+    }
+}
+
+/// Runs the simulator's program; each seed counts as a test.
+fn simulate(args: &SimArgs) -> Result<Tally> {
+    let bin = cargo::build("roce-sim", "roce-sim", Profile::Release)?;
+    let mut command = std::process::Command::new(&bin);
+    command.arg("--seeds").arg(args.seeds.to_string());
+    if let Some(seed) = args.seed {
+        command.arg("--seed").arg(seed.to_string());
+    }
+    if let Some(jobs) = args.jobs {
+        command.arg("--jobs").arg(jobs.to_string());
+    }
+    command.args(&args.rest).stdout(Stdio::piped());
+    let mut child = process::Guard::spawn("roce-sim", &mut command)?;
+    let mut tally = Tally::default();
+    let mut counted = false;
+    let status = child.for_each_line(|line| {
+        println!("{line}");
+        if let Some((passed, failed)) = read_totals(line) {
+            counted = true;
+            (tally.passed, tally.failed) = (passed, failed);
+        }
+    })?;
+    if !status.success() || !counted {
+        tally.failed = tally.failed.max(1);
+        tally.failures.push(format!("roce-sim ended with {status}"));
+    }
+    Ok(tally)
+}
+
+/// Reads `N passed, M failed`, wherever it stands in a line.
+fn read_totals(line: &str) -> Option<(u64, u64)> {
+    let before = |word: &str| line.split(word).next()?.split_whitespace().next_back()?.parse().ok();
+    (line.contains(" passed") && line.contains(" failed")).then_some((before(" passed")?, before(" failed")?))
+}
+
+/// `cargo xtask fuzz`.
+pub(crate) fn fuzz(target: Option<&str>, seconds: u32, list: bool) -> Result<()> {
+    let have = |args: &[&str]| {
+        let mut command = std::process::Command::new("cargo");
+        command
+            .args(args)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .env_remove("RUSTUP_TOOLCHAIN");
+        command.status().is_ok_and(|s| s.success())
+    };
+    if !have(&["+nightly", "fuzz", "--version"]) {
+        return Err(
+            "needs a nightly toolchain and cargo-fuzz: rustup toolchain install nightly && cargo install \
+                    cargo-fuzz"
+                .into(),
+        );
+    }
+    let targets = fuzz_targets()?;
+    if list {
+        println!("{}", targets.join("\n"));
+        return Ok(());
+    }
+    if let Some(name) = target
+        && !targets.iter().any(|t| t == name)
+    {
+        return Err(format!("no fuzz target {name}; there are: {}", targets.join(", ")));
+    }
+    for name in targets.iter().filter(|t| target.is_none_or(|n| n == *t)) {
+        println!("+ cargo +nightly fuzz run {name} -- -max_total_time={seconds}");
+        let mut command = std::process::Command::new("cargo");
+        command.args([
+            "+nightly",
+            "fuzz",
+            "run",
+            name,
+            "--",
+            &format!("-max_total_time={seconds}"),
+        ]);
+        // Set by the cargo that started us; the +nightly proxy must not inherit it.
+        command.env_remove("RUSTUP_TOOLCHAIN").env_remove("CARGO");
+        let status = process::Guard::spawn("cargo fuzz", &mut command)?.wait()?;
+        if !status.success() {
+            return Err(format!("fuzz target {name} ended with {status}"));
+        }
+    }
+    Ok(())
+}
+
+fn fuzz_targets() -> Result<Vec<String>> {
+    let dir = "fuzz/fuzz_targets";
+    let entries = std::fs::read_dir(dir).map_err(|e| format!("{dir}: {e}"))?;
+    let mut names: Vec<String> = entries
+        .filter_map(|e| Some(e.ok()?.path()))
+        .filter(|p| p.extension().is_some_and(|x| x == "rs"))
+        .filter_map(|p| Some(p.file_stem()?.to_str()?.to_owned()))
+        .collect();
+    names.sort();
+    Ok(names)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Tally, read_harness_line, read_totals};
+
+    #[test]
+    fn harness_lines_are_counted() {
+        let mut tally = Tally::default();
+        for line in [
+            "running 3 tests",
+            "test a::b ... ok",
+            "test a::c ... FAILED",
+            "test result: FAILED. 12 passed; 1 failed; 2 ignored; 0 measured; 7 filtered out; finished in 0.01s",
+            "test result: ok. 5 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s",
+        ] {
+            read_harness_line(line, &mut tally);
+        }
+        assert_eq!(
+            (tally.passed, tally.failed, tally.failures),
+            (17, 1, vec!["a::c".to_owned()])
+        );
+    }
+
+    #[test]
+    fn totals_are_found() {
+        assert_eq!(read_totals("sim: 200 passed, 3 failed, 12.0 s"), Some((200, 3)));
+        assert_eq!(read_totals("200 passed"), None);
+    }
+}

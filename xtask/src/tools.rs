@@ -1,0 +1,92 @@
+//! System tools that the demo and some tests need.
+
+use std::{path::PathBuf, process::Command};
+
+use crate::{Result, process};
+
+/// A program and the Debian package that brings it.
+#[derive(Clone, Copy)]
+pub(crate) struct Tool {
+    pub(crate) program: &'static str,
+    pub(crate) package: &'static str,
+}
+
+/// Makes and checks ext4 images, changes them without mounting.
+pub(crate) const EXT4: [Tool; 3] = [
+    Tool::new("mke2fs", "e2fsprogs"),
+    Tool::new("e2fsck", "e2fsprogs"),
+    Tool::new("debugfs", "e2fsprogs"),
+];
+/// NBD clients of others.
+pub(crate) const NBD_CLIENTS: [Tool; 3] = [
+    Tool::new("qemu-img", "qemu-utils"),
+    Tool::new("nbdcopy", "libnbd-bin"),
+    Tool::new("fio", "fio"),
+];
+
+impl Tool {
+    const fn new(program: &'static str, package: &'static str) -> Self {
+        Self { program, package }
+    }
+}
+
+/// The full path of a program, also from the administrator's folders.
+pub(crate) fn find(program: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path)
+        .chain(["/usr/sbin", "/sbin", "/usr/local/sbin"].map(PathBuf::from))
+        .map(|dir| dir.join(program))
+        .find(|p| p.is_file())
+}
+
+/// Installs what is missing with apt, or says exactly what is.
+pub(crate) fn ensure(tools: &[Tool]) -> Result<()> {
+    let missing = |tools: &[Tool]| {
+        let mut packages: Vec<_> = tools
+            .iter()
+            .filter(|t| find(t.program).is_none())
+            .map(|t| t.package)
+            .collect();
+        packages.sort_unstable();
+        packages.dedup();
+        packages
+    };
+    let packages = missing(tools);
+    if packages.is_empty() {
+        return Ok(());
+    }
+    let by_hand = format!("apt-get install {}", packages.join(" "));
+    if find("apt-get").is_none() {
+        return Err(format!(
+            "missing system packages (Debian names): {}",
+            packages.join(", ")
+        ));
+    }
+    println!("installing missing system packages: {}", packages.join(", "));
+    let install = ["apt-get", "install", "-y", "--no-install-recommends"];
+    if apt(&[&install[..], &packages[..]].concat()).is_err() {
+        // A fresh machine has no package lists.
+        let again = apt(&["apt-get", "update"]).and_then(|()| apt(&[&install[..], &packages[..]].concat()));
+        again.map_err(|e| format!("{e}\nplease run as root: {by_hand}"))?;
+    }
+    match missing(tools)[..] {
+        [] => Ok(()),
+        ref still => Err(format!("still missing after apt-get install: {}", still.join(", "))),
+    }
+}
+
+fn apt(command: &[&str]) -> Result<()> {
+    let root = nix::unistd::geteuid().is_root();
+    let mut full: Vec<&str> = Vec::new();
+    if !root {
+        if find("sudo").is_none() {
+            return Err("not root, and there is no sudo".into());
+        }
+        full.extend(["sudo", "-n"]);
+    }
+    full.extend(command);
+    let (program, args) = full.split_first().ok_or("empty command")?;
+    let mut run = Command::new(program);
+    run.args(args).env("DEBIAN_FRONTEND", "noninteractive");
+    process::capture(&full.join(" "), &mut run).map(|_| ())
+}
