@@ -37,7 +37,7 @@ fn expected(bytes: &[u8]) -> Result<usize, ParseError> {
     }
     let rest = have - need;
     let pad = (bytes[1] >> 4) & 3;
-    if rest % 4 != 0 {
+    if !rest.is_multiple_of(4) {
         Err(ParseError::Unaligned(rest))
     } else if rest != 0 && !row.payload {
         Err(ParseError::UnexpectedPayload { opcode, len: rest })

@@ -1,0 +1,155 @@
+//! Writing captures of packets that were never in a frame.
+
+use std::{
+    fs::File,
+    io::{self, BufWriter, Write},
+    net::{IpAddr, SocketAddr},
+    path::Path,
+};
+
+use etherparse::{EtherType, Ethernet2Header, IpNumber, Ipv4Header, Ipv6FlowLabel, Ipv6Header, UdpHeader};
+use pcap_file::{DataLink, Endianness, PcapError, TsResolution, pcap::PcapHeader};
+
+const HOPS: u8 = 64;
+/// What Wireshark takes for the largest frame; no IP packet reaches it.
+const SNAPLEN: u32 = 262_144;
+
+/// Writes a classic pcap file with nanosecond time stamps, little-endian on every machine, of Ethernet frames made
+/// around UDP payloads: DF set, UDP checksum 0 (as rdma_rxe sends them), MAC addresses made from the IP addresses.
+pub struct Writer<W: Write> {
+    writer: W,
+    frame: Vec<u8>,
+}
+
+fn io_error(error: PcapError) -> io::Error {
+    match error {
+        PcapError::IoError(e) => e,
+        other => io::Error::new(io::ErrorKind::InvalidInput, other.to_string()),
+    }
+}
+
+fn invalid(text: impl Into<String>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, text.into())
+}
+
+impl Writer<BufWriter<File>> {
+    /// Makes a file. Call [`Writer::flush`] at the end to learn of errors.
+    ///
+    /// # Errors
+    /// The operating system's.
+    pub fn create(path: impl AsRef<Path>) -> io::Result<Self> {
+        Self::new(BufWriter::new(File::create(path)?))
+    }
+}
+
+impl<W: Write> Writer<W> {
+    /// Writes the file header.
+    ///
+    /// # Errors
+    /// The underlying writer's.
+    pub fn new(mut writer: W) -> io::Result<Self> {
+        let header = PcapHeader {
+            snaplen: SNAPLEN,
+            datalink: DataLink::ETHERNET,
+            ts_resolution: TsResolution::NanoSecond,
+            endianness: Endianness::Little,
+            ..PcapHeader::default()
+        };
+        header.write_to(&mut writer).map_err(io_error)?;
+        Ok(Self { writer, frame: vec![] })
+    }
+
+    /// Appends a datagram: `time_ns` in nanoseconds since 1970 (or the start of a simulation), the UDP payload from BTH
+    /// to ICRC, and the IPv4 Identification (ignored for IPv6).
+    ///
+    /// # Errors
+    /// `InvalidInput` for addresses of two IP versions, a payload longer than a datagram, or a time past 2106; else the
+    /// underlying writer's.
+    pub fn write(
+        &mut self,
+        time_ns: u64,
+        src: SocketAddr,
+        dst: SocketAddr,
+        payload: &[u8],
+        identification: u16,
+    ) -> io::Result<()> {
+        self.build(src, dst, payload, identification)?;
+        let (secs, nanos) = (time_ns / 1_000_000_000, time_ns % 1_000_000_000);
+        let secs = u32::try_from(secs).map_err(|_| invalid("a time past 2106"))?;
+        let len = self.frame.len() as u32;
+        // Captured and original length.
+        for field in [secs, nanos as u32, len, len] {
+            self.writer.write_all(&field.to_le_bytes())?;
+        }
+        self.writer.write_all(&self.frame)
+    }
+
+    /// Flushes the underlying writer.
+    ///
+    /// # Errors
+    /// The underlying writer's.
+    pub fn flush(&mut self) -> io::Result<()> {
+        self.writer.flush()
+    }
+
+    /// Flushes and gives the underlying writer back.
+    ///
+    /// # Errors
+    /// The underlying writer's.
+    pub fn finish(mut self) -> io::Result<W> {
+        self.writer.flush()?;
+        Ok(self.writer)
+    }
+
+    fn build(&mut self, src: SocketAddr, dst: SocketAddr, payload: &[u8], identification: u16) -> io::Result<()> {
+        let udp = UdpHeader::without_ipv4_checksum(src.port(), dst.port(), payload.len())
+            .map_err(|e| invalid(format!("a payload of {} bytes: {e}", payload.len())))?;
+        let ether = |ether_type| Ethernet2Header {
+            source: mac(src.ip()),
+            destination: mac(dst.ip()),
+            ether_type,
+        };
+        let out = &mut self.frame;
+        out.clear();
+        match (src.ip().to_canonical(), dst.ip().to_canonical()) {
+            (IpAddr::V4(from), IpAddr::V4(to)) => {
+                let mut ip = Ipv4Header::new(udp.length, HOPS, IpNumber::UDP, from.octets(), to.octets())
+                    .map_err(|e| invalid(format!("a payload of {} bytes: {e}", payload.len())))?;
+                ip.identification = identification;
+                ip.dont_fragment = true;
+                ip.header_checksum = ip.calc_header_checksum();
+                ether(EtherType::IPV4).write(out)?;
+                ip.write_raw(out)?;
+            }
+            (IpAddr::V6(from), IpAddr::V6(to)) => {
+                let ip = Ipv6Header {
+                    traffic_class: 0,
+                    flow_label: Ipv6FlowLabel::ZERO,
+                    payload_length: udp.length,
+                    next_header: IpNumber::UDP,
+                    hop_limit: HOPS,
+                    source: from.octets(),
+                    destination: to.octets(),
+                };
+                ether(EtherType::IPV6).write(out)?;
+                ip.write(out)?;
+            }
+            _ => return Err(invalid("source and destination are of different IP versions")),
+        }
+        udp.write(out)?;
+        out.extend_from_slice(payload);
+        Ok(())
+    }
+}
+
+/// A locally administered MAC address that shows the IP address's last four bytes.
+fn mac(ip: IpAddr) -> [u8; 6] {
+    let tail = match ip.to_canonical() {
+        IpAddr::V4(a) => a.octets(),
+        IpAddr::V6(a) => {
+            let o = a.octets();
+            [o[12], o[13], o[14], o[15]]
+        }
+    };
+    [0x02, 0, tail[0], tail[1], tail[2], tail[3]]
+}
