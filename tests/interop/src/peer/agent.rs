@@ -1,4 +1,4 @@
-//! The line protocol of `guest/verbs-agent.c`, and the byte pattern that both sides check.
+//! The line protocol of `lab/verbs-agent.c`, and the byte pattern that both sides check.
 
 use std::{
     io::{BufRead as _, BufReader, Write as _},

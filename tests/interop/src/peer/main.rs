@@ -1,6 +1,7 @@
 //! `ferroce-lab`: small programs that are the other half of programs on an RDMA host.
 
 mod agent;
+mod guestd;
 mod link;
 mod ops;
 mod pingpong;
@@ -36,9 +37,15 @@ enum Command {
     Rping(rping::Args),
     /// Every RC operation, in both directions, against a verbs-agent.
     Ops(ops::Args),
+    /// In a guest: runs the scripts that the lab sends.
+    #[command(hide = true)]
+    Guestd(guestd::Args),
 }
 
 fn run(cli: Cli) -> Result<(), Error> {
+    if let Command::Guestd(args) = &cli.command {
+        return guestd::run(args);
+    }
     let device = Device::open(DeviceConfig {
         pcap: cli.pcap,
         ..DeviceConfig::new(cli.addr)
@@ -47,6 +54,7 @@ fn run(cli: Cli) -> Result<(), Error> {
         Command::Pingpong(args) => pingpong::run(&device, cli.addr, &args),
         Command::Rping(args) => rping::run(&device, cli.addr, &args),
         Command::Ops(args) => ops::run(&device, cli.addr, &args),
+        Command::Guestd(args) => guestd::run(&args),
     };
     println!("counters: {:?}", device.stats());
     result

@@ -1,0 +1,74 @@
+#!/bin/bash
+# Prepares a virtual machine with a stock Debian kernel: rdma_rxe from the kernel package, and the RTRS and RNBD
+# modules (which Debian's configuration leaves out) built from Debian's own kernel source package.
+#
+#   setup.sh FOLDER
+#
+# Needs root and Debian's package archive. A second call with the same folder does nothing.
+set -euo pipefail
+HERE=$(cd "$(dirname "$0")" && pwd)
+LAB=$1
+# What is in the folder depends on this script and on the agent's source.
+STAMP=$(cat "$HERE/setup.sh" "$HERE/verbs-agent.c" | sha256sum | cut -c1-16)
+mkdir -p "$LAB"; LAB=$(cd "$LAB" && pwd); cd "$LAB"
+[ "$(cat ready 2>/dev/null)" = "$STAMP" ] && exit 0
+[ "$(id -u)" = 0 ] || { echo "the lab needs root (network namespaces, taps, packages)" >&2; exit 1; }
+
+apt-get update -q >/dev/null
+KV=$(apt-cache depends linux-image-amd64 | sed -n 's/.*Depends: linux-image-//p' | head -1)
+SRC=linux-source-$(echo "$KV" | cut -d. -f1,2)
+DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends \
+    qemu-system-x86 qemu-utils busybox-static kmod cpio iproute2 tcpdump e2fsprogs \
+    rdma-core ibverbs-utils ibverbs-providers rdmacm-utils libibverbs-dev perftest \
+    "linux-headers-$KV" "$SRC" libelf-dev make gcc libc6-dev >/dev/null
+echo "$KV" > kernel-version
+
+# The kernel is only unpacked: what this machine boots stays as it is.
+rm -rf kernel deb; mkdir deb; chmod 777 deb
+(cd deb && apt-get download -q "linux-image-$KV" >/dev/null)
+dpkg -x deb/*.deb kernel; rm -rf deb
+depmod -b kernel "$KV"
+
+rm -rf src rtrs rnbd; mkdir src
+tar -C src --strip-components=1 -xf "/usr/src/$SRC.tar.xz" "$SRC/drivers/infiniband/ulp/rtrs" "$SRC/drivers/block/rnbd"
+mv src/drivers/infiniband/ulp/rtrs rtrs; mv src/drivers/block/rnbd rnbd; rm -rf src
+sed -i "s#-I\$(srctree)/drivers/infiniband/ulp/rtrs#-I$LAB/rtrs#" rnbd/Makefile
+build() { make -s -C "/usr/src/linux-headers-$KV" "$@" modules 2>&1 | grep -v 'Skipping BTF' || true; }
+build M="$LAB/rtrs" CONFIG_INFINIBAND_RTRS=m CONFIG_INFINIBAND_RTRS_CLIENT=m CONFIG_INFINIBAND_RTRS_SERVER=m
+build M="$LAB/rnbd" KBUILD_EXTRA_SYMBOLS="$LAB/rtrs/Module.symvers" CONFIG_BLK_DEV_RNBD_CLIENT=m CONFIG_BLK_DEV_RNBD_SERVER=m
+for ko in rtrs/rtrs-{core,client,server}.ko rnbd/rnbd-{client,server}.ko; do
+    [ -e "$ko" ] || { echo "building $ko failed" >&2; exit 1; }
+done
+gcc -Wall -O2 -o verbs-agent "$HERE/verbs-agent.c" -libverbs
+
+# initramfs: busybox, the virtio and 9p modules, and an init that moves into this machine's own root folder
+# (read-only through 9p, a tmpfs overlay on top), then runs the guest script.
+rm -rf ird; mkdir -p ird/{bin,proc,sys,dev,lib/modules,newroot,ro,rw}; cp /bin/busybox ird/bin/
+i=10
+for f in $(for m in virtio_pci virtio_net 9p 9pnet_virtio overlay; do
+        modprobe -d kernel -S "$KV" --show-depends $m; done | awk '/^insmod/ && !seen[$2]++ {print $2}'); do
+    cp "$f" "ird/lib/modules/$i-$(basename "$f")"; i=$((i+1))
+done
+cat > ird/init <<INIT
+#!/bin/busybox sh
+B=/bin/busybox
+\$B mount -t proc p /proc; \$B mount -t sysfs s /sys; \$B mount -t devtmpfs d /dev
+for f in /lib/modules/*.ko; do \$B insmod \$f || echo "cannot load \$f"; done
+\$B mount -t 9p -o trans=virtio,version=9p2000.L,ro,cache=loose,msize=262144 root /ro
+\$B mount -t tmpfs t /rw; \$B mkdir -p /rw/u /rw/w
+\$B mount -t overlay -o lowerdir=/ro,upperdir=/rw/u,workdir=/rw/w o /newroot
+CL=\$(\$B cat /proc/cmdline)
+for d in proc sys dev; do \$B mount --move /\$d /newroot/\$d; done
+\$B mkdir -p /newroot/lib/modules; \$B mount --bind /newroot$LAB/kernel/lib/modules /newroot/lib/modules
+\$B mount -t tmpfs t /newroot/run; \$B mount -t tmpfs t /newroot/tmp
+\$B mkdir -p /newroot/dev/pts /newroot/dev/shm; \$B mount -t devpts d /newroot/dev/pts; \$B mount -t tmpfs s /newroot/dev/shm
+for w in \$CL; do case \$w in guest=*) G=\${w#guest=};; gid=*) GUEST_ID=\${w#gid=};; gmtu=*) GUEST_MTU=\${w#gmtu=};; esac; done
+export LAB=$LAB GUEST_ID GUEST_MTU PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root
+\$B chroot /newroot /bin/bash \$G
+echo "guest script ended: \$?"
+\$B poweroff -f
+INIT
+chmod +x ird/init
+(cd ird && find . | cpio -o -H newc 2>/dev/null | gzip -1 > ../initramfs.gz)
+rm -rf ird
+echo "$STAMP" > ready
