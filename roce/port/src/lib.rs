@@ -1,1 +1,32 @@
-//! One RoCE port: framing, demultiplexing, GSI, counters (sans-IO).
+//! One RoCE port: RC queue pairs behind a set of IP addresses, the general service interface (QP1) with the connection
+//! manager, and the rules of the wire (ICRC, UDP source ports, segmentation into GSO trains).
+//!
+//! [`Port`] is sans-IO. A driver feeds it datagrams ([`Port::handle_datagram`]) and the time
+//! ([`Port::handle_timeout`] when [`Port::poll_timeout`] says so), and takes what it has to send
+//! ([`Port::poll_transmit`]) and to tell ([`Port::poll_cm_event`], [`Port::poll_async_event`]; completions go into the
+//! completion queues). After any call there may be something to send and another timeout.
+//!
+//! Everything in a datagram is the peer's word and checked: addresses against the queue pair's path, the ICRC, every
+//! header. What does not pass is dropped and counted under its reason ([`PortCounters`]).
+#![forbid(unsafe_code)]
+
+mod batch;
+mod config;
+mod connect;
+mod counters;
+mod ident;
+mod peer;
+mod port;
+mod qpn;
+mod rx;
+mod timers;
+mod tx;
+
+pub use batch::{MAX_SEGMENTS, MAX_TRAIN_BYTES, Train, TxBatch, TxConfig};
+pub use config::{PortConfig, QpInit};
+pub use connect::PortCmEvent;
+pub use counters::PortCounters;
+pub use port::Port;
+pub use qpn::{QpnRange, udp_source_port};
+pub use roce_cm::{CmConfig, ConnId, ListenId};
+pub use rx::RxMeta;

@@ -1,0 +1,395 @@
+//! What a port has to send: a staging slab of sealed packets, in trains that go out as one GSO send each.
+
+use core::net::{IpAddr, SocketAddr};
+
+use roce_bth::{ICRC_LEN, Qpn, ROCE_UDP_PORT};
+use roce_icrc::Flow;
+use roce_qp::{TxKind, TxSink};
+
+/// `UDP_MAX_SEGMENTS` of Linux before 6.9: more segments than that in one send are refused.
+pub const MAX_SEGMENTS: usize = 64;
+/// Payload bytes of the longest UDP datagram over IPv4; a GSO send is one until the last moment.
+pub const MAX_TRAIN_BYTES: usize = 65_507;
+/// Room for at least one packet of any kind, generously.
+const MIN_CAPACITY: usize = 8 << 10;
+
+/// Sizes of a [`TxBatch`].
+#[derive(Clone, Debug)]
+pub struct TxConfig {
+    /// Put several packets into one train. Off: every train is one packet.
+    pub gso: bool,
+    /// The most packets of a train; at most [`MAX_SEGMENTS`].
+    pub max_segments: usize,
+    /// The most bytes of a train; at most [`MAX_TRAIN_BYTES`].
+    pub max_train_bytes: usize,
+    /// Bytes of the staging slab. It should stay in the processor's cache.
+    pub capacity: usize,
+}
+
+impl Default for TxConfig {
+    fn default() -> Self {
+        Self {
+            gso: true,
+            max_segments: MAX_SEGMENTS,
+            max_train_bytes: MAX_TRAIN_BYTES,
+            capacity: 256 << 10,
+        }
+    }
+}
+
+/// Where a queue pair's packets go, with the flow that their ICRCs cover.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TxPath {
+    pub(crate) flow: Flow,
+    pub(crate) tos: u8,
+    pub(crate) ttl: u8,
+}
+
+struct TrainRecord {
+    path: TxPath,
+    dest: Qpn,
+    start: usize,
+    len: usize,
+    segment_len: usize,
+    segments: usize,
+    /// Whether a packet of `segment_len` bytes or fewer may still follow.
+    open: bool,
+}
+
+/// A staging slab of sealed packets. Filled by [`crate::Port::poll_transmit`], sent and cleared by the datapath.
+pub struct TxBatch {
+    config: TxConfig,
+    slab: Box<[u8]>,
+    used: usize,
+    trains: Vec<TrainRecord>,
+}
+
+/// Packets of one queue pair, to be sent with one system call: all `segment_len` bytes long but the last, which may be
+/// shorter. Packet *i* is sealed with IPv4 Identification *i*, which is what Linux gives segment *i* of a GSO send.
+#[derive(Clone, Copy, Debug)]
+pub struct Train<'a> {
+    /// Our address.
+    pub local: IpAddr,
+    /// The peer's address and the RoCE port.
+    pub remote: SocketAddr,
+    /// Our UDP port.
+    pub src_port: u16,
+    /// TOS or traffic class.
+    pub tos: u8,
+    /// TTL or hop limit.
+    pub ttl: u8,
+    /// Bytes of each packet but the last.
+    pub segment_len: usize,
+    /// How many packets.
+    pub segments: usize,
+    /// The packets, one behind the other.
+    pub bytes: &'a [u8],
+}
+
+impl<'a> Train<'a> {
+    /// The packets one by one, in the order of their Identifications.
+    pub fn packets(&self) -> impl Iterator<Item = &'a [u8]> + use<'a> {
+        self.bytes.chunks(self.segment_len.max(1))
+    }
+}
+
+impl core::fmt::Debug for TxBatch {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("TxBatch")
+            .field("used", &self.used)
+            .field("trains", &self.trains.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl TxBatch {
+    /// An empty batch. Sizes beyond the limits of Linux are cut to them.
+    pub fn new(mut config: TxConfig) -> Self {
+        config.max_segments = config.max_segments.clamp(1, MAX_SEGMENTS);
+        config.max_train_bytes = config.max_train_bytes.min(MAX_TRAIN_BYTES);
+        config.capacity = config.capacity.max(MIN_CAPACITY);
+        Self {
+            slab: vec![0; config.capacity].into_boxed_slice(),
+            used: 0,
+            trains: Vec::new(),
+            config,
+        }
+    }
+
+    /// What is to be sent, in order.
+    pub fn trains(&self) -> impl ExactSizeIterator<Item = Train<'_>> {
+        self.trains.iter().map(|t| Train {
+            local: t.path.flow.ip.src(),
+            remote: SocketAddr::new(t.path.flow.ip.dst(), ROCE_UDP_PORT),
+            src_port: t.path.flow.src_port,
+            tos: t.path.tos,
+            ttl: t.path.ttl,
+            segment_len: t.segment_len,
+            segments: t.segments,
+            bytes: &self.slab[t.start..t.start + t.len],
+        })
+    }
+
+    /// Whether nothing is to be sent.
+    pub fn is_empty(&self) -> bool {
+        self.trains.is_empty()
+    }
+
+    /// Forgets everything; the slab is used again.
+    pub fn clear(&mut self) {
+        self.used = 0;
+        self.trains.clear();
+    }
+
+    /// Sizes in use.
+    pub fn config(&self) -> &TxConfig {
+        &self.config
+    }
+
+    /// Switches trains of several packets on or off, from the next packet on.
+    pub fn set_gso(&mut self, on: bool) {
+        self.config.gso = on;
+    }
+
+    /// Whether a packet of `len` bytes without its ICRC fits.
+    pub(crate) fn has_room(&self, len: usize) -> bool {
+        self.slab.len() - self.used >= len.saturating_add(ICRC_LEN)
+    }
+
+    fn reserve(&mut self, len: usize) -> Option<&mut [u8]> {
+        if !self.has_room(len) {
+            return None;
+        }
+        Some(&mut self.slab[self.used..self.used + len])
+    }
+
+    /// Seals the `len` bytes staged last and puts them behind the open train if they may go there. Returns the packet's
+    /// place in its train.
+    fn commit(&mut self, path: &TxPath, dest: Qpn, len: usize, alone: bool) -> usize {
+        let total = len + ICRC_LEN;
+        let start = self.used;
+        let joins = !alone
+            && self.config.gso
+            && self.trains.last().is_some_and(|t| {
+                t.open
+                    && t.dest == dest
+                    && t.path.flow == path.flow
+                    && t.path.tos == path.tos
+                    && t.path.ttl == path.ttl
+                    && total <= t.segment_len
+                    && t.segments < self.config.max_segments
+                    && t.len + total <= self.config.max_train_bytes
+            });
+        let index = match self.trains.last_mut().filter(|_| joins) {
+            Some(train) => {
+                train.len += total;
+                train.segments += 1;
+                train.open = total == train.segment_len;
+                train.segments - 1
+            }
+            None => {
+                self.trains.push(TrainRecord {
+                    path: *path,
+                    dest,
+                    start,
+                    len: total,
+                    segment_len: total,
+                    segments: 1,
+                    open: !alone,
+                });
+                0
+            }
+        };
+        path.flow.seal(index as u16, &mut self.slab[start..start + total]);
+        self.used += total;
+        index
+    }
+}
+
+/// What a sink staged, for the port's statistics.
+#[derive(Clone, Copy, Default, Debug)]
+pub(crate) struct Staged {
+    pub(crate) packets: u64,
+    pub(crate) bytes: u64,
+    pub(crate) retransmissions: u64,
+    /// Packets at a place other than the first of their train.
+    pub(crate) followers: u64,
+}
+
+/// The sink of one queue pair for one turn.
+pub(crate) struct QpSink<'a> {
+    batch: &'a mut TxBatch,
+    path: &'a TxPath,
+    dest: Qpn,
+    /// Trains of several packets towards this peer.
+    gso: bool,
+    /// Packets that this turn may still stage.
+    budget: usize,
+    reserved: Option<(TxKind, usize)>,
+    staged: Staged,
+    full: bool,
+}
+
+impl<'a> QpSink<'a> {
+    pub(crate) fn new(batch: &'a mut TxBatch, path: &'a TxPath, dest: Qpn, gso: bool, budget: usize) -> Self {
+        Self {
+            batch,
+            path,
+            dest,
+            gso,
+            budget,
+            reserved: None,
+            staged: Staged::default(),
+            full: false,
+        }
+    }
+
+    pub(crate) fn staged(&self) -> Staged {
+        self.staged
+    }
+
+    /// Whether the slab (not the turn's budget) refused a packet.
+    pub(crate) fn is_full(&self) -> bool {
+        self.full
+    }
+}
+
+impl TxSink for QpSink<'_> {
+    fn reserve(&mut self, kind: TxKind, len: usize) -> Option<&mut [u8]> {
+        self.reserved = None;
+        if self.budget == 0 {
+            return None;
+        }
+        if !self.batch.has_room(len) {
+            self.full = true;
+            return None;
+        }
+        self.reserved = Some((kind, len));
+        self.batch.reserve(len)
+    }
+
+    fn commit(&mut self) {
+        let Some((kind, len)) = self.reserved.take() else {
+            return;
+        };
+        let retransmission = matches!(kind, TxKind::Retransmission);
+        let alone = retransmission || !self.gso;
+        let index = self.batch.commit(self.path, self.dest, len, alone);
+        self.budget -= 1;
+        self.staged.packets += 1;
+        self.staged.bytes += (len + ICRC_LEN) as u64;
+        self.staged.retransmissions += u64::from(retransmission);
+        self.staged.followers += u64::from(index > 0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use roce_icrc::IpPair;
+
+    fn path(remote: u8) -> TxPath {
+        let ip = IpPair::try_from((IpAddr::from([10, 0, 0, 1]), IpAddr::from([10, 0, 0, remote]))).unwrap();
+        TxPath {
+            flow: Flow {
+                ip,
+                src_port: 0xc123,
+                dst_port: ROCE_UDP_PORT,
+            },
+            tos: 0,
+            ttl: 64,
+        }
+    }
+
+    fn stage(batch: &mut TxBatch, path: &TxPath, dest: u32, kind: TxKind, len: usize) {
+        let mut sink = QpSink::new(batch, path, Qpn::new(dest), true, 1000);
+        sink.reserve(kind, len).unwrap().fill(len as u8);
+        sink.commit();
+    }
+
+    fn shape(batch: &TxBatch) -> Vec<(usize, usize, usize)> {
+        batch
+            .trains()
+            .map(|t| (t.segment_len, t.segments, t.bytes.len()))
+            .collect()
+    }
+
+    #[test]
+    fn equal_packets_make_a_train_and_a_shorter_one_ends_it() {
+        let mut b = TxBatch::new(TxConfig::default());
+        let p = path(2);
+        for len in [96, 96, 96, 40, 40] {
+            stage(&mut b, &p, 7, TxKind::Request, len);
+        }
+        assert_eq!(shape(&b), [(100, 4, 344), (44, 1, 44)]);
+        for train in b.trains() {
+            for (i, packet) in train.packets().enumerate() {
+                assert!(p.flow.verify(i as u16, packet), "packet {i}");
+                assert!(!p.flow.verify(i as u16 + 1, packet));
+            }
+        }
+        b.clear();
+        assert!(b.is_empty());
+    }
+
+    #[test]
+    fn a_longer_packet_another_queue_pair_or_another_peer_starts_a_train() {
+        let mut b = TxBatch::new(TxConfig::default());
+        let (p, q) = (path(2), path(3));
+        stage(&mut b, &p, 7, TxKind::Request, 96);
+        stage(&mut b, &p, 7, TxKind::Request, 100);
+        stage(&mut b, &p, 8, TxKind::Request, 100);
+        stage(&mut b, &q, 8, TxKind::Request, 100);
+        assert_eq!(b.trains().len(), 4);
+    }
+
+    #[test]
+    fn retransmissions_go_alone() {
+        let mut b = TxBatch::new(TxConfig::default());
+        let p = path(2);
+        for kind in [
+            TxKind::Request,
+            TxKind::Retransmission,
+            TxKind::Retransmission,
+            TxKind::Request,
+        ] {
+            stage(&mut b, &p, 7, kind, 96);
+        }
+        assert!(b.trains().all(|t| t.segments == 1));
+    }
+
+    #[test]
+    fn limits_of_a_train_and_of_the_slab_hold() {
+        let mut b = TxBatch::new(TxConfig {
+            gso: true,
+            max_segments: 3,
+            max_train_bytes: 250,
+            capacity: 0,
+        });
+        let p = path(2);
+        for _ in 0..4 {
+            stage(&mut b, &p, 7, TxKind::Request, 96);
+        }
+        assert_eq!(shape(&b), [(100, 2, 200), (100, 2, 200)]);
+        let mut sink = QpSink::new(&mut b, &p, Qpn::new(7), true, 1000);
+        while sink.reserve(TxKind::Request, 96).is_some() {
+            sink.commit();
+        }
+        assert!(sink.is_full());
+        let total: usize = b.trains().map(|t| t.bytes.len()).sum();
+        assert_eq!(total, MIN_CAPACITY / 100 * 100);
+    }
+
+    #[test]
+    fn a_reservation_that_is_not_committed_leaves_nothing() {
+        let mut b = TxBatch::new(TxConfig::default());
+        let p = path(2);
+        let mut sink = QpSink::new(&mut b, &p, Qpn::new(7), true, 2);
+        assert!(sink.reserve(TxKind::Request, 96).is_some());
+        assert!(sink.reserve(TxKind::Ack, 16).is_some());
+        sink.commit();
+        sink.commit();
+        assert_eq!(sink.staged().packets, 1);
+        assert_eq!(shape(&b), [(20, 1, 20)]);
+    }
+}

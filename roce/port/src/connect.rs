@@ -1,0 +1,433 @@
+//! Connections: the connection manager's events turned into queue pair transitions, and the program's calls into both.
+
+use core::net::{IpAddr, SocketAddr};
+
+use roce_bth::{Psn, Qpn};
+use roce_cm::{AcceptArgs, CmError, ConnId, ConnectArgs, Event, ListenId, RemoteQp};
+use roce_verbs::{
+    AccessFlags, Instant, QpAttr, QpState,
+    provider::{ConnParams, RejectReason, VerbsError},
+};
+
+use crate::port::{Port, invalid};
+
+/// What happened to a connection or on a listener.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum PortCmEvent {
+    /// Somebody wants to connect. Answer with [`Port::cm_accept`] or [`Port::cm_reject`].
+    ConnectRequest {
+        /// Where it arrived.
+        listener: ListenId,
+        /// The new half-open connection.
+        conn: ConnId,
+        /// Our address and port.
+        local: SocketAddr,
+        /// The peer's address and (ephemeral) port.
+        remote: SocketAddr,
+        /// The program's private data: 56 bytes, zero-padded.
+        private_data: Vec<u8>,
+        /// READs and atomics that the peer will answer at a time.
+        initiator_depth: u8,
+        /// READs and atomics that the peer will send at a time.
+        responder_resources: u8,
+    },
+    /// The connection stands, its queue pair is in RTS.
+    Established {
+        /// The connection.
+        conn: ConnId,
+        /// On the active side the accept's private data: 196 bytes, zero-padded.
+        private_data: Vec<u8>,
+    },
+    /// The peer refused. The queue pair is in error.
+    Rejected {
+        /// The connection.
+        conn: ConnId,
+        /// Why.
+        reason: RejectReason,
+        /// The program's private data: 148 bytes, zero-padded.
+        private_data: Vec<u8>,
+    },
+    /// No answer. The queue pair is in error.
+    Unreachable {
+        /// The connection.
+        conn: ConnId,
+    },
+    /// The peer accepted, but the queue pair could not be brought up.
+    ConnectError {
+        /// The connection.
+        conn: ConnId,
+        /// What failed.
+        text: String,
+    },
+    /// The connection is over. The queue pair is in error and flushed.
+    Disconnected {
+        /// The connection.
+        conn: ConnId,
+    },
+    /// Nothing of the connection is on its way any more.
+    TimewaitExit {
+        /// The connection.
+        conn: ConnId,
+    },
+}
+
+impl PortCmEvent {
+    /// The connection that it is about.
+    pub const fn conn(&self) -> ConnId {
+        match self {
+            Self::ConnectRequest { conn, .. }
+            | Self::Established { conn, .. }
+            | Self::Rejected { conn, .. }
+            | Self::Unreachable { conn }
+            | Self::ConnectError { conn, .. }
+            | Self::Disconnected { conn }
+            | Self::TimewaitExit { conn } => *conn,
+        }
+    }
+}
+
+/// What the port keeps of a connection.
+#[derive(Debug, Default)]
+pub(crate) struct Conn {
+    /// Its queue pair, once it has one and as long as that lives.
+    pub(crate) qpn: Option<Qpn>,
+    /// The first PSN that its queue pair expects.
+    rq_psn: Psn,
+}
+
+fn cm_error(e: CmError) -> VerbsError {
+    match e {
+        CmError::AddressInUse | CmError::Address => VerbsError::Address(e.to_string()),
+        CmError::PrivateData { .. } => invalid(e),
+        CmError::Limit => VerbsError::Limit("connections"),
+        CmError::NoConnection | CmError::State(_) => VerbsError::State(e.to_string()),
+    }
+}
+
+impl Port {
+    /// Listens on a port of the RDMA_CM TCP port space, on one address or on all.
+    ///
+    /// # Errors
+    /// When the port is taken or the address is not ours.
+    pub fn cm_listen(&mut self, addr: Option<IpAddr>, port: u16, backlog: u32) -> Result<ListenId, VerbsError> {
+        let addr = addr.map(|a| a.to_canonical()).filter(|a| !a.is_unspecified());
+        if let Some(addr) = addr.filter(|a| !self.config.is_local(*a)) {
+            return Err(VerbsError::Address(format!("{addr} is not an address of this port")));
+        }
+        self.cm.listen(addr, port, backlog).map_err(cm_error)
+    }
+
+    /// Stops listening. Requests already reported stay.
+    pub fn cm_unlisten(&mut self, id: ListenId) {
+        self.cm.unlisten(id);
+    }
+
+    /// Starts to connect a queue pair in RESET or INIT. It is in RTS when [`PortCmEvent::Established`] comes.
+    ///
+    /// `local` may be unspecified if the port has one address of the family, and its UDP-like port 0 (any).
+    ///
+    /// # Errors
+    /// When the queue pair can't be used or an argument is wrong.
+    pub fn cm_connect(
+        &mut self,
+        now: Instant,
+        local: SocketAddr,
+        remote: SocketAddr,
+        qpn: Qpn,
+        params: ConnParams,
+    ) -> Result<ConnId, VerbsError> {
+        self.now = now;
+        self.check_free(qpn)?;
+        let av = self.check_av(&roce_verbs::AddressVector::new(local.ip(), remote.ip()))?;
+        self.init_qp(now, qpn)?;
+        let rq_psn = self.draw_psn();
+        let args = ConnectArgs {
+            params,
+            ..ConnectArgs::new(
+                SocketAddr::new(av.local, local.port()),
+                SocketAddr::new(av.remote, remote.port()),
+                qpn,
+                rq_psn,
+                self.config.mtu,
+            )
+        };
+        let conn = self.cm.connect(now, &args).map_err(cm_error)?;
+        self.bind(conn, qpn, rq_psn);
+        Ok(conn)
+    }
+
+    /// Accepts a connect request with a queue pair in RESET or INIT, which is brought to RTS at once: the peer's first
+    /// packet may come before its RTU. [`PortCmEvent::Established`] follows.
+    ///
+    /// # Errors
+    /// When there is no such request or the queue pair can't be used. The request then still waits; the queue pair may
+    /// be in error.
+    pub fn cm_accept(&mut self, now: Instant, conn: ConnId, qpn: Qpn, params: ConnParams) -> Result<(), VerbsError> {
+        self.now = now;
+        self.check_free(qpn)?;
+        let path = self.cm.accept_path(conn, &params).map_err(cm_error)?;
+        let rq_psn = self.draw_psn();
+        let raised = self.raise(now, qpn, &path, rq_psn).and_then(|()| {
+            let args = AcceptArgs::new(qpn, rq_psn, params);
+            self.cm.accept(now, conn, &args).map_err(cm_error)
+        });
+        if let Err(e) = raised {
+            self.fail_qp(now, qpn);
+            return Err(e);
+        }
+        self.bind(conn, qpn, rq_psn);
+        if let Some(slot) = self.qpns.get(qpn) {
+            self.qps[slot].half_open = true;
+        }
+        self.pump_cm(now);
+        Ok(())
+    }
+
+    /// Refuses a connect request, or (`RejectReason`) says why it can't be served. The connection is gone after it.
+    ///
+    /// # Errors
+    /// When there is no such request or the data is too long.
+    pub fn cm_reject(
+        &mut self,
+        now: Instant,
+        conn: ConnId,
+        reason: RejectReason,
+        private_data: &[u8],
+    ) -> Result<(), VerbsError> {
+        self.now = now;
+        self.cm.reject(now, conn, reason, private_data).map_err(cm_error)?;
+        self.cm_destroy(now, conn);
+        Ok(())
+    }
+
+    /// Moves the connection's queue pair to error and tells the peer. [`PortCmEvent::Disconnected`] follows, at the
+    /// latest when the peer does not answer. A second call does nothing.
+    pub fn cm_disconnect(&mut self, now: Instant, conn: ConnId) {
+        self.now = now;
+        self.fail_conn(now, conn);
+        self.cm.disconnect(now, conn);
+        self.pump_cm(now);
+    }
+
+    /// Disconnects if need be and forgets the connection; no more events of it come. Its queue pair stays.
+    pub fn cm_destroy(&mut self, now: Instant, conn: ConnId) {
+        self.now = now;
+        self.fail_conn(now, conn);
+        self.cm.destroy(now, conn);
+        if let Some(slot) = self.conns.remove(&conn).and_then(|c| self.qpns.get(c.qpn?)) {
+            let entry = &mut *self.qps[slot];
+            entry.conn = None;
+            entry.half_open = false;
+        }
+        self.cm_events.retain(|e| e.conn() != conn);
+        self.pump_cm(now);
+    }
+
+    /// Takes one event of a connection or listener.
+    pub fn poll_cm_event(&mut self) -> Option<PortCmEvent> {
+        self.cm_events.pop_front()
+    }
+
+    /// What the connection manager has counted.
+    pub fn cm_counters(&self) -> &roce_cm::Counters {
+        self.cm.counters()
+    }
+
+    /// The connection manager's state of a connection, for diagnosis.
+    pub fn cm_state(&self, conn: ConnId) -> Option<roce_cm::state::State> {
+        self.cm.state(conn)
+    }
+
+    /// Works off what the connection manager reports.
+    pub(crate) fn pump_cm(&mut self, now: Instant) {
+        while let Some(event) = self.cm.poll_event() {
+            self.on_cm_event(now, event);
+        }
+    }
+
+    fn on_cm_event(&mut self, now: Instant, event: Event) {
+        let event = match event {
+            Event::Request {
+                listener,
+                conn,
+                local,
+                remote,
+                private_data,
+                path,
+            } => {
+                self.conns.insert(conn, Conn::default());
+                PortCmEvent::ConnectRequest {
+                    listener,
+                    conn,
+                    local,
+                    remote,
+                    private_data,
+                    initiator_depth: path.initiator_depth,
+                    responder_resources: path.responder_resources,
+                }
+            }
+            Event::Reply {
+                conn,
+                path,
+                private_data,
+            } => match self.on_reply(now, conn, &path) {
+                Ok(()) => PortCmEvent::Established { conn, private_data },
+                Err(e) => {
+                    self.fail_conn(now, conn);
+                    let text = e.to_string();
+                    PortCmEvent::ConnectError { conn, text }
+                }
+            },
+            Event::Established { conn } => {
+                if let Some(slot) = self.conns.get(&conn).and_then(|c| self.qpns.get(c.qpn?)) {
+                    self.qps[slot].half_open = false;
+                }
+                PortCmEvent::Established {
+                    conn,
+                    private_data: Vec::new(),
+                }
+            }
+            Event::Rejected {
+                conn,
+                reason,
+                private_data,
+                ..
+            } => {
+                self.fail_conn(now, conn);
+                PortCmEvent::Rejected {
+                    conn,
+                    reason,
+                    private_data,
+                }
+            }
+            Event::Unreachable { conn } => {
+                self.fail_conn(now, conn);
+                PortCmEvent::Unreachable { conn }
+            }
+            Event::Disconnected { conn } => {
+                self.fail_conn(now, conn);
+                PortCmEvent::Disconnected { conn }
+            }
+            Event::TimewaitExit { conn } => PortCmEvent::TimewaitExit { conn },
+        };
+        self.cm_events.push_back(event);
+    }
+
+    /// The peer accepted: the queue pair goes to RTS, then the RTU may leave.
+    fn on_reply(&mut self, now: Instant, conn: ConnId, path: &RemoteQp) -> Result<(), VerbsError> {
+        let known = self.conns.get(&conn).and_then(|c| Some((c.qpn?, c.rq_psn)));
+        let raised = match known {
+            Some((qpn, rq_psn)) => self.raise(now, qpn, path, rq_psn),
+            None => Err(VerbsError::State("its queue pair is gone".into())),
+        };
+        match raised {
+            Ok(()) => self.cm.qp_ready(now, conn).map_err(cm_error),
+            Err(e) => {
+                // If the peer has ended it meanwhile there is nothing to tell it.
+                let _ = self.cm.qp_failed(now, conn, RejectReason::NO_QP);
+                Err(e)
+            }
+        }
+    }
+
+    /// A packet of the peer on a queue pair whose connection waits for the RTU says as much as the RTU.
+    pub(crate) fn on_first_packet(&mut self, now: Instant, slot: usize) {
+        let entry = &mut *self.qps[slot];
+        entry.half_open = false;
+        if let Some(conn) = entry.conn {
+            self.cm.communication_established(now, conn);
+            self.pump_cm(now);
+        }
+    }
+
+    fn check_free(&self, qpn: Qpn) -> Result<(), VerbsError> {
+        let entry = &self.qps[self.slot(qpn)?];
+        match entry.qp.state() {
+            _ if entry.conn.is_some() => Err(VerbsError::Busy("the queue pair has a connection")),
+            QpState::Reset | QpState::Init => Ok(()),
+            state => Err(VerbsError::State(format!(
+                "the queue pair is in {state:?}, not in RESET or INIT"
+            ))),
+        }
+    }
+
+    fn bind(&mut self, conn: ConnId, qpn: Qpn, rq_psn: Psn) {
+        let qpn_of_conn = Some(qpn);
+        self.conns.insert(
+            conn,
+            Conn {
+                qpn: qpn_of_conn,
+                rq_psn,
+            },
+        );
+        if let Some(slot) = self.qpns.get(qpn) {
+            self.qps[slot].conn = Some(conn);
+        }
+    }
+
+    fn draw_psn(&mut self) -> Psn {
+        use rand::Rng;
+        Psn::new(self.rng.random())
+    }
+
+    /// RESET to INIT, with the rights that rdma_cm gives (`cm_init_qp_init_attr`). In INIT already: left alone.
+    fn init_qp(&mut self, now: Instant, qpn: Qpn) -> Result<(), VerbsError> {
+        if self.qp_state(qpn) != Some(QpState::Reset) {
+            return Ok(());
+        }
+        let attr = QpAttr {
+            state: Some(QpState::Init),
+            pkey_index: Some(0),
+            port: Some(1),
+            access: Some(AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_READ | AccessFlags::REMOTE_ATOMIC),
+            ..QpAttr::default()
+        };
+        self.modify_qp(now, qpn, &attr)
+    }
+
+    /// Brings a queue pair to RTS (`cm_init_qp_rtr_attr`, `cm_init_qp_rts_attr`).
+    fn raise(&mut self, now: Instant, qpn: Qpn, path: &RemoteQp, rq_psn: Psn) -> Result<(), VerbsError> {
+        self.init_qp(now, qpn)?;
+        let rtr = QpAttr {
+            state: Some(QpState::Rtr),
+            av: Some(path.av),
+            path_mtu: Some(path.mtu),
+            dest_qpn: Some(path.qpn),
+            rq_psn: Some(rq_psn),
+            max_dest_rd_atomic: Some(path.responder_resources),
+            min_rnr_timer: Some(self.config.min_rnr_timer),
+            ..QpAttr::default()
+        };
+        self.modify_qp(now, qpn, &rtr)?;
+        let rts = QpAttr {
+            state: Some(QpState::Rts),
+            timeout: Some(path.timeout),
+            retry_cnt: Some(path.retry_cnt),
+            rnr_retry: Some(path.rnr_retry),
+            sq_psn: Some(path.sq_psn),
+            max_rd_atomic: Some(path.initiator_depth),
+            ..QpAttr::default()
+        };
+        self.modify_qp(now, qpn, &rts)
+    }
+
+    /// Moves a connection's queue pair to error.
+    fn fail_conn(&mut self, now: Instant, conn: ConnId) {
+        if let Some(qpn) = self.conns.get(&conn).and_then(|c| c.qpn) {
+            self.fail_qp(now, qpn);
+        }
+    }
+
+    fn fail_qp(&mut self, now: Instant, qpn: Qpn) {
+        if matches!(self.qp_state(qpn), None | Some(QpState::Reset | QpState::Err)) {
+            return;
+        }
+        let attr = QpAttr {
+            state: Some(QpState::Err),
+            ..QpAttr::default()
+        };
+        if let Err(e) = self.modify_qp(now, qpn, &attr) {
+            tracing::error!(%qpn, error = %e, "a queue pair could not be moved to error");
+        }
+    }
+}

@@ -1,0 +1,80 @@
+//! Statistics of a port, with stable names.
+
+use roce_qp::Counters;
+
+macro_rules! port_counters {
+    ($( $(#[$doc:meta])* $name:ident, )*) => {
+        /// What a port has counted since it was made. Every packet that comes in is counted once in `rx_packets`, and if
+        /// it goes no further, once more under its reason.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        pub struct PortCounters {
+            /// What the queue pairs counted.
+            pub transport: Counters,
+            $( $(#[$doc])* pub $name: u64, )*
+        }
+
+        impl PortCounters {
+            /// The port's own counters (without `transport`) by name.
+            pub fn named(&self) -> impl Iterator<Item = (&'static str, u64)> {
+                [ $( (stringify!($name), self.$name), )* ].into_iter()
+            }
+        }
+    };
+}
+
+port_counters! {
+    /// Packets received, before any check.
+    rx_packets,
+    /// Their bytes from the BTH to the ICRC.
+    rx_bytes,
+    /// Datagrams or GRO buffers received.
+    rx_datagrams,
+    /// Packets staged for sending.
+    tx_packets,
+    /// Their bytes from the BTH to the ICRC.
+    tx_bytes,
+    /// Packets staged once more.
+    tx_retransmissions,
+    /// Management datagrams received that reached the connection manager.
+    rx_mads,
+    /// Management datagrams sent.
+    tx_mads,
+    /// Received packets that a switch had marked as having met congestion (ECN CE).
+    np_ecn_marked_roce_packets,
+    /// Congestion notification packets received.
+    rp_cnp_handled,
+    /// Dropped: too short, or headers cut off.
+    drop_truncated,
+    /// Dropped: opcode not in the table.
+    drop_opcode,
+    /// Dropped: transport header version not 0.
+    drop_version,
+    /// Dropped: payload and pad do not fit together or to the opcode.
+    drop_malformed,
+    /// Dropped: not to an address of ours, or sender and receiver of different IP versions.
+    drop_local_address,
+    /// Dropped: to QP0.
+    drop_qp0,
+    /// Dropped: to the multicast queue pair.
+    drop_multicast,
+    /// Dropped: no such queue pair.
+    drop_no_qp,
+    /// Dropped: of another transport service than the queue pair's.
+    drop_service,
+    /// Dropped: the queue pair has no path yet.
+    drop_not_connected,
+    /// Dropped: not from the peer's address, or not to the path's local one.
+    drop_peer_address,
+    /// Dropped: partition key other than the default partition's.
+    drop_pkey,
+    /// Dropped: wrong queue key on QP1.
+    drop_qkey,
+    /// Dropped: on QP1, but not a datagram of 256 bytes from QP1.
+    drop_bad_mad,
+    /// Dropped: ICRC wrong.
+    icrc_errors,
+    /// Dropped: ICRC right only with an IPv4 Identification that this peer would not send.
+    icrc_implausible,
+    /// Peers towards which GSO was switched off because only single packets came through.
+    gso_switched_off,
+}

@@ -1,0 +1,486 @@
+//! The port itself: its queue pairs, the verbs on them, and what follows every step of an engine.
+
+use core::net::IpAddr;
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::Arc,
+};
+
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha12Rng;
+use roce_bth::{Psn, Qpn, ROCE_UDP_PORT};
+use roce_cm::{ConnId, Manager};
+use roce_icrc::{Flow, IdSolver, IpPair};
+use roce_mem::MemoryTable;
+use roce_qp::{Ctx, QpConfig, QueuePair, WaitReason, Window};
+use roce_verbs::{
+    AddressVector, AsyncEvent, Instant, QpAttr, QpState, QpType, RecvWr, SendWr, provider::VerbsError, wr::PostError,
+};
+use slab::Slab;
+
+use crate::{
+    batch::TxPath,
+    config::{PortConfig, QpInit},
+    connect::{Conn, PortCmEvent},
+    counters::PortCounters,
+    peer::{PeerKey, Peers},
+    qpn::{QpnTable, udp_source_port},
+    timers::TimerHeap,
+};
+
+/// A queue pair and what the port keeps beside it.
+pub(crate) struct QpEntry {
+    pub(crate) qp: QueuePair,
+    pub(crate) pd: roce_mem::PdHandle,
+    pub(crate) path: Option<QpPath>,
+    /// It is in the ready list.
+    pub(crate) queued: bool,
+    /// It is in its peer's list of those that wait for the window.
+    pub(crate) blocked: bool,
+    /// The earliest entry of the timer heap that stands for it.
+    pub(crate) armed: Option<Instant>,
+    /// The connection that it belongs to.
+    pub(crate) conn: Option<ConnId>,
+    /// Its connection waits for the RTU; a packet of the peer does as well.
+    pub(crate) half_open: bool,
+}
+
+/// Where a connected queue pair's packets go to and come from.
+pub(crate) struct QpPath {
+    pub(crate) peer: PeerKey,
+    pub(crate) av: AddressVector,
+    pub(crate) tx: TxPath,
+    pub(crate) dest: Qpn,
+}
+
+/// One RoCE port. See the crate's documentation for how it is driven.
+pub struct Port {
+    pub(crate) config: PortConfig,
+    pub(crate) mem: Arc<MemoryTable>,
+    pub(crate) rng: ChaCha12Rng,
+    pub(crate) qpns: QpnTable,
+    pub(crate) qps: Slab<Box<QpEntry>>,
+    pub(crate) peers: Peers,
+    /// The window of queue pairs that have no path: they send nothing.
+    spare_window: Window,
+    /// Queue pairs that may have something to send, next one first.
+    pub(crate) ready: VecDeque<Qpn>,
+    pub(crate) timers: TimerHeap,
+    pub(crate) cm: Manager,
+    pub(crate) conns: HashMap<ConnId, Conn>,
+    pub(crate) cm_events: VecDeque<PortCmEvent>,
+    pub(crate) gsi_psn: Psn,
+    pub(crate) events: Vec<AsyncEvent>,
+    pub(crate) counters: PortCounters,
+    pub(crate) solver: IdSolver,
+    /// The latest time that the driver told.
+    pub(crate) now: Instant,
+}
+
+impl core::fmt::Debug for Port {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Port")
+            .field("local", &self.config.local)
+            .field("queue_pairs", &self.qps.len())
+            .field("ready", &self.ready.len())
+            .finish_non_exhaustive()
+    }
+}
+
+pub(crate) fn invalid(what: impl core::fmt::Display) -> VerbsError {
+    VerbsError::Invalid(what.to_string())
+}
+
+impl Port {
+    /// A port without queue pairs. `seed` must come from the system's random number generator (a simulation's own
+    /// choice there): queue pair numbers, PSNs and communication ids are drawn from it.
+    pub fn new(config: PortConfig, mem: Arc<MemoryTable>, seed: [u8; 32]) -> Self {
+        let mut rng = ChaCha12Rng::from_seed(seed);
+        let mut cm_config = config.cm.clone();
+        cm_config.mtu = config.mtu;
+        let cm = Manager::new(cm_config, rng.random());
+        Self {
+            mem,
+            qpns: QpnTable::new(config.qpns),
+            qps: Slab::new(),
+            peers: Peers::new(config.window),
+            spare_window: Window::new(config.window),
+            ready: VecDeque::new(),
+            timers: TimerHeap::default(),
+            cm,
+            conns: HashMap::new(),
+            cm_events: VecDeque::new(),
+            gsi_psn: Psn::new(rng.random()),
+            events: Vec::new(),
+            counters: PortCounters::default(),
+            solver: IdSolver::new(),
+            now: Instant::ZERO,
+            config,
+            rng,
+        }
+    }
+
+    /// Makes a queue pair in state RESET.
+    ///
+    /// # Errors
+    /// At the device's limits, or for a transport that is not there.
+    pub fn create_qp(&mut self, init: QpInit) -> Result<Qpn, VerbsError> {
+        let limits = &self.config.limits;
+        if init.qp_type != QpType::Rc {
+            return Err(VerbsError::Unsupported("queue pairs other than RC"));
+        }
+        if self.qpns.len() >= limits.max_qp as usize {
+            return Err(VerbsError::Limit("queue pairs"));
+        }
+        let caps = &init.caps;
+        if caps.max_send_wr.max(caps.max_recv_wr) > limits.max_qp_wr {
+            return Err(VerbsError::Limit("work requests of a queue pair"));
+        }
+        if caps.max_send_sge.max(caps.max_recv_sge) > limits.max_sge {
+            return Err(VerbsError::Limit("scatter/gather elements"));
+        }
+        if caps.max_inline_data > limits.max_inline_data {
+            return Err(VerbsError::Limit("inline data"));
+        }
+        let qpn = self
+            .qpns
+            .draw(self.now, &mut self.rng)
+            .ok_or(VerbsError::Limit("queue pair numbers"))?;
+        self.mem.hold_pd(init.pd).map_err(invalid)?;
+        let pd = init.pd;
+        let qp = QueuePair::new(QpConfig {
+            qpn,
+            pd,
+            qp_type: init.qp_type,
+            send_cq: init.send_cq,
+            recv_cq: init.recv_cq,
+            caps: init.caps,
+            signal_all: init.signal_all,
+            max_msg_size: limits.max_msg_size,
+        });
+        let qp = match qp {
+            Ok(qp) => qp,
+            Err(e) => {
+                self.mem.release_pd(pd);
+                return Err(invalid(e));
+            }
+        };
+        let slot = self.qps.insert(Box::new(QpEntry {
+            qp,
+            pd,
+            path: None,
+            queued: false,
+            blocked: false,
+            armed: None,
+            conn: None,
+            half_open: false,
+        }));
+        self.qpns.insert(qpn, slot);
+        Ok(qpn)
+    }
+
+    /// Ends a queue pair. Work requests that it still has vanish without completions; its connection, if any, is
+    /// left to [`Port::cm_destroy`].
+    ///
+    /// # Errors
+    /// When it does not exist.
+    pub fn destroy_qp(&mut self, now: Instant, qpn: Qpn) -> Result<(), VerbsError> {
+        self.now = now;
+        let slot = self.slot(qpn)?;
+        self.with_qp(now, slot, |qp, ctx| qp.destroy(ctx));
+        self.qpns.remove(now, qpn);
+        let entry = self.qps.remove(slot);
+        if let Some(path) = &entry.path {
+            self.peers.leave(path.peer);
+        }
+        if let Some(conn) = entry.conn.and_then(|id| self.conns.get_mut(&id)) {
+            conn.qpn = None;
+        }
+        self.mem.forget_qp(qpn);
+        self.mem.release_pd(entry.pd);
+        Ok(())
+    }
+
+    /// Changes attributes of a queue pair.
+    ///
+    /// # Errors
+    /// When the transition or an attribute is not legal; nothing is changed then.
+    pub fn modify_qp(&mut self, now: Instant, qpn: Qpn, attr: &QpAttr) -> Result<(), VerbsError> {
+        self.now = now;
+        let slot = self.slot(qpn)?;
+        let mut attr = *attr;
+        if let Some(av) = &mut attr.av {
+            *av = self.check_av(av)?;
+        }
+        if let Some(mtu) = attr.path_mtu
+            && mtu > self.config.mtu
+        {
+            let (want, can) = (mtu.bytes(), self.config.mtu.bytes());
+            return Err(invalid(format_args!(
+                "path MTU {want}: the interface carries {can} at most"
+            )));
+        }
+        self.with_qp(now, slot, |qp, ctx| qp.modify(ctx, &attr))
+            .map_err(|e| VerbsError::State(e.to_string()))?;
+        self.follow_path(slot);
+        self.after_step(slot, 0);
+        Ok(())
+    }
+
+    /// Attributes of a queue pair.
+    ///
+    /// # Errors
+    /// When it does not exist.
+    pub fn query_qp(&self, qpn: Qpn) -> Result<QpAttr, VerbsError> {
+        Ok(self.qps[self.slot(qpn)?].qp.query())
+    }
+
+    /// State of a queue pair; `None` when it does not exist.
+    pub fn qp_state(&self, qpn: Qpn) -> Option<QpState> {
+        Some(self.qps[self.qpns.get(qpn)?].qp.state())
+    }
+
+    /// Why a queue pair's requester is not sending; `None` when there is no such queue pair.
+    pub fn wait_reason(&self, qpn: Qpn) -> Option<WaitReason> {
+        Some(self.qps[self.qpns.get(qpn)?].qp.wait_reason())
+    }
+
+    /// Posts sends in order; stops at the first that is refused.
+    ///
+    /// # Errors
+    /// The refusal, with the number of requests accepted before it.
+    pub fn post_send(&mut self, now: Instant, qpn: Qpn, wrs: &[SendWr<'_>]) -> Result<(), (usize, PostError)> {
+        self.post(now, qpn, wrs, |qp, ctx, wr| qp.post_send(ctx, wr))
+    }
+
+    /// Posts receives in order; stops at the first that is refused.
+    ///
+    /// # Errors
+    /// The refusal, with the number of requests accepted before it.
+    pub fn post_recv(&mut self, now: Instant, qpn: Qpn, wrs: &[RecvWr<'_>]) -> Result<(), (usize, PostError)> {
+        self.post(now, qpn, wrs, |qp, ctx, wr| qp.post_recv(ctx, wr))
+    }
+
+    fn post<W>(
+        &mut self,
+        now: Instant,
+        qpn: Qpn,
+        wrs: &[W],
+        one: impl Fn(&mut QueuePair, &mut Ctx<'_>, &W) -> Result<(), PostError>,
+    ) -> Result<(), (usize, PostError)> {
+        self.now = now;
+        let slot = self.qpns.get(qpn).ok_or((0, PostError::NoQueuePair))?;
+        self.with_qp(now, slot, |qp, ctx| {
+            for (i, wr) in wrs.iter().enumerate() {
+                one(qp, ctx, wr).map_err(|e| (i, e))?;
+            }
+            Ok(())
+        })
+    }
+
+    /// When [`Port::handle_timeout`] is due next.
+    pub fn poll_timeout(&mut self) -> Option<Instant> {
+        let cm = self.cm.next_timeout();
+        loop {
+            let Some((at, qpn)) = self.timers.peek() else {
+                return cm;
+            };
+            let live = self.qpns.get(qpn).filter(|slot| self.qps[*slot].armed == Some(at));
+            if let Some(slot) = live {
+                let entry = &mut self.qps[slot];
+                let deadline = entry.qp.next_timeout();
+                if deadline == Some(at) {
+                    return Some(cm.map_or(at, |cm| cm.min(at)));
+                }
+                entry.armed = None;
+                self.timers.pop();
+                self.timers.update(qpn, &mut entry.armed, deadline);
+            } else {
+                self.timers.pop();
+            }
+        }
+    }
+
+    /// Lets every timer that is due run. Calling early or late is harmless.
+    pub fn handle_timeout(&mut self, now: Instant) {
+        self.now = now;
+        // Each queue pair at most once, even if it were to set its timer to the past.
+        let mut due = Vec::new();
+        while let Some((at, qpn)) = self.timers.peek().filter(|(at, _)| *at <= now) {
+            self.timers.pop();
+            let Some(slot) = self.qpns.get(qpn) else {
+                continue;
+            };
+            let entry = &mut self.qps[slot];
+            if entry.armed == Some(at) {
+                entry.armed = None;
+                due.push(slot);
+            }
+        }
+        for slot in due {
+            let expired = self.qps[slot].qp.next_timeout().is_some_and(|at| at <= now);
+            if expired {
+                self.with_qp(now, slot, |qp, ctx| qp.handle_timeout(ctx));
+            } else {
+                self.after_step(slot, 0);
+            }
+        }
+        if self.cm.next_timeout().is_some_and(|at| at <= now) {
+            self.cm.handle_timeout(now);
+            self.pump_cm(now);
+        }
+    }
+
+    /// Takes one asynchronous event.
+    pub fn poll_async_event(&mut self) -> Option<AsyncEvent> {
+        (!self.events.is_empty()).then(|| self.events.remove(0))
+    }
+
+    /// What was counted so far.
+    pub fn counters(&self) -> PortCounters {
+        self.counters
+    }
+
+    /// How many queue pairs there are.
+    pub fn queue_pairs(&self) -> usize {
+        self.qps.len()
+    }
+
+    /// Bytes in flight towards each peer address.
+    pub fn in_flight(&self) -> impl Iterator<Item = (IpAddr, usize)> {
+        self.peers.iter().map(|p| (p.addr, p.window.in_flight()))
+    }
+
+    /// Runs one step of an engine, and what has to follow.
+    pub(crate) fn with_qp<R>(
+        &mut self,
+        now: Instant,
+        slot: usize,
+        step: impl FnOnce(&mut QueuePair, &mut Ctx<'_>) -> R,
+    ) -> R {
+        let entry = &mut *self.qps[slot];
+        let window = match &entry.path {
+            Some(path) => &mut self.peers.get_mut(path.peer).window,
+            None => &mut self.spare_window,
+        };
+        let room = window.available();
+        let mut ctx = Ctx {
+            now,
+            mem: &self.mem,
+            window,
+            events: &mut self.events,
+            counters: &mut self.counters.transport,
+        };
+        let result = step(&mut entry.qp, &mut ctx);
+        self.after_step(slot, room);
+        result
+    }
+
+    /// After an engine's step: it may have something to send, its deadline may have moved, and it may have made room in
+    /// its peer's window, which had `room` bytes before.
+    pub(crate) fn after_step(&mut self, slot: usize, room: usize) {
+        let entry = &mut *self.qps[slot];
+        let qpn = entry.qp.qpn();
+        if !entry.queued {
+            entry.queued = true;
+            self.ready.push_back(qpn);
+        }
+        self.timers.update(qpn, &mut entry.armed, entry.qp.next_timeout());
+        if let Some(key) = entry.path.as_ref().map(|p| p.peer) {
+            let peer = self.peers.get_mut(key);
+            if peer.window.in_flight() == 0 {
+                peer.on_drained();
+            }
+            if peer.window.available() > room {
+                self.wake_blocked(key);
+            }
+        }
+    }
+
+    /// Lets the queue pair that has waited longest for this peer's window try again.
+    pub(crate) fn wake_blocked(&mut self, key: PeerKey) {
+        while let Some(qpn) = self.peers.get_mut(key).blocked.pop_front() {
+            let Some(slot) = self.qpns.get(qpn) else {
+                continue;
+            };
+            let entry = &mut *self.qps[slot];
+            if !entry.blocked || entry.path.as_ref().is_none_or(|p| p.peer != key) {
+                continue;
+            }
+            entry.blocked = false;
+            if !entry.queued {
+                entry.queued = true;
+                self.ready.push_back(qpn);
+                return;
+            }
+        }
+    }
+
+    pub(crate) fn slot(&self, qpn: Qpn) -> Result<usize, VerbsError> {
+        self.qpns.get(qpn).ok_or(VerbsError::Post(PostError::NoQueuePair))
+    }
+
+    /// A path as the port uses it: plain IPv4 instead of mapped addresses, the local address filled in if it is clear.
+    pub(crate) fn check_av(&self, av: &AddressVector) -> Result<AddressVector, VerbsError> {
+        let mut av = *av;
+        av.local = av.local.to_canonical();
+        av.remote = av.remote.to_canonical();
+        if av.local.is_unspecified() {
+            let mut fitting = self.config.local.iter().filter(|a| a.is_ipv4() == av.remote.is_ipv4());
+            match (fitting.next(), fitting.next()) {
+                (Some(only), None) => av.local = *only,
+                _ => return Err(VerbsError::Address("the path does not name its local address".into())),
+            }
+        }
+        if av.remote.is_unspecified() || av.remote.is_multicast() {
+            return Err(VerbsError::Address(format!("{} is not a peer's address", av.remote)));
+        }
+        if av.local.is_ipv4() != av.remote.is_ipv4() {
+            let (local, remote) = (av.local, av.remote);
+            return Err(VerbsError::Address(format!("no path from {local} to {remote}")));
+        }
+        if !self.config.is_local(av.local) {
+            return Err(VerbsError::Address(format!(
+                "{} is not an address of this port",
+                av.local
+            )));
+        }
+        Ok(av)
+    }
+
+    /// Brings the port's copy of a queue pair's path in line with the engine's after a modify.
+    fn follow_path(&mut self, slot: usize) {
+        let entry = &mut *self.qps[slot];
+        let Some((av, dest)) = entry.qp.remote() else {
+            if let Some(path) = entry.path.take() {
+                self.peers.leave(path.peer);
+            }
+            return;
+        };
+        if entry.path.as_ref().is_some_and(|p| p.av == av && p.dest == dest) {
+            return;
+        }
+        let Ok(ip) = IpPair::try_from((av.local, av.remote)) else {
+            return;
+        };
+        let src_port = match av.udp_sport {
+            0 => udp_source_port(entry.qp.qpn(), dest),
+            given => given,
+        };
+        let flow = Flow {
+            ip,
+            src_port: self.config.src_port(src_port),
+            dst_port: ROCE_UDP_PORT,
+        };
+        let tx = TxPath {
+            flow,
+            tos: av.traffic_class,
+            ttl: av.hop_limit,
+        };
+        let peer = self.peers.join(av.remote);
+        let former = entry.path.replace(QpPath { peer, av, tx, dest });
+        if let Some(former) = former {
+            self.peers.leave(former.peer);
+        }
+    }
+}

@@ -1,0 +1,173 @@
+//! Queue pair numbers: drawn at random, found fast, not used again soon.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    hash::{BuildHasherDefault, Hasher},
+    time::Duration,
+};
+
+use rand::Rng;
+use rand_chacha::ChaCha12Rng;
+use roce_bth::Qpn;
+use roce_verbs::Instant;
+
+/// How long a number rests after its queue pair is gone: longer than packets and the kernel's timewait live.
+const REST: Duration = Duration::from_secs(60);
+/// The most numbers at rest; beyond, the oldest ones are let go early.
+const MAX_RESTING: usize = 1 << 16;
+/// Random draws before giving up; with at most 2^17 of 2^24 numbers taken the odds of that are 2^-400.
+const DRAWS: usize = 64;
+
+/// Numbers that a port gives to its queue pairs. One process of several behind one address has a part of the space.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct QpnRange {
+    /// The lowest; at least 2.
+    pub first: u32,
+    /// The highest; at most 2^24 - 2.
+    pub last: u32,
+}
+
+impl Default for QpnRange {
+    fn default() -> Self {
+        Self {
+            first: 2,
+            last: Qpn::MULTICAST.value() - 1,
+        }
+    }
+}
+
+/// Multiplies by an odd constant and folds. Our own random numbers are the keys, so nobody can make them collide.
+#[derive(Default)]
+pub(crate) struct QpnHasher(u64);
+
+impl Hasher for QpnHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for b in bytes {
+            self.write_u32(u32::from(*b) ^ (self.0 as u32));
+        }
+    }
+
+    fn write_u32(&mut self, n: u32) {
+        let x = u64::from(n).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        self.0 = x ^ (x >> 32);
+    }
+}
+
+/// From numbers to places in the port's slab.
+#[derive(Default)]
+pub(crate) struct QpnTable {
+    used: HashMap<u32, usize, BuildHasherDefault<QpnHasher>>,
+    resting: HashMap<u32, (), BuildHasherDefault<QpnHasher>>,
+    order: VecDeque<(Instant, u32)>,
+    range: QpnRange,
+}
+
+impl QpnTable {
+    pub(crate) fn new(range: QpnRange) -> Self {
+        let whole = QpnRange::default();
+        Self {
+            range: QpnRange {
+                first: range.first.clamp(whole.first, whole.last),
+                last: range.last.clamp(whole.first, whole.last),
+            },
+            ..Self::default()
+        }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.used.len()
+    }
+
+    pub(crate) fn get(&self, qpn: Qpn) -> Option<usize> {
+        self.used.get(&qpn.value()).copied()
+    }
+
+    /// Draws a number that is neither in use nor at rest; `None` when there is none to be found.
+    pub(crate) fn draw(&mut self, now: Instant, rng: &mut ChaCha12Rng) -> Option<Qpn> {
+        self.wake(now);
+        if self.range.first > self.range.last {
+            return None;
+        }
+        let is_free = |n: &u32| !self.used.contains_key(n) && !self.resting.contains_key(n);
+        (0..DRAWS)
+            .map(|_| rng.random_range(self.range.first..=self.range.last))
+            .find(is_free)
+            .map(Qpn::new)
+    }
+
+    pub(crate) fn insert(&mut self, qpn: Qpn, slot: usize) {
+        self.used.insert(qpn.value(), slot);
+    }
+
+    /// Takes a number out of use; it rests for a while.
+    pub(crate) fn remove(&mut self, now: Instant, qpn: Qpn) -> Option<usize> {
+        let slot = self.used.remove(&qpn.value())?;
+        self.wake(now);
+        self.resting.insert(qpn.value(), ());
+        self.order.push_back((now, qpn.value()));
+        Some(slot)
+    }
+
+    fn wake(&mut self, now: Instant) {
+        while let Some(&(since, qpn)) = self.order.front() {
+            if self.order.len() <= MAX_RESTING && now.saturating_since(since) < REST {
+                break;
+            }
+            self.order.pop_front();
+            self.resting.remove(&qpn);
+        }
+    }
+}
+
+/// The UDP source port that a pair of queue pair numbers stands for when none is given: the fold that
+/// `rdma_get_udp_sport` (`rdma/ib_verbs.h`) makes, the same on both sides, in 0xC000 to 0xFFFF.
+pub fn udp_source_port(local: Qpn, remote: Qpn) -> u16 {
+    let mut v = u64::from(local.value()) * u64::from(remote.value());
+    v ^= v >> 20;
+    v ^= v >> 40;
+    let label = (v & 0xf_ffff) as u32;
+    let low = (label & 0x3fff) ^ (label >> 14);
+    low as u16 | 0xc000
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rand::SeedableRng;
+
+    #[test]
+    fn numbers_are_distinct_never_special_and_rest() {
+        let mut rng = ChaCha12Rng::seed_from_u64(1);
+        let mut t = QpnTable::new(QpnRange { first: 0, last: 33 });
+        let now = Instant::ZERO;
+        let mut seen = Vec::new();
+        while let Some(q) = t.draw(now, &mut rng) {
+            assert!(q.value() >= 2 && q.value() <= 33);
+            assert!(!seen.contains(&q));
+            t.insert(q, seen.len());
+            seen.push(q);
+        }
+        assert!(seen.len() >= 24, "{}", seen.len());
+        for (i, q) in seen.iter().enumerate() {
+            assert_eq!(t.remove(now, *q), Some(i));
+            assert_eq!(t.get(*q), None);
+        }
+        if let Some(q) = t.draw(now, &mut rng) {
+            assert!(!seen.contains(&q), "a resting number came back");
+        }
+        assert!(t.draw(now + Duration::from_secs(61), &mut rng).is_some());
+    }
+
+    #[test]
+    fn source_ports_are_symmetric_and_in_range() {
+        let (a, b) = (Qpn::new(0x12_3456), Qpn::new(0xab_cdef));
+        assert_eq!(udp_source_port(a, b), udp_source_port(b, a));
+        assert!(udp_source_port(a, b) >= 0xc000);
+        // 1 * 1 folds to label 1.
+        assert_eq!(udp_source_port(Qpn::GSI, Qpn::GSI), 0xc001);
+    }
+}

@@ -1,0 +1,233 @@
+//! From datagrams to queue pairs: every check between a socket and an engine.
+
+use core::net::{IpAddr, SocketAddr};
+
+use roce_bth::{Class, Opcode, PKey, Packet, ParseError, QKey, Qpn, ROCE_UDP_PORT, Service};
+use roce_icrc::{Flow, IpPair, Recovery};
+use roce_verbs::{Instant, QpType};
+
+use crate::{ident::IdentTracker, port::Port};
+
+/// ECN bits of the traffic class when a switch has marked congestion (RFC 3168).
+const ECN_CE: u8 = 3;
+/// Bytes of a management datagram (IBA 13.4.2).
+const MAD_LEN: usize = 256;
+
+/// What the driver knows of a datagram besides its bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct RxMeta {
+    /// The address that it was sent to (`IP_PKTINFO`).
+    pub local: IpAddr,
+    /// The sender's address and UDP port.
+    pub remote: SocketAddr,
+    /// The IPv4 Identification of its first packet, if the driver sees the IP header. UDP sockets don't.
+    pub identification: Option<u16>,
+    /// Bytes of each packet but the last when this is a GRO buffer (`UDP_GRO`); 0 when it is a single packet.
+    pub segment_len: usize,
+    /// TOS or traffic class (`IP_RECVTOS`), 0 if not known.
+    pub tos: u8,
+}
+
+impl RxMeta {
+    /// A single datagram of which nothing else is known.
+    pub const fn new(local: IpAddr, remote: SocketAddr) -> Self {
+        Self {
+            local,
+            remote,
+            identification: None,
+            segment_len: 0,
+            tos: 0,
+        }
+    }
+}
+
+/// Where a datagram came from, in the form in which queue pairs keep it.
+struct Source {
+    flow: Flow,
+    identification: Option<u16>,
+}
+
+impl Port {
+    /// Takes one UDP payload, or a GRO buffer of several packets of one sender. Any bytes are safe to pass.
+    pub fn handle_datagram(&mut self, now: Instant, meta: &RxMeta, bytes: &[u8]) {
+        self.now = now;
+        self.counters.rx_datagrams += 1;
+        let step = match meta.segment_len {
+            0 => bytes.len().max(1),
+            len => len,
+        };
+        let packets = bytes.len().div_ceil(step).max(1) as u64;
+        self.counters.rx_packets += packets;
+        self.counters.rx_bytes += bytes.len() as u64;
+        if meta.tos & 3 == ECN_CE {
+            self.counters.np_ecn_marked_roce_packets += packets;
+        }
+        if bytes.is_empty() {
+            self.counters.drop_truncated += 1;
+            return;
+        }
+        let ip = IpPair::try_from((meta.remote.ip(), meta.local));
+        let Some(ip) = ip.ok().filter(|ip| self.config.is_local(ip.dst())) else {
+            self.counters.drop_local_address += packets;
+            return;
+        };
+        let source = Source {
+            flow: Flow {
+                ip,
+                src_port: meta.remote.port(),
+                dst_port: ROCE_UDP_PORT,
+            },
+            identification: meta.identification,
+        };
+        for (index, packet) in bytes.chunks(step).enumerate() {
+            // No buffer holds 2^16 packets: it has at most 2^16 bytes. Were it longer, hints would be wrong, no more.
+            self.handle_packet(now, &source, index as u16, packet);
+        }
+    }
+
+    fn handle_packet(&mut self, now: Instant, source: &Source, index: u16, bytes: &[u8]) {
+        let packet = match Packet::parse(bytes) {
+            Ok(packet) => packet,
+            Err(e) => {
+                let c = &mut self.counters;
+                *match e {
+                    ParseError::TooShort { .. } | ParseError::HeaderTruncated { .. } => &mut c.drop_truncated,
+                    ParseError::UnknownOpcode(_) => &mut c.drop_opcode,
+                    ParseError::Version(_) => &mut c.drop_version,
+                    ParseError::PadTooLong { .. } | ParseError::Unaligned(_) | ParseError::UnexpectedPayload { .. } => {
+                        &mut c.drop_malformed
+                    }
+                } += 1;
+                return;
+            }
+        };
+        match packet.header.bth.dest_qp {
+            Qpn::SMI => self.counters.drop_qp0 += 1,
+            Qpn::GSI => self.handle_gsi(now, source, index, bytes, &packet),
+            Qpn::MULTICAST => self.counters.drop_multicast += 1,
+            qpn => self.handle_connected(now, source, index, bytes, qpn, &packet),
+        }
+    }
+
+    /// A packet to a queue pair of the program's.
+    fn handle_connected(
+        &mut self,
+        now: Instant,
+        source: &Source,
+        index: u16,
+        bytes: &[u8],
+        qpn: Qpn,
+        packet: &Packet<'_>,
+    ) {
+        let Some(slot) = self.qpns.get(qpn) else {
+            self.counters.drop_no_qp += 1;
+            return;
+        };
+        let entry = &*self.qps[slot];
+        let opcode = packet.header.bth.opcode;
+        let is_cnp = opcode.info().class == Class::Cnp;
+        let service = match entry.qp.config().qp_type {
+            QpType::Rc => Service::Rc,
+            QpType::Uc => Service::Uc,
+            QpType::Ud => Service::Ud,
+        };
+        if opcode.info().service != service && !is_cnp {
+            self.counters.drop_service += 1;
+            return;
+        }
+        let Some(path) = &entry.path else {
+            self.counters.drop_not_connected += 1;
+            return;
+        };
+        let ip = source.flow.ip;
+        if ip.src() != path.av.remote || ip.dst() != path.av.local {
+            self.counters.drop_peer_address += 1;
+            return;
+        }
+        if !pkey_matches(packet.header.bth.pkey) {
+            self.counters.drop_pkey += 1;
+            return;
+        }
+        let key = path.peer;
+        let mut ident = core::mem::take(&mut self.peers.get_mut(key).ident);
+        let sound = self.check_icrc(now, source, index, bytes, Some(&mut ident));
+        self.peers.get_mut(key).ident = ident;
+        if !sound {
+            return;
+        }
+        if is_cnp {
+            self.counters.rp_cnp_handled += 1;
+            return;
+        }
+        self.with_qp(now, slot, |qp, ctx| qp.handle_packet(ctx, packet));
+        if self.qps[slot].half_open {
+            self.on_first_packet(now, slot);
+        }
+    }
+
+    /// A packet to QP1: a management datagram of a connection manager.
+    fn handle_gsi(&mut self, now: Instant, source: &Source, index: u16, bytes: &[u8], packet: &Packet<'_>) {
+        let bth = &packet.header.bth;
+        let Some(deth) = packet.header.deth.filter(|_| bth.opcode == Opcode::UdSendOnly) else {
+            self.counters.drop_bad_mad += 1;
+            return;
+        };
+        if !pkey_matches(bth.pkey) {
+            self.counters.drop_pkey += 1;
+            return;
+        }
+        if deth.qkey != QKey::GSI {
+            self.counters.drop_qkey += 1;
+            return;
+        }
+        if deth.src_qp != Qpn::GSI || packet.payload.len() != MAD_LEN {
+            self.counters.drop_bad_mad += 1;
+            return;
+        }
+        // An address without queue pairs leaves no trace here, so nothing is known of its Identifications.
+        let (remote, local) = (source.flow.ip.src(), source.flow.ip.dst());
+        let known = self.peers.find(remote);
+        let mut ident = known.map(|key| core::mem::take(&mut self.peers.get_mut(key).ident));
+        let sound = self.check_icrc(now, source, index, bytes, ident.as_mut());
+        if let (Some(key), Some(ident)) = (known, ident) {
+            self.peers.get_mut(key).ident = ident;
+        }
+        if !sound {
+            return;
+        }
+        self.counters.rx_mads += 1;
+        self.cm.handle_mad(now, local, remote, packet.payload);
+        self.pump_cm(now);
+    }
+
+    /// Verifies a packet's ICRC, finding the IPv4 Identification first where the driver does not know it.
+    fn check_icrc(
+        &mut self,
+        now: Instant,
+        source: &Source,
+        index: u16,
+        bytes: &[u8],
+        ident: Option<&mut IdentTracker>,
+    ) -> bool {
+        let flow = &source.flow;
+        let is_v6 = matches!(flow.ip, IpPair::V6 { .. });
+        if let Some(id) = source.identification.or(is_v6.then_some(0)) {
+            let sound = flow.verify(id.wrapping_add(index), bytes);
+            self.counters.icrc_errors += u64::from(!sound);
+            return sound;
+        }
+        let hint = ident.as_ref().map_or(index, |t| t.hint(index));
+        let Recovery::Exact(id) = flow.recover_with(&mut self.solver, bytes, hint) else {
+            self.counters.icrc_errors += 1;
+            return false;
+        };
+        let believed = ident.is_none_or(|t| t.accept(now, id));
+        self.counters.icrc_implausible += u64::from(!believed);
+        believed
+    }
+}
+
+/// Whether a partition key is the default partition's, whatever the membership of the sender: ours is full (IBA 10.9.3).
+fn pkey_matches(pkey: PKey) -> bool {
+    pkey.0 & 0x7fff == PKey::DEFAULT.0 & 0x7fff
+}

@@ -1,0 +1,162 @@
+//! From queue pairs to packets: whose turn it is, and the wrapping of management datagrams.
+
+use roce_bth::{Bth, Deth, Header, Opcode, QKey, Qpn, ROCE_UDP_PORT};
+use roce_cm::OutMad;
+use roce_icrc::{Flow, IpPair};
+use roce_qp::{Poll, TxKind, TxSink};
+use roce_verbs::Instant;
+
+use crate::{
+    batch::{QpSink, TxBatch, TxPath},
+    port::Port,
+    qpn::udp_source_port,
+};
+
+/// BTH, DETH and the MAD.
+const MAD_PACKET_LEN: usize = 12 + 8 + 256;
+/// Hop limit of management datagrams.
+const MAD_HOP_LIMIT: u8 = 64;
+
+/// How a queue pair's turn ended.
+enum Turn {
+    /// It has nothing more to send now.
+    Done,
+    /// It has more, but it's the next one's turn.
+    More,
+    /// The batch is full.
+    Full,
+}
+
+impl Port {
+    /// Stages what there is to send behind what the batch holds already. True: the batch is full and more is waiting.
+    pub fn poll_transmit(&mut self, now: Instant, batch: &mut TxBatch) -> bool {
+        self.now = now;
+        loop {
+            if !batch.has_room(MAD_PACKET_LEN) {
+                return true;
+            }
+            match self.cm.poll_mad() {
+                Some(mad) => self.stage_mad(&mad, batch),
+                None => break,
+            }
+        }
+        while let Some(qpn) = self.ready.pop_front() {
+            let Some(slot) = self.qpns.get(qpn) else {
+                continue;
+            };
+            self.qps[slot].queued = false;
+            let staged_before = self.counters.tx_packets;
+            match self.take_turn(now, slot, batch) {
+                Turn::Done => {}
+                Turn::More => self.requeue(slot, false),
+                Turn::Full => {
+                    self.requeue(slot, self.counters.tx_packets == staged_before);
+                    return true;
+                }
+            }
+        }
+        false
+    }
+
+    fn requeue(&mut self, slot: usize, next: bool) {
+        let entry = &mut *self.qps[slot];
+        if entry.queued {
+            return;
+        }
+        entry.queued = true;
+        let qpn = entry.qp.qpn();
+        if next {
+            self.ready.push_front(qpn);
+        } else {
+            self.ready.push_back(qpn);
+        }
+    }
+
+    fn take_turn(&mut self, now: Instant, slot: usize, batch: &mut TxBatch) -> Turn {
+        let budget = self.config.turn_packets.max(1);
+        let entry = &mut *self.qps[slot];
+        let qpn = entry.qp.qpn();
+        let Some(path) = &entry.path else {
+            return Turn::Done;
+        };
+        let key = path.peer;
+        let peer = self.peers.get_mut(key);
+        let gso = peer.gso();
+        let mut ctx = roce_qp::Ctx {
+            now,
+            mem: &self.mem,
+            window: &mut peer.window,
+            events: &mut self.events,
+            counters: &mut self.counters.transport,
+        };
+        let mut sink = QpSink::new(batch, &path.tx, path.dest, gso, budget);
+        let poll = entry.qp.poll_transmit(&mut ctx, &mut sink);
+        let (staged, full) = (sink.staged(), sink.is_full());
+        self.timers.update(qpn, &mut entry.armed, entry.qp.next_timeout());
+
+        self.counters.tx_packets += staged.packets;
+        self.counters.tx_bytes += staged.bytes;
+        self.counters.tx_retransmissions += staged.retransmissions;
+        if peer.on_staged(staged) {
+            self.counters.gso_switched_off += 1;
+            let addr = peer.addr;
+            tracing::warn!(peer = %addr, "only single packets come through: segmentation offload (GSO) is off for this peer");
+        }
+        let room_left = peer.window.available();
+        match poll {
+            // The engine says more and takes no room: its state changed under way, a later event brings it back.
+            Poll::More if staged.packets == 0 && !full => Turn::Done,
+            Poll::More if full => Turn::Full,
+            Poll::More => Turn::More,
+            Poll::Blocked => {
+                if !entry.blocked {
+                    entry.blocked = true;
+                    peer.blocked.push_back(qpn);
+                }
+                Turn::Done
+            }
+            Poll::Idle => {
+                // What it left of the window (or gave back to it) is for those that wait.
+                if room_left > 0 && !peer.blocked.is_empty() {
+                    self.wake_blocked(key);
+                }
+                Turn::Done
+            }
+        }
+    }
+
+    /// Wraps a MAD: UD SEND ONLY from QP1 to QP1 (IBA 13.5.1).
+    fn stage_mad(&mut self, out: &OutMad, batch: &mut TxBatch) {
+        let Ok(ip) = IpPair::try_from((out.local, out.remote)) else {
+            return;
+        };
+        let path = TxPath {
+            flow: Flow {
+                ip,
+                src_port: self.config.src_port(udp_source_port(Qpn::GSI, Qpn::GSI)),
+                dst_port: ROCE_UDP_PORT,
+            },
+            tos: 0,
+            ttl: MAD_HOP_LIMIT,
+        };
+        let mut header = Header::new(Bth::new(Opcode::UdSendOnly, Qpn::GSI, self.gsi_psn));
+        header.deth = Some(Deth {
+            qkey: QKey::GSI,
+            reserved: 0,
+            src_qp: Qpn::GSI,
+        });
+        // Each alone: a lost one is sent again by the manager, which must not depend on GSO.
+        let mut sink = QpSink::new(batch, &path, Qpn::GSI, false, 1);
+        let Some(bytes) = sink.reserve(TxKind::Request, MAD_PACKET_LEN) else {
+            return;
+        };
+        let at = header.emit(bytes);
+        bytes[at..].copy_from_slice(&out.mad);
+        sink.commit();
+        let staged = sink.staged();
+        self.gsi_psn = self.gsi_psn.next();
+        self.counters.tx_mads += 1;
+        self.counters.tx_packets += staged.packets;
+        self.counters.tx_bytes += staged.bytes;
+    }
+}
