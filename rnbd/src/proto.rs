@@ -1,0 +1,454 @@
+//! RNBD protocol 2.0 messages (`drivers/block/rnbd/rnbd-proto.h`): little-endian, natural alignment of the kernel's
+//! structs written out as reserved fields. Reserved bytes are sent as zero and not looked at: the kernel's client
+//! leaves stack bytes in them.
+
+use zerocopy::{
+    FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned,
+    little_endian::{U16, U32, U64},
+};
+
+use crate::errno::Errno;
+
+/// Major protocol version; what goes into the one-byte version fields.
+pub const VERSION_MAJOR: u8 = 2;
+/// Minor protocol version; never on the wire.
+pub const VERSION_MINOR: u8 = 0;
+/// Bytes of a sector in every count and position of the protocol.
+pub const SECTOR: u64 = 512;
+/// Bytes of the device name field (`NAME_MAX`); a name has at most one byte less, for its terminator.
+pub const NAME_MAX: usize = 255;
+
+/// Message types (`enum rnbd_msg_type`).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[repr(u16)]
+pub enum MsgType {
+    /// Version exchange, client to server.
+    SessInfo = 0,
+    /// Its answer.
+    SessInfoRsp = 1,
+    /// Open a device.
+    Open = 2,
+    /// Its answer.
+    OpenRsp = 3,
+    /// Block request.
+    Io = 4,
+    /// Close a device.
+    Close = 5,
+}
+
+impl MsgType {
+    /// The type with this number.
+    pub fn from_wire(n: u16) -> Option<Self> {
+        [Self::SessInfo, Self::SessInfoRsp, Self::Open, Self::OpenRsp, Self::Io, Self::Close]
+            .into_iter()
+            .find(|t| *t as u16 == n)
+    }
+}
+
+/// How a device is opened (`enum rnbd_access_mode`).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[repr(u8)]
+pub enum AccessMode {
+    /// Read-only; any number of times.
+    ReadOnly = 0,
+    /// Read and write; once.
+    ReadWrite = 1,
+    /// Read and write; a second writer beside the first, for moving a virtual machine.
+    Migration = 2,
+}
+
+impl AccessMode {
+    /// The mode with this number.
+    pub fn from_wire(n: u8) -> Option<Self> {
+        [Self::ReadOnly, Self::ReadWrite, Self::Migration].into_iter().find(|m| *m as u8 == n)
+    }
+
+    /// Whether the device may be written to.
+    pub fn writable(self) -> bool {
+        self != Self::ReadOnly
+    }
+}
+
+impl std::fmt::Display for AccessMode {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::ReadOnly => "ro",
+            Self::ReadWrite => "rw",
+            Self::Migration => "migration",
+        })
+    }
+}
+
+impl std::str::FromStr for AccessMode {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        match s {
+            "ro" => Ok(Self::ReadOnly),
+            "rw" => Ok(Self::ReadWrite),
+            "migration" => Ok(Self::Migration),
+            _ => Err(format!("access mode {s:?} is none of ro, rw, migration")),
+        }
+    }
+}
+
+/// Operations (`enum rnbd_io_flags`, low 8 bits of `rw`).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[repr(u8)]
+pub enum IoOp {
+    /// Read sectors.
+    Read = 0,
+    /// Write sectors.
+    Write = 1,
+    /// Flush the volatile write cache.
+    Flush = 2,
+    /// Discard sectors.
+    Discard = 3,
+    /// Securely erase sectors.
+    SecureErase = 4,
+    /// Write one block many times; no longer done by any kernel.
+    WriteSame = 5,
+}
+
+impl IoOp {
+    /// All operations.
+    pub const ALL: [Self; 6] =
+        [Self::Read, Self::Write, Self::Flush, Self::Discard, Self::SecureErase, Self::WriteSame];
+}
+
+/// Flag bits of `rw`: the request is synchronous (somebody waits for it).
+pub const F_SYNC: u32 = 1 << 8;
+/// Flag bits of `rw`: forced unit access. The kernel's client also sets it on every flush.
+pub const F_FUA: u32 = 1 << 9;
+const OP_MASK: u32 = 0xff;
+
+/// `cache_policy` bit: the device does forced unit access.
+pub const CACHE_FUA: u8 = 1;
+/// `cache_policy` bit: the device has a volatile write cache, so flushes matter.
+pub const CACHE_WRITEBACK: u8 = 1 << 1;
+
+/// Operation and flags of a request, the decoded `rw` field.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Rw {
+    /// What to do.
+    pub op: IoOp,
+    /// Somebody waits.
+    pub sync: bool,
+    /// On stable storage before the answer.
+    pub fua: bool,
+}
+
+impl Rw {
+    /// An operation without flags.
+    pub const fn new(op: IoOp) -> Self {
+        Self { op, sync: false, fua: false }
+    }
+
+    /// Decodes; `None` when the operation or a flag is unknown (`rnbd_flags_supported`).
+    pub fn from_wire(rw: u32) -> Option<Self> {
+        let op = IoOp::ALL.into_iter().find(|o| *o as u32 == rw & OP_MASK)?;
+        let flags = rw & !OP_MASK;
+        (flags & !(F_SYNC | F_FUA) == 0).then_some(Self { op, sync: flags & F_SYNC != 0, fua: flags & F_FUA != 0 })
+    }
+
+    /// Encodes.
+    pub fn to_wire(self) -> u32 {
+        self.op as u32 | if self.sync { F_SYNC } else { 0 } | if self.fua { F_FUA } else { 0 }
+    }
+}
+
+/// Message header (`struct rnbd_msg_hdr`), 4 bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+pub struct MsgHdr {
+    /// A [`MsgType`].
+    pub msg_type: U16,
+    reserved: U16,
+}
+
+impl MsgHdr {
+    fn new(t: MsgType) -> Self {
+        Self { msg_type: U16::new(t as u16), reserved: U16::ZERO }
+    }
+}
+
+/// Version exchange (`struct rnbd_msg_sess_info` and `_rsp`), 36 bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+pub struct MsgSessInfo {
+    /// [`MsgType::SessInfo`] or [`MsgType::SessInfoRsp`].
+    pub hdr: MsgHdr,
+    /// Highest major version that the sender knows; in the answer, the one to use.
+    pub ver: u8,
+    reserved: [u8; 31],
+}
+
+impl MsgSessInfo {
+    /// Client's message.
+    pub fn request(ver: u8) -> Self {
+        Self { hdr: MsgHdr::new(MsgType::SessInfo), ver, reserved: [0; 31] }
+    }
+
+    /// Server's answer.
+    pub fn response(ver: u8) -> Self {
+        Self { hdr: MsgHdr::new(MsgType::SessInfoRsp), ver, reserved: [0; 31] }
+    }
+}
+
+/// Open request (`struct rnbd_msg_open`), 264 bytes.
+#[derive(Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+pub struct MsgOpen {
+    /// [`MsgType::Open`].
+    pub hdr: MsgHdr,
+    /// An [`AccessMode`].
+    pub access_mode: u8,
+    resv1: u8,
+    dev_name: [u8; NAME_MAX],
+    reserved: [u8; 3],
+}
+
+impl MsgOpen {
+    /// Client's message.
+    ///
+    /// # Errors
+    /// EINVAL for an empty name or one with a NUL, ENAMETOOLONG above 254 bytes.
+    pub fn new(name: &[u8], mode: AccessMode) -> Result<Self, Errno> {
+        if name.is_empty() || name.contains(&0) {
+            return Err(Errno::EINVAL);
+        }
+        if name.len() >= NAME_MAX {
+            return Err(Errno::ENAMETOOLONG);
+        }
+        let mut m = Self {
+            hdr: MsgHdr::new(MsgType::Open),
+            access_mode: mode as u8,
+            resv1: 0,
+            dev_name: [0; NAME_MAX],
+            reserved: [0; 3],
+        };
+        m.dev_name[..name.len()].copy_from_slice(name);
+        Ok(m)
+    }
+
+    /// The name up to its terminator; `None` when that is missing or the name is empty.
+    pub fn name(&self) -> Option<&[u8]> {
+        let end = self.dev_name.iter().position(|b| *b == 0)?;
+        (end > 0).then(|| &self.dev_name[..end])
+    }
+}
+
+impl std::fmt::Debug for MsgOpen {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("MsgOpen")
+            .field("access_mode", &self.access_mode)
+            .field("name", &self.name().map(String::from_utf8_lossy))
+            .finish_non_exhaustive()
+    }
+}
+
+/// Close request (`struct rnbd_msg_close`), 8 bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+pub struct MsgClose {
+    /// [`MsgType::Close`].
+    pub hdr: MsgHdr,
+    /// From the open response.
+    pub device_id: U32,
+}
+
+impl MsgClose {
+    /// Client's message.
+    pub fn new(device_id: u32) -> Self {
+        Self { hdr: MsgHdr::new(MsgType::Close), device_id: U32::new(device_id) }
+    }
+}
+
+/// Answer to an open request (`struct rnbd_msg_open_rsp`), 56 bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+pub struct MsgOpenRsp {
+    /// [`MsgType::OpenRsp`].
+    pub hdr: MsgHdr,
+    /// Names the device in requests.
+    pub device_id: U32,
+    /// Size, sectors of 512 bytes.
+    pub nsectors: U64,
+    /// Largest request of the hardware, sectors.
+    pub max_hw_sectors: U32,
+    /// Zero since protocol 2.
+    pub max_write_same_sectors: U32,
+    /// Largest discard, sectors; zero: no discard.
+    pub max_discard_sectors: U32,
+    /// Unit of discards, bytes.
+    pub discard_granularity: U32,
+    /// Offset of the first discard unit, bytes.
+    pub discard_alignment: U32,
+    /// Physical block size, bytes.
+    pub physical_block_size: U16,
+    /// Logical block size, bytes: requests are multiples of it.
+    pub logical_block_size: U16,
+    /// Segments of a request that the hardware takes.
+    pub max_segments: U16,
+    /// Nonzero: secure erase works.
+    pub secure_discard: U16,
+    obsolete_rotational: u8,
+    /// [`CACHE_FUA`] and [`CACHE_WRITEBACK`].
+    pub cache_policy: u8,
+    reserved: [u8; 10],
+}
+
+impl MsgOpenRsp {
+    /// All zero but the type.
+    pub fn new() -> Self {
+        Self { hdr: MsgHdr::new(MsgType::OpenRsp), ..Self::new_zeroed() }
+    }
+}
+
+impl Default for MsgOpenRsp {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Block request (`struct rnbd_msg_io`), 32 bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+pub struct MsgIo {
+    /// [`MsgType::Io`].
+    pub hdr: MsgHdr,
+    /// From the open response.
+    pub device_id: U32,
+    /// First sector.
+    pub sector: U64,
+    /// Operation and flags, see [`Rw`].
+    pub rw: U32,
+    /// Bytes to read, write or discard.
+    pub bi_size: U32,
+    /// I/O priority, since protocol 2.
+    pub prio: U16,
+    reserved: [u8; 6],
+}
+
+impl MsgIo {
+    /// Bytes of the message before protocol 2 gave it a priority.
+    pub const LEN_V1: usize = 24;
+
+    /// A request without priority.
+    pub fn new(device_id: u32, rw: Rw, sector: u64, bytes: u32) -> Self {
+        Self {
+            hdr: MsgHdr::new(MsgType::Io),
+            device_id: U32::new(device_id),
+            sector: U64::new(sector),
+            rw: U32::new(rw.to_wire()),
+            bi_size: U32::new(bytes),
+            prio: U16::ZERO,
+            reserved: [0; 6],
+        }
+    }
+}
+
+const _: () = assert!(
+    size_of::<MsgHdr>() == 4
+        && size_of::<MsgSessInfo>() == 36
+        && size_of::<MsgOpen>() == 264
+        && size_of::<MsgClose>() == 8
+        && size_of::<MsgOpenRsp>() == 56
+        && size_of::<MsgIo>() == 32
+);
+
+/// A message that a client sends, as it lies before a request's end in a chunk.
+#[derive(Clone, Copy, PartialEq, Debug)]
+#[allow(clippy::large_enum_variant)]
+pub enum ClientMsg {
+    /// Version exchange.
+    SessInfo(MsgSessInfo),
+    /// Open a device.
+    Open(MsgOpen),
+    /// Block request.
+    Io(MsgIo),
+    /// Close a device.
+    Close(MsgClose),
+}
+
+/// Why a message is refused.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum ProtoError {
+    /// Fewer bytes than the message has.
+    #[error("message of {len} bytes is shorter than the {need} of its type {kind}")]
+    Short {
+        /// Message type.
+        kind: u16,
+        /// Bytes given.
+        len: usize,
+        /// Bytes needed.
+        need: usize,
+    },
+    /// No message that a client may send.
+    #[error("unexpected message type {0}")]
+    Type(u16),
+}
+
+fn prefix<T: FromBytes + KnownLayout + Immutable + Unaligned>(kind: u16, bytes: &[u8]) -> Result<T, ProtoError> {
+    T::read_from_prefix(bytes).map(|(t, _)| t).map_err(|_| ProtoError::Short {
+        kind,
+        len: bytes.len(),
+        need: size_of::<T>(),
+    })
+}
+
+impl ClientMsg {
+    /// Parses a copy of the user header of a request. Longer messages than known are accepted, as by the kernel.
+    ///
+    /// # Errors
+    /// When it is too short for its type, or the type is none that a client sends.
+    pub fn parse(bytes: &[u8]) -> Result<Self, ProtoError> {
+        let kind = match bytes {
+            [a, b, _, _, ..] => u16::from_le_bytes([*a, *b]),
+            _ => return Err(ProtoError::Short { kind: 0, len: bytes.len(), need: size_of::<MsgHdr>() }),
+        };
+        Ok(match MsgType::from_wire(kind) {
+            Some(MsgType::SessInfo) => Self::SessInfo(prefix(kind, bytes)?),
+            Some(MsgType::Open) => Self::Open(prefix(kind, bytes)?),
+            Some(MsgType::Close) => Self::Close(prefix(kind, bytes)?),
+            Some(MsgType::Io) => Self::Io(parse_io(kind, bytes)?),
+            _ => return Err(ProtoError::Type(kind)),
+        })
+    }
+}
+
+fn parse_io(kind: u16, bytes: &[u8]) -> Result<MsgIo, ProtoError> {
+    if let Ok((m, _)) = MsgIo::read_from_prefix(bytes) {
+        return Ok(m);
+    }
+    let Some(v1) = bytes.get(..MsgIo::LEN_V1) else {
+        return Err(ProtoError::Short { kind, len: bytes.len(), need: MsgIo::LEN_V1 });
+    };
+    let mut m = MsgIo::new_zeroed();
+    m.as_mut_bytes()[..MsgIo::LEN_V1].copy_from_slice(v1);
+    Ok(m)
+}
+
+/// Checks and reads the answer to a version exchange.
+///
+/// # Errors
+/// EINVAL when it is none.
+pub fn parse_sess_info_rsp(bytes: &[u8]) -> Result<MsgSessInfo, Errno> {
+    let (m, _) = MsgSessInfo::read_from_prefix(bytes).map_err(|_| Errno::EINVAL)?;
+    (m.hdr.msg_type.get() == MsgType::SessInfoRsp as u16).then_some(m).ok_or(Errno::EINVAL)
+}
+
+/// Checks and reads the answer to an open request: a block size of at least a sector and a power of two, and a size
+/// that fits 63 bits of bytes.
+///
+/// # Errors
+/// EINVAL when it is none or makes no sense.
+pub fn parse_open_rsp(bytes: &[u8]) -> Result<MsgOpenRsp, Errno> {
+    let (m, _) = MsgOpenRsp::read_from_prefix(bytes).map_err(|_| Errno::EINVAL)?;
+    let block = u64::from(m.logical_block_size.get());
+    let ok = m.hdr.msg_type.get() == MsgType::OpenRsp as u16
+        && block >= SECTOR
+        && block.is_power_of_two()
+        && m.nsectors.get() <= i64::MAX as u64 / SECTOR;
+    ok.then_some(m).ok_or(Errno::EINVAL)
+}
