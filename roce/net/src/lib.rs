@@ -1,1 +1,17 @@
-//! Datapaths that drive a port: UDP sockets, raw IP and AF_PACKET.
+//! Datapaths that drive a port: UDP sockets today; raw IP and AF_PACKET fit behind the same [`Datapath`] trait.
+
+mod clock;
+mod datapath;
+mod driver;
+mod engine;
+pub mod holder;
+pub mod iface;
+mod sys;
+mod udp;
+
+pub use clock::now;
+pub use datapath::{Burst, Capabilities, DEFAULT_HOP_LIMIT, Datagram, Datapath, DatapathCounters, Received, Sent};
+pub use driver::{Closed, Driver, DriverConfig, TAKEOVER};
+pub use engine::{EventSink, Tap};
+pub use sys::{EventFd, wait_readable};
+pub use udp::{OpenError, UdpConfig, UdpDatapath};

@@ -1,0 +1,139 @@
+//! What moves sealed packets between a port and the network.
+
+use std::{
+    io,
+    net::{IpAddr, SocketAddr},
+    os::fd::BorrowedFd,
+};
+
+/// The hop limit that sockets are set to; others cost a control message.
+pub const DEFAULT_HOP_LIMIT: u8 = 64;
+
+/// Packets for one send: all `segment_len` bytes long but the last, which may be shorter; packet *i* is sealed with IPv4
+/// Identification *i*.
+#[derive(Clone, Copy, Debug)]
+pub struct Burst<'a> {
+    /// Our address.
+    pub local: IpAddr,
+    /// Where to.
+    pub remote: SocketAddr,
+    /// Our UDP port: one of [`Capabilities::src_ports`], or the RoCE port.
+    pub src_port: u16,
+    /// TOS or traffic class.
+    pub traffic_class: u8,
+    /// TTL or hop limit.
+    pub hop_limit: u8,
+    /// Bytes of each packet but the last; not zero.
+    pub segment_len: usize,
+    /// The packets, one behind the other.
+    pub bytes: &'a [u8],
+}
+
+impl Burst<'_> {
+    /// How many packets it holds.
+    pub fn packets(&self) -> usize {
+        self.bytes.len().div_ceil(self.segment_len.max(1))
+    }
+}
+
+/// A received datagram, or several of one flow that the kernel merged (GRO).
+#[derive(Clone, Copy, Debug)]
+pub struct Datagram<'a> {
+    /// The address that it was sent to.
+    pub local: IpAddr,
+    /// The sender.
+    pub remote: SocketAddr,
+    /// The IPv4 Identification, where the datapath sees headers.
+    pub identification: Option<u16>,
+    /// Bytes of each packet but the last, which may be shorter.
+    pub segment_len: usize,
+    /// TOS or traffic class.
+    pub traffic_class: u8,
+    /// The UDP payloads, one behind the other.
+    pub bytes: &'a [u8],
+}
+
+/// What a datapath can do.
+#[derive(Clone, Debug)]
+pub struct Capabilities {
+    /// The most packets of a burst; 1 when it can't segment.
+    pub max_segments: usize,
+    /// The most bytes of a burst.
+    pub max_burst_bytes: usize,
+    /// UDP ports that bursts may come from.
+    pub src_ports: Vec<u16>,
+    /// Bytes of the receive buffer, as the kernel counts them (packet data and its own overhead).
+    pub receive_buffer: usize,
+}
+
+/// How far a send came.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Sent {
+    /// Bursts that were sent, or lost as the network may lose them (each loss is counted).
+    pub bursts: usize,
+    /// The send buffer is full: the rest is to be offered again soon.
+    pub blocked: bool,
+}
+
+/// How far a receive came.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Received {
+    /// Datagrams (or merged buffers) handed over.
+    pub datagrams: usize,
+    /// More may be waiting.
+    pub more: bool,
+}
+
+/// Counts kept by a datapath.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct DatapathCounters {
+    /// System calls that sent something.
+    pub tx_calls: u64,
+    /// Bursts sent.
+    pub tx_bursts: u64,
+    /// Bursts that were sent packet by packet because segmentation was refused.
+    pub tx_unsegmented: u64,
+    /// Times the send buffer was full.
+    pub tx_blocked: u64,
+    /// Bursts lost because a packet is longer than the interface or the path takes.
+    pub tx_too_long: u64,
+    /// Bursts lost because the system had no buffers.
+    pub tx_no_buffers: u64,
+    /// Bursts lost because there is no way to the peer.
+    pub tx_unreachable: u64,
+    /// Bursts lost because a firewall rule forbids them.
+    pub tx_forbidden: u64,
+    /// Bursts lost for another reason.
+    pub tx_errors: u64,
+    /// System calls that received something.
+    pub rx_calls: u64,
+    /// Datagrams or merged buffers received.
+    pub rx_datagrams: u64,
+    /// Datagrams dropped because they were longer than any RoCE packet or came from an unknown address family.
+    pub rx_malformed: u64,
+    /// Receives that failed.
+    pub rx_errors: u64,
+    /// Packets that the kernel dropped because the receive buffer was full.
+    pub rx_buffer_drops: u64,
+}
+
+/// Moves sealed packets. One thread at a time drives it, under the port's lock. None of the methods waits.
+pub trait Datapath: Send {
+    /// What it can do.
+    fn capabilities(&self) -> Capabilities;
+    /// Whether bursts may now hold several packets; it may turn to false when the system refuses them.
+    fn segmentation(&self) -> bool;
+    /// Sends bursts in order, until the send buffer is full.
+    fn send(&mut self, bursts: &mut dyn Iterator<Item = Burst<'_>>) -> Sent;
+    /// Receives about `budget` datagrams at most and hands each to `handle`.
+    fn receive(&mut self, budget: usize, handle: &mut dyn FnMut(&Datagram<'_>)) -> Received;
+    /// What to watch for input.
+    fn descriptors(&self) -> Vec<BorrowedFd<'_>>;
+    /// Counts so far.
+    fn counters(&self) -> DatapathCounters;
+    /// Sets the receive buffer and returns what the system granted.
+    ///
+    /// # Errors
+    /// When the system refuses.
+    fn set_receive_buffer(&mut self, bytes: usize) -> io::Result<usize>;
+}

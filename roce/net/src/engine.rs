@@ -1,0 +1,266 @@
+//! A port, its datapath and what is on the way between them: the state that the port's lock protects.
+
+use std::{
+    net::SocketAddr,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::Arc,
+    time::Duration,
+};
+
+use roce_bth::ROCE_UDP_PORT;
+use roce_port::{Port, PortCmEvent, RxMeta, Train, TxBatch, TxConfig};
+use roce_verbs::{AsyncEvent, Instant};
+
+use crate::{
+    datapath::{Burst, Datagram, Datapath},
+    sys::{self, TimerFd},
+};
+
+/// Full send batches of one pass: a bound for how long a caller can be held up by what its peers let it send.
+const SEND_ROUNDS: usize = 16;
+/// When to try again after the send buffer was full.
+const BLOCKED_RETRY: Duration = Duration::from_micros(200);
+
+/// Receives what a port has to tell, under the port's lock: an implementation must not call the driver, and takes only
+/// locks under which nobody else does.
+pub trait EventSink: Send + Sync {
+    /// A connection event. False: nobody is there for it; a connect request is then rejected.
+    fn cm_event(&self, event: PortCmEvent) -> bool;
+    /// An asynchronous event.
+    fn async_event(&self, event: AsyncEvent);
+    /// The device has stopped: whoever waits is to be told.
+    fn closed(&self);
+}
+
+/// Sees every packet, under the port's lock.
+pub trait Tap: Send {
+    /// A packet that was sent, or received (before any check); `index` is its place in a segmented send or merged
+    /// buffer.
+    fn packet(&mut self, from: SocketAddr, to: SocketAddr, index: u16, bytes: &[u8]);
+}
+
+impl<'a> From<Train<'a>> for Burst<'a> {
+    fn from(train: Train<'a>) -> Self {
+        Self {
+            local: train.local,
+            remote: train.remote,
+            src_port: train.src_port,
+            traffic_class: train.tos,
+            hop_limit: train.ttl,
+            segment_len: train.segment_len,
+            bytes: train.bytes,
+        }
+    }
+}
+
+/// What makes the background thread wake up.
+pub(crate) struct Wakeup {
+    /// The epoll instance that it waits in.
+    pub(crate) epoll: OwnedFd,
+    /// Its alarm clock.
+    pub(crate) timer: TimerFd,
+}
+
+/// See the module.
+pub(crate) struct Engine {
+    pub(crate) port: Port,
+    pub(crate) path: Box<dyn Datapath>,
+    batch: TxBatch,
+    /// Bursts of the batch that are sent already, when the send buffer was full.
+    sent: usize,
+    pub(crate) sink: Arc<dyn EventSink>,
+    tap: Option<Box<dyn Tap>>,
+    wakeup: Option<Wakeup>,
+    /// When the alarm clock rings.
+    alarm: Option<Instant>,
+    /// Whether arriving packets wake the background thread.
+    watching: bool,
+    /// When the application last polled an empty completion queue.
+    pub(crate) last_poll: Instant,
+}
+
+/// The first token of the datapath's descriptors in the epoll instance.
+pub(crate) const TOKEN_SOCKETS: usize = 16;
+
+impl Engine {
+    pub(crate) fn new(
+        port: Port,
+        path: Box<dyn Datapath>,
+        sink: Arc<dyn EventSink>,
+        tap: Option<Box<dyn Tap>>,
+        wakeup: Option<Wakeup>,
+        batch_bytes: usize,
+    ) -> Self {
+        let caps = path.capabilities();
+        let batch = TxBatch::new(TxConfig {
+            gso: caps.max_segments > 1,
+            max_segments: caps.max_segments,
+            max_train_bytes: caps.max_burst_bytes,
+            capacity: batch_bytes,
+        });
+        Self {
+            port,
+            path,
+            batch,
+            sent: 0,
+            sink,
+            tap,
+            watching: wakeup.is_some(),
+            wakeup,
+            alarm: None,
+            last_poll: Instant::ZERO,
+        }
+    }
+
+    /// Receives about `budget` datagrams, runs timers that are due, and sends. True: more is waiting.
+    pub(crate) fn pass(&mut self, now: Instant, budget: usize) -> bool {
+        let (port, tap) = (&mut self.port, &mut self.tap);
+        let received = self.path.receive(budget, &mut |d: &Datagram<'_>| {
+            if let Some(tap) = tap {
+                tap_datagram(tap.as_mut(), d);
+            }
+            let meta = RxMeta {
+                local: d.local,
+                remote: d.remote,
+                identification: d.identification,
+                segment_len: d.segment_len,
+                tos: d.traffic_class,
+            };
+            port.handle_datagram(now, &meta, d.bytes);
+        });
+        self.run_timers(now);
+        let unsent = self.settle(now);
+        received.more || unsent
+    }
+
+    pub(crate) fn run_timers(&mut self, now: Instant) {
+        if self.port.poll_timeout().is_some_and(|at| at <= now) {
+            self.port.handle_timeout(now);
+        }
+    }
+
+    /// What follows every call of the port: events are told, packets sent, the alarm clock set. True: more is to be sent.
+    pub(crate) fn settle(&mut self, now: Instant) -> bool {
+        let unsent = self.transmit(now);
+        self.tell(now);
+        if let Some(at) = self.port.poll_timeout() {
+            self.set_alarm(now, at);
+        }
+        unsent
+    }
+
+    /// Events only, and the alarm clock: for calls that can't have made anything to send.
+    pub(crate) fn settle_quietly(&mut self, now: Instant) {
+        self.tell(now);
+        if let Some(at) = self.port.poll_timeout() {
+            self.set_alarm(now, at);
+        }
+    }
+
+    fn tell(&mut self, now: Instant) {
+        while let Some(event) = self.port.poll_cm_event() {
+            let conn = event.conn();
+            if !self.sink.cm_event(event) {
+                // Destroying a waiting request rejects it.
+                self.port.cm_destroy(now, conn);
+            }
+        }
+        while let Some(event) = self.port.poll_async_event() {
+            self.sink.async_event(event);
+        }
+    }
+
+    fn transmit(&mut self, now: Instant) -> bool {
+        for _ in 0..SEND_ROUNDS {
+            let mut more = true;
+            if self.batch.is_empty() {
+                more = self.port.poll_transmit(now, &mut self.batch);
+                if self.batch.is_empty() {
+                    return false;
+                }
+                self.tap_batch();
+            }
+            if !self.send_batch() {
+                self.set_alarm(now, now + BLOCKED_RETRY);
+                return false;
+            }
+            if !more {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Sends what is left of the batch. False: the send buffer is full.
+    fn send_batch(&mut self) -> bool {
+        let mut bursts = self.batch.trains().skip(self.sent).map(Burst::from);
+        let sent = self.path.send(&mut bursts);
+        drop(bursts);
+        if sent.blocked {
+            self.sent += sent.bursts;
+            return false;
+        }
+        self.sent = 0;
+        self.batch.clear();
+        if self.batch.config().gso && !self.path.segmentation() {
+            self.batch.set_gso(false);
+        }
+        true
+    }
+
+    fn tap_batch(&mut self) {
+        let Some(tap) = &mut self.tap else { return };
+        for train in self.batch.trains() {
+            let from = SocketAddr::new(train.local, train.src_port);
+            for (i, packet) in train.packets().enumerate() {
+                tap.packet(from, train.remote, i as u16, packet);
+            }
+        }
+    }
+
+    /// The background thread is to wake up no later than `at`.
+    pub(crate) fn set_alarm(&mut self, now: Instant, at: Instant) {
+        let Some(wakeup) = &self.wakeup else { return };
+        if self.alarm.is_some_and(|set| set <= at) {
+            return;
+        }
+        match wakeup.timer.set(at.saturating_since(now)) {
+            Ok(()) => self.alarm = Some(at),
+            Err(e) => tracing::error!("setting a timer failed: {e}"),
+        }
+    }
+
+    /// The alarm clock has rung.
+    pub(crate) fn alarm_rang(&mut self) {
+        self.alarm = None;
+    }
+
+    pub(crate) fn watching(&self) -> bool {
+        self.watching
+    }
+
+    /// Lets arriving packets wake the background thread, or not.
+    pub(crate) fn watch(&mut self, on: bool) {
+        let Some(wakeup) = &self.wakeup else { return };
+        if self.watching == on {
+            return;
+        }
+        self.watching = on;
+        for (i, fd) in self.path.descriptors().into_iter().enumerate() {
+            if let Err(e) = sys::epoll_watch(wakeup.epoll.as_fd(), fd, TOKEN_SOCKETS + i, on) {
+                tracing::error!("changing what the background thread waits for failed: {e}");
+            }
+        }
+    }
+
+    pub(crate) fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        self.path.descriptors()
+    }
+}
+
+fn tap_datagram(tap: &mut dyn Tap, d: &Datagram<'_>) {
+    let to = SocketAddr::new(d.local, ROCE_UDP_PORT);
+    for (i, packet) in d.bytes.chunks(d.segment_len.max(1)).enumerate() {
+        tap.packet(d.remote, to, i as u16, packet);
+    }
+}

@@ -1,0 +1,73 @@
+//! Interfaces and routes.
+
+use std::{
+    io,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
+    os::fd::AsFd,
+};
+
+use roce_verbs::Mtu;
+
+use crate::sys;
+pub use sys::{InterfaceAddr, interface_addresses};
+
+/// The interface that owns an address: its name and MTU, bytes. Every address of 127.0.0.0/8 is the loopback interface's.
+///
+/// # Errors
+/// `AddrNotAvailable` when no interface has it.
+pub fn interface_of(addr: IpAddr) -> io::Result<(String, u32)> {
+    let addr = addr.to_canonical();
+    let all = interface_addresses()?;
+    let owner = all
+        .iter()
+        .find(|i| i.ip == addr)
+        .or_else(|| all.iter().find(|i| i.loopback && addr.is_loopback() && addr.is_ipv4()));
+    let name = owner.map(|i| i.name.clone()).ok_or(io::ErrorKind::AddrNotAvailable)?;
+    let mtu = mtu_of(&name)?;
+    Ok((name, mtu))
+}
+
+/// The MTU of an interface, bytes.
+///
+/// # Errors
+/// When there is none of this name.
+pub fn mtu_of(name: &str) -> io::Result<u32> {
+    let any = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).or_else(|_| UdpSocket::bind((Ipv6Addr::UNSPECIFIED, 0)))?;
+    sys::interface_mtu(any.as_fd(), name)
+}
+
+/// The path MTU that a device at `addr` can offer: the largest that fits its interface. For an unspecified address the
+/// largest that fits every interface that is up, so that it holds wherever the peer is.
+///
+/// # Errors
+/// When no interface has the address, or its MTU is too small for RoCE.
+pub fn path_mtu(addr: IpAddr) -> io::Result<Mtu> {
+    let bytes = if addr.is_unspecified() {
+        let mut all = interface_addresses()?;
+        all.retain(|i| i.up);
+        all.iter()
+            .filter_map(|i| mtu_of(&i.name).ok())
+            .min()
+            .ok_or(io::ErrorKind::AddrNotAvailable)?
+    } else {
+        interface_of(addr)?.1
+    };
+    Mtu::for_interface(bytes).ok_or_else(|| {
+        let text = format!("an interface MTU of {bytes} bytes is too small: RoCE needs 352");
+        io::Error::new(io::ErrorKind::InvalidInput, text)
+    })
+}
+
+/// The local address that the routing table gives for a peer. Nothing is sent.
+///
+/// # Errors
+/// When there is no route.
+pub fn route_to(remote: IpAddr) -> io::Result<IpAddr> {
+    let any: IpAddr = match remote {
+        IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+    };
+    let probe = UdpSocket::bind((any, 0))?;
+    probe.connect(SocketAddr::new(remote, roce_bth::ROCE_UDP_PORT))?;
+    probe.local_addr().map(|a| a.ip())
+}

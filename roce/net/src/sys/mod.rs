@@ -1,0 +1,266 @@
+//! Every system call that the standard library and `socket2` don't wrap: the only unsafe code of the datapaths.
+//!
+//! Pointers handed to the kernel point either at locals or at memory borrowed for the length of the call.
+
+mod msg;
+
+use std::{
+    ffi::CStr,
+    io,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
+    time::Duration,
+};
+
+use libc::{c_int, c_void, socklen_t};
+
+pub(crate) use msg::{RecvRing, SendQueue};
+
+/// Turns a `-1` into the error of this thread.
+fn check(result: c_int) -> io::Result<c_int> {
+    if result < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(result)
+    }
+}
+
+/// Sets a socket option whose value is an integer.
+pub(crate) fn set_int(fd: BorrowedFd<'_>, level: c_int, name: c_int, value: c_int) -> io::Result<()> {
+    let len = size_of::<c_int>() as socklen_t;
+    // SAFETY: `value` lives on the stack for the call and `len` is its size.
+    let rc = unsafe { libc::setsockopt(fd.as_raw_fd(), level, name, (&raw const value).cast::<c_void>(), len) };
+    check(rc).map(drop)
+}
+
+/// Makes a socket drop every packet before it is queued: for sockets that only send.
+pub(crate) fn drop_all_received(fd: BorrowedFd<'_>) -> io::Result<()> {
+    let mut accept_nothing = libc::sock_filter {
+        code: (libc::BPF_RET | libc::BPF_K) as u16,
+        jt: 0,
+        jf: 0,
+        k: 0,
+    };
+    let program = libc::sock_fprog {
+        len: 1,
+        filter: &raw mut accept_nothing,
+    };
+    let len = size_of::<libc::sock_fprog>() as socklen_t;
+    // SAFETY: the program and its single instruction live on the stack; the kernel copies them.
+    let rc = unsafe {
+        let value = (&raw const program).cast::<c_void>();
+        libc::setsockopt(fd.as_raw_fd(), libc::SOL_SOCKET, libc::SO_ATTACH_FILTER, value, len)
+    };
+    check(rc).map(drop)
+}
+
+/// Packets that the kernel dropped because the socket's receive buffer was full; `None` when it does not tell.
+pub(crate) fn receive_drops(fd: BorrowedFd<'_>) -> Option<u64> {
+    /// `SK_MEMINFO_DROPS` of `linux/sock_diag.h`, and the number of words.
+    const DROPS: usize = 8;
+    let mut words = [0u32; DROPS + 1];
+    let mut len = size_of_val(&words) as socklen_t;
+    // SAFETY: the kernel writes at most `len` bytes into `words`.
+    let rc = unsafe {
+        let value = words.as_mut_ptr().cast::<c_void>();
+        libc::getsockopt(fd.as_raw_fd(), libc::SOL_SOCKET, libc::SO_MEMINFO, value, &raw mut len)
+    };
+    (rc == 0 && len as usize == size_of_val(&words)).then(|| u64::from(words[DROPS]))
+}
+
+/// An event counter that poll, epoll and mio can wait for.
+#[derive(Debug)]
+pub struct EventFd(OwnedFd);
+
+impl EventFd {
+    /// A non-blocking event counter at zero.
+    ///
+    /// # Errors
+    /// When the process has no descriptor left.
+    pub fn new() -> io::Result<Self> {
+        // SAFETY: no memory is passed.
+        let fd = check(unsafe { libc::eventfd(0, libc::EFD_NONBLOCK | libc::EFD_CLOEXEC) })?;
+        // SAFETY: the descriptor is new and nobody else's.
+        Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
+    }
+
+    /// Makes the descriptor readable.
+    pub fn raise(&self) {
+        let one = 1u64.to_ne_bytes();
+        // SAFETY: eight bytes are read from the stack. It fails only when the counter is full: readable anyway.
+        unsafe { libc::write(self.0.as_raw_fd(), one.as_ptr().cast::<c_void>(), one.len()) };
+    }
+
+    /// Makes the descriptor unreadable.
+    pub fn clear(&self) {
+        let mut count = [0u8; 8];
+        // SAFETY: at most eight bytes are written to the stack. It fails only when the counter is zero already.
+        unsafe { libc::read(self.0.as_raw_fd(), count.as_mut_ptr().cast::<c_void>(), count.len()) };
+    }
+}
+
+impl AsFd for EventFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// Waits until a descriptor is readable or the time runs out (`None`: for ever). Returns whether it is readable. A signal
+/// that is handled meanwhile ends the wait early with `false`.
+///
+/// # Errors
+/// When the system call fails.
+pub fn wait_readable(fd: BorrowedFd<'_>, timeout: Option<Duration>) -> io::Result<bool> {
+    let mut poll = libc::pollfd {
+        fd: fd.as_raw_fd(),
+        events: libc::POLLIN,
+        revents: 0,
+    };
+    let time = timeout.map(timespec);
+    let time = time.as_ref().map_or(std::ptr::null(), |t| &raw const *t);
+    // SAFETY: one pollfd and, if not null, one timespec on the stack; no signal mask.
+    match check(unsafe { libc::ppoll(&raw mut poll, 1, time, std::ptr::null()) }) {
+        Ok(n) => Ok(n > 0),
+        Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(false),
+        Err(e) => Err(e),
+    }
+}
+
+fn timespec(d: Duration) -> libc::timespec {
+    libc::timespec {
+        tv_sec: libc::time_t::try_from(d.as_secs()).unwrap_or(libc::time_t::MAX),
+        tv_nsec: d.subsec_nanos() as _,
+    }
+}
+
+/// A monotonic clock's alarm with nanoseconds, as a descriptor.
+#[derive(Debug)]
+pub(crate) struct TimerFd(OwnedFd);
+
+impl TimerFd {
+    pub(crate) fn new() -> io::Result<Self> {
+        let flags = libc::TFD_NONBLOCK | libc::TFD_CLOEXEC;
+        // SAFETY: no memory is passed.
+        let fd = check(unsafe { libc::timerfd_create(libc::CLOCK_MONOTONIC, flags) })?;
+        // SAFETY: the descriptor is new and nobody else's.
+        Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
+    }
+
+    /// Fires once after `delay` (at once when zero), instead of whatever was set before.
+    pub(crate) fn set(&self, delay: Duration) -> io::Result<()> {
+        let zero = timespec(Duration::ZERO);
+        let spec = libc::itimerspec {
+            it_interval: zero,
+            it_value: timespec(delay.max(Duration::from_nanos(1))),
+        };
+        // SAFETY: `spec` lives on the stack; the old value is not asked for.
+        let rc = unsafe { libc::timerfd_settime(self.0.as_raw_fd(), 0, &raw const spec, std::ptr::null_mut()) };
+        check(rc).map(drop)
+    }
+}
+
+impl AsFd for TimerFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// A mio poll's epoll instance, as another descriptor.
+pub(crate) fn epoll_of(poll: &mio::Poll) -> io::Result<OwnedFd> {
+    // SAFETY: the descriptor belongs to `poll`, which is borrowed for this call.
+    unsafe { BorrowedFd::borrow_raw(poll.as_raw_fd()) }.try_clone_to_owned()
+}
+
+/// Watches a descriptor for input, edge-triggered, or stops watching it. It must be registered with the epoll instance.
+pub(crate) fn epoll_watch(epoll: BorrowedFd<'_>, fd: BorrowedFd<'_>, token: usize, on: bool) -> io::Result<()> {
+    let mut event = libc::epoll_event {
+        events: if on { (libc::EPOLLIN | libc::EPOLLET) as u32 } else { 0 },
+        u64: token as u64,
+    };
+    // SAFETY: one epoll_event on the stack.
+    let rc = unsafe { libc::epoll_ctl(epoll.as_raw_fd(), libc::EPOLL_CTL_MOD, fd.as_raw_fd(), &raw mut event) };
+    check(rc).map(drop)
+}
+
+/// One address of a network interface.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct InterfaceAddr {
+    /// Interface name.
+    pub name: String,
+    /// The address.
+    pub ip: IpAddr,
+    /// It is a loopback interface.
+    pub loopback: bool,
+    /// It is up.
+    pub up: bool,
+}
+
+/// All IPv4 and IPv6 addresses of this network namespace.
+///
+/// # Errors
+/// When the kernel can't tell.
+pub fn interface_addresses() -> io::Result<Vec<InterfaceAddr>> {
+    let mut list: *mut libc::ifaddrs = std::ptr::null_mut();
+    // SAFETY: on success `list` owns a linked list, freed below.
+    check(unsafe { libc::getifaddrs(&raw mut list) })?;
+    let mut out = Vec::new();
+    let mut at = list;
+    while !at.is_null() {
+        // SAFETY: `at` is a node of the list, which lives until freeifaddrs.
+        let node = unsafe { &*at };
+        at = node.ifa_next;
+        // SAFETY: the address is null or a sockaddr of the family that it names; the name is a C string.
+        let (ip, name) = unsafe { (ip_of(node.ifa_addr), CStr::from_ptr(node.ifa_name)) };
+        if let Some(ip) = ip {
+            out.push(InterfaceAddr {
+                name: name.to_string_lossy().into_owned(),
+                ip,
+                loopback: node.ifa_flags & libc::IFF_LOOPBACK as u32 != 0,
+                up: node.ifa_flags & libc::IFF_UP as u32 != 0,
+            });
+        }
+    }
+    // SAFETY: made by getifaddrs, freed once.
+    unsafe { libc::freeifaddrs(list) };
+    Ok(out)
+}
+
+/// # Safety
+/// `addr` is null or points at a socket address as long as its family says.
+unsafe fn ip_of(addr: *const libc::sockaddr) -> Option<IpAddr> {
+    if addr.is_null() {
+        return None;
+    }
+    // SAFETY: every socket address begins with its family, and is a sockaddr_in or sockaddr_in6 when that says so.
+    unsafe {
+        match c_int::from((*addr).sa_family) {
+            libc::AF_INET => {
+                let v4 = addr.cast::<libc::sockaddr_in>().read_unaligned();
+                Some(IpAddr::V4(Ipv4Addr::from(u32::from_be(v4.sin_addr.s_addr))))
+            }
+            libc::AF_INET6 => {
+                let v6 = addr.cast::<libc::sockaddr_in6>().read_unaligned();
+                Some(IpAddr::V6(Ipv6Addr::from(v6.sin6_addr.s6_addr)))
+            }
+            _ => None,
+        }
+    }
+}
+
+/// The MTU of the interface with this name, bytes.
+pub(crate) fn interface_mtu(socket: BorrowedFd<'_>, name: &str) -> io::Result<u32> {
+    // SAFETY: an ifreq is plain data; all zeros is a value.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    let bytes = name.as_bytes();
+    if bytes.len() >= request.ifr_name.len() {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    for (to, from) in request.ifr_name.iter_mut().zip(bytes) {
+        *to = *from as libc::c_char;
+    }
+    // SAFETY: SIOCGIFMTU reads the name, which ends with a zero, and writes ifru_mtu.
+    check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFMTU as _, &raw mut request) })?;
+    // SAFETY: the kernel has set this member.
+    let mtu = unsafe { request.ifr_ifru.ifru_mtu };
+    u32::try_from(mtu).map_err(|_| io::ErrorKind::InvalidData.into())
+}

@@ -1,0 +1,578 @@
+//! The datapath over ordinary UDP sockets: no privilege, no kernel module.
+//!
+//! The sockets are never connected, and set to `IP_PMTUDISC_PROBE`, so that packets leave with DF set and Identification 0
+//! (segment *i* of a GSO send: *i*), which is what their ICRCs were made with.
+
+use std::{
+    io,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    os::fd::{AsFd, BorrowedFd},
+};
+
+use roce_bth::ROCE_UDP_PORT;
+use roce_icrc::Flow;
+use socket2::{Domain, Protocol, Socket, Type};
+
+use crate::{
+    datapath::{Burst, Capabilities, DEFAULT_HOP_LIMIT, Datagram, Datapath, DatapathCounters, Received, Sent},
+    holder,
+    sys::{self, RecvRing, SendQueue},
+};
+
+/// Bursts of one system call.
+const SEND_BATCH: usize = 32;
+/// Buffers of one receive call. Merged buffers fill all 64 KiB, so fewer of those are taken at a time.
+const RECV_SLOTS: usize = 64;
+/// As many merged buffers as stay in a second-level cache until they are handled.
+const RECV_MERGED: usize = 4;
+/// The longest UDP payload.
+const MAX_DATAGRAM: usize = 65_536;
+/// Segments and bytes that every kernel with UDP_SEGMENT takes.
+const MAX_SEGMENTS: usize = 64;
+const MAX_BURST_BYTES: usize = 65_507;
+/// The source ports that RoCEv2 uses for entropy (`IB_ROCE_UDP_ENCAP_VALID_PORT_MIN` and up).
+const SPORT_MIN: u16 = 0xc000;
+/// Below this a burst of a few messages overflows the receive buffer.
+const SMALL_BUFFER: usize = 1 << 20;
+
+/// How a UDP datapath is made.
+#[derive(Clone, Debug)]
+pub struct UdpConfig {
+    /// The address to use; unspecified: all of that family, and `::` means IPv4 too.
+    pub addr: IpAddr,
+    /// The UDP port to receive on: 4791.
+    pub port: u16,
+    /// Receive buffer to ask the system for, bytes.
+    pub receive_buffer: usize,
+    /// Send several packets with one call.
+    pub gso: bool,
+    /// Receive several packets with one call.
+    pub gro: bool,
+    /// Sockets to send from, each with its own source port. 0: everything comes from the receiving socket.
+    pub send_sockets: usize,
+}
+
+impl Default for UdpConfig {
+    fn default() -> Self {
+        Self {
+            addr: Ipv4Addr::UNSPECIFIED.into(),
+            port: ROCE_UDP_PORT,
+            receive_buffer: 8 << 20,
+            gso: true,
+            gro: true,
+            send_sockets: 4,
+        }
+    }
+}
+
+/// Why a datapath could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// Somebody else receives on the port.
+    #[error("UDP port {port} of {addr} is taken: {holder}")]
+    PortTaken {
+        /// Our address.
+        addr: IpAddr,
+        /// The port.
+        port: u16,
+        /// Who has it, and what to do.
+        holder: String,
+    },
+    /// The address is no interface's.
+    #[error("{0} is not an address of this host (`ip addr` lists them)")]
+    NotLocal(IpAddr),
+    /// A system call failed.
+    #[error("{context}: {source}")]
+    Io {
+        /// What was tried.
+        context: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+fn context(context: &'static str) -> impl Fn(io::Error) -> OpenError {
+    move |source| OpenError::Io { context, source }
+}
+
+/// The sockets of one IP version.
+struct Family {
+    /// Bound to the RoCE port.
+    main: Socket,
+    /// Send from these; the port of each.
+    senders: Vec<(u16, Socket)>,
+    /// The address of all, if it is a specific one.
+    bound: Option<IpAddr>,
+}
+
+/// UDP sockets on the RoCE port.
+pub struct UdpDatapath {
+    port: u16,
+    families: Vec<Family>,
+    queue: SendQueue,
+    ring: RecvRing,
+    /// Messages to ask for at a time: fewer while merged buffers come.
+    vlen: usize,
+    gso: bool,
+    gro: bool,
+    counters: DatapathCounters,
+    /// Kinds of send errors that were already reported in the log.
+    warned: u32,
+    scratch: Vec<u8>,
+}
+
+impl UdpDatapath {
+    /// Binds the sockets.
+    ///
+    /// # Errors
+    /// When the port is taken or the address is not ours.
+    pub fn open(config: &UdpConfig) -> Result<Self, OpenError> {
+        let mut families = vec![];
+        let mut ports: Vec<u16> = vec![];
+        for addr in family_addresses(config.addr) {
+            match Family::open(config, addr, &mut ports) {
+                Ok(family) => families.push(family),
+                // A host without IPv6 still has the other half of the unspecified address.
+                Err(OpenError::Io { source, .. })
+                    if config.addr.is_unspecified() && source.raw_os_error() == Some(libc::EAFNOSUPPORT) => {}
+                Err(e) => return Err(e),
+            }
+        }
+        if families.is_empty() {
+            return Err(OpenError::NotLocal(config.addr));
+        }
+        let mut gro = config.gro;
+        if gro {
+            for family in &families {
+                if let Err(e) = sys::set_int(family.main.as_fd(), libc::SOL_UDP, libc::UDP_GRO, 1) {
+                    tracing::info!("UDP_GRO is refused ({e}): packets are received one by one");
+                    gro = false;
+                }
+            }
+        }
+        let mut this = Self {
+            port: config.port,
+            families,
+            queue: SendQueue::new(SEND_BATCH),
+            ring: RecvRing::new(RECV_SLOTS, MAX_DATAGRAM),
+            vlen: RECV_MERGED,
+            gso: config.gso,
+            gro,
+            counters: DatapathCounters::default(),
+            warned: 0,
+            scratch: vec![],
+        };
+        if this.gso && !this.segmentation_available() {
+            tracing::info!("UDP_SEGMENT is refused: packets are sent one by one");
+            this.gso = false;
+        }
+        let granted = this
+            .set_receive_buffer(config.receive_buffer)
+            .map_err(context("setting the receive buffer"))?;
+        if granted < config.receive_buffer.min(SMALL_BUFFER) {
+            tracing::warn!(
+                "the receive buffer is only {granted} bytes of {} asked for: packets will be lost under load; as root: \
+                 `sysctl -w net.core.rmem_max={}`",
+                config.receive_buffer,
+                config.receive_buffer,
+            );
+        }
+        Ok(this)
+    }
+
+    /// Whether merged buffers are received.
+    pub fn merging(&self) -> bool {
+        self.gro
+    }
+
+    /// Asks the kernel whether it knows UDP_SEGMENT, without keeping it set.
+    fn segmentation_available(&self) -> bool {
+        let all = |size| {
+            self.sockets()
+                .all(|s| sys::set_int(s.as_fd(), libc::SOL_UDP, libc::UDP_SEGMENT, size).is_ok())
+        };
+        all(1024) && all(0)
+    }
+
+    fn sockets(&self) -> impl Iterator<Item = &Socket> {
+        self.families
+            .iter()
+            .flat_map(|f| std::iter::once(&f.main).chain(f.senders.iter().map(|(_, s)| s)))
+    }
+
+    /// Sends a chunk whose bursts all leave from the same socket.
+    fn send_chunk(&mut self, family: usize, sender: Option<usize>, bursts: &[Burst<'_>]) -> Sent {
+        let mut done = 0;
+        while done < bursts.len() {
+            let f = &self.families[family];
+            let socket = sender.map_or(&f.main, |i| &f.senders[i].1).as_fd();
+            match self.queue.send(socket, &bursts[done..], f.bound.is_none()) {
+                Ok(n) => {
+                    self.counters.tx_calls += 1;
+                    self.counters.tx_bursts += n as u64;
+                    done += n;
+                }
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                    self.counters.tx_blocked += 1;
+                    return Sent {
+                        bursts: done,
+                        blocked: true,
+                    };
+                }
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => {
+                    self.burst_failed(family, sender, &bursts[done], &e);
+                    done += 1;
+                }
+            }
+        }
+        Sent {
+            bursts: done,
+            blocked: false,
+        }
+    }
+
+    /// A burst was refused. Segmentation may be to blame; else it is lost, as a network may lose it.
+    fn burst_failed(&mut self, family: usize, sender: Option<usize>, burst: &Burst<'_>, error: &io::Error) {
+        let code = error.raw_os_error().unwrap_or(0);
+        if burst.packets() > 1 && matches!(code, libc::EIO | libc::EINVAL | libc::EOPNOTSUPP) {
+            if self.gso {
+                tracing::warn!("a segmented send was refused ({error}): packets are sent one by one from now on");
+                self.gso = false;
+            }
+            self.counters.tx_unsegmented += 1;
+            self.send_one_by_one(family, sender, burst);
+            return;
+        }
+        let (counter, hint) = match code {
+            libc::EMSGSIZE => (
+                &mut self.counters.tx_too_long,
+                "the path MTU is larger than the interface's MTU less 96 bytes",
+            ),
+            libc::ENOBUFS | libc::ENOMEM => (&mut self.counters.tx_no_buffers, "the system's buffers are exhausted"),
+            libc::ENETUNREACH | libc::EHOSTUNREACH | libc::ENETDOWN | libc::EADDRNOTAVAIL | libc::EHOSTDOWN => (
+                &mut self.counters.tx_unreachable,
+                "check routes and that the interface is up",
+            ),
+            libc::EPERM | libc::EACCES => (
+                &mut self.counters.tx_forbidden,
+                "a firewall rule forbids it: UDP port 4791 must be open",
+            ),
+            _ => (&mut self.counters.tx_errors, "the packets count as lost"),
+        };
+        *counter += 1;
+        let bit = 1u32 << (code.unsigned_abs() % 32);
+        if self.warned & bit == 0 {
+            self.warned |= bit;
+            tracing::warn!(
+                "sending to {} from {} failed: {error}; {hint}",
+                burst.remote,
+                burst.local
+            );
+        }
+    }
+
+    /// Sends the packets of a burst each on its own. Each then carries Identification 0, so it is sealed anew.
+    fn send_one_by_one(&mut self, family: usize, sender: Option<usize>, burst: &Burst<'_>) {
+        let local = SocketAddr::new(burst.local, burst.src_port);
+        let Ok(flow) = Flow::try_from((local, burst.remote)) else {
+            return;
+        };
+        for packet in burst.bytes.chunks(burst.segment_len.max(1)) {
+            self.scratch.clear();
+            self.scratch.extend_from_slice(packet);
+            flow.seal(0, &mut self.scratch);
+            let f = &self.families[family];
+            let socket = sender.map_or(&f.main, |i| &f.senders[i].1).as_fd();
+            let single = Burst {
+                segment_len: packet.len(),
+                bytes: &self.scratch,
+                ..*burst
+            };
+            match self.queue.send(socket, &[single], f.bound.is_none()) {
+                Ok(_) => self.counters.tx_calls += 1,
+                Err(_) => self.counters.tx_errors += 1,
+            }
+        }
+    }
+
+    /// Which socket a burst must leave from.
+    fn route(&self, burst: &Burst<'_>) -> Option<(usize, Option<usize>)> {
+        let (index, family) = self
+            .families
+            .iter()
+            .enumerate()
+            .find(|(_, f)| f.is_v4() == burst.remote.is_ipv4())?;
+        match family.senders.iter().position(|(port, _)| *port == burst.src_port) {
+            Some(sender) => Some((index, Some(sender))),
+            None => (burst.src_port == self.port).then_some((index, None)),
+        }
+    }
+
+    fn receive_family(&mut self, index: usize, budget: usize, handle: &mut dyn FnMut(&Datagram<'_>)) -> Received {
+        let mut datagrams = 0;
+        let family = &self.families[index];
+        while datagrams < budget {
+            let asked = self.vlen.min(budget - datagrams);
+            let got = match self.ring.receive(family.main.as_fd(), asked) {
+                Ok(n) => n,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => 0,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+                Err(e) => {
+                    // An ICMP error can't come here (unconnected); whatever it is, the next call tells.
+                    tracing::debug!("receiving failed: {e}");
+                    self.counters.rx_errors += 1;
+                    0
+                }
+            };
+            if got == 0 {
+                return Received { datagrams, more: false };
+            }
+            self.counters.rx_calls += 1;
+            let mut merged = false;
+            for i in 0..got {
+                let slot = self.ring.slot(i);
+                let (Some(remote), Some(local), false) = (slot.remote, family.bound.or(slot.local), slot.truncated)
+                else {
+                    self.counters.rx_malformed += 1;
+                    continue;
+                };
+                merged |= slot.segment_len.is_some();
+                handle(&Datagram {
+                    local,
+                    remote,
+                    identification: None,
+                    segment_len: slot.segment_len.unwrap_or(slot.bytes.len()),
+                    traffic_class: slot.traffic_class,
+                    bytes: slot.bytes,
+                });
+            }
+            self.counters.rx_datagrams += got as u64;
+            datagrams += got;
+            self.vlen = if merged { RECV_MERGED } else { self.ring.slots() };
+            if got < asked {
+                return Received { datagrams, more: false };
+            }
+        }
+        Received { datagrams, more: true }
+    }
+}
+
+/// The addresses to bind for a device address: `::` stands for both IP versions.
+fn family_addresses(addr: IpAddr) -> Vec<IpAddr> {
+    match addr.to_canonical() {
+        IpAddr::V6(a) if a.is_unspecified() => vec![Ipv4Addr::UNSPECIFIED.into(), Ipv6Addr::UNSPECIFIED.into()],
+        other => vec![other],
+    }
+}
+
+impl Family {
+    fn open(config: &UdpConfig, addr: IpAddr, ports: &mut Vec<u16>) -> Result<Self, OpenError> {
+        let main = new_socket(addr)?;
+        main.bind(&SocketAddr::new(addr, config.port).into())
+            .map_err(|e| match e.kind() {
+                io::ErrorKind::AddrInUse => OpenError::PortTaken {
+                    addr,
+                    port: config.port,
+                    holder: holder::explain(config.port),
+                },
+                io::ErrorKind::AddrNotAvailable => OpenError::NotLocal(addr),
+                _ => context("binding a UDP socket")(e),
+            })?;
+        let bound = (!addr.is_unspecified()).then_some(addr);
+        configure_receiver(&main, addr, bound.is_none()).map_err(context("setting up the receiving socket"))?;
+        let mut senders = vec![];
+        while senders.len() < config.send_sockets {
+            let wanted = ports.get(senders.len()).copied();
+            let (port, socket) = bind_sender(addr, wanted)?;
+            match wanted {
+                Some(_) => {}
+                None => ports.push(port),
+            }
+            senders.push((port, socket));
+        }
+        Ok(Self { main, senders, bound })
+    }
+
+    fn is_v4(&self) -> bool {
+        self.main.local_addr().is_ok_and(|a| a.is_ipv4())
+    }
+}
+
+/// A socket with everything set that both kinds need.
+fn new_socket(addr: IpAddr) -> Result<Socket, OpenError> {
+    let domain = if addr.is_ipv4() { Domain::IPV4 } else { Domain::IPV6 };
+    let socket = Socket::new(domain, Type::DGRAM, Some(Protocol::UDP)).map_err(context("making a UDP socket"))?;
+    let set = |level, name, value| sys::set_int(socket.as_fd(), level, name, value);
+    let hops = i32::from(DEFAULT_HOP_LIMIT);
+    let done = match addr {
+        IpAddr::V4(_) => set(libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, libc::IP_PMTUDISC_PROBE)
+            .and_then(|()| set(libc::IPPROTO_IP, libc::IP_TTL, hops)),
+        IpAddr::V6(_) => set(libc::IPPROTO_IPV6, libc::IPV6_V6ONLY, 1)
+            .and_then(|()| set(libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER, libc::IPV6_PMTUDISC_PROBE))
+            .and_then(|()| set(libc::IPPROTO_IPV6, libc::IPV6_UNICAST_HOPS, hops)),
+    };
+    done.and_then(|()| socket.set_nonblocking(true))
+        .map_err(context("setting up a UDP socket"))?;
+    Ok(socket)
+}
+
+fn configure_receiver(socket: &Socket, addr: IpAddr, unspecified: bool) -> io::Result<()> {
+    let set = |level, name| sys::set_int(socket.as_fd(), level, name, 1);
+    match addr {
+        IpAddr::V4(_) => {
+            set(libc::IPPROTO_IP, libc::IP_RECVTOS)?;
+            if unspecified {
+                set(libc::IPPROTO_IP, libc::IP_PKTINFO)?;
+            }
+        }
+        IpAddr::V6(_) => {
+            set(libc::IPPROTO_IPV6, libc::IPV6_RECVTCLASS)?;
+            // rdma_rxe sends UDP checksum 0, which the kernel would drop.
+            set(libc::SOL_UDP, libc::UDP_NO_CHECK6_RX)?;
+            if unspecified {
+                set(libc::IPPROTO_IPV6, libc::IPV6_RECVPKTINFO)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A socket to send from, on the wanted port or on a free one in RoCE's range.
+fn bind_sender(addr: IpAddr, wanted: Option<u16>) -> Result<(u16, Socket), OpenError> {
+    let socket = new_socket(addr)?;
+    sys::drop_all_received(socket.as_fd()).map_err(context("attaching a filter to a sending socket"))?;
+    enlarge(&socket, libc::SO_SNDBUF, libc::SO_SNDBUFFORCE, 4 << 20).map_err(context("setting the send buffer"))?;
+    if let Some(port) = wanted {
+        socket
+            .bind(&SocketAddr::new(addr, port).into())
+            .map_err(context("binding a sending socket"))?;
+        return Ok((port, socket));
+    }
+    // Distinct devices start their search at distinct places: the system's own choice of a port is random.
+    let start = system_choice(addr).map_err(context("looking for a free UDP port"))?;
+    let span = u32::from(u16::MAX - SPORT_MIN) + 1;
+    let mut last = io::Error::from(io::ErrorKind::AddrInUse);
+    for step in 0..256 {
+        let port = SPORT_MIN + ((u32::from(start) + step * 97) % span) as u16;
+        match socket.bind(&SocketAddr::new(addr, port).into()) {
+            Ok(()) => return Ok((port, socket)),
+            Err(e) => last = e,
+        }
+    }
+    Err(context("binding a sending socket")(last))
+}
+
+fn system_choice(addr: IpAddr) -> io::Result<u16> {
+    std::net::UdpSocket::bind((addr, 0))?.local_addr().map(|a| a.port())
+}
+
+/// Sets a buffer size, past the system's limit if we may, and returns what was granted.
+fn enlarge(socket: &Socket, name: i32, force: i32, bytes: usize) -> io::Result<usize> {
+    let value = i32::try_from(bytes).unwrap_or(i32::MAX / 2);
+    // The kernel doubles what is asked for, to make room for its own overhead.
+    sys::set_int(socket.as_fd(), libc::SOL_SOCKET, force, value)
+        .or_else(|_| sys::set_int(socket.as_fd(), libc::SOL_SOCKET, name, value))?;
+    Ok(match name {
+        libc::SO_RCVBUF => socket.recv_buffer_size()?,
+        _ => socket.send_buffer_size()?,
+    })
+}
+
+impl Datapath for UdpDatapath {
+    fn capabilities(&self) -> Capabilities {
+        let src_ports = self
+            .families
+            .first()
+            .map_or_else(Vec::new, |f| f.senders.iter().map(|(port, _)| *port).collect());
+        Capabilities {
+            max_segments: if self.gso { MAX_SEGMENTS } else { 1 },
+            max_burst_bytes: MAX_BURST_BYTES,
+            src_ports,
+            receive_buffer: self
+                .families
+                .iter()
+                .filter_map(|f| f.main.recv_buffer_size().ok())
+                .min()
+                .unwrap_or(0),
+        }
+    }
+
+    fn segmentation(&self) -> bool {
+        self.gso
+    }
+
+    fn send(&mut self, bursts: &mut dyn Iterator<Item = Burst<'_>>) -> Sent {
+        let mut done = 0;
+        let mut next = bursts.next();
+        while let Some(first) = next.take() {
+            let Some(route) = self.route(&first) else {
+                self.counters.tx_errors += 1;
+                done += 1;
+                next = bursts.next();
+                continue;
+            };
+            let mut chunk = smallvec::SmallVec::<[Burst<'_>; SEND_BATCH]>::new();
+            chunk.push(first);
+            while chunk.len() < self.queue.capacity() {
+                next = bursts.next();
+                match next {
+                    Some(b) if self.route(&b) == Some(route) => chunk.push(b),
+                    _ => break,
+                }
+                next = None;
+            }
+            if chunk.len() == self.queue.capacity() {
+                next = bursts.next();
+            }
+            let sent = self.send_chunk(route.0, route.1, &chunk);
+            done += sent.bursts;
+            if sent.blocked {
+                return Sent {
+                    bursts: done,
+                    blocked: true,
+                };
+            }
+        }
+        Sent {
+            bursts: done,
+            blocked: false,
+        }
+    }
+
+    fn receive(&mut self, budget: usize, handle: &mut dyn FnMut(&Datagram<'_>)) -> Received {
+        let mut total = Received {
+            datagrams: 0,
+            more: false,
+        };
+        for index in 0..self.families.len() {
+            // Each family has its own budget, so that neither starves the other.
+            let one = self.receive_family(index, budget, handle);
+            total.datagrams += one.datagrams;
+            total.more |= one.more;
+        }
+        total
+    }
+
+    fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        self.families.iter().map(|f| f.main.as_fd()).collect()
+    }
+
+    fn counters(&self) -> DatapathCounters {
+        let drops = self.families.iter().filter_map(|f| sys::receive_drops(f.main.as_fd()));
+        DatapathCounters {
+            rx_buffer_drops: drops.sum(),
+            ..self.counters
+        }
+    }
+
+    fn set_receive_buffer(&mut self, bytes: usize) -> io::Result<usize> {
+        let mut granted = usize::MAX;
+        for family in &self.families {
+            // Twice what is asked for is what the kernel makes of it.
+            let got = enlarge(&family.main, libc::SO_RCVBUF, libc::SO_RCVBUFFORCE, bytes)?;
+            granted = granted.min(got);
+        }
+        Ok(granted)
+    }
+}
