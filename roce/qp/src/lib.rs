@@ -1,1 +1,21 @@
-//! The RC transport engine: lifecycle, requester, completer, responder, timers (sans-IO).
+//! The RC transport engine (IBA chapters 9 and 10): queue pairs with their lifecycle, requester, completer, responder
+//! and timers, completion queues, and the window of bytes in flight towards a peer.
+//!
+//! It is sans-IO: time comes in with every call ([`Ctx::now`]), packets come in parsed ([`QueuePair::handle_packet`])
+//! and go out into buffers that the caller lends ([`QueuePair::poll_transmit`] and [`TxSink`]), timers are a value
+//! ([`QueuePair::next_timeout`]). Nothing here knows sockets, clocks, threads or random numbers.
+#![forbid(unsafe_code)]
+
+mod counters;
+mod cq;
+mod ctx;
+mod qp;
+mod tx;
+mod window;
+
+pub use counters::Counters;
+pub use cq::{CompletionQueue, CqOverflow, Notify};
+pub use ctx::{CreateError, Ctx, ModifyError, QpConfig, WaitReason};
+pub use qp::QueuePair;
+pub use tx::{Poll, TxKind, TxSink};
+pub use window::{Window, WindowConfig};

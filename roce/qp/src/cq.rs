@@ -1,0 +1,130 @@
+//! Completion queues.
+
+use std::{collections::VecDeque, sync::Arc};
+
+use parking_lot::Mutex;
+use roce_verbs::Completion;
+
+/// Told when an armed completion queue gets a completion.
+pub trait Notify: Send + Sync {
+    /// `cq_handle` has a completion. Called at most once per arming, with no lock of the queue held.
+    fn notify(&self, cq_handle: u32);
+}
+
+/// The queue lost completions: it was too small for what was put in. It stays unusable (IBA C11-30).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("the completion queue overflowed")]
+pub struct CqOverflow;
+
+/// Which completions wake the consumer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Armed {
+    No,
+    Solicited,
+    Next,
+}
+
+#[derive(Debug)]
+struct Inner {
+    entries: VecDeque<Completion>,
+    capacity: usize,
+    overflowed: bool,
+    armed: Armed,
+}
+
+/// A completion queue. Any thread may poll it; queue pairs under any lock may fill it.
+pub struct CompletionQueue {
+    handle: u32,
+    inner: Mutex<Inner>,
+    notifier: Option<Arc<dyn Notify>>,
+}
+
+impl core::fmt::Debug for CompletionQueue {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("CompletionQueue")
+            .field("handle", &self.handle)
+            .field("inner", &self.inner)
+            .finish()
+    }
+}
+
+impl CompletionQueue {
+    /// A queue for `capacity` completions. Memory grows with use.
+    pub fn new(handle: u32, capacity: u32, notifier: Option<Arc<dyn Notify>>) -> Arc<Self> {
+        Arc::new(Self {
+            handle,
+            inner: Mutex::new(Inner {
+                entries: VecDeque::new(),
+                capacity: capacity as usize,
+                overflowed: false,
+                armed: Armed::No,
+            }),
+            notifier,
+        })
+    }
+
+    /// The number that names the queue in events.
+    pub fn handle(&self) -> u32 {
+        self.handle
+    }
+
+    /// Completions waiting.
+    pub fn len(&self) -> usize {
+        self.inner.lock().entries.len()
+    }
+
+    /// Whether none waits.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Appends at most `max` completions to `out`, oldest first, and returns how many.
+    ///
+    /// # Errors
+    /// When the queue has overflowed and what it still held is taken.
+    pub fn poll(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize, CqOverflow> {
+        let mut inner = self.inner.lock();
+        let n = inner.entries.len().min(max);
+        out.extend(inner.entries.drain(..n));
+        match n == 0 && inner.overflowed {
+            true => Err(CqOverflow),
+            false => Ok(n),
+        }
+    }
+
+    /// Asks for one notification at the next completion (or the next solicited or failed one).
+    pub fn arm(&self, solicited_only: bool) {
+        let mut inner = self.inner.lock();
+        // Arming for any completion includes the solicited ones, and is not weakened by a later call (IBA 11.4.2.2).
+        inner.armed = match (inner.armed, solicited_only) {
+            (Armed::Next, _) | (_, false) => Armed::Next,
+            (_, true) => Armed::Solicited,
+        };
+    }
+
+    /// Adds a completion.
+    ///
+    /// # Errors
+    /// When the queue is full, or was once: the completion is lost. `Err(true)` says that this is the first time, so
+    /// that one asynchronous event is raised.
+    pub fn push(&self, completion: Completion) -> Result<(), bool> {
+        let mut inner = self.inner.lock();
+        if inner.overflowed || inner.entries.len() >= inner.capacity {
+            return Err(!core::mem::replace(&mut inner.overflowed, true));
+        }
+        inner.entries.push_back(completion);
+        let wakes = match inner.armed {
+            Armed::No => false,
+            Armed::Next => true,
+            Armed::Solicited => completion.solicited || !completion.is_ok(),
+        };
+        if wakes {
+            inner.armed = Armed::No;
+        }
+        drop(inner);
+        if wakes && let Some(notifier) = &self.notifier {
+            notifier.notify(self.handle);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,35 @@
+//! Where packets go.
+
+/// What a packet is to the sender of packets: retransmissions must not be segmented in hardware, acknowledgements may
+/// be ordered before data.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum TxKind {
+    /// A request that is sent for the first time.
+    Request,
+    /// A request that was sent before.
+    Retransmission,
+    /// A READ response or atomic acknowledgement.
+    Response,
+    /// An acknowledgement without data.
+    Ack,
+}
+
+/// Takes packets. A queue pair reserves room, fills it, and commits; it commits nothing that it failed to fill.
+pub trait TxSink {
+    /// Room for one packet of `len` bytes: headers, payload and pad, without the ICRC. `None` when full. A reservation
+    /// that is not committed is void with the next one.
+    fn reserve(&mut self, kind: TxKind, len: usize) -> Option<&mut [u8]>;
+    /// Seals the packet reserved last.
+    fn commit(&mut self);
+}
+
+/// What [`QueuePair::poll_transmit`](crate::QueuePair::poll_transmit) has left to do.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Poll {
+    /// Nothing to send until something happens.
+    Idle,
+    /// More to send at once: the sink or the turn's budget is used up.
+    More,
+    /// More to send when the window opens.
+    Blocked,
+}
