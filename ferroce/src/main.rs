@@ -1,3 +1,79 @@
-//! ferroce
+//! The ferroce command line: block devices over RTRS over RoCEv2, in userspace.
 
-fn main() {}
+mod doctor;
+mod man;
+mod output;
+mod pcap;
+mod signals;
+
+use std::process::ExitCode;
+
+use clap::{ArgAction, Parser, Subcommand};
+use output::Failure;
+use tracing_subscriber::EnvFilter;
+
+/// The environment variable with a log filter.
+const LOG_VARIABLE: &str = "FERROCE_LOG";
+
+#[derive(Parser)]
+#[command(
+    name = "ferroce",
+    version,
+    about = "RoCEv2, RTRS and RNBD block devices in userspace: no HCA, no kernel module, no privilege",
+    after_help = output::AFTER_HELP,
+    max_term_width = 100
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    /// Log more: -v progress, -vv details, -vvv every packet decision
+    #[arg(short, long, action = ArgAction::Count, global = true)]
+    verbose: u8,
+    /// Log errors only
+    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    quiet: bool,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Look for what stands in the way of RoCEv2 on this machine, and say what to do
+    Doctor(doctor::DoctorArgs),
+    /// Work with packet captures
+    Pcap(pcap::PcapArgs),
+    /// Write manual pages into a folder
+    #[command(hide = true)]
+    Man(man::ManArgs),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let outcome = start_log(cli.verbose, cli.quiet).and_then(|()| match cli.command {
+        Command::Doctor(args) => doctor::run(&args),
+        Command::Pcap(args) => pcap::run(&args),
+        Command::Man(args) => man::run(&args, <Cli as clap::CommandFactory>::command()),
+    });
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => failure.report(),
+    }
+}
+
+/// Logs go to standard error; `FERROCE_LOG` (like `debug` or `roce_port=trace,info`) wins over -v and -q.
+fn start_log(verbose: u8, quiet: bool) -> Result<(), Failure> {
+    let level = match (quiet, verbose) {
+        (true, _) => "error",
+        (false, 0) => "warn",
+        (false, 1) => "info",
+        (false, 2) => "debug",
+        (false, _) => "trace",
+    };
+    let filter = match std::env::var(LOG_VARIABLE) {
+        Ok(text) => EnvFilter::try_new(&text).map_err(|e| Failure::usage(format!("{LOG_VARIABLE}={text}: {e}")))?,
+        Err(_) => EnvFilter::new(level),
+    };
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .init();
+    Ok(())
+}

@@ -1,1 +1,85 @@
-//! End-to-end tests.
+//! What the end-to-end tests share: `ferroce` processes, loopback addresses of their own, an NBD client.
+//!
+//! The program under test is `$FERROCE_BIN` (cargo xtask sets it to the release build), or a debug build that is made
+//! on first use.
+
+pub mod nbd;
+pub mod process;
+
+use std::{
+    net::Ipv4Addr,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::{
+        OnceLock,
+        atomic::{AtomicU8, Ordering},
+    },
+};
+
+/// The repository.
+pub fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .expect("tests/ is in the workspace")
+}
+
+/// The program under test.
+///
+/// # Panics
+/// When it does not build.
+pub fn ferroce() -> &'static Path {
+    static BIN: OnceLock<PathBuf> = OnceLock::new();
+    BIN.get_or_init(|| {
+        if let Some(path) = std::env::var_os("FERROCE_BIN") {
+            return path.into();
+        }
+        let out = Command::new(env!("CARGO"))
+            .current_dir(root())
+            .args([
+                "build",
+                "-q",
+                "-p",
+                "ferroce",
+                "--message-format=json-render-diagnostics",
+            ])
+            .stderr(std::process::Stdio::inherit())
+            .output()
+            .expect("cargo starts");
+        assert!(out.status.success(), "ferroce does not build");
+        String::from_utf8_lossy(&out.stdout)
+            .lines()
+            .filter_map(|l| serde_json::from_str::<serde_json::Value>(l).ok())
+            .filter(|m| m["target"]["name"] == "ferroce")
+            .find_map(|m| m["executable"].as_str().map(PathBuf::from))
+            .expect("cargo names the executable")
+    })
+}
+
+/// A loopback address that no other test uses: of a network taken from the process id, as test programs of several
+/// checkouts may run at once.
+///
+/// # Panics
+/// After 250 addresses.
+pub fn fresh_address() -> Ipv4Addr {
+    static NEXT: AtomicU8 = AtomicU8::new(1);
+    let host = NEXT.fetch_add(1, Ordering::Relaxed);
+    assert!(host < 250, "too many addresses in one test program");
+    let [.., high, low] = std::process::id().to_be_bytes();
+    // 127.0.x.x is what people and the demo use.
+    Ipv4Addr::new(127, high | 0x80, low, host)
+}
+
+/// `len` bytes that differ from place to place and from seed to seed.
+pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut bytes = Vec::with_capacity(len + 8);
+    while bytes.len() < len {
+        // xorshift64
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        bytes.extend_from_slice(&state.to_le_bytes());
+    }
+    bytes.truncate(len);
+    bytes
+}

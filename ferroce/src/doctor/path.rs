@@ -1,0 +1,232 @@
+//! The way to a peer: route, path MTU, and address translation, which the ICRC does not survive.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+
+use nix::sys::socket::{getsockopt, sockopt};
+use roce_bth::ROCE_UDP_PORT;
+use roce_verbs::Mtu;
+
+use super::{Check, Status, System, host};
+
+/// Everything about the way to `peer`.
+pub(super) fn check(system: &System, from: Option<IpAddr>, peer: IpAddr) -> Vec<Check> {
+    let any = if peer.is_ipv4() {
+        IpAddr::V4(Ipv4Addr::UNSPECIFIED)
+    } else {
+        IpAddr::V6(Ipv6Addr::UNSPECIFIED)
+    };
+    let source = from.unwrap_or(any);
+    let route = UdpSocket::bind((source, 0)).and_then(|s| s.connect((peer, ROCE_UDP_PORT)).map(|()| s));
+    let socket = match route {
+        Ok(socket) => socket,
+        Err(e) => {
+            let summary = format!("no way to {peer}: {e}");
+            let advice = format!("`ip route get {peer}` shows what the kernel would do");
+            return vec![Check::found("route", Status::Fail, summary, advice)];
+        }
+    };
+    let Ok(local) = socket.local_addr().map(|a: SocketAddr| a.ip()) else {
+        let advice = format!("`ip route get {peer}` shows what the kernel would do");
+        return vec![Check::found(
+            "route",
+            Status::Fail,
+            "the route has no source address",
+            advice,
+        )];
+    };
+    let mut checks = vec![Check::ok("route", format!("{local} to {peer}"))];
+    checks.extend(path_mtu(&socket, peer));
+    checks.push(nat(system, local, peer));
+    checks
+}
+
+fn path_mtu(socket: &UdpSocket, peer: IpAddr) -> Option<Check> {
+    let mtu = getsockopt(socket, sockopt::IpMtu)
+        .ok()
+        .and_then(|m| u32::try_from(m).ok())
+        .filter(|_| peer.is_ipv4())?;
+    Some(match Mtu::for_interface(mtu) {
+        Some(path) => Check::ok(
+            "path-mtu",
+            format!("{mtu} to {peer}: RoCE path MTU {} at most", path.bytes()),
+        ),
+        None => Check::found(
+            "path-mtu",
+            Status::Fail,
+            format!("{mtu} to {peer}: too small for RoCE"),
+            "raise the MTU of the interface and of every hop to at least 352",
+        ),
+    })
+}
+
+/// Whether addresses are translated on the way. From one end it can only be told when there are signs of it.
+fn nat(system: &System, local: IpAddr, peer: IpAddr) -> Check {
+    const ID: &str = "nat";
+    const WHY: &str = "the ICRC covers the addresses, so translated packets are dropped as corrupt";
+    if host::is_own(peer) {
+        return Check::ok(ID, "none: the peer is this machine");
+    }
+    if let Some(translated) = translated_flow(system, local, peer) {
+        let advice = format!("{WHY}: route between the two without translation");
+        return Check::found(
+            ID,
+            Status::Fail,
+            format!("conntrack shows {local} translated to {translated}"),
+            advice,
+        );
+    }
+    if is_private(local) && !is_private(peer) {
+        return Check::found(
+            ID,
+            Status::Fail,
+            format!("{local} is a private address and {peer} a public one: there is translation between them"),
+            format!("{WHY}: use a tunnel (WireGuard, IPsec, VXLAN) or addresses of one network"),
+        );
+    }
+    if let Some(sign) = container(system, local)
+        && !same_network(local, peer)
+    {
+        return Check::found(
+            ID,
+            Status::Warn,
+            format!(
+                "{local} is in a container ({sign}) and {peer} is outside its network, which is usually translated"
+            ),
+            format!(
+                "{WHY}: start the container with the host's network (--network host) or macvlan, or a pod network \
+                     that routes"
+            ),
+        );
+    }
+    let tables = system
+        .text("/proc/net/ip_tables_names")
+        .is_some_and(|t| t.lines().any(|l| l == "nat"));
+    if tables
+        || system
+            .number("/proc/sys/net/netfilter/nf_conntrack_count")
+            .is_some_and(|n| n > 0)
+    {
+        return Check::found(
+            ID,
+            Status::Note,
+            format!("no sign of translation between {local} and {peer}, but this machine tracks connections"),
+            format!("if packets to {peer} are translated by a rule (`nft list ruleset`), except UDP port 4791: {WHY}"),
+        );
+    }
+    Check::ok(ID, format!("no sign of address translation between {local} and {peer}"))
+}
+
+/// What conntrack makes of our source address on the way to the peer, if it is another one.
+fn translated_flow(system: &System, local: IpAddr, peer: IpAddr) -> Option<IpAddr> {
+    let table = system.text("/proc/net/nf_conntrack")?;
+    table
+        .lines()
+        .filter_map(|line| flow(line, local, peer))
+        .find(|seen| *seen != local)
+}
+
+/// The destination of the reply direction: where the peer answers to.
+fn flow(line: &str, local: IpAddr, peer: IpAddr) -> Option<IpAddr> {
+    let values = |key: &str| -> Vec<&str> { line.split_whitespace().filter_map(|w| w.strip_prefix(key)).collect() };
+    let addr = |list: &[&str], nth: usize| list.get(nth)?.parse::<IpAddr>().ok();
+    let (src, dst) = (values("src="), values("dst="));
+    (addr(&src, 0)? == local && addr(&dst, 0)? == peer).then(|| addr(&dst, 1))?
+}
+
+/// Why we believe to be in a container with a network of its own.
+fn container(system: &System, local: IpAddr) -> Option<&'static str> {
+    if system.exists("/.dockerenv") {
+        return Some("docker");
+    }
+    if system.exists("/run/.containerenv") {
+        return Some("podman");
+    }
+    let cgroup = system.text("/proc/1/cgroup").unwrap_or_default();
+    if let Some(sign) = ["kubepods", "docker", "lxc"].into_iter().find(|s| cgroup.contains(s)) {
+        return Some(sign);
+    }
+    let IpAddr::V4(v4) = local else { return None };
+    match v4.octets() {
+        [172, 17, ..] => Some("docker's default network"),
+        [10, 88, ..] => Some("podman's default network"),
+        [10, 0, 2, _] => Some("slirp or QEMU's user network"),
+        _ => None,
+    }
+}
+
+/// Addresses that are not routed on the Internet: RFC 1918, RFC 6598, RFC 4193, link-local, documentation.
+fn is_private(addr: IpAddr) -> bool {
+    match addr {
+        IpAddr::V4(a) => {
+            let [first, second, ..] = a.octets();
+            a.is_private() || a.is_link_local() || a.is_documentation() || (first == 100 && second & 0xc0 == 64)
+        }
+        IpAddr::V6(a) => a.is_unique_local() || a.is_unicast_link_local(),
+    }
+}
+
+/// A guess without the netmask: /16 for IPv4 (docker, podman), /64 for IPv6.
+fn same_network(a: IpAddr, b: IpAddr) -> bool {
+    match (a, b) {
+        (IpAddr::V4(a), IpAddr::V4(b)) => a.octets()[..2] == b.octets()[..2],
+        (IpAddr::V6(a), IpAddr::V6(b)) => a.octets()[..8] == b.octets()[..8],
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn system(files: &[(&str, &str)]) -> (tempfile::TempDir, System) {
+        let dir = tempfile::tempdir().unwrap();
+        for (name, text) in files {
+            let path = dir.path().join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        }
+        let system = System {
+            root: dir.path().into(),
+        };
+        (dir, system)
+    }
+
+    fn ip(text: &str) -> IpAddr {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn a_translated_flow_is_seen() {
+        let table = "ipv4     2 udp      17 29 src=172.18.0.2 dst=198.51.100.7 sport=49152 dport=4791 [UNREPLIED] \
+                     src=198.51.100.7 dst=203.0.113.5 sport=4791 dport=49152 mark=0 use=2\n";
+        let (_dir, system) = system(&[("proc/net/nf_conntrack", table)]);
+        let check = nat(&system, ip("172.18.0.2"), ip("198.51.100.7"));
+        assert_eq!(check.status, Status::Fail);
+        assert!(check.summary.contains("203.0.113.5"), "{}", check.summary);
+    }
+
+    #[test]
+    fn private_to_public_is_translated() {
+        let (_dir, system) = system(&[]);
+        assert_eq!(nat(&system, ip("192.168.1.2"), ip("9.9.9.9")).status, Status::Fail);
+        assert_eq!(nat(&system, ip("100.64.0.1"), ip("9.9.9.9")).status, Status::Fail);
+        assert_eq!(nat(&system, ip("10.1.2.3"), ip("10.2.2.3")).status, Status::Ok);
+        assert_eq!(nat(&system, ip("127.0.0.1"), ip("127.0.0.2")).status, Status::Ok);
+    }
+
+    #[test]
+    fn a_container_is_warned_about_peers_outside() {
+        let (_dir, system) = system(&[(".dockerenv", "")]);
+        assert_eq!(nat(&system, ip("172.17.0.2"), ip("172.17.0.3")).status, Status::Ok);
+        let check = nat(&system, ip("172.17.0.2"), ip("192.168.7.7"));
+        assert_eq!(check.status, Status::Warn);
+        assert!(check.advice.unwrap().contains("--network host"));
+    }
+
+    #[test]
+    fn no_way_to_a_peer_of_the_other_family() {
+        let (_dir, system) = system(&[]);
+        let checks = super::check(&system, Some(ip("127.0.0.1")), ip("::1"));
+        assert_eq!(checks[0].status, Status::Fail);
+    }
+}

@@ -1,0 +1,118 @@
+//! What commands print, and how they fail.
+
+use std::{
+    io::{self, Write},
+    process::ExitCode,
+};
+
+use serde::Serialize;
+
+/// Shown under every long help.
+pub(crate) const AFTER_HELP: &str = "\
+Exit status:
+  0    done, or ended cleanly by ctrl-C or SIGTERM
+  1    failed: the message says what and what to do
+  2    wrong usage; in `pcap check` also a file that can't be read
+  130  ended by a second ctrl-C
+
+Environment:
+  FERROCE_LOG  log filter, such as `debug` or `rtrs=trace,info`; wins over -v and -q";
+
+/// Why a command ends with an exit status other than 0.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    code: u8,
+    text: Option<String>,
+}
+
+impl Failure {
+    /// The arguments make no sense (status 2).
+    pub(crate) fn usage(text: impl Into<String>) -> Self {
+        Self {
+            code: 2,
+            text: Some(text.into()),
+        }
+    }
+
+    /// Something went wrong (status 1).
+    pub(crate) fn failed(text: impl Into<String>) -> Self {
+        Self {
+            code: 1,
+            text: Some(text.into()),
+        }
+    }
+
+    /// What is wrong has been printed already.
+    pub(crate) const fn reported(code: u8) -> Self {
+        Self { code, text: None }
+    }
+
+    /// The message, if it has not been printed already.
+    pub(crate) fn text(&self) -> Option<&str> {
+        self.text.as_deref()
+    }
+
+    /// Prints the message and gives the exit status.
+    pub(crate) fn report(self) -> ExitCode {
+        if let Some(text) = self.text {
+            // Nobody may be reading: then the status has to do.
+            let _ = writeln!(io::stderr(), "error: {text}");
+        }
+        ExitCode::from(self.code)
+    }
+}
+
+impl From<io::Error> for Failure {
+    /// An error while printing. A reader that has seen enough (`| head`) is no failure worth a message.
+    fn from(e: io::Error) -> Self {
+        if e.kind() == io::ErrorKind::BrokenPipe {
+            Self::reported(1)
+        } else {
+            Self::failed(format!("can't write the output: {e}"))
+        }
+    }
+}
+
+/// Prints a line, and so that a program that reads it gets it now.
+pub(crate) fn line(text: &str) -> Result<(), Failure> {
+    let mut out = io::stdout().lock();
+    writeln!(out, "{text}")?;
+    Ok(out.flush()?)
+}
+
+/// Prints a value as one line of JSON.
+pub(crate) fn json(value: &impl Serialize) -> Result<(), Failure> {
+    let text = serde_json::to_string(value).map_err(|e| Failure::failed(format!("can't make JSON: {e}")))?;
+    line(&text)
+}
+
+/// Bytes for people: `1.5 GiB`.
+pub(crate) fn bytes(n: u64) -> String {
+    const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
+    if n < 1024 {
+        return format!("{n} B");
+    }
+    let mut value = n as f64 / 1024.0;
+    let mut unit = UNITS[0];
+    for next in &UNITS[1..] {
+        if value < 1024.0 {
+            break;
+        }
+        value /= 1024.0;
+        unit = next;
+    }
+    format!("{value:.1} {unit}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::bytes;
+
+    #[test]
+    fn bytes_for_people() {
+        assert_eq!(bytes(1023), "1023 B");
+        assert_eq!(bytes(1536), "1.5 KiB");
+        assert_eq!(bytes(200 << 20), "200.0 MiB");
+        assert_eq!(bytes(u64::MAX), "16384.0 PiB");
+    }
+}

@@ -1,0 +1,174 @@
+//! `ferroce pcap`.
+
+use std::{
+    io::{self, BufWriter, Write},
+    path::PathBuf,
+};
+
+use clap::{Args, Subcommand};
+use roce_pcap::{FrameReport, Icrc, Report, Severity};
+use serde::Serialize;
+
+use crate::output::{self, Failure};
+
+#[derive(Args)]
+pub(crate) struct PcapArgs {
+    #[command(subcommand)]
+    command: PcapCommand,
+}
+
+#[derive(Subcommand)]
+enum PcapCommand {
+    /// Check every RoCEv2 frame of a capture: headers and invariant CRC
+    ///
+    /// Reads pcap and pcapng. Prints a line for each frame to or from UDP port 4791 with its headers and the verdict on
+    /// its ICRC, then what was found, then a summary of the file. With --json, one object per file and line, with at
+    /// least `file`, `frames`, `roce_frames`, `icrc_ok`, `icrc_bad` and `findings` (each with `frame`, `kind`,
+    /// `severity` and `text`), or `file` and `error` for a file that can't be read.
+    #[command(after_help = "\
+Examples:
+  ferroce pcap check trace.pcapng
+  ferroce pcap check --summary *.pcap
+  ferroce pcap check --json trace.pcap | jq .icrc_bad
+
+Exit status:
+  0  every frame is good
+  1  a frame is bad, or a file breaks off
+  2  a file can't be read, or wrong usage")]
+    Check(CheckArgs),
+}
+
+#[derive(Args)]
+struct CheckArgs {
+    /// The captures
+    #[arg(required = true, value_name = "FILE")]
+    files: Vec<PathBuf>,
+    /// No line per frame, only findings and the summary
+    #[arg(long, conflicts_with = "json")]
+    summary: bool,
+    /// One JSON object per file, a line each
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &PcapArgs) -> Result<(), Failure> {
+    let PcapCommand::Check(args) = &args.command;
+    let mut status = 0;
+    for file in &args.files {
+        match check(args, file)? {
+            Ok(report) => status = status.max(u8::from(report.is_bad())),
+            Err(text) => {
+                status = 2;
+                if args.json {
+                    let file = file.display().to_string();
+                    output::json(&Unreadable { file, error: &text })?;
+                }
+                // The message names the file.
+                let _ = writeln!(io::stderr(), "error: {text}");
+            }
+        }
+    }
+    if status == 0 {
+        Ok(())
+    } else {
+        Err(Failure::reported(status))
+    }
+}
+
+#[derive(Serialize)]
+struct Unreadable<'a> {
+    file: String,
+    error: &'a str,
+}
+
+/// Checks one file and prints; the inner error is the file's.
+fn check(args: &CheckArgs, file: &PathBuf) -> Result<Result<Report, String>, Failure> {
+    let mut out = BufWriter::new(io::stdout().lock());
+    let mut written = Ok(());
+    let report = roce_pcap::check_file_with(file, |frame| {
+        if !args.json && !args.summary && written.is_ok() {
+            written = print_frame(&mut out, frame);
+        }
+    });
+    written?;
+    let report = match report {
+        Ok(report) => report,
+        Err(e) => {
+            let name = file.display().to_string();
+            let text = e.to_string();
+            return Ok(Err(if text.contains(&name) {
+                text
+            } else {
+                format!("{name}: {text}")
+            }));
+        }
+    };
+    if args.json {
+        serde_json::to_writer(&mut out, &report).map_err(io::Error::from)?;
+        writeln!(out)?;
+    } else {
+        print_summary(&mut out, &report, args.summary)?;
+    }
+    out.flush()?;
+    Ok(Ok(report))
+}
+
+fn print_frame(out: &mut impl Write, frame: &FrameReport) -> io::Result<()> {
+    let verdict = match frame.icrc {
+        Icrc::Ok => "icrc ok",
+        Icrc::Bad => "ICRC BAD",
+        Icrc::Unchecked => "icrc ?",
+    };
+    writeln!(
+        out,
+        "{:>6} {:.6} {} > {} {} [{verdict}]",
+        frame.index,
+        frame.time_ns as f64 / 1e9,
+        frame.src,
+        frame.dst,
+        frame.summary
+    )?;
+    for finding in &frame.findings {
+        writeln!(out, "       {}: {}", severity(finding.severity), finding.text)?;
+    }
+    Ok(())
+}
+
+fn print_summary(out: &mut impl Write, report: &Report, with_findings: bool) -> io::Result<()> {
+    // With frames, theirs stand there already; those of other frames and of the file do not.
+    for finding in &report.findings {
+        if with_findings || finding.kind == roce_pcap::Kind::File {
+            writeln!(
+                out,
+                "frame {}: {}: {}",
+                finding.frame,
+                severity(finding.severity),
+                finding.text
+            )?;
+        }
+    }
+    if report.findings_left_out > 0 {
+        writeln!(out, "… and {} more findings", report.findings_left_out)?;
+    }
+    write!(
+        out,
+        "{}: {} frames, {} RoCEv2 ({} packets), ICRC {} ok, {} bad",
+        report.file, report.frames, report.roce_frames, report.roce_packets, report.icrc_ok, report.icrc_bad
+    )?;
+    if report.icrc_unchecked > 0 {
+        write!(out, ", {} not checkable", report.icrc_unchecked)?;
+    }
+    match (report.bad_frames, report.complete) {
+        (0, true) => writeln!(out, ": good"),
+        (bad, true) => writeln!(out, ": {bad} bad frames"),
+        (bad, false) => writeln!(out, ": {bad} bad frames, and the file breaks off"),
+    }
+}
+
+const fn severity(severity: Severity) -> &'static str {
+    match severity {
+        Severity::Error => "error",
+        Severity::Note => "note",
+    }
+}

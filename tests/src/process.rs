@@ -1,0 +1,236 @@
+//! Running `ferroce` and reading what it reports.
+
+use std::{
+    ffi::OsStr,
+    fmt::Debug,
+    io::{BufRead, BufReader, Read},
+    process::{Child, Command, ExitStatus, Stdio},
+    sync::{
+        Arc, Mutex,
+        mpsc::{self, Receiver, RecvTimeoutError},
+    },
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::Value;
+
+/// How long anything may take before a test calls it hung. No test asserts that something is faster.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What a finished command left.
+#[derive(Debug)]
+pub struct Finished {
+    /// Exit code; `None` if a signal ended it.
+    pub code: Option<i32>,
+    /// Standard output.
+    pub stdout: String,
+    /// Standard error.
+    pub stderr: String,
+}
+
+impl Finished {
+    /// The JSON objects of its standard output, one a line.
+    ///
+    /// # Panics
+    /// When a line is something else.
+    pub fn json(&self) -> Vec<Value> {
+        self.stdout
+            .lines()
+            .map(|l| serde_json::from_str(l).unwrap_or_else(|e| panic!("{l}: {e}")))
+            .collect()
+    }
+}
+
+/// Runs `ferroce` with these arguments to its end.
+///
+/// # Panics
+/// When it does not start or takes too long.
+pub fn run<S: AsRef<OsStr> + Debug>(args: &[S]) -> Finished {
+    let mut running = Running::start(args);
+    let status = running.wait();
+    running.finished(status)
+}
+
+/// A `ferroce` process, killed when dropped.
+pub struct Running {
+    child: Child,
+    what: String,
+    lines: Receiver<String>,
+    stdout: Vec<String>,
+    stderr: Arc<Mutex<String>>,
+    readers: Vec<JoinHandle<()>>,
+}
+
+impl Running {
+    /// Starts it.
+    ///
+    /// # Panics
+    /// When it can't be started.
+    pub fn start<S: AsRef<OsStr> + Debug>(args: &[S]) -> Self {
+        let mut command = Command::new(crate::ferroce());
+        command.args(args);
+        Self::start_command(command, format!("ferroce {args:?}"))
+    }
+
+    /// Starts it by another program, such as `unshare`.
+    ///
+    /// # Panics
+    /// When it can't be started.
+    pub fn start_command(mut command: Command, what: String) -> Self {
+        command
+            .env_remove("FERROCE_LOG")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap_or_else(|e| panic!("{what}: {e}"));
+        let (sender, lines) = mpsc::channel();
+        let stdout = child.stdout.take().expect("piped");
+        let out_reader = thread::spawn(move || {
+            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                if sender.send(line).is_err() {
+                    break;
+                }
+            }
+        });
+        let stderr = Arc::new(Mutex::new(String::new()));
+        let (mut pipe, text) = (child.stderr.take().expect("piped"), Arc::clone(&stderr));
+        let err_reader = thread::spawn(move || {
+            let mut buffer = [0; 4096];
+            while let Ok(n @ 1..) = pipe.read(&mut buffer) {
+                text.lock()
+                    .expect("not poisoned")
+                    .push_str(&String::from_utf8_lossy(&buffer[..n]));
+            }
+        });
+        Self {
+            child,
+            what,
+            lines,
+            stdout: Vec::new(),
+            stderr,
+            readers: vec![out_reader, err_reader],
+        }
+    }
+
+    /// Its process id.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// What it has written to standard error so far.
+    ///
+    /// # Panics
+    /// When a reader has panicked.
+    pub fn stderr(&self) -> String {
+        self.stderr.lock().expect("not poisoned").clone()
+    }
+
+    /// Waits for a JSON event on standard output.
+    ///
+    /// # Panics
+    /// When the process ends or is silent for too long.
+    pub fn event(&mut self, name: &str) -> Value {
+        let end = Instant::now() + PATIENCE;
+        loop {
+            match self.lines.recv_timeout(end.saturating_duration_since(Instant::now())) {
+                Ok(line) => {
+                    let json: Value = serde_json::from_str(&line).unwrap_or_else(|e| panic!("{line}: {e}"));
+                    self.stdout.push(line);
+                    if json["event"] == name {
+                        return json;
+                    }
+                }
+                Err(e) => {
+                    let why = if e == RecvTimeoutError::Timeout {
+                        "nothing came"
+                    } else {
+                        "it ended"
+                    };
+                    thread::sleep(Duration::from_millis(100));
+                    panic!(
+                        "{}: no event {name}: {why}\n{}\n{}",
+                        self.what,
+                        self.stdout.join("\n"),
+                        self.stderr()
+                    );
+                }
+            }
+        }
+    }
+
+    /// Sends a signal.
+    ///
+    /// # Panics
+    /// When the process is gone.
+    pub fn signal(&self, signal: Signal) {
+        kill(Pid::from_raw(i32::try_from(self.id()).expect("a process id")), signal).expect("it runs");
+    }
+
+    /// Whether it has ended.
+    ///
+    /// # Panics
+    /// When it can't be told.
+    pub fn has_ended(&mut self) -> bool {
+        self.child.try_wait().expect("a child can be waited for").is_some()
+    }
+
+    /// Waits for its end.
+    ///
+    /// # Panics
+    /// When it takes too long.
+    pub fn wait(&mut self) -> ExitStatus {
+        let end = Instant::now() + PATIENCE;
+        while Instant::now() < end {
+            if let Some(status) = self.child.try_wait().expect("a child can be waited for") {
+                return status;
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+        panic!("{} has not ended\n{}", self.what, self.stderr());
+    }
+
+    /// Ends it with SIGTERM; what it left.
+    ///
+    /// # Panics
+    /// When it takes too long.
+    pub fn stop(mut self) -> Finished {
+        if !self.has_ended() {
+            self.signal(Signal::SIGTERM);
+        }
+        let status = self.wait();
+        self.finished(status)
+    }
+
+    /// Waits for its end; what it left.
+    ///
+    /// # Panics
+    /// When it takes too long.
+    pub fn end(mut self) -> Finished {
+        let status = self.wait();
+        self.finished(status)
+    }
+
+    fn finished(&mut self, status: ExitStatus) -> Finished {
+        for reader in self.readers.drain(..) {
+            reader.join().expect("readers do not panic");
+        }
+        self.stdout.extend(self.lines.try_iter());
+        Finished {
+            code: status.code(),
+            stdout: self.stdout.iter().fold(String::new(), |all, line| all + line + "\n"),
+            stderr: self.stderr(),
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

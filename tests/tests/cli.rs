@@ -1,0 +1,103 @@
+//! Help, usage errors and `doctor`.
+
+use std::net::UdpSocket;
+
+use ferroce_tests::{fresh_address, process::run};
+
+#[test]
+fn every_command_has_help_with_examples() {
+    let top = run(&["--help"]);
+    assert_eq!(top.code, Some(0));
+    assert!(top.stdout.contains("Exit status"), "{}", top.stdout);
+    for command in ["serve", "map", "doctor", "bench"] {
+        assert!(top.stdout.contains(command), "{command} is not in the overview");
+        let help = run(&[command, "--help"]);
+        assert_eq!(help.code, Some(0), "{command}: {}", help.stderr);
+        assert!(help.stdout.contains("Examples:"), "{command}:\n{}", help.stdout);
+    }
+    assert!(run(&["pcap", "check", "--help"]).stdout.contains("Examples:"));
+}
+
+#[test]
+fn wrong_usage_is_status_2() {
+    for args in [
+        &["nonsense"][..],
+        &["pcap", "check"],
+        &["serve"],
+        &["serve", "--listen", "127.0.0.1", "--export", "name-without-path"],
+        &["serve", "--listen", "not an address", "--export", "a=/dev/null"],
+        &["map", "--session", "s"],
+        &["doctor", "--peer", "not an address"],
+    ] {
+        let done = run(args);
+        assert_eq!(done.code, Some(2), "{args:?}: {}", done.stderr);
+        assert!(done.stderr.contains("error:"), "{args:?}: {}", done.stderr);
+    }
+}
+
+#[test]
+fn the_manual_has_a_page_for_each_command() {
+    let dir = tempfile::tempdir().unwrap();
+    assert_eq!(run(&["man".as_ref(), dir.path().as_os_str()]).code, Some(0));
+    for page in ["ferroce.1", "ferroce-serve.1", "ferroce-map.1", "ferroce-pcap-check.1"] {
+        let text = std::fs::read_to_string(dir.path().join(page)).unwrap_or_else(|e| panic!("{page}: {e}"));
+        assert!(text.contains(".TH"), "{page} is no manual page");
+    }
+}
+
+#[test]
+fn doctor_names_the_process_that_has_the_port() {
+    let addr = fresh_address();
+    let _holder = UdpSocket::bind((addr, 4791)).unwrap();
+    let done = run(&["doctor", "--json", "--addr", &addr.to_string()]);
+    assert_eq!(done.code, Some(1), "{}", done.stdout);
+    let report = &done.json()[0];
+    assert_eq!(report["ok"], false);
+    let port = report["checks"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|c| c["id"] == "port-4791")
+        .unwrap();
+    assert_eq!(port["status"], "fail");
+    let summary = port["summary"].as_str().unwrap();
+    assert!(
+        summary.contains(&format!("process {}", std::process::id())),
+        "{summary}"
+    );
+    assert!(port["advice"].is_string());
+}
+
+#[test]
+fn doctor_reports_every_check() {
+    let addr = fresh_address().to_string();
+    let done = run(&[
+        "doctor",
+        "--json",
+        "--addr",
+        &addr,
+        "--peer",
+        &fresh_address().to_string(),
+    ]);
+    let report = &done.json()[0];
+    let checks = report["checks"].as_array().unwrap();
+    for id in [
+        "port-4791",
+        "rdma-devices",
+        "socket-buffers",
+        "mtu",
+        "gso-gro",
+        "route",
+        "path-mtu",
+        "nat",
+    ] {
+        assert!(checks.iter().any(|c| c["id"] == id), "no check {id}: {report}");
+    }
+    for check in checks.iter().filter(|c| c["status"] != "ok") {
+        assert!(check["advice"].is_string(), "what to do is missing: {check}");
+    }
+    // A machine with rdma_rxe loaded fails that one check; nothing else may fail on loopback.
+    for check in checks.iter().filter(|c| c["status"] == "fail") {
+        assert_eq!(check["id"], "rdma-devices", "{check}");
+    }
+}
