@@ -3,6 +3,7 @@
 //! The program under test is `$FERROCE_BIN` (cargo xtask sets it to the release build), or a debug build that is made
 //! on first use.
 
+pub mod device;
 pub mod nbd;
 pub mod process;
 

@@ -1,18 +1,19 @@
 //! Who has UDP port 4791.
 
 use std::{
-    fs, io,
+    io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
 };
 
 use roce_bth::ROCE_UDP_PORT;
+use roce_net::holder;
 
-use super::{Check, Status, System};
+use super::{Check, Status};
 
 const ID: &str = "port-4791";
 
 /// Tries to take the port; if that fails, finds out who has it.
-pub(super) fn check(system: &System, addr: Option<IpAddr>) -> Check {
+pub(super) fn check(addr: Option<IpAddr>) -> Check {
     let addrs = addr.map_or_else(
         || vec![IpAddr::V4(Ipv4Addr::UNSPECIFIED), IpAddr::V6(Ipv6Addr::UNSPECIFIED)],
         |a| vec![a],
@@ -22,7 +23,7 @@ pub(super) fn check(system: &System, addr: Option<IpAddr>) -> Check {
         let socket = SocketAddr::new(*addr, ROCE_UDP_PORT);
         match UdpSocket::bind(socket) {
             Ok(_) => free.push(socket.to_string()),
-            Err(e) if e.kind() == io::ErrorKind::AddrInUse => return taken(*addr, &holders(system)),
+            Err(e) if e.kind() == io::ErrorKind::AddrInUse => return taken(*addr, &holders()),
             // No IPv6 here is not in the way of IPv4.
             Err(_) if addr.is_ipv6() && addrs.len() > 1 => {}
             Err(e) => {
@@ -36,7 +37,7 @@ pub(super) fn check(system: &System, addr: Option<IpAddr>) -> Check {
 
 /// A socket on the port.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) struct Holder {
+struct Holder {
     addr: IpAddr,
     owner: Owner,
 }
@@ -49,9 +50,7 @@ enum Owner {
     },
     Kernel,
     /// Of another user, or in another container.
-    Hidden {
-        uid: u32,
-    },
+    Hidden,
 }
 
 impl std::fmt::Display for Holder {
@@ -59,7 +58,7 @@ impl std::fmt::Display for Holder {
         match &self.owner {
             Owner::Process { pid, name } => write!(f, "{name} (process {pid}) on {}", self.addr),
             Owner::Kernel => write!(f, "the kernel on {}", self.addr),
-            Owner::Hidden { uid } => write!(f, "a process of user {uid} on {}", self.addr),
+            Owner::Hidden => write!(f, "a process of another user, or the kernel, on {}", self.addr),
         }
     }
 }
@@ -90,29 +89,23 @@ fn taken(wanted: IpAddr, holders: &[Holder]) -> Check {
 }
 
 /// All sockets on the port in this network namespace.
-pub(crate) fn holders(system: &System) -> Vec<Holder> {
-    let mut found = Vec::new();
-    for table in ["/proc/net/udp", "/proc/net/udp6"] {
-        let Some(text) = system.text(table) else { continue };
-        for (addr, uid, inode) in text.lines().skip(1).filter_map(parse_line) {
-            let owner = owner(system, uid, inode);
-            found.push(Holder { addr, owner });
-        }
-    }
-    found
-}
-
-/// Local address, user and inode of a line of `/proc/net/udp` or `udp6` that is on the port.
-fn parse_line(line: &str) -> Option<(IpAddr, u32, u64)> {
-    let mut fields = line.split_whitespace();
-    let (addr, port) = fields.nth(1)?.split_once(':')?;
-    if u16::from_str_radix(port, 16).ok()? != ROCE_UDP_PORT {
-        return None;
-    }
-    // After rem_address, st, queues, tr:tm, retrnsmt.
-    let uid = fields.nth(5)?.parse().ok()?;
-    let inode = fields.nth(1)?.parse().ok()?;
-    Some((parse_addr(addr)?, uid, inode))
+fn holders() -> Vec<Holder> {
+    // Root sees every process of the namespace's owner; what is left without one is the kernel's.
+    let root = nix::unistd::geteuid().is_root();
+    let owner = |process: Option<(u32, String)>| match process {
+        Some((pid, name)) => Owner::Process { pid, name },
+        None if root => Owner::Kernel,
+        None => Owner::Hidden,
+    };
+    holder::port_holders(ROCE_UDP_PORT)
+        .into_iter()
+        .filter_map(|h| {
+            Some(Holder {
+                addr: parse_addr(&h.local)?,
+                owner: owner(h.process),
+            })
+        })
+        .collect()
 }
 
 /// Words of the address in the machine's byte order, in hexadecimal.
@@ -131,46 +124,18 @@ fn parse_addr(hex: &str) -> Option<IpAddr> {
     }
 }
 
-fn owner(system: &System, uid: u32, inode: u64) -> Owner {
-    let want = format!("socket:[{inode}]");
-    let mut unreadable = false;
-    for pid in system.list("/proc").iter().filter_map(|name| name.parse::<u32>().ok()) {
-        let Ok(entries) = fs::read_dir(system.path(&format!("/proc/{pid}/fd"))) else {
-            unreadable |= system.exists(&format!("/proc/{pid}"));
-            continue;
-        };
-        let has = entries
-            .flatten()
-            .any(|e| fs::read_link(e.path()).is_ok_and(|to| to.as_os_str() == want.as_str()));
-        if has {
-            let name = system
-                .text(&format!("/proc/{pid}/comm"))
-                .unwrap_or_else(|| "?".to_owned());
-            return Owner::Process { pid, name };
-        }
-    }
-    if unreadable {
-        Owner::Hidden { uid }
-    } else {
-        Owner::Kernel
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn lines_of_proc_net_udp() {
-        let line = "  512: 0100007F:12B7 00000000:0000 07 00000000:00000000 00:00000000 00000000  1000        0 37123 2 \
-                    0000000000000000 0";
-        let (addr, uid, inode) = parse_line(line).unwrap();
-        assert_eq!((addr, uid, inode), ("127.0.0.1".parse().unwrap(), 1000, 37123));
-        let line6 = "  512: 00000000000000000000000001000000:12B7 00000000000000000000000000000000:0000 07 \
-                     00000000:00000000 00:00000000 00000000     0        0 99 2 0000000000000000 0";
-        assert_eq!(parse_line(line6).unwrap(), ("::1".parse().unwrap(), 0, 99));
-        assert_eq!(parse_line(&line.replace("12B7", "12B8")), None);
-        assert_eq!(parse_line("garbage"), None);
+    fn addresses_of_proc_net_udp() {
+        let word = |octets: [u8; 4]| format!("{:08X}", u32::from_ne_bytes(octets));
+        assert_eq!(parse_addr(&word([127, 0, 0, 1])), Some("127.0.0.1".parse().unwrap()));
+        let v6 = [[0; 4], [0; 4], [0; 4], [0, 0, 0, 1]].map(word).concat();
+        assert_eq!(parse_addr(&v6), Some("::1".parse().unwrap()));
+        assert_eq!(parse_addr("0100007"), None);
+        assert_eq!(parse_addr("garbage!"), None);
     }
 
     #[test]
@@ -192,23 +157,5 @@ mod tests {
         let kernel = taken(any, &[holder("0.0.0.0", Owner::Kernel)]);
         assert_eq!(kernel.status, Status::Fail);
         assert!(kernel.advice.unwrap().contains("rdma_rxe"));
-    }
-
-    #[test]
-    fn the_process_that_holds_a_socket_is_found() {
-        let root = tempfile::tempdir().unwrap();
-        let fd = root.path().join("proc/42/fd");
-        fs::create_dir_all(&fd).unwrap();
-        std::os::unix::fs::symlink("socket:[37123]", fd.join("5")).unwrap();
-        fs::write(root.path().join("proc/42/comm"), "tester\n").unwrap();
-        let system = System {
-            root: root.path().into(),
-        };
-        let process = Owner::Process {
-            pid: 42,
-            name: "tester".into(),
-        };
-        assert_eq!(owner(&system, 0, 37123), process);
-        assert_eq!(owner(&system, 0, 1), Owner::Kernel);
     }
 }

@@ -1,0 +1,125 @@
+//! A served image and its mapping, each in a process of its own.
+
+use std::{
+    fs::File,
+    io::Write,
+    net::Ipv4Addr,
+    path::{Path, PathBuf},
+};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::{fresh_address, nbd::Client, process::Running};
+
+/// Makes an image file with these bytes.
+///
+/// # Panics
+/// When the file can't be written.
+pub fn image(dir: &Path, name: &str, bytes: &[u8]) -> PathBuf {
+    let path = dir.join(name);
+    File::create(&path)
+        .and_then(|mut f| f.write_all(bytes))
+        .unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    path
+}
+
+/// The arguments of a `ferroce serve`.
+pub fn serve_args(addr: Ipv4Addr, exports: &[String], more: &[&str]) -> Vec<String> {
+    let mut args = vec![
+        "serve".to_owned(),
+        "--json".to_owned(),
+        "--listen".to_owned(),
+        addr.to_string(),
+    ];
+    for export in exports {
+        args.extend(["--export".to_owned(), export.clone()]);
+    }
+    args.extend(more.iter().map(|m| (*m).to_owned()));
+    args
+}
+
+/// Starts `ferroce serve` and waits until it listens; the event as well.
+///
+/// # Panics
+/// When it does not come so far.
+pub fn serve(addr: Ipv4Addr, exports: &[String], more: &[&str]) -> (Running, Value) {
+    let mut running = Running::start(&serve_args(addr, exports, more));
+    let event = running.event("listening");
+    (running, event)
+}
+
+/// The arguments of a `ferroce map` of the device `disk` from `src` at `dst`.
+pub fn map_args(src: Ipv4Addr, dst: &str, socket: &Path, more: &[&str]) -> Vec<String> {
+    let mut args: Vec<String> = ["map", "--json", "--session", "test", "--device", "disk"]
+        .map(String::from)
+        .into();
+    args.extend([
+        "--path".to_owned(),
+        format!("{src},{dst}"),
+        "--nbd".to_owned(),
+        socket.display().to_string(),
+    ]);
+    args.extend(more.iter().map(|m| (*m).to_owned()));
+    args
+}
+
+/// Starts `ferroce map` and waits until the device is there; the event as well.
+///
+/// # Panics
+/// When it does not come so far.
+pub fn map(src: Ipv4Addr, dst: &str, socket: &Path, more: &[&str]) -> (Running, Value) {
+    let mut running = Running::start(&map_args(src, dst, socket, more));
+    let event = running.event("mapped");
+    (running, event)
+}
+
+/// An image file, served and mapped.
+pub struct Pair {
+    /// Temporary files.
+    pub dir: TempDir,
+    /// The image file.
+    pub image: PathBuf,
+    /// Its server.
+    pub server: Ipv4Addr,
+    /// `ferroce serve`.
+    pub serve: Running,
+    /// `ferroce map`.
+    pub map: Running,
+    /// The `mapped` event.
+    pub mapped: Value,
+    /// The NBD socket.
+    pub socket: PathBuf,
+}
+
+impl Pair {
+    /// Serves these bytes as `disk` and maps it.
+    ///
+    /// # Panics
+    /// When that does not work.
+    pub fn start(bytes: &[u8], options: &str, serve_more: &[&str], map_more: &[&str]) -> Self {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let image = image(dir.path(), "disk.img", bytes);
+        let server = fresh_address();
+        let (serve, _) = serve(server, &[format!("disk={}{options}", image.display())], serve_more);
+        let socket = dir.path().join("nbd.sock");
+        let (map, mapped) = map(fresh_address(), &server.to_string(), &socket, map_more);
+        Self {
+            dir,
+            image,
+            server,
+            serve,
+            map,
+            mapped,
+            socket,
+        }
+    }
+
+    /// A client of the mapped device.
+    ///
+    /// # Panics
+    /// When it can't connect.
+    pub fn client(&self) -> Client {
+        Client::connect(&self.socket).unwrap_or_else(|e| panic!("{e}\n{}\n{}", self.map.stderr(), self.serve.stderr()))
+    }
+}
