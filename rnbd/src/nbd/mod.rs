@@ -1,1 +1,17 @@
-//! x
+//! An NBD server on a unix socket, for any [`BlockDevice`](crate::block::BlockDevice): fixed newstyle negotiation,
+//! simple replies, several connections and many requests in flight on each
+//! (<https://github.com/NetworkBlockDevice/nbd/blob/master/doc/proto.md>).
+//!
+//! Write payload goes from the socket straight into the device's buffers, read payload from them straight into the
+//! socket.
+
+mod connection;
+mod handshake;
+mod input;
+mod outbox;
+pub mod proto;
+mod request;
+mod server;
+mod socket;
+
+pub use server::{NbdConfig, NbdExport, NbdServer, StopHandle};
