@@ -1,1 +1,112 @@
-//! RDMA_CM private data.
+//! What RDMA_CM adds to communication management (IBA Annex A11; `cma.c`): IP addresses in the private data, and
+//! service IDs made from port numbers.
+
+use core::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+/// Bytes of the header (`struct cma_hdr`).
+pub const HEADER_LEN: usize = 36;
+/// Bytes that the header leaves to the consumer of a REQ.
+pub const REQ_PRIVATE_DATA: usize = 92 - HEADER_LEN;
+
+/// Port spaces (`enum rdma_ucm_port_space`).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[repr(u16)]
+pub enum PortSpace {
+    /// Reliable connections.
+    Tcp = 0x0106,
+    /// Datagrams.
+    Udp = 0x0111,
+}
+
+/// What a REQ wants to talk to: a service ID (IBA 12.7.3).
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct ServiceId(pub u64);
+
+impl ServiceId {
+    /// The service ID of a port (`rdma_get_service_id`).
+    pub const fn new(space: PortSpace, port: u16) -> Self {
+        Self(((space as u64) << 16) | port as u64)
+    }
+
+    /// The port, if the service ID is of this port space.
+    pub const fn port(self, space: PortSpace) -> Option<u16> {
+        if self.0 >> 16 == space as u64 {
+            Some(self.0 as u16)
+        } else {
+            None
+        }
+    }
+}
+
+/// Why private data does not start with a header.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum CmaError {
+    /// Too short.
+    #[error("an RDMA_CM header of {0} bytes")]
+    Length(usize),
+    /// A version other than 0.
+    #[error("RDMA_CM header version {0}")]
+    Version(u8),
+    /// Neither 4 nor 6.
+    #[error("IP version {0}")]
+    IpVersion(u8),
+}
+
+/// The header that a REQ's or SIDR_REQ's private data starts with (`struct cma_hdr`): version 0, IP version, port, two
+/// 16-byte addresses (an IPv4 address in the last four bytes).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct CmaHeader {
+    /// The sender's port.
+    pub port: u16,
+    /// The sender's address.
+    pub src: IpAddr,
+    /// The receiver's address. Both have the family of `src`; another one is written as unspecified.
+    pub dst: IpAddr,
+}
+
+impl CmaHeader {
+    /// Reads the first 36 bytes of private data.
+    ///
+    /// # Errors
+    /// Names the check that failed.
+    pub fn parse(data: &[u8]) -> Result<Self, CmaError> {
+        let head: &[u8; HEADER_LEN] = data.first_chunk().ok_or(CmaError::Length(data.len()))?;
+        if head[0] != 0 {
+            return Err(CmaError::Version(head[0]));
+        }
+        let words = |at: usize| -> [u8; 16] { std::array::from_fn(|i| head[at + i]) };
+        let address = |at: usize| -> Result<IpAddr, CmaError> {
+            let [.., a, b, c, d] = words(at);
+            match head[1] >> 4 {
+                4 => Ok(Ipv4Addr::new(a, b, c, d).into()),
+                6 => Ok(Ipv6Addr::from(words(at)).into()),
+                v => Err(CmaError::IpVersion(v)),
+            }
+        };
+        Ok(Self {
+            port: u16::from_be_bytes([head[2], head[3]]),
+            src: address(4)?,
+            dst: address(20)?,
+        })
+    }
+
+    /// The bytes.
+    pub fn emit(&self) -> [u8; HEADER_LEN] {
+        let mut out = [0; HEADER_LEN];
+        out[1] = if self.src.is_ipv4() { 4 << 4 } else { 6 << 4 };
+        out[2..4].copy_from_slice(&self.port.to_be_bytes());
+        for (at, ip) in [(4, self.src), (20, self.dst)] {
+            match ip {
+                IpAddr::V4(v4) if self.src.is_ipv4() => out[at + 12..at + 16].copy_from_slice(&v4.octets()),
+                IpAddr::V6(v6) if self.src.is_ipv6() => out[at..at + 16].copy_from_slice(&v6.octets()),
+                _ => {}
+            }
+        }
+        out
+    }
+}
+
+/// The flow label that rdma_cm gives a RoCEv2 path (`cma_get_roce_udp_flow_label`): 20 bits from both ports.
+pub const fn flow_label(src_port: u16, dst_port: u16) -> u32 {
+    (src_port as u32 * 31 + dst_port as u32) & 0x000f_ffff
+}

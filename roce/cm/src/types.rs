@@ -52,6 +52,8 @@ pub struct CmConfig {
     pub service_timeout: u8,
     /// The longest service timeout that a peer's MRA is granted, as a code.
     pub max_service_timeout: u8,
+    /// The longest timewait, whatever ACK timeout the peer named.
+    pub max_timewait: Duration,
     /// Connections in all, half-open and lingering ones included.
     pub max_connections: usize,
     /// Requests from peers that are not established yet.
@@ -78,6 +80,7 @@ impl CmConfig {
             ca_ack_delay: 15,
             service_timeout: 24,
             max_service_timeout: 25,
+            max_timewait: Duration::from_secs(10),
             max_connections: 65_536,
             max_half_open: 1024,
             max_half_open_per_peer: 128,
@@ -310,7 +313,7 @@ pub enum DropReason {
     Attribute,
     /// A field that can't have the value it has.
     Field,
-    /// Names a connection that we don't have (and needs no answer).
+    /// Names a connection that we don't have.
     UnknownConnection,
     /// Names a connection with another peer address than it came from.
     WrongAddress,
@@ -375,9 +378,9 @@ impl DropReason {
 /// What a manager has counted.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Counters {
-    received: [u64; Attribute::COUNT],
-    sent: [u64; Attribute::COUNT],
-    retried: [u64; Attribute::COUNT],
+    received: [u64; Attribute::ALL.len()],
+    sent: [u64; Attribute::ALL.len()],
+    retried: [u64; Attribute::ALL.len()],
     dropped: [u64; DropReason::ALL.len()],
     /// REJs sent, whatever the reason.
     pub rejects_sent: u64,

@@ -1,47 +1,163 @@
 //! The connection manager.
+
+mod build;
+mod conn;
+mod perform;
+mod receive;
 pub mod state;
 
-use core::net::IpAddr;
+use core::net::{IpAddr, SocketAddr};
+use std::collections::{BTreeMap, VecDeque};
 
+use rand_chacha::{
+    ChaCha8Rng,
+    rand_core::{RngCore, SeedableRng},
+};
 use roce_verbs::{
-    Instant,
+    AddressVector, Instant,
     provider::{ConnParams, RejectReason},
 };
 
-use crate::types::{AcceptArgs, CmConfig, CmError, ConnId, ConnectArgs, Counters, Event, ListenId, OutMad, RemoteQp};
+use self::{
+    conn::{Conn, Connections, Offer},
+    perform::Detail,
+    state::{Input, State},
+};
+use crate::{
+    mad::{Attribute, MAD_LEN, Mad},
+    types::{
+        AcceptArgs, CmConfig, CmError, ConnId, ConnectArgs, Counters, DropReason, Event, ListenId, OutMad, RemoteQp,
+    },
+};
+
+/// A listener.
+struct Listener {
+    addr: Option<IpAddr>,
+    port: u16,
+    backlog: u32,
+}
 
 /// The connection manager of one port (one GSI).
+///
+/// What it does on the wire is what Linux's `ib_cm` and `rdma_cm` do, with these choices of its own:
+/// * First retransmissions come early ([`CmConfig::first_retry`]) and attempts end within [`CmConfig::give_up`];
+///   giving up sends a REJ with reason 4, as IBA 12.9.8.3.1 asks and the kernel only does when an id is destroyed.
+///   After a REP without RTU a DREQ follows, because a REJ may be lost.
+/// * A DREQ is answered at once, not when the consumer gets round to it. The consumer's end of an accepted
+///   connection before its RTU is a DREQ, which is acknowledged, not a REJ, which isn't.
+/// * A REJ is repeated for late duplicates of what it rejected; a REQ in the state REP sent is answered with the REP;
+///   a REP for a communication ID that we don't have is rejected with reason 6.
+/// * Communication IDs are random, not counted up, and a peer is known by its address besides its GUID: another host
+///   can't tear down a connection by naming its numbers. MADs from other addresses than the connection's are dropped.
+/// * A REQ whose header or GIDs name other addresses than it travelled between is rejected (12); one for an
+///   address that nobody listens on with reason 8 (the kernel: 28).
 pub struct Manager {
+    config: CmConfig,
+    rng: ChaCha8Rng,
+    transaction_high: u32,
+    listeners: BTreeMap<ListenId, Listener>,
+    next_listener: u64,
+    table: Connections,
+    out: VecDeque<OutMad>,
+    events: VecDeque<Event>,
     counters: Counters,
 }
 
-#[allow(unused_variables)]
 impl Manager {
     /// A manager without connections; `seed` makes communication IDs, transaction IDs and ephemeral ports.
     pub fn new(config: CmConfig, seed: [u8; 32]) -> Self {
+        let mut rng = ChaCha8Rng::from_seed(seed);
         Self {
+            config,
+            transaction_high: rng.next_u32(),
+            rng,
+            listeners: BTreeMap::new(),
+            next_listener: 0,
+            table: Connections::default(),
+            out: VecDeque::new(),
+            events: VecDeque::new(),
             counters: Counters::default(),
         }
     }
 
-    /// Listens on a port of the RDMA_CM TCP port space, on one address or on all. Up to `backlog` requests may wait
-    /// for accept or reject; more are dropped (the peer repeats them).
+    /// Listens on a port of the RDMA_CM TCP port space, on one address or on all. Up to `backlog` requests (at least
+    /// one) may wait for accept or reject; more are dropped, and the peer repeats them.
     ///
     /// # Errors
     /// When a listener has the port on this address already.
     pub fn listen(&mut self, addr: Option<IpAddr>, port: u16, backlog: u32) -> Result<ListenId, CmError> {
-        Err(CmError::Limit)
+        let addr = addr.map(|a| a.to_canonical()).filter(|a| !a.is_unspecified());
+        let clash = |l: &Listener| l.port == port && (l.addr.is_none() || addr.is_none() || l.addr == addr);
+        if self.listeners.values().any(clash) {
+            return Err(CmError::AddressInUse);
+        }
+        let id = ListenId(self.next_listener);
+        self.next_listener += 1;
+        let backlog = backlog.max(1);
+        self.listeners.insert(id, Listener { addr, port, backlog });
+        Ok(id)
     }
 
     /// Stops listening. Requests already reported stay.
-    pub fn unlisten(&mut self, id: ListenId) {}
+    pub fn unlisten(&mut self, id: ListenId) {
+        self.listeners.remove(&id);
+    }
 
     /// Sends a REQ. The outcome is an event.
     ///
     /// # Errors
     /// When an argument is wrong or a limit is reached.
     pub fn connect(&mut self, now: Instant, args: &ConnectArgs) -> Result<ConnId, CmError> {
-        Err(CmError::Limit)
+        let args = &ConnectArgs {
+            local: canonical(args.local),
+            remote: canonical(args.remote),
+            ..args.clone()
+        };
+        let (l, r) = (args.local.ip(), args.remote.ip());
+        let unusable = |ip: IpAddr| ip.is_unspecified() || ip.is_multicast();
+        if l.is_ipv4() != r.is_ipv4() || unusable(l) || unusable(r) {
+            return Err(CmError::Address);
+        }
+        if self.table.len() >= self.config.max_connections {
+            return Err(CmError::Limit);
+        }
+        let port = match args.local.port() {
+            0 => 32_768 + (self.rng.next_u32() % 28_232) as u16,
+            p => p,
+        };
+        let local_id = self.new_comm_id();
+        let req = build::req(&self.config, args, local_id, port)?;
+        let transaction_id = self.transaction(local_id);
+        let max_pause =
+            build::code_time(self.config.response_timeout) + 2 * build::code_time(self.config.packet_life_time);
+        let id = self.table.insert(Conn {
+            state: State::ReqSent,
+            active: true,
+            detached: None,
+            end_told: false,
+            listener: None,
+            local: SocketAddr::new(l, port),
+            remote: args.remote,
+            local_id,
+            remote_id: None,
+            remote_guid: 0,
+            transaction_id,
+            local_qpn: args.qpn,
+            peer: None,
+            offer: Offer {
+                mtu: args.mtu,
+                retry_count: req.retry_count,
+                traffic_class: args.traffic_class,
+            },
+            granted: false,
+            max_pause,
+            max_retries: self.config.max_retries,
+            exchange: None,
+            rejection: None,
+            timer: None,
+        });
+        self.start_exchange(now, id, &Mad::new(transaction_id, req));
+        Ok(id)
     }
 
     /// The path of a waiting request with depths as accepting with `params` would negotiate them: what to bring the
@@ -50,7 +166,19 @@ impl Manager {
     /// # Errors
     /// When the connection is not a waiting request.
     pub fn accept_path(&self, conn: ConnId, params: &ConnParams) -> Result<RemoteQp, CmError> {
-        Err(CmError::NoConnection)
+        let c = self
+            .table
+            .get(conn)
+            .filter(|c| c.detached.is_none())
+            .ok_or(CmError::NoConnection)?;
+        match (c.state, c.peer) {
+            (State::ReqReceived, Some(peer)) => Ok(RemoteQp {
+                responder_resources: peer.responder_resources.min(params.responder_resources),
+                initiator_depth: peer.initiator_depth.min(params.initiator_depth),
+                ..peer
+            }),
+            (state, _) => Err(CmError::State(state)),
+        }
     }
 
     /// Accepts a request: sends the REP. The queue pair must be in RTS (the peer's first packet may come before its
@@ -59,7 +187,13 @@ impl Manager {
     /// # Errors
     /// When the connection is not a waiting request, or there is too much private data.
     pub fn accept(&mut self, now: Instant, conn: ConnId, args: &AcceptArgs) -> Result<(), CmError> {
-        Err(CmError::NoConnection)
+        let path = self.accept_path(conn, &args.params)?;
+        let depths = (path.responder_resources, path.initiator_depth);
+        let c = self.table.get_mut(conn).ok_or(CmError::NoConnection)?;
+        let rep = build::rep(&self.config, c, args, depths)?;
+        c.local_qpn = args.qpn;
+        c.peer = Some(path);
+        self.call(now, conn, Input::Accept, Detail::Reply(&rep))
     }
 
     /// Refuses a request (`rdma_reject`). The connection is over; destroy it.
@@ -73,7 +207,8 @@ impl Manager {
         reason: RejectReason,
         private_data: &[u8],
     ) -> Result<(), CmError> {
-        Err(CmError::NoConnection)
+        let data = build::private_data(private_data)?;
+        self.call(now, conn, Input::Reject, Detail::Refusal(reason, data))
     }
 
     /// Answer to [`Event::Reply`]: the queue pair is in RTS; sends the RTU and the connection is established.
@@ -81,7 +216,7 @@ impl Manager {
     /// # Errors
     /// When the connection doesn't wait for it (the peer may have ended it meanwhile).
     pub fn qp_ready(&mut self, now: Instant, conn: ConnId) -> Result<(), CmError> {
-        Err(CmError::NoConnection)
+        self.call(now, conn, Input::QpReady, Detail::None)
     }
 
     /// Answer to [`Event::Reply`]: the queue pair could not be brought up; rejects the reply.
@@ -89,49 +224,158 @@ impl Manager {
     /// # Errors
     /// When the connection doesn't wait for it.
     pub fn qp_failed(&mut self, now: Instant, conn: ConnId, reason: RejectReason) -> Result<(), CmError> {
-        Err(CmError::NoConnection)
+        self.call(now, conn, Input::QpFailed, Detail::Refusal(reason, [0; 148]))
     }
 
-    /// Passive: a packet arrived on the queue pair before the RTU (`rdma_notify`, IBA 12.9.5 "communication
+    /// Passive: a packet arrived on the queue pair before the RTU (`rdma_notify`, IBA 12.9.7.2 "communication
     /// established"). Harmless at any other time.
-    pub fn communication_established(&mut self, now: Instant, conn: ConnId) {}
+    pub fn communication_established(&mut self, now: Instant, conn: ConnId) {
+        let _ = self.call(now, conn, Input::Communication, Detail::None);
+    }
 
-    /// Ends an established (or accepted) connection: sends a DREQ; [`Event::Disconnected`] follows. An unanswered
-    /// connect or request is taken back or rejected. Harmless at any other time.
-    pub fn disconnect(&mut self, now: Instant, conn: ConnId) {}
+    /// Ends an established (or accepted) connection with a DREQ; takes an unanswered connect back; rejects a waiting
+    /// request. [`Event::Disconnected`] follows. Harmless when the connection has ended or is ending.
+    pub fn disconnect(&mut self, now: Instant, conn: ConnId) {
+        if self.call(now, conn, Input::Disconnect, Detail::None).is_ok()
+            && self.table.get(conn).is_some_and(|c| c.state.has_ended())
+        {
+            self.tell_end(conn, Event::Disconnected { conn });
+        }
+    }
 
-    /// Disconnects if need be and forgets the connection: no more events come. What the peer still needs to be told
-    /// is told in the background.
-    pub fn destroy(&mut self, now: Instant, conn: ConnId) {}
-
-    /// Takes a MAD that arrived on QP1. Whatever its bytes are, the worst that happens is a counted drop.
-    pub fn handle_mad(&mut self, now: Instant, local: IpAddr, remote: IpAddr, mad: &[u8]) {}
+    /// Disconnects if need be and forgets the connection: no more events of it come, not even queued ones. What the
+    /// peer still needs to be told is told in the background.
+    pub fn destroy(&mut self, now: Instant, conn: ConnId) {
+        let Some(c) = self.table.get(conn).filter(|c| c.detached.is_none()) else {
+            return;
+        };
+        self.events.retain(|e| e.conn() != conn);
+        if c.state == State::Over {
+            self.table.remove(conn);
+            return;
+        }
+        self.table.detach(conn);
+        let _ = self.step(now, conn, Input::Disconnect, Detail::None);
+        while let Some(oldest) = self.table.excess_detached(self.config.max_lingering) {
+            self.table.remove(oldest);
+            self.counters.forgotten += 1;
+        }
+    }
 
     /// Takes a MAD to send.
     pub fn poll_mad(&mut self) -> Option<OutMad> {
-        None
+        self.out.pop_front()
     }
 
     /// Takes an event.
     pub fn poll_event(&mut self) -> Option<Event> {
-        None
+        self.events.pop_front()
     }
 
     /// When [`Manager::handle_timeout`] wants to be called.
     pub fn next_timeout(&self) -> Option<Instant> {
-        None
+        self.table.next_timeout()
     }
 
     /// Does what is due. Calling it early is harmless.
-    pub fn handle_timeout(&mut self, now: Instant) {}
+    pub fn handle_timeout(&mut self, now: Instant) {
+        while let Some(id) = self.table.pop_due(now) {
+            let _ = self.step(now, id, Input::Timer, Detail::None);
+        }
+    }
 
     /// What was counted.
     pub fn counters(&self) -> &Counters {
         &self.counters
     }
 
-    /// State of a connection, for diagnosis.
-    pub fn state(&self, conn: ConnId) -> Option<state::State> {
-        None
+    /// State of a connection, for diagnosis. Destroyed connections have none.
+    pub fn state(&self, conn: ConnId) -> Option<State> {
+        self.table.get(conn).filter(|c| c.detached.is_none()).map(|c| c.state)
+    }
+
+    /// Our and the peer's address of a connection.
+    pub fn addresses(&self, conn: ConnId) -> Option<(SocketAddr, SocketAddr)> {
+        self.table
+            .get(conn)
+            .filter(|c| c.detached.is_none())
+            .map(|c| (c.local, c.remote))
+    }
+
+    /// Connections kept, destroyed ones that linger included.
+    pub fn connections(&self) -> usize {
+        self.table.len()
+    }
+
+    /// A call of the consumer's: an input that its state may refuse.
+    fn call(&mut self, now: Instant, id: ConnId, input: Input, detail: Detail<'_>) -> Result<(), CmError> {
+        match self.table.get(id) {
+            Some(c) if c.detached.is_none() => self.step(now, id, input, detail).map_err(CmError::State),
+            _ => Err(CmError::NoConnection),
+        }
+    }
+
+    /// A communication ID that no connection has, never 0.
+    fn new_comm_id(&mut self) -> u32 {
+        loop {
+            let id = self.rng.next_u32();
+            if id != 0 && self.table.by_local_id(id).is_none() {
+                return id;
+            }
+        }
+    }
+
+    /// The transaction ID of a connection's own exchanges (`cm_form_tid`).
+    fn transaction(&self, local_id: u32) -> u64 {
+        (u64::from(self.transaction_high) << 32) | u64::from(local_id)
+    }
+
+    /// Queues a MAD of a connection.
+    fn send(&mut self, id: ConnId, mad: &Mad) {
+        self.send_bytes(id, mad.message.attribute(), mad.emit());
+    }
+
+    fn send_bytes(&mut self, id: ConnId, attribute: Attribute, mad: [u8; MAD_LEN]) {
+        if let Some(c) = self.table.get(id) {
+            self.send_to(c.local.ip(), c.remote.ip(), attribute, mad);
+        }
+    }
+
+    fn send_to(&mut self, local: IpAddr, remote: IpAddr, attribute: Attribute, mad: [u8; MAD_LEN]) {
+        if self.out.len() >= self.config.max_queued_mads {
+            self.counters.count_drop(DropReason::OutQueueFull);
+            return;
+        }
+        self.counters.count_sent(attribute);
+        self.out.push_back(OutMad { local, remote, mad });
+    }
+
+    /// Reports an event, unless the consumer has destroyed the connection.
+    fn tell(&mut self, event: Event) {
+        if self.table.get(event.conn()).is_some_and(|c| c.detached.is_none()) {
+            self.events.push_back(event);
+        }
+    }
+
+    /// Reports the end of an attempt or connection, once.
+    fn tell_end(&mut self, id: ConnId, event: Event) {
+        if let Some(c) = self.table.get_mut(id)
+            && !core::mem::replace(&mut c.end_told, true)
+        {
+            self.tell(event);
+        }
+    }
+}
+
+fn canonical(a: SocketAddr) -> SocketAddr {
+    SocketAddr::new(a.ip().to_canonical(), a.port())
+}
+
+/// A path between two addresses.
+fn address_vector(local: IpAddr, remote: IpAddr, traffic_class: u8) -> AddressVector {
+    AddressVector {
+        hop_limit: build::HOP_LIMIT,
+        traffic_class,
+        ..AddressVector::new(local, remote)
     }
 }

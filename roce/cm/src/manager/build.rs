@@ -1,0 +1,165 @@
+//! The messages that a manager sends, field by field as the kernel fills them (`cm_format_*`, `cma_connect_ib`,
+//! `cma_accept_ib`).
+
+use core::time::Duration;
+
+use roce_verbs::{PKey, Psn, attr::ack_timeout, provider::RejectReason};
+
+use super::conn::Conn;
+use crate::{
+    cma::{self, CmaHeader, PortSpace, REQ_PRIVATE_DATA, ServiceId},
+    mad::{Drep, Dreq, Mra, Rej, Rep, Req, Rtu, Subject, pad},
+    types::{AcceptArgs, CmConfig, CmError, ConnectArgs},
+};
+
+/// Hop limit of paths, as in the kernel's REQs.
+pub(super) const HOP_LIMIT: u8 = 64;
+/// The LID that says "routed" (`IB_LID_PERMISSIVE`).
+const LID_PERMISSIVE: u16 = 0xffff;
+
+/// The time that a code stands for; 0 is the shortest, unlike in a local ACK timeout.
+pub(super) fn code_time(code: u8) -> Duration {
+    ack_timeout(code).unwrap_or(Duration::from_nanos(4096))
+}
+
+/// The local ACK timeout code from the peer's ACK delay and the packet lifetime: the exponent of roughly
+/// delay + 2 * lifetime (IBA 12.7.34; `cm_ack_timeout`).
+pub(super) fn ack_timeout_code(ack_delay: u8, packet_life_time: u8) -> u8 {
+    let twice_life = packet_life_time + 1;
+    let code = if twice_life >= ack_delay {
+        twice_life + u8::from(ack_delay >= packet_life_time)
+    } else {
+        ack_delay + u8::from(twice_life + 1 >= ack_delay)
+    };
+    code.min(31)
+}
+
+/// Checks the length of private data and pads it.
+pub(super) fn private_data<const N: usize>(data: &[u8]) -> Result<[u8; N], CmError> {
+    pad(data).ok_or(CmError::PrivateData {
+        given: data.len(),
+        max: N,
+    })
+}
+
+pub(super) fn req(config: &CmConfig, args: &ConnectArgs, comm_id: u32, src_port: u16) -> Result<Req, CmError> {
+    let (local, remote) = (args.local.ip(), args.remote.ip());
+    let header = CmaHeader {
+        port: src_port,
+        src: local,
+        dst: remote,
+    };
+    let user: [u8; REQ_PRIVATE_DATA] = private_data(&args.params.private_data)?;
+    let mut data = [0; 92];
+    data[..cma::HEADER_LEN].copy_from_slice(&header.emit());
+    data[cma::HEADER_LEN..].copy_from_slice(&user);
+    Ok(Req {
+        local_comm_id: comm_id,
+        service_id: ServiceId::new(PortSpace::Tcp, args.remote.port()).0,
+        local_ca_guid: config.ca_guid,
+        local_qpn: args.qpn,
+        responder_resources: args.params.responder_resources,
+        initiator_depth: args.params.initiator_depth,
+        remote_cm_response_timeout: config.response_timeout,
+        flow_control: args.flow_control,
+        starting_psn: args.start_psn,
+        local_cm_response_timeout: config.response_timeout,
+        retry_count: args.params.retry_count.min(7),
+        pkey: PKey::DEFAULT,
+        path_mtu: args.mtu as u8,
+        rnr_retry_count: args.params.rnr_retry_count.min(7),
+        max_cm_retries: config.max_retries.min(15),
+        srq: args.srq,
+        primary_local_lid: LID_PERMISSIVE,
+        primary_remote_lid: LID_PERMISSIVE,
+        primary_local_gid: local.into(),
+        primary_remote_gid: remote.into(),
+        primary_flow_label: cma::flow_label(src_port, args.remote.port()),
+        primary_traffic_class: args.traffic_class,
+        primary_hop_limit: HOP_LIMIT,
+        primary_ack_timeout: ack_timeout_code(config.ca_ack_delay, config.packet_life_time),
+        private_data: data,
+        ..Req::default()
+    })
+}
+
+pub(super) fn rep(config: &CmConfig, c: &Conn, args: &AcceptArgs, depths: (u8, u8)) -> Result<Rep, CmError> {
+    Ok(Rep {
+        local_comm_id: c.local_id,
+        remote_comm_id: c.remote_id.unwrap_or(0),
+        local_qpn: args.qpn,
+        starting_psn: Psn::new(args.start_psn.value()),
+        responder_resources: depths.0,
+        initiator_depth: depths.1,
+        target_ack_delay: config.ca_ack_delay,
+        flow_control: args.flow_control,
+        rnr_retry_count: args.params.rnr_retry_count.min(7),
+        srq: args.srq,
+        local_ca_guid: config.ca_guid,
+        private_data: private_data(&args.params.private_data)?,
+        ..Rep::default()
+    })
+}
+
+pub(super) fn rtu(c: &Conn) -> Rtu {
+    Rtu {
+        local_comm_id: c.local_id,
+        remote_comm_id: c.remote_id.unwrap_or(0),
+        ..Rtu::default()
+    }
+}
+
+pub(super) fn mra(config: &CmConfig, c: &Conn, subject: Subject) -> Mra {
+    Mra {
+        local_comm_id: c.local_id,
+        remote_comm_id: c.remote_id.unwrap_or(0),
+        subject,
+        service_timeout: config.service_timeout,
+        ..Mra::default()
+    }
+}
+
+/// A REJ of a connection. Additional information longer than 72 bytes is cut off.
+pub(super) fn rej(c: &Conn, subject: Subject, reason: RejectReason, info: &[u8], data: [u8; 148]) -> Rej {
+    let info = &info[..info.len().min(72)];
+    Rej {
+        local_comm_id: c.local_id,
+        remote_comm_id: c.remote_id.unwrap_or(0),
+        subject,
+        info_length: info.len() as u8,
+        reason: reason.0,
+        info: pad(info).unwrap_or([0; 72]),
+        private_data: data,
+    }
+}
+
+/// A REJ without a connection (`cm_issue_rej`).
+pub(super) fn bare_rej(local_id: u32, remote_id: u32, subject: Subject, reason: RejectReason, info: &[u8]) -> Rej {
+    let info = &info[..info.len().min(72)];
+    Rej {
+        local_comm_id: local_id,
+        remote_comm_id: remote_id,
+        subject,
+        info_length: info.len() as u8,
+        reason: reason.0,
+        info: pad(info).unwrap_or([0; 72]),
+        ..Rej::default()
+    }
+}
+
+pub(super) fn dreq(c: &Conn) -> Dreq {
+    Dreq {
+        local_comm_id: c.local_id,
+        remote_comm_id: c.remote_id.unwrap_or(0),
+        remote_qpn: c.peer.map(|p| p.qpn).unwrap_or_default(),
+        ..Dreq::default()
+    }
+}
+
+pub(super) fn drep(local_id: u32, remote_id: u32) -> Drep {
+    Drep {
+        local_comm_id: local_id,
+        remote_comm_id: remote_id,
+        ..Drep::default()
+    }
+}

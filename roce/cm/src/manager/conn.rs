@@ -1,0 +1,294 @@
+//! One connection, and all of them with their indices and timers.
+
+use core::{
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
+use std::collections::{BTreeMap, BTreeSet};
+
+use roce_verbs::{Instant, Mtu, Qpn};
+
+use super::state::State;
+use crate::{
+    mad::MAD_LEN,
+    types::{ConnId, ListenId, RemoteQp},
+};
+
+/// A message that awaits an answer.
+pub(super) struct Exchange {
+    pub(super) mad: [u8; MAD_LEN],
+    /// Retransmissions left.
+    pub(super) retries: u8,
+    /// The next pause.
+    pub(super) pause: Duration,
+    /// The peer asked for time, which is running.
+    pub(super) extended: bool,
+    /// How often it may still ask.
+    pub(super) extensions: u8,
+    /// When to give up whatever is left.
+    pub(super) deadline: Instant,
+}
+
+/// A connection.
+pub(super) struct Conn {
+    pub(super) state: State,
+    /// We sent the REQ.
+    pub(super) active: bool,
+    /// Destroyed by the consumer; the number tells the order.
+    pub(super) detached: Option<u64>,
+    /// The consumer has been told that it ended.
+    pub(super) end_told: bool,
+    /// Where the request arrived (passive).
+    pub(super) listener: Option<ListenId>,
+    pub(super) local: SocketAddr,
+    pub(super) remote: SocketAddr,
+    pub(super) local_id: u32,
+    /// Known from the REQ (passive) or REP (active) on.
+    pub(super) remote_id: Option<u32>,
+    pub(super) remote_guid: u64,
+    /// Transaction of the establishment; after a DREQ of the peer's, of that.
+    pub(super) transaction_id: u64,
+    /// Zero (QP0) until the consumer accepts.
+    pub(super) local_qpn: Qpn,
+    /// The peer's queue pair, known with `remote_id`.
+    pub(super) peer: Option<RemoteQp>,
+    /// What the REQ offered.
+    pub(super) offer: Offer,
+    /// We told the peer with an MRA that our answer takes time.
+    pub(super) granted: bool,
+    /// Longest pause between retransmissions, and how many.
+    pub(super) max_pause: Duration,
+    pub(super) max_retries: u8,
+    pub(super) exchange: Option<Box<Exchange>>,
+    /// The REJ to repeat in [`State::Refused`].
+    pub(super) rejection: Option<Box<[u8; MAD_LEN]>>,
+    pub(super) timer: Option<Instant>,
+}
+
+/// What an active connection needs again when the REP comes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) struct Offer {
+    pub(super) mtu: Mtu,
+    pub(super) retry_count: u8,
+    pub(super) traffic_class: u8,
+}
+
+/// Names a peer's object: its address, channel adapter and number.
+type RemoteKey<T> = (IpAddr, u64, T);
+
+/// All connections of a manager. Ordered maps: keys come from peers, and runs must repeat.
+#[derive(Default)]
+pub(super) struct Connections {
+    conns: BTreeMap<ConnId, Conn>,
+    by_local_id: BTreeMap<u32, ConnId>,
+    by_remote_id: BTreeMap<RemoteKey<u32>, ConnId>,
+    by_remote_qp: BTreeMap<RemoteKey<Qpn>, ConnId>,
+    timers: BTreeSet<(Instant, ConnId)>,
+    detached: BTreeMap<u64, ConnId>,
+    half_open: BTreeMap<IpAddr, usize>,
+    half_open_total: usize,
+    waiting: BTreeMap<ListenId, usize>,
+    next_id: u64,
+    next_detached: u64,
+}
+
+impl Connections {
+    pub(super) fn len(&self) -> usize {
+        self.conns.len()
+    }
+
+    pub(super) fn half_open(&self) -> usize {
+        self.half_open_total
+    }
+
+    pub(super) fn half_open_from(&self, peer: IpAddr) -> usize {
+        self.half_open.get(&peer).copied().unwrap_or(0)
+    }
+
+    /// Requests at a listener that the consumer has not answered.
+    pub(super) fn waiting_at(&self, listener: ListenId) -> usize {
+        self.waiting.get(&listener).copied().unwrap_or(0)
+    }
+
+    pub(super) fn get(&self, id: ConnId) -> Option<&Conn> {
+        self.conns.get(&id)
+    }
+
+    pub(super) fn get_mut(&mut self, id: ConnId) -> Option<&mut Conn> {
+        self.conns.get_mut(&id)
+    }
+
+    pub(super) fn by_local_id(&self, id: u32) -> Option<ConnId> {
+        self.by_local_id.get(&id).copied()
+    }
+
+    pub(super) fn by_remote_id(&self, peer: IpAddr, guid: u64, id: u32) -> Option<ConnId> {
+        self.by_remote_id.get(&(peer, guid, id)).copied()
+    }
+
+    pub(super) fn by_remote_qp(&self, peer: IpAddr, guid: u64, qpn: Qpn) -> Option<ConnId> {
+        self.by_remote_qp.get(&(peer, guid, qpn)).copied()
+    }
+
+    pub(super) fn insert(&mut self, conn: Conn) -> ConnId {
+        let id = ConnId(self.next_id);
+        self.next_id += 1;
+        self.by_local_id.insert(conn.local_id, id);
+        let state = conn.state;
+        self.conns.insert(id, conn);
+        self.index_remote(id);
+        self.count(id, state, true);
+        id
+    }
+
+    /// Makes the connection findable by what is known of the peer.
+    pub(super) fn index_remote(&mut self, id: ConnId) {
+        let Some(c) = self.conns.get(&id) else { return };
+        let (Some(remote_id), Some(peer)) = (c.remote_id, c.peer) else {
+            return;
+        };
+        let ip = c.remote.ip();
+        self.by_remote_id.insert((ip, c.remote_guid, remote_id), id);
+        self.by_remote_qp.insert((ip, c.remote_guid, peer.qpn), id);
+    }
+
+    /// Enters a state: leaves the counts and indices that it has no part in, and stops timer and retransmission.
+    /// [`State::Over`] of a destroyed connection removes it.
+    pub(super) fn enter(&mut self, id: ConnId, state: State) {
+        let Some(c) = self.conns.get_mut(&id) else { return };
+        let before = core::mem::replace(&mut c.state, state);
+        c.exchange = None;
+        let gone = state == State::Over && c.detached.is_some();
+        self.count(id, before, false);
+        self.count(id, state, true);
+        self.set_timer(id, None);
+        if !state.holds_qp() {
+            self.forget_qp(id);
+        }
+        if state == State::Over {
+            self.forget_ids(id);
+        }
+        if gone {
+            self.remove(id);
+        }
+    }
+
+    pub(super) fn set_timer(&mut self, id: ConnId, at: Option<Instant>) {
+        let Some(c) = self.conns.get_mut(&id) else { return };
+        if let Some(old) = core::mem::replace(&mut c.timer, at) {
+            self.timers.remove(&(old, id));
+        }
+        if let Some(at) = at {
+            self.timers.insert((at, id));
+        }
+    }
+
+    pub(super) fn next_timeout(&self) -> Option<Instant> {
+        self.timers.first().map(|(at, _)| *at)
+    }
+
+    /// Takes the earliest timer that is due.
+    pub(super) fn pop_due(&mut self, now: Instant) -> Option<ConnId> {
+        let (at, id) = *self.timers.first()?;
+        if at > now {
+            return None;
+        }
+        self.set_timer(id, None);
+        Some(id)
+    }
+
+    /// Marks the connection as destroyed by the consumer.
+    pub(super) fn detach(&mut self, id: ConnId) {
+        let Some(c) = self.conns.get_mut(&id) else { return };
+        if c.detached.is_none() {
+            c.detached = Some(self.next_detached);
+            self.detached.insert(self.next_detached, id);
+            self.next_detached += 1;
+        }
+    }
+
+    /// The destroyed connection to forget first, when there are more than `max`.
+    pub(super) fn excess_detached(&self, max: usize) -> Option<ConnId> {
+        (self.detached.len() > max).then(|| self.detached.first_key_value().map(|(_, id)| *id))?
+    }
+
+    /// Forgets the connection altogether.
+    pub(super) fn remove(&mut self, id: ConnId) {
+        let Some(state) = self.conns.get(&id).map(|c| c.state) else {
+            return;
+        };
+        self.count(id, state, false);
+        self.set_timer(id, None);
+        self.forget_qp(id);
+        self.forget_ids(id);
+        if let Some(c) = self.conns.remove(&id)
+            && let Some(seq) = c.detached
+        {
+            self.detached.remove(&seq);
+        }
+    }
+
+    fn forget_qp(&mut self, id: ConnId) {
+        let Some(c) = self.conns.get(&id) else { return };
+        if let Some(peer) = c.peer {
+            let key = (c.remote.ip(), c.remote_guid, peer.qpn);
+            if self.by_remote_qp.get(&key) == Some(&id) {
+                self.by_remote_qp.remove(&key);
+            }
+        }
+    }
+
+    fn forget_ids(&mut self, id: ConnId) {
+        let Some(c) = self.conns.get(&id) else { return };
+        if self.by_local_id.get(&c.local_id) == Some(&id) {
+            self.by_local_id.remove(&c.local_id);
+        }
+        if let Some(remote_id) = c.remote_id {
+            let key = (c.remote.ip(), c.remote_guid, remote_id);
+            if self.by_remote_id.get(&key) == Some(&id) {
+                self.by_remote_id.remove(&key);
+            }
+        }
+    }
+
+    /// Counts a connection in or out of what its state belongs to.
+    fn count(&mut self, id: ConnId, state: State, enter: bool) {
+        let Some(c) = self.conns.get(&id) else { return };
+        if state.is_half_open() {
+            let n = adjust(&mut self.half_open, c.remote.ip(), enter);
+            self.half_open_total = if enter {
+                self.half_open_total + n
+            } else {
+                self.half_open_total - n
+            };
+        }
+        if state == State::ReqReceived
+            && let Some(listener) = c.listener
+        {
+            adjust(&mut self.waiting, listener, enter);
+        }
+    }
+}
+
+/// Adds or takes one; zero entries go. Returns how many were added or taken.
+fn adjust<K: Ord>(map: &mut BTreeMap<K, usize>, key: K, up: bool) -> usize {
+    use std::collections::btree_map::Entry;
+    match map.entry(key) {
+        Entry::Vacant(e) if up => {
+            e.insert(1);
+            1
+        }
+        Entry::Vacant(_) => 0,
+        Entry::Occupied(mut e) if up => {
+            *e.get_mut() += 1;
+            1
+        }
+        Entry::Occupied(mut e) => {
+            *e.get_mut() -= 1;
+            if *e.get() == 0 {
+                e.remove();
+            }
+            1
+        }
+    }
+}

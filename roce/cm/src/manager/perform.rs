@@ -1,0 +1,333 @@
+//! What the state table's actions do.
+
+use roce_verbs::{Instant, Mtu, provider::RejectReason};
+
+use super::{
+    Manager, address_vector, build,
+    build::code_time,
+    conn::Exchange,
+    state::{Action, Input, State},
+};
+use crate::{
+    mad::{Attribute, MAD_LEN, Mad, Rej, Rep, Subject},
+    types::{ConnId, DropReason, Event, RemoteQp},
+};
+
+/// How often a peer may ask for more time for one answer.
+const MAX_EXTENSIONS: u8 = 4;
+
+/// What comes with an input.
+pub(super) enum Detail<'a> {
+    /// Nothing.
+    None,
+    /// A REP: received, or to send.
+    Reply(&'a Rep),
+    /// Service timeout code of an MRA.
+    Service(u8),
+    /// A REJ received.
+    Rejection(&'a Rej),
+    /// Transaction of a DREQ.
+    Transaction(u64),
+    /// Why and with what private data we refuse.
+    Refusal(RejectReason, [u8; 148]),
+}
+
+impl Manager {
+    /// Looks the input up in the table and does what it says.
+    ///
+    /// # Errors
+    /// The state, when it doesn't allow the input; nothing has changed then.
+    pub(super) fn step(&mut self, now: Instant, id: ConnId, input: Input, detail: Detail<'_>) -> Result<(), State> {
+        let state = self.table.get(id).map_or(State::Over, |c| c.state);
+        let action = state.action(input).ok_or(state)?;
+        tracing::trace!(conn = id.0, ?state, ?input, ?action, "cm");
+        self.perform(now, id, state, action, detail);
+        Ok(())
+    }
+
+    fn perform(&mut self, now: Instant, id: ConnId, state: State, action: Action, detail: Detail<'_>) {
+        match (action, detail) {
+            (Action::AnswerMra, _) => self.answer_mra(id, state),
+            (Action::Resend, _) => self.resend(id),
+            (Action::AnswerRtu, _) => self.send_rtu(id),
+            (Action::AnswerDrep, Detail::Transaction(tid)) => self.answer_drep(id, tid),
+            (Action::RepeatRej, _) => self.repeat_rej(id),
+            (Action::RejectLate, detail) => self.reject_late(id, &detail),
+            (Action::Extend, Detail::Service(code)) => self.extend(now, id, code),
+            (Action::TakeReply, Detail::Reply(rep)) => self.take_reply(id, rep),
+            (Action::SendRtu, _) => {
+                self.table.enter(id, State::Established);
+                self.send_rtu(id);
+            }
+            (Action::SendRep, Detail::Reply(rep)) => {
+                let tid = self.table.get(id).map_or(0, |c| c.transaction_id);
+                self.table.enter(id, State::RepSent);
+                self.start_exchange(now, id, &Mad::new(tid, *rep));
+            }
+            (Action::Establish, _) => {
+                self.table.enter(id, State::Established);
+                self.tell(Event::Established { conn: id });
+            }
+            (Action::Refuse, Detail::Refusal(reason, data)) => self.refuse(now, id, state, reason, data),
+            (Action::Refuse, _) => self.refuse(now, id, state, default_reason(state), [0; 148]),
+            (Action::TakeRejection, Detail::Rejection(rej)) => self.take_rejection(now, id, state, rej),
+            (Action::SendDreq, _) => self.send_dreq(now, id),
+            (Action::TakeDreq, Detail::Transaction(tid)) => {
+                self.answer_drep(id, tid);
+                self.disconnected(now, id);
+            }
+            (Action::EnterTimewait, _) => self.disconnected(now, id),
+            (Action::Abandon, _) => {
+                self.table.enter(id, State::Over);
+                self.tell_end(id, rejected(id, RejectReason::STALE_CONNECTION, &[], [0; 148]));
+            }
+            (Action::Retry, _) => self.retry(now, id, state),
+            (Action::ExitTimewait, _) => {
+                self.tell(Event::TimewaitExit { conn: id });
+                self.table.enter(id, State::Over);
+            }
+            (Action::End, _) => self.table.enter(id, State::Over),
+            (Action::Ignore, _) => self.counters.count_drop(DropReason::Duplicate),
+            // The receiving side and the calls pass the detail that belongs to the input.
+            (action, _) => debug_assert!(false, "{action:?} without its detail"),
+        }
+    }
+
+    /// Sends a message that awaits an answer, and starts its timer.
+    pub(super) fn start_exchange(&mut self, now: Instant, id: ConnId, mad: &Mad) {
+        let first = self.config.first_retry.max(core::time::Duration::from_millis(1));
+        let give_up = self.config.give_up;
+        let Some(c) = self.table.get_mut(id) else { return };
+        let bytes = mad.emit();
+        let pause = first.min(c.max_pause);
+        c.exchange = Some(Box::new(Exchange {
+            mad: bytes,
+            retries: c.max_retries,
+            pause: (2 * pause).min(c.max_pause),
+            extended: false,
+            extensions: MAX_EXTENSIONS,
+            deadline: now + give_up,
+        }));
+        self.table.set_timer(id, Some((now + pause).min(now + give_up)));
+        self.send_bytes(id, mad.message.attribute(), bytes);
+    }
+
+    /// Sends what awaits an answer again.
+    fn resend(&mut self, id: ConnId) {
+        let waiting = self.table.get(id).and_then(|c| c.exchange.as_ref()).map(|e| e.mad);
+        if let Some(bytes) = waiting {
+            let attribute = attribute_of(&bytes);
+            self.counters.count_retried(attribute);
+            self.send_bytes(id, attribute, bytes);
+        }
+    }
+
+    /// The timer of a message that awaits an answer.
+    fn retry(&mut self, now: Instant, id: ConnId, state: State) {
+        let next = self.table.get_mut(id).and_then(|c| {
+            let max = c.max_pause;
+            let e = c.exchange.as_mut().filter(|e| e.retries > 0 && now < e.deadline)?;
+            let at = (now + e.pause).min(e.deadline);
+            e.retries -= 1;
+            e.extended = false;
+            e.pause = (2 * e.pause).min(max);
+            Some(at)
+        });
+        if next.is_some() {
+            self.table.set_timer(id, next);
+            self.resend(id);
+            return;
+        }
+        self.counters.timeouts += 1;
+        if state == State::DreqSent {
+            self.disconnected(now, id);
+            return;
+        }
+        self.refuse(now, id, state, RejectReason::TIMEOUT, [0; 148]);
+        self.tell_end(id, Event::Unreachable { conn: id });
+        if state.is_half_open() {
+            // The peer may have sent its RTU and hold itself connected: only a DREQ is certain to arrive.
+            self.send_dreq(now, id);
+        }
+    }
+
+    /// An MRA of the peer's: the timer starts anew with the time that it asks for (`cm_mra_handler`).
+    ///
+    /// A second one while that time runs is a duplicate, and there are only so many: a request must not stay half-open
+    /// for ever.
+    fn extend(&mut self, now: Instant, id: ConnId, code: u8) {
+        let service = code_time(code.min(self.config.max_service_timeout));
+        let ack = code_time(self.config.packet_life_time + 1);
+        let first = self.config.first_retry.max(core::time::Duration::from_millis(1));
+        let at = now + service + ack;
+        let deadline = at + self.config.give_up;
+        let Some(c) = self.table.get_mut(id) else { return };
+        let max_pause = c.max_pause;
+        let Some(e) = c.exchange.as_mut().filter(|e| !e.extended && e.extensions > 0) else {
+            self.counters.count_drop(DropReason::Duplicate);
+            return;
+        };
+        e.extended = true;
+        e.extensions -= 1;
+        e.pause = first.min(max_pause);
+        e.deadline = deadline;
+        c.state = match c.state {
+            State::ReqSent => State::ReqExtended,
+            State::RepSent => State::RepExtended,
+            other => other,
+        };
+        self.counters.extended += 1;
+        self.table.set_timer(id, Some(at));
+    }
+
+    fn answer_mra(&mut self, id: ConnId, state: State) {
+        let subject = if state == State::ReqReceived {
+            Subject::Req
+        } else {
+            Subject::Rep
+        };
+        let Some(c) = self.table.get_mut(id) else { return };
+        c.granted = true;
+        let mad = Mad::new(c.transaction_id, build::mra(&self.config, c, subject));
+        self.send(id, &mad);
+    }
+
+    fn send_rtu(&mut self, id: ConnId) {
+        let Some(c) = self.table.get(id) else { return };
+        let mad = Mad::new(c.transaction_id, build::rtu(c));
+        self.send(id, &mad);
+    }
+
+    fn answer_drep(&mut self, id: ConnId, transaction_id: u64) {
+        let Some(c) = self.table.get(id) else { return };
+        let mad = Mad::new(transaction_id, build::drep(c.local_id, c.remote_id.unwrap_or(0)));
+        self.send(id, &mad);
+    }
+
+    fn send_dreq(&mut self, now: Instant, id: ConnId) {
+        let Some(c) = self.table.get(id) else { return };
+        let mad = Mad::new(self.transaction(c.local_id), build::dreq(c));
+        self.table.enter(id, State::DreqSent);
+        self.start_exchange(now, id, &mad);
+    }
+
+    /// Ends a connection that was established: timewait, and the event if it was not told yet.
+    fn disconnected(&mut self, now: Instant, id: ConnId) {
+        self.tell_end(id, Event::Disconnected { conn: id });
+        self.enter_timewait(now, id);
+    }
+
+    /// Timewait lasts for the local ACK timeout, twice a packet's life (IBA 12.9.8.4; `cm_enter_timewait`).
+    fn enter_timewait(&mut self, now: Instant, id: ConnId) {
+        let code = self.table.get(id).and_then(|c| c.peer).map_or(0, |p| p.timeout);
+        self.table.enter(id, State::Timewait);
+        let wait = code_time(code).min(self.config.max_timewait);
+        self.table.set_timer(id, Some(now + wait));
+    }
+
+    /// Sends a REJ and keeps it for a while.
+    fn refuse(&mut self, now: Instant, id: ConnId, state: State, reason: RejectReason, data: [u8; 148]) {
+        let subject = match state {
+            State::ReqReceived => Subject::Req,
+            State::RepReceived => Subject::Rep,
+            _ => Subject::Other,
+        };
+        let guid = self.config.ca_guid.to_be_bytes();
+        // A timeout is found by our GUID and communication ID: the peer's may not be known (IBA table 109).
+        let info: &[u8] = if reason == RejectReason::TIMEOUT { &guid } else { &[] };
+        let Some(c) = self.table.get(id) else { return };
+        let mad = Mad::new(c.transaction_id, build::rej(c, subject, reason, info, data));
+        let bytes = mad.emit();
+        self.table.enter(id, State::Refused);
+        if let Some(c) = self.table.get_mut(id) {
+            c.rejection = Some(Box::new(bytes));
+        }
+        let mut linger = 2 * code_time(self.config.response_timeout);
+        if self.table.get(id).is_some_and(|c| c.granted) {
+            linger += code_time(self.config.service_timeout);
+        }
+        self.table.set_timer(id, Some(now + linger));
+        self.send_bytes(id, Attribute::Rej, bytes);
+    }
+
+    fn repeat_rej(&mut self, id: ConnId) {
+        if let Some(bytes) = self.table.get(id).and_then(|c| c.rejection.as_deref().copied()) {
+            self.send_bytes(id, Attribute::Rej, bytes);
+        }
+    }
+
+    /// A REQ or REP of a connection that has ended.
+    fn reject_late(&mut self, id: ConnId, detail: &Detail<'_>) {
+        let Some(c) = self.table.get(id) else { return };
+        let (subject, reason) = match detail {
+            Detail::Reply(_) => (Subject::Rep, RejectReason(super::receive::INVALID_COMM_ID)),
+            _ => (Subject::Req, RejectReason::STALE_CONNECTION),
+        };
+        let mad = Mad::new(c.transaction_id, build::rej(c, subject, reason, &[], [0; 148]));
+        self.send(id, &mad);
+    }
+
+    /// Takes over what a REP says of the peer. The receiving side has checked that its numbers are free.
+    fn take_reply(&mut self, id: ConnId, rep: &Rep) {
+        let Some(c) = self.table.get_mut(id) else { return };
+        let path = RemoteQp {
+            av: address_vector(c.local.ip(), c.remote.ip(), c.offer.traffic_class),
+            qpn: rep.local_qpn,
+            sq_psn: rep.starting_psn,
+            mtu: c.offer.mtu,
+            responder_resources: rep.initiator_depth,
+            initiator_depth: rep.responder_resources,
+            timeout: build::ack_timeout_code(rep.target_ack_delay, self.config.packet_life_time),
+            retry_cnt: c.offer.retry_count,
+            rnr_retry: rep.rnr_retry_count,
+        };
+        c.remote_id = Some(rep.local_comm_id);
+        c.remote_guid = rep.local_ca_guid;
+        c.peer = Some(path);
+        self.table.enter(id, State::RepReceived);
+        self.table.index_remote(id);
+        self.tell(Event::Reply {
+            conn: id,
+            path,
+            private_data: rep.private_data.to_vec(),
+        });
+    }
+
+    fn take_rejection(&mut self, now: Instant, id: ConnId, state: State, rej: &Rej) {
+        let reason = RejectReason(rej.reason);
+        let info = rej.info.get(..usize::from(rej.info_length)).unwrap_or(&rej.info);
+        self.tell_end(id, rejected(id, reason, info, rej.private_data));
+        if reason == RejectReason::STALE_CONNECTION || state == State::RepReceived {
+            self.enter_timewait(now, id);
+        } else {
+            self.table.enter(id, State::Over);
+        }
+    }
+}
+
+/// Why we refuse when the consumer only said that it is over (`cm_destroy_id`).
+fn default_reason(state: State) -> RejectReason {
+    match state {
+        State::ReqSent | State::ReqExtended => RejectReason::TIMEOUT,
+        _ => RejectReason::CONSUMER,
+    }
+}
+
+fn rejected(conn: ConnId, reason: RejectReason, info: &[u8], data: [u8; 148]) -> Event {
+    Event::Rejected {
+        conn,
+        reason,
+        info: info.to_vec(),
+        private_data: data.to_vec(),
+    }
+}
+
+/// The attribute of a MAD that we made.
+fn attribute_of(bytes: &[u8; MAD_LEN]) -> Attribute {
+    Attribute::from_id(u16::from_be_bytes([bytes[16], bytes[17]])).unwrap_or(Attribute::Req)
+}
+
+/// The path MTU with a code, if we can do it.
+pub(super) fn usable_mtu(code: u8, max: Mtu) -> Option<Mtu> {
+    Mtu::from_code(code).filter(|m| *m <= max)
+}

@@ -1,0 +1,372 @@
+//! MADs from the wire.
+
+use core::net::{IpAddr, SocketAddr};
+
+use roce_verbs::{Instant, Qpn, provider::RejectReason};
+
+use super::{
+    Manager, address_vector, build,
+    build::code_time,
+    conn::{Conn, Offer},
+    perform::{Detail, usable_mtu},
+    state::{Input, State},
+};
+use crate::{
+    cma::{CmaHeader, HEADER_LEN, PortSpace, ServiceId},
+    mad::{
+        Attribute, Dreq, Gid, Mad, MadError, Message, Mra, Rej, Rep, Req, SidrRep, SidrReq, Subject, Transport,
+        sidr_status,
+    },
+    types::{ConnId, DropReason, Event, ListenId, RemoteQp},
+};
+
+/// Reject reason: the message names a communication ID that does not exist.
+pub(super) const INVALID_COMM_ID: u16 = 6;
+/// Reject reason: the transport type is not supported.
+const INVALID_TRANSPORT: RejectReason = RejectReason(9);
+/// Reject reason: the GID is not that of the port.
+const INVALID_GID: RejectReason = RejectReason(12);
+
+/// Where a MAD travelled.
+#[derive(Clone, Copy)]
+struct Way {
+    local: IpAddr,
+    remote: IpAddr,
+    transaction_id: u64,
+}
+
+/// What a MAD came to.
+type Outcome = Result<(), DropReason>;
+
+impl Manager {
+    /// Takes a MAD that arrived on QP1 at `local` from `remote`. Whatever its bytes are, the worst that happens is a
+    /// counted drop.
+    pub fn handle_mad(&mut self, now: Instant, local: IpAddr, remote: IpAddr, mad: &[u8]) {
+        let outcome = match Mad::parse(mad) {
+            Ok(mad) => {
+                self.counters.count_received(mad.message.attribute());
+                let way = Way {
+                    local: local.to_canonical(),
+                    remote: remote.to_canonical(),
+                    transaction_id: mad.transaction_id,
+                };
+                self.dispatch(now, way, &mad.message)
+            }
+            Err(e) => Err(match e {
+                MadError::Length(_) => DropReason::Length,
+                MadError::Attribute(_) => DropReason::Attribute,
+                MadError::Field(..) => DropReason::Field,
+                MadError::BaseVersion(_) | MadError::Class(_) | MadError::ClassVersion(_) | MadError::Method(_) => {
+                    DropReason::Header
+                }
+            }),
+        };
+        if let Err(reason) = outcome {
+            tracing::trace!(%remote, ?reason, "cm drop");
+            self.counters.count_drop(reason);
+        }
+    }
+
+    fn dispatch(&mut self, now: Instant, way: Way, message: &Message) -> Outcome {
+        if way.remote.is_unspecified() || way.remote.is_multicast() || way.local.is_ipv4() != way.remote.is_ipv4() {
+            return Err(DropReason::WrongAddress);
+        }
+        match message {
+            Message::Req(m) => self.on_req(now, way, m),
+            Message::Mra(m) => self.on_mra(now, way, m),
+            Message::Rej(m) => self.on_rej(now, way, m),
+            Message::Rep(m) => self.on_rep(now, way, m),
+            Message::Rtu(m) => {
+                let id = self.find(way, m.remote_comm_id, Some(m.local_comm_id))?;
+                self.input(now, id, Input::Rtu, Detail::None)
+            }
+            Message::Dreq(m) => self.on_dreq(now, way, m),
+            Message::Drep(m) => {
+                let id = self.find(way, m.remote_comm_id, Some(m.local_comm_id))?;
+                self.input(now, id, Input::Drep, Detail::None)
+            }
+            Message::SidrReq(m) => self.on_sidr_req(way, m),
+            Message::SidrRep(_) => Err(DropReason::UnknownConnection),
+        }
+    }
+
+    fn input(&mut self, now: Instant, id: ConnId, input: Input, detail: Detail<'_>) -> Outcome {
+        self.step(now, id, input, detail).map_err(|_| DropReason::State)
+    }
+
+    /// The connection with our ID and the peer's (`None`: not told to us yet), if the MAD travelled its way.
+    fn find(&self, way: Way, local_id: u32, remote_id: Option<u32>) -> Result<ConnId, DropReason> {
+        let id = self.table.by_local_id(local_id).ok_or(DropReason::UnknownConnection)?;
+        let c = self.table.get(id).ok_or(DropReason::UnknownConnection)?;
+        if c.remote_id != remote_id {
+            return Err(DropReason::UnknownConnection);
+        }
+        self.on_its_way(id, way)
+    }
+
+    fn on_its_way(&self, id: ConnId, way: Way) -> Result<ConnId, DropReason> {
+        match self.table.get(id) {
+            Some(c) if (c.local.ip(), c.remote.ip()) == (way.local, way.remote) => Ok(id),
+            Some(_) => Err(DropReason::WrongAddress),
+            None => Err(DropReason::UnknownConnection),
+        }
+    }
+
+    /// Rejects a MAD without a connection of ours (`cm_issue_rej`).
+    fn issue_rej(&mut self, way: Way, ids: (u32, u32), subject: Subject, reason: RejectReason, info: &[u8]) {
+        let mad = Mad::new(way.transaction_id, build::bare_rej(ids.0, ids.1, subject, reason, info));
+        self.send_to(way.local, way.remote, Attribute::Rej, mad.emit());
+    }
+
+    fn on_req(&mut self, now: Instant, way: Way, req: &Req) -> Outcome {
+        if !valid_qpn(req.local_qpn) || req.local_comm_id == 0 {
+            return Err(DropReason::Field);
+        }
+        let known = self
+            .table
+            .by_remote_id(way.remote, req.local_ca_guid, req.local_comm_id);
+        if let Some(id) = known {
+            if self.is_same_request(id, way, req) {
+                return self.input(now, id, Input::Req, Detail::None);
+            }
+            return self.stale(now, way, id, (0, req.local_comm_id), Subject::Req);
+        }
+        if let Some(id) = self.table.by_remote_qp(way.remote, req.local_ca_guid, req.local_qpn) {
+            return self.stale(now, way, id, (0, req.local_comm_id), Subject::Req);
+        }
+        match self.admit(way, req)? {
+            Ok((listener, header)) => self.new_request(way, req, listener, header),
+            Err((reason, info)) => {
+                self.issue_rej(way, (0, req.local_comm_id), Subject::Req, reason, &info);
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a REQ with a connection's communication ID is the one that made it.
+    fn is_same_request(&self, id: ConnId, way: Way, req: &Req) -> bool {
+        self.table.get(id).is_some_and(|c| {
+            !c.active
+                && c.local.ip() == way.local
+                && c.peer
+                    .is_some_and(|p| (p.qpn, p.sq_psn) == (req.local_qpn, req.starting_psn))
+        })
+    }
+
+    /// The peer uses the numbers of an old connection for a new one: it has restarted. The new attempt is rejected,
+    /// the old connection torn down (IBA 12.9.8.3.1; `cm_match_req`).
+    fn stale(&mut self, now: Instant, way: Way, old: ConnId, ids: (u32, u32), subject: Subject) -> Outcome {
+        self.counters.stale += 1;
+        self.issue_rej(way, ids, subject, RejectReason::STALE_CONNECTION, &[]);
+        let _ = self.step(now, old, Input::Stale, Detail::None);
+        Ok(())
+    }
+
+    /// Whether a new REQ is let in: where to, or why it is rejected. Dropped when there is no room: the peer
+    /// repeats it.
+    #[allow(clippy::type_complexity)]
+    fn admit(&self, way: Way, req: &Req) -> Result<Result<(ListenId, CmaHeader), (RejectReason, Vec<u8>)>, DropReason> {
+        let Some((listener, backlog)) = self.listener_for(way.local, req.service_id) else {
+            return Ok(Err((RejectReason::INVALID_SERVICE_ID, Vec::new())));
+        };
+        if req.transport != Transport::Rc {
+            return Ok(Err((INVALID_TRANSPORT, Vec::new())));
+        }
+        let gids = (req.primary_local_gid, req.primary_remote_gid);
+        if gids != (Gid::from(way.remote), Gid::from(way.local)) {
+            return Ok(Err((INVALID_GID, Gid::from(way.local).0.to_vec())));
+        }
+        if usable_mtu(req.path_mtu, self.config.mtu).is_none() {
+            return Ok(Err((RejectReason::INVALID_MTU, vec![self.config.mtu as u8])));
+        }
+        let header = match CmaHeader::parse(&req.private_data) {
+            Ok(h) if (h.src.to_canonical(), h.dst.to_canonical()) == (way.remote, way.local) => h,
+            Ok(_) => return Ok(Err((INVALID_GID, Gid::from(way.local).0.to_vec()))),
+            Err(_) => return Ok(Err((RejectReason::CONSUMER, Vec::new()))),
+        };
+        if self.table.waiting_at(listener) >= backlog as usize {
+            return Err(DropReason::Backlog);
+        }
+        if self.table.half_open() >= self.config.max_half_open {
+            return Err(DropReason::HalfOpen);
+        }
+        if self.table.half_open_from(way.remote) >= self.config.max_half_open_per_peer {
+            return Err(DropReason::HalfOpenPeer);
+        }
+        if self.table.len() >= self.config.max_connections {
+            return Err(DropReason::Connections);
+        }
+        Ok(Ok((listener, header)))
+    }
+
+    fn listener_for(&self, local: IpAddr, service_id: u64) -> Option<(ListenId, u32)> {
+        let port = ServiceId(service_id).port(PortSpace::Tcp)?;
+        self.listeners
+            .iter()
+            .find(|(_, l)| l.port == port && l.addr.is_none_or(|a| a == local))
+            .map(|(id, l)| (*id, l.backlog))
+    }
+
+    fn new_request(&mut self, way: Way, req: &Req, listener: ListenId, header: CmaHeader) {
+        let mtu = usable_mtu(req.path_mtu, self.config.mtu).unwrap_or(self.config.mtu);
+        let default_timeout = build::ack_timeout_code(self.config.ca_ack_delay, self.config.packet_life_time);
+        let path = RemoteQp {
+            av: address_vector(way.local, way.remote, req.primary_traffic_class),
+            qpn: req.local_qpn,
+            sq_psn: req.starting_psn,
+            mtu,
+            responder_resources: req.initiator_depth,
+            initiator_depth: req.responder_resources,
+            timeout: if req.primary_ack_timeout == 0 {
+                default_timeout
+            } else {
+                req.primary_ack_timeout
+            },
+            retry_cnt: req.retry_count,
+            rnr_retry: req.rnr_retry_count,
+        };
+        let port = ServiceId(req.service_id).port(PortSpace::Tcp).unwrap_or(0);
+        let local = SocketAddr::new(way.local, port);
+        let remote = SocketAddr::new(way.remote, header.port);
+        let local_id = self.new_comm_id();
+        let conn = self.table.insert(Conn {
+            state: State::ReqReceived,
+            active: false,
+            detached: None,
+            end_told: false,
+            listener: Some(listener),
+            local,
+            remote,
+            local_id,
+            remote_id: Some(req.local_comm_id),
+            remote_guid: req.local_ca_guid,
+            transaction_id: way.transaction_id,
+            local_qpn: Qpn::default(),
+            peer: Some(path),
+            offer: Offer {
+                mtu,
+                retry_count: req.retry_count,
+                traffic_class: req.primary_traffic_class,
+            },
+            granted: false,
+            max_pause: code_time(req.local_cm_response_timeout.min(self.config.response_timeout)),
+            max_retries: req.max_cm_retries.min(self.config.max_retries),
+            exchange: None,
+            rejection: None,
+            timer: None,
+        });
+        self.tell(Event::Request {
+            listener,
+            conn,
+            local,
+            remote,
+            private_data: req.private_data[HEADER_LEN..].to_vec(),
+            path,
+        });
+    }
+
+    fn on_mra(&mut self, now: Instant, way: Way, mra: &Mra) -> Outcome {
+        let remote = (mra.subject != Subject::Req).then_some(mra.local_comm_id);
+        let id = self.find(way, mra.remote_comm_id, remote)?;
+        let expected = match self.table.get(id).map(|c| c.state) {
+            Some(State::ReqSent | State::ReqExtended) => Subject::Req,
+            Some(State::RepSent | State::RepExtended) => Subject::Rep,
+            _ => return Err(DropReason::State),
+        };
+        if mra.subject != expected {
+            return Err(DropReason::State);
+        }
+        self.input(now, id, Input::Mra, Detail::Service(mra.service_timeout))
+    }
+
+    fn on_rep(&mut self, now: Instant, way: Way, rep: &Rep) -> Outcome {
+        let Some(id) = self.table.by_local_id(rep.remote_comm_id) else {
+            let ids = (rep.remote_comm_id, rep.local_comm_id);
+            self.issue_rej(way, ids, Subject::Rep, RejectReason(INVALID_COMM_ID), &[]);
+            return Err(DropReason::UnknownConnection);
+        };
+        self.on_its_way(id, way)?;
+        let Some(c) = self.table.get(id).filter(|c| c.active) else {
+            return Err(DropReason::State);
+        };
+        if c.remote_id.is_some() || c.state == State::Refused {
+            if c.remote_id.is_some_and(|r| r != rep.local_comm_id) {
+                return Err(DropReason::UnknownConnection);
+            }
+            return self.input(now, id, Input::Rep, Detail::Reply(rep));
+        }
+        if !valid_qpn(rep.local_qpn) || rep.local_comm_id == 0 {
+            return Err(DropReason::Field);
+        }
+        if self
+            .table
+            .by_remote_id(way.remote, rep.local_ca_guid, rep.local_comm_id)
+            .is_some()
+        {
+            return Err(DropReason::Duplicate);
+        }
+        if let Some(old) = self.table.by_remote_qp(way.remote, rep.local_ca_guid, rep.local_qpn) {
+            // The new attempt ends as if the peer had found out: its REP names a queue pair that is in use.
+            let stale = Rej {
+                reason: RejectReason::STALE_CONNECTION.0,
+                ..Rej::default()
+            };
+            self.stale(now, way, old, (rep.remote_comm_id, rep.local_comm_id), Subject::Rep)?;
+            return self.input(now, id, Input::Rej, Detail::Rejection(&stale));
+        }
+        self.input(now, id, Input::Rep, Detail::Reply(rep))
+    }
+
+    /// A DREQ for a connection that we don't have is answered all the same: the peer may have lost our DREP.
+    fn on_dreq(&mut self, now: Instant, way: Way, dreq: &Dreq) -> Outcome {
+        let id = match self.find(way, dreq.remote_comm_id, Some(dreq.local_comm_id)) {
+            Err(DropReason::UnknownConnection) => {
+                let mad = Mad::new(way.transaction_id, build::drep(dreq.remote_comm_id, dreq.local_comm_id));
+                self.send_to(way.local, way.remote, Attribute::Drep, mad.emit());
+                return Err(DropReason::UnknownConnection);
+            }
+            found => found?,
+        };
+        if self.table.get(id).is_some_and(|c| c.local_qpn != dreq.remote_qpn) {
+            return Err(DropReason::WrongQp);
+        }
+        self.input(now, id, Input::Dreq, Detail::Transaction(way.transaction_id))
+    }
+
+    /// Whom a REJ means (`cm_acquire_rejected_id`): after a timeout the peer may not know our ID, but we know its.
+    fn on_rej(&mut self, now: Instant, way: Way, rej: &Rej) -> Outcome {
+        let guid = rej.info.first_chunk().filter(|_| rej.info_length >= 8);
+        let id = match guid {
+            Some(guid) if RejectReason(rej.reason) == RejectReason::TIMEOUT => {
+                let guid = u64::from_be_bytes(*guid);
+                let id = self.table.by_remote_id(way.remote, guid, rej.local_comm_id);
+                self.on_its_way(id.ok_or(DropReason::UnknownConnection)?, way)?
+            }
+            _ if rej.subject == Subject::Req => self.find(way, rej.remote_comm_id, None)?,
+            _ => self.find(way, rej.remote_comm_id, Some(rej.local_comm_id))?,
+        };
+        self.input(now, id, Input::Rej, Detail::Rejection(rej))
+    }
+
+    /// Nobody serves datagrams here: says so (`cm_sidr_req_handler`).
+    fn on_sidr_req(&mut self, way: Way, req: &SidrReq) -> Outcome {
+        let rep = SidrRep {
+            request_id: req.request_id,
+            status: sidr_status::UNSUPPORTED,
+            service_id: req.service_id,
+            ..SidrRep::default()
+        };
+        self.send_to(
+            way.local,
+            way.remote,
+            Attribute::SidrRep,
+            Mad::new(way.transaction_id, rep).emit(),
+        );
+        Ok(())
+    }
+}
+
+/// A queue pair number that a connection can have.
+fn valid_qpn(qpn: Qpn) -> bool {
+    qpn != Qpn::SMI && qpn != Qpn::GSI && qpn != Qpn::MULTICAST
+}
