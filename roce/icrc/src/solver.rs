@@ -56,3 +56,42 @@ const fn preimage(difference: u32, factor: u32) -> Option<u16> {
         None
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The difference that a register state just before the Identification turns into, byte by byte.
+    fn difference_of(mut state: u32, trailing: u32) -> u32 {
+        for _ in 0..8 * (trailing + 2) {
+            state = (state >> 1) ^ if state & 1 != 0 { 0xedb8_8320 } else { 0 };
+        }
+        state
+    }
+
+    #[test]
+    fn only_sixteen_bits_are_an_identification() {
+        let mut solver = IdSolver::new();
+        for trailing in [38, 54, 1078, 4150] {
+            for bit in 0..32 {
+                let difference = difference_of(1 << bit, trailing);
+                let want = (bit < 16).then(|| (1u16.wrapping_shl(bit)).swap_bytes());
+                assert_eq!(
+                    IdSolver::solve_uncached(difference, trailing),
+                    want,
+                    "bit {bit}, {trailing} bytes"
+                );
+                assert_eq!(solver.solve(difference, trailing), want, "bit {bit}, {trailing} bytes");
+            }
+        }
+    }
+
+    #[test]
+    fn lengths_that_share_a_slot_do_not_share_a_factor() {
+        let mut solver = IdSolver::new();
+        let (short, long) = (100, 100 + 4 * SLOTS as u32);
+        for trailing in [short, long, short, long] {
+            assert_eq!(solver.solve(difference_of(0x2301, trailing), trailing), Some(0x0123));
+        }
+    }
+}

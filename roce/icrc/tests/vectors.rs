@@ -221,16 +221,27 @@ impl Octets for IpAddr {
 #[test]
 fn flow_catches_single_bits_with_the_identification_known() {
     let (flow, id, packet) = scapy_uc();
+    let mut passed = 0;
     for at in 0..packet.len() {
         for bit in 0..8 {
             let mut bad = packet.clone();
             bad[at] ^= 1 << bit;
             assert_eq!(flow.verify(id, &bad), at == 4, "byte {at} bit {bit}");
-            if at != 4 {
-                assert_ne!(flow.recover(&bad, id), Recovery::Exact(id), "byte {at} bit {bit}");
+            if at == 4 {
+                assert_eq!(flow.recover(&bad, id), Recovery::Exact(id), "masked bit {bit}");
+                continue;
+            }
+            // With it unknown one corrupt packet in 2^16 passes, as one with another Identification.
+            match flow.recover(&bad, id) {
+                Recovery::Corrupt => {}
+                Recovery::Exact(other) => {
+                    assert_ne!(other, id, "byte {at} bit {bit}");
+                    passed += 1;
+                }
             }
         }
     }
+    assert!(passed <= 1, "{passed} of 280 corrupt packets passed");
 }
 
 #[test]

@@ -178,6 +178,40 @@ fn pcapng_of_either_byte_order_and_any_resolution() {
     }
 }
 
+/// The obsolete packet block (type 2), whose time stamp is two 32-bit halves, the high one first.
+#[test]
+fn old_pcapng_packet_blocks_are_read() {
+    for endianness in [Endianness::Big, Endianness::Little] {
+        let big = endianness == Endianness::Big;
+        let number = |v: u32| if big { v.to_be_bytes() } else { v.to_le_bytes() };
+        let mut writer = PcapNgWriter::with_endianness(Vec::new(), endianness).unwrap();
+        let interface = InterfaceDescriptionBlock::new(DataLink::ETHERNET, 0);
+        writer.write_block(&Block::InterfaceDescription(interface)).unwrap();
+        // Interface 0, no drops, then the two halves of the time and the lengths.
+        let mut body = vec![0; 4];
+        for field in [1, 5, 4, 60] {
+            body.extend(number(field));
+        }
+        body.extend([1, 2, 3, 4]);
+        let len = body.len() as u32 + 12;
+        let raw = RawBlock {
+            type_: 2,
+            initial_len: len,
+            body: body.into(),
+            trailer_len: len,
+        };
+        writer.write_raw_block(&raw).unwrap();
+        let file = writer.into_inner();
+        let mut capture = Capture::new(&file[..]).unwrap();
+        let frame = capture.next_frame().unwrap().unwrap();
+        assert_eq!(frame.time_ns, ((1 << 32) + 5) * 1000, "{endianness:?}");
+        assert_eq!(
+            (frame.data, frame.original_len, frame.is_cut()),
+            (&[1, 2, 3, 4][..], 60, true)
+        );
+    }
+}
+
 #[test]
 fn a_pcapng_packet_of_an_unknown_interface_is_an_error() {
     let mut writer = PcapNgWriter::new(Vec::new()).unwrap();

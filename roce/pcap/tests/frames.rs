@@ -320,6 +320,19 @@ fn several_packets_in_one_frame_are_checked_one_by_one() {
         "{}",
         report.findings[1].text
     );
+
+    // A packet that is right for some other Identification, which segmentation would not give it.
+    let mut bad = before_segmentation(v4(), 7, false);
+    let second = 28 + 1040..28 + 2 * 1040;
+    let (src, dst) = v4();
+    Flow::try_from((src, dst)).unwrap().seal(0x4444, &mut bad[second]);
+    let report = one(&bad);
+    assert_eq!(kinds(&report), [Kind::Segments, Kind::IcrcBad]);
+    assert!(
+        report.findings[1].text.contains("packet 2 of 5"),
+        "{}",
+        report.findings[1].text
+    );
 }
 
 #[test]
