@@ -409,6 +409,27 @@ impl MemoryTable {
         Ok(())
     }
 
+    /// Ends a region and whatever windows are bound to it: for owners that can't wait for their peers to let go.
+    ///
+    /// # Errors
+    /// When it was ended before.
+    pub fn revoke(&self, region: &Region) -> Result<(), MemError> {
+        let mut inner = self.inner.write();
+        let index = region.key >> 8;
+        match inner.entries.get(&index) {
+            Some(e) if matches!(e.kind, Kind::Region) && e.key == region.key => {}
+            _ => return Err(MemError::NotFound),
+        }
+        let bound = |e: &Entry| matches!(e.kind, Kind::Window(_, BoundTo { region: Some(r), .. }) if r == index);
+        let windows: Vec<u32> = inner.entries.iter().filter(|(_, e)| bound(e)).map(|(i, _)| *i).collect();
+        for window in windows {
+            inner.close(window);
+        }
+        inner.remove(region.key)?;
+        inner.regions -= 1;
+        Ok(())
+    }
+
     /// Makes a target for fast registration, closed at first.
     ///
     /// # Errors
