@@ -1,1 +1,44 @@
-//! RoCEv2 in userspace: devices, protection domains, memory regions, completion queues, queue pairs.
+//! RoCEv2 in userspace: a verbs device on ordinary UDP sockets, on the wire what hardware RoCE and Linux's rdma_rxe speak.
+//!
+//! [`Device::open`] binds UDP port 4791 of an address. A device makes protection domains ([`Pd`]), memory regions ([`Mr`]),
+//! completion queues ([`Cq`]) and channels ([`Channel`]), reliable connected queue pairs ([`Qp`]) and connections ([`Id`],
+//! with their events on an [`EventChannel`]). What they do is in the traits of [`verbs::provider`], re-exported here;
+//! what only this device has are methods of its own.
+//!
+//! Queue pairs are connected through the connection manager ([`Provider::connect`], [`Provider::listen`]), or by hand with
+//! [`QueuePair::modify`] from what the programs told each other.
+//!
+//! Registered memory may be changed by peers at any time: it is owned by a region and only ever copied.
+//! [`Device::register_mr`] takes the program's own memory, and is `unsafe` for that reason.
+//!
+//! **Locks.** One lock protects the port; it is taken by posting, by polling an empty completion queue, by creating and
+//! dropping objects, and by the background thread. `roce_net::Driver` tells the order of the locks.
+
+mod cm;
+mod cq;
+mod device;
+mod memory;
+mod provider;
+mod qp;
+mod queue;
+mod tap;
+
+pub use cm::{EventChannel, Id};
+pub use cq::{Channel, Cq};
+pub use device::{Device, DeviceConfig, DeviceStats};
+pub use memory::{Mr, Mw, Pd, Revocable};
+pub use qp::Qp;
+pub use roce_mem::WindowKind;
+pub use roce_net::{DatapathCounters, iface};
+pub use roce_port::PortCounters;
+pub use roce_qp::WindowConfig;
+pub use roce_verbs as verbs;
+pub use roce_verbs::{
+    AccessFlags, AddressVector, AsyncEvent, Completion, DeviceLimits, LKey, Mtu, Payload, Psn, QpAttr, QpCaps, QpState,
+    Qpn, RKey, RecvWr, RemoteAddr, RnrTimer, SendFlags, SendOp, SendWr, Sge, WcFlags, WcOpcode, WcStatus,
+    provider::{
+        CmChannel, CmEvent, CmEventKind, CmId, CompletionChannel, CompletionQueue, ConnParams, Grant, MemoryRegion,
+        Provider, QpInit, QueuePair, RejectReason, RevocableRegion, VerbsError,
+    },
+    wr::PostError,
+};

@@ -159,8 +159,12 @@ impl Engine {
 
     fn tell(&mut self, now: Instant) {
         while let Some(event) = self.port.poll_cm_event() {
-            let conn = event.conn();
-            if !self.sink.cm_event(event) {
+            let request = match &event {
+                PortCmEvent::ConnectRequest { conn, .. } => Some(*conn),
+                _ => None,
+            };
+            let taken = self.sink.cm_event(event);
+            if let (Some(conn), false) = (request, taken) {
                 // Destroying a waiting request rejects it.
                 self.port.cm_destroy(now, conn);
             }

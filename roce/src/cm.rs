@@ -1,0 +1,447 @@
+//! Connections.
+//!
+//! The port's events go, under its lock, through the [`Router`] into the queue of the event channel that a listener or
+//! connection was made with. They become events with handles only when the program takes them, outside of the lock:
+//! dropping a handle takes that lock.
+
+use std::{
+    collections::HashMap,
+    net::{IpAddr, SocketAddr},
+    os::fd::{AsFd, BorrowedFd},
+    sync::{Arc, Weak},
+    time::Duration,
+};
+
+use parking_lot::Mutex;
+use roce_net::EventSink;
+use roce_port::{ConnId, ListenId, PortCmEvent};
+use roce_verbs::{
+    AsyncEvent,
+    provider::{CmChannel, CmEvent, CmEventKind, CmId, ConnParams, QueuePair, RejectReason, VerbsError},
+};
+
+use crate::{
+    cq::wait,
+    device::{Device, DeviceInner, closed, io_error},
+    qp::Qp,
+    queue::EventQueue,
+};
+
+type CmQueue = EventQueue<PortCmEvent>;
+
+/// A listener or a connection.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+enum Key {
+    Listener(ListenId),
+    Conn(ConnId),
+}
+
+struct Route {
+    queue: Arc<CmQueue>,
+    /// The handle, once the program has it.
+    id: Weak<IdInner>,
+}
+
+/// Something that is closed with the device.
+trait Close: Send + Sync {
+    fn close(&self);
+}
+
+impl<T: Send> Close for EventQueue<T> {
+    fn close(&self) {
+        EventQueue::close(self);
+    }
+}
+
+#[derive(Default)]
+struct Routes {
+    by_key: HashMap<Key, Route>,
+    closes: Vec<Weak<dyn Close>>,
+    closed: bool,
+}
+
+/// Brings the port's events to where the program waits for them.
+pub(crate) struct Router {
+    routes: Mutex<Routes>,
+    async_events: EventQueue<AsyncEvent>,
+}
+
+/// Asynchronous events that nobody takes: no more are kept.
+const MAX_ASYNC_EVENTS: usize = 1024;
+
+impl Router {
+    pub(crate) fn new(async_events: EventQueue<AsyncEvent>) -> Self {
+        Self {
+            routes: Mutex::default(),
+            async_events,
+        }
+    }
+
+    pub(crate) fn async_events(&self) -> &EventQueue<AsyncEvent> {
+        &self.async_events
+    }
+
+    /// Has a queue closed with the device.
+    pub(crate) fn closes<T: Send + 'static>(&self, queue: &Arc<EventQueue<T>>) {
+        let mut routes = self.routes.lock();
+        if routes.closed {
+            queue.close();
+            return;
+        }
+        if routes.closes.len() == routes.closes.capacity() {
+            routes.closes.retain(|q| q.strong_count() > 0);
+        }
+        let weak: Weak<EventQueue<T>> = Arc::downgrade(queue);
+        routes.closes.push(weak);
+    }
+
+    fn add(&self, key: Key, queue: &Arc<CmQueue>, id: &Arc<IdInner>) {
+        let route = Route {
+            queue: queue.clone(),
+            id: Arc::downgrade(id),
+        };
+        self.routes.lock().by_key.insert(key, route);
+    }
+
+    fn remove(&self, key: Key) {
+        // The queue is dropped outside of the lock, and holds nothing that takes one.
+        let route = self.routes.lock().by_key.remove(&key);
+        drop(route);
+    }
+
+    /// Takes one event of a channel and makes handles of its numbers.
+    fn take(&self, device: &Arc<DeviceInner>, queue: &Arc<CmQueue>) -> Result<Taken, VerbsError> {
+        // One lock for both steps: otherwise another thread could take a later event of a new connection before its
+        // handle is known.
+        let mut routes = self.routes.lock();
+        let Some(event) = queue.pop()? else {
+            return Ok(Taken::Nothing);
+        };
+        let find = |routes: &Routes, key| routes.by_key.get(&key).and_then(|r| r.id.upgrade());
+        let PortCmEvent::ConnectRequest {
+            listener,
+            conn,
+            local,
+            remote,
+            private_data,
+            initiator_depth,
+            responder_resources,
+        } = event
+        else {
+            return Ok(match find(&routes, Key::Conn(event.conn())) {
+                Some(id) => Taken::Event(CmEvent {
+                    id: Id(id),
+                    kind: kind_of(event),
+                }),
+                None => Taken::Stale,
+            });
+        };
+        let Some(listener) = find(&routes, Key::Listener(listener)) else {
+            return Ok(Taken::Orphan(conn));
+        };
+        let id = Arc::new(IdInner {
+            key: Key::Conn(conn),
+            device: device.clone(),
+            local,
+            remote: Some(remote),
+        });
+        if let Some(route) = routes.by_key.get_mut(&Key::Conn(conn)) {
+            route.id = Arc::downgrade(&id);
+        }
+        Ok(Taken::Event(CmEvent {
+            id: Id(listener),
+            kind: CmEventKind::ConnectRequest {
+                id: Id(id),
+                private_data,
+                initiator_depth,
+                responder_resources,
+            },
+        }))
+    }
+}
+
+/// What [`Router::take`] found.
+enum Taken {
+    Nothing,
+    Event(CmEvent<Id>),
+    /// An event of a connection whose handle is gone.
+    Stale,
+    /// A request for a listener whose handle is gone.
+    Orphan(ConnId),
+}
+
+fn kind_of(event: PortCmEvent) -> CmEventKind<Id> {
+    match event {
+        PortCmEvent::Established { private_data, .. } => CmEventKind::Established { private_data },
+        PortCmEvent::Rejected {
+            reason, private_data, ..
+        } => CmEventKind::Rejected { reason, private_data },
+        PortCmEvent::Unreachable { .. } => CmEventKind::Unreachable,
+        PortCmEvent::ConnectError { text, .. } => CmEventKind::ConnectError(text),
+        PortCmEvent::Disconnected { .. } => CmEventKind::Disconnected,
+        PortCmEvent::TimewaitExit { .. } | PortCmEvent::ConnectRequest { .. } => CmEventKind::TimewaitExit,
+    }
+}
+
+impl EventSink for Router {
+    fn cm_event(&self, event: PortCmEvent) -> bool {
+        let mut routes = self.routes.lock();
+        let (key, new) = match &event {
+            PortCmEvent::ConnectRequest { listener, conn, .. } => (Key::Listener(*listener), Some(*conn)),
+            other => (Key::Conn(other.conn()), None),
+        };
+        let Some(queue) = routes.by_key.get(&key).map(|r| r.queue.clone()) else {
+            return false;
+        };
+        if let Some(conn) = new {
+            let route = Route {
+                queue: queue.clone(),
+                id: Weak::new(),
+            };
+            routes.by_key.insert(Key::Conn(conn), route);
+        }
+        let taken = queue.push(event).is_ok();
+        if let (Some(conn), false) = (new, taken) {
+            routes.by_key.remove(&Key::Conn(conn));
+        }
+        taken
+    }
+
+    fn async_event(&self, event: AsyncEvent) {
+        tracing::debug!(?event, "asynchronous event");
+        if self.async_events.len() < MAX_ASYNC_EVENTS {
+            let _ = self.async_events.push(event);
+        }
+    }
+
+    fn closed(&self) {
+        let mut routes = self.routes.lock();
+        routes.closed = true;
+        for queue in routes.closes.drain(..).filter_map(|q| q.upgrade()) {
+            queue.close();
+        }
+        self.async_events.close();
+    }
+}
+
+/// A connection or a listener. It ends with its last clone: a connection is disconnected, a waiting request rejected.
+#[derive(Clone)]
+pub struct Id(Arc<IdInner>);
+
+struct IdInner {
+    key: Key,
+    device: Arc<DeviceInner>,
+    local: SocketAddr,
+    remote: Option<SocketAddr>,
+}
+
+impl Drop for IdInner {
+    fn drop(&mut self) {
+        self.device.router.remove(self.key);
+        // On a closed device there is nothing left to end.
+        let _ = self.device.driver.with(|port, now| match self.key {
+            Key::Listener(id) => port.cm_unlisten(id),
+            Key::Conn(id) => port.cm_destroy(now, id),
+        });
+    }
+}
+
+impl core::fmt::Debug for Id {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Id")
+            .field("key", &self.0.key)
+            .field("local", &self.0.local)
+            .field("remote", &self.0.remote)
+            .finish()
+    }
+}
+
+impl Id {
+    fn conn(&self) -> Result<ConnId, VerbsError> {
+        match self.0.key {
+            Key::Conn(id) => Ok(id),
+            Key::Listener(_) => Err(VerbsError::State("a listener is not a connection".into())),
+        }
+    }
+
+    /// Refuses a connect request for a reason other than the program's wish.
+    ///
+    /// # Errors
+    /// When it is not a waiting request or the data is too long.
+    pub fn reject_with(&self, reason: RejectReason, private_data: &[u8]) -> Result<(), VerbsError> {
+        let conn = self.conn()?;
+        let driver = &self.0.device.driver;
+        driver
+            .with(|port, now| port.cm_reject(now, conn, reason, private_data))
+            .map_err(closed)?
+    }
+}
+
+impl CmId for Id {
+    type Qp = Qp;
+
+    fn handle(&self) -> u64 {
+        // Both counters start apart; the low bit keeps listeners and connections from meeting.
+        match self.0.key {
+            Key::Listener(id) => id.0.wrapping_mul(2).wrapping_add(1),
+            Key::Conn(id) => id.0.wrapping_mul(2),
+        }
+    }
+
+    fn local_addr(&self) -> SocketAddr {
+        self.0.local
+    }
+
+    fn peer_addr(&self) -> Option<SocketAddr> {
+        self.0.remote
+    }
+
+    fn accept(&self, qp: &Qp, params: ConnParams) -> Result<(), VerbsError> {
+        let conn = self.conn()?;
+        check_device(qp, &self.0.device)?;
+        let driver = &self.0.device.driver;
+        driver
+            .with(|port, now| port.cm_accept(now, conn, qp.qpn(), params))
+            .map_err(closed)?
+    }
+
+    fn reject(&self, private_data: &[u8]) -> Result<(), VerbsError> {
+        self.reject_with(RejectReason::CONSUMER, private_data)
+    }
+
+    fn disconnect(&self) -> Result<(), VerbsError> {
+        let conn = self.conn()?;
+        let driver = &self.0.device.driver;
+        driver.with(|port, now| port.cm_disconnect(now, conn)).map_err(closed)
+    }
+}
+
+fn check_device(qp: &Qp, device: &Arc<DeviceInner>) -> Result<(), VerbsError> {
+    match Arc::ptr_eq(qp.device(), device) {
+        true => Ok(()),
+        false => Err(VerbsError::Invalid("the queue pair is another device's".into())),
+    }
+}
+
+/// Where connection events arrive.
+#[derive(Clone)]
+pub struct EventChannel(Arc<ChannelInner>);
+
+struct ChannelInner {
+    queue: Arc<CmQueue>,
+    device: Arc<DeviceInner>,
+}
+
+impl Drop for ChannelInner {
+    fn drop(&mut self) {
+        self.queue.close();
+        while let Ok(Some(event)) = self.queue.pop() {
+            if let PortCmEvent::ConnectRequest { conn, .. } = event {
+                end_orphan(&self.device, conn);
+            }
+        }
+    }
+}
+
+/// Ends a connection that no handle stands for.
+fn end_orphan(device: &DeviceInner, conn: ConnId) {
+    device.router.remove(Key::Conn(conn));
+    let _ = device.driver.with(|port, now| port.cm_destroy(now, conn));
+}
+
+impl core::fmt::Debug for EventChannel {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("EventChannel").finish_non_exhaustive()
+    }
+}
+
+impl EventChannel {
+    pub(crate) fn new(device: &Device) -> Result<Self, VerbsError> {
+        let queue = Arc::new(EventQueue::new().map_err(io_error("making an event channel"))?);
+        device.0.router.closes(&queue);
+        Ok(Self(Arc::new(ChannelInner {
+            queue,
+            device: device.0.clone(),
+        })))
+    }
+
+    fn check(&self, device: &Device) -> Result<(), VerbsError> {
+        match Arc::ptr_eq(&self.0.device, &device.0) {
+            true => Ok(()),
+            false => Err(VerbsError::Invalid("the event channel is another device's".into())),
+        }
+    }
+
+    /// Takes an event that still concerns somebody.
+    fn take(&self) -> Result<Option<CmEvent<Id>>, VerbsError> {
+        let device = &self.0.device;
+        loop {
+            match device.router.take(device, &self.0.queue)? {
+                Taken::Nothing => return Ok(None),
+                Taken::Event(event) => return Ok(Some(event)),
+                Taken::Stale => {}
+                Taken::Orphan(conn) => end_orphan(device, conn),
+            }
+        }
+    }
+}
+
+impl CmChannel for EventChannel {
+    type Id = Id;
+
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        AsFd::as_fd(&*self.0.queue)
+    }
+
+    fn wait(&self, timeout: Option<Duration>) -> Result<Option<CmEvent<Id>>, VerbsError> {
+        wait(&self.0.device, &self.0.queue, timeout, || self.take())
+    }
+}
+
+impl Device {
+    pub(crate) fn cm_listen(&self, channel: &EventChannel, addr: SocketAddr, backlog: u32) -> Result<Id, VerbsError> {
+        channel.check(self)?;
+        let ip = Some(addr.ip()).filter(|ip| !ip.is_unspecified());
+        let queue = &channel.0.queue;
+        let made = self.0.driver.with_quiet(|port, _| {
+            let key = Key::Listener(port.cm_listen(ip, addr.port(), backlog)?);
+            Ok(self.new_id(key, queue, addr, None))
+        });
+        made.map_err(closed)?
+    }
+
+    pub(crate) fn cm_connect(
+        &self,
+        channel: &EventChannel,
+        src: Option<IpAddr>,
+        dst: SocketAddr,
+        qp: &Qp,
+        params: ConnParams,
+    ) -> Result<Id, VerbsError> {
+        channel.check(self)?;
+        check_device(qp, &self.0)?;
+        let local = match src.filter(|ip| !ip.is_unspecified()) {
+            Some(ip) => ip,
+            None => self.0.local_for(dst.ip())?,
+        };
+        let local = SocketAddr::new(local, 0);
+        let queue = &channel.0.queue;
+        let made = self.0.driver.with(|port, now| {
+            let key = Key::Conn(port.cm_connect(now, local, dst, qp.qpn(), params)?);
+            Ok(self.new_id(key, queue, local, Some(dst)))
+        });
+        made.map_err(closed)?
+    }
+
+    /// Makes a handle and its route. Called under the port's lock, so that no event comes before the route.
+    fn new_id(&self, key: Key, queue: &Arc<CmQueue>, local: SocketAddr, remote: Option<SocketAddr>) -> Id {
+        let id = Arc::new(IdInner {
+            key,
+            device: self.0.clone(),
+            local,
+            remote,
+        });
+        self.0.router.add(key, queue, &id);
+        Id(id)
+    }
+}

@@ -1,0 +1,204 @@
+//! Completion queues and channels.
+
+use std::{
+    os::fd::{AsFd, BorrowedFd},
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+
+use roce_qp::{CompletionQueue as Queue, Notify};
+use roce_verbs::{
+    Completion,
+    provider::{CompletionChannel, CompletionQueue, VerbsError},
+};
+
+use crate::{
+    device::{Device, DeviceInner, io_error},
+    queue::{EventQueue, deadline},
+};
+
+/// How long a wait sleeps at a time when no background thread advances the device.
+const SLICE: Duration = Duration::from_micros(200);
+
+/// A completion queue.
+#[derive(Clone)]
+pub struct Cq(Arc<CqInner>);
+
+struct CqInner {
+    queue: Arc<Queue>,
+    device: Arc<DeviceInner>,
+    has_channel: bool,
+}
+
+impl Drop for CqInner {
+    fn drop(&mut self) {
+        self.device.cqs.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Puts a completion queue's cookie into its channel.
+struct ChannelNotify {
+    events: Arc<EventQueue<u64>>,
+    cookie: u64,
+}
+
+impl Notify for ChannelNotify {
+    fn notify(&self, _handle: u32) {
+        // A channel that is closed has nobody who waits.
+        let _ = self.events.push(self.cookie);
+    }
+}
+
+impl core::fmt::Debug for Cq {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_tuple("Cq").field(&self.0.queue.handle()).finish()
+    }
+}
+
+impl Cq {
+    pub(crate) fn new(
+        device: &Device,
+        entries: u32,
+        channel: Option<&Channel>,
+        cookie: u64,
+    ) -> Result<Self, VerbsError> {
+        let limits = &device.0.limits;
+        if entries == 0 || entries > limits.max_cqe {
+            let text = format!(
+                "a completion queue of {entries} entries: 1 to {} are possible",
+                limits.max_cqe
+            );
+            return Err(VerbsError::Invalid(text));
+        }
+        if device.0.cqs.fetch_add(1, Ordering::Relaxed) >= limits.max_cq {
+            device.0.cqs.fetch_sub(1, Ordering::Relaxed);
+            return Err(VerbsError::Limit("completion queues"));
+        }
+        let notify = channel.map(|c| {
+            let events = c.events.clone();
+            Arc::new(ChannelNotify { events, cookie }) as Arc<dyn Notify>
+        });
+        let has_channel = notify.is_some();
+        Ok(Self(Arc::new(CqInner {
+            queue: Queue::new(device.0.new_cq_handle(), entries, notify),
+            device: device.0.clone(),
+            has_channel,
+        })))
+    }
+
+    /// The number that names it in asynchronous events.
+    pub fn handle(&self) -> u32 {
+        self.0.queue.handle()
+    }
+
+    /// Completions waiting.
+    pub fn len(&self) -> usize {
+        self.0.queue.len()
+    }
+
+    /// Whether none waits.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    pub(crate) fn queue(&self) -> &Arc<Queue> {
+        &self.0.queue
+    }
+
+    pub(crate) fn device(&self) -> &Arc<DeviceInner> {
+        &self.0.device
+    }
+
+    fn take(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize, VerbsError> {
+        self.0
+            .queue
+            .poll(out, max)
+            .map_err(|e| VerbsError::State(format!("{e}: it was made too small for what was posted")))
+    }
+}
+
+impl CompletionQueue for Cq {
+    fn poll(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize, VerbsError> {
+        let driver = &self.0.device.driver;
+        let mut taken = self.take(out, max)?;
+        if taken == 0 && max > 0 {
+            if driver.is_closed() {
+                return Err(VerbsError::Closed);
+            }
+            driver.empty_poll();
+            taken = self.take(out, max)?;
+        }
+        if taken > 0 {
+            driver.leave_poll();
+        }
+        Ok(taken)
+    }
+
+    fn arm(&self, solicited_only: bool) -> Result<(), VerbsError> {
+        if !self.0.has_channel {
+            return Err(VerbsError::State("the completion queue has no channel".into()));
+        }
+        self.0.queue.arm(solicited_only);
+        self.0.device.driver.leave_poll();
+        Ok(())
+    }
+}
+
+/// A completion channel.
+#[derive(Clone)]
+pub struct Channel {
+    events: Arc<EventQueue<u64>>,
+    device: Arc<DeviceInner>,
+}
+
+impl core::fmt::Debug for Channel {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Channel").finish_non_exhaustive()
+    }
+}
+
+impl Channel {
+    pub(crate) fn new(device: &Device) -> Result<Self, VerbsError> {
+        let events = Arc::new(EventQueue::new().map_err(io_error("making a completion channel"))?);
+        device.0.router.closes(&events);
+        Ok(Self {
+            events,
+            device: device.0.clone(),
+        })
+    }
+}
+
+impl CompletionChannel for Channel {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        AsFd::as_fd(&*self.events)
+    }
+
+    fn wait(&self, timeout: Option<Duration>) -> Result<Option<u64>, VerbsError> {
+        wait(&self.device, &self.events, timeout, || self.events.pop())
+    }
+}
+
+/// Takes an event, sleeping for it if need be.
+pub(crate) fn wait<Q, E>(
+    device: &DeviceInner,
+    queue: &EventQueue<Q>,
+    timeout: Option<Duration>,
+    mut take: impl FnMut() -> Result<Option<E>, VerbsError>,
+) -> Result<Option<E>, VerbsError> {
+    if let Some(event) = take()? {
+        return Ok(Some(event));
+    }
+    device.driver.leave_poll();
+    let until = deadline(timeout);
+    loop {
+        if !device.background {
+            device.driver.empty_poll();
+        }
+        if let Some(event) = take()? {
+            return Ok(Some(event));
+        }
+        if !queue.sleep(until, (!device.background).then_some(SLICE))? {
+            return take();
+        }
+    }
+}

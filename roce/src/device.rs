@@ -1,0 +1,325 @@
+//! The device.
+
+use std::{
+    net::IpAddr,
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
+};
+
+use roce_mem::{MemError, MemoryTable};
+use roce_net::{Closed, DatapathCounters, Driver, DriverConfig, OpenError, Tap, UdpConfig, UdpDatapath, iface};
+use roce_port::{Port, PortConfig, PortCounters};
+use roce_qp::WindowConfig;
+use roce_verbs::{AsyncEvent, DeviceLimits, Mtu, provider::VerbsError};
+
+use crate::{cm::Router, queue::EventQueue, tap::PcapTap};
+
+/// How a device is opened.
+#[derive(Clone, Debug)]
+pub struct DeviceConfig {
+    /// Our address. Unspecified: all addresses of this IP version, and `::` means IPv4 too.
+    pub addr: IpAddr,
+    /// Path MTU to offer at most; `None`: the largest that the interface carries.
+    pub mtu: Option<Mtu>,
+    /// Receive buffer to ask the system for, bytes.
+    pub socket_buffer: usize,
+    /// Send several packets with one call (UDP_SEGMENT).
+    pub gso: bool,
+    /// Receive several packets with one call (UDP_GRO).
+    pub gro: bool,
+    /// Run a background thread. Without one nothing moves but while the program posts, polls and waits: peers that
+    /// read or write memory meanwhile are not answered.
+    pub background: bool,
+    /// Bounds of the bytes in flight towards one peer; `None`: chosen by the receive buffer.
+    pub window: Option<WindowConfig>,
+    /// Write all packets sent and received to this file.
+    pub pcap: Option<PathBuf>,
+    /// Identifies the device to connection managers; `None`: random. No two live devices may share one.
+    pub guid: Option<u64>,
+}
+
+impl Default for DeviceConfig {
+    fn default() -> Self {
+        let udp = UdpConfig::default();
+        Self {
+            addr: udp.addr,
+            mtu: None,
+            socket_buffer: udp.receive_buffer,
+            gso: true,
+            gro: true,
+            background: true,
+            window: None,
+            pcap: None,
+            guid: None,
+        }
+    }
+}
+
+impl DeviceConfig {
+    /// The usual settings for a device at an address.
+    pub fn new(addr: IpAddr) -> Self {
+        Self {
+            addr,
+            ..Self::default()
+        }
+    }
+}
+
+/// What a device has counted.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DeviceStats {
+    /// Packets, drops and the transport.
+    pub port: PortCounters,
+    /// System calls and sockets.
+    pub path: DatapathCounters,
+}
+
+impl DeviceStats {
+    /// Packets that were sent more than once.
+    pub fn retransmits(&self) -> u64 {
+        self.port.tx_retransmissions
+    }
+
+    /// Packets dropped because of their ICRC.
+    pub fn icrc_errors(&self) -> u64 {
+        self.port.icrc_errors + self.port.icrc_implausible
+    }
+}
+
+/// A RoCE device on UDP sockets. Cheap to clone; it closes when the last clone and the last object made from it are gone.
+#[derive(Clone)]
+pub struct Device(pub(crate) Arc<DeviceInner>);
+
+/// What all objects of a device share.
+pub(crate) struct DeviceInner {
+    pub(crate) driver: Driver,
+    pub(crate) mem: Arc<MemoryTable>,
+    pub(crate) router: Arc<Router>,
+    pub(crate) limits: DeviceLimits,
+    pub(crate) background: bool,
+    pub(crate) cqs: AtomicU32,
+    next_cq: AtomicU32,
+    addr: IpAddr,
+    mtu: Mtu,
+}
+
+impl core::fmt::Debug for Device {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Device")
+            .field("addr", &self.0.addr)
+            .field("mtu", &self.0.mtu)
+            .finish_non_exhaustive()
+    }
+}
+
+pub(crate) fn closed(_: Closed) -> VerbsError {
+    VerbsError::Closed
+}
+
+pub(crate) fn mem_error(e: MemError) -> VerbsError {
+    match e {
+        MemError::Limit(what) => VerbsError::Limit(what),
+        MemError::Busy(what) => VerbsError::Busy(what),
+        other => VerbsError::Invalid(other.to_string()),
+    }
+}
+
+pub(crate) fn io_error(context: &str) -> impl Fn(std::io::Error) -> VerbsError {
+    move |source| VerbsError::Io {
+        context: context.into(),
+        source,
+    }
+}
+
+fn open_error(e: OpenError) -> VerbsError {
+    match e {
+        OpenError::Io { context, source } => io_error(context)(source),
+        other => VerbsError::Address(other.to_string()),
+    }
+}
+
+/// 32 bytes from the system's random number generator.
+fn random() -> Result<[u8; 32], VerbsError> {
+    let mut seed = [0; 32];
+    getrandom::fill(&mut seed).map_err(|e| VerbsError::Io {
+        context: "asking the system for random numbers".into(),
+        source: std::io::Error::other(e.to_string()),
+    })?;
+    Ok(seed)
+}
+
+/// The path MTU to use: what the interface carries, unless less was asked for.
+fn choose_mtu(config: &DeviceConfig) -> Result<Mtu, VerbsError> {
+    let fits = match iface::path_mtu(config.addr) {
+        Ok(mtu) => mtu,
+        Err(e) if e.kind() == std::io::ErrorKind::AddrNotAvailable => {
+            return Err(VerbsError::Address(OpenError::NotLocal(config.addr).to_string()));
+        }
+        Err(e) => return Err(io_error("finding the interface's MTU")(e)),
+    };
+    match config.mtu {
+        Some(mtu) if mtu > fits => Err(VerbsError::Invalid(format!(
+            "path MTU {} does not fit the interface of {}, which carries {}: raise the interface's MTU to {} or more",
+            mtu.bytes(),
+            config.addr,
+            fits.bytes(),
+            mtu.bytes() + Mtu::HEADERS as usize,
+        ))),
+        Some(mtu) => Ok(mtu),
+        None => Ok(fits),
+    }
+}
+
+impl Device {
+    /// Opens a device: binds UDP port 4791 of the address.
+    ///
+    /// # Errors
+    /// When the port is taken (the text says by whom and what to do), the address is not ours, or the system refuses.
+    pub fn open(config: DeviceConfig) -> Result<Self, VerbsError> {
+        let mtu = choose_mtu(&config)?;
+        let udp = UdpConfig {
+            addr: config.addr,
+            receive_buffer: config.socket_buffer,
+            gso: config.gso,
+            gro: config.gro,
+            ..UdpConfig::default()
+        };
+        let path = UdpDatapath::open(&udp).map_err(open_error)?;
+        let tap = match &config.pcap {
+            Some(file) => {
+                let tap = PcapTap::create(file).map_err(io_error(&format!("creating {}", file.display())))?;
+                Some(Box::new(tap) as Box<dyn Tap>)
+            }
+            None => None,
+        };
+        let seed = random()?;
+        let guid = config
+            .guid
+            .unwrap_or_else(|| u64::from_le_bytes(std::array::from_fn(|i| seed[i])));
+        Self::start(&config, path, tap, mtu, guid).map(|inner| Self(Arc::new(inner)))
+    }
+
+    fn start(
+        config: &DeviceConfig,
+        path: UdpDatapath,
+        tap: Option<Box<dyn Tap>>,
+        mtu: Mtu,
+        guid: u64,
+    ) -> Result<DeviceInner, VerbsError> {
+        use roce_net::Datapath;
+        let caps = path.capabilities();
+        let local = match config.addr.is_unspecified() {
+            true => vec![],
+            false => vec![config.addr.to_canonical()],
+        };
+        let mut port = PortConfig::new(local, mtu, guid);
+        port.src_ports = caps.src_ports;
+        let limits = port.limits.clone();
+        // Peers are taken to have the receive buffer that we have; half of it is the kernel's own overhead.
+        port.window = config.window.unwrap_or_else(|| {
+            let usual = port.window;
+            WindowConfig {
+                max: (caps.receive_buffer / 2).clamp(usual.min, usual.max.max(usual.min)),
+                ..usual
+            }
+        });
+        let mem = Arc::new(MemoryTable::new(random()?, &limits));
+        let port = Port::new(port, mem.clone(), random()?);
+        let router = Arc::new(Router::new(
+            EventQueue::new().map_err(io_error("making an event queue"))?,
+        ));
+        let driver = DriverConfig {
+            background: config.background,
+            tap,
+            name: format!("roce {}", config.addr),
+            ..DriverConfig::default()
+        };
+        let driver = Driver::new(port, Box::new(path), router.clone(), driver)
+            .map_err(io_error("starting the device's thread"))?;
+        Ok(DeviceInner {
+            driver,
+            mem,
+            router,
+            limits,
+            background: config.background,
+            cqs: AtomicU32::new(0),
+            next_cq: AtomicU32::new(1),
+            addr: config.addr,
+            mtu,
+        })
+    }
+
+    /// Our address, as it was given.
+    pub fn addr(&self) -> IpAddr {
+        self.0.addr
+    }
+
+    /// The largest path MTU.
+    pub fn mtu(&self) -> Mtu {
+        self.0.mtu
+    }
+
+    /// Identifies the device to connection managers.
+    pub fn guid(&self) -> u64 {
+        self.0.limits.node_guid
+    }
+
+    /// What was counted so far.
+    pub fn stats(&self) -> DeviceStats {
+        let (port, path) = self.0.driver.counters();
+        DeviceStats { port, path }
+    }
+
+    /// Sets the receive buffer of the sockets, bytes, and returns what the system granted (as it counts: twice the
+    /// bytes, for its own overhead).
+    ///
+    /// # Errors
+    /// When the system refuses.
+    pub fn set_socket_buffer(&self, bytes: usize) -> Result<usize, VerbsError> {
+        self.0
+            .driver
+            .set_receive_buffer(bytes)
+            .map_err(io_error("setting the receive buffer"))
+    }
+
+    /// Takes one asynchronous event. See [`Device::async_fd`].
+    ///
+    /// # Errors
+    /// When none is left and the device is closed.
+    pub fn async_event(&self) -> Result<Option<AsyncEvent>, VerbsError> {
+        self.0.router.async_events().pop()
+    }
+
+    /// Readable while an asynchronous event waits.
+    pub fn async_fd(&self) -> std::os::fd::BorrowedFd<'_> {
+        use std::os::fd::AsFd;
+        self.0.router.async_events().as_fd()
+    }
+
+    /// Advances the device by the calling thread: for programs that poll memory and run no background thread.
+    pub fn progress(&self) {
+        self.0.driver.empty_poll();
+    }
+
+    /// Closes the device now: whoever waits on a channel is woken, and every later call fails.
+    pub fn close(&self) {
+        self.0.driver.close();
+    }
+}
+
+impl DeviceInner {
+    /// The local address for a peer when the program named none.
+    pub(crate) fn local_for(&self, remote: IpAddr) -> Result<IpAddr, VerbsError> {
+        if !self.addr.is_unspecified() {
+            return Ok(self.addr);
+        }
+        iface::route_to(remote).map_err(|e| VerbsError::Address(format!("no way to {remote}: {e}")))
+    }
+
+    pub(crate) fn new_cq_handle(&self) -> u32 {
+        self.next_cq.fetch_add(1, Ordering::Relaxed)
+    }
+}

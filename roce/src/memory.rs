@@ -1,0 +1,276 @@
+//! Protection domains, memory regions, revocable regions and memory windows.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use roce_mem::{FastRegion, PdHandle, Region, Window, WindowKind};
+use roce_verbs::{
+    AccessFlags, LKey, RKey, Sge,
+    provider::{MemoryRegion, RangeError, RevocableRegion, VerbsError},
+};
+
+use crate::device::{Device, DeviceInner, mem_error};
+
+/// A protection domain.
+#[derive(Clone)]
+pub struct Pd(pub(crate) Arc<PdInner>);
+
+pub(crate) struct PdInner {
+    pub(crate) device: Arc<DeviceInner>,
+    pub(crate) handle: PdHandle,
+}
+
+impl Drop for PdInner {
+    fn drop(&mut self) {
+        // Everything made in it holds it, so it is empty now.
+        if let Err(e) = self.device.mem.dealloc_pd(self.handle) {
+            tracing::error!("releasing a protection domain failed: {e}");
+        }
+    }
+}
+
+impl core::fmt::Debug for Pd {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_tuple("Pd").field(&self.0.handle).finish()
+    }
+}
+
+impl Pd {
+    pub(crate) fn new(device: &Device) -> Result<Self, VerbsError> {
+        let handle = device.0.mem.alloc_pd().map_err(mem_error)?;
+        Ok(Self(Arc::new(PdInner {
+            device: device.0.clone(),
+            handle,
+        })))
+    }
+
+    /// Whether it was made by this device.
+    pub(crate) fn check(&self, device: &Arc<DeviceInner>) -> Result<(), VerbsError> {
+        match Arc::ptr_eq(&self.0.device, device) {
+            true => Ok(()),
+            false => Err(VerbsError::Invalid("the protection domain is another device's".into())),
+        }
+    }
+}
+
+/// A memory region. It ends with its last clone; when that drop has returned, no peer reaches the memory any more.
+#[derive(Clone)]
+pub struct Mr(Arc<MrInner>);
+
+struct MrInner {
+    region: Arc<Region>,
+    pd: Pd,
+}
+
+impl Drop for MrInner {
+    fn drop(&mut self) {
+        let device = &self.pd.0.device;
+        if let Err(e) = device.mem.revoke(&self.region) {
+            tracing::error!("deregistering memory failed: {e}");
+        }
+        // Whoever had resolved the key before is done when the port's lock is free.
+        device.driver.pass_lock();
+    }
+}
+
+impl core::fmt::Debug for Mr {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Mr")
+            .field("addr", &format_args!("{:#x}", self.addr()))
+            .field("len", &self.len())
+            .field("lkey", &self.lkey())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Mr {
+    pub(crate) fn new(pd: &Pd, region: Arc<Region>) -> Self {
+        Self(Arc::new(MrInner { region, pd: pd.clone() }))
+    }
+
+    /// A scatter/gather element for a range of it. Ranges are checked when the element is used.
+    pub fn sge(&self, offset: usize, len: usize) -> Sge {
+        Sge {
+            addr: self.addr().wrapping_add(offset as u64),
+            length: u32::try_from(len).unwrap_or(u32::MAX),
+            lkey: self.lkey(),
+        }
+    }
+
+    /// The rights.
+    pub fn access(&self) -> AccessFlags {
+        self.0.region.access()
+    }
+}
+
+impl MemoryRegion for Mr {
+    fn addr(&self) -> u64 {
+        self.0.region.addr()
+    }
+
+    fn len(&self) -> usize {
+        self.0.region.len()
+    }
+
+    fn lkey(&self) -> LKey {
+        self.0.region.lkey()
+    }
+
+    fn rkey(&self) -> RKey {
+        self.0.region.rkey()
+    }
+
+    fn read(&self, offset: usize, out: &mut [u8]) -> Result<(), RangeError> {
+        self.0.region.read(offset, out)
+    }
+
+    fn write(&self, offset: usize, data: &[u8]) -> Result<(), RangeError> {
+        self.0.region.write(offset, data)
+    }
+
+    fn as_ptr(&self) -> *mut u8 {
+        self.0.region.as_ptr()
+    }
+}
+
+impl Device {
+    /// Registers memory of the program, whose first byte gets the address `iova` (zero with
+    /// [`AccessFlags::ZERO_BASED`]).
+    ///
+    /// # Errors
+    /// At the device's limit, with rights that don't go together, or when the addresses would wrap.
+    ///
+    /// # Safety
+    /// The `len` bytes at `ptr` must stay readable, and writable if `access` allows any write, until the drop of the last
+    /// clone of the returned region has returned. Peers change them at any time, so the program must not hold Rust
+    /// references to them meanwhile.
+    pub unsafe fn register_mr(
+        &self,
+        pd: &Pd,
+        ptr: *mut u8,
+        len: usize,
+        iova: u64,
+        access: AccessFlags,
+    ) -> Result<Mr, VerbsError> {
+        pd.check(&self.0)?;
+        // SAFETY: the caller promises the same; dropping the region passes the port's lock, under which all of the
+        // device's queue pairs work.
+        let region = unsafe { self.0.mem.register(pd.0.handle, ptr, len, iova, access) }.map_err(mem_error)?;
+        Ok(Mr::new(pd, region))
+    }
+
+    /// Makes a type-2 memory window, closed until it is bound with [`crate::Qp::post_bind`].
+    ///
+    /// # Errors
+    /// At the device's limit.
+    pub fn alloc_mw(&self, pd: &Pd) -> Result<Mw, VerbsError> {
+        self.alloc_window(pd, WindowKind::Type2)
+    }
+
+    /// Makes a memory window of either type.
+    ///
+    /// # Errors
+    /// At the device's limit.
+    pub fn alloc_window(&self, pd: &Pd, kind: WindowKind) -> Result<Mw, VerbsError> {
+        pd.check(&self.0)?;
+        let window = self.0.mem.alloc_window(pd.0.handle, kind).map_err(mem_error)?;
+        let key = Mutex::new(PostedKey {
+            key: window.rkey(),
+            granted: false,
+        });
+        Ok(Mw(Arc::new(MwInner {
+            window,
+            pd: pd.clone(),
+            key,
+        })))
+    }
+}
+
+/// The key that a region has once everything posted is executed.
+pub(crate) struct PostedKey {
+    pub(crate) key: RKey,
+    /// It has been granted, and not been revoked since.
+    pub(crate) granted: bool,
+}
+
+/// A fast-registered region: a key that is renewed and taken back in the order of a send queue.
+#[derive(Clone)]
+pub struct Revocable(Arc<RevocableInner>);
+
+struct RevocableInner {
+    fast: Arc<FastRegion>,
+    pd: Pd,
+    key: Mutex<PostedKey>,
+}
+
+impl Drop for RevocableInner {
+    fn drop(&mut self) {
+        let device = &self.pd.0.device;
+        if let Err(e) = device.mem.dealloc_fast(&self.fast) {
+            tracing::error!("releasing a revocable region failed: {e}");
+        }
+        device.driver.pass_lock();
+    }
+}
+
+impl Revocable {
+    pub(crate) fn new(device: &Device, pd: &Pd) -> Result<Self, VerbsError> {
+        pd.check(&device.0)?;
+        let fast = device.0.mem.alloc_fast(pd.0.handle).map_err(mem_error)?;
+        let key = Mutex::new(PostedKey {
+            key: fast.rkey(),
+            granted: false,
+        });
+        Ok(Self(Arc::new(RevocableInner {
+            fast,
+            pd: pd.clone(),
+            key,
+        })))
+    }
+
+    pub(crate) fn posted(&self) -> &Mutex<PostedKey> {
+        &self.0.key
+    }
+}
+
+impl RevocableRegion for Revocable {
+    fn rkey(&self) -> RKey {
+        self.0.key.lock().key
+    }
+}
+
+/// A memory window.
+#[derive(Clone)]
+pub struct Mw(Arc<MwInner>);
+
+struct MwInner {
+    window: Arc<Window>,
+    pd: Pd,
+    key: Mutex<PostedKey>,
+}
+
+impl Drop for MwInner {
+    fn drop(&mut self) {
+        let device = &self.pd.0.device;
+        if let Err(e) = device.mem.dealloc_window(&self.window) {
+            tracing::error!("releasing a memory window failed: {e}");
+        }
+        device.driver.pass_lock();
+    }
+}
+
+impl Mw {
+    /// The key that it has once everything posted is executed.
+    pub fn rkey(&self) -> RKey {
+        self.0.key.lock().key
+    }
+
+    /// Its type.
+    pub fn kind(&self) -> WindowKind {
+        self.0.window.kind()
+    }
+
+    pub(crate) fn posted(&self) -> &Mutex<PostedKey> {
+        &self.0.key
+    }
+}

@@ -1,0 +1,102 @@
+//! Queues of events with a descriptor that says whether something is in them.
+
+use std::{
+    collections::VecDeque,
+    io,
+    os::fd::{AsFd, BorrowedFd},
+    time::{Duration, Instant},
+};
+
+use parking_lot::Mutex;
+use roce_net::{EventFd, wait_readable};
+use roce_verbs::provider::VerbsError;
+
+struct State<T> {
+    items: VecDeque<T>,
+    closed: bool,
+}
+
+/// A queue of events. Its descriptor is readable while an event waits, and for ever once it is closed.
+pub(crate) struct EventQueue<T> {
+    state: Mutex<State<T>>,
+    fd: EventFd,
+}
+
+impl<T> EventQueue<T> {
+    pub(crate) fn new() -> io::Result<Self> {
+        Ok(Self {
+            state: Mutex::new(State {
+                items: VecDeque::new(),
+                closed: false,
+            }),
+            fd: EventFd::new()?,
+        })
+    }
+
+    /// Adds an event. Gives it back when the queue is closed.
+    pub(crate) fn push(&self, item: T) -> Result<(), T> {
+        let mut state = self.state.lock();
+        if state.closed {
+            return Err(item);
+        }
+        state.items.push_back(item);
+        if state.items.len() == 1 {
+            self.fd.raise();
+        }
+        Ok(())
+    }
+
+    /// Takes the oldest event.
+    ///
+    /// # Errors
+    /// When none is left and the queue is closed.
+    pub(crate) fn pop(&self) -> Result<Option<T>, VerbsError> {
+        let mut state = self.state.lock();
+        let item = state.items.pop_front();
+        match &item {
+            None if state.closed => return Err(VerbsError::Closed),
+            Some(_) if state.items.is_empty() && !state.closed => self.fd.clear(),
+            _ => {}
+        }
+        Ok(item)
+    }
+
+    /// Events waiting.
+    pub(crate) fn len(&self) -> usize {
+        self.state.lock().items.len()
+    }
+
+    /// Lets nothing more in, and wakes whoever waits.
+    pub(crate) fn close(&self) {
+        self.state.lock().closed = true;
+        self.fd.raise();
+    }
+
+    /// Sleeps until the descriptor is readable, at most until `deadline`. False: it is past.
+    pub(crate) fn sleep(&self, deadline: Option<Instant>, slice: Option<Duration>) -> Result<bool, VerbsError> {
+        let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
+        if left.is_some_and(|d| d.is_zero()) {
+            return Ok(false);
+        }
+        let timeout = match (left, slice) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        };
+        wait_readable(self.fd.as_fd(), timeout).map_err(|source| VerbsError::Io {
+            context: "waiting for an event".into(),
+            source,
+        })?;
+        Ok(true)
+    }
+}
+
+impl<T> AsFd for EventQueue<T> {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// A point in time after `timeout`; `None` is never.
+pub(crate) fn deadline(timeout: Option<Duration>) -> Option<Instant> {
+    timeout.and_then(|t| Instant::now().checked_add(t))
+}
