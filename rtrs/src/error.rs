@@ -1,0 +1,170 @@
+//! What can go wrong.
+
+use core::time::Duration;
+use std::sync::Arc;
+
+use roce_verbs::{
+    WcStatus,
+    provider::{RejectReason, VerbsError},
+    wr::PostError,
+};
+
+use crate::proto::{ProtoError, errno};
+
+/// Why a session could not be opened, or a server not be started.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// An argument is not possible.
+    #[error("{0}")]
+    Config(String),
+    /// A verb failed.
+    #[error(transparent)]
+    Verbs(#[from] VerbsError),
+    /// The server refused; `errno` is what its RTRS says, if it said anything.
+    #[error("connection {cid} refused: {}", refusal(*.reason, *.errno))]
+    Rejected {
+        /// Number of the connection.
+        cid: u16,
+        /// The CM's reason.
+        reason: RejectReason,
+        /// RTRS's positive error number.
+        errno: Option<i32>,
+    },
+    /// No answer from there.
+    #[error("the server does not answer")]
+    Unreachable,
+    /// The server answers, but not in time.
+    #[error("no {0} within {1:?}")]
+    Timeout(&'static str, Duration),
+    /// The server does not keep to the protocol, or speaks another version.
+    #[error("the server's {what}: {source}")]
+    Protocol {
+        /// Which message.
+        what: &'static str,
+        /// What is wrong.
+        source: ProtoError,
+    },
+    /// The connection broke while the session was being opened.
+    #[error("connection lost: {0}")]
+    Path(PathError),
+    /// No path of the session is up, or it has been closed.
+    #[error("the session is down: {0}")]
+    Down(PathError),
+    /// All registered buffers are in use.
+    #[error("no I/O buffer of {len} bytes: {limit} bytes are in use")]
+    NoBuffer {
+        /// Bytes asked for.
+        len: usize,
+        /// The pool's limit.
+        limit: usize,
+    },
+    /// The system gives no thread or no random bytes.
+    #[error("{0}: {1}")]
+    System(&'static str, std::io::Error),
+}
+
+fn refusal(reason: RejectReason, errno: Option<i32>) -> String {
+    match (errno, reason) {
+        (Some(errno::ECONNRESET), _) => {
+            "the server found the request malformed or of another version (ECONNRESET)".into()
+        }
+        (Some(errno::ENXIO), _) => "the server knows no such session (ENXIO)".into(),
+        (Some(errno::EBUSY), _) => "an earlier session still exists on the server, try again later (EBUSY)".into(),
+        (Some(errno::EEXIST), _) => "the session has a path between these addresses already (EEXIST)".into(),
+        (Some(errno::ENOMEM), _) => "the server is out of memory (ENOMEM)".into(),
+        (Some(errno::EACCES), _) => "the server does not allow this address (EACCES)".into(),
+        (Some(errno::EUSERS), _) => "the server has as many sessions as it allows (EUSERS)".into(),
+        (Some(e), _) => format!("error {e}"),
+        (None, RejectReason::INVALID_SERVICE_ID) => "nobody listens there".into(),
+        (None, RejectReason::INVALID_MTU) => "the server can't do the path's MTU".into(),
+        (None, RejectReason(n)) => format!("CM reject reason {n}"),
+    }
+}
+
+/// Why a path ended.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum PathError {
+    /// We closed it.
+    #[error("closed")]
+    Closed,
+    /// The peer closed it.
+    #[error("the peer disconnected")]
+    PeerDisconnected,
+    /// The peer gave no sign of life.
+    #[error("no heartbeat within {0:?}")]
+    HeartbeatLost(Duration),
+    /// The peer did not finish the handshake.
+    #[error("no handshake within {0:?}")]
+    HandshakeTimeout(Duration),
+    /// The peer broke the protocol.
+    #[error("protocol error: {0}")]
+    Protocol(#[from] ProtoError),
+    /// The peer did something that its state forbids.
+    #[error("protocol error: {0}")]
+    Unexpected(&'static str),
+    /// The client wants the name of another session.
+    #[error("another session is named {0:?} already")]
+    NameTaken(String),
+    /// A work request failed.
+    #[error("{what} failed: {status:?}")]
+    Completion {
+        /// What it was.
+        what: &'static str,
+        /// How it ended.
+        status: WcStatus,
+    },
+    /// A work request was not accepted.
+    #[error("posting failed: {0}")]
+    Post(#[from] PostError),
+    /// A verb failed.
+    #[error("{0}")]
+    Verbs(Arc<VerbsError>),
+    /// The connection manager reports a failure.
+    #[error("connection failed: {0}")]
+    Cm(String),
+}
+
+impl From<VerbsError> for PathError {
+    fn from(e: VerbsError) -> Self {
+        Self::Verbs(Arc::new(e))
+    }
+}
+
+impl PathError {
+    /// Whether the peer is to blame for breaking the protocol.
+    pub fn is_protocol(&self) -> bool {
+        matches!(self, Self::Protocol(_) | Self::Unexpected(_))
+    }
+}
+
+/// Why a request failed.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum IoError {
+    /// The server's user answered with this (positive) error number.
+    #[error("the server answers error {0}")]
+    Remote(i32),
+    /// The path ended before the answer came. Whether the request was executed is not known.
+    #[error("path lost: {0}")]
+    Path(#[from] PathError),
+    /// Header or data are longer than the session allows; nothing was sent.
+    #[error("{what} of {len} bytes, at most {max} are possible")]
+    TooLong {
+        /// Header or data.
+        what: &'static str,
+        /// Bytes given.
+        len: usize,
+        /// Bytes allowed.
+        max: usize,
+    },
+}
+
+impl IoError {
+    /// A positive Linux error number for it.
+    pub fn errno(&self) -> i32 {
+        match self {
+            Self::Remote(e) => *e,
+            Self::Path(_) => errno::ECONNABORTED,
+            Self::TooLong { .. } => errno::EMSGSIZE,
+        }
+    }
+}

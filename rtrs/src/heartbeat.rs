@@ -1,0 +1,111 @@
+//! Heartbeats: each side asks over the service connection at every interval in which it heard something, and gives the
+//! path up after some intervals of silence (`hb_work` in the kernel: 5 s, 5 times).
+
+use core::{
+    sync::atomic::{AtomicU32, Ordering},
+    time::Duration,
+};
+
+/// Interval and patience.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct HeartbeatConfig {
+    /// Time between two looks at the peer.
+    pub interval: Duration,
+    /// Silent intervals after the question that end the path.
+    pub max_missed: u32,
+}
+
+impl Default for HeartbeatConfig {
+    /// The kernel's: 5 s (`RTRS_HB_INTERVAL_MS`), 5 (`RTRS_HB_MISSED_MAX`).
+    fn default() -> Self {
+        Self {
+            interval: Duration::from_secs(5),
+            max_missed: 5,
+        }
+    }
+}
+
+impl HeartbeatConfig {
+    /// The longest time from a peer's last sign of life until the path is given up: the counter is looked at before it
+    /// is counted up, so that is two intervals more than `max_missed`.
+    pub fn patience(&self) -> Duration {
+        self.interval * (self.max_missed + 2)
+    }
+}
+
+/// What to do at the end of an interval.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Beat {
+    /// Ask.
+    Send,
+    /// Asked already: wait on.
+    Wait,
+    /// Give the path up.
+    Lost,
+}
+
+/// The counter of silent intervals. The clock is the caller's: it calls [`Heartbeat::tick`] once per interval.
+#[derive(Debug)]
+pub struct Heartbeat {
+    config: HeartbeatConfig,
+    missed: AtomicU32,
+}
+
+impl Heartbeat {
+    /// A peer that was heard just now.
+    pub fn new(config: HeartbeatConfig) -> Self {
+        Self {
+            config,
+            missed: AtomicU32::new(0),
+        }
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &HeartbeatConfig {
+        &self.config
+    }
+
+    /// Anything came from the peer.
+    pub fn heard(&self) {
+        self.missed.store(0, Ordering::Relaxed);
+    }
+
+    /// An interval is over.
+    pub fn tick(&self) -> Beat {
+        if self.missed.load(Ordering::Relaxed) > self.config.max_missed {
+            return Beat::Lost;
+        }
+        match self.missed.fetch_add(1, Ordering::Relaxed) {
+            0 => Beat::Send,
+            _ => Beat::Wait,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn silence_ends_the_path_after_the_kernels_number_of_intervals() {
+        let hb = Heartbeat::new(HeartbeatConfig::default());
+        assert_eq!(hb.tick(), Beat::Send);
+        for _ in 0..5 {
+            assert_eq!(hb.tick(), Beat::Wait);
+        }
+        assert_eq!(hb.tick(), Beat::Lost);
+        assert_eq!(hb.config().patience(), Duration::from_secs(35));
+    }
+
+    #[test]
+    fn any_sign_of_life_starts_over() {
+        let hb = Heartbeat::new(HeartbeatConfig::default());
+        for _ in 0..100 {
+            assert_eq!(hb.tick(), Beat::Send);
+            for _ in 0..5 {
+                assert_eq!(hb.tick(), Beat::Wait);
+            }
+            hb.heard();
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! The thread that polls a completion queue: it spins for a moment when the queue runs dry, then arms it and waits on
+//! the channel, at most until the next timer.
+
+use core::time::Duration;
+use std::{
+    sync::Arc,
+    thread::{Builder, JoinHandle},
+    time::Instant,
+};
+
+use roce_verbs::{
+    Completion,
+    provider::{CompletionChannel, CompletionQueue, Provider, VerbsError},
+};
+
+use crate::Error;
+
+/// Completions taken at a time.
+const BATCH: usize = 64;
+/// Longest wait on a channel: a stop is noticed by then, whatever happens to the wake-up.
+const MAX_WAIT: Duration = Duration::from_secs(1);
+
+/// What a polling thread works for.
+pub(crate) trait Handler: Send + Sync + 'static {
+    /// Completions came.
+    fn completions(&self, wcs: &[Completion]);
+    /// The queue or channel is broken.
+    fn broken(&self, error: VerbsError);
+    /// Runs due timers and says when the next is due.
+    fn timers(&self, now: Instant) -> Option<Instant>;
+    /// The thread shall end.
+    fn stopped(&self) -> bool;
+    /// Last thing that the thread does.
+    fn finish(&self) {}
+}
+
+/// A completion queue with its channel.
+pub(crate) struct Queue<P: Provider> {
+    pub(crate) cq: P::Cq,
+    channel: P::Channel,
+}
+
+impl<P: Provider> Queue<P> {
+    pub(crate) fn new(provider: &P, entries: u32) -> Result<Self, VerbsError> {
+        let channel = provider.create_channel()?;
+        let cq = provider.create_cq(entries, Some(&channel), 0)?;
+        Ok(Self { cq, channel })
+    }
+
+    /// Appends at least one completion, or none when the deadline passes.
+    pub(crate) fn poll_until(&self, out: &mut Vec<Completion>, deadline: Instant) -> Result<(), VerbsError> {
+        loop {
+            if self.cq.poll(out, BATCH)? > 0 {
+                return Ok(());
+            }
+            self.cq.arm(false)?;
+            if self.cq.poll(out, BATCH)? > 0 {
+                return Ok(());
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(());
+            }
+            self.channel.wait(Some(left.min(MAX_WAIT)))?;
+        }
+    }
+}
+
+/// Starts the thread.
+pub(crate) fn spawn<P: Provider, H: Handler>(
+    name: &str,
+    queue: Queue<P>,
+    spin: Duration,
+    handler: Arc<H>,
+) -> Result<JoinHandle<()>, Error> {
+    Builder::new()
+        .name(name.into())
+        .spawn(move || {
+            if let Err(e) = run(&queue, spin, handler.as_ref()) {
+                handler.broken(e);
+            }
+            drop(queue);
+            handler.finish();
+        })
+        .map_err(|e| Error::System("starting a thread", e))
+}
+
+fn run<P: Provider, H: Handler>(queue: &Queue<P>, spin: Duration, handler: &H) -> Result<(), VerbsError> {
+    let mut wcs = Vec::with_capacity(BATCH);
+    loop {
+        if handler.stopped() {
+            return Ok(());
+        }
+        let now = Instant::now();
+        let due = handler.timers(now);
+        wcs.clear();
+        if queue.cq.poll(&mut wcs, BATCH)? == 0 && !spin_for(queue, &mut wcs, spin)? {
+            queue.cq.arm(false)?;
+            if queue.cq.poll(&mut wcs, BATCH)? == 0 && !handler.stopped() {
+                let wait = due.map_or(MAX_WAIT, |d| d.saturating_duration_since(now).min(MAX_WAIT));
+                queue.channel.wait(Some(wait))?;
+                continue;
+            }
+        }
+        handler.completions(&wcs);
+    }
+}
+
+/// Polls for some time; true when something came.
+fn spin_for<P: Provider>(queue: &Queue<P>, wcs: &mut Vec<Completion>, spin: Duration) -> Result<bool, VerbsError> {
+    if spin.is_zero() {
+        return Ok(false);
+    }
+    let start = Instant::now();
+    loop {
+        for _ in 0..8 {
+            core::hint::spin_loop();
+        }
+        if queue.cq.poll(wcs, BATCH)? > 0 {
+            return Ok(true);
+        }
+        if start.elapsed() >= spin {
+            return Ok(false);
+        }
+    }
+}

@@ -1,0 +1,528 @@
+//! A path of a session on the server: its connections, chunks in use, and the threads that drive it.
+
+use core::{
+    net::SocketAddr,
+    sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering},
+    time::Duration,
+};
+use std::{
+    sync::{Arc, OnceLock, Weak},
+    time::Instant,
+};
+
+use parking_lot::{Condvar, Mutex};
+use roce_verbs::{
+    AccessFlags, Completion, QpCaps, Sge, WcFlags, WcOpcode,
+    provider::{MemoryRegion, Provider, QueuePair, VerbsError},
+    wr::RecvWr,
+};
+use smallvec::SmallVec;
+
+use super::{Request, ServerConfig, listener::Shared, post::ServerWork, request::Answer, session::SrvSession};
+use crate::{
+    Error, PathError,
+    conn::{Conn, WrId, WrKind, caps},
+    heartbeat::{Beat, Heartbeat},
+    poller::{self, Handler, Queue},
+    proto::{self, ChunkLayout, Imm, InfoReq, InfoRsp, MAX_HDR_SIZE, ProtoError, SERVICE_QUEUE_DEPTH, Uuid},
+};
+
+/// Send queue of an I/O connection at most: more answers wait their turn.
+const IO_SEND_WR: u32 = 1024;
+
+pub(super) type SrvConn<P> = Conn<P, ServerWork>;
+
+/// A chunk belongs to the client.
+const IDLE: u8 = 0;
+/// Its key is being taken back.
+const REVOKING: u8 = 1;
+/// The user works on its request.
+const BUSY: u8 = 2;
+
+/// One of the session's chunks as this path sees it.
+pub(super) struct Chunk<P: Provider> {
+    pub(super) revocable: Option<P::Revocable>,
+    state: AtomicU8,
+    /// Where the request's message starts.
+    offset: AtomicU32,
+}
+
+/// How far a path is.
+#[derive(Clone, Debug)]
+enum State {
+    /// Connections are being made; the next step has to come by then.
+    Connecting(Instant),
+    /// The handshake is done.
+    Connected,
+    Closing,
+}
+
+/// What identifies a path; from the first of its connection requests.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PathId {
+    pub(super) uuid: Uuid,
+    pub(super) con_num: u16,
+    pub(super) local: SocketAddr,
+    pub(super) peer: SocketAddr,
+}
+
+/// A path.
+pub(super) struct Path<P: Provider> {
+    shared: Arc<Shared<P>>,
+    pub(super) session: Arc<SrvSession<P>>,
+    pub(super) id: PathId,
+    pub(super) layout: ChunkLayout,
+    conns: Vec<OnceLock<SrvConn<P>>>,
+    cqs: Vec<P::Cq>,
+    service_caps: QpCaps,
+    io_caps: QpCaps,
+    pub(super) chunks: Vec<Chunk<P>>,
+    /// The information request, and behind it the response.
+    pub(super) info: P::Mr,
+    heartbeat: Heartbeat,
+    next_beat: Mutex<Instant>,
+    state: Mutex<State>,
+    alive: AtomicBool,
+    /// The session has been announced to the user for this path.
+    established: AtomicBool,
+    inflight: Mutex<usize>,
+    all_done: Condvar,
+    me: Weak<Self>,
+}
+
+impl<P: Provider> Path<P> {
+    /// Makes the path's objects and starts its threads. It has no connection yet.
+    pub(super) fn start(shared: &Arc<Shared<P>>, session: &Arc<SrvSession<P>>, id: PathId) -> Result<Arc<Self>, Error> {
+        let (provider, config) = (&shared.provider, &shared.config);
+        let depth = config.queue_depth;
+        let per_answer = if config.always_invalidate { 5 } else { 3 };
+        let service_caps = caps(provider, config.service_send_wr(), SERVICE_QUEUE_DEPTH + 1, 1);
+        let io_caps = caps(provider, (depth * per_answer + 1).min(IO_SEND_WR), depth + 1, 1);
+        let io = usize::from(id.con_num).saturating_sub(1);
+        let threads = config.progress_threads.min(io);
+        let service = Queue::new(provider, service_caps.max_send_wr + service_caps.max_recv_wr + 16)?;
+        let mut queues = Vec::new();
+        for i in 0..threads {
+            let conns = (io + threads - 1 - i) / threads;
+            let entries = (io_caps.max_send_wr + io_caps.max_recv_wr) as usize * conns + 16;
+            queues.push(Queue::new(provider, u32::try_from(entries).unwrap_or(u32::MAX))?);
+        }
+        let chunk = |_| -> Result<Chunk<P>, VerbsError> {
+            let revocable = config
+                .always_invalidate
+                .then(|| provider.alloc_revocable(&shared.pd))
+                .transpose()?;
+            Ok(Chunk {
+                revocable,
+                state: AtomicU8::new(IDLE),
+                offset: AtomicU32::new(0),
+            })
+        };
+        let chunks = (0..depth).map(chunk).collect::<Result<Vec<_>, _>>()?;
+        let pieces = if config.always_invalidate { depth as usize } else { 1 };
+        let info = provider.alloc_mr(
+            &shared.pd,
+            InfoReq::LEN + InfoRsp::len_for(pieces),
+            AccessFlags::LOCAL_WRITE,
+        )?;
+        let path = Arc::new_cyclic(|me| Self {
+            shared: shared.clone(),
+            session: session.clone(),
+            id,
+            layout: shared.layout,
+            conns: (0..id.con_num).map(|_| OnceLock::new()).collect(),
+            cqs: core::iter::once(&service)
+                .chain(&queues)
+                .map(|q| q.cq.clone())
+                .collect(),
+            service_caps,
+            io_caps,
+            chunks,
+            info,
+            heartbeat: Heartbeat::new(config.heartbeat),
+            next_beat: Mutex::new(Instant::now()),
+            state: Mutex::new(State::Connecting(Instant::now() + config.handshake_timeout)),
+            alive: AtomicBool::new(true),
+            established: AtomicBool::new(false),
+            inflight: Mutex::new(0),
+            all_done: Condvar::new(),
+            me: me.clone(),
+        });
+        let side = Arc::new(ServiceSide(path.clone()));
+        poller::spawn("rtrs-srv-svc", service, Duration::ZERO, side)?;
+        for queue in queues {
+            let side = Arc::new(IoSide(path.clone()));
+            poller::spawn("rtrs-srv-io", queue, config.spin, side).inspect_err(|_| path.fail(PathError::Closed))?;
+        }
+        Ok(path)
+    }
+
+    pub(super) fn config(&self) -> &ServerConfig {
+        &self.shared.config
+    }
+
+    /// Whether connection `cid` of `con_num` may still be added.
+    pub(super) fn expects(&self, cid: u16, con_num: u16) -> bool {
+        matches!(*self.state.lock(), State::Connecting(_))
+            && con_num == self.id.con_num
+            && self.conns.get(usize::from(cid)).is_some_and(|c| c.get().is_none())
+    }
+
+    /// Makes the queue pair of a connection, with its receives posted.
+    pub(super) fn add_connection(&self, cid: u16, cm: &P::CmId) -> Result<&SrvConn<P>, PathError> {
+        let (provider, pd) = (&self.shared.provider, &self.shared.pd);
+        let (cq, caps) = match cid {
+            0 => (&self.cqs[0], self.service_caps),
+            _ => (
+                &self.cqs[1 + (usize::from(cid) - 1) % (self.cqs.len() - 1)],
+                self.io_caps,
+            ),
+        };
+        let conn = SrvConn::new(provider, pd, cq, cid, caps)?;
+        if cid == 0 {
+            let sge = Sge {
+                addr: self.info.addr(),
+                length: InfoReq::LEN as u32,
+                lkey: self.info.lkey(),
+            };
+            let recv = RecvWr {
+                wr_id: WrId::new(WrKind::InfoRecv, cid, 0).encode(),
+                sges: &[sge],
+            };
+            conn.qp.post_recv(&[recv]).map_err(|(_, e)| e)?;
+        }
+        conn.post_recvs(0..caps.max_recv_wr - 1, |_| None)?;
+        conn.set_cm(cm.clone());
+        let slot = &self.conns[usize::from(cid)];
+        if slot.set(conn).is_err() {
+            return Err(PathError::Unexpected("a connection that exists already"));
+        }
+        if let State::Connecting(deadline) = &mut *self.state.lock() {
+            *deadline = Instant::now() + self.config().handshake_timeout;
+        }
+        // The path may have gone down before it could see this connection.
+        slot.get().filter(|_| !self.stopped()).ok_or(PathError::Closed)
+    }
+
+    /// The connection has been accepted: if the path went down meanwhile, it must go too.
+    pub(super) fn accepted(&self, conn: &SrvConn<P>) {
+        if self.stopped() {
+            conn.disconnect();
+        }
+    }
+
+    /// Takes the path down. Its service thread does the rest.
+    pub(super) fn fail(&self, why: PathError) {
+        {
+            let mut state = self.state.lock();
+            if matches!(*state, State::Closing) {
+                return;
+            }
+            *state = State::Closing;
+        }
+        self.shared.counters.count(&why);
+        let (session, peer) = (self.session.handle.name(), self.id.peer);
+        match why {
+            PathError::Closed | PathError::PeerDisconnected => {
+                tracing::info!(session, %peer, reason = %why, "path closed");
+            }
+            _ => tracing::warn!(session, %peer, error = %why, "path closed"),
+        }
+        self.alive.store(false, Ordering::Release);
+        for conn in self.conns.iter().filter_map(OnceLock::get) {
+            conn.disconnect();
+        }
+    }
+
+    fn request_done(&self) {
+        let mut inflight = self.inflight.lock();
+        *inflight = inflight.saturating_sub(1);
+        if *inflight == 0 {
+            self.all_done.notify_all();
+        }
+    }
+
+    /// Last act, on the service thread: waits for the user's requests, then takes leave.
+    fn finish(&self) {
+        // The queue may have broken without a failure of the path.
+        self.fail(PathError::Closed);
+        let mut inflight = self.inflight.lock();
+        while *inflight > 0 {
+            self.all_done.wait(&mut inflight);
+        }
+        drop(inflight);
+        self.shared.path_gone(self, self.established.load(Ordering::Acquire));
+    }
+
+    /// The answer is about to be sent: the chunk is the client's again.
+    pub(super) fn release_chunk(&self, msg_id: usize) {
+        self.chunks[msg_id].state.store(IDLE, Ordering::Release);
+    }
+
+    /// The user is done with a request.
+    pub(super) fn answer(&self, cid: u16, answer: Answer) {
+        if self.alive.load(Ordering::Acquire)
+            && let Some(conn) = self.conns.get(usize::from(cid)).and_then(OnceLock::get)
+            && let Err(e) = conn.submit(ServerWork::Answer(answer), self)
+        {
+            self.fail(e.into());
+        }
+        self.request_done();
+    }
+
+    /// Handles a batch: all receives go back to their queues first, as a peer that is answered expects.
+    fn completions(&self, wcs: &[Completion]) -> Result<(), PathError> {
+        let mut used: SmallVec<[u16; 64]> = SmallVec::new();
+        for wc in wcs {
+            if !wc.is_ok() {
+                return Err(PathError::Completion {
+                    what: WrId::what(wc),
+                    status: wc.status,
+                });
+            }
+            used.extend(
+                WrId::decode(wc.wr_id)
+                    .filter(|id| id.kind == WrKind::Recv)
+                    .map(|id| id.cid),
+            );
+        }
+        used.sort_unstable();
+        for same in used.chunk_by(|a, b| a == b) {
+            self.conn(same[0])?.post_recvs(0..same.len() as u32, |_| None)?;
+        }
+        for wc in wcs {
+            self.completion(wc)?;
+        }
+        Ok(())
+    }
+
+    fn conn(&self, cid: u16) -> Result<&SrvConn<P>, PathError> {
+        let conn = self.conns.get(usize::from(cid)).and_then(OnceLock::get);
+        conn.ok_or(PathError::Unexpected("a completion of no connection"))
+    }
+
+    fn completion(&self, wc: &Completion) -> Result<(), PathError> {
+        let id = WrId::decode(wc.wr_id).ok_or(PathError::Unexpected("a completion without our mark"))?;
+        let conn = self.conn(id.cid)?;
+        match id.kind {
+            WrKind::Send => conn.reclaim(self)?,
+            WrKind::Revoke => {
+                conn.reclaim(self)?;
+                let msg_id = u16::try_from(id.index).map_err(|_| PathError::Unexpected("a mark out of range"))?;
+                self.begin(conn.cid, msg_id)?;
+            }
+            WrKind::InfoRecv => self.information(conn, wc)?,
+            WrKind::Recv => {
+                self.heartbeat.heard();
+                if wc.opcode != WcOpcode::RecvRdmaWithImm || !wc.flags.contains(WcFlags::WITH_IMM) {
+                    return Err(PathError::Unexpected(
+                        "a SEND where an RDMA WRITE with immediate belongs",
+                    ));
+                }
+                self.message(conn, Imm::decode(wc.imm)?)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn message(&self, conn: &SrvConn<P>, imm: Imm) -> Result<(), PathError> {
+        if !matches!(*self.state.lock(), State::Connected) {
+            return match self.alive.load(Ordering::Acquire) {
+                true => Err(PathError::Unexpected("a message before the handshake is done")),
+                false => Ok(()),
+            };
+        }
+        match imm {
+            Imm::IoReq(payload) => self.io_request(conn, payload),
+            Imm::HbMsg | Imm::HbAck if conn.cid != 0 => Err(PathError::Unexpected("a heartbeat on an I/O connection")),
+            Imm::HbMsg => Ok(self.conn(0)?.submit(ServerWork::Imm(Imm::HbAck), self)?),
+            Imm::HbAck => Ok(()),
+            Imm::IoRsp(_) => Err(PathError::Unexpected("an answer from the client")),
+        }
+    }
+
+    fn io_request(&self, conn: &SrvConn<P>, payload: u32) -> Result<(), PathError> {
+        let (msg_id, offset) = self.layout.unpack(payload)?;
+        let chunk = &self.chunks[msg_id as usize];
+        if chunk
+            .state
+            .compare_exchange(IDLE, REVOKING, Ordering::AcqRel, Ordering::Acquire)
+            .is_err()
+        {
+            return Err(PathError::Unexpected("a request in a chunk that is in use"));
+        }
+        chunk.offset.store(offset, Ordering::Release);
+        let msg_id = msg_id as u16;
+        if self.config().always_invalidate {
+            return Ok(conn.submit(ServerWork::Revoke(msg_id), self)?);
+        }
+        self.begin(conn.cid, msg_id)
+    }
+
+    /// The chunk is ours: checks the request and hands it to the user.
+    fn begin(&self, cid: u16, msg_id: u16) -> Result<(), PathError> {
+        let chunk = &self.chunks[usize::from(msg_id)];
+        chunk.state.store(BUSY, Ordering::Release);
+        let offset = chunk.offset.load(Ordering::Acquire);
+        let size = self.layout.chunk_size();
+        let start = usize::from(msg_id) * size as usize;
+        // A copy: without always_invalidate the client could change the message while it is checked.
+        let mut bytes = [0; proto::Request::MAX_LEN];
+        let len = ((size - offset) as usize).min(bytes.len());
+        let region = &self.session.chunks;
+        let outside = |_| PathError::Unexpected("a message outside its chunk");
+        region
+            .read(start + offset as usize, &mut bytes[..len])
+            .map_err(outside)?;
+        let message = proto::Request::parse(&bytes[..len], offset, MAX_HDR_SIZE)?;
+        let (usr_len, data_len) = match message {
+            proto::Request::Write { usr_len, data_len } => (usr_len, data_len),
+            proto::Request::Read {
+                usr_len,
+                data_len,
+                dest,
+                ..
+            } => {
+                if let Some(len) = dest.map(|d| d.len.get()).filter(|len| *len == 0 || *len > data_len) {
+                    return Err(ProtoError::field("length of a read", len, "1 to what the chunk sets aside").into());
+                }
+                (usr_len, data_len)
+            }
+        };
+        let mut header = SmallVec::from_elem(0, usr_len.into());
+        region.read(start + data_len as usize, &mut header).map_err(outside)?;
+        let Some(me) = self.me.upgrade() else { return Ok(()) };
+        *self.inflight.lock() += 1;
+        self.shared
+            .ops
+            .rdma_request(Request::new(me, cid, msg_id, message, header));
+        Ok(())
+    }
+
+    /// The client's last step of the handshake.
+    fn information(&self, conn: &SrvConn<P>, wc: &Completion) -> Result<(), PathError> {
+        self.heartbeat.heard();
+        if wc.opcode != WcOpcode::Recv {
+            return Err(PathError::Unexpected(
+                "an RDMA WRITE where the information request belongs",
+            ));
+        }
+        let mut bytes = vec![0; (wc.byte_len as usize).min(InfoReq::LEN)];
+        let outside = |_| PathError::Unexpected("an information request outside its buffer");
+        self.info.read(0, &mut bytes).map_err(outside)?;
+        let name = InfoReq::parse(&bytes)?.name()?;
+        if self.conns.iter().any(|c| c.get().is_none()) {
+            return Err(PathError::Unexpected(
+                "an information request before all connections are made",
+            ));
+        }
+        if self.shared.name_taken(name, &self.session) {
+            return Err(PathError::NameTaken(name.into()));
+        }
+        self.session.handle.set_name(name);
+        *self.next_beat.lock() = Instant::now() + self.config().heartbeat.interval;
+        {
+            let mut state = self.state.lock();
+            match *state {
+                State::Connecting(_) => *state = State::Connected,
+                _ => return Ok(()),
+            }
+        }
+        self.established.store(true, Ordering::Release);
+        self.shared.path_up(&self.session);
+        tracing::info!(session = name, peer = %self.id.peer, connections = self.id.con_num, "path is up");
+        Ok(conn.submit(ServerWork::Info(self.config().queue_depth), self)?)
+    }
+
+    /// Runs what is due: the end of the handshake's time, or a heartbeat. Returns when the next is.
+    fn timer(&self, now: Instant) -> Option<Instant> {
+        let state = self.state.lock().clone();
+        match state {
+            State::Connecting(deadline) if now < deadline => Some(deadline),
+            State::Connecting(_) => {
+                self.fail(PathError::HandshakeTimeout(self.config().handshake_timeout));
+                None
+            }
+            State::Connected => Some(self.beat(now)),
+            State::Closing => None,
+        }
+    }
+
+    fn beat(&self, now: Instant) -> Instant {
+        let mut next = self.next_beat.lock();
+        if now < *next {
+            return *next;
+        }
+        // From now, not from the last beat: a process that was stopped must not count its own absence.
+        *next = now + self.config().heartbeat.interval;
+        let due = *next;
+        drop(next);
+        let sent = match self.heartbeat.tick() {
+            Beat::Send => self
+                .conn(0)
+                .and_then(|c| Ok(c.submit(ServerWork::Imm(Imm::HbMsg), self)?)),
+            Beat::Wait => Ok(()),
+            Beat::Lost => Err(PathError::HeartbeatLost(self.config().heartbeat.patience())),
+        };
+        if let Err(e) = sent {
+            self.fail(e);
+        }
+        due
+    }
+
+    fn run(&self, wcs: &[Completion]) {
+        if let Err(e) = self.completions(wcs) {
+            self.fail(e);
+        }
+    }
+
+    fn stopped(&self) -> bool {
+        !self.alive.load(Ordering::Acquire)
+    }
+}
+
+/// The thread of connection 0: handshake, heartbeats and user messages; it also cleans up.
+struct ServiceSide<P: Provider>(Arc<Path<P>>);
+
+impl<P: Provider> Handler for ServiceSide<P> {
+    fn completions(&self, wcs: &[Completion]) {
+        self.0.run(wcs);
+    }
+
+    fn broken(&self, error: VerbsError) {
+        self.0.fail(error.into());
+    }
+
+    fn timers(&self, now: Instant) -> Option<Instant> {
+        self.0.timer(now)
+    }
+
+    fn stopped(&self) -> bool {
+        self.0.stopped()
+    }
+
+    fn finish(&self) {
+        self.0.finish();
+    }
+}
+
+/// A thread of I/O connections.
+struct IoSide<P: Provider>(Arc<Path<P>>);
+
+impl<P: Provider> Handler for IoSide<P> {
+    fn completions(&self, wcs: &[Completion]) {
+        self.0.run(wcs);
+    }
+
+    fn broken(&self, error: VerbsError) {
+        self.0.fail(error.into());
+    }
+
+    fn timers(&self, _now: Instant) -> Option<Instant> {
+        None
+    }
+
+    fn stopped(&self) -> bool {
+        self.0.stopped()
+    }
+}
