@@ -39,9 +39,16 @@ pub enum MsgType {
 impl MsgType {
     /// The type with this number.
     pub fn from_wire(n: u16) -> Option<Self> {
-        [Self::SessInfo, Self::SessInfoRsp, Self::Open, Self::OpenRsp, Self::Io, Self::Close]
-            .into_iter()
-            .find(|t| *t as u16 == n)
+        [
+            Self::SessInfo,
+            Self::SessInfoRsp,
+            Self::Open,
+            Self::OpenRsp,
+            Self::Io,
+            Self::Close,
+        ]
+        .into_iter()
+        .find(|t| *t as u16 == n)
     }
 }
 
@@ -60,7 +67,9 @@ pub enum AccessMode {
 impl AccessMode {
     /// The mode with this number.
     pub fn from_wire(n: u8) -> Option<Self> {
-        [Self::ReadOnly, Self::ReadWrite, Self::Migration].into_iter().find(|m| *m as u8 == n)
+        [Self::ReadOnly, Self::ReadWrite, Self::Migration]
+            .into_iter()
+            .find(|m| *m as u8 == n)
     }
 
     /// Whether the device may be written to.
@@ -112,8 +121,14 @@ pub enum IoOp {
 
 impl IoOp {
     /// All operations.
-    pub const ALL: [Self; 6] =
-        [Self::Read, Self::Write, Self::Flush, Self::Discard, Self::SecureErase, Self::WriteSame];
+    pub const ALL: [Self; 6] = [
+        Self::Read,
+        Self::Write,
+        Self::Flush,
+        Self::Discard,
+        Self::SecureErase,
+        Self::WriteSame,
+    ];
 }
 
 /// Flag bits of `rw`: the request is synchronous (somebody waits for it).
@@ -141,14 +156,22 @@ pub struct Rw {
 impl Rw {
     /// An operation without flags.
     pub const fn new(op: IoOp) -> Self {
-        Self { op, sync: false, fua: false }
+        Self {
+            op,
+            sync: false,
+            fua: false,
+        }
     }
 
     /// Decodes; `None` when the operation or a flag is unknown (`rnbd_flags_supported`).
     pub fn from_wire(rw: u32) -> Option<Self> {
         let op = IoOp::ALL.into_iter().find(|o| *o as u32 == rw & OP_MASK)?;
         let flags = rw & !OP_MASK;
-        (flags & !(F_SYNC | F_FUA) == 0).then_some(Self { op, sync: flags & F_SYNC != 0, fua: flags & F_FUA != 0 })
+        (flags & !(F_SYNC | F_FUA) == 0).then_some(Self {
+            op,
+            sync: flags & F_SYNC != 0,
+            fua: flags & F_FUA != 0,
+        })
     }
 
     /// Encodes.
@@ -168,7 +191,10 @@ pub struct MsgHdr {
 
 impl MsgHdr {
     fn new(t: MsgType) -> Self {
-        Self { msg_type: U16::new(t as u16), reserved: U16::ZERO }
+        Self {
+            msg_type: U16::new(t as u16),
+            reserved: U16::ZERO,
+        }
     }
 }
 
@@ -186,12 +212,20 @@ pub struct MsgSessInfo {
 impl MsgSessInfo {
     /// Client's message.
     pub fn request(ver: u8) -> Self {
-        Self { hdr: MsgHdr::new(MsgType::SessInfo), ver, reserved: [0; 31] }
+        Self {
+            hdr: MsgHdr::new(MsgType::SessInfo),
+            ver,
+            reserved: [0; 31],
+        }
     }
 
     /// Server's answer.
     pub fn response(ver: u8) -> Self {
-        Self { hdr: MsgHdr::new(MsgType::SessInfoRsp), ver, reserved: [0; 31] }
+        Self {
+            hdr: MsgHdr::new(MsgType::SessInfoRsp),
+            ver,
+            reserved: [0; 31],
+        }
     }
 }
 
@@ -260,7 +294,10 @@ pub struct MsgClose {
 impl MsgClose {
     /// Client's message.
     pub fn new(device_id: u32) -> Self {
-        Self { hdr: MsgHdr::new(MsgType::Close), device_id: U32::new(device_id) }
+        Self {
+            hdr: MsgHdr::new(MsgType::Close),
+            device_id: U32::new(device_id),
+        }
     }
 }
 
@@ -301,7 +338,10 @@ pub struct MsgOpenRsp {
 impl MsgOpenRsp {
     /// All zero but the type.
     pub fn new() -> Self {
-        Self { hdr: MsgHdr::new(MsgType::OpenRsp), ..Self::new_zeroed() }
+        Self {
+            hdr: MsgHdr::new(MsgType::OpenRsp),
+            ..Self::new_zeroed()
+        }
     }
 }
 
@@ -390,11 +430,13 @@ pub enum ProtoError {
 }
 
 fn prefix<T: FromBytes + KnownLayout + Immutable + Unaligned>(kind: u16, bytes: &[u8]) -> Result<T, ProtoError> {
-    T::read_from_prefix(bytes).map(|(t, _)| t).map_err(|_| ProtoError::Short {
-        kind,
-        len: bytes.len(),
-        need: size_of::<T>(),
-    })
+    T::read_from_prefix(bytes)
+        .map(|(t, _)| t)
+        .map_err(|_| ProtoError::Short {
+            kind,
+            len: bytes.len(),
+            need: size_of::<T>(),
+        })
 }
 
 impl ClientMsg {
@@ -405,7 +447,13 @@ impl ClientMsg {
     pub fn parse(bytes: &[u8]) -> Result<Self, ProtoError> {
         let kind = match bytes {
             [a, b, _, _, ..] => u16::from_le_bytes([*a, *b]),
-            _ => return Err(ProtoError::Short { kind: 0, len: bytes.len(), need: size_of::<MsgHdr>() }),
+            _ => {
+                return Err(ProtoError::Short {
+                    kind: 0,
+                    len: bytes.len(),
+                    need: size_of::<MsgHdr>(),
+                });
+            }
         };
         Ok(match MsgType::from_wire(kind) {
             Some(MsgType::SessInfo) => Self::SessInfo(prefix(kind, bytes)?),
@@ -422,7 +470,11 @@ fn parse_io(kind: u16, bytes: &[u8]) -> Result<MsgIo, ProtoError> {
         return Ok(m);
     }
     let Some(v1) = bytes.get(..MsgIo::LEN_V1) else {
-        return Err(ProtoError::Short { kind, len: bytes.len(), need: MsgIo::LEN_V1 });
+        return Err(ProtoError::Short {
+            kind,
+            len: bytes.len(),
+            need: MsgIo::LEN_V1,
+        });
     };
     let mut m = MsgIo::new_zeroed();
     m.as_mut_bytes()[..MsgIo::LEN_V1].copy_from_slice(v1);
@@ -435,7 +487,9 @@ fn parse_io(kind: u16, bytes: &[u8]) -> Result<MsgIo, ProtoError> {
 /// EINVAL when it is none.
 pub fn parse_sess_info_rsp(bytes: &[u8]) -> Result<MsgSessInfo, Errno> {
     let (m, _) = MsgSessInfo::read_from_prefix(bytes).map_err(|_| Errno::EINVAL)?;
-    (m.hdr.msg_type.get() == MsgType::SessInfoRsp as u16).then_some(m).ok_or(Errno::EINVAL)
+    (m.hdr.msg_type.get() == MsgType::SessInfoRsp as u16)
+        .then_some(m)
+        .ok_or(Errno::EINVAL)
 }
 
 /// Checks and reads the answer to an open request: a block size of at least a sector and a power of two, and a size

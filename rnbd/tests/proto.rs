@@ -58,8 +58,19 @@ proptest! {
 
 #[test]
 fn field_positions_are_the_kernels() {
-    let m = MsgIo::new(0x0403_0201, Rw { op: IoOp::Write, sync: true, fua: true }, 0x1122_3344_5566_7788, 0x1000);
-    let mut want = vec![4, 0, 0, 0, 1, 2, 3, 4, 0x88, 0x77, 0x66, 0x55, 0x44, 0x33, 0x22, 0x11, 1, 3, 0, 0, 0, 0x10];
+    let m = MsgIo::new(
+        0x0403_0201,
+        Rw {
+            op: IoOp::Write,
+            sync: true,
+            fua: true,
+        },
+        0x1122_3344_5566_7788,
+        0x1000,
+    );
+    let mut want = vec![
+        4, 0, 0, 0, 1, 2, 3, 4, 0x88, 0x77, 0x66, 0x55, 0x44, 0x33, 0x22, 0x11, 1, 3, 0, 0, 0, 0x10,
+    ];
     want.resize(32, 0);
     assert_eq!(m.as_bytes(), want);
     assert_eq!(MsgClose::new(7).as_bytes(), [5, 0, 0, 0, 7, 0, 0, 0]);
@@ -73,13 +84,32 @@ fn field_positions_are_the_kernels() {
 fn bad_messages_are_named() {
     assert_eq!(MsgOpen::new(b"", AccessMode::ReadOnly).unwrap_err(), Errno::EINVAL);
     assert_eq!(MsgOpen::new(b"a\0b", AccessMode::ReadOnly).unwrap_err(), Errno::EINVAL);
-    assert_eq!(MsgOpen::new(&[b'a'; 255], AccessMode::ReadOnly).unwrap_err(), Errno::ENAMETOOLONG);
+    assert_eq!(
+        MsgOpen::new(&[b'a'; 255], AccessMode::ReadOnly).unwrap_err(),
+        Errno::ENAMETOOLONG
+    );
     assert_eq!(ClientMsg::parse(&[1, 0, 0, 0]), Err(ProtoError::Type(1)));
-    assert_eq!(ClientMsg::parse(&[5, 0, 0, 0, 1, 0, 0]), Err(ProtoError::Short { kind: 5, len: 7, need: 8 }));
-    assert_eq!(ClientMsg::parse(&[4; 2]), Err(ProtoError::Short { kind: 0, len: 2, need: 4 }));
+    assert_eq!(
+        ClientMsg::parse(&[5, 0, 0, 0, 1, 0, 0]),
+        Err(ProtoError::Short {
+            kind: 5,
+            len: 7,
+            need: 8
+        })
+    );
+    assert_eq!(
+        ClientMsg::parse(&[4; 2]),
+        Err(ProtoError::Short {
+            kind: 0,
+            len: 2,
+            need: 4
+        })
+    );
     let mut unterminated = [0xff; 264];
     unterminated[..4].copy_from_slice(&[2, 0, 0, 0]);
-    let Ok(ClientMsg::Open(o)) = ClientMsg::parse(&unterminated) else { panic!() };
+    let Ok(ClientMsg::Open(o)) = ClientMsg::parse(&unterminated) else {
+        panic!()
+    };
     assert_eq!(o.name(), None);
 }
 
@@ -133,7 +163,10 @@ fn rdma_writes(file: &[u8]) -> Vec<Write> {
         let data = open.entry(qpn).or_default();
         data.extend(&f[54 + skip..f.len() - 4 - pad]);
         if matches!(opcode, 8..=11) {
-            out.push(Write { from_client: f[29] == 2, data: std::mem::take(data) });
+            out.push(Write {
+                from_client: f[29] == 2,
+                data: std::mem::take(data),
+            });
         }
     }
     out
@@ -144,7 +177,11 @@ fn rdma_writes(file: &[u8]) -> Vec<Write> {
 fn user_message(w: &[u8]) -> (ClientMsg, usize) {
     let u16_at = |at: usize| usize::from(u16::from_le_bytes([w[at], w[at + 1]]));
     for descriptors in 0..=64 {
-        let (len, kind) = if descriptors == 0 { (4, 2) } else { (8 + 16 * (descriptors - 1), 3) };
+        let (len, kind) = if descriptors == 0 {
+            (4, 2)
+        } else {
+            (8 + 16 * (descriptors - 1), 3)
+        };
         let Some(at) = w.len().checked_sub(len) else { break };
         let read_fits = kind == 2 || u16_at(at + 6) == descriptors - 1;
         if u16_at(at) == kind && read_fits && at >= u16_at(at + 2) {
@@ -200,7 +237,10 @@ fn the_kernels_answers_parse() {
     let open = parse_open_rsp(bytes).unwrap();
     assert_eq!(open.as_bytes(), bytes);
     assert_eq!(open.nsectors.get(), 0x20000);
-    assert_eq!((open.logical_block_size.get(), open.physical_block_size.get()), (512, 4096));
+    assert_eq!(
+        (open.logical_block_size.get(), open.physical_block_size.get()),
+        (512, 4096)
+    );
     assert_eq!((open.max_hw_sectors.get(), open.max_segments.get()), (255, 128));
     assert_eq!(open.cache_policy & (CACHE_FUA | CACHE_WRITEBACK), 0);
 }
@@ -208,7 +248,13 @@ fn the_kernels_answers_parse() {
 #[test]
 fn the_kernels_close_parses() {
     let writes = rdma_writes(include_bytes!("../../pcap-fixtures/rnbd-unmap.pcap"));
-    let closes: Vec<_> = writes.iter().filter(|w| w.from_client).map(|w| user_message(&w.data).0).collect();
-    let [ClientMsg::Close(m)] = closes[..] else { panic!("{closes:?}") };
+    let closes: Vec<_> = writes
+        .iter()
+        .filter(|w| w.from_client)
+        .map(|w| user_message(&w.data).0)
+        .collect();
+    let [ClientMsg::Close(m)] = closes[..] else {
+        panic!("{closes:?}")
+    };
     assert_eq!(m.device_id.get(), 0);
 }

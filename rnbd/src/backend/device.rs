@@ -80,7 +80,9 @@ impl Drop for LocalBuffer {
 
 impl std::fmt::Debug for LocalBuffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("LocalBuffer").field("len", &self.len).finish_non_exhaustive()
+        f.debug_struct("LocalBuffer")
+            .field("len", &self.len)
+            .finish_non_exhaustive()
     }
 }
 
@@ -95,8 +97,18 @@ impl LocalDevice {
     /// Serves `image` with the threads of `pool`.
     pub fn new(image: Image, pool: Arc<Pool>) -> Self {
         let credit = image.geometry().queue_depth as usize;
-        let state = Mutex::new(BufferState { credit, idle: Vec::new() });
-        Self { image: Arc::new(image), pool, buffers: Arc::new(Buffers { state, freed: Condvar::new() }) }
+        let state = Mutex::new(BufferState {
+            credit,
+            idle: Vec::new(),
+        });
+        Self {
+            image: Arc::new(image),
+            pool,
+            buffers: Arc::new(Buffers {
+                state,
+                freed: Condvar::new(),
+            }),
+        }
     }
 
     fn take(&self, len: usize, wait: bool) -> Result<Option<LocalBuffer>, Errno> {
@@ -117,13 +129,19 @@ impl LocalDevice {
         };
         s.credit -= 1;
         drop(s);
-        Ok(Some(LocalBuffer { page: Some(page), len, home: self.buffers.clone() }))
+        Ok(Some(LocalBuffer {
+            page: Some(page),
+            len,
+            home: self.buffers.clone(),
+        }))
     }
 }
 
 impl std::fmt::Debug for LocalDevice {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("LocalDevice").field("image", &self.image).finish_non_exhaustive()
+        f.debug_struct("LocalDevice")
+            .field("image", &self.image)
+            .finish_non_exhaustive()
     }
 }
 
@@ -157,7 +175,12 @@ impl BlockDevice for LocalDevice {
             }
             BlockRequest::Flush => done(image.flush(), None),
             BlockRequest::Discard { offset, len } => done(image.discard(offset, len), None),
-            BlockRequest::WriteZeroes { offset, len, fua, may_unmap } => {
+            BlockRequest::WriteZeroes {
+                offset,
+                len,
+                fua,
+                may_unmap,
+            } => {
                 done(image.write_zeroes(offset, len, fua, may_unmap), None);
             }
         });

@@ -37,16 +37,24 @@ impl FromStr for ExportSpec {
     type Err = String;
 
     fn from_str(s: &str) -> Result<Self, String> {
-        let (name, rest) = s.split_once('=').ok_or_else(|| format!("{s:?} is not of the form NAME=PATH[,ro]"))?;
+        let (name, rest) = s
+            .split_once('=')
+            .ok_or_else(|| format!("{s:?} is not of the form NAME=PATH[,ro]"))?;
         let (path, read_only) = rest.strip_suffix(",ro").map_or((rest, false), |p| (p, true));
         let path = path.strip_suffix(",rw").unwrap_or(path);
         if name.is_empty() || path.is_empty() {
             return Err(format!("{s:?} is not of the form NAME=PATH[,ro]"));
         }
         if name.len() >= crate::proto::NAME_MAX || name.contains("..") {
-            return Err(format!("no client can ask for the name {name:?}: at most 254 bytes, without \"..\""));
+            return Err(format!(
+                "no client can ask for the name {name:?}: at most 254 bytes, without \"..\""
+            ));
         }
-        Ok(Self { name: name.into(), path: path.into(), read_only })
+        Ok(Self {
+            name: name.into(),
+            path: path.into(),
+            read_only,
+        })
     }
 }
 
@@ -64,7 +72,14 @@ impl FromStr for FolderSpec {
 
     fn from_str(s: &str) -> Result<Self, String> {
         let (path, read_only) = s.strip_suffix(",ro").map_or((s, false), |p| (p, true));
-        if path.is_empty() { Err("empty folder name".into()) } else { Ok(Self { path: path.into(), read_only }) }
+        if path.is_empty() {
+            Err("empty folder name".into())
+        } else {
+            Ok(Self {
+                path: path.into(),
+                read_only,
+            })
+        }
     }
 }
 
@@ -79,13 +94,20 @@ struct Folder {
 impl Folder {
     fn new(spec: &FolderSpec) -> io::Result<Self> {
         let bytes = spec.path.as_os_str().as_bytes();
-        let mark = bytes.windows(SESSION_MARK.len()).position(|w| w == SESSION_MARK.as_bytes());
+        let mark = bytes
+            .windows(SESSION_MARK.len())
+            .position(|w| w == SESSION_MARK.as_bytes());
         let path = match mark {
             Some(0) => PathBuf::from("."),
             Some(at) => PathBuf::from(OsString::from_vec(bytes[..at].to_vec())),
             None => spec.path.clone(),
         };
-        Ok(Self { dir: lookup::open_dir(&path)?, path, per_session: mark.is_some(), read_only: spec.read_only })
+        Ok(Self {
+            dir: lookup::open_dir(&path)?,
+            path,
+            per_session: mark.is_some(),
+            read_only: spec.read_only,
+        })
     }
 
     fn open(&self, session: &str, name: &[u8]) -> Result<OwnedFd, Errno> {
@@ -164,7 +186,11 @@ impl Exports {
         let folder = folder
             .map(|f| Folder::new(f).map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", f.path.display()))))
             .transpose()?;
-        Ok(Arc::new(Self { named: table, folder, writers: Mutex::default() }))
+        Ok(Arc::new(Self {
+            named: table,
+            folder,
+            writers: Mutex::default(),
+        }))
     }
 
     /// The table of names.
@@ -180,10 +206,18 @@ impl Exports {
     pub fn open(self: &Arc<Self>, session: &str, name: &[u8], mode: AccessMode) -> Result<OpenExport, Errno> {
         let key = key_of(name)?;
         let (handle, read_only, label) = if let Some(spec) = self.named.get(&key) {
-            (lookup::open_path(&spec.path)?, spec.read_only, spec.path.display().to_string())
+            (
+                lookup::open_path(&spec.path)?,
+                spec.read_only,
+                spec.path.display().to_string(),
+            )
         } else {
             let folder = self.folder.as_ref().ok_or(Errno::ENOENT)?;
-            let label = folder.path.join(Path::new(std::ffi::OsStr::from_bytes(&key))).display().to_string();
+            let label = folder
+                .path
+                .join(Path::new(std::ffi::OsStr::from_bytes(&key)))
+                .display()
+                .to_string();
             (folder.open(session, name)?, folder.read_only, label)
         };
         if read_only && mode.writable() {
@@ -207,7 +241,10 @@ impl Exports {
             return Err(Errno::EPERM);
         }
         w.insert(key, n + 1);
-        Ok(WriterSlot { exports: self.clone(), key })
+        Ok(WriterSlot {
+            exports: self.clone(),
+            key,
+        })
     }
 }
 
@@ -232,14 +269,21 @@ mod tests {
     }
 
     fn spec(name: &str, path: &Path, read_only: bool) -> ExportSpec {
-        ExportSpec { name: name.into(), path: path.into(), read_only }
+        ExportSpec {
+            name: name.into(),
+            path: path.into(),
+            read_only,
+        }
     }
 
     #[test]
     fn specs_parse() {
         let s: ExportSpec = "disk=/a/b=c.img,ro".parse().unwrap();
         assert_eq!(s, spec("disk", Path::new("/a/b=c.img"), true));
-        assert_eq!("d=x,rw".parse::<ExportSpec>().unwrap(), spec("d", Path::new("x"), false));
+        assert_eq!(
+            "d=x,rw".parse::<ExportSpec>().unwrap(),
+            spec("d", Path::new("x"), false)
+        );
         for bad in ["disk", "=x", "disk=", "a..b=x", "d=,ro"] {
             assert!(bad.parse::<ExportSpec>().is_err(), "{bad}");
         }
@@ -251,7 +295,10 @@ mod tests {
         let path = t.path().join("i");
         image(&path, 1 << 20);
         fs::hard_link(&path, t.path().join("j")).unwrap();
-        let folder = FolderSpec { path: t.path().into(), read_only: false };
+        let folder = FolderSpec {
+            path: t.path().into(),
+            read_only: false,
+        };
         let ex = Exports::new([spec("disk", &path, false)], Some(&folder)).unwrap();
         let w = ex.open("s", b"disk", AccessMode::ReadWrite).unwrap();
         assert_eq!(w.image().geometry().size, 1 << 20);
@@ -273,12 +320,21 @@ mod tests {
         let t = tempfile::tempdir().unwrap();
         let path = t.path().join("i");
         image(&path, 4096);
-        let folder = FolderSpec { path: t.path().into(), read_only: true };
+        let folder = FolderSpec {
+            path: t.path().into(),
+            read_only: true,
+        };
         let ex = Exports::new([spec("disk", &path, true)], Some(&folder)).unwrap();
         for name in [&b"disk"[..], b"i"] {
             assert_eq!(ex.open("s", name, AccessMode::ReadWrite).unwrap_err(), Errno::EACCES);
             assert_eq!(ex.open("s", name, AccessMode::Migration).unwrap_err(), Errno::EACCES);
-            assert!(ex.open("s", name, AccessMode::ReadOnly).unwrap().image().geometry().read_only);
+            assert!(
+                ex.open("s", name, AccessMode::ReadOnly)
+                    .unwrap()
+                    .image()
+                    .geometry()
+                    .read_only
+            );
         }
         assert_eq!(ex.open("s", b"other", AccessMode::ReadOnly).unwrap_err(), Errno::ENOENT);
         assert_eq!(ex.open("s", b"..", AccessMode::ReadOnly).unwrap_err(), Errno::EINVAL);
@@ -292,13 +348,20 @@ mod tests {
         }
         image(&t.path().join("a/disk"), 4096);
         std::os::unix::fs::symlink("../a/disk", t.path().join("b/theirs")).unwrap();
-        let folder = FolderSpec { path: t.path().join("%SESSNAME%/ignored"), read_only: false };
+        let folder = FolderSpec {
+            path: t.path().join("%SESSNAME%/ignored"),
+            read_only: false,
+        };
         let ex = Exports::new([], Some(&folder)).unwrap();
         ex.open("a", b"/disk", AccessMode::ReadOnly).unwrap();
         assert_eq!(ex.open("b", b"disk", AccessMode::ReadOnly).unwrap_err(), Errno::ENOENT);
         assert!(ex.open("b", b"theirs", AccessMode::ReadOnly).is_err());
         for bad in ["..", ".", "a/../a", "", "a/"] {
-            assert_eq!(ex.open(bad, b"disk", AccessMode::ReadOnly).unwrap_err(), Errno::EINVAL, "{bad}");
+            assert_eq!(
+                ex.open(bad, b"disk", AccessMode::ReadOnly).unwrap_err(),
+                Errno::EINVAL,
+                "{bad}"
+            );
         }
     }
 
@@ -306,7 +369,10 @@ mod tests {
     fn a_missing_image_is_told_at_start() {
         let e = Exports::new([spec("d", Path::new("/nonexistent/i"), false)], None).unwrap_err();
         assert!(e.to_string().contains("/nonexistent/i"), "{e}");
-        let f = FolderSpec { path: "/nonexistent".into(), read_only: false };
+        let f = FolderSpec {
+            path: "/nonexistent".into(),
+            read_only: false,
+        };
         assert!(Exports::new([], Some(&f)).is_err());
     }
 }

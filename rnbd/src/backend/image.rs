@@ -11,11 +11,7 @@ use std::{
 };
 
 use super::{lookup, throttle::Throttle};
-use crate::{
-    block::Geometry,
-    errno::Errno,
-    proto::SECTOR,
-};
+use crate::{block::Geometry, errno::Errno, proto::SECTOR};
 
 // `linux/fs.h`; libc has them for some targets only.
 const BLKROGET: u64 = 0x125e;
@@ -84,7 +80,11 @@ impl Image {
             return Err(Errno::EACCES);
         }
         if kind == Kind::File && meta.len() != geometry.size {
-            tracing::warn!(image = label, bytes = meta.len(), "size is no multiple of 512; the last bytes are left out");
+            tracing::warn!(
+                image = label,
+                bytes = meta.len(),
+                "size is no multiple of 512; the last bytes are left out"
+            );
         }
         geometry.read_only = !writable;
         if !writable {
@@ -165,11 +165,21 @@ impl Image {
         while done < len {
             // SAFETY: the caller's memory from `done` on; `offset` fits because the device's size does.
             let n = unsafe {
-                libc::pread64(self.file.as_raw_fd(), ptr.add(done).cast(), len - done, (offset + done as u64) as i64)
+                libc::pread64(
+                    self.file.as_raw_fd(),
+                    ptr.add(done).cast(),
+                    len - done,
+                    (offset + done as u64) as i64,
+                )
             };
             match usize::try_from(n) {
                 Ok(0) => {
-                    self.complain("the image was truncated while it is served", offset, len as u64, Errno::EIO);
+                    self.complain(
+                        "the image was truncated while it is served",
+                        offset,
+                        len as u64,
+                        Errno::EIO,
+                    );
                     return Err(Errno::EIO);
                 }
                 Ok(n) => done += n,
@@ -212,7 +222,11 @@ impl Image {
         while done < len {
             let at = (offset + done as u64) as i64;
             // SAFETY: the caller's memory from `done` on.
-            let iov = libc::iovec { iov_base: unsafe { ptr.add(done) }.cast_mut().cast(), iov_len: len - done };
+            let rest = unsafe { ptr.add(done) };
+            let iov = libc::iovec {
+                iov_base: rest.cast_mut().cast(),
+                iov_len: len - done,
+            };
             // SAFETY: one element that describes readable memory.
             let n = unsafe {
                 if dsync {
@@ -244,7 +258,11 @@ impl Image {
     }
 
     fn check_synced(&self) -> Result<(), Errno> {
-        if self.sync_failed.load(SeqCst) { Err(Errno::EIO) } else { Ok(()) }
+        if self.sync_failed.load(SeqCst) {
+            Err(Errno::EIO)
+        } else {
+            Ok(())
+        }
     }
 
     fn sync(&self) -> Result<(), Errno> {
@@ -308,7 +326,11 @@ impl Image {
         if len == 0 {
             return Ok(());
         }
-        let r = if self.zero_range(offset, len, may_unmap)? { Ok(()) } else { self.zero_by_writing(offset, len) };
+        let r = if self.zero_range(offset, len, may_unmap)? {
+            Ok(())
+        } else {
+            self.zero_by_writing(offset, len)
+        };
         self.dirty.store(true, SeqCst);
         r.inspect_err(|e| self.complain("writing zeroes failed", offset, len, *e))?;
         if fua { self.sync() } else { Ok(()) }
@@ -325,7 +347,13 @@ impl Image {
         }
         let punch = (&self.no_punch, libc::FALLOC_FL_PUNCH_HOLE);
         let zero = (&self.no_zero_range, libc::FALLOC_FL_ZERO_RANGE);
-        for (missing, mode) in if may_unmap { [Some(punch), Some(zero)] } else { [Some(zero), None] }.into_iter().flatten()
+        for (missing, mode) in if may_unmap {
+            [Some(punch), Some(zero)]
+        } else {
+            [Some(zero), None]
+        }
+        .into_iter()
+        .flatten()
         {
             if missing.load(Relaxed) {
                 continue;
@@ -442,12 +470,19 @@ fn block_geometry(file: &File) -> Result<Geometry, Errno> {
 fn queue_folder(file: &File) -> Result<Option<std::path::PathBuf>, Errno> {
     let rdev = lookup::stat(file)?.st_rdev;
     let device = format!("/sys/dev/block/{}:{}", libc::major(rdev), libc::minor(rdev));
-    Ok(["queue", "../queue"].iter().map(|q| Path::new(&device).join(q)).find(|p| p.is_dir()))
+    Ok(["queue", "../queue"]
+        .iter()
+        .map(|q| Path::new(&device).join(q))
+        .find(|p| p.is_dir()))
 }
 
 /// A request that stores a number.
 fn get_ioctl<T: Default>(file: &File, request: u64) -> Result<T, Errno> {
     let mut v = T::default();
     // SAFETY: the callers pair each request with the type that it stores.
-    if unsafe { libc::ioctl(file.as_raw_fd(), request as _, &raw mut v) } == 0 { Ok(v) } else { Err(Errno::last()) }
+    if unsafe { libc::ioctl(file.as_raw_fd(), request as _, &raw mut v) } == 0 {
+        Ok(v)
+    } else {
+        Err(Errno::last())
+    }
 }

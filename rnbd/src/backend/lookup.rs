@@ -50,8 +50,15 @@ pub(crate) fn components(name: &[u8]) -> Result<Vec<&[u8]>, Errno> {
     if name.contains(&0) || name.windows(2).any(|w| w == b"..") {
         return Err(Errno::EINVAL);
     }
-    let parts: Vec<&[u8]> = name.split(|b| *b == b'/').filter(|c| !c.is_empty() && *c != b".").collect();
-    if parts.is_empty() { Err(Errno::EINVAL) } else { Ok(parts) }
+    let parts: Vec<&[u8]> = name
+        .split(|b| *b == b'/')
+        .filter(|c| !c.is_empty() && *c != b".")
+        .collect();
+    if parts.is_empty() {
+        Err(Errno::EINVAL)
+    } else {
+        Ok(parts)
+    }
 }
 
 /// Opens `name` below `dir` as an `O_PATH` descriptor. Symbolic links that stay below are followed, others refused.
@@ -77,7 +84,13 @@ fn openat2_beneath(dir: BorrowedFd<'_>, path: &CStr) -> Result<OwnedFd, Errno> {
     for _ in 0..16 {
         // SAFETY: `path` is NUL-terminated, `how` is as large as said.
         let fd = unsafe {
-            libc::syscall(libc::SYS_openat2, dir.as_raw_fd(), path.as_ptr(), &raw const how, size_of_val(&how))
+            libc::syscall(
+                libc::SYS_openat2,
+                dir.as_raw_fd(),
+                path.as_ptr(),
+                &raw const how,
+                size_of_val(&how),
+            )
         };
         if fd >= 0 {
             // SAFETY: a new descriptor that nobody else owns.
@@ -179,11 +192,18 @@ mod tests {
     fn no_name_leaves_the_folder() {
         let (_t, d) = tree();
         for name in ["../secret", "..", "sub/../../secret", "a..b", "", "/", "."] {
-            assert_eq!(open_beneath(d.as_fd(), name.as_bytes()).unwrap_err(), Errno::EINVAL, "{name}");
+            assert_eq!(
+                open_beneath(d.as_fd(), name.as_bytes()).unwrap_err(),
+                Errno::EINVAL,
+                "{name}"
+            );
         }
         for name in ["up", "absolute", "dirlink/secret"] {
             let e = open_beneath(d.as_fd(), name.as_bytes()).unwrap_err();
-            assert!(matches!(e, Errno::EXDEV | Errno::ELOOP | Errno::EINVAL), "{name}: {e:?}");
+            assert!(
+                matches!(e, Errno::EXDEV | Errno::ELOOP | Errno::EINVAL),
+                "{name}: {e:?}"
+            );
         }
     }
 

@@ -12,3 +12,4 @@ pub use device::{LocalBuffer, LocalDevice};
 pub use exports::{ExportSpec, Exports, FolderSpec, OpenExport};
 pub use image::Image;
 pub use pool::Pool;
+pub(crate) use throttle::Throttle;

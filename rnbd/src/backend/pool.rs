@@ -28,10 +28,15 @@ impl Pool {
         let threads = (0..threads.max(1))
             .map(|i| {
                 let jobs = jobs.clone();
-                thread::Builder::new().name(format!("rnbd-io-{i}")).spawn(move || work(&jobs))
+                thread::Builder::new()
+                    .name(format!("rnbd-io-{i}"))
+                    .spawn(move || work(&jobs))
             })
             .collect::<io::Result<_>>()?;
-        Ok(Self { queue: Some(queue), threads })
+        Ok(Self {
+            queue: Some(queue),
+            threads,
+        })
     }
 
     /// Twice the processors, at least 4: threads wait for disks, and a flush occupies one for long.

@@ -45,10 +45,19 @@ pub(crate) fn serve<D: BlockDevice>(stream: &UnixStream, exports: &[NbdExport<D>
     let outbox = Arc::new(Outbox::new(MAX_REQUESTS, share.clamp(1, MAX_BYTES)));
     let writer = {
         let (outbox, stream) = (outbox.clone(), stream.try_clone()?);
-        thread::Builder::new().name("nbd-writer".into()).spawn(move || outbox.write_all(&stream))?
+        thread::Builder::new()
+            .name("nbd-writer".into())
+            .spawn(move || outbox.write_all(&stream))?
     };
     let allowed = transmission_flags(&geometry);
-    let r = Reader { input, device, geometry, allowed, outbox: outbox.clone() }.run();
+    let r = Reader {
+        input,
+        device,
+        geometry,
+        allowed,
+        outbox: outbox.clone(),
+    }
+    .run();
     outbox.end_of_input();
     let _ = writer.join();
     r
@@ -68,7 +77,10 @@ impl<D: BlockDevice> Reader<'_, D> {
         let mut head = [0; Request::LEN];
         while self.input.read_exact_or_end(&mut head, Wait::Forever)? {
             let Some(request) = Request::parse(&head) else {
-                return Err(io::Error::new(io::ErrorKind::InvalidData, "request without its magic number"));
+                return Err(io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    "request without its magic number",
+                ));
             };
             if request.command == cmd::DISC {
                 return Ok(());
@@ -81,10 +93,17 @@ impl<D: BlockDevice> Reader<'_, D> {
     fn start(&mut self, q: &Request) -> io::Result<()> {
         let payload = matches!(q.command, cmd::READ | cmd::WRITE);
         if q.command == cmd::WRITE && q.len > proto::MAX_PAYLOAD {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, format!("write of {} bytes", q.len)));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                format!("write of {} bytes", q.len),
+            ));
         }
         let checked = self.check(q);
-        let charge = if payload && checked.is_ok() { u64::from(q.len) } else { 0 };
+        let charge = if payload && checked.is_ok() {
+            u64::from(q.len)
+        } else {
+            0
+        };
         if !self.outbox.admit(charge) {
             return Err(io::ErrorKind::BrokenPipe.into());
         }
@@ -129,7 +148,11 @@ impl<D: BlockDevice> Reader<'_, D> {
             let full = matches!(q.command, cmd::WRITE | cmd::WRITE_ZEROES);
             return Err(if full { Errno::ENOSPC } else { Errno::EINVAL });
         }
-        if self.geometry.aligned(offset, len) { Ok(()) } else { Err(Errno::EINVAL) }
+        if self.geometry.aligned(offset, len) {
+            Ok(())
+        } else {
+            Err(Errno::EINVAL)
+        }
     }
 
     fn submit(&mut self, q: &Request, pending: &Arc<Pending<D::Buffer>>) -> io::Result<()> {
@@ -141,7 +164,12 @@ impl<D: BlockDevice> Reader<'_, D> {
             cmd::FLUSH => self.device.submit(BlockRequest::Flush, pending.part()),
             cmd::WRITE_ZEROES if len > 0 => {
                 let may_unmap = q.flags & cmd_flag::NO_HOLE == 0;
-                let zeroes = BlockRequest::WriteZeroes { offset, len, fua, may_unmap };
+                let zeroes = BlockRequest::WriteZeroes {
+                    offset,
+                    len,
+                    fua,
+                    may_unmap,
+                };
                 self.device.submit(zeroes, pending.part());
             }
             cmd::TRIM if len > 0 => self.trim(offset, len, fua, pending),
@@ -182,7 +210,10 @@ impl<D: BlockDevice> Reader<'_, D> {
             Ok(Some(buffers)) => {
                 pending.expect_buffers(buffers.len());
                 for ((i, at, _), buffer) in self.parts(len).zip(buffers) {
-                    let read = BlockRequest::Read { offset: q.offset + at as u64, buffer };
+                    let read = BlockRequest::Read {
+                        offset: q.offset + at as u64,
+                        buffer,
+                    };
                     self.device.submit(read, pending.read_part(i, at));
                 }
             }
@@ -200,7 +231,11 @@ impl<D: BlockDevice> Reader<'_, D> {
         }
         let mut buffers = Vec::with_capacity(n);
         for (_, _, part) in self.parts(len) {
-            let b = if n == 1 { Some(self.device.buffer(part)?) } else { self.device.try_buffer(part)? };
+            let b = if n == 1 {
+                Some(self.device.buffer(part)?)
+            } else {
+                self.device.try_buffer(part)?
+            };
             match b {
                 Some(b) => buffers.push(b),
                 None => return Ok(None),
@@ -219,7 +254,10 @@ impl<D: BlockDevice> Reader<'_, D> {
             }
             match self.device.buffer(part) {
                 Ok(buffer) => {
-                    let read = BlockRequest::Read { offset: offset + at as u64, buffer };
+                    let read = BlockRequest::Read {
+                        offset: offset + at as u64,
+                        buffer,
+                    };
                     self.device.submit(read, pending.read_part(i, at));
                 }
                 Err(e) => return pending.fail(e),
@@ -236,7 +274,11 @@ impl<D: BlockDevice> Reader<'_, D> {
             match self.device.buffer(part) {
                 Ok(buffer) => match self.fill(buffer).inspect_err(|_| pending.fail(Errno::EIO))? {
                     Ok(buffer) => {
-                        let write = BlockRequest::Write { offset: q.offset + at as u64, buffer, fua };
+                        let write = BlockRequest::Write {
+                            offset: q.offset + at as u64,
+                            buffer,
+                            fua,
+                        };
                         self.device.submit(write, pending.part());
                     }
                     Err(e) => pending.fail(e),
@@ -257,7 +299,10 @@ impl<D: BlockDevice> Reader<'_, D> {
         let mut done = 0;
         while done < len {
             // SAFETY: the rest of the buffer.
-            let n = unsafe { self.input.read_raw(buffer.as_ptr().add(done), len - done, Some(PATIENCE))? };
+            let n = unsafe {
+                self.input
+                    .read_raw(buffer.as_ptr().add(done), len - done, Some(PATIENCE))?
+            };
             if n == 0 {
                 return self.fill_staged(buffer, done);
             }

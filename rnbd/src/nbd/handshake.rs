@@ -55,7 +55,11 @@ pub(crate) fn negotiate<D: BlockDevice>(
     if flags & !known != 0 {
         return Err(bad(format!("unknown client flags {flags:#x}")));
     }
-    let mut session = Session { stream, exports, zeroes: flags & u32::from(proto::FLAG_NO_ZEROES) == 0 };
+    let mut session = Session {
+        stream,
+        exports,
+        zeroes: flags & u32::from(proto::FLAG_NO_ZEROES) == 0,
+    };
     loop {
         let mut head = [0; 16];
         if !input.read_exact_or_end(&mut head, wait)? {
@@ -109,9 +113,10 @@ struct Session<'a, D> {
 impl<D: BlockDevice> Session<'_, D> {
     /// The export of that name; the empty name is the first one.
     fn find(&self, name: &[u8]) -> Option<&NbdExport<D>> {
-        self.exports.iter().find(|e| e.name.as_bytes() == name).or_else(|| {
-            if name.is_empty() { self.exports.first() } else { None }
-        })
+        self.exports
+            .iter()
+            .find(|e| e.name.as_bytes() == name)
+            .or_else(|| if name.is_empty() { self.exports.first() } else { None })
     }
 
     fn reply(&self, option: u32, kind: u32, data: &[u8]) -> io::Result<()> {
@@ -191,7 +196,11 @@ impl<D: BlockDevice> Session<'_, D> {
             }
         }
         self.reply(option, rep::ACK, b"")?;
-        Ok(if option == opt::GO { Next::Transmit(e.device.clone()) } else { Next::Option })
+        Ok(if option == opt::GO {
+            Next::Transmit(e.device.clone())
+        } else {
+            Next::Option
+        })
     }
 }
 
@@ -201,5 +210,10 @@ fn parse_info(data: &[u8]) -> Option<(&[u8], Vec<u16>)> {
     let (name, rest) = rest.split_at_checked(u32::from_be_bytes(*len) as usize)?;
     let (count, rest) = rest.split_first_chunk::<2>()?;
     let exact = name.len() <= proto::MAX_NAME && rest.len() == 2 * usize::from(u16::from_be_bytes(*count));
-    exact.then(|| (name, rest.chunks_exact(2).map(|c| u16::from_be_bytes([c[0], c[1]])).collect()))
+    exact.then(|| {
+        (
+            name,
+            rest.chunks_exact(2).map(|c| u16::from_be_bytes([c[0], c[1]])).collect(),
+        )
+    })
 }

@@ -62,7 +62,12 @@ pub(crate) struct Input<'a> {
 
 impl<'a> Input<'a> {
     pub(crate) fn new(stream: &'a UnixStream) -> Self {
-        Self { stream, buf: Box::new([0; 4096]), start: 0, end: 0 }
+        Self {
+            stream,
+            buf: Box::new([0; 4096]),
+            start: 0,
+            end: 0,
+        }
     }
 
     fn buffered(&self) -> usize {

@@ -83,9 +83,20 @@ pub(crate) struct Outbox<B> {
 
 impl<B: IoBuffer> Outbox<B> {
     pub(crate) fn new(max_requests: usize, max_bytes: u64) -> Self {
-        let state =
-            State { replies: VecDeque::new(), requests: 0, bytes: 0, input_ended: false, broken: false };
-        Self { state: Mutex::new(state), work: Condvar::new(), room: Condvar::new(), max_requests, max_bytes }
+        let state = State {
+            replies: VecDeque::new(),
+            requests: 0,
+            bytes: 0,
+            input_ended: false,
+            broken: false,
+        };
+        Self {
+            state: Mutex::new(state),
+            work: Condvar::new(),
+            room: Condvar::new(),
+            max_requests,
+            max_bytes,
+        }
     }
 
     /// Waits until a request of `bytes` may be started and counts it. `false` when there is nobody to answer.
@@ -149,7 +160,10 @@ impl<B: IoBuffer> Outbox<B> {
     }
 
     fn send(&self, stream: &UnixStream, mut batch: Vec<Reply<B>>) -> io::Result<()> {
-        let total: usize = batch.iter().map(|r| 16 + r.data.iter().map(|d| d.raw().1).sum::<usize>()).sum();
+        let total: usize = batch
+            .iter()
+            .map(|r| 16 + r.data.iter().map(|d| d.raw().1).sum::<usize>())
+            .sum();
         let mut sent = 0;
         while sent < total {
             match send_some(stream, &batch, sent) {
@@ -158,7 +172,11 @@ impl<B: IoBuffer> Outbox<B> {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
                     while !poll_fd(stream.as_raw_fd(), libc::POLLOUT, Some(PATIENCE))? {
                         let queued = &mut self.state.lock().replies;
-                        batch.iter_mut().chain(queued).flat_map(|r| &mut r.data).for_each(Data::detach);
+                        batch
+                            .iter_mut()
+                            .chain(queued)
+                            .flat_map(|r| &mut r.data)
+                            .for_each(Data::detach);
                     }
                 }
                 Err(e) => return Err(e),
@@ -181,7 +199,10 @@ fn send_some<B: IoBuffer>(stream: &UnixStream, batch: &[Reply<B>], mut skip: usi
         }
         // SAFETY: `skip` is inside the part.
         let base = unsafe { ptr.add(skip) };
-        iov.push(libc::iovec { iov_base: base.cast_mut().cast(), iov_len: len - skip });
+        iov.push(libc::iovec {
+            iov_base: base.cast_mut().cast(),
+            iov_len: len - skip,
+        });
         skip = 0;
         if iov.len() == MAX_IOV {
             break;
@@ -192,6 +213,12 @@ fn send_some<B: IoBuffer>(stream: &UnixStream, batch: &[Reply<B>], mut skip: usi
     msg.msg_iov = iov.as_mut_ptr();
     msg.msg_iovlen = iov.len() as _;
     // SAFETY: every element describes memory that `batch` keeps alive.
-    let n = unsafe { libc::sendmsg(stream.as_raw_fd(), &raw const msg, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT) };
+    let n = unsafe {
+        libc::sendmsg(
+            stream.as_raw_fd(),
+            &raw const msg,
+            libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT,
+        )
+    };
     usize::try_from(n).map_err(|_| io::Error::last_os_error())
 }

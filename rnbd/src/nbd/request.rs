@@ -146,6 +146,10 @@ impl<B: IoBuffer> Pending<B> {
             e => proto::error_code(Errno::from_wire(e)),
         };
         let header = proto::simple_reply(self.cookie, error);
-        self.outbox.push(Reply { header, data, charge: self.charge });
+        self.outbox.push(Reply {
+            header,
+            data,
+            charge: self.charge,
+        });
     }
 }

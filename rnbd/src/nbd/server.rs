@@ -5,10 +5,7 @@ use std::{
     fmt,
     io::{self, Read, Write},
     net::Shutdown,
-    os::{
-        fd::AsRawFd,
-        unix::net::UnixStream,
-    },
+    os::{fd::AsRawFd, unix::net::UnixStream},
     path::PathBuf,
     sync::Arc,
     thread::{self, JoinHandle},
@@ -32,7 +29,9 @@ pub struct NbdExport<D> {
 
 impl<D> fmt::Debug for NbdExport<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("NbdExport").field("name", &self.name).finish_non_exhaustive()
+        f.debug_struct("NbdExport")
+            .field("name", &self.name)
+            .finish_non_exhaustive()
     }
 }
 
@@ -52,7 +51,11 @@ pub struct NbdConfig<D> {
 impl<D> NbdConfig<D> {
     /// One device under the empty name, 16 connections, 5 s of grace.
     pub fn new(socket: impl Into<PathBuf>, device: Arc<D>) -> Self {
-        let export = NbdExport { name: String::new(), description: String::new(), device };
+        let export = NbdExport {
+            name: String::new(),
+            description: String::new(),
+            device,
+        };
         Self {
             socket: socket.into(),
             exports: vec![export],
@@ -110,7 +113,9 @@ pub struct NbdServer {
 
 impl fmt::Debug for NbdServer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("NbdServer").field("path", &self.path).finish_non_exhaustive()
+        f.debug_struct("NbdServer")
+            .field("path", &self.path)
+            .finish_non_exhaustive()
     }
 }
 
@@ -129,8 +134,17 @@ impl NbdServer {
         let (waker, woken) = UnixStream::pair()?;
         waker.set_nonblocking(true)?;
         woken.set_nonblocking(true)?;
-        let clients = Clients { open: HashMap::new(), next: 0, stopping: false, ended: false };
-        let shared = Arc::new(Shared { clients: Mutex::new(clients), changed: Condvar::new(), waker });
+        let clients = Clients {
+            open: HashMap::new(),
+            next: 0,
+            stopping: false,
+            ended: false,
+        };
+        let shared = Arc::new(Shared {
+            clients: Mutex::new(clients),
+            changed: Condvar::new(),
+            waker,
+        });
         let (grace, path) = (config.grace, config.socket.clone());
         let s = shared.clone();
         let thread = thread::Builder::new().name("nbd-accept".into()).spawn(move || {
@@ -139,7 +153,12 @@ impl NbdServer {
             s.clients.lock().ended = true;
             s.changed.notify_all();
         })?;
-        Ok(Self { shared, thread: Some(thread), grace, path })
+        Ok(Self {
+            shared,
+            thread: Some(thread),
+            grace,
+            path,
+        })
     }
 
     /// For ctrl-C handlers.
@@ -175,7 +194,10 @@ impl NbdServer {
         let mut c = self.shared.clients.lock();
         while !c.open.is_empty() {
             if self.shared.changed.wait_until(&mut c, until).timed_out() {
-                tracing::warn!(clients = c.open.len(), "NBD clients did not take their replies in time; cut off");
+                tracing::warn!(
+                    clients = c.open.len(),
+                    "NBD clients did not take their replies in time; cut off"
+                );
                 for s in c.open.values() {
                     let _ = s.shutdown(Shutdown::Both);
                 }
@@ -197,8 +219,11 @@ fn accept<D: BlockDevice>(shared: &Arc<Shared>, file: &SocketFile, mut woken: &U
         if shared.clients.lock().stopping {
             return;
         }
-        let mut fds = [file.listener.as_raw_fd(), woken.as_raw_fd()]
-            .map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
+        let mut fds = [file.listener.as_raw_fd(), woken.as_raw_fd()].map(|fd| libc::pollfd {
+            fd,
+            events: libc::POLLIN,
+            revents: 0,
+        });
         // SAFETY: two elements.
         unsafe { libc::poll(fds.as_mut_ptr(), 2, -1) };
         let _ = woken.read(&mut [0; 16]);
@@ -221,7 +246,9 @@ fn admit<D: BlockDevice>(shared: &Arc<Shared>, exports: &Arc<[NbdExport<D>]>, st
         return;
     }
     let ready = stream.set_nonblocking(false).and_then(|()| stream.try_clone());
-    let Ok(control) = ready.inspect_err(|e| tracing::warn!("NBD client: {e}")) else { return };
+    let Ok(control) = ready.inspect_err(|e| tracing::warn!("NBD client: {e}")) else {
+        return;
+    };
     if c.stopping {
         return;
     }

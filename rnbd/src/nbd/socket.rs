@@ -52,7 +52,11 @@ impl SocketFile {
             return Err(io::Error::last_os_error());
         }
         let meta = fs::symlink_metadata(path)?;
-        Ok(Self { listener: UnixListener::from(socket), path: path.into(), id: (meta.dev(), meta.ino()) })
+        Ok(Self {
+            listener: UnixListener::from(socket),
+            path: path.into(),
+            id: (meta.dev(), meta.ino()),
+        })
     }
 }
 
@@ -103,7 +107,10 @@ fn bind(socket: &OwnedFd, path: &Path) -> io::Result<()> {
 fn remove_stale(path: &Path) -> io::Result<()> {
     let meta = fs::symlink_metadata(path)?;
     if !meta.file_type().is_socket() {
-        return Err(io::Error::new(io::ErrorKind::AlreadyExists, "the file exists and is no socket"));
+        return Err(io::Error::new(
+            io::ErrorKind::AlreadyExists,
+            "the file exists and is no socket",
+        ));
     }
     match UnixStream::connect(path) {
         Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => fs::remove_file(path),
