@@ -3,7 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 
 use roce_verbs::{
-    AccessFlags, DeviceLimits,
+    AccessFlags, DeviceLimits, QpState,
     provider::{ConnParams, Provider, QpInit, VerbsError},
 };
 
@@ -52,7 +52,7 @@ impl Provider for Device {
     }
 
     fn create_qp(&self, pd: &Pd, init: &QpInit<'_, Cq>) -> Result<Qp, VerbsError> {
-        Qp::new(self, pd, init)
+        Qp::new(self, pd, init, QpState::Init)
     }
 
     fn create_cm_channel(&self) -> Result<EventChannel, VerbsError> {

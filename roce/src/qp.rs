@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use roce_port::QpInit as PortQpInit;
 use roce_verbs::{
-    QpAttr, QpState, QpType, Qpn, RKey, RecvWr, SendFlags, SendOp, SendWr,
+    AccessFlags, QpAttr, QpState, QpType, Qpn, RKey, RecvWr, SendFlags, SendOp, SendWr,
     provider::{Grant, MemoryRegion, QpInit, QueuePair, VerbsError},
     wr::{BindWindow, FastRegister, Payload, PostError},
 };
@@ -44,6 +44,32 @@ impl core::fmt::Debug for Qp {
 
 const GONE: (usize, PostError) = (0, PostError::NoQueuePair);
 
+/// From RESET to INIT, with the rights that rdma_cm gives (`cm_init_qp_init_attr`).
+const INIT: QpAttr = QpAttr {
+    state: Some(QpState::Init),
+    cur_state: None,
+    en_sqd_async_notify: None,
+    access: Some(
+        AccessFlags::REMOTE_WRITE
+            .union(AccessFlags::REMOTE_READ)
+            .union(AccessFlags::REMOTE_ATOMIC),
+    ),
+    pkey_index: Some(0),
+    port: Some(1),
+    qkey: None,
+    av: None,
+    path_mtu: None,
+    timeout: None,
+    retry_cnt: None,
+    rnr_retry: None,
+    rq_psn: None,
+    max_rd_atomic: None,
+    min_rnr_timer: None,
+    sq_psn: None,
+    max_dest_rd_atomic: None,
+    dest_qpn: None,
+};
+
 /// The range of a grant, in the region's addresses.
 fn granted_range(grant: &Grant<'_, Mr>) -> Result<(u64, u64), PostError> {
     let size = grant.region.len();
@@ -53,8 +79,20 @@ fn granted_range(grant: &Grant<'_, Mr>) -> Result<(u64, u64), PostError> {
     Ok((grant.region.addr() + grant.offset as u64, grant.len as u64))
 }
 
+impl Device {
+    /// Makes a queue pair in RESET, as `ibv_create_qp` does. [`roce_verbs::provider::Provider::create_qp`] gives one in
+    /// INIT, as `rdma_create_qp` does, so that receives can be posted before it is connected.
+    ///
+    /// # Errors
+    /// At the device's limit.
+    pub fn create_qp_in_reset(&self, pd: &Pd, init: &QpInit<'_, Cq>) -> Result<Qp, VerbsError> {
+        Qp::new(self, pd, init, QpState::Reset)
+    }
+}
+
 impl Qp {
-    pub(crate) fn new(device: &Device, pd: &Pd, init: &QpInit<'_, Cq>) -> Result<Self, VerbsError> {
+    /// Makes a queue pair in RESET or INIT.
+    pub(crate) fn new(device: &Device, pd: &Pd, init: &QpInit<'_, Cq>, state: QpState) -> Result<Self, VerbsError> {
         pd.check(&device.0)?;
         for cq in [init.send_cq, init.recv_cq] {
             if !Arc::ptr_eq(cq.device(), &device.0) {
@@ -70,12 +108,16 @@ impl Qp {
             signal_all: init.signal_all,
         };
         let made = device.0.driver.with_quiet(|port, _| port.create_qp(args));
-        Ok(Self(Arc::new(QpInner {
+        let qp = Self(Arc::new(QpInner {
             qpn: made.map_err(closed)??,
             device: device.0.clone(),
             _pd: pd.clone(),
             _cqs: [init.send_cq.clone(), init.recv_cq.clone()],
-        })))
+        }));
+        if state == QpState::Init {
+            qp.modify(&INIT)?;
+        }
+        Ok(qp)
     }
 
     pub(crate) fn device(&self) -> &Arc<DeviceInner> {

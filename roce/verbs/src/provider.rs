@@ -388,7 +388,7 @@ pub trait Provider: Clone + Send + Sync + 'static {
     /// # Errors
     /// At the device's limit.
     fn alloc_revocable(&self, pd: &Self::Pd) -> Result<Self::Revocable, VerbsError>;
-    /// Makes a reliable connected queue pair.
+    /// Makes a reliable connected queue pair, in INIT: receives may be posted at once (`rdma_create_qp`).
     ///
     /// # Errors
     /// At the device's limit.
