@@ -1,10 +1,16 @@
 //! The ferroce command line: block devices over RTRS over RoCEv2, in userspace.
 
+mod bench;
 mod doctor;
 mod man;
+mod map;
 mod output;
 mod pcap;
+mod report;
+mod serve;
 mod signals;
+mod transport;
+mod units;
 
 use std::process::ExitCode;
 
@@ -36,6 +42,12 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Serve image files and block devices to RNBD clients: ferroce or Linux
+    Serve(serve::ServeArgs),
+    /// Use a server's device: map it to a unix socket for NBD clients
+    Map(map::MapArgs),
+    /// Measure the transport: bandwidth and latency, within this process or between two
+    Bench(bench::BenchArgs),
     /// Look for what stands in the way of RoCEv2 on this machine, and say what to do
     Doctor(doctor::DoctorArgs),
     /// Work with packet captures
@@ -48,6 +60,9 @@ enum Command {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let outcome = start_log(cli.verbose, cli.quiet).and_then(|()| match cli.command {
+        Command::Serve(args) => serve::run(&args),
+        Command::Map(args) => map::run(&args),
+        Command::Bench(args) => bench::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Pcap(args) => pcap::run(&args),
         Command::Man(args) => man::run(&args, <Cli as clap::CommandFactory>::command()),

@@ -1,12 +1,21 @@
 //! The way to a peer: route, path MTU, and address translation, which the ICRC does not survive.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::{
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
+    time::Duration,
+};
 
 use nix::sys::socket::{getsockopt, sockopt};
+use roce::{
+    CmChannel, CmEventKind, CmId, ConnParams, Device, DeviceConfig, Mtu, Provider, QpCaps, QpInit, RejectReason,
+    VerbsError,
+};
 use roce_bth::ROCE_UDP_PORT;
-use roce_verbs::Mtu;
 
 use super::{Check, Status, System, host};
+
+/// What the peer gets to answer.
+const ANSWER: Duration = Duration::from_secs(3);
 
 /// Everything about the way to `peer`.
 pub(super) fn check(system: &System, from: Option<IpAddr>, peer: IpAddr) -> Vec<Check> {
@@ -37,7 +46,61 @@ pub(super) fn check(system: &System, from: Option<IpAddr>, peer: IpAddr) -> Vec<
     let mut checks = vec![Check::ok("route", format!("{local} to {peer}"))];
     checks.extend(path_mtu(&socket, peer));
     checks.push(nat(system, local, peer));
+    checks.push(answer(local, peer));
     checks
+}
+
+/// Asks the peer's connection manager for a connection. Any answer, also a refusal, has come both ways with a right ICRC.
+fn answer(local: IpAddr, peer: IpAddr) -> Check {
+    const ID: &str = "peer";
+    match ask(local, peer) {
+        Ok(Some(what)) => Check::ok(
+            ID,
+            format!("{peer} answers: packets and their ICRC come through both ways ({what})"),
+        ),
+        Ok(None) => Check::found(
+            ID,
+            Status::Warn,
+            format!("{peer} does not answer on UDP port {ROCE_UDP_PORT}"),
+            "start ferroce or load rdma_rxe there; if it runs, packets are dropped on the way (firewall) or because \
+             their ICRC does not fit (NAT): `tcpdump -i any -w trace.pcap udp port 4791` at both ends, then \
+             `ferroce pcap check trace.pcap`",
+        ),
+        Err(e) => Check::found(
+            ID,
+            Status::Note,
+            format!("{peer} was not asked: {e}"),
+            "see the check port-4791, and try again",
+        ),
+    }
+}
+
+fn ask(local: IpAddr, peer: IpAddr) -> Result<Option<String>, VerbsError> {
+    let device = Device::open(DeviceConfig::new(local))?;
+    let pd = device.alloc_pd()?;
+    let cq = device.create_cq(8, None, 0)?;
+    let init = QpInit {
+        send_cq: &cq,
+        recv_cq: &cq,
+        caps: QpCaps::default(),
+        signal_all: true,
+    };
+    let qp = device.create_qp(&pd, &init)?;
+    let channel = device.create_cm_channel()?;
+    let to = SocketAddr::new(peer, rtrs::proto::DEFAULT_PORT);
+    let id = device.connect(&channel, Some(local), to, &qp, ConnParams::default())?;
+    let event = channel.wait(Some(ANSWER))?;
+    id.disconnect()?;
+    Ok(match event.map(|e| e.kind) {
+        Some(CmEventKind::Rejected { reason, .. }) if reason == RejectReason::INVALID_SERVICE_ID => {
+            Some(format!("no RTRS server at port {}", to.port()))
+        }
+        Some(CmEventKind::Rejected { .. } | CmEventKind::Established { .. }) => {
+            Some(format!("an RTRS server listens at port {}", to.port()))
+        }
+        Some(CmEventKind::ConnectError(e)) => return Err(VerbsError::State(e)),
+        _ => None,
+    })
 }
 
 fn path_mtu(socket: &UdpSocket, peer: IpAddr) -> Option<Check> {

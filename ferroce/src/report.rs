@@ -1,0 +1,125 @@
+//! What `serve` and `map` report while they run: lines for people, or events as JSON.
+
+use std::time::{Duration, Instant};
+
+use roce::Device;
+use serde_json::{Map, Value};
+
+use crate::{
+    output::{self, Failure},
+    transport::stats_json,
+};
+
+/// Bytes and requests that users of devices have moved.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub(crate) struct Moved {
+    pub(crate) bytes_read: u64,
+    pub(crate) bytes_written: u64,
+    /// Answered, whatever the answer.
+    pub(crate) requests: u64,
+    /// Of these, with an error.
+    pub(crate) failed: u64,
+}
+
+impl Moved {
+    fn json(&self) -> Map<String, Value> {
+        [
+            ("bytes_read", self.bytes_read),
+            ("bytes_written", self.bytes_written),
+            ("requests", self.requests),
+            ("failed_requests", self.failed),
+        ]
+        .map(|(name, n)| (name.to_owned(), n.into()))
+        .into_iter()
+        .collect()
+    }
+}
+
+/// Prints events.
+pub(crate) struct Reporter {
+    json: bool,
+    started: Instant,
+    every: Option<Duration>,
+    /// When statistics were last printed, and what had been moved then.
+    last: (Instant, Moved),
+}
+
+impl Reporter {
+    pub(crate) fn new(json: bool, every: Option<Duration>) -> Self {
+        let now = Instant::now();
+        Self {
+            json,
+            started: now,
+            every,
+            last: (now, Moved::default()),
+        }
+    }
+
+    /// Something happened: `fields` is an object of the event's members.
+    pub(crate) fn event(&self, name: &str, fields: Value, text: &str) -> Result<(), Failure> {
+        if !self.json {
+            return output::line(text);
+        }
+        let mut event = Map::new();
+        event.insert("event".into(), name.into());
+        if let Value::Object(fields) = fields {
+            event.extend(fields);
+        }
+        output::json(&event)
+    }
+
+    /// How long a caller may wait until the next [`Reporter::tick`].
+    pub(crate) fn patience(&self) -> Duration {
+        const LOOK: Duration = Duration::from_millis(100);
+        self.every.map_or(LOOK, |every| every.min(LOOK))
+    }
+
+    /// Prints statistics when it is time.
+    pub(crate) fn tick(&mut self, device: &Device, moved: Moved) -> Result<(), Failure> {
+        let now = Instant::now();
+        let (then, before) = self.last;
+        if self.every.is_none_or(|every| now.duration_since(then) < every) {
+            return Ok(());
+        }
+        self.last = (now, moved);
+        if self.json {
+            return self.event("stats", self.numbers(device, moved), "");
+        }
+        let seconds = now.duration_since(then).as_secs_f64();
+        let rate = |new: u64, old: u64| output::bytes(((new - old) as f64 / seconds) as u64);
+        let stats = device.stats();
+        output::line(&format!(
+            "read {}/s, written {}/s, {} retransmissions so far",
+            rate(moved.bytes_read, before.bytes_read),
+            rate(moved.bytes_written, before.bytes_written),
+            stats.retransmits()
+        ))
+    }
+
+    /// The statistics of the whole run.
+    pub(crate) fn summary(&self, device: &Device, moved: Moved) -> Result<(), Failure> {
+        let stats = device.stats();
+        let text = format!(
+            "{:.1} s: read {}, written {}, {} requests ({} failed); packets sent {}, received {}, retransmissions {}, ICRC \
+             errors {}",
+            self.started.elapsed().as_secs_f64(),
+            output::bytes(moved.bytes_read),
+            output::bytes(moved.bytes_written),
+            moved.requests,
+            moved.failed,
+            stats.port.tx_packets,
+            stats.port.rx_packets,
+            stats.retransmits(),
+            stats.icrc_errors()
+        );
+        self.event("summary", self.numbers(device, moved), &text)
+    }
+
+    fn numbers(&self, device: &Device, moved: Moved) -> Value {
+        let mut json = Map::new();
+        json.insert("seconds".into(), self.started.elapsed().as_secs_f64().into());
+        json.extend(moved.json());
+        json.extend(stats_json(&device.stats()));
+        json.into()
+    }
+}

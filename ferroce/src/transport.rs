@@ -1,0 +1,149 @@
+//! Options and statistics of the RoCE device.
+
+use std::{net::IpAddr, path::PathBuf, time::Duration};
+
+use clap::Args;
+use roce::{Device, DeviceConfig, DeviceStats, Mtu};
+use rtrs::heartbeat::HeartbeatConfig;
+use serde_json::{Map, Value};
+
+use crate::{
+    output::Failure,
+    units::{memory, seconds},
+};
+
+/// Silent heartbeats that end a path.
+const MISSED: u32 = 3;
+
+#[derive(Args)]
+#[command(next_help_heading = "Transport options")]
+pub(crate) struct TransportArgs {
+    /// Path MTU at most: 256, 512, 1024, 2048 or 4096; default: what the interface carries
+    #[arg(long, value_name = "BYTES", value_parser = mtu)]
+    mtu: Option<Mtu>,
+    /// Receive buffer of the socket; the system may grant less (net.core.rmem_max) [default: 8M]
+    #[arg(long, value_name = "BYTES", value_parser = memory)]
+    socket_buffer: Option<usize>,
+    /// Send each packet with a call of its own
+    #[arg(long)]
+    no_gso: bool,
+    /// Receive each packet with a call of its own
+    #[arg(long)]
+    no_gro: bool,
+    /// Ask a silent peer for a sign of life this often; after three times without an answer it counts as dead
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "1")]
+    heartbeat: Duration,
+    /// Write every packet sent and received to this file
+    #[arg(long, value_name = "FILE")]
+    pcap: Option<PathBuf>,
+}
+
+fn mtu(text: &str) -> Result<Mtu, String> {
+    let bytes: usize = text.parse().map_err(|_| format!("{text:?} is not a number"))?;
+    Mtu::ALL
+        .into_iter()
+        .find(|m| m.bytes() == bytes)
+        .ok_or_else(|| format!("{bytes} is no RoCE path MTU: 256, 512, 1024, 2048 or 4096"))
+}
+
+impl TransportArgs {
+    /// Opens the device at an address.
+    pub(crate) fn open(&self, addr: IpAddr) -> Result<Device, Failure> {
+        let usual = DeviceConfig::new(addr);
+        let config = DeviceConfig {
+            mtu: self.mtu,
+            socket_buffer: self.socket_buffer.unwrap_or(usual.socket_buffer),
+            gso: !self.no_gso,
+            gro: !self.no_gro,
+            pcap: self.pcap.clone(),
+            ..usual
+        };
+        Device::open(config).map_err(|e| Failure::failed(format!("{e}")))
+    }
+
+    /// The heartbeats of RTRS.
+    pub(crate) const fn heartbeat(&self) -> HeartbeatConfig {
+        HeartbeatConfig {
+            interval: self.heartbeat,
+            max_missed: MISSED,
+        }
+    }
+}
+
+/// The device's part of a report: the numbers that everybody wants, and all others under `counters`.
+pub(crate) fn stats_json(stats: &DeviceStats) -> Map<String, Value> {
+    let mut json = Map::new();
+    json.insert("packets_sent".into(), stats.port.tx_packets.into());
+    json.insert("packets_received".into(), stats.port.rx_packets.into());
+    json.insert("retransmits".into(), stats.retransmits().into());
+    json.insert("icrc_errors".into(), stats.icrc_errors().into());
+    let mut counters = Map::new();
+    counters.extend(stats.port.named().map(|(name, n)| (name.to_owned(), n.into())));
+    for (name, n) in transport_counters(stats).into_iter().chain(path_counters(stats)) {
+        counters.insert(name.to_owned(), n.into());
+    }
+    json.insert("counters".into(), counters.into());
+    json
+}
+
+const fn transport_counters(stats: &DeviceStats) -> [(&'static str, u64); 18] {
+    let qp = &stats.port.transport;
+    [
+        ("duplicate_request", qp.duplicate_request),
+        ("out_of_seq_request", qp.out_of_seq_request),
+        ("rcvd_rnr_err", qp.rcvd_rnr_err),
+        ("send_rnr_err", qp.send_rnr_err),
+        ("rcvd_seq_err", qp.rcvd_seq_err),
+        ("ack_deferred", qp.ack_deferred),
+        ("retry_exceeded_err", qp.retry_exceeded_err),
+        ("retry_rnr_exceeded_err", qp.retry_rnr_exceeded_err),
+        ("completer_retry_err", qp.completer_retry_err),
+        ("send_err", qp.send_err),
+        ("timeouts", qp.timeouts),
+        ("tail_probes", qp.tail_probes),
+        ("naks_sent", qp.naks_sent),
+        ("naks_received", qp.naks_received),
+        ("dropped_state", qp.dropped_state),
+        ("dropped_responses", qp.dropped_responses),
+        ("dropped_requests", qp.dropped_requests),
+        ("cq_overflow", qp.cq_overflow),
+    ]
+}
+
+const fn path_counters(stats: &DeviceStats) -> [(&'static str, u64); 9] {
+    let path = &stats.path;
+    [
+        ("socket_tx_calls", path.tx_calls),
+        ("socket_tx_bursts", path.tx_bursts),
+        ("socket_tx_blocked", path.tx_blocked),
+        ("socket_tx_unreachable", path.tx_unreachable),
+        ("socket_tx_forbidden", path.tx_forbidden),
+        (
+            "socket_tx_errors",
+            path.tx_errors + path.tx_too_long + path.tx_no_buffers,
+        ),
+        ("socket_rx_calls", path.rx_calls),
+        ("socket_rx_datagrams", path.rx_datagrams),
+        ("socket_rx_buffer_drops", path.rx_buffer_drops),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn path_mtus() {
+        assert_eq!(mtu("1024"), Ok(Mtu::B1024));
+        assert!(mtu("1500").is_err() && mtu("x").is_err());
+    }
+
+    #[test]
+    fn reports_have_the_promised_keys() {
+        let json = stats_json(&DeviceStats::default());
+        for key in ["packets_sent", "packets_received", "retransmits", "icrc_errors"] {
+            assert!(json[key].is_u64(), "{key}");
+        }
+        assert!(json["counters"]["rx_packets"].is_u64() && json["counters"]["duplicate_request"].is_u64());
+    }
+}
