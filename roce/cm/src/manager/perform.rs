@@ -219,7 +219,8 @@ impl Manager {
 
     /// Timewait lasts for the local ACK timeout, twice a packet's life (IBA 12.9.8.4; `cm_enter_timewait`).
     fn enter_timewait(&mut self, now: Instant, id: ConnId) {
-        let code = self.table.get(id).and_then(|c| c.peer).map_or(0, |p| p.timeout);
+        let ours = build::ack_timeout_code(self.config.ca_ack_delay, self.config.packet_life_time);
+        let code = self.table.get(id).and_then(|c| c.peer).map_or(ours, |p| p.timeout);
         self.table.enter(id, State::Timewait);
         let wait = code_time(code).min(self.config.max_timewait);
         self.table.set_timer(id, Some(now + wait));

@@ -35,6 +35,14 @@ struct Way {
     transaction_id: u64,
 }
 
+/// What becomes of a new REQ.
+enum Admission {
+    /// It is reported to a listener.
+    Listener(ListenId, CmaHeader),
+    /// It is rejected, with additional information.
+    Refused(RejectReason, Vec<u8>),
+}
+
 /// What a MAD came to.
 type Outcome = Result<(), DropReason>;
 
@@ -135,8 +143,8 @@ impl Manager {
             return self.stale(now, way, id, (0, req.local_comm_id), Subject::Req);
         }
         match self.admit(way, req)? {
-            Ok((listener, header)) => self.new_request(way, req, listener, header),
-            Err((reason, info)) => {
+            Admission::Listener(listener, header) => self.new_request(way, req, listener, header),
+            Admission::Refused(reason, info) => {
                 self.issue_rej(way, (0, req.local_comm_id), Subject::Req, reason, &info);
             }
         }
@@ -162,27 +170,26 @@ impl Manager {
         Ok(())
     }
 
-    /// Whether a new REQ is let in: where to, or why it is rejected. Dropped when there is no room: the peer
-    /// repeats it.
-    #[allow(clippy::type_complexity)]
-    fn admit(&self, way: Way, req: &Req) -> Result<Result<(ListenId, CmaHeader), (RejectReason, Vec<u8>)>, DropReason> {
+    /// Whether a new REQ is let in. Dropped when there is no room: the peer repeats it.
+    fn admit(&self, way: Way, req: &Req) -> Result<Admission, DropReason> {
+        let refuse = |reason, info: &[u8]| Ok(Admission::Refused(reason, info.to_vec()));
         let Some((listener, backlog)) = self.listener_for(way.local, req.service_id) else {
-            return Ok(Err((RejectReason::INVALID_SERVICE_ID, Vec::new())));
+            return refuse(RejectReason::INVALID_SERVICE_ID, &[]);
         };
         if req.transport != Transport::Rc {
-            return Ok(Err((INVALID_TRANSPORT, Vec::new())));
+            return refuse(INVALID_TRANSPORT, &[]);
         }
-        let gids = (req.primary_local_gid, req.primary_remote_gid);
-        if gids != (Gid::from(way.remote), Gid::from(way.local)) {
-            return Ok(Err((INVALID_GID, Gid::from(way.local).0.to_vec())));
+        let here = Gid::from(way.local);
+        if (req.primary_local_gid, req.primary_remote_gid) != (Gid::from(way.remote), here) {
+            return refuse(INVALID_GID, &here.0);
         }
         if usable_mtu(req.path_mtu, self.config.mtu).is_none() {
-            return Ok(Err((RejectReason::INVALID_MTU, vec![self.config.mtu as u8])));
+            return refuse(RejectReason::INVALID_MTU, &[self.config.mtu as u8]);
         }
         let header = match CmaHeader::parse(&req.private_data) {
             Ok(h) if (h.src.to_canonical(), h.dst.to_canonical()) == (way.remote, way.local) => h,
-            Ok(_) => return Ok(Err((INVALID_GID, Gid::from(way.local).0.to_vec()))),
-            Err(_) => return Ok(Err((RejectReason::CONSUMER, Vec::new()))),
+            Ok(_) => return refuse(INVALID_GID, &here.0),
+            Err(_) => return refuse(RejectReason::CONSUMER, &[]),
         };
         if self.table.waiting_at(listener) >= backlog as usize {
             return Err(DropReason::Backlog);
@@ -196,7 +203,7 @@ impl Manager {
         if self.table.len() >= self.config.max_connections {
             return Err(DropReason::Connections);
         }
-        Ok(Ok((listener, header)))
+        Ok(Admission::Listener(listener, header))
     }
 
     fn listener_for(&self, local: IpAddr, service_id: u64) -> Option<(ListenId, u32)> {
