@@ -12,7 +12,7 @@ mod signals;
 mod transport;
 mod units;
 
-use std::process::ExitCode;
+use std::{io::IsTerminal, process::ExitCode};
 
 use clap::{ArgAction, Parser, Subcommand};
 use output::Failure;
@@ -88,6 +88,7 @@ fn start_log(verbose: u8, quiet: bool) -> Result<(), Failure> {
     };
     tracing_subscriber::fmt()
         .with_env_filter(filter)
+        .with_ansi(std::io::stderr().is_terminal())
         .with_writer(std::io::stderr)
         .init();
     Ok(())

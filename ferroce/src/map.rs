@@ -90,6 +90,8 @@ impl MapArgs {
         if let Some(connections) = self.connections {
             open.connections = connections;
         }
+        // RNBD's longest message names a device.
+        open.max_user_header = size_of::<rnbd::proto::MsgOpen>() as u16;
         open.connect_timeout = self.connect_timeout;
         open.heartbeat = self.transport.heartbeat();
         Session::open(device, open).map_err(|e| session_failure(self.path.dst, &e))
