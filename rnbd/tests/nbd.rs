@@ -198,7 +198,7 @@ fn trim_and_write_zeroes_read_zero() {
     .into_iter()
     .enumerate()
     {
-        let at = n as u64 * 512 << 10;
+        let at = n as u64 * (512 << 10);
         assert_eq!(c.call(command, flags, at + 4096, 65536, &[]), 0);
         assert_eq!(c.read(at + 4096, 65536).unwrap(), vec![0; 65536]);
         assert_eq!(

@@ -3,12 +3,32 @@
 use std::{
     io,
     panic::{AssertUnwindSafe, catch_unwind},
+    sync::Arc,
     thread::{self, JoinHandle},
+    time::{Duration, Instant},
 };
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
+use parking_lot::{Condvar, Mutex};
 
 type Job = Box<dyn FnOnce() + Send>;
+
+/// Jobs queued or running.
+#[derive(Debug, Default)]
+struct Load {
+    jobs: Mutex<usize>,
+    idle: Condvar,
+}
+
+impl Load {
+    fn leave(&self) {
+        let mut n = self.jobs.lock();
+        *n -= 1;
+        if *n == 0 {
+            self.idle.notify_all();
+        }
+    }
+}
 
 /// A fixed number of threads that run jobs in no particular order. The queue is not bounded here: callers bound what
 /// they have in flight (a session by its queue depth). Dropping it runs what is queued, then ends.
@@ -16,6 +36,7 @@ type Job = Box<dyn FnOnce() + Send>;
 pub struct Pool {
     queue: Option<Sender<Job>>,
     threads: Vec<JoinHandle<()>>,
+    load: Arc<Load>,
 }
 
 impl Pool {
@@ -25,17 +46,19 @@ impl Pool {
     /// When the system gives no thread.
     pub fn new(threads: usize) -> io::Result<Self> {
         let (queue, jobs) = unbounded::<Job>();
+        let load = Arc::new(Load::default());
         let threads = (0..threads.max(1))
             .map(|i| {
-                let jobs = jobs.clone();
+                let (jobs, load) = (jobs.clone(), load.clone());
                 thread::Builder::new()
                     .name(format!("rnbd-io-{i}"))
-                    .spawn(move || work(&jobs))
+                    .spawn(move || work(&jobs, &load))
             })
             .collect::<io::Result<_>>()?;
         Ok(Self {
             queue: Some(queue),
             threads,
+            load,
         })
     }
 
@@ -48,16 +71,33 @@ impl Pool {
     pub fn run(&self, job: impl FnOnce() + Send + 'static) {
         // The channel is open as long as `self`: the workers hold its other end until `queue` is dropped.
         if let Some(q) = &self.queue {
-            let _ = q.send(Box::new(job));
+            *self.load.jobs.lock() += 1;
+            if q.send(Box::new(job)).is_err() {
+                self.load.leave();
+            }
         }
+    }
+
+    /// Waits until nothing is queued or running; `false` when that takes longer than `timeout`. Not to be called from a
+    /// job.
+    pub fn wait_idle(&self, timeout: Duration) -> bool {
+        let until = Instant::now() + timeout;
+        let mut n = self.load.jobs.lock();
+        while *n > 0 {
+            if self.load.idle.wait_until(&mut n, until).timed_out() {
+                return *n == 0;
+            }
+        }
+        true
     }
 }
 
-fn work(jobs: &Receiver<Job>) {
+fn work(jobs: &Receiver<Job>, load: &Load) {
     while let Ok(job) = jobs.recv() {
         if catch_unwind(AssertUnwindSafe(job)).is_err() {
             tracing::error!("an I/O job panicked; its request fails");
         }
+        load.leave();
     }
 }
 

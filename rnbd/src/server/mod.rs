@@ -12,6 +12,7 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering::Relaxed},
     },
+    time::Duration,
 };
 
 use parking_lot::RwLock;
@@ -20,6 +21,9 @@ use rtrs::server::{Request, ServerConfig, ServerOps, SessionHandle};
 
 use crate::backend::{Exports, Pool};
 use session::Session;
+
+/// Time for files to be written back when a server ends.
+const SHUTDOWN_WAIT: Duration = Duration::from_secs(30);
 
 /// How to serve.
 #[derive(Debug)]
@@ -113,7 +117,6 @@ impl<P: Provider> ServerOps<P> for Ops<P> {
 
 /// A running RNBD server. Dropping it ends its sessions; what they wrote is made durable.
 pub struct Server<P: Provider> {
-    // Dropped in this order: no request comes when the pool ends.
     rtrs: rtrs::server::Server<P>,
     shared: Arc<Shared>,
 }
@@ -182,8 +185,17 @@ impl<P: Provider> Server<P> {
         }
     }
 
-    /// Ends all sessions in good order and stops to listen.
+    /// Stops to listen, ends all sessions in good order and waits until what they wrote is durable.
     pub fn shutdown(&self) {
         self.rtrs.shutdown();
+        if !self.shared.pool.wait_idle(SHUTDOWN_WAIT) {
+            tracing::warn!("devices are still being written back at shutdown");
+        }
+    }
+}
+
+impl<P: Provider> Drop for Server<P> {
+    fn drop(&mut self) {
+        self.shutdown();
     }
 }

@@ -4,7 +4,7 @@ use std::{collections::HashMap, sync::Arc, sync::atomic::Ordering::Relaxed};
 
 use parking_lot::{Mutex, RwLock};
 use roce_verbs::provider::Provider;
-use rtrs::server::Request;
+use rtrs::{Direction, server::Request};
 use zerocopy::IntoBytes;
 
 use super::{Shared, io};
@@ -25,7 +25,7 @@ pub(super) struct OpenDevice<P: Provider> {
     export: OpenExport,
     id: u32,
     name: Vec<u8>,
-    _closing: Closing<P>,
+    closing: Closing<P>,
 }
 
 impl<P: Provider> OpenDevice<P> {
@@ -99,6 +99,10 @@ impl<P: Provider> Session<P> {
             }
             // Opening and closing wait for the file system.
             ClientMsg::Open(m) => {
+                // An answer that does not fit must not leave a device open.
+                if request.direction() != Direction::Read || request.data_len() < size_of::<MsgOpenRsp>() {
+                    return request.complete(libc::EINVAL);
+                }
                 let shared = self.shared.clone();
                 shared.pool.run(move || match self.open(&m) {
                     Ok(rsp) => answer(request, rsp.as_bytes()),
@@ -166,7 +170,7 @@ impl<P: Provider> Session<P> {
             export,
             id,
             name: name.into(),
-            _closing: Closing(Mutex::new(None)),
+            closing: Closing(Mutex::new(None)),
         });
         t.open.insert(id, device.clone());
         Ok(device)
@@ -182,14 +186,14 @@ impl<P: Provider> Session<P> {
             image = device.export.image().label(),
             "device closed"
         );
-        *device._closing.0.lock() = Some(request);
+        *device.closing.0.lock() = Some(request);
     }
 }
 
 /// Sends a message as the data of a read.
 fn answer<P: Provider>(request: Request<P>, message: &[u8]) {
     let errno = match (request.direction(), request.write_data(0, message)) {
-        (rtrs::Direction::Read, Ok(())) => 0,
+        (Direction::Read, Ok(())) => 0,
         _ => libc::EINVAL,
     };
     request.complete(errno);

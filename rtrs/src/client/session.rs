@@ -54,7 +54,8 @@ impl OpenArgs {
             connections: u16::try_from(cpus).unwrap_or(64).min(64),
             connect_timeout: Duration::from_secs(10),
             heartbeat: HeartbeatConfig::default(),
-            max_user_header: 256,
+            // RNBD's longest message (open) has 264.
+            max_user_header: 320,
             invalidate_reads: true,
             buffer_bytes: None,
             progress_threads: 1,
