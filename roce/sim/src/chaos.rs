@@ -1,0 +1,193 @@
+//! What goes wrong besides packets: partitions, deaths of hosts, queue pairs and memory taken away in mid-flight.
+
+use roce_verbs::{QpAttr, QpState};
+
+use crate::{
+    life::to_state,
+    model::Phase,
+    scenario::{MS, US},
+    world::{Check, Event, World},
+};
+
+impl World {
+    pub(crate) fn disturb(&mut self) -> Check {
+        if self.quiet {
+            return Ok(());
+        }
+        let conn = self.chaos_dice.index(self.conns.len());
+        let end = self.chaos_dice.index(2);
+        let kind = self.chaos_dice.index(8);
+        self.stats.disturbances += 1;
+        self.trace
+            .note(self.now, || format!("disturbance {kind}, conn {conn}, end {end}"));
+        match kind {
+            0 | 1 => self.partition(),
+            2 => self.kill_some(),
+            3 => self.force_state(conn, end, QpState::Err)?,
+            4 => self.force_state(conn, end, QpState::Reset)?,
+            5 => self.disconnect(conn, end)?,
+            6 => self.take_memory(conn, end)?,
+            _ => self.drain(conn, end)?,
+        }
+        Ok(())
+    }
+
+    fn partition(&mut self) {
+        let a = self.chaos_dice.index(self.hosts.len());
+        let b = (a + 1) % self.hosts.len();
+        let duration = self.chaos_dice.pick(&[MS, 10 * MS, 50 * MS, 200 * MS]);
+        let both = self.chaos_dice.chance(0.5);
+        self.link(a, b).cut = true;
+        self.link(b, a).cut |= both;
+        for c in &mut self.conns {
+            let across = c.plan.hosts.contains(&a) && c.plan.hosts.contains(&b);
+            // A retry needs a timeout's time without any answer; the last one before may be nearly over.
+            let patience = (4096 << c.plan.timeout) * u64::from(c.plan.retry_cnt);
+            let endless = c.plan.timeout == 0 || c.plan.via_cm && c.plan.retry_cnt > 0;
+            if across && !endless && duration + 20 * MS >= patience {
+                for e in &mut c.ends {
+                    e.allow.retry = true;
+                }
+            }
+        }
+        self.schedule(duration, Event::Heal { a, b });
+    }
+
+    fn kill_some(&mut self) {
+        let host = self.chaos_dice.index(self.hosts.len());
+        if !self.hosts[host].alive {
+            return;
+        }
+        self.kill(host);
+        let down = self.chaos_dice.pick(&[MS, 20 * MS, 100 * MS]);
+        self.schedule(down, Event::Boot { host });
+    }
+
+    /// Whether a connection's end can be meddled with.
+    fn is_live(&self, conn: usize, end: usize) -> bool {
+        let c = &self.conns[conn];
+        let e = &c.ends[end];
+        matches!(c.phase, Phase::Up | Phase::Connecting) && e.qpn.is_some() && self.hosts[e.host].alive && e.up
+    }
+
+    /// From now on both ends may see what follows when one of them is taken away.
+    fn doom(&mut self, conn: usize) {
+        for e in &mut self.conns[conn].ends {
+            e.allow.flush = true;
+            e.allow.retry = true;
+        }
+        let c = &mut self.conns[conn];
+        if !c.repair_scheduled {
+            c.repair_scheduled = true;
+            let life = c.life;
+            // Long enough, mostly, for the peer to notice by itself.
+            let after = self.chaos_dice.pick(&[100 * US, 50 * MS, 500 * MS]);
+            self.schedule(after, Event::Repair { conn, life });
+        }
+    }
+
+    fn force_state(&mut self, conn: usize, end: usize, state: QpState) -> Check {
+        if !self.is_live(conn, end) {
+            return Ok(());
+        }
+        self.doom(conn);
+        let host = self.conns[conn].ends[end].host;
+        self.service(host)?;
+        if self.conns[conn].ends[end].qpn.is_none() {
+            return Ok(());
+        }
+        if state == QpState::Reset {
+            self.drop_outstanding(conn, end);
+            self.conns[conn].ends[end].failed = true;
+        }
+        self.modify(conn, end, &to_state(state))?;
+        self.service(host)
+    }
+
+    fn disconnect(&mut self, conn: usize, end: usize) -> Check {
+        let Some(id) = self.conns[conn].ends[end].cm.filter(|_| self.is_live(conn, end)) else {
+            return Ok(());
+        };
+        self.doom(conn);
+        let now = self.instant();
+        let host = self.conns[conn].ends[end].host;
+        self.hosts[host].port.cm_disconnect(now, id);
+        self.service(host)
+    }
+
+    /// Deregisters an end's target under the peer's hands.
+    fn take_memory(&mut self, conn: usize, end: usize) -> Check {
+        if !self.is_live(conn, end) || self.conns[conn].ends[end].target_gone {
+            return Ok(());
+        }
+        self.doom(conn);
+        let e = &mut self.conns[conn].ends[end];
+        e.target_gone = true;
+        let (host, target) = (e.host, e.target.clone());
+        self.conns[conn].ends[1 - end].allow.access = true;
+        let gone = self.hosts[host].mem.deregister(&target);
+        gone.map_err(|e| format!("conn {conn} end {end}: deregister: {e}"))?;
+        Ok(())
+    }
+
+    /// Asks a send queue to drain; it goes on when it has.
+    fn drain(&mut self, conn: usize, end: usize) -> Check {
+        let e = &self.conns[conn].ends[end];
+        if !self.is_live(conn, end) || e.draining || e.failed {
+            return Ok(());
+        }
+        let (host, qpn) = (e.host, e.qpn);
+        if qpn.and_then(|q| self.hosts[host].port.qp_state(q)) != Some(QpState::Rts) {
+            return Ok(());
+        }
+        self.conns[conn].ends[end].draining = true;
+        let attr = QpAttr {
+            en_sqd_async_notify: Some(true),
+            ..to_state(QpState::Sqd)
+        };
+        self.modify(conn, end, &attr)?;
+        self.service(host)
+    }
+
+    pub(crate) fn resume(&mut self, conn: usize, end: usize, life: u32) -> Check {
+        let e = &self.conns[conn].ends[end];
+        if self.conns[conn].life != life || !e.draining {
+            return Ok(());
+        }
+        let (host, qpn) = (e.host, e.qpn);
+        let state = qpn
+            .filter(|_| self.hosts[host].alive)
+            .and_then(|q| self.hosts[host].port.qp_state(q));
+        self.conns[conn].ends[end].draining = false;
+        if state != Some(QpState::Sqd) {
+            // An error has moved it on.
+            return Ok(());
+        }
+        self.modify(conn, end, &to_state(QpState::Rts))?;
+        self.kick(conn, end);
+        self.service(host)
+    }
+
+    /// The faults end. From here on everything must come to a good end.
+    pub(crate) fn enter_quiet(&mut self) -> Check {
+        self.trace.note(self.now, || "the quiet phase begins".into());
+        self.quiet = true;
+        let n = self.hosts.len();
+        for from in 0..n {
+            for to in 0..n {
+                let link = self.link(from, to);
+                link.faults = link.faults.quiet();
+                link.cut = false;
+            }
+        }
+        for host in 0..n {
+            self.boot(host)?;
+        }
+        for conn in 0..self.conns.len() {
+            for end in [0, 1] {
+                self.kick(conn, end);
+            }
+        }
+        Ok(())
+    }
+}

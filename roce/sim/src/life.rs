@@ -1,0 +1,588 @@
+//! The lives of a connection: made by modify or by the connection manager, broken, settled, made anew.
+
+use std::collections::VecDeque;
+
+use roce_port::{ConnId, PortCmEvent, QpInit};
+use roce_verbs::{
+    AccessFlags, AddressVector, QpAttr, QpState, QpType, Qpn,
+    provider::{ConnParams, RejectReason},
+};
+
+use crate::{
+    model::{Allow, Conn, Effect, End, FastKey, LOCAL, Phase, RECV, Ring, TARGET},
+    scenario::{ConnPlan, MS, US},
+    world::{CQS, Check, Event, LISTEN_PORT, World},
+};
+
+const RIGHTS: AccessFlags = AccessFlags::REMOTE_WRITE
+    .union(AccessFlags::REMOTE_READ)
+    .union(AccessFlags::REMOTE_ATOMIC);
+
+pub(crate) fn to_state(state: QpState) -> QpAttr {
+    QpAttr {
+        state: Some(state),
+        ..QpAttr::default()
+    }
+}
+
+impl World {
+    pub(crate) fn make_conn(&mut self, plan: ConnPlan) -> Conn {
+        let ends = [0, 1].map(|end| self.make_end(&plan, end));
+        Conn {
+            plan,
+            ends,
+            phase: Phase::Down,
+            life: 0,
+            repair_scheduled: false,
+        }
+    }
+
+    fn make_end(&mut self, plan: &ConnPlan, end: usize) -> End {
+        let host = plan.hosts[end];
+        let h = &self.hosts[host];
+        let zero = if plan.zero_based {
+            AccessFlags::ZERO_BASED
+        } else {
+            AccessFlags::empty()
+        };
+        let alloc = |len, access| h.mem.alloc_region(h.pd, len, access).expect("memory");
+        End {
+            host,
+            qpn: None,
+            cm: None,
+            up: false,
+            failed: false,
+            draining: false,
+            cq: self.dice.index(CQS),
+            target: alloc(TARGET, RIGHTS | AccessFlags::LOCAL_WRITE | zero),
+            local: alloc(LOCAL, AccessFlags::LOCAL_WRITE | zero),
+            recv: alloc(RECV, AccessFlags::LOCAL_WRITE | zero),
+            fast: None,
+            fast_key: FastKey::Closed,
+            fast_view: (0, 0, 0),
+            local_ring: Ring::new(LOCAL),
+            recv_ring: Ring::new(RECV),
+            shadow: vec![0; TARGET],
+            sent: VecDeque::new(),
+            undone: Vec::new(),
+            unsignaled_run: 0,
+            posted: VecDeque::new(),
+            next_wr: 0,
+            incoming: VecDeque::new(),
+            messages_posted: 0,
+            messages_received: 0,
+            promised: VecDeque::new(),
+            unclaimed: VecDeque::new(),
+            operations_left: plan.operations[end],
+            allow: Allow::default(),
+            target_gone: false,
+            app_scheduled: false,
+            recv_scheduled: false,
+        }
+    }
+
+    /// Replaces an end's memory: its host has restarted, or its target was deregistered.
+    fn renew_memory(&mut self, conn: usize, end: usize) {
+        let plan = self.conns[conn].plan.clone();
+        let fresh = self.make_end(&plan, end);
+        let e = &mut self.conns[conn].ends[end];
+        e.target = fresh.target;
+        e.local = fresh.local;
+        e.recv = fresh.recv;
+        e.shadow = fresh.shadow;
+        e.fast = None;
+        e.fast_key = FastKey::Closed;
+        e.target_gone = false;
+    }
+
+    /// Begins a life.
+    pub(crate) fn connect(&mut self, conn: usize) -> Check {
+        let c = &mut self.conns[conn];
+        if c.phase != Phase::Down {
+            return Ok(());
+        }
+        let [a, b] = c.plan.hosts;
+        if !self.hosts[a].alive || !self.hosts[b].alive {
+            self.schedule(5 * MS, Event::Connect { conn });
+            return Ok(());
+        }
+        c.phase = Phase::Connecting;
+        c.life += 1;
+        self.stats.connections += 1;
+        let lossy = self.lossy(a, b);
+        let c = &mut self.conns[conn];
+        for e in &mut c.ends {
+            e.allow = Allow {
+                retry: lossy && c.plan.retry_cnt < 7,
+                rnr: c.plan.rnr_retry < 7,
+                ..Allow::default()
+            };
+        }
+        let (life, via_cm) = (c.life, c.plan.via_cm);
+        self.trace.note(self.now, || {
+            format!("conn {conn}: life {life} begins, via cm: {via_cm}")
+        });
+        if via_cm {
+            self.connect_by_cm(conn)
+        } else {
+            self.connect_by_modify(conn)
+        }
+    }
+
+    fn new_qp(&mut self, conn: usize, end: usize) -> Result<Qpn, String> {
+        let c = &self.conns[conn];
+        let e = &c.ends[end];
+        let host = &mut self.hosts[e.host];
+        let cq = host.cqs[e.cq].clone();
+        let qpn = host.port.create_qp(QpInit {
+            pd: host.pd,
+            qp_type: QpType::Rc,
+            send_cq: cq.clone(),
+            recv_cq: cq,
+            caps: c.plan.caps,
+            signal_all: c.plan.signal_all,
+        });
+        qpn.map_err(|e| format!("conn {conn}: no queue pair: {e}"))
+    }
+
+    /// A queue pair in INIT with its first receives.
+    fn ready_qp(&mut self, conn: usize, end: usize) -> Result<Qpn, String> {
+        let qpn = match self.conns[conn].ends[end].qpn {
+            Some(qpn) => qpn,
+            None => self.new_qp(conn, end)?,
+        };
+        self.conns[conn].ends[end].qpn = Some(qpn);
+        let init = QpAttr {
+            state: Some(QpState::Init),
+            pkey_index: Some(0),
+            port: Some(1),
+            access: Some(RIGHTS),
+            ..QpAttr::default()
+        };
+        self.modify(conn, end, &init)?;
+        self.post_receives(conn, end)?;
+        Ok(qpn)
+    }
+
+    pub(crate) fn modify(&mut self, conn: usize, end: usize, attr: &QpAttr) -> Check {
+        let now = self.instant();
+        let e = &self.conns[conn].ends[end];
+        let qpn = e.qpn.ok_or("no queue pair to modify")?;
+        let port = &mut self.hosts[e.host].port;
+        port.modify_qp(now, qpn, attr)
+            .map_err(|e| format!("conn {conn} end {end}: to {:?}: {e}", attr.state))
+    }
+
+    fn connect_by_modify(&mut self, conn: usize) -> Check {
+        let qpns = [self.ready_qp(conn, 0)?, self.ready_qp(conn, 1)?];
+        self.raise(conn, 0, qpns[1])?;
+        let life = self.conns[conn].life;
+        let after = self.dice.range(0, 200 * US);
+        self.schedule(after, Event::Raise { conn, life });
+        let host = self.conns[conn].ends[0].host;
+        self.service(host)
+    }
+
+    /// INIT to RTS.
+    fn raise(&mut self, conn: usize, end: usize, dest: Qpn) -> Check {
+        let c = &self.conns[conn];
+        let p = &c.plan;
+        let [local, remote] = [end, 1 - end].map(|e| self.hosts[c.ends[e].host].plan.addr);
+        // A queue pair that is used again must not take packets of its former life for new ones: far from the old PSNs.
+        let psn = |direction: usize| p.psn[direction].add((c.life - 1) << 21);
+        let rtr = QpAttr {
+            state: Some(QpState::Rtr),
+            av: Some(AddressVector::new(local, remote)),
+            path_mtu: Some(p.mtu),
+            dest_qpn: Some(dest),
+            rq_psn: Some(psn(1 - end)),
+            max_dest_rd_atomic: Some(p.rd_atomic),
+            min_rnr_timer: Some(p.min_rnr_timer),
+            ..QpAttr::default()
+        };
+        let rts = QpAttr {
+            state: Some(QpState::Rts),
+            timeout: Some(p.timeout),
+            retry_cnt: Some(p.retry_cnt),
+            rnr_retry: Some(p.rnr_retry),
+            sq_psn: Some(psn(end)),
+            max_rd_atomic: Some(p.rd_atomic),
+            ..QpAttr::default()
+        };
+        self.modify(conn, end, &rtr)?;
+        self.modify(conn, end, &rts)?;
+        self.set_up(conn, end);
+        Ok(())
+    }
+
+    /// The end's program learns that it may send.
+    fn set_up(&mut self, conn: usize, end: usize) {
+        let c = &mut self.conns[conn];
+        c.ends[end].up = true;
+        if c.phase == Phase::Connecting && c.ends.iter().all(|e| e.up) {
+            c.phase = Phase::Up;
+        }
+        self.kick(conn, end);
+    }
+
+    pub(crate) fn raise_second(&mut self, conn: usize, life: u32) -> Check {
+        let c = &self.conns[conn];
+        if c.life != life || !matches!(c.phase, Phase::Connecting) {
+            return Ok(());
+        }
+        let (Some(dest), host) = (c.ends[0].qpn, c.ends[1].host) else {
+            return Ok(());
+        };
+        self.raise(conn, 1, dest)?;
+        self.service(host)
+    }
+
+    fn connect_by_cm(&mut self, conn: usize) -> Check {
+        let now = self.instant();
+        let qpn = self.ready_qp(conn, 0)?;
+        let c = &self.conns[conn];
+        let (host, life) = (c.ends[0].host, c.life);
+        let [local, remote] = [0, 1].map(|e| self.hosts[c.ends[e].host].plan.addr);
+        let mut private_data = (conn as u32).to_be_bytes().to_vec();
+        private_data.extend_from_slice(&life.to_be_bytes());
+        let params = ConnParams {
+            private_data,
+            responder_resources: c.plan.rd_atomic,
+            initiator_depth: c.plan.rd_atomic,
+            retry_count: c.plan.retry_cnt,
+            rnr_retry_count: c.plan.rnr_retry,
+        };
+        let port = &mut self.hosts[host].port;
+        let id = port.cm_connect(now, (local, 0).into(), (remote, LISTEN_PORT).into(), qpn, params);
+        let id = id.map_err(|e| format!("conn {conn}: connect: {e}"))?;
+        self.conns[conn].ends[0].cm = Some(id);
+        self.service(host)
+    }
+
+    pub(crate) fn handle_cm_event(&mut self, h: usize, event: PortCmEvent) -> Check {
+        if let PortCmEvent::ConnectRequest {
+            conn: id, private_data, ..
+        } = &event
+        {
+            return self.on_request(h, *id, private_data);
+        }
+        let owner = self.conns.iter().enumerate().find_map(|(i, c)| {
+            let end = c.ends.iter().position(|e| e.host == h && e.cm == Some(event.conn()))?;
+            Some((i, end))
+        });
+        let Some((conn, end)) = owner else {
+            return Err(format!(
+                "host {h}: an event of a connection that was destroyed: {event:?}"
+            ));
+        };
+        match event {
+            PortCmEvent::Established { private_data, .. } => {
+                if end == 0 && private_data.get(..4) != Some(&(conn as u32).to_be_bytes()[..]) {
+                    return Err(format!("conn {conn}: the accept's private data is not what was given"));
+                }
+                if self.conns[conn].ends[end].up {
+                    return Err(format!("conn {conn} end {end}: established twice"));
+                }
+                self.set_up(conn, end);
+            }
+            PortCmEvent::TimewaitExit { .. } | PortCmEvent::ConnectRequest { .. } => {}
+            PortCmEvent::Rejected { .. }
+            | PortCmEvent::Unreachable { .. }
+            | PortCmEvent::ConnectError { .. }
+            | PortCmEvent::Disconnected { .. } => {
+                let ends = &mut self.conns[conn].ends;
+                ends[end].allow.flush = true;
+                ends[end].failed = true;
+                ends[1 - end].allow.retry = true;
+                ends[1 - end].allow.flush = true;
+                self.break_later(conn);
+            }
+        }
+        Ok(())
+    }
+
+    fn on_request(&mut self, h: usize, id: ConnId, private_data: &[u8]) -> Check {
+        let now = self.instant();
+        let word = |at: usize| {
+            let bytes = private_data.get(at..at + 4)?;
+            Some(u32::from_be_bytes(bytes.try_into().ok()?))
+        };
+        let (Some(conn), Some(life)) = (word(0), word(4)) else {
+            return Err(format!("host {h}: a connect request without its private data"));
+        };
+        let conn = conn as usize;
+        let known = self.conns.get(conn).filter(|c| c.ends[1].host == h && c.life >= life);
+        let Some(c) = known else {
+            return Err(format!(
+                "host {h}: a connect request that nobody made: {conn}, life {life}"
+            ));
+        };
+        let wanted = c.life == life && c.phase == Phase::Connecting && c.ends[1].cm.is_none();
+        if c.life == life && c.phase == Phase::Connecting && c.ends[1].cm.is_some() {
+            return Err(format!("conn {conn}: one connect made two requests"));
+        }
+        if !wanted || (!self.quiet && self.chaos_dice.chance(0.05)) {
+            let port = &mut self.hosts[h].port;
+            if port.cm_reject(now, id, RejectReason::CONSUMER, b"no").is_err() {
+                // The peer has taken it back meanwhile.
+                port.cm_destroy(now, id);
+            }
+            return Ok(());
+        }
+        let params = ConnParams {
+            private_data: (conn as u32).to_be_bytes().to_vec(),
+            responder_resources: c.plan.rd_atomic,
+            initiator_depth: c.plan.rd_atomic,
+            retry_count: c.plan.retry_cnt,
+            rnr_retry_count: c.plan.rnr_retry,
+        };
+        let qpn = self.ready_qp(conn, 1)?;
+        let accepted = self.hosts[h].port.cm_accept(now, id, qpn, params);
+        self.conns[conn].ends[1].cm = Some(id);
+        if let Err(e) = accepted {
+            // The peer has taken it back meanwhile, and its event waits behind this one.
+            self.trace.note(self.now, || format!("conn {conn}: accept: {e}"));
+            self.conns[conn].ends[1].allow.flush = true;
+            self.break_later(conn);
+        }
+        Ok(())
+    }
+
+    /// Something ended a connection: after a while its rests are cleared away.
+    pub(crate) fn break_later(&mut self, conn: usize) {
+        let c = &mut self.conns[conn];
+        if c.phase == Phase::Down || c.repair_scheduled {
+            return;
+        }
+        c.repair_scheduled = true;
+        c.phase = Phase::Broken;
+        let life = c.life;
+        let after = self.dice.pick(&[0, 100 * US, 30 * MS]);
+        self.schedule(after, Event::Repair { conn, life });
+    }
+
+    /// Ends a life: both queue pairs stop, everything outstanding is accounted for, memory is compared.
+    pub(crate) fn repair(&mut self, conn: usize, life: u32) -> Check {
+        let c = &mut self.conns[conn];
+        if c.life != life || c.phase == Phase::Down {
+            return Ok(());
+        }
+        self.trace.note(self.now, || format!("conn {conn}: life {life} ends"));
+        c.repair_scheduled = false;
+        c.phase = Phase::Broken;
+        for e in &mut c.ends {
+            e.allow.flush = true;
+            e.allow.retry = true;
+            e.up = false;
+        }
+        for end in [0, 1] {
+            self.stop_end(conn, end)?;
+        }
+        for end in [0, 1] {
+            self.settle(conn, end)?;
+        }
+        let keep = !self.conns[conn].plan.via_cm && self.dice.chance(0.5);
+        for end in [0, 1] {
+            self.release_end(conn, end, keep)?;
+        }
+        self.conns[conn].phase = Phase::Down;
+        self.stats.repairs += 1;
+        let after = self.dice.range(0, 20 * MS);
+        self.schedule(after, Event::Connect { conn });
+        Ok(())
+    }
+
+    /// Moves an end's queue pair to error and collects what it flushes; or drops it with all that it has.
+    fn stop_end(&mut self, conn: usize, end: usize) -> Check {
+        let now = self.instant();
+        let e = &self.conns[conn].ends[end];
+        let (host, cm) = (e.host, e.cm);
+        let Some(qpn) = e.qpn.filter(|_| self.hosts[host].alive) else {
+            self.drop_outstanding(conn, end);
+            return Ok(());
+        };
+        let state = self.hosts[host].port.qp_state(qpn);
+        let flushes = self.dice.chance(0.7) && state != Some(QpState::Reset);
+        if let Some(id) = cm.filter(|_| flushes) {
+            self.hosts[host].port.cm_disconnect(now, id);
+        }
+        if !flushes {
+            self.service(host)?;
+            self.drop_outstanding(conn, end);
+            return self.modify(conn, end, &to_state(QpState::Reset));
+        }
+        self.modify(conn, end, &to_state(QpState::Err))?;
+        self.service(host)?;
+        let e = &self.conns[conn].ends[end];
+        if let Some(s) = e.sent.iter().find(|s| s.signaled) {
+            return Err(format!(
+                "conn {conn} end {end}: {} never completed, not even in ERR",
+                s.what
+            ));
+        }
+        if !e.posted.is_empty() {
+            let n = e.posted.len();
+            return Err(format!(
+                "conn {conn} end {end}: {n} receives never completed, not even in ERR"
+            ));
+        }
+        // What is left is unsignalled and makes no completion: it has succeeded, or it would have been flushed.
+        while !self.conns[conn].ends[end].sent.is_empty() {
+            self.succeed_oldest(conn, end)?;
+        }
+        Ok(())
+    }
+
+    /// The queue pair's work requests are gone without completions.
+    pub(crate) fn drop_outstanding(&mut self, conn: usize, end: usize) {
+        let e = &mut self.conns[conn].ends[end];
+        let undone: Vec<Effect> = e.sent.drain(..).filter_map(|s| s.effect).collect();
+        e.undone.extend(undone);
+        e.posted.clear();
+    }
+
+    /// Whatever of the peer's unfinished work requests was executed: the target must show a state that they lead through
+    /// in order, packet by packet. From there the next life goes on.
+    fn settle(&mut self, conn: usize, end: usize) -> Check {
+        let undone = std::mem::take(&mut self.conns[conn].ends[1 - end].undone);
+        let alive = self.hosts[self.conns[conn].ends[end].host].alive;
+        let mtu = self.conns[conn].plan.mtu.bytes();
+        let e = &mut self.conns[conn].ends[end];
+        if e.target_gone || !alive {
+            return Ok(());
+        }
+        let mut actual = vec![0; TARGET];
+        e.target.read(0, &mut actual).map_err(|e| e.to_string())?;
+        let mut state = e.shadow.clone();
+        for effect in undone.iter().rev() {
+            state[effect.range()].copy_from_slice(&effect.old);
+        }
+        let mut found = state == actual;
+        for effect in &undone {
+            for chunk_end in (mtu..effect.new.len()).step_by(mtu).chain([effect.new.len()]) {
+                if found {
+                    break;
+                }
+                let chunk = chunk_end.saturating_sub(1) / mtu * mtu..chunk_end;
+                let at = effect.at + chunk.start..effect.at + chunk.end;
+                state[at].copy_from_slice(&effect.new[chunk]);
+                found = state == actual;
+            }
+        }
+        if !found {
+            let wrong = actual.iter().zip(&e.shadow).filter(|(a, b)| a != b).count();
+            return Err(format!(
+                "conn {conn} end {end}: its memory is no state that the peer's {} unfinished operations lead through \
+                 ({wrong} bytes differ from the last one)",
+                undone.len()
+            ));
+        }
+        e.shadow = actual;
+        Ok(())
+    }
+
+    /// Makes an end ready for its next life.
+    fn release_end(&mut self, conn: usize, end: usize, keep: bool) -> Check {
+        let now = self.instant();
+        let e = &mut self.conns[conn].ends[end];
+        let (host, qpn, cm) = (e.host, e.qpn, e.cm.take());
+        e.up = false;
+        e.failed = false;
+        e.draining = false;
+        e.local_ring.clear();
+        e.recv_ring.clear();
+        e.incoming.clear();
+        e.messages_posted = 0;
+        e.messages_received = 0;
+        e.promised.clear();
+        e.unclaimed.clear();
+        e.unsignaled_run = 0;
+        let fast = e.fast.take();
+        e.fast_key = FastKey::Closed;
+        let target_gone = e.target_gone;
+        if self.hosts[host].alive {
+            let h = &mut self.hosts[host];
+            if let Some(fast) = fast {
+                h.mem
+                    .dealloc_fast(&fast)
+                    .map_err(|e| format!("conn {conn}: dealloc_fast: {e}"))?;
+            }
+            if let Some(id) = cm {
+                h.port.cm_destroy(now, id);
+            }
+            match qpn {
+                Some(_) if keep => self.modify(conn, end, &to_state(QpState::Reset))?,
+                Some(qpn) => {
+                    h.port
+                        .destroy_qp(now, qpn)
+                        .map_err(|e| format!("conn {conn}: destroy: {e}"))?;
+                    self.conns[conn].ends[end].qpn = None;
+                }
+                None => {}
+            }
+            if target_gone {
+                self.renew_memory(conn, end);
+            }
+            self.service(host)?;
+        } else {
+            self.conns[conn].ends[end].qpn = None;
+        }
+        Ok(())
+    }
+
+    /// A host is back, with nothing in its memory.
+    pub(crate) fn boot(&mut self, host: usize) -> Check {
+        if self.hosts[host].alive {
+            return Ok(());
+        }
+        self.trace.note(self.now, || format!("host {host} boots"));
+        let mut dice = self.seed_dice.clone();
+        self.hosts[host].restart(host, &mut dice);
+        self.seed_dice = dice;
+        for conn in 0..self.conns.len() {
+            for end in [0, 1] {
+                if self.conns[conn].plan.hosts[end] == host {
+                    self.renew_memory(conn, end);
+                    // What the peer believed about the old memory must not be asked of the new one.
+                    self.conns[conn].ends[end].target_gone = self.conns[conn].phase != Phase::Down;
+                }
+            }
+        }
+        self.service(host)
+    }
+
+    /// A host vanishes with all that it has. Its peers learn of it from silence.
+    pub(crate) fn kill(&mut self, host: usize) {
+        self.hosts[host].alive = false;
+        for conn in 0..self.conns.len() {
+            if !self.conns[conn].plan.hosts.contains(&host) {
+                continue;
+            }
+            for end in [0, 1] {
+                if self.conns[conn].plan.hosts[end] == host {
+                    self.drop_outstanding(conn, end);
+                    let e = &mut self.conns[conn].ends[end];
+                    e.qpn = None;
+                    e.cm = None;
+                    e.up = false;
+                    e.failed = true;
+                    e.fast = None;
+                    e.target_gone = true;
+                } else {
+                    let allow = &mut self.conns[conn].ends[end].allow;
+                    allow.retry = true;
+                    allow.flush = true;
+                }
+            }
+            let c = &mut self.conns[conn];
+            if matches!(c.phase, Phase::Up | Phase::Connecting) {
+                // Peers with an endless timeout would never notice.
+                c.phase = Phase::Broken;
+                c.repair_scheduled = true;
+                let life = c.life;
+                let after = self.dice.range(0, 300 * MS);
+                self.schedule(after, Event::Repair { conn, life });
+            }
+        }
+    }
+}

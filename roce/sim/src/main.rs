@@ -1,0 +1,96 @@
+//! `roce-sim`: runs seeds and prints what failed. `cargo xtask sim` builds and calls it.
+
+use std::{path::PathBuf, process::ExitCode, time::Instant};
+
+use clap::Parser;
+use roce_sim::{SimConfig, run_many};
+
+/// Runs simulated networks with every fault.
+#[derive(Parser)]
+#[command(version)]
+struct Cli {
+    /// How many seeds to run
+    #[arg(long, default_value_t = 200)]
+    seeds: u64,
+    /// First seed; with --seeds 1 it repeats one run exactly
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Runs at a time; default: the processors
+    #[arg(long)]
+    jobs: Option<usize>,
+    /// About how many work requests each direction of a connection carries
+    #[arg(long, default_value_t = 150)]
+    scale: u32,
+    /// Folder for captures of failed runs; default: the system's for temporary files
+    #[arg(long)]
+    pcap_dir: Option<PathBuf>,
+    /// Print every completion and event of connections
+    #[arg(long)]
+    log: bool,
+    /// Stop after so many failures
+    #[arg(long, default_value_t = 10)]
+    max_failures: usize,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let begin = Instant::now();
+    let jobs = cli
+        .jobs
+        .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
+    let base = SimConfig {
+        scale: cli.scale,
+        pcap_dir: cli.pcap_dir,
+        log: cli.log,
+        ..SimConfig::new(cli.seed)
+    };
+    std::panic::set_hook(Box::new(|info| eprintln!("{info}")));
+    let (mut passed, mut failed) = (0u64, 0usize);
+    let seeds = cli.seed..cli.seed.saturating_add(cli.seeds);
+    let (total, _) = run_many(seeds, jobs, &base, |_, result| {
+        match result {
+            Ok(_) => passed += 1,
+            Err(failure) => {
+                failed += 1;
+                println!("{failure}");
+            }
+        }
+        if (passed + failed as u64).is_multiple_of(500) {
+            println!(
+                "{} of {} seeds, {:.0} s",
+                passed + failed as u64,
+                cli.seeds,
+                begin.elapsed().as_secs_f64()
+            );
+        }
+        if failed >= cli.max_failures {
+            println!("sim: {passed} passed, {failed} failed, stopped");
+            std::process::exit(1);
+        }
+    });
+    println!(
+        "{} packets, {} retransmitted, {} lost, {} damaged ({} ICRC errors); {} operations, {} messages, {} connections, \
+         {} repairs; {:.1} s of virtual time",
+        total.packets,
+        total.retransmissions,
+        total.lost + total.overflowed,
+        total.corrupted,
+        total.icrc_errors,
+        total.operations,
+        total.messages,
+        total.connections,
+        total.repairs,
+        total.simulated_ns as f64 / 1e9
+    );
+    let errors: Vec<String> = total.errors.iter().map(|(status, n)| format!("{status} {n}")).collect();
+    println!("completions with an error: {}", errors.join(", "));
+    println!(
+        "sim: {passed} passed, {failed} failed, {:.1} s",
+        begin.elapsed().as_secs_f64()
+    );
+    if failed == 0 {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
+}

@@ -1,0 +1,192 @@
+//! The faulty network: one-way links with loss, duplication, reordering, corruption, delay, jitter, bandwidth and a
+//! queue that overflows.
+
+use std::net::{IpAddr, SocketAddr};
+
+use roce_icrc::{Flow, Recovery};
+
+use crate::rng::Dice;
+
+/// What a link does to packets.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Faults {
+    pub(crate) loss: f64,
+    pub(crate) duplicate: f64,
+    pub(crate) reorder: f64,
+    pub(crate) corrupt: f64,
+    /// Nanoseconds one way.
+    pub(crate) delay: u64,
+    /// Random addition to it, at most, nanoseconds. Packets stay in order.
+    pub(crate) jitter: u64,
+    /// Bytes per second.
+    pub(crate) bandwidth: u64,
+    /// Bytes that may wait for the link.
+    pub(crate) queue: u64,
+}
+
+impl Faults {
+    pub(crate) fn quiet(self) -> Self {
+        Self {
+            loss: 0.0,
+            duplicate: 0.0,
+            reorder: 0.0,
+            corrupt: 0.0,
+            jitter: 0,
+            bandwidth: self.bandwidth.max(100_000_000),
+            queue: 64 << 20,
+            ..self
+        }
+    }
+
+    /// Whether packets may get lost, so that errors need not look the same on both sides.
+    pub(crate) fn lossy(&self) -> bool {
+        self.loss + self.corrupt > 0.0 || self.queue < 16 << 20
+    }
+}
+
+/// One direction between two hosts.
+#[derive(Clone, Debug)]
+pub(crate) struct Link {
+    pub(crate) faults: Faults,
+    /// Nothing passes.
+    pub(crate) cut: bool,
+    busy_until: u64,
+    last_arrival: u64,
+}
+
+/// A datagram on its way: a packet, or several of one GSO train that stayed together.
+#[derive(Clone, Debug)]
+pub(crate) struct Frame {
+    pub(crate) src: SocketAddr,
+    pub(crate) dst: IpAddr,
+    pub(crate) tos: u8,
+    /// Identification of the first packet.
+    pub(crate) identification: u16,
+    /// 0: one packet.
+    pub(crate) segment_len: usize,
+    pub(crate) bytes: Vec<u8>,
+}
+
+/// What the network has done.
+#[derive(Clone, Copy, Default, Debug)]
+pub(crate) struct NetStats {
+    pub(crate) lost: u64,
+    pub(crate) duplicated: u64,
+    pub(crate) reordered: u64,
+    pub(crate) corrupted: u64,
+    pub(crate) overflowed: u64,
+}
+
+impl Link {
+    pub(crate) fn new(faults: Faults) -> Self {
+        Self {
+            faults,
+            cut: false,
+            busy_until: 0,
+            last_arrival: 0,
+        }
+    }
+
+    /// Decides a frame's fate. `arrive` gets each copy with its time of arrival. `sees_headers`: the receiver knows the
+    /// IP header, so that no corruption can hide behind the Identification.
+    pub(crate) fn send(
+        &mut self,
+        now: u64,
+        frame: Frame,
+        sees_headers: bool,
+        dice: &mut Dice,
+        stats: &mut NetStats,
+        mut arrive: impl FnMut(u64, Frame),
+    ) {
+        let f = self.faults;
+        let len = frame.bytes.len() as u64 + 42;
+        let waiting = self.busy_until.saturating_sub(now) as f64 * f.bandwidth as f64 / 1e9;
+        if waiting > f.queue as f64 {
+            stats.overflowed += 1;
+            return;
+        }
+        let departure = self.busy_until.max(now) + len * 1_000_000_000 / f.bandwidth;
+        self.busy_until = departure;
+        if self.cut || dice.chance(f.loss) {
+            stats.lost += 1;
+            return;
+        }
+        let copies = 1 + u64::from(dice.chance(f.duplicate));
+        stats.duplicated += copies - 1;
+        for _ in 0..copies {
+            let mut frame = frame.clone();
+            if dice.chance(f.corrupt) {
+                stats.corrupted += 1;
+                if !corrupt(&mut frame, sees_headers, dice) {
+                    continue;
+                }
+            }
+            let mut at = departure + f.delay + if f.jitter > 0 { dice.range(0, f.jitter) } else { 0 };
+            if dice.chance(f.reorder) {
+                stats.reordered += 1;
+                at += dice.range(1, 4 * f.delay + 4 * f.jitter + 20_000);
+            } else {
+                at = at.max(self.last_arrival);
+                self.last_arrival = at;
+            }
+            arrive(at, frame);
+        }
+    }
+}
+
+/// Damages a frame. False when the damage can't be seen by anybody: an ICRC that is right with another Identification
+/// happens once in 2^16 and proves nothing against the receiver.
+fn corrupt(frame: &mut Frame, sees_headers: bool, dice: &mut Dice) -> bool {
+    let len = frame.bytes.len();
+    match dice.index(20) {
+        0 => {
+            let port = frame.src.port() ^ 1 << dice.index(16);
+            frame.src.set_port(port);
+        }
+        1 => {
+            let ip = match frame.src.ip() {
+                IpAddr::V4(a) => IpAddr::from((u32::from(a) ^ 1 << dice.index(32)).to_be_bytes()),
+                IpAddr::V6(a) => IpAddr::from((u128::from(a) ^ 1 << dice.index(128)).to_be_bytes()),
+            };
+            frame.src.set_ip(ip);
+        }
+        2 => frame.bytes.truncate(dice.index(len)),
+        3 => {
+            let extra = dice.range(1, 64) as usize;
+            let tail = dice.bytes(extra);
+            frame.bytes.extend_from_slice(&tail);
+        }
+        4 if sees_headers && frame.src.is_ipv4() => frame.identification ^= 1 << dice.index(16),
+        5 => {
+            // FECN, BECN and reserved bits: not covered, and without meaning to the receiver.
+            frame.bytes[4] ^= dice.range(1, 255) as u8;
+            return true;
+        }
+        _ => {
+            let first = dice.index(len);
+            for _ in 0..dice.range(1, 8) {
+                let near = (first + dice.index(12)).min(len - 1);
+                frame.bytes[if near == 4 { 5 } else { near }] ^= 1 << dice.index(8);
+            }
+        }
+    }
+    sees_headers || frame.src.is_ipv6() || !looks_sound(frame)
+}
+
+fn looks_sound(frame: &Frame) -> bool {
+    let dst = SocketAddr::new(frame.dst, roce_bth::ROCE_UDP_PORT);
+    let Ok(flow) = Flow::try_from((frame.src, dst)) else {
+        return false;
+    };
+    let step = if frame.segment_len == 0 {
+        frame.bytes.len().max(1)
+    } else {
+        frame.segment_len
+    };
+    // Sound packets beside a damaged one in the same buffer pass, of course: the whole frame is spared then only if all
+    // are sound.
+    frame
+        .bytes
+        .chunks(step)
+        .all(|p| matches!(flow.recover(p, 0), Recovery::Exact(_)))
+}

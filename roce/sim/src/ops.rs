@@ -1,0 +1,698 @@
+//! The programs: random work requests, and receives for them.
+
+use std::ops::Range;
+
+use roce_verbs::{
+    AccessFlags, Payload, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcOpcode, WcStatus,
+    wr::{FastRegister, PostError},
+};
+
+use crate::{
+    model::{Effect, Expect, FastKey, LOCAL, Message, Phase, Pieces, Posted, RECV, Sent, TARGET, wr_id},
+    scenario::US,
+    world::{Check, Event, World},
+};
+
+/// A work request about to be posted.
+struct Draft {
+    sent: Sent,
+    op: SendOp,
+    fence: bool,
+    solicited: bool,
+    /// Bytes to send, in the registered memory of `pieces` or inline.
+    inline: Option<Vec<u8>>,
+    sges: Vec<Sge>,
+    message: Option<Message>,
+}
+
+/// What kind of fault a work request is posted with.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Fault {
+    RemoteKey,
+    RemoteRange,
+    RemoteRight,
+    LocalKey,
+    Misaligned,
+    TooLong,
+}
+
+const FAULTS: [Fault; 6] = [
+    Fault::RemoteKey,
+    Fault::RemoteRange,
+    Fault::RemoteRight,
+    Fault::LocalKey,
+    Fault::Misaligned,
+    Fault::TooLong,
+];
+
+fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
+    a.start < b.end && b.start < a.end
+}
+
+impl World {
+    /// Lets an end's program run soon.
+    pub(crate) fn kick(&mut self, conn: usize, end: usize) {
+        let c = &mut self.conns[conn];
+        let (think, life) = (c.plan.think, c.life);
+        let e = &mut c.ends[end];
+        if !e.app_scheduled && e.operations_left > 0 {
+            e.app_scheduled = true;
+            let after = self.dice.range(0, think);
+            self.schedule(after, Event::Send { conn, end, life });
+        }
+    }
+
+    pub(crate) fn on_send(&mut self, conn: usize, end: usize, life: u32) -> Check {
+        let c = &mut self.conns[conn];
+        if c.life != life {
+            return Ok(());
+        }
+        let active = matches!(c.phase, Phase::Up | Phase::Connecting);
+        let e = &mut c.ends[end];
+        e.app_scheduled = false;
+        if !active || !e.up || e.failed || e.draining || e.qpn.is_none() || !self.hosts[e.host].alive {
+            return Ok(());
+        }
+        let host = e.host;
+        for _ in 0..self.dice.range(1, 8) {
+            if !self.post_one(conn, end)? {
+                break;
+            }
+        }
+        self.service(host)?;
+        self.kick(conn, end);
+        Ok(())
+    }
+
+    /// Posts one random work request. False when there is no room or nothing to do.
+    fn post_one(&mut self, conn: usize, end: usize) -> Result<bool, String> {
+        let c = &self.conns[conn];
+        let e = &c.ends[end];
+        if e.operations_left == 0 || e.failed || e.sent.len() + 1 >= c.plan.caps.max_send_wr as usize {
+            return Ok(false);
+        }
+        let bad = !self.quiet && self.dice.chance(self.conns[conn].plan.bad_operations);
+        let draft = if bad {
+            self.draft_fault(conn, end)
+        } else {
+            self.draft(conn, end)
+        };
+        let Some(draft) = draft else {
+            return Ok(false);
+        };
+        self.post(conn, end, draft)?;
+        Ok(true)
+    }
+
+    fn draft(&mut self, conn: usize, end: usize) -> Option<Draft> {
+        let roll = self.dice.range(0, 99);
+        match roll {
+            0..=29 => self.draft_send(conn, end, None),
+            30..=57 => self.draft_write(conn, end),
+            58..=79 => self.draft_read(conn, end),
+            80..=93 => self.draft_atomic(conn, end),
+            _ => self.draft_fast(conn, end),
+        }
+    }
+
+    fn size(&mut self, conn: usize) -> usize {
+        let p = &self.conns[conn].plan;
+        let (mtu, largest) = (p.mtu.bytes(), p.largest);
+        let size = match self.dice.index(10) {
+            0 => 0,
+            1 => 1,
+            2 => self.dice.range(1, 64) as usize,
+            3 => mtu - 1,
+            4 => mtu,
+            5 => mtu + 1,
+            6 => mtu * self.dice.range(2, 6) as usize + self.dice.range(0, 2) as usize - 1,
+            7 => self.dice.range(0, mtu as u64) as usize,
+            _ => self.dice.range(0, largest as u64) as usize,
+        };
+        size.min(largest)
+    }
+
+    /// A range of a ring cut into at most `most` pieces, in any order and with gaps.
+    fn cut(&mut self, range: Range<usize>, len: usize, most: u32) -> Pieces {
+        let mut parts = Vec::new();
+        let n = self.dice.range(1, u64::from(most.max(1))) as usize;
+        let spare = range.len() - len;
+        let mut at = range.start + self.dice.range(0, spare as u64) as usize;
+        let mut left = len;
+        for i in 0..n {
+            let take = if i + 1 == n {
+                left
+            } else {
+                self.dice.range(0, left as u64) as usize
+            };
+            parts.push((at, take));
+            at += take;
+            left -= take;
+        }
+        for i in (1..parts.len()).rev() {
+            let j = self.dice.index(i + 1);
+            parts.swap(i, j);
+        }
+        Pieces { range, parts }
+    }
+
+    /// Room in an end's local region for `len` bytes, filled with noise.
+    fn local_pieces(&mut self, conn: usize, end: usize, len: usize) -> Option<Pieces> {
+        let gap = self.dice.pick(&[0, 0, 1, 37]);
+        let e = &mut self.conns[conn].ends[end];
+        let range = e.local_ring.take((len + gap).min(LOCAL))?;
+        let most = self.conns[conn].plan.caps.max_send_sge;
+        Some(self.cut(range, len, most))
+    }
+
+    fn blank(&mut self, conn: usize, end: usize, what: &'static str, opcode: WcOpcode) -> Sent {
+        let c = &mut self.conns[conn];
+        let life = c.life;
+        let e = &mut c.ends[end];
+        let n = e.next_wr;
+        e.next_wr += 1;
+        Sent {
+            wr_id: wr_id(conn, end, life, false, n),
+            what,
+            opcode,
+            signaled: false,
+            expect: Expect::Success,
+            byte_len: 0,
+            local: None,
+            image: None,
+            effect: None,
+            reads: None,
+            rd_atomic: false,
+            message: None,
+            uses_fast: false,
+            fast: None,
+        }
+    }
+
+    /// The payload of a SEND or WRITE: noise, inline or in registered memory.
+    fn payload(&mut self, conn: usize, end: usize, data: &[u8], draft: &mut Draft) -> Option<()> {
+        let inline_most = self.conns[conn].plan.caps.max_inline_data as usize;
+        if data.len() <= inline_most && self.dice.chance(0.4) {
+            draft.inline = Some(data.to_vec());
+            return Some(());
+        }
+        if data.is_empty() && self.dice.chance(0.5) {
+            return Some(());
+        }
+        let pieces = self.local_pieces(conn, end, data.len())?;
+        let mut image = self.dice.bytes(pieces.range.len());
+        pieces.lay(data, &mut image);
+        let e = &self.conns[conn].ends[end];
+        e.local.write(pieces.range.start, &image).ok()?;
+        draft.sges = pieces.sges(&e.local);
+        draft.sent.local = Some(pieces.range);
+        Some(())
+    }
+
+    fn new_draft(&self, sent: Sent, op: SendOp) -> Draft {
+        Draft {
+            sent,
+            op,
+            fence: false,
+            solicited: false,
+            inline: None,
+            sges: Vec::new(),
+            message: None,
+        }
+    }
+
+    fn draft_send(&mut self, conn: usize, end: usize, invalidates: Option<RKey>) -> Option<Draft> {
+        let mut len = self.size(conn);
+        if let Some(most) = self.conns[conn].ends[1 - end].promised.front() {
+            len = len.min(*most);
+        }
+        let data = self.dice.bytes(len);
+        let imm = (invalidates.is_none() && self.dice.chance(0.3)).then(|| self.dice.next() as u32);
+        let op = match (invalidates, imm) {
+            (Some(key), _) => SendOp::SendWithInv(key),
+            (None, Some(imm)) => SendOp::SendWithImm(imm),
+            (None, None) => SendOp::Send,
+        };
+        let sent = self.blank(conn, end, "SEND", WcOpcode::Send);
+        let mut draft = self.new_draft(sent, op);
+        self.payload(conn, end, &data, &mut draft)?;
+        draft.solicited = self.dice.chance(0.3);
+        draft.message = Some(Message {
+            len,
+            data: Some(data),
+            imm,
+            invalidates,
+            solicited: draft.solicited,
+            too_long: false,
+        });
+        Some(draft)
+    }
+
+    /// A place of `len` bytes in the peer's target, sometimes through its fast key.
+    fn place(&mut self, conn: usize, end: usize, len: usize, align: usize) -> (usize, RemoteAddr, bool) {
+        let peer = &self.conns[conn].ends[1 - end];
+        let (fast_key, (fast_at, fast_len, fast_iova)) = (peer.fast_key, peer.fast_view);
+        let (base, rkey) = (peer.target.addr(), peer.target.rkey());
+        if let FastKey::Open(key) = fast_key
+            && len + align <= fast_len
+            && self.dice.chance(0.6)
+        {
+            let offset = self.dice.range(0, (fast_len - len - align + 1) as u64) as usize / align * align;
+            let addr = fast_iova + offset as u64;
+            return (fast_at + offset, RemoteAddr { addr, rkey: key }, true);
+        }
+        // Most of the traffic meets in a small area, so that order matters.
+        let area = if self.dice.chance(0.7) {
+            (len + 2048).min(TARGET)
+        } else {
+            TARGET
+        };
+        let at = self.dice.range(0, (area - len) as u64) as usize / align * align;
+        let addr = base + at as u64;
+        (at, RemoteAddr { addr, rkey }, false)
+    }
+
+    fn draft_write(&mut self, conn: usize, end: usize) -> Option<Draft> {
+        let len = self.size(conn);
+        let data = self.dice.bytes(len);
+        let (at, remote, uses_fast) = self.place(conn, end, len, 1);
+        let imm = self.dice.chance(0.25).then(|| self.dice.next() as u32);
+        let op = imm.map_or(SendOp::Write(remote), |imm| SendOp::WriteWithImm(remote, imm));
+        let mut sent = self.blank(conn, end, "WRITE", WcOpcode::RdmaWrite);
+        sent.uses_fast = uses_fast;
+        sent.effect = Some(Effect {
+            at,
+            old: Vec::new(),
+            new: data.clone(),
+        });
+        let mut draft = self.new_draft(sent, op);
+        self.payload(conn, end, &data, &mut draft)?;
+        draft.solicited = imm.is_some() && self.dice.chance(0.3);
+        draft.message = imm.map(|imm| Message {
+            data: None,
+            len,
+            imm: Some(imm),
+            invalidates: None,
+            solicited: draft.solicited,
+            too_long: false,
+        });
+        Some(draft)
+    }
+
+    fn draft_read(&mut self, conn: usize, end: usize) -> Option<Draft> {
+        let len = self.size(conn);
+        let (at, remote, uses_fast) = self.place(conn, end, len, 1);
+        let expected = self.conns[conn].ends[1 - end].shadow[at..at + len].to_vec();
+        let mut draft = self.draft_into(conn, end, &expected, "READ", WcOpcode::RdmaRead, SendOp::Read(remote))?;
+        draft.sent.reads = Some(at..at + len);
+        draft.sent.uses_fast = uses_fast;
+        Some(draft)
+    }
+
+    /// A work request that brings `expected` into local memory.
+    fn draft_into(
+        &mut self,
+        conn: usize,
+        end: usize,
+        expected: &[u8],
+        what: &'static str,
+        opcode: WcOpcode,
+        op: SendOp,
+    ) -> Option<Draft> {
+        let mut sent = self.blank(conn, end, what, opcode);
+        sent.rd_atomic = true;
+        sent.byte_len = expected.len() as u32;
+        let mut draft = self.new_draft(sent, op);
+        let pieces = self.local_pieces(conn, end, expected.len())?;
+        let mut image = self.dice.bytes(pieces.range.len());
+        let e = &self.conns[conn].ends[end];
+        e.local.write(pieces.range.start, &image).ok()?;
+        pieces.lay(expected, &mut image);
+        draft.sges = pieces.sges(&e.local);
+        draft.sent.local = Some(pieces.range);
+        draft.sent.image = Some(image);
+        Some(draft)
+    }
+
+    fn draft_atomic(&mut self, conn: usize, end: usize) -> Option<Draft> {
+        let (at, remote, uses_fast) = self.place(conn, end, 8, 8);
+        let bytes: [u8; 8] = self.conns[conn].ends[1 - end].shadow[at..at + 8].try_into().ok()?;
+        let old = u64::from_ne_bytes(bytes);
+        let (op, new, opcode) = if self.dice.chance(0.5) {
+            let add = self.dice.next();
+            (
+                SendOp::FetchAdd { remote, add },
+                old.wrapping_add(add),
+                WcOpcode::FetchAdd,
+            )
+        } else {
+            let hits = self.dice.chance(0.7);
+            let compare = if hits { old } else { old.wrapping_add(1) };
+            let swap = self.dice.next();
+            let op = SendOp::CompareSwap { remote, compare, swap };
+            (op, if hits { swap } else { old }, WcOpcode::CompareSwap)
+        };
+        let mut draft = self.draft_into(conn, end, &bytes, "atomic", opcode, op)?;
+        draft.sent.uses_fast = uses_fast;
+        draft.sent.effect = Some(Effect {
+            at,
+            old: Vec::new(),
+            new: new.to_ne_bytes().to_vec(),
+        });
+        Some(draft)
+    }
+
+    /// Opens or closes a fast key: this end's own, or the peer's with a SEND.
+    fn draft_fast(&mut self, conn: usize, end: usize) -> Option<Draft> {
+        let c = &self.conns[conn];
+        if let FastKey::Open(key) = c.ends[1 - end].fast_key {
+            let mut draft = self.draft_send(conn, end, Some(key))?;
+            // A READ that is asked for again would find the key gone.
+            draft.fence = self.conns[conn].ends[end]
+                .sent
+                .iter()
+                .any(|s| s.uses_fast && s.rd_atomic);
+            draft.sent.uses_fast = true;
+            return Some(draft);
+        }
+        match c.ends[end].fast_key {
+            FastKey::Changing => None,
+            FastKey::Open(key) => {
+                if c.ends[1 - end].sent.iter().any(|s| s.uses_fast) || c.ends[1 - end].failed {
+                    return None;
+                }
+                let mut sent = self.blank(conn, end, "LOCAL INVALIDATE", WcOpcode::LocalInvalidate);
+                sent.fast = Some(FastKey::Closed);
+                Some(self.new_draft(sent, SendOp::LocalInvalidate(key)))
+            }
+            FastKey::Closed => self.draft_register(conn, end),
+        }
+    }
+
+    fn draft_register(&mut self, conn: usize, end: usize) -> Option<Draft> {
+        let len = self.dice.range(16, (TARGET / 2) as u64) as usize;
+        let at = self.dice.range(0, (TARGET - len) as u64) as usize & !7;
+        let iova = (self.dice.next() & 0x7fff_ffff_0000) + 4096;
+        let (key_byte, host) = (self.dice.next() as u8, self.conns[conn].ends[end].host);
+        let h = &self.hosts[host];
+        let e = &mut self.conns[conn].ends[end];
+        let fast = match &e.fast {
+            Some(fast) => fast.clone(),
+            None => h.mem.alloc_fast(h.pd).ok()?,
+        };
+        e.fast = Some(fast.clone());
+        e.fast_view = (at, len, iova);
+        let key = fast.rkey().with_key_byte(key_byte);
+        let op = SendOp::FastRegister(FastRegister {
+            key,
+            lkey: e.target.lkey(),
+            addr: e.target.addr() + at as u64,
+            length: len as u64,
+            iova,
+            access: AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_READ | AccessFlags::REMOTE_ATOMIC,
+        });
+        let mut sent = self.blank(conn, end, "FAST REGISTER", WcOpcode::FastRegister);
+        sent.fast = Some(FastKey::Open(key));
+        Some(self.new_draft(sent, op))
+    }
+
+    /// A work request that must fail.
+    fn draft_fault(&mut self, conn: usize, end: usize) -> Option<Draft> {
+        let fault = self.dice.pick(&FAULTS);
+        let mut draft = match fault {
+            Fault::TooLong => {
+                let most = *self.conns[conn].ends[1 - end].promised.front()?;
+                return self.draft_too_long(conn, end, most);
+            }
+            Fault::Misaligned => self.draft_atomic(conn, end)?,
+            Fault::LocalKey => self.draft_read(conn, end)?,
+            _ if self.dice.chance(0.4) => self.draft_atomic(conn, end)?,
+            _ if self.dice.chance(0.5) => self.draft_read(conn, end)?,
+            _ => self.draft_write(conn, end)?,
+        };
+        let peer = &self.conns[conn].ends[1 - end];
+        let len = match &draft.sent.effect {
+            Some(effect) => effect.new.len(),
+            None => draft.sent.byte_len as usize,
+        };
+        if len == 0 {
+            // Nothing is checked for nothing (IBA C9-88).
+            return Some(draft);
+        }
+        let status = match fault {
+            Fault::Misaligned => WcStatus::RemoteInvalidRequestError,
+            Fault::LocalKey => WcStatus::LocalProtectionError,
+            _ => WcStatus::RemoteAccessError,
+        };
+        let target = (peer.target.addr(), peer.target.rkey());
+        let closed = (peer.local.addr(), peer.local.rkey());
+        let shift = self.dice.range(1, 7);
+        if let Some(remote) = remote_of(&mut draft.op) {
+            match fault {
+                Fault::RemoteKey => remote.rkey = RKey(target.1.0 ^ 0x00a5_5a00),
+                Fault::RemoteRange => {
+                    // Whole words, so that an atomic is not refused for another reason.
+                    let at = TARGET.next_multiple_of(8) as u64 - len as u64 / 8 * 8;
+                    *remote = RemoteAddr {
+                        addr: target.0 + at + 8,
+                        rkey: target.1,
+                    };
+                }
+                Fault::RemoteRight => {
+                    *remote = RemoteAddr {
+                        addr: closed.0,
+                        rkey: closed.1,
+                    }
+                }
+                Fault::Misaligned => {
+                    *remote = RemoteAddr {
+                        addr: target.0 + shift,
+                        rkey: target.1,
+                    }
+                }
+                Fault::LocalKey | Fault::TooLong => {}
+            }
+        }
+        if fault == Fault::LocalKey {
+            for sge in &mut draft.sges {
+                sge.lkey.0 ^= 0x0077_0000;
+            }
+        }
+        draft.sent.expect = Expect::Fails(status);
+        draft.sent.effect = None;
+        Some(draft)
+    }
+
+    /// A SEND that its receive can't take.
+    fn draft_too_long(&mut self, conn: usize, end: usize, most: usize) -> Option<Draft> {
+        let len = most + self.dice.pick(&[1, 2, 5000]);
+        let data = self.dice.bytes(len);
+        let sent = self.blank(conn, end, "SEND", WcOpcode::Send);
+        let mut draft = self.new_draft(sent, SendOp::Send);
+        self.payload(conn, end, &data, &mut draft)?;
+        draft.sent.expect = Expect::Fails(WcStatus::RemoteInvalidRequestError);
+        draft.message = Some(Message {
+            data: Some(data),
+            len,
+            imm: None,
+            invalidates: None,
+            solicited: false,
+            too_long: true,
+        });
+        Some(draft)
+    }
+
+    /// Hands a draft to the port, and the model learns of it.
+    fn post(&mut self, conn: usize, end: usize, mut draft: Draft) -> Check {
+        let now = self.instant();
+        let must_signal = {
+            let e = &self.conns[conn].ends[end];
+            e.operations_left == 1 || e.unsignaled_run >= 4 || draft.sent.expect != Expect::Success
+        };
+        let changes_fast = draft.sent.fast.is_some();
+        let signaled = must_signal || changes_fast || self.dice.chance(0.6);
+        draft.sent.signaled = signaled || self.conns[conn].plan.signal_all;
+        let writes = draft.sent.effect.as_ref().map(Effect::range);
+        let hazard = |s: &Sent| match (&s.reads, &writes) {
+            (Some(r), Some(w)) => overlap(r, w),
+            _ => false,
+        };
+        let e = &self.conns[conn].ends[end];
+        draft.fence |= e.sent.iter().any(hazard);
+        let fence = draft.fence || self.dice.chance(0.05);
+        let mut flags = SendFlags::empty();
+        flags.set(SendFlags::FENCE, fence);
+        flags.set(SendFlags::SIGNALED, signaled);
+        flags.set(SendFlags::SOLICITED, draft.solicited);
+        let wr = SendWr {
+            wr_id: draft.sent.wr_id,
+            op: draft.op,
+            flags,
+            payload: match &draft.inline {
+                Some(data) => Payload::Inline(data),
+                None => Payload::Sges(&draft.sges),
+            },
+        };
+        let e = &self.conns[conn].ends[end];
+        let (host, qpn) = (e.host, e.qpn.ok_or("no queue pair to post to")?);
+        let bad_key = draft.sent.expect == Expect::Fails(WcStatus::LocalProtectionError);
+        match self.hosts[host].port.post_send(now, qpn, &[wr]) {
+            Ok(()) => self.posted(conn, end, draft),
+            // Moved to error by a packet whose completions are not polled yet.
+            Err((0, PostError::State(_))) if self.conns[conn].ends[end].allow.flush => {
+                self.unpost(conn, end, &draft);
+                Ok(())
+            }
+            Err((0, PostError::Invalid(_))) if bad_key => {
+                self.unpost(conn, end, &draft);
+                Ok(())
+            }
+            Err((_, e)) => Err(format!("conn {conn} end {end}: {} refused: {e}", draft.sent.what)),
+        }
+    }
+
+    /// A refused work request gives back its memory.
+    fn unpost(&mut self, conn: usize, end: usize, draft: &Draft) {
+        let e = &mut self.conns[conn].ends[end];
+        if draft.sent.local.is_some() {
+            e.local_ring.take_back();
+        }
+    }
+
+    fn posted(&mut self, conn: usize, end: usize, draft: Draft) -> Check {
+        let Draft { mut sent, message, .. } = draft;
+        self.stats.operations += 1;
+        let lossy = {
+            let [a, b] = self.conns[conn].plan.hosts;
+            self.lossy(a, b)
+        };
+        let c = &mut self.conns[conn];
+        if sent.expect != Expect::Success {
+            self.stats.faulty_operations += 1;
+            for (i, e) in c.ends.iter_mut().enumerate() {
+                e.allow.retry |= i != end || lossy;
+                e.allow.flush |= i != end;
+            }
+        }
+        let [a, b] = &mut c.ends;
+        let (own, peer) = if end == 0 { (a, b) } else { (b, a) };
+        own.operations_left -= 1;
+        own.unsignaled_run = if sent.signaled { 0 } else { own.unsignaled_run + 1 };
+        if let Some(effect) = &mut sent.effect {
+            let range = effect.range();
+            effect.old = peer.shadow[range.clone()].to_vec();
+            peer.shadow[range].copy_from_slice(&effect.new);
+        }
+        if sent.fast.is_some() {
+            own.fast_key = FastKey::Changing;
+        }
+        if let Some(message) = message {
+            sent.message = Some(peer.messages_posted);
+            peer.messages_posted += 1;
+            if peer.promised.pop_front().is_none() {
+                let len = if message.data.is_some() { message.len } else { 0 };
+                peer.unclaimed.push_back(len);
+            }
+            if message.invalidates.is_some() {
+                peer.fast_key = FastKey::Changing;
+            }
+            peer.incoming.push_back(message);
+        }
+        let has_message = sent.message.is_some();
+        own.sent.push_back(sent);
+        if has_message {
+            self.want_receives(conn, 1 - end);
+        }
+        Ok(())
+    }
+
+    /// Lets an end's program post receives, early or late.
+    pub(crate) fn want_receives(&mut self, conn: usize, end: usize) {
+        let c = &mut self.conns[conn];
+        let life = c.life;
+        let lag = if self.quiet { 20 * US } else { c.plan.recv_lag };
+        if !c.ends[end].recv_scheduled {
+            c.ends[end].recv_scheduled = true;
+            let after = self.dice.range(0, lag);
+            self.schedule(after, Event::Recv { conn, end, life });
+        }
+    }
+
+    pub(crate) fn on_recv(&mut self, conn: usize, end: usize, life: u32) -> Check {
+        let c = &mut self.conns[conn];
+        c.ends[end].recv_scheduled = false;
+        if c.life != life {
+            // The event was of a former life; this one may have asked meanwhile.
+            self.want_receives(conn, end);
+            return Ok(());
+        }
+        let e = &c.ends[end];
+        if c.phase == Phase::Down || c.phase == Phase::Broken || e.failed || e.qpn.is_none() {
+            return Ok(());
+        }
+        let host = e.host;
+        if !self.hosts[host].alive {
+            return Ok(());
+        }
+        self.post_receives(conn, end)?;
+        self.service(host)
+    }
+
+    /// Posts what the messages under way need, and some ahead.
+    pub(crate) fn post_receives(&mut self, conn: usize, end: usize) -> Check {
+        let now = self.instant();
+        loop {
+            let p = &self.conns[conn].plan;
+            let (most, ahead, sges) = (p.caps.max_recv_wr as usize, p.recv_ahead as usize, p.caps.max_recv_sge);
+            let e = &self.conns[conn].ends[end];
+            let needed = e.incoming.len() + ahead;
+            if e.posted.len() >= most.min(needed) {
+                return Ok(());
+            }
+            let size = match e.unclaimed.front() {
+                Some(len) => *len + self.dice.pick(&[0, 0, 3, 500]),
+                None => self.size(conn),
+            };
+            let Some(range) = self.conns[conn].ends[end].recv_ring.take(size.min(RECV)) else {
+                return Ok(());
+            };
+            let pieces = self.cut(range, size, sges);
+            let before = self.dice.bytes(pieces.range.len());
+            let life = self.conns[conn].life;
+            let e = &mut self.conns[conn].ends[end];
+            e.recv.write(pieces.range.start, &before).map_err(|e| e.to_string())?;
+            let id = wr_id(conn, end, life, true, e.next_wr);
+            e.next_wr += 1;
+            let sges = pieces.sges(&e.recv);
+            let (host, qpn) = (e.host, e.qpn.ok_or("no queue pair to receive on")?);
+            let wr = RecvWr { wr_id: id, sges: &sges };
+            match self.hosts[host].port.post_recv(now, qpn, &[wr]) {
+                Ok(()) => {}
+                Err((_, PostError::State(_))) => return Ok(()),
+                Err((_, e)) => return Err(format!("conn {conn} end {end}: receive refused: {e}")),
+            }
+            self.stats.receives += 1;
+            let e = &mut self.conns[conn].ends[end];
+            if e.unclaimed.pop_front().is_none() {
+                e.promised.push_back(size);
+            }
+            e.posted.push_back(Posted {
+                wr_id: id,
+                pieces,
+                before,
+            });
+        }
+    }
+}
+
+/// The place in the peer's memory that an operation names.
+fn remote_of(op: &mut SendOp) -> Option<&mut RemoteAddr> {
+    match op {
+        SendOp::Write(remote)
+        | SendOp::WriteWithImm(remote, _)
+        | SendOp::Read(remote)
+        | SendOp::CompareSwap { remote, .. }
+        | SendOp::FetchAdd { remote, .. } => Some(remote),
+        _ => None,
+    }
+}

@@ -1,0 +1,61 @@
+//! Random choices of a run, all from its seed.
+
+use rand::{Rng, RngCore, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+/// One stream of choices. Separate concerns have separate streams, so that a change to one leaves the others alone.
+#[derive(Clone, Debug)]
+pub(crate) struct Dice(ChaCha8Rng);
+
+impl Dice {
+    pub(crate) fn new(seed: u64, stream: u64) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        rng.set_stream(stream);
+        Self(rng)
+    }
+
+    /// True with probability `p`.
+    pub(crate) fn chance(&mut self, p: f64) -> bool {
+        p > 0.0 && self.0.random::<f64>() < p
+    }
+
+    /// A number from `low` to `high`, both included.
+    pub(crate) fn range(&mut self, low: u64, high: u64) -> u64 {
+        self.0.random_range(low..=high.max(low))
+    }
+
+    pub(crate) fn index(&mut self, len: usize) -> usize {
+        self.0.random_range(0..len.max(1))
+    }
+
+    pub(crate) fn pick<T: Copy>(&mut self, from: &[T]) -> T {
+        from[self.index(from.len())]
+    }
+
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0.next_u64()
+    }
+
+    pub(crate) fn unit(&mut self) -> f64 {
+        self.0.random()
+    }
+
+    pub(crate) fn seed(&mut self) -> [u8; 32] {
+        self.0.random()
+    }
+
+    /// Bytes that are unlikely to be found anywhere else.
+    pub(crate) fn bytes(&mut self, len: usize) -> Vec<u8> {
+        let mut state = self.next();
+        let mut out = Vec::with_capacity(len + 8);
+        while out.len() < len {
+            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let mut z = state;
+            z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            out.extend_from_slice(&(z ^ (z >> 31)).to_le_bytes());
+        }
+        out.truncate(len);
+        out
+    }
+}

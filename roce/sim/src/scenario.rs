@@ -1,0 +1,231 @@
+//! What a run is made of, drawn from its seed: hosts, links, connections, and what may go wrong.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use roce_port::TxConfig;
+use roce_qp::WindowConfig;
+use roce_verbs::{Mtu, Psn, QpCaps, RnrTimer};
+
+use crate::{net::Faults, rng::Dice};
+
+pub(crate) const US: u64 = 1_000;
+pub(crate) const MS: u64 = 1_000_000;
+pub(crate) const SEC: u64 = 1_000_000_000;
+
+/// How a host's datapath looks.
+#[derive(Clone, Debug)]
+pub(crate) struct HostPlan {
+    pub(crate) addr: IpAddr,
+    pub(crate) mtu: Mtu,
+    /// Receives GRO buffers.
+    pub(crate) gro: bool,
+    /// Sees IP headers, as a raw socket does.
+    pub(crate) sees_headers: bool,
+    /// Sends IPv4 Identifications that count up, as rdma_rxe does, instead of the place in the GSO train.
+    pub(crate) counts_up: bool,
+    pub(crate) tx: TxConfig,
+    pub(crate) window: WindowConfig,
+    /// Bytes of the socket's receive buffer.
+    pub(crate) rx_buffer: usize,
+    /// From a packet's arrival to its processing, at most, nanoseconds.
+    pub(crate) latency: u64,
+    pub(crate) turn_packets: usize,
+}
+
+/// What a connection is like.
+#[derive(Clone, Debug)]
+pub(crate) struct ConnPlan {
+    /// Hosts of its two ends.
+    pub(crate) hosts: [usize; 2],
+    pub(crate) via_cm: bool,
+    pub(crate) mtu: Mtu,
+    pub(crate) caps: QpCaps,
+    pub(crate) signal_all: bool,
+    pub(crate) timeout: u8,
+    pub(crate) retry_cnt: u8,
+    pub(crate) rnr_retry: u8,
+    pub(crate) min_rnr_timer: RnrTimer,
+    pub(crate) rd_atomic: u8,
+    /// First PSN of each direction (connections by modify).
+    pub(crate) psn: [Psn; 2],
+    /// Work requests of each direction, errors that end a connection not counted.
+    pub(crate) operations: [u32; 2],
+    /// Sends are posted after pauses of up to this, nanoseconds.
+    pub(crate) think: u64,
+    /// Receives are posted up to this late, nanoseconds.
+    pub(crate) recv_lag: u64,
+    /// Receives kept ahead of sends.
+    pub(crate) recv_ahead: u32,
+    /// Probability that a posted operation is a faulty one.
+    pub(crate) bad_operations: f64,
+    /// Regions start at address zero.
+    pub(crate) zero_based: bool,
+    pub(crate) largest: usize,
+}
+
+/// A run.
+#[derive(Clone, Debug)]
+pub(crate) struct Scenario {
+    pub(crate) hosts: Vec<HostPlan>,
+    pub(crate) conns: Vec<ConnPlan>,
+    /// Of every link; each draws its own from up to this.
+    pub(crate) faults: Faults,
+    /// When faults end, nanoseconds.
+    pub(crate) chaos_end: u64,
+    /// Disturbances (partitions, deaths, resets, disconnects …) during the chaos.
+    pub(crate) disturbances: u32,
+}
+
+fn addr(i: usize, v6: bool) -> IpAddr {
+    if v6 {
+        Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, i as u16 + 1).into()
+    } else {
+        Ipv4Addr::new(10, 0, 0, i as u8 + 1).into()
+    }
+}
+
+fn faults(dice: &mut Dice) -> Faults {
+    let loss = match dice.index(5) {
+        0 => 0.0,
+        1 => 0.001,
+        2 => 0.01,
+        3 => 0.04,
+        _ => 0.12,
+    };
+    let some = |dice: &mut Dice, p: f64| if dice.chance(0.6) { dice.unit() * p } else { 0.0 };
+    let bandwidth = dice.pick(&[20_000_000, 125_000_000, 1_250_000_000, 5_000_000_000]);
+    Faults {
+        loss: loss * dice.unit(),
+        duplicate: some(dice, 0.05),
+        reorder: some(dice, 0.05),
+        corrupt: some(dice, 0.03),
+        delay: dice.pick(&[1 * US, 5 * US, 30 * US, 200 * US]),
+        jitter: dice.pick(&[0, 0, 2 * US, 50 * US]),
+        bandwidth,
+        queue: dice.pick(&[24 << 10, 100 << 10, 64 << 20, 64 << 20]),
+    }
+}
+
+fn host(i: usize, v6: bool, dice: &mut Dice) -> HostPlan {
+    let mtu = dice.pick(&[Mtu::B256, Mtu::B1024, Mtu::B1024, Mtu::B2048, Mtu::B4096, Mtu::B4096]);
+    let max = dice.pick(&[32 << 10, 256 << 10, 4 << 20]);
+    HostPlan {
+        addr: addr(i, v6),
+        mtu,
+        gro: dice.chance(0.5),
+        sees_headers: dice.chance(0.3),
+        counts_up: !v6 && dice.chance(0.3),
+        tx: TxConfig {
+            gso: dice.chance(0.7),
+            capacity: dice.pick(&[8 << 10, 64 << 10, 256 << 10]),
+            ..TxConfig::default()
+        },
+        window: WindowConfig {
+            initial: (64 << 10).min(max),
+            min: 16 << 10,
+            max,
+            ..WindowConfig::default()
+        },
+        rx_buffer: dice.pick(&[32 << 10, 208 << 10, 4 << 20]),
+        latency: dice.pick(&[0, 2 * US, 20 * US, 100 * US]),
+        turn_packets: dice.pick(&[1, 4, 16, 64]),
+    }
+}
+
+fn conn(hosts: &[HostPlan], calm: bool, scale: u32, dice: &mut Dice) -> ConnPlan {
+    let mut a = dice.index(hosts.len());
+    // Now and then a host talks to itself.
+    let mut b = if dice.chance(0.05) {
+        a
+    } else {
+        (a + 1 + dice.index(hosts.len() - 1)) % hosts.len()
+    };
+    let via_cm = dice.chance(0.5);
+    let most = hosts[a].mtu.min(hosts[b].mtu);
+    let fitting: Vec<Mtu> = Mtu::ALL.into_iter().filter(|m| *m <= most).collect();
+    let mtu = if via_cm || dice.chance(0.5) {
+        most
+    } else {
+        dice.pick(&fitting)
+    };
+    if via_cm && hosts[a].mtu > hosts[b].mtu {
+        // The connect request names the active side's MTU, and is refused if the passive side can't do it.
+        (a, b) = (b, a);
+    }
+    let near_wrap = |dice: &mut Dice| {
+        if dice.chance(0.6) {
+            Psn::new(0u32.wrapping_sub(dice.range(0, 300) as u32))
+        } else {
+            Psn::new(dice.next() as u32)
+        }
+    };
+    let strict = dice.chance(0.85);
+    let queue = dice.range(4, 64) as u32;
+    ConnPlan {
+        hosts: [a, b],
+        via_cm,
+        mtu,
+        caps: QpCaps {
+            max_send_wr: queue,
+            max_recv_wr: dice.range(4, 64) as u32,
+            max_send_sge: dice.range(1, 6) as u32,
+            max_recv_sge: dice.range(1, 6) as u32,
+            max_inline_data: dice.pick(&[0, 64, 256, 512]),
+        },
+        signal_all: dice.chance(0.2),
+        timeout: dice.pick(&[0, 12, 14, 14, 16]),
+        retry_cnt: if strict { 7 } else { dice.range(0, 3) as u8 },
+        rnr_retry: if strict { 7 } else { dice.range(0, 4) as u8 },
+        min_rnr_timer: RnrTimer::new(dice.range(1, 14) as u8),
+        rd_atomic: dice.pick(&[1, 2, 4, 16]),
+        psn: [near_wrap(dice), near_wrap(dice)],
+        operations: [
+            dice.range(10, u64::from(scale)) as u32,
+            if dice.chance(0.8) {
+                dice.range(5, u64::from(scale)) as u32
+            } else {
+                0
+            },
+        ],
+        think: dice.pick(&[1 * US, 50 * US, 500 * US]),
+        recv_lag: dice.pick(&[0, 0, 5 * US, 500 * US, 3 * MS]),
+        recv_ahead: dice.range(0, 16) as u32,
+        bad_operations: if calm { 0.0 } else { 0.02 },
+        zero_based: dice.chance(0.5),
+        largest: dice.pick(&[mtu.bytes(), 8 * mtu.bytes() + 1, 48 << 10]),
+    }
+}
+
+impl Scenario {
+    /// Draws a run. `scale` is about how many work requests each direction of a connection carries.
+    pub(crate) fn draw(scale: u32, dice: &mut Dice) -> Self {
+        let v6 = dice.chance(0.25);
+        let count = dice.pick(&[2, 2, 2, 3, 4]);
+        let hosts: Vec<HostPlan> = (0..count).map(|i| host(i, v6, dice)).collect();
+        // In calm runs nothing but the network is at fault, so every error is one too many.
+        let calm = dice.chance(0.4);
+        let connections = dice.range(1, 5);
+        Self {
+            conns: (0..connections)
+                .map(|_| conn(&hosts, calm, scale.max(10), dice))
+                .collect(),
+            hosts,
+            faults: faults(dice),
+            chaos_end: dice.pick(&[20 * MS, 100 * MS, 400 * MS]),
+            disturbances: if calm { 0 } else { dice.range(0, 6) as u32 },
+        }
+    }
+
+    /// The faults of one link: the run's, weakened at random.
+    pub(crate) fn link(&self, dice: &mut Dice) -> Faults {
+        let f = self.faults;
+        let share = |dice: &mut Dice, p: f64| p * dice.pick(&[0.0, 0.5, 1.0, 1.0]);
+        Faults {
+            loss: share(dice, f.loss),
+            duplicate: share(dice, f.duplicate),
+            reorder: share(dice, f.reorder),
+            corrupt: share(dice, f.corrupt),
+            ..f
+        }
+    }
+}

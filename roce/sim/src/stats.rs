@@ -1,0 +1,82 @@
+//! What runs have done.
+
+use std::collections::BTreeMap;
+
+use roce_verbs::WcStatus;
+
+use crate::world::World;
+
+/// Counts of one run, or of several.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct Stats {
+    pub runs: u64,
+    /// Fingerprint of the run: times, headers of all packets received, completions. Of several runs: combined.
+    pub trace_hash: u64,
+    pub simulated_ns: u64,
+    pub events: u64,
+    pub timer_runs: u64,
+    pub packets: u64,
+    pub trains: u64,
+    pub lost: u64,
+    pub duplicated: u64,
+    pub reordered: u64,
+    pub corrupted: u64,
+    pub overflowed: u64,
+    pub icrc_errors: u64,
+    pub retransmissions: u64,
+    pub rnr_naks: u64,
+    pub operations: u64,
+    pub faulty_operations: u64,
+    pub succeeded: u64,
+    pub receives: u64,
+    pub messages: u64,
+    pub completions: u64,
+    pub connections: u64,
+    pub repairs: u64,
+    pub disturbances: u64,
+    pub drains: u64,
+    pub cm_events: u64,
+    /// Completions with an error, by status.
+    pub errors: BTreeMap<String, u64>,
+}
+
+impl Stats {
+    pub(crate) fn count_error(&mut self, status: WcStatus) {
+        *self.errors.entry(format!("{status:?}")).or_default() += 1;
+    }
+
+    /// Adds another run's counts.
+    pub fn add(&mut self, other: &Self) {
+        macro_rules! sum {
+            ($($name:ident)*) => { $( self.$name += other.$name; )* };
+        }
+        sum!(runs simulated_ns events timer_runs packets trains lost duplicated reordered corrupted overflowed
+             icrc_errors retransmissions rnr_naks operations faulty_operations succeeded receives messages completions
+             connections repairs disturbances drains cm_events);
+        self.trace_hash ^= other.trace_hash;
+        for (status, n) in &other.errors {
+            *self.errors.entry(status.clone()).or_default() += n;
+        }
+    }
+}
+
+impl World {
+    pub(crate) fn into_stats(mut self) -> Stats {
+        self.stats.runs = 1;
+        self.stats.trace_hash = self.trace.hash();
+        self.stats.lost = self.net_stats.lost;
+        self.stats.duplicated = self.net_stats.duplicated;
+        self.stats.reordered = self.net_stats.reordered;
+        self.stats.corrupted = self.net_stats.corrupted;
+        self.stats.overflowed = self.net_stats.overflowed;
+        // Of hosts that died only their last life.
+        for host in &self.hosts {
+            let c = host.port.counters();
+            self.stats.icrc_errors += c.icrc_errors + c.icrc_implausible;
+            self.stats.retransmissions += c.tx_retransmissions;
+            self.stats.rnr_naks += c.transport.send_rnr_err;
+        }
+        self.stats
+    }
+}

@@ -1,0 +1,586 @@
+//! Hosts, links, clock and queue of events: the loop that everything runs in.
+
+use std::{
+    cmp::{Ordering, Reverse},
+    collections::{BinaryHeap, VecDeque},
+    net::SocketAddr,
+    sync::Arc,
+};
+
+use roce_bth::ROCE_UDP_PORT;
+use roce_icrc::Flow;
+use roce_mem::{MemoryTable, PdHandle};
+use roce_port::{Port, PortCmEvent, PortConfig, RxMeta, TxBatch};
+use roce_qp::CompletionQueue;
+use roce_verbs::{AsyncEvent, Completion, Instant};
+
+use crate::{
+    Stats,
+    model::{Conn, Phase},
+    net::{Frame, Link, NetStats},
+    rng::Dice,
+    scenario::{HostPlan, SEC, Scenario},
+    trace::Trace,
+};
+
+/// The TCP port space number that hosts listen on.
+pub(crate) const LISTEN_PORT: u16 = 7471;
+/// Events without progress of the clock after which something spins.
+const SPIN: u32 = 200_000;
+/// Events of a whole run.
+const MAX_EVENTS: u64 = 20_000_000;
+/// Completion queues of a host.
+pub(crate) const CQS: usize = 3;
+
+pub(crate) type Check = Result<(), String>;
+
+/// What happens at a point in time.
+#[derive(Debug)]
+pub(crate) enum Event {
+    Arrive {
+        host: usize,
+        frame: Frame,
+    },
+    /// The host's receive loop runs.
+    Run {
+        host: usize,
+        boot: u32,
+    },
+    /// The host's timer.
+    Wake {
+        host: usize,
+        boot: u32,
+    },
+    /// A program posts sends.
+    Send {
+        conn: usize,
+        end: usize,
+        life: u32,
+    },
+    /// A program posts receives.
+    Recv {
+        conn: usize,
+        end: usize,
+        life: u32,
+    },
+    Connect {
+        conn: usize,
+    },
+    /// The second end of a connection by modify is raised.
+    Raise {
+        conn: usize,
+        life: u32,
+    },
+    /// A drained send queue goes on.
+    Resume {
+        conn: usize,
+        end: usize,
+        life: u32,
+    },
+    Repair {
+        conn: usize,
+        life: u32,
+    },
+    Disturb,
+    Heal {
+        a: usize,
+        b: usize,
+    },
+    Boot {
+        host: usize,
+    },
+    Quiet,
+}
+
+struct Timed {
+    at: u64,
+    seq: u64,
+    event: Event,
+}
+
+impl PartialEq for Timed {
+    fn eq(&self, other: &Self) -> bool {
+        (self.at, self.seq) == (other.at, other.seq)
+    }
+}
+
+impl Eq for Timed {}
+
+impl PartialOrd for Timed {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Timed {
+    fn cmp(&self, other: &Self) -> Ordering {
+        (self.at, self.seq).cmp(&(other.at, other.seq))
+    }
+}
+
+/// One host.
+pub(crate) struct Host {
+    pub(crate) plan: HostPlan,
+    pub(crate) port: Port,
+    pub(crate) mem: Arc<MemoryTable>,
+    pub(crate) pd: PdHandle,
+    pub(crate) cqs: Vec<Arc<CompletionQueue>>,
+    /// Counts restarts.
+    pub(crate) boot: u32,
+    pub(crate) alive: bool,
+    /// Only gone while it is being filled.
+    batch: Option<TxBatch>,
+    rx: VecDeque<Frame>,
+    rx_bytes: usize,
+    run_scheduled: bool,
+    wake_at: Option<u64>,
+    next_identification: u16,
+}
+
+/// Everything.
+pub(crate) struct World {
+    pub(crate) scenario: Scenario,
+    pub(crate) now: u64,
+    pub(crate) hosts: Vec<Host>,
+    pub(crate) conns: Vec<Conn>,
+    links: Vec<Link>,
+    queue: BinaryHeap<Reverse<Timed>>,
+    seq: u64,
+    /// Choices of the network, of the programs, of the disturber.
+    pub(crate) net_dice: Dice,
+    pub(crate) dice: Dice,
+    pub(crate) chaos_dice: Dice,
+    pub(crate) seed_dice: Dice,
+    pub(crate) net_stats: NetStats,
+    pub(crate) stats: Stats,
+    pub(crate) trace: Trace,
+    pub(crate) quiet: bool,
+    scratch: Vec<Completion>,
+}
+
+fn make_port(plan: &HostPlan, index: usize, boot: u32, dice: &mut Dice) -> (Port, Arc<MemoryTable>, PdHandle) {
+    let guid = 0x0200_0000_0000_0000 | (index as u64) << 32 | u64::from(boot);
+    let mut config = PortConfig::new(vec![plan.addr], plan.mtu, guid);
+    config.window = plan.window;
+    config.turn_packets = plan.turn_packets;
+    let mem = Arc::new(MemoryTable::new(dice.seed(), &config.limits));
+    let port = Port::new(config, mem.clone(), dice.seed());
+    let pd = mem.alloc_pd().expect("a protection domain");
+    (port, mem, pd)
+}
+
+fn make_cqs() -> Vec<Arc<CompletionQueue>> {
+    (0..CQS as u32).map(|i| CompletionQueue::new(i, 8192, None)).collect()
+}
+
+impl Host {
+    fn new(plan: HostPlan, index: usize, dice: &mut Dice) -> Self {
+        let (port, mem, pd) = make_port(&plan, index, 0, dice);
+        let mut host = Self {
+            batch: Some(TxBatch::new(plan.tx.clone())),
+            port,
+            mem,
+            pd,
+            cqs: make_cqs(),
+            boot: 0,
+            alive: true,
+            rx: VecDeque::new(),
+            rx_bytes: 0,
+            run_scheduled: false,
+            wake_at: None,
+            next_identification: dice.next() as u16,
+            plan,
+        };
+        host.listen();
+        host
+    }
+
+    fn listen(&mut self) {
+        self.port.cm_listen(None, LISTEN_PORT, 64).expect("a listener");
+    }
+
+    /// Starts anew without any memory of the past.
+    pub(crate) fn restart(&mut self, index: usize, dice: &mut Dice) {
+        self.boot += 1;
+        (self.port, self.mem, self.pd) = make_port(&self.plan, index, self.boot, dice);
+        self.cqs = make_cqs();
+        self.rx.clear();
+        self.rx_bytes = 0;
+        self.run_scheduled = false;
+        self.wake_at = None;
+        self.alive = true;
+        self.listen();
+    }
+}
+
+impl World {
+    pub(crate) fn new(seed: u64, scale: u32, trace: Trace) -> Self {
+        let mut plan_dice = Dice::new(seed, 0);
+        let scenario = Scenario::draw(scale, &mut plan_dice);
+        let mut seed_dice = Dice::new(seed, 1);
+        let mut net_dice = Dice::new(seed, 2);
+        let hosts: Vec<Host> = scenario
+            .hosts
+            .iter()
+            .enumerate()
+            .map(|(i, plan)| Host::new(plan.clone(), i, &mut seed_dice))
+            .collect();
+        let links = (0..hosts.len() * hosts.len())
+            .map(|_| Link::new(scenario.link(&mut net_dice)))
+            .collect();
+        let mut world = Self {
+            now: 0,
+            conns: Vec::new(),
+            hosts,
+            links,
+            queue: BinaryHeap::new(),
+            seq: 0,
+            net_dice,
+            dice: Dice::new(seed, 3),
+            chaos_dice: Dice::new(seed, 4),
+            seed_dice,
+            net_stats: NetStats::default(),
+            stats: Stats::default(),
+            trace,
+            quiet: false,
+            scratch: Vec::new(),
+            scenario,
+        };
+        for plan in world.scenario.conns.clone() {
+            let conn = world.make_conn(plan);
+            world.conns.push(conn);
+        }
+        for conn in 0..world.conns.len() {
+            let at = world.dice.range(0, 100_000);
+            world.schedule(at, Event::Connect { conn });
+        }
+        for _ in 0..world.scenario.disturbances {
+            let at = world.chaos_dice.range(0, world.scenario.chaos_end);
+            world.schedule(at, Event::Disturb);
+        }
+        world.schedule(world.scenario.chaos_end, Event::Quiet);
+        world
+    }
+
+    pub(crate) fn instant(&self) -> Instant {
+        Instant::from_nanos(self.now)
+    }
+
+    /// Puts an event `after` nanoseconds from now into the queue.
+    pub(crate) fn schedule(&mut self, after: u64, event: Event) {
+        self.seq += 1;
+        let (at, seq) = (self.now + after, self.seq);
+        self.queue.push(Reverse(Timed { at, seq, event }));
+    }
+
+    pub(crate) fn link(&mut self, from: usize, to: usize) -> &mut Link {
+        let n = self.hosts.len();
+        &mut self.links[from * n + to]
+    }
+
+    /// Whether packets between the two may get lost, one way or the other.
+    pub(crate) fn lossy(&self, a: usize, b: usize) -> bool {
+        let n = self.hosts.len();
+        let buffer = |h: usize| self.hosts[h].plan.rx_buffer < 4 << 20;
+        let pairs = [a * n + b, b * n + a];
+        pairs
+            .iter()
+            .any(|i| self.links[*i].faults.lossy() || self.links[*i].cut)
+            || buffer(a)
+            || buffer(b)
+    }
+
+    /// Runs to the end and checks everything.
+    pub(crate) fn run(&mut self) -> Check {
+        let mut at_once = 0;
+        let mut events = 0u64;
+        let deadline = self.scenario.chaos_end + 300 * SEC;
+        while !self.is_finished() {
+            let Some(Reverse(Timed { at, event, .. })) = self.queue.pop() else {
+                return Err(format!("nothing left to happen, but not done: {}", self.situation()));
+            };
+            if at > self.now {
+                at_once = 0;
+            }
+            at_once += 1;
+            events += 1;
+            self.now = at;
+            if at_once > SPIN || events > MAX_EVENTS {
+                return Err(format!("it spins at {event:?}: {}", self.situation()));
+            }
+            if at > deadline {
+                return Err(format!("stuck in the quiet phase: {}", self.situation()));
+            }
+            self.step(event)?;
+        }
+        self.check_end()?;
+        self.stats.events += events;
+        self.linger()
+    }
+
+    fn is_finished(&self) -> bool {
+        self.quiet && self.conns.iter().all(|c| c.phase == Phase::Up && self.is_done(c))
+    }
+
+    /// Everything is done: for a while longer nothing much may happen.
+    fn linger(&mut self) -> Check {
+        let end = self.now + 20 * SEC;
+        let mut events = 0;
+        let mut wakes = 0;
+        while let Some(Reverse(Timed { at, event, .. })) = self.queue.pop() {
+            if at > end {
+                break;
+            }
+            self.now = at;
+            events += 1;
+            wakes += u32::from(matches!(event, Event::Wake { .. }));
+            let allowance = 2000 + 400 * self.conns.len() as u32;
+            if events > allowance {
+                return Err(format!(
+                    "an idle network does not come to rest: {wakes} timers of {events} events in {} ms",
+                    (self.now + 20 * SEC - end) / 1_000_000
+                ));
+            }
+            self.step(event)?;
+        }
+        self.check_end()?;
+        self.stats.simulated_ns += self.now;
+        Ok(())
+    }
+
+    fn step(&mut self, event: Event) -> Check {
+        match event {
+            Event::Arrive { host, frame } => self.arrive(host, frame),
+            Event::Run { host, boot } => self.run_host(host, boot)?,
+            Event::Wake { host, boot } => self.wake(host, boot)?,
+            Event::Send { conn, end, life } => self.on_send(conn, end, life)?,
+            Event::Recv { conn, end, life } => self.on_recv(conn, end, life)?,
+            Event::Connect { conn } => self.connect(conn)?,
+            Event::Raise { conn, life } => self.raise_second(conn, life)?,
+            Event::Resume { conn, end, life } => self.resume(conn, end, life)?,
+            Event::Repair { conn, life } => self.repair(conn, life)?,
+            Event::Disturb => self.disturb()?,
+            Event::Heal { a, b } => {
+                self.link(a, b).cut = false;
+                self.link(b, a).cut = false;
+            }
+            Event::Boot { host } => self.boot(host)?,
+            Event::Quiet => self.enter_quiet()?,
+        }
+        Ok(())
+    }
+
+    fn arrive(&mut self, h: usize, frame: Frame) {
+        let host = &mut self.hosts[h];
+        if !host.alive {
+            return;
+        }
+        if host.rx_bytes + frame.bytes.len() > host.plan.rx_buffer {
+            self.net_stats.overflowed += 1;
+            return;
+        }
+        host.rx_bytes += frame.bytes.len();
+        host.rx.push_back(frame);
+        if !host.run_scheduled {
+            host.run_scheduled = true;
+            let (boot, most) = (host.boot, host.plan.latency);
+            let after = self.net_dice.range(0, most);
+            self.schedule(after, Event::Run { host: h, boot });
+        }
+    }
+
+    fn run_host(&mut self, h: usize, boot: u32) -> Check {
+        let now = self.instant();
+        let host = &mut self.hosts[h];
+        if !host.alive || host.boot != boot {
+            return Ok(());
+        }
+        host.run_scheduled = false;
+        while let Some(frame) = host.rx.pop_front() {
+            host.rx_bytes -= frame.bytes.len();
+            let meta = RxMeta {
+                local: frame.dst,
+                remote: frame.src,
+                identification: host.plan.sees_headers.then_some(frame.identification),
+                segment_len: frame.segment_len,
+                tos: frame.tos,
+            };
+            self.trace.received(self.now, h, &frame);
+            host.port.handle_datagram(now, &meta, &frame.bytes);
+        }
+        self.service(h)
+    }
+
+    fn wake(&mut self, h: usize, boot: u32) -> Check {
+        let now = self.instant();
+        let host = &mut self.hosts[h];
+        if !host.alive || host.boot != boot || host.wake_at != Some(self.now) {
+            return Ok(());
+        }
+        host.wake_at = None;
+        self.stats.timer_runs += 1;
+        host.port.handle_timeout(now);
+        if host.port.poll_timeout().is_some_and(|at| at < now) {
+            return Err(format!("host {h}: a timer stays in the past after it has run"));
+        }
+        self.service(h)
+    }
+
+    /// After anything was done to a host: sends what it has to send, and looks at what it has to tell.
+    pub(crate) fn service(&mut self, h: usize) -> Check {
+        for _ in 0..10_000 {
+            self.transmit(h);
+            let mut busy = false;
+            while let Some(event) = self.hosts[h].port.poll_cm_event() {
+                busy = true;
+                self.trace.cm(self.now, h, &event);
+                self.on_cm_event(h, event)?;
+            }
+            while let Some(event) = self.hosts[h].port.poll_async_event() {
+                busy = true;
+                self.on_async_event(h, event)?;
+            }
+            self.poll_cqs(h)?;
+            if !busy {
+                self.arm_timer(h);
+                return Ok(());
+            }
+        }
+        Err(format!("host {h} has events without end"))
+    }
+
+    fn on_async_event(&mut self, h: usize, event: AsyncEvent) -> Check {
+        match event {
+            AsyncEvent::SqDrained(qpn) => self.on_drained(h, qpn),
+            AsyncEvent::CqError(cq) => Err(format!("host {h}: completion queue {cq} overflowed")),
+            // Errors that completions and the states of queue pairs show as well.
+            _ => Ok(()),
+        }
+    }
+
+    pub(crate) fn poll_cqs(&mut self, h: usize) -> Check {
+        for cq in 0..CQS {
+            loop {
+                let mut out = std::mem::take(&mut self.scratch);
+                out.clear();
+                let polled = self.hosts[h].cqs[cq].poll(&mut out, 64);
+                let polled = polled.map_err(|_| format!("host {h}: completion queue {cq} overflowed"));
+                let checked = polled.and_then(|_| {
+                    for completion in &out {
+                        self.trace.completed(self.now, h, completion);
+                        self.on_completion(h, cq, completion)?;
+                    }
+                    Ok(out.is_empty())
+                });
+                self.scratch = out;
+                if checked? {
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn arm_timer(&mut self, h: usize) {
+        let now = self.now;
+        let host = &mut self.hosts[h];
+        let Some(at) = host.port.poll_timeout().map(|at| at.as_nanos().max(now)) else {
+            return;
+        };
+        if host.wake_at.is_none_or(|armed| at < armed || armed < now) {
+            host.wake_at = Some(at);
+            let boot = host.boot;
+            self.schedule(at - now, Event::Wake { host: h, boot });
+        }
+    }
+
+    /// Lets the port stage what it has, and gives it to the links.
+    fn transmit(&mut self, h: usize) {
+        let now = self.instant();
+        loop {
+            let Some(mut batch) = self.hosts[h].batch.take() else {
+                return;
+            };
+            let more = self.hosts[h].port.poll_transmit(now, &mut batch);
+            for train in batch.trains() {
+                self.stats.packets += train.segments as u64;
+                self.stats.trains += 1;
+                self.send_train(h, &train);
+            }
+            batch.clear();
+            self.hosts[h].batch = Some(batch);
+            if !more {
+                return;
+            }
+        }
+    }
+
+    fn send_train(&mut self, h: usize, train: &roce_port::Train<'_>) {
+        let remote = train.remote.ip();
+        let to = self.hosts.iter().position(|host| host.plan.addr == remote);
+        let src = SocketAddr::new(train.local, train.src_port);
+        let flow = Flow::try_from((src, SocketAddr::new(remote, ROCE_UDP_PORT)));
+        let frame = |bytes: &[u8], identification: u16, segment_len: usize| Frame {
+            src,
+            dst: remote,
+            tos: train.tos,
+            identification,
+            segment_len,
+            bytes: bytes.to_vec(),
+        };
+        let (Some(to), Ok(flow)) = (to, flow) else {
+            return;
+        };
+        let whole = self.hosts[to].plan.gro
+            && !self.hosts[to].plan.sees_headers
+            && !self.hosts[h].plan.counts_up
+            && train.segments > 1
+            && self.net_dice.chance(0.7);
+        if whole {
+            let frame = frame(train.bytes, 0, train.segment_len);
+            self.trace.sent(self.now, &frame);
+            self.carry(h, to, frame);
+            return;
+        }
+        for (i, packet) in train.packets().enumerate() {
+            let mut frame = frame(packet, i as u16, 0);
+            if self.hosts[h].plan.counts_up {
+                let next = &mut self.hosts[h].next_identification;
+                *next = next.wrapping_add(1);
+                frame.identification = *next;
+                flow.seal(*next, &mut frame.bytes);
+            }
+            self.trace.sent(self.now, &frame);
+            self.carry(h, to, frame);
+        }
+    }
+
+    fn carry(&mut self, from: usize, to: usize, frame: Frame) {
+        let n = self.hosts.len();
+        let sees = self.hosts[to].plan.sees_headers;
+        let mut arrivals: [Option<(u64, Frame)>; 2] = [None, None];
+        let mut count = 0;
+        self.links[from * n + to].send(
+            self.now,
+            frame,
+            sees,
+            &mut self.net_dice,
+            &mut self.net_stats,
+            |at, f| {
+                if let Some(slot) = arrivals.get_mut(count) {
+                    *slot = Some((at, f));
+                    count += 1;
+                }
+            },
+        );
+        for (at, frame) in arrivals.into_iter().flatten() {
+            let after = at.saturating_sub(self.now);
+            self.schedule(after, Event::Arrive { host: to, frame });
+        }
+    }
+
+    fn on_cm_event(&mut self, h: usize, event: PortCmEvent) -> Check {
+        self.stats.cm_events += 1;
+        self.handle_cm_event(h, event)
+    }
+}
