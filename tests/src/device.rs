@@ -49,11 +49,15 @@ pub fn serve(addr: Ipv4Addr, exports: &[String], more: &[&str]) -> (Running, Val
     (running, event)
 }
 
-/// The arguments of a `ferroce map` of the device `disk` from `src` at `dst`.
+/// The arguments of a `ferroce map` from `src` at `dst`, of the device `disk` in the session `test` unless `more` says
+/// otherwise.
 pub fn map_args(src: Ipv4Addr, dst: &str, socket: &Path, more: &[&str]) -> Vec<String> {
-    let mut args: Vec<String> = ["map", "--json", "--session", "test", "--device", "disk"]
-        .map(String::from)
-        .into();
+    let mut args = vec!["map".to_owned(), "--json".to_owned()];
+    for (option, usual) in [("--session", "test"), ("--device", "disk")] {
+        if !more.contains(&option) {
+            args.extend([option.to_owned(), usual.to_owned()]);
+        }
+    }
     args.extend([
         "--path".to_owned(),
         format!("{src},{dst}"),

@@ -13,7 +13,8 @@ fn every_command_has_help_with_examples() {
         assert!(top.stdout.contains(command), "{command} is not in the overview");
         let help = run(&[command, "--help"]);
         assert_eq!(help.code, Some(0), "{command}: {}", help.stderr);
-        assert!(help.stdout.contains("Examples:"), "{command}:\n{}", help.stdout);
+        let example = format!("\n  ferroce {command} ");
+        assert!(help.stdout.contains(&example), "{command}:\n{}", help.stdout);
     }
     assert!(run(&["pcap", "check", "--help"]).stdout.contains("Examples:"));
 }

@@ -1,7 +1,6 @@
 //! What the lab owns: the prepared folder, a network namespace, processes. Everything ends with its owner.
 
 use std::{
-    ffi::CString,
     fs::{self, File},
     io::Read as _,
     os::fd::AsRawFd as _,

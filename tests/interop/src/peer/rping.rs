@@ -8,8 +8,7 @@ use std::{
 use roce_verbs::{
     AccessFlags, Payload, QpCaps, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcStatus,
     provider::{
-        CmChannel as _, CmEvent, CmEventKind, CmId as _, CompletionQueue as _, ConnParams, MemoryRegion as _, Provider,
-        QueuePair as _,
+        CmChannel as _, CmEvent, CmEventKind, CmId as _, ConnParams, MemoryRegion as _, Provider, QueuePair as _,
     },
 };
 
