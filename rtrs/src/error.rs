@@ -113,6 +113,10 @@ pub enum PathError {
         /// How it ended.
         status: WcStatus,
     },
+    /// The queue pair went into error, and the connection manager does not say why: most likely the peer did something
+    /// that it had no right to.
+    #[error("the queue pair failed")]
+    Flushed,
     /// A work request was not accepted.
     #[error("posting failed: {0}")]
     Post(#[from] PostError),

@@ -8,12 +8,13 @@ use std::{
     time::Instant,
 };
 
+use parking_lot::Mutex;
 use roce_verbs::{
-    Completion,
+    Completion, WcStatus,
     provider::{CompletionChannel, CompletionQueue, Provider, VerbsError},
 };
 
-use crate::Error;
+use crate::{Error, PathError, conn::WrId};
 
 /// Completions taken at a time.
 const BATCH: usize = 64;
@@ -32,6 +33,41 @@ pub(crate) trait Handler: Send + Sync + 'static {
     fn stopped(&self) -> bool;
     /// Last thing that the thread does.
     fn finish(&self) {}
+}
+
+/// How long flushed work requests may wait for the event that explains them.
+const FLUSH_GRACE: Duration = Duration::from_millis(200);
+
+/// Flushed work requests tell only that the queue pair is in error. Mostly the peer has disconnected and the event is
+/// on its way; if none comes, something else is wrong.
+#[derive(Debug, Default)]
+pub(crate) struct Flushed(Mutex<Option<Instant>>);
+
+impl Flushed {
+    /// Sorts a failed completion: what must end the path at once.
+    pub(crate) fn judge(&self, wc: &Completion) -> Result<(), PathError> {
+        if wc.status == WcStatus::FlushError {
+            self.0.lock().get_or_insert_with(|| Instant::now() + FLUSH_GRACE);
+            return Ok(());
+        }
+        Err(PathError::Completion {
+            what: WrId::what(wc),
+            status: wc.status,
+        })
+    }
+
+    /// When to call [`Flushed::check`].
+    pub(crate) fn due(&self) -> Option<Instant> {
+        *self.0.lock()
+    }
+
+    /// Fails when nothing has explained the flush in time.
+    pub(crate) fn check(&self, now: Instant) -> Result<(), PathError> {
+        match self.due() {
+            Some(due) if now >= due => Err(PathError::Flushed),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// A completion queue with its channel.
@@ -76,6 +112,7 @@ pub(crate) fn spawn<P: Provider, H: Handler>(
     Builder::new()
         .name(name.into())
         .spawn(move || {
+            let _guard = PanicGuard(handler.clone());
             if let Err(e) = run(&queue, spin, handler.as_ref()) {
                 handler.broken(e);
             }
@@ -83,6 +120,18 @@ pub(crate) fn spawn<P: Provider, H: Handler>(
             handler.finish();
         })
         .map_err(|e| Error::System("starting a thread", e))
+}
+
+/// A callback of the user that panics must not leave a path behind that nobody drives.
+struct PanicGuard<H: Handler>(Arc<H>);
+
+impl<H: Handler> Drop for PanicGuard<H> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.broken(VerbsError::State("a callback panicked".into()));
+            self.0.finish();
+        }
+    }
 }
 
 fn run<P: Provider, H: Handler>(queue: &Queue<P>, spin: Duration, handler: &H) -> Result<(), VerbsError> {

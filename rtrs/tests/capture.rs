@@ -31,7 +31,9 @@ struct Traffic {
 }
 
 fn read(name: &str) -> Traffic {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../pcap-fixtures").join(name);
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../pcap-fixtures")
+        .join(name);
     let mut pcap = PcapReader::new(File::open(path).unwrap()).unwrap();
     let mut traffic = Traffic::default();
     let mut open: HashMap<(bool, u32), Message> = HashMap::new();
@@ -96,7 +98,10 @@ fn connection_messages_are_the_kernels() {
         let rsp = ConnRsp::parse(bytes).unwrap();
         assert_eq!(rsp.errno(), 0);
         assert_eq!(rsp.flags(), MsgFlags::NEW_RKEY);
-        assert_eq!((rsp.queue_depth.get(), rsp.max_io_size.get(), rsp.max_hdr_size.get()), (512, 126_976, 4096));
+        assert_eq!(
+            (rsp.queue_depth.get(), rsp.max_io_size.get(), rsp.max_hdr_size.get()),
+            (512, 126_976, 4096)
+        );
         assert_eq!(rsp.layout().unwrap(), ChunkLayout::new(512, 128 << 10).unwrap());
         let ours = ConnRsp::accept(512, 126_976, 4096, MsgFlags::NEW_RKEY);
         assert_eq!(ours.as_bytes(), &bytes[..ConnRsp::LEN]);
@@ -139,9 +144,17 @@ impl Replay {
             } => {
                 assert_eq!(m.va, chunk.addr + u64::from(data_len));
                 assert_eq!(dest.map_or(0, |d| d.len.get()), data_len);
-                let flags = if need_inval { MsgFlags::NEED_INVAL } else { MsgFlags::empty() };
+                let flags = if need_inval {
+                    MsgFlags::NEED_INVAL
+                } else {
+                    MsgFlags::empty()
+                };
                 let head = rdma::RdmaRead::new(usr_len, flags, u16::from(dest.is_some()));
-                ([head.as_bytes(), dest.as_slice().as_bytes()].concat(), usr_len, data_len)
+                (
+                    [head.as_bytes(), dest.as_slice().as_bytes()].concat(),
+                    usr_len,
+                    data_len,
+                )
             }
         };
         assert_eq!(ours, message, "nothing lies behind the message");
@@ -150,7 +163,10 @@ impl Replay {
             Request::Write { .. } => None,
             Request::Read { dest, need_inval, .. } => dest.map(|d| (d, need_inval)),
         };
-        assert!(self.inflight.insert(msg_id, dest).is_none(), "a chunk is used by one request at a time");
+        assert!(
+            self.inflight.insert(msg_id, dest).is_none(),
+            "a chunk is used by one request at a time"
+        );
     }
 
     fn answer(&mut self, m: &Message) {
@@ -163,7 +179,9 @@ impl Replay {
                 self.invalidated.push(key);
             }
             (Class::Send, Some(imm), None) => {
-                let Imm::IoRsp(reply) = Imm::decode(imm).unwrap() else { panic!("not an answer: {m:?}") };
+                let Imm::IoRsp(reply) = Imm::decode(imm).unwrap() else {
+                    panic!("not an answer: {m:?}")
+                };
                 assert_eq!(Imm::IoRsp(reply).encode(), imm);
                 assert_eq!(reply.errno, 0);
                 let key = RkeyRsp::parse(&m.bytes).unwrap();
@@ -211,7 +229,11 @@ fn a_whole_session_of_the_kernel_is_read_and_made_again() {
         answered: 0,
     };
     for m in messages {
-        if m.from_client { replay.request(m) } else { replay.answer(m) }
+        if m.from_client {
+            replay.request(m)
+        } else {
+            replay.answer(m)
+        }
     }
     assert!(replay.inflight.is_empty());
     assert!(replay.answered > 10, "{} requests", replay.answered);
@@ -222,7 +244,9 @@ fn a_message_of_the_unmap_capture_has_no_data() {
     let traffic = read("rnbd-unmap.pcap");
     let close = traffic.messages.iter().find(|m| m.from_client).unwrap();
     let layout = ChunkLayout::new(512, 128 << 10).unwrap();
-    let Imm::IoReq(payload) = Imm::decode(close.imm.unwrap()).unwrap() else { panic!("not a request") };
+    let Imm::IoReq(payload) = Imm::decode(close.imm.unwrap()).unwrap() else {
+        panic!("not a request")
+    };
     let (_, offset) = layout.unpack(payload).unwrap();
     let request = Request::parse(&close.bytes[offset as usize..], offset, 4096).unwrap();
     assert_eq!(
@@ -232,6 +256,9 @@ fn a_message_of_the_unmap_capture_has_no_data() {
             data_len: 0
         }
     );
-    assert_eq!(RdmaWrite::new(offset as u16).as_bytes(), &close.bytes[offset as usize..]);
+    assert_eq!(
+        RdmaWrite::new(offset as u16).as_bytes(),
+        &close.bytes[offset as usize..]
+    );
     assert_eq!(RdmaRead::LEN, 8);
 }

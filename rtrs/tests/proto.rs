@@ -177,10 +177,28 @@ fn each_check_names_its_field() {
     assert_eq!(spoil(5, 3), Err(ProtoError::Version(0x300)));
     // Another minor version is fine.
     assert_eq!(spoil(4, 9), Ok(()));
-    assert!(matches!(spoil(6, 2), Err(ProtoError::Field { field: "connection number", .. })));
-    assert!(matches!(spoil(9, 0x20), Err(ProtoError::Field { field: "number of connections", .. })));
-    assert!(matches!(ConnReq::parse(&ok.as_bytes()[..55]), Err(ProtoError::Short { need: 56, len: 55, .. })));
-    assert_eq!(ProtoError::Version(0x300).to_string(), "protocol version 3.0, this side speaks 2.0");
+    assert!(matches!(
+        spoil(6, 2),
+        Err(ProtoError::Field {
+            field: "connection number",
+            ..
+        })
+    ));
+    assert!(matches!(
+        spoil(9, 0x20),
+        Err(ProtoError::Field {
+            field: "number of connections",
+            ..
+        })
+    ));
+    assert!(matches!(
+        ConnReq::parse(&ok.as_bytes()[..55]),
+        Err(ProtoError::Short { need: 56, len: 55, .. })
+    ));
+    assert_eq!(
+        ProtoError::Version(0x300).to_string(),
+        "protocol version 3.0, this side speaks 2.0"
+    );
 }
 
 #[test]
@@ -192,7 +210,10 @@ fn session_names_follow_the_kernels_rules() {
     assert!(check_name(&"x".repeat(254)).is_ok());
     let mut endless = InfoReq::new("x").unwrap().as_bytes().to_vec();
     endless[2..257].fill(b'x');
-    assert_eq!(InfoReq::parse(&endless).unwrap().name(), Err(ProtoError::Name("has no end")));
+    assert_eq!(
+        InfoReq::parse(&endless).unwrap().name(),
+        Err(ProtoError::Name("has no end"))
+    );
 }
 
 #[test]
@@ -205,7 +226,15 @@ fn incomplete_chunk_lists_are_refused() {
     assert_eq!(list(&[8192; 4]), Ok(4));
     assert_eq!(list(&[4 * 8192]), Ok(4));
     assert_eq!(list(&[3 * 8192, 8192]), Ok(4));
-    for bad in [&[][..], &[8192; 3], &[8192; 2], &[5 * 8192], &[8192, 8191], &[0, 8192], &[u32::MAX - 8191]] {
+    for bad in [
+        &[][..],
+        &[8192; 3],
+        &[8192; 2],
+        &[5 * 8192],
+        &[8192, 8191],
+        &[0, 8192],
+        &[u32::MAX - 8191],
+    ] {
         assert!(list(bad).is_err(), "{bad:?}");
     }
     let wraps = InfoRsp::new(vec![SgDesc::new(u64::MAX - 100, 1, 4 * 8192)]);

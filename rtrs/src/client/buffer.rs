@@ -54,6 +54,13 @@ impl<P: Provider> Pool<P> {
         })
     }
 
+    /// Bytes that `count` buffers of `len` bytes take, in whole slabs, with a slab for each smaller size on top.
+    pub(crate) fn bytes_for(len: usize, count: usize) -> usize {
+        let size = len.max(MIN_BYTES).next_power_of_two();
+        let slabs = (size * count).next_multiple_of(SLAB_BYTES.max(size));
+        slabs + (size / MIN_BYTES).trailing_zeros() as usize * SLAB_BYTES
+    }
+
     pub(crate) fn alloc(self: &Arc<Self>, len: usize) -> Result<IoBuffer<P>, Error> {
         let no_buffer = || Error::NoBuffer { len, limit: self.limit };
         let size = len

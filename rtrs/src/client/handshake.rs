@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use roce_verbs::{
-    AccessFlags, Completion, SendOp, SendWr, Sge,
+    AccessFlags, Completion, SendOp, SendWr, Sge, WcStatus,
     provider::{CmChannel, CmEventKind, CmId, ConnParams, MemoryRegion, Provider, QueuePair},
     wr::{Payload, RecvWr, SendFlags},
 };
@@ -142,6 +142,9 @@ impl<P: Provider> Connector<'_, P> {
             }
             let mut information = None;
             for wc in &wcs {
+                if wc.status == WcStatus::FlushError {
+                    return Err(Error::Path(PathError::PeerDisconnected));
+                }
                 if !wc.is_ok() {
                     return Err(Error::Path(PathError::Completion {
                         what: WrId::what(wc),

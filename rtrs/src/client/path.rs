@@ -31,7 +31,7 @@ use crate::{
     addr::PathAddr,
     conn::{Conn, WrId, WrKind, caps},
     heartbeat::{Beat, Heartbeat, HeartbeatConfig},
-    poller::{self, Handler, Queue},
+    poller::{self, Flushed, Handler, Queue},
     proto::{
         ChunkLayout, Imm, IoReply, MsgFlags, ProtoError, RdmaRead, RkeyRsp, SERVICE_QUEUE_DEPTH, Uuid, info::ChunkAddr,
     },
@@ -154,6 +154,7 @@ pub(super) struct Path<P: Provider> {
     permits: Arc<Permits>,
     heartbeat: Heartbeat,
     next_beat: Mutex<Instant>,
+    flushed: Flushed,
     status: Mutex<Status>,
     alive: AtomicBool,
     /// The CM thread ends when it sees this.
@@ -296,6 +297,7 @@ impl<P: Provider> Path<P> {
             permits: Permits::new(layout.queue_depth()),
             heartbeat: Heartbeat::new(config.heartbeat),
             next_beat: Mutex::new(Instant::now() + config.heartbeat.interval),
+            flushed: Flushed::default(),
             status: Mutex::new(Status {
                 state: State::Up,
                 on_down: Vec::new(),
@@ -480,10 +482,9 @@ impl<P: Provider> Path<P> {
         let mut used: SmallVec<[(u16, u32); 64]> = SmallVec::new();
         for wc in wcs {
             if !wc.is_ok() {
-                return Err(PathError::Completion {
-                    what: WrId::what(wc),
-                    status: wc.status,
-                });
+                self.flushed.judge(wc)?;
+                messages.push(None);
+                continue;
             }
             let id = WrId::decode(wc.wr_id).filter(|id| id.kind == WrKind::Recv);
             let message = match id {
@@ -500,7 +501,7 @@ impl<P: Provider> Path<P> {
             let conn = &self.conns[usize::from(same[0].0)];
             conn.post_recvs(same.iter().map(|(_, i)| *i), |i| key_sge(self.key_messages.as_ref(), i))?;
         }
-        for (wc, message) in wcs.iter().zip(messages) {
+        for (wc, message) in wcs.iter().zip(messages).filter(|(wc, _)| wc.is_ok()) {
             self.completion(wc, message)?;
         }
         Ok(())
@@ -608,6 +609,15 @@ impl<P: Provider> Path<P> {
         }
     }
 
+    /// Runs what is due and says when the next is.
+    fn timer(&self, now: Instant) -> Instant {
+        if let Err(e) = self.flushed.check(now) {
+            self.fail(e);
+        }
+        let beat = self.beat(now);
+        self.flushed.due().map_or(beat, |due| due.min(beat))
+    }
+
     fn beat(&self, now: Instant) -> Instant {
         let mut next = self.next_beat.lock();
         if now < *next {
@@ -665,7 +675,7 @@ impl<P: Provider> Handler for ServiceSide<P> {
     }
 
     fn timers(&self, now: Instant) -> Option<Instant> {
-        Some(self.0.beat(now))
+        Some(self.0.timer(now))
     }
 
     fn stopped(&self) -> bool {

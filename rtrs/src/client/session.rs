@@ -179,8 +179,7 @@ impl<P: Provider> Session<P> {
             false => AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_WRITE,
         };
         let info = *path.info();
-        // Buffers are powers of two, so a full set needs up to twice the bytes of the data.
-        let full = (info.max_io_size as usize).next_power_of_two() * info.queue_depth as usize;
+        let full = Pool::<P>::bytes_for(info.max_io_size as usize, info.queue_depth as usize);
         let pool = Pool::new(provider.clone(), pd, access, args.buffer_bytes.unwrap_or(full));
         Ok(Self(Arc::new(Inner {
             name: args.name,

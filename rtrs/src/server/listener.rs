@@ -78,7 +78,7 @@ impl Counters {
             PathError::Protocol(_) | PathError::Unexpected(_) => Self::add(&self.protocol_errors),
             PathError::HeartbeatLost(_) => Self::add(&self.heartbeats_lost),
             PathError::HandshakeTimeout(_) => Self::add(&self.handshakes_lost),
-            PathError::Completion { .. } | PathError::Post(_) => Self::add(&self.transfer_errors),
+            PathError::Completion { .. } | PathError::Flushed | PathError::Post(_) => Self::add(&self.transfer_errors),
             _ => {}
         }
     }

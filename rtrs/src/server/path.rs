@@ -23,7 +23,7 @@ use crate::{
     Error, PathError,
     conn::{Conn, WrId, WrKind, caps},
     heartbeat::{Beat, Heartbeat},
-    poller::{self, Handler, Queue},
+    poller::{self, Flushed, Handler, Queue},
     proto::{self, ChunkLayout, Imm, InfoReq, InfoRsp, MAX_HDR_SIZE, ProtoError, SERVICE_QUEUE_DEPTH, Uuid},
 };
 
@@ -81,6 +81,7 @@ pub(super) struct Path<P: Provider> {
     pub(super) info: P::Mr,
     heartbeat: Heartbeat,
     next_beat: Mutex<Instant>,
+    flushed: Flushed,
     state: Mutex<State>,
     alive: AtomicBool,
     /// The session has been announced to the user for this path.
@@ -141,6 +142,7 @@ impl<P: Provider> Path<P> {
             info,
             heartbeat: Heartbeat::new(config.heartbeat),
             next_beat: Mutex::new(Instant::now()),
+            flushed: Flushed::default(),
             state: Mutex::new(State::Connecting(Instant::now() + config.handshake_timeout)),
             alive: AtomicBool::new(true),
             established: AtomicBool::new(false),
@@ -275,10 +277,8 @@ impl<P: Provider> Path<P> {
         let mut used: SmallVec<[u16; 64]> = SmallVec::new();
         for wc in wcs {
             if !wc.is_ok() {
-                return Err(PathError::Completion {
-                    what: WrId::what(wc),
-                    status: wc.status,
-                });
+                self.flushed.judge(wc)?;
+                continue;
             }
             used.extend(
                 WrId::decode(wc.wr_id)
@@ -290,7 +290,7 @@ impl<P: Provider> Path<P> {
         for same in used.chunk_by(|a, b| a == b) {
             self.conn(same[0])?.post_recvs(0..same.len() as u32, |_| None)?;
         }
-        for wc in wcs {
+        for wc in wcs.iter().filter(|wc| wc.is_ok()) {
             self.completion(wc)?;
         }
         Ok(())
@@ -436,6 +436,14 @@ impl<P: Provider> Path<P> {
 
     /// Runs what is due: the end of the handshake's time, or a heartbeat. Returns when the next is.
     fn timer(&self, now: Instant) -> Option<Instant> {
+        if let Err(e) = self.flushed.check(now) {
+            self.fail(e);
+        }
+        let next = self.state_timer(now);
+        self.flushed.due().into_iter().chain(next).min()
+    }
+
+    fn state_timer(&self, now: Instant) -> Option<Instant> {
         let state = self.state.lock().clone();
         match state {
             State::Connecting(deadline) if now < deadline => Some(deadline),

@@ -1,0 +1,276 @@
+//! What the tests over the software device share: devices on loopback addresses of their own, and a server whose user
+//! is a disk in memory.
+#![allow(dead_code)]
+
+use std::{
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+    sync::{
+        Arc,
+        atomic::{AtomicU32, AtomicUsize, Ordering},
+        mpsc,
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use parking_lot::Mutex;
+use roce::{Device, DeviceConfig};
+use rtrs::{
+    Direction,
+    addr::PathAddr,
+    client::{ConType, IoBuffer, OpenArgs, Outcome, Session},
+    heartbeat::HeartbeatConfig,
+    server::{Request, Server, ServerConfig, ServerOps, SessionHandle},
+};
+
+/// RTRS port of all tests: each has addresses of its own.
+pub(crate) const PORT: u16 = 1234;
+
+/// Two loopback addresses that no other test of this process or (most likely) another process uses.
+pub(crate) fn addresses() -> (IpAddr, IpAddr) {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let n = NEXT.fetch_add(2, Ordering::Relaxed);
+    // 22 bits of process number and counter below 127.64.0.0/10.
+    let base = (127 << 24 | 64 << 16) + ((std::process::id() & 0xfff) << 10 | n & 0x3fe);
+    let ip = |i| IpAddr::V4(Ipv4Addr::from_bits(base + i));
+    (ip(1), ip(2))
+}
+
+pub(crate) fn device(addr: IpAddr) -> Device {
+    Device::open(DeviceConfig::new(addr)).expect("a device on a loopback address")
+}
+
+/// Waits for something that must come; fails the test if it does not.
+pub(crate) fn eventually(what: &str, mut cond: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !cond() {
+        assert!(Instant::now() < deadline, "{what}: did not come");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// What the header of a request asks of the disk.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Ask {
+    /// Reads or writes at this offset.
+    Transfer(u64),
+    /// Ends with this error number.
+    Fail(i32),
+    /// Is dropped without an answer.
+    Forget,
+    /// Waits until the disk is told to go on.
+    Hold,
+    /// Reads: how many requests were made.
+    Count,
+}
+
+impl Ask {
+    pub(crate) fn header(self, padding: usize) -> Vec<u8> {
+        let (kind, arg) = match self {
+            Self::Transfer(at) => (0u8, at),
+            Self::Fail(e) => (1, e as u64),
+            Self::Forget => (2, 0),
+            Self::Hold => (3, 0),
+            Self::Count => (4, 0),
+        };
+        let mut h = vec![kind];
+        h.extend(arg.to_le_bytes());
+        h.resize(9 + padding, 0xee);
+        h
+    }
+
+    fn parse(header: &[u8]) -> Option<Self> {
+        let arg = u64::from_le_bytes(header.get(1..9)?.try_into().ok()?);
+        Some(match header[0] {
+            0 => Self::Transfer(arg),
+            1 => Self::Fail(arg as i32),
+            2 => Self::Forget,
+            3 => Self::Hold,
+            4 => Self::Count,
+            _ => return None,
+        })
+    }
+}
+
+/// A disk in memory with worker threads, as RNBD's server has.
+pub(crate) struct Disk {
+    pub(crate) bytes: Mutex<Vec<u8>>,
+    pub(crate) opened: Mutex<Vec<SessionHandle>>,
+    pub(crate) closed: Mutex<Vec<SessionHandle>>,
+    pub(crate) requests: AtomicUsize,
+    pub(crate) held: Mutex<Vec<Request<Device>>>,
+    queue: mpsc::Sender<Request<Device>>,
+}
+
+impl Disk {
+    pub(crate) fn new(size: usize) -> Arc<Self> {
+        let (queue, work) = mpsc::channel();
+        let work = Arc::new(Mutex::new(work));
+        let disk = Arc::new(Self {
+            bytes: Mutex::new(vec![0; size]),
+            opened: Mutex::default(),
+            closed: Mutex::default(),
+            requests: AtomicUsize::new(0),
+            held: Mutex::default(),
+            queue,
+        });
+        for _ in 0..2 {
+            let (work, disk) = (work.clone(), Arc::downgrade(&disk));
+            thread::spawn(move || {
+                loop {
+                    let Ok(request) = work.lock().recv() else { return };
+                    let Some(disk) = disk.upgrade() else { return };
+                    disk.serve(request);
+                }
+            });
+        }
+        disk
+    }
+
+    fn serve(&self, request: Request<Device>) {
+        let count = self.requests.fetch_add(1, Ordering::Relaxed);
+        let Some(ask) = Ask::parse(request.user_header()) else {
+            return request.complete(22);
+        };
+        let len = request.data_len();
+        match ask {
+            Ask::Transfer(at) => {
+                let mut disk = self.bytes.lock();
+                let Some(range) = disk.get_mut(at as usize..at as usize + len) else {
+                    return request.complete(28);
+                };
+                match request.direction() {
+                    Direction::Write => request.read_data(0, range).unwrap(),
+                    Direction::Read => request.write_data(0, range).unwrap(),
+                }
+                drop(disk);
+                request.complete(0);
+            }
+            Ask::Fail(e) => request.complete(e),
+            Ask::Forget => drop(request),
+            Ask::Hold => self.held.lock().push(request),
+            Ask::Count => {
+                let bytes = (count as u64).to_le_bytes();
+                let n = len.min(bytes.len());
+                request.write_data(0, &bytes[..n]).unwrap();
+                request.complete(0);
+            }
+        }
+    }
+}
+
+impl ServerOps<Device> for Disk {
+    fn session_opened(&self, session: &SessionHandle) {
+        self.opened.lock().push(session.clone());
+    }
+
+    fn rdma_request(&self, request: Request<Device>) {
+        // Some answers come from the server's thread itself, some from others.
+        if request.data_len() % 2 == 1 {
+            self.serve(request);
+        } else {
+            self.queue.send(request).unwrap();
+        }
+    }
+
+    fn session_closed(&self, session: &SessionHandle) {
+        self.closed.lock().push(session.clone());
+    }
+}
+
+/// A server with its disk, and what a client needs.
+pub(crate) struct Bed {
+    pub(crate) server: Server<Device>,
+    pub(crate) disk: Arc<Disk>,
+    pub(crate) server_dev: Device,
+    pub(crate) client_dev: Device,
+    pub(crate) path: PathAddr,
+}
+
+/// Small chunks, quick heartbeats.
+pub(crate) fn config() -> ServerConfig {
+    ServerConfig {
+        queue_depth: 32,
+        max_chunk_size: 64 << 10,
+        heartbeat: HeartbeatConfig {
+            interval: Duration::from_millis(200),
+            max_missed: 5,
+        },
+        ..ServerConfig::default()
+    }
+}
+
+impl Bed {
+    pub(crate) fn new(config: ServerConfig) -> Self {
+        let (server_ip, client_ip) = addresses();
+        let (server_dev, client_dev) = (device(server_ip), device(client_ip));
+        let disk = Disk::new(1 << 20);
+        let config = ServerConfig {
+            addr: server_ip,
+            port: PORT,
+            ..config
+        };
+        let server = Server::listen(&server_dev, config, disk.clone()).unwrap();
+        let path = PathAddr {
+            src: Some(client_ip),
+            dst: SocketAddr::new(server_ip, PORT),
+        };
+        Self {
+            server,
+            disk,
+            server_dev,
+            client_dev,
+            path,
+        }
+    }
+
+    pub(crate) fn args(&self, name: &str, connections: u16) -> OpenArgs {
+        OpenArgs {
+            connections,
+            heartbeat: HeartbeatConfig {
+                interval: Duration::from_millis(200),
+                max_missed: 5,
+            },
+            ..OpenArgs::new(name, self.path)
+        }
+    }
+
+    pub(crate) fn open(&self, name: &str, connections: u16) -> Session<Device> {
+        Session::open(&self.client_dev, self.args(name, connections)).unwrap()
+    }
+}
+
+/// A buffer with these bytes.
+pub(crate) fn buffer(session: &Session<Device>, bytes: &[u8]) -> IoBuffer<Device> {
+    let mut b = session.alloc_buffer(bytes.len()).unwrap();
+    b.write(0, bytes).unwrap();
+    b
+}
+
+pub(crate) fn contents(buffer: &IoBuffer<Device>) -> Vec<u8> {
+    let mut bytes = vec![0; buffer.len()];
+    buffer.read(0, &mut bytes).unwrap();
+    bytes
+}
+
+pub(crate) fn write(session: &Session<Device>, at: u64, bytes: &[u8]) -> Outcome<Device> {
+    let data = buffer(session, bytes);
+    session.call(
+        ConType::Io(0),
+        Direction::Write,
+        &Ask::Transfer(at).header(0),
+        Some(data),
+    )
+}
+
+pub(crate) fn read(session: &Session<Device>, at: u64, len: usize) -> Vec<u8> {
+    let data = session.alloc_buffer(len).unwrap();
+    let outcome = session.call(
+        ConType::Io(0),
+        Direction::Read,
+        &Ask::Transfer(at).header(0),
+        Some(data),
+    );
+    outcome.result.unwrap();
+    contents(&outcome.data.unwrap())
+}
