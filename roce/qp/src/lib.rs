@@ -6,10 +6,19 @@
 //! ([`QueuePair::next_timeout`]). Nothing here knows sockets, clocks, threads or random numbers.
 #![forbid(unsafe_code)]
 
+mod completer;
 mod counters;
 mod cq;
 mod ctx;
 mod qp;
+mod recvq;
+mod replies;
+mod requester;
+mod responder;
+mod sendq;
+mod seq;
+mod state;
+mod timers;
 mod tx;
 mod window;
 

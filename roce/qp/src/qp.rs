@@ -1,19 +1,47 @@
-//! The queue pair.
+//! The queue pair: its attributes and life, posting, and the turn that it takes at sending.
 
-use roce_bth::Packet;
-use roce_verbs::{AddressVector, Instant, QpAttr, QpState, Qpn, RecvWr, SendWr, wr::PostError};
+use roce_bth::{Class, Packet, Psn, Service};
+use roce_verbs::{
+    AccessFlags, AddressVector, AsyncEvent, Completion, Payload, QpAttr, QpAttrMask, QpState, QpType, Qpn, RecvWr,
+    SendWr, WcStatus, wr::PostError,
+};
 
 use crate::{
-    ctx::{CreateError, Ctx, ModifyError, QpConfig, WaitReason},
-    tx::{Poll, TxSink},
+    cq::CompletionQueue,
+    ctx::{CreateError, Ctx, ModifyError, QpConfig},
+    recvq::RecvQueue,
+    requester::Requester,
+    responder::Responder,
+    sendq::{Kind, SendQueue, kind_of},
+    seq::Seq,
+    state,
+    tx::{Poll, Step, TxSink},
 };
+
+/// Packets that one turn at sending may take.
+const TURN: u32 = 128;
+/// Packets of one kind (requests or responses) before the other kind gets its share; a train's length, so that
+/// fairness does not cut trains.
+const RUN: u32 = 16;
+/// The most READs and atomics outstanding that an attribute may ask for.
+const MAX_RD_ATOMIC: u8 = 128;
 
 /// A queue pair.
 #[derive(Debug)]
 pub struct QueuePair {
-    config: QpConfig,
-    state: QpState,
-    attr: QpAttr,
+    pub(crate) config: QpConfig,
+    pub(crate) state: QpState,
+    pub(crate) attr: QpAttr,
+    /// Copies of attributes that every packet needs.
+    pub(crate) mtu: usize,
+    pub(crate) peer: Qpn,
+    pub(crate) access: AccessFlags,
+    pub(crate) sq: SendQueue,
+    pub(crate) req: Requester,
+    pub(crate) rq: RecvQueue,
+    pub(crate) resp: Responder,
+    /// A completion was lost: the queue pair can't go on.
+    overflowed: bool,
 }
 
 impl QueuePair {
@@ -22,10 +50,22 @@ impl QueuePair {
     /// # Errors
     /// When the transport service is not implemented.
     pub fn new(config: QpConfig) -> Result<Self, CreateError> {
+        if config.qp_type != QpType::Rc {
+            return Err(CreateError::Unsupported(config.qp_type));
+        }
+        let first = Seq::start(Psn::new(0));
         Ok(Self {
             config,
             state: QpState::Reset,
             attr: QpAttr::default(),
+            mtu: 256,
+            peer: Qpn::default(),
+            access: AccessFlags::empty(),
+            sq: SendQueue::new(first),
+            req: Requester::new(first),
+            rq: RecvQueue::default(),
+            resp: Responder::new(first),
+            overflowed: false,
         })
     }
 
@@ -49,59 +89,322 @@ impl QueuePair {
         Some((self.attr.av?, self.attr.dest_qpn?))
     }
 
+    /// The attributes as they are.
+    pub fn query(&self) -> QpAttr {
+        QpAttr {
+            state: Some(self.state),
+            cur_state: Some(self.state),
+            ..self.attr
+        }
+    }
+
+    /// Send work requests that have not completed.
+    pub fn send_queue_len(&self) -> usize {
+        self.sq.wqes.len()
+    }
+
+    /// Receive work requests that no message has taken.
+    pub fn recv_queue_len(&self) -> usize {
+        self.rq.len()
+    }
+
     /// Changes attributes and state.
     ///
     /// # Errors
     /// When the transition or an attribute is not allowed; then nothing changes.
-    pub fn modify(&mut self, _ctx: &mut Ctx<'_>, attr: &QpAttr) -> Result<(), ModifyError> {
-        if let Some(state) = attr.state {
-            self.state = state;
+    pub fn modify(&mut self, ctx: &mut Ctx<'_>, attr: &QpAttr) -> Result<(), ModifyError> {
+        let to = attr.state.unwrap_or(self.state);
+        if attr.cur_state.is_some_and(|s| s != self.state) {
+            return Err(ModifyError::CurrentState(self.state));
+        }
+        state::check(self.config.qp_type, self.state, to, attr.mask())?;
+        check_values(attr)?;
+        self.apply(attr);
+        match (self.state, to) {
+            (from, to) if from == to => {}
+            (_, QpState::Reset) => self.reset(ctx),
+            (_, QpState::Err) => {
+                self.resp.replies.clear();
+                self.enter_error(ctx);
+            }
+            (_, QpState::Rtr) => {
+                self.resp = Responder::new(Seq::start(self.attr.rq_psn.unwrap_or_default()));
+                self.state = to;
+            }
+            (QpState::Rtr, QpState::Rts) => {
+                let first = Seq::start(self.attr.sq_psn.unwrap_or_default());
+                self.sq = SendQueue::new(first);
+                self.req = Requester::new(first);
+                self.req.retries_left = self.attr.retry_cnt.unwrap_or(0);
+                self.req.rnr_left = self.attr.rnr_retry.unwrap_or(0);
+                self.state = to;
+            }
+            (_, QpState::Sqd) => {
+                self.req.drained = false;
+                self.state = to;
+                self.check_drained(ctx);
+            }
+            (_, to) => self.state = to,
         }
         Ok(())
     }
 
-    /// The attributes as they are.
-    pub fn query(&self) -> QpAttr {
-        self.attr
+    /// Takes over the attributes that are set.
+    fn apply(&mut self, attr: &QpAttr) {
+        let mine = &mut self.attr;
+        macro_rules! take {
+            ($($field:ident),*) => { $( if attr.$field.is_some() { mine.$field = attr.$field; } )* };
+        }
+        take!(
+            en_sqd_async_notify,
+            access,
+            pkey_index,
+            port,
+            qkey,
+            av,
+            path_mtu,
+            timeout,
+            retry_cnt,
+            rnr_retry
+        );
+        take!(
+            rq_psn,
+            max_rd_atomic,
+            min_rnr_timer,
+            sq_psn,
+            max_dest_rd_atomic,
+            dest_qpn
+        );
+        self.mtu = mine.path_mtu.map_or(self.mtu, |m| m.bytes());
+        self.peer = mine.dest_qpn.unwrap_or_default();
+        self.access = mine.access.unwrap_or_default();
     }
 
-    /// Queues a send work request.
-    ///
-    /// # Errors
-    /// When it can't be queued; then nothing was.
-    pub fn post_send(&mut self, _ctx: &mut Ctx<'_>, _wr: &SendWr<'_>) -> Result<(), PostError> {
-        Err(PostError::State(self.state))
-    }
-
-    /// Queues a receive work request.
-    ///
-    /// # Errors
-    /// When it can't be queued; then nothing was.
-    pub fn post_recv(&mut self, _ctx: &mut Ctx<'_>, _wr: &RecvWr<'_>) -> Result<(), PostError> {
-        Err(PostError::State(self.state))
-    }
-
-    /// Takes a packet that was sent to this queue pair. The caller has checked its ICRC and both its addresses.
-    pub fn handle_packet(&mut self, _ctx: &mut Ctx<'_>, _packet: &Packet<'_>) {}
-
-    /// Sends what may be sent, up to a budget that keeps one queue pair from starving the others.
-    pub fn poll_transmit(&mut self, _ctx: &mut Ctx<'_>, _tx: &mut impl TxSink) -> Poll {
-        Poll::Idle
-    }
-
-    /// When [`QueuePair::handle_timeout`] wants to be called next.
-    pub fn next_timeout(&self) -> Option<Instant> {
-        None
-    }
-
-    /// Lets timers run out that are due. Calling it early does no harm.
-    pub fn handle_timeout(&mut self, _ctx: &mut Ctx<'_>) {}
-
-    /// Why the requester is not sending.
-    pub fn wait_reason(&self) -> WaitReason {
-        WaitReason::Empty
+    /// Back to the beginning. Nothing is completed; completions that wait in their queues stay there.
+    fn reset(&mut self, ctx: &mut Ctx<'_>) {
+        ctx.window.forget(self.req.in_flight);
+        let first = Seq::start(Psn::new(0));
+        self.attr = QpAttr::default();
+        self.sq = SendQueue::new(first);
+        self.req = Requester::new(first);
+        self.rq.clear();
+        self.resp = Responder::new(first);
+        self.overflowed = false;
+        self.state = QpState::Reset;
     }
 
     /// Ends the queue pair: its bytes in flight return to the window, its windows close. Nothing is completed.
-    pub fn destroy(&mut self, _ctx: &mut Ctx<'_>) {}
+    pub fn destroy(&mut self, ctx: &mut Ctx<'_>) {
+        ctx.mem.forget_qp(self.config.qpn);
+        self.reset(ctx);
+    }
+
+    /// Moves to the error state and flushes both queues in order.
+    pub(crate) fn enter_error(&mut self, ctx: &mut Ctx<'_>) {
+        self.state = QpState::Err;
+        ctx.window.forget(core::mem::take(&mut self.req.in_flight));
+        if !self.resp.closing {
+            self.resp.replies.clear();
+        }
+        while let Some(wqe) = self.sq.pop() {
+            self.complete_send(ctx, &wqe, WcStatus::FlushError);
+        }
+        self.req = Requester::new(self.sq.tail);
+        self.flush_receives(ctx);
+        self.overflowed = false;
+    }
+
+    /// Acts on a lost completion: the queue pair fails (IBA 11.6.3.2, class G).
+    pub(crate) fn settle(&mut self, ctx: &mut Ctx<'_>) {
+        if self.overflowed && self.state != QpState::Err {
+            ctx.events.push(AsyncEvent::QpFatal(self.config.qpn));
+            self.enter_error(ctx);
+        }
+    }
+
+    pub(crate) fn push_send(&mut self, ctx: &mut Ctx<'_>, completion: Completion) {
+        self.overflowed |= !push(&self.config.send_cq, ctx, completion);
+    }
+
+    pub(crate) fn push_recv(&mut self, ctx: &mut Ctx<'_>, completion: Completion) {
+        self.overflowed |= !push(&self.config.recv_cq, ctx, completion);
+    }
+
+    /// Queues a send work request. In the error state it is flushed at once.
+    ///
+    /// # Errors
+    /// When it can't be queued; then nothing was.
+    pub fn post_send(&mut self, ctx: &mut Ctx<'_>, wr: &SendWr<'_>) -> Result<(), PostError> {
+        if matches!(self.state, QpState::Reset | QpState::Init | QpState::Rtr) {
+            return Err(PostError::State(self.state));
+        }
+        if self.sq.wqes.len() >= self.config.caps.max_send_wr as usize {
+            return Err(PostError::QueueFull);
+        }
+        let len = self.check_send(wr)?;
+        self.sq.push(wr, len, self.mtu);
+        if matches!(self.state, QpState::Err | QpState::Sqe)
+            && let Some(wqe) = self.sq.pop()
+        {
+            self.complete_send(ctx, &wqe, WcStatus::FlushError);
+        }
+        Ok(())
+    }
+
+    /// Checks a work request's arguments and returns its length.
+    fn check_send(&self, wr: &SendWr<'_>) -> Result<u32, PostError> {
+        let kind = kind_of(&wr.op);
+        let caps = &self.config.caps;
+        let len: u64 = match wr.payload {
+            Payload::Sges(sges) => {
+                let (given, max) = (sges.len(), caps.max_send_sge as usize);
+                if given > max {
+                    return Err(PostError::TooManySges { given, max });
+                }
+                sges.iter().map(|s| u64::from(s.length)).sum()
+            }
+            Payload::Inline(bytes) => {
+                let (given, max) = (bytes.len(), caps.max_inline_data as usize);
+                if given > max {
+                    return Err(PostError::InlineTooLong { given, max });
+                }
+                if !matches!(kind, Kind::Send | Kind::Write) {
+                    return Err(PostError::Invalid("only SEND and RDMA WRITE take inline data"));
+                }
+                given as u64
+            }
+        };
+        let possible = match kind {
+            Kind::Atomic => len == 8,
+            Kind::Local => len == 0,
+            _ => len <= u64::from(self.config.max_msg_size.min(1 << 31)),
+        };
+        if !possible {
+            return Err(PostError::Length(len));
+        }
+        if matches!(kind, Kind::Read | Kind::Atomic) && self.attr.max_rd_atomic.unwrap_or(0) == 0 {
+            return Err(PostError::Invalid("max_rd_atomic is 0"));
+        }
+        Ok(len as u32)
+    }
+
+    /// Queues a receive work request. In the error state it is flushed at once.
+    ///
+    /// # Errors
+    /// When it can't be queued; then nothing was.
+    pub fn post_recv(&mut self, ctx: &mut Ctx<'_>, wr: &RecvWr<'_>) -> Result<(), PostError> {
+        if self.state == QpState::Reset {
+            return Err(PostError::State(self.state));
+        }
+        let (given, max) = (wr.sges.len(), self.config.caps.max_recv_sge as usize);
+        if given > max {
+            return Err(PostError::TooManySges { given, max });
+        }
+        if self.rq.len() >= self.config.caps.max_recv_wr as usize {
+            return Err(PostError::QueueFull);
+        }
+        match self.state {
+            QpState::Err => self.complete_receive_error(ctx, wr.wr_id, WcStatus::FlushError),
+            _ => self.rq.push(wr),
+        }
+        Ok(())
+    }
+
+    /// Takes a packet that was sent to this queue pair. The caller has checked its ICRC and both its addresses.
+    pub fn handle_packet(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
+        let info = packet.header.bth.opcode.info();
+        match (info.service, info.class) {
+            (Service::Rc, Class::Acknowledge | Class::ReadResponse | Class::AtomicAcknowledge) => {
+                self.handle_response(ctx, packet);
+            }
+            (Service::Rc, _) => self.handle_request(ctx, packet),
+            _ => ctx.counters.dropped_opcode += 1,
+        }
+    }
+
+    /// Sends what may be sent, up to a budget that keeps one queue pair from starving the others.
+    pub fn poll_transmit(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Poll {
+        if self.transmit_ack(ctx, tx) == Step::Full || self.transmit_probe(ctx, tx) == Step::Full {
+            return Poll::More;
+        }
+        let mut budget = TURN;
+        let mut blocked = false;
+        let (mut replies, mut requests) = (true, true);
+        while replies || requests {
+            if replies {
+                match self.run(&mut budget, |qp| qp.transmit_reply(ctx, tx)) {
+                    Step::Full => return Poll::More,
+                    step => replies = step == Step::Sent,
+                }
+            }
+            if requests {
+                match self.run(&mut budget, |qp| qp.transmit_request(ctx, tx)) {
+                    Step::Full => return Poll::More,
+                    step => {
+                        requests = step == Step::Sent;
+                        blocked = step == Step::Blocked;
+                    }
+                }
+            }
+            if budget == 0 {
+                return Poll::More;
+            }
+        }
+        // What was answered may have been in an acknowledgement's way.
+        if self.transmit_ack(ctx, tx) == Step::Full {
+            return Poll::More;
+        }
+        if blocked { Poll::Blocked } else { Poll::Idle }
+    }
+
+    /// Sends packets of one kind for a while. `Sent`: there may be more.
+    fn run(&mut self, budget: &mut u32, mut send: impl FnMut(&mut Self) -> Step) -> Step {
+        for _ in 0..RUN.min(*budget) {
+            match send(self) {
+                Step::Sent => *budget -= 1,
+                other => return other,
+            }
+        }
+        Step::Sent
+    }
+}
+
+/// Puts a completion in its queue; `false` when it is lost.
+fn push(cq: &CompletionQueue, ctx: &mut Ctx<'_>, completion: Completion) -> bool {
+    match cq.push(completion) {
+        Ok(()) => true,
+        Err(first) => {
+            ctx.counters.cq_overflow += 1;
+            if first {
+                ctx.events.push(AsyncEvent::CqError(cq.handle()));
+            }
+            false
+        }
+    }
+}
+
+/// Checks attributes' values.
+fn check_values(attr: &QpAttr) -> Result<(), ModifyError> {
+    use QpAttrMask as M;
+    let checks = [
+        (attr.port.is_none_or(|p| p == 1), M::PORT),
+        (attr.pkey_index.is_none_or(|i| i == 0), M::PKEY_INDEX),
+        (attr.timeout.is_none_or(|t| t <= 31), M::TIMEOUT),
+        (attr.retry_cnt.is_none_or(|n| n <= 7), M::RETRY_CNT),
+        (attr.rnr_retry.is_none_or(|n| n <= 7), M::RNR_RETRY),
+        (attr.max_rd_atomic.is_none_or(|n| n <= MAX_RD_ATOMIC), M::MAX_RD_ATOMIC),
+        (
+            attr.max_dest_rd_atomic.is_none_or(|n| n <= MAX_RD_ATOMIC),
+            M::MAX_DEST_RD_ATOMIC,
+        ),
+        (
+            attr.av
+                .is_none_or(|av| av.local.is_ipv4() == av.remote.is_ipv4() && !av.remote.is_unspecified()),
+            M::AV,
+        ),
+    ];
+    match checks.into_iter().find(|(ok, _)| !ok) {
+        Some((_, which)) => Err(ModifyError::Value(which)),
+        None => Ok(()),
+    }
 }

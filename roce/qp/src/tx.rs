@@ -33,3 +33,16 @@ pub enum Poll {
     /// More to send when the window opens.
     Blocked,
 }
+
+/// What one attempt to send a packet came to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Step {
+    /// A packet went out.
+    Sent,
+    /// The sink is full.
+    Full,
+    /// Nothing to send on this side.
+    Idle,
+    /// The window is closed.
+    Blocked,
+}

@@ -1,0 +1,285 @@
+//! The completer: takes responses and completes work requests.
+
+use core::cmp::Ordering;
+
+use roce_bth::{Aeth, NakCode, Packet, Position, RnrTimer, Syndrome};
+use roce_verbs::{AsyncEvent, Completion, QpState, SendFlags, WcFlags, WcStatus};
+
+use crate::{
+    ctx::Ctx,
+    qp::QueuePair,
+    requester::{Back, place},
+    sendq::{Kind, Progress, SendWqe},
+    seq::Seq,
+};
+
+/// The RNR retry count that means "for ever" (IBA 9.9.2.4.1.1).
+const RNR_FOR_EVER: u8 = 7;
+
+/// The status that a NAK causes at the requester (IBA table 58). A sequence error causes none.
+pub(crate) const fn nak_status(code: NakCode) -> Option<WcStatus> {
+    match code {
+        NakCode::PsnSequenceError => None,
+        NakCode::InvalidRequest => Some(WcStatus::RemoteInvalidRequestError),
+        NakCode::RemoteAccessError => Some(WcStatus::RemoteAccessError),
+        NakCode::RemoteOperationalError => Some(WcStatus::RemoteOperationError),
+        NakCode::InvalidRdRequest => Some(WcStatus::RemoteInvalidRdRequest),
+    }
+}
+
+impl QueuePair {
+    /// Takes an acknowledgement or a response.
+    pub(crate) fn handle_response(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
+        use roce_bth::Class;
+        if !matches!(self.state, QpState::Rts | QpState::Sqd) {
+            ctx.counters.dropped_state += 1;
+            return;
+        }
+        let seq = self.req.una.nearest(packet.header.bth.psn);
+        if place(seq, self.req.una, self.req.top) != Ordering::Equal {
+            // Old news, or a ghost: an answer to what was never asked.
+            ctx.counters.dropped_responses += 1;
+            return;
+        }
+        match (packet.header.bth.opcode.info().class, packet.header.aeth) {
+            (Class::Acknowledge, Some(aeth)) => self.handle_ack(ctx, seq, aeth),
+            (Class::ReadResponse, aeth) => self.handle_read_response(ctx, seq, aeth, packet),
+            (Class::AtomicAcknowledge, Some(aeth)) => self.handle_atomic_response(ctx, seq, aeth, packet),
+            _ => ctx.counters.dropped_opcode += 1,
+        }
+    }
+
+    fn handle_ack(&mut self, ctx: &mut Ctx<'_>, seq: Seq, aeth: Aeth) {
+        match aeth.syndrome {
+            Syndrome::Ack(_) => {
+                self.acknowledge_up_to(ctx, seq.plus(1));
+            }
+            // A refusal acknowledges everything before it.
+            Syndrome::Rnr(timer) => {
+                ctx.counters.rcvd_rnr_err += 1;
+                if self.acknowledge_up_to(ctx, seq) {
+                    self.handle_rnr(ctx, timer);
+                }
+            }
+            Syndrome::Nak(code) => match nak_status(code) {
+                None => {
+                    ctx.counters.rcvd_seq_err += 1;
+                    if self.acknowledge_up_to(ctx, seq) {
+                        self.handle_gap(ctx);
+                    }
+                }
+                Some(status) => {
+                    ctx.counters.naks_received += 1;
+                    if self.acknowledge_up_to(ctx, seq) {
+                        self.fail_head(ctx, status);
+                    }
+                }
+            },
+            Syndrome::Reserved(_) => ctx.counters.dropped_responses += 1,
+        }
+    }
+
+    /// Completes everything before `to`. Returns whether that worked and the queue pair goes on: a READ or atomic whose
+    /// response is missing stands in the way, and is asked for again (an implied NAK, IBA 9.7.5.1.3).
+    fn acknowledge_up_to(&mut self, ctx: &mut Ctx<'_>, to: Seq) -> bool {
+        let limit = self.response_before(to).unwrap_or(to);
+        self.advance(ctx, limit);
+        if limit < to && self.is_sending() {
+            self.handle_implied_gap(ctx);
+        }
+        limit == to && self.is_sending()
+    }
+
+    pub(crate) fn is_sending(&self) -> bool {
+        matches!(self.state, QpState::Rts | QpState::Sqd)
+    }
+
+    /// The first PSN before `to` whose response is still to come.
+    fn response_before(&self, to: Seq) -> Option<Seq> {
+        if self.req.rd_outstanding == 0 {
+            return None;
+        }
+        let before = self.sq.wqes.iter().take_while(|w| w.first < to);
+        before
+            .filter(|w| w.has_response())
+            .map(|w| w.first.max(self.req.una))
+            .next()
+            .filter(|s| *s < to)
+    }
+
+    /// Moves the oldest outstanding PSN on, and completes what that completes.
+    fn advance(&mut self, ctx: &mut Ctx<'_>, to: Seq) {
+        let (from, next) = (self.req.una, self.req.next);
+        if to > from {
+            let upto = to.min(next);
+            let covered = self.sq.wqes.iter().take_while(|w| w.first < upto);
+            let weight: usize = covered.map(|w| w.cost(from, upto, self.mtu)).sum();
+            self.req.una = to;
+            self.req.next = next.max(to);
+            self.req.in_flight = self.req.in_flight.saturating_sub(weight);
+            let rtt = self.req.take_sample(ctx.now);
+            ctx.window.on_acked(ctx.now, weight, rtt);
+            self.made_progress(ctx);
+        }
+        self.reap(ctx);
+    }
+
+    /// Retries count from the last progress.
+    fn made_progress(&mut self, ctx: &mut Ctx<'_>) {
+        let req = &mut self.req;
+        req.retries_left = self.attr.retry_cnt.unwrap_or(0);
+        req.rnr_left = self.attr.rnr_retry.unwrap_or(0);
+        req.timers.base = ctx.now;
+        req.timers.interval = ctx.now;
+        req.timers.backoff = 0;
+        req.timers.probed = false;
+        // A pause that the progress proves to be over.
+        req.timers.rnr_until = None;
+    }
+
+    /// Completes the work requests at the front that are done, and fails the one that is known to have failed.
+    pub(crate) fn reap(&mut self, ctx: &mut Ctx<'_>) {
+        while let Some(head) = self.sq.wqes.front() {
+            match head.progress {
+                Progress::Failed(status) => {
+                    self.fail_head(ctx, status);
+                    return;
+                }
+                Progress::Executed => {}
+                Progress::Started if head.end() <= self.req.una => {}
+                Progress::Started | Progress::Posted => break,
+            }
+            if let Some(wqe) = self.sq.pop() {
+                self.req.cur = self.req.cur.saturating_sub(1);
+                self.req.rd_outstanding -= u32::from(wqe.has_response());
+                self.complete_send(ctx, &wqe, WcStatus::Success);
+            }
+        }
+        self.check_drained(ctx);
+        self.settle(ctx);
+    }
+
+    /// Reports a drained send queue, once.
+    pub(crate) fn check_drained(&mut self, ctx: &mut Ctx<'_>) {
+        let quiet = self.sq.wqes.front().is_none_or(|w| w.progress == Progress::Posted);
+        if self.state == QpState::Sqd && quiet && !self.req.drained {
+            self.req.drained = true;
+            if self.attr.en_sqd_async_notify == Some(true) {
+                ctx.events.push(AsyncEvent::SqDrained(self.config.qpn));
+            }
+        }
+    }
+
+    /// Fails the oldest work request, and the queue pair with it.
+    pub(crate) fn fail_head(&mut self, ctx: &mut Ctx<'_>, status: WcStatus) {
+        if let Some(wqe) = self.sq.pop() {
+            self.complete_send(ctx, &wqe, status);
+        }
+        self.enter_error(ctx);
+    }
+
+    pub(crate) fn complete_send(&mut self, ctx: &mut Ctx<'_>, wqe: &SendWqe, status: WcStatus) {
+        let ok = status == WcStatus::Success;
+        if ok && wqe.kind() == Kind::Send {
+            ctx.counters.rdma_sends += 1;
+        }
+        if ok && !self.config.signal_all && !wqe.flags.contains(SendFlags::SIGNALED) {
+            return;
+        }
+        let completion = Completion {
+            wr_id: wqe.wr_id,
+            status,
+            opcode: wqe.wc_opcode(),
+            byte_len: wqe.len,
+            qpn: self.config.qpn,
+            flags: WcFlags::empty(),
+            ..Completion::default()
+        };
+        self.push_send(ctx, completion);
+    }
+
+    fn handle_rnr(&mut self, ctx: &mut Ctx<'_>, timer: RnrTimer) {
+        if self.req.timers.rnr_until.is_some() {
+            return;
+        }
+        if self.attr.rnr_retry != Some(RNR_FOR_EVER) {
+            let Some(left) = self.req.rnr_left.checked_sub(1) else {
+                ctx.counters.retry_rnr_exceeded_err += 1;
+                self.fail_head(ctx, WcStatus::RnrRetryExceeded);
+                return;
+            };
+            self.req.rnr_left = left;
+        }
+        self.go_back(ctx, Back::Rnr);
+        self.req.timers.rnr_until = Some(ctx.now + timer.duration());
+    }
+
+    /// The peer reported a gap at the oldest unacknowledged PSN.
+    fn handle_gap(&mut self, ctx: &mut Ctx<'_>) {
+        let waiting = self.req.timers.rnr_until.is_some();
+        if waiting || self.went_back_within(ctx, self.req.rtt.least()) {
+            // Meant for what was sent before: the retransmission can't have been answered yet.
+            return;
+        }
+        self.go_back(ctx, Back::Gap);
+    }
+
+    /// A response is missing. More of the stream behind it may be under way; it must not make us ask again and again.
+    fn handle_implied_gap(&mut self, ctx: &mut Ctx<'_>) {
+        let waiting = self.req.timers.rnr_until.is_some();
+        if waiting || self.went_back_within(ctx, self.req.rtt.settle()) {
+            return;
+        }
+        self.go_back(ctx, Back::Gap);
+    }
+
+    fn went_back_within(&self, ctx: &Ctx<'_>, time: core::time::Duration) -> bool {
+        self.req
+            .went_back
+            .is_some_and(|(at, when)| at == self.req.una && ctx.now.saturating_since(when) < time)
+    }
+
+    fn handle_read_response(&mut self, ctx: &mut Ctx<'_>, seq: Seq, aeth: Option<Aeth>, packet: &Packet<'_>) {
+        if !self.acknowledge_up_to(ctx, seq) {
+            return;
+        }
+        let Some(head) = self.sq.wqes.front() else { return };
+        let index = seq.since(head.first);
+        let (offset, len) = head.slice(index, self.mtu);
+        let last = seq.plus(1) == head.end();
+        let position = packet.header.bth.opcode.info().position;
+        // A stream may begin anew at any packet that was asked for again, or go on (rdma_rxe).
+        let fits = head.expects(packet.header.bth.opcode.info().class)
+            && packet.payload.len() == len
+            && position.ends() == last
+            && (index > 0 || position.starts())
+            && aeth.is_none_or(|a| matches!(a.syndrome, Syndrome::Ack(_)))
+            && (position == Position::Middle || aeth.is_some());
+        if !fits {
+            self.fail_head(ctx, WcStatus::BadResponseError);
+        } else if head.data.write_at(offset, packet.payload).is_err() {
+            self.fail_head(ctx, WcStatus::LocalProtectionError);
+        } else {
+            self.advance(ctx, seq.plus(1));
+        }
+    }
+
+    fn handle_atomic_response(&mut self, ctx: &mut Ctx<'_>, seq: Seq, aeth: Aeth, packet: &Packet<'_>) {
+        if !self.acknowledge_up_to(ctx, seq) {
+            return;
+        }
+        let Some(head) = self.sq.wqes.front() else { return };
+        let original = packet
+            .header
+            .atomic_ack
+            .filter(|_| matches!(aeth.syndrome, Syndrome::Ack(_)));
+        let Some(original) = original.filter(|_| head.expects(packet.header.bth.opcode.info().class)) else {
+            self.fail_head(ctx, WcStatus::BadResponseError);
+            return;
+        };
+        match head.data.write_at(0, &original.to_ne_bytes()) {
+            Ok(()) => self.advance(ctx, seq.plus(1)),
+            Err(_) => self.fail_head(ctx, WcStatus::LocalProtectionError),
+        }
+    }
+}

@@ -1,0 +1,317 @@
+//! What the responder still has to send: READ responses, atomic results, and one acknowledgement.
+
+use std::collections::VecDeque;
+
+use roce_bth::{Aeth, Bth, Credits, Header, Msn, Opcode, Syndrome};
+use roce_mem::Span;
+use roce_verbs::RKey;
+
+use crate::{
+    ctx::Ctx,
+    qp::QueuePair,
+    responder::Refusal,
+    seq::Seq,
+    tx::{Step, TxKind, TxSink},
+};
+
+/// A READ as it was asked for, and how far its answer has come.
+#[derive(Clone, Debug)]
+pub(crate) struct ReadReply {
+    /// Where the message starts in our memory, in the peer's terms.
+    pub(crate) va: u64,
+    pub(crate) rkey: RKey,
+    pub(crate) len: u32,
+    /// The memory; `None` for 0 bytes.
+    pub(crate) span: Option<Span>,
+    /// Bytes from the message's start to the next response's payload.
+    pub(crate) offset: u32,
+    /// Bytes from the message's start to the end of what was asked for last.
+    pub(crate) end: u32,
+    /// The next response opens the stream.
+    pub(crate) opens: bool,
+}
+
+/// What a request left behind.
+#[derive(Clone, Debug)]
+pub(crate) enum Work {
+    Read(ReadReply),
+    /// The former value.
+    Atomic(u64),
+}
+
+/// A READ or atomic that was accepted: kept after its answer, to answer duplicates (IBA 9.7.5.1.2).
+#[derive(Clone, Debug)]
+pub(crate) struct Resource {
+    pub(crate) first: Seq,
+    pub(crate) packets: u32,
+    pub(crate) msn: Msn,
+    pub(crate) work: Work,
+    /// The answer is still to be sent (again).
+    pub(crate) pending: bool,
+    /// It was answered before.
+    pub(crate) replay: bool,
+}
+
+/// An acknowledgement to send when everything before it is sent.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum AckDue {
+    No,
+    /// Acknowledge what was executed.
+    Ack,
+    /// Refuse the request at this number.
+    Refuse(Seq, Syndrome),
+}
+
+/// The responder's outgoing side.
+#[derive(Debug)]
+pub(crate) struct Replies {
+    resources: VecDeque<Resource>,
+    /// No resource before this index is pending.
+    first_pending: usize,
+    pub(crate) ack: AckDue,
+    /// One past the last SEND, WRITE or atomic executed, and the MSN then: what an acknowledgement says.
+    pub(crate) executed: (Seq, Msn),
+}
+
+impl Replies {
+    pub(crate) fn new(first: Seq) -> Self {
+        Self {
+            resources: VecDeque::new(),
+            first_pending: 0,
+            ack: AckDue::No,
+            executed: (first, Msn::new(0)),
+        }
+    }
+
+    /// Makes room for one more resource; `false` when `max` are being answered for the first time.
+    pub(crate) fn make_room(&mut self, max: usize) -> bool {
+        while self.resources.len() >= max {
+            match self.resources.front() {
+                // Its requester has not got the answer, so it must not ask for more.
+                Some(r) if r.pending && !r.replay => return false,
+                None => return false,
+                Some(_) => {
+                    self.resources.pop_front();
+                    self.first_pending = self.first_pending.saturating_sub(1);
+                }
+            }
+        }
+        true
+    }
+
+    pub(crate) fn push(&mut self, resource: Resource) {
+        self.first_pending = self.first_pending.min(self.resources.len());
+        self.resources.push_back(resource);
+    }
+
+    pub(crate) fn find(&mut self, seq: Seq) -> Option<&mut Resource> {
+        let index = self.index_of(seq)?;
+        self.resources.get_mut(index)
+    }
+
+    fn index_of(&self, seq: Seq) -> Option<usize> {
+        self.resources
+            .iter()
+            .position(|r| r.first <= seq && seq.since(r.first) < u64::from(r.packets))
+    }
+
+    /// Marks the resource at a number as to be answered again.
+    pub(crate) fn replay(&mut self, seq: Seq) {
+        if let Some(index) = self.index_of(seq)
+            && let Some(resource) = self.resources.get_mut(index)
+        {
+            resource.pending = true;
+            resource.replay = true;
+            self.first_pending = self.first_pending.min(index);
+        }
+    }
+
+    /// The oldest resource with something to send.
+    fn next_pending(&mut self) -> Option<&mut Resource> {
+        while !self.resources.get(self.first_pending)?.pending {
+            self.first_pending += 1;
+        }
+        self.resources.get_mut(self.first_pending)
+    }
+
+    /// Asks for an acknowledgement; one stands for all before it.
+    pub(crate) fn ack_due(&mut self, ctx: &mut Ctx<'_>) {
+        if self.ack != AckDue::No {
+            ctx.counters.ack_deferred += 1;
+        }
+        self.ack = AckDue::Ack;
+    }
+
+    /// A READ response or atomic result is coming, which acknowledges everything before it.
+    pub(crate) fn ack_implied(&mut self, ctx: &mut Ctx<'_>) {
+        if self.ack != AckDue::No {
+            ctx.counters.ack_deferred += 1;
+            self.ack = AckDue::No;
+        }
+    }
+
+    /// Drops what is waiting to be sent.
+    pub(crate) fn clear(&mut self) {
+        self.resources = VecDeque::new();
+        self.first_pending = 0;
+        self.ack = AckDue::No;
+    }
+
+    /// The acknowledgement to send now, if one is due and nothing goes before it.
+    fn ack_ready(&mut self) -> Option<(Seq, Syndrome, Msn)> {
+        let (before, packet) = match self.ack {
+            AckDue::No => return None,
+            AckDue::Ack => {
+                let (end, msn) = self.executed;
+                (end, (end.prev(), Syndrome::Ack(Credits::INVALID), msn))
+            }
+            AckDue::Refuse(seq, syndrome) => (seq, (seq, syndrome, self.executed.1)),
+        };
+        match self.next_pending() {
+            Some(r) if r.first < before => None,
+            _ => Some(packet),
+        }
+    }
+}
+
+/// The opcode of a READ response.
+const fn read_opcode(opens: bool, closes: bool) -> Opcode {
+    match (opens, closes) {
+        (true, true) => Opcode::RcReadResponseOnly,
+        (true, false) => Opcode::RcReadResponseFirst,
+        (false, false) => Opcode::RcReadResponseMiddle,
+        (false, true) => Opcode::RcReadResponseLast,
+    }
+}
+
+impl QueuePair {
+    /// Whether the responder may send: also a queue pair in error finishes what leads up to the refusal it owes.
+    pub(crate) fn may_reply(&self) -> bool {
+        use roce_verbs::QpState::{Err, Rtr, Rts, Sqd, Sqe};
+        matches!(self.state, Rtr | Rts | Sqd | Sqe) || (self.state == Err && self.resp.closing)
+    }
+
+    /// Sends the acknowledgement that is due.
+    pub(crate) fn transmit_ack(&mut self, _ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Step {
+        if self.resp.replies.ack == AckDue::No || !self.may_reply() {
+            return Step::Idle;
+        }
+        let Some((seq, syndrome, msn)) = self.resp.replies.ack_ready() else {
+            return Step::Idle;
+        };
+        // A refusal comes before the message that it refuses is counted.
+        let msn = if matches!(syndrome, Syndrome::Ack(_)) {
+            msn
+        } else {
+            self.resp.msn
+        };
+        let mut header = Header::new(Bth::new(Opcode::RcAcknowledge, self.peer, seq.psn()));
+        header.aeth = Some(Aeth { syndrome, msn });
+        let Some(out) = tx.reserve(TxKind::Ack, header.wire_len()) else {
+            return Step::Full;
+        };
+        header.emit(out);
+        tx.commit();
+        self.resp.replies.ack = AckDue::No;
+        if self.resp.closing {
+            self.resp.closing = false;
+            self.resp.replies.clear();
+        }
+        Step::Sent
+    }
+
+    /// Sends one READ response or atomic result.
+    pub(crate) fn transmit_reply(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Step {
+        if !self.may_reply() {
+            return Step::Idle;
+        }
+        let (peer, mtu) = (self.peer, self.mtu as u32);
+        let Some(resource) = self.resp.replies.next_pending() else {
+            return Step::Idle;
+        };
+        let kind = if resource.replay {
+            TxKind::Retransmission
+        } else {
+            TxKind::Response
+        };
+        let sent = match &mut resource.work {
+            Work::Atomic(value) => {
+                let mut header = Header::new(Bth::new(Opcode::RcAtomicAcknowledge, peer, resource.first.psn()));
+                header.aeth = Some(ack_header(resource.msn));
+                header.atomic_ack = Some(*value);
+                resource.pending = match tx.reserve(kind, header.wire_len()) {
+                    None => return Step::Full,
+                    Some(out) => {
+                        header.emit(out);
+                        tx.commit();
+                        false
+                    }
+                };
+                Ok(())
+            }
+            Work::Read(read) => {
+                let seq = resource.first.plus(u64::from(read.offset / mtu));
+                let bth = Bth::new(Opcode::RcReadResponseOnly, peer, seq.psn());
+                match emit_read(read, bth, resource.msn, mtu, kind, tx) {
+                    Ok(Step::Sent) => {
+                        resource.pending = !read.opens && read.offset < read.end;
+                        Ok(())
+                    }
+                    Ok(other) => return other,
+                    Err(refusal) => Err((seq, refusal)),
+                }
+            }
+        };
+        match sent {
+            Ok(()) if kind == TxKind::Retransmission => ctx.counters.retransmits += 1,
+            Ok(()) => {}
+            Err((seq, refusal)) => {
+                // The memory went away while it was read: nothing after this point is answered.
+                self.resp.replies.clear();
+                self.refuse(ctx, seq, refusal);
+            }
+        }
+        Step::Sent
+    }
+}
+
+fn ack_header(msn: Msn) -> Aeth {
+    Aeth {
+        syndrome: Syndrome::Ack(Credits::INVALID),
+        msn,
+    }
+}
+
+/// Sends one READ response with bytes as they are in memory now.
+fn emit_read(
+    read: &mut ReadReply,
+    mut bth: Bth,
+    msn: Msn,
+    mtu: u32,
+    kind: TxKind,
+    tx: &mut impl TxSink,
+) -> Result<Step, Refusal> {
+    let len = read.end.saturating_sub(read.offset).min(mtu);
+    let closes = read.offset + len >= read.end;
+    bth.opcode = read_opcode(read.opens, closes);
+    let n = len as usize;
+    let pad = n.wrapping_neg() & 3;
+    bth.pad = pad as u8;
+    let mut header = Header::new(bth);
+    header.aeth = Some(ack_header(msn));
+    let head = header.wire_len();
+    let Some(out) = tx.reserve(kind, head + n + pad) else {
+        return Ok(Step::Full);
+    };
+    header.emit(out);
+    if n > 0 {
+        let span = read.span.as_ref().ok_or(Refusal::RKey)?;
+        span.read(read.offset as usize, &mut out[head..head + n])
+            .map_err(|_| Refusal::RKey)?;
+        out[head + n..].fill(0);
+    }
+    tx.commit();
+    read.offset += len;
+    read.opens = false;
+    Ok(Step::Sent)
+}

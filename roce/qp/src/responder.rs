@@ -1,0 +1,592 @@
+//! The responder: a request passes named stages, and leaves them executed or refused.
+
+use core::cmp::Ordering;
+
+use roce_bth::{Class, Msn, NakCode, Packet, RnrTimer, Syndrome};
+use roce_mem::{AtomicError, Span};
+use roce_verbs::{AccessFlags, AsyncEvent, Completion, QpState, RKey, WcFlags, WcOpcode, WcStatus};
+
+use crate::{
+    ctx::Ctx,
+    qp::QueuePair,
+    recvq::{ActiveRecv, RecvQueue},
+    replies::{AckDue, ReadReply, Replies, Resource, Work},
+    sendq::{packets_for, resolve},
+    seq::{MAX_OUTSTANDING, Seq},
+};
+
+/// The message that is coming in.
+#[derive(Debug)]
+pub(crate) enum Inbound {
+    /// Between messages.
+    Idle,
+    /// A SEND; bytes so far.
+    Send(usize),
+    /// An RDMA WRITE: its memory (`None` for 0 bytes), bytes so far, and bytes in all.
+    Write {
+        span: Option<Span>,
+        received: u32,
+        len: u32,
+    },
+}
+
+/// The responder's state.
+#[derive(Debug)]
+pub(crate) struct Responder {
+    /// The PSN expected next.
+    pub(crate) expected: Seq,
+    /// Messages completed.
+    pub(crate) msn: Msn,
+    pub(crate) inbound: Inbound,
+    /// The receive work request that the message has taken.
+    pub(crate) receive: Option<ActiveRecv>,
+    /// A gap or a missing receive was reported: what comes out of order is dropped until `expected` arrives.
+    reported: bool,
+    /// A packet has arrived since RTR.
+    pub(crate) established: bool,
+    /// In error, with a refusal still to be sent.
+    pub(crate) closing: bool,
+    pub(crate) replies: Replies,
+}
+
+impl Responder {
+    pub(crate) fn new(first: Seq) -> Self {
+        Self {
+            expected: first,
+            msn: Msn::new(0),
+            inbound: Inbound::Idle,
+            receive: None,
+            reported: false,
+            established: false,
+            closing: false,
+            replies: Replies::new(first),
+        }
+    }
+}
+
+/// Why a request is not executed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Refusal {
+    /// No receive work request waits.
+    NoReceive,
+    /// A middle or last packet without a first.
+    MissingFirst,
+    /// A new message before the last packet of the one before.
+    MissingLast,
+    /// The queue pair does not let the peer do this.
+    Operation,
+    /// More READs and atomics than agreed.
+    TooManyRdAtomic,
+    /// The payload does not fit its place in the message.
+    Length,
+    /// The message is longer than the receive work request.
+    ReceiveTooShort,
+    /// Key, range or rights are wrong, or the memory was taken back.
+    RKey,
+    /// An atomic on a word that is not aligned.
+    Misaligned,
+    /// The memory of the receive work request can't be written.
+    LocalProtection,
+    /// The key that a SEND wanted to invalidate is not one that it may.
+    Invalidate,
+}
+
+/// What a refusal does on our side and on the peer's (IBA table 57 and 9.9.3; `rxe_resp.c`).
+struct RefusalRow {
+    /// Told to the peer. `None`: the request is acknowledged, only our side fails (class J).
+    nak: Option<NakCode>,
+    /// Status of the receive work request, if the message has taken one.
+    status: WcStatus,
+    /// Raised if it has not.
+    event: fn(roce_verbs::Qpn) -> AsyncEvent,
+}
+
+const fn refusal_row(refusal: Refusal) -> RefusalRow {
+    let invalid = RefusalRow {
+        nak: Some(NakCode::InvalidRequest),
+        status: WcStatus::RemoteInvalidRequestError,
+        event: AsyncEvent::QpRequestError,
+    };
+    match refusal {
+        Refusal::NoReceive
+        | Refusal::MissingFirst
+        | Refusal::MissingLast
+        | Refusal::Operation
+        | Refusal::TooManyRdAtomic
+        | Refusal::Length
+        | Refusal::Misaligned => invalid,
+        Refusal::ReceiveTooShort => RefusalRow {
+            status: WcStatus::LocalLengthError,
+            ..invalid
+        },
+        Refusal::RKey => RefusalRow {
+            nak: Some(NakCode::RemoteAccessError),
+            status: WcStatus::RemoteAccessError,
+            event: AsyncEvent::QpAccessError,
+        },
+        Refusal::LocalProtection => RefusalRow {
+            nak: Some(NakCode::RemoteOperationalError),
+            status: WcStatus::LocalProtectionError,
+            event: AsyncEvent::QpFatal,
+        },
+        Refusal::Invalidate => RefusalRow {
+            nak: None,
+            status: WcStatus::RemoteInvalidRequestError,
+            event: AsyncEvent::QpRequestError,
+        },
+    }
+}
+
+impl QueuePair {
+    /// GET_REQ: takes a request packet.
+    pub(crate) fn handle_request(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
+        if !matches!(self.state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe) {
+            ctx.counters.dropped_state += 1;
+            return;
+        }
+        if !self.resp.established {
+            self.resp.established = true;
+            if self.state == QpState::Rtr {
+                ctx.events.push(AsyncEvent::CommunicationEstablished(self.config.qpn));
+            }
+        }
+        let Some(seq) = self.chk_psn(ctx, packet) else { return };
+        let done = self
+            .chk_op_seq(packet)
+            .and_then(|()| self.chk_op_valid(packet))
+            .and_then(|()| self.chk_resource(ctx, packet))
+            .and_then(|()| self.chk_length(packet))
+            .and_then(|()| self.chk_rkey(ctx, packet))
+            .and_then(|()| self.execute(ctx, seq, packet));
+        match done {
+            Ok(()) => {
+                self.complete(ctx, packet);
+                self.acknowledge(ctx, packet);
+            }
+            Err(refusal) => self.refuse(ctx, seq, refusal),
+        }
+        self.settle(ctx);
+    }
+
+    /// CHK_PSN: only the expected packet goes on. A gap is reported once, a duplicate answered.
+    fn chk_psn(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) -> Option<Seq> {
+        let expected = self.resp.expected;
+        let seq = expected.nearest(packet.header.bth.psn);
+        match seq.cmp(&expected) {
+            Ordering::Equal => {
+                self.resp.reported = false;
+                // The gap is closed before its report went out.
+                if matches!(self.resp.replies.ack, AckDue::Refuse(..)) {
+                    self.resp.replies.ack = AckDue::No;
+                }
+                Some(seq)
+            }
+            Ordering::Greater => {
+                if self.resp.reported {
+                    ctx.counters.dropped_requests += 1;
+                } else {
+                    ctx.counters.out_of_seq_request += 1;
+                    self.resp.reported = true;
+                    let nak = Syndrome::Nak(NakCode::PsnSequenceError);
+                    self.resp.replies.ack = AckDue::Refuse(expected, nak);
+                }
+                None
+            }
+            Ordering::Less => {
+                ctx.counters.duplicate_request += 1;
+                self.duplicate(ctx, seq, packet);
+                None
+            }
+        }
+    }
+
+    /// CHK_OP_SEQ: messages are whole and don't overlap.
+    fn chk_op_seq(&self, packet: &Packet<'_>) -> Result<(), Refusal> {
+        let info = packet.header.bth.opcode.info();
+        let starts = info.position.starts();
+        match (&self.resp.inbound, info.class) {
+            (Inbound::Idle, _) if starts => Ok(()),
+            (Inbound::Idle, _) => Err(Refusal::MissingFirst),
+            (Inbound::Send(_), Class::Send) | (Inbound::Write { .. }, Class::Write) if !starts => Ok(()),
+            _ => Err(Refusal::MissingLast),
+        }
+    }
+
+    /// CHK_OP_VALID: the queue pair lets the peer do this (IBA 9.7.4.1.3).
+    fn chk_op_valid(&self, packet: &Packet<'_>) -> Result<(), Refusal> {
+        let need = match packet.header.bth.opcode.info().class {
+            Class::Write => AccessFlags::REMOTE_WRITE,
+            Class::ReadRequest => AccessFlags::REMOTE_READ,
+            Class::Atomic => AccessFlags::REMOTE_ATOMIC,
+            _ => AccessFlags::empty(),
+        };
+        match self.access.contains(need) {
+            true => Ok(()),
+            false => Err(Refusal::Operation),
+        }
+    }
+
+    /// CHK_RESOURCE: a receive work request for messages that consume one, a resource for those that are answered.
+    fn chk_resource(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) -> Result<(), Refusal> {
+        let info = packet.header.bth.opcode.info();
+        match info.class {
+            Class::Send if info.position.starts() => self.take_receive(ctx, true),
+            Class::Write if info.imm => self.take_receive(ctx, false),
+            Class::ReadRequest | Class::Atomic => {
+                let max = usize::from(self.attr.max_dest_rd_atomic.unwrap_or(0));
+                match self.resp.replies.make_room(max) {
+                    true => Ok(()),
+                    false => Err(Refusal::TooManyRdAtomic),
+                }
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn take_receive(&mut self, ctx: &mut Ctx<'_>, with_memory: bool) -> Result<(), Refusal> {
+        let wqe = self.rq.pop().ok_or(Refusal::NoReceive)?;
+        let list = match with_memory {
+            true => resolve(ctx.mem, self.config.pd, &wqe.sges, AccessFlags::LOCAL_WRITE),
+            false => Some(roce_mem::SgList::new()),
+        };
+        let found = list.is_some();
+        self.resp.receive = Some(ActiveRecv {
+            wr_id: wqe.wr_id,
+            list: list.unwrap_or_default(),
+        });
+        if found { Ok(()) } else { Err(Refusal::LocalProtection) }
+    }
+
+    /// CHK_LENGTH: all packets but the last are full, the last is not empty (IBA 9.7.4.1.6), and everything adds up.
+    fn chk_length(&self, packet: &Packet<'_>) -> Result<(), Refusal> {
+        let info = packet.header.bth.opcode.info();
+        let len = packet.payload.len();
+        let position = info.position;
+        let shape = match (position.starts(), position.ends()) {
+            (_, false) => len == self.mtu,
+            (false, true) => len >= 1 && len <= self.mtu,
+            (true, true) => len <= self.mtu,
+        };
+        if !shape {
+            return Err(Refusal::Length);
+        }
+        match info.class {
+            Class::Send => {
+                let before = if let Inbound::Send(n) = self.resp.inbound { n } else { 0 };
+                let room = self.resp.receive.as_ref().map_or(0, |r| r.list.len());
+                match before + len <= room {
+                    true => Ok(()),
+                    false => Err(Refusal::ReceiveTooShort),
+                }
+            }
+            Class::Write => {
+                let rest = match (&self.resp.inbound, packet.header.reth) {
+                    (Inbound::Write { received, len, .. }, _) => len - received,
+                    (_, Some(reth)) if reth.dma_len <= self.config.max_msg_size => reth.dma_len,
+                    _ => return Err(Refusal::Length),
+                } as usize;
+                // The last packet brings exactly what is left, every other one leaves some.
+                match if position.ends() { len == rest } else { len < rest } {
+                    true => Ok(()),
+                    false => Err(Refusal::Length),
+                }
+            }
+            Class::ReadRequest => match packet.header.reth {
+                Some(reth) if reth.dma_len <= self.config.max_msg_size => Ok(()),
+                _ => Err(Refusal::Length),
+            },
+            _ => Ok(()),
+        }
+    }
+
+    fn remote_span(
+        &self,
+        ctx: &Ctx<'_>,
+        rkey: RKey,
+        va: u64,
+        len: u32,
+        need: AccessFlags,
+    ) -> Result<Option<Span>, Refusal> {
+        if len == 0 {
+            return Ok(None);
+        }
+        let (pd, qpn) = (self.config.pd, self.config.qpn);
+        let span = ctx.mem.resolve_remote(pd, qpn, rkey, va, len, need);
+        span.map(Some).map_err(|_| Refusal::RKey)
+    }
+
+    /// CHK_RKEY: the whole range of a message is checked with its first packet (IBA 9.7.4.1.5).
+    fn chk_rkey(&mut self, ctx: &Ctx<'_>, packet: &Packet<'_>) -> Result<(), Refusal> {
+        let info = packet.header.bth.opcode.info();
+        if info.class == Class::Write
+            && let Some(reth) = packet.header.reth
+        {
+            self.resp.inbound = Inbound::Write {
+                span: self.remote_span(ctx, reth.rkey, reth.va, reth.dma_len, AccessFlags::REMOTE_WRITE)?,
+                received: 0,
+                len: reth.dma_len,
+            };
+        }
+        Ok(())
+    }
+
+    /// EXECUTE: moves the bytes, and the responder on to the next packet.
+    fn execute(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<(), Refusal> {
+        let info = packet.header.bth.opcode.info();
+        let mut packets = 1;
+        match info.class {
+            Class::Send => self.execute_send(ctx, packet)?,
+            Class::Write => self.execute_write(packet)?,
+            Class::ReadRequest => packets = self.execute_read(ctx, seq, packet)?,
+            Class::Atomic => self.execute_atomic(ctx, seq, packet)?,
+            _ => return Err(Refusal::Operation),
+        }
+        self.resp.expected = seq.plus(u64::from(packets));
+        if info.position.ends() {
+            // A READ counts as soon as it is accepted (IBA C9-148), others when they are done.
+            self.resp.msn = self.resp.msn.next();
+            self.resp.inbound = match (info.class, core::mem::replace(&mut self.resp.inbound, Inbound::Idle)) {
+                // COMPLETE still needs the length.
+                (Class::Send | Class::Write, inbound) if self.resp.receive.is_some() => inbound,
+                _ => Inbound::Idle,
+            };
+        }
+        if info.class != Class::ReadRequest {
+            self.resp.replies.executed = (self.resp.expected, self.resp.msn);
+        }
+        Ok(())
+    }
+
+    fn execute_send(&mut self, ctx: &Ctx<'_>, packet: &Packet<'_>) -> Result<(), Refusal> {
+        let before = if let Inbound::Send(n) = self.resp.inbound { n } else { 0 };
+        let receive = self.resp.receive.as_ref().ok_or(Refusal::NoReceive)?;
+        let written = receive.list.write_at(before, packet.payload);
+        written.map_err(|_| Refusal::LocalProtection)?;
+        if let Some(key) = packet.header.ieth {
+            let done = ctx.mem.invalidate(self.config.pd, self.config.qpn, key);
+            done.map_err(|_| Refusal::Invalidate)?;
+        }
+        self.resp.inbound = Inbound::Send(before + packet.payload.len());
+        Ok(())
+    }
+
+    fn execute_write(&mut self, packet: &Packet<'_>) -> Result<(), Refusal> {
+        let Inbound::Write { span, received, .. } = &mut self.resp.inbound else {
+            return Err(Refusal::MissingFirst);
+        };
+        if let Some(span) = span {
+            let written = span.write(*received as usize, packet.payload);
+            written.map_err(|_| Refusal::RKey)?;
+        }
+        *received += packet.payload.len() as u32;
+        Ok(())
+    }
+
+    fn execute_read(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<u32, Refusal> {
+        let reth = packet.header.reth.unwrap_or_default();
+        let packets = packets_for(reth.dma_len, self.mtu);
+        if u64::from(packets) > MAX_OUTSTANDING {
+            return Err(Refusal::Length);
+        }
+        let span = self.remote_span(ctx, reth.rkey, reth.va, reth.dma_len, AccessFlags::REMOTE_READ)?;
+        let work = Work::Read(ReadReply {
+            va: reth.va,
+            rkey: reth.rkey,
+            len: reth.dma_len,
+            span,
+            offset: 0,
+            end: reth.dma_len,
+            opens: true,
+        });
+        self.add_resource(ctx, seq, packets, work);
+        Ok(packets)
+    }
+
+    fn execute_atomic(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<(), Refusal> {
+        let eth = packet.header.atomic_eth.unwrap_or_default();
+        let span = self.remote_span(ctx, eth.rkey, eth.va, 8, AccessFlags::REMOTE_ATOMIC)?;
+        let span = span.ok_or(Refusal::RKey)?;
+        if !eth.va.is_multiple_of(8) {
+            return Err(Refusal::Misaligned);
+        }
+        let swap = packet.header.bth.opcode == roce_bth::Opcode::RcCompareSwap;
+        let done = match swap {
+            true => span.compare_swap(eth.compare, eth.swap_add),
+            false => span.fetch_add(eth.swap_add),
+        };
+        let original = done.map_err(|e| match e {
+            AtomicError::Revoked(_) => Refusal::RKey,
+            AtomicError::Misaligned => Refusal::Misaligned,
+        })?;
+        self.add_resource(ctx, seq, 1, Work::Atomic(original));
+        Ok(())
+    }
+
+    fn add_resource(&mut self, ctx: &mut Ctx<'_>, first: Seq, packets: u32, work: Work) {
+        self.resp.replies.ack_implied(ctx);
+        self.resp.replies.push(Resource {
+            first,
+            packets,
+            msn: self.resp.msn.next(),
+            work,
+            pending: true,
+            replay: false,
+        });
+    }
+
+    /// COMPLETE: the receive work request that the message has taken, at its end.
+    fn complete(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
+        let info = packet.header.bth.opcode.info();
+        if !info.position.ends() {
+            return;
+        }
+        let Some(receive) = self.resp.receive.take() else {
+            return;
+        };
+        let (opcode, byte_len) = match core::mem::replace(&mut self.resp.inbound, Inbound::Idle) {
+            Inbound::Send(n) => (WcOpcode::Recv, n as u32),
+            Inbound::Write { len, .. } => (WcOpcode::RecvRdmaWithImm, len),
+            Inbound::Idle => (WcOpcode::Recv, 0),
+        };
+        let mut flags = WcFlags::empty();
+        flags.set(WcFlags::WITH_IMM, info.imm);
+        flags.set(WcFlags::WITH_INV, info.ieth);
+        ctx.counters.rdma_recvs += 1;
+        let completion = Completion {
+            wr_id: receive.wr_id,
+            status: WcStatus::Success,
+            opcode,
+            byte_len,
+            imm: packet.header.imm.unwrap_or(0),
+            invalidated: packet.header.ieth.unwrap_or_default(),
+            qpn: self.config.qpn,
+            src_qp: self.peer,
+            flags,
+            solicited: packet.header.bth.solicited,
+            ..Completion::default()
+        };
+        self.push_recv(ctx, completion);
+    }
+
+    /// ACKNOWLEDGE: READs and atomics are answered with data, the others on request.
+    fn acknowledge(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
+        let class = packet.header.bth.opcode.info().class;
+        if matches!(class, Class::Send | Class::Write) && packet.header.bth.ack_req {
+            self.resp.replies.ack_due(ctx);
+        }
+    }
+
+    /// Answers a request that was received before (IBA 9.7.5.1.2): SEND and WRITE are acknowledged again, a READ is
+    /// done again, an atomic gets its saved result.
+    fn duplicate(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) {
+        match packet.header.bth.opcode.info().class {
+            Class::Send | Class::Write => {
+                // A gap or a missing receive that is about to be reported says the same and more.
+                if !matches!(self.resp.replies.ack, AckDue::Refuse(..)) {
+                    self.resp.replies.ack_due(ctx);
+                }
+            }
+            Class::ReadRequest => self.duplicate_read(ctx, seq, packet),
+            Class::Atomic => match self.resp.replies.find(seq) {
+                Some(Resource {
+                    work: Work::Atomic(_), ..
+                }) => self.resp.replies.replay(seq),
+                _ => ctx.counters.dropped_requests += 1,
+            },
+            _ => ctx.counters.dropped_opcode += 1,
+        }
+    }
+
+    /// A READ asked for again, whole or from some packet on: it must be a part of the READ that was asked for.
+    fn duplicate_read(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) {
+        let mtu = self.mtu as u64;
+        let reth = packet.header.reth.unwrap_or_default();
+        let Some((first, va, rkey, len)) = self.resp.replies.find(seq).and_then(|r| match &r.work {
+            Work::Read(read) => Some((r.first, read.va, read.rkey, read.len)),
+            Work::Atomic(_) => None,
+        }) else {
+            ctx.counters.dropped_requests += 1;
+            return;
+        };
+        let offset = seq.since(first) * mtu;
+        let fits = reth.rkey == rkey
+            && reth.va == va.wrapping_add(offset)
+            && offset + u64::from(reth.dma_len) <= u64::from(len);
+        if !fits {
+            ctx.counters.dropped_requests += 1;
+            return;
+        }
+        // The peer's right to read is checked anew, as for a new request.
+        let span = match self.remote_span(ctx, rkey, va, len, AccessFlags::REMOTE_READ) {
+            Ok(span) => span,
+            Err(refusal) => {
+                self.refuse(ctx, seq, refusal);
+                return;
+            }
+        };
+        if let Some(Resource {
+            work: Work::Read(read), ..
+        }) = self.resp.replies.find(seq)
+        {
+            read.span = span;
+            read.offset = offset as u32;
+            read.end = offset as u32 + reth.dma_len;
+            read.opens = true;
+        }
+        self.resp.replies.replay(seq);
+    }
+
+    /// Refuses a request: for now if only the receive work request is missing, else for good.
+    pub(crate) fn refuse(&mut self, ctx: &mut Ctx<'_>, seq: Seq, refusal: Refusal) {
+        if refusal == Refusal::NoReceive {
+            ctx.counters.send_rnr_err += 1;
+            self.resp.reported = true;
+            let timer: RnrTimer = self.attr.min_rnr_timer.unwrap_or_default();
+            self.resp.replies.ack = AckDue::Refuse(seq, Syndrome::Rnr(timer));
+            return;
+        }
+        let row = refusal_row(refusal);
+        self.resp.inbound = Inbound::Idle;
+        match self.resp.receive.take() {
+            Some(receive) => self.complete_receive_error(ctx, receive.wr_id, row.status),
+            None => ctx.events.push((row.event)(self.config.qpn)),
+        }
+        self.resp.closing = true;
+        self.resp.replies.ack = match row.nak {
+            Some(code) => {
+                ctx.counters.naks_sent += 1;
+                AckDue::Refuse(seq, Syndrome::Nak(code))
+            }
+            None => {
+                self.resp.expected = seq.plus(1);
+                self.resp.msn = self.resp.msn.next();
+                self.resp.replies.executed = (self.resp.expected, self.resp.msn);
+                AckDue::Ack
+            }
+        };
+        self.enter_error(ctx);
+    }
+
+    pub(crate) fn complete_receive_error(&mut self, ctx: &mut Ctx<'_>, wr_id: u64, status: WcStatus) {
+        let completion = Completion {
+            wr_id,
+            status,
+            opcode: WcOpcode::Recv,
+            qpn: self.config.qpn,
+            ..Completion::default()
+        };
+        self.push_recv(ctx, completion);
+    }
+
+    /// Flushes the receive queue.
+    pub(crate) fn flush_receives(&mut self, ctx: &mut Ctx<'_>) {
+        self.resp.inbound = Inbound::Idle;
+        if let Some(receive) = self.resp.receive.take() {
+            self.complete_receive_error(ctx, receive.wr_id, WcStatus::FlushError);
+        }
+        let mut rq: RecvQueue = core::mem::take(&mut self.rq);
+        while let Some(wqe) = rq.pop() {
+            self.complete_receive_error(ctx, wqe.wr_id, WcStatus::FlushError);
+        }
+    }
+}

@@ -1,0 +1,278 @@
+//! The send queue: work requests with their places in the packet sequence.
+
+use std::collections::VecDeque;
+
+use roce_bth::{Class, Opcode};
+use roce_mem::{MemoryTable, PdHandle, Revoked, SgList};
+use roce_verbs::{AccessFlags, Payload, SendFlags, SendOp, SendWr, Sge, WcOpcode, WcStatus};
+use smallvec::SmallVec;
+
+use crate::seq::Seq;
+
+/// What a send work request is, as far as packets go.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Kind {
+    Send,
+    Write,
+    Read,
+    Atomic,
+    /// Executed here, without a packet.
+    Local,
+}
+
+/// One row per operation: kind, completion opcode, and the opcodes of its packets (first, middle, last, only).
+struct OpRow {
+    kind: Kind,
+    wc: WcOpcode,
+    packets: [Opcode; 4],
+}
+
+const fn op_row(kind: Kind, wc: WcOpcode, packets: [Opcode; 4]) -> OpRow {
+    OpRow { kind, wc, packets }
+}
+
+use Opcode as O;
+
+static SEND: OpRow = op_row(
+    Kind::Send,
+    WcOpcode::Send,
+    [O::RcSendFirst, O::RcSendMiddle, O::RcSendLast, O::RcSendOnly],
+);
+static SEND_IMM: OpRow = op_row(
+    Kind::Send,
+    WcOpcode::Send,
+    [O::RcSendFirst, O::RcSendMiddle, O::RcSendLastImm, O::RcSendOnlyImm],
+);
+static SEND_INV: OpRow = op_row(
+    Kind::Send,
+    WcOpcode::Send,
+    [O::RcSendFirst, O::RcSendMiddle, O::RcSendLastInv, O::RcSendOnlyInv],
+);
+static WRITE: OpRow = op_row(
+    Kind::Write,
+    WcOpcode::RdmaWrite,
+    [O::RcWriteFirst, O::RcWriteMiddle, O::RcWriteLast, O::RcWriteOnly],
+);
+static WRITE_IMM: OpRow = op_row(
+    Kind::Write,
+    WcOpcode::RdmaWrite,
+    [O::RcWriteFirst, O::RcWriteMiddle, O::RcWriteLastImm, O::RcWriteOnlyImm],
+);
+static READ: OpRow = op_row(Kind::Read, WcOpcode::RdmaRead, [O::RcReadRequest; 4]);
+static COMPARE_SWAP: OpRow = op_row(Kind::Atomic, WcOpcode::CompareSwap, [O::RcCompareSwap; 4]);
+static FETCH_ADD: OpRow = op_row(Kind::Atomic, WcOpcode::FetchAdd, [O::RcFetchAdd; 4]);
+static INVALIDATE: OpRow = op_row(Kind::Local, WcOpcode::LocalInvalidate, [O::RcSendOnly; 4]);
+static REGISTER: OpRow = op_row(Kind::Local, WcOpcode::FastRegister, [O::RcSendOnly; 4]);
+static BIND: OpRow = op_row(Kind::Local, WcOpcode::BindWindow, [O::RcSendOnly; 4]);
+
+const fn op_info(op: &SendOp) -> &'static OpRow {
+    match op {
+        SendOp::Send => &SEND,
+        SendOp::SendWithImm(_) => &SEND_IMM,
+        SendOp::SendWithInv(_) => &SEND_INV,
+        SendOp::Write(_) => &WRITE,
+        SendOp::WriteWithImm(..) => &WRITE_IMM,
+        SendOp::Read(_) => &READ,
+        SendOp::CompareSwap { .. } => &COMPARE_SWAP,
+        SendOp::FetchAdd { .. } => &FETCH_ADD,
+        SendOp::LocalInvalidate(_) => &INVALIDATE,
+        SendOp::FastRegister(_) => &REGISTER,
+        SendOp::BindWindow(_) => &BIND,
+    }
+}
+
+/// What an operation is.
+pub(crate) const fn kind_of(op: &SendOp) -> Kind {
+    op_info(op).kind
+}
+
+/// Local bytes of a work request.
+#[derive(Clone, Debug)]
+pub(crate) enum Data {
+    /// Not looked at yet: a fast registration queued before may be what makes the keys valid.
+    Sges(SmallVec<[Sge; 1]>),
+    /// Checked, since the work request started.
+    List(SgList),
+    /// A copy made when it was posted.
+    Inline(SmallVec<[u8; 32]>),
+}
+
+impl Data {
+    pub(crate) fn new(payload: &Payload<'_>) -> Self {
+        match payload {
+            Payload::Sges(sges) => Self::Sges(SmallVec::from_slice(sges)),
+            Payload::Inline(bytes) => Self::Inline(SmallVec::from_slice(bytes)),
+        }
+    }
+
+    /// Copies a range out.
+    pub(crate) fn read_at(&self, offset: usize, out: &mut [u8]) -> Result<(), Revoked> {
+        match self {
+            Self::List(list) => list.read_at(offset, out),
+            Self::Inline(bytes) => {
+                let src = offset.checked_add(out.len()).and_then(|end| bytes.get(offset..end));
+                out.copy_from_slice(src.ok_or(Revoked)?);
+                Ok(())
+            }
+            Self::Sges(_) => Err(Revoked),
+        }
+    }
+
+    /// Copies a range in.
+    pub(crate) fn write_at(&self, offset: usize, data: &[u8]) -> Result<(), Revoked> {
+        match self {
+            Self::List(list) => list.write_at(offset, data),
+            _ => Err(Revoked),
+        }
+    }
+}
+
+/// Checks scatter/gather elements.
+pub(crate) fn resolve(mem: &MemoryTable, pd: PdHandle, sges: &[Sge], need: AccessFlags) -> Option<SgList> {
+    let mut list = SgList::new();
+    for sge in sges.iter().filter(|s| s.length > 0) {
+        list.push(mem.resolve_local(pd, sge, need).ok()?);
+    }
+    Some(list)
+}
+
+/// How far a work request has come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Progress {
+    Posted,
+    /// A packet of it was sent, or could have been.
+    Started,
+    /// A local operation that is done.
+    Executed,
+    /// It failed here. The error is reported when everything before it has completed.
+    Failed(WcStatus),
+}
+
+/// A send work request in the queue.
+#[derive(Debug)]
+pub(crate) struct SendWqe {
+    pub(crate) wr_id: u64,
+    pub(crate) op: SendOp,
+    pub(crate) flags: SendFlags,
+    pub(crate) progress: Progress,
+    pub(crate) len: u32,
+    /// PSNs that it takes; none for local operations.
+    pub(crate) packets: u32,
+    /// The first of them.
+    pub(crate) first: Seq,
+    pub(crate) data: Data,
+}
+
+impl SendWqe {
+    pub(crate) fn kind(&self) -> Kind {
+        op_info(&self.op).kind
+    }
+
+    pub(crate) fn wc_opcode(&self) -> WcOpcode {
+        op_info(&self.op).wc
+    }
+
+    /// Whether data comes back: READ and atomics.
+    pub(crate) fn has_response(&self) -> bool {
+        matches!(self.kind(), Kind::Read | Kind::Atomic)
+    }
+
+    /// One past the last PSN.
+    pub(crate) fn end(&self) -> Seq {
+        self.first.plus(u64::from(self.packets))
+    }
+
+    /// The opcode of packet `index`.
+    pub(crate) fn opcode(&self, index: u64) -> Opcode {
+        let row = &op_info(&self.op).packets;
+        match (index == 0, index + 1 >= u64::from(self.packets)) {
+            (true, true) => row[3],
+            (true, false) => row[0],
+            (false, false) => row[1],
+            (false, true) => row[2],
+        }
+    }
+
+    /// Offset of packet `index`'s payload, and its length.
+    pub(crate) fn slice(&self, index: u64, mtu: usize) -> (usize, usize) {
+        let len = self.len as usize;
+        let offset = (index as usize).saturating_mul(mtu).min(len);
+        (offset, (len - offset).min(mtu))
+    }
+
+    /// What the packets `from..to` weigh in the window.
+    pub(crate) fn cost(&self, from: Seq, to: Seq, mtu: usize) -> usize {
+        let (from, to) = (from.max(self.first), to.min(self.end()));
+        let n = to.since(from);
+        if n == 0 {
+            return 0;
+        }
+        let a = self.slice(from.since(self.first), mtu).0;
+        let (b, last) = self.slice(to.since(self.first) - 1, mtu);
+        b + last - a + n as usize * PACKET_OVERHEAD
+    }
+
+    /// Whether a packet of this class may answer the work request.
+    pub(crate) fn expects(&self, class: Class) -> bool {
+        match class {
+            Class::ReadResponse => self.kind() == Kind::Read,
+            Class::AtomicAcknowledge => self.kind() == Kind::Atomic,
+            _ => false,
+        }
+    }
+}
+
+/// What a packet weighs beside its payload: headers, and the receiver's bookkeeping for one datagram.
+pub(crate) const PACKET_OVERHEAD: usize = 256;
+
+/// The queue.
+#[derive(Debug)]
+pub(crate) struct SendQueue {
+    pub(crate) wqes: VecDeque<SendWqe>,
+    /// The PSN that the next work request starts with.
+    pub(crate) tail: Seq,
+}
+
+/// Queues that grew longer than this give memory back when they run empty.
+pub(crate) const KEEP_CAPACITY: usize = 32;
+
+impl SendQueue {
+    pub(crate) fn new(first: Seq) -> Self {
+        Self {
+            wqes: VecDeque::new(),
+            tail: first,
+        }
+    }
+
+    /// Appends a work request whose arguments were checked.
+    pub(crate) fn push(&mut self, wr: &SendWr<'_>, len: u32, mtu: usize) {
+        let packets = match kind_of(&wr.op) {
+            Kind::Local => 0,
+            _ => packets_for(len, mtu),
+        };
+        self.wqes.push_back(SendWqe {
+            wr_id: wr.wr_id,
+            op: wr.op,
+            flags: wr.flags,
+            progress: Progress::Posted,
+            len,
+            packets,
+            first: self.tail,
+            data: Data::new(&wr.payload),
+        });
+        self.tail = self.tail.plus(u64::from(packets));
+    }
+
+    pub(crate) fn pop(&mut self) -> Option<SendWqe> {
+        let wqe = self.wqes.pop_front();
+        if self.wqes.is_empty() && self.wqes.capacity() > KEEP_CAPACITY {
+            self.wqes.shrink_to(KEEP_CAPACITY);
+        }
+        wqe
+    }
+}
+
+/// Packets of a message: at least one.
+pub(crate) fn packets_for(len: u32, mtu: usize) -> u32 {
+    len.div_ceil(mtu as u32).max(1)
+}

@@ -1,0 +1,460 @@
+//! Two queue pairs joined by vectors of packets, under explicit time, with a script that decides each packet's fate.
+
+use std::{
+    collections::VecDeque,
+    net::{IpAddr, Ipv4Addr},
+    sync::Arc,
+    time::Duration,
+};
+
+use roce_bth::{Aeth, AtomicEth, Bth, Header, Opcode, Packet, Psn, Qpn, Reth, RnrTimer};
+use roce_mem::{MemoryTable, PdHandle, Region};
+use roce_qp::{CompletionQueue, Counters, Ctx, Poll, QpConfig, QueuePair, TxKind, TxSink, Window, WindowConfig};
+use roce_verbs::{
+    AccessFlags, AddressVector, AsyncEvent, Completion, DeviceLimits, Instant, LKey, Mtu, Payload, QpAttr, QpCaps,
+    QpState, QpType, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, wr::PostError,
+};
+
+pub const ALL: AccessFlags = AccessFlags::LOCAL_WRITE
+    .union(AccessFlags::REMOTE_WRITE)
+    .union(AccessFlags::REMOTE_READ)
+    .union(AccessFlags::REMOTE_ATOMIC)
+    .union(AccessFlags::MW_BIND);
+
+/// How a pair is set up.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    pub mtu: Mtu,
+    pub psn: u32,
+    pub timeout: u8,
+    pub retry_cnt: u8,
+    pub rnr_retry: u8,
+    pub min_rnr_timer: u8,
+    pub rd_atomic: u8,
+    pub caps: QpCaps,
+    pub signal_all: bool,
+    pub access: AccessFlags,
+    pub window: WindowConfig,
+    pub cqe: u32,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        Self {
+            mtu: Mtu::B1024,
+            psn: 0x00ff_fff0,
+            timeout: 14,
+            retry_cnt: 7,
+            rnr_retry: 7,
+            min_rnr_timer: 1,
+            rd_atomic: 4,
+            caps: QpCaps::default(),
+            signal_all: true,
+            access: ALL,
+            window: WindowConfig {
+                initial: 256 << 10,
+                min: 16 << 10,
+                max: 1 << 20,
+            },
+            cqe: 4096,
+        }
+    }
+}
+
+/// Keeps packets, with room for an ICRC that nobody checks here.
+#[derive(Default)]
+pub struct VecSink {
+    pub sent: VecDeque<(TxKind, Vec<u8>)>,
+    pending: Option<(TxKind, Vec<u8>)>,
+    pub room: Option<usize>,
+}
+
+impl TxSink for VecSink {
+    fn reserve(&mut self, kind: TxKind, len: usize) -> Option<&mut [u8]> {
+        if self.room.is_some_and(|r| self.sent.len() >= r) {
+            return None;
+        }
+        self.pending = Some((kind, vec![0xee; len]));
+        self.pending.as_mut().map(|(_, b)| b.as_mut_slice())
+    }
+
+    fn commit(&mut self) {
+        let (kind, mut bytes) = self.pending.take().expect("commit without reserve");
+        bytes.extend([0; 4]);
+        self.sent.push_back((kind, bytes));
+    }
+}
+
+pub struct Side {
+    pub mem: MemoryTable,
+    pub pd: PdHandle,
+    pub qp: QueuePair,
+    pub window: Window,
+    pub events: Vec<AsyncEvent>,
+    pub counters: Counters,
+    pub send_cq: Arc<CompletionQueue>,
+    pub recv_cq: Arc<CompletionQueue>,
+    pub sink: VecSink,
+    pub now: Instant,
+}
+
+macro_rules! ctx {
+    ($side:expr) => {
+        &mut Ctx {
+            now: $side.now,
+            mem: &$side.mem,
+            window: &mut $side.window,
+            events: &mut $side.events,
+            counters: &mut $side.counters,
+        }
+    };
+}
+
+impl Side {
+    pub fn new(qpn: u32, setup: &Setup) -> Self {
+        let mem = MemoryTable::new([qpn as u8; 32], &DeviceLimits::software(1));
+        let pd = mem.alloc_pd().unwrap();
+        let send_cq = CompletionQueue::new(1, setup.cqe, None);
+        let recv_cq = CompletionQueue::new(2, setup.cqe, None);
+        let qp = QueuePair::new(QpConfig {
+            qpn: Qpn::new(qpn),
+            pd,
+            qp_type: QpType::Rc,
+            send_cq: send_cq.clone(),
+            recv_cq: recv_cq.clone(),
+            caps: setup.caps,
+            signal_all: setup.signal_all,
+            max_msg_size: 1 << 31,
+        });
+        Self {
+            mem,
+            pd,
+            qp: qp.unwrap(),
+            window: Window::new(setup.window),
+            events: Vec::new(),
+            counters: Counters::default(),
+            send_cq,
+            recv_cq,
+            sink: VecSink::default(),
+            now: Instant::from_nanos(1_000_000),
+        }
+    }
+
+    pub fn modify(&mut self, attr: &QpAttr) {
+        self.qp.modify(ctx!(self), attr).unwrap();
+    }
+
+    pub fn to_rtr(&mut self, setup: &Setup, peer: u32, psn: u32) {
+        self.modify(&QpAttr {
+            state: Some(QpState::Init),
+            access: Some(setup.access),
+            pkey_index: Some(0),
+            port: Some(1),
+            ..QpAttr::default()
+        });
+        self.modify(&QpAttr {
+            state: Some(QpState::Rtr),
+            av: Some(AddressVector::new(
+                IpAddr::V4(Ipv4Addr::LOCALHOST),
+                IpAddr::V4(Ipv4Addr::LOCALHOST),
+            )),
+            path_mtu: Some(setup.mtu),
+            dest_qpn: Some(Qpn::new(peer)),
+            rq_psn: Some(Psn::new(psn)),
+            max_dest_rd_atomic: Some(setup.rd_atomic),
+            min_rnr_timer: Some(RnrTimer::new(setup.min_rnr_timer)),
+            ..QpAttr::default()
+        });
+    }
+
+    pub fn to_rts(&mut self, setup: &Setup, psn: u32) {
+        self.modify(&QpAttr {
+            state: Some(QpState::Rts),
+            timeout: Some(setup.timeout),
+            retry_cnt: Some(setup.retry_cnt),
+            rnr_retry: Some(setup.rnr_retry),
+            sq_psn: Some(Psn::new(psn)),
+            max_rd_atomic: Some(setup.rd_atomic),
+            ..QpAttr::default()
+        });
+    }
+
+    pub fn region(&self, len: usize) -> Arc<Region> {
+        self.mem.alloc_region(self.pd, len, ALL).unwrap()
+    }
+
+    pub fn filled(&self, len: usize, salt: u8) -> Arc<Region> {
+        let region = self.region(len);
+        region.write(0, &pattern(len, salt)).unwrap();
+        region
+    }
+
+    pub fn try_send(&mut self, wr: &SendWr<'_>) -> Result<(), PostError> {
+        self.qp.post_send(ctx!(self), wr)
+    }
+
+    pub fn send(&mut self, wr_id: u64, op: SendOp, sges: &[Sge]) {
+        self.send_flags(wr_id, op, sges, SendFlags::SIGNALED);
+    }
+
+    pub fn send_flags(&mut self, wr_id: u64, op: SendOp, sges: &[Sge], flags: SendFlags) {
+        let payload = Payload::Sges(sges);
+        self.try_send(&SendWr {
+            wr_id,
+            op,
+            flags,
+            payload,
+        })
+        .unwrap();
+    }
+
+    pub fn recv(&mut self, wr_id: u64, sges: &[Sge]) {
+        self.qp.post_recv(ctx!(self), &RecvWr { wr_id, sges }).unwrap();
+    }
+
+    pub fn poll_transmit(&mut self) -> Poll {
+        self.qp.poll_transmit(ctx!(self), &mut self.sink)
+    }
+
+    pub fn handle(&mut self, bytes: &[u8]) {
+        let packet = Packet::parse(bytes).expect("the engine made a packet that does not parse");
+        self.qp.handle_packet(ctx!(self), &packet);
+    }
+
+    pub fn timeout(&mut self) {
+        self.qp.handle_timeout(ctx!(self));
+    }
+
+    pub fn completions(&self) -> Vec<Completion> {
+        let mut out = Vec::new();
+        let _ = self.send_cq.poll(&mut out, usize::MAX);
+        out
+    }
+
+    pub fn received(&self) -> Vec<Completion> {
+        let mut out = Vec::new();
+        let _ = self.recv_cq.poll(&mut out, usize::MAX);
+        out
+    }
+
+    /// Everything that the queue pair sends now, parsed.
+    pub fn drain(&mut self) -> Vec<(TxKind, Vec<u8>)> {
+        let mut out = Vec::new();
+        loop {
+            let more = self.poll_transmit() == Poll::More;
+            out.extend(self.sink.sent.drain(..));
+            if !more {
+                return out;
+            }
+        }
+    }
+
+    /// Everything that the queue pair sends now, as opcodes and PSNs.
+    pub fn headers(&mut self) -> Vec<Header> {
+        self.drain()
+            .iter()
+            .map(|(_, b)| Packet::parse(b).unwrap().header)
+            .collect()
+    }
+}
+
+pub fn sge(region: &Region, offset: usize, length: usize) -> Sge {
+    Sge {
+        addr: region.addr() + offset as u64,
+        length: length as u32,
+        lkey: region.lkey(),
+    }
+}
+
+pub fn at(region: &Region, offset: usize) -> RemoteAddr {
+    RemoteAddr {
+        addr: region.addr() + offset as u64,
+        rkey: region.rkey(),
+    }
+}
+
+pub fn bytes(region: &Region, offset: usize, len: usize) -> Vec<u8> {
+    let mut out = vec![0; len];
+    region.read(offset, &mut out).unwrap();
+    out
+}
+
+pub fn pattern(len: usize, salt: u8) -> Vec<u8> {
+    (0..len)
+        .map(|i| (i as u32).wrapping_mul(2_654_435_761).to_be_bytes()[1] ^ salt)
+        .collect()
+}
+
+/// Which way a packet goes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Dir {
+    AtoB,
+    BtoA,
+}
+
+/// What becomes of a packet.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Fate {
+    Deliver,
+    Drop,
+    Twice,
+    /// Arrives after as many later packets.
+    Late(usize),
+}
+
+pub struct Pair {
+    pub a: Side,
+    pub b: Side,
+    pub setup: Setup,
+    pub now: Instant,
+    /// One way.
+    pub delay: Duration,
+    wire: VecDeque<(Instant, Dir, Vec<u8>)>,
+    late: Vec<(usize, Dir, Vec<u8>)>,
+}
+
+pub const A: u32 = 0x11;
+pub const B: u32 = 0x22;
+
+impl Pair {
+    pub fn new(setup: Setup) -> Self {
+        let mut a = Side::new(A, &setup);
+        let mut b = Side::new(B, &setup);
+        let (pa, pb) = (setup.psn, setup.psn ^ 0x5555);
+        a.to_rtr(&setup, B, pb);
+        b.to_rtr(&setup, A, pa);
+        a.to_rts(&setup, pa);
+        b.to_rts(&setup, pb);
+        let now = a.now;
+        Self {
+            a,
+            b,
+            setup,
+            now,
+            delay: Duration::from_micros(20),
+            wire: VecDeque::new(),
+            late: Vec::new(),
+        }
+    }
+
+    fn set_now(&mut self, now: Instant) {
+        self.now = now;
+        self.a.now = now;
+        self.b.now = now;
+    }
+
+    /// Runs without faults until nothing happens any more.
+    pub fn run(&mut self) {
+        self.run_with(Duration::from_secs(60), |_, _| Fate::Deliver);
+    }
+
+    /// Runs until nothing happens any more, or `limit` of virtual time has gone by.
+    pub fn run_with(&mut self, limit: Duration, mut fate: impl FnMut(Dir, &Packet<'_>) -> Fate) {
+        let end = self.now + limit;
+        loop {
+            self.collect(&mut fate);
+            let next = [
+                self.wire.front().map(|w| w.0),
+                self.a.qp.next_timeout(),
+                self.b.qp.next_timeout(),
+            ];
+            let Some(next) = next.into_iter().flatten().min() else {
+                break;
+            };
+            if next > end {
+                break;
+            }
+            let now = self.now.max(next);
+            self.set_now(now);
+            while self.wire.front().is_some_and(|w| w.0 <= now) {
+                let (_, dir, bytes) = self.wire.pop_front().unwrap();
+                match dir {
+                    Dir::AtoB => self.b.handle(&bytes),
+                    Dir::BtoA => self.a.handle(&bytes),
+                }
+            }
+            self.a.timeout();
+            self.b.timeout();
+        }
+    }
+
+    fn collect(&mut self, fate: &mut impl FnMut(Dir, &Packet<'_>) -> Fate) {
+        let due = self.now + self.delay;
+        for dir in [Dir::AtoB, Dir::BtoA] {
+            let side = if dir == Dir::AtoB { &mut self.a } else { &mut self.b };
+            for (_, bytes) in side.drain() {
+                for late in &mut self.late {
+                    late.0 = late.0.saturating_sub(1);
+                }
+                match fate(dir, &Packet::parse(&bytes).unwrap()) {
+                    Fate::Deliver => self.wire.push_back((due, dir, bytes)),
+                    Fate::Drop => {}
+                    Fate::Twice => {
+                        self.wire.push_back((due, dir, bytes.clone()));
+                        self.wire.push_back((due, dir, bytes));
+                    }
+                    Fate::Late(n) => self.late.push((n, dir, bytes)),
+                }
+                let ready = self.late.extract_if(.., |l| l.0 == 0);
+                self.wire.extend(ready.map(|(_, dir, bytes)| (due, dir, bytes)));
+            }
+        }
+        if self.wire.is_empty() {
+            // Nothing is coming that a late packet could wait for.
+            self.wire
+                .extend(self.late.drain(..).map(|(_, dir, bytes)| (due, dir, bytes)));
+        }
+    }
+}
+
+/// A hand-made packet.
+#[derive(Clone, Debug)]
+pub struct Raw {
+    pub header: Header,
+    pub payload: Vec<u8>,
+}
+
+impl Raw {
+    pub fn new(opcode: Opcode, qpn: u32, psn: u32) -> Self {
+        Self {
+            header: Header::new(Bth::new(opcode, Qpn::new(qpn), Psn::new(psn))),
+            payload: Vec::new(),
+        }
+    }
+
+    pub fn ack_req(mut self) -> Self {
+        self.header.bth.ack_req = true;
+        self
+    }
+
+    pub fn payload(mut self, payload: &[u8]) -> Self {
+        self.payload = payload.to_vec();
+        self.header.bth.pad = (payload.len().wrapping_neg() & 3) as u8;
+        self
+    }
+
+    pub fn reth(mut self, va: u64, rkey: RKey, dma_len: u32) -> Self {
+        self.header.reth = Some(Reth { va, rkey, dma_len });
+        self
+    }
+
+    pub fn atomic(mut self, eth: AtomicEth) -> Self {
+        self.header.atomic_eth = Some(eth);
+        self
+    }
+
+    pub fn aeth(mut self, aeth: Aeth) -> Self {
+        self.header.aeth = Some(aeth);
+        self
+    }
+
+    pub fn bytes(&self) -> Vec<u8> {
+        let mut out = vec![0; self.header.wire_len()];
+        self.header.emit(&mut out);
+        out.extend(&self.payload);
+        out.extend(vec![0; usize::from(self.header.bth.pad) + 4]);
+        out
+    }
+}
+
+pub const NO_KEY: LKey = LKey(0);

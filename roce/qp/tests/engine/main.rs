@@ -1,0 +1,5 @@
+//! Packet-script tests of the engine through its public API.
+
+#[macro_use]
+mod harness;
+mod operations;
