@@ -7,131 +7,14 @@ use std::{
     time::Duration,
 };
 
-use common::{CLIENT, SERVER, World, ms};
+use common::{CLIENT, SERVER, World, ms, pair::*};
 use roce_cm::{
-    AcceptArgs, CmConfig, CmError, ConnId, ConnParams, ConnectArgs, DropReason, Event, ListenId, Manager, OutMad,
-    RejectReason, RemoteQp,
+    CmConfig, CmError, ConnId, ConnectArgs, DropReason, Event, Manager, OutMad, RejectReason,
     cma::CmaHeader,
     mad::{Attribute, Mad, Message, Rej, Req, Subject, Transport},
     state::{State, TABLE},
 };
-use roce_verbs::{Instant, Mtu, Psn, Qpn};
-
-const PORT: u16 = 1234;
-const C: usize = 0;
-const S: usize = 1;
-
-fn config(guid: u64) -> CmConfig {
-    CmConfig::new(guid, Mtu::B4096)
-}
-
-fn world() -> World {
-    World::new(1, config)
-}
-
-fn listening() -> (World, ListenId) {
-    let mut w = world();
-    let l = w.m[S].listen(None, PORT, 8).unwrap();
-    (w, l)
-}
-
-fn args(qpn: u32) -> ConnectArgs {
-    ConnectArgs::new(
-        SocketAddr::new(CLIENT, 40_000),
-        SocketAddr::new(SERVER, PORT),
-        Qpn::new(qpn),
-        Psn::new(qpn + 1000),
-        Mtu::B1024,
-    )
-}
-
-fn accept_args(qpn: u32) -> AcceptArgs {
-    AcceptArgs::new(Qpn::new(qpn), Psn::new(qpn + 1000), ConnParams::default())
-}
-
-fn connect(w: &mut World, qpn: u32) -> ConnId {
-    w.m[C].connect(w.now, &args(qpn)).unwrap()
-}
-
-/// The request that waits at the server.
-fn request(w: &mut World) -> (ConnId, RemoteQp) {
-    match w.m[S].poll_event() {
-        Some(Event::Request { conn, path, .. }) => (conn, path),
-        other => panic!("no request but {other:?}"),
-    }
-}
-
-/// A client connection and its request at the server.
-fn requested(w: &mut World, qpn: u32) -> (ConnId, ConnId) {
-    let c = connect(w, qpn);
-    w.settle();
-    let (s, _) = request(w);
-    (c, s)
-}
-
-/// As far as the reply's arrival at the client.
-fn replied(w: &mut World, qpn: u32) -> (ConnId, ConnId) {
-    let (c, s) = requested(w, qpn);
-    w.m[S].accept(w.now, s, &accept_args(qpn + 1)).unwrap();
-    w.settle();
-    assert!(matches!(w.m[C].poll_event(), Some(Event::Reply { .. })));
-    (c, s)
-}
-
-fn established(w: &mut World, qpn: u32) -> (ConnId, ConnId) {
-    let (c, s) = replied(w, qpn);
-    w.m[C].qp_ready(w.now, c).unwrap();
-    w.settle();
-    assert_eq!(w.m[S].poll_event(), Some(Event::Established { conn: s }));
-    (c, s)
-}
-
-fn kind(out: &OutMad) -> Attribute {
-    Mad::parse(&out.mad).unwrap().message.attribute()
-}
-
-/// Kinds of MADs that one side sent.
-fn kinds_from(w: &World, side: usize) -> Vec<Attribute> {
-    let ip = [CLIENT, SERVER][side];
-    w.sent.iter().filter(|o| o.local == ip).map(kind).collect()
-}
-
-fn last_sent(w: &World, a: Attribute) -> OutMad {
-    *w.sent
-        .iter()
-        .rev()
-        .find(|o| kind(o) == a)
-        .unwrap_or_else(|| panic!("no {a:?} was sent"))
-}
-
-fn last_rej(w: &World) -> Rej {
-    match Mad::parse(&last_sent(w, Attribute::Rej).mad).unwrap().message {
-        Message::Rej(r) => r,
-        _ => unreachable!(),
-    }
-}
-
-/// Delivers a MAD again.
-fn again(w: &mut World, out: OutMad) {
-    let side = usize::from(out.remote == SERVER);
-    w.m[side].handle_mad(w.now, out.remote, out.local, &out.mad);
-    w.settle();
-}
-
-/// The same MAD with something of its REQ changed.
-fn with_req(out: OutMad, change: impl FnOnce(&mut Req)) -> OutMad {
-    let mut mad = Mad::parse(&out.mad).unwrap();
-    if let Message::Req(r) = &mut mad.message {
-        change(r);
-    }
-    OutMad { mad: mad.emit(), ..out }
-}
-
-/// A REQ that was made but not delivered.
-fn lone_req(w: &mut World, qpn: u32) -> OutMad {
-    connect(w, qpn);
-    w.m[C].poll_mad().unwrap()
-}
+use roce_verbs::{Instant, Mtu, Qpn};
 
 #[test]
 fn table_has_no_doubles_and_every_timed_state_has_a_timer() {
@@ -455,7 +338,8 @@ fn requests_that_can_t_be() {
     let (mut w, _) = listening();
     let req = lone_req(&mut w, 0x11);
     let elsewhere: IpAddr = [10, 9, 9, 9].into();
-    let cases: Vec<(u16, Box<dyn Fn(&mut Req)>)> = vec![
+    type Change = Box<dyn Fn(&mut Req)>;
+    let cases: Vec<(u16, Change)> = vec![
         (8, Box::new(|r| r.service_id ^= 1)),
         // The same port in the port space of datagrams.
         (8, Box::new(|r| r.service_id ^= 0x0106_0000 ^ 0x0111_0000)),

@@ -46,7 +46,7 @@ struct Listener {
 /// * A DREQ is answered at once, not when the consumer gets round to it. The consumer's end of an accepted
 ///   connection before its RTU is a DREQ, which is acknowledged, not a REJ, which isn't.
 /// * A REJ is repeated for late duplicates of what it rejected; a REQ in the state REP sent is answered with the REP;
-///   a REP for a communication ID that we don't have is rejected with reason 6.
+///   a REP or RTU for a communication ID that we don't have is rejected with reason 6.
 /// * Communication IDs are random, not counted up, and a peer is known by its address besides its GUID: another host
 ///   can't tear down a connection by naming its numbers. MADs from other addresses than the connection's are dropped.
 /// * A REQ whose header or GIDs name other addresses than it travelled between is rejected (12); one for an

@@ -6,6 +6,7 @@ use super::{
     Manager, address_vector, build,
     build::code_time,
     conn::Exchange,
+    receive::INVALID_COMM_ID,
     state::{Action, Input, State},
 };
 use crate::{
@@ -22,6 +23,8 @@ pub(super) enum Detail<'a> {
     None,
     /// A REP: received, or to send.
     Reply(&'a Rep),
+    /// An RTU.
+    Ready,
     /// Service timeout code of an MRA.
     Service(u8),
     /// A REJ received.
@@ -73,13 +76,21 @@ impl Manager {
             (Action::TakeRejection, Detail::Rejection(rej)) => self.take_rejection(now, id, state, rej),
             (Action::SendDreq, _) => self.send_dreq(now, id),
             (Action::TakeDreq, Detail::Transaction(tid)) => {
+                if matches!(state, State::ReqSent | State::ReqExtended) {
+                    // The REP was overtaken or lost: for the consumer nothing was ever connected.
+                    self.tell_end(id, rejected(id, RejectReason::CONSUMER, &[], [0; 148]));
+                }
                 self.answer_drep(id, tid);
                 self.disconnected(now, id);
             }
             (Action::EnterTimewait, _) => self.disconnected(now, id),
             (Action::Abandon, _) => {
-                self.table.enter(id, State::Over);
                 self.tell_end(id, rejected(id, RejectReason::STALE_CONNECTION, &[], [0; 148]));
+                if matches!(state, State::RepSent | State::RepExtended) {
+                    self.send_dreq(now, id);
+                } else {
+                    self.refuse(now, id, state, RejectReason::STALE_CONNECTION, [0; 148]);
+                }
             }
             (Action::Retry, _) => self.retry(now, id, state),
             (Action::ExitTimewait, _) => {
@@ -257,11 +268,12 @@ impl Manager {
         }
     }
 
-    /// A REQ or REP of a connection that has ended.
+    /// A REQ, REP or RTU of a connection that has ended.
     fn reject_late(&mut self, id: ConnId, detail: &Detail<'_>) {
         let Some(c) = self.table.get(id) else { return };
         let (subject, reason) = match detail {
-            Detail::Reply(_) => (Subject::Rep, RejectReason(super::receive::INVALID_COMM_ID)),
+            Detail::Reply(_) => (Subject::Rep, INVALID_COMM_ID),
+            Detail::Ready => (Subject::Other, INVALID_COMM_ID),
             _ => (Subject::Req, RejectReason::STALE_CONNECTION),
         };
         let mad = Mad::new(c.transaction_id, build::rej(c, subject, reason, &[], [0; 148]));

@@ -14,14 +14,14 @@ use super::{
 use crate::{
     cma::{CmaHeader, HEADER_LEN, PortSpace, ServiceId},
     mad::{
-        Attribute, Dreq, Gid, Mad, MadError, Message, Mra, Rej, Rep, Req, SidrRep, SidrReq, Subject, Transport,
+        Attribute, Dreq, Gid, Mad, MadError, Message, Mra, Rej, Rep, Req, Rtu, SidrRep, SidrReq, Subject, Transport,
         sidr_status,
     },
     types::{ConnId, DropReason, Event, ListenId, RemoteQp},
 };
 
 /// Reject reason: the message names a communication ID that does not exist.
-pub(super) const INVALID_COMM_ID: u16 = 6;
+pub(super) const INVALID_COMM_ID: RejectReason = RejectReason(6);
 /// Reject reason: the transport type is not supported.
 const INVALID_TRANSPORT: RejectReason = RejectReason(9);
 /// Reject reason: the GID is not that of the port.
@@ -84,10 +84,7 @@ impl Manager {
             Message::Mra(m) => self.on_mra(now, way, m),
             Message::Rej(m) => self.on_rej(now, way, m),
             Message::Rep(m) => self.on_rep(now, way, m),
-            Message::Rtu(m) => {
-                let id = self.find(way, m.remote_comm_id, Some(m.local_comm_id))?;
-                self.input(now, id, Input::Rtu, Detail::None)
-            }
+            Message::Rtu(m) => self.on_rtu(now, way, m),
             Message::Dreq(m) => self.on_dreq(now, way, m),
             Message::Drep(m) => {
                 let id = self.find(way, m.remote_comm_id, Some(m.local_comm_id))?;
@@ -288,9 +285,7 @@ impl Manager {
 
     fn on_rep(&mut self, now: Instant, way: Way, rep: &Rep) -> Outcome {
         let Some(id) = self.table.by_local_id(rep.remote_comm_id) else {
-            let ids = (rep.remote_comm_id, rep.local_comm_id);
-            self.issue_rej(way, ids, Subject::Rep, RejectReason(INVALID_COMM_ID), &[]);
-            return Err(DropReason::UnknownConnection);
+            return self.unwanted_rep(way, rep);
         };
         self.on_its_way(id, way)?;
         let Some(c) = self.table.get(id).filter(|c| c.active) else {
@@ -298,7 +293,7 @@ impl Manager {
         };
         if c.remote_id.is_some() || c.state == State::Refused {
             if c.remote_id.is_some_and(|r| r != rep.local_comm_id) {
-                return Err(DropReason::UnknownConnection);
+                return self.unwanted_rep(way, rep);
             }
             return self.input(now, id, Input::Rep, Detail::Reply(rep));
         }
@@ -324,8 +319,29 @@ impl Manager {
         self.input(now, id, Input::Rep, Detail::Reply(rep))
     }
 
+    /// A REP for an attempt that we don't have, or that another REP answered already.
+    fn unwanted_rep(&mut self, way: Way, rep: &Rep) -> Outcome {
+        let ids = (rep.remote_comm_id, rep.local_comm_id);
+        self.issue_rej(way, ids, Subject::Rep, INVALID_COMM_ID, &[]);
+        Err(DropReason::UnknownConnection)
+    }
+
+    /// Whoever sends an RTU for a connection that we don't have holds itself connected: it is told.
+    fn on_rtu(&mut self, now: Instant, way: Way, rtu: &Rtu) -> Outcome {
+        match self.find(way, rtu.remote_comm_id, Some(rtu.local_comm_id)) {
+            Ok(id) => self.input(now, id, Input::Rtu, Detail::Ready),
+            Err(DropReason::UnknownConnection) => {
+                let ids = (rtu.remote_comm_id, rtu.local_comm_id);
+                self.issue_rej(way, ids, Subject::Other, INVALID_COMM_ID, &[]);
+                Err(DropReason::UnknownConnection)
+            }
+            Err(reason) => Err(reason),
+        }
+    }
+
     /// A DREQ for a connection that we don't have is answered all the same: the peer may have lost our DREP.
     fn on_dreq(&mut self, now: Instant, way: Way, dreq: &Dreq) -> Outcome {
+        self.take_early_dreq(way, dreq);
         let id = match self.find(way, dreq.remote_comm_id, Some(dreq.local_comm_id)) {
             Err(DropReason::UnknownConnection) => {
                 let mad = Mad::new(way.transaction_id, build::drep(dreq.remote_comm_id, dreq.local_comm_id));
@@ -338,6 +354,20 @@ impl Manager {
             return Err(DropReason::WrongQp);
         }
         self.input(now, id, Input::Dreq, Detail::Transaction(way.transaction_id))
+    }
+
+    /// A DREQ may overtake the REP, or find it lost. Our communication ID and queue pair number in it, from the peer
+    /// that we asked, prove that it answers our REQ; now we know the peer's communication ID.
+    fn take_early_dreq(&mut self, way: Way, dreq: &Dreq) {
+        let Ok(id) = self.find(way, dreq.remote_comm_id, None) else {
+            return;
+        };
+        if let Some(c) = self.table.get_mut(id)
+            && matches!(c.state, State::ReqSent | State::ReqExtended)
+            && c.local_qpn == dreq.remote_qpn
+        {
+            c.remote_id = Some(dreq.local_comm_id);
+        }
     }
 
     /// Whom a REJ means (`cm_acquire_rejected_id`): after a timeout the peer may not know our ID, but we know its.

@@ -76,7 +76,7 @@ pub enum Action {
     AnswerDrep,
     /// Sends the REJ again.
     RepeatRej,
-    /// Answers a late REQ or REP with a REJ of its own: stale connection, or no such communication ID.
+    /// Answers a late REQ, REP or RTU with a REJ of its own: stale connection, or no such communication ID.
     RejectLate,
     /// Gives the peer the time it asked for.
     Extend,
@@ -98,7 +98,7 @@ pub enum Action {
     TakeDreq,
     /// The connection has ended: enters timewait.
     EnterTimewait,
-    /// The attempt is abandoned at once, the peer (restarted) knows nothing of it.
+    /// The attempt is abandoned, and the peer told in case that it still knows of it: a REJ, or a DREQ after a REP.
     Abandon,
     /// Sends again, or gives up when it is time.
     Retry,
@@ -119,11 +119,13 @@ pub const TABLE: &[(State, Input, Action)] = &[
     (S::ReqSent, I::Mra, A::Extend),
     (S::ReqSent, I::Rep, A::TakeReply),
     (S::ReqSent, I::Rej, A::TakeRejection),
+    (S::ReqSent, I::Dreq, A::TakeDreq),
     (S::ReqSent, I::Disconnect, A::Refuse),
     (S::ReqSent, I::Timer, A::Retry),
     (S::ReqExtended, I::Mra, A::Extend),
     (S::ReqExtended, I::Rep, A::TakeReply),
     (S::ReqExtended, I::Rej, A::TakeRejection),
+    (S::ReqExtended, I::Dreq, A::TakeDreq),
     (S::ReqExtended, I::Disconnect, A::Refuse),
     (S::ReqExtended, I::Timer, A::Retry),
     (S::RepReceived, I::Rep, A::AnswerMra),
@@ -174,7 +176,7 @@ pub const TABLE: &[(State, Input, Action)] = &[
     (S::DreqSent, I::Timer, A::Retry),
     (S::Timewait, I::Req, A::RejectLate),
     (S::Timewait, I::Rep, A::RejectLate),
-    (S::Timewait, I::Rtu, A::Ignore),
+    (S::Timewait, I::Rtu, A::RejectLate),
     (S::Timewait, I::Dreq, A::AnswerDrep),
     (S::Timewait, I::Drep, A::Ignore),
     (S::Timewait, I::Timer, A::ExitTimewait),

@@ -1,6 +1,8 @@
 //! Shared by the tests: CM frames out of captures, and two managers with a faulty link between them.
 #![allow(dead_code, unreachable_pub, missing_docs)]
 
+pub mod pair;
+
 use std::{
     collections::BTreeMap,
     net::{IpAddr, Ipv4Addr},
