@@ -75,14 +75,17 @@ impl WrId {
     }
 }
 
+/// Slots that the renewal of a key may take: a provider may have to end the former key first.
+pub(crate) const GRANT_SLOTS: u32 = 2;
+
 /// Something to post: knows how many slots it takes at most.
 pub(crate) trait Work {
-    /// Work requests that posting it makes, at most 8.
+    /// Slots of the send queue that it takes at most: 8, unless the queue is empty and large enough.
     fn cost(&self) -> u32;
 }
 
 /// Posts work with a queue pair; the last work request gets these flags (and mark [`WrKind::Send`], unless it is
-/// signalled for its own sake). Returns how many were posted, and whether the last one was signalled.
+/// signalled for its own sake). Returns the slots that it took, and whether the last work request was signalled.
 pub(crate) trait Poster<P: Provider, W> {
     fn post(&self, conn: &Conn<P, W>, work: &W, last: SendFlags) -> Result<Posted, PostError>;
 }

@@ -13,7 +13,7 @@ use zerocopy::IntoBytes;
 use super::path::{ClientConn, Flight, Path, Slot, Waits};
 use crate::{
     Direction,
-    conn::{Posted, Poster, Work, WrId, WrKind},
+    conn::{GRANT_SLOTS, Posted, Poster, Work, WrId, WrKind},
     proto::{Imm, MsgFlags, RdmaRead, RdmaWrite, SgDesc},
 };
 
@@ -33,7 +33,7 @@ pub(crate) enum ClientWork {
 impl Work for ClientWork {
     fn cost(&self) -> u32 {
         match self {
-            Self::Request(_) => 2,
+            Self::Request(_) => GRANT_SLOTS + 1,
             Self::Revoke(_) | Self::Imm(_) | Self::Info(_) => 1,
         }
     }
@@ -107,7 +107,7 @@ fn wr<'a>(cid: u16, op: SendOp, flags: SendFlags, sges: &'a [Sge]) -> SendWr<'a>
 }
 
 impl<P: Provider> Path<P> {
-    /// Posts a request; returns the number of work requests.
+    /// Posts a request; returns the slots of the send queue that it takes.
     fn post_request(
         &self,
         conn: &ClientConn<P>,
@@ -130,7 +130,7 @@ impl<P: Provider> Path<P> {
                 let desc = match data {
                     Some(sge) => {
                         let key = self.open_buffer(conn, slot, flight)?;
-                        count += u32::from(flight.key.is_some());
+                        count += GRANT_SLOTS * u32::from(flight.key.is_some());
                         Some(SgDesc::new(sge.addr, key.0, sge.length))
                     }
                     None => None,

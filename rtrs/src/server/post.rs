@@ -12,7 +12,7 @@ use super::{
     request::Answer,
 };
 use crate::{
-    conn::{Posted, Poster, Work, WrId, WrKind},
+    conn::{GRANT_SLOTS, Posted, Poster, Work, WrId, WrKind},
     proto::{Imm, InfoRsp, IoReply, RkeyRsp, SgDesc},
 };
 
@@ -33,9 +33,9 @@ impl Work for ServerWork {
     fn cost(&self) -> u32 {
         match self {
             // Data, end of the destination's key, new key of the chunk, answer.
-            Self::Answer(_) => 4,
+            Self::Answer(_) => 3 + GRANT_SLOTS,
             Self::Revoke(_) | Self::Imm(_) => 1,
-            // Posted once, into an empty queue that is made large enough.
+            // Posted once, into an empty queue that is made large enough; these chunks have no former key.
             Self::Info(chunks) => chunks + 1,
         }
     }
@@ -147,7 +147,7 @@ impl<P: Provider> Path<P> {
         conn.qp
             .post_send(&[wr(conn.cid, op, last, Payload::Inline(message.as_bytes()))])
             .map_err(|(_, e)| e)?;
-        Ok(count + 1)
+        Ok(count + GRANT_SLOTS)
     }
 
     /// Opens the chunks and sends their addresses: a piece per chunk, or one piece for all when the key never changes.

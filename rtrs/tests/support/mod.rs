@@ -2,6 +2,8 @@
 //! is a disk in memory.
 #![allow(dead_code)]
 
+pub(crate) mod raw;
+
 use std::{
     net::{IpAddr, Ipv4Addr, SocketAddr},
     sync::{
