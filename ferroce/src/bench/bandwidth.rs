@@ -1,0 +1,162 @@
+//! Bandwidth: many messages outstanding.
+
+use std::{net::SocketAddr, time::Instant};
+
+use roce::{
+    Completion, CompletionQueue, Device, DeviceStats, MemoryRegion, Mtu, Payload, QueuePair, SendFlags, SendOp, SendWr,
+    VerbsError,
+};
+
+use super::{
+    Amount, Operation,
+    client::{Connection, Endpoint, check},
+    failed,
+    report::{Measurement, Work},
+    wire::Role,
+};
+use crate::output::Failure;
+
+/// Completions taken with one poll.
+const POLL: usize = 64;
+/// Samples of latency kept.
+const MAX_SAMPLES: usize = 1 << 20;
+
+/// Connections that are kept busy.
+pub(crate) struct Load<'a> {
+    endpoint: Endpoint<'a>,
+    connections: Vec<Connection>,
+    operation: Operation,
+    bytes: u32,
+    depth: u32,
+    before: DeviceStats,
+    work: Work,
+    samples: Vec<u64>,
+}
+
+impl<'a> Load<'a> {
+    /// Connects all queue pairs.
+    pub(crate) fn connect(
+        device: &'a Device,
+        peer: SocketAddr,
+        operation: Operation,
+        bytes: u32,
+        depth: u32,
+        qps: u32,
+    ) -> Result<Self, Failure> {
+        let endpoint = Endpoint::new(device, (depth * qps * 2).max(64))?;
+        let role = Role::of(operation);
+        let connections = (0..qps)
+            .map(|_| endpoint.connect(peer, role, bytes, depth))
+            .collect::<Result<_, _>>()?;
+        Ok(Self {
+            before: device.stats(),
+            endpoint,
+            connections,
+            operation,
+            bytes,
+            depth,
+            work: Work::default(),
+            samples: vec![],
+        })
+    }
+
+    pub(crate) fn bytes(&self) -> u32 {
+        self.bytes
+    }
+
+    pub(crate) fn mtu(&self) -> Mtu {
+        let connection = self.connections.first();
+        let negotiated = connection.and_then(|c| c.qp.query().ok()?.path_mtu);
+        negotiated.unwrap_or(self.endpoint.device.mtu())
+    }
+
+    /// Posts messages on a connection, one for each of its numbers.
+    fn post(&self, index: usize, slots: &[u32]) -> Result<(), Failure> {
+        let c = &self.connections[index];
+        let op = match self.operation {
+            Operation::Read => SendOp::Read(c.memory),
+            Operation::Send => SendOp::Send,
+            Operation::Write | Operation::Latency | Operation::Ceiling => SendOp::Write(c.memory),
+        };
+        let sges = [c.mr.sge(0, self.bytes as usize)];
+        let sges = if self.bytes == 0 { &[][..] } else { &sges[..] };
+        let wrs: smallvec::SmallVec<[SendWr<'_>; 16]> = slots
+            .iter()
+            .map(|slot| SendWr {
+                wr_id: (index as u64) << 32 | u64::from(*slot),
+                op,
+                flags: SendFlags::SIGNALED,
+                payload: Payload::Sges(sges),
+            })
+            .collect();
+        c.qp.post_send(&wrs)
+            .map_err(|(_, e)| failed("posting")(VerbsError::Post(e)))
+    }
+
+    /// Keeps all connections busy for a time, then waits for what is outstanding. May be called again.
+    pub(crate) fn run(&mut self, amount: Amount, stopped: &dyn Fn() -> bool) -> Result<(), Failure> {
+        let depth = self.depth as usize;
+        let mut posted_at = vec![Instant::now(); depth * self.connections.len()];
+        let mut again: Vec<Vec<u32>> = vec![vec![]; self.connections.len()];
+        let mut completions: Vec<Completion> = Vec::with_capacity(POLL);
+        let began = Instant::now();
+        let mut left = match amount {
+            Amount::Count(n) => n,
+            Amount::Time(_) => u64::MAX,
+        };
+        let mut outstanding = 0u64;
+        for index in 0..self.connections.len() {
+            let slots: Vec<u32> = (0..self.depth.min(u32::try_from(left).unwrap_or(u32::MAX))).collect();
+            left -= slots.len() as u64;
+            outstanding += slots.len() as u64;
+            posted_at[index * depth..][..slots.len()].fill(Instant::now());
+            self.post(index, &slots)?;
+        }
+        while outstanding > 0 {
+            completions.clear();
+            let polled = self.endpoint.cq.poll(&mut completions, POLL);
+            if polled.map_err(failed("polling"))? == 0 {
+                continue;
+            }
+            let now = Instant::now();
+            let over = stopped() || matches!(amount, Amount::Time(t) if now - began >= t);
+            for c in &completions {
+                check(c)?;
+                let (index, slot) = ((c.wr_id >> 32) as usize, c.wr_id as u32);
+                let at = &mut posted_at[index * depth + slot as usize];
+                if self.samples.len() < MAX_SAMPLES {
+                    self.samples.push((now - *at).as_nanos() as u64);
+                }
+                *at = now;
+                outstanding -= 1;
+                self.work.messages += 1;
+                if !over && left > 0 {
+                    left -= 1;
+                    outstanding += 1;
+                    again[index].push(slot);
+                }
+            }
+            for (index, slots) in again.iter_mut().enumerate().filter(|(_, s)| !s.is_empty()) {
+                self.post(index, slots)?;
+                slots.clear();
+            }
+        }
+        self.work.time += began.elapsed();
+        Ok(())
+    }
+
+    /// Everything since the connections were made.
+    pub(crate) fn measurement(&mut self) -> Measurement {
+        let op = match self.operation {
+            Operation::Read => "read",
+            Operation::Send => "send",
+            Operation::Write | Operation::Latency | Operation::Ceiling => "write",
+        };
+        let mut m = Measurement::new(op, self.bytes, self.mtu().bytes(), self.work, &mut self.samples);
+        m.depth = self.depth;
+        m.qps = self.connections.len() as u32;
+        m.count(self.endpoint.device, &self.before);
+        debug_assert!(self.connections.iter().all(|c| c.mr.len() >= self.bytes as usize));
+        m
+    }
+}

@@ -1,0 +1,244 @@
+//! The ceiling: the packets of RDMA WRITEs through the same sockets as the device uses, with the staging copy, the ICRC
+//! made and checked, and one copy into place, but without a protocol.
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    sync::{
+        Barrier,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use roce_bth::{BTH_LEN, Bth, Header, ICRC_LEN, Opcode, Packet, Psn, Qpn, ROCE_UDP_PORT, Reth};
+use roce_icrc::Flow;
+use roce_net::{Burst, DEFAULT_HOP_LIMIT, Datagram, Datapath, OpenError, UdpConfig, UdpDatapath};
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub(crate) struct CeilingConfig {
+    /// The sender's address.
+    pub(crate) from: IpAddr,
+    /// The receiver's.
+    pub(crate) to: IpAddr,
+    /// Payload bytes of a packet.
+    pub(crate) mtu: usize,
+    /// Bytes of a message.
+    pub(crate) bytes: usize,
+    /// Bytes that may be on the way.
+    pub(crate) window: usize,
+    /// Send many packets with one call.
+    pub(crate) gso: bool,
+    /// Receive many packets with one call.
+    pub(crate) gro: bool,
+    /// How long.
+    pub(crate) duration: Duration,
+}
+
+/// What came out.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Ceiling {
+    /// Payload bytes put into place per second, in units of 10^9.
+    pub(crate) gbytes_per_s: f64,
+    /// Messages per second.
+    pub(crate) msgs_per_s: f64,
+    /// How long it took.
+    pub(crate) time: Duration,
+    /// Packets put into place.
+    pub(crate) packets: u64,
+    /// Packets that did not arrive.
+    pub(crate) lost: u64,
+    /// Packets whose ICRC was wrong.
+    pub(crate) icrc_errors: u64,
+}
+
+/// What the two threads share.
+struct Shared {
+    start: Barrier,
+    stop: AtomicBool,
+    /// Packets put into place.
+    placed: AtomicU64,
+    icrc_errors: AtomicU64,
+    sent: AtomicU64,
+}
+
+/// Runs a sender and a receiver thread against each other.
+///
+/// # Errors
+/// When the sockets can't be made.
+pub(crate) fn run(config: &CeilingConfig) -> Result<Ceiling, OpenError> {
+    let open = |addr| {
+        let udp = UdpConfig {
+            addr,
+            gso: config.gso,
+            gro: config.gro,
+            ..UdpConfig::default()
+        };
+        UdpDatapath::open(&udp)
+    };
+    let (mut tx, mut rx) = (open(config.from)?, open(config.to)?);
+    let shared = Shared {
+        start: Barrier::new(2),
+        stop: AtomicBool::new(false),
+        placed: AtomicU64::new(0),
+        icrc_errors: AtomicU64::new(0),
+        sent: AtomicU64::new(0),
+    };
+    let elapsed = thread::scope(|scope| {
+        let receiver = scope.spawn(|| receive(config, &mut rx, &shared));
+        let sender = scope.spawn(|| send(config, &mut tx, &shared));
+        let elapsed = sender.join().unwrap_or_default();
+        shared.stop.store(true, Ordering::Relaxed);
+        let _ = receiver.join();
+        elapsed
+    });
+    let packets = shared.placed.load(Ordering::Relaxed);
+    let bytes = packets as f64 * config.mtu.min(config.bytes) as f64;
+    let seconds = elapsed.as_secs_f64().max(1e-9);
+    Ok(Ceiling {
+        gbytes_per_s: bytes / seconds / 1e9,
+        msgs_per_s: bytes / seconds / config.bytes as f64,
+        time: elapsed,
+        packets,
+        lost: shared.sent.load(Ordering::Relaxed).saturating_sub(packets),
+        icrc_errors: shared.icrc_errors.load(Ordering::Relaxed),
+    })
+}
+
+/// The headers of packet `index` of a message of `count`.
+fn header(index: usize, count: usize, psn: u64, bytes: usize) -> Header {
+    let opcode = match (index, count) {
+        (_, 1) => Opcode::RcWriteOnly,
+        (0, _) => Opcode::RcWriteFirst,
+        (i, n) if i + 1 == n => Opcode::RcWriteLast,
+        _ => Opcode::RcWriteMiddle,
+    };
+    let mut header = Header::new(Bth::new(opcode, Qpn::new(0x11), Psn::new(psn as u32)));
+    if opcode.info().reth {
+        header.reth = Some(Reth {
+            dma_len: bytes as u32,
+            ..Reth::default()
+        });
+    }
+    header
+}
+
+/// Stages messages and sends them, never more than the window ahead of the receiver.
+fn send(config: &CeilingConfig, path: &mut UdpDatapath, shared: &Shared) -> Duration {
+    let source = vec![0x5au8; config.bytes];
+    let caps = path.capabilities();
+    let src_port = caps.src_ports.first().copied().unwrap_or(ROCE_UDP_PORT);
+    let remote = SocketAddr::new(config.to, ROCE_UDP_PORT);
+    let Ok(flow) = Flow::try_from((SocketAddr::new(config.from, src_port), remote)) else {
+        return Duration::ZERO;
+    };
+    let count = config.bytes.div_ceil(config.mtu);
+    let window = (config.window / config.mtu).max(1) as u64;
+    let mut stage = vec![0u8; 256 << 10];
+    let mut spans: Vec<(usize, usize, usize)> = vec![];
+    let mut psn = 0u64;
+    shared.start.wait();
+    let began = Instant::now();
+    let mut last_progress = (Instant::now(), 0);
+    while began.elapsed() < config.duration {
+        let mut index = 0;
+        while index < count {
+            spans.clear();
+            let mut used = 0;
+            while index < count && used + config.mtu + 64 <= stage.len() {
+                let head = header(index, count, psn, config.bytes);
+                let head_len = head.wire_len();
+                let payload = &source[index * config.mtu..config.bytes.min((index + 1) * config.mtu)];
+                let total = head_len + payload.len() + ICRC_LEN;
+                let packet = &mut stage[used..used + total];
+                head.emit(packet);
+                packet[head_len..head_len + payload.len()].copy_from_slice(payload);
+                let place = match spans.last_mut() {
+                    Some((_, len, segment))
+                        if total == *segment
+                            && *len / *segment < caps.max_segments
+                            && *len + total <= caps.max_burst_bytes =>
+                    {
+                        *len += total;
+                        *len / *segment - 1
+                    }
+                    _ => {
+                        spans.push((used, total, total));
+                        0
+                    }
+                };
+                flow.seal(place as u16, packet);
+                used += total;
+                index += 1;
+                psn += 1;
+            }
+            let mut bursts = spans.iter().map(|&(start, len, segment_len)| Burst {
+                local: config.from,
+                remote,
+                src_port,
+                traffic_class: 0,
+                hop_limit: DEFAULT_HOP_LIMIT,
+                segment_len,
+                bytes: &stage[start..start + len],
+            });
+            path.send(&mut bursts);
+            shared.sent.store(psn, Ordering::Relaxed);
+            // What is lost is never put into place: give it up when nothing comes for a while.
+            let mut lost = psn.saturating_sub(window).saturating_sub(last_progress.1);
+            while lost > 0 {
+                let placed = shared.placed.load(Ordering::Acquire);
+                if placed != last_progress.1 {
+                    last_progress = (Instant::now(), placed);
+                } else if last_progress.0.elapsed() > Duration::from_millis(20) {
+                    break;
+                }
+                lost = psn.saturating_sub(window).saturating_sub(placed);
+                // Lets the receiver run where both have to share a processor.
+                thread::yield_now();
+            }
+        }
+    }
+    let end = Instant::now() + Duration::from_millis(50);
+    while shared.placed.load(Ordering::Acquire) < psn && Instant::now() < end {
+        thread::yield_now();
+    }
+    began.elapsed()
+}
+
+/// Checks every packet and copies its payload into place.
+fn receive(config: &CeilingConfig, path: &mut UdpDatapath, shared: &Shared) {
+    let mut place = vec![0u8; config.bytes];
+    let count = config.bytes.div_ceil(config.mtu);
+    shared.start.wait();
+    while !shared.stop.load(Ordering::Relaxed) {
+        let (mut good, mut bad) = (0, 0);
+        let received = path.receive(64, &mut |datagram: &Datagram<'_>| {
+            let local = SocketAddr::new(datagram.local, ROCE_UDP_PORT);
+            let Ok(flow) = Flow::try_from((datagram.remote, local)) else {
+                return;
+            };
+            for (i, packet) in datagram.bytes.chunks(datagram.segment_len.max(BTH_LEN)).enumerate() {
+                match Packet::parse(packet) {
+                    Ok(p) if flow.verify(i as u16, packet) => {
+                        let at = p.header.bth.psn.value() as usize % count * config.mtu;
+                        if let Some(to) = place.get_mut(at..at + p.payload.len()) {
+                            to.copy_from_slice(p.payload);
+                        }
+                        good += 1;
+                    }
+                    _ => bad += 1,
+                }
+            }
+        });
+        if received.datagrams == 0 {
+            thread::yield_now();
+        }
+        if good > 0 {
+            shared.placed.fetch_add(good, Ordering::Release);
+        }
+        if bad > 0 {
+            shared.icrc_errors.fetch_add(bad, Ordering::Relaxed);
+        }
+    }
+}

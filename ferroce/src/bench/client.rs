@@ -1,0 +1,134 @@
+//! The active side's connection.
+
+use std::{net::SocketAddr, time::Duration};
+
+use roce::{
+    AccessFlags, CmChannel, CmEventKind, Completion, ConnParams, Cq, Device, EventChannel, Id, MemoryRegion, Mr, Pd,
+    Provider, Qp, QpCaps, QpInit, RecvWr, RejectReason, RemoteAddr, VerbsError, WcStatus,
+};
+
+use super::{
+    failed,
+    wire::{Hello, Role, parse_memory},
+};
+use crate::output::Failure;
+
+/// Until a peer must have answered.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// What the connections of a measurement have in common.
+pub(crate) struct Endpoint<'a> {
+    pub(crate) device: &'a Device,
+    pub(crate) pd: Pd,
+    pub(crate) cq: Cq,
+    channel: EventChannel,
+}
+
+/// A connection to the passive side.
+pub(crate) struct Connection {
+    pub(crate) qp: Qp,
+    /// Our memory: messages come from here, and answers land here.
+    pub(crate) mr: Mr,
+    /// The peer's.
+    pub(crate) memory: RemoteAddr,
+    _id: Id,
+}
+
+impl<'a> Endpoint<'a> {
+    pub(crate) fn new(device: &'a Device, completions: u32) -> Result<Self, Failure> {
+        let cq = device
+            .create_cq(completions, None, 0)
+            .map_err(failed("making a completion queue"))?;
+        Ok(Self {
+            device,
+            pd: device.alloc_pd().map_err(failed("making a protection domain"))?,
+            cq,
+            channel: device.create_cm_channel().map_err(failed("making an event channel"))?,
+        })
+    }
+
+    /// Connects, with `memory` bytes of our own.
+    pub(crate) fn connect(&self, peer: SocketAddr, role: Role, bytes: u32, depth: u32) -> Result<Connection, Failure> {
+        let access = AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_READ;
+        let mr = self
+            .device
+            .alloc_mr(&self.pd, bytes.max(1) as usize, access)
+            .map_err(failed("registering memory"))?;
+        let init = QpInit {
+            send_cq: &self.cq,
+            recv_cq: &self.cq,
+            caps: QpCaps {
+                max_send_wr: depth + 1,
+                max_recv_wr: depth + 1,
+                ..QpCaps::default()
+            },
+            signal_all: false,
+        };
+        let qp = self
+            .device
+            .create_qp(&self.pd, &init)
+            .map_err(failed("making a queue pair"))?;
+        let hello = Hello {
+            role,
+            bytes,
+            depth,
+            memory: RemoteAddr {
+                addr: mr.addr(),
+                rkey: mr.rkey(),
+            },
+        };
+        let params = ConnParams {
+            private_data: hello.emit(),
+            ..ConnParams::default()
+        };
+        let connecting = format!("connecting to {peer}");
+        let id = self
+            .device
+            .connect(&self.channel, None, peer, &qp, params)
+            .map_err(failed(&connecting))?;
+        let event = self.channel.wait(Some(CONNECT_TIMEOUT)).map_err(failed(&connecting))?;
+        let reason = match event.map(|e| e.kind) {
+            Some(CmEventKind::Established { private_data }) => match parse_memory(&private_data) {
+                Some(memory) => {
+                    return Ok(Connection {
+                        qp,
+                        mr,
+                        memory,
+                        _id: id,
+                    });
+                }
+                None => "the peer is no `ferroce bench --listen`".to_owned(),
+            },
+            Some(CmEventKind::Rejected { reason, .. }) if reason == RejectReason::INVALID_SERVICE_ID => {
+                "nobody listens there: start `ferroce bench --listen` first".to_owned()
+            }
+            Some(CmEventKind::Rejected { reason, .. }) => format!("the peer refused (reason {})", reason.0),
+            Some(CmEventKind::ConnectError(text)) => text,
+            None | Some(CmEventKind::Unreachable) => {
+                "no answer: is UDP port 4791 open on the way, and `ferroce bench --listen` running there?".to_owned()
+            }
+            Some(_) => "the connection ended".to_owned(),
+        };
+        Err(Failure::failed(format!("{connecting}: {reason}")))
+    }
+}
+
+/// An error if a completion is one.
+pub(crate) fn check(completion: &Completion) -> Result<(), Failure> {
+    let why = match completion.status {
+        WcStatus::Success => return Ok(()),
+        WcStatus::RetryExceeded => "the peer does not answer any more",
+        WcStatus::FlushError => "the connection ended",
+        _ => "the connection failed",
+    };
+    Err(Failure::failed(format!("{why} ({:?})", completion.status)))
+}
+
+/// Posts a receive for a whole region.
+pub(crate) fn post_recv(qp: &Qp, mr: &Mr, count: usize) -> Result<(), Failure> {
+    use roce::QueuePair;
+    let sges = [mr.sge(0, mr.len())];
+    let wr = RecvWr { wr_id: 0, sges: &sges };
+    qp.post_recv(&vec![wr; count])
+        .map_err(|(_, e)| failed("posting a receive")(VerbsError::Post(e)))
+}

@@ -1,0 +1,160 @@
+//! Ping-pong over queue pairs, both sides polling.
+
+use std::{
+    net::SocketAddr,
+    time::{Duration, Instant},
+};
+
+use roce::{
+    Completion, CompletionQueue, Device, MemoryRegion, Payload, QueuePair, SendFlags, SendOp, SendWr, VerbsError,
+};
+
+use super::{
+    Amount, Emit,
+    client::{Connection, Endpoint, check, post_recv},
+    failed,
+    report::{Measurement, Work},
+    wire::Role,
+};
+use crate::output::Failure;
+
+/// A peer that is silent for so long has failed, whatever its queue pair says.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Sends back and forth: WRITE, then SEND.
+pub(crate) fn run(
+    device: &Device,
+    peer: SocketAddr,
+    bytes: u32,
+    amount: Amount,
+    stopped: &dyn Fn() -> bool,
+    emit: Emit<'_>,
+) -> Result<(), Failure> {
+    let bytes = bytes.max(1);
+    for (op, role) in [("write_lat", Role::WriteEcho), ("send_lat", Role::SendEcho)] {
+        let endpoint = Endpoint::new(device, 64)?;
+        let connection = endpoint.connect(peer, role, bytes, 8)?;
+        let mut game = Game {
+            endpoint: &endpoint,
+            connection: &connection,
+            bytes,
+            completions: vec![],
+            unsent: 0,
+        };
+        let before = device.stats();
+        let mut samples = vec![];
+        let began = Instant::now();
+        let mut round = 0u64;
+        while !stopped() && !over(amount, began, round) {
+            let start = Instant::now();
+            match role {
+                Role::WriteEcho => game.write(round)?,
+                _ => game.send()?,
+            }
+            samples.push(start.elapsed().as_nanos() as u64);
+            round += 1;
+        }
+        let work = Work {
+            messages: round,
+            time: began.elapsed(),
+        };
+        let mtu = device.mtu().bytes();
+        let mut m = Measurement::new(op, bytes, mtu, work, &mut samples);
+        m.count(device, &before);
+        emit(&m)?;
+    }
+    Ok(())
+}
+
+pub(crate) fn over(amount: Amount, began: Instant, rounds: u64) -> bool {
+    match amount {
+        Amount::Count(n) => rounds >= n,
+        Amount::Time(t) => began.elapsed() >= t,
+    }
+}
+
+/// The mark of a round in the last byte of a message: never what the round before left there.
+pub(crate) fn mark(round: u64) -> u8 {
+    (round % 255) as u8 + 1
+}
+
+struct Game<'a> {
+    endpoint: &'a Endpoint<'a>,
+    connection: &'a Connection,
+    bytes: u32,
+    completions: Vec<Completion>,
+    /// Sends not yet completed.
+    unsent: u32,
+}
+
+impl Game<'_> {
+    fn post(&mut self, op: SendOp) -> Result<(), Failure> {
+        let sges = [self.connection.mr.sge(0, self.bytes as usize)];
+        let wr = SendWr {
+            wr_id: 1,
+            op,
+            flags: SendFlags::SIGNALED,
+            payload: Payload::Sges(&sges),
+        };
+        self.unsent += 1;
+        self.connection
+            .qp
+            .post_send(&[wr])
+            .map_err(|(_, e)| failed("posting")(VerbsError::Post(e)))
+    }
+
+    /// Polls once; returns how many receives completed.
+    fn poll(&mut self) -> Result<u32, Failure> {
+        self.completions.clear();
+        let polled = self.endpoint.cq.poll(&mut self.completions, 8);
+        polled.map_err(failed("polling"))?;
+        let mut received = 0;
+        for c in &self.completions {
+            check(c)?;
+            match c.wr_id {
+                0 => received += 1,
+                _ => self.unsent -= 1,
+            }
+        }
+        Ok(received)
+    }
+
+    /// Writes our mark to the peer and waits until it has written it back, into the same place of our memory.
+    fn write(&mut self, round: u64) -> Result<(), Failure> {
+        let last = self.bytes as usize - 1;
+        let mr = &self.connection.mr;
+        let out = |e| Failure::failed(format!("{e}"));
+        // Our own mark is what is sent; the peer answers with its complement.
+        mr.write(last, &[mark(round)]).map_err(out)?;
+        self.post(SendOp::Write(self.connection.memory))?;
+        let mut seen = [0];
+        let began = Instant::now();
+        loop {
+            self.poll()?;
+            mr.read(last, &mut seen).map_err(out)?;
+            if seen[0] == !mark(round) && self.unsent == 0 {
+                return Ok(());
+            }
+            impatient(began)?;
+        }
+    }
+
+    fn send(&mut self) -> Result<(), Failure> {
+        post_recv(&self.connection.qp, &self.connection.mr, 1)?;
+        self.post(SendOp::Send)?;
+        let began = Instant::now();
+        let mut received = 0;
+        while received == 0 || self.unsent > 0 {
+            received += self.poll()?;
+            impatient(began)?;
+        }
+        Ok(())
+    }
+}
+
+fn impatient(began: Instant) -> Result<(), Failure> {
+    match began.elapsed() > PATIENCE {
+        true => Err(Failure::failed("the peer does not answer any more")),
+        false => Ok(()),
+    }
+}

@@ -1,0 +1,315 @@
+//! `ferroce bench`: bandwidth and latency of the transport, within one process or between two.
+
+mod bandwidth;
+mod ceiling;
+mod client;
+mod latency;
+mod report;
+mod server;
+mod udp;
+mod wire;
+
+use std::{
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use clap::{Args, ValueEnum};
+use roce::{Device, DeviceConfig, Mtu, VerbsError};
+
+use crate::{
+    output::{self, Failure},
+    signals::Stop,
+    units,
+};
+use report::Measurement;
+
+/// RDMA_CM port that the passive side listens on.
+const PORT: u16 = 4792;
+/// Within one process the measurement alternates with that of the ceiling so many times, so that both see the same
+/// machine.
+const ROUNDS: u32 = 4;
+
+/// What to measure.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum Operation {
+    /// RDMA WRITE bandwidth, and its ratio to the ceiling
+    Write,
+    /// RDMA READ bandwidth
+    Read,
+    /// SEND bandwidth
+    Send,
+    /// 64-byte WRITE and SEND ping-pong, both sides polling, beside a bare UDP ping-pong (round trips)
+    Latency,
+    /// The same packets through the same sockets, with ICRC and copies but without a protocol
+    Ceiling,
+}
+
+/// Options of `ferroce bench`.
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Without --listen and --connect both sides run in this process, on 127.0.0.1 and 127.0.0.2.
+Between two processes or hosts, first on the one, then on the other:
+  ferroce bench --listen 192.0.2.1
+  ferroce bench write --connect 192.0.2.1")]
+pub(crate) struct BenchArgs {
+    /// What to measure
+    #[arg(value_enum, required_unless_present = "listen")]
+    operation: Option<Operation>,
+    /// Be the passive side, for any operation, until ctrl-C
+    #[arg(long, value_name = "ADDR[:PORT]", conflicts_with_all = ["connect", "operation"])]
+    listen: Option<String>,
+    /// Measure against a passive side
+    #[arg(long, value_name = "ADDR[:PORT]")]
+    connect: Option<String>,
+    /// Our address [default: 127.0.0.1, or what the route says]
+    #[arg(long, value_name = "ADDR")]
+    local: Option<IpAddr>,
+    /// Bytes of a message; several give several measurements [default: 1M, 64 for latency]
+    #[arg(short, long, value_name = "BYTES", value_delimiter = ',', value_parser = units::size32)]
+    size: Vec<u32>,
+    /// Messages outstanding on each queue pair
+    #[arg(short, long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    depth: u32,
+    /// Queue pairs
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    qps: u32,
+    /// Path MTU: 256, 512, 1024, 2048 or 4096 [default: the largest that fits]
+    #[arg(long, value_parser = mtu)]
+    mtu: Option<Mtu>,
+    /// How long each measurement takes
+    #[arg(long, default_value = "2", value_parser = units::seconds)]
+    seconds: Duration,
+    /// Messages to send instead of a time (round trips for latency)
+    #[arg(short = 'n', long, conflicts_with = "seconds")]
+    iters: Option<u64>,
+    /// Send packets one by one
+    #[arg(long)]
+    no_gso: bool,
+    /// Receive packets one by one
+    #[arg(long)]
+    no_gro: bool,
+    /// Receive buffer of the sockets
+    #[arg(long, value_name = "BYTES", default_value = "8M", value_parser = units::memory)]
+    socket_buffer: usize,
+    /// Write all packets of this side to a capture
+    #[arg(long, value_name = "FILE")]
+    pcap: Option<PathBuf>,
+    /// One JSON object per measurement
+    #[arg(long)]
+    json: bool,
+}
+
+fn mtu(text: &str) -> Result<Mtu, String> {
+    Mtu::ALL
+        .into_iter()
+        .find(|m| m.bytes().to_string() == text)
+        .ok_or_else(|| format!("{text}: a path MTU is 256, 512, 1024, 2048 or 4096"))
+}
+
+/// How much to measure.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Amount {
+    Time(Duration),
+    Count(u64),
+}
+
+pub(crate) fn failed(what: &str) -> impl Fn(VerbsError) -> Failure {
+    move |e| Failure::failed(format!("{what}: {e}"))
+}
+
+impl BenchArgs {
+    fn device(&self, addr: IpAddr, pcap: bool) -> Result<Device, Failure> {
+        let config = DeviceConfig {
+            addr,
+            mtu: self.mtu,
+            socket_buffer: self.socket_buffer,
+            gso: !self.no_gso,
+            gro: !self.no_gro,
+            pcap: self.pcap.clone().filter(|_| pcap),
+            ..DeviceConfig::default()
+        };
+        Device::open(config).map_err(|e| Failure::failed(e.to_string()))
+    }
+
+    fn sizes(&self, default: u32) -> Vec<u32> {
+        match self.size.is_empty() {
+            true => vec![default],
+            false => self.size.clone(),
+        }
+    }
+
+    fn amount(&self) -> Amount {
+        match self.iters {
+            Some(n) => Amount::Count(n),
+            None => Amount::Time(self.seconds),
+        }
+    }
+
+    fn ceiling(&self, from: IpAddr, to: IpAddr, bytes: u32, mtu: Mtu, duration: Duration) -> ceiling::CeilingConfig {
+        ceiling::CeilingConfig {
+            from,
+            to,
+            mtu: mtu.bytes(),
+            bytes: bytes.max(1) as usize,
+            window: 512 << 10,
+            gso: !self.no_gso,
+            gro: !self.no_gro,
+            duration,
+        }
+    }
+}
+
+/// `ADDR` or `ADDR:PORT`, IPv6 addresses with a port in brackets.
+fn target(text: &str) -> Result<SocketAddr, Failure> {
+    let plain = text.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
+    plain
+        .map(|ip| SocketAddr::new(ip, PORT))
+        .or_else(|_| text.parse())
+        .map_err(|_| {
+            Failure::usage(format!(
+                "{text:?} is not an address (write 192.0.2.1, 192.0.2.1:{PORT} or [fd00::1]:{PORT})"
+            ))
+        })
+}
+
+/// Runs `ferroce bench`.
+pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
+    let stop = Stop::on_signals()?;
+    if let Some(text) = &args.listen {
+        let addr = target(text)?;
+        let device = args.device(addr.ip(), true)?;
+        let server = server::Server::new(&device, addr)?;
+        if !args.json {
+            output::line(&format!(
+                "listening on {addr}, path MTU {}; ctrl-C ends it",
+                device.mtu().bytes()
+            ))?;
+        }
+        return server.run(&|| stop.requested());
+    }
+    let Some(operation) = args.operation else {
+        return Err(Failure::usage(
+            "say what to measure: write, read, send, latency or ceiling",
+        ));
+    };
+    let mut emit = |m: &Measurement| match args.json {
+        true => output::json(m),
+        false => output::line(&m.to_string()),
+    };
+    match &args.connect {
+        Some(text) => remote(args, operation, target(text)?, &stop, &mut emit),
+        None => local(args, operation, &stop, &mut emit),
+    }
+}
+
+type Emit<'a> = &'a mut dyn FnMut(&Measurement) -> Result<(), Failure>;
+
+/// Measures against a passive side elsewhere.
+fn remote(
+    args: &BenchArgs,
+    operation: Operation,
+    peer: SocketAddr,
+    stop: &Stop,
+    emit: Emit<'_>,
+) -> Result<(), Failure> {
+    if operation == Operation::Ceiling {
+        return Err(Failure::usage(
+            "the ceiling is measured within one process: leave --connect away",
+        ));
+    }
+    let route = || roce::iface::route_to(peer.ip()).map_err(|e| Failure::failed(format!("no way to {peer}: {e}")));
+    let addr = args.local.map_or_else(route, Ok)?;
+    let device = args.device(addr, true)?;
+    let stopped = || stop.requested();
+    if operation == Operation::Latency {
+        for &bytes in &args.sizes(64) {
+            latency::run(&device, peer, bytes, args.amount(), &stopped, emit)?;
+        }
+        return Ok(());
+    }
+    for &bytes in &args.sizes(1 << 20) {
+        let mut load = bandwidth::Load::connect(&device, peer, operation, bytes, args.depth, args.qps)?;
+        load.run(args.amount(), &stopped)?;
+        emit(&load.measurement())?;
+    }
+    Ok(())
+}
+
+/// Measures between two devices of this process.
+fn local(args: &BenchArgs, operation: Operation, stop: &Stop, emit: Emit<'_>) -> Result<(), Failure> {
+    let from = args.local.unwrap_or(Ipv4Addr::new(127, 0, 0, 1).into());
+    let IpAddr::V4(v4) = from else {
+        return Err(Failure::usage(
+            "within one process addresses of 127.0.0.0/8 are used: leave --local away",
+        ));
+    };
+    let next = |n: u32| IpAddr::from(Ipv4Addr::from(u32::from(v4).wrapping_add(n)));
+    if operation == Operation::Ceiling {
+        for &bytes in &args.sizes(1 << 20) {
+            let mtu = args.mtu.unwrap_or(Mtu::B4096);
+            let config = args.ceiling(from, next(1), bytes, mtu, args.seconds);
+            let result = ceiling::run(&config).map_err(|e| Failure::failed(e.to_string()))?;
+            emit(&Measurement::of_ceiling(bytes, mtu, &result))?;
+        }
+        return Ok(());
+    }
+    let (near, far) = (args.device(from, true)?, args.device(next(1), false)?);
+    let peer = SocketAddr::new(next(1), PORT);
+    let server = server::Server::new(&far, peer)?;
+    let done = Arc::new(AtomicBool::new(false));
+    let flag = done.clone();
+    let passive = thread::Builder::new()
+        .name("passive side".into())
+        .spawn(move || server.run(&|| flag.load(Ordering::Relaxed)))
+        .map_err(|e| Failure::failed(format!("starting a thread: {e}")))?;
+    let stopped = || stop.requested();
+    let result = match operation {
+        Operation::Latency => args.sizes(64).iter().try_for_each(|&bytes| {
+            udp::run(from, next(1), bytes, args.amount(), &stopped, emit)?;
+            latency::run(&near, peer, bytes, args.amount(), &stopped, emit)
+        }),
+        _ => args.sizes(1 << 20).iter().try_for_each(|&bytes| {
+            let mut load = bandwidth::Load::connect(&near, peer, operation, bytes, args.depth, args.qps)?;
+            let m = beside_ceiling(args, &mut load, [next(2), next(3)], &stopped)?;
+            emit(&m)
+        }),
+    };
+    done.store(true, Ordering::Relaxed);
+    let passive = passive
+        .join()
+        .unwrap_or_else(|_| Err(Failure::failed("the passive side panicked")));
+    result.and(passive)
+}
+
+/// Measures in turns with the ceiling.
+fn beside_ceiling(
+    args: &BenchArgs,
+    load: &mut bandwidth::Load<'_>,
+    [from, to]: [IpAddr; 2],
+    stopped: &dyn Fn() -> bool,
+) -> Result<Measurement, Failure> {
+    let Amount::Time(total) = args.amount() else {
+        load.run(args.amount(), stopped)?;
+        return Ok(load.measurement());
+    };
+    let slice = total / ROUNDS;
+    let mut best = 0f64;
+    let mut sum = 0f64;
+    for _ in 0..ROUNDS {
+        let config = args.ceiling(from, to, load.bytes(), load.mtu(), slice);
+        let ceiling = ceiling::run(&config).map_err(|e| Failure::failed(e.to_string()))?;
+        best = best.max(ceiling.gbytes_per_s);
+        sum += ceiling.gbytes_per_s;
+        load.run(Amount::Time(slice), stopped)?;
+    }
+    let mut m = load.measurement();
+    m.set_ceiling(sum / f64::from(ROUNDS), best);
+    Ok(m)
+}

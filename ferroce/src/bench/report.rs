@@ -1,0 +1,152 @@
+//! One measurement, for people and for programs.
+
+use std::{fmt, time::Duration};
+
+use roce::{Device, DeviceStats, Mtu};
+use serde::Serialize;
+
+use super::ceiling::Ceiling;
+use crate::output;
+
+/// Microseconds.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub(crate) struct Latency {
+    pub(crate) p50: f64,
+    pub(crate) p99: f64,
+}
+
+impl Latency {
+    /// Of samples in nanoseconds.
+    pub(crate) fn of(samples: &mut [u64]) -> Self {
+        samples.sort_unstable();
+        let at = |permille: usize| {
+            let i = (samples.len() * permille / 1000).min(samples.len().saturating_sub(1));
+            samples.get(i).map_or(0.0, |ns| *ns as f64 / 1000.0)
+        };
+        Self {
+            p50: at(500),
+            p99: at(990),
+        }
+    }
+}
+
+/// What was measured. Field names are stable.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Measurement {
+    pub(crate) op: &'static str,
+    /// Bytes of a message.
+    pub(crate) bytes: u32,
+    pub(crate) depth: u32,
+    pub(crate) qps: u32,
+    /// Path MTU.
+    pub(crate) mtu: usize,
+    pub(crate) seconds: f64,
+    pub(crate) messages: u64,
+    /// 10^9 payload bytes per second.
+    pub(crate) gbytes_per_s: f64,
+    pub(crate) msgs_per_s: f64,
+    /// From posting to completion; of ping-pongs the round trip.
+    pub(crate) latency_us: Latency,
+    /// Packets sent by this side.
+    pub(crate) packets: u64,
+    /// Packets that this side sent more than once.
+    pub(crate) retransmits: u64,
+    pub(crate) icrc_errors: u64,
+    /// The ceiling in the same run: mean of the rounds.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) ceiling_gbytes_per_s: Option<f64>,
+    /// Its best round.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) ceiling_best_gbytes_per_s: Option<f64>,
+    /// What was measured, as a part of the ceiling's mean.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) ratio_to_ceiling: Option<f64>,
+}
+
+/// What was done in which time.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Work {
+    pub(crate) messages: u64,
+    pub(crate) time: Duration,
+}
+
+impl Measurement {
+    pub(crate) fn new(op: &'static str, bytes: u32, mtu: usize, work: Work, samples: &mut [u64]) -> Self {
+        let seconds = work.time.as_secs_f64();
+        let rate = work.messages as f64 / seconds.max(1e-9);
+        Self {
+            op,
+            bytes,
+            depth: 1,
+            qps: 1,
+            mtu,
+            seconds,
+            messages: work.messages,
+            gbytes_per_s: rate * f64::from(bytes) / 1e9,
+            msgs_per_s: rate,
+            latency_us: Latency::of(samples),
+            packets: 0,
+            retransmits: 0,
+            icrc_errors: 0,
+            ceiling_gbytes_per_s: None,
+            ceiling_best_gbytes_per_s: None,
+            ratio_to_ceiling: None,
+        }
+    }
+
+    /// Fills in what a device counted since `before`.
+    pub(crate) fn count(&mut self, device: &Device, before: &DeviceStats) {
+        let after = device.stats();
+        self.packets = after.port.tx_packets - before.port.tx_packets;
+        self.retransmits = after.retransmits() - before.retransmits();
+        self.icrc_errors = after.icrc_errors() - before.icrc_errors();
+    }
+
+    pub(crate) fn of_ceiling(bytes: u32, mtu: Mtu, c: &Ceiling) -> Self {
+        let seconds = c.time.as_secs_f64();
+        Self {
+            seconds,
+            messages: (c.msgs_per_s * seconds) as u64,
+            gbytes_per_s: c.gbytes_per_s,
+            msgs_per_s: c.msgs_per_s,
+            packets: c.packets + c.lost,
+            icrc_errors: c.icrc_errors,
+            ..Self::new("ceiling", bytes, mtu.bytes(), Work::default(), &mut [])
+        }
+    }
+
+    pub(crate) fn set_ceiling(&mut self, mean: f64, best: f64) {
+        self.ceiling_gbytes_per_s = Some(mean);
+        self.ceiling_best_gbytes_per_s = Some(best);
+        self.ratio_to_ceiling = Some(self.gbytes_per_s / mean.max(1e-9));
+    }
+}
+
+impl fmt::Display for Measurement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{:<12} {:>9}  depth {:<3} qps {:<2} mtu {:<4}  {:7.3} GB/s {:>11.0} msg/s",
+            self.op,
+            output::bytes(self.bytes.into()),
+            self.depth,
+            self.qps,
+            self.mtu,
+            self.gbytes_per_s,
+            self.msgs_per_s,
+        )?;
+        let Latency { p50, p99 } = self.latency_us;
+        if p50 > 0.0 {
+            write!(f, "  p50 {p50:.1} us  p99 {p99:.1} us")?;
+        }
+        write!(
+            f,
+            "  retransmits {}  ICRC errors {}",
+            self.retransmits, self.icrc_errors
+        )?;
+        if let (Some(ceiling), Some(ratio)) = (self.ceiling_gbytes_per_s, self.ratio_to_ceiling) {
+            write!(f, "  {ratio:.2} of the ceiling ({ceiling:.3} GB/s)")?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,226 @@
+//! The passive side: does what each connection's first word asks for.
+
+use std::{collections::HashMap, net::SocketAddr, thread, time::Duration};
+
+use roce::{
+    AccessFlags, CmChannel, CmEventKind, CmId, Completion, CompletionQueue, ConnParams, Cq, Device, EventChannel, Id,
+    MemoryRegion, Mr, Payload, Pd, Provider, Qp, QpCaps, QpInit, QueuePair, RemoteAddr, SendFlags, SendOp, SendWr,
+    VerbsError,
+};
+
+use super::{
+    client::post_recv,
+    failed,
+    latency::mark,
+    wire::{Hello, Role, emit_memory},
+};
+use crate::output::Failure;
+
+/// The most memory that a connection may ask for.
+const MAX_BYTES: u32 = 1 << 30;
+const MAX_DEPTH: u32 = 4096;
+const MAX_CONNECTIONS: usize = 4096;
+/// How long it sleeps when no connection needs its thread.
+const IDLE: Duration = Duration::from_millis(50);
+
+/// A connection.
+struct Peer {
+    id: Id,
+    qp: Qp,
+    cq: Cq,
+    mr: Mr,
+    hello: Hello,
+    /// Rounds of a WRITE ping-pong.
+    round: u64,
+}
+
+/// Listens, and serves connections.
+pub(crate) struct Server {
+    device: Device,
+    pd: Pd,
+    channel: EventChannel,
+    _listener: Id,
+    peers: HashMap<u64, Peer>,
+    completions: Vec<Completion>,
+}
+
+fn posting(e: roce::PostError) -> Failure {
+    failed("posting")(VerbsError::Post(e))
+}
+
+impl Server {
+    pub(crate) fn new(device: &Device, addr: SocketAddr) -> Result<Self, Failure> {
+        let channel = device.create_cm_channel().map_err(failed("making an event channel"))?;
+        let listener = device
+            .listen(&channel, addr, 128)
+            .map_err(failed(&format!("listening on {addr}")))?;
+        Ok(Self {
+            device: device.clone(),
+            pd: device.alloc_pd().map_err(failed("making a protection domain"))?,
+            channel,
+            _listener: listener,
+            peers: HashMap::new(),
+            completions: vec![],
+        })
+    }
+
+    /// Serves until told to stop. A connection that fails ends, no more.
+    pub(crate) fn run(mut self, stopped: &dyn Fn() -> bool) -> Result<(), Failure> {
+        while !stopped() {
+            // Only some roles need this thread; the memory of the others is written and read without it.
+            let busy = self
+                .peers
+                .values()
+                .any(|p| !matches!(p.hello.role, Role::Target | Role::Source));
+            let sleep = if busy { Duration::ZERO } else { IDLE };
+            let event = self
+                .channel
+                .wait(Some(sleep))
+                .map_err(failed("waiting for connections"))?;
+            if let Some(event) = event {
+                self.on_event(&event.id, event.kind);
+            }
+            for _ in 0..if busy { 256 } else { 0 } {
+                self.work();
+            }
+            if busy {
+                thread::yield_now();
+            }
+        }
+        Ok(())
+    }
+
+    fn on_event(&mut self, id: &Id, kind: CmEventKind<Id>) {
+        match kind {
+            CmEventKind::ConnectRequest { id, private_data, .. } => {
+                let hello = Hello::parse(&private_data)
+                    .filter(|h| h.bytes <= MAX_BYTES && h.depth <= MAX_DEPTH && self.peers.len() < MAX_CONNECTIONS);
+                let Some(hello) = hello else {
+                    tracing::warn!("a connect request that is no `ferroce bench` of this version: refused");
+                    let _ = id.reject(b"not understood");
+                    return;
+                };
+                match self.accept(&id, hello) {
+                    Ok(peer) => {
+                        self.peers.insert(id.handle(), peer);
+                    }
+                    Err(e) => tracing::warn!("accepting a connection failed: {}", e.text().unwrap_or_default()),
+                }
+            }
+            CmEventKind::Established { .. } => {}
+            _ => {
+                self.peers.remove(&id.handle());
+            }
+        }
+    }
+
+    fn accept(&self, id: &Id, hello: Hello) -> Result<Peer, Failure> {
+        let access = AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_READ;
+        let device = &self.device;
+        let mr = device
+            .alloc_mr(&self.pd, hello.bytes.max(1) as usize, access)
+            .map_err(failed("registering memory"))?;
+        let depth = hello.depth.max(8);
+        let cq = device
+            .create_cq(depth * 4, None, 0)
+            .map_err(failed("making a completion queue"))?;
+        let init = QpInit {
+            send_cq: &cq,
+            recv_cq: &cq,
+            caps: QpCaps {
+                max_send_wr: depth,
+                max_recv_wr: depth * 2,
+                ..QpCaps::default()
+            },
+            signal_all: false,
+        };
+        let qp = device
+            .create_qp(&self.pd, &init)
+            .map_err(failed("making a queue pair"))?;
+        let params = ConnParams {
+            private_data: emit_memory(RemoteAddr {
+                addr: mr.addr(),
+                rkey: mr.rkey(),
+            }),
+            ..ConnParams::default()
+        };
+        if matches!(hello.role, Role::Sink | Role::SendEcho) {
+            post_recv(&qp, &mr, depth as usize * 2)?;
+        }
+        id.accept(&qp, params).map_err(failed("accepting"))?;
+        Ok(Peer {
+            id: id.clone(),
+            qp,
+            cq,
+            mr,
+            hello,
+            round: 0,
+        })
+    }
+
+    /// Lets each connection that needs it have its turn.
+    fn work(&mut self) {
+        let mut failed = vec![];
+        for (handle, peer) in &mut self.peers {
+            if let Err(e) = peer.turn(&mut self.completions) {
+                tracing::info!("a connection ended: {}", e.text().unwrap_or_default());
+                failed.push(*handle);
+            }
+        }
+        for peer in failed.iter().filter_map(|handle| self.peers.remove(handle)) {
+            let _ = peer.id.disconnect();
+        }
+    }
+}
+
+impl Peer {
+    fn turn(&mut self, completions: &mut Vec<Completion>) -> Result<(), Failure> {
+        if matches!(self.hello.role, Role::Target | Role::Source) {
+            return Ok(());
+        }
+        completions.clear();
+        self.cq.poll(completions, 64).map_err(failed("polling"))?;
+        let mut received = 0;
+        for c in &*completions {
+            super::client::check(c)?;
+            received += usize::from(c.wr_id == 0);
+        }
+        match self.hello.role {
+            Role::WriteEcho => self.echo_write(),
+            Role::SendEcho => {
+                for _ in 0..received {
+                    post_recv(&self.qp, &self.mr, 1)?;
+                    self.post(SendOp::Send)?;
+                }
+                Ok(())
+            }
+            _ if received > 0 => post_recv(&self.qp, &self.mr, received),
+            _ => Ok(()),
+        }
+    }
+
+    fn post(&self, op: SendOp) -> Result<(), Failure> {
+        let sges = [self.mr.sge(0, self.hello.bytes as usize)];
+        let wr = SendWr {
+            wr_id: 1,
+            op,
+            flags: SendFlags::SIGNALED,
+            payload: Payload::Sges(&sges),
+        };
+        self.qp.post_send(&[wr]).map_err(|(_, e)| posting(e))
+    }
+
+    /// Answers a WRITE whose mark has arrived with one that carries the complement.
+    fn echo_write(&mut self) -> Result<(), Failure> {
+        let last = self.hello.bytes.max(1) as usize - 1;
+        let out = |e| Failure::failed(format!("{e}"));
+        let mut seen = [0];
+        self.mr.read(last, &mut seen).map_err(out)?;
+        if seen[0] != mark(self.round) {
+            return Ok(());
+        }
+        self.mr.write(last, &[!seen[0]]).map_err(out)?;
+        self.round += 1;
+        self.post(SendOp::Write(self.hello.memory))
+    }
+}

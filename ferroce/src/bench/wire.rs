@@ -1,0 +1,109 @@
+//! What the two sides tell each other in the private data of the connection manager.
+
+use roce::{RKey, RemoteAddr};
+
+use super::Operation;
+
+const MAGIC: [u8; 4] = *b"fBn1";
+
+/// What the passive side shall do.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Role {
+    /// Let its memory be written.
+    Target,
+    /// Let its memory be read.
+    Source,
+    /// Receive and post again.
+    Sink,
+    /// Answer every WRITE with a WRITE.
+    WriteEcho,
+    /// Answer every SEND with a SEND.
+    SendEcho,
+}
+
+impl Role {
+    const ALL: [Self; 5] = [Self::Target, Self::Source, Self::Sink, Self::WriteEcho, Self::SendEcho];
+
+    /// The counterpart of a bandwidth measurement.
+    pub(crate) fn of(operation: Operation) -> Self {
+        match operation {
+            Operation::Read => Self::Source,
+            Operation::Send => Self::Sink,
+            Operation::Write | Operation::Latency | Operation::Ceiling => Self::Target,
+        }
+    }
+}
+
+/// The active side's first word.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Hello {
+    pub(crate) role: Role,
+    pub(crate) bytes: u32,
+    pub(crate) depth: u32,
+    /// Where a [`Role::WriteEcho`] writes to.
+    pub(crate) memory: RemoteAddr,
+}
+
+impl Hello {
+    pub(crate) fn emit(&self) -> Vec<u8> {
+        let mut out = MAGIC.to_vec();
+        out.extend((self.role as u32).to_be_bytes());
+        out.extend(self.bytes.to_be_bytes());
+        out.extend(self.depth.to_be_bytes());
+        out.extend(emit_memory(self.memory));
+        out
+    }
+
+    pub(crate) fn parse(data: &[u8]) -> Option<Self> {
+        let rest = data.strip_prefix(&MAGIC)?;
+        Some(Self {
+            role: *Role::ALL.get(usize::try_from(be32(rest, 0)?).ok()?)?,
+            bytes: be32(rest, 4)?,
+            depth: be32(rest, 8)?,
+            memory: parse_memory(rest.get(12..)?)?,
+        })
+    }
+}
+
+/// A place in memory, as the passive side's answer.
+pub(crate) fn emit_memory(memory: RemoteAddr) -> Vec<u8> {
+    let mut out = memory.addr.to_be_bytes().to_vec();
+    out.extend(memory.rkey.0.to_be_bytes());
+    out
+}
+
+pub(crate) fn parse_memory(data: &[u8]) -> Option<RemoteAddr> {
+    Some(RemoteAddr {
+        addr: u64::from_be_bytes(*data.first_chunk()?),
+        rkey: RKey(be32(data, 8)?),
+    })
+}
+
+fn be32(data: &[u8], at: usize) -> Option<u32> {
+    Some(u32::from_be_bytes(*data.get(at..)?.first_chunk()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hello_reads_back_and_other_bytes_are_refused() {
+        let hello = Hello {
+            role: Role::WriteEcho,
+            bytes: 64,
+            depth: 3,
+            memory: RemoteAddr {
+                addr: 0x1122_3344_5566_7788,
+                rkey: RKey(0x99aa_bbcc),
+            },
+        };
+        let mut bytes = hello.emit();
+        assert!(bytes.len() <= 56);
+        assert_eq!(Hello::parse(&bytes), Some(hello));
+        assert_eq!(Hello::parse(&bytes[..bytes.len() - 1]), None);
+        bytes[7] = 99;
+        assert_eq!(Hello::parse(&bytes), None);
+        assert_eq!(Hello::parse(&[]), None);
+    }
+}

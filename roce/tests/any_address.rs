@@ -1,0 +1,33 @@
+//! A device on every address of the host: alone in this binary, because no other device can be open beside it.
+
+mod common;
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use common::*;
+use roce::{Device, DeviceConfig, Provider};
+
+#[test]
+fn both_ip_versions_and_the_right_local_address() {
+    let device = Device::open(DeviceConfig::new(Ipv6Addr::UNSPECIFIED.into())).unwrap();
+    let addresses: [IpAddr; 3] = [
+        Ipv4Addr::LOCALHOST.into(),
+        Ipv4Addr::new(127, 0, 0, 5).into(),
+        Ipv6Addr::LOCALHOST.into(),
+    ];
+    for (i, ip) in addresses.into_iter().enumerate() {
+        let (a, b) = (Side::new(device.clone()), Side::new(device.clone()));
+        let any = SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), 7000 + i as u16);
+        let _listener = b.device.listen(&b.channel, any, 8).unwrap();
+        let (qa, qb) = (a.qp(), b.qp());
+        let (ia, ib) = connect(&a, &b, &qa, &qb, SocketAddr::new(ip, any.port()));
+        exercise(&Pair {
+            a,
+            b,
+            qa,
+            qb,
+            ids: Some([ia, ib]),
+        });
+    }
+    assert_eq!(device.stats().path.tx_errors, 0);
+}
