@@ -66,6 +66,7 @@ impl World {
             sent: VecDeque::new(),
             undone: Vec::new(),
             unsignaled_run: 0,
+            unsignaled_bytes: 0,
             posted: VecDeque::new(),
             next_wr: 0,
             incoming: VecDeque::new(),
@@ -112,6 +113,9 @@ impl World {
         let lossy = self.lossy(a, b);
         let c = &mut self.conns[conn];
         for e in &mut c.ends {
+            // A host may have died since the last life.
+            (e.up, e.failed, e.draining) = (false, false, false);
+            e.undone.clear();
             e.allow = Allow {
                 retry: lossy && c.plan.retry_cnt < 7,
                 rnr: c.plan.rnr_retry < 7,
@@ -385,7 +389,10 @@ impl World {
         for end in [0, 1] {
             self.release_end(conn, end, keep)?;
         }
-        self.conns[conn].phase = Phase::Down;
+        let c = &mut self.conns[conn];
+        c.phase = Phase::Down;
+        // Completions seen on the way asked for another one.
+        c.repair_scheduled = false;
         self.stats.repairs += 1;
         let after = self.dice.range(0, 20 * MS);
         self.schedule(after, Event::Connect { conn });
@@ -497,6 +504,7 @@ impl World {
         e.promised.clear();
         e.unclaimed.clear();
         e.unsignaled_run = 0;
+        e.unsignaled_bytes = 0;
         let fast = e.fast.take();
         e.fast_key = FastKey::Closed;
         let target_gone = e.target_gone;

@@ -173,6 +173,8 @@ pub(crate) struct Message {
     pub(crate) solicited: bool,
     /// Longer than the receive that waits for it.
     pub(crate) too_long: bool,
+    /// It ends in an access error on this side too, after its receive was taken.
+    pub(crate) no_access: bool,
 }
 
 /// What an end's fast region is good for.
@@ -219,7 +221,9 @@ pub(crate) struct End {
     /// What `target` holds once everything that the peer has posted is done.
     pub(crate) shadow: Vec<u8>,
     pub(crate) sent: VecDeque<Sent>,
+    /// Sends, and their bytes, since the last signalled one: they come back only with the next.
     pub(crate) unsignaled_run: u32,
+    pub(crate) unsignaled_bytes: usize,
     pub(crate) posted: VecDeque<Posted>,
     pub(crate) next_wr: u64,
     /// Messages on their way to this end.

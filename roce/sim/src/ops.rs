@@ -65,6 +65,11 @@ impl World {
     pub(crate) fn on_send(&mut self, conn: usize, end: usize, life: u32) -> Check {
         let c = &mut self.conns[conn];
         if c.life != life {
+            // The event was of a former life; this one may have asked meanwhile.
+            c.ends[end].app_scheduled = false;
+            if c.ends[end].up {
+                self.kick(conn, end);
+            }
             return Ok(());
         }
         let active = matches!(c.phase, Phase::Up | Phase::Connecting);
@@ -244,6 +249,7 @@ impl World {
             invalidates,
             solicited: draft.solicited,
             too_long: false,
+            no_access: false,
         });
         Some(draft)
     }
@@ -295,6 +301,7 @@ impl World {
             invalidates: None,
             solicited: draft.solicited,
             too_long: false,
+            no_access: false,
         });
         Some(draft)
     }
@@ -480,6 +487,9 @@ impl World {
         }
         draft.sent.expect = Expect::Fails(status);
         draft.sent.effect = None;
+        if let Some(message) = &mut draft.message {
+            message.no_access = true;
+        }
         Some(draft)
     }
 
@@ -498,6 +508,7 @@ impl World {
             invalidates: None,
             solicited: false,
             too_long: true,
+            no_access: false,
         });
         Some(draft)
     }
@@ -506,8 +517,10 @@ impl World {
     fn post(&mut self, conn: usize, end: usize, mut draft: Draft) -> Check {
         let now = self.instant();
         let must_signal = {
-            let e = &self.conns[conn].ends[end];
-            e.operations_left == 1 || e.unsignaled_run >= 4 || draft.sent.expect != Expect::Success
+            let c = &self.conns[conn];
+            let e = &c.ends[end];
+            let last_place = e.sent.len() + 2 >= c.plan.caps.max_send_wr as usize;
+            last_place || e.operations_left == 1 || e.unsignaled_run >= 4 || e.unsignaled_bytes > LOCAL / 4 || draft.sent.expect != Expect::Success
         };
         let changes_fast = draft.sent.fast.is_some();
         let signaled = must_signal || changes_fast || self.dice.chance(0.6);
@@ -577,7 +590,12 @@ impl World {
         let [a, b] = &mut c.ends;
         let (own, peer) = if end == 0 { (a, b) } else { (b, a) };
         own.operations_left -= 1;
-        own.unsignaled_run = if sent.signaled { 0 } else { own.unsignaled_run + 1 };
+        if sent.signaled {
+            (own.unsignaled_run, own.unsignaled_bytes) = (0, 0);
+        } else {
+            own.unsignaled_run += 1;
+            own.unsignaled_bytes += sent.local.as_ref().map_or(0, Range::len);
+        }
         if let Some(effect) = &mut sent.effect {
             let range = effect.range();
             effect.old = peer.shadow[range.clone()].to_vec();
