@@ -129,7 +129,8 @@ pub fn wait_readable(fd: BorrowedFd<'_>, timeout: Option<Duration>) -> io::Resul
 fn timespec(d: Duration) -> libc::timespec {
     libc::timespec {
         tv_sec: libc::time_t::try_from(d.as_secs()).unwrap_or(libc::time_t::MAX),
-        tv_nsec: d.subsec_nanos() as _,
+        // Less than 10^9.
+        tv_nsec: (d.subsec_nanos() as i32).into(),
     }
 }
 
