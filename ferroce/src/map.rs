@@ -46,9 +46,8 @@ pub(crate) struct MapArgs {
     /// Name of the session: the server tells its clients apart by it
     #[arg(long, value_name = "NAME")]
     session: String,
-    /// Our address (optional) and the server's, perhaps with port: [SRC,]DST[:1234], or as the kernel writes it,
-    /// [ip:SRC,]ip:DST
-    #[arg(long, value_name = "[SRC,]DST")]
+    /// Our address (optional) and the server's, perhaps with port; or as the kernel writes it: ip:SRC,ip:DST
+    #[arg(long, value_name = "[SRC,]DST[:1234]")]
     path: PathAddr,
     /// Device to open, as the server calls it
     #[arg(long, value_name = "NAME")]

@@ -37,7 +37,7 @@ Runs until SIGINT or SIGTERM, then ends its sessions and makes everything durabl
 standard output: `listening`, `session_opened`, `session_closed`, `stats` (with --stats-interval), `error`, and at the end \
 `summary`.")]
 pub(crate) struct ServeArgs {
-    /// Our address, perhaps with port; 0.0.0.0 or [::] for all
+    /// Our address, perhaps with port; 0.0.0.0 or :: for all
     #[arg(long, value_name = "ADDR[:1234]", value_parser = listen)]
     listen: SocketAddr,
     /// An image file or block device and the name that clients ask for; may be given several times

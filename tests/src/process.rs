@@ -135,30 +135,39 @@ impl Running {
     /// # Panics
     /// When the process ends or is silent for too long.
     pub fn event(&mut self, name: &str) -> Value {
-        let end = Instant::now() + PATIENCE;
         loop {
-            match self.lines.recv_timeout(end.saturating_duration_since(Instant::now())) {
-                Ok(line) => {
-                    let json: Value = serde_json::from_str(&line).unwrap_or_else(|e| panic!("{line}: {e}"));
-                    self.stdout.push(line);
-                    if json["event"] == name {
-                        return json;
-                    }
-                }
-                Err(e) => {
-                    let why = if e == RecvTimeoutError::Timeout {
-                        "nothing came"
-                    } else {
-                        "it ended"
-                    };
-                    thread::sleep(Duration::from_millis(100));
-                    panic!(
-                        "{}: no event {name}: {why}\n{}\n{}",
-                        self.what,
-                        self.stdout.join("\n"),
-                        self.stderr()
-                    );
-                }
+            let json = self.next_event();
+            if json["event"] == name {
+                return json;
+            }
+        }
+    }
+
+    /// Waits for the next JSON event on standard output, whatever it is.
+    ///
+    /// # Panics
+    /// When the process ends or is silent for too long.
+    pub fn next_event(&mut self) -> Value {
+        match self.lines.recv_timeout(PATIENCE) {
+            Ok(line) => {
+                let json: Value = serde_json::from_str(&line).unwrap_or_else(|e| panic!("{line}: {e}"));
+                self.stdout.push(line);
+                json
+            }
+            Err(e) => {
+                let why = if e == RecvTimeoutError::Timeout {
+                    "nothing came"
+                } else {
+                    "it ended"
+                };
+                // What it said last may still be on its way through the pipe.
+                thread::sleep(Duration::from_millis(100));
+                panic!(
+                    "{}: no event: {why}\n{}\n{}",
+                    self.what,
+                    self.stdout.join("\n"),
+                    self.stderr()
+                );
             }
         }
     }

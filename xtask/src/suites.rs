@@ -13,6 +13,9 @@ use crate::{
 /// Seeds of the simulator in a full run and in a quick one.
 const SIM_SEEDS: (u64, u64) = (300, 30);
 
+/// Ignored tests that mount a file system.
+const MOUNTING: [&str; 1] = ["a_full_disk_is_an_error_and_what_was_flushed_stays"];
+
 #[derive(Args, Clone)]
 pub(crate) struct TestArgs {
     /// Unit tests and a few simulated networks only
@@ -153,6 +156,22 @@ fn suite(name: &str, quick: bool) -> Result<Tally> {
             )
         }
     }
+}
+
+/// Ignored tests: they need programs of others, or the right to mount, which a user namespace gives as well.
+fn real_clients(bin: &str) -> Result<Tally> {
+    let what = ["--workspace"];
+    let env = [("FERROCE_BIN", bin)];
+    if tools::may_mount() {
+        return cargo_test(&what, &["--ignored"], &env);
+    }
+    let skip: Vec<&str> = MOUNTING.iter().flat_map(|name| ["--skip", name]).collect();
+    let mut tally = cargo_test(&what, &[&["--ignored"], &skip[..]].concat(), &env)?;
+    tally.not_run.push((
+        MOUNTING.len() as u64,
+        "no right to mount a file system: not root".to_owned(),
+    ));
+    Ok(tally)
 }
 
 /// Runs `cargo test`, shows its output and counts. Ignored tests do not count here: they are a suite of their own.

@@ -39,6 +39,13 @@ pub(crate) fn find(program: &str) -> Option<PathBuf> {
         .find(|p| p.is_file())
 }
 
+/// Whether tests may mount file systems in a namespace of their own.
+pub(crate) fn may_mount() -> bool {
+    let mut command = Command::new("unshare");
+    command.args(["-m", "true"]);
+    process::capture("unshare", &mut command).is_ok()
+}
+
 /// Installs what is missing with apt, or says exactly what is.
 pub(crate) fn ensure(tools: &[Tool]) -> Result<()> {
     let missing = |tools: &[Tool]| {
