@@ -149,11 +149,7 @@ fn suite(name: &str, quick: bool) -> Result<Tally> {
             }
             let bin = cargo::build("ferroce", "ferroce", Profile::Release)?;
             let bin = bin.to_string_lossy();
-            cargo_test(
-                &["-p", "ferroce-tests", "-p", "rnbd"],
-                &["--ignored"],
-                &[("FERROCE_BIN", &bin)],
-            )
+            real_clients(&bin)
         }
     }
 }
