@@ -67,7 +67,7 @@ impl World {
     fn is_live(&self, conn: usize, end: usize) -> bool {
         let c = &self.conns[conn];
         let e = &c.ends[end];
-        matches!(c.phase, Phase::Up | Phase::Connecting) && e.qpn.is_some() && self.hosts[e.host].alive && e.up
+        matches!(c.phase, Phase::Up | Phase::Connecting) && e.qpn.is_some() && self.hosts[e.host].alive && e.up && !e.failed
     }
 
     /// From now on both ends may see what follows when one of them is taken away.

@@ -263,6 +263,24 @@ impl World {
         self.service(host)
     }
 
+    fn owner(&self, h: usize, id: ConnId) -> Option<(usize, usize)> {
+        self.conns.iter().enumerate().find_map(|(i, c)| {
+            let end = c.ends.iter().position(|e| e.host == h && e.cm == Some(id))?;
+            Some((i, end))
+        })
+    }
+
+    /// An event that waits may explain completions that wait as well.
+    pub(crate) fn foresee(&mut self, h: usize, event: &PortCmEvent) {
+        let goes_on = matches!(
+            event,
+            PortCmEvent::ConnectRequest { .. } | PortCmEvent::Established { .. } | PortCmEvent::TimewaitExit { .. }
+        );
+        if let Some((conn, end)) = self.owner(h, event.conn()).filter(|_| !goes_on) {
+            self.conns[conn].ends[end].allow.flush = true;
+        }
+    }
+
     pub(crate) fn handle_cm_event(&mut self, h: usize, event: PortCmEvent) -> Check {
         if let PortCmEvent::ConnectRequest {
             conn: id, private_data, ..

@@ -55,6 +55,18 @@ impl Trace {
 
     /// A packet is processed. Addresses in memory differ from run to run, so only the BTH enters the fingerprint.
     pub(crate) fn received(&mut self, now: u64, host: usize, frame: &Frame) {
+        if self.log && let Ok(p) = roce_bth::Packet::parse(&frame.bytes) {
+            let b = &p.header.bth;
+            let aeth = p.header.aeth.map(|a| a.syndrome);
+            eprintln!(
+                "{now:>12} host {host} takes {:?} to {} psn {} ack {} {} bytes {aeth:?}",
+                b.opcode,
+                b.dest_qp,
+                b.psn,
+                b.ack_req,
+                frame.bytes.len()
+            );
+        }
         self.mix(now);
         self.mix((host as u64) << 32 | frame.bytes.len() as u64);
         for half in frame.bytes[..frame.bytes.len().min(BTH_LEN)].chunks(4) {

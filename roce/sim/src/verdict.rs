@@ -77,6 +77,7 @@ impl World {
             WcStatus::RetryExceeded => e.allow.retry,
             WcStatus::RnrRetryExceeded => e.allow.rnr && s.message.is_some(),
             WcStatus::RemoteAccessError => e.allow.access,
+            WcStatus::LocalQpOperationError => e.target_gone && s.opcode == WcOpcode::FastRegister,
             _ => false,
         };
         if !allowed && s.expect != Expect::Fails(status) {

@@ -430,9 +430,15 @@ impl World {
     pub(crate) fn service(&mut self, h: usize) -> Check {
         for _ in 0..10_000 {
             self.transmit(h);
-            let mut busy = false;
-            while let Some(event) = self.hosts[h].port.poll_cm_event() {
-                busy = true;
+            // Completions come before the events that tell why the last of them were flushed.
+            let port = &mut self.hosts[h].port;
+            let events: Vec<PortCmEvent> = std::iter::from_fn(|| port.poll_cm_event()).collect();
+            for event in &events {
+                self.foresee(h, event);
+            }
+            self.poll_cqs(h)?;
+            let mut busy = !events.is_empty();
+            for event in events {
                 self.trace.cm(self.now, h, &event);
                 self.on_cm_event(h, event)?;
             }
@@ -440,7 +446,6 @@ impl World {
                 busy = true;
                 self.on_async_event(h, event)?;
             }
-            self.poll_cqs(h)?;
             if !busy {
                 self.arm_timer(h);
                 return Ok(());
