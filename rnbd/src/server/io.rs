@@ -43,8 +43,12 @@ pub(super) fn start<P: Provider>(shared: &Arc<Shared>, device: Arc<OpenDevice<P>
 
 fn check<P: Provider>(m: &MsgIo, request: &Request<P>) -> Result<Io, Errno> {
     let rw = Rw::from_wire(m.rw.get()).ok_or(Errno::EINVAL)?;
-    let offset = m.sector.get().checked_mul(SECTOR).ok_or(Errno::EIO)?;
     let len = u64::from(m.bi_size.get());
+    // The kernel's client sends a flush with sector -1, its block layer's "no position".
+    let offset = match rw.op {
+        IoOp::Flush if len == 0 => 0,
+        _ => m.sector.get().checked_mul(SECTOR).ok_or(Errno::EIO)?,
+    };
     if !len.is_multiple_of(SECTOR) {
         return Err(Errno::EINVAL);
     }
