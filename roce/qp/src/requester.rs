@@ -235,7 +235,9 @@ impl QueuePair {
         let last = wqe.kind() == Kind::Read || seq.plus(1) == wqe.end();
         // The peer must answer the packet that closes the window, or nothing would open it again.
         let closes = ctx.window.available().saturating_sub(cost) < self.mtu * 2;
-        let ask = last || closes || self.req.unasked + 1 >= ACK_EVERY;
+        // What was lost once shall be known to have arrived as soon as possible.
+        let retry = again && seq == self.req.una;
+        let ask = last || closes || retry || self.req.unasked + 1 >= ACK_EVERY;
         let kind = if again { TxKind::Retransmission } else { TxKind::Request };
         self.emit_request(wqe, seq, ask, kind, tx)?;
         self.sent(ctx, cost, ask, again, last);

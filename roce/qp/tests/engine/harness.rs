@@ -15,7 +15,7 @@ use roce_verbs::{
     QpState, QpType, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, wr::PostError,
 };
 
-pub const ALL: AccessFlags = AccessFlags::LOCAL_WRITE
+pub(crate) const ALL: AccessFlags = AccessFlags::LOCAL_WRITE
     .union(AccessFlags::REMOTE_WRITE)
     .union(AccessFlags::REMOTE_READ)
     .union(AccessFlags::REMOTE_ATOMIC)
@@ -23,19 +23,19 @@ pub const ALL: AccessFlags = AccessFlags::LOCAL_WRITE
 
 /// How a pair is set up.
 #[derive(Clone, Debug)]
-pub struct Setup {
-    pub mtu: Mtu,
-    pub psn: u32,
-    pub timeout: u8,
-    pub retry_cnt: u8,
-    pub rnr_retry: u8,
-    pub min_rnr_timer: u8,
-    pub rd_atomic: u8,
-    pub caps: QpCaps,
-    pub signal_all: bool,
-    pub access: AccessFlags,
-    pub window: WindowConfig,
-    pub cqe: u32,
+pub(crate) struct Setup {
+    pub(crate) mtu: Mtu,
+    pub(crate) psn: u32,
+    pub(crate) timeout: u8,
+    pub(crate) retry_cnt: u8,
+    pub(crate) rnr_retry: u8,
+    pub(crate) min_rnr_timer: u8,
+    pub(crate) rd_atomic: u8,
+    pub(crate) caps: QpCaps,
+    pub(crate) signal_all: bool,
+    pub(crate) access: AccessFlags,
+    pub(crate) window: WindowConfig,
+    pub(crate) cqe: u32,
 }
 
 impl Default for Setup {
@@ -63,10 +63,10 @@ impl Default for Setup {
 
 /// Keeps packets, with room for an ICRC that nobody checks here.
 #[derive(Default)]
-pub struct VecSink {
-    pub sent: VecDeque<(TxKind, Vec<u8>)>,
+pub(crate) struct VecSink {
+    pub(crate) sent: VecDeque<(TxKind, Vec<u8>)>,
     pending: Option<(TxKind, Vec<u8>)>,
-    pub room: Option<usize>,
+    pub(crate) room: Option<usize>,
 }
 
 impl TxSink for VecSink {
@@ -85,17 +85,17 @@ impl TxSink for VecSink {
     }
 }
 
-pub struct Side {
-    pub mem: MemoryTable,
-    pub pd: PdHandle,
-    pub qp: QueuePair,
-    pub window: Window,
-    pub events: Vec<AsyncEvent>,
-    pub counters: Counters,
-    pub send_cq: Arc<CompletionQueue>,
-    pub recv_cq: Arc<CompletionQueue>,
-    pub sink: VecSink,
-    pub now: Instant,
+pub(crate) struct Side {
+    pub(crate) mem: MemoryTable,
+    pub(crate) pd: PdHandle,
+    pub(crate) qp: QueuePair,
+    pub(crate) window: Window,
+    pub(crate) events: Vec<AsyncEvent>,
+    pub(crate) counters: Counters,
+    pub(crate) send_cq: Arc<CompletionQueue>,
+    pub(crate) recv_cq: Arc<CompletionQueue>,
+    pub(crate) sink: VecSink,
+    pub(crate) now: Instant,
 }
 
 macro_rules! ctx {
@@ -111,7 +111,7 @@ macro_rules! ctx {
 }
 
 impl Side {
-    pub fn new(qpn: u32, setup: &Setup) -> Self {
+    pub(crate) fn new(qpn: u32, setup: &Setup) -> Self {
         let mem = MemoryTable::new([qpn as u8; 32], &DeviceLimits::software(1));
         let pd = mem.alloc_pd().unwrap();
         let send_cq = CompletionQueue::new(1, setup.cqe, None);
@@ -140,11 +140,11 @@ impl Side {
         }
     }
 
-    pub fn modify(&mut self, attr: &QpAttr) {
+    pub(crate) fn modify(&mut self, attr: &QpAttr) {
         self.qp.modify(ctx!(self), attr).unwrap();
     }
 
-    pub fn to_rtr(&mut self, setup: &Setup, peer: u32, psn: u32) {
+    pub(crate) fn to_rtr(&mut self, setup: &Setup, peer: u32, psn: u32) {
         self.modify(&QpAttr {
             state: Some(QpState::Init),
             access: Some(setup.access),
@@ -167,7 +167,7 @@ impl Side {
         });
     }
 
-    pub fn to_rts(&mut self, setup: &Setup, psn: u32) {
+    pub(crate) fn to_rts(&mut self, setup: &Setup, psn: u32) {
         self.modify(&QpAttr {
             state: Some(QpState::Rts),
             timeout: Some(setup.timeout),
@@ -179,25 +179,25 @@ impl Side {
         });
     }
 
-    pub fn region(&self, len: usize) -> Arc<Region> {
+    pub(crate) fn region(&self, len: usize) -> Arc<Region> {
         self.mem.alloc_region(self.pd, len, ALL).unwrap()
     }
 
-    pub fn filled(&self, len: usize, salt: u8) -> Arc<Region> {
+    pub(crate) fn filled(&self, len: usize, salt: u8) -> Arc<Region> {
         let region = self.region(len);
         region.write(0, &pattern(len, salt)).unwrap();
         region
     }
 
-    pub fn try_send(&mut self, wr: &SendWr<'_>) -> Result<(), PostError> {
+    pub(crate) fn try_send(&mut self, wr: &SendWr<'_>) -> Result<(), PostError> {
         self.qp.post_send(ctx!(self), wr)
     }
 
-    pub fn send(&mut self, wr_id: u64, op: SendOp, sges: &[Sge]) {
+    pub(crate) fn send(&mut self, wr_id: u64, op: SendOp, sges: &[Sge]) {
         self.send_flags(wr_id, op, sges, SendFlags::SIGNALED);
     }
 
-    pub fn send_flags(&mut self, wr_id: u64, op: SendOp, sges: &[Sge], flags: SendFlags) {
+    pub(crate) fn send_flags(&mut self, wr_id: u64, op: SendOp, sges: &[Sge], flags: SendFlags) {
         let payload = Payload::Sges(sges);
         self.try_send(&SendWr {
             wr_id,
@@ -208,37 +208,37 @@ impl Side {
         .unwrap();
     }
 
-    pub fn recv(&mut self, wr_id: u64, sges: &[Sge]) {
+    pub(crate) fn recv(&mut self, wr_id: u64, sges: &[Sge]) {
         self.qp.post_recv(ctx!(self), &RecvWr { wr_id, sges }).unwrap();
     }
 
-    pub fn poll_transmit(&mut self) -> Poll {
+    pub(crate) fn poll_transmit(&mut self) -> Poll {
         self.qp.poll_transmit(ctx!(self), &mut self.sink)
     }
 
-    pub fn handle(&mut self, bytes: &[u8]) {
+    pub(crate) fn handle(&mut self, bytes: &[u8]) {
         let packet = Packet::parse(bytes).expect("the engine made a packet that does not parse");
         self.qp.handle_packet(ctx!(self), &packet);
     }
 
-    pub fn timeout(&mut self) {
+    pub(crate) fn timeout(&mut self) {
         self.qp.handle_timeout(ctx!(self));
     }
 
-    pub fn completions(&self) -> Vec<Completion> {
+    pub(crate) fn completions(&self) -> Vec<Completion> {
         let mut out = Vec::new();
         let _ = self.send_cq.poll(&mut out, usize::MAX);
         out
     }
 
-    pub fn received(&self) -> Vec<Completion> {
+    pub(crate) fn received(&self) -> Vec<Completion> {
         let mut out = Vec::new();
         let _ = self.recv_cq.poll(&mut out, usize::MAX);
         out
     }
 
     /// Everything that the queue pair sends now, parsed.
-    pub fn drain(&mut self) -> Vec<(TxKind, Vec<u8>)> {
+    pub(crate) fn drain(&mut self) -> Vec<(TxKind, Vec<u8>)> {
         let mut out = Vec::new();
         loop {
             let more = self.poll_transmit() == Poll::More;
@@ -250,7 +250,7 @@ impl Side {
     }
 
     /// Everything that the queue pair sends now, as opcodes and PSNs.
-    pub fn headers(&mut self) -> Vec<Header> {
+    pub(crate) fn headers(&mut self) -> Vec<Header> {
         self.drain()
             .iter()
             .map(|(_, b)| Packet::parse(b).unwrap().header)
@@ -258,7 +258,7 @@ impl Side {
     }
 }
 
-pub fn sge(region: &Region, offset: usize, length: usize) -> Sge {
+pub(crate) fn sge(region: &Region, offset: usize, length: usize) -> Sge {
     Sge {
         addr: region.addr() + offset as u64,
         length: length as u32,
@@ -266,20 +266,20 @@ pub fn sge(region: &Region, offset: usize, length: usize) -> Sge {
     }
 }
 
-pub fn at(region: &Region, offset: usize) -> RemoteAddr {
+pub(crate) fn at(region: &Region, offset: usize) -> RemoteAddr {
     RemoteAddr {
         addr: region.addr() + offset as u64,
         rkey: region.rkey(),
     }
 }
 
-pub fn bytes(region: &Region, offset: usize, len: usize) -> Vec<u8> {
+pub(crate) fn bytes(region: &Region, offset: usize, len: usize) -> Vec<u8> {
     let mut out = vec![0; len];
     region.read(offset, &mut out).unwrap();
     out
 }
 
-pub fn pattern(len: usize, salt: u8) -> Vec<u8> {
+pub(crate) fn pattern(len: usize, salt: u8) -> Vec<u8> {
     (0..len)
         .map(|i| (i as u32).wrapping_mul(2_654_435_761).to_be_bytes()[1] ^ salt)
         .collect()
@@ -287,14 +287,14 @@ pub fn pattern(len: usize, salt: u8) -> Vec<u8> {
 
 /// Which way a packet goes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Dir {
+pub(crate) enum Dir {
     AtoB,
     BtoA,
 }
 
 /// What becomes of a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Fate {
+pub(crate) enum Fate {
     Deliver,
     Drop,
     Twice,
@@ -302,22 +302,22 @@ pub enum Fate {
     Late(usize),
 }
 
-pub struct Pair {
-    pub a: Side,
-    pub b: Side,
-    pub setup: Setup,
-    pub now: Instant,
+pub(crate) struct Pair {
+    pub(crate) a: Side,
+    pub(crate) b: Side,
+    pub(crate) setup: Setup,
+    pub(crate) now: Instant,
     /// One way.
-    pub delay: Duration,
+    pub(crate) delay: Duration,
     wire: VecDeque<(Instant, Dir, Vec<u8>)>,
     late: Vec<(usize, Dir, Vec<u8>)>,
 }
 
-pub const A: u32 = 0x11;
-pub const B: u32 = 0x22;
+pub(crate) const A: u32 = 0x11;
+pub(crate) const B: u32 = 0x22;
 
 impl Pair {
-    pub fn new(setup: Setup) -> Self {
+    pub(crate) fn new(setup: Setup) -> Self {
         let mut a = Side::new(A, &setup);
         let mut b = Side::new(B, &setup);
         let (pa, pb) = (setup.psn, setup.psn ^ 0x5555);
@@ -344,12 +344,12 @@ impl Pair {
     }
 
     /// Runs without faults until nothing happens any more.
-    pub fn run(&mut self) {
+    pub(crate) fn run(&mut self) {
         self.run_with(Duration::from_secs(60), |_, _| Fate::Deliver);
     }
 
     /// Runs until nothing happens any more, or `limit` of virtual time has gone by.
-    pub fn run_with(&mut self, limit: Duration, mut fate: impl FnMut(Dir, &Packet<'_>) -> Fate) {
+    pub(crate) fn run_with(&mut self, limit: Duration, mut fate: impl FnMut(Dir, &Packet<'_>) -> Fate) {
         let end = self.now + limit;
         loop {
             self.collect(&mut fate);
@@ -409,46 +409,46 @@ impl Pair {
 
 /// A hand-made packet.
 #[derive(Clone, Debug)]
-pub struct Raw {
-    pub header: Header,
-    pub payload: Vec<u8>,
+pub(crate) struct Raw {
+    pub(crate) header: Header,
+    pub(crate) payload: Vec<u8>,
 }
 
 impl Raw {
-    pub fn new(opcode: Opcode, qpn: u32, psn: u32) -> Self {
+    pub(crate) fn new(opcode: Opcode, qpn: u32, psn: u32) -> Self {
         Self {
             header: Header::new(Bth::new(opcode, Qpn::new(qpn), Psn::new(psn))),
             payload: Vec::new(),
         }
     }
 
-    pub fn ack_req(mut self) -> Self {
+    pub(crate) fn ack_req(mut self) -> Self {
         self.header.bth.ack_req = true;
         self
     }
 
-    pub fn payload(mut self, payload: &[u8]) -> Self {
+    pub(crate) fn payload(mut self, payload: &[u8]) -> Self {
         self.payload = payload.to_vec();
         self.header.bth.pad = (payload.len().wrapping_neg() & 3) as u8;
         self
     }
 
-    pub fn reth(mut self, va: u64, rkey: RKey, dma_len: u32) -> Self {
+    pub(crate) fn reth(mut self, va: u64, rkey: RKey, dma_len: u32) -> Self {
         self.header.reth = Some(Reth { va, rkey, dma_len });
         self
     }
 
-    pub fn atomic(mut self, eth: AtomicEth) -> Self {
+    pub(crate) fn atomic(mut self, eth: AtomicEth) -> Self {
         self.header.atomic_eth = Some(eth);
         self
     }
 
-    pub fn aeth(mut self, aeth: Aeth) -> Self {
+    pub(crate) fn aeth(mut self, aeth: Aeth) -> Self {
         self.header.aeth = Some(aeth);
         self
     }
 
-    pub fn bytes(&self) -> Vec<u8> {
+    pub(crate) fn bytes(&self) -> Vec<u8> {
         let mut out = vec![0; self.header.wire_len()];
         self.header.emit(&mut out);
         out.extend(&self.payload);
@@ -457,4 +457,4 @@ impl Raw {
     }
 }
 
-pub const NO_KEY: LKey = LKey(0);
+pub(crate) const NO_KEY: LKey = LKey(0);

@@ -2,4 +2,6 @@
 
 #[macro_use]
 mod harness;
+mod faults;
 mod operations;
+mod refusals;
