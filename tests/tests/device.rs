@@ -141,6 +141,31 @@ fn the_same_without_batches_invalidation_and_large_chunks() {
 }
 
 #[test]
+fn small_socket_buffers_make_it_slow_and_nothing_else() {
+    let want = pattern(8, 4 * MIB);
+    let small = ["--socket-buffer", "16K"];
+    let pair = Pair::start(&want, "", &small, &small);
+    thread::scope(|scope| {
+        for part in 0..4 {
+            let (mut client, want) = (pair.client(), &want);
+            scope.spawn(move || {
+                let at = part * MIB;
+                assert!(client.read(at as u64, MIB).unwrap() == want[at..at + MIB]);
+                client.write(at as u64, &pattern(50 + part as u64, MIB)).unwrap();
+                client.flush().unwrap();
+            });
+        }
+    });
+    let image = fs::read(&pair.image).unwrap();
+    for part in 0..4 {
+        assert!(
+            image[part * MIB..][..MIB] == pattern(50 + part as u64, MIB),
+            "part {part}"
+        );
+    }
+}
+
+#[test]
 fn a_read_only_export_refuses_writes() {
     let want = pattern(5, MIB);
     let pair = Pair::start(&want, ",ro", &[], &["--ro"]);

@@ -13,8 +13,11 @@ use crate::{
 /// Seeds of the simulator in a full run and in a quick one.
 const SIM_SEEDS: (u64, u64) = (300, 30);
 
-/// Ignored tests that mount a file system.
-const MOUNTING: [&str; 1] = ["a_full_disk_is_an_error_and_what_was_flushed_stays"];
+/// Ignored tests that make a namespace, to mount a file system or for addresses.
+const PRIVILEGED: [&str; 2] = [
+    "a_full_disk_is_an_error_and_what_was_flushed_stays",
+    "a_device_over_ipv6",
+];
 
 #[derive(Args, Clone)]
 pub(crate) struct TestArgs {
@@ -154,18 +157,18 @@ fn suite(name: &str, quick: bool) -> Result<Tally> {
     }
 }
 
-/// Ignored tests: they need programs of others, or the right to mount, which a user namespace gives as well.
+/// Ignored tests: they need programs of others, or the right to make namespaces.
 fn real_clients(bin: &str) -> Result<Tally> {
     let what = ["--workspace"];
     let env = [("FERROCE_BIN", bin)];
-    if tools::may_mount() {
+    if tools::may_make_namespaces() {
         return cargo_test(&what, &["--ignored"], &env);
     }
-    let skip: Vec<&str> = MOUNTING.iter().flat_map(|name| ["--skip", name]).collect();
+    let skip: Vec<&str> = PRIVILEGED.iter().flat_map(|name| ["--skip", name]).collect();
     let mut tally = cargo_test(&what, &[&["--ignored"], &skip[..]].concat(), &env)?;
     tally.not_run.push((
-        MOUNTING.len() as u64,
-        "no right to mount a file system: not root".to_owned(),
+        PRIVILEGED.len() as u64,
+        "no right to make namespaces: not root".to_owned(),
     ));
     Ok(tally)
 }

@@ -39,10 +39,10 @@ pub(crate) fn find(program: &str) -> Option<PathBuf> {
         .find(|p| p.is_file())
 }
 
-/// Whether tests may mount file systems in a namespace of their own.
-pub(crate) fn may_mount() -> bool {
+/// Whether tests may make network and mount namespaces.
+pub(crate) fn may_make_namespaces() -> bool {
     let mut command = Command::new("unshare");
-    command.args(["-m", "true"]);
+    command.args(["-m", "-n", "true"]);
     process::capture("unshare", &mut command).is_ok()
 }
 
