@@ -3,5 +3,6 @@
 #[macro_use]
 mod harness;
 mod faults;
+mod lifecycle;
 mod operations;
 mod refusals;
