@@ -11,7 +11,7 @@ use crate::{
 };
 
 /// Seeds of the simulator in a full run and in a quick one.
-const SIM_SEEDS: (u64, u64) = (300, 30);
+const SIM_SEEDS: (u64, u64) = (2000, 100);
 
 /// Ignored tests that make a namespace, to mount a file system or for addresses.
 const PRIVILEGED: [&str; 2] = [
