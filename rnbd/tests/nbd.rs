@@ -277,7 +277,7 @@ fn garbage_ends_only_its_own_connection() {
     c.send(cmd::WRITE, 0, 0, 8192, &[7; 4096]);
     c.s.shutdown(Shutdown::Write).unwrap();
     let mut rest = Vec::new();
-    let _ = c.s.read_to_end(&mut rest);
+    c.s.read_to_end(&mut rest).expect("an end");
     assert_eq!(good.read(0, 512).unwrap(), sector(0));
     assert_eq!(good.read(4096, 512).unwrap(), sector(8), "half a write is no write");
 }
