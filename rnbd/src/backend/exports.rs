@@ -3,6 +3,7 @@
 use std::{
     collections::{BTreeMap, HashMap},
     ffi::OsString,
+    fs::{File, TryLockError},
     io,
     os::{
         fd::{AsFd, OwnedFd},
@@ -128,7 +129,15 @@ type DeviceKey = (u32, u64, u64);
 pub struct Exports {
     named: BTreeMap<Vec<u8>, ExportSpec>,
     folder: Option<Folder>,
-    writers: Mutex<HashMap<DeviceKey, u32>>,
+    writers: Mutex<HashMap<DeviceKey, Writers>>,
+}
+
+/// Who writes to a device.
+#[derive(Debug)]
+struct Writers {
+    count: u32,
+    /// Holds a lock against other servers' writers.
+    _lock: Option<File>,
 }
 
 /// The right to write, returned when dropped.
@@ -142,8 +151,8 @@ impl Drop for WriterSlot {
     fn drop(&mut self) {
         let mut w = self.exports.writers.lock();
         if let Some(n) = w.get_mut(&self.key) {
-            *n -= 1;
-            if *n == 0 {
+            n.count -= 1;
+            if n.count == 0 {
                 w.remove(&self.key);
             }
         }
@@ -202,7 +211,7 @@ impl Exports {
     ///
     /// # Errors
     /// EINVAL for a bad name, ENOENT when there is none, EACCES when a read-only export is to be written, EPERM when
-    /// there is a writer already (two for [`AccessMode::Migration`]), ENOTBLK, EXDEV, and those of `open`.
+    /// there is a writer already (two for [`AccessMode::Migration`]), EBUSY when another process writes, ENOTBLK, EXDEV, and those of `open`.
     pub fn open(self: &Arc<Self>, session: &str, name: &[u8], mode: AccessMode) -> Result<OpenExport, Errno> {
         let key = key_of(name)?;
         let (handle, read_only, label) = if let Some(spec) = self.named.get(&key) {
@@ -236,15 +245,32 @@ impl Exports {
         };
         let limit = if mode == AccessMode::Migration { 2 } else { 1 };
         let mut w = self.writers.lock();
-        let n = w.get(&key).copied().unwrap_or(0);
-        if n >= limit {
-            return Err(Errno::EPERM);
+        match w.get_mut(&key) {
+            Some(n) if n.count >= limit => return Err(Errno::EPERM),
+            Some(n) => n.count += 1,
+            None => {
+                let lock = lock_out_others(handle)?;
+                w.insert(key, Writers { count: 1, _lock: lock });
+            }
         }
-        w.insert(key, n + 1);
         Ok(WriterSlot {
             exports: self.clone(),
             key,
         })
+    }
+}
+
+/// Takes a lock that another server which exports the same file would have to have (`flock`). `None` where the file system
+/// has no locks.
+fn lock_out_others(handle: &OwnedFd) -> Result<Option<File>, Errno> {
+    let file = lookup::reopen(handle, false)?;
+    match file.try_lock() {
+        Ok(()) => Ok(Some(file)),
+        Err(TryLockError::WouldBlock) => Err(Errno::EBUSY),
+        Err(TryLockError::Error(e)) => {
+            tracing::debug!("no lock against other servers: {e}");
+            Ok(None)
+        }
     }
 }
 
@@ -313,6 +339,21 @@ mod tests {
         drop(m);
         ex.open("u", b"disk", AccessMode::ReadWrite).unwrap();
         assert!(ex.writers.lock().is_empty());
+    }
+
+    #[test]
+    fn two_servers_do_not_write_to_one_image() {
+        let t = tempfile::tempdir().unwrap();
+        let path = t.path().join("i");
+        image(&path, 4096);
+        let [a, b] = [(); 2].map(|()| Exports::new([spec("disk", &path, false)], None).unwrap());
+        let w = a.open("s", b"disk", AccessMode::ReadWrite).unwrap();
+        let m = a.open("s", b"disk", AccessMode::Migration).unwrap();
+        drop(w);
+        assert_eq!(b.open("s", b"disk", AccessMode::ReadWrite).unwrap_err(), Errno::EBUSY);
+        b.open("s", b"disk", AccessMode::ReadOnly).unwrap();
+        drop(m);
+        b.open("s", b"disk", AccessMode::ReadWrite).unwrap();
     }
 
     #[test]

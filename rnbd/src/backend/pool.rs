@@ -62,9 +62,9 @@ impl Pool {
         })
     }
 
-    /// Twice the processors, at least 4: threads wait for disks, and a flush occupies one for long.
+    /// Twice the processors, at least 8: threads wait for disks, and a flush occupies one for long.
     pub fn default_threads() -> usize {
-        thread::available_parallelism().map_or(4, |n| (2 * n.get()).max(4))
+        thread::available_parallelism().map_or(8, |n| (2 * n.get()).max(8))
     }
 
     /// Queues a job.

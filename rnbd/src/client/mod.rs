@@ -72,6 +72,7 @@ fn refusal(e: Errno, mode: AccessMode) -> String {
         Errno::ENOENT => "no such export".into(),
         Errno::EACCES if mode.writable() => "the export is read-only".into(),
         Errno::EPERM => "somebody has it open for writing".into(),
+        Errno::EBUSY => "another server process on that host writes to it, or the session has too many devices".into(),
         Errno::EINVAL => "the server does not accept this name".into(),
         Errno::ENOTBLK => "neither an image file nor a block device".into(),
         Errno::EXDEV | Errno::ELOOP => "a symbolic link leads out of the server's folder".into(),

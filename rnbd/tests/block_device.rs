@@ -1,0 +1,166 @@
+//! Block devices, and what of the data is on them when. Loop devices need privilege, so these tests are ignored by default:
+//!
+//! ```sh
+//! sudo -E cargo test -p rnbd --test block_device -- --include-ignored
+//! ```
+
+use std::{
+    fs::{self, File},
+    os::fd::AsRawFd,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::{Mutex, MutexGuard},
+};
+
+use rnbd::{
+    Errno,
+    backend::{ExportSpec, Exports, Image},
+    proto::AccessMode,
+};
+
+const MIB: u64 = 1 << 20;
+
+/// Setting a loop device up is not atomic: one test at a time.
+static ONE: Mutex<()> = Mutex::new(());
+
+struct Loop {
+    path: PathBuf,
+    _dir: tempfile::TempDir,
+    _one: MutexGuard<'static, ()>,
+}
+
+impl Loop {
+    fn new(options: &[&str]) -> Self {
+        let one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+        let dir = tempfile::tempdir().unwrap();
+        let image = dir.path().join("i");
+        fs::write(&image, vec![7; 8 * MIB as usize]).unwrap();
+        let out = Command::new("losetup")
+            .args(["--find", "--show"])
+            .args(options)
+            .arg(&image)
+            .output()
+            .unwrap();
+        assert!(
+            out.status.success(),
+            "losetup: {}",
+            String::from_utf8_lossy(&out.stderr)
+        );
+        let path = String::from_utf8(out.stdout).unwrap().trim().into();
+        Self {
+            path,
+            _dir: dir,
+            _one: one,
+        }
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").arg("-d").arg(&self.path).status();
+    }
+}
+
+fn read(i: &Image, offset: u64, len: usize) -> Result<Vec<u8>, Errno> {
+    let mut v = vec![0xee; len];
+    // SAFETY: the vector's own memory.
+    unsafe { i.read(offset, v.as_mut_ptr(), len) }.map(|()| v)
+}
+
+fn write(i: &Image, offset: u64, data: &[u8], fua: bool) -> Result<(), Errno> {
+    // SAFETY: the slice's own memory.
+    unsafe { i.write(offset, data.as_ptr(), data.len(), fua) }
+}
+
+/// Pages of a file that are not on its device yet (`cachestat`, Linux 6.5).
+fn dirty_pages(path: &Path) -> u64 {
+    const CACHESTAT: libc::c_long = 451;
+    let file = File::open(path).unwrap();
+    let (range, mut stat) = ([0u64, 0], [0u64; 5]);
+    // SAFETY: the call reads two numbers and writes five.
+    let r = unsafe { libc::syscall(CACHESTAT, file.as_raw_fd(), range.as_ptr(), stat.as_mut_ptr(), 0) };
+    assert_eq!(r, 0, "cachestat: {}", std::io::Error::last_os_error());
+    stat[1] + stat[2]
+}
+
+#[test]
+#[ignore = "needs the right to set up loop devices"]
+fn a_block_device_has_its_own_geometry() {
+    let l = Loop::new(&["--sector-size", "4096"]);
+    let i = Image::open(&l.path, true).unwrap();
+    let g = i.geometry();
+    assert_eq!(
+        (g.size, g.logical_block_size, g.physical_block_size),
+        (8 * MIB, 4096, 4096)
+    );
+    assert!(g.max_discard > 0 && g.discard_granularity >= 4096);
+    assert_eq!(read(&i, 4096, 8192).unwrap(), vec![7; 8192]);
+    assert_eq!(read(&i, 8 * MIB, 4096).unwrap_err(), Errno::EIO);
+}
+
+#[test]
+#[ignore = "needs the right to set up loop devices"]
+fn a_block_device_is_written_discarded_and_zeroed() {
+    let l = Loop::new(&[]);
+    let i = Image::open(&l.path, true).unwrap();
+    write(&i, 512, &[1; 1024], false).unwrap();
+    assert_eq!(
+        read(&i, 0, 2048).unwrap(),
+        [vec![7; 512], vec![1; 1024], vec![7; 512]].concat()
+    );
+    i.discard(MIB, MIB).unwrap();
+    assert_eq!(read(&i, MIB, MIB as usize).unwrap(), vec![0; MIB as usize]);
+    for (n, may_unmap) in [(3, true), (5, false)] {
+        i.write_zeroes(n * MIB + 512, 4096, true, may_unmap).unwrap();
+        assert_eq!(read(&i, n * MIB + 512, 4096).unwrap(), vec![0; 4096]);
+        assert_eq!(read(&i, n * MIB, 512).unwrap(), vec![7; 512]);
+    }
+    assert_eq!(i.discard(8 * MIB, 512).unwrap_err(), Errno::EIO);
+}
+
+#[test]
+#[ignore = "needs the right to set up loop devices"]
+fn a_read_only_block_device_is_not_opened_for_writing() {
+    let l = Loop::new(&["--read-only"]);
+    let e = Image::open(&l.path, true).unwrap_err();
+    assert!(matches!(e, Errno::EACCES | Errno::EPERM), "{e:?}");
+    assert!(Image::open(&l.path, false).unwrap().geometry().read_only);
+}
+
+#[test]
+#[ignore = "needs the right to set up loop devices"]
+fn two_names_of_one_block_device_have_one_writer() {
+    let l = Loop::new(&[]);
+    let dir = tempfile::tempdir().unwrap();
+    let link = dir.path().join("link");
+    std::os::unix::fs::symlink(&l.path, &link).unwrap();
+    let spec = |name: &str, path: &Path| ExportSpec {
+        name: name.into(),
+        path: path.into(),
+        read_only: false,
+    };
+    let ex = Exports::new([spec("a", &l.path), spec("b", &link)], None).unwrap();
+    let _w = ex.open("s", b"a", AccessMode::ReadWrite).unwrap();
+    assert_eq!(ex.open("t", b"b", AccessMode::ReadWrite).unwrap_err(), Errno::EPERM);
+}
+
+#[test]
+#[ignore = "needs the right to set up loop devices, and Linux 6.5"]
+fn flush_and_fua_leave_nothing_behind_in_memory() {
+    let l = Loop::new(&[]);
+    let i = Image::open(&l.path, true).unwrap();
+    i.flush().unwrap();
+    assert_eq!(dirty_pages(&l.path), 0);
+    write(&i, 0, &[1; 65536], false).unwrap();
+    assert!(dirty_pages(&l.path) > 0, "a plain write stays in memory for a while");
+    i.flush().unwrap();
+    assert_eq!(dirty_pages(&l.path), 0, "flush");
+    write(&i, MIB, &[2; 65536], true).unwrap();
+    assert_eq!(dirty_pages(&l.path), 0, "FUA");
+    i.write_zeroes(2 * MIB + 512, 512, true, false).unwrap();
+    assert_eq!(dirty_pages(&l.path), 0, "zeroes with FUA");
+    write(&i, 3 * MIB, &[3; 65536], false).unwrap();
+    assert!(dirty_pages(&l.path) > 0);
+    drop(i);
+    assert_eq!(dirty_pages(&l.path), 0, "close");
+}
