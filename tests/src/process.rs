@@ -239,6 +239,9 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
+        if thread::panicking() {
+            eprintln!("--- {} said:\n{}", self.what, self.stderr());
+        }
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

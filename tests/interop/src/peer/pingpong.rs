@@ -17,7 +17,7 @@ use crate::{
 };
 
 /// `sizeof "0000:000000:000000:00000000000000000000000000000000"`.
-const MSG_LEN: usize = 53;
+const MSG_LEN: usize = 52;
 const RECV_DEPTH: u32 = 500;
 
 /// Arguments, with the defaults of `ibv_rc_pingpong`.
