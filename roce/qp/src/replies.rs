@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use roce_bth::{Aeth, Bth, Credits, Header, Msn, Opcode, Syndrome};
+use roce_bth::{Aeth, Bth, Credits, Header, Msn, NakCode, Opcode, Syndrome};
 use roce_mem::Span;
 use roce_verbs::RKey;
 
@@ -258,6 +258,15 @@ impl QueuePair {
                         Ok(())
                     }
                     Ok(other) => return other,
+                    Err(_) if resource.replay => {
+                        // As in `duplicate_read`: perhaps the peer has long got it, and let us take the key back.
+                        resource.pending = false;
+                        if self.resp.replies.ack == AckDue::No {
+                            ctx.counters.naks_sent += 1;
+                            self.resp.replies.ack = AckDue::Refuse(seq, Syndrome::Nak(NakCode::RemoteAccessError));
+                        }
+                        Ok(())
+                    }
                     Err(refusal) => Err((seq, refusal)),
                 }
             }
