@@ -421,7 +421,12 @@ impl MemoryTable {
             _ => return Err(MemError::NotFound),
         }
         let bound = |e: &Entry| matches!(e.kind, Kind::Window(_, BoundTo { region: Some(r), .. }) if r == index);
-        let windows: Vec<u32> = inner.entries.iter().filter(|(_, e)| bound(e)).map(|(i, _)| *i).collect();
+        let windows: Vec<u32> = inner
+            .entries
+            .iter()
+            .filter(|(_, e)| bound(e))
+            .map(|(i, _)| *i)
+            .collect();
         for window in windows {
             inner.close(window);
         }
