@@ -144,7 +144,7 @@ impl Side {
         self.qp.modify(ctx!(self), attr).unwrap();
     }
 
-    pub(crate) fn to_rtr(&mut self, setup: &Setup, peer: u32, psn: u32) {
+    pub(crate) fn enter_rtr(&mut self, setup: &Setup, peer: u32, psn: u32) {
         self.modify(&QpAttr {
             state: Some(QpState::Init),
             access: Some(setup.access),
@@ -167,7 +167,7 @@ impl Side {
         });
     }
 
-    pub(crate) fn to_rts(&mut self, setup: &Setup, psn: u32) {
+    pub(crate) fn enter_rts(&mut self, setup: &Setup, psn: u32) {
         self.modify(&QpAttr {
             state: Some(QpState::Rts),
             timeout: Some(setup.timeout),
@@ -321,10 +321,10 @@ impl Pair {
         let mut a = Side::new(A, &setup);
         let mut b = Side::new(B, &setup);
         let (pa, pb) = (setup.psn, setup.psn ^ 0x5555);
-        a.to_rtr(&setup, B, pb);
-        b.to_rtr(&setup, A, pa);
-        a.to_rts(&setup, pa);
-        b.to_rts(&setup, pb);
+        a.enter_rtr(&setup, B, pb);
+        b.enter_rtr(&setup, A, pa);
+        a.enter_rts(&setup, pa);
+        b.enter_rts(&setup, pb);
         let now = a.now;
         Self {
             a,

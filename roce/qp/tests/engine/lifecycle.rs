@@ -453,10 +453,10 @@ fn reset_forgets_everything_and_the_queue_pair_can_be_used_again() {
     );
     assert!(p.a.completions().is_empty() && p.a.received().is_empty());
     let setup = Setup::default();
-    p.a.to_rtr(&setup, B, 100);
-    p.b.to_rtr(&setup, A, 200);
-    p.a.to_rts(&setup, 200);
-    p.b.to_rts(&setup, 100);
+    p.a.enter_rtr(&setup, B, 100);
+    p.b.enter_rtr(&setup, A, 200);
+    p.a.enter_rts(&setup, 200);
+    p.b.enter_rts(&setup, 100);
     p.a.send(2, SendOp::Write(at(&dst, 0)), &[sge(&src, 0, 64)]);
     p.run();
     assert!(p.a.completions()[0].is_ok());
@@ -518,7 +518,7 @@ fn the_first_packet_in_rtr_is_an_event() {
         state: Some(QpState::Reset),
         ..QpAttr::default()
     });
-    p.b.to_rtr(&setup, A, setup.psn);
+    p.b.enter_rtr(&setup, A, setup.psn);
     let (src, dst) = (p.a.filled(64, 1), p.b.region(64));
     for i in 0..3 {
         p.a.send(i, SendOp::Write(at(&dst, 0)), &[sge(&src, 0, 64)]);

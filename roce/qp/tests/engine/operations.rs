@@ -269,7 +269,7 @@ fn one_acknowledgement_stands_for_a_batch() {
     let acks = p.b.headers();
     assert_eq!(acks.len(), 1);
     assert_eq!(acks[0].aeth.unwrap().msn.value(), 20);
-    assert_eq!(acks[0].bth.psn.value(), 0x00ff_fff0 + 19 & 0x00ff_ffff);
+    assert_eq!(acks[0].bth.psn.value(), (0x00ff_fff0 + 19) & 0x00ff_ffff);
     assert_eq!(p.b.counters.ack_deferred, 19);
 }
 
