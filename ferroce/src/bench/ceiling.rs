@@ -53,6 +53,9 @@ pub(crate) struct Ceiling {
     pub(crate) icrc_errors: u64,
 }
 
+/// When nothing arrives for so long, what is on the way is lost.
+const LOST: Duration = Duration::from_millis(5);
+
 /// What the two threads share.
 struct Shared {
     start: Barrier,
@@ -140,7 +143,7 @@ fn send(config: &CeilingConfig, path: &mut UdpDatapath, shared: &Shared) -> Dura
     let mut psn = 0u64;
     shared.start.wait();
     let began = Instant::now();
-    let mut last_progress = (Instant::now(), 0);
+    let mut flight = Flight::new();
     while began.elapsed() < config.duration {
         let mut index = 0;
         while index < count {
@@ -184,19 +187,7 @@ fn send(config: &CeilingConfig, path: &mut UdpDatapath, shared: &Shared) -> Dura
             });
             path.send(&mut bursts);
             shared.sent.store(psn, Ordering::Relaxed);
-            // What is lost is never put into place: give it up when nothing comes for a while.
-            let mut lost = psn.saturating_sub(window).saturating_sub(last_progress.1);
-            while lost > 0 {
-                let placed = shared.placed.load(Ordering::Acquire);
-                if placed != last_progress.1 {
-                    last_progress = (Instant::now(), placed);
-                } else if last_progress.0.elapsed() > Duration::from_millis(20) {
-                    break;
-                }
-                lost = psn.saturating_sub(window).saturating_sub(placed);
-                // Lets the receiver run where both have to share a processor.
-                thread::yield_now();
-            }
+            flight.wait(psn, window, shared);
         }
     }
     let end = Instant::now() + Duration::from_millis(50);
@@ -204,6 +195,44 @@ fn send(config: &CeilingConfig, path: &mut UdpDatapath, shared: &Shared) -> Dura
         thread::yield_now();
     }
     began.elapsed()
+}
+
+/// What is on the way, as far as the sender knows.
+struct Flight {
+    /// Packets put into place at the last look, and when that number grew last.
+    placed: u64,
+    grown: Instant,
+    /// Packets that are taken for lost.
+    lost: u64,
+}
+
+impl Flight {
+    fn new() -> Self {
+        Self {
+            placed: 0,
+            grown: Instant::now(),
+            lost: 0,
+        }
+    }
+
+    /// Waits until no more than `window` of `sent` packets are on the way. What does not come for a while is lost.
+    fn wait(&mut self, sent: u64, window: u64, shared: &Shared) {
+        loop {
+            let placed = shared.placed.load(Ordering::Acquire);
+            if placed != self.placed {
+                (self.placed, self.grown) = (placed, Instant::now());
+            }
+            if sent.saturating_sub(placed + self.lost) <= window {
+                return;
+            }
+            if self.grown.elapsed() > LOST {
+                self.lost = sent.saturating_sub(placed);
+                return;
+            }
+            // Lets the receiver run where both have to share a processor.
+            thread::yield_now();
+        }
+    }
 }
 
 /// Checks every packet and copies its payload into place.

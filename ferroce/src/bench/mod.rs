@@ -21,7 +21,7 @@ use std::{
 };
 
 use clap::{Args, ValueEnum};
-use roce::{Device, DeviceConfig, Mtu, VerbsError};
+use roce::{Device, DeviceConfig, Mtu, VerbsError, WindowConfig};
 
 use crate::{
     output::{self, Failure},
@@ -98,6 +98,9 @@ pub(crate) struct BenchArgs {
     /// Receive buffer of the sockets
     #[arg(long, value_name = "BYTES", default_value = "8M", value_parser = units::memory)]
     socket_buffer: usize,
+    /// Bytes in flight at most towards the peer [default: by the receive buffer]
+    #[arg(long, value_name = "BYTES", value_parser = units::memory)]
+    window: Option<usize>,
     /// Write all packets of this side to a capture
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
@@ -132,6 +135,10 @@ impl BenchArgs {
             socket_buffer: self.socket_buffer,
             gso: !self.no_gso,
             gro: !self.no_gro,
+            window: self.window.map(|max| WindowConfig {
+                max,
+                ..WindowConfig::default()
+            }),
             pcap: self.pcap.clone().filter(|_| pcap),
             ..DeviceConfig::default()
         };
@@ -277,11 +284,17 @@ fn local(args: &BenchArgs, operation: Operation, stop: &Stop, emit: Emit<'_>) ->
         }),
         _ => args.sizes(1 << 20).iter().try_for_each(|&bytes| {
             let mut load = bandwidth::Load::connect(&near, peer, operation, bytes, args.depth, args.qps)?;
+            if operation == Operation::Send {
+                // Its passive side polls without pause, beside which no ceiling can be measured.
+                load.run(args.amount(), &stopped)?;
+                return emit(&load.measurement());
+            }
             let m = beside_ceiling(args, &mut load, [next(2), next(3)], &stopped)?;
             emit(&m)
         }),
     };
     done.store(true, Ordering::Relaxed);
+    tracing::debug!(near = ?near.stats(), far = ?far.stats(), "counters");
     let passive = passive
         .join()
         .unwrap_or_else(|_| Err(Failure::failed("the passive side panicked")));

@@ -125,7 +125,7 @@ pub trait Datapath: Send {
     fn segmentation(&self) -> bool;
     /// Sends bursts in order, until the send buffer is full.
     fn send(&mut self, bursts: &mut dyn Iterator<Item = Burst<'_>>) -> Sent;
-    /// Receives about `budget` datagrams at most and hands each to `handle`.
+    /// Receives about `budget` packets at most and hands each datagram to `handle`.
     fn receive(&mut self, budget: usize, handle: &mut dyn FnMut(&Datagram<'_>)) -> Received;
     /// What to watch for input.
     fn descriptors(&self) -> Vec<BorrowedFd<'_>>;

@@ -13,16 +13,15 @@
 
 use std::{
     io,
-    os::fd::{AsFd, AsRawFd},
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU32, Ordering},
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
     thread::{self, JoinHandle, ThreadId},
     time::Duration,
 };
 
-use mio::{Events, Interest, Poll, Token, unix::SourceFd};
+use mio::{Events, Poll};
 use parking_lot::{Mutex, MutexGuard};
 use roce_port::{Port, PortCounters};
 use roce_verbs::Instant;
@@ -30,21 +29,17 @@ use roce_verbs::Instant;
 use crate::{
     clock::now,
     datapath::{Datapath, DatapathCounters},
-    engine::{Engine, EventSink, TOKEN_SOCKETS, Tap, Wakeup},
-    sys::{self, EventFd, TimerFd},
+    engine::{Engine, EventSink, Tap},
+    wake::{TOKEN_TIMER, Wake},
 };
 
 /// How long a port may be without anybody advancing it after its application stopped polling.
 pub const TAKEOVER: Duration = Duration::from_millis(1);
 /// Empty polls in a row until the background thread stands back.
 const STREAK: u32 = 16;
-/// Datagrams (or merged buffers) that an application's thread handles in one call.
-const APPLICATION_BUDGET: usize = 8;
-/// The same for the background thread, between two looks at who else wants the lock.
-const BACKGROUND_BUDGET: usize = 16;
-
-const TOKEN_TIMER: Token = Token(0);
-const TOKEN_STOP: Token = Token(1);
+/// Packets, about, that are handled before they are answered, and before others may have the lock: eight merged buffers.
+/// More would leave a sender with a window of 1 MiB idle, less would cost it more acknowledgements.
+const BUDGET: usize = 128;
 
 /// How a port is driven.
 pub struct DriverConfig {
@@ -76,13 +71,16 @@ pub struct Closed;
 
 struct Shared {
     engine: Mutex<Engine>,
+    wake: Arc<Wake>,
     closed: AtomicBool,
-    /// Whether the sockets don't wake the background thread: read without the lock by polls that found something.
-    standing_back: AtomicBool,
+    /// The background thread found the lock taken and went back to sleep: whoever holds it takes the packets that it
+    /// was woken for.
+    wanted: AtomicBool,
     /// Polls of the application that found nothing, since the last one that found something.
     empty_polls: AtomicU32,
+    /// When the application last polled an empty completion queue, nanoseconds.
+    last_poll: AtomicU64,
     sink: Arc<dyn EventSink>,
-    stop: Option<EventFd>,
 }
 
 /// A port in motion. Shared by reference between threads; dropping it stops the background thread.
@@ -129,9 +127,39 @@ impl Shared {
         Some(Guard { engine, shared: self })
     }
 
-    fn watch(&self, engine: &mut Engine, on: bool) {
-        engine.watch(on);
-        self.standing_back.store(!engine.watching(), Ordering::Release);
+    /// Advances the port in the background thread's stead, if that found the lock taken meanwhile.
+    fn serve_wanted(&self) {
+        // Looked at with the lock free: whoever takes it next does the same.
+        if !self.wanted.load(Ordering::Acquire) {
+            return;
+        }
+        if let Some(mut guard) = self.try_lock() {
+            self.wanted.store(false, Ordering::Release);
+            guard.engine.pass(now(), BUDGET);
+            drop(guard);
+            // What is still there, or comes from now on, is the background thread's again.
+            self.wake.watch(true);
+        }
+    }
+
+    /// The lock for the background thread. While an application's thread is inside that one is asked to take the
+    /// packets too: waiting for it here would only cost a second processor.
+    fn lock_or_ask(&self) -> Option<Guard<'_>> {
+        if let Some(guard) = self.try_lock() {
+            self.wanted.store(false, Ordering::Release);
+            return Some(guard);
+        }
+        self.wake.watch(false);
+        self.wanted.store(true, Ordering::Release);
+        // It may have let go before it could see that.
+        if let Some(guard) = self.try_lock() {
+            self.wanted.store(false, Ordering::Release);
+            self.wake.watch(true);
+            return Some(guard);
+        }
+        let time = now();
+        self.wake.set_alarm(time, time + TAKEOVER);
+        None
     }
 }
 
@@ -147,52 +175,32 @@ impl Driver {
         mut config: DriverConfig,
     ) -> io::Result<Self> {
         let tap = config.tap.take();
-        if !config.background {
-            let engine = Engine::new(port, path, sink.clone(), tap, None, config.batch_bytes);
-            return Ok(Self {
-                shared: Arc::new(Shared {
-                    engine: Mutex::new(engine),
-                    closed: AtomicBool::new(false),
-                    standing_back: AtomicBool::new(false),
-                    empty_polls: AtomicU32::new(0),
-                    sink,
-                    stop: None,
-                }),
-                thread: Mutex::new(None),
-                thread_id: None,
-            });
-        }
-        let poll = Poll::new()?;
-        let (timer, stop) = (TimerFd::new()?, EventFd::new()?);
-        let register = |fd: &dyn AsRawFd, token| {
-            poll.registry()
-                .register(&mut SourceFd(&fd.as_raw_fd()), token, Interest::READABLE)
-        };
-        register(&timer.as_fd(), TOKEN_TIMER)?;
-        register(&stop.as_fd(), TOKEN_STOP)?;
-        // The engine changes what is watched while the thread waits.
-        let epoll = sys::epoll_of(&poll)?;
-        let wakeup = Wakeup { epoll, timer };
-        let engine = Engine::new(port, path, sink.clone(), tap, Some(wakeup), config.batch_bytes);
-        for (i, fd) in engine.descriptors().into_iter().enumerate() {
-            register(&fd, Token(TOKEN_SOCKETS + i))?;
-        }
+        let poll = config.background.then(Poll::new).transpose()?;
+        let wake = Arc::new(match &poll {
+            Some(poll) => Wake::new(poll, &path.descriptors())?,
+            None => Wake::nobody(),
+        });
+        let engine = Engine::new(port, path, sink.clone(), tap, wake.clone(), config.batch_bytes);
         let shared = Arc::new(Shared {
             engine: Mutex::new(engine),
+            wake,
             closed: AtomicBool::new(false),
-            standing_back: AtomicBool::new(false),
+            wanted: AtomicBool::new(false),
             empty_polls: AtomicU32::new(0),
+            last_poll: AtomicU64::new(0),
             sink,
-            stop: Some(stop),
         });
         let theirs = shared.clone();
-        let thread = thread::Builder::new()
-            .name(config.name)
-            .spawn(move || background(&theirs, poll))?;
+        let start = |poll| {
+            thread::Builder::new()
+                .name(config.name)
+                .spawn(move || background(&theirs, poll))
+        };
+        let thread = poll.map(start).transpose()?;
         Ok(Self {
-            thread_id: Some(thread.thread().id()),
+            thread_id: thread.as_ref().map(|t| t.thread().id()),
             shared,
-            thread: Mutex::new(Some(thread)),
+            thread: Mutex::new(thread),
         })
     }
 
@@ -206,8 +214,10 @@ impl Driver {
         let result = call(&mut guard.engine.port, now);
         if guard.engine.settle(now) {
             // The rest is the background thread's.
-            guard.engine.set_alarm(now, now);
+            self.shared.wake.set_alarm(now, now);
         }
+        drop(guard);
+        self.shared.serve_wanted();
         Ok(result)
     }
 
@@ -220,36 +230,42 @@ impl Driver {
         let now = now();
         let result = call(&mut guard.engine.port, now);
         guard.engine.settle_quietly(now);
+        drop(guard);
+        self.shared.serve_wanted();
         Ok(result)
     }
 
     /// The application found a completion queue empty: its thread advances the port, unless another does already.
     pub fn empty_poll(&self) {
         let Some(mut guard) = self.shared.try_lock() else {
+            // The holder may wait for this processor.
+            thread::yield_now();
             return;
         };
+        let shared = &*self.shared;
         let now = now();
-        let engine = &mut *guard.engine;
-        engine.last_poll = now;
-        let empty = self.shared.empty_polls.load(Ordering::Relaxed).saturating_add(1);
-        self.shared.empty_polls.store(empty, Ordering::Relaxed);
-        if empty >= STREAK && engine.watching() {
-            self.shared.watch(engine, false);
-            engine.set_alarm(now, now + TAKEOVER);
+        shared.last_poll.store(now.as_nanos(), Ordering::Relaxed);
+        let empty = shared.empty_polls.load(Ordering::Relaxed).saturating_add(1);
+        shared.empty_polls.store(empty, Ordering::Relaxed);
+        if empty == STREAK || (empty > STREAK && !shared.wake.standing_back()) {
+            shared.wake.watch(false);
+            shared.wake.set_alarm(now, now + TAKEOVER);
         }
-        engine.pass(now, APPLICATION_BUDGET);
+        guard.engine.pass(now, BUDGET);
+        drop(guard);
+        if empty < STREAK {
+            shared.serve_wanted();
+        } else {
+            shared.wanted.store(false, Ordering::Release);
+        }
     }
 
     /// The application found completions, or goes to sleep: it may not come back for long, so that packets wake the
     /// background thread again.
     pub fn leave_poll(&self) {
         self.shared.empty_polls.store(0, Ordering::Relaxed);
-        if !self.shared.standing_back.load(Ordering::Acquire) {
-            return;
-        }
-        if let Ok(mut guard) = self.shared.lock() {
-            let engine = &mut *guard.engine;
-            self.shared.watch(engine, true);
+        if self.shared.wake.standing_back() {
+            self.shared.wake.watch(true);
         }
     }
 
@@ -281,12 +297,10 @@ impl Driver {
     pub fn close(&self) {
         if let Ok(mut guard) = self.shared.lock() {
             let engine = &mut *guard.engine;
-            engine.pass(now(), APPLICATION_BUDGET);
+            engine.pass(now(), BUDGET);
         }
         self.shared.close();
-        if let Some(stop) = &self.shared.stop {
-            stop.raise();
-        }
+        self.shared.wake.stop();
         if self.thread_id == Some(thread::current().id()) {
             return;
         }
@@ -314,24 +328,27 @@ fn background(shared: &Shared, mut poll: Poll) {
             tracing::error!("waiting for packets failed: {e}");
             shared.close();
         }
-        let Ok(mut guard) = shared.lock() else {
-            return;
-        };
         if events.iter().any(|e| e.token() == TOKEN_TIMER) {
-            guard.engine.alarm_rang();
+            shared.wake.alarm_rang();
         }
+        let Some(mut guard) = shared.lock_or_ask() else {
+            if shared.closed.load(Ordering::Acquire) {
+                return;
+            }
+            continue;
+        };
         let time = now();
-        if !guard.engine.watching() {
-            let until = guard.engine.last_poll + TAKEOVER;
+        if shared.wake.standing_back() {
+            let until = Instant::from_nanos(shared.last_poll.load(Ordering::Relaxed)) + TAKEOVER;
             if time < until {
                 guard.engine.run_timers(time);
                 guard.engine.settle(time);
-                guard.engine.set_alarm(time, until);
+                shared.wake.set_alarm(time, until);
                 continue;
             }
-            shared.watch(&mut guard.engine, true);
+            shared.wake.watch(true);
         }
-        while guard.engine.pass(now(), BACKGROUND_BUDGET) && !shared.closed.load(Ordering::Acquire) {
+        while guard.engine.pass(now(), BUDGET) && !shared.closed.load(Ordering::Acquire) {
             // Application threads that wait for the lock get it first.
             MutexGuard::bump(&mut guard.engine);
         }

@@ -1,11 +1,6 @@
 //! A port, its datapath and what is on the way between them: the state that the port's lock protects.
 
-use std::{
-    net::SocketAddr,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::Arc,
-    time::Duration,
-};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use roce_bth::ROCE_UDP_PORT;
 use roce_port::{Port, PortCmEvent, RxMeta, Train, TxBatch, TxConfig};
@@ -13,7 +8,7 @@ use roce_verbs::{AsyncEvent, Instant};
 
 use crate::{
     datapath::{Burst, Datagram, Datapath},
-    sys::{self, TimerFd},
+    wake::Wake,
 };
 
 /// Full send batches of one pass: a bound for how long a caller can be held up by what its peers let it send.
@@ -53,14 +48,6 @@ impl<'a> From<Train<'a>> for Burst<'a> {
     }
 }
 
-/// What makes the background thread wake up.
-pub(crate) struct Wakeup {
-    /// The epoll instance that it waits in.
-    pub(crate) epoll: OwnedFd,
-    /// Its alarm clock.
-    pub(crate) timer: TimerFd,
-}
-
 /// See the module.
 pub(crate) struct Engine {
     pub(crate) port: Port,
@@ -70,17 +57,8 @@ pub(crate) struct Engine {
     sent: usize,
     pub(crate) sink: Arc<dyn EventSink>,
     tap: Option<Box<dyn Tap>>,
-    wakeup: Option<Wakeup>,
-    /// When the alarm clock rings.
-    alarm: Option<Instant>,
-    /// Whether arriving packets wake the background thread.
-    watching: bool,
-    /// When the application last polled an empty completion queue.
-    pub(crate) last_poll: Instant,
+    wake: Arc<Wake>,
 }
-
-/// The first token of the datapath's descriptors in the epoll instance.
-pub(crate) const TOKEN_SOCKETS: usize = 16;
 
 impl Engine {
     pub(crate) fn new(
@@ -88,7 +66,7 @@ impl Engine {
         path: Box<dyn Datapath>,
         sink: Arc<dyn EventSink>,
         tap: Option<Box<dyn Tap>>,
-        wakeup: Option<Wakeup>,
+        wake: Arc<Wake>,
         batch_bytes: usize,
     ) -> Self {
         let caps = path.capabilities();
@@ -105,14 +83,11 @@ impl Engine {
             sent: 0,
             sink,
             tap,
-            watching: wakeup.is_some(),
-            wakeup,
-            alarm: None,
-            last_poll: Instant::ZERO,
+            wake,
         }
     }
 
-    /// Receives about `budget` datagrams, runs timers that are due, and sends. True: more is waiting.
+    /// Receives about `budget` packets, runs timers that are due, and sends. True: more is waiting.
     pub(crate) fn pass(&mut self, now: Instant, budget: usize) -> bool {
         let (port, tap) = (&mut self.port, &mut self.tap);
         let received = self.path.receive(budget, &mut |d: &Datagram<'_>| {
@@ -144,7 +119,7 @@ impl Engine {
         let unsent = self.transmit(now);
         self.tell(now);
         if let Some(at) = self.port.poll_timeout() {
-            self.set_alarm(now, at);
+            self.wake.set_alarm(now, at);
         }
         unsent
     }
@@ -153,7 +128,7 @@ impl Engine {
     pub(crate) fn settle_quietly(&mut self, now: Instant) {
         self.tell(now);
         if let Some(at) = self.port.poll_timeout() {
-            self.set_alarm(now, at);
+            self.wake.set_alarm(now, at);
         }
     }
 
@@ -185,7 +160,7 @@ impl Engine {
                 self.tap_batch();
             }
             if !self.send_batch() {
-                self.set_alarm(now, now + BLOCKED_RETRY);
+                self.wake.set_alarm(now, now + BLOCKED_RETRY);
                 return false;
             }
             if !more {
@@ -220,45 +195,6 @@ impl Engine {
                 tap.packet(from, train.remote, i as u16, packet);
             }
         }
-    }
-
-    /// The background thread is to wake up no later than `at`.
-    pub(crate) fn set_alarm(&mut self, now: Instant, at: Instant) {
-        let Some(wakeup) = &self.wakeup else { return };
-        if self.alarm.is_some_and(|set| set <= at) {
-            return;
-        }
-        match wakeup.timer.set(at.saturating_since(now)) {
-            Ok(()) => self.alarm = Some(at),
-            Err(e) => tracing::error!("setting a timer failed: {e}"),
-        }
-    }
-
-    /// The alarm clock has rung.
-    pub(crate) fn alarm_rang(&mut self) {
-        self.alarm = None;
-    }
-
-    pub(crate) fn watching(&self) -> bool {
-        self.watching
-    }
-
-    /// Lets arriving packets wake the background thread, or not.
-    pub(crate) fn watch(&mut self, on: bool) {
-        let Some(wakeup) = &self.wakeup else { return };
-        if self.watching == on {
-            return;
-        }
-        self.watching = on;
-        for (i, fd) in self.path.descriptors().into_iter().enumerate() {
-            if let Err(e) = sys::epoll_watch(wakeup.epoll.as_fd(), fd, TOKEN_SOCKETS + i, on) {
-                tracing::error!("changing what the background thread waits for failed: {e}");
-            }
-        }
-    }
-
-    pub(crate) fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
-        self.path.descriptors()
     }
 }
 

@@ -8,6 +8,7 @@ pub mod holder;
 pub mod iface;
 mod sys;
 mod udp;
+mod wake;
 
 pub use clock::now;
 pub use datapath::{Burst, Capabilities, DEFAULT_HOP_LIMIT, Datagram, Datapath, DatapathCounters, Received, Sent};

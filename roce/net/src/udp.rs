@@ -103,6 +103,7 @@ struct Family {
     senders: Vec<(u16, Socket)>,
     /// The address of all, if it is a specific one.
     bound: Option<IpAddr>,
+    v4: bool,
 }
 
 /// UDP sockets on the RoCE port.
@@ -302,7 +303,7 @@ impl UdpDatapath {
             .families
             .iter()
             .enumerate()
-            .find(|(_, f)| f.is_v4() == burst.remote.is_ipv4())?;
+            .find(|(_, f)| f.v4 == burst.remote.is_ipv4())?;
         match family.senders.iter().position(|(port, _)| *port == burst.src_port) {
             Some(sender) => Some((index, Some(sender))),
             None => (burst.src_port == self.port).then_some((index, None)),
@@ -310,10 +311,10 @@ impl UdpDatapath {
     }
 
     fn receive_family(&mut self, index: usize, budget: usize, handle: &mut dyn FnMut(&Datagram<'_>)) -> Received {
-        let mut datagrams = 0;
+        let (mut datagrams, mut packets) = (0, 0);
         let family = &self.families[index];
-        while datagrams < budget {
-            let asked = self.vlen.min(budget - datagrams);
+        while packets < budget {
+            let asked = self.vlen;
             let got = match self.ring.receive(family.main.as_fd(), asked) {
                 Ok(n) => n,
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => 0,
@@ -335,14 +336,17 @@ impl UdpDatapath {
                 let (Some(remote), Some(local), false) = (slot.remote, family.bound.or(slot.local), slot.truncated)
                 else {
                     self.counters.rx_malformed += 1;
+                    packets += 1;
                     continue;
                 };
                 merged |= slot.segment_len.is_some();
+                let segment_len = slot.segment_len.unwrap_or(slot.bytes.len()).max(1);
+                packets += slot.bytes.len().div_ceil(segment_len).max(1);
                 handle(&Datagram {
                     local,
                     remote,
                     identification: None,
-                    segment_len: slot.segment_len.unwrap_or(slot.bytes.len()),
+                    segment_len,
                     traffic_class: slot.traffic_class,
                     bytes: slot.bytes,
                 });
@@ -391,11 +395,12 @@ impl Family {
             }
             senders.push((port, socket));
         }
-        Ok(Self { main, senders, bound })
-    }
-
-    fn is_v4(&self) -> bool {
-        self.main.local_addr().is_ok_and(|a| a.is_ipv4())
+        Ok(Self {
+            main,
+            senders,
+            bound,
+            v4: addr.is_ipv4(),
+        })
     }
 }
 

@@ -163,12 +163,9 @@ impl TxBatch {
         Some(&mut self.slab[self.used..self.used + len])
     }
 
-    /// Seals the `len` bytes staged last and puts them behind the open train if they may go there. Returns the packet's
-    /// place in its train.
-    fn commit(&mut self, path: &TxPath, dest: Qpn, len: usize, alone: bool) -> usize {
-        let total = len + ICRC_LEN;
-        let start = self.used;
-        let joins = !alone
+    /// Whether a packet of `total` bytes may go behind the train staged last.
+    fn joins(&self, path: &TxPath, dest: Qpn, total: usize, alone: bool) -> bool {
+        !alone
             && self.config.gso
             && self.trains.last().is_some_and(|t| {
                 t.open
@@ -179,7 +176,27 @@ impl TxBatch {
                     && total <= t.segment_len
                     && t.segments < self.config.max_segments
                     && t.len + total <= self.config.max_train_bytes
-            });
+            })
+    }
+
+    /// Whether a packet of `len` bytes without its ICRC should be staged still. A train that the end of the slab would
+    /// cut short is better begun in the next batch.
+    fn takes(&self, path: &TxPath, dest: Qpn, len: usize, alone: bool) -> bool {
+        let rest = self.slab.len() - self.used;
+        self.has_room(len)
+            && (alone
+                || !self.config.gso
+                || rest >= self.config.max_train_bytes
+                || self.used < self.slab.len() / 2
+                || self.joins(path, dest, len + ICRC_LEN, alone))
+    }
+
+    /// Seals the `len` bytes staged last and puts them behind the open train if they may go there. Returns the packet's
+    /// place in its train.
+    fn commit(&mut self, path: &TxPath, dest: Qpn, len: usize, alone: bool) -> usize {
+        let total = len + ICRC_LEN;
+        let start = self.used;
+        let joins = self.joins(path, dest, total, alone);
         let index = match self.trains.last_mut().filter(|_| joins) {
             Some(train) => {
                 train.len += total;
@@ -260,7 +277,8 @@ impl TxSink for QpSink<'_> {
         if self.budget == 0 {
             return None;
         }
-        if !self.batch.has_room(len) {
+        let alone = kind == TxKind::Retransmission || !self.gso;
+        if !self.batch.takes(self.path, self.dest, len, alone) {
             self.full = true;
             return None;
         }
@@ -377,7 +395,11 @@ mod tests {
         }
         assert!(sink.is_full());
         let total: usize = b.trains().map(|t| t.bytes.len()).sum();
-        assert_eq!(total, MIN_CAPACITY / 100 * 100);
+        // No train is begun that the slab's end would cut short.
+        assert!(
+            total % 200 == 0 && total + 250 + 200 > MIN_CAPACITY && total <= MIN_CAPACITY,
+            "{total}"
+        );
     }
 
     #[test]

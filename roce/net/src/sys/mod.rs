@@ -8,7 +8,7 @@ use std::{
     ffi::CStr,
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
-    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
     time::Duration,
 };
 
@@ -173,13 +173,13 @@ pub(crate) fn epoll_of(poll: &mio::Poll) -> io::Result<OwnedFd> {
 }
 
 /// Watches a descriptor for input, edge-triggered, or stops watching it. It must be registered with the epoll instance.
-pub(crate) fn epoll_watch(epoll: BorrowedFd<'_>, fd: BorrowedFd<'_>, token: usize, on: bool) -> io::Result<()> {
+pub(crate) fn epoll_watch(epoll: BorrowedFd<'_>, fd: RawFd, token: usize, on: bool) -> io::Result<()> {
     let mut event = libc::epoll_event {
         events: if on { (libc::EPOLLIN | libc::EPOLLET) as u32 } else { 0 },
         u64: token as u64,
     };
-    // SAFETY: one epoll_event on the stack.
-    let rc = unsafe { libc::epoll_ctl(epoll.as_raw_fd(), libc::EPOLL_CTL_MOD, fd.as_raw_fd(), &raw mut event) };
+    // SAFETY: one epoll_event on the stack; a descriptor that is not registered (any more) is an error.
+    let rc = unsafe { libc::epoll_ctl(epoll.as_raw_fd(), libc::EPOLL_CTL_MOD, fd, &raw mut event) };
     check(rc).map(drop)
 }
 

@@ -1,0 +1,123 @@
+//! What wakes the background thread: arriving packets, unless it stands back, and an alarm clock.
+
+use std::{
+    io,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
+    sync::atomic::{AtomicBool, Ordering},
+};
+
+use mio::{Interest, Poll, Token, unix::SourceFd};
+use parking_lot::Mutex;
+use roce_verbs::Instant;
+
+use crate::sys::{self, EventFd, TimerFd};
+
+pub(crate) const TOKEN_TIMER: Token = Token(0);
+const TOKEN_STOP: Token = Token(1);
+/// The first of the datapath's descriptors.
+const TOKEN_SOCKETS: usize = 16;
+
+struct Descriptors {
+    /// The epoll instance that the thread waits in.
+    epoll: OwnedFd,
+    timer: TimerFd,
+    stop: EventFd,
+    /// The datapath's, which lives as long as the driver.
+    sockets: Vec<RawFd>,
+}
+
+struct State {
+    /// Whether arriving packets wake the thread.
+    watching: bool,
+    /// When the alarm clock rings.
+    alarm: Option<Instant>,
+}
+
+/// See the module. The lock in it is the last in the order: nothing is called under it.
+pub(crate) struct Wake {
+    descriptors: Option<Descriptors>,
+    state: Mutex<State>,
+    /// The opposite of [`State::watching`], to be read without the lock.
+    standing_back: AtomicBool,
+}
+
+impl Wake {
+    /// For a driver without a background thread: does nothing.
+    pub(crate) fn nobody() -> Self {
+        Self::of(None)
+    }
+
+    fn of(descriptors: Option<Descriptors>) -> Self {
+        Self {
+            state: Mutex::new(State {
+                watching: descriptors.is_some(),
+                alarm: None,
+            }),
+            descriptors,
+            standing_back: AtomicBool::new(false),
+        }
+    }
+
+    /// Registers everything with the poll in which the thread will wait.
+    pub(crate) fn new(poll: &Poll, sockets: &[BorrowedFd<'_>]) -> io::Result<Self> {
+        let descriptors = Descriptors {
+            epoll: sys::epoll_of(poll)?,
+            timer: TimerFd::new()?,
+            stop: EventFd::new()?,
+            sockets: sockets.iter().map(|s| s.as_raw_fd()).collect(),
+        };
+        let register = |fd: RawFd, token| poll.registry().register(&mut SourceFd(&fd), token, Interest::READABLE);
+        register(descriptors.timer.as_fd().as_raw_fd(), TOKEN_TIMER)?;
+        register(descriptors.stop.as_fd().as_raw_fd(), TOKEN_STOP)?;
+        for (i, fd) in descriptors.sockets.iter().enumerate() {
+            register(*fd, Token(TOKEN_SOCKETS + i))?;
+        }
+        Ok(Self::of(Some(descriptors)))
+    }
+
+    /// Lets arriving packets wake the thread, or not. Those that wait already wake it at once.
+    pub(crate) fn watch(&self, on: bool) {
+        let Some(d) = &self.descriptors else { return };
+        let mut state = self.state.lock();
+        if state.watching == on {
+            return;
+        }
+        state.watching = on;
+        for (i, fd) in d.sockets.iter().enumerate() {
+            if let Err(e) = sys::epoll_watch(d.epoll.as_fd(), *fd, TOKEN_SOCKETS + i, on) {
+                tracing::error!("changing what the background thread waits for failed: {e}");
+            }
+        }
+        self.standing_back.store(!on, Ordering::Release);
+    }
+
+    /// Whether arriving packets don't wake the thread.
+    pub(crate) fn standing_back(&self) -> bool {
+        self.standing_back.load(Ordering::Acquire)
+    }
+
+    /// The thread is to wake up no later than `at`.
+    pub(crate) fn set_alarm(&self, now: Instant, at: Instant) {
+        let Some(d) = &self.descriptors else { return };
+        let mut state = self.state.lock();
+        if state.alarm.is_some_and(|set| set <= at) {
+            return;
+        }
+        match d.timer.set(at.saturating_since(now)) {
+            Ok(()) => state.alarm = Some(at),
+            Err(e) => tracing::error!("setting a timer failed: {e}"),
+        }
+    }
+
+    /// The alarm clock has rung.
+    pub(crate) fn alarm_rang(&self) {
+        self.state.lock().alarm = None;
+    }
+
+    /// Wakes the thread to end.
+    pub(crate) fn stop(&self) {
+        if let Some(d) = &self.descriptors {
+            d.stop.raise();
+        }
+    }
+}
