@@ -111,13 +111,15 @@ impl World {
         c.life += 1;
         self.stats.connections += 1;
         let lossy = self.lossy(a, b);
+        let cut = self.link(a, b).cut || self.link(b, a).cut;
         let c = &mut self.conns[conn];
         for e in &mut c.ends {
             // A host may have died since the last life.
             (e.up, e.failed, e.draining) = (false, false, false);
             e.undone.clear();
             e.allow = Allow {
-                retry: lossy && c.plan.retry_cnt < 7,
+                // By modify, the first packets find a peer that is not there yet.
+                retry: cut || c.plan.retry_cnt < 7 && (lossy || !c.plan.via_cm),
                 rnr: c.plan.rnr_retry < 7,
                 ..Allow::default()
             };

@@ -322,24 +322,22 @@ impl World {
         self.quiet && self.conns.iter().all(|c| c.phase == Phase::Up && self.is_done(c))
     }
 
-    /// Everything is done: for a while longer nothing much may happen.
+    /// Everything is done. Late copies and the answers to them pass, then nothing much may happen any more.
     fn linger(&mut self) -> Check {
-        let end = self.now + 20 * SEC;
-        let mut events = 0;
-        let mut wakes = 0;
+        let (rest, end) = (self.now + 10 * SEC, self.now + 30 * SEC);
+        let allowance = 20 + 40 * self.conns.len() as u32;
+        let (mut events, mut wakes) = (0, 0);
         while let Some(Reverse(Timed { at, event, .. })) = self.queue.pop() {
             if at > end {
                 break;
             }
             self.now = at;
-            events += 1;
-            wakes += u32::from(matches!(event, Event::Wake { .. }));
-            let allowance = 2000 + 400 * self.conns.len() as u32;
-            if events > allowance {
-                return Err(format!(
-                    "an idle network does not come to rest: {wakes} timers of {events} events in {} ms",
-                    (self.now + 20 * SEC - end) / 1_000_000
-                ));
+            self.stats.events += 1;
+            events += u32::from(at > rest);
+            wakes += u32::from(at > rest && matches!(event, Event::Wake { .. }));
+            if events > allowance || self.stats.events > MAX_EVENTS {
+                let text = self.situation();
+                return Err(format!("an idle network does not come to rest: {wakes} timers of {events} events: {text}"));
             }
             self.step(event)?;
         }
