@@ -12,7 +12,7 @@ use std::{
 };
 
 use roce_bth::{BTH_LEN, Bth, Header, ICRC_LEN, Opcode, Packet, Psn, Qpn, ROCE_UDP_PORT, Reth};
-use roce_icrc::Flow;
+use roce_icrc::{Flow, IdSolver, Recovery};
 use roce_net::{Burst, DEFAULT_HOP_LIMIT, Datagram, Datapath, OpenError, UdpConfig, UdpDatapath};
 
 /// What to measure.
@@ -53,6 +53,8 @@ pub(crate) struct Ceiling {
     pub(crate) icrc_errors: u64,
 }
 
+/// Bursts that are staged before they are sent.
+const SPANS: usize = 4;
 /// When nothing arrives for so long, what is on the way is lost.
 const LOST: Duration = Duration::from_millis(5);
 
@@ -138,7 +140,7 @@ fn send(config: &CeilingConfig, path: &mut UdpDatapath, shared: &Shared) -> Dura
     };
     let count = config.bytes.div_ceil(config.mtu);
     let window = (config.window / config.mtu).max(1) as u64;
-    let mut stage = vec![0u8; 256 << 10];
+    let mut stage = vec![0u8; SPANS * caps.max_burst_bytes.max(config.mtu + 64)];
     let mut spans: Vec<(usize, usize, usize)> = vec![];
     let mut psn = 0u64;
     shared.start.wait();
@@ -149,24 +151,26 @@ fn send(config: &CeilingConfig, path: &mut UdpDatapath, shared: &Shared) -> Dura
         while index < count {
             spans.clear();
             let mut used = 0;
-            while index < count && used + config.mtu + 64 <= stage.len() {
+            while index < count {
                 let head = header(index, count, psn, config.bytes);
                 let head_len = head.wire_len();
                 let payload = &source[index * config.mtu..config.bytes.min((index + 1) * config.mtu)];
                 let total = head_len + payload.len() + ICRC_LEN;
+                let joins = spans.last().is_some_and(|(_, len, segment)| {
+                    total == *segment && *len / *segment < caps.max_segments && *len + total <= caps.max_burst_bytes
+                });
+                if !joins && spans.len() == SPANS {
+                    break;
+                }
                 let packet = &mut stage[used..used + total];
                 head.emit(packet);
                 packet[head_len..head_len + payload.len()].copy_from_slice(payload);
-                let place = match spans.last_mut() {
-                    Some((_, len, segment))
-                        if total == *segment
-                            && *len / *segment < caps.max_segments
-                            && *len + total <= caps.max_burst_bytes =>
-                    {
+                let place = match spans.last_mut().filter(|_| joins) {
+                    Some((_, len, segment)) => {
                         *len += total;
                         *len / *segment - 1
                     }
-                    _ => {
+                    None => {
                         spans.push((used, total, total));
                         0
                     }
@@ -239,6 +243,7 @@ impl Flight {
 fn receive(config: &CeilingConfig, path: &mut UdpDatapath, shared: &Shared) {
     let mut place = vec![0u8; config.bytes];
     let count = config.bytes.div_ceil(config.mtu);
+    let mut solver = IdSolver::new();
     shared.start.wait();
     while !shared.stop.load(Ordering::Relaxed) {
         let (mut good, mut bad) = (0, 0);
@@ -248,8 +253,13 @@ fn receive(config: &CeilingConfig, path: &mut UdpDatapath, shared: &Shared) {
                 return;
             };
             for (i, packet) in datagram.bytes.chunks(datagram.segment_len.max(BTH_LEN)).enumerate() {
+                // Merged packets show their place; of single ones the Identification is to be found.
+                let sound = match config.gro {
+                    true => flow.verify(i as u16, packet),
+                    false => matches!(flow.recover_with(&mut solver, packet, 0), Recovery::Exact(_)),
+                };
                 match Packet::parse(packet) {
-                    Ok(p) if flow.verify(i as u16, packet) => {
+                    Ok(p) if sound => {
                         let at = p.header.bth.psn.value() as usize % count * config.mtu;
                         if let Some(to) = place.get_mut(at..at + p.payload.len()) {
                             to.copy_from_slice(p.payload);
