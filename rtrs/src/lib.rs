@@ -8,6 +8,7 @@
 //! - [`addr`]: path addresses as the kernel writes them;
 //! - [`client`]: [`client::Session`], registered I/O buffers, permits, requests;
 //! - [`server`]: [`server::Server`] and the [`server::ServerOps`] that its user implements.
+#![forbid(unsafe_code)]
 
 pub mod addr;
 pub mod client;

@@ -484,6 +484,52 @@ fn a_server_that_is_killed_is_missed() {
     assert!(session.state().is_err());
 }
 
+const CHILD_CLIENT: &str = "RTRS_TEST_CHILD_CLIENT";
+
+/// Not a test: the client that `a_client_that_is_killed_is_missed` kills, in a process of its own.
+#[test]
+fn child_client() {
+    let Ok(path) = std::env::var(CHILD_CLIENT) else { return };
+    let path = PathAddr::parse(&path, PORT).unwrap();
+    let session = Session::open(&device(path.src.unwrap()), OpenArgs::new("child", path)).unwrap();
+    session
+        .call(ConType::Io(0), Direction::Write, &Ask::Hold.header(0), None)
+        .result
+        .unwrap();
+}
+
+#[test]
+fn a_client_that_is_killed_is_missed() {
+    let bed = Bed::new(ServerConfig {
+        heartbeat: HeartbeatConfig {
+            interval: Duration::from_millis(100),
+            max_missed: 3,
+        },
+        ..config()
+    });
+    let path = PathAddr {
+        src: Some(addresses().1),
+        ..bed.path
+    };
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "child_client"])
+        .env(CHILD_CLIENT, path.to_string())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    eventually("a request at the server", || bed.disk.held.lock().len() == 1);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let lost = || bed.server.counters().heartbeats_lost + bed.server.counters().transfer_errors;
+    eventually("the loss", || lost() == 1);
+    // The session lasts as long as the user has one of its requests.
+    assert_eq!((bed.server.sessions().len(), bed.disk.closed.lock().len()), (1, 0));
+    bed.disk.held.lock().drain(..).for_each(|r| r.complete(0));
+    eventually("the session's end", || {
+        bed.disk.closed.lock().len() == 1 && bed.server.sessions().is_empty()
+    });
+}
+
 #[test]
 fn refusals_say_why() {
     let bed = Bed::new(ServerConfig {
