@@ -319,7 +319,7 @@ impl World {
     }
 
     fn is_finished(&self) -> bool {
-        self.quiet && self.conns.iter().all(|c| c.phase == Phase::Up && self.is_done(c))
+        self.quiet && self.conns.iter().all(|c| c.phase == Phase::Up && !c.repair_scheduled && self.is_done(c))
     }
 
     /// Everything is done. Late copies and the answers to them pass, then nothing much may happen any more.
