@@ -108,6 +108,10 @@ fn session_failure(dst: SocketAddr, e: &rtrs::Error) -> Failure {
         Error::Rejected { errno: None, .. } => {
             "\nsomething speaks RoCE there, but no RTRS server listens at this port".to_owned()
         }
+        Error::Path(PathError::PeerDisconnected) => {
+            "\nthe server's log says why; mostly a session of this name exists there: choose another with --session"
+                .to_owned()
+        }
         _ => String::new(),
     };
     Failure::failed(format!("no session with {dst}: {e}{hint}"))

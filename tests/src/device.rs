@@ -104,6 +104,22 @@ impl Pair {
     pub fn start(bytes: &[u8], options: &str, serve_more: &[&str], map_more: &[&str]) -> Self {
         let dir = tempfile::tempdir().expect("a temporary folder");
         let image = image(dir.path(), "disk.img", bytes);
+        Self::of(dir, image, options, serve_more, map_more)
+    }
+
+    /// Serves a hole of this many bytes as `disk` and maps it.
+    ///
+    /// # Panics
+    /// When that does not work.
+    pub fn start_sparse(len: usize) -> Self {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let image = image(dir.path(), "disk.img", &[]);
+        let file = File::options().write(true).open(&image).expect("it was just made");
+        file.set_len(len as u64).expect("a file system with sparse files");
+        Self::of(dir, image, "", &[], &[])
+    }
+
+    fn of(dir: TempDir, image: PathBuf, options: &str, serve_more: &[&str], map_more: &[&str]) -> Self {
         let server = fresh_address();
         let (serve, _) = serve(server, &[format!("disk={}{options}", image.display())], serve_more);
         let socket = dir.path().join("nbd.sock");

@@ -1,12 +1,6 @@
 //! Everything that can go wrong ends in a clear message, and no acknowledged and flushed write is lost.
 
-use std::{
-    fs,
-    net::UdpSocket,
-    path::Path,
-    process::Command,
-    time::{Duration, Instant},
-};
+use std::{fs, net::UdpSocket, os::unix::fs::FileExt, path::Path, process::Command, sync::mpsc, thread, time::Instant};
 
 use ferroce_tests::{
     device::{Pair, image, map, map_args, serve, serve_args},
@@ -224,29 +218,40 @@ fn an_image_truncated_while_served() {
     assert!(done.stderr.contains("disk.img"), "the image is named: {}", done.stderr);
 }
 
-/// Writes and flushes until it fails; how many blocks were flushed, and how it failed.
-fn write_until_it_fails(client: &mut Client, block: usize, stop_after: Duration) -> (u64, nbd::Error) {
-    let end = Instant::now() + stop_after;
+/// Blocks of a copy, and how many of them are flushed before somebody is killed.
+const BLOCK: usize = 32 << 10;
+const BEFORE: u64 = 20;
+/// A minute of flushed writes does not fill it. Sparse: a flush must not wait for zeroes.
+const LARGE: usize = 4 << 30;
+
+/// Writes and flushes until it fails, telling `go` after a few blocks; how many were flushed, and how it failed.
+fn write_until_it_fails(client: &mut Client, go: &mpsc::Sender<()>) -> (u64, nbd::Error) {
+    let end = Instant::now() + PATIENCE;
     let mut flushed = 0;
     loop {
         assert!(Instant::now() < end, "writes go on although the peer is dead");
-        let offset = flushed * block as u64;
+        let offset = flushed * BLOCK as u64;
         match client
-            .write(offset, &pattern(flushed + 1, block))
+            .write(offset, &pattern(flushed + 1, BLOCK))
             .and_then(|()| client.flush())
         {
             Ok(()) => flushed += 1,
             Err(e) => return (flushed, e),
         }
+        if flushed == BEFORE {
+            go.send(()).unwrap();
+        }
     }
 }
 
-fn assert_flushed(image: &Path, blocks: u64, block: usize) {
-    let bytes = fs::read(image).unwrap();
+fn assert_flushed(image: &Path, blocks: u64) {
+    assert!(blocks >= BEFORE);
+    let file = fs::File::open(image).unwrap();
+    let mut bytes = vec![0; BLOCK];
     for n in 0..blocks {
-        let at = n as usize * block;
+        file.read_exact_at(&mut bytes, n * BLOCK as u64).unwrap();
         assert!(
-            bytes[at..at + block] == pattern(n + 1, block),
+            bytes == pattern(n + 1, BLOCK),
             "block {n} of {blocks} was flushed and is not there"
         );
     }
@@ -254,21 +259,19 @@ fn assert_flushed(image: &Path, blocks: u64, block: usize) {
 
 #[test]
 fn the_server_is_killed_in_the_middle_of_a_copy() {
-    const BLOCK: usize = 32 << 10;
-    // Room for a minute of flushed writes.
-    let pair = Pair::start(&vec![0; 1 << 29], "", &[], &[]);
+    let pair = Pair::start_sparse(LARGE);
     let mut client = pair.client();
     let (serve, image) = (pair.serve, pair.image.clone());
-    let writer = std::thread::spawn(move || write_until_it_fails(&mut client, BLOCK, PATIENCE));
-    std::thread::sleep(Duration::from_millis(500));
+    let (go, killer) = mpsc::channel();
+    let writer = thread::spawn(move || write_until_it_fails(&mut client, &go));
+    killer.recv().unwrap();
     serve.signal(Signal::SIGKILL);
     let (flushed, error) = writer.join().unwrap();
     assert!(
         matches!(error, Error::Refused(EIO | ESHUTDOWN) | Error::Connection(_)),
         "{error:?}"
     );
-    assert!(flushed > 0);
-    assert_flushed(&image, flushed, BLOCK);
+    assert_flushed(&image, flushed);
     // The mapping process says what happened, and ends.
     let done = pair.map.end();
     assert_error(&done, &["127."]);
@@ -307,21 +310,20 @@ fn map_when_free(pair: &Pair) -> (Running, serde_json::Value) {
 
 #[test]
 fn the_client_is_killed_and_the_next_one_gets_the_device() {
-    const BLOCK: usize = 32 << 10;
-    let mut pair = Pair::start(&vec![0; 1 << 29], "", &[], &[]);
+    let mut pair = Pair::start_sparse(LARGE);
     let mut client = pair.client();
     let map_pid = nix::unistd::Pid::from_raw(pair.map.id() as i32);
-    let killer = std::thread::spawn(move || {
-        std::thread::sleep(Duration::from_millis(500));
+    let (go, killer) = mpsc::channel();
+    let killer = thread::spawn(move || {
+        killer.recv().unwrap();
         nix::sys::signal::kill(map_pid, Signal::SIGKILL).unwrap();
     });
-    let (flushed, error) = write_until_it_fails(&mut client, BLOCK, PATIENCE);
+    let (flushed, error) = write_until_it_fails(&mut client, &go);
     killer.join().unwrap();
     assert!(matches!(error, Error::Connection(_)), "{error:?}");
-    assert!(flushed > 0);
     let gone = pair.serve.event("session_closed");
     assert_eq!(gone["session"], "test", "{gone}");
-    assert_flushed(&pair.image, flushed, BLOCK);
+    assert_flushed(&pair.image, flushed);
     // The writer's right is free again, for the same session name.
     fs::remove_file(&pair.socket).unwrap();
     let (second, _) = map_when_free(&pair);
@@ -330,8 +332,10 @@ fn the_client_is_killed_and_the_next_one_gets_the_device() {
     client.write(0, &pattern(99, BLOCK)).unwrap();
     assert_eq!(second.stop().code, Some(0));
     assert_eq!(pair.serve.stop().code, Some(0));
-    assert!(
-        fs::read(&pair.image).unwrap()[..BLOCK] == pattern(99, BLOCK),
-        "an orderly end flushes"
-    );
+    let mut first = vec![0; BLOCK];
+    fs::File::open(&pair.image)
+        .unwrap()
+        .read_exact_at(&mut first, 0)
+        .unwrap();
+    assert!(first == pattern(99, BLOCK), "an orderly end flushes");
 }

@@ -112,13 +112,14 @@ pub(super) struct Shared<P: Provider> {
 }
 
 impl<P: Provider> Shared<P> {
-    /// Whether a session other than this one has the name.
+    /// Whether a session other than this one has the name. One that is only still being cleaned up does not count: its
+    /// client may be back already.
     pub(super) fn name_taken(&self, name: &str, session: &SrvSession<P>) -> bool {
         let registry = self.registry.lock();
-        registry
-            .sessions
-            .values()
-            .any(|s| s.handle != session.handle && s.handle.name() == name)
+        registry.sessions.values().any(|s| {
+            let lives = || s.paths.lock().iter().any(|p| !p.stopped());
+            s.handle != session.handle && s.handle.name() == name && lives()
+        })
     }
 
     /// A path has finished its handshake.

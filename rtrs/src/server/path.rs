@@ -484,7 +484,8 @@ impl<P: Provider> Path<P> {
         }
     }
 
-    fn stopped(&self) -> bool {
+    /// Whether it was taken down; its threads may still be cleaning up.
+    pub(super) fn stopped(&self) -> bool {
         !self.alive.load(Ordering::Acquire)
     }
 }
