@@ -37,6 +37,9 @@ use crate::{
 pub const TAKEOVER: Duration = Duration::from_millis(1);
 /// Empty polls in a row until the background thread stands back.
 const STREAK: u32 = 16;
+/// After so many empty polls (some ten microseconds) a polling thread lets others have the processor for a moment: the
+/// peer that it waits for may need it.
+const PATIENCE: u32 = 64;
 /// Packets, about, that are handled before they are answered, and before others may have the lock: eight merged buffers.
 /// More would leave a sender with a window of 1 MiB idle, less would cost it more acknowledgements.
 const BUDGET: usize = 128;
@@ -257,6 +260,9 @@ impl Driver {
             shared.serve_wanted();
         } else {
             shared.wanted.store(false, Ordering::Release);
+        }
+        if empty.is_multiple_of(PATIENCE) {
+            thread::yield_now();
         }
     }
 

@@ -1,0 +1,268 @@
+//! The driver with datapaths that misbehave.
+
+use std::{
+    io,
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+    os::fd::BorrowedFd,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU32, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use roce_mem::{MemoryTable, PdHandle, Region};
+use roce_net::{
+    Burst, Capabilities, Closed, Datagram, Datapath, DatapathCounters, Driver, DriverConfig, EventSink, Received, Sent,
+    Tap, UdpConfig, UdpDatapath,
+};
+use roce_port::{Port, PortCmEvent, PortConfig, QpInit};
+use roce_qp::CompletionQueue;
+use roce_verbs::{
+    AccessFlags, AddressVector, AsyncEvent, Completion, Mtu, Payload, Psn, QpAttr, QpCaps, QpState, QpType, Qpn,
+    RemoteAddr, RnrTimer, SendFlags, SendOp, SendWr, Sge,
+};
+
+const ALL: AccessFlags = AccessFlags::all().difference(AccessFlags::ZERO_BASED.union(AccessFlags::MW_BIND));
+const PATIENCE: Duration = Duration::from_secs(20);
+
+fn address() -> IpAddr {
+    static NEXT: AtomicU32 = AtomicU32::new(100);
+    let pid = std::process::id();
+    let n = NEXT.fetch_add(1, Ordering::Relaxed);
+    Ipv4Addr::from([127, 1 + (pid >> 8) as u8 % 254, pid as u8, n as u8]).into()
+}
+
+#[derive(Default)]
+struct Sink {
+    closed: AtomicBool,
+}
+
+impl EventSink for Sink {
+    fn cm_event(&self, _event: PortCmEvent) -> bool {
+        false
+    }
+
+    fn async_event(&self, _event: AsyncEvent) {}
+
+    fn closed(&self) {
+        self.closed.store(true, Ordering::Release);
+    }
+}
+
+/// Takes one burst of each second send, and says that its buffer is full.
+struct Narrow {
+    inner: UdpDatapath,
+    calls: u32,
+}
+
+impl Datapath for Narrow {
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    fn segmentation(&self) -> bool {
+        self.inner.segmentation()
+    }
+
+    fn send(&mut self, bursts: &mut dyn Iterator<Item = Burst<'_>>) -> Sent {
+        self.calls += 1;
+        if self.calls.is_multiple_of(2) {
+            return self.inner.send(bursts);
+        }
+        let sent = self.inner.send(&mut bursts.take(1));
+        Sent { blocked: true, ..sent }
+    }
+
+    fn receive(&mut self, budget: usize, handle: &mut dyn FnMut(&Datagram<'_>)) -> Received {
+        self.inner.receive(budget, handle)
+    }
+
+    fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        self.inner.descriptors()
+    }
+
+    fn counters(&self) -> DatapathCounters {
+        self.inner.counters()
+    }
+
+    fn set_receive_buffer(&mut self, bytes: usize) -> io::Result<usize> {
+        self.inner.set_receive_buffer(bytes)
+    }
+}
+
+struct Host {
+    driver: Driver,
+    addr: IpAddr,
+    region: Arc<Region>,
+    cq: Arc<CompletionQueue>,
+    qpn: Qpn,
+    sink: Arc<Sink>,
+}
+
+fn host(narrow: bool, tap: Option<Box<dyn Tap>>) -> Host {
+    let addr = address();
+    let udp = UdpDatapath::open(&UdpConfig {
+        addr,
+        ..UdpConfig::default()
+    })
+    .unwrap();
+    let mut config = PortConfig::new(vec![addr], Mtu::B4096, 7);
+    config.src_ports = udp.capabilities().src_ports;
+    let mem = Arc::new(MemoryTable::new([3; 32], &config.limits));
+    let pd: PdHandle = mem.alloc_pd().unwrap();
+    let region = mem.alloc_region(pd, 1 << 20, ALL).unwrap();
+    let cq = CompletionQueue::new(1, 64, None);
+    let mut port = Port::new(config, mem, [5; 32]);
+    let init = QpInit {
+        pd,
+        qp_type: QpType::Rc,
+        send_cq: cq.clone(),
+        recv_cq: cq.clone(),
+        caps: QpCaps::default(),
+        signal_all: true,
+    };
+    let qpn = port.create_qp(init).unwrap();
+    let path: Box<dyn Datapath> = match narrow {
+        true => Box::new(Narrow { inner: udp, calls: 0 }),
+        false => Box::new(udp),
+    };
+    let sink = Arc::new(Sink::default());
+    let config = DriverConfig {
+        tap,
+        ..DriverConfig::default()
+    };
+    Host {
+        driver: Driver::new(port, path, sink.clone(), config).unwrap(),
+        addr,
+        region,
+        cq,
+        qpn,
+        sink,
+    }
+}
+
+impl Host {
+    fn raise(&self, peer: &Self) {
+        let init = QpAttr {
+            state: Some(QpState::Init),
+            pkey_index: Some(0),
+            port: Some(1),
+            access: Some(ALL.difference(AccessFlags::LOCAL_WRITE)),
+            ..QpAttr::default()
+        };
+        let rtr = QpAttr {
+            state: Some(QpState::Rtr),
+            av: Some(AddressVector::new(self.addr, peer.addr)),
+            path_mtu: Some(Mtu::B4096),
+            dest_qpn: Some(peer.qpn),
+            rq_psn: Some(Psn::new(9)),
+            max_dest_rd_atomic: Some(4),
+            min_rnr_timer: Some(RnrTimer::new(12)),
+            ..QpAttr::default()
+        };
+        let rts = QpAttr {
+            state: Some(QpState::Rts),
+            timeout: Some(14),
+            retry_cnt: Some(7),
+            rnr_retry: Some(7),
+            sq_psn: Some(Psn::new(9)),
+            max_rd_atomic: Some(4),
+            ..QpAttr::default()
+        };
+        for attr in [init, rtr, rts] {
+            let done = self.driver.with(|port, now| port.modify_qp(now, self.qpn, &attr));
+            done.unwrap().unwrap();
+        }
+    }
+
+    fn write(&self, peer: &Self) -> Result<(), Closed> {
+        let sges = [Sge {
+            addr: self.region.addr(),
+            length: 1 << 20,
+            lkey: self.region.lkey(),
+        }];
+        let wr = SendWr {
+            wr_id: 1,
+            op: SendOp::Write(RemoteAddr {
+                addr: peer.region.addr(),
+                rkey: peer.region.rkey(),
+            }),
+            flags: SendFlags::empty(),
+            payload: Payload::Sges(&sges),
+        };
+        let posted = self.driver.with(|port, now| port.post_send(now, self.qpn, &[wr]))?;
+        posted.unwrap();
+        Ok(())
+    }
+
+    /// Waits, without making a call, for completions.
+    fn completions(&self, n: usize) -> Vec<Completion> {
+        let until = Instant::now() + PATIENCE;
+        let mut out = vec![];
+        while out.len() < n {
+            assert!(Instant::now() < until, "{out:?}");
+            self.cq.poll(&mut out, n).unwrap();
+            thread::sleep(Duration::from_millis(1));
+        }
+        out
+    }
+}
+
+#[test]
+fn a_full_send_buffer_delays_and_loses_nothing() {
+    let (a, b) = (host(true, None), host(false, None));
+    a.raise(&b);
+    b.raise(&a);
+    let data: Vec<u8> = (0..1 << 20).map(|i: u32| (i >> 5) as u8).collect();
+    a.region.write(0, &data).unwrap();
+    for _ in 0..4 {
+        a.write(&b).unwrap();
+    }
+    assert!(a.completions(4).iter().all(Completion::is_ok));
+    let mut seen = vec![0; 1 << 20];
+    b.region.read(0, &mut seen).unwrap();
+    assert!(seen == data);
+}
+
+struct Bomb;
+
+impl Tap for Bomb {
+    fn packet(&mut self, _from: SocketAddr, _to: SocketAddr, _index: u16, _bytes: &[u8]) {
+        panic!("a bug of ours, in the thread that handles packets (this panic is part of the test)");
+    }
+}
+
+#[test]
+fn a_panic_in_the_background_thread_closes_the_device() {
+    let (a, b) = (host(false, None), host(false, Some(Box::new(Bomb))));
+    a.raise(&b);
+    b.raise(&a);
+    a.write(&b).unwrap();
+    let until = Instant::now() + PATIENCE;
+    while !b.driver.is_closed() {
+        assert!(Instant::now() < until);
+        thread::sleep(Duration::from_millis(1));
+    }
+    assert!(b.sink.closed.load(Ordering::Acquire));
+    assert_eq!(b.write(&a), Err(Closed));
+    assert_eq!(b.driver.with_quiet(|_, _| ()), Err(Closed));
+    b.driver.empty_poll();
+    b.driver.close();
+}
+
+#[test]
+fn a_program_that_stops_polling_is_taken_over() {
+    let (a, b) = (host(false, None), host(false, None));
+    a.raise(&b);
+    b.raise(&a);
+    for _ in 0..20 {
+        // Until the target's background thread stands back; then the target makes no call.
+        for _ in 0..100 {
+            b.driver.empty_poll();
+        }
+        a.write(&b).unwrap();
+        assert!(a.completions(1)[0].is_ok());
+    }
+}

@@ -1,0 +1,210 @@
+//! The UDP datapath against itself over loopback: what leaves in one burst arrives with the Identifications that it was
+//! sealed with, whatever the kernel does in between.
+
+use std::{
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    sync::atomic::{AtomicU32, Ordering},
+    time::{Duration, Instant},
+};
+
+use roce_icrc::Flow;
+use roce_net::{Burst, DEFAULT_HOP_LIMIT, Datapath, UdpConfig, UdpDatapath};
+
+const PORT: u16 = 4791;
+
+fn address() -> IpAddr {
+    static NEXT: AtomicU32 = AtomicU32::new(2);
+    let pid = std::process::id();
+    let n = NEXT.fetch_add(1, Ordering::Relaxed);
+    Ipv4Addr::from([127, 1 + (pid >> 8) as u8 % 254, pid as u8, n as u8]).into()
+}
+
+fn open(addr: IpAddr, gso: bool, gro: bool) -> UdpDatapath {
+    UdpDatapath::open(&UdpConfig {
+        addr,
+        gso,
+        gro,
+        ..UdpConfig::default()
+    })
+    .unwrap()
+}
+
+/// Packets of one length with distinct bytes, sealed with Identifications from 0 on.
+fn sealed(flow: &Flow, count: usize, len: usize) -> Vec<u8> {
+    let mut bytes = vec![];
+    for i in 0..count {
+        let mut packet: Vec<u8> = (0..len).map(|j| (i * 31 + j) as u8).collect();
+        flow.seal(i as u16, &mut packet);
+        bytes.extend(packet);
+    }
+    bytes
+}
+
+struct Arrived {
+    from: SocketAddr,
+    to: IpAddr,
+    traffic_class: u8,
+    packet: Vec<u8>,
+}
+
+/// Receives until `count` packets have come, or none for a second.
+fn receive(path: &mut UdpDatapath, count: usize) -> Vec<Arrived> {
+    let mut out = vec![];
+    let mut last = Instant::now();
+    while out.len() < count && last.elapsed() < Duration::from_secs(1) {
+        path.receive(1000, &mut |d| {
+            last = Instant::now();
+            out.extend(d.bytes.chunks(d.segment_len).map(|packet| Arrived {
+                from: d.remote,
+                to: d.local,
+                traffic_class: d.traffic_class,
+                packet: packet.to_vec(),
+            }));
+        });
+    }
+    out
+}
+
+fn exchange(a: IpAddr, b: IpAddr, gso: bool, gro: bool) {
+    let (mut tx, mut rx) = (open(a, gso, true), open(b, true, gro));
+    for src_port in tx.capabilities().src_ports.iter().copied().chain([PORT]) {
+        let remote = SocketAddr::new(b, PORT);
+        let flow = Flow::try_from((SocketAddr::new(a, src_port), remote)).unwrap();
+        let count = if gso { 15 } else { 1 };
+        let bytes = sealed(&flow, count, 4112);
+        let burst = Burst {
+            local: a,
+            remote,
+            src_port,
+            traffic_class: 0x20,
+            hop_limit: DEFAULT_HOP_LIMIT - 1,
+            segment_len: 4112,
+            bytes: &bytes,
+        };
+        let sent = tx.send(&mut [burst, burst].into_iter());
+        assert_eq!((sent.bursts, sent.blocked), (2, false));
+        let arrived = receive(&mut rx, 2 * count);
+        assert_eq!(arrived.len(), 2 * count, "from port {src_port}");
+        for (i, p) in arrived.iter().enumerate() {
+            assert_eq!((p.from, p.to, p.traffic_class), (SocketAddr::new(a, src_port), b, 0x20));
+            assert!(flow.verify((i % count) as u16, &p.packet), "packet {i}");
+        }
+    }
+    let counters = tx.counters();
+    assert_eq!(counters.tx_unsegmented + counters.tx_errors, 0);
+}
+
+#[test]
+fn bursts_arrive_merged() {
+    exchange(address(), address(), true, true);
+}
+
+#[test]
+fn bursts_arrive_one_by_one() {
+    exchange(address(), address(), true, false);
+}
+
+#[test]
+fn single_packets_arrive() {
+    exchange(address(), address(), false, true);
+    exchange(address(), address(), false, false);
+}
+
+#[test]
+fn ipv6_to_itself() {
+    let addr = Ipv6Addr::LOCALHOST.into();
+    let mut path = open(addr, true, true);
+    let remote = SocketAddr::new(addr, PORT);
+    let src_port = path.capabilities().src_ports[0];
+    let flow = Flow::try_from((SocketAddr::new(addr, src_port), remote)).unwrap();
+    let bytes = sealed(&flow, 10, 1040);
+    let burst = Burst {
+        local: addr,
+        remote,
+        src_port,
+        traffic_class: 0,
+        hop_limit: DEFAULT_HOP_LIMIT,
+        segment_len: 1040,
+        bytes: &bytes,
+    };
+    path.send(&mut std::iter::once(burst));
+    let arrived = receive(&mut path, 10);
+    assert_eq!(arrived.len(), 10);
+    assert!(arrived.iter().all(|p| flow.verify(0, &p.packet)));
+}
+
+#[test]
+fn a_refused_burst_goes_out_packet_by_packet_and_sealed_anew() {
+    let (a, b) = (address(), address());
+    let (mut tx, mut rx) = (open(a, true, true), open(b, true, true));
+    let remote = SocketAddr::new(b, PORT);
+    let src_port = tx.capabilities().src_ports[1];
+    let flow = Flow::try_from((SocketAddr::new(a, src_port), remote)).unwrap();
+    // More segments than any kernel takes.
+    let bytes = sealed(&flow, 300, 32);
+    let burst = Burst {
+        local: a,
+        remote,
+        src_port,
+        traffic_class: 0,
+        hop_limit: DEFAULT_HOP_LIMIT,
+        segment_len: 32,
+        bytes: &bytes,
+    };
+    assert!(tx.segmentation());
+    tx.send(&mut std::iter::once(burst));
+    assert!(!tx.segmentation());
+    assert_eq!(tx.counters().tx_unsegmented, 1);
+    let arrived = receive(&mut rx, 300);
+    assert_eq!(arrived.len(), 300);
+    assert!(arrived.iter().all(|p| flow.verify(0, &p.packet)));
+}
+
+#[test]
+fn what_cannot_be_sent_is_counted_under_its_reason() {
+    let a = address();
+    let mut tx = open(a, true, true);
+    let bytes = [0; 64];
+    let to = |remote: [u8; 4], src_port| Burst {
+        local: a,
+        remote: SocketAddr::new(remote.into(), PORT),
+        src_port,
+        traffic_class: 0,
+        hop_limit: DEFAULT_HOP_LIMIT,
+        segment_len: 64,
+        bytes: &bytes,
+    };
+    let port = tx.capabilities().src_ports[0];
+    let bursts = [
+        // Broadcasts are not allowed to a plain socket.
+        to([255, 255, 255, 255], port),
+        // No socket has this port, so no ICRC would be right.
+        to([127, 0, 0, 1], 1),
+    ];
+    let sent = tx.send(&mut bursts.into_iter());
+    assert_eq!((sent.bursts, sent.blocked), (2, false), "lost, as on a network");
+    let counters = tx.counters();
+    assert_eq!((counters.tx_forbidden, counters.tx_errors), (1, 1), "{counters:?}");
+}
+
+#[test]
+fn packets_that_overflow_the_receive_buffer_are_counted() {
+    let (a, b) = (address(), address());
+    let (mut tx, mut rx) = (open(a, true, true), open(b, true, true));
+    let granted = rx.set_receive_buffer(8 << 10).unwrap();
+    assert!(granted < 64 << 10, "{granted}");
+    let bytes = [0; 4112];
+    let burst = Burst {
+        local: a,
+        remote: SocketAddr::new(b, PORT),
+        src_port: PORT,
+        traffic_class: 0,
+        hop_limit: DEFAULT_HOP_LIMIT,
+        segment_len: 4112,
+        bytes: &bytes,
+    };
+    tx.send(&mut std::iter::repeat_n(burst, 100));
+    let arrived = receive(&mut rx, 100).len();
+    let dropped = rx.counters().rx_buffer_drops;
+    assert!(dropped > 0 && arrived as u64 + dropped == 100, "{arrived} + {dropped}");
+}
