@@ -390,10 +390,21 @@ impl QueuePair {
         [Some(retransmit), retry, probe].into_iter().flatten().min()
     }
 
+    /// Whether what was sent last was a retransmission that nothing has come of yet. The peer reports a gap only once,
+    /// so it will not tell when the retransmission is lost as well.
+    fn is_recovering(&self) -> bool {
+        self.req.went_back.is_some_and(|(at, _)| at == self.req.una)
+    }
+
+    /// When to act on silence before the timeout: probe for a lost tail once, repeat a retransmission with doubling
+    /// pauses.
     fn probe_at(&self) -> Option<Instant> {
-        match self.req.timers.probed || self.req.timers.backoff > 0 {
-            true => None,
-            false => self.req.rtt.probe().map(|d| self.req.timers.base + d),
+        let timers = &self.req.timers;
+        let pause = self.req.rtt.probe()?;
+        match self.is_recovering() {
+            true => Some(timers.base + pause.saturating_mul(1 << timers.backoff.min(10))),
+            false if timers.probed || timers.backoff > 0 => None,
+            false => Some(timers.base + pause),
         }
     }
 
@@ -422,9 +433,24 @@ impl QueuePair {
             self.req.timers.backoff += 1;
             self.go_back(ctx, Back::Timeout);
         } else if self.probe_at().is_some_and(|at| at <= ctx.now) {
+            self.handle_silence(ctx);
+        }
+    }
+
+    fn handle_silence(&mut self, ctx: &mut Ctx<'_>) {
+        if !self.is_recovering() {
             self.req.timers.probed = true;
             self.req.probe_due = true;
+            return;
         }
+        self.req.timers.backoff += 1;
+        // Twice is bad luck, more may be a peer that is gone or a path that is full.
+        let why = if self.req.timers.backoff > 2 {
+            Back::Timeout
+        } else {
+            Back::Gap
+        };
+        self.go_back(ctx, why);
     }
 }
 
