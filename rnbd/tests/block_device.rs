@@ -4,62 +4,16 @@
 //! sudo -E cargo test -p rnbd --test block_device -- --include-ignored
 //! ```
 
-use std::{
-    fs::{self, File},
-    os::fd::AsRawFd,
-    path::{Path, PathBuf},
-    process::Command,
-    sync::{Mutex, MutexGuard},
-};
+mod common;
 
+use std::path::Path;
+
+use common::{Loop, MIB, dirty_pages};
 use rnbd::{
     Errno,
     backend::{ExportSpec, Exports, Image},
     proto::AccessMode,
 };
-
-const MIB: u64 = 1 << 20;
-
-/// Setting a loop device up is not atomic: one test at a time.
-static ONE: Mutex<()> = Mutex::new(());
-
-struct Loop {
-    path: PathBuf,
-    _dir: tempfile::TempDir,
-    _one: MutexGuard<'static, ()>,
-}
-
-impl Loop {
-    fn new(options: &[&str]) -> Self {
-        let one = ONE.lock().unwrap_or_else(|e| e.into_inner());
-        let dir = tempfile::tempdir().unwrap();
-        let image = dir.path().join("i");
-        fs::write(&image, vec![7; 8 * MIB as usize]).unwrap();
-        let out = Command::new("losetup")
-            .args(["--find", "--show"])
-            .args(options)
-            .arg(&image)
-            .output()
-            .unwrap();
-        assert!(
-            out.status.success(),
-            "losetup: {}",
-            String::from_utf8_lossy(&out.stderr)
-        );
-        let path = String::from_utf8(out.stdout).unwrap().trim().into();
-        Self {
-            path,
-            _dir: dir,
-            _one: one,
-        }
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").arg("-d").arg(&self.path).status();
-    }
-}
 
 fn read(i: &Image, offset: u64, len: usize) -> Result<Vec<u8>, Errno> {
     let mut v = vec![0xee; len];
@@ -70,17 +24,6 @@ fn read(i: &Image, offset: u64, len: usize) -> Result<Vec<u8>, Errno> {
 fn write(i: &Image, offset: u64, data: &[u8], fua: bool) -> Result<(), Errno> {
     // SAFETY: the slice's own memory.
     unsafe { i.write(offset, data.as_ptr(), data.len(), fua) }
-}
-
-/// Pages of a file that are not on its device yet (`cachestat`, Linux 6.5).
-fn dirty_pages(path: &Path) -> u64 {
-    const CACHESTAT: libc::c_long = 451;
-    let file = File::open(path).unwrap();
-    let (range, mut stat) = ([0u64, 0], [0u64; 5]);
-    // SAFETY: the call reads two numbers and writes five.
-    let r = unsafe { libc::syscall(CACHESTAT, file.as_raw_fd(), range.as_ptr(), stat.as_mut_ptr(), 0) };
-    assert_eq!(r, 0, "cachestat: {}", std::io::Error::last_os_error());
-    stat[1] + stat[2]
 }
 
 #[test]

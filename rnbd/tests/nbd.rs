@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{Client, MIB, info_request, sector, serve, serve_with};
+use common::{Client, MIB, info_request, sector, serve, serve_thin, serve_with};
 use rnbd::{
     backend::{Image, LocalDevice, Pool},
     nbd::{
@@ -316,6 +316,27 @@ fn a_client_that_stops_in_a_write_or_reads_nothing_does_not_stop_others() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn clients_that_stop_in_a_write_give_the_devices_buffers_back() {
+    let s = serve_thin(8 * MIB, 4);
+    let mut stuck: Vec<Client> = (0..5u64)
+        .map(|n| {
+            let (mut c, ..) = Client::go(&s.socket, "");
+            c.send(cmd::WRITE, 0, n << 20, 1 << 20, &[n as u8 | 0x80; 70_000]);
+            c
+        })
+        .collect();
+    let (mut c, ..) = Client::go(&s.socket, "");
+    assert_eq!(c.read(6 * MIB, 2 << 20).unwrap()[..512], sector(6 * MIB / 512));
+    for (n, c) in stuck.iter_mut().enumerate() {
+        c.s.write_all(&vec![n as u8 | 0x80; (1 << 20) - 70_000]).unwrap();
+        assert_eq!(c.reply().0, 0);
+    }
+    for n in 0..5u64 {
+        assert_eq!(c.read(n << 20, 1 << 20).unwrap(), vec![n as u8 | 0x80; 1 << 20]);
     }
 }
 

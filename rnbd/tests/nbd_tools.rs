@@ -169,6 +169,7 @@ fn fio_verifies_random_writes() {
             "--verify_fatal=1",
             "--do_verify=1",
             "--fsync=64",
+            "--verify_state_save=0",
         ],
     );
     assert!(text.contains("err= 0"), "{text}");

@@ -6,7 +6,7 @@ use std::{
     collections::HashSet,
     fs,
     net::{IpAddr, Ipv4Addr, SocketAddr},
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{
         Arc,
         atomic::{AtomicU8, Ordering},
@@ -58,6 +58,15 @@ impl Lab {
 
     /// Exports: "disk" and "second" (8 MiB each, numbered sectors), "ro", and the folder with all of them.
     fn with(change: impl FnOnce(&mut ServerConfig)) -> Self {
+        Self::build(change, None)
+    }
+
+    /// With an export "extra" besides.
+    fn with_export(path: &Path) -> Self {
+        Self::build(|_| {}, Some(path))
+    }
+
+    fn build(change: impl FnOnce(&mut ServerConfig), extra: Option<&Path>) -> Self {
         static NET: AtomicU8 = AtomicU8::new(1);
         let net = NET.fetch_add(1, Ordering::Relaxed);
         let dir = tempfile::tempdir().unwrap();
@@ -72,6 +81,11 @@ impl Lab {
                 read_only: name == "ro",
             });
         }
+        specs.extend(extra.map(|p| ExportSpec {
+            name: "extra".into(),
+            path: p.into(),
+            read_only: false,
+        }));
         let folder = FolderSpec {
             path: dir.path().into(),
             read_only: false,
@@ -500,6 +514,50 @@ fn requests_end_when_the_server_does() {
     assert_eq!(d.buffer(512).unwrap_err(), Errno::ECONNABORTED);
     assert!(d.unmap().is_err());
     assert!(client.map("second", AccessMode::ReadOnly).is_err());
+}
+
+#[test]
+fn who_waits_for_a_buffer_hears_of_the_end() {
+    let lab = Lab::new();
+    let d = Arc::new(lab.client(2).map("disk", AccessMode::ReadWrite).unwrap());
+    let all: Vec<_> = std::iter::from_fn(|| d.try_buffer(512).unwrap()).collect();
+    assert_eq!(all.len(), d.geometry().queue_depth as usize);
+    let waiter = {
+        let d = d.clone();
+        std::thread::spawn(move || d.buffer(512).map(|_| ()))
+    };
+    std::thread::sleep(Duration::from_millis(100));
+    lab.server.shutdown();
+    assert_eq!(waiter.join().unwrap(), Err(Errno::ECONNABORTED));
+}
+
+#[test]
+#[ignore = "needs the right to set up loop devices, and Linux 6.5"]
+fn flush_and_fua_reach_the_servers_device() {
+    let l = common::Loop::new(&[]);
+    let lab = Lab::with_export(&l.path);
+    let d = lab.client(2).map("extra", AccessMode::ReadWrite).unwrap();
+    write(&d, 0, &[1; 65536], false).unwrap();
+    assert!(common::dirty_pages(&l.path) > 0);
+    wait(&d, BlockRequest::Flush).0.unwrap();
+    assert_eq!(common::dirty_pages(&l.path), 0, "flush");
+    write(&d, MIB, &[2; 65536], true).unwrap();
+    assert_eq!(common::dirty_pages(&l.path), 0, "FUA");
+    wait(
+        &d,
+        BlockRequest::WriteZeroes {
+            offset: 2 * MIB,
+            len: MIB,
+            fua: true,
+            may_unmap: false,
+        },
+    )
+    .0
+    .unwrap();
+    assert_eq!(common::dirty_pages(&l.path), 0, "zeroes with FUA");
+    write(&d, 0, &[3; 65536], false).unwrap();
+    d.unmap().unwrap();
+    assert_eq!(common::dirty_pages(&l.path), 0, "unmap");
 }
 
 #[test]

@@ -89,6 +89,7 @@ impl std::fmt::Debug for LocalBuffer {
 /// A block device that is an [`Image`] of this process: for tests, benchmarks, and NBD without a network.
 pub struct LocalDevice {
     image: Arc<Image>,
+    geometry: Geometry,
     pool: Arc<Pool>,
     buffers: Arc<Buffers>,
 }
@@ -96,23 +97,34 @@ pub struct LocalDevice {
 impl LocalDevice {
     /// Serves `image` with the threads of `pool`.
     pub fn new(image: Image, pool: Arc<Pool>) -> Self {
-        let credit = image.geometry().queue_depth as usize;
+        let depth = image.geometry().queue_depth;
+        Self::with_queue_depth(image, pool, depth)
+    }
+
+    /// Lends at most `depth` buffers at a time, at least one.
+    pub fn with_queue_depth(image: Image, pool: Arc<Pool>, depth: u32) -> Self {
+        let geometry = Geometry {
+            queue_depth: depth.max(1),
+            ..image.geometry()
+        };
         let state = Mutex::new(BufferState {
-            credit,
+            credit: geometry.queue_depth as usize,
             idle: Vec::new(),
+        });
+        let buffers = Arc::new(Buffers {
+            state,
+            freed: Condvar::new(),
         });
         Self {
             image: Arc::new(image),
+            geometry,
             pool,
-            buffers: Arc::new(Buffers {
-                state,
-                freed: Condvar::new(),
-            }),
+            buffers,
         }
     }
 
     fn take(&self, len: usize, wait: bool) -> Result<Option<LocalBuffer>, Errno> {
-        let max = self.image.geometry().max_transfer as usize;
+        let max = self.geometry.max_transfer as usize;
         if len == 0 || len > max {
             return Err(Errno::EINVAL);
         }
@@ -149,7 +161,7 @@ impl BlockDevice for LocalDevice {
     type Buffer = LocalBuffer;
 
     fn geometry(&self) -> Geometry {
-        self.image.geometry()
+        self.geometry
     }
 
     fn buffer(&self, len: usize) -> Result<LocalBuffer, Errno> {

@@ -1,12 +1,13 @@
-//! A hand-written NBD client and a served image.
+//! A hand-written NBD client, a served image, loop devices.
 #![allow(dead_code)]
 
 use std::{
-    fs::File,
+    fs::{self, File},
     io::{self, Read, Write},
-    os::unix::net::UnixStream,
+    os::{fd::AsRawFd, unix::net::UnixStream},
     path::{Path, PathBuf},
-    sync::Arc,
+    process::Command,
+    sync::{Arc, Mutex, MutexGuard},
     time::Duration,
 };
 
@@ -30,6 +31,16 @@ pub(crate) struct Served {
 /// An image of `size` bytes, whose every 512-byte sector starts with its number, behind an NBD server.
 pub(crate) fn serve(size: u64, writable: bool) -> Served {
     serve_with(size, writable, |_| {})
+}
+
+/// A device that lends few buffers.
+pub(crate) fn serve_thin(size: u64, depth: u32) -> Served {
+    serve_with(size, true, |c| {
+        let image = c.socket.with_file_name("image");
+        let pool = Arc::new(Pool::new(2).unwrap());
+        let device = LocalDevice::with_queue_depth(Image::open(&image, true).unwrap(), pool, depth);
+        c.exports[0].device = Arc::new(device);
+    })
 }
 
 pub(crate) fn serve_with(size: u64, writable: bool, change: impl FnOnce(&mut NbdConfig<LocalDevice>)) -> Served {
@@ -197,4 +208,56 @@ pub(crate) fn info_request(name: &str, infos: &[u16]) -> Vec<u8> {
         d.extend(i.to_be_bytes());
     }
     d
+}
+
+/// Setting a loop device up is not atomic: one test at a time.
+static ONE: Mutex<()> = Mutex::new(());
+
+pub(crate) struct Loop {
+    pub(crate) path: PathBuf,
+    _dir: tempfile::TempDir,
+    _one: MutexGuard<'static, ()>,
+}
+
+impl Loop {
+    pub(crate) fn new(options: &[&str]) -> Self {
+        let one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+        let dir = tempfile::tempdir().unwrap();
+        let image = dir.path().join("i");
+        fs::write(&image, vec![7; 8 * MIB as usize]).unwrap();
+        let out = Command::new("losetup")
+            .args(["--find", "--show"])
+            .args(options)
+            .arg(&image)
+            .output()
+            .unwrap();
+        assert!(
+            out.status.success(),
+            "losetup: {}",
+            String::from_utf8_lossy(&out.stderr)
+        );
+        let path = String::from_utf8(out.stdout).unwrap().trim().into();
+        Self {
+            path,
+            _dir: dir,
+            _one: one,
+        }
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").arg("-d").arg(&self.path).status();
+    }
+}
+
+/// Pages of a file that are not on its device yet (`cachestat`, Linux 6.5).
+pub(crate) fn dirty_pages(path: &Path) -> u64 {
+    const CACHESTAT: libc::c_long = 451;
+    let file = File::open(path).unwrap();
+    let (range, mut stat) = ([0u64, 0], [0u64; 5]);
+    // SAFETY: the call reads two numbers and writes five.
+    let r = unsafe { libc::syscall(CACHESTAT, file.as_raw_fd(), range.as_ptr(), stat.as_mut_ptr(), 0) };
+    assert_eq!(r, 0, "cachestat: {}", std::io::Error::last_os_error());
+    stat[1] + stat[2]
 }
