@@ -397,7 +397,7 @@ mod tests {
         let total: usize = b.trains().map(|t| t.bytes.len()).sum();
         // No train is begun that the slab's end would cut short.
         assert!(
-            total % 200 == 0 && total + 250 + 200 > MIN_CAPACITY && total <= MIN_CAPACITY,
+            total.is_multiple_of(200) && total + 250 + 200 > MIN_CAPACITY && total <= MIN_CAPACITY,
             "{total}"
         );
     }

@@ -29,6 +29,9 @@ pub struct PortConfig {
     pub min_rnr_timer: RnrTimer,
     /// Packets that one queue pair may stage before it is the next one's turn.
     pub turn_packets: usize,
+    /// UDP source ports that the datapath can send from; the queue pair numbers (or the path's own wish) choose among
+    /// them. Empty: any port.
+    pub src_ports: Vec<u16>,
 }
 
 impl PortConfig {
@@ -45,6 +48,7 @@ impl PortConfig {
             // 0.64 ms: the receiver is a program that is late, not one that is away.
             min_rnr_timer: RnrTimer::new(12),
             turn_packets: 64,
+            src_ports: Vec::new(),
         }
     }
 
