@@ -73,10 +73,13 @@ pub(crate) fn over(amount: Amount, began: Instant, rounds: u64) -> bool {
     }
 }
 
-/// The mark of a round in the last byte of a message: never what the round before left there.
+/// The mark of a round in the last byte of a message, below [`ANSWER`].
 pub(crate) fn mark(round: u64) -> u8 {
-    (round % 255) as u8 + 1
+    (round % 127) as u8 + 1
 }
+
+/// Set in the marks of answers: each side's buffer holds what it sent last, which must not look like a message.
+pub(crate) const ANSWER: u8 = 0x80;
 
 struct Game<'a> {
     endpoint: &'a Endpoint<'a>,
@@ -124,7 +127,6 @@ impl Game<'_> {
         let last = self.bytes as usize - 1;
         let mr = &self.connection.mr;
         let out = |e| Failure::failed(format!("{e}"));
-        // Our own mark is what is sent; the peer answers with its complement.
         mr.write(last, &[mark(round)]).map_err(out)?;
         self.post(SendOp::Write(self.connection.memory))?;
         let mut seen = [0];
@@ -132,7 +134,7 @@ impl Game<'_> {
         loop {
             self.poll()?;
             mr.read(last, &mut seen).map_err(out)?;
-            if seen[0] == !mark(round) && self.unsent == 0 {
+            if seen[0] == mark(round) | ANSWER && self.unsent == 0 {
                 return Ok(());
             }
             impatient(began)?;

@@ -11,7 +11,7 @@ use roce::{
 use super::{
     client::post_recv,
     failed,
-    latency::mark,
+    latency::{ANSWER, mark},
     wire::{Hello, Role, emit_memory},
 };
 use crate::output::Failure;
@@ -210,7 +210,7 @@ impl Peer {
         self.qp.post_send(&[wr]).map_err(|(_, e)| posting(e))
     }
 
-    /// Answers a WRITE whose mark has arrived with one that carries the complement.
+    /// Answers a WRITE whose mark has arrived with one that carries the answer's mark.
     fn echo_write(&mut self) -> Result<(), Failure> {
         let last = self.hello.bytes.max(1) as usize - 1;
         let out = |e| Failure::failed(format!("{e}"));
@@ -219,7 +219,7 @@ impl Peer {
         if seen[0] != mark(self.round) {
             return Ok(());
         }
-        self.mr.write(last, &[!seen[0]]).map_err(out)?;
+        self.mr.write(last, &[seen[0] | ANSWER]).map_err(out)?;
         self.round += 1;
         self.post(SendOp::Write(self.hello.memory))
     }
