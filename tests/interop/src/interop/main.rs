@@ -98,8 +98,18 @@ fn run_one(s: &Scenario, places: &Places, guest: &Guest) -> Result<String, Error
     fs::create_dir_all(&dir)?;
     let pcap = dir.join("wire.pcap");
     let mut dump = Command::new("tcpdump");
-    dump.args(["-i", &format!("tap{}", guest.id), "--immediate-mode", "-B", "32768", "-s", "0", "-U", "-w"])
-        .arg(&pcap);
+    dump.args([
+        "-i",
+        &format!("tap{}", guest.id),
+        "--immediate-mode",
+        "-B",
+        "32768",
+        "-s",
+        "0",
+        "-U",
+        "-w",
+    ])
+    .arg(&pcap);
     dump.args([
         "udp",
         "port",
