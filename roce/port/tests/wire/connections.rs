@@ -1,0 +1,240 @@
+//! The connection manager behind the port: what happens to queue pairs.
+
+use roce_port::{ConnId, ListenId};
+use roce_verbs::{
+    SendOp, WcStatus,
+    provider::{RejectReason, VerbsError},
+};
+
+use crate::*;
+
+const SERVICE: u16 = 7000;
+
+fn connect(a: &mut Host, b: &Host, qpn: Qpn, text: &[u8]) -> ConnId {
+    let (local, remote) = ((a.addr, 0).into(), (b.addr, SERVICE).into());
+    a.port.cm_connect(a.now, local, remote, qpn, params(text)).unwrap()
+}
+
+fn request(events: &[PortCmEvent]) -> (ListenId, ConnId, Vec<u8>) {
+    match events {
+        [
+            PortCmEvent::ConnectRequest {
+                listener,
+                conn,
+                private_data,
+                ..
+            },
+        ] => (*listener, *conn, private_data.clone()),
+        other => panic!("not one request: {other:?}"),
+    }
+}
+
+/// A connection up to the REP on the wire: hosts, queue pairs, connections.
+fn accepted() -> (Host, Host, [Qpn; 2], [ConnId; 2]) {
+    let (mut a, mut b) = (Host::new(1), Host::new(2));
+    let listener = b.port.cm_listen(None, SERVICE, 10).unwrap();
+    let (qa, qb) = (a.qp(), b.qp());
+    let ca = connect(&mut a, &b, qa, b"hello");
+    a.take().iter().for_each(|d| b.give(d));
+    let (at_listener, cb, data) = request(&b.events());
+    assert_eq!(at_listener, listener);
+    assert_eq!(&data[..5], b"hello");
+    b.port.cm_accept(b.now, cb, qb, params(b"welcome")).unwrap();
+    assert_eq!(b.port.qp_state(qb), Some(QpState::Rts));
+    (a, b, [qa, qb], [ca, cb])
+}
+
+fn established() -> (Host, Host, [Qpn; 2], [ConnId; 2]) {
+    let (mut a, mut b, qps, conns) = accepted();
+    exchange(&mut a, &mut b);
+    match &a.events()[..] {
+        [PortCmEvent::Established { conn, private_data }] => {
+            assert_eq!(*conn, conns[0]);
+            assert_eq!(&private_data[..7], b"welcome");
+        }
+        other => panic!("{other:?}"),
+    }
+    assert!(matches!(b.events()[..], [PortCmEvent::Established { .. }]));
+    (a, b, qps, conns)
+}
+
+#[test]
+fn connected_queue_pairs_carry_data_and_disconnect_flushes_them() {
+    let (mut a, mut b, [qa, qb], [ca, cb]) = established();
+    let (src, dst) = (a.region(3000), b.region(3000));
+    src.write(0, &noise(3000)).unwrap();
+    b.receive(qb, 7, &dst);
+    b.receive(qb, 8, &dst);
+    a.send(qa, 1, SendOp::Send, &src, 3000);
+    exchange(&mut a, &mut b);
+    assert_eq!(contents(&dst), noise(3000));
+    assert!(a.completions()[0].is_ok() && b.completions()[0].is_ok());
+
+    a.port.cm_disconnect(a.now, ca);
+    assert_eq!(a.port.qp_state(qa), Some(QpState::Err));
+    exchange(&mut a, &mut b);
+    assert_eq!(b.port.qp_state(qb), Some(QpState::Err));
+    let flushed = b.completions();
+    assert_eq!(
+        (flushed.len(), flushed[0].wr_id, flushed[0].status),
+        (1, 8, WcStatus::FlushError)
+    );
+    assert_eq!(a.events(), [PortCmEvent::Disconnected { conn: ca }]);
+    assert_eq!(b.events(), [PortCmEvent::Disconnected { conn: cb }]);
+    // A second time nothing happens.
+    a.port.cm_disconnect(a.now, ca);
+    assert!(a.take().is_empty());
+    // The numbers of both queue pairs rest until the last packet must have died.
+    for (host, conn) in [(&mut a, ca), (&mut b, cb)] {
+        let mut left = None;
+        while let Some(t) = host.port.poll_timeout() {
+            host.now = t;
+            host.port.handle_timeout(t);
+            left = host.events().pop().or(left);
+        }
+        assert_eq!(left, Some(PortCmEvent::TimewaitExit { conn }));
+    }
+}
+
+#[test]
+fn the_first_packet_says_as_much_as_the_rtu() {
+    let (mut a, mut b, [qa, qb], _) = accepted();
+    let memory = b.region(64);
+    b.receive(qb, 1, &memory);
+    b.take().iter().for_each(|d| a.give(d));
+    assert!(matches!(a.events()[..], [PortCmEvent::Established { .. }]));
+    let rtu = a.take();
+    assert_eq!(rtu.len(), 1);
+    let src = a.region(64);
+    a.send(qa, 1, SendOp::Send, &src, 64);
+    a.take().iter().for_each(|d| b.give(d));
+    assert!(matches!(b.events()[..], [PortCmEvent::Established { .. }]));
+    assert_eq!(b.completions().len(), 1);
+    // The RTU that was late changes nothing.
+    b.give(&rtu[0]);
+    assert!(b.events().is_empty());
+}
+
+#[test]
+fn a_reject_carries_reason_and_data_and_fails_the_queue_pair() {
+    let (mut a, mut b) = (Host::new(1), Host::new(2));
+    b.port.cm_listen(Some(b.addr), SERVICE, 10).unwrap();
+    let qa = a.qp();
+    let ca = connect(&mut a, &b, qa, b"");
+    let memory = a.region(64);
+    a.receive(qa, 5, &memory);
+    a.take().iter().for_each(|d| b.give(d));
+    let (_, cb, _) = request(&b.events());
+    b.port.cm_reject(b.now, cb, RejectReason::CONSUMER, b"full").unwrap();
+    exchange(&mut a, &mut b);
+    match &a.events()[..] {
+        [
+            PortCmEvent::Rejected {
+                conn,
+                reason,
+                private_data,
+            },
+        ] => {
+            assert_eq!((*conn, *reason), (ca, RejectReason::CONSUMER));
+            assert_eq!(&private_data[..4], b"full");
+        }
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(a.port.qp_state(qa), Some(QpState::Err));
+    assert_eq!(a.completions()[0].status, WcStatus::FlushError);
+    assert!(b.events().is_empty());
+}
+
+#[test]
+fn a_path_mtu_that_the_passive_side_can_not_do_is_refused_with_26() {
+    let mut a = Host::with(1, |c| c.mtu = Mtu::B4096);
+    let mut b = Host::new(2);
+    b.port.cm_listen(None, SERVICE, 10).unwrap();
+    let qa = a.qp();
+    connect(&mut a, &b, qa, b"");
+    exchange(&mut a, &mut b);
+    assert!(b.events().is_empty(), "the program is not asked");
+    match &a.events()[..] {
+        [PortCmEvent::Rejected { reason, .. }] => assert_eq!(*reason, RejectReason::INVALID_MTU),
+        other => panic!("{other:?}"),
+    }
+    // The other way round the smaller MTU is the connection's.
+    let (mut a, mut b) = (b, a);
+    b.port.cm_listen(None, SERVICE, 10).unwrap();
+    let (qa, qb) = (a.qp(), b.qp());
+    connect(&mut a, &b, qa, b"");
+    a.take().iter().for_each(|d| b.give(d));
+    let (_, cb, _) = request(&b.events());
+    b.port.cm_accept(b.now, cb, qb, params(b"")).unwrap();
+    assert_eq!(b.port.query_qp(qb).unwrap().path_mtu, Some(Mtu::B1024));
+}
+
+#[test]
+fn nobody_listening_is_told_at_once_and_silence_in_the_end() {
+    let (mut a, mut b) = (Host::new(1), Host::new(2));
+    let qa = a.qp();
+    connect(&mut a, &b, qa, b"");
+    exchange(&mut a, &mut b);
+    match &a.events()[..] {
+        [PortCmEvent::Rejected { reason, .. }] => assert_eq!(*reason, RejectReason::INVALID_SERVICE_ID),
+        other => panic!("{other:?}"),
+    }
+    let qa = a.qp();
+    let conn = connect(&mut a, &b, qa, b"");
+    let begin = a.now;
+    let mut tries = 0;
+    let events = loop {
+        tries += a.take().len();
+        let events = a.events();
+        if !events.is_empty() {
+            break events;
+        }
+        a.now = a.port.poll_timeout().unwrap();
+        a.port.handle_timeout(a.now);
+    };
+    assert_eq!(events, [PortCmEvent::Unreachable { conn }]);
+    assert!(
+        tries > 3 && a.now.saturating_since(begin).as_secs() <= 15,
+        "{tries} tries"
+    );
+    assert_eq!(a.port.qp_state(qa), Some(QpState::Err));
+}
+
+#[test]
+fn a_queue_pair_has_one_connection_at_a_time() {
+    let (mut a, b, [qa, _], _) = established();
+    let (local, remote) = ((a.addr, 0).into(), (b.addr, SERVICE).into());
+    let again = a.port.cm_connect(a.now, local, remote, qa, params(b""));
+    assert!(matches!(again, Err(VerbsError::Busy(_))), "{again:?}");
+}
+
+#[test]
+fn destroying_a_connection_or_its_queue_pair_first_is_both_fine() {
+    for conn_first in [true, false] {
+        let (mut a, mut b, [qa, qb], [ca, _]) = established();
+        if conn_first {
+            a.port.cm_destroy(a.now, ca);
+            a.port.destroy_qp(a.now, qa).unwrap();
+        } else {
+            a.port.destroy_qp(a.now, qa).unwrap();
+            a.port.cm_destroy(a.now, ca);
+        }
+        exchange(&mut a, &mut b);
+        assert_eq!(b.port.qp_state(qb), Some(QpState::Err), "the peer is told");
+        assert!(matches!(b.events()[..], [PortCmEvent::Disconnected { .. }]));
+        assert!(a.events().is_empty(), "nothing comes after destroy");
+    }
+}
+
+#[test]
+fn a_listener_needs_an_address_of_ours_and_a_free_port() {
+    let mut a = Host::new(1);
+    assert!(matches!(
+        a.port.cm_listen(Some(ip(9)), SERVICE, 1),
+        Err(VerbsError::Address(_))
+    ));
+    let id = a.port.cm_listen(Some(a.addr), SERVICE, 1).unwrap();
+    assert!(a.port.cm_listen(Some(a.addr), SERVICE, 1).is_err());
+    a.port.cm_unlisten(id);
+    a.port.cm_listen(Some(a.addr), SERVICE, 1).unwrap();
+}

@@ -1,0 +1,242 @@
+//! Two ports and a wire that a test holds in its hands.
+
+mod connections;
+mod drops;
+mod hostile;
+mod traffic;
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
+
+use roce_bth::ROCE_UDP_PORT;
+use roce_mem::{MemoryTable, PdHandle, Region};
+use roce_port::{Port, PortCmEvent, PortConfig, QpInit, RxMeta, TxBatch, TxConfig};
+use roce_qp::CompletionQueue;
+use roce_verbs::{
+    AccessFlags, AddressVector, Completion, Instant, Mtu, Payload, Psn, QpAttr, QpCaps, QpState, QpType, Qpn, RecvWr,
+    RemoteAddr, RnrTimer, SendFlags, SendOp, SendWr, Sge, provider::ConnParams,
+};
+
+pub(crate) const RIGHTS: AccessFlags = AccessFlags::LOCAL_WRITE
+    .union(AccessFlags::REMOTE_WRITE)
+    .union(AccessFlags::REMOTE_READ)
+    .union(AccessFlags::REMOTE_ATOMIC);
+
+pub(crate) fn at(ms: u64) -> Instant {
+    Instant::from_nanos(ms * 1_000_000)
+}
+
+pub(crate) fn ip(last: u8) -> IpAddr {
+    IpAddr::from([192, 0, 2, last])
+}
+
+/// A UDP payload on the wire, or a GSO train that stayed together.
+#[derive(Clone, Debug)]
+pub(crate) struct Datagram {
+    pub(crate) src: SocketAddr,
+    pub(crate) dst: IpAddr,
+    pub(crate) segment_len: usize,
+    pub(crate) segments: usize,
+    pub(crate) bytes: Vec<u8>,
+}
+
+pub(crate) struct Host {
+    pub(crate) addr: IpAddr,
+    pub(crate) port: Port,
+    pub(crate) mem: Arc<MemoryTable>,
+    pub(crate) pd: PdHandle,
+    pub(crate) cq: Arc<CompletionQueue>,
+    pub(crate) now: Instant,
+    batch: TxBatch,
+}
+
+impl Host {
+    pub(crate) fn new(last: u8) -> Self {
+        Self::with(last, |_| {})
+    }
+
+    pub(crate) fn with(last: u8, change: impl FnOnce(&mut PortConfig)) -> Self {
+        let addr = ip(last);
+        let mut config = PortConfig::new(vec![addr], Mtu::B1024, u64::from(last));
+        change(&mut config);
+        let mem = Arc::new(MemoryTable::new([last; 32], &config.limits));
+        let pd = mem.alloc_pd().unwrap();
+        Self {
+            addr,
+            port: Port::new(config, mem.clone(), [last; 32]),
+            mem,
+            pd,
+            cq: CompletionQueue::new(0, 1000, None),
+            now: at(1),
+            batch: TxBatch::new(TxConfig::default()),
+        }
+    }
+
+    pub(crate) fn init(&self) -> QpInit {
+        QpInit {
+            pd: self.pd,
+            qp_type: QpType::Rc,
+            send_cq: self.cq.clone(),
+            recv_cq: self.cq.clone(),
+            caps: QpCaps::default(),
+            signal_all: true,
+        }
+    }
+
+    pub(crate) fn qp(&mut self) -> Qpn {
+        let init = self.init();
+        self.port.create_qp(init).unwrap()
+    }
+
+    pub(crate) fn region(&self, len: usize) -> Arc<Region> {
+        self.mem.alloc_region(self.pd, len, RIGHTS).unwrap()
+    }
+
+    /// Everything that the port wants to send.
+    pub(crate) fn take(&mut self) -> Vec<Datagram> {
+        let mut out = Vec::new();
+        loop {
+            let more = self.port.poll_transmit(self.now, &mut self.batch);
+            out.extend(self.batch.trains().map(|t| Datagram {
+                src: SocketAddr::new(t.local, t.src_port),
+                dst: t.remote.ip(),
+                segment_len: t.segment_len,
+                segments: t.segments,
+                bytes: t.bytes.to_vec(),
+            }));
+            self.batch.clear();
+            if !more {
+                return out;
+            }
+        }
+    }
+
+    /// Delivers a datagram as a UDP socket with GRO does.
+    pub(crate) fn give(&mut self, d: &Datagram) {
+        let meta = RxMeta {
+            segment_len: d.segment_len,
+            ..RxMeta::new(d.dst, d.src)
+        };
+        self.port.handle_datagram(self.now, &meta, &d.bytes);
+    }
+
+    pub(crate) fn completions(&self) -> Vec<Completion> {
+        let mut out = Vec::new();
+        self.cq.poll(&mut out, 1000).unwrap();
+        out
+    }
+
+    pub(crate) fn events(&mut self) -> Vec<PortCmEvent> {
+        std::iter::from_fn(|| self.port.poll_cm_event()).collect()
+    }
+
+    pub(crate) fn send(&mut self, qpn: Qpn, wr_id: u64, op: SendOp, region: &Region, len: u32) {
+        let sges = [Sge {
+            addr: region.addr(),
+            length: len,
+            lkey: region.lkey(),
+        }];
+        let wr = SendWr {
+            wr_id,
+            op,
+            flags: SendFlags::SIGNALED,
+            payload: Payload::Sges(&sges),
+        };
+        self.port.post_send(self.now, qpn, &[wr]).unwrap();
+    }
+
+    pub(crate) fn receive(&mut self, qpn: Qpn, wr_id: u64, region: &Region) {
+        let sges = [Sge {
+            addr: region.addr(),
+            length: region.len() as u32,
+            lkey: region.lkey(),
+        }];
+        let wr = RecvWr { wr_id, sges: &sges };
+        self.port.post_recv(self.now, qpn, &[wr]).unwrap();
+    }
+
+    /// RESET to RTS towards a peer's queue pair.
+    pub(crate) fn raise(&mut self, qpn: Qpn, peer: IpAddr, dest: Qpn) {
+        let init = QpAttr {
+            state: Some(QpState::Init),
+            pkey_index: Some(0),
+            port: Some(1),
+            access: Some(RIGHTS),
+            ..QpAttr::default()
+        };
+        let rtr = QpAttr {
+            state: Some(QpState::Rtr),
+            av: Some(AddressVector::new(self.addr, peer)),
+            path_mtu: Some(Mtu::B1024),
+            dest_qpn: Some(dest),
+            rq_psn: Some(Psn::new(100)),
+            max_dest_rd_atomic: Some(4),
+            min_rnr_timer: Some(RnrTimer::new(1)),
+            ..QpAttr::default()
+        };
+        let rts = QpAttr {
+            state: Some(QpState::Rts),
+            timeout: Some(14),
+            retry_cnt: Some(7),
+            rnr_retry: Some(7),
+            sq_psn: Some(Psn::new(100)),
+            max_rd_atomic: Some(4),
+            ..QpAttr::default()
+        };
+        for attr in [init, rtr, rts] {
+            self.port.modify_qp(self.now, qpn, &attr).unwrap();
+        }
+    }
+}
+
+/// Carries everything there and back until nothing moves.
+pub(crate) fn exchange(a: &mut Host, b: &mut Host) {
+    for _ in 0..1000 {
+        let (from_a, from_b) = (a.take(), b.take());
+        if from_a.is_empty() && from_b.is_empty() {
+            return;
+        }
+        from_a.iter().for_each(|d| b.give(d));
+        from_b.iter().for_each(|d| a.give(d));
+    }
+    panic!("the two never come to rest");
+}
+
+/// Two hosts with a connected queue pair each.
+pub(crate) fn pair() -> (Host, Host, Qpn, Qpn) {
+    let (mut a, mut b) = (Host::new(1), Host::new(2));
+    let (qa, qb) = (a.qp(), b.qp());
+    a.raise(qa, b.addr, qb);
+    b.raise(qb, a.addr, qa);
+    (a, b, qa, qb)
+}
+
+pub(crate) fn remote(region: &Region) -> RemoteAddr {
+    RemoteAddr {
+        addr: region.addr(),
+        rkey: region.rkey(),
+    }
+}
+
+pub(crate) fn contents(region: &Region) -> Vec<u8> {
+    let mut out = vec![0; region.len()];
+    region.read(0, &mut out).unwrap();
+    out
+}
+
+pub(crate) fn noise(len: usize) -> Vec<u8> {
+    (0..len as u32)
+        .map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8)
+        .collect()
+}
+
+pub(crate) fn params(text: &[u8]) -> ConnParams {
+    ConnParams {
+        private_data: text.to_vec(),
+        ..ConnParams::default()
+    }
+}
+
+pub(crate) const ROCE: u16 = ROCE_UDP_PORT;

@@ -1,0 +1,204 @@
+//! Data between two ports: trains, GRO buffers, turns, timers, limits.
+
+use roce_port::{RxMeta, udp_source_port};
+use roce_verbs::{QpAttr, QpState, Qpn, SendOp, provider::VerbsError};
+
+use crate::*;
+
+#[test]
+fn a_write_goes_out_in_trains_and_lands_whole() {
+    let (mut a, mut b, qa, qb) = pair();
+    let (src, dst) = (a.region(100_000), b.region(100_000));
+    src.write(0, &noise(100_000)).unwrap();
+    a.send(qa, 1, SendOp::Write(remote(&dst)), &src, 30_000);
+    let trains = a.take();
+    let packets: usize = trains.iter().map(|t| t.segments).sum();
+    assert_eq!(packets, 30);
+    assert!(trains.len() <= 3, "{} sends for 30 packets", trains.len());
+    assert!(
+        trains
+            .iter()
+            .all(|t| t.src.port() == udp_source_port(qa, qb) && t.dst == b.addr)
+    );
+    trains.iter().for_each(|t| b.give(t));
+    exchange(&mut a, &mut b);
+    assert_eq!(contents(&dst)[..30_000], noise(100_000)[..30_000]);
+    assert!(contents(&dst)[30_000..].iter().all(|b| *b == 0));
+    let done = a.completions();
+    assert_eq!(done.len(), 1);
+    assert!(done[0].is_ok());
+    assert_eq!(b.port.counters().icrc_errors, 0);
+    assert_eq!(a.port.in_flight().map(|(_, n)| n).sum::<usize>(), 0);
+}
+
+#[test]
+fn packets_of_a_train_may_also_come_one_by_one() {
+    let (mut a, mut b, qa, _) = pair();
+    let (src, dst) = (a.region(20_000), b.region(20_000));
+    src.write(0, &noise(20_000)).unwrap();
+    a.send(qa, 1, SendOp::Write(remote(&dst)), &src, 20_000);
+    for train in a.take() {
+        for (i, packet) in train.bytes.chunks(train.segment_len).enumerate() {
+            // As a raw socket sees them: with the Identification that Linux gives each segment.
+            let meta = RxMeta {
+                identification: (i % 2 == 0).then_some(i as u16),
+                ..RxMeta::new(train.dst, train.src)
+            };
+            b.port.handle_datagram(b.now, &meta, packet);
+        }
+    }
+    exchange(&mut a, &mut b);
+    assert_eq!(contents(&dst), noise(20_000));
+    assert!(a.completions()[0].is_ok());
+}
+
+#[test]
+fn a_train_never_mixes_queue_pairs() {
+    let (mut a, mut b, qa, _) = pair();
+    let (qa2, qb2) = (a.qp(), b.qp());
+    a.raise(qa2, b.addr, qb2);
+    b.raise(qb2, a.addr, qa2);
+    let (src, dst) = (a.region(64_000), b.region(64_000));
+    for wr in 0..4 {
+        a.send(qa, wr, SendOp::Write(remote(&dst)), &src, 16_000);
+        a.send(qa2, wr, SendOp::Write(remote(&dst)), &src, 16_000);
+    }
+    for train in a.take() {
+        let dests: Vec<&[u8]> = train.bytes.chunks(train.segment_len).map(|p| &p[5..8]).collect();
+        assert!(dests.iter().all(|d| *d == dests[0]));
+        b.give(&train);
+    }
+    exchange(&mut a, &mut b);
+    assert_eq!(a.completions().iter().filter(|c| c.is_ok()).count(), 8);
+}
+
+#[test]
+fn one_acknowledgement_stands_for_a_drained_batch() {
+    let (mut a, mut b, qa, qb) = pair();
+    let (src, dst) = (a.region(64), b.region(64));
+    for wr in 0..8 {
+        b.receive(qb, wr, &dst);
+        a.send(qa, wr, SendOp::Send, &src, 64);
+    }
+    a.take().iter().for_each(|t| b.give(t));
+    let acks = b.take();
+    assert_eq!(acks.iter().map(|t| t.segments).sum::<usize>(), 1);
+    a.give(&acks[0]);
+    assert_eq!(a.completions().len(), 8);
+}
+
+#[test]
+fn a_lost_packet_is_sent_again_when_the_timer_says_so_and_then_all_is_quiet() {
+    let (mut a, mut b, qa, _) = pair();
+    let (src, dst) = (a.region(500), b.region(500));
+    src.write(0, &noise(500)).unwrap();
+    a.send(qa, 1, SendOp::Write(remote(&dst)), &src, 500);
+    assert_eq!(a.take().len(), 1);
+    let mut runs = 0;
+    while a.completions().is_empty() {
+        a.now = a.port.poll_timeout().expect("something is outstanding");
+        a.port.handle_timeout(a.now);
+        assert!(a.port.poll_timeout().is_none_or(|t| t > a.now), "a timer must not spin");
+        exchange(&mut a, &mut b);
+        runs += 1;
+        assert!(runs < 10);
+    }
+    assert_eq!(contents(&dst), noise(500));
+    assert!(a.port.counters().tx_retransmissions >= 1);
+    // What is left in the heap is found to be void.
+    for host in [&mut a, &mut b] {
+        for _ in 0..5 {
+            let Some(t) = host.port.poll_timeout() else { break };
+            host.now = t;
+            host.port.handle_timeout(t);
+            assert!(host.take().is_empty());
+        }
+        assert_eq!(host.port.poll_timeout(), None);
+    }
+}
+
+#[test]
+fn queue_pairs_take_turns() {
+    let (mut a, mut b) = (Host::with(1, |c| c.turn_packets = 4), Host::new(2));
+    let (src, dst) = (a.region(1 << 20), b.region(1 << 20));
+    let mut dests = Vec::new();
+    for _ in 0..2 {
+        let (qa, qb) = (a.qp(), b.qp());
+        a.raise(qa, b.addr, qb);
+        b.raise(qb, a.addr, qa);
+        a.send(qa, 1, SendOp::Write(remote(&dst)), &src, 16_000);
+        dests.push(qb);
+    }
+    let order: Vec<Qpn> = a
+        .take()
+        .iter()
+        .flat_map(|t| t.bytes.chunks(t.segment_len).map(|p| p.to_vec()).collect::<Vec<_>>())
+        .map(|p| Qpn::new(u32::from_be_bytes([0, p[5], p[6], p[7]])))
+        .collect();
+    assert_eq!(
+        order[..8],
+        [
+            dests[0], dests[0], dests[0], dests[0], dests[1], dests[1], dests[1], dests[1]
+        ]
+    );
+}
+
+#[test]
+fn limits_of_the_device_hold() {
+    let mut a = Host::with(1, |c| c.limits.max_qp = 3);
+    let mut init = a.init();
+    init.caps.max_send_sge = 1000;
+    assert!(matches!(a.port.create_qp(init), Err(VerbsError::Limit(_))));
+    let mut init = a.init();
+    init.caps.max_recv_wr = 1 << 20;
+    assert!(matches!(a.port.create_qp(init), Err(VerbsError::Limit(_))));
+    let first = a.qp();
+    a.qp();
+    a.qp();
+    let init = a.init();
+    assert!(matches!(a.port.create_qp(init), Err(VerbsError::Limit(_))));
+    a.port.destroy_qp(a.now, first).unwrap();
+    assert!(a.port.destroy_qp(a.now, first).is_err());
+    assert_ne!(a.qp(), first);
+    assert_eq!(a.port.queue_pairs(), 3);
+}
+
+#[test]
+fn a_path_must_be_one_of_this_port() {
+    let (mut a, b) = (Host::new(1), Host::new(2));
+    let q = a.qp();
+    let init = QpAttr {
+        state: Some(QpState::Init),
+        pkey_index: Some(0),
+        port: Some(1),
+        access: Some(RIGHTS),
+        ..QpAttr::default()
+    };
+    a.port.modify_qp(a.now, q, &init).unwrap();
+    let rtr = |av, mtu| QpAttr {
+        state: Some(QpState::Rtr),
+        av: Some(av),
+        path_mtu: Some(mtu),
+        dest_qpn: Some(Qpn::new(5)),
+        rq_psn: Some(Psn::new(0)),
+        max_dest_rd_atomic: Some(1),
+        min_rnr_timer: Some(RnrTimer::new(1)),
+        ..QpAttr::default()
+    };
+    let any = IpAddr::from([0, 0, 0, 0]);
+    for (local, to) in [(b.addr, b.addr), (a.addr, any), (a.addr, "::1".parse().unwrap())] {
+        let attr = rtr(AddressVector::new(local, to), Mtu::B256);
+        assert!(
+            matches!(a.port.modify_qp(a.now, q, &attr), Err(VerbsError::Address(_))),
+            "{local} {to}"
+        );
+    }
+    let attr = rtr(AddressVector::new(a.addr, b.addr), Mtu::B4096);
+    assert!(matches!(a.port.modify_qp(a.now, q, &attr), Err(VerbsError::Invalid(_))));
+    // The only local address need not be named; a mapped address is the IPv4 address.
+    let mapped = "::ffff:192.0.2.2".parse().unwrap();
+    let attr = rtr(AddressVector::new(any, mapped), Mtu::B256);
+    a.port.modify_qp(a.now, q, &attr).unwrap();
+    let av = a.port.query_qp(q).unwrap().av.unwrap();
+    assert_eq!((av.local, av.remote), (a.addr, b.addr));
+}
