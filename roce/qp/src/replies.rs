@@ -58,6 +58,10 @@ pub(crate) enum AckDue {
     No,
     /// Acknowledge what was executed.
     Ack,
+    /// Acknowledge a duplicate, and what the peer sent before it. The specification would let it jump to all that was
+    /// executed, but rdma_rxe, when it is acknowledged beyond what it has resent, waits for ever if that
+    /// acknowledgement is the last (`rxe_comp.c`: nothing to retry while `req.psn` is not after `comp.psn`).
+    Again(Seq),
     /// Refuse the request at this number.
     Refuse(Seq, Syndrome),
 }
@@ -142,6 +146,18 @@ impl Replies {
         self.ack = AckDue::Ack;
     }
 
+    /// Asks for the acknowledgement of a duplicate. What is due already says the same and more.
+    pub(crate) fn ack_again(&mut self, ctx: &mut Ctx<'_>, seq: Seq) {
+        self.ack = match self.ack {
+            AckDue::No => AckDue::Again(seq),
+            AckDue::Again(before) => {
+                ctx.counters.ack_deferred += 1;
+                AckDue::Again(before.max(seq))
+            }
+            due => due,
+        };
+    }
+
     /// A READ response or atomic result is coming, which acknowledges everything before it.
     pub(crate) fn ack_implied(&mut self, ctx: &mut Ctx<'_>) {
         if self.ack != AckDue::No {
@@ -165,6 +181,7 @@ impl Replies {
                 let (end, msn) = self.executed;
                 (end, (end.prev(), Syndrome::Ack(Credits::INVALID), msn))
             }
+            AckDue::Again(seq) => (seq.plus(1), (seq, Syndrome::Ack(Credits::INVALID), self.executed.1)),
             AckDue::Refuse(seq, syndrome) => (seq, (seq, syndrome, self.executed.1)),
         };
         match self.next_pending() {

@@ -480,12 +480,7 @@ impl QueuePair {
     /// done again, an atomic gets its saved result.
     fn duplicate(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) {
         match packet.header.bth.opcode.info().class {
-            Class::Send | Class::Write => {
-                // A gap or a missing receive that is about to be reported says the same and more.
-                if !matches!(self.resp.replies.ack, AckDue::Refuse(..)) {
-                    self.resp.replies.ack_due(ctx);
-                }
-            }
+            Class::Send | Class::Write => self.resp.replies.ack_again(ctx, seq),
             Class::ReadRequest => self.duplicate_read(ctx, seq, packet),
             Class::Atomic => match self.resp.replies.find(seq) {
                 Some(Resource {

@@ -20,15 +20,19 @@ const MIN_ACK_TIMEOUT: Duration = Duration::from_millis(4);
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Rtt {
     smoothed: Option<Duration>,
+    /// Smoothed distance of round trips from the smoothed one.
+    variation: Duration,
     least: Option<Duration>,
 }
 
 impl Rtt {
     pub(crate) fn sample(&mut self, rtt: Duration) {
-        self.smoothed = Some(match self.smoothed {
-            None => rtt,
-            Some(s) => (s * 7 + rtt) / 8,
-        });
+        let smoothed = self.smoothed.unwrap_or(rtt);
+        self.variation = match self.smoothed {
+            None => rtt / 2,
+            Some(s) => (self.variation * 3 + s.abs_diff(rtt)) / 4,
+        };
+        self.smoothed = Some((smoothed * 7 + rtt) / 8);
         self.least = Some(self.least.map_or(rtt, |l| l.min(rtt)));
     }
 
@@ -44,7 +48,7 @@ impl Rtt {
 
     /// When to probe for a lost tail, after the last progress.
     pub(crate) fn probe(&self) -> Option<Duration> {
-        self.smoothed.map(|s| (s * 2).max(MIN_PROBE))
+        self.smoothed.map(|s| (s + (self.variation * 4).max(s)).max(MIN_PROBE))
     }
 
     /// The adaptive timeout after `backoff` expiries without progress; never beyond the attribute's.

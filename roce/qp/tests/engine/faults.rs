@@ -439,14 +439,17 @@ fn duplicates_are_answered_and_not_executed_again() {
         opcodes(&first)[..2],
         [Opcode::RcAtomicAcknowledge, Opcode::RcReadResponseFirst]
     );
-    // The atomic is answered from the saved value, the READ done again, the SEND acknowledged again.
+    // The SEND is acknowledged again, the atomic answered from the saved value, the READ done again.
     assert_eq!(
-        opcodes(&second)[..2],
-        [Opcode::RcAtomicAcknowledge, Opcode::RcReadResponseFirst]
+        opcodes(&second)[..3],
+        [
+            Opcode::RcAcknowledge,
+            Opcode::RcAtomicAcknowledge,
+            Opcode::RcReadResponseFirst
+        ]
     );
-    assert_eq!(opcodes(&second).last(), Some(&Opcode::RcAcknowledge));
     assert_eq!(atomic(&first), atomic(&second));
-    assert_eq!(Packet::parse(&second[1].1).unwrap().payload, [9; 256]);
+    assert_eq!(Packet::parse(&second[2].1).unwrap().payload, [9; 256]);
     assert!(
         second
             .iter()
@@ -454,6 +457,29 @@ fn duplicates_are_answered_and_not_executed_again() {
     );
     assert_eq!(p.b.received().len(), 1);
     assert_eq!(p.b.counters.duplicate_request, 5);
+}
+
+#[test]
+fn a_duplicate_is_acknowledged_itself_and_nothing_beyond_it() {
+    // rdma_rxe must not be acknowledged beyond what it has resent.
+    let mut p = Pair::new(small());
+    let (src, dst) = (p.a.filled(2560, 1), p.b.region(2560));
+    p.a.send(1, SendOp::Write(at(&dst, 0)), &[sge(&src, 0, 2560)]);
+    let packets = p.a.drain();
+    for (_, b) in &packets {
+        p.b.handle(b);
+    }
+    let offset = |h: &roce_bth::Header| h.bth.psn.offset_from(Psn::new(Setup::default().psn));
+    assert_eq!(p.b.headers().iter().map(offset).collect::<Vec<_>>(), [9]);
+    for (_, b) in &packets[2..5] {
+        p.b.handle(b);
+    }
+    let h = p.b.headers();
+    assert_eq!(h.iter().map(offset).collect::<Vec<_>>(), [4]);
+    assert_eq!(
+        (h[0].aeth.unwrap().syndrome, h[0].aeth.unwrap().msn),
+        (ack().syndrome, Msn::new(1))
+    );
 }
 
 #[test]
