@@ -1,6 +1,6 @@
 //! Options and statistics of the RoCE device.
 
-use std::{net::IpAddr, path::PathBuf, time::Duration};
+use std::{net::IpAddr, ops::Deref, path::PathBuf, time::Duration};
 
 use clap::Args;
 use roce::{Device, DeviceConfig, DeviceStats, Mtu};
@@ -46,9 +46,26 @@ fn mtu(text: &str) -> Result<Mtu, String> {
         .ok_or_else(|| format!("{bytes} is no RoCE path MTU: 256, 512, 1024, 2048 or 4096"))
 }
 
+/// An open device, closed at the end of its scope whoever else still holds it: a capture is complete then.
+pub(crate) struct Opened(Device);
+
+impl Deref for Opened {
+    type Target = Device;
+
+    fn deref(&self) -> &Device {
+        &self.0
+    }
+}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
+
 impl TransportArgs {
     /// Opens the device at an address.
-    pub(crate) fn open(&self, addr: IpAddr) -> Result<Device, Failure> {
+    pub(crate) fn open(&self, addr: IpAddr) -> Result<Opened, Failure> {
         let usual = DeviceConfig::new(addr);
         let config = DeviceConfig {
             mtu: self.mtu,
@@ -58,7 +75,9 @@ impl TransportArgs {
             pcap: self.pcap.clone(),
             ..usual
         };
-        Device::open(config).map_err(|e| Failure::failed(format!("{e}")))
+        Device::open(config)
+            .map(Opened)
+            .map_err(|e| Failure::failed(e.to_string()))
     }
 
     /// The heartbeats of RTRS.

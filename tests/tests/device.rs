@@ -7,6 +7,7 @@ use ferroce_tests::{
     fresh_address,
     nbd::{Command, EPERM, Error, FLAG_READ_ONLY, FLAG_SEND_FLUSH},
     pattern,
+    process::run,
 };
 
 const MIB: usize = 1 << 20;
@@ -163,6 +164,70 @@ fn small_socket_buffers_make_it_slow_and_nothing_else() {
             "part {part}"
         );
     }
+}
+
+#[test]
+fn a_capture_of_it_has_nothing_but_good_frames() {
+    let dir = tempfile::tempdir().unwrap();
+    let (served, mapped) = (dir.path().join("serve.pcap"), dir.path().join("map.pcap"));
+    let want = pattern(9, MIB);
+    let pair = Pair::start(
+        &want,
+        "",
+        &["--pcap", served.to_str().unwrap()],
+        &["--pcap", mapped.to_str().unwrap()],
+    );
+    let mut client = pair.client();
+    assert!(client.read(0, MIB).unwrap() == want);
+    client.write(0, &pattern(10, MIB)).unwrap();
+    client.flush().unwrap();
+    assert_eq!(pair.map.stop().code, Some(0));
+    assert_eq!(pair.serve.stop().code, Some(0));
+    let done = run(&[
+        "pcap".as_ref(),
+        "check".as_ref(),
+        "--json".as_ref(),
+        served.as_os_str(),
+        mapped.as_os_str(),
+    ]);
+    assert_eq!(done.code, Some(0), "{}", done.stdout);
+    for report in done.json() {
+        // Two MiB in packets of 4 KiB at most.
+        assert!(report["roce_frames"].as_u64().unwrap() > 512, "{report}");
+        assert_eq!(report["icrc_ok"], report["roce_frames"]);
+    }
+}
+
+#[test]
+fn doctor_gets_an_answer_of_the_server() {
+    let pair = Pair::start(&[0; 4096], "", &[], &[]);
+    let (us, peer) = (fresh_address().to_string(), pair.server.to_string());
+    let done = run(&["doctor", "--json", "--addr", &us, "--peer", &peer]);
+    let report = &done.json()[0];
+    let check = report["checks"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|c| c["id"] == "peer")
+        .unwrap();
+    assert_eq!(check["status"], "ok", "{check}");
+    assert!(check["summary"].as_str().unwrap().contains("RTRS server"), "{check}");
+}
+
+#[test]
+fn statistics_come_while_it_runs() {
+    let mut pair = Pair::start(&pattern(11, MIB), "", &["--stats-interval", "0.1"], &[]);
+    let mut client = pair.client();
+    client.read(0, MIB).unwrap();
+    loop {
+        let stats = pair.serve.event("stats");
+        if stats["bytes_read"] == MIB {
+            break;
+        }
+    }
+    assert_eq!(pair.map.stop().code, Some(0));
+    let gone = pair.serve.event("session_closed");
+    assert_eq!(gone["session"], "test");
 }
 
 #[test]

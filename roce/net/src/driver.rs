@@ -304,6 +304,7 @@ impl Driver {
         if let Ok(mut guard) = self.shared.lock() {
             let engine = &mut *guard.engine;
             engine.pass(now(), BUDGET);
+            engine.end_tap();
         }
         self.shared.close();
         self.shared.wake.stop();

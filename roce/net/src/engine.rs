@@ -187,6 +187,11 @@ impl Engine {
         true
     }
 
+    /// Nothing is seen any more; the tap ends its work here, as others may hold the device for longer.
+    pub(crate) fn end_tap(&mut self) {
+        self.tap = None;
+    }
+
     fn tap_batch(&mut self) {
         let Some(tap) = &mut self.tap else { return };
         for train in self.batch.trains() {

@@ -94,7 +94,7 @@ pub(crate) fn run<P: Provider>(provider: &P, local: IpAddr, args: &Args) -> Resu
     };
     let wire = Wire {
         mtu,
-        timeout: 14,
+        timeout: 17,
         retry_cnt: 6,
         rnr_retry: 6,
         rd_atomic: 8,
@@ -102,7 +102,7 @@ pub(crate) fn run<P: Provider>(provider: &P, local: IpAddr, args: &Args) -> Resu
     link.bring_up(local, psn, far, wire)?;
     let (our_qpn, our_gid) = (link.qp.qpn().value(), addr_gid(local));
     agent.call(&format!("rtr {our_qpn} {our_gid} {} {} 12 8", args.psn, mtu as u8))?;
-    agent.call(&format!("rts {} 14 6 6 8", args.psn))?;
+    agent.call(&format!("rts {} 17 6 6 8", args.psn))?;
     let mut test = Test {
         link,
         agent,

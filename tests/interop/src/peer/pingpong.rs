@@ -106,7 +106,7 @@ pub(crate) fn run<P: Provider>(provider: &P, local: IpAddr, args: &Args) -> Resu
     }
     let wire = Wire {
         mtu,
-        timeout: 14,
+        timeout: 18,
         retry_cnt: 7,
         rnr_retry: 7,
         rd_atomic: 1,
