@@ -107,3 +107,36 @@ fn flush_and_fua_leave_nothing_behind_in_memory() {
     drop(i);
     assert_eq!(dirty_pages(&l.path), 0, "close");
 }
+
+#[test]
+#[ignore = "needs the right to mount a file system, and Linux 6.5"]
+fn closing_an_image_file_makes_it_durable() {
+    let l = Loop::new(&[]);
+    let made = std::process::Command::new("mkfs.ext4")
+        .arg("-q")
+        .arg(&l.path)
+        .status()
+        .unwrap();
+    assert!(made.success());
+    let dir = tempfile::tempdir().unwrap();
+    let c = |p: &Path| std::ffi::CString::new(p.to_str().unwrap()).unwrap();
+    let (source, target) = (c(&l.path), c(dir.path()));
+    let private = libc::MS_REC | libc::MS_PRIVATE;
+    let null = std::ptr::null();
+    // SAFETY: NUL-terminated strings.
+    let mounted = unsafe {
+        libc::unshare(libc::CLONE_NEWNS) == 0
+            && libc::mount(c"none".as_ptr(), c"/".as_ptr(), null, private, null.cast()) == 0
+            && libc::mount(source.as_ptr(), target.as_ptr(), c"ext4".as_ptr(), 0, null.cast()) == 0
+    };
+    assert!(mounted, "{}", std::io::Error::last_os_error());
+    let path = dir.path().join("i");
+    std::fs::File::create(&path).unwrap().set_len(MIB).unwrap();
+    let i = Image::open(&path, true).unwrap();
+    write(&i, 0, &[1; 65536], false).unwrap();
+    assert!(dirty_pages(&path) > 0);
+    drop(i);
+    assert_eq!(dirty_pages(&path), 0);
+    // SAFETY: a NUL-terminated string.
+    unsafe { libc::umount2(target.as_ptr(), 0) };
+}

@@ -406,6 +406,7 @@ fn malformed_messages_are_refused_and_the_session_goes_on() {
         "no room for the answer"
     );
     assert_eq!(raw(&session, Write, open.as_bytes(), 56).0, libc::EINVAL);
+    assert_eq!(lab.server.counters().opens, 0, "nothing stays open without an answer");
     let (e, rsp) = raw(&session, Read, open.as_bytes(), 56);
     assert_eq!(e, 0);
     let id = MsgOpenRsp::read_from_bytes(&rsp).unwrap().device_id.get();
