@@ -16,7 +16,7 @@ impl World {
         }
         let conn = self.chaos_dice.index(self.conns.len());
         let end = self.chaos_dice.index(2);
-        let kind = self.chaos_dice.index(8);
+        let kind = self.chaos_dice.index(9);
         self.stats.disturbances += 1;
         self.trace
             .note(self.now, || format!("disturbance {kind}, conn {conn}, end {end}"));
@@ -27,6 +27,7 @@ impl World {
             4 => self.force_state(conn, end, QpState::Reset)?,
             5 => self.disconnect(conn, end)?,
             6 => self.take_memory(conn, end)?,
+            7 => self.fall_mute(conn, end),
             _ => self.drain(conn, end)?,
         }
         Ok(())
@@ -67,7 +68,11 @@ impl World {
     fn is_live(&self, conn: usize, end: usize) -> bool {
         let c = &self.conns[conn];
         let e = &c.ends[end];
-        matches!(c.phase, Phase::Up | Phase::Connecting) && e.qpn.is_some() && self.hosts[e.host].alive && e.up && !e.failed
+        matches!(c.phase, Phase::Up | Phase::Connecting)
+            && e.qpn.is_some()
+            && self.hosts[e.host].alive
+            && e.up
+            && !e.failed
     }
 
     /// From now on both ends may see what follows when one of them is taken away.
@@ -122,12 +127,20 @@ impl World {
         }
         self.doom(conn);
         let e = &mut self.conns[conn].ends[end];
+        if self.hosts[e.host].mem.deregister(&e.target).is_err() {
+            // A window is bound to it.
+            return Ok(());
+        }
         e.target_gone = true;
-        let (host, target) = (e.host, e.target.clone());
         self.conns[conn].ends[1 - end].allow.access = true;
-        let gone = self.hosts[host].mem.deregister(&target);
-        gone.map_err(|e| format!("conn {conn} end {end}: deregister: {e}"))?;
         Ok(())
+    }
+
+    /// Lets an end's program post no receives any more, if its peer gives up on that some time.
+    fn fall_mute(&mut self, conn: usize, end: usize) {
+        if self.is_live(conn, end) && self.conns[conn].plan.rnr_retry < 7 {
+            self.conns[conn].ends[end].mute = true;
+        }
     }
 
     /// Asks a send queue to drain; it goes on when it has.

@@ -43,7 +43,9 @@ pub struct SimConfig {
     pub scale: u32,
     /// Where a capture of a failing run goes; `None`: the system's directory for temporary files.
     pub pcap_dir: Option<PathBuf>,
-    /// Print every completion and event of connections.
+    /// Where to write a capture of the run, whether it fails or not.
+    pub capture: Option<PathBuf>,
+    /// Print every packet, completion and event of connections.
     pub log: bool,
 }
 
@@ -54,6 +56,7 @@ impl SimConfig {
             seed,
             scale: 150,
             pcap_dir: None,
+            capture: None,
             log: false,
         }
     }
@@ -76,7 +79,7 @@ pub struct Failure {
 /// # Errors
 /// When a rule is broken or the code under test panics.
 pub fn run(config: &SimConfig) -> Result<Stats, Failure> {
-    let text = match attempt(config, None, config.log) {
+    let text = match attempt(config, config.capture.clone(), config.log) {
         Ok(stats) => return Ok(stats),
         Err(text) => text,
     };

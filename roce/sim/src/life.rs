@@ -9,7 +9,7 @@ use roce_verbs::{
 };
 
 use crate::{
-    model::{Allow, Conn, Effect, End, FastKey, LOCAL, Phase, RECV, Ring, TARGET},
+    model::{Allow, Conn, Effect, End, FastKey, Grant, LOCAL, Phase, RECV, Ring, TARGET},
     scenario::{ConnPlan, MS, US},
     world::{CQS, Check, Event, LISTEN_PORT, World},
 };
@@ -45,6 +45,11 @@ impl World {
         } else {
             AccessFlags::empty()
         };
+        let bind = if plan.zero_based {
+            AccessFlags::empty()
+        } else {
+            AccessFlags::MW_BIND
+        };
         let alloc = |len, access| h.mem.alloc_region(h.pd, len, access).expect("memory");
         End {
             host,
@@ -54,7 +59,7 @@ impl World {
             failed: false,
             draining: false,
             cq: self.dice.index(CQS),
-            target: alloc(TARGET, RIGHTS | AccessFlags::LOCAL_WRITE | zero),
+            target: alloc(TARGET, RIGHTS | AccessFlags::LOCAL_WRITE | zero | bind),
             local: alloc(LOCAL, AccessFlags::LOCAL_WRITE | zero),
             recv: alloc(RECV, AccessFlags::LOCAL_WRITE | zero),
             fast: None,
@@ -79,6 +84,7 @@ impl World {
             target_gone: false,
             app_scheduled: false,
             recv_scheduled: false,
+            mute: false,
         }
     }
 
@@ -115,7 +121,7 @@ impl World {
         let c = &mut self.conns[conn];
         for e in &mut c.ends {
             // A host may have died since the last life.
-            (e.up, e.failed, e.draining) = (false, false, false);
+            (e.up, e.failed, e.draining, e.mute) = (false, false, false, false);
             e.undone.clear();
             e.allow = Allow {
                 // By modify, the first packets find a peer that is not there yet.
@@ -516,6 +522,7 @@ impl World {
         e.up = false;
         e.failed = false;
         e.draining = false;
+        e.mute = false;
         e.local_ring.clear();
         e.recv_ring.clear();
         e.incoming.clear();
@@ -531,9 +538,11 @@ impl World {
         if self.hosts[host].alive {
             let h = &mut self.hosts[host];
             if let Some(fast) = fast {
-                h.mem
-                    .dealloc_fast(&fast)
-                    .map_err(|e| format!("conn {conn}: dealloc_fast: {e}"))?;
+                let gone = match &fast {
+                    Grant::Fast(fast) => h.mem.dealloc_fast(fast),
+                    Grant::Window(window) => h.mem.dealloc_window(window),
+                };
+                gone.map_err(|e| format!("conn {conn}: end of a grant: {e}"))?;
             }
             if let Some(id) = cm {
                 h.port.cm_destroy(now, id);

@@ -24,7 +24,10 @@ struct Cli {
     /// Folder for captures of failed runs; default: the system's for temporary files
     #[arg(long)]
     pcap_dir: Option<PathBuf>,
-    /// Print every completion and event of connections
+    /// Write a capture of the (last) run, whether it fails or not
+    #[arg(long, value_name = "FILE")]
+    capture: Option<PathBuf>,
+    /// Print every packet, completion and event of connections
     #[arg(long)]
     log: bool,
     /// Stop after so many failures
@@ -41,6 +44,7 @@ fn main() -> ExitCode {
     let base = SimConfig {
         scale: cli.scale,
         pcap_dir: cli.pcap_dir,
+        capture: cli.capture,
         log: cli.log,
         ..SimConfig::new(cli.seed)
     };

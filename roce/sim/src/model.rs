@@ -3,7 +3,7 @@
 
 use std::{collections::VecDeque, ops::Range, sync::Arc};
 
-use roce_mem::{FastRegion, Region};
+use roce_mem::{FastRegion, Region, Window};
 use roce_port::ConnId;
 use roce_verbs::{Qpn, RKey, Sge, WcOpcode, WcStatus};
 
@@ -177,7 +177,24 @@ pub(crate) struct Message {
     pub(crate) no_access: bool,
 }
 
-/// What an end's fast region is good for.
+/// What an end grants a part of its target with, for a time.
+#[derive(Clone)]
+pub(crate) enum Grant {
+    Fast(Arc<FastRegion>),
+    /// Of type 2: it belongs to the queue pair.
+    Window(Arc<Window>),
+}
+
+impl Grant {
+    pub(crate) fn rkey(&self) -> RKey {
+        match self {
+            Self::Fast(fast) => fast.rkey(),
+            Self::Window(window) => window.rkey(),
+        }
+    }
+}
+
+/// Whether an end's grant is open.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum FastKey {
     Closed,
@@ -214,7 +231,7 @@ pub(crate) struct End {
     pub(crate) target: Arc<Region>,
     pub(crate) local: Arc<Region>,
     pub(crate) recv: Arc<Region>,
-    pub(crate) fast: Option<Arc<FastRegion>>,
+    pub(crate) fast: Option<Grant>,
     pub(crate) fast_key: FastKey,
     pub(crate) local_ring: Ring,
     pub(crate) recv_ring: Ring,
@@ -245,6 +262,8 @@ pub(crate) struct End {
     pub(crate) unclaimed: VecDeque<usize>,
     pub(crate) app_scheduled: bool,
     pub(crate) recv_scheduled: bool,
+    /// Its program posts no receives any more: a peer that does not wait for ever must fail.
+    pub(crate) mute: bool,
 }
 
 /// Where a connection is.

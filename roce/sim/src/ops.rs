@@ -2,13 +2,14 @@
 
 use std::ops::Range;
 
+use roce_mem::WindowKind;
 use roce_verbs::{
     AccessFlags, Payload, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcOpcode, WcStatus,
-    wr::{FastRegister, PostError},
+    wr::{BindWindow, FastRegister, PostError},
 };
 
 use crate::{
-    model::{Effect, Expect, FastKey, LOCAL, Message, Phase, Pieces, Posted, RECV, Sent, TARGET, wr_id},
+    model::{Effect, Expect, FastKey, Grant, LOCAL, Message, Phase, Pieces, Posted, RECV, Sent, TARGET, wr_id},
     scenario::US,
     world::{Check, Event, World},
 };
@@ -400,25 +401,46 @@ impl World {
         let len = self.dice.range(16, (TARGET / 2) as u64) as usize;
         let at = self.dice.range(0, (TARGET - len) as u64) as usize & !7;
         let iova = (self.dice.next() & 0x7fff_ffff_0000) + 4096;
+        let wants_window = !self.conns[conn].plan.zero_based && self.dice.chance(0.5);
         let (key_byte, host) = (self.dice.next() as u8, self.conns[conn].ends[end].host);
         let h = &self.hosts[host];
         let e = &mut self.conns[conn].ends[end];
-        let fast = match &e.fast {
-            Some(fast) => fast.clone(),
-            None => h.mem.alloc_fast(h.pd).ok()?,
+        let grant = match &e.fast {
+            Some(grant) => grant.clone(),
+            None if wants_window => Grant::Window(h.mem.alloc_window(h.pd, WindowKind::Type2).ok()?),
+            None => Grant::Fast(h.mem.alloc_fast(h.pd).ok()?),
         };
-        e.fast = Some(fast.clone());
-        e.fast_view = (at, len, iova);
-        let key = fast.rkey().with_key_byte(key_byte);
-        let op = SendOp::FastRegister(FastRegister {
-            key,
-            lkey: e.target.lkey(),
-            addr: e.target.addr() + at as u64,
-            length: len as u64,
-            iova,
-            access: AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_READ | AccessFlags::REMOTE_ATOMIC,
-        });
-        let mut sent = self.blank(conn, end, "FAST REGISTER", WcOpcode::FastRegister);
+        e.fast = Some(grant.clone());
+        let key = grant.rkey().with_key_byte(key_byte);
+        let access = AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_READ | AccessFlags::REMOTE_ATOMIC;
+        let (lkey, addr, length) = (e.target.lkey(), e.target.addr() + at as u64, len as u64);
+        let (op, what, opcode) = match grant {
+            Grant::Fast(_) => {
+                e.fast_view = (at, len, iova);
+                let args = FastRegister {
+                    key,
+                    lkey,
+                    addr,
+                    length,
+                    iova,
+                    access,
+                };
+                (SendOp::FastRegister(args), "FAST REGISTER", WcOpcode::FastRegister)
+            }
+            Grant::Window(_) => {
+                // A window's addresses are its region's.
+                e.fast_view = (at, len, addr);
+                let args = BindWindow {
+                    key,
+                    lkey,
+                    addr,
+                    length,
+                    access,
+                };
+                (SendOp::BindWindow(args), "BIND WINDOW", WcOpcode::BindWindow)
+            }
+        };
+        let mut sent = self.blank(conn, end, what, opcode);
         sent.fast = Some(FastKey::Open(key));
         Some(self.new_draft(sent, op))
     }
@@ -520,7 +542,11 @@ impl World {
             let c = &self.conns[conn];
             let e = &c.ends[end];
             let last_place = e.sent.len() + 2 >= c.plan.caps.max_send_wr as usize;
-            last_place || e.operations_left == 1 || e.unsignaled_run >= 4 || e.unsignaled_bytes > LOCAL / 4 || draft.sent.expect != Expect::Success
+            last_place
+                || e.operations_left == 1
+                || e.unsignaled_run >= 4
+                || e.unsignaled_bytes > LOCAL / 4
+                || draft.sent.expect != Expect::Success
         };
         let changes_fast = draft.sent.fast.is_some();
         let signaled = must_signal || changes_fast || self.dice.chance(0.6);
@@ -664,7 +690,7 @@ impl World {
             let (most, ahead, sges) = (p.caps.max_recv_wr as usize, p.recv_ahead as usize, p.caps.max_recv_sge);
             let e = &self.conns[conn].ends[end];
             let needed = e.incoming.len() + ahead;
-            if e.posted.len() >= most.min(needed) {
+            if e.mute || e.posted.len() >= most.min(needed) {
                 return Ok(());
             }
             let size = match e.unclaimed.front() {

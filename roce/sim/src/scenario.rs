@@ -99,7 +99,7 @@ fn faults(dice: &mut Dice) -> Faults {
         duplicate: some(dice, 0.05),
         reorder: some(dice, 0.05),
         corrupt: some(dice, 0.03),
-        delay: dice.pick(&[1 * US, 5 * US, 30 * US, 200 * US]),
+        delay: dice.pick(&[US, 5 * US, 30 * US, 200 * US]),
         jitter: dice.pick(&[0, 0, 2 * US, 50 * US]),
         bandwidth,
         queue: dice.pick(&[24 << 10, 100 << 10, 64 << 20, 64 << 20]),
@@ -124,7 +124,6 @@ fn host(i: usize, v6: bool, dice: &mut Dice) -> HostPlan {
             initial: (64 << 10).min(max),
             min: 16 << 10,
             max,
-            ..WindowConfig::default()
         },
         rx_buffer: dice.pick(&[32 << 10, 208 << 10, 4 << 20]),
         latency: dice.pick(&[0, 2 * US, 20 * US, 100 * US]),
@@ -187,7 +186,7 @@ fn conn(hosts: &[HostPlan], calm: bool, scale: u32, dice: &mut Dice) -> ConnPlan
                 0
             },
         ],
-        think: dice.pick(&[1 * US, 50 * US, 500 * US]),
+        think: dice.pick(&[US, 50 * US, 500 * US]),
         recv_lag: dice.pick(&[0, 0, 5 * US, 500 * US, 3 * MS]),
         recv_ahead: dice.range(0, 16) as u32,
         bad_operations: if calm { 0.0 } else { 0.02 },

@@ -55,7 +55,9 @@ impl Trace {
 
     /// A packet is processed. Addresses in memory differ from run to run, so only the BTH enters the fingerprint.
     pub(crate) fn received(&mut self, now: u64, host: usize, frame: &Frame) {
-        if self.log && let Ok(p) = roce_bth::Packet::parse(&frame.bytes) {
+        if self.log
+            && let Ok(p) = roce_bth::Packet::parse(&frame.bytes)
+        {
             let b = &p.header.bth;
             let aeth = p.header.aeth.map(|a| a.syndrome);
             eprintln!(

@@ -77,7 +77,9 @@ impl World {
             WcStatus::RetryExceeded => e.allow.retry,
             WcStatus::RnrRetryExceeded => e.allow.rnr && s.message.is_some(),
             WcStatus::RemoteAccessError => e.allow.access,
-            WcStatus::LocalQpOperationError => e.target_gone && s.opcode == WcOpcode::FastRegister,
+            WcStatus::LocalQpOperationError | WcStatus::MwBindError => {
+                e.target_gone && matches!(s.opcode, WcOpcode::FastRegister | WcOpcode::BindWindow)
+            }
             _ => false,
         };
         if !allowed && s.expect != Expect::Fails(status) {

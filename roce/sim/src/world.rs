@@ -319,7 +319,11 @@ impl World {
     }
 
     fn is_finished(&self) -> bool {
-        self.quiet && self.conns.iter().all(|c| c.phase == Phase::Up && !c.repair_scheduled && self.is_done(c))
+        self.quiet
+            && self
+                .conns
+                .iter()
+                .all(|c| c.phase == Phase::Up && !c.repair_scheduled && self.is_done(c))
     }
 
     /// Everything is done. Late copies and the answers to them pass, then nothing much may happen any more.
@@ -337,7 +341,9 @@ impl World {
             wakes += u32::from(at > rest && matches!(event, Event::Wake { .. }));
             if events > allowance || self.stats.events > MAX_EVENTS {
                 let text = self.situation();
-                return Err(format!("an idle network does not come to rest: {wakes} timers of {events} events: {text}"));
+                return Err(format!(
+                    "an idle network does not come to rest: {wakes} timers of {events} events: {text}"
+                ));
             }
             self.step(event)?;
         }

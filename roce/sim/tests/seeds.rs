@@ -1,0 +1,83 @@
+//! A few simulated networks in every `cargo test`; `cargo xtask sim` runs thousands.
+
+use roce_sim::{SimConfig, run, run_many};
+
+/// Seeds that once showed a bug (of the engine, the port, the connection manager, or the simulator), with what it was.
+const ONCE_FOUND: &[(u64, &str)] = &[];
+
+fn small(seed: u64) -> SimConfig {
+    SimConfig {
+        scale: 40,
+        ..SimConfig::new(seed)
+    }
+}
+
+#[test]
+fn seeds_that_once_failed_pass() {
+    for (seed, what) in ONCE_FOUND {
+        if let Err(failure) = run(&SimConfig::new(*seed)) {
+            panic!("{failure}\n  once: {what}");
+        }
+    }
+}
+
+#[test]
+fn some_networks() {
+    let (total, failures) = run_many(1..=60, 2, &small(0), |_, _| {});
+    assert!(failures.is_empty(), "{}", failures[0]);
+    assert_eq!(total.runs, 60);
+    // The runs must have met what they are for.
+    for (what, n) in [
+        ("lost packets", total.lost),
+        ("doubled packets", total.duplicated),
+        ("overtaken packets", total.reordered),
+        ("damaged packets", total.corrupted),
+        ("damage found by the ICRC", total.icrc_errors),
+        ("overflows", total.overflowed),
+        ("retransmissions", total.retransmissions),
+        ("RNR NAKs", total.rnr_naks),
+        ("messages", total.messages),
+        ("faulty operations", total.faulty_operations),
+        ("disturbances", total.disturbances),
+        ("repairs", total.repairs),
+        ("connections managed", total.cm_events),
+    ] {
+        assert!(n > 0, "no {what} in 60 runs: {total:?}");
+    }
+    for status in [
+        "FlushError",
+        "RemoteAccessError",
+        "RemoteInvalidRequestError",
+        "LocalProtectionError",
+    ] {
+        let met = total.errors.contains_key(status);
+        assert!(met, "no {status} in 60 runs: {:?}", total.errors);
+    }
+}
+
+#[test]
+fn the_same_seed_gives_the_same_run() {
+    for seed in [5, 6, 7, 8] {
+        let (a, b) = (run(&small(seed)).unwrap(), run(&small(seed)).unwrap());
+        assert_eq!(a, b, "seed {seed}");
+        assert_ne!(a.trace_hash, run(&small(seed + 1000)).unwrap().trace_hash);
+    }
+}
+
+#[test]
+fn what_the_ports_send_is_sound_to_an_independent_check() {
+    let dir = std::env::temp_dir();
+    for seed in [11, 12, 13, 14] {
+        let path = dir.join(format!("roce-sim-test-{}-{seed}.pcap", std::process::id()));
+        let config = SimConfig {
+            capture: Some(path.clone()),
+            ..small(seed)
+        };
+        let stats = run(&config).unwrap();
+        let report = roce_pcap::check_file(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(report.frames, stats.packets, "seed {seed}");
+        assert_eq!(report.icrc_ok, stats.packets, "seed {seed}");
+        assert!(!report.is_bad(), "seed {seed}: {:?}", report.findings);
+    }
+}
