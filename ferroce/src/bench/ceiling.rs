@@ -146,53 +146,51 @@ fn send(config: &CeilingConfig, path: &mut UdpDatapath, shared: &Shared) -> Dura
     shared.start.wait();
     let began = Instant::now();
     let mut flight = Flight::new();
+    let mut index = 0;
     while began.elapsed() < config.duration {
-        let mut index = 0;
-        while index < count {
-            spans.clear();
-            let mut used = 0;
-            while index < count {
-                let head = header(index, count, psn, config.bytes);
-                let head_len = head.wire_len();
-                let payload = &source[index * config.mtu..config.bytes.min((index + 1) * config.mtu)];
-                let total = head_len + payload.len() + ICRC_LEN;
-                let joins = spans.last().is_some_and(|(_, len, segment)| {
-                    total == *segment && *len / *segment < caps.max_segments && *len + total <= caps.max_burst_bytes
-                });
-                if !joins && spans.len() == SPANS {
-                    break;
-                }
-                let packet = &mut stage[used..used + total];
-                head.emit(packet);
-                packet[head_len..head_len + payload.len()].copy_from_slice(payload);
-                let place = match spans.last_mut().filter(|_| joins) {
-                    Some((_, len, segment)) => {
-                        *len += total;
-                        *len / *segment - 1
-                    }
-                    None => {
-                        spans.push((used, total, total));
-                        0
-                    }
-                };
-                flow.seal(place as u16, packet);
-                used += total;
-                index += 1;
-                psn += 1;
-            }
-            let mut bursts = spans.iter().map(|&(start, len, segment_len)| Burst {
-                local: config.from,
-                remote,
-                src_port,
-                traffic_class: 0,
-                hop_limit: DEFAULT_HOP_LIMIT,
-                segment_len,
-                bytes: &stage[start..start + len],
+        spans.clear();
+        let mut used = 0;
+        loop {
+            let head = header(index, count, psn, config.bytes);
+            let head_len = head.wire_len();
+            let payload = &source[index * config.mtu..config.bytes.min((index + 1) * config.mtu)];
+            let total = head_len + payload.len() + ICRC_LEN;
+            let joins = spans.last().is_some_and(|(_, len, segment)| {
+                total == *segment && *len / *segment < caps.max_segments && *len + total <= caps.max_burst_bytes
             });
-            path.send(&mut bursts);
-            shared.sent.store(psn, Ordering::Relaxed);
-            flight.wait(psn, window, shared);
+            if !joins && spans.len() == SPANS {
+                break;
+            }
+            let packet = &mut stage[used..used + total];
+            head.emit(packet);
+            packet[head_len..head_len + payload.len()].copy_from_slice(payload);
+            let place = match spans.last_mut().filter(|_| joins) {
+                Some((_, len, segment)) => {
+                    *len += total;
+                    *len / *segment - 1
+                }
+                None => {
+                    spans.push((used, total, total));
+                    0
+                }
+            };
+            flow.seal(place as u16, packet);
+            used += total;
+            index = (index + 1) % count;
+            psn += 1;
         }
+        let mut bursts = spans.iter().map(|&(start, len, segment_len)| Burst {
+            local: config.from,
+            remote,
+            src_port,
+            traffic_class: 0,
+            hop_limit: DEFAULT_HOP_LIMIT,
+            segment_len,
+            bytes: &stage[start..start + len],
+        });
+        path.send(&mut bursts);
+        shared.sent.store(psn, Ordering::Relaxed);
+        flight.wait(psn, window, shared);
     }
     let end = Instant::now() + Duration::from_millis(50);
     while shared.placed.load(Ordering::Acquire) < psn && Instant::now() < end {

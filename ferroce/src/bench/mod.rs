@@ -29,6 +29,7 @@ use crate::{
     units,
 };
 use report::Measurement;
+use serde_json::json;
 
 /// RDMA_CM port that the passive side listens on.
 const PORT: u16 = 4792;
@@ -54,6 +55,10 @@ pub(crate) enum Operation {
 /// Options of `ferroce bench`.
 #[derive(Args, Debug)]
 #[command(after_help = "\
+Examples:
+  ferroce bench write
+  ferroce bench read --size 4K,64K,1M --qps 4 --json
+
 Without --listen and --connect both sides run in this process, on 127.0.0.1 and 127.0.0.2.
 Between two processes or hosts, first on the one, then on the other:
   ferroce bench --listen 192.0.2.1
@@ -104,7 +109,7 @@ pub(crate) struct BenchArgs {
     /// Write all packets of this side to a capture
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
-    /// One JSON object per measurement
+    /// One JSON object per measurement; with --listen one event when ready
     #[arg(long)]
     json: bool,
 }
@@ -193,11 +198,10 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
         let addr = target(text)?;
         let device = args.device(addr.ip(), true)?;
         let server = server::Server::new(&device, addr)?;
-        if !args.json {
-            output::line(&format!(
-                "listening on {addr}, path MTU {}; ctrl-C ends it",
-                device.mtu().bytes()
-            ))?;
+        let mtu = device.mtu().bytes();
+        match args.json {
+            true => output::json(&json!({ "event": "listening", "address": addr.to_string(), "mtu": mtu }))?,
+            false => output::line(&format!("listening on {addr}, path MTU {mtu}; ctrl-C ends it"))?,
         }
         return server.run(&|| stop.requested());
     }

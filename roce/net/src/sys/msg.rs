@@ -4,6 +4,7 @@ use std::{
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     os::fd::{AsRawFd, BorrowedFd},
+    ptr::NonNull,
 };
 
 use libc::{c_int, c_void, cmsghdr, iovec, mmsghdr, msghdr, sockaddr_in, sockaddr_in6, sockaddr_storage};
@@ -210,21 +211,54 @@ pub(crate) struct Slot<'a> {
     pub(crate) bytes: &'a [u8],
 }
 
-/// Buffers for receiving several messages with one system call.
-pub(crate) struct RecvRing {
-    headers: Box<[mmsghdr]>,
-    vectors: Box<[iovec]>,
-    names: Box<[sockaddr_storage]>,
-    controls: Box<[Control]>,
-    slab: Box<[u8]>,
-    stride: usize,
+/// A fixed array on the heap that raw pointers may refer to for as long as it lives: unlike a box's, its contents are
+/// nobody's alone.
+struct Pinned<T>(NonNull<[T]>);
+
+impl<T: Clone> Pinned<T> {
+    fn new(value: T, count: usize) -> Self {
+        let boxed = vec![value; count].into_boxed_slice();
+        // A box is never null.
+        Self(NonNull::from(Box::leak(boxed)))
+    }
+
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Where element `i` is.
+    fn at(&self, i: usize) -> *mut T {
+        assert!(i < self.len());
+        // SAFETY: inside of the array.
+        unsafe { self.0.as_ptr().cast::<T>().add(i) }
+    }
 }
 
-// SAFETY: the pointers inside are rewritten before every system call, only used during it, and point into `self`.
+impl<T> Drop for Pinned<T> {
+    fn drop(&mut self) {
+        // SAFETY: made from a box in `new`, given back once.
+        drop(unsafe { Box::from_raw(self.0.as_ptr()) });
+    }
+}
+
+/// Buffers for receiving several messages with one system call.
+pub(crate) struct RecvRing {
+    headers: Pinned<mmsghdr>,
+    vectors: Pinned<iovec>,
+    names: Pinned<sockaddr_storage>,
+    controls: Pinned<Control>,
+    slab: Pinned<u8>,
+    slot_len: usize,
+    stride: usize,
+    /// Headers that the kernel has written to since they were set.
+    used: usize,
+}
+
+// SAFETY: everything that the pointers refer to belongs to the ring.
 unsafe impl Send for RecvRing {}
 
 impl RecvRing {
-    /// `slots` buffers of `slot_len` bytes, `stride` apart.
+    /// `slots` buffers of `slot_len` bytes.
     pub(crate) fn new(slots: usize, slot_len: usize) -> Self {
         // The extra line keeps the buffers' beginnings from falling into the same cache sets.
         let stride = slot_len + 64;
@@ -232,14 +266,28 @@ impl RecvRing {
             iov_base: std::ptr::null_mut(),
             iov_len: slot_len,
         };
-        Self {
-            headers: vec![empty_header(); slots].into_boxed_slice(),
-            vectors: vec![none; slots].into_boxed_slice(),
-            names: vec![empty_name(); slots].into_boxed_slice(),
-            controls: vec![Control([0; CONTROL_LEN]); slots].into_boxed_slice(),
-            slab: vec![0; slots * stride].into_boxed_slice(),
+        let ring = Self {
+            headers: Pinned::new(empty_header(), slots),
+            vectors: Pinned::new(none, slots),
+            names: Pinned::new(empty_name(), slots),
+            controls: Pinned::new(Control([0; CONTROL_LEN]), slots),
+            slab: Pinned::new(0, slots * stride),
+            slot_len,
             stride,
+            used: slots,
+        };
+        for i in 0..slots {
+            // SAFETY: all are elements of arrays of their own, to which there is no reference.
+            unsafe {
+                (*ring.vectors.at(i)).iov_base = ring.slab.at(i * stride).cast::<c_void>();
+                let header = &mut (*ring.headers.at(i)).msg_hdr;
+                header.msg_name = ring.names.at(i).cast::<c_void>();
+                header.msg_iov = ring.vectors.at(i);
+                header.msg_iovlen = 1;
+                header.msg_control = ring.controls.at(i).cast::<c_void>();
+            }
         }
+        ring
     }
 
     pub(crate) fn slots(&self) -> usize {
@@ -251,47 +299,48 @@ impl RecvRing {
     /// # Errors
     /// `WouldBlock` when nothing is there.
     pub(crate) fn receive(&mut self, fd: BorrowedFd<'_>, max: usize) -> io::Result<usize> {
-        let count = max.min(self.headers.len());
-        let slab = self.slab.as_mut_ptr();
-        for i in 0..count {
-            // SAFETY: `i` is below the number of slots, each of which is `stride` bytes of the slab.
-            self.vectors[i].iov_base = unsafe { slab.add(i * self.stride) }.cast::<c_void>();
-            let header = &mut self.headers[i].msg_hdr;
-            header.msg_name = (&raw mut self.names[i]).cast::<c_void>();
+        // Only what the last call has changed is set again: an empty receive should cost a system call, no more.
+        for i in 0..self.used {
+            // SAFETY: no other reference to the element exists.
+            let header = unsafe { &mut (*self.headers.at(i)).msg_hdr };
             header.msg_namelen = size_of::<sockaddr_storage>() as _;
-            header.msg_iov = &raw mut self.vectors[i];
-            header.msg_iovlen = 1;
-            header.msg_control = self.controls[i].0.as_mut_ptr().cast::<c_void>();
             header.msg_controllen = CONTROL_LEN as _;
             header.msg_flags = 0;
         }
-        // SAFETY: the first `count` headers point at distinct parts of `self`, each with its true length.
+        self.used = 0;
+        let count = max.min(self.slots());
+        // SAFETY: the first `count` headers point at distinct places of the ring, each with its true length, and `self`
+        // is borrowed mutably, so that nobody reads them meanwhile.
         let got = unsafe {
             libc::recvmmsg(
                 fd.as_raw_fd(),
-                self.headers.as_mut_ptr(),
+                self.headers.at(0),
                 count as _,
                 libc::MSG_DONTWAIT as _,
                 std::ptr::null_mut(),
             )
         };
-        usize::try_from(got).map_err(|_| io::Error::last_os_error())
+        let got = usize::try_from(got).map_err(|_| io::Error::last_os_error())?;
+        self.used = got;
+        Ok(got)
     }
 
     /// Message `i` of the last [`Self::receive`], which returned more than `i`.
     pub(crate) fn slot(&self, i: usize) -> Slot<'_> {
-        let header = &self.headers[i].msg_hdr;
-        let start = i * self.stride;
-        let len = (self.headers[i].msg_len as usize).min(self.vectors[i].iov_len);
+        // SAFETY: the kernel is done with them, and nothing writes to them while `self` is borrowed.
+        let (header, name) = unsafe { (&*self.headers.at(i), &*self.names.at(i)) };
+        let len = (header.msg_len as usize).min(self.slot_len);
+        // SAFETY: as above; `len` bytes lie inside of slot `i`.
+        let bytes = unsafe { std::slice::from_raw_parts(self.slab.at(i * self.stride), len) };
         let mut slot = Slot {
-            remote: read_name(&self.names[i], header.msg_namelen as usize),
+            remote: read_name(name, header.msg_hdr.msg_namelen as usize),
             local: None,
             segment_len: None,
             traffic_class: 0,
-            truncated: header.msg_flags & libc::MSG_TRUNC != 0,
-            bytes: &self.slab[start..start + len],
+            truncated: header.msg_hdr.msg_flags & libc::MSG_TRUNC != 0,
+            bytes,
         };
-        read_control(header, &mut slot);
+        read_control(&header.msg_hdr, &mut slot);
         slot
     }
 }
