@@ -430,3 +430,71 @@ fn stopping_does_not_wait_for_ever_for_a_client_that_reads_nothing() {
     s.server.stop();
     assert!(!s.socket.exists());
 }
+
+/// Well-formed and broken bytes in random order, in every phase of a connection.
+#[test]
+fn random_bytes_neither_crash_nor_hang_it() {
+    use proptest::{
+        prelude::*,
+        test_runner::{RngAlgorithm, TestRng},
+    };
+    let s = serve(4 * MIB, true);
+    let (mut good, ..) = Client::go(&s.socket, "");
+    for seed in 0..200u8 {
+        let mut rng = TestRng::from_seed(RngAlgorithm::ChaCha, &[seed; 32]);
+        let mut c = if seed % 2 == 0 {
+            Client::connect(&s.socket)
+        } else {
+            Client::go(&s.socket, "").0
+        };
+        let mut bytes = Vec::new();
+        for _ in 0..20 {
+            let mut part: Vec<u8> = match rng.random_range(0..3) {
+                0 => (0..rng.random_range(0..200)).map(|_| rng.random()).collect(),
+                1 => {
+                    let data = info_request("x", &[rng.random()]);
+                    let mut o = proto::OPT_MAGIC.to_be_bytes().to_vec();
+                    o.extend(rng.random_range(0u32..12).to_be_bytes());
+                    o.extend((data.len() as u32).to_be_bytes());
+                    o.extend(data);
+                    o
+                }
+                _ => {
+                    let command = rng.random_range(0..8);
+                    let len = rng.random_range(0..256u32) * 512;
+                    let flags = rng.random_range(0..4);
+                    let offset = rng.random_range(4..8192u64) * 512;
+                    let q = proto::Request {
+                        flags,
+                        command,
+                        cookie: rng.random(),
+                        offset,
+                        len,
+                    };
+                    let mut q = q.to_bytes().to_vec();
+                    if command == cmd::WRITE {
+                        q.resize(q.len() + len as usize, 0xee);
+                    }
+                    q
+                }
+            };
+            if rng.random_bool(0.1) && !part.is_empty() {
+                let at = rng.random_range(0..part.len());
+                part[at] ^= 1 << rng.random_range(0..8);
+            }
+            bytes.extend(part);
+        }
+        // The server may have closed the connection already.
+        let mut writer = c.s.try_clone().unwrap();
+        let sender = std::thread::spawn(move || {
+            let _ = writer.write_all(&bytes);
+            let _ = writer.shutdown(Shutdown::Write);
+        });
+        match c.s.read_to_end(&mut Vec::new()) {
+            Ok(_) => {}
+            Err(e) => assert_eq!(e.kind(), std::io::ErrorKind::ConnectionReset, "seed {seed}: {e}"),
+        }
+        sender.join().unwrap();
+        assert_eq!(good.read(0, 512).unwrap(), sector(0), "seed {seed}");
+    }
+}

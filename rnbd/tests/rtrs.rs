@@ -42,9 +42,9 @@ struct Lab {
     server: Server<roce::Device>,
 }
 
-/// Each test has its own /24 of loopback: the port number is fixed.
+/// Each test of each test process has its own /24 of loopback: the port number is fixed.
 fn addr(net: u8, host: u8) -> IpAddr {
-    Ipv4Addr::new(127, 91, net, host).into()
+    Ipv4Addr::new(127, 64 + (std::process::id() % 128) as u8, net, host).into()
 }
 
 fn device(net: u8, host: u8) -> roce::Device {

@@ -1,7 +1,7 @@
 //! The socket file: made for its owner alone, taken over from a dead server, removed at the end.
 
 use std::{
-    fs::{self, File},
+    fs::{self, File, TryLockError},
     io,
     os::{
         fd::{AsRawFd, FromRawFd, OwnedFd},
@@ -12,6 +12,8 @@ use std::{
         },
     },
     path::{Path, PathBuf},
+    thread,
+    time::Duration,
 };
 
 /// A listening socket and its file.
@@ -36,9 +38,7 @@ impl SocketFile {
 
     fn bind_at(path: &Path) -> io::Result<Self> {
         let socket = socket()?;
-        // One at a time may find out that a socket is stale and replace it.
-        let folder = File::open(path.parent().unwrap_or(Path::new("/")))?;
-        folder.lock()?;
+        let folder = lock_folder(path.parent().unwrap_or(Path::new("/")));
         match bind(&socket, path) {
             Err(e) if e.kind() == io::ErrorKind::AddrInUse => {
                 remove_stale(path)?;
@@ -66,6 +66,20 @@ impl Drop for SocketFile {
             let _ = fs::remove_file(&self.path);
         }
     }
+}
+
+/// One server at a time may find out that a socket is stale and replace it. Held for moments; a folder that can't be read
+/// or that somebody else keeps locked is used without.
+fn lock_folder(path: &Path) -> Option<File> {
+    let folder = File::open(path).ok()?;
+    for _ in 0..100 {
+        match folder.try_lock() {
+            Ok(()) => return Some(folder),
+            Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_millis(10)),
+            Err(TryLockError::Error(_)) => return None,
+        }
+    }
+    None
 }
 
 fn socket() -> io::Result<OwnedFd> {

@@ -1,4 +1,4 @@
-//! The server: offers [`Exports`](crate::backend::Exports) to RNBD clients over RTRS.
+//! The server: offers [`Exports`] to RNBD clients over RTRS.
 
 mod io;
 mod session;
