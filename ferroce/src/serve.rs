@@ -128,7 +128,7 @@ fn serve(args: &ServeArgs) -> Result<(), Failure> {
         .map_err(|e| Failure::failed(e.to_string()))?;
     let roce = args.transport.open(args.listen.ip())?;
     let server =
-        Server::start(&roce, args.config(), ServerOptions::new(exports)).map_err(|e| start_failure(args, &e))?;
+        Server::start(&*roce, args.config(), ServerOptions::new(exports)).map_err(|e| start_failure(args, &e))?;
     announce(args, &reporter, &roce)?;
 
     let mut sessions = Sessions::default();
