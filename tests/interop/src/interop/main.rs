@@ -50,6 +50,9 @@ struct Cli {
     /// The lab's folder, kept between runs.
     #[arg(long, default_value = "target/lab")]
     lab: PathBuf,
+    /// Keep the captures of scenarios that passed, too.
+    #[arg(long)]
+    keep: bool,
     /// The ferroce program (default: beside this one).
     #[arg(long)]
     ferroce: Option<PathBuf>,
@@ -71,6 +74,7 @@ struct Places {
     scripts: PathBuf,
     ferroce: PathBuf,
     peer: PathBuf,
+    keep: bool,
 }
 
 fn places(cli: &Cli) -> Result<Places, Error> {
@@ -88,6 +92,7 @@ fn places(cli: &Cli) -> Result<Places, Error> {
         scripts,
         ferroce: fs::canonicalize(ferroce)?,
         peer: beside("ferroce-lab"),
+        keep: cli.keep,
     })
 }
 
@@ -135,7 +140,9 @@ fn run_one(s: &Scenario, places: &Places, guest: &Guest) -> Result<String, Error
     if frames == 0 || bad != Some(0) {
         return Err(format!("pcap check: {text}").into());
     }
-    let _ = fs::remove_file(&pcap);
+    if !places.keep {
+        let _ = fs::remove_file(&pcap);
+    }
     Ok(format!("{detail}; {frames} frames, ICRC of all correct"))
 }
 
