@@ -33,10 +33,10 @@ struct Cli {
     #[command(subcommand)]
     command: Command,
     /// Log more: -v progress, -vv details, -vvv every packet decision
-    #[arg(short, long, action = ArgAction::Count, global = true)]
+    #[arg(short, long, action = ArgAction::Count, global = true, display_order = 900)]
     verbose: u8,
     /// Log errors only
-    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    #[arg(short, long, global = true, conflicts_with = "verbose", display_order = 901)]
     quiet: bool,
 }
 
