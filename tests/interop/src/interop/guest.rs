@@ -66,7 +66,7 @@ impl Guest {
             "-virtfs",
             "local,path=/,mount_tag=root,security_model=none,readonly=on,multidevs=remap",
         ])
-        .args(["-netdev", &format!("tap,id=n0,ifname=tap{id},script=no,downscript=no")])
+        .args(["-netdev", &format!("tap,id=n0,ifname=tap{id},script=no,downscript=no,sndbuf=0")])
         .args([
             "-device",
             &format!("virtio-net-pci,netdev=n0,mac=52:54:00:00:00:{id:02x}"),
