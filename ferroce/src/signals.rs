@@ -5,7 +5,7 @@ use std::sync::{
     atomic::{AtomicBool, Ordering},
 };
 
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 
 use crate::output::Failure;
 
@@ -23,6 +23,9 @@ impl Stop {
                 .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&flag)))
                 .map_err(|e| Failure::failed(format!("can't handle signal {signal}: {e}")))?;
         }
+        // A file at its size limit is an error of the write, not the end of the server.
+        signal_hook::flag::register(SIGXFSZ, Arc::default())
+            .map_err(|e| Failure::failed(format!("can't handle signal {SIGXFSZ}: {e}")))?;
         Ok(Self(flag))
     }
 
