@@ -27,7 +27,7 @@ impl World {
             4 => self.force_state(conn, end, QpState::Reset)?,
             5 => self.disconnect(conn, end)?,
             6 => self.take_memory(conn, end)?,
-            7 => self.fall_mute(conn, end),
+            7 => self.fall_mute(end),
             _ => self.drain(conn, end)?,
         }
         Ok(())
@@ -137,9 +137,11 @@ impl World {
     }
 
     /// Lets an end's program post no receives any more, if its peer gives up on that some time.
-    fn fall_mute(&mut self, conn: usize, end: usize) {
-        if self.is_live(conn, end) && self.conns[conn].plan.rnr_retry < 7 {
-            self.conns[conn].ends[end].mute = true;
+    fn fall_mute(&mut self, end: usize) {
+        for conn in 0..self.conns.len() {
+            if self.is_live(conn, end) && self.conns[conn].plan.rnr_retry < 7 {
+                self.conns[conn].ends[end].mute = true;
+            }
         }
     }
 
@@ -185,6 +187,7 @@ impl World {
     pub(crate) fn enter_quiet(&mut self) -> Check {
         self.trace.note(self.now, || "the quiet phase begins".into());
         self.quiet = true;
+        self.quiet_since = self.now;
         let n = self.hosts.len();
         for from in 0..n {
             for to in 0..n {

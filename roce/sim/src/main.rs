@@ -74,7 +74,7 @@ fn main() -> ExitCode {
     });
     println!(
         "{} packets, {} retransmitted, {} lost, {} damaged ({} ICRC errors); {} operations, {} messages, {} connections, \
-         {} repairs; {:.1} s of virtual time",
+         {} repairs; {:.1} s of virtual time, at most {:.1} s to recover",
         total.packets,
         total.retransmissions,
         total.lost + total.overflowed,
@@ -84,7 +84,8 @@ fn main() -> ExitCode {
         total.messages,
         total.connections,
         total.repairs,
-        total.simulated_ns as f64 / 1e9
+        total.simulated_ns as f64 / 1e9,
+        total.longest_quiet_ns as f64 / 1e9
     );
     let errors: Vec<String> = total.errors.iter().map(|(status, n)| format!("{status} {n}")).collect();
     println!("completions with an error: {}", errors.join(", "));

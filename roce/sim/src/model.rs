@@ -173,8 +173,8 @@ pub(crate) struct Message {
     pub(crate) solicited: bool,
     /// Longer than the receive that waits for it.
     pub(crate) too_long: bool,
-    /// It ends in an access error on this side too, after its receive was taken.
-    pub(crate) no_access: bool,
+    /// It ends in this error on this side too, after its receive was taken.
+    pub(crate) fails: Option<WcStatus>,
 }
 
 /// What an end grants a part of its target with, for a time.

@@ -35,15 +35,21 @@ enum Fault {
     LocalKey,
     Misaligned,
     TooLong,
+    /// A fast key or window that was invalidated.
+    ClosedKey,
+    /// A SEND that wants to invalidate a key that can't be.
+    Invalidate,
 }
 
-const FAULTS: [Fault; 6] = [
+const FAULTS: [Fault; 8] = [
     Fault::RemoteKey,
     Fault::RemoteRange,
     Fault::RemoteRight,
     Fault::LocalKey,
     Fault::Misaligned,
     Fault::TooLong,
+    Fault::ClosedKey,
+    Fault::Invalidate,
 ];
 
 fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
@@ -250,7 +256,7 @@ impl World {
             invalidates,
             solicited: draft.solicited,
             too_long: false,
-            no_access: false,
+            fails: None,
         });
         Some(draft)
     }
@@ -302,7 +308,7 @@ impl World {
             invalidates: None,
             solicited: draft.solicited,
             too_long: false,
-            no_access: false,
+            fails: None,
         });
         Some(draft)
     }
@@ -411,6 +417,12 @@ impl World {
             None => Grant::Fast(h.mem.alloc_fast(h.pd).ok()?),
         };
         e.fast = Some(grant.clone());
+        // Another one than before: the old key stays closed.
+        let key_byte = if key_byte == grant.rkey().key_byte() {
+            key_byte ^ 1
+        } else {
+            key_byte
+        };
         let key = grant.rkey().with_key_byte(key_byte);
         let access = AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_READ | AccessFlags::REMOTE_ATOMIC;
         let (lkey, addr, length) = (e.target.lkey(), e.target.addr() + at as u64, len as u64);
@@ -453,6 +465,7 @@ impl World {
                 let most = *self.conns[conn].ends[1 - end].promised.front()?;
                 return self.draft_too_long(conn, end, most);
             }
+            Fault::Invalidate => return self.draft_bad_invalidation(conn, end),
             Fault::Misaligned => self.draft_atomic(conn, end)?,
             Fault::LocalKey => self.draft_read(conn, end)?,
             _ if self.dice.chance(0.4) => self.draft_atomic(conn, end)?,
@@ -473,6 +486,13 @@ impl World {
             Fault::LocalKey => WcStatus::LocalProtectionError,
             _ => WcStatus::RemoteAccessError,
         };
+        let stale = match (&peer.fast, peer.fast_key) {
+            (Some(grant), FastKey::Closed) => Some((peer.fast_view.2, grant.rkey())),
+            _ => None,
+        };
+        if fault == Fault::ClosedKey && (stale.is_none() || len > peer.fast_view.1) {
+            return Some(draft);
+        }
         let target = (peer.target.addr(), peer.target.rkey());
         let closed = (peer.local.addr(), peer.local.rkey());
         let shift = self.dice.range(1, 7);
@@ -499,7 +519,15 @@ impl World {
                         rkey: target.1,
                     }
                 }
-                Fault::LocalKey | Fault::TooLong => {}
+                Fault::ClosedKey => {
+                    if let Some((addr, rkey)) = stale {
+                        *remote = RemoteAddr {
+                            addr: (addr + 7) & !7,
+                            rkey,
+                        };
+                    }
+                }
+                Fault::LocalKey | Fault::TooLong | Fault::Invalidate => {}
             }
         }
         if fault == Fault::LocalKey {
@@ -510,7 +538,7 @@ impl World {
         draft.sent.expect = Expect::Fails(status);
         draft.sent.effect = None;
         if let Some(message) = &mut draft.message {
-            message.no_access = true;
+            message.fails = Some(status);
         }
         Some(draft)
     }
@@ -530,8 +558,17 @@ impl World {
             invalidates: None,
             solicited: false,
             too_long: true,
-            no_access: false,
+            fails: None,
         });
+        Some(draft)
+    }
+
+    /// A SEND that arrives, but names the peer's target to be invalidated, which is not for peers to do: acknowledged,
+    /// and then the receiver fails (class J of IBA table 57).
+    fn draft_bad_invalidation(&mut self, conn: usize, end: usize) -> Option<Draft> {
+        let key = self.conns[conn].ends[1 - end].target.rkey();
+        let mut draft = self.draft_send(conn, end, Some(key))?;
+        draft.message.as_mut()?.fails = Some(WcStatus::RemoteInvalidRequestError);
         Some(draft)
     }
 
@@ -605,7 +642,14 @@ impl World {
             let [a, b] = self.conns[conn].plan.hosts;
             self.lossy(a, b)
         };
+        let peer_fails = message.as_ref().is_some_and(|m| m.fails.is_some());
         let c = &mut self.conns[conn];
+        if sent.expect == Expect::Success && peer_fails {
+            for e in &mut c.ends {
+                e.allow.retry = true;
+                e.allow.flush = true;
+            }
+        }
         if sent.expect != Expect::Success {
             self.stats.faulty_operations += 1;
             for (i, e) in c.ends.iter_mut().enumerate() {
@@ -637,7 +681,7 @@ impl World {
                 let len = if message.data.is_some() { message.len } else { 0 };
                 peer.unclaimed.push_back(len);
             }
-            if message.invalidates.is_some() {
+            if message.invalidates.is_some() && message.fails.is_none() {
                 peer.fast_key = FastKey::Changing;
             }
             peer.incoming.push_back(message);

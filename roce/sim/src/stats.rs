@@ -14,6 +14,8 @@ pub struct Stats {
     /// Fingerprint of the run: times, headers of all packets received, completions. Of several runs: combined.
     pub trace_hash: u64,
     pub simulated_ns: u64,
+    /// From the end of the faults until everything was done; of several runs the longest.
+    pub longest_quiet_ns: u64,
     pub events: u64,
     pub timer_runs: u64,
     pub packets: u64,
@@ -55,6 +57,7 @@ impl Stats {
              icrc_errors retransmissions rnr_naks operations faulty_operations succeeded receives messages completions
              connections repairs disturbances drains cm_events);
         self.trace_hash ^= other.trace_hash;
+        self.longest_quiet_ns = self.longest_quiet_ns.max(other.longest_quiet_ns);
         for (status, n) in &other.errors {
             *self.errors.entry(status.clone()).or_default() += n;
         }

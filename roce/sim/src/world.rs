@@ -155,6 +155,7 @@ pub(crate) struct World {
     pub(crate) stats: Stats,
     pub(crate) trace: Trace,
     pub(crate) quiet: bool,
+    pub(crate) quiet_since: u64,
     scratch: Vec<Completion>,
 }
 
@@ -213,6 +214,25 @@ impl Host {
     }
 }
 
+/// The rules of a GSO send: sizes, one destination queue pair, and ICRCs that are right as Linux numbers segments.
+fn check_train(train: &roce_port::Train<'_>, flow: &Flow) -> Check {
+    let (len, segment, n) = (train.bytes.len(), train.segment_len, train.segments);
+    if segment == 0 || len.div_ceil(segment) != n || n > roce_port::MAX_SEGMENTS || len > roce_port::MAX_TRAIN_BYTES {
+        return Err(format!("a train of {n} times {segment} bytes that has {len}"));
+    }
+    let dest = |packet: &[u8]| packet.get(5..8).map(<[u8]>::to_vec);
+    let first = dest(train.bytes);
+    for (i, packet) in train.packets().enumerate() {
+        if dest(packet) != first {
+            return Err("a train that mixes queue pairs".into());
+        }
+        if !flow.verify(i as u16, packet) {
+            return Err(format!("packet {i} of {n} leaves with a wrong ICRC"));
+        }
+    }
+    Ok(())
+}
+
 impl World {
     pub(crate) fn new(seed: u64, scale: u32, trace: Trace) -> Self {
         let mut plan_dice = Dice::new(seed, 0);
@@ -243,6 +263,7 @@ impl World {
             stats: Stats::default(),
             trace,
             quiet: false,
+            quiet_since: 0,
             scratch: Vec::new(),
             scenario,
         };
@@ -314,6 +335,7 @@ impl World {
             self.step(event)?;
         }
         self.check_end()?;
+        self.stats.longest_quiet_ns = self.now - self.quiet_since;
         self.stats.events += events;
         self.linger()
     }
@@ -433,7 +455,7 @@ impl World {
     /// After anything was done to a host: sends what it has to send, and looks at what it has to tell.
     pub(crate) fn service(&mut self, h: usize) -> Check {
         for _ in 0..10_000 {
-            self.transmit(h);
+            self.transmit(h)?;
             // Completions come before the events that tell why the last of them were flushed.
             let port = &mut self.hosts[h].port;
             let events: Vec<PortCmEvent> = std::iter::from_fn(|| port.poll_cm_event()).collect();
@@ -504,27 +526,27 @@ impl World {
     }
 
     /// Lets the port stage what it has, and gives it to the links.
-    fn transmit(&mut self, h: usize) {
+    fn transmit(&mut self, h: usize) -> Check {
         let now = self.instant();
         loop {
             let Some(mut batch) = self.hosts[h].batch.take() else {
-                return;
+                return Err(format!("host {h} transmits within transmitting"));
             };
             let more = self.hosts[h].port.poll_transmit(now, &mut batch);
             for train in batch.trains() {
                 self.stats.packets += train.segments as u64;
                 self.stats.trains += 1;
-                self.send_train(h, &train);
+                self.send_train(h, &train)?;
             }
             batch.clear();
             self.hosts[h].batch = Some(batch);
             if !more {
-                return;
+                return Ok(());
             }
         }
     }
 
-    fn send_train(&mut self, h: usize, train: &roce_port::Train<'_>) {
+    fn send_train(&mut self, h: usize, train: &roce_port::Train<'_>) -> Check {
         let remote = train.remote.ip();
         let to = self.hosts.iter().position(|host| host.plan.addr == remote);
         let src = SocketAddr::new(train.local, train.src_port);
@@ -538,8 +560,9 @@ impl World {
             bytes: bytes.to_vec(),
         };
         let (Some(to), Ok(flow)) = (to, flow) else {
-            return;
+            return Err(format!("host {h} sends to {remote}, which nobody asked for"));
         };
+        check_train(train, &flow).map_err(|text| format!("host {h}: {text}"))?;
         let whole = self.hosts[to].plan.gro
             && !self.hosts[to].plan.sees_headers
             && !self.hosts[h].plan.counts_up
@@ -549,7 +572,7 @@ impl World {
             let frame = frame(train.bytes, 0, train.segment_len);
             self.trace.sent(self.now, &frame);
             self.carry(h, to, frame);
-            return;
+            return Ok(());
         }
         for (i, packet) in train.packets().enumerate() {
             let mut frame = frame(packet, i as u16, 0);
@@ -562,6 +585,7 @@ impl World {
             self.trace.sent(self.now, &frame);
             self.carry(h, to, frame);
         }
+        Ok(())
     }
 
     fn carry(&mut self, from: usize, to: usize, frame: Frame) {
