@@ -202,3 +202,35 @@ fn a_path_must_be_one_of_this_port() {
     let av = a.port.query_qp(q).unwrap().av.unwrap();
     assert_eq!((av.local, av.remote), (a.addr, b.addr));
 }
+
+#[test]
+fn a_late_copy_of_a_read_whose_memory_is_gone_since_is_no_reason_to_fail() {
+    let (mut a, mut b, qa, qb) = pair();
+    let (into, from) = (a.region(64), b.region(64));
+    a.send(qa, 1, SendOp::Read(remote(&from)), &into, 64);
+    let request = a.take();
+    request.iter().for_each(|d| b.give(d));
+    exchange(&mut a, &mut b);
+    assert!(a.completions()[0].is_ok());
+    b.mem.deregister(&from).unwrap();
+    // The network delivers the request once more; then as the memory goes while the answer waits.
+    request.iter().for_each(|d| b.give(d));
+    exchange(&mut a, &mut b);
+    assert_eq!(b.port.qp_state(qb), Some(QpState::Rts));
+    assert_eq!(a.port.qp_state(qa), Some(QpState::Rts));
+
+    let from = b.region(64);
+    a.send(qa, 2, SendOp::Read(remote(&from)), &into, 64);
+    let request = a.take();
+    request.iter().for_each(|d| b.give(d));
+    exchange(&mut a, &mut b);
+    request.iter().for_each(|d| b.give(d));
+    b.mem.deregister(&from).unwrap();
+    exchange(&mut a, &mut b);
+    assert!(a.completions()[0].is_ok());
+    assert_eq!(b.port.qp_state(qb), Some(QpState::Rts));
+    // What is outstanding and can't be answered is refused all the same.
+    a.send(qa, 3, SendOp::Read(remote(&from)), &into, 64);
+    exchange(&mut a, &mut b);
+    assert_eq!(a.completions()[0].status, roce_verbs::WcStatus::RemoteAccessError);
+}
