@@ -1,7 +1,9 @@
 //! `ferroce-interop`: boots stock Debian kernels in virtual machines and runs our transport against theirs.
 
+mod capture;
 mod guest;
 mod lab;
+mod relay;
 mod scenarios;
 
 use std::{
@@ -34,7 +36,10 @@ enum Set {
 /// Runs our transport against the kernel's in virtual machines. Needs root and Debian's package archive.
 #[derive(Parser, Debug)]
 #[command(version)]
+#[command(args_conflicts_with_subcommands = true)]
 struct Cli {
+    #[command(subcommand)]
+    command: Option<Task>,
     /// Only scenarios whose name contains this; may be given several times.
     #[arg(long)]
     only: Vec<String>,
@@ -48,14 +53,21 @@ struct Cli {
     #[arg(long)]
     json: Option<PathBuf>,
     /// The lab's folder, kept between runs.
-    #[arg(long, default_value = "target/lab")]
+    #[arg(long, global = true, default_value = "target/lab")]
     lab: PathBuf,
     /// Keep the captures of scenarios that passed, too.
     #[arg(long)]
     keep: bool,
     /// The ferroce program (default: beside this one).
-    #[arg(long)]
+    #[arg(long, global = true)]
     ferroce: Option<PathBuf>,
+}
+
+/// What else there is to do.
+#[derive(clap::Subcommand, Debug)]
+enum Task {
+    /// Make short captures of kernel-to-kernel traffic, for `pcap-fixtures`.
+    Capture(capture::Args),
 }
 
 /// How a scenario ended.
@@ -150,10 +162,7 @@ fn run_all(cli: &Cli, chosen: &[&Scenario]) -> Result<Vec<Outcome>, Error> {
     let places = places(cli)?;
     lab::prepare(&places.scripts, &places.lab)?;
     let net = Net::up(2)?;
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-        // SAFETY: the handler only stores into an atomic.
-        unsafe { signal_hook::low_level::register(signal, || lab::STOP.store(true, Ordering::Relaxed))? };
-    }
+    catch_signals()?;
     let mut guest: Option<Guest> = None;
     let mut outcomes = Vec::new();
     for s in chosen {
@@ -195,6 +204,14 @@ fn run_all(cli: &Cli, chosen: &[&Scenario]) -> Result<Vec<Outcome>, Error> {
     Ok(outcomes)
 }
 
+fn catch_signals() -> Result<(), Error> {
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        // SAFETY: the handler only stores into an atomic.
+        unsafe { signal_hook::low_level::register(signal, || lab::STOP.store(true, Ordering::Relaxed))? };
+    }
+    Ok(())
+}
+
 fn tail(text: &str, lines: usize) -> String {
     let all: Vec<&str> = text.lines().collect();
     all[all.len().saturating_sub(lines)..].join("\n")
@@ -202,6 +219,15 @@ fn tail(text: &str, lines: usize) -> String {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
+    if let Some(Task::Capture(args)) = &cli.command {
+        return match places(&cli).and_then(|p| capture::run(args, &p)) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(e) => {
+                eprintln!("ferroce-interop: {e}");
+                ExitCode::FAILURE
+            }
+        };
+    }
     let wanted = |s: &&Scenario| {
         (cli.set == Set::Full || s.ci) && (cli.only.is_empty() || cli.only.iter().any(|o| s.name.contains(o)))
     };
