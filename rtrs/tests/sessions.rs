@@ -220,6 +220,24 @@ fn the_user_learns_of_sessions_and_the_server_of_errors() {
 }
 
 #[test]
+fn a_callback_that_panics_ends_its_session_only() {
+    let bed = Bed::new(config());
+    let (bad, good) = (bed.open("bad", 1), bed.open("good", 1));
+    // An odd length is answered by the server's own thread.
+    let data = buffer(&bad, &[0]);
+    let outcome = bad.call(ConType::Io(0), Direction::Write, &Ask::Panic.header(0), Some(data));
+    assert!(
+        matches!(outcome.result, Err(IoError::Path(PathError::PeerDisconnected))),
+        "{outcome:?}"
+    );
+    eventually("the end of the bad session", || bed.server.sessions().len() == 1);
+    write(&good, 10, b"all is well").result.unwrap();
+    assert_eq!(read(&good, 10, 11), b"all is well");
+    let again = bed.open("bad", 1);
+    write(&again, 10, b"all is well").result.unwrap();
+}
+
+#[test]
 fn what_is_too_long_is_not_sent() {
     let bed = Bed::new(config());
     let session = bed.open("s1", 1);

@@ -97,11 +97,24 @@ pub struct Driver {
 struct Guard<'a> {
     engine: MutexGuard<'a, Engine>,
     shared: &'a Shared,
+    /// The thread panicked before it took the lock, and now ends what it has: the port is sound.
+    unwinding: bool,
+}
+
+impl<'a> Guard<'a> {
+    fn new(engine: MutexGuard<'a, Engine>, shared: &'a Shared) -> Self {
+        let unwinding = thread::panicking();
+        Self {
+            engine,
+            shared,
+            unwinding,
+        }
+    }
 }
 
 impl Drop for Guard<'_> {
     fn drop(&mut self) {
-        if thread::panicking() {
+        if thread::panicking() && !self.unwinding {
             self.shared.close();
         }
     }
@@ -118,8 +131,7 @@ impl Shared {
         if self.closed.load(Ordering::Acquire) {
             return Err(Closed);
         }
-        let engine = self.engine.lock();
-        Ok(Guard { engine, shared: self })
+        Ok(Guard::new(self.engine.lock(), self))
     }
 
     fn try_lock(&self) -> Option<Guard<'_>> {
@@ -127,7 +139,7 @@ impl Shared {
             return None;
         }
         let engine = self.engine.try_lock()?;
-        Some(Guard { engine, shared: self })
+        Some(Guard::new(engine, self))
     }
 
     /// Advances the port in the background thread's stead, if that found the lock taken meanwhile.
@@ -348,8 +360,11 @@ fn background(shared: &Shared, mut poll: Poll) {
         if shared.wake.standing_back() {
             let until = Instant::from_nanos(shared.last_poll.load(Ordering::Relaxed)) + TAKEOVER;
             if time < until {
-                guard.engine.run_timers(time);
-                guard.engine.settle(time);
+                match guard.engine.timer_due(time) {
+                    // What it waits for may have arrived.
+                    true => guard.engine.pass(time, BUDGET),
+                    false => guard.engine.settle(time),
+                };
                 shared.wake.set_alarm(time, until);
                 continue;
             }

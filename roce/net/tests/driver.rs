@@ -252,6 +252,29 @@ fn a_panic_in_the_background_thread_closes_the_device() {
     b.driver.close();
 }
 
+/// Uses the device when it is dropped, as queue pairs and connections do.
+struct Last<'a>(&'a Driver);
+
+impl Drop for Last<'_> {
+    fn drop(&mut self) {
+        self.0.with(|_, _| ()).unwrap();
+    }
+}
+
+#[test]
+fn a_panic_of_the_program_elsewhere_leaves_the_device_open() {
+    let a = host(false, None);
+    thread::scope(|s| {
+        let thread = s.spawn(|| {
+            let _last = Last(&a.driver);
+            panic!("a bug of the program, outside of the port (this panic is part of the test)");
+        });
+        assert!(thread.join().is_err());
+    });
+    assert!(!a.driver.is_closed());
+    assert_eq!(a.driver.with_quiet(|_, _| ()), Ok(()));
+}
+
 #[test]
 fn a_program_that_stops_polling_is_taken_over() {
     let (a, b) = (host(false, None), host(false, None));

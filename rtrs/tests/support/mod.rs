@@ -64,6 +64,8 @@ pub(crate) enum Ask {
     Hold,
     /// Reads: how many requests were made.
     Count,
+    /// The server's callback panics.
+    Panic,
 }
 
 impl Ask {
@@ -74,6 +76,7 @@ impl Ask {
             Self::Forget => (2, 0),
             Self::Hold => (3, 0),
             Self::Count => (4, 0),
+            Self::Panic => (5, 0),
         };
         let mut h = vec![kind];
         h.extend(arg.to_le_bytes());
@@ -89,6 +92,7 @@ impl Ask {
             2 => Self::Forget,
             3 => Self::Hold,
             4 => Self::Count,
+            5 => Self::Panic,
             _ => return None,
         })
     }
@@ -151,6 +155,7 @@ impl Disk {
             Ask::Fail(e) => request.complete(e),
             Ask::Forget => drop(request),
             Ask::Hold => self.held.lock().push(request),
+            Ask::Panic => panic!("a bug of the server's user (this panic is part of the test)"),
             Ask::Count => {
                 let bytes = (count as u64).to_le_bytes();
                 let n = len.min(bytes.len());
