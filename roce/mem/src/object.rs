@@ -69,23 +69,23 @@ impl Region {
         }
     }
 
-    /// Copies bytes out, also after deregistration (the memory is still the program's).
+    /// Copies bytes out, also after deregistration if the region owns its memory.
     ///
     /// # Errors
-    /// When the range is outside the region; nothing is copied.
+    /// When the range is outside the region, or all of it is: memory that was lent and is deregistered. Nothing is copied.
     pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<(), RangeError> {
-        match self.mapping.copy_out(offset, out) {
+        match !self.mapping.is_returned() && self.mapping.copy_out(offset, out) {
             true => Ok(()),
             false => Err(self.range_error(offset, out.len())),
         }
     }
 
-    /// Copies bytes in, also after deregistration.
+    /// Copies bytes in, as [`Region::read`].
     ///
     /// # Errors
-    /// When the range is outside the region; nothing is copied.
+    /// As [`Region::read`].
     pub fn write(&self, offset: usize, data: &[u8]) -> Result<(), RangeError> {
-        match self.mapping.copy_in(offset, data) {
+        match !self.mapping.is_returned() && self.mapping.copy_in(offset, data) {
             true => Ok(()),
             false => Err(self.range_error(offset, data.len())),
         }

@@ -105,6 +105,11 @@ impl Mapping {
         self.revoked.load(Ordering::Acquire) || self.parent.as_ref().is_some_and(|p| p.is_revoked())
     }
 
+    /// Whether the memory was lent, and may be gone since the mapping was revoked.
+    pub(crate) fn is_returned(&self) -> bool {
+        self.backing.layout.is_none() && self.len > 0 && self.is_revoked()
+    }
+
     pub(crate) fn len(&self) -> usize {
         self.len
     }
@@ -119,7 +124,7 @@ impl Mapping {
         (offset <= self.len && len <= self.len - offset).then(|| self.as_ptr().wrapping_add(offset))
     }
 
-    /// Copies out, whether revoked or not: for the owner, who keeps the backing alive. `false` when out of range.
+    /// Copies out, whether revoked or not: the caller knows that the backing is still there. `false` when out of range.
     pub(crate) fn copy_out(&self, offset: usize, out: &mut [u8]) -> bool {
         let Some(src) = self.range(offset, out.len()) else {
             return false;

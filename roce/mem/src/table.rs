@@ -371,8 +371,8 @@ impl MemoryTable {
     ///
     /// # Safety
     /// `ptr` must stay readable, and writable if `access` allows any write, for `len` bytes until
-    /// [`MemoryTable::deregister`] has returned and every lock under which a queue pair of this table works has been
-    /// passed once. The bytes may change at any time, so the program must not hold Rust references to them meanwhile.
+    /// [`MemoryTable::deregister`] has returned, every lock under which a queue pair of this table works has been passed
+    /// once, and no call of [`Region::read`] or [`Region::write`] is under way. The bytes may change at any time, so the program must not hold Rust references to them meanwhile.
     pub unsafe fn register(
         &self,
         pd: PdHandle,

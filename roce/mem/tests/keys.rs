@@ -155,8 +155,16 @@ fn lent_memory_is_used_in_place() {
     assert_eq!((r.addr(), r.len()), (0x7000, 256));
     let span = remote(&t, pd, r.rkey(), 0x7010, 16, AccessFlags::REMOTE_WRITE).unwrap();
     span.write(0, &[9; 16]).unwrap();
+    let mut word = [0; 8];
+    assert_eq!((r.read(16, &mut word), word), (Ok(()), [9; 8]));
     t.deregister(&r).unwrap();
     assert_eq!(memory[15..33], [&[0][..], &[9; 16], &[0]].concat());
+    // It may be freed now, and a region that is kept must not reach it.
+    drop(memory);
+    assert!(r.read(16, &mut word).is_err() && r.write(0, &word).is_err());
+    assert!(r.read(0, &mut []).is_err());
+    let mut memory = vec![0u8; 256];
+    let ptr = memory.as_mut_ptr();
     // SAFETY: nothing is registered, the call fails first.
     let wrapped = unsafe { t.register(pd, ptr, 256, u64::MAX - 100, ALL) };
     assert_eq!(wrapped.err(), Some(MemError::Range(256)));
