@@ -452,6 +452,8 @@ impl Port {
     fn follow_path(&mut self, slot: usize) {
         let entry = &mut *self.qps[slot];
         let Some((av, dest)) = entry.qp.remote() else {
+            // Whatever list it waits in is not that of its next peer.
+            entry.blocked = false;
             if let Some(path) = entry.path.take() {
                 self.peers.leave(path.peer);
             }
@@ -478,8 +480,16 @@ impl Port {
             ttl: av.hop_limit,
         };
         let peer = self.peers.join(av.remote);
+        entry.blocked &= entry.path.as_ref().is_some_and(|p| p.peer == peer);
         let former = entry.path.replace(QpPath { peer, av, tx, dest });
         if let Some(former) = former {
+            // What is in flight will be acknowledged, or sent again, on the new path.
+            let bytes = entry.qp.in_flight();
+            self.peers.get_mut(former.peer).window.forget(bytes);
+            self.peers.get_mut(peer).window.on_sent(bytes);
+            if former.peer != peer {
+                self.wake_blocked(former.peer);
+            }
             self.peers.leave(former.peer);
         }
     }

@@ -98,6 +98,11 @@ impl QueuePair {
         }
     }
 
+    /// Its bytes in the window towards its peer.
+    pub fn in_flight(&self) -> usize {
+        self.req.in_flight
+    }
+
     /// Send work requests that have not completed.
     pub fn send_queue_len(&self) -> usize {
         self.sq.wqes.len()

@@ -1,7 +1,8 @@
 //! Data between two ports: trains, GRO buffers, turns, timers, limits.
 
 use roce_port::{RxMeta, udp_source_port};
-use roce_verbs::{QpAttr, QpState, Qpn, SendOp, provider::VerbsError};
+use roce_qp::WindowConfig;
+use roce_verbs::{AddressVector, QpAttr, QpState, Qpn, SendOp, provider::VerbsError};
 
 use crate::*;
 
@@ -141,6 +142,81 @@ fn queue_pairs_take_turns() {
             dests[0], dests[0], dests[0], dests[0], dests[1], dests[1], dests[1], dests[1]
         ]
     );
+}
+
+/// Writes `len` bytes with a new queue pair to a new one of `to`.
+fn start_write(a: &mut Host, to: &mut Host, len: u32) -> Qpn {
+    let (qa, qb) = (a.qp(), to.qp());
+    a.raise(qa, to.addr, qb);
+    to.raise(qb, a.addr, qa);
+    let (src, dst) = (a.region(len as usize), to.region(len as usize));
+    a.send(qa, 1, SendOp::Write(remote(&dst)), &src, len);
+    qa
+}
+
+fn in_flight(a: &Host, to: &Host) -> usize {
+    a.port
+        .in_flight()
+        .filter(|(addr, _)| *addr == to.addr)
+        .map(|(_, n)| n)
+        .sum()
+}
+
+#[test]
+fn bytes_in_flight_follow_a_queue_pair_to_its_new_path() {
+    let (mut a, mut b, mut c) = (Host::new(1), Host::new(2), Host::new(3));
+    start_write(&mut a, &mut b, 100);
+    let moving = start_write(&mut a, &mut b, 10_000);
+    start_write(&mut a, &mut c, 100);
+    a.take();
+    let (small, all) = (in_flight(&a, &c), in_flight(&a, &b));
+    let sqd = QpAttr {
+        state: Some(QpState::Sqd),
+        ..QpAttr::default()
+    };
+    a.port.modify_qp(a.now, moving, &sqd).unwrap();
+    let path = QpAttr {
+        av: Some(AddressVector::new(a.addr, c.addr)),
+        ..sqd
+    };
+    a.port.modify_qp(a.now, moving, &path).unwrap();
+    assert_eq!((in_flight(&a, &b), in_flight(&a, &c)), (small, all));
+}
+
+#[test]
+fn queue_pairs_that_waited_for_a_former_peer_s_window_are_woken_by_their_new_one() {
+    let window = WindowConfig {
+        initial: 16 << 10,
+        min: 16 << 10,
+        max: 16 << 10,
+    };
+    let (mut a, mut b, mut c) = (Host::with(1, |p| p.window = window), Host::new(2), Host::new(3));
+    let packets = |d: &[Datagram]| d.iter().map(|t| t.segments).sum::<usize>();
+    start_write(&mut a, &mut c, 100_000);
+    let fill = packets(&a.take()) as u32;
+    let moving: Vec<Qpn> = (0..3).map(|_| start_write(&mut a, &mut c, 100_000)).collect();
+    assert_eq!(packets(&a.take()), 3, "each may have one packet in flight");
+    let reset = QpAttr {
+        state: Some(QpState::Reset),
+        ..QpAttr::default()
+    };
+    for q in &moving {
+        a.port.modify_qp(a.now, *q, &reset).unwrap();
+    }
+    // The next peer's window is filled by somebody else.
+    start_write(&mut a, &mut b, fill << 10);
+    let filling = a.take();
+    let (src, dst) = (a.region(2 << 10), b.region(2 << 10));
+    for q in &moving {
+        let qb = b.qp();
+        a.raise(*q, b.addr, qb);
+        b.raise(qb, a.addr, *q);
+        a.send(*q, 2, SendOp::Write(remote(&dst)), &src, 2 << 10);
+    }
+    assert_eq!(packets(&a.take()), 3);
+    filling.iter().for_each(|t| b.give(t));
+    b.take().iter().for_each(|t| a.give(t));
+    assert_eq!(packets(&a.take()), 3, "all go on");
 }
 
 #[test]
