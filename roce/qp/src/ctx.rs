@@ -97,7 +97,8 @@ pub enum WaitReason {
     Psn,
     /// The window towards the peer is full.
     Window,
-    /// A local operation waits for all work requests before it.
+    /// A fenced local invalidation waits for all work requests before it, or a work request that failed here for its
+    /// turn to be reported.
     Local,
     /// The send queue drains.
     Draining,

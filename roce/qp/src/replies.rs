@@ -272,6 +272,10 @@ impl QueuePair {
                 match emit_read(read, bth, resource.msn, mtu, kind, tx) {
                     Ok(Step::Sent) => {
                         resource.pending = !read.opens && read.offset < read.end;
+                        if !resource.pending {
+                            // A duplicate looks its memory up anew; until then it may be freed.
+                            read.span = None;
+                        }
                         Ok(())
                     }
                     Ok(other) => return other,

@@ -131,6 +131,11 @@ impl QueuePair {
         if wqe.flags.contains(SendFlags::FENCE) && self.req.rd_outstanding > 0 {
             return Err(WaitReason::Fence);
         }
+        // What was sent through the key may have to be read again (the local invalidate fence, IBA 10.6.5.1).
+        let local_fence = wqe.flags.contains(SendFlags::FENCE) && matches!(wqe.op, SendOp::LocalInvalidate(_));
+        if local_fence && self.req.cur > 0 {
+            return Err(WaitReason::Local);
+        }
         if wqe.has_response() && self.req.rd_outstanding >= u32::from(self.attr.max_rd_atomic.unwrap_or(0)) {
             return Err(WaitReason::RdAtomic);
         }

@@ -274,6 +274,9 @@ impl QueuePair {
             Class::Send => {
                 let before = if let Inbound::Send(n) = self.resp.inbound { n } else { 0 };
                 let room = self.resp.receive.as_ref().map_or(0, |r| r.list.len());
+                if before + len > self.config.max_msg_size as usize {
+                    return Err(Refusal::Length);
+                }
                 match before + len <= room {
                     true => Ok(()),
                     false => Err(Refusal::ReceiveTooShort),

@@ -264,4 +264,25 @@ fn an_idle_connection_is_small_and_a_packet_allocates_nothing() {
         assert!(round == 0 || calls == 0, "{calls} allocations for a thousand packets");
         assert_eq!(cq.poll(&mut out, 10).unwrap(), 1);
     }
+
+    // What was read by the peer is not kept alive for the case that it asks again.
+    let before = LIVE.load(Ordering::SeqCst);
+    let granted = world.mem.alloc_region(pd, 8 << 20, all).unwrap();
+    let sges = [sge(100)];
+    let wr = SendWr {
+        wr_id: 1,
+        op: SendOp::Read(RemoteAddr {
+            addr: granted.addr(),
+            rkey: granted.rkey(),
+        }),
+        flags: SendFlags::empty(),
+        payload: Payload::Sges(&sges),
+    };
+    world.with(a, |qp, ctx, _| qp.post_send(ctx, &wr).unwrap());
+    world.settle(a, b);
+    assert_eq!(cq.poll(&mut out, 10).unwrap(), 1);
+    world.mem.deregister(&granted).unwrap();
+    drop(granted);
+    let kept = LIVE.load(Ordering::SeqCst) - before;
+    assert!(kept < 64 << 10, "{kept} bytes are kept");
 }

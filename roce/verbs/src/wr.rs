@@ -26,7 +26,8 @@ bitflags! {
     /// Flags of a send work request (`ibv_send_flags`; same bits).
     #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
     pub struct SendFlags: u32 {
-        /// Wait for earlier READs and atomics to complete first (IBA C10-94).
+        /// Wait for earlier READs and atomics to complete first (IBA C10-94); before a local invalidation, for all work
+        /// requests (the local invalidate fence, IBA 10.6.5.1).
         const FENCE = 1;
         /// Make a completion also on success.
         const SIGNALED = 1 << 1;
@@ -95,7 +96,8 @@ pub enum SendOp {
         /// Addend.
         add: u64,
     },
-    /// Invalidates a local fast-registered region or type-2 window.
+    /// Invalidates a local fast-registered region or type-2 window. Work requests before it that use the key locally
+    /// and may have to be repeated fail then, unless it is fenced.
     LocalInvalidate(RKey),
     /// Registers a range of a local region under a revocable key (software form of `IB_WR_REG_MR`).
     FastRegister(FastRegister),

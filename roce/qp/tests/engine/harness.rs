@@ -36,6 +36,7 @@ pub(crate) struct Setup {
     pub(crate) access: AccessFlags,
     pub(crate) window: WindowConfig,
     pub(crate) cqe: u32,
+    pub(crate) max_msg_size: u32,
 }
 
 impl Default for Setup {
@@ -57,6 +58,7 @@ impl Default for Setup {
                 max: 1 << 20,
             },
             cqe: 4096,
+            max_msg_size: 1 << 31,
         }
     }
 }
@@ -124,7 +126,7 @@ impl Side {
             recv_cq: recv_cq.clone(),
             caps: setup.caps,
             signal_all: setup.signal_all,
-            max_msg_size: 1 << 31,
+            max_msg_size: setup.max_msg_size,
         });
         Self {
             mem,

@@ -1,11 +1,11 @@
 //! Every operation, without faults.
 
-use roce_bth::{Class, Opcode, Position};
+use roce_bth::{Class, Opcode, Position, Psn};
 use roce_mem::WindowKind;
-use roce_qp::Ctx;
+use roce_qp::{Ctx, Poll, WaitReason, WindowConfig};
 use roce_verbs::{
-    AccessFlags, LKey, Mtu, Payload, RemoteAddr, SendFlags, SendOp, SendWr, WcFlags, WcOpcode, WcStatus,
-    wr::{BindWindow, FastRegister},
+    AccessFlags, LKey, Mtu, Payload, QpCaps, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcFlags, WcOpcode, WcStatus,
+    wr::{BindWindow, FastRegister, PostError},
 };
 
 use crate::harness::*;
@@ -397,6 +397,96 @@ fn a_fence_waits_for_reads() {
     assert_eq!(p.a.qp.wait_reason(), roce_qp::WaitReason::Fence);
     p.run();
     assert_eq!(p.a.completions().len(), 3);
+}
+
+#[test]
+fn a_fenced_invalidation_waits_for_everything_before_it() {
+    for fenced in [true, false] {
+        let mut p = Pair::new(Setup::default());
+        let (from, dst) = (p.a.filled(3000, 1), p.b.region(3000));
+        let fast = p.a.mem.alloc_fast(p.a.pd).unwrap();
+        let key = fast.rkey().next();
+        let register = FastRegister {
+            key,
+            lkey: from.lkey(),
+            addr: from.addr(),
+            length: 3000,
+            iova: 0,
+            access: AccessFlags::LOCAL_WRITE,
+        };
+        let through = Sge {
+            addr: 0,
+            length: 3000,
+            lkey: LKey(key.0),
+        };
+        p.a.send(1, SendOp::FastRegister(register), &[]);
+        p.a.send(2, SendOp::Write(at(&dst, 0)), &[through]);
+        let flags = SendFlags::SIGNALED | if fenced { SendFlags::FENCE } else { SendFlags::empty() };
+        p.a.send_flags(3, SendOp::LocalInvalidate(key), &[], flags);
+        p.a.send(4, SendOp::Write(at(&dst, 0)), &[sge(&from, 0, 8)]);
+        // All that goes out at first is lost, and must be read from the same memory again.
+        let lost = p.a.drain().len();
+        if fenced {
+            assert_eq!((lost, p.a.qp.wait_reason()), (3, WaitReason::Local));
+        }
+        p.run();
+        let done: Vec<_> = p.a.completions().iter().map(|c| (c.wr_id, c.is_ok())).collect();
+        if fenced {
+            assert_eq!(done, [(1, true), (2, true), (3, true), (4, true)]);
+            assert_eq!(bytes(&dst, 0, 3000), pattern(3000, 1));
+        } else {
+            // The program took the memory back from under its own WRITE.
+            assert_eq!(done[..2], [(1, true), (2, false)]);
+        }
+    }
+}
+
+#[test]
+fn no_more_psns_are_outstanding_than_half_of_the_circle() {
+    // One READ of 2 GiB less a packet, at the smallest MTU, into the same memory over and over.
+    let mut p = Pair::new(Setup {
+        mtu: Mtu::B256,
+        caps: QpCaps {
+            max_send_sge: 32,
+            ..QpCaps::default()
+        },
+        window: WindowConfig {
+            initial: 1 << 40,
+            min: 1 << 30,
+            max: 1 << 40,
+        },
+        ..Setup::default()
+    });
+    let local = p.a.region(64 << 20);
+    let mut sges = [sge(&local, 0, 64 << 20); 32];
+    sges[31].length -= 256;
+    let remote = RemoteAddr::default();
+    p.a.send(1, SendOp::Read(remote), &sges);
+    p.a.send(2, SendOp::Write(remote), &[sge(&local, 0, 256)]);
+    p.a.send(3, SendOp::Write(remote), &[sge(&local, 0, 1)]);
+    let h = p.a.headers();
+    let next = Psn::new(p.setup.psn).add((1 << 23) - 1);
+    assert_eq!(
+        h.last().map(|h| (h.bth.opcode, h.bth.psn)),
+        Some((Opcode::RcWriteOnly, next))
+    );
+    assert_eq!(h.iter().filter(|h| h.bth.opcode == Opcode::RcWriteOnly).count(), 1);
+    assert_eq!(p.a.qp.wait_reason(), WaitReason::Psn);
+    // A message of 2 GiB takes exactly that many PSNs, and a byte more is no message.
+    let mut p = Pair::new(p.setup.clone());
+    let local = p.a.region(64 << 20);
+    let mut sges = [sge(&local, 0, 64 << 20); 32];
+    p.a.send(1, SendOp::Write(remote), &sges);
+    assert_eq!(p.a.poll_transmit(), Poll::More);
+    assert_eq!(p.a.qp.wait_reason(), WaitReason::Ready);
+    sges[0].length += 1;
+    let wr = SendWr {
+        wr_id: 2,
+        op: SendOp::Write(remote),
+        flags: SendFlags::empty(),
+        payload: Payload::Sges(&sges),
+    };
+    assert_eq!(p.a.try_send(&wr), Err(PostError::Length((1 << 31) + 1)));
 }
 
 #[test]

@@ -277,6 +277,57 @@ fn more_reads_than_agreed_are_refused() {
 }
 
 #[test]
+fn messages_longer_than_the_device_allows_are_invalid_whatever_the_receive_holds() {
+    let limited = || Setup {
+        max_msg_size: 500,
+        ..setup()
+    };
+    let mut p = Pair::new(limited());
+    let dst = p.b.region(1000);
+    p.b.recv(5, &[sge(&dst, 0, 1000)]);
+    let send = |n: usize| {
+        [
+            raw(Opcode::RcSendFirst, 0).payload(&[1; 256]),
+            raw(Opcode::RcSendLast, 1).payload(&vec![1; n]).ack_req(),
+        ]
+    };
+    assert_eq!(answer(&mut p, &send(245)), [(INVALID, 1)]);
+    assert_eq!(p.b.received()[0].status, WcStatus::RemoteInvalidRequestError);
+    let mut p = Pair::new(limited());
+    let dst = p.b.region(1000);
+    p.b.recv(5, &[sge(&dst, 0, 1000)]);
+    assert_eq!(answer(&mut p, &send(244)), [(Syndrome::Ack(Credits::INVALID), 1)]);
+    assert_eq!(p.b.received()[0].byte_len, 500);
+    for opcode in [Opcode::RcWriteFirst, Opcode::RcReadRequest] {
+        let mut p = Pair::new(limited());
+        let mut request = raw(opcode, 0).reth(dst.addr(), dst.rkey(), 501);
+        if opcode == Opcode::RcWriteFirst {
+            request = request.payload(&[1; 256]);
+        }
+        assert_eq!(answer(&mut p, &[request]), [(INVALID, 0)]);
+    }
+}
+
+#[test]
+fn half_of_the_circle_is_past_and_half_is_future() {
+    for (ahead, gap) in [((1u32 << 23) - 1, true), (1 << 23, false), (0xff_ffff, false)] {
+        let mut p = Pair::new(setup());
+        p.b.recv(1, &[]);
+        let says = answer(&mut p, &[raw(Opcode::RcSendOnly, ahead)]);
+        let counted = (p.b.counters.out_of_seq_request, p.b.counters.duplicate_request);
+        if gap {
+            assert_eq!((says, counted), (vec![(nak(NakCode::PsnSequenceError), 0)], (1, 0)));
+        } else {
+            assert_eq!(
+                (says, counted),
+                (vec![(Syndrome::Ack(Credits::INVALID), ahead)], (0, 1))
+            );
+        }
+        assert!(p.b.received().is_empty());
+    }
+}
+
+#[test]
 fn memory_taken_back_in_mid_message_is_a_remote_access_error() {
     let mut p = Pair::new(setup());
     let dst = p.b.region(1000);
