@@ -112,14 +112,19 @@ impl QueuePair {
         let (from, next) = (self.req.una, self.req.next);
         if to > from {
             let upto = to.min(next);
-            let covered = self.sq.wqes.iter().take_while(|w| w.first < upto);
-            let weight: usize = covered.map(|w| w.cost(from, upto, self.mtu)).sum();
+            let (mut weight, mut answered) = (0, 0);
+            for wqe in self.sq.wqes.iter().take_while(|w| w.first < to) {
+                weight += wqe.cost(from, upto, self.mtu);
+                answered += wqe.answered(from, to);
+            }
             self.req.una = to;
             self.req.next = next.max(to);
             self.req.in_flight = self.req.in_flight.saturating_sub(weight);
+            self.req.rd_outstanding = self.req.rd_outstanding.saturating_sub(answered);
             let rtt = self.req.take_sample(ctx.now);
             ctx.window.on_acked(ctx.now, weight, rtt);
             self.made_progress(ctx);
+            self.end_caution(ctx, to, next);
         }
         self.reap(ctx);
     }
@@ -132,7 +137,6 @@ impl QueuePair {
         req.timers.base = ctx.now;
         req.timers.interval = ctx.now;
         req.timers.backoff = 0;
-        req.timers.probed = false;
         // A pause that the progress proves to be over.
         req.timers.rnr_until = None;
     }
@@ -151,7 +155,6 @@ impl QueuePair {
             }
             if let Some(wqe) = self.sq.pop() {
                 self.req.cur = self.req.cur.saturating_sub(1);
-                self.req.rd_outstanding -= u32::from(wqe.has_response());
                 self.complete_send(ctx, &wqe, WcStatus::Success);
             }
         }
@@ -246,12 +249,15 @@ impl QueuePair {
         let Some(head) = self.sq.wqes.front() else { return };
         let index = seq.since(head.first);
         let (offset, len) = head.slice(index, self.mtu);
-        let last = seq.plus(1) == head.end();
+        let last = seq.plus(1) == head.request_end(seq);
         let position = packet.header.bth.opcode.info().position;
-        // A stream may begin anew at any packet that was asked for again, or go on (rdma_rxe).
+        // A stream may begin anew at any packet that was asked for again, or go on (rdma_rxe), and end early: it may have
+        // been asked for in pieces.
+        let again = self.req.read_in_pieces;
         let fits = head.expects(packet.header.bth.opcode.info().class)
             && packet.payload.len() == len
-            && position.ends() == last
+            && (position.ends() || !last)
+            && (!position.ends() || last || again)
             && (index > 0 || position.starts())
             && aeth.is_none_or(|a| matches!(a.syndrome, Syndrome::Ack(_)))
             && (position == Position::Middle || aeth.is_some());

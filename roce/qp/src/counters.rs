@@ -29,9 +29,11 @@ pub struct Counters {
     pub rdma_recvs: u64,
     /// Packets sent again.
     pub retransmits: u64,
-    /// Expiries of the adaptive retransmission timer.
+    /// Silences so long that everything in flight was taken for lost.
     pub timeouts: u64,
-    /// Tail-loss probes sent.
+    /// Timeouts after which an acknowledgement of the first transmission came.
+    pub spurious_timeouts: u64,
+    /// Single packets sent again during a silence, to learn whether something was lost.
     pub tail_probes: u64,
     /// NAKs sent for any other reason than a gap or a missing receive.
     pub naks_sent: u64,

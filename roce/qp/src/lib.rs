@@ -10,6 +10,7 @@ mod completer;
 mod counters;
 mod cq;
 mod ctx;
+mod pace;
 mod qp;
 mod recvq;
 mod replies;

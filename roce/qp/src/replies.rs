@@ -4,12 +4,13 @@ use std::collections::VecDeque;
 
 use roce_bth::{Aeth, Bth, Credits, Header, Msn, NakCode, Opcode, Syndrome};
 use roce_mem::Span;
-use roce_verbs::RKey;
+use roce_verbs::{Instant, RKey};
 
 use crate::{
     ctx::Ctx,
     qp::QueuePair,
     responder::Refusal,
+    sendq::PACKET_OVERHEAD,
     seq::Seq,
     tx::{Step, TxKind, TxSink},
 };
@@ -23,10 +24,14 @@ pub(crate) struct ReadReply {
     pub(crate) len: u32,
     /// The memory; `None` for 0 bytes.
     pub(crate) span: Option<Span>,
+    /// Bytes from the message's start to where what was asked for last begins.
+    pub(crate) begin: u32,
     /// Bytes from the message's start to the next response's payload.
     pub(crate) offset: u32,
     /// Bytes from the message's start to the end of what was asked for last.
     pub(crate) end: u32,
+    /// When the last response was sent.
+    pub(crate) sent: Instant,
     /// The next response opens the stream.
     pub(crate) opens: bool,
 }
@@ -73,6 +78,8 @@ pub(crate) struct Replies {
     /// No resource before this index is pending.
     first_pending: usize,
     pub(crate) ack: AckDue,
+    /// READ responses wait for this: they are to go out at the peer's pace.
+    pub(crate) paced_until: Option<Instant>,
     /// One past the last SEND, WRITE or atomic executed, and the MSN then: what an acknowledgement says.
     pub(crate) executed: (Seq, Msn),
 }
@@ -83,6 +90,7 @@ impl Replies {
             resources: VecDeque::new(),
             first_pending: 0,
             ack: AckDue::No,
+            paced_until: None,
             executed: (first, Msn::new(0)),
         }
     }
@@ -251,6 +259,12 @@ impl QueuePair {
         } else {
             TxKind::Response
         };
+        if matches!(resource.work, Work::Read(_))
+            && let Err(at) = ctx.window.may_respond(ctx.now)
+        {
+            self.resp.replies.paced_until = Some(at);
+            return Step::Idle;
+        }
         let sent = match &mut resource.work {
             Work::Atomic(value) => {
                 let mut header = Header::new(Bth::new(Opcode::RcAtomicAcknowledge, peer, resource.first.psn()));
@@ -268,6 +282,7 @@ impl QueuePair {
             }
             Work::Read(read) => {
                 let seq = resource.first.plus(u64::from(read.offset / mtu));
+                let before = read.offset;
                 let bth = Bth::new(Opcode::RcReadResponseOnly, peer, seq.psn());
                 match emit_read(read, bth, resource.msn, mtu, kind, tx) {
                     Ok(Step::Sent) => {
@@ -276,6 +291,9 @@ impl QueuePair {
                             // A duplicate looks its memory up anew; until then it may be freed.
                             read.span = None;
                         }
+                        read.sent = ctx.now;
+                        ctx.window
+                            .on_responded((read.offset - before) as usize + PACKET_OVERHEAD);
                         Ok(())
                     }
                     Ok(other) => return other,

@@ -8,7 +8,7 @@ use roce_verbs::{AccessFlags, Instant, QpState, RemoteAddr, SendFlags, SendOp, W
 use crate::{
     ctx::{Ctx, WaitReason},
     qp::QueuePair,
-    sendq::{Data, Kind, Progress, SendWqe, resolve},
+    sendq::{Data, Kind, PACKET_OVERHEAD, Progress, SendWqe, resolve},
     seq::{MAX_OUTSTANDING, Seq},
     timers::{Rtt, Timers, attribute},
     tx::{Step, TxKind, TxSink},
@@ -16,6 +16,13 @@ use crate::{
 
 /// The most packets in a row without asking for an acknowledgement.
 const ACK_EVERY: u32 = 16;
+
+/// A window of fewer packets has every one acknowledged.
+const SMALL_WINDOW: usize = 8;
+/// READ responses asked for again in one piece are not more than this, bytes, as long as nobody answers.
+const READ_PROBE: usize = 64 << 10;
+/// Asking for more than that again waits for so many pauses: the peer may just be slow.
+const READ_PATIENCE: u32 = 4;
 
 /// Where the requester and the completer are in the packet sequence, and what they wait for.
 #[derive(Debug)]
@@ -30,7 +37,7 @@ pub(crate) struct Requester {
     pub(crate) cur: usize,
     /// Weight of `una..next` in the window.
     pub(crate) in_flight: usize,
-    /// READs and atomics that have started and not completed.
+    /// READ and atomic requests sent and not answered.
     pub(crate) rd_outstanding: u32,
     /// Packets since the last one that asked for an acknowledgement.
     unasked: u32,
@@ -44,12 +51,28 @@ pub(crate) struct Requester {
     sample: Option<(Seq, Instant)>,
     /// Where and when the requester went back last.
     pub(crate) went_back: Option<(Seq, Instant)>,
-    /// The last packet shall be sent once more.
-    probe_due: bool,
+    /// A packet that shall be sent once more.
+    probe: Option<Probe>,
+    /// After a silence one packet goes out at a time, until something comes back. Up to this number everything was sent
+    /// and may well have arrived.
+    pub(crate) cautious: Option<Seq>,
+    /// The silence before was a timeout.
+    timed_out: bool,
+    /// READs were asked for again in pieces, so that responses may end anywhere.
+    pub(crate) read_in_pieces: bool,
     /// The last attempt to send found the window closed.
     window_closed: bool,
     /// The drained send queue was reported.
     pub(crate) drained: bool,
+}
+
+/// Which packet to send once more.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Probe {
+    /// The newest: the peer acknowledges everything, or reports a gap.
+    Last,
+    /// The oldest: the peer may have reported a gap there, which it does only once.
+    Oldest,
 }
 
 /// Why the requester goes back.
@@ -57,6 +80,8 @@ pub(crate) struct Requester {
 pub(crate) enum Back {
     /// The peer saw a gap, or we saw one in its responses.
     Gap,
+    /// What was sent to fill a gap seems to be lost too.
+    Silence,
     /// Nothing came back for too long.
     Timeout,
     /// The peer had no receive work request.
@@ -79,7 +104,10 @@ impl Requester {
             rtt: Rtt::default(),
             sample: None,
             went_back: None,
-            probe_due: false,
+            probe: None,
+            cautious: None,
+            timed_out: false,
+            read_in_pieces: false,
             window_closed: false,
             drained: false,
         }
@@ -121,10 +149,29 @@ impl QueuePair {
         };
         match wqe.progress {
             Progress::Failed(_) => Err(WaitReason::Local),
-            Progress::Started | Progress::Executed => Ok(()),
+            Progress::Executed => Ok(()),
+            Progress::Started => self.gate_next(wqe),
             Progress::Posted if self.state == QpState::Sqd => Err(WaitReason::Draining),
             Progress::Posted => self.gate_start(wqe),
         }
+    }
+
+    fn gate_next(&self, wqe: &SendWqe) -> Result<(), WaitReason> {
+        let req = &self.req;
+        if req.cautious.is_some() && req.in_flight > 0 {
+            return Err(WaitReason::Acks);
+        }
+        if wqe.kind() != Kind::Read {
+            return Ok(());
+        }
+        if req.next >= req.top && req.rd_outstanding >= u32::from(self.attr.max_rd_atomic.unwrap_or(0)) {
+            return Err(WaitReason::RdAtomic);
+        }
+        // The rest of what one request has asked for already is asked for piece by piece.
+        if req.next > req.una && req.next > wqe.request_start(req.next) {
+            return Err(WaitReason::Acks);
+        }
+        Ok(())
     }
 
     fn gate_start(&self, wqe: &SendWqe) -> Result<(), WaitReason> {
@@ -173,12 +220,14 @@ impl QueuePair {
                 }
                 Progress::Started | Progress::Failed(_) => {}
             }
-            let cost = self.next_cost();
-            if self.req.in_flight > 0 && ctx.window.available() < cost {
+            let to = self.next_end(ctx);
+            let wqe = &self.sq.wqes[self.req.cur];
+            let cost = wqe.cost(self.req.next, to, self.mtu);
+            if !self.fits(ctx, wqe.kind(), cost) {
                 self.req.window_closed = true;
                 return Step::Blocked;
             }
-            match self.emit_next(ctx, tx, cost) {
+            match self.emit_next(ctx, tx, to, cost) {
                 Ok(()) => return Step::Sent,
                 Err(Unsent::Full) => return Step::Full,
                 Err(Unsent::Fault(status)) => {
@@ -213,7 +262,10 @@ impl QueuePair {
             SendOp::BindWindow(args) => (ctx.mem.bind_window(pd, qpn, args), WcStatus::MwBindError),
             _ => {
                 wqe.progress = Progress::Started;
-                self.req.rd_outstanding += u32::from(wqe.has_response());
+                if wqe.kind() == Kind::Read {
+                    let packets = ctx.window.read_limit() / (self.mtu + PACKET_OVERHEAD);
+                    wqe.stride = wqe.packets.min(packets.max(1) as u32);
+                }
                 return;
             }
         };
@@ -223,64 +275,89 @@ impl QueuePair {
         };
     }
 
-    /// Weight of what the next packet puts in flight: for a READ, all its responses.
-    fn next_cost(&self) -> usize {
-        let wqe = &self.sq.wqes[self.req.cur];
-        let to = match wqe.kind() {
-            Kind::Read => wqe.end(),
-            _ => self.req.next.plus(1),
-        };
-        wqe.cost(self.req.next, to, self.mtu)
+    /// Whether the window has room. A queue pair may always have one packet in flight. What a READ asks for may go
+    /// beyond the window, by one request at a time: else it would wait for ever while others send.
+    fn fits(&self, ctx: &Ctx<'_>, kind: Kind, cost: usize) -> bool {
+        let room = ctx.window.available();
+        let packet = self.mtu + PACKET_OVERHEAD;
+        let alone = self.req.in_flight == 0 && cost <= packet;
+        room >= cost || alone || (kind == Kind::Read && room >= packet)
     }
 
-    fn emit_next(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink, cost: usize) -> Result<(), Unsent> {
+    /// One past the last PSN that the next packet takes: for a READ, those of all responses that it asks for.
+    fn next_end(&self, ctx: &Ctx<'_>) -> Seq {
+        let wqe = &self.sq.wqes[self.req.cur];
+        match wqe.kind() {
+            Kind::Read => self.read_end(ctx, wqe, self.req.next),
+            _ => self.req.next.plus(1),
+        }
+    }
+
+    /// How far a READ request from `seq` on asks. As long as no response has come, the peer may never have seen the
+    /// request: then it must be repeated as it was.
+    fn read_end(&self, ctx: &Ctx<'_>, wqe: &SendWqe, seq: Seq) -> Seq {
+        let end = wqe.request_end(seq);
+        if seq == wqe.request_start(seq) {
+            return end;
+        }
+        let bytes = match self.req.timers.backoff {
+            0 => ctx.window.read_limit(),
+            _ => ctx.window.read_limit().min(READ_PROBE),
+        };
+        let packets = bytes / (self.mtu + PACKET_OVERHEAD);
+        end.min(seq.plus(packets.max(1) as u64))
+    }
+
+    fn emit_next(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink, to: Seq, cost: usize) -> Result<(), Unsent> {
         let seq = self.req.next;
         let wqe = &self.sq.wqes[self.req.cur];
         let again = seq < self.req.top;
-        let last = wqe.kind() == Kind::Read || seq.plus(1) == wqe.end();
+        let last = wqe.kind() == Kind::Read || to == wqe.end();
         // The peer must answer the packet that closes the window, or nothing would open it again.
         let closes = ctx.window.available().saturating_sub(cost) < self.mtu * 2;
-        // What was lost once shall be known to have arrived as soon as possible.
-        let retry = again && seq == self.req.una;
-        let ask = last || closes || retry || self.req.unasked + 1 >= ACK_EVERY;
+        // Where losses are many, one lost answer must not mean silence.
+        let lossy = again || ctx.window.size() < SMALL_WINDOW * (self.mtu + PACKET_OVERHEAD);
+        let ask = last || closes || lossy || self.req.unasked + 1 >= ACK_EVERY;
         let kind = if again { TxKind::Retransmission } else { TxKind::Request };
-        self.emit_request(wqe, seq, ask, kind, tx)?;
-        self.sent(ctx, cost, ask, again, last);
+        self.emit_request(wqe, seq, to, ask, kind, tx)?;
+        self.sent(ctx, to, cost, ask, again);
         Ok(())
     }
 
     /// Books a packet that went out.
-    fn sent(&mut self, ctx: &mut Ctx<'_>, cost: usize, asked: bool, again: bool, last: bool) {
+    fn sent(&mut self, ctx: &mut Ctx<'_>, to: Seq, cost: usize, asked: bool, again: bool) {
         let req = &mut self.req;
-        let seq = req.next;
+        let wqe = &self.sq.wqes[req.cur];
         if req.una == req.next {
             req.timers.base = ctx.now;
         }
         if req.una == req.top {
             req.timers.interval = ctx.now;
-            req.timers.probed = false;
+            req.timers.backoff = 0;
         }
         if again {
             ctx.counters.retransmits += 1;
-        } else if asked && req.sample.is_none() {
-            req.sample = Some((seq.plus(1), ctx.now));
+            req.read_in_pieces |= wqe.kind() == Kind::Read && to < wqe.request_end(req.next);
+        } else {
+            req.rd_outstanding += u32::from(wqe.has_response());
+            if asked && req.sample.is_none() {
+                req.sample = Some((req.next.plus(1), ctx.now));
+            }
         }
         req.unasked = if asked { 0 } else { req.unasked + 1 };
         ctx.window.on_sent(cost);
         req.in_flight += cost;
-        req.next = match last {
-            true => self.sq.wqes[req.cur].end(),
-            false => seq.plus(1),
-        };
-        req.cur += usize::from(last);
+        req.next = to;
+        req.cur += usize::from(to == wqe.end());
         req.top = req.top.max(req.next);
     }
 
-    /// Builds the request packet for one PSN of a work request.
+    /// Builds the request packet for the PSNs `seq..to` of a work request.
     fn emit_request(
         &self,
         wqe: &SendWqe,
         seq: Seq,
+        to: Seq,
         ask: bool,
         kind: TxKind,
         tx: &mut impl TxSink,
@@ -288,9 +365,11 @@ impl QueuePair {
         let index = seq.since(wqe.first);
         let opcode = wqe.opcode(index);
         let info = opcode.info();
-        let (offset, len) = match wqe.kind() {
-            Kind::Send | Kind::Write => wqe.slice(index, self.mtu),
-            _ => (wqe.slice(index, self.mtu).0, 0),
+        let (offset, first_len) = wqe.slice(index, self.mtu);
+        let (end, last_len) = wqe.slice(to.prev().since(wqe.first), self.mtu);
+        let len = match wqe.kind() {
+            Kind::Send | Kind::Write => first_len,
+            _ => 0,
         };
         let pad = len.wrapping_neg() & 3;
         let mut bth = Bth::new(opcode, self.peer, seq.psn());
@@ -299,7 +378,7 @@ impl QueuePair {
         bth.solicited =
             wqe.flags.contains(SendFlags::SOLICITED) && info.position.ends() && (wqe.kind() == Kind::Send || info.imm);
         let mut header = Header::new(bth);
-        fill_extended(&mut header, wqe, offset);
+        fill_extended(&mut header, wqe, offset, end + last_len);
         let head = info.header_len;
         let out = tx.reserve(kind, head + len + pad).ok_or(Unsent::Full)?;
         header.emit(out);
@@ -312,49 +391,64 @@ impl QueuePair {
         Ok(())
     }
 
-    /// Sends the last packet once more, so that the peer's answer tells whether something is missing.
+    /// Sends a packet once more, so that the peer's answer tells whether something is missing.
     pub(crate) fn transmit_probe(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Step {
-        if !self.req.probe_due || self.req.una >= self.req.next || self.req.timers.rnr_until.is_some() {
-            self.req.probe_due = false;
+        let Some(probe) = self.req.probe else {
             return Step::Idle;
-        }
-        let last = self.req.next.prev();
-        let upto = self.req.cur.saturating_add(1).min(self.sq.wqes.len());
-        let wqe = self
-            .sq
-            .wqes
-            .range(..upto)
-            .rev()
-            .find(|w| w.packets > 0 && w.first <= last && last < w.end());
-        let seq = match wqe {
-            Some(w) if w.kind() != Kind::Read => last,
-            // A READ is asked for again only when it is the oldest: what comes before it would be skipped.
-            Some(w) if w.first <= self.req.una => self.req.una,
-            _ => {
-                self.req.probe_due = false;
-                return Step::Idle;
-            }
         };
-        let Some(wqe) = wqe else { return Step::Idle };
-        match self.emit_request(wqe, seq, true, TxKind::Retransmission, tx) {
+        let Some((wqe, seq, to)) = self.probe_target(ctx, probe) else {
+            self.req.probe = None;
+            return Step::Idle;
+        };
+        match self.emit_request(wqe, seq, to, true, TxKind::Retransmission, tx) {
             Err(Unsent::Full) => return Step::Full,
             // Memory is gone: the next retransmission finds out.
             Err(Unsent::Fault(_)) => {}
             Ok(()) => {
                 ctx.counters.tail_probes += 1;
                 ctx.counters.retransmits += 1;
+                self.req.read_in_pieces |= wqe.kind() == Kind::Read && to < wqe.request_end(seq);
             }
         }
-        self.req.probe_due = false;
+        self.req.probe = None;
         Step::Sent
+    }
+
+    /// What a probe sends: the work request and the PSNs of the packet.
+    fn probe_target(&self, ctx: &Ctx<'_>, probe: Probe) -> Option<(&SendWqe, Seq, Seq)> {
+        let req = &self.req;
+        if req.una >= req.next || req.timers.rnr_until.is_some() {
+            return None;
+        }
+        let at = |seq: Seq| {
+            let upto = req.cur.saturating_add(1).min(self.sq.wqes.len());
+            let mut sent = self.sq.wqes.range(..upto).rev();
+            sent.find(|w| w.packets > 0 && w.first <= seq && seq < w.end())
+        };
+        let last = req.next.prev();
+        if probe == Probe::Last
+            && let Some(wqe) = at(last).filter(|w| w.kind() != Kind::Read)
+        {
+            return Some((wqe, last, last.plus(1)));
+        }
+        // A READ is asked for again only when it is the oldest: what comes before it would be skipped.
+        let wqe = at(req.una)?;
+        let to = match wqe.kind() {
+            Kind::Read => self.read_end(ctx, wqe, req.una),
+            _ => req.una.plus(1),
+        };
+        // Of much that is on its way, all would come twice.
+        let small = wqe.cost(req.una, to, self.mtu) <= READ_PROBE;
+        (wqe.kind() != Kind::Read || small || req.timers.backoff > READ_PATIENCE).then_some((wqe, req.una, to))
     }
 
     /// Starts over from the oldest unacknowledged PSN.
     pub(crate) fn go_back(&mut self, ctx: &mut Ctx<'_>, why: Back) {
         ctx.counters.completer_retry_err += u64::from(why != Back::Rnr);
         let weight = core::mem::take(&mut self.req.in_flight);
+        let silent = matches!(why, Back::Silence | Back::Timeout);
         match why {
-            Back::Rnr => ctx.window.forget(weight),
+            Back::Rnr | Back::Silence => ctx.window.forget(weight),
             Back::Timeout => {
                 ctx.window.forget(weight);
                 ctx.window.on_timeout(ctx.now);
@@ -367,17 +461,24 @@ impl QueuePair {
             }
         }
         let req = &mut self.req;
+        req.cautious = silent.then(|| req.cautious.unwrap_or(req.next));
+        req.timed_out = silent && (req.timed_out || why == Back::Timeout);
         req.next = req.una;
         req.cur = 0;
         req.unasked = 0;
         req.sample = None;
-        req.probe_due = false;
+        req.probe = None;
         req.went_back = Some((req.una, ctx.now));
         req.timers.base = ctx.now;
     }
 
     /// When [`QueuePair::handle_timeout`] wants to be called next.
     pub fn next_timeout(&self) -> Option<Instant> {
+        let reply = self.resp.replies.paced_until.filter(|_| self.may_reply());
+        [self.next_request_timeout(), reply].into_iter().flatten().min()
+    }
+
+    fn next_request_timeout(&self) -> Option<Instant> {
         if !matches!(self.state, QpState::Rts | QpState::Sqd) {
             return None;
         }
@@ -388,11 +489,9 @@ impl QueuePair {
         if self.req.una >= self.req.next {
             return None;
         }
-        let code = self.attr.timeout.unwrap_or(0);
-        let retransmit = timers.base + self.req.rtt.rto(timers.backoff, code);
-        let retry = attribute(code).map(|t| timers.interval + t);
-        let probe = self.probe_at();
-        [Some(retransmit), retry, probe].into_iter().flatten().min()
+        let retry = attribute(self.attr.timeout.unwrap_or(0)).map(|t| timers.interval + t);
+        let pause = timers.base + self.req.rtt.pause(timers.backoff);
+        Some(retry.map_or(pause, |r| r.min(pause)))
     }
 
     /// Whether what was sent last was a retransmission that nothing has come of yet. The peer reports a gap only once,
@@ -401,21 +500,12 @@ impl QueuePair {
         self.req.went_back.is_some_and(|(at, _)| at == self.req.una)
     }
 
-    /// When to act on silence before the timeout: probe for a lost tail once, repeat a retransmission with doubling
-    /// pauses.
-    fn probe_at(&self) -> Option<Instant> {
-        let timers = &self.req.timers;
-        let pause = self.req.rtt.probe()?;
-        match self.is_recovering() {
-            true => Some(timers.base + pause.saturating_mul(1 << timers.backoff.min(10))),
-            false if timers.probed || timers.backoff > 0 => None,
-            false => Some(timers.base + pause),
-        }
-    }
-
     /// Lets timers run out that are due. Calling it early does no harm.
     pub fn handle_timeout(&mut self, ctx: &mut Ctx<'_>) {
-        if self.next_timeout().is_none_or(|at| at > ctx.now) {
+        if self.resp.replies.paced_until.is_some_and(|at| at <= ctx.now) {
+            self.resp.replies.paced_until = None;
+        }
+        if self.next_request_timeout().is_none_or(|at| at > ctx.now) {
             return;
         }
         if self.req.timers.rnr_until.take().is_some() {
@@ -424,6 +514,7 @@ impl QueuePair {
             return;
         }
         let code = self.attr.timeout.unwrap_or(0);
+        let mut timeout = self.req.rtt.is_timeout(self.req.timers.backoff);
         if attribute(code).is_some_and(|t| self.req.timers.interval + t <= ctx.now) {
             let Some(left) = self.req.retries_left.checked_sub(1) else {
                 ctx.counters.retry_exceeded_err += 1;
@@ -432,35 +523,64 @@ impl QueuePair {
             };
             self.req.retries_left = left;
             self.req.timers.interval = ctx.now;
+            timeout = true;
         }
-        if self.req.timers.base + self.req.rtt.rto(self.req.timers.backoff, code) <= ctx.now {
+        self.handle_silence(ctx, timeout);
+    }
+
+    /// Silence has several stages: the newest packet once more, the oldest once more, and when it lasts as long as
+    /// nothing that is only late would, everything anew, carefully. After a gap the retransmission itself is repeated.
+    fn handle_silence(&mut self, ctx: &mut Ctx<'_>, timeout: bool) {
+        let stage = self.req.timers.backoff;
+        self.req.timers.backoff += 1;
+        self.req.timers.base = ctx.now;
+        // What comes now may be the answer to what is sent again (Karn's rule).
+        self.req.sample = None;
+        if timeout {
             ctx.counters.timeouts += 1;
-            self.req.timers.backoff += 1;
             self.go_back(ctx, Back::Timeout);
-        } else if self.probe_at().is_some_and(|at| at <= ctx.now) {
-            self.handle_silence(ctx);
+        } else if self.is_recovering() {
+            self.go_back(ctx, Back::Silence);
+        } else {
+            self.req.probe = Some(if stage == 0 { Probe::Last } else { Probe::Oldest });
         }
     }
 
-    fn handle_silence(&mut self, ctx: &mut Ctx<'_>) {
-        if !self.is_recovering() {
-            self.req.timers.probed = true;
-            self.req.probe_due = true;
+    /// Something came back after a silence. When it acknowledges more than was sent since, the first transmission was not
+    /// lost but late, and need not be repeated (the idea of F-RTO, RFC 5682).
+    pub(crate) fn end_caution(&mut self, ctx: &mut Ctx<'_>, acknowledged: Seq, resent: Seq) {
+        let Some(sent) = self.req.cautious.take() else {
+            return;
+        };
+        let timed_out = core::mem::take(&mut self.req.timed_out);
+        if acknowledged <= resent {
             return;
         }
-        self.req.timers.backoff += 1;
-        // Twice is bad luck, more may be a peer that is gone or a path that is full.
-        let why = if self.req.timers.backoff > 2 {
-            Back::Timeout
-        } else {
-            Back::Gap
-        };
-        self.go_back(ctx, why);
+        if timed_out {
+            ctx.counters.spurious_timeouts += 1;
+            ctx.window.on_spurious_timeout();
+        }
+        let req = &mut self.req;
+        if sent <= req.next {
+            return;
+        }
+        let covered = self.sq.wqes.iter().take_while(|w| w.first < sent);
+        let weight: usize = covered.map(|w| w.cost(req.next, sent, self.mtu)).sum();
+        ctx.window.on_sent(weight);
+        req.in_flight += weight;
+        req.next = sent;
+        req.cur = self.sq.wqes.iter().take_while(|w| is_sent(w, sent)).count();
+        req.went_back = None;
     }
 }
 
-/// Fills the extended headers of a request. `offset` is where in the message it begins (a READ asked for again).
-fn fill_extended(header: &mut Header, wqe: &SendWqe, offset: usize) {
+/// Whether all of a work request was done or sent, when everything before `to` was.
+fn is_sent(wqe: &SendWqe, to: Seq) -> bool {
+    matches!(wqe.progress, Progress::Started | Progress::Executed) && wqe.end() <= to
+}
+
+/// Fills the extended headers of a request. `offset` and `end` are the part of the message that a READ asks for.
+fn fill_extended(header: &mut Header, wqe: &SendWqe, offset: usize, end: usize) {
     let info = header.bth.opcode.info();
     if info.reth {
         let RemoteAddr { addr, rkey } = match wqe.op {
@@ -470,7 +590,10 @@ fn fill_extended(header: &mut Header, wqe: &SendWqe, offset: usize) {
         header.reth = Some(Reth {
             va: addr.wrapping_add(offset as u64),
             rkey,
-            dma_len: wqe.len - offset as u32,
+            dma_len: match wqe.kind() {
+                Kind::Read => (end - offset) as u32,
+                _ => wqe.len,
+            },
         });
     }
     match wqe.op {

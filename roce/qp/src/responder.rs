@@ -397,6 +397,8 @@ impl QueuePair {
             rkey: reth.rkey,
             len: reth.dma_len,
             span,
+            begin: 0,
+            sent: ctx.now,
             offset: 0,
             end: reth.dma_len,
             opens: true,
@@ -527,8 +529,14 @@ impl QueuePair {
             work: Work::Read(read), ..
         }) = self.resp.replies.find(seq)
         {
+            let again = offset as u32;
+            let silence = ctx.now.saturating_since(read.sent);
+            let arrived = again.saturating_sub(read.begin) as usize;
+            let lost = read.offset.saturating_sub(again) as usize;
+            ctx.window.on_response_loss(ctx.now, silence, arrived, lost);
             read.span = span;
-            read.offset = offset as u32;
+            read.begin = again;
+            read.offset = again;
             read.end = offset as u32 + reth.dma_len;
             read.opens = true;
         }

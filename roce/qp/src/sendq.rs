@@ -158,6 +158,9 @@ pub(crate) struct SendWqe {
     pub(crate) len: u32,
     /// PSNs that it takes; none for local operations.
     pub(crate) packets: u32,
+    /// PSNs of each of its request packets: for a READ, the responses that one asks for (the last may be shorter). Fixed
+    /// once the first is sent, as what is asked for again must be part of what was asked for.
+    pub(crate) stride: u32,
     /// The first of them.
     pub(crate) first: Seq,
     pub(crate) data: Data,
@@ -200,6 +203,33 @@ impl SendWqe {
         (offset, (len - offset).min(mtu))
     }
 
+    /// Number of the request packet that `seq` belongs to; past the end, how many there are.
+    fn request_index(&self, seq: Seq) -> u64 {
+        let stride = u64::from(self.stride.max(1));
+        match seq >= self.end() {
+            true => u64::from(self.packets).div_ceil(stride),
+            false => seq.since(self.first) / stride,
+        }
+    }
+
+    /// The first PSN of the request packet that `seq` belongs to.
+    pub(crate) fn request_start(&self, seq: Seq) -> Seq {
+        self.first.plus(self.request_index(seq) * u64::from(self.stride))
+    }
+
+    /// One past the last PSN that the request packet at `seq` asks for.
+    pub(crate) fn request_end(&self, seq: Seq) -> Seq {
+        self.request_start(seq).plus(u64::from(self.stride)).min(self.end())
+    }
+
+    /// Requests with responses that are answered when the oldest outstanding PSN moves from `from` to `to`.
+    pub(crate) fn answered(&self, from: Seq, to: Seq) -> u32 {
+        match self.has_response() {
+            true => (self.request_index(to) - self.request_index(from.max(self.first))) as u32,
+            false => 0,
+        }
+    }
+
     /// What the packets `from..to` weigh in the window.
     pub(crate) fn cost(&self, from: Seq, to: Seq, mtu: usize) -> usize {
         let (from, to) = (from.max(self.first), to.min(self.end()));
@@ -223,7 +253,7 @@ impl SendWqe {
 }
 
 /// What a packet weighs beside its payload: headers, and the receiver's bookkeeping for one datagram.
-pub(crate) const PACKET_OVERHEAD: usize = 256;
+pub(crate) const PACKET_OVERHEAD: usize = 512;
 
 /// The queue.
 #[derive(Debug)]
@@ -257,6 +287,10 @@ impl SendQueue {
             progress: Progress::Posted,
             len,
             packets,
+            stride: match kind_of(&wr.op) {
+                Kind::Read => packets,
+                _ => 1,
+            },
             first: self.tail,
             data: Data::new(&wr.payload),
         });

@@ -4,14 +4,15 @@ use core::time::Duration;
 
 use roce_verbs::{Instant, attr::ack_timeout};
 
-/// The shortest adaptive retransmission timeout.
-const MIN_RTO: Duration = Duration::from_millis(5);
-/// The retransmission timeout before any round trip was measured.
-const FIRST_RTO: Duration = Duration::from_millis(20);
-/// The longest retransmission timeout after backing off.
-const MAX_RTO: Duration = Duration::from_secs(1);
-/// The shortest time before a tail-loss probe.
-const MIN_PROBE: Duration = Duration::from_millis(1);
+/// Silence shorter than this is never taken for the loss of everything in flight: a peer on a busy machine may not be
+/// scheduled for as long. What is really lost is found sooner, by probes.
+const MIN_RTO: Duration = Duration::from_millis(40);
+/// The first pause before any round trip was measured.
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+/// The longest pause.
+const MAX_PAUSE: Duration = Duration::from_secs(1);
+/// The shortest pause.
+const MIN_PAUSE: Duration = Duration::from_millis(1);
 /// The shortest local ACK timeout that is honoured: rdma_rxe's one tick. IBA 9.7.6.1.3 allows up to four times the
 /// attribute, and codes below this would only measure the scheduler.
 const MIN_ACK_TIMEOUT: Duration = Duration::from_millis(4);
@@ -43,22 +44,22 @@ impl Rtt {
 
     /// How long to wait for a whole stream of stale packets to pass.
     pub(crate) fn settle(&self) -> Duration {
-        (self.smoothed.unwrap_or_default() * 2).max(MIN_PROBE)
+        (self.smoothed.unwrap_or_default() * 2).max(MIN_PAUSE)
     }
 
-    /// When to probe for a lost tail, after the last progress.
-    pub(crate) fn probe(&self) -> Option<Duration> {
-        self.smoothed.map(|s| (s + (self.variation * 4).max(s)).max(MIN_PROBE))
+    /// How long to bear silence after `before` pauses without progress.
+    pub(crate) fn pause(&self, before: u32) -> Duration {
+        let first = match self.smoothed {
+            Some(s) => (s + (self.variation * 4).max(s)).max(MIN_PAUSE),
+            None => FIRST_PAUSE,
+        };
+        first.saturating_mul(1 << before.min(16)).min(MAX_PAUSE.max(first))
     }
 
-    /// The adaptive timeout after `backoff` expiries without progress; never beyond the attribute's.
-    pub(crate) fn rto(&self, backoff: u32, code: u8) -> Duration {
-        let base = self.smoothed.map_or(FIRST_RTO, |s| (s * 4).max(MIN_RTO));
-        let rto = base.saturating_mul(1 << backoff.min(10)).min(MAX_RTO.max(base));
-        match attribute(code) {
-            Some(limit) => rto.min(limit),
-            None => rto,
-        }
+    /// Whether the pause after `before` others ends a silence so long that everything in flight must be lost.
+    pub(crate) fn is_timeout(&self, before: u32) -> bool {
+        let usual = self.smoothed.unwrap_or_default() + self.variation * 4;
+        before > 0 && self.pause(before) * 2 >= usual.max(MIN_RTO)
     }
 }
 
@@ -70,37 +71,52 @@ pub(crate) fn attribute(code: u8) -> Option<Duration> {
 /// Timers of the requester, as data: points in time that other state gives meaning to.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Timers {
-    /// Last progress, retransmission, or start from idle: the adaptive timeout counts from here.
+    /// Last progress, action on silence, or start from idle: pauses count from here.
     pub(crate) base: Instant,
     /// Start of the interval that costs a retry when it ends without progress.
     pub(crate) interval: Instant,
     /// No requests before this: the peer had no receive work request.
     pub(crate) rnr_until: Option<Instant>,
-    /// Expiries of the adaptive timeout since the last progress.
+    /// Pauses since the last progress.
     pub(crate) backoff: u32,
-    /// A tail-loss probe went out since the last progress.
-    pub(crate) probed: bool,
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    /// The silence until the first timeout.
+    fn until_timeout(rtt: &Rtt) -> Duration {
+        let pauses = (0..).take_while(|n| *n == 0 || !rtt.is_timeout(n - 1));
+        pauses.map(|n| rtt.pause(n)).sum()
+    }
+
     #[test]
-    fn the_timeout_follows_the_round_trip_but_not_beyond_the_attribute() {
+    fn pauses_follow_the_round_trip_and_double() {
         let mut rtt = Rtt::default();
-        assert_eq!(rtt.rto(0, 0), FIRST_RTO);
+        assert_eq!(rtt.pause(0), FIRST_PAUSE);
         rtt.sample(Duration::from_micros(100));
-        assert_eq!(rtt.rto(0, 0), MIN_RTO);
-        assert_eq!(rtt.rto(2, 0), MIN_RTO * 4);
-        assert_eq!(rtt.rto(30, 0), MAX_RTO);
-        // Code 11 is 8.4 ms.
-        assert_eq!(rtt.rto(5, 11), Duration::from_nanos(4096 << 11));
+        assert_eq!((rtt.pause(0), rtt.pause(3)), (MIN_PAUSE, MIN_PAUSE * 8));
+        assert_eq!(rtt.pause(30), MAX_PAUSE);
         for _ in 0..100 {
             rtt.sample(Duration::from_millis(50));
         }
-        assert!(rtt.rto(0, 0) > Duration::from_millis(190));
+        assert!(rtt.pause(0) > Duration::from_millis(95));
         assert_eq!(rtt.least(), Duration::from_micros(100));
+    }
+
+    #[test]
+    fn a_timeout_takes_longer_than_a_peer_that_is_not_scheduled() {
+        let mut rtt = Rtt::default();
+        assert!(!rtt.is_timeout(0) && rtt.is_timeout(1));
+        rtt.sample(Duration::from_micros(50));
+        assert!(until_timeout(&rtt) >= MIN_RTO);
+        assert!(until_timeout(&rtt) < MIN_RTO * 2);
+        for n in 0..100 {
+            // Round trips that vary between 20 and 60 ms.
+            rtt.sample(Duration::from_millis(20 + 40 * (n & 1)));
+        }
+        assert!(until_timeout(&rtt) > Duration::from_millis(200));
     }
 
     #[test]

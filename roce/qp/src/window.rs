@@ -4,6 +4,8 @@ use core::time::Duration;
 
 use roce_verbs::Instant;
 
+use crate::pace::Pace;
+
 /// Limits of a [`Window`], bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct WindowConfig {
@@ -73,6 +75,9 @@ pub struct Window {
     shortest: [Option<Duration>; 2],
     epoch: Instant,
     queue: Queue,
+    /// Size and threshold before a timeout that may prove unfounded.
+    before: Option<(usize, usize)>,
+    pace: Pace,
 }
 
 impl Window {
@@ -90,6 +95,8 @@ impl Window {
             shortest: [None; 2],
             epoch: Instant::ZERO,
             queue: Queue::Empty,
+            before: None,
+            pace: Pace::default(),
         }
     }
 
@@ -106,6 +113,12 @@ impl Window {
     /// The window's size, bytes.
     pub fn size(&self) -> usize {
         self.size
+    }
+
+    /// The most bytes that one READ request should ask for: the window can't hold the answer back once it is asked for.
+    /// Half of what the window was before anything was lost, so that two take turns.
+    pub fn read_limit(&self) -> usize {
+        (self.size.max(self.threshold.min(self.config.max)) / 2).max(self.config.min)
     }
 
     /// The shortest round trip of late.
@@ -127,6 +140,9 @@ impl Window {
         if self.round >= self.size {
             self.round = 0;
             self.peak = self.in_flight;
+        }
+        if self.size >= self.threshold {
+            self.before = None;
         }
         self.run = self.run.saturating_add(bytes);
         if let Some(rtt) = rtt {
@@ -178,18 +194,48 @@ impl Window {
         self.forget(bytes);
         let run = core::mem::take(&mut self.run);
         self.credit = 0;
+        self.before = None;
         if run < self.size / 2 || bytes > self.size / HEAVY {
             self.size = (self.size / 4 * 3).max(self.config.min);
         }
         self.threshold = self.size;
     }
 
-    /// Nothing came back for a retransmission timeout.
+    /// Nothing came back for so long that everything in flight must be lost.
     pub fn on_timeout(&mut self, _now: Instant) {
-        self.threshold = (self.size / 2).max(self.config.min * 2);
+        // The queue pairs of a peer that is silent time out one after the other.
+        if self.before.is_none() {
+            self.before = Some((self.size, self.threshold));
+            self.threshold = (self.size / 2).max(self.config.min * 2);
+        }
         self.size = self.config.min;
         self.run = 0;
         self.credit = 0;
+    }
+
+    /// What the last timeout took for lost was only late.
+    pub fn on_spurious_timeout(&mut self) {
+        if let Some((size, threshold)) = self.before.take() {
+            self.size = self.size.max(size);
+            self.threshold = self.threshold.max(threshold);
+        }
+    }
+
+    /// Whether READ responses may go to the peer now, or when: it gets as many as it asks for, until it has shown that
+    /// they are more than it can take.
+    pub fn may_respond(&mut self, now: Instant) -> Result<(), Instant> {
+        self.pace.may_send(now)
+    }
+
+    /// READ responses were sent.
+    pub fn on_responded(&mut self, bytes: usize) {
+        self.pace.on_sent(bytes);
+    }
+
+    /// The peer asks for a READ again, of which `arrived` bytes in a row came to it and `lost` more were sent, the last of
+    /// them `silence` ago.
+    pub fn on_response_loss(&mut self, now: Instant, silence: Duration, arrived: usize, lost: usize) {
+        self.pace.on_loss(now, silence, arrived, lost);
     }
 
     /// Bytes will never be acknowledged: they are sent again, or their queue pair is gone.
@@ -201,6 +247,27 @@ impl Window {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_timeout_of_many_queue_pairs_counts_once_and_can_be_taken_back() {
+        let mut w = Window::new(CONFIG);
+        let mut now = 0;
+        for _ in 0..8 {
+            now = round(&mut w, now, 100);
+        }
+        let size = w.size();
+        for _ in 0..100 {
+            w.on_timeout(at(now));
+        }
+        assert_eq!(w.size(), CONFIG.min);
+        let mut early = w.clone();
+        early.on_spurious_timeout();
+        assert_eq!(early.size(), size);
+        for _ in 0..6 {
+            now = round(&mut w, now, 100);
+        }
+        assert!(w.size() >= size / 2, "{}", w.size());
+    }
 
     const KB: usize = 1024;
     const CONFIG: WindowConfig = WindowConfig {

@@ -5,4 +5,5 @@ mod harness;
 mod faults;
 mod lifecycle;
 mod operations;
+mod recovery;
 mod refusals;

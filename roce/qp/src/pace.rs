@@ -1,0 +1,149 @@
+//! The pace of READ responses towards a peer.
+
+use core::time::Duration;
+
+use roce_verbs::Instant;
+
+/// A loss is held against the pace only if more than this was sent in vain: then something overflowed.
+const OVERFLOW: usize = 256 << 10;
+/// … and if the peer noticed only by a timeout: one that sees gaps asks for less.
+const BLIND: Duration = Duration::from_millis(20);
+/// The smallest burst.
+const MIN_BURST: usize = 128 << 10;
+/// One burst goes out in this time.
+const PERIOD: Duration = Duration::from_millis(20);
+/// After as long without an overflow the burst doubles …
+const PATIENCE: Duration = Duration::from_secs(2);
+/// … and beyond this there is no limit any more.
+const NO_LIMIT: usize = 64 << 20;
+/// Worth waking up for.
+const QUANTUM: usize = 16 << 10;
+
+/// Limits READ responses. Nothing on the wire tells a responder how much of them has arrived; a requester such as
+/// rdma_rxe asks for any amount at once, and when that overflows a queue on the way it asks again, after its timeout, for
+/// all that is missing, which overflows the same queue again. So a request for what was sent in vain tells how much can go
+/// out in one burst, and from then on responses go out at that pace.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Pace {
+    /// Bytes per [`PERIOD`], and at once; `None`: no limit.
+    burst: Option<usize>,
+    /// Bytes that may be sent; less than zero: too many were.
+    credit: i64,
+    /// When the credit was brought up to date.
+    at: Instant,
+    /// The last overflow or doubling.
+    changed: Instant,
+}
+
+impl Pace {
+    pub(crate) fn may_send(&mut self, now: Instant) -> Result<(), Instant> {
+        let Some(mut burst) = self.burst else {
+            return Ok(());
+        };
+        if now.saturating_since(self.changed) > PATIENCE {
+            self.changed = now;
+            burst *= 2;
+            self.burst = (burst < NO_LIMIT).then_some(burst);
+        }
+        let passed = now.saturating_since(self.at).min(PERIOD).as_nanos() as i64;
+        let period = PERIOD.as_nanos() as i64;
+        let earned = passed.saturating_mul(burst as i64) / period;
+        if earned > 0 {
+            self.at = now;
+            self.credit = (self.credit + earned).min(burst as i64);
+        }
+        if self.credit > 0 {
+            return Ok(());
+        }
+        let missing = QUANTUM as i64 - self.credit;
+        Err(now + Duration::from_nanos((missing.saturating_mul(period) / burst as i64) as u64))
+    }
+
+    pub(crate) fn on_sent(&mut self, bytes: usize) {
+        if self.burst.is_some() {
+            self.credit -= bytes as i64;
+        }
+    }
+
+    pub(crate) fn on_loss(&mut self, now: Instant, silence: Duration, arrived: usize, lost: usize) {
+        if lost < OVERFLOW || silence < BLIND {
+            return;
+        }
+        let most = self.burst.map_or(NO_LIMIT, |b| b / 2);
+        let burst = (arrived / 2).min(most).max(MIN_BURST);
+        self.burst = Some(burst);
+        self.credit = burst as i64;
+        self.at = now;
+        self.changed = now;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KB: usize = 1 << 10;
+    const LATE: Duration = Duration::from_millis(67);
+
+    fn at(ms: u64) -> Instant {
+        Instant::from_nanos(ms * 1_000_000)
+    }
+
+    /// Sends packets of 1 KiB as allowed until a time; returns how many KiB that were.
+    fn send(pace: &mut Pace, now: &mut Instant, until: Instant) -> usize {
+        let mut sent = 0;
+        while *now < until {
+            match pace.may_send(*now) {
+                Ok(()) => {
+                    pace.on_sent(KB);
+                    sent += 1;
+                }
+                Err(at) => {
+                    assert!(at > *now);
+                    *now = at;
+                }
+            }
+        }
+        sent
+    }
+
+    #[test]
+    fn there_is_no_limit_until_something_overflows() {
+        let mut pace = Pace::default();
+        for _ in 0..100_000 {
+            assert_eq!(pace.may_send(at(0)), Ok(()));
+            pace.on_sent(KB);
+        }
+        // A few lost packets are not an overflow, and a peer that sees gaps can help itself.
+        pace.on_loss(at(1), LATE, 100 * KB, 100 * KB);
+        pace.on_loss(at(1), BLIND / 2, 1000 * KB, 7000 * KB);
+        assert_eq!(pace.may_send(at(1)), Ok(()));
+    }
+
+    #[test]
+    fn after_an_overflow_half_of_what_arrived_goes_out_in_a_period() {
+        let mut pace = Pace::default();
+        pace.on_loss(at(100), LATE, 1000 * KB, 7000 * KB);
+        let mut now = at(100);
+        let first = send(&mut pace, &mut now, at(120));
+        assert!((500..=1020).contains(&first), "the burst and a period: {first}");
+        let rest = send(&mut pace, &mut now, at(1120));
+        assert!((24_000..=26_000).contains(&rest), "{rest}");
+        // Again too much: half of it.
+        pace.on_loss(at(1120), LATE, 5000 * KB, 1000 * KB);
+        let mut now = at(1120);
+        send(&mut pace, &mut now, at(1140));
+        let rest = send(&mut pace, &mut now, at(2140));
+        assert!((12_000..=13_000).contains(&rest), "{rest}");
+    }
+
+    #[test]
+    fn the_limit_wears_off() {
+        let mut pace = Pace::default();
+        pace.on_loss(at(0), LATE, 0, 7000 * KB);
+        for second in 0..40 {
+            let _ = pace.may_send(at(second * 1000));
+        }
+        assert_eq!(pace.burst, None);
+    }
+}
