@@ -13,6 +13,9 @@ use crate::{
 
 /// Full send batches of one pass: a bound for how long a caller can be held up by what its peers let it send.
 const SEND_ROUNDS: usize = 16;
+/// So many passes may find both a timer that is due and packets waiting before the timer runs all the same: packets that
+/// never end must not stop the clock.
+const MAX_DEFERRED: u32 = 64;
 /// When to try again after the send buffer was full.
 const BLOCKED_RETRY: Duration = Duration::from_micros(200);
 
@@ -55,6 +58,8 @@ pub(crate) struct Engine {
     batch: TxBatch,
     /// Bursts of the batch that are sent already, when the send buffer was full.
     sent: usize,
+    /// Passes in a row that left packets waiting while a timer was due.
+    deferred: u32,
     pub(crate) sink: Arc<dyn EventSink>,
     tap: Option<Box<dyn Tap>>,
     wake: Arc<Wake>,
@@ -81,13 +86,15 @@ impl Engine {
             path,
             batch,
             sent: 0,
+            deferred: 0,
             sink,
             tap,
             wake,
         }
     }
 
-    /// Receives about `budget` packets, runs timers that are due, and sends. True: more is waiting.
+    /// Receives about `budget` packets, runs timers that are due when no packet is left that could be what they wait for,
+    /// and sends. True: more is waiting.
     pub(crate) fn pass(&mut self, now: Instant, budget: usize) -> bool {
         let (port, tap) = (&mut self.port, &mut self.tap);
         let received = self.path.receive(budget, &mut |d: &Datagram<'_>| {
@@ -103,15 +110,18 @@ impl Engine {
             };
             port.handle_datagram(now, &meta, d.bytes);
         });
-        self.run_timers(now);
+        let due = self.timer_due(now);
+        self.deferred = if due && received.more { self.deferred + 1 } else { 0 };
+        if due && (!received.more || self.deferred > MAX_DEFERRED) {
+            self.deferred = 0;
+            self.port.handle_timeout(now);
+        }
         let unsent = self.settle(now);
         received.more || unsent
     }
 
-    pub(crate) fn run_timers(&mut self, now: Instant) {
-        if self.port.poll_timeout().is_some_and(|at| at <= now) {
-            self.port.handle_timeout(now);
-        }
+    pub(crate) fn timer_due(&mut self, now: Instant) -> bool {
+        self.port.poll_timeout().is_some_and(|at| at <= now)
     }
 
     /// What follows every call of the port: events are told, packets sent, the alarm clock set. True: more is to be sent.
