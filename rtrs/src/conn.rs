@@ -16,6 +16,8 @@ use roce_verbs::{
 };
 use smallvec::SmallVec;
 
+use crate::proto::Imm;
+
 /// What a completion belongs to; kept in its `wr_id` with connection number and an index.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
@@ -82,6 +84,9 @@ pub(crate) const GRANT_SLOTS: u32 = 2;
 pub(crate) trait Work {
     /// Slots of the send queue that it takes at most: 8, unless the queue is empty and large enough.
     fn cost(&self) -> u32;
+
+    /// The heartbeat message, if it is one. The peer decides how many of them there are to answer.
+    fn heartbeat(&self) -> Option<Imm>;
 }
 
 /// Posts work with a queue pair; the last work request gets these flags (and mark [`WrKind::Send`], unless it is
@@ -106,6 +111,28 @@ struct Gate<W> {
     signalled: VecDeque<u32>,
     waiting: VecDeque<W>,
     closed: bool,
+}
+
+impl<W: Work> Gate<W> {
+    fn new(size: u32) -> Self {
+        Self {
+            size,
+            free: size,
+            open: 0,
+            signalled: VecDeque::new(),
+            waiting: VecDeque::new(),
+            closed: false,
+        }
+    }
+
+    /// Keeps work until there is room. One heartbeat of a kind is enough: a peer that asks without end and acknowledges
+    /// nothing must not fill the memory. All other work is bounded by the chunks.
+    fn keep(&mut self, work: W) {
+        let beat = work.heartbeat();
+        if beat.is_none() || self.waiting.iter().all(|w| w.heartbeat() != beat) {
+            self.waiting.push_back(work);
+        }
+    }
 }
 
 /// A connection of a path.
@@ -155,14 +182,7 @@ impl<P: Provider, W: Work> Conn<P, W> {
             cid,
             qp,
             cm: OnceLock::new(),
-            gate: Mutex::new(Gate {
-                size: caps.max_send_wr,
-                free: caps.max_send_wr,
-                open: 0,
-                signalled: VecDeque::new(),
-                waiting: VecDeque::new(),
-                closed: false,
-            }),
+            gate: Mutex::new(Gate::new(caps.max_send_wr)),
         })
     }
 
@@ -178,7 +198,7 @@ impl<P: Provider, W: Work> Conn<P, W> {
             return Err(PostError::State(QpState::Err));
         }
         if !gate.waiting.is_empty() || gate.free < work.cost() {
-            gate.waiting.push_back(work);
+            gate.keep(work);
             return Ok(());
         }
         self.post(&mut gate, &work, poster)
@@ -250,5 +270,43 @@ impl<P: Provider, W: Work> Conn<P, W> {
             self.qp.post_recv(&wrs).map_err(|(_, e)| e)?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(PartialEq, Debug)]
+    enum Thing {
+        Beat(Imm),
+        Answer,
+    }
+
+    impl Work for Thing {
+        fn cost(&self) -> u32 {
+            1
+        }
+
+        fn heartbeat(&self) -> Option<Imm> {
+            match self {
+                Self::Beat(imm) => Some(*imm),
+                Self::Answer => None,
+            }
+        }
+    }
+
+    #[test]
+    fn a_peer_that_asks_for_signs_of_life_without_end_makes_one_answer_wait() {
+        let mut gate = Gate::new(MIN_SEND_WR);
+        for _ in 0..1000 {
+            gate.keep(Thing::Beat(Imm::HbAck));
+        }
+        gate.keep(Thing::Answer);
+        gate.keep(Thing::Beat(Imm::HbMsg));
+        gate.keep(Thing::Answer);
+        gate.keep(Thing::Beat(Imm::HbAck));
+        let (ask, ack) = (Thing::Beat(Imm::HbMsg), Thing::Beat(Imm::HbAck));
+        assert_eq!(gate.waiting, [ack, Thing::Answer, ask, Thing::Answer]);
     }
 }

@@ -205,6 +205,31 @@ fn connection_requests_that_can_not_be() {
 }
 
 #[test]
+fn a_path_takes_no_connection_from_elsewhere() {
+    let bed = Bed::new(config());
+    let mut c = client(&bed);
+    c.connect(c.request(0, 2)).unwrap();
+    let (other_ip, _) = addresses();
+    let other_dev = device(other_ip);
+    let mut thief = Client::new(&other_dev, other_ip, bed.path.dst);
+    (thief.session, thief.path) = (c.session, c.path);
+    assert_eq!(thief.connect(thief.request(1, 2)), Err(errno::ECONNRESET));
+    c.connect(c.request(1, 2)).unwrap();
+    assert!(c.information(InfoReq::new("s1").unwrap().as_bytes()));
+}
+
+#[test]
+fn a_client_with_many_processors_and_a_deep_queue_gets_in() {
+    let bed = Bed::new(ServerConfig {
+        queue_depth: 4096,
+        max_chunk_size: 8192,
+        ..config()
+    });
+    let mut c = client(&bed);
+    assert_eq!(c.connect(c.request(0, 257)), Ok(()));
+}
+
+#[test]
 fn handshakes_that_go_wrong() {
     let bed = Bed::new(config());
     let good = InfoReq::new("s1").unwrap().as_bytes().to_vec();

@@ -37,6 +37,13 @@ impl Work for ClientWork {
             Self::Revoke(_) | Self::Imm(_) | Self::Info(_) => 1,
         }
     }
+
+    fn heartbeat(&self) -> Option<Imm> {
+        match self {
+            Self::Imm(imm) => Some(*imm),
+            _ => None,
+        }
+    }
 }
 
 /// Posts during the handshake, when there is no path yet.

@@ -157,7 +157,7 @@ impl<P: Provider> Shared<P> {
         };
         let mut paths = session.paths.lock();
         if let Some(path) = paths.iter().find(|p| p.id.uuid == req.path_uuid) {
-            return match path.expects(req.cid.get(), id.con_num) {
+            return match path.expects(req.cid.get(), &id) {
                 true => Ok(path.clone()),
                 false => Err(Refusal::new(
                     errno::ECONNRESET,

@@ -112,14 +112,19 @@ pub(super) struct Shared<P: Provider> {
 }
 
 impl<P: Provider> Shared<P> {
-    /// Whether a session other than this one has the name. One that is only still being cleaned up does not count: its
+    /// Gives a session its name, unless another has it. One that is only still being cleaned up does not count: its
     /// client may be back already.
-    pub(super) fn name_taken(&self, name: &str, session: &SrvSession<P>) -> bool {
+    pub(super) fn take_name(&self, name: &str, session: &SrvSession<P>) -> bool {
+        // Held until the name is given: two sessions may ask for one at the same time.
         let registry = self.registry.lock();
-        registry.sessions.values().any(|s| {
+        let taken = registry.sessions.values().any(|s| {
             let lives = || s.paths.lock().iter().any(|p| !p.stopped());
             s.handle != session.handle && s.handle.name() == name && lives()
-        })
+        });
+        if !taken {
+            session.handle.set_name(name);
+        }
+        !taken
     }
 
     /// A path has finished its handshake.

@@ -106,7 +106,9 @@ impl<P: Provider> Path<P> {
         for i in 0..threads {
             let conns = (io + threads - 1 - i) / threads;
             let entries = (io_caps.max_send_wr + io_caps.max_recv_wr) as usize * conns + 16;
-            queues.push(Queue::new(provider, u32::try_from(entries).unwrap_or(u32::MAX))?);
+            // A client that keeps to the queue depth never fills so many.
+            let entries = u32::try_from(entries).unwrap_or(u32::MAX);
+            queues.push(Queue::new(provider, entries.min(provider.limits().max_cqe))?);
         }
         let chunk = |_| -> Result<Chunk<P>, VerbsError> {
             let revocable = config
@@ -163,10 +165,11 @@ impl<P: Provider> Path<P> {
         &self.shared.config
     }
 
-    /// Whether connection `cid` of `con_num` may still be added.
-    pub(super) fn expects(&self, cid: u16, con_num: u16) -> bool {
+    /// Whether connection `cid` of a request with this identity may still be added: all are between the same addresses.
+    pub(super) fn expects(&self, cid: u16, id: &PathId) -> bool {
         matches!(*self.state.lock(), State::Connecting(_))
-            && con_num == self.id.con_num
+            && id.con_num == self.id.con_num
+            && (id.local.ip(), id.peer.ip()) == (self.id.local.ip(), self.id.peer.ip())
             && self.conns.get(usize::from(cid)).is_some_and(|c| c.get().is_none())
     }
 
@@ -416,10 +419,9 @@ impl<P: Provider> Path<P> {
                 "an information request before all connections are made",
             ));
         }
-        if self.shared.name_taken(name, &self.session) {
+        if !self.shared.take_name(name, &self.session) {
             return Err(PathError::NameTaken(name.into()));
         }
-        self.session.handle.set_name(name);
         *self.next_beat.lock() = Instant::now() + self.config().heartbeat.interval;
         {
             let mut state = self.state.lock();

@@ -39,6 +39,13 @@ impl Work for ServerWork {
             Self::Info(chunks) => chunks + 1,
         }
     }
+
+    fn heartbeat(&self) -> Option<Imm> {
+        match self {
+            Self::Imm(imm) => Some(*imm),
+            _ => None,
+        }
+    }
 }
 
 fn wr<'a>(cid: u16, op: SendOp, flags: SendFlags, payload: Payload<'a>) -> SendWr<'a> {
