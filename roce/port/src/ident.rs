@@ -26,8 +26,8 @@ enum Pattern {
     Unknown { zeros: u8, only_small: bool },
     /// Zero or a small index.
     Index,
-    /// Counts up.
-    Counter { next: u16, at: Instant },
+    /// Counts up. `zeros`: how often 0 came with nothing but small numbers around it.
+    Counter { next: u16, at: Instant, zeros: u8 },
 }
 
 /// Learns and judges one peer's Identifications.
@@ -74,6 +74,7 @@ impl IdentTracker {
                     self.pattern = Pattern::Counter {
                         next: id.wrapping_add(1),
                         at: now,
+                        zeros: 0,
                     };
                 } else if *zeros >= ZEROS_OF_PROOF {
                     self.pattern = Pattern::Index;
@@ -81,7 +82,7 @@ impl IdentTracker {
                 true
             }
             Pattern::Index => id < INDEX_END,
-            Pattern::Counter { next, at } => {
+            Pattern::Counter { next, at, zeros } => {
                 let fits = now.saturating_since(*at) > PREDICTION_LIFE || near(id, *next);
                 if fits {
                     // A packet that was overtaken does not move the counter back.
@@ -89,6 +90,15 @@ impl IdentTracker {
                         *next = id.wrapping_add(1);
                     }
                     *at = now;
+                    *zeros = match id {
+                        0 => zeros.saturating_add(1),
+                        1..INDEX_END => *zeros,
+                        _ => 0,
+                    };
+                    // A corrupt packet at the start had made it look like a counter.
+                    if *zeros >= ZEROS_OF_PROOF {
+                        self.pattern = Pattern::Index;
+                    }
                 }
                 fits
             }
@@ -112,6 +122,7 @@ impl IdentTracker {
             self.pattern = Pattern::Counter {
                 next: id.wrapping_add(1),
                 at: now,
+                zeros: 0,
             };
             self.dissent = None;
         }
@@ -150,6 +161,18 @@ mod tests {
         let later = T + Duration::from_secs(2);
         assert!(t.accept(later, 30_000));
         assert_eq!(t.hint(0), 30_001);
+    }
+
+    #[test]
+    fn one_corrupt_packet_does_not_weaken_the_check_for_ever() {
+        let mut t = IdentTracker::default();
+        // Corrupt, but nothing is known yet that could tell.
+        assert!(t.accept(T, 40_000));
+        for id in [0, 1, 2, 0, 0, 1, 0, 1, 2, 3, 0] {
+            t.accept(T, id);
+        }
+        assert!(!t.accept(T, 3000));
+        assert!(t.accept(T, 1));
     }
 
     #[test]
