@@ -410,7 +410,8 @@ impl Port {
             entry.blocked = false;
             if !entry.queued {
                 entry.queued = true;
-                self.ready.push_back(qpn);
+                // Before the one whose packets made room, or that would take it all.
+                self.ready.push_front(qpn);
                 return;
             }
         }

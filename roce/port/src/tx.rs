@@ -104,10 +104,8 @@ impl Port {
         }
         let room_left = peer.window.available();
         match poll {
-            // The engine says more and takes no room: its state changed under way, a later event brings it back.
-            Poll::More if staged.packets == 0 && !full => Turn::Done,
             Poll::More if full => Turn::Full,
-            Poll::More => Turn::More,
+            Poll::More if staged.packets > 0 => Turn::More,
             Poll::Blocked => {
                 if !entry.blocked {
                     entry.blocked = true;
@@ -115,7 +113,8 @@ impl Port {
                 }
                 Turn::Done
             }
-            Poll::Idle => {
+            // An engine that says more and takes no room has changed its state under way: an event brings it back.
+            Poll::Idle | Poll::More => {
                 // What it left of the window (or gave back to it) is for those that wait.
                 if room_left > 0 && !peer.blocked.is_empty() {
                     self.wake_blocked(key);

@@ -270,6 +270,10 @@ impl World {
     /// Where everything stands, for reports.
     pub(crate) fn situation(&self) -> String {
         let mut out = format!("at {:.6} s, quiet: {}", self.now as f64 / 1e9, self.quiet);
+        for (h, host) in self.hosts.iter().enumerate() {
+            let in_flight: Vec<_> = host.port.in_flight().collect();
+            out += &format!("\n  host {h}: bytes in flight {in_flight:?}");
+        }
         for (i, c) in self.conns.iter().enumerate() {
             out += &format!("\n  conn {i} (cm: {}, life {}): {:?}", c.plan.via_cm, c.life, c.phase);
             for (j, e) in c.ends.iter().enumerate() {

@@ -10,6 +10,11 @@ const NOTABLE: &[(u64, &str)] = &[
         "a requester with few RNR retries, and a peer that posts no receives any more",
     ),
     (830, "the same"),
+    (
+        1470,
+        "a queue pair that was reset while it waited for the window, and then had to wait again",
+    ),
+    (3329, "the same"),
 ];
 
 fn small(seed: u64) -> SimConfig {
