@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Checks the counts of manifest.toml with nothing but Python's standard library.
 
-The ICRC is zlib's crc32 over eight 0xff bytes and the IPv4 datagram with its variable fields set to ones. Written apart
-from the Rust code, so that one of the two being wrong shows. Plain Ethernet, IPv4 and classic little-endian pcap only:
-what the kernel captures are. Usage: python3 pcap-fixtures/check.py
+The ICRC is zlib's crc32 over eight 0xff bytes and the IP datagram with its variable fields set to ones. Written apart
+from the Rust code, so that one of the two being wrong shows. Plain Ethernet, IP without options and classic
+little-endian pcap only: what the captures are. Usage: python3 pcap-fixtures/check.py
 """
 
 import pathlib
@@ -28,29 +28,41 @@ def frames(data):
     assert at == len(data), "the file ends within a frame"
 
 
-def icrc_ok(ip):
+def icrc_ok(ip, head):
     masked = bytearray(ip)
-    masked[1] = 0xFF  # TOS
-    masked[8] = 0xFF  # TTL
-    masked[10:12] = b"\xff\xff"  # header checksum
-    masked[26:28] = b"\xff\xff"  # UDP checksum
-    masked[32] = 0xFF  # FECN, BECN and reserved bits of the BTH
+    if head == 20:
+        masked[1] = 0xFF  # TOS
+        masked[8] = 0xFF  # TTL
+        masked[10:12] = b"\xff\xff"  # header checksum
+    else:
+        masked[0] |= 0x0F  # traffic class and flow label
+        masked[1:4] = b"\xff\xff\xff"
+        masked[7] = 0xFF  # hop limit
+    masked[head + 6 : head + 8] = b"\xff\xff"  # UDP checksum
+    masked[head + 12] = 0xFF  # FECN, BECN and reserved bits of the BTH
     want = zlib.crc32(b"\xff" * 8 + bytes(masked[:-4]))
     return struct.pack("<I", want) == ip[-4:]
+
+
+def datagram(frame):
+    """The IP datagram and its header's length, if UDP is in it."""
+    ip = frame[14:]
+    if frame[12:14] == b"\x08\x00" and ip[0] == 0x45 and ip[9] == 17:
+        return ip[: struct.unpack_from(">H", ip, 2)[0]], 20
+    if frame[12:14] == b"\x86\xdd" and ip[6] == 17:
+        return ip[: 40 + struct.unpack_from(">H", ip, 4)[0]], 40
+    return None, 0
 
 
 def count(data):
     result = dict(frames=0, roce_frames=0, icrc_ok=0, icrc_bad=0)
     for frame in frames(data):
         result["frames"] += 1
-        ip = frame[14:]
-        if frame[12:14] != b"\x08\x00" or ip[0] != 0x45 or ip[9] != 17:
-            continue
-        ip = ip[: struct.unpack_from(">H", ip, 2)[0]]
-        if struct.unpack_from(">H", ip, 22)[0] != 4791:
+        ip, head = datagram(frame)
+        if ip is None or struct.unpack_from(">H", ip, head + 2)[0] != 4791:
             continue
         result["roce_frames"] += 1
-        result["icrc_ok" if icrc_ok(ip) else "icrc_bad"] += 1
+        result["icrc_ok" if icrc_ok(ip, head) else "icrc_bad"] += 1
     return result
 
 

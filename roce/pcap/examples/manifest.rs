@@ -66,6 +66,23 @@ fn measure(path: &Path, entry: &mut Table) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
+/// What tests/replay does with the capture: written by a person, kept.
+fn print_replay(replay: &Table) {
+    println!("\n[capture.replay]");
+    for key in ["sides", "note", "settings", "ends"] {
+        if let Some(value) = replay.get(key) {
+            println!("{key} = {value}");
+        }
+    }
+    if let Some(differences) = replay.get("differences").and_then(Value::as_array) {
+        println!("differences = [");
+        for difference in differences {
+            println!("    {difference},");
+        }
+        println!("]");
+    }
+}
+
 fn main() -> Result<(), Box<dyn Error>> {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../pcap-fixtures");
     let manifest: Table = fs::read_to_string(dir.join("manifest.toml"))?.parse()?;
@@ -98,6 +115,9 @@ fn main() -> Result<(), Box<dyn Error>> {
             println!("    {flow},");
         }
         println!("]");
+        if let Some(replay) = entry.get("replay").and_then(Value::as_table) {
+            print_replay(replay);
+        }
     }
     Ok(())
 }
