@@ -426,6 +426,10 @@ impl Port {
         let mut av = *av;
         av.local = av.local.to_canonical();
         av.remote = av.remote.to_canonical();
+        if av.hop_limit == 0 {
+            // Many programs leave it at 0; the kernel takes the route's then. No socket sends with it.
+            av.hop_limit = AddressVector::new(av.local, av.remote).hop_limit;
+        }
         if av.local.is_unspecified() {
             let mut fitting = self.config.local.iter().filter(|a| a.is_ipv4() == av.remote.is_ipv4());
             match (fitting.next(), fitting.next()) {

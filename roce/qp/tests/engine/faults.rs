@@ -5,7 +5,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use roce_bth::{Aeth, Class, Credits, Msn, NakCode, Opcode, Packet, Psn, Syndrome};
+use roce_bth::{Aeth, AtomicEth, Class, Credits, Msn, NakCode, Opcode, Packet, Psn, Syndrome};
 use roce_qp::{TxKind, WaitReason};
 use roce_verbs::{Mtu, QpState, SendFlags, SendOp, WcStatus};
 
@@ -457,6 +457,43 @@ fn duplicates_are_answered_and_not_executed_again() {
     );
     assert_eq!(p.b.received().len(), 1);
     assert_eq!(p.b.counters.duplicate_request, 5);
+}
+
+#[test]
+fn as_many_atomics_as_agreed_are_answered_again_and_older_ones_not() {
+    let mut p = Pair::new(Setup {
+        rd_atomic: 4,
+        ..small()
+    });
+    let word = p.b.region(8);
+    let first = Psn::new(p.setup.psn);
+    let add = |i: u32| {
+        let eth = AtomicEth {
+            va: word.addr(),
+            rkey: word.rkey(),
+            swap_add: 1,
+            compare: 0,
+        };
+        Raw::new(Opcode::RcFetchAdd, B, first.add(i).value())
+            .atomic(eth)
+            .bytes()
+    };
+    let results = |p: &mut Pair| -> Vec<(u32, u64)> {
+        let h = p.b.headers();
+        h.iter()
+            .filter_map(|h| Some((h.bth.psn.offset_from(first), h.atomic_ack?)))
+            .collect()
+    };
+    for i in 0..6 {
+        p.b.handle(&add(i));
+        assert_eq!(results(&mut p), [(i, u64::from(i))]);
+    }
+    for i in 0..6 {
+        p.b.handle(&add(i));
+    }
+    assert_eq!(results(&mut p), [(2, 2), (3, 3), (4, 4), (5, 5)]);
+    assert_eq!((p.b.counters.duplicate_request, p.b.counters.dropped_requests), (6, 2));
+    assert_eq!(bytes(&word, 0, 8), 6u64.to_ne_bytes());
 }
 
 #[test]
