@@ -1,5 +1,5 @@
 # Runs in the guest as its first script: the interface eth0 with an IPv4 and an IPv6 address, rdma_rxe as rxe0 on it,
-# then the command daemon. The kernel can't load modules by itself here (its helper runs in the initramfs).
+# then host-agent, which runs scripts. The kernel can't load modules by itself here (its helper runs in the initramfs).
 modprobe virtio_net; ip link set lo up
 IF=$(ls /sys/class/net | grep -v '^lo$' | head -1); [ "$IF" = eth0 ] || ip link set "$IF" name eth0
 ip link set eth0 up mtu "$GUEST_MTU"
@@ -9,4 +9,4 @@ for m in crc32_generic crc32_pclmul rdma_rxe rdma_ucm ib_uverbs ib_umad sch_nete
 done
 rdma link add rxe0 type rxe netdev eth0
 echo "guest $GUEST_ID is up"
-exec "$(tr " " "\n" </proc/cmdline | sed -n "s/^daemon=//p")" --addr 0.0.0.0 guestd --port 7001
+exec "$LAB/host-agent" -s -p 7001 "$LAB"

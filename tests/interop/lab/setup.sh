@@ -4,14 +4,25 @@
 #
 #   setup.sh FOLDER
 #
-# Needs root and Debian's package archive. A second call with the same folder does nothing.
+# Needs root and Debian's package archive. A second call with the same folder does nothing but compile agents that
+# have changed.
 set -euo pipefail
 HERE=$(cd "$(dirname "$0")" && pwd)
 LAB=$1
-# What is in the folder depends on this script and on the agent's source.
-STAMP=$(cat "$HERE/setup.sh" "$HERE/verbs-agent.c" | sha256sum | cut -c1-16)
 mkdir -p "$LAB"; LAB=$(cd "$LAB" && pwd); cd "$LAB"
-[ "$(cat ready 2>/dev/null)" = "$STAMP" ] && exit 0
+
+# The programs that run in guests.
+agents() {
+    local stamp; stamp=$(cat "$HERE"/*.c | sha256sum | cut -c1-16)
+    [ "$(cat agents-ready 2>/dev/null)" = "$stamp" ] && return
+    gcc -Wall -O2 -o verbs-agent "$HERE/verbs-agent.c" -libverbs
+    gcc -Wall -O2 -o cm-agent "$HERE/cm-agent.c" -lrdmacm -libverbs
+    gcc -Wall -O2 -o host-agent "$HERE/host-agent.c"
+    echo "$stamp" > agents-ready
+}
+
+STAMP=$(sha256sum < "$HERE/setup.sh" | cut -c1-16)
+[ "$(cat ready 2>/dev/null)" = "$STAMP" ] && { agents; exit 0; }
 [ "$(id -u)" = 0 ] || { echo "the lab needs root (network namespaces, taps, packages)" >&2; exit 1; }
 
 apt-get update -q >/dev/null
@@ -19,7 +30,7 @@ KV=$(apt-cache depends linux-image-amd64 | sed -n 's/.*Depends: linux-image-//p'
 SRC=linux-source-$(echo "$KV" | cut -d. -f1,2)
 DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends \
     qemu-system-x86 qemu-utils busybox-static kmod cpio iproute2 tcpdump e2fsprogs \
-    rdma-core ibverbs-utils ibverbs-providers rdmacm-utils libibverbs-dev perftest \
+    rdma-core ibverbs-utils ibverbs-providers rdmacm-utils libibverbs-dev librdmacm-dev perftest \
     "linux-headers-$KV" "$SRC" libelf-dev make gcc libc6-dev >/dev/null
 echo "$KV" > kernel-version
 
@@ -39,7 +50,7 @@ build M="$LAB/rnbd" KBUILD_EXTRA_SYMBOLS="$LAB/rtrs/Module.symvers" CONFIG_BLK_D
 for ko in rtrs/rtrs-{core,client,server}.ko rnbd/rnbd-{client,server}.ko; do
     [ -e "$ko" ] || { echo "building $ko failed" >&2; exit 1; }
 done
-gcc -Wall -O2 -o verbs-agent "$HERE/verbs-agent.c" -libverbs
+rm -f agents-ready; agents
 
 # initramfs: busybox, the virtio and 9p modules, and an init that moves into this machine's own root folder
 # (read-only through 9p, a tmpfs overlay on top), then runs the guest script.

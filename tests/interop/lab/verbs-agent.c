@@ -3,7 +3,7 @@
  *   verbs-agent [-d DEVICE] [-p TCP-PORT] [-g IPV4-OR-IPV6-ADDRESS]
  *
  * One client at a time; every command line gets one answer line ("ok …" or "err …"), `poll` several.
- * The set of commands is in ../README.md.
+ * The commands are in ../README.md; `ferroce-lab agent` is the same program on our own transport.
  */
 #include <arpa/inet.h>
 #include <errno.h>
@@ -59,8 +59,8 @@ static struct mem *get_mem(unsigned id, uint64_t off, uint64_t len)
 
 static void cmd_create(char *line)
 {
-	unsigned swr, rwr, sge, inl;
-	if (sscanf(line, "%u %u %u %u", &swr, &rwr, &sge, &inl) != 4) { fprintf(out, "err usage\n"); return; }
+	unsigned swr, rwr, sge, inl, access = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC;
+	if (sscanf(line, "%u %u %u %u %u", &swr, &rwr, &sge, &inl, &access) < 4) { fprintf(out, "err usage\n"); return; }
 	teardown();
 	scq = ibv_create_cq(ctx, swr + 16, NULL, NULL, 0);
 	rcq = ibv_create_cq(ctx, rwr + 16, NULL, NULL, 0);
@@ -69,8 +69,7 @@ static void cmd_create(char *line)
 		.cap = { .max_send_wr = swr, .max_recv_wr = rwr, .max_send_sge = sge, .max_recv_sge = sge, .max_inline_data = inl } };
 	qp = ibv_create_qp(pd, &ia);
 	if (!qp) { fail("create_qp"); return; }
-	struct ibv_qp_attr a = { .qp_state = IBV_QPS_INIT, .port_num = 1, .qp_access_flags =
-		IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC };
+	struct ibv_qp_attr a = { .qp_state = IBV_QPS_INIT, .port_num = 1, .qp_access_flags = access };
 	if (ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS)) { fail("init"); return; }
 	char g[INET6_ADDRSTRLEN];
 	inet_ntop(AF_INET6, my_gid.raw, g, sizeof g);
@@ -114,28 +113,30 @@ static void cmd_rts(char *line)
 	fprintf(out, "ok\n");
 }
 
+/* recv ID MEM OFF LEN [KEY]: KEY is added to the local key. */
 static void cmd_recv(char *line)
 {
-	uint64_t id, off; unsigned mem, len;
-	if (sscanf(line, "%" SCNu64 " %u %" SCNu64 " %u", &id, &mem, &off, &len) != 4) { fprintf(out, "err usage\n"); return; }
+	uint64_t id, off; unsigned mem, len, key = 0;
+	if (sscanf(line, "%" SCNu64 " %u %" SCNu64 " %u %u", &id, &mem, &off, &len, &key) < 4) { fprintf(out, "err usage\n"); return; }
 	struct mem *m = get_mem(mem, off, len);
 	if (!m) { fail("recv"); return; }
-	struct ibv_sge sge = { .addr = (uintptr_t)m->buf + off, .length = len, .lkey = m->mr->lkey };
+	struct ibv_sge sge = { .addr = (uintptr_t)m->buf + off, .length = len, .lkey = m->mr->lkey + key };
 	struct ibv_recv_wr wr = { .wr_id = id, .sg_list = &sge, .num_sge = len ? 1 : 0 }, *bad;
 	int e = ibv_post_recv(qp, &wr, &bad);
 	if (e) { errno = e; fail("post_recv"); return; }
 	fprintf(out, "ok\n");
 }
 
-/* post ID OP FLAGS MEM OFF LEN RADDR RKEY IMM COMPARE SWAP; OP is the number of ibv_wr_opcode. */
+/* post ID OP FLAGS MEM OFF LEN RADDR RKEY IMM COMPARE SWAP [KEY]; OP is the number of ibv_wr_opcode, KEY is added to the
+ * local key. */
 static void cmd_post(char *line)
 {
-	uint64_t id, off, raddr, cmp, swap; unsigned op, flags, mem, len, rkey, imm;
-	if (sscanf(line, "%" SCNu64 " %u %u %u %" SCNu64 " %u %" SCNu64 " %u %u %" SCNu64 " %" SCNu64, &id, &op, &flags, &mem, &off,
-		   &len, &raddr, &rkey, &imm, &cmp, &swap) != 11) { fprintf(out, "err usage\n"); return; }
+	uint64_t id, off, raddr, cmp, swap; unsigned op, flags, mem, len, rkey, imm, key = 0;
+	if (sscanf(line, "%" SCNu64 " %u %u %u %" SCNu64 " %u %" SCNu64 " %u %u %" SCNu64 " %" SCNu64 " %u", &id, &op, &flags, &mem, &off,
+		   &len, &raddr, &rkey, &imm, &cmp, &swap, &key) < 11) { fprintf(out, "err usage\n"); return; }
 	struct mem *m = get_mem(mem, off, len);
 	if (!m) { fail("post"); return; }
-	struct ibv_sge sge = { .addr = (uintptr_t)m->buf + off, .length = len, .lkey = m->mr->lkey };
+	struct ibv_sge sge = { .addr = (uintptr_t)m->buf + off, .length = len, .lkey = m->mr->lkey + key };
 	struct ibv_send_wr wr = { .wr_id = id, .opcode = op, .send_flags = flags, .sg_list = &sge, .num_sge = len ? 1 : 0 }, *bad;
 	switch (op) {
 	case IBV_WR_SEND_WITH_INV: case IBV_WR_LOCAL_INV: wr.invalidate_rkey = rkey; break;
@@ -227,6 +228,29 @@ static void cmd_state(void)
 	fprintf(out, "ok %d\n", a.qp_state);
 }
 
+/* The queue pair (but not the memory) goes away. */
+static void cmd_destroy(void)
+{
+	ibv_destroy_qp(qp);
+	qp = NULL;
+	fprintf(out, "ok\n");
+}
+
+static void cmd_error(void)
+{
+	struct ibv_qp_attr a = { .qp_state = IBV_QPS_ERR };
+	if (ibv_modify_qp(qp, &a, IBV_QP_STATE)) { fail("error"); return; }
+	fprintf(out, "ok\n");
+}
+
+/* device: its name, the index of the GID in use, the MTU that its port carries. */
+static void cmd_device(void)
+{
+	struct ibv_port_attr p;
+	if (ibv_query_port(ctx, 1, &p)) { fail("query_port"); return; }
+	fprintf(out, "ok %s %d %d\n", ibv_get_device_name(ctx->device), gid_index, 128 << p.active_mtu);
+}
+
 static void serve(int fd)
 {
 	char line[512];
@@ -237,6 +261,7 @@ static void serve(int fd)
 		rest = rest ? rest + 1 : line + strlen(line);
 		if (!strncmp(line, "create ", 7)) cmd_create(rest);
 		else if (!strncmp(line, "mem ", 4)) cmd_mem(rest);
+		else if (!strncmp(line, "device", 6)) cmd_device();
 		else if (!strncmp(line, "quit", 4)) { fprintf(out, "ok\n"); fflush(out); teardown(); exit(0); }
 		else if (!qp) fprintf(out, "err no qp\n");
 		else if (!strncmp(line, "rtr ", 4)) cmd_rtr(rest);
@@ -249,6 +274,8 @@ static void serve(int fd)
 		else if (!strncmp(line, "check ", 6)) cmd_fill(rest, 1);
 		else if (!strncmp(line, "word ", 5)) cmd_word(rest);
 		else if (!strncmp(line, "state", 5)) cmd_state();
+		else if (!strncmp(line, "destroy", 7)) cmd_destroy();
+		else if (!strncmp(line, "error", 5)) cmd_error();
 		else fprintf(out, "err unknown command\n");
 		fflush(out);
 	}

@@ -2,15 +2,17 @@
 
 use std::{
     io::{BufRead as _, BufReader, Read as _, Write as _},
-    net::{Ipv4Addr, SocketAddr, TcpStream},
-    path::Path,
+    net::{Ipv4Addr, Ipv6Addr, TcpStream},
+    os::unix::net::UnixStream,
+    path::PathBuf,
     process::Command,
     time::{Duration, Instant},
 };
 
 use crate::{
     Error,
-    lab::{Proc, check_stop},
+    far::Far,
+    lab::{Places, Proc, check_stop},
 };
 
 /// What a guest is booted with.
@@ -22,68 +24,52 @@ pub(crate) struct Shape {
 
 /// A running guest.
 pub(crate) struct Guest {
-    pub(crate) id: u8,
     pub(crate) shape: Shape,
+    pub(crate) far: Far,
+    id: u8,
+    places: Places,
     console: Proc,
+    monitor: PathBuf,
 }
 
+/// How long a boot may take (8 s on an idle machine).
+const BOOT: Duration = Duration::from_secs(240);
+
 impl Guest {
-    /// Boots guest `id` (its address is `10.77.0.id`) and waits until it takes scripts.
-    pub(crate) fn boot(
-        id: u8,
-        shape: Shape,
-        lab: &Path,
-        script: &Path,
-        daemon: &Path,
-        logs: &Path,
-    ) -> Result<Self, Error> {
-        let kernel = std::fs::read_to_string(lab.join("kernel-version"))?;
-        let kernel = kernel.trim();
-        let append = format!(
-            "console=ttyS0 panic=-1 quiet mitigations=off guest={} gid={id} gmtu={} daemon={}",
-            script.display(),
-            shape.mtu,
-            daemon.display()
-        );
-        let mut qemu = Command::new("qemu-system-x86_64");
-        qemu.args([
-            "-accel",
-            "tcg,thread=multi",
-            "-cpu",
-            "max",
-            "-m",
-            "1536",
-            "-nographic",
-            "-no-reboot",
-        ])
-        .args(["-smp", &shape.cpus.to_string()])
-        .arg("-kernel")
-        .arg(lab.join("kernel/boot").join(format!("vmlinuz-{kernel}")))
-        .arg("-initrd")
-        .arg(lab.join("initramfs.gz"))
-        .args(["-append", &append])
-        .args([
-            "-virtfs",
-            "local,path=/,mount_tag=root,security_model=none,readonly=on,multidevs=remap",
-        ])
-        .args(["-netdev", &format!("tap,id=n0,ifname=tap{id},script=no,downscript=no,sndbuf=0")])
-        .args([
-            "-device",
-            &format!("virtio-net-pci,netdev=n0,mac=52:54:00:00:00:{id:02x}"),
-        ]);
-        let console = Proc::spawn(&format!("console-{id}-{}-{}", shape.cpus, shape.mtu), &mut qemu, logs)?;
-        let mut guest = Self { id, shape, console };
-        guest.wait_up()?;
-        Ok(guest)
+    /// Boots guest `id` (its addresses are `10.77.0.id` and `fd77::id`) and waits until it takes scripts.
+    pub(crate) fn boot(id: u8, shape: Shape, places: &Places) -> Result<Self, Error> {
+        let monitor = places.run.join(format!("monitor-{id}"));
+        let guest = Self {
+            shape,
+            far: Far {
+                v4: Some(Ipv4Addr::new(10, 77, 0, id).into()),
+                v6: Some(Ipv6Addr::new(0xfd77, 0, 0, 0, 0, 0, 0, id.into()).into()),
+                port: 7001,
+                peer: places.peer.clone(),
+            },
+            id,
+            places: places.clone(),
+            console: start(id, shape, places, &monitor)?,
+            monitor,
+        };
+        guest.up()
     }
 
-    fn daemon_addr(&self) -> SocketAddr {
-        SocketAddr::from((Ipv4Addr::new(10, 77, 0, self.id), 7001))
+    fn up(mut self) -> Result<Self, Error> {
+        self.wait_up()?;
+        Ok(self)
+    }
+
+    /// Boots the guest anew after [`Guest::kill`].
+    pub(crate) fn reboot(&mut self) -> Result<(), Error> {
+        self.kill();
+        self.console = start(self.id, self.shape, &self.places, &self.monitor)?;
+        self.wait_up()
     }
 
     fn wait_up(&mut self) -> Result<(), Error> {
-        let until = Instant::now() + Duration::from_secs(90);
-        while TcpStream::connect_timeout(&self.daemon_addr(), Duration::from_secs(1)).is_err() {
+        let until = Instant::now() + BOOT;
+        while !self.far.is_up() {
             check_stop()?;
             if !self.console.running() || Instant::now() > until {
                 return Err(format!("guest {} does not come up:\n{}", self.id, self.console.text()).into());
@@ -91,6 +77,11 @@ impl Guest {
             std::thread::sleep(Duration::from_millis(100));
         }
         Ok(())
+    }
+
+    /// The tap behind its network card.
+    pub(crate) fn tap(&self) -> String {
+        format!("tap{}", self.id)
     }
 
     /// Runs a bash script in the guest and returns its output; an error unless it exits with 0.
@@ -105,10 +96,10 @@ impl Guest {
 
     /// Runs a bash script in the guest and returns exit code and output.
     pub(crate) fn try_run(&self, script: &str, seconds: u32) -> Result<(i32, String), Error> {
-        let mut stream = TcpStream::connect_timeout(&self.daemon_addr(), Duration::from_secs(10))?;
+        let mut stream = TcpStream::connect_timeout(&self.far.daemon()?, Duration::from_secs(20))?;
         stream.set_read_timeout(Some(Duration::from_millis(500)))?;
         stream.write_all(format!("run {seconds} {}\n{script}", script.len()).as_bytes())?;
-        let until = Instant::now() + Duration::from_secs(u64::from(seconds) + 30);
+        let until = Instant::now() + Duration::from_secs(u64::from(seconds) + 60);
         let mut from = BufReader::new(Patient { stream, until });
         let mut text = Vec::new();
         loop {
@@ -126,6 +117,12 @@ impl Guest {
         }
     }
 
+    /// The end of the kernel's log.
+    pub(crate) fn dmesg(&self) -> String {
+        self.try_run("dmesg | tail -30", 30)
+            .map_or_else(|e| e.to_string(), |(_, text)| text)
+    }
+
     /// Drops, duplicates … packets in both directions; `None` stops that.
     pub(crate) fn netem(&self, what: Option<&str>) -> Result<(), Error> {
         let clear = "tc qdisc del dev eth0 root; tc qdisc del dev eth0 ingress; ip link del ifb0; true";
@@ -138,7 +135,26 @@ impl Guest {
                  tc qdisc add dev ifb0 root netem limit 100000 {what}\n"
             )
         };
-        self.run(&what.map_or_else(|| clear.to_owned(), set), 30).map(drop)
+        self.run(&what.map_or_else(|| clear.to_owned(), set), 60).map(drop)
+    }
+
+    /// Pulls the network cable, or plugs it in again.
+    pub(crate) fn set_link(&self, up: bool) -> Result<(), Error> {
+        let mut monitor = UnixStream::connect(&self.monitor)?;
+        monitor.set_read_timeout(Some(Duration::from_secs(20)))?;
+        let state = if up { "on" } else { "off" };
+        // The network card, not the backend: the guest sees the carrier go.
+        monitor.write_all(format!("set_link card {state}\n").as_bytes())?;
+        let mut seen = Vec::new();
+        let mut buf = [0; 512];
+        // The command is done when its prompt is followed by the next one.
+        while String::from_utf8_lossy(&seen).matches("(qemu)").count() < 2 {
+            match monitor.read(&mut buf)? {
+                0 => return Err("qemu's monitor closed".into()),
+                n => seen.extend_from_slice(&buf[..n]),
+            }
+        }
+        Ok(())
     }
 
     /// What the guest's console said so far.
@@ -149,7 +165,61 @@ impl Guest {
     /// Pulls the plug.
     pub(crate) fn kill(&mut self) {
         self.console.kill();
+        let _ = std::fs::remove_file(&self.monitor);
     }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+fn start(id: u8, shape: Shape, places: &Places, monitor: &std::path::Path) -> Result<Proc, Error> {
+    let kernel = std::fs::read_to_string(places.lab.join("kernel-version"))?;
+    let kernel = kernel.trim();
+    let script = places.scripts.join("guest.sh");
+    let append = format!(
+        "console=ttyS0 panic=-1 quiet mitigations=off guest={} gid={id} gmtu={}",
+        script.display(),
+        shape.mtu
+    );
+    let mut qemu = Command::new("qemu-system-x86_64");
+    qemu.args([
+        "-accel",
+        "tcg,thread=multi",
+        "-cpu",
+        "max",
+        "-m",
+        "1536",
+        "-no-reboot",
+        "-display",
+        "none",
+    ])
+    .args(["-serial", "stdio", "-smp", &shape.cpus.to_string()])
+    .args(["-monitor", &format!("unix:{},server=on,wait=off", monitor.display())])
+    .arg("-kernel")
+    .arg(places.lab.join("kernel/boot").join(format!("vmlinuz-{kernel}")))
+    .arg("-initrd")
+    .arg(places.lab.join("initramfs.gz"))
+    .args(["-append", &append])
+    .args([
+        "-virtfs",
+        "local,path=/,mount_tag=root,security_model=none,readonly=on,multidevs=remap",
+    ])
+    .args([
+        "-netdev",
+        &format!("tap,id=n0,ifname=tap{id},script=no,downscript=no,sndbuf=0"),
+    ])
+    .args([
+        "-device",
+        &format!("virtio-net-pci,id=card,netdev=n0,mac=52:54:00:00:00:{id:02x}"),
+    ]);
+    Proc::spawn(
+        &format!("console-{id}-{}-{}", shape.cpus, shape.mtu),
+        &mut qemu,
+        &places.logs,
+    )
 }
 
 /// A stream whose reads survive short timeouts, so that ctrl-C is noticed.

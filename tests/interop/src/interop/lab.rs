@@ -3,7 +3,7 @@
 use std::{
     fs::{self, File},
     io::Read as _,
-    os::fd::AsRawFd as _,
+    os::{fd::AsRawFd as _, unix::process::CommandExt as _},
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
     sync::atomic::{AtomicBool, Ordering},
@@ -19,6 +19,58 @@ pub(crate) static STOP: AtomicBool = AtomicBool::new(false);
 pub(crate) const HOST_V4: &str = "10.77.0.254";
 pub(crate) const HOST_V6: &str = "fd77::254";
 
+/// Files that a run works with.
+#[derive(Clone, Debug)]
+pub(crate) struct Places {
+    /// The prepared folder, kept between runs.
+    pub(crate) lab: PathBuf,
+    /// Output and captures of this run.
+    pub(crate) logs: PathBuf,
+    /// `lab/` of the source tree.
+    pub(crate) scripts: PathBuf,
+    /// Sockets: a short path, removed at the end.
+    pub(crate) run: PathBuf,
+    pub(crate) ferroce: PathBuf,
+    /// `ferroce-lab`.
+    pub(crate) peer: PathBuf,
+    /// Captures of scenarios that passed are kept, too.
+    pub(crate) keep: bool,
+}
+
+/// A folder for sockets that goes away with its owner.
+pub(crate) struct RunDir(pub(crate) PathBuf);
+
+impl RunDir {
+    pub(crate) fn new() -> Result<Self, Error> {
+        let temp = std::env::temp_dir();
+        for name in own_names(&temp) {
+            let _ = fs::remove_dir_all(temp.join(name));
+        }
+        let dir = temp.join(format!("ferroce-lab-{}", std::process::id()));
+        fs::create_dir_all(&dir)?;
+        Ok(Self(dir))
+    }
+}
+
+impl Drop for RunDir {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Entries `ferroce-lab-PID` of labs that were killed.
+fn own_names(dir: &Path) -> Vec<String> {
+    let Ok(entries) = fs::read_dir(dir) else {
+        return Vec::new();
+    };
+    let dead = |name: &String| {
+        let pid = name.strip_prefix("ferroce-lab-");
+        pid.is_some_and(|pid| pid.parse::<u32>().is_ok() && !Path::new("/proc").join(pid).exists())
+    };
+    let names = entries.flatten().filter_map(|e| e.file_name().into_string().ok());
+    names.filter(dead).collect()
+}
+
 /// An error when the user wants to stop.
 pub(crate) fn check_stop() -> Result<(), Error> {
     if STOP.load(Ordering::Relaxed) {
@@ -28,7 +80,8 @@ pub(crate) fn check_stop() -> Result<(), Error> {
     }
 }
 
-fn run_quiet(program: &str, args: &[&str]) -> Result<(), Error> {
+/// Runs a program to its end; an error with what it said unless it succeeds.
+pub(crate) fn run_quiet(program: &str, args: &[&str]) -> Result<(), Error> {
     let out = Command::new(program).args(args).stdin(Stdio::null()).output()?;
     if out.status.success() {
         return Ok(());
@@ -41,19 +94,26 @@ fn run_quiet(program: &str, args: &[&str]) -> Result<(), Error> {
     .into())
 }
 
-/// Runs `lab/setup.sh`; the folder is ready afterwards.
-pub(crate) fn prepare(scripts: &Path, folder: &Path) -> Result<(), Error> {
+/// Runs `lab/setup.sh`; the folder is ready afterwards, and stays so while the returned file is open.
+pub(crate) fn prepare(scripts: &Path, folder: &Path) -> Result<File, Error> {
     fs::create_dir_all(folder)?;
+    let lock = File::create(folder.join("lock"))?;
+    // A lab that another run uses is ready and not touched.
+    let alone = lock.try_lock().is_ok();
+    if !alone {
+        lock.lock_shared()?;
+        return Ok(lock);
+    }
     let status = Command::new("bash")
         .arg(scripts.join("setup.sh"))
         .arg(folder)
         .stdin(Stdio::null())
         .status()?;
-    if status.success() {
-        Ok(())
-    } else {
-        Err(format!("lab/setup.sh failed: {status}").into())
+    if !status.success() {
+        return Err(format!("lab/setup.sh failed: {status}").into());
     }
+    lock.lock_shared()?;
+    Ok(lock)
 }
 
 /// A network namespace with a bridge and one tap a guest. This process and its children live in it.
@@ -105,15 +165,8 @@ fn enter(name: &str) -> Result<(), Error> {
 
 /// Removes namespaces of labs that were killed.
 fn remove_stale() {
-    let Ok(entries) = fs::read_dir("/run/netns") else {
-        return;
-    };
-    for name in entries.flatten().filter_map(|e| e.file_name().into_string().ok()) {
-        if let Some(pid) = name.strip_prefix("ferroce-lab-")
-            && !Path::new("/proc").join(pid).exists()
-        {
-            let _ = run_quiet("ip", &["netns", "del", &name]);
-        }
+    for name in own_names(Path::new("/run/netns")) {
+        let _ = run_quiet("ip", &["netns", "del", &name]);
     }
 }
 
@@ -126,9 +179,27 @@ pub(crate) struct Proc {
 
 impl Proc {
     pub(crate) fn spawn(name: &str, command: &mut Command, logs: &Path) -> Result<Self, Error> {
+        Self::spawn_with_input(name, command, logs, None)
+    }
+
+    pub(crate) fn spawn_with_input(
+        name: &str,
+        command: &mut Command,
+        logs: &Path,
+        input: Option<File>,
+    ) -> Result<Self, Error> {
         let log = logs.join(format!("{name}.log"));
         let file = File::create(&log)?;
-        command.stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file);
+        let input = input.map_or_else(Stdio::null, Stdio::from);
+        command.stdin(input).stdout(file.try_clone()?).stderr(file);
+        // Nothing outlives this process, however it ends.
+        // SAFETY: prctl is a plain system call, allowed between fork and exec.
+        unsafe {
+            command.pre_exec(|| match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            });
+        }
         let child = command
             .spawn()
             .map_err(|e| format!("{name}: {:?}: {e}", command.get_program()))?;
@@ -157,7 +228,7 @@ impl Proc {
             if self.text().contains(what) {
                 return Ok(());
             }
-            if !self.running() {
+            if !self.running() && !self.text().contains(what) {
                 return Err(format!("{} ended early:\n{}", self.name, self.text()).into());
             }
             if Instant::now() > until {

@@ -1,25 +1,28 @@
 //! `ferroce-interop`: boots stock Debian kernels in virtual machines and runs our transport against theirs.
 
 mod capture;
+mod far;
 mod guest;
 mod lab;
+mod peer_mode;
 mod relay;
+mod report;
+mod run;
 mod scenarios;
 
 use std::{
     fs,
+    net::IpAddr,
     path::{Path, PathBuf},
-    process::{Command, ExitCode},
+    process::ExitCode,
     sync::atomic::Ordering,
-    time::{Duration, Instant},
 };
 
 use clap::{Parser, ValueEnum};
-use serde::Serialize;
 
-use guest::Guest;
-use lab::{Net, Proc};
-use scenarios::{ALL, Ctx, Scenario};
+use lab::{Places, RunDir};
+use report::{Outcome, Verdict};
+use scenarios::Scenario;
 
 /// Whatever ends a scenario.
 pub(crate) type Error = Box<dyn std::error::Error + Send + Sync>;
@@ -27,237 +30,192 @@ pub(crate) type Error = Box<dyn std::error::Error + Send + Sync>;
 /// Which scenarios run.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum, Debug)]
 enum Set {
-    /// A few of each kind.
+    /// A few of each kind, in both directions.
     Ci,
     /// All.
     Full,
 }
 
 /// Runs our transport against the kernel's in virtual machines. Needs root and Debian's package archive.
+///
+/// With --peer it runs against another host instead, whatever RDMA device that has: operations, connection manager, IPv6,
+/// RNR, exhausted retries and refused accesses. Its other half is a script: `--peer-script > ferroce-peer.sh`, copied there
+/// and run as `bash ferroce-peer.sh ADDRESS`; --ssh does both.
 #[derive(Parser, Debug)]
-#[command(version)]
-#[command(args_conflicts_with_subcommands = true)]
-struct Cli {
+#[command(version, args_conflicts_with_subcommands = true, max_term_width = 100)]
+#[command(
+    after_help = "Exit status: 0 all passed, 1 a scenario failed or was not run, 2 wrong usage, 130 interrupted."
+)]
+pub(crate) struct Cli {
     #[command(subcommand)]
     command: Option<Task>,
-    /// Only scenarios whose name contains this; may be given several times.
+    /// Only scenarios whose name contains this; may be given several times
     #[arg(long)]
     only: Vec<String>,
-    /// Which scenarios run.
+    /// Which scenarios run
     #[arg(long, value_enum, default_value_t = Set::Full)]
     set: Set,
-    /// List the scenarios and stop.
+    /// List the scenarios and stop
     #[arg(long)]
     list: bool,
-    /// Write the results to this file.
+    /// Write the results to this file
     #[arg(long)]
     json: Option<PathBuf>,
-    /// The lab's folder, kept between runs.
+    /// Write the table of results (Markdown) to this file
+    #[arg(long)]
+    table: Option<PathBuf>,
+    /// The lab's folder, kept between runs
     #[arg(long, global = true, default_value = "target/lab")]
     lab: PathBuf,
-    /// Keep the captures of scenarios that passed, too.
+    /// Output and captures [default: logs in the lab's folder]
+    #[arg(long, global = true)]
+    logs: Option<PathBuf>,
+    /// Keep the captures of scenarios that passed, too
     #[arg(long)]
     keep: bool,
-    /// The ferroce program (default: beside this one).
+    /// The ferroce program [default: beside this one]
     #[arg(long, global = true)]
     ferroce: Option<PathBuf>,
+    /// Address of another host to run against, with host-agent there
+    #[arg(long)]
+    peer: Option<IpAddr>,
+    /// Its IPv6 address, for the scenarios over IPv6
+    #[arg(long, requires = "peer")]
+    peer_v6: Option<IpAddr>,
+    /// TCP port of host-agent there
+    #[arg(long, default_value_t = 7001)]
+    peer_port: u16,
+    /// How long to wait for host-agent there, seconds
+    #[arg(long, default_value_t = 10)]
+    peer_wait: u64,
+    /// Start the other half there by ssh
+    #[arg(long, requires = "peer", value_name = "[USER@]HOST")]
+    ssh: Option<String>,
+    /// Print the script that is the other half, and stop
+    #[arg(long)]
+    peer_script: bool,
 }
 
 /// What else there is to do.
 #[derive(clap::Subcommand, Debug)]
 enum Task {
-    /// Make short captures of kernel-to-kernel traffic, for `pcap-fixtures`.
+    /// Make short captures of kernel-to-kernel traffic, for `pcap-fixtures`
     Capture(capture::Args),
 }
 
-/// How a scenario ended.
-#[derive(Serialize, Debug)]
-struct Outcome {
-    name: String,
-    /// `passed`, `failed` or `not run`.
-    result: &'static str,
-    seconds: f64,
-    detail: String,
-}
-
-struct Places {
-    lab: PathBuf,
-    logs: PathBuf,
-    scripts: PathBuf,
-    ferroce: PathBuf,
-    peer: PathBuf,
-    keep: bool,
-}
-
-fn places(cli: &Cli) -> Result<Places, Error> {
+fn places(cli: &Cli, run: &RunDir) -> Result<Places, Error> {
     fs::create_dir_all(&cli.lab)?;
     let lab = fs::canonicalize(&cli.lab)?;
     let me = std::env::current_exe()?;
     let beside = |name: &str| me.with_file_name(name);
-    let logs = lab.join("logs");
+    let logs = cli.logs.clone().unwrap_or_else(|| lab.join("logs"));
     fs::create_dir_all(&logs)?;
     let scripts = Path::new(env!("CARGO_MANIFEST_DIR")).join("lab");
     let ferroce = cli.ferroce.clone().unwrap_or_else(|| beside("ferroce"));
     Ok(Places {
         lab,
-        logs,
+        logs: fs::canonicalize(logs)?,
         scripts,
-        ferroce: fs::canonicalize(ferroce)?,
+        run: run.0.clone(),
+        ferroce: fs::canonicalize(&ferroce).map_err(|e| format!("{}: {e}", ferroce.display()))?,
         peer: beside("ferroce-lab"),
         keep: cli.keep,
     })
 }
 
-/// Runs one scenario with a capture of the wire, which is checked afterwards.
-fn run_one(s: &Scenario, places: &Places, guest: &Guest) -> Result<String, Error> {
-    let dir = places.logs.join(s.name);
-    let _ = fs::remove_dir_all(&dir);
-    fs::create_dir_all(&dir)?;
-    let pcap = dir.join("wire.pcap");
-    let mut dump = Command::new("tcpdump");
-    dump.args([
-        "-i",
-        &format!("tap{}", guest.id),
-        "--immediate-mode",
-        "-B",
-        "32768",
-        "-s",
-        "0",
-        "-U",
-        "-w",
-    ])
-    .arg(&pcap);
-    dump.args(["udp", "port", "4791"]);
-    let mut dump = Proc::spawn("tcpdump", &mut dump, &dir)?;
-    dump.wait_for("listening", Duration::from_secs(10))?;
-    guest.netem(s.netem)?;
-    let mut ctx = Ctx {
-        guest,
-        dir: dir.clone(),
-        lab: places.lab.clone(),
-        ferroce: places.ferroce.clone(),
-        peer: places.peer.clone(),
-        lossy: s.netem.is_some(),
-    };
-    let result = (s.run)(&mut ctx);
-    guest.netem(None)?;
-    dump.interrupt();
-    dump.finish(Duration::from_secs(10))?;
-    let detail = result?;
-    let mut check = Command::new(&places.ferroce);
-    check.args(["pcap", "check", "--json"]).arg(&pcap);
-    let text = Proc::spawn("pcap-check", &mut check, &dir)?.finish(Duration::from_secs(120))?;
-    let report: serde_json::Value = serde_json::from_str(text.lines().next().unwrap_or_default())?;
-    let (frames, bad) = (report["roce_frames"].as_u64().unwrap_or(0), report["icrc_bad"].as_u64());
-    if frames == 0 || bad != Some(0) {
-        return Err(format!("pcap check: {text}").into());
-    }
-    if !places.keep {
-        let _ = fs::remove_file(&pcap);
-    }
-    Ok(format!("{detail}; {frames} frames, ICRC of all correct"))
-}
-
-fn run_all(cli: &Cli, chosen: &[&Scenario]) -> Result<Vec<Outcome>, Error> {
-    let places = places(cli)?;
-    lab::prepare(&places.scripts, &places.lab)?;
-    let net = Net::up(2)?;
-    catch_signals()?;
-    let mut guest: Option<Guest> = None;
-    let mut outcomes = Vec::new();
-    for s in chosen {
-        let t0 = Instant::now();
-        if guest.as_ref().is_none_or(|g| g.shape != s.shape) {
-            drop(guest.take());
-            net.set_mtu(s.shape.mtu)?;
-            let script = places.scripts.join("guest.sh");
-            guest = Some(Guest::boot(
-                1,
-                s.shape,
-                &places.lab,
-                &script,
-                &places.peer,
-                &places.logs,
-            )?);
-        }
-        let Some(g) = guest.as_mut() else { continue };
-        let (result, detail) = match run_one(s, &places, g) {
-            Ok(detail) => ("passed", detail),
-            Err(e) if lab::STOP.load(Ordering::Relaxed) => return Err(e),
-            Err(e) => ("failed", e.to_string()),
-        };
-        let seconds = t0.elapsed().as_secs_f64();
-        println!("{:<34} {result:<8} {seconds:6.1} s  {detail}", s.name);
-        if result == "failed" {
-            // A guest that has seen a failure may be in any state: the next scenario gets a fresh one.
-            println!("  guest console (end):\n{}", tail(&g.console(), 15));
-            g.kill();
-            guest = None;
-        }
-        outcomes.push(Outcome {
-            name: s.name.to_owned(),
-            result,
-            seconds,
-            detail,
-        });
-    }
-    Ok(outcomes)
-}
-
 fn catch_signals() -> Result<(), Error> {
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+    for signal in [
+        signal_hook::consts::SIGINT,
+        signal_hook::consts::SIGTERM,
+        signal_hook::consts::SIGHUP,
+    ] {
         // SAFETY: the handler only stores into an atomic.
         unsafe { signal_hook::low_level::register(signal, || lab::STOP.store(true, Ordering::Relaxed))? };
     }
     Ok(())
 }
 
-fn tail(text: &str, lines: usize) -> String {
-    let all: Vec<&str> = text.lines().collect();
-    all[all.len().saturating_sub(lines)..].join("\n")
+fn capture(cli: &Cli, args: &capture::Args) -> Result<(), Error> {
+    let run = RunDir::new()?;
+    capture::run(args, &places(cli, &run)?)
 }
 
-fn main() -> ExitCode {
-    let cli = Cli::parse();
-    if let Some(Task::Capture(args)) = &cli.command {
-        return match places(&cli).and_then(|p| capture::run(args, &p)) {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(e) => {
-                eprintln!("ferroce-interop: {e}");
-                ExitCode::FAILURE
-            }
-        };
+/// Runs what was chosen; what could not be run is in the result as such.
+fn scenarios(cli: &Cli, chosen: &[Scenario]) -> Result<Vec<Outcome>, Error> {
+    catch_signals()?;
+    let dir = RunDir::new()?;
+    let mut outcomes = Vec::new();
+    let why = places(cli, &dir).and_then(|places| run::all(cli, &places, chosen, &mut outcomes));
+    if let Err(e) = &why {
+        eprintln!("ferroce-interop: {e}");
     }
-    let wanted = |s: &&Scenario| {
-        (cli.set == Set::Full || s.ci) && (cli.only.is_empty() || cli.only.iter().any(|o| s.name.contains(o)))
-    };
-    let chosen: Vec<&Scenario> = ALL.iter().filter(wanted).collect();
+    let reason = why.err().map(|e| e.to_string()).unwrap_or_default();
+    for s in &chosen[outcomes.len()..] {
+        outcomes.push(Outcome::new(s, Verdict::NotRun, 0.0, reason.clone()));
+    }
+    if cli.peer.is_none() && cli.only.is_empty() {
+        outcomes.push(Outcome {
+            name: "hardware-peer".to_owned(),
+            number: 1,
+            direction: scenarios::Direction::Both.text(),
+            guest: "any RoCE device".to_owned(),
+            result: Verdict::NotRun,
+            seconds: 0.0,
+            detail: "no --peer HOST".to_owned(),
+            optional: true,
+        });
+    }
+    Ok(outcomes)
+}
+
+fn write_results(cli: &Cli, outcomes: &[Outcome]) -> Result<(), Error> {
+    if let Some(file) = &cli.json {
+        fs::write(file, serde_json::to_string_pretty(outcomes)? + "\n")
+            .map_err(|e| format!("{}: {e}", file.display()))?;
+    }
+    if let Some(file) = &cli.table {
+        fs::write(file, report::table(outcomes)).map_err(|e| format!("{}: {e}", file.display()))?;
+    }
+    Ok(())
+}
+
+fn run_cli(cli: &Cli) -> Result<ExitCode, Error> {
+    if let Some(Task::Capture(args)) = &cli.command {
+        return capture(cli, args).map(|()| ExitCode::SUCCESS);
+    }
+    if cli.peer_script {
+        print!("{}", peer_mode::script());
+        return Ok(ExitCode::SUCCESS);
+    }
+    let mut chosen = scenarios::all();
+    chosen.retain(|s| {
+        let named = cli.only.is_empty() || cli.only.iter().any(|o| s.name.contains(o));
+        named && (cli.set == Set::Full || s.ci) && (cli.peer.is_none() || s.peer)
+    });
     if cli.list {
         chosen.iter().for_each(|s| println!("{}", s.name));
-        return ExitCode::SUCCESS;
+        return Ok(ExitCode::SUCCESS);
     }
     if chosen.is_empty() {
         eprintln!("ferroce-interop: no scenario has such a name; --list shows them");
-        return ExitCode::from(2);
+        return Ok(ExitCode::from(2));
     }
-    let outcomes = run_all(&cli, &chosen).unwrap_or_else(|e| {
-        eprintln!("ferroce-interop: {e}");
-        Vec::new()
-    });
-    let count = |r: &str| outcomes.iter().filter(|o| o.result == r).count();
-    let (passed, failed) = (count("passed"), count("failed"));
-    let missing = chosen.len() - outcomes.len();
-    if let Some(file) = &cli.json {
-        let text = serde_json::to_string_pretty(&outcomes).unwrap_or_default();
-        if let Err(e) = fs::write(file, text) {
-            eprintln!("ferroce-interop: {}: {e}", file.display());
-            return ExitCode::FAILURE;
-        }
-    }
+    let outcomes = scenarios(cli, &chosen)?;
+    write_results(cli, &outcomes)?;
+    let count = |r| outcomes.iter().filter(|o| o.result == r).count();
+    let (passed, failed, missing) = (count(Verdict::Passed), count(Verdict::Failed), count(Verdict::NotRun));
     println!("interop: {passed} passed, {failed} failed, {missing} not run");
-    if failed == 0 && missing == 0 {
-        ExitCode::SUCCESS
-    } else {
+    let missed = outcomes.iter().any(|o| o.result == Verdict::NotRun && !o.optional);
+    Ok(match (lab::STOP.load(Ordering::Relaxed), failed > 0 || missed) {
+        (true, _) => ExitCode::from(130),
+        (false, true) => ExitCode::FAILURE,
+        (false, false) => ExitCode::SUCCESS,
+    })
+}
+
+fn main() -> ExitCode {
+    run_cli(&Cli::parse()).unwrap_or_else(|e| {
+        eprintln!("ferroce-interop: {e}");
         ExitCode::FAILURE
-    }
+    })
 }

@@ -40,6 +40,19 @@ pub(crate) struct AgentMem {
     pub(crate) rkey: u32,
 }
 
+// Numbers of ibv_wr_opcode.
+pub(crate) const WRITE: u32 = 0;
+pub(crate) const WRITE_IMM: u32 = 1;
+pub(crate) const SEND: u32 = 2;
+pub(crate) const SEND_IMM: u32 = 3;
+pub(crate) const READ: u32 = 4;
+pub(crate) const CMP_SWAP: u32 = 5;
+pub(crate) const FETCH_ADD: u32 = 6;
+pub(crate) const SEND_INV: u32 = 9;
+
+/// Every right (`ibv_access_flags`).
+pub(crate) const ALL_ACCESS: u32 = 0x1f;
+
 /// A send work request of the agent; numbers as in `ibv_wr_opcode` and `ibv_send_flags`.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct AgentPost {
@@ -53,6 +66,8 @@ pub(crate) struct AgentPost {
     pub(crate) imm: u32,
     pub(crate) compare: u64,
     pub(crate) swap: u64,
+    /// Added to the local key.
+    pub(crate) spoil_lkey: u32,
 }
 
 /// A connection to a `verbs-agent`.
@@ -113,6 +128,12 @@ impl Agent {
         Ok((Self::number(&words, 0)?, words.get(1).cloned().unwrap_or_default()))
     }
 
+    /// A queue pair whose peer has these rights.
+    pub(crate) fn create_with(&mut self, send: u32, recv: u32, access: u32) -> Result<(u32, String), Error> {
+        let words = self.call(&format!("create {send} {recv} 2 0 {access}"))?;
+        Ok((Self::number(&words, 0)?, words.get(1).cloned().unwrap_or_default()))
+    }
+
     pub(crate) fn mem(&mut self, len: usize, access: u32) -> Result<AgentMem, Error> {
         let words = self.call(&format!("mem {len} {access}"))?;
         Ok(AgentMem {
@@ -146,8 +167,11 @@ impl Agent {
             imm,
             compare,
             swap,
+            spoil_lkey,
         } = p;
-        let text = format!("post {wr_id} {op} {SIGNALED} {mem} {off} {len} {raddr} {rkey} {imm} {compare} {swap}");
+        let text = format!(
+            "post {wr_id} {op} {SIGNALED} {mem} {off} {len} {raddr} {rkey} {imm} {compare} {swap} {spoil_lkey}"
+        );
         self.call(&text).map(drop)
     }
 

@@ -54,12 +54,18 @@ pub(crate) struct Link<P: Provider> {
 impl<P: Provider> Link<P> {
     /// Makes a queue pair in INIT.
     pub(crate) fn new(provider: &P, caps: QpCaps) -> Result<Self, Error> {
+        let all = AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_READ | AccessFlags::REMOTE_ATOMIC;
+        Self::with_access(provider, caps, all)
+    }
+
+    /// Makes a queue pair in INIT whose peer has these rights.
+    pub(crate) fn with_access(provider: &P, caps: QpCaps, access: AccessFlags) -> Result<Self, Error> {
         let link = Self::unconnected(provider, caps)?;
         link.qp.modify(&QpAttr {
             state: Some(QpState::Init),
             pkey_index: Some(0),
             port: Some(1),
-            access: Some(AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_READ | AccessFlags::REMOTE_ATOMIC),
+            access: Some(access),
             ..QpAttr::default()
         })?;
         Ok(link)
@@ -87,16 +93,27 @@ impl<P: Provider> Link<P> {
 
     /// INIT to RTR to RTS.
     pub(crate) fn bring_up(&self, local: IpAddr, psn: Psn, far: Far, wire: Wire) -> Result<(), Error> {
+        self.to_rtr(local, far, wire.mtu, wire.rd_atomic)?;
+        self.to_rts(psn, wire)
+    }
+
+    /// INIT to RTR.
+    pub(crate) fn to_rtr(&self, local: IpAddr, far: Far, mtu: Mtu, rd_atomic: u8) -> Result<(), Error> {
         self.qp.modify(&QpAttr {
             state: Some(QpState::Rtr),
             av: Some(AddressVector::new(local, far.addr)),
-            path_mtu: Some(wire.mtu),
+            path_mtu: Some(mtu),
             dest_qpn: Some(far.qpn),
             rq_psn: Some(far.psn),
-            max_dest_rd_atomic: Some(wire.rd_atomic),
+            max_dest_rd_atomic: Some(rd_atomic),
             min_rnr_timer: Some(RnrTimer::new(12)),
             ..QpAttr::default()
         })?;
+        Ok(())
+    }
+
+    /// RTR to RTS.
+    pub(crate) fn to_rts(&self, psn: Psn, wire: Wire) -> Result<(), Error> {
         self.qp.modify(&QpAttr {
             state: Some(QpState::Rts),
             sq_psn: Some(psn),

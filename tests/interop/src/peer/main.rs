@@ -1,11 +1,16 @@
 //! `ferroce-lab`: small programs that are the other half of programs on an RDMA host.
 
 mod agent;
-mod guestd;
+mod cm;
+mod errors;
+mod far;
 mod link;
 mod ops;
 mod pingpong;
 mod rping;
+mod serve;
+mod ucmatose;
+mod vanish;
 
 use std::{net::IpAddr, path::PathBuf, process::ExitCode};
 
@@ -15,13 +20,13 @@ use roce::{Device, DeviceConfig};
 /// Whatever ends a test.
 pub(crate) type Error = Box<dyn std::error::Error + Send + Sync>;
 
-/// Speaks to ibv_rc_pingpong, rping and verbs-agent on another host over our own transport.
+/// Speaks to ibv_rc_pingpong, rping, ucmatose, verbs-agent and cm-agent on another host over our own transport.
 #[derive(Parser, Debug)]
 #[command(version)]
 struct Cli {
-    /// Our address.
+    /// Our address; needed by all that open a device.
     #[arg(long)]
-    addr: IpAddr,
+    addr: Option<IpAddr>,
     /// Write every packet into this capture.
     #[arg(long)]
     pcap: Option<PathBuf>,
@@ -37,24 +42,42 @@ enum Command {
     Rping(rping::Args),
     /// Every RC operation, in both directions, against a verbs-agent.
     Ops(ops::Args),
-    /// In a guest: runs the scripts that the lab sends.
-    #[command(hide = true)]
-    Guestd(guestd::Args),
+    /// The other half of ucmatose.
+    Ucmatose(ucmatose::Args),
+    /// One connection of the connection manager, event by event.
+    Cm(cm::Args),
+    /// Our own verbs-agent.
+    Agent(serve::Args),
+    /// How things end that go wrong, between two agents.
+    Errors(errors::Args),
+    /// A requester whose peer goes away.
+    Vanish(vanish::Args),
+    /// Runs a program on a host with host-agent.
+    Far(far::Args),
 }
 
 fn run(cli: Cli) -> Result<(), Error> {
-    if let Command::Guestd(args) = &cli.command {
-        return guestd::run(args);
+    match &cli.command {
+        Command::Errors(args) => return errors::run(args),
+        Command::Far(args) => return far::run(args),
+        Command::Vanish(args) => return vanish::run(args),
+        _ => {}
     }
+    let addr = cli.addr.ok_or("--addr is missing")?;
     let device = Device::open(DeviceConfig {
         pcap: cli.pcap,
-        ..DeviceConfig::new(cli.addr)
+        ..DeviceConfig::new(addr)
     })?;
     let result = match cli.command {
-        Command::Pingpong(args) => pingpong::run(&device, cli.addr, &args),
-        Command::Rping(args) => rping::run(&device, cli.addr, &args),
-        Command::Ops(args) => ops::run(&device, cli.addr, &args),
-        Command::Guestd(args) => guestd::run(&args),
+        Command::Pingpong(args) => pingpong::run(&device, addr, &args),
+        Command::Rping(args) => rping::run(&device, addr, &args),
+        Command::Ops(args) => ops::run(&device, addr, &args),
+        Command::Ucmatose(args) => ucmatose::run(&device, addr, &args),
+        Command::Cm(args) => cm::run(&device, addr, &args),
+        Command::Agent(args) => serve::run(&device, addr, &args),
+        Command::Errors(args) => errors::run(&args),
+        Command::Far(args) => far::run(&args),
+        Command::Vanish(args) => vanish::run(&args),
     };
     println!("counters: {:?}", device.stats());
     result

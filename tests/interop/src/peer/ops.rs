@@ -13,7 +13,10 @@ use roce_verbs::{
 
 use crate::{
     Error,
-    agent::{Agent, AgentMem, AgentPost, pattern},
+    agent::{
+        ALL_ACCESS, Agent, AgentMem, AgentPost, CMP_SWAP, FETCH_ADD, READ, SEND, SEND_IMM, SEND_INV, WRITE, WRITE_IMM,
+        pattern,
+    },
     link::{Far, Link, Wire, addr_gid, gid_addr},
 };
 
@@ -32,21 +35,14 @@ pub(crate) struct Args {
     /// First PSN of both sides.
     #[arg(long, default_value_t = 0x00ff_fff0)]
     psn: u32,
+    /// Local ACK timeout of both sides: 4.096 us * 2^timeout.
+    #[arg(long, default_value_t = 17)]
+    timeout: u8,
     /// How often everything is done.
     #[arg(long, default_value_t = 1)]
     rounds: u64,
 }
 
-// Numbers of ibv_wr_opcode.
-const WRITE: u32 = 0;
-const WRITE_IMM: u32 = 1;
-const SEND: u32 = 2;
-const SEND_IMM: u32 = 3;
-const READ: u32 = 4;
-const CMP_SWAP: u32 = 5;
-const FETCH_ADD: u32 = 6;
-const SEND_INV: u32 = 9;
-const ALL_ACCESS: u32 = 0x1f;
 const WAIT_MS: u32 = 60_000;
 
 struct Test<P: Provider> {
@@ -94,7 +90,7 @@ pub(crate) fn run<P: Provider>(provider: &P, local: IpAddr, args: &Args) -> Resu
     };
     let wire = Wire {
         mtu,
-        timeout: 17,
+        timeout: args.timeout,
         retry_cnt: 6,
         rnr_retry: 6,
         rd_atomic: 8,
@@ -102,7 +98,7 @@ pub(crate) fn run<P: Provider>(provider: &P, local: IpAddr, args: &Args) -> Resu
     link.bring_up(local, psn, far, wire)?;
     let (our_qpn, our_gid) = (link.qp.qpn().value(), addr_gid(local));
     agent.call(&format!("rtr {our_qpn} {our_gid} {} {} 12 8", args.psn, mtu as u8))?;
-    agent.call(&format!("rts {} 17 6 6 8", args.psn))?;
+    agent.call(&format!("rts {} {} 6 6 8", args.psn, args.timeout))?;
     let mut test = Test {
         link,
         agent,

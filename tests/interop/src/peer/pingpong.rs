@@ -121,7 +121,9 @@ pub(crate) fn run<P: Provider>(provider: &P, local: IpAddr, args: &Args) -> Resu
         link.bring_up(local, me.psn, parse(&msg)?, wire)?;
         tcp.write_all(b"done\0")?;
     } else {
-        let (mut tcp, _) = TcpListener::bind((local, args.port))?.accept()?;
+        let listener = TcpListener::bind((local, args.port))?;
+        println!("pingpong: waiting");
+        let (mut tcp, _) = listener.accept()?;
         tcp.read_exact(&mut msg)?;
         link.bring_up(local, me.psn, parse(&msg)?, wire)?;
         tcp.write_all(&emit(me))?;

@@ -213,6 +213,7 @@ pub(crate) fn run<P: Provider>(provider: &P, local: IpAddr, args: &Args) -> Resu
     } else {
         let side = Side::new(provider, args.size)?;
         let _listener = provider.listen(&channel, SocketAddr::new(local, args.port), 4)?;
+        println!("rping: waiting");
         let CmEventKind::ConnectRequest { id, .. } = next::<P>(&channel)?.kind else {
             return Err("the listener got something else than a request".into());
         };

@@ -1,0 +1,261 @@
+//! 2: the connection manager, with `rping`, `ucmatose` and our cm-agent.
+
+use std::time::Duration;
+
+use super::{Ctx, Direction, JUMBO, Scenario, key_lines};
+use crate::{Error, far::Ip, lab::Proc};
+
+pub(super) fn list() -> Vec<Scenario> {
+    use Direction::{KernelToOurs, OursToKernel};
+    let mut all = Vec::new();
+    for ip in Ip::BOTH {
+        let (number, v4) = (if ip == Ip::V4 { 2 } else { 6 }, ip == Ip::V4);
+        let tag = ip.tag();
+        let mut add = |name: &str, direction, ci, run: fn(&mut Ctx<'_>, Ip) -> Result<String, Error>| {
+            let s = Scenario::new(number, format!("{name}-{tag}"), direction, move |c| run(c, ip));
+            all.push(s.peer().ci_if(ci));
+        };
+        add("rping-our-server", KernelToOurs, v4, rping_server);
+        add("rping-our-client", OursToKernel, !v4, rping_client);
+        add("ucmatose-our-server", KernelToOurs, v4, ucmatose_server);
+        add("ucmatose-our-client", OursToKernel, v4, ucmatose_client);
+    }
+    let jumbo = [
+        (
+            "rping-our-server-mtu9000",
+            KernelToOurs,
+            rping_server as fn(&mut Ctx<'_>, Ip) -> Result<String, Error>,
+        ),
+        ("rping-our-client-mtu9000", OursToKernel, rping_client),
+    ];
+    for (name, direction, run) in jumbo {
+        all.push(
+            Scenario::new(2, name, direction, move |c| run(c, Ip::V4))
+                .shape(JUMBO)
+                .peer(),
+        );
+    }
+    for case in CASES {
+        let ours = Scenario::new(2, format!("cm-{}-our-server", case.name), KernelToOurs, |c| {
+            cm_case(c, case, false)
+        });
+        all.push(ours.peer().ci());
+        let theirs = Scenario::new(2, format!("cm-{}-our-client", case.name), OursToKernel, |c| {
+            cm_case(c, case, true)
+        });
+        all.push(theirs.peer().ci());
+    }
+    all.push(Scenario::new(2, "cm-unreachable", KernelToOurs, unreachable));
+    all
+}
+
+pub(super) fn rping_server(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
+    let mut ours = c.ours(ip, "rping", &["rping", "--size", "5000"])?;
+    ours.wait_for("waiting", Duration::from_secs(30))?;
+    let host = c.host(ip)?.to_string();
+    let program = ["rping", "-c", "-V", "-v", "-C", "20", "-S", "5000", "-a", &host];
+    let theirs = c
+        .theirs("their-rping", &program, 240)?
+        .finish(Duration::from_secs(260))?;
+    pings(&theirs)?;
+    let ours = ours.finish(Duration::from_secs(60))?;
+    Ok(format!("{}; kernel: 20 pings validated", key_lines(&ours)))
+}
+
+pub(super) fn rping_client(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
+    let far = c.far.addr(ip)?.to_string();
+    let program = ["rping", "-s", "-V", "-v", "-C", "20", "-S", "5000", "-a", &far];
+    let mut theirs = c.theirs("their-rping", &program, 240)?;
+    let args = ["rping", "--connect", &far, "--size", "5000", "--iters", "20"];
+    let ours = c.ours(ip, "rping", &args)?.finish(Duration::from_secs(260))?;
+    // rping's server does not end well when its client is faster with the disconnect: its output counts.
+    let _ = theirs.finish(Duration::from_secs(60));
+    pings(&theirs.text())?;
+    Ok(format!("{}; kernel: 20 pings seen", key_lines(&ours)))
+}
+
+fn pings(text: &str) -> Result<(), Error> {
+    if text.lines().filter(|l| l.contains("ping data")).count() == 20 {
+        return Ok(());
+    }
+    let short: Vec<String> = text.lines().map(|l| l.chars().take(60).collect()).collect();
+    Err(format!("rping printed:\n{}", short.join("\n")).into())
+}
+
+/// Arguments of ucmatose; ours are the same in long form.
+const MANY: [&str; 6] = ["-c", "5", "-C", "12", "-S", "3000"];
+const OUR_MANY: [&str; 6] = ["--connections", "5", "--messages", "12", "--size", "3000"];
+
+pub(super) fn ucmatose_server(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
+    let mut ours = c.ours(ip, "ucmatose", &[&["ucmatose"][..], &OUR_MANY].concat())?;
+    ours.wait_for("waiting", Duration::from_secs(30))?;
+    let host = c.host(ip)?.to_string();
+    let program = [&["ucmatose", "-s", &host][..], &MANY].concat();
+    let theirs = c
+        .theirs("their-ucmatose", &program, 240)?
+        .finish(Duration::from_secs(260))?;
+    if !theirs.contains("return status 0") {
+        return Err(format!("ucmatose -s printed:\n{theirs}").into());
+    }
+    Ok(key_lines(&ours.finish(Duration::from_secs(60))?))
+}
+
+pub(super) fn ucmatose_client(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
+    let far = c.far.addr(ip)?.to_string();
+    let program = [&["ucmatose", "-b", &far][..], &MANY].concat();
+    let mut theirs = c.theirs("their-ucmatose", &program, 240)?;
+    theirs.wait_for("starting server", Duration::from_secs(30))?;
+    let args = [&["ucmatose", "--connect", &far][..], &OUR_MANY].concat();
+    let ours = c.ours(ip, "ucmatose", &args)?.finish(Duration::from_secs(260))?;
+    let theirs = theirs.finish(Duration::from_secs(60))?;
+    if !theirs.contains("return status 0") {
+        return Err(format!("ucmatose printed:\n{theirs}").into());
+    }
+    Ok(key_lines(&ours))
+}
+
+/// A connection, as both ends shall see it. Private data is in hexadecimal; trailing zeros are not shown.
+struct Case {
+    name: &'static str,
+    /// `accept`, `reject`, or nothing at all listens.
+    server: Option<&'static str>,
+    server_data: &'static str,
+    /// After how many milliseconds each side disconnects.
+    server_hold: Option<&'static str>,
+    client_hold: Option<&'static str>,
+    server_sees: &'static [&'static str],
+    client_sees: &'static [&'static str],
+}
+
+/// 56 bytes, the most that fits beside the RDMA_CM header.
+const CLIENT_DATA: &str = "c0ffee00112233445566778899aabbccddeeff0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef010203040506";
+const REQUEST: &str = "RDMA_CM_EVENT_CONNECT_REQUEST status 0 depth 5 3 data c0ffee00112233445566778899aabbccddeeff0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef010203040506";
+const UP: &str = "RDMA_CM_EVENT_ESTABLISHED status 0 data ";
+const UP_DATA: &str = "RDMA_CM_EVENT_ESTABLISHED status 0 data 5e4f2a";
+const DOWN: &str = "RDMA_CM_EVENT_DISCONNECTED status 0 data ";
+
+const CASES: &[Case] = &[
+    Case {
+        name: "client-disconnects",
+        server: Some("accept"),
+        server_data: "5e4f2a",
+        server_hold: None,
+        client_hold: Some("300"),
+        server_sees: &[REQUEST, UP, DOWN],
+        client_sees: &[UP_DATA, DOWN],
+    },
+    Case {
+        name: "server-disconnects",
+        server: Some("accept"),
+        server_data: "5e4f2a",
+        server_hold: Some("300"),
+        client_hold: None,
+        server_sees: &[REQUEST, UP, DOWN],
+        client_sees: &[UP_DATA, DOWN],
+    },
+    Case {
+        name: "both-disconnect",
+        server: Some("accept"),
+        server_data: "5e4f2a",
+        server_hold: Some("300"),
+        client_hold: Some("300"),
+        server_sees: &[REQUEST, UP, DOWN],
+        client_sees: &[UP_DATA, DOWN],
+    },
+    Case {
+        name: "reject",
+        server: Some("reject"),
+        server_data: "0bad5e",
+        server_hold: None,
+        client_hold: None,
+        server_sees: &[REQUEST],
+        client_sees: &["RDMA_CM_EVENT_REJECTED status 28 data 0bad5e"],
+    },
+    Case {
+        name: "nobody-listens",
+        server: None,
+        server_data: "",
+        server_hold: None,
+        client_hold: None,
+        server_sees: &[],
+        client_sees: &["RDMA_CM_EVENT_REJECTED status 8 data "],
+    },
+];
+
+const PORT: &str = "7200";
+
+/// One side of a connection, ours or the peer's.
+fn side(c: &Ctx<'_>, ours: bool, role: &str, data: &str, hold: Option<&str>) -> Result<Proc, Error> {
+    let (host, far) = (c.host(Ip::V4)?.to_string(), c.far.addr(Ip::V4)?.to_string());
+    if ours {
+        let mut args = vec!["cm", role, "--port", PORT, "--data", data];
+        if role == "connect" {
+            args.extend(["--to", &far]);
+        }
+        if let Some(ms) = hold {
+            args.extend(["--hold", ms]);
+        }
+        return c.ours(Ip::V4, "our-cm", &args);
+    }
+    let data = if data.is_empty() { "-" } else { data };
+    let hold = hold.unwrap_or("-1");
+    if role == "connect" {
+        c.theirs("cm-agent", &["cm-agent", "connect", &host, PORT, "-", data, hold], 120)
+    } else {
+        c.theirs("cm-agent", &["cm-agent", "listen", &far, PORT, role, data, hold], 120)
+    }
+}
+
+fn events(text: &str) -> Vec<&str> {
+    text.lines().filter(|l| l.starts_with("RDMA_CM_EVENT")).collect()
+}
+
+fn cm_case(c: &mut Ctx<'_>, case: &'static Case, our_client: bool) -> Result<String, Error> {
+    let mut server = None;
+    // Our half is needed even if it does not listen: somebody must refuse.
+    let mut idle = None;
+    match case.server {
+        Some(role) => {
+            let mut s = side(c, !our_client, role, case.server_data, case.server_hold)?;
+            s.wait_for("listening", Duration::from_secs(60))?;
+            server = Some(s);
+        }
+        None if !our_client => {
+            let mut device = c.ours(Ip::V4, "our-device", &["cm", "accept", "--port", "7999"])?;
+            device.wait_for("listening", Duration::from_secs(60))?;
+            idle = Some(device);
+        }
+        None => {}
+    }
+    let client = side(c, our_client, "connect", CLIENT_DATA, case.client_hold)?.finish(Duration::from_secs(150))?;
+    let server = server
+        .map(|mut s| s.finish(Duration::from_secs(150)))
+        .transpose()?
+        .unwrap_or_default();
+    drop(idle);
+    for (who, seen, expected) in [
+        ("client", &client, case.client_sees),
+        ("server", &server, case.server_sees),
+    ] {
+        if events(seen) != expected {
+            return Err(format!(
+                "the {who} saw\n{}\nnot\n{}",
+                events(seen).join("\n"),
+                expected.join("\n")
+            )
+            .into());
+        }
+    }
+    Ok("events, reasons and private data as between two kernels: passed".to_owned())
+}
+
+/// Nothing of ours runs: the kernel's requests go unanswered.
+fn unreachable(c: &mut Ctx<'_>) -> Result<String, Error> {
+    let host = c.host(Ip::V4)?.to_string();
+    let program = ["cm-agent", "connect", &host, PORT, "-", "-", "-1"];
+    let text = c.theirs("cm-agent", &program, 300)?.finish(Duration::from_secs(320))?;
+    match events(&text)[..] {
+        ["RDMA_CM_EVENT_UNREACHABLE status -110 data "] => Ok("unreachable after all retries: passed".to_owned()),
+        _ => Err(format!("the client saw\n{text}").into()),
+    }
+}

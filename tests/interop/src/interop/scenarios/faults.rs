@@ -1,0 +1,294 @@
+//! 5: lost, doubled, reordered and late packets; ends that die; a cable that is pulled.
+
+use std::time::{Duration, Instant};
+
+use super::{
+    Ctx, Direction, Scenario, cm, key_lines, ops,
+    rnbd::{self, Mapping, Server, image, with_client},
+};
+use crate::{
+    Error,
+    far::Ip,
+    lab::{Proc, check_stop},
+};
+
+const NETEM: [(&str, &str); 5] = [
+    ("loss1", "loss 1%"),
+    ("loss5", "loss 5%"),
+    ("duplicate", "duplicate 5%"),
+    ("reorder", "delay 3ms reorder 75% 50%"),
+    ("delay", "delay 8ms 4ms"),
+];
+
+pub(super) fn list() -> Vec<Scenario> {
+    use Direction::{Both, KernelToOurs, OursToKernel};
+    let mut all = Vec::new();
+    for (tag, netem) in NETEM {
+        let mut add = |name: &str, direction, ci, run: fn(&mut Ctx<'_>) -> Result<String, Error>| {
+            all.push(
+                Scenario::new(5, format!("{name}-{tag}"), direction, run)
+                    .netem(netem)
+                    .ci_if(ci),
+            );
+        };
+        let one = tag == "loss1";
+        add("ops", Both, one, |c| ops::ops(c, Ip::V4));
+        add("pingpong-our-server", KernelToOurs, false, |c| {
+            ops::pingpong_server(c, Ip::V4)
+        });
+        add("pingpong-our-client", OursToKernel, false, |c| {
+            ops::pingpong_client(c, Ip::V4)
+        });
+        add("rping-our-server", KernelToOurs, false, |c| cm::rping_server(c, Ip::V4));
+        add("rping-our-client", OursToKernel, false, |c| cm::rping_client(c, Ip::V4));
+        add("rnbd-kernel-client", KernelToOurs, one, lossy_kernel_client);
+        add("rnbd-our-client", OursToKernel, tag == "duplicate", |c| {
+            rnbd::our_client(c, Ip::V4, "ram0", true)
+        });
+    }
+    let mut add = |name: &str, direction, ci, run: fn(&mut Ctx<'_>) -> Result<String, Error>| {
+        all.push(Scenario::new(5, name, direction, run).ci_if(ci));
+    };
+    add("link-down-3s-ops", Both, false, link_down_ops);
+    add(
+        "link-down-3s-rnbd-kernel-client",
+        KernelToOurs,
+        true,
+        link_down_kernel_client,
+    );
+    add(
+        "link-down-3s-rnbd-our-client",
+        OursToKernel,
+        false,
+        link_down_our_client,
+    );
+    add("killed-our-server", KernelToOurs, false, our_server_killed);
+    add("killed-our-client", OursToKernel, false, our_client_killed);
+    add("killed-guest-client", KernelToOurs, false, guest_client_killed);
+    add("killed-guest-server", OursToKernel, false, guest_server_killed);
+    all
+}
+
+/// Fewer and smaller requests than without faults: a lost packet costs the kernel up to 4 s.
+fn lossy_kernel_client(c: &mut Ctx<'_>) -> Result<String, Error> {
+    image(c, "disk", 16)?;
+    let server = Server::start(c, Ip::V4, &["disk"], "on")?;
+    let script = "\
+        map s1 disk; head -c 524288 /dev/urandom > /tmp/a; echo sum $(md5sum < /tmp/a)\n\
+        dd if=/tmp/a of=/dev/rnbd0 bs=16k oflag=direct status=none; echo 3 > /proc/sys/vm/drop_caches\n\
+        dd if=/dev/rnbd0 of=/tmp/b bs=16k count=32 iflag=direct status=none; cmp /tmp/a /tmp/b\n\
+        unmap rnbd0; echo 'written and read back equal: passed'\n";
+    let out = with_client(c, Ip::V4, script, 900)?;
+    server.stop()?;
+    same_on_image(c, &out, 524_288)?;
+    Ok(key_lines(&out))
+}
+
+/// The line `sum MD5` of a guest's output is that of the image's start.
+fn same_on_image(c: &Ctx<'_>, out: &str, len: usize) -> Result<(), Error> {
+    let script = format!("head -c {len} {} | md5sum", c.path("disk.img"));
+    let ours = c.tool("md5sum", "bash", &["-c", &script], 60)?;
+    let ours = ours.split_whitespace().next().unwrap_or_default();
+    let theirs = out.lines().find_map(|l| l.strip_prefix("sum ")).unwrap_or_default();
+    if theirs.split_whitespace().next() == Some(ours) {
+        Ok(())
+    } else {
+        Err(format!("the image has {ours}, the guest wrote {theirs}").into())
+    }
+}
+
+/// Pulls the guest's cable for 3 s.
+fn unplug(c: &mut Ctx<'_>) -> Result<(), Error> {
+    c.guest()?.set_link(false)?;
+    std::thread::sleep(Duration::from_secs(3));
+    c.guest()?.set_link(true)
+}
+
+fn link_down_ops(c: &mut Ctx<'_>) -> Result<String, Error> {
+    let (mut agent, at) = c.far.agent("verbs-agent", Ip::V4, &c.dir)?;
+    let at = at.to_string();
+    let args = [
+        "ops",
+        "--agent",
+        &at,
+        "--mtu",
+        c.path_mtu(),
+        "--timeout",
+        "19",
+        "--rounds",
+        "3",
+        "--largest",
+        "1048576",
+    ];
+    let mut ops = c.ours(Ip::V4, "ops", &args)?;
+    std::thread::sleep(Duration::from_secs(1));
+    if !ops.running() {
+        return Err("it was done before the cable was pulled".into());
+    }
+    unplug(c)?;
+    let out = ops.finish(Duration::from_secs(600))?;
+    agent.finish(Duration::from_secs(60))?;
+    Ok(key_lines(&out))
+}
+
+/// In the guest: writes a file over and over again, until that fails. /tmp/rounds counts, /tmp/writer has the end.
+const WRITER: &str = "\
+    map s1 disk; head -c 1048576 /dev/urandom > /tmp/a; echo 0 > /tmp/rounds; rm -f /tmp/writer /tmp/stop\n\
+    (n=0; while [ ! -e /tmp/stop ] && dd if=/tmp/a of=/dev/rnbd0 bs=64k oflag=direct conv=notrunc status=none 2>/tmp/dd-error; \
+        do n=$((n+1)); echo $n > /tmp/rounds; done; echo ended after $n rounds: $(cat /tmp/dd-error) > /tmp/writer) >/dev/null 2>&1 &\n\
+    rounds 2\n";
+/// `rounds N` waits until the writer has done N more.
+const ROUNDS: &str = "\
+    rounds() { want=$(($(cat /tmp/rounds)+$1)); for i in $(seq 1200); do [ $(cat /tmp/rounds) -ge $want ] && return; \
+        [ -e /tmp/writer ] && break; sleep 0.1; done; echo \"the writer is stuck\"; cat /tmp/writer; return 1; }\n";
+
+/// Runs a script in the guest whose modules are loaded already.
+fn more(c: &mut Ctx<'_>, script: &str, seconds: u32) -> Result<String, Error> {
+    let host = c.host(Ip::V4)?;
+    let text = format!(
+        "LAB={} HOST={host}\n{}{ROUNDS}{script}",
+        c.places.lab.display(),
+        rnbd::FUNCTIONS
+    );
+    let guest = c.guest()?;
+    guest
+        .run(&text, seconds)
+        .map_err(|e| format!("{e}\ndmesg:\n{}", guest.dmesg()).into())
+}
+
+fn start_writer(c: &mut Ctx<'_>) -> Result<(), Error> {
+    let script = format!("{}{ROUNDS}{WRITER}", rnbd::INSMOD_CLIENT);
+    more(c, &script, 180).map(drop)
+}
+
+/// Ends the writer, which must not have failed, and compares what it wrote.
+const STOP_WRITER: &str = "\
+    rounds 2; touch /tmp/stop; for i in $(seq 600); do [ -e /tmp/writer ] && break; sleep 0.1; done; cat /tmp/writer\n\
+    cmp -n 1048576 /tmp/a /dev/rnbd0; echo sum $(md5sum < /tmp/a); unmap rnbd0\n";
+
+fn link_down_kernel_client(c: &mut Ctx<'_>) -> Result<String, Error> {
+    image(c, "disk", 16)?;
+    let server = Server::start(c, Ip::V4, &["disk"], "on")?;
+    let result = start_writer(c)
+        .and_then(|()| unplug(c))
+        .and_then(|()| more(c, STOP_WRITER, 300));
+    rnbd::client_down(c)?;
+    let out = result?;
+    server.stop()?;
+    same_on_image(c, &out, 1 << 20)?;
+    if !out.contains("rounds:\n") {
+        return Err(format!("the writer failed: {out}").into());
+    }
+    Ok("no write failed, data equal: passed".to_owned())
+}
+
+/// qemu-io writing for a while through our client.
+fn start_our_writer(c: &Ctx<'_>, mapping: &Mapping, rounds: usize) -> Result<Proc, Error> {
+    let mut args = vec!["-f", "raw"];
+    for _ in 0..rounds {
+        args.extend(["-c", "write -P 0x77 0 8M", "-c", "read -P 0x77 0 8M"]);
+    }
+    args.push(&mapping.url);
+    let mut writer = Proc::spawn("writer", std::process::Command::new("qemu-io").args(args), &c.dir)?;
+    writer.wait_for("wrote", Duration::from_secs(60))?;
+    Ok(writer)
+}
+
+fn link_down_our_client(c: &mut Ctx<'_>) -> Result<String, Error> {
+    rnbd::server_up(c, true)?;
+    let result = Mapping::start(c, Ip::V4, "ram0", Duration::ZERO).and_then(|mapping| {
+        let mut writer = start_our_writer(c, &mapping, 30)?;
+        unplug(c)?;
+        let text = writer.finish(Duration::from_secs(300))?;
+        if text.contains("failed") || text.contains("rror") {
+            return Err(text.into());
+        }
+        mapping.stop()
+    });
+    rnbd::server_down(c)?;
+    result.map(|()| "no request failed, data equal: passed".to_owned())
+}
+
+/// The kernel's client notices by missing heartbeats (25 s), fails what was under way, and connects again by itself.
+fn our_server_killed(c: &mut Ctx<'_>) -> Result<String, Error> {
+    image(c, "disk", 16)?;
+    let mut server = Server::start(c, Ip::V4, &["disk"], "on")?;
+    let result = start_writer(c).and_then(|()| server.kill_and_restart(c)).and_then(|()| {
+        let script = "\
+            for i in $(seq 1200); do [ -e /tmp/writer ] && break; sleep 0.1; done; cat /tmp/writer\n\
+            grep -q 'Input/output error' /tmp/writer\n\
+            for i in $(seq 1800); do [ $(cat /sys/block/rnbd0/rnbd/state) = open ] && \
+                [ $(cat /sys/class/rtrs-client/s1/paths/*/state) = connected ] && break; sleep 0.1; done\n\
+            head -c 1048576 /dev/urandom > /tmp/a; dd if=/tmp/a of=/dev/rnbd0 bs=64k oflag=direct status=none\n\
+            echo 3 > /proc/sys/vm/drop_caches; cmp -n 1048576 /tmp/a /dev/rnbd0; echo sum $(md5sum < /tmp/a); unmap rnbd0\n";
+        more(c, script, 400)
+    });
+    rnbd::client_down(c)?;
+    let out = result?;
+    let again = server.count("session_opened");
+    server.stop()?;
+    same_on_image(c, &out, 1 << 20)?;
+    if again == 0 {
+        return Err("no session with the new server".into());
+    }
+    Ok("writes failed with an I/O error, the session came back, data equal: passed".to_owned())
+}
+
+/// Our server notices that the guest is gone; when the guest comes back it maps under the same name.
+fn guest_client_killed(c: &mut Ctx<'_>) -> Result<String, Error> {
+    image(c, "disk", 16)?;
+    let server = Server::start(c, Ip::V4, &["disk"], "on")?;
+    start_writer(c)?;
+    c.guest()?.kill();
+    let until = Instant::now() + Duration::from_secs(60);
+    while server.count("session_closed") == 0 {
+        check_stop()?;
+        if Instant::now() > until {
+            return Err(format!("the server still holds the session:\n{}", server.process.text()).into());
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    c.guest()?.reboot()?;
+    let script = "\
+        map s1 disk; head -c 1048576 /dev/urandom > /tmp/a; dd if=/tmp/a of=/dev/rnbd0 bs=64k oflag=direct status=none\n\
+        cmp -n 1048576 /tmp/a /dev/rnbd0; echo sum $(md5sum < /tmp/a); unmap rnbd0; echo 'mapped again: passed'\n";
+    let out = with_client(c, Ip::V4, script, 240)?;
+    server.stop()?;
+    same_on_image(c, &out, 1 << 20)?;
+    Ok(format!("session ended; {}", key_lines(&out)))
+}
+
+/// Our client reports an error and ends; when the guest comes back a new one works.
+fn guest_server_killed(c: &mut Ctx<'_>) -> Result<String, Error> {
+    rnbd::server_up(c, true)?;
+    let mut mapping = Mapping::start(c, Ip::V4, "ram0", Duration::ZERO)?;
+    let mut writer = start_our_writer(c, &mapping, 200)?;
+    c.guest()?.kill();
+    // qemu-io says so and goes on, or exits with an error.
+    let _ = writer.finish(Duration::from_secs(120));
+    let text = writer.text();
+    let ended = mapping.process.finish(Duration::from_secs(120)).is_err();
+    let said = mapping.process.text();
+    c.guest()?.reboot()?;
+    if !text.contains("failed") || !ended {
+        return Err(format!("qemu-io said: {text}\nmap said: {said}").into());
+    }
+    drop(mapping);
+    let again = rnbd::our_client(c, Ip::V4, "ram0", true)?;
+    Ok(format!("requests failed, the client ended with an error; then {again}"))
+}
+
+/// The kernel's server notices that our client is gone (25 s) and gives the device to the next.
+fn our_client_killed(c: &mut Ctx<'_>) -> Result<String, Error> {
+    rnbd::server_up(c, true)?;
+    let result = Mapping::start(c, Ip::V4, "ram0", Duration::ZERO).and_then(|mut mapping| {
+        let mut writer = start_our_writer(c, &mapping, 200)?;
+        mapping.process.kill();
+        let _ = writer.finish(Duration::from_secs(120));
+        let again = Mapping::start(c, Ip::V4, "ram0", Duration::from_secs(120))?;
+        again.io(c, "again", &["write -P 0x11 0 1M", "flush", "read -P 0x11 0 1M"], 120)?;
+        again.stop()
+    });
+    rnbd::server_down(c)?;
+    result.map(|()| "mapped again, data equal: passed".to_owned())
+}

@@ -1,0 +1,216 @@
+//! The scenarios, as data; what they do is in the modules.
+
+mod cm;
+mod errors;
+mod faults;
+mod ops;
+mod peer;
+mod rnbd;
+
+use std::{net::IpAddr, path::PathBuf, process::Command, time::Duration};
+
+use crate::{
+    Error,
+    far::{Far, Ip},
+    guest::{Guest, Shape},
+    lab::{Places, Proc},
+};
+
+/// What a scenario works with.
+pub(crate) struct Ctx<'a> {
+    /// Its guest; a peer that is another host has none.
+    pub(crate) guest: Option<&'a mut Guest>,
+    /// A second guest, if the scenario asked for one.
+    pub(crate) second: Option<&'a mut Guest>,
+    /// The host on the other end: the guest, or the peer.
+    pub(crate) far: Far,
+    /// Our addresses towards it.
+    pub(crate) local: [Option<IpAddr>; 2],
+    /// Interface MTU towards it.
+    pub(crate) mtu: u32,
+    /// Logs, captures and images of this scenario.
+    pub(crate) dir: PathBuf,
+    pub(crate) places: &'a Places,
+    /// Packets are lost: less data will do.
+    pub(crate) lossy: bool,
+}
+
+/// Who asks whom.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Direction {
+    OursToKernel,
+    KernelToOurs,
+    Both,
+    KernelToKernel,
+}
+
+impl Direction {
+    pub(crate) const fn text(self) -> &'static str {
+        match self {
+            Self::OursToKernel => "ours → kernel",
+            Self::KernelToOurs => "kernel → ours",
+            Self::Both => "both",
+            Self::KernelToKernel => "kernel → kernel",
+        }
+    }
+}
+
+type Run = Box<dyn Fn(&mut Ctx<'_>) -> Result<String, Error>>;
+
+/// A scenario.
+pub(crate) struct Scenario {
+    pub(crate) name: String,
+    /// Item of the list in the issue.
+    pub(crate) number: u8,
+    pub(crate) direction: Direction,
+    /// Part of the short set.
+    pub(crate) ci: bool,
+    pub(crate) shape: Shape,
+    /// Arguments of netem, both ways.
+    pub(crate) netem: Option<&'static str>,
+    pub(crate) guests: u8,
+    /// Runs against another host as well.
+    pub(crate) peer: bool,
+    pub(crate) run: Run,
+}
+
+pub(crate) const SMALL: Shape = Shape { cpus: 1, mtu: 1500 };
+pub(crate) const JUMBO: Shape = Shape { cpus: 4, mtu: 9000 };
+
+impl Scenario {
+    fn new(
+        number: u8,
+        name: impl Into<String>,
+        direction: Direction,
+        run: impl Fn(&mut Ctx<'_>) -> Result<String, Error> + 'static,
+    ) -> Self {
+        Self {
+            name: name.into(),
+            number,
+            direction,
+            ci: false,
+            shape: SMALL,
+            netem: None,
+            guests: 1,
+            peer: false,
+            run: Box::new(run),
+        }
+    }
+
+    fn ci(self) -> Self {
+        self.ci_if(true)
+    }
+
+    fn ci_if(mut self, ci: bool) -> Self {
+        self.ci = ci;
+        self
+    }
+
+    fn shape(mut self, shape: Shape) -> Self {
+        self.shape = shape;
+        self
+    }
+
+    fn netem(mut self, what: &'static str) -> Self {
+        self.netem = Some(what);
+        self
+    }
+
+    fn guests(mut self, count: u8) -> Self {
+        self.guests = count;
+        self
+    }
+
+    fn peer(mut self) -> Self {
+        self.peer = true;
+        self
+    }
+
+    /// For the table.
+    pub(crate) fn setting(&self) -> String {
+        let Shape { cpus, mtu } = self.shape;
+        let cpus = if cpus == 1 {
+            "1 CPU".to_owned()
+        } else {
+            format!("{cpus} CPUs")
+        };
+        let netem = self.netem.map(|n| format!(", netem {n}")).unwrap_or_default();
+        format!("{cpus}, MTU {mtu}{netem}")
+    }
+}
+
+/// All scenarios; those of one guest shape stand together, so that a guest is booted once.
+pub(crate) fn all() -> Vec<Scenario> {
+    let mut all = Vec::new();
+    for list in [
+        ops::list(),
+        cm::list(),
+        errors::list(),
+        rnbd::list(),
+        faults::list(),
+        peer::list(),
+    ] {
+        all.extend(list);
+    }
+    all.sort_by_key(|s| (s.guests, s.shape.mtu, s.shape.cpus));
+    all
+}
+
+impl Ctx<'_> {
+    /// The guest of a scenario that can't run without one.
+    pub(crate) fn guest(&mut self) -> Result<&mut Guest, Error> {
+        self.guest
+            .as_deref_mut()
+            .ok_or_else(|| "needs a guest of the lab".into())
+    }
+
+    /// Our address.
+    pub(crate) fn host(&self, ip: Ip) -> Result<IpAddr, Error> {
+        self.local[usize::from(ip == Ip::V6)].ok_or_else(|| format!("no address of IP{} here", ip.tag()).into())
+    }
+
+    /// The path MTU that the interface carries, bytes.
+    pub(crate) fn path_mtu(&self) -> &'static str {
+        if self.mtu >= 4096 + 96 { "4096" } else { "1024" }
+    }
+
+    /// Starts one of our own programs of `ferroce-lab`.
+    pub(crate) fn ours(&self, ip: Ip, name: &str, args: &[&str]) -> Result<Proc, Error> {
+        let mut command = Command::new(&self.places.peer);
+        command.args(["--addr", &self.host(ip)?.to_string()]).args(args);
+        Proc::spawn(name, &mut command, &self.dir)
+    }
+
+    /// Starts the `ferroce` program.
+    pub(crate) fn ferroce(&self, name: &str, args: &[&str]) -> Result<Proc, Error> {
+        Proc::spawn(name, Command::new(&self.places.ferroce).args(args), &self.dir)
+    }
+
+    /// Starts a program on the other end.
+    pub(crate) fn theirs(&self, name: &str, program: &[&str], seconds: u32) -> Result<Proc, Error> {
+        self.far.start(name, program, seconds, &self.dir)
+    }
+
+    /// Runs a program here to its end.
+    pub(crate) fn tool(&self, name: &str, program: &str, args: &[&str], seconds: u64) -> Result<String, Error> {
+        Proc::spawn(name, Command::new(program).args(args), &self.dir)?.finish(Duration::from_secs(seconds))
+    }
+
+    /// A path in the scenario's folder.
+    pub(crate) fn path(&self, name: &str) -> String {
+        self.dir.join(name).display().to_string()
+    }
+
+    /// A path for a socket.
+    pub(crate) fn socket(&self, name: &str) -> String {
+        self.places.run.join(name).display().to_string()
+    }
+}
+
+/// The lines of a program's output that a report keeps.
+fn key_lines(text: &str) -> String {
+    text.lines()
+        .filter(|l| l.contains("passed") || l.contains("iters") || l.contains("usec"))
+        .collect::<Vec<_>>()
+        .join("; ")
+}

@@ -1,0 +1,88 @@
+//! 1 and 6: every RC operation, and `ibv_rc_pingpong`.
+
+use std::time::Duration;
+
+use super::{Ctx, Direction, JUMBO, SMALL, Scenario, key_lines};
+use crate::{Error, far::Ip};
+
+pub(super) fn list() -> Vec<Scenario> {
+    let mut all = Vec::new();
+    for shape in [SMALL, JUMBO] {
+        for ip in Ip::BOTH {
+            let number = if ip == Ip::V4 { 1 } else { 6 };
+            let name = format!("ops-{}-mtu{}", ip.tag(), shape.mtu);
+            let ci = (ip == Ip::V6) != (shape == JUMBO);
+            let ops = Scenario::new(number, name, Direction::Both, move |c| ops(c, ip)).shape(shape);
+            all.push(ops.peer().ci_if(ci));
+            let tail = format!("{}-mtu{}", ip.tag(), shape.mtu);
+            let theirs = Scenario::new(
+                number,
+                format!("pingpong-our-server-{tail}"),
+                Direction::KernelToOurs,
+                move |c| pingpong_server(c, ip),
+            );
+            all.push(theirs.shape(shape).peer().ci_if(ip == Ip::V4 && shape == SMALL));
+            let ours = Scenario::new(
+                number,
+                format!("pingpong-our-client-{tail}"),
+                Direction::OursToKernel,
+                move |c| pingpong_client(c, ip),
+            );
+            all.push(ours.shape(shape).peer().ci_if(ip == Ip::V6 && shape == SMALL));
+        }
+    }
+    all
+}
+
+/// `ferroce-lab ops` against the peer's verbs-agent.
+pub(super) fn ops(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
+    let (mut agent, at) = c.far.agent("verbs-agent", ip, &c.dir)?;
+    // With packets lost every operation takes longer; and all paths through the code come with small messages, too.
+    let largest = if c.lossy { "65536" } else { "8388608" };
+    let args = [
+        "ops",
+        "--agent",
+        &at.to_string(),
+        "--mtu",
+        c.path_mtu(),
+        "--largest",
+        largest,
+    ];
+    let out = c.ours(ip, "ops", &args)?.finish(Duration::from_secs(900))?;
+    agent.finish(Duration::from_secs(60))?;
+    Ok(key_lines(&out))
+}
+
+const COUNT: [&str; 4] = ["-s", "20000", "-n", "300"];
+const OUR_COUNT: [&str; 4] = ["--size", "20000", "--iters", "300"];
+
+fn theirs(c: &Ctx<'_>, ip: Ip) -> Result<Vec<String>, Error> {
+    let gid = c.far.gid(ip, &c.dir)?;
+    let words = ["ibv_rc_pingpong", "-d", &gid.device, "-g", &gid.index];
+    Ok(words.into_iter().chain(COUNT).map(str::to_owned).collect())
+}
+
+pub(super) fn pingpong_server(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
+    let mut program = theirs(c, ip)?;
+    program.push(c.host(ip)?.to_string());
+    let mut ours = c.ours(ip, "pingpong", &[&["pingpong"][..], &OUR_COUNT].concat())?;
+    ours.wait_for("waiting", Duration::from_secs(30))?;
+    let words: Vec<&str> = program.iter().map(String::as_str).collect();
+    let theirs = c
+        .theirs("ibv_rc_pingpong", &words, 300)?
+        .finish(Duration::from_secs(320))?;
+    let ours = ours.finish(Duration::from_secs(60))?;
+    Ok(format!("{}; kernel: {}", key_lines(&ours), key_lines(&theirs)))
+}
+
+pub(super) fn pingpong_client(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
+    let program = theirs(c, ip)?;
+    let words: Vec<&str> = program.iter().map(String::as_str).collect();
+    let mut theirs = c.theirs("ibv_rc_pingpong", &words, 300)?;
+    // Our client tries until the server listens.
+    let host = c.far.addr(ip)?.to_string();
+    let args = [&["pingpong", "--connect", &host][..], &OUR_COUNT].concat();
+    let ours = c.ours(ip, "pingpong", &args)?.finish(Duration::from_secs(320))?;
+    let theirs = theirs.finish(Duration::from_secs(60))?;
+    Ok(format!("{}; kernel: {}", key_lines(&ours), key_lines(&theirs)))
+}

@@ -1,0 +1,473 @@
+//! 3 and 4: block devices, with the kernel as client and as server.
+
+use std::{
+    fs,
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use super::{Ctx, Direction, JUMBO, SMALL, Scenario, key_lines};
+use crate::{
+    Error,
+    far::Ip,
+    guest::Shape,
+    lab::{Proc, check_stop},
+};
+
+pub(super) fn list() -> Vec<Scenario> {
+    use Direction::{KernelToOurs, OursToKernel};
+    let mut all = Vec::new();
+    let shapes = [SMALL, JUMBO, Shape { cpus: 4, mtu: 1500 }, Shape { cpus: 1, mtu: 9000 }];
+    for shape in shapes {
+        for inv in ["on", "off"] {
+            let tail = format!("{}cpu-mtu{}-inv-{inv}", shape.cpus, shape.mtu);
+            let client = Scenario::new(3, format!("rnbd-kernel-client-{tail}"), KernelToOurs, move |c| {
+                kernel_client(c, Ip::V4, inv)
+            });
+            all.push(
+                client
+                    .shape(shape)
+                    .ci_if(shape == SMALL && inv == "on" || shape == JUMBO && inv == "off"),
+            );
+            // Two of the shapes will do for our client: it is the guest's CPUs and MTU that vary.
+            if shape == SMALL || shape == JUMBO {
+                let server = Scenario::new(4, format!("rnbd-our-client-{tail}"), OursToKernel, move |c| {
+                    our_client(c, Ip::V4, "ram0", inv == "on")
+                });
+                all.push(server.shape(shape).ci_if((shape == SMALL) == (inv == "on")));
+            }
+        }
+    }
+    let mut add = |number, name: &str, direction, ci, run: fn(&mut Ctx<'_>) -> Result<String, Error>| {
+        all.push(Scenario::new(number, name, direction, run).ci_if(ci));
+    };
+    add(6, "rnbd-kernel-client-v6", KernelToOurs, false, |c| {
+        kernel_client(c, Ip::V6, "on")
+    });
+    add(3, "rnbd-kernel-client-read-only", KernelToOurs, true, read_only);
+    add(3, "rnbd-kernel-client-wrong-name", KernelToOurs, true, wrong_name);
+    add(3, "rnbd-kernel-client-two-devices", KernelToOurs, true, two_devices);
+    add(3, "rnbd-kernel-client-idle", KernelToOurs, true, idle);
+    add(4, "rnbd-our-client-loop-device", OursToKernel, true, |c| {
+        our_client(c, Ip::V4, "loop0", true)
+    });
+    add(4, "rnbd-our-client-wrong-name", OursToKernel, false, our_wrong_name);
+    add(4, "rnbd-our-client-read-only", OursToKernel, false, our_read_only);
+    add(6, "rnbd-our-client-v6", OursToKernel, true, |c| {
+        our_client(c, Ip::V6, "ram0", true)
+    });
+    all
+}
+
+pub(super) const INSMOD_CLIENT: &str = "modprobe -q rdma_cm; modprobe -q ib_core\n\
+    for m in rtrs/rtrs-core rtrs/rtrs-client rnbd/rnbd-client; do insmod $LAB/$m.ko || exit 1; done\n";
+const RMMOD_CLIENT: &str = "for d in /sys/block/rnbd*/rnbd; do [ -e $d ] && echo force >$d/unmap_device; done; sleep 0.5\n\
+    rmmod rnbd_client; rmmod rtrs_client; rmmod rtrs_core; true";
+const RMMOD_SERVER: &str = "rmmod rnbd_server; rmmod rtrs_server; rmmod rtrs_core; losetup -D; true";
+
+/// Shell functions that the scripts of all scenarios with the kernel's client use.
+pub(super) const FUNCTIONS: &str = "\
+    set -e\n\
+    map() { echo \"sessname=$1 path=ip:$HOST device_path=$2 $3\" > /sys/class/rnbd-client/ctl/map_device; \
+        for i in $(seq 100); do [ -b /dev/rnbd0 ] && break; sleep 0.1; done; }\n\
+    unmap() { for i in $(seq 50); do echo normal > /sys/block/$1/rnbd/unmap_device && break; sleep 0.2; done; }\n";
+
+/// A server of ours.
+pub(super) struct Server {
+    pub(super) process: Proc,
+    exports: Vec<String>,
+    ip: Ip,
+    invalidate: String,
+}
+
+impl Server {
+    /// Serves images of the scenario's folder: names, perhaps with `,ro`.
+    pub(super) fn start(c: &Ctx<'_>, ip: Ip, exports: &[&str], invalidate: &str) -> Result<Self, Error> {
+        let exports: Vec<String> = exports.iter().map(|&e| e.to_owned()).collect();
+        let process = Self::spawn(c, ip, &exports, invalidate)?;
+        Ok(Self {
+            process,
+            exports,
+            ip,
+            invalidate: invalidate.to_owned(),
+        })
+    }
+
+    fn spawn(c: &Ctx<'_>, ip: Ip, exports: &[String], invalidate: &str) -> Result<Proc, Error> {
+        let host = c.host(ip)?.to_string();
+        let mut args = vec!["serve", "--listen", &host, "--always-invalidate", invalidate, "--json"];
+        let specs: Vec<String> = exports
+            .iter()
+            .map(|e| {
+                let (name, ro) = e.split_once(',').map_or((e.as_str(), ""), |(name, _)| (name, ",ro"));
+                format!("{name}={}{ro}", c.path(&format!("{name}.img")))
+            })
+            .collect();
+        for spec in &specs {
+            args.extend(["--export", spec]);
+        }
+        let mut process = c.ferroce("serve", &args)?;
+        process.wait_for("\"listening\"", Duration::from_secs(30))?;
+        Ok(process)
+    }
+
+    /// Kills the process and starts another one on the same images.
+    pub(super) fn kill_and_restart(&mut self, c: &Ctx<'_>) -> Result<(), Error> {
+        self.process.kill();
+        self.process = Self::spawn(c, self.ip, &self.exports, &self.invalidate)?;
+        Ok(())
+    }
+
+    /// How often an event was reported so far.
+    pub(super) fn count(&self, event: &str) -> usize {
+        let name = format!("\"event\":\"{event}\"");
+        self.process.text().lines().filter(|l| l.contains(&name)).count()
+    }
+
+    /// Ends it the regular way.
+    pub(super) fn stop(mut self) -> Result<(), Error> {
+        self.process.interrupt();
+        self.process.finish(Duration::from_secs(30)).map(drop)
+    }
+}
+
+/// Makes an empty image.
+pub(super) fn image(c: &Ctx<'_>, name: &str, mib: u64) -> Result<(), Error> {
+    fs::File::create(c.path(&format!("{name}.img")))?.set_len(mib << 20)?;
+    Ok(())
+}
+
+/// Checks the image's file system on our side.
+pub(super) fn fsck(c: &Ctx<'_>, name: &str) -> Result<String, Error> {
+    let text = c.tool("e2fsck", "e2fsck", &["-fn", &c.path(&format!("{name}.img"))], 120)?;
+    Ok(text.lines().last().unwrap_or_default().to_owned())
+}
+
+/// Runs a script in the guest with the client modules loaded; they are unloaded afterwards in any case.
+pub(super) fn with_client(c: &mut Ctx<'_>, ip: Ip, script: &str, seconds: u32) -> Result<String, Error> {
+    let (lab, host) = (c.places.lab.display().to_string(), c.host(ip)?);
+    let text = format!("LAB={lab} HOST={host}\n{INSMOD_CLIENT}{FUNCTIONS}{script}");
+    let guest = c.guest()?;
+    let out = guest
+        .run(&text, seconds)
+        .map_err(|e| format!("{e}\ndmesg:\n{}", guest.dmesg()));
+    let clean = client_down(c);
+    let out = out?;
+    clean.map(|()| out)
+}
+
+/// Unmaps what is left and unloads the client modules.
+pub(super) fn client_down(c: &mut Ctx<'_>) -> Result<(), Error> {
+    let (_, text) = c.guest()?.try_run(RMMOD_CLIENT, 120)?;
+    if text.contains("rmmod: ERROR") {
+        return Err(format!("the kernel's modules can't be unloaded: {text}").into());
+    }
+    Ok(())
+}
+
+/// mkfs, copy, fsck, compare, unmap, map again, compare.
+const TREE: &str = "\
+    map s1 disk; ls /sys/class/rtrs-client/s1/paths; blockdev --getsize64 /dev/rnbd0; mkdir -p /mnt/r\n\
+    mkfs.ext4 -q /dev/rnbd0; mount -t ext4 /dev/rnbd0 /mnt/r\n\
+    cp -a /usr/include/linux /usr/include/rdma /mnt/r/; sync; umount /mnt/r\n\
+    fsck.ext4 -fn /dev/rnbd0; echo 3 > /proc/sys/vm/drop_caches\n\
+    mount -t ext4 /dev/rnbd0 /mnt/r\n\
+    diff -r --no-dereference /usr/include/linux /mnt/r/linux; diff -r /usr/include/rdma /mnt/r/rdma; umount /mnt/r\n\
+    unmap rnbd0; map s1 disk; mount -o ro -t ext4 /dev/rnbd0 /mnt/r\n\
+    diff -r /usr/include/rdma /mnt/r/rdma && echo 'trees equal: passed'; umount /mnt/r; unmap rnbd0\n";
+
+/// The kernel's RNBD client maps our server.
+pub(super) fn kernel_client(c: &mut Ctx<'_>, ip: Ip, invalidate: &str) -> Result<String, Error> {
+    image(c, "disk", 64)?;
+    let server = Server::start(c, ip, &["disk"], invalidate)?;
+    let out = with_client(c, ip, TREE, 600)?;
+    server.stop()?;
+    Ok(format!(
+        "{}; image on the server: {}",
+        key_lines(&out),
+        fsck(c, "disk")?
+    ))
+}
+
+fn read_only(c: &mut Ctx<'_>) -> Result<String, Error> {
+    image(c, "disk", 16)?;
+    image(c, "other", 16)?;
+    let disk = c.path("disk.img");
+    c.tool("mkfs", "mkfs.ext4", &["-q", "-d", "/usr/include/rdma", &disk], 60)?;
+    let server = Server::start(c, Ip::V4, &["disk,ro", "other"], "on")?;
+    let script = "\
+        if map s1 disk 2>/tmp/err; then echo 'read-write of a read-only export was granted'; exit 1; fi; cat /tmp/err\n\
+        map s1 disk access_mode=ro; cat /sys/block/rnbd0/rnbd/access_mode; mkdir -p /mnt/r\n\
+        [ $(blockdev --getro /dev/rnbd0) = 1 ]\n\
+        if dd if=/dev/zero of=/dev/rnbd0 bs=4k count=1 oflag=direct; then echo 'a write got through'; exit 1; fi\n\
+        mount -o ro -t ext4 /dev/rnbd0 /mnt/r; diff -r /usr/include/rdma /mnt/r && echo 'read-only tree equal: passed'\n\
+        umount /mnt/r; unmap rnbd0\n\
+        map s1 other access_mode=ro; [ $(blockdev --getro /dev/rnbd0) = 1 ]; unmap rnbd0\n";
+    let before = fs::read(&disk)?;
+    let out = with_client(c, Ip::V4, script, 120)?;
+    server.stop()?;
+    if fs::read(&disk)? != before {
+        return Err("the image has changed".into());
+    }
+    Ok(key_lines(&out))
+}
+
+fn wrong_name(c: &mut Ctx<'_>) -> Result<String, Error> {
+    image(c, "disk", 16)?;
+    let server = Server::start(c, Ip::V4, &["disk"], "on")?;
+    let script = "\
+        for name in nothing ../disk disk/ di; do\n\
+            if echo \"sessname=s1 path=ip:$HOST device_path=$name\" > /sys/class/rnbd-client/ctl/map_device; \
+                then echo \"$name was mapped\"; exit 1; fi\n\
+        done\n\
+        map s1 disk; dd if=/dev/rnbd0 of=/dev/null bs=1M count=4 iflag=direct; unmap rnbd0; echo 'refused, then mapped: passed'\n";
+    let out = with_client(c, Ip::V4, script, 120)?;
+    server.stop()?;
+    Ok(key_lines(&out))
+}
+
+fn two_devices(c: &mut Ctx<'_>) -> Result<String, Error> {
+    image(c, "one", 16)?;
+    image(c, "two", 24)?;
+    let server = Server::start(c, Ip::V4, &["one", "two"], "on")?;
+    let script = "\
+        map s1 one; map s1 two; for i in $(seq 100); do [ -b /dev/rnbd1 ] && break; sleep 0.1; done\n\
+        [ $(blockdev --getsize64 /dev/rnbd0) = $((16<<20)) ]; [ $(blockdev --getsize64 /dev/rnbd1) = $((24<<20)) ]\n\
+        [ $(ls /sys/class/rtrs-client | grep -c s1) = 1 ]\n\
+        if map s1 one; then echo 'mapped twice'; exit 1; fi\n\
+        head -c 6000000 /dev/urandom > /tmp/a; head -c 6000000 /dev/urandom > /tmp/b\n\
+        dd if=/tmp/a of=/dev/rnbd0 bs=64k conv=fsync status=none & dd if=/tmp/b of=/dev/rnbd1 bs=64k conv=fsync status=none; wait\n\
+        echo 3 > /proc/sys/vm/drop_caches\n\
+        cmp -n 6000000 /tmp/a /dev/rnbd0; cmp -n 6000000 /tmp/b /dev/rnbd1\n\
+        unmap rnbd0; cmp -n 6000000 /tmp/b /dev/rnbd1; unmap rnbd1; echo 'both devices kept their data: passed'\n";
+    let out = with_client(c, Ip::V4, script, 240)?;
+    let sessions = server.count("session_opened");
+    server.stop()?;
+    if sessions != 1 {
+        return Err(format!("{sessions} sessions were opened").into());
+    }
+    Ok(key_lines(&out))
+}
+
+/// Both sides keep the session alive while nothing else goes on.
+fn idle(c: &mut Ctx<'_>) -> Result<String, Error> {
+    image(c, "disk", 16)?;
+    let server = Server::start(c, Ip::V4, &["disk"], "on")?;
+    let script = "\
+        map s1 disk; dd if=/dev/urandom of=/dev/rnbd0 bs=64k count=4 oflag=direct status=none; sleep 22\n\
+        [ $(cat /sys/block/rnbd0/rnbd/state) = open ]; [ $(cat /sys/class/rtrs-client/s1/paths/*/state) = connected ]\n\
+        cat /sys/class/rtrs-client/s1/paths/*/stats/reconnects\n\
+        dd if=/dev/rnbd0 of=/dev/null bs=64k count=4 iflag=direct status=none; unmap rnbd0; echo 'alive after 22 s: passed'\n";
+    let out = with_client(c, Ip::V4, script, 120)?;
+    let (opened, closed) = (server.count("session_opened"), server.count("error"));
+    server.stop()?;
+    if (opened, closed) != (1, 0) {
+        return Err(format!("{opened} sessions were opened, {closed} errors reported").into());
+    }
+    let (ours, theirs) = heartbeats(c)?;
+    if ours == 0 || theirs == 0 {
+        return Err(format!("{ours} heartbeats from us, {theirs} from the kernel").into());
+    }
+    Ok(format!(
+        "{}; heartbeats: {ours} from us, {theirs} from the kernel",
+        key_lines(&out)
+    ))
+}
+
+/// Counts heartbeats and their answers (immediate types 8 and 9 of rtrs-pri.h) by sender in the capture so far.
+fn heartbeats(c: &Ctx<'_>) -> Result<(usize, usize), Error> {
+    let (pcap, host) = (c.path("wire.pcap"), c.host(Ip::V4)?.to_string());
+    let program = c.places.ferroce.display().to_string();
+    // The capture's end may be missing: it is still being written.
+    let mut check = Proc::spawn(
+        "pcap-heartbeats",
+        std::process::Command::new(program).args(["pcap", "check", &pcap]),
+        &c.dir,
+    )?;
+    let _ = check.finish(Duration::from_secs(60));
+    let text = check.text();
+    let beats = || {
+        text.lines()
+            .filter(|l| l.contains("imm 0x8000") || l.contains("imm 0x9000"))
+    };
+    let from_us = |l: &&str| l.contains(&format!(" {host}:")) && l.find(&host) < l.find('>');
+    let ours = beats().filter(from_us).count();
+    Ok((ours, beats().count() - ours))
+}
+
+/// Brings the kernel's server up with its devices.
+pub(super) fn server_up(c: &mut Ctx<'_>, invalidate: bool) -> Result<(), Error> {
+    let (lab, yes) = (c.places.lab.display().to_string(), if invalidate { "Y" } else { "N" });
+    let script = format!(
+        "set -e; L={lab}; modprobe -q rdma_cm; modprobe -q ib_core; [ -b /dev/ram0 ] || modprobe brd rd_size=65536 rd_nr=2\n\
+         insmod $L/rtrs/rtrs-core.ko; insmod $L/rtrs/rtrs-server.ko always_invalidate={yes}; insmod $L/rnbd/rnbd-server.ko\n\
+         [ -e /tmp/loop.img ] || truncate -s 64M /tmp/loop.img; losetup /dev/loop0 /tmp/loop.img; blockdev --getsize64 /dev/ram0\n"
+    );
+    c.guest()?.run(&script, 120).map(drop)
+}
+
+pub(super) fn server_down(c: &mut Ctx<'_>) -> Result<(), Error> {
+    c.guest()?.try_run(RMMOD_SERVER, 120).map(drop)
+}
+
+/// A mapping of ours: an NBD socket.
+pub(super) struct Mapping {
+    pub(super) process: Proc,
+    pub(super) url: String,
+}
+
+impl Mapping {
+    fn spawn(c: &Ctx<'_>, ip: Ip, device: &str, more: &[&str]) -> Result<Self, Error> {
+        let (path, nbd) = (format!("{},{}", c.host(ip)?, c.far.addr(ip)?), c.socket("nbd.sock"));
+        let device = format!("newroot/dev/{device}");
+        let mut args = vec![
+            "map",
+            "--session",
+            "ours",
+            "--path",
+            &path,
+            "--device",
+            &device,
+            "--nbd",
+            &nbd,
+        ];
+        args.extend(more);
+        let process = c.ferroce("map", &args)?;
+        let url = format!("nbd+unix:///?socket={nbd}");
+        Ok(Self { process, url })
+    }
+
+    /// Maps; tries again for a while when the server still holds the device for somebody who is gone.
+    pub(super) fn start(c: &Ctx<'_>, ip: Ip, device: &str, patience: Duration) -> Result<Self, Error> {
+        let until = Instant::now() + patience;
+        loop {
+            let mut mapping = Self::spawn(c, ip, device, &[])?;
+            match mapping.process.wait_for("mapped ", Duration::from_secs(60)) {
+                Ok(()) => return Ok(mapping),
+                Err(e) if Instant::now() > until => return Err(e),
+                Err(_) => std::thread::sleep(Duration::from_secs(2)),
+            }
+            check_stop()?;
+        }
+    }
+
+    pub(super) fn stop(mut self) -> Result<(), Error> {
+        self.process.interrupt();
+        self.process.finish(Duration::from_secs(30)).map(drop)
+    }
+
+    /// qemu-io commands, all of which must succeed.
+    pub(super) fn io(&self, c: &Ctx<'_>, name: &str, commands: &[&str], seconds: u64) -> Result<String, Error> {
+        let mut args = vec!["-f", "raw"];
+        for command in commands {
+            args.extend(["-c", command]);
+        }
+        args.push(&self.url);
+        let text = c.tool(name, "qemu-io", &args, seconds)?;
+        if text.contains("failed") || text.contains("error") {
+            return Err(format!("qemu-io: {text}").into());
+        }
+        Ok(text)
+    }
+}
+
+/// Bytes that are not the same anywhere.
+pub(super) fn random_file(path: &Path, size: usize, seed: u64) -> Result<Vec<u8>, Error> {
+    let mut data = vec![0u8; size];
+    let mut x = seed | 1;
+    for word in data.chunks_mut(8) {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        word.copy_from_slice(&x.to_le_bytes()[..word.len()]);
+    }
+    fs::write(path, &data)?;
+    Ok(data)
+}
+
+/// Our RNBD client uses the kernel's server.
+pub(super) fn our_client(c: &mut Ctx<'_>, ip: Ip, device: &'static str, invalidate: bool) -> Result<String, Error> {
+    server_up(c, invalidate)?;
+    let result = our_client_work(c, ip, device);
+    let result = result.map_err(|e| {
+        format!(
+            "{e}\ndmesg:\n{}",
+            c.guest().map_or_else(|e| e.to_string(), |g| g.dmesg())
+        )
+    });
+    server_down(c)?;
+    Ok(result?)
+}
+
+fn our_client_work(c: &Ctx<'_>, ip: Ip, device: &str) -> Result<String, Error> {
+    let map = Mapping::start(c, ip, device, Duration::ZERO)?;
+    // Lost packets cost the kernel seconds each.
+    let size = if c.lossy { 512 << 10 } else { 12 << 20 };
+    let (a, b) = (c.dir.join("a.img"), c.dir.join("b.img"));
+    let data = random_file(&a, size, 88_172_645_463_325_252)?;
+    let write = format!("write -s {} 0 {size}", a.display());
+    map.io(c, "write", &[&write, "flush"], 600)?;
+    let out = b.display().to_string();
+    if c.lossy {
+        let (url, count) = (format!("if={}", map.url), format!("count={}", size / 4096));
+        c.tool(
+            "read",
+            "qemu-img",
+            &["dd", "-O", "raw", &url, &format!("of={out}"), "bs=4096", &count],
+            600,
+        )?;
+    } else {
+        c.tool(
+            "read",
+            "qemu-img",
+            &["convert", "-f", "raw", "-O", "raw", &map.url, &out],
+            600,
+        )?;
+    }
+    if fs::read(&b)?.get(..size) != Some(&data[..]) {
+        return Err("what was read back differs".into());
+    }
+    let io = [
+        "write -P 0x5a 40M 64k",
+        "flush",
+        "read -P 0x5a 40M 64k",
+        "discard 41M 64k",
+        "write -z 40M 64k",
+        "read -P 0 40M 64k",
+    ];
+    map.io(c, "qemu-io", &io, 300)?;
+    map.stop()?;
+    for file in [a, b] {
+        fs::remove_file(file)?;
+    }
+    Ok(format!(
+        "{size} bytes written and read back equal, flush, discard, zeroes: passed"
+    ))
+}
+
+fn our_wrong_name(c: &mut Ctx<'_>) -> Result<String, Error> {
+    server_up(c, true)?;
+    let mut mapping = Mapping::spawn(c, Ip::V4, "no-such-device", &[])?;
+    let refused = mapping.process.finish(Duration::from_secs(60)).is_err();
+    let text = mapping.process.text();
+    let again = our_client_work(c, Ip::V4, "ram0");
+    server_down(c)?;
+    if !refused || !text.contains("no-such-device") {
+        return Err(format!("map said: {text}").into());
+    }
+    again.map(|text| format!("refused; then {text}"))
+}
+
+fn our_read_only(c: &mut Ctx<'_>) -> Result<String, Error> {
+    server_up(c, true)?;
+    let mut mapping = Mapping::spawn(c, Ip::V4, "ram1", &["--ro"])?;
+    mapping.process.wait_for("mapped ", Duration::from_secs(60))?;
+    mapping.io(c, "read", &["read 0 1M"], 60)?;
+    let write = mapping.io(c, "write", &["write -P 1 0 4k"], 60);
+    mapping.stop()?;
+    server_down(c)?;
+    if write.is_ok() {
+        return Err("a write got through".into());
+    }
+    Ok("reads work, writes are refused: passed".to_owned())
+}
