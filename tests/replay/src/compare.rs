@@ -9,7 +9,7 @@ use serde::Deserialize;
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kind {
-    /// The same request, but one of the two asks for an acknowledgement (IBA 9.7.5.1 leaves it to the requester).
+    /// The same request, but one of the two asks for an acknowledgement: the requester's choice.
     AckRequest,
     /// Positive acknowledgements that only one of the two sent, and that another one covers.
     AckCoalescing,
@@ -19,8 +19,8 @@ pub enum Kind {
     MigReq,
     /// An acknowledgement with another credit count.
     Credits,
-    /// The answer to a READ that was asked for again from the middle: ours opens a stream (FIRST, ONLY), as IBA 9.7.5.1.2
-    /// has it, rdma_rxe goes on with the one from before (MIDDLE, LAST). Bytes and PSN are the same.
+    /// The answer to a READ that was asked for again from the middle: ours opens a stream (FIRST, ONLY), as the
+    /// specification has it, rdma_rxe goes on with the one from before (MIDDLE, LAST). Bytes and PSN are the same.
     ReadResumed,
     /// An answer that only the captured side sent.
     OnlyTheirAnswer,
