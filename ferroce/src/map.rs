@@ -3,7 +3,11 @@
 use std::{
     net::{IpAddr, SocketAddr},
     path::PathBuf,
-    sync::{Arc, mpsc},
+    sync::{
+        Arc,
+        mpsc::{self, RecvTimeoutError},
+    },
+    thread,
     time::Duration,
 };
 
@@ -32,6 +36,8 @@ use crate::{
 
 /// What the NBD clients' requests in flight get at an orderly end.
 const GRACE: Duration = Duration::from_secs(5);
+/// How often a wait looks whether the user wants to end.
+const LOOK: Duration = Duration::from_millis(50);
 
 #[derive(Args)]
 #[command(after_help = "\
@@ -95,6 +101,30 @@ impl MapArgs {
         open.heartbeat = self.transport.heartbeat();
         Session::open(device, open).map_err(|e| session_failure(self.path.dst, &e))
     }
+
+    /// Opens the session; `None` when the user wanted to end meanwhile.
+    fn connect(&self, device: &Device, stop: &Stop) -> Result<Option<Session<Device>>, Failure> {
+        let (sender, opened) = mpsc::channel();
+        thread::scope(|scope| {
+            scope.spawn(move || {
+                let _ = sender.send(self.open_session(device));
+            });
+            loop {
+                match opened.recv_timeout(LOOK) {
+                    Err(RecvTimeoutError::Timeout) if stop.requested() => {
+                        // Whoever waits for an answer is woken.
+                        device.close();
+                        return Ok(None);
+                    }
+                    Err(RecvTimeoutError::Timeout) => {}
+                    Ok(session) => return session.map(Some),
+                    Err(RecvTimeoutError::Disconnected) => {
+                        return Err(Failure::failed("opening the session panicked".to_owned()));
+                    }
+                }
+            }
+        })
+    }
 }
 
 /// What went wrong, where, and what to look at.
@@ -149,7 +179,9 @@ fn map(args: &MapArgs) -> Result<(), Failure> {
     let stop = Stop::on_signals()?;
     let mut reporter = Reporter::new(args.json, args.stats_interval);
     let roce = args.transport.open(args.source()?)?;
-    let session = args.open_session(&roce)?;
+    let Some(session) = args.connect(&roce, &stop)? else {
+        return reporter.summary(&roce, Moved::default());
+    };
     let (lost_tx, lost) = mpsc::channel();
     session.on_down(move |why| {
         // Nobody listens any more at the end of the program.

@@ -80,6 +80,7 @@ pub(crate) struct ServeArgs {
 fn listen(text: &str) -> Result<SocketAddr, String> {
     let path = PathAddr::parse(text, DEFAULT_PORT).map_err(|e| e.to_string())?;
     match path.src {
+        None if path.dst.port() == 0 => Err("clients have to name the port: it can't be 0".to_owned()),
         None => Ok(path.dst),
         Some(_) => Err("one address, not a path".to_owned()),
     }
@@ -135,8 +136,8 @@ fn serve(args: &ServeArgs) -> Result<(), Failure> {
     let mut told = Ok(());
     while !stop.requested() && told.is_ok() {
         thread::sleep(reporter.patience());
-        told = sessions
-            .update(&reporter, server.rtrs().sessions())
+        told = still_open(&roce)
+            .and_then(|()| sessions.update(&reporter, server.rtrs().sessions()))
             .and_then(|()| reporter.tick(&roce, moved(&server)));
     }
     // Answers requests in flight, ends the sessions and makes what they wrote durable.
@@ -150,6 +151,16 @@ fn serve(args: &ServeArgs) -> Result<(), Failure> {
 
 fn start_failure(args: &ServeArgs, e: &StartError) -> Failure {
     Failure::failed(format!("can't serve on {}: {e}", args.listen))
+}
+
+/// A device that has stopped serves nobody, and nobody would notice.
+fn still_open(roce: &Device) -> Result<(), Failure> {
+    match roce.is_closed() {
+        true => Err(Failure::failed(
+            "the RoCE device has stopped; the log says why".to_owned(),
+        )),
+        false => Ok(()),
+    }
 }
 
 /// What clients have moved.
@@ -240,5 +251,6 @@ mod tests {
         assert_eq!(listen("ip:192.0.2.7:99").unwrap(), "192.0.2.7:99".parse().unwrap());
         assert_eq!(listen("[::]").unwrap(), "[::]:1234".parse().unwrap());
         assert!(listen("192.0.2.7,192.0.2.8").is_err() && listen("host").is_err());
+        assert!(listen("192.0.2.7:0").is_err());
     }
 }

@@ -304,6 +304,11 @@ impl Device {
         self.0.driver.empty_poll();
     }
 
+    /// Whether it is closed, by [`Device::close`] or because it failed.
+    pub fn is_closed(&self) -> bool {
+        self.0.driver.is_closed()
+    }
+
     /// Closes the device now: whoever waits on a channel is woken, and every later call fails.
     pub fn close(&self) {
         self.0.driver.close();

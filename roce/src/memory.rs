@@ -22,8 +22,10 @@ pub(crate) struct PdInner {
 
 impl Drop for PdInner {
     fn drop(&mut self) {
-        // Everything made in it holds it, so it is empty now.
-        if let Err(e) = self.device.mem.dealloc_pd(self.handle) {
+        // Everything made in it holds it, so it is empty now; but a closed device ends no queue pairs any more.
+        if let Err(e) = self.device.mem.dealloc_pd(self.handle)
+            && !self.device.driver.is_closed()
+        {
             tracing::error!("releasing a protection domain failed: {e}");
         }
     }

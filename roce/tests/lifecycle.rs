@@ -72,7 +72,9 @@ fn closing_wakes_whoever_waits() {
         let one = scope.spawn(|| channel.wait(None));
         let two = scope.spawn(|| a.channel.wait(None));
         std::thread::sleep(Duration::from_millis(50));
+        assert!(!device.is_closed());
         device.close();
+        assert!(device.is_closed());
         assert!(matches!(one.join().unwrap(), Err(VerbsError::Closed)));
         assert!(matches!(two.join().unwrap(), Err(VerbsError::Closed)));
     });

@@ -54,6 +54,23 @@ fn nobody_is_at_the_address() {
 }
 
 #[test]
+fn ctrl_c_ends_the_wait_for_an_answer() {
+    let dir = tempfile::tempdir().unwrap();
+    let (ours, nobody) = (fresh_address(), fresh_address().to_string());
+    let args = map_args(ours, &nobody, &dir.path().join("s"), &["--connect-timeout", "3600"]);
+    let map = Running::start(&args);
+    let until = Instant::now() + PATIENCE;
+    while UdpSocket::bind((ours, 4791)).is_ok() {
+        assert!(Instant::now() < until, "{}", map.stderr());
+        thread::sleep(std::time::Duration::from_millis(5));
+    }
+    map.signal(Signal::SIGINT);
+    let done = map.end();
+    assert_eq!(done.code, Some(0), "{}", done.stderr);
+    assert_eq!(done.json().pop().unwrap()["event"], "summary");
+}
+
+#[test]
 fn nobody_listens_at_the_port() {
     let dir = tempfile::tempdir().unwrap();
     let disk = image(dir.path(), "i", &[0; 4096]);

@@ -280,8 +280,12 @@ fn key_of(name: &[u8]) -> Result<Vec<u8>, Errno> {
 }
 
 fn named_error(what: &str, e: Errno) -> io::Error {
-    let e = io::Error::from(e);
-    io::Error::new(e.kind(), format!("{what}: {e}"))
+    let io = io::Error::from(e);
+    let text = match e {
+        Errno::ENOTBLK => "neither an image file nor a block device".to_owned(),
+        _ => io.to_string(),
+    };
+    io::Error::new(io.kind(), format!("{what}: {text}"))
 }
 
 #[cfg(test)]
@@ -410,6 +414,8 @@ mod tests {
     fn a_missing_image_is_told_at_start() {
         let e = Exports::new([spec("d", Path::new("/nonexistent/i"), false)], None).unwrap_err();
         assert!(e.to_string().contains("/nonexistent/i"), "{e}");
+        let e = Exports::new([spec("d", Path::new("/dev/null"), false)], None).unwrap_err();
+        assert!(e.to_string().contains("/dev/null: neither an image"), "{e}");
         let f = FolderSpec {
             path: "/nonexistent".into(),
             read_only: false,
