@@ -230,6 +230,10 @@ impl QueuePair {
     /// A response is missing. More of the stream behind it may be under way; it must not make us ask again and again.
     fn handle_implied_gap(&mut self, ctx: &mut Ctx<'_>) {
         let waiting = self.req.timers.rnr_until.is_some();
+        self.req.skipped = true;
+        if self.req.cautious.is_some() {
+            self.req.cautious = Some(self.req.una);
+        }
         if waiting || self.went_back_within(ctx, self.req.rtt.settle()) {
             return;
         }

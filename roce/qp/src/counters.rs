@@ -33,7 +33,7 @@ pub struct Counters {
     pub timeouts: u64,
     /// Timeouts after which an acknowledgement of the first transmission came.
     pub spurious_timeouts: u64,
-    /// Single packets sent again during a silence, to learn whether something was lost.
+    /// Newest packets sent once more after a silence, to learn whether something was lost.
     pub tail_probes: u64,
     /// NAKs sent for any other reason than a gap or a missing receive.
     pub naks_sent: u64,

@@ -7,7 +7,7 @@ use roce_verbs::Instant;
 /// A loss is held against the pace only if more than this was sent in vain: then something overflowed.
 const OVERFLOW: usize = 256 << 10;
 /// … and if the peer noticed only by a timeout: one that sees gaps asks for less.
-const BLIND: Duration = Duration::from_millis(20);
+const BLIND: Duration = Duration::from_millis(50);
 /// The smallest burst.
 const MIN_BURST: usize = 128 << 10;
 /// One burst goes out in this time.
@@ -16,8 +16,8 @@ const PERIOD: Duration = Duration::from_millis(20);
 const PATIENCE: Duration = Duration::from_secs(2);
 /// … and beyond this there is no limit any more.
 const NO_LIMIT: usize = 64 << 20;
-/// Worth waking up for.
-const QUANTUM: usize = 16 << 10;
+/// Pauses end when a period divided by this has been earned: before a requester takes them for a loss.
+const SHARES: usize = 40;
 
 /// Limits READ responses. Nothing on the wire tells a responder how much of them has arrived; a requester such as
 /// rdma_rxe asks for any amount at once, and when that overflows a queue on the way it asks again, after its timeout, for
@@ -55,7 +55,7 @@ impl Pace {
         if self.credit > 0 {
             return Ok(());
         }
-        let missing = QUANTUM as i64 - self.credit;
+        let missing = (burst / SHARES) as i64 - self.credit;
         Err(now + Duration::from_nanos((missing.saturating_mul(period) / burst as i64) as u64))
     }
 

@@ -22,7 +22,7 @@ const SMALL_WINDOW: usize = 8;
 /// READ responses asked for again in one piece are not more than this, bytes, as long as nobody answers.
 const READ_PROBE: usize = 64 << 10;
 /// Asking for more than that again waits for so many pauses: the peer may just be slow.
-const READ_PATIENCE: u32 = 4;
+const READ_PATIENCE: u32 = 3;
 
 /// Where the requester and the completer are in the packet sequence, and what they wait for.
 #[derive(Debug)]
@@ -51,11 +51,13 @@ pub(crate) struct Requester {
     sample: Option<(Seq, Instant)>,
     /// Where and when the requester went back last.
     pub(crate) went_back: Option<(Seq, Instant)>,
-    /// A packet that shall be sent once more.
-    probe: Option<Probe>,
+    /// The newest packet shall be sent once more.
+    probe_due: bool,
     /// After a silence one packet goes out at a time, until something comes back. Up to this number everything was sent
     /// and may well have arrived.
     pub(crate) cautious: Option<Seq>,
+    /// Responses behind a gap were dropped since everything from there was asked for again: they don't come again.
+    pub(crate) skipped: bool,
     /// The silence before was a timeout.
     timed_out: bool,
     /// READs were asked for again in pieces, so that responses may end anywhere.
@@ -66,21 +68,12 @@ pub(crate) struct Requester {
     pub(crate) drained: bool,
 }
 
-/// Which packet to send once more.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Probe {
-    /// The newest: the peer acknowledges everything, or reports a gap.
-    Last,
-    /// The oldest: the peer may have reported a gap there, which it does only once.
-    Oldest,
-}
-
 /// Why the requester goes back.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Back {
     /// The peer saw a gap, or we saw one in its responses.
     Gap,
-    /// What was sent to fill a gap seems to be lost too.
+    /// Nothing came back for a while.
     Silence,
     /// Nothing came back for too long.
     Timeout,
@@ -104,8 +97,9 @@ impl Requester {
             rtt: Rtt::default(),
             sample: None,
             went_back: None,
-            probe: None,
+            probe_due: false,
             cautious: None,
+            skipped: false,
             timed_out: false,
             read_in_pieces: false,
             window_closed: false,
@@ -301,7 +295,8 @@ impl QueuePair {
             return end;
         }
         let bytes = match self.req.timers.backoff {
-            0 => ctx.window.read_limit(),
+            // Pieces go one by one.
+            0 => ctx.window.read_limit() * 2,
             _ => ctx.window.read_limit().min(READ_PROBE),
         };
         let packets = bytes / (self.mtu + PACKET_OVERHEAD);
@@ -334,15 +329,17 @@ impl QueuePair {
         if req.una == req.top {
             req.timers.interval = ctx.now;
             req.timers.backoff = 0;
+            req.skipped = false;
         }
         if again {
             ctx.counters.retransmits += 1;
             req.read_in_pieces |= wqe.kind() == Kind::Read && to < wqe.request_end(req.next);
         } else {
             req.rd_outstanding += u32::from(wqe.has_response());
-            if asked && req.sample.is_none() {
-                req.sample = Some((req.next.plus(1), ctx.now));
-            }
+        }
+        // After a reported gap it is clear which transmission is answered, after a silence it is not (Karn's rule).
+        if asked && req.sample.is_none() && req.timers.backoff == 0 {
+            req.sample = Some((req.next.plus(1), ctx.now));
         }
         req.unasked = if asked { 0 } else { req.unasked + 1 };
         ctx.window.on_sent(cost);
@@ -391,55 +388,33 @@ impl QueuePair {
         Ok(())
     }
 
-    /// Sends a packet once more, so that the peer's answer tells whether something is missing.
+    /// Sends the newest packet once more: the peer acknowledges everything, or reports a gap.
     pub(crate) fn transmit_probe(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Step {
-        let Some(probe) = self.req.probe else {
+        let due = core::mem::take(&mut self.req.probe_due);
+        if !due || self.req.una >= self.req.next || self.req.timers.rnr_until.is_some() {
+            return Step::Idle;
+        }
+        let last = self.req.next.prev();
+        let upto = self.req.cur.saturating_add(1).min(self.sq.wqes.len());
+        let mut sent = self.sq.wqes.range(..upto).rev();
+        // A READ would be answered in full.
+        let newest = sent.find(|w| w.packets > 0 && w.first <= last && last < w.end());
+        let Some(wqe) = newest.filter(|w| w.kind() != Kind::Read) else {
             return Step::Idle;
         };
-        let Some((wqe, seq, to)) = self.probe_target(ctx, probe) else {
-            self.req.probe = None;
-            return Step::Idle;
-        };
-        match self.emit_request(wqe, seq, to, true, TxKind::Retransmission, tx) {
-            Err(Unsent::Full) => return Step::Full,
+        match self.emit_request(wqe, last, last.plus(1), true, TxKind::Retransmission, tx) {
+            Err(Unsent::Full) => {
+                self.req.probe_due = true;
+                return Step::Full;
+            }
             // Memory is gone: the next retransmission finds out.
             Err(Unsent::Fault(_)) => {}
             Ok(()) => {
                 ctx.counters.tail_probes += 1;
                 ctx.counters.retransmits += 1;
-                self.req.read_in_pieces |= wqe.kind() == Kind::Read && to < wqe.request_end(seq);
             }
         }
-        self.req.probe = None;
         Step::Sent
-    }
-
-    /// What a probe sends: the work request and the PSNs of the packet.
-    fn probe_target(&self, ctx: &Ctx<'_>, probe: Probe) -> Option<(&SendWqe, Seq, Seq)> {
-        let req = &self.req;
-        if req.una >= req.next || req.timers.rnr_until.is_some() {
-            return None;
-        }
-        let at = |seq: Seq| {
-            let upto = req.cur.saturating_add(1).min(self.sq.wqes.len());
-            let mut sent = self.sq.wqes.range(..upto).rev();
-            sent.find(|w| w.packets > 0 && w.first <= seq && seq < w.end())
-        };
-        let last = req.next.prev();
-        if probe == Probe::Last
-            && let Some(wqe) = at(last).filter(|w| w.kind() != Kind::Read)
-        {
-            return Some((wqe, last, last.plus(1)));
-        }
-        // A READ is asked for again only when it is the oldest: what comes before it would be skipped.
-        let wqe = at(req.una)?;
-        let to = match wqe.kind() {
-            Kind::Read => self.read_end(ctx, wqe, req.una),
-            _ => req.una.plus(1),
-        };
-        // Of much that is on its way, all would come twice.
-        let small = wqe.cost(req.una, to, self.mtu) <= READ_PROBE;
-        (wqe.kind() != Kind::Read || small || req.timers.backoff > READ_PATIENCE).then_some((wqe, req.una, to))
     }
 
     /// Starts over from the oldest unacknowledged PSN.
@@ -461,13 +436,18 @@ impl QueuePair {
             }
         }
         let req = &mut self.req;
-        req.cautious = silent.then(|| req.cautious.unwrap_or(req.next));
+        req.cautious = match silent {
+            true if req.skipped => Some(req.una),
+            true => req.cautious.or(Some(req.next)),
+            false => None,
+        };
+        req.skipped &= silent;
         req.timed_out = silent && (req.timed_out || why == Back::Timeout);
         req.next = req.una;
         req.cur = 0;
         req.unasked = 0;
         req.sample = None;
-        req.probe = None;
+        req.probe_due = false;
         req.went_back = Some((req.una, ctx.now));
         req.timers.base = ctx.now;
     }
@@ -528,8 +508,8 @@ impl QueuePair {
         self.handle_silence(ctx, timeout);
     }
 
-    /// Silence has several stages: the newest packet once more, the oldest once more, and when it lasts as long as
-    /// nothing that is only late would, everything anew, carefully. After a gap the retransmission itself is repeated.
+    /// Silence has stages: the newest packet once more; everything anew, carefully; and when it lasts as long as nothing
+    /// that is only late would, everything is taken for lost.
     fn handle_silence(&mut self, ctx: &mut Ctx<'_>, timeout: bool) {
         let stage = self.req.timers.backoff;
         self.req.timers.backoff += 1;
@@ -541,9 +521,29 @@ impl QueuePair {
             self.go_back(ctx, Back::Timeout);
         } else if self.is_recovering() {
             self.go_back(ctx, Back::Silence);
-        } else {
-            self.req.probe = Some(if stage == 0 { Probe::Last } else { Probe::Oldest });
+        } else if stage == 0 && !self.head_is_read() {
+            self.req.probe_due = true;
+        } else if stage > READ_PATIENCE || !self.asks_much(ctx) {
+            self.go_back(ctx, Back::Silence);
         }
+    }
+
+    /// The work request that the oldest outstanding PSN belongs to, if it is a READ.
+    fn oldest_read(&self) -> Option<&SendWqe> {
+        let una = self.req.una;
+        let oldest = self.sq.wqes.iter().find(|w| w.packets > 0 && una < w.end());
+        oldest.filter(|w| w.kind() == Kind::Read)
+    }
+
+    fn head_is_read(&self) -> bool {
+        self.oldest_read().is_some()
+    }
+
+    /// Whether starting over means to ask for a long READ: if it is on its way, all of it would come twice.
+    fn asks_much(&self, ctx: &Ctx<'_>) -> bool {
+        let una = self.req.una;
+        let cost = |w: &SendWqe| w.cost(una, self.read_end(ctx, w, una), self.mtu);
+        self.oldest_read().is_some_and(|w| cost(w) > READ_PROBE)
     }
 
     /// Something came back after a silence. When it acknowledges more than was sent since, the first transmission was not

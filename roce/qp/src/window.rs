@@ -118,7 +118,8 @@ impl Window {
     /// The most bytes that one READ request should ask for: the window can't hold the answer back once it is asked for.
     /// Half of what the window was before anything was lost, so that two take turns.
     pub fn read_limit(&self) -> usize {
-        (self.size.max(self.threshold.min(self.config.max)) / 2).max(self.config.min)
+        let WindowConfig { min, max, .. } = self.config;
+        (self.size.max(self.threshold) / 2).max(min * 4).min(max)
     }
 
     /// The shortest round trip of late.
@@ -193,9 +194,9 @@ impl Window {
     pub fn on_loss(&mut self, _now: Instant, bytes: usize) {
         self.forget(bytes);
         let run = core::mem::take(&mut self.run);
-        self.credit = 0;
         self.before = None;
         if run < self.size / 2 || bytes > self.size / HEAVY {
+            self.credit = 0;
             self.size = (self.size / 4 * 3).max(self.config.min);
         }
         self.threshold = self.size;

