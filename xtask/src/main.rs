@@ -2,12 +2,13 @@
 
 mod cargo;
 mod demo;
+mod interop;
 mod lint;
 mod process;
 mod suites;
 mod tools;
 
-use std::{path::PathBuf, process::ExitCode};
+use std::{ffi::OsString, path::PathBuf, process::ExitCode};
 
 use clap::{Args, Parser, Subcommand};
 
@@ -47,6 +48,14 @@ enum Task {
     Lint,
     /// What CI runs: lint, then test
     Ci(suites::TestArgs),
+    /// Run our transport against stock Debian kernels in virtual machines (`cargo xtask interop -- --help`)
+    ///
+    /// Needs root and Debian's package archive: the lab installs qemu and builds the RTRS and RNBD modules.
+    Interop {
+        /// Arguments for ferroce-interop, such as --list, --only NAME, --set ci, --json FILE
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<OsString>,
+    },
     /// Generate the manual pages
     Man {
         /// Folder for the pages
@@ -96,6 +105,7 @@ fn main() -> ExitCode {
         Task::Fmt => cargo::run(&["fmt", "--all"]),
         Task::Lint => lint::run(),
         Task::Ci(args) => lint::run().and_then(|()| suites::run(&args)),
+        Task::Interop { args } => interop::run(&args),
         Task::Man { dir } => man(&dir),
         Task::Fuzz { target, seconds, list } => suites::fuzz(target.as_deref(), seconds, list),
     };
