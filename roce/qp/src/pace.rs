@@ -6,6 +6,8 @@ use roce_verbs::Instant;
 
 /// A loss is held against the pace only if more than this was sent in vain: then something overflowed.
 const OVERFLOW: usize = 256 << 10;
+/// … if something arrived before that, …
+const QUEUE: usize = 32 << 10;
 /// … and if the peer noticed only by a timeout: one that sees gaps asks for less.
 const BLIND: Duration = Duration::from_millis(50);
 /// The smallest burst.
@@ -13,7 +15,7 @@ const MIN_BURST: usize = 128 << 10;
 /// One burst goes out in this time.
 const PERIOD: Duration = Duration::from_millis(20);
 /// After as long without an overflow the burst doubles …
-const PATIENCE: Duration = Duration::from_secs(2);
+const PATIENCE: Duration = Duration::from_secs(1);
 /// … and beyond this there is no limit any more.
 const NO_LIMIT: usize = 64 << 20;
 /// Pauses end when a period divided by this has been earned: before a requester takes them for a loss.
@@ -66,7 +68,7 @@ impl Pace {
     }
 
     pub(crate) fn on_loss(&mut self, now: Instant, silence: Duration, arrived: usize, lost: usize) {
-        if lost < OVERFLOW || silence < BLIND {
+        if lost < OVERFLOW || arrived < QUEUE || silence < BLIND {
             return;
         }
         let most = self.burst.map_or(NO_LIMIT, |b| b / 2);
@@ -116,6 +118,7 @@ mod tests {
         }
         // A few lost packets are not an overflow, and a peer that sees gaps can help itself.
         pace.on_loss(at(1), LATE, 100 * KB, 100 * KB);
+        pace.on_loss(at(1), LATE, 0, 7000 * KB);
         pace.on_loss(at(1), BLIND / 2, 1000 * KB, 7000 * KB);
         assert_eq!(pace.may_send(at(1)), Ok(()));
     }
@@ -127,20 +130,20 @@ mod tests {
         let mut now = at(100);
         let first = send(&mut pace, &mut now, at(120));
         assert!((500..=1020).contains(&first), "the burst and a period: {first}");
-        let rest = send(&mut pace, &mut now, at(1120));
-        assert!((24_000..=26_000).contains(&rest), "{rest}");
+        let rest = send(&mut pace, &mut now, at(1020));
+        assert!((21_500..=23_500).contains(&rest), "{rest}");
         // Again too much: half of it.
-        pace.on_loss(at(1120), LATE, 5000 * KB, 1000 * KB);
-        let mut now = at(1120);
-        send(&mut pace, &mut now, at(1140));
-        let rest = send(&mut pace, &mut now, at(2140));
-        assert!((12_000..=13_000).contains(&rest), "{rest}");
+        pace.on_loss(at(1020), LATE, 5000 * KB, 1000 * KB);
+        let mut now = at(1020);
+        send(&mut pace, &mut now, at(1040));
+        let rest = send(&mut pace, &mut now, at(1940));
+        assert!((10_500..=12_000).contains(&rest), "{rest}");
     }
 
     #[test]
     fn the_limit_wears_off() {
         let mut pace = Pace::default();
-        pace.on_loss(at(0), LATE, 0, 7000 * KB);
+        pace.on_loss(at(0), LATE, 100 * KB, 7000 * KB);
         for second in 0..40 {
             let _ = pace.may_send(at(second * 1000));
         }

@@ -296,7 +296,7 @@ impl QueuePair {
         }
         let bytes = match self.req.timers.backoff {
             // Pieces go one by one.
-            0 => ctx.window.read_limit() * 2,
+            0 => ctx.window.piece_limit(),
             _ => ctx.window.read_limit().min(READ_PROBE),
         };
         let packets = bytes / (self.mtu + PACKET_OVERHEAD);

@@ -119,7 +119,12 @@ impl Window {
     /// Half of what the window was before anything was lost, so that two take turns.
     pub fn read_limit(&self) -> usize {
         let WindowConfig { min, max, .. } = self.config;
-        (self.size.max(self.threshold) / 2).max(min * 4).min(max)
+        (self.size.max(self.threshold) / 2).max(min * 2).min(max)
+    }
+
+    /// The most bytes to ask for again when nothing else is under way.
+    pub fn piece_limit(&self) -> usize {
+        (self.read_limit() * 2).min(self.config.max)
     }
 
     /// The shortest round trip of late.
