@@ -16,6 +16,9 @@ use roce_verbs::{
 
 use crate::{Error, link::Link};
 
+/// Connections with their queue pairs.
+type Connected<P> = Vec<(<P as Provider>::CmId, Node<P>)>;
+
 /// Arguments, with the defaults of `ucmatose`.
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {
@@ -99,7 +102,7 @@ fn establish<P: Provider>(
     local: IpAddr,
     channel: &P::CmChannel,
     args: &Args,
-) -> Result<Vec<(P::CmId, Node<P>)>, Error> {
+) -> Result<Connected<P>, Error> {
     let params = || ConnParams {
         responder_resources: 1,
         initiator_depth: 1,
