@@ -1,19 +1,24 @@
 //! `cargo xtask interop`: builds our programs and hands over to the lab.
 
-use std::ffi::OsString;
+use std::{ffi::OsString, fs, path::PathBuf};
 
 use crate::{
     Result,
     cargo::{self, Profile},
     process,
+    suites::Tally,
 };
+
+/// Builds everything that the lab runs; returns its own program.
+fn build() -> Result<PathBuf> {
+    cargo::build("ferroce", "ferroce", Profile::Release)?;
+    cargo::build("ferroce-interop", "ferroce-lab", Profile::Release)?;
+    cargo::build("ferroce-interop", "ferroce-interop", Profile::Release)
+}
 
 /// Runs `ferroce-interop` with these arguments.
 pub(crate) fn run(args: &[OsString]) -> Result<()> {
-    cargo::build("ferroce", "ferroce", Profile::Release)?;
-    cargo::build("ferroce-interop", "ferroce-lab", Profile::Release)?;
-    let bin = cargo::build("ferroce-interop", "ferroce-interop", Profile::Release)?;
-    let mut command = std::process::Command::new(bin);
+    let mut command = std::process::Command::new(build()?);
     command.args(args);
     let status = process::Guard::spawn("ferroce-interop", &mut command)?.wait()?;
     if status.success() {
@@ -21,4 +26,42 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
     } else {
         Err(format!("interop ended with {status}"))
     }
+}
+
+/// The suite `interop`: the short set of scenarios.
+pub(crate) fn suite() -> Result<Tally> {
+    if !nix::unistd::geteuid().is_root() {
+        return Ok(Tally::not_run(
+            "the lab needs root: namespaces, taps, packages".to_owned(),
+        ));
+    }
+    let mut command = std::process::Command::new(build()?);
+    let json = cargo::target_dir()?.join("interop-ci.json");
+    let _ = fs::remove_file(&json);
+    command.args(["--set", "ci", "--json"]).arg(&json);
+    let status = process::Guard::spawn("ferroce-interop", &mut command)?.wait()?;
+    let text =
+        fs::read_to_string(&json).map_err(|e| format!("interop ended with {status}: {}: {e}", json.display()))?;
+    let outcomes: serde_json::Value = serde_json::from_str(&text).map_err(|e| format!("{}: {e}", json.display()))?;
+    let mut tally = Tally::default();
+    for o in outcomes
+        .as_array()
+        .into_iter()
+        .flatten()
+        .filter(|o| o["optional"] != true)
+    {
+        let text = |key: &str| o[key].as_str().unwrap_or_default();
+        match text("result") {
+            "passed" => tally.passed += 1,
+            "failed" => {
+                tally.failed += 1;
+                tally.failures.push(text("name").to_owned());
+            }
+            _ => tally.not_run.push((
+                1,
+                format!("{}: {}", text("name"), text("detail").lines().next().unwrap_or("?")),
+            )),
+        }
+    }
+    Ok(tally)
 }

@@ -7,7 +7,7 @@ use clap::Args;
 use crate::{
     Result, SimArgs,
     cargo::{self, Profile},
-    process, tools,
+    interop, process, tools,
 };
 
 /// Seeds of the simulator in a full run and in a quick one.
@@ -28,24 +28,24 @@ pub(crate) struct TestArgs {
     #[arg(long)]
     allow_not_run: bool,
     /// Only these suites
-    #[arg(long = "suite", value_name = "NAME", value_parser = ["unit", "sim", "end-to-end", "real-clients"])]
+    #[arg(long = "suite", value_name = "NAME", value_parser = ["unit", "sim", "end-to-end", "real-clients", "interop"])]
     suites: Vec<String>,
 }
 
 /// What a suite came to.
 #[derive(Default)]
-struct Tally {
-    passed: u64,
-    failed: u64,
+pub(crate) struct Tally {
+    pub(crate) passed: u64,
+    pub(crate) failed: u64,
     /// Tests (or whole suites, as 1) that could not be run, with the reason.
-    not_run: Vec<(u64, String)>,
+    pub(crate) not_run: Vec<(u64, String)>,
     /// Left out on purpose, by an option.
     left_out: Option<&'static str>,
-    failures: Vec<String>,
+    pub(crate) failures: Vec<String>,
 }
 
 impl Tally {
-    fn not_run(why: String) -> Self {
+    pub(crate) fn not_run(why: String) -> Self {
         Self {
             not_run: vec![(1, why)],
             ..Self::default()
@@ -94,6 +94,7 @@ pub(crate) fn run(args: &TestArgs) -> Result<()> {
         ("sim", true),
         ("end-to-end", false),
         ("real-clients", false),
+        ("interop", false),
     ] {
         process::check_interrupt()?;
         let started = Instant::now();
@@ -145,6 +146,7 @@ fn suite(name: &str, quick: bool) -> Result<Tally> {
             let bin = bin.to_string_lossy();
             cargo_test(&["-p", "ferroce-tests"], &[], &[("FERROCE_BIN", &bin)])
         }
+        "interop" => interop::suite(),
         _ => {
             let needed: Vec<_> = tools::EXT4.into_iter().chain(tools::NBD_CLIENTS).collect();
             if let Err(why) = tools::ensure(&needed) {

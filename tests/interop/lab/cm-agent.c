@@ -103,7 +103,7 @@ int main(int argc, char **argv)
 	fflush(stdout);
 	while (!over) {
 		struct pollfd p = { .fd = channel->fd, .events = POLLIN };
-		int n = poll(&p, 1, established && hold >= 0 ? hold : 60000);
+		int n = poll(&p, 1, established && hold >= 0 ? hold : 200000);
 		if (n == 0 && established && hold >= 0) { rdma_disconnect(id); hold = -1; continue; }
 		if (n == 0) { printf("failed: no event\n"); return 1; }
 		struct rdma_cm_event *e;

@@ -89,8 +89,8 @@ impl Guest {
         let (code, text) = self.try_run(script, seconds)?;
         match code {
             0 => Ok(text),
-            124 => Err(format!("guest script still ran after {seconds} s:\n{script}\n{text}").into()),
-            _ => Err(format!("guest script exited with {code}:\n{script}\n{text}").into()),
+            124 => Err(format!("guest script still ran after {seconds} s:\n{text}\nthe script:\n{script}").into()),
+            _ => Err(format!("guest script exited with {code}:\n{text}\nthe script:\n{script}").into()),
         }
     }
 

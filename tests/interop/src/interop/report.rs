@@ -62,6 +62,7 @@ impl Outcome {
         let mut text = format!("{:<38} {result:<8} {seconds:6.1} s  ", self.name);
         // Of a long story the terminal gets the start; all of it is in the JSON file and the logs.
         for (n, line) in self.detail.lines().take(25).enumerate() {
+            let line: String = line.chars().take(240).collect();
             let _ = write!(text, "{}{line}", if n == 0 { "" } else { "\n    " });
         }
         text

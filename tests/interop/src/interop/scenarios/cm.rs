@@ -128,8 +128,9 @@ struct Case {
 }
 
 /// 56 bytes, the most that fits beside the RDMA_CM header.
-const CLIENT_DATA: &str = "c0ffee00112233445566778899aabbccddeeff0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef010203040506";
-const REQUEST: &str = "RDMA_CM_EVENT_CONNECT_REQUEST status 0 depth 5 3 data c0ffee00112233445566778899aabbccddeeff0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef010203040506";
+const CLIENT_DATA: &str =
+    "c0ffee00112233445566778899aabbccddeeff0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef0102030405";
+const REQUEST: &str = "RDMA_CM_EVENT_CONNECT_REQUEST status 0 depth 5 3 data c0ffee00112233445566778899aabbccddeeff0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef0102030405";
 const UP: &str = "RDMA_CM_EVENT_ESTABLISHED status 0 data ";
 const UP_DATA: &str = "RDMA_CM_EVENT_ESTABLISHED status 0 data 5e4f2a";
 const DOWN: &str = "RDMA_CM_EVENT_DISCONNECTED status 0 data ";

@@ -32,8 +32,8 @@ pub(super) fn list() -> Vec<Scenario> {
     ]
 }
 
-/// What two kernels reported: `ferroce-interop --record` makes it.
-pub(crate) fn expectations() -> PathBuf {
+/// What two kernels reported.
+fn expectations() -> PathBuf {
     PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/expect/errors.json"))
 }
 
@@ -52,7 +52,12 @@ fn errors(c: &mut Ctx<'_>, ours_asks: bool) -> Result<String, Error> {
         c,
         requester,
         responder,
-        &["--expect", &expectations().display().to_string()],
+        &[
+            "--expect",
+            &expectations().display().to_string(),
+            "--ours",
+            if ours_asks { "requester" } else { "responder" },
+        ],
     )?;
     ours.finish(Duration::from_secs(30))?;
     theirs.finish(Duration::from_secs(30))?;
@@ -79,19 +84,15 @@ fn driver(c: &Ctx<'_>, requester: SocketAddr, responder: SocketAddr, how: &[&str
     c.tool("errors", &peer, &args, 900)
 }
 
-/// The expectations still are what two kernels report. With `FERROCE_INTEROP_RECORD` set they are written anew.
+/// The expectations still are what two kernels report. With `FERROCE_INTEROP_RECORD=FILE` they are written there.
 fn two_kernels(c: &mut Ctx<'_>) -> Result<String, Error> {
     let second = c.second.as_deref().ok_or("needs two guests")?.far.clone();
     let (mut a, requester) = second.agent("agent-2", Ip::V4, &c.dir)?;
     let (mut b, responder) = c.far.agent("agent-1", Ip::V4, &c.dir)?;
-    let file = expectations().display().to_string();
-    let record = std::env::var_os("FERROCE_INTEROP_RECORD").is_some();
-    let out = driver(
-        c,
-        requester,
-        responder,
-        &[if record { "--record" } else { "--expect" }, &file],
-    )?;
+    let expect = expectations().display().to_string();
+    let record = std::env::var("FERROCE_INTEROP_RECORD").ok();
+    let how = record.as_ref().map_or(["--expect", &expect], |file| ["--record", file]);
+    let out = driver(c, requester, responder, &how)?;
     a.finish(Duration::from_secs(30))?;
     b.finish(Duration::from_secs(30))?;
     Ok(key_lines(&out))

@@ -68,7 +68,7 @@ const RMMOD_SERVER: &str = "rmmod rnbd_server; rmmod rtrs_server; rmmod rtrs_cor
 /// Shell functions that the scripts of all scenarios with the kernel's client use.
 pub(super) const FUNCTIONS: &str = "\
     set -e\n\
-    map() { echo \"sessname=$1 path=ip:$HOST device_path=$2 $3\" > /sys/class/rnbd-client/ctl/map_device; \
+    map() { echo \"sessname=$1 path=ip:$HOST device_path=$2 $3\" > /sys/class/rnbd-client/ctl/map_device || return 1; \
         for i in $(seq 100); do [ -b /dev/rnbd0 ] && break; sleep 0.1; done; }\n\
     unmap() { for i in $(seq 50); do echo normal > /sys/block/$1/rnbd/unmap_device && break; sleep 0.2; done; }\n";
 
@@ -216,7 +216,7 @@ fn wrong_name(c: &mut Ctx<'_>) -> Result<String, Error> {
     image(c, "disk", 16)?;
     let server = Server::start(c, Ip::V4, &["disk"], "on")?;
     let script = "\
-        for name in nothing ../disk disk/ di; do\n\
+        for name in nothing ../disk di disk2; do\n\
             if echo \"sessname=s1 path=ip:$HOST device_path=$name\" > /sys/class/rnbd-client/ctl/map_device; \
                 then echo \"$name was mapped\"; exit 1; fi\n\
         done\n\
