@@ -17,7 +17,7 @@ use roce::{Device, RejectReason};
 use rtrs::{
     Direction, Error, IoError, PathError,
     addr::PathAddr,
-    client::{ConType, OpenArgs, Session},
+    client::{ConType, OpenArgs, Outcome, Permit, Session},
     errno,
     heartbeat::HeartbeatConfig,
     server::{Server, ServerConfig},
@@ -185,6 +185,99 @@ fn many_more_requests_than_the_send_queue_holds() {
             .expect("every request ends")
             .unwrap();
     }
+}
+
+/// A deep queue over one connection, each of whose chunks and read buffers has had a key before: to renew it takes two
+/// slots of a send queue.
+fn deep() -> (Bed, Session<Device>) {
+    let bed = Bed::new(ServerConfig {
+        queue_depth: 600,
+        max_chunk_size: 8192,
+        ..config()
+    });
+    let session = bed.open("deep", 1);
+    let (tx, rx) = mpsc::channel();
+    let permits: Vec<_> = (0..600).map(|_| session.permit().unwrap()).collect();
+    for permit in permits {
+        read_later(&session, permit, Ask::Count, &tx);
+    }
+    for _ in 0..600 {
+        rx.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
+    }
+    (bed, session)
+}
+
+fn read_later(session: &Session<Device>, permit: Permit, ask: Ask, tx: &mpsc::Sender<Result<(), IoError>>) {
+    let data = session.alloc_buffer(64).unwrap();
+    let tx = tx.clone();
+    let done = move |o: Outcome<Device>| tx.send(o.result).unwrap();
+    session.request(
+        permit,
+        ConType::Io(0),
+        Direction::Read,
+        &ask.header(0),
+        Some(data),
+        done,
+    );
+}
+
+#[test]
+fn a_client_that_finds_no_time_for_completions_does_not_overfill_its_send_queue() {
+    let (_bed, session) = deep();
+    let permits: Vec<_> = (0..599).map(|_| session.permit().unwrap()).collect();
+    // The callback holds the thread that takes completions, so that no slot gets free.
+    let (inside, is_inside) = mpsc::channel();
+    let (go_on, may_go_on) = mpsc::channel::<()>();
+    let (permit, data) = (session.permit().unwrap(), session.alloc_buffer(64).unwrap());
+    let header = Ask::Count.header(0);
+    session.request(permit, ConType::Io(0), Direction::Read, &header, Some(data), move |o| {
+        inside.send(o.result).unwrap();
+        let _ = may_go_on.recv();
+    });
+    is_inside.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
+    let (tx, rx) = mpsc::channel();
+    for permit in permits {
+        read_later(&session, permit, Ask::Count, &tx);
+    }
+    drop(go_on);
+    for _ in 0..599 {
+        rx.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
+    }
+}
+
+#[test]
+fn a_server_that_finds_no_time_for_completions_does_not_overfill_its_send_queue() {
+    let (bed, session) = deep();
+    let (tx, rx) = mpsc::channel();
+    for _ in 0..599 {
+        read_later(&session, session.permit().unwrap(), Ask::Hold, &tx);
+    }
+    eventually("the requests", || bed.disk.held.lock().len() == 599);
+    // The server's own thread, which takes completions, waits for the disk.
+    let disk = bed.disk.bytes.lock();
+    let before = bed.disk.requests.load(Ordering::Relaxed);
+    let (permit, data) = (session.permit().unwrap(), buffer(&session, &[7]));
+    let (tx1, rx1) = mpsc::channel();
+    let header = Ask::Transfer(0).header(0);
+    session.request(
+        permit,
+        ConType::Io(0),
+        Direction::Write,
+        &header,
+        Some(data),
+        move |o| {
+            tx1.send(o.result).unwrap();
+        },
+    );
+    eventually("the last request", || {
+        bed.disk.requests.load(Ordering::Relaxed) > before
+    });
+    bed.disk.held.lock().drain(..).for_each(|request| request.complete(0));
+    drop(disk);
+    for _ in 0..599 {
+        rx.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
+    }
+    rx1.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
 }
 
 #[test]
