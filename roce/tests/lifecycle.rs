@@ -172,6 +172,23 @@ fn a_thousand_cycles_leave_nothing_behind() {
     assert!(grown < 64 << 20, "{grown} bytes more after a thousand cycles");
 }
 
+/// One small packet makes a server set aside a session's chunks: that must not cost it the memory at once.
+#[test]
+fn memory_that_nobody_has_touched_is_not_occupied() {
+    const BYTES: usize = 256 << 20;
+    let device = open();
+    let pd = device.alloc_pd().unwrap();
+    let before = resident_pages();
+    let mr = device.alloc_mr(&pd, BYTES, ALL).unwrap();
+    assert_eq!(mr.addr() % 4096, 0);
+    mr.write(BYTES - 3, b"end").unwrap();
+    let mut seen = [1; 8];
+    mr.read(BYTES - 8, &mut seen).unwrap();
+    assert_eq!(&seen, b"\0\0\0\0\0end");
+    let grown = resident_pages().saturating_sub(before) * 4096;
+    assert!(grown < BYTES / 4, "{grown} bytes");
+}
+
 #[test]
 fn a_capture_holds_what_was_sent_with_good_icrcs() {
     let folder = tempfile::tempdir().unwrap();

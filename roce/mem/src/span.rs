@@ -13,13 +13,17 @@ use crate::error::{AtomicError, MemError, Revoked};
 
 /// Alignment of allocated regions, bytes.
 const PAGE: usize = 4096;
+/// From here on an allocation makes its own page alignment: the allocator gives out zero pages that nobody has touched
+/// only where it is not asked for alignment, and would fill these by hand, which occupies them.
+const LARGE: usize = 256 << 10;
 
 /// The memory itself: allocated here and freed with the last reference, or lent by the program.
 #[derive(Debug)]
 struct Backing {
     ptr: NonNull<u8>,
     len: usize,
-    layout: Option<Layout>,
+    /// What was allocated for it, if it was: the range may start later.
+    owned: Option<(NonNull<u8>, Layout)>,
 }
 
 // SAFETY: the pointer is only used for raw copies and atomics within bounds that are proven first; the type has no
@@ -30,9 +34,9 @@ unsafe impl Sync for Backing {}
 
 impl Drop for Backing {
     fn drop(&mut self) {
-        if let Some(layout) = self.layout {
-            // SAFETY: `ptr` came from `alloc_zeroed` with this layout and is freed only here.
-            unsafe { dealloc(self.ptr.as_ptr(), layout) }
+        if let Some((base, layout)) = self.owned {
+            // SAFETY: `base` came from `alloc_zeroed` with this layout and is freed only here.
+            unsafe { dealloc(base.as_ptr(), layout) }
         }
     }
 }
@@ -52,15 +56,28 @@ pub(crate) struct Mapping {
 impl Mapping {
     /// Zeroed memory on a page boundary.
     pub(crate) fn allocate(len: usize) -> Result<Arc<Self>, MemError> {
-        let (ptr, layout) = if len == 0 {
-            (NonNull::dangling(), None)
-        } else {
-            let layout = Layout::from_size_align(len, PAGE).map_err(|_| MemError::OutOfMemory(len))?;
-            // SAFETY: the layout has a size above zero.
-            let ptr = unsafe { alloc_zeroed(layout) };
-            (NonNull::new(ptr).ok_or(MemError::OutOfMemory(len))?, Some(layout))
+        let none = || MemError::OutOfMemory(len);
+        if len == 0 {
+            return Ok(Self::whole(Backing {
+                ptr: NonNull::dangling(),
+                len,
+                owned: None,
+            }));
+        }
+        let (bytes, align) = match len < LARGE {
+            true => (len, PAGE),
+            false => (len.checked_add(PAGE - 1).ok_or_else(none)?, 1),
         };
-        Ok(Self::whole(Backing { ptr, len, layout }))
+        let layout = Layout::from_size_align(bytes, align).map_err(|_| none())?;
+        // SAFETY: the layout has a size above zero.
+        let base = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(none)?;
+        // SAFETY: at most PAGE - 1 bytes further, which were allocated on top if the alignment is not the allocator's.
+        let ptr = unsafe { base.add(base.addr().get().wrapping_neg() % PAGE) };
+        Ok(Self::whole(Backing {
+            ptr,
+            len,
+            owned: Some((base, layout)),
+        }))
     }
 
     /// Memory of the program.
@@ -69,7 +86,7 @@ impl Mapping {
     /// `ptr` must stay readable and writable for `len` bytes until the mapping is revoked and no access is under way.
     pub(crate) unsafe fn borrow(ptr: *mut u8, len: usize) -> Arc<Self> {
         let ptr = NonNull::new(ptr).unwrap_or(NonNull::dangling());
-        Self::whole(Backing { ptr, len, layout: None })
+        Self::whole(Backing { ptr, len, owned: None })
     }
 
     fn whole(backing: Backing) -> Arc<Self> {
@@ -107,7 +124,7 @@ impl Mapping {
 
     /// Whether the memory was lent, and may be gone since the mapping was revoked.
     pub(crate) fn is_returned(&self) -> bool {
-        self.backing.layout.is_none() && self.len > 0 && self.is_revoked()
+        self.backing.owned.is_none() && self.len > 0 && self.is_revoked()
     }
 
     pub(crate) fn len(&self) -> usize {
