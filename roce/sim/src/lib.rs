@@ -41,6 +41,8 @@ pub struct SimConfig {
     pub seed: u64,
     /// About how many work requests each direction of a connection carries.
     pub scale: u32,
+    /// The network has no faults but narrow links and queues that overflow, and nothing else goes wrong.
+    pub bottleneck: bool,
     /// Where a capture of a failing run goes; `None`: the system's directory for temporary files.
     pub pcap_dir: Option<PathBuf>,
     /// Where to write a capture of the run, whether it fails or not.
@@ -55,6 +57,7 @@ impl SimConfig {
         Self {
             seed,
             scale: 150,
+            bottleneck: false,
             pcap_dir: None,
             capture: None,
             log: false,
@@ -95,7 +98,7 @@ pub fn run(config: &SimConfig) -> Result<Stats, Failure> {
 
 fn attempt(config: &SimConfig, pcap: Option<PathBuf>, log: bool) -> Result<Stats, String> {
     let trace = Trace::new(pcap.as_deref(), log).map_err(|e| format!("no capture file: {e}"))?;
-    let mut world = World::new(config.seed, config.scale, trace);
+    let mut world = World::new(config, trace);
     let outcome = catch_unwind(AssertUnwindSafe(|| world.run()));
     world.trace.finish();
     let at = world.now as f64 / 1e9;

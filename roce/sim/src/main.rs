@@ -21,6 +21,9 @@ struct Cli {
     /// About how many work requests each direction of a connection carries
     #[arg(long, default_value_t = 150)]
     scale: u32,
+    /// No faults but narrow links and queues that overflow
+    #[arg(long)]
+    bottleneck: bool,
     /// Folder for captures of failed runs; default: the system's for temporary files
     #[arg(long)]
     pcap_dir: Option<PathBuf>,
@@ -43,6 +46,7 @@ fn main() -> ExitCode {
         .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
     let base = SimConfig {
         scale: cli.scale,
+        bottleneck: cli.bottleneck,
         pcap_dir: cli.pcap_dir,
         capture: cli.capture,
         log: cli.log,

@@ -215,6 +215,37 @@ impl Scenario {
         }
     }
 
+    /// Leaves no faults but narrow links and queues that overflow.
+    pub(crate) fn narrow(&mut self, dice: &mut Dice) {
+        self.faults = Faults {
+            loss: 0.0,
+            duplicate: 0.0,
+            reorder: 0.0,
+            corrupt: 0.0,
+            bandwidth: dice.pick(&[20_000_000, 125_000_000, 1_250_000_000]),
+            queue: dice.pick(&[48 << 10, 100 << 10, 256 << 10]),
+            ..self.faults
+        };
+        self.disturbances = 0;
+        self.chaos_end = 5 * SEC;
+        for host in &mut self.hosts {
+            host.rx_buffer = host.rx_buffer.max(208 << 10);
+            host.window.max = 4 << 20;
+            host.window.initial = 64 << 10;
+        }
+        for conn in &mut self.conns {
+            conn.bad_operations = 0.0;
+            conn.recv_lag = 0;
+            conn.recv_ahead = 16;
+            conn.think = US;
+            conn.largest = 48 << 10;
+            conn.caps.max_send_wr = 64;
+            conn.rd_atomic = 16;
+            conn.timeout = 16;
+            (conn.retry_cnt, conn.rnr_retry) = (7, 7);
+        }
+    }
+
     /// The faults of one link: the run's, weakened at random.
     pub(crate) fn link(&self, dice: &mut Dice) -> Faults {
         let f = self.faults;

@@ -15,7 +15,7 @@ use roce_qp::CompletionQueue;
 use roce_verbs::{AsyncEvent, Completion, Instant};
 
 use crate::{
-    Stats,
+    SimConfig, Stats,
     model::{Conn, Phase},
     net::{Frame, Link, NetStats},
     rng::Dice,
@@ -234,9 +234,13 @@ fn check_train(train: &roce_port::Train<'_>, flow: &Flow) -> Check {
 }
 
 impl World {
-    pub(crate) fn new(seed: u64, scale: u32, trace: Trace) -> Self {
+    pub(crate) fn new(config: &SimConfig, trace: Trace) -> Self {
+        let seed = config.seed;
         let mut plan_dice = Dice::new(seed, 0);
-        let scenario = Scenario::draw(scale, &mut plan_dice);
+        let mut scenario = Scenario::draw(config.scale, &mut plan_dice);
+        if config.bottleneck {
+            scenario.narrow(&mut plan_dice);
+        }
         let mut seed_dice = Dice::new(seed, 1);
         let mut net_dice = Dice::new(seed, 2);
         let hosts: Vec<Host> = scenario

@@ -68,6 +68,20 @@ fn some_networks() {
 }
 
 #[test]
+fn queues_that_overflow_cost_a_bounded_share_of_retransmissions() {
+    let base = SimConfig {
+        bottleneck: true,
+        ..SimConfig::new(0)
+    };
+    let (total, failures) = run_many(1..=24, 2, &base, |_, _| {});
+    assert!(failures.is_empty(), "{}", failures[0]);
+    assert!(total.overflowed > 1000, "{total:?}");
+    assert_eq!((total.lost, total.corrupted), (0, 0));
+    let share = total.retransmissions as f64 / total.packets as f64;
+    assert!(share < 0.1, "{share:.3} of all packets are retransmissions: {total:?}");
+}
+
+#[test]
 fn the_same_seed_gives_the_same_run() {
     for seed in [5, 6, 7, 8] {
         let (a, b) = (run(&small(seed)).unwrap(), run(&small(seed)).unwrap());
