@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Ctx, Direction, JUMBO, Scenario, key_lines};
+use super::{Ctx, Direction, JUMBO, Scenario, verdict};
 use crate::{Error, far::Ip, lab::Proc};
 
 pub(super) fn list() -> Vec<Scenario> {
@@ -59,7 +59,7 @@ pub(super) fn rping_server(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
         .finish(Duration::from_secs(260))?;
     pings(&theirs)?;
     let ours = ours.finish(Duration::from_secs(60))?;
-    Ok(format!("{}; kernel: 20 pings validated", key_lines(&ours)))
+    Ok(format!("{}; kernel: 20 pings validated", verdict(&ours)?))
 }
 
 pub(super) fn rping_client(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
@@ -71,7 +71,7 @@ pub(super) fn rping_client(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
     // rping's server does not end well when its client is faster with the disconnect: its output counts.
     let _ = theirs.finish(Duration::from_secs(60));
     pings(&theirs.text())?;
-    Ok(format!("{}; kernel: 20 pings seen", key_lines(&ours)))
+    Ok(format!("{}; kernel: 20 pings seen", verdict(&ours)?))
 }
 
 fn pings(text: &str) -> Result<(), Error> {
@@ -97,7 +97,7 @@ pub(super) fn ucmatose_server(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> 
     if !theirs.contains("return status 0") {
         return Err(format!("ucmatose -s printed:\n{theirs}").into());
     }
-    Ok(key_lines(&ours.finish(Duration::from_secs(60))?))
+    verdict(&ours.finish(Duration::from_secs(60))?)
 }
 
 pub(super) fn ucmatose_client(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
@@ -111,7 +111,7 @@ pub(super) fn ucmatose_client(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> 
     if !theirs.contains("return status 0") {
         return Err(format!("ucmatose printed:\n{theirs}").into());
     }
-    Ok(key_lines(&ours))
+    verdict(&ours)
 }
 
 /// A connection, as both ends shall see it. Private data is in hexadecimal; trailing zeros are not shown.

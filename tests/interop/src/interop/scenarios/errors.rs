@@ -2,7 +2,7 @@
 
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
-use super::{Ctx, Direction, JUMBO, Scenario, key_lines};
+use super::{Ctx, Direction, JUMBO, Scenario, verdict};
 use crate::{
     Error,
     far::{AGENT_PORT, Ip},
@@ -61,7 +61,7 @@ fn errors(c: &mut Ctx<'_>, ours_asks: bool) -> Result<String, Error> {
     )?;
     ours.finish(Duration::from_secs(30))?;
     theirs.finish(Duration::from_secs(30))?;
-    Ok(key_lines(&out))
+    verdict(&out)
 }
 
 fn driver(c: &Ctx<'_>, requester: SocketAddr, responder: SocketAddr, how: &[&str]) -> Result<String, Error> {
@@ -95,7 +95,7 @@ fn two_kernels(c: &mut Ctx<'_>) -> Result<String, Error> {
     let out = driver(c, requester, responder, &how)?;
     a.finish(Duration::from_secs(30))?;
     b.finish(Duration::from_secs(30))?;
-    Ok(key_lines(&out))
+    verdict(&out)
 }
 
 fn vanish(c: &Ctx<'_>, requester: SocketAddr, responder: SocketAddr) -> Result<Proc, Error> {
@@ -120,7 +120,7 @@ fn our_process_killed(c: &mut Ctx<'_>) -> Result<String, Error> {
     let (_theirs, there) = c.far.agent("verbs-agent", Ip::V4, &c.dir)?;
     let mut vanish = vanish(c, there, here)?;
     ours.kill();
-    Ok(key_lines(&vanish.finish(Duration::from_secs(120))?))
+    verdict(&vanish.finish(Duration::from_secs(120))?)
 }
 
 fn guest_killed(c: &mut Ctx<'_>) -> Result<String, Error> {
@@ -130,5 +130,5 @@ fn guest_killed(c: &mut Ctx<'_>) -> Result<String, Error> {
     c.guest()?.kill();
     let out = vanish.finish(Duration::from_secs(120));
     c.guest()?.reboot()?;
-    Ok(key_lines(&out?))
+    verdict(&out?)
 }

@@ -3,8 +3,9 @@
 use std::time::{Duration, Instant};
 
 use super::{
-    Ctx, Direction, Scenario, cm, key_lines, ops,
+    Ctx, Direction, Scenario, cm, ops,
     rnbd::{self, Mapping, Server, image, with_client},
+    verdict,
 };
 use crate::{
     Error,
@@ -81,7 +82,7 @@ fn lossy_kernel_client(c: &mut Ctx<'_>) -> Result<String, Error> {
     let out = with_client(c, Ip::V4, script, 900)?;
     server.stop()?;
     same_on_image(c, &out, 524_288)?;
-    Ok(key_lines(&out))
+    verdict(&out)
 }
 
 /// The line `sum MD5` of a guest's output is that of the image's start.
@@ -128,7 +129,7 @@ fn link_down_ops(c: &mut Ctx<'_>) -> Result<String, Error> {
     unplug(c)?;
     let out = ops.finish(Duration::from_secs(600))?;
     agent.finish(Duration::from_secs(60))?;
-    Ok(key_lines(&out))
+    verdict(&out)
 }
 
 /// In the guest: writes a file over and over again, until that fails. /tmp/rounds counts, /tmp/writer has the end.
@@ -255,7 +256,7 @@ fn guest_client_killed(c: &mut Ctx<'_>) -> Result<String, Error> {
     let out = with_client(c, Ip::V4, script, 240)?;
     server.stop()?;
     same_on_image(c, &out, 1 << 20)?;
-    Ok(format!("session ended; {}", key_lines(&out)))
+    Ok(format!("session ended; {}", verdict(&out)?))
 }
 
 /// Our client reports an error and ends; when the guest comes back a new one works.

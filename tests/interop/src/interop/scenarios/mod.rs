@@ -207,6 +207,15 @@ impl Ctx<'_> {
     }
 }
 
+/// The lines of a program's output that a report keeps; an error if none says "passed".
+fn verdict(text: &str) -> Result<String, Error> {
+    if text.contains("passed") {
+        Ok(key_lines(text))
+    } else {
+        Err(format!("nothing says that it passed:\n{text}").into())
+    }
+}
+
 /// The lines of a program's output that a report keeps.
 fn key_lines(text: &str) -> String {
     text.lines()

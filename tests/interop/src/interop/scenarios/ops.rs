@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Ctx, Direction, JUMBO, SMALL, Scenario, key_lines};
+use super::{Ctx, Direction, JUMBO, SMALL, Scenario, key_lines, verdict};
 use crate::{Error, far::Ip};
 
 pub(super) fn list() -> Vec<Scenario> {
@@ -50,7 +50,7 @@ pub(super) fn ops(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
     ];
     let out = c.ours(ip, "ops", &args)?.finish(Duration::from_secs(900))?;
     agent.finish(Duration::from_secs(60))?;
-    Ok(key_lines(&out))
+    verdict(&out)
 }
 
 const COUNT: [&str; 4] = ["-s", "20000", "-n", "300"];
@@ -72,7 +72,7 @@ pub(super) fn pingpong_server(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> 
         .theirs("ibv_rc_pingpong", &words, 300)?
         .finish(Duration::from_secs(320))?;
     let ours = ours.finish(Duration::from_secs(60))?;
-    Ok(format!("{}; kernel: {}", key_lines(&ours), key_lines(&theirs)))
+    Ok(format!("{}; kernel: {}", verdict(&ours)?, key_lines(&theirs)))
 }
 
 pub(super) fn pingpong_client(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
@@ -84,5 +84,5 @@ pub(super) fn pingpong_client(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> 
     let args = [&["pingpong", "--connect", &host][..], &OUR_COUNT].concat();
     let ours = c.ours(ip, "pingpong", &args)?.finish(Duration::from_secs(320))?;
     let theirs = theirs.finish(Duration::from_secs(60))?;
-    Ok(format!("{}; kernel: {}", key_lines(&ours), key_lines(&theirs)))
+    Ok(format!("{}; kernel: {}", verdict(&ours)?, key_lines(&theirs)))
 }

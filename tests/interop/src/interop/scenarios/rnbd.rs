@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Ctx, Direction, JUMBO, SMALL, Scenario, key_lines};
+use super::{Ctx, Direction, JUMBO, SMALL, Scenario, verdict};
 use crate::{
     Error,
     far::Ip,
@@ -174,7 +174,7 @@ const TREE: &str = "\
     mount -t ext4 /dev/rnbd0 /mnt/r\n\
     diff -r --no-dereference /usr/include/linux /mnt/r/linux; diff -r /usr/include/rdma /mnt/r/rdma; umount /mnt/r\n\
     unmap rnbd0; map s1 disk; mount -o ro -t ext4 /dev/rnbd0 /mnt/r\n\
-    diff -r /usr/include/rdma /mnt/r/rdma && echo 'trees equal: passed'; umount /mnt/r; unmap rnbd0\n";
+    diff -r /usr/include/rdma /mnt/r/rdma; umount /mnt/r; unmap rnbd0; echo 'trees equal: passed'\n";
 
 /// The kernel's RNBD client maps our server.
 pub(super) fn kernel_client(c: &mut Ctx<'_>, ip: Ip, invalidate: &str) -> Result<String, Error> {
@@ -182,11 +182,7 @@ pub(super) fn kernel_client(c: &mut Ctx<'_>, ip: Ip, invalidate: &str) -> Result
     let server = Server::start(c, ip, &["disk"], invalidate)?;
     let out = with_client(c, ip, TREE, 600)?;
     server.stop()?;
-    Ok(format!(
-        "{}; image on the server: {}",
-        key_lines(&out),
-        fsck(c, "disk")?
-    ))
+    Ok(format!("{}; image on the server: {}", verdict(&out)?, fsck(c, "disk")?))
 }
 
 fn read_only(c: &mut Ctx<'_>) -> Result<String, Error> {
@@ -200,16 +196,17 @@ fn read_only(c: &mut Ctx<'_>) -> Result<String, Error> {
         map s1 disk access_mode=ro; cat /sys/block/rnbd0/rnbd/access_mode; mkdir -p /mnt/r\n\
         [ $(blockdev --getro /dev/rnbd0) = 1 ]\n\
         if dd if=/dev/zero of=/dev/rnbd0 bs=4k count=1 oflag=direct; then echo 'a write got through'; exit 1; fi\n\
-        mount -o ro -t ext4 /dev/rnbd0 /mnt/r; diff -r /usr/include/rdma /mnt/r && echo 'read-only tree equal: passed'\n\
+        mount -o ro -t ext4 /dev/rnbd0 /mnt/r; diff -r -x lost+found /usr/include/rdma /mnt/r\n\
         umount /mnt/r; unmap rnbd0\n\
-        map s1 other access_mode=ro; [ $(blockdev --getro /dev/rnbd0) = 1 ]; unmap rnbd0\n";
+        map s1 other access_mode=ro; [ $(blockdev --getro /dev/rnbd0) = 1 ]; unmap rnbd0\n\
+        echo 'read-only tree equal, writes refused: passed'\n";
     let before = fs::read(&disk)?;
     let out = with_client(c, Ip::V4, script, 120)?;
     server.stop()?;
     if fs::read(&disk)? != before {
         return Err("the image has changed".into());
     }
-    Ok(key_lines(&out))
+    verdict(&out)
 }
 
 fn wrong_name(c: &mut Ctx<'_>) -> Result<String, Error> {
@@ -223,7 +220,7 @@ fn wrong_name(c: &mut Ctx<'_>) -> Result<String, Error> {
         map s1 disk; dd if=/dev/rnbd0 of=/dev/null bs=1M count=4 iflag=direct; unmap rnbd0; echo 'refused, then mapped: passed'\n";
     let out = with_client(c, Ip::V4, script, 120)?;
     server.stop()?;
-    Ok(key_lines(&out))
+    verdict(&out)
 }
 
 fn two_devices(c: &mut Ctx<'_>) -> Result<String, Error> {
@@ -246,7 +243,7 @@ fn two_devices(c: &mut Ctx<'_>) -> Result<String, Error> {
     if sessions != 1 {
         return Err(format!("{sessions} sessions were opened").into());
     }
-    Ok(key_lines(&out))
+    verdict(&out)
 }
 
 /// Both sides keep the session alive while nothing else goes on.
@@ -270,7 +267,7 @@ fn idle(c: &mut Ctx<'_>) -> Result<String, Error> {
     }
     Ok(format!(
         "{}; heartbeats: {ours} from us, {theirs} from the kernel",
-        key_lines(&out)
+        verdict(&out)?
     ))
 }
 
@@ -299,7 +296,7 @@ fn heartbeats(c: &Ctx<'_>) -> Result<(usize, usize), Error> {
 pub(super) fn server_up(c: &mut Ctx<'_>, invalidate: bool) -> Result<(), Error> {
     let (lab, yes) = (c.places.lab.display().to_string(), if invalidate { "Y" } else { "N" });
     let script = format!(
-        "set -e; L={lab}; modprobe -q rdma_cm; modprobe -q ib_core; [ -b /dev/ram0 ] || modprobe brd rd_size=65536 rd_nr=2\n\
+        "set -e; L={lab}; modprobe -q rdma_cm; modprobe -q ib_core\n\
          insmod $L/rtrs/rtrs-core.ko; insmod $L/rtrs/rtrs-server.ko always_invalidate={yes}; insmod $L/rnbd/rnbd-server.ko\n\
          [ -e /tmp/loop.img ] || truncate -s 64M /tmp/loop.img; losetup /dev/loop0 /tmp/loop.img; blockdev --getsize64 /dev/ram0\n"
     );
@@ -462,7 +459,12 @@ fn our_read_only(c: &mut Ctx<'_>) -> Result<String, Error> {
     server_up(c, true)?;
     let mut mapping = Mapping::spawn(c, Ip::V4, "ram1", &["--ro"])?;
     mapping.process.wait_for("mapped ", Duration::from_secs(60))?;
-    mapping.io(c, "read", &["read 0 1M"], 60)?;
+    c.tool(
+        "read",
+        "qemu-io",
+        &["-r", "-f", "raw", "-c", "read 0 1M", &mapping.url],
+        60,
+    )?;
     let write = mapping.io(c, "write", &["write -P 1 0 4k"], 60);
     mapping.stop()?;
     server_down(c)?;
