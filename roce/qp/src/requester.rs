@@ -51,8 +51,10 @@ pub(crate) struct Requester {
     sample: Option<(Seq, Instant)>,
     /// Where and when the requester went back last.
     pub(crate) went_back: Option<(Seq, Instant)>,
-    /// The newest packet shall be sent once more.
+    /// A packet shall be sent once more, see [`QueuePair::transmit_probe`].
     probe_due: bool,
+    /// Where the READ that was asked for again last ends. Silence again there: the others were lost, too.
+    probed: Option<Seq>,
     /// After a silence one packet goes out at a time, until something comes back. Up to this number everything was sent
     /// and may well have arrived.
     pub(crate) cautious: Option<Seq>,
@@ -98,6 +100,7 @@ impl Requester {
             sample: None,
             went_back: None,
             probe_due: false,
+            probed: None,
             cautious: None,
             skipped: false,
             timed_out: false,
@@ -388,21 +391,16 @@ impl QueuePair {
         Ok(())
     }
 
-    /// Sends the newest packet once more: the peer acknowledges everything, or reports a gap.
+    /// Sends the newest packet once more: the peer acknowledges everything, or reports a gap. Of READs it is the oldest.
     pub(crate) fn transmit_probe(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Step {
         let due = core::mem::take(&mut self.req.probe_due);
         if !due || self.req.una >= self.req.next || self.req.timers.rnr_until.is_some() {
             return Step::Idle;
         }
-        let last = self.req.next.prev();
-        let upto = self.req.cur.saturating_add(1).min(self.sq.wqes.len());
-        let mut sent = self.sq.wqes.range(..upto).rev();
-        // A READ would be answered in full.
-        let newest = sent.find(|w| w.packets > 0 && w.first <= last && last < w.end());
-        let Some(wqe) = newest.filter(|w| w.kind() != Kind::Read) else {
+        let Some((wqe, from, to)) = self.probe_target(ctx) else {
             return Step::Idle;
         };
-        match self.emit_request(wqe, last, last.plus(1), true, TxKind::Retransmission, tx) {
+        match self.emit_request(wqe, from, to, true, TxKind::Retransmission, tx) {
             Err(Unsent::Full) => {
                 self.req.probe_due = true;
                 return Step::Full;
@@ -412,9 +410,25 @@ impl QueuePair {
             Ok(()) => {
                 ctx.counters.tail_probes += 1;
                 ctx.counters.retransmits += 1;
+                let read = wqe.kind() == Kind::Read;
+                self.req.read_in_pieces |= read && to < wqe.request_end(from);
+                self.req.probed = read.then_some(to);
             }
         }
         Step::Sent
+    }
+
+    /// What a probe sends: the work request and the PSNs of the packet.
+    fn probe_target(&self, ctx: &Ctx<'_>) -> Option<(&SendWqe, Seq, Seq)> {
+        if let Some(wqe) = self.oldest_read() {
+            return Some((wqe, self.req.una, self.read_end(ctx, wqe, self.req.una)));
+        }
+        let last = self.req.next.prev();
+        let upto = self.req.cur.saturating_add(1).min(self.sq.wqes.len());
+        let mut sent = self.sq.wqes.range(..upto).rev();
+        let newest = sent.find(|w| w.packets > 0 && w.first <= last && last < w.end())?;
+        // A READ that is not the oldest would be answered in vain.
+        (newest.kind() != Kind::Read).then_some((newest, last, last.plus(1)))
     }
 
     /// Starts over from the oldest unacknowledged PSN.
@@ -521,9 +535,11 @@ impl QueuePair {
             self.go_back(ctx, Back::Timeout);
         } else if self.is_recovering() {
             self.go_back(ctx, Back::Silence);
-        } else if stage == 0 && !self.head_is_read() {
+        } else if self.asks_much(ctx) && stage <= READ_PATIENCE {
+            // If it is on its way, all of it would come twice.
+        } else if stage == 0 && self.req.probed != Some(self.req.una) {
             self.req.probe_due = true;
-        } else if stage > READ_PATIENCE || !self.asks_much(ctx) {
+        } else {
             self.go_back(ctx, Back::Silence);
         }
     }
@@ -535,11 +551,7 @@ impl QueuePair {
         oldest.filter(|w| w.kind() == Kind::Read)
     }
 
-    fn head_is_read(&self) -> bool {
-        self.oldest_read().is_some()
-    }
-
-    /// Whether starting over means to ask for a long READ: if it is on its way, all of it would come twice.
+    /// Whether sending the oldest packet means to ask for a long READ.
     fn asks_much(&self, ctx: &Ctx<'_>) -> bool {
         let una = self.req.una;
         let cost = |w: &SendWqe| w.cost(una, self.read_end(ctx, w, una), self.mtu);

@@ -256,6 +256,58 @@ fn reads_of_many_queue_pairs_share_the_window() {
     assert_eq!(q.a.drain().len(), 1, "it can't be kept out for ever either");
 }
 
+#[test]
+fn short_reads_whose_answers_are_late_are_not_all_asked_for_again() {
+    let mut p = warm(Setup {
+        rd_atomic: 16,
+        ..Setup::default()
+    });
+    let (src, dst) = (p.b.filled(16 * 1024, 1), p.a.region(16 * 1024));
+    for i in 0..16 {
+        p.a.send(
+            i,
+            SendOp::Read(at(&src, 1024 * i as usize)),
+            &[sge(&dst, 1024 * i as usize, 1024)],
+        );
+    }
+    let asked = p.a.drain();
+    assert_eq!(asked.len(), 16);
+    let again = silence(&mut p.a, MS * 2);
+    assert_eq!(again.len(), 1);
+    p.b.now = p.a.now;
+    for (_, bytes) in asked {
+        p.b.handle(&bytes);
+    }
+    // One after the other, and time to send between them.
+    for (_, bytes) in p.b.drain() {
+        p.a.handle(&bytes);
+        assert!(p.a.drain().is_empty());
+    }
+    assert_eq!(p.a.completions().len(), 16);
+    assert_eq!(p.a.counters.retransmits, 1);
+}
+
+#[test]
+fn when_all_answers_of_short_reads_are_lost_they_are_asked_for_again_after_two_silences() {
+    let mut p = warm(Setup {
+        rd_atomic: 16,
+        ..Setup::default()
+    });
+    let (src, dst) = (p.b.filled(16 * 1024, 1), p.a.region(16 * 1024));
+    for i in 0..16 {
+        p.a.send(
+            i,
+            SendOp::Read(at(&src, 1024 * i as usize)),
+            &[sge(&dst, 1024 * i as usize, 1024)],
+        );
+    }
+    assert_eq!(p.a.drain().len(), 16);
+    p.run();
+    assert_eq!(p.a.completions().len(), 16);
+    assert!(p.a.counters.retransmits <= 17, "{}", p.a.counters.retransmits);
+    assert_eq!((p.a.counters.tail_probes, p.a.counters.timeouts), (1, 0));
+}
+
 /// A requester like rdma_rxe behind a queue: it asks for everything at once, and for the rest when nothing has come for
 /// 67 ms.
 struct Greedy {
