@@ -79,8 +79,9 @@ pub(super) fn pingpong_client(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> 
     let program = theirs(c, ip)?;
     let words: Vec<&str> = program.iter().map(String::as_str).collect();
     let mut theirs = c.theirs("ibv_rc_pingpong", &words, 300)?;
-    // Our client tries until the server listens.
-    let host = c.far.addr(ip)?.to_string();
+    // Our client tries until the server listens. ibv_rc_pingpong takes the first wildcard address that it is given,
+    // which is IPv4's: only the GID says which family the RoCE packets have.
+    let host = c.far.addr(Ip::V4).or_else(|_| c.far.addr(ip))?.to_string();
     let args = [&["pingpong", "--connect", &host][..], &OUR_COUNT].concat();
     let ours = c.ours(ip, "pingpong", &args)?.finish(Duration::from_secs(320))?;
     let theirs = theirs.finish(Duration::from_secs(60))?;
