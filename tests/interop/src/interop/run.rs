@@ -158,7 +158,7 @@ fn captured(s: &Scenario, ctx: &mut Ctx<'_>, interface: &str) -> Result<String, 
     let mut dump = Proc::spawn("tcpdump", &mut dump, &ctx.dir)?;
     dump.wait_for("listening", Duration::from_secs(30))?;
     if let Some(guest) = &ctx.guest {
-        guest.netem(s.netem)?;
+        guest.netem(s.netem.filter(|_| !s.netem_later))?;
     }
     let result = (s.run)(ctx);
     if let Some(guest) = &ctx.guest

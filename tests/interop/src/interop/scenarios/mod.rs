@@ -68,6 +68,8 @@ pub(crate) struct Scenario {
     pub(crate) shape: Shape,
     /// Arguments of netem, both ways.
     pub(crate) netem: Option<&'static str>,
+    /// The scenario itself starts netem.
+    pub(crate) netem_later: bool,
     pub(crate) guests: u8,
     /// Runs against another host as well.
     pub(crate) peer: bool,
@@ -91,6 +93,7 @@ impl Scenario {
             ci: false,
             shape: SMALL,
             netem: None,
+            netem_later: false,
             guests: 1,
             peer: false,
             run: Box::new(run),
@@ -114,6 +117,11 @@ impl Scenario {
     fn netem(mut self, what: &'static str) -> Self {
         self.netem = Some(what);
         self
+    }
+
+    fn netem_later(mut self, what: &'static str) -> Self {
+        self.netem_later = true;
+        self.netem(what)
     }
 
     fn guests(mut self, count: u8) -> Self {
