@@ -5,6 +5,11 @@ use core::{
     sync::atomic::{AtomicU32, Ordering},
     time::Duration,
 };
+use std::time::Instant;
+
+use parking_lot::Mutex;
+
+use crate::PathError;
 
 /// Interval and patience.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -79,6 +84,57 @@ impl Heartbeat {
             0 => Beat::Send,
             _ => Beat::Wait,
         }
+    }
+}
+
+/// A path's heartbeat: the counter, and when it is to be looked at.
+#[derive(Debug)]
+pub(crate) struct Pulse {
+    heartbeat: Heartbeat,
+    next: Mutex<Instant>,
+}
+
+impl Pulse {
+    /// A peer that was heard just now.
+    pub(crate) fn new(config: HeartbeatConfig) -> Self {
+        Self {
+            heartbeat: Heartbeat::new(config),
+            next: Mutex::new(Instant::now() + config.interval),
+        }
+    }
+
+    /// The first interval begins now.
+    pub(crate) fn restart(&self) {
+        *self.next.lock() = Instant::now() + self.heartbeat.config().interval;
+    }
+
+    /// Anything came from the peer.
+    pub(crate) fn heard(&self) {
+        self.heartbeat.heard();
+    }
+
+    /// Runs what is due; `ask` sends the question to the peer. Returns when the next interval ends, and the error that
+    /// ends the path.
+    pub(crate) fn run(
+        &self,
+        now: Instant,
+        ask: impl FnOnce() -> Result<(), PathError>,
+    ) -> (Instant, Result<(), PathError>) {
+        let config = self.heartbeat.config();
+        let mut next = self.next.lock();
+        if now < *next {
+            return (*next, Ok(()));
+        }
+        // From now, not from the last beat: a process that was stopped must not count its own absence.
+        *next = now + config.interval;
+        let due = *next;
+        drop(next);
+        let done = match self.heartbeat.tick() {
+            Beat::Send => ask(),
+            Beat::Wait => Ok(()),
+            Beat::Lost => Err(PathError::HeartbeatLost(config.patience())),
+        };
+        (due, done)
     }
 }
 

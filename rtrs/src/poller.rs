@@ -10,7 +10,7 @@ use std::{
 
 use parking_lot::Mutex;
 use roce_verbs::{
-    Completion, WcStatus,
+    Completion, QpCaps, WcStatus,
     provider::{CompletionChannel, CompletionQueue, Provider, VerbsError},
 };
 
@@ -33,6 +33,28 @@ pub(crate) trait Handler: Send + Sync + 'static {
     fn stopped(&self) -> bool;
     /// Last thing that the thread does.
     fn finish(&self) {}
+}
+
+/// The part of a path's work that a thread of I/O connections does: completions, while timers and the end are the
+/// business of the service thread.
+pub(crate) struct IoSide<H>(pub(crate) Arc<H>);
+
+impl<H: Handler> Handler for IoSide<H> {
+    fn completions(&self, wcs: &[Completion]) {
+        self.0.completions(wcs);
+    }
+
+    fn broken(&self, error: VerbsError) {
+        self.0.broken(error);
+    }
+
+    fn timers(&self, _now: Instant) -> Option<Instant> {
+        None
+    }
+
+    fn stopped(&self) -> bool {
+        self.0.stopped()
+    }
 }
 
 /// How long flushed work requests may wait for the event that explains them.
@@ -81,6 +103,23 @@ impl<P: Provider> Queue<P> {
         let channel = provider.create_channel()?;
         let cq = provider.create_cq(entries, Some(&channel), 0)?;
         Ok(Self { cq, channel })
+    }
+
+    /// Queues for so many I/O connections, which `threads` threads share evenly.
+    pub(crate) fn spread(
+        provider: &P,
+        connections: usize,
+        threads: usize,
+        caps: QpCaps,
+    ) -> Result<Vec<Self>, VerbsError> {
+        let queue = |i| {
+            let conns = (connections + threads - 1 - i) / threads;
+            let entries = (caps.max_send_wr + caps.max_recv_wr) as usize * conns + 16;
+            // A peer that keeps to the queue depth never fills so many.
+            let entries = u32::try_from(entries).unwrap_or(u32::MAX);
+            Self::new(provider, entries.min(provider.limits().max_cqe))
+        };
+        (0..threads).map(queue).collect()
     }
 
     /// Appends at least one completion, or none when the deadline passes.

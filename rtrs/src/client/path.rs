@@ -30,8 +30,8 @@ use crate::{
     Direction, Error, IoError, PathError,
     addr::PathAddr,
     conn::{Conn, WrId, WrKind, caps},
-    heartbeat::{Beat, Heartbeat, HeartbeatConfig},
-    poller::{self, Flushed, Handler, Queue},
+    heartbeat::{HeartbeatConfig, Pulse},
+    poller::{self, Flushed, Handler, IoSide, Queue},
     proto::{
         ChunkLayout, Imm, IoReply, MsgFlags, ProtoError, RdmaRead, RkeyRsp, SERVICE_QUEUE_DEPTH, Uuid, info::ChunkAddr,
     },
@@ -152,8 +152,7 @@ pub(super) struct Path<P: Provider> {
     /// Keys that the server has revoked with a SEND, whose answers are still to come.
     revoked: Mutex<HashSet<RKey>>,
     permits: Arc<Permits>,
-    heartbeat: Heartbeat,
-    next_beat: Mutex<Instant>,
+    pulse: Pulse,
     flushed: Flushed,
     status: Mutex<Status>,
     alive: AtomicBool,
@@ -217,14 +216,7 @@ impl<P: Provider> Path<P> {
         let depth = terms.layout.queue_depth();
         let io_caps = caps(provider, (4 * depth + 1).min(IO_SEND_WR), 2 * depth, 2);
         let threads = config.progress_threads;
-        for i in 0..threads {
-            let conns = (usize::from(config.connections) + threads - 1 - i) / threads;
-            let entries = (io_caps.max_send_wr + io_caps.max_recv_wr) as usize * conns + 16;
-            let entries = u32::try_from(entries)
-                .unwrap_or(u32::MAX)
-                .min(provider.limits().max_cqe);
-            opening.io.push(Queue::new(provider, entries)?);
-        }
+        opening.io = Queue::spread(provider, config.connections.into(), threads, io_caps)?;
         for cid in 1..=config.connections {
             let queue = &opening.io[(usize::from(cid) - 1) % threads];
             let (first, n) = opening.receives[usize::from(cid) - 1];
@@ -295,8 +287,7 @@ impl<P: Provider> Path<P> {
             key_messages,
             revoked: Mutex::new(HashSet::new()),
             permits: Permits::new(layout.queue_depth()),
-            heartbeat: Heartbeat::new(config.heartbeat),
-            next_beat: Mutex::new(Instant::now() + config.heartbeat.interval),
+            pulse: Pulse::new(config.heartbeat),
             flushed: Flushed::default(),
             status: Mutex::new(Status {
                 state: State::Up,
@@ -319,8 +310,7 @@ impl<P: Provider> Path<P> {
                 .name("rtrs-clt-cm".into())
                 .spawn(move || path.watch(&channel));
             threads.push(cm.map_err(|e| Error::System("starting a thread", e))?);
-            let path = ServiceSide(self.clone());
-            threads.push(poller::spawn("rtrs-clt-svc", service, Duration::ZERO, Arc::new(path))?);
+            threads.push(poller::spawn("rtrs-clt-svc", service, Duration::ZERO, self.clone())?);
             for queue in io {
                 let path = IoSide(self.clone());
                 threads.push(poller::spawn("rtrs-clt-io", queue, self.config.spin, Arc::new(path))?);
@@ -477,7 +467,7 @@ impl<P: Provider> Path<P> {
 
     /// Handles a batch: all receives go back to their queues before any message is acted upon, so that a peer that is
     /// answered always finds a receive for its next message.
-    fn completions(&self, wcs: &[Completion]) -> Result<(), PathError> {
+    fn batch(&self, wcs: &[Completion]) -> Result<(), PathError> {
         let mut messages: SmallVec<[Option<RkeyRsp>; 64]> = SmallVec::new();
         let mut used: SmallVec<[(u16, u32); 64]> = SmallVec::new();
         for wc in wcs {
@@ -529,7 +519,7 @@ impl<P: Provider> Path<P> {
                 self.key_ended(id.index);
             }
             WrKind::Recv => {
-                self.heartbeat.heard();
+                self.pulse.heard();
                 self.received(conn, wc, message)?;
             }
             WrKind::InfoRecv => return Err(PathError::Unexpected("a second information response")),
@@ -608,42 +598,6 @@ impl<P: Provider> Path<P> {
             }
         }
     }
-
-    /// Runs what is due and says when the next is.
-    fn timer(&self, now: Instant) -> Instant {
-        if let Err(e) = self.flushed.check(now) {
-            self.fail(e);
-        }
-        let beat = self.beat(now);
-        self.flushed.due().map_or(beat, |due| due.min(beat))
-    }
-
-    fn beat(&self, now: Instant) -> Instant {
-        let mut next = self.next_beat.lock();
-        if now < *next {
-            return *next;
-        }
-        // From now, not from the last beat: a process that was stopped must not count its own absence.
-        *next = now + self.config.heartbeat.interval;
-        let due = *next;
-        drop(next);
-        match self.heartbeat.tick() {
-            Beat::Send => {
-                if let Err(e) = self.conns[0].submit(ClientWork::Imm(Imm::HbMsg), self) {
-                    self.fail(e.into());
-                }
-            }
-            Beat::Wait => {}
-            Beat::Lost => self.fail(PathError::HeartbeatLost(self.config.heartbeat.patience())),
-        }
-        due
-    }
-
-    fn run(&self, wcs: &[Completion]) {
-        if let Err(e) = self.completions(wcs) {
-            self.fail(e);
-        }
-    }
 }
 
 fn status(errno: u16) -> Result<(), IoError> {
@@ -663,43 +617,30 @@ fn key_sge<M: MemoryRegion>(region: Option<&M>, index: u32) -> Option<Sge> {
 }
 
 /// The thread of connection 0: user messages and heartbeats, undisturbed by I/O callbacks.
-struct ServiceSide<P: Provider>(Arc<Path<P>>);
-
-impl<P: Provider> Handler for ServiceSide<P> {
+impl<P: Provider> Handler for Path<P> {
     fn completions(&self, wcs: &[Completion]) {
-        self.0.run(wcs);
+        if let Err(e) = self.batch(wcs) {
+            self.fail(e);
+        }
     }
 
     fn broken(&self, error: VerbsError) {
-        self.0.fail(error.into());
+        self.fail(error.into());
     }
 
     fn timers(&self, now: Instant) -> Option<Instant> {
-        Some(self.0.timer(now))
+        if let Err(e) = self.flushed.check(now) {
+            self.fail(e);
+        }
+        let ask = || Ok(self.conns[0].submit(ClientWork::Imm(Imm::HbMsg), self)?);
+        let (beat, sent) = self.pulse.run(now, ask);
+        if let Err(e) = sent {
+            self.fail(e);
+        }
+        self.flushed.due().into_iter().chain([beat]).min()
     }
 
     fn stopped(&self) -> bool {
-        !self.0.alive.load(Ordering::Acquire)
-    }
-}
-
-/// A thread of I/O connections.
-struct IoSide<P: Provider>(Arc<Path<P>>);
-
-impl<P: Provider> Handler for IoSide<P> {
-    fn completions(&self, wcs: &[Completion]) {
-        self.0.run(wcs);
-    }
-
-    fn broken(&self, error: VerbsError) {
-        self.0.fail(error.into());
-    }
-
-    fn timers(&self, _now: Instant) -> Option<Instant> {
-        None
-    }
-
-    fn stopped(&self) -> bool {
-        !self.0.alive.load(Ordering::Acquire)
+        !self.alive.load(Ordering::Acquire)
     }
 }

@@ -19,6 +19,7 @@ use roce_verbs::provider::{CmId, Provider};
 use super::{ServerConfig, ServerOps, SessionHandle, path::Path, session::SrvSession};
 use crate::{
     Error, PathError,
+    poller::Handler,
     proto::{ChunkLayout, Uuid},
 };
 

@@ -22,8 +22,8 @@ use super::{Request, ServerConfig, listener::Shared, post::ServerWork, request::
 use crate::{
     Error, PathError,
     conn::{Conn, WrId, WrKind, caps},
-    heartbeat::{Beat, Heartbeat},
-    poller::{self, Flushed, Handler, Queue},
+    heartbeat::Pulse,
+    poller::{self, Flushed, Handler, IoSide, Queue},
     proto::{self, ChunkLayout, Imm, InfoReq, InfoRsp, MAX_HDR_SIZE, ProtoError, SERVICE_QUEUE_DEPTH, Uuid},
 };
 
@@ -79,8 +79,7 @@ pub(super) struct Path<P: Provider> {
     pub(super) chunks: Vec<Chunk<P>>,
     /// The information request, and behind it the response.
     pub(super) info: P::Mr,
-    heartbeat: Heartbeat,
-    next_beat: Mutex<Instant>,
+    pulse: Pulse,
     flushed: Flushed,
     state: Mutex<State>,
     alive: AtomicBool,
@@ -102,14 +101,7 @@ impl<P: Provider> Path<P> {
         let io = usize::from(id.con_num).saturating_sub(1);
         let threads = config.progress_threads.min(io);
         let service = Queue::new(provider, service_caps.max_send_wr + service_caps.max_recv_wr + 16)?;
-        let mut queues = Vec::new();
-        for i in 0..threads {
-            let conns = (io + threads - 1 - i) / threads;
-            let entries = (io_caps.max_send_wr + io_caps.max_recv_wr) as usize * conns + 16;
-            // A client that keeps to the queue depth never fills so many.
-            let entries = u32::try_from(entries).unwrap_or(u32::MAX);
-            queues.push(Queue::new(provider, entries.min(provider.limits().max_cqe))?);
-        }
+        let queues = Queue::spread(provider, io, threads, io_caps)?;
         let chunk = |_| -> Result<Chunk<P>, VerbsError> {
             let revocable = config
                 .always_invalidate
@@ -142,8 +134,7 @@ impl<P: Provider> Path<P> {
             io_caps,
             chunks,
             info,
-            heartbeat: Heartbeat::new(config.heartbeat),
-            next_beat: Mutex::new(Instant::now()),
+            pulse: Pulse::new(config.heartbeat),
             flushed: Flushed::default(),
             state: Mutex::new(State::Connecting(Instant::now() + config.handshake_timeout)),
             alive: AtomicBool::new(true),
@@ -152,8 +143,7 @@ impl<P: Provider> Path<P> {
             all_done: Condvar::new(),
             me: me.clone(),
         });
-        let side = Arc::new(ServiceSide(path.clone()));
-        poller::spawn("rtrs-srv-svc", service, Duration::ZERO, side)?;
+        poller::spawn("rtrs-srv-svc", service, Duration::ZERO, path.clone())?;
         for queue in queues {
             let side = Arc::new(IoSide(path.clone()));
             poller::spawn("rtrs-srv-io", queue, config.spin, side).inspect_err(|_| path.fail(PathError::Closed))?;
@@ -247,18 +237,6 @@ impl<P: Provider> Path<P> {
         }
     }
 
-    /// Last act, on the service thread: waits for the user's requests, then takes leave.
-    fn finish(&self) {
-        // The queue may have broken without a failure of the path.
-        self.fail(PathError::Closed);
-        let mut inflight = self.inflight.lock();
-        while *inflight > 0 {
-            self.all_done.wait(&mut inflight);
-        }
-        drop(inflight);
-        self.shared.path_gone(self, self.established.load(Ordering::Acquire));
-    }
-
     /// The answer is about to be sent: the chunk is the client's again.
     pub(super) fn release_chunk(&self, msg_id: usize) {
         self.chunks[msg_id].state.store(IDLE, Ordering::Release);
@@ -276,7 +254,7 @@ impl<P: Provider> Path<P> {
     }
 
     /// Handles a batch: all receives go back to their queues first, as a peer that is answered expects.
-    fn completions(&self, wcs: &[Completion]) -> Result<(), PathError> {
+    fn batch(&self, wcs: &[Completion]) -> Result<(), PathError> {
         let mut used: SmallVec<[u16; 64]> = SmallVec::new();
         for wc in wcs {
             if !wc.is_ok() {
@@ -316,7 +294,7 @@ impl<P: Provider> Path<P> {
             }
             WrKind::InfoRecv => self.information(conn, wc)?,
             WrKind::Recv => {
-                self.heartbeat.heard();
+                self.pulse.heard();
                 if wc.opcode != WcOpcode::RecvRdmaWithImm || !wc.flags.contains(WcFlags::WITH_IMM) {
                     return Err(PathError::Unexpected(
                         "a SEND where an RDMA WRITE with immediate belongs",
@@ -404,7 +382,7 @@ impl<P: Provider> Path<P> {
 
     /// The client's last step of the handshake.
     fn information(&self, conn: &SrvConn<P>, wc: &Completion) -> Result<(), PathError> {
-        self.heartbeat.heard();
+        self.pulse.heard();
         if wc.opcode != WcOpcode::Recv {
             return Err(PathError::Unexpected(
                 "an RDMA WRITE where the information request belongs",
@@ -422,7 +400,7 @@ impl<P: Provider> Path<P> {
         if !self.shared.take_name(name, &self.session) {
             return Err(PathError::NameTaken(name.into()));
         }
-        *self.next_beat.lock() = Instant::now() + self.config().heartbeat.interval;
+        self.pulse.restart();
         {
             let mut state = self.state.lock();
             match *state {
@@ -434,15 +412,6 @@ impl<P: Provider> Path<P> {
         self.shared.path_up(&self.session);
         tracing::info!(session = name, peer = %self.id.peer, connections = self.id.con_num, "path is up");
         Ok(conn.submit(ServerWork::Info(self.config().queue_depth), self)?)
-    }
-
-    /// Runs what is due: the end of the handshake's time, or a heartbeat. Returns when the next is.
-    fn timer(&self, now: Instant) -> Option<Instant> {
-        if let Err(e) = self.flushed.check(now) {
-            self.fail(e);
-        }
-        let next = self.state_timer(now);
-        self.flushed.due().into_iter().chain(next).min()
     }
 
     fn state_timer(&self, now: Instant) -> Option<Instant> {
@@ -459,81 +428,50 @@ impl<P: Provider> Path<P> {
     }
 
     fn beat(&self, now: Instant) -> Instant {
-        let mut next = self.next_beat.lock();
-        if now < *next {
-            return *next;
-        }
-        // From now, not from the last beat: a process that was stopped must not count its own absence.
-        *next = now + self.config().heartbeat.interval;
-        let due = *next;
-        drop(next);
-        let sent = match self.heartbeat.tick() {
-            Beat::Send => self
-                .conn(0)
-                .and_then(|c| Ok(c.submit(ServerWork::Imm(Imm::HbMsg), self)?)),
-            Beat::Wait => Ok(()),
-            Beat::Lost => Err(PathError::HeartbeatLost(self.config().heartbeat.patience())),
-        };
+        let ask = || Ok(self.conn(0)?.submit(ServerWork::Imm(Imm::HbMsg), self)?);
+        let (due, sent) = self.pulse.run(now, ask);
         if let Err(e) = sent {
             self.fail(e);
         }
         due
     }
+}
 
-    fn run(&self, wcs: &[Completion]) {
-        if let Err(e) = self.completions(wcs) {
+/// The thread of connection 0: handshake, heartbeats and user messages; it also cleans up.
+impl<P: Provider> Handler for Path<P> {
+    fn completions(&self, wcs: &[Completion]) {
+        if let Err(e) = self.batch(wcs) {
             self.fail(e);
         }
     }
 
+    fn broken(&self, error: VerbsError) {
+        self.fail(error.into());
+    }
+
+    /// The end of the handshake's time, or a heartbeat.
+    fn timers(&self, now: Instant) -> Option<Instant> {
+        if let Err(e) = self.flushed.check(now) {
+            self.fail(e);
+        }
+        let next = self.state_timer(now);
+        self.flushed.due().into_iter().chain(next).min()
+    }
+
     /// Whether it was taken down; its threads may still be cleaning up.
-    pub(super) fn stopped(&self) -> bool {
+    fn stopped(&self) -> bool {
         !self.alive.load(Ordering::Acquire)
     }
-}
 
-/// The thread of connection 0: handshake, heartbeats and user messages; it also cleans up.
-struct ServiceSide<P: Provider>(Arc<Path<P>>);
-
-impl<P: Provider> Handler for ServiceSide<P> {
-    fn completions(&self, wcs: &[Completion]) {
-        self.0.run(wcs);
-    }
-
-    fn broken(&self, error: VerbsError) {
-        self.0.fail(error.into());
-    }
-
-    fn timers(&self, now: Instant) -> Option<Instant> {
-        self.0.timer(now)
-    }
-
-    fn stopped(&self) -> bool {
-        self.0.stopped()
-    }
-
+    /// Waits for the user's requests, then takes leave.
     fn finish(&self) {
-        self.0.finish();
-    }
-}
-
-/// A thread of I/O connections.
-struct IoSide<P: Provider>(Arc<Path<P>>);
-
-impl<P: Provider> Handler for IoSide<P> {
-    fn completions(&self, wcs: &[Completion]) {
-        self.0.run(wcs);
-    }
-
-    fn broken(&self, error: VerbsError) {
-        self.0.fail(error.into());
-    }
-
-    fn timers(&self, _now: Instant) -> Option<Instant> {
-        None
-    }
-
-    fn stopped(&self) -> bool {
-        self.0.stopped()
+        // The queue may have broken without a failure of the path.
+        self.fail(PathError::Closed);
+        let mut inflight = self.inflight.lock();
+        while *inflight > 0 {
+            self.all_done.wait(&mut inflight);
+        }
+        drop(inflight);
+        self.shared.path_gone(self, self.established.load(Ordering::Acquire));
     }
 }
