@@ -28,7 +28,7 @@ use serde_json::json;
 
 use crate::{
     output::{self, Failure},
-    report::{Moved, Reporter},
+    report::{Moved, ReportArgs, Reporter},
     signals::Stop,
     transport::TransportArgs,
     units::seconds,
@@ -70,12 +70,8 @@ pub(crate) struct MapArgs {
     /// Longest time for each step of connecting
     #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "5")]
     connect_timeout: Duration,
-    /// Print statistics this often
-    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
-    stats_interval: Option<Duration>,
-    /// Report events as JSON, one object per line
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    report: ReportArgs,
     #[command(flatten)]
     transport: TransportArgs,
 }
@@ -166,18 +162,12 @@ enum End {
 
 /// Runs the command.
 pub(crate) fn run(args: &MapArgs) -> Result<(), Failure> {
-    let outcome = map(args);
-    if let (true, Err(failure)) = (args.json, &outcome)
-        && let Some(text) = failure.text()
-    {
-        output::json(&json!({ "event": "error", "message": text }))?;
-    }
-    outcome
+    args.report.end(map(args))
 }
 
 fn map(args: &MapArgs) -> Result<(), Failure> {
     let stop = Stop::on_signals()?;
-    let mut reporter = Reporter::new(args.json, args.stats_interval);
+    let mut reporter = args.report.reporter();
     let roce = args.transport.open(args.source()?)?;
     let Some(session) = args.connect(&roce, &stop)? else {
         return reporter.summary(&roce, Moved::default());

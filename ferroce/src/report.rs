@@ -2,13 +2,49 @@
 
 use std::time::{Duration, Instant};
 
+use clap::Args;
 use roce::Device;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::{
     output::{self, Failure},
     transport::stats_json,
+    units::seconds,
 };
+
+/// What to report, and how.
+#[derive(Args)]
+pub(crate) struct ReportArgs {
+    /// Print statistics this often
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    stats_interval: Option<Duration>,
+    /// Report events as JSON, one object per line
+    #[arg(long)]
+    json: bool,
+}
+
+impl ReportArgs {
+    /// Starts a run's report.
+    pub(crate) fn reporter(&self) -> Reporter {
+        let now = Instant::now();
+        Reporter {
+            json: self.json,
+            started: now,
+            every: self.stats_interval,
+            last: (now, Moved::default()),
+        }
+    }
+
+    /// Reports how the run ended, if it failed.
+    pub(crate) fn end(&self, outcome: Result<(), Failure>) -> Result<(), Failure> {
+        if let (true, Err(failure)) = (self.json, &outcome)
+            && let Some(text) = failure.text()
+        {
+            output::json(&json!({ "event": "error", "message": text }))?;
+        }
+        outcome
+    }
+}
 
 /// Bytes and requests that users of devices have moved.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -45,16 +81,6 @@ pub(crate) struct Reporter {
 }
 
 impl Reporter {
-    pub(crate) fn new(json: bool, every: Option<Duration>) -> Self {
-        let now = Instant::now();
-        Self {
-            json,
-            started: now,
-            every,
-            last: (now, Moved::default()),
-        }
-    }
-
     /// Something happened: `fields` is an object of the event's members.
     pub(crate) fn event(&self, name: &str, fields: Value, text: &str) -> Result<(), Failure> {
         if !self.json {

@@ -1,6 +1,6 @@
 //! `ferroce serve`: image files and block devices for RNBD clients.
 
-use std::{collections::BTreeMap, net::SocketAddr, thread, time::Duration};
+use std::{collections::BTreeMap, net::SocketAddr, thread};
 
 use clap::{ArgAction, Args};
 use rnbd::{
@@ -17,10 +17,10 @@ use serde_json::{Value, json};
 
 use crate::{
     output::{self, Failure},
-    report::{Moved, Reporter},
+    report::{Moved, ReportArgs, Reporter},
     signals::Stop,
     transport::TransportArgs,
-    units::{seconds, size32},
+    units::size32,
 };
 
 #[derive(Args)]
@@ -67,12 +67,8 @@ pub(crate) struct ServeArgs {
     /// and requests are a little cheaper
     #[arg(long, value_name = "on|off", value_parser = on_off, default_value = "on", action = ArgAction::Set)]
     always_invalidate: bool,
-    /// Print statistics this often
-    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
-    stats_interval: Option<Duration>,
-    /// Report events as JSON, one object per line
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    report: ReportArgs,
     #[command(flatten)]
     transport: TransportArgs,
 }
@@ -113,18 +109,12 @@ impl ServeArgs {
 
 /// Runs the command.
 pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
-    let outcome = serve(args);
-    if let (true, Err(failure)) = (args.json, &outcome)
-        && let Some(text) = failure.text()
-    {
-        output::json(&json!({ "event": "error", "message": text }))?;
-    }
-    outcome
+    args.report.end(serve(args))
 }
 
 fn serve(args: &ServeArgs) -> Result<(), Failure> {
     let stop = Stop::on_signals()?;
-    let mut reporter = Reporter::new(args.json, args.stats_interval);
+    let mut reporter = args.report.reporter();
     let exports = Exports::new(args.exports.iter().cloned(), args.export_dir.as_ref())
         .map_err(|e| Failure::failed(e.to_string()))?;
     let roce = args.transport.open(args.listen.ip())?;
