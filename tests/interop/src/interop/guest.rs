@@ -12,7 +12,7 @@ use std::{
 use crate::{
     Error,
     far::Far,
-    lab::{Places, Proc, check_stop},
+    lab::{Places, Proc, check_stop, run_quiet},
 };
 
 /// What a guest is booted with.
@@ -138,7 +138,14 @@ impl Guest {
         self.run(&what.map_or_else(|| clear.to_owned(), set), 60).map(drop)
     }
 
-    /// Pulls the network cable, or plugs it in again.
+    /// Takes the guest's port of the bridge out of service, or back in. Nobody's carrier changes.
+    pub(crate) fn set_port(&self, up: bool) -> Result<(), Error> {
+        let state = if up { "forwarding" } else { "disabled" };
+        let tap = self.tap();
+        run_quiet("bridge", &["link", "set", "dev", &tap, "state", state])
+    }
+
+    /// Pulls the network cable, or plugs it in again: the guest's card loses its carrier.
     pub(crate) fn set_link(&self, up: bool) -> Result<(), Error> {
         let mut monitor = UnixStream::connect(&self.monitor)?;
         monitor.set_read_timeout(Some(Duration::from_secs(20)))?;
