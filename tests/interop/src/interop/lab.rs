@@ -138,7 +138,13 @@ impl Net {
             run_quiet("ip", &["link", "set", &tap, "mtu", "9000", "master", "br0", "up"])?;
         }
         // A port that never goes keeps the bridge's carrier when a guest's port is out of service.
-        run_quiet("ip", &["link", "add", "other", "mtu", "9000", "type", "dummy"])?;
+        run_quiet(
+            "ip",
+            &[
+                "link", "add", "other", "mtu", "9000", "type", "veth", "peer", "name", "far",
+            ],
+        )?;
+        run_quiet("ip", &["link", "set", "far", "up"])?;
         run_quiet("ip", &["link", "set", "other", "master", "br0", "up"])?;
         run_quiet("ip", &["link", "set", "br0", "mtu", "9000", "up"])?;
         Ok(net)
