@@ -64,6 +64,9 @@ pub(crate) struct Cli {
     /// Write the table of results (Markdown) to this file
     #[arg(long)]
     table: Option<PathBuf>,
+    /// Put the short table of results into this file, between its marks
+    #[arg(long, value_name = "README")]
+    readme: Option<PathBuf>,
     /// The lab's folder, kept between runs
     #[arg(long, global = true, default_value = "target/lab")]
     lab: PathBuf,
@@ -176,6 +179,12 @@ fn write_results(cli: &Cli, outcomes: &[Outcome]) -> Result<(), Error> {
     }
     if let Some(file) = &cli.table {
         fs::write(file, report::table(outcomes)).map_err(|e| format!("{}: {e}", file.display()))?;
+    }
+    if let Some(file) = &cli.readme {
+        let named = |e: &dyn std::fmt::Display| format!("{}: {e}", file.display());
+        let text = fs::read_to_string(file).map_err(|e| named(&e))?;
+        let text = report::readme(&text, outcomes).map_err(|e| named(&e))?;
+        fs::write(file, text).map_err(|e| named(&e))?;
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! Results: lines, JSON and the table of the README.
 
-use std::fmt::Write as _;
+use std::{collections::BTreeMap, fmt::Write as _};
 
 use serde::Serialize;
 
@@ -80,7 +80,7 @@ const TITLES: [&str; 8] = [
     "RNR, exhausted retries, refused accesses",
 ];
 
-/// The table for the README.
+/// The table of all scenarios, one a line.
 pub(crate) fn table(outcomes: &[Outcome]) -> String {
     let mut text = String::from(
         "# Interoperation with the Linux kernel\n\n\
@@ -112,4 +112,104 @@ pub(crate) fn table(outcomes: &[Outcome]) -> String {
         }
     }
     text
+}
+
+/// What stands around the README's table.
+const MARKS: [&str; 2] = ["<!-- interop results -->\n", "<!-- end of interop results -->"];
+
+/// The README with its table made anew; an error if it has no place for one.
+pub(crate) fn readme(text: &str, outcomes: &[Outcome]) -> Result<String, String> {
+    let [start, end] = MARKS;
+    let missing = || format!("it has no {start:?} … {end:?}");
+    let (before, rest) = text.split_once(start).ok_or_else(missing)?;
+    let (_, after) = rest.split_once(end).ok_or_else(missing)?;
+    Ok(format!("{before}{start}{}{end}{after}", short_table(outcomes)))
+}
+
+/// A row for each pair of scenarios that differ in direction only.
+fn short_table(outcomes: &[Outcome]) -> String {
+    let mut text =
+        String::from("| | scenario | ours → kernel | kernel → ours | guest |\n| --- | --- | --- | --- | --- |\n");
+    for (number, title) in TITLES.iter().enumerate().skip(1) {
+        // Numbered, so that rows keep the order of the scenarios.
+        let mut rows: BTreeMap<usize, (String, &str, [&str; 2])> = BTreeMap::new();
+        for (n, o) in outcomes
+            .iter()
+            .enumerate()
+            .filter(|(_, o)| usize::from(o.number) == number)
+        {
+            let name = stem(&o.name);
+            let at = rows
+                .iter()
+                .find(|(_, r)| r.0 == name && r.1 == o.guest)
+                .map_or(n, |(at, _)| *at);
+            let row = rows.entry(at).or_insert((name, &o.guest, ["—", "—"]));
+            let result = o.result.text();
+            match o.direction {
+                "ours → kernel" => row.2[0] = result,
+                "kernel → ours" => row.2[1] = result,
+                _ => row.2 = [result, result],
+            }
+        }
+        for (n, (name, guest, [asks, answers])) in rows.values().enumerate() {
+            let title = if n == 0 {
+                format!("{number}. {title}")
+            } else {
+                String::new()
+            };
+            let _ = writeln!(text, "| {title} | {name} | {asks} | {answers} | {guest} |");
+        }
+    }
+    text
+}
+
+/// The name without the word that says the direction.
+fn stem(name: &str) -> String {
+    const WORDS: [&str; 6] = [
+        "-our-server",
+        "-our-client",
+        "-kernel-client",
+        "-ours-asks",
+        "-kernel-asks",
+        "-our-process",
+    ];
+    WORDS.iter().fold(name.to_owned(), |n, w| n.replace(w, ""))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{MARKS, Outcome, Verdict, readme};
+
+    fn outcome(name: &str, direction: &'static str, result: Verdict) -> Outcome {
+        Outcome {
+            name: name.to_owned(),
+            number: 2,
+            direction,
+            guest: "1 CPU".to_owned(),
+            result,
+            seconds: 1.0,
+            detail: String::new(),
+            optional: false,
+        }
+    }
+
+    #[test]
+    fn the_readme_gets_a_row_for_both_directions() {
+        let [start, end] = MARKS;
+        let before = format!("# Title\n{start}old\n{end}\nafter\n");
+        let outcomes = [
+            outcome("rping-our-server-v4", "kernel → ours", Verdict::Passed),
+            outcome("other", "both", Verdict::NotRun),
+            outcome("rping-our-client-v4", "ours → kernel", Verdict::Failed),
+        ];
+        let text = readme(&before, &outcomes).unwrap();
+        assert!(text.starts_with("# Title\n") && text.ends_with("\nafter\n") && !text.contains("old"));
+        assert!(
+            text.contains("| 2. Connection manager | rping-v4 | failed | passed | 1 CPU |\n"),
+            "{text}"
+        );
+        assert!(text.contains("|  | other | not run | not run | 1 CPU |\n"), "{text}");
+        assert_eq!(readme(&text, &outcomes).unwrap(), text);
+        assert!(readme("no place", &outcomes).is_err());
+    }
 }
