@@ -28,17 +28,17 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
     }
 }
 
-/// The suite `interop`: the short set of scenarios.
-pub(crate) fn suite() -> Result<Tally> {
+/// The suite `interop`: a set of the scenarios.
+pub(crate) fn suite(set: &str) -> Result<Tally> {
     if !nix::unistd::geteuid().is_root() {
         return Ok(Tally::not_run(
             "the lab needs root: namespaces, taps, packages".to_owned(),
         ));
     }
     let mut command = std::process::Command::new(build()?);
-    let json = cargo::target_dir()?.join("interop-ci.json");
+    let json = cargo::target_dir()?.join(format!("interop-{set}.json"));
     let _ = fs::remove_file(&json);
-    command.args(["--set", "ci", "--json"]).arg(&json);
+    command.args(["--set", set, "--json"]).arg(&json);
     let status = process::Guard::spawn("ferroce-interop", &mut command)?.wait()?;
     let text =
         fs::read_to_string(&json).map_err(|e| format!("interop ended with {status}: {}: {e}", json.display()))?;
