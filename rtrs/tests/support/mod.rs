@@ -5,10 +5,10 @@
 pub(crate) mod raw;
 
 use std::{
-    net::{IpAddr, Ipv4Addr, SocketAddr},
+    net::{IpAddr, SocketAddr},
     sync::{
         Arc,
-        atomic::{AtomicU32, AtomicUsize, Ordering},
+        atomic::{AtomicUsize, Ordering},
         mpsc,
     },
     thread,
@@ -28,14 +28,9 @@ use rtrs::{
 /// RTRS port of all tests: each has addresses of its own.
 pub(crate) const PORT: u16 = 1234;
 
-/// Two loopback addresses that no other test of this process or (most likely) another process uses.
+/// Two loopback addresses that no other test uses.
 pub(crate) fn addresses() -> (IpAddr, IpAddr) {
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-    let n = NEXT.fetch_add(2, Ordering::Relaxed);
-    // 22 bits of process number and counter below 127.64.0.0/10.
-    let base = (127 << 24 | 64 << 16) + ((std::process::id() & 0xfff) << 10 | n & 0x3fe);
-    let ip = |i| IpAddr::V4(Ipv4Addr::from_bits(base + i));
-    (ip(1), ip(2))
+    (ferroce_loopback::address().into(), ferroce_loopback::address().into())
 }
 
 pub(crate) fn device(addr: IpAddr) -> Device {
