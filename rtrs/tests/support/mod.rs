@@ -20,7 +20,7 @@ use roce::{Device, DeviceConfig};
 use rtrs::{
     Direction,
     addr::PathAddr,
-    client::{ConType, IoBuffer, OpenArgs, Outcome, Session},
+    client::{ConType, IoBuffer, OpenArgs, Outcome, Permit, Session},
     heartbeat::HeartbeatConfig,
     server::{Request, Server, ServerConfig, ServerOps, SessionHandle},
 };
@@ -37,9 +37,12 @@ pub(crate) fn device(addr: IpAddr) -> Device {
     Device::open(DeviceConfig::new(addr)).expect("a device on a loopback address")
 }
 
+/// What must have happened by then, or it will not.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+
 /// Waits for something that must come; fails the test if it does not.
 pub(crate) fn eventually(what: &str, mut cond: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(60);
+    let deadline = Instant::now() + PATIENCE;
     while !cond() {
         assert!(Instant::now() < deadline, "{what}: did not come");
         thread::sleep(Duration::from_millis(5));
@@ -189,15 +192,24 @@ pub(crate) struct Bed {
     pub(crate) path: PathAddr,
 }
 
-/// Small chunks, quick heartbeats.
+/// Frequent heartbeats, and the patience that a loaded machine takes.
+const HEARTBEAT: HeartbeatConfig = HeartbeatConfig {
+    interval: Duration::from_millis(500),
+    max_missed: 38,
+};
+
+/// Finds out soon that a peer is dead, but not because a machine is slow.
+pub(crate) const IMPATIENT: HeartbeatConfig = HeartbeatConfig {
+    interval: Duration::from_millis(200),
+    max_missed: 13,
+};
+
+/// Small chunks.
 pub(crate) fn config() -> ServerConfig {
     ServerConfig {
         queue_depth: 32,
         max_chunk_size: 64 << 10,
-        heartbeat: HeartbeatConfig {
-            interval: Duration::from_millis(200),
-            max_missed: 5,
-        },
+        heartbeat: HEARTBEAT,
         ..ServerConfig::default()
     }
 }
@@ -229,16 +241,56 @@ impl Bed {
     pub(crate) fn args(&self, name: &str, connections: u16) -> OpenArgs {
         OpenArgs {
             connections,
-            heartbeat: HeartbeatConfig {
-                interval: Duration::from_millis(200),
-                max_missed: 5,
-            },
+            connect_timeout: PATIENCE,
+            heartbeat: HEARTBEAT,
             ..OpenArgs::new(name, self.path)
         }
     }
 
     pub(crate) fn open(&self, name: &str, connections: u16) -> Session<Device> {
         Session::open(&self.client_dev, self.args(name, connections)).unwrap()
+    }
+}
+
+/// Where the outcomes of requests go.
+pub(crate) type Outcomes = mpsc::Sender<Outcome<Device>>;
+
+/// Sends a request.
+pub(crate) fn begin(
+    session: &Session<Device>,
+    con: ConType,
+    direction: Direction,
+    ask: Ask,
+    data: Option<IoBuffer<Device>>,
+    tx: &Outcomes,
+) {
+    begin_with(session, session.permit().unwrap(), con, direction, ask, data, tx);
+}
+
+/// Sends a request with a permit that was taken before.
+pub(crate) fn begin_with(
+    session: &Session<Device>,
+    permit: Permit,
+    con: ConType,
+    direction: Direction,
+    ask: Ask,
+    data: Option<IoBuffer<Device>>,
+    tx: &Outcomes,
+) {
+    let tx = tx.clone();
+    let done = move |o| tx.send(o).unwrap();
+    session.request(permit, con, direction, &ask.header(0), data, done);
+}
+
+/// The next outcome.
+pub(crate) fn ended(rx: &mpsc::Receiver<Outcome<Device>>) -> Outcome<Device> {
+    rx.recv_timeout(PATIENCE).expect("every request ends")
+}
+
+/// Waits for so many outcomes, all good.
+pub(crate) fn all_well(rx: &mpsc::Receiver<Outcome<Device>>, n: usize) {
+    for _ in 0..n {
+        ended(rx).result.unwrap();
     }
 }
 
