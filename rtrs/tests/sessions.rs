@@ -193,7 +193,7 @@ fn deep() -> (Bed, Session<Device>) {
     (bed, session)
 }
 
-fn read_later(session: &Session<Device>, permit: Permit, ask: Ask, tx: &Outcomes) {
+fn read_later(session: &Session<Device>, permit: Permit, ask: Ask, tx: &Results) {
     let data = session.alloc_buffer(64).unwrap();
     begin_with(session, permit, ConType::Io(0), Direction::Read, ask, Some(data), tx);
 }
@@ -346,16 +346,17 @@ fn a_session_closed_by_the_server_ends_every_request() {
     for i in 0..10 {
         let data = session.alloc_buffer(4096).unwrap();
         let direction = if i % 2 == 0 { Direction::Read } else { Direction::Write };
-        begin(&session, ConType::Io(i), direction, Ask::Hold, Some(data), &tx);
+        let (permit, tx, header) = (session.permit().unwrap(), tx.clone(), Ask::Hold.header(0));
+        let done = move |o: Outcome<Device>| tx.send((o.result, o.data.is_some())).unwrap();
+        session.request(permit, ConType::Io(i), direction, &header, Some(data), done);
     }
     let (down_tx, down_rx) = mpsc::channel();
     session.on_down(move |why| down_tx.send(why.to_string()).unwrap());
     eventually("10 requests at the server", || bed.disk.held.lock().len() == 10);
     assert!(bed.server.close_session(bed.disk.opened.lock()[0].id()));
     for _ in 0..10 {
-        let outcome = ended(&rx);
-        assert!(matches!(outcome.result, Err(IoError::Path(_))), "{:?}", outcome.result);
-        assert!(outcome.data.is_some());
+        let (result, with_data) = ended(&rx);
+        assert!(matches!(result, Err(IoError::Path(_))) && with_data, "{result:?}");
     }
     down_rx.recv_timeout(PATIENCE).unwrap();
     assert!(session.state().is_err() && session.permit().is_err());
@@ -379,8 +380,8 @@ fn a_session_closed_by_the_client_ends_at_the_server() {
     begin(&session, ConType::Io(0), Direction::Write, Ask::Hold, None, &tx);
     eventually("a request at the server", || bed.disk.held.lock().len() == 1);
     session.close();
-    let outcome = rx.try_recv().expect("it ended with the session");
-    assert!(matches!(outcome.result, Err(IoError::Path(PathError::Closed))));
+    let result = rx.try_recv().expect("it ended with the session");
+    assert!(matches!(result, Err(IoError::Path(PathError::Closed))));
     // Completing it now does nothing, and the last one lets the session end.
     bed.disk.held.lock().drain(..).for_each(|r| r.complete(0));
     eventually("the session's end", || bed.disk.closed.lock().len() == 1);
@@ -434,7 +435,7 @@ fn heartbeats_keep_an_idle_session_and_one_whose_user_is_busy() {
     let header = Ask::Transfer(0).header(0);
     busy.request(permit, ConType::Io(0), Direction::Write, &header, None, move |o| {
         thread::sleep(2 * IMPATIENT.patience());
-        tx.send(o).unwrap();
+        tx.send(o.result).unwrap();
     });
     all_well(&rx, 1);
     for session in [idle, busy] {
@@ -495,7 +496,7 @@ fn a_server_that_is_killed_is_missed() {
     child.wait().unwrap();
     begin_with(&session, permit, ConType::Io(1), Direction::Write, Ask::Hold, None, &tx);
     for _ in 0..2 {
-        let result = ended(&rx).result;
+        let result = ended(&rx);
         assert!(matches!(result, Err(IoError::Path(_))), "{result:?}");
     }
     assert!(session.state().is_err());
