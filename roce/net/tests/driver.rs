@@ -25,7 +25,7 @@ use roce_verbs::{
 };
 
 const ALL: AccessFlags = AccessFlags::all().difference(AccessFlags::ZERO_BASED.union(AccessFlags::MW_BIND));
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(60);
 
 #[derive(Default)]
 struct Sink {

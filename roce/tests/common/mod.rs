@@ -18,7 +18,7 @@ pub const ALL: AccessFlags = AccessFlags::LOCAL_WRITE
     .union(AccessFlags::REMOTE_ATOMIC);
 
 /// What must have happened by then, or it will not.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// An address that no other device uses.
 pub fn address() -> IpAddr {
