@@ -1,5 +1,7 @@
 //! Image files as block devices.
 
+mod common;
+
 use std::{
     fs::{self, File},
     io::Write,
@@ -8,30 +10,18 @@ use std::{
     sync::Arc,
 };
 
+use common::{MIB, read, write};
 use rnbd::{
     Errno,
     backend::{Image, LocalDevice, Pool},
     block::{BlockDevice, BlockRequest, IoBuffer},
 };
 
-const MIB: u64 = 1 << 20;
-
 fn image(dir: &Path, len: u64) -> (std::path::PathBuf, Image) {
     let path = dir.join("i");
     File::create(&path).unwrap().set_len(len).unwrap();
     let i = Image::open(&path, true).unwrap();
     (path, i)
-}
-
-fn read(i: &Image, offset: u64, len: usize) -> Result<Vec<u8>, Errno> {
-    let mut v = vec![0xee; len];
-    // SAFETY: the vector's own memory.
-    unsafe { i.read(offset, v.as_mut_ptr(), len) }.map(|()| v)
-}
-
-fn write(i: &Image, offset: u64, data: &[u8], fua: bool) -> Result<(), Errno> {
-    // SAFETY: the slice's own memory.
-    unsafe { i.write(offset, data.as_ptr(), data.len(), fua) }
 }
 
 #[test]

@@ -8,23 +8,12 @@ mod common;
 
 use std::path::Path;
 
-use common::{Loop, MIB, dirty_pages};
+use common::{Loop, MIB, dirty_pages, read, stays_in_memory, write};
 use rnbd::{
     Errno,
     backend::{ExportSpec, Exports, Image},
     proto::AccessMode,
 };
-
-fn read(i: &Image, offset: u64, len: usize) -> Result<Vec<u8>, Errno> {
-    let mut v = vec![0xee; len];
-    // SAFETY: the vector's own memory.
-    unsafe { i.read(offset, v.as_mut_ptr(), len) }.map(|()| v)
-}
-
-fn write(i: &Image, offset: u64, data: &[u8], fua: bool) -> Result<(), Errno> {
-    // SAFETY: the slice's own memory.
-    unsafe { i.write(offset, data.as_ptr(), data.len(), fua) }
-}
 
 #[test]
 #[ignore = "needs the right to set up loop devices"]
@@ -94,16 +83,14 @@ fn flush_and_fua_leave_nothing_behind_in_memory() {
     let i = Image::open(&l.path, true).unwrap();
     i.flush().unwrap();
     assert_eq!(dirty_pages(&l.path), 0);
-    write(&i, 0, &[1; 65536], false).unwrap();
-    assert!(dirty_pages(&l.path) > 0, "a plain write stays in memory for a while");
+    stays_in_memory(&l.path, || write(&i, 0, &[1; 65536], false));
     i.flush().unwrap();
     assert_eq!(dirty_pages(&l.path), 0, "flush");
     write(&i, MIB, &[2; 65536], true).unwrap();
     assert_eq!(dirty_pages(&l.path), 0, "FUA");
     i.write_zeroes(2 * MIB + 512, 512, true, false).unwrap();
     assert_eq!(dirty_pages(&l.path), 0, "zeroes with FUA");
-    write(&i, 3 * MIB, &[3; 65536], false).unwrap();
-    assert!(dirty_pages(&l.path) > 0);
+    stays_in_memory(&l.path, || write(&i, 3 * MIB, &[3; 65536], false));
     drop(i);
     assert_eq!(dirty_pages(&l.path), 0, "close");
 }
@@ -133,8 +120,7 @@ fn closing_an_image_file_makes_it_durable() {
     let path = dir.path().join("i");
     std::fs::File::create(&path).unwrap().set_len(MIB).unwrap();
     let i = Image::open(&path, true).unwrap();
-    write(&i, 0, &[1; 65536], false).unwrap();
-    assert!(dirty_pages(&path) > 0);
+    stays_in_memory(&path, || write(&i, 0, &[1; 65536], false));
     drop(i);
     assert_eq!(dirty_pages(&path), 0);
     // SAFETY: a NUL-terminated string.

@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{Client, MIB, info_request, sector, serve, serve_thin, serve_with};
+use common::{Client, MIB, PATIENCE, info_request, sector, serve, serve_thin, serve_with};
 use rnbd::{
     backend::{Image, LocalDevice, Pool},
     nbd::{
@@ -347,7 +347,7 @@ fn too_many_clients_are_turned_away() {
     let _b = Client::go(&s.socket, "");
     assert!(Client::raw(&s.socket).closed());
     drop(a);
-    let until = Instant::now() + Duration::from_secs(10);
+    let until = Instant::now() + PATIENCE;
     while s.server.connections() > 1 {
         assert!(Instant::now() < until);
         std::thread::sleep(Duration::from_millis(5));

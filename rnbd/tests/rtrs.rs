@@ -5,17 +5,13 @@ mod common;
 use std::{
     collections::HashSet,
     fs,
-    net::{IpAddr, Ipv4Addr, SocketAddr},
+    net::{IpAddr, SocketAddr},
     path::{Path, PathBuf},
-    sync::{
-        Arc,
-        atomic::{AtomicU8, Ordering},
-        mpsc,
-    },
-    time::Duration,
+    sync::{Arc, mpsc},
+    time::{Duration, Instant},
 };
 
-use common::{MIB, sector};
+use common::{MIB, PATIENCE, sector};
 use proptest::prelude::*;
 use rnbd::{
     Errno,
@@ -38,17 +34,12 @@ use zerocopy::{FromBytes, IntoBytes};
 /// A server on its own loopback address with some images.
 struct Lab {
     dir: tempfile::TempDir,
-    net: u8,
+    addr: IpAddr,
     server: Server<roce::Device>,
 }
 
-/// Each test of each test process has its own /24 of loopback: the port number is fixed.
-fn addr(net: u8, host: u8) -> IpAddr {
-    Ipv4Addr::new(127, 64 + (std::process::id() % 128) as u8, net, host).into()
-}
-
-fn device(net: u8, host: u8) -> roce::Device {
-    roce::Device::open(DeviceConfig::new(addr(net, host))).unwrap()
+fn device(addr: IpAddr) -> roce::Device {
+    roce::Device::open(DeviceConfig::new(addr)).unwrap()
 }
 
 impl Lab {
@@ -67,8 +58,7 @@ impl Lab {
     }
 
     fn build(change: impl FnOnce(&mut ServerConfig), extra: Option<&Path>) -> Self {
-        static NET: AtomicU8 = AtomicU8::new(1);
-        let net = NET.fetch_add(1, Ordering::Relaxed);
+        let addr = ferroce_loopback::address().into();
         let dir = tempfile::tempdir().unwrap();
         let content: Vec<u8> = (0..8 * MIB / 512).flat_map(sector).collect();
         let mut specs = Vec::new();
@@ -92,25 +82,31 @@ impl Lab {
         };
         let exports = Exports::new(specs, Some(&folder)).unwrap();
         let mut config = ServerConfig {
-            addr: addr(net, 1),
+            addr,
             queue_depth: 32,
             ..ServerConfig::default()
         };
         change(&mut config);
-        let server = Server::start(&device(net, 1), config, ServerOptions::new(exports)).unwrap();
-        Self { dir, net, server }
+        let server = Server::start(&device(addr), config, ServerOptions::new(exports)).unwrap();
+        Self { dir, addr, server }
     }
 
-    fn session(&self, host: u8, name: &str) -> Session<roce::Device> {
+    /// A session from an address of its own.
+    fn session(&self, name: &str) -> Session<roce::Device> {
+        let src = ferroce_loopback::address().into();
         let path = PathAddr {
-            src: Some(addr(self.net, host)),
-            dst: SocketAddr::new(addr(self.net, 1), 1234),
+            src: Some(src),
+            dst: SocketAddr::new(self.addr, 1234),
         };
-        Session::open(&device(self.net, host), OpenArgs::new(name, path)).unwrap()
+        let args = OpenArgs {
+            connect_timeout: PATIENCE,
+            ..OpenArgs::new(name, path)
+        };
+        Session::open(&device(src), args).unwrap()
     }
 
-    fn client(&self, host: u8) -> Client<roce::Device> {
-        Client::new(self.session(host, &format!("session{host}"))).unwrap()
+    fn client(&self, name: &str) -> Client<roce::Device> {
+        Client::new(self.session(name)).unwrap()
     }
 
     fn image(&self, name: &str) -> PathBuf {
@@ -121,7 +117,7 @@ impl Lab {
 fn wait<D: BlockDevice>(d: &D, r: BlockRequest<D::Buffer>) -> (Result<(), Errno>, Option<D::Buffer>) {
     let (tx, rx) = mpsc::channel();
     d.submit(r, Box::new(move |r, b| tx.send((r, b)).unwrap()));
-    rx.recv_timeout(Duration::from_secs(60)).expect("an answer")
+    rx.recv_timeout(PATIENCE).expect("an answer")
 }
 
 fn write<D: BlockDevice>(d: &D, offset: u64, data: &[u8], fua: bool) -> Result<(), Errno> {
@@ -170,7 +166,7 @@ fn refused(r: Result<Device<roce::Device>, MapError>) -> Errno {
 }
 
 fn copy_and_change(lab: &Lab) {
-    let client = lab.client(2);
+    let client = lab.client("a");
     assert_eq!(client.version(), 2);
     let d = client.map("disk", AccessMode::ReadWrite).unwrap();
     let g = d.geometry();
@@ -207,7 +203,7 @@ fn the_same_with_keys_that_stay_valid() {
 #[test]
 fn discard_and_zeroes() {
     let lab = Lab::new();
-    let d = lab.client(2).map("disk", AccessMode::ReadWrite).unwrap();
+    let d = lab.client("a").map("disk", AccessMode::ReadWrite).unwrap();
     let (offset, len) = (MIB, MIB + 4096);
     wait(&d, BlockRequest::Discard { offset, len }).0.unwrap();
     assert!(read(&d, offset, len as usize).unwrap().iter().all(|b| *b == 0));
@@ -232,7 +228,7 @@ fn discard_and_zeroes() {
 #[test]
 fn what_a_device_can_not_do() {
     let lab = Lab::new();
-    let client = lab.client(2);
+    let client = lab.client("a");
     let d = client.map("disk", AccessMode::ReadWrite).unwrap();
     assert_eq!(read(&d, 8 * MIB, 512).unwrap_err(), Errno::EIO);
     assert_eq!(read(&d, 1, 512).unwrap_err(), Errno::EINVAL);
@@ -255,7 +251,7 @@ fn what_a_device_can_not_do() {
 #[test]
 fn opens_are_refused_as_the_kernel_does() {
     let lab = Lab::new();
-    let (a, b) = (lab.client(2), lab.client(3));
+    let (a, b) = (lab.client("a"), lab.client("b"));
     assert_eq!(refused(a.map("none", AccessMode::ReadOnly)), Errno::ENOENT);
     assert_eq!(refused(a.map("../disk.img", AccessMode::ReadOnly)), Errno::EINVAL);
     assert_eq!(refused(a.map("ro", AccessMode::ReadWrite)), Errno::EACCES);
@@ -284,18 +280,19 @@ fn opens_are_refused_as_the_kernel_does() {
 #[test]
 fn a_client_that_goes_without_a_word_leaves_its_devices() {
     let lab = Lab::new();
-    let a = lab.client(2);
+    let a = lab.client("a");
     let d = a.map("disk", AccessMode::ReadWrite).unwrap();
     write(&d, 0, &[5; 4096], false).unwrap();
     a.session().close();
-    let b = lab.client(3);
-    for _ in 0..200 {
+    let b = lab.client("b");
+    let until = Instant::now() + PATIENCE;
+    loop {
         match b.map("disk", AccessMode::ReadWrite) {
             Ok(d) => return assert_eq!(read(&d, 0, 4096).unwrap(), [5; 4096]),
-            Err(_) => std::thread::sleep(Duration::from_millis(50)),
+            Err(e) => assert!(Instant::now() < until, "{e}"),
         }
+        std::thread::sleep(Duration::from_millis(20));
     }
-    panic!("still open");
 }
 
 /// Random requests of several threads on two devices of one session, each thread in its own part, against a model.
@@ -303,7 +300,7 @@ fn a_client_that_goes_without_a_word_leaves_its_devices() {
 fn many_requests_in_flight_do_what_they_should() {
     const PART: u64 = MIB;
     let lab = Lab::new();
-    let client = lab.client(2);
+    let client = lab.client("a");
     let devices: Vec<_> = ["disk", "second"]
         .map(|n| Arc::new(client.map(n, AccessMode::ReadWrite).unwrap()))
         .into_iter()
@@ -357,7 +354,7 @@ fn many_requests_in_flight_do_what_they_should() {
                         }
                     }
                     for _ in 0..submitted {
-                        let (r, at, b) = rx.recv_timeout(Duration::from_secs(60)).expect("an answer");
+                        let (r, at, b) = rx.recv_timeout(PATIENCE).expect("an answer");
                         r.unwrap();
                         let Some(b) = b else { continue };
                         let mut got = vec![0; b.len()];
@@ -398,7 +395,7 @@ fn raw(session: &Session<roce::Device>, direction: Direction, header: &[u8], len
 fn malformed_messages_are_refused_and_the_session_goes_on() {
     use Direction::{Read, Write};
     let lab = Lab::new();
-    let session = lab.session(2, "raw");
+    let session = lab.session("raw");
     let open = MsgOpen::new(b"disk", AccessMode::ReadWrite).unwrap();
     assert_eq!(
         raw(&session, Read, open.as_bytes(), 55).0,
@@ -492,7 +489,7 @@ fn malformed_messages_are_refused_and_the_session_goes_on() {
 #[test]
 fn requests_end_when_the_server_does() {
     let lab = Lab::new();
-    let client = lab.client(2);
+    let client = lab.client("a");
     let d = Arc::new(client.map("disk", AccessMode::ReadWrite).unwrap());
     let threads: Vec<_> = (0..3u64)
         .map(|t| {
@@ -520,7 +517,7 @@ fn requests_end_when_the_server_does() {
 #[test]
 fn who_waits_for_a_buffer_hears_of_the_end() {
     let lab = Lab::new();
-    let d = Arc::new(lab.client(2).map("disk", AccessMode::ReadWrite).unwrap());
+    let d = Arc::new(lab.client("a").map("disk", AccessMode::ReadWrite).unwrap());
     let all: Vec<_> = std::iter::from_fn(|| d.try_buffer(512).unwrap()).collect();
     assert_eq!(all.len(), d.geometry().queue_depth as usize);
     let waiter = {
@@ -537,9 +534,8 @@ fn who_waits_for_a_buffer_hears_of_the_end() {
 fn flush_and_fua_reach_the_servers_device() {
     let l = common::Loop::new(&[]);
     let lab = Lab::with_export(&l.path);
-    let d = lab.client(2).map("extra", AccessMode::ReadWrite).unwrap();
-    write(&d, 0, &[1; 65536], false).unwrap();
-    assert!(common::dirty_pages(&l.path) > 0);
+    let d = lab.client("a").map("extra", AccessMode::ReadWrite).unwrap();
+    common::stays_in_memory(&l.path, || write(&d, 0, &[1; 65536], false));
     wait(&d, BlockRequest::Flush).0.unwrap();
     assert_eq!(common::dirty_pages(&l.path), 0, "flush");
     write(&d, MIB, &[2; 65536], true).unwrap();
@@ -564,7 +560,7 @@ fn flush_and_fua_reach_the_servers_device() {
 #[test]
 fn nbd_over_it() {
     let lab = Lab::new();
-    let d = Arc::new(lab.client(2).map("disk", AccessMode::ReadWrite).unwrap());
+    let d = Arc::new(lab.client("a").map("disk", AccessMode::ReadWrite).unwrap());
     let socket = lab.dir.path().join("nbd");
     let nbd = NbdServer::start(NbdConfig::new(&socket, d.clone())).unwrap();
     let (mut c, size, _) = common::Client::go(&socket, "");

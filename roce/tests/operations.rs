@@ -41,6 +41,7 @@ fn all_operations_at_every_path_mtu() {
 
 #[test]
 fn all_operations_over_ipv6() {
+    let _only = ferroce_loopback::only_one();
     let v6 = std::net::Ipv6Addr::LOCALHOST.into();
     // One address only: both queue pairs are the same device's.
     let device = match Device::open(DeviceConfig::new(v6)) {

@@ -58,7 +58,7 @@ impl<H: Handler> Handler for IoSide<H> {
 }
 
 /// How long flushed work requests may wait for the event that explains them.
-const FLUSH_GRACE: Duration = Duration::from_millis(200);
+const FLUSH_GRACE: Duration = Duration::from_secs(2);
 
 /// Flushed work requests tell only that the queue pair is in error. Mostly the peer has disconnected and the event is
 /// on its way; if none comes, something else is wrong.

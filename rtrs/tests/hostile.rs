@@ -2,7 +2,7 @@
 
 mod support;
 
-use std::thread;
+use std::{sync::mpsc, thread};
 
 use proptest::{
     prelude::*,
@@ -179,7 +179,7 @@ fn connection_requests_that_can_not_be() {
     assert_eq!(refused(&|b| b[8] = 1), errno::ECONNRESET, "no I/O connection");
     assert_eq!(refused(&|b| b[44] = 0), errno::ENXIO, "not the first, but no session");
     assert_eq!(refused(&Vec::clear), errno::ECONNRESET, "nothing");
-    assert!(bed.server.sessions().is_empty());
+    eventually("no session", || bed.server.sessions().is_empty());
 
     let mut c = client(&bed);
     c.connect(c.request(0, 3)).unwrap();
@@ -269,7 +269,7 @@ fn handshakes_that_go_wrong() {
 #[test]
 fn a_handshake_that_is_not_finished_ends() {
     let bed = Bed::new(ServerConfig {
-        handshake_timeout: std::time::Duration::from_millis(300),
+        handshake_timeout: std::time::Duration::from_secs(3),
         ..config()
     });
     let mut c = client(&bed);
@@ -336,8 +336,14 @@ fn random_messages_in_a_chunk() {
     still_serves(&bed);
 }
 
+/// The other end of a session; it is there as long as this lives.
+struct Far {
+    _device: Device,
+    _stay: mpsc::Sender<()>,
+}
+
 /// A client of ours and a server by hand that talks to it.
-fn against(script: Script, act: impl FnOnce(&Server) + Send + 'static) -> (Result<Session<Device>, Error>, Device) {
+fn against(script: Script, act: impl FnOnce(&Server) + Send + 'static) -> (Result<Session<Device>, Error>, Far) {
     let (server_ip, client_ip) = addresses();
     let (server_dev, client_dev) = (device(server_ip), device(client_ip));
     let path = rtrs::addr::PathAddr {
@@ -345,17 +351,24 @@ fn against(script: Script, act: impl FnOnce(&Server) + Send + 'static) -> (Resul
         dst: std::net::SocketAddr::new(server_ip, PORT),
     };
     let mut server = Server::new(&server_dev, path.dst);
+    let (stay, gone) = mpsc::channel::<()>();
     thread::spawn(move || {
         server.serve(&script);
         act(&server);
-        // Its end disconnects; give the client time to judge for itself first.
-        thread::sleep(std::time::Duration::from_secs(5));
+        // Its end disconnects: the client shall judge for itself first.
+        let _ = gone.recv();
     });
     let args = OpenArgs {
         connections: 1,
+        connect_timeout: PATIENCE,
         ..OpenArgs::new("s1", path)
     };
-    (Session::open(&client_dev, args), client_dev)
+    let session = Session::open(&client_dev, args);
+    let far = Far {
+        _device: client_dev,
+        _stay: stay,
+    };
+    (session, far)
 }
 
 #[test]
@@ -376,7 +389,7 @@ fn servers_that_offer_what_can_not_be() {
             ..Script::proper()
         },
     ] {
-        let (session, _dev) = against(script, |_| ());
+        let (session, _far) = against(script, |_| ());
         let error = session.unwrap_err();
         assert!(
             matches!(
@@ -399,7 +412,7 @@ fn servers_that_offer_what_can_not_be() {
         info(|r| r.to_bytes()[..12].to_vec()),
         info(|_| vec![0; 24]),
     ] {
-        let (session, _dev) = against(script, |_| ());
+        let (session, _far) = against(script, |_| ());
         let error = session.unwrap_err();
         assert!(
             matches!(
@@ -430,7 +443,7 @@ fn servers_that_say_what_nobody_asked() {
         },
     ];
     for act in acts {
-        let (session, _dev) = against(Script::proper(), act);
+        let (session, _far) = against(Script::proper(), act);
         let session = session.unwrap();
         eventually("the end of the path", || session.state().is_err());
         let why = session.state().unwrap_err();
@@ -442,9 +455,9 @@ fn servers_that_say_what_nobody_asked() {
 /// The server says that it revoked the buffer's key, but did not: the client does, before it ends the request.
 #[test]
 fn a_server_that_lies_about_a_revoked_key() {
-    let (tx, rx) = std::sync::mpsc::channel();
-    let (done_tx, done_rx) = std::sync::mpsc::channel();
-    let (session, _dev) = against(Script::proper(), move |s| {
+    let (tx, rx) = mpsc::channel();
+    let (done_tx, done_rx) = mpsc::channel();
+    let (session, _far) = against(Script::proper(), move |s| {
         let (msg_id, message) = s.request();
         let addr = u64::from_le_bytes(message[8..16].try_into().unwrap());
         let key = RKey(u32::from_le_bytes(message[16..20].try_into().unwrap()));
@@ -470,7 +483,7 @@ fn a_server_that_lies_about_a_revoked_key() {
 /// An answer that comes over another connection than the request is not for it.
 #[test]
 fn an_answer_over_the_wrong_connection() {
-    let (session, _dev) = against(Script::proper(), |s| {
+    let (session, _far) = against(Script::proper(), |s| {
         let (msg_id, _) = s.request();
         s.end
             .imm(&s.cons[0].qp, Imm::IoRsp(IoReply::new(msg_id, 0, false)).encode());

@@ -19,7 +19,6 @@ use rtrs::{
     addr::PathAddr,
     client::{ConType, OpenArgs, Outcome, Permit, Session},
     errno,
-    heartbeat::HeartbeatConfig,
     server::{Server, ServerConfig},
 };
 use support::*;
@@ -33,8 +32,7 @@ fn stress(session: &Session<Device>, rounds: usize, seed: u64) {
     let (tx, rx) = mpsc::channel();
     let mut busy: HashMap<usize, Option<Vec<u8>>> = HashMap::new();
     let settle = |busy: &mut HashMap<usize, Option<Vec<u8>>>| {
-        let (stripe, outcome): (usize, rtrs::client::Outcome<Device>) =
-            rx.recv_timeout(Duration::from_secs(60)).expect("every request ends");
+        let (stripe, outcome): (usize, Outcome<Device>) = rx.recv_timeout(PATIENCE).expect("every request ends");
         outcome.result.unwrap();
         if let Some(expected) = busy.remove(&stripe).unwrap() {
             let data = outcome.data.map_or(Vec::new(), |b| contents(&b));
@@ -172,19 +170,9 @@ fn many_more_requests_than_the_send_queue_holds() {
     let (tx, rx) = mpsc::channel();
     let n = 3000;
     for i in 0..n {
-        let permit = session.permit().unwrap();
-        let data = session.alloc_buffer(64).unwrap();
-        let tx = tx.clone();
-        let header = Ask::Transfer(i % 1000 * 64).header(0);
-        session.request(permit, ConType::Io(0), Direction::Read, &header, Some(data), move |o| {
-            tx.send(o.result).unwrap()
-        });
+        read_later(&session, session.permit().unwrap(), Ask::Transfer(i % 1000 * 64), &tx);
     }
-    for _ in 0..n {
-        rx.recv_timeout(Duration::from_secs(60))
-            .expect("every request ends")
-            .unwrap();
-    }
+    all_well(&rx, n as usize);
 }
 
 /// A deep queue over one connection, each of whose chunks and read buffers has had a key before: to renew it takes two
@@ -201,24 +189,13 @@ fn deep() -> (Bed, Session<Device>) {
     for permit in permits {
         read_later(&session, permit, Ask::Count, &tx);
     }
-    for _ in 0..600 {
-        rx.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
-    }
+    all_well(&rx, 600);
     (bed, session)
 }
 
-fn read_later(session: &Session<Device>, permit: Permit, ask: Ask, tx: &mpsc::Sender<Result<(), IoError>>) {
+fn read_later(session: &Session<Device>, permit: Permit, ask: Ask, tx: &Results) {
     let data = session.alloc_buffer(64).unwrap();
-    let tx = tx.clone();
-    let done = move |o: Outcome<Device>| tx.send(o.result).unwrap();
-    session.request(
-        permit,
-        ConType::Io(0),
-        Direction::Read,
-        &ask.header(0),
-        Some(data),
-        done,
-    );
+    begin_with(session, permit, ConType::Io(0), Direction::Read, ask, Some(data), tx);
 }
 
 #[test]
@@ -234,15 +211,13 @@ fn a_client_that_finds_no_time_for_completions_does_not_overfill_its_send_queue(
         inside.send(o.result).unwrap();
         let _ = may_go_on.recv();
     });
-    is_inside.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
+    is_inside.recv_timeout(PATIENCE).unwrap().unwrap();
     let (tx, rx) = mpsc::channel();
     for permit in permits {
         read_later(&session, permit, Ask::Count, &tx);
     }
     drop(go_on);
-    for _ in 0..599 {
-        rx.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
-    }
+    all_well(&rx, 599);
 }
 
 #[test]
@@ -256,28 +231,14 @@ fn a_server_that_finds_no_time_for_completions_does_not_overfill_its_send_queue(
     // The server's own thread, which takes completions, waits for the disk.
     let disk = bed.disk.bytes.lock();
     let before = bed.disk.requests.load(Ordering::Relaxed);
-    let (permit, data) = (session.permit().unwrap(), buffer(&session, &[7]));
-    let (tx1, rx1) = mpsc::channel();
-    let header = Ask::Transfer(0).header(0);
-    session.request(
-        permit,
-        ConType::Io(0),
-        Direction::Write,
-        &header,
-        Some(data),
-        move |o| {
-            tx1.send(o.result).unwrap();
-        },
-    );
+    let data = Some(buffer(&session, &[7]));
+    begin(&session, ConType::Io(0), Direction::Write, Ask::Transfer(0), data, &tx);
     eventually("the last request", || {
         bed.disk.requests.load(Ordering::Relaxed) > before
     });
     bed.disk.held.lock().drain(..).for_each(|request| request.complete(0));
     drop(disk);
-    for _ in 0..599 {
-        rx.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
-    }
-    rx1.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
+    all_well(&rx, 600);
 }
 
 #[test]
@@ -368,26 +329,12 @@ fn permits_are_as_many_as_the_queue_is_deep() {
     let (tx, rx) = mpsc::channel();
     for _ in 0..32 {
         let permit = session.try_permit().unwrap().expect("a permit");
-        let tx = tx.clone();
-        session.request(
-            permit,
-            ConType::Io(0),
-            Direction::Write,
-            &Ask::Hold.header(0),
-            None,
-            move |o| {
-                tx.send(o.result).unwrap();
-            },
-        );
+        begin_with(&session, permit, ConType::Io(0), Direction::Write, Ask::Hold, None, &tx);
     }
     assert!(session.try_permit().unwrap().is_none());
     eventually("32 requests at the server", || bed.disk.held.lock().len() == 32);
-    for request in bed.disk.held.lock().drain(..) {
-        request.complete(0);
-    }
-    for _ in 0..32 {
-        rx.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
-    }
+    bed.disk.held.lock().drain(..).for_each(|request| request.complete(0));
+    all_well(&rx, 32);
     assert!(session.try_permit().unwrap().is_some());
 }
 
@@ -397,35 +344,29 @@ fn a_session_closed_by_the_server_ends_every_request() {
     let session = bed.open("s1", 2);
     let (tx, rx) = mpsc::channel();
     for i in 0..10 {
-        let permit = session.permit().unwrap();
         let data = session.alloc_buffer(4096).unwrap();
-        let (tx, dir) = (tx.clone(), if i % 2 == 0 { Direction::Read } else { Direction::Write });
-        session.request(
-            permit,
-            ConType::Io(i),
-            dir,
-            &Ask::Hold.header(0),
-            Some(data),
-            move |o| tx.send(o).unwrap(),
-        );
+        let direction = if i % 2 == 0 { Direction::Read } else { Direction::Write };
+        let (permit, tx, header) = (session.permit().unwrap(), tx.clone(), Ask::Hold.header(0));
+        let done = move |o: Outcome<Device>| tx.send((o.result, o.data.is_some())).unwrap();
+        session.request(permit, ConType::Io(i), direction, &header, Some(data), done);
     }
     let (down_tx, down_rx) = mpsc::channel();
     session.on_down(move |why| down_tx.send(why.to_string()).unwrap());
     eventually("10 requests at the server", || bed.disk.held.lock().len() == 10);
     assert!(bed.server.close_session(bed.disk.opened.lock()[0].id()));
     for _ in 0..10 {
-        let outcome = rx.recv_timeout(Duration::from_secs(60)).unwrap();
-        assert!(matches!(outcome.result, Err(IoError::Path(_))), "{:?}", outcome.result);
-        assert!(outcome.data.is_some());
+        let (result, with_data) = ended(&rx);
+        assert!(matches!(result, Err(IoError::Path(_))) && with_data, "{result:?}");
     }
-    down_rx.recv_timeout(Duration::from_secs(60)).unwrap();
+    down_rx.recv_timeout(PATIENCE).unwrap();
     assert!(session.state().is_err() && session.permit().is_err());
     assert!(matches!(write(&session, 0, &[1]).result, Err(IoError::Path(_))));
     // The user still has the requests; the session is only closed when it has answered them all.
     assert!(bed.disk.closed.lock().is_empty());
     bed.disk.held.lock().drain(..).for_each(|r| r.complete(0));
-    eventually("the session's end", || bed.disk.closed.lock().len() == 1);
-    assert!(bed.server.sessions().is_empty());
+    eventually("the session's end", || {
+        bed.disk.closed.lock().len() == 1 && bed.server.sessions().is_empty()
+    });
     // The name is free again.
     let again = bed.open("s1", 1);
     write(&again, 0, &[1]).result.unwrap();
@@ -435,21 +376,12 @@ fn a_session_closed_by_the_server_ends_every_request() {
 fn a_session_closed_by_the_client_ends_at_the_server() {
     let bed = Bed::new(config());
     let session = bed.open("s1", 2);
-    let permit = session.permit().unwrap();
     let (tx, rx) = mpsc::channel();
-    session.request(
-        permit,
-        ConType::Io(0),
-        Direction::Write,
-        &Ask::Hold.header(0),
-        None,
-        move |o| {
-            tx.send(o.result).unwrap();
-        },
-    );
+    begin(&session, ConType::Io(0), Direction::Write, Ask::Hold, None, &tx);
     eventually("a request at the server", || bed.disk.held.lock().len() == 1);
     session.close();
-    assert!(matches!(rx.try_recv().unwrap(), Err(IoError::Path(PathError::Closed))));
+    let result = rx.try_recv().expect("it ended with the session");
+    assert!(matches!(result, Err(IoError::Path(PathError::Closed))));
     // Completing it now does nothing, and the last one lets the session end.
     bed.disk.held.lock().drain(..).for_each(|r| r.complete(0));
     eventually("the session's end", || bed.disk.closed.lock().len() == 1);
@@ -479,43 +411,37 @@ fn dropping_the_last_handle_in_a_callback_is_fine() {
         },
     );
     drop(session);
-    rx.recv_timeout(Duration::from_secs(60)).unwrap();
+    rx.recv_timeout(PATIENCE).unwrap();
     eventually("the session's end", || bed.disk.closed.lock().len() == 1);
 }
 
 #[test]
 fn heartbeats_keep_an_idle_session_and_one_whose_user_is_busy() {
-    let quick = HeartbeatConfig {
-        interval: Duration::from_millis(30),
-        max_missed: 2,
-    };
     let bed = Bed::new(ServerConfig {
-        heartbeat: quick,
+        heartbeat: IMPATIENT,
         ..config()
     });
-    let args = OpenArgs {
-        heartbeat: quick,
-        ..bed.args("s1", 1)
+    let open = |name| {
+        let args = OpenArgs {
+            heartbeat: IMPATIENT,
+            ..bed.args(name, 1)
+        };
+        Session::open(&bed.client_dev, args).unwrap()
     };
-    let session = Session::open(&bed.client_dev, args).unwrap();
-    // A callback that takes ten times the patience of both sides.
-    let permit = session.permit().unwrap();
+    let (idle, busy) = (open("idle"), open("busy"));
+    // A callback that takes longer than the patience of both sides.
+    let permit = busy.permit().unwrap();
     let (tx, rx) = mpsc::channel();
-    session.request(
-        permit,
-        ConType::Io(0),
-        Direction::Write,
-        &Ask::Transfer(0).header(0),
-        None,
-        move |o| {
-            thread::sleep(10 * quick.patience());
-            tx.send(o.result).unwrap();
-        },
-    );
-    rx.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
-    thread::sleep(10 * quick.patience());
-    session.state().unwrap();
-    write(&session, 0, &[1, 2, 3]).result.unwrap();
+    let header = Ask::Transfer(0).header(0);
+    busy.request(permit, ConType::Io(0), Direction::Write, &header, None, move |o| {
+        thread::sleep(2 * IMPATIENT.patience());
+        tx.send(o.result).unwrap();
+    });
+    all_well(&rx, 1);
+    for session in [idle, busy] {
+        session.state().unwrap();
+        write(&session, 0, &[1, 2, 3]).result.unwrap();
+    }
     assert_eq!(bed.server.counters().heartbeats_lost, 0);
 }
 
@@ -555,44 +481,22 @@ fn a_server_that_is_killed_is_missed() {
         dst: SocketAddr::new(server_ip, PORT),
     };
     let args = OpenArgs {
-        heartbeat: HeartbeatConfig {
-            interval: Duration::from_millis(100),
-            max_missed: 3,
-        },
+        heartbeat: IMPATIENT,
         connections: 2,
+        connect_timeout: PATIENCE,
         ..OpenArgs::new("s1", path)
     };
     let dev = device(client_ip);
     let session = Session::open(&dev, args).unwrap();
     write(&session, 0, &[7; 1000]).result.unwrap();
     let (tx, rx) = mpsc::channel();
+    begin(&session, ConType::Io(0), Direction::Write, Ask::Hold, None, &tx);
     let permit = session.permit().unwrap();
-    let held = tx.clone();
-    session.request(
-        permit,
-        ConType::Io(0),
-        Direction::Write,
-        &Ask::Hold.header(0),
-        None,
-        move |o| {
-            held.send(o.result).unwrap();
-        },
-    );
     child.kill().unwrap();
     child.wait().unwrap();
-    let permit = session.permit().unwrap();
-    session.request(
-        permit,
-        ConType::Io(1),
-        Direction::Write,
-        &Ask::Hold.header(0),
-        None,
-        move |o| {
-            tx.send(o.result).unwrap();
-        },
-    );
+    begin_with(&session, permit, ConType::Io(1), Direction::Write, Ask::Hold, None, &tx);
     for _ in 0..2 {
-        let result = rx.recv_timeout(Duration::from_secs(60)).expect("every request ends");
+        let result = ended(&rx);
         assert!(matches!(result, Err(IoError::Path(_))), "{result:?}");
     }
     assert!(session.state().is_err());
@@ -605,7 +509,11 @@ const CHILD_CLIENT: &str = "RTRS_TEST_CHILD_CLIENT";
 fn child_client() {
     let Ok(path) = std::env::var(CHILD_CLIENT) else { return };
     let path = PathAddr::parse(&path, PORT).unwrap();
-    let session = Session::open(&device(path.src.unwrap()), OpenArgs::new("child", path)).unwrap();
+    let args = OpenArgs {
+        connect_timeout: PATIENCE,
+        ..OpenArgs::new("child", path)
+    };
+    let session = Session::open(&device(path.src.unwrap()), args).unwrap();
     session
         .call(ConType::Io(0), Direction::Write, &Ask::Hold.header(0), None)
         .result
@@ -615,10 +523,7 @@ fn child_client() {
 #[test]
 fn a_client_that_is_killed_is_missed() {
     let bed = Bed::new(ServerConfig {
-        heartbeat: HeartbeatConfig {
-            interval: Duration::from_millis(100),
-            max_missed: 3,
-        },
+        heartbeat: IMPATIENT,
         ..config()
     });
     let path = PathAddr {
@@ -697,8 +602,8 @@ fn strangers_are_refused() {
 fn nobody_there_and_nobody_listening() {
     let (a, b) = addresses();
     let (client, other) = (device(a), device(b));
-    let to = |ip| OpenArgs {
-        connect_timeout: Duration::from_secs(3),
+    let to = |ip, connect_timeout| OpenArgs {
+        connect_timeout,
         ..OpenArgs::new(
             "s1",
             PathAddr {
@@ -707,7 +612,7 @@ fn nobody_there_and_nobody_listening() {
             },
         )
     };
-    let e = Session::open(&client, to(b)).unwrap_err();
+    let e = Session::open(&client, to(b, PATIENCE)).unwrap_err();
     assert!(
         matches!(
             e,
@@ -720,7 +625,7 @@ fn nobody_there_and_nobody_listening() {
         "{e}"
     );
     drop(other);
-    let e = Session::open(&client, to(addresses().0)).unwrap_err();
+    let e = Session::open(&client, to(addresses().0, Duration::from_secs(3))).unwrap_err();
     assert!(matches!(e, Error::Unreachable | Error::Timeout(..)), "{e}");
 }
 

@@ -8,14 +8,12 @@ pub mod nbd;
 pub mod process;
 
 use std::{
-    net::Ipv4Addr,
     path::{Path, PathBuf},
     process::Command,
-    sync::{
-        OnceLock,
-        atomic::{AtomicU8, Ordering},
-    },
+    sync::OnceLock,
 };
+
+pub use ferroce_loopback::address as fresh_address;
 
 /// The repository.
 pub fn root() -> &'static Path {
@@ -54,20 +52,6 @@ pub fn ferroce() -> &'static Path {
             .find_map(|m| m["executable"].as_str().map(PathBuf::from))
             .expect("cargo names the executable")
     })
-}
-
-/// A loopback address that no other test uses: of a network taken from the process id, as test programs of several
-/// checkouts may run at once.
-///
-/// # Panics
-/// After 250 addresses.
-pub fn fresh_address() -> Ipv4Addr {
-    static NEXT: AtomicU8 = AtomicU8::new(1);
-    let host = NEXT.fetch_add(1, Ordering::Relaxed);
-    assert!(host < 250, "too many addresses in one test program");
-    let [.., high, low] = std::process::id().to_be_bytes();
-    // 127.0.x.x is what people and the demo use.
-    Ipv4Addr::new(127, high | 0x80, low, host)
 }
 
 /// `len` bytes that differ from place to place and from seed to seed.

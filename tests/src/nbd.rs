@@ -5,7 +5,6 @@ use std::{
     io::{self, Read, Write},
     os::unix::net::UnixStream,
     path::Path,
-    time::Duration,
 };
 
 const NBDMAGIC: u64 = 0x4e42_444d_4147_4943;
@@ -66,7 +65,7 @@ impl Client {
     pub fn connect(socket: &Path) -> io::Result<Self> {
         let mut stream = UnixStream::connect(socket)?;
         stream.set_read_timeout(Some(crate::process::PATIENCE))?;
-        stream.set_write_timeout(Some(Duration::from_secs(30)))?;
+        stream.set_write_timeout(Some(crate::process::PATIENCE))?;
         expect("NBDMAGIC", read_u64(&mut stream)?, NBDMAGIC)?;
         expect("IHAVEOPT", read_u64(&mut stream)?, IHAVEOPT)?;
         let handshake = read_u16(&mut stream)?;

@@ -1,7 +1,5 @@
 //! `ferroce bench` as a program sees it: one JSON object per measurement, clear errors.
 
-use std::net::IpAddr;
-
 use ferroce_tests::{
     fresh_address,
     process::{Finished, Running, run},
@@ -10,11 +8,7 @@ use serde_json::Value;
 
 /// An address whose next ones nobody else takes: within one process up to four in a row are used.
 fn local() -> String {
-    let first = fresh_address();
-    for _ in 0..3 {
-        fresh_address();
-    }
-    IpAddr::from(first).to_string()
+    ferroce_loopback::addresses(4).to_string()
 }
 
 fn measurements(done: &Finished) -> Vec<Value> {

@@ -52,7 +52,7 @@ fn try_offload() -> Result<Outcome, (&'static str, std::io::Error)> {
     setsockopt(&sender, sockopt::UdpGsoSegment, &(SEGMENT as i32)).map_err(|e| ("no UDP GSO", e.into()))?;
     setsockopt(&receiver, sockopt::UdpGroSegment, &true).map_err(|e| ("no UDP GRO", e.into()))?;
     receiver
-        .set_read_timeout(Some(Duration::from_millis(500)))
+        .set_read_timeout(Some(Duration::from_secs(2)))
         .map_err(|e| ("no receive timeout", e))?;
     let to = receiver.local_addr().map_err(|e| ("no local address", e))?;
     let mut outcome = Outcome::Incomplete;

@@ -15,7 +15,7 @@ use roce_bth::ROCE_UDP_PORT;
 use super::{Check, Status, System, host};
 
 /// What the peer gets to answer.
-const ANSWER: Duration = Duration::from_secs(3);
+const ANSWER: Duration = Duration::from_secs(5);
 
 /// Everything about the way to `peer`.
 pub(super) fn check(system: &System, from: Option<IpAddr>, peer: IpAddr) -> Vec<Check> {

@@ -23,7 +23,7 @@ pub(super) fn check(addr: Option<IpAddr>) -> Check {
         let socket = SocketAddr::new(*addr, ROCE_UDP_PORT);
         match UdpSocket::bind(socket) {
             Ok(_) => free.push(socket.to_string()),
-            Err(e) if e.kind() == io::ErrorKind::AddrInUse => return taken(*addr, &holders()),
+            Err(e) if e.kind() == io::ErrorKind::AddrInUse => return taken(*addr, &holders(*addr)),
             // No IPv6 here is not in the way of IPv4.
             Err(_) if addr.is_ipv6() && addrs.len() > 1 => {}
             Err(e) => {
@@ -88,8 +88,8 @@ fn taken(wanted: IpAddr, holders: &[Holder]) -> Check {
     Check::found(ID, Status::Fail, summary, advice)
 }
 
-/// All sockets on the port in this network namespace.
-fn holders() -> Vec<Holder> {
+/// The sockets that keep us from this address.
+fn holders(addr: IpAddr) -> Vec<Holder> {
     // Root sees every process of the namespace's owner; what is left without one is the kernel's.
     let root = nix::unistd::geteuid().is_root();
     let owner = |process: Option<(u32, String)>| match process {
@@ -97,46 +97,18 @@ fn holders() -> Vec<Holder> {
         None if root => Owner::Kernel,
         None => Owner::Hidden,
     };
-    holder::port_holders(ROCE_UDP_PORT)
+    holder::port_holders(addr, ROCE_UDP_PORT)
         .into_iter()
-        .filter_map(|h| {
-            Some(Holder {
-                addr: parse_addr(&h.local)?,
-                owner: owner(h.process),
-            })
+        .map(|h| Holder {
+            addr: h.addr,
+            owner: owner(h.process),
         })
         .collect()
-}
-
-/// Words of the address in the machine's byte order, in hexadecimal.
-fn parse_addr(hex: &str) -> Option<IpAddr> {
-    let word = |at: usize| u32::from_str_radix(hex.get(at..at + 8)?, 16).ok().map(u32::to_ne_bytes);
-    match hex.len() {
-        8 => Some(Ipv4Addr::from(word(0)?).into()),
-        32 => {
-            let mut octets = [0; 16];
-            for (nth, chunk) in octets.chunks_exact_mut(4).enumerate() {
-                chunk.copy_from_slice(&word(nth * 8)?);
-            }
-            Some(Ipv6Addr::from(octets).into())
-        }
-        _ => None,
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn addresses_of_proc_net_udp() {
-        let word = |octets: [u8; 4]| format!("{:08X}", u32::from_ne_bytes(octets));
-        assert_eq!(parse_addr(&word([127, 0, 0, 1])), Some("127.0.0.1".parse().unwrap()));
-        let v6 = [[0; 4], [0; 4], [0; 4], [0, 0, 0, 1]].map(word).concat();
-        assert_eq!(parse_addr(&v6), Some("::1".parse().unwrap()));
-        assert_eq!(parse_addr("0100007"), None);
-        assert_eq!(parse_addr("garbage!"), None);
-    }
 
     #[test]
     fn who_has_the_port_decides_what_to_do() {

@@ -12,6 +12,7 @@ use std::{
 };
 
 use rnbd::{
+    Errno,
     backend::{Image, LocalDevice, Pool},
     nbd::{
         NbdConfig, NbdServer,
@@ -20,6 +21,19 @@ use rnbd::{
 };
 
 pub(crate) const MIB: u64 = 1 << 20;
+/// What must have happened by then, or it will not.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+
+pub(crate) fn read(i: &Image, offset: u64, len: usize) -> Result<Vec<u8>, Errno> {
+    let mut v = vec![0xee; len];
+    // SAFETY: the vector's own memory.
+    unsafe { i.read(offset, v.as_mut_ptr(), len) }.map(|()| v)
+}
+
+pub(crate) fn write(i: &Image, offset: u64, data: &[u8], fua: bool) -> Result<(), Errno> {
+    // SAFETY: the slice's own memory.
+    unsafe { i.write(offset, data.as_ptr(), data.len(), fua) }
+}
 
 pub(crate) struct Served {
     pub(crate) dir: tempfile::TempDir,
@@ -96,7 +110,7 @@ impl Client {
 
     pub(crate) fn raw(path: &Path) -> Self {
         let s = UnixStream::connect(path).unwrap();
-        s.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        s.set_read_timeout(Some(PATIENCE)).unwrap();
         Self { s, cookie: 0 }
     }
 
@@ -260,4 +274,13 @@ pub(crate) fn dirty_pages(path: &Path) -> u64 {
     let r = unsafe { libc::syscall(CACHESTAT, file.as_raw_fd(), range.as_ptr(), stat.as_mut_ptr(), 0) };
     assert_eq!(r, 0, "cachestat: {}", std::io::Error::last_os_error());
     stat[1] + stat[2]
+}
+
+/// Writes until some of it is seen in memory only: the system may write pages back at any moment.
+pub(crate) fn stays_in_memory(path: &Path, write: impl Fn() -> Result<(), Errno>) {
+    let seen = (0..10).any(|_| {
+        write().unwrap();
+        dirty_pages(path) > 0
+    });
+    assert!(seen, "a plain write does not stay in memory");
 }

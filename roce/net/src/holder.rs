@@ -1,35 +1,62 @@
 //! Who holds a UDP port.
 
-use std::{fs, path::Path};
+use std::{
+    fs,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    path::Path,
+};
 
 /// A socket bound to a UDP port.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Holder {
-    /// The bound address as `/proc/net/udp` shows it, in hexadecimal.
-    pub local: String,
+    /// The bound address.
+    pub addr: IpAddr,
     /// The process, if it may be seen: its id and command.
     pub process: Option<(u32, String)>,
 }
 
-/// The sockets of this network namespace that are bound to a UDP port. Empty when `/proc` is not there.
-pub fn port_holders(port: u16) -> Vec<Holder> {
+/// The sockets of this network namespace that keep others from binding this address and UDP port. Empty when `/proc` is
+/// not there.
+pub fn port_holders(addr: IpAddr, port: u16) -> Vec<Holder> {
+    // On other addresses the port is free for others.
+    let in_the_way = |held: IpAddr| held == addr || held.is_unspecified() || addr.is_unspecified();
     let mut out = Vec::new();
     for table in ["/proc/net/udp", "/proc/net/udp6"] {
         let text = fs::read_to_string(table).unwrap_or_default();
-        for (local, inode) in text.lines().filter_map(|line| parse_line(line, port)) {
+        let sockets = text.lines().filter_map(|line| parse_line(line, port));
+        for (addr, inode) in sockets.filter(|(held, _)| in_the_way(*held)) {
             let process = process_with_socket(inode);
-            out.push(Holder { local, process });
+            out.push(Holder { addr, process });
         }
     }
     out
 }
 
 /// The local address and the inode of a line of `/proc/net/udp`, if it is for `port`.
-fn parse_line(line: &str, port: u16) -> Option<(String, u64)> {
+fn parse_line(line: &str, port: u16) -> Option<(IpAddr, u64)> {
     let mut fields = line.split_whitespace();
     let (addr, hex_port) = fields.nth(1)?.rsplit_once(':')?;
     let inode = fields.nth(7)?.parse().ok()?;
-    (u16::from_str_radix(hex_port, 16).ok()? == port).then(|| (addr.to_owned(), inode))
+    if u16::from_str_radix(hex_port, 16).ok()? != port {
+        return None;
+    }
+    Some((parse_addr(addr)?, inode))
+}
+
+/// Words of the address in the machine's byte order, in hexadecimal.
+fn parse_addr(hex: &str) -> Option<IpAddr> {
+    let word = |at: usize| u32::from_str_radix(hex.get(at..at + 8)?, 16).ok().map(u32::to_ne_bytes);
+    match hex.len() {
+        8 => Some(Ipv4Addr::from(word(0)?).into()),
+        32 => {
+            let mut octets = [0; 16];
+            for (nth, chunk) in octets.chunks_exact_mut(4).enumerate() {
+                chunk.copy_from_slice(&word(nth * 8)?);
+            }
+            Some(Ipv6Addr::from(octets).into())
+        }
+        _ => None,
+    }
 }
 
 fn process_with_socket(inode: u64) -> Option<(u32, String)> {
@@ -50,9 +77,9 @@ fn process_with_socket(inode: u64) -> Option<(u32, String)> {
     None
 }
 
-/// A sentence about who holds the port and what to do.
-pub fn explain(port: u16) -> String {
-    let holders = port_holders(port);
+/// A sentence about who holds the port at this address, and what to do.
+pub fn explain(addr: IpAddr, port: u16) -> String {
+    let holders = port_holders(addr, port);
     if let Some((pid, comm)) = holders.iter().find_map(|h| h.process.as_ref()) {
         return format!("process {pid} ({comm}) has it: end it, or give this device another address");
     }
@@ -76,9 +103,23 @@ mod tests {
     fn this_process_is_found_as_the_holder_of_its_port() {
         let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
         let port = socket.local_addr().unwrap().port();
-        let holders = port_holders(port);
+        let holders = port_holders(Ipv4Addr::LOCALHOST.into(), port);
         assert_eq!(holders.len(), 1);
         assert_eq!(holders[0].process.as_ref().map(|p| p.0), Some(std::process::id()));
-        assert!(explain(port).contains(&std::process::id().to_string()));
+        let us = std::process::id().to_string();
+        assert!(explain(Ipv4Addr::LOCALHOST.into(), port).contains(&us));
+        assert!(explain(Ipv4Addr::UNSPECIFIED.into(), port).contains(&us));
+        let elsewhere = explain(Ipv4Addr::new(127, 0, 0, 2).into(), port);
+        assert!(!elsewhere.contains(&us), "we have it on another address: {elsewhere}");
+    }
+
+    #[test]
+    fn addresses_of_the_table() {
+        let word = |octets: [u8; 4]| format!("{:08X}", u32::from_ne_bytes(octets));
+        assert_eq!(parse_addr(&word([127, 0, 0, 1])), Some("127.0.0.1".parse().unwrap()));
+        let text = format!("{}{}{}{}", word([0; 4]), word([0; 4]), word([0; 4]), word([0, 0, 0, 1]));
+        assert_eq!(parse_addr(&text), Some("::1".parse().unwrap()));
+        assert_eq!(parse_addr("12"), None);
+        assert_eq!(parse_addr("ÄÄÄÄ"), None);
     }
 }

@@ -2,8 +2,7 @@
 #![allow(dead_code, unreachable_pub)]
 
 use std::{
-    net::{IpAddr, Ipv4Addr, SocketAddr},
-    sync::atomic::{AtomicU32, Ordering},
+    net::{IpAddr, SocketAddr},
     time::{Duration, Instant},
 };
 
@@ -19,16 +18,11 @@ pub const ALL: AccessFlags = AccessFlags::LOCAL_WRITE
     .union(AccessFlags::REMOTE_ATOMIC);
 
 /// What must have happened by then, or it will not.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// An address of 127.0.0.0/8 that no other device of this process, and most likely of no other, uses.
+/// An address that no other device uses.
 pub fn address() -> IpAddr {
-    static NEXT: AtomicU32 = AtomicU32::new(2);
-    let n = NEXT.fetch_add(1, Ordering::Relaxed);
-    let pid = std::process::id();
-    // 127.x.y.n, x.y from the process id: test binaries run side by side.
-    let bytes = [127, 1 + (pid >> 8) as u8 % 254, pid as u8, n as u8];
-    Ipv4Addr::from(bytes).into()
+    ferroce_loopback::address().into()
 }
 
 pub fn config() -> DeviceConfig {

@@ -5,10 +5,10 @@
 pub(crate) mod raw;
 
 use std::{
-    net::{IpAddr, Ipv4Addr, SocketAddr},
+    net::{IpAddr, SocketAddr},
     sync::{
         Arc,
-        atomic::{AtomicU32, AtomicUsize, Ordering},
+        atomic::{AtomicUsize, Ordering},
         mpsc,
     },
     thread,
@@ -18,9 +18,9 @@ use std::{
 use parking_lot::Mutex;
 use roce::{Device, DeviceConfig};
 use rtrs::{
-    Direction,
+    Direction, IoError,
     addr::PathAddr,
-    client::{ConType, IoBuffer, OpenArgs, Outcome, Session},
+    client::{ConType, IoBuffer, OpenArgs, Outcome, Permit, Session},
     heartbeat::HeartbeatConfig,
     server::{Request, Server, ServerConfig, ServerOps, SessionHandle},
 };
@@ -28,23 +28,21 @@ use rtrs::{
 /// RTRS port of all tests: each has addresses of its own.
 pub(crate) const PORT: u16 = 1234;
 
-/// Two loopback addresses that no other test of this process or (most likely) another process uses.
+/// Two loopback addresses that no other test uses.
 pub(crate) fn addresses() -> (IpAddr, IpAddr) {
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-    let n = NEXT.fetch_add(2, Ordering::Relaxed);
-    // 22 bits of process number and counter below 127.64.0.0/10.
-    let base = (127 << 24 | 64 << 16) + ((std::process::id() & 0xfff) << 10 | n & 0x3fe);
-    let ip = |i| IpAddr::V4(Ipv4Addr::from_bits(base + i));
-    (ip(1), ip(2))
+    (ferroce_loopback::address().into(), ferroce_loopback::address().into())
 }
 
 pub(crate) fn device(addr: IpAddr) -> Device {
     Device::open(DeviceConfig::new(addr)).expect("a device on a loopback address")
 }
 
+/// What must have happened by then, or it will not.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+
 /// Waits for something that must come; fails the test if it does not.
 pub(crate) fn eventually(what: &str, mut cond: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(60);
+    let deadline = Instant::now() + PATIENCE;
     while !cond() {
         assert!(Instant::now() < deadline, "{what}: did not come");
         thread::sleep(Duration::from_millis(5));
@@ -194,15 +192,24 @@ pub(crate) struct Bed {
     pub(crate) path: PathAddr,
 }
 
-/// Small chunks, quick heartbeats.
+/// Frequent heartbeats, and the patience that a loaded machine takes.
+const HEARTBEAT: HeartbeatConfig = HeartbeatConfig {
+    interval: Duration::from_millis(500),
+    max_missed: 38,
+};
+
+/// Finds out soon that a peer is dead, but not because a machine is slow.
+pub(crate) const IMPATIENT: HeartbeatConfig = HeartbeatConfig {
+    interval: Duration::from_millis(200),
+    max_missed: 13,
+};
+
+/// Small chunks.
 pub(crate) fn config() -> ServerConfig {
     ServerConfig {
         queue_depth: 32,
         max_chunk_size: 64 << 10,
-        heartbeat: HeartbeatConfig {
-            interval: Duration::from_millis(200),
-            max_missed: 5,
-        },
+        heartbeat: HEARTBEAT,
         ..ServerConfig::default()
     }
 }
@@ -234,16 +241,59 @@ impl Bed {
     pub(crate) fn args(&self, name: &str, connections: u16) -> OpenArgs {
         OpenArgs {
             connections,
-            heartbeat: HeartbeatConfig {
-                interval: Duration::from_millis(200),
-                max_missed: 5,
-            },
+            connect_timeout: PATIENCE,
+            heartbeat: HEARTBEAT,
             ..OpenArgs::new(name, self.path)
         }
     }
 
     pub(crate) fn open(&self, name: &str, connections: u16) -> Session<Device> {
         Session::open(&self.client_dev, self.args(name, connections)).unwrap()
+    }
+}
+
+/// Where the results of requests go. Their buffers do not: the session wants them back.
+pub(crate) type Results = mpsc::Sender<Result<(), IoError>>;
+
+/// Sends a request.
+pub(crate) fn begin(
+    session: &Session<Device>,
+    con: ConType,
+    direction: Direction,
+    ask: Ask,
+    data: Option<IoBuffer<Device>>,
+    tx: &Results,
+) {
+    begin_with(session, session.permit().unwrap(), con, direction, ask, data, tx);
+}
+
+/// Sends a request with a permit that was taken before.
+pub(crate) fn begin_with(
+    session: &Session<Device>,
+    permit: Permit,
+    con: ConType,
+    direction: Direction,
+    ask: Ask,
+    data: Option<IoBuffer<Device>>,
+    tx: &Results,
+) {
+    let tx = tx.clone();
+    let done = move |o: Outcome<Device>| {
+        // A test that has failed listens no more.
+        let _ = tx.send(o.result);
+    };
+    session.request(permit, con, direction, &ask.header(0), data, done);
+}
+
+/// The next result.
+pub(crate) fn ended<T>(rx: &mpsc::Receiver<T>) -> T {
+    rx.recv_timeout(PATIENCE).expect("every request ends")
+}
+
+/// Waits for so many results, all good.
+pub(crate) fn all_well(rx: &mpsc::Receiver<Result<(), IoError>>, n: usize) {
+    for _ in 0..n {
+        ended(rx).unwrap();
     }
 }
 

@@ -3,7 +3,7 @@
 use std::{
     net::{IpAddr, SocketAddr},
     thread,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use roce::{
@@ -14,7 +14,8 @@ use roce::{
 use rtrs::proto::{ChunkLayout, ConnReq, ConnRsp, Imm, InfoReq, InfoRsp, MsgFlags, Uuid, info::ChunkAddr};
 use zerocopy::IntoBytes;
 
-const PATIENCE: Duration = Duration::from_secs(30);
+use super::PATIENCE;
+
 /// Receives and their size: large enough for session information.
 const RECVS: usize = 64;
 const RECV_BYTES: usize = 4096;

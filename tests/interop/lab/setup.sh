@@ -2,36 +2,43 @@
 # Prepares a virtual machine with a stock Debian kernel: rdma_rxe from the kernel package, and the RTRS and RNBD
 # modules (which Debian's configuration leaves out) built from Debian's own kernel source package.
 #
-#   setup.sh FOLDER
+#   setup.sh FOLDER [in-use]
 #
 # Needs root and Debian's package archive. A second call with the same folder does nothing but compile agents that
-# have changed.
+# have changed; so does one with `in-use`, which fails if there is more to do. SIGTERM ends it after the present step.
 set -euo pipefail
+trap 'exit 143' TERM
 HERE=$(cd "$(dirname "$0")" && pwd)
-LAB=$1
+LAB=$1 IN_USE=${2:-}
 mkdir -p "$LAB"; LAB=$(cd "$LAB" && pwd); cd "$LAB"
 
-# The programs that run in guests.
+# The programs that run in guests. Other runs may use those that are there.
 agents() {
-    local stamp; stamp=$(cat "$HERE"/*.c | sha256sum | cut -c1-16)
+    local stamp new; stamp=$(cat "$HERE"/*.c "$HERE/guest.sh" | sha256sum | cut -c1-16)
     [ "$(cat agents-ready 2>/dev/null)" = "$stamp" ] && return
-    gcc -Wall -O2 -o verbs-agent "$HERE/verbs-agent.c" -libverbs
-    gcc -Wall -O2 -o cm-agent "$HERE/cm-agent.c" -lrdmacm -libverbs
-    gcc -Wall -O2 -o host-agent "$HERE/host-agent.c"
+    new=$(mktemp -d new.XXXXXX); trap "rm -rf '$LAB/$new'" EXIT
+    gcc -Wall -O2 -o "$new/verbs-agent" "$HERE/verbs-agent.c" -libverbs
+    gcc -Wall -O2 -o "$new/cm-agent" "$HERE/cm-agent.c" -lrdmacm -libverbs
+    gcc -Wall -O2 -o "$new/host-agent" "$HERE/host-agent.c"
+    cp "$HERE/guest.sh" "$new/"
+    mv "$new"/* .
     echo "$stamp" > agents-ready
 }
 
 STAMP=$(sha256sum < "$HERE/setup.sh" | cut -c1-16)
 [ "$(cat ready 2>/dev/null)" = "$STAMP" ] && { agents; exit 0; }
+[ -z "$IN_USE" ] || { echo "$LAB has to be prepared anew (setup.sh has changed), but another run uses it" >&2; exit 1; }
 [ "$(id -u)" = 0 ] || { echo "the lab needs root (network namespaces, taps, packages)" >&2; exit 1; }
 
-apt-get update -q >/dev/null
+rm -rf ready agents-ready new.*
+apt-get update -q >/dev/null </dev/null
 KV=$(apt-cache depends linux-image-amd64 | sed -n 's/.*Depends: linux-image-//p' | head -1)
 SRC=linux-source-$(echo "$KV" | cut -d. -f1,2)
 DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends \
     qemu-system-x86 qemu-utils busybox-static kmod cpio iproute2 tcpdump e2fsprogs \
     rdma-core ibverbs-utils ibverbs-providers rdmacm-utils libibverbs-dev librdmacm-dev perftest \
-    "linux-headers-$KV" "$SRC" libelf-dev make gcc libc6-dev >/dev/null
+    "linux-headers-$KV" "$SRC" libelf-dev make gcc libc6-dev \
+    openssh-client dropbear-bin >/dev/null </dev/null
 echo "$KV" > kernel-version
 
 # The kernel is only unpacked: what this machine boots stays as it is.
@@ -50,10 +57,10 @@ build M="$LAB/rnbd" KBUILD_EXTRA_SYMBOLS="$LAB/rtrs/Module.symvers" CONFIG_BLK_D
 for ko in rtrs/rtrs-{core,client,server}.ko rnbd/rnbd-{client,server}.ko; do
     [ -e "$ko" ] || { echo "building $ko failed" >&2; exit 1; }
 done
-rm -f agents-ready; agents
+agents
 
 # initramfs: busybox, the virtio and 9p modules, and an init that moves into this machine's own root folder
-# (read-only through 9p, a tmpfs overlay on top), then runs the guest script.
+# (read-only through 9p, a tmpfs overlay on top), with this folder as /ferroce-lab, then runs the guest script.
 rm -rf ird; mkdir -p ird/{bin,proc,sys,dev,lib/modules,newroot,ro,rw}; cp /bin/busybox ird/bin/
 i=10
 for f in $(for m in virtio_pci virtio_net 9p 9pnet_virtio overlay; do
@@ -70,12 +77,14 @@ for f in /lib/modules/*.ko; do \$B insmod \$f || echo "cannot load \$f"; done
 \$B mount -t overlay -o lowerdir=/ro,upperdir=/rw/u,workdir=/rw/w o /newroot
 CL=\$(\$B cat /proc/cmdline)
 for d in proc sys dev; do \$B mount --move /\$d /newroot/\$d; done
-\$B mkdir -p /newroot/lib/modules; \$B mount --bind /newroot$LAB/kernel/lib/modules /newroot/lib/modules
+L=/ferroce-lab; \$B mkdir -p /newroot/\$L
+\$B mount -t 9p -o trans=virtio,version=9p2000.L,ro,cache=loose,msize=262144 lab /newroot/\$L
+\$B mkdir -p /newroot/lib/modules; \$B mount --bind /newroot/\$L/kernel/lib/modules /newroot/lib/modules
 \$B mount -t tmpfs t /newroot/run; \$B mount -t tmpfs t /newroot/tmp
 \$B mkdir -p /newroot/dev/pts /newroot/dev/shm; \$B mount -t devpts d /newroot/dev/pts; \$B mount -t tmpfs s /newroot/dev/shm
-for w in \$CL; do case \$w in guest=*) G=\${w#guest=};; gid=*) GUEST_ID=\${w#gid=};; gmtu=*) GUEST_MTU=\${w#gmtu=};; esac; done
-export LAB=$LAB GUEST_ID GUEST_MTU PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root
-\$B chroot /newroot /bin/bash \$G
+for w in \$CL; do case \$w in gid=*) GUEST_ID=\${w#gid=};; gmtu=*) GUEST_MTU=\${w#gmtu=};; esac; done
+export LAB=\$L GUEST_ID GUEST_MTU PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root
+\$B chroot /newroot /bin/bash \$L/guest.sh
 echo "guest script ended: \$?"
 \$B poweroff -f
 INIT

@@ -117,7 +117,6 @@ const RECIPES: &[Recipe] = &[
 struct Pair<'a> {
     server: &'a Guest,
     client: &'a Guest,
-    lab: &'a Path,
 }
 
 /// Makes the captures.
@@ -136,7 +135,6 @@ pub(crate) fn run(args: &Args, places: &Places) -> Result<(), Error> {
             return Err("the bridge can't isolate its ports".into());
         }
     }
-    crate::catch_signals()?;
     let relay = Relay::start()?;
     let shape = Shape { cpus: 1, mtu: 1500 };
     let boot = |id| Guest::boot(id, shape, places);
@@ -144,12 +142,10 @@ pub(crate) fn run(args: &Args, places: &Places) -> Result<(), Error> {
     let pair = Pair {
         server: &server,
         client: &client,
-        lab: &places.lab,
     };
-    let agent = places.lab.join("verbs-agent");
     for (guest, id) in [(&server, 1), (&client, 2)] {
         guest.run(
-            &format!("{} -g 10.77.0.{id} >/tmp/agent.log 2>&1 &\nsleep 0.5", agent.display()),
+            &format!("$LAB/verbs-agent -g 10.77.0.{id} >/tmp/agent.log 2>&1 &\nsleep 0.5"),
             20,
         )?;
     }
@@ -528,25 +524,22 @@ fn rping_v6(pair: &Pair<'_>) -> Result<(), Error> {
 }
 
 fn rnbd(pair: &Pair<'_>, invalidate: &str) -> Result<(), Error> {
-    let lab = pair.lab.display();
     // A short queue: the server tells the client of every chunk.
     let up = format!(
-        "set -e; L={lab}; insmod $L/rtrs/rtrs-core.ko; \
-         insmod $L/rtrs/rtrs-server.ko always_invalidate={invalidate} sess_queue_depth=32; insmod $L/rnbd/rnbd-server.ko"
+        "set -e; insmod $LAB/rtrs/rtrs-core.ko; \
+         insmod $LAB/rtrs/rtrs-server.ko always_invalidate={invalidate} sess_queue_depth=32; insmod $LAB/rnbd/rnbd-server.ko"
     );
     pair.server.run(&up, 30)?;
-    let io = format!(
-        "set -e; L={lab}; insmod $L/rtrs/rtrs-core.ko; insmod $L/rtrs/rtrs-client.ko; insmod $L/rnbd/rnbd-client.ko\n\
+    let io = "set -e; insmod $LAB/rtrs/rtrs-core.ko; insmod $LAB/rtrs/rtrs-client.ko; insmod $LAB/rnbd/rnbd-client.ko\n\
          echo 'sessname=s1 path=ip:10.77.0.1 device_path=newroot/dev/ram0' > /sys/class/rnbd-client/ctl/map_device\n\
          for i in $(seq 50); do [ -b /dev/rnbd0 ] && break; sleep 0.1; done\n\
-         head -c 65536 {lab}/initramfs.gz > /tmp/data\n\
+         head -c 65536 $LAB/initramfs.gz > /tmp/data\n\
          dd if=/tmp/data of=/dev/rnbd0 bs=32k count=2 oflag=direct status=none\n\
          dd if=/dev/rnbd0 of=/tmp/back bs=32k count=2 iflag=direct status=none\n\
          cmp /tmp/data /tmp/back\n\
          echo normal > /sys/block/rnbd0/rnbd/unmap_device\n\
-         rmmod rnbd_client rtrs_client rtrs_core"
-    );
-    let done = pair.client.run(&io, 90);
+         rmmod rnbd_client rtrs_client rtrs_core";
+    let done = pair.client.run(io, 90);
     let down = pair.server.run("rmmod rnbd_server rtrs_server rtrs_core", 60);
     done.and(down).map(drop)
 }

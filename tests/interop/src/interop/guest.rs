@@ -4,7 +4,7 @@ use std::{
     io::{BufRead as _, BufReader, Read as _, Write as _},
     net::{Ipv4Addr, Ipv6Addr, TcpStream},
     os::unix::net::UnixStream,
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::Command,
     time::{Duration, Instant},
 };
@@ -182,13 +182,11 @@ impl Drop for Guest {
     }
 }
 
-fn start(id: u8, shape: Shape, places: &Places, monitor: &std::path::Path) -> Result<Proc, Error> {
+fn start(id: u8, shape: Shape, places: &Places, monitor: &Path) -> Result<Proc, Error> {
     let kernel = std::fs::read_to_string(places.lab.join("kernel-version"))?;
     let kernel = kernel.trim();
-    let script = places.scripts.join("guest.sh");
     let append = format!(
-        "console=ttyS0 panic=-1 quiet mitigations=off guest={} gid={id} gmtu={}",
-        script.display(),
+        "console=ttyS0 panic=-1 quiet mitigations=off gid={id} gmtu={}",
         shape.mtu
     );
     let mut qemu = Command::new("qemu-system-x86_64");
@@ -210,10 +208,9 @@ fn start(id: u8, shape: Shape, places: &Places, monitor: &std::path::Path) -> Re
     .arg("-initrd")
     .arg(places.lab.join("initramfs.gz"))
     .args(["-append", &append])
-    .args([
-        "-virtfs",
-        "local,path=/,mount_tag=root,security_model=none,readonly=on,multidevs=remap",
-    ])
+    .args(["-virtfs", &share(Path::new("/"), "root")])
+    // The lab may be anywhere, also where the guest has a file system of its own.
+    .args(["-virtfs", &share(&places.lab, "lab")])
     .args([
         "-netdev",
         &format!("tap,id=n0,ifname=tap{id},script=no,downscript=no,sndbuf=0"),
@@ -227,6 +224,12 @@ fn start(id: u8, shape: Shape, places: &Places, monitor: &std::path::Path) -> Re
         &mut qemu,
         &places.logs,
     )
+}
+
+/// A folder of ours that the guest may read. In qemu's options commas are doubled.
+fn share(folder: &Path, tag: &str) -> String {
+    let path = folder.display().to_string().replace(',', ",,");
+    format!("local,path={path},mount_tag={tag},security_model=none,readonly=on,multidevs=remap")
 }
 
 /// A stream whose reads survive short timeouts, so that ctrl-C is noticed.

@@ -3,7 +3,7 @@
 use std::{
     fs::{self, File},
     io::Read as _,
-    os::{fd::AsRawFd as _, unix::process::CommandExt as _},
+    os::unix::process::CommandExt as _,
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
     sync::atomic::{AtomicBool, Ordering},
@@ -38,37 +38,59 @@ pub(crate) struct Places {
 }
 
 /// A folder for sockets that goes away with its owner.
-pub(crate) struct RunDir(pub(crate) PathBuf);
+pub(crate) struct RunDir {
+    pub(crate) path: PathBuf,
+    /// Locked as long as the run lives: the file in it, and that of the logs.
+    locks: Vec<File>,
+}
+
+const RUN_PREFIX: &str = "ferroce-lab-";
+const RUN_LOCK: &str = "lock";
 
 impl RunDir {
     pub(crate) fn new() -> Result<Self, Error> {
         let temp = std::env::temp_dir();
-        for name in own_names(&temp) {
-            let _ = fs::remove_dir_all(temp.join(name));
+        remove_stale(&temp);
+        let path = temp.join(format!("{RUN_PREFIX}{}", std::process::id()));
+        fs::create_dir_all(&path)?;
+        let lock = File::create(path.join(RUN_LOCK))?;
+        lock.try_lock()?;
+        Ok(Self {
+            path,
+            locks: vec![lock],
+        })
+    }
+
+    /// The folder `logs`, or `logs-2` … while other runs write to those before.
+    pub(crate) fn logs(&mut self, lab: &Path) -> Result<PathBuf, Error> {
+        for n in 1..100 {
+            let path = lab.join(if n == 1 { "logs".to_owned() } else { format!("logs-{n}") });
+            fs::create_dir_all(&path)?;
+            let lock = File::create(path.join(".lock"))?;
+            if lock.try_lock().is_ok() {
+                self.locks.push(lock);
+                return Ok(path);
+            }
         }
-        let dir = temp.join(format!("ferroce-lab-{}", std::process::id()));
-        fs::create_dir_all(&dir)?;
-        Ok(Self(dir))
+        Err("no folder for logs is free".into())
     }
 }
 
 impl Drop for RunDir {
     fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
+        let _ = fs::remove_dir_all(&self.path);
     }
 }
 
-/// Entries `ferroce-lab-PID` of labs that were killed.
-fn own_names(dir: &Path) -> Vec<String> {
-    let Ok(entries) = fs::read_dir(dir) else {
-        return Vec::new();
-    };
-    let dead = |name: &String| {
-        let pid = name.strip_prefix("ferroce-lab-");
-        pid.is_some_and(|pid| pid.parse::<u32>().is_ok() && !Path::new("/proc").join(pid).exists())
-    };
-    let names = entries.flatten().filter_map(|e| e.file_name().into_string().ok());
-    names.filter(dead).collect()
+/// Removes the folders of runs that were killed: nobody locks them any more.
+fn remove_stale(temp: &Path) {
+    for entry in fs::read_dir(temp).into_iter().flatten().flatten() {
+        let ours = entry.file_name().to_string_lossy().starts_with(RUN_PREFIX);
+        let lock = entry.path().join(RUN_LOCK);
+        if ours && File::open(lock).is_ok_and(|lock| lock.try_lock().is_ok()) {
+            let _ = fs::remove_dir_all(entry.path());
+        }
+    }
 }
 
 /// An error when the user wants to stop.
@@ -98,36 +120,89 @@ pub(crate) fn run_quiet(program: &str, args: &[&str]) -> Result<(), Error> {
 pub(crate) fn prepare(scripts: &Path, folder: &Path) -> Result<File, Error> {
     fs::create_dir_all(folder)?;
     let lock = File::create(folder.join("lock"))?;
-    // A lab that another run uses is ready and not touched.
-    let alone = lock.try_lock().is_ok();
-    if !alone {
-        lock.lock_shared()?;
-        return Ok(lock);
+    loop {
+        check_stop()?;
+        if lock.try_lock().is_ok() {
+            setup(scripts, folder, &lock, &[])?;
+            lock.lock_shared()?;
+            return Ok(lock);
+        }
+        if lock.try_lock_shared().is_ok() {
+            // Others use it: it is ready, unless setup.sh has changed since.
+            setup(scripts, folder, &lock, &["in-use"])?;
+            return Ok(lock);
+        }
+        // Another run prepares it.
+        std::thread::sleep(Duration::from_millis(200));
     }
-    let status = Command::new("bash")
-        .arg(scripts.join("setup.sh"))
-        .arg(folder)
-        .stdin(Stdio::null())
-        .status()?;
-    if !status.success() {
-        return Err(format!("lab/setup.sh failed: {status}").into());
-    }
-    lock.lock_shared()?;
-    Ok(lock)
 }
 
-/// A network namespace with a bridge and one tap a guest. This process and its children live in it.
-pub(crate) struct Net {
-    name: String,
+fn setup(scripts: &Path, folder: &Path, lock: &File, more: &[&str]) -> Result<(), Error> {
+    let mut command = Command::new("bash");
+    command.arg(scripts.join("setup.sh")).arg(folder).args(more);
+    // The lock is held for as long as any of its programs runs, whatever happens to this process. A terminal's ctrl-C goes
+    // to us alone, for a package manager must not be interrupted: the script ends after the step that it is at.
+    command.stdin(lock.try_clone()?).process_group(0);
+    end_with_us(&mut command, libc::SIGTERM);
+    let mut child = command.spawn()?;
+    let mut told = false;
+    let status = loop {
+        if let Some(status) = child.try_wait()? {
+            break status;
+        }
+        if check_stop().is_err() && !told {
+            told = true;
+            eprintln!("interrupted: waiting for the present step of lab/setup.sh");
+            send(&child, libc::SIGTERM);
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    check_stop()?;
+    if status.success() {
+        Ok(())
+    } else {
+        Err(format!("lab/setup.sh failed: {status}").into())
+    }
 }
+
+/// Sends a signal to a child that was not yet waited for.
+fn send(child: &Child, signal: i32) {
+    if let Ok(pid) = i32::try_from(child.id()) {
+        // SAFETY: no memory is passed; the child is ours and not yet waited for, so the number is not another process's.
+        unsafe { libc::kill(pid, signal) };
+    }
+}
+
+/// The command gets the signal when this process ends, however that comes.
+fn end_with_us(command: &mut Command, signal: i32) {
+    let us = std::process::id();
+    // SAFETY: prctl and getppid are plain system calls, allowed between fork and exec.
+    unsafe {
+        command.pre_exec(move || {
+            if libc::prctl(libc::PR_SET_PDEATHSIG, signal) != 0 {
+                return Err(std::io::Error::last_os_error());
+            }
+            // We may have ended before that call.
+            if libc::getppid().unsigned_abs() != us {
+                return Err(std::io::ErrorKind::Interrupted.into());
+            }
+            Ok(())
+        });
+    }
+}
+
+/// A network namespace with a bridge and one tap a guest. It has no name: it is this process's and its children's, and
+/// goes with the last of them.
+pub(crate) struct Net(());
 
 impl Net {
+    /// Moves this process (still single-threaded) into a new namespace.
     pub(crate) fn up(guests: u8) -> Result<Self, Error> {
-        remove_stale();
-        let name = format!("ferroce-lab-{}", std::process::id());
-        run_quiet("ip", &["netns", "add", &name])?;
-        let net = Self { name };
-        enter(&net.name)?;
+        // SAFETY: no memory is passed.
+        if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {
+            let why = std::io::Error::last_os_error();
+            return Err(format!("no network namespace (the lab needs root): {why}").into());
+        }
         run_quiet("ip", &["link", "set", "lo", "up"])?;
         run_quiet("ip", &["link", "add", "br0", "type", "bridge"])?;
         run_quiet("ip", &["addr", "add", &format!("{HOST_V4}/24"), "dev", "br0"])?;
@@ -141,41 +216,18 @@ impl Net {
         run_quiet(
             "ip",
             &[
-                "link", "add", "other", "mtu", "9000", "type", "veth", "peer", "name", "far",
+                "link", "add", "other", "mtu", "9000", "type", "veth", "peer", "end", "mtu", "9000",
             ],
         )?;
-        run_quiet("ip", &["link", "set", "far", "up"])?;
+        run_quiet("ip", &["link", "set", "end", "up"])?;
         run_quiet("ip", &["link", "set", "other", "master", "br0", "up"])?;
         run_quiet("ip", &["link", "set", "br0", "mtu", "9000", "up"])?;
-        Ok(net)
+        Ok(Self(()))
     }
 
     /// Sets the MTU of the bridge, by which our side chooses its path MTU.
     pub(crate) fn set_mtu(&self, mtu: u32) -> Result<(), Error> {
         run_quiet("ip", &["link", "set", "br0", "mtu", &mtu.to_string()])
-    }
-}
-
-impl Drop for Net {
-    fn drop(&mut self) {
-        let _ = run_quiet("ip", &["netns", "del", &self.name]);
-    }
-}
-
-/// Moves this process (still single-threaded) into the namespace.
-fn enter(name: &str) -> Result<(), Error> {
-    let file = File::open(format!("/run/netns/{name}"))?;
-    // SAFETY: setns takes a descriptor, which `file` keeps open, and touches no memory of ours.
-    if unsafe { libc::setns(file.as_raw_fd(), libc::CLONE_NEWNET) } != 0 {
-        return Err(format!("setns: {}", std::io::Error::last_os_error()).into());
-    }
-    Ok(())
-}
-
-/// Removes namespaces of labs that were killed.
-fn remove_stale() {
-    for name in own_names(Path::new("/run/netns")) {
-        let _ = run_quiet("ip", &["netns", "del", &name]);
     }
 }
 
@@ -201,14 +253,7 @@ impl Proc {
         let file = File::create(&log)?;
         let input = input.map_or_else(Stdio::null, Stdio::from);
         command.stdin(input).stdout(file.try_clone()?).stderr(file);
-        // Nothing outlives this process, however it ends.
-        // SAFETY: prctl is a plain system call, allowed between fork and exec.
-        unsafe {
-            command.pre_exec(|| match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
-                0 => Ok(()),
-                _ => Err(std::io::Error::last_os_error()),
-            });
-        }
+        end_with_us(command, libc::SIGKILL);
         let child = command
             .spawn()
             .map_err(|e| format!("{name}: {:?}: {e}", command.get_program()))?;
@@ -274,22 +319,15 @@ impl Proc {
 
     /// Asks the process to end, as ctrl-C does.
     pub(crate) fn interrupt(&mut self) {
-        self.signal(libc::SIGINT);
+        if self.running() {
+            send(&self.child, libc::SIGINT);
+        }
     }
 
     /// Ends the process without a chance to say good-bye.
     pub(crate) fn kill(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
-    }
-
-    fn signal(&mut self, signal: i32) {
-        if let Ok(pid) = i32::try_from(self.child.id())
-            && self.running()
-        {
-            // SAFETY: the child is ours and not yet waited for, so the number is not another process's.
-            unsafe { libc::kill(pid, signal) };
-        }
     }
 }
 

@@ -70,7 +70,7 @@ pub(crate) struct Cli {
     /// The lab's folder, kept between runs
     #[arg(long, global = true, default_value = "target/lab")]
     lab: PathBuf,
-    /// Output and captures [default: logs in the lab's folder]
+    /// Output and captures [default: logs in the lab's folder, logs-2 … while another run uses that]
     #[arg(long, global = true)]
     logs: Option<PathBuf>,
     /// Keep the captures of scenarios that passed, too
@@ -106,12 +106,12 @@ enum Task {
     Capture(capture::Args),
 }
 
-fn places(cli: &Cli, run: &RunDir) -> Result<Places, Error> {
+fn places(cli: &Cli, run: &mut RunDir) -> Result<Places, Error> {
     fs::create_dir_all(&cli.lab)?;
     let lab = fs::canonicalize(&cli.lab)?;
     let me = std::env::current_exe()?;
     let beside = |name: &str| me.with_file_name(name);
-    let logs = cli.logs.clone().unwrap_or_else(|| lab.join("logs"));
+    let logs = cli.logs.clone().map_or_else(|| run.logs(&lab), Ok)?;
     fs::create_dir_all(&logs)?;
     let scripts = Path::new(env!("CARGO_MANIFEST_DIR")).join("lab");
     let ferroce = cli.ferroce.clone().unwrap_or_else(|| beside("ferroce"));
@@ -119,7 +119,7 @@ fn places(cli: &Cli, run: &RunDir) -> Result<Places, Error> {
         lab,
         logs: fs::canonicalize(logs)?,
         scripts,
-        run: run.0.clone(),
+        run: run.path.clone(),
         ferroce: fs::canonicalize(&ferroce).map_err(|e| format!("{}: {e}", ferroce.display()))?,
         peer: beside("ferroce-lab"),
         keep: cli.keep,
@@ -139,16 +139,17 @@ fn catch_signals() -> Result<(), Error> {
 }
 
 fn capture(cli: &Cli, args: &capture::Args) -> Result<(), Error> {
-    let run = RunDir::new()?;
-    capture::run(args, &places(cli, &run)?)
+    catch_signals()?;
+    let mut run = RunDir::new()?;
+    capture::run(args, &places(cli, &mut run)?)
 }
 
 /// Runs what was chosen; what could not be run is in the result as such.
 fn scenarios(cli: &Cli, chosen: &[Scenario]) -> Result<Vec<Outcome>, Error> {
     catch_signals()?;
-    let dir = RunDir::new()?;
+    let mut dir = RunDir::new()?;
     let mut outcomes = Vec::new();
-    let why = places(cli, &dir).and_then(|places| run::all(cli, &places, chosen, &mut outcomes));
+    let why = places(cli, &mut dir).and_then(|places| run::all(cli, &places, chosen, &mut outcomes));
     if let Err(e) = &why {
         eprintln!("ferroce-interop: {e}");
     }

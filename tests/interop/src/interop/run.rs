@@ -142,7 +142,10 @@ fn captured(s: &Scenario, ctx: &mut Ctx<'_>, interface: &str) -> Result<String, 
     fs::create_dir_all(&ctx.dir)?;
     let pcap = ctx.dir.join("wire.pcap");
     let mut dump = Command::new("tcpdump");
+    // As root: a process that changes its user no longer ends with its parent.
     dump.args([
+        "-Z",
+        "root",
         "-i",
         interface,
         "--immediate-mode",

@@ -110,8 +110,9 @@ fn lossy_kernel_client(c: &mut Ctx<'_>, netem: &str) -> Result<String, Error> {
 fn kernel_stalls(c: &mut Ctx<'_>) -> Result<String, Error> {
     rnbd::server_up(c, true)?;
     let mapping = Mapping::start(c, Ip::V4, "ram0", Duration::ZERO)?;
+    // A lost packet costs the kernel up to 4 s: little data, and the first of it before any is lost.
+    let mut writer = start_our_writer(c, &mapping, "256k", 10)?;
     c.guest()?.netem(Some("loss 5%"))?;
-    let mut writer = start_our_writer(c, &mapping, 2)?;
     let until = Instant::now() + Duration::from_secs(300);
     let stalled = loop {
         check_stop()?;
@@ -243,11 +244,12 @@ fn link_down_kernel_client(c: &mut Ctx<'_>) -> Result<String, Error> {
     Ok("no write failed, data equal: passed".to_owned())
 }
 
-/// qemu-io writing for a while through our client.
-fn start_our_writer(c: &Ctx<'_>, mapping: &Mapping, rounds: usize) -> Result<Proc, Error> {
+/// qemu-io writing and reading as much at a time, so many times, through our client.
+fn start_our_writer(c: &Ctx<'_>, mapping: &Mapping, size: &str, rounds: usize) -> Result<Proc, Error> {
+    let [write, read] = ["write", "read"].map(|what| format!("{what} -P 0x77 0 {size}"));
     let mut args = vec!["-f", "raw"];
     for _ in 0..rounds {
-        args.extend(["-c", "write -P 0x77 0 8M", "-c", "read -P 0x77 0 8M"]);
+        args.extend(["-c", &write, "-c", &read]);
     }
     args.push(&mapping.url);
     let mut writer = Proc::spawn("writer", std::process::Command::new("qemu-io").args(args), &c.dir)?;
@@ -258,7 +260,7 @@ fn start_our_writer(c: &Ctx<'_>, mapping: &Mapping, rounds: usize) -> Result<Pro
 fn link_down_our_client(c: &mut Ctx<'_>) -> Result<String, Error> {
     rnbd::server_up(c, false)?;
     let result = Mapping::start(c, Ip::V4, "ram0", Duration::ZERO).and_then(|mapping| {
-        let mut writer = start_our_writer(c, &mapping, 30)?;
+        let mut writer = start_our_writer(c, &mapping, "8M", 30)?;
         unplug(c)?;
         let text = writer.finish(Duration::from_secs(300))?;
         if text.contains("failed") || text.contains("rror") {
@@ -340,7 +342,7 @@ fn guest_client_killed(c: &mut Ctx<'_>) -> Result<String, Error> {
 fn guest_server_killed(c: &mut Ctx<'_>) -> Result<String, Error> {
     rnbd::server_up(c, true)?;
     let mut mapping = Mapping::start(c, Ip::V4, "ram0", Duration::ZERO)?;
-    let mut writer = start_our_writer(c, &mapping, 200)?;
+    let mut writer = start_our_writer(c, &mapping, "8M", 200)?;
     c.guest()?.kill();
     // qemu-io says so and goes on, or exits with an error.
     let _ = writer.finish(Duration::from_secs(120));
@@ -360,7 +362,7 @@ fn guest_server_killed(c: &mut Ctx<'_>) -> Result<String, Error> {
 fn our_client_killed(c: &mut Ctx<'_>) -> Result<String, Error> {
     rnbd::server_up(c, true)?;
     let result = Mapping::start(c, Ip::V4, "ram0", Duration::ZERO).and_then(|mut mapping| {
-        let mut writer = start_our_writer(c, &mapping, 200)?;
+        let mut writer = start_our_writer(c, &mapping, "8M", 200)?;
         mapping.process.kill();
         let _ = writer.finish(Duration::from_secs(120));
         let again = Mapping::start(c, Ip::V4, "ram0", Duration::from_secs(120))?;

@@ -145,8 +145,8 @@ pub(super) fn fsck(c: &Ctx<'_>, name: &str) -> Result<String, Error> {
 
 /// Runs a script in the guest with the client modules loaded; they are unloaded afterwards in any case.
 pub(super) fn with_client(c: &mut Ctx<'_>, ip: Ip, script: &str, seconds: u32) -> Result<String, Error> {
-    let (lab, host) = (c.places.lab.display().to_string(), c.host(ip)?);
-    let text = format!("LAB={lab} HOST={host}\n{INSMOD_CLIENT}{FUNCTIONS}{script}");
+    let host = c.host(ip)?;
+    let text = format!("HOST={host}\n{INSMOD_CLIENT}{FUNCTIONS}{script}");
     let guest = c.guest()?;
     let out = guest
         .run(&text, seconds)
@@ -294,9 +294,9 @@ fn heartbeats(c: &Ctx<'_>) -> Result<(usize, usize), Error> {
 
 /// Brings the kernel's server up with its devices.
 pub(super) fn server_up(c: &mut Ctx<'_>, invalidate: bool) -> Result<(), Error> {
-    let (lab, yes) = (c.places.lab.display().to_string(), if invalidate { "Y" } else { "N" });
+    let yes = if invalidate { "Y" } else { "N" };
     let script = format!(
-        "set -e; L={lab}; modprobe -q rdma_cm; modprobe -q ib_core\n\
+        "set -e; L=$LAB; modprobe -q rdma_cm; modprobe -q ib_core\n\
          insmod $L/rtrs/rtrs-core.ko; insmod $L/rtrs/rtrs-server.ko always_invalidate={yes}; insmod $L/rnbd/rnbd-server.ko\n\
          [ -e /tmp/loop.img ] || truncate -s 64M /tmp/loop.img; losetup /dev/loop0 /tmp/loop.img; blockdev --getsize64 /dev/ram0\n"
     );
