@@ -6,8 +6,8 @@ use std::{net::SocketAddr, time::Duration};
 
 use common::*;
 use roce::{
-    CmChannel, CmEventKind, CmId, CompletionChannel, CompletionQueue, ConnParams, Device, DeviceConfig, MemoryRegion,
-    Mtu, Payload, Provider, QpState, QueuePair, RejectReason, RemoteAddr, SendOp, WcStatus,
+    CmChannel, CmEventKind, CmId, CompletionChannel, CompletionQueue, ConnParams, Device, DeviceConfig, Id,
+    MemoryRegion, Mtu, Payload, Provider, Qp, QpState, QueuePair, RejectReason, RemoteAddr, SendOp, WcStatus,
 };
 
 #[test]
@@ -38,15 +38,19 @@ fn dropping_the_handle_tells_the_peer() {
     assert!(matches!(p.b.event().kind, CmEventKind::Disconnected));
 }
 
+/// Asks for a connection with a new queue pair.
+fn ask(side: &Side, addr: SocketAddr) -> (Qp, Id) {
+    let qp = side.qp();
+    let id = side
+        .device
+        .connect(&side.channel, None, addr, &qp, ConnParams::default());
+    (qp, id.unwrap())
+}
+
 #[test]
 fn nobody_listening_is_told_at_once() {
     let (a, b) = (Side::new(open()), Side::new(open()));
-    let qp = a.qp();
-    let addr = SocketAddr::new(b.addr(), 7001);
-    let _id = a
-        .device
-        .connect(&a.channel, None, addr, &qp, ConnParams::default())
-        .unwrap();
+    let (qp, _id) = ask(&a, SocketAddr::new(b.addr(), 7001));
     let CmEventKind::Rejected { reason, .. } = a.event().kind else {
         panic!("not rejected");
     };
@@ -59,11 +63,7 @@ fn a_refusal_carries_its_words() {
     let (a, b) = (Side::new(open()), Side::new(open()));
     let addr = SocketAddr::new(b.addr(), 7000);
     let _listener = b.device.listen(&b.channel, addr, 8).unwrap();
-    let qp = a.qp();
-    let _id = a
-        .device
-        .connect(&a.channel, None, addr, &qp, ConnParams::default())
-        .unwrap();
+    let (_qp, _id) = ask(&a, addr);
     let CmEventKind::ConnectRequest { id, .. } = b.event().kind else {
         panic!("not a request");
     };
@@ -81,11 +81,7 @@ fn a_request_that_nobody_takes_is_rejected_with_its_listener() {
     let addr = SocketAddr::new(b.addr(), 7000);
     let channel = b.device.create_cm_channel().unwrap();
     let listener = b.device.listen(&channel, addr, 8).unwrap();
-    let qp = a.qp();
-    let _id = a
-        .device
-        .connect(&a.channel, None, addr, &qp, ConnParams::default())
-        .unwrap();
+    let (_qp, _id) = ask(&a, addr);
     // It waits in the queue.
     assert!(roce_readable(&channel));
     drop(listener);
@@ -121,11 +117,7 @@ fn a_path_mtu_that_the_passive_side_lacks_is_refused() {
     );
     let addr = SocketAddr::new(b.addr(), 7000);
     let _listener = b.device.listen(&b.channel, addr, 8).unwrap();
-    let qp = a.qp();
-    let _id = a
-        .device
-        .connect(&a.channel, None, addr, &qp, ConnParams::default())
-        .unwrap();
+    let (_qp, _id) = ask(&a, addr);
     let CmEventKind::Rejected { reason, .. } = a.event().kind else {
         panic!("not rejected");
     };

@@ -23,10 +23,10 @@ const MAX_WAIT: Duration = Duration::from_secs(1);
 
 /// What a polling thread works for.
 pub(crate) trait Handler: Send + Sync + 'static {
-    /// Completions came.
-    fn completions(&self, wcs: &[Completion]);
-    /// The queue or channel is broken.
-    fn broken(&self, error: VerbsError);
+    /// Completions came. An error ends it all, as [`Handler::broken`] does.
+    fn completions(&self, wcs: &[Completion]) -> Result<(), PathError>;
+    /// It can't go on.
+    fn broken(&self, why: PathError);
     /// Runs due timers and says when the next is due.
     fn timers(&self, now: Instant) -> Option<Instant>;
     /// The thread shall end.
@@ -40,12 +40,12 @@ pub(crate) trait Handler: Send + Sync + 'static {
 pub(crate) struct IoSide<H>(pub(crate) Arc<H>);
 
 impl<H: Handler> Handler for IoSide<H> {
-    fn completions(&self, wcs: &[Completion]) {
-        self.0.completions(wcs);
+    fn completions(&self, wcs: &[Completion]) -> Result<(), PathError> {
+        self.0.completions(wcs)
     }
 
-    fn broken(&self, error: VerbsError) {
-        self.0.broken(error);
+    fn broken(&self, why: PathError) {
+        self.0.broken(why);
     }
 
     fn timers(&self, _now: Instant) -> Option<Instant> {
@@ -153,7 +153,7 @@ pub(crate) fn spawn<P: Provider, H: Handler>(
         .spawn(move || {
             let _guard = PanicGuard(handler.clone());
             if let Err(e) = run(&queue, spin, handler.as_ref()) {
-                handler.broken(e);
+                handler.broken(e.into());
             }
             drop(queue);
             handler.finish();
@@ -167,7 +167,7 @@ struct PanicGuard<H: Handler>(Arc<H>);
 impl<H: Handler> Drop for PanicGuard<H> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.0.broken(VerbsError::State("a callback panicked".into()));
+            self.0.broken(VerbsError::State("a callback panicked".into()).into());
             self.0.finish();
         }
     }
@@ -190,7 +190,9 @@ fn run<P: Provider, H: Handler>(queue: &Queue<P>, spin: Duration, handler: &H) -
                 continue;
             }
         }
-        handler.completions(&wcs);
+        if let Err(e) = handler.completions(&wcs) {
+            handler.broken(e);
+        }
     }
 }
 

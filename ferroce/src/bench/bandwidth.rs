@@ -10,9 +10,9 @@ use roce::{
 use super::{
     Amount, Operation,
     client::{Connection, Endpoint, check},
-    failed,
+    failed, latency,
     report::{Measurement, Work},
-    wire::Role,
+    wire::{Role, credit_at, receives},
 };
 use crate::output::Failure;
 
@@ -25,6 +25,8 @@ const MAX_SAMPLES: usize = 1 << 20;
 pub(crate) struct Load<'a> {
     endpoint: Endpoint<'a>,
     connections: Vec<Connection>,
+    /// Messages that were sent on each.
+    sent: Vec<u64>,
     operation: Operation,
     bytes: u32,
     depth: u32,
@@ -52,6 +54,7 @@ impl<'a> Load<'a> {
             before: device.stats(),
             endpoint,
             connections,
+            sent: vec![0; qps as usize],
             operation,
             bytes,
             depth,
@@ -70,8 +73,33 @@ impl<'a> Load<'a> {
         negotiated.unwrap_or(self.endpoint.device.mtu())
     }
 
+    /// How many messages the peer can take now.
+    fn room(&self, index: usize) -> Result<usize, Failure> {
+        if self.operation != Operation::Send {
+            return Ok(usize::MAX);
+        }
+        let mut told = [0; size_of::<u64>()];
+        let at = credit_at(self.bytes);
+        let read = self.connections[index].mr.read(at, &mut told);
+        read.map_err(|e| Failure::failed(format!("{e}")))?;
+        let receives = u64::from_le_bytes(told).max(receives(self.depth).into());
+        Ok(usize::try_from(receives.saturating_sub(self.sent[index])).unwrap_or(usize::MAX))
+    }
+
+    /// Posts as many of these messages on a connection as the peer can take.
+    fn post(&mut self, index: usize, slots: &mut Vec<u32>) -> Result<usize, Failure> {
+        let count = slots.len().min(self.room(index)?);
+        if count == 0 {
+            return Ok(0);
+        }
+        self.post_all(index, &slots[..count])?;
+        self.sent[index] += count as u64;
+        slots.drain(..count);
+        Ok(count)
+    }
+
     /// Posts messages on a connection, one for each of its numbers.
-    fn post(&self, index: usize, slots: &[u32]) -> Result<(), Failure> {
+    fn post_all(&self, index: usize, slots: &[u32]) -> Result<(), Failure> {
         let c = &self.connections[index];
         let op = match self.operation {
             Operation::Read => SendOp::Read(c.memory),
@@ -105,20 +133,27 @@ impl<'a> Load<'a> {
             Amount::Time(_) => u64::MAX,
         };
         let mut outstanding = 0u64;
-        for index in 0..self.connections.len() {
-            let slots: Vec<u32> = (0..self.depth.min(u32::try_from(left).unwrap_or(u32::MAX))).collect();
+        for slots in &mut again {
+            slots.extend(0..self.depth.min(u32::try_from(left).unwrap_or(u32::MAX)));
             left -= slots.len() as u64;
             outstanding += slots.len() as u64;
-            posted_at[index * depth..][..slots.len()].fill(Instant::now());
-            self.post(index, &slots)?;
         }
+        let mut moved = began;
         while outstanding > 0 {
+            let mut posted = 0;
+            for (index, slots) in again.iter_mut().enumerate().filter(|(_, s)| !s.is_empty()) {
+                posted += self.post(index, slots)?;
+            }
             completions.clear();
             let polled = self.endpoint.cq.poll(&mut completions, POLL);
             if polled.map_err(failed("polling"))? == 0 {
+                if posted == 0 && again.iter().any(|s| !s.is_empty()) {
+                    latency::impatient(moved)?;
+                }
                 continue;
             }
             let now = Instant::now();
+            moved = now;
             let over = stopped() || matches!(amount, Amount::Time(t) if now - began >= t);
             for c in &completions {
                 check(c)?;
@@ -135,10 +170,6 @@ impl<'a> Load<'a> {
                     outstanding += 1;
                     again[index].push(slot);
                 }
-            }
-            for (index, slots) in again.iter_mut().enumerate().filter(|(_, s)| !s.is_empty()) {
-                self.post(index, slots)?;
-                slots.clear();
             }
         }
         self.work.time += began.elapsed();

@@ -9,7 +9,7 @@ use roce::{
 
 use super::{
     failed,
-    wire::{Hello, Role, parse_memory},
+    wire::{Hello, Role, credit_at, parse_memory},
 };
 use crate::output::Failure;
 
@@ -52,7 +52,7 @@ impl<'a> Endpoint<'a> {
         let access = AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_READ;
         let mr = self
             .device
-            .alloc_mr(&self.pd, bytes.max(1) as usize, access)
+            .alloc_mr(&self.pd, credit_at(bytes) + size_of::<u64>(), access)
             .map_err(failed("registering memory"))?;
         let init = QpInit {
             send_cq: &self.cq,

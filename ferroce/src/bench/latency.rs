@@ -154,7 +154,8 @@ impl Game<'_> {
     }
 }
 
-fn impatient(began: Instant) -> Result<(), Failure> {
+/// An error when the peer should have been heard since.
+pub(crate) fn impatient(began: Instant) -> Result<(), Failure> {
     match began.elapsed() > PATIENCE {
         true => Err(Failure::failed("the peer does not answer any more")),
         false => Ok(()),

@@ -12,7 +12,7 @@ use super::{
     client::post_recv,
     failed,
     latency::{ANSWER, mark},
-    wire::{Hello, Role, emit_memory},
+    wire::{Hello, Role, credit_at, emit_memory, receives},
 };
 use crate::output::Failure;
 
@@ -32,7 +32,21 @@ struct Peer {
     hello: Hello,
     /// Rounds of a WRITE ping-pong.
     round: u64,
+    credit: Credit,
 }
+
+/// Receives of a [`Role::Sink`].
+#[derive(Clone, Copy, Default)]
+struct Credit {
+    posted: u64,
+    /// What the sender was told last.
+    told: u64,
+    /// WRITEs to it under way.
+    telling: usize,
+}
+
+/// Of these at most.
+const TELLING: usize = 4;
 
 /// Listens, and serves connections.
 pub(crate) struct Server {
@@ -121,15 +135,16 @@ impl Server {
             .alloc_mr(&self.pd, hello.bytes.max(1) as usize, access)
             .map_err(failed("registering memory"))?;
         let depth = hello.depth.max(8);
+        let receives = receives(hello.depth);
         let cq = device
-            .create_cq(depth * 4, None, 0)
+            .create_cq(depth + receives + 8, None, 0)
             .map_err(failed("making a completion queue"))?;
         let init = QpInit {
             send_cq: &cq,
             recv_cq: &cq,
             caps: QpCaps {
                 max_send_wr: depth,
-                max_recv_wr: depth * 2,
+                max_recv_wr: receives,
                 ..QpCaps::default()
             },
             signal_all: false,
@@ -145,7 +160,7 @@ impl Server {
             ..ConnParams::default()
         };
         if matches!(hello.role, Role::Sink | Role::SendEcho) {
-            post_recv(&qp, &mr, depth as usize * 2)?;
+            post_recv(&qp, &mr, receives as usize)?;
         }
         id.accept(&qp, params).map_err(failed("accepting"))?;
         Ok(Peer {
@@ -155,6 +170,11 @@ impl Server {
             mr,
             hello,
             round: 0,
+            credit: Credit {
+                posted: receives.into(),
+                told: receives.into(),
+                telling: 0,
+            },
         })
     }
 
@@ -175,9 +195,6 @@ impl Server {
 
 impl Peer {
     fn turn(&mut self, completions: &mut Vec<Completion>) -> Result<(), Failure> {
-        if matches!(self.hello.role, Role::Target | Role::Source) {
-            return Ok(());
-        }
         completions.clear();
         self.cq.poll(completions, 64).map_err(failed("polling"))?;
         let mut received = 0;
@@ -194,18 +211,45 @@ impl Peer {
                 }
                 Ok(())
             }
-            _ if received > 0 => post_recv(&self.qp, &self.mr, received),
-            _ => Ok(()),
+            Role::Sink => {
+                self.credit.telling -= (completions.len() - received).min(self.credit.telling);
+                if received > 0 {
+                    post_recv(&self.qp, &self.mr, received)?;
+                    self.credit.posted += received as u64;
+                }
+                self.tell()
+            }
+            Role::Target | Role::Source => Ok(()),
         }
+    }
+
+    /// Tells the sender how many receives there are, when it is worth a packet.
+    fn tell(&mut self) -> Result<(), Failure> {
+        let Credit { posted, told, telling } = self.credit;
+        if posted - told < u64::from(receives(self.hello.depth)) / 4 || telling >= TELLING {
+            return Ok(());
+        }
+        let memory = self.hello.memory;
+        let to = RemoteAddr {
+            addr: memory.addr.wrapping_add(credit_at(self.hello.bytes) as u64),
+            ..memory
+        };
+        self.credit.told = posted;
+        self.credit.telling += 1;
+        self.post_payload(SendOp::Write(to), Payload::Inline(&posted.to_le_bytes()))
     }
 
     fn post(&self, op: SendOp) -> Result<(), Failure> {
         let sges = [self.mr.sge(0, self.hello.bytes as usize)];
+        self.post_payload(op, Payload::Sges(&sges))
+    }
+
+    fn post_payload(&self, op: SendOp, payload: Payload<'_>) -> Result<(), Failure> {
         let wr = SendWr {
             wr_id: 1,
             op,
             flags: SendFlags::SIGNALED,
-            payload: Payload::Sges(&sges),
+            payload,
         };
         self.qp.post_send(&[wr]).map_err(|(_, e)| posting(e))
     }

@@ -4,7 +4,19 @@ use roce::{RKey, RemoteAddr};
 
 use super::Operation;
 
-const MAGIC: [u8; 4] = *b"fBn1";
+const MAGIC: [u8; 4] = *b"fBn2";
+
+/// Receives that the passive side posts at the start for SENDs that are `depth` outstanding.
+pub(crate) fn receives(depth: u32) -> u32 {
+    depth.max(8) * 2
+}
+
+/// Where in the active side's memory a [`Role::Sink`] writes how many receives it has posted so far (64 bits, little-endian):
+/// behind the message. No more are sent than that: a receiver that finds no time for a moment would refuse them all, and
+/// what were measured then is the retransmission of refused messages.
+pub(crate) fn credit_at(bytes: u32) -> usize {
+    (bytes as usize).next_multiple_of(size_of::<u64>())
+}
 
 /// What the passive side shall do.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -13,7 +25,7 @@ pub(crate) enum Role {
     Target,
     /// Let its memory be read.
     Source,
-    /// Receive and post again.
+    /// Receive and post again, and tell how many were posted.
     Sink,
     /// Answer every WRITE with a WRITE.
     WriteEcho,
@@ -40,7 +52,7 @@ pub(crate) struct Hello {
     pub(crate) role: Role,
     pub(crate) bytes: u32,
     pub(crate) depth: u32,
-    /// Where a [`Role::WriteEcho`] writes to.
+    /// Where a [`Role::WriteEcho`] or [`Role::Sink`] writes to.
     pub(crate) memory: RemoteAddr,
 }
 

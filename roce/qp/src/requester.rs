@@ -55,8 +55,8 @@ pub(crate) struct Requester {
     probe_due: bool,
     /// Where the READ that was asked for again last ends. Silence again there: the others were lost, too.
     probed: Option<Seq>,
-    /// After a silence one packet goes out at a time, until something comes back. Up to this number everything was sent
-    /// and may well have arrived.
+    /// After a silence, and when the peer was not ready, one packet goes out at a time, until something comes back. Up to
+    /// this number everything was sent and may well have arrived.
     pub(crate) cautious: Option<Seq>,
     /// Responses behind a gap were dropped since everything from there was asked for again: they don't come again.
     pub(crate) skipped: bool,
@@ -450,10 +450,12 @@ impl QueuePair {
             }
         }
         let req = &mut self.req;
-        req.cautious = match silent {
-            true if req.skipped => Some(req.una),
-            true => req.cautious.or(Some(req.next)),
-            false => None,
+        req.cautious = match why {
+            // It dropped all that came behind, and may not be ready yet.
+            Back::Rnr => Some(req.una),
+            Back::Gap => None,
+            Back::Silence | Back::Timeout if req.skipped => Some(req.una),
+            Back::Silence | Back::Timeout => req.cautious.or(Some(req.next)),
         };
         req.skipped &= silent;
         req.timed_out = silent && (req.timed_out || why == Back::Timeout);

@@ -14,7 +14,7 @@ use std::{
 use parking_lot::{Condvar, Mutex};
 use roce_verbs::{
     AccessFlags, Completion, RKey, Sge, WcFlags, WcOpcode,
-    provider::{CmChannel, CmEventKind, MemoryRegion, Provider, VerbsError},
+    provider::{CmChannel, CmEventKind, MemoryRegion, Provider},
     wr::PostError,
 };
 use smallvec::SmallVec;
@@ -465,38 +465,6 @@ impl<P: Provider> Path<P> {
         }
     }
 
-    /// Handles a batch: all receives go back to their queues before any message is acted upon, so that a peer that is
-    /// answered always finds a receive for its next message.
-    fn batch(&self, wcs: &[Completion]) -> Result<(), PathError> {
-        let mut messages: SmallVec<[Option<RkeyRsp>; 64]> = SmallVec::new();
-        let mut used: SmallVec<[(u16, u32); 64]> = SmallVec::new();
-        for wc in wcs {
-            if !wc.is_ok() {
-                self.flushed.judge(wc)?;
-                messages.push(None);
-                continue;
-            }
-            let id = WrId::decode(wc.wr_id).filter(|id| id.kind == WrKind::Recv);
-            let message = match id {
-                Some(id) if wc.opcode == WcOpcode::Recv && wc.flags.contains(WcFlags::WITH_IMM) => {
-                    Some(self.key_message(id.index, wc.byte_len)?)
-                }
-                _ => None,
-            };
-            messages.push(message);
-            used.extend(id.map(|id| (id.cid, id.index)));
-        }
-        used.sort_unstable_by_key(|(cid, _)| *cid);
-        for same in used.chunk_by(|a, b| a.0 == b.0) {
-            let conn = &self.conns[usize::from(same[0].0)];
-            conn.post_recvs(same.iter().map(|(_, i)| *i), |i| key_sge(self.key_messages.as_ref(), i))?;
-        }
-        for (wc, message) in wcs.iter().zip(messages).filter(|(wc, _)| wc.is_ok()) {
-            self.completion(wc, message)?;
-        }
-        Ok(())
-    }
-
     fn key_message(&self, index: u32, len: u32) -> Result<RkeyRsp, PathError> {
         let region = self
             .key_messages
@@ -618,14 +586,40 @@ fn key_sge<M: MemoryRegion>(region: Option<&M>, index: u32) -> Option<Sge> {
 
 /// The thread of connection 0: user messages and heartbeats, undisturbed by I/O callbacks.
 impl<P: Provider> Handler for Path<P> {
-    fn completions(&self, wcs: &[Completion]) {
-        if let Err(e) = self.batch(wcs) {
-            self.fail(e);
+    /// Handles a batch: all receives go back to their queues before any message is acted upon, so that a peer that is
+    /// answered always finds a receive for its next message.
+    fn completions(&self, wcs: &[Completion]) -> Result<(), PathError> {
+        let mut messages: SmallVec<[Option<RkeyRsp>; 64]> = SmallVec::new();
+        let mut used: SmallVec<[(u16, u32); 64]> = SmallVec::new();
+        for wc in wcs {
+            if !wc.is_ok() {
+                self.flushed.judge(wc)?;
+                messages.push(None);
+                continue;
+            }
+            let id = WrId::decode(wc.wr_id).filter(|id| id.kind == WrKind::Recv);
+            let message = match id {
+                Some(id) if wc.opcode == WcOpcode::Recv && wc.flags.contains(WcFlags::WITH_IMM) => {
+                    Some(self.key_message(id.index, wc.byte_len)?)
+                }
+                _ => None,
+            };
+            messages.push(message);
+            used.extend(id.map(|id| (id.cid, id.index)));
         }
+        used.sort_unstable_by_key(|(cid, _)| *cid);
+        for same in used.chunk_by(|a, b| a.0 == b.0) {
+            let conn = &self.conns[usize::from(same[0].0)];
+            conn.post_recvs(same.iter().map(|(_, i)| *i), |i| key_sge(self.key_messages.as_ref(), i))?;
+        }
+        for (wc, message) in wcs.iter().zip(messages).filter(|(wc, _)| wc.is_ok()) {
+            self.completion(wc, message)?;
+        }
+        Ok(())
     }
 
-    fn broken(&self, error: VerbsError) {
-        self.fail(error.into());
+    fn broken(&self, why: PathError) {
+        self.fail(why);
     }
 
     fn timers(&self, now: Instant) -> Option<Instant> {

@@ -253,30 +253,6 @@ impl<P: Provider> Path<P> {
         self.request_done();
     }
 
-    /// Handles a batch: all receives go back to their queues first, as a peer that is answered expects.
-    fn batch(&self, wcs: &[Completion]) -> Result<(), PathError> {
-        let mut used: SmallVec<[u16; 64]> = SmallVec::new();
-        for wc in wcs {
-            if !wc.is_ok() {
-                self.flushed.judge(wc)?;
-                continue;
-            }
-            used.extend(
-                WrId::decode(wc.wr_id)
-                    .filter(|id| id.kind == WrKind::Recv)
-                    .map(|id| id.cid),
-            );
-        }
-        used.sort_unstable();
-        for same in used.chunk_by(|a, b| a == b) {
-            self.conn(same[0])?.post_recvs(0..same.len() as u32, |_| None)?;
-        }
-        for wc in wcs.iter().filter(|wc| wc.is_ok()) {
-            self.completion(wc)?;
-        }
-        Ok(())
-    }
-
     fn conn(&self, cid: u16) -> Result<&SrvConn<P>, PathError> {
         let conn = self.conns.get(usize::from(cid)).and_then(OnceLock::get);
         conn.ok_or(PathError::Unexpected("a completion of no connection"))
@@ -439,14 +415,32 @@ impl<P: Provider> Path<P> {
 
 /// The thread of connection 0: handshake, heartbeats and user messages; it also cleans up.
 impl<P: Provider> Handler for Path<P> {
-    fn completions(&self, wcs: &[Completion]) {
-        if let Err(e) = self.batch(wcs) {
-            self.fail(e);
+    /// Handles a batch: all receives go back to their queues first, as a peer that is answered expects.
+    fn completions(&self, wcs: &[Completion]) -> Result<(), PathError> {
+        let mut used: SmallVec<[u16; 64]> = SmallVec::new();
+        for wc in wcs {
+            if !wc.is_ok() {
+                self.flushed.judge(wc)?;
+                continue;
+            }
+            used.extend(
+                WrId::decode(wc.wr_id)
+                    .filter(|id| id.kind == WrKind::Recv)
+                    .map(|id| id.cid),
+            );
         }
+        used.sort_unstable();
+        for same in used.chunk_by(|a, b| a == b) {
+            self.conn(same[0])?.post_recvs(0..same.len() as u32, |_| None)?;
+        }
+        for wc in wcs.iter().filter(|wc| wc.is_ok()) {
+            self.completion(wc)?;
+        }
+        Ok(())
     }
 
-    fn broken(&self, error: VerbsError) {
-        self.fail(error.into());
+    fn broken(&self, why: PathError) {
+        self.fail(why);
     }
 
     /// The end of the handshake's time, or a heartbeat.

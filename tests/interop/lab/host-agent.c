@@ -6,21 +6,23 @@
  *   exec SECONDS PROGRAM ARGUMENT…\n    PROGRAM is one of a fixed table; those of ours are in FOLDER
  *   run SECONDS LENGTH\n<LENGTH bytes>  a bash script (only with -s: for virtual machines)
  * The answer is any number of `out LENGTH\n` with bytes of its output, then `exit CODE\n` (124: the time ran out). A program
- * ends when its client goes away.
+ * ends when its client goes away, and all end with host-agent.
  */
+#define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
-#include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/socket.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
+
+#include "listen.h"
 
 #define MAX_SCRIPT (1 << 20)
 #define MAX_ARGS 40
@@ -55,8 +57,10 @@ static pid_t start(char *const argv[], int *from)
 {
 	int p[2];
 	if (pipe(p)) return -1;
-	pid_t pid = fork();
+	pid_t us = getpid(), pid = fork();
 	if (pid == 0) {
+		prctl(PR_SET_PDEATHSIG, SIGKILL);
+		if (getppid() != us) _exit(126);
 		setpgid(0, 0);
 		dup2(p[1], 1); dup2(p[1], 2);
 		close(p[0]); close(p[1]);
@@ -155,16 +159,20 @@ int main(int argc, char **argv)
 		else return 2;
 	}
 	if (optind < argc) folder = argv[optind];
-	int l = socket(AF_INET6, SOCK_STREAM, 0);
-	struct sockaddr_in6 sa = { .sin6_family = AF_INET6, .sin6_port = htons(port) };
-	setsockopt(l, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
-	if (bind(l, (struct sockaddr *)&sa, sizeof sa) || listen(l, 16)) { perror("host-agent"); return 1; }
+	int l = listen_on(port);
+	if (l < 0) { perror("host-agent"); return 1; }
 	printf("host-agent: waiting on TCP port %d\n", port); fflush(stdout);
-	for (int fd; (fd = accept(l, NULL, NULL)) >= 0 || errno == EINTR;) {
+	pid_t us = getpid();
+	for (int fd; (fd = accept4(l, NULL, NULL, SOCK_CLOEXEC)) >= 0 || errno == EINTR;) {
 		while (waitpid(-1, NULL, WNOHANG) > 0) ;
 		if (fd < 0) continue;
 		setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-		if (fork() == 0) { close(l); serve(fd); _exit(0); }
+		if (fork() == 0) {
+			prctl(PR_SET_PDEATHSIG, SIGTERM);
+			close(l);
+			if (getppid() == us) serve(fd);
+			_exit(0);
+		}
 		close(fd);
 	}
 	return 0;

@@ -1,25 +1,53 @@
 #!/bin/bash
-# The other half of `cargo xtask interop --peer`: run it on the host with the RDMA device.
-#
-#   bash ferroce-peer.sh ADDRESS [PORT]
-#
-# ADDRESS is this host's address on the RoCE network. It needs gcc, libibverbs-dev and librdmacm-dev (Debian's names), the
-# programs rping and ucmatose (rdmacm-utils) and ibv_rc_pingpong (ibverbs-utils), and no privilege beyond access to
-# /dev/infiniband. It waits on TCP port PORT (7001) and runs those five programs, nothing else, for whoever connects: run
-# it on a network that you trust, and stop it with ctrl-C when the test is over. Nothing is left behind.
+# The other half of `cargo xtask interop --peer`; without arguments it says how it is used.
 set -euo pipefail
-[ $# -ge 1 ] || { sed -n '2,/^set/p' "$0" | sed 's/^# \?//; $d'; exit 2; }
+usage() {
+    cat >&2 <<'END'
+usage: bash ferroce-peer.sh [--until-eof] ADDRESS [PORT]
+
+Runs on the host with the RDMA device. ADDRESS is this host's address on the RoCE network.
+It needs gcc, the headers of libibverbs and librdmacm, and the programs ibv_rc_pingpong, rping and ucmatose:
+  Debian, Ubuntu:  apt install gcc libc6-dev libibverbs-dev librdmacm-dev ibverbs-utils rdmacm-utils
+  Fedora, RHEL:    dnf install gcc rdma-core-devel libibverbs-utils librdmacm-utils
+and no privilege beyond access to /dev/infiniband and locked memory (ulimit -l).
+
+It waits on TCP port PORT (7001) and runs verbs-agent and cm-agent (which it compiles), rping, ucmatose and
+ibv_rc_pingpong, nothing else, for whoever connects: use a network that you trust. The other host must reach TCP ports
+PORT, 18600 and 18515 and UDP port 4791. Ctrl-C ends it (with --until-eof also the end of its input); then everything it
+started and wrote is gone.
+END
+    exit 2
+}
+UNTIL_EOF=
+[ "${1:-}" = --until-eof ] && { UNTIL_EOF=1; shift; }
+[ $# -ge 1 ] && [ "${1#-}" = "$1" ] || usage
 ADDRESS=$1 PORT=${2:-7001}
-for program in gcc rping ucmatose ibv_rc_pingpong; do
-    command -v $program >/dev/null || { echo "missing: $program" >&2; exit 1; }
+for program in gcc stdbuf rping ucmatose ibv_rc_pingpong; do
+    command -v $program >/dev/null || { echo "missing: $program" >&2; usage; }
 done
-DIR=$(mktemp -d)
-trap 'rm -rf "$DIR"; trap - EXIT; kill 0' EXIT INT TERM
+DIR=$(mktemp -d "${TMPDIR:-/tmp}/ferroce-peer.XXXXXX")
+finish() { trap - EXIT; kill $(jobs -p) 2>/dev/null || true; rm -rf "$DIR"; }
+trap finish EXIT
+trap 'exit 130' INT TERM HUP
 cd "$DIR"
 #@SOURCES@
-gcc -O2 -o verbs-agent verbs-agent.c -libverbs
-gcc -O2 -o cm-agent cm-agent.c -lrdmacm -libverbs
-gcc -O2 -o host-agent host-agent.c
-echo "On the host with ferroce's source run:  cargo xtask interop --peer $ADDRESS --peer-port $PORT"
+gcc -O2 -o verbs-agent verbs-agent.c -libverbs && gcc -O2 -o cm-agent cm-agent.c -lrdmacm -libverbs &&
+    gcc -O2 -o host-agent host-agent.c || { echo "can't compile the agents" >&2; usage; }
+ulimit -l unlimited 2>/dev/null || ulimit -l "$(ulimit -Hl)"
+case $(ulimit -l) in unlimited) ;; *) [ "$(ulimit -l)" -ge 65536 ] ||
+    echo "warning: only $(ulimit -l) KiB of memory may be locked; registering memory may fail" >&2 ;; esac
+FOUND=$(./verbs-agent -l -g "$ADDRESS") || exit 1
+read -r _ DEVICE GID MTU RDMA_PORT <<< "$FOUND"
+echo "device $DEVICE port $RDMA_PORT, GID index $GID, path MTU up to $MTU"
 ./host-agent -p "$PORT" "$DIR" &
-wait $!
+AGENT=$!
+sleep 0.5; kill -0 $AGENT 2>/dev/null || exit 1
+echo "On the host with ferroce's source run:"
+echo "    cargo xtask interop --peer $ADDRESS$([ "$PORT" = 7001 ] || echo " --peer-port $PORT")"
+if [ -n "$UNTIL_EOF" ]; then
+    exec 3<&0
+    cat <&3 >/dev/null &
+    wait -n || true
+else
+    wait $AGENT
+fi

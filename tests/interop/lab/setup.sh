@@ -14,7 +14,7 @@ mkdir -p "$LAB"; LAB=$(cd "$LAB" && pwd); cd "$LAB"
 
 # The programs that run in guests. Other runs may use those that are there.
 agents() {
-    local stamp new; stamp=$(cat "$HERE"/*.c "$HERE/guest.sh" | sha256sum | cut -c1-16)
+    local stamp new; stamp=$(cat "$HERE"/*.[ch] "$HERE/guest.sh" | sha256sum | cut -c1-16)
     [ "$(cat agents-ready 2>/dev/null)" = "$stamp" ] && return
     new=$(mktemp -d new.XXXXXX); trap "rm -rf '$LAB/$new'" EXIT
     gcc -Wall -O2 -o "$new/verbs-agent" "$HERE/verbs-agent.c" -libverbs

@@ -1,15 +1,15 @@
 /* A verbs program that is driven over TCP, line by line: the peer of `ferroce-lab ops` on any host with libibverbs.
  *
- *   verbs-agent [-d DEVICE] [-p TCP-PORT] [-g IPV4-OR-IPV6-ADDRESS]
+ *   verbs-agent [-d DEVICE] [-p TCP-PORT] [-g IPV4-OR-IPV6-ADDRESS] [-l]
  *
- * One client at a time; every command line gets one answer line ("ok …" or "err …"), `poll` several.
+ * It uses the RoCEv2 GID of that address, on whatever device and port has it; -l says which, and ends. One client at a
+ * time; every command line gets one answer line ("ok …" or "err …"), `poll` several.
  * The commands are in ../README.md; `ferroce-lab agent` is the same program on our own transport.
  */
 #include <arpa/inet.h>
 #include <errno.h>
 #include <infiniband/verbs.h>
 #include <inttypes.h>
-#include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,6 +17,8 @@
 #include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
+
+#include "listen.h"
 
 #define MAX_MEM 16
 #define MAX_MW 16
@@ -28,7 +30,7 @@ static struct ibv_cq *scq, *rcq;
 static struct ibv_qp *qp;
 static struct mem mems[MAX_MEM];
 static struct ibv_mw *mws[MAX_MW];
-static int nmem, nmw, gid_index;
+static int nmem, nmw, gid_index, port_num;
 static union ibv_gid my_gid;
 static FILE *out;
 
@@ -69,7 +71,7 @@ static void cmd_create(char *line)
 		.cap = { .max_send_wr = swr, .max_recv_wr = rwr, .max_send_sge = sge, .max_recv_sge = sge, .max_inline_data = inl } };
 	qp = ibv_create_qp(pd, &ia);
 	if (!qp) { fail("create_qp"); return; }
-	struct ibv_qp_attr a = { .qp_state = IBV_QPS_INIT, .port_num = 1, .qp_access_flags = access };
+	struct ibv_qp_attr a = { .qp_state = IBV_QPS_INIT, .port_num = port_num, .qp_access_flags = access };
 	if (ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS)) { fail("init"); return; }
 	char g[INET6_ADDRSTRLEN];
 	inet_ntop(AF_INET6, my_gid.raw, g, sizeof g);
@@ -95,7 +97,7 @@ static void cmd_rtr(char *line)
 	if (sscanf(line, "%u %63s %u %u %u %u", &dqpn, g, &psn, &mtu, &rnr, &rd) != 6) { fprintf(out, "err usage\n"); return; }
 	struct ibv_qp_attr a = { .qp_state = IBV_QPS_RTR, .path_mtu = mtu, .dest_qp_num = dqpn, .rq_psn = psn,
 		.max_dest_rd_atomic = rd, .min_rnr_timer = rnr,
-		.ah_attr = { .is_global = 1, .port_num = 1, .grh = { .hop_limit = 64, .sgid_index = gid_index } } };
+		.ah_attr = { .is_global = 1, .port_num = port_num, .grh = { .hop_limit = 64, .sgid_index = gid_index } } };
 	if (inet_pton(AF_INET6, g, a.ah_attr.grh.dgid.raw) != 1) { fprintf(out, "err gid\n"); return; }
 	if (ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
 			  IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER)) { fail("rtr"); return; }
@@ -243,12 +245,12 @@ static void cmd_error(void)
 	fprintf(out, "ok\n");
 }
 
-/* device: its name, the index of the GID in use, the MTU that its port carries. */
+/* device: its name, the index of the GID in use, the MTU that its port carries, the port's number. */
 static void cmd_device(void)
 {
 	struct ibv_port_attr p;
-	if (ibv_query_port(ctx, 1, &p)) { fail("query_port"); return; }
-	fprintf(out, "ok %s %d %d\n", ibv_get_device_name(ctx->device), gid_index, 128 << p.active_mtu);
+	if (ibv_query_port(ctx, port_num, &p)) { fail("query_port"); return; }
+	fprintf(out, "ok %s %d %d %d\n", ibv_get_device_name(ctx->device), gid_index, 128 << p.active_mtu, port_num);
 }
 
 static void serve(int fd)
@@ -283,33 +285,50 @@ static void serve(int fd)
 	teardown();
 }
 
+/* Opens the device if it has the GID (any, if that is NULL) as a RoCEv2 one. */
+static int use_device(struct ibv_device *device, const union ibv_gid *want)
+{
+	static struct ibv_gid_entry entries[512];
+	ctx = ibv_open_device(device);
+	if (!ctx) return 0;
+	ssize_t n = ibv_query_gid_table(ctx, entries, sizeof entries / sizeof *entries, 0);
+	for (ssize_t i = 0; i < n; i++) {
+		if (entries[i].gid_type != IBV_GID_TYPE_ROCE_V2 || (want && memcmp(&entries[i].gid, want, 16))) continue;
+		my_gid = entries[i].gid; gid_index = entries[i].gid_index; port_num = entries[i].port_num;
+		return 1;
+	}
+	ibv_close_device(ctx);
+	ctx = NULL;
+	return 0;
+}
+
 int main(int argc, char **argv)
 {
-	const char *dev = NULL, *addr = NULL; int port = 18600, opt, n;
-	while ((opt = getopt(argc, argv, "d:p:g:")) != -1) {
+	const char *dev = NULL, *addr = NULL; int port = 18600, opt, n = 0, look = 0;
+	while ((opt = getopt(argc, argv, "d:p:g:l")) != -1) {
 		if (opt == 'd') dev = optarg;
 		else if (opt == 'p') port = atoi(optarg);
 		else if (opt == 'g') addr = optarg;
+		else if (opt == 'l') look = 1;
 		else return 2;
 	}
-	struct ibv_device **list = ibv_get_device_list(&n);
-	for (int i = 0; i < n && !ctx; i++)
-		if (!dev || !strcmp(dev, ibv_get_device_name(list[i]))) ctx = ibv_open_device(list[i]);
-	if (!ctx || !(pd = ibv_alloc_pd(ctx))) { fprintf(stderr, "verbs-agent: no such RDMA device\n"); return 1; }
 	union ibv_gid want = { 0 };
 	if (addr && inet_pton(AF_INET6, addr, want.raw) != 1) {
 		want.raw[10] = want.raw[11] = 0xff;
 		if (inet_pton(AF_INET, addr, want.raw + 12) != 1) { fprintf(stderr, "verbs-agent: bad address %s\n", addr); return 2; }
 	}
-	for (gid_index = 0; gid_index < 256; gid_index++) {
-		if (ibv_query_gid(ctx, 1, gid_index, &my_gid)) { fprintf(stderr, "verbs-agent: no GID %s\n", addr ? addr : ""); return 1; }
-		static const union ibv_gid zero;
-		if (addr ? !memcmp(&my_gid, &want, 16) : !!memcmp(&my_gid, &zero, 16)) break;
+	struct ibv_device **list = ibv_get_device_list(&n);
+	for (int i = 0; i < n && !ctx; i++)
+		if (!dev || !strcmp(dev, ibv_get_device_name(list[i]))) use_device(list[i], addr ? &want : NULL);
+	if (!ctx) {
+		fprintf(stderr, "verbs-agent: none of %d RDMA devices has a RoCEv2 GID %s\n", n, addr ? addr : "");
+		return 1;
 	}
-	int l = socket(AF_INET6, SOCK_STREAM, 0), one = 1;
-	struct sockaddr_in6 sa = { .sin6_family = AF_INET6, .sin6_port = htons(port) };
-	setsockopt(l, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
-	if (bind(l, (struct sockaddr *)&sa, sizeof sa) || listen(l, 4)) { perror("verbs-agent: listen"); return 1; }
+	out = stdout;
+	if (look) { cmd_device(); return 0; }
+	pd = ibv_alloc_pd(ctx);
+	int l = pd ? listen_on(port) : -1, one = 1;
+	if (l < 0) { perror(pd ? "verbs-agent: listen" : "verbs-agent: alloc_pd"); return 1; }
 	printf("verbs-agent ready\n"); fflush(stdout);
 	for (int fd; (fd = accept(l, NULL, NULL)) >= 0;) {
 		setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);

@@ -63,12 +63,13 @@ pub fn address() -> Ipv4Addr {
 /// The first of `count` addresses in a row.
 ///
 /// # Panics
-/// When there are none.
+/// When there are none, or for more than 253.
 pub fn addresses(count: u8) -> Ipv4Addr {
+    assert!(count < LAST, "{count} addresses do not fit into one network");
     let mut ours = OURS.lock().unwrap_or_else(PoisonError::into_inner);
     loop {
         let network = match ours.take() {
-            Some(network) if network.next + count <= LAST => network,
+            Some(network) if count <= LAST - network.next => network,
             // Its addresses stay in use, so the mark stays until the end of the process.
             Some(full) => {
                 let number = full.number;

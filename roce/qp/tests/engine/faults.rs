@@ -366,6 +366,31 @@ fn a_missing_receive_makes_the_peer_wait_its_time() {
     assert_eq!(p.b.received()[0].byte_len, 600);
 }
 
+/// A receiver that has no time to post receives for long: what is in flight is sent again once, not at every try.
+#[test]
+fn a_receiver_that_is_not_ready_is_asked_with_one_packet() {
+    let mut p = Pair::new(Setup {
+        mtu: Mtu::B1024,
+        ..Setup::default()
+    });
+    let (src, dst) = (p.a.filled(16 * 1024, 1), p.b.region(16 * 1024));
+    for i in 0..4 {
+        p.a.send(i, SendOp::Send, &[sge(&src, 0, 16 * 1024)]);
+    }
+    p.run_with(Duration::from_millis(100), |_, _| Fate::Deliver);
+    let (tries, again) = (p.a.counters.rcvd_rnr_err, p.a.counters.retransmits);
+    assert!(tries > 100, "{tries}");
+    assert!(again <= tries, "{again} packets sent again for {tries} tries");
+    for i in 0..4 {
+        p.b.recv(i, &[sge(&dst, 0, 16 * 1024)]);
+    }
+    p.run();
+    assert_eq!(p.a.completions().len(), 4);
+    assert_eq!(p.b.received().len(), 4);
+    let more = p.a.counters.retransmits - again;
+    assert!(more <= 4 * 16 + 1, "{more} packets sent again at the end");
+}
+
 #[test]
 fn rnr_retries_run_out_unless_they_are_seven() {
     for rnr_retry in [0u8, 3, 7] {

@@ -1,10 +1,11 @@
 //! What is only late is not sent again, and what is lost is not paid for many times: counts of packets.
 
-use std::{collections::VecDeque, time::Duration};
+use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use roce_bth::{Class, Opcode, Packet, Psn};
+use roce_mem::Region;
 use roce_qp::{TxKind, WindowConfig};
 use roce_verbs::{Instant, Mtu, SendOp};
 
@@ -256,20 +257,23 @@ fn reads_of_many_queue_pairs_share_the_window() {
     assert_eq!(q.a.drain().len(), 1, "it can't be kept out for ever either");
 }
 
-#[test]
-fn short_reads_whose_answers_are_late_are_not_all_asked_for_again() {
+/// A pair with sixteen READs of one packet each posted, and the regions.
+fn short_reads() -> (Pair, [Arc<Region>; 2]) {
     let mut p = warm(Setup {
         rd_atomic: 16,
         ..Setup::default()
     });
     let (src, dst) = (p.b.filled(16 * 1024, 1), p.a.region(16 * 1024));
     for i in 0..16 {
-        p.a.send(
-            i,
-            SendOp::Read(at(&src, 1024 * i as usize)),
-            &[sge(&dst, 1024 * i as usize, 1024)],
-        );
+        let place = 1024 * i as usize;
+        p.a.send(i, SendOp::Read(at(&src, place)), &[sge(&dst, place, 1024)]);
     }
+    (p, [src, dst])
+}
+
+#[test]
+fn short_reads_whose_answers_are_late_are_not_all_asked_for_again() {
+    let (mut p, _regions) = short_reads();
     let asked = p.a.drain();
     assert_eq!(asked.len(), 16);
     let again = silence(&mut p.a, MS * 2);
@@ -289,18 +293,7 @@ fn short_reads_whose_answers_are_late_are_not_all_asked_for_again() {
 
 #[test]
 fn when_all_answers_of_short_reads_are_lost_they_are_asked_for_again_after_two_silences() {
-    let mut p = warm(Setup {
-        rd_atomic: 16,
-        ..Setup::default()
-    });
-    let (src, dst) = (p.b.filled(16 * 1024, 1), p.a.region(16 * 1024));
-    for i in 0..16 {
-        p.a.send(
-            i,
-            SendOp::Read(at(&src, 1024 * i as usize)),
-            &[sge(&dst, 1024 * i as usize, 1024)],
-        );
-    }
+    let (mut p, _regions) = short_reads();
     assert_eq!(p.a.drain().len(), 16);
     p.run();
     assert_eq!(p.a.completions().len(), 16);

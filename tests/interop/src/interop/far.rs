@@ -50,6 +50,8 @@ pub(crate) struct Far {
 pub(crate) struct Gid {
     pub(crate) device: String,
     pub(crate) index: String,
+    /// Number of its port.
+    pub(crate) port: String,
     /// Largest path MTU of its port, bytes.
     pub(crate) mtu: u32,
 }
@@ -100,9 +102,10 @@ impl Far {
         BufReader::new(stream).read_line(&mut line)?;
         agent.finish(Duration::from_secs(30))?;
         match line.split_whitespace().collect::<Vec<_>>()[..] {
-            ["ok", device, index, mtu] => Ok(Gid {
+            ["ok", device, index, mtu, port] => Ok(Gid {
                 device: device.to_owned(),
                 index: index.to_owned(),
+                port: port.to_owned(),
                 mtu: mtu.parse()?,
             }),
             _ => Err(format!("verbs-agent answered {line:?}").into()),
@@ -117,11 +120,21 @@ impl Far {
 
     /// Waits for the command daemon.
     pub(crate) fn wait_up(&self, patience: Duration) -> Result<(), Error> {
+        self.wait_up_while(patience, || Ok(()))
+    }
+
+    /// The same, unless `hope` finds it in vain.
+    pub(crate) fn wait_up_while(
+        &self,
+        patience: Duration,
+        mut hope: impl FnMut() -> Result<(), Error>,
+    ) -> Result<(), Error> {
         let until = Instant::now() + patience;
         while !self.is_up() {
             check_stop()?;
+            hope()?;
             if Instant::now() > until {
-                return Err(format!("no host-agent on {:?} within {patience:?}", self.daemon()?).into());
+                return Err(format!("no host-agent on {} within {patience:?}", self.daemon()?).into());
             }
             std::thread::sleep(Duration::from_millis(300));
         }

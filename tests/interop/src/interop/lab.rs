@@ -240,18 +240,17 @@ pub(crate) struct Proc {
 
 impl Proc {
     pub(crate) fn spawn(name: &str, command: &mut Command, logs: &Path) -> Result<Self, Error> {
-        Self::spawn_with_input(name, command, logs, None)
+        Self::spawn_with_input(name, command, logs, Stdio::null())
     }
 
     pub(crate) fn spawn_with_input(
         name: &str,
         command: &mut Command,
         logs: &Path,
-        input: Option<File>,
+        input: Stdio,
     ) -> Result<Self, Error> {
         let log = logs.join(format!("{name}.log"));
         let file = File::create(&log)?;
-        let input = input.map_or_else(Stdio::null, Stdio::from);
         command.stdin(input).stdout(file.try_clone()?).stderr(file);
         end_with_us(command, libc::SIGKILL);
         let child = command
@@ -265,28 +264,43 @@ impl Proc {
     }
 
     pub(crate) fn text(&self) -> String {
-        let mut bytes = Vec::new();
-        let _ = File::open(&self.log).and_then(|mut f| f.read_to_end(&mut bytes));
-        String::from_utf8_lossy(&bytes).into_owned()
+        text_of(&self.log)
     }
 
     pub(crate) fn running(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))
     }
 
+    /// An error if it has ended.
+    pub(crate) fn still_runs(&mut self) -> Result<(), Error> {
+        if self.running() {
+            Ok(())
+        } else {
+            Err(format!("{} has ended", self.name).into())
+        }
+    }
+
     /// Waits until the output contains `what`.
     pub(crate) fn wait_for(&mut self, what: &str, patience: Duration) -> Result<(), Error> {
+        let log = self.log.clone();
+        self.wait_until(patience, || text_of(&log).contains(what))
+            .map_err(|e| format!("no {what:?}: {e}").into())
+    }
+
+    /// Waits until `done`, which must come before the process ends.
+    pub(crate) fn wait_until(&mut self, patience: Duration, mut done: impl FnMut() -> bool) -> Result<(), Error> {
         let until = Instant::now() + patience;
         loop {
             check_stop()?;
-            if self.text().contains(what) {
+            let ended = !self.running();
+            if done() {
                 return Ok(());
             }
-            if !self.running() && !self.text().contains(what) {
+            if ended {
                 return Err(format!("{} ended early:\n{}", self.name, self.text()).into());
             }
             if Instant::now() > until {
-                return Err(format!("{}: no {what:?} within {patience:?}:\n{}", self.name, self.text()).into());
+                return Err(format!("{}: not within {patience:?}:\n{}", self.name, self.text()).into());
             }
             std::thread::sleep(Duration::from_millis(30));
         }
@@ -301,6 +315,18 @@ impl Proc {
         } else {
             Err(format!("{}: {status}:\n{text}", self.name).into())
         }
+    }
+
+    /// Waits for the end, whatever the exit status, even if the user wants to stop.
+    pub(crate) fn wait_gone(&mut self, patience: Duration) -> Result<(), Error> {
+        let until = Instant::now() + patience;
+        while self.running() {
+            if Instant::now() > until {
+                return Err(format!("{} still runs after {patience:?}:\n{}", self.name, self.text()).into());
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(())
     }
 
     fn wait(&mut self, patience: Duration) -> Result<ExitStatus, Error> {
@@ -329,6 +355,12 @@ impl Proc {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+fn text_of(log: &Path) -> String {
+    let mut bytes = Vec::new();
+    let _ = File::open(log).and_then(|mut f| f.read_to_end(&mut bytes));
+    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 impl Drop for Proc {

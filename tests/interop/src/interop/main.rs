@@ -12,7 +12,7 @@ mod scenarios;
 
 use std::{
     fs,
-    net::IpAddr,
+    net::{IpAddr, Ipv6Addr},
     path::{Path, PathBuf},
     process::ExitCode,
     sync::atomic::Ordering,
@@ -79,21 +79,24 @@ pub(crate) struct Cli {
     /// The ferroce program [default: beside this one]
     #[arg(long, global = true)]
     ferroce: Option<PathBuf>,
-    /// Address of another host to run against, with host-agent there
-    #[arg(long)]
+    /// Address of another host to run against, where the other half (--peer-script) runs
+    #[arg(long, value_name = "ADDRESS")]
     peer: Option<IpAddr>,
-    /// Its IPv6 address, for the scenarios over IPv6
-    #[arg(long, requires = "peer")]
-    peer_v6: Option<IpAddr>,
-    /// TCP port of host-agent there
+    /// Its IPv6 address, for the scenarios over IPv6, if --peer is its IPv4 address
+    #[arg(long, requires = "peer", value_name = "ADDRESS")]
+    peer_v6: Option<Ipv6Addr>,
+    /// TCP port of the other half
     #[arg(long, default_value_t = 7001)]
     peer_port: u16,
-    /// How long to wait for host-agent there, seconds
+    /// How long to wait for the other half, seconds
     #[arg(long, default_value_t = 10)]
     peer_wait: u64,
     /// Start the other half there by ssh
     #[arg(long, requires = "peer", value_name = "[USER@]HOST")]
     ssh: Option<String>,
+    /// The program for that, with options
+    #[arg(long, value_name = "COMMAND", default_value = "ssh -o BatchMode=yes")]
+    rsh: String,
     /// Print the script that is the other half, and stop
     #[arg(long)]
     peer_script: bool,
@@ -199,6 +202,10 @@ fn run_cli(cli: &Cli) -> Result<ExitCode, Error> {
         return Ok(ExitCode::SUCCESS);
     }
     let mut chosen = scenarios::all();
+    if cli.peer.is_some() {
+        // Its MTU is what it is.
+        chosen.iter_mut().for_each(|s| s.name = s.name.replace("-mtu1500", ""));
+    }
     chosen.retain(|s| {
         let named = cli.only.is_empty() || cli.only.iter().any(|o| s.name.contains(o));
         named && (cli.set == Set::Full || s.ci) && (cli.peer.is_none() || s.peer)

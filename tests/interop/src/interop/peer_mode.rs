@@ -1,8 +1,7 @@
 //! `--peer HOST`: the scenarios against another host with an RDMA device.
 
 use std::{
-    fs::File,
-    io::Write as _,
+    io::{PipeWriter, Write as _},
     net::{IpAddr, UdpSocket},
     path::Path,
     process::Command,
@@ -16,7 +15,8 @@ use crate::{
 };
 
 const TEMPLATE: &str = include_str!("../../lab/peer.sh");
-const SOURCES: [(&str, &str); 3] = [
+const SOURCES: [(&str, &str); 4] = [
+    ("listen.h", include_str!("../../lab/listen.h")),
     ("verbs-agent.c", include_str!("../../lab/verbs-agent.c")),
     ("cm-agent.c", include_str!("../../lab/cm-agent.c")),
     ("host-agent.c", include_str!("../../lab/host-agent.c")),
@@ -40,7 +40,7 @@ pub(crate) struct Peer {
     /// Our network interface towards it.
     pub(crate) interface: String,
     /// The other half, if we started it.
-    _script: Option<Proc>,
+    _started: Option<Started>,
 }
 
 /// The address that packets to `far` leave from.
@@ -70,21 +70,50 @@ fn interface(far: IpAddr) -> Result<(String, u32), Error> {
     Ok((dev, u32::try_from(mtu)?))
 }
 
-/// Runs the script on the host by ssh (or what `FERROCE_SSH` names), which ends with the returned process.
-fn start_by_ssh(target: &str, addr: IpAddr, port: u16, logs: &Path) -> Result<Proc, Error> {
-    let file = logs.join("ferroce-peer.sh");
-    File::create(&file)?.write_all(script().as_bytes())?;
-    let ssh = std::env::var("FERROCE_SSH").unwrap_or_else(|_| "ssh".to_owned());
-    let mut command = Command::new(ssh);
-    command.args(["-o", "BatchMode=yes", target, &format!("bash -s -- {addr} {port}")]);
-    Proc::spawn_with_input("peer-script", &mut command, logs, Some(File::open(&file)?))
+/// The other half, running at the end of an ssh connection. It ends there when its input does: with its owner, or with this
+/// process.
+struct Started {
+    input: Option<PipeWriter>,
+    ssh: Proc,
+}
+
+impl Started {
+    /// `rsh` is the program and its options.
+    fn by_ssh(rsh: &str, target: &str, addr: IpAddr, port: u16, logs: &Path) -> Result<Self, Error> {
+        let text = script();
+        let (output, mut input) = std::io::pipe()?;
+        let mut words = rsh.split_whitespace();
+        let mut command = Command::new(words.next().ok_or("--rsh names no program")?);
+        // The script comes first in the input, which then stays open. The user's shell there may be any.
+        let remote = format!(
+            "exec bash -c 'eval \"$(head -c {})\"' ferroce-peer.sh --until-eof {addr} {port}",
+            text.len()
+        );
+        command.args(words).args([target, &remote]);
+        let ssh = Proc::spawn_with_input("peer-script", &mut command, logs, output.into())?;
+        drop(command);
+        input.write_all(text.as_bytes())?;
+        Ok(Self {
+            input: Some(input),
+            ssh,
+        })
+    }
+}
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        self.input = None;
+        if let Err(e) = self.ssh.wait_gone(Duration::from_secs(10)) {
+            eprintln!("the other half may still run there: {e}");
+        }
+    }
 }
 
 impl Peer {
     /// Finds the way to the peer and waits until its half runs.
     pub(crate) fn find(cli: &Cli, places: &Places) -> Result<Option<Self>, Error> {
         let Some(host) = cli.peer else { return Ok(None) };
-        let mut addrs = [None, cli.peer_v6];
+        let mut addrs = [None, cli.peer_v6.map(IpAddr::V6)];
         addrs[usize::from(host.is_ipv6())] = Some(host);
         let far = Far {
             v4: addrs[0],
@@ -92,17 +121,21 @@ impl Peer {
             port: cli.peer_port,
             peer: places.peer.clone(),
         };
-        let mut started = None;
-        if let Some(target) = &cli.ssh {
-            started = Some(start_by_ssh(target, host, cli.peer_port, &places.logs)?);
-        }
-        if let Err(e) = far.wait_up(Duration::from_secs(cli.peer_wait.max(if started.is_some() {
-            120
-        } else {
-            0
-        }))) {
-            let said = started.map(|p| p.text()).unwrap_or_default();
-            return Err(format!("{e}\n{said}\nstart the other half there: --peer-script prints it").into());
+        let mut started = match &cli.ssh {
+            Some(target) => Some(Started::by_ssh(&cli.rsh, target, host, cli.peer_port, &places.logs)?),
+            None => None,
+        };
+        let patience = Duration::from_secs(cli.peer_wait.max(if started.is_some() { 120 } else { 0 }));
+        let up = far.wait_up_while(patience, || match &mut started {
+            Some(s) => s.ssh.still_runs(),
+            None => Ok(()),
+        });
+        if let Err(e) = up {
+            let said = started.map_or_else(
+                || "start the other half there: --peer-script prints it".to_owned(),
+                |s| format!("{} printed:\n{}", cli.rsh, s.ssh.text()),
+            );
+            return Err(format!("{e}\n{said}").into());
         }
         let (interface, mtu) = interface(host)?;
         let ip = if host.is_ipv4() { Ip::V4 } else { Ip::V6 };
@@ -117,7 +150,7 @@ impl Peer {
             local,
             mtu: mtu.min(theirs.mtu + 96),
             interface,
-            _script: started,
+            _started: started,
         }))
     }
 }

@@ -11,6 +11,7 @@ use std::{
 
 use crate::{
     Cli, Error,
+    far::Ip,
     guest::{Guest, Shape},
     lab::{self, HOST_V4, HOST_V6, Net, Places, Proc},
     peer_mode::Peer,
@@ -110,8 +111,12 @@ fn with_peer(s: &Scenario, peer: &Peer, places: &Places) -> Result<Outcome, Erro
         places,
         lossy: false,
     };
-    let mut outcome = if s.name.contains("v6") && peer.far.v6.is_none() {
-        let outcome = Outcome::new(s, Verdict::NotRun, 0.0, "no --peer-v6 ADDRESS".to_owned());
+    let lacks = Ip::BOTH
+        .into_iter()
+        .find(|&ip| s.needs(ip) && ctx.far.addr(ip).is_err());
+    let mut outcome = if let Some(ip) = lacks {
+        let why = format!("the peer has no address of IP{}", ip.tag());
+        let outcome = Outcome::new(s, Verdict::NotRun, 0.0, why);
         println!("{}", outcome.line());
         outcome
     } else {

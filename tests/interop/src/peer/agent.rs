@@ -143,9 +143,13 @@ impl Agent {
         })
     }
 
-    pub(crate) fn window(&mut self, mem: u32, off: u64, len: u64, access: u32) -> Result<u32, Error> {
-        let words = self.call(&format!("mw {mem} {off} {len} {access}"))?;
-        Self::number(&words, 0)
+    /// A type-2 window; none where the device has no such thing.
+    pub(crate) fn window(&mut self, mem: u32, off: u64, len: u64, access: u32) -> Result<Option<u32>, Error> {
+        match self.call(&format!("mw {mem} {off} {len} {access}")) {
+            Ok(words) => Self::number(&words, 0).map(Some),
+            Err(e) if e.to_string().contains("alloc_mw: Operation not supported") => Ok(None),
+            Err(e) => Err(e),
+        }
     }
 
     pub(crate) fn word(&mut self, mem: u32, off: u64, set: Option<u64>) -> Result<u64, Error> {

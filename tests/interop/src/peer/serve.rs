@@ -99,7 +99,7 @@ impl<P: Provider> Server<'_, P> {
     fn command(&mut self, command: &str, w: &mut Words<'_>) -> Result<String, Error> {
         match command {
             "create" => self.create(w),
-            "device" => Ok("ferroce 0 4096".to_owned()),
+            "device" => Ok("ferroce 0 4096 1".to_owned()),
             "mem" => self.mem(w),
             "mw" => self.window(w),
             "rtr" => self.rtr(w),

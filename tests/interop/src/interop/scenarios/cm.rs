@@ -29,11 +29,7 @@ pub(super) fn list() -> Vec<Scenario> {
         ("rping-our-client-mtu9000", OursToKernel, rping_client),
     ];
     for (name, direction, run) in jumbo {
-        all.push(
-            Scenario::new(2, name, direction, move |c| run(c, Ip::V4))
-                .shape(JUMBO)
-                .peer(),
-        );
+        all.push(Scenario::new(2, name, direction, move |c| run(c, Ip::V4)).shape(JUMBO));
     }
     for case in CASES {
         let ours = Scenario::new(2, format!("cm-{}-our-server", case.name), KernelToOurs, |c| {

@@ -18,12 +18,8 @@ pub(super) fn list() -> Vec<Scenario> {
         Scenario::new(7, "errors-kernel-asks", KernelToOurs, |c| errors(c, false))
             .peer()
             .ci(),
-        Scenario::new(7, "errors-ours-asks-mtu9000", OursToKernel, |c| errors(c, true))
-            .shape(JUMBO)
-            .peer(),
-        Scenario::new(7, "errors-kernel-asks-mtu9000", KernelToOurs, |c| errors(c, false))
-            .shape(JUMBO)
-            .peer(),
+        Scenario::new(7, "errors-ours-asks-mtu9000", OursToKernel, |c| errors(c, true)).shape(JUMBO),
+        Scenario::new(7, "errors-kernel-asks-mtu9000", KernelToOurs, |c| errors(c, false)).shape(JUMBO),
         Scenario::new(7, "errors-two-kernels", KernelToKernel, two_kernels).guests(2),
         Scenario::new(7, "vanish-our-process-killed", KernelToOurs, our_process_killed)
             .peer()

@@ -134,6 +134,13 @@ impl Scenario {
         self
     }
 
+    /// Whether its programs talk over this protocol.
+    pub(crate) fn needs(&self, ip: Ip) -> bool {
+        let over_v6 = self.name.contains("-v6");
+        // ibv_rc_pingpong as a server waits on an IPv4 socket, whatever GID it uses.
+        ip == Ip::V6 && over_v6 || ip == Ip::V4 && (!over_v6 || self.name.starts_with("pingpong-our-client"))
+    }
+
     /// For the table.
     pub(crate) fn setting(&self) -> String {
         let Shape { cpus, mtu } = self.shape;

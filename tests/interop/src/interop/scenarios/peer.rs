@@ -1,58 +1,136 @@
-//! `--peer`, with a guest as the host.
+//! `--peer`, with a guest as the host: the other half is brought there by ssh, as a user would do it.
 
-use std::{process::Command, time::Duration};
+use std::{
+    fs::{self, File},
+    io::{PipeWriter, Write as _},
+    path::{Path, PathBuf},
+    process::Command,
+    time::Duration,
+};
 
 use super::{Ctx, Direction, Scenario};
-use crate::{Error, lab::Proc, peer_mode};
+use crate::{Error, far::Ip, lab::Proc};
 
 pub(super) fn list() -> Vec<Scenario> {
-    vec![Scenario::new(1, "peer-script", Direction::Both, peer_script)]
+    vec![
+        Scenario::new(1, "peer-script-by-hand", Direction::Both, by_hand),
+        Scenario::new(6, "peer-script-by-ssh", Direction::Both, by_ssh).ci(),
+    ]
 }
 
+/// The lab itself has 7001.
 const PORT: &str = "7002";
 
-/// The other half's script is brought to the guest and run there by hand; then a run with `--peer` does the rest.
-fn peer_script(c: &mut Ctx<'_>) -> Result<String, Error> {
-    let addr = c.far.addr(crate::far::Ip::V4)?.to_string();
-    let v6 = c.far.addr(crate::far::Ip::V6)?.to_string();
-    let install = format!(
-        "cat > /tmp/ferroce-peer.sh <<'END_OF_PEER_SCRIPT'\n{}END_OF_PEER_SCRIPT\n",
-        peer_mode::script()
-    );
-    c.guest()?.run(&install, 60)?;
-    c.guest()?.run(
-        &format!("setsid bash /tmp/ferroce-peer.sh {addr} {PORT} >/tmp/peer.log 2>&1 &"),
-        60,
-    )?;
-    let seen = c.path("peer.json");
-    let logs = c.path("peer");
-    let lab = c.places.lab.display().to_string();
-    let ferroce = c.places.ferroce.display().to_string();
-    let mut command = Command::new(std::env::current_exe()?);
-    command.args([
-        "--peer",
-        &addr,
-        "--peer-v6",
-        &v6,
-        "--peer-port",
-        PORT,
-        "--peer-wait",
-        "180",
-        "--json",
-        &seen,
-    ]);
-    command.args(["--lab", &lab, "--logs", &logs, "--ferroce", &ferroce, "--set", "ci"]);
-    let result = Proc::spawn("interop-peer", &mut command, &c.dir)?.finish(Duration::from_secs(900));
-    let theirs = c
-        .guest()?
-        .try_run(
-            "cat /tmp/peer.log; pkill -INT -f ferroce-peer.sh; sleep 1; ls -d /tmp/tmp.* 2>/dev/null",
+/// An ssh server in the guest that takes our key. The host's keys and files are not touched: the guest writes into an
+/// overlay.
+const SSHD: &str = "\
+    set -e; mkdir -p /root/.ssh; chmod 700 /root /root/.ssh; cat > /root/.ssh/authorized_keys\n\
+    [ -e /tmp/hostkey ] || dropbearkey -t ed25519 -f /tmp/hostkey >/dev/null\n\
+    pidof dropbear >/dev/null || dropbear -s -r /tmp/hostkey -P /tmp/dropbear.pid\n";
+
+/// Whether anything of the other half is still there.
+const LEFT: &str = "\
+    for i in $(seq 50); do [ -z \"$(ls -d /tmp/ferroce-peer.* 2>/dev/null; pgrep -af '(copied|peer)[.]sh'; ss -Hltn | grep -E ':(7002|18600) ')\" ] \
+        && exit 0; sleep 0.2; done; ls -d /tmp/ferroce-peer.*; pgrep -af '(copied|peer)[.]sh'; ss -ltnp; exit 1";
+
+/// Makes a key, starts the ssh server in the guest, and returns the ssh command that reaches it.
+fn ssh(c: &mut Ctx<'_>) -> Result<String, Error> {
+    // ssh refuses a key that others may read, and there are no spaces to be in its path.
+    let key = c.places.run.join("key");
+    if !key.exists() {
+        let path = key.display().to_string();
+        c.tool(
+            "ssh-keygen",
+            "ssh-keygen",
+            &["-q", "-t", "ed25519", "-N", "", "-f", &path],
             60,
-        )?
-        .1;
-    let text = result.map_err(|e| format!("{e}\nthe script said: {theirs}"))?;
-    if theirs.contains("/tmp/tmp.") {
-        return Err(format!("the script left something behind: {theirs}").into());
+        )?;
     }
-    Ok(text.lines().last().unwrap_or_default().to_owned())
+    let public = fs::read_to_string(key.with_extension("pub"))?;
+    let script = SSHD.replace("cat >", &format!("echo '{}' >", public.trim()));
+    c.guest()?.run(&script, 60)?;
+    Ok(format!(
+        "ssh -F none -i {} -o IdentitiesOnly=yes -o UserKnownHostsFile=/dev/null -o StrictHostKeyChecking=no -o BatchMode=yes \
+         -o LogLevel=ERROR",
+        key.display()
+    ))
+}
+
+/// This program once more, in the namespace of the lab, as a user would start it.
+fn interop(c: &Ctx<'_>, log: &str, args: &[&str]) -> Result<Proc, Error> {
+    let mut command = Command::new(std::env::current_exe()?);
+    let logs = c.path(&format!("{log}-logs"));
+    command.arg("--lab").arg(&c.places.lab).args(["--logs", &logs]);
+    command
+        .arg("--ferroce")
+        .arg(&c.places.ferroce)
+        .args(["--peer-port", PORT])
+        .args(args);
+    Proc::spawn(log, &mut command, &c.dir)
+}
+
+/// Starts a command at the end of an ssh connection; what is written into the pipe is typed there.
+fn typed(ssh: &str, args: &[&str], name: &str, dir: &Path) -> Result<(Proc, PipeWriter), Error> {
+    let (input, keyboard) = std::io::pipe()?;
+    let mut words = ssh.split_whitespace();
+    let mut command = Command::new(words.next().unwrap_or("ssh"));
+    command.args(words).args(args);
+    Ok((Proc::spawn_with_input(name, &mut command, dir, input.into())?, keyboard))
+}
+
+/// The last line of a run with `--peer`, when all passed.
+fn summary(run: &mut Proc) -> Result<String, Error> {
+    let text = run.finish(Duration::from_secs(900))?;
+    let last = text.lines().last().unwrap_or_default();
+    if last.starts_with("interop: ") && last.ends_with(" passed, 0 failed, 0 not run") && !last.contains(" 0 passed") {
+        Ok(last.to_owned())
+    } else {
+        Err(format!("the run ended with {last:?}").into())
+    }
+}
+
+/// The script is copied to the host and run there at a terminal; a run with `--peer` does the rest; ctrl-C ends the script.
+fn by_hand(c: &mut Ctx<'_>) -> Result<String, Error> {
+    let ssh = ssh(c)?;
+    let addr = c.far.addr(Ip::V4)?.to_string();
+    let v6 = c.far.addr(Ip::V6)?.to_string();
+    let target = format!("root@{addr}");
+    let file = PathBuf::from(c.path("ferroce-peer.sh"));
+    let text = interop(c, "print-script", &["--peer-script"])?.finish(Duration::from_secs(30))?;
+    fs::write(&file, text)?;
+    let mut words = ssh.split_whitespace();
+    let mut copy = Command::new(words.next().unwrap_or("ssh"));
+    copy.args(words).args([&target, "cat > /tmp/copied.sh"]);
+    Proc::spawn_with_input("copy", &mut copy, &c.dir, File::open(&file)?.into())?.finish(Duration::from_secs(60))?;
+
+    let run = format!("bash /tmp/copied.sh {addr} {PORT}");
+    let (mut script, mut keyboard) = typed(&ssh, &["-tt", &target, &run], "script", &c.dir)?;
+    script.wait_for("cargo xtask interop --peer", Duration::from_secs(120))?;
+    let result = interop(c, "interop-peer", &["--peer", &addr, "--peer-v6", &v6]).and_then(|mut run| summary(&mut run));
+    keyboard.write_all(b"\x03")?;
+    let ended = script.wait_gone(Duration::from_secs(20));
+    let left = c.guest()?.run(LEFT, 60);
+    let text = result.map_err(|e| format!("{e}\nthe script said: {}", script.text()))?;
+    ended.and(left)?;
+    Ok(format!("{text}; nothing left there"))
+}
+
+/// `--ssh` starts the script and ends it; so does ctrl-C in the middle.
+fn by_ssh(c: &mut Ctx<'_>) -> Result<String, Error> {
+    let rsh = ssh(c)?;
+    let addr = c.far.addr(Ip::V4)?.to_string();
+    let v6 = c.far.addr(Ip::V6)?.to_string();
+    let target = format!("root@{addr}");
+    let start = ["--peer", &v6, "--ssh", &target, "--rsh", &rsh];
+    let only = ["--only", "rping-our-client-v6", "--only", "pingpong-our-server-v6"];
+    let text = summary(&mut interop(c, "interop-ssh", &[&start[..], &only].concat())?)?;
+    c.guest()?.run(LEFT, 60)?;
+
+    let mut run = interop(c, "interop-stopped", &[&start[..], &["--only", "ops-v6"]].concat())?;
+    let ops = PathBuf::from(c.path("interop-stopped-logs/ops-v6/verbs-agent.log"));
+    run.wait_until(Duration::from_secs(120), || ops.exists())?;
+    run.interrupt();
+    run.wait_gone(Duration::from_secs(20))?;
+    c.guest()?.run(LEFT, 60)?;
+    Ok(format!("{text}; nothing left there, nor after ctrl-C"))
 }
