@@ -144,12 +144,12 @@ impl Drop for Run {
 }
 
 const SHORT: [&str; 2] = ["--only", "rping-our-client-v4"];
-const LONG: [&str; 2] = ["--only", "errors-ours-asks"];
+const LONG: [&str; 2] = ["--only", "ops-v6-mtu1500"];
 
 /// In the long scenario.
 fn started_long(ground: &Ground) -> Run {
     let run = ground.start(&LONG);
-    let log = ground.logs().join("errors-ours-asks/errors.log");
+    let log = ground.logs().join("ops-v6-mtu1500/ops.log");
     wait_until("the scenario starts", || log.exists());
     assert!(ground.runs_program("qemu-system") && ground.runs_program("tcpdump"));
     run
@@ -225,9 +225,9 @@ fn kill_9_beside_another_run() {
     assert_eq!(third.end().code(), Some(1), "nobody is there");
     assert_eq!(ground.temp_files(), live);
     assert!(ground.runs_program("qemu-system"), "the second run goes on");
-    let errors = ground.logs().join("errors-ours-asks/errors.log");
+    let log = ground.logs().join("ops-v6-mtu1500/ops.log");
     second.end();
-    let text = fs::read_to_string(errors).expect("its log");
+    let text = fs::read_to_string(log).expect("its log");
     assert!(text.contains("passed"), "{text}");
     ground.assert_clean();
 }
@@ -239,7 +239,7 @@ fn two_runs_side_by_side() {
     let mut runs = [started_long(&grounds[0]), started_long(&grounds[1])];
     for (ground, run) in grounds.iter().zip(&mut runs) {
         run.end();
-        let text = fs::read_to_string(ground.logs().join("errors-ours-asks/errors.log")).expect("its log");
+        let text = fs::read_to_string(ground.logs().join("ops-v6-mtu1500/ops.log")).expect("its log");
         assert!(text.contains("passed"), "{text}");
         ground.assert_clean();
     }
