@@ -6,7 +6,7 @@ use std::{
     os::fd::BorrowedFd,
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU32, Ordering},
     },
     thread,
     time::{Duration, Instant},
@@ -85,6 +85,51 @@ impl Datapath for Narrow {
     }
 }
 
+/// Has packets to hand over, but not yet, as often as it is told.
+struct Hesitant {
+    inner: UdpDatapath,
+    times: Arc<AtomicU32>,
+}
+
+impl Datapath for Hesitant {
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    fn segmentation(&self) -> bool {
+        self.inner.segmentation()
+    }
+
+    fn send(&mut self, bursts: &mut dyn Iterator<Item = Burst<'_>>) -> Sent {
+        self.inner.send(bursts)
+    }
+
+    fn receive(&mut self, budget: usize, handle: &mut dyn FnMut(&Datagram<'_>)) -> Received {
+        match self.times.load(Ordering::Acquire) {
+            0 => self.inner.receive(budget, handle),
+            n => {
+                self.times.store(n - 1, Ordering::Release);
+                Received {
+                    datagrams: 0,
+                    more: true,
+                }
+            }
+        }
+    }
+
+    fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        self.inner.descriptors()
+    }
+
+    fn counters(&self) -> DatapathCounters {
+        self.inner.counters()
+    }
+
+    fn set_receive_buffer(&mut self, bytes: usize) -> io::Result<usize> {
+        self.inner.set_receive_buffer(bytes)
+    }
+}
+
 struct Host {
     driver: Driver,
     addr: IpAddr,
@@ -95,6 +140,17 @@ struct Host {
 }
 
 fn host(narrow: bool, tap: Option<Box<dyn Tap>>) -> Host {
+    let config = DriverConfig {
+        tap,
+        ..DriverConfig::default()
+    };
+    host_on(config, |udp| match narrow {
+        true => Box::new(Narrow { inner: udp, calls: 0 }),
+        false => Box::new(udp),
+    })
+}
+
+fn host_on(driver: DriverConfig, path: impl FnOnce(UdpDatapath) -> Box<dyn Datapath>) -> Host {
     let addr = ferroce_loopback::address().into();
     let udp = UdpDatapath::open(&UdpConfig {
         addr,
@@ -117,17 +173,9 @@ fn host(narrow: bool, tap: Option<Box<dyn Tap>>) -> Host {
         signal_all: true,
     };
     let qpn = port.create_qp(init).unwrap();
-    let path: Box<dyn Datapath> = match narrow {
-        true => Box::new(Narrow { inner: udp, calls: 0 }),
-        false => Box::new(udp),
-    };
     let sink = Arc::new(Sink::default());
-    let config = DriverConfig {
-        tap,
-        ..DriverConfig::default()
-    };
     Host {
-        driver: Driver::new(port, path, sink.clone(), config).unwrap(),
+        driver: Driver::new(port, path(udp), sink.clone(), driver).unwrap(),
         addr,
         region,
         cq,
@@ -217,6 +265,37 @@ fn a_full_send_buffer_delays_and_loses_nothing() {
     let mut seen = vec![0; 1 << 20];
     b.region.read(0, &mut seen).unwrap();
     assert!(seen == data);
+}
+
+#[test]
+fn a_timer_waits_until_the_packets_that_wait_are_handled() {
+    let times = Arc::new(AtomicU32::new(0));
+    let config = DriverConfig {
+        background: false,
+        ..DriverConfig::default()
+    };
+    let hesitant = times.clone();
+    let a = host_on(config, |inner| Box::new(Hesitant { inner, times: hesitant }));
+    let b = host(false, None);
+    a.raise(&b);
+    b.raise(&a);
+    a.write(&b).unwrap();
+    let sent = a.driver.counters().0.tx_packets;
+    let until = Instant::now() + PATIENCE;
+    while b.driver.counters().0.rx_packets < sent {
+        assert!(Instant::now() < until);
+        thread::sleep(Duration::from_millis(1));
+    }
+    // This process was busy with other things: acknowledgements of all of it wait, and the timer has run out.
+    thread::sleep(Duration::from_millis(200));
+    times.store(1, Ordering::Release);
+    a.driver.empty_poll();
+    assert_eq!(times.load(Ordering::Acquire), 0);
+    assert_eq!(a.driver.counters().0.transport.retransmits, 0);
+    a.driver.empty_poll();
+    let counters = a.driver.counters().0;
+    assert!(counters.rx_packets > 0);
+    assert_eq!((counters.transport.retransmits, counters.transport.timeouts), (0, 0));
 }
 
 struct Bomb;

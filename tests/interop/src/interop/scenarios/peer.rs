@@ -15,6 +15,7 @@ pub(super) fn list() -> Vec<Scenario> {
     vec![
         Scenario::new(1, "peer-script-by-hand", Direction::Both, by_hand),
         Scenario::new(6, "peer-script-by-ssh", Direction::Both, by_ssh).ci(),
+        Scenario::new(6, "peer-script-interrupted", Direction::OursToKernel, interrupted),
     ]
 }
 
@@ -115,22 +116,31 @@ fn by_hand(c: &mut Ctx<'_>) -> Result<String, Error> {
     Ok(format!("{text}; nothing left there"))
 }
 
-/// `--ssh` starts the script and ends it; so does ctrl-C in the middle.
-fn by_ssh(c: &mut Ctx<'_>) -> Result<String, Error> {
+/// A run that starts the script by ssh.
+fn with_ssh(c: &mut Ctx<'_>, log: &str, only: &[&str]) -> Result<Proc, Error> {
     let rsh = ssh(c)?;
-    let addr = c.far.addr(Ip::V4)?.to_string();
+    let target = format!("root@{}", c.far.addr(Ip::V4)?);
     let v6 = c.far.addr(Ip::V6)?.to_string();
-    let target = format!("root@{addr}");
-    let start = ["--peer", &v6, "--ssh", &target, "--rsh", &rsh];
-    let only = ["--only", "rping-our-client-v6", "--only", "pingpong-our-server-v6"];
-    let text = summary(&mut interop(c, "interop-ssh", &[&start[..], &only].concat())?)?;
-    c.guest()?.run(LEFT, 60)?;
+    let mut args = vec!["--peer", &v6, "--ssh", &target, "--rsh", &rsh];
+    only.iter().for_each(|name| args.extend(["--only", name]));
+    interop(c, log, &args)
+}
 
-    let mut run = interop(c, "interop-stopped", &[&start[..], &["--only", "ops-v6"]].concat())?;
-    let ops = PathBuf::from(c.path("interop-stopped-logs/ops-v6/verbs-agent.log"));
-    run.wait_until(Duration::from_secs(120), || ops.exists())?;
-    run.interrupt();
-    run.wait_gone(Duration::from_secs(20))?;
+/// `--ssh` starts the script and ends it.
+fn by_ssh(c: &mut Ctx<'_>) -> Result<String, Error> {
+    let mut run = with_ssh(c, "interop-ssh", &["rping-our-client-v6", "pingpong-our-server-v6"])?;
+    let text = summary(&mut run)?;
     c.guest()?.run(LEFT, 60)?;
-    Ok(format!("{text}; nothing left there, nor after ctrl-C"))
+    Ok(format!("{text}; nothing left there"))
+}
+
+/// The same, and ctrl-C in the middle.
+fn interrupted(c: &mut Ctx<'_>) -> Result<String, Error> {
+    let mut run = with_ssh(c, "interop-stopped", &["ops-v6"])?;
+    let ops = PathBuf::from(c.path("interop-stopped-logs/ops-v6/ops.log"));
+    run.wait_until(Duration::from_secs(180), || ops.exists())?;
+    run.interrupt();
+    run.wait_gone(Duration::from_secs(30))?;
+    c.guest()?.run(LEFT, 60)?;
+    Ok("nothing left there".to_owned())
 }
