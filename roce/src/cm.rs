@@ -14,7 +14,7 @@ use std::{
 
 use parking_lot::Mutex;
 use roce_net::EventSink;
-use roce_port::{ConnId, ListenId, PortCmEvent};
+use roce_port::{ConnId, ListenId, PortCmEvent, PortSpace, ServiceId};
 use roce_verbs::{
     AsyncEvent,
     provider::{CmChannel, CmEvent, CmEventKind, CmId, ConnParams, QueuePair, RejectReason, VerbsError},
@@ -243,6 +243,9 @@ impl Drop for IdInner {
             Key::Listener(id) => port.cm_unlisten(id),
             Key::Conn(id) => port.cm_destroy(now, id),
         });
+        if let (Key::Listener(_), Some(services)) = (self.key, &self.device.services) {
+            services.release(service_id(self.local.port()), specific(self.local.ip()));
+        }
     }
 }
 
@@ -314,6 +317,16 @@ impl CmId for Id {
         let driver = &self.0.device.driver;
         driver.with(|port, now| port.cm_disconnect(now, conn)).map_err(closed)
     }
+}
+
+/// The service ID of a port of the RDMA_CM TCP port space.
+const fn service_id(port: u16) -> u64 {
+    ServiceId::new(PortSpace::Tcp, port).0
+}
+
+/// An address unless it stands for all.
+fn specific(ip: IpAddr) -> Option<IpAddr> {
+    Some(ip.to_canonical()).filter(|ip| !ip.is_unspecified())
 }
 
 fn check_device(qp: &Qp, device: &Arc<DeviceInner>) -> Result<(), VerbsError> {
@@ -401,13 +414,21 @@ impl CmChannel for EventChannel {
 impl Device {
     pub(crate) fn cm_listen(&self, channel: &EventChannel, addr: SocketAddr, backlog: u32) -> Result<Id, VerbsError> {
         channel.check(self)?;
-        let ip = Some(addr.ip()).filter(|ip| !ip.is_unspecified());
+        let ip = specific(addr.ip());
         let queue = &channel.0.queue;
+        let services = self.0.services.as_deref();
+        if let Some(services) = services {
+            services.claim(service_id(addr.port()), ip)?;
+        }
         let made = self.0.driver.with_quiet(|port, _| {
             let key = Key::Listener(port.cm_listen(ip, addr.port(), backlog)?);
             Ok(self.new_id(key, queue, addr, None))
         });
-        made.map_err(closed)?
+        let made = made.map_err(closed).and_then(|made| made);
+        if let (Err(_), Some(services)) = (&made, services) {
+            services.release(service_id(addr.port()), ip);
+        }
+        made
     }
 
     pub(crate) fn cm_connect(

@@ -10,8 +10,10 @@ use std::{
 };
 
 use roce_mem::{MemError, MemoryTable};
-use roce_net::{Closed, DatapathCounters, Driver, DriverConfig, OpenError, Tap, UdpConfig, UdpDatapath, iface};
-use roce_port::{Port, PortConfig, PortCounters};
+use roce_net::{
+    Closed, DatapathCounters, Driver, DriverConfig, OpenError, OpenSockets, Tap, UdpConfig, UdpDatapath, iface,
+};
+use roce_port::{Port, PortConfig, PortCounters, QpnSlot, RxMeta};
 use roce_qp::WindowConfig;
 use roce_verbs::{AsyncEvent, DeviceLimits, Mtu, provider::VerbsError};
 
@@ -37,8 +39,27 @@ pub struct DeviceConfig {
     pub window: Option<WindowConfig>,
     /// Write all packets sent and received to this file.
     pub pcap: Option<PathBuf>,
-    /// Identifies the device to connection managers; `None`: random. No two live devices may share one.
+    /// Identifies the device to connection managers; `None`: random. No two live devices may share one, unless they
+    /// have distinct slots.
     pub guid: Option<u64>,
+    /// Receive on these sockets instead of opening some. `addr` says what the device is called, and must be theirs.
+    pub sockets: Option<OpenSockets>,
+    /// Our part of the queue pair numbers and communication IDs, when several processes share the address.
+    pub qpn_slot: Option<QpnSlot>,
+    /// Told of the services that this device listens for, when several processes share the address.
+    pub services: Option<Arc<dyn Services>>,
+}
+
+/// Who listens for what among several processes behind one address.
+pub trait Services: Send + Sync + core::fmt::Debug {
+    /// This process is going to take connect requests for a service ID on one address or (`None`) all. Called with no
+    /// lock of the device held.
+    ///
+    /// # Errors
+    /// When another has it ([`VerbsError::Address`]).
+    fn claim(&self, service_id: u64, addr: Option<IpAddr>) -> Result<(), VerbsError>;
+    /// It no longer does. Called with no lock of the device held.
+    fn release(&self, service_id: u64, addr: Option<IpAddr>);
 }
 
 impl Default for DeviceConfig {
@@ -54,6 +75,9 @@ impl Default for DeviceConfig {
             window: None,
             pcap: None,
             guid: None,
+            sockets: None,
+            qpn_slot: None,
+            services: None,
         }
     }
 }
@@ -100,6 +124,7 @@ pub(crate) struct DeviceInner {
     pub(crate) router: Arc<Router>,
     pub(crate) limits: DeviceLimits,
     pub(crate) background: bool,
+    pub(crate) services: Option<Arc<dyn Services>>,
     pub(crate) cqs: AtomicU32,
     next_cq: AtomicU32,
     addr: IpAddr,
@@ -187,7 +212,17 @@ impl Device {
             gro: config.gro,
             ..UdpConfig::default()
         };
-        let path = UdpDatapath::open(&udp).map_err(open_error)?;
+        if let Some(slot) = config.qpn_slot.filter(|s| !s.is_valid()) {
+            return Err(VerbsError::Invalid(format!(
+                "no slot {} of {} bits",
+                slot.slot, slot.bits
+            )));
+        }
+        let path = match &config.sockets {
+            Some(sockets) => UdpDatapath::from_sockets(&udp, sockets),
+            None => UdpDatapath::open(&udp),
+        };
+        let path = path.map_err(open_error)?;
         let tap = match &config.pcap {
             Some(file) => {
                 let tap = PcapTap::create(file).map_err(io_error(&format!("creating {}", file.display())))?;
@@ -217,6 +252,10 @@ impl Device {
         };
         let mut port = PortConfig::new(local, mtu, guid);
         port.src_ports = caps.src_ports;
+        if let Some(slot) = config.qpn_slot {
+            port.qpns = slot.qpns();
+            port.cm.comm_ids = slot.comm_ids();
+        }
         let limits = port.limits.clone();
         // Peers are taken to have the receive buffer that we have; half of it is the kernel's own overhead.
         port.window = config.window.unwrap_or_else(|| {
@@ -245,6 +284,7 @@ impl Device {
             router,
             limits,
             background: config.background,
+            services: config.services.clone(),
             cqs: AtomicU32::new(0),
             next_cq: AtomicU32::new(1),
             addr: config.addr,
@@ -297,6 +337,14 @@ impl Device {
     pub fn async_fd(&self) -> std::os::fd::BorrowedFd<'_> {
         use std::os::fd::AsFd;
         self.0.router.async_events().as_fd()
+    }
+
+    /// Takes a datagram that another process of the same address received for us, as if the network had brought it.
+    ///
+    /// # Errors
+    /// When the device is closed.
+    pub fn inject(&self, datagram: &[u8], meta: &RxMeta) -> Result<(), VerbsError> {
+        self.0.driver.inject(datagram, meta).map_err(closed)
     }
 
     /// Advances the device by the calling thread: for programs that poll memory and run no background thread.

@@ -25,12 +25,12 @@ mod tap;
 
 pub use cm::{EventChannel, Id};
 pub use cq::{Channel, Cq};
-pub use device::{Device, DeviceConfig, DeviceStats};
+pub use device::{Device, DeviceConfig, DeviceStats, Services};
 pub use memory::{Mr, Mw, Pd, Revocable};
 pub use qp::Qp;
 pub use roce_mem::WindowKind;
-pub use roce_net::{DatapathCounters, iface};
-pub use roce_port::PortCounters;
+pub use roce_net::{DatapathCounters, OpenSockets, iface};
+pub use roce_port::{PortCounters, QpnSlot, RxMeta};
 pub use roce_qp::WindowConfig;
 pub use roce_verbs as verbs;
 pub use roce_verbs::{

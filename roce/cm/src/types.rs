@@ -64,6 +64,9 @@ pub struct CmConfig {
     pub max_lingering: usize,
     /// MADs that wait to be polled; more are dropped (retransmission recovers them).
     pub max_queued_mads: usize,
+    /// The lowest and highest communication ID (and SIDR request ID) of ours; 0 is never used. One process of several
+    /// behind one address has a part of them.
+    pub comm_ids: (u32, u32),
 }
 
 impl CmConfig {
@@ -86,6 +89,7 @@ impl CmConfig {
             max_half_open_per_peer: 128,
             max_lingering: 4096,
             max_queued_mads: 4096,
+            comm_ids: (1, u32::MAX),
         }
     }
 }

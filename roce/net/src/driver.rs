@@ -23,7 +23,7 @@ use std::{
 
 use mio::{Events, Poll};
 use parking_lot::{Mutex, MutexGuard};
-use roce_port::{Port, PortCounters};
+use roce_port::{Port, PortCounters, RxMeta};
 use roce_verbs::Instant;
 
 use crate::{
@@ -234,6 +234,23 @@ impl Driver {
         drop(guard);
         self.shared.serve_wanted();
         Ok(result)
+    }
+
+    /// Takes a datagram that reached the host by another socket (another process of the same address forwards it) as if
+    /// the network had brought it. All checks are made, the ICRC's as well.
+    ///
+    /// # Errors
+    /// When the device is closed.
+    pub fn inject(&self, datagram: &[u8], meta: &RxMeta) -> Result<(), Closed> {
+        let mut guard = self.shared.lock()?;
+        let now = now();
+        guard.engine.take_datagram(now, datagram, meta);
+        if guard.engine.settle(now) {
+            self.shared.wake.set_alarm(now, now);
+        }
+        drop(guard);
+        self.shared.serve_wanted();
+        Ok(())
     }
 
     /// Calls the port for something that gives it nothing to send.

@@ -120,6 +120,27 @@ impl Engine {
         received.more || unsent
     }
 
+    /// Takes one datagram that did not come through the datapath.
+    pub(crate) fn take_datagram(&mut self, now: Instant, bytes: &[u8], meta: &RxMeta) {
+        if let Some(tap) = &mut self.tap {
+            tap_datagram(
+                tap.as_mut(),
+                &Datagram {
+                    local: meta.local,
+                    remote: meta.remote,
+                    identification: meta.identification,
+                    segment_len: match meta.segment_len {
+                        0 => bytes.len(),
+                        len => len,
+                    },
+                    traffic_class: meta.tos,
+                    bytes,
+                },
+            );
+        }
+        self.port.handle_datagram(now, meta, bytes);
+    }
+
     pub(crate) fn timer_due(&mut self, now: Instant) -> bool {
         self.port.poll_timeout().is_some_and(|at| at <= now)
     }

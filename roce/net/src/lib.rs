@@ -15,4 +15,4 @@ pub use datapath::{Burst, Capabilities, DEFAULT_HOP_LIMIT, Datagram, Datapath, D
 pub use driver::{Closed, Driver, DriverConfig, TAKEOVER};
 pub use engine::{EventSink, Tap};
 pub use sys::{EventFd, wait_readable};
-pub use udp::{OpenError, UdpConfig, UdpDatapath};
+pub use udp::{OpenError, OpenSockets, UdpConfig, UdpDatapath};

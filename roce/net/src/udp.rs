@@ -6,7 +6,8 @@
 use std::{
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
-    os::fd::{AsFd, BorrowedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::Arc,
 };
 
 use roce_bth::ROCE_UDP_PORT;
@@ -65,6 +66,17 @@ impl Default for UdpConfig {
     }
 }
 
+/// Sockets that somebody else (a broker) has opened: one member of each reuseport group, for one process of several
+/// behind one address.
+#[derive(Clone, Debug, Default)]
+pub struct OpenSockets {
+    /// To receive on: UDP sockets bound to the RoCE port, one for each IP version at most.
+    pub receivers: Vec<Arc<OwnedFd>>,
+    /// Kept open as long as the datapath lives, and not used: the other members of the groups, so that no member
+    /// changes its place when its process ends.
+    pub held: Vec<Arc<OwnedFd>>,
+}
+
 /// Why a datapath could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
@@ -120,6 +132,8 @@ pub struct UdpDatapath {
     /// Kinds of send errors that were already reported in the log.
     warned: u32,
     scratch: Vec<u8>,
+    /// Other members of the sockets' groups.
+    _held: Vec<Arc<OwnedFd>>,
 }
 
 impl UdpDatapath {
@@ -142,6 +156,37 @@ impl UdpDatapath {
         if families.is_empty() {
             return Err(OpenError::NotLocal(config.addr));
         }
+        Self::with_families(config, families)
+    }
+
+    /// Receives on sockets that are open already; opens those to send from. Of the settings `addr` and `port` are not
+    /// used: the sockets have theirs.
+    ///
+    /// # Errors
+    /// When a socket is not a bound UDP socket, or two are of one IP version.
+    pub fn from_sockets(config: &UdpConfig, sockets: &OpenSockets) -> Result<Self, OpenError> {
+        let mut families: Vec<Family> = vec![];
+        let mut ports: Vec<u16> = vec![];
+        let mut port = None;
+        for fd in &sockets.receivers {
+            let (family, bound) = Family::adopt(config, fd, &mut ports).map_err(context("taking over a UDP socket"))?;
+            if families.iter().any(|f| f.v4 == family.v4) || port.is_some_and(|p| p != bound) {
+                let source = io::Error::new(io::ErrorKind::InvalidInput, "two of one IP version, or two UDP ports");
+                return Err(context("taking over UDP sockets")(source));
+            }
+            families.push(family);
+            port = Some(bound);
+        }
+        let Some(port) = port else {
+            return Err(context("taking over UDP sockets")(io::ErrorKind::InvalidInput.into()));
+        };
+        let config = UdpConfig { port, ..config.clone() };
+        let mut this = Self::with_families(&config, families)?;
+        this._held = sockets.held.clone();
+        Ok(this)
+    }
+
+    fn with_families(config: &UdpConfig, families: Vec<Family>) -> Result<Self, OpenError> {
         let mut gro = config.gro;
         if gro {
             for family in &families {
@@ -162,6 +207,7 @@ impl UdpDatapath {
             counters: DatapathCounters::default(),
             warned: 0,
             scratch: vec![],
+            _held: vec![],
         };
         if this.gso && !this.segmentation_available() {
             tracing::info!("UDP_SEGMENT is refused: packets are sent one by one");
@@ -383,6 +429,29 @@ impl Family {
                 io::ErrorKind::AddrNotAvailable => OpenError::NotLocal(addr),
                 _ => context("binding a UDP socket")(e),
             })?;
+        Self::of(config, main, addr, ports)
+    }
+
+    /// Takes over a socket that is bound already; also returns its port.
+    fn adopt(config: &UdpConfig, fd: &OwnedFd, ports: &mut Vec<u16>) -> io::Result<(Self, u16)> {
+        let main = Socket::from(fd.try_clone()?);
+        let invalid = |text: &str| io::Error::new(io::ErrorKind::InvalidInput, text);
+        let at = main
+            .local_addr()?
+            .as_socket()
+            .ok_or_else(|| invalid("not an IP socket"))?;
+        if main.r#type()? != Type::DGRAM || at.port() == 0 {
+            return Err(invalid("not a bound UDP socket"));
+        }
+        set_up(&main, at.ip())?;
+        let family = Self::of(config, main, at.ip(), ports).map_err(|e| match e {
+            OpenError::Io { source, .. } => source,
+            other => io::Error::other(other.to_string()),
+        })?;
+        Ok((family, at.port()))
+    }
+
+    fn of(config: &UdpConfig, main: Socket, addr: IpAddr, ports: &mut Vec<u16>) -> Result<Self, OpenError> {
         let bound = (!addr.is_unspecified()).then_some(addr);
         configure_receiver(&main, addr, bound.is_none()).map_err(context("setting up the receiving socket"))?;
         let mut senders = vec![];
@@ -408,18 +477,25 @@ impl Family {
 fn new_socket(addr: IpAddr) -> Result<Socket, OpenError> {
     let domain = if addr.is_ipv4() { Domain::IPV4 } else { Domain::IPV6 };
     let socket = Socket::new(domain, Type::DGRAM, Some(Protocol::UDP)).map_err(context("making a UDP socket"))?;
+    if let IpAddr::V6(_) = addr {
+        sys::set_int(socket.as_fd(), libc::IPPROTO_IPV6, libc::IPV6_V6ONLY, 1)
+            .map_err(context("setting up a UDP socket"))?;
+    }
+    set_up(&socket, addr).map_err(context("setting up a UDP socket"))?;
+    Ok(socket)
+}
+
+/// The options of both kinds of sockets that can be set at any time.
+fn set_up(socket: &Socket, addr: IpAddr) -> io::Result<()> {
     let set = |level, name, value| sys::set_int(socket.as_fd(), level, name, value);
     let hops = i32::from(DEFAULT_HOP_LIMIT);
     let done = match addr {
         IpAddr::V4(_) => set(libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, libc::IP_PMTUDISC_PROBE)
             .and_then(|()| set(libc::IPPROTO_IP, libc::IP_TTL, hops)),
-        IpAddr::V6(_) => set(libc::IPPROTO_IPV6, libc::IPV6_V6ONLY, 1)
-            .and_then(|()| set(libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER, libc::IPV6_PMTUDISC_PROBE))
+        IpAddr::V6(_) => set(libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER, libc::IPV6_PMTUDISC_PROBE)
             .and_then(|()| set(libc::IPPROTO_IPV6, libc::IPV6_UNICAST_HOPS, hops)),
     };
     done.and_then(|()| socket.set_nonblocking(true))
-        .map_err(context("setting up a UDP socket"))?;
-    Ok(socket)
 }
 
 fn configure_receiver(socket: &Socket, addr: IpAddr, unspecified: bool) -> io::Result<()> {

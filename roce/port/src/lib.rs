@@ -27,6 +27,9 @@ pub use config::{PortConfig, QpInit};
 pub use connect::PortCmEvent;
 pub use counters::PortCounters;
 pub use port::Port;
-pub use qpn::{QpnRange, udp_source_port};
-pub use roce_cm::{CmConfig, ConnId, ListenId};
+pub use qpn::{QpnRange, QpnSlot, udp_source_port};
+pub use roce_cm::{
+    CmConfig, ConnId, ListenId,
+    cma::{PortSpace, ServiceId},
+};
 pub use rx::RxMeta;

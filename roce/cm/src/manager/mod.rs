@@ -317,8 +317,11 @@ impl Manager {
 
     /// A communication ID that no connection has, never 0.
     fn new_comm_id(&mut self) -> u32 {
+        let (first, last) = self.config.comm_ids;
+        // At least 2^20 numbers, far more than there are connections.
+        let span = u64::from(last.saturating_sub(first).max(0xf_ffff)) + 1;
         loop {
-            let id = self.rng.next_u32();
+            let id = first.wrapping_add((u64::from(self.rng.next_u32()) % span) as u32);
             if id != 0 && self.table.by_local_id(id).is_none() {
                 return id;
             }
