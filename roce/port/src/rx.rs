@@ -2,9 +2,9 @@
 
 use core::net::{IpAddr, SocketAddr};
 
-use roce_bth::{Class, Opcode, PKey, Packet, ParseError, QKey, Qpn, ROCE_UDP_PORT, Service};
+use roce_bth::{Class, Opcode, PKey, Packet, ParseError, QKey, Qpn, ROCE_UDP_PORT};
 use roce_icrc::{Flow, IpPair, Recovery};
-use roce_verbs::{Instant, QpType};
+use roce_verbs::Instant;
 
 use crate::{ident::IdentTracker, port::Port};
 
@@ -126,11 +126,7 @@ impl Port {
         let entry = &*self.qps[slot];
         let opcode = packet.header.bth.opcode;
         let is_cnp = opcode.info().class == Class::Cnp;
-        let service = match entry.qp.config().qp_type {
-            QpType::Rc => Service::Rc,
-            QpType::Uc => Service::Uc,
-            QpType::Ud => Service::Ud,
-        };
+        let service = entry.qp.config().qp_type.service();
         if opcode.info().service != service && !is_cnp {
             self.counters.drop_service += 1;
             return;

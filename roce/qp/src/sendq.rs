@@ -16,6 +16,9 @@ pub(crate) enum Kind {
     Write,
     Read,
     Atomic,
+    /// 8 bytes to the peer, with a response.
+    AtomicWrite,
+    Flush,
     /// Executed here, without a packet.
     Local,
 }
@@ -61,6 +64,8 @@ static WRITE_IMM: OpRow = op_row(
 static READ: OpRow = op_row(Kind::Read, WcOpcode::RdmaRead, [O::RcReadRequest; 4]);
 static COMPARE_SWAP: OpRow = op_row(Kind::Atomic, WcOpcode::CompareSwap, [O::RcCompareSwap; 4]);
 static FETCH_ADD: OpRow = op_row(Kind::Atomic, WcOpcode::FetchAdd, [O::RcFetchAdd; 4]);
+static ATOMIC_WRITE: OpRow = op_row(Kind::AtomicWrite, WcOpcode::AtomicWrite, [O::RcAtomicWrite; 4]);
+static FLUSH: OpRow = op_row(Kind::Flush, WcOpcode::Flush, [O::RcFlush; 4]);
 static INVALIDATE: OpRow = op_row(Kind::Local, WcOpcode::LocalInvalidate, [O::RcSendOnly; 4]);
 static REGISTER: OpRow = op_row(Kind::Local, WcOpcode::FastRegister, [O::RcSendOnly; 4]);
 static BIND: OpRow = op_row(Kind::Local, WcOpcode::BindWindow, [O::RcSendOnly; 4]);
@@ -78,6 +83,8 @@ const fn op_info(op: &SendOp) -> &'static OpRow {
         SendOp::LocalInvalidate(_) => &INVALIDATE,
         SendOp::FastRegister(_) => &REGISTER,
         SendOp::BindWindow(_) => &BIND,
+        SendOp::AtomicWrite(_) => &ATOMIC_WRITE,
+        SendOp::Flush(_) => &FLUSH,
     }
 }
 
