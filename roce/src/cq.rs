@@ -62,6 +62,14 @@ impl Cq {
         channel: Option<&Channel>,
         cookie: u64,
     ) -> Result<Self, VerbsError> {
+        let notify = channel.map(|c| {
+            let events = c.events.clone();
+            Arc::new(ChannelNotify { events, cookie }) as Arc<dyn Notify>
+        });
+        Self::notifying(device, entries, notify)
+    }
+
+    fn notifying(device: &Device, entries: u32, notify: Option<Arc<dyn Notify>>) -> Result<Self, VerbsError> {
         let limits = &device.0.limits;
         if entries == 0 || entries > limits.max_cqe {
             let text = format!(
@@ -74,10 +82,6 @@ impl Cq {
             device.0.cqs.fetch_sub(1, Ordering::Relaxed);
             return Err(VerbsError::Limit("completion queues"));
         }
-        let notify = channel.map(|c| {
-            let events = c.events.clone();
-            Arc::new(ChannelNotify { events, cookie }) as Arc<dyn Notify>
-        });
         let has_channel = notify.is_some();
         Ok(Self(Arc::new(CqInner {
             queue: Queue::new(device.0.new_cq_handle(), entries, notify),
@@ -141,6 +145,17 @@ impl CompletionQueue for Cq {
         self.0.queue.arm(solicited_only);
         self.0.device.driver.leave_poll();
         Ok(())
+    }
+}
+
+impl Device {
+    /// Makes a completion queue that calls `notify` instead of raising a channel, for programs with event queues of their
+    /// own. It is called under the device's lock and must neither block nor call verbs.
+    ///
+    /// # Errors
+    /// At the device's limit.
+    pub fn create_cq_notifying(&self, entries: u32, notify: Option<Arc<dyn Notify>>) -> Result<Cq, VerbsError> {
+        Cq::notifying(self, entries, notify)
     }
 }
 

@@ -31,7 +31,7 @@ pub use qp::Qp;
 pub use roce_mem::WindowKind;
 pub use roce_net::{DatapathCounters, OpenSockets, iface};
 pub use roce_port::{PortCounters, QpnSlot, RxMeta};
-pub use roce_qp::WindowConfig;
+pub use roce_qp::{Notify, WindowConfig};
 pub use roce_verbs as verbs;
 pub use roce_verbs::{
     AccessFlags, AddressVector, AsyncEvent, Completion, DeviceLimits, LKey, Mtu, Payload, Psn, QpAttr, QpCaps, QpState,
