@@ -27,13 +27,24 @@ use crate::{
     queue::EventQueue,
 };
 
-type CmQueue = EventQueue<PortCmEvent>;
+pub(crate) type CmQueue = EventQueue<PortCmEvent>;
 
 /// A listener or a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-enum Key {
+pub(crate) enum Key {
     Listener(ListenId),
     Conn(ConnId),
+}
+
+impl Key {
+    /// A number that is unique within the device: both counters start apart, and the low bit keeps listeners and
+    /// connections from meeting.
+    pub(crate) const fn number(self) -> u64 {
+        match self {
+            Self::Listener(id) => id.0.wrapping_mul(2).wrapping_add(1),
+            Self::Conn(id) => id.0.wrapping_mul(2),
+        }
+    }
 }
 
 struct Route {
@@ -103,7 +114,21 @@ impl Router {
         self.routes.lock().by_key.insert(key, route);
     }
 
-    fn remove(&self, key: Key) {
+    /// Brings the events of something that has no handle of ours to a queue.
+    pub(crate) fn add_raw(&self, key: Key, queue: &Arc<CmQueue>) {
+        let route = Route {
+            queue: queue.clone(),
+            id: Weak::new(),
+        };
+        self.routes.lock().by_key.insert(key, route);
+    }
+
+    /// Whether events of this one are wanted.
+    pub(crate) fn knows(&self, key: Key) -> bool {
+        self.routes.lock().by_key.contains_key(&key)
+    }
+
+    pub(crate) fn remove(&self, key: Key) {
         // The queue is dropped outside of the lock, and holds nothing that takes one.
         let route = self.routes.lock().by_key.remove(&key);
         drop(route);
@@ -179,16 +204,19 @@ fn kind_of(event: PortCmEvent) -> CmEventKind<Id> {
         PortCmEvent::Unreachable { .. } => CmEventKind::Unreachable,
         PortCmEvent::ConnectError { text, .. } => CmEventKind::ConnectError(text),
         PortCmEvent::Disconnected { .. } => CmEventKind::Disconnected,
-        PortCmEvent::TimewaitExit { .. } | PortCmEvent::ConnectRequest { .. } => CmEventKind::TimewaitExit,
+        // The others were taken out before, or have queues of their own.
+        PortCmEvent::TimewaitExit { .. } | PortCmEvent::ConnectRequest { .. } | PortCmEvent::Raw(_) => {
+            CmEventKind::TimewaitExit
+        }
     }
 }
 
 impl EventSink for Router {
     fn cm_event(&self, event: PortCmEvent) -> bool {
         let mut routes = self.routes.lock();
-        let (key, new) = match &event {
-            PortCmEvent::ConnectRequest { listener, conn, .. } => (Key::Listener(*listener), Some(*conn)),
-            other => (Key::Conn(other.conn()), None),
+        let (key, new) = match event.request() {
+            Some((listener, conn)) => (Key::Listener(listener), Some(conn)),
+            None => (Key::Conn(event.conn()), None),
         };
         let Some(queue) = routes.by_key.get(&key).map(|r| r.queue.clone()) else {
             return false;
@@ -284,11 +312,7 @@ impl CmId for Id {
     type Qp = Qp;
 
     fn handle(&self) -> u64 {
-        // Both counters start apart; the low bit keeps listeners and connections from meeting.
-        match self.0.key {
-            Key::Listener(id) => id.0.wrapping_mul(2).wrapping_add(1),
-            Key::Conn(id) => id.0.wrapping_mul(2),
-        }
+        self.0.key.number()
     }
 
     fn local_addr(&self) -> SocketAddr {
@@ -325,7 +349,7 @@ const fn service_id(port: u16) -> u64 {
 }
 
 /// An address unless it stands for all.
-fn specific(ip: IpAddr) -> Option<IpAddr> {
+pub(crate) fn specific(ip: IpAddr) -> Option<IpAddr> {
     Some(ip.to_canonical()).filter(|ip| !ip.is_unspecified())
 }
 
@@ -349,7 +373,7 @@ impl Drop for ChannelInner {
     fn drop(&mut self) {
         self.queue.close();
         while let Ok(Some(event)) = self.queue.pop() {
-            if let PortCmEvent::ConnectRequest { conn, .. } = event {
+            if let Some((_, conn)) = event.request() {
                 end_orphan(&self.device, conn);
             }
         }
@@ -357,7 +381,7 @@ impl Drop for ChannelInner {
 }
 
 /// Ends a connection that no handle stands for.
-fn end_orphan(device: &DeviceInner, conn: ConnId) {
+pub(crate) fn end_orphan(device: &DeviceInner, conn: ConnId) {
     device.router.remove(Key::Conn(conn));
     let _ = device.driver.with(|port, now| port.cm_destroy(now, conn));
 }

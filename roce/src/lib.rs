@@ -21,6 +21,7 @@ mod memory;
 mod provider;
 mod qp;
 mod queue;
+mod rawcm;
 mod tap;
 
 pub use cm::{EventChannel, Id};
@@ -28,9 +29,13 @@ pub use cq::{Channel, Cq};
 pub use device::{Device, DeviceConfig, DeviceStats, Services};
 pub use memory::{Mr, Mw, Pd, Revocable};
 pub use qp::Qp;
+pub use rawcm::{RawCm, RawEvent, RawId};
 pub use roce_mem::WindowKind;
 pub use roce_net::{DatapathCounters, OpenSockets, iface};
-pub use roce_port::{PortCounters, QpnSlot, RxMeta};
+pub use roce_port::{
+    AcceptArgs, ConnTransport, ConnectArgs, ListenArgs, PortCounters, PortSpace, QpnSlot, RawCmEvent, RemoteQp,
+    ResolveArgs, RxMeta, ServiceId, SidrAnswer,
+};
 pub use roce_qp::{Notify, WindowConfig};
 pub use roce_verbs as verbs;
 pub use roce_verbs::{

@@ -68,6 +68,8 @@ const INIT: QpAttr = QpAttr {
     sq_psn: None,
     max_dest_rd_atomic: None,
     dest_qpn: None,
+    path_mig_state: None,
+    sq_draining: false,
 };
 
 /// The range of a grant, in the region's addresses.

@@ -165,12 +165,9 @@ impl Engine {
 
     fn tell(&mut self, now: Instant) {
         while let Some(event) = self.port.poll_cm_event() {
-            let request = match &event {
-                PortCmEvent::ConnectRequest { conn, .. } => Some(*conn),
-                _ => None,
-            };
+            let request = event.request();
             let taken = self.sink.cm_event(event);
-            if let (Some(conn), false) = (request, taken) {
+            if let (Some((_, conn)), false) = (request, taken) {
                 // Destroying a waiting request rejects it.
                 self.port.cm_destroy(now, conn);
             }

@@ -18,6 +18,7 @@ mod ident;
 mod peer;
 mod port;
 mod qpn;
+mod raw;
 mod rx;
 mod timers;
 mod tx;
@@ -29,7 +30,8 @@ pub use counters::PortCounters;
 pub use port::Port;
 pub use qpn::{QpnRange, QpnSlot, udp_source_port};
 pub use roce_cm::{
-    CmConfig, ConnId, ListenId,
+    AcceptArgs, CmConfig, ConnId, ConnTransport, ConnectArgs, Event as RawCmEvent, ListenArgs, ListenId, RemoteQp,
+    ResolveArgs, SidrAnswer,
     cma::{PortSpace, ServiceId},
 };
 pub use rx::RxMeta;

@@ -2,14 +2,14 @@
 
 use core::net::IpAddr;
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{HashMap, HashSet, VecDeque},
     sync::Arc,
 };
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha12Rng;
 use roce_bth::{Psn, Qpn, ROCE_UDP_PORT};
-use roce_cm::{ConnId, Manager};
+use roce_cm::{ConnId, ListenId, Manager};
 use roce_icrc::{Flow, IdSolver, IpPair};
 use roce_mem::MemoryTable;
 use roce_qp::{Ctx, QpConfig, QueuePair, WaitReason, Window};
@@ -68,6 +68,9 @@ pub struct Port {
     pub(crate) timers: TimerHeap,
     pub(crate) cm: Manager,
     pub(crate) conns: HashMap<ConnId, Conn>,
+    /// Listeners and connections whose queue pairs are the program's own affair.
+    pub(crate) raw_listeners: HashSet<ListenId>,
+    pub(crate) raw_conns: HashSet<ConnId>,
     pub(crate) cm_events: VecDeque<PortCmEvent>,
     pub(crate) gsi_psn: Psn,
     pub(crate) events: Vec<AsyncEvent>,
@@ -109,6 +112,8 @@ impl Port {
             timers: TimerHeap::default(),
             cm,
             conns: HashMap::new(),
+            raw_listeners: HashSet::new(),
+            raw_conns: HashSet::new(),
             cm_events: VecDeque::new(),
             gsi_psn: Psn::new(rng.random()),
             events: Vec::new(),

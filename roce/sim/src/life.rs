@@ -315,7 +315,7 @@ impl World {
                 }
                 self.set_up(conn, end);
             }
-            PortCmEvent::TimewaitExit { .. } | PortCmEvent::ConnectRequest { .. } => {}
+            PortCmEvent::TimewaitExit { .. } | PortCmEvent::ConnectRequest { .. } | PortCmEvent::Raw(_) => {}
             PortCmEvent::Rejected { .. }
             | PortCmEvent::Unreachable { .. }
             | PortCmEvent::ConnectError { .. }

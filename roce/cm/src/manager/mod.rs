@@ -287,6 +287,21 @@ impl Manager {
         self.call(now, conn, Input::QpFailed, Detail::Refusal(reason, [0; 148]))
     }
 
+    /// Like [`Manager::qp_failed`], with private data (at most 148 bytes).
+    ///
+    /// # Errors
+    /// When the connection doesn't wait for it, or there is too much private data.
+    pub fn refuse_reply(
+        &mut self,
+        now: Instant,
+        conn: ConnId,
+        reason: RejectReason,
+        private_data: &[u8],
+    ) -> Result<(), CmError> {
+        let data = build::private_data(private_data)?;
+        self.call(now, conn, Input::QpFailed, Detail::Refusal(reason, data))
+    }
+
     /// Passive: a packet arrived on the queue pair before the RTU (`rdma_notify`, IBA 12.9.7.2 "communication
     /// established"). Harmless at any other time.
     pub fn communication_established(&mut self, now: Instant, conn: ConnId) {
