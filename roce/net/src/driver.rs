@@ -13,6 +13,8 @@
 
 use std::{
     io,
+    net::IpAddr,
+    os::fd::AsFd,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
@@ -30,7 +32,8 @@ use crate::{
     clock::now,
     datapath::{Datapath, DatapathCounters},
     engine::{Engine, EventSink, Tap},
-    wake::{TOKEN_TIMER, Wake},
+    links::LinkWatch,
+    wake::{TOKEN_LINKS, TOKEN_TIMER, Wake},
 };
 
 /// How long a port may be without anybody advancing it after its application stopped polling.
@@ -54,6 +57,8 @@ pub struct DriverConfig {
     pub tap: Option<Box<dyn Tap>>,
     /// Names the background thread.
     pub name: String,
+    /// Changes of interfaces, which the background thread brings to the event sink.
+    pub links: Option<LinkWatch>,
 }
 
 impl Default for DriverConfig {
@@ -63,6 +68,7 @@ impl Default for DriverConfig {
             batch_bytes: 256 << 10,
             tap: None,
             name: "roce".into(),
+            links: None,
         }
     }
 }
@@ -189,12 +195,15 @@ impl Driver {
         sink: Arc<dyn EventSink>,
         mut config: DriverConfig,
     ) -> io::Result<Self> {
-        let tap = config.tap.take();
+        let (tap, links) = (config.tap.take(), config.links.take());
         let poll = config.background.then(Poll::new).transpose()?;
         let wake = Arc::new(match &poll {
             Some(poll) => Wake::new(poll, &path.descriptors())?,
             None => Wake::nobody(),
         });
+        if let (Some(poll), Some(links)) = (&poll, &links) {
+            Wake::also(poll, links.as_fd())?;
+        }
         let engine = Engine::new(port, path, sink.clone(), tap, wake.clone(), config.batch_bytes);
         let shared = Arc::new(Shared {
             engine: Mutex::new(engine),
@@ -209,7 +218,7 @@ impl Driver {
         let start = |poll| {
             thread::Builder::new()
                 .name(config.name)
-                .spawn(move || background(&theirs, poll))
+                .spawn(move || background(&theirs, poll, links))
         };
         let thread = poll.map(start).transpose()?;
         Ok(Self {
@@ -309,6 +318,30 @@ impl Driver {
         drop(self.shared.engine.lock());
     }
 
+    /// Receives what is sent to a multicast group on the interface that has the local address, until as many
+    /// [`Driver::leave`]s.
+    ///
+    /// # Errors
+    /// When the system refuses, or the datapath can't.
+    pub fn join(&self, group: IpAddr, local: IpAddr) -> io::Result<()> {
+        let mut engine = self.shared.engine.lock();
+        engine.path.join(group, local)?;
+        let done = self.shared.wake.follow(&engine.path.descriptors());
+        if done.is_err() {
+            engine.path.leave(group, local);
+        }
+        done
+    }
+
+    /// Takes back one [`Driver::join`].
+    pub fn leave(&self, group: IpAddr, local: IpAddr) {
+        let mut engine = self.shared.engine.lock();
+        engine.path.leave(group, local);
+        if let Err(e) = self.shared.wake.follow(&engine.path.descriptors()) {
+            tracing::error!("watching the sockets failed: {e}");
+        }
+    }
+
     /// What the port and its datapath have counted.
     pub fn counters(&self) -> (PortCounters, DatapathCounters) {
         let engine = self.shared.engine.lock();
@@ -355,7 +388,7 @@ impl Drop for Driver {
 }
 
 /// The background thread.
-fn background(shared: &Shared, mut poll: Poll) {
+fn background(shared: &Shared, mut poll: Poll, mut links: Option<LinkWatch>) {
     let mut events = Events::with_capacity(16);
     loop {
         if let Err(e) = poll.poll(&mut events, None)
@@ -366,6 +399,15 @@ fn background(shared: &Shared, mut poll: Poll) {
         }
         if events.iter().any(|e| e.token() == TOKEN_TIMER) {
             shared.wake.alarm_rang();
+        }
+        if events.iter().any(|e| e.token() == TOKEN_LINKS)
+            && let Some(links) = &mut links
+        {
+            match links.take() {
+                Ok(changes) if changes.is_empty() => {}
+                Ok(changes) => shared.sink.links(changes),
+                Err(e) => tracing::warn!("looking at the interfaces failed: {e}"),
+            }
         }
         let Some(mut guard) = shared.lock_or_ask() else {
             if shared.closed.load(Ordering::Acquire) {

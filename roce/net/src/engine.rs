@@ -8,6 +8,7 @@ use roce_verbs::{AsyncEvent, Instant};
 
 use crate::{
     datapath::{Burst, Datagram, Datapath},
+    links::LinkChange,
     wake::Wake,
 };
 
@@ -28,6 +29,8 @@ pub trait EventSink: Send + Sync {
     fn async_event(&self, event: AsyncEvent);
     /// The device has stopped: whoever waits is to be told.
     fn closed(&self);
+    /// Interfaces changed. Unlike the others called without the port's lock.
+    fn links(&self, _changes: Vec<(String, LinkChange)>) {}
 }
 
 /// Sees every packet, under the port's lock.

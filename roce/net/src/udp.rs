@@ -4,6 +4,7 @@
 //! (segment *i* of a GSO send: *i*), which is what their ICRCs were made with.
 
 use std::{
+    collections::HashMap,
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -16,8 +17,9 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::{
     datapath::{Burst, Capabilities, DEFAULT_HOP_LIMIT, Datagram, Datapath, DatapathCounters, Received, Sent},
-    holder,
-    sys::{self, RecvRing, SendQueue},
+    group::Groups,
+    holder, iface,
+    sys::{self, Origin, RecvRing, SendQueue},
 };
 
 /// Bursts of one system call.
@@ -134,6 +136,9 @@ pub struct UdpDatapath {
     scratch: Vec<u8>,
     /// Other members of the sockets' groups.
     _held: Vec<Arc<OwnedFd>>,
+    groups: Groups,
+    /// Interfaces of local addresses from which link-local and multicast packets were sent.
+    scopes: HashMap<IpAddr, u32>,
 }
 
 impl UdpDatapath {
@@ -208,6 +213,8 @@ impl UdpDatapath {
             warned: 0,
             scratch: vec![],
             _held: vec![],
+            groups: Groups::default(),
+            scopes: HashMap::new(),
         };
         if this.gso && !this.segmentation_available() {
             tracing::info!("UDP_SEGMENT is refused: packets are sent one by one");
@@ -253,7 +260,11 @@ impl UdpDatapath {
         while done < bursts.len() {
             let f = &self.families[family];
             let socket = sender.map_or(&f.main, |i| &f.senders[i].1).as_fd();
-            match self.queue.send(socket, &bursts[done..], f.bound.is_none()) {
+            let origin = Origin {
+                any: f.bound.is_none(),
+                scopes: &self.scopes,
+            };
+            match self.queue.send(socket, &bursts[done..], &origin) {
                 Ok(n) => {
                     self.counters.tx_calls += 1;
                     self.counters.tx_bursts += n as u64;
@@ -336,7 +347,11 @@ impl UdpDatapath {
                 bytes: &self.scratch,
                 ..*burst
             };
-            match self.queue.send(socket, &[single], f.bound.is_none()) {
+            let origin = Origin {
+                any: f.bound.is_none(),
+                scopes: &self.scopes,
+            };
+            match self.queue.send(socket, &[single], &origin) {
                 Ok(_) => self.counters.tx_calls += 1,
                 Err(_) => self.counters.tx_errors += 1,
             }
@@ -356,12 +371,36 @@ impl UdpDatapath {
         }
     }
 
-    fn receive_family(&mut self, index: usize, budget: usize, handle: &mut dyn FnMut(&Datagram<'_>)) -> Received {
+    /// Notes the interface of a burst's local address, if its destination needs one.
+    fn note_scope(&mut self, burst: &Burst<'_>) {
+        if Origin::needs_scope(burst.remote.ip())
+            && !self.scopes.contains_key(&burst.local)
+            && let Ok(index) = iface::index_of(burst.local)
+        {
+            self.scopes.insert(burst.local, index);
+        }
+    }
+}
+
+/// Where datagrams come in: a socket, and the address that it is bound to if that is a specific one.
+struct Inlet<'a> {
+    socket: BorrowedFd<'a>,
+    bound: Option<IpAddr>,
+}
+
+/// The part of a datapath that receives.
+struct Receiver<'a> {
+    ring: &'a mut RecvRing,
+    vlen: &'a mut usize,
+    counters: &'a mut DatapathCounters,
+}
+
+impl Receiver<'_> {
+    fn receive(&mut self, inlet: &Inlet<'_>, budget: usize, handle: &mut dyn FnMut(&Datagram<'_>)) -> Received {
         let (mut datagrams, mut packets) = (0, 0);
-        let family = &self.families[index];
         while packets < budget {
-            let asked = self.vlen;
-            let got = match self.ring.receive(family.main.as_fd(), asked) {
+            let asked = *self.vlen;
+            let got = match self.ring.receive(inlet.socket, asked) {
                 Ok(n) => n,
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => 0,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
@@ -379,7 +418,7 @@ impl UdpDatapath {
             let mut merged = false;
             for i in 0..got {
                 let slot = self.ring.slot(i);
-                let (Some(remote), Some(local), false) = (slot.remote, family.bound.or(slot.local), slot.truncated)
+                let (Some(remote), Some(local), false) = (slot.remote, inlet.bound.or(slot.local), slot.truncated)
                 else {
                     self.counters.rx_malformed += 1;
                     packets += 1;
@@ -399,7 +438,7 @@ impl UdpDatapath {
             }
             self.counters.rx_datagrams += got as u64;
             datagrams += got;
-            self.vlen = if merged { RECV_MERGED } else { self.ring.slots() };
+            *self.vlen = if merged { RECV_MERGED } else { self.ring.slots() };
             if got < asked {
                 return Received { datagrams, more: false };
             }
@@ -474,7 +513,7 @@ impl Family {
 }
 
 /// A socket with everything set that both kinds need.
-fn new_socket(addr: IpAddr) -> Result<Socket, OpenError> {
+pub(crate) fn new_socket(addr: IpAddr) -> Result<Socket, OpenError> {
     let domain = if addr.is_ipv4() { Domain::IPV4 } else { Domain::IPV6 };
     let socket = Socket::new(domain, Type::DGRAM, Some(Protocol::UDP)).map_err(context("making a UDP socket"))?;
     if let IpAddr::V6(_) = addr {
@@ -491,14 +530,19 @@ fn set_up(socket: &Socket, addr: IpAddr) -> io::Result<()> {
     let hops = i32::from(DEFAULT_HOP_LIMIT);
     let done = match addr {
         IpAddr::V4(_) => set(libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, libc::IP_PMTUDISC_PROBE)
-            .and_then(|()| set(libc::IPPROTO_IP, libc::IP_TTL, hops)),
+            .and_then(|()| set(libc::IPPROTO_IP, libc::IP_TTL, hops))
+            .and_then(|()| set(libc::IPPROTO_IP, libc::IP_MULTICAST_TTL, hops))
+            // What other sockets have joined is not ours.
+            .and_then(|()| set(libc::IPPROTO_IP, libc::IP_MULTICAST_ALL, 0)),
         IpAddr::V6(_) => set(libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER, libc::IPV6_PMTUDISC_PROBE)
-            .and_then(|()| set(libc::IPPROTO_IPV6, libc::IPV6_UNICAST_HOPS, hops)),
+            .and_then(|()| set(libc::IPPROTO_IPV6, libc::IPV6_UNICAST_HOPS, hops))
+            .and_then(|()| set(libc::IPPROTO_IPV6, libc::IPV6_MULTICAST_HOPS, hops))
+            .and_then(|()| set(libc::IPPROTO_IPV6, sys::IPV6_MULTICAST_ALL, 0)),
     };
     done.and_then(|()| socket.set_nonblocking(true))
 }
 
-fn configure_receiver(socket: &Socket, addr: IpAddr, unspecified: bool) -> io::Result<()> {
+pub(crate) fn configure_receiver(socket: &Socket, addr: IpAddr, unspecified: bool) -> io::Result<()> {
     let set = |level, name| sys::set_int(socket.as_fd(), level, name, 1);
     match addr {
         IpAddr::V4(_) => {
@@ -587,6 +631,7 @@ impl Datapath for UdpDatapath {
         let mut done = 0;
         let mut next = bursts.next();
         while let Some(first) = next.take() {
+            self.note_scope(&first);
             let Some(route) = self.route(&first) else {
                 self.counters.tx_errors += 1;
                 done += 1;
@@ -598,7 +643,10 @@ impl Datapath for UdpDatapath {
             while chunk.len() < self.queue.capacity() {
                 next = bursts.next();
                 match next {
-                    Some(b) if self.route(&b) == Some(route) => chunk.push(b),
+                    Some(b) if self.route(&b) == Some(route) => {
+                        self.note_scope(&b);
+                        chunk.push(b);
+                    }
                     _ => break,
                 }
                 next = None;
@@ -626,17 +674,48 @@ impl Datapath for UdpDatapath {
             datagrams: 0,
             more: false,
         };
-        for index in 0..self.families.len() {
-            // Each family has its own budget, so that neither starves the other.
-            let one = self.receive_family(index, budget, handle);
+        let mut receiver = Receiver {
+            ring: &mut self.ring,
+            vlen: &mut self.vlen,
+            counters: &mut self.counters,
+        };
+        let main = self.families.iter().map(|f| Inlet {
+            socket: f.main.as_fd(),
+            bound: f.bound,
+        });
+        let groups = self.groups.sockets().map(|(group, socket)| Inlet {
+            socket,
+            bound: Some(group),
+        });
+        for inlet in main.chain(groups) {
+            // Each has its own budget, so that none starves another.
+            let one = receiver.receive(&inlet, budget, handle);
             total.datagrams += one.datagrams;
             total.more |= one.more;
         }
         total
     }
 
+    fn join(&mut self, group: IpAddr, local: IpAddr) -> io::Result<()> {
+        let family = self.families.iter().find(|f| f.v4 == group.is_ipv4());
+        let family = family.ok_or(io::ErrorKind::AddrNotAvailable)?;
+        // A socket that is bound to one address gets nothing that is sent to a group: those have sockets of their own.
+        let main = family.bound.is_none().then(|| family.main.as_fd());
+        self.groups.join(group, local, main, self.port)
+    }
+
+    fn leave(&mut self, group: IpAddr, local: IpAddr) {
+        let main = self
+            .families
+            .iter()
+            .find(|f| f.v4 == group.is_ipv4())
+            .map(|f| f.main.as_fd());
+        self.groups.leave(group, local, main);
+    }
+
     fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
-        self.families.iter().map(|f| f.main.as_fd()).collect()
+        let main = self.families.iter().map(|f| f.main.as_fd());
+        main.chain(self.groups.sockets().map(|(_, socket)| socket)).collect()
     }
 
     fn counters(&self) -> DatapathCounters {
