@@ -162,6 +162,9 @@ impl Port {
             caps: init.caps,
             signal_all: init.signal_all,
             max_msg_size: limits.max_msg_size,
+            port_mtu: self.config.mtu,
+            srq: None,
+            xrcd: None,
         });
         let qp = match qp {
             Ok(qp) => qp,

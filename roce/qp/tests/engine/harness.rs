@@ -127,6 +127,9 @@ impl Side {
             caps: setup.caps,
             signal_all: setup.signal_all,
             max_msg_size: setup.max_msg_size,
+            port_mtu: setup.mtu,
+            srq: None,
+            xrcd: None,
         });
         Self {
             mem,
