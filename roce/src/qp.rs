@@ -108,6 +108,8 @@ impl Qp {
             recv_cq: init.recv_cq.queue().clone(),
             caps: init.caps,
             signal_all: init.signal_all,
+            srq: None,
+            xrcd: None,
         };
         let made = device.0.driver.with_quiet(|port, _| port.create_qp(args));
         let qp = Self(Arc::new(QpInner {

@@ -24,7 +24,10 @@ use roce_verbs::{
     RemoteAddr, RnrTimer, SendFlags, SendOp, SendWr, Sge,
 };
 
-const ALL: AccessFlags = AccessFlags::all().difference(AccessFlags::ZERO_BASED.union(AccessFlags::MW_BIND));
+const ALL: AccessFlags = AccessFlags::LOCAL_WRITE
+    .union(AccessFlags::REMOTE_WRITE)
+    .union(AccessFlags::REMOTE_READ)
+    .union(AccessFlags::REMOTE_ATOMIC);
 const PATIENCE: Duration = Duration::from_secs(20);
 
 fn address() -> IpAddr {
@@ -122,6 +125,8 @@ fn host(narrow: bool, tap: Option<Box<dyn Tap>>) -> Host {
         recv_cq: cq.clone(),
         caps: QpCaps::default(),
         signal_all: true,
+        srq: None,
+        xrcd: None,
     };
     let qpn = port.create_qp(init).unwrap();
     let path: Box<dyn Datapath> = match narrow {

@@ -1,4 +1,4 @@
-//! One RoCE port: RC queue pairs behind a set of IP addresses, the general service interface (QP1) with the connection
+//! One RoCE port: queue pairs of every service behind a set of IP addresses, the general service interface (QP1) with the connection
 //! manager, and the rules of the wire (ICRC, UDP source ports, segmentation into GSO trains).
 //!
 //! [`Port`] is sans-IO. A driver feeds it datagrams ([`Port::handle_datagram`]) and the time
@@ -15,6 +15,7 @@ mod config;
 mod connect;
 mod counters;
 mod ident;
+mod mcast;
 mod peer;
 mod port;
 mod qpn;

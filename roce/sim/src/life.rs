@@ -153,6 +153,8 @@ impl World {
             recv_cq: cq,
             caps: c.plan.caps,
             signal_all: c.plan.signal_all,
+            srq: None,
+            xrcd: None,
         });
         qpn.map_err(|e| format!("conn {conn}: no queue pair: {e}"))
     }

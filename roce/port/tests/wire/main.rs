@@ -82,6 +82,8 @@ impl Host {
             recv_cq: self.cq.clone(),
             caps: QpCaps::default(),
             signal_all: true,
+            srq: None,
+            xrcd: None,
         }
     }
 
