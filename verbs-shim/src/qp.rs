@@ -108,6 +108,15 @@ fn caps(c: &ibv_qp_cap) -> QpCaps {
     }
 }
 
+/// The attributes with inline data as long as a full list of elements would be: what rdma_rxe grants unasked, and
+/// rdma_xclient relies on.
+fn roomy(init: &ibv_qp_init_attr) -> ibv_qp_init_attr {
+    let mut init = *init;
+    let list = init.cap.max_send_sge.saturating_mul(size_of::<crate::abi::ibv_sge>() as u32);
+    init.cap.max_inline_data = init.cap.max_inline_data.max(list);
+    init
+}
+
 /// What is asked for beyond `ibv_qp_init_attr`.
 struct Extra {
     pd: *mut ibv_pd,
@@ -120,6 +129,7 @@ unsafe fn create(init: &ibv_qp_init_attr, extra: &Extra) -> Result<*mut ibv_qp> 
     if extra.pd.is_null() || init.send_cq.is_null() || init.recv_cq.is_null() {
         return Err(Errno::INVAL);
     }
+    let init = &roomy(init);
     if init.qp_type != IBV_QPT_RC || !init.srq.is_null() {
         return Err(Errno::NOTSUP);
     }

@@ -1,10 +1,12 @@
 //! The transport: the process's one device (`crate::engine`), which all devices of the list stand for.
 
 use std::{
+    collections::HashMap,
     mem,
     net::{IpAddr, SocketAddr},
     os::fd::{AsRawFd, OwnedFd},
     sync::{Arc, Weak},
+    time::{Duration, Instant},
 };
 
 use roce::{Mtu, RawCm, RawCmEvent, RawEvent, RawId, RejectReason, VerbsError, iface};
@@ -24,10 +26,15 @@ struct Link {
     _engine: Arc<Engine>,
 }
 
+/// How long what is known of an address is believed.
+const FRESH: Duration = Duration::from_millis(500);
+
 /// The real transport. It is opened with the first connection or listener.
 #[derive(Default)]
 pub(crate) struct Facade {
     link: Option<Link>,
+    /// Devices of addresses that were asked for lately.
+    places: HashMap<IpAddr, (Instant, Place)>,
 }
 
 /// Says what a thing of the transport is called.
@@ -174,6 +181,10 @@ impl Backend for Facade {
     type Member = Membership;
 
     fn place_of(&mut self, local: IpAddr) -> Result<Place> {
+        self.places.retain(|_, (seen, _)| seen.elapsed() < FRESH);
+        if let Some((_, place)) = self.places.get(&local) {
+            return Ok(*place);
+        }
         let found = device::list().into_iter().find_map(|d| Some((d, d.gids.find(local)?)));
         let Some((device, index)) = found else {
             return Err(match iface::interface_of(local) {
@@ -181,16 +192,27 @@ impl Backend for Facade {
                 Err(_) => Errno(libc::EADDRNOTAVAIL),
             });
         };
-        Ok(Place {
+        let place = Place {
             index: device.index as u32,
             guid: device.guid(),
             gid_index: u8::try_from(index).map_err(|_| Errno::NODEV)?,
             mtu: path_mtu(device)?,
-        })
+        };
+        self.places.insert(local, (Instant::now(), place));
+        Ok(place)
     }
 
     fn source_for(&mut self, remote: SocketAddr) -> Result<IpAddr> {
-        Ok(iface::route_to(remote.ip())?)
+        let usual = iface::route_to(remote.ip())?;
+        if self.place_of(usual).is_ok() {
+            return Ok(usual);
+        }
+        // The program is confined to other addresses than the one that the system would take: one of the same
+        // interface serves as well.
+        let interface = iface::interface_of(usual)?.0;
+        let beside = device::list().into_iter().find(|d| d.interface == interface);
+        let own = beside.and_then(|d| d.gids.entries().into_iter().find(|(_, ip)| ip.is_ipv4() == usual.is_ipv4()));
+        Ok(own.map_or(usual, |(_, ip)| ip))
     }
 
     fn some_address(&mut self, v6: bool) -> Option<IpAddr> {
