@@ -298,6 +298,8 @@ impl QueuePair {
         if matches!(self.state, QpState::Err | QpState::Sqe)
             && let Some(wqe) = self.sq.pop()
         {
+            // It has taken no packet number.
+            self.sq.tail = wqe.first;
             self.complete_send(ctx, &wqe, WcStatus::FlushError);
         }
         Ok(())
