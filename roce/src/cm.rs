@@ -13,7 +13,7 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use roce_net::EventSink;
+use roce_net::{EventSink, links::LinkChange};
 use roce_port::{ConnId, ListenId, PortCmEvent, PortSpace, ServiceId};
 use roce_verbs::{
     AsyncEvent,
@@ -23,6 +23,7 @@ use roce_verbs::{
 use crate::{
     cq::wait,
     device::{Device, DeviceInner, closed, io_error},
+    port::PortView,
     qp::Qp,
     queue::EventQueue,
 };
@@ -75,16 +76,18 @@ struct Routes {
 pub(crate) struct Router {
     routes: Mutex<Routes>,
     async_events: EventQueue<AsyncEvent>,
+    pub(crate) port: PortView,
 }
 
 /// Asynchronous events that nobody takes: no more are kept.
 const MAX_ASYNC_EVENTS: usize = 1024;
 
 impl Router {
-    pub(crate) fn new(async_events: EventQueue<AsyncEvent>) -> Self {
+    pub(crate) fn new(async_events: EventQueue<AsyncEvent>, port: PortView) -> Self {
         Self {
             routes: Mutex::default(),
             async_events,
+            port,
         }
     }
 
@@ -242,6 +245,12 @@ impl EventSink for Router {
         }
     }
 
+    fn links(&self, changes: Vec<(String, LinkChange)>) {
+        for event in self.port.follow(&changes) {
+            self.async_event(event);
+        }
+    }
+
     fn closed(&self) {
         let mut routes = self.routes.lock();
         routes.closed = true;
@@ -265,6 +274,9 @@ struct IdInner {
 
 impl Drop for IdInner {
     fn drop(&mut self) {
+        if self.device.driver.is_inherited() {
+            return;
+        }
         self.device.router.remove(self.key);
         // On a closed device there is nothing left to end.
         let _ = self.device.driver.with(|port, now| match self.key {
@@ -371,6 +383,9 @@ struct ChannelInner {
 
 impl Drop for ChannelInner {
     fn drop(&mut self) {
+        if self.device.driver.is_inherited() {
+            return;
+        }
         self.queue.close();
         while let Ok(Some(event)) = self.queue.pop() {
             if let Some((_, conn)) = event.request() {

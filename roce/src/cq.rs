@@ -105,12 +105,39 @@ impl Cq {
         self.len() == 0
     }
 
-    pub(crate) fn queue(&self) -> &Arc<Queue> {
-        &self.0.queue
+    /// How many completions it has room for.
+    pub fn capacity(&self) -> u32 {
+        self.0.queue.capacity()
     }
 
-    pub(crate) fn device(&self) -> &Arc<DeviceInner> {
-        &self.0.device
+    /// Changes how many completions it has room for (`ibv_resize_cq`); what waits in it stays.
+    ///
+    /// # Errors
+    /// When it holds more, or at the device's limit.
+    pub fn resize(&self, entries: u32) -> Result<(), VerbsError> {
+        if entries > self.0.device.limits.max_cqe {
+            return Err(VerbsError::Limit("entries of a completion queue"));
+        }
+        self.0
+            .queue
+            .resize(entries)
+            .map_err(|e| VerbsError::Invalid(e.to_string()))
+    }
+
+    /// How many completions wait, counted no further than `max`. Takes none.
+    pub fn peek(&self, max: usize) -> usize {
+        self.0.queue.peek(max)
+    }
+
+    pub(crate) fn check(&self, device: &Arc<DeviceInner>) -> Result<(), VerbsError> {
+        match Arc::ptr_eq(&self.0.device, device) {
+            true => Ok(()),
+            false => Err(VerbsError::Invalid("the completion queue is another device's".into())),
+        }
+    }
+
+    pub(crate) fn queue(&self) -> &Arc<Queue> {
+        &self.0.queue
     }
 
     fn take(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize, VerbsError> {

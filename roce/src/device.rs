@@ -12,12 +12,13 @@ use std::{
 use roce_mem::{MemError, MemoryTable};
 use roce_net::{
     Closed, DatapathCounters, Driver, DriverConfig, OpenError, OpenSockets, Tap, UdpConfig, UdpDatapath, iface,
+    links::LinkWatch,
 };
 use roce_port::{Port, PortConfig, PortCounters, QpnSlot, RxMeta};
 use roce_qp::WindowConfig;
 use roce_verbs::{AsyncEvent, DeviceLimits, Mtu, provider::VerbsError};
 
-use crate::{cm::Router, queue::EventQueue, tap::PcapTap};
+use crate::{cm::Router, port::PortView, queue::EventQueue, tap::PcapTap};
 
 /// How a device is opened.
 #[derive(Clone, Debug)]
@@ -126,6 +127,10 @@ pub(crate) struct DeviceInner {
     pub(crate) background: bool,
     pub(crate) services: Option<Arc<dyn Services>>,
     pub(crate) cqs: AtomicU32,
+    pub(crate) ahs: AtomicU32,
+    pub(crate) srqs: AtomicU32,
+    pub(crate) xrcds: AtomicU32,
+    pub(crate) next_srq: AtomicU32,
     next_cq: AtomicU32,
     addr: IpAddr,
     mtu: Mtu,
@@ -267,10 +272,18 @@ impl Device {
         });
         let mem = Arc::new(MemoryTable::new(random()?, &limits));
         let port = Port::new(port, mem.clone(), random()?);
+        let links = match config.background {
+            true => LinkWatch::new()
+                .map_err(|e| tracing::info!("changes of interfaces are not seen: {e}"))
+                .ok(),
+            false => None,
+        };
         let router = Arc::new(Router::new(
             EventQueue::new().map_err(io_error("making an event queue"))?,
+            PortView::new(config.addr.to_canonical()),
         ));
         let driver = DriverConfig {
+            links,
             background: config.background,
             tap,
             name: format!("roce {}", config.addr),
@@ -286,6 +299,10 @@ impl Device {
             background: config.background,
             services: config.services.clone(),
             cqs: AtomicU32::new(0),
+            ahs: AtomicU32::new(0),
+            srqs: AtomicU32::new(0),
+            xrcds: AtomicU32::new(0),
+            next_srq: AtomicU32::new(1),
             next_cq: AtomicU32::new(1),
             addr: config.addr,
             mtu,
@@ -350,6 +367,12 @@ impl Device {
     /// Advances the device by the calling thread: for programs that poll memory and run no background thread.
     pub fn progress(&self) {
         self.0.driver.empty_poll();
+    }
+
+    /// Whether this is a process that was forked from the one that opened the device. Nothing works here: calls fail, and
+    /// drops do nothing, so that the device stays the other process's.
+    pub fn is_inherited(&self) -> bool {
+        self.0.driver.is_inherited()
     }
 
     /// Whether it is closed, by [`Device::close`] or because it failed.

@@ -33,6 +33,9 @@ struct RawCmInner {
 
 impl Drop for RawCmInner {
     fn drop(&mut self) {
+        if self.device.driver.is_inherited() {
+            return;
+        }
         self.queue.close();
         while let Ok(Some(event)) = self.queue.pop() {
             if let Some((_, conn)) = event.request() {
@@ -58,6 +61,9 @@ pub struct RawId {
 
 impl Drop for RawId {
     fn drop(&mut self) {
+        if self.device.driver.is_inherited() {
+            return;
+        }
         self.device.router.remove(self.key);
         // On a closed device there is nothing left to end.
         let _ = self.device.driver.with(|port, now| match self.key {

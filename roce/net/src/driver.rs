@@ -33,6 +33,7 @@ use crate::{
     datapath::{Datapath, DatapathCounters},
     engine::{Engine, EventSink, Tap},
     links::LinkWatch,
+    sys,
     wake::{TOKEN_LINKS, TOKEN_TIMER, Wake},
 };
 
@@ -90,6 +91,8 @@ struct Shared {
     /// When the application last polled an empty completion queue, nanoseconds.
     last_poll: AtomicU64,
     sink: Arc<dyn EventSink>,
+    /// The process that it was made in ([`sys::generation`]).
+    born: u32,
 }
 
 /// A port in motion. Shared by reference between threads; dropping it stops the background thread.
@@ -127,6 +130,12 @@ impl Drop for Guard<'_> {
 }
 
 impl Shared {
+    /// This is a child of the process that the driver belongs to. Its locks may be held for ever here, and its sockets are
+    /// not ours.
+    fn is_inherited(&self) -> bool {
+        self.born != sys::generation_now()
+    }
+
     fn close(&self) {
         if !self.closed.swap(true, Ordering::AcqRel) {
             self.sink.closed();
@@ -134,14 +143,14 @@ impl Shared {
     }
 
     fn lock(&self) -> Result<Guard<'_>, Closed> {
-        if self.closed.load(Ordering::Acquire) {
+        if self.closed.load(Ordering::Acquire) || self.is_inherited() {
             return Err(Closed);
         }
         Ok(Guard::new(self.engine.lock(), self))
     }
 
     fn try_lock(&self) -> Option<Guard<'_>> {
-        if self.closed.load(Ordering::Acquire) {
+        if self.closed.load(Ordering::Acquire) || self.is_inherited() {
             return None;
         }
         let engine = self.engine.try_lock()?;
@@ -213,6 +222,7 @@ impl Driver {
             empty_polls: AtomicU32::new(0),
             last_poll: AtomicU64::new(0),
             sink,
+            born: sys::generation(),
         });
         let theirs = shared.clone();
         let start = |poll| {
@@ -307,6 +317,9 @@ impl Driver {
     /// The application found completions, or goes to sleep: it may not come back for long, so that packets wake the
     /// background thread again.
     pub fn leave_poll(&self) {
+        if self.is_inherited() {
+            return;
+        }
         self.shared.empty_polls.store(0, Ordering::Relaxed);
         if self.shared.wake.standing_back() {
             self.shared.wake.watch(true);
@@ -315,7 +328,15 @@ impl Driver {
 
     /// Returns when nobody who held the port's lock at the time of the call holds it any more.
     pub fn pass_lock(&self) {
-        drop(self.shared.engine.lock());
+        if !self.is_inherited() {
+            drop(self.shared.engine.lock());
+        }
+    }
+
+    /// Whether this process was forked from the one that made the driver. Every call fails here, and touches neither locks
+    /// nor the wire.
+    pub fn is_inherited(&self) -> bool {
+        self.shared.is_inherited()
     }
 
     /// Receives what is sent to a multicast group on the interface that has the local address, until as many
@@ -324,6 +345,7 @@ impl Driver {
     /// # Errors
     /// When the system refuses, or the datapath can't.
     pub fn join(&self, group: IpAddr, local: IpAddr) -> io::Result<()> {
+        self.check_inherited()?;
         let mut engine = self.shared.engine.lock();
         engine.path.join(group, local)?;
         let done = self.shared.wake.follow(&engine.path.descriptors());
@@ -335,6 +357,9 @@ impl Driver {
 
     /// Takes back one [`Driver::join`].
     pub fn leave(&self, group: IpAddr, local: IpAddr) {
+        if self.is_inherited() {
+            return;
+        }
         let mut engine = self.shared.engine.lock();
         engine.path.leave(group, local);
         if let Err(e) = self.shared.wake.follow(&engine.path.descriptors()) {
@@ -344,6 +369,9 @@ impl Driver {
 
     /// What the port and its datapath have counted.
     pub fn counters(&self) -> (PortCounters, DatapathCounters) {
+        if self.is_inherited() {
+            return Default::default();
+        }
         let engine = self.shared.engine.lock();
         (engine.port.counters(), engine.path.counters())
     }
@@ -353,16 +381,28 @@ impl Driver {
     /// # Errors
     /// When the system refuses.
     pub fn set_receive_buffer(&self, bytes: usize) -> io::Result<usize> {
+        self.check_inherited()?;
         self.shared.engine.lock().path.set_receive_buffer(bytes)
     }
 
-    /// Whether it has stopped.
+    fn check_inherited(&self) -> io::Result<()> {
+        match self.is_inherited() {
+            true => Err(io::ErrorKind::NotConnected.into()),
+            false => Ok(()),
+        }
+    }
+
+    /// Whether it has stopped, or is another process's.
     pub fn is_closed(&self) -> bool {
-        self.shared.closed.load(Ordering::Acquire)
+        self.shared.closed.load(Ordering::Acquire) || self.is_inherited()
     }
 
     /// Stops: sends what is still to be sent, ends the background thread, and lets every later call fail.
     pub fn close(&self) {
+        if self.is_inherited() {
+            // The thread is not there to be joined either.
+            return;
+        }
         if let Ok(mut guard) = self.shared.lock() {
             let engine = &mut *guard.engine;
             engine.pass(now(), BUDGET);

@@ -9,6 +9,10 @@ use std::{
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
+    sync::{
+        Once,
+        atomic::{AtomicU32, Ordering},
+    },
     time::Duration,
 };
 
@@ -18,6 +22,31 @@ pub(crate) use msg::{Origin, RecvRing, SendQueue};
 
 /// `linux/in6.h`; not in `libc`.
 pub(crate) const IPV6_MULTICAST_ALL: c_int = 29;
+
+/// How many forks lie between the first process that asked and this one.
+static FORKS: AtomicU32 = AtomicU32::new(0);
+
+extern "C" fn in_child() {
+    FORKS.fetch_add(1, Ordering::Relaxed);
+}
+
+/// A number that is another one in every forked child.
+pub(crate) fn generation() -> u32 {
+    static WATCH: Once = Once::new();
+    WATCH.call_once(|| {
+        // SAFETY: the handler is a plain function, and only adds to an atomic number.
+        let failed = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+        if failed != 0 {
+            tracing::error!("pthread_atfork failed: forked children must not use devices");
+        }
+    });
+    FORKS.load(Ordering::Relaxed)
+}
+
+/// The same without watching: for places where the number has been asked for before.
+pub(crate) fn generation_now() -> u32 {
+    FORKS.load(Ordering::Relaxed)
+}
 
 /// Turns a `-1` into the error of this thread.
 fn check(result: c_int) -> io::Result<c_int> {
