@@ -105,7 +105,8 @@ impl FdSet {
     }
 
     pub(crate) fn contains(&self, fd: RawFd) -> bool {
-        self.word(fd).is_some_and(|(w, bit)| w.load(Ordering::Acquire) & bit != 0)
+        self.word(fd)
+            .is_some_and(|(w, bit)| w.load(Ordering::Acquire) & bit != 0)
     }
 
     /// # Errors

@@ -11,9 +11,9 @@ use super::{
     addr::{self, Addr},
     backend::Backend,
     context::{Context, Service},
+    event::Event,
     qp_attr, query,
     state::Op,
-    event::Event,
     ucma::Ucma,
 };
 
@@ -248,7 +248,11 @@ impl<B: Backend> Ucma<B> {
         let ctx = self.get(c.fd, cmd.id)?;
         let value = read(cmd.optval, len)?;
         let byte = || <[u8; 1]>::try_from(&value[..]).map(|[b]| b).map_err(|_| Errno::INVAL);
-        let flag = || <[u8; 4]>::try_from(&value[..]).map(|b| b != [0; 4]).map_err(|_| Errno::INVAL);
+        let flag = || {
+            <[u8; 4]>::try_from(&value[..])
+                .map(|b| b != [0; 4])
+                .map_err(|_| Errno::INVAL)
+        };
         match (cmd.level, cmd.optname) {
             (option::LEVEL_ID, option::ID_TOS) => ctx.tos = byte()?,
             (option::LEVEL_ID, option::ID_ACK_TIMEOUT) => {

@@ -7,8 +7,7 @@ use std::{
 
 use roce::{Psn, Qpn, RejectReason, verbs::QKey};
 use roce_cm::{
-    AcceptArgs, ConnParams, ConnTransport, ConnectArgs, ListenArgs, RemoteQp, ResolveArgs, SidrAnswer,
-    mad::sidr_status,
+    AcceptArgs, ConnParams, ConnTransport, ConnectArgs, ListenArgs, RemoteQp, ResolveArgs, SidrAnswer, mad::sidr_status,
 };
 
 use super::{
@@ -288,12 +287,16 @@ impl<B: Backend> Ucma<B> {
     ) {
         // A request that can't be reported is dropped, which refuses it.
         let Some(listener) = self.by_key(listener) else { return };
-        let Some((ctx, backend)) = self.parts(listener) else { return };
+        let Some((ctx, backend)) = self.parts(listener) else {
+            return;
+        };
         let other_family = ctx.local.ip().is_some_and(|a| a.is_ipv4() != way.0.is_ipv4());
         if other_family && ctx.afonly == Some(true) {
             return;
         }
-        let Ok(place) = backend.place_of(way.0.ip()) else { return };
+        let Ok(place) = backend.place_of(way.0.ip()) else {
+            return;
+        };
         let service = match path {
             Some(path) => Service::Connected(path.transport),
             None => Service::Datagram,
@@ -304,14 +307,18 @@ impl<B: Backend> Ucma<B> {
         (new.tos, new.ack_timeout) = (ctx.tos, ctx.ack_timeout);
         new.state = State::Connect;
         let param = path.map_or(Param::None, Param::Conn);
-        let event = Event::new(EventType::ConnectRequest).with(param).with_data(private_data);
+        let event = Event::new(EventType::ConnectRequest)
+            .with(param)
+            .with_data(private_data);
         let request = self.insert(new);
         self.tell_request(listener, request, &event);
     }
 
     fn on_reply(&mut self, key: u64, path: RemoteQp, private_data: Vec<u8>) {
         let id = self.by_key(key);
-        let Some((ctx, _)) = id.and_then(|id| self.parts(id)) else { return };
+        let Some((ctx, _)) = id.and_then(|id| self.parts(id)) else {
+            return;
+        };
         ctx.path = Some(path);
         let event = Event::new(EventType::ConnectResponse).with(Param::Conn(path));
         self.on_progress(key, Op::Progress, &event.with_data(private_data));
@@ -319,7 +326,9 @@ impl<B: Backend> Ucma<B> {
 
     fn on_resolved(&mut self, key: u64, answer: SidrAnswer) {
         let id = self.by_key(key);
-        let Some((ctx, _)) = id.and_then(|id| self.parts(id)) else { return };
+        let Some((ctx, _)) = id.and_then(|id| self.parts(id)) else {
+            return;
+        };
         let event = if answer.status != sidr_status::SUCCESS {
             Event::failed(EventType::Unreachable, answer.status.into())
         } else if let Err(e) = ctx.set_qkey(answer.qkey.0) {

@@ -28,11 +28,7 @@ pub(crate) enum Param {
     /// The peer's queue pair, and what it offers.
     Conn(RemoteQp),
     /// Where datagrams are to be sent.
-    Ud {
-        qpn: u32,
-        qkey: u32,
-        ah: AhAttr,
-    },
+    Ud { qpn: u32, qkey: u32, ah: AhAttr },
 }
 
 impl Event {

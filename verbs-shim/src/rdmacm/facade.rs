@@ -149,9 +149,7 @@ fn translate(event: RawEvent) -> Option<News<Id>> {
                 private_data,
             },
         },
-        RawCmEvent::Reply {
-            path, private_data, ..
-        } => News::Reply {
+        RawCmEvent::Reply { path, private_data, .. } => News::Reply {
             key,
             path,
             private_data,
@@ -211,7 +209,12 @@ impl Backend for Facade {
         // interface serves as well.
         let interface = iface::interface_of(usual)?.0;
         let beside = device::list().into_iter().find(|d| d.interface == interface);
-        let own = beside.and_then(|d| d.gids.entries().into_iter().find(|(_, ip)| ip.is_ipv4() == usual.is_ipv4()));
+        let own = beside.and_then(|d| {
+            d.gids
+                .entries()
+                .into_iter()
+                .find(|(_, ip)| ip.is_ipv4() == usual.is_ipv4())
+        });
         Ok(own.map_or(usual, |(_, ip)| ip))
     }
 

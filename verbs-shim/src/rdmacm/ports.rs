@@ -183,11 +183,25 @@ mod tests {
     fn a_port_has_one_owner_per_address() {
         let mut ports = Ports::default();
         assert_eq!(ports.bind(SPACE, owner(1, "127.0.0.1:7471")), Ok(7471));
-        assert_eq!(ports.bind(SPACE, owner(2, "127.0.0.1:7471")), Err(Errno(libc::EADDRINUSE)));
-        assert_eq!(ports.bind(SPACE, owner(2, "0.0.0.0:7471")), Err(Errno(libc::EADDRNOTAVAIL)));
+        assert_eq!(
+            ports.bind(SPACE, owner(2, "127.0.0.1:7471")),
+            Err(Errno(libc::EADDRINUSE))
+        );
+        assert_eq!(
+            ports.bind(SPACE, owner(2, "0.0.0.0:7471")),
+            Err(Errno(libc::EADDRNOTAVAIL))
+        );
         assert_eq!(ports.bind(SPACE, owner(2, "127.0.0.2:7471")), Ok(7471));
-        assert_eq!(ports.bind(0x0111, owner(3, "127.0.0.1:7471")), Ok(7471), "another port space");
-        assert_eq!(ports.bind(SPACE, owner(4, "[::1]:7471")), Ok(7471), "another IP version");
+        assert_eq!(
+            ports.bind(0x0111, owner(3, "127.0.0.1:7471")),
+            Ok(7471),
+            "another port space"
+        );
+        assert_eq!(
+            ports.bind(SPACE, owner(4, "[::1]:7471")),
+            Ok(7471),
+            "another IP version"
+        );
         ports.release(SPACE, 7471, 1);
         assert_eq!(ports.bind(SPACE, owner(5, "127.0.0.1:7471")), Ok(7471));
     }

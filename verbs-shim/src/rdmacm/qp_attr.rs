@@ -27,9 +27,7 @@ fn if_reliable(transport: ConnTransport, mask: QpAttrMask) -> QpAttrMask {
     }
 }
 
-const INIT: QpAttrMask = QpAttrMask::STATE
-    .union(QpAttrMask::PKEY_INDEX)
-    .union(QpAttrMask::PORT);
+const INIT: QpAttrMask = QpAttrMask::STATE.union(QpAttrMask::PKEY_INDEX).union(QpAttrMask::PORT);
 
 /// The attributes for a transition to `state` (`enum ibv_qp_state`).
 ///

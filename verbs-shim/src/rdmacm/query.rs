@@ -5,7 +5,9 @@ use roce_cm::cma::{self, ServiceId};
 
 use super::{
     Errno, Result,
-    abi::{AhAttr, PATH_FLAGS, PackedPath, PathRecData, QueryAddrResp, QueryPathResp, QueryRouteResp, UserPathRec, zeroed},
+    abi::{
+        AhAttr, PATH_FLAGS, PackedPath, PathRecData, QueryAddrResp, QueryPathResp, QueryRouteResp, UserPathRec, zeroed,
+    },
     addr::{Addr, IbAddr},
     backend::Backend,
     context::Context,

@@ -18,9 +18,8 @@ use super::{
 /// Whether IPv6 sockets leave IPv4 to others unless they say otherwise (`net.ipv6.bindv6only`).
 fn v6_only() -> bool {
     static SETTING: OnceLock<bool> = OnceLock::new();
-    *SETTING.get_or_init(|| {
-        std::fs::read_to_string("/proc/sys/net/ipv6/bindv6only").is_ok_and(|text| text.trim() != "0")
-    })
+    *SETTING
+        .get_or_init(|| std::fs::read_to_string("/proc/sys/net/ipv6/bindv6only").is_ok_and(|text| text.trim() != "0"))
 }
 
 /// The port space of a local address: an InfiniBand address names its own (`cma_select_ib_ps`).

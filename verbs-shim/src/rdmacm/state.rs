@@ -83,15 +83,29 @@ mod tests {
     /// The active side's, the passive side's and the listener's way; everything else is refused.
     #[test]
     fn only_the_ways_of_cma_are_legal() {
-        let way = [Op::Bind, Op::ResolveAddr, Op::ResolveRoute, Op::Connect, Op::Disconnected];
+        let way = [
+            Op::Bind,
+            Op::ResolveAddr,
+            Op::ResolveRoute,
+            Op::Connect,
+            Op::Disconnected,
+        ];
         let end = way.into_iter().try_fold(State::Idle, State::after);
         assert_eq!(end, Some(State::Disconnect));
         assert_eq!(State::Idle.after(Op::Listen), Some(State::Listen));
         for state in State::ALL {
             assert_eq!(state.after(Op::Bind).is_some(), state == State::Idle, "{state:?}");
-            assert_eq!(state.after(Op::Connect).is_some(), state == State::RouteResolved, "{state:?}");
+            assert_eq!(
+                state.after(Op::Connect).is_some(),
+                state == State::RouteResolved,
+                "{state:?}"
+            );
             assert_eq!(state.after(Op::Accept).is_some(), state == State::Connect, "{state:?}");
-            assert_eq!(state.after(Op::TimewaitExit).is_some(), state == State::Disconnect, "{state:?}");
+            assert_eq!(
+                state.after(Op::TimewaitExit).is_some(),
+                state == State::Disconnect,
+                "{state:?}"
+            );
         }
         assert_eq!(State::Listen.after(Op::Connect), None);
         assert_eq!(State::Connect.after(Op::Listen), None);

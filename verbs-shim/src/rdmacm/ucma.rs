@@ -73,7 +73,12 @@ impl<B: Backend> Ucma<B> {
 
     /// Forgets a channel with all its ids. Its descriptor stays open: the caller closes it.
     pub(crate) fn close_channel(&mut self, fd: RawFd) {
-        let ids: Vec<u32> = self.ids.iter().filter(|(_, c)| c.channel == fd).map(|(id, _)| *id).collect();
+        let ids: Vec<u32> = self
+            .ids
+            .iter()
+            .filter(|(_, c)| c.channel == fd)
+            .map(|(id, _)| *id)
+            .collect();
         for id in ids {
             self.remove(id);
         }
@@ -268,7 +273,11 @@ impl<B: Backend> Ucma<B> {
 
     /// The transport has stopped: every id with a device hears of it.
     pub(crate) fn device_gone(&mut self) {
-        let ids: Vec<u32> = self.all().filter(|(_, c)| c.place.is_some()).map(|(id, _)| id).collect();
+        let ids: Vec<u32> = self
+            .all()
+            .filter(|(_, c)| c.place.is_some())
+            .map(|(id, _)| id)
+            .collect();
         for id in ids {
             self.tell(id, &Event::new(EventType::DeviceRemoval));
         }
@@ -276,7 +285,9 @@ impl<B: Backend> Ucma<B> {
 
     /// Changes a port's owner as its id changed.
     pub(crate) fn update_owner(&mut self, id: u32) {
-        let Some(ctx) = self.ids.get(&id).filter(|c| c.bound) else { return };
+        let Some(ctx) = self.ids.get(&id).filter(|c| c.bound) else {
+            return;
+        };
         let (space, local, remote): (u16, Addr, Addr) = (ctx.space as u16, ctx.local, ctx.remote);
         let (reuse, afonly) = (ctx.reuse, ctx.afonly);
         self.ports.update(space, local.port(), id, |o| {
