@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use roce::{Mtu, RawCm, RawCmEvent, RawEvent, RawId, RejectReason, VerbsError, iface};
+use roce::{Membership, Mtu, RawCm, RawCmEvent, RawEvent, RawId, RejectReason, VerbsError, iface};
 use roce_cm::{AcceptArgs, ConnectArgs, ListenArgs, ResolveArgs, SidrAnswer};
 
 use super::{
@@ -23,7 +23,7 @@ use crate::{config, device, engine::Engine};
 struct Link {
     cm: Arc<RawCm>,
     /// Keeps the device open.
-    _engine: Arc<Engine>,
+    engine: Arc<Engine>,
 }
 
 /// How long what is known of an address is believed.
@@ -46,10 +46,6 @@ impl Handle for Id {
     }
 }
 
-/// Membership in a group. Attaching a queue pair to it is what joins it on the network (`ibv_attach_mcast`); who only
-/// sends need not join.
-pub(crate) struct Membership;
-
 impl Facade {
     fn cm(&mut self) -> Result<&RawCm> {
         if self.link.is_none() {
@@ -60,7 +56,7 @@ impl Facade {
             std::thread::Builder::new()
                 .name("ferroce cm".into())
                 .spawn(move || bring_news(&weak, &readable))?;
-            self.link = Some(Link { cm, _engine: engine });
+            self.link = Some(Link { cm, engine });
         }
         self.link.as_ref().map(|l| &*l.cm).ok_or(Errno::IO)
     }
@@ -176,7 +172,8 @@ fn path_mtu(device: &device::VerbsDevice) -> Result<Mtu> {
 
 impl Backend for Facade {
     type Handle = Id;
-    type Member = Membership;
+    /// None for who only sends.
+    type Member = Option<Membership>;
 
     fn place_of(&mut self, local: IpAddr) -> Result<Place> {
         self.places.retain(|_, (seen, _)| seen.elapsed() < FRESH);
@@ -265,7 +262,12 @@ impl Backend for Facade {
         Ok(conn.0.disconnect()?)
     }
 
-    fn join(&mut self, _local: IpAddr, _group: IpAddr, _send_only: bool) -> Result<Membership> {
-        Ok(Membership)
+    fn join(&mut self, local: IpAddr, group: IpAddr, send_only: bool) -> Result<Option<Membership>> {
+        if send_only {
+            return Ok(None);
+        }
+        self.cm()?;
+        let link = self.link.as_ref().ok_or(Errno::IO)?;
+        Ok(Some(link.engine.device.join_group(group, local)?))
     }
 }
