@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use libc::c_int;
-use roce::AddressVector;
+use roce::{AddressHandle, AddressVector, NetworkHeader};
 
 use crate::{
-    abi::{ibv_ah, ibv_ah_attr, ibv_context, ibv_gid, ibv_grh, ibv_pd, ibv_wc},
+    abi::{ibv_ah, ibv_ah_attr, ibv_context, ibv_grh, ibv_pd, ibv_wc},
     context::{Context, Core},
     gids,
     pd::{Pd, Users},
@@ -23,7 +23,7 @@ const WC_GRH: u32 = 1;
 pub(crate) struct Ah {
     abi: ibv_ah,
     core: Arc<Core>,
-    pub(crate) av: AddressVector,
+    pub(crate) inner: AddressHandle,
     _user: Users,
 }
 
@@ -72,8 +72,8 @@ unsafe extern "C" fn ibv_create_ah(pd: *mut ibv_pd, attr: *mut ibv_ah_attr) -> *
     ret::pointer(|| {
         // SAFETY: the program passes a domain of ours and attributes.
         let (domain, attr) = unsafe { (Pd::of(pd), &*attr) };
-        domain.core.alive()?;
-        let av = address_vector(&domain.core, attr)?;
+        let device = &domain.engine()?.device;
+        let inner = device.create_ah(&domain.inner, &address_vector(&domain.core, attr)?)?;
         let ah = Box::leak(Box::new(Ah {
             abi: ibv_ah {
                 // SAFETY: as above.
@@ -82,7 +82,7 @@ unsafe extern "C" fn ibv_create_ah(pd: *mut ibv_pd, attr: *mut ibv_ah_attr) -> *
                 handle: 1,
             },
             core: domain.core.clone(),
-            av,
+            inner,
             _user: domain.user(),
         }));
         Ok(&raw mut ah.abi)
@@ -101,59 +101,14 @@ unsafe extern "C" fn ibv_destroy_ah(ah: *mut ibv_ah) -> c_int {
     })
 }
 
-/// What the 40 bytes before a datagram say: source, destination, traffic class.
-struct Header {
-    source: ibv_gid,
-    destination: ibv_gid,
-    traffic_class: u8,
-    flow_label: u32,
-}
-
-/// IPv4 is in the last 20 bytes (IBTA A17.4.5.2), IPv6 in all.
-fn parse(grh: &[u8; 40]) -> Header {
-    let gid = |at: usize| {
-        let mut raw = [0; 16];
-        raw.copy_from_slice(&grh[at..at + 16]);
-        ibv_gid { raw }
-    };
-    let v4 = |at: usize| {
-        let ip = [grh[at], grh[at + 1], grh[at + 2], grh[at + 3]];
-        gids::gid_of(std::net::IpAddr::from(ip))
-    };
-    let is_v4 = grh[20] == 0x45 && checksum_ok(&grh[20..]);
-    if is_v4 {
-        return Header {
-            source: v4(32),
-            destination: v4(36),
-            traffic_class: grh[21],
-            flow_label: 0,
-        };
-    }
-    let first = u32::from_be_bytes([grh[0], grh[1], grh[2], grh[3]]);
-    Header {
-        source: gid(8),
-        destination: gid(24),
-        traffic_class: (first >> 20) as u8,
-        flow_label: first & 0x000f_ffff,
-    }
-}
-
-/// The checksum of an IPv4 header, which tells it from bytes of an IPv6 address. What a device made itself may be zero.
-fn checksum_ok(header: &[u8]) -> bool {
-    let words = header.chunks_exact(2).map(|w| u32::from(u16::from_be_bytes([w[0], w[1]])));
-    let sum: u32 = words.sum();
-    let folded = (sum & 0xffff) + (sum >> 16);
-    header[10..12] == [0, 0] || folded == 0xffff
-}
-
 fn reply_to(core: &Core, port: u8, wc: &ibv_wc, grh: *const ibv_grh) -> Result<ibv_ah_attr> {
     if port != 1 || wc.wc_flags & WC_GRH == 0 || grh.is_null() {
         // On Ethernet the address is in the header and nowhere else.
         return Err(Errno::INVAL);
     }
     // SAFETY: the program passes the first 40 bytes of what was received.
-    let header = parse(unsafe { &(*grh).bytes });
-    let ours = gids::ip_of(&header.destination);
+    let header = NetworkHeader::parse(unsafe { &(*grh).bytes });
+    let ours = header.destination;
     // To a group: answered from any address of the same kind.
     let index = core.device.gids.find(ours).or_else(|| {
         let entries = core.device.gids.entries();
@@ -168,7 +123,7 @@ fn reply_to(core: &Core, port: u8, wc: &ibv_wc, grh: *const ibv_grh) -> Result<i
         port_num: port,
         ..ibv_ah_attr::default()
     };
-    attr.grh.dgid = header.source;
+    attr.grh.dgid = gids::gid_of(header.source);
     attr.grh.sgid_index = index.and_then(|i| u8::try_from(i).ok()).ok_or(Errno::INVAL)?;
     attr.grh.hop_limit = 0xff;
     attr.grh.traffic_class = header.traffic_class;

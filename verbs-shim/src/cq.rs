@@ -228,6 +228,20 @@ pub(crate) unsafe extern "C" fn req_notify_cq(cq: *mut ibv_cq, solicited_only: c
     })
 }
 
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_resize_cq(cq: *mut ibv_cq, entries: c_int) -> c_int {
+    ret::code(|| {
+        // SAFETY: the program passes a queue of ours.
+        let this = unsafe { Cq::of(cq) };
+        this.core.alive()?;
+        let count = u32::try_from(entries).ok().filter(|n| *n > 0).ok_or(Errno::INVAL)?;
+        this.inner.resize(count)?;
+        // SAFETY: the public part's field.
+        unsafe { (&raw mut (*cq).cqe).write(entries) };
+        Ok(())
+    })
+}
+
 /// Moderation: events are never held back, which any wish for fewer allows.
 pub(crate) unsafe extern "C" fn modify_cq(_cq: *mut ibv_cq, attr: *mut ibv_modify_cq_attr) -> c_int {
     ret::code(|| {

@@ -7,9 +7,7 @@ use parking_lot::{RawMutex, lock_api::RawMutex as _};
 use roce::Completion;
 
 use crate::{
-    abi::{
-        CQ_WC_FLAGS, c_enum, ibv_context, ibv_cq, ibv_cq_ex, ibv_cq_init_attr_ex, ibv_poll_cq_attr, ibv_wc_tm_info,
-    },
+    abi::{CQ_WC_FLAGS, c_enum, ibv_context, ibv_cq, ibv_cq_ex, ibv_cq_init_attr_ex, ibv_poll_cq_attr, ibv_wc_tm_info},
     cq::{self, Cq, CqInit},
     ret::{self, Errno, Result},
 };

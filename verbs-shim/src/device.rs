@@ -54,10 +54,7 @@ impl VerbsDevice {
         };
         put(&mut abi.name, &name);
         put(&mut abi.dev_name, &format!("uverbs{index}"));
-        put(
-            &mut abi.dev_path,
-            &format!("/sys/class/infiniband_verbs/uverbs{index}"),
-        );
+        put(&mut abi.dev_path, &format!("/sys/class/infiniband_verbs/uverbs{index}"));
         put(&mut abi.ibdev_path, &format!("/sys/class/infiniband/{name}"));
         Self {
             abi,

@@ -10,6 +10,7 @@ use std::{
 };
 
 use roce::{AsyncEvent, Device, DeviceConfig, verbs::EventSource};
+use roce_broker::Membership;
 
 use crate::{
     abi::{c_enum, event},
@@ -18,11 +19,14 @@ use crate::{
     events::{Entry, Target},
     fork,
     ret::{Errno, Result},
+    sharing,
 };
 
 /// The transport, and the thread that hands its events to the contexts.
 pub(crate) struct Engine {
     pub(crate) device: Device,
+    /// Our place among the processes of this address, unless they don't share it.
+    sharing: Option<Arc<Membership>>,
     objects: Mutex<Objects>,
     stop: OwnedFd,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -34,6 +38,8 @@ pub(crate) struct Objects {
     pub(crate) qps: HashMap<u32, Target>,
     pub(crate) cqs: HashMap<u32, Target>,
     pub(crate) srqs: HashMap<u32, Target>,
+    /// XRC domains that were opened by file: device and inode, and how often.
+    pub(crate) xrcds: HashMap<(u64, u64), (roce::Xrcd, usize)>,
     /// Contexts, for what concerns the port.
     pub(crate) contexts: Vec<Weak<crate::context::Core>>,
 }
@@ -105,6 +111,7 @@ impl Engine {
         let mut wanted = DeviceConfig::new(bind_address());
         wanted.mtu = config::mtu();
         wanted.pcap = config::pcap();
+        let sharing = sharing::join(&mut wanted)?;
         let device = Device::open(wanted).map_err(|e| {
             config::complain(format_args!("{e}"));
             Errno::from(e)
@@ -119,15 +126,24 @@ impl Engine {
         let ends = (device.async_fd().try_clone_to_owned()?, stop.try_clone()?);
         let engine = Arc::new(Self {
             device,
+            sharing,
             objects: Mutex::default(),
             stop,
             thread: Mutex::new(None),
         });
         let weak = Arc::downgrade(&engine);
+        if let Some(membership) = &engine.sharing {
+            sharing::deliver_to(membership, weak.clone());
+        }
         let thread = std::thread::Builder::new().name("ferroce events".into());
         let thread = thread.spawn(move || hand_out(&weak, &ends.0, &ends.1))?;
         *engine.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
         Ok(engine)
+    }
+
+    /// Our place among the processes of this address, unless they don't share it.
+    pub(crate) fn sharing(&self) -> Option<&Arc<Membership>> {
+        self.sharing.as_ref()
     }
 
     /// The tables of objects.

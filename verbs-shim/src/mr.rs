@@ -178,7 +178,11 @@ unsafe extern "C" fn ibv_rereg_mr(
         // SAFETY: a domain of ours.
         let domain = unsafe { Pd::of(new_pd) };
         let mut state = this.state.lock();
-        let rights = if what & change::ACCESS != 0 { flags as u32 } else { state.access };
+        let rights = if what & change::ACCESS != 0 {
+            flags as u32
+        } else {
+            state.access
+        };
         let old = state.inner.as_ref();
         let range = match what & change::TRANSLATION {
             0 => Range {
@@ -209,11 +213,17 @@ unsafe extern "C" fn ibv_rereg_mr(
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_dereg_mr(mr: *mut ibv_mr) -> c_int {
     ret::code(|| {
-        // SAFETY: boxed by `reg`; the program does not use it again.
-        let this = unsafe { Box::from_raw(mr.cast::<Mr>()) };
+        // SAFETY: the program passes a region of ours.
+        let this = unsafe { &*mr.cast::<Mr>() };
         if this.core.alive().is_err() {
-            std::mem::forget(this);
+            // A forked child's copy: the region is the parent's.
+            return Ok(());
         }
+        if let Some(inner) = &this.state.lock().inner {
+            inner.deregister()?;
+        }
+        // SAFETY: boxed by `reg`; the program does not use it again.
+        drop(unsafe { Box::from_raw(mr.cast::<Mr>()) });
         Ok(())
     })
 }

@@ -118,7 +118,9 @@ pub(crate) unsafe extern "C" fn alloc_td(context: *mut ibv_context, attr: *mut u
         if unsafe { *attr } != 0 {
             return Err(Errno::NOTSUP);
         }
-        let td = Box::leak(Box::new(Td { abi: ibv_td { context } }));
+        let td = Box::leak(Box::new(Td {
+            abi: ibv_td { context },
+        }));
         Ok(&raw mut td.abi)
     })
 }

@@ -2,8 +2,8 @@
 
 use libc::c_int;
 use roce::{
-    AccessFlags, LKey, QueuePair, RKey, RecvWr, RemoteAddr, SendFlags, SendOp,
-    verbs::{Datagram, QKey, Qpn, Srqn, Target, wr::BindWindow},
+    AccessFlags, LKey, QKey, Qpn, QueuePair, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, Srqn, Target,
+    verbs::wr::BindWindow,
 };
 use smallvec::SmallVec;
 
@@ -112,12 +112,9 @@ pub(crate) unsafe fn datagram(ah: *mut crate::abi::ibv_ah, qpn: u32, qkey: u32) 
     if ah.is_null() {
         return Err(Errno::INVAL);
     }
-    Ok(Target::Datagram(Datagram {
-        // SAFETY: the caller's promise.
-        av: unsafe { Ah::of(ah) }.av,
-        qpn: Qpn::new(qpn),
-        qkey: QKey(qkey),
-    }))
+    // SAFETY: the caller's promise.
+    let ah = unsafe { Ah::of(ah) };
+    Ok(Target::Datagram(ah.inner.to(Qpn::new(qpn), QKey(qkey))))
 }
 
 /// Adds a work request to a batch.
@@ -152,11 +149,7 @@ unsafe fn add(batch: &mut Batch, qp: &Qp, wr: &ibv_send_wr) -> Result<()> {
     Ok(())
 }
 
-pub(crate) unsafe extern "C" fn post_send(
-    qp: *mut ibv_qp,
-    wr: *mut ibv_send_wr,
-    bad: *mut *mut ibv_send_wr,
-) -> c_int {
+pub(crate) unsafe extern "C" fn post_send(qp: *mut ibv_qp, wr: *mut ibv_send_wr, bad: *mut *mut ibv_send_wr) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a queue pair of ours.
         let this = unsafe { Qp::of(qp) };
@@ -238,11 +231,7 @@ pub(crate) unsafe fn each_recv(
     done
 }
 
-pub(crate) unsafe extern "C" fn post_recv(
-    qp: *mut ibv_qp,
-    wr: *mut ibv_recv_wr,
-    bad: *mut *mut ibv_recv_wr,
-) -> c_int {
+pub(crate) unsafe extern "C" fn post_recv(qp: *mut ibv_qp, wr: *mut ibv_recv_wr, bad: *mut *mut ibv_recv_wr) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a queue pair of ours.
         let this = unsafe { Qp::of(qp) };

@@ -3,15 +3,13 @@
 use std::{cell::UnsafeCell, ptr, sync::Arc};
 
 use libc::c_int;
-use roce::{
-    PostError, QpCaps, QpInit, QueuePair,
-    verbs::{SendRequest, Target},
-};
+use roce::{PostError, QpCaps, QpOptions, QpType, QueuePair, SendRequest};
 
 use crate::{
     abi::{
-        IBV_QPT_RC, SEND_OPS, c_enum, ibv_ah_attr, ibv_context, ibv_pd, ibv_qp, ibv_qp_attr, ibv_qp_cap, ibv_qp_ex,
-        ibv_qp_init_attr, ibv_qp_init_attr_ex, qp_init,
+        IBV_QPT_RC, IBV_QPT_UC, IBV_QPT_UD, IBV_QPT_XRC_RECV, IBV_QPT_XRC_SEND, SEND_OPS, c_enum, ibv_ah_attr,
+        ibv_context, ibv_pd, ibv_qp, ibv_qp_attr, ibv_qp_cap, ibv_qp_ex, ibv_qp_init_attr, ibv_qp_init_attr_ex,
+        ibv_xrcd, qp_init,
     },
     context::Core,
     cq::Cq,
@@ -19,7 +17,9 @@ use crate::{
     pd::{Pd, Users},
     qpattr,
     ret::{self, Errno, Result},
+    srq::Srq,
     wrex::{self, Builder},
+    xrc::Xrcd,
 };
 
 /// A queue pair; always the extended structure, whichever call made it.
@@ -52,6 +52,10 @@ impl Qp {
         &self.inner
     }
 
+    pub(crate) fn core(&self) -> &Core {
+        &self.core
+    }
+
     pub(crate) fn alive(&self) -> Result<()> {
         self.core.alive()
     }
@@ -82,18 +86,23 @@ impl Qp {
     /// # Errors
     /// With the number of work requests that were accepted before.
     pub(crate) fn post(&self, requests: &[SendRequest<'_>]) -> std::result::Result<(), (usize, PostError)> {
-        let mut wrs: smallvec::SmallVec<[roce::SendWr<'_>; 2]> = smallvec::SmallVec::new();
-        for (i, request) in requests.iter().enumerate() {
-            if request.target != Target::Peer {
-                return Err((i, PostError::Invalid("only connected queue pairs")));
-            }
-            wrs.push(request.wr);
-        }
-        self.inner.post_send(&wrs)
+        self.inner.post_requests(requests)
     }
 
     fn public(&self) -> *mut ibv_qp {
         self.abi.get().cast()
+    }
+}
+
+/// The transport service of an `ibv_qp_type`.
+fn service(kind: c_enum) -> Result<QpType> {
+    match kind {
+        IBV_QPT_RC => Ok(QpType::Rc),
+        IBV_QPT_UC => Ok(QpType::Uc),
+        IBV_QPT_UD => Ok(QpType::Ud),
+        IBV_QPT_XRC_SEND => Ok(QpType::XrcIni),
+        IBV_QPT_XRC_RECV => Ok(QpType::XrcTgt),
+        _ => Err(Errno::NOTSUP),
     }
 }
 
@@ -112,41 +121,62 @@ fn caps(c: &ibv_qp_cap) -> QpCaps {
 /// rdma_xclient relies on.
 fn roomy(init: &ibv_qp_init_attr) -> ibv_qp_init_attr {
     let mut init = *init;
-    let list = init.cap.max_send_sge.saturating_mul(size_of::<crate::abi::ibv_sge>() as u32);
+    let list = init
+        .cap
+        .max_send_sge
+        .saturating_mul(size_of::<crate::abi::ibv_sge>() as u32);
     init.cap.max_inline_data = init.cap.max_inline_data.max(list);
     init
 }
 
 /// What is asked for beyond `ibv_qp_init_attr`.
 struct Extra {
+    context: *mut ibv_context,
     pd: *mut ibv_pd,
+    xrcd: *mut ibv_xrcd,
     extended: bool,
 }
 
 /// # Safety
 /// The pointers in `init` and `extra` are null or objects of ours.
 unsafe fn create(init: &ibv_qp_init_attr, extra: &Extra) -> Result<*mut ibv_qp> {
-    if extra.pd.is_null() || init.send_cq.is_null() || init.recv_cq.is_null() {
-        return Err(Errno::INVAL);
-    }
     let init = &roomy(init);
-    if init.qp_type != IBV_QPT_RC || !init.srq.is_null() {
-        return Err(Errno::NOTSUP);
-    }
-    // SAFETY: the caller's promise.
-    let (domain, send_cq, recv_cq) = unsafe { (Pd::of(extra.pd), Cq::of(init.send_cq), Cq::of(init.recv_cq)) };
-    let engine = domain.engine()?;
-    let args = QpInit {
-        send_cq: &send_cq.inner,
-        recv_cq: &recv_cq.inner,
+    let qp_type = service(init.qp_type)?;
+    // SAFETY: the caller's promise, for each that is not null.
+    let (domain, xrcd, srq, send_cq, recv_cq) = unsafe {
+        (
+            (!extra.pd.is_null()).then(|| Pd::of(extra.pd)),
+            (!extra.xrcd.is_null()).then(|| Xrcd::of(extra.xrcd)),
+            (!init.srq.is_null()).then(|| Srq::of(init.srq)),
+            (!init.send_cq.is_null()).then(|| Cq::of(init.send_cq)),
+            (!init.recv_cq.is_null()).then(|| Cq::of(init.recv_cq)),
+        )
+    };
+    let core = domain
+        .map(|d| &d.core)
+        .or_else(|| xrcd.map(|x| &x.core))
+        .ok_or(Errno::INVAL)?;
+    let engine = core.engine()?;
+    let options = QpOptions {
+        qp_type,
+        send_cq: send_cq.map(|c| &c.inner),
+        recv_cq: recv_cq.map(|c| &c.inner),
+        srq: srq.map(|s| &s.inner),
+        xrcd: xrcd.map(|x| &x.inner),
         caps: caps(&init.cap),
         signal_all: init.sq_sig_all != 0,
     };
-    let inner = engine.device.create_qp_in_reset(&domain.inner, &args)?;
+    let inner = engine.device.create_qp_as(domain.map(|d| &d.inner), &options)?;
+    let uses = [
+        domain.map(Pd::user),
+        xrcd.map(Xrcd::user),
+        srq.map(Srq::user),
+        send_cq.map(Cq::user),
+        recv_cq.map(Cq::user),
+    ];
     let number = inner.qpn().value();
     let base = ibv_qp {
-        // SAFETY: the caller's promise.
-        context: unsafe { (*extra.pd).context },
+        context: extra.context,
         qp_context: init.qp_context,
         pd: extra.pd,
         send_cq: init.send_cq,
@@ -163,39 +193,49 @@ unsafe fn create(init: &ibv_qp_init_attr, extra: &Extra) -> Result<*mut ibv_qp> 
     let acks = Arc::new(Acks::default());
     let qp = Box::leak(Box::new(Qp {
         abi: UnsafeCell::new(wrex::public(base)),
-        core: domain.core.clone(),
+        core: core.clone(),
         inner,
         init: *init,
         extended: extra.extended,
         builder: Builder::new(),
         acks: acks.clone(),
         path: parking_lot::Mutex::new(None),
-        _uses: vec![domain.user(), send_cq.user(), recv_cq.user()],
+        _uses: uses.into_iter().flatten().collect(),
     }));
     let public = qp.public();
-    let target = EventTarget::new(&domain.core, public as usize, &acks);
+    let target = EventTarget::new(core, public as usize, &acks);
     engine.objects().qps.insert(number, target);
     Ok(public)
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_create_qp(pd: *mut ibv_pd, init: *mut ibv_qp_init_attr) -> *mut ibv_qp {
-    // SAFETY: the program passes a domain of ours and attributes with objects of ours.
-    ret::pointer(|| unsafe { create(&*init, &Extra { pd, extended: false }) })
+    ret::pointer(|| {
+        // SAFETY: the program passes a domain of ours and attributes with objects of ours, which get the sizes granted.
+        unsafe {
+            let extra = Extra {
+                context: (*pd).context,
+                pd,
+                xrcd: ptr::null_mut(),
+                extended: false,
+            };
+            let qp = create(&*init, &extra)?;
+            (*init).cap = Qp::of(qp).init.cap;
+            Ok(qp)
+        }
+    })
 }
 
 /// What of `ibv_qp_init_attr_mask` is understood.
 const INIT_MASK: u32 = qp_init::PD | qp_init::XRCD | qp_init::CREATE_FLAGS | qp_init::SEND_OPS_FLAGS;
 
-pub(crate) unsafe extern "C" fn create_qp_ex(
-    _context: *mut ibv_context,
-    attr: *mut ibv_qp_init_attr_ex,
-) -> *mut ibv_qp {
+pub(crate) unsafe extern "C" fn create_qp_ex(context: *mut ibv_context, attr: *mut ibv_qp_init_attr_ex) -> *mut ibv_qp {
     ret::pointer(|| {
         // SAFETY: the program passes attributes.
-        let attr = unsafe { &*attr };
-        let has = |bit: u32| attr.comp_mask & bit != 0;
-        if attr.comp_mask & !INIT_MASK != 0 || (has(qp_init::CREATE_FLAGS) && attr.create_flags != 0) {
+        let attr = unsafe { &mut *attr };
+        let comp_mask = attr.comp_mask;
+        let has = |bit: u32| comp_mask & bit != 0;
+        if comp_mask & !INIT_MASK != 0 || (has(qp_init::CREATE_FLAGS) && attr.create_flags != 0) {
             return Err(Errno::NOTSUP);
         }
         let extended = has(qp_init::SEND_OPS_FLAGS);
@@ -203,11 +243,17 @@ pub(crate) unsafe extern "C" fn create_qp_ex(
             return Err(Errno::NOTSUP);
         }
         let extra = Extra {
+            context,
             pd: if has(qp_init::PD) { attr.pd } else { ptr::null_mut() },
+            xrcd: if has(qp_init::XRCD) { attr.xrcd } else { ptr::null_mut() },
             extended,
         };
         // SAFETY: with objects of ours.
-        unsafe { create(&attr.base(), &extra) }
+        unsafe {
+            let qp = create(&attr.base(), &extra)?;
+            attr.cap = Qp::of(qp).init.cap;
+            Ok(qp)
+        }
     })
 }
 
@@ -274,6 +320,9 @@ unsafe extern "C" fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int {
             // A forked child's copy: it stays, as the queue pair is the parent's.
             return Ok(());
         };
+        if !this.inner.mcast_groups().is_empty() {
+            return Err(Errno::BUSY);
+        }
         let target = engine.objects().qps.remove(&this.inner.qpn().value());
         if let Some(target) = target {
             target.finish();

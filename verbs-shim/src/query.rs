@@ -8,8 +8,8 @@ use roce::{DeviceLimits, Mtu, Provider};
 use crate::{
     abi::{
         IBV_ATOMIC_HCA, IBV_GID_TYPE_ROCE_V2, IBV_LINK_LAYER_ETHERNET, IBV_PORT_ACTIVE, IBV_PORT_DOWN,
-        IBV_QPF_GRH_REQUIRED, cap, ibv_context, ibv_device_attr, ibv_device_attr_ex, ibv_gid, ibv_gid_entry, ibv_port_attr,
-        ibv_query_device_ex_input, ibv_values_ex,
+        IBV_QPF_GRH_REQUIRED, cap, ibv_context, ibv_device_attr, ibv_device_attr_ex, ibv_gid, ibv_gid_entry,
+        ibv_port_attr, ibv_query_device_ex_input, ibv_values_ex,
     },
     config,
     context::{Context, Core},
@@ -101,7 +101,13 @@ unsafe extern "C" fn ibv_query_device(context: *mut ibv_context, attr: *mut ibv_
 /// `size` bytes at `to` are writable.
 unsafe fn copy_out<T>(to: *mut T, value: &T, size: size_t) {
     // SAFETY: no more than either side has.
-    unsafe { ptr::copy_nonoverlapping(ptr::from_ref(value).cast::<u8>(), to.cast::<u8>(), size.min(size_of::<T>())) };
+    unsafe {
+        ptr::copy_nonoverlapping(
+            ptr::from_ref(value).cast::<u8>(),
+            to.cast::<u8>(),
+            size.min(size_of::<T>()),
+        )
+    };
 }
 
 pub(crate) unsafe extern "C" fn query_device_ex(
@@ -148,7 +154,8 @@ fn port_attr(core: &Core) -> ibv_port_attr {
     // IBV_PORT_CM_SUP and IBV_PORT_IP_BASED_GIDS, as rxe.
     a.port_cap_flags = 1 << 16 | 1 << 26;
     a.max_msg_sz = limits(core).max_msg_size;
-    (a.bad_pkey_cntr, a.qkey_viol_cntr) = violations(&counters);
+    a.bad_pkey_cntr = counters.pkey_violations().into();
+    a.qkey_viol_cntr = counters.qkey_violations().into();
     a.pkey_tbl_len = 1;
     a.max_vl_num = 1;
     // 1x at 2.5 Gbit/s: what a software device says.
@@ -158,11 +165,6 @@ fn port_attr(core: &Core) -> ibv_port_attr {
     a.link_layer = IBV_LINK_LAYER_ETHERNET;
     a.flags = IBV_QPF_GRH_REQUIRED;
     a
-}
-
-/// P_Key and Q_Key violations.
-fn violations(_counters: &roce::PortCounters) -> (u32, u32) {
-    (0, 0)
 }
 
 pub(crate) unsafe extern "C" fn query_port(
@@ -317,7 +319,11 @@ unsafe extern "C" fn ibv_query_pkey(_context: *mut ibv_context, port: u8, index:
 unsafe extern "C" fn ibv_get_pkey_index(_context: *mut ibv_context, port: u8, pkey: u16) -> c_int {
     ret::minus_one(|| {
         check_port(u32::from(port))?;
-        if u16::from_be(pkey) == PKEY { Ok(0) } else { Err(Errno::INVAL) }
+        if u16::from_be(pkey) == PKEY {
+            Ok(0)
+        } else {
+            Err(Errno::INVAL)
+        }
     })
 }
 

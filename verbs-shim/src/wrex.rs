@@ -4,7 +4,10 @@ use std::{cell::UnsafeCell, slice};
 
 use libc::{c_int, c_void, size_t};
 use parking_lot::{RawMutex, lock_api::RawMutex as _};
-use roce::{RKey, RemoteAddr, SendOp, verbs::{Srqn, Target}};
+use roce::{
+    RKey, RemoteAddr, SendOp,
+    verbs::{Srqn, Target},
+};
 
 use crate::{
     abi::{ibv_ah, ibv_data_buf, ibv_mw, ibv_mw_bind_info, ibv_qp, ibv_qp_ex, ibv_sge},
@@ -180,7 +183,9 @@ unsafe fn inline(qp: *mut ibv_qp_ex, buffers: impl Iterator<Item = (*const u8, u
     // SAFETY: the caller's promise.
     unsafe {
         with(qp, |this, batch| {
-            let total = buffers.clone().try_fold(0u64, |sum, (_, len)| sum.checked_add(len as u64));
+            let total = buffers
+                .clone()
+                .try_fold(0u64, |sum, (_, len)| sum.checked_add(len as u64));
             if total.is_none_or(|t| t > this.max_inline()) {
                 return Err(Errno::INVAL);
             }
@@ -198,7 +203,11 @@ unsafe extern "C" fn wr_set_inline_data(qp: *mut ibv_qp_ex, addr: *mut c_void, l
 unsafe extern "C" fn wr_set_inline_data_list(qp: *mut ibv_qp_ex, count: size_t, list: *const ibv_data_buf) {
     // SAFETY: as above; the program passes `count` buffers.
     unsafe {
-        let list: &[ibv_data_buf] = if count == 0 { &[] } else { slice::from_raw_parts(list, count) };
+        let list: &[ibv_data_buf] = if count == 0 {
+            &[]
+        } else {
+            slice::from_raw_parts(list, count)
+        };
         inline(qp, list.iter().map(|b| (b.addr.cast_const().cast(), b.length)));
     }
 }

@@ -3,10 +3,10 @@
 use libc::{c_int, c_void, pthread_mutex_t, size_t};
 
 use super::{
-    c_enum, ibv_cq, ibv_cq_ex, ibv_cq_init_attr_ex, ibv_device, ibv_device_attr_ex, ibv_modify_cq_attr,
-    ibv_mw, ibv_mw_bind, ibv_parent_domain_init_attr, ibv_pd, ibv_port_attr, ibv_qp, ibv_qp_init_attr_ex,
-    ibv_qp_open_attr, ibv_query_device_ex_input, ibv_recv_wr, ibv_send_wr, ibv_sge, ibv_srq, ibv_srq_init_attr_ex, ibv_td,
-    ibv_values_ex, ibv_wc, ibv_xrcd, ibv_xrcd_init_attr,
+    c_enum, ibv_cq, ibv_cq_ex, ibv_cq_init_attr_ex, ibv_device, ibv_device_attr_ex, ibv_modify_cq_attr, ibv_mw,
+    ibv_mw_bind, ibv_parent_domain_init_attr, ibv_pd, ibv_port_attr, ibv_qp, ibv_qp_init_attr_ex, ibv_qp_open_attr,
+    ibv_query_device_ex_input, ibv_recv_wr, ibv_send_wr, ibv_sge, ibv_srq, ibv_srq_init_attr_ex, ibv_td, ibv_values_ex,
+    ibv_wc, ibv_xrcd, ibv_xrcd_init_attr,
 };
 
 /// A slot that only very old programs (`IBVERBS_1.0`) read.
@@ -96,4 +96,3 @@ pub(crate) struct verbs_context {
     pub sz: size_t,
     pub context: ibv_context,
 }
-

@@ -2,9 +2,7 @@
 
 use libc::{c_char, c_int, c_uint, c_void, pthread_cond_t, pthread_mutex_t, size_t};
 
-use super::{
-    c_enum, ibv_context, ibv_data_buf, ibv_mw_bind_info, ibv_poll_cq_attr, ibv_sge,
-};
+use super::{c_enum, ibv_context, ibv_data_buf, ibv_mw_bind_info, ibv_poll_cq_attr, ibv_sge};
 
 #[repr(C)]
 pub(crate) struct ibv_device {
