@@ -18,7 +18,7 @@ use roce_port::{Port, PortConfig, PortCounters, QpnSlot, RxMeta};
 use roce_qp::WindowConfig;
 use roce_verbs::{AsyncEvent, DeviceLimits, Mtu, provider::VerbsError};
 
-use crate::{cm::Router, port::PortView, queue::EventQueue, tap::PcapTap};
+use crate::{cm::Router, port::PortView, queue::EventQueue, shared, tap::PcapTap};
 
 /// How a device is opened.
 #[derive(Clone, Debug)]
@@ -204,7 +204,8 @@ fn choose_mtu(config: &DeviceConfig) -> Result<Mtu, VerbsError> {
 }
 
 impl Device {
-    /// Opens a device: binds UDP port 4791 of the address.
+    /// Opens a device: binds UDP port 4791 of the address. If a broker has that, for processes that share the address,
+    /// the device is one of theirs ([`Device::open_shared`]).
     ///
     /// # Errors
     /// When the port is taken (the text says by whom and what to do), the address is not ours, or the system refuses.
@@ -227,6 +228,11 @@ impl Device {
             Some(sockets) => UdpDatapath::from_sockets(&udp, sockets),
             None => UdpDatapath::open(&udp),
         };
+        if let (Err(OpenError::PortTaken { .. }), None) = (&path, &config.sockets)
+            && let Some(how) = shared::holder(config.addr)
+        {
+            return Self::open_shared(config, &how);
+        }
         let path = path.map_err(open_error)?;
         let tap = match &config.pcap {
             Some(file) => {

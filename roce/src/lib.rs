@@ -24,6 +24,7 @@ mod provider;
 mod qp;
 mod queue;
 mod rawcm;
+mod shared;
 mod srq;
 mod tap;
 
@@ -35,6 +36,7 @@ pub use memory::{Mr, Mw, Pd, Reregister, Revocable};
 pub use port::{GidEntry, Membership, PortAttr};
 pub use qp::{Qp, QpOptions};
 pub use rawcm::{RawCm, RawEvent, RawId};
+pub use roce_broker::{self as broker, JoinConfig};
 pub use roce_mem::{Persist, WindowKind};
 pub use roce_net::{DatapathCounters, OpenSockets, gids, iface, links};
 pub use roce_port::{

@@ -1,6 +1,9 @@
 //! The ports of RDMA_CM's port spaces, and who takes requests for a service ID.
 
-use std::{collections::BTreeMap, net::IpAddr};
+use std::{
+    collections::{BTreeMap, HashMap},
+    net::IpAddr,
+};
 
 use super::slots::Process;
 use crate::proto::{Binding, Place};
@@ -24,6 +27,7 @@ struct Entry {
 #[derive(Default)]
 pub(super) struct Ports {
     by_service: BTreeMap<u64, Vec<Entry>>,
+    counts: HashMap<Place, usize>,
 }
 
 fn overlap(a: Option<IpAddr>, b: Option<IpAddr>) -> bool {
@@ -45,7 +49,7 @@ impl Ports {
         reuse: bool,
         start: u16,
     ) -> Result<u64, InUse> {
-        if self.of(place).len() >= MAX_PER_PLACE {
+        if self.is_full(place) {
             return Err(InUse);
         }
         let service = match port_of(service) {
@@ -79,12 +83,17 @@ impl Ports {
 
     /// What a member had with a former broker.
     pub(super) fn restore(&mut self, place: Place, process: Process, binding: Binding) {
-        if self.of(place).len() < MAX_PER_PLACE {
+        if !self.is_full(place) {
             self.add(place, process, binding);
         }
     }
 
+    fn is_full(&self, place: Place) -> bool {
+        self.counts.get(&place).is_some_and(|n| *n >= MAX_PER_PLACE)
+    }
+
     fn add(&mut self, place: Place, process: Process, binding: Binding) {
+        *self.counts.entry(place).or_default() += 1;
         self.by_service.entry(binding.service).or_default().push(Entry {
             place,
             process,
@@ -106,21 +115,17 @@ impl Ports {
         service: u64,
         addr: Option<IpAddr>,
     ) -> Result<(), InUse> {
-        if self.of(place).len() >= MAX_PER_PLACE {
+        if self.is_full(place) {
             return Err(InUse);
         }
-        let all = self.by_service.entry(service).or_default();
-        let ours = |e: &Entry| e.place == place && e.binding.addr == addr && !e.binding.listening;
-        let index = all.iter().position(ours);
+        let all = self.by_service.get_mut(&service).map_or(&mut [][..], Vec::as_mut_slice);
         // A listener shares its port with nobody, whatever was allowed while it was only bound.
         let clash = |e: &Entry| e.process != process && overlap(e.binding.addr, addr);
         if all.iter().any(clash) {
-            if all.is_empty() {
-                self.by_service.remove(&service);
-            }
             return Err(InUse);
         }
-        if let Some(entry) = index.and_then(|i| all.get_mut(i)) {
+        let ours = |e: &&mut Entry| e.place == place && e.binding.addr == addr && !e.binding.listening;
+        if let Some(entry) = all.iter_mut().find(ours) {
             entry.binding.listening = true;
             return Ok(());
         }
@@ -158,6 +163,9 @@ impl Ports {
             change(&mut all[index].binding);
             if !all[index].binding.bound && !all[index].binding.listening {
                 all.remove(index);
+                if let Some(count) = self.counts.get_mut(&place) {
+                    *count -= 1;
+                }
             }
         }
         if all.is_empty() {
@@ -167,6 +175,7 @@ impl Ports {
 
     /// A member is gone, and all of its ports are free.
     pub(super) fn remove_all(&mut self, place: Place) {
+        self.counts.remove(&place);
         self.by_service.retain(|_, all| {
             all.retain(|e| e.place != place);
             !all.is_empty()
@@ -242,8 +251,10 @@ mod tests {
     fn ports_for_whoever_wants_any_are_distinct_and_run_out() {
         let mut p = Ports::default();
         let mut seen = std::collections::HashSet::new();
-        for _ in EPHEMERAL {
-            let service = bind(&mut p, A, TCP, None, false).unwrap();
+        for start in EPHEMERAL {
+            let service = p
+                .bind(A, process(A), TCP, None, false, start - EPHEMERAL.start())
+                .unwrap();
             assert!(seen.insert(service) && EPHEMERAL.contains(&port_of(service)) && service >> 16 == TCP >> 16);
         }
         assert_eq!(bind(&mut p, B, TCP, None, false), Err(InUse));
