@@ -20,6 +20,7 @@ use crate::{
     net::{Frame, Link, NetStats},
     rng::Dice,
     scenario::{HostPlan, SEC, Scenario},
+    services::Services,
     trace::Trace,
 };
 
@@ -89,6 +90,15 @@ pub(crate) enum Event {
     Boot {
         host: usize,
     },
+    /// A flow of the other services posts messages.
+    Serve {
+        flow: usize,
+    },
+    /// A host gives buffers to its shared receive queues.
+    Replenish {
+        host: usize,
+        boot: u32,
+    },
     Quiet,
 }
 
@@ -157,6 +167,7 @@ pub(crate) struct World {
     pub(crate) quiet: bool,
     pub(crate) quiet_since: u64,
     scratch: Vec<Completion>,
+    pub(crate) services: Option<Services>,
 }
 
 fn make_port(plan: &HostPlan, index: usize, boot: u32, dice: &mut Dice) -> (Port, Arc<MemoryTable>, PdHandle) {
@@ -269,6 +280,7 @@ impl World {
             quiet: false,
             quiet_since: 0,
             scratch: Vec::new(),
+            services: None,
             scenario,
         };
         for plan in world.scenario.conns.clone() {
@@ -346,6 +358,7 @@ impl World {
 
     fn is_finished(&self) -> bool {
         self.quiet
+            && self.services_done()
             && self
                 .conns
                 .iter()
@@ -395,6 +408,8 @@ impl World {
                 self.link(b, a).cut = false;
             }
             Event::Boot { host } => self.boot(host)?,
+            Event::Serve { flow } => self.serve(flow)?,
+            Event::Replenish { host, boot } => self.replenish(host, boot)?,
             Event::Quiet => self.enter_quiet()?,
         }
         Ok(())
@@ -467,6 +482,7 @@ impl World {
                 self.foresee(h, event);
             }
             self.poll_cqs(h)?;
+            self.poll_services(h)?;
             let mut busy = !events.is_empty();
             for event in events {
                 self.trace.cm(self.now, h, &event);
@@ -487,6 +503,7 @@ impl World {
     fn on_async_event(&mut self, h: usize, event: AsyncEvent) -> Check {
         match event {
             AsyncEvent::SqDrained(qpn) => self.on_drained(h, qpn),
+            AsyncEvent::SrqLimitReached(_) | AsyncEvent::SrqError(_) => self.on_srq_event(h, event),
             AsyncEvent::CqError(cq) => Err(format!("host {h}: completion queue {cq} overflowed")),
             // Errors that completions and the states of queue pairs show as well.
             _ => Ok(()),
