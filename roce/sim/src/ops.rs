@@ -121,12 +121,12 @@ impl World {
     fn draft(&mut self, conn: usize, end: usize) -> Option<Draft> {
         let roll = self.dice.range(0, 99);
         match roll {
+            88..=90 if self.scenario.extended => self.draft_atomic_write(conn, end),
+            91..=93 if self.scenario.extended => self.draft_flush(conn, end),
             0..=29 => self.draft_send(conn, end, None),
             30..=57 => self.draft_write(conn, end),
             58..=79 => self.draft_read(conn, end),
-            80..=87 => self.draft_atomic(conn, end),
-            88..=91 => self.draft_atomic_write(conn, end),
-            92..=94 => self.draft_flush(conn, end),
+            80..=93 => self.draft_atomic(conn, end),
             _ => self.draft_fast(conn, end),
         }
     }
@@ -448,7 +448,10 @@ impl World {
         let grant = match &e.fast {
             Some(grant) => grant.clone(),
             None if wants_window => {
-                let kind = self.dice.pick(&[WindowKind::Type2, WindowKind::Type2A]);
+                let kind = match self.scenario.extended && key_byte & 1 == 1 {
+                    true => WindowKind::Type2A,
+                    false => WindowKind::Type2,
+                };
                 Grant::Window(h.mem.alloc_window(h.pd, kind).ok()?)
             }
             None => Grant::Fast(h.mem.alloc_fast(h.pd).ok()?),
@@ -503,10 +506,12 @@ impl World {
                 return self.draft_too_long(conn, end, most);
             }
             Fault::Invalidate => return self.draft_bad_invalidation(conn, end),
-            Fault::Misaligned if self.dice.chance(0.3) => self.draft_atomic_write(conn, end)?,
+            Fault::Misaligned if self.scenario.extended && self.dice.chance(0.3) => {
+                self.draft_atomic_write(conn, end)?
+            }
             Fault::Misaligned => self.draft_atomic(conn, end)?,
             Fault::LocalKey => self.draft_read(conn, end)?,
-            _ if self.dice.chance(0.1) => self.draft_atomic_write(conn, end)?,
+            _ if self.scenario.extended && self.dice.chance(0.1) => self.draft_atomic_write(conn, end)?,
             _ if self.dice.chance(0.4) => self.draft_atomic(conn, end)?,
             _ if self.dice.chance(0.5) => self.draft_read(conn, end)?,
             _ => self.draft_write(conn, end)?,

@@ -133,20 +133,18 @@ fn caps() -> QpCaps {
 }
 
 impl World {
-    /// Draws the flows of a run, and sets them up. Half of the runs have none.
+    /// Draws the flows of an extended run, and sets them up.
     pub(crate) fn begin_services(&mut self, config: &SimConfig) -> Check {
+        if !self.scenario.extended {
+            return Ok(());
+        }
         let mut dice = Dice::new(config.seed, 5);
-        // Nothing slows these services down before narrow places.
-        let wanted = !config.bottleneck && dice.chance(0.5);
         let hosts = (0..self.hosts.len()).map(|h| self.shared(h)).collect();
         self.services = Some(Services {
             flows: Vec::new(),
             hosts,
             dice: dice.clone(),
         });
-        if !wanted {
-            return Ok(());
-        }
         for _ in 0..dice.range(1, 6) {
             self.begin_flow(&mut dice, config.scale)?;
         }
@@ -163,7 +161,7 @@ impl World {
     }
 
     fn services(&mut self) -> &mut Services {
-        self.services.as_mut().expect("made with the world")
+        self.services.as_mut().expect("an extended run")
     }
 
     fn shared(&self, h: usize) -> Shared {
@@ -466,7 +464,7 @@ impl World {
     pub(crate) fn serve(&mut self, flow: usize) -> Check {
         let now = self.instant();
         let [a, b] = [0, 1].map(|end| {
-            let f = &self.services.as_ref().expect("made with the world").flows[flow];
+            let f = &self.services.as_ref().expect("an extended run").flows[flow];
             self.hosts[[f.from, f.to][end]].plan.addr
         });
         let Some(services) = &mut self.services else {
@@ -613,6 +611,7 @@ impl World {
         }
         f.arrived.push(seq);
         self.stats.messages += 1;
+        self.stats.service_messages += 1;
         if from_shared {
             self.want_buffers(h);
         }
