@@ -3,6 +3,7 @@
 use std::{
     net::{Ipv4Addr, SocketAddr},
     os::fd::RawFd,
+    time::{Duration, Instant},
 };
 
 use roce::{Psn, Qpn, RejectReason, verbs::QKey};
@@ -15,7 +16,7 @@ use super::{
     abi::{ConnParam, EventType},
     addr::Addr,
     backend::{Backend, News},
-    context::{Context, Service},
+    context::{Again, Context, Question, Service},
     event::{Event, Param},
     query::Path,
     state::{Op, State},
@@ -33,6 +34,18 @@ const COMM_EST: u32 = 4;
 
 fn private_data(param: &ConnParam) -> Vec<u8> {
     param.private_data[..usize::from(param.private_data_len)].to_vec()
+}
+
+/// How long a question is asked again when nobody listens.
+const PATIENCE: Duration = Duration::from_millis(500);
+/// The pause between two questions.
+const PAUSE: Duration = Duration::from_millis(20);
+
+fn ask<B: Backend>(backend: &mut B, question: &Question) -> Result<B::Handle> {
+    match question {
+        Question::Connect(args) => backend.connect(args),
+        Question::Resolve(args) => backend.resolve(args),
+    }
 }
 
 fn params(param: &ConnParam) -> ConnParams {
@@ -103,22 +116,57 @@ impl<B: Backend> Ucma<B> {
         ctx.qpn = param.qp_num & 0x00ff_ffff;
         ctx.srq = param.srq != 0;
         ctx.responder_resources = param.responder_resources;
-        let handle = match ctx.service {
-            Service::Connected(transport) => backend.connect(&connect_args(ctx, transport, param)?)?,
+        let question = match ctx.service {
+            Service::Connected(transport) => Question::Connect(Box::new(connect_args(ctx, transport, param)?)),
             Service::Datagram => {
                 let (local, remote) = ctx.ips()?;
-                backend.resolve(&ResolveArgs {
+                Question::Resolve(Box::new(ResolveArgs {
                     local,
                     remote,
                     space: ctx.space,
                     private_data: private_data(param),
-                })?
+                }))
             }
             Service::Any => return Err(Errno::INVAL),
         };
+        let handle = ask(backend, &question)?;
+        let until = Instant::now() + PATIENCE;
+        ctx.again = Some(Again { question, until });
         ctx.step(Op::Connect)?;
         self.attach(id, handle);
         Ok(())
+    }
+
+    /// Nobody listens at the peer: whether the question will be asked again.
+    fn ask_later(&mut self, key: u64, now: Instant) -> bool {
+        let Some(id) = self.by_key(key) else { return false };
+        let patient = self.parts(id).is_some_and(|(ctx, _)| {
+            ctx.state == State::Connect && ctx.again.as_ref().is_some_and(|again| now < again.until)
+        });
+        if patient {
+            self.later.push((now + PAUSE, id));
+        }
+        patient
+    }
+
+    /// Asks again what is due. Returns when to come back.
+    pub(crate) fn ask_again(&mut self, now: Instant) -> Option<Instant> {
+        let due: Vec<u32> = self
+            .later
+            .extract_if(.., |(at, _)| *at <= now)
+            .map(|(_, id)| id)
+            .collect();
+        for id in due {
+            let Some((ctx, backend)) = self.parts(id) else { continue };
+            let Some(again) = ctx.again.as_ref().filter(|_| ctx.state == State::Connect) else {
+                continue;
+            };
+            match ask(backend, &again.question) {
+                Ok(handle) => self.attach(id, handle),
+                Err(e) => self.tell(id, &Event::failed(EventType::Unreachable, -e.0)),
+            }
+        }
+        self.later.iter().map(|(at, _)| *at).min()
     }
 
     /// Accepts a request (`rdma_accept`); without parameters (`valid` is 0) confirms the peer's accept.
@@ -260,6 +308,9 @@ impl<B: Backend> Ucma<B> {
                 reason,
                 private_data,
             } => {
+                if reason == RejectReason::INVALID_SERVICE_ID && self.ask_later(key, Instant::now()) {
+                    return;
+                }
                 let event = Event::failed(EventType::Rejected, reason.0.into());
                 self.on_progress(key, Op::Progress, &event.with_data(private_data));
             }
@@ -325,6 +376,9 @@ impl<B: Backend> Ucma<B> {
     }
 
     fn on_resolved(&mut self, key: u64, answer: SidrAnswer) {
+        if answer.status == sidr_status::UNSUPPORTED && self.ask_later(key, Instant::now()) {
+            return;
+        }
         let id = self.by_key(key);
         let Some((ctx, _)) = id.and_then(|id| self.parts(id)) else {
             return;

@@ -1,9 +1,9 @@
 //! An id.
 
 use core::net::SocketAddr;
-use std::os::fd::RawFd;
+use std::{os::fd::RawFd, time::Instant};
 
-use roce_cm::{ConnTransport, RemoteQp, cma::PortSpace};
+use roce_cm::{ConnTransport, ConnectArgs, RemoteQp, ResolveArgs, cma::PortSpace};
 
 use super::{
     Errno, Result,
@@ -63,6 +63,25 @@ impl Service {
     }
 }
 
+/// A question to a listener.
+#[derive(Clone)]
+pub(crate) enum Question {
+    /// A REQ.
+    Connect(Box<ConnectArgs>),
+    /// A SIDR REQ.
+    Resolve(Box<ResolveArgs>),
+}
+
+/// A question that is asked again while nobody listens.
+///
+/// Programs (perftest's, for one) agree over another channel that they are about to listen and to connect, and then do
+/// both at the same time. With the kernel the one who connects is slower; here nothing makes it so.
+pub(crate) struct Again {
+    pub(crate) question: Question,
+    /// No more after this.
+    pub(crate) until: Instant,
+}
+
 /// An id: `struct ucma_context` and the `rdma_cm_id` behind it.
 pub(crate) struct Context<B: Backend> {
     /// The event channel that its events go to.
@@ -87,6 +106,8 @@ pub(crate) struct Context<B: Backend> {
     pub(crate) qkey: Option<u32>,
     /// The peer's queue pair: known in a request and after a reply.
     pub(crate) path: Option<RemoteQp>,
+    /// What to ask again if nobody listens yet.
+    pub(crate) again: Option<Again>,
     /// READs and atomics that we answer at a time, as asked for when connecting.
     pub(crate) responder_resources: u8,
     pub(crate) tos: u8,
@@ -116,6 +137,7 @@ impl<B: Backend> Context<B> {
             srq: false,
             qkey: None,
             path: None,
+            again: None,
             responder_resources: 0,
             tos: 0,
             reuse: false,

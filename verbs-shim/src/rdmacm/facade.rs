@@ -74,14 +74,19 @@ impl Facade {
 
 /// The thread that brings what happens to connections.
 fn bring_news(cm: &Weak<RawCm>, readable: &OwnedFd) {
+    let mut alarm: Option<Instant> = None;
     loop {
+        let wait = alarm.map_or(-1, |at| {
+            let left = at.saturating_duration_since(Instant::now()).as_millis() + 1;
+            i32::try_from(left).unwrap_or(i32::MAX)
+        });
         let mut entry = libc::pollfd {
             fd: readable.as_raw_fd(),
             events: libc::POLLIN,
             revents: 0,
         };
         // SAFETY: one entry on the stack.
-        unsafe { libc::poll(&raw mut entry, 1, -1) };
+        unsafe { libc::poll(&raw mut entry, 1, wait) };
         // Closing the queue makes its descriptor readable, so this ends when the link does.
         let Some(cm) = cm.upgrade() else { return };
         loop {
@@ -98,6 +103,7 @@ fn bring_news(cm: &Weak<RawCm>, readable: &OwnedFd) {
                 }
             }
         }
+        alarm = ffi::tend();
     }
 }
 

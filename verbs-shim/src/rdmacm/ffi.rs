@@ -9,6 +9,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     ptr,
     sync::{Mutex, MutexGuard, Once, PoisonError},
+    time::Instant,
 };
 
 use super::{
@@ -97,6 +98,11 @@ fn with<R>(body: impl FnOnce(&mut Ucma<Facade>) -> R) -> R {
 /// Takes in what the transport has to tell.
 pub(crate) fn deliver(news: News<Id>) {
     with(|ucma| ucma.on_news(news));
+}
+
+/// Does what is due. Returns when to come again.
+pub(crate) fn tend() -> Option<Instant> {
+    with(|ucma| ucma.ask_again(Instant::now()))
 }
 
 fn open_channel() -> Result<*mut RdmaEventChannel> {

@@ -5,6 +5,7 @@ use std::{
     net::{IpAddr, SocketAddr},
     os::fd::RawFd,
     sync::{Arc, Mutex},
+    time::{Duration, Instant},
 };
 
 use roce::{AddressVector, Mtu, Psn, QpState, Qpn, RejectReason, verbs::attr::QpAttrMask};
@@ -492,6 +493,42 @@ fn a_refusal_carries_reason_and_data() {
 }
 
 #[test]
+fn who_connects_too_early_asks_again() {
+    let mut p = Program::new();
+    let id = p.routed(1, PortSpace::Tcp);
+    p.connect(id, b"").unwrap();
+    let nobody = |key| News::Rejected {
+        key,
+        reason: RejectReason::INVALID_SERVICE_ID,
+        private_data: Vec::new(),
+    };
+    p.log.take();
+    p.ucma.on_news(nobody(1));
+    assert!(p.event().is_none());
+    let at = p.ucma.ask_again(Instant::now()).expect("something is planned");
+    assert_eq!(p.log.take(), [""; 0], "not at once");
+    assert_eq!(p.ucma.ask_again(at), None);
+    assert_eq!(p.log.take(), ["connect 10.0.0.9:7471 Rc  -> 2", "end 1"]);
+    // The answer to the second question counts, and there is an end to asking.
+    let end = Instant::now() + Duration::from_secs(5);
+    let mut last = 2;
+    while Instant::now() < end {
+        p.ucma.on_news(nobody(last));
+        let Some(event) = p.event() else {
+            let at = p.ucma.ask_again(Instant::now()).expect("something is planned");
+            std::thread::sleep(at.saturating_duration_since(Instant::now()));
+            p.ucma.ask_again(at);
+            last += 1;
+            continue;
+        };
+        assert_eq!((event.event, event.status), (EventType::Rejected as u32, 8));
+        assert_eq!(p.ucma.ask_again(Instant::now()), None);
+        return;
+    }
+    panic!("no end to asking");
+}
+
+#[test]
 fn an_accept_that_fails_refuses_the_peer() {
     let mut p = Program::new();
     let (_, key) = p.listener(2, PortSpace::Tcp);
@@ -540,9 +577,9 @@ fn datagram_ids_are_resolved() {
     );
     p.ucma.on_news(News::Resolved {
         key: 1,
-        answer: answer(sidr_status::UNSUPPORTED, 0),
+        answer: answer(sidr_status::REJECT, 0),
     });
-    assert_eq!(p.expect(EventType::Unreachable).status, 1);
+    assert_eq!(p.expect(EventType::Unreachable).status, 2);
 }
 
 #[test]

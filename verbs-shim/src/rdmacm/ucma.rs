@@ -1,6 +1,6 @@
 //! Ids, channels and events of a process.
 
-use std::{collections::HashMap, os::fd::RawFd};
+use std::{collections::HashMap, os::fd::RawFd, time::Instant};
 
 use super::{
     Errno, Result,
@@ -23,6 +23,8 @@ pub(crate) struct Ucma<B: Backend> {
     keys: HashMap<u64, u32>,
     pub(crate) members: HashMap<u32, Member<B>>,
     pub(crate) ports: Ports,
+    /// Ids whose question is to be asked again, and when.
+    pub(crate) later: Vec<(Instant, u32)>,
     last_id: u32,
     last_member: u32,
 }
@@ -46,6 +48,7 @@ impl<B: Backend> Ucma<B> {
             keys: HashMap::new(),
             members: HashMap::new(),
             ports: Ports::default(),
+            later: Vec::new(),
             last_id: 0,
             last_member: 0,
         }
