@@ -516,7 +516,7 @@ impl Family {
 pub(crate) fn new_socket(addr: IpAddr) -> Result<Socket, OpenError> {
     let domain = if addr.is_ipv4() { Domain::IPV4 } else { Domain::IPV6 };
     let socket = Socket::new(domain, Type::DGRAM, Some(Protocol::UDP)).map_err(context("making a UDP socket"))?;
-    if let IpAddr::V6(_) = addr {
+    if addr.is_ipv6() {
         sys::set_int(socket.as_fd(), libc::IPPROTO_IPV6, libc::IPV6_V6ONLY, 1)
             .map_err(context("setting up a UDP socket"))?;
     }

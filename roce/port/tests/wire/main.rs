@@ -1,6 +1,7 @@
 //! Two ports and a wire that a test holds in its hands.
 
 mod connections;
+mod datagrams;
 mod drops;
 mod hostile;
 mod traffic;
