@@ -1,4 +1,4 @@
-//! The ferroce command line: block devices over RTRS over RoCEv2, in userspace.
+//! The ferroce command line: block devices over RTRS over RoCEv2, and programs written for verbs, in userspace.
 
 mod bench;
 mod doctor;
@@ -7,7 +7,9 @@ mod map;
 mod output;
 mod pcap;
 mod report;
+mod run;
 mod serve;
+mod sharing;
 mod signals;
 mod transport;
 mod units;
@@ -46,6 +48,14 @@ enum Command {
     Serve(serve::ServeArgs),
     /// Use a server's device: map it to a unix socket for NBD clients
     Map(map::MapArgs),
+    /// Run a program that was written for libibverbs or librdmacm, without RDMA hardware
+    Run(run::RunArgs),
+    /// Show the devices that programs see under `run`
+    Link(sharing::link::LinkArgs),
+    /// Show what the processes that share addresses have counted
+    Stat(sharing::stat::StatArgs),
+    /// Let processes share addresses (started when a program needs it)
+    Broker(sharing::broker::BrokerArgs),
     /// Measure the transport: bandwidth and latency, within this process or between two
     Bench(bench::BenchArgs),
     /// Look for what stands in the way of RoCEv2 on this machine, and say what to do
@@ -62,6 +72,10 @@ fn main() -> ExitCode {
     let outcome = start_log(cli.verbose, cli.quiet).and_then(|()| match cli.command {
         Command::Serve(args) => serve::run(&args),
         Command::Map(args) => map::run(&args),
+        Command::Run(args) => run::run(&args),
+        Command::Link(args) => sharing::link::run(&args),
+        Command::Stat(args) => sharing::stat::run(&args),
+        Command::Broker(args) => sharing::broker::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Pcap(args) => pcap::run(&args),

@@ -42,6 +42,14 @@ impl Failure {
         }
     }
 
+    /// Something went wrong for which there is a status of its own.
+    pub(crate) fn with_status(code: u8, text: impl Into<String>) -> Self {
+        Self {
+            code,
+            text: Some(text.into()),
+        }
+    }
+
     /// What is wrong has been printed already.
     pub(crate) const fn reported(code: u8) -> Self {
         Self { code, text: None }

@@ -13,8 +13,8 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use roce_net::EventSink;
-use roce_port::{ConnId, ListenId, PortCmEvent};
+use roce_net::{EventSink, links::LinkChange};
+use roce_port::{ConnId, ListenId, PortCmEvent, PortSpace, ServiceId};
 use roce_verbs::{
     AsyncEvent,
     provider::{CmChannel, CmEvent, CmEventKind, CmId, ConnParams, QueuePair, RejectReason, VerbsError},
@@ -23,17 +23,29 @@ use roce_verbs::{
 use crate::{
     cq::wait,
     device::{Device, DeviceInner, closed, io_error},
+    port::PortView,
     qp::Qp,
     queue::EventQueue,
 };
 
-type CmQueue = EventQueue<PortCmEvent>;
+pub(crate) type CmQueue = EventQueue<PortCmEvent>;
 
 /// A listener or a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-enum Key {
+pub(crate) enum Key {
     Listener(ListenId),
     Conn(ConnId),
+}
+
+impl Key {
+    /// A number that is unique within the device: both counters start apart, and the low bit keeps listeners and
+    /// connections from meeting.
+    pub(crate) const fn number(self) -> u64 {
+        match self {
+            Self::Listener(id) => id.0.wrapping_mul(2).wrapping_add(1),
+            Self::Conn(id) => id.0.wrapping_mul(2),
+        }
+    }
 }
 
 struct Route {
@@ -64,16 +76,18 @@ struct Routes {
 pub(crate) struct Router {
     routes: Mutex<Routes>,
     async_events: EventQueue<AsyncEvent>,
+    pub(crate) port: PortView,
 }
 
 /// Asynchronous events that nobody takes: no more are kept.
 const MAX_ASYNC_EVENTS: usize = 1024;
 
 impl Router {
-    pub(crate) fn new(async_events: EventQueue<AsyncEvent>) -> Self {
+    pub(crate) fn new(async_events: EventQueue<AsyncEvent>, port: PortView) -> Self {
         Self {
             routes: Mutex::default(),
             async_events,
+            port,
         }
     }
 
@@ -103,7 +117,21 @@ impl Router {
         self.routes.lock().by_key.insert(key, route);
     }
 
-    fn remove(&self, key: Key) {
+    /// Brings the events of something that has no handle of ours to a queue.
+    pub(crate) fn add_raw(&self, key: Key, queue: &Arc<CmQueue>) {
+        let route = Route {
+            queue: queue.clone(),
+            id: Weak::new(),
+        };
+        self.routes.lock().by_key.insert(key, route);
+    }
+
+    /// Whether events of this one are wanted.
+    pub(crate) fn knows(&self, key: Key) -> bool {
+        self.routes.lock().by_key.contains_key(&key)
+    }
+
+    pub(crate) fn remove(&self, key: Key) {
         // The queue is dropped outside of the lock, and holds nothing that takes one.
         let route = self.routes.lock().by_key.remove(&key);
         drop(route);
@@ -179,16 +207,19 @@ fn kind_of(event: PortCmEvent) -> CmEventKind<Id> {
         PortCmEvent::Unreachable { .. } => CmEventKind::Unreachable,
         PortCmEvent::ConnectError { text, .. } => CmEventKind::ConnectError(text),
         PortCmEvent::Disconnected { .. } => CmEventKind::Disconnected,
-        PortCmEvent::TimewaitExit { .. } | PortCmEvent::ConnectRequest { .. } => CmEventKind::TimewaitExit,
+        // The others were taken out before, or have queues of their own.
+        PortCmEvent::TimewaitExit { .. } | PortCmEvent::ConnectRequest { .. } | PortCmEvent::Raw(_) => {
+            CmEventKind::TimewaitExit
+        }
     }
 }
 
 impl EventSink for Router {
     fn cm_event(&self, event: PortCmEvent) -> bool {
         let mut routes = self.routes.lock();
-        let (key, new) = match &event {
-            PortCmEvent::ConnectRequest { listener, conn, .. } => (Key::Listener(*listener), Some(*conn)),
-            other => (Key::Conn(other.conn()), None),
+        let (key, new) = match event.request() {
+            Some((listener, conn)) => (Key::Listener(listener), Some(conn)),
+            None => (Key::Conn(event.conn()), None),
         };
         let Some(queue) = routes.by_key.get(&key).map(|r| r.queue.clone()) else {
             return false;
@@ -211,6 +242,12 @@ impl EventSink for Router {
         tracing::debug!(?event, "asynchronous event");
         if self.async_events.len() < MAX_ASYNC_EVENTS {
             let _ = self.async_events.push(event);
+        }
+    }
+
+    fn links(&self, changes: Vec<(String, LinkChange)>) {
+        for event in self.port.follow(&changes) {
+            self.async_event(event);
         }
     }
 
@@ -237,12 +274,18 @@ struct IdInner {
 
 impl Drop for IdInner {
     fn drop(&mut self) {
+        if self.device.driver.is_inherited() {
+            return;
+        }
         self.device.router.remove(self.key);
         // On a closed device there is nothing left to end.
         let _ = self.device.driver.with(|port, now| match self.key {
             Key::Listener(id) => port.cm_unlisten(id),
             Key::Conn(id) => port.cm_destroy(now, id),
         });
+        if let (Key::Listener(_), Some(services)) = (self.key, &self.device.services) {
+            services.release(service_id(self.local.port()), specific(self.local.ip()));
+        }
     }
 }
 
@@ -281,11 +324,7 @@ impl CmId for Id {
     type Qp = Qp;
 
     fn handle(&self) -> u64 {
-        // Both counters start apart; the low bit keeps listeners and connections from meeting.
-        match self.0.key {
-            Key::Listener(id) => id.0.wrapping_mul(2).wrapping_add(1),
-            Key::Conn(id) => id.0.wrapping_mul(2),
-        }
+        self.0.key.number()
     }
 
     fn local_addr(&self) -> SocketAddr {
@@ -316,6 +355,16 @@ impl CmId for Id {
     }
 }
 
+/// The service ID of a port of the RDMA_CM TCP port space.
+const fn service_id(port: u16) -> u64 {
+    ServiceId::new(PortSpace::Tcp, port).0
+}
+
+/// An address unless it stands for all.
+pub(crate) fn specific(ip: IpAddr) -> Option<IpAddr> {
+    Some(ip.to_canonical()).filter(|ip| !ip.is_unspecified())
+}
+
 fn check_device(qp: &Qp, device: &Arc<DeviceInner>) -> Result<(), VerbsError> {
     match Arc::ptr_eq(qp.device(), device) {
         true => Ok(()),
@@ -334,9 +383,12 @@ struct ChannelInner {
 
 impl Drop for ChannelInner {
     fn drop(&mut self) {
+        if self.device.driver.is_inherited() {
+            return;
+        }
         self.queue.close();
         while let Ok(Some(event)) = self.queue.pop() {
-            if let PortCmEvent::ConnectRequest { conn, .. } = event {
+            if let Some((_, conn)) = event.request() {
                 end_orphan(&self.device, conn);
             }
         }
@@ -344,7 +396,7 @@ impl Drop for ChannelInner {
 }
 
 /// Ends a connection that no handle stands for.
-fn end_orphan(device: &DeviceInner, conn: ConnId) {
+pub(crate) fn end_orphan(device: &DeviceInner, conn: ConnId) {
     device.router.remove(Key::Conn(conn));
     let _ = device.driver.with(|port, now| port.cm_destroy(now, conn));
 }
@@ -401,13 +453,21 @@ impl CmChannel for EventChannel {
 impl Device {
     pub(crate) fn cm_listen(&self, channel: &EventChannel, addr: SocketAddr, backlog: u32) -> Result<Id, VerbsError> {
         channel.check(self)?;
-        let ip = Some(addr.ip()).filter(|ip| !ip.is_unspecified());
+        let ip = specific(addr.ip());
         let queue = &channel.0.queue;
+        let services = self.0.services.as_deref();
+        if let Some(services) = services {
+            services.claim(service_id(addr.port()), ip)?;
+        }
         let made = self.0.driver.with_quiet(|port, _| {
             let key = Key::Listener(port.cm_listen(ip, addr.port(), backlog)?);
             Ok(self.new_id(key, queue, addr, None))
         });
-        made.map_err(closed)?
+        let made = made.map_err(closed).and_then(|made| made);
+        if let (Err(_), Some(services)) = (&made, services) {
+            services.release(service_id(addr.port()), ip);
+        }
+        made
     }
 
     pub(crate) fn cm_connect(

@@ -62,6 +62,14 @@ impl Cq {
         channel: Option<&Channel>,
         cookie: u64,
     ) -> Result<Self, VerbsError> {
+        let notify = channel.map(|c| {
+            let events = c.events.clone();
+            Arc::new(ChannelNotify { events, cookie }) as Arc<dyn Notify>
+        });
+        Self::notifying(device, entries, notify)
+    }
+
+    fn notifying(device: &Device, entries: u32, notify: Option<Arc<dyn Notify>>) -> Result<Self, VerbsError> {
         let limits = &device.0.limits;
         if entries == 0 || entries > limits.max_cqe {
             let text = format!(
@@ -74,10 +82,6 @@ impl Cq {
             device.0.cqs.fetch_sub(1, Ordering::Relaxed);
             return Err(VerbsError::Limit("completion queues"));
         }
-        let notify = channel.map(|c| {
-            let events = c.events.clone();
-            Arc::new(ChannelNotify { events, cookie }) as Arc<dyn Notify>
-        });
         let has_channel = notify.is_some();
         Ok(Self(Arc::new(CqInner {
             queue: Queue::new(device.0.new_cq_handle(), entries, notify),
@@ -101,12 +105,39 @@ impl Cq {
         self.len() == 0
     }
 
-    pub(crate) fn queue(&self) -> &Arc<Queue> {
-        &self.0.queue
+    /// How many completions it has room for.
+    pub fn capacity(&self) -> u32 {
+        self.0.queue.capacity()
     }
 
-    pub(crate) fn device(&self) -> &Arc<DeviceInner> {
-        &self.0.device
+    /// Changes how many completions it has room for (`ibv_resize_cq`); what waits in it stays.
+    ///
+    /// # Errors
+    /// When it holds more, or at the device's limit.
+    pub fn resize(&self, entries: u32) -> Result<(), VerbsError> {
+        if entries > self.0.device.limits.max_cqe {
+            return Err(VerbsError::Limit("entries of a completion queue"));
+        }
+        self.0
+            .queue
+            .resize(entries)
+            .map_err(|e| VerbsError::Invalid(e.to_string()))
+    }
+
+    /// How many completions wait, counted no further than `max`. Takes none.
+    pub fn peek(&self, max: usize) -> usize {
+        self.0.queue.peek(max)
+    }
+
+    pub(crate) fn check(&self, device: &Arc<DeviceInner>) -> Result<(), VerbsError> {
+        match Arc::ptr_eq(&self.0.device, device) {
+            true => Ok(()),
+            false => Err(VerbsError::Invalid("the completion queue is another device's".into())),
+        }
+    }
+
+    pub(crate) fn queue(&self) -> &Arc<Queue> {
+        &self.0.queue
     }
 
     fn take(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize, VerbsError> {
@@ -141,6 +172,17 @@ impl CompletionQueue for Cq {
         self.0.queue.arm(solicited_only);
         self.0.device.driver.leave_poll();
         Ok(())
+    }
+}
+
+impl Device {
+    /// Makes a completion queue that calls `notify` instead of raising a channel, for programs with event queues of their
+    /// own. It is called under the device's lock and must neither block nor call verbs.
+    ///
+    /// # Errors
+    /// At the device's limit.
+    pub fn create_cq_notifying(&self, entries: u32, notify: Option<Arc<dyn Notify>>) -> Result<Cq, VerbsError> {
+        Cq::notifying(self, entries, notify)
     }
 }
 

@@ -10,12 +10,15 @@ use std::{
 };
 
 use roce_mem::{MemError, MemoryTable};
-use roce_net::{Closed, DatapathCounters, Driver, DriverConfig, OpenError, Tap, UdpConfig, UdpDatapath, iface};
-use roce_port::{Port, PortConfig, PortCounters};
+use roce_net::{
+    Closed, DatapathCounters, Driver, DriverConfig, OpenError, OpenSockets, Tap, UdpConfig, UdpDatapath, iface,
+    links::LinkWatch,
+};
+use roce_port::{Port, PortConfig, PortCounters, QpnSlot, RxMeta};
 use roce_qp::WindowConfig;
 use roce_verbs::{AsyncEvent, DeviceLimits, Mtu, provider::VerbsError};
 
-use crate::{cm::Router, queue::EventQueue, tap::PcapTap};
+use crate::{cm::Router, port::PortView, queue::EventQueue, shared, tap::PcapTap};
 
 /// How a device is opened.
 #[derive(Clone, Debug)]
@@ -37,8 +40,27 @@ pub struct DeviceConfig {
     pub window: Option<WindowConfig>,
     /// Write all packets sent and received to this file.
     pub pcap: Option<PathBuf>,
-    /// Identifies the device to connection managers; `None`: random. No two live devices may share one.
+    /// Identifies the device to connection managers; `None`: random. No two live devices may share one, unless they
+    /// have distinct slots.
     pub guid: Option<u64>,
+    /// Receive on these sockets instead of opening some. `addr` says what the device is called, and must be theirs.
+    pub sockets: Option<OpenSockets>,
+    /// Our part of the queue pair numbers and communication IDs, when several processes share the address.
+    pub qpn_slot: Option<QpnSlot>,
+    /// Told of the services that this device listens for, when several processes share the address.
+    pub services: Option<Arc<dyn Services>>,
+}
+
+/// Who listens for what among several processes behind one address.
+pub trait Services: Send + Sync + core::fmt::Debug {
+    /// This process is going to take connect requests for a service ID on one address or (`None`) all. Called with no
+    /// lock of the device held.
+    ///
+    /// # Errors
+    /// When another has it ([`VerbsError::Address`]).
+    fn claim(&self, service_id: u64, addr: Option<IpAddr>) -> Result<(), VerbsError>;
+    /// It no longer does. Called with no lock of the device held.
+    fn release(&self, service_id: u64, addr: Option<IpAddr>);
 }
 
 impl Default for DeviceConfig {
@@ -54,6 +76,9 @@ impl Default for DeviceConfig {
             window: None,
             pcap: None,
             guid: None,
+            sockets: None,
+            qpn_slot: None,
+            services: None,
         }
     }
 }
@@ -100,7 +125,12 @@ pub(crate) struct DeviceInner {
     pub(crate) router: Arc<Router>,
     pub(crate) limits: DeviceLimits,
     pub(crate) background: bool,
+    pub(crate) services: Option<Arc<dyn Services>>,
     pub(crate) cqs: AtomicU32,
+    pub(crate) ahs: AtomicU32,
+    pub(crate) srqs: AtomicU32,
+    pub(crate) xrcds: AtomicU32,
+    pub(crate) next_srq: AtomicU32,
     next_cq: AtomicU32,
     addr: IpAddr,
     mtu: Mtu,
@@ -174,7 +204,8 @@ fn choose_mtu(config: &DeviceConfig) -> Result<Mtu, VerbsError> {
 }
 
 impl Device {
-    /// Opens a device: binds UDP port 4791 of the address.
+    /// Opens a device: binds UDP port 4791 of the address. If a broker has that, for processes that share the address,
+    /// the device is one of theirs ([`Device::open_shared`]).
     ///
     /// # Errors
     /// When the port is taken (the text says by whom and what to do), the address is not ours, or the system refuses.
@@ -187,7 +218,22 @@ impl Device {
             gro: config.gro,
             ..UdpConfig::default()
         };
-        let path = UdpDatapath::open(&udp).map_err(open_error)?;
+        if let Some(slot) = config.qpn_slot.filter(|s| !s.is_valid()) {
+            return Err(VerbsError::Invalid(format!(
+                "no slot {} of {} bits",
+                slot.slot, slot.bits
+            )));
+        }
+        let path = match &config.sockets {
+            Some(sockets) => UdpDatapath::from_sockets(&udp, sockets),
+            None => UdpDatapath::open(&udp),
+        };
+        if let (Err(OpenError::PortTaken { .. }), None) = (&path, &config.sockets)
+            && let Some(how) = shared::holder(config.addr)
+        {
+            return Self::open_shared(config, &how);
+        }
+        let path = path.map_err(open_error)?;
         let tap = match &config.pcap {
             Some(file) => {
                 let tap = PcapTap::create(file).map_err(io_error(&format!("creating {}", file.display())))?;
@@ -217,6 +263,10 @@ impl Device {
         };
         let mut port = PortConfig::new(local, mtu, guid);
         port.src_ports = caps.src_ports;
+        if let Some(slot) = config.qpn_slot {
+            port.qpns = slot.qpns();
+            port.cm.comm_ids = slot.comm_ids();
+        }
         let limits = port.limits.clone();
         // Peers are taken to have the receive buffer that we have; half of it is the kernel's own overhead.
         port.window = config.window.unwrap_or_else(|| {
@@ -228,10 +278,18 @@ impl Device {
         });
         let mem = Arc::new(MemoryTable::new(random()?, &limits));
         let port = Port::new(port, mem.clone(), random()?);
+        let links = match config.background {
+            true => LinkWatch::new()
+                .map_err(|e| tracing::info!("changes of interfaces are not seen: {e}"))
+                .ok(),
+            false => None,
+        };
         let router = Arc::new(Router::new(
             EventQueue::new().map_err(io_error("making an event queue"))?,
+            PortView::new(config.addr.to_canonical()),
         ));
         let driver = DriverConfig {
+            links,
             background: config.background,
             tap,
             name: format!("roce {}", config.addr),
@@ -245,7 +303,12 @@ impl Device {
             router,
             limits,
             background: config.background,
+            services: config.services.clone(),
             cqs: AtomicU32::new(0),
+            ahs: AtomicU32::new(0),
+            srqs: AtomicU32::new(0),
+            xrcds: AtomicU32::new(0),
+            next_srq: AtomicU32::new(1),
             next_cq: AtomicU32::new(1),
             addr: config.addr,
             mtu,
@@ -299,9 +362,23 @@ impl Device {
         self.0.router.async_events().as_fd()
     }
 
+    /// Takes a datagram that another process of the same address received for us, as if the network had brought it.
+    ///
+    /// # Errors
+    /// When the device is closed.
+    pub fn inject(&self, datagram: &[u8], meta: &RxMeta) -> Result<(), VerbsError> {
+        self.0.driver.inject(datagram, meta).map_err(closed)
+    }
+
     /// Advances the device by the calling thread: for programs that poll memory and run no background thread.
     pub fn progress(&self) {
         self.0.driver.empty_poll();
+    }
+
+    /// Whether this is a process that was forked from the one that opened the device. Nothing works here: calls fail, and
+    /// drops do nothing, so that the device stays the other process's.
+    pub fn is_inherited(&self) -> bool {
+        self.0.driver.is_inherited()
     }
 
     /// Whether it is closed, by [`Device::close`] or because it failed.

@@ -14,31 +14,45 @@
 //! **Locks.** One lock protects the port; it is taken by posting, by polling an empty completion queue, by creating and
 //! dropping objects, and by the background thread. `roce_net::Driver` tells the order of the locks.
 
+mod ah;
 mod cm;
 mod cq;
 mod device;
 mod memory;
+mod port;
 mod provider;
 mod qp;
 mod queue;
+mod rawcm;
+mod shared;
+mod srq;
 mod tap;
 
+pub use ah::{AddressHandle, NetworkHeader};
 pub use cm::{EventChannel, Id};
 pub use cq::{Channel, Cq};
-pub use device::{Device, DeviceConfig, DeviceStats};
-pub use memory::{Mr, Mw, Pd, Revocable};
-pub use qp::Qp;
-pub use roce_mem::WindowKind;
-pub use roce_net::{DatapathCounters, iface};
-pub use roce_port::PortCounters;
-pub use roce_qp::WindowConfig;
+pub use device::{Device, DeviceConfig, DeviceStats, Services};
+pub use memory::{Mr, Mw, Pd, Reregister, Revocable};
+pub use port::{GidEntry, Membership, PortAttr};
+pub use qp::{Qp, QpOptions};
+pub use rawcm::{RawCm, RawEvent, RawId};
+pub use roce_broker::{self as broker, JoinConfig};
+pub use roce_mem::{Persist, WindowKind};
+pub use roce_net::{DatapathCounters, OpenSockets, gids, iface, links};
+pub use roce_port::{
+    AcceptArgs, ConnTransport, ConnectArgs, ListenArgs, PortCounters, PortSpace, QpnSlot, RawCmEvent, RemoteQp,
+    ResolveArgs, RxMeta, ServiceId, SidrAnswer,
+};
+pub use roce_qp::{Notify, WindowConfig};
 pub use roce_verbs as verbs;
 pub use roce_verbs::{
-    AccessFlags, AddressVector, AsyncEvent, Completion, DeviceLimits, LKey, Mtu, Payload, Psn, QpAttr, QpCaps, QpState,
-    Qpn, RKey, RecvWr, RemoteAddr, RnrTimer, SendFlags, SendOp, SendWr, Sge, WcFlags, WcOpcode, WcStatus,
+    AccessFlags, AddressVector, AsyncEvent, Completion, Datagram, DeviceLimits, LKey, Mtu, PKey, Payload, Psn, QKey,
+    QpAttr, QpCaps, QpState, QpType, Qpn, RKey, RecvWr, RemoteAddr, RnrTimer, SendFlags, SendOp, SendRequest, SendWr,
+    Sge, SrqAttr, SrqModify, SrqType, Srqn, Target, WcFlags, WcOpcode, WcStatus,
     provider::{
         CmChannel, CmEvent, CmEventKind, CmId, CompletionChannel, CompletionQueue, ConnParams, Grant, MemoryRegion,
         Provider, QpInit, QueuePair, RejectReason, RevocableRegion, VerbsError,
     },
     wr::PostError,
 };
+pub use srq::{Srq, SrqInit, Xrcd};

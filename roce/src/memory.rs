@@ -1,9 +1,12 @@
 //! Protection domains, memory regions, revocable regions and memory windows.
 
-use std::sync::Arc;
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering},
+};
 
 use parking_lot::Mutex;
-use roce_mem::{FastRegion, PdHandle, Region, Window, WindowKind};
+use roce_mem::{FastRegion, PdHandle, Persist, Region, Window, WindowKind};
 use roce_verbs::{
     AccessFlags, LKey, RKey, Sge,
     provider::{MemoryRegion, RangeError, RevocableRegion, VerbsError},
@@ -22,6 +25,9 @@ pub(crate) struct PdInner {
 
 impl Drop for PdInner {
     fn drop(&mut self) {
+        if self.device.driver.is_inherited() {
+            return;
+        }
         // Everything made in it holds it, so it is empty now; but a closed device ends no queue pairs any more.
         if let Err(e) = self.device.mem.dealloc_pd(self.handle)
             && !self.device.driver.is_closed()
@@ -62,11 +68,33 @@ pub struct Mr(Arc<MrInner>);
 struct MrInner {
     region: Arc<Region>,
     pd: Pd,
+    /// The memory is the program's.
+    lent: Option<Lent>,
+    ended: AtomicBool,
+}
+
+/// Memory that the program registered.
+struct Lent {
+    persist: Option<Arc<dyn Persist>>,
+}
+
+/// What a registration becomes (`ibv_rereg_mr`). What is `None` stays.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Reregister<'a> {
+    /// Protection domain.
+    pub pd: Option<&'a Pd>,
+    /// First byte, bytes, and the address of the first byte.
+    pub memory: Option<(*mut u8, usize, u64)>,
+    /// Rights.
+    pub access: Option<AccessFlags>,
 }
 
 impl Drop for MrInner {
     fn drop(&mut self) {
         let device = &self.pd.0.device;
+        if self.ended.load(Ordering::Acquire) || device.driver.is_inherited() {
+            return;
+        }
         if let Err(e) = device.mem.revoke(&self.region) {
             tracing::error!("deregistering memory failed: {e}");
         }
@@ -87,7 +115,62 @@ impl core::fmt::Debug for Mr {
 
 impl Mr {
     pub(crate) fn new(pd: &Pd, region: Arc<Region>) -> Self {
-        Self(Arc::new(MrInner { region, pd: pd.clone() }))
+        Self::of(pd, region, None)
+    }
+
+    fn of(pd: &Pd, region: Arc<Region>, lent: Option<Lent>) -> Self {
+        Self(Arc::new(MrInner {
+            region,
+            pd: pd.clone(),
+            lent,
+            ended: AtomicBool::new(false),
+        }))
+    }
+
+    /// Its protection domain.
+    pub fn pd(&self) -> &Pd {
+        &self.0.pd
+    }
+
+    /// Ends the registration now, whatever clones there are (`ibv_dereg_mr`). When it has returned no peer reaches the
+    /// memory any more. (A drop ends windows that are bound, too.)
+    ///
+    /// # Errors
+    /// [`VerbsError::Busy`] while memory windows are bound to it; nothing changes then.
+    pub fn deregister(&self) -> Result<(), VerbsError> {
+        let device = &self.0.pd.0.device;
+        if device.driver.is_inherited() {
+            return Err(VerbsError::Closed);
+        }
+        device.mem.deregister(&self.0.region).map_err(mem_error)?;
+        self.0.ended.store(true, Ordering::Release);
+        device.driver.pass_lock();
+        Ok(())
+    }
+
+    /// Registers the memory anew with something changed, and ends this registration (`ibv_rereg_mr`). Keys change.
+    ///
+    /// # Errors
+    /// [`VerbsError::Busy`] while memory windows are bound to it, or why the new registration is not possible; the old one
+    /// stays then.
+    ///
+    /// # Safety
+    /// As [`Device::register_mr`], for the memory named or the memory registered before.
+    pub unsafe fn reregister(&self, change: &Reregister<'_>) -> Result<Self, VerbsError> {
+        let Some(lent) = &self.0.lent else {
+            return Err(VerbsError::Invalid(
+                "only memory of the program's own can be registered anew".into(),
+            ));
+        };
+        let old = &self.0.region;
+        let pd = change.pd.unwrap_or(&self.0.pd);
+        pd.check(&self.0.pd.0.device)?;
+        let (ptr, len, iova) = change.memory.unwrap_or((old.as_ptr(), old.len(), old.addr()));
+        let access = change.access.unwrap_or(old.access());
+        // SAFETY: the caller promises it.
+        let new = unsafe { register(pd, ptr, len, iova, access, lent.persist.clone()) }?;
+        self.deregister()?;
+        Ok(new)
     }
 
     /// A scatter/gather element for a range of it. Ranges are checked when the element is used.
@@ -135,6 +218,23 @@ impl MemoryRegion for Mr {
     }
 }
 
+/// # Safety
+/// As [`Device::register_mr`].
+unsafe fn register(
+    pd: &Pd,
+    ptr: *mut u8,
+    len: usize,
+    iova: u64,
+    access: AccessFlags,
+    persist: Option<Arc<dyn Persist>>,
+) -> Result<Mr, VerbsError> {
+    let mem = &pd.0.device.mem;
+    // SAFETY: the caller promises the same; ending the region passes the port's lock, under which all of the device's
+    // queue pairs work.
+    let region = unsafe { mem.register_persistent(pd.0.handle, ptr, len, iova, access, persist.clone()) };
+    Ok(Mr::of(pd, region.map_err(mem_error)?, Some(Lent { persist })))
+}
+
 impl Device {
     /// Registers memory of the program, whose first byte gets the address `iova` (zero with
     /// [`AccessFlags::ZERO_BASED`]).
@@ -155,13 +255,33 @@ impl Device {
         access: AccessFlags,
     ) -> Result<Mr, VerbsError> {
         pd.check(&self.0)?;
-        // SAFETY: the caller promises the same; dropping the region passes the port's lock, under which all of the
-        // device's queue pairs work.
-        let region = unsafe { self.0.mem.register(pd.0.handle, ptr, len, iova, access) }.map_err(mem_error)?;
-        Ok(Mr::new(pd, region))
+        // SAFETY: the caller promises the same.
+        unsafe { register(pd, ptr, len, iova, access, None) }
     }
 
-    /// Makes a type-2 memory window, closed until it is bound with [`crate::Qp::post_bind`].
+    /// Like [`Device::register_mr`], of memory that survives the loss of power: `persist` makes bytes of it do so, and peers
+    /// may be given the right to FLUSH to persistence.
+    ///
+    /// # Errors
+    /// As [`Device::register_mr`].
+    ///
+    /// # Safety
+    /// As [`Device::register_mr`].
+    pub unsafe fn register_persistent_mr(
+        &self,
+        pd: &Pd,
+        ptr: *mut u8,
+        len: usize,
+        iova: u64,
+        access: AccessFlags,
+        persist: Arc<dyn Persist>,
+    ) -> Result<Mr, VerbsError> {
+        pd.check(&self.0)?;
+        // SAFETY: the caller promises the same.
+        unsafe { register(pd, ptr, len, iova, access, Some(persist)) }
+    }
+
+    /// Makes a memory window of type 2B, closed until it is bound with [`crate::Qp::post_bind`].
     ///
     /// # Errors
     /// At the device's limit.
@@ -169,7 +289,7 @@ impl Device {
         self.alloc_window(pd, WindowKind::Type2)
     }
 
-    /// Makes a memory window of either type.
+    /// Makes a memory window of any type.
     ///
     /// # Errors
     /// At the device's limit.
@@ -208,6 +328,9 @@ struct RevocableInner {
 impl Drop for RevocableInner {
     fn drop(&mut self) {
         let device = &self.pd.0.device;
+        if device.driver.is_inherited() {
+            return;
+        }
         if let Err(e) = device.mem.dealloc_fast(&self.fast) {
             tracing::error!("releasing a revocable region failed: {e}");
         }
@@ -254,6 +377,9 @@ struct MwInner {
 impl Drop for MwInner {
     fn drop(&mut self) {
         let device = &self.pd.0.device;
+        if device.driver.is_inherited() {
+            return;
+        }
         if let Err(e) = device.mem.dealloc_window(&self.window) {
             tracing::error!("releasing a memory window failed: {e}");
         }

@@ -1,10 +1,12 @@
 //! Queue pairs.
 
-use std::sync::Arc;
+use std::{net::IpAddr, sync::Arc};
 
+use parking_lot::Mutex;
 use roce_port::QpInit as PortQpInit;
+use roce_qp::CompletionQueue as Queue;
 use roce_verbs::{
-    AccessFlags, QpAttr, QpState, QpType, Qpn, RKey, RecvWr, SendFlags, SendOp, SendWr,
+    AccessFlags, LKey, QpAttr, QpCaps, QpState, QpType, Qpn, RKey, RecvWr, SendFlags, SendOp, SendRequest, SendWr,
     provider::{Grant, MemoryRegion, QpInit, QueuePair, VerbsError},
     wr::{BindWindow, FastRegister, Payload, PostError},
 };
@@ -13,22 +15,53 @@ use crate::{
     cq::Cq,
     device::{Device, DeviceInner, closed},
     memory::{Mr, Mw, Pd, PostedKey, Revocable},
+    port::Membership,
+    srq::{Srq, Xrcd},
 };
 
-/// A reliable connected queue pair. It ends with its last clone.
+/// A queue pair. It ends with its last clone.
 #[derive(Clone)]
 pub struct Qp(Arc<QpInner>);
 
 struct QpInner {
     qpn: Qpn,
     device: Arc<DeviceInner>,
+    qp_type: QpType,
+    caps: QpCaps,
+    signal_all: bool,
+    /// The multicast groups that it is a member of.
+    groups: Mutex<Vec<Membership>>,
     // Held so that they outlive it.
     _pd: Pd,
-    _cqs: [Cq; 2],
+    _cqs: [Option<Cq>; 2],
+    srq: Option<Srq>,
+    _xrcd: Option<Xrcd>,
+}
+
+/// What a queue pair of any service is made with.
+#[derive(Clone, Copy, Debug)]
+pub struct QpOptions<'a> {
+    /// Transport service.
+    pub qp_type: QpType,
+    /// Completions of sends. XRC targets have none.
+    pub send_cq: Option<&'a Cq>,
+    /// Completions of receives. XRC queue pairs have none.
+    pub recv_cq: Option<&'a Cq>,
+    /// Where its receives come from, instead of a queue of its own.
+    pub srq: Option<&'a Srq>,
+    /// The domain of an XRC target.
+    pub xrcd: Option<&'a Xrcd>,
+    /// Queue sizes.
+    pub caps: QpCaps,
+    /// Every send makes a completion.
+    pub signal_all: bool,
 }
 
 impl Drop for QpInner {
     fn drop(&mut self) {
+        if self.device.driver.is_inherited() {
+            return;
+        }
         // On a closed device there is nothing left to end.
         if let Ok(Err(e)) = self.device.driver.with(|port, now| port.destroy_qp(now, self.qpn)) {
             tracing::error!("destroying queue pair {} failed: {e}", self.qpn);
@@ -68,6 +101,8 @@ const INIT: QpAttr = QpAttr {
     sq_psn: None,
     max_dest_rd_atomic: None,
     dest_qpn: None,
+    path_mig_state: None,
+    sq_draining: false,
 };
 
 /// The range of a grant, in the region's addresses.
@@ -88,36 +123,157 @@ impl Device {
     pub fn create_qp_in_reset(&self, pd: &Pd, init: &QpInit<'_, Cq>) -> Result<Qp, VerbsError> {
         Qp::new(self, pd, init, QpState::Reset)
     }
+
+    /// Makes a queue pair of any service, in RESET (`ibv_create_qp`, `ibv_create_qp_ex`). An XRC target needs no
+    /// protection domain.
+    ///
+    /// # Errors
+    /// At the device's limits, or when the options don't go together.
+    pub fn create_qp_as(&self, pd: Option<&Pd>, options: &QpOptions<'_>) -> Result<Qp, VerbsError> {
+        Qp::of(self, pd, options)
+    }
 }
 
 impl Qp {
-    /// Makes a queue pair in RESET or INIT.
+    /// Makes a reliable connected queue pair in RESET or INIT.
     pub(crate) fn new(device: &Device, pd: &Pd, init: &QpInit<'_, Cq>, state: QpState) -> Result<Self, VerbsError> {
-        pd.check(&device.0)?;
-        for cq in [init.send_cq, init.recv_cq] {
-            if !Arc::ptr_eq(cq.device(), &device.0) {
-                return Err(VerbsError::Invalid("the completion queue is another device's".into()));
-            }
-        }
-        let args = PortQpInit {
-            pd: pd.0.handle,
+        let options = QpOptions {
             qp_type: QpType::Rc,
-            send_cq: init.send_cq.queue().clone(),
-            recv_cq: init.recv_cq.queue().clone(),
+            send_cq: Some(init.send_cq),
+            recv_cq: Some(init.recv_cq),
+            srq: None,
+            xrcd: None,
             caps: init.caps,
             signal_all: init.signal_all,
         };
-        let made = device.0.driver.with_quiet(|port, _| port.create_qp(args));
-        let qp = Self(Arc::new(QpInner {
-            qpn: made.map_err(closed)??,
-            device: device.0.clone(),
-            _pd: pd.clone(),
-            _cqs: [init.send_cq.clone(), init.recv_cq.clone()],
-        }));
+        let qp = Self::of(device, Some(pd), &options)?;
         if state == QpState::Init {
             qp.modify(&INIT)?;
         }
         Ok(qp)
+    }
+
+    fn of(device: &Device, pd: Option<&Pd>, options: &QpOptions<'_>) -> Result<Self, VerbsError> {
+        let qp_type = options.qp_type;
+        let pd = match (qp_type, options.xrcd, pd) {
+            (QpType::XrcTgt, Some(xrcd), None) => xrcd.pd(),
+            (_, _, Some(pd)) => pd,
+            _ => return Err(VerbsError::Invalid("the queue pair has no protection domain".into())),
+        };
+        pd.check(&device.0)?;
+        for cq in [options.send_cq, options.recv_cq].into_iter().flatten() {
+            cq.check(&device.0)?;
+        }
+        if let Some(srq) = options.srq {
+            srq.check(&device.0)?;
+        }
+        if let Some(xrcd) = options.xrcd {
+            xrcd.pd().check(&device.0)?;
+        }
+        let queue = |cq: Option<&Cq>, needed: bool| match cq {
+            Some(cq) => Ok(cq.queue().clone()),
+            // Nothing is ever put into it.
+            None if !needed => Ok(Queue::new(0, 1, None)),
+            None => Err(VerbsError::Invalid("the queue pair has no completion queue".into())),
+        };
+        let args = PortQpInit {
+            pd: pd.0.handle,
+            qp_type,
+            send_cq: queue(options.send_cq, qp_type.sends())?,
+            recv_cq: queue(options.recv_cq, qp_type.receives())?,
+            caps: options.caps,
+            signal_all: options.signal_all,
+            srq: options.srq.map(|s| s.queue().clone()),
+            xrcd: options.xrcd.map(|x| x.domain().clone()),
+        };
+        let made = device.0.driver.with_quiet(|port, _| port.create_qp(args));
+        Ok(Self(Arc::new(QpInner {
+            qpn: made.map_err(closed)??,
+            device: device.0.clone(),
+            qp_type,
+            caps: options.caps,
+            signal_all: options.signal_all,
+            groups: Mutex::default(),
+            _pd: pd.clone(),
+            _cqs: [options.send_cq.cloned(), options.recv_cq.cloned()],
+            srq: options.srq.cloned(),
+            _xrcd: options.xrcd.cloned(),
+        })))
+    }
+
+    /// Its transport service.
+    pub fn qp_type(&self) -> QpType {
+        self.0.qp_type
+    }
+
+    /// The sizes of its queues.
+    pub fn caps(&self) -> QpCaps {
+        self.0.caps
+    }
+
+    /// Whether every send makes a completion.
+    pub fn signals_all(&self) -> bool {
+        self.0.signal_all
+    }
+
+    /// Its shared receive queue, if it has one.
+    pub fn srq(&self) -> Option<&Srq> {
+        self.0.srq.as_ref()
+    }
+
+    /// Posts sends in order, each to its own target: datagrams, and messages of XRC initiators. Stops at the first that is
+    /// refused.
+    ///
+    /// # Errors
+    /// The refusal, with the number of requests that were accepted before it.
+    pub fn post_requests(&self, requests: &[SendRequest<'_>]) -> Result<(), (usize, PostError)> {
+        let driver = &self.0.device.driver;
+        driver
+            .with(|port, now| port.post_requests(now, self.0.qpn, requests))
+            .unwrap_or(Err(GONE))
+    }
+
+    /// Has what is sent to a multicast group delivered to it (`ibv_attach_mcast`); the group is joined on the interface
+    /// that has `local` (unspecified: the device's address). A second call does nothing.
+    ///
+    /// # Errors
+    /// When it is no UD queue pair or no group, at a limit, or when the system refuses.
+    pub fn attach_mcast(&self, group: IpAddr, local: IpAddr) -> Result<(), VerbsError> {
+        let mut groups = self.0.groups.lock();
+        let driver = &self.0.device.driver;
+        let added = driver.with_quiet(|port, _| port.attach_mcast(self.0.qpn, group));
+        if !added.map_err(closed)?? {
+            return Ok(());
+        }
+        match Membership::new(&self.0.device, group, local) {
+            Ok(member) => {
+                groups.push(member);
+                Ok(())
+            }
+            Err(e) => {
+                let undone = driver.with_quiet(|port, _| port.detach_mcast(self.0.qpn, group));
+                undone.map_err(closed)??;
+                Err(e)
+            }
+        }
+    }
+
+    /// Ends its membership in a multicast group (`ibv_detach_mcast`).
+    ///
+    /// # Errors
+    /// When it is not a member.
+    pub fn detach_mcast(&self, group: IpAddr) -> Result<(), VerbsError> {
+        let mut groups = self.0.groups.lock();
+        let driver = &self.0.device.driver;
+        let done = driver.with_quiet(|port, _| port.detach_mcast(self.0.qpn, group));
+        done.map_err(closed)??;
+        groups.retain(|m| m.group() != group.to_canonical());
+        Ok(())
+    }
+
+    /// The multicast groups that it is a member of.
+    pub fn mcast_groups(&self) -> Vec<IpAddr> {
+        self.0.groups.lock().iter().map(Membership::group).collect()
     }
 
     pub(crate) fn device(&self) -> &Arc<DeviceInner> {
@@ -133,7 +289,7 @@ impl Qp {
         state.map_err(closed)?.ok_or(VerbsError::Post(PostError::NoQueuePair))
     }
 
-    /// Queues the binding of a type-2 memory window. Peers may use the returned key once what was posted before is
+    /// Queues the binding of a memory window. Peers may use the returned key once what was posted before is
     /// executed; what the window was bound to before ends then.
     ///
     /// # Errors
@@ -147,7 +303,7 @@ impl Qp {
     ) -> Result<RKey, PostError> {
         let (addr, length) = granted_range(grant)?;
         let (lkey, access) = (grant.region.lkey(), grant.access);
-        self.renew(&mut window.posted().lock(), wr_id, flags, |key| {
+        let bind = |key| {
             SendOp::BindWindow(BindWindow {
                 key,
                 lkey,
@@ -155,7 +311,33 @@ impl Qp {
                 length,
                 access,
             })
-        })
+        };
+        let mut posted = window.posted().lock();
+        if !window.kind().is_type2() {
+            // Binding anew is how the former binding of type 1 ends (IBA 10.6.7.2.1).
+            return self.rebind(&mut posted, wr_id, flags, bind);
+        }
+        self.renew(&mut posted, wr_id, flags, bind)
+    }
+
+    /// Opens the next key without closing the former one first.
+    fn rebind(
+        &self,
+        posted: &mut PostedKey,
+        wr_id: u64,
+        flags: SendFlags,
+        open: impl Fn(RKey) -> SendOp,
+    ) -> Result<RKey, PostError> {
+        let key = posted.key.next();
+        let wr = SendWr {
+            wr_id,
+            op: open(key),
+            flags,
+            payload: Payload::Sges(&[]),
+        };
+        self.post_send(&[wr]).map_err(|(_, e)| e)?;
+        *posted = PostedKey { key, granted: true };
+        Ok(key)
     }
 
     /// Queues the end of a window's binding.
@@ -163,7 +345,22 @@ impl Qp {
     /// # Errors
     /// Like [`QueuePair::post_send`].
     pub fn post_unbind(&self, window: &Mw, wr_id: u64, flags: SendFlags) -> Result<(), PostError> {
-        self.revoke(&mut window.posted().lock(), wr_id, flags)
+        let mut posted = window.posted().lock();
+        if window.kind().is_type2() {
+            return self.revoke(&mut posted, wr_id, flags);
+        }
+        // A binding of no length ends one of type 1.
+        self.rebind(&mut posted, wr_id, flags, |key| {
+            SendOp::BindWindow(BindWindow {
+                key,
+                lkey: LKey::default(),
+                addr: 0,
+                length: 0,
+                access: AccessFlags::empty(),
+            })
+        })?;
+        posted.granted = false;
+        Ok(())
     }
 
     /// Invalidates the former key, if there is one, and opens the next.

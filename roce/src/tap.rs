@@ -15,12 +15,15 @@ use roce_pcap::Writer;
 /// Writes packets to a file until the first error.
 pub(crate) struct PcapTap {
     writer: Option<Writer<BufWriter<File>>>,
+    /// The process that writes. A forked child has a copy of what is not written yet, which must not be written twice.
+    pid: u32,
 }
 
 impl PcapTap {
     pub(crate) fn create(path: &Path) -> std::io::Result<Self> {
         Ok(Self {
             writer: Some(Writer::create(path)?),
+            pid: std::process::id(),
         })
     }
 }
@@ -43,6 +46,10 @@ impl Tap for PcapTap {
 
 impl Drop for PcapTap {
     fn drop(&mut self) {
+        if self.pid != std::process::id() {
+            std::mem::forget(self.writer.take());
+            return;
+        }
         if let Some(writer) = self.writer.take()
             && let Err(e) = writer.finish()
         {

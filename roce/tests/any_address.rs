@@ -3,47 +3,17 @@
 
 mod common;
 
-use std::{
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
-    process::Command,
-};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use common::*;
 use roce::{Device, DeviceConfig, Provider};
 
-/// Set where this program runs again, inside of the namespace.
-const INSIDE: &str = "FERROCE_TEST_INSIDE_NAMESPACE";
-
 #[test]
 fn both_ip_versions_and_the_right_local_address() {
-    let unshare = |args: &[&str]| {
-        let mut command = Command::new("unshare");
-        command.args(["--map-root-user", "--net"]).args(args);
-        command
-    };
-    let possible = unshare(&["ip", "link", "set", "lo", "up"]).output();
-    if std::env::var_os(INSIDE).is_some() || !possible.is_ok_and(|o| o.status.success()) {
+    if !ran_in_namespace("both_ip_versions_and_the_right_local_address") {
         let _only = ferroce_loopback::only_one();
-        return exercise_all_addresses();
+        exercise_all_addresses();
     }
-    let program = std::env::current_exe().unwrap();
-    let again = unshare(&[
-        "sh",
-        "-c",
-        "ip link set lo up && exec \"$0\" --exact \"$1\" --nocapture",
-    ])
-    .arg(program)
-    .arg("both_ip_versions_and_the_right_local_address")
-    .env(INSIDE, "1")
-    .output()
-    .unwrap();
-    let text = String::from_utf8_lossy(&again.stdout);
-    assert!(
-        again.status.success(),
-        "{text}{}",
-        String::from_utf8_lossy(&again.stderr)
-    );
-    assert!(text.contains("1 passed"), "{text}");
 }
 
 /// What the test is about; the port is this network namespace's alone.

@@ -1,1 +1,42 @@
-//! C ABI of libibverbs and librdmacm over ferroce.
+//! The C ABI of libibverbs and librdmacm (Debian 12, rdma-core 44) over ferroce: preloaded by `ferroce run`, or linked.
+//!
+//! Programs call the exported functions and the function tables that [`context`] fills. Objects are boxed structures that
+//! begin with the public C structure; behind it are handles of the `roce` crate. One transport per process ([`engine`])
+//! serves all devices; a device is an interface, and its table of GIDs the interface's addresses.
+//!
+//! `unsafe` here is the boundary itself: pointers that the program passes are what libibverbs' documentation demands,
+//! and programs that break that crash, as they would with libibverbs. No function unwinds into C ([`ret`]).
+#![cfg(target_os = "linux")]
+
+mod abi;
+mod ah;
+mod batch;
+mod channel;
+mod config;
+mod context;
+mod cq;
+mod cqex;
+mod device;
+mod engine;
+mod events;
+mod fork;
+mod gids;
+mod interpose;
+mod mcast;
+mod mr;
+mod mw;
+mod pd;
+mod post;
+mod qp;
+mod qpattr;
+mod query;
+mod queue;
+pub mod rdmacm;
+mod ret;
+mod sharing;
+mod srq;
+mod strings;
+mod sysfs;
+mod unsupported;
+mod wrex;
+mod xrc;

@@ -132,7 +132,7 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<(), Failure> {
     let system = System {
         root: Path::new("/").to_path_buf(),
     };
-    let mut checks = vec![port::check(args.addr)];
+    let mut checks = vec![port::check(args.addr), port::broker()];
     checks.extend(host::rdma(&system));
     checks.extend(host::socket_buffers(&system));
     checks.extend(host::interfaces(&system));

@@ -9,6 +9,7 @@ use roce_bth::ROCE_UDP_PORT;
 use roce_net::holder;
 
 use super::{Check, Status};
+use crate::sharing;
 
 const ID: &str = "port-4791";
 
@@ -23,7 +24,9 @@ pub(super) fn check(addr: Option<IpAddr>) -> Check {
         let socket = SocketAddr::new(*addr, ROCE_UDP_PORT);
         match UdpSocket::bind(socket) {
             Ok(_) => free.push(socket.to_string()),
-            Err(e) if e.kind() == io::ErrorKind::AddrInUse => return taken(*addr, &holders(*addr)),
+            Err(e) if e.kind() == io::ErrorKind::AddrInUse => {
+                return shared(*addr).unwrap_or_else(|| taken(*addr, &holders(*addr)));
+            }
             // No IPv6 here is not in the way of IPv4.
             Err(_) if addr.is_ipv6() && addrs.len() > 1 => {}
             Err(e) => {
@@ -60,6 +63,61 @@ impl std::fmt::Display for Holder {
             Owner::Kernel => write!(f, "the kernel on {}", self.addr),
             Owner::Hidden => write!(f, "a process of another user, or the kernel, on {}", self.addr),
         }
+    }
+}
+
+/// The port is our own broker's: more processes may use it.
+fn shared(wanted: IpAddr) -> Option<Check> {
+    let statistics = sharing::statistics().ok()??;
+    let covers =
+        |a: &IpAddr| wanted.is_unspecified() || *a == wanted || (a.is_unspecified() && a.is_ipv4() == wanted.is_ipv4());
+    let addrs: Vec<String> = statistics
+        .addrs
+        .iter()
+        .filter(|a| covers(a))
+        .map(ToString::to_string)
+        .collect();
+    if addrs.is_empty() {
+        return None;
+    }
+    let (pid, users) = (statistics.pid, statistics.processes.len());
+    let text = format!(
+        "shared on {} by ferroce's broker (process {pid}), which {users} processes use",
+        addrs.join(", ")
+    );
+    Some(Check::ok(ID, text))
+}
+
+/// The broker of this user, or of the system.
+pub(super) fn broker() -> Check {
+    const ID: &str = "broker";
+    let dir = sharing::directory();
+    match roce::broker::statistics(&dir) {
+        Ok(Some(s)) => {
+            let users = s.processes.len();
+            Check::ok(
+                ID,
+                format!(
+                    "runs in {} (process {}), {users} processes use it",
+                    dir.display(),
+                    s.pid
+                ),
+            )
+        }
+        Ok(None) => Check::ok(
+            ID,
+            format!(
+                "none runs; the first program under `ferroce run` starts one ({})",
+                dir.display()
+            ),
+        ),
+        Err(e) => Check::found(
+            ID,
+            Status::Warn,
+            e.to_string(),
+            "without a broker only one process can use an address: `FERROCE_BROKER=off` for that, or \
+             FERROCE_BROKER_DIR to have it elsewhere",
+        ),
     }
 }
 

@@ -1,7 +1,7 @@
 //! The base transport header and the extended headers with fields of their own.
 
 use crate::{
-    ids::{PKey, QKey, Qpn, RKey},
+    ids::{PKey, QKey, Qpn, RKey, Srqn},
     opcode::Opcode,
     psn::Psn,
 };
@@ -196,6 +196,126 @@ impl Deth {
         b[..4].copy_from_slice(&self.qkey.0.to_be_bytes());
         b[4..].copy_from_slice(&self.src_qp.value().to_be_bytes());
         b[4] = self.reserved;
+        b
+    }
+}
+
+/// What a FLUSH makes sure of (FETH placement type, IBTA Annex A19).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Default)]
+pub struct Placement(u8);
+
+impl Placement {
+    /// Everybody sees the data.
+    pub const GLOBAL_VISIBILITY: Self = Self(1);
+    /// The data survives the loss of power.
+    pub const PERSISTENT: Self = Self(1 << 1);
+
+    /// The low four bits.
+    pub const fn from_bits(bits: u8) -> Self {
+        Self(bits & 0xf)
+    }
+
+    /// The four bits.
+    pub const fn bits(self) -> u8 {
+        self.0
+    }
+
+    /// Whether all of `other` is asked for.
+    pub const fn contains(self, other: Self) -> bool {
+        self.0 & other.0 == other.0
+    }
+
+    /// Both.
+    #[must_use]
+    pub const fn union(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+}
+
+/// What a FLUSH covers (FETH selectivity level, two bits, IBTA Annex A19).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Default)]
+pub enum Selectivity {
+    /// The range of the RETH.
+    #[default]
+    Range,
+    /// The whole region that the RETH's key names.
+    Region,
+    /// A reserved code point, kept as it came (2 or 3).
+    Reserved(u8),
+}
+
+impl Selectivity {
+    /// Reads the low two bits.
+    pub const fn from_bits(bits: u8) -> Self {
+        match bits & 3 {
+            0 => Self::Range,
+            1 => Self::Region,
+            other => Self::Reserved(other),
+        }
+    }
+
+    /// The two bits.
+    pub const fn bits(self) -> u8 {
+        match self {
+            Self::Range => 0,
+            Self::Region => 1,
+            Self::Reserved(bits) => bits & 3,
+        }
+    }
+}
+
+/// FLUSH extended transport header: 4 bytes (IBTA Annex A19).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Default)]
+pub struct Feth {
+    /// What to make sure of.
+    pub placement: Placement,
+    /// What for.
+    pub selectivity: Selectivity,
+    /// The 26 reserved bits above, as they came (shifted down).
+    pub reserved: u32,
+}
+
+impl Feth {
+    /// Bytes on the wire.
+    pub const LEN: usize = 4;
+
+    pub(crate) fn read(b: &[u8; 4]) -> Self {
+        Self {
+            placement: Placement::from_bits(b[3]),
+            selectivity: Selectivity::from_bits(b[3] >> 4),
+            reserved: be32(b, 0) >> 6,
+        }
+    }
+
+    pub(crate) fn write(&self) -> [u8; 4] {
+        let low = self.placement.bits() | self.selectivity.bits() << 4;
+        (self.reserved << 6 | u32::from(low)).to_be_bytes()
+    }
+}
+
+/// Extended reliable connection header: 4 bytes (IBTA Annex A14).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Default)]
+pub struct XrcEth {
+    /// The reserved byte before the number, as it came.
+    pub reserved: u8,
+    /// The shared receive queue that the message is for.
+    pub srqn: Srqn,
+}
+
+impl XrcEth {
+    /// Bytes on the wire.
+    pub const LEN: usize = 4;
+
+    pub(crate) fn read(b: &[u8; 4]) -> Self {
+        Self {
+            reserved: b[0],
+            srqn: Srqn::new(be32(b, 0)),
+        }
+    }
+
+    pub(crate) fn write(&self) -> [u8; 4] {
+        let mut b = self.srqn.value().to_be_bytes();
+        b[0] = self.reserved;
         b
     }
 }

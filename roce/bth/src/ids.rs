@@ -37,6 +37,28 @@ impl fmt::Display for Qpn {
     }
 }
 
+/// A shared receive queue's number, 24 bits (IBTA Annex A14).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Debug)]
+pub struct Srqn(u32);
+
+impl Srqn {
+    /// The number's low 24 bits.
+    pub const fn new(value: u32) -> Self {
+        Self(value & 0x00ff_ffff)
+    }
+
+    /// The value, below 2^24.
+    pub const fn value(self) -> u32 {
+        self.0
+    }
+}
+
+impl fmt::Display for Srqn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#08x}", self.0)
+    }
+}
+
 macro_rules! key {
     ($(#[$doc:meta])* $name:ident($int:ty)) => {
         $(#[$doc])*
@@ -77,6 +99,11 @@ key! {
 impl PKey {
     /// The default partition, full member: the only one on RoCE.
     pub const DEFAULT: Self = Self(0xffff);
+
+    /// Whether a packet with the key `self` may reach a full member with the key `mine`: same partition (IBTA 10.9.3).
+    pub const fn matches(self, mine: Self) -> bool {
+        self.0 & 0x7fff == mine.0 & 0x7fff
+    }
 }
 
 impl RKey {
@@ -101,4 +128,9 @@ impl RKey {
 impl QKey {
     /// The well-known Q_Key of QP1 (IBTA 10.2.5).
     pub const GSI: Self = Self(0x8001_0000);
+
+    /// Whether it is a privileged key: as a work request's it stands for the queue pair's own (IBTA 10.2.5).
+    pub const fn is_controlled(self) -> bool {
+        self.0 >> 31 != 0
+    }
 }

@@ -17,8 +17,8 @@ mod packet;
 mod psn;
 
 pub use aeth::{Aeth, Credits, NakCode, RnrTimer, Syndrome};
-pub use header::{AtomicEth, Bth, Deth, Reth};
-pub use ids::{LKey, PKey, QKey, Qpn, RKey};
+pub use header::{AtomicEth, Bth, Deth, Feth, Placement, Reth, Selectivity, XrcEth};
+pub use ids::{LKey, PKey, QKey, Qpn, RKey, Srqn};
 pub use opcode::{Class, Opcode, OpcodeInfo, Position, Service};
 pub use packet::{Header, Packet, ParseError};
 pub use psn::{Msn, Psn};
@@ -30,4 +30,4 @@ pub const ICRC_LEN: usize = 4;
 /// Bytes of the base transport header.
 pub const BTH_LEN: usize = 12;
 /// The most bytes of transport headers before the payload of any opcode in the table.
-pub const MAX_HEADER_LEN: usize = BTH_LEN + 28;
+pub const MAX_HEADER_LEN: usize = BTH_LEN + 4 + 28;

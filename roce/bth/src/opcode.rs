@@ -11,6 +11,8 @@ pub enum Service {
     Ud,
     /// Congestion notification (IBTA A17.9.3), which belongs to no service.
     Cnp,
+    /// Extended reliable connection (IBTA Annex A14).
+    Xrc,
 }
 
 /// What a packet does, whatever its place in the message.
@@ -30,6 +32,10 @@ pub enum Class {
     AtomicAcknowledge,
     /// CmpSwap or FetchAdd request.
     Atomic,
+    /// FLUSH request (IBTA Annex A19).
+    Flush,
+    /// ATOMIC WRITE request (IBTA Annex A19): 8 bytes, written at once.
+    AtomicWrite,
     /// Congestion notification packet.
     Cnp,
 }
@@ -72,6 +78,10 @@ pub struct OpcodeInfo {
     pub position: Position,
     /// A DETH follows the BTH.
     pub deth: bool,
+    /// An XRCETH follows the BTH.
+    pub xrceth: bool,
+    /// A FETH follows.
+    pub feth: bool,
     /// A RETH follows.
     pub reth: bool,
     /// An AtomicETH follows.
@@ -128,6 +138,8 @@ macro_rules! opcodes {
 #[derive(Clone, Copy)]
 enum Part {
     Deth,
+    Xrceth,
+    Feth,
     Reth,
     AtomicEth,
     Aeth,
@@ -151,6 +163,8 @@ const fn row(
         class,
         position,
         deth: false,
+        xrceth: false,
+        feth: false,
         reth: false,
         atomic_eth: false,
         aeth: false,
@@ -166,6 +180,14 @@ const fn row(
             Part::Deth => {
                 info.deth = true;
                 8
+            }
+            Part::Xrceth => {
+                info.xrceth = true;
+                4
+            }
+            Part::Feth => {
+                info.feth = true;
+                4
             }
             Part::Reth => {
                 info.reth = true;
@@ -245,6 +267,10 @@ opcodes! {
     RcSendLastInv = 0x16, "RC Send Last with Invalidate", Rc, Send, Last, [Ieth], true;
     /// RC SEND Only with Invalidate.
     RcSendOnlyInv = 0x17, "RC Send Only with Invalidate", Rc, Send, Only, [Ieth], true;
+    /// RC FLUSH.
+    RcFlush = 0x1c, "RC Flush", Rc, Flush, Only, [Feth, Reth], false;
+    /// RC ATOMIC WRITE.
+    RcAtomicWrite = 0x1d, "RC Atomic Write", Rc, AtomicWrite, Only, [Reth], true;
     /// UC SEND First.
     UcSendFirst = 0x20, "UC Send First", Uc, Send, First, [], true;
     /// UC SEND Middle.
@@ -275,6 +301,76 @@ opcodes! {
     UdSendOnlyImm = 0x65, "UD Send Only with Immediate", Ud, Send, Only, [Deth, Imm], true;
     /// Congestion notification.
     Cnp = 0x81, "CNP", Cnp, Cnp, Only, [CnpReserved], false;
+    /// XRC SEND First.
+    XrcSendFirst = 0xa0, "XRC Send First", Xrc, Send, First, [Xrceth], true;
+    /// XRC SEND Middle.
+    XrcSendMiddle = 0xa1, "XRC Send Middle", Xrc, Send, Middle, [Xrceth], true;
+    /// XRC SEND Last.
+    XrcSendLast = 0xa2, "XRC Send Last", Xrc, Send, Last, [Xrceth], true;
+    /// XRC SEND Last with immediate.
+    XrcSendLastImm = 0xa3, "XRC Send Last with Immediate", Xrc, Send, Last, [Xrceth, Imm], true;
+    /// XRC SEND Only.
+    XrcSendOnly = 0xa4, "XRC Send Only", Xrc, Send, Only, [Xrceth], true;
+    /// XRC SEND Only with immediate.
+    XrcSendOnlyImm = 0xa5, "XRC Send Only with Immediate", Xrc, Send, Only, [Xrceth, Imm], true;
+    /// XRC RDMA WRITE First.
+    XrcWriteFirst = 0xa6, "XRC RDMA Write First", Xrc, Write, First, [Xrceth, Reth], true;
+    /// XRC RDMA WRITE Middle.
+    XrcWriteMiddle = 0xa7, "XRC RDMA Write Middle", Xrc, Write, Middle, [Xrceth], true;
+    /// XRC RDMA WRITE Last.
+    XrcWriteLast = 0xa8, "XRC RDMA Write Last", Xrc, Write, Last, [Xrceth], true;
+    /// XRC RDMA WRITE Last with immediate.
+    XrcWriteLastImm = 0xa9, "XRC RDMA Write Last with Immediate", Xrc, Write, Last, [Xrceth, Imm], true;
+    /// XRC RDMA WRITE Only.
+    XrcWriteOnly = 0xaa, "XRC RDMA Write Only", Xrc, Write, Only, [Xrceth, Reth], true;
+    /// XRC RDMA WRITE Only with immediate.
+    XrcWriteOnlyImm = 0xab, "XRC RDMA Write Only with Immediate", Xrc, Write, Only, [Xrceth, Reth, Imm], true;
+    /// XRC RDMA READ Request.
+    XrcReadRequest = 0xac, "XRC RDMA Read Request", Xrc, ReadRequest, Only, [Xrceth, Reth], false;
+    /// XRC RDMA READ Response First.
+    XrcReadResponseFirst = 0xad, "XRC RDMA Read Response First", Xrc, ReadResponse, First, [Aeth], true;
+    /// XRC RDMA READ Response Middle.
+    XrcReadResponseMiddle = 0xae, "XRC RDMA Read Response Middle", Xrc, ReadResponse, Middle, [], true;
+    /// XRC RDMA READ Response Last.
+    XrcReadResponseLast = 0xaf, "XRC RDMA Read Response Last", Xrc, ReadResponse, Last, [Aeth], true;
+    /// XRC RDMA READ Response Only.
+    XrcReadResponseOnly = 0xb0, "XRC RDMA Read Response Only", Xrc, ReadResponse, Only, [Aeth], true;
+    /// XRC Acknowledge.
+    XrcAcknowledge = 0xb1, "XRC Acknowledge", Xrc, Acknowledge, Only, [Aeth], false;
+    /// XRC Atomic Acknowledge.
+    XrcAtomicAcknowledge = 0xb2, "XRC Atomic Acknowledge", Xrc, AtomicAcknowledge, Only, [Aeth, AtomicAckEth], false;
+    /// XRC CmpSwap.
+    XrcCompareSwap = 0xb3, "XRC Compare and Swap", Xrc, Atomic, Only, [Xrceth, AtomicEth], false;
+    /// XRC FetchAdd.
+    XrcFetchAdd = 0xb4, "XRC Fetch and Add", Xrc, Atomic, Only, [Xrceth, AtomicEth], false;
+    /// XRC SEND Last with Invalidate.
+    XrcSendLastInv = 0xb6, "XRC Send Last with Invalidate", Xrc, Send, Last, [Xrceth, Ieth], true;
+    /// XRC SEND Only with Invalidate.
+    XrcSendOnlyInv = 0xb7, "XRC Send Only with Invalidate", Xrc, Send, Only, [Xrceth, Ieth], true;
+    /// XRC FLUSH.
+    XrcFlush = 0xbc, "XRC Flush", Xrc, Flush, Only, [Xrceth, Feth, Reth], false;
+    /// XRC ATOMIC WRITE.
+    XrcAtomicWrite = 0xbd, "XRC Atomic Write", Xrc, AtomicWrite, Only, [Xrceth, Reth], true;
+}
+
+impl Service {
+    /// The top three bits of the service's opcodes.
+    pub const fn bits(self) -> u8 {
+        match self {
+            Self::Rc => 0x00,
+            Self::Uc => 0x20,
+            Self::Ud => 0x60,
+            Self::Cnp => 0x80,
+            Self::Xrc => 0xa0,
+        }
+    }
+}
+
+impl Opcode {
+    /// The same operation in another transport service, or `None` if that does not have it.
+    pub const fn in_service(self, service: Service) -> Option<Self> {
+        Self::from_byte(service.bits() | (self as u8 & 0x1f))
+    }
 }
 
 impl core::fmt::Display for Opcode {

@@ -5,7 +5,7 @@ use thiserror::Error;
 use crate::{
     BTH_LEN, ICRC_LEN,
     aeth::Aeth,
-    header::{AtomicEth, Bth, Deth, Reth},
+    header::{AtomicEth, Bth, Deth, Feth, Reth, XrcEth},
     ids::RKey,
     opcode::Opcode,
 };
@@ -67,6 +67,10 @@ pub struct Header {
     pub bth: Bth,
     /// Datagram header.
     pub deth: Option<Deth>,
+    /// Extended reliable connection header.
+    pub xrceth: Option<XrcEth>,
+    /// FLUSH header.
+    pub feth: Option<Feth>,
     /// RDMA header.
     pub reth: Option<Reth>,
     /// Atomic header.
@@ -87,6 +91,8 @@ impl Header {
         Self {
             bth,
             deth: None,
+            xrceth: None,
+            feth: None,
             reth: None,
             atomic_eth: None,
             aeth: None,
@@ -116,6 +122,12 @@ impl Header {
         put(&self.bth.write());
         if info.deth {
             put(&self.deth.map_or([0; 8], |h| h.write()));
+        }
+        if info.xrceth {
+            put(&self.xrceth.map_or([0; 4], |h| h.write()));
+        }
+        if info.feth {
+            put(&self.feth.map_or([0; 4], |h| h.write()));
         }
         if info.reth {
             put(&self.reth.map_or([0; 16], |h| h.write()));
@@ -201,6 +213,16 @@ impl<'a> Packet<'a> {
             bth,
             deth: if info.deth {
                 take(e).map(|b| Deth::read(&b))
+            } else {
+                None
+            },
+            xrceth: if info.xrceth {
+                take(e).map(|b| XrcEth::read(&b))
+            } else {
+                None
+            },
+            feth: if info.feth {
+                take(e).map(|b| Feth::read(&b))
             } else {
                 None
             },

@@ -12,10 +12,29 @@ pub const REQ_PRIVATE_DATA: usize = 92 - HEADER_LEN;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[repr(u16)]
 pub enum PortSpace {
+    /// Datagrams of an IPoIB interface's partition.
+    Ipoib = 0x0002,
     /// Reliable connections.
     Tcp = 0x0106,
     /// Datagrams.
     Udp = 0x0111,
+    /// Whatever the queue pair is.
+    Ib = 0x013f,
+}
+
+impl PortSpace {
+    /// All.
+    pub const ALL: [Self; 4] = [Self::Ipoib, Self::Tcp, Self::Udp, Self::Ib];
+
+    /// The port space with this number (`enum rdma_ucm_port_space`).
+    pub fn from_number(n: u16) -> Option<Self> {
+        Self::ALL.into_iter().find(|s| *s as u16 == n)
+    }
+
+    /// Its services are resolved to queue pairs that take datagrams, and not connected to.
+    pub const fn is_datagram(self) -> bool {
+        matches!(self, Self::Udp | Self::Ipoib)
+    }
 }
 
 /// What a REQ wants to talk to: a service ID (IBA 12.7.3).
@@ -26,6 +45,11 @@ impl ServiceId {
     /// The service ID of a port (`rdma_get_service_id`).
     pub const fn new(space: PortSpace, port: u16) -> Self {
         Self(((space as u64) << 16) | port as u64)
+    }
+
+    /// The port space, if it is one of RDMA_CM's.
+    pub fn space(self) -> Option<PortSpace> {
+        PortSpace::from_number(u16::try_from(self.0 >> 16).ok()?)
     }
 
     /// The port, if the service ID is of this port space.

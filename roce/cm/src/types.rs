@@ -6,11 +6,12 @@ use core::{
 };
 
 use roce_verbs::{
-    AddressVector, Mtu, Psn, Qpn,
+    AddressVector, Mtu, Psn, QKey, Qpn,
     provider::{ConnParams, RejectReason},
 };
 
 use crate::{
+    cma::PortSpace,
     mad::{Attribute, MAD_LEN},
     state::State,
 };
@@ -64,6 +65,9 @@ pub struct CmConfig {
     pub max_lingering: usize,
     /// MADs that wait to be polled; more are dropped (retransmission recovers them).
     pub max_queued_mads: usize,
+    /// The lowest and highest communication ID (and SIDR request ID) of ours; 0 is never used. One process of several
+    /// behind one address has a part of them.
+    pub comm_ids: (u32, u32),
 }
 
 impl CmConfig {
@@ -86,8 +90,62 @@ impl CmConfig {
             max_half_open_per_peer: 128,
             max_lingering: 4096,
             max_queued_mads: 4096,
+            comm_ids: (1, u32::MAX),
         }
     }
+}
+
+/// Transport of a connection.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum ConnTransport {
+    /// Reliable.
+    #[default]
+    Rc,
+    /// Unreliable.
+    Uc,
+    /// Extended reliable: the initiator connects to the target (IBTA Annex A14).
+    Xrc,
+}
+
+/// What to listen for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ListenArgs {
+    /// On this address, or (`None`) on all.
+    pub addr: Option<IpAddr>,
+    /// Port space.
+    pub space: PortSpace,
+    /// Port.
+    pub port: u16,
+    /// Requests for another transport are rejected; `None`: any will do. Not asked in a port space of datagrams.
+    pub transport: Option<ConnTransport>,
+    /// So many requests (at least one) may wait for an answer; more are dropped, and the peer repeats them.
+    pub backlog: u32,
+}
+
+/// Which queue pair to ask for.
+#[derive(Clone, Debug)]
+pub struct ResolveArgs {
+    /// Our address; with port 0 an ephemeral one is chosen.
+    pub local: SocketAddr,
+    /// The listener: its address, same family, and port.
+    pub remote: SocketAddr,
+    /// Port space.
+    pub space: PortSpace,
+    /// Private data, at most 180 bytes.
+    pub private_data: Vec<u8>,
+}
+
+/// The answer to who asks for a queue pair.
+#[derive(Clone, Debug, Default)]
+pub struct SidrAnswer {
+    /// 0, or why not ([`sidr_status`](crate::mad::sidr_status)).
+    pub status: u8,
+    /// The queue pair that serves.
+    pub qpn: Qpn,
+    /// Its Q_Key.
+    pub qkey: QKey,
+    /// Private data, at most 136 bytes.
+    pub private_data: Vec<u8>,
 }
 
 /// What to connect.
@@ -111,10 +169,14 @@ pub struct ConnectArgs {
     pub srq: bool,
     /// TOS or traffic class of the path.
     pub traffic_class: u8,
+    /// Port space of the listener.
+    pub space: PortSpace,
+    /// Transport of our queue pair.
+    pub transport: ConnTransport,
 }
 
 impl ConnectArgs {
-    /// Default parameters, no flow control, no shared receive queue, traffic class 0.
+    /// RC in the TCP port space, default parameters, no flow control, no shared receive queue, traffic class 0.
     pub fn new(local: SocketAddr, remote: SocketAddr, qpn: Qpn, start_psn: Psn, mtu: Mtu) -> Self {
         Self {
             local,
@@ -126,6 +188,8 @@ impl ConnectArgs {
             flow_control: false,
             srq: false,
             traffic_class: 0,
+            space: PortSpace::Tcp,
+            transport: ConnTransport::Rc,
         }
     }
 }
@@ -181,6 +245,12 @@ pub struct RemoteQp {
     pub retry_cnt: u8,
     /// RNR retries, 7 = for ever.
     pub rnr_retry: u8,
+    /// Transport.
+    pub transport: ConnTransport,
+    /// The peer's queue pair honours end-to-end credits.
+    pub flow_control: bool,
+    /// The peer's queue pair uses a shared receive queue.
+    pub srq: bool,
 }
 
 /// What a manager reports. Per connection the order is: on the active side `Reply` or `Rejected` or `Unreachable`;
@@ -202,6 +272,36 @@ pub enum Event {
         private_data: Vec<u8>,
         /// The peer's queue pair, and upper bounds for our depths.
         path: RemoteQp,
+    },
+    /// Passive: somebody asks for a queue pair. Answer with [`Manager::answer`](crate::Manager::answer).
+    SidrRequest {
+        /// Where it arrived.
+        listener: ListenId,
+        /// The new resolution.
+        conn: ConnId,
+        /// Our address and port.
+        local: SocketAddr,
+        /// The peer's address and (ephemeral) port.
+        remote: SocketAddr,
+        /// Port space.
+        space: PortSpace,
+        /// The consumer's private data: 180 bytes, zero-padded.
+        private_data: Vec<u8>,
+    },
+    /// Active: the answer to a resolution, which is over.
+    Resolved {
+        /// The resolution.
+        conn: ConnId,
+        /// 0, or why not ([`sidr_status`](crate::mad::sidr_status)).
+        status: u8,
+        /// The queue pair that serves, if the status is 0.
+        qpn: Qpn,
+        /// Its Q_Key.
+        qkey: QKey,
+        /// Additional information as the status defines it, up to 72 bytes.
+        info: Vec<u8>,
+        /// The consumer's private data: 136 bytes, zero-padded.
+        private_data: Vec<u8>,
     },
     /// Active: the peer accepts. Bring the queue pair to RTS, then call `qp_ready` or `qp_failed`. No `Established`
     /// follows on this side: the connection is established when `qp_ready` returns.
@@ -252,6 +352,8 @@ impl Event {
     pub const fn conn(&self) -> ConnId {
         match self {
             Self::Request { conn, .. }
+            | Self::SidrRequest { conn, .. }
+            | Self::Resolved { conn, .. }
             | Self::Reply { conn, .. }
             | Self::Established { conn }
             | Self::Rejected { conn, .. }
@@ -299,6 +401,9 @@ pub enum CmError {
     /// The connection's state does not allow it.
     #[error("the connection is in state {0:?}")]
     State(State),
+    /// The resolution does not wait for an answer.
+    #[error("the question is not open any more")]
+    Answered,
 }
 
 /// Why a MAD was dropped without effect.

@@ -185,7 +185,7 @@ impl Consumers {
         let mut answer = None;
         assert!(!seen.destroyed, "after destroy: {context}");
         match e {
-            Event::Request { .. } => unreachable!(),
+            Event::Request { .. } | Event::SidrRequest { .. } | Event::Resolved { .. } => unreachable!(),
             Event::Reply { .. } => {
                 assert!(!seen.passive && !seen.replied && seen.ends == 0, "{context}");
                 seen.replied = true;

@@ -20,6 +20,9 @@ pub enum MemError {
     /// The range wraps around the address space or is longer than the device allows.
     #[error("{0} bytes can't be registered there")]
     Range(u64),
+    /// A right to FLUSH to persistence, for memory that does not survive the loss of power.
+    #[error("the memory is not persistent")]
+    NotPersistent,
     /// The system has no memory left.
     #[error("{0} bytes could not be allocated")]
     OutOfMemory(usize),
@@ -55,6 +58,17 @@ pub enum KeyError {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 #[error("the memory has been taken back")]
 pub struct Revoked;
+
+/// Why a FLUSH was not done.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
+pub enum FlushError {
+    /// The memory was taken back.
+    #[error(transparent)]
+    Revoked(#[from] Revoked),
+    /// The system could not make the bytes persistent.
+    #[error("the memory could not be made persistent")]
+    Failed,
+}
 
 /// Why an atomic operation was not done.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]

@@ -16,8 +16,8 @@ mod sglist;
 mod span;
 mod table;
 
-pub use error::{AtomicError, KeyError, MemError, Revoked};
+pub use error::{AtomicError, FlushError, KeyError, MemError, Revoked};
 pub use object::{FastRegion, Region, Window, WindowKind};
 pub use sglist::SgList;
-pub use span::Span;
+pub use span::{Persist, Span};
 pub use table::{MemoryTable, PdHandle};

@@ -116,13 +116,23 @@ impl FastRegion {
     }
 }
 
-/// The two kinds of memory window (IBA 10.6.7.2).
+/// The kinds of memory window (IBA 10.6.7.2).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum WindowKind {
     /// Open to every queue pair of the protection domain; may be bound again without invalidation.
     Type1,
-    /// Open to the queue pair that bound it (type 2B: in its protection domain); can be invalidated.
+    /// Type 2B, which is what `IBV_MW_TYPE_2` is on rdma_rxe and ConnectX: open to the queue pair that bound it, which must
+    /// be of the window's protection domain; can be invalidated.
     Type2,
+    /// Type 2A: open to the queue pair that bound it, whatever the window's protection domain; can be invalidated.
+    Type2A,
+}
+
+impl WindowKind {
+    /// Whether it belongs to the queue pair that binds it.
+    pub const fn is_type2(self) -> bool {
+        matches!(self, Self::Type2 | Self::Type2A)
+    }
 }
 
 /// A memory window: closed until it is bound.

@@ -5,17 +5,24 @@ use std::{
     ptr::{self, NonNull},
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering, fence},
     },
 };
 
-use crate::error::{AtomicError, MemError, Revoked};
+use crate::error::{AtomicError, FlushError, MemError, Revoked};
 
 /// Alignment of allocated regions, bytes.
 const PAGE: usize = 4096;
 /// From here on an allocation makes its own page alignment: the allocator gives out zero pages that nobody has touched
 /// only where it is not asked for alignment, and would fill these by hand, which occupies them.
 const LARGE: usize = 256 << 10;
+
+/// How lent memory is made to survive the loss of power: `msync` of a file mapping, or the cache flushes of persistent
+/// memory.
+pub trait Persist: core::fmt::Debug + Send + Sync {
+    /// Makes `len` bytes from `offset` on (counted from the first byte that was registered) persistent. `false`: it failed.
+    fn persist(&self, offset: usize, len: usize) -> bool;
+}
 
 /// The memory itself: allocated here and freed with the last reference, or lent by the program.
 #[derive(Debug)]
@@ -24,6 +31,7 @@ struct Backing {
     len: usize,
     /// What was allocated for it, if it was: the range may start later.
     owned: Option<(NonNull<u8>, Layout)>,
+    persist: Option<Arc<dyn Persist>>,
 }
 
 // SAFETY: the pointer is only used for raw copies and atomics within bounds that are proven first; the type has no
@@ -62,6 +70,7 @@ impl Mapping {
                 ptr: NonNull::dangling(),
                 len,
                 owned: None,
+                persist: None,
             }));
         }
         let (bytes, align) = match len < LARGE {
@@ -77,6 +86,7 @@ impl Mapping {
             ptr,
             len,
             owned: Some((base, layout)),
+            persist: None,
         }))
     }
 
@@ -84,9 +94,14 @@ impl Mapping {
     ///
     /// # Safety
     /// `ptr` must stay readable and writable for `len` bytes until the mapping is revoked and no access is under way.
-    pub(crate) unsafe fn borrow(ptr: *mut u8, len: usize) -> Arc<Self> {
+    pub(crate) unsafe fn borrow(ptr: *mut u8, len: usize, persist: Option<Arc<dyn Persist>>) -> Arc<Self> {
         let ptr = NonNull::new(ptr).unwrap_or(NonNull::dangling());
-        Self::whole(Backing { ptr, len, owned: None })
+        Self::whole(Backing {
+            ptr,
+            len,
+            owned: None,
+            persist,
+        })
     }
 
     fn whole(backing: Backing) -> Arc<Self> {
@@ -125,6 +140,10 @@ impl Mapping {
     /// Whether the memory was lent, and may be gone since the mapping was revoked.
     pub(crate) fn is_returned(&self) -> bool {
         self.backing.owned.is_none() && self.len > 0 && self.is_revoked()
+    }
+
+    pub(crate) fn is_persistent(&self) -> bool {
+        self.backing.persist.is_some()
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -251,6 +270,32 @@ impl Span {
         // SAFETY: 8 valid, aligned bytes (just checked); the borrow of `self` keeps the mapping for the reference's
         // life. Others may change the word at any time, which `AtomicU64` allows.
         Ok(unsafe { AtomicU64::from_ptr(ptr) })
+    }
+
+    /// Stores all of the 8-byte word that the span is at once, given as its bytes in memory order.
+    ///
+    /// # Errors
+    /// When the span is not one aligned word, or the memory was taken back.
+    pub fn store(&self, bytes: [u8; 8]) -> Result<(), AtomicError> {
+        self.word()?.store(u64::from_ne_bytes(bytes), Ordering::Release);
+        Ok(())
+    }
+
+    /// Makes what was written to the span before visible to everybody, and if asked persistent (FLUSH).
+    ///
+    /// # Errors
+    /// When the memory was taken back, or can't be made persistent.
+    pub fn flush(&self, persistent: bool) -> Result<(), FlushError> {
+        let at = self.check(0, self.len)?;
+        fence(Ordering::SeqCst);
+        if persistent {
+            let backing = &self.mapping.backing;
+            let persist = backing.persist.as_ref().ok_or(FlushError::Failed)?;
+            if !persist.persist(self.mapping.start + at, self.len) {
+                return Err(FlushError::Failed);
+            }
+        }
+        Ok(())
     }
 
     /// Adds to the 8-byte word that the span is, in the host's byte order, and returns the former value.

@@ -20,7 +20,7 @@ use roce_verbs::{
 use crate::{
     error::{KeyError, MemError},
     object::{FastRegion, Region, Window, WindowKind},
-    span::{Mapping, Span},
+    span::{Mapping, Persist, Span},
 };
 
 /// A protection domain: only objects of the same one work together.
@@ -144,12 +144,22 @@ impl core::fmt::Debug for MemoryTable {
 /// The most keys that fit the 24 bits of index and still leave a random one quick to find.
 const MAX_KEYS: usize = 1 << 22;
 
-fn check_access(access: AccessFlags) -> Result<(), MemError> {
+fn check_access(access: AccessFlags, persistent: bool) -> Result<(), MemError> {
     let writes = AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_ATOMIC;
-    match access.intersects(writes) && !access.contains(AccessFlags::LOCAL_WRITE) {
-        true => Err(MemError::Access),
+    if access.intersects(writes) && !access.contains(AccessFlags::LOCAL_WRITE) {
+        return Err(MemError::Access);
+    }
+    match access.contains(AccessFlags::FLUSH_PERSISTENT) && !persistent {
+        true => Err(MemError::NotPersistent),
         false => Ok(()),
     }
+}
+
+/// Whether a view of a region may have these rights: what writes needs the region's local write right, and what flushes
+/// the region's right to be flushed so.
+fn may_open(region: AccessFlags, view: AccessFlags, writes: AccessFlags) -> bool {
+    let flushes = AccessFlags::FLUSH_GLOBAL | AccessFlags::FLUSH_PERSISTENT;
+    (!view.intersects(writes) || region.contains(AccessFlags::LOCAL_WRITE)) && region.contains(view & flushes)
 }
 
 impl Inner {
@@ -323,7 +333,7 @@ impl MemoryTable {
         if len > self.max_mr_size || (len > 0 && iova.checked_add(len - 1).is_none()) {
             return Err(MemError::Range(len));
         }
-        check_access(access)?;
+        check_access(access, mapping.is_persistent())?;
         let mut inner = self.inner.write();
         if inner.regions >= self.max_mr {
             return Err(MemError::Limit("memory regions"));
@@ -351,7 +361,7 @@ impl MemoryTable {
     /// # Errors
     /// At a limit, without memory, or with rights that don't go together.
     pub fn alloc_region(&self, pd: PdHandle, len: usize, access: AccessFlags) -> Result<Arc<Region>, MemError> {
-        check_access(access)?;
+        check_access(access, false)?;
         if len as u64 > self.max_mr_size {
             return Err(MemError::Range(len as u64));
         }
@@ -381,6 +391,27 @@ impl MemoryTable {
         iova: u64,
         access: AccessFlags,
     ) -> Result<Arc<Region>, MemError> {
+        // SAFETY: the caller promises the same.
+        unsafe { self.register_persistent(pd, ptr, len, iova, access, None) }
+    }
+
+    /// Registers memory of the program as [`MemoryTable::register`]; `persist` makes it survive the loss of power, so that
+    /// peers may be given the right to FLUSH to persistence.
+    ///
+    /// # Errors
+    /// As [`MemoryTable::register`].
+    ///
+    /// # Safety
+    /// As [`MemoryTable::register`].
+    pub unsafe fn register_persistent(
+        &self,
+        pd: PdHandle,
+        ptr: *mut u8,
+        len: usize,
+        iova: u64,
+        access: AccessFlags,
+        persist: Option<Arc<dyn Persist>>,
+    ) -> Result<Arc<Region>, MemError> {
         if (ptr.is_null() && len > 0) || (ptr as usize).checked_add(len).is_none() {
             return Err(MemError::Range(len as u64));
         }
@@ -390,7 +421,7 @@ impl MemoryTable {
             iova
         };
         // SAFETY: the caller promises the same.
-        let mapping = unsafe { Mapping::borrow(ptr, len) };
+        let mapping = unsafe { Mapping::borrow(ptr, len, persist) };
         self.add_region(pd, mapping, iova, access)
     }
 
@@ -539,14 +570,17 @@ impl MemoryTable {
         need: AccessFlags,
     ) -> Result<Span, KeyError> {
         let inner = self.inner.read();
-        let entry = inner.find(pd, rkey.0)?;
-        if let Kind::Window(_, BoundTo { qpn: Some(owner), .. }) = entry.kind
-            && owner != qpn
-        {
-            return Err(KeyError::WrongQp);
-        }
-        let open = entry.open.as_ref().ok_or(KeyError::Closed)?;
-        open.span(addr, u64::from(len), need)
+        inner.find_remote(pd, qpn, rkey)?.span(addr, u64::from(len), need)
+    }
+
+    /// Checks a key that a peer wants everything flushed behind, and returns all that it opens.
+    ///
+    /// # Errors
+    /// When key, domain, queue pair or rights don't fit.
+    pub fn resolve_whole(&self, pd: PdHandle, qpn: Qpn, rkey: RKey, need: AccessFlags) -> Result<Span, KeyError> {
+        let inner = self.inner.read();
+        let open = inner.find_remote(pd, qpn, rkey)?;
+        open.span(open.iova, open.mapping.len() as u64, need)
     }
 
     /// Executes a fast registration: from now on the key opens the range of the backing region.
@@ -565,7 +599,7 @@ impl MemoryTable {
         }
         let backing = backing.open.as_ref().ok_or(KeyError::Closed)?;
         let writes = AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_ATOMIC;
-        if args.access.intersects(writes) && !backing.access.contains(AccessFlags::LOCAL_WRITE) {
+        if !may_open(backing.access, args.access, writes) {
             return Err(KeyError::Access);
         }
         let (offset, len) = backing.offset(args.addr, args.length)?;
@@ -594,13 +628,16 @@ impl MemoryTable {
     /// When window or region can't be bound like this; the window stays as it was.
     pub fn bind_window(&self, pd: PdHandle, qpn: Qpn, args: &BindWindow) -> Result<(), KeyError> {
         let mut inner = self.inner.write();
-        let target = inner.find_index(pd, args.key)?;
+        let target = inner.entries.get(&(args.key.0 >> 8)).ok_or(KeyError::Unknown)?;
         let Kind::Window(window, _) = &target.kind else {
             return Err(KeyError::State);
         };
         let kind = window.kind;
+        if target.pd != pd && kind != WindowKind::Type2A {
+            return Err(KeyError::WrongPd);
+        }
         let zero = args.access.contains(AccessFlags::ZERO_BASED);
-        if kind == WindowKind::Type2 && (target.open.is_some() || args.length == 0) {
+        if kind.is_type2() && (target.open.is_some() || args.length == 0) {
             return Err(KeyError::State);
         }
         if kind == WindowKind::Type1 && zero {
@@ -622,7 +659,7 @@ impl MemoryTable {
             window.key.store(args.key.0, Ordering::Release);
             *to = BoundTo {
                 region: bound.then_some(args.lkey.0 >> 8),
-                qpn: (kind == WindowKind::Type2).then_some(qpn),
+                qpn: kind.is_type2().then_some(qpn),
             };
         }
         Ok(())
@@ -635,7 +672,7 @@ impl MemoryTable {
     /// When the key does not name such an object, or windows are bound to the region.
     pub fn invalidate(&self, pd: PdHandle, qpn: Qpn, rkey: RKey) -> Result<(), KeyError> {
         let mut inner = self.inner.write();
-        let entry = inner.find(pd, rkey.0)?;
+        let entry = inner.find_for(pd, rkey)?;
         match &entry.kind {
             Kind::Region => return Err(KeyError::State),
             Kind::Fast(_) if entry.windows > 0 => return Err(KeyError::State),
@@ -668,6 +705,29 @@ impl MemoryTable {
 }
 
 impl Inner {
+    /// The object of a key that a queue pair names: of its protection domain, or a type 2A window, which is bound to a queue
+    /// pair alone.
+    fn find_for(&self, pd: PdHandle, rkey: RKey) -> Result<&Entry, KeyError> {
+        let entry = self.entries.get(&(rkey.0 >> 8)).filter(|e| e.key == rkey.0);
+        let entry = entry.ok_or(KeyError::Unknown)?;
+        let anywhere = matches!(&entry.kind, Kind::Window(w, _) if w.kind == WindowKind::Type2A);
+        match entry.pd == pd || anywhere {
+            true => Ok(entry),
+            false => Err(KeyError::WrongPd),
+        }
+    }
+
+    /// What a peer's key opens to a queue pair.
+    fn find_remote(&self, pd: PdHandle, qpn: Qpn, rkey: RKey) -> Result<&Open, KeyError> {
+        let entry = self.find_for(pd, rkey)?;
+        if let Kind::Window(_, BoundTo { qpn: Some(owner), .. }) = entry.kind
+            && owner != qpn
+        {
+            return Err(KeyError::WrongQp);
+        }
+        entry.open.as_ref().ok_or(KeyError::Closed)
+    }
+
     /// What a window shall open, checked against the region that it is bound to.
     fn window_view(&self, pd: PdHandle, args: &BindWindow, zero: bool) -> Result<Open, KeyError> {
         let region = self.find(pd, args.lkey.0)?;
@@ -679,7 +739,7 @@ impl Inner {
             return Err(KeyError::Access);
         }
         let writes = AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_ATOMIC;
-        if args.access.intersects(writes) && !region.access.contains(AccessFlags::LOCAL_WRITE) {
+        if !may_open(region.access, args.access, writes) {
             return Err(KeyError::Access);
         }
         let (offset, len) = region.offset(args.addr, args.length)?;

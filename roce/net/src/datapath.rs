@@ -127,7 +127,17 @@ pub trait Datapath: Send {
     fn send(&mut self, bursts: &mut dyn Iterator<Item = Burst<'_>>) -> Sent;
     /// Receives about `budget` packets at most and hands each datagram to `handle`.
     fn receive(&mut self, budget: usize, handle: &mut dyn FnMut(&Datagram<'_>)) -> Received;
-    /// What to watch for input.
+    /// Receives what is sent to a multicast group on the interface that has the local address. Counted: as many leaves as
+    /// joins end it. Afterwards there may be another descriptor.
+    ///
+    /// # Errors
+    /// When the system refuses, or the datapath can't.
+    fn join(&mut self, _group: IpAddr, _local: IpAddr) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+    /// Takes back one join.
+    fn leave(&mut self, _group: IpAddr, _local: IpAddr) {}
+    /// What to watch for input. Those that were there before come first, in the same order, as long as they live.
     fn descriptors(&self) -> Vec<BorrowedFd<'_>>;
     /// Counts so far.
     fn counters(&self) -> DatapathCounters;

@@ -13,6 +13,8 @@
 
 use std::{
     io,
+    net::IpAddr,
+    os::fd::AsFd,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
@@ -23,14 +25,16 @@ use std::{
 
 use mio::{Events, Poll};
 use parking_lot::{Mutex, MutexGuard};
-use roce_port::{Port, PortCounters};
+use roce_port::{Port, PortCounters, RxMeta};
 use roce_verbs::Instant;
 
 use crate::{
     clock::now,
     datapath::{Datapath, DatapathCounters},
     engine::{Engine, EventSink, Tap},
-    wake::{TOKEN_TIMER, Wake},
+    links::LinkWatch,
+    sys,
+    wake::{TOKEN_LINKS, TOKEN_TIMER, Wake},
 };
 
 /// How long a port may be without anybody advancing it after its application stopped polling.
@@ -54,6 +58,8 @@ pub struct DriverConfig {
     pub tap: Option<Box<dyn Tap>>,
     /// Names the background thread.
     pub name: String,
+    /// Changes of interfaces, which the background thread brings to the event sink.
+    pub links: Option<LinkWatch>,
 }
 
 impl Default for DriverConfig {
@@ -63,6 +69,7 @@ impl Default for DriverConfig {
             batch_bytes: 256 << 10,
             tap: None,
             name: "roce".into(),
+            links: None,
         }
     }
 }
@@ -84,6 +91,8 @@ struct Shared {
     /// When the application last polled an empty completion queue, nanoseconds.
     last_poll: AtomicU64,
     sink: Arc<dyn EventSink>,
+    /// The process that it was made in ([`sys::generation`]).
+    born: u32,
 }
 
 /// A port in motion. Shared by reference between threads; dropping it stops the background thread.
@@ -121,6 +130,12 @@ impl Drop for Guard<'_> {
 }
 
 impl Shared {
+    /// This is a child of the process that the driver belongs to. Its locks may be held for ever here, and its sockets are
+    /// not ours.
+    fn is_inherited(&self) -> bool {
+        self.born != sys::generation_now()
+    }
+
     fn close(&self) {
         if !self.closed.swap(true, Ordering::AcqRel) {
             self.sink.closed();
@@ -128,14 +143,14 @@ impl Shared {
     }
 
     fn lock(&self) -> Result<Guard<'_>, Closed> {
-        if self.closed.load(Ordering::Acquire) {
+        if self.closed.load(Ordering::Acquire) || self.is_inherited() {
             return Err(Closed);
         }
         Ok(Guard::new(self.engine.lock(), self))
     }
 
     fn try_lock(&self) -> Option<Guard<'_>> {
-        if self.closed.load(Ordering::Acquire) {
+        if self.closed.load(Ordering::Acquire) || self.is_inherited() {
             return None;
         }
         let engine = self.engine.try_lock()?;
@@ -189,12 +204,15 @@ impl Driver {
         sink: Arc<dyn EventSink>,
         mut config: DriverConfig,
     ) -> io::Result<Self> {
-        let tap = config.tap.take();
+        let (tap, links) = (config.tap.take(), config.links.take());
         let poll = config.background.then(Poll::new).transpose()?;
         let wake = Arc::new(match &poll {
             Some(poll) => Wake::new(poll, &path.descriptors())?,
             None => Wake::nobody(),
         });
+        if let (Some(poll), Some(links)) = (&poll, &links) {
+            Wake::also(poll, links.as_fd())?;
+        }
         let engine = Engine::new(port, path, sink.clone(), tap, wake.clone(), config.batch_bytes);
         let shared = Arc::new(Shared {
             engine: Mutex::new(engine),
@@ -204,12 +222,13 @@ impl Driver {
             empty_polls: AtomicU32::new(0),
             last_poll: AtomicU64::new(0),
             sink,
+            born: sys::generation(),
         });
         let theirs = shared.clone();
         let start = |poll| {
             thread::Builder::new()
                 .name(config.name)
-                .spawn(move || background(&theirs, poll))
+                .spawn(move || background(&theirs, poll, links))
         };
         let thread = poll.map(start).transpose()?;
         Ok(Self {
@@ -234,6 +253,23 @@ impl Driver {
         drop(guard);
         self.shared.serve_wanted();
         Ok(result)
+    }
+
+    /// Takes a datagram that reached the host by another socket (another process of the same address forwards it) as if
+    /// the network had brought it. All checks are made, the ICRC's as well.
+    ///
+    /// # Errors
+    /// When the device is closed.
+    pub fn inject(&self, datagram: &[u8], meta: &RxMeta) -> Result<(), Closed> {
+        let mut guard = self.shared.lock()?;
+        let now = now();
+        guard.engine.take_datagram(now, datagram, meta);
+        if guard.engine.settle(now) {
+            self.shared.wake.set_alarm(now, now);
+        }
+        drop(guard);
+        self.shared.serve_wanted();
+        Ok(())
     }
 
     /// Calls the port for something that gives it nothing to send.
@@ -281,6 +317,9 @@ impl Driver {
     /// The application found completions, or goes to sleep: it may not come back for long, so that packets wake the
     /// background thread again.
     pub fn leave_poll(&self) {
+        if self.is_inherited() {
+            return;
+        }
         self.shared.empty_polls.store(0, Ordering::Relaxed);
         if self.shared.wake.standing_back() {
             self.shared.wake.watch(true);
@@ -289,11 +328,50 @@ impl Driver {
 
     /// Returns when nobody who held the port's lock at the time of the call holds it any more.
     pub fn pass_lock(&self) {
-        drop(self.shared.engine.lock());
+        if !self.is_inherited() {
+            drop(self.shared.engine.lock());
+        }
+    }
+
+    /// Whether this process was forked from the one that made the driver. Every call fails here, and touches neither locks
+    /// nor the wire.
+    pub fn is_inherited(&self) -> bool {
+        self.shared.is_inherited()
+    }
+
+    /// Receives what is sent to a multicast group on the interface that has the local address, until as many
+    /// [`Driver::leave`]s.
+    ///
+    /// # Errors
+    /// When the system refuses, or the datapath can't.
+    pub fn join(&self, group: IpAddr, local: IpAddr) -> io::Result<()> {
+        self.check_inherited()?;
+        let mut engine = self.shared.engine.lock();
+        engine.path.join(group, local)?;
+        let done = self.shared.wake.follow(&engine.path.descriptors());
+        if done.is_err() {
+            engine.path.leave(group, local);
+        }
+        done
+    }
+
+    /// Takes back one [`Driver::join`].
+    pub fn leave(&self, group: IpAddr, local: IpAddr) {
+        if self.is_inherited() {
+            return;
+        }
+        let mut engine = self.shared.engine.lock();
+        engine.path.leave(group, local);
+        if let Err(e) = self.shared.wake.follow(&engine.path.descriptors()) {
+            tracing::error!("watching the sockets failed: {e}");
+        }
     }
 
     /// What the port and its datapath have counted.
     pub fn counters(&self) -> (PortCounters, DatapathCounters) {
+        if self.is_inherited() {
+            return Default::default();
+        }
         let engine = self.shared.engine.lock();
         (engine.port.counters(), engine.path.counters())
     }
@@ -303,16 +381,28 @@ impl Driver {
     /// # Errors
     /// When the system refuses.
     pub fn set_receive_buffer(&self, bytes: usize) -> io::Result<usize> {
+        self.check_inherited()?;
         self.shared.engine.lock().path.set_receive_buffer(bytes)
     }
 
-    /// Whether it has stopped.
+    fn check_inherited(&self) -> io::Result<()> {
+        match self.is_inherited() {
+            true => Err(io::ErrorKind::NotConnected.into()),
+            false => Ok(()),
+        }
+    }
+
+    /// Whether it has stopped, or is another process's.
     pub fn is_closed(&self) -> bool {
-        self.shared.closed.load(Ordering::Acquire)
+        self.shared.closed.load(Ordering::Acquire) || self.is_inherited()
     }
 
     /// Stops: sends what is still to be sent, ends the background thread, and lets every later call fail.
     pub fn close(&self) {
+        if self.is_inherited() {
+            // The thread is not there to be joined either.
+            return;
+        }
         if let Ok(mut guard) = self.shared.lock() {
             let engine = &mut *guard.engine;
             engine.pass(now(), BUDGET);
@@ -338,7 +428,7 @@ impl Drop for Driver {
 }
 
 /// The background thread.
-fn background(shared: &Shared, mut poll: Poll) {
+fn background(shared: &Shared, mut poll: Poll, mut links: Option<LinkWatch>) {
     let mut events = Events::with_capacity(16);
     loop {
         if let Err(e) = poll.poll(&mut events, None)
@@ -349,6 +439,15 @@ fn background(shared: &Shared, mut poll: Poll) {
         }
         if events.iter().any(|e| e.token() == TOKEN_TIMER) {
             shared.wake.alarm_rang();
+        }
+        if events.iter().any(|e| e.token() == TOKEN_LINKS)
+            && let Some(links) = &mut links
+        {
+            match links.take() {
+                Ok(changes) if changes.is_empty() => {}
+                Ok(changes) => shared.sink.links(changes),
+                Err(e) => tracing::warn!("looking at the interfaces failed: {e}"),
+            }
         }
         let Some(mut guard) = shared.lock_or_ask() else {
             if shared.closed.load(Ordering::Acquire) {

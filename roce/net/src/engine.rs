@@ -8,6 +8,7 @@ use roce_verbs::{AsyncEvent, Instant};
 
 use crate::{
     datapath::{Burst, Datagram, Datapath},
+    links::LinkChange,
     wake::Wake,
 };
 
@@ -28,6 +29,8 @@ pub trait EventSink: Send + Sync {
     fn async_event(&self, event: AsyncEvent);
     /// The device has stopped: whoever waits is to be told.
     fn closed(&self);
+    /// Interfaces changed. Unlike the others called without the port's lock.
+    fn links(&self, _changes: Vec<(String, LinkChange)>) {}
 }
 
 /// Sees every packet, under the port's lock.
@@ -120,6 +123,27 @@ impl Engine {
         received.more || unsent
     }
 
+    /// Takes one datagram that did not come through the datapath.
+    pub(crate) fn take_datagram(&mut self, now: Instant, bytes: &[u8], meta: &RxMeta) {
+        if let Some(tap) = &mut self.tap {
+            tap_datagram(
+                tap.as_mut(),
+                &Datagram {
+                    local: meta.local,
+                    remote: meta.remote,
+                    identification: meta.identification,
+                    segment_len: match meta.segment_len {
+                        0 => bytes.len(),
+                        len => len,
+                    },
+                    traffic_class: meta.tos,
+                    bytes,
+                },
+            );
+        }
+        self.port.handle_datagram(now, meta, bytes);
+    }
+
     pub(crate) fn timer_due(&mut self, now: Instant) -> bool {
         self.port.poll_timeout().is_some_and(|at| at <= now)
     }
@@ -144,12 +168,9 @@ impl Engine {
 
     fn tell(&mut self, now: Instant) {
         while let Some(event) = self.port.poll_cm_event() {
-            let request = match &event {
-                PortCmEvent::ConnectRequest { conn, .. } => Some(*conn),
-                _ => None,
-            };
+            let request = event.request();
             let taken = self.sink.cm_event(event);
-            if let (Some(conn), false) = (request, taken) {
+            if let (Some((_, conn)), false) = (request, taken) {
                 // Destroying a waiting request rejects it.
                 self.port.cm_destroy(now, conn);
             }

@@ -9,20 +9,32 @@ use std::{
 use roce_verbs::Mtu;
 
 use crate::sys;
-pub use sys::{InterfaceAddr, interface_addresses};
+pub use sys::{Interface, InterfaceAddr, interface_addresses, interfaces};
+
+/// The number of the interface that owns an address. Every address of 127.0.0.0/8 is the loopback interface's.
+///
+/// # Errors
+/// `AddrNotAvailable` when no interface has it.
+pub fn index_of(addr: IpAddr) -> io::Result<u32> {
+    let all = interface_addresses()?;
+    owner(&all, addr).map(|i| i.index)
+}
+
+fn owner(all: &[InterfaceAddr], addr: IpAddr) -> io::Result<&InterfaceAddr> {
+    let addr = addr.to_canonical();
+    all.iter()
+        .find(|i| i.ip == addr)
+        .or_else(|| all.iter().find(|i| i.loopback && addr.is_loopback() && addr.is_ipv4()))
+        .ok_or_else(|| io::ErrorKind::AddrNotAvailable.into())
+}
 
 /// The interface that owns an address: its name and MTU, bytes. Every address of 127.0.0.0/8 is the loopback interface's.
 ///
 /// # Errors
 /// `AddrNotAvailable` when no interface has it.
 pub fn interface_of(addr: IpAddr) -> io::Result<(String, u32)> {
-    let addr = addr.to_canonical();
     let all = interface_addresses()?;
-    let owner = all
-        .iter()
-        .find(|i| i.ip == addr)
-        .or_else(|| all.iter().find(|i| i.loopback && addr.is_loopback() && addr.is_ipv4()));
-    let name = owner.map(|i| i.name.clone()).ok_or(io::ErrorKind::AddrNotAvailable)?;
+    let name = owner(&all, addr)?.name.clone();
     let mtu = mtu_of(&name)?;
     Ok((name, mtu))
 }

@@ -4,8 +4,11 @@ mod clock;
 mod datapath;
 mod driver;
 mod engine;
+pub mod gids;
+mod group;
 pub mod holder;
 pub mod iface;
+pub mod links;
 mod sys;
 mod udp;
 mod wake;
@@ -15,4 +18,4 @@ pub use datapath::{Burst, Capabilities, DEFAULT_HOP_LIMIT, Datagram, Datapath, D
 pub use driver::{Closed, Driver, DriverConfig, TAKEOVER};
 pub use engine::{EventSink, Tap};
 pub use sys::{EventFd, wait_readable};
-pub use udp::{OpenError, UdpConfig, UdpDatapath};
+pub use udp::{OpenError, OpenSockets, UdpConfig, UdpDatapath};

@@ -4,9 +4,11 @@
 //! (segment *i* of a GSO send: *i*), which is what their ICRCs were made with.
 
 use std::{
+    collections::HashMap,
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
-    os::fd::{AsFd, BorrowedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::Arc,
 };
 
 use roce_bth::ROCE_UDP_PORT;
@@ -15,8 +17,9 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::{
     datapath::{Burst, Capabilities, DEFAULT_HOP_LIMIT, Datagram, Datapath, DatapathCounters, Received, Sent},
-    holder,
-    sys::{self, RecvRing, SendQueue},
+    group::Groups,
+    holder, iface,
+    sys::{self, Origin, RecvRing, SendQueue},
 };
 
 /// Bursts of one system call.
@@ -63,6 +66,17 @@ impl Default for UdpConfig {
             send_sockets: 4,
         }
     }
+}
+
+/// Sockets that somebody else (a broker) has opened: one member of each reuseport group, for one process of several
+/// behind one address.
+#[derive(Clone, Debug, Default)]
+pub struct OpenSockets {
+    /// To receive on: UDP sockets bound to the RoCE port, one for each IP version at most.
+    pub receivers: Vec<Arc<OwnedFd>>,
+    /// Kept open as long as the datapath lives, and not used: the other members of the groups, so that no member
+    /// changes its place when its process ends.
+    pub held: Vec<Arc<OwnedFd>>,
 }
 
 /// Why a datapath could not be made.
@@ -120,6 +134,11 @@ pub struct UdpDatapath {
     /// Kinds of send errors that were already reported in the log.
     warned: u32,
     scratch: Vec<u8>,
+    /// Other members of the sockets' groups.
+    _held: Vec<Arc<OwnedFd>>,
+    groups: Groups,
+    /// Interfaces of local addresses from which link-local and multicast packets were sent.
+    scopes: HashMap<IpAddr, u32>,
 }
 
 impl UdpDatapath {
@@ -142,6 +161,37 @@ impl UdpDatapath {
         if families.is_empty() {
             return Err(OpenError::NotLocal(config.addr));
         }
+        Self::with_families(config, families)
+    }
+
+    /// Receives on sockets that are open already; opens those to send from. Of the settings `addr` and `port` are not
+    /// used: the sockets have theirs.
+    ///
+    /// # Errors
+    /// When a socket is not a bound UDP socket, or two are of one IP version.
+    pub fn from_sockets(config: &UdpConfig, sockets: &OpenSockets) -> Result<Self, OpenError> {
+        let mut families: Vec<Family> = vec![];
+        let mut ports: Vec<u16> = vec![];
+        let mut port = None;
+        for fd in &sockets.receivers {
+            let (family, bound) = Family::adopt(config, fd, &mut ports).map_err(context("taking over a UDP socket"))?;
+            if families.iter().any(|f| f.v4 == family.v4) || port.is_some_and(|p| p != bound) {
+                let source = io::Error::new(io::ErrorKind::InvalidInput, "two of one IP version, or two UDP ports");
+                return Err(context("taking over UDP sockets")(source));
+            }
+            families.push(family);
+            port = Some(bound);
+        }
+        let Some(port) = port else {
+            return Err(context("taking over UDP sockets")(io::ErrorKind::InvalidInput.into()));
+        };
+        let config = UdpConfig { port, ..config.clone() };
+        let mut this = Self::with_families(&config, families)?;
+        this._held = sockets.held.clone();
+        Ok(this)
+    }
+
+    fn with_families(config: &UdpConfig, families: Vec<Family>) -> Result<Self, OpenError> {
         let mut gro = config.gro;
         if gro {
             for family in &families {
@@ -162,6 +212,9 @@ impl UdpDatapath {
             counters: DatapathCounters::default(),
             warned: 0,
             scratch: vec![],
+            _held: vec![],
+            groups: Groups::default(),
+            scopes: HashMap::new(),
         };
         if this.gso && !this.segmentation_available() {
             tracing::info!("UDP_SEGMENT is refused: packets are sent one by one");
@@ -207,7 +260,11 @@ impl UdpDatapath {
         while done < bursts.len() {
             let f = &self.families[family];
             let socket = sender.map_or(&f.main, |i| &f.senders[i].1).as_fd();
-            match self.queue.send(socket, &bursts[done..], f.bound.is_none()) {
+            let origin = Origin {
+                any: f.bound.is_none(),
+                scopes: &self.scopes,
+            };
+            match self.queue.send(socket, &bursts[done..], &origin) {
                 Ok(n) => {
                     self.counters.tx_calls += 1;
                     self.counters.tx_bursts += n as u64;
@@ -290,7 +347,11 @@ impl UdpDatapath {
                 bytes: &self.scratch,
                 ..*burst
             };
-            match self.queue.send(socket, &[single], f.bound.is_none()) {
+            let origin = Origin {
+                any: f.bound.is_none(),
+                scopes: &self.scopes,
+            };
+            match self.queue.send(socket, &[single], &origin) {
                 Ok(_) => self.counters.tx_calls += 1,
                 Err(_) => self.counters.tx_errors += 1,
             }
@@ -310,12 +371,36 @@ impl UdpDatapath {
         }
     }
 
-    fn receive_family(&mut self, index: usize, budget: usize, handle: &mut dyn FnMut(&Datagram<'_>)) -> Received {
+    /// Notes the interface of a burst's local address, if its destination needs one.
+    fn note_scope(&mut self, burst: &Burst<'_>) {
+        if Origin::needs_scope(burst.remote.ip())
+            && !self.scopes.contains_key(&burst.local)
+            && let Ok(index) = iface::index_of(burst.local)
+        {
+            self.scopes.insert(burst.local, index);
+        }
+    }
+}
+
+/// Where datagrams come in: a socket, and the address that it is bound to if that is a specific one.
+struct Inlet<'a> {
+    socket: BorrowedFd<'a>,
+    bound: Option<IpAddr>,
+}
+
+/// The part of a datapath that receives.
+struct Receiver<'a> {
+    ring: &'a mut RecvRing,
+    vlen: &'a mut usize,
+    counters: &'a mut DatapathCounters,
+}
+
+impl Receiver<'_> {
+    fn receive(&mut self, inlet: &Inlet<'_>, budget: usize, handle: &mut dyn FnMut(&Datagram<'_>)) -> Received {
         let (mut datagrams, mut packets) = (0, 0);
-        let family = &self.families[index];
         while packets < budget {
-            let asked = self.vlen;
-            let got = match self.ring.receive(family.main.as_fd(), asked) {
+            let asked = *self.vlen;
+            let got = match self.ring.receive(inlet.socket, asked) {
                 Ok(n) => n,
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => 0,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
@@ -333,7 +418,7 @@ impl UdpDatapath {
             let mut merged = false;
             for i in 0..got {
                 let slot = self.ring.slot(i);
-                let (Some(remote), Some(local), false) = (slot.remote, family.bound.or(slot.local), slot.truncated)
+                let (Some(remote), Some(local), false) = (slot.remote, inlet.bound.or(slot.local), slot.truncated)
                 else {
                     self.counters.rx_malformed += 1;
                     packets += 1;
@@ -353,7 +438,7 @@ impl UdpDatapath {
             }
             self.counters.rx_datagrams += got as u64;
             datagrams += got;
-            self.vlen = if merged { RECV_MERGED } else { self.ring.slots() };
+            *self.vlen = if merged { RECV_MERGED } else { self.ring.slots() };
             if got < asked {
                 return Received { datagrams, more: false };
             }
@@ -383,6 +468,29 @@ impl Family {
                 io::ErrorKind::AddrNotAvailable => OpenError::NotLocal(addr),
                 _ => context("binding a UDP socket")(e),
             })?;
+        Self::of(config, main, addr, ports)
+    }
+
+    /// Takes over a socket that is bound already; also returns its port.
+    fn adopt(config: &UdpConfig, fd: &OwnedFd, ports: &mut Vec<u16>) -> io::Result<(Self, u16)> {
+        let main = Socket::from(fd.try_clone()?);
+        let invalid = |text: &str| io::Error::new(io::ErrorKind::InvalidInput, text);
+        let at = main
+            .local_addr()?
+            .as_socket()
+            .ok_or_else(|| invalid("not an IP socket"))?;
+        if main.r#type()? != Type::DGRAM || at.port() == 0 {
+            return Err(invalid("not a bound UDP socket"));
+        }
+        set_up(&main, at.ip())?;
+        let family = Self::of(config, main, at.ip(), ports).map_err(|e| match e {
+            OpenError::Io { source, .. } => source,
+            other => io::Error::other(other.to_string()),
+        })?;
+        Ok((family, at.port()))
+    }
+
+    fn of(config: &UdpConfig, main: Socket, addr: IpAddr, ports: &mut Vec<u16>) -> Result<Self, OpenError> {
         let bound = (!addr.is_unspecified()).then_some(addr);
         configure_receiver(&main, addr, bound.is_none()).map_err(context("setting up the receiving socket"))?;
         let mut senders = vec![];
@@ -405,24 +513,36 @@ impl Family {
 }
 
 /// A socket with everything set that both kinds need.
-fn new_socket(addr: IpAddr) -> Result<Socket, OpenError> {
+pub(crate) fn new_socket(addr: IpAddr) -> Result<Socket, OpenError> {
     let domain = if addr.is_ipv4() { Domain::IPV4 } else { Domain::IPV6 };
     let socket = Socket::new(domain, Type::DGRAM, Some(Protocol::UDP)).map_err(context("making a UDP socket"))?;
+    if addr.is_ipv6() {
+        sys::set_int(socket.as_fd(), libc::IPPROTO_IPV6, libc::IPV6_V6ONLY, 1)
+            .map_err(context("setting up a UDP socket"))?;
+    }
+    set_up(&socket, addr).map_err(context("setting up a UDP socket"))?;
+    Ok(socket)
+}
+
+/// The options of both kinds of sockets that can be set at any time.
+fn set_up(socket: &Socket, addr: IpAddr) -> io::Result<()> {
     let set = |level, name, value| sys::set_int(socket.as_fd(), level, name, value);
     let hops = i32::from(DEFAULT_HOP_LIMIT);
     let done = match addr {
         IpAddr::V4(_) => set(libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, libc::IP_PMTUDISC_PROBE)
-            .and_then(|()| set(libc::IPPROTO_IP, libc::IP_TTL, hops)),
-        IpAddr::V6(_) => set(libc::IPPROTO_IPV6, libc::IPV6_V6ONLY, 1)
-            .and_then(|()| set(libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER, libc::IPV6_PMTUDISC_PROBE))
-            .and_then(|()| set(libc::IPPROTO_IPV6, libc::IPV6_UNICAST_HOPS, hops)),
+            .and_then(|()| set(libc::IPPROTO_IP, libc::IP_TTL, hops))
+            .and_then(|()| set(libc::IPPROTO_IP, libc::IP_MULTICAST_TTL, hops))
+            // What other sockets have joined is not ours.
+            .and_then(|()| set(libc::IPPROTO_IP, libc::IP_MULTICAST_ALL, 0)),
+        IpAddr::V6(_) => set(libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER, libc::IPV6_PMTUDISC_PROBE)
+            .and_then(|()| set(libc::IPPROTO_IPV6, libc::IPV6_UNICAST_HOPS, hops))
+            .and_then(|()| set(libc::IPPROTO_IPV6, libc::IPV6_MULTICAST_HOPS, hops))
+            .and_then(|()| set(libc::IPPROTO_IPV6, sys::IPV6_MULTICAST_ALL, 0)),
     };
     done.and_then(|()| socket.set_nonblocking(true))
-        .map_err(context("setting up a UDP socket"))?;
-    Ok(socket)
 }
 
-fn configure_receiver(socket: &Socket, addr: IpAddr, unspecified: bool) -> io::Result<()> {
+pub(crate) fn configure_receiver(socket: &Socket, addr: IpAddr, unspecified: bool) -> io::Result<()> {
     let set = |level, name| sys::set_int(socket.as_fd(), level, name, 1);
     match addr {
         IpAddr::V4(_) => {
@@ -511,6 +631,7 @@ impl Datapath for UdpDatapath {
         let mut done = 0;
         let mut next = bursts.next();
         while let Some(first) = next.take() {
+            self.note_scope(&first);
             let Some(route) = self.route(&first) else {
                 self.counters.tx_errors += 1;
                 done += 1;
@@ -522,7 +643,10 @@ impl Datapath for UdpDatapath {
             while chunk.len() < self.queue.capacity() {
                 next = bursts.next();
                 match next {
-                    Some(b) if self.route(&b) == Some(route) => chunk.push(b),
+                    Some(b) if self.route(&b) == Some(route) => {
+                        self.note_scope(&b);
+                        chunk.push(b);
+                    }
                     _ => break,
                 }
                 next = None;
@@ -550,17 +674,48 @@ impl Datapath for UdpDatapath {
             datagrams: 0,
             more: false,
         };
-        for index in 0..self.families.len() {
-            // Each family has its own budget, so that neither starves the other.
-            let one = self.receive_family(index, budget, handle);
+        let mut receiver = Receiver {
+            ring: &mut self.ring,
+            vlen: &mut self.vlen,
+            counters: &mut self.counters,
+        };
+        let main = self.families.iter().map(|f| Inlet {
+            socket: f.main.as_fd(),
+            bound: f.bound,
+        });
+        let groups = self.groups.sockets().map(|(group, socket)| Inlet {
+            socket,
+            bound: Some(group),
+        });
+        for inlet in main.chain(groups) {
+            // Each has its own budget, so that none starves another.
+            let one = receiver.receive(&inlet, budget, handle);
             total.datagrams += one.datagrams;
             total.more |= one.more;
         }
         total
     }
 
+    fn join(&mut self, group: IpAddr, local: IpAddr) -> io::Result<()> {
+        let family = self.families.iter().find(|f| f.v4 == group.is_ipv4());
+        let family = family.ok_or(io::ErrorKind::AddrNotAvailable)?;
+        // A socket that is bound to one address gets nothing that is sent to a group: those have sockets of their own.
+        let main = family.bound.is_none().then(|| family.main.as_fd());
+        self.groups.join(group, local, main, self.port)
+    }
+
+    fn leave(&mut self, group: IpAddr, local: IpAddr) {
+        let main = self
+            .families
+            .iter()
+            .find(|f| f.v4 == group.is_ipv4())
+            .map(|f| f.main.as_fd());
+        self.groups.leave(group, local, main);
+    }
+
     fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
-        self.families.iter().map(|f| f.main.as_fd()).collect()
+        let main = self.families.iter().map(|f| f.main.as_fd());
+        main.chain(self.groups.sockets().map(|(_, socket)| socket)).collect()
     }
 
     fn counters(&self) -> DatapathCounters {

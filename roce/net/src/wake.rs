@@ -14,6 +14,8 @@ use crate::sys::{self, EventFd, TimerFd};
 
 pub(crate) const TOKEN_TIMER: Token = Token(0);
 const TOKEN_STOP: Token = Token(1);
+/// Changes of interfaces.
+pub(crate) const TOKEN_LINKS: Token = Token(2);
 /// The first of the datapath's descriptors.
 const TOKEN_SOCKETS: usize = 16;
 
@@ -22,11 +24,11 @@ struct Descriptors {
     epoll: OwnedFd,
     timer: TimerFd,
     stop: EventFd,
-    /// The datapath's, which lives as long as the driver.
-    sockets: Vec<RawFd>,
 }
 
 struct State {
+    /// The datapath's.
+    sockets: Vec<RawFd>,
     /// Whether arriving packets wake the thread.
     watching: bool,
     /// When the alarm clock rings.
@@ -44,12 +46,13 @@ pub(crate) struct Wake {
 impl Wake {
     /// For a driver without a background thread: does nothing.
     pub(crate) fn nobody() -> Self {
-        Self::of(None)
+        Self::of(None, vec![])
     }
 
-    fn of(descriptors: Option<Descriptors>) -> Self {
+    fn of(descriptors: Option<Descriptors>, sockets: Vec<RawFd>) -> Self {
         Self {
             state: Mutex::new(State {
+                sockets,
                 watching: descriptors.is_some(),
                 alarm: None,
             }),
@@ -64,15 +67,38 @@ impl Wake {
             epoll: sys::epoll_of(poll)?,
             timer: TimerFd::new()?,
             stop: EventFd::new()?,
-            sockets: sockets.iter().map(|s| s.as_raw_fd()).collect(),
         };
+        let sockets: Vec<RawFd> = sockets.iter().map(|s| s.as_raw_fd()).collect();
         let register = |fd: RawFd, token| poll.registry().register(&mut SourceFd(&fd), token, Interest::READABLE);
         register(descriptors.timer.as_fd().as_raw_fd(), TOKEN_TIMER)?;
         register(descriptors.stop.as_fd().as_raw_fd(), TOKEN_STOP)?;
-        for (i, fd) in descriptors.sockets.iter().enumerate() {
+        for (i, fd) in sockets.iter().enumerate() {
             register(*fd, Token(TOKEN_SOCKETS + i))?;
         }
-        Ok(Self::of(Some(descriptors)))
+        Ok(Self::of(Some(descriptors), sockets))
+    }
+
+    /// Also lets this descriptor wake the thread, always.
+    pub(crate) fn also(poll: &Poll, fd: BorrowedFd<'_>) -> io::Result<()> {
+        poll.registry()
+            .register(&mut SourceFd(&fd.as_raw_fd()), TOKEN_LINKS, Interest::READABLE)
+    }
+
+    /// The datapath has other descriptors than before. Those that are gone are closed already.
+    ///
+    /// # Errors
+    /// When a new one can't be watched.
+    pub(crate) fn follow(&self, sockets: &[BorrowedFd<'_>]) -> io::Result<()> {
+        let Some(d) = &self.descriptors else { return Ok(()) };
+        let mut state = self.state.lock();
+        let now: Vec<RawFd> = sockets.iter().map(|s| s.as_raw_fd()).collect();
+        for (i, fd) in now.iter().enumerate() {
+            if !state.sockets.contains(fd) {
+                sys::epoll_add(d.epoll.as_fd(), *fd, TOKEN_SOCKETS + i, state.watching)?;
+            }
+        }
+        state.sockets = now;
+        Ok(())
     }
 
     /// Lets arriving packets wake the thread, or not. Those that wait already wake it at once.
@@ -83,7 +109,7 @@ impl Wake {
             return;
         }
         state.watching = on;
-        for (i, fd) in d.sockets.iter().enumerate() {
+        for (i, fd) in state.sockets.iter().enumerate() {
             if let Err(e) = sys::epoll_watch(d.epoll.as_fd(), *fd, TOKEN_SOCKETS + i, on) {
                 tracing::error!("changing what the background thread waits for failed: {e}");
             }

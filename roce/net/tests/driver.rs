@@ -24,7 +24,10 @@ use roce_verbs::{
     RemoteAddr, RnrTimer, SendFlags, SendOp, SendWr, Sge,
 };
 
-const ALL: AccessFlags = AccessFlags::all().difference(AccessFlags::ZERO_BASED.union(AccessFlags::MW_BIND));
+const ALL: AccessFlags = AccessFlags::LOCAL_WRITE
+    .union(AccessFlags::REMOTE_WRITE)
+    .union(AccessFlags::REMOTE_READ)
+    .union(AccessFlags::REMOTE_ATOMIC);
 const PATIENCE: Duration = Duration::from_secs(60);
 
 #[derive(Default)]
@@ -171,6 +174,8 @@ fn host_on(driver: DriverConfig, path: impl FnOnce(UdpDatapath) -> Box<dyn Datap
         recv_cq: cq.clone(),
         caps: QpCaps::default(),
         signal_all: true,
+        srq: None,
+        xrcd: None,
     };
     let qpn = port.create_qp(init).unwrap();
     let sink = Arc::new(Sink::default());

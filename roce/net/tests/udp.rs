@@ -2,7 +2,7 @@
 //! sealed with, whatever the kernel does in between.
 
 use std::{
-    net::{IpAddr, Ipv6Addr, SocketAddr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     time::{Duration, Instant},
 };
 
@@ -204,4 +204,102 @@ fn packets_that_overflow_the_receive_buffer_are_counted() {
     let arrived = receive(&mut rx, 100).len();
     let dropped = rx.counters().rx_buffer_drops;
     assert!(dropped > 0 && arrived as u64 + dropped == 100, "{arrived} + {dropped}");
+}
+
+/// A burst of one packet to a group, from any of the sender's ports.
+fn to_group(group: IpAddr, from: IpAddr, tx: &UdpDatapath) -> (SocketAddr, Vec<u8>) {
+    let src_port = tx.capabilities().src_ports[0];
+    let remote = SocketAddr::new(group, PORT);
+    let flow = Flow::try_from((SocketAddr::new(from, src_port), remote)).unwrap();
+    (SocketAddr::new(from, src_port), sealed(&flow, 1, 64))
+}
+
+fn send_to_group(tx: &mut UdpDatapath, group: IpAddr, from: IpAddr) -> Vec<u8> {
+    let (local, bytes) = to_group(group, from, tx);
+    let burst = Burst {
+        local: local.ip(),
+        remote: SocketAddr::new(group, PORT),
+        src_port: local.port(),
+        traffic_class: 0,
+        hop_limit: DEFAULT_HOP_LIMIT,
+        segment_len: bytes.len(),
+        bytes: &bytes,
+    };
+    tx.send(&mut [burst].into_iter());
+    assert_eq!(tx.counters().tx_bursts, 1, "{:?}", tx.counters());
+    bytes
+}
+
+/// A group that no other test has.
+fn group() -> IpAddr {
+    let [_, rest @ ..] = ferroce_loopback::address().octets();
+    Ipv4Addr::from([239, rest[0], rest[1], rest[2]]).into()
+}
+
+#[test]
+fn every_member_of_a_group_gets_what_is_sent_to_it() {
+    let (a, b, c) = (address(), address(), address());
+    let (mut tx, mut one, mut two) = (open(a, true, true), open(b, true, true), open(c, true, true));
+    let group = group();
+    one.join(group, b).unwrap();
+    two.join(group, c).unwrap();
+    two.join(group, c).unwrap();
+    let sent = send_to_group(&mut tx, group, a);
+    for rx in [&mut one, &mut two] {
+        let got = receive(rx, 1);
+        assert_eq!(got.len(), 1);
+        assert_eq!((got[0].from.ip(), got[0].to, &got[0].packet), (a, group, &sent));
+        assert_eq!(rx.descriptors().len(), 2);
+    }
+    // Joined twice, left once: still a member; then no more.
+    two.leave(group, c);
+    one.leave(group, b);
+    let d = address();
+    let mut tx = open(d, true, true);
+    send_to_group(&mut tx, group, d);
+    assert_eq!(receive(&mut two, 1).len(), 1);
+    assert!(receive(&mut one, 1).is_empty());
+    assert_eq!(one.descriptors().len(), 1);
+}
+
+#[test]
+fn groups_that_are_none_are_refused() {
+    let a = address();
+    let mut path = open(a, true, true);
+    assert!(path.join(Ipv4Addr::new(10, 0, 0, 1).into(), a).is_err());
+    assert!(path.join(group(), Ipv4Addr::new(203, 0, 113, 77).into()).is_err());
+    assert_eq!(path.descriptors().len(), 1);
+}
+
+#[test]
+fn sockets_that_are_open_already_are_taken_over() {
+    use std::os::fd::OwnedFd;
+    let addr = address();
+    let socket = std::net::UdpSocket::bind((addr, PORT)).unwrap();
+    let sockets = roce_net::OpenSockets {
+        receivers: vec![std::sync::Arc::new(OwnedFd::from(socket))],
+        held: vec![],
+    };
+    let mut rx = UdpDatapath::from_sockets(&UdpConfig::default(), &sockets).unwrap();
+    drop(sockets);
+    let from = address();
+    let mut tx = open(from, true, true);
+    let src_port = tx.capabilities().src_ports[0];
+    let remote = SocketAddr::new(addr, PORT);
+    let flow = Flow::try_from((SocketAddr::new(from, src_port), remote)).unwrap();
+    let bytes = sealed(&flow, 3, 100);
+    tx.send(
+        &mut [Burst {
+            local: from,
+            remote,
+            src_port,
+            traffic_class: 0,
+            hop_limit: DEFAULT_HOP_LIMIT,
+            segment_len: bytes.len() / 3,
+            bytes: &bytes,
+        }]
+        .into_iter(),
+    );
+    assert_eq!(receive(&mut rx, 3).len(), 3);
+    assert!(UdpDatapath::from_sockets(&UdpConfig::default(), &roce_net::OpenSockets::default()).is_err());
 }

@@ -1,10 +1,13 @@
 //! What a port has to send: a staging slab of sealed packets, in trains that go out as one GSO send each.
 
-use core::net::{IpAddr, SocketAddr};
+use core::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use roce_bth::{ICRC_LEN, Qpn, ROCE_UDP_PORT};
-use roce_icrc::Flow;
+use roce_icrc::{Flow, IpPair};
 use roce_qp::{TxKind, TxSink};
+use roce_verbs::AddressVector;
+
+use crate::{config::PortConfig, peer::Peers};
 
 /// `UDP_MAX_SEGMENTS` of Linux before 6.9: more segments than that in one send are refused.
 pub const MAX_SEGMENTS: usize = 64;
@@ -236,8 +239,10 @@ pub(crate) struct Staged {
 /// The sink of one queue pair for one turn.
 pub(crate) struct QpSink<'a> {
     batch: &'a mut TxBatch,
-    path: &'a TxPath,
+    path: TxPath,
     dest: Qpn,
+    /// Names receivers of datagrams; without it they can't change.
+    directory: Option<Directory<'a>>,
     /// Trains of several packets towards this peer.
     gso: bool,
     /// Packets that this turn may still stage.
@@ -247,12 +252,42 @@ pub(crate) struct QpSink<'a> {
     full: bool,
 }
 
+/// Finds the way to the receivers of a datagram queue pair.
+#[derive(Clone, Copy)]
+pub(crate) struct Directory<'a> {
+    pub(crate) config: &'a PortConfig,
+    pub(crate) peers: &'a Peers,
+    /// The sender.
+    pub(crate) qpn: Qpn,
+}
+
 impl<'a> QpSink<'a> {
-    pub(crate) fn new(batch: &'a mut TxBatch, path: &'a TxPath, dest: Qpn, gso: bool, budget: usize) -> Self {
+    /// For a datagram queue pair, which names the receiver of each packet.
+    pub(crate) fn directed(batch: &'a mut TxBatch, directory: Directory<'a>, budget: usize) -> Self {
+        let nowhere = TxPath {
+            flow: Flow {
+                ip: IpPair::V4 {
+                    src: Ipv4Addr::UNSPECIFIED,
+                    dst: Ipv4Addr::UNSPECIFIED,
+                },
+                src_port: 0,
+                dst_port: ROCE_UDP_PORT,
+            },
+            tos: 0,
+            ttl: 0,
+        };
+        Self {
+            directory: Some(directory),
+            ..Self::new(batch, &nowhere, Qpn::default(), false, budget)
+        }
+    }
+
+    pub(crate) fn new(batch: &'a mut TxBatch, path: &TxPath, dest: Qpn, gso: bool, budget: usize) -> Self {
         Self {
             batch,
-            path,
+            path: *path,
             dest,
+            directory: None,
             gso,
             budget,
             reserved: None,
@@ -278,7 +313,7 @@ impl TxSink for QpSink<'_> {
             return None;
         }
         let alone = kind == TxKind::Retransmission || !self.gso;
-        if !self.batch.takes(self.path, self.dest, len, alone) {
+        if !self.batch.takes(&self.path, self.dest, len, alone) {
             self.full = true;
             return None;
         }
@@ -292,12 +327,25 @@ impl TxSink for QpSink<'_> {
         };
         let retransmission = matches!(kind, TxKind::Retransmission);
         let alone = retransmission || !self.gso;
-        let index = self.batch.commit(self.path, self.dest, len, alone);
+        let index = self.batch.commit(&self.path, self.dest, len, alone);
         self.budget -= 1;
         self.staged.packets += 1;
         self.staged.bytes += (len + ICRC_LEN) as u64;
         self.staged.retransmissions += u64::from(retransmission);
         self.staged.followers += u64::from(index > 0);
+    }
+
+    fn direct(&mut self, to: &AddressVector, dest: Qpn) -> bool {
+        let Some(d) = self.directory else { return false };
+        let Ok(av) = d.config.path(to) else { return false };
+        let Some(path) = d.config.tx_path(&av, d.qpn, dest) else {
+            return false;
+        };
+        // Nothing tells whether trains of datagrams arrive: they go where they are known to.
+        self.gso = !av.is_multicast() && (d.config.stays_here(&av) || d.peers.gso_proven(av.remote));
+        self.path = path;
+        self.dest = dest;
+        true
     }
 }
 

@@ -3,12 +3,17 @@
 use core::net::IpAddr;
 use std::sync::Arc;
 
+use roce_bth::{Qpn, ROCE_UDP_PORT};
 use roce_cm::CmConfig;
+use roce_icrc::{Flow, IpPair};
 use roce_mem::PdHandle;
-use roce_qp::{CompletionQueue, WindowConfig};
-use roce_verbs::{DeviceLimits, Mtu, QpCaps, QpType, RnrTimer};
+use roce_qp::{CompletionQueue, SharedReceiveQueue, WindowConfig, XrcDomain};
+use roce_verbs::{AddressVector, DeviceLimits, Mtu, QpCaps, QpType, RnrTimer, provider::VerbsError};
 
-use crate::qpn::QpnRange;
+use crate::{
+    batch::TxPath,
+    qpn::{QpnRange, udp_source_port},
+};
 
 /// What a port is made with.
 #[derive(Clone, Debug)]
@@ -60,6 +65,61 @@ impl PortConfig {
         }
     }
 
+    /// A path as the port uses it: plain IPv4 instead of mapped addresses, the local address filled in if it is clear.
+    pub(crate) fn path(&self, av: &AddressVector) -> Result<AddressVector, VerbsError> {
+        let mut av = *av;
+        av.local = av.local.to_canonical();
+        av.remote = av.remote.to_canonical();
+        if av.hop_limit == 0 {
+            // Many programs leave it at 0; the kernel takes the route's then. No socket sends with it.
+            av.hop_limit = AddressVector::new(av.local, av.remote).hop_limit;
+        }
+        if av.local.is_unspecified() {
+            let mut fitting = self.local.iter().filter(|a| a.is_ipv4() == av.remote.is_ipv4());
+            match (fitting.next(), fitting.next()) {
+                (Some(only), None) => av.local = *only,
+                _ => return Err(VerbsError::Address("the path does not name its local address".into())),
+            }
+        }
+        if av.remote.is_unspecified() {
+            return Err(VerbsError::Address(format!("{} is not a peer's address", av.remote)));
+        }
+        if av.local.is_ipv4() != av.remote.is_ipv4() {
+            let (local, remote) = (av.local, av.remote);
+            return Err(VerbsError::Address(format!("no path from {local} to {remote}")));
+        }
+        if !self.is_local(av.local) {
+            return Err(VerbsError::Address(format!(
+                "{} is not an address of this port",
+                av.local
+            )));
+        }
+        Ok(av)
+    }
+
+    /// How packets of a queue pair to another leave on a path.
+    pub(crate) fn tx_path(&self, av: &AddressVector, qpn: Qpn, dest: Qpn) -> Option<TxPath> {
+        let ip = IpPair::try_from((av.local, av.remote)).ok()?;
+        let src_port = match av.udp_sport {
+            0 => udp_source_port(qpn, dest),
+            given => given,
+        };
+        Some(TxPath {
+            flow: Flow {
+                ip,
+                src_port: self.src_port(src_port),
+                dst_port: ROCE_UDP_PORT,
+            },
+            tos: av.traffic_class,
+            ttl: av.hop_limit,
+        })
+    }
+
+    /// Whether a path stays on this host, where segmentation numbers the Identifications as they were sealed.
+    pub(crate) fn stays_here(&self, av: &AddressVector) -> bool {
+        av.remote.is_loopback() || av.remote == av.local || self.local.contains(&av.remote)
+    }
+
     /// Whether packets may come to and leave from this address.
     pub(crate) fn is_local(&self, addr: IpAddr) -> bool {
         self.local.is_empty() || self.local.contains(&addr)
@@ -71,7 +131,7 @@ impl PortConfig {
 pub struct QpInit {
     /// Protection domain.
     pub pd: PdHandle,
-    /// Transport; only [`QpType::Rc`] so far.
+    /// Transport service.
     pub qp_type: QpType,
     /// Completions of sends.
     pub send_cq: Arc<CompletionQueue>,
@@ -81,4 +141,8 @@ pub struct QpInit {
     pub caps: QpCaps,
     /// Every send makes a completion.
     pub signal_all: bool,
+    /// Where its receives come from, instead of a queue of its own.
+    pub srq: Option<Arc<SharedReceiveQueue>>,
+    /// Where an XRC target finds the shared receive queues that its messages name; nobody else has one.
+    pub xrcd: Option<Arc<XrcDomain>>,
 }

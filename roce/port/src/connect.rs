@@ -69,6 +69,9 @@ pub enum PortCmEvent {
         /// The connection.
         conn: ConnId,
     },
+    /// Whatever happened to a listener, connection or resolution whose queue pair is the program's own affair
+    /// ([`Port::cm_listen_raw`] and its like).
+    Raw(Event),
 }
 
 impl PortCmEvent {
@@ -82,6 +85,18 @@ impl PortCmEvent {
             | Self::ConnectError { conn, .. }
             | Self::Disconnected { conn }
             | Self::TimewaitExit { conn } => *conn,
+            Self::Raw(event) => event.conn(),
+        }
+    }
+
+    /// The listener and the new connection or resolution, when somebody asks for something.
+    pub const fn request(&self) -> Option<(ListenId, ConnId)> {
+        match self {
+            Self::ConnectRequest { listener, conn, .. }
+            | Self::Raw(Event::Request { listener, conn, .. } | Event::SidrRequest { listener, conn, .. }) => {
+                Some((*listener, *conn))
+            }
+            _ => None,
         }
     }
 }
@@ -95,12 +110,12 @@ pub(crate) struct Conn {
     rq_psn: Psn,
 }
 
-fn cm_error(e: CmError) -> VerbsError {
+pub(crate) fn cm_error(e: CmError) -> VerbsError {
     match e {
         CmError::AddressInUse | CmError::Address => VerbsError::Address(e.to_string()),
         CmError::PrivateData { .. } => invalid(e),
         CmError::Limit => VerbsError::Limit("connections"),
-        CmError::NoConnection | CmError::State(_) => VerbsError::State(e.to_string()),
+        CmError::NoConnection | CmError::State(_) | CmError::Answered => VerbsError::State(e.to_string()),
     }
 }
 
@@ -120,6 +135,7 @@ impl Port {
     /// Stops listening. Requests already reported stay.
     pub fn cm_unlisten(&mut self, id: ListenId) {
         self.cm.unlisten(id);
+        self.raw_listeners.remove(&id);
     }
 
     /// Starts to connect a queue pair in RESET or INIT. It is in RTS when [`PortCmEvent::Established`] comes.
@@ -213,6 +229,7 @@ impl Port {
     pub fn cm_destroy(&mut self, now: Instant, conn: ConnId) {
         self.now = now;
         self.fail_conn(now, conn);
+        self.raw_conns.remove(&conn);
         self.cm.destroy(now, conn);
         if let Some(slot) = self.conns.remove(&conn).and_then(|c| self.qpns.get(c.qpn?)) {
             let entry = &mut *self.qps[slot];
@@ -246,6 +263,10 @@ impl Port {
     }
 
     fn on_cm_event(&mut self, now: Instant, event: Event) {
+        if let Some(event) = self.as_raw(&event) {
+            self.cm_events.push_back(event);
+            return;
+        }
         let event = match event {
             Event::Request {
                 listener,
@@ -309,6 +330,11 @@ impl Port {
                 PortCmEvent::Disconnected { conn }
             }
             Event::TimewaitExit { conn } => PortCmEvent::TimewaitExit { conn },
+            // Only what is raw has those.
+            Event::SidrRequest { conn, .. } | Event::Resolved { conn, .. } => {
+                self.cm.destroy(now, conn);
+                return;
+            }
         };
         self.cm_events.push_back(event);
     }

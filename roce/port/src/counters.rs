@@ -14,6 +14,17 @@ macro_rules! port_counters {
         }
 
         impl PortCounters {
+            /// Packets with a partition key other than ours, as port attributes tell it (`bad_pkey_cntr`).
+            pub fn pkey_violations(&self) -> u16 {
+                u16::try_from(self.drop_pkey).unwrap_or(u16::MAX)
+            }
+
+            /// Datagrams with a queue key other than their queue pair's (`qkey_viol_cntr`).
+            pub fn qkey_violations(&self) -> u16 {
+                u16::try_from(self.drop_qkey + self.transport.qkey_violations).unwrap_or(u16::MAX)
+            }
+
+
             /// The port's own counters (without `transport`) by name.
             pub fn named(&self) -> impl Iterator<Item = (&'static str, u64)> {
                 [ $( (stringify!($name), self.$name), )* ].into_iter()
@@ -55,7 +66,9 @@ port_counters! {
     drop_local_address,
     /// Dropped: to QP0.
     drop_qp0,
-    /// Dropped: to the multicast queue pair.
+    /// Packets received that went to the members of a multicast group.
+    rx_multicast,
+    /// Dropped: to the multicast queue pair, but no group's packet, or of a group without members.
     drop_multicast,
     /// Dropped: no such queue pair.
     drop_no_qp,

@@ -1,4 +1,4 @@
-//! One RoCE port: RC queue pairs behind a set of IP addresses, the general service interface (QP1) with the connection
+//! One RoCE port: queue pairs of every service behind a set of IP addresses, the general service interface (QP1) with the connection
 //! manager, and the rules of the wire (ICRC, UDP source ports, segmentation into GSO trains).
 //!
 //! [`Port`] is sans-IO. A driver feeds it datagrams ([`Port::handle_datagram`]) and the time
@@ -15,9 +15,11 @@ mod config;
 mod connect;
 mod counters;
 mod ident;
+mod mcast;
 mod peer;
 mod port;
 mod qpn;
+mod raw;
 mod rx;
 mod timers;
 mod tx;
@@ -27,6 +29,10 @@ pub use config::{PortConfig, QpInit};
 pub use connect::PortCmEvent;
 pub use counters::PortCounters;
 pub use port::Port;
-pub use qpn::{QpnRange, udp_source_port};
-pub use roce_cm::{CmConfig, ConnId, ListenId};
+pub use qpn::{QpnRange, QpnSlot, udp_source_port};
+pub use roce_cm::{
+    AcceptArgs, CmConfig, ConnId, ConnTransport, ConnectArgs, Event as RawCmEvent, ListenArgs, ListenId, RemoteQp,
+    ResolveArgs, SidrAnswer,
+    cma::{PortSpace, ServiceId},
+};
 pub use rx::RxMeta;

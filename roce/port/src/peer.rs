@@ -40,6 +40,11 @@ impl Peer {
         self.gso != Gso::Off
     }
 
+    /// Whether trains are known to arrive as they were sealed.
+    pub(crate) fn gso_proven(&self) -> bool {
+        self.gso == Gso::Proven
+    }
+
     /// Notes what was staged. True when this switched GSO off: hardware segmentation of some interfaces numbers the
     /// Identifications otherwise than they were sealed, and then all but the first packet of each train are lost.
     pub(crate) fn on_staged(&mut self, staged: Staged) -> bool {
@@ -124,6 +129,11 @@ impl Peers {
 
     pub(crate) fn get_mut(&mut self, key: PeerKey) -> &mut Peer {
         &mut self.slab[key.0]
+    }
+
+    /// Whether trains are known to arrive at an address as they were sealed.
+    pub(crate) fn gso_proven(&self, addr: IpAddr) -> bool {
+        self.find(addr).is_some_and(|key| self.slab[key.0].gso_proven())
     }
 
     pub(crate) fn find(&self, addr: IpAddr) -> Option<PeerKey> {

@@ -2,19 +2,20 @@
 
 use core::net::IpAddr;
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{HashMap, HashSet, VecDeque},
     sync::Arc,
 };
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha12Rng;
-use roce_bth::{Psn, Qpn, ROCE_UDP_PORT};
-use roce_cm::{ConnId, Manager};
-use roce_icrc::{Flow, IdSolver, IpPair};
+use roce_bth::{Psn, Qpn};
+use roce_cm::{ConnId, ListenId, Manager};
+use roce_icrc::IdSolver;
 use roce_mem::MemoryTable;
 use roce_qp::{Ctx, QpConfig, QueuePair, WaitReason, Window};
 use roce_verbs::{
-    AddressVector, AsyncEvent, Instant, QpAttr, QpState, QpType, RecvWr, SendWr, provider::VerbsError, wr::PostError,
+    AddressVector, AsyncEvent, Instant, QpAttr, QpState, QpType, RecvWr, SendRequest, SendWr, provider::VerbsError,
+    wr::PostError,
 };
 use slab::Slab;
 
@@ -23,8 +24,9 @@ use crate::{
     config::{PortConfig, QpInit},
     connect::{Conn, PortCmEvent},
     counters::PortCounters,
+    mcast::Groups,
     peer::{PeerKey, Peers},
-    qpn::{QpnTable, udp_source_port},
+    qpn::QpnTable,
     timers::TimerHeap,
 };
 
@@ -62,12 +64,16 @@ pub struct Port {
     pub(crate) qps: Slab<Box<QpEntry>>,
     pub(crate) peers: Peers,
     /// The window of queue pairs that have no path: they send nothing.
-    spare_window: Window,
+    pub(crate) spare_window: Window,
     /// Queue pairs that may have something to send, next one first.
     pub(crate) ready: VecDeque<Qpn>,
     pub(crate) timers: TimerHeap,
     pub(crate) cm: Manager,
     pub(crate) conns: HashMap<ConnId, Conn>,
+    /// Listeners and connections whose queue pairs are the program's own affair.
+    pub(crate) raw_listeners: HashSet<ListenId>,
+    pub(crate) raw_conns: HashSet<ConnId>,
+    pub(crate) groups: Groups,
     pub(crate) cm_events: VecDeque<PortCmEvent>,
     pub(crate) gsi_psn: Psn,
     pub(crate) events: Vec<AsyncEvent>,
@@ -109,6 +115,9 @@ impl Port {
             timers: TimerHeap::default(),
             cm,
             conns: HashMap::new(),
+            raw_listeners: HashSet::new(),
+            raw_conns: HashSet::new(),
+            groups: Groups::default(),
             cm_events: VecDeque::new(),
             gsi_psn: Psn::new(rng.random()),
             events: Vec::new(),
@@ -126,9 +135,6 @@ impl Port {
     /// At the device's limits, or for a transport that is not there.
     pub fn create_qp(&mut self, init: QpInit) -> Result<Qpn, VerbsError> {
         let limits = &self.config.limits;
-        if init.qp_type != QpType::Rc {
-            return Err(VerbsError::Unsupported("queue pairs other than RC"));
-        }
         if self.qpns.len() >= limits.max_qp as usize {
             return Err(VerbsError::Limit("queue pairs"));
         }
@@ -142,10 +148,16 @@ impl Port {
         if caps.max_inline_data > limits.max_inline_data {
             return Err(VerbsError::Limit("inline data"));
         }
-        let qpn = self
-            .qpns
-            .draw(self.now, &mut self.rng)
-            .ok_or(VerbsError::Limit("queue pair numbers"))?;
+        let qpn = match init.qp_type {
+            QpType::Gsi if self.qpns.get(Qpn::GSI).is_some() => {
+                return Err(VerbsError::Busy("queue pair 1"));
+            }
+            QpType::Gsi => Qpn::GSI,
+            _ => self
+                .qpns
+                .draw(self.now, &mut self.rng)
+                .ok_or(VerbsError::Limit("queue pair numbers"))?,
+        };
         self.mem.hold_pd(init.pd).map_err(invalid)?;
         let pd = init.pd;
         let qp = QueuePair::new(QpConfig {
@@ -157,6 +169,9 @@ impl Port {
             caps: init.caps,
             signal_all: init.signal_all,
             max_msg_size: limits.max_msg_size,
+            port_mtu: self.config.mtu,
+            srq: init.srq,
+            xrcd: init.xrcd,
         });
         let qp = match qp {
             Ok(qp) => qp,
@@ -188,6 +203,7 @@ impl Port {
         self.now = now;
         let slot = self.slot(qpn)?;
         self.with_qp(now, slot, |qp, ctx| qp.destroy(ctx));
+        self.groups.forget(qpn);
         self.qpns.remove(now, qpn);
         let entry = self.qps.remove(slot);
         if let Some(path) = &entry.path {
@@ -259,6 +275,24 @@ impl Port {
     /// The refusal, with the number of requests accepted before it.
     pub fn post_recv(&mut self, now: Instant, qpn: Qpn, wrs: &[RecvWr<'_>]) -> Result<(), (usize, PostError)> {
         self.post(now, qpn, wrs, |qp, ctx, wr| qp.post_recv(ctx, wr))
+    }
+
+    /// Like [`Port::post_send`], each with its own target: datagrams, and messages of XRC initiators.
+    ///
+    /// # Errors
+    /// The refusal, with the number of requests accepted before it.
+    pub fn post_requests(
+        &mut self,
+        now: Instant,
+        qpn: Qpn,
+        requests: &[SendRequest<'_>],
+    ) -> Result<(), (usize, PostError)> {
+        self.post(now, qpn, requests, |qp, ctx, r| qp.post_send_to(ctx, &r.wr, r.target))
+    }
+
+    /// Has an event reported that was found outside of the port.
+    pub fn push_event(&mut self, event: AsyncEvent) {
+        self.events.push(event);
     }
 
     fn post<W>(
@@ -421,36 +455,21 @@ impl Port {
         self.qpns.get(qpn).ok_or(VerbsError::Post(PostError::NoQueuePair))
     }
 
-    /// A path as the port uses it: plain IPv4 instead of mapped addresses, the local address filled in if it is clear.
+    /// The path to one peer as the port uses it.
     pub(crate) fn check_av(&self, av: &AddressVector) -> Result<AddressVector, VerbsError> {
-        let mut av = *av;
-        av.local = av.local.to_canonical();
-        av.remote = av.remote.to_canonical();
-        if av.hop_limit == 0 {
-            // Many programs leave it at 0; the kernel takes the route's then. No socket sends with it.
-            av.hop_limit = AddressVector::new(av.local, av.remote).hop_limit;
+        let av = self.config.path(av)?;
+        match av.is_multicast() {
+            true => Err(VerbsError::Address(format!("{} is not a peer's address", av.remote))),
+            false => Ok(av),
         }
-        if av.local.is_unspecified() {
-            let mut fitting = self.config.local.iter().filter(|a| a.is_ipv4() == av.remote.is_ipv4());
-            match (fitting.next(), fitting.next()) {
-                (Some(only), None) => av.local = *only,
-                _ => return Err(VerbsError::Address("the path does not name its local address".into())),
-            }
-        }
-        if av.remote.is_unspecified() || av.remote.is_multicast() {
-            return Err(VerbsError::Address(format!("{} is not a peer's address", av.remote)));
-        }
-        if av.local.is_ipv4() != av.remote.is_ipv4() {
-            let (local, remote) = (av.local, av.remote);
-            return Err(VerbsError::Address(format!("no path from {local} to {remote}")));
-        }
-        if !self.config.is_local(av.local) {
-            return Err(VerbsError::Address(format!(
-                "{} is not an address of this port",
-                av.local
-            )));
-        }
-        Ok(av)
+    }
+
+    /// A path as an address handle holds it: also to a multicast group.
+    ///
+    /// # Errors
+    /// When it leads nowhere, or does not start at an address of this port.
+    pub fn path(&self, av: &AddressVector) -> Result<AddressVector, VerbsError> {
+        self.config.path(av)
     }
 
     /// Brings the port's copy of a queue pair's path in line with the engine's after a modify.
@@ -467,22 +486,8 @@ impl Port {
         if entry.path.as_ref().is_some_and(|p| p.av == av && p.dest == dest) {
             return;
         }
-        let Ok(ip) = IpPair::try_from((av.local, av.remote)) else {
+        let Some(tx) = self.config.tx_path(&av, entry.qp.qpn(), dest) else {
             return;
-        };
-        let src_port = match av.udp_sport {
-            0 => udp_source_port(entry.qp.qpn(), dest),
-            given => given,
-        };
-        let flow = Flow {
-            ip,
-            src_port: self.config.src_port(src_port),
-            dst_port: ROCE_UDP_PORT,
-        };
-        let tx = TxPath {
-            flow,
-            tos: av.traffic_class,
-            ttl: av.hop_limit,
         };
         let peer = self.peers.join(av.remote);
         entry.blocked &= entry.path.as_ref().is_some_and(|p| p.peer == peer);

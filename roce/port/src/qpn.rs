@@ -36,6 +36,40 @@ impl Default for QpnRange {
     }
 }
 
+/// The part of all numbers that belongs to one process of several behind one address: those whose top bits are its
+/// slot. Packets and management datagrams show by their numbers which process they are for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct QpnSlot {
+    /// How many top bits of a number name the slot: 1 to 12.
+    pub bits: u8,
+    /// The slot, less than 2^bits.
+    pub slot: u16,
+}
+
+impl QpnSlot {
+    /// Whether there is such a slot.
+    pub const fn is_valid(self) -> bool {
+        self.bits >= 1 && self.bits <= 12 && (self.slot as u32) < 1 << self.bits
+    }
+
+    /// Its queue pair numbers: the top bits of 24.
+    pub const fn qpns(self) -> QpnRange {
+        let low = 24 - self.bits as u32;
+        let first = (self.slot as u32) << low;
+        QpnRange {
+            first,
+            last: first + ((1 << low) - 1),
+        }
+    }
+
+    /// Its communication IDs and SIDR request IDs, first and last: the top bits of 32.
+    pub const fn comm_ids(self) -> (u32, u32) {
+        let low = 32 - self.bits as u32;
+        let first = (self.slot as u32) << low;
+        (first, first + ((1 << low) - 1))
+    }
+}
+
 /// Multiplies by an odd constant and folds. Our own random numbers are the keys, so nobody can make them collide.
 #[derive(Default)]
 pub(crate) struct QpnHasher(u64);

@@ -4,7 +4,8 @@ use core::net::{IpAddr, SocketAddr};
 
 use roce_bth::{Class, Opcode, PKey, Packet, ParseError, QKey, Qpn, ROCE_UDP_PORT, Service};
 use roce_icrc::{Flow, IpPair, Recovery};
-use roce_verbs::{Instant, QpType};
+use roce_qp::DatagramSource;
+use roce_verbs::Instant;
 
 use crate::{ident::IdentTracker, port::Port};
 
@@ -12,6 +13,8 @@ use crate::{ident::IdentTracker, port::Port};
 const ECN_CE: u8 = 3;
 /// Bytes of a management datagram (IBA 13.4.2).
 const MAD_LEN: usize = 256;
+/// Management class of communication management, the second byte of a MAD.
+const CM_CLASS: u8 = roce_cm::mad::CLASS;
 
 /// What the driver knows of a datagram besides its bytes.
 #[derive(Clone, Copy, Debug)]
@@ -45,6 +48,18 @@ impl RxMeta {
 struct Source {
     flow: Flow,
     identification: Option<u16>,
+    tos: u8,
+}
+
+impl Source {
+    /// The network header of a datagram with this Identification.
+    fn header(&self, identification: u16) -> DatagramSource {
+        DatagramSource {
+            traffic_class: self.tos,
+            identification,
+            ..DatagramSource::new(self.flow.ip.src(), self.flow.ip.dst())
+        }
+    }
 }
 
 impl Port {
@@ -67,7 +82,8 @@ impl Port {
             return;
         }
         let ip = IpPair::try_from((meta.remote.ip(), meta.local));
-        let Some(ip) = ip.ok().filter(|ip| self.config.is_local(ip.dst())) else {
+        let is_ours = |ip: &IpPair| ip.dst().is_multicast() || self.config.is_local(ip.dst());
+        let Some(ip) = ip.ok().filter(is_ours) else {
             self.counters.drop_local_address += packets;
             return;
         };
@@ -78,6 +94,7 @@ impl Port {
                 dst_port: ROCE_UDP_PORT,
             },
             identification: meta.identification,
+            tos: meta.tos,
         };
         for (index, packet) in bytes.chunks(step).enumerate() {
             // No buffer holds 2^16 packets: it has at most 2^16 bytes. Were it longer, hints would be wrong, no more.
@@ -101,16 +118,19 @@ impl Port {
                 return;
             }
         };
+        let to_group = source.flow.ip.dst().is_multicast();
         match packet.header.bth.dest_qp {
+            Qpn::MULTICAST if to_group => self.handle_multicast(now, source, index, bytes, &packet),
+            Qpn::MULTICAST => self.counters.drop_multicast += 1,
+            _ if to_group => self.counters.drop_local_address += 1,
             Qpn::SMI => self.counters.drop_qp0 += 1,
             Qpn::GSI => self.handle_gsi(now, source, index, bytes, &packet),
-            Qpn::MULTICAST => self.counters.drop_multicast += 1,
-            qpn => self.handle_connected(now, source, index, bytes, qpn, &packet),
+            qpn => self.handle_unicast(now, source, index, bytes, qpn, &packet),
         }
     }
 
     /// A packet to a queue pair of the program's.
-    fn handle_connected(
+    fn handle_unicast(
         &mut self,
         now: Instant,
         source: &Source,
@@ -123,19 +143,43 @@ impl Port {
             self.counters.drop_no_qp += 1;
             return;
         };
-        let entry = &*self.qps[slot];
-        let opcode = packet.header.bth.opcode;
-        let is_cnp = opcode.info().class == Class::Cnp;
-        let service = match entry.qp.config().qp_type {
-            QpType::Rc => Service::Rc,
-            QpType::Uc => Service::Uc,
-            QpType::Ud => Service::Ud,
-        };
-        if opcode.info().service != service && !is_cnp {
+        let qp_type = self.qps[slot].qp.config().qp_type;
+        let info = packet.header.bth.opcode.info();
+        if info.service != qp_type.service() && info.class != Class::Cnp {
             self.counters.drop_service += 1;
             return;
         }
-        let Some(path) = &entry.path else {
+        if !qp_type.is_datagram() {
+            return self.handle_connected(now, source, index, bytes, slot, packet);
+        }
+        if !pkey_matches(packet.header.bth.pkey) {
+            self.counters.drop_pkey += 1;
+            return;
+        }
+        let Some(id) = self.check_stranger(now, source, index, bytes) else {
+            return;
+        };
+        match info.class {
+            Class::Cnp => self.counters.rp_cnp_handled += 1,
+            _ => self.give_datagram(now, slot, packet, &source.header(id)),
+        }
+    }
+
+    fn give_datagram(&mut self, now: Instant, slot: usize, packet: &Packet<'_>, header: &DatagramSource) {
+        self.with_qp(now, slot, |qp, ctx| qp.handle_datagram(ctx, packet, header));
+    }
+
+    /// A packet to a connected queue pair.
+    fn handle_connected(
+        &mut self,
+        now: Instant,
+        source: &Source,
+        index: u16,
+        bytes: &[u8],
+        slot: usize,
+        packet: &Packet<'_>,
+    ) {
+        let Some(path) = &self.qps[slot].path else {
             self.counters.drop_not_connected += 1;
             return;
         };
@@ -152,10 +196,10 @@ impl Port {
         let mut ident = core::mem::take(&mut self.peers.get_mut(key).ident);
         let sound = self.check_icrc(now, source, index, bytes, Some(&mut ident));
         self.peers.get_mut(key).ident = ident;
-        if !sound {
+        if sound.is_none() {
             return;
         }
-        if is_cnp {
+        if packet.header.bth.opcode.info().class == Class::Cnp {
             self.counters.rp_cnp_handled += 1;
             return;
         }
@@ -165,7 +209,37 @@ impl Port {
         }
     }
 
-    /// A packet to QP1: a management datagram of a connection manager.
+    /// A packet to the members of a multicast group (IBA 10.5.2; `rxe_rcv_mcast_pkt`): each gets it, and one that can't
+    /// take it does not keep it from the others. The sender, if it is a member, gets it as well.
+    fn handle_multicast(&mut self, now: Instant, source: &Source, index: u16, bytes: &[u8], packet: &Packet<'_>) {
+        let members = self.groups.members(source.flow.ip.dst()).to_vec();
+        if members.is_empty() {
+            self.counters.drop_multicast += 1;
+            return;
+        }
+        if packet.header.bth.opcode.info().service != Service::Ud {
+            self.counters.drop_service += 1;
+            return;
+        }
+        if !pkey_matches(packet.header.bth.pkey) {
+            self.counters.drop_pkey += 1;
+            return;
+        }
+        let Some(id) = self.check_stranger(now, source, index, bytes) else {
+            return;
+        };
+        self.counters.rx_multicast += 1;
+        let header = source.header(id);
+        for slot in members
+            .into_iter()
+            .filter_map(|qpn| self.qpns.get(qpn))
+            .collect::<Vec<_>>()
+        {
+            self.give_datagram(now, slot, packet, &header);
+        }
+    }
+
+    /// A packet to QP1: a management datagram of a connection manager, or for the program's own QP1.
     fn handle_gsi(&mut self, now: Instant, source: &Source, index: u16, bytes: &[u8], packet: &Packet<'_>) {
         let bth = &packet.header.bth;
         let Some(deth) = packet.header.deth.filter(|_| bth.opcode == Opcode::UdSendOnly) else {
@@ -180,27 +254,39 @@ impl Port {
             self.counters.drop_qkey += 1;
             return;
         }
-        if deth.src_qp != Qpn::GSI || packet.payload.len() != MAD_LEN {
+        let class = packet.payload.get(1).copied();
+        let to_program = self.qpns.get(Qpn::GSI).filter(|_| class != Some(CM_CLASS));
+        let is_mad = deth.src_qp == Qpn::GSI && packet.payload.len() == MAD_LEN;
+        if to_program.is_none() && !is_mad {
             self.counters.drop_bad_mad += 1;
             return;
         }
-        // An address without queue pairs leaves no trace here, so nothing is known of its Identifications.
+        let Some(id) = self.check_stranger(now, source, index, bytes) else {
+            return;
+        };
+        self.counters.rx_mads += 1;
+        if let Some(slot) = to_program {
+            self.give_datagram(now, slot, packet, &source.header(id));
+            return;
+        }
         let (remote, local) = (source.flow.ip.src(), source.flow.ip.dst());
-        let known = self.peers.find(remote);
+        self.cm.handle_mad(now, local, remote, packet.payload);
+        self.pump_cm(now);
+    }
+
+    /// Verifies the ICRC of a packet that may come from anybody. An address without queue pairs leaves no trace here, so
+    /// nothing is known of its Identifications.
+    fn check_stranger(&mut self, now: Instant, source: &Source, index: u16, bytes: &[u8]) -> Option<u16> {
+        let known = self.peers.find(source.flow.ip.src());
         let mut ident = known.map(|key| core::mem::take(&mut self.peers.get_mut(key).ident));
         let sound = self.check_icrc(now, source, index, bytes, ident.as_mut());
         if let (Some(key), Some(ident)) = (known, ident) {
             self.peers.get_mut(key).ident = ident;
         }
-        if !sound {
-            return;
-        }
-        self.counters.rx_mads += 1;
-        self.cm.handle_mad(now, local, remote, packet.payload);
-        self.pump_cm(now);
+        sound
     }
 
-    /// Verifies a packet's ICRC, finding the IPv4 Identification first where the driver does not know it.
+    /// Verifies a packet's ICRC, finding the IPv4 Identification first where the driver does not know it. Returns that.
     fn check_icrc(
         &mut self,
         now: Instant,
@@ -208,22 +294,23 @@ impl Port {
         index: u16,
         bytes: &[u8],
         ident: Option<&mut IdentTracker>,
-    ) -> bool {
+    ) -> Option<u16> {
         let flow = &source.flow;
         let is_v6 = matches!(flow.ip, IpPair::V6 { .. });
         if let Some(id) = source.identification.or(is_v6.then_some(0)) {
-            let sound = flow.verify(id.wrapping_add(index), bytes);
+            let id = id.wrapping_add(index);
+            let sound = flow.verify(id, bytes);
             self.counters.icrc_errors += u64::from(!sound);
-            return sound;
+            return sound.then_some(id);
         }
         let hint = ident.as_ref().map_or(index, |t| t.hint(index));
         let Recovery::Exact(id) = flow.recover_with(&mut self.solver, bytes, hint) else {
             self.counters.icrc_errors += 1;
-            return false;
+            return None;
         };
         let believed = ident.is_none_or(|t| t.accept(now, id));
         self.counters.icrc_implausible += u64::from(!believed);
-        believed
+        believed.then_some(id)
     }
 }
 

@@ -7,7 +7,7 @@ use roce_qp::{Poll, TxKind, TxSink};
 use roce_verbs::Instant;
 
 use crate::{
-    batch::{QpSink, TxBatch, TxPath},
+    batch::{Directory, QpSink, TxBatch, TxPath},
     port::Port,
     qpn::udp_source_port,
 };
@@ -76,12 +76,20 @@ impl Port {
         let budget = self.config.turn_packets.max(1);
         let entry = &mut *self.qps[slot];
         let qpn = entry.qp.qpn();
+        if entry.qp.config().qp_type.is_datagram() {
+            return self.take_datagram_turn(now, slot, batch);
+        }
         let Some(path) = &entry.path else {
             return Turn::Done;
         };
         let key = path.peer;
         let peer = self.peers.get_mut(key);
-        let gso = peer.gso();
+        // Without acknowledgements nothing tells whether trains arrive.
+        let reliable = entry.qp.config().qp_type.is_reliable();
+        let gso = match reliable {
+            true => peer.gso(),
+            false => peer.gso_proven() || self.config.stays_here(&path.av),
+        };
         let mut ctx = roce_qp::Ctx {
             now,
             mem: &self.mem,
@@ -97,7 +105,7 @@ impl Port {
         self.counters.tx_packets += staged.packets;
         self.counters.tx_bytes += staged.bytes;
         self.counters.tx_retransmissions += staged.retransmissions;
-        if peer.on_staged(staged) {
+        if reliable && peer.on_staged(staged) {
             self.counters.gso_switched_off += 1;
             let addr = peer.addr;
             tracing::warn!(peer = %addr, "only single packets come through: segmentation offload (GSO) is off for this peer");
@@ -121,6 +129,35 @@ impl Port {
                 }
                 Turn::Done
             }
+        }
+    }
+
+    /// The turn of a queue pair that has no peer, and so no window.
+    fn take_datagram_turn(&mut self, now: Instant, slot: usize, batch: &mut TxBatch) -> Turn {
+        let entry = &mut *self.qps[slot];
+        let qpn = entry.qp.qpn();
+        let mut ctx = roce_qp::Ctx {
+            now,
+            mem: &self.mem,
+            window: &mut self.spare_window,
+            events: &mut self.events,
+            counters: &mut self.counters.transport,
+        };
+        let directory = Directory {
+            config: &self.config,
+            peers: &self.peers,
+            qpn,
+        };
+        let mut sink = QpSink::directed(batch, directory, self.config.turn_packets.max(1));
+        let poll = entry.qp.poll_transmit(&mut ctx, &mut sink);
+        let (staged, full) = (sink.staged(), sink.is_full());
+        self.timers.update(qpn, &mut entry.armed, entry.qp.next_timeout());
+        self.counters.tx_packets += staged.packets;
+        self.counters.tx_bytes += staged.bytes;
+        match poll {
+            Poll::More if full => Turn::Full,
+            Poll::More if staged.packets > 0 => Turn::More,
+            _ => Turn::Done,
         }
     }
 

@@ -63,6 +63,8 @@ fn host(last: u8) -> Host {
             recv_cq: cq,
             caps: QpCaps::default(),
             signal_all: false,
+            srq: None,
+            xrcd: None,
         },
         batch: TxBatch::new(TxConfig::default()),
     }

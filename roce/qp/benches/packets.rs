@@ -67,6 +67,9 @@ impl World {
             caps: QpCaps::default(),
             signal_all: true,
             max_msg_size: 1 << 31,
+            port_mtu: Mtu::B4096,
+            srq: None,
+            xrcd: None,
         });
         let open = WindowConfig {
             initial: 4 * LEN,

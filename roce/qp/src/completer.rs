@@ -173,12 +173,15 @@ impl QueuePair {
         }
     }
 
-    /// Fails the oldest work request, and the queue pair with it.
+    /// Fails the oldest work request, and with it the queue pair, or where nobody waits for what it sends, the send queue.
     pub(crate) fn fail_head(&mut self, ctx: &mut Ctx<'_>, status: WcStatus) {
         if let Some(wqe) = self.sq.pop() {
             self.complete_send(ctx, &wqe, status);
         }
-        self.enter_error(ctx);
+        match self.reliable {
+            true => self.enter_error(ctx),
+            false => self.enter_send_error(ctx),
+        }
     }
 
     pub(crate) fn complete_send(&mut self, ctx: &mut Ctx<'_>, wqe: &SendWqe, status: WcStatus) {
@@ -252,7 +255,10 @@ impl QueuePair {
         }
         let Some(head) = self.sq.wqes.front() else { return };
         let index = seq.since(head.first);
-        let (offset, len) = head.slice(index, self.mtu);
+        let (offset, len) = match head.kind() {
+            Kind::Read => head.slice(index, self.mtu),
+            _ => (0, 0),
+        };
         let last = seq.plus(1) == head.request_end(seq);
         let position = packet.header.bth.opcode.info().position;
         // A stream may begin anew at any packet that was asked for again, or go on (rdma_rxe), and end early: it may have
@@ -267,7 +273,7 @@ impl QueuePair {
             && (position == Position::Middle || aeth.is_some());
         if !fits {
             self.fail_head(ctx, WcStatus::BadResponseError);
-        } else if head.data.write_at(offset, packet.payload).is_err() {
+        } else if len > 0 && head.data.write_at(offset, packet.payload).is_err() {
             self.fail_head(ctx, WcStatus::LocalProtectionError);
         } else {
             self.advance(ctx, seq.plus(1));

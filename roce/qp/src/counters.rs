@@ -47,6 +47,14 @@ pub struct Counters {
     pub dropped_requests: u64,
     /// Packets of an operation or service that the queue pair does not do.
     pub dropped_opcode: u64,
+    /// Datagrams with a queue key other than the queue pair's.
+    pub qkey_violations: u64,
+    /// Datagrams and messages of unreliable connections that found no receive work request.
+    pub dropped_no_receive: u64,
+    /// Datagrams that were longer than their receive work request, or than the port's MTU.
+    pub dropped_length: u64,
+    /// Messages of unreliable connections that were broken off, or refused without a word.
+    pub dropped_messages: u64,
     /// Completion queue overflows.
     pub cq_overflow: u64,
 }

@@ -16,6 +16,16 @@ pub trait Notify: Send + Sync {
 #[error("the completion queue overflowed")]
 pub struct CqOverflow;
 
+/// The queue holds more completions than its new size.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("a completion queue that holds {held} completions can't be made {asked} long")]
+pub struct CqResizeError {
+    /// Completions in it.
+    pub held: u32,
+    /// Size asked for.
+    pub asked: u32,
+}
+
 /// Which completions wake the consumer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Armed {
@@ -90,6 +100,30 @@ impl CompletionQueue {
             true => Err(CqOverflow),
             false => Ok(n),
         }
+    }
+
+    /// How many completions it has room for.
+    pub fn capacity(&self) -> u32 {
+        self.inner.lock().capacity as u32
+    }
+
+    /// Changes how many completions it has room for. What it holds stays.
+    ///
+    /// # Errors
+    /// When it holds more than that; then nothing changes.
+    pub fn resize(&self, capacity: u32) -> Result<(), CqResizeError> {
+        let mut inner = self.inner.lock();
+        let held = inner.entries.len() as u32;
+        if capacity < held || capacity == 0 {
+            return Err(CqResizeError { held, asked: capacity });
+        }
+        inner.capacity = capacity as usize;
+        Ok(())
+    }
+
+    /// How many completions wait, counted no further than `max` (`ib_peek_cq`).
+    pub fn peek(&self, max: usize) -> usize {
+        self.len().min(max)
     }
 
     /// Asks for one notification at the next completion (or the next solicited or failed one).

@@ -3,9 +3,14 @@
 use std::sync::Arc;
 
 use roce_mem::{MemoryTable, PdHandle};
-use roce_verbs::{AsyncEvent, Instant, QpAttrMask, QpCaps, QpState, QpType, Qpn};
+use roce_verbs::{AsyncEvent, Instant, Mtu, QpAttrMask, QpCaps, QpState, QpType, Qpn};
 
-use crate::{counters::Counters, cq::CompletionQueue, window::Window};
+use crate::{
+    counters::Counters,
+    cq::CompletionQueue,
+    srq::{SharedReceiveQueue, XrcDomain},
+    window::Window,
+};
 
 /// The surroundings of a call: the time, and what the queue pair shares with others.
 #[derive(Debug)]
@@ -41,14 +46,23 @@ pub struct QpConfig {
     pub signal_all: bool,
     /// The longest message, bytes (at most 2^31).
     pub max_msg_size: u32,
+    /// The port's MTU: the longest datagram.
+    pub port_mtu: Mtu,
+    /// Where its receives come from, instead of a queue of its own.
+    pub srq: Option<Arc<SharedReceiveQueue>>,
+    /// Where an XRC target finds the shared receive queues that its messages name; nobody else has one.
+    pub xrcd: Option<Arc<XrcDomain>>,
 }
 
 /// Why a queue pair could not be made.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum CreateError {
-    /// The transport service is not implemented.
-    #[error("queue pairs of type {0:?} are not supported")]
-    Unsupported(QpType),
+    /// Its type has no receive queue that could be shared, or the queue is one for XRC.
+    #[error("queue pairs of type {0:?} don't take receives from this shared queue")]
+    SharedReceiveQueue(QpType),
+    /// An XRC target without a domain, or another queue pair with one.
+    #[error("an XRC target needs an XRC domain, and nobody else may have one")]
+    XrcDomain,
 }
 
 /// Why an attribute change was refused. Nothing was changed.

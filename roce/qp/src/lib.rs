@@ -1,5 +1,5 @@
-//! The RC transport engine (IBA chapters 9 and 10): queue pairs with their lifecycle, requester, completer, responder
-//! and timers, completion queues, and the window of bytes in flight towards a peer.
+//! The transport engine (IBA chapters 9 and 10): queue pairs of every service with their lifecycle, requester, completer,
+//! responder and timers, completion queues, shared receive queues, and the window of bytes in flight towards a peer.
 //!
 //! It is sans-IO: time comes in with every call ([`Ctx::now`]), packets come in parsed ([`QueuePair::handle_packet`])
 //! and go out into buffers that the caller lends ([`QueuePair::poll_transmit`] and [`TxSink`]), timers are a value
@@ -10,6 +10,7 @@ mod completer;
 mod counters;
 mod cq;
 mod ctx;
+mod datagram;
 mod pace;
 mod qp;
 mod recvq;
@@ -18,14 +19,18 @@ mod requester;
 mod responder;
 mod sendq;
 mod seq;
+mod srq;
 mod state;
 mod timers;
 mod tx;
+mod unreliable;
 mod window;
 
 pub use counters::Counters;
-pub use cq::{CompletionQueue, CqOverflow, Notify};
+pub use cq::{CompletionQueue, CqOverflow, CqResizeError, Notify};
 pub use ctx::{CreateError, Ctx, ModifyError, QpConfig, WaitReason};
+pub use datagram::{DatagramSource, GRH_LEN};
 pub use qp::QueuePair;
+pub use srq::{SharedReceiveQueue, SrqConfig, SrqError, XrcDomain};
 pub use tx::{Poll, TxKind, TxSink};
 pub use window::{Window, WindowConfig};

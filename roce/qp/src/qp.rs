@@ -1,9 +1,9 @@
 //! The queue pair: its attributes and life, posting, and the turn that it takes at sending.
 
-use roce_bth::{Class, Packet, Psn, Service};
+use roce_bth::{Class, Opcode, Packet, Psn, Service};
 use roce_verbs::{
-    AccessFlags, AddressVector, AsyncEvent, Completion, Payload, QpAttr, QpAttrMask, QpState, QpType, Qpn, RecvWr,
-    SendWr, WcStatus, wr::PostError,
+    AccessFlags, AddressVector, AsyncEvent, Completion, PathMigState, Payload, Placement, QpAttr, QpAttrMask, QpState,
+    QpType, Qpn, RecvWr, Selectivity, SendOp, SendWr, SrqType, Target, WcStatus, legal, wr::PostError,
 };
 
 use crate::{
@@ -36,29 +36,43 @@ pub struct QueuePair {
     pub(crate) mtu: usize,
     pub(crate) peer: Qpn,
     pub(crate) access: AccessFlags,
+    /// The service of its packets.
+    pub(crate) service: Service,
+    /// Whether its packets are acknowledged.
+    pub(crate) reliable: bool,
     pub(crate) sq: SendQueue,
     pub(crate) req: Requester,
     pub(crate) rq: RecvQueue,
     pub(crate) resp: Responder,
     /// A completion was lost: the queue pair can't go on.
-    overflowed: bool,
+    pub(crate) overflowed: bool,
 }
 
 impl QueuePair {
     /// A queue pair in RESET.
     ///
     /// # Errors
-    /// When the transport service is not implemented.
+    /// When type, shared receive queue and XRC domain don't go together.
     pub fn new(config: QpConfig) -> Result<Self, CreateError> {
-        if config.qp_type != QpType::Rc {
-            return Err(CreateError::Unsupported(config.qp_type));
+        let qp_type = config.qp_type;
+        let shares = |srq: &crate::SharedReceiveQueue| qp_type.receives() && srq.config().srq_type == SrqType::Basic;
+        if config.srq.as_ref().is_some_and(|srq| !shares(srq)) {
+            return Err(CreateError::SharedReceiveQueue(qp_type));
+        }
+        if config.xrcd.is_some() != (qp_type == QpType::XrcTgt) {
+            return Err(CreateError::XrcDomain);
         }
         let first = Seq::start(Psn::new(0));
         Ok(Self {
-            config,
             state: QpState::Reset,
             attr: QpAttr::default(),
-            mtu: 256,
+            mtu: match qp_type.is_datagram() {
+                true => config.port_mtu.bytes(),
+                false => 256,
+            },
+            service: qp_type.service(),
+            reliable: qp_type.is_reliable(),
+            config,
             peer: Qpn::default(),
             access: AccessFlags::empty(),
             sq: SendQueue::new(first),
@@ -94,6 +108,8 @@ impl QueuePair {
         QpAttr {
             state: Some(self.state),
             cur_state: Some(self.state),
+            path_mig_state: Some(PathMigState::Migrated),
+            sq_draining: self.state == QpState::Sqd && !self.req.drained,
             ..self.attr
         }
     }
@@ -204,6 +220,21 @@ impl QueuePair {
         self.reset(ctx);
     }
 
+    /// Moves the send queue to error (services without acknowledgements, IBA 10.3.1): what waits in it is flushed, what
+    /// comes in goes on.
+    pub(crate) fn enter_send_error(&mut self, ctx: &mut Ctx<'_>) {
+        self.state = QpState::Sqe;
+        self.flush_sends(ctx);
+        self.settle(ctx);
+    }
+
+    fn flush_sends(&mut self, ctx: &mut Ctx<'_>) {
+        while let Some(wqe) = self.sq.pop() {
+            self.complete_send(ctx, &wqe, WcStatus::FlushError);
+        }
+        self.req = Requester::new(self.sq.tail);
+    }
+
     /// Moves to the error state and flushes both queues in order.
     pub(crate) fn enter_error(&mut self, ctx: &mut Ctx<'_>) {
         self.state = QpState::Err;
@@ -211,12 +242,13 @@ impl QueuePair {
         if !self.resp.closing {
             self.resp.replies.clear();
         }
-        while let Some(wqe) = self.sq.pop() {
-            self.complete_send(ctx, &wqe, WcStatus::FlushError);
-        }
-        self.req = Requester::new(self.sq.tail);
+        self.flush_sends(ctx);
         self.flush_receives(ctx);
         self.overflowed = false;
+        if self.config.srq.is_some() {
+            // It takes no more from the shared queue, and what it had taken is flushed (IBA 10.2.9.3).
+            ctx.events.push(AsyncEvent::LastWqeReached(self.config.qpn));
+        }
     }
 
     /// Acts on a lost completion: the queue pair fails (IBA 11.6.3.2, class G).
@@ -232,14 +264,25 @@ impl QueuePair {
     }
 
     pub(crate) fn push_recv(&mut self, ctx: &mut Ctx<'_>, completion: Completion) {
-        self.overflowed |= !push(&self.config.recv_cq, ctx, completion);
+        // An extended reliable connection's receives complete where their shared queue's do.
+        let shared = self.resp.srq.as_ref().and_then(|srq| srq.config().cq.as_ref());
+        let cq = shared.unwrap_or(&self.config.recv_cq);
+        self.overflowed |= !push(cq, ctx, completion);
     }
 
-    /// Queues a send work request. In the error state it is flushed at once.
+    /// Queues a send work request to the peer. In the error states it is flushed at once.
     ///
     /// # Errors
     /// When it can't be queued; then nothing was.
     pub fn post_send(&mut self, ctx: &mut Ctx<'_>, wr: &SendWr<'_>) -> Result<(), PostError> {
+        self.post_send_to(ctx, wr, Target::Peer)
+    }
+
+    /// Queues a send work request: a datagram to its receiver, an XRC message to a queue of the peer.
+    ///
+    /// # Errors
+    /// When it can't be queued; then nothing was.
+    pub fn post_send_to(&mut self, ctx: &mut Ctx<'_>, wr: &SendWr<'_>, target: Target) -> Result<(), PostError> {
         if matches!(self.state, QpState::Reset | QpState::Init | QpState::Rtr) {
             return Err(PostError::State(self.state));
         }
@@ -247,10 +290,16 @@ impl QueuePair {
             return Err(PostError::QueueFull);
         }
         let len = self.check_send(wr)?;
-        self.sq.push(wr, len, self.mtu);
+        self.check_target(kind_of(&wr.op), &target)?;
+        match self.config.qp_type {
+            QpType::Rc | QpType::Uc => self.sq.push(wr, len, self.mtu),
+            _ => self.sq.push_to(wr, target, len, self.mtu),
+        }
         if matches!(self.state, QpState::Err | QpState::Sqe)
             && let Some(wqe) = self.sq.pop()
         {
+            // It has taken no packet number.
+            self.sq.tail = wqe.first;
             self.complete_send(ctx, &wqe, WcStatus::FlushError);
         }
         Ok(())
@@ -259,6 +308,10 @@ impl QueuePair {
     /// Checks a work request's arguments and returns its length.
     fn check_send(&self, wr: &SendWr<'_>) -> Result<u32, PostError> {
         let kind = kind_of(&wr.op);
+        let row = legal::operation(wr.op.code());
+        if !row.services.contains(&self.config.qp_type) {
+            return Err(PostError::Invalid("this transport service does not have the operation"));
+        }
         let caps = &self.config.caps;
         let len: u64 = match wr.payload {
             Payload::Sges(sges) => {
@@ -273,24 +326,55 @@ impl QueuePair {
                 if given > max {
                     return Err(PostError::InlineTooLong { given, max });
                 }
-                if !matches!(kind, Kind::Send | Kind::Write) {
-                    return Err(PostError::Invalid("only SEND and RDMA WRITE take inline data"));
+                if !row.inline {
+                    return Err(PostError::Invalid("this operation takes no inline data"));
                 }
                 given as u64
             }
         };
         let possible = match kind {
-            Kind::Atomic => len == 8,
-            Kind::Local => len == 0,
+            Kind::Atomic | Kind::AtomicWrite => len == 8,
+            Kind::Local | Kind::Flush => len == 0,
             _ => len <= u64::from(self.config.max_msg_size.min(1 << 31)),
         };
         if !possible {
             return Err(PostError::Length(len));
         }
-        if matches!(kind, Kind::Read | Kind::Atomic) && self.attr.max_rd_atomic.unwrap_or(0) == 0 {
+        if let SendOp::Flush(flush) = &wr.op
+            && (flush.placement == Placement::default() || matches!(flush.selectivity, Selectivity::Reserved(_)))
+        {
+            return Err(PostError::Invalid(
+                "a FLUSH needs a placement type and a selectivity level",
+            ));
+        }
+        let answered = matches!(kind, Kind::Read | Kind::Atomic | Kind::AtomicWrite | Kind::Flush);
+        if answered && self.attr.max_rd_atomic.unwrap_or(0) == 0 {
             return Err(PostError::Invalid("max_rd_atomic is 0"));
         }
         Ok(len as u32)
+    }
+
+    /// Whether a work request of this kind can go there.
+    fn check_target(&self, kind: Kind, target: &Target) -> Result<(), PostError> {
+        let fits = match (self.config.qp_type, target) {
+            (QpType::Rc | QpType::Uc, Target::Peer) => true,
+            (QpType::Ud | QpType::Gsi, Target::Datagram(to)) => {
+                let av = &to.av;
+                if av.remote.is_unspecified() || av.local.is_ipv4() != av.remote.is_ipv4() {
+                    return Err(PostError::Invalid("the datagram's path leads nowhere"));
+                }
+                true
+            }
+            (QpType::XrcIni, Target::Srq(_)) => true,
+            (QpType::XrcIni, Target::Peer) => kind == Kind::Local,
+            _ => false,
+        };
+        match fits {
+            true => Ok(()),
+            false => Err(PostError::Invalid(
+                "this transport service does not send to such a target",
+            )),
+        }
     }
 
     /// Queues a receive work request. In the error state it is flushed at once.
@@ -298,6 +382,9 @@ impl QueuePair {
     /// # Errors
     /// When it can't be queued; then nothing was.
     pub fn post_recv(&mut self, ctx: &mut Ctx<'_>, wr: &RecvWr<'_>) -> Result<(), PostError> {
+        if self.config.srq.is_some() || !self.config.qp_type.receives() {
+            return Err(PostError::Invalid("the queue pair has no receive queue of its own"));
+        }
         if self.state == QpState::Reset {
             return Err(PostError::State(self.state));
         }
@@ -318,13 +405,23 @@ impl QueuePair {
     /// Takes a packet that was sent to this queue pair. The caller has checked its ICRC and both its addresses.
     pub fn handle_packet(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
         let info = packet.header.bth.opcode.info();
-        match (info.service, info.class) {
-            (Service::Rc, Class::Acknowledge | Class::ReadResponse | Class::AtomicAcknowledge) => {
-                self.handle_response(ctx, packet);
-            }
-            (Service::Rc, _) => self.handle_request(ctx, packet),
+        let is_response = matches!(
+            info.class,
+            Class::Acknowledge | Class::ReadResponse | Class::AtomicAcknowledge
+        );
+        match (self.config.qp_type, is_response) {
+            _ if info.service != self.service => ctx.counters.dropped_opcode += 1,
+            (QpType::Rc | QpType::XrcIni, true) => self.handle_response(ctx, packet),
+            (QpType::Rc | QpType::XrcTgt, false) => self.handle_request(ctx, packet),
+            (QpType::Uc, false) => self.handle_unacknowledged(ctx, packet),
+            // Datagrams come with their network header: `handle_datagram`.
             _ => ctx.counters.dropped_opcode += 1,
         }
+    }
+
+    /// An operation's packet opcode in this queue pair's service.
+    pub(crate) fn wire(&self, opcode: Opcode) -> Opcode {
+        in_service(opcode, self.service)
     }
 
     /// Sends what may be sent, up to a budget that keeps one queue pair from starving the others.
@@ -375,7 +472,8 @@ impl QueuePair {
 }
 
 /// Puts a completion in its queue; `false` when it is lost.
-fn push(cq: &CompletionQueue, ctx: &mut Ctx<'_>, completion: Completion) -> bool {
+fn push(cq: &CompletionQueue, ctx: &mut Ctx<'_>, mut completion: Completion) -> bool {
+    completion.timestamp = ctx.now;
     match cq.push(completion) {
         Ok(()) => true,
         Err(first) => {
@@ -388,6 +486,14 @@ fn push(cq: &CompletionQueue, ctx: &mut Ctx<'_>, completion: Completion) -> bool
     }
 }
 
+/// The opcode of a reliable connection's packet in another service, which has been found to have it.
+pub(crate) fn in_service(opcode: Opcode, service: Service) -> Opcode {
+    match service {
+        Service::Rc => opcode,
+        other => opcode.in_service(other).unwrap_or(opcode),
+    }
+}
+
 /// Checks attributes' values.
 fn check_values(attr: &QpAttr) -> Result<(), ModifyError> {
     use QpAttrMask as M;
@@ -395,6 +501,10 @@ fn check_values(attr: &QpAttr) -> Result<(), ModifyError> {
         (attr.port.is_none_or(|p| p == 1), M::PORT),
         (attr.pkey_index.is_none_or(|i| i == 0), M::PKEY_INDEX),
         (attr.timeout.is_none_or(|t| t <= 31), M::TIMEOUT),
+        (
+            attr.path_mig_state.is_none_or(|s| s == PathMigState::Migrated),
+            M::PATH_MIG_STATE,
+        ),
         (attr.retry_cnt.is_none_or(|n| n <= 7), M::RETRY_CNT),
         (attr.rnr_retry.is_none_or(|n| n <= 7), M::RNR_RETRY),
         (attr.max_rd_atomic.is_none_or(|n| n <= MAX_RD_ATOMIC), M::MAX_RD_ATOMIC),
@@ -403,8 +513,9 @@ fn check_values(attr: &QpAttr) -> Result<(), ModifyError> {
             M::MAX_DEST_RD_ATOMIC,
         ),
         (
-            attr.av
-                .is_none_or(|av| av.local.is_ipv4() == av.remote.is_ipv4() && !av.remote.is_unspecified()),
+            attr.av.is_none_or(|av| {
+                av.local.is_ipv4() == av.remote.is_ipv4() && !av.remote.is_unspecified() && !av.is_multicast()
+            }),
             M::AV,
         ),
     ];

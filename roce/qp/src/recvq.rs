@@ -18,7 +18,7 @@ pub(crate) struct RecvWqe {
 /// A receive work request that a message has taken.
 #[derive(Debug)]
 pub(crate) struct ActiveRecv {
-    pub(crate) wr_id: u64,
+    pub(crate) wqe: RecvWqe,
     /// Where the bytes of a SEND go; empty for an RDMA WRITE with immediate.
     pub(crate) list: SgList,
 }
@@ -47,6 +47,11 @@ impl RecvQueue {
             self.wqes.shrink_to(KEEP_CAPACITY);
         }
         wqe
+    }
+
+    /// Puts back what a message has taken in vain.
+    pub(crate) fn push_front(&mut self, wqe: RecvWqe) {
+        self.wqes.push_front(wqe);
     }
 
     pub(crate) fn clear(&mut self) {

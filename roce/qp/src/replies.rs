@@ -8,7 +8,7 @@ use roce_verbs::{Instant, RKey};
 
 use crate::{
     ctx::Ctx,
-    qp::QueuePair,
+    qp::{QueuePair, in_service},
     responder::Refusal,
     sendq::PACKET_OVERHEAD,
     seq::Seq,
@@ -42,6 +42,8 @@ pub(crate) enum Work {
     Read(ReadReply),
     /// The former value.
     Atomic(u64),
+    /// FLUSH or ATOMIC WRITE: it is done.
+    Done,
 }
 
 /// A READ or atomic that was accepted: kept after its answer, to answer duplicates (IBA 9.7.5.1.2).
@@ -230,7 +232,8 @@ impl QueuePair {
         } else {
             self.resp.msn
         };
-        let mut header = Header::new(Bth::new(Opcode::RcAcknowledge, self.peer, seq.psn()));
+        let opcode = self.wire(Opcode::RcAcknowledge);
+        let mut header = Header::new(Bth::new(opcode, self.peer, seq.psn()));
         header.aeth = Some(Aeth { syndrome, msn });
         let Some(out) = tx.reserve(TxKind::Ack, header.wire_len()) else {
             return Step::Full;
@@ -250,7 +253,7 @@ impl QueuePair {
         if !self.may_reply() {
             return Step::Idle;
         }
-        let (peer, mtu) = (self.peer, self.mtu as u32);
+        let (peer, mtu, service) = (self.peer, self.mtu as u32, self.service);
         let Some(resource) = self.resp.replies.next_pending() else {
             return Step::Idle;
         };
@@ -266,10 +269,16 @@ impl QueuePair {
             return Step::Idle;
         }
         let sent = match &mut resource.work {
-            Work::Atomic(value) => {
-                let mut header = Header::new(Bth::new(Opcode::RcAtomicAcknowledge, peer, resource.first.psn()));
+            Work::Atomic(_) | Work::Done => {
+                let (opcode, value) = match resource.work {
+                    Work::Atomic(value) => (Opcode::RcAtomicAcknowledge, Some(value)),
+                    // An answer without data (IBA Annex A19).
+                    _ => (Opcode::RcReadResponseOnly, None),
+                };
+                let opcode = in_service(opcode, service);
+                let mut header = Header::new(Bth::new(opcode, peer, resource.first.psn()));
                 header.aeth = Some(ack_header(resource.msn));
-                header.atomic_ack = Some(*value);
+                header.atomic_ack = value;
                 resource.pending = match tx.reserve(kind, header.wire_len()) {
                     None => return Step::Full,
                     Some(out) => {
@@ -283,7 +292,7 @@ impl QueuePair {
             Work::Read(read) => {
                 let seq = resource.first.plus(u64::from(read.offset / mtu));
                 let before = read.offset;
-                let bth = Bth::new(Opcode::RcReadResponseOnly, peer, seq.psn());
+                let bth = Bth::new(in_service(Opcode::RcReadResponseOnly, service), peer, seq.psn());
                 match emit_read(read, bth, resource.msn, mtu, kind, tx) {
                     Ok(Step::Sent) => {
                         resource.pending = !read.opens && read.offset < read.end;
@@ -341,7 +350,7 @@ fn emit_read(
 ) -> Result<Step, Refusal> {
     let len = read.end.saturating_sub(read.offset).min(mtu);
     let closes = read.offset + len >= read.end;
-    bth.opcode = read_opcode(read.opens, closes);
+    bth.opcode = in_service(read_opcode(read.opens, closes), bth.opcode.info().service);
     let n = len as usize;
     let pad = n.wrapping_neg() & 3;
     bth.pad = pad as u8;

@@ -2,8 +2,8 @@
 
 use core::cmp::Ordering;
 
-use roce_bth::{AtomicEth, Bth, Header, Reth};
-use roce_verbs::{AccessFlags, Instant, QpState, RemoteAddr, SendFlags, SendOp, WcStatus};
+use roce_bth::{AtomicEth, Bth, Deth, Feth, Header, QKey, Reth, XrcEth};
+use roce_verbs::{AccessFlags, Instant, QpState, QpType, RemoteAddr, SendFlags, SendOp, Target, WcStatus};
 
 use crate::{
     ctx::{Ctx, WaitReason},
@@ -220,11 +220,15 @@ impl QueuePair {
             let to = self.next_end(ctx);
             let wqe = &self.sq.wqes[self.req.cur];
             let cost = wqe.cost(self.req.next, to, self.mtu);
-            if !self.fits(ctx, wqe.kind(), cost) {
+            let sent = if !self.reliable {
+                self.emit_unacknowledged(ctx, tx, to)
+            } else if self.fits(ctx, wqe.kind(), cost) {
+                self.emit_next(ctx, tx, to, cost)
+            } else {
                 self.req.window_closed = true;
                 return Step::Blocked;
-            }
-            match self.emit_next(ctx, tx, to, cost) {
+            };
+            match sent {
                 Ok(()) => return Step::Sent,
                 Err(Unsent::Full) => return Step::Full,
                 Err(Unsent::Fault(status)) => {
@@ -240,7 +244,7 @@ impl QueuePair {
     fn start(&mut self, ctx: &mut Ctx<'_>) {
         let (pd, qpn) = (self.config.pd, self.config.qpn);
         let wqe = &mut self.sq.wqes[self.req.cur];
-        let need = match wqe.has_response() {
+        let need = match wqe.is_answered_with_data() {
             true => AccessFlags::LOCAL_WRITE,
             false => AccessFlags::empty(),
         };
@@ -257,6 +261,7 @@ impl QueuePair {
             SendOp::LocalInvalidate(key) => (ctx.mem.invalidate(pd, qpn, *key), WcStatus::LocalQpOperationError),
             SendOp::FastRegister(args) => (ctx.mem.fast_register(pd, args), WcStatus::LocalQpOperationError),
             SendOp::BindWindow(args) => (ctx.mem.bind_window(pd, qpn, args), WcStatus::MwBindError),
+            _ if wqe.packets == 0 => (Ok(()), WcStatus::Success),
             _ => {
                 wqe.progress = Progress::Started;
                 if wqe.kind() == Kind::Read {
@@ -317,8 +322,18 @@ impl QueuePair {
         let lossy = again || ctx.window.size() < SMALL_WINDOW * (self.mtu + PACKET_OVERHEAD);
         let ask = last || closes || lossy || self.req.unasked + 1 >= ACK_EVERY;
         let kind = if again { TxKind::Retransmission } else { TxKind::Request };
-        self.emit_request(wqe, seq, to, ask, kind, tx)?;
+        self.emit_request(self.req.cur, seq, to, ask, kind, tx)?;
         self.sent(ctx, to, cost, ask, again);
+        Ok(())
+    }
+
+    /// Sends the next packet of a service without acknowledgements: what is sent is done.
+    fn emit_unacknowledged(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink, to: Seq) -> Result<(), Unsent> {
+        self.emit_request(self.req.cur, self.req.next, to, false, TxKind::Request, tx)?;
+        let req = &mut self.req;
+        req.cur += usize::from(to == self.sq.wqes[req.cur].end());
+        (req.una, req.next, req.top) = (to, to, to);
+        self.reap(ctx);
         Ok(())
     }
 
@@ -352,33 +367,38 @@ impl QueuePair {
         req.top = req.top.max(req.next);
     }
 
-    /// Builds the request packet for the PSNs `seq..to` of a work request.
+    /// Builds the request packet for the PSNs `seq..to` of the work request at an index.
     fn emit_request(
         &self,
-        wqe: &SendWqe,
+        index: usize,
         seq: Seq,
         to: Seq,
         ask: bool,
         kind: TxKind,
         tx: &mut impl TxSink,
     ) -> Result<(), Unsent> {
+        let (wqe, target) = (&self.sq.wqes[index], self.sq.target(index));
         let index = seq.since(wqe.first);
-        let opcode = wqe.opcode(index);
+        let opcode = self.wire(wqe.opcode(index));
         let info = opcode.info();
-        let (offset, first_len) = wqe.slice(index, self.mtu);
+        let (offset, len) = wqe.payload(index, self.mtu);
         let (end, last_len) = wqe.slice(to.prev().since(wqe.first), self.mtu);
-        let len = match wqe.kind() {
-            Kind::Send | Kind::Write => first_len,
-            _ => 0,
-        };
         let pad = len.wrapping_neg() & 3;
-        let mut bth = Bth::new(opcode, self.peer, seq.psn());
+        let mut peer = self.peer;
+        if let Target::Datagram(to) = target {
+            peer = to.qpn;
+            if !tx.direct(&to.av, peer) {
+                return Err(Unsent::Fault(WcStatus::LocalQpOperationError));
+            }
+        }
+        let mut bth = Bth::new(opcode, peer, seq.psn());
         bth.ack_req = ask;
         bth.pad = pad as u8;
         bth.solicited =
             wqe.flags.contains(SendFlags::SOLICITED) && info.position.ends() && (wqe.kind() == Kind::Send || info.imm);
         let mut header = Header::new(bth);
         fill_extended(&mut header, wqe, offset, end + last_len);
+        self.fill_target(&mut header, target);
         let head = info.header_len;
         let out = tx.reserve(kind, head + len + pad).ok_or(Unsent::Full)?;
         header.emit(out);
@@ -391,16 +411,39 @@ impl QueuePair {
         Ok(())
     }
 
+    /// Fills the headers that say where a message goes behind the destination queue pair.
+    fn fill_target(&self, header: &mut Header, target: &Target) {
+        match *target {
+            Target::Peer => {}
+            Target::Datagram(to) => {
+                header.deth = Some(Deth {
+                    qkey: if to.qkey.is_controlled() { self.qkey() } else { to.qkey },
+                    reserved: 0,
+                    src_qp: self.config.qpn,
+                });
+            }
+            Target::Srq(srqn) => header.xrceth = Some(XrcEth { reserved: 0, srqn }),
+        }
+    }
+
+    /// The key that datagrams to this queue pair must have.
+    pub(crate) fn qkey(&self) -> QKey {
+        match self.config.qp_type {
+            QpType::Gsi => QKey::GSI,
+            _ => QKey(self.attr.qkey.unwrap_or(0)),
+        }
+    }
+
     /// Sends the newest packet once more: the peer acknowledges everything, or reports a gap. Of READs it is the oldest.
     pub(crate) fn transmit_probe(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Step {
         let due = core::mem::take(&mut self.req.probe_due);
         if !due || self.req.una >= self.req.next || self.req.timers.rnr_until.is_some() {
             return Step::Idle;
         }
-        let Some((wqe, from, to)) = self.probe_target(ctx) else {
+        let Some((index, from, to)) = self.probe_target(ctx) else {
             return Step::Idle;
         };
-        match self.emit_request(wqe, from, to, true, TxKind::Retransmission, tx) {
+        match self.emit_request(index, from, to, true, TxKind::Retransmission, tx) {
             Err(Unsent::Full) => {
                 self.req.probe_due = true;
                 return Step::Full;
@@ -410,6 +453,7 @@ impl QueuePair {
             Ok(()) => {
                 ctx.counters.tail_probes += 1;
                 ctx.counters.retransmits += 1;
+                let wqe = &self.sq.wqes[index];
                 let read = wqe.kind() == Kind::Read;
                 self.req.read_in_pieces |= read && to < wqe.request_end(from);
                 self.req.probed = read.then_some(to);
@@ -418,17 +462,17 @@ impl QueuePair {
         Step::Sent
     }
 
-    /// What a probe sends: the work request and the PSNs of the packet.
-    fn probe_target(&self, ctx: &Ctx<'_>) -> Option<(&SendWqe, Seq, Seq)> {
-        if let Some(wqe) = self.oldest_read() {
-            return Some((wqe, self.req.una, self.read_end(ctx, wqe, self.req.una)));
+    /// What a probe sends: the index of the work request, and the PSNs of the packet.
+    fn probe_target(&self, ctx: &Ctx<'_>) -> Option<(usize, Seq, Seq)> {
+        if let Some((index, wqe)) = self.oldest_read() {
+            return Some((index, self.req.una, self.read_end(ctx, wqe, self.req.una)));
         }
         let last = self.req.next.prev();
         let upto = self.req.cur.saturating_add(1).min(self.sq.wqes.len());
-        let mut sent = self.sq.wqes.range(..upto).rev();
-        let newest = sent.find(|w| w.packets > 0 && w.first <= last && last < w.end())?;
+        let is_last = |w: &SendWqe| w.packets > 0 && w.first <= last && last < w.end();
+        let index = (0..upto).rev().find(|i| is_last(&self.sq.wqes[*i]))?;
         // A READ that is not the oldest would be answered in vain.
-        (newest.kind() != Kind::Read).then_some((newest, last, last.plus(1)))
+        (self.sq.wqes[index].kind() != Kind::Read).then_some((index, last, last.plus(1)))
     }
 
     /// Starts over from the oldest unacknowledged PSN.
@@ -547,17 +591,18 @@ impl QueuePair {
     }
 
     /// The work request that the oldest outstanding PSN belongs to, if it is a READ.
-    fn oldest_read(&self) -> Option<&SendWqe> {
+    fn oldest_read(&self) -> Option<(usize, &SendWqe)> {
         let una = self.req.una;
-        let oldest = self.sq.wqes.iter().find(|w| w.packets > 0 && una < w.end());
-        oldest.filter(|w| w.kind() == Kind::Read)
+        let mut wqes = self.sq.wqes.iter().enumerate();
+        let oldest = wqes.find(|(_, w)| w.packets > 0 && una < w.end());
+        oldest.filter(|(_, w)| w.kind() == Kind::Read)
     }
 
     /// Whether sending the oldest packet means to ask for a long READ.
     fn asks_much(&self, ctx: &Ctx<'_>) -> bool {
         let una = self.req.una;
         let cost = |w: &SendWqe| w.cost(una, self.read_end(ctx, w, una), self.mtu);
-        self.oldest_read().is_some_and(|w| cost(w) > READ_PROBE)
+        self.oldest_read().is_some_and(|(_, w)| cost(w) > READ_PROBE)
     }
 
     /// Something came back after a silence. When it acknowledges more than was sent since, the first transmission was not
@@ -598,14 +643,16 @@ fn fill_extended(header: &mut Header, wqe: &SendWqe, offset: usize, end: usize) 
     let info = header.bth.opcode.info();
     if info.reth {
         let RemoteAddr { addr, rkey } = match wqe.op {
-            SendOp::Write(to) | SendOp::WriteWithImm(to, _) | SendOp::Read(to) => to,
+            SendOp::Write(to) | SendOp::WriteWithImm(to, _) | SendOp::Read(to) | SendOp::AtomicWrite(to) => to,
+            SendOp::Flush(flush) => flush.remote,
             _ => RemoteAddr::default(),
         };
         header.reth = Some(Reth {
             va: addr.wrapping_add(offset as u64),
             rkey,
-            dma_len: match wqe.kind() {
-                Kind::Read => (end - offset) as u32,
+            dma_len: match (wqe.kind(), &wqe.op) {
+                (Kind::Read, _) => (end - offset) as u32,
+                (_, SendOp::Flush(flush)) => flush.length,
                 _ => wqe.len,
             },
         });
@@ -613,6 +660,13 @@ fn fill_extended(header: &mut Header, wqe: &SendWqe, offset: usize, end: usize) 
     match wqe.op {
         SendOp::SendWithImm(imm) | SendOp::WriteWithImm(_, imm) if info.imm => header.imm = Some(imm),
         SendOp::SendWithInv(key) if info.ieth => header.ieth = Some(key),
+        SendOp::Flush(flush) => {
+            header.feth = Some(Feth {
+                placement: flush.placement,
+                selectivity: flush.selectivity,
+                reserved: 0,
+            });
+        }
         SendOp::CompareSwap { remote, compare, swap } => {
             header.atomic_eth = Some(AtomicEth {
                 va: remote.addr,

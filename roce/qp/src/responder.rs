@@ -2,8 +2,10 @@
 
 use core::cmp::Ordering;
 
-use roce_bth::{Class, Msn, NakCode, Packet, RnrTimer, Syndrome};
-use roce_mem::{AtomicError, Span};
+use std::sync::Arc;
+
+use roce_bth::{Class, Msn, NakCode, Opcode, Packet, Placement, RnrTimer, Selectivity, Service, Syndrome};
+use roce_mem::{AtomicError, FlushError, PdHandle, Span};
 use roce_verbs::{AccessFlags, AsyncEvent, Completion, QpState, RKey, WcFlags, WcOpcode, WcStatus};
 
 use crate::{
@@ -13,6 +15,7 @@ use crate::{
     replies::{AckDue, ReadReply, Replies, Resource, Work},
     sendq::{packets_for, resolve},
     seq::{MAX_OUTSTANDING, Seq},
+    srq::SharedReceiveQueue,
 };
 
 /// The message that is coming in.
@@ -40,6 +43,8 @@ pub(crate) struct Responder {
     pub(crate) inbound: Inbound,
     /// The receive work request that the message has taken.
     pub(crate) receive: Option<ActiveRecv>,
+    /// The shared receive queue that the message (or the last one) names: extended reliable connections.
+    pub(crate) srq: Option<Arc<SharedReceiveQueue>>,
     /// A gap or a missing receive was reported: what comes out of order is dropped until `expected` arrives.
     reported: bool,
     /// A packet has arrived since RTR.
@@ -56,6 +61,7 @@ impl Responder {
             msn: Msn::new(0),
             inbound: Inbound::Idle,
             receive: None,
+            srq: None,
             reported: false,
             established: false,
             closing: false,
@@ -89,6 +95,10 @@ pub(crate) enum Refusal {
     LocalProtection,
     /// The key that a SEND wanted to invalidate is not one that it may.
     Invalidate,
+    /// The message is for a shared receive queue that is not in the XRC domain.
+    SharedQueue,
+    /// Memory could not be made persistent.
+    Persist,
 }
 
 /// What a refusal does on our side and on the peer's (IBA table 57 and 9.9.3; `rxe_resp.c`).
@@ -124,6 +134,15 @@ const fn refusal_row(refusal: Refusal) -> RefusalRow {
             status: WcStatus::RemoteAccessError,
             event: AsyncEvent::QpAccessError,
         },
+        Refusal::SharedQueue => RefusalRow {
+            event: AsyncEvent::QpAccessError,
+            ..invalid
+        },
+        Refusal::Persist => RefusalRow {
+            nak: Some(NakCode::RemoteOperationalError),
+            status: WcStatus::LocalQpOperationError,
+            event: AsyncEvent::QpFatal,
+        },
         Refusal::LocalProtection => RefusalRow {
             nak: Some(NakCode::RemoteOperationalError),
             status: WcStatus::LocalProtectionError,
@@ -140,19 +159,14 @@ const fn refusal_row(refusal: Refusal) -> RefusalRow {
 impl QueuePair {
     /// GET_REQ: takes a request packet.
     pub(crate) fn handle_request(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
-        if !matches!(self.state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe) {
-            ctx.counters.dropped_state += 1;
+        if !self.may_receive(ctx) {
             return;
         }
-        if !self.resp.established {
-            self.resp.established = true;
-            if self.state == QpState::Rtr {
-                ctx.events.push(AsyncEvent::CommunicationEstablished(self.config.qpn));
-            }
-        }
+        self.note_established(ctx);
         let Some(seq) = self.chk_psn(ctx, packet) else { return };
         let done = self
             .chk_op_seq(packet)
+            .and_then(|()| self.chk_shared_queue(packet))
             .and_then(|()| self.chk_op_valid(packet))
             .and_then(|()| self.chk_resource(ctx, packet))
             .and_then(|()| self.chk_length(packet))
@@ -166,6 +180,24 @@ impl QueuePair {
             Err(refusal) => self.refuse(ctx, seq, refusal),
         }
         self.settle(ctx);
+    }
+
+    /// Whether the state takes requests.
+    pub(crate) fn may_receive(&self, ctx: &mut Ctx<'_>) -> bool {
+        let may = matches!(self.state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe);
+        ctx.counters.dropped_state += u64::from(!may);
+        may
+    }
+
+    /// The first packet of a connection is an event, if the program does not know yet that it stands.
+    pub(crate) fn note_established(&mut self, ctx: &mut Ctx<'_>) {
+        if self.resp.established {
+            return;
+        }
+        self.resp.established = true;
+        if self.state == QpState::Rtr {
+            ctx.events.push(AsyncEvent::CommunicationEstablished(self.config.qpn));
+        }
     }
 
     /// CHK_PSN: only the expected packet goes on. A gap is reported once, a duplicate answered.
@@ -212,10 +244,33 @@ impl QueuePair {
         }
     }
 
+    /// The shared receive queue that a message names, and whose protection domain its keys are checked against (IBA
+    /// Annex A14).
+    fn chk_shared_queue(&mut self, packet: &Packet<'_>) -> Result<(), Refusal> {
+        if self.service != Service::Xrc || !packet.header.bth.opcode.info().position.starts() {
+            return Ok(());
+        }
+        self.resp.srq = self.named_queue(packet);
+        match self.resp.srq {
+            Some(_) => Ok(()),
+            None => Err(Refusal::SharedQueue),
+        }
+    }
+
+    fn named_queue(&self, packet: &Packet<'_>) -> Option<Arc<SharedReceiveQueue>> {
+        self.config.xrcd.as_ref()?.find(packet.header.xrceth?.srqn)
+    }
+
+    /// The protection domain that peers' keys are checked against.
+    fn key_domain(&self) -> PdHandle {
+        self.resp.srq.as_ref().map_or(self.config.pd, |srq| srq.pd())
+    }
+
     /// CHK_OP_VALID: the queue pair lets the peer do this (IBA 9.7.4.1.3).
-    fn chk_op_valid(&self, packet: &Packet<'_>) -> Result<(), Refusal> {
+    pub(crate) fn chk_op_valid(&self, packet: &Packet<'_>) -> Result<(), Refusal> {
         let need = match packet.header.bth.opcode.info().class {
-            Class::Write => AccessFlags::REMOTE_WRITE,
+            Class::Flush => flush_rights(packet).ok_or(Refusal::Operation)?,
+            Class::Write | Class::AtomicWrite => AccessFlags::REMOTE_WRITE,
             Class::ReadRequest => AccessFlags::REMOTE_READ,
             Class::Atomic => AccessFlags::REMOTE_ATOMIC,
             _ => AccessFlags::empty(),
@@ -232,7 +287,7 @@ impl QueuePair {
         match info.class {
             Class::Send if info.position.starts() => self.take_receive(ctx, true),
             Class::Write if info.imm => self.take_receive(ctx, false),
-            Class::ReadRequest | Class::Atomic => {
+            Class::ReadRequest | Class::Atomic | Class::Flush | Class::AtomicWrite => {
                 let max = usize::from(self.attr.max_dest_rd_atomic.unwrap_or(0));
                 match self.resp.replies.make_room(max) {
                     true => Ok(()),
@@ -243,22 +298,32 @@ impl QueuePair {
         }
     }
 
-    fn take_receive(&mut self, ctx: &mut Ctx<'_>, with_memory: bool) -> Result<(), Refusal> {
-        let wqe = self.rq.pop().ok_or(Refusal::NoReceive)?;
+    pub(crate) fn take_receive(&mut self, ctx: &mut Ctx<'_>, with_memory: bool) -> Result<(), Refusal> {
+        let shared = self.config.srq.as_ref().or(self.resp.srq.as_ref());
+        let (wqe, pd) = match shared {
+            None => (self.rq.pop().ok_or(Refusal::NoReceive)?, self.config.pd),
+            Some(srq) => {
+                let (wqe, low) = srq.take().ok_or(Refusal::NoReceive)?;
+                if low {
+                    ctx.events.push(AsyncEvent::SrqLimitReached(srq.handle()));
+                }
+                (wqe, srq.pd())
+            }
+        };
         let list = match with_memory {
-            true => resolve(ctx.mem, self.config.pd, &wqe.sges, AccessFlags::LOCAL_WRITE),
+            true => resolve(ctx.mem, pd, &wqe.sges, AccessFlags::LOCAL_WRITE),
             false => Some(roce_mem::SgList::new()),
         };
         let found = list.is_some();
         self.resp.receive = Some(ActiveRecv {
-            wr_id: wqe.wr_id,
+            wqe,
             list: list.unwrap_or_default(),
         });
         if found { Ok(()) } else { Err(Refusal::LocalProtection) }
     }
 
     /// CHK_LENGTH: all packets but the last are full, the last is not empty (IBA 9.7.4.1.6), and everything adds up.
-    fn chk_length(&self, packet: &Packet<'_>) -> Result<(), Refusal> {
+    pub(crate) fn chk_length(&self, packet: &Packet<'_>) -> Result<(), Refusal> {
         let info = packet.header.bth.opcode.info();
         let len = packet.payload.len();
         let position = info.position;
@@ -298,6 +363,10 @@ impl QueuePair {
                 Some(reth) if reth.dma_len <= self.config.max_msg_size => Ok(()),
                 _ => Err(Refusal::Length),
             },
+            Class::AtomicWrite => match packet.header.reth {
+                Some(reth) if reth.dma_len == 8 && len == 8 => Ok(()),
+                _ => Err(Refusal::Length),
+            },
             _ => Ok(()),
         }
     }
@@ -305,6 +374,7 @@ impl QueuePair {
     fn remote_span(
         &self,
         ctx: &Ctx<'_>,
+        pd: PdHandle,
         rkey: RKey,
         va: u64,
         len: u32,
@@ -313,19 +383,26 @@ impl QueuePair {
         if len == 0 {
             return Ok(None);
         }
-        let (pd, qpn) = (self.config.pd, self.config.qpn);
+        let qpn = self.config.qpn;
         let span = ctx.mem.resolve_remote(pd, qpn, rkey, va, len, need);
         span.map(Some).map_err(|_| Refusal::RKey)
     }
 
     /// CHK_RKEY: the whole range of a message is checked with its first packet (IBA 9.7.4.1.5).
-    fn chk_rkey(&mut self, ctx: &Ctx<'_>, packet: &Packet<'_>) -> Result<(), Refusal> {
+    pub(crate) fn chk_rkey(&mut self, ctx: &Ctx<'_>, packet: &Packet<'_>) -> Result<(), Refusal> {
         let info = packet.header.bth.opcode.info();
         if info.class == Class::Write
             && let Some(reth) = packet.header.reth
         {
             self.resp.inbound = Inbound::Write {
-                span: self.remote_span(ctx, reth.rkey, reth.va, reth.dma_len, AccessFlags::REMOTE_WRITE)?,
+                span: self.remote_span(
+                    ctx,
+                    self.key_domain(),
+                    reth.rkey,
+                    reth.va,
+                    reth.dma_len,
+                    AccessFlags::REMOTE_WRITE,
+                )?,
                 received: 0,
                 len: reth.dma_len,
             };
@@ -334,7 +411,7 @@ impl QueuePair {
     }
 
     /// EXECUTE: moves the bytes, and the responder on to the next packet.
-    fn execute(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<(), Refusal> {
+    pub(crate) fn execute(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<(), Refusal> {
         let info = packet.header.bth.opcode.info();
         let mut packets = 1;
         match info.class {
@@ -342,6 +419,8 @@ impl QueuePair {
             Class::Write => self.execute_write(packet)?,
             Class::ReadRequest => packets = self.execute_read(ctx, seq, packet)?,
             Class::Atomic => self.execute_atomic(ctx, seq, packet)?,
+            Class::AtomicWrite => self.execute_atomic_write(ctx, seq, packet)?,
+            Class::Flush => self.execute_flush(ctx, seq, packet)?,
             _ => return Err(Refusal::Operation),
         }
         self.resp.expected = seq.plus(u64::from(packets));
@@ -366,7 +445,7 @@ impl QueuePair {
         let written = receive.list.write_at(before, packet.payload);
         written.map_err(|_| Refusal::LocalProtection)?;
         if let Some(key) = packet.header.ieth {
-            let done = ctx.mem.invalidate(self.config.pd, self.config.qpn, key);
+            let done = ctx.mem.invalidate(self.key_domain(), self.config.qpn, key);
             done.map_err(|_| Refusal::Invalidate)?;
         }
         self.resp.inbound = Inbound::Send(before + packet.payload.len());
@@ -391,7 +470,14 @@ impl QueuePair {
         if u64::from(packets) > MAX_OUTSTANDING {
             return Err(Refusal::Length);
         }
-        let span = self.remote_span(ctx, reth.rkey, reth.va, reth.dma_len, AccessFlags::REMOTE_READ)?;
+        let span = self.remote_span(
+            ctx,
+            self.key_domain(),
+            reth.rkey,
+            reth.va,
+            reth.dma_len,
+            AccessFlags::REMOTE_READ,
+        )?;
         let work = Work::Read(ReadReply {
             va: reth.va,
             rkey: reth.rkey,
@@ -409,21 +495,57 @@ impl QueuePair {
 
     fn execute_atomic(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<(), Refusal> {
         let eth = packet.header.atomic_eth.unwrap_or_default();
-        let span = self.remote_span(ctx, eth.rkey, eth.va, 8, AccessFlags::REMOTE_ATOMIC)?;
+        let span = self.remote_span(ctx, self.key_domain(), eth.rkey, eth.va, 8, AccessFlags::REMOTE_ATOMIC)?;
         let span = span.ok_or(Refusal::RKey)?;
         if !eth.va.is_multiple_of(8) {
             return Err(Refusal::Misaligned);
         }
-        let swap = packet.header.bth.opcode == roce_bth::Opcode::RcCompareSwap;
+        let swap = matches!(packet.header.bth.opcode, Opcode::RcCompareSwap | Opcode::XrcCompareSwap);
         let done = match swap {
             true => span.compare_swap(eth.compare, eth.swap_add),
             false => span.fetch_add(eth.swap_add),
         };
-        let original = done.map_err(|e| match e {
-            AtomicError::Revoked(_) => Refusal::RKey,
-            AtomicError::Misaligned => Refusal::Misaligned,
-        })?;
-        self.add_resource(ctx, seq, 1, Work::Atomic(original));
+        self.add_resource(ctx, seq, 1, Work::Atomic(done.map_err(atomic_refusal)?));
+        Ok(())
+    }
+
+    /// 8 bytes at once (IBA Annex A19). Nothing is done twice: a duplicate only gets the answer again.
+    fn execute_atomic_write(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<(), Refusal> {
+        let reth = packet.header.reth.unwrap_or_default();
+        let span = self.remote_span(ctx, self.key_domain(), reth.rkey, reth.va, 8, AccessFlags::REMOTE_WRITE)?;
+        let span = span.ok_or(Refusal::RKey)?;
+        let bytes = packet.payload.try_into().map_err(|_| Refusal::Length)?;
+        if !reth.va.is_multiple_of(8) {
+            return Err(Refusal::Misaligned);
+        }
+        span.store(bytes).map_err(atomic_refusal)?;
+        self.add_resource(ctx, seq, 1, Work::Done);
+        Ok(())
+    }
+
+    /// What came before was executed in order and is in memory; this makes sure of its visibility and persistence (IBA
+    /// Annex A19).
+    fn execute_flush(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<(), Refusal> {
+        let (Some(reth), Some(feth)) = (packet.header.reth, packet.header.feth) else {
+            return Err(Refusal::Operation);
+        };
+        let need = flush_rights(packet).ok_or(Refusal::Operation)?;
+        let span = match feth.selectivity {
+            Selectivity::Region => {
+                let (pd, qpn) = (self.key_domain(), self.config.qpn);
+                let span = ctx.mem.resolve_whole(pd, qpn, reth.rkey, need);
+                Some(span.map_err(|_| Refusal::RKey)?)
+            }
+            _ => self.remote_span(ctx, self.key_domain(), reth.rkey, reth.va, reth.dma_len, need)?,
+        };
+        if let Some(span) = span {
+            let persistent = feth.placement.contains(Placement::PERSISTENT);
+            span.flush(persistent).map_err(|e| match e {
+                FlushError::Revoked(_) => Refusal::RKey,
+                FlushError::Failed => Refusal::Persist,
+            })?;
+        }
+        self.add_resource(ctx, seq, 1, Work::Done);
         Ok(())
     }
 
@@ -440,7 +562,7 @@ impl QueuePair {
     }
 
     /// COMPLETE: the receive work request that the message has taken, at its end.
-    fn complete(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
+    pub(crate) fn complete(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
         let info = packet.header.bth.opcode.info();
         if !info.position.ends() {
             return;
@@ -458,7 +580,7 @@ impl QueuePair {
         flags.set(WcFlags::WITH_INV, info.ieth);
         ctx.counters.rdma_recvs += 1;
         let completion = Completion {
-            wr_id: receive.wr_id,
+            wr_id: receive.wqe.wr_id,
             status: WcStatus::Success,
             opcode,
             byte_len,
@@ -487,12 +609,15 @@ impl QueuePair {
         match packet.header.bth.opcode.info().class {
             Class::Send | Class::Write => self.resp.replies.ack_again(ctx, seq),
             Class::ReadRequest => self.duplicate_read(ctx, seq, packet),
-            Class::Atomic => match self.resp.replies.find(seq) {
-                Some(Resource {
-                    work: Work::Atomic(_), ..
-                }) => self.resp.replies.replay(seq),
-                _ => ctx.counters.dropped_requests += 1,
-            },
+            class @ (Class::Atomic | Class::AtomicWrite | Class::Flush) => {
+                let kept = self.resp.replies.find(seq);
+                match (class, kept.map(|r| &r.work)) {
+                    (Class::Atomic, Some(Work::Atomic(_))) | (Class::AtomicWrite | Class::Flush, Some(Work::Done)) => {
+                        self.resp.replies.replay(seq);
+                    }
+                    _ => ctx.counters.dropped_requests += 1,
+                }
+            }
             _ => ctx.counters.dropped_opcode += 1,
         }
     }
@@ -503,7 +628,7 @@ impl QueuePair {
         let reth = packet.header.reth.unwrap_or_default();
         let Some((first, va, rkey, len)) = self.resp.replies.find(seq).and_then(|r| match &r.work {
             Work::Read(read) => Some((r.first, read.va, read.rkey, read.len)),
-            Work::Atomic(_) => None,
+            Work::Atomic(_) | Work::Done => None,
         }) else {
             ctx.counters.dropped_requests += 1;
             return;
@@ -518,7 +643,15 @@ impl QueuePair {
         }
         // The peer's right to read is checked anew, as for a new request. But this may be a late copy of a READ that the
         // peer has long got, and whose key it let us take back since: it is told, and ignores it then. No reason to fail.
-        let Ok(span) = self.remote_span(ctx, rkey, va, len, AccessFlags::REMOTE_READ) else {
+        let pd = match self.service {
+            Service::Xrc => self.named_queue(packet).map(|srq| srq.pd()),
+            _ => Some(self.config.pd),
+        };
+        let Some(pd) = pd else {
+            ctx.counters.dropped_requests += 1;
+            return;
+        };
+        let Ok(span) = self.remote_span(ctx, pd, rkey, va, len, AccessFlags::REMOTE_READ) else {
             ctx.counters.naks_sent += 1;
             if self.resp.replies.ack == AckDue::No {
                 self.resp.replies.ack = AckDue::Refuse(seq, Syndrome::Nak(NakCode::RemoteAccessError));
@@ -555,7 +688,7 @@ impl QueuePair {
         let row = refusal_row(refusal);
         self.resp.inbound = Inbound::Idle;
         match self.resp.receive.take() {
-            Some(receive) => self.complete_receive_error(ctx, receive.wr_id, row.status),
+            Some(receive) => self.complete_receive_error(ctx, receive.wqe.wr_id, row.status),
             None => ctx.events.push((row.event)(self.config.qpn)),
         }
         self.resp.closing = true;
@@ -589,11 +722,37 @@ impl QueuePair {
     pub(crate) fn flush_receives(&mut self, ctx: &mut Ctx<'_>) {
         self.resp.inbound = Inbound::Idle;
         if let Some(receive) = self.resp.receive.take() {
-            self.complete_receive_error(ctx, receive.wr_id, WcStatus::FlushError);
+            self.complete_receive_error(ctx, receive.wqe.wr_id, WcStatus::FlushError);
         }
         let mut rq: RecvQueue = core::mem::take(&mut self.rq);
         while let Some(wqe) = rq.pop() {
             self.complete_receive_error(ctx, wqe.wr_id, WcStatus::FlushError);
         }
     }
+}
+
+fn atomic_refusal(e: AtomicError) -> Refusal {
+    match e {
+        AtomicError::Revoked(_) => Refusal::RKey,
+        AtomicError::Misaligned => Refusal::Misaligned,
+    }
+}
+
+/// The rights that a FLUSH needs; `None` when it asks for nothing, or for what there is not.
+fn flush_rights(packet: &Packet<'_>) -> Option<AccessFlags> {
+    let feth = packet.header.feth?;
+    let known = Placement::GLOBAL_VISIBILITY.union(Placement::PERSISTENT);
+    if feth.placement == Placement::default() || !known.contains(feth.placement) {
+        return None;
+    }
+    let mut need = AccessFlags::empty();
+    need.set(
+        AccessFlags::FLUSH_GLOBAL,
+        feth.placement.contains(Placement::GLOBAL_VISIBILITY),
+    );
+    need.set(
+        AccessFlags::FLUSH_PERSISTENT,
+        feth.placement.contains(Placement::PERSISTENT),
+    );
+    (!matches!(feth.selectivity, Selectivity::Reserved(_))).then_some(need)
 }

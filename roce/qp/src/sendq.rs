@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use roce_bth::{Class, Opcode};
 use roce_mem::{MemoryTable, PdHandle, Revoked, SgList};
-use roce_verbs::{AccessFlags, Payload, SendFlags, SendOp, SendWr, Sge, WcOpcode, WcStatus};
+use roce_verbs::{AccessFlags, Payload, SendFlags, SendOp, SendWr, Sge, Target, WcOpcode, WcStatus};
 use smallvec::SmallVec;
 
 use crate::seq::Seq;
@@ -16,6 +16,9 @@ pub(crate) enum Kind {
     Write,
     Read,
     Atomic,
+    /// 8 bytes to the peer, with a response.
+    AtomicWrite,
+    Flush,
     /// Executed here, without a packet.
     Local,
 }
@@ -61,6 +64,8 @@ static WRITE_IMM: OpRow = op_row(
 static READ: OpRow = op_row(Kind::Read, WcOpcode::RdmaRead, [O::RcReadRequest; 4]);
 static COMPARE_SWAP: OpRow = op_row(Kind::Atomic, WcOpcode::CompareSwap, [O::RcCompareSwap; 4]);
 static FETCH_ADD: OpRow = op_row(Kind::Atomic, WcOpcode::FetchAdd, [O::RcFetchAdd; 4]);
+static ATOMIC_WRITE: OpRow = op_row(Kind::AtomicWrite, WcOpcode::AtomicWrite, [O::RcAtomicWrite; 4]);
+static FLUSH: OpRow = op_row(Kind::Flush, WcOpcode::Flush, [O::RcFlush; 4]);
 static INVALIDATE: OpRow = op_row(Kind::Local, WcOpcode::LocalInvalidate, [O::RcSendOnly; 4]);
 static REGISTER: OpRow = op_row(Kind::Local, WcOpcode::FastRegister, [O::RcSendOnly; 4]);
 static BIND: OpRow = op_row(Kind::Local, WcOpcode::BindWindow, [O::RcSendOnly; 4]);
@@ -78,6 +83,8 @@ const fn op_info(op: &SendOp) -> &'static OpRow {
         SendOp::LocalInvalidate(_) => &INVALIDATE,
         SendOp::FastRegister(_) => &REGISTER,
         SendOp::BindWindow(_) => &BIND,
+        SendOp::AtomicWrite(_) => &ATOMIC_WRITE,
+        SendOp::Flush(_) => &FLUSH,
     }
 }
 
@@ -175,9 +182,24 @@ impl SendWqe {
         op_info(&self.op).wc
     }
 
-    /// Whether data comes back: READ and atomics.
+    /// Whether an answer of its own comes back, which the responder keeps a resource for: READ, atomics, FLUSH and ATOMIC
+    /// WRITE.
     pub(crate) fn has_response(&self) -> bool {
+        matches!(self.kind(), Kind::Read | Kind::Atomic | Kind::AtomicWrite | Kind::Flush)
+    }
+
+    /// Whether the answer's data is written to local memory.
+    pub(crate) fn is_answered_with_data(&self) -> bool {
         matches!(self.kind(), Kind::Read | Kind::Atomic)
+    }
+
+    /// Bytes of packet `index`'s payload, and where they start.
+    pub(crate) fn payload(&self, index: u64, mtu: usize) -> (usize, usize) {
+        let (offset, len) = self.slice(index, mtu);
+        match self.kind() {
+            Kind::Send | Kind::Write | Kind::AtomicWrite => (offset, len),
+            _ => (offset, 0),
+        }
     }
 
     /// One past the last PSN.
@@ -245,7 +267,7 @@ impl SendWqe {
     /// Whether a packet of this class may answer the work request.
     pub(crate) fn expects(&self, class: Class) -> bool {
         match class {
-            Class::ReadResponse => self.kind() == Kind::Read,
+            Class::ReadResponse => matches!(self.kind(), Kind::Read | Kind::AtomicWrite | Kind::Flush),
             Class::AtomicAcknowledge => self.kind() == Kind::Atomic,
             _ => false,
         }
@@ -259,6 +281,8 @@ pub(crate) const PACKET_OVERHEAD: usize = 512;
 #[derive(Debug)]
 pub(crate) struct SendQueue {
     pub(crate) wqes: VecDeque<SendWqe>,
+    /// Where each goes, in queue pairs without a peer or with a choice of queues there; else empty.
+    targets: VecDeque<Target>,
     /// The PSN that the next work request starts with.
     pub(crate) tail: Seq,
 }
@@ -270,8 +294,25 @@ impl SendQueue {
     pub(crate) fn new(first: Seq) -> Self {
         Self {
             wqes: VecDeque::new(),
+            targets: VecDeque::new(),
             tail: first,
         }
+    }
+
+    /// Where the work request at an index goes.
+    pub(crate) fn target(&self, index: usize) -> &Target {
+        self.targets.get(index).unwrap_or(&Target::Peer)
+    }
+
+    /// Appends a work request to a queue pair that does not send to its peer alone.
+    pub(crate) fn push_to(&mut self, wr: &SendWr<'_>, target: Target, len: u32, mtu: usize) {
+        if matches!(target, Target::Datagram(_)) && len as usize > mtu {
+            // No packet is sent for a datagram that is too long, and no error reported (IBA C10-93.1.1).
+            self.push_packets(wr, len, 0);
+        } else {
+            self.push(wr, len, mtu);
+        }
+        self.targets.push_back(target);
     }
 
     /// Appends a work request whose arguments were checked.
@@ -280,6 +321,10 @@ impl SendQueue {
             Kind::Local => 0,
             _ => packets_for(len, mtu),
         };
+        self.push_packets(wr, len, packets);
+    }
+
+    fn push_packets(&mut self, wr: &SendWr<'_>, len: u32, packets: u32) {
         self.wqes.push_back(SendWqe {
             wr_id: wr.wr_id,
             op: wr.op,
@@ -299,8 +344,10 @@ impl SendQueue {
 
     pub(crate) fn pop(&mut self) -> Option<SendWqe> {
         let wqe = self.wqes.pop_front();
+        self.targets.pop_front();
         if self.wqes.is_empty() && self.wqes.capacity() > KEEP_CAPACITY {
             self.wqes.shrink_to(KEEP_CAPACITY);
+            self.targets.shrink_to(KEEP_CAPACITY);
         }
         wqe
     }

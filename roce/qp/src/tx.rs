@@ -1,5 +1,7 @@
 //! Where packets go.
 
+use roce_verbs::{AddressVector, Qpn};
+
 /// What a packet is to the sender of packets: retransmissions must not be segmented in hardware, acknowledgements may
 /// be ordered before data.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -21,6 +23,11 @@ pub trait TxSink {
     fn reserve(&mut self, kind: TxKind, len: usize) -> Option<&mut [u8]>;
     /// Seals the packet reserved last.
     fn commit(&mut self);
+    /// Names the receiver of the packets that follow: a datagram queue pair calls it before each. `false`: there is no way
+    /// to it, and the work request fails. Connected queue pairs never call it.
+    fn direct(&mut self, _to: &AddressVector, _dest: Qpn) -> bool {
+        false
+    }
 }
 
 /// What [`QueuePair::poll_transmit`](crate::QueuePair::poll_transmit) has left to do.

@@ -186,6 +186,9 @@ fn an_idle_connection_is_small_and_a_packet_allocates_nothing() {
             },
             signal_all: true,
             max_msg_size: 1 << 31,
+            port_mtu: Mtu::B1024,
+            srq: None,
+            xrcd: None,
         })
         .unwrap(),
         window: Window::new(WindowConfig {

@@ -4,7 +4,9 @@
 //! A run has a chaos phase, then a quiet phase in which everything posted must complete. Throughout, a simple model
 //! knows what each work request must do: every message arrives once and in order, memory is what the operations make
 //! of it, every signalled work request completes once, in order and with a status that it may have, and no completion
-//! tells of something that did not happen. At the end nothing is in flight any more and no timer spins.
+//! tells of something that did not happen. Half of the runs have traffic of the other services beside: messages of
+//! unreliable connections and datagrams arrive whole or not at all, in order where the network keeps it, and only where
+//! they may; extended connections and shared receive queues lose nothing and use no receive twice. At the end nothing is in flight any more and no timer spins.
 //!
 //! [`run`] does one seed, [`run_many`] many on several threads. The same seed gives the same run ([`Stats::trace_hash`]).
 #![forbid(unsafe_code)]
@@ -16,6 +18,7 @@ mod net;
 mod ops;
 mod rng;
 mod scenario;
+mod services;
 mod stats;
 mod trace;
 mod verdict;
@@ -99,7 +102,9 @@ pub fn run(config: &SimConfig) -> Result<Stats, Failure> {
 fn attempt(config: &SimConfig, pcap: Option<PathBuf>, log: bool) -> Result<Stats, String> {
     let trace = Trace::new(pcap.as_deref(), log).map_err(|e| format!("no capture file: {e}"))?;
     let mut world = World::new(config, trace);
-    let outcome = catch_unwind(AssertUnwindSafe(|| world.run()));
+    let outcome = catch_unwind(AssertUnwindSafe(|| {
+        world.begin_services(config).and_then(|()| world.run())
+    }));
     world.trace.finish();
     let at = world.now as f64 / 1e9;
     match outcome {

@@ -14,9 +14,10 @@ use crate::{
     world::{CQS, Check, Event, LISTEN_PORT, World},
 };
 
-const RIGHTS: AccessFlags = AccessFlags::REMOTE_WRITE
+pub(crate) const RIGHTS: AccessFlags = AccessFlags::REMOTE_WRITE
     .union(AccessFlags::REMOTE_READ)
-    .union(AccessFlags::REMOTE_ATOMIC);
+    .union(AccessFlags::REMOTE_ATOMIC)
+    .union(AccessFlags::FLUSH_GLOBAL);
 
 pub(crate) fn to_state(state: QpState) -> QpAttr {
     QpAttr {
@@ -153,6 +154,8 @@ impl World {
             recv_cq: cq,
             caps: c.plan.caps,
             signal_all: c.plan.signal_all,
+            srq: None,
+            xrcd: None,
         });
         qpn.map_err(|e| format!("conn {conn}: no queue pair: {e}"))
     }
@@ -315,7 +318,7 @@ impl World {
                 }
                 self.set_up(conn, end);
             }
-            PortCmEvent::TimewaitExit { .. } | PortCmEvent::ConnectRequest { .. } => {}
+            PortCmEvent::TimewaitExit { .. } | PortCmEvent::ConnectRequest { .. } | PortCmEvent::Raw(_) => {}
             PortCmEvent::Rejected { .. }
             | PortCmEvent::Unreachable { .. }
             | PortCmEvent::ConnectError { .. }
@@ -576,6 +579,7 @@ impl World {
         let mut dice = self.seed_dice.clone();
         self.hosts[host].restart(host, &mut dice);
         self.seed_dice = dice;
+        self.renew_services(host);
         for conn in 0..self.conns.len() {
             for end in [0, 1] {
                 if self.conns[conn].plan.hosts[end] == host {
@@ -591,6 +595,7 @@ impl World {
     /// A host vanishes with all that it has. Its peers learn of it from silence.
     pub(crate) fn kill(&mut self, host: usize) {
         self.hosts[host].alive = false;
+        self.end_services(host);
         for conn in 0..self.conns.len() {
             if !self.conns[conn].plan.hosts.contains(&host) {
                 continue;

@@ -77,8 +77,8 @@ fn main() -> ExitCode {
         }
     });
     println!(
-        "{} packets, {} retransmitted, {} lost, {} damaged ({} ICRC errors); {} operations, {} messages, {} connections, \
-         {} repairs; {:.1} s of virtual time, at most {:.1} s to recover",
+        "{} packets, {} retransmitted, {} lost, {} damaged ({} ICRC errors); {} operations, {} messages ({} of UC, UD, XRC and \
+         shared queues), {} connections, {} repairs; {:.1} s of virtual time, at most {:.1} s to recover",
         total.packets,
         total.retransmissions,
         total.lost + total.overflowed,
@@ -86,6 +86,7 @@ fn main() -> ExitCode {
         total.icrc_errors,
         total.operations,
         total.messages,
+        total.service_messages,
         total.connections,
         total.repairs,
         total.simulated_ns as f64 / 1e9,

@@ -4,11 +4,13 @@ use std::ops::Range;
 
 use roce_mem::WindowKind;
 use roce_verbs::{
-    AccessFlags, Payload, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcOpcode, WcStatus,
+    Flush, Payload, Placement, RKey, RecvWr, RemoteAddr, Selectivity, SendFlags, SendOp, SendWr, Sge, WcOpcode,
+    WcStatus,
     wr::{BindWindow, FastRegister, PostError},
 };
 
 use crate::{
+    life::RIGHTS,
     model::{Effect, Expect, FastKey, Grant, LOCAL, Message, Phase, Pieces, Posted, RECV, Sent, TARGET, wr_id},
     scenario::US,
     world::{Check, Event, World},
@@ -119,6 +121,8 @@ impl World {
     fn draft(&mut self, conn: usize, end: usize) -> Option<Draft> {
         let roll = self.dice.range(0, 99);
         match roll {
+            88..=90 if self.scenario.extended => self.draft_atomic_write(conn, end),
+            91..=93 if self.scenario.extended => self.draft_flush(conn, end),
             0..=29 => self.draft_send(conn, end, None),
             30..=57 => self.draft_write(conn, end),
             58..=79 => self.draft_read(conn, end),
@@ -376,6 +380,36 @@ impl World {
         Some(draft)
     }
 
+    fn draft_atomic_write(&mut self, conn: usize, end: usize) -> Option<Draft> {
+        let data = self.dice.bytes(8);
+        let (at, remote, uses_fast) = self.place(conn, end, 8, 8);
+        let mut sent = self.blank(conn, end, "ATOMIC WRITE", WcOpcode::AtomicWrite);
+        (sent.uses_fast, sent.rd_atomic, sent.byte_len) = (uses_fast, true, 8);
+        sent.effect = Some(Effect {
+            at,
+            old: Vec::new(),
+            new: data.clone(),
+        });
+        let mut draft = self.new_draft(sent, SendOp::AtomicWrite(remote));
+        self.payload(conn, end, &data, &mut draft)?;
+        Some(draft)
+    }
+
+    fn draft_flush(&mut self, conn: usize, end: usize) -> Option<Draft> {
+        let len = self.size(conn);
+        let (_, remote, uses_fast) = self.place(conn, end, len, 1);
+        let whole = self.dice.chance(0.3);
+        let mut sent = self.blank(conn, end, "FLUSH", WcOpcode::Flush);
+        (sent.uses_fast, sent.rd_atomic) = (uses_fast, true);
+        let flush = Flush {
+            remote,
+            length: len as u32,
+            placement: Placement::GLOBAL_VISIBILITY,
+            selectivity: if whole { Selectivity::Region } else { Selectivity::Range },
+        };
+        Some(self.new_draft(sent, SendOp::Flush(flush)))
+    }
+
     /// Opens or closes a fast key: this end's own, or the peer's with a SEND.
     fn draft_fast(&mut self, conn: usize, end: usize) -> Option<Draft> {
         let c = &self.conns[conn];
@@ -413,7 +447,13 @@ impl World {
         let e = &mut self.conns[conn].ends[end];
         let grant = match &e.fast {
             Some(grant) => grant.clone(),
-            None if wants_window => Grant::Window(h.mem.alloc_window(h.pd, WindowKind::Type2).ok()?),
+            None if wants_window => {
+                let kind = match self.scenario.extended && key_byte & 1 == 1 {
+                    true => WindowKind::Type2A,
+                    false => WindowKind::Type2,
+                };
+                Grant::Window(h.mem.alloc_window(h.pd, kind).ok()?)
+            }
             None => Grant::Fast(h.mem.alloc_fast(h.pd).ok()?),
         };
         e.fast = Some(grant.clone());
@@ -424,7 +464,7 @@ impl World {
             key_byte
         };
         let key = grant.rkey().with_key_byte(key_byte);
-        let access = AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_READ | AccessFlags::REMOTE_ATOMIC;
+        let access = RIGHTS;
         let (lkey, addr, length) = (e.target.lkey(), e.target.addr() + at as u64, len as u64);
         let (op, what, opcode) = match grant {
             Grant::Fast(_) => {
@@ -466,8 +506,12 @@ impl World {
                 return self.draft_too_long(conn, end, most);
             }
             Fault::Invalidate => return self.draft_bad_invalidation(conn, end),
+            Fault::Misaligned if self.scenario.extended && self.dice.chance(0.3) => {
+                self.draft_atomic_write(conn, end)?
+            }
             Fault::Misaligned => self.draft_atomic(conn, end)?,
             Fault::LocalKey => self.draft_read(conn, end)?,
+            _ if self.scenario.extended && self.dice.chance(0.1) => self.draft_atomic_write(conn, end)?,
             _ if self.dice.chance(0.4) => self.draft_atomic(conn, end)?,
             _ if self.dice.chance(0.5) => self.draft_read(conn, end)?,
             _ => self.draft_write(conn, end)?,
@@ -779,6 +823,7 @@ fn remote_of(op: &mut SendOp) -> Option<&mut RemoteAddr> {
         SendOp::Write(remote)
         | SendOp::WriteWithImm(remote, _)
         | SendOp::Read(remote)
+        | SendOp::AtomicWrite(remote)
         | SendOp::CompareSwap { remote, .. }
         | SendOp::FetchAdd { remote, .. } => Some(remote),
         _ => None,

@@ -74,6 +74,9 @@ pub(crate) struct Scenario {
     pub(crate) chaos_end: u64,
     /// Disturbances (partitions, deaths, resets, disconnects …) during the chaos.
     pub(crate) disturbances: u32,
+    /// The other services carry messages as well, and connections use what came with IBTA Annex A19. What the other runs
+    /// draw does not depend on any of this.
+    pub(crate) extended: bool,
 }
 
 fn addr(i: usize, v6: bool) -> IpAddr {
@@ -212,6 +215,7 @@ impl Scenario {
             faults: faults(dice),
             chaos_end: dice.pick(&[20 * MS, 100 * MS, 400 * MS]),
             disturbances: if calm { 0 } else { dice.range(0, 6) as u32 },
+            extended: false,
         }
     }
 

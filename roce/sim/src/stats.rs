@@ -33,6 +33,8 @@ pub struct Stats {
     pub succeeded: u64,
     pub receives: u64,
     pub messages: u64,
+    /// Of them those of UC, UD, XRC and shared receive queues.
+    pub service_messages: u64,
     pub completions: u64,
     pub connections: u64,
     pub repairs: u64,
@@ -54,7 +56,7 @@ impl Stats {
             ($($name:ident)*) => { $( self.$name += other.$name; )* };
         }
         sum!(runs simulated_ns events timer_runs packets trains lost duplicated reordered corrupted overflowed
-             icrc_errors retransmissions rnr_naks operations faulty_operations succeeded receives messages completions
+             icrc_errors retransmissions rnr_naks operations faulty_operations succeeded receives messages service_messages completions
              connections repairs disturbances drains cm_events);
         self.trace_hash ^= other.trace_hash;
         self.longest_quiet_ns = self.longest_quiet_ns.max(other.longest_quiet_ns);

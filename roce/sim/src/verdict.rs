@@ -257,6 +257,7 @@ impl World {
                 return Err(format!("conn {conn} is {:?} at the end", self.conns[conn].phase));
             }
         }
+        self.check_services()?;
         for (h, host) in self.hosts.iter().enumerate() {
             if let Some((addr, bytes)) = host.port.in_flight().find(|(_, bytes)| *bytes > 0) {
                 return Err(format!(

@@ -49,6 +49,7 @@ fn some_networks() {
         ("retransmissions", total.retransmissions),
         ("RNR NAKs", total.rnr_naks),
         ("messages", total.messages),
+        ("messages of other services", total.service_messages),
         ("faulty operations", total.faulty_operations),
         ("disturbances", total.disturbances),
         ("repairs", total.repairs),

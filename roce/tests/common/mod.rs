@@ -3,6 +3,7 @@
 
 use std::{
     net::{IpAddr, SocketAddr},
+    process::Command,
     time::{Duration, Instant},
 };
 
@@ -270,4 +271,38 @@ pub fn exercise(pair: &Pair) {
         assert_eq!(stats.icrc_errors(), 0);
         assert_eq!(stats.port.drop_peer_address, 0);
     }
+}
+
+/// Set where a program runs again, inside of a namespace.
+const INSIDE: &str = "FERROCE_TEST_INSIDE_NAMESPACE";
+
+/// Runs the test `name` of this program again in a network namespace of its own, whose loopback interface is up, and
+/// returns true if that went well. False: this is inside already, or no namespace can be made here.
+pub fn ran_in_namespace(name: &str) -> bool {
+    let unshare = |args: &[&str]| {
+        let mut command = Command::new("unshare");
+        command.args(["--map-root-user", "--net"]).args(args);
+        command
+    };
+    let possible = unshare(&["ip", "link", "set", "lo", "up"]).output();
+    if is_inside() || !possible.is_ok_and(|o| o.status.success()) {
+        return false;
+    }
+    let script = "ip link set lo up && exec \"$0\" --exact \"$1\" --nocapture";
+    let again = unshare(&["sh", "-c", script])
+        .arg(std::env::current_exe().unwrap())
+        .arg(name)
+        .env(INSIDE, "1")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&again.stdout);
+    let errors = String::from_utf8_lossy(&again.stderr);
+    assert!(again.status.success(), "{text}{errors}");
+    assert!(text.contains("1 passed"), "{text}");
+    true
+}
+
+/// Whether this is a namespace of the test's own.
+pub fn is_inside() -> bool {
+    std::env::var_os(INSIDE).is_some()
 }

@@ -2,7 +2,7 @@
 
 use bitflags::bitflags;
 use core::{net::IpAddr, time::Duration};
-use roce_bth::{Psn, Qpn, RnrTimer};
+use roce_bth::{Psn, Qpn, RnrTimer, Service};
 
 use crate::wr::AccessFlags;
 
@@ -50,6 +50,47 @@ pub enum QpType {
     Uc,
     /// Unreliable datagram.
     Ud,
+    /// The general service interface: unreliable datagrams on queue pair 1.
+    Gsi,
+    /// The sending end of an extended reliable connection (IBTA Annex A14).
+    XrcIni,
+    /// The receiving end of an extended reliable connection.
+    XrcTgt,
+}
+
+impl QpType {
+    /// All of them.
+    pub const ALL: [Self; 6] = [Self::Rc, Self::Uc, Self::Ud, Self::Gsi, Self::XrcIni, Self::XrcTgt];
+
+    /// The service of its packets.
+    pub const fn service(self) -> Service {
+        match self {
+            Self::Rc => Service::Rc,
+            Self::Uc => Service::Uc,
+            Self::Ud | Self::Gsi => Service::Ud,
+            Self::XrcIni | Self::XrcTgt => Service::Xrc,
+        }
+    }
+
+    /// Whether each work request names its own destination.
+    pub const fn is_datagram(self) -> bool {
+        matches!(self, Self::Ud | Self::Gsi)
+    }
+
+    /// Whether what is sent is acknowledged and sent again when it is lost.
+    pub const fn is_reliable(self) -> bool {
+        matches!(self, Self::Rc | Self::XrcIni | Self::XrcTgt)
+    }
+
+    /// Whether it has a send queue.
+    pub const fn sends(self) -> bool {
+        !matches!(self, Self::XrcTgt)
+    }
+
+    /// Whether it has a receive queue, of its own or shared: an XRC target finds one for each message.
+    pub const fn receives(self) -> bool {
+        !matches!(self, Self::XrcIni | Self::XrcTgt)
+    }
 }
 
 /// State of a queue pair (`ibv_qp_state`; same numbers).
@@ -73,7 +114,9 @@ pub enum QpState {
     Err = 6,
 }
 
-/// Where a connected queue pair's packets go.
+/// The path of a connected queue pair's packets, or of one datagram: what an address handle holds (`ibv_ah_attr`). On RoCE
+/// a GID is an IP address; a flow label given by the program becomes the UDP source port
+/// (`ibv_flow_label_to_udp_sport`).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct AddressVector {
     /// Our address.
@@ -99,6 +142,24 @@ impl AddressVector {
             udp_sport: 0,
         }
     }
+
+    /// Whether it leads to a multicast group.
+    pub const fn is_multicast(&self) -> bool {
+        self.remote.is_multicast()
+    }
+}
+
+/// State of path migration (`ibv_mig_state`; same numbers). RoCE has none: a queue pair stays migrated.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+#[repr(u8)]
+pub enum PathMigState {
+    /// On its path.
+    #[default]
+    Migrated = 0,
+    /// To be armed.
+    Rearm = 1,
+    /// Ready to migrate.
+    Armed = 2,
 }
 
 /// Sizes of a queue pair's queues.
@@ -216,6 +277,10 @@ pub struct QpAttr {
     pub max_dest_rd_atomic: Option<u8>,
     /// The peer's queue pair.
     pub dest_qpn: Option<Qpn>,
+    /// Path migration: only [`PathMigState::Migrated`].
+    pub path_mig_state: Option<PathMigState>,
+    /// The send queue is draining (returned by query only).
+    pub sq_draining: bool,
 }
 
 impl QpAttr {
@@ -241,6 +306,7 @@ impl QpAttr {
             (self.sq_psn.is_some(), M::SQ_PSN),
             (self.max_dest_rd_atomic.is_some(), M::MAX_DEST_RD_ATOMIC),
             (self.dest_qpn.is_some(), M::DEST_QPN),
+            (self.path_mig_state.is_some(), M::PATH_MIG_STATE),
         ];
         set.into_iter().filter(|(on, _)| *on).map(|(_, m)| m).collect()
     }
@@ -270,6 +336,27 @@ pub struct DeviceLimits {
     pub max_qp_init_rd_atom: u8,
     pub max_msg_size: u32,
     pub page_size: u32,
+    /// Elements of an RDMA READ.
+    pub max_sge_rd: u32,
+    /// READs and atomics that all queue pairs together answer at a time.
+    pub max_res_rd_atom: u32,
+    pub max_srq: u32,
+    pub max_srq_wr: u32,
+    pub max_srq_sge: u32,
+    /// Address handles.
+    pub max_ah: u32,
+    /// XRC domains.
+    pub max_xrcd: u32,
+    /// Multicast groups.
+    pub max_mcast_grp: u32,
+    /// Queue pairs in one multicast group.
+    pub max_mcast_qp_attach: u32,
+    /// Memberships of queue pairs in multicast groups.
+    pub max_total_mcast_qp_attach: u32,
+    /// Entries of the partition table.
+    pub max_pkeys: u16,
+    /// Longest delay of an acknowledgement, as a code: 4.096 us * 2^code.
+    pub local_ca_ack_delay: u8,
 }
 
 impl DeviceLimits {
@@ -291,6 +378,48 @@ impl DeviceLimits {
             max_qp_init_rd_atom: 128,
             max_msg_size: 1 << 31,
             page_size: 4096,
+            max_sge_rd: 32,
+            max_res_rd_atom: 0x3_f000,
+            max_srq: 0x1_0000,
+            max_srq_wr: 0x8000,
+            max_srq_sge: 27,
+            max_ah: 0x7fff,
+            max_xrcd: 0x1000,
+            max_mcast_grp: 8192,
+            max_mcast_qp_attach: 56,
+            max_total_mcast_qp_attach: 0x7_0000,
+            max_pkeys: 1,
+            local_ca_ack_delay: 15,
         }
     }
+}
+
+/// The two kinds of shared receive queue (`ibv_srq_type`).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum SrqType {
+    /// Named by queue pairs when they are made.
+    #[default]
+    Basic,
+    /// Named by number in each message of an extended reliable connection.
+    Xrc,
+}
+
+/// Sizes and limit of a shared receive queue (`ibv_srq_attr`).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub struct SrqAttr {
+    /// Receive work requests outstanding.
+    pub max_wr: u32,
+    /// Elements of a receive.
+    pub max_sge: u32,
+    /// Fewer receives than this raise one event and reset the limit; 0: none.
+    pub limit: u32,
+}
+
+/// Attributes of a shared receive queue to set. What is `None` is left alone.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub struct SrqModify {
+    /// New size.
+    pub max_wr: Option<u32>,
+    /// Limit to arm; 0 disarms.
+    pub limit: Option<u32>,
 }

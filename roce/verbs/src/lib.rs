@@ -4,14 +4,21 @@
 
 pub mod attr;
 pub mod event;
+pub mod legal;
 pub mod provider;
 mod time;
 pub mod wc;
 pub mod wr;
 
-pub use attr::{AddressVector, DeviceLimits, Mtu, QpAttr, QpAttrMask, QpCaps, QpState, QpType};
-pub use event::AsyncEvent;
-pub use roce_bth::{LKey, Msn, PKey, Psn, QKey, Qpn, RKey, RnrTimer};
+pub use attr::{
+    AddressVector, DeviceLimits, Mtu, PathMigState, QpAttr, QpAttrMask, QpCaps, QpState, QpType, SrqAttr, SrqModify,
+    SrqType,
+};
+pub use event::{AsyncEvent, EventSource};
+pub use roce_bth::{LKey, Msn, PKey, Placement, Psn, QKey, Qpn, RKey, RnrTimer, Selectivity, Srqn};
 pub use time::Instant;
 pub use wc::{Completion, WcFlags, WcOpcode, WcStatus};
-pub use wr::{AccessFlags, Payload, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge};
+pub use wr::{
+    AccessFlags, Datagram, Flush, Payload, RecvWr, RemoteAddr, SendFlags, SendOp, SendRequest, SendWr, Sge, Target,
+    WrOpcode,
+};

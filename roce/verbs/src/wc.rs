@@ -3,6 +3,8 @@
 use bitflags::bitflags;
 use roce_bth::{Qpn, RKey};
 
+use crate::time::Instant;
+
 /// How a work request ended (`ibv_wc_status`; same numbers).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 #[repr(u32)]
@@ -46,6 +48,8 @@ pub enum WcOpcode {
     FetchAdd = 4,
     BindWindow = 5,
     LocalInvalidate = 6,
+    Flush = 8,
+    AtomicWrite = 9,
     /// Fast registration (`IB_WC_REG_MR` has no number in userspace verbs).
     FastRegister = 16,
     Recv = 128,
@@ -86,6 +90,12 @@ pub struct Completion {
     pub qpn: Qpn,
     /// The sender's queue pair (datagrams).
     pub src_qp: Qpn,
+    /// The sender's path was on this entry of the partition table: 0, there is one.
+    pub pkey_index: u16,
+    /// The service level that the message came with: 0 on RoCE.
+    pub sl: u8,
+    /// When it was made, on the driver's clock (`ibv_wc_read_completion_ts`).
+    pub timestamp: Instant,
     /// Which fields are valid.
     pub flags: WcFlags,
     /// The message asked for a solicited event.

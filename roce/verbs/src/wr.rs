@@ -1,7 +1,9 @@
 //! Work requests.
 
 use bitflags::bitflags;
-use roce_bth::{LKey, RKey};
+use roce_bth::{LKey, Placement, QKey, Qpn, RKey, Selectivity, Srqn};
+
+use crate::attr::AddressVector;
 
 bitflags! {
     /// What a memory region, window or queue pair lets a peer do (`ibv_access_flags`; same bits).
@@ -19,6 +21,10 @@ bitflags! {
         const MW_BIND = 1 << 4;
         /// Addresses in the region start at zero.
         const ZERO_BASED = 1 << 5;
+        /// A peer may FLUSH for global visibility.
+        const FLUSH_GLOBAL = 1 << 8;
+        /// A peer may FLUSH to persistence.
+        const FLUSH_PERSISTENT = 1 << 9;
     }
 }
 
@@ -101,8 +107,125 @@ pub enum SendOp {
     LocalInvalidate(RKey),
     /// Registers a range of a local region under a revocable key (software form of `IB_WR_REG_MR`).
     FastRegister(FastRegister),
-    /// Binds a type-2 memory window to a range of a region (`IBV_WR_BIND_MW`).
+    /// Binds a memory window to a range of a region (`IBV_WR_BIND_MW`; `ibv_bind_mw` for type 1).
     BindWindow(BindWindow),
+    /// Writes the payload's 8 bytes to the peer's word at once: nobody sees a part of it (`IBV_WR_ATOMIC_WRITE`).
+    AtomicWrite(RemoteAddr),
+    /// Completes when what was written before it through this queue pair is where it is asked to be (`IBV_WR_FLUSH`).
+    Flush(Flush),
+}
+
+/// A send work request's operation alone (`ibv_wr_opcode`; same numbers).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[repr(u32)]
+#[allow(missing_docs)]
+pub enum WrOpcode {
+    RdmaWrite = 0,
+    RdmaWriteWithImm = 1,
+    Send = 2,
+    SendWithImm = 3,
+    RdmaRead = 4,
+    CompareSwap = 5,
+    FetchAdd = 6,
+    LocalInvalidate = 7,
+    BindWindow = 8,
+    SendWithInv = 9,
+    Flush = 14,
+    AtomicWrite = 15,
+    /// Fast registration (`IB_WR_REG_MR`, which userspace verbs don't have).
+    FastRegister = 32,
+}
+
+impl WrOpcode {
+    /// All of them.
+    pub const ALL: [Self; 13] = [
+        Self::RdmaWrite,
+        Self::RdmaWriteWithImm,
+        Self::Send,
+        Self::SendWithImm,
+        Self::RdmaRead,
+        Self::CompareSwap,
+        Self::FetchAdd,
+        Self::LocalInvalidate,
+        Self::BindWindow,
+        Self::SendWithInv,
+        Self::Flush,
+        Self::AtomicWrite,
+        Self::FastRegister,
+    ];
+}
+
+impl SendOp {
+    /// Which operation it is.
+    pub const fn code(&self) -> WrOpcode {
+        match self {
+            Self::Send => WrOpcode::Send,
+            Self::SendWithImm(_) => WrOpcode::SendWithImm,
+            Self::SendWithInv(_) => WrOpcode::SendWithInv,
+            Self::Write(_) => WrOpcode::RdmaWrite,
+            Self::WriteWithImm(..) => WrOpcode::RdmaWriteWithImm,
+            Self::Read(_) => WrOpcode::RdmaRead,
+            Self::CompareSwap { .. } => WrOpcode::CompareSwap,
+            Self::FetchAdd { .. } => WrOpcode::FetchAdd,
+            Self::LocalInvalidate(_) => WrOpcode::LocalInvalidate,
+            Self::FastRegister(_) => WrOpcode::FastRegister,
+            Self::BindWindow(_) => WrOpcode::BindWindow,
+            Self::AtomicWrite(_) => WrOpcode::AtomicWrite,
+            Self::Flush(_) => WrOpcode::Flush,
+        }
+    }
+}
+
+/// Arguments of a FLUSH (IBTA Annex A19).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Flush {
+    /// Start of the range, and the region that it is in.
+    pub remote: RemoteAddr,
+    /// Bytes of the range; of no account when the whole region is flushed.
+    pub length: u32,
+    /// Visible, persistent, or both.
+    pub placement: Placement,
+    /// The range or the whole region.
+    pub selectivity: Selectivity,
+}
+
+/// Where a work request goes: the peer of a connection, a datagram's receiver, or a shared receive queue of the peer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Target {
+    /// The queue pair's peer (RC and UC; operations without a packet on any).
+    #[default]
+    Peer,
+    /// A queue pair anywhere (UD and GSI).
+    Datagram(Datagram),
+    /// A shared receive queue behind the queue pair's peer (XRC initiator): the number that its owner tells.
+    Srq(Srqn),
+}
+
+/// The receiver of a datagram (`ibv_send_wr.wr.ud`).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Datagram {
+    /// The path to it (what an address handle holds); the remote address may be a multicast group.
+    pub av: AddressVector,
+    /// Its queue pair; [`Qpn::MULTICAST`] with a multicast group.
+    pub qpn: Qpn,
+    /// The key that it must have. With the top bit set the sending queue pair's own is used (IBA 10.2.5).
+    pub qkey: QKey,
+}
+
+/// A send work request with its target. [`SendWr`] alone is one to the connection's peer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SendRequest<'a> {
+    /// What to send.
+    pub wr: SendWr<'a>,
+    /// Where to.
+    pub target: Target,
+}
+
+impl<'a> From<SendWr<'a>> for SendRequest<'a> {
+    fn from(wr: SendWr<'a>) -> Self {
+        let target = Target::Peer;
+        Self { wr, target }
+    }
 }
 
 /// Arguments of a fast registration: the region named by `key` (allocated for fast registration) comes to map
@@ -130,7 +253,7 @@ pub struct BindWindow {
     pub key: RKey,
     /// The region to bind to; needs [`AccessFlags::MW_BIND`].
     pub lkey: LKey,
-    /// Start, in the region's addresses (and in the peer's, unless zero-based).
+    /// Start, in the region's addresses (and in the peer's, unless zero-based: then those start at 0).
     pub addr: u64,
     /// Bytes; 0 unbinds a type-1 window.
     pub length: u64,

@@ -211,6 +211,9 @@ impl<'a> Player<'a> {
             caps,
             signal_all: true,
             max_msg_size: 1 << 31,
+            port_mtu: roce_verbs::Mtu::B4096,
+            srq: None,
+            xrcd: None,
         })
         .map_err(|e| Error::Unsuitable(e.to_string()))?;
         let wide = 1 << 30;

@@ -3,8 +3,8 @@
 
 use proptest::prelude::*;
 use roce_bth::{
-    Aeth, AtomicEth, Bth, Class, Deth, Header, Msn, Opcode, PKey, Position, Psn, QKey, Qpn, RKey, Reth, Service,
-    Syndrome,
+    Aeth, AtomicEth, Bth, Class, Deth, Feth, Header, Msn, Opcode, PKey, Placement, Position, Psn, QKey, Qpn, RKey,
+    Reth, Selectivity, Service, Srqn, Syndrome, XrcEth,
 };
 
 /// One line of IBTA table 38.
@@ -12,14 +12,16 @@ pub(crate) struct Row {
     pub(crate) code: u8,
     pub(crate) class: Class,
     pub(crate) position: Position,
-    /// Extended headers in wire order: `d`ETH, `r`ETH, `t` AtomicETH, `a`ETH, `k` AtomicAckETH, `i`mmediate, `v` IETH,
+    /// Extended headers in wire order: `x`RCETH, `d`ETH, `f`ETH, `r`ETH, `t` AtomicETH, `a`ETH, `k` AtomicAckETH, `i`mmediate, `v` IETH,
     /// `n` the CNP's reserved bytes.
     pub(crate) headers: &'static str,
     pub(crate) payload: bool,
 }
 
 pub(crate) fn table() -> Vec<Row> {
-    use Class::{Acknowledge, Atomic, AtomicAcknowledge, Cnp, ReadRequest, ReadResponse, Send, Write};
+    use Class::{
+        Acknowledge, Atomic, AtomicAcknowledge, AtomicWrite, Cnp, Flush, ReadRequest, ReadResponse, Send, Write,
+    };
     use Position::{First, Last, Middle, Only};
     let connected = [
         (0x00, Send, First, "", true),
@@ -47,6 +49,36 @@ pub(crate) fn table() -> Vec<Row> {
         (0x14, Atomic, Only, "t", false),
         (0x16, Send, Last, "v", true),
         (0x17, Send, Only, "v", true),
+        (0x1c, Flush, Only, "fr", false),
+        (0x1d, AtomicWrite, Only, "r", true),
+    ];
+    // XRC has what RC has; its requests name a shared receive queue.
+    let extended = [
+        (0xa0, Send, First, "x", true),
+        (0xa1, Send, Middle, "x", true),
+        (0xa2, Send, Last, "x", true),
+        (0xa3, Send, Last, "xi", true),
+        (0xa4, Send, Only, "x", true),
+        (0xa5, Send, Only, "xi", true),
+        (0xa6, Write, First, "xr", true),
+        (0xa7, Write, Middle, "x", true),
+        (0xa8, Write, Last, "x", true),
+        (0xa9, Write, Last, "xi", true),
+        (0xaa, Write, Only, "xr", true),
+        (0xab, Write, Only, "xri", true),
+        (0xac, ReadRequest, Only, "xr", false),
+        (0xad, ReadResponse, First, "a", true),
+        (0xae, ReadResponse, Middle, "", true),
+        (0xaf, ReadResponse, Last, "a", true),
+        (0xb0, ReadResponse, Only, "a", true),
+        (0xb1, Acknowledge, Only, "a", false),
+        (0xb2, AtomicAcknowledge, Only, "ak", false),
+        (0xb3, Atomic, Only, "xt", false),
+        (0xb4, Atomic, Only, "xt", false),
+        (0xb6, Send, Last, "xv", true),
+        (0xb7, Send, Only, "xv", true),
+        (0xbc, Flush, Only, "xfr", false),
+        (0xbd, AtomicWrite, Only, "xr", true),
     ];
     let others = [
         (0x64, Send, Only, "d", true),
@@ -59,6 +91,7 @@ pub(crate) fn table() -> Vec<Row> {
         .into_iter()
         .chain(reliable)
         .chain(unreliable)
+        .chain(extended)
         .chain(others)
         .map(|(code, class, position, headers, payload)| Row {
             code,
@@ -75,6 +108,7 @@ pub(crate) fn service(code: u8) -> Service {
         0 => Service::Rc,
         1 => Service::Uc,
         3 => Service::Ud,
+        5 => Service::Xrc,
         _ => Service::Cnp,
     }
 }
@@ -88,7 +122,7 @@ pub(crate) fn part_len(part: char) -> usize {
         'd' | 'k' => 8,
         'r' | 'n' => 16,
         't' => 28,
-        'a' | 'i' | 'v' => 4,
+        'a' | 'i' | 'v' | 'x' | 'f' => 4,
         _ => unreachable!("{part}"),
     }
 }
@@ -137,6 +171,12 @@ pub(crate) fn fields() -> Vec<Field> {
     }
     fn r(h: &mut Header) -> &mut Reth {
         h.reth.get_or_insert_default()
+    }
+    fn f(h: &mut Header) -> &mut Feth {
+        h.feth.get_or_insert_default()
+    }
+    fn x(h: &mut Header) -> &mut XrcEth {
+        h.xrceth.get_or_insert_default()
     }
     fn t(h: &mut Header) -> &mut AtomicEth {
         h.atomic_eth.get_or_insert_default()
@@ -238,6 +278,46 @@ pub(crate) fn fields() -> Vec<Field> {
             24,
             |h, v| d(h).src_qp = Qpn::new(v as u32),
             u64::from(h.deth.unwrap().src_qp.value())
+        ),
+        field!(
+            "xrceth.reserved",
+            'x',
+            0,
+            8,
+            |h, v| x(h).reserved = v as u8,
+            u64::from(h.xrceth.unwrap().reserved)
+        ),
+        field!(
+            "xrceth.srqn",
+            'x',
+            8,
+            24,
+            |h, v| x(h).srqn = Srqn::new(v as u32),
+            u64::from(h.xrceth.unwrap().srqn.value())
+        ),
+        field!(
+            "feth.reserved",
+            'f',
+            0,
+            26,
+            |h, v| f(h).reserved = v as u32,
+            u64::from(h.feth.unwrap().reserved)
+        ),
+        field!(
+            "feth.selectivity",
+            'f',
+            26,
+            2,
+            |h, v| f(h).selectivity = Selectivity::from_bits(v as u8),
+            u64::from(h.feth.unwrap().selectivity.bits())
+        ),
+        field!(
+            "feth.placement",
+            'f',
+            28,
+            4,
+            |h, v| f(h).placement = Placement::from_bits(v as u8),
+            u64::from(h.feth.unwrap().placement.bits())
         ),
         field!("reth.va", 'r', 0, 64, |h, v| r(h).va = v, h.reth.unwrap().va),
         field!(

@@ -3,19 +3,22 @@
 
 use core::time::Duration;
 
-use roce_verbs::{PKey, Psn, attr::ack_timeout, provider::RejectReason};
+use roce_verbs::{PKey, Psn, Qpn, attr::ack_timeout, provider::RejectReason};
 
 use super::conn::Conn;
 use crate::{
-    cma::{self, CmaHeader, PortSpace, REQ_PRIVATE_DATA, ServiceId},
-    mad::{Drep, Dreq, Mra, Rej, Rep, Req, Rtu, Subject, pad},
-    types::{AcceptArgs, CmConfig, CmError, ConnectArgs},
+    cma::{self, CmaHeader, REQ_PRIVATE_DATA, ServiceId},
+    mad::{Drep, Dreq, Mra, Rej, Rep, Req, Rtu, Subject, Transport, pad},
+    types::{AcceptArgs, CmConfig, CmError, ConnTransport, ConnectArgs},
 };
 
 /// Hop limit of paths, as in the kernel's REQs.
 pub(super) const HOP_LIMIT: u8 = 64;
 /// The LID that says "routed" (`IB_LID_PERMISSIVE`).
 const LID_PERMISSIVE: u16 = 0xffff;
+
+/// Extended transport type of a REQ: XRC (IBTA Annex A14).
+pub(super) const EXTENDED_XRC: u8 = 1;
 
 /// The time that a code stands for; 0 is the shortest, unlike in a local ACK timeout.
 pub(super) fn code_time(code: u8) -> Duration {
@@ -53,23 +56,32 @@ pub(super) fn req(config: &CmConfig, args: &ConnectArgs, comm_id: u32, src_port:
     let mut data = [0; 92];
     data[..cma::HEADER_LEN].copy_from_slice(&header.emit());
     data[cma::HEADER_LEN..].copy_from_slice(&user);
+    let (transport, extended_transport) = match args.transport {
+        ConnTransport::Rc => (Transport::Rc, 0),
+        ConnTransport::Uc => (Transport::Uc, 0),
+        ConnTransport::Xrc => (Transport::Extended, EXTENDED_XRC),
+    };
+    // An initiator answers nothing (`cm_format_req`).
+    let is_xrc = args.transport == ConnTransport::Xrc;
     Ok(Req {
+        transport,
+        extended_transport,
         local_comm_id: comm_id,
-        service_id: ServiceId::new(PortSpace::Tcp, args.remote.port()).0,
+        service_id: ServiceId::new(args.space, args.remote.port()).0,
         local_ca_guid: config.ca_guid,
         local_qpn: args.qpn,
-        responder_resources: args.params.responder_resources,
+        responder_resources: if is_xrc { 0 } else { args.params.responder_resources },
         initiator_depth: args.params.initiator_depth,
         remote_cm_response_timeout: config.response_timeout,
         flow_control: args.flow_control,
         starting_psn: args.start_psn,
         local_cm_response_timeout: config.response_timeout,
-        retry_count: args.params.retry_count.min(7),
+        retry_count: if is_xrc { 0 } else { args.params.retry_count.min(7) },
         pkey: PKey::DEFAULT,
         path_mtu: args.mtu as u8,
-        rnr_retry_count: args.params.rnr_retry_count.min(7),
+        rnr_retry_count: if is_xrc { 0 } else { args.params.rnr_retry_count.min(7) },
         max_cm_retries: config.max_retries.min(15),
-        srq: args.srq,
+        srq: args.srq && !is_xrc,
         primary_local_lid: LID_PERMISSIVE,
         primary_remote_lid: LID_PERMISSIVE,
         primary_local_gid: local.into(),
@@ -84,6 +96,22 @@ pub(super) fn req(config: &CmConfig, args: &ConnectArgs, comm_id: u32, src_port:
 }
 
 pub(super) fn rep(config: &CmConfig, c: &Conn, args: &AcceptArgs, depths: (u8, u8)) -> Result<Rep, CmError> {
+    if c.offer.transport == ConnTransport::Xrc {
+        // The target's number has another place (`cm_format_rep`).
+        return Ok(Rep {
+            local_comm_id: c.local_id,
+            remote_comm_id: c.remote_id.unwrap_or(0),
+            local_eecn: args.qpn.value(),
+            starting_psn: args.start_psn,
+            responder_resources: depths.0,
+            target_ack_delay: config.ca_ack_delay,
+            rnr_retry_count: args.params.rnr_retry_count.min(7),
+            srq: true,
+            local_ca_guid: config.ca_guid,
+            private_data: private_data(&args.params.private_data)?,
+            ..Rep::default()
+        });
+    }
     Ok(Rep {
         local_comm_id: c.local_id,
         remote_comm_id: c.remote_id.unwrap_or(0),
@@ -99,6 +127,14 @@ pub(super) fn rep(config: &CmConfig, c: &Conn, args: &AcceptArgs, depths: (u8, u
         private_data: private_data(&args.params.private_data)?,
         ..Rep::default()
     })
+}
+
+/// The queue pair that a REP names (`cm_rep_get_qpn`).
+pub(super) fn qpn_of(rep: &Rep, transport: ConnTransport) -> Qpn {
+    match transport {
+        ConnTransport::Xrc => Qpn::new(rep.local_eecn),
+        ConnTransport::Rc | ConnTransport::Uc => rep.local_qpn,
+    }
 }
 
 pub(super) fn rtu(c: &Conn) -> Rtu {

@@ -11,7 +11,7 @@ use roce_verbs::{Instant, Mtu, Qpn};
 use super::state::State;
 use crate::{
     mad::MAD_LEN,
-    types::{ConnId, ListenId, RemoteQp},
+    types::{ConnId, ConnTransport, ListenId, RemoteQp},
 };
 
 /// A message that awaits an answer.
@@ -69,6 +69,7 @@ pub(super) struct Conn {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Offer {
     pub(super) mtu: Mtu,
+    pub(super) transport: ConnTransport,
     pub(super) retry_count: u8,
     pub(super) traffic_class: u8,
 }
@@ -130,9 +131,15 @@ impl Connections {
         self.by_remote_qp.get(&(peer, guid, qpn)).copied()
     }
 
-    pub(super) fn insert(&mut self, conn: Conn) -> ConnId {
+    /// A name that nothing else of the manager has.
+    pub(super) fn fresh_id(&mut self) -> ConnId {
         let id = ConnId(self.next_id);
         self.next_id += 1;
+        id
+    }
+
+    pub(super) fn insert(&mut self, conn: Conn) -> ConnId {
+        let id = self.fresh_id();
         self.by_local_id.insert(conn.local_id, id);
         let state = conn.state;
         self.conns.insert(id, conn);

@@ -4,6 +4,7 @@ mod build;
 mod conn;
 mod perform;
 mod receive;
+mod sidr;
 pub mod state;
 
 use core::net::{IpAddr, SocketAddr};
@@ -21,20 +22,41 @@ use roce_verbs::{
 use self::{
     conn::{Conn, Connections, Offer},
     perform::Detail,
+    sidr::Resolutions,
     state::{Input, State},
 };
 use crate::{
+    cma::{PortSpace, ServiceId},
     mad::{Attribute, MAD_LEN, Mad},
     types::{
-        AcceptArgs, CmConfig, CmError, ConnId, ConnectArgs, Counters, DropReason, Event, ListenId, OutMad, RemoteQp,
+        AcceptArgs, CmConfig, CmError, ConnId, ConnTransport, ConnectArgs, Counters, DropReason, Event, ListenArgs,
+        ListenId, OutMad, RemoteQp,
     },
 };
 
 /// A listener.
 struct Listener {
     addr: Option<IpAddr>,
+    space: PortSpace,
     port: u16,
+    transport: Option<ConnTransport>,
     backlog: u32,
+}
+
+/// A listener that a message is for.
+#[derive(Clone, Copy)]
+struct Heard {
+    id: ListenId,
+    space: PortSpace,
+    transport: Option<ConnTransport>,
+    backlog: u32,
+}
+
+impl Heard {
+    /// It may be asked for a queue pair that takes datagrams.
+    const fn is_datagram(self) -> bool {
+        self.space.is_datagram() || matches!(self.space, PortSpace::Ib)
+    }
 }
 
 /// The connection manager of one port (one GSI).
@@ -58,6 +80,7 @@ pub struct Manager {
     listeners: BTreeMap<ListenId, Listener>,
     next_listener: u64,
     table: Connections,
+    sidr: Resolutions,
     out: VecDeque<OutMad>,
     events: VecDeque<Event>,
     counters: Counters,
@@ -74,6 +97,7 @@ impl Manager {
             listeners: BTreeMap::new(),
             next_listener: 0,
             table: Connections::default(),
+            sidr: Resolutions::default(),
             out: VecDeque::new(),
             events: VecDeque::new(),
             counters: Counters::default(),
@@ -86,16 +110,54 @@ impl Manager {
     /// # Errors
     /// When a listener has the port on this address already.
     pub fn listen(&mut self, addr: Option<IpAddr>, port: u16, backlog: u32) -> Result<ListenId, CmError> {
-        let addr = addr.map(|a| a.to_canonical()).filter(|a| !a.is_unspecified());
-        let clash = |l: &Listener| l.port == port && (l.addr.is_none() || addr.is_none() || l.addr == addr);
+        self.listen_for(&ListenArgs {
+            addr,
+            space: PortSpace::Tcp,
+            port,
+            transport: Some(ConnTransport::Rc),
+            backlog,
+        })
+    }
+
+    /// Listens on a port of any port space.
+    ///
+    /// # Errors
+    /// When a listener has the port on this address already.
+    pub fn listen_for(&mut self, args: &ListenArgs) -> Result<ListenId, CmError> {
+        let ListenArgs { space, port, .. } = *args;
+        let addr = args.addr.map(|a| a.to_canonical()).filter(|a| !a.is_unspecified());
+        let clash =
+            |l: &Listener| (l.space, l.port) == (space, port) && (l.addr.is_none() || addr.is_none() || l.addr == addr);
         if self.listeners.values().any(clash) {
             return Err(CmError::AddressInUse);
         }
         let id = ListenId(self.next_listener);
         self.next_listener += 1;
-        let backlog = backlog.max(1);
-        self.listeners.insert(id, Listener { addr, port, backlog });
+        self.listeners.insert(
+            id,
+            Listener {
+                addr,
+                space,
+                port,
+                transport: args.transport,
+                backlog: args.backlog.max(1),
+            },
+        );
         Ok(id)
+    }
+
+    fn listener_for(&self, local: IpAddr, service: ServiceId) -> Option<Heard> {
+        let space = service.space()?;
+        let port = service.port(space)?;
+        self.listeners
+            .iter()
+            .find(|(_, l)| (l.space, l.port) == (space, port) && l.addr.is_none_or(|a| a == local))
+            .map(|(id, l)| Heard {
+                id: *id,
+                space,
+                transport: l.transport,
+                backlog: l.backlog,
+            })
     }
 
     /// Stops listening. Requests already reported stay.
@@ -121,10 +183,7 @@ impl Manager {
         if self.table.len() >= self.config.max_connections {
             return Err(CmError::Limit);
         }
-        let port = match args.local.port() {
-            0 => 32_768 + (self.rng.next_u32() % 28_232) as u16,
-            p => p,
-        };
+        let port = self.local_port(args.local.port());
         let local_id = self.new_comm_id();
         let req = build::req(&self.config, args, local_id, port)?;
         let transaction_id = self.transaction(local_id);
@@ -146,7 +205,8 @@ impl Manager {
             peer: None,
             offer: Offer {
                 mtu: args.mtu,
-                retry_count: req.retry_count,
+                transport: args.transport,
+                retry_count: args.params.retry_count.min(7),
                 traffic_class: args.traffic_class,
             },
             granted: false,
@@ -227,6 +287,21 @@ impl Manager {
         self.call(now, conn, Input::QpFailed, Detail::Refusal(reason, [0; 148]))
     }
 
+    /// Like [`Manager::qp_failed`], with private data (at most 148 bytes).
+    ///
+    /// # Errors
+    /// When the connection doesn't wait for it, or there is too much private data.
+    pub fn refuse_reply(
+        &mut self,
+        now: Instant,
+        conn: ConnId,
+        reason: RejectReason,
+        private_data: &[u8],
+    ) -> Result<(), CmError> {
+        let data = build::private_data(private_data)?;
+        self.call(now, conn, Input::QpFailed, Detail::Refusal(reason, data))
+    }
+
     /// Passive: a packet arrived on the queue pair before the RTU (`rdma_notify`, IBA 12.9.7.2 "communication
     /// established"). Harmless at any other time.
     pub fn communication_established(&mut self, now: Instant, conn: ConnId) {
@@ -246,6 +321,10 @@ impl Manager {
     /// Disconnects if need be and forgets the connection: no more events of it come, not even queued ones. What the
     /// peer still needs to be told is told in the background.
     pub fn destroy(&mut self, now: Instant, conn: ConnId) {
+        if self.destroy_sidr(now, conn) {
+            self.events.retain(|e| e.conn() != conn);
+            return;
+        }
         let Some(c) = self.table.get(conn).filter(|c| c.detached.is_none()) else {
             return;
         };
@@ -274,7 +353,10 @@ impl Manager {
 
     /// When [`Manager::handle_timeout`] wants to be called.
     pub fn next_timeout(&self) -> Option<Instant> {
-        self.table.next_timeout()
+        match (self.table.next_timeout(), self.sidr.next_timeout()) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        }
     }
 
     /// Does what is due. Calling it early is harmless.
@@ -282,6 +364,7 @@ impl Manager {
         while let Some(id) = self.table.pop_due(now) {
             let _ = self.step(now, id, Input::Timer, Detail::None);
         }
+        self.on_sidr_timers(now);
     }
 
     /// What was counted.
@@ -294,12 +377,18 @@ impl Manager {
         self.table.get(conn).filter(|c| c.detached.is_none()).map(|c| c.state)
     }
 
+    /// What is known of the peer's queue pair: from its request on, or from its reply on.
+    pub fn peer(&self, conn: ConnId) -> Option<RemoteQp> {
+        self.table.get(conn).filter(|c| c.detached.is_none())?.peer
+    }
+
     /// Our and the peer's address of a connection.
     pub fn addresses(&self, conn: ConnId) -> Option<(SocketAddr, SocketAddr)> {
         self.table
             .get(conn)
             .filter(|c| c.detached.is_none())
             .map(|c| (c.local, c.remote))
+            .or_else(|| self.sidr.addresses(conn))
     }
 
     /// Connections kept, destroyed ones that linger included.
@@ -315,11 +404,22 @@ impl Manager {
         }
     }
 
+    /// The port that a request names as ours: an ephemeral one when none is wished for.
+    fn local_port(&mut self, wished: u16) -> u16 {
+        match wished {
+            0 => 32_768 + (self.rng.next_u32() % 28_232) as u16,
+            port => port,
+        }
+    }
+
     /// A communication ID that no connection has, never 0.
     fn new_comm_id(&mut self) -> u32 {
+        let (first, last) = self.config.comm_ids;
+        // At least 2^20 numbers, far more than there are connections.
+        let span = u64::from(last.saturating_sub(first).max(0xf_ffff)) + 1;
         loop {
-            let id = self.rng.next_u32();
-            if id != 0 && self.table.by_local_id(id).is_none() {
+            let id = first.wrapping_add((u64::from(self.rng.next_u32()) % span) as u32);
+            if id != 0 && self.table.by_local_id(id).is_none() && !self.sidr.is_asked(id) {
                 return id;
             }
         }
@@ -352,7 +452,8 @@ impl Manager {
 
     /// Reports an event, unless the consumer has destroyed the connection.
     fn tell(&mut self, event: Event) {
-        if self.table.get(event.conn()).is_some_and(|c| c.detached.is_none()) {
+        let conn = event.conn();
+        if self.table.get(conn).is_some_and(|c| c.detached.is_none()) || self.sidr.is_attached(conn) {
             self.events.push_back(event);
         }
     }

@@ -285,7 +285,7 @@ impl Manager {
         let Some(c) = self.table.get_mut(id) else { return };
         let path = RemoteQp {
             av: address_vector(c.local.ip(), c.remote.ip(), c.offer.traffic_class),
-            qpn: rep.local_qpn,
+            qpn: build::qpn_of(rep, c.offer.transport),
             sq_psn: rep.starting_psn,
             mtu: c.offer.mtu,
             responder_resources: rep.initiator_depth,
@@ -293,6 +293,9 @@ impl Manager {
             timeout: build::ack_timeout_code(rep.target_ack_delay, self.config.packet_life_time),
             retry_cnt: c.offer.retry_count,
             rnr_retry: rep.rnr_retry_count,
+            transport: c.offer.transport,
+            flow_control: rep.flow_control,
+            srq: rep.srq,
         };
         c.remote_id = Some(rep.local_comm_id);
         c.remote_guid = rep.local_ca_guid;

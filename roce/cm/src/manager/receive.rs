@@ -12,12 +12,9 @@ use super::{
     state::{Input, State},
 };
 use crate::{
-    cma::{CmaHeader, HEADER_LEN, PortSpace, ServiceId},
-    mad::{
-        Attribute, Dreq, Gid, Mad, MadError, Message, Mra, Rej, Rep, Req, Rtu, SidrRep, SidrReq, Subject, Transport,
-        sidr_status,
-    },
-    types::{ConnId, DropReason, Event, ListenId, RemoteQp},
+    cma::{CmaHeader, HEADER_LEN, ServiceId},
+    mad::{Attribute, Dreq, Gid, Mad, MadError, Message, Mra, Rej, Rep, Req, Rtu, Subject, Transport},
+    types::{ConnId, ConnTransport, DropReason, Event, ListenId, RemoteQp},
 };
 
 /// Reject reason: the message names a communication ID that does not exist.
@@ -90,8 +87,8 @@ impl Manager {
                 let id = self.find(way, m.remote_comm_id, Some(m.local_comm_id))?;
                 self.input(now, id, Input::Drep, Detail::None)
             }
-            Message::SidrReq(m) => self.on_sidr_req(way, m),
-            Message::SidrRep(_) => Err(DropReason::UnknownConnection),
+            Message::SidrReq(m) => self.on_sidr_req(way.local, way.remote, way.transaction_id, m),
+            Message::SidrRep(m) => self.on_sidr_rep(way.local, way.remote, m),
         }
     }
 
@@ -170,10 +167,12 @@ impl Manager {
     /// Whether a new REQ is let in. Dropped when there is no room: the peer repeats it.
     fn admit(&self, way: Way, req: &Req) -> Result<Admission, DropReason> {
         let refuse = |reason, info: &[u8]| Ok(Admission::Refused(reason, info.to_vec()));
-        let Some((listener, backlog)) = self.listener_for(way.local, req.service_id) else {
+        let heard = self.listener_for(way.local, ServiceId(req.service_id));
+        let Some(listener) = heard.filter(|l| !l.space.is_datagram()) else {
             return refuse(RejectReason::INVALID_SERVICE_ID, &[]);
         };
-        if req.transport != Transport::Rc {
+        let wanted = transport_of(req);
+        if wanted.is_none() || listener.transport.is_some_and(|t| Some(t) != wanted) {
             return refuse(INVALID_TRANSPORT, &[]);
         }
         let here = Gid::from(way.local);
@@ -188,7 +187,7 @@ impl Manager {
             Ok(_) => return refuse(INVALID_GID, &here.0),
             Err(_) => return refuse(RejectReason::CONSUMER, &[]),
         };
-        if self.table.waiting_at(listener) >= backlog as usize {
+        if self.table.waiting_at(listener.id) >= listener.backlog as usize {
             return Err(DropReason::Backlog);
         }
         if self.table.half_open() >= self.config.max_half_open {
@@ -200,19 +199,12 @@ impl Manager {
         if self.table.len() >= self.config.max_connections {
             return Err(DropReason::Connections);
         }
-        Ok(Admission::Listener(listener, header))
-    }
-
-    fn listener_for(&self, local: IpAddr, service_id: u64) -> Option<(ListenId, u32)> {
-        let port = ServiceId(service_id).port(PortSpace::Tcp)?;
-        self.listeners
-            .iter()
-            .find(|(_, l)| l.port == port && l.addr.is_none_or(|a| a == local))
-            .map(|(id, l)| (*id, l.backlog))
+        Ok(Admission::Listener(listener.id, header))
     }
 
     fn new_request(&mut self, way: Way, req: &Req, listener: ListenId, header: CmaHeader) {
         let mtu = usable_mtu(req.path_mtu, self.config.mtu).unwrap_or(self.config.mtu);
+        let transport = transport_of(req).unwrap_or_default();
         let default_timeout = build::ack_timeout_code(self.config.ca_ack_delay, self.config.packet_life_time);
         let path = RemoteQp {
             av: address_vector(way.local, way.remote, req.primary_traffic_class),
@@ -228,8 +220,12 @@ impl Manager {
             },
             retry_cnt: req.retry_count,
             rnr_retry: req.rnr_retry_count,
+            transport,
+            flow_control: req.flow_control,
+            srq: req.srq,
         };
-        let port = ServiceId(req.service_id).port(PortSpace::Tcp).unwrap_or(0);
+        // A service ID of a port space ends with the port.
+        let port = req.service_id as u16;
         let local = SocketAddr::new(way.local, port);
         let remote = SocketAddr::new(way.remote, header.port);
         let local_id = self.new_comm_id();
@@ -249,6 +245,7 @@ impl Manager {
             peer: Some(path),
             offer: Offer {
                 mtu,
+                transport,
                 retry_count: req.retry_count,
                 traffic_class: req.primary_traffic_class,
             },
@@ -297,7 +294,8 @@ impl Manager {
             }
             return self.input(now, id, Input::Rep, Detail::Reply(rep));
         }
-        if !valid_qpn(rep.local_qpn) || rep.local_comm_id == 0 {
+        let qpn = build::qpn_of(rep, c.offer.transport);
+        if !valid_qpn(qpn) || rep.local_comm_id == 0 {
             return Err(DropReason::Field);
         }
         if self
@@ -307,7 +305,7 @@ impl Manager {
         {
             return Err(DropReason::Duplicate);
         }
-        if let Some(old) = self.table.by_remote_qp(way.remote, rep.local_ca_guid, rep.local_qpn) {
+        if let Some(old) = self.table.by_remote_qp(way.remote, rep.local_ca_guid, qpn) {
             // The new attempt ends as if the peer had found out: its REP names a queue pair that is in use.
             let stale = Rej {
                 reason: RejectReason::STALE_CONNECTION.0,
@@ -384,22 +382,15 @@ impl Manager {
         };
         self.input(now, id, Input::Rej, Detail::Rejection(rej))
     }
+}
 
-    /// Nobody serves datagrams here: says so (`cm_sidr_req_handler`).
-    fn on_sidr_req(&mut self, way: Way, req: &SidrReq) -> Outcome {
-        let rep = SidrRep {
-            request_id: req.request_id,
-            status: sidr_status::UNSUPPORTED,
-            service_id: req.service_id,
-            ..SidrRep::default()
-        };
-        self.send_to(
-            way.local,
-            way.remote,
-            Attribute::SidrRep,
-            Mad::new(way.transaction_id, rep).emit(),
-        );
-        Ok(())
+/// The transport that a REQ asks for, if it is one of ours (`cm_req_get_qp_type`).
+fn transport_of(req: &Req) -> Option<ConnTransport> {
+    match (req.transport, req.extended_transport) {
+        (Transport::Rc, _) => Some(ConnTransport::Rc),
+        (Transport::Uc, _) => Some(ConnTransport::Uc),
+        (Transport::Extended, build::EXTENDED_XRC) => Some(ConnTransport::Xrc),
+        _ => None,
     }
 }
 

@@ -9,12 +9,44 @@ use std::{
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
+    sync::{
+        Once,
+        atomic::{AtomicU32, Ordering},
+    },
     time::Duration,
 };
 
 use libc::{c_int, c_void, socklen_t};
 
-pub(crate) use msg::{RecvRing, SendQueue};
+pub(crate) use msg::{Origin, RecvRing, SendQueue};
+
+/// `linux/in6.h`; not in `libc`.
+pub(crate) const IPV6_MULTICAST_ALL: c_int = 29;
+
+/// How many forks lie between the first process that asked and this one.
+static FORKS: AtomicU32 = AtomicU32::new(0);
+
+extern "C" fn in_child() {
+    FORKS.fetch_add(1, Ordering::Relaxed);
+}
+
+/// A number that is another one in every forked child.
+pub(crate) fn generation() -> u32 {
+    static WATCH: Once = Once::new();
+    WATCH.call_once(|| {
+        // SAFETY: the handler is a plain function, and only adds to an atomic number.
+        let failed = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+        if failed != 0 {
+            tracing::error!("pthread_atfork failed: forked children must not use devices");
+        }
+    });
+    FORKS.load(Ordering::Relaxed)
+}
+
+/// The same without watching: for places where the number has been asked for before.
+pub(crate) fn generation_now() -> u32 {
+    FORKS.load(Ordering::Relaxed)
+}
 
 /// Turns a `-1` into the error of this thread.
 fn check(result: c_int) -> io::Result<c_int> {
@@ -172,14 +204,23 @@ pub(crate) fn epoll_of(poll: &mio::Poll) -> io::Result<OwnedFd> {
     unsafe { BorrowedFd::borrow_raw(poll.as_raw_fd()) }.try_clone_to_owned()
 }
 
+/// Registers a descriptor with an epoll instance, edge-triggered, for input or (`on` false) for nothing yet.
+pub(crate) fn epoll_add(epoll: BorrowedFd<'_>, fd: RawFd, token: usize, on: bool) -> io::Result<()> {
+    epoll_ctl(epoll, libc::EPOLL_CTL_ADD, fd, token, on)
+}
+
 /// Watches a descriptor for input, edge-triggered, or stops watching it. It must be registered with the epoll instance.
 pub(crate) fn epoll_watch(epoll: BorrowedFd<'_>, fd: RawFd, token: usize, on: bool) -> io::Result<()> {
+    epoll_ctl(epoll, libc::EPOLL_CTL_MOD, fd, token, on)
+}
+
+fn epoll_ctl(epoll: BorrowedFd<'_>, action: c_int, fd: RawFd, token: usize, on: bool) -> io::Result<()> {
     let mut event = libc::epoll_event {
         events: if on { (libc::EPOLLIN | libc::EPOLLET) as u32 } else { 0 },
         u64: token as u64,
     };
     // SAFETY: one epoll_event on the stack; a descriptor that is not registered (any more) is an error.
-    let rc = unsafe { libc::epoll_ctl(epoll.as_raw_fd(), libc::EPOLL_CTL_MOD, fd, &raw mut event) };
+    let rc = unsafe { libc::epoll_ctl(epoll.as_raw_fd(), action, fd, &raw mut event) };
     check(rc).map(drop)
 }
 
@@ -190,10 +231,14 @@ pub struct InterfaceAddr {
     pub name: String,
     /// The address.
     pub ip: IpAddr,
+    /// The interface's number.
+    pub index: u32,
     /// It is a loopback interface.
     pub loopback: bool,
     /// It is up.
     pub up: bool,
+    /// It is up and has a link.
+    pub running: bool,
 }
 
 /// All IPv4 and IPv6 addresses of this network namespace.
@@ -216,14 +261,124 @@ pub fn interface_addresses() -> io::Result<Vec<InterfaceAddr>> {
             out.push(InterfaceAddr {
                 name: name.to_string_lossy().into_owned(),
                 ip,
+                // SAFETY: a C string, as above.
+                index: unsafe { libc::if_nametoindex(node.ifa_name) },
                 loopback: node.ifa_flags & libc::IFF_LOOPBACK as u32 != 0,
                 up: node.ifa_flags & libc::IFF_UP as u32 != 0,
+                running: is_running(node.ifa_flags),
             });
         }
     }
     // SAFETY: made by getifaddrs, freed once.
     unsafe { libc::freeifaddrs(list) };
     Ok(out)
+}
+
+fn is_running(flags: u32) -> bool {
+    let both = (libc::IFF_UP | libc::IFF_RUNNING) as u32;
+    flags & both == both
+}
+
+/// One network interface.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Interface {
+    /// Name.
+    pub name: String,
+    /// Number.
+    pub index: u32,
+    /// Hardware address; zeros on a loopback interface.
+    pub mac: [u8; 6],
+    /// It is a loopback interface.
+    pub loopback: bool,
+    /// It is up.
+    pub up: bool,
+    /// It is up and has a link.
+    pub running: bool,
+}
+
+/// All interfaces of this network namespace, in the order of their numbers.
+///
+/// # Errors
+/// When the kernel can't tell.
+pub fn interfaces() -> io::Result<Vec<Interface>> {
+    let mut list: *mut libc::ifaddrs = std::ptr::null_mut();
+    // SAFETY: on success `list` owns a linked list, freed below.
+    check(unsafe { libc::getifaddrs(&raw mut list) })?;
+    let mut out = Vec::new();
+    let mut at = list;
+    while !at.is_null() {
+        // SAFETY: `at` is a node of the list, which lives until freeifaddrs.
+        let node = unsafe { &*at };
+        at = node.ifa_next;
+        // SAFETY: the address is null, or a socket address of the family that it names.
+        let link = unsafe { link_of(node.ifa_addr) };
+        let Some((index, mac)) = link else { continue };
+        // SAFETY: the name is a C string of the list.
+        let name = unsafe { CStr::from_ptr(node.ifa_name) };
+        out.push(Interface {
+            name: name.to_string_lossy().into_owned(),
+            index,
+            mac,
+            loopback: node.ifa_flags & libc::IFF_LOOPBACK as u32 != 0,
+            up: node.ifa_flags & libc::IFF_UP as u32 != 0,
+            running: is_running(node.ifa_flags),
+        });
+    }
+    // SAFETY: made by getifaddrs, freed once.
+    unsafe { libc::freeifaddrs(list) };
+    out.sort_by_key(|i| i.index);
+    Ok(out)
+}
+
+/// # Safety
+/// `addr` is null or points at a socket address as long as its family says.
+unsafe fn link_of(addr: *const libc::sockaddr) -> Option<(u32, [u8; 6])> {
+    // SAFETY: a sockaddr_ll when the family says so.
+    unsafe {
+        if addr.is_null() || c_int::from((*addr).sa_family) != libc::AF_PACKET {
+            return None;
+        }
+        let link = addr.cast::<libc::sockaddr_ll>().read_unaligned();
+        let mac = std::array::from_fn(|i| link.sll_addr[i]);
+        Some((u32::try_from(link.sll_ifindex).ok()?, mac))
+    }
+}
+
+/// A netlink socket that becomes readable when a link or an address of this network namespace changes.
+pub(crate) fn watch_links() -> io::Result<OwnedFd> {
+    let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+    // SAFETY: no memory is passed.
+    let fd = check(unsafe { libc::socket(libc::AF_NETLINK, kind, libc::NETLINK_ROUTE) })?;
+    // SAFETY: the descriptor is new and nobody else's.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    // SAFETY: plain data, for which zero is a value.
+    let mut addr: libc::sockaddr_nl = unsafe { std::mem::zeroed() };
+    addr.nl_family = libc::AF_NETLINK as _;
+    addr.nl_groups = (libc::RTMGRP_LINK | libc::RTMGRP_IPV4_IFADDR | libc::RTMGRP_IPV6_IFADDR) as u32;
+    let len = size_of::<libc::sockaddr_nl>() as socklen_t;
+    // SAFETY: the address lives on the stack and `len` is its size.
+    check(unsafe { libc::bind(fd.as_raw_fd(), (&raw const addr).cast::<libc::sockaddr>(), len) })?;
+    Ok(fd)
+}
+
+/// Takes everything out of a socket, and says whether there was something. What the messages are does not matter: a
+/// socket that overflowed (`ENOBUFS`) has lost some anyway.
+pub(crate) fn drain(fd: BorrowedFd<'_>) -> bool {
+    let mut scratch = [0u8; 8192];
+    let mut any = false;
+    loop {
+        // SAFETY: at most the length of `scratch` is written to it.
+        let got = unsafe { libc::recv(fd.as_raw_fd(), scratch.as_mut_ptr().cast::<c_void>(), scratch.len(), 0) };
+        if got >= 0 {
+            any = true;
+            continue;
+        }
+        match io::Error::last_os_error().raw_os_error() {
+            Some(libc::EINTR) => {}
+            Some(libc::ENOBUFS) => any = true,
+            _ => return any,
+        }
+    }
 }
 
 /// # Safety

@@ -1,6 +1,7 @@
 //! `sendmmsg` with UDP_SEGMENT, `recvmmsg` with UDP_GRO, and their control messages.
 
 use std::{
+    collections::HashMap,
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     os::fd::{AsRawFd, BorrowedFd},
@@ -63,10 +64,10 @@ impl SendQueue {
     ///
     /// # Errors
     /// When the first of them failed.
-    pub(crate) fn send(&mut self, fd: BorrowedFd<'_>, bursts: &[Burst<'_>], pktinfo: bool) -> io::Result<usize> {
+    pub(crate) fn send(&mut self, fd: BorrowedFd<'_>, bursts: &[Burst<'_>], from: &Origin<'_>) -> io::Result<usize> {
         let count = bursts.len().min(self.headers.len());
         for (i, burst) in bursts[..count].iter().enumerate() {
-            self.fill(i, burst, pktinfo);
+            self.fill(i, burst, from.pktinfo(burst));
         }
         // SAFETY: the first `count` headers point at vectors, names and controls of `self` and at bytes of `bursts`, all
         // of which live until the call returns. The kernel only reads the data.
@@ -74,7 +75,7 @@ impl SendQueue {
         usize::try_from(sent).map_err(|_| io::Error::last_os_error())
     }
 
-    fn fill(&mut self, i: usize, burst: &Burst<'_>, pktinfo: bool) {
+    fn fill(&mut self, i: usize, burst: &Burst<'_>, pktinfo: Option<u32>) {
         self.vectors[i] = iovec {
             iov_base: burst.bytes.as_ptr().cast_mut().cast::<c_void>(),
             iov_len: burst.bytes.len(),
@@ -149,7 +150,35 @@ impl ControlWriter<'_> {
     }
 }
 
-fn write_control(control: &mut Control, burst: &Burst<'_>, pktinfo: bool) -> usize {
+/// Where packets leave from.
+pub(crate) struct Origin<'a> {
+    /// The socket is bound to all addresses: each packet names its own.
+    pub(crate) any: bool,
+    /// Interfaces of local addresses, for destinations that say nothing about the interface (link-local addresses and
+    /// IPv6 groups).
+    pub(crate) scopes: &'a HashMap<IpAddr, u32>,
+}
+
+impl Origin<'_> {
+    /// Whether a destination only means something together with an interface.
+    pub(crate) fn needs_scope(remote: IpAddr) -> bool {
+        match remote {
+            IpAddr::V4(_) => false,
+            IpAddr::V6(a) => a.is_multicast() || a.is_unicast_link_local(),
+        }
+    }
+
+    /// The interface to name in a control message, 0 for whichever the routing table gives; `None`: no message.
+    fn pktinfo(&self, burst: &Burst<'_>) -> Option<u32> {
+        let scope = match Self::needs_scope(burst.remote.ip()) {
+            true => self.scopes.get(&burst.local).copied(),
+            false => None,
+        };
+        scope.or(self.any.then_some(0))
+    }
+}
+
+fn write_control(control: &mut Control, burst: &Burst<'_>, pktinfo: Option<u32>) -> usize {
     let mut writer = ControlWriter { control, len: 0 };
     if burst.bytes.len() > burst.segment_len {
         // At most 65,507 bytes are sent at a time: the cast loses nothing.
@@ -159,9 +188,9 @@ fn write_control(control: &mut Control, burst: &Burst<'_>, pktinfo: bool) -> usi
     let tos = c_int::from(burst.traffic_class);
     match burst.local {
         IpAddr::V4(local) => {
-            if pktinfo {
+            if let Some(index) = pktinfo {
                 let info = libc::in_pktinfo {
-                    ipi_ifindex: 0,
+                    ipi_ifindex: index as c_int,
                     ipi_spec_dst: libc::in_addr {
                         s_addr: u32::from(local).to_be(),
                     },
@@ -177,12 +206,12 @@ fn write_control(control: &mut Control, burst: &Burst<'_>, pktinfo: bool) -> usi
             }
         }
         IpAddr::V6(local) => {
-            if pktinfo {
+            if let Some(index) = pktinfo {
                 let info = libc::in6_pktinfo {
                     ipi6_addr: libc::in6_addr {
                         s6_addr: local.octets(),
                     },
-                    ipi6_ifindex: 0,
+                    ipi6_ifindex: index as _,
                 };
                 writer.put(libc::IPPROTO_IPV6, libc::IPV6_PKTINFO, info);
             }

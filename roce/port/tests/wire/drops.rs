@@ -8,7 +8,7 @@ use roce_verbs::{Psn, Qpn};
 use crate::*;
 
 /// A packet with a correct ICRC.
-fn sealed(src: SocketAddr, dst: IpAddr, header: &Header, payload: &[u8]) -> Datagram {
+pub(crate) fn sealed(src: SocketAddr, dst: IpAddr, header: &Header, payload: &[u8]) -> Datagram {
     let mut bytes = vec![0; header.wire_len()];
     header.emit(&mut bytes);
     bytes.extend_from_slice(payload);
@@ -41,7 +41,7 @@ fn counted(make: impl FnOnce(&Host, &Host, Qpn) -> Datagram) -> (PortCounters, u
     (b.port.counters(), b.completions().len())
 }
 
-fn source(host: &Host) -> SocketAddr {
+pub(crate) fn source(host: &Host) -> SocketAddr {
     SocketAddr::new(host.addr, 0xc000)
 }
 

@@ -1,6 +1,7 @@
 //! Two ports and a wire that a test holds in its hands.
 
 mod connections;
+mod datagrams;
 mod drops;
 mod hostile;
 mod traffic;
@@ -82,6 +83,8 @@ impl Host {
             recv_cq: self.cq.clone(),
             caps: QpCaps::default(),
             signal_all: true,
+            srq: None,
+            xrcd: None,
         }
     }
 

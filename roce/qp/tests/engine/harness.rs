@@ -9,10 +9,13 @@ use std::{
 
 use roce_bth::{Aeth, AtomicEth, Bth, Header, Opcode, Packet, Psn, Qpn, Reth, RnrTimer};
 use roce_mem::{MemoryTable, PdHandle, Region};
-use roce_qp::{CompletionQueue, Counters, Ctx, Poll, QpConfig, QueuePair, TxKind, TxSink, Window, WindowConfig};
+use roce_qp::{
+    CompletionQueue, Counters, Ctx, DatagramSource, Poll, QpConfig, QueuePair, TxKind, TxSink, Window, WindowConfig,
+};
 use roce_verbs::{
-    AccessFlags, AddressVector, AsyncEvent, Completion, DeviceLimits, Instant, LKey, Mtu, Payload, QpAttr, QpCaps,
-    QpState, QpType, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, wr::PostError,
+    AccessFlags, AddressVector, AsyncEvent, Completion, Datagram, DeviceLimits, Instant, LKey, Mtu, Payload, QKey,
+    QpAttr, QpAttrMask as M, QpCaps, QpState, QpType, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, Target,
+    legal, wr::PostError,
 };
 
 pub(crate) const ALL: AccessFlags = AccessFlags::LOCAL_WRITE
@@ -69,6 +72,10 @@ pub(crate) struct VecSink {
     pub(crate) sent: VecDeque<(TxKind, Vec<u8>)>,
     pending: Option<(TxKind, Vec<u8>)>,
     pub(crate) room: Option<usize>,
+    /// Where the last datagram went.
+    pub(crate) directed: Option<(IpAddr, Qpn)>,
+    /// There is no way to anybody.
+    pub(crate) unroutable: bool,
 }
 
 impl TxSink for VecSink {
@@ -84,6 +91,11 @@ impl TxSink for VecSink {
         let (kind, mut bytes) = self.pending.take().expect("commit without reserve");
         bytes.extend([0; 4]);
         self.sent.push_back((kind, bytes));
+    }
+
+    fn direct(&mut self, to: &AddressVector, dest: Qpn) -> bool {
+        self.directed = Some((to.remote, dest));
+        !self.unroutable
     }
 }
 
@@ -114,11 +126,16 @@ macro_rules! ctx {
 
 impl Side {
     pub(crate) fn new(qpn: u32, setup: &Setup) -> Self {
+        Self::with(qpn, setup, |_| {})
+    }
+
+    /// A queue pair as `adjust` wants it.
+    pub(crate) fn with(qpn: u32, setup: &Setup, adjust: impl FnOnce(&mut QpConfig)) -> Self {
         let mem = MemoryTable::new([qpn as u8; 32], &DeviceLimits::software(1));
         let pd = mem.alloc_pd().unwrap();
         let send_cq = CompletionQueue::new(1, setup.cqe, None);
         let recv_cq = CompletionQueue::new(2, setup.cqe, None);
-        let qp = QueuePair::new(QpConfig {
+        let mut config = QpConfig {
             qpn: Qpn::new(qpn),
             pd,
             qp_type: QpType::Rc,
@@ -127,7 +144,12 @@ impl Side {
             caps: setup.caps,
             signal_all: setup.signal_all,
             max_msg_size: setup.max_msg_size,
-        });
+            port_mtu: setup.mtu,
+            srq: None,
+            xrcd: None,
+        };
+        adjust(&mut config);
+        let qp = QueuePair::new(config);
         Self {
             mem,
             pd,
@@ -181,6 +203,56 @@ impl Side {
         });
     }
 
+    /// From RESET to RTS with what each transition of the queue pair's service needs.
+    pub(crate) fn bring_up(&mut self, setup: &Setup, peer: u32, rq_psn: u32, sq_psn: u32) {
+        let qp_type = self.qp.config().qp_type;
+        for (from, to) in [
+            (QpState::Reset, QpState::Init),
+            (QpState::Init, QpState::Rtr),
+            (QpState::Rtr, QpState::Rts),
+        ] {
+            let transition = legal::transitions(qp_type)
+                .iter()
+                .find(|t| (t.from, t.to) == (from, to));
+            let mask = transition.unwrap().required;
+            let has = |m| mask.contains(m);
+            let here = IpAddr::V4(Ipv4Addr::LOCALHOST);
+            self.modify(&QpAttr {
+                state: Some(to),
+                access: has(M::ACCESS_FLAGS).then_some(setup.access),
+                pkey_index: has(M::PKEY_INDEX).then_some(0),
+                port: has(M::PORT).then_some(1),
+                qkey: has(M::QKEY).then_some(QKEY),
+                av: has(M::AV).then_some(AddressVector::new(here, here)),
+                path_mtu: has(M::PATH_MTU).then_some(setup.mtu),
+                dest_qpn: has(M::DEST_QPN).then_some(Qpn::new(peer)),
+                rq_psn: has(M::RQ_PSN).then_some(Psn::new(rq_psn)),
+                max_dest_rd_atomic: has(M::MAX_DEST_RD_ATOMIC).then_some(setup.rd_atomic),
+                min_rnr_timer: has(M::MIN_RNR_TIMER).then_some(RnrTimer::new(setup.min_rnr_timer)),
+                timeout: has(M::TIMEOUT).then_some(setup.timeout),
+                retry_cnt: has(M::RETRY_CNT).then_some(setup.retry_cnt),
+                rnr_retry: has(M::RNR_RETRY).then_some(setup.rnr_retry),
+                sq_psn: has(M::SQ_PSN).then_some(Psn::new(sq_psn)),
+                max_rd_atomic: has(M::MAX_RD_ATOMIC).then_some(setup.rd_atomic),
+                ..QpAttr::default()
+            });
+        }
+    }
+
+    pub(crate) fn try_send_to(&mut self, wr: &SendWr<'_>, target: Target) -> Result<(), PostError> {
+        self.qp.post_send_to(ctx!(self), wr, target)
+    }
+
+    pub(crate) fn send_to(&mut self, wr_id: u64, op: SendOp, sges: &[Sge], target: Target) {
+        let wr = SendWr {
+            wr_id,
+            op,
+            flags: SendFlags::SIGNALED,
+            payload: Payload::Sges(sges),
+        };
+        self.try_send_to(&wr, target).unwrap();
+    }
+
     pub(crate) fn region(&self, len: usize) -> Arc<Region> {
         self.mem.alloc_region(self.pd, len, ALL).unwrap()
     }
@@ -220,7 +292,10 @@ impl Side {
 
     pub(crate) fn handle(&mut self, bytes: &[u8]) {
         let packet = Packet::parse(bytes).expect("the engine made a packet that does not parse");
-        self.qp.handle_packet(ctx!(self), &packet);
+        match self.qp.config().qp_type.is_datagram() {
+            true => self.qp.handle_datagram(ctx!(self), &packet, &SOURCE),
+            false => self.qp.handle_packet(ctx!(self), &packet),
+        }
     }
 
     pub(crate) fn timeout(&mut self) {
@@ -315,6 +390,26 @@ pub(crate) struct Pair {
     late: Vec<(usize, Dir, Vec<u8>)>,
 }
 
+/// The queue key of every datagram queue pair.
+pub(crate) const QKEY: u32 = 0x1111_1111;
+/// Where datagrams come from.
+pub(crate) const SOURCE: DatagramSource = DatagramSource {
+    src: IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1)),
+    dst: IpAddr::V4(Ipv4Addr::new(10, 0, 0, 2)),
+    traffic_class: 0x68,
+    hop_limit: 63,
+    identification: 0x1234,
+};
+
+/// The target of a datagram to a queue pair.
+pub(crate) fn datagram(qpn: u32, qkey: u32) -> Target {
+    Target::Datagram(Datagram {
+        av: AddressVector::new(SOURCE.src, SOURCE.dst),
+        qpn: Qpn::new(qpn),
+        qkey: QKey(qkey),
+    })
+}
+
 pub(crate) const A: u32 = 0x11;
 pub(crate) const B: u32 = 0x22;
 
@@ -327,6 +422,25 @@ impl Pair {
         b.enter_rtr(&setup, A, pa);
         a.enter_rts(&setup, pa);
         b.enter_rts(&setup, pb);
+        Self::join(setup, a, b)
+    }
+
+    /// Two queue pairs of a service.
+    pub(crate) fn of(qp_type: QpType, setup: Setup) -> Self {
+        let a = Side::with(A, &setup, |c| c.qp_type = qp_type);
+        let b = Side::with(B, &setup, |c| c.qp_type = qp_type);
+        Self::up(setup, a, b)
+    }
+
+    /// Brings up two queue pairs as each other's peers.
+    pub(crate) fn up(setup: Setup, mut a: Side, mut b: Side) -> Self {
+        let (pa, pb) = (setup.psn, setup.psn ^ 0x5555);
+        a.bring_up(&setup, B, pb, pa);
+        b.bring_up(&setup, A, pa, pb);
+        Self::join(setup, a, b)
+    }
+
+    fn join(setup: Setup, a: Side, b: Side) -> Self {
         let now = a.now;
         Self {
             a,

@@ -8,10 +8,13 @@ use std::{
     thread,
 };
 
-use roce_qp::{CompletionQueue, CqOverflow, CreateError, Ctx, ModifyError, Notify, QpConfig, QueuePair, WaitReason};
+use roce_qp::{
+    CompletionQueue, CqOverflow, CreateError, Ctx, ModifyError, Notify, QpConfig, QueuePair, SharedReceiveQueue,
+    SrqConfig, WaitReason, XrcDomain,
+};
 use roce_verbs::{
-    AddressVector, AsyncEvent, Completion, Mtu, Payload, Psn, QpAttr, QpAttrMask as M, QpCaps, QpState, QpType, Qpn,
-    RecvWr, RnrTimer, SendFlags, SendOp, SendWr, WcStatus, wr::PostError,
+    AddressVector, AsyncEvent, Completion, Mtu, PathMigState, Payload, Psn, QpAttr, QpAttrMask as M, QpCaps, QpState,
+    QpType, Qpn, RecvWr, RnrTimer, SendFlags, SendOp, SendWr, SrqAttr, SrqType, Srqn, WcStatus, wr::PostError,
 };
 
 use crate::harness::*;
@@ -53,6 +56,8 @@ fn attrs(mask: M, state: Option<QpState>, cur: QpState) -> QpAttr {
         sq_psn: has(M::SQ_PSN).then_some(Psn::new(2)),
         max_dest_rd_atomic: has(M::MAX_DEST_RD_ATOMIC).then_some(1),
         dest_qpn: has(M::DEST_QPN).then_some(Qpn::new(5)),
+        path_mig_state: has(M::PATH_MIG_STATE).then_some(PathMigState::Migrated),
+        sq_draining: false,
     }
 }
 
@@ -265,14 +270,42 @@ fn query_returns_what_was_set() {
 }
 
 #[test]
-fn only_reliable_connections_can_be_made_yet() {
+fn type_shared_queue_and_domain_must_go_together() {
     let side = Side::new(A, &Setup::default());
-    for qp_type in [QpType::Uc, QpType::Ud] {
-        let config = QpConfig {
-            qp_type,
-            ..side.qp.config().clone()
-        };
-        assert_eq!(QueuePair::new(config).unwrap_err(), CreateError::Unsupported(qp_type));
+    let srq = |srq_type| {
+        SharedReceiveQueue::new(SrqConfig {
+            handle: 1,
+            number: Srqn::new(1),
+            pd: side.pd,
+            srq_type,
+            attr: SrqAttr::default(),
+            cq: Some(side.recv_cq.clone()),
+        })
+    };
+    for qp_type in QpType::ALL {
+        for (srq, basic) in [
+            (None, false),
+            (Some(srq(SrqType::Basic)), true),
+            (Some(srq(SrqType::Xrc)), false),
+        ] {
+            for xrcd in [None, Some(XrcDomain::new())] {
+                let with_domain = xrcd.is_some();
+                let config = QpConfig {
+                    qp_type,
+                    srq: srq.clone(),
+                    xrcd,
+                    ..side.qp.config().clone()
+                };
+                let expected = if srq.is_some() && !(basic && qp_type.receives()) {
+                    Err(CreateError::SharedReceiveQueue(qp_type))
+                } else if with_domain != (qp_type == QpType::XrcTgt) {
+                    Err(CreateError::XrcDomain)
+                } else {
+                    Ok(())
+                };
+                assert_eq!(QueuePair::new(config).map(|_| ()), expected, "{qp_type:?}");
+            }
+        }
     }
 }
 

@@ -2,8 +2,14 @@
 
 #[macro_use]
 mod harness;
+mod connections;
+mod datagrams;
+mod extended;
 mod faults;
 mod lifecycle;
+mod memory_placement;
 mod operations;
 mod recovery;
 mod refusals;
+mod shared_queues;
+mod windows;

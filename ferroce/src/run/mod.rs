@@ -1,0 +1,223 @@
+//! `ferroce run`: programs written for libibverbs and librdmacm, over our stack.
+
+mod elf;
+
+use std::{
+    ffi::{OsStr, OsString},
+    io,
+    net::IpAddr,
+    os::unix::{ffi::OsStrExt, fs::PermissionsExt, process::CommandExt},
+    path::{Path, PathBuf, absolute},
+    process::Command,
+};
+
+use clap::Args;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use roce::{Mtu, iface};
+
+use crate::output::Failure;
+
+/// The library that takes the place of libibverbs and librdmacm.
+const LIBRARY: &str = "libferroce_verbs.so";
+/// Where it is, if not where it is looked for.
+const SHIM_VARIABLE: &str = "FERROCE_SHIM";
+const ADDR_VARIABLE: &str = "FERROCE_ADDR";
+const MTU_VARIABLE: &str = "FERROCE_MTU";
+const PCAP_VARIABLE: &str = "FERROCE_PCAP";
+const BROKER_VARIABLE: &str = "FERROCE_BROKER";
+const PRELOAD: &str = "LD_PRELOAD";
+
+#[derive(Args)]
+#[command(after_help = "\
+Examples:
+  ferroce run -- ibv_devinfo
+  ferroce run -- ib_write_bw
+  ferroce run --addr 192.0.2.7 --mtu 1024 -- rping -s -v
+  ferroce run --pcap /tmp/wire-%p.pcap -- ibv_rc_pingpong -g 0 192.0.2.8
+
+The program, and what it starts in turn, uses ferroce instead of RDMA hardware: one device for each interface (ferroce0, \
+ferroce1, …), whose GIDs are the interface's addresses. No privilege is needed. Any number of processes share the \
+addresses, by means of a small broker that the first one starts and that ends after the last (`ferroce stat` shows them).
+
+Environment, also for programs that preload libferroce_verbs.so on their own:
+  FERROCE_SHIM        path of libferroce_verbs.so; default: beside this program
+  FERROCE_ADDR        addresses to use, separated by commas; default: all (--addr)
+  FERROCE_MTU         largest path MTU: 256, 512, 1024, 2048, 4096 (--mtu)
+  FERROCE_PCAP        capture file; %p stands for the process id (--pcap)
+  FERROCE_BROKER      the program to start as broker; `off`: have the address alone
+  FERROCE_BROKER_DIR  where the broker's socket is; default: $XDG_RUNTIME_DIR/ferroce or /tmp/ferroce-UID, or
+                      /run/ferroce if a system broker runs
+
+Exit status: the program's; 126 if it can't be run, 127 if it isn't found, 1 or 2 if ferroce can't set it up")]
+pub(crate) struct RunArgs {
+    /// Address of the device, of this machine; several times: several addresses [default: all]
+    #[arg(long, value_name = "IP")]
+    addr: Vec<IpAddr>,
+    /// Largest path MTU [default: what the interface carries]
+    #[arg(long, value_name = "BYTES")]
+    mtu: Option<u32>,
+    /// Write every packet to this file; `%p` in it becomes the process id
+    #[arg(long, value_name = "FILE")]
+    pcap: Option<PathBuf>,
+    /// The program and its arguments
+    #[arg(
+        required = true,
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        value_name = "PROGRAM"
+    )]
+    command: Vec<OsString>,
+}
+
+/// Becomes the program.
+pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
+    let shim = find_shim()?;
+    let (program, rest) = args
+        .command
+        .split_first()
+        .ok_or_else(|| Failure::usage("no program is given"))?;
+    let mut command = Command::new(program);
+    command
+        .args(rest)
+        .env(PRELOAD, preload(&shim, std::env::var_os(PRELOAD).as_deref())?);
+    if !args.addr.is_empty() {
+        command.env(ADDR_VARIABLE, addresses(&args.addr)?);
+    }
+    if let Some(mtu) = args.mtu {
+        command.env(MTU_VARIABLE, check_mtu(mtu)?.to_string());
+    }
+    if let Some(file) = &args.pcap {
+        // The program may change its directory.
+        let file = absolute(file).map_err(|e| Failure::usage(format!("{}: {e}", file.display())))?;
+        command.env(PCAP_VARIABLE, file);
+    }
+    if std::env::var_os(BROKER_VARIABLE).is_none_or(|v| v.is_empty())
+        && let Ok(own) = std::env::current_exe()
+    {
+        command.env(BROKER_VARIABLE, own);
+    }
+    if let Some(path) = elf::find(program) {
+        elf::check(&path).map_err(|e| Failure::with_status(126, e))?;
+    }
+    unlimit_locked_memory();
+    let e = command.exec();
+    let name = program.to_string_lossy();
+    Err(match e.kind() {
+        io::ErrorKind::NotFound => Failure::with_status(127, format!("{name}: there is no such program")),
+        _ => Failure::with_status(126, format!("{name} can't be run: {e}")),
+    })
+}
+
+/// Where the library is: as the environment says, beside this program, where packages put it, or where cargo does.
+fn find_shim() -> Result<PathBuf, Failure> {
+    if let Some(given) = std::env::var_os(SHIM_VARIABLE).filter(|v| !v.is_empty()) {
+        let given = absolute(&given).map_err(|e| Failure::usage(format!("{SHIM_VARIABLE}: {e}")))?;
+        return match given.is_file() {
+            true => Ok(given),
+            false => Err(Failure::usage(format!(
+                "{SHIM_VARIABLE}={}: there is no such file",
+                given.display()
+            ))),
+        };
+    }
+    let own = std::env::current_exe().and_then(|p| p.canonicalize());
+    let own = own.map_err(|e| Failure::failed(format!("can't find out where this program is: {e}")))?;
+    let dir = own.parent().unwrap_or(Path::new("/"));
+    let places = [".", "../lib", "../lib/ferroce", "deps"];
+    let found = places.iter().map(|p| dir.join(p).join(LIBRARY)).find(|p| p.is_file());
+    found.and_then(|p| p.canonicalize().ok()).ok_or_else(|| {
+        Failure::failed(format!(
+            "{LIBRARY} is not beside this program ({}), nor in ../lib: build it (`cargo build -p verbs-shim`) or set \
+             {SHIM_VARIABLE}",
+            dir.display()
+        ))
+    })
+}
+
+/// Our library first, then what was to be preloaded anyway.
+fn preload(shim: &Path, present: Option<&OsStr>) -> Result<OsString, Failure> {
+    let name = shim.as_os_str();
+    if name.as_bytes().iter().any(|b| b": \t\n".contains(b)) {
+        return Err(Failure::failed(format!(
+            "the dynamic linker can't preload {}: its path must have no spaces and colons",
+            shim.display()
+        )));
+    }
+    let mut out = name.to_owned();
+    // A program under `ferroce run` may be `ferroce run`.
+    let others = present.unwrap_or_default().as_bytes().split(|b| b": \t\n".contains(b));
+    for other in others.filter(|o| !o.is_empty() && *o != name.as_bytes()) {
+        out.push(":");
+        out.push(OsStr::from_bytes(other));
+    }
+    Ok(out)
+}
+
+fn addresses(addrs: &[IpAddr]) -> Result<String, Failure> {
+    for addr in addrs.iter().filter(|a| !a.is_unspecified()) {
+        if iface::interface_of(*addr).is_err() {
+            return Err(Failure::usage(format!(
+                "{addr} is not an address of this host (`ip addr` lists them)"
+            )));
+        }
+    }
+    let all: Vec<String> = addrs.iter().map(ToString::to_string).collect();
+    Ok(all.join(","))
+}
+
+fn check_mtu(bytes: u32) -> Result<u32, Failure> {
+    match Mtu::ALL.iter().any(|m| m.bytes() as u32 == bytes) {
+        true => Ok(bytes),
+        false => Err(Failure::usage(format!(
+            "path MTU {bytes}: RoCE has 256, 512, 1024, 2048 and 4096"
+        ))),
+    }
+}
+
+/// Nothing is locked in memory here, but programs look at the limit before they register memory.
+fn unlimit_locked_memory() {
+    let raised =
+        getrlimit(Resource::RLIMIT_MEMLOCK).and_then(|(_, hard)| setrlimit(Resource::RLIMIT_MEMLOCK, hard, hard));
+    if let Err(e) = raised {
+        tracing::debug!("the limit of locked memory stays as it is: {e}");
+    }
+}
+
+/// Whether a file can be run.
+fn is_program(path: &Path) -> bool {
+    std::fs::metadata(path).is_ok_and(|m| m.is_file() && m.permissions().mode() & 0o111 != 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_preloaded_stays() {
+        let shim = Path::new("/x/libferroce_verbs.so");
+        let list = |present: Option<&str>| preload(shim, present.map(OsStr::new)).unwrap().into_string().unwrap();
+        assert_eq!(list(None), "/x/libferroce_verbs.so");
+        assert_eq!(list(Some("")), "/x/libferroce_verbs.so");
+        assert_eq!(
+            list(Some("/a.so:b.so /c.so")),
+            "/x/libferroce_verbs.so:/a.so:b.so:/c.so"
+        );
+        assert_eq!(
+            list(Some("/a.so:/x/libferroce_verbs.so")),
+            "/x/libferroce_verbs.so:/a.so",
+            "not twice"
+        );
+        assert!(preload(Path::new("/with space/l.so"), None).is_err());
+    }
+
+    #[test]
+    fn arguments_that_make_no_sense_are_refused() {
+        assert!(addresses(&["192.0.2.1".parse().unwrap()]).is_err());
+        assert_eq!(
+            addresses(&["127.0.0.1".parse().unwrap(), "::".parse().unwrap()]).unwrap(),
+            "127.0.0.1,::"
+        );
+        assert!(check_mtu(1500).is_err());
+        assert_eq!(check_mtu(4096).unwrap(), 4096);
+    }
+}

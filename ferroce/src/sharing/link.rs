@@ -1,0 +1,142 @@
+//! `ferroce link`: the devices that programs see under `ferroce run` (`rdma link`).
+
+use std::net::IpAddr;
+
+use clap::Args;
+use roce::{Mtu, broker::ProcessReport, gids::GidTable, iface};
+use serde::Serialize;
+
+use crate::output::{self, Failure};
+
+#[derive(Args)]
+#[command(after_help = "\
+One line for each device that programs see under `ferroce run`: one per interface that is up and has an address.
+
+With --json: one array of objects with `ifname`, `port`, `state`, `physical_state`, `netdev`, `mtu` (the path MTU), \
+`gids` (index and address) and `processes` (ids of those that use it now).")]
+pub(crate) struct LinkArgs {
+    /// Also GIDs and processes
+    #[arg(short, long)]
+    details: bool,
+    /// One JSON array
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Gid {
+    index: usize,
+    addr: IpAddr,
+}
+
+#[derive(Serialize)]
+struct Link {
+    ifname: String,
+    port: u32,
+    state: &'static str,
+    physical_state: &'static str,
+    netdev: String,
+    mtu: Option<usize>,
+    gids: Vec<Gid>,
+    processes: Vec<u32>,
+}
+
+/// Shows the devices.
+pub(crate) fn run(args: &LinkArgs) -> Result<(), Failure> {
+    let processes = super::statistics()?.map(|s| s.processes).unwrap_or_default();
+    let links = links(&processes).map_err(|e| Failure::failed(format!("interfaces can't be listed: {e}")))?;
+    if args.json {
+        return output::json(&links);
+    }
+    for link in &links {
+        output::line(&format!(
+            "link {}/{} state {} physical_state {} netdev {}",
+            link.ifname, link.port, link.state, link.physical_state, link.netdev
+        ))?;
+        if args.details {
+            details(link)?;
+        }
+    }
+    Ok(())
+}
+
+fn details(link: &Link) -> Result<(), Failure> {
+    if let Some(mtu) = link.mtu {
+        output::line(&format!("    path_mtu {mtu}"))?;
+    }
+    for gid in &link.gids {
+        output::line(&format!("    gid {} {}", gid.index, gid.addr))?;
+    }
+    for pid in &link.processes {
+        output::line(&format!("    process {pid}"))?;
+    }
+    Ok(())
+}
+
+/// One per interface, in the order in which programs see them.
+fn links(processes: &[ProcessReport]) -> std::io::Result<Vec<Link>> {
+    let all = iface::interface_addresses()?;
+    let mut names: Vec<&str> = Vec::new();
+    for i in all.iter().filter(|i| i.up) {
+        if !names.contains(&i.name.as_str()) {
+            names.push(&i.name);
+        }
+    }
+    let mut out = Vec::new();
+    for name in names {
+        let table = GidTable::new(GidTable::addresses(name)?);
+        let gids: Vec<Gid> = table.iter().map(|(index, addr)| Gid { index, addr }).collect();
+        if gids.is_empty() {
+            continue;
+        }
+        let mtu = iface::mtu_of(name).ok().and_then(Mtu::for_interface).map(|m| m.bytes());
+        let up = has_carrier(name) && mtu.is_some();
+        out.push(Link {
+            ifname: format!("ferroce{}", out.len()),
+            port: 1,
+            state: if up { "ACTIVE" } else { "DOWN" },
+            physical_state: if up { "LINK_UP" } else { "POLLING" },
+            netdev: name.to_owned(),
+            mtu,
+            processes: users(processes, name, &gids),
+            gids,
+        });
+    }
+    Ok(out)
+}
+
+/// What `operstate` says; interfaces without a notion of a carrier say `unknown`.
+fn has_carrier(name: &str) -> bool {
+    let state = std::fs::read_to_string(format!("/sys/class/net/{name}/operstate")).unwrap_or_default();
+    matches!(state.trim(), "up" | "unknown" | "")
+}
+
+/// Processes with this device open. Any address of a loopback network is the loopback interface's.
+fn users(processes: &[ProcessReport], name: &str, gids: &[Gid]) -> Vec<u32> {
+    let has = |addr: &IpAddr| {
+        gids.iter().any(|g| g.addr == *addr) || iface::interface_of(*addr).is_ok_and(|(owner, _)| owner == name)
+    };
+    let uses = |p: &&ProcessReport| {
+        p.report
+            .as_ref()
+            .is_none_or(|r| r.addrs.is_empty() || r.addrs.iter().any(has))
+    };
+    let mut out: Vec<u32> = processes.iter().filter(uses).map(|p| p.pid).collect();
+    out.dedup();
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_loopback_interface_is_a_device() {
+        let links = links(&[]).unwrap();
+        let lo = links.iter().find(|l| l.netdev == "lo").unwrap();
+        assert_eq!((lo.state, lo.port), ("ACTIVE", 1));
+        assert!(lo.gids.iter().any(|g| g.addr == IpAddr::from([127, 0, 0, 1])));
+        let names: Vec<String> = (0..links.len()).map(|i| format!("ferroce{i}")).collect();
+        assert!(links.iter().map(|l| &l.ifname).eq(&names));
+    }
+}

@@ -1,0 +1,21 @@
+//! Many processes on one address: the broker, and what it knows.
+
+pub(crate) mod broker;
+pub(crate) mod link;
+pub(crate) mod stat;
+
+use std::path::PathBuf;
+
+use roce::{JoinConfig, broker::Statistics};
+
+use crate::output::Failure;
+
+/// Where the broker's socket is: as the environment says.
+pub(crate) fn directory() -> PathBuf {
+    JoinConfig::from_env().map_or_else(roce::broker::runtime_dir, |how| how.dir)
+}
+
+/// What a running broker knows; `None` when none runs.
+pub(crate) fn statistics() -> Result<Option<Statistics>, Failure> {
+    roce::broker::statistics(&directory()).map_err(|e| Failure::failed(e.to_string()))
+}

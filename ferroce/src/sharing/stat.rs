@@ -1,0 +1,118 @@
+//! `ferroce stat`: what the processes that share addresses have counted (`rdma statistic`).
+
+use std::fmt::Write;
+
+use clap::Args;
+use roce::broker::{ProcessReport, Statistics};
+
+use crate::output::{self, Failure};
+
+#[derive(Args)]
+#[command(after_help = "\
+One line for each process that uses an address through the broker, with the counters that `rdma statistic` shows for \
+rdma_rxe, and one line with the broker's own. Counters that are zero are left out.
+
+With --json: one object with `pid` (the broker's), `addrs`, `processes` and `counters`; `null` if no broker runs. A \
+process that does not answer within 2 seconds has `report` null.")]
+pub(crate) struct StatArgs {
+    /// Only this process
+    #[arg(long, value_name = "PID")]
+    pid: Option<u32>,
+    /// Also counters that are zero
+    #[arg(long)]
+    all: bool,
+    /// One JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Shows what there is.
+pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
+    let mut found = super::statistics()?;
+    if let (Some(statistics), Some(pid)) = (&mut found, args.pid) {
+        statistics.processes.retain(|p| p.pid == pid);
+    }
+    if args.json {
+        return output::json(&found);
+    }
+    let Some(statistics) = found else {
+        return output::line("no broker runs: no process shares an address");
+    };
+    for process in &statistics.processes {
+        output::line(&process_line(process, args.all))?;
+    }
+    output::line(&broker_line(&statistics, args.all))
+}
+
+fn counters<'a>(all: impl Iterator<Item = (&'a String, &'a u64)>, zeroes: bool) -> String {
+    let mut out = String::new();
+    for (name, value) in all.filter(|(_, v)| zeroes || **v > 0) {
+        let _ = write!(out, " {name} {value}");
+    }
+    out
+}
+
+fn list(addrs: &[std::net::IpAddr]) -> String {
+    match addrs {
+        [] => "all".to_owned(),
+        some => some.iter().map(ToString::to_string).collect::<Vec<_>>().join(","),
+    }
+}
+
+fn process_line(p: &ProcessReport, zeroes: bool) -> String {
+    let head = format!("process {} {} slot {}", p.pid, p.name, p.place.slot);
+    match &p.report {
+        Some(r) => format!(
+            "{head} addr {} qps {} connections {}{}",
+            list(&r.addrs),
+            r.queue_pairs,
+            p.connections,
+            counters(r.counters.iter(), zeroes)
+        ),
+        None => format!("{head} connections {} (does not answer)", p.connections),
+    }
+}
+
+fn broker_line(s: &Statistics, zeroes: bool) -> String {
+    let open = if s.addrs.is_empty() {
+        "none".to_owned()
+    } else {
+        list(&s.addrs)
+    };
+    format!("broker {} addr {open}{}", s.pid, counters(s.counters.iter(), zeroes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use roce::broker::{Place, Report};
+
+    #[test]
+    fn a_line_per_process() {
+        let mut process = ProcessReport {
+            pid: 7,
+            uid: 0,
+            name: "ib_write_bw".into(),
+            place: Place { slot: 3, generation: 1 },
+            connections: 1,
+            bindings: vec![],
+            report: None,
+        };
+        assert_eq!(
+            process_line(&process, false),
+            "process 7 ib_write_bw slot 3 connections 1 (does not answer)"
+        );
+        let counters = [("sent_pkts".to_owned(), 5), ("rcvd_pkts".to_owned(), 0)];
+        process.report = Some(Report {
+            queue_pairs: 2,
+            counters: counters.into(),
+            ..Report::default()
+        });
+        let line = process_line(&process, false);
+        assert_eq!(
+            line,
+            "process 7 ib_write_bw slot 3 addr all qps 2 connections 1 sent_pkts 5"
+        );
+        assert!(process_line(&process, true).contains("rcvd_pkts 0"));
+    }
+}

@@ -1,0 +1,602 @@
+//! The side of a member.
+
+use std::{
+    collections::HashMap,
+    io,
+    net::IpAddr,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::{Path, PathBuf},
+    sync::{Arc, OnceLock},
+    thread,
+    time::{Duration, Instant},
+};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+use roce_bth::{Packet, Qpn};
+use roce_cm::mad::Mad;
+use roce_net::OpenSockets;
+use roce_port::{QpnSlot, RxMeta};
+
+use crate::{
+    proto::{
+        Binding, Connection, Meta, Place, Refusal, Reply, Report, Request, Statistics, ToBroker, ToClient, VERSION,
+    },
+    start::{self, StartError},
+    track::Tracker,
+    wire::{self, MAX_RECORD, Record, RecvError},
+};
+
+/// Which program is the broker; `off`: don't share.
+const PROGRAM_VARIABLE: &str = "FERROCE_BROKER";
+/// Where the broker's socket is.
+const DIR_VARIABLE: &str = "FERROCE_BROKER_DIR";
+/// How long a request may take, the start of another broker included.
+const REQUEST_TIME: Duration = Duration::from_secs(30);
+/// Pause between two attempts to find a broker again.
+const RETRY: Duration = Duration::from_millis(200);
+/// Connections or ports of one record.
+const RESTORED: usize = 256;
+/// Attempts to join a broker that ends just then.
+const ATTEMPTS: usize = 20;
+
+/// Why a process is not a member.
+#[derive(Debug, thiserror::Error)]
+pub enum JoinError {
+    /// There is no broker.
+    #[error(transparent)]
+    Start(#[from] StartError),
+    /// It refuses.
+    #[error("{text}")]
+    Refused {
+        /// Why, for programs.
+        why: Refusal,
+        /// Why, for people.
+        text: String,
+    },
+    /// It does not answer.
+    #[error("the broker does not answer")]
+    Timeout,
+    /// It answers something else.
+    #[error("the broker's answer makes no sense")]
+    Protocol,
+    /// The connection belongs to the process that this one was forked from.
+    #[error("joined by the parent process, not by this one")]
+    Forked,
+    /// A system call failed.
+    #[error("{context}: {source}")]
+    Io {
+        /// What was tried.
+        context: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+fn context(context: &'static str) -> impl Fn(io::Error) -> JoinError {
+    move |source| JoinError::Io { context, source }
+}
+
+/// How to join.
+#[derive(Clone, Debug)]
+pub struct JoinConfig {
+    /// Where the broker's socket is.
+    pub dir: PathBuf,
+    /// The program to start as `PROGRAM broker …`; `None`: this one if it is called `ferroce`, or else that of the search
+    /// path.
+    pub program: Option<PathBuf>,
+    /// What this process is called.
+    pub name: String,
+}
+
+impl JoinConfig {
+    /// By the environment: `FERROCE_BROKER` (a program, or `off`) and `FERROCE_BROKER_DIR`. `None` when it is switched
+    /// off.
+    pub fn from_env() -> Option<Self> {
+        let program = std::env::var_os(PROGRAM_VARIABLE)
+            .filter(|p| !p.is_empty())
+            .map(PathBuf::from);
+        if program.as_deref() == Some(Path::new("off")) {
+            return None;
+        }
+        let dir = std::env::var_os(DIR_VARIABLE)
+            .filter(|d| !d.is_empty())
+            .map(PathBuf::from);
+        let exe = std::env::current_exe().unwrap_or_default();
+        Some(Self {
+            dir: dir.unwrap_or_else(start::runtime_dir),
+            program,
+            name: exe.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+        })
+    }
+}
+
+/// What a member does when the broker has something for it. Called by the membership's thread.
+pub trait Inbox: Send + Sync {
+    /// A packet that another socket received: for QP1, or one that was merged behind another process's.
+    fn datagram(&self, meta: &RxMeta, bytes: &[u8]);
+    /// What the member tells about itself.
+    fn report(&self) -> Report;
+}
+
+/// An address that was opened.
+struct Opened {
+    addr: IpAddr,
+    vaults: Vec<Arc<OwnedFd>>,
+}
+
+#[derive(Default)]
+struct State {
+    /// The connection; `None` while there is none.
+    link: Option<Arc<OwnedFd>>,
+    /// Counts connections: answers of a former one don't come any more.
+    epoch: u64,
+    seq: u64,
+    replies: HashMap<u64, Record<Reply>>,
+    opened: Vec<Opened>,
+    bindings: Vec<Binding>,
+    closing: bool,
+}
+
+struct Shared {
+    config: JoinConfig,
+    pid: u32,
+    place: Place,
+    state: Mutex<State>,
+    changed: Condvar,
+    inbox: OnceLock<Arc<dyn Inbox>>,
+}
+
+/// A place among the processes that share an address. Dropping it leaves.
+pub struct Membership {
+    shared: Arc<Shared>,
+}
+
+impl core::fmt::Debug for Membership {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Membership")
+            .field("place", &self.shared.place)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Becomes a member, starting a broker if none runs.
+///
+/// # Errors
+/// When there is no broker and none can be started, or when it has no place left.
+pub fn join(config: &JoinConfig) -> Result<Membership, JoinError> {
+    let mut attempt = 0;
+    let (link, place) = loop {
+        attempt += 1;
+        let link = start::connect_or_start(&config.dir, config.program.as_deref())?;
+        match say_hello(&link, &config.name, None) {
+            Ok(place) => break (link, place),
+            // It was about to end.
+            Err(JoinError::Io { .. }) if attempt < ATTEMPTS => {}
+            Err(e) => return Err(e),
+        }
+    };
+    let link = Arc::new(link);
+    let shared = Arc::new(Shared {
+        config: config.clone(),
+        pid: std::process::id(),
+        place,
+        state: Mutex::new(State {
+            link: Some(link.clone()),
+            ..State::default()
+        }),
+        changed: Condvar::new(),
+        inbox: OnceLock::new(),
+    });
+    let theirs = shared.clone();
+    thread::Builder::new()
+        .name("ferroce broker".into())
+        .spawn(move || theirs.serve(link))
+        .map_err(context("starting the thread that listens to the broker"))?;
+    Ok(Membership { shared })
+}
+
+/// Sends a request over a connection that nobody else uses, and waits for the answer. What comes besides is passed to
+/// `other`.
+fn ask(
+    link: &OwnedFd,
+    request: Request,
+    fds: &[BorrowedFd<'_>],
+    other: &mut dyn FnMut(Record<ToClient>),
+) -> Result<Record<Reply>, JoinError> {
+    const SEQ: u64 = 0;
+    let bytes = wire::encode(&ToBroker::Request { seq: SEQ, request }, &[]).map_err(context("asking the broker"))?;
+    wire::send(link.as_fd(), &bytes, fds, true).map_err(context("asking the broker"))?;
+    let mut buffer = vec![0; MAX_RECORD];
+    let deadline = Instant::now() + REQUEST_TIME;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(JoinError::Timeout);
+        }
+        if !roce_net::wait_readable(link.as_fd(), Some(left)).map_err(context("waiting for the broker"))? {
+            continue;
+        }
+        match wire::receive(link.as_fd(), &mut buffer, false) {
+            Ok(Record {
+                message: ToClient::Reply { seq: SEQ, reply },
+                fds,
+                ..
+            }) => {
+                return accepted(Record {
+                    message: reply,
+                    payload: vec![],
+                    fds,
+                });
+            }
+            Ok(record) => other(record),
+            Err(RecvError::Empty) => {}
+            Err(RecvError::Closed) => {
+                return Err(context("asking the broker")(io::ErrorKind::ConnectionReset.into()));
+            }
+            Err(RecvError::Malformed(_)) => return Err(JoinError::Protocol),
+        }
+    }
+}
+
+fn accepted(record: Record<Reply>) -> Result<Record<Reply>, JoinError> {
+    match record.message {
+        Reply::Refused { why, text } => Err(JoinError::Refused { why, text }),
+        _ => Ok(record),
+    }
+}
+
+fn say_hello(link: &OwnedFd, name: &str, rejoin: Option<Place>) -> Result<Place, JoinError> {
+    let hello = Request::Hello {
+        version: VERSION,
+        name: name.to_owned(),
+        rejoin,
+    };
+    match ask(link, hello, &[], &mut |_| {})?.message {
+        Reply::Welcome { place } if place.is_valid() => Ok(place),
+        _ => Err(JoinError::Protocol),
+    }
+}
+
+/// Asks a running broker who is there; `None` when none runs.
+///
+/// # Errors
+/// When it does not answer.
+pub fn statistics(dir: &Path) -> Result<Option<Statistics>, JoinError> {
+    let Some(link) = start::connect(dir)? else {
+        return Ok(None);
+    };
+    match ask(&link, Request::Statistics, &[], &mut |_| {})?.message {
+        Reply::Statistics(statistics) => Ok(Some(statistics)),
+        _ => Err(JoinError::Protocol),
+    }
+}
+
+/// Whether a broker runs that this user may use.
+pub fn running_broker(dir: &Path) -> bool {
+    matches!(start::connect(dir), Ok(Some(_)))
+}
+
+impl Membership {
+    /// The place.
+    pub fn place(&self) -> Place {
+        self.shared.place
+    }
+
+    /// The part of all queue pair numbers and communication IDs that is this member's.
+    pub fn numbers(&self) -> QpnSlot {
+        self.shared.place.numbers()
+    }
+
+    /// Who takes what the broker has for this member. Only the first call counts; what came before it is lost, as in a
+    /// network.
+    pub fn set_inbox(&self, inbox: Arc<dyn Inbox>) {
+        let _ = self.shared.inbox.set(inbox);
+    }
+
+    /// The sockets of an address: the member's, and what holds the groups. `::` means IPv4 too.
+    ///
+    /// # Errors
+    /// When the address is not ours, or somebody else has its port.
+    pub fn open(&self, addr: IpAddr) -> Result<OpenSockets, JoinError> {
+        let addr = addr.to_canonical();
+        let record = self.shared.call(&Request::Open { addr, again: false })?;
+        let Reply::Opened { vault, .. } = record.message else {
+            return Err(JoinError::Protocol);
+        };
+        let (mut receivers, mut vaults) = (Vec::new(), Vec::new());
+        let mut fds = record.fds.into_iter().map(Arc::new);
+        while let Some(socket) = fds.next() {
+            receivers.push(socket);
+            if vault {
+                vaults.extend(fds.next());
+            }
+        }
+        if receivers.is_empty() {
+            return Err(JoinError::Protocol);
+        }
+        let opened = Opened {
+            addr,
+            vaults: vaults.clone(),
+        };
+        self.shared.state.lock().opened.push(opened);
+        Ok(OpenSockets {
+            receivers,
+            held: vaults,
+        })
+    }
+
+    /// Binds a port of a port space: `service` is port space and port, port 0 any that is free. Returns it with the port.
+    ///
+    /// # Errors
+    /// When the port is taken.
+    pub fn bind(&self, service: u64, addr: Option<IpAddr>, reuse: bool) -> Result<u64, JoinError> {
+        let request = Request::Bind { service, addr, reuse };
+        let Reply::Bound { service } = self.shared.call(&request)?.message else {
+            return Err(JoinError::Protocol);
+        };
+        self.shared.state.lock().bindings.push(Binding {
+            service,
+            addr,
+            reuse,
+            bound: true,
+            listening: false,
+        });
+        Ok(service)
+    }
+
+    /// Gives a port back.
+    ///
+    /// # Errors
+    /// When there is no broker.
+    pub fn unbind(&self, service: u64, addr: Option<IpAddr>) -> Result<(), JoinError> {
+        self.shared.change(service, addr, |b| b.bound, |b| b.bound = false);
+        self.shared.call(&Request::Unbind { service, addr }).map(drop)
+    }
+
+    /// Takes the connect requests for a service ID, on one address or all, from now on.
+    ///
+    /// # Errors
+    /// When another process has the port.
+    pub fn listen(&self, service: u64, addr: Option<IpAddr>) -> Result<(), JoinError> {
+        self.shared.call(&Request::Listen { service, addr })?;
+        let mut state = self.shared.state.lock();
+        let ours = |b: &&mut Binding| b.service == service && b.addr == addr && !b.listening;
+        match state.bindings.iter_mut().find(ours) {
+            Some(binding) => binding.listening = true,
+            None => state.bindings.push(Binding {
+                service,
+                addr,
+                reuse: false,
+                bound: false,
+                listening: true,
+            }),
+        }
+        Ok(())
+    }
+
+    /// No longer takes them.
+    ///
+    /// # Errors
+    /// When there is no broker.
+    pub fn unlisten(&self, service: u64, addr: Option<IpAddr>) -> Result<(), JoinError> {
+        self.shared
+            .change(service, addr, |b| b.listening, |b| b.listening = false);
+        self.shared.call(&Request::Unlisten { service, addr }).map(drop)
+    }
+
+    /// Hands a packet over to the member whose queue pair it is for. False: it is lost.
+    pub fn hand_over(&self, meta: &RxMeta, bytes: &[u8]) -> bool {
+        let link = self.shared.state.lock().link.clone();
+        let message = wire::encode(&ToBroker::Datagram(meta.into()), bytes);
+        match (link, message) {
+            (Some(link), Ok(message)) if self.shared.is_ours() => {
+                wire::send(link.as_fd(), &message, &[], false).is_ok()
+            }
+            _ => false,
+        }
+    }
+}
+
+impl Drop for Membership {
+    fn drop(&mut self) {
+        if !self.shared.is_ours() {
+            // A child of the process that joined: the connection is the parent's.
+            return;
+        }
+        let link = {
+            let mut state = self.shared.state.lock();
+            state.closing = true;
+            state.link.take()
+        };
+        self.shared.changed.notify_all();
+        if let Some(link) = link {
+            if let Ok(bytes) = wire::encode(&ToBroker::Goodbye, &[]) {
+                // If it does not get through the broker sees that we are gone, and treats us as killed.
+                let _ = wire::send(link.as_fd(), &bytes, &[], false);
+            }
+            // Ends the thread's wait.
+            let _ = rustix::net::shutdown(&*link, rustix::net::Shutdown::Both);
+        }
+    }
+}
+
+impl Shared {
+    fn is_ours(&self) -> bool {
+        self.pid == std::process::id()
+    }
+
+    /// Asks the broker, the next one if this one ends meanwhile.
+    fn call(&self, request: &Request) -> Result<Record<Reply>, JoinError> {
+        if !self.is_ours() {
+            return Err(JoinError::Forked);
+        }
+        let deadline = Instant::now() + REQUEST_TIME;
+        let mut state = self.state.lock();
+        loop {
+            let Some(link) = state.link.clone() else {
+                self.wait(&mut state, deadline)?;
+                continue;
+            };
+            state.seq += 1;
+            let (seq, epoch) = (state.seq, state.epoch);
+            let message = ToBroker::Request {
+                seq,
+                request: request.clone(),
+            };
+            let bytes = wire::encode(&message, &[]).map_err(context("asking the broker"))?;
+            // If this fails the thread finds the connection at its end as well.
+            let sent = MutexGuard::unlocked(&mut state, || wire::send(link.as_fd(), &bytes, &[], true));
+            if let Err(e) = sent {
+                tracing::debug!("the broker is gone: {e}");
+            }
+            while state.epoch == epoch {
+                if let Some(reply) = state.replies.remove(&seq) {
+                    return accepted(reply);
+                }
+                self.wait(&mut state, deadline)?;
+            }
+        }
+    }
+
+    fn wait(&self, state: &mut MutexGuard<'_, State>, deadline: Instant) -> Result<(), JoinError> {
+        if self.changed.wait_until(state, deadline).timed_out() {
+            return Err(JoinError::Timeout);
+        }
+        Ok(())
+    }
+
+    fn change(
+        &self,
+        service: u64,
+        addr: Option<IpAddr>,
+        which: impl Fn(&Binding) -> bool,
+        change: impl Fn(&mut Binding),
+    ) {
+        let mut state = self.state.lock();
+        let found = state
+            .bindings
+            .iter_mut()
+            .find(|b| b.service == service && b.addr == addr && which(b));
+        if let Some(binding) = found {
+            change(binding);
+        }
+        state.bindings.retain(|b| b.bound || b.listening);
+    }
+
+    /// The thread: listens to the broker, and finds or starts another when it is gone.
+    fn serve(&self, mut link: Arc<OwnedFd>) {
+        let mut tracker = Tracker::default();
+        let mut buffer = vec![0; MAX_RECORD];
+        loop {
+            match wire::receive(link.as_fd(), &mut buffer, true) {
+                Ok(record) => self.take(&link, record, &mut tracker),
+                Err(RecvError::Empty) => {}
+                Err(RecvError::Malformed(text)) => tracing::warn!("the broker says what makes no sense: {text}"),
+                Err(RecvError::Closed) => match self.reconnect(&mut tracker) {
+                    Some(new) => link = new,
+                    None => return,
+                },
+            }
+        }
+    }
+
+    fn take(&self, link: &OwnedFd, record: Record<ToClient>, tracker: &mut Tracker) {
+        match record.message {
+            ToClient::Reply { seq, reply } => {
+                let record = Record {
+                    message: reply,
+                    payload: vec![],
+                    fds: record.fds,
+                };
+                self.state.lock().replies.insert(seq, record);
+                self.changed.notify_all();
+            }
+            ToClient::Datagram(meta) => self.take_datagram(&meta, &record.payload, tracker),
+            ToClient::Query { token } => {
+                let report = self.inbox.get().map(|i| i.report()).unwrap_or_default();
+                let message = ToBroker::Report { token, report };
+                // Nobody dies of statistics that are not complete.
+                let _ = wire::encode(&message, &[]).and_then(|b| wire::send(link.as_fd(), &b, &[], false));
+            }
+        }
+    }
+
+    fn take_datagram(&self, meta: &Meta, bytes: &[u8], tracker: &mut Tracker) {
+        if let Ok(packet) = Packet::parse(bytes)
+            && packet.header.bth.dest_qp == Qpn::GSI
+            && let Ok(mad) = Mad::parse(packet.payload)
+        {
+            // As the broker does, for the next broker.
+            tracker.observe(self.place, meta.local, meta.remote.ip(), &mad.message);
+        }
+        if let Some(inbox) = self.inbox.get() {
+            inbox.datagram(&RxMeta::from(meta), bytes);
+        }
+    }
+
+    /// The broker is gone. Returns the connection to the next one; `None` when the member leaves.
+    fn reconnect(&self, tracker: &mut Tracker) -> Option<Arc<OwnedFd>> {
+        {
+            let mut state = self.state.lock();
+            state.link = None;
+            state.replies.clear();
+        }
+        let mut warned = false;
+        loop {
+            if self.state.lock().closing {
+                return None;
+            }
+            match self.rejoin(tracker) {
+                Ok(link) => {
+                    let link = Arc::new(link);
+                    let mut state = self.state.lock();
+                    if state.closing {
+                        return None;
+                    }
+                    state.link = Some(link.clone());
+                    state.epoch += 1;
+                    drop(state);
+                    self.changed.notify_all();
+                    return Some(link);
+                }
+                Err(e) if !std::mem::replace(&mut warned, true) => {
+                    tracing::warn!("the broker is gone, and there is no other yet: {e}");
+                }
+                Err(_) => {}
+            }
+            let mut state = self.state.lock();
+            if !state.closing {
+                self.changed.wait_for(&mut state, RETRY);
+            }
+        }
+    }
+
+    /// Joins another broker with the place, sockets, ports and connections that this process has.
+    fn rejoin(&self, tracker: &mut Tracker) -> Result<OwnedFd, JoinError> {
+        let link = start::connect_or_start(&self.config.dir, self.config.program.as_deref())?;
+        say_hello(&link, &self.config.name, Some(self.place))?;
+        let (opened, bindings) = {
+            let state = self.state.lock();
+            let opened: Vec<_> = state.opened.iter().map(|o| (o.addr, o.vaults.clone())).collect();
+            (opened, state.bindings.clone())
+        };
+        let mut early = Vec::new();
+        let mut other = |record: Record<ToClient>| early.push(record);
+        for (addr, vaults) in opened {
+            let fds: Vec<BorrowedFd<'_>> = vaults.iter().map(|v| v.as_fd()).collect();
+            ask(&link, Request::Open { addr, again: true }, &fds, &mut other)?;
+        }
+        let connections = tracker.of(self.place);
+        let mut chunks: Vec<(Vec<Binding>, Vec<Connection>)> =
+            bindings.chunks(RESTORED).map(|b| (b.to_vec(), vec![])).collect();
+        chunks.extend(connections.chunks(RESTORED).map(|c| (vec![], c.to_vec())));
+        for (bindings, connections) in chunks {
+            let restore = Request::Restore { bindings, connections };
+            ask(&link, restore, &[], &mut other)?;
+        }
+        for record in early {
+            self.take(&link, record, tracker);
+        }
+        Ok(link)
+    }
+}

@@ -1,0 +1,340 @@
+//! A reuseport group of UDP sockets on the RoCE port of one address, and the vault that keeps it.
+//!
+//! The kernel gives every packet to the socket whose index the BPF program returns, and indices must not change: closing a
+//! socket moves the last one of the group into its place. So no socket of a group is ever closed as long as anybody uses
+//! the group. All of them are put, as `SCM_RIGHTS`, into the queue of a unix socket, the *vault*. Whoever has the vault
+//! holds the group, at the price of one descriptor, and can take references out of it by peeking.
+
+use std::{
+    io,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+};
+
+use roce_bth::ROCE_UDP_PORT;
+use roce_net::holder;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use socket2::{Domain, Protocol, SockFilter, Socket, Type};
+
+use crate::{
+    proto::{SLOT_BITS, SLOTS},
+    sys, wire,
+};
+
+/// `linux/in.h`, `linux/in6.h`: not in the libc crate for every target.
+const IP_MULTICAST_ALL: i32 = 49;
+const IPV6_MULTICAST_ALL: i32 = 29;
+
+/// Why there is no group.
+#[derive(Debug, thiserror::Error)]
+pub enum GroupError {
+    /// Somebody else has the port.
+    #[error("UDP port {ROCE_UDP_PORT} of {addr} is taken: {holder}")]
+    Taken {
+        /// The address.
+        addr: IpAddr,
+        /// Who, and what to do.
+        holder: String,
+    },
+    /// A group for all addresses and one for a single one can't be told apart.
+    #[error(
+        "the broker has opened {other} by itself, so it can't open all addresses ({addr}): give this program one \
+             address, or wait until the others have ended"
+    )]
+    Overlap {
+        /// The address for all.
+        addr: IpAddr,
+        /// The single one.
+        other: IpAddr,
+    },
+    /// The address is no interface's.
+    #[error("{0} is not an address of this host (`ip addr` lists them)")]
+    NotLocal(IpAddr),
+    /// A system call failed.
+    #[error("{context}: {source}")]
+    Io {
+        /// What was tried.
+        context: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+fn context(context: &'static str) -> impl Fn(io::Error) -> GroupError {
+    move |source| GroupError::Io { context, source }
+}
+
+/// The group of one address, or of all addresses of one IP version.
+#[derive(Debug)]
+pub struct Group {
+    addr: IpAddr,
+    vault: OwnedFd,
+}
+
+/// The addresses to bind for a device address: `::` stands for both IP versions.
+pub(crate) fn family_addresses(addr: IpAddr) -> Vec<IpAddr> {
+    match addr.to_canonical() {
+        IpAddr::V6(a) if a.is_unspecified() => vec![Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()],
+        other => vec![other],
+    }
+}
+
+/// Index of the socket: the top bits of the destination queue pair number, bytes 5 to 7 of the BTH.
+fn program() -> [libc::sock_filter; 4] {
+    let op = |code: u32, k: u32| libc::sock_filter {
+        code: code as u16,
+        jt: 0,
+        jf: 0,
+        k,
+    };
+    [
+        op(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 4),
+        op(libc::BPF_ALU | libc::BPF_AND | libc::BPF_K, 0x00ff_ffff),
+        op(libc::BPF_ALU | libc::BPF_RSH | libc::BPF_K, 24 - u32::from(SLOT_BITS)),
+        op(libc::BPF_RET | BPF_A, 0),
+    ]
+}
+
+/// `BPF_A` of `linux/filter.h`: returns the accumulator.
+const BPF_A: u32 = 0x10;
+
+impl Group {
+    /// Opens a group. Its sockets but that of slot 0 drop what they receive until they are [taken](Self::take).
+    ///
+    /// # Errors
+    /// When somebody has the port already, or the address is not ours.
+    pub fn open(addr: IpAddr) -> Result<Self, GroupError> {
+        // A group of another broker of this user would let us in, behind its own sockets.
+        drop(bind(addr, false)?);
+        let first = bind(addr, true)?;
+        let mut program = program();
+        sys::steer_group(first.as_fd(), &mut program).map_err(context("attaching the steering program"))?;
+        let mut sockets = vec![first];
+        while sockets.len() < SLOTS {
+            sockets.push(bind(addr, true)?);
+        }
+        for socket in sockets.iter().skip(1) {
+            set_idle(socket).map_err(context("attaching a filter"))?;
+        }
+        let vault = seal(&sockets).map_err(context("keeping the group's sockets"))?;
+        Ok(Self { addr, vault })
+    }
+
+    /// Takes over a group from its vault.
+    ///
+    /// # Errors
+    /// When that does not hold a group on the RoCE port.
+    pub fn adopt(vault: OwnedFd) -> io::Result<Self> {
+        let addr = Ipv4Addr::UNSPECIFIED.into();
+        let mut this = Self { addr, vault };
+        let sockets = this.sockets()?;
+        let bound = |s: &Socket| s.local_addr().ok().and_then(|a| a.as_socket());
+        let first = sockets.first().and_then(bound).filter(|a| a.port() == ROCE_UDP_PORT);
+        let right = |s: &Socket| {
+            matches!(s.r#type(), Ok(Type::DGRAM)) && bound(s) == first && s.reuse_port().is_ok_and(|on| on)
+        };
+        match first {
+            Some(at) if sockets.len() == SLOTS && sockets.iter().all(right) => {
+                this.addr = at.ip();
+                Ok(this)
+            }
+            _ => Err(io::Error::new(io::ErrorKind::InvalidData, "not the sockets of a group")),
+        }
+    }
+
+    /// The address.
+    pub const fn addr(&self) -> IpAddr {
+        self.addr
+    }
+
+    /// The vault.
+    pub fn vault(&self) -> BorrowedFd<'_> {
+        self.vault.as_fd()
+    }
+
+    /// References to all sockets, in the order of their indices.
+    ///
+    /// # Errors
+    /// When the process has no descriptors left.
+    pub(crate) fn sockets(&self) -> io::Result<Vec<Socket>> {
+        Ok(wire::stored(self.vault.as_fd())?
+            .into_iter()
+            .map(Socket::from)
+            .collect())
+    }
+
+    fn socket(&self, slot: u8) -> io::Result<Socket> {
+        let mut sockets = self.sockets()?;
+        match usize::from(slot) < sockets.len() {
+            true => Ok(sockets.swap_remove(slot.into())),
+            false => Err(io::ErrorKind::InvalidInput.into()),
+        }
+    }
+
+    /// The socket of a slot for its new owner: empty, and receiving from now on.
+    ///
+    /// # Errors
+    /// When the process has no descriptors left.
+    pub fn take(&self, slot: u8) -> io::Result<OwnedFd> {
+        let socket = self.socket(slot)?;
+        set_busy(&socket)?;
+        Ok(socket.into())
+    }
+
+    /// The socket of a slot whose owner uses it already.
+    ///
+    /// # Errors
+    /// When the process has no descriptors left.
+    pub fn retake(&self, slot: u8) -> io::Result<OwnedFd> {
+        self.socket(slot).map(OwnedFd::from)
+    }
+
+    /// The owner of a slot is gone: what comes for it is dropped.
+    ///
+    /// # Errors
+    /// When the process has no descriptors left.
+    pub fn put_back(&self, slot: u8) -> io::Result<()> {
+        let socket = self.socket(slot)?;
+        set_idle(&socket)?;
+        drain(&socket);
+        Ok(())
+    }
+}
+
+fn seal(sockets: &[Socket]) -> io::Result<OwnedFd> {
+    let (ours, vault) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    let fds: Vec<BorrowedFd<'_>> = sockets.iter().map(AsFd::as_fd).collect();
+    wire::store(ours.as_fd(), &fds)?;
+    Ok(vault)
+}
+
+/// Lets a socket drop everything before it is queued.
+fn set_idle(socket: &Socket) -> io::Result<()> {
+    socket.attach_filter(&[SockFilter::new((libc::BPF_RET | libc::BPF_K) as u16, 0, 0, 0)])
+}
+
+fn set_busy(socket: &Socket) -> io::Result<()> {
+    drain(socket);
+    match socket.detach_filter() {
+        Err(e) if e.raw_os_error() == Some(libc::ENOENT) => Ok(()),
+        done => done,
+    }
+}
+
+/// Throws away what is queued. It is bounded: a sender could be faster.
+fn drain(socket: &Socket) {
+    let mut buffer = [0];
+    for _ in 0..1 << 16 {
+        if let Err(e) = rustix::net::recv(socket, &mut buffer, rustix::net::RecvFlags::DONTWAIT)
+            && e != rustix::io::Errno::INTR
+        {
+            break;
+        }
+    }
+}
+
+fn bind(addr: IpAddr, shared: bool) -> Result<Socket, GroupError> {
+    let make = context("making a UDP socket");
+    let domain = if addr.is_ipv4() { Domain::IPV4 } else { Domain::IPV6 };
+    let socket = Socket::new(domain, Type::DGRAM, Some(Protocol::UDP)).map_err(&make)?;
+    let set = |level, name, value| sys::set_int(socket.as_fd(), level, name, value);
+    // Multicast comes by sockets of its own; by default these would get whatever any process of the host has joined.
+    let done = match addr {
+        IpAddr::V4(_) => set(libc::IPPROTO_IP, IP_MULTICAST_ALL, 0),
+        IpAddr::V6(_) => {
+            set(libc::IPPROTO_IPV6, libc::IPV6_V6ONLY, 1).and_then(|()| set(libc::IPPROTO_IPV6, IPV6_MULTICAST_ALL, 0))
+        }
+    };
+    done.and_then(|()| socket.set_reuse_port(shared))
+        .and_then(|()| socket.set_nonblocking(true))
+        .map_err(&make)?;
+    let at = SocketAddr::new(addr, ROCE_UDP_PORT);
+    socket.bind(&at.into()).map_err(|e| match e.kind() {
+        io::ErrorKind::AddrInUse => GroupError::Taken {
+            addr,
+            holder: holder::explain(addr, ROCE_UDP_PORT),
+        },
+        io::ErrorKind::AddrNotAvailable => GroupError::NotLocal(addr),
+        _ => context("binding a UDP socket")(e),
+    })?;
+    Ok(socket)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{net::UdpSocket, time::Duration};
+
+    use super::*;
+
+    /// A packet to a queue pair of a slot.
+    fn packet(slot: u8, mark: u8) -> Vec<u8> {
+        let mut bytes = vec![0; 24];
+        bytes[5] = slot << 1;
+        bytes[23] = mark;
+        bytes
+    }
+
+    fn receive(socket: &UdpSocket) -> Option<u8> {
+        let mut bytes = [0; 64];
+        let n = socket.recv(&mut bytes).ok()?;
+        Some(bytes[n - 1])
+    }
+
+    fn check(addr: &str) {
+        let addr: IpAddr = addr.parse().unwrap();
+        let group = Group::open(addr).unwrap();
+        assert!(
+            matches!(Group::open(addr), Err(GroupError::Taken { .. })),
+            "there is one already"
+        );
+        let take = |group: &Group, slot| {
+            let socket = UdpSocket::from(group.take(slot).unwrap());
+            socket.set_nonblocking(false).unwrap();
+            socket.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+            socket
+        };
+        let (five, last) = (take(&group, 5), take(&group, 127));
+        let sender = UdpSocket::bind((addr, 0)).unwrap();
+        let send = |slot, mark| sender.send_to(&packet(slot, mark), (addr, ROCE_UDP_PORT)).unwrap();
+        // To nobody, then to two.
+        send(6, 1);
+        send(5, 2);
+        send(127, 3);
+        assert_eq!((receive(&five), receive(&last)), (Some(2), Some(3)));
+        // The process that opened the group and the one that had a slot are gone: every socket keeps its place.
+        let kept = group.vault().try_clone_to_owned().unwrap();
+        drop((group, five));
+        send(127, 4);
+        assert_eq!(receive(&last), Some(4));
+        let group = Group::adopt(kept).unwrap();
+        assert_eq!(group.addr(), addr);
+        send(5, 5);
+        group.put_back(5).unwrap();
+        send(5, 6);
+        let five = take(&group, 5);
+        send(5, 7);
+        assert_eq!(receive(&five), Some(7), "nothing for the former owner of the slot");
+    }
+
+    #[test]
+    fn packets_follow_the_slot_and_the_group_outlives_its_opener() {
+        check("127.44.0.1");
+    }
+
+    #[test]
+    fn the_same_over_ipv6() {
+        check("::1");
+    }
+
+    #[test]
+    fn what_is_no_group_is_refused() {
+        let (_, empty) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        assert!(Group::adopt(empty).is_err());
+        let vault = seal(&[bind("127.44.0.2".parse().unwrap(), true).unwrap()]).unwrap();
+        assert!(Group::adopt(vault).is_err(), "one socket is too few");
+        assert!(matches!(
+            Group::open("192.0.2.1".parse().unwrap()),
+            Err(GroupError::NotLocal(_))
+        ));
+    }
+}

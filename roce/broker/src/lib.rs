@@ -1,0 +1,30 @@
+//! Many processes on one RoCE address.
+//!
+//! One UDP port per address is all that RoCE has, so processes that share an address share a reuseport group of sockets:
+//! a classic BPF program looks at the destination queue pair number of each packet, and its top bits (the *slot*) choose
+//! the socket. A small program, the **broker**, opens the group, hands one socket to each process, and keeps slot 0: it
+//! receives the management datagrams of all (they go to QP1), and forwards each to the process that it concerns, by
+//! service ID, communication ID or transaction ID. It also keeps the port numbers of RDMA_CM's port spaces, so that no
+//! two processes bind one.
+//!
+//! * A process calls [`join`], which starts a broker if none runs, and gives a [`Membership`].
+//! * The broker is [`server::run`]; it goes when nobody needs it any more.
+//! * If the broker dies, everything that is connected goes on. Each member holds a reference to the whole group (the
+//!   [vault](group)), and one of them starts another broker, which gets the group back from there.
+//! * If a member dies, its numbers rest for a minute; the broker ends its connections towards their peers (DREQ), as a
+//!   kernel does for a process that ends.
+//!
+//! The protocol between the two is in [`proto`].
+
+mod client;
+pub mod group;
+pub mod proto;
+pub mod server;
+mod start;
+mod sys;
+mod track;
+mod wire;
+
+pub use client::{Inbox, JoinConfig, JoinError, Membership, join, running_broker, statistics};
+pub use proto::{Place, ProcessReport, Report, Statistics};
+pub use start::{StartError, runtime_dir};

@@ -1,0 +1,355 @@
+//! What broker and members say to each other, and how the numbers are divided.
+//!
+//! A message is one record of a `SOCK_SEQPACKET` unix socket: the length of its JSON part (32 bits, little endian), the
+//! JSON, and for [`ToBroker::Datagram`] and [`ToClient::Datagram`] the datagram's bytes. Sockets travel beside it
+//! (`SCM_RIGHTS`).
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+};
+
+use roce_bth::Qpn;
+use roce_port::{QpnSlot, RxMeta};
+use serde::{Deserialize, Serialize};
+
+/// Version of this protocol. Broker and members of other versions refuse each other.
+pub const VERSION: u32 = 1;
+/// How many top bits of a queue pair number choose the socket.
+pub const SLOT_BITS: u8 = 7;
+/// Sockets of a group. Slot 0 is the broker's.
+pub const SLOTS: usize = 1 << SLOT_BITS;
+/// How many further bits tell successive owners of a slot apart.
+pub const GENERATION_BITS: u8 = 4;
+/// Successive owners of a slot that are told apart.
+pub const GENERATIONS: usize = 1 << GENERATION_BITS;
+/// Bits of a number that name its owner.
+pub const PLACE_BITS: u8 = SLOT_BITS + GENERATION_BITS;
+
+/// Whose a number is: a slot, and which of the slot's successive owners. The next owner of a slot has another generation,
+/// so that packets to the former one's queue pairs find none.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
+pub struct Place {
+    /// Index of the socket, 1 to 127.
+    pub slot: u8,
+    /// Generation, 0 to 15.
+    pub generation: u8,
+}
+
+impl Place {
+    /// Whether a member can have it.
+    pub const fn is_valid(self) -> bool {
+        self.slot >= 1 && (self.slot as usize) < SLOTS && (self.generation as usize) < GENERATIONS
+    }
+
+    /// The part of all queue pair numbers and communication IDs that belongs to it.
+    pub const fn numbers(self) -> QpnSlot {
+        QpnSlot {
+            bits: PLACE_BITS,
+            slot: ((self.slot as u16) << GENERATION_BITS) | self.generation as u16,
+        }
+    }
+
+    /// Whose a queue pair number is.
+    pub const fn of_qpn(qpn: Qpn) -> Self {
+        Self::from_top(qpn.value() >> (24 - PLACE_BITS as u32))
+    }
+
+    /// Whose a communication ID, or the upper half of a transaction ID, is.
+    pub const fn of_comm_id(id: u32) -> Self {
+        Self::from_top(id >> (32 - PLACE_BITS as u32))
+    }
+
+    const fn from_top(top: u32) -> Self {
+        Self {
+            slot: ((top >> GENERATION_BITS) as u8) & (SLOTS as u8 - 1),
+            generation: (top as u8) & (GENERATIONS as u8 - 1),
+        }
+    }
+}
+
+/// A port of a port space that a member has.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Binding {
+    /// Service ID: port space and port (`rdma_get_service_id`).
+    pub service: u64,
+    /// On this address, or on all.
+    pub addr: Option<IpAddr>,
+    /// Others that also allow it may bind the port too (`RDMA_OPTION_ID_REUSEADDR`).
+    pub reuse: bool,
+    /// It is held by [`Request::Bind`].
+    pub bound: bool,
+    /// It takes requests.
+    pub listening: bool,
+}
+
+/// A connection, as far as its end must be told to the peer when the process dies.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Connection {
+    /// Our address.
+    pub local: IpAddr,
+    /// The peer's.
+    pub remote: IpAddr,
+    /// Our communication ID; `None` as long as only the peer's request is known.
+    pub local_id: Option<u32>,
+    /// The peer's communication ID.
+    pub remote_id: u32,
+    /// The peer's queue pair.
+    pub remote_qpn: u32,
+}
+
+/// What is known of a datagram besides its bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Meta {
+    /// The address that it was sent to.
+    pub local: IpAddr,
+    /// The sender.
+    pub remote: SocketAddr,
+    /// TOS or traffic class.
+    pub tos: u8,
+}
+
+impl From<&Meta> for RxMeta {
+    fn from(meta: &Meta) -> Self {
+        Self {
+            tos: meta.tos,
+            ..Self::new(meta.local, meta.remote)
+        }
+    }
+}
+
+impl From<&RxMeta> for Meta {
+    fn from(meta: &RxMeta) -> Self {
+        Self {
+            local: meta.local,
+            remote: meta.remote,
+            tos: meta.tos,
+        }
+    }
+}
+
+/// From a member, or somebody who only asks, to the broker.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum ToBroker {
+    /// Is answered with a [`ToClient::Reply`] of the same number.
+    Request {
+        /// Chosen by the asking side.
+        seq: u64,
+        /// What is asked for.
+        request: Request,
+    },
+    /// A packet for another member that the kernel gave to this one: several packets of one sender may come merged, and
+    /// are steered by the first.
+    Datagram(Meta),
+    /// Answer to [`ToClient::Query`].
+    Report {
+        /// The query's.
+        token: u64,
+        /// What is asked for.
+        report: Report,
+    },
+    /// The member leaves, having ended its connections itself.
+    Goodbye,
+}
+
+/// What a member may ask for.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum Request {
+    /// The first of every member: wants a place. Answer: [`Reply::Welcome`].
+    Hello {
+        /// [`VERSION`].
+        version: u32,
+        /// What the process is called.
+        name: String,
+        /// The place that it had with a former broker.
+        rejoin: Option<Place>,
+    },
+    /// What a member had with a former broker; may come several times. Answer: [`Reply::Done`].
+    Restore {
+        /// Its ports.
+        bindings: Vec<Binding>,
+        /// Its connections.
+        connections: Vec<Connection>,
+    },
+    /// Wants its sockets of an address, `::` meaning IPv4 too. Members that rejoin send the group's vaults with it.
+    /// Answer: [`Reply::Opened`].
+    Open {
+        /// The address.
+        addr: IpAddr,
+        /// It uses the sockets already: what they have received stays.
+        again: bool,
+    },
+    /// Wants a port. Answer: [`Reply::Bound`].
+    Bind {
+        /// Port space and port; port 0: any that is free.
+        service: u64,
+        /// On one address or on all.
+        addr: Option<IpAddr>,
+        /// See [`Binding::reuse`].
+        reuse: bool,
+    },
+    /// Gives a port back. Answer: [`Reply::Done`].
+    Unbind {
+        /// As bound.
+        service: u64,
+        /// As bound.
+        addr: Option<IpAddr>,
+    },
+    /// Wants the connect requests for a service ID. Answer: [`Reply::Done`].
+    Listen {
+        /// Service ID.
+        service: u64,
+        /// To one address or to all.
+        addr: Option<IpAddr>,
+    },
+    /// No longer wants them. Answer: [`Reply::Done`].
+    Unlisten {
+        /// As in `Listen`.
+        service: u64,
+        /// As in `Listen`.
+        addr: Option<IpAddr>,
+    },
+    /// Wants to know what is going on. Answer: [`Reply::Statistics`].
+    Statistics,
+}
+
+/// From the broker.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum ToClient {
+    /// Answer to a request.
+    Reply {
+        /// The request's.
+        seq: u64,
+        /// The answer.
+        reply: Reply,
+    },
+    /// A packet for this member that another socket received.
+    Datagram(Meta),
+    /// Wants a [`ToBroker::Report`].
+    Query {
+        /// To be repeated.
+        token: u64,
+    },
+}
+
+/// Answers.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum Reply {
+    /// The member's place.
+    Welcome {
+        /// See [`Place`].
+        place: Place,
+    },
+    /// The sockets of an address: for each IP version the member's socket, and the vault if `vault`.
+    Opened {
+        /// Addresses, one per IP version.
+        addrs: Vec<IpAddr>,
+        /// Every socket is followed by its group's vault.
+        vault: bool,
+    },
+    /// The port.
+    Bound {
+        /// Service ID.
+        service: u64,
+    },
+    /// Done.
+    Done,
+    /// Who is there, and what was counted.
+    Statistics(Statistics),
+    /// Not done.
+    Refused {
+        /// Why, for programs.
+        why: Refusal,
+        /// Why, for people.
+        text: String,
+    },
+}
+
+/// Why a request is refused.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum Refusal {
+    /// Another version of the protocol.
+    Version,
+    /// All places are taken or rest.
+    Full,
+    /// The place that the member had is another's.
+    PlaceTaken,
+    /// The address can't be opened: not ours, taken by somebody else, or overlapping with another group.
+    Address,
+    /// The port is taken.
+    PortInUse,
+    /// The request makes no sense (now).
+    Invalid,
+    /// The broker's own trouble.
+    Internal,
+}
+
+/// What a member tells about itself.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Report {
+    /// Addresses of the device; empty: all of the host.
+    pub addrs: Vec<IpAddr>,
+    /// Path MTU, bytes.
+    pub mtu: u32,
+    /// Queue pairs.
+    pub queue_pairs: u64,
+    /// Counters by name.
+    pub counters: BTreeMap<String, u64>,
+}
+
+/// A member, as others see it.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct ProcessReport {
+    /// Process id; 0 if it can't be seen from the broker's namespace.
+    pub pid: u32,
+    /// User id.
+    pub uid: u32,
+    /// What it is called.
+    pub name: String,
+    /// Its place.
+    pub place: Place,
+    /// Connections that its management datagrams show.
+    pub connections: u64,
+    /// Its ports.
+    pub bindings: Vec<Binding>,
+    /// What it tells; `None` if it did not answer in time.
+    pub report: Option<Report>,
+}
+
+/// Answer to [`Request::Statistics`].
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Statistics {
+    /// The broker's process id.
+    pub pid: u32,
+    /// Addresses that are open.
+    pub addrs: Vec<IpAddr>,
+    /// The members.
+    pub processes: Vec<ProcessReport>,
+    /// What the broker counted, by name.
+    pub counters: BTreeMap<String, u64>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_show_their_place() {
+        for (slot, generation) in [(1, 0), (5, 9), (127, 15), (64, 1)] {
+            let place = Place { slot, generation };
+            assert!(place.is_valid());
+            let numbers = place.numbers();
+            assert!(numbers.is_valid());
+            let (qpns, ids) = (numbers.qpns(), numbers.comm_ids());
+            for qpn in [qpns.first, qpns.last] {
+                assert_eq!(Place::of_qpn(Qpn::new(qpn)), place);
+                assert_eq!((qpn >> 17) as u8, slot, "what the BPF program computes");
+            }
+            for id in [ids.0, ids.1] {
+                assert_eq!(Place::of_comm_id(id), place);
+            }
+        }
+        assert!(!Place { slot: 0, generation: 3 }.is_valid());
+        assert_eq!(Place::of_qpn(Qpn::GSI).slot, 0, "QP1 is the broker's");
+    }
+}

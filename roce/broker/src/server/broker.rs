@@ -1,0 +1,541 @@
+//! The broker's event loop, and what it does with packets.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    io,
+    net::IpAddr,
+    os::fd::{AsFd, AsRawFd, OwnedFd, RawFd},
+    time::Duration,
+};
+
+use mio::{Events, Interest, Poll, Token, unix::SourceFd};
+use roce_cm::mad::{Mad, Message};
+use roce_net::now;
+use roce_verbs::Instant;
+use rustix::net::SocketFlags;
+use slab::Slab;
+
+use super::{
+    Config,
+    client::{Client, FIRST_WORD},
+    gsi::{Arrival, Gsi, Target, target},
+    orphans::Orphans,
+    ports::Ports,
+    requests::{Deferred, Question},
+    slots::Slots,
+    state::{self, StateFile, boot_time},
+    systemd::Notify,
+};
+use crate::{
+    group::Group,
+    proto::{Meta, Place, ToBroker, ToClient},
+    track::Tracker,
+    wire::{MAX_RECORD, Record, RecvError},
+};
+
+/// Where management datagrams have their class, method and transaction ID (IBA 13.4.3).
+const MAD_CLASS: usize = 1;
+const MAD_METHOD: usize = 3;
+const MAD_TRANSACTION: usize = 8;
+/// The method is an answer.
+const METHOD_RESPONSE: u8 = 0x80;
+/// Records of one client in a row.
+const CLIENT_BUDGET: usize = 128;
+/// How long members of a former broker are waited for.
+const SETTLE: Duration = Duration::from_secs(5);
+/// How often is looked after what no event tells.
+const TICK: Duration = Duration::from_millis(100);
+
+/// What a token of the poll stands for.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+enum Source {
+    Listener,
+    Client(usize),
+    Process(usize),
+    Gsi(usize),
+}
+
+impl Source {
+    const fn token(self) -> Token {
+        Token(match self {
+            Self::Listener => 0,
+            Self::Client(key) => (key << 2) | 1,
+            Self::Process(key) => (key << 2) | 2,
+            Self::Gsi(key) => (key << 2) | 3,
+        })
+    }
+
+    const fn of(token: Token) -> Self {
+        match token.0 & 3 {
+            0 => Self::Listener,
+            1 => Self::Client(token.0 >> 2),
+            2 => Self::Process(token.0 >> 2),
+            _ => Self::Gsi(token.0 >> 2),
+        }
+    }
+}
+
+/// See the module.
+pub(super) struct Broker {
+    poll: Poll,
+    listener: OwnedFd,
+    pub(super) notify: Notify,
+    state: StateFile,
+    linger: Option<Duration>,
+    shared: bool,
+    pub(super) clients: Slab<Client>,
+    pub(super) by_place: HashMap<Place, usize>,
+    pub(super) groups: Slab<Gsi>,
+    /// Vaults that systemd kept, until their address is asked for.
+    pub(super) kept: Vec<Group>,
+    pub(super) slots: Slots,
+    pub(super) ports: Ports,
+    pub(super) tracker: Tracker,
+    orphans: Orphans,
+    pub(super) deferred: Vec<Deferred>,
+    pub(super) questions: Vec<Question>,
+    pub(super) counters: BTreeMap<&'static str, u64>,
+    started: Instant,
+    /// Since when there was nothing to do.
+    unused_since: Instant,
+    /// Sources with more to read, although the poll does not tell again.
+    again: Vec<Source>,
+    buffer: Vec<u8>,
+}
+
+/// Bytes from the system's random number generator.
+pub(super) fn random<const N: usize>() -> io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    getrandom::fill(&mut bytes).map_err(|e| io::Error::other(e.to_string()))?;
+    Ok(bytes)
+}
+
+impl Broker {
+    pub(super) fn new(config: &Config, listener: OwnedFd, kept: Vec<OwnedFd>, notify: Notify) -> io::Result<Self> {
+        let poll = Poll::new()?;
+        watch(&poll, listener.as_raw_fd(), Source::Listener, Interest::READABLE)?;
+        let state = StateFile::new(&config.dir);
+        let mut slots = match state.read() {
+            Some(slots) => slots,
+            None => Slots::new(u32::from_le_bytes(random()?)),
+        };
+        slots.inherit(boot_time(), state::is_alive);
+        let kept = kept.into_iter().filter_map(|vault| Group::adopt(vault).ok()).collect();
+        let time = now();
+        Ok(Self {
+            poll,
+            listener,
+            notify,
+            state,
+            linger: config.linger,
+            shared: config.shared.is_some(),
+            clients: Slab::new(),
+            by_place: HashMap::new(),
+            groups: Slab::new(),
+            kept,
+            slots,
+            ports: Ports::default(),
+            tracker: Tracker::default(),
+            orphans: Orphans::default(),
+            deferred: Vec::new(),
+            questions: Vec::new(),
+            counters: BTreeMap::new(),
+            started: time,
+            unused_since: time,
+            again: Vec::new(),
+            buffer: vec![0; MAX_RECORD],
+        })
+    }
+
+    /// Tells systemd.
+    pub(super) fn ready(&self) {
+        if let Err(e) = self.notify.say("READY=1", &[]) {
+            tracing::warn!("systemd can't be told that the broker is ready: {e}");
+        }
+    }
+
+    /// Serves until nobody needs it.
+    pub(super) fn run(&mut self) -> io::Result<()> {
+        let mut events = Events::with_capacity(256);
+        loop {
+            let timeout = self.timeout(now());
+            if let Err(e) = self.poll.poll(&mut events, timeout)
+                && e.kind() != io::ErrorKind::Interrupted
+            {
+                return Err(e);
+            }
+            let mut sources = std::mem::take(&mut self.again);
+            for event in &events {
+                let source = Source::of(event.token());
+                if let (Source::Client(key), true) = (source, event.is_writable()) {
+                    self.flush(key);
+                }
+                sources.push(source);
+            }
+            sources.sort_unstable();
+            sources.dedup();
+            for source in sources {
+                self.serve(source);
+            }
+            if self.housekeeping(now()) {
+                return Ok(());
+            }
+        }
+    }
+
+    fn timeout(&self, now: Instant) -> Option<Duration> {
+        if !self.again.is_empty() {
+            return Some(Duration::ZERO);
+        }
+        let restless = !self.deferred.is_empty()
+            || !self.questions.is_empty()
+            || !self.slots.absent().is_empty()
+            || self.clients.iter().any(|(_, c)| c.place.is_none())
+            || self.groups.iter().any(|(_, g)| g.idle_since.is_some())
+            || self.is_unused();
+        let tick = restless.then_some(TICK);
+        let orphan = self.orphans.next().map(|at| at.saturating_since(now));
+        tick.into_iter().chain(orphan).min()
+    }
+
+    fn serve(&mut self, source: Source) {
+        match source {
+            Source::Listener => self.accept(),
+            Source::Client(key) => self.serve_client(key),
+            Source::Process(key) => self.remove(key, false),
+            Source::Gsi(key) => {
+                let mut arrivals = Vec::new();
+                if let Some(gsi) = self.groups.get_mut(key)
+                    && gsi.receive(&mut arrivals)
+                {
+                    self.again.push(source);
+                }
+                for arrival in arrivals {
+                    self.route(arrival);
+                }
+            }
+        }
+    }
+
+    pub(super) fn count(&mut self, name: &'static str) {
+        *self.counters.entry(name).or_default() += 1;
+    }
+
+    fn accept(&mut self) {
+        loop {
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            let socket = match rustix::net::accept_with(&self.listener, flags) {
+                Ok(socket) => socket,
+                Err(rustix::io::Errno::INTR | rustix::io::Errno::CONNABORTED) => continue,
+                Err(rustix::io::Errno::AGAIN) => return,
+                Err(e) => {
+                    tracing::warn!("a connection can't be accepted: {e}");
+                    return;
+                }
+            };
+            if let Err(e) = self.add_client(socket) {
+                tracing::warn!("a new connection is given up: {e}");
+            }
+        }
+    }
+
+    fn add_client(&mut self, socket: OwnedFd) -> io::Result<()> {
+        let client = Client::new(socket, now(), u64::from_le_bytes(random()?))?;
+        if !client.trusted && !self.shared && client.uid != 0 {
+            return Err(io::Error::new(
+                io::ErrorKind::PermissionDenied,
+                format!("it is user {}'s", client.uid),
+            ));
+        }
+        let entry = self.clients.vacant_entry();
+        let key = entry.key();
+        let both = Interest::READABLE | Interest::WRITABLE;
+        watch(&self.poll, client.socket.as_raw_fd(), Source::Client(key), both)?;
+        if let Some(pidfd) = &client.pidfd {
+            watch(&self.poll, pidfd.as_raw_fd(), Source::Process(key), Interest::READABLE)?;
+        }
+        entry.insert(client);
+        Ok(())
+    }
+
+    fn flush(&mut self, key: usize) {
+        if let Some(client) = self.clients.get_mut(key)
+            && client.flush().is_err()
+        {
+            self.remove(key, false);
+        }
+    }
+
+    fn serve_client(&mut self, key: usize) {
+        for _ in 0..CLIENT_BUDGET {
+            let Some(client) = self.clients.get(key) else { return };
+            match client.receive(&mut self.buffer) {
+                Ok(record) => self.take_record(key, record),
+                Err(RecvError::Empty) => return,
+                Err(RecvError::Closed) => return self.remove(key, false),
+                Err(RecvError::Malformed(text)) => {
+                    tracing::warn!(
+                        pid = client.process.pid,
+                        "a process is given up, as it sends garbage: {text}"
+                    );
+                    self.count("protocol_errors");
+                    return self.remove(key, false);
+                }
+            }
+        }
+        self.again.push(Source::Client(key));
+    }
+
+    fn take_record(&mut self, key: usize, record: Record<ToBroker>) {
+        match record.message {
+            ToBroker::Request { seq, request } => self.on_request(key, seq, request, record.fds),
+            ToBroker::Datagram(meta) => {
+                // Only members hand packets over, and only such that came to an address of theirs.
+                if self.clients.get(key).is_some_and(|c| c.place.is_some()) {
+                    self.count("handed_over");
+                    self.route(Arrival {
+                        meta,
+                        bytes: record.payload,
+                    });
+                }
+            }
+            ToBroker::Report { token, report } => self.on_report(key, token, report),
+            ToBroker::Goodbye => self.remove(key, true),
+        }
+    }
+
+    /// A connection has ended, or the process at its other end.
+    pub(super) fn remove(&mut self, key: usize, clean: bool) {
+        let Some(client) = self.clients.try_remove(key) else {
+            return;
+        };
+        self.unwatch(client.socket.as_raw_fd());
+        if let Some(pidfd) = &client.pidfd {
+            self.unwatch(pidfd.as_raw_fd());
+        }
+        self.forget_questions(key);
+        let Some(place) = client.place else { return };
+        tracing::info!(pid = client.process.pid, name = client.name, clean, "a process leaves");
+        self.by_place.remove(&place);
+        self.slots.release(boot_time(), place, clean);
+        self.ports.remove_all(place);
+        self.bury(place);
+        self.save();
+    }
+
+    /// What is to be done for a place whose process is gone.
+    fn bury(&mut self, place: Place) {
+        let now = now();
+        for conn in self.tracker.take(place) {
+            self.orphans.add(now, conn);
+        }
+        for (_, gsi) in &self.groups {
+            if let Err(e) = gsi.group.put_back(place.slot) {
+                tracing::warn!("the socket of a process that left can't be emptied: {e}");
+            }
+        }
+    }
+
+    /// Writes down who has which place.
+    pub(super) fn save(&mut self) {
+        if let Err(e) = self.state.write(&self.slots) {
+            tracing::warn!("the state can't be written: {e}");
+        }
+    }
+
+    /// Whether members of a former broker may still come back.
+    pub(super) fn is_settling(&self, now: Instant) -> bool {
+        now < self.started + SETTLE && !self.slots.absent().is_empty()
+    }
+
+    /// Adds a group whose vault came from somewhere, or that was just opened.
+    pub(super) fn add_group(&mut self, group: Group) -> io::Result<()> {
+        let gsi = Gsi::new(group, random()?).map_err(|e| io::Error::other(e.to_string()))?;
+        let key = self.groups.vacant_key();
+        for fd in gsi.descriptors() {
+            watch(&self.poll, fd, Source::Gsi(key), Interest::READABLE)?;
+        }
+        self.groups.insert(gsi);
+        // What waits since before it was watched is told now.
+        self.again.push(Source::Gsi(key));
+        Ok(())
+    }
+
+    pub(super) fn group_of(&self, addr: IpAddr) -> Option<usize> {
+        let exact = self.groups.iter().find(|(_, g)| g.group.addr() == addr);
+        exact
+            .or_else(|| self.groups.iter().find(|(_, g)| g.covers(addr)))
+            .map(|(key, _)| key)
+    }
+
+    fn unwatch(&self, fd: RawFd) {
+        // It is closed right after.
+        let _ = self.poll.registry().deregister(&mut SourceFd(&fd));
+    }
+
+    /// A packet that slot 0 received or that a member handed over.
+    fn route(&mut self, arrival: Arrival) {
+        let Arrival { meta, bytes } = arrival;
+        match target(&bytes) {
+            Target::Nobody(counter) => self.count(counter),
+            Target::Member(place) => self.forward(place, &meta, &bytes),
+            Target::Gsi(mad) => {
+                let Some(key) = self.group_of(meta.local) else {
+                    return self.count("drop_local_address");
+                };
+                if !self.groups.get_mut(key).is_some_and(|gsi| gsi.is_sound(&meta, &bytes)) {
+                    return self.count("icrc_errors");
+                }
+                self.route_mad(key, &meta, &bytes, &mad);
+            }
+        }
+    }
+
+    fn route_mad(&mut self, group: usize, meta: &Meta, bytes: &[u8], mad: &[u8]) {
+        if mad.get(MAD_CLASS) != Some(&roce_cm::mad::CLASS) {
+            return match transaction_owner(mad) {
+                Some(place) => self.forward(place, meta, bytes),
+                None => self.count("drop_bad_mad"),
+            };
+        }
+        let Ok(parsed) = Mad::parse(mad) else {
+            return self.count("drop_bad_mad");
+        };
+        let message = parsed.message;
+        self.count("rx_mads");
+        let remote = meta.remote.ip();
+        if let Some(place) = self.owner(meta, &message).filter(|p| self.by_place.contains_key(p)) {
+            self.tracker.observe(place, meta.local, remote, &message);
+            return self.forward(place, meta, bytes);
+        }
+        if self.orphans.observe(remote, &message) {
+            return;
+        }
+        let now = now();
+        if let Some(gsi) = self.groups.get_mut(group) {
+            gsi.answer(now, meta, mad);
+        }
+        self.count("answered_mads");
+    }
+
+    /// Whose a message of the connection manager is.
+    fn owner(&self, meta: &Meta, message: &Message) -> Option<Place> {
+        let by_id = |id: u32| Some(Place::of_comm_id(id)).filter(|p| p.is_valid());
+        let by_service = |service: u64| {
+            self.ports
+                .listener(service, meta.local, |p| self.by_place.contains_key(&p))
+        };
+        match message {
+            Message::Req(m) => {
+                let known = self.tracker.owner(meta.remote.ip(), message);
+                known.or_else(|| by_service(m.service_id))
+            }
+            Message::SidrReq(m) => by_service(m.service_id),
+            Message::SidrRep(m) => by_id(m.request_id),
+            Message::Rej(m) => by_id(m.remote_comm_id).or_else(|| self.tracker.owner(meta.remote.ip(), message)),
+            Message::Mra(m) => by_id(m.remote_comm_id),
+            Message::Rep(m) => by_id(m.remote_comm_id),
+            Message::Rtu(m) => by_id(m.remote_comm_id),
+            Message::Dreq(m) => by_id(m.remote_comm_id),
+            Message::Drep(m) => by_id(m.remote_comm_id),
+        }
+    }
+
+    /// Passes a packet on to the process that it is for.
+    fn forward(&mut self, place: Place, meta: &Meta, bytes: &[u8]) {
+        let client = self.by_place.get(&place).and_then(|key| self.clients.get(*key));
+        let Some(client) = client else {
+            return self.count("drop_no_process");
+        };
+        let sent = client.try_send(&ToClient::Datagram(*meta), bytes);
+        self.count(if sent { "forwarded" } else { "drop_process_busy" });
+    }
+
+    /// Nobody is there, nor was a moment ago, and nobody is left to be told anything.
+    fn is_unused(&self) -> bool {
+        self.clients.is_empty() && self.orphans.is_empty() && self.slots.absent().is_empty()
+    }
+
+    /// What no event tells. True: the broker is not needed any more.
+    fn housekeeping(&mut self, now: Instant) -> bool {
+        self.settle_absent(now);
+        self.retry_deferred(now);
+        self.end_questions(now);
+        self.give_up_silent(now);
+        for out in self.orphans.poll(now) {
+            if let Some(gsi) = self.group_of(out.local).and_then(|key| self.groups.get_mut(key)) {
+                gsi.send(&out);
+            }
+            self.counters
+                .entry("tx_dreqs_for_dead")
+                .and_modify(|n| *n += 1)
+                .or_insert(1);
+        }
+        self.close_idle_groups(now);
+        if !self.is_unused() {
+            self.unused_since = now;
+        }
+        self.linger.is_some_and(|linger| now >= self.unused_since + linger)
+    }
+
+    fn settle_absent(&mut self, now: Instant) {
+        if self.slots.absent().is_empty() {
+            return;
+        }
+        let settled = now >= self.started + SETTLE;
+        // Of a process that can't be seen only its coming back tells that it lives.
+        let alive = |p| state::is_alive(p) && !(settled && p.pid == 0);
+        let dead = self.slots.bury(boot_time(), alive);
+        for place in &dead {
+            self.bury(*place);
+        }
+        if !dead.is_empty() {
+            self.save();
+        }
+    }
+
+    fn give_up_silent(&mut self, now: Instant) {
+        let silent = |c: &Client| c.place.is_none() && now >= c.since + FIRST_WORD;
+        let keys: Vec<usize> = self.clients.iter().filter(|(_, c)| silent(c)).map(|(k, _)| k).collect();
+        for key in keys {
+            self.remove(key, false);
+        }
+    }
+
+    /// A group that nobody uses is closed, so that a program may have the port alone.
+    fn close_idle_groups(&mut self, now: Instant) {
+        let owed = !self.orphans.is_empty() || !self.slots.absent().is_empty();
+        for (key, gsi) in &mut self.groups {
+            let used = owed || self.clients.iter().any(|(_, c)| c.opened.contains(&key));
+            gsi.idle_since = if used { None } else { gsi.idle_since.or(Some(now)) };
+        }
+        let Some(linger) = self.linger else { return };
+        let over = |g: &Gsi| g.idle_since.is_some_and(|since| now >= since + linger);
+        let keys: Vec<usize> = self.groups.iter().filter(|(_, g)| over(g)).map(|(k, _)| k).collect();
+        for key in keys {
+            let gsi = self.groups.remove(key);
+            for fd in gsi.descriptors() {
+                self.unwatch(fd);
+            }
+        }
+    }
+
+    /// Keeps a group's vault with systemd.
+    pub(super) fn deposit(&self, group: &Group) {
+        if let Err(e) = self.notify.say("FDSTORE=1\nFDNAME=vault", &[group.vault().as_fd()]) {
+            tracing::warn!("systemd does not keep the sockets: {e}");
+        }
+    }
+}
+
+/// Whose an answer of a management class other than communication management is.
+fn transaction_owner(mad: &[u8]) -> Option<Place> {
+    let high: &[u8; 4] = mad.get(MAD_TRANSACTION..)?.first_chunk()?;
+    let answer = mad.get(MAD_METHOD)? & METHOD_RESPONSE != 0;
+    let place = Place::of_comm_id(u32::from_be_bytes(*high));
+    (answer && place.is_valid()).then_some(place)
+}
+
+fn watch(poll: &Poll, fd: RawFd, source: Source, interest: Interest) -> io::Result<()> {
+    poll.registry().register(&mut SourceFd(&fd), source.token(), interest)
+}

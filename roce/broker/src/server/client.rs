@@ -1,0 +1,100 @@
+//! One connection of the broker's socket.
+
+use std::{
+    collections::{BTreeSet, VecDeque},
+    io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    time::Duration,
+};
+
+use roce_verbs::Instant;
+use rustix::process::{PidfdFlags, pidfd_open};
+
+use super::{slots::Process, state};
+use crate::{
+    proto::{Place, Reply, ToBroker, ToClient},
+    wire::{self, Record, RecvError},
+};
+
+/// Answers that a client has not taken: with more it is given up.
+const MAX_WAITING: usize = 4096;
+/// How long a connection may say nothing at all.
+pub(super) const FIRST_WORD: Duration = Duration::from_secs(10);
+
+/// See the module.
+pub(super) struct Client {
+    pub(super) socket: OwnedFd,
+    /// Readable when the process has ended, even if a child of it holds the connection.
+    pub(super) pidfd: Option<OwnedFd>,
+    pub(super) process: Process,
+    pub(super) uid: u32,
+    /// Runs as the broker's own user.
+    pub(super) trusted: bool,
+    pub(super) name: String,
+    pub(super) place: Option<Place>,
+    /// Groups that it has sockets of.
+    pub(super) opened: BTreeSet<usize>,
+    pub(super) since: Instant,
+    waiting: VecDeque<(Vec<u8>, Vec<OwnedFd>)>,
+}
+
+impl Client {
+    /// Takes a new connection.
+    pub(super) fn new(socket: OwnedFd, now: Instant, nonce: u64) -> io::Result<Self> {
+        let credentials = rustix::net::sockopt::socket_peercred(&socket)?;
+        let pid = credentials.pid.as_raw_nonzero().get().unsigned_abs();
+        let pidfd = pidfd_open(credentials.pid, PidfdFlags::empty()).ok();
+        // In a namespace of its own it has no number here; then it is told apart by one of ours.
+        let unseen = Process { pid: 0, start: nonce };
+        let uid = credentials.uid.as_raw();
+        Ok(Self {
+            socket,
+            pidfd,
+            process: state::process(pid).unwrap_or(unseen),
+            uid,
+            trusted: uid == rustix::process::geteuid().as_raw(),
+            name: String::new(),
+            place: None,
+            opened: BTreeSet::new(),
+            since: now,
+            waiting: VecDeque::new(),
+        })
+    }
+
+    pub(super) fn receive(&self, buffer: &mut [u8]) -> Result<Record<ToBroker>, RecvError> {
+        wire::receive(self.socket.as_fd(), buffer, false)
+    }
+
+    /// Answers, now or when the client has room.
+    pub(super) fn reply(&mut self, seq: u64, reply: Reply, fds: Vec<OwnedFd>) -> io::Result<()> {
+        let bytes = wire::encode(&ToClient::Reply { seq, reply }, &[])?;
+        self.waiting.push_back((bytes, fds));
+        if self.waiting.len() > MAX_WAITING {
+            return Err(io::Error::new(
+                io::ErrorKind::QuotaExceeded,
+                "it does not take its answers",
+            ));
+        }
+        self.flush()
+    }
+
+    /// Sends what waits.
+    pub(super) fn flush(&mut self) -> io::Result<()> {
+        while let Some((bytes, fds)) = self.waiting.front() {
+            let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
+            match wire::send(self.socket.as_fd(), bytes, &fds, false) {
+                Ok(()) => {}
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(e) => return Err(e),
+            }
+            self.waiting.pop_front();
+        }
+        Ok(())
+    }
+
+    /// Sends something that may get lost. False: it did.
+    pub(super) fn try_send(&self, message: &ToClient, payload: &[u8]) -> bool {
+        let bytes = wire::encode(message, payload);
+        self.waiting.is_empty() && bytes.is_ok_and(|b| wire::send(self.socket.as_fd(), &b, &[], false).is_ok())
+    }
+}

@@ -1,0 +1,218 @@
+//! The broker.
+
+mod broker;
+mod client;
+mod gsi;
+mod orphans;
+mod ports;
+mod requests;
+mod slots;
+mod state;
+mod systemd;
+
+use std::{
+    ffi::{OsStr, OsString},
+    fs, io,
+    io::Write,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::fs::PermissionsExt,
+    },
+    path::PathBuf,
+    process::{Command, ExitCode, Stdio},
+    time::{Duration, Instant},
+};
+
+use rustix::{
+    net::SocketAddrUnix,
+    process::{Resource, Rlimit, getrlimit, setrlimit},
+};
+
+use crate::{
+    start::{self, LIFE_LOCK, Lock, READY, RUNS_ALREADY, SOCKET, StartError},
+    sys,
+};
+
+/// Seconds that a broker stays when nobody needs it; tests shorten it.
+pub const LINGER_VARIABLE: &str = "FERROCE_BROKER_LINGER";
+/// How long it stays otherwise.
+const LINGER: Duration = Duration::from_secs(5);
+/// How long a predecessor may take to end.
+const PREDECESSOR: Duration = Duration::from_secs(3);
+
+/// How a broker runs.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Where its socket is.
+    pub dir: PathBuf,
+    /// How long it stays when nobody needs it; `None`: for ever.
+    pub linger: Option<Duration>,
+    /// Serve other users too, and give the socket these permissions.
+    pub shared: Option<u32>,
+    /// Leave the process group and close what the starting program left open. Only for a program that has not opened
+    /// anything itself.
+    pub detach: bool,
+    /// Say on standard output when it can be connected to (or why not), and close that.
+    pub announce: bool,
+}
+
+impl Config {
+    /// A broker of this user alone.
+    pub fn new(dir: PathBuf) -> Self {
+        let given = std::env::var(LINGER_VARIABLE).ok().and_then(|t| t.parse().ok());
+        let linger = given.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+        Self {
+            dir,
+            linger: Some(linger.unwrap_or(LINGER)),
+            shared: None,
+            detach: false,
+            announce: false,
+        }
+    }
+}
+
+/// Why a broker does not run.
+#[derive(Debug, thiserror::Error)]
+pub enum BrokerError {
+    /// Another one has the directory.
+    #[error("{RUNS_ALREADY} in {}", .0.display())]
+    Runs(PathBuf),
+    /// The directory can't be used.
+    #[error(transparent)]
+    Start(#[from] StartError),
+    /// A system call failed.
+    #[error("{context}: {source}")]
+    Io {
+        /// What was tried.
+        context: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+fn context(context: &'static str) -> impl Fn(io::Error) -> BrokerError {
+    move |source| BrokerError::Io { context, source }
+}
+
+/// Runs a broker until nobody needs it. With [`Config::detach`]: starts one that is nobody's child and returns.
+///
+/// # Errors
+/// When another one runs in the directory or the system refuses something.
+pub fn run(config: &Config) -> Result<(), BrokerError> {
+    if config.detach {
+        return detach(config);
+    }
+    let kept = systemd::kept_descriptors();
+    let outcome = serve(config, kept);
+    if let (Err(e), true) = (&outcome, config.announce) {
+        // Whoever started us tells its user.
+        let _ = writeln!(io::stdout(), "{e}");
+    }
+    outcome
+}
+
+fn serve(config: &Config, kept: Vec<OwnedFd>) -> Result<(), BrokerError> {
+    start::prepare_dir(&config.dir)?;
+    let deadline = Instant::now() + PREDECESSOR;
+    let lock = Lock::take(&config.dir, LIFE_LOCK, deadline).map_err(context("locking the directory"))?;
+    let Some(lock) = lock else {
+        return Err(BrokerError::Runs(config.dir.clone()));
+    };
+    raise_limits();
+    let listener = listen(config).map_err(context("making the socket"))?;
+    let notify = systemd::Notify::from_env();
+    let mut broker = broker::Broker::new(config, listener, kept, notify).map_err(context("starting"))?;
+    broker.ready();
+    if config.announce {
+        announce().map_err(context("telling that it is ready"))?;
+    }
+    tracing::info!(dir = %config.dir.display(), "the broker is ready");
+    let outcome = broker.run().map_err(context("waiting for events"));
+    // Before the lock goes: the next one's socket must stay.
+    let _ = fs::remove_file(config.dir.join(SOCKET));
+    drop(broker);
+    drop(lock);
+    outcome
+}
+
+/// Every member is two descriptors, and a group 128 for moments.
+fn raise_limits() {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        ..limit
+    };
+    if let Err(e) = setrlimit(Resource::Nofile, raised) {
+        tracing::info!("the limit of open files stays as it is: {e}");
+    }
+}
+
+fn listen(config: &Config) -> io::Result<OwnedFd> {
+    let path = config.dir.join(SOCKET);
+    // The lock says that its owner is dead.
+    match fs::remove_file(&path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+        _ => {}
+    }
+    let socket = start::new_socket()?;
+    rustix::net::bind(&socket, &SocketAddrUnix::new(&path)?)?;
+    let mode = config.shared.unwrap_or(0o600);
+    fs::set_permissions(&path, fs::Permissions::from_mode(mode))?;
+    rustix::net::listen(&socket, 1024)?;
+    rustix::io::ioctl_fionbio(socket.as_fd(), true)?;
+    Ok(socket)
+}
+
+/// Tells whoever waits for it, which ends its waiting.
+fn announce() -> io::Result<()> {
+    let mut out = io::stdout();
+    writeln!(out, "{READY}")?;
+    out.flush()?;
+    let null = fs::File::options().write(true).open("/dev/null")?;
+    rustix::stdio::dup2_stdout(null)?;
+    Ok(())
+}
+
+fn detach(config: &Config) -> Result<(), BrokerError> {
+    // SAFETY: `Config::detach` says that this program has opened nothing.
+    unsafe { sys::close_from(3) }.map_err(context("closing what the starting program left open"))?;
+    // Not of the terminal, so that its ctrl-C is none of ours.
+    let _ = rustix::process::setsid();
+    let program = std::env::current_exe().map_err(context("finding the own program"))?;
+    let child = Command::new(program)
+        .args([
+            OsStr::new("broker"),
+            OsStr::new("--announce"),
+            OsStr::new("--dir"),
+            config.dir.as_os_str(),
+        ])
+        .stdin(Stdio::null())
+        .stdout(Stdio::inherit())
+        .stderr(Stdio::inherit())
+        .spawn();
+    child.map(drop).map_err(context("starting the broker"))
+}
+
+/// The broker as a program: `broker --dir DIR [--detach] [--announce]`.
+pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
+    let args: Vec<OsString> = args.collect();
+    let has = |name: &str| args.iter().any(|a| a == name);
+    let dir = args.iter().skip_while(|a| *a != "--dir").nth(1);
+    let Some(dir) = dir.filter(|_| args.first().is_some_and(|a| a == "broker")) else {
+        eprintln!("usage: roce-broker broker --dir DIR [--detach] [--announce]");
+        return ExitCode::from(2);
+    };
+    let config = Config {
+        detach: has("--detach"),
+        announce: has("--announce"),
+        ..Config::new(dir.into())
+    };
+    tracing_subscriber::fmt().with_writer(io::stderr).init();
+    match run(&config) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("error: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,369 @@
+//! What clients ask for.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    io,
+    net::IpAddr,
+    os::fd::OwnedFd,
+    time::Duration,
+};
+
+use roce_net::now;
+use roce_verbs::Instant;
+
+use super::{
+    broker::{Broker, random},
+    state::boot_time,
+};
+use crate::{
+    group::{Group, GroupError, family_addresses},
+    proto::{
+        Binding, Connection, Place, ProcessReport, Refusal, Reply, Report, Request, SLOTS, Statistics, ToClient,
+        VERSION,
+    },
+};
+
+/// How long processes may take to tell about themselves.
+const REPORT_TIME: Duration = Duration::from_secs(2);
+/// The longest name of a process that is kept, bytes.
+const MAX_NAME: usize = 64;
+
+/// A request that waits for members of a former broker.
+pub(super) struct Deferred {
+    client: usize,
+    seq: u64,
+    request: Request,
+}
+
+/// Statistics that are being collected.
+pub(super) struct Question {
+    client: usize,
+    seq: u64,
+    token: u64,
+    /// Clients that have not answered.
+    waiting: BTreeSet<usize>,
+    reports: HashMap<usize, Report>,
+    until: Instant,
+}
+
+/// How a request comes out.
+enum Outcome {
+    Reply(Reply, Vec<OwnedFd>),
+    /// Try again when the members of a former broker are back.
+    Later,
+    /// The answer comes by itself.
+    Pending,
+}
+
+fn refused(why: Refusal, text: impl Into<String>) -> Outcome {
+    Outcome::Reply(Reply::Refused { why, text: text.into() }, vec![])
+}
+
+fn done() -> Outcome {
+    Outcome::Reply(Reply::Done, vec![])
+}
+
+fn port_text(service: u64, addr: Option<IpAddr>) -> String {
+    let at = addr.map_or_else(|| "all addresses".to_owned(), |a| a.to_string());
+    format!(
+        "port {} (service ID {service:#018x}) on {at} is another process's",
+        service as u16
+    )
+}
+
+impl Broker {
+    pub(super) fn on_request(&mut self, client: usize, seq: u64, request: Request, fds: Vec<OwnedFd>) {
+        let outcome = self.handle(client, seq, &request, fds);
+        match outcome {
+            Outcome::Reply(reply, fds) => self.reply(client, seq, reply, fds),
+            Outcome::Later => self.deferred.push(Deferred { client, seq, request }),
+            Outcome::Pending => {}
+        }
+    }
+
+    fn reply(&mut self, client: usize, seq: u64, reply: Reply, fds: Vec<OwnedFd>) {
+        let sent = self.clients.get_mut(client).map(|c| c.reply(seq, reply, fds));
+        if let Some(Err(e)) = sent {
+            tracing::info!("a process is given up: {e}");
+            self.remove(client, false);
+        }
+    }
+
+    pub(super) fn retry_deferred(&mut self, _now: Instant) {
+        for d in std::mem::take(&mut self.deferred) {
+            self.on_request(d.client, d.seq, d.request, vec![]);
+        }
+    }
+
+    fn handle(&mut self, client: usize, seq: u64, request: &Request, fds: Vec<OwnedFd>) -> Outcome {
+        let place = self.clients.get(client).and_then(|c| c.place);
+        match (request, place) {
+            (Request::Hello { version, name, rejoin }, None) => self.hello(client, *version, name, *rejoin),
+            (Request::Statistics, _) => self.ask(client, seq),
+            (Request::Restore { bindings, connections }, Some(place)) => {
+                self.restore(client, place, bindings, connections)
+            }
+            (Request::Open { addr, again }, Some(place)) => self.open(client, place, *addr, *again, fds),
+            (Request::Bind { service, addr, reuse }, Some(place)) => self.bind(client, place, *service, *addr, *reuse),
+            (Request::Unbind { service, addr }, Some(place)) => {
+                self.ports.unbind(place, *service, *addr);
+                done()
+            }
+            (Request::Listen { service, addr }, Some(place)) => self.listen(client, place, *service, *addr),
+            (Request::Unlisten { service, addr }, Some(place)) => {
+                self.ports.unlisten(place, *service, *addr);
+                done()
+            }
+            _ => refused(Refusal::Invalid, "not at this point"),
+        }
+    }
+
+    fn hello(&mut self, client: usize, version: u32, name: &str, rejoin: Option<Place>) -> Outcome {
+        let Some(c) = self.clients.get_mut(client) else {
+            return Outcome::Pending;
+        };
+        if version != VERSION {
+            let text = format!("the broker speaks version {VERSION} of its protocol, not {version}: end it");
+            return refused(Refusal::Version, text);
+        }
+        let process = c.process;
+        c.name = name.chars().filter(|c| !c.is_control()).take(MAX_NAME).collect();
+        let place = match rejoin {
+            Some(place) => Some(place).filter(|p| self.slots.reclaim(*p, process)),
+            None => self.slots.allocate(boot_time(), process),
+        };
+        let Some(place) = place else {
+            return match rejoin {
+                Some(_) => refused(
+                    Refusal::PlaceTaken,
+                    "the numbers that the process has are another's now",
+                ),
+                None => refused(Refusal::Full, format!("all {} places are taken", SLOTS - 1)),
+            };
+        };
+        if let Some(c) = self.clients.get_mut(client) {
+            c.place = Some(place);
+            tracing::info!(
+                pid = process.pid,
+                name = c.name,
+                ?place,
+                rejoin = rejoin.is_some(),
+                "a process joins"
+            );
+        }
+        self.by_place.insert(place, client);
+        self.save();
+        Outcome::Reply(Reply::Welcome { place }, vec![])
+    }
+
+    fn restore(&mut self, client: usize, place: Place, bindings: &[Binding], connections: &[Connection]) -> Outcome {
+        let Some(process) = self.clients.get(client).map(|c| c.process) else {
+            return Outcome::Pending;
+        };
+        for binding in bindings {
+            self.ports.restore(place, process, binding.clone());
+        }
+        for conn in connections {
+            self.tracker.restore(place, *conn);
+        }
+        done()
+    }
+
+    fn open(&mut self, client: usize, place: Place, addr: IpAddr, again: bool, vaults: Vec<OwnedFd>) -> Outcome {
+        let Some(trusted) = self.clients.get(client).map(|c| c.trusted) else {
+            return Outcome::Pending;
+        };
+        if trusted {
+            for vault in vaults {
+                self.adopt(vault);
+            }
+        }
+        let wanted = family_addresses(addr);
+        let mut groups = Vec::new();
+        for family in &wanted {
+            match self.group_for(*family) {
+                Ok(key) => groups.push(key),
+                Err(GroupError::Taken { .. }) if self.is_settling(now()) => return Outcome::Later,
+                // A host without IPv6 still has the other half of the unspecified address.
+                Err(GroupError::Io { source, .. })
+                    if wanted.len() > 1 && source.raw_os_error() == Some(libc::EAFNOSUPPORT) => {}
+                Err(e) => return refused(Refusal::Address, e.to_string()),
+            }
+        }
+        if let Some(c) = self.clients.get_mut(client) {
+            c.opened.extend(&groups);
+        }
+        match self.hand_out(&groups, place, again, trusted) {
+            Ok(outcome) => outcome,
+            Err(e) => refused(Refusal::Internal, format!("the sockets can't be handed out: {e}")),
+        }
+    }
+
+    fn hand_out(&self, groups: &[usize], place: Place, again: bool, vault: bool) -> io::Result<Outcome> {
+        let (mut addrs, mut fds) = (Vec::new(), Vec::new());
+        for gsi in groups.iter().filter_map(|key| self.groups.get(*key)) {
+            addrs.push(gsi.group.addr());
+            fds.push(match again {
+                true => gsi.group.retake(place.slot)?,
+                false => gsi.group.take(place.slot)?,
+            });
+            if vault {
+                fds.push(gsi.group.vault().try_clone_to_owned()?);
+            }
+        }
+        Ok(Outcome::Reply(Reply::Opened { addrs, vault }, fds))
+    }
+
+    /// Takes a group back that a member kept.
+    fn adopt(&mut self, vault: OwnedFd) {
+        let group = match Group::adopt(vault) {
+            Ok(group) => group,
+            Err(e) => {
+                tracing::warn!("what a process kept is of no use: {e}");
+                return;
+            }
+        };
+        if self.groups.iter().any(|(_, g)| g.group.addr() == group.addr()) {
+            return;
+        }
+        tracing::info!(addr = %group.addr(), "a group is taken over");
+        if let Err(e) = self.add_group(group) {
+            tracing::warn!("a group can't be taken over: {e}");
+        }
+    }
+
+    fn group_for(&mut self, addr: IpAddr) -> Result<usize, GroupError> {
+        if let Some(key) = self.group_of(addr) {
+            return Ok(key);
+        }
+        if addr.is_unspecified() {
+            let other = self
+                .groups
+                .iter()
+                .find(|(_, g)| g.group.addr().is_ipv4() == addr.is_ipv4());
+            if let Some((_, other)) = other {
+                let other = other.group.addr();
+                return Err(GroupError::Overlap { addr, other });
+            }
+        }
+        let kept = self.kept.iter().position(|g| g.addr() == addr);
+        let group = match kept {
+            Some(index) => self.kept.swap_remove(index),
+            None => {
+                let group = Group::open(addr)?;
+                self.deposit(&group);
+                group
+            }
+        };
+        let io = |source| GroupError::Io {
+            context: "watching a group",
+            source,
+        };
+        self.add_group(group).map_err(io)?;
+        self.group_of(addr).ok_or(GroupError::NotLocal(addr))
+    }
+
+    fn bind(&mut self, client: usize, place: Place, service: u64, addr: Option<IpAddr>, reuse: bool) -> Outcome {
+        if self.is_settling(now()) {
+            return Outcome::Later;
+        }
+        let Some(process) = self.clients.get(client).map(|c| c.process) else {
+            return Outcome::Pending;
+        };
+        let start = match random() {
+            Ok(bytes) => u16::from_le_bytes(bytes),
+            Err(e) => return refused(Refusal::Internal, e.to_string()),
+        };
+        match self.ports.bind(place, process, service, addr, reuse, start) {
+            Ok(service) => Outcome::Reply(Reply::Bound { service }, vec![]),
+            Err(_) => refused(Refusal::PortInUse, port_text(service, addr)),
+        }
+    }
+
+    fn listen(&mut self, client: usize, place: Place, service: u64, addr: Option<IpAddr>) -> Outcome {
+        if self.is_settling(now()) {
+            return Outcome::Later;
+        }
+        let Some(process) = self.clients.get(client).map(|c| c.process) else {
+            return Outcome::Pending;
+        };
+        match self.ports.listen(place, process, service, addr) {
+            Ok(()) => done(),
+            Err(_) => refused(Refusal::PortInUse, port_text(service, addr)),
+        }
+    }
+
+    fn ask(&mut self, client: usize, seq: u64) -> Outcome {
+        let token = match random() {
+            Ok(bytes) => u64::from_le_bytes(bytes),
+            Err(e) => return refused(Refusal::Internal, e.to_string()),
+        };
+        let query = ToClient::Query { token };
+        let members = self.by_place.values().copied();
+        let asked = members.filter(|key| self.clients.get(*key).is_some_and(|c| c.try_send(&query, &[])));
+        let waiting: BTreeSet<usize> = asked.collect();
+        self.questions.push(Question {
+            client,
+            seq,
+            token,
+            waiting,
+            reports: HashMap::new(),
+            until: now() + REPORT_TIME,
+        });
+        Outcome::Pending
+    }
+
+    pub(super) fn on_report(&mut self, client: usize, token: u64, report: Report) {
+        for q in self.questions.iter_mut().filter(|q| q.token == token) {
+            if q.waiting.remove(&client) {
+                q.reports.insert(client, report.clone());
+            }
+        }
+    }
+
+    /// A client is gone: it neither answers nor asks.
+    pub(super) fn forget_questions(&mut self, client: usize) {
+        self.questions.retain(|q| q.client != client);
+        for q in &mut self.questions {
+            q.waiting.remove(&client);
+            q.reports.remove(&client);
+        }
+        self.deferred.retain(|d| d.client != client);
+    }
+
+    pub(super) fn end_questions(&mut self, now: Instant) {
+        let all = std::mem::take(&mut self.questions);
+        let (over, waiting) = all.into_iter().partition(|q| q.waiting.is_empty() || now >= q.until);
+        self.questions = waiting;
+        for q in over {
+            let statistics = self.statistics(&q);
+            self.reply(q.client, q.seq, Reply::Statistics(statistics), vec![]);
+        }
+    }
+
+    fn statistics(&self, q: &Question) -> Statistics {
+        let mut processes: Vec<ProcessReport> = self
+            .by_place
+            .iter()
+            .filter_map(|(place, key)| {
+                let c = self.clients.get(*key)?;
+                Some(ProcessReport {
+                    pid: c.process.pid,
+                    uid: c.uid,
+                    name: c.name.clone(),
+                    place: *place,
+                    connections: self.tracker.count(*place) as u64,
+                    bindings: self.ports.of(*place),
+                    report: q.reports.get(key).cloned(),
+                })
+            })
+            .collect();
+        processes.sort_by_key(|p| (p.pid, p.place));
+        Statistics {
+            pid: std::process::id(),
+            addrs: self.groups.iter().map(|(_, g)| g.group.addr()).collect(),
+            processes,
+            counters: self.counters.iter().map(|(name, n)| ((*name).to_owned(), *n)).collect(),
+        }
+    }
+}

@@ -1,0 +1,269 @@
+//! Who has which place.
+//!
+//! When a process ends, its place rests: peers may still send to its queue pairs. The slot may have another owner at once,
+//! of another generation. Places of processes that said goodbye may be used again early when nothing else is free.
+
+use serde::{Deserialize, Serialize};
+
+use crate::proto::{GENERATIONS, Place, SLOTS};
+
+/// How long a place rests, milliseconds: longer than packets live and than peers retry (8 times 4.3 s) in general.
+pub(super) const REST: u64 = 60_000;
+
+/// A process, told apart from later ones with the same id.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub(super) struct Process {
+    /// Process id; 0 if it is in a namespace that can't be seen.
+    pub(super) pid: u32,
+    /// When it was started (`/proc/PID/stat`, field 22).
+    pub(super) start: u64,
+}
+
+/// Who has a slot.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+enum Owner {
+    Nobody,
+    /// A member that is connected.
+    Member(u8, Process),
+    /// A member of a former broker that has not come back yet.
+    Absent(u8, Process),
+}
+
+/// A place that rests.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+struct Rest {
+    until: u64,
+    clean: bool,
+    process: Process,
+}
+
+/// See the module. Times are milliseconds of a clock that goes on while the machine sleeps.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub(super) struct Slots {
+    owners: Vec<Owner>,
+    rests: Vec<Option<Rest>>,
+    next: u32,
+}
+
+impl Slots {
+    /// All free; `start` says where the search begins.
+    pub(super) fn new(start: u32) -> Self {
+        Self {
+            owners: vec![Owner::Nobody; SLOTS],
+            rests: vec![None; SLOTS * GENERATIONS],
+            next: start,
+        }
+    }
+
+    /// Whether a state that was read has the right shape.
+    pub(super) fn is_sound(&self) -> bool {
+        self.owners.len() == SLOTS && self.rests.len() == SLOTS * GENERATIONS
+    }
+
+    fn rest_mut(&mut self, place: Place) -> Option<&mut Option<Rest>> {
+        let index = usize::from(place.slot) * GENERATIONS + usize::from(place.generation);
+        self.rests.get_mut(index)
+    }
+
+    /// A place for a new member; `None` when all are taken or rest.
+    pub(super) fn allocate(&mut self, now: u64, process: Process) -> Option<Place> {
+        let place = self.find_rested(now).or_else(|| self.find_clean())?;
+        self.give(place, process);
+        Some(place)
+    }
+
+    fn find_rested(&mut self, now: u64) -> Option<Place> {
+        let all = ((SLOTS - 1) * GENERATIONS) as u32;
+        for _ in 0..all {
+            // Slot by slot, so that a slot's generations take long to come round.
+            let n = self.next % all;
+            self.next = (n + 1) % all;
+            let slots = (SLOTS - 1) as u32;
+            let place = Place {
+                slot: (n % slots) as u8 + 1,
+                generation: (n / slots) as u8,
+            };
+            let free = self.owners.get(usize::from(place.slot)) == Some(&Owner::Nobody);
+            let rested = self
+                .rest_mut(place)
+                .is_some_and(|r| r.is_none_or(|r| r.until <= now || r.until > now + REST));
+            if free && rested {
+                return Some(place);
+            }
+        }
+        None
+    }
+
+    /// The place that has rested longest among those that a process left cleanly.
+    fn find_clean(&self) -> Option<Place> {
+        let all = self.rests.iter().enumerate().filter_map(|(i, r)| Some((i, (*r)?)));
+        all.filter(|(i, r)| r.clean && self.owners.get(i / GENERATIONS) == Some(&Owner::Nobody))
+            .min_by_key(|(_, r)| r.until)
+            .map(|(i, _)| Place {
+                slot: (i / GENERATIONS) as u8,
+                generation: (i % GENERATIONS) as u8,
+            })
+    }
+
+    fn give(&mut self, place: Place, process: Process) {
+        if let Some(rest) = self.rest_mut(place) {
+            *rest = None;
+        }
+        if let Some(owner) = self.owners.get_mut(usize::from(place.slot)) {
+            *owner = Owner::Member(place.generation, process);
+        }
+    }
+
+    /// A member of a former broker wants its place again. False: it is another's.
+    pub(super) fn reclaim(&mut self, place: Place, process: Process) -> bool {
+        if !place.is_valid() {
+            return false;
+        }
+        let rest = self.rest_mut(place).and_then(|r| *r);
+        let right = match self.owners.get(usize::from(place.slot)) {
+            Some(Owner::Absent(generation, p)) => *generation == place.generation && *p == process,
+            // Not known of (the state was lost), or it was taken for dead.
+            Some(Owner::Nobody) => rest.is_none_or(|r| r.process == process),
+            _ => false,
+        };
+        if right {
+            self.give(place, process);
+        }
+        right
+    }
+
+    /// A member is gone.
+    pub(super) fn release(&mut self, now: u64, place: Place, clean: bool) {
+        let Some(owner) = self.owners.get_mut(usize::from(place.slot)) else {
+            return;
+        };
+        let (Owner::Member(_, process) | Owner::Absent(_, process)) = *owner else {
+            return;
+        };
+        *owner = Owner::Nobody;
+        if let Some(rest) = self.rest_mut(place) {
+            *rest = Some(Rest {
+                until: now + REST,
+                clean,
+                process,
+            });
+        }
+    }
+
+    /// What a former broker left behind: its members may come back, unless they are dead.
+    pub(super) fn inherit(&mut self, now: u64, is_alive: impl Fn(Process) -> bool) {
+        for owner in &mut self.owners {
+            if let Owner::Member(generation, process) = *owner {
+                *owner = Owner::Absent(generation, process);
+            }
+        }
+        self.bury(now, is_alive);
+    }
+
+    /// Lets the places of absent members that are dead rest. Returns those places.
+    pub(super) fn bury(&mut self, now: u64, is_alive: impl Fn(Process) -> bool) -> Vec<Place> {
+        let absent = self.absent();
+        let dead: Vec<Place> = absent
+            .into_iter()
+            .filter(|(_, p)| !is_alive(*p))
+            .map(|(place, _)| place)
+            .collect();
+        for place in &dead {
+            self.release(now, *place, false);
+        }
+        dead
+    }
+
+    /// Members of a former broker that have not come back.
+    pub(super) fn absent(&self) -> Vec<(Place, Process)> {
+        let all = self.owners.iter().enumerate();
+        all.filter_map(|(slot, owner)| match owner {
+            Owner::Absent(generation, process) => {
+                let place = Place {
+                    slot: slot as u8,
+                    generation: *generation,
+                };
+                Some((place, *process))
+            }
+            _ => None,
+        })
+        .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    fn process(pid: u32) -> Process {
+        Process { pid, start: 7 }
+    }
+
+    #[test]
+    fn every_slot_can_be_had_once() {
+        let mut slots = Slots::new(12345);
+        let places: Vec<Place> = (0..127).map(|i| slots.allocate(0, process(i)).unwrap()).collect();
+        let distinct: HashSet<u8> = places.iter().map(|p| p.slot).collect();
+        assert_eq!(distinct.len(), 127);
+        assert!(places.iter().all(|p| p.is_valid()));
+        assert_eq!(slots.allocate(0, process(999)), None);
+    }
+
+    #[test]
+    fn numbers_of_a_killed_process_rest() {
+        let mut slots = Slots::new(0);
+        let mut used = HashSet::new();
+        let mut now = 0;
+        for pid in 0..(127 * GENERATIONS as u32) {
+            let place = slots.allocate(now, process(pid)).unwrap();
+            assert!(used.insert(place), "{place:?} came back at {now}");
+            slots.release(now, place, false);
+            now += 1;
+        }
+        assert_eq!(slots.allocate(now, process(1)), None, "all rest");
+        assert!(slots.allocate(REST, process(1)).is_some(), "the first has rested");
+    }
+
+    #[test]
+    fn a_place_left_cleanly_comes_back_early_when_nothing_else_is_free() {
+        let mut slots = Slots::new(0);
+        let first = slots.allocate(0, process(0)).unwrap();
+        slots.release(5, first, true);
+        for pid in 1..(127 * GENERATIONS as u32) {
+            let place = slots.allocate(10, process(pid)).unwrap();
+            assert_ne!(place, first);
+            slots.release(10, place, false);
+        }
+        assert_eq!(slots.allocate(11, process(1)), Some(first));
+        assert_eq!(slots.allocate(11, process(1)), None);
+    }
+
+    #[test]
+    fn members_of_a_former_broker_get_their_places_again_and_nobody_else_does() {
+        let mut slots = Slots::new(0);
+        let a = slots.allocate(0, process(1)).unwrap();
+        let b = slots.allocate(0, process(2)).unwrap();
+        let text = serde_json::to_string(&slots).unwrap();
+        let mut slots: Slots = serde_json::from_str(&text).unwrap();
+        assert!(slots.is_sound());
+        slots.inherit(100, |p| p.pid == 1);
+        assert_eq!(slots.absent(), [(a, process(1))]);
+        assert!(!slots.reclaim(a, process(9)));
+        assert!(slots.reclaim(a, process(1)));
+        assert!(!slots.reclaim(a, process(1)), "it has it");
+        for pid in 10..136 {
+            let place = slots.allocate(200, process(pid)).unwrap();
+            assert!(place != a && place != b, "one is in use, the other rests");
+        }
+        assert!(!slots.reclaim(Place { slot: 0, generation: 0 }, process(1)));
+        assert!(!slots.reclaim(
+            Place {
+                slot: 200,
+                generation: 0
+            },
+            process(1)
+        ));
+    }
+}

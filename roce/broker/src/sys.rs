@@ -1,0 +1,56 @@
+//! System calls that no crate wraps.
+
+use std::{
+    io,
+    os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
+};
+
+use libc::{c_int, c_void, socklen_t};
+
+/// Sets a socket option whose value is an integer.
+pub(crate) fn set_int(fd: BorrowedFd<'_>, level: c_int, name: c_int, value: c_int) -> io::Result<()> {
+    let len = size_of::<c_int>() as socklen_t;
+    // SAFETY: `value` lives on the stack for the call and `len` is its size.
+    let rc = unsafe { libc::setsockopt(fd.as_raw_fd(), level, name, (&raw const value).cast::<c_void>(), len) };
+    check(rc)
+}
+
+/// Has the sockets of a reuseport group chosen by a classic BPF program: it sees the UDP payload and returns the index of
+/// a socket.
+pub(crate) fn steer_group(fd: BorrowedFd<'_>, program: &mut [libc::sock_filter]) -> io::Result<()> {
+    let program = libc::sock_fprog {
+        len: u16::try_from(program.len()).map_err(|_| io::ErrorKind::InvalidInput)?,
+        filter: program.as_mut_ptr(),
+    };
+    let len = size_of::<libc::sock_fprog>() as socklen_t;
+    let (level, name) = (libc::SOL_SOCKET, libc::SO_ATTACH_REUSEPORT_CBPF);
+    // SAFETY: `program` and the instructions that it points at (`len` of them) live for the call; the kernel copies them.
+    let rc = unsafe { libc::setsockopt(fd.as_raw_fd(), level, name, (&raw const program).cast::<c_void>(), len) };
+    check(rc)
+}
+
+/// Closes every descriptor from `first` on: what a program happened to leave open for its children.
+///
+/// # Safety
+/// Nothing in this process may own one of them.
+pub(crate) unsafe fn close_from(first: RawFd) -> io::Result<()> {
+    // SAFETY: no memory is passed; the caller vouches for the descriptors.
+    let rc = unsafe { libc::close_range(first as libc::c_uint, libc::c_uint::MAX, 0) };
+    check(rc)
+}
+
+/// Owns a descriptor that the process was started with.
+///
+/// # Safety
+/// It must be open and nobody else's.
+pub(crate) unsafe fn inherited(fd: RawFd) -> OwnedFd {
+    // SAFETY: as above.
+    unsafe { OwnedFd::from_raw_fd(fd) }
+}
+
+fn check(rc: c_int) -> io::Result<()> {
+    match rc {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}

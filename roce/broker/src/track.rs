@@ -1,0 +1,215 @@
+//! Connections as management datagrams show them: whose a peer's message is that does not name our communication ID, and
+//! what is to be ended when a process dies.
+//!
+//! Only messages from peers are seen. They tell enough: a REQ, and then the RTU that answers our REP, or a REP.
+
+use std::{
+    collections::{HashMap, hash_map::Entry},
+    net::IpAddr,
+};
+
+use roce_cm::mad::{Message, Subject};
+
+use crate::proto::{Connection, Place};
+
+/// Connections of one member that are remembered; beyond, new ones are not.
+const MAX_PER_PLACE: usize = 16_384;
+
+/// The peer's name for a connection.
+type RemoteKey = (IpAddr, u32);
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Known {
+    place: Place,
+    conn: Connection,
+}
+
+/// See the module.
+#[derive(Debug, Default)]
+pub(crate) struct Tracker {
+    by_remote: HashMap<RemoteKey, Known>,
+    counts: HashMap<Place, usize>,
+}
+
+impl Tracker {
+    /// Takes note of a message from a peer that is for the member at `place`.
+    pub(crate) fn observe(&mut self, place: Place, local: IpAddr, remote: IpAddr, message: &Message) {
+        match message {
+            Message::Req(m) => {
+                let conn = Connection {
+                    local,
+                    remote,
+                    local_id: None,
+                    remote_id: m.local_comm_id,
+                    remote_qpn: m.local_qpn.value(),
+                };
+                // A repeated REQ must not make a connection a request again.
+                if !self.by_remote.contains_key(&(remote, m.local_comm_id)) {
+                    self.insert(place, conn);
+                }
+            }
+            Message::Rep(m) => {
+                let conn = Connection {
+                    local,
+                    remote,
+                    local_id: Some(m.remote_comm_id),
+                    remote_id: m.local_comm_id,
+                    remote_qpn: m.local_qpn.value(),
+                };
+                self.insert(place, conn);
+            }
+            Message::Rtu(m) => {
+                let key = (remote, m.local_comm_id);
+                if let Some(entry) = self.by_remote.get_mut(&key).filter(|e| e.place == place) {
+                    entry.conn.local_id = Some(m.remote_comm_id);
+                }
+            }
+            // A REJ of our REQ may come late, when a REP has been seen as well; it is of no use then.
+            Message::Rej(m) => self.forget((remote, m.local_comm_id)),
+            Message::Dreq(m) => self.forget((remote, m.local_comm_id)),
+            Message::Drep(m) => self.forget((remote, m.local_comm_id)),
+            Message::Mra(_) | Message::SidrReq(_) | Message::SidrRep(_) => {}
+        }
+    }
+
+    /// What a member had with a former broker.
+    pub(crate) fn restore(&mut self, place: Place, conn: Connection) {
+        self.insert(place, conn);
+    }
+
+    /// Whose a message is that names its connection by the peer's communication ID only.
+    pub(crate) fn owner(&self, remote: IpAddr, message: &Message) -> Option<Place> {
+        let id = match message {
+            Message::Req(m) => m.local_comm_id,
+            Message::Rej(m) if m.remote_comm_id == 0 || m.subject == Subject::Other => m.local_comm_id,
+            _ => return None,
+        };
+        self.by_remote.get(&(remote, id)).map(|e| e.place)
+    }
+
+    /// How many connections of a member are known.
+    pub(crate) fn count(&self, place: Place) -> usize {
+        self.counts.get(&place).copied().unwrap_or(0)
+    }
+
+    /// All connections of a member.
+    pub(crate) fn of(&self, place: Place) -> Vec<Connection> {
+        let all = self.by_remote.values();
+        all.filter(|e| e.place == place).map(|e| e.conn).collect()
+    }
+
+    /// Forgets a member, and returns its connections.
+    pub(crate) fn take(&mut self, place: Place) -> Vec<Connection> {
+        let all = self.of(place);
+        for conn in &all {
+            self.forget((conn.remote, conn.remote_id));
+        }
+        all
+    }
+
+    fn insert(&mut self, place: Place, conn: Connection) {
+        let key = (conn.remote, conn.remote_id);
+        self.forget(key);
+        let count = self.counts.entry(place).or_default();
+        if *count >= MAX_PER_PLACE {
+            return;
+        }
+        *count += 1;
+        self.by_remote.insert(key, Known { place, conn });
+    }
+
+    fn forget(&mut self, key: RemoteKey) {
+        let Some(old) = self.by_remote.remove(&key) else {
+            return;
+        };
+        if let Entry::Occupied(mut count) = self.counts.entry(old.place) {
+            *count.get_mut() -= 1;
+            if *count.get() == 0 {
+                count.remove();
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use roce_bth::Qpn;
+    use roce_cm::mad::{Dreq, Rej, Rep, Req, Rtu};
+
+    use super::*;
+
+    const HERE: Place = Place { slot: 3, generation: 1 };
+
+    fn ip(last: u8) -> IpAddr {
+        [127, 0, 0, last].into()
+    }
+
+    fn req(id: u32) -> Message {
+        Message::Req(Req {
+            local_comm_id: id,
+            local_qpn: Qpn::new(77),
+            ..Req::default()
+        })
+    }
+
+    #[test]
+    fn a_passive_connection_is_known_from_its_request_and_rtu() {
+        let mut t = Tracker::default();
+        t.observe(HERE, ip(1), ip(2), &req(9));
+        assert_eq!(
+            t.owner(ip(2), &req(9)),
+            Some(HERE),
+            "the repeated request goes to the same"
+        );
+        assert_eq!(t.owner(ip(3), &req(9)), None, "another peer's is another");
+        let rtu = Rtu {
+            local_comm_id: 9,
+            remote_comm_id: 1000,
+            ..Rtu::default()
+        };
+        t.observe(HERE, ip(1), ip(2), &Message::Rtu(rtu));
+        t.observe(HERE, ip(1), ip(2), &req(9));
+        let all = t.take(HERE);
+        assert_eq!(all.len(), 1);
+        assert_eq!(
+            (all[0].local_id, all[0].remote_id, all[0].remote_qpn),
+            (Some(1000), 9, 77)
+        );
+        assert_eq!(t.count(HERE), 0);
+    }
+
+    #[test]
+    fn an_active_connection_is_known_from_its_reply_and_ends_with_a_dreq() {
+        let mut t = Tracker::default();
+        let rep = Rep {
+            local_comm_id: 5,
+            remote_comm_id: 1001,
+            ..Rep::default()
+        };
+        t.observe(HERE, ip(1), ip(2), &Message::Rep(rep));
+        t.observe(HERE, ip(1), ip(2), &Message::Rep(rep));
+        assert_eq!(t.count(HERE), 1);
+        let timeout = Message::Rej(Rej {
+            local_comm_id: 5,
+            ..Rej::default()
+        });
+        assert_eq!(t.owner(ip(2), &timeout), Some(HERE));
+        let dreq = Dreq {
+            local_comm_id: 5,
+            remote_comm_id: 1001,
+            ..Dreq::default()
+        };
+        t.observe(HERE, ip(1), ip(2), &Message::Dreq(dreq));
+        assert_eq!(t.count(HERE), 0);
+        assert!(t.by_remote.is_empty() && t.counts.is_empty());
+    }
+
+    #[test]
+    fn no_more_than_a_bound_is_remembered() {
+        let mut t = Tracker::default();
+        for id in 1..MAX_PER_PLACE as u32 + 100 {
+            t.observe(HERE, ip(1), ip(2), &req(id));
+        }
+        assert_eq!(t.count(HERE), MAX_PER_PLACE);
+    }
+}

@@ -1,0 +1,215 @@
+//! Records of a unix socket, with descriptors.
+
+use std::{
+    io::{self, IoSlice, IoSliceMut},
+    mem::MaybeUninit,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+};
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
+};
+use serde::{Serialize, de::DeserializeOwned};
+
+/// The longest record. A socket's default send buffer (208 KiB) holds it.
+pub(crate) const MAX_RECORD: usize = 96 << 10;
+/// The most descriptors of a record: socket and vault of two IP versions.
+const MAX_FDS: usize = 8;
+
+/// A received record.
+pub(crate) struct Record<T> {
+    pub(crate) message: T,
+    pub(crate) payload: Vec<u8>,
+    pub(crate) fds: Vec<OwnedFd>,
+}
+
+/// Why a receive gave no record.
+#[derive(Debug)]
+pub(crate) enum RecvError {
+    /// None is there now.
+    Empty,
+    /// The other side is gone.
+    Closed,
+    /// It is not what the protocol has.
+    Malformed(String),
+}
+
+/// One record as bytes.
+pub(crate) fn encode<T: Serialize>(message: &T, payload: &[u8]) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; 4];
+    serde_json::to_writer(&mut bytes, message)?;
+    let len = u32::try_from(bytes.len() - 4).map_err(|_| io::ErrorKind::InvalidInput)?;
+    bytes[..4].copy_from_slice(&len.to_le_bytes());
+    bytes.extend_from_slice(payload);
+    if bytes.len() > MAX_RECORD {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "a record too long"));
+    }
+    Ok(bytes)
+}
+
+fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<(T, Vec<u8>), String> {
+    let (len, rest) = bytes.split_first_chunk::<4>().ok_or("a record without a length")?;
+    let json = rest
+        .get(..u32::from_le_bytes(*len) as usize)
+        .ok_or("a record shorter than it says")?;
+    let message = serde_json::from_slice(json).map_err(|e| e.to_string())?;
+    Ok((message, rest[json.len()..].to_vec()))
+}
+
+/// Sends a record that is encoded already.
+pub(crate) fn send(socket: BorrowedFd<'_>, bytes: &[u8], fds: &[BorrowedFd<'_>], wait: bool) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "too many descriptors"));
+    }
+    let mut flags = SendFlags::NOSIGNAL;
+    if !wait {
+        flags |= SendFlags::DONTWAIT;
+    }
+    loop {
+        match rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags) {
+            Ok(_) => return Ok(()),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+}
+
+/// Receives a record. `buffer` is scratch space of [`MAX_RECORD`] bytes.
+pub(crate) fn receive<T: DeserializeOwned>(
+    socket: BorrowedFd<'_>,
+    buffer: &mut [u8],
+    wait: bool,
+) -> Result<Record<T>, RecvError> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut flags = RecvFlags::CMSG_CLOEXEC;
+    if !wait {
+        flags |= RecvFlags::DONTWAIT;
+    }
+    let got = loop {
+        match rustix::net::recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut control, flags) {
+            Ok(got) => break got,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(rustix::io::Errno::AGAIN) => return Err(RecvError::Empty),
+            Err(_) => return Err(RecvError::Closed),
+        }
+    };
+    let fds = received_fds(&mut control);
+    if got.bytes == 0 {
+        return Err(RecvError::Closed);
+    }
+    if got.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
+        return Err(RecvError::Malformed("a record too long".into()));
+    }
+    let bytes = buffer.get(..got.bytes).unwrap_or_default();
+    let (message, payload) = decode(bytes).map_err(RecvError::Malformed)?;
+    Ok(Record { message, payload, fds })
+}
+
+fn received_fds(control: &mut RecvAncillaryBuffer<'_>) -> Vec<OwnedFd> {
+    let mut fds = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(list) = message {
+            fds.extend(list);
+        }
+    }
+    fds
+}
+
+/// Puts descriptors into a socket's queue, where they stay open as long as it does.
+pub(crate) fn store(socket: BorrowedFd<'_>, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_STORED))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "too many descriptors"));
+    }
+    rustix::net::sendmsg(socket, &[IoSlice::new(STORED)], &mut control, SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+/// New references to the descriptors that [`store`] has put there. They stay where they are.
+pub(crate) fn stored(socket: BorrowedFd<'_>) -> io::Result<Vec<OwnedFd>> {
+    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_STORED))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut buffer = [0; STORED.len() + 1];
+    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let got = rustix::net::recvmsg(socket.as_fd(), &mut [IoSliceMut::new(&mut buffer)], &mut control, flags)?;
+    let fds = received_fds(&mut control);
+    if buffer.get(..got.bytes) != Some(STORED) || got.flags.contains(ReturnFlags::CTRUNC) {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            "not a vault, or no descriptors left",
+        ));
+    }
+    Ok(fds)
+}
+
+/// The most descriptors that the kernel takes with one message (`SCM_MAX_FD`).
+const MAX_STORED: usize = 253;
+/// The record that a vault holds.
+const STORED: &[u8] = b"ferroce vault 1";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+    fn pair() -> (OwnedFd, OwnedFd) {
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
+    }
+
+    #[test]
+    fn records_arrive_with_payload_and_descriptors() {
+        let (a, b) = pair();
+        let bytes = encode(&("hello", 7), b"payload").unwrap();
+        send(a.as_fd(), &bytes, &[a.as_fd(), b.as_fd()], true).unwrap();
+        let mut buffer = vec![0; MAX_RECORD];
+        let record: Record<(String, u8)> = receive(b.as_fd(), &mut buffer, true).unwrap();
+        assert_eq!(record.message, ("hello".into(), 7));
+        assert_eq!((record.payload.as_slice(), record.fds.len()), (&b"payload"[..], 2));
+        assert!(matches!(
+            receive::<u8>(b.as_fd(), &mut buffer, false),
+            Err(RecvError::Empty)
+        ));
+        drop((a, record));
+        assert!(matches!(
+            receive::<u8>(b.as_fd(), &mut buffer, false),
+            Err(RecvError::Closed)
+        ));
+    }
+
+    #[test]
+    fn garbage_is_an_error() {
+        let (a, b) = pair();
+        let mut buffer = vec![0; MAX_RECORD];
+        let bad: [&[u8]; 4] = [
+            b"x",
+            &[255, 255, 255, 255, 1],
+            &[4, 0, 0, 0, b'n', b'u'],
+            &[2, 0, 0, 0, b'{', b'{'],
+        ];
+        for bytes in bad {
+            send(a.as_fd(), bytes, &[], true).unwrap();
+            let got = receive::<Vec<u8>>(b.as_fd(), &mut buffer, false);
+            assert!(matches!(got, Err(RecvError::Malformed(_))));
+        }
+        assert!(encode(&0, &vec![0; MAX_RECORD]).is_err());
+    }
+
+    #[test]
+    fn a_vault_gives_its_descriptors_again_and_again() {
+        let (a, b) = pair();
+        let (x, y) = pair();
+        assert!(stored(b.as_fd()).is_err(), "nothing is stored yet");
+        store(a.as_fd(), &[x.as_fd(), y.as_fd()]).unwrap();
+        drop((a, x, y));
+        for _ in 0..3 {
+            let fds = stored(b.as_fd()).unwrap();
+            assert_eq!(fds.len(), 2);
+            send(fds[0].as_fd(), b"still open", &[], false).unwrap();
+        }
+    }
+}

@@ -1,0 +1,494 @@
+//! Processes that share an address, through the facade: the other processes are this test program again, in [`member`].
+
+mod member;
+
+use std::{
+    fs,
+    io::{BufRead, BufReader, Write},
+    net::IpAddr,
+    os::unix::fs::{MetadataExt, PermissionsExt},
+    path::{Path, PathBuf},
+    process::{Child, ChildStdin, Command, Stdio},
+    sync::mpsc::{self, Receiver, RecvTimeoutError},
+    thread,
+    time::{Duration, Instant},
+};
+
+use roce_broker::{JoinConfig, JoinError, Membership, Statistics, join, statistics};
+
+/// What must have happened by then, or it will not.
+const PATIENCE: Duration = Duration::from_secs(180);
+/// The broker of this crate, in the place of `ferroce broker`.
+const BROKER: &str = env!("CARGO_BIN_EXE_roce-broker");
+
+/// A directory for a broker, and how to join that.
+struct Place {
+    dir: tempfile::TempDir,
+    program: PathBuf,
+}
+
+impl Place {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        // The broker ends soon when nobody is left.
+        let program = dir.path().join("broker");
+        fs::write(&program, format!("#!/bin/sh\nFERROCE_BROKER_LINGER=0.5 exec {BROKER} \"$@\"\n")).unwrap();
+        fs::set_permissions(&program, fs::Permissions::from_mode(0o700)).unwrap();
+        Self { dir, program }
+    }
+
+    fn broker_dir(&self) -> PathBuf {
+        self.dir.path().join("run")
+    }
+
+    fn how(&self) -> JoinConfig {
+        JoinConfig {
+            dir: self.broker_dir(),
+            program: Some(self.program.clone()),
+            name: "test".into(),
+        }
+    }
+
+    fn join(&self) -> Membership {
+        join(&self.how()).unwrap()
+    }
+
+    fn statistics(&self) -> Statistics {
+        statistics(&self.broker_dir()).unwrap().expect("a broker")
+    }
+
+    /// Waits until the broker says so.
+    fn until(&self, what: &str, holds: impl Fn(&Statistics) -> bool) -> Statistics {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            // Between two brokers there is none.
+            if let Ok(Some(s)) = statistics(&self.broker_dir())
+                && holds(&s)
+            {
+                return s;
+            }
+            assert!(Instant::now() < deadline, "never: {what}: {:?}", statistics(&self.broker_dir()));
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn until_gone(&self) {
+        let socket = self.broker_dir().join("broker.sock");
+        wait_until("the broker has ended", || !socket.exists());
+    }
+
+    fn start(&self, addr: &str, alone: bool) -> Process {
+        Process::start(self, addr, alone)
+    }
+}
+
+fn wait_until(what: &str, holds: impl Fn() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !holds() {
+        assert!(Instant::now() < deadline, "never: {what}");
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn kill(pid: u32) {
+    let status = Command::new("kill").args(["-9", &pid.to_string()]).status().unwrap();
+    assert!(status.success());
+}
+
+/// Another process with a device.
+struct Process {
+    child: Child,
+    stdin: Option<ChildStdin>,
+    lines: Receiver<String>,
+}
+
+impl Process {
+    fn start(place: &Place, addr: &str, alone: bool) -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["member::member", "--exact", "--ignored", "--nocapture"])
+            .env("FERROCE_BROKER", &place.program)
+            .env("FERROCE_BROKER_DIR", place.broker_dir())
+            .env(member::ADDR, addr)
+            .env(member::ALONE, if alone { "1" } else { "" })
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (tx, lines) = mpsc::channel();
+        let out = BufReader::new(child.stdout.take().unwrap());
+        thread::spawn(move || {
+            for line in out.lines().map_while(Result::ok) {
+                if let Some(at) = line.find(member::MARK) {
+                    let _ = tx.send(line[at + member::MARK.len()..].to_owned());
+                }
+            }
+        });
+        Self {
+            stdin: child.stdin.take(),
+            child,
+            lines,
+        }
+    }
+
+    fn say(&mut self, text: &str) {
+        writeln!(self.stdin.as_mut().unwrap(), "{text}").unwrap();
+    }
+
+    fn line(&self) -> String {
+        match self.lines.recv_timeout(PATIENCE) {
+            Ok(line) => line,
+            Err(RecvTimeoutError::Timeout) => panic!("the process says nothing"),
+            Err(RecvTimeoutError::Disconnected) => panic!("the process has ended"),
+        }
+    }
+
+    /// Waits for a line that starts so; passes over others. Returns the rest of it.
+    fn expect(&self, start: &str) -> String {
+        loop {
+            let line = self.line();
+            if let Some(rest) = line.strip_prefix(start) {
+                return rest.trim().to_owned();
+            }
+            assert!(!line.starts_with("error"), "waiting for {start}: {line}");
+        }
+    }
+
+    fn ask(&mut self, text: &str, answer: &str) -> String {
+        self.say(text);
+        self.expect(answer)
+    }
+
+    fn rounds(&mut self) -> u64 {
+        self.ask("rounds", "rounds").parse().unwrap()
+    }
+
+    /// Waits until so many more rounds are done.
+    fn more_rounds(&mut self, n: u64) {
+        let start = self.rounds();
+        let deadline = Instant::now() + PATIENCE;
+        while self.rounds() < start + n {
+            assert!(Instant::now() < deadline, "no more rounds");
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Lets it end in order.
+    fn quit(mut self) {
+        self.stdin = None;
+        let status = self.child.wait().unwrap();
+        assert!(status.success(), "{status}");
+    }
+
+    fn kill(mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A server and a client of it, connected.
+fn pair(place: &Place, addr: &str, port: u16) -> (Process, Process) {
+    let (mut server, mut client) = (place.start(addr, false), place.start(addr, false));
+    server.expect("open");
+    client.expect("open");
+    server.ask(&format!("listen {port}"), "listening");
+    client.ask(&format!("connect {addr} {port}"), "event Established");
+    (server, client)
+}
+
+#[test]
+fn sixty_four_processes_go_on_when_the_broker_is_killed_and_then_any_of_them() {
+    const PAIRS: u16 = 32;
+    const ADDR: &str = "127.45.0.1";
+    let place = Place::new();
+    // All at once: many find no broker.
+    let mut all: Vec<Process> = (0..2 * PAIRS).map(|_| place.start(ADDR, false)).collect();
+    for p in &all {
+        p.expect("open");
+    }
+    let first = place.until("64 members", |s| s.processes.len() == usize::from(2 * PAIRS));
+    let slots: std::collections::HashSet<u8> = first.processes.iter().map(|p| p.place.slot).collect();
+    assert_eq!(slots.len(), usize::from(2 * PAIRS), "each has a slot of its own");
+    let mut clients = all.split_off(PAIRS.into());
+    for (i, (server, client)) in all.iter_mut().zip(&mut clients).enumerate() {
+        let port = 7000 + i;
+        server.ask(&format!("listen {port}"), "listening");
+        client.ask(&format!("connect {ADDR} {port}"), "event Established");
+    }
+    for client in &mut clients {
+        client.more_rounds(3);
+    }
+    kill(first.pid);
+    for client in &mut clients {
+        client.more_rounds(3);
+    }
+    let second = place.until("64 members of the next broker", |s| {
+        s.pid != first.pid && s.processes.len() == usize::from(2 * PAIRS)
+    });
+    let places = |s: &Statistics| -> Vec<_> { s.processes.iter().map(|p| (p.pid, p.place)).collect() };
+    assert_eq!(places(&first), places(&second), "everybody has its place again");
+    // A server is killed: its client is told by the new broker, which knows the connection from its members.
+    let victim = all.swap_remove(5);
+    let widow = clients.swap_remove(5);
+    victim.kill();
+    widow.expect("event Disconnected");
+    widow.quit();
+    // Others leave in order, wherever their sockets are in the group.
+    for index in [0, 11, 20] {
+        all.swap_remove(index).quit();
+        let client = clients.swap_remove(index);
+        client.expect("event Disconnected");
+        client.quit();
+    }
+    for client in &mut clients {
+        client.more_rounds(3);
+    }
+    // New connections are made by the new broker.
+    let (server, mut client) = pair(&place, ADDR, 6999);
+    client.more_rounds(3);
+    for p in all.into_iter().chain(clients).chain([server, client]) {
+        p.quit();
+    }
+    place.until_gone();
+}
+
+#[test]
+fn the_peer_of_a_killed_process_is_told_and_its_numbers_rest() {
+    const ADDR: &str = "127.45.0.2";
+    let place = Place::new();
+    let (server, mut client) = pair(&place, ADDR, 7000);
+    client.more_rounds(2);
+    let pid = server.pid();
+    let before = place.statistics();
+    let old = before.processes.iter().find(|p| p.pid == pid).unwrap().place;
+    server.kill();
+    client.expect("event Disconnected");
+    // The port is free again, the place is not.
+    let mut server = place.start(ADDR, false);
+    server.expect("open");
+    server.ask("listen 7000", "listening");
+    let now = place.until("one server less", |s| s.processes.iter().all(|p| p.pid != pid));
+    assert!(now.processes.iter().all(|p| p.place != old));
+    client.quit();
+    server.quit();
+    place.until_gone();
+}
+
+#[test]
+fn the_client_of_a_service_that_nobody_has_is_told_at_once() {
+    const ADDR: &str = "127.45.0.3";
+    let place = Place::new();
+    let mut client = place.start(ADDR, false);
+    client.expect("open");
+    assert!(client.ask(&format!("connect {ADDR} 7009"), "event").starts_with("Rejected"));
+    client.quit();
+}
+
+#[test]
+fn two_processes_can_not_listen_on_one_port_whatever_happens_to_the_broker() {
+    const ADDR: &str = "127.45.0.4";
+    let place = Place::new();
+    let mut one = place.start(ADDR, false);
+    one.expect("open");
+    one.ask("listen 7000", "listening");
+    let mut two = place.start(ADDR, false);
+    two.expect("open");
+    assert!(two.ask("listen 7000", "refused").contains("7000"));
+    let broker = place.statistics().pid;
+    kill(broker);
+    assert!(two.ask("listen 7000", "refused").contains("7000"));
+    place.until("another broker", |s| s.pid != broker && s.processes.len() == 2);
+    one.quit();
+    two.ask("listen 7000", "listening");
+    two.quit();
+}
+
+#[test]
+fn over_ipv6_as_well() {
+    let place = Place::new();
+    let (server, mut client) = pair(&place, "::1", 7000);
+    client.more_rounds(3);
+    server.kill();
+    client.expect("event Disconnected");
+    client.quit();
+}
+
+#[test]
+fn a_device_that_would_have_the_port_alone_joins_and_one_that_has_it_is_named() {
+    const ADDR: &str = "127.45.0.5";
+    let place = Place::new();
+    let (server, client) = pair(&place, ADDR, 7000);
+    let mut third = place.start(ADDR, true);
+    third.expect("open");
+    third.ask(&format!("connect {ADDR} 7000"), "event Established");
+    third.more_rounds(2);
+    assert_eq!(place.statistics().processes.len(), 3);
+    for p in [third, client, server] {
+        p.quit();
+    }
+    place.until_gone();
+    // The other way round there is nothing to join.
+    let alone = place.start(ADDR, true);
+    alone.expect("open");
+    let refused = place.start(ADDR, false).expect("failed");
+    assert!(refused.contains("4791") && refused.contains("taken"), "{refused}");
+    alone.quit();
+}
+
+#[test]
+fn many_starters_make_one_broker() {
+    let place = Place::new();
+    let members: Vec<Membership> = thread::scope(|s| {
+        let all: Vec<_> = (0..24).map(|_| s.spawn(|| place.join())).collect();
+        all.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    assert_eq!(place.statistics().processes.len(), 24);
+    drop(members);
+    place.until_gone();
+    // And after it has gone, another.
+    drop(place.join());
+}
+
+#[test]
+fn ports_are_kept_for_all_processes() {
+    const TCP: u64 = 0x0106_0000;
+    let place = Place::new();
+    let (a, b) = (place.join(), place.join());
+    let any: IpAddr = [127, 45, 0, 6].into();
+    let port = a.bind(TCP, Some(any), false).unwrap();
+    assert!(port & 0xffff >= 32_768);
+    let taken = b.bind(port, None, false).unwrap_err();
+    assert!(taken.to_string().contains(&(port as u16).to_string()), "{taken}");
+    let broker = place.statistics().pid;
+    kill(broker);
+    assert!(b.bind(port, None, false).is_err(), "the next broker knows it too");
+    a.unbind(port, Some(any)).unwrap();
+    assert_eq!(b.bind(port, None, false).unwrap(), port);
+}
+
+#[test]
+fn an_address_is_free_again_when_its_last_process_is_gone() {
+    let place = Place::new();
+    let other = place.join();
+    other.open("127.45.0.8".parse().unwrap()).unwrap();
+    let member = place.join();
+    member.open("127.45.0.7".parse().unwrap()).unwrap();
+    let refused = member.open("0.0.0.0".parse().unwrap()).unwrap_err();
+    assert!(refused.to_string().contains("127.45.0."), "{refused}");
+    assert!(member.open("192.0.2.1".parse().unwrap()).is_err());
+    drop(member);
+    wait_until("the port is free", || std::net::UdpSocket::bind("127.45.0.7:4791").is_ok());
+    assert!(std::net::UdpSocket::bind("127.45.0.8:4791").is_err());
+}
+
+#[test]
+fn a_stale_socket_and_a_stale_lock_are_no_obstacle() {
+    let place = Place::new();
+    let dir = place.broker_dir();
+    fs::create_dir(&dir).unwrap();
+    drop(std::os::unix::net::UnixListener::bind(dir.join("broker.sock")).unwrap());
+    fs::write(dir.join("broker.lock"), "").unwrap();
+    fs::write(dir.join("places.json"), "{").unwrap();
+    drop(place.join());
+    place.until_gone();
+}
+
+fn directory_error(how: &JoinConfig) -> String {
+    match join(how) {
+        Err(JoinError::Start(e)) => e.to_string(),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_directory_that_others_can_write_or_own_is_refused() {
+    let place = Place::new();
+    let dir = place.broker_dir();
+    fs::create_dir(&dir).unwrap();
+    fs::set_permissions(&dir, fs::Permissions::from_mode(0o777)).unwrap();
+    assert!(directory_error(&place.how()).contains("chmod"));
+    fs::remove_dir(&dir).unwrap();
+    fs::write(&dir, "").unwrap();
+    assert!(directory_error(&place.how()).contains("not a directory"));
+    fs::remove_file(&dir).unwrap();
+    std::os::unix::fs::symlink(place.dir.path(), &dir).unwrap();
+    assert!(directory_error(&place.how()).contains("not a directory"), "a link may lead anywhere");
+    fs::remove_file(&dir).unwrap();
+    let nowhere = JoinConfig {
+        dir: place.dir.path().join("a/b"),
+        ..place.how()
+    };
+    assert!(directory_error(&nowhere).contains("FERROCE_BROKER_DIR"));
+    if is_root() {
+        fs::create_dir(&dir).unwrap();
+        std::os::unix::fs::chown(&dir, Some(65_534), None).unwrap();
+        assert!(directory_error(&place.how()).contains("65534"));
+    }
+}
+
+fn is_root() -> bool {
+    fs::metadata("/proc/self").unwrap().uid() == 0
+}
+
+#[test]
+fn a_broker_of_another_user_is_not_trusted() {
+    // Only root can be two users.
+    if !is_root() {
+        return;
+    }
+    let place = Place::new();
+    let dir = place.broker_dir();
+    fs::create_dir(&dir).unwrap();
+    std::os::unix::fs::chown(&dir, Some(65_534), None).unwrap();
+    fs::set_permissions(place.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let broker = readable_copy();
+    let mut theirs = Command::new("setpriv")
+        .args(["--reuid", "65534", "--clear-groups", "--"])
+        .arg(broker.path().join("roce-broker"))
+        .args(["broker", "--dir"])
+        .arg(&dir)
+        .env("FERROCE_BROKER_LINGER", "600")
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    wait_until("their broker listens", || dir.join("broker.sock").exists());
+    let text = directory_error(&place.how());
+    assert!(text.contains("65534") && text.contains("trust"), "{text}");
+    theirs.kill().unwrap();
+    theirs.wait().unwrap();
+}
+
+/// The broker where every user may run it.
+fn readable_copy() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let copy = dir.path().join("roce-broker");
+    fs::copy(BROKER, &copy).unwrap();
+    fs::set_permissions(&copy, fs::Permissions::from_mode(0o755)).unwrap();
+    dir
+}
+
+#[test]
+fn a_program_that_is_no_broker_is_named() {
+    let place = Place::new();
+    let how = |program: &str| JoinConfig {
+        program: Some(program.into()),
+        ..place.how()
+    };
+    for program in ["/nonexistent/ferroce", "/bin/true"] {
+        let text = directory_error(&how(program));
+        assert!(text.contains(program), "{text}");
+    }
+    assert!(statistics(&place.broker_dir()).unwrap().is_none());
+    assert!(statistics(Path::new("/nonexistent")).unwrap().is_none());
+}

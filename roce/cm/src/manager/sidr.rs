@@ -1,0 +1,410 @@
+//! Service ID resolution: which queue pair serves a service ID by datagrams (IBA 12.11)? One request, one answer.
+//!
+//! Beyond the kernel: an answer is kept for a while and repeated for duplicates of its request, so that a lost SIDR_REP
+//! does not make the consumer decide a second time; a peer is known by its address besides its request ID.
+
+use core::{
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
+use std::collections::{BTreeMap, BTreeSet};
+
+use roce_verbs::{Instant, PKey};
+
+use super::{Manager, build, canonical};
+use crate::{
+    cma::{CmaHeader, HEADER_LEN, ServiceId},
+    mad::{Attribute, MAD_LEN, Mad, SidrRep, SidrReq, sidr_status},
+    types::{CmError, ConnId, DropReason, Event, ListenId, ResolveArgs, SidrAnswer},
+};
+
+/// How long an answer is repeated for duplicates of its request.
+const LINGER: Duration = Duration::from_secs(20);
+
+/// Where a resolution stands.
+enum Stage {
+    /// We asked: the request, retransmissions left, the next pause, and when to give up.
+    Asked {
+        mad: Box<[u8; MAD_LEN]>,
+        retries: u8,
+        pause: Duration,
+        deadline: Instant,
+    },
+    /// A peer asked, the consumer decides.
+    Waiting,
+    /// A peer asked and was answered.
+    Answered(Box<[u8; MAD_LEN]>),
+    /// Nothing more happens.
+    Over,
+}
+
+/// Names a request of a peer's: its address, request ID and transaction.
+type RemoteKey = (IpAddr, u32, u64);
+
+struct Sidr {
+    stage: Stage,
+    listener: Option<ListenId>,
+    local: SocketAddr,
+    remote: SocketAddr,
+    request_id: u32,
+    transaction_id: u64,
+    service_id: u64,
+    /// Destroyed by the consumer.
+    detached: bool,
+    timer: Option<Instant>,
+}
+
+impl Sidr {
+    fn key(&self) -> RemoteKey {
+        (self.remote.ip(), self.request_id, self.transaction_id)
+    }
+}
+
+/// All resolutions of a manager.
+#[derive(Default)]
+pub(super) struct Resolutions {
+    table: BTreeMap<ConnId, Sidr>,
+    /// Ours, by request ID.
+    asked: BTreeMap<u32, ConnId>,
+    /// Those of peers.
+    theirs: BTreeMap<RemoteKey, ConnId>,
+    timers: BTreeSet<(Instant, ConnId)>,
+}
+
+impl Resolutions {
+    pub(super) fn len(&self) -> usize {
+        self.table.len()
+    }
+
+    pub(super) fn is_asked(&self, request_id: u32) -> bool {
+        self.asked.contains_key(&request_id)
+    }
+
+    /// Whether the consumer still has this one.
+    pub(super) fn is_attached(&self, id: ConnId) -> bool {
+        self.table.get(&id).is_some_and(|s| !s.detached)
+    }
+
+    pub(super) fn addresses(&self, id: ConnId) -> Option<(SocketAddr, SocketAddr)> {
+        self.table.get(&id).filter(|s| !s.detached).map(|s| (s.local, s.remote))
+    }
+
+    pub(super) fn next_timeout(&self) -> Option<Instant> {
+        self.timers.first().map(|(at, _)| *at)
+    }
+
+    fn waiting(&self) -> impl Iterator<Item = &Sidr> {
+        self.table.values().filter(|s| matches!(s.stage, Stage::Waiting))
+    }
+
+    fn set_timer(&mut self, id: ConnId, at: Option<Instant>) {
+        let Some(s) = self.table.get_mut(&id) else { return };
+        if let Some(old) = core::mem::replace(&mut s.timer, at) {
+            self.timers.remove(&(old, id));
+        }
+        if let Some(at) = at {
+            self.timers.insert((at, id));
+        }
+    }
+
+    fn remove(&mut self, id: ConnId) {
+        self.set_timer(id, None);
+        let Some(s) = self.table.remove(&id) else { return };
+        if self.asked.get(&s.request_id) == Some(&id) {
+            self.asked.remove(&s.request_id);
+        }
+        if self.theirs.get(&s.key()) == Some(&id) {
+            self.theirs.remove(&s.key());
+        }
+    }
+
+    /// Nothing more happens: gone when the consumer has let go of it already.
+    fn end(&mut self, id: ConnId) {
+        self.set_timer(id, None);
+        match self.table.get_mut(&id) {
+            Some(s) if !s.detached => s.stage = Stage::Over,
+            _ => self.remove(id),
+        }
+    }
+}
+
+impl Manager {
+    /// Asks a peer which queue pair serves a port. [`Event::Resolved`] or [`Event::Unreachable`] follows.
+    ///
+    /// # Errors
+    /// When an argument is wrong or a limit is reached.
+    pub fn resolve(&mut self, now: Instant, args: &ResolveArgs) -> Result<ConnId, CmError> {
+        let (local, remote) = (canonical(args.local), canonical(args.remote));
+        let unusable = |ip: IpAddr| ip.is_unspecified() || ip.is_multicast();
+        if local.is_ipv4() != remote.is_ipv4() || unusable(local.ip()) || unusable(remote.ip()) {
+            return Err(CmError::Address);
+        }
+        if self.sidr.len() >= self.config.max_connections {
+            return Err(CmError::Limit);
+        }
+        let port = self.local_port(local.port());
+        let header = CmaHeader {
+            port,
+            src: local.ip(),
+            dst: remote.ip(),
+        };
+        let user: [u8; 216 - HEADER_LEN] = build::private_data(&args.private_data)?;
+        let mut private_data = [0; 216];
+        private_data[..HEADER_LEN].copy_from_slice(&header.emit());
+        private_data[HEADER_LEN..].copy_from_slice(&user);
+        let request_id = self.new_comm_id();
+        let service_id = ServiceId::new(args.space, remote.port()).0;
+        let transaction_id = self.transaction(request_id);
+        let mad = Mad::new(
+            transaction_id,
+            SidrReq {
+                request_id,
+                pkey: PKey::DEFAULT,
+                service_id,
+                private_data,
+            },
+        )
+        .emit();
+        let id = self.table.fresh_id();
+        let pause = self.config.first_retry.max(Duration::from_millis(1));
+        self.sidr.asked.insert(request_id, id);
+        self.sidr.table.insert(
+            id,
+            Sidr {
+                stage: Stage::Asked {
+                    mad: Box::new(mad),
+                    retries: self.config.max_retries,
+                    pause: 2 * pause,
+                    deadline: now + self.config.give_up,
+                },
+                listener: None,
+                local: SocketAddr::new(local.ip(), port),
+                remote,
+                request_id,
+                transaction_id,
+                service_id,
+                detached: false,
+                timer: None,
+            },
+        );
+        self.sidr.set_timer(id, Some(now + pause.min(self.config.give_up)));
+        self.send_to(local.ip(), remote.ip(), Attribute::SidrReq, mad);
+        Ok(id)
+    }
+
+    /// Answers an [`Event::SidrRequest`]. The resolution is over; destroy it.
+    ///
+    /// # Errors
+    /// When it does not wait for an answer, or there are more than 136 bytes of private data.
+    pub fn answer(&mut self, now: Instant, id: ConnId, answer: &SidrAnswer) -> Result<(), CmError> {
+        let private_data = build::private_data(&answer.private_data)?;
+        let s = self.sidr.table.get_mut(&id).filter(|s| !s.detached);
+        let s = s.ok_or(CmError::NoConnection)?;
+        if !matches!(s.stage, Stage::Waiting) {
+            return Err(CmError::Answered);
+        }
+        let rep = SidrRep {
+            request_id: s.request_id,
+            status: answer.status,
+            qpn: answer.qpn,
+            service_id: s.service_id,
+            qkey: answer.qkey,
+            private_data,
+            ..SidrRep::default()
+        };
+        let mad = Mad::new(s.transaction_id, rep).emit();
+        s.stage = Stage::Answered(Box::new(mad));
+        let (local, remote) = (s.local.ip(), s.remote.ip());
+        self.sidr.set_timer(id, Some(now + LINGER));
+        self.send_to(local, remote, Attribute::SidrRep, mad);
+        Ok(())
+    }
+
+    /// Forgets a resolution; what a peer waits for is refused. False: there is none of this name.
+    pub(super) fn destroy_sidr(&mut self, now: Instant, id: ConnId) -> bool {
+        let Some(s) = self.sidr.table.get(&id).filter(|s| !s.detached) else {
+            return false;
+        };
+        match s.stage {
+            Stage::Waiting => {
+                let refusal = SidrAnswer {
+                    status: sidr_status::REJECT,
+                    ..SidrAnswer::default()
+                };
+                let _ = self.answer(now, id, &refusal);
+            }
+            Stage::Answered(_) => {}
+            Stage::Asked { .. } | Stage::Over => {
+                self.sidr.remove(id);
+                return true;
+            }
+        }
+        if let Some(s) = self.sidr.table.get_mut(&id) {
+            s.detached = true;
+        }
+        true
+    }
+
+    pub(super) fn on_sidr_timers(&mut self, now: Instant) {
+        while let Some(&(at, id)) = self.sidr.timers.first() {
+            if at > now {
+                return;
+            }
+            self.sidr.set_timer(id, None);
+            self.on_sidr_timer(now, id);
+        }
+    }
+
+    fn on_sidr_timer(&mut self, now: Instant, id: ConnId) {
+        let longest = build::code_time(self.config.response_timeout);
+        let Some(s) = self.sidr.table.get_mut(&id) else { return };
+        let again = match &mut s.stage {
+            Stage::Asked {
+                mad,
+                retries,
+                pause,
+                deadline,
+            } if *retries > 0 && now < *deadline => {
+                let at = (now + *pause).min(*deadline);
+                *retries -= 1;
+                *pause = (2 * *pause).min(longest);
+                Some((at, **mad))
+            }
+            Stage::Asked { .. } => None,
+            Stage::Waiting | Stage::Answered(_) | Stage::Over => {
+                self.sidr.end(id);
+                return;
+            }
+        };
+        let (local, remote, request_id) = (s.local.ip(), s.remote.ip(), s.request_id);
+        match again {
+            Some((at, mad)) => {
+                self.sidr.set_timer(id, Some(at));
+                self.counters.count_retried(Attribute::SidrReq);
+                self.send_to(local, remote, Attribute::SidrReq, mad);
+            }
+            None => {
+                self.counters.timeouts += 1;
+                self.tell(Event::Unreachable { conn: id });
+                self.sidr.asked.remove(&request_id);
+                self.sidr.end(id);
+            }
+        }
+    }
+
+    /// A question of a peer's (`cm_sidr_req_handler`, `cma_ib_req_handler`).
+    pub(super) fn on_sidr_req(
+        &mut self,
+        local: IpAddr,
+        remote: IpAddr,
+        tid: u64,
+        req: &SidrReq,
+    ) -> Result<(), DropReason> {
+        if let Some(id) = self.sidr.theirs.get(&(remote, req.request_id, tid)) {
+            let kept = match self.sidr.table.get(id).map(|s| &s.stage) {
+                Some(Stage::Answered(mad)) => Some(**mad),
+                _ => None,
+            };
+            return match kept {
+                Some(mad) => {
+                    self.send_to(local, remote, Attribute::SidrRep, mad);
+                    Ok(())
+                }
+                None => Err(DropReason::Duplicate),
+            };
+        }
+        let service = ServiceId(req.service_id);
+        let found = self.listener_for(local, service).filter(|l| l.is_datagram());
+        let header = CmaHeader::parse(&req.private_data).ok();
+        let header = header.filter(|h| (h.src.to_canonical(), h.dst.to_canonical()) == (remote, local));
+        let (listener, backlog, header) = match (found, header) {
+            (Some(l), Some(header)) => (l.id, l.backlog, header),
+            (found, _) => {
+                let status = match found {
+                    None => sidr_status::UNSUPPORTED,
+                    Some(_) => sidr_status::REJECT,
+                };
+                self.refuse_sidr((local, remote), tid, req, status);
+                return Ok(());
+            }
+        };
+        let waiting_here = self.sidr.waiting().filter(|s| s.listener == Some(listener)).count();
+        if waiting_here >= backlog as usize {
+            return Err(DropReason::Backlog);
+        }
+        if self.sidr.waiting().filter(|s| s.remote.ip() == remote).count() >= self.config.max_half_open_per_peer {
+            return Err(DropReason::HalfOpenPeer);
+        }
+        if self.sidr.waiting().count() >= self.config.max_half_open {
+            return Err(DropReason::HalfOpen);
+        }
+        if self.sidr.len() >= self.config.max_lingering {
+            return Err(DropReason::Connections);
+        }
+        let id = self.table.fresh_id();
+        let (Some(space), port) = (service.space(), service.0 as u16) else {
+            return Err(DropReason::Field);
+        };
+        let entry = Sidr {
+            stage: Stage::Waiting,
+            listener: Some(listener),
+            local: SocketAddr::new(local, port),
+            remote: SocketAddr::new(remote, header.port),
+            request_id: req.request_id,
+            transaction_id: tid,
+            service_id: req.service_id,
+            detached: false,
+            timer: None,
+        };
+        self.sidr.theirs.insert(entry.key(), id);
+        let (ours, theirs) = (entry.local, entry.remote);
+        self.sidr.table.insert(id, entry);
+        self.tell(Event::SidrRequest {
+            listener,
+            conn: id,
+            local: ours,
+            remote: theirs,
+            space,
+            private_data: req.private_data[HEADER_LEN..].to_vec(),
+        });
+        Ok(())
+    }
+
+    fn refuse_sidr(&mut self, way: (IpAddr, IpAddr), tid: u64, req: &SidrReq, status: u8) {
+        let rep = SidrRep {
+            request_id: req.request_id,
+            status,
+            service_id: req.service_id,
+            ..SidrRep::default()
+        };
+        self.send_to(way.0, way.1, Attribute::SidrRep, Mad::new(tid, rep).emit());
+    }
+
+    /// The answer to a question of ours.
+    pub(super) fn on_sidr_rep(&mut self, local: IpAddr, remote: IpAddr, rep: &SidrRep) -> Result<(), DropReason> {
+        let id = self.sidr.asked.get(&rep.request_id).copied();
+        let id = id.ok_or(DropReason::UnknownConnection)?;
+        let s = self.sidr.table.get(&id).ok_or(DropReason::UnknownConnection)?;
+        if (s.local.ip(), s.remote.ip()) != (local, remote) {
+            return Err(DropReason::WrongAddress);
+        }
+        if s.service_id != rep.service_id {
+            return Err(DropReason::Field);
+        }
+        self.tell(Event::Resolved {
+            conn: id,
+            status: rep.status,
+            qpn: rep.qpn,
+            qkey: rep.qkey,
+            info: rep
+                .info
+                .get(..usize::from(rep.info_length))
+                .unwrap_or(&rep.info)
+                .to_vec(),
+            private_data: rep.private_data.to_vec(),
+        });
+        self.sidr.asked.remove(&rep.request_id);
+        self.sidr.end(id);
+        Ok(())
+    }
+}

@@ -1,0 +1,226 @@
+//! Service ID resolution (SIDR), port spaces, and connections of other transports than RC.
+
+mod common;
+
+use std::{net::SocketAddr, time::Duration};
+
+use common::{CLIENT, SERVER, World, pair::*};
+use roce_cm::{
+    CmError, ConnTransport, ConnectArgs, Event, ListenArgs, ListenId, ResolveArgs, SidrAnswer,
+    cma::PortSpace,
+    mad::{Attribute, Mad, Message, sidr_status},
+};
+use roce_verbs::{QKey, Qpn};
+
+fn listen(w: &mut World, space: PortSpace, transport: Option<ConnTransport>, backlog: u32) -> ListenId {
+    let args = ListenArgs {
+        addr: None,
+        space,
+        port: PORT,
+        transport,
+        backlog,
+    };
+    w.m[S].listen_for(&args).unwrap()
+}
+
+fn question(space: PortSpace) -> ResolveArgs {
+    ResolveArgs {
+        local: SocketAddr::new(CLIENT, 0),
+        remote: SocketAddr::new(SERVER, PORT),
+        space,
+        private_data: vec![1, 2, 3],
+    }
+}
+
+#[test]
+fn a_question_reaches_the_listener_and_its_answer_comes_back() {
+    let mut w = world();
+    let l = listen(&mut w, PortSpace::Udp, None, 8);
+    let asked = w.m[C].resolve(w.now, &question(PortSpace::Udp)).unwrap();
+    w.settle();
+    let Some(Event::SidrRequest {
+        listener,
+        conn,
+        local,
+        remote,
+        space,
+        private_data,
+    }) = w.m[S].poll_event()
+    else {
+        panic!("no question")
+    };
+    assert_eq!((listener, space, private_data.len()), (l, PortSpace::Udp, 180));
+    assert_eq!((local, remote.ip()), (SocketAddr::new(SERVER, PORT), CLIENT));
+    assert_eq!(private_data[..4], [1, 2, 3, 0]);
+    let answer = SidrAnswer {
+        status: sidr_status::SUCCESS,
+        qpn: Qpn::new(77),
+        qkey: QKey(0x0123_4567),
+        private_data: vec![9],
+    };
+    w.m[S].answer(w.now, conn, &answer).unwrap();
+    assert_eq!(w.m[S].answer(w.now, conn, &answer), Err(CmError::Answered));
+    w.settle();
+    let Some(Event::Resolved {
+        conn,
+        status,
+        qpn,
+        qkey,
+        private_data,
+        ..
+    }) = w.m[C].poll_event()
+    else {
+        panic!("no answer")
+    };
+    assert_eq!((conn, status, qpn, qkey), (asked, 0, Qpn::new(77), QKey(0x0123_4567)));
+    assert_eq!((private_data.len(), private_data[0]), (136, 9));
+    assert!(w.m[C].next_timeout().is_none());
+}
+
+#[test]
+fn nobody_listens_or_the_consumer_lets_go_of_the_question() {
+    let mut w = world();
+    // A connection's listener is not asked for datagrams.
+    w.m[S].listen(None, PORT, 8).unwrap();
+    w.m[C].resolve(w.now, &question(PortSpace::Udp)).unwrap();
+    w.settle();
+    let told = w.m[C].poll_event();
+    assert!(
+        matches!(
+            told,
+            Some(Event::Resolved {
+                status: sidr_status::UNSUPPORTED,
+                ..
+            })
+        ),
+        "{told:?}"
+    );
+
+    listen(&mut w, PortSpace::Udp, None, 8);
+    w.m[C].resolve(w.now, &question(PortSpace::Udp)).unwrap();
+    w.settle();
+    let conn = w.m[S].poll_event().unwrap().conn();
+    w.m[S].destroy(w.now, conn);
+    w.settle();
+    let told = w.m[C].poll_event();
+    assert!(
+        matches!(
+            told,
+            Some(Event::Resolved {
+                status: sidr_status::REJECT,
+                ..
+            })
+        ),
+        "{told:?}"
+    );
+}
+
+#[test]
+fn a_lost_answer_is_repeated_without_asking_the_consumer_again() {
+    let mut w = world();
+    listen(&mut w, PortSpace::Udp, None, 8);
+    w.m[C].resolve(w.now, &question(PortSpace::Udp)).unwrap();
+    w.settle();
+    let conn = w.m[S].poll_event().unwrap().conn();
+    let req = last_sent(&w, Attribute::SidrReq);
+    w.m[S].answer(w.now, conn, &SidrAnswer::default()).unwrap();
+    // The answer is lost; the consumer is done with it.
+    assert!(w.m[S].poll_mad().is_some());
+    w.m[S].destroy(w.now, conn);
+    again(&mut w, req);
+    assert!(w.m[S].poll_event().is_none());
+    assert!(matches!(w.m[C].poll_event(), Some(Event::Resolved { .. })));
+}
+
+#[test]
+fn a_question_without_answer_is_repeated_and_given_up() {
+    let mut w = world();
+    let asked = w.m[C].resolve(w.now, &question(PortSpace::Udp)).unwrap();
+    let first = w.m[C].poll_mad().unwrap();
+    let mut sent = 1;
+    while let Some(at) = w.m[C].next_timeout() {
+        w.m[C].handle_timeout(at);
+        while let Some(mad) = w.m[C].poll_mad() {
+            assert_eq!(mad.mad, first.mad);
+            sent += 1;
+        }
+    }
+    assert!(sent > 3, "{sent}");
+    assert_eq!(w.m[C].poll_event(), Some(Event::Unreachable { conn: asked }));
+}
+
+#[test]
+fn questions_beyond_the_backlog_wait_at_the_asking_side() {
+    let mut w = world();
+    listen(&mut w, PortSpace::Udp, None, 1);
+    for _ in 0..3 {
+        w.m[C].resolve(w.now, &question(PortSpace::Udp)).unwrap();
+    }
+    w.settle();
+    let first = w.m[S].poll_event().unwrap().conn();
+    assert!(w.m[S].poll_event().is_none());
+    w.m[S].answer(w.now, first, &SidrAnswer::default()).unwrap();
+    w.settle();
+    w.now = w.now + Duration::from_millis(600);
+    w.m[C].handle_timeout(w.now);
+    w.settle();
+    assert!(matches!(w.m[S].poll_event(), Some(Event::SidrRequest { .. })));
+}
+
+#[test]
+fn too_much_private_data_is_refused() {
+    let mut w = world();
+    let mut args = question(PortSpace::Udp);
+    args.private_data = vec![0; 181];
+    let refused = w.m[C].resolve(w.now, &args);
+    assert_eq!(refused, Err(CmError::PrivateData { given: 181, max: 180 }));
+}
+
+#[test]
+fn each_port_space_has_ports_of_its_own() {
+    let mut w = world();
+    for space in PortSpace::ALL {
+        listen(&mut w, space, None, 1);
+    }
+    let args = ListenArgs {
+        addr: Some(SERVER),
+        space: PortSpace::Udp,
+        port: PORT,
+        transport: None,
+        backlog: 1,
+    };
+    assert_eq!(w.m[S].listen_for(&args), Err(CmError::AddressInUse));
+}
+
+#[test]
+fn transports_are_asked_for_and_checked() {
+    for transport in [ConnTransport::Uc, ConnTransport::Xrc] {
+        let mut w = world();
+        listen(&mut w, PortSpace::Tcp, Some(transport), 8);
+        let c = connect_as(&mut w, transport);
+        let (s, path) = request(&mut w);
+        assert_eq!(path.transport, transport);
+        w.m[S].accept(w.now, s, &accept_args(9)).unwrap();
+        w.settle();
+        let Some(Event::Reply { conn, path, .. }) = w.m[C].poll_event() else {
+            panic!("no reply")
+        };
+        assert_eq!((conn, path.qpn, path.transport), (c, Qpn::new(9), transport));
+        let Message::Rep(rep) = Mad::parse(&last_sent(&w, Attribute::Rep).mad).unwrap().message else {
+            panic!("not a REP")
+        };
+        assert_eq!(rep.srq, transport == ConnTransport::Xrc);
+    }
+    // An RC listener rejects UC with reason 9.
+    let mut w = world();
+    w.m[S].listen(None, PORT, 8).unwrap();
+    connect_as(&mut w, ConnTransport::Uc);
+    assert_eq!(last_rej(&w).reason, 9);
+}
+
+fn connect_as(w: &mut World, transport: ConnTransport) -> roce_cm::ConnId {
+    let args = ConnectArgs { transport, ..args(5) };
+    let c = w.m[C].connect(w.now, &args).unwrap();
+    w.settle();
+    c
+}

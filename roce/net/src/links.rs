@@ -1,0 +1,154 @@
+//! Changes of interfaces and addresses, told by the kernel (rtnetlink).
+
+use std::{
+    collections::BTreeMap,
+    io,
+    net::IpAddr,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+};
+
+use crate::{
+    iface::{interface_addresses, interfaces},
+    sys,
+};
+
+/// What happened to an interface.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum LinkChange {
+    /// It is up and has a link: the port is active.
+    Active,
+    /// It went down, or away.
+    Down,
+    /// Its addresses changed: the table of GIDs did.
+    Addresses,
+}
+
+#[derive(Clone, PartialEq, Eq, Default)]
+struct LinkState {
+    running: bool,
+    addresses: Vec<IpAddr>,
+}
+
+type Picture = BTreeMap<String, LinkState>;
+
+fn picture() -> io::Result<Picture> {
+    let mut all: Picture = BTreeMap::new();
+    for link in interfaces()? {
+        all.entry(link.name).or_default().running = link.running;
+    }
+    for a in interface_addresses()? {
+        if let Some(link) = all.get_mut(&a.name) {
+            link.addresses.push(a.ip);
+        }
+    }
+    for link in all.values_mut() {
+        link.addresses.sort_unstable();
+    }
+    Ok(all)
+}
+
+/// Differences between two pictures.
+fn changes(before: &Picture, after: &Picture) -> Vec<(String, LinkChange)> {
+    let mut out = vec![];
+    let gone = before.keys().filter(|name| !after.contains_key(*name));
+    let none = LinkState::default();
+    for name in after.keys().chain(gone) {
+        let was = before.get(name).unwrap_or(&none);
+        let is = after.get(name).unwrap_or(&none);
+        match (was.running, is.running) {
+            (false, true) => out.push((name.clone(), LinkChange::Active)),
+            (true, false) => out.push((name.clone(), LinkChange::Down)),
+            _ => {}
+        }
+        if was.addresses != is.addresses {
+            out.push((name.clone(), LinkChange::Addresses));
+        }
+    }
+    out
+}
+
+/// Watches all interfaces of a network namespace. Its descriptor is readable when something may have changed.
+pub struct LinkWatch {
+    socket: OwnedFd,
+    last: Picture,
+}
+
+impl core::fmt::Debug for LinkWatch {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("LinkWatch").finish_non_exhaustive()
+    }
+}
+
+impl LinkWatch {
+    /// Watches from now on.
+    ///
+    /// # Errors
+    /// When the system has no netlink.
+    pub fn new() -> io::Result<Self> {
+        // The socket first, so that nothing is missed between.
+        let socket = sys::watch_links()?;
+        Ok(Self {
+            socket,
+            last: picture()?,
+        })
+    }
+
+    /// What changed since the last call, by interface. Never waits.
+    ///
+    /// # Errors
+    /// When the kernel can't tell how the interfaces are; the change is not lost.
+    pub fn take(&mut self) -> io::Result<Vec<(String, LinkChange)>> {
+        if !sys::drain(self.socket.as_fd()) {
+            return Ok(vec![]);
+        }
+        let now = picture()?;
+        let out = changes(&self.last, &now);
+        self.last = now;
+        Ok(out)
+    }
+}
+
+impl AsFd for LinkWatch {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn state(running: bool, ips: &[&str]) -> LinkState {
+        LinkState {
+            running,
+            addresses: ips.iter().map(|t| t.parse().unwrap()).collect(),
+        }
+    }
+
+    #[test]
+    fn links_and_addresses_that_come_and_go_are_told() {
+        let before = Picture::from([
+            ("a".into(), state(true, &["10.0.0.1"])),
+            ("b".into(), state(true, &[])),
+            ("c".into(), state(false, &["10.0.0.3"])),
+        ]);
+        let after = Picture::from([
+            ("a".into(), state(true, &["10.0.0.2"])),
+            ("c".into(), state(true, &["10.0.0.3"])),
+        ]);
+        let told = changes(&before, &after);
+        let expected = [
+            ("a".to_owned(), LinkChange::Addresses),
+            ("c".to_owned(), LinkChange::Active),
+            ("b".to_owned(), LinkChange::Down),
+        ];
+        assert_eq!(told, expected);
+        assert!(changes(&after, &after).is_empty());
+    }
+
+    #[test]
+    fn a_watch_begins_quietly() {
+        let mut watch = LinkWatch::new().unwrap();
+        assert!(watch.take().unwrap().is_empty());
+    }
+}

@@ -1,0 +1,85 @@
+//! What a datagram brings along: its network header, which lands before its data.
+
+use core::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use roce_bth::{ICRC_LEN, Packet};
+
+/// Bytes before the data of each received datagram: a GRH, or an IPv4 header in the last 20 of them (IBTA A17.4.5.2).
+pub const GRH_LEN: usize = 40;
+const UDP_HEADER: usize = 8;
+const IPV4_HEADER: usize = 20;
+const PROTOCOL_UDP: u8 = 17;
+
+/// The network header of a received datagram, as far as the driver knows it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct DatagramSource {
+    /// The sender's address.
+    pub src: IpAddr,
+    /// The address that it was sent to: ours, or a multicast group's.
+    pub dst: IpAddr,
+    /// TOS or traffic class.
+    pub traffic_class: u8,
+    /// TTL or hop limit, as far as known.
+    pub hop_limit: u8,
+    /// IPv4 Identification.
+    pub identification: u16,
+}
+
+impl DatagramSource {
+    /// A datagram of which only the addresses are known.
+    pub const fn new(src: IpAddr, dst: IpAddr) -> Self {
+        Self {
+            src,
+            dst,
+            traffic_class: 0,
+            hop_limit: 64,
+            identification: 0,
+        }
+    }
+
+    /// The 40 bytes before the data, `None` when the addresses are of different families.
+    pub(crate) fn header(&self, packet: &Packet<'_>) -> Option<[u8; GRH_LEN]> {
+        let pad = usize::from(packet.header.bth.pad);
+        let udp = UDP_HEADER + packet.header.wire_len() + packet.payload.len() + pad + ICRC_LEN;
+        match (self.src, self.dst) {
+            (IpAddr::V4(src), IpAddr::V4(dst)) => Some(self.ipv4(src, dst, udp)),
+            (IpAddr::V6(src), IpAddr::V6(dst)) => Some(self.ipv6(src, dst, udp)),
+            _ => None,
+        }
+    }
+
+    /// As rdma_rxe and hardware: the first 20 bytes are unused. Programs tell the two apart by this header's checksum
+    /// (`ibv_init_ah_from_wc`).
+    fn ipv4(&self, src: Ipv4Addr, dst: Ipv4Addr, udp: usize) -> [u8; GRH_LEN] {
+        let mut ip = [0; IPV4_HEADER];
+        ip[0] = 0x45;
+        ip[1] = self.traffic_class;
+        ip[2..4].copy_from_slice(&((IPV4_HEADER + udp) as u16).to_be_bytes());
+        ip[4..6].copy_from_slice(&self.identification.to_be_bytes());
+        // Don't fragment: everybody sends RoCE so.
+        ip[6] = 0x40;
+        ip[8] = self.hop_limit;
+        ip[9] = PROTOCOL_UDP;
+        ip[12..16].copy_from_slice(&src.octets());
+        ip[16..20].copy_from_slice(&dst.octets());
+        let sum: u32 = ip.chunks(2).map(|w| u32::from(u16::from_be_bytes([w[0], w[1]]))).sum();
+        let folded = (sum & 0xffff) + (sum >> 16);
+        let checksum = !((folded & 0xffff) + (folded >> 16)) as u16;
+        ip[10..12].copy_from_slice(&checksum.to_be_bytes());
+        let mut out = [0; GRH_LEN];
+        out[GRH_LEN - IPV4_HEADER..].copy_from_slice(&ip);
+        out
+    }
+
+    fn ipv6(&self, src: Ipv6Addr, dst: Ipv6Addr, udp: usize) -> [u8; GRH_LEN] {
+        let mut out = [0; GRH_LEN];
+        let first = 6 << 28 | u32::from(self.traffic_class) << 20;
+        out[..4].copy_from_slice(&first.to_be_bytes());
+        out[4..6].copy_from_slice(&(udp as u16).to_be_bytes());
+        out[6] = PROTOCOL_UDP;
+        out[7] = self.hop_limit;
+        out[8..24].copy_from_slice(&src.octets());
+        out[24..].copy_from_slice(&dst.octets());
+        out
+    }
+}

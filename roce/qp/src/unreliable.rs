@@ -1,0 +1,189 @@
+//! The receiving side of the services without acknowledgements: what can't be taken is dropped without a word.
+
+use core::cmp::Ordering;
+
+use roce_bth::{Class, Packet};
+use roce_verbs::{Completion, WcFlags, WcOpcode, WcStatus};
+
+use crate::{
+    ctx::Ctx,
+    datagram::{DatagramSource, GRH_LEN},
+    qp::QueuePair,
+    responder::{Inbound, Refusal},
+    seq::Seq,
+};
+
+impl QueuePair {
+    /// Takes a packet of an unreliable connection (IBA 9.8.2). A message whose packets don't follow one another is broken
+    /// off, and the next one starts with a first or only packet, whatever its number.
+    pub(crate) fn handle_unacknowledged(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
+        if !self.may_receive(ctx) {
+            return;
+        }
+        self.note_established(ctx);
+        let seq = self.resp.expected.nearest(packet.header.bth.psn);
+        let info = packet.header.bth.opcode.info();
+        let continues = match (&self.resp.inbound, info.class) {
+            (Inbound::Send(_), Class::Send) | (Inbound::Write { .. }, Class::Write) => {
+                !info.position.starts() && seq == self.resp.expected
+            }
+            _ => false,
+        };
+        self.note_gap(ctx, seq);
+        self.resp.expected = seq.plus(1);
+        if !continues {
+            self.break_off(ctx, WcStatus::RemoteInvalidRequestError);
+            if !info.position.starts() {
+                ctx.counters.dropped_requests += 1;
+                return;
+            }
+        }
+        if let Err(refusal) = self.take_unacknowledged(ctx, seq, packet) {
+            self.refuse_silently(ctx, refusal);
+        }
+        self.settle(ctx);
+    }
+
+    fn note_gap(&mut self, ctx: &mut Ctx<'_>, seq: Seq) {
+        match seq.cmp(&self.resp.expected) {
+            Ordering::Equal => {}
+            Ordering::Greater => ctx.counters.out_of_seq_request += 1,
+            Ordering::Less => ctx.counters.duplicate_request += 1,
+        }
+    }
+
+    /// The stages of the responder, in another order: a receive work request is taken only when nothing else stands in the
+    /// way, because nothing can be put back into a shared queue.
+    fn take_unacknowledged(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<(), Refusal> {
+        let info = packet.header.bth.opcode.info();
+        self.chk_op_valid(packet)?;
+        if info.class == Class::Send && info.position.starts() {
+            self.take_receive(ctx, true)?;
+        }
+        self.chk_length(packet)?;
+        self.chk_rkey(ctx, packet)?;
+        if info.class == Class::Write && info.imm {
+            self.take_receive(ctx, false)?;
+        }
+        self.execute(ctx, seq, packet)?;
+        self.complete(ctx, packet);
+        Ok(())
+    }
+
+    /// Acts on a refusal that the sender is not told of (IBA 9.9.3, classes A, D and E).
+    fn refuse_silently(&mut self, ctx: &mut Ctx<'_>, refusal: Refusal) {
+        self.resp.inbound = Inbound::Idle;
+        match refusal {
+            Refusal::NoReceive => {
+                ctx.counters.dropped_no_receive += 1;
+                self.break_off(ctx, WcStatus::RemoteInvalidRequestError);
+            }
+            Refusal::LocalProtection => self.fail_receive(ctx),
+            Refusal::RKey => {
+                ctx.counters.dropped_messages += 1;
+                self.break_off(ctx, WcStatus::RemoteAccessError);
+            }
+            Refusal::ReceiveTooShort => {
+                ctx.counters.dropped_length += 1;
+                self.break_off(ctx, WcStatus::LocalLengthError);
+            }
+            _ => {
+                ctx.counters.dropped_messages += 1;
+                self.break_off(ctx, WcStatus::RemoteInvalidRequestError);
+            }
+        }
+    }
+
+    /// Our own fault: the receive work request can't be used, and the queue pair fails with it (class A).
+    fn fail_receive(&mut self, ctx: &mut Ctx<'_>) {
+        if let Some(receive) = self.resp.receive.take() {
+            self.complete_receive_error(ctx, receive.wqe.wr_id, WcStatus::LocalProtectionError);
+        }
+        self.enter_error(ctx);
+    }
+
+    /// Forgets the message under way. The next message gets its receive work request (class D); one from a shared queue is
+    /// completed with `status`, or the program might never see it again (class E, `rxe_resp.c`).
+    fn break_off(&mut self, ctx: &mut Ctx<'_>, status: WcStatus) {
+        if !matches!(self.resp.inbound, Inbound::Idle) {
+            ctx.counters.dropped_messages += 1;
+            self.resp.inbound = Inbound::Idle;
+        }
+        let Some(receive) = self.resp.receive.take() else {
+            return;
+        };
+        match self.config.srq {
+            Some(_) => self.complete_receive_error(ctx, receive.wqe.wr_id, status),
+            None => self.rq.push_front(receive.wqe),
+        }
+    }
+
+    /// Takes a datagram that was sent to this queue pair, or to a multicast group that it is in. The caller has checked its
+    /// ICRC and its partition key.
+    pub fn handle_datagram(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>, source: &DatagramSource) {
+        let info = packet.header.bth.opcode.info();
+        let deth = packet.header.deth.filter(|_| self.config.qp_type.is_datagram());
+        let Some(deth) = deth.filter(|_| info.class == Class::Send) else {
+            ctx.counters.dropped_opcode += 1;
+            return;
+        };
+        if !self.may_receive(ctx) {
+            return;
+        }
+        if deth.qkey != self.qkey() {
+            ctx.counters.qkey_violations += 1;
+            return;
+        }
+        let header = source.header(packet);
+        let (Some(header), true) = (header, packet.payload.len() <= self.mtu) else {
+            ctx.counters.dropped_length += 1;
+            return;
+        };
+        match self.take_datagram(ctx, packet, &header) {
+            Ok(byte_len) => {
+                let mut flags = WcFlags::GRH;
+                flags.set(WcFlags::WITH_IMM, info.imm);
+                let completion = Completion {
+                    opcode: WcOpcode::Recv,
+                    byte_len,
+                    imm: packet.header.imm.unwrap_or(0),
+                    qpn: self.config.qpn,
+                    src_qp: deth.src_qp,
+                    flags,
+                    solicited: packet.header.bth.solicited,
+                    ..Completion::default()
+                };
+                self.complete_datagram(ctx, completion);
+            }
+            Err(refusal) => self.refuse_silently(ctx, refusal),
+        }
+        self.settle(ctx);
+    }
+
+    /// Network header and data into the next receive work request; returns how many bytes that are.
+    fn take_datagram(
+        &mut self,
+        ctx: &mut Ctx<'_>,
+        packet: &Packet<'_>,
+        header: &[u8; GRH_LEN],
+    ) -> Result<u32, Refusal> {
+        self.take_receive(ctx, true)?;
+        let receive = self.resp.receive.as_ref().ok_or(Refusal::NoReceive)?;
+        let len = GRH_LEN + packet.payload.len();
+        if receive.list.len() < len {
+            return Err(Refusal::ReceiveTooShort);
+        }
+        let head = receive.list.write_at(0, header);
+        let data = head.and_then(|()| receive.list.write_at(GRH_LEN, packet.payload));
+        data.map_err(|_| Refusal::LocalProtection)?;
+        Ok(len as u32)
+    }
+
+    fn complete_datagram(&mut self, ctx: &mut Ctx<'_>, completion: Completion) {
+        if let Some(receive) = self.resp.receive.take() {
+            ctx.counters.rdma_recvs += 1;
+            let wr_id = receive.wqe.wr_id;
+            self.push_recv(ctx, Completion { wr_id, ..completion });
+        }
+    }
+}

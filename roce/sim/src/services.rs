@@ -1,0 +1,736 @@
+//! Traffic of the other services beside the connections of the model: unreliable connections, datagrams, reliable and
+//! extended connections into shared receive queues. Each flow goes one way and numbers its messages in their immediate
+//! data, so that a receiver knows what must be in them.
+
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Arc,
+};
+
+use roce_mem::Region;
+use roce_port::QpInit;
+use roce_qp::{CompletionQueue, GRH_LEN, SharedReceiveQueue, SrqConfig, XrcDomain};
+use roce_verbs::{
+    AccessFlags, AddressVector, AsyncEvent, Completion, Datagram, Mtu, Payload, Psn, QKey, QpAttr, QpAttrMask as M,
+    QpCaps, QpState, QpType, Qpn, RecvWr, RemoteAddr, RnrTimer, SendFlags, SendOp, SendRequest, SendWr, Sge, SrqAttr,
+    SrqModify, SrqType, Srqn, Target, WcFlags, WcOpcode, WcStatus, legal,
+};
+
+use crate::{
+    SimConfig,
+    rng::Dice,
+    scenario::{MS, US},
+    world::{Check, Event, World},
+};
+
+/// Bytes of one receive buffer, network header included, and of one message's place in a target.
+const SLOT: usize = 8 << 10;
+/// Receive buffers in a host's shared queues.
+const SHARED: usize = 24;
+/// The shared receive queues of a host: a basic one, and two for extended connections.
+const QUEUES: usize = 3;
+const QKEY: QKey = QKey(0x1234_5678);
+/// Marks receives among work request ids.
+const RECV: u64 = 1 << 63;
+
+/// What a message is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum What {
+    Send,
+    /// RDMA WRITE with immediate data, into a place of its own.
+    Write,
+    /// A datagram with a queue key that is not the receiver's.
+    WrongKey,
+    /// A datagram longer than the sender's MTU, which is never sent.
+    TooLong,
+}
+
+#[derive(Clone, Debug)]
+struct Message {
+    what: What,
+    len: usize,
+    /// Which of the receiver's queues (XRC).
+    queue: usize,
+}
+
+/// Messages from one host to another.
+struct Flow {
+    qp_type: QpType,
+    from: usize,
+    to: usize,
+    /// Queue pairs of sender and receiver.
+    qpns: [Qpn; 2],
+    /// Its receives come from the host's shared queue.
+    shared: bool,
+    messages: Vec<Message>,
+    source: Arc<Region>,
+    /// Where WRITEs land: a place per message.
+    target: Arc<Region>,
+    /// Where its own receives land: a place per message.
+    buffers: Arc<Region>,
+    posted: usize,
+    completed: usize,
+    arrived: Vec<usize>,
+    /// One of its hosts has died.
+    dead: bool,
+}
+
+impl Flow {
+    fn is_reliable(&self) -> bool {
+        matches!(self.qp_type, QpType::Rc | QpType::XrcIni)
+    }
+
+    fn is_done(&self) -> bool {
+        let all = self.messages.len();
+        self.dead || (self.completed == all && (!self.is_reliable() || self.arrived.len() == all))
+    }
+}
+
+/// What the flows to a host share.
+struct Shared {
+    cq: Arc<CompletionQueue>,
+    queues: Vec<Arc<SharedReceiveQueue>>,
+    domain: Arc<XrcDomain>,
+    buffers: Arc<Region>,
+    free: Vec<usize>,
+    /// Receives in the shared queues or taken from them: work request ids with their buffers.
+    outstanding: HashMap<u64, usize>,
+    next: u64,
+    /// The limit of each queue is armed.
+    armed: [bool; QUEUES],
+    /// Receives that went with their queue pairs.
+    lost: usize,
+    scheduled: bool,
+}
+
+/// All of it.
+pub(crate) struct Services {
+    dice: Dice,
+    flows: Vec<Flow>,
+    hosts: Vec<Shared>,
+}
+
+/// The bytes of a message: nobody else's.
+fn content(flow: usize, seq: usize, len: usize) -> Vec<u8> {
+    Dice::new((flow as u64) << 32 | seq as u64, 9).bytes(len)
+}
+
+fn pieces(region: &Region, at: usize, len: usize) -> Sge {
+    Sge {
+        addr: region.addr() + at as u64,
+        length: len as u32,
+        lkey: region.lkey(),
+    }
+}
+
+/// Work requests of a service's queue pairs.
+fn caps() -> QpCaps {
+    QpCaps {
+        max_send_wr: 16,
+        max_recv_wr: 64,
+        ..QpCaps::default()
+    }
+}
+
+impl World {
+    /// Draws the flows of an extended run, and sets them up.
+    pub(crate) fn begin_services(&mut self, config: &SimConfig) -> Check {
+        if !self.scenario.extended {
+            return Ok(());
+        }
+        let mut dice = Dice::new(config.seed, 5);
+        let hosts = (0..self.hosts.len()).map(|h| self.shared(h)).collect();
+        self.services = Some(Services {
+            flows: Vec::new(),
+            hosts,
+            dice: dice.clone(),
+        });
+        for _ in 0..dice.range(1, 6) {
+            self.begin_flow(&mut dice, config.scale)?;
+        }
+        let flows = self.services().flows.len();
+        for flow in 0..flows {
+            let after = dice.range(0, 5 * MS);
+            self.schedule(after, Event::Serve { flow });
+        }
+        self.services().dice = dice;
+        for h in 0..self.hosts.len() {
+            self.want_buffers(h);
+        }
+        Ok(())
+    }
+
+    fn services(&mut self) -> &mut Services {
+        self.services.as_mut().expect("an extended run")
+    }
+
+    fn shared(&self, h: usize) -> Shared {
+        let host = &self.hosts[h];
+        let cq = CompletionQueue::new(90, 1 << 16, None);
+        let domain = XrcDomain::new();
+        let queues: Vec<_> = (0..QUEUES)
+            .map(|i| {
+                SharedReceiveQueue::new(SrqConfig {
+                    handle: i as u32,
+                    number: Srqn::new(100 + i as u32),
+                    pd: host.pd,
+                    srq_type: if i == 0 { SrqType::Basic } else { SrqType::Xrc },
+                    attr: SrqAttr {
+                        max_wr: SHARED as u32,
+                        max_sge: 2,
+                        limit: 0,
+                    },
+                    cq: Some(cq.clone()),
+                })
+            })
+            .collect();
+        for queue in &queues[1..] {
+            assert!(domain.attach(queue));
+        }
+        let access = AccessFlags::LOCAL_WRITE;
+        Shared {
+            cq,
+            queues,
+            domain,
+            buffers: host
+                .mem
+                .alloc_region(host.pd, QUEUES * SHARED * SLOT, access)
+                .expect("memory"),
+            free: (0..QUEUES * SHARED).collect(),
+            outstanding: HashMap::new(),
+            next: 0,
+            armed: [false; QUEUES],
+            lost: 0,
+            scheduled: false,
+        }
+    }
+
+    fn begin_flow(&mut self, dice: &mut Dice, scale: u32) -> Check {
+        let from = dice.index(self.hosts.len());
+        let to = (from + 1 + dice.index(self.hosts.len() - 1)) % self.hosts.len();
+        let qp_type = dice.pick(&[
+            QpType::Uc,
+            QpType::Uc,
+            QpType::Ud,
+            QpType::Ud,
+            QpType::Rc,
+            QpType::XrcIni,
+        ]);
+        let peer_type = if qp_type == QpType::XrcIni {
+            QpType::XrcTgt
+        } else {
+            qp_type
+        };
+        let shared = match qp_type {
+            QpType::Rc => true,
+            QpType::XrcIni => false,
+            _ => dice.chance(0.5),
+        };
+        let mtu = self.hosts[from].plan.mtu.min(self.hosts[to].plan.mtu);
+        let messages = self.draw_messages(qp_type, mtu, from, dice, scale);
+        let n = messages.len();
+        let alloc = |w: &Self, h: usize| {
+            let host = &w.hosts[h];
+            let access = AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_WRITE;
+            host.mem.alloc_region(host.pd, n * SLOT, access).expect("memory")
+        };
+        let (source, target, buffers) = (alloc(self, from), alloc(self, to), alloc(self, to));
+        let flow = self.services().flows.len();
+        for (seq, m) in messages.iter().enumerate() {
+            let data = content(flow, seq, m.len);
+            source.write(seq * SLOT, &data).map_err(|e| e.to_string())?;
+        }
+        let qpns = [
+            self.service_qp(from, qp_type, false)?,
+            self.service_qp(to, peer_type, shared)?,
+        ];
+        let psn = Psn::new(dice.next() as u32);
+        for (end, h, peer) in [(1, to, from), (0, from, to)] {
+            let qp_type = [qp_type, peer_type][end];
+            self.bring_up(
+                h,
+                qpns[end],
+                qp_type,
+                self.hosts[peer].plan.addr,
+                qpns[1 - end],
+                psn,
+                mtu,
+            )?;
+        }
+        self.services().flows.push(Flow {
+            qp_type,
+            from,
+            to,
+            qpns,
+            shared,
+            messages,
+            source,
+            target,
+            buffers,
+            posted: 0,
+            completed: 0,
+            arrived: Vec::new(),
+            dead: false,
+        });
+        match shared || qp_type == QpType::XrcIni {
+            true => Ok(()),
+            false => self.post_own(flow),
+        }
+    }
+
+    fn draw_messages(&self, qp_type: QpType, mtu: Mtu, from: usize, dice: &mut Dice, scale: u32) -> Vec<Message> {
+        let (mtu, own) = (mtu.bytes(), self.hosts[from].plan.mtu.bytes());
+        let datagrams = qp_type == QpType::Ud;
+        let n = dice.range(5, u64::from(scale.clamp(6, 60)));
+        let message = |dice: &mut Dice| {
+            let len = match dice.index(4) {
+                0 => dice.range(0, 64) as usize,
+                1 => mtu - dice.index(2),
+                _ if datagrams => dice.range(0, mtu as u64) as usize,
+                2 => mtu + 1,
+                _ => dice.range(0, SLOT as u64 - GRH_LEN as u64) as usize,
+            };
+            let what = match dice.index(8) {
+                0 if datagrams => What::WrongKey,
+                1 if datagrams => What::TooLong,
+                2..=4 if !datagrams => What::Write,
+                _ => What::Send,
+            };
+            Message {
+                what,
+                len: if what == What::TooLong {
+                    own + 1
+                } else {
+                    len.min(SLOT - GRH_LEN)
+                },
+                queue: 1 + dice.index(2),
+            }
+        };
+        (0..n).map(|_| message(dice)).collect()
+    }
+
+    fn service_qp(&mut self, h: usize, qp_type: QpType, shared: bool) -> Result<Qpn, String> {
+        let s = &self.services().hosts[h];
+        let (cq, srq) = (s.cq.clone(), s.queues[0].clone());
+        let domain = s.domain.clone();
+        let host = &mut self.hosts[h];
+        let qpn = host.port.create_qp(QpInit {
+            pd: host.pd,
+            qp_type,
+            send_cq: cq.clone(),
+            recv_cq: cq,
+            caps: caps(),
+            signal_all: true,
+            srq: shared.then_some(srq),
+            xrcd: (qp_type == QpType::XrcTgt).then_some(domain),
+        });
+        qpn.map_err(|e| format!("host {h}: no {qp_type:?} queue pair: {e}"))
+    }
+
+    /// RESET to RTS, with what each step needs.
+    #[allow(clippy::too_many_arguments, reason = "what a path consists of")]
+    fn bring_up(
+        &mut self,
+        h: usize,
+        qpn: Qpn,
+        qp_type: QpType,
+        remote: std::net::IpAddr,
+        dest: Qpn,
+        psn: Psn,
+        mtu: Mtu,
+    ) -> Check {
+        let now = self.instant();
+        let host = &mut self.hosts[h];
+        let local = host.plan.addr;
+        let steps = [
+            (QpState::Reset, QpState::Init),
+            (QpState::Init, QpState::Rtr),
+            (QpState::Rtr, QpState::Rts),
+        ];
+        for (from, to) in steps {
+            let mut steps = legal::transitions(qp_type).iter();
+            let step = steps
+                .find(|t| (t.from, t.to) == (from, to))
+                .ok_or("no such transition")?;
+            let has = |m| step.required.contains(m);
+            let attr = QpAttr {
+                state: Some(to),
+                pkey_index: has(M::PKEY_INDEX).then_some(0),
+                port: has(M::PORT).then_some(1),
+                access: has(M::ACCESS_FLAGS).then_some(AccessFlags::REMOTE_WRITE),
+                qkey: has(M::QKEY).then_some(QKEY.0),
+                av: has(M::AV).then_some(AddressVector::new(local, remote)),
+                path_mtu: has(M::PATH_MTU).then_some(mtu),
+                dest_qpn: has(M::DEST_QPN).then_some(dest),
+                rq_psn: has(M::RQ_PSN).then_some(psn),
+                max_dest_rd_atomic: has(M::MAX_DEST_RD_ATOMIC).then_some(1),
+                min_rnr_timer: has(M::MIN_RNR_TIMER).then_some(RnrTimer::new(8)),
+                // Longer than all partitions of a run together.
+                timeout: has(M::TIMEOUT).then_some(17),
+                retry_cnt: has(M::RETRY_CNT).then_some(7),
+                rnr_retry: has(M::RNR_RETRY).then_some(7),
+                sq_psn: has(M::SQ_PSN).then_some(psn),
+                max_rd_atomic: has(M::MAX_RD_ATOMIC).then_some(1),
+                ..QpAttr::default()
+            };
+            let moved = host.port.modify_qp(now, qpn, &attr);
+            moved.map_err(|e| format!("host {h}: {qp_type:?} to {to:?}: {e}"))?;
+        }
+        Ok(())
+    }
+
+    /// Posts the receives of a flow that has its own: as many as messages.
+    fn post_own(&mut self, flow: usize) -> Check {
+        let now = self.instant();
+        let f = &self.services().flows[flow];
+        let (h, qpn, n, buffers) = (f.to, f.qpns[1], f.messages.len(), f.buffers.clone());
+        for slot in 0..n {
+            let sges = [
+                pieces(&buffers, slot * SLOT, 100),
+                pieces(&buffers, slot * SLOT + 100, SLOT - 100),
+            ];
+            let wr = RecvWr {
+                wr_id: RECV | slot as u64,
+                sges: &sges,
+            };
+            let posted = self.hosts[h].port.post_recv(now, qpn, &[wr]);
+            posted.map_err(|(_, e)| format!("flow {flow}: receive refused: {e}"))?;
+        }
+        Ok(())
+    }
+
+    fn want_buffers(&mut self, h: usize) {
+        let lag = if self.quiet { 20 * US } else { MS };
+        let boot = self.hosts[h].boot;
+        let s = self.services();
+        if !s.hosts[h].scheduled {
+            s.hosts[h].scheduled = true;
+            let after = s.dice.range(0, lag);
+            self.schedule(after, Event::Replenish { host: h, boot });
+        }
+    }
+
+    /// Gives buffers to a host's shared queues, and arms their limits now and then.
+    pub(crate) fn replenish(&mut self, h: usize, boot: u32) -> Check {
+        if self.hosts[h].boot != boot || !self.hosts[h].alive {
+            return Ok(());
+        }
+        let Services { dice, hosts, .. } = self.services();
+        let s = &mut hosts[h];
+        s.scheduled = false;
+        for (i, queue) in s.queues.iter().enumerate() {
+            let wanted = dice.range(1, 8) as usize;
+            while queue.len() < wanted
+                && let Some(slot) = s.free.pop()
+            {
+                let wr_id = RECV | 1 << 62 | s.next << 8 | slot as u64;
+                s.next += 1;
+                let sges = [pieces(&s.buffers, slot * SLOT, SLOT)];
+                let posted = queue.post(&RecvWr { wr_id, sges: &sges });
+                posted.map_err(|e| format!("host {h}: shared receive refused: {e}"))?;
+                s.outstanding.insert(wr_id, slot);
+            }
+            if dice.chance(0.3) {
+                let limit = dice.range(0, SHARED as u64) as u32;
+                let armed = queue.modify(&SrqModify {
+                    max_wr: None,
+                    limit: Some(limit),
+                });
+                let passed = armed.map_err(|e| format!("host {h}: limit refused: {e}"))?;
+                if passed.is_some() != ((queue.len() as u32) < limit) {
+                    return Err(format!(
+                        "host {h}: limit {limit} of {} receives: {passed:?}",
+                        queue.len()
+                    ));
+                }
+                s.armed[i] = limit > 0 && passed.is_none();
+            }
+        }
+        self.service(h)
+    }
+
+    pub(crate) fn on_srq_event(&mut self, h: usize, event: AsyncEvent) -> Check {
+        let AsyncEvent::SrqLimitReached(handle) = event else {
+            return Err(format!("host {h}: {event:?}"));
+        };
+        let armed = self.services().hosts[h].armed.get_mut(handle as usize);
+        match armed.is_some_and(std::mem::take) {
+            true => Ok(()),
+            false => Err(format!("host {h}: queue {handle} reached a limit that is not armed")),
+        }
+    }
+
+    /// A flow's program posts some of its messages.
+    pub(crate) fn serve(&mut self, flow: usize) -> Check {
+        let now = self.instant();
+        let [a, b] = [0, 1].map(|end| {
+            let f = &self.services.as_ref().expect("an extended run").flows[flow];
+            self.hosts[[f.from, f.to][end]].plan.addr
+        });
+        let Some(services) = &mut self.services else {
+            return Ok(());
+        };
+        let burst = services.dice.range(1, 5);
+        let pause = services.dice.range(US, 2 * MS);
+        let f = &mut services.flows[flow];
+        if f.dead {
+            return Ok(());
+        }
+        let h = f.from;
+        for _ in 0..burst {
+            if f.posted == f.messages.len() || f.posted - f.completed + 1 >= caps().max_send_wr as usize {
+                break;
+            }
+            let (seq, m) = (f.posted, &f.messages[f.posted]);
+            let imm = (flow << 16 | seq) as u32;
+            let sges = [pieces(&f.source, seq * SLOT, m.len)];
+            let op = match m.what {
+                What::Write => SendOp::WriteWithImm(
+                    RemoteAddr {
+                        addr: f.target.addr() + (seq * SLOT) as u64,
+                        rkey: f.target.rkey(),
+                    },
+                    imm,
+                ),
+                _ => SendOp::SendWithImm(imm),
+            };
+            let target = match f.qp_type {
+                QpType::Ud => Target::Datagram(Datagram {
+                    av: AddressVector::new(a, b),
+                    qpn: f.qpns[1],
+                    qkey: if m.what == What::WrongKey { QKey(1) } else { QKEY },
+                }),
+                QpType::XrcIni => Target::Srq(Srqn::new(100 + m.queue as u32)),
+                _ => Target::Peer,
+            };
+            let wr = SendWr {
+                wr_id: (flow as u64) << 32 | seq as u64,
+                op,
+                flags: SendFlags::SIGNALED,
+                payload: Payload::Sges(&sges),
+            };
+            let posted = self.hosts[h]
+                .port
+                .post_requests(now, f.qpns[0], &[SendRequest { wr, target }]);
+            posted.map_err(|(_, e)| format!("flow {flow}: message {seq} refused: {e}"))?;
+            f.posted += 1;
+            self.stats.operations += 1;
+        }
+        if f.posted < f.messages.len() {
+            self.schedule(pause, Event::Serve { flow });
+        }
+        self.service(h)
+    }
+
+    /// Takes what has completed in a host's queue of the services.
+    pub(crate) fn poll_services(&mut self, h: usize) -> Check {
+        let Some(services) = &self.services else { return Ok(()) };
+        let mut out = Vec::new();
+        let polled = services.hosts[h].cq.poll(&mut out, usize::MAX);
+        polled.map_err(|_| format!("host {h}: the services' completion queue overflowed"))?;
+        for wc in &out {
+            self.trace.completed(self.now, h, wc);
+            self.stats.completions += 1;
+            let checked = match wc.wr_id & RECV {
+                0 => self.on_service_sent(h, wc),
+                _ => self.on_service_received(h, wc),
+            };
+            checked.map_err(|text| format!("host {h}: {text}: {wc:?}"))?;
+        }
+        Ok(())
+    }
+
+    fn on_service_sent(&mut self, h: usize, wc: &Completion) -> Check {
+        let (flow, seq) = ((wc.wr_id >> 32) as usize, wc.wr_id as u32 as usize);
+        let services = self.services();
+        let f = services.flows.get_mut(flow).ok_or("a send of no flow")?;
+        if f.from != h || f.qpns[0] != wc.qpn || f.dead {
+            return Err(format!("a send of flow {flow} completed where it was not posted"));
+        }
+        if seq != f.completed {
+            return Err(format!("message {seq} completed, but {} is the next", f.completed));
+        }
+        let opcode = match f.messages[seq].what {
+            What::Write => WcOpcode::RdmaWrite,
+            _ => WcOpcode::Send,
+        };
+        if !wc.is_ok() || wc.opcode != opcode {
+            return Err(format!("message {seq} of flow {flow} went wrong"));
+        }
+        f.completed += 1;
+        if f.is_reliable() && f.arrived.len() < f.completed && !f.dead {
+            // Its receiver may not have been looked at yet, but the completion is there.
+            let to = f.to;
+            self.poll_services(to)?;
+            let f = &self.services().flows[flow];
+            if f.arrived.len() < f.completed {
+                return Err(format!("message {seq} of flow {flow} completed, but never arrived"));
+            }
+        }
+        self.stats.succeeded += 1;
+        Ok(())
+    }
+
+    fn on_service_received(&mut self, h: usize, wc: &Completion) -> Check {
+        let from_shared = wc.wr_id >> 62 & 1 == 1;
+        let clean = self.is_clean();
+        let Services { flows, hosts, .. } = self.services();
+        let s = &mut hosts[h];
+        let owner = flows.iter().position(|f| f.to == h && f.qpns[1] == wc.qpn);
+        let flow = owner.ok_or("a receive of no flow")?;
+        let f = &mut flows[flow];
+        if from_shared != (f.shared || f.qp_type == QpType::XrcIni) {
+            return Err("a receive of the wrong queue".into());
+        }
+        let (buffers, slot) = if from_shared {
+            let slot = s.outstanding.remove(&wc.wr_id);
+            let slot = slot.ok_or("a shared receive that is not outstanding (twice?)")?;
+            s.free.push(slot);
+            (&s.buffers, slot)
+        } else {
+            (&f.buffers, (wc.wr_id & !RECV) as usize)
+        };
+        if !wc.is_ok() {
+            // A broken message gives its shared receive back (class E); nothing else fails.
+            let broken = f.qp_type == QpType::Uc && f.shared && wc.status == WcStatus::RemoteInvalidRequestError;
+            self.want_buffers(h);
+            return if broken { Ok(()) } else { Err("a receive failed".into()) };
+        }
+        let (named, seq) = ((wc.imm >> 16) as usize, (wc.imm & 0xffff) as usize);
+        let m = f.messages.get(seq).filter(|_| named == flow && seq < f.posted);
+        let m = m.ok_or("a message that nobody has sent")?;
+        check_arrival(f, flow, seq, m, wc, buffers, slot)?;
+        // A network that doubles or swaps packets may do so with messages of one packet.
+        let next = match f.qp_type {
+            QpType::Rc | QpType::XrcIni => seq == f.arrived.len(),
+            QpType::Uc => !clean || f.arrived.last().is_none_or(|last| *last < seq),
+            _ => !clean || !f.arrived.contains(&seq),
+        };
+        if !next {
+            return Err(format!("flow {flow}: message {seq} after {:?}", f.arrived.last()));
+        }
+        f.arrived.push(seq);
+        self.stats.messages += 1;
+        self.stats.service_messages += 1;
+        if from_shared {
+            self.want_buffers(h);
+        }
+        Ok(())
+    }
+
+    /// Whether the network neither doubles nor swaps packets.
+    fn is_clean(&self) -> bool {
+        let f = &self.scenario.faults;
+        f.duplicate == 0.0 && f.reorder == 0.0
+    }
+
+    /// A host dies: the flows from and to it end.
+    pub(crate) fn end_services(&mut self, dying: usize) {
+        let now = self.instant();
+        let Some(services) = &mut self.services else { return };
+        for f in services.flows.iter_mut().filter(|f| !f.dead) {
+            if f.from != dying && f.to != dying {
+                continue;
+            }
+            f.dead = true;
+            let (other, end) = if f.from == dying { (f.to, 1) } else { (f.from, 0) };
+            // With whatever it was doing.
+            let _ = self.hosts[other].port.destroy_qp(now, f.qpns[end]);
+            if end == 1 {
+                services.hosts[other].lost += 1;
+            }
+        }
+    }
+
+    /// A host is back: its shared queues are new.
+    pub(crate) fn renew_services(&mut self, h: usize) {
+        if self.services.is_some() {
+            let fresh = self.shared(h);
+            self.services().hosts[h] = fresh;
+        }
+    }
+
+    pub(crate) fn services_done(&self) -> bool {
+        let services = self.services.as_ref();
+        services.is_none_or(|s| s.flows.iter().all(Flow::is_done))
+    }
+
+    /// At the end: reliable flows have arrived, and every shared receive is accounted for.
+    pub(crate) fn check_services(&self) -> Check {
+        let Some(services) = &self.services else { return Ok(()) };
+        for (i, f) in services.flows.iter().enumerate().filter(|(_, f)| !f.dead) {
+            let all = f.messages.len();
+            let sure = f.is_reliable() || (!f.shared && self.delivers(f.from, f.to));
+            let expected = f
+                .messages
+                .iter()
+                .filter(|m| matches!(m.what, What::Send | What::Write))
+                .count();
+            if !f.is_done() || sure && f.arrived.len() != expected {
+                let (n, posted) = (f.arrived.len(), f.posted);
+                return Err(format!(
+                    "flow {i} ({:?}): {n} of {expected} messages arrived, {posted} of {all} posted",
+                    f.qp_type
+                ));
+            }
+        }
+        for (h, s) in services.hosts.iter().enumerate() {
+            let waiting: usize = s.queues.iter().map(|q| q.len()).sum();
+            // Unfinished messages hold one each.
+            let unfinished = services
+                .flows
+                .iter()
+                .filter(|f| !f.dead && f.to == h && f.shared && f.qp_type == QpType::Uc);
+            let most = waiting + unfinished.count() + s.lost;
+            let n = s.outstanding.len();
+            if n < waiting || n > most {
+                return Err(format!(
+                    "host {h}: {n} shared receives are out, {waiting} of them wait, {most} at most"
+                ));
+            }
+            let buffers: HashSet<_> = s.outstanding.values().collect();
+            if buffers.len() != n || n + s.free.len() != QUEUES * SHARED {
+                return Err(format!("host {h}: {n} shared receives, {} buffers free", s.free.len()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether everything that was sent between two hosts has arrived in order.
+    fn delivers(&self, from: usize, to: usize) -> bool {
+        let quiet = self.scenario.disturbances == 0 && self.net_stats.overflowed == 0 && self.net_stats.corrupted == 0;
+        quiet && self.is_clean() && !self.lossy(from, to) && self.net_stats.lost == 0
+    }
+}
+
+/// Compares a message with what must have come.
+fn check_arrival(
+    f: &Flow,
+    flow: usize,
+    seq: usize,
+    m: &Message,
+    wc: &Completion,
+    buffers: &Region,
+    slot: usize,
+) -> Check {
+    let (head, flags, opcode) = match (f.qp_type, m.what) {
+        (_, What::WrongKey | What::TooLong) => return Err(format!("message {seq} of flow {flow} must not arrive")),
+        (QpType::Ud, _) => (GRH_LEN, WcFlags::GRH | WcFlags::WITH_IMM, WcOpcode::Recv),
+        (_, What::Write) => (0, WcFlags::WITH_IMM, WcOpcode::RecvRdmaWithImm),
+        _ => (0, WcFlags::WITH_IMM, WcOpcode::Recv),
+    };
+    let right = wc.byte_len as usize == head + m.len && wc.flags == flags && wc.opcode == opcode;
+    if !right || (f.qp_type == QpType::Ud && wc.src_qp != f.qpns[0]) {
+        return Err(format!("message {seq} of flow {flow} ({m:?}) arrived otherwise"));
+    }
+    let mut actual = vec![0; m.len];
+    let read = match m.what {
+        What::Write => f.target.read(seq * SLOT, &mut actual),
+        _ => buffers.read(slot * SLOT + head, &mut actual),
+    };
+    read.map_err(|e| e.to_string())?;
+    match actual == content(flow, seq, m.len) {
+        true => Ok(()),
+        false => Err(format!("message {seq} of flow {flow} has wrong bytes")),
+    }
+}

@@ -1,0 +1,316 @@
+//! The port as programs see it: state, GIDs, partition keys, counters, and membership in multicast groups.
+
+use std::{
+    net::IpAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use parking_lot::Mutex;
+use roce_net::{
+    gids::{self, GidTable},
+    iface,
+    links::LinkChange,
+};
+use roce_verbs::{AsyncEvent, Mtu, PKey, provider::VerbsError};
+
+use crate::device::{Device, DeviceInner, DeviceStats, io_error};
+
+/// Attributes of the port (`ibv_port_attr`). Its number is 1, its link layer Ethernet, its GIDs are of RoCE v2.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PortAttr {
+    /// It can send and receive.
+    pub active: bool,
+    /// `IBV_PORT_PHYS_STATE_*` number: 5 link up, 2 polling (no link), 3 disabled.
+    pub phys_state: u8,
+    /// The largest path MTU of the protocol.
+    pub max_mtu: Mtu,
+    /// The largest path MTU that the interface carries.
+    pub active_mtu: Mtu,
+    /// Places in the table of GIDs.
+    pub gid_tbl_len: u32,
+    /// Places in the table of partition keys.
+    pub pkey_tbl_len: u16,
+    /// Longest message, bytes.
+    pub max_msg_size: u32,
+    /// Packets with a foreign partition key.
+    pub bad_pkey_cntr: u16,
+    /// Datagrams with a wrong queue key.
+    pub qkey_viol_cntr: u16,
+    /// Width and speed in the numbers of `ibv_port_attr`, from the interface's speed.
+    pub active_width: u8,
+    /// See `active_width`.
+    pub active_speed: u8,
+}
+
+/// An entry of the table of GIDs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GidEntry {
+    /// Its place.
+    pub index: u32,
+    /// The GID: the address, IPv4 mapped into IPv6.
+    pub gid: [u8; 16],
+    /// The address.
+    pub addr: IpAddr,
+}
+
+/// What is known of the interfaces that a device uses.
+pub(crate) struct PortView {
+    /// The interface that has the device's address; `None`: it uses all.
+    interface: Option<String>,
+    addr: IpAddr,
+    state: Mutex<State>,
+    link_downed: AtomicU64,
+}
+
+struct State {
+    gids: GidTable,
+    active: bool,
+}
+
+impl PortView {
+    pub(crate) fn new(addr: IpAddr) -> Self {
+        let interface = match addr.is_unspecified() {
+            true => None,
+            false => iface::interface_of(addr).ok().map(|(name, _)| name),
+        };
+        let view = Self {
+            interface,
+            addr,
+            state: Mutex::new(State {
+                gids: GidTable::default(),
+                active: false,
+            }),
+            link_downed: AtomicU64::new(0),
+        };
+        view.refresh();
+        view
+    }
+
+    /// The addresses that the device has now.
+    fn addresses(&self) -> Vec<IpAddr> {
+        let all = iface::interface_addresses().unwrap_or_default();
+        if !self.addr.is_unspecified() {
+            let whole_loopback = self.addr.is_loopback() && self.addr.is_ipv4();
+            let here = whole_loopback || all.iter().any(|a| a.ip == self.addr);
+            return if here { vec![self.addr] } else { vec![] };
+        }
+        let mut names: Vec<(u32, String)> = all.into_iter().map(|a| (a.index, a.name)).collect();
+        names.sort();
+        names.dedup();
+        let each = names
+            .iter()
+            .flat_map(|(_, name)| GidTable::addresses(name).unwrap_or_default());
+        each.filter(|ip| ip.is_ipv4() || self.addr.is_ipv6()).collect()
+    }
+
+    fn is_active(&self) -> bool {
+        let all = iface::interfaces().unwrap_or_default();
+        all.iter()
+            .any(|i| i.running && self.interface.as_ref().is_none_or(|name| *name == i.name))
+    }
+
+    /// Looks at the interfaces anew; what changed as asynchronous events.
+    fn refresh(&self) -> Vec<AsyncEvent> {
+        let (addresses, active) = (self.addresses(), self.is_active());
+        let mut state = self.state.lock();
+        let mut events = vec![];
+        if state.gids.follow(&addresses) {
+            events.push(AsyncEvent::GidChange);
+        }
+        match (core::mem::replace(&mut state.active, active), active) {
+            (false, true) => events.push(AsyncEvent::PortActive),
+            (true, false) => {
+                self.link_downed.fetch_add(1, Ordering::Relaxed);
+                events.push(AsyncEvent::PortError);
+            }
+            _ => {}
+        }
+        events
+    }
+
+    /// What changes of interfaces mean for the device.
+    pub(crate) fn follow(&self, changes: &[(String, LinkChange)]) -> Vec<AsyncEvent> {
+        let concerns = |name: &String| self.interface.as_ref().is_none_or(|mine| mine == name);
+        match changes.iter().any(|(name, _)| concerns(name)) {
+            true => self.refresh(),
+            false => vec![],
+        }
+    }
+}
+
+/// Width and speed codes of an interface's speed in Mbit/s (`ib_get_eth_speed`).
+fn speed_codes(mbits: u32) -> (u8, u8) {
+    const WIDTH_1X: u8 = 1;
+    const WIDTH_4X: u8 = 2;
+    match mbits {
+        0..=1000 => (WIDTH_1X, 1),
+        1001..=10_000 => (WIDTH_1X, 8),
+        10_001..=20_000 => (WIDTH_4X, 2),
+        20_001..=25_000 => (WIDTH_1X, 32),
+        25_001..=40_000 => (WIDTH_4X, 8),
+        _ => (WIDTH_4X, 32),
+    }
+}
+
+fn speed_of(interface: &str) -> u32 {
+    let text = std::fs::read_to_string(format!("/sys/class/net/{interface}/speed"));
+    text.ok().and_then(|t| t.trim().parse().ok()).unwrap_or(1000)
+}
+
+/// Membership of the device in a multicast group; it ends with the drop. Queue pairs that are attached have their own.
+pub struct Membership {
+    group: IpAddr,
+    local: IpAddr,
+    device: Arc<DeviceInner>,
+}
+
+impl Drop for Membership {
+    fn drop(&mut self) {
+        self.device.driver.leave(self.group, self.local);
+    }
+}
+
+impl core::fmt::Debug for Membership {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Membership")
+            .field("group", &self.group)
+            .field("local", &self.local)
+            .finish()
+    }
+}
+
+impl Membership {
+    /// Joins on the interface that has `local`; unspecified: the device's address.
+    pub(crate) fn new(device: &Arc<DeviceInner>, group: IpAddr, local: IpAddr) -> Result<Self, VerbsError> {
+        let group = group.to_canonical();
+        let local = match local.to_canonical() {
+            any if any.is_unspecified() => device.local_for(group)?,
+            given => given,
+        };
+        if !group.is_multicast() || group.is_ipv4() != local.is_ipv4() {
+            return Err(VerbsError::Address(format!(
+                "no way from {local} to a multicast group {group}"
+            )));
+        }
+        let joined = device.driver.join(group, local);
+        joined.map_err(io_error(&format!(
+            "joining multicast group {group} on the interface of {local}"
+        )))?;
+        Ok(Self {
+            group,
+            local,
+            device: device.clone(),
+        })
+    }
+
+    /// The group.
+    pub fn group(&self) -> IpAddr {
+        self.group
+    }
+}
+
+impl Device {
+    /// Attributes of the port (`ibv_query_port`).
+    pub fn query_port(&self) -> PortAttr {
+        let view = &self.0.router.port;
+        let active = view.state.lock().active;
+        let counters = self.stats().port;
+        let interface = view.interface.as_deref();
+        let up = iface::interfaces().unwrap_or_default();
+        let up = up.iter().any(|i| i.up && interface.is_none_or(|name| name == i.name));
+        let (active_width, active_speed) = speed_codes(interface.map_or(1000, speed_of));
+        PortAttr {
+            active,
+            phys_state: match (active, up) {
+                (true, _) => 5,
+                (false, true) => 2,
+                (false, false) => 3,
+            },
+            max_mtu: Mtu::B4096,
+            active_mtu: self.mtu(),
+            gid_tbl_len: gids::TABLE_LEN as u32,
+            pkey_tbl_len: self.0.limits.max_pkeys,
+            max_msg_size: self.0.limits.max_msg_size,
+            bad_pkey_cntr: counters.pkey_violations(),
+            qkey_viol_cntr: counters.qkey_violations(),
+            active_width,
+            active_speed,
+        }
+    }
+
+    /// The table of GIDs, empty places left out. They are the addresses of the interfaces that the device uses, and follow
+    /// their changes.
+    pub fn gid_table(&self) -> Vec<GidEntry> {
+        let state = self.0.router.port.state.lock();
+        let entry = |(index, addr): (usize, IpAddr)| GidEntry {
+            index: index as u32,
+            gid: gids::gid_of(addr),
+            addr,
+        };
+        state.gids.iter().map(entry).collect()
+    }
+
+    /// The GID at an index, zeros when the place is empty (`ibv_query_gid`).
+    ///
+    /// # Errors
+    /// When the table has no such place.
+    pub fn query_gid(&self, index: usize) -> Result<[u8; 16], VerbsError> {
+        if index >= gids::TABLE_LEN {
+            return Err(VerbsError::Invalid(format!("GID index {index}")));
+        }
+        let addr = self.0.router.port.state.lock().gids.get(index);
+        Ok(addr.map_or([0; 16], gids::gid_of))
+    }
+
+    /// The index of an address in the table of GIDs.
+    pub fn gid_index(&self, addr: IpAddr) -> Option<usize> {
+        self.0.router.port.state.lock().gids.index_of(addr.to_canonical())
+    }
+
+    /// The partition key at an index (`ibv_query_pkey`): there is one, the default partition's.
+    ///
+    /// # Errors
+    /// When the table has no such place.
+    pub fn query_pkey(&self, index: usize) -> Result<PKey, VerbsError> {
+        match index < usize::from(self.0.limits.max_pkeys) {
+            true => Ok(PKey::DEFAULT),
+            false => Err(VerbsError::Invalid(format!("partition key index {index}"))),
+        }
+    }
+
+    /// Receives what is sent to a multicast group on the interface that has `local` (unspecified: the device's address),
+    /// as long as the returned membership lives. Queue pairs get nothing of it unless they are attached.
+    ///
+    /// # Errors
+    /// When the address is no group's, or the system refuses.
+    pub fn join_group(&self, group: IpAddr, local: IpAddr) -> Result<Membership, VerbsError> {
+        Membership::new(&self.0, group, local)
+    }
+
+    /// The hardware counters that rdma_rxe has, by its names and in its order (`rxe_hw_counters.c`).
+    pub fn hw_counters(&self) -> [(&'static str, u64); 15] {
+        let DeviceStats { port, path } = self.stats();
+        let t = &port.transport;
+        let lost = path.tx_too_long + path.tx_no_buffers + path.tx_unreachable + path.tx_forbidden + path.tx_errors;
+        [
+            ("sent_pkts", port.tx_packets),
+            ("rcvd_pkts", port.rx_packets),
+            ("duplicate_request", t.duplicate_request),
+            ("out_of_seq_request", t.out_of_seq_request),
+            ("rcvd_rnr_err", t.rcvd_rnr_err),
+            ("send_rnr_err", t.send_rnr_err),
+            ("rcvd_seq_err", t.rcvd_seq_err),
+            ("ack_deferred", t.ack_deferred),
+            ("retry_exceeded_err", t.retry_exceeded_err),
+            ("retry_rnr_exceeded_err", t.retry_rnr_exceeded_err),
+            ("completer_retry_err", t.completer_retry_err),
+            ("send_err", t.send_err + lost),
+            ("link_downed", self.0.router.port.link_downed.load(Ordering::Relaxed)),
+            ("rdma_sends", t.rdma_sends),
+            ("rdma_recvs", t.rdma_recvs),
+        ]
+    }
+}

@@ -1,0 +1,90 @@
+//! Devices that share their address with other processes, through a broker (`roce_broker`).
+
+use std::{
+    net::IpAddr,
+    sync::{Arc, Weak},
+};
+
+use roce_broker::{Inbox, JoinConfig, JoinError, Membership, Report};
+use roce_port::RxMeta;
+use roce_verbs::provider::VerbsError;
+
+use crate::device::{Device, DeviceConfig, DeviceInner, Services};
+
+fn join_error(e: JoinError) -> VerbsError {
+    match e {
+        JoinError::Io { context, source } => VerbsError::Io {
+            context: context.into(),
+            source,
+        },
+        other => VerbsError::Address(other.to_string()),
+    }
+}
+
+/// Tells the broker for what this process takes connect requests. It keeps the membership as well.
+#[derive(Debug)]
+struct Listeners(Arc<Membership>);
+
+impl Services for Listeners {
+    fn claim(&self, service_id: u64, addr: Option<IpAddr>) -> Result<(), VerbsError> {
+        self.0.listen(service_id, addr).map_err(join_error)
+    }
+
+    fn release(&self, service_id: u64, addr: Option<IpAddr>) {
+        if let Err(e) = self.0.unlisten(service_id, addr) {
+            tracing::debug!("the broker is not told that a listener is gone: {e}");
+        }
+    }
+}
+
+/// Takes what the broker has for the device.
+struct Post(Weak<DeviceInner>);
+
+impl Inbox for Post {
+    fn datagram(&self, meta: &RxMeta, bytes: &[u8]) {
+        if let Some(inner) = self.0.upgrade() {
+            // A device that is closed takes nothing any more.
+            let _ = inner.driver.inject(bytes, meta);
+        }
+    }
+
+    fn report(&self) -> Report {
+        let Some(device) = self.0.upgrade().map(Device) else {
+            return Report::default();
+        };
+        let counters = device.hw_counters().into_iter();
+        let addr = Some(device.addr()).filter(|a| !a.is_unspecified());
+        Report {
+            addrs: addr.into_iter().collect(),
+            mtu: device.mtu().bytes() as u32,
+            queue_pairs: device.0.driver.with_quiet(|port, _| port.queue_pairs()).unwrap_or(0) as u64,
+            counters: counters.map(|(name, value)| (name.to_owned(), value)).collect(),
+        }
+    }
+}
+
+/// How to join the broker that has this address open, if there is one.
+pub(crate) fn holder(addr: IpAddr) -> Option<JoinConfig> {
+    let how = JoinConfig::from_env()?;
+    let open = roce_broker::statistics(&how.dir).ok()??.addrs;
+    let addr = addr.to_canonical();
+    let covers = |a: &IpAddr| *a == addr || (a.is_unspecified() && a.is_ipv4() == addr.is_ipv4());
+    open.iter().any(covers).then_some(how)
+}
+
+impl Device {
+    /// Opens a device at an address that other processes of this user may use at the same time: becomes a member of the
+    /// broker's, which is started if none runs.
+    ///
+    /// # Errors
+    /// As [`Device::open`], and when there is no broker and none can be started.
+    pub fn open_shared(mut config: DeviceConfig, how: &JoinConfig) -> Result<Self, VerbsError> {
+        let membership = Arc::new(roce_broker::join(how).map_err(join_error)?);
+        config.sockets = Some(membership.open(config.addr).map_err(join_error)?);
+        config.qpn_slot = Some(membership.numbers());
+        config.services = Some(Arc::new(Listeners(membership.clone())));
+        let device = Self::open(config)?;
+        membership.set_inbox(Arc::new(Post(Arc::downgrade(&device.0))));
+        Ok(device)
+    }
+}

@@ -1,0 +1,232 @@
+//! Shared receive queues and XRC domains.
+
+use std::sync::{Arc, atomic::Ordering};
+
+use roce_qp::{SharedReceiveQueue, SrqConfig, XrcDomain};
+use roce_verbs::{RecvWr, SrqAttr, SrqModify, SrqType, Srqn, provider::VerbsError, wr::PostError};
+
+use crate::{
+    cq::Cq,
+    device::{Device, DeviceInner, closed},
+    memory::Pd,
+};
+
+/// What a shared receive queue is made with.
+#[derive(Debug)]
+pub struct SrqInit<'a> {
+    /// Sizes, and the limit to begin with.
+    pub attr: SrqAttr,
+    /// For messages of extended reliable connections: the domain, and where its receives complete.
+    pub xrc: Option<(&'a Xrcd, &'a Cq)>,
+}
+
+/// A shared receive queue. It ends with its last clone; queue pairs that take from it hold one.
+#[derive(Clone)]
+pub struct Srq(Arc<SrqInner>);
+
+struct SrqInner {
+    queue: Arc<SharedReceiveQueue>,
+    pd: Pd,
+    xrc: Option<(Xrcd, Cq)>,
+}
+
+impl Drop for SrqInner {
+    fn drop(&mut self) {
+        let device = &self.pd.0.device;
+        if device.driver.is_inherited() {
+            return;
+        }
+        if let Some((xrcd, _)) = &self.xrc {
+            xrcd.0.domain.detach(self.queue.number());
+            // Whoever had found it before is done when the port's lock is free.
+            device.driver.pass_lock();
+        }
+        device.srqs.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl core::fmt::Debug for Srq {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_tuple("Srq").field(&self.0.queue.handle()).finish()
+    }
+}
+
+impl Srq {
+    /// The number that names it in asynchronous events.
+    pub fn handle(&self) -> u32 {
+        self.0.queue.handle()
+    }
+
+    /// The number that peers of extended reliable connections name it by (`ibv_get_srq_num`).
+    pub fn number(&self) -> Srqn {
+        self.0.queue.number()
+    }
+
+    /// Its kind.
+    pub fn kind(&self) -> SrqType {
+        self.0.queue.config().srq_type
+    }
+
+    /// Posts receives in order; stops at the first that is refused.
+    ///
+    /// # Errors
+    /// The refusal, with the number of requests that were accepted before it.
+    pub fn post_recv(&self, wrs: &[RecvWr<'_>]) -> Result<(), (usize, PostError)> {
+        for (i, wr) in wrs.iter().enumerate() {
+            self.0.queue.post(wr).map_err(|e| (i, e))?;
+        }
+        Ok(())
+    }
+
+    /// Resizes it or arms its limit (`ibv_modify_srq`). A limit that is passed already is reported at once.
+    ///
+    /// # Errors
+    /// When size, limit and what it holds don't fit together, or at the device's limit.
+    pub fn modify(&self, attr: &SrqModify) -> Result<(), VerbsError> {
+        let device = &self.0.pd.0.device;
+        if attr.max_wr.is_some_and(|n| n > device.limits.max_srq_wr) {
+            return Err(VerbsError::Limit("work requests of a shared receive queue"));
+        }
+        let event = self.0.queue.modify(attr);
+        let event = event.map_err(|e| VerbsError::Invalid(e.to_string()))?;
+        match event {
+            Some(event) => device
+                .driver
+                .with_quiet(|port, _| port.push_event(event))
+                .map_err(closed),
+            None => Ok(()),
+        }
+    }
+
+    /// Sizes, and the limit as it is armed.
+    pub fn query(&self) -> SrqAttr {
+        self.0.queue.query()
+    }
+
+    /// Receives that no message has taken.
+    pub fn len(&self) -> usize {
+        self.0.queue.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    pub(crate) fn queue(&self) -> &Arc<SharedReceiveQueue> {
+        &self.0.queue
+    }
+
+    pub(crate) fn check(&self, device: &Arc<DeviceInner>) -> Result<(), VerbsError> {
+        match Arc::ptr_eq(&self.0.pd.0.device, device) {
+            true => Ok(()),
+            false => Err(VerbsError::Invalid(
+                "the shared receive queue is another device's".into(),
+            )),
+        }
+    }
+}
+
+/// A domain of extended reliable connections. It ends with its last clone; its queue pairs and shared receive queues hold
+/// one each.
+#[derive(Clone)]
+pub struct Xrcd(Arc<XrcdInner>);
+
+struct XrcdInner {
+    domain: Arc<XrcDomain>,
+    /// Of its target queue pairs, which have none of their own: keys are checked against the shared receive queue's.
+    pd: Pd,
+}
+
+impl Drop for XrcdInner {
+    fn drop(&mut self) {
+        self.pd.0.device.xrcds.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl core::fmt::Debug for Xrcd {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_tuple("Xrcd").field(&self.0.pd).finish()
+    }
+}
+
+impl Xrcd {
+    pub(crate) fn domain(&self) -> &Arc<XrcDomain> {
+        &self.0.domain
+    }
+
+    pub(crate) fn pd(&self) -> &Pd {
+        &self.0.pd
+    }
+}
+
+impl Device {
+    /// Makes a shared receive queue.
+    ///
+    /// # Errors
+    /// At the device's limits, or when sizes don't fit together.
+    pub fn create_srq(&self, pd: &Pd, init: &SrqInit<'_>) -> Result<Srq, VerbsError> {
+        pd.check(&self.0)?;
+        let limits = &self.0.limits;
+        let attr = init.attr;
+        if attr.max_wr == 0 || attr.limit > attr.max_wr {
+            let text = format!("a shared receive queue of {} with limit {}", attr.max_wr, attr.limit);
+            return Err(VerbsError::Invalid(text));
+        }
+        if attr.max_wr > limits.max_srq_wr {
+            return Err(VerbsError::Limit("work requests of a shared receive queue"));
+        }
+        if attr.max_sge > limits.max_srq_sge {
+            return Err(VerbsError::Limit("scatter/gather elements of a shared receive queue"));
+        }
+        if let Some((xrcd, cq)) = init.xrc {
+            xrcd.pd().check(&self.0)?;
+            cq.check(&self.0)?;
+        }
+        if self.0.srqs.fetch_add(1, Ordering::Relaxed) >= limits.max_srq {
+            self.0.srqs.fetch_sub(1, Ordering::Relaxed);
+            return Err(VerbsError::Limit("shared receive queues"));
+        }
+        // Numbers go round long before they could meet one in use: there are 2^24, and 2^16 queues.
+        let handle = self.0.next_srq.fetch_add(1, Ordering::Relaxed);
+        let queue = SharedReceiveQueue::new(SrqConfig {
+            handle,
+            number: Srqn::new(handle & 0x00ff_ffff),
+            pd: pd.0.handle,
+            srq_type: if init.xrc.is_some() {
+                SrqType::Xrc
+            } else {
+                SrqType::Basic
+            },
+            attr,
+            cq: init.xrc.map(|(_, cq)| cq.queue().clone()),
+        });
+        let srq = Srq(Arc::new(SrqInner {
+            queue,
+            pd: pd.clone(),
+            xrc: init.xrc.map(|(x, cq)| (x.clone(), cq.clone())),
+        }));
+        match init.xrc {
+            Some((xrcd, _)) if !xrcd.domain().attach(srq.queue()) => {
+                Err(VerbsError::Limit("numbers of shared receive queues"))
+            }
+            _ => Ok(srq),
+        }
+    }
+
+    /// Makes an XRC domain. Only this process has it: domains shared by a file between processes don't exist here.
+    ///
+    /// # Errors
+    /// At the device's limit.
+    pub fn open_xrcd(&self) -> Result<Xrcd, VerbsError> {
+        let pd = Pd::new(self)?;
+        if self.0.xrcds.fetch_add(1, Ordering::Relaxed) >= self.0.limits.max_xrcd {
+            self.0.xrcds.fetch_sub(1, Ordering::Relaxed);
+            return Err(VerbsError::Limit("XRC domains"));
+        }
+        Ok(Xrcd(Arc::new(XrcdInner {
+            domain: XrcDomain::new(),
+            pd,
+        })))
+    }
+}

@@ -1,0 +1,235 @@
+//! Queries, changes and limits of objects.
+
+mod common;
+
+use common::*;
+use roce::{
+    AccessFlags, AddressVector, Device, MemoryRegion, Payload, Provider, QpCaps, QpInit, QpOptions, QpType, Reregister,
+    SendOp, VerbsError, WcStatus, gids,
+};
+
+#[test]
+fn the_port_and_its_tables() {
+    let a = Side::new(open());
+    let port = a.device.query_port();
+    assert!(port.active);
+    assert_eq!((port.phys_state, port.pkey_tbl_len), (5, 1));
+    assert_eq!(port.active_mtu, a.device.mtu());
+    let table = a.device.gid_table();
+    assert_eq!(table.len(), 1);
+    assert_eq!((table[0].index, table[0].addr), (0, a.addr()));
+    assert_eq!(a.device.query_gid(0).unwrap(), gids::gid_of(a.addr()));
+    assert_eq!(a.device.query_gid(1).unwrap(), [0; 16]);
+    assert!(a.device.query_gid(gids::TABLE_LEN).is_err());
+    assert_eq!(a.device.gid_index(a.addr()), Some(0));
+    assert_eq!(a.device.query_pkey(0).unwrap().0, 0xffff);
+    assert!(a.device.query_pkey(1).is_err());
+}
+
+#[test]
+fn counters_have_rdma_rxe_s_names() {
+    let p = pair();
+    let (ma, mb) = (p.a.mr(64), p.b.mr(64));
+    recv(&p.qb, 1, &[mb.sge(0, 64)]);
+    post(&p.qa, 2, SendOp::Send, Payload::Sges(&[ma.sge(0, 64)]));
+    p.a.good(1);
+    p.b.good(1);
+    let value = |device: &Device, name: &str| {
+        let all = device.hw_counters();
+        all.iter()
+            .find(|(n, _)| *n == name)
+            .unwrap_or_else(|| panic!("{name}"))
+            .1
+    };
+    assert!(value(&p.a.device, "sent_pkts") > 0 && value(&p.b.device, "rcvd_pkts") > 0);
+    assert_eq!(value(&p.a.device, "rdma_sends"), 1);
+    assert_eq!(value(&p.b.device, "rdma_recvs"), 1);
+    assert_eq!(value(&p.a.device, "link_downed"), 0);
+}
+
+#[test]
+fn completion_queues_are_resized_and_looked_into() {
+    let p = pair();
+    let (ma, mb) = (p.a.mr(64), p.b.mr(64));
+    for i in 0..3 {
+        post(&p.qa, i, SendOp::Write(remote(&mb, 0)), Payload::Sges(&[ma.sge(0, 8)]));
+    }
+    let until = std::time::Instant::now() + PATIENCE;
+    while p.a.cq.peek(10) < 3 {
+        assert!(std::time::Instant::now() < until);
+        p.a.device.progress();
+    }
+    assert_eq!((p.a.cq.peek(2), p.a.cq.capacity()), (2, 4096));
+    assert!(p.a.cq.resize(2).is_err());
+    p.a.cq.resize(3).unwrap();
+    assert_eq!(p.a.cq.capacity(), 3);
+    let limits = p.a.device.limits();
+    assert!(matches!(p.a.cq.resize(limits.max_cqe + 1), Err(VerbsError::Limit(_))));
+    assert_eq!(p.a.good(3).len(), 3);
+}
+
+#[test]
+fn memory_is_registered_anew_with_other_rights_place_and_domain() {
+    let p = pair();
+    let mut memory = vec![0u8; 8192];
+    let ptr = memory.as_mut_ptr();
+    // SAFETY: the memory outlives all regions of it, and is looked at only when those are gone.
+    unsafe {
+        let mr = p.b.device.register_mr(&p.b.pd, ptr, 4096, 0x5000, ALL).unwrap();
+        assert_eq!((mr.addr(), mr.len()), (0x5000, 4096));
+        post(&p.qa, 1, SendOp::Write(remote(&mr, 0)), Payload::Inline(b"one"));
+        p.a.good(1);
+
+        // Another place.
+        let moved = Reregister {
+            memory: Some((ptr.add(4096), 4096, 0x9000)),
+            ..Reregister::default()
+        };
+        let other = mr.reregister(&moved).unwrap();
+        assert_eq!((other.addr(), other.access()), (0x9000, mr.access()));
+        post(&p.qa, 2, SendOp::Write(remote(&other, 0)), Payload::Inline(b"two"));
+        p.a.good(1);
+
+        // Rights that don't go together change nothing.
+        let wrong = Reregister {
+            access: Some(AccessFlags::REMOTE_WRITE),
+            ..Reregister::default()
+        };
+        assert!(other.reregister(&wrong).is_err());
+        post(&p.qa, 3, SendOp::Write(remote(&other, 8)), Payload::Inline(b"still"));
+        p.a.good(1);
+
+        // Another domain: the queue pair's keys don't open it.
+        let pd = p.b.device.alloc_pd().unwrap();
+        let foreign = Reregister {
+            pd: Some(&pd),
+            ..Reregister::default()
+        };
+        let foreign = other.reregister(&foreign).unwrap();
+        post(&p.qa, 4, SendOp::Write(remote(&foreign, 0)), Payload::Inline(b"no"));
+        assert_eq!(p.a.completions(1)[0].status, WcStatus::RemoteAccessError);
+        foreign.deregister().unwrap();
+        assert!(foreign.deregister().is_err());
+        assert!(p.b.mr(64).reregister(&moved).is_err(), "memory of the region's own");
+    }
+    assert_eq!(
+        (&memory[..3], &memory[4096..4099], &memory[4104..4109]),
+        (&b"one"[..], &b"two"[..], &b"still"[..])
+    );
+}
+
+#[test]
+fn limits_are_enforced() {
+    let a = Side::new(open());
+    let limits = a.device.limits();
+    let caps = |change: &dyn Fn(&mut QpCaps)| {
+        let mut caps = QpCaps::default();
+        change(&mut caps);
+        let init = QpInit {
+            send_cq: &a.cq,
+            recv_cq: &a.cq,
+            caps,
+            signal_all: false,
+        };
+        a.device.create_qp(&a.pd, &init).map(drop)
+    };
+    assert!(matches!(
+        caps(&|c| c.max_send_wr = limits.max_qp_wr + 1),
+        Err(VerbsError::Limit(_))
+    ));
+    assert!(matches!(
+        caps(&|c| c.max_recv_sge = limits.max_sge + 1),
+        Err(VerbsError::Limit(_))
+    ));
+    assert!(matches!(
+        caps(&|c| c.max_inline_data = limits.max_inline_data + 1),
+        Err(VerbsError::Limit(_))
+    ));
+    let av = AddressVector::new(a.addr(), a.addr());
+    let many: Vec<_> = (0..limits.max_ah)
+        .map(|_| a.device.create_ah(&a.pd, &av).unwrap())
+        .collect();
+    assert!(matches!(a.device.create_ah(&a.pd, &av), Err(VerbsError::Limit(_))));
+    drop(many);
+    a.device.create_ah(&a.pd, &av).unwrap();
+}
+
+#[test]
+fn options_that_do_not_go_together_are_refused() {
+    let (a, b) = (Side::new(open()), Side::new(open()));
+    let plain = QpOptions {
+        qp_type: QpType::Ud,
+        send_cq: Some(&a.cq),
+        recv_cq: Some(&a.cq),
+        srq: None,
+        xrcd: None,
+        caps: QpCaps::default(),
+        signal_all: true,
+    };
+    let made = a.device.create_qp_as(Some(&a.pd), &plain).unwrap();
+    assert_eq!(
+        (made.qp_type(), made.caps(), made.signals_all()),
+        (QpType::Ud, QpCaps::default(), true)
+    );
+    let refused = |pd, options| assert!(a.device.create_qp_as(pd, &options).is_err());
+    refused(None, plain);
+    refused(Some(&b.pd), plain);
+    refused(Some(&a.pd), QpOptions { send_cq: None, ..plain });
+    refused(
+        Some(&a.pd),
+        QpOptions {
+            recv_cq: Some(&b.cq),
+            ..plain
+        },
+    );
+    let xrcd = a.device.open_xrcd().unwrap();
+    refused(
+        Some(&a.pd),
+        QpOptions {
+            xrcd: Some(&xrcd),
+            ..plain
+        },
+    );
+    let target = QpOptions {
+        qp_type: QpType::XrcTgt,
+        ..plain
+    };
+    refused(Some(&a.pd), target);
+}
+
+/// A thousand of every object leave nothing behind.
+#[test]
+fn objects_that_come_and_go_leave_nothing() {
+    let a = Side::new(open());
+    let av = AddressVector::new(a.addr(), a.addr());
+    let limit = a.device.limits().max_xrcd.min(1000);
+    for round in 0..limit {
+        let pd = a.device.alloc_pd().unwrap();
+        let cq = a.device.create_cq(16, None, 0).unwrap();
+        let xrcd = a.device.open_xrcd().unwrap();
+        let attr = roce::SrqAttr {
+            max_wr: 4,
+            max_sge: 1,
+            limit: 0,
+        };
+        let init = roce::SrqInit {
+            attr,
+            xrc: (round % 2 == 0).then_some((&xrcd, &cq)),
+        };
+        let srq = a.device.create_srq(&pd, &init).unwrap();
+        let options = QpOptions {
+            qp_type: if round % 2 == 0 { QpType::Ud } else { QpType::Rc },
+            send_cq: Some(&cq),
+            recv_cq: Some(&cq),
+            srq: (round % 2 != 0).then_some(&srq),
+            xrcd: None,
+            caps: QpCaps::default(),
+            signal_all: false,
+        };
+        let qp = a.device.create_qp_as(Some(&pd), &options).unwrap();
+        let mr = a.device.alloc_mr(&pd, 64, ALL).unwrap();
+        let mw = a.device.alloc_mw(&pd).unwrap();
+        let ah = a.device.create_ah(&pd, &av).unwrap();
+        drop((qp, mr, mw, ah, srq, xrcd, cq, pd));
+    }
+}

@@ -1,0 +1,169 @@
+//! Address handles.
+
+use std::sync::Arc;
+
+use libc::c_int;
+use roce::{AddressHandle, AddressVector, NetworkHeader};
+
+use crate::{
+    abi::{ibv_ah, ibv_ah_attr, ibv_context, ibv_grh, ibv_pd, ibv_wc},
+    context::{Context, Core},
+    gids,
+    pd::{Pd, Users},
+    ret::{self, Errno, Result},
+};
+
+/// What the kernel puts into packets whatever the program asked for: the route's hop limit.
+const HOP_LIMIT: u8 = 64;
+/// `IBV_WC_GRH`.
+const WC_GRH: u32 = 1;
+
+/// An address handle.
+#[repr(C)]
+pub(crate) struct Ah {
+    abi: ibv_ah,
+    core: Arc<Core>,
+    pub(crate) inner: AddressHandle,
+    _user: Users,
+}
+
+impl Ah {
+    /// # Safety
+    /// `ah` was made by us and lives as long as the reference.
+    pub(crate) unsafe fn of<'a>(ah: *mut ibv_ah) -> &'a Self {
+        // SAFETY: the public part is the first field.
+        unsafe { &*ah.cast::<Self>() }
+    }
+}
+
+/// The UDP source port that a flow label stands for (`ibv_flow_label_to_udp_sport`); 0 for none.
+fn source_port(flow_label: u32) -> u16 {
+    let label = flow_label & 0x000f_ffff;
+    match label {
+        0 => 0,
+        _ => ((label & 0x3fff) ^ (label >> 14)) as u16 | 0xc000,
+    }
+}
+
+/// The path of an attribute.
+///
+/// # Errors
+/// EINVAL without a GRH, at another port, or for a GID that we don't have.
+pub(crate) fn address_vector(core: &Core, attr: &ibv_ah_attr) -> Result<AddressVector> {
+    if attr.is_global == 0 || attr.port_num > 1 {
+        return Err(Errno::INVAL);
+    }
+    let local = core.device.gids.get(attr.grh.sgid_index.into()).ok_or(Errno::INVAL)?;
+    let remote = gids::ip_of(&attr.grh.dgid);
+    if local.is_ipv4() != remote.is_ipv4() || remote.is_unspecified() {
+        return Err(Errno::INVAL);
+    }
+    Ok(AddressVector {
+        local,
+        remote,
+        hop_limit: attr.grh.hop_limit.max(HOP_LIMIT),
+        traffic_class: attr.grh.traffic_class,
+        udp_sport: source_port(attr.grh.flow_label),
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_create_ah(pd: *mut ibv_pd, attr: *mut ibv_ah_attr) -> *mut ibv_ah {
+    ret::pointer(|| {
+        // SAFETY: the program passes a domain of ours and attributes.
+        let (domain, attr) = unsafe { (Pd::of(pd), &*attr) };
+        let device = &domain.engine()?.device;
+        let inner = device.create_ah(&domain.inner, &address_vector(&domain.core, attr)?)?;
+        let ah = Box::leak(Box::new(Ah {
+            abi: ibv_ah {
+                // SAFETY: as above.
+                context: unsafe { (*pd).context },
+                pd,
+                handle: 1,
+            },
+            core: domain.core.clone(),
+            inner,
+            _user: domain.user(),
+        }));
+        Ok(&raw mut ah.abi)
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_destroy_ah(ah: *mut ibv_ah) -> c_int {
+    ret::code(|| {
+        // SAFETY: boxed above; the program does not use it again.
+        let this = unsafe { Box::from_raw(ah.cast::<Ah>()) };
+        if this.core.alive().is_err() {
+            std::mem::forget(this);
+        }
+        Ok(())
+    })
+}
+
+fn reply_to(core: &Core, port: u8, wc: &ibv_wc, grh: *const ibv_grh) -> Result<ibv_ah_attr> {
+    if port != 1 || wc.wc_flags & WC_GRH == 0 || grh.is_null() {
+        // On Ethernet the address is in the header and nowhere else.
+        return Err(Errno::INVAL);
+    }
+    // SAFETY: the program passes the first 40 bytes of what was received.
+    let header = NetworkHeader::parse(unsafe { &(*grh).bytes });
+    let ours = header.destination;
+    // To a group: answered from any address of the same kind.
+    let index = core.device.gids.find(ours).or_else(|| {
+        let entries = core.device.gids.entries();
+        let same = entries.into_iter().find(|(_, ip)| ip.is_ipv4() == ours.is_ipv4());
+        same.map(|(index, _)| index).filter(|_| ours.is_multicast())
+    });
+    let mut attr = ibv_ah_attr {
+        sl: wc.sl,
+        src_path_bits: wc.dlid_path_bits,
+        dlid: wc.slid,
+        is_global: 1,
+        port_num: port,
+        ..ibv_ah_attr::default()
+    };
+    attr.grh.dgid = gids::gid_of(header.source);
+    attr.grh.sgid_index = index.and_then(|i| u8::try_from(i).ok()).ok_or(Errno::INVAL)?;
+    attr.grh.hop_limit = 0xff;
+    attr.grh.traffic_class = header.traffic_class;
+    attr.grh.flow_label = header.flow_label;
+    Ok(attr)
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_init_ah_from_wc(
+    context: *mut ibv_context,
+    port: u8,
+    wc: *mut ibv_wc,
+    grh: *mut ibv_grh,
+    attr: *mut ibv_ah_attr,
+) -> c_int {
+    ret::minus_one(|| {
+        // SAFETY: the program passes an open context, a completion and room for the attributes.
+        unsafe { attr.write(reply_to(Context::of(context).core(), port, &*wc, grh)?) };
+        Ok(0)
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_create_ah_from_wc(
+    pd: *mut ibv_pd,
+    wc: *mut ibv_wc,
+    grh: *mut ibv_grh,
+    port: u8,
+) -> *mut ibv_ah {
+    let attr = ret::pointer(|| {
+        // SAFETY: the program passes a domain of ours and a completion.
+        let attr = unsafe { reply_to(&Pd::of(pd).core, port, &*wc, grh)? };
+        Ok(Box::into_raw(Box::new(attr)))
+    });
+    if attr.is_null() {
+        return std::ptr::null_mut();
+    }
+    // SAFETY: just boxed; the domain is the program's.
+    unsafe {
+        let mut attr = Box::from_raw(attr);
+        ibv_create_ah(pd, &raw mut *attr)
+    }
+}

@@ -1,0 +1,136 @@
+//! Send work requests on their way from C's form to the transport's.
+
+use std::{ops::Range, slice};
+
+use roce::{
+    LKey, PostError, SendFlags, SendOp, SendWr, Sge,
+    verbs::{Payload, SendRequest, Target},
+};
+use smallvec::SmallVec;
+
+use crate::{abi::ibv_sge, qp::Qp};
+
+/// Work requests gathered for one call.
+#[derive(Default)]
+pub(crate) struct Batch {
+    parts: SmallVec<[Part; 2]>,
+    sges: SmallVec<[Sge; 8]>,
+    inline: SmallVec<[u8; 256]>,
+}
+
+struct Part {
+    wr_id: u64,
+    op: SendOp,
+    flags: SendFlags,
+    target: Target,
+    data: Data,
+}
+
+enum Data {
+    Sges(Range<usize>),
+    Inline(Range<usize>),
+}
+
+/// An element in the transport's form.
+pub(crate) fn sge(s: &ibv_sge) -> Sge {
+    Sge {
+        addr: s.addr,
+        length: s.length,
+        lkey: LKey(s.lkey),
+    }
+}
+
+/// A list of C's elements.
+///
+/// # Safety
+/// `count` elements at `list`, when there are any, are readable as long as the slice lives.
+pub(crate) unsafe fn sge_list<'a>(list: *const ibv_sge, count: usize) -> &'a [ibv_sge] {
+    match count {
+        0 => &[],
+        // SAFETY: the caller's promise.
+        _ => unsafe { slice::from_raw_parts(list, count) },
+    }
+}
+
+impl Batch {
+    pub(crate) fn clear(&mut self) {
+        self.parts.clear();
+        self.sges.clear();
+        self.inline.clear();
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.parts.len()
+    }
+
+    /// Begins a work request without data.
+    pub(crate) fn begin(&mut self, wr_id: u64, op: SendOp, flags: SendFlags) {
+        let none = self.sges.len()..self.sges.len();
+        self.parts.push(Part {
+            wr_id,
+            op,
+            flags,
+            target: Target::Peer,
+            data: Data::Sges(none),
+        });
+    }
+
+    /// Where the last one begun goes.
+    pub(crate) fn target(&mut self, target: Target) {
+        if let Some(part) = self.parts.last_mut() {
+            part.target = target;
+        }
+    }
+
+    /// The registered memory of the last one begun.
+    pub(crate) fn sges(&mut self, list: &[ibv_sge]) {
+        let start = self.sges.len();
+        self.sges.extend(list.iter().map(sge));
+        let end = self.sges.len();
+        if let Some(part) = self.parts.last_mut() {
+            part.data = Data::Sges(start..end);
+        }
+    }
+
+    /// Bytes of the last one begun, copied now.
+    ///
+    /// # Safety
+    /// Each pair of address and length is readable memory of the program.
+    pub(crate) unsafe fn inline(&mut self, buffers: impl Iterator<Item = (*const u8, usize)>) {
+        let start = self.inline.len();
+        for (addr, len) in buffers.filter(|b| b.1 > 0) {
+            // SAFETY: the caller's promise; nobody writes to it during the call, as the verb demands.
+            self.inline
+                .extend_from_slice(unsafe { slice::from_raw_parts(addr, len) });
+        }
+        let end = self.inline.len();
+        if let Some(part) = self.parts.last_mut() {
+            part.data = Data::Inline(start..end);
+        }
+    }
+
+    /// Posts what was gathered.
+    ///
+    /// # Errors
+    /// With the number of work requests that were accepted before.
+    pub(crate) fn submit(&self, qp: &Qp) -> Result<(), (usize, PostError)> {
+        let requests: SmallVec<[SendRequest<'_>; 2]> = self.parts.iter().map(|part| self.request(part)).collect();
+        qp.post(&requests)
+    }
+
+    fn request(&self, part: &Part) -> SendRequest<'_> {
+        let payload = match &part.data {
+            Data::Sges(range) => Payload::Sges(&self.sges[range.clone()]),
+            Data::Inline(range) => Payload::Inline(&self.inline[range.clone()]),
+        };
+        SendRequest {
+            wr: SendWr {
+                wr_id: part.wr_id,
+                op: part.op,
+                flags: part.flags,
+                payload,
+            },
+            target: part.target,
+        }
+    }
+}

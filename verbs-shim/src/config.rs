@@ -1,0 +1,57 @@
+//! What `ferroce run` tells us: the environment.
+
+use std::{net::IpAddr, path::PathBuf};
+
+use roce::Mtu;
+
+/// Addresses of the devices, separated by commas.
+pub(crate) const ADDR: &str = "FERROCE_ADDR";
+/// Largest path MTU: 256, 512, 1024, 2048 or 4096.
+pub(crate) const MTU: &str = "FERROCE_MTU";
+/// Capture file; `%p` stands for the process number.
+pub(crate) const PCAP: &str = "FERROCE_PCAP";
+
+/// Says something that the user has to know. Programs check errno, but it can't say why.
+pub(crate) fn complain(text: std::fmt::Arguments<'_>) {
+    eprintln!("ferroce: {text}");
+}
+
+/// The addresses asked for; none: all interfaces.
+pub(crate) fn addresses() -> Vec<IpAddr> {
+    let text = std::env::var(ADDR).unwrap_or_default();
+    let mut out = Vec::new();
+    for part in text.split(',').map(str::trim).filter(|p| !p.is_empty()) {
+        match part.parse::<IpAddr>() {
+            Ok(ip) if ip.is_unspecified() => return Vec::new(),
+            Ok(ip) => out.push(ip.to_canonical()),
+            Err(_) => complain(format_args!("{ADDR}: {part:?} is not an IP address; it is ignored")),
+        }
+    }
+    out
+}
+
+/// The path MTU asked for.
+pub(crate) fn mtu() -> Option<Mtu> {
+    let text = std::env::var(MTU).ok()?;
+    let mtu = Mtu::ALL.into_iter().find(|m| m.bytes().to_string() == text.trim());
+    if mtu.is_none() {
+        complain(format_args!(
+            "{MTU}: {text:?} is not 256, 512, 1024, 2048 or 4096; it is ignored"
+        ));
+    }
+    mtu
+}
+
+/// The capture file for this process. A file that exists is another process's: the number is appended then.
+pub(crate) fn pcap() -> Option<PathBuf> {
+    let text = std::env::var(PCAP).ok().filter(|t| !t.is_empty())?;
+    let pid = std::process::id();
+    if text.contains("%p") {
+        return Some(text.replace("%p", &pid.to_string()).into());
+    }
+    let path = PathBuf::from(&text);
+    match path.exists() {
+        true => Some(format!("{text}.{pid}").into()),
+        false => Some(path),
+    }
+}

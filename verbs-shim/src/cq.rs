@@ -1,0 +1,305 @@
+//! Completion queues.
+
+use std::{
+    cell::UnsafeCell,
+    ptr,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+};
+
+use libc::{c_int, c_void};
+use parking_lot::Mutex;
+use roce::{Completion, CompletionQueue, Notify, WcFlags};
+
+use crate::{
+    abi::{c_enum, ibv_comp_channel, ibv_context, ibv_cq, ibv_cq_ex, ibv_modify_cq_attr, ibv_wc},
+    channel::{Channel, CompEvent},
+    context::{COMP_VECTORS, Context, Core},
+    cqex,
+    events::{Acks, Target},
+    pd::Users,
+    queue::EventQueue,
+    ret::{self, Errno, Result},
+};
+
+/// What turns completions into events of a channel.
+pub(crate) struct CqEvents {
+    channel: Option<Arc<EventQueue<CompEvent>>>,
+    cq: AtomicUsize,
+    /// It is being destroyed. Written and read under the channel's lock.
+    dead: AtomicBool,
+    /// Completion events.
+    pub(crate) acks: Acks,
+}
+
+impl CqEvents {
+    pub(crate) fn address(&self) -> *mut ibv_cq {
+        ptr::with_exposed_provenance_mut(self.cq.load(Ordering::Acquire))
+    }
+}
+
+/// Called by the transport.
+struct Notifier(Arc<CqEvents>);
+
+impl Notify for Notifier {
+    fn notify(&self, _handle: u32) {
+        let Some(channel) = &self.0.channel else { return };
+        let event = CompEvent { cq: self.0.clone() };
+        channel.push_unless(event, || self.0.dead.load(Ordering::Relaxed));
+    }
+}
+
+/// A completion queue; always the extended structure, whichever call made it.
+#[repr(C)]
+pub(crate) struct Cq {
+    abi: UnsafeCell<ibv_cq_ex>,
+    pub(crate) core: Arc<Core>,
+    pub(crate) inner: roce::Cq,
+    events: Arc<CqEvents>,
+    async_acks: Arc<Acks>,
+    users: Users,
+    scratch: Mutex<Vec<Completion>>,
+    pub(crate) poll: cqex::Poll,
+}
+
+/// How to make one.
+pub(crate) struct CqInit {
+    pub(crate) entries: u32,
+    pub(crate) cookie: *mut c_void,
+    pub(crate) channel: *mut ibv_comp_channel,
+    pub(crate) vector: c_int,
+    pub(crate) single_threaded: bool,
+}
+
+impl Cq {
+    /// # Safety
+    /// `cq` was made by us and lives as long as the reference.
+    pub(crate) unsafe fn of<'a>(cq: *mut ibv_cq) -> &'a Self {
+        // SAFETY: the public part is the first field.
+        unsafe { &*cq.cast::<Self>() }
+    }
+
+    pub(crate) fn user(&self) -> Users {
+        self.users.clone()
+    }
+
+    pub(crate) fn async_acks(&self) -> &Acks {
+        &self.async_acks
+    }
+
+    pub(crate) fn acknowledge(&self, count: u32) {
+        self.events.acks.acknowledged(count);
+    }
+
+    /// # Safety
+    /// `context` is open and `init.channel` is null or a channel of ours.
+    pub(crate) unsafe fn create(context: *mut ibv_context, init: &CqInit) -> Result<*mut ibv_cq> {
+        // SAFETY: the caller's promise.
+        let core = unsafe { Context::of(context) }.core();
+        let engine = core.engine()?;
+        if init.entries == 0 || !(0..COMP_VECTORS).contains(&init.vector) {
+            return Err(Errno::INVAL);
+        }
+        let channel = match init.channel.is_null() {
+            true => None,
+            // SAFETY: the caller's promise.
+            false => Some(unsafe { Channel::of(init.channel) }.events().clone()),
+        };
+        let events = Arc::new(CqEvents {
+            channel,
+            cq: AtomicUsize::new(0),
+            dead: AtomicBool::new(false),
+            acks: Acks::default(),
+        });
+        let notify = Arc::new(Notifier(events.clone()));
+        let inner = engine.device.create_cq_notifying(init.entries, Some(notify))?;
+        let handle = inner.handle();
+        let async_acks = Arc::new(Acks::default());
+        let base = ibv_cq {
+            context,
+            channel: init.channel,
+            cq_context: init.cookie,
+            handle,
+            cqe: init.entries as c_int,
+            mutex: libc::PTHREAD_MUTEX_INITIALIZER,
+            cond: libc::PTHREAD_COND_INITIALIZER,
+            comp_events_completed: 0,
+            async_events_completed: 0,
+        };
+        let cq = Box::leak(Box::new(Self {
+            abi: UnsafeCell::new(cqex::public(base)),
+            core: core.clone(),
+            inner,
+            events: events.clone(),
+            async_acks: async_acks.clone(),
+            users: Users::default(),
+            scratch: Mutex::default(),
+            poll: cqex::Poll::new(init.single_threaded),
+        }));
+        let address = cq.abi.get().expose_provenance();
+        events.cq.store(address, Ordering::Release);
+        let target = Target::new(core, address, &async_acks);
+        engine.objects().cqs.insert(handle, target);
+        Ok(ptr::with_exposed_provenance_mut(address))
+    }
+
+    /// Takes completions. Errors: after a fork, or when the queue has overflowed.
+    fn take(&self, max: usize, mut each: impl FnMut(&Completion)) -> Result<usize> {
+        self.core.alive()?;
+        let mut own;
+        let mut shared;
+        // Threads that poll one queue at a time do not wait for each other's buffer.
+        let buffer: &mut Vec<Completion> = match self.scratch.try_lock() {
+            Some(guard) => {
+                shared = guard;
+                &mut shared
+            }
+            None => {
+                own = Vec::new();
+                &mut own
+            }
+        };
+        buffer.clear();
+        let count = self.inner.poll(buffer, max)?;
+        buffer.iter().for_each(&mut each);
+        Ok(count)
+    }
+
+    /// Takes one completion.
+    pub(crate) fn take_one(&self) -> Result<Option<Completion>> {
+        let mut out = None;
+        self.take(1, |c| out = Some(*c))?;
+        Ok(out)
+    }
+}
+
+/// A completion in C's form.
+fn wc(c: &Completion) -> ibv_wc {
+    ibv_wc {
+        wr_id: c.wr_id,
+        status: c.status as c_enum,
+        opcode: c.opcode as c_enum,
+        vendor_err: c.vendor_err,
+        byte_len: c.byte_len,
+        imm_data: imm_or_key(c),
+        qp_num: c.qpn.value(),
+        src_qp: c.src_qp.value(),
+        wc_flags: c.flags.bits(),
+        pkey_index: c.pkey_index,
+        slid: 0,
+        sl: c.sl,
+        dlid_path_bits: 0,
+    }
+}
+
+/// The field that is immediate data in network byte order, or the invalidated key.
+pub(crate) fn imm_or_key(c: &Completion) -> u32 {
+    match c.flags.contains(WcFlags::WITH_INV) {
+        true => c.invalidated.0,
+        false => c.imm.to_be(),
+    }
+}
+
+pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, max: c_int, out: *mut ibv_wc) -> c_int {
+    ret::minus_one(|| {
+        // SAFETY: the program passes a queue of ours.
+        let cq = unsafe { Cq::of(cq) };
+        let max = usize::try_from(max).map_err(|_| Errno::INVAL)?;
+        let mut at = out;
+        let count = cq.take(max, |c| {
+            // SAFETY: the program has room for `max` completions, and no more are taken.
+            unsafe {
+                at.write(wc(c));
+                at = at.add(1);
+            }
+        })?;
+        Ok(count as c_int)
+    })
+}
+
+pub(crate) unsafe extern "C" fn req_notify_cq(cq: *mut ibv_cq, solicited_only: c_int) -> c_int {
+    ret::code(|| {
+        // SAFETY: the program passes a queue of ours.
+        let cq = unsafe { Cq::of(cq) };
+        cq.core.alive()?;
+        Ok(cq.inner.arm(solicited_only != 0)?)
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_resize_cq(cq: *mut ibv_cq, entries: c_int) -> c_int {
+    ret::code(|| {
+        // SAFETY: the program passes a queue of ours.
+        let this = unsafe { Cq::of(cq) };
+        this.core.alive()?;
+        let count = u32::try_from(entries).ok().filter(|n| *n > 0).ok_or(Errno::INVAL)?;
+        this.inner.resize(count)?;
+        // SAFETY: the public part's field.
+        unsafe { (&raw mut (*cq).cqe).write(entries) };
+        Ok(())
+    })
+}
+
+/// Moderation: events are never held back, which any wish for fewer allows.
+pub(crate) unsafe extern "C" fn modify_cq(_cq: *mut ibv_cq, attr: *mut ibv_modify_cq_attr) -> c_int {
+    ret::code(|| {
+        // SAFETY: the program passes attributes.
+        match unsafe { (*attr).attr_mask } {
+            0 => Ok(()),
+            _ => Err(Errno::NOTSUP),
+        }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_create_cq(
+    context: *mut ibv_context,
+    entries: c_int,
+    cookie: *mut c_void,
+    channel: *mut ibv_comp_channel,
+    vector: c_int,
+) -> *mut ibv_cq {
+    ret::pointer(|| {
+        let init = CqInit {
+            entries: u32::try_from(entries).map_err(|_| Errno::INVAL)?,
+            cookie,
+            channel,
+            vector,
+            single_threaded: false,
+        };
+        // SAFETY: the program passes an open context and a channel or null.
+        unsafe { Cq::create(context, &init) }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_destroy_cq(cq: *mut ibv_cq) -> c_int {
+    ret::code(|| {
+        // SAFETY: the program passes a queue of ours.
+        let this = unsafe { Cq::of(cq) };
+        let Ok(engine) = this.core.engine() else {
+            // A forked child's copy. Its transport is the parent's.
+            return Ok(());
+        };
+        if this.users.in_use() {
+            return Err(Errno::BUSY);
+        }
+        let target = engine.objects().cqs.remove(&this.inner.handle());
+        match &this.events.channel {
+            Some(channel) => channel.purge(
+                || this.events.dead.store(true, Ordering::Relaxed),
+                |event| Arc::ptr_eq(&event.cq, &this.events),
+            ),
+            None => this.events.dead.store(true, Ordering::Relaxed),
+        }
+        if let Some(target) = target {
+            target.finish();
+        }
+        this.events.acks.wait();
+        // SAFETY: boxed by `create`, nobody has it any more.
+        drop(unsafe { Box::from_raw(cq.cast::<Cq>()) });
+        Ok(())
+    })
+}

@@ -1,0 +1,210 @@
+//! Extended completion queues: `ibv_start_poll` and what reads the completion found.
+
+use std::{cell::UnsafeCell, ptr};
+
+use libc::{c_int, c_uint};
+use parking_lot::{RawMutex, lock_api::RawMutex as _};
+use roce::Completion;
+
+use crate::{
+    abi::{CQ_WC_FLAGS, c_enum, ibv_context, ibv_cq, ibv_cq_ex, ibv_cq_init_attr_ex, ibv_poll_cq_attr, ibv_wc_tm_info},
+    cq::{self, Cq, CqInit},
+    ret::{self, Errno, Result},
+};
+
+/// `IBV_CREATE_CQ_ATTR_SINGLE_THREADED` and `_IGNORE_OVERRUN`; the latter is not done.
+const SINGLE_THREADED: u32 = 1;
+
+/// The completion at hand, between start and end of a poll.
+pub(crate) struct Poll {
+    /// Held between start and end, unless the program said that only one thread polls.
+    lock: RawMutex,
+    single: bool,
+    current: UnsafeCell<Completion>,
+}
+
+// SAFETY: the completion is only touched between start and end of a poll, under the lock or by the only thread.
+unsafe impl Sync for Poll {}
+
+impl Poll {
+    pub(crate) fn new(single: bool) -> Self {
+        Self {
+            lock: RawMutex::INIT,
+            single,
+            current: UnsafeCell::default(),
+        }
+    }
+
+    fn lock(&self) {
+        if !self.single {
+            self.lock.lock();
+        }
+    }
+
+    fn unlock(&self) {
+        if !self.single {
+            // SAFETY: locked by the start of this poll.
+            unsafe { self.lock.unlock() };
+        }
+    }
+}
+
+/// The public part of a queue.
+pub(crate) fn public(base: ibv_cq) -> ibv_cq_ex {
+    ibv_cq_ex {
+        base,
+        comp_mask: 0,
+        status: 0,
+        wr_id: 0,
+        start_poll,
+        next_poll,
+        end_poll,
+        read_opcode,
+        read_vendor_err,
+        read_byte_len,
+        read_imm_data,
+        read_qp_num,
+        read_src_qp,
+        read_wc_flags,
+        read_slid,
+        read_sl,
+        read_dlid_path_bits,
+        read_completion_ts,
+        read_cvlan,
+        read_flow_tag,
+        read_tm_info,
+        read_completion_wallclock_ns,
+    }
+}
+
+/// Takes the next completion and shows it.
+///
+/// # Safety
+/// `cq` is a queue of ours whose poll this thread has begun.
+unsafe fn advance(cq: *mut ibv_cq_ex) -> Result<()> {
+    // SAFETY: the caller's promise.
+    let this = unsafe { Cq::of(cq.cast()) };
+    let next = this.take_one()?.ok_or(Errno(libc::ENOENT))?;
+    // SAFETY: likewise: nobody else polls meanwhile.
+    unsafe {
+        *this.poll.current.get() = next;
+        (&raw mut (*cq).wr_id).write(next.wr_id);
+        (&raw mut (*cq).status).write(next.status as c_enum);
+    }
+    Ok(())
+}
+
+unsafe extern "C" fn start_poll(cq: *mut ibv_cq_ex, attr: *mut ibv_poll_cq_attr) -> c_int {
+    // Not `ret::code`: ENOENT is no error, and errno is left alone.
+    ret::value(libc::EIO, || {
+        // SAFETY: the program passes attributes, or null.
+        if unsafe { attr.as_ref() }.is_some_and(|a| a.comp_mask != 0) {
+            return libc::EINVAL;
+        }
+        // SAFETY: a queue of ours.
+        let this = unsafe { Cq::of(cq.cast()) };
+        if let Err(e) = this.core.alive() {
+            return e.0;
+        }
+        this.poll.lock();
+        // SAFETY: the poll has begun.
+        match unsafe { advance(cq) } {
+            Ok(()) => 0,
+            Err(e) => {
+                this.poll.unlock();
+                e.0
+            }
+        }
+    })
+}
+
+unsafe extern "C" fn next_poll(cq: *mut ibv_cq_ex) -> c_int {
+    // SAFETY: the program has begun a poll.
+    ret::value(libc::EIO, || unsafe { advance(cq) }.err().map_or(0, |e| e.0))
+}
+
+unsafe extern "C" fn end_poll(cq: *mut ibv_cq_ex) {
+    // SAFETY: a queue of ours, whose poll this thread has begun.
+    ret::value((), || unsafe { Cq::of(cq.cast()) }.poll.unlock());
+}
+
+/// The completion at hand.
+///
+/// # Safety
+/// `cq` is a queue of ours whose poll this thread has begun.
+unsafe fn current<'a>(cq: *mut ibv_cq_ex) -> &'a Completion {
+    // SAFETY: the caller's promise.
+    unsafe { &*Cq::of(cq.cast()).poll.current.get() }
+}
+
+macro_rules! readers {
+    ($($name:ident -> $ty:ty: |$c:ident| $value:expr;)*) => {$(
+        unsafe extern "C" fn $name(cq: *mut ibv_cq_ex) -> $ty {
+            // SAFETY: the program reads between start and end of its poll.
+            let $c = unsafe { current(cq) };
+            $value
+        }
+    )*};
+}
+
+readers! {
+    read_opcode -> c_enum: |c| c.opcode as c_enum;
+    read_vendor_err -> u32: |c| c.vendor_err;
+    read_byte_len -> u32: |c| c.byte_len;
+    read_imm_data -> u32: |c| cq::imm_or_key(c);
+    read_qp_num -> u32: |c| c.qpn.value();
+    read_src_qp -> u32: |c| c.src_qp.value();
+    read_wc_flags -> c_uint: |c| c.flags.bits();
+    read_slid -> u32: |_c| 0;
+    read_sl -> u8: |c| c.sl;
+    read_dlid_path_bits -> u8: |_c| 0;
+    read_completion_ts -> u64: |c| c.timestamp.as_nanos();
+    read_cvlan -> u16: |_c| 0;
+    read_flow_tag -> u32: |_c| 0;
+    read_completion_wallclock_ns -> u64: |c| wallclock(c);
+}
+
+unsafe extern "C" fn read_tm_info(_cq: *mut ibv_cq_ex, info: *mut ibv_wc_tm_info) {
+    // SAFETY: the program passes room for it.
+    unsafe { info.write(ibv_wc_tm_info { tag: 0, private: 0 }) };
+}
+
+fn clock(id: libc::clockid_t) -> u64 {
+    let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: room for a timespec.
+    unsafe { libc::clock_gettime(id, &raw mut t) };
+    t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
+}
+
+/// When a completion was made, on the wall's clock.
+fn wallclock(c: &Completion) -> u64 {
+    let age = clock(libc::CLOCK_MONOTONIC).saturating_sub(c.timestamp.as_nanos());
+    clock(libc::CLOCK_REALTIME).saturating_sub(age)
+}
+
+pub(crate) unsafe extern "C" fn create_cq_ex(
+    context: *mut ibv_context,
+    attr: *mut ibv_cq_init_attr_ex,
+) -> *mut ibv_cq_ex {
+    let cq: *mut ibv_cq = ret::pointer(|| {
+        // SAFETY: the program passes attributes.
+        let attr = unsafe { &*attr };
+        if attr.comp_mask & !3 != 0 || attr.wc_flags & !CQ_WC_FLAGS != 0 {
+            return Err(Errno::NOTSUP);
+        }
+        let flags = if attr.comp_mask & 1 != 0 { attr.flags } else { 0 };
+        if flags & !SINGLE_THREADED != 0 {
+            return Err(Errno::NOTSUP);
+        }
+        let init = CqInit {
+            entries: attr.cqe,
+            cookie: attr.cq_context,
+            channel: attr.channel,
+            vector: c_int::try_from(attr.comp_vector).unwrap_or(c_int::MAX),
+            single_threaded: flags & SINGLE_THREADED != 0,
+        };
+        // SAFETY: the program passes an open context and a channel or null.
+        unsafe { Cq::create(context, &init) }
+    });
+    if cq.is_null() { ptr::null_mut() } else { cq.cast() }
+}

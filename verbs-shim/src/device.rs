@@ -1,0 +1,207 @@
+//! The list of devices: one for each interface that has an address.
+
+use std::{fs, net::IpAddr, ptr};
+
+use libc::{c_char, c_int};
+use roce::iface;
+
+use crate::{
+    abi::{IBV_NODE_CA, IBV_TRANSPORT_IB, ibv_device},
+    config, engine, fork,
+    gids::{self, GidTable},
+    ret,
+};
+
+/// Room behind the public part: providers' libraries (libmlx5) look at fields of the private structure around it, and
+/// have to find zeroes there.
+const TAIL: usize = 1024;
+
+/// A device as programs see it, and what we know of it. Never freed.
+#[repr(C)]
+pub(crate) struct VerbsDevice {
+    abi: ibv_device,
+    tail: [u8; TAIL],
+    pub(crate) name: String,
+    pub(crate) interface: String,
+    pub(crate) index: c_int,
+    pub(crate) gids: GidTable,
+}
+
+// SAFETY: the pointers in it are null; everything is read only after it is made, but for the table, which has a lock.
+unsafe impl Sync for VerbsDevice {}
+// SAFETY: as above.
+unsafe impl Send for VerbsDevice {}
+
+/// Copies a name into a zeroed C array.
+fn put(to: &mut [c_char], text: &str) {
+    let room = to.len() - 1;
+    for (c, b) in to[..room].iter_mut().zip(text.bytes()) {
+        *c = b as c_char;
+    }
+}
+
+impl VerbsDevice {
+    fn new(index: usize, interface: &str, only: Vec<IpAddr>) -> Self {
+        let name = format!("ferroce{index}");
+        let mut abi = ibv_device {
+            ops: [ptr::null_mut(); 2],
+            node_type: IBV_NODE_CA,
+            transport_type: IBV_TRANSPORT_IB,
+            name: [0; 64],
+            dev_name: [0; 64],
+            dev_path: [0; 256],
+            ibdev_path: [0; 256],
+        };
+        put(&mut abi.name, &name);
+        put(&mut abi.dev_name, &format!("uverbs{index}"));
+        put(&mut abi.dev_path, &format!("/sys/class/infiniband_verbs/uverbs{index}"));
+        put(&mut abi.ibdev_path, &format!("/sys/class/infiniband/{name}"));
+        Self {
+            abi,
+            tail: [0; TAIL],
+            name,
+            interface: interface.to_owned(),
+            index: index as c_int,
+            gids: GidTable::new(interface, only),
+        }
+    }
+
+    /// # Safety
+    /// `device` is from our list.
+    pub(crate) unsafe fn of(device: *mut ibv_device) -> &'static Self {
+        // SAFETY: the public part is the first field, and devices are never freed.
+        unsafe { &*device.cast::<Self>() }
+    }
+
+    pub(crate) fn as_abi(&'static self) -> *mut ibv_device {
+        // Programs get a mutable pointer by the C type, and may not write.
+        ptr::from_ref(self).cast_mut().cast()
+    }
+
+    /// The node's GUID as rxe makes it: the EUI-64 of the interface's MAC address, in network byte order.
+    pub(crate) fn guid(&self) -> [u8; 8] {
+        let mac = self.mac();
+        [mac[0] ^ 2, mac[1], mac[2], 0xff, 0xfe, mac[3], mac[4], mac[5]]
+    }
+
+    /// The interface's MAC address.
+    pub(crate) fn mac(&self) -> [u8; 6] {
+        let text = fs::read_to_string(format!("/sys/class/net/{}/address", self.interface)).unwrap_or_default();
+        let mut out = [0; 6];
+        for (byte, part) in out.iter_mut().zip(text.trim().split(':')) {
+            *byte = u8::from_str_radix(part, 16).unwrap_or(0);
+        }
+        out
+    }
+
+    /// The number of the interface (`if_index`), or 0.
+    pub(crate) fn ifindex(&self) -> u32 {
+        let name = std::ffi::CString::new(self.interface.as_str()).unwrap_or_default();
+        // SAFETY: a C string.
+        unsafe { libc::if_nametoindex(name.as_ptr()) }
+    }
+
+    /// The interface's MTU, bytes.
+    pub(crate) fn interface_mtu(&self) -> u32 {
+        iface::mtu_of(&self.interface).unwrap_or(1500)
+    }
+
+    /// Whether the interface is up and has an address.
+    pub(crate) fn is_up(&self) -> bool {
+        let up = iface::interface_addresses().is_ok_and(|all| all.iter().any(|i| i.name == self.interface && i.up));
+        up && !self.gids.entries().is_empty()
+    }
+}
+
+/// The addresses that the devices are restricted to, which exist; empty: no restriction.
+pub(crate) fn selected() -> Vec<IpAddr> {
+    let mut asked = config::addresses();
+    asked.retain(|ip| iface::interface_of(*ip).is_ok());
+    asked
+}
+
+/// The interfaces to make devices of, with the addresses that each is restricted to.
+fn interfaces() -> Vec<(String, Vec<IpAddr>)> {
+    let mut out: Vec<(String, Vec<IpAddr>)> = Vec::new();
+    let asked = config::addresses();
+    for ip in &asked {
+        match iface::interface_of(*ip) {
+            Ok((name, _)) => match out.iter_mut().find(|(n, _)| *n == name) {
+                Some((_, ips)) => ips.push(*ip),
+                None => out.push((name, vec![*ip])),
+            },
+            Err(_) => config::complain(format_args!("{}: no interface has the address {ip}", config::ADDR)),
+        }
+    }
+    if asked.is_empty() {
+        for i in iface::interface_addresses().unwrap_or_default() {
+            if i.up && gids::usable(i.ip) && !out.iter().any(|(n, _)| *n == i.name) {
+                out.push((i.name, Vec::new()));
+            }
+        }
+    }
+    out
+}
+
+/// The devices that there are now.
+pub(crate) fn list() -> Vec<&'static VerbsDevice> {
+    fork::watch();
+    let wanted = interfaces();
+    let mut known = engine::devices();
+    let mut out = Vec::new();
+    for (interface, only) in wanted {
+        let old = known.iter().find(|d| d.interface == interface).copied();
+        let device = old.unwrap_or_else(|| {
+            let device: &'static VerbsDevice = Box::leak(Box::new(VerbsDevice::new(known.len(), &interface, only)));
+            known.push(device);
+            device
+        });
+        out.push(device);
+    }
+    out
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_get_device_list(count: *mut c_int) -> *mut *mut ibv_device {
+    ret::pointer(|| {
+        let mut devices: Vec<*mut ibv_device> = list().into_iter().map(VerbsDevice::as_abi).collect();
+        if !count.is_null() {
+            // SAFETY: the program passes room for the number.
+            unsafe { count.write(devices.len() as c_int) };
+        }
+        devices.push(ptr::null_mut());
+        // SAFETY: room for as many pointers as are copied; freed with free() in ibv_free_device_list.
+        unsafe {
+            let array = libc::calloc(devices.len(), size_of::<*mut ibv_device>()).cast::<*mut ibv_device>();
+            if array.is_null() {
+                return Err(ret::Errno::NOMEM);
+            }
+            ptr::copy_nonoverlapping(devices.as_ptr(), array, devices.len());
+            Ok(array)
+        }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_free_device_list(list: *mut *mut ibv_device) {
+    // SAFETY: made by ibv_get_device_list with calloc.
+    unsafe { libc::free(list.cast()) };
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_get_device_name(device: *mut ibv_device) -> *const c_char {
+    // SAFETY: a device of our list.
+    unsafe { (*device).name.as_ptr() }
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_get_device_index(device: *mut ibv_device) -> c_int {
+    // SAFETY: a device of our list.
+    unsafe { VerbsDevice::of(device) }.index
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_get_device_guid(device: *mut ibv_device) -> u64 {
+    // SAFETY: a device of our list.
+    ret::value(0, || u64::from_ne_bytes(unsafe { VerbsDevice::of(device) }.guid()))
+}

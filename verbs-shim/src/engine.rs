@@ -1,0 +1,227 @@
+//! The transport behind the devices: one per process, opened with the first object that needs it.
+
+use std::{
+    cell::RefCell,
+    collections::HashMap,
+    net::{IpAddr, Ipv6Addr},
+    os::fd::{AsRawFd, FromRawFd, OwnedFd},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    thread::JoinHandle,
+};
+
+use roce::{AsyncEvent, Device, DeviceConfig, verbs::EventSource};
+use roce_broker::Membership;
+
+use crate::{
+    abi::{c_enum, event},
+    config,
+    device::{self, VerbsDevice},
+    events::{Entry, Target},
+    fork,
+    ret::{Errno, Result},
+    sharing,
+};
+
+/// The transport, and the thread that hands its events to the contexts.
+pub(crate) struct Engine {
+    pub(crate) device: Device,
+    /// Our place among the processes of this address, unless they don't share it.
+    sharing: Option<Arc<Membership>>,
+    objects: Mutex<Objects>,
+    stop: OwnedFd,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// Who gets which events.
+#[derive(Default)]
+pub(crate) struct Objects {
+    pub(crate) qps: HashMap<u32, Target>,
+    pub(crate) cqs: HashMap<u32, Target>,
+    pub(crate) srqs: HashMap<u32, Target>,
+    /// XRC domains that were opened by file: device and inode, and how often.
+    pub(crate) xrcds: HashMap<(u64, u64), (roce::Xrcd, usize)>,
+    /// Contexts, for what concerns the port.
+    pub(crate) contexts: Vec<Weak<crate::context::Core>>,
+}
+
+/// The tables of the process. `std` locks: they need nothing that a fork could leave half done.
+static ENGINE: Mutex<Option<(u32, Weak<Engine>)>> = Mutex::new(None);
+static DEVICES: Mutex<Vec<&'static VerbsDevice>> = Mutex::new(Vec::new());
+
+fn lock<T>(table: &'static Mutex<T>) -> MutexGuard<'static, T> {
+    table.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+type Held = (
+    MutexGuard<'static, Option<(u32, Weak<Engine>)>>,
+    MutexGuard<'static, Vec<&'static VerbsDevice>>,
+);
+
+thread_local! {
+    static HELD: RefCell<Option<Held>> = const { RefCell::new(None) };
+}
+
+/// Before a fork: nobody else is in the tables.
+pub(crate) fn hold_tables() {
+    let held = (lock(&ENGINE), lock(&DEVICES));
+    HELD.with(|h| *h.borrow_mut() = Some(held));
+}
+
+/// After a fork, in both processes.
+pub(crate) fn release_tables() {
+    HELD.with(|h| h.borrow_mut().take());
+}
+
+/// All devices that were ever listed; they are never freed, since programs keep pointers to them.
+pub(crate) fn devices() -> MutexGuard<'static, Vec<&'static VerbsDevice>> {
+    lock(&DEVICES)
+}
+
+/// The address to bind: the only one, or all.
+fn bind_address() -> IpAddr {
+    match device::selected().as_slice() {
+        [one] => *one,
+        _ => Ipv6Addr::UNSPECIFIED.into(),
+    }
+}
+
+impl Engine {
+    /// The engine of this process.
+    ///
+    /// # Errors
+    /// When the port can't be had; the reason is on standard error.
+    pub(crate) fn get() -> Result<Arc<Self>> {
+        let mut slot = lock(&ENGINE);
+        let now = fork::generation();
+        if let Some((born, weak)) = &*slot
+            && *born == now
+            && let Some(engine) = weak.upgrade()
+        {
+            return Ok(engine);
+        }
+        let engine = Self::open()?;
+        if let Some((_, old)) = slot.replace((now, Arc::downgrade(&engine))) {
+            // A weak reference from before a fork: its count is shared with nobody in this process.
+            drop(old);
+        }
+        Ok(engine)
+    }
+
+    fn open() -> Result<Arc<Self>> {
+        let mut wanted = DeviceConfig::new(bind_address());
+        wanted.mtu = config::mtu();
+        wanted.pcap = config::pcap();
+        let sharing = sharing::join(&mut wanted)?;
+        let device = Device::open(wanted).map_err(|e| {
+            config::complain(format_args!("{e}"));
+            Errno::from(e)
+        })?;
+        // SAFETY: makes a descriptor, or fails.
+        let stop = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        if stop < 0 {
+            return Err(Errno::last());
+        }
+        // SAFETY: just made and ours alone.
+        let stop = unsafe { OwnedFd::from_raw_fd(stop) };
+        let ends = (device.async_fd().try_clone_to_owned()?, stop.try_clone()?);
+        let engine = Arc::new(Self {
+            device,
+            sharing,
+            objects: Mutex::default(),
+            stop,
+            thread: Mutex::new(None),
+        });
+        let weak = Arc::downgrade(&engine);
+        if let Some(membership) = &engine.sharing {
+            sharing::deliver_to(membership, weak.clone());
+        }
+        let thread = std::thread::Builder::new().name("ferroce events".into());
+        let thread = thread.spawn(move || hand_out(&weak, &ends.0, &ends.1))?;
+        *engine.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+        Ok(engine)
+    }
+
+    /// Our place among the processes of this address, unless they don't share it.
+    pub(crate) fn sharing(&self) -> Option<&Arc<Membership>> {
+        self.sharing.as_ref()
+    }
+
+    /// The tables of objects.
+    pub(crate) fn objects(&self) -> MutexGuard<'_, Objects> {
+        self.objects.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        let one = 1u64;
+        // SAFETY: writes eight bytes of a local.
+        unsafe { libc::write(self.stop.as_raw_fd(), (&raw const one).cast(), 8) };
+        let thread = self.thread.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(thread) = thread
+            && thread.thread().id() != std::thread::current().id()
+        {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Sleeps until the device has events. False: it shall end.
+fn wait(events: &OwnedFd, stop: &OwnedFd) -> bool {
+    let entry = |fd: &OwnedFd| libc::pollfd {
+        fd: fd.as_raw_fd(),
+        events: libc::POLLIN,
+        revents: 0,
+    };
+    let mut fds = [entry(events), entry(stop)];
+    // SAFETY: two entries on the stack.
+    let got = unsafe { libc::poll(fds.as_mut_ptr(), 2, -1) };
+    got < 0 || fds[1].revents == 0
+}
+
+/// The events thread.
+fn hand_out(engine: &Weak<Engine>, events: &OwnedFd, stop: &OwnedFd) {
+    while wait(events, stop) {
+        let Some(engine) = engine.upgrade() else { return };
+        loop {
+            match engine.device.async_event() {
+                Ok(Some(event)) => engine.deliver(event),
+                Ok(None) => break,
+                Err(_) => {
+                    engine.to_contexts(event::DEVICE_FATAL);
+                    return;
+                }
+            }
+        }
+    }
+}
+
+impl Engine {
+    fn deliver(&self, event: AsyncEvent) {
+        tracing::debug!("asynchronous event {event:?}");
+        let (kind, source) = event.describe();
+        let kind = kind as c_enum;
+        let objects = self.objects();
+        let target = match source {
+            EventSource::Cq(n) => objects.cqs.get(&n),
+            EventSource::Qp(n) => objects.qps.get(&n.value()),
+            EventSource::Srq(n) => objects.srqs.get(&n),
+            EventSource::Port | EventSource::Device => {
+                drop(objects);
+                return self.to_contexts(kind);
+            }
+        };
+        // Pushed under the lock of the tables, so that an object that was taken out gets nothing more.
+        if let Some(target) = target {
+            target.push(kind);
+        }
+    }
+
+    fn to_contexts(&self, kind: c_enum) {
+        let mut objects = self.objects();
+        objects.contexts.retain(|c| c.strong_count() > 0);
+        for context in objects.contexts.iter().filter_map(Weak::upgrade) {
+            context.events.push(Entry::of_port(kind));
+        }
+    }
+}

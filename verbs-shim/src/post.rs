@@ -1,0 +1,246 @@
+//! `ibv_post_send` and `ibv_post_recv`.
+
+use libc::c_int;
+use roce::{
+    AccessFlags, LKey, QKey, Qpn, QueuePair, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, Srqn, Target,
+    verbs::wr::BindWindow,
+};
+use smallvec::SmallVec;
+
+use crate::{
+    abi::{
+        IBV_QPT_UD, IBV_QPT_XRC_SEND, IBV_SEND_INLINE, IBV_SEND_IP_CSUM, ibv_mw_bind_info, ibv_qp, ibv_recv_wr,
+        ibv_send_wr, op,
+    },
+    ah::Ah,
+    batch::{self, Batch},
+    mr,
+    qp::Qp,
+    ret::{self, Errno, Result},
+};
+
+/// Work requests that are handed over together.
+const TOGETHER: usize = 64;
+
+/// The transport's flags.
+pub(crate) fn flags(bits: u32) -> SendFlags {
+    SendFlags::from_bits_truncate(bits)
+}
+
+/// A window's binding.
+///
+/// # Safety
+/// `info.mr` is null or a region of ours.
+pub(crate) unsafe fn bind(rkey: u32, info: &ibv_mw_bind_info) -> Result<SendOp> {
+    let lkey = mr::keys(info.mr).map_or(0, |(lkey, _)| lkey);
+    Ok(SendOp::BindWindow(BindWindow {
+        key: RKey(rkey),
+        lkey: LKey(lkey),
+        addr: info.addr,
+        length: info.length,
+        access: AccessFlags::from_bits(info.mw_access_flags).ok_or(Errno::INVAL)?,
+    }))
+}
+
+/// The operation of a work request.
+///
+/// # Safety
+/// The work request is legal for its opcode.
+unsafe fn operation(wr: &ibv_send_wr) -> Result<SendOp> {
+    // SAFETY: any bytes are good for these fields.
+    let (rdma, atomic) = unsafe { (wr.wr.rdma, wr.wr.atomic) };
+    let to = RemoteAddr {
+        addr: rdma.remote_addr,
+        rkey: RKey(rdma.rkey),
+    };
+    let word = RemoteAddr {
+        addr: atomic.remote_addr,
+        rkey: RKey(atomic.rkey),
+    };
+    let imm = u32::from_be(wr.imm_data);
+    Ok(match wr.opcode {
+        op::RDMA_WRITE => SendOp::Write(to),
+        op::RDMA_WRITE_WITH_IMM => SendOp::WriteWithImm(to, imm),
+        op::SEND => SendOp::Send,
+        op::SEND_WITH_IMM => SendOp::SendWithImm(imm),
+        op::RDMA_READ => SendOp::Read(to),
+        op::ATOMIC_CMP_AND_SWP => SendOp::CompareSwap {
+            remote: word,
+            compare: atomic.compare_add,
+            swap: atomic.swap,
+        },
+        op::ATOMIC_FETCH_AND_ADD => SendOp::FetchAdd {
+            remote: word,
+            add: atomic.compare_add,
+        },
+        op::LOCAL_INV => SendOp::LocalInvalidate(RKey(wr.imm_data)),
+        op::SEND_WITH_INV => SendOp::SendWithInv(RKey(wr.imm_data)),
+        op::BIND_MW => {
+            // SAFETY: the opcode says which member it is, and its pointers are the program's.
+            unsafe {
+                let of = wr.extra.bind_mw;
+                bind(of.rkey, &of.bind_info)?
+            }
+        }
+        op::ATOMIC_WRITE => SendOp::AtomicWrite(to),
+        _ => return Err(Errno::INVAL),
+    })
+}
+
+/// Where a work request goes.
+///
+/// # Safety
+/// Datagrams have an address handle of ours.
+unsafe fn target(qp: &Qp, wr: &ibv_send_wr) -> Result<Target> {
+    match qp.kind() {
+        IBV_QPT_UD => {
+            // SAFETY: the type of the queue pair says which member it is.
+            let ud = unsafe { wr.wr.ud };
+            // SAFETY: the caller's promise.
+            unsafe { datagram(ud.ah, ud.remote_qpn, ud.remote_qkey) }
+        }
+        IBV_QPT_XRC_SEND => Ok(Target::Srq(Srqn::new(wr.remote_srqn))),
+        _ => Ok(Target::Peer),
+    }
+}
+
+/// A datagram's receiver.
+///
+/// # Safety
+/// `ah` is null or an address handle of ours.
+pub(crate) unsafe fn datagram(ah: *mut crate::abi::ibv_ah, qpn: u32, qkey: u32) -> Result<Target> {
+    if ah.is_null() {
+        return Err(Errno::INVAL);
+    }
+    // SAFETY: the caller's promise.
+    let ah = unsafe { Ah::of(ah) };
+    Ok(Target::Datagram(ah.inner.to(Qpn::new(qpn), QKey(qkey))))
+}
+
+/// Adds a work request to a batch.
+///
+/// # Safety
+/// As `ibv_post_send` demands.
+unsafe fn add(batch: &mut Batch, qp: &Qp, wr: &ibv_send_wr) -> Result<()> {
+    if wr.send_flags & IBV_SEND_IP_CSUM != 0 {
+        return Err(Errno::INVAL);
+    }
+    let count = usize::try_from(wr.num_sge).map_err(|_| Errno::INVAL)?;
+    if count > qp.max_send_sge() && count > 0 {
+        return Err(Errno::INVAL);
+    }
+    // SAFETY: the caller's promise.
+    let (what, to, list) = unsafe { (operation(wr)?, target(qp, wr)?, batch::sge_list(wr.sg_list, count)) };
+    batch.begin(wr.wr_id, what, flags(wr.send_flags));
+    batch.target(to);
+    if wr.send_flags & IBV_SEND_INLINE == 0 {
+        batch.sges(list);
+        return Ok(());
+    }
+    let total: u64 = list.iter().map(|s| u64::from(s.length)).sum();
+    if total > qp.max_inline() {
+        return Err(Errno::INVAL);
+    }
+    let buffers = list
+        .iter()
+        .map(|s| (std::ptr::with_exposed_provenance(s.addr as usize), s.length as usize));
+    // SAFETY: with inline data the elements are plain addresses of the program.
+    unsafe { batch.inline(buffers) };
+    Ok(())
+}
+
+pub(crate) unsafe extern "C" fn post_send(qp: *mut ibv_qp, wr: *mut ibv_send_wr, bad: *mut *mut ibv_send_wr) -> c_int {
+    ret::code(|| {
+        // SAFETY: the program passes a queue pair of ours.
+        let this = unsafe { Qp::of(qp) };
+        let mut first = wr;
+        let done = this.alive().and_then(|()| {
+            let mut batch = Batch::default();
+            let mut next = wr;
+            while !next.is_null() {
+                // SAFETY: the program passes a list of work requests.
+                let (added, after) = unsafe { (add(&mut batch, this, &*next), (*next).next) };
+                if added.is_err() || batch.len() == TOGETHER || after.is_null() {
+                    // What came before a bad one is posted.
+                    // SAFETY: the list from `first` has at least as many requests as the batch.
+                    unsafe { submit(this, &batch, added.is_err(), &mut first) }?;
+                    added?;
+                    batch.clear();
+                    first = after;
+                }
+                next = after;
+            }
+            Ok(())
+        });
+        if done.is_err() {
+            // SAFETY: the program passes room for the pointer.
+            unsafe { bad.write(first) };
+        }
+        done
+    })
+}
+
+/// Posts a batch whose first request is at `first`, which moves to the first one that was not accepted.
+///
+/// # Safety
+/// The list at `first` is as long as the batch.
+unsafe fn submit(qp: &Qp, batch: &Batch, failed: bool, first: &mut *mut ibv_send_wr) -> Result<()> {
+    let (taken, error) = match batch.submit(qp) {
+        Ok(()) => (if failed { batch.len() } else { 0 }, None),
+        Err((taken, e)) => (taken, Some(e)),
+    };
+    for _ in 0..taken {
+        // SAFETY: the caller's promise.
+        *first = unsafe { (**first).next };
+    }
+    error.map_or(Ok(()), |e| Err(e.into()))
+}
+
+/// Converts a list of receives and hands each over; stops at the first that is refused, which is returned.
+///
+/// # Safety
+/// `wr` is a list of receives as `ibv_post_recv` demands.
+pub(crate) unsafe fn each_recv(
+    wr: *mut ibv_recv_wr,
+    bad: *mut *mut ibv_recv_wr,
+    mut post: impl FnMut(&[RecvWr<'_>]) -> std::result::Result<(), (usize, roce::PostError)>,
+) -> Result<()> {
+    let mut next = wr;
+    let mut run = || {
+        while !next.is_null() {
+            // SAFETY: the caller's promise.
+            let wr = unsafe { &*next };
+            let count = usize::try_from(wr.num_sge).map_err(|_| Errno::INVAL)?;
+            // SAFETY: likewise.
+            let list = unsafe { batch::sge_list(wr.sg_list, count) };
+            let sges: SmallVec<[roce::Sge; 8]> = list.iter().map(batch::sge).collect();
+            let recv = RecvWr {
+                wr_id: wr.wr_id,
+                sges: &sges,
+            };
+            post(&[recv]).map_err(|(_, e)| Errno::from(e))?;
+            next = wr.next;
+        }
+        Ok(())
+    };
+    let done = run();
+    if done.is_err() {
+        // SAFETY: the program passes room for the pointer.
+        unsafe { bad.write(next) };
+    }
+    done
+}
+
+pub(crate) unsafe extern "C" fn post_recv(qp: *mut ibv_qp, wr: *mut ibv_recv_wr, bad: *mut *mut ibv_recv_wr) -> c_int {
+    ret::code(|| {
+        // SAFETY: the program passes a queue pair of ours.
+        let this = unsafe { Qp::of(qp) };
+        if let Err(e) = this.alive() {
+            // SAFETY: the program passes room for the pointer.
+            unsafe { bad.write(wr) };
+            return Err(e);
+        }
+        // SAFETY: the program passes a list of receives.
+        unsafe { each_recv(wr, bad, |wrs| this.inner().post_recv(wrs)) }
+    })
+}

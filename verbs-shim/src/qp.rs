@@ -1,0 +1,334 @@
+//! Queue pairs.
+
+use std::{cell::UnsafeCell, ptr, sync::Arc};
+
+use libc::c_int;
+use roce::{PostError, QpCaps, QpOptions, QpType, QueuePair, SendRequest};
+
+use crate::{
+    abi::{
+        IBV_QPT_RC, IBV_QPT_UC, IBV_QPT_UD, IBV_QPT_XRC_RECV, IBV_QPT_XRC_SEND, SEND_OPS, c_enum, ibv_ah_attr,
+        ibv_context, ibv_pd, ibv_qp, ibv_qp_attr, ibv_qp_cap, ibv_qp_ex, ibv_qp_init_attr, ibv_qp_init_attr_ex,
+        ibv_xrcd, qp_init,
+    },
+    context::Core,
+    cq::Cq,
+    events::{Acks, Target as EventTarget},
+    pd::{Pd, Users},
+    qpattr,
+    ret::{self, Errno, Result},
+    srq::Srq,
+    wrex::{self, Builder},
+    xrc::Xrcd,
+};
+
+/// A queue pair; always the extended structure, whichever call made it.
+#[repr(C)]
+pub(crate) struct Qp {
+    abi: UnsafeCell<ibv_qp_ex>,
+    core: Arc<Core>,
+    inner: roce::Qp,
+    init: ibv_qp_init_attr,
+    /// Made with `send_ops_flags`, so that `ibv_wr_*` may be called.
+    extended: bool,
+    builder: Builder,
+    acks: Arc<Acks>,
+    /// The path as the program gave it, for queries.
+    path: parking_lot::Mutex<Option<ibv_ah_attr>>,
+    /// Its protection domain and queues.
+    _uses: Vec<Users>,
+}
+
+impl Qp {
+    /// # Safety
+    /// `qp` was made by us and lives as long as the reference.
+    pub(crate) unsafe fn of<'a>(qp: *mut ibv_qp) -> &'a Self {
+        // SAFETY: the public part is the first field.
+        unsafe { &*qp.cast::<Self>() }
+    }
+
+    /// The transport's queue pair.
+    pub(crate) fn inner(&self) -> &roce::Qp {
+        &self.inner
+    }
+
+    pub(crate) fn core(&self) -> &Core {
+        &self.core
+    }
+
+    pub(crate) fn alive(&self) -> Result<()> {
+        self.core.alive()
+    }
+
+    pub(crate) fn acks(&self) -> &Acks {
+        &self.acks
+    }
+
+    pub(crate) fn builder(&self) -> &Builder {
+        &self.builder
+    }
+
+    /// `ibv_qp_type`.
+    pub(crate) fn kind(&self) -> c_enum {
+        self.init.qp_type
+    }
+
+    pub(crate) fn max_send_sge(&self) -> usize {
+        self.init.cap.max_send_sge as usize
+    }
+
+    pub(crate) fn max_inline(&self) -> u64 {
+        self.init.cap.max_inline_data.into()
+    }
+
+    /// Posts sends.
+    ///
+    /// # Errors
+    /// With the number of work requests that were accepted before.
+    pub(crate) fn post(&self, requests: &[SendRequest<'_>]) -> std::result::Result<(), (usize, PostError)> {
+        self.inner.post_requests(requests)
+    }
+
+    fn public(&self) -> *mut ibv_qp {
+        self.abi.get().cast()
+    }
+}
+
+/// The transport service of an `ibv_qp_type`.
+fn service(kind: c_enum) -> Result<QpType> {
+    match kind {
+        IBV_QPT_RC => Ok(QpType::Rc),
+        IBV_QPT_UC => Ok(QpType::Uc),
+        IBV_QPT_UD => Ok(QpType::Ud),
+        IBV_QPT_XRC_SEND => Ok(QpType::XrcIni),
+        IBV_QPT_XRC_RECV => Ok(QpType::XrcTgt),
+        _ => Err(Errno::NOTSUP),
+    }
+}
+
+/// The transport's sizes.
+fn caps(c: &ibv_qp_cap) -> QpCaps {
+    QpCaps {
+        max_send_wr: c.max_send_wr,
+        max_recv_wr: c.max_recv_wr,
+        max_send_sge: c.max_send_sge,
+        max_recv_sge: c.max_recv_sge,
+        max_inline_data: c.max_inline_data,
+    }
+}
+
+/// The attributes with inline data as long as a full list of elements would be: what rdma_rxe grants unasked, and
+/// rdma_xclient relies on.
+fn roomy(init: &ibv_qp_init_attr) -> ibv_qp_init_attr {
+    let mut init = *init;
+    let list = init
+        .cap
+        .max_send_sge
+        .saturating_mul(size_of::<crate::abi::ibv_sge>() as u32);
+    init.cap.max_inline_data = init.cap.max_inline_data.max(list);
+    init
+}
+
+/// What is asked for beyond `ibv_qp_init_attr`.
+struct Extra {
+    context: *mut ibv_context,
+    pd: *mut ibv_pd,
+    xrcd: *mut ibv_xrcd,
+    extended: bool,
+}
+
+/// # Safety
+/// The pointers in `init` and `extra` are null or objects of ours.
+unsafe fn create(init: &ibv_qp_init_attr, extra: &Extra) -> Result<*mut ibv_qp> {
+    let init = &roomy(init);
+    let qp_type = service(init.qp_type)?;
+    // SAFETY: the caller's promise, for each that is not null.
+    let (domain, xrcd, srq, send_cq, recv_cq) = unsafe {
+        (
+            (!extra.pd.is_null()).then(|| Pd::of(extra.pd)),
+            (!extra.xrcd.is_null()).then(|| Xrcd::of(extra.xrcd)),
+            (!init.srq.is_null()).then(|| Srq::of(init.srq)),
+            (!init.send_cq.is_null()).then(|| Cq::of(init.send_cq)),
+            (!init.recv_cq.is_null()).then(|| Cq::of(init.recv_cq)),
+        )
+    };
+    let core = domain
+        .map(|d| &d.core)
+        .or_else(|| xrcd.map(|x| &x.core))
+        .ok_or(Errno::INVAL)?;
+    let engine = core.engine()?;
+    let options = QpOptions {
+        qp_type,
+        send_cq: send_cq.map(|c| &c.inner),
+        recv_cq: recv_cq.map(|c| &c.inner),
+        srq: srq.map(|s| &s.inner),
+        xrcd: xrcd.map(|x| &x.inner),
+        caps: caps(&init.cap),
+        signal_all: init.sq_sig_all != 0,
+    };
+    let inner = engine.device.create_qp_as(domain.map(|d| &d.inner), &options)?;
+    let uses = [
+        domain.map(Pd::user),
+        xrcd.map(Xrcd::user),
+        srq.map(Srq::user),
+        send_cq.map(Cq::user),
+        recv_cq.map(Cq::user),
+    ];
+    let number = inner.qpn().value();
+    let base = ibv_qp {
+        context: extra.context,
+        qp_context: init.qp_context,
+        pd: extra.pd,
+        send_cq: init.send_cq,
+        recv_cq: init.recv_cq,
+        srq: init.srq,
+        handle: number,
+        qp_num: number,
+        state: 0,
+        qp_type: init.qp_type,
+        mutex: libc::PTHREAD_MUTEX_INITIALIZER,
+        cond: libc::PTHREAD_COND_INITIALIZER,
+        events_completed: 0,
+    };
+    let acks = Arc::new(Acks::default());
+    let qp = Box::leak(Box::new(Qp {
+        abi: UnsafeCell::new(wrex::public(base)),
+        core: core.clone(),
+        inner,
+        init: *init,
+        extended: extra.extended,
+        builder: Builder::new(),
+        acks: acks.clone(),
+        path: parking_lot::Mutex::new(None),
+        _uses: uses.into_iter().flatten().collect(),
+    }));
+    let public = qp.public();
+    let target = EventTarget::new(core, public as usize, &acks);
+    engine.objects().qps.insert(number, target);
+    Ok(public)
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_create_qp(pd: *mut ibv_pd, init: *mut ibv_qp_init_attr) -> *mut ibv_qp {
+    ret::pointer(|| {
+        // SAFETY: the program passes a domain of ours and attributes with objects of ours, which get the sizes granted.
+        unsafe {
+            let extra = Extra {
+                context: (*pd).context,
+                pd,
+                xrcd: ptr::null_mut(),
+                extended: false,
+            };
+            let qp = create(&*init, &extra)?;
+            (*init).cap = Qp::of(qp).init.cap;
+            Ok(qp)
+        }
+    })
+}
+
+/// What of `ibv_qp_init_attr_mask` is understood.
+const INIT_MASK: u32 = qp_init::PD | qp_init::XRCD | qp_init::CREATE_FLAGS | qp_init::SEND_OPS_FLAGS;
+
+pub(crate) unsafe extern "C" fn create_qp_ex(context: *mut ibv_context, attr: *mut ibv_qp_init_attr_ex) -> *mut ibv_qp {
+    ret::pointer(|| {
+        // SAFETY: the program passes attributes.
+        let attr = unsafe { &mut *attr };
+        let comp_mask = attr.comp_mask;
+        let has = |bit: u32| comp_mask & bit != 0;
+        if comp_mask & !INIT_MASK != 0 || (has(qp_init::CREATE_FLAGS) && attr.create_flags != 0) {
+            return Err(Errno::NOTSUP);
+        }
+        let extended = has(qp_init::SEND_OPS_FLAGS);
+        if extended && attr.send_ops_flags & !SEND_OPS != 0 {
+            return Err(Errno::NOTSUP);
+        }
+        let extra = Extra {
+            context,
+            pd: if has(qp_init::PD) { attr.pd } else { ptr::null_mut() },
+            xrcd: if has(qp_init::XRCD) { attr.xrcd } else { ptr::null_mut() },
+            extended,
+        };
+        // SAFETY: with objects of ours.
+        unsafe {
+            let qp = create(&attr.base(), &extra)?;
+            attr.cap = Qp::of(qp).init.cap;
+            Ok(qp)
+        }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_qp_to_qp_ex(qp: *mut ibv_qp) -> *mut ibv_qp_ex {
+    // SAFETY: the program passes a queue pair of ours.
+    match unsafe { Qp::of(qp) }.extended {
+        true => qp.cast(),
+        false => ptr::null_mut(),
+    }
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr, mask: c_int) -> c_int {
+    ret::code(|| {
+        // SAFETY: the program passes a queue pair of ours and attributes.
+        let (this, attr) = unsafe { (Qp::of(qp), &*attr) };
+        this.alive()?;
+        let change = qpattr::from_c(&this.core, attr, mask as u32)?;
+        this.inner.modify(&change)?;
+        if change.av.is_some() {
+            *this.path.lock() = Some(attr.ah_attr);
+        }
+        if let Some(state) = change.state {
+            // SAFETY: the public part's field, which only this call and queries write.
+            unsafe { (&raw mut (*qp).state).write(state as c_enum) };
+        }
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_query_qp(
+    qp: *mut ibv_qp,
+    attr: *mut ibv_qp_attr,
+    _mask: c_int,
+    init: *mut ibv_qp_init_attr,
+) -> c_int {
+    ret::code(|| {
+        // SAFETY: the program passes a queue pair of ours.
+        let this = unsafe { Qp::of(qp) };
+        this.alive()?;
+        let mut out = qpattr::to_c(&this.core, &this.inner.query()?);
+        if let Some(path) = *this.path.lock() {
+            out.ah_attr = path;
+        }
+        out.cap = this.init.cap;
+        // SAFETY: the program passes room for both; the state is the public part's field.
+        unsafe {
+            (&raw mut (*qp).state).write(out.qp_state);
+            attr.write(out);
+            init.write(this.init);
+        }
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int {
+    ret::code(|| {
+        // SAFETY: the program passes a queue pair of ours.
+        let this = unsafe { Qp::of(qp) };
+        let Ok(engine) = this.core.engine() else {
+            // A forked child's copy: it stays, as the queue pair is the parent's.
+            return Ok(());
+        };
+        if !this.inner.mcast_groups().is_empty() {
+            return Err(Errno::BUSY);
+        }
+        let target = engine.objects().qps.remove(&this.inner.qpn().value());
+        if let Some(target) = target {
+            target.finish();
+        }
+        // SAFETY: boxed by `create`, and nobody has it any more.
+        drop(unsafe { Box::from_raw(qp.cast::<Qp>()) });
+        Ok(())
+    })
+}

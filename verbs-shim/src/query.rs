@@ -1,0 +1,366 @@
+//! What devices and ports are: attributes, GIDs, partition keys, clocks.
+
+use std::ptr;
+
+use libc::{c_char, c_int, c_void, size_t};
+use roce::{DeviceLimits, Mtu, Provider};
+
+use crate::{
+    abi::{
+        IBV_ATOMIC_HCA, IBV_GID_TYPE_ROCE_V2, IBV_LINK_LAYER_ETHERNET, IBV_PORT_ACTIVE, IBV_PORT_DOWN,
+        IBV_QPF_GRH_REQUIRED, cap, ibv_context, ibv_device_attr, ibv_device_attr_ex, ibv_gid, ibv_gid_entry,
+        ibv_port_attr, ibv_query_device_ex_input, ibv_values_ex,
+    },
+    config,
+    context::{Context, Core},
+    device::VerbsDevice,
+    gids,
+    ret::{self, Errno, Result},
+};
+
+/// The default partition, the only one.
+const PKEY: u16 = 0xffff;
+/// rdma_rxe's.
+const VENDOR_ID: u32 = 0x00ff_ffff;
+
+fn limits(core: &Core) -> DeviceLimits {
+    // Without a transport yet the attributes are what it will have.
+    match core.opened() {
+        Some(engine) => engine.device.limits(),
+        None => DeviceLimits::software(0),
+    }
+}
+
+fn guid(device: &VerbsDevice) -> u64 {
+    u64::from_ne_bytes(device.guid())
+}
+
+fn device_attr(core: &Core) -> ibv_device_attr {
+    let l = limits(core);
+    let n = |v: u32| c_int::try_from(v).unwrap_or(c_int::MAX);
+    // SAFETY: plain numbers, for which zero is a value.
+    let mut a: ibv_device_attr = unsafe { std::mem::zeroed() };
+    a.node_guid = guid(core.device);
+    a.sys_image_guid = a.node_guid;
+    a.max_mr_size = l.max_mr_size;
+    a.page_size_cap = !(u64::from(l.page_size) - 1);
+    a.vendor_id = VENDOR_ID;
+    a.max_qp = n(l.max_qp);
+    a.max_qp_wr = n(l.max_qp_wr);
+    a.device_cap_flags = cap::BAD_PKEY_CNTR
+        | cap::BAD_QKEY_CNTR
+        | cap::CHANGE_PHY_PORT
+        | cap::UD_AV_PORT_ENFORCE
+        | cap::CURR_QP_STATE_MOD
+        | cap::SHUTDOWN_PORT
+        | cap::PORT_ACTIVE_EVENT
+        | cap::SYS_IMAGE_GUID
+        | cap::RC_RNR_NAK_GEN
+        | cap::SRQ_RESIZE
+        | cap::N_NOTIFY_CQ
+        | cap::MEM_WINDOW
+        | cap::XRC
+        | cap::MEM_MGT_EXTENSIONS
+        | cap::MEM_WINDOW_TYPE_2B;
+    a.max_sge = n(l.max_sge);
+    a.max_sge_rd = n(l.max_sge_rd);
+    a.max_cq = n(l.max_cq);
+    a.max_cqe = n(l.max_cqe);
+    a.max_mr = n(l.max_mr);
+    a.max_pd = n(l.max_pd);
+    a.max_qp_rd_atom = c_int::from(l.max_qp_rd_atom);
+    a.max_res_rd_atom = n(l.max_res_rd_atom);
+    a.max_qp_init_rd_atom = c_int::from(l.max_qp_init_rd_atom);
+    a.atomic_cap = IBV_ATOMIC_HCA;
+    a.max_mw = n(l.max_mw);
+    a.max_mcast_grp = n(l.max_mcast_grp);
+    a.max_mcast_qp_attach = n(l.max_mcast_qp_attach);
+    a.max_total_mcast_qp_attach = n(l.max_total_mcast_qp_attach);
+    a.max_ah = n(l.max_ah);
+    a.max_srq = n(l.max_srq);
+    a.max_srq_wr = n(l.max_srq_wr);
+    a.max_srq_sge = n(l.max_srq_sge);
+    a.max_pkeys = l.max_pkeys;
+    a.local_ca_ack_delay = l.local_ca_ack_delay;
+    a.phys_port_cnt = 1;
+    a
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_query_device(context: *mut ibv_context, attr: *mut ibv_device_attr) -> c_int {
+    ret::code(|| {
+        // SAFETY: the program passes an open context and room for the attributes.
+        unsafe { attr.write(device_attr(Context::of(context).core())) };
+        Ok(())
+    })
+}
+
+/// Copies as much of a structure as the caller has room for.
+///
+/// # Safety
+/// `size` bytes at `to` are writable.
+unsafe fn copy_out<T>(to: *mut T, value: &T, size: size_t) {
+    // SAFETY: no more than either side has.
+    unsafe {
+        ptr::copy_nonoverlapping(
+            ptr::from_ref(value).cast::<u8>(),
+            to.cast::<u8>(),
+            size.min(size_of::<T>()),
+        )
+    };
+}
+
+pub(crate) unsafe extern "C" fn query_device_ex(
+    context: *mut ibv_context,
+    input: *const ibv_query_device_ex_input,
+    attr: *mut ibv_device_attr_ex,
+    size: size_t,
+) -> c_int {
+    ret::code(|| {
+        // SAFETY: null or readable.
+        if unsafe { input.as_ref() }.is_some_and(|i| i.comp_mask != 0) || size < size_of::<ibv_device_attr>() {
+            return Err(Errno::INVAL);
+        }
+        // SAFETY: plain numbers, for which zero is a value.
+        let mut out: ibv_device_attr_ex = unsafe { std::mem::zeroed() };
+        // SAFETY: the program passes an open context.
+        out.orig_attr = device_attr(unsafe { Context::of(context) }.core());
+        out.completion_timestamp_mask = u64::MAX;
+        // Completions are stamped in nanoseconds: kHz.
+        out.hca_core_clock = 1_000_000;
+        out.device_cap_flags_ex = u64::from(out.orig_attr.device_cap_flags);
+        out.phys_port_cnt_ex = 1;
+        // SAFETY: the caller's structure is `size` bytes.
+        unsafe { copy_out(attr, &out, size) };
+        Ok(())
+    })
+}
+
+/// The largest path MTU of the device's interface, no more than asked for.
+fn path_mtu(device: &VerbsDevice) -> Mtu {
+    let fits = Mtu::for_interface(device.interface_mtu()).unwrap_or(Mtu::B256);
+    config::mtu().map_or(fits, |m| m.min(fits))
+}
+
+fn port_attr(core: &Core) -> ibv_port_attr {
+    let up = core.device.is_up();
+    let counters = core.opened().map(|e| e.device.stats().port).unwrap_or_default();
+    // SAFETY: plain numbers, for which zero is a value.
+    let mut a: ibv_port_attr = unsafe { std::mem::zeroed() };
+    a.state = if up { IBV_PORT_ACTIVE } else { IBV_PORT_DOWN };
+    a.max_mtu = Mtu::B4096 as c_int;
+    a.active_mtu = path_mtu(core.device) as c_int;
+    a.gid_tbl_len = gids::TABLE_LEN as c_int;
+    // IBV_PORT_CM_SUP and IBV_PORT_IP_BASED_GIDS, as rxe.
+    a.port_cap_flags = 1 << 16 | 1 << 26;
+    a.max_msg_sz = limits(core).max_msg_size;
+    a.bad_pkey_cntr = counters.pkey_violations().into();
+    a.qkey_viol_cntr = counters.qkey_violations().into();
+    a.pkey_tbl_len = 1;
+    a.max_vl_num = 1;
+    // 1x at 2.5 Gbit/s: what a software device says.
+    (a.active_width, a.active_speed) = (1, 1);
+    // LinkUp or Disabled (IBA 14.2.5.6).
+    a.phys_state = if up { 5 } else { 3 };
+    a.link_layer = IBV_LINK_LAYER_ETHERNET;
+    a.flags = IBV_QPF_GRH_REQUIRED;
+    a
+}
+
+pub(crate) unsafe extern "C" fn query_port(
+    context: *mut ibv_context,
+    port: u8,
+    attr: *mut ibv_port_attr,
+    size: size_t,
+) -> c_int {
+    ret::code(|| {
+        check_port(u32::from(port))?;
+        // SAFETY: the program passes an open context and `size` bytes.
+        unsafe { copy_out(attr, &port_attr(Context::of(context).core()), size) };
+        Ok(())
+    })
+}
+
+/// The structure of `IBVERBS_1.1` ends before `port_cap_flags2`.
+const COMPAT_PORT_ATTR: size_t = std::mem::offset_of!(ibv_port_attr, port_cap_flags2);
+
+pub(crate) unsafe extern "C" fn compat_query_port(context: *mut ibv_context, port: u8, attr: *mut c_void) -> c_int {
+    // SAFETY: as query_port, with the old structure.
+    unsafe { query_port(context, port, attr.cast(), COMPAT_PORT_ATTR) }
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_query_port(context: *mut ibv_context, port: u8, attr: *mut c_void) -> c_int {
+    // SAFETY: as query_port, with the old structure.
+    unsafe { compat_query_port(context, port, attr) }
+}
+
+fn check_port(port: u32) -> Result<()> {
+    if port == 1 { Ok(()) } else { Err(Errno::INVAL) }
+}
+
+fn entry(device: &VerbsDevice, index: usize) -> Option<ibv_gid_entry> {
+    let ip = device.gids.get(index)?;
+    Some(ibv_gid_entry {
+        gid: gids::gid_of(ip),
+        gid_index: index as u32,
+        port_num: 1,
+        gid_type: IBV_GID_TYPE_ROCE_V2,
+        ndev_ifindex: device.ifindex(),
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_query_gid(context: *mut ibv_context, port: u8, index: c_int, gid: *mut ibv_gid) -> c_int {
+    ret::minus_one(|| {
+        check_port(u32::from(port))?;
+        let index = usize::try_from(index).map_err(|_| Errno::INVAL)?;
+        if index >= gids::TABLE_LEN {
+            return Err(Errno::INVAL);
+        }
+        // SAFETY: the program passes an open context.
+        let device = unsafe { Context::of(context) }.core().device;
+        // A slot that is not in use reads as zero.
+        let value = device.gids.get(index).map(gids::gid_of).unwrap_or_default();
+        // SAFETY: the program passes room for a GID.
+        unsafe { gid.write(value) };
+        Ok(0)
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn _ibv_query_gid_ex(
+    context: *mut ibv_context,
+    port: u32,
+    index: u32,
+    out: *mut ibv_gid_entry,
+    flags: u32,
+    size: size_t,
+) -> c_int {
+    ret::code(|| {
+        check_port(port)?;
+        if index as usize >= gids::TABLE_LEN || flags != 0 {
+            return Err(Errno::INVAL);
+        }
+        // SAFETY: the program passes an open context.
+        let device = unsafe { Context::of(context) }.core().device;
+        let value = entry(device, index as usize).ok_or(Errno::NODATA)?;
+        // SAFETY: the caller's structure is `size` bytes.
+        unsafe { copy_out(out, &value, size) };
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn _ibv_query_gid_table(
+    context: *mut ibv_context,
+    entries: *mut ibv_gid_entry,
+    max: size_t,
+    flags: u32,
+    size: size_t,
+) -> isize {
+    ret::value(-(libc::EIO as isize), || {
+        if flags != 0 || size == 0 {
+            return -(libc::EINVAL as isize);
+        }
+        // SAFETY: the program passes an open context.
+        let device = unsafe { Context::of(context) }.core().device;
+        let mut count = 0;
+        for (index, _) in device.gids.entries().into_iter().take(max) {
+            let Some(value) = entry(device, index) else { continue };
+            // SAFETY: the caller has room for `max` structures of `size` bytes.
+            unsafe { copy_out(entries.byte_add(count * size), &value, size) };
+            count += 1;
+        }
+        count as isize
+    })
+}
+
+/// `IBV_GID_TYPE_SYSFS_ROCE_V2`.
+const GID_TYPE_SYSFS_ROCE_V2: c_int = 1;
+
+/// An internal call of libibverbs that rdma-core's own programs make.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_query_gid_type(
+    context: *mut ibv_context,
+    port: u8,
+    index: libc::c_uint,
+    kind: *mut c_int,
+) -> c_int {
+    ret::minus_one(|| {
+        check_port(u32::from(port))?;
+        if index as usize >= gids::TABLE_LEN {
+            return Err(Errno::INVAL);
+        }
+        // SAFETY: the program passes an open context and room for the answer.
+        unsafe {
+            let device = Context::of(context).core().device;
+            // 0 is "IB or RoCE v1", which is also what unused slots say.
+            kind.write(device.gids.get(index as usize).map_or(0, |_| GID_TYPE_SYSFS_ROCE_V2));
+        }
+        Ok(0)
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_query_pkey(_context: *mut ibv_context, port: u8, index: c_int, pkey: *mut u16) -> c_int {
+    ret::minus_one(|| {
+        check_port(u32::from(port))?;
+        if index != 0 {
+            return Err(Errno::INVAL);
+        }
+        // SAFETY: the program passes room for the key.
+        unsafe { pkey.write(PKEY.to_be()) };
+        Ok(0)
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_get_pkey_index(_context: *mut ibv_context, port: u8, pkey: u16) -> c_int {
+    ret::minus_one(|| {
+        check_port(u32::from(port))?;
+        if u16::from_be(pkey) == PKEY {
+            Ok(0)
+        } else {
+            Err(Errno::INVAL)
+        }
+    })
+}
+
+/// The clock that completions are stamped with.
+pub(crate) unsafe extern "C" fn query_rt_values(_context: *mut ibv_context, values: *mut ibv_values_ex) -> c_int {
+    ret::code(|| {
+        // SAFETY: the program passes a structure to read and fill.
+        let values = unsafe { &mut *values };
+        let asked = values.comp_mask & 1;
+        if asked != 0 {
+            // SAFETY: room for a timespec.
+            unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut values.raw_clock) };
+        }
+        values.comp_mask = asked;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_resolve_eth_l2_from_gid(
+    _context: *mut ibv_context,
+    _attr: *mut c_void,
+    mac: *mut u8,
+    vid: *mut u16,
+) -> c_int {
+    // The system's network stack finds the way: there is no frame of ours that would need it.
+    // SAFETY: the program passes six bytes, and room for a VLAN or null.
+    unsafe {
+        ptr::write_bytes(mac, 0, 6);
+        if !vid.is_null() {
+            vid.write(0xffff);
+        }
+    }
+    0
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn ibv_get_sysfs_path() -> *const c_char {
+    c"/sys".as_ptr()
+}

@@ -1,0 +1,144 @@
+//! What RDMA_CM needs of the transport. [`super::facade`] is the real one; tests have their own.
+
+use std::net::{IpAddr, SocketAddr};
+
+use roce::{Mtu, RejectReason};
+use roce_cm::{AcceptArgs, ConnectArgs, ListenArgs, RemoteQp, ResolveArgs, SidrAnswer};
+
+use super::Result;
+
+/// The device that has an address.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Place {
+    /// Number of the device, as `ibv_get_device_index` gives it.
+    pub(crate) index: u32,
+    /// Its GUID, big-endian.
+    pub(crate) guid: [u8; 8],
+    /// Where in its GID table the address is.
+    pub(crate) gid_index: u8,
+    /// The path MTU that its interface carries.
+    pub(crate) mtu: Mtu,
+}
+
+/// A connection, a resolution or a listener at the transport. Dropping it ends it: a connection is disconnected, a
+/// request that waits is refused.
+pub(crate) trait Handle: Send {
+    /// Its number, different from every other's.
+    fn key(&self) -> u64;
+}
+
+/// The transport.
+pub(crate) trait Backend: Send {
+    /// Connections, resolutions and listeners.
+    type Handle: Handle;
+    /// Membership in a multicast group; dropping it leaves.
+    type Member: Send;
+
+    /// The device that has a local address.
+    ///
+    /// # Errors
+    /// EADDRNOTAVAIL when it is nobody's here, ENODEV when no device has it.
+    fn place_of(&mut self, local: IpAddr) -> Result<Place>;
+    /// The local address from which a peer is reached.
+    ///
+    /// # Errors
+    /// ENETUNREACH and the like.
+    fn source_for(&mut self, remote: SocketAddr) -> Result<IpAddr>;
+    /// An address of some device, for programs that name none.
+    fn some_address(&mut self, v6: bool) -> Option<IpAddr>;
+    /// Listens.
+    ///
+    /// # Errors
+    /// EADDRINUSE when somebody else does.
+    fn listen(&mut self, args: &ListenArgs) -> Result<Self::Handle>;
+    /// Sends a REQ.
+    ///
+    /// # Errors
+    /// When an argument is wrong or the transport can't be had.
+    fn connect(&mut self, args: &ConnectArgs) -> Result<Self::Handle>;
+    /// Sends a SIDR REQ.
+    ///
+    /// # Errors
+    /// As for `connect`.
+    fn resolve(&mut self, args: &ResolveArgs) -> Result<Self::Handle>;
+    /// Answers a request with a queue pair that is in RTS.
+    ///
+    /// # Errors
+    /// When it does not wait any more.
+    fn accept(&mut self, conn: &Self::Handle, args: &AcceptArgs) -> Result<()>;
+    /// Answers a SIDR request.
+    ///
+    /// # Errors
+    /// When it does not wait any more.
+    fn answer(&mut self, conn: &Self::Handle, answer: &SidrAnswer) -> Result<()>;
+    /// Tells the peer that our queue pair is in RTS too.
+    ///
+    /// # Errors
+    /// When the peer's answer is not there, or the connection is over.
+    fn establish(&mut self, conn: &Self::Handle) -> Result<()>;
+    /// Refuses a request or an answer.
+    ///
+    /// # Errors
+    /// When there is nothing to refuse.
+    fn reject(&mut self, conn: &Self::Handle, reason: RejectReason, data: &[u8]) -> Result<()>;
+    /// The first packet came on the queue pair of a connection: as good as an RTU.
+    ///
+    /// # Errors
+    /// When the transport is gone.
+    fn notify(&mut self, conn: &Self::Handle) -> Result<()>;
+    /// Ends a connection.
+    ///
+    /// # Errors
+    /// When the transport is gone.
+    fn disconnect(&mut self, conn: &Self::Handle) -> Result<()>;
+    /// Joins a multicast group on the interface of a local address; `send_only`: only to send to it.
+    ///
+    /// # Errors
+    /// When the system refuses.
+    fn join(&mut self, local: IpAddr, group: IpAddr, send_only: bool) -> Result<Self::Member>;
+}
+
+/// What the transport has to tell. `key` is the handle's.
+pub(crate) enum News<H> {
+    /// Somebody wants to connect.
+    Request {
+        listener: u64,
+        conn: H,
+        local: SocketAddr,
+        remote: SocketAddr,
+        path: RemoteQp,
+        private_data: Vec<u8>,
+    },
+    /// Somebody asks for a queue pair that takes datagrams.
+    SidrRequest {
+        listener: u64,
+        conn: H,
+        local: SocketAddr,
+        remote: SocketAddr,
+        private_data: Vec<u8>,
+    },
+    /// The peer accepts.
+    Reply {
+        key: u64,
+        path: RemoteQp,
+        private_data: Vec<u8>,
+    },
+    /// The answer to a resolution.
+    Resolved { key: u64, answer: SidrAnswer },
+    /// The RTU came.
+    Established { key: u64 },
+    /// The peer refuses.
+    Rejected {
+        key: u64,
+        reason: RejectReason,
+        private_data: Vec<u8>,
+    },
+    /// No answer.
+    Unreachable { key: u64 },
+    /// The connection is over.
+    Disconnected { key: u64 },
+    /// Nothing of it is on its way any more.
+    TimewaitExit { key: u64 },
+    /// The transport has stopped.
+    Gone,
+}

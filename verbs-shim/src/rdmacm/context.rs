@@ -1,0 +1,209 @@
+//! An id.
+
+use core::net::SocketAddr;
+use std::{os::fd::RawFd, time::Instant};
+
+use roce_cm::{ConnTransport, ConnectArgs, RemoteQp, ResolveArgs, cma::PortSpace};
+
+use super::{
+    Errno, Result,
+    addr::{Addr, IbAddr},
+    backend::{Backend, Place},
+    ports::random,
+    state::{Op, State},
+};
+
+/// Q_Key of the UDP port space (`RDMA_UDP_QKEY`).
+pub(crate) const UDP_QKEY: u32 = 0x0123_4567;
+
+/// What an id's queue pair is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Service {
+    /// Connected.
+    Connected(ConnTransport),
+    /// Datagrams: resolved, not connected.
+    Datagram,
+    /// An InfiniBand listener for whatever comes.
+    Any,
+}
+
+/// Numbers of queue pair types that programs name (`enum ibv_qp_type`).
+const QP_TYPES: [(u8, Service); 6] = [
+    (0, Service::Any),
+    (2, Service::Connected(ConnTransport::Rc)),
+    (3, Service::Connected(ConnTransport::Uc)),
+    (4, Service::Datagram),
+    (9, Service::Connected(ConnTransport::Xrc)),
+    (10, Service::Connected(ConnTransport::Xrc)),
+];
+
+impl Service {
+    /// By port space; only the InfiniBand port space lets the program choose.
+    pub(crate) fn choose(space: PortSpace, qp_type: u8) -> Result<Self> {
+        match space {
+            PortSpace::Tcp => Ok(Self::Connected(ConnTransport::Rc)),
+            PortSpace::Udp | PortSpace::Ipoib => Ok(Self::Datagram),
+            PortSpace::Ib => QP_TYPES
+                .iter()
+                .find(|(n, _)| *n == qp_type)
+                .map(|(_, s)| *s)
+                .ok_or(Errno::INVAL),
+        }
+    }
+
+    pub(crate) const fn is_datagram(self) -> bool {
+        matches!(self, Self::Datagram)
+    }
+
+    pub(crate) const fn transport(self) -> Option<ConnTransport> {
+        match self {
+            Self::Connected(t) => Some(t),
+            Self::Datagram | Self::Any => None,
+        }
+    }
+}
+
+/// A question to a listener.
+#[derive(Clone)]
+pub(crate) enum Question {
+    /// A REQ.
+    Connect(Box<ConnectArgs>),
+    /// A SIDR REQ.
+    Resolve(Box<ResolveArgs>),
+}
+
+/// A question that is asked again while nobody listens.
+///
+/// Programs (perftest's, for one) agree over another channel that they are about to listen and to connect, and then do
+/// both at the same time. With the kernel the one who connects is slower; here nothing makes it so.
+pub(crate) struct Again {
+    pub(crate) question: Question,
+    /// No more after this.
+    pub(crate) until: Instant,
+}
+
+/// An id: `struct ucma_context` and the `rdma_cm_id` behind it.
+pub(crate) struct Context<B: Backend> {
+    /// The event channel that its events go to.
+    pub(crate) channel: RawFd,
+    /// librdmacm's name for it; 0 until a request is accepted.
+    pub(crate) uid: u64,
+    pub(crate) space: PortSpace,
+    pub(crate) service: Service,
+    pub(crate) state: State,
+    pub(crate) local: Addr,
+    pub(crate) remote: Addr,
+    /// Whether `local` has a port of the process's table.
+    pub(crate) bound: bool,
+    /// The device, once the local address is known.
+    pub(crate) place: Option<Place>,
+    /// Its listener, connection or resolution.
+    pub(crate) handle: Option<B::Handle>,
+    /// The first PSN that our queue pair expects.
+    pub(crate) psn: u32,
+    pub(crate) qpn: u32,
+    pub(crate) srq: bool,
+    pub(crate) qkey: Option<u32>,
+    /// The peer's queue pair: known in a request and after a reply.
+    pub(crate) path: Option<RemoteQp>,
+    /// What to ask again if nobody listens yet.
+    pub(crate) again: Option<Again>,
+    /// READs and atomics that we answer at a time, as asked for when connecting.
+    pub(crate) responder_resources: u8,
+    pub(crate) tos: u8,
+    pub(crate) reuse: bool,
+    pub(crate) afonly: Option<bool>,
+    pub(crate) ack_timeout: Option<u8>,
+    /// Events that were taken from the channel.
+    pub(crate) reported: u32,
+}
+
+impl<B: Backend> Context<B> {
+    pub(crate) fn new(channel: RawFd, uid: u64, space: PortSpace, service: Service) -> Self {
+        let any = Addr::Ib(IbAddr::default());
+        Self {
+            channel,
+            uid,
+            space,
+            service,
+            state: State::Idle,
+            local: any,
+            remote: any,
+            bound: false,
+            place: None,
+            handle: None,
+            psn: random() & 0x00ff_ffff,
+            qpn: 0,
+            srq: false,
+            qkey: None,
+            path: None,
+            again: None,
+            responder_resources: 0,
+            tos: 0,
+            reuse: false,
+            afonly: None,
+            ack_timeout: None,
+            reported: 0,
+        }
+    }
+
+    /// Does what an operation does to the state.
+    ///
+    /// # Errors
+    /// EINVAL when the state does not allow it.
+    pub(crate) fn step(&mut self, op: Op) -> Result<()> {
+        self.state = self.state.after(op).ok_or(Errno::INVAL)?;
+        Ok(())
+    }
+
+    /// EINVAL unless the state allows it; nothing changes.
+    pub(crate) fn check(&self, op: Op) -> Result<()> {
+        self.state.after(op).map(|_| ()).ok_or(Errno::INVAL)
+    }
+
+    /// Its device.
+    ///
+    /// # Errors
+    /// EINVAL before it has one.
+    pub(crate) fn place(&self) -> Result<Place> {
+        self.place.ok_or(Errno::INVAL)
+    }
+
+    /// Its connection, resolution or listener.
+    ///
+    /// # Errors
+    /// EINVAL when it has none.
+    pub(crate) fn handle(&self) -> Result<&B::Handle> {
+        self.handle.as_ref().ok_or(Errno::INVAL)
+    }
+
+    /// Both IP addresses.
+    ///
+    /// # Errors
+    /// EINVAL for InfiniBand addresses.
+    pub(crate) fn ips(&self) -> Result<(SocketAddr, SocketAddr)> {
+        self.local.ip().zip(self.remote.ip()).ok_or(Errno::INVAL)
+    }
+
+    /// The Q_Key, the port space's own unless another was set (`cma_set_default_qkey`).
+    pub(crate) fn qkey(&self) -> u32 {
+        self.qkey.unwrap_or(UDP_QKEY)
+    }
+
+    /// Sets the Q_Key (`cma_set_qkey`).
+    ///
+    /// # Errors
+    /// EINVAL when it has another.
+    pub(crate) fn set_qkey(&mut self, qkey: u32) -> Result<()> {
+        match *self.qkey.get_or_insert(qkey) == qkey {
+            true => Ok(()),
+            false => Err(Errno::INVAL),
+        }
+    }
+
+    /// Whether there is a path to describe: after route resolution and for requests.
+    pub(crate) fn is_routed(&self) -> bool {
+        let routed = matches!(self.state, State::RouteResolved | State::Connect | State::Disconnect);
+        routed && self.place.is_some()
+    }
+}

@@ -1,0 +1,279 @@
+//! The transport: the process's one device (`crate::engine`), which all devices of the list stand for.
+
+use std::{
+    collections::HashMap,
+    mem,
+    net::{IpAddr, SocketAddr},
+    os::fd::{AsRawFd, OwnedFd},
+    sync::{Arc, Weak},
+    time::{Duration, Instant},
+};
+
+use roce::{Membership, Mtu, RawCm, RawCmEvent, RawEvent, RawId, RejectReason, VerbsError, iface};
+use roce_cm::{AcceptArgs, ConnectArgs, ListenArgs, ResolveArgs, SidrAnswer};
+
+use super::{
+    Errno, Result,
+    backend::{Backend, Handle, News, Place},
+    ffi,
+};
+use crate::{config, device, engine::Engine};
+
+/// The connection manager while it is in use.
+struct Link {
+    cm: Arc<RawCm>,
+    /// Keeps the device open.
+    engine: Arc<Engine>,
+}
+
+/// How long what is known of an address is believed.
+const FRESH: Duration = Duration::from_millis(500);
+
+/// The real transport. It is opened with the first connection or listener.
+#[derive(Default)]
+pub(crate) struct Facade {
+    link: Option<Link>,
+    /// Devices of addresses that were asked for lately.
+    places: HashMap<IpAddr, (Instant, Place)>,
+}
+
+/// Says what a thing of the transport is called.
+pub(crate) struct Id(RawId);
+
+impl Handle for Id {
+    fn key(&self) -> u64 {
+        self.0.number()
+    }
+}
+
+impl Facade {
+    fn cm(&mut self) -> Result<&RawCm> {
+        if self.link.is_none() {
+            let engine = Engine::get()?;
+            let cm = Arc::new(engine.device.raw_cm()?);
+            let readable = cm.as_fd().try_clone_to_owned()?;
+            let weak = Arc::downgrade(&cm);
+            std::thread::Builder::new()
+                .name("ferroce cm".into())
+                .spawn(move || bring_news(&weak, &readable))?;
+            self.link = Some(Link { cm, engine });
+        }
+        self.link.as_ref().map(|l| &*l.cm).ok_or(Errno::IO)
+    }
+
+    /// Lets the device go, as far as nobody else has it.
+    pub(crate) fn close(&mut self) {
+        self.link = None;
+    }
+
+    /// Forgets the device of the process that this one was forked from, without touching it.
+    pub(crate) fn abandon(&mut self) {
+        mem::forget(self.link.take());
+    }
+}
+
+/// The thread that brings what happens to connections.
+fn bring_news(cm: &Weak<RawCm>, readable: &OwnedFd) {
+    let mut alarm: Option<Instant> = None;
+    loop {
+        let wait = alarm.map_or(-1, |at| {
+            let left = at.saturating_duration_since(Instant::now()).as_millis() + 1;
+            i32::try_from(left).unwrap_or(i32::MAX)
+        });
+        let mut entry = libc::pollfd {
+            fd: readable.as_raw_fd(),
+            events: libc::POLLIN,
+            revents: 0,
+        };
+        // SAFETY: one entry on the stack.
+        unsafe { libc::poll(&raw mut entry, 1, wait) };
+        // Closing the queue makes its descriptor readable, so this ends when the link does.
+        let Some(cm) = cm.upgrade() else { return };
+        loop {
+            match cm.take() {
+                Ok(Some(event)) => {
+                    if let Some(news) = translate(event) {
+                        ffi::deliver(news);
+                    }
+                }
+                Ok(None) => break,
+                Err(_) => {
+                    ffi::deliver(News::Gone);
+                    return;
+                }
+            }
+        }
+        alarm = ffi::tend();
+    }
+}
+
+fn translate(event: RawEvent) -> Option<News<Id>> {
+    let key = event.number;
+    Some(match event.event {
+        RawCmEvent::Request {
+            local,
+            remote,
+            path,
+            private_data,
+            ..
+        } => News::Request {
+            listener: key,
+            conn: Id(event.new?),
+            local,
+            remote,
+            path,
+            private_data,
+        },
+        RawCmEvent::SidrRequest {
+            local,
+            remote,
+            private_data,
+            ..
+        } => News::SidrRequest {
+            listener: key,
+            conn: Id(event.new?),
+            local,
+            remote,
+            private_data,
+        },
+        RawCmEvent::Resolved {
+            status,
+            qpn,
+            qkey,
+            private_data,
+            ..
+        } => News::Resolved {
+            key,
+            answer: SidrAnswer {
+                status,
+                qpn,
+                qkey,
+                private_data,
+            },
+        },
+        RawCmEvent::Reply { path, private_data, .. } => News::Reply {
+            key,
+            path,
+            private_data,
+        },
+        RawCmEvent::Established { .. } => News::Established { key },
+        RawCmEvent::Rejected {
+            reason, private_data, ..
+        } => News::Rejected {
+            key,
+            reason,
+            private_data,
+        },
+        RawCmEvent::Unreachable { .. } => News::Unreachable { key },
+        RawCmEvent::Disconnected { .. } => News::Disconnected { key },
+        RawCmEvent::TimewaitExit { .. } => News::TimewaitExit { key },
+    })
+}
+
+/// The path MTU of a device: what its interface carries, unless less was asked for.
+fn path_mtu(device: &device::VerbsDevice) -> Result<Mtu> {
+    let carries = Mtu::for_interface(device.interface_mtu()).ok_or(Errno::INVAL)?;
+    Ok(config::mtu().map_or(carries, |wanted| wanted.min(carries)))
+}
+
+impl Backend for Facade {
+    type Handle = Id;
+    /// None for who only sends.
+    type Member = Option<Membership>;
+
+    fn place_of(&mut self, local: IpAddr) -> Result<Place> {
+        self.places.retain(|_, (seen, _)| seen.elapsed() < FRESH);
+        if let Some((_, place)) = self.places.get(&local) {
+            return Ok(*place);
+        }
+        let found = device::list().into_iter().find_map(|d| Some((d, d.gids.find(local)?)));
+        let Some((device, index)) = found else {
+            return Err(match iface::interface_of(local) {
+                Ok(_) => Errno::NODEV,
+                Err(_) => Errno(libc::EADDRNOTAVAIL),
+            });
+        };
+        let place = Place {
+            index: device.index as u32,
+            guid: device.guid(),
+            gid_index: u8::try_from(index).map_err(|_| Errno::NODEV)?,
+            mtu: path_mtu(device)?,
+        };
+        self.places.insert(local, (Instant::now(), place));
+        Ok(place)
+    }
+
+    fn source_for(&mut self, remote: SocketAddr) -> Result<IpAddr> {
+        let usual = iface::route_to(remote.ip())?;
+        if self.place_of(usual).is_ok() {
+            return Ok(usual);
+        }
+        // The program is confined to other addresses than the one that the system would take: one of the same
+        // interface serves as well.
+        let interface = iface::interface_of(usual)?.0;
+        let beside = device::list().into_iter().find(|d| d.interface == interface);
+        let own = beside.and_then(|d| {
+            d.gids
+                .entries()
+                .into_iter()
+                .find(|(_, ip)| ip.is_ipv4() == usual.is_ipv4())
+        });
+        Ok(own.map_or(usual, |(_, ip)| ip))
+    }
+
+    fn some_address(&mut self, v6: bool) -> Option<IpAddr> {
+        let all = device::list().into_iter().flat_map(|d| d.gids.entries());
+        let mut fits: Vec<IpAddr> = all.map(|(_, ip)| ip).filter(|ip| ip.is_ipv6() == v6).collect();
+        fits.sort_by_key(|ip| !ip.is_loopback());
+        fits.first().copied()
+    }
+
+    fn listen(&mut self, args: &ListenArgs) -> Result<Id> {
+        match self.cm()?.listen(args) {
+            Ok(id) => Ok(Id(id)),
+            Err(VerbsError::Address(_)) => Err(Errno(libc::EADDRINUSE)),
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    fn connect(&mut self, args: &ConnectArgs) -> Result<Id> {
+        Ok(Id(self.cm()?.connect(args)?))
+    }
+
+    fn resolve(&mut self, args: &ResolveArgs) -> Result<Id> {
+        Ok(Id(self.cm()?.resolve(args)?))
+    }
+
+    fn accept(&mut self, conn: &Id, args: &AcceptArgs) -> Result<()> {
+        Ok(conn.0.accept(args)?)
+    }
+
+    fn answer(&mut self, conn: &Id, answer: &SidrAnswer) -> Result<()> {
+        Ok(conn.0.answer(answer)?)
+    }
+
+    fn establish(&mut self, conn: &Id) -> Result<()> {
+        Ok(conn.0.establish()?)
+    }
+
+    fn reject(&mut self, conn: &Id, reason: RejectReason, data: &[u8]) -> Result<()> {
+        Ok(conn.0.reject(reason, data)?)
+    }
+
+    fn notify(&mut self, conn: &Id) -> Result<()> {
+        Ok(conn.0.notify()?)
+    }
+
+    fn disconnect(&mut self, conn: &Id) -> Result<()> {
+        Ok(conn.0.disconnect()?)
+    }
+
+    fn join(&mut self, local: IpAddr, group: IpAddr, send_only: bool) -> Result<Option<Membership>> {
+        if send_only {
+            return Ok(None);
+        }
+        self.cm()?;
+        let link = self.link.as_ref().ok_or(Errno::IO)?;
+        Ok(Some(link.engine.device.join_group(group, local)?))
+    }
+}

@@ -1,0 +1,339 @@
+//! What programs and librdmacm call: event channels, and the C library's `write` and `close`, which go on to the C library
+//! for every descriptor that is not an event channel.
+
+use std::{
+    cell::RefCell,
+    ffi::{c_int, c_void},
+    mem,
+    os::fd::RawFd,
+    panic::{AssertUnwindSafe, catch_unwind},
+    ptr,
+    sync::{Mutex, MutexGuard, Once, PoisonError},
+    time::Instant,
+};
+
+use super::{
+    Errno, Result,
+    abi::{self, Cmd},
+    backend::News,
+    channel::FdSet,
+    command::{Answer, Command},
+    facade::{Facade, Id},
+    ucma::Ucma,
+};
+use crate::{device, fork};
+
+/// `struct rdma_event_channel`.
+#[repr(C)]
+struct RdmaEventChannel {
+    fd: c_int,
+}
+
+// The C library's own, under the names that nobody interposes. A thread may be cancelled in them, which unwinds.
+unsafe extern "C-unwind" {
+    #[link_name = "__write"]
+    fn libc_write(fd: c_int, buf: *const c_void, len: usize) -> isize;
+    #[link_name = "__close"]
+    fn libc_close(fd: c_int) -> c_int;
+    #[link_name = "__read"]
+    fn libc_read(fd: c_int, buf: *mut c_void, len: usize) -> isize;
+}
+
+static CHANNELS: FdSet = FdSet::new();
+
+/// What is kept, and the process that it was made in.
+struct Global {
+    born: u32,
+    ucma: Ucma<Facade>,
+}
+
+static GLOBAL: Mutex<Option<Global>> = Mutex::new(None);
+
+fn lock() -> MutexGuard<'static, Option<Global>> {
+    GLOBAL.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+thread_local! {
+    static HELD: RefCell<Option<MutexGuard<'static, Option<Global>>>> = const { RefCell::new(None) };
+}
+
+extern "C" fn before_fork() {
+    let held = lock();
+    HELD.with(|h| *h.borrow_mut() = Some(held));
+}
+
+extern "C" fn after_fork() {
+    HELD.with(|h| h.borrow_mut().take());
+}
+
+/// Watches for forks, once. This lock is taken before those of the devices: handlers run in reverse.
+fn watch_forks() {
+    static HANDLERS: Once = Once::new();
+    fork::watch();
+    HANDLERS.call_once(|| {
+        // SAFETY: plain functions of this library, which is never unloaded.
+        let failed = unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
+        if failed != 0 {
+            tracing::error!("pthread_atfork failed: forked children must not use RDMA_CM");
+        }
+    });
+}
+
+/// Runs something on what this process keeps. What the process that it was forked from has kept is out of reach: it is
+/// never freed, since that would end that process's connections.
+fn with<R>(body: impl FnOnce(&mut Ucma<Facade>) -> R) -> R {
+    let mut slot = lock();
+    let now = fork::generation();
+    if let Some(mut old) = slot.take_if(|g| g.born != now) {
+        old.ucma.backend.abandon();
+        mem::forget(old);
+    }
+    let global = slot.get_or_insert_with(|| Global {
+        born: now,
+        ucma: Ucma::new(Facade::default()),
+    });
+    body(&mut global.ucma)
+}
+
+/// Takes in what the transport has to tell.
+pub(crate) fn deliver(news: News<Id>) {
+    with(|ucma| ucma.on_news(news));
+}
+
+/// Does what is due. Returns when to come again.
+pub(crate) fn tend() -> Option<Instant> {
+    with(|ucma| ucma.ask_again(Instant::now()))
+}
+
+fn open_channel() -> Result<*mut RdmaEventChannel> {
+    watch_forks();
+    if device::list().is_empty() {
+        return Err(Errno::NODEV);
+    }
+    // SAFETY: plain allocation; freed in rdma_destroy_event_channel, or by librdmacm's own free().
+    let channel = unsafe { libc::malloc(size_of::<RdmaEventChannel>()) }.cast::<RdmaEventChannel>();
+    if channel.is_null() {
+        return Err(Errno::NOMEM);
+    }
+    let opened = with(|ucma| {
+        let fd = ucma.open_channel()?;
+        CHANNELS.insert(fd).map(|()| fd).inspect_err(|_| {
+            ucma.close_channel(fd);
+            // SAFETY: the channel has given its descriptor up to us.
+            unsafe { libc_close(fd) };
+        })
+    });
+    match opened {
+        Ok(fd) => {
+            // SAFETY: just allocated with this size.
+            unsafe { channel.write(RdmaEventChannel { fd }) };
+            Ok(channel)
+        }
+        Err(e) => {
+            // SAFETY: just allocated.
+            unsafe { libc::free(channel.cast()) };
+            Err(e)
+        }
+    }
+}
+
+/// Makes an event channel, or returns NULL with errno: ENODEV without devices.
+#[unsafe(no_mangle)]
+extern "C" fn rdma_create_event_channel() -> *mut RdmaEventChannel {
+    crate::ret::pointer(open_channel)
+}
+
+/// Destroys an event channel and what is left on it.
+///
+/// # Safety
+/// `channel` is from [`rdma_create_event_channel`] and is not used any more.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn rdma_destroy_event_channel(channel: *mut RdmaEventChannel) {
+    if channel.is_null() {
+        return;
+    }
+    // SAFETY: the caller's promise.
+    let fd = unsafe { (*channel).fd };
+    forget_channel(fd);
+    // SAFETY: the channel's own descriptor and memory, by the caller's promise.
+    unsafe {
+        libc_close(fd);
+        libc::free(channel.cast());
+    }
+}
+
+/// Ends what is left on a channel whose descriptor is about to be closed.
+fn forget_channel(fd: RawFd) {
+    if CHANNELS.remove(fd) {
+        let ended = catch_unwind(|| {
+            with(|ucma| {
+                ucma.close_channel(fd);
+                if ucma.is_idle() {
+                    ucma.backend.close();
+                }
+            });
+        });
+        if ended.is_err() {
+            tracing::error!("closing an event channel failed");
+        }
+    }
+}
+
+/// The C library's `close`.
+///
+/// # Safety
+/// As the C library's.
+#[unsafe(no_mangle)]
+unsafe extern "C-unwind" fn close(fd: c_int) -> c_int {
+    if CHANNELS.contains(fd) {
+        forget_channel(fd);
+    }
+    // SAFETY: the caller's.
+    unsafe { libc_close(fd) }
+}
+
+/// The C library's `write`; commands when it goes to an event channel.
+///
+/// # Safety
+/// As the C library's. A command's addresses are the program's, for as many bytes as the command says.
+#[unsafe(no_mangle)]
+unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: usize) -> isize {
+    if !CHANNELS.contains(fd) {
+        // SAFETY: the caller's.
+        return unsafe { libc_write(fd, buf, len) };
+    }
+    loop {
+        // SAFETY: the caller passes `len` readable bytes, and addresses in them that are its own.
+        match unsafe { command(fd, buf, len) } {
+            Outcome::Done => return len as isize,
+            Outcome::Failed(e) => {
+                e.set();
+                return -1;
+            }
+            Outcome::Wait => {}
+        }
+        // Waiting for an event: a real read, so that signals and O_NONBLOCK do what they do with the kernel's
+        // descriptor. Nothing here needs to be dropped if the thread is cancelled meanwhile.
+        let mut count = 0u64;
+        // SAFETY: eight bytes into a local.
+        if unsafe { libc_read(fd, (&raw mut count).cast(), 8) } < 0 {
+            return -1;
+        }
+        // SAFETY: as above.
+        match unsafe { take_event(fd, buf, len) } {
+            Outcome::Done => return len as isize,
+            Outcome::Failed(e) => {
+                e.set();
+                return -1;
+            }
+            // What woke us was taken back.
+            Outcome::Wait => {}
+        }
+    }
+}
+
+enum Outcome {
+    Done,
+    Failed(Errno),
+    /// Nothing there: read the descriptor, then come again.
+    Wait,
+}
+
+impl From<Result<Self>> for Outcome {
+    fn from(r: Result<Self>) -> Self {
+        r.unwrap_or_else(Self::Failed)
+    }
+}
+
+fn guarded(body: impl FnOnce() -> Result<Outcome>) -> Outcome {
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(outcome) => outcome.into(),
+        Err(_) => Outcome::Failed(Errno::IO),
+    }
+}
+
+/// Reads the program's memory.
+///
+/// # Safety
+/// `from` is readable for `len` bytes, or null.
+unsafe fn read_user(from: u64, len: usize) -> Result<Vec<u8>> {
+    let from = from as *const u8;
+    if len > 0 && from.is_null() {
+        return Err(Errno::FAULT);
+    }
+    let mut out = vec![0; len];
+    // SAFETY: the caller's promise; the vector has this length.
+    unsafe { ptr::copy_nonoverlapping(from, out.as_mut_ptr(), len) };
+    Ok(out)
+}
+
+/// Writes an answer to the program's memory.
+///
+/// # Safety
+/// The answer's address is writable for its bytes, or null.
+unsafe fn write_user(answer: &Answer) -> Result<()> {
+    let to = answer.to as *mut u8;
+    if answer.bytes.is_empty() {
+        return Ok(());
+    }
+    if to.is_null() {
+        return Err(Errno::FAULT);
+    }
+    // SAFETY: the caller's promise.
+    unsafe { ptr::copy_nonoverlapping(answer.bytes.as_ptr(), to, answer.bytes.len()) };
+    Ok(())
+}
+
+/// The bytes of a command.
+///
+/// # Safety
+/// `buf` is readable for `len` bytes while the result is used.
+unsafe fn parse<'a>(fd: RawFd, buf: *const c_void, len: usize) -> Result<Command<'a>> {
+    if buf.is_null() {
+        return Err(Errno::FAULT);
+    }
+    // SAFETY: the caller's promise.
+    Command::parse(fd, unsafe { std::slice::from_raw_parts(buf.cast(), len) })
+}
+
+/// Executes a command that was written to a channel.
+///
+/// # Safety
+/// As for [`write`].
+unsafe fn command(fd: RawFd, buf: *const c_void, len: usize) -> Outcome {
+    guarded(|| {
+        // SAFETY: the caller's promise.
+        let c = unsafe { parse(fd, buf, len) }?;
+        with(|ucma| {
+            if !ucma.has_channel(fd) {
+                // Of the process that this one was forked from.
+                return Err(Errno::IO);
+            }
+            if c.cmd == Cmd::GetEvent {
+                return c.need(abi::EVENT_MIN).map(|()| Outcome::Wait);
+            }
+            // SAFETY: the caller's promise.
+            let answer = ucma.execute(&c, &|from, len| unsafe { read_user(from, len) })?;
+            // SAFETY: the caller's promise.
+            unsafe { write_user(&answer) }?;
+            Ok(Outcome::Done)
+        })
+    })
+}
+
+/// GET_EVENT after the descriptor was read.
+///
+/// # Safety
+/// As for [`write`].
+unsafe fn take_event(fd: RawFd, buf: *const c_void, len: usize) -> Outcome {
+    guarded(|| {
+        // SAFETY: the caller's promise.
+        let c = unsafe { parse(fd, buf, len) }?;
+        let Some(answer) = with(|ucma| ucma.event_answer(&c))? else {
+            return Ok(Outcome::Wait);
+        };
+        // SAFETY: the caller's promise.
+        unsafe { write_user(&answer) }?;
+        Ok(Outcome::Done)
+    })
+}

@@ -1,0 +1,130 @@
+//! BIND, RESOLVE_ADDR and RESOLVE_ROUTE: which address and device an id has, and how it reaches its peer.
+
+use std::{net::SocketAddr, os::fd::RawFd, sync::OnceLock};
+
+use roce_cm::cma::{PortSpace, ServiceId};
+
+use super::{
+    Errno, Result,
+    abi::EventType,
+    addr::Addr,
+    backend::Backend,
+    event::Event,
+    ports::Owner,
+    state::{Op, State},
+    ucma::Ucma,
+};
+
+/// Whether IPv6 sockets leave IPv4 to others unless they say otherwise (`net.ipv6.bindv6only`).
+fn v6_only() -> bool {
+    static SETTING: OnceLock<bool> = OnceLock::new();
+    *SETTING
+        .get_or_init(|| std::fs::read_to_string("/proc/sys/net/ipv6/bindv6only").is_ok_and(|text| text.trim() != "0"))
+}
+
+/// The port space of a local address: an InfiniBand address names its own (`cma_select_ib_ps`).
+fn space_of(space: PortSpace, local: &Addr) -> Result<PortSpace> {
+    let Addr::Ib(ib) = local else { return Ok(space) };
+    let named = ServiceId(ib.sid & ib.sid_mask).space();
+    let fits = |named: &PortSpace| *named == space || space == PortSpace::Ib;
+    named.filter(fits).ok_or(Errno(libc::EPROTONOSUPPORT))
+}
+
+fn needs_scope(addr: &Addr) -> bool {
+    matches!(addr, Addr::Ip(SocketAddr::V6(a)) if a.ip().is_unicast_link_local() && a.scope_id() == 0)
+}
+
+impl<B: Backend> Ucma<B> {
+    /// Gives an id its local address (`rdma_bind_addr`).
+    ///
+    /// # Errors
+    /// EINVAL when it has one, EADDRINUSE and EADDRNOTAVAIL when it can't have this one, ENODEV when no device has it.
+    pub(crate) fn bind(&mut self, fd: RawFd, id: u32, local: Addr) -> Result<()> {
+        let (ctx, backend) = self.get_with(fd, id)?;
+        ctx.check(Op::Bind)?;
+        if needs_scope(&local) {
+            return Err(Errno::INVAL);
+        }
+        let place = match &local {
+            _ if local.is_any() => None,
+            Addr::Ip(ip) => Some(backend.place_of(ip.ip())?),
+            Addr::Ib(_) => return Err(Errno::NODEV),
+        };
+        let space = space_of(ctx.space, &local)?;
+        let afonly = ctx.afonly.unwrap_or_else(|| match &local {
+            Addr::Ip(SocketAddr::V6(_)) => v6_only(),
+            _ => true,
+        });
+        let remote = match ctx.remote.same_family(&local) {
+            true => ctx.remote,
+            false => local.any_like(),
+        };
+        let owner = Owner {
+            id,
+            local,
+            remote,
+            reuse: ctx.reuse,
+            afonly,
+        };
+        let port = self.ports.bind(space as u16, owner)?;
+        let ctx = self.get(fd, id)?;
+        (ctx.space, ctx.local, ctx.remote) = (space, local.with_port(port), remote);
+        (ctx.place, ctx.bound, ctx.afonly) = (place, true, Some(afonly));
+        ctx.step(Op::Bind)
+    }
+
+    /// Finds the way to a peer (`rdma_resolve_addr`). ADDR_RESOLVED or ADDR_ERROR follows.
+    ///
+    /// # Errors
+    /// ENETUNREACH and the like when there is no route; EINVAL when the id's state or address does not fit.
+    pub(crate) fn resolve_addr(&mut self, fd: RawFd, id: u32, src: Option<Addr>, dst: Addr) -> Result<()> {
+        let ctx = self.get(fd, id)?;
+        ctx.check(Op::ResolveAddr)?;
+        let Addr::Ip(mut remote) = dst else {
+            return Err(Errno::NODEV);
+        };
+        if ctx.state == State::Idle {
+            self.bind(fd, id, src.unwrap_or_else(|| dst.any_like()))?;
+        }
+        let (ctx, backend) = self.get_with(fd, id)?;
+        let Some(mut local) = ctx.local.ip().filter(|l| l.is_ipv4() == remote.is_ipv4()) else {
+            return Err(Errno::INVAL);
+        };
+        if remote.ip().is_unspecified() {
+            // As with sockets: the host itself.
+            let own = match local.ip().is_unspecified() {
+                true => backend.some_address(remote.is_ipv6()).ok_or(Errno::NODEV)?,
+                false => local.ip(),
+            };
+            remote.set_ip(own);
+        }
+        if local.ip().is_unspecified() {
+            local.set_ip(backend.source_for(remote)?);
+        } else if !remote.ip().is_multicast() {
+            backend.source_for(remote)?;
+        }
+        match backend.place_of(local.ip()) {
+            Ok(place) => {
+                ctx.place = Some(place);
+                (ctx.local, ctx.remote) = (Addr::Ip(local), Addr::Ip(remote));
+                ctx.step(Op::ResolveAddr)?;
+                self.update_owner(id);
+                self.tell(id, &Event::new(EventType::AddrResolved));
+            }
+            Err(e) => self.tell(id, &Event::failed(EventType::AddrError, -e.0)),
+        }
+        Ok(())
+    }
+
+    /// Makes the path (`rdma_resolve_route`). ROUTE_RESOLVED follows.
+    ///
+    /// # Errors
+    /// EINVAL when the address is not resolved.
+    pub(crate) fn resolve_route(&mut self, fd: RawFd, id: u32) -> Result<()> {
+        let ctx = self.get(fd, id)?;
+        ctx.place()?;
+        ctx.step(Op::ResolveRoute)?;
+        self.tell(id, &Event::new(EventType::RouteResolved));
+        Ok(())
+    }
+}

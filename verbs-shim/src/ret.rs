@@ -1,0 +1,102 @@
+//! How verbs return: errno styles, and the wall against unwinding into C.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use libc::c_int;
+use roce::{PostError, VerbsError};
+
+/// An error number.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Errno(pub(crate) c_int);
+
+pub(crate) type Result<T> = std::result::Result<T, Errno>;
+
+impl Errno {
+    pub(crate) const INVAL: Self = Self(libc::EINVAL);
+    pub(crate) const NOMEM: Self = Self(libc::ENOMEM);
+    pub(crate) const NOTSUP: Self = Self(libc::EOPNOTSUPP);
+    pub(crate) const IO: Self = Self(libc::EIO);
+    pub(crate) const BUSY: Self = Self(libc::EBUSY);
+    pub(crate) const FAULT: Self = Self(libc::EFAULT);
+    pub(crate) const AGAIN: Self = Self(libc::EAGAIN);
+    pub(crate) const NODEV: Self = Self(libc::ENODEV);
+    pub(crate) const NODATA: Self = Self(libc::ENODATA);
+
+    /// What the system said last on this thread.
+    pub(crate) fn last() -> Self {
+        Self(std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO))
+    }
+
+    pub(crate) fn set(self) {
+        // SAFETY: the location is this thread's own.
+        unsafe { *libc::__errno_location() = self.0 }
+    }
+}
+
+impl From<PostError> for Errno {
+    fn from(e: PostError) -> Self {
+        match e {
+            PostError::QueueFull => Self::NOMEM,
+            _ => Self::INVAL,
+        }
+    }
+}
+
+impl From<VerbsError> for Errno {
+    fn from(e: VerbsError) -> Self {
+        tracing::debug!("{e}");
+        match e {
+            VerbsError::Invalid(_) | VerbsError::State(_) => Self::INVAL,
+            VerbsError::Limit(_) => Self::NOMEM,
+            VerbsError::Busy(_) => Self::BUSY,
+            VerbsError::Address(_) => Self(libc::EADDRNOTAVAIL),
+            VerbsError::Unsupported(_) => Self::NOTSUP,
+            VerbsError::Post(e) => e.into(),
+            VerbsError::Io { source, .. } => Self(source.raw_os_error().unwrap_or(libc::EIO)),
+            _ => Self::IO,
+        }
+    }
+}
+
+impl From<std::io::Error> for Errno {
+    fn from(e: std::io::Error) -> Self {
+        Self(e.raw_os_error().unwrap_or(libc::EIO))
+    }
+}
+
+/// Runs a verb; a panic is our fault and becomes EIO.
+fn run<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(body)).unwrap_or(Err(Errno::IO))
+}
+
+/// A verb that returns an object, or NULL with errno.
+pub(crate) fn pointer<T>(body: impl FnOnce() -> Result<*mut T>) -> *mut T {
+    run(body).unwrap_or_else(|e| {
+        e.set();
+        std::ptr::null_mut()
+    })
+}
+
+/// A verb that returns 0 or a positive error number. It sets errno too, as the kernel's path does.
+pub(crate) fn code(body: impl FnOnce() -> Result<()>) -> c_int {
+    match run(body) {
+        Ok(()) => 0,
+        Err(e) => {
+            e.set();
+            e.0
+        }
+    }
+}
+
+/// A verb that returns a number, or -1 with errno.
+pub(crate) fn minus_one(body: impl FnOnce() -> Result<c_int>) -> c_int {
+    run(body).unwrap_or_else(|e| {
+        e.set();
+        -1
+    })
+}
+
+/// A verb that returns a value and can't fail; `fallback` after a panic.
+pub(crate) fn value<T>(fallback: T, body: impl FnOnce() -> T) -> T {
+    catch_unwind(AssertUnwindSafe(body)).unwrap_or(fallback)
+}

@@ -1,0 +1,245 @@
+//! Shared receive queues.
+
+use std::{cell::UnsafeCell, ffi::c_void, ptr, sync::Arc};
+
+use libc::c_int;
+use roce::{SrqAttr, SrqInit, SrqModify, SrqType};
+
+use crate::{
+    abi::{
+        IBV_SRQ_LIMIT, IBV_SRQ_MAX_WR, IBV_SRQT_BASIC, IBV_SRQT_XRC, ibv_context, ibv_pd, ibv_recv_wr, ibv_srq,
+        ibv_srq_attr, ibv_srq_init_attr, ibv_srq_init_attr_ex, srq_init,
+    },
+    context::Core,
+    cq::Cq,
+    events::{Acks, Target},
+    pd::{Pd, Users},
+    post,
+    ret::{self, Errno, Result},
+    xrc::Xrcd,
+};
+
+/// A shared receive queue.
+#[repr(C)]
+pub(crate) struct Srq {
+    abi: UnsafeCell<ibv_srq>,
+    core: Arc<Core>,
+    pub(crate) inner: roce::Srq,
+    acks: Arc<Acks>,
+    users: Users,
+    /// Its protection domain, XRC domain and completion queue.
+    _uses: Vec<Users>,
+}
+
+impl Srq {
+    /// # Safety
+    /// `srq` was made by us and lives as long as the reference.
+    pub(crate) unsafe fn of<'a>(srq: *mut ibv_srq) -> &'a Self {
+        // SAFETY: the public part is the first field.
+        unsafe { &*srq.cast::<Self>() }
+    }
+
+    pub(crate) fn acks(&self) -> &Acks {
+        &self.acks
+    }
+
+    pub(crate) fn user(&self) -> Users {
+        self.users.clone()
+    }
+}
+
+fn attr_of(a: &ibv_srq_attr) -> SrqAttr {
+    SrqAttr {
+        max_wr: a.max_wr,
+        max_sge: a.max_sge,
+        limit: a.srq_limit,
+    }
+}
+
+/// # Safety
+/// `pd` is a domain of ours, `xrc` objects of ours.
+unsafe fn create(
+    pd: *mut ibv_pd,
+    cookie: *mut c_void,
+    attr: &mut ibv_srq_attr,
+    xrc: Option<(&Xrcd, &Cq)>,
+) -> Result<*mut ibv_srq> {
+    if pd.is_null() {
+        return Err(Errno::INVAL);
+    }
+    // SAFETY: the caller's promise.
+    let domain = unsafe { Pd::of(pd) };
+    let engine = domain.engine()?;
+    let init = SrqInit {
+        // The limit is armed by modify (ibv_create_srq(3)).
+        attr: SrqAttr {
+            limit: 0,
+            ..attr_of(attr)
+        },
+        xrc: xrc.map(|(x, c)| (&x.inner, &c.inner)),
+    };
+    let inner = engine.device.create_srq(&domain.inner, &init)?;
+    let granted = inner.query();
+    (attr.max_wr, attr.max_sge) = (granted.max_wr, granted.max_sge);
+    let handle = inner.handle();
+    let acks = Arc::new(Acks::default());
+    let mut uses = vec![domain.user()];
+    if let Some((x, c)) = xrc {
+        uses.extend([x.user(), c.user()]);
+    }
+    let srq = Box::leak(Box::new(Srq {
+        abi: UnsafeCell::new(ibv_srq {
+            // SAFETY: the caller's promise.
+            context: unsafe { (*pd).context },
+            srq_context: cookie,
+            pd,
+            handle,
+            mutex: libc::PTHREAD_MUTEX_INITIALIZER,
+            cond: libc::PTHREAD_COND_INITIALIZER,
+            events_completed: 0,
+        }),
+        core: domain.core.clone(),
+        inner,
+        acks: acks.clone(),
+        users: Users::default(),
+        _uses: uses,
+    }));
+    let public = srq.abi.get();
+    let target = Target::new(&domain.core, public as usize, &acks);
+    engine.objects().srqs.insert(handle, target);
+    Ok(public)
+}
+
+pub(crate) unsafe extern "C" fn get_srq_num(srq: *mut ibv_srq, number: *mut u32) -> c_int {
+    ret::code(|| {
+        // SAFETY: the program passes a queue of ours and room for the number.
+        unsafe {
+            let this = Srq::of(srq);
+            if this.inner.kind() != SrqType::Xrc {
+                return Err(Errno::INVAL);
+            }
+            number.write(this.inner.number().value());
+        }
+        Ok(())
+    })
+}
+
+pub(crate) unsafe extern "C" fn create_srq_ex(
+    _context: *mut ibv_context,
+    attr: *mut ibv_srq_init_attr_ex,
+) -> *mut ibv_srq {
+    ret::pointer(|| {
+        // SAFETY: the program passes attributes.
+        let attr = unsafe { &mut *attr };
+        let mask = attr.comp_mask;
+        let has = |bit: u32| mask & bit != 0;
+        if mask & !(srq_init::TYPE | srq_init::PD | srq_init::XRCD | srq_init::CQ) != 0 {
+            return Err(Errno::NOTSUP);
+        }
+        let kind = if has(srq_init::TYPE) {
+            attr.srq_type
+        } else {
+            IBV_SRQT_BASIC
+        };
+        let pd = if has(srq_init::PD) { attr.pd } else { ptr::null_mut() };
+        // SAFETY: with objects of ours.
+        unsafe {
+            match kind {
+                IBV_SRQT_BASIC => create(pd, attr.srq_context, &mut attr.attr, None),
+                IBV_SRQT_XRC if has(srq_init::XRCD) && has(srq_init::CQ) => {
+                    if attr.xrcd.is_null() || attr.cq.is_null() {
+                        return Err(Errno::INVAL);
+                    }
+                    let xrc = (Xrcd::of(attr.xrcd), Cq::of(attr.cq));
+                    create(pd, attr.srq_context, &mut attr.attr, Some(xrc))
+                }
+                IBV_SRQT_XRC => Err(Errno::INVAL),
+                _ => Err(Errno::NOTSUP),
+            }
+        }
+    })
+}
+
+pub(crate) unsafe extern "C" fn post_srq_recv(
+    srq: *mut ibv_srq,
+    wr: *mut ibv_recv_wr,
+    bad: *mut *mut ibv_recv_wr,
+) -> c_int {
+    ret::code(|| {
+        // SAFETY: the program passes a queue of ours.
+        let this = unsafe { Srq::of(srq) };
+        if let Err(e) = this.core.alive() {
+            // SAFETY: the program passes room for the pointer.
+            unsafe { bad.write(wr) };
+            return Err(e);
+        }
+        // SAFETY: the program passes a list of receives.
+        unsafe { post::each_recv(wr, bad, |wrs| this.inner.post_recv(wrs)) }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_create_srq(pd: *mut ibv_pd, init: *mut ibv_srq_init_attr) -> *mut ibv_srq {
+    // SAFETY: the program passes a domain of ours and attributes, which get the sizes granted.
+    ret::pointer(|| unsafe {
+        let init = &mut *init;
+        create(pd, init.srq_context, &mut init.attr, None)
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_modify_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_attr, mask: c_int) -> c_int {
+    ret::code(|| {
+        // SAFETY: the program passes a queue of ours and attributes.
+        let (this, attr) = unsafe { (Srq::of(srq), &*attr) };
+        this.core.alive()?;
+        if mask & !(IBV_SRQ_MAX_WR | IBV_SRQ_LIMIT) != 0 {
+            return Err(Errno::INVAL);
+        }
+        let change = SrqModify {
+            max_wr: (mask & IBV_SRQ_MAX_WR != 0).then_some(attr.max_wr),
+            limit: (mask & IBV_SRQ_LIMIT != 0).then_some(attr.srq_limit),
+        };
+        Ok(this.inner.modify(&change)?)
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_query_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_attr) -> c_int {
+    ret::code(|| {
+        // SAFETY: the program passes a queue of ours.
+        let this = unsafe { Srq::of(srq) };
+        this.core.alive()?;
+        let now = this.inner.query();
+        let out = ibv_srq_attr {
+            max_wr: now.max_wr,
+            max_sge: now.max_sge,
+            srq_limit: now.limit,
+        };
+        // SAFETY: the program passes room for the attributes.
+        unsafe { attr.write(out) };
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_destroy_srq(srq: *mut ibv_srq) -> c_int {
+    ret::code(|| {
+        // SAFETY: the program passes a queue of ours.
+        let this = unsafe { Srq::of(srq) };
+        let Ok(engine) = this.core.engine() else {
+            // A forked child's copy.
+            return Ok(());
+        };
+        if this.users.in_use() {
+            return Err(Errno::BUSY);
+        }
+        let target = engine.objects().srqs.remove(&this.inner.handle());
+        if let Some(target) = target {
+            target.finish();
+        }
+        // SAFETY: boxed by `create`, and nobody has it any more.
+        drop(unsafe { Box::from_raw(srq.cast::<Srq>()) });
+        Ok(())
+    })
+}

@@ -1,0 +1,175 @@
+//! Names and rates, and the calls about forks.
+
+use std::ffi::CStr;
+
+use libc::{c_char, c_int, c_void};
+
+use crate::abi::c_enum;
+
+fn pick(table: &'static [&'static CStr], index: c_enum, otherwise: &'static CStr) -> *const c_char {
+    let text = usize::try_from(index).ok().and_then(|i| table.get(i)).copied();
+    text.unwrap_or(otherwise).as_ptr()
+}
+
+const STATUS: &[&CStr] = &[
+    c"success",
+    c"local length error",
+    c"local QP operation error",
+    c"local EE context operation error",
+    c"local protection error",
+    c"Work Request Flushed Error",
+    c"memory management operation error",
+    c"bad response error",
+    c"local access error",
+    c"remote invalid request error",
+    c"remote access error",
+    c"remote operation error",
+    c"transport retry counter exceeded",
+    c"RNR retry counter exceeded",
+    c"local RDD violation error",
+    c"remote invalid RD request",
+    c"aborted error",
+    c"invalid EE context number",
+    c"invalid EE context state",
+    c"fatal error",
+    c"response timeout error",
+    c"general error",
+    c"TM error",
+    c"TM software rendezvous",
+];
+
+const EVENT: &[&CStr] = &[
+    c"CQ error",
+    c"local work queue catastrophic error",
+    c"invalid request local work queue error",
+    c"local access violation work queue error",
+    c"communication established",
+    c"send queue drained",
+    c"path migrated",
+    c"path migration request error",
+    c"local catastrophic error",
+    c"port active",
+    c"port error",
+    c"LID change",
+    c"P_Key change",
+    c"SM change",
+    c"SRQ catastrophic error",
+    c"SRQ limit reached",
+    c"last WQE reached",
+    c"client reregistration",
+    c"GID table change",
+    c"WQ fatal",
+];
+
+const PORT_STATE: &[&CStr] = &[
+    c"no state change (NOP)",
+    c"down",
+    c"init",
+    c"armed",
+    c"active",
+    c"active defer",
+];
+
+const NODE: &[&CStr] = &[
+    c"unknown",
+    c"InfiniBand channel adapter",
+    c"InfiniBand switch",
+    c"InfiniBand router",
+    c"iWARP NIC",
+    c"usNIC",
+    c"usNIC UDP",
+    c"unspecified",
+];
+
+#[unsafe(no_mangle)]
+extern "C" fn ibv_wc_status_str(status: c_enum) -> *const c_char {
+    pick(STATUS, status, c"unknown")
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn ibv_event_type_str(event: c_enum) -> *const c_char {
+    pick(EVENT, event, c"unknown")
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn ibv_port_state_str(state: c_enum) -> *const c_char {
+    pick(PORT_STATE, state, c"invalid state")
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn ibv_node_type_str(kind: c_enum) -> *const c_char {
+    pick(NODE, kind, c"unknown")
+}
+
+/// `ibv_rate`: code, multiple of 2.5 Gbit/s (if it has one), Mbit/s.
+const RATES: &[(c_enum, c_int, c_int)] = &[
+    (2, 1, 2500),
+    (5, 2, 5000),
+    (3, 4, 10000),
+    (6, 8, 20000),
+    (4, 12, 30000),
+    (7, 16, 40000),
+    (8, 24, 60000),
+    (9, 32, 80000),
+    (10, 48, 120_000),
+    (11, 5, 14062),
+    (12, 22, 56250),
+    (13, 45, 112_500),
+    (14, 67, 168_750),
+    (15, 10, 25781),
+    (16, 41, 103_125),
+    (17, 82, 206_250),
+    (18, 123, 309_375),
+    (19, 11, 28125),
+    (20, 20, 53125),
+    (21, 160, 425_000),
+    (22, 240, 637_500),
+    (23, 320, 850_000),
+    (24, 480, 1_275_000),
+];
+
+/// `IBV_RATE_MAX`.
+const RATE_MAX: c_enum = 0;
+
+#[unsafe(no_mangle)]
+extern "C" fn ibv_rate_to_mult(rate: c_enum) -> c_int {
+    RATES.iter().find(|r| r.0 == rate).map_or(-1, |r| r.1)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn mult_to_ibv_rate(mult: c_int) -> c_enum {
+    RATES.iter().find(|r| r.1 == mult).map_or(RATE_MAX, |r| r.0)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn ibv_rate_to_mbps(rate: c_enum) -> c_int {
+    RATES.iter().find(|r| r.0 == rate).map_or(-1, |r| r.2)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn mbps_to_ibv_rate(mbps: c_int) -> c_enum {
+    RATES.iter().find(|r| r.2 == mbps).map_or(RATE_MAX, |r| r.0)
+}
+
+/// Nothing to prepare: registered memory is reached through the process's own mappings, not by DMA, so that
+/// copy-on-write does no harm.
+#[unsafe(no_mangle)]
+extern "C" fn ibv_fork_init() -> c_int {
+    0
+}
+
+/// `IBV_FORK_UNNEEDED`.
+#[unsafe(no_mangle)]
+extern "C" fn ibv_is_fork_initialized() -> c_enum {
+    2
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn ibv_dontfork_range(_base: *mut c_void, _size: usize) -> c_int {
+    0
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn ibv_dofork_range(_base: *mut c_void, _size: usize) -> c_int {
+    0
+}

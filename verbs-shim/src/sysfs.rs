@@ -1,0 +1,215 @@
+//! The files under /sys/class/infiniband that programs read, made in a private directory.
+//!
+//! The directory's name is a hash of what is in it: all processes with the same devices share one, it is never changed,
+//! and who finds it there has nothing to write.
+
+use std::{
+    collections::BTreeMap,
+    ffi::{CStr, CString},
+    fs,
+    hash::{DefaultHasher, Hash, Hasher},
+    io,
+    os::unix::fs::{DirBuilderExt, MetadataExt},
+    path::{Path, PathBuf},
+    sync::Mutex,
+    time::{Duration, Instant},
+};
+
+use libc::{c_char, c_int, size_t};
+
+use crate::{
+    device::{self, VerbsDevice},
+    gids, ret,
+};
+
+/// What is answered from the private directory: these, and everything below them.
+const OURS: [&str; 4] = [
+    "/sys/class/infiniband",
+    "/sys/class/infiniband_verbs",
+    "/sys/class/misc/rdma_cm",
+    "/dev/infiniband",
+];
+
+/// How long the directory is believed to be right.
+const FRESH: Duration = Duration::from_millis(500);
+
+/// Whether a path is one of ours. Cheap: it is asked for every file that a program opens.
+fn is_ours(path: &[u8]) -> bool {
+    OURS.iter().any(|root| {
+        path.strip_prefix(root.as_bytes())
+            .is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
+    })
+}
+
+/// Files by path, relative to the private directory. An empty content with a trailing slash is a directory.
+type Tree = BTreeMap<String, String>;
+
+fn guid_text(guid: [u8; 8]) -> String {
+    let words: Vec<String> = guid.chunks(2).map(|w| format!("{:02x}{:02x}", w[0], w[1])).collect();
+    words.join(":") + "\n"
+}
+
+fn gid_text(raw: &[u8; 16]) -> String {
+    let words: Vec<String> = raw.chunks(2).map(|w| format!("{:02x}{:02x}", w[0], w[1])).collect();
+    words.join(":") + "\n"
+}
+
+fn add_device(tree: &mut Tree, device: &VerbsDevice) {
+    let name = &device.name;
+    let base = format!("sys/class/infiniband/{name}");
+    let up = device.is_up();
+    let mut put = |path: &str, text: &str| {
+        tree.insert(format!("{base}/{path}"), text.to_owned());
+    };
+    put("node_type", "1: CA\n");
+    put("node_guid", &guid_text(device.guid()));
+    put("sys_image_guid", &guid_text(device.guid()));
+    put("node_desc", &format!("{name}\n"));
+    put("fw_ver", "\n");
+    put(&format!("device/net/{}/", device.interface), "");
+    put("device/numa_node", "-1\n");
+    put("ports/1/state", if up { "4: ACTIVE\n" } else { "1: DOWN\n" });
+    put("ports/1/phys_state", if up { "5: LinkUp\n" } else { "3: Disabled\n" });
+    put("ports/1/link_layer", "Ethernet\n");
+    put("ports/1/rate", "2.5 Gb/sec (1X SDR)\n");
+    put("ports/1/lid", "0x0\n");
+    put("ports/1/sm_lid", "0x0\n");
+    put("ports/1/sm_sl", "0\n");
+    put("ports/1/lid_mask_count", "0\n");
+    put("ports/1/cap_mask", "0x04010000\n");
+    put("ports/1/pkeys/0", "0xffff\n");
+    for (index, ip) in device.gids.entries() {
+        put(&format!("ports/1/gids/{index}"), &gid_text(&gids::gid_of(ip).raw));
+        put(&format!("ports/1/gid_attrs/types/{index}"), "RoCE v2\n");
+        put(
+            &format!("ports/1/gid_attrs/ndevs/{index}"),
+            &format!("{}\n", device.interface),
+        );
+    }
+    let uverbs = format!("uverbs{}", device.index);
+    let verbs = format!("sys/class/infiniband_verbs/{uverbs}");
+    tree.insert(format!("{verbs}/ibdev"), format!("{name}\n"));
+    tree.insert(format!("{verbs}/abi_version"), "1\n".into());
+    tree.insert(format!("dev/infiniband/{uverbs}"), String::new());
+}
+
+fn tree() -> Tree {
+    let mut tree = Tree::new();
+    tree.insert("sys/class/infiniband/".into(), String::new());
+    tree.insert("sys/class/infiniband_verbs/abi_version".into(), "6\n".into());
+    tree.insert("sys/class/misc/rdma_cm/abi_version".into(), "4\n".into());
+    tree.insert("dev/infiniband/rdma_cm".into(), String::new());
+    for device in device::list() {
+        add_device(&mut tree, device);
+    }
+    tree
+}
+
+/// A directory that only this user can write to.
+fn home() -> io::Result<PathBuf> {
+    // SAFETY: asks for a number.
+    let uid = unsafe { libc::geteuid() };
+    let base = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+    let base = base.filter(|b| b.is_dir()).unwrap_or_else(std::env::temp_dir);
+    let dir = base.join(format!("ferroce-{uid}"));
+    match fs::DirBuilder::new().mode(0o700).create(&dir) {
+        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
+        _ => {}
+    }
+    // Somebody else might have made it, or made it a link.
+    let meta = fs::symlink_metadata(&dir)?;
+    if !meta.is_dir() || meta.uid() != uid || meta.mode() & 0o022 != 0 {
+        return Err(io::ErrorKind::PermissionDenied.into());
+    }
+    Ok(dir)
+}
+
+fn write_tree(root: &Path, tree: &Tree) -> io::Result<()> {
+    for (path, text) in tree {
+        let full = root.join(path);
+        if path.ends_with('/') {
+            fs::create_dir_all(full)?;
+            continue;
+        }
+        if let Some(parent) = full.parent() {
+            fs::create_dir_all(parent)?;
+        }
+        fs::write(full, text)?;
+    }
+    Ok(())
+}
+
+/// The directory for the devices as they are now.
+fn build() -> io::Result<PathBuf> {
+    let tree = tree();
+    let mut hasher = DefaultHasher::new();
+    tree.hash(&mut hasher);
+    let home = home()?;
+    let dir = home.join(format!("sysfs-{:016x}", hasher.finish()));
+    if !dir.is_dir() {
+        let made = home.join(format!("new-{}-{:x}", std::process::id(), hasher.finish()));
+        let _ = fs::remove_dir_all(&made);
+        write_tree(&made, &tree)?;
+        // Another process may have been faster; what it made is the same.
+        if fs::rename(&made, &dir).is_err() {
+            let _ = fs::remove_dir_all(&made);
+        }
+    }
+    Ok(dir)
+}
+
+static ROOT: Mutex<Option<(Instant, PathBuf)>> = Mutex::new(None);
+
+fn root() -> Option<PathBuf> {
+    // Whoever comes while it is made (from the file calls that make it) gets no answer rather than a deadlock.
+    let mut root = ROOT.try_lock().ok()?;
+    if let Some((at, dir)) = &*root
+        && at.elapsed() < FRESH
+    {
+        return Some(dir.clone());
+    }
+    let dir = build().ok()?;
+    *root = Some((Instant::now(), dir.clone()));
+    Some(dir)
+}
+
+/// Where a path leads instead, if it is one of ours.
+pub(crate) fn redirect(path: &CStr) -> Option<CString> {
+    let bytes = path.to_bytes();
+    if !is_ours(bytes) {
+        return None;
+    }
+    let text = std::str::from_utf8(bytes).ok()?;
+    let root = ret::value(None, root)?;
+    CString::new(format!("{}{text}", root.display())).ok()
+}
+
+/// Reads a file of sysfs, as libibverbs has it: the trailing newline goes, and there is a zero at the end if it fits.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_read_sysfs_file(
+    dir: *const c_char,
+    file: *const c_char,
+    buffer: *mut c_char,
+    size: size_t,
+) -> c_int {
+    ret::minus_one(|| {
+        // SAFETY: the program passes two strings.
+        let (dir, file) = unsafe { (CStr::from_ptr(dir), CStr::from_ptr(file)) };
+        let path = format!("{}/{}", dir.to_string_lossy(), file.to_string_lossy());
+        let path = CString::new(path).map_err(|_| ret::Errno::INVAL)?;
+        let target = redirect(&path).unwrap_or(path);
+        let mut text = fs::read(Path::new(&*target.to_string_lossy()))?;
+        if text.last() == Some(&b'\n') {
+            text.pop();
+        }
+        let count = text.len().min(size);
+        // SAFETY: the program has room for `size` bytes.
+        unsafe {
+            std::ptr::copy_nonoverlapping(text.as_ptr().cast(), buffer, count);
+            if count < size {
+                buffer.add(count).write(0);
+            }
+        }
+        Ok(count as c_int)
+    })
+}

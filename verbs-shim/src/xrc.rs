@@ -1,0 +1,125 @@
+//! Domains of extended reliable connections.
+
+use std::sync::Arc;
+
+use libc::c_int;
+
+use crate::{
+    abi::{ibv_context, ibv_qp, ibv_qp_open_attr, ibv_xrcd, ibv_xrcd_init_attr},
+    context::{Context, Core},
+    engine::Engine,
+    pd::Users,
+    ret::{self, Errno, Result},
+};
+
+/// An XRC domain.
+#[repr(C)]
+pub(crate) struct Xrcd {
+    abi: ibv_xrcd,
+    pub(crate) core: Arc<Core>,
+    pub(crate) inner: roce::Xrcd,
+    users: Users,
+    /// The file that it was opened by: device and inode.
+    file: Option<(u64, u64)>,
+}
+
+impl Xrcd {
+    /// # Safety
+    /// `xrcd` was made by us and lives as long as the reference.
+    pub(crate) unsafe fn of<'a>(xrcd: *mut ibv_xrcd) -> &'a Self {
+        // SAFETY: the public part is the first field.
+        unsafe { &*xrcd.cast::<Self>() }
+    }
+
+    pub(crate) fn user(&self) -> Users {
+        self.users.clone()
+    }
+}
+
+/// Shared target queue pairs are between processes, which have their memory for themselves here.
+pub(crate) unsafe extern "C" fn open_qp(_context: *mut ibv_context, _attr: *mut ibv_qp_open_attr) -> *mut ibv_qp {
+    Errno::NOTSUP.set();
+    std::ptr::null_mut()
+}
+
+fn inode(fd: c_int) -> Result<(u64, u64)> {
+    // SAFETY: plain numbers, for which zero is a value.
+    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+    // SAFETY: room for the answer.
+    match unsafe { libc::fstat(fd, &raw mut stat) } {
+        0 => Ok((stat.st_dev, stat.st_ino)),
+        _ => Err(Errno::last()),
+    }
+}
+
+/// The domain of a file, within this process (`ib_uverbs_open_xrcd`).
+fn shared(engine: &Engine, file: (u64, u64), flags: c_int) -> Result<roce::Xrcd> {
+    let mut objects = engine.objects();
+    if let Some((xrcd, count)) = objects.xrcds.get_mut(&file) {
+        if flags & libc::O_EXCL != 0 {
+            return Err(Errno::INVAL);
+        }
+        *count += 1;
+        return Ok(xrcd.clone());
+    }
+    if flags & libc::O_CREAT == 0 {
+        return Err(Errno::AGAIN);
+    }
+    let xrcd = engine.device.open_xrcd()?;
+    objects.xrcds.insert(file, (xrcd.clone(), 1));
+    Ok(xrcd)
+}
+
+/// `IBV_XRCD_INIT_ATTR_FD` and `_OFLAGS`: both must be there.
+const INIT_MASK: u32 = 3;
+
+pub(crate) unsafe extern "C" fn open_xrcd(context: *mut ibv_context, attr: *mut ibv_xrcd_init_attr) -> *mut ibv_xrcd {
+    ret::pointer(|| {
+        // SAFETY: the program passes an open context and attributes.
+        let (core, attr) = unsafe { (Context::of(context).core(), &*attr) };
+        if attr.comp_mask != INIT_MASK || attr.oflags & !(libc::O_CREAT | libc::O_EXCL) != 0 {
+            return Err(Errno::INVAL);
+        }
+        let engine = core.engine()?;
+        let file = (attr.fd != -1).then(|| inode(attr.fd)).transpose()?;
+        let inner = match file {
+            Some(file) => shared(engine, file, attr.oflags)?,
+            None => engine.device.open_xrcd()?,
+        };
+        let xrcd = Box::leak(Box::new(Xrcd {
+            abi: ibv_xrcd { context },
+            core: core.clone(),
+            inner,
+            users: Users::default(),
+            file,
+        }));
+        Ok(&raw mut xrcd.abi)
+    })
+}
+
+pub(crate) unsafe extern "C" fn close_xrcd(xrcd: *mut ibv_xrcd) -> c_int {
+    ret::code(|| {
+        // SAFETY: the program passes a domain of ours.
+        let this = unsafe { Xrcd::of(xrcd) };
+        let Ok(engine) = this.core.engine() else {
+            // A forked child's copy.
+            return Ok(());
+        };
+        if this.users.in_use() {
+            return Err(Errno::BUSY);
+        }
+        if let Some(file) = this.file {
+            let mut objects = engine.objects();
+            let last = objects.xrcds.get_mut(&file).is_some_and(|(_, count)| {
+                *count -= 1;
+                *count == 0
+            });
+            if last {
+                objects.xrcds.remove(&file);
+            }
+        }
+        // SAFETY: boxed above; the program does not use it again.
+        drop(unsafe { Box::from_raw(xrcd.cast::<Xrcd>()) });
+        Ok(())
+    })
+}
