@@ -9,6 +9,8 @@ mod relay;
 mod report;
 mod run;
 mod scenarios;
+#[cfg(test)]
+mod specs;
 
 use std::{
     fs,

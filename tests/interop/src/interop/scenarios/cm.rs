@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Ctx, Direction, JUMBO, Scenario, verdict};
+use super::{Ctx, Direction, JUMBO, Scenario, frame_time, verdict};
 use crate::{Error, far::Ip, lab::Proc};
 
 pub(super) fn list() -> Vec<Scenario> {
@@ -259,16 +259,11 @@ fn unreachable(c: &mut Ctx<'_>) -> Result<String, Error> {
     let times: Vec<f64> = lines
         .lines()
         .filter(|l| l.contains("(CM REQ)"))
-        .filter_map(time)
+        .filter_map(frame_time)
         .collect();
-    let gaps = times.windows(2).all(|w| (3.5..6.0).contains(&(w[1] - w[0])));
+    let gaps = times.windows(2).all(|w| (5.5..8.0).contains(&(w[1] - w[0])));
     if times.len() != 16 || !gaps {
         return Err(format!("requests at {times:?}").into());
     }
     Ok("unreachable after 16 requests: passed".to_owned())
-}
-
-/// When a frame was captured, s.
-fn time(line: &str) -> Option<f64> {
-    line.split_whitespace().nth(1)?.parse().ok()
 }

@@ -232,6 +232,11 @@ impl Ctx<'_> {
     }
 }
 
+/// When a frame of [`Ctx::frames`] was captured, s.
+fn frame_time(line: &str) -> Option<f64> {
+    line.split_whitespace().nth(1)?.parse().ok()
+}
+
 /// The lines of a program's output that a report keeps; an error if none says "passed".
 fn verdict(text: &str) -> Result<String, Error> {
     if text.contains("passed") {
