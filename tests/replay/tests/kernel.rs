@@ -54,7 +54,7 @@ fn ip_and_udp_headers() {
     let (mut v4, mut v6) = (0, 0);
     for name in kernel_captures() {
         let mut last = BTreeMap::<IpAddr, (u16, Vec<u8>)>::new();
-        let mut capture = Capture::open(&fixtures().join(&name)).expect("capture");
+        let mut capture = Capture::open(fixtures().join(&name)).expect("capture");
         while let Some(frame) = capture.next_frame() {
             let frame = frame.expect("frame");
             let Ok(datagram) = decode(frame.link, frame.data) else {
@@ -231,7 +231,7 @@ fn a_send_that_is_too_long_is_an_operational_error() {
 fn the_local_ack_timeout_of_a_connection_is_2_seconds() {
     let mut requests = 0;
     for name in kernel_captures() {
-        let mut capture = Capture::open(&fixtures().join(&name)).expect("capture");
+        let mut capture = Capture::open(fixtures().join(&name)).expect("capture");
         while let Some(frame) = capture.next_frame() {
             let frame = frame.expect("frame");
             let Ok(datagram) = decode(frame.link, frame.data) else {
