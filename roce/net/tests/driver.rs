@@ -47,13 +47,21 @@ impl EventSink for Sink {
     }
 }
 
-/// Takes one burst of each second send, and says that its buffer is full.
-struct Narrow {
+/// Loopback with oddities.
+struct Odd {
     inner: UdpDatapath,
-    calls: u32,
+    oddity: Oddity,
 }
 
-impl Datapath for Narrow {
+enum Oddity {
+    None,
+    /// Takes one burst of each second send, and says that its buffer is full. Counts sends.
+    Narrow(u32),
+    /// Has packets to hand over, but not yet, as often as it is told.
+    Hesitant(Arc<AtomicU32>),
+}
+
+impl Datapath for Odd {
     fn capabilities(&self) -> Capabilities {
         self.inner.capabilities()
     }
@@ -63,8 +71,11 @@ impl Datapath for Narrow {
     }
 
     fn send(&mut self, bursts: &mut dyn Iterator<Item = Burst<'_>>) -> Sent {
-        self.calls += 1;
-        if self.calls.is_multiple_of(2) {
+        let Oddity::Narrow(calls) = &mut self.oddity else {
+            return self.inner.send(bursts);
+        };
+        *calls += 1;
+        if calls.is_multiple_of(2) {
             return self.inner.send(bursts);
         }
         let sent = self.inner.send(&mut bursts.take(1));
@@ -72,46 +83,13 @@ impl Datapath for Narrow {
     }
 
     fn receive(&mut self, budget: usize, handle: &mut dyn FnMut(&Datagram<'_>)) -> Received {
-        self.inner.receive(budget, handle)
-    }
-
-    fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
-        self.inner.descriptors()
-    }
-
-    fn counters(&self) -> DatapathCounters {
-        self.inner.counters()
-    }
-
-    fn set_receive_buffer(&mut self, bytes: usize) -> io::Result<usize> {
-        self.inner.set_receive_buffer(bytes)
-    }
-}
-
-/// Has packets to hand over, but not yet, as often as it is told.
-struct Hesitant {
-    inner: UdpDatapath,
-    times: Arc<AtomicU32>,
-}
-
-impl Datapath for Hesitant {
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
-
-    fn segmentation(&self) -> bool {
-        self.inner.segmentation()
-    }
-
-    fn send(&mut self, bursts: &mut dyn Iterator<Item = Burst<'_>>) -> Sent {
-        self.inner.send(bursts)
-    }
-
-    fn receive(&mut self, budget: usize, handle: &mut dyn FnMut(&Datagram<'_>)) -> Received {
-        match self.times.load(Ordering::Acquire) {
+        let Oddity::Hesitant(times) = &self.oddity else {
+            return self.inner.receive(budget, handle);
+        };
+        match times.load(Ordering::Acquire) {
             0 => self.inner.receive(budget, handle),
             n => {
-                self.times.store(n - 1, Ordering::Release);
+                times.store(n - 1, Ordering::Release);
                 Received {
                     datagrams: 0,
                     more: true,
@@ -142,18 +120,7 @@ struct Host {
     sink: Arc<Sink>,
 }
 
-fn host(narrow: bool, tap: Option<Box<dyn Tap>>) -> Host {
-    let config = DriverConfig {
-        tap,
-        ..DriverConfig::default()
-    };
-    host_on(config, |udp| match narrow {
-        true => Box::new(Narrow { inner: udp, calls: 0 }),
-        false => Box::new(udp),
-    })
-}
-
-fn host_on(driver: DriverConfig, path: impl FnOnce(UdpDatapath) -> Box<dyn Datapath>) -> Host {
+fn host(oddity: Oddity, driver: DriverConfig) -> Host {
     let addr = ferroce_loopback::address().into();
     let udp = UdpDatapath::open(&UdpConfig {
         addr,
@@ -179,14 +146,19 @@ fn host_on(driver: DriverConfig, path: impl FnOnce(UdpDatapath) -> Box<dyn Datap
     };
     let qpn = port.create_qp(init).unwrap();
     let sink = Arc::new(Sink::default());
+    let path = Odd { inner: udp, oddity };
     Host {
-        driver: Driver::new(port, path(udp), sink.clone(), driver).unwrap(),
+        driver: Driver::new(port, Box::new(path), sink.clone(), driver).unwrap(),
         addr,
         region,
         cq,
         qpn,
         sink,
     }
+}
+
+fn plain() -> Host {
+    host(Oddity::None, DriverConfig::default())
 }
 
 impl Host {
@@ -258,7 +230,7 @@ impl Host {
 
 #[test]
 fn a_full_send_buffer_delays_and_loses_nothing() {
-    let (a, b) = (host(true, None), host(false, None));
+    let (a, b) = (host(Oddity::Narrow(0), DriverConfig::default()), plain());
     a.raise(&b);
     b.raise(&a);
     let data: Vec<u8> = (0..1 << 20).map(|i: u32| (i >> 5) as u8).collect();
@@ -279,9 +251,8 @@ fn a_timer_waits_until_the_packets_that_wait_are_handled() {
         background: false,
         ..DriverConfig::default()
     };
-    let hesitant = times.clone();
-    let a = host_on(config, |inner| Box::new(Hesitant { inner, times: hesitant }));
-    let b = host(false, None);
+    let a = host(Oddity::Hesitant(times.clone()), config);
+    let b = plain();
     a.raise(&b);
     b.raise(&a);
     a.write(&b).unwrap();
@@ -313,7 +284,11 @@ impl Tap for Bomb {
 
 #[test]
 fn a_panic_in_the_background_thread_closes_the_device() {
-    let (a, b) = (host(false, None), host(false, Some(Box::new(Bomb))));
+    let config = DriverConfig {
+        tap: Some(Box::new(Bomb)),
+        ..DriverConfig::default()
+    };
+    let (a, b) = (plain(), host(Oddity::None, config));
     a.raise(&b);
     b.raise(&a);
     a.write(&b).unwrap();
@@ -340,7 +315,7 @@ impl Drop for Last<'_> {
 
 #[test]
 fn a_panic_of_the_program_elsewhere_leaves_the_device_open() {
-    let a = host(false, None);
+    let a = plain();
     thread::scope(|s| {
         let thread = s.spawn(|| {
             let _last = Last(&a.driver);
@@ -354,7 +329,7 @@ fn a_panic_of_the_program_elsewhere_leaves_the_device_open() {
 
 #[test]
 fn a_program_that_stops_polling_is_taken_over() {
-    let (a, b) = (host(false, None), host(false, None));
+    let (a, b) = (plain(), plain());
     a.raise(&b);
     b.raise(&a);
     for _ in 0..20 {

@@ -4,8 +4,8 @@
  *   cm-agent connect ADDRESS PORT -             HEX HOLD     connects
  *
  * HEX is the private data that it sends ("-": none). HOLD: after so many milliseconds it disconnects; -1 waits for the
- * peer to do that. Every event is a line: its name, its status, the READ depths (where they mean something) and the private
- * data without trailing zeros. The program ends with 0 when the connection has ended in any regular way.
+ * peer to do that. Every event is a line: its name, its status, the READ depths (where they mean something), the length of
+ * the private data, and that without trailing zeros. The program ends with 0 when the connection has ended in any regular way.
  */
 #include <errno.h>
 #include <poll.h>
@@ -50,7 +50,7 @@ static void print_event(const struct rdma_cm_event *e)
 	while (len && !d[len - 1]) len--;
 	printf("%s status %d", rdma_event_str(e->event), e->status);
 	if (e->event == RDMA_CM_EVENT_CONNECT_REQUEST) printf(" depth %d %d", c->responder_resources, c->initiator_depth);
-	printf(" data ");
+	printf(" data %d ", c->private_data_len);
 	for (int i = 0; i < len; i++) printf("%02x", d[i]);
 	printf("\n");
 	fflush(stdout);

@@ -5,6 +5,7 @@
 //! --test-threads 1`. They use the lab in `target/lab`, or in the folder that `FERROCE_LAB` names.
 
 use std::{
+    cell::RefCell,
     fs,
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
@@ -29,18 +30,12 @@ fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// File systems that are mounted under our names; other programs may mount theirs meanwhile.
-fn mounts() -> Vec<String> {
-    let text = fs::read_to_string("/proc/self/mounts").expect("mounts");
-    let ours = |line: &&str| line.contains("ferroce-");
-    text.lines().filter(ours).map(str::to_owned).collect()
-}
-
 /// A folder for a test's runs, and the processes with its mark.
 struct Ground {
     dir: tempfile::TempDir,
     mark: String,
-    mounts: Vec<String>,
+    /// Process ids of the runs.
+    runs: RefCell<Vec<u32>>,
 }
 
 impl Ground {
@@ -52,7 +47,7 @@ impl Ground {
         Self {
             mark: format!("{MARK}={name}-{}", std::process::id()),
             dir,
-            mounts: mounts(),
+            runs: RefCell::default(),
         }
     }
 
@@ -78,7 +73,9 @@ impl Ground {
             .env(key, value)
             .env("TMPDIR", self.temp())
             .stdin(Stdio::null());
-        Run(command.spawn().expect("ferroce-interop"))
+        let run = Run(command.spawn().expect("ferroce-interop"));
+        self.runs.borrow_mut().push(run.0.id());
+        run
     }
 
     fn start(&self, args: &[&str]) -> Run {
@@ -109,11 +106,20 @@ impl Ground {
         names.map(|e| e.file_name().to_string_lossy().into_owned()).collect()
     }
 
+    /// File systems that are mounted where the runs may work, or under their names.
+    fn mounts(&self) -> Vec<String> {
+        let mut marks = vec![self.dir.path().display().to_string()];
+        marks.extend(self.runs.borrow().iter().map(|id| format!("ferroce-lab-{id} ")));
+        let text = fs::read_to_string("/proc/self/mounts").expect("mounts");
+        let ours = |line: &&str| marks.iter().any(|m| line.contains(m));
+        text.lines().filter(ours).map(str::to_owned).collect()
+    }
+
     /// Nothing is left at the time of this call.
     fn assert_clean(&self) {
         assert_eq!(self.processes(), Vec::<String>::new(), "processes");
         assert_eq!(self.temp_files(), Vec::<String>::new(), "temporary files");
-        assert_eq!(mounts(), self.mounts, "mounts");
+        assert_eq!(self.mounts(), Vec::<String>::new(), "mounts");
     }
 }
 

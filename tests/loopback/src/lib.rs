@@ -5,7 +5,8 @@
 //! refuses that address to everybody else and lets it go with the process, however that ends.
 
 use std::{
-    net::{Ipv4Addr, UdpSocket},
+    io::ErrorKind,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket},
     sync::{Mutex, PoisonError},
     thread,
     time::{Duration, Instant},
@@ -93,19 +94,26 @@ pub fn addresses(count: u8) -> Ipv4Addr {
 #[derive(Debug)]
 pub struct OnlyOne(#[allow(dead_code, reason = "the socket is the mark")] UdpSocket);
 
-/// Waits until no other test uses the addresses that exist only once; they are the caller's as long as the value lives.
+/// Waits until no other test uses the addresses that exist only once, and until no other program has RoCE's port on `::1`;
+/// they are the caller's as long as the value lives.
 ///
 /// # Panics
 /// When that takes longer than two minutes.
 pub fn only_one() -> OnlyOne {
     let until = Instant::now() + Duration::from_secs(120);
-    loop {
-        match UdpSocket::bind((Ipv4Addr::new(127, 0, 0, LAST), MARK)) {
-            Ok(mark) => return OnlyOne(mark),
-            Err(e) => assert!(Instant::now() < until, "the addresses are still in use: {e}"),
+    let wait = |what: &str, addr: IpAddr, port| loop {
+        match UdpSocket::bind((addr, port)) {
+            Err(e) if e.kind() == ErrorKind::AddrInUse => {
+                assert!(Instant::now() < until, "{what} still has UDP port {port} of {addr}");
+                thread::sleep(Duration::from_millis(20));
+            }
+            bound => return bound,
         }
-        thread::sleep(Duration::from_millis(20));
-    }
+    };
+    let mark = wait("another test", Ipv4Addr::new(127, 0, 0, LAST).into(), MARK);
+    // A host without IPv6 is the caller's business.
+    let _ = wait("another program", Ipv6Addr::LOCALHOST.into(), ROCE);
+    OnlyOne(mark.expect("loopback"))
 }
 
 #[cfg(test)]

@@ -54,7 +54,7 @@ fn ip_and_udp_headers() {
     let (mut v4, mut v6) = (0, 0);
     for name in kernel_captures() {
         let mut last = BTreeMap::<IpAddr, (u16, Vec<u8>)>::new();
-        let mut capture = Capture::open(&fixtures().join(&name)).expect("capture");
+        let mut capture = Capture::open(fixtures().join(&name)).expect("capture");
         while let Some(frame) = capture.next_frame() {
             let frame = frame.expect("frame");
             let Ok(datagram) = decode(frame.link, frame.data) else {
@@ -225,4 +225,27 @@ fn a_send_that_is_too_long_is_an_operational_error() {
     let events = events("nak-send-too-long.pcap");
     assert!(events.iter().any(|e| is_nak(e, NakCode::RemoteOperationalError)));
     assert!(!events.iter().any(|e| is_nak(e, NakCode::InvalidRequest)));
+}
+
+#[test]
+fn the_local_ack_timeout_of_a_connection_is_2_seconds() {
+    let mut requests = 0;
+    for name in kernel_captures() {
+        let mut capture = Capture::open(fixtures().join(&name)).expect("capture");
+        while let Some(frame) = capture.next_frame() {
+            let frame = frame.expect("frame");
+            let Ok(datagram) = decode(frame.link, frame.data) else {
+                continue;
+            };
+            // A MAD behind BTH and DETH; its attribute, and a REQ's timeout in the upper bits of byte 95 of the message.
+            let Some(mad) = datagram.payload.get(20..276) else {
+                continue;
+            };
+            if datagram.payload[0] == Opcode::UdSendOnly as u8 && mad[1] == 7 && mad[16..18] == [0, 0x10] {
+                requests += 1;
+                assert_eq!(mad[24 + 95] >> 3, 19, "{name} frame {}", frame.index);
+            }
+        }
+    }
+    assert!(requests >= 6, "{requests}");
 }

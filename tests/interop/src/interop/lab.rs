@@ -118,6 +118,14 @@ pub(crate) fn run_quiet(program: &str, args: &[&str]) -> Result<(), Error> {
 
 /// Runs `lab/setup.sh`; the folder is ready afterwards, and stays so while the returned file is open.
 pub(crate) fn prepare(scripts: &Path, folder: &Path) -> Result<File, Error> {
+    if folder.display().to_string().contains(char::is_whitespace) {
+        // The kernel's makefiles can't do with it.
+        return Err(format!(
+            "{} has spaces in its path: choose another folder with --lab",
+            folder.display()
+        )
+        .into());
+    }
     fs::create_dir_all(folder)?;
     let lock = File::create(folder.join("lock"))?;
     loop {

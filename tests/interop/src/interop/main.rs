@@ -9,6 +9,8 @@ mod relay;
 mod report;
 mod run;
 mod scenarios;
+#[cfg(test)]
+mod specs;
 
 use std::{
     fs,
@@ -153,6 +155,8 @@ fn scenarios(cli: &Cli, chosen: &[Scenario]) -> Result<Vec<Outcome>, Error> {
     let mut dir = RunDir::new()?;
     let mut outcomes = Vec::new();
     let why = places(cli, &mut dir).and_then(|places| run::all(cli, &places, chosen, &mut outcomes));
+    // Whatever came of it when the user stopped the run.
+    let why = lab::check_stop().and(why);
     if let Err(e) = &why {
         eprintln!("ferroce-interop: {e}");
     }

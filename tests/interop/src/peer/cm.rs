@@ -74,7 +74,7 @@ fn print<Id>(kind: &CmEventKind<Id>) {
     };
     let end = data.iter().rposition(|b| *b != 0).map_or(0, |at| at + 1);
     let hex: String = data[..end].iter().map(|b| format!("{b:02x}")).collect();
-    println!("RDMA_CM_EVENT_{name} status {status}{depth} data {hex}");
+    println!("RDMA_CM_EVENT_{name} status {status}{depth} data {} {hex}", data.len());
 }
 
 /// Runs one connection to its end.

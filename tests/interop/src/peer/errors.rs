@@ -54,6 +54,8 @@ const REMOTE_READ: u32 = 4;
 const REMOTE_ATOMIC: u32 = 8;
 /// How long a completion may take; retries of all cases end well before.
 const PATIENCE_MS: u32 = 60_000;
+/// How long one is waited for that shall not come: ten times what seven retries would take.
+const ENDLESS_MS: u32 = 8_000;
 
 /// A work request of the requester.
 #[derive(Clone, Copy)]
@@ -101,6 +103,8 @@ struct Case {
     twist: Twist,
     /// The specification says how it ends, at both ends.
     strict: bool,
+    /// Between two kernels it does not end.
+    endless: bool,
 }
 
 const fn post(op: u32, len: u32, at: i64) -> Post {
@@ -132,6 +136,7 @@ fn case(name: &str, posts: &[Post]) -> Case {
         rnr_retry: 7,
         twist: Twist::Nothing,
         strict: true,
+        endless: false,
     }
 }
 
@@ -173,6 +178,11 @@ impl Case {
 
     fn lenient(mut self) -> Self {
         self.strict = false;
+        self
+    }
+
+    fn endless(mut self) -> Self {
+        self.endless = true;
         self
     }
 }
@@ -296,6 +306,10 @@ fn queue_cases() -> Vec<Case> {
         let name = format!("retries-exhausted-{retry_cnt}");
         all.push(case(&name, &message).retries(retry_cnt, 7).twist(Twist::Destroyed));
     }
+    let endless = case("retries-7", &message).retries(7, 7).twist(Twist::Destroyed);
+    all.push(endless.lenient().endless());
+    let late = case("rnr-send-late-few-retries", &message).recvs(&[64]).retries(1, 7);
+    all.push(late.twist(Twist::LateRecvs(1500)).lenient());
     all
 }
 
@@ -311,6 +325,9 @@ struct Ending {
     /// State of the responder's queue pair; empty if it is gone.
     responder_state: String,
 }
+
+/// In place of a status: the work request never completed.
+const NONE: &str = "NONE";
 
 fn status_name(status: u32) -> String {
     const NAMES: [&str; 23] = [
@@ -421,14 +438,17 @@ impl<'a> Pair<'a> {
             self.post_recvs(case)?;
         }
         let taken = refused.iter().filter(|r| !**r).count();
-        let sends = self.requester.poll('s', taken, PATIENCE_MS)?;
+        let comes = expected.map_or(!case.endless, |e| !e.requester.iter().any(|s| s == NONE));
+        let sends = self
+            .requester
+            .poll('s', taken, if comes { PATIENCE_MS } else { ENDLESS_MS })?;
         if sends.windows(2).any(|w| w[0].wr_id >= w[1].wr_id) {
             return Err(format!("{}: completions out of order: {sends:?}", case.name).into());
         }
         let mut statuses = sends.iter().map(|wc| status_name(wc.status));
         let one = |refused: &bool| match refused {
             true => "REFUSED".to_owned(),
-            false => statuses.next().unwrap_or_else(|| "NONE".to_owned()),
+            false => statuses.next().unwrap_or_else(|| NONE.to_owned()),
         };
         let mut ending = Ending {
             requester: refused.iter().map(one).collect(),
@@ -500,6 +520,9 @@ const fn divergence(
 const ATOMIC_ALIGNMENT: &str =
     "rdma_rxe does not let misaligned atomics be posted; we send them, and the responder refuses";
 const LOCAL_KEY: &str = "IBA 11.6.2 calls this a local protection error; rdma_rxe reports a local QP operation error";
+const ENDLESS: &str = "rdma_rxe takes a retry count of 7 for endless; it is the largest number";
+const RNR_WAIT: &str =
+    "an RNR NAK is an answer (IBA 9.7.5.2.8); rdma_rxe's retransmission timer runs on and takes retries";
 const TOO_LONG: &str =
     "IBA 9.7.4.2.4 and 11.6.2: invalid request and local length error; rdma_rxe reports an operational error";
 
@@ -507,6 +530,8 @@ const TOO_LONG: &str =
 const DIVERGENCES: &[Divergence] = &[
     divergence("fetch-add-misaligned", true, &["REM_INV_REQ_ERR"], &[], ATOMIC_ALIGNMENT),
     divergence("compare-swap-misaligned", true, &["REM_INV_REQ_ERR"], &[], ATOMIC_ALIGNMENT),
+    divergence("retries-7", true, &["RETRY_EXC_ERR"], &[], ENDLESS),
+    divergence("rnr-send-late-few-retries", true, &["SUCCESS"], &["SUCCESS"], RNR_WAIT),
     divergence("send-bad-lkey", true, &["LOC_PROT_ERR"], &[], LOCAL_KEY),
     divergence("write-bad-lkey", true, &["LOC_PROT_ERR"], &[], LOCAL_KEY),
     divergence("recv-bad-lkey", false, &["REM_OP_ERR"], &["LOC_PROT_ERR", "WR_FLUSH_ERR"], LOCAL_KEY),
@@ -534,9 +559,13 @@ fn apply_divergences(expected: &mut Endings, ours: Ours) {
         println!("{}: not as two kernels: {}", d.case, d.why);
         ending.requester = d.requester.iter().map(|&s| s.to_owned()).collect();
         ending.responder = d.responder.iter().map(|&s| s.to_owned()).collect();
-        // Whoever reports or causes an error ends in that state; local errors of the requester never reach the responder.
+        // Whoever reports or causes an error ends in that state; the requester's own errors never reach the responder.
+        if d.why == RNR_WAIT {
+            ending.requester_state = "RTS".to_owned();
+            continue;
+        }
         ending.requester_state = "ERR".to_owned();
-        if d.why != LOCAL_KEY || ours == Ours::Responder {
+        if ![LOCAL_KEY, ENDLESS].contains(&d.why) || ours == Ours::Responder {
             ending.responder_state = "ERR".to_owned();
         }
     }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Ctx, Direction, JUMBO, Scenario, verdict};
+use super::{Ctx, Direction, JUMBO, Scenario, frame_time, verdict};
 use crate::{Error, far::Ip, lab::Proc};
 
 pub(super) fn list() -> Vec<Scenario> {
@@ -110,7 +110,8 @@ pub(super) fn ucmatose_client(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> 
     verdict(&ours)
 }
 
-/// A connection, as both ends shall see it. Private data is in hexadecimal; trailing zeros are not shown.
+/// A connection, as both ends shall see it. Private data is in hexadecimal, without trailing zeros; before it stands its
+/// length with them.
 struct Case {
     name: &'static str,
     /// `accept`, `reject`, or nothing at all listens.
@@ -126,10 +127,10 @@ struct Case {
 /// 56 bytes, the most that fits beside the RDMA_CM header.
 const CLIENT_DATA: &str =
     "c0ffee00112233445566778899aabbccddeeff0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef0102030405";
-const REQUEST: &str = "RDMA_CM_EVENT_CONNECT_REQUEST status 0 depth 5 3 data c0ffee00112233445566778899aabbccddeeff0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef0102030405";
-const UP: &str = "RDMA_CM_EVENT_ESTABLISHED status 0 data ";
-const UP_DATA: &str = "RDMA_CM_EVENT_ESTABLISHED status 0 data 5e4f2a";
-const DOWN: &str = "RDMA_CM_EVENT_DISCONNECTED status 0 data ";
+const REQUEST: &str = "RDMA_CM_EVENT_CONNECT_REQUEST status 0 depth 5 3 data 56 c0ffee00112233445566778899aabbccddeeff0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef0102030405";
+const UP: &str = "RDMA_CM_EVENT_ESTABLISHED status 0 data 0 ";
+const UP_DATA: &str = "RDMA_CM_EVENT_ESTABLISHED status 0 data 196 5e4f2a";
+const DOWN: &str = "RDMA_CM_EVENT_DISCONNECTED status 0 data 0 ";
 
 const CASES: &[Case] = &[
     Case {
@@ -166,7 +167,7 @@ const CASES: &[Case] = &[
         server_hold: None,
         client_hold: None,
         server_sees: &[REQUEST],
-        client_sees: &["RDMA_CM_EVENT_REJECTED status 28 data 0bad5e"],
+        client_sees: &["RDMA_CM_EVENT_REJECTED status 28 data 148 0bad5e"],
     },
     Case {
         name: "nobody-listens",
@@ -175,7 +176,7 @@ const CASES: &[Case] = &[
         server_hold: None,
         client_hold: None,
         server_sees: &[],
-        client_sees: &["RDMA_CM_EVENT_REJECTED status 8 data "],
+        client_sees: &["RDMA_CM_EVENT_REJECTED status 8 data 148 "],
     },
 ];
 
@@ -251,8 +252,18 @@ fn unreachable(c: &mut Ctx<'_>) -> Result<String, Error> {
     let host = c.host(Ip::V4)?.to_string();
     let program = ["cm-agent", "connect", &host, PORT, "-", "-", "-1"];
     let text = c.theirs("cm-agent", &program, 300)?.finish(Duration::from_secs(320))?;
-    match events(&text)[..] {
-        ["RDMA_CM_EVENT_UNREACHABLE status -110 data "] => Ok("unreachable after all retries: passed".to_owned()),
-        _ => Err(format!("the client saw\n{text}").into()),
+    let ["RDMA_CM_EVENT_UNREACHABLE status -110 data 0 "] = events(&text)[..] else {
+        return Err(format!("the client saw\n{text}").into());
+    };
+    let lines = c.frames()?;
+    let times: Vec<f64> = lines
+        .lines()
+        .filter(|l| l.contains("(CM REQ)"))
+        .filter_map(frame_time)
+        .collect();
+    let gaps = times.windows(2).all(|w| (5.5..8.0).contains(&(w[1] - w[0])));
+    if times.len() != 16 || !gaps {
+        return Err(format!("requests at {times:?}").into());
     }
+    Ok("unreachable after 16 requests: passed".to_owned())
 }

@@ -211,6 +211,16 @@ impl Ctx<'_> {
         Proc::spawn(name, Command::new(program).args(args), &self.dir)?.finish(Duration::from_secs(seconds))
     }
 
+    /// The frames of the capture so far, a line each.
+    pub(crate) fn frames(&self) -> Result<String, Error> {
+        let mut command = Command::new(&self.places.ferroce);
+        command.args(["pcap", "check"]).arg(self.dir.join("wire.pcap"));
+        let mut check = Proc::spawn("frames", &mut command, &self.dir)?;
+        // The capture's end may be missing: it is still being written.
+        check.wait_gone(Duration::from_secs(60))?;
+        Ok(check.text())
+    }
+
     /// A path in the scenario's folder.
     pub(crate) fn path(&self, name: &str) -> String {
         self.dir.join(name).display().to_string()
@@ -220,6 +230,11 @@ impl Ctx<'_> {
     pub(crate) fn socket(&self, name: &str) -> String {
         self.places.run.join(name).display().to_string()
     }
+}
+
+/// When a frame of [`Ctx::frames`] was captured, s.
+fn frame_time(line: &str) -> Option<f64> {
+    line.split_whitespace().nth(1)?.parse().ok()
 }
 
 /// The lines of a program's output that a report keeps; an error if none says "passed".

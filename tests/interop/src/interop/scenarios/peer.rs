@@ -137,8 +137,9 @@ fn by_ssh(c: &mut Ctx<'_>) -> Result<String, Error> {
 /// The same, and ctrl-C in the middle.
 fn interrupted(c: &mut Ctx<'_>) -> Result<String, Error> {
     let mut run = with_ssh(c, "interop-stopped", &["ops-v6"])?;
-    let ops = PathBuf::from(c.path("interop-stopped-logs/ops-v6/ops.log"));
-    run.wait_until(Duration::from_secs(180), || ops.exists())?;
+    let wire = PathBuf::from(c.path("interop-stopped-logs/ops-v6/wire.pcap"));
+    let under_way = || fs::metadata(&wire).is_ok_and(|m| m.len() > 100_000);
+    run.wait_until(Duration::from_secs(180), under_way)?;
     run.interrupt();
     run.wait_gone(Duration::from_secs(30))?;
     c.guest()?.run(LEFT, 60)?;

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Ctx, Direction, JUMBO, SMALL, Scenario, verdict};
+use super::{Ctx, Direction, JUMBO, SMALL, Scenario, frame_time, verdict};
 use crate::{
     Error,
     far::Ip,
@@ -262,34 +262,27 @@ fn idle(c: &mut Ctx<'_>) -> Result<String, Error> {
         return Err(format!("{opened} sessions were opened, {closed} errors reported").into());
     }
     let (ours, theirs) = heartbeats(c)?;
-    if ours == 0 || theirs == 0 {
-        return Err(format!("{ours} heartbeats from us, {theirs} from the kernel").into());
+    let gaps = theirs.windows(2).map(|w| w[1] - w[0]);
+    if ours == 0 || theirs.len() < 3 || gaps.min_by(f64::total_cmp).is_some_and(|gap| gap < 4.0) {
+        return Err(format!("{ours} heartbeats and answers from us, heartbeats from the kernel at {theirs:?}").into());
     }
     Ok(format!(
-        "{}; heartbeats: {ours} from us, {theirs} from the kernel",
-        verdict(&out)?
+        "{}; {ours} heartbeats and answers from us, {} heartbeats from the kernel, every 5 s",
+        verdict(&out)?,
+        theirs.len()
     ))
 }
 
-/// Counts heartbeats and their answers (immediate types 8 and 9 of rtrs-pri.h) by sender in the capture so far.
-fn heartbeats(c: &Ctx<'_>) -> Result<(usize, usize), Error> {
-    let (pcap, host) = (c.path("wire.pcap"), c.host(Ip::V4)?.to_string());
-    let program = c.places.ferroce.display().to_string();
-    // The capture's end may be missing: it is still being written.
-    let mut check = Proc::spawn(
-        "pcap-heartbeats",
-        std::process::Command::new(program).args(["pcap", "check", &pcap]),
-        &c.dir,
-    )?;
-    let _ = check.finish(Duration::from_secs(60));
-    let text = check.text();
-    let beats = || {
-        text.lines()
-            .filter(|l| l.contains("imm 0x8000") || l.contains("imm 0x9000"))
-    };
+/// Heartbeats (immediate type 8 of rtrs-pri.h) and their answers (type 9) in the capture so far: how many are ours, and
+/// when the kernel's heartbeats came, s.
+fn heartbeats(c: &Ctx<'_>) -> Result<(usize, Vec<f64>), Error> {
+    let host = c.host(Ip::V4)?.to_string();
+    let text = c.frames()?;
     let from_us = |l: &&str| l.contains(&format!(" {host}:")) && l.find(&host) < l.find('>');
-    let ours = beats().filter(from_us).count();
-    Ok((ours, beats().count() - ours))
+    let asks = |l: &&str| l.contains("imm 0x8000");
+    let ours = text.lines().filter(|l| asks(l) || l.contains("imm 0x9000"));
+    let theirs = text.lines().filter(|l| asks(l) && !from_us(l));
+    Ok((ours.filter(from_us).count(), theirs.filter_map(frame_time).collect()))
 }
 
 /// Brings the kernel's server up with its devices.

@@ -1,0 +1,74 @@
+//! Every line of `specs/` names something that shows it, and that exists.
+
+use std::{collections::BTreeSet, fs, path::Path};
+
+use crate::scenarios;
+
+fn read(root: &Path, path: &str) -> String {
+    fs::read_to_string(root.join(path)).unwrap_or_else(|e| panic!("{path}: {e}"))
+}
+
+/// What a last column says: kinds, each with names. A kind's names stand in backticks behind it.
+fn references(cell: &str) -> Vec<(&str, &str)> {
+    let mut kind = "";
+    let mut found = Vec::new();
+    for (n, piece) in cell.split('`').enumerate() {
+        if n % 2 == 1 {
+            found.push((kind, piece));
+        } else if let Some(word) = piece.split_whitespace().find(|w| KINDS.contains(w)) {
+            kind = word;
+        }
+    }
+    found
+}
+
+const KINDS: [&str; 4] = ["scenario", "case", "replay", "test"];
+
+/// Files of captures in which our engine takes a side.
+fn replayed(manifest: &str) -> BTreeSet<String> {
+    let entries = manifest.split("[[capture]]").skip(1);
+    let played = entries.filter(|e| e.contains("\nsides = [\""));
+    let file = |e: &str| Some(e.split_once("file = \"")?.1.split_once(".pcap")?.0.to_owned());
+    played.filter_map(file).collect()
+}
+
+#[test]
+fn everything_that_specs_name_exists() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let scenarios: BTreeSet<String> = scenarios::all().into_iter().map(|s| s.name).collect();
+    let cases: serde_json::Value =
+        serde_json::from_str(&read(&root, "tests/interop/expect/errors.json")).expect("JSON");
+    let captures = replayed(&read(&root, "pcap-fixtures/manifest.toml"));
+    let exists = |kind: &str, name: &str| match kind {
+        "scenario" => scenarios.contains(name),
+        "case" => cases.get(name).is_some(),
+        "replay" => captures.iter().any(|c| c == name),
+        "test" => name.split_once("::").is_some_and(|(file, function)| {
+            let text = fs::read_to_string(root.join(file)).unwrap_or_default();
+            text.contains(&format!("#[test]\nfn {function}()"))
+        }),
+        _ => false,
+    };
+    let mut wrong = Vec::new();
+    let mut lines = 0;
+    for file in fs::read_dir(root.join("specs")).expect("specs").flatten() {
+        let text = fs::read_to_string(file.path()).expect("text");
+        let rows = text.lines().filter(|l| l.starts_with("| ") && !l.starts_with("| ---"));
+        for row in rows {
+            let cells: Vec<&str> = row.trim_matches('|').split(" | ").collect();
+            let last = cells.last().copied().unwrap_or_default().trim();
+            if last == "shown by" {
+                continue;
+            }
+            lines += 1;
+            let found = references(last);
+            if cells.len() != 4 || found.is_empty() {
+                wrong.push(format!("nothing shows: {row}"));
+            }
+            let missing = found.iter().filter(|(kind, name)| !exists(kind, name));
+            wrong.extend(missing.map(|(kind, name)| format!("no {kind} {name}")));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(lines > 20, "{lines}");
+}
