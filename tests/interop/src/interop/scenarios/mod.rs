@@ -77,7 +77,10 @@ pub(crate) struct Scenario {
 }
 
 pub(crate) const SMALL: Shape = Shape { cpus: 1, mtu: 1500 };
-pub(crate) const JUMBO: Shape = Shape { cpus: 4, mtu: 9000 };
+pub(crate) const JUMBO: Shape = Shape { cpus: 1, mtu: 9000 };
+/// With several CPUs rxe's requester can sleep for ever over a message of more than 64 packets (`need_req_skb` is set after
+/// the last of them was freed), so only requests of RTRS, which are shorter, run here.
+pub(crate) const JUMBO_SMP: Shape = Shape { cpus: 4, mtu: 9000 };
 
 impl Scenario {
     fn new(
