@@ -338,7 +338,7 @@ impl Manager {
         if self.sidr.waiting().count() >= self.config.max_half_open {
             return Err(DropReason::HalfOpen);
         }
-        if self.sidr.len() >= self.config.max_lingering {
+        if self.sidr.len() >= self.config.max_lingering && !self.forget_answer() {
             return Err(DropReason::Connections);
         }
         let id = self.table.fresh_id();
@@ -368,6 +368,18 @@ impl Manager {
             private_data: req.private_data[HEADER_LEN..].to_vec(),
         });
         Ok(())
+    }
+
+    /// Makes room: forgets the oldest answer that nobody holds any more.
+    fn forget_answer(&mut self) -> bool {
+        let mut answered = self.sidr.table.iter();
+        let oldest = answered.find(|(_, s)| s.detached && matches!(s.stage, Stage::Answered(_)));
+        let Some(id) = oldest.map(|(id, _)| *id) else {
+            return false;
+        };
+        self.sidr.remove(id);
+        self.counters.forgotten += 1;
+        true
     }
 
     fn refuse_sidr(&mut self, way: (IpAddr, IpAddr), tid: u64, req: &SidrReq, status: u8) {
