@@ -609,6 +609,9 @@ impl World {
         if !next {
             return Err(format!("flow {flow}: message {seq} after {:?}", f.arrived.last()));
         }
+        if !from_shared && slot != f.arrived.len() {
+            return Err(format!("flow {flow}: receive {slot} was used after {} others", f.arrived.len()));
+        }
         f.arrived.push(seq);
         self.stats.messages += 1;
         self.stats.service_messages += 1;
