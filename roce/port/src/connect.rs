@@ -267,6 +267,9 @@ impl Port {
             self.cm_events.push_back(event);
             return;
         }
+        if let Event::Rejected { conn, .. } | Event::Unreachable { conn } | Event::Disconnected { conn } = event {
+            self.fail_conn(now, conn);
+        }
         let event = match event {
             Event::Request {
                 listener,
@@ -313,22 +316,13 @@ impl Port {
                 reason,
                 private_data,
                 ..
-            } => {
-                self.fail_conn(now, conn);
-                PortCmEvent::Rejected {
-                    conn,
-                    reason,
-                    private_data,
-                }
-            }
-            Event::Unreachable { conn } => {
-                self.fail_conn(now, conn);
-                PortCmEvent::Unreachable { conn }
-            }
-            Event::Disconnected { conn } => {
-                self.fail_conn(now, conn);
-                PortCmEvent::Disconnected { conn }
-            }
+            } => PortCmEvent::Rejected {
+                conn,
+                reason,
+                private_data,
+            },
+            Event::Unreachable { conn } => PortCmEvent::Unreachable { conn },
+            Event::Disconnected { conn } => PortCmEvent::Disconnected { conn },
             Event::TimewaitExit { conn } => PortCmEvent::TimewaitExit { conn },
             // Only what is raw has those.
             Event::SidrRequest { conn, .. } | Event::Resolved { conn, .. } => {
