@@ -356,7 +356,7 @@ impl<B: Backend> Ucma<B> {
         (new.local, new.remote) = (Addr::Ip(way.0), Addr::Ip(way.1));
         (new.place, new.path, new.handle) = (Some(place), path, Some(conn));
         (new.tos, new.ack_timeout) = (ctx.tos, ctx.ack_timeout);
-        new.state = State::Connect;
+        (new.state, new.passive) = (State::Connect, true);
         let param = path.map_or(Param::None, Param::Conn);
         let event = Event::new(EventType::ConnectRequest)
             .with(param)

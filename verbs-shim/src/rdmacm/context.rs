@@ -104,6 +104,8 @@ pub(crate) struct Context<B: Backend> {
     pub(crate) qpn: u32,
     pub(crate) srq: bool,
     pub(crate) qkey: Option<u32>,
+    /// It came as a request.
+    pub(crate) passive: bool,
     /// The peer's queue pair: known in a request and after a reply.
     pub(crate) path: Option<RemoteQp>,
     /// What to ask again if nobody listens yet.
@@ -136,6 +138,7 @@ impl<B: Backend> Context<B> {
             qpn: 0,
             srq: false,
             qkey: None,
+            passive: false,
             path: None,
             again: None,
             responder_resources: 0,
