@@ -4,7 +4,7 @@
 mod common;
 
 use std::{
-    net::{IpAddr, SocketAddr, UdpSocket},
+    net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket},
     os::fd::OwnedFd,
     sync::{
         Arc, Mutex,
@@ -15,7 +15,9 @@ use std::{
 
 use common::*;
 use roce::{
-    Device, DeviceConfig, OpenSockets, Payload, Provider, QpnSlot, QueuePair, RxMeta, SendOp, Services, VerbsError,
+    AddressVector, CompletionQueue, Device, DeviceConfig, OpenSockets, Payload, Provider, Psn, QKey, Qp, QpAttr,
+    QpCaps, QpOptions, QpState, QpType, Qpn, QpnSlot, QueuePair, RxMeta, SendFlags, SendOp, SendRequest, SendWr,
+    Services, Target, VerbsError,
 };
 use socket2::{Domain, Socket, Type};
 
@@ -85,6 +87,96 @@ fn listeners_are_claimed_and_released() {
         side.device.listen(&side.channel, addr, 1),
         Err(VerbsError::Address(_))
     ));
+}
+
+/// A datagram queue pair in RTS.
+fn ud(side: &Side) -> Qp {
+    let options = QpOptions {
+        qp_type: QpType::Ud,
+        send_cq: Some(&side.cq),
+        recv_cq: Some(&side.cq),
+        srq: None,
+        xrcd: None,
+        caps: QpCaps::default(),
+        signal_all: false,
+    };
+    let qp = side.device.create_qp_as(Some(&side.pd), &options).unwrap();
+    for state in [QpState::Init, QpState::Rtr, QpState::Rts] {
+        let first = state == QpState::Init;
+        let attr = QpAttr {
+            state: Some(state),
+            pkey_index: first.then_some(0),
+            port: first.then_some(1),
+            qkey: first.then_some(9),
+            sq_psn: (state == QpState::Rts).then_some(Psn::new(1)),
+            ..QpAttr::default()
+        };
+        qp.modify(&attr).unwrap();
+    }
+    qp
+}
+
+/// Devices that share all addresses of a host: each gets what is sent to the groups that it has joined, once.
+#[test]
+fn groups_are_joined_by_each_process_for_itself() {
+    if ran_in_namespace("groups_are_joined_by_each_process_for_itself") || !is_inside() {
+        return;
+    }
+    let all: IpAddr = Ipv4Addr::UNSPECIFIED.into();
+    let local: IpAddr = Ipv4Addr::LOCALHOST.into();
+    let sockets: Vec<_> = (0..3).map(|_| of_group(all)).collect();
+    let sides: Vec<_> = sockets
+        .into_iter()
+        .map(|socket| {
+            let sockets = OpenSockets {
+                receivers: vec![Arc::new(OwnedFd::from(socket))],
+                held: vec![],
+            };
+            Side::new(
+                Device::open(DeviceConfig {
+                    sockets: Some(sockets),
+                    ..DeviceConfig::new(all)
+                })
+                .unwrap(),
+            )
+        })
+        .collect();
+    let group: IpAddr = Ipv4Addr::new(239, 7, 7, 7).into();
+    let qps: Vec<_> = sides.iter().map(ud).collect();
+    let memory: Vec<_> = sides.iter().map(|s| s.mr(4096)).collect();
+    for i in 0..3 {
+        recv(&qps[i], 1, &[memory[i].sge(0, 2048)]);
+        recv(&qps[i], 2, &[memory[i].sge(2048, 2048)]);
+    }
+    // The third is no member.
+    for qp in &qps[..2] {
+        qp.attach_mcast(group, local).unwrap();
+    }
+    let there = sides[2]
+        .device
+        .create_ah(&sides[2].pd, &AddressVector::new(local, group))
+        .unwrap();
+    let request = SendRequest {
+        wr: SendWr {
+            wr_id: 3,
+            op: SendOp::Send,
+            flags: SendFlags::SIGNALED,
+            payload: Payload::Inline(b"members"),
+        },
+        target: Target::Datagram(there.to(Qpn::MULTICAST, QKey(9))),
+    };
+    qps[2].post_requests(&[request]).unwrap();
+    assert_eq!(sides[2].good(1)[0].wr_id, 3);
+    for i in 0..2 {
+        assert_eq!(sides[i].good(1)[0].wr_id, 1);
+        assert_eq!(contents(&memory[i], 40, 7), b"members");
+    }
+    std::thread::sleep(Duration::from_millis(200));
+    for side in &sides {
+        let mut more = vec![];
+        side.cq.poll(&mut more, 1).unwrap();
+        assert!(more.is_empty(), "{more:?}");
+    }
 }
 
 fn of_group(addr: IpAddr) -> Socket {
