@@ -151,6 +151,9 @@ impl Cq {
 impl CompletionQueue for Cq {
     fn poll(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize, VerbsError> {
         let driver = &self.0.device.driver;
+        if driver.is_inherited() {
+            return Err(VerbsError::Closed);
+        }
         let mut taken = self.take(out, max)?;
         if taken == 0 && max > 0 {
             if driver.is_closed() {
@@ -227,6 +230,9 @@ pub(crate) fn wait<Q, E>(
     timeout: Option<Duration>,
     mut take: impl FnMut() -> Result<Option<E>, VerbsError>,
 ) -> Result<Option<E>, VerbsError> {
+    if device.driver.is_inherited() {
+        return Err(VerbsError::Closed);
+    }
     if let Some(event) = take()? {
         return Ok(Some(event));
     }

@@ -120,6 +120,9 @@ impl RawCm {
     /// When none is left and the device is closed.
     pub fn take(&self) -> Result<Option<RawEvent>, VerbsError> {
         let device = &self.0.device;
+        if device.driver.is_inherited() {
+            return Err(VerbsError::Closed);
+        }
         while let Some(event) = self.0.queue.pop()? {
             let request = event.request();
             let PortCmEvent::Raw(raw) = event else { continue };

@@ -35,6 +35,11 @@ impl Services for Listeners {
             tracing::debug!("the broker is not told that a listener is gone: {e}");
         }
     }
+
+    fn hand_over(&self, meta: &RxMeta, bytes: &[u8]) {
+        // Lost if the broker has no room: the sender sends it again.
+        self.0.hand_over(meta, bytes);
+    }
 }
 
 /// Takes what the broker has for the device.
