@@ -252,7 +252,7 @@ fn bind(addr: IpAddr, shared: bool) -> Result<Socket, GroupError> {
     socket.bind(&at.into()).map_err(|e| match e.kind() {
         io::ErrorKind::AddrInUse => GroupError::Taken {
             addr,
-            holder: holder::explain(ROCE_UDP_PORT),
+            holder: holder::explain(addr, ROCE_UDP_PORT),
         },
         io::ErrorKind::AddrNotAvailable => GroupError::NotLocal(addr),
         _ => context("binding a UDP socket")(e),

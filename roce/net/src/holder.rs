@@ -1,6 +1,6 @@
 //! Who holds a UDP port.
 
-use std::{fs, path::Path};
+use std::{fs, net::IpAddr, path::Path};
 
 /// A socket bound to a UDP port.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -50,9 +50,26 @@ fn process_with_socket(inode: u64) -> Option<(u32, String)> {
     None
 }
 
-/// A sentence about who holds the port and what to do.
-pub fn explain(port: u16) -> String {
-    let holders = port_holders(port);
+/// Whether a socket's address, as `/proc/net/udp` shows it, is this one or stands for all.
+fn covers(shown: &str, addr: IpAddr) -> bool {
+    // The kernel prints 32-bit words as they are in memory.
+    let word = |w: &[u8]| format!("{:08X}", u32::from_ne_bytes([w[0], w[1], w[2], w[3]]));
+    let wanted: String = match addr {
+        IpAddr::V4(a) => a.octets().chunks(4).map(word).collect(),
+        IpAddr::V6(a) => a.octets().chunks(4).map(word).collect(),
+    };
+    shown == wanted || addr.is_unspecified() || shown.bytes().all(|b| b == b'0')
+}
+
+/// A sentence about who holds the port at an address (or at all of them) and what to do. This process itself is not meant
+/// unless there is nobody else.
+pub fn explain(addr: IpAddr, port: u16) -> String {
+    let mut holders = port_holders(port);
+    holders.retain(|h| covers(&h.local, addr));
+    let is_own = |h: &Holder| h.process.as_ref().is_some_and(|p| p.0 == std::process::id());
+    if holders.iter().any(|h| !is_own(h)) {
+        holders.retain(|h| !is_own(h));
+    }
     if let Some((pid, comm)) = holders.iter().find_map(|h| h.process.as_ref()) {
         return format!("process {pid} ({comm}) has it: end it, or give this device another address");
     }
@@ -74,11 +91,15 @@ mod tests {
 
     #[test]
     fn this_process_is_found_as_the_holder_of_its_port() {
-        let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+        let addr = IpAddr::from([127, 0, 0, 1]);
+        let socket = UdpSocket::bind((addr, 0)).unwrap();
         let port = socket.local_addr().unwrap().port();
         let holders = port_holders(port);
         assert_eq!(holders.len(), 1);
         assert_eq!(holders[0].process.as_ref().map(|p| p.0), Some(std::process::id()));
-        assert!(explain(port).contains(&std::process::id().to_string()));
+        let id = std::process::id().to_string();
+        assert!(explain(addr, port).contains(&id));
+        assert!(explain([0, 0, 0, 0].into(), port).contains(&id));
+        assert!(!explain([127, 0, 0, 2].into(), port).contains(&id));
     }
 }

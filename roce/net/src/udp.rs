@@ -463,7 +463,7 @@ impl Family {
                 io::ErrorKind::AddrInUse => OpenError::PortTaken {
                     addr,
                     port: config.port,
-                    holder: holder::explain(config.port),
+                    holder: holder::explain(addr, config.port),
                 },
                 io::ErrorKind::AddrNotAvailable => OpenError::NotLocal(addr),
                 _ => context("binding a UDP socket")(e),
