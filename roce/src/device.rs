@@ -61,6 +61,17 @@ pub trait Services: Send + Sync + core::fmt::Debug {
     fn claim(&self, service_id: u64, addr: Option<IpAddr>) -> Result<(), VerbsError>;
     /// It no longer does. Called with no lock of the device held.
     fn release(&self, service_id: u64, addr: Option<IpAddr>);
+    /// Keeps a port for this process before it listens; port 0 in the service ID stands for any that is free. Returns the
+    /// service ID with the port: with 0 when nobody keeps ports. `reuse`: it may be shared with others who allow that.
+    /// Called with no lock of the device held.
+    ///
+    /// # Errors
+    /// When another has it ([`VerbsError::Address`]).
+    fn reserve(&self, service_id: u64, _addr: Option<IpAddr>, _reuse: bool) -> Result<u64, VerbsError> {
+        Ok(service_id)
+    }
+    /// It is not kept any more. Called with no lock of the device held.
+    fn unreserve(&self, _service_id: u64, _addr: Option<IpAddr>) {}
     /// A packet for another of the processes, which came merged behind one for this one. Called under the lock of the
     /// device, so it must not wait.
     fn hand_over(&self, _meta: &RxMeta, _bytes: &[u8]) {}

@@ -35,7 +35,7 @@ pub use device::{Device, DeviceConfig, DeviceStats, Services};
 pub use memory::{Mr, Mw, Pd, Reregister, Revocable};
 pub use port::{GidEntry, Membership, PortAttr};
 pub use qp::{Qp, QpOptions};
-pub use rawcm::{RawCm, RawEvent, RawId};
+pub use rawcm::{PortHold, RawCm, RawEvent, RawId};
 pub use roce_broker::{self as broker, JoinConfig};
 pub use roce_mem::{Persist, WindowKind};
 pub use roce_net::{DatapathCounters, OpenSockets, gids, iface, links};

@@ -81,7 +81,7 @@ impl<B: Backend> Ucma<B> {
         let ctx = self.get(fd, id)?;
         ctx.check(Op::Listen)?;
         if ctx.state == State::Idle {
-            self.bind(fd, id, Addr::Ip(SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0))))?;
+            self.bind(fd, id, Addr::Ip(SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0))), true)?;
         }
         let ctx = self.get(fd, id)?;
         let (space, port) = (ctx.space, ctx.local.port());

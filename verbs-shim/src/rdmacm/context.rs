@@ -95,6 +95,8 @@ pub(crate) struct Context<B: Backend> {
     pub(crate) remote: Addr,
     /// Whether `local` has a port of the process's table.
     pub(crate) bound: bool,
+    /// Keeps that port from other processes, if it was chosen by or for a program that may listen.
+    pub(crate) hold: Option<B::Hold>,
     /// The device, once the local address is known.
     pub(crate) place: Option<Place>,
     /// Its listener, connection or resolution.
@@ -132,6 +134,7 @@ impl<B: Backend> Context<B> {
             local: any,
             remote: any,
             bound: false,
+            hold: None,
             place: None,
             handle: None,
             psn: random() & 0x00ff_ffff,

@@ -9,8 +9,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use roce::{Membership, Mtu, RawCm, RawCmEvent, RawEvent, RawId, RejectReason, VerbsError, iface};
-use roce_cm::{AcceptArgs, ConnectArgs, ListenArgs, ResolveArgs, SidrAnswer};
+use roce::{Membership, Mtu, PortHold, RawCm, RawCmEvent, RawEvent, RawId, RejectReason, VerbsError, iface};
+use roce_cm::{AcceptArgs, ConnectArgs, ListenArgs, ResolveArgs, SidrAnswer, cma::PortSpace};
 
 use super::{
     Errno, Result,
@@ -170,6 +170,14 @@ fn translate(event: RawEvent) -> Option<News<Id>> {
     })
 }
 
+/// The error when a port can't be had.
+fn in_use(e: VerbsError) -> Errno {
+    match e {
+        VerbsError::Address(_) => Errno(libc::EADDRINUSE),
+        other => other.into(),
+    }
+}
+
 /// The path MTU of a device: what its interface carries, unless less was asked for.
 fn path_mtu(device: &device::VerbsDevice) -> Result<Mtu> {
     let carries = Mtu::for_interface(device.interface_mtu()).ok_or(Errno::INVAL)?;
@@ -180,6 +188,7 @@ impl Backend for Facade {
     type Handle = Id;
     /// None for who only sends.
     type Member = Option<Membership>;
+    type Hold = PortHold;
 
     fn place_of(&mut self, local: IpAddr) -> Result<Place> {
         self.places.retain(|_, (seen, _)| seen.elapsed() < FRESH);
@@ -228,12 +237,13 @@ impl Backend for Facade {
         fits.first().copied()
     }
 
+    fn reserve(&mut self, space: PortSpace, port: u16, addr: Option<IpAddr>, reuse: bool) -> Result<(u16, PortHold)> {
+        let hold = self.cm()?.reserve(space, port, addr, reuse).map_err(in_use)?;
+        Ok((hold.port(), hold))
+    }
+
     fn listen(&mut self, args: &ListenArgs) -> Result<Id> {
-        match self.cm()?.listen(args) {
-            Ok(id) => Ok(Id(id)),
-            Err(VerbsError::Address(_)) => Err(Errno(libc::EADDRINUSE)),
-            Err(e) => Err(e.into()),
-        }
+        Ok(Id(self.cm()?.listen(args).map_err(in_use)?))
     }
 
     fn connect(&mut self, args: &ConnectArgs) -> Result<Id> {
