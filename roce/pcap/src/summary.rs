@@ -52,6 +52,17 @@ fn extended(out: &mut String, header: &Header) -> std::fmt::Result {
     if let Some(feth) = header.feth {
         write!(out, " {}", flush(&feth))?;
     }
+    if let Some(xrceth) = header.xrceth {
+        write!(out, " srq {}", xrceth.srqn)?;
+    }
+    if let Some(feth) = header.feth {
+        write!(
+            out,
+            " placement {:#x} selectivity {:?}",
+            feth.placement.bits(),
+            feth.selectivity
+        )?;
+    }
     if let Some(reth) = header.reth {
         write!(out, " va {:#x} rkey {} dma-len {}", reth.va, reth.rkey, reth.dma_len)?;
     }
