@@ -6,6 +6,7 @@ use std::{
     net::{IpAddr, SocketAddr},
     os::fd::{AsRawFd, OwnedFd},
     sync::{Arc, Weak},
+    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
@@ -20,10 +21,25 @@ use super::{
 use crate::{config, device, engine::Engine};
 
 /// The connection manager while it is in use.
-struct Link {
+pub(crate) struct Link {
     cm: Arc<RawCm>,
     /// Keeps the device open.
     engine: Arc<Engine>,
+    /// Runs [`bring_news`].
+    thread: JoinHandle<()>,
+}
+
+impl Link {
+    /// Lets the device go. When this returns, and nobody else has it, its address may be opened anew. Not to be called
+    /// with a lock that the thread takes.
+    pub(crate) fn end(self) {
+        let Self { cm, engine, thread } = self;
+        drop(cm);
+        if thread.join().is_err() {
+            tracing::error!("the thread for connection events has failed");
+        }
+        drop(engine);
+    }
 }
 
 /// How long what is known of an address is believed.
@@ -53,17 +69,16 @@ impl Facade {
             let cm = Arc::new(engine.device.raw_cm()?);
             let readable = cm.as_fd().try_clone_to_owned()?;
             let weak = Arc::downgrade(&cm);
-            std::thread::Builder::new()
-                .name("ferroce cm".into())
-                .spawn(move || bring_news(&weak, &readable))?;
-            self.link = Some(Link { cm, engine });
+            let thread = std::thread::Builder::new().name("ferroce cm".into());
+            let thread = thread.spawn(move || bring_news(&weak, &readable))?;
+            self.link = Some(Link { cm, engine, thread });
         }
         self.link.as_ref().map(|l| &*l.cm).ok_or(Errno::IO)
     }
 
-    /// Lets the device go, as far as nobody else has it.
-    pub(crate) fn close(&mut self) {
-        self.link = None;
+    /// Gives up the link, which is to be ended.
+    pub(crate) fn close(&mut self) -> Option<Link> {
+        self.link.take()
     }
 
     /// Forgets the device of the process that this one was forked from, without touching it.
