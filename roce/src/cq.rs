@@ -8,7 +8,7 @@ use std::{
 
 use roce_qp::{CompletionQueue as Queue, Notify};
 use roce_verbs::{
-    Completion,
+    Completion, Qpn,
     provider::{CompletionChannel, CompletionQueue, VerbsError},
 };
 
@@ -127,6 +127,12 @@ impl Cq {
     /// How many completions wait, counted no further than `max`. Takes none.
     pub fn peek(&self, max: usize) -> usize {
         self.0.queue.peek(max)
+    }
+
+    /// Drops the completions of a queue pair, which is about to begin anew from RESET: what it was told before would be
+    /// taken for what it does then.
+    pub fn forget(&self, qpn: Qpn) {
+        self.0.queue.forget(qpn);
     }
 
     pub(crate) fn check(&self, device: &Arc<DeviceInner>) -> Result<(), VerbsError> {

@@ -91,6 +91,7 @@ fn run(cli: &Cli) -> Result<bool> {
         return Err("no case has that name; --list shows all".into());
     }
     let ferroce = cli.ferroce.clone().map_or_else(beside, Ok)?;
+    process::catch_signals()?;
     let setup = Setup::new(ferroce, cli.addr)?;
     let mut report = Report::default();
     for case in &cases {
@@ -98,6 +99,10 @@ fn run(cli: &Cli) -> Result<bool> {
             Some(why) => Outcome::NotRun(why),
             None => setup.run(case),
         };
+        if process::interrupted() {
+            setup.finish();
+            return Err("interrupted".into());
+        }
         report.add(case, outcome, cli.verbose);
     }
     setup.finish();

@@ -80,12 +80,13 @@ fn perftest() -> Vec<Case> {
         let (bw, lat) = (format!("ib_{op}_bw"), format!("ib_{op}_lat"));
         out.push(one_perftest(&bw, "").ci());
         out.push(one_perftest(&lat, "").ci());
-        out.push(one_perftest(&bw, "-e"));
         out.push(one_perftest(&bw, "-q 8"));
         out.push(one_perftest(&bw, "-D 3"));
         out.push(one_perftest(&lat, "-D 3"));
         out.push(one_perftest(&bw, "-b"));
         if op != "write" {
+            // Writes have no events: perftest refuses it.
+            out.push(one_perftest(&bw, "-e"));
             out.push(one_perftest(&lat, "-e"));
         }
         if op != "atomic" {
@@ -136,9 +137,9 @@ fn rdmacm() -> Vec<Case> {
         )
         .ci(),
         pair(
-            "rping -S 65536",
-            "rping -s -a {addr} -p {port} -C 100 -V -S 65536",
-            "rping -c -a {addr} -p {port} -C 100 -V -S 65536",
+            "rping -S 65535",
+            "rping -s -a {addr} -p {port} -C 100 -V -S 65535",
+            "rping -c -a {addr} -p {port} -C 100 -V -S 65535",
         ),
         pair(
             "ucmatose",
@@ -165,7 +166,8 @@ fn rdmacm() -> Vec<Case> {
             "cmtime",
             "cmtime -b {addr} -p {port} -c 20",
             "cmtime -s {addr} -p {port} -c 20",
-        ),
+        )
+        .stopped(),
         pair(
             "mckey",
             "mckey -m 239.77.1.2 -b {addr}",
@@ -176,6 +178,8 @@ fn rdmacm() -> Vec<Case> {
     ]
 }
 
+/// Only what goes over RDMA_CM: by itself qperf makes paths without a GRH, which no RoCE device takes, so that its tests of
+/// UC and UD run on none.
 fn qperf() -> Vec<Case> {
     let tests = [
         "rc_bw",
@@ -188,14 +192,6 @@ fn qperf() -> Vec<Case> {
         "rc_rdma_write_poll_lat",
         "rc_compare_swap_mr",
         "rc_fetch_add_mr",
-        "uc_bw",
-        "uc_lat",
-        "uc_bi_bw",
-        "uc_rdma_write_bw",
-        "uc_rdma_write_lat",
-        "ud_bw",
-        "ud_lat",
-        "ud_bi_bw",
         "ver_rc_compare_swap",
         "ver_rc_fetch_add",
     ];
@@ -217,7 +213,7 @@ fn fio() -> Vec<Case> {
             &format!("fio rdma {verb}"),
             FIO,
             &format!("fio --name=server --rw={server} {common}"),
-            &format!("fio --name=client --hostname={{addr}} --rw={client} {common}"),
+            &format!("fio --name=client --rw={client} {common} --hostname={{addr}}"),
         )
         .ready(Ready::Retry)
     };

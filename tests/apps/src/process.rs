@@ -7,6 +7,7 @@ use std::{
     os::unix::process::CommandExt,
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
+    sync::atomic::{AtomicBool, Ordering},
     thread,
     time::{Duration, Instant},
 };
@@ -14,6 +15,10 @@ use std::{
 use nix::{
     sys::signal::{Signal, killpg},
     unistd::Pid,
+};
+use signal_hook::{
+    consts::{SIGINT, SIGTERM},
+    iterator::Signals,
 };
 use tempfile::TempDir;
 
@@ -30,6 +35,25 @@ const PAUSE: Duration = Duration::from_millis(20);
 const AGAIN: Duration = Duration::from_millis(700);
 /// What a server gets to end after the client did.
 const LINGER: Duration = Duration::from_secs(30);
+
+/// Somebody wants us to end. What runs is ended first.
+static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+
+/// Has SIGINT and SIGTERM end what runs, and then us.
+pub(crate) fn catch_signals() -> Result<()> {
+    let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(|e| format!("catching signals: {e}"))?;
+    thread::spawn(move || {
+        if signals.forever().next().is_some() {
+            INTERRUPTED.store(true, Ordering::Relaxed);
+        }
+    });
+    Ok(())
+}
+
+/// Whether to end.
+pub(crate) fn interrupted() -> bool {
+    INTERRUPTED.load(Ordering::Relaxed)
+}
 
 /// What all cases have in common.
 pub(crate) struct Setup {
@@ -57,6 +81,9 @@ impl Group {
         loop {
             if let Some(status) = self.child.try_wait()? {
                 return Ok(Some(status));
+            }
+            if INTERRUPTED.load(Ordering::Relaxed) {
+                return Err(io::ErrorKind::Interrupted.into());
             }
             if Instant::now() >= deadline {
                 return Ok(None);
@@ -179,6 +206,9 @@ impl Setup {
         };
         let mut other = self.start(case, &fill(&server.command), dir.join("server"))?;
         while server.ready == Ready::Listens && !listens(port) {
+            if interrupted() {
+                return Err("interrupted".into());
+            }
             if let Ok(Some(status)) = other.child.try_wait() {
                 return Err(format!("the server ended with {status}\n{}", other.text()));
             }

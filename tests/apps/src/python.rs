@@ -1,6 +1,7 @@
 //! rdma-core's tests in python: those that must pass are listed in `pyverbs.txt`.
 
 use std::{
+    collections::HashMap,
     fs,
     path::Path,
     process::{Command, Stdio},
@@ -40,55 +41,58 @@ fn unpack(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Runs one test; a skip is a failure: it hides a gap.
-fn one(setup: &Setup, case: &Case, dir: &Path, test: &str) -> Result<()> {
-    let words: Vec<String> = [
-        "/usr/bin/timeout",
-        "-k",
-        "5",
-        "120",
-        "/usr/bin/python3",
-        "-m",
-        "unittest",
-        "-v",
-    ]
-    .into_iter()
-    .chain([test])
-    .map(str::to_owned)
-    .collect();
-    let mut command = setup.command(case, &words);
-    command.current_dir(dir).env("PYTHONPATH", dir).stdin(Stdio::null());
-    let out = command.output().map_err(|e| format!("starting python: {e}"))?;
-    let text = String::from_utf8_lossy(&out.stderr).into_owned();
-    match out.status.success() && text.contains("\nOK\n") && !text.contains("skipped") {
-        true => Ok(()),
-        false => Err(text),
+/// What each test came to, by its name (`tests.test_mr.MRTest.test_reg_mr`): the word after the dots.
+fn outcomes(text: &str) -> HashMap<&str, &str> {
+    let mut out = HashMap::new();
+    let mut current = None;
+    for line in text.lines() {
+        // "test_x (tests.test_mr.MRTest.test_x)", a line of its documentation, and the outcome at the end of either.
+        if let Some((_, rest)) = line.split_once(" (tests.") {
+            current = rest.split(')').next();
+        }
+        if let (Some(test), Some((_, outcome))) = (current, line.rsplit_once(" ... ")) {
+            out.insert(test, outcome.trim());
+            current = None;
+        }
     }
+    out
 }
 
-/// Runs the suite.
+/// Runs the suite; a skip of a test that must pass is a failure, since it hides a gap.
 pub(crate) fn run(setup: &Setup, case: &Case, dir: &Path) -> Result<()> {
     if !Path::new(TESTS).is_dir() {
         return Err(format!("{TESTS} is not there (Debian package {})", case.package));
     }
     unpack(dir)?;
-    let mut failed = Vec::new();
-    let mut count = 0;
-    for test in must_pass() {
-        count += 1;
-        if let Err(text) = one(setup, case, dir, test) {
-            let last = text
-                .lines()
-                .rev()
-                .find(|l| l.contains("Error") || l.contains("skipped"));
-            failed.push(format!("{test}: {}", last.unwrap_or("failed")));
-        }
-    }
+    let seconds = case.seconds.to_string();
+    let words = [
+        "/usr/bin/timeout",
+        "-k",
+        "5",
+        &seconds,
+        "/usr/bin/python3",
+        "tests/run_tests.py",
+        "-v",
+    ];
+    let mut words: Vec<String> = words.into_iter().map(str::to_owned).collect();
+    words.extend(must_pass().map(|test| format!("tests.{test}")));
+    let mut command = setup.command(case, &words);
+    command.current_dir(dir).stdin(Stdio::null());
+    let out = command.output().map_err(|e| format!("starting python: {e}"))?;
+    let text = String::from_utf8_lossy(&out.stderr).into_owned();
+    let outcomes = outcomes(&text);
+    let failed: Vec<String> = must_pass()
+        .filter_map(|test| match outcomes.get(test) {
+            Some(&"ok") => None,
+            other => Some(format!("{test}: {}", other.unwrap_or(&"did not run"))),
+        })
+        .collect();
     match failed.is_empty() {
         true => Ok(()),
         false => Err(format!(
-            "{} of {count} tests failed\n{}",
+            "{} of {} tests did not pass\n{text}\n{}",
             failed.len(),
+            must_pass().count(),
             failed.join("\n")
         )),
     }
