@@ -14,7 +14,7 @@ use std::{
 
 use parking_lot::Mutex;
 use roce_net::{EventSink, links::LinkChange};
-use roce_port::{ConnId, ListenId, PortCmEvent, PortSpace, ServiceId};
+use roce_port::{ConnId, ListenId, PortCmEvent, PortSpace, RxMeta, ServiceId};
 use roce_verbs::{
     AsyncEvent,
     provider::{CmChannel, CmEvent, CmEventKind, CmId, ConnParams, QueuePair, RejectReason, VerbsError},
@@ -22,7 +22,7 @@ use roce_verbs::{
 
 use crate::{
     cq::wait,
-    device::{Device, DeviceInner, closed, io_error},
+    device::{Device, DeviceInner, Services, closed, io_error},
     port::PortView,
     qp::Qp,
     queue::EventQueue,
@@ -77,17 +77,23 @@ pub(crate) struct Router {
     routes: Mutex<Routes>,
     async_events: EventQueue<AsyncEvent>,
     pub(crate) port: PortView,
+    services: Option<Arc<dyn Services>>,
 }
 
 /// Asynchronous events that nobody takes: no more are kept.
 const MAX_ASYNC_EVENTS: usize = 1024;
 
 impl Router {
-    pub(crate) fn new(async_events: EventQueue<AsyncEvent>, port: PortView) -> Self {
+    pub(crate) fn new(
+        async_events: EventQueue<AsyncEvent>,
+        port: PortView,
+        services: Option<Arc<dyn Services>>,
+    ) -> Self {
         Self {
             routes: Mutex::default(),
             async_events,
             port,
+            services,
         }
     }
 
@@ -236,6 +242,12 @@ impl EventSink for Router {
             routes.by_key.remove(&Key::Conn(conn));
         }
         taken
+    }
+
+    fn stray(&self, meta: &RxMeta, bytes: &[u8]) {
+        if let Some(services) = &self.services {
+            services.hand_over(meta, bytes);
+        }
     }
 
     fn async_event(&self, event: AsyncEvent) {

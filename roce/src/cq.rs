@@ -8,7 +8,7 @@ use std::{
 
 use roce_qp::{CompletionQueue as Queue, Notify};
 use roce_verbs::{
-    Completion,
+    Completion, Qpn,
     provider::{CompletionChannel, CompletionQueue, VerbsError},
 };
 
@@ -129,6 +129,12 @@ impl Cq {
         self.0.queue.peek(max)
     }
 
+    /// Drops the completions of a queue pair, which is about to begin anew from RESET: what it was told before would be
+    /// taken for what it does then.
+    pub fn forget(&self, qpn: Qpn) {
+        self.0.queue.forget(qpn);
+    }
+
     pub(crate) fn check(&self, device: &Arc<DeviceInner>) -> Result<(), VerbsError> {
         match Arc::ptr_eq(&self.0.device, device) {
             true => Ok(()),
@@ -151,6 +157,9 @@ impl Cq {
 impl CompletionQueue for Cq {
     fn poll(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize, VerbsError> {
         let driver = &self.0.device.driver;
+        if driver.is_inherited() {
+            return Err(VerbsError::Closed);
+        }
         let mut taken = self.take(out, max)?;
         if taken == 0 && max > 0 {
             if driver.is_closed() {
@@ -227,6 +236,9 @@ pub(crate) fn wait<Q, E>(
     timeout: Option<Duration>,
     mut take: impl FnMut() -> Result<Option<E>, VerbsError>,
 ) -> Result<Option<E>, VerbsError> {
+    if device.driver.is_inherited() {
+        return Err(VerbsError::Closed);
+    }
     if let Some(event) = take()? {
         return Ok(Some(event));
     }

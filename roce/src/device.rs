@@ -61,6 +61,20 @@ pub trait Services: Send + Sync + core::fmt::Debug {
     fn claim(&self, service_id: u64, addr: Option<IpAddr>) -> Result<(), VerbsError>;
     /// It no longer does. Called with no lock of the device held.
     fn release(&self, service_id: u64, addr: Option<IpAddr>);
+    /// Keeps a port for this process before it listens; port 0 in the service ID stands for any that is free. Returns the
+    /// service ID with the port: with 0 when nobody keeps ports. `reuse`: it may be shared with others who allow that.
+    /// Called with no lock of the device held.
+    ///
+    /// # Errors
+    /// When another has it ([`VerbsError::Address`]).
+    fn reserve(&self, service_id: u64, _addr: Option<IpAddr>, _reuse: bool) -> Result<u64, VerbsError> {
+        Ok(service_id)
+    }
+    /// It is not kept any more. Called with no lock of the device held.
+    fn unreserve(&self, _service_id: u64, _addr: Option<IpAddr>) {}
+    /// A packet for another of the processes, which came merged behind one for this one. Called under the lock of the
+    /// device, so it must not wait.
+    fn hand_over(&self, _meta: &RxMeta, _bytes: &[u8]) {}
 }
 
 impl Default for DeviceConfig {
@@ -287,8 +301,10 @@ impl Device {
         let router = Arc::new(Router::new(
             EventQueue::new().map_err(io_error("making an event queue"))?,
             PortView::new(config.addr.to_canonical()),
+            config.services.clone(),
         ));
         let driver = DriverConfig {
+            own: config.qpn_slot.map(QpnSlot::qpns),
             links,
             background: config.background,
             tap,
@@ -353,6 +369,9 @@ impl Device {
     /// # Errors
     /// When none is left and the device is closed.
     pub fn async_event(&self) -> Result<Option<AsyncEvent>, VerbsError> {
+        if self.is_inherited() {
+            return Err(VerbsError::Closed);
+        }
         self.0.router.async_events().pop()
     }
 

@@ -1,12 +1,16 @@
 //! RoCEv2 in userspace: a verbs device on ordinary UDP sockets, on the wire what hardware RoCE and Linux's rdma_rxe speak.
 //!
-//! [`Device::open`] binds UDP port 4791 of an address. A device makes protection domains ([`Pd`]), memory regions ([`Mr`]),
-//! completion queues ([`Cq`]) and channels ([`Channel`]), reliable connected queue pairs ([`Qp`]) and connections ([`Id`],
-//! with their events on an [`EventChannel`]). What they do is in the traits of [`verbs::provider`], re-exported here;
-//! what only this device has are methods of its own.
+//! [`Device::open`] binds UDP port 4791 of an address. A device makes protection domains ([`Pd`]), memory regions ([`Mr`])
+//! and windows ([`Mw`]), completion queues ([`Cq`]) and channels ([`Channel`]), queue pairs of every service ([`Qp`]),
+//! shared receive queues ([`Srq`]), XRC domains ([`Xrcd`]), address handles ([`AddressHandle`]) and connections ([`Id`],
+//! with their events on an [`EventChannel`]). What reliable connections do is in the traits of [`verbs::provider`],
+//! re-exported here; everything else are methods of their own, one for each call of libibverbs.
 //!
 //! Queue pairs are connected through the connection manager ([`Provider::connect`], [`Provider::listen`]), or by hand with
-//! [`QueuePair::modify`] from what the programs told each other.
+//! [`QueuePair::modify`] from what the programs told each other. [`RawCm`] is the connection manager for programs that bring
+//! their queue pairs up themselves (librdmacm's), and for datagram services.
+//!
+//! What a forked child has of its parent's devices is dead there: calls fail, and drops do nothing.
 //!
 //! Registered memory may be changed by peers at any time: it is owned by a region and only ever copied.
 //! [`Device::register_mr`] takes the program's own memory, and is `unsafe` for that reason.
@@ -35,7 +39,7 @@ pub use device::{Device, DeviceConfig, DeviceStats, Services};
 pub use memory::{Mr, Mw, Pd, Reregister, Revocable};
 pub use port::{GidEntry, Membership, PortAttr};
 pub use qp::{Qp, QpOptions};
-pub use rawcm::{RawCm, RawEvent, RawId};
+pub use rawcm::{PortHold, RawCm, RawEvent, RawId};
 pub use roce_broker::{self as broker, JoinConfig};
 pub use roce_mem::{Persist, WindowKind};
 pub use roce_net::{DatapathCounters, OpenSockets, gids, iface, links};

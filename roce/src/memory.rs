@@ -6,7 +6,7 @@ use std::sync::{
 };
 
 use parking_lot::Mutex;
-use roce_mem::{FastRegion, PdHandle, Persist, Region, Window, WindowKind};
+use roce_mem::{FastRegion, NewRegion, PdHandle, Persist, Region, Window, WindowKind};
 use roce_verbs::{
     AccessFlags, LKey, RKey, Sge,
     provider::{MemoryRegion, RangeError, RevocableRegion, VerbsError},
@@ -148,7 +148,7 @@ impl Mr {
         Ok(())
     }
 
-    /// Registers the memory anew with something changed, and ends this registration (`ibv_rereg_mr`). Keys change.
+    /// Registers the memory anew with something changed and the same keys, and ends this registration (`ibv_rereg_mr`).
     ///
     /// # Errors
     /// [`VerbsError::Busy`] while memory windows are bound to it, or why the new registration is not possible; the old one
@@ -162,15 +162,24 @@ impl Mr {
                 "only memory of the program's own can be registered anew".into(),
             ));
         };
-        let old = &self.0.region;
+        let (old, device) = (&self.0.region, &self.0.pd.0.device);
         let pd = change.pd.unwrap_or(&self.0.pd);
-        pd.check(&self.0.pd.0.device)?;
+        pd.check(device)?;
         let (ptr, len, iova) = change.memory.unwrap_or((old.as_ptr(), old.len(), old.addr()));
-        let access = change.access.unwrap_or(old.access());
-        // SAFETY: the caller promises it.
-        let new = unsafe { register(pd, ptr, len, iova, access, lent.persist.clone()) }?;
-        self.deregister()?;
-        Ok(new)
+        let new = NewRegion {
+            pd: pd.0.handle,
+            ptr,
+            len,
+            iova,
+            access: change.access.unwrap_or(old.access()),
+            persist: lent.persist.clone(),
+        };
+        // SAFETY: the caller promises it; dropping the region passes the port's lock.
+        let region = unsafe { device.mem.reregister(old, &new) }.map_err(mem_error)?;
+        self.0.ended.store(true, Ordering::Release);
+        device.driver.pass_lock();
+        let persist = lent.persist.clone();
+        Ok(Self::of(pd, region, Some(Lent { persist })))
     }
 
     /// A scatter/gather element for a range of it. Ranges are checked when the element is used.

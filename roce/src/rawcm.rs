@@ -2,13 +2,15 @@
 //! services (SIDR). Arguments and events are those of the connection manager (`roce_cm`).
 
 use std::{
+    net::IpAddr,
     os::fd::{AsFd, BorrowedFd},
     sync::Arc,
     time::Duration,
 };
 
 use roce_port::{
-    AcceptArgs, ConnId, ConnectArgs, ListenArgs, Port, PortCmEvent, RawCmEvent, ResolveArgs, ServiceId, SidrAnswer,
+    AcceptArgs, ConnId, ConnectArgs, ListenArgs, Port, PortCmEvent, PortSpace, RawCmEvent, ResolveArgs, ServiceId,
+    SidrAnswer,
 };
 use roce_verbs::{
     Instant,
@@ -56,7 +58,7 @@ pub struct RawId {
     key: Key,
     device: Arc<DeviceInner>,
     /// What a listener has claimed.
-    claim: Option<(u64, Option<std::net::IpAddr>)>,
+    claim: Option<(u64, Option<IpAddr>)>,
 }
 
 impl Drop for RawId {
@@ -79,6 +81,40 @@ impl Drop for RawId {
 impl core::fmt::Debug for RawId {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         f.debug_tuple("RawId").field(&self.key).finish()
+    }
+}
+
+/// A port that is kept for this process among those that share the address. It is free again with the drop.
+pub struct PortHold {
+    service: ServiceId,
+    addr: Option<IpAddr>,
+    device: Arc<DeviceInner>,
+}
+
+impl core::fmt::Debug for PortHold {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        let Self { service, addr, .. } = self;
+        f.debug_struct("PortHold")
+            .field("service", service)
+            .field("addr", addr)
+            .finish()
+    }
+}
+
+impl PortHold {
+    /// The port; 0 when any was asked for and nobody keeps ports: then every one is as good.
+    pub const fn port(&self) -> u16 {
+        self.service.0 as u16
+    }
+}
+
+impl Drop for PortHold {
+    fn drop(&mut self) {
+        if let Some(services) = &self.device.services
+            && !self.device.driver.is_inherited()
+        {
+            services.unreserve(self.service.0, self.addr);
+        }
     }
 }
 
@@ -120,6 +156,9 @@ impl RawCm {
     /// When none is left and the device is closed.
     pub fn take(&self) -> Result<Option<RawEvent>, VerbsError> {
         let device = &self.0.device;
+        if device.driver.is_inherited() {
+            return Err(VerbsError::Closed);
+        }
         while let Some(event) = self.0.queue.pop()? {
             let request = event.request();
             let PortCmEvent::Raw(raw) = event else { continue };
@@ -153,12 +192,37 @@ impl RawCm {
         wait(&self.0.device, &self.0.queue, timeout, || self.take())
     }
 
-    fn id(&self, key: Key, claim: Option<(u64, Option<std::net::IpAddr>)>) -> RawId {
+    fn id(&self, key: Key, claim: Option<(u64, Option<IpAddr>)>) -> RawId {
         RawId {
             key,
             device: self.0.device.clone(),
             claim,
         }
+    }
+
+    /// Keeps a port of a port space for this process, on one address or all; port 0: any that is free. Needed only to be
+    /// sure of it before listening.
+    ///
+    /// # Errors
+    /// When another process has it.
+    pub fn reserve(
+        &self,
+        space: PortSpace,
+        port: u16,
+        addr: Option<IpAddr>,
+        reuse: bool,
+    ) -> Result<PortHold, VerbsError> {
+        let device = &self.0.device;
+        let (wanted, addr) = (ServiceId::new(space, port), addr.and_then(specific));
+        let service = match &device.services {
+            Some(services) => ServiceId(services.reserve(wanted.0, addr, reuse)?),
+            None => wanted,
+        };
+        Ok(PortHold {
+            service,
+            addr,
+            device: device.clone(),
+        })
     }
 
     /// Listens for connect requests, or in a port space of datagrams for questions.

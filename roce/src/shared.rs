@@ -35,6 +35,21 @@ impl Services for Listeners {
             tracing::debug!("the broker is not told that a listener is gone: {e}");
         }
     }
+
+    fn reserve(&self, service_id: u64, addr: Option<IpAddr>, reuse: bool) -> Result<u64, VerbsError> {
+        self.0.bind(service_id, addr, reuse).map_err(join_error)
+    }
+
+    fn unreserve(&self, service_id: u64, addr: Option<IpAddr>) {
+        if let Err(e) = self.0.unbind(service_id, addr) {
+            tracing::debug!("the broker is not told that a port is free: {e}");
+        }
+    }
+
+    fn hand_over(&self, meta: &RxMeta, bytes: &[u8]) {
+        // Lost if the broker has no room: the sender sends it again.
+        self.0.hand_over(meta, bytes);
+    }
 }
 
 /// Takes what the broker has for the device.

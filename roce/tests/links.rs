@@ -64,3 +64,35 @@ fn the_port_follows_its_interface_and_the_gids_its_addresses() {
     expect(&device, AsyncEvent::PortActive);
     assert!(device.query_port().active);
 }
+
+/// Addresses of a link mean nothing without their interface, which no GID names.
+#[test]
+fn link_local_addresses_work_like_others() {
+    if ran_in_namespace("link_local_addresses_work_like_others") || !is_inside() {
+        return;
+    }
+    let made = Command::new("ip")
+        .args(["link", "add", "pair0", "type", "veth", "peer", "name", "pair1"])
+        .output();
+    if !made.is_ok_and(|o| o.status.success()) {
+        // A kernel without veth.
+        return;
+    }
+    let addresses: [IpAddr; 2] = ["fe80::11".parse().unwrap(), "fe80::22".parse().unwrap()];
+    for (name, addr) in ["pair0", "pair1"].into_iter().zip(addresses) {
+        ip(&["addr", "add", &format!("{addr}/64"), "dev", name, "nodad"]);
+        ip(&["link", "set", name, "up"]);
+    }
+    let [a, b] = addresses.map(|addr| Side::new(Device::open(DeviceConfig::new(addr)).unwrap()));
+    assert_eq!(a.device.gid_table()[0].addr, addresses[0]);
+    let (qa, qb) = (a.qp(), b.qp());
+    raise(&qa, a.addr(), &qb, b.addr(), [1, 1]);
+    raise(&qb, b.addr(), &qa, a.addr(), [1, 1]);
+    exercise(&Pair {
+        a,
+        b,
+        qa,
+        qb,
+        ids: None,
+    });
+}

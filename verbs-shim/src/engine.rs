@@ -9,8 +9,7 @@ use std::{
     thread::JoinHandle,
 };
 
-use roce::{AsyncEvent, Device, DeviceConfig, verbs::EventSource};
-use roce_broker::Membership;
+use roce::{AsyncEvent, Device, DeviceConfig, JoinConfig, VerbsError, verbs::EventSource};
 
 use crate::{
     abi::{c_enum, event},
@@ -19,14 +18,11 @@ use crate::{
     events::{Entry, Target},
     fork,
     ret::{Errno, Result},
-    sharing,
 };
 
 /// The transport, and the thread that hands its events to the contexts.
 pub(crate) struct Engine {
     pub(crate) device: Device,
-    /// Our place among the processes of this address, unless they don't share it.
-    sharing: Option<Arc<Membership>>,
     objects: Mutex<Objects>,
     stop: OwnedFd,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -85,6 +81,20 @@ fn bind_address() -> IpAddr {
     }
 }
 
+/// Opens the device, shared with other processes unless that is switched off, or nobody could be the broker.
+fn open_device(wanted: DeviceConfig) -> std::result::Result<Device, VerbsError> {
+    let Some(how) = JoinConfig::from_env() else {
+        return Device::open(wanted);
+    };
+    match Device::open_shared(wanted.clone(), &how) {
+        Err(e) if how.program.is_none() => {
+            tracing::debug!("no broker: {e}");
+            Device::open(wanted)
+        }
+        done => done,
+    }
+}
+
 impl Engine {
     /// The engine of this process.
     ///
@@ -111,8 +121,7 @@ impl Engine {
         let mut wanted = DeviceConfig::new(bind_address());
         wanted.mtu = config::mtu();
         wanted.pcap = config::pcap();
-        let sharing = sharing::join(&mut wanted)?;
-        let device = Device::open(wanted).map_err(|e| {
+        let device = open_device(wanted).map_err(|e| {
             config::complain(format_args!("{e}"));
             Errno::from(e)
         })?;
@@ -126,24 +135,15 @@ impl Engine {
         let ends = (device.async_fd().try_clone_to_owned()?, stop.try_clone()?);
         let engine = Arc::new(Self {
             device,
-            sharing,
             objects: Mutex::default(),
             stop,
             thread: Mutex::new(None),
         });
         let weak = Arc::downgrade(&engine);
-        if let Some(membership) = &engine.sharing {
-            sharing::deliver_to(membership, weak.clone());
-        }
         let thread = std::thread::Builder::new().name("ferroce events".into());
         let thread = thread.spawn(move || hand_out(&weak, &ends.0, &ends.1))?;
         *engine.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
         Ok(engine)
-    }
-
-    /// Our place among the processes of this address, unless they don't share it.
-    pub(crate) fn sharing(&self) -> Option<&Arc<Membership>> {
-        self.sharing.as_ref()
     }
 
     /// The tables of objects.

@@ -33,7 +33,6 @@ mod query;
 mod queue;
 pub mod rdmacm;
 mod ret;
-mod sharing;
 mod srq;
 mod strings;
 mod sysfs;

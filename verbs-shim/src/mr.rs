@@ -4,7 +4,7 @@ use std::{ptr, sync::Arc};
 
 use libc::{c_int, c_void, size_t};
 use parking_lot::Mutex;
-use roce::{AccessFlags, MemoryRegion};
+use roce::{AccessFlags, MemoryRegion, Reregister};
 
 use crate::{
     abi::{access, c_enum, ibv_mr, ibv_pd, ibv_sge},
@@ -22,8 +22,7 @@ pub(crate) struct Mr {
 }
 
 struct State {
-    /// `None` after a re-registration failed half way: the region is good for nothing but deregistration.
-    inner: Option<roce::Mr>,
+    inner: roce::Mr,
     access: u32,
     _user: Users,
 }
@@ -91,7 +90,7 @@ fn reg(pd: *mut ibv_pd, range: Range, flags: u32) -> Result<*mut ibv_mr> {
         },
         core: domain.core.clone(),
         state: Mutex::new(State {
-            inner: Some(inner),
+            inner,
             access: flags,
             _user: domain.user(),
         }),
@@ -147,11 +146,9 @@ mod change {
     use libc::c_int;
 }
 
-/// `ibv_rereg_mr_err_code`.
+/// `IBV_REREG_MR_ERR_INPUT`: the region is as it was, which holds for every error here.
 const ERR_INPUT: c_int = -1;
-const ERR_CMD: c_int = -4;
 
-/// The keys change, as the manual page allows. The old region lives until the new one stands, so that an error leaves it.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_rereg_mr(
     mr: *mut ibv_mr,
@@ -161,12 +158,10 @@ unsafe extern "C" fn ibv_rereg_mr(
     length: size_t,
     flags: c_int,
 ) -> c_int {
-    let mut failed = ERR_CMD;
     let done = ret::code(|| {
         // SAFETY: the program passes a region of ours, which it does not use otherwise meanwhile.
         let this = unsafe { &mut *mr.cast::<Mr>() };
         this.core.alive()?;
-        failed = ERR_INPUT;
         let known = change::TRANSLATION | change::PD | change::ACCESS;
         if what == 0 || what & !known != 0 || (what & change::PD != 0 && pd.is_null()) {
             return Err(Errno::INVAL);
@@ -183,31 +178,30 @@ unsafe extern "C" fn ibv_rereg_mr(
         } else {
             state.access
         };
-        let old = state.inner.as_ref();
-        let range = match what & change::TRANSLATION {
-            0 => Range {
-                addr: this.abi.addr,
-                length: this.abi.length,
-                iova: old.map_or(this.abi.addr as u64, MemoryRegion::addr),
-            },
-            _ => Range {
-                addr,
-                length,
-                iova: natural(addr, rights),
-            },
+        let moves = what & change::TRANSLATION != 0;
+        if moves {
+            check_mapped(addr as usize, length)?;
+        }
+        let new = Reregister {
+            pd: (what & change::PD != 0).then_some(&domain.inner),
+            memory: moves.then(|| (addr.cast(), length, natural(addr, rights))),
+            access: (what & change::ACCESS != 0).then(|| access_flags(rights)).transpose()?,
         };
-        let inner = register(domain, range, rights)?;
+        // SAFETY: as for `register`.
+        let inner = unsafe { state.inner.reregister(&new) }?;
         this.abi.pd = new_pd;
-        (this.abi.addr, this.abi.length) = (range.addr, range.length);
+        if moves {
+            (this.abi.addr, this.abi.length) = (addr, length);
+        }
         (this.abi.lkey, this.abi.rkey) = (inner.lkey().0, inner.rkey().0);
         *state = State {
-            inner: Some(inner),
+            inner,
             access: rights,
             _user: domain.user(),
         };
         Ok(())
     });
-    if done == 0 { 0 } else { failed }
+    if done == 0 { 0 } else { ERR_INPUT }
 }
 
 #[unsafe(no_mangle)]
@@ -219,9 +213,7 @@ unsafe extern "C" fn ibv_dereg_mr(mr: *mut ibv_mr) -> c_int {
             // A forked child's copy: the region is the parent's.
             return Ok(());
         }
-        if let Some(inner) = &this.state.lock().inner {
-            inner.deregister()?;
-        }
+        this.state.lock().inner.deregister()?;
         // SAFETY: boxed by `reg`; the program does not use it again.
         drop(unsafe { Box::from_raw(mr.cast::<Mr>()) });
         Ok(())

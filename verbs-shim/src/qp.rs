@@ -3,7 +3,7 @@
 use std::{cell::UnsafeCell, ptr, sync::Arc};
 
 use libc::c_int;
-use roce::{PostError, QpCaps, QpOptions, QpType, QueuePair, SendRequest};
+use roce::{PostError, QpCaps, QpOptions, QpState, QpType, QueuePair, SendRequest};
 
 use crate::{
     abi::{
@@ -87,6 +87,16 @@ impl Qp {
     /// With the number of work requests that were accepted before.
     pub(crate) fn post(&self, requests: &[SendRequest<'_>]) -> std::result::Result<(), (usize, PostError)> {
         self.inner.post_requests(requests)
+    }
+
+    /// Completions of what it did before RESET would be taken for what it does next.
+    fn forget_completions(&self) {
+        for cq in [self.init.send_cq, self.init.recv_cq] {
+            if !cq.is_null() {
+                // SAFETY: the queues outlive the queue pair: they can't be destroyed before.
+                unsafe { Cq::of(cq) }.inner.forget(self.inner.qpn());
+            }
+        }
     }
 
     fn public(&self) -> *mut ibv_qp {
@@ -276,6 +286,9 @@ unsafe extern "C" fn ibv_modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr, mask
         this.inner.modify(&change)?;
         if change.av.is_some() {
             *this.path.lock() = Some(attr.ah_attr);
+        }
+        if change.state == Some(QpState::Reset) {
+            this.forget_completions();
         }
         if let Some(state) = change.state {
             // SAFETY: the public part's field, which only this call and queries write.

@@ -266,7 +266,11 @@ unsafe extern "C" fn _ibv_query_gid_table(
         // SAFETY: the program passes an open context.
         let device = unsafe { Context::of(context) }.core().device;
         let mut count = 0;
-        for (index, _) in device.gids.entries().into_iter().take(max) {
+        let all = device.gids.entries();
+        if all.len() > max {
+            return -(libc::EINVAL as isize);
+        }
+        for (index, _) in all {
             let Some(value) = entry(device, index) else { continue };
             // SAFETY: the caller has room for `max` structures of `size` bytes.
             unsafe { copy_out(entries.byte_add(count * size), &value, size) };

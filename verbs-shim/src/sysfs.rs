@@ -9,7 +9,7 @@ use std::{
     fs,
     hash::{DefaultHasher, Hash, Hasher},
     io,
-    os::unix::fs::{DirBuilderExt, MetadataExt},
+    os::unix::fs::{DirBuilderExt, MetadataExt, symlink},
     path::{Path, PathBuf},
     sync::Mutex,
     time::{Duration, Instant},
@@ -30,6 +30,8 @@ const OURS: [&str; 4] = [
     "/dev/infiniband",
 ];
 
+/// Changed when the same tree is written otherwise.
+const FORMAT: u32 = 2;
 /// How long the directory is believed to be right.
 const FRESH: Duration = Duration::from_millis(500);
 
@@ -41,7 +43,8 @@ fn is_ours(path: &[u8]) -> bool {
     })
 }
 
-/// Files by path, relative to the private directory. An empty content with a trailing slash is a directory.
+/// Files by path, relative to the private directory. An empty content with a trailing slash is a directory; below `dev`
+/// are devices, which programs look at (UCX wants a character device that it may write to) and never use.
 type Tree = BTreeMap<String, String>;
 
 fn guid_text(guid: [u8; 8]) -> String {
@@ -134,7 +137,10 @@ fn write_tree(root: &Path, tree: &Tree) -> io::Result<()> {
         if let Some(parent) = full.parent() {
             fs::create_dir_all(parent)?;
         }
-        fs::write(full, text)?;
+        match path.starts_with("dev/") {
+            true => symlink("/dev/null", full)?,
+            false => fs::write(full, text)?,
+        }
     }
     Ok(())
 }
@@ -143,7 +149,7 @@ fn write_tree(root: &Path, tree: &Tree) -> io::Result<()> {
 fn build() -> io::Result<PathBuf> {
     let tree = tree();
     let mut hasher = DefaultHasher::new();
-    tree.hash(&mut hasher);
+    (FORMAT, &tree).hash(&mut hasher);
     let home = home()?;
     let dir = home.join(format!("sysfs-{:016x}", hasher.finish()));
     if !dir.is_dir() {

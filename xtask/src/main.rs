@@ -1,5 +1,6 @@
 //! Project tasks, run as `cargo xtask TASK`. `cargo xtask help` lists them.
 
+mod apps;
 mod cargo;
 mod demo;
 mod interop;
@@ -57,6 +58,14 @@ enum Task {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<OsString>,
     },
+    /// Run unmodified RDMA programs over `ferroce run`, both sides on this host (`cargo xtask apps -- --help`)
+    ///
+    /// Programs that are missing are installed if that is possible, else listed as not run.
+    Apps {
+        /// Arguments for ferroce-apps, such as --list, --only NAME, --set ci, --json FILE
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<OsString>,
+    },
     /// Generate the manual pages
     Man {
         /// Folder for the pages
@@ -107,6 +116,7 @@ fn main() -> ExitCode {
         Task::Lint => lint::run(),
         Task::Ci(args) => lint::run().and_then(|()| suites::run(&args)),
         Task::Interop { args } => interop::run(&args),
+        Task::Apps { args } => apps::run(&args),
         Task::Man { dir } => man(&dir),
         Task::Fuzz { target, seconds, list } => suites::fuzz(target.as_deref(), seconds, list),
     };

@@ -25,13 +25,16 @@ pub(crate) const NBD_CLIENTS: [Tool; 3] = [
 ];
 
 impl Tool {
-    const fn new(program: &'static str, package: &'static str) -> Self {
+    pub(crate) const fn new(program: &'static str, package: &'static str) -> Self {
         Self { program, package }
     }
 }
 
 /// The full path of a program, also from the administrator's folders.
 pub(crate) fn find(program: &str) -> Option<PathBuf> {
+    if program.contains('/') {
+        return Some(PathBuf::from(program)).filter(|p| p.is_file());
+    }
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)
         .chain(["/usr/sbin", "/sbin", "/usr/local/sbin"].map(PathBuf::from))

@@ -590,10 +590,15 @@ impl Shared {
         let mut chunks: Vec<(Vec<Binding>, Vec<Connection>)> =
             bindings.chunks(RESTORED).map(|b| (b.to_vec(), vec![])).collect();
         chunks.extend(connections.chunks(RESTORED).map(|c| (vec![], c.to_vec())));
-        for (bindings, connections) in chunks {
-            let restore = Request::Restore { bindings, connections };
-            ask(&link, restore, &[], &mut other)?;
+        let restore = |(bindings, connections), done| Request::Restore {
+            bindings,
+            connections,
+            done,
+        };
+        for chunk in chunks {
+            ask(&link, restore(chunk, false), &[], &mut other)?;
         }
+        ask(&link, restore((vec![], vec![]), true), &[], &mut other)?;
         for record in early {
             self.take(&link, record, tracker);
         }

@@ -170,6 +170,8 @@ pub enum Request {
         bindings: Vec<Binding>,
         /// Its connections.
         connections: Vec<Connection>,
+        /// That was all. Until every member that is left has said so, nobody gets a port.
+        done: bool,
     },
     /// Wants its sockets of an address, `::` meaning IPv4 too. Members that rejoin send the group's vaults with it.
     /// Answer: [`Reply::Opened`].

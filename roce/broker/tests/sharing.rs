@@ -6,7 +6,10 @@ use std::{
     fs,
     io::{BufRead, BufReader, Write},
     net::IpAddr,
-    os::unix::fs::{MetadataExt, PermissionsExt},
+    os::{
+        fd::AsRawFd,
+        unix::fs::{MetadataExt, PermissionsExt},
+    },
     path::{Path, PathBuf},
     process::{Child, ChildStdin, Command, Stdio},
     sync::mpsc::{self, Receiver, RecvTimeoutError},
@@ -14,12 +17,22 @@ use std::{
     time::{Duration, Instant},
 };
 
+use roce::{Device, DeviceConfig};
 use roce_broker::{JoinConfig, JoinError, Membership, Statistics, join, statistics};
 
 /// What must have happened by then, or it will not.
 const PATIENCE: Duration = Duration::from_secs(180);
 /// The broker of this crate, in the place of `ferroce broker`.
 const BROKER: &str = env!("CARGO_BIN_EXE_roce-broker");
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            let log = fs::read_to_string(self.broker_dir().join("broker.log"));
+            eprintln!("the brokers' log: {}", log.unwrap_or_default());
+        }
+    }
+}
 
 /// A directory for a broker, and how to join that.
 struct Place {
@@ -32,7 +45,11 @@ impl Place {
         let dir = tempfile::tempdir().unwrap();
         // The broker ends soon when nobody is left.
         let program = dir.path().join("broker");
-        fs::write(&program, format!("#!/bin/sh\nFERROCE_BROKER_LINGER=0.5 exec {BROKER} \"$@\"\n")).unwrap();
+        fs::write(
+            &program,
+            format!("#!/bin/sh\nFERROCE_BROKER_LINGER=0.5 exec {BROKER} \"$@\"\n"),
+        )
+        .unwrap();
         fs::set_permissions(&program, fs::Permissions::from_mode(0o700)).unwrap();
         Self { dir, program }
     }
@@ -67,7 +84,11 @@ impl Place {
             {
                 return s;
             }
-            assert!(Instant::now() < deadline, "never: {what}: {:?}", statistics(&self.broker_dir()));
+            assert!(
+                Instant::now() < deadline,
+                "never: {what}: {:?}",
+                statistics(&self.broker_dir())
+            );
             thread::sleep(Duration::from_millis(20));
         }
     }
@@ -142,14 +163,15 @@ impl Process {
         }
     }
 
-    /// Waits for a line that starts so; passes over others. Returns the rest of it.
+    /// Waits for a line that starts so; passes over events. Returns the rest of it.
     fn expect(&self, start: &str) -> String {
         loop {
             let line = self.line();
             if let Some(rest) = line.strip_prefix(start) {
                 return rest.trim().to_owned();
             }
-            assert!(!line.starts_with("error"), "waiting for {start}: {line}");
+            let passing = ["event", "ended"].iter().any(|p| line.starts_with(p));
+            assert!(passing, "waiting for {start}: {line}");
         }
     }
 
@@ -290,7 +312,11 @@ fn the_client_of_a_service_that_nobody_has_is_told_at_once() {
     let place = Place::new();
     let mut client = place.start(ADDR, false);
     client.expect("open");
-    assert!(client.ask(&format!("connect {ADDR} 7009"), "event").starts_with("Rejected"));
+    assert!(
+        client
+            .ask(&format!("connect {ADDR} 7009"), "event")
+            .starts_with("Rejected")
+    );
     client.quit();
 }
 
@@ -387,7 +413,9 @@ fn an_address_is_free_again_when_its_last_process_is_gone() {
     assert!(refused.to_string().contains("127.45.0."), "{refused}");
     assert!(member.open("192.0.2.1".parse().unwrap()).is_err());
     drop(member);
-    wait_until("the port is free", || std::net::UdpSocket::bind("127.45.0.7:4791").is_ok());
+    wait_until("the port is free", || {
+        std::net::UdpSocket::bind("127.45.0.7:4791").is_ok()
+    });
     assert!(std::net::UdpSocket::bind("127.45.0.8:4791").is_err());
 }
 
@@ -401,6 +429,59 @@ fn a_stale_socket_and_a_stale_lock_are_no_obstacle() {
     fs::write(dir.join("places.json"), "{").unwrap();
     drop(place.join());
     place.until_gone();
+}
+
+/// Two packets of equal size in one send, to two queue pair numbers.
+fn send_merged(to: IpAddr, qpns: [u32; 2]) {
+    const LEN: usize = 64;
+    let mut bytes = vec![];
+    for qpn in qpns {
+        let mut packet = [0; LEN];
+        // RC SEND ONLY; nobody gets as far as its ICRC.
+        packet[0] = 0x04;
+        packet[5..8].copy_from_slice(&qpn.to_be_bytes()[1..]);
+        bytes.extend(packet);
+    }
+    let socket = std::net::UdpSocket::bind((to, 0)).unwrap();
+    let (level, name) = (libc::SOL_UDP, libc::UDP_SEGMENT);
+    let value = LEN as libc::c_int;
+    // SAFETY: an integer on the stack, and its size.
+    let rc = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            level,
+            name,
+            (&raw const value).cast(),
+            size_of_val(&value) as u32,
+        )
+    };
+    assert_eq!(rc, 0);
+    socket.send_to(&bytes, (to, 4791)).unwrap();
+}
+
+#[test]
+fn a_packet_that_was_merged_behind_another_process_is_handed_over() {
+    let place = Place::new();
+    let addr: IpAddr = [127, 45, 0, 9].into();
+    let open = || Device::open_shared(DeviceConfig::new(addr), &place.how()).unwrap();
+    let (one, two) = (open(), open());
+    let places = place.statistics().processes;
+    let qpn = |i: usize| places[i].place.numbers().qpns().first + 7;
+    let qpns = [qpn(0), qpn(1)];
+    // Neither has such a queue pair, which it counts; the kernel gives both packets to one of them.
+    send_merged(addr, qpns);
+    wait_until("both have got theirs", || {
+        let (a, b) = (one.stats().port, two.stats().port);
+        (a.drop_no_qp, b.drop_no_qp) == (1, 1) && a.handed_over + b.handed_over == 1
+    });
+    // One behind a packet for the broker as well.
+    send_merged(addr, [1, qpns[0]]);
+    wait_until("the broker forwards it", || {
+        one.stats().port.drop_no_qp + two.stats().port.drop_no_qp == 3
+    });
+    // And one for the broker behind a member's.
+    send_merged(addr, [qpns[1], 1]);
+    place.until("the broker has got it", |s| s.counters.get("drop_bad_mad") == Some(&2));
 }
 
 fn directory_error(how: &JoinConfig) -> String {
@@ -422,7 +503,10 @@ fn a_directory_that_others_can_write_or_own_is_refused() {
     assert!(directory_error(&place.how()).contains("not a directory"));
     fs::remove_file(&dir).unwrap();
     std::os::unix::fs::symlink(place.dir.path(), &dir).unwrap();
-    assert!(directory_error(&place.how()).contains("not a directory"), "a link may lead anywhere");
+    assert!(
+        directory_error(&place.how()).contains("not a directory"),
+        "a link may lead anywhere"
+    );
     fs::remove_file(&dir).unwrap();
     let nowhere = JoinConfig {
         dir: place.dir.path().join("a/b"),

@@ -2,8 +2,8 @@
 //!
 //! [`mad`] holds the wire format (IBA volume 1, chapter 12; the kernel's `ibta_vol1_c12.h`): checked parsing of
 //! 256-byte MADs into plain structs and emission from them. [`cma`] is what RDMA_CM puts into the private data of a
-//! REQ (IBA Annex A11; the kernel's `cma.c`). [`Manager`] is the state machine (IBA 12.9; the kernel's `cm.c`):
-//! time and MADs are arguments, MADs and [`Event`]s are polled.
+//! REQ (IBA Annex A11; the kernel's `cma.c`). [`Manager`] is the state machine (IBA 12.9; the kernel's `cm.c`), with
+//! service ID resolution for datagrams (SIDR) beside it: time and MADs are arguments, MADs and [`Event`]s are polled.
 #![forbid(unsafe_code)]
 
 pub mod cma;

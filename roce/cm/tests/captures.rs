@@ -6,9 +6,10 @@ use std::net::SocketAddr;
 
 use common::{CLIENT, Captured, SERVER, mads};
 use roce_cm::{
-    AcceptArgs, CmConfig, ConnId, ConnParams, ConnectArgs, Event, Manager, RejectReason,
+    AcceptArgs, CmConfig, ConnId, ConnParams, ConnectArgs, Event, ListenArgs, Manager, RejectReason, ResolveArgs,
+    SidrAnswer,
     cma::{CmaHeader, PortSpace, ServiceId},
-    mad::{Attribute, Mad, Message},
+    mad::{Attribute, Mad, Message, SidrRep, SidrReq},
     state::State,
 };
 use roce_verbs::{Instant, Mtu, Psn, Qpn};
@@ -401,4 +402,67 @@ fn datagram_service_is_unknown() {
         (kernel.request_id, kernel.service_id, 1)
     );
     assert_eq!(out.transaction_id, parse(&all[0]).transaction_id);
+}
+
+/// The kernel's question reaches our listener, whose answer has the kernel's form; the kernel's answer resolves our question,
+/// which has the kernel's form.
+#[test]
+fn datagram_service_is_resolved_like_the_kernel_s() {
+    let all = mads("udaddy.pcap");
+    let (Message::SidrReq(asked), Message::SidrRep(answered)) = (parse(&all[0]).message, parse(&all[1]).message) else {
+        panic!("not a SIDR exchange")
+    };
+    assert_eq!(answered.status, 0);
+
+    let mut server = manager();
+    server
+        .listen_for(&ListenArgs {
+            addr: None,
+            space: PortSpace::Udp,
+            port: 7174,
+            transport: None,
+            backlog: 1,
+        })
+        .unwrap();
+    server.handle_mad(NOW, SERVER, CLIENT, &all[0].mad);
+    let Some(Event::SidrRequest { conn, private_data, .. }) = server.poll_event() else {
+        panic!("no question")
+    };
+    assert_eq!(private_data, asked.private_data[36..]);
+    let answer = SidrAnswer {
+        status: 0,
+        qpn: answered.qpn,
+        qkey: answered.qkey,
+        private_data: answered.private_data.to_vec(),
+    };
+    server.answer(NOW, conn, &answer).unwrap();
+    assert_eq!(server.poll_mad().unwrap().mad, all[1].mad);
+
+    let mut client = manager();
+    let header = CmaHeader::parse(&asked.private_data).unwrap();
+    let args = ResolveArgs {
+        local: SocketAddr::new(CLIENT, header.port),
+        remote: SocketAddr::new(SERVER, 7174),
+        space: PortSpace::Udp,
+        private_data: asked.private_data[36..].to_vec(),
+    };
+    let conn = client.resolve(NOW, &args).unwrap();
+    let sent = Mad::parse(&client.poll_mad().unwrap().mad).unwrap();
+    let Message::SidrReq(ours) = sent.message else {
+        panic!("not a SIDR_REQ")
+    };
+    let request_id = ours.request_id;
+    let same = SidrReq {
+        request_id: asked.request_id,
+        ..ours
+    };
+    assert_eq!(same, asked);
+    let back = SidrRep { request_id, ..answered };
+    client.handle_mad(NOW, CLIENT, SERVER, &Mad::new(sent.transaction_id, back).emit());
+    match client.poll_event() {
+        Some(Event::Resolved { conn: c, qpn, qkey, .. }) => {
+            assert_eq!((c, qpn, qkey), (conn, answered.qpn, answered.qkey))
+        }
+        other => panic!("{other:?}"),
+    }
 }

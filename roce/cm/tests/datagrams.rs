@@ -6,7 +6,7 @@ use std::{net::SocketAddr, time::Duration};
 
 use common::{CLIENT, SERVER, World, pair::*};
 use roce_cm::{
-    CmError, ConnTransport, ConnectArgs, Event, ListenArgs, ListenId, ResolveArgs, SidrAnswer,
+    CmError, ConnTransport, ConnectArgs, DropReason, Event, ListenArgs, ListenId, Manager, ResolveArgs, SidrAnswer,
     cma::PortSpace,
     mad::{Attribute, Mad, Message, sidr_status},
 };
@@ -165,6 +165,62 @@ fn questions_beyond_the_backlog_wait_at_the_asking_side() {
     w.m[C].handle_timeout(w.now);
     w.settle();
     assert!(matches!(w.m[S].poll_event(), Some(Event::SidrRequest { .. })));
+}
+
+#[test]
+fn a_flood_of_questions_stays_within_bounds() {
+    let mut w = world();
+    let mut config = config(9);
+    config.max_lingering = 50;
+    config.max_half_open_per_peer = 20;
+    w.m[S] = Manager::new(config, [7; 32]);
+    listen(&mut w, PortSpace::Udp, None, 100);
+    // Nobody answers: only so many wait.
+    for _ in 0..100 {
+        w.m[C].resolve(w.now, &question(PortSpace::Udp)).unwrap();
+    }
+    w.settle();
+    let waiting: Vec<_> = std::iter::from_fn(|| w.m[S].poll_event()).map(|e| e.conn()).collect();
+    assert_eq!(waiting.len(), 20);
+    assert_eq!(w.m[S].counters().dropped(DropReason::HalfOpenPeer), 80);
+    for conn in waiting {
+        w.m[S].answer(w.now, conn, &SidrAnswer::default()).unwrap();
+        w.m[S].destroy(w.now, conn);
+    }
+    w.settle();
+    // Old answers make room for new questions.
+    for _ in 0..100 {
+        w.m[C].resolve(w.now, &question(PortSpace::Udp)).unwrap();
+        w.settle();
+        let conn = w.m[S].poll_event().expect("a question").conn();
+        w.m[S].answer(w.now, conn, &SidrAnswer::default()).unwrap();
+        w.m[S].destroy(w.now, conn);
+        w.settle();
+    }
+    assert!(w.m[S].counters().forgotten >= 50);
+}
+
+#[test]
+fn numbers_come_from_the_part_that_is_ours() {
+    let mut config = config(9);
+    config.comm_ids = (0x1230_0000, 0x123f_ffff);
+    let mut w = world();
+    w.m[C] = Manager::new(config, [8; 32]);
+    for qpn in 0..200 {
+        w.m[C].connect(w.now, &args(qpn + 10)).unwrap();
+        w.m[C].resolve(w.now, &question(PortSpace::Udp)).unwrap();
+    }
+    let mut seen = std::collections::BTreeSet::new();
+    while let Some(out) = w.m[C].poll_mad() {
+        let id = match Mad::parse(&out.mad).unwrap().message {
+            Message::Req(m) => m.local_comm_id,
+            Message::SidrReq(m) => m.request_id,
+            other => panic!("{other:?}"),
+        };
+        assert!((0x1230_0000..=0x123f_ffff).contains(&id), "{id:#x}");
+        assert!(seen.insert(id), "{id:#x} twice");
+    }
+    assert_eq!(seen.len(), 400);
 }
 
 #[test]

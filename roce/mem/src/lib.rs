@@ -20,4 +20,4 @@ pub use error::{AtomicError, FlushError, KeyError, MemError, Revoked};
 pub use object::{FastRegion, Region, Window, WindowKind};
 pub use sglist::SgList;
 pub use span::{Persist, Span};
-pub use table::{MemoryTable, PdHandle};
+pub use table::{MemoryTable, NewRegion, PdHandle};

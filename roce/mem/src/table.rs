@@ -119,6 +119,22 @@ struct Inner {
     windows: u32,
 }
 
+/// What a region becomes ([`MemoryTable::reregister`]).
+pub struct NewRegion {
+    /// Protection domain.
+    pub pd: PdHandle,
+    /// First byte of the program's memory.
+    pub ptr: *mut u8,
+    /// Bytes.
+    pub len: usize,
+    /// Address of the first byte.
+    pub iova: u64,
+    /// Rights.
+    pub access: AccessFlags,
+    /// What makes it survive the loss of power.
+    pub persist: Option<Arc<dyn Persist>>,
+}
+
 /// All protection domains, regions and windows of a device, and their keys.
 ///
 /// Keys come whole from a CSPRNG, so that a peer can't guess one. Shared between threads; every call is one short lock.
@@ -329,11 +345,7 @@ impl MemoryTable {
         iova: u64,
         access: AccessFlags,
     ) -> Result<Arc<Region>, MemError> {
-        let len = mapping.len() as u64;
-        if len > self.max_mr_size || (len > 0 && iova.checked_add(len - 1).is_none()) {
-            return Err(MemError::Range(len));
-        }
-        check_access(access, mapping.is_persistent())?;
+        self.check_region(&mapping, iova, access)?;
         let mut inner = self.inner.write();
         if inner.regions >= self.max_mr {
             return Err(MemError::Limit("memory regions"));
@@ -423,6 +435,62 @@ impl MemoryTable {
         // SAFETY: the caller promises the same.
         let mapping = unsafe { Mapping::borrow(ptr, len, persist) };
         self.add_region(pd, mapping, iova, access)
+    }
+
+    /// Changes domain, memory or rights of a region under the same key; `old` ends with it, as by
+    /// [`MemoryTable::deregister`]. For memory of the program as in [`MemoryTable::register_persistent`].
+    ///
+    /// # Errors
+    /// While windows are bound to it, when it was ended before, or as [`MemoryTable::register`]; it stays as it was then.
+    ///
+    /// # Safety
+    /// As [`MemoryTable::register`].
+    pub unsafe fn reregister(&self, old: &Region, new: &NewRegion) -> Result<Arc<Region>, MemError> {
+        let range = (new.ptr as usize).checked_add(new.len);
+        if (new.ptr.is_null() && new.len > 0) || range.is_none() {
+            return Err(MemError::Range(new.len as u64));
+        }
+        let iova = match new.access.contains(AccessFlags::ZERO_BASED) {
+            true => 0,
+            false => new.iova,
+        };
+        // SAFETY: the caller promises the same.
+        let mapping = unsafe { Mapping::borrow(new.ptr, new.len, new.persist.clone()) };
+        self.check_region(&mapping, iova, new.access)?;
+        let mut inner = self.inner.write();
+        let index = old.key >> 8;
+        match inner.entries.get(&index) {
+            Some(e) if matches!(e.kind, Kind::Region) && e.key == old.key => {}
+            _ => return Err(MemError::NotFound),
+        }
+        inner.hold(new.pd)?;
+        // Closes it, and gives back the old domain.
+        if let Err(e) = inner.remove(old.key) {
+            inner.release(new.pd);
+            return Err(e);
+        }
+        inner.release(new.pd);
+        let open = Open {
+            mapping: mapping.clone(),
+            iova,
+            access: new.access,
+        };
+        inner.insert(new.pd, old.key, Kind::Region, Some(open))?;
+        Ok(Arc::new(Region {
+            pd: new.pd,
+            key: old.key,
+            iova,
+            access: new.access,
+            mapping,
+        }))
+    }
+
+    fn check_region(&self, mapping: &Mapping, iova: u64, access: AccessFlags) -> Result<(), MemError> {
+        let len = mapping.len() as u64;
+        if len > self.max_mr_size || (len > 0 && iova.checked_add(len - 1).is_none()) {
+            return Err(MemError::Range(len));
+        }
+        check_access(access, mapping.is_persistent())
     }
 
     /// Ends a region: its key stops resolving, and accesses through spans that were resolved before fail.

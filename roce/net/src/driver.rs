@@ -25,13 +25,13 @@ use std::{
 
 use mio::{Events, Poll};
 use parking_lot::{Mutex, MutexGuard};
-use roce_port::{Port, PortCounters, RxMeta};
+use roce_port::{Port, PortCounters, QpnRange, RxMeta};
 use roce_verbs::Instant;
 
 use crate::{
     clock::now,
     datapath::{Datapath, DatapathCounters},
-    engine::{Engine, EventSink, Tap},
+    engine::{Engine, EventSink, OwnNumbers, Tap},
     links::LinkWatch,
     sys,
     wake::{TOKEN_LINKS, TOKEN_TIMER, Wake},
@@ -60,6 +60,8 @@ pub struct DriverConfig {
     pub name: String,
     /// Changes of interfaces, which the background thread brings to the event sink.
     pub links: Option<LinkWatch>,
+    /// Our queue pair numbers, when other processes share the address: packets to others are strays.
+    pub own: Option<QpnRange>,
 }
 
 impl Default for DriverConfig {
@@ -70,6 +72,7 @@ impl Default for DriverConfig {
             tap: None,
             name: "roce".into(),
             links: None,
+            own: None,
         }
     }
 }
@@ -213,7 +216,15 @@ impl Driver {
         if let (Some(poll), Some(links)) = (&poll, &links) {
             Wake::also(poll, links.as_fd())?;
         }
-        let engine = Engine::new(port, path, sink.clone(), tap, wake.clone(), config.batch_bytes);
+        let engine = Engine::new(
+            port,
+            path,
+            sink.clone(),
+            tap,
+            wake.clone(),
+            config.batch_bytes,
+            config.own.map(OwnNumbers),
+        );
         let shared = Arc::new(Shared {
             engine: Mutex::new(engine),
             wake,

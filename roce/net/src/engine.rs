@@ -2,8 +2,8 @@
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
-use roce_bth::ROCE_UDP_PORT;
-use roce_port::{Port, PortCmEvent, RxMeta, Train, TxBatch, TxConfig};
+use roce_bth::{Qpn, ROCE_UDP_PORT};
+use roce_port::{Port, PortCmEvent, QpnRange, RxMeta, Train, TxBatch, TxConfig};
 use roce_verbs::{AsyncEvent, Instant};
 
 use crate::{
@@ -29,6 +29,8 @@ pub trait EventSink: Send + Sync {
     fn async_event(&self, event: AsyncEvent);
     /// The device has stopped: whoever waits is to be told.
     fn closed(&self);
+    /// A packet for another process that shares the address.
+    fn stray(&self, _meta: &RxMeta, _bytes: &[u8]) {}
     /// Interfaces changed. Unlike the others called without the port's lock.
     fn links(&self, _changes: Vec<(String, LinkChange)>) {}
 }
@@ -66,6 +68,27 @@ pub(crate) struct Engine {
     pub(crate) sink: Arc<dyn EventSink>,
     tap: Option<Box<dyn Tap>>,
     wake: Arc<Wake>,
+    own: Option<OwnNumbers>,
+}
+
+/// The queue pair numbers of this process, when others share the address. The kernel gives a packet to the right process
+/// by its number; but several that it has merged, of one sender, go where the first one goes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct OwnNumbers(pub(crate) QpnRange);
+
+impl OwnNumbers {
+    /// Whether a packet is another process's. Those for QP1 are too: the broker knows whose, and forwards them.
+    fn is_stray(&self, packet: &[u8]) -> bool {
+        let Some([_, _, _, _, _, a, b, c]) = packet.first_chunk() else {
+            return false;
+        };
+        let qpn = u32::from_be_bytes([0, *a, *b, *c]);
+        qpn != Qpn::MULTICAST.value() && !(self.0.first..=self.0.last).contains(&qpn)
+    }
+}
+
+fn packets<'a>(d: &Datagram<'a>) -> impl Iterator<Item = &'a [u8]> + use<'a> {
+    d.bytes.chunks(d.segment_len.max(1))
 }
 
 impl Engine {
@@ -76,6 +99,7 @@ impl Engine {
         tap: Option<Box<dyn Tap>>,
         wake: Arc<Wake>,
         batch_bytes: usize,
+        own: Option<OwnNumbers>,
     ) -> Self {
         let caps = path.capabilities();
         let batch = TxBatch::new(TxConfig {
@@ -93,13 +117,14 @@ impl Engine {
             sink,
             tap,
             wake,
+            own,
         }
     }
 
     /// Receives about `budget` packets, runs timers that are due when no packet is left that could be what they wait for,
     /// and sends. True: more is waiting.
     pub(crate) fn pass(&mut self, now: Instant, budget: usize) -> bool {
-        let (port, tap) = (&mut self.port, &mut self.tap);
+        let (port, tap, own, sink) = (&mut self.port, &mut self.tap, &self.own, &self.sink);
         let received = self.path.receive(budget, &mut |d: &Datagram<'_>| {
             if let Some(tap) = tap {
                 tap_datagram(tap.as_mut(), d);
@@ -111,7 +136,20 @@ impl Engine {
                 segment_len: d.segment_len,
                 tos: d.traffic_class,
             };
-            port.handle_datagram(now, &meta, d.bytes);
+            match own {
+                Some(own) if packets(d).any(|p| own.is_stray(p)) => {
+                    for packet in packets(d) {
+                        let meta = RxMeta { segment_len: 0, ..meta };
+                        if own.is_stray(packet) {
+                            port.count_stray(packet);
+                            sink.stray(&meta, packet);
+                        } else {
+                            port.handle_datagram(now, &meta, packet);
+                        }
+                    }
+                }
+                _ => port.handle_datagram(now, &meta, d.bytes),
+            }
         });
         let due = self.timer_due(now);
         self.deferred = if due && received.more { self.deferred + 1 } else { 0 };
@@ -238,5 +276,33 @@ fn tap_datagram(tap: &mut dyn Tap, d: &Datagram<'_>) {
     let to = SocketAddr::new(d.local, ROCE_UDP_PORT);
     for (i, packet) in d.bytes.chunks(d.segment_len.max(1)).enumerate() {
         tap.packet(d.remote, to, i as u16, packet);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packets_for_other_processes_are_told_by_their_number() {
+        let own = OwnNumbers(QpnRange {
+            first: 0x02_0000,
+            last: 0x02_1fff,
+        });
+        let packet = |qpn: u32| {
+            let mut bytes = [0; 16];
+            bytes[5..8].copy_from_slice(&qpn.to_be_bytes()[1..]);
+            bytes
+        };
+        for (qpn, stray) in [
+            (0x02_0000, false),
+            (0x02_1fff, false),
+            (0x02_2000, true),
+            (1, true),
+            (0xff_ffff, false),
+        ] {
+            assert_eq!(own.is_stray(&packet(qpn)), stray, "{qpn:#x}");
+        }
+        assert!(!own.is_stray(&[0; 7]), "too short to be anybody's");
     }
 }

@@ -77,9 +77,14 @@ fn process_with_socket(inode: u64) -> Option<(u32, String)> {
     None
 }
 
-/// A sentence about who holds the port at this address, and what to do.
+/// A sentence about who holds the port at this address, and what to do. This process itself is not meant unless there is
+/// nobody else.
 pub fn explain(addr: IpAddr, port: u16) -> String {
-    let holders = port_holders(addr, port);
+    let mut holders = port_holders(addr, port);
+    let is_own = |h: &Holder| h.process.as_ref().is_some_and(|p| p.0 == std::process::id());
+    if holders.iter().any(|h| !is_own(h)) {
+        holders.retain(|h| !is_own(h));
+    }
     if let Some((pid, comm)) = holders.iter().find_map(|h| h.process.as_ref()) {
         return format!("process {pid} ({comm}) has it: end it, or give this device another address");
     }

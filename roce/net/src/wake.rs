@@ -110,8 +110,11 @@ impl Wake {
         }
         state.watching = on;
         for (i, fd) in state.sockets.iter().enumerate() {
-            if let Err(e) = sys::epoll_watch(d.epoll.as_fd(), *fd, TOKEN_SOCKETS + i, on) {
-                tracing::error!("changing what the background thread waits for failed: {e}");
+            match sys::epoll_watch(d.epoll.as_fd(), *fd, TOKEN_SOCKETS + i, on) {
+                // A group's socket that was closed a moment ago: `follow` comes next.
+                Err(e) if matches!(e.raw_os_error(), Some(libc::EBADF | libc::ENOENT)) => {}
+                Err(e) => tracing::error!("changing what the background thread waits for failed: {e}"),
+                Ok(()) => {}
             }
         }
         self.standing_back.store(!on, Ordering::Release);

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use roce_bth::{Class, Header, Packet, Qpn, Syndrome};
+use roce_bth::{Class, Feth, Header, Packet, Placement, Qpn, Selectivity, Syndrome};
 
 /// Management class of communication management (IBTA 16.7).
 const CLASS_CM: u8 = 7;
@@ -46,6 +46,23 @@ fn extended(out: &mut String, header: &Header) -> std::fmt::Result {
     if let Some(deth) = header.deth {
         write!(out, " from qp {} qkey {}", deth.src_qp, deth.qkey)?;
     }
+    if let Some(xrc) = header.xrceth {
+        write!(out, " to srq {}", xrc.srqn)?;
+    }
+    if let Some(feth) = header.feth {
+        write!(out, " {}", flush(&feth))?;
+    }
+    if let Some(xrceth) = header.xrceth {
+        write!(out, " srq {}", xrceth.srqn)?;
+    }
+    if let Some(feth) = header.feth {
+        write!(
+            out,
+            " placement {:#x} selectivity {:?}",
+            feth.placement.bits(),
+            feth.selectivity
+        )?;
+    }
     if let Some(reth) = header.reth {
         write!(out, " va {:#x} rkey {} dma-len {}", reth.va, reth.rkey, reth.dma_len)?;
     }
@@ -80,6 +97,25 @@ fn extended(out: &mut String, header: &Header) -> std::fmt::Result {
     Ok(())
 }
 
+/// What a FLUSH asks for (IBTA Annex A19).
+fn flush(feth: &Feth) -> String {
+    let names = [
+        (Placement::GLOBAL_VISIBILITY, "visible"),
+        (Placement::PERSISTENT, "persistent"),
+    ];
+    let wanted: Vec<_> = names
+        .into_iter()
+        .filter(|(p, _)| feth.placement.contains(*p))
+        .map(|(_, name)| name)
+        .collect();
+    let what = match feth.selectivity {
+        Selectivity::Range => "range".to_owned(),
+        Selectivity::Region => "region".to_owned(),
+        Selectivity::Reserved(n) => format!("selectivity {n}"),
+    };
+    format!("{what} {}", wanted.join("+"))
+}
+
 /// The name of a communication management MAD (IBTA 12.6).
 fn management(mad: &[u8]) -> Option<String> {
     let (&class, attribute) = (mad.get(1)?, mad.get(16..18)?);
@@ -103,4 +139,33 @@ fn management(mad: &[u8]) -> Option<String> {
         other => return Some(format!("CM attribute {other:#06x}")),
     };
     Some(format!("CM {name}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use roce_bth::{Bth, Opcode, Psn, Reth, Srqn, XrcEth};
+
+    fn shown(header: Header) -> String {
+        line(&Packet { header, payload: &[] })
+    }
+
+    #[test]
+    fn newer_headers_are_shown() {
+        let bth = |opcode| Header::new(Bth::new(opcode, Qpn::new(7), Psn::new(1)));
+        let mut xrc = bth(Opcode::XrcSendOnly);
+        xrc.xrceth = Some(XrcEth {
+            reserved: 0,
+            srqn: Srqn::new(0x12),
+        });
+        assert!(shown(xrc).contains(" to srq 0x000012"), "{}", shown(xrc));
+        let mut flush = bth(Opcode::RcFlush);
+        flush.feth = Some(Feth {
+            placement: Placement::GLOBAL_VISIBILITY.union(Placement::PERSISTENT),
+            selectivity: Selectivity::Region,
+            reserved: 0,
+        });
+        flush.reth = Some(Reth::default());
+        assert!(shown(flush).contains(" region visible+persistent "), "{}", shown(flush));
+    }
 }

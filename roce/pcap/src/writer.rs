@@ -142,9 +142,17 @@ impl<W: Write> Writer<W> {
     }
 }
 
-/// A locally administered MAC address that shows the IP address's last four bytes.
+/// A locally administered MAC address that shows the IP address's last four bytes; a group's own (RFC 1112, RFC 2464).
 fn mac(ip: IpAddr) -> [u8; 6] {
     let tail = match ip.to_canonical() {
+        IpAddr::V4(a) if a.is_multicast() => {
+            let [_, b, c, d] = a.octets();
+            return [0x01, 0, 0x5e, b & 0x7f, c, d];
+        }
+        IpAddr::V6(a) if a.is_multicast() => {
+            let o = a.octets();
+            return [0x33, 0x33, o[12], o[13], o[14], o[15]];
+        }
         IpAddr::V4(a) => a.octets(),
         IpAddr::V6(a) => {
             let o = a.octets();

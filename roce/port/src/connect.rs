@@ -3,9 +3,9 @@
 use core::net::{IpAddr, SocketAddr};
 
 use roce_bth::{Psn, Qpn};
-use roce_cm::{AcceptArgs, CmError, ConnId, ConnectArgs, Event, ListenId, RemoteQp};
+use roce_cm::{AcceptArgs, CmError, ConnId, ConnTransport, ConnectArgs, Event, ListenId, RemoteQp};
 use roce_verbs::{
-    AccessFlags, Instant, QpAttr, QpState,
+    AccessFlags, Instant, QpAttr, QpState, QpType,
     provider::{ConnParams, RejectReason, VerbsError},
 };
 
@@ -153,12 +153,14 @@ impl Port {
         params: ConnParams,
     ) -> Result<ConnId, VerbsError> {
         self.now = now;
-        self.check_free(qpn)?;
+        let (transport, srq) = self.check_free(qpn, QpType::XrcIni)?;
         let av = self.check_av(&roce_verbs::AddressVector::new(local.ip(), remote.ip()))?;
         self.init_qp(now, qpn)?;
         let rq_psn = self.draw_psn();
         let args = ConnectArgs {
             params,
+            srq,
+            transport,
             ..ConnectArgs::new(
                 SocketAddr::new(av.local, local.port()),
                 SocketAddr::new(av.remote, remote.port()),
@@ -180,11 +182,20 @@ impl Port {
     /// be in error.
     pub fn cm_accept(&mut self, now: Instant, conn: ConnId, qpn: Qpn, params: ConnParams) -> Result<(), VerbsError> {
         self.now = now;
-        self.check_free(qpn)?;
+        let (transport, srq) = self.check_free(qpn, QpType::XrcTgt)?;
         let path = self.cm.accept_path(conn, &params).map_err(cm_error)?;
+        if path.transport != transport {
+            return Err(invalid(format_args!(
+                "the peer asks for {:?}, not for {transport:?}",
+                path.transport
+            )));
+        }
         let rq_psn = self.draw_psn();
         let raised = self.raise(now, qpn, &path, rq_psn).and_then(|()| {
-            let args = AcceptArgs::new(qpn, rq_psn, params);
+            let args = AcceptArgs {
+                srq,
+                ..AcceptArgs::new(qpn, rq_psn, params)
+            };
             self.cm.accept(now, conn, &args).map_err(cm_error)
         });
         if let Err(e) = raised {
@@ -267,6 +278,9 @@ impl Port {
             self.cm_events.push_back(event);
             return;
         }
+        if let Event::Rejected { conn, .. } | Event::Unreachable { conn } | Event::Disconnected { conn } = event {
+            self.fail_conn(now, conn);
+        }
         let event = match event {
             Event::Request {
                 listener,
@@ -313,22 +327,13 @@ impl Port {
                 reason,
                 private_data,
                 ..
-            } => {
-                self.fail_conn(now, conn);
-                PortCmEvent::Rejected {
-                    conn,
-                    reason,
-                    private_data,
-                }
-            }
-            Event::Unreachable { conn } => {
-                self.fail_conn(now, conn);
-                PortCmEvent::Unreachable { conn }
-            }
-            Event::Disconnected { conn } => {
-                self.fail_conn(now, conn);
-                PortCmEvent::Disconnected { conn }
-            }
+            } => PortCmEvent::Rejected {
+                conn,
+                reason,
+                private_data,
+            },
+            Event::Unreachable { conn } => PortCmEvent::Unreachable { conn },
+            Event::Disconnected { conn } => PortCmEvent::Disconnected { conn },
             Event::TimewaitExit { conn } => PortCmEvent::TimewaitExit { conn },
             // Only what is raw has those.
             Event::SidrRequest { conn, .. } | Event::Resolved { conn, .. } => {
@@ -366,11 +371,20 @@ impl Port {
         }
     }
 
-    fn check_free(&self, qpn: Qpn) -> Result<(), VerbsError> {
+    /// Whether a queue pair can be connected; its transport, and whether it shares its receives. Of extended reliable
+    /// connections each side has its own type.
+    fn check_free(&self, qpn: Qpn, xrc: QpType) -> Result<(ConnTransport, bool), VerbsError> {
         let entry = &self.qps[self.slot(qpn)?];
+        let config = entry.qp.config();
+        let transport = match config.qp_type {
+            QpType::Rc => ConnTransport::Rc,
+            QpType::Uc => ConnTransport::Uc,
+            t if t == xrc => ConnTransport::Xrc,
+            t => return Err(invalid(format_args!("a queue pair of type {t:?} is not connected so"))),
+        };
         match entry.qp.state() {
             _ if entry.conn.is_some() => Err(VerbsError::Busy("the queue pair has a connection")),
-            QpState::Reset | QpState::Init => Ok(()),
+            QpState::Reset | QpState::Init => Ok((transport, config.srq.is_some())),
             state => Err(VerbsError::State(format!(
                 "the queue pair is in {state:?}, not in RESET or INIT"
             ))),
@@ -414,24 +428,27 @@ impl Port {
     /// Brings a queue pair to RTS (`cm_init_qp_rtr_attr`, `cm_init_qp_rts_attr`).
     fn raise(&mut self, now: Instant, qpn: Qpn, path: &RemoteQp, rq_psn: Psn) -> Result<(), VerbsError> {
         self.init_qp(now, qpn)?;
+        let qp_type = self.qps[self.slot(qpn)?].qp.config().qp_type;
+        let answers = matches!(qp_type, QpType::Rc | QpType::XrcTgt);
+        let asks = matches!(qp_type, QpType::Rc | QpType::XrcIni);
         let rtr = QpAttr {
             state: Some(QpState::Rtr),
             av: Some(path.av),
             path_mtu: Some(path.mtu),
             dest_qpn: Some(path.qpn),
             rq_psn: Some(rq_psn),
-            max_dest_rd_atomic: Some(path.responder_resources),
-            min_rnr_timer: Some(self.config.min_rnr_timer),
+            max_dest_rd_atomic: answers.then_some(path.responder_resources),
+            min_rnr_timer: answers.then_some(self.config.min_rnr_timer),
             ..QpAttr::default()
         };
         self.modify_qp(now, qpn, &rtr)?;
         let rts = QpAttr {
             state: Some(QpState::Rts),
-            timeout: Some(path.timeout),
-            retry_cnt: Some(path.retry_cnt),
-            rnr_retry: Some(path.rnr_retry),
+            timeout: qp_type.is_reliable().then_some(path.timeout),
+            retry_cnt: asks.then_some(path.retry_cnt),
+            rnr_retry: asks.then_some(path.rnr_retry),
             sq_psn: Some(path.sq_psn),
-            max_rd_atomic: Some(path.initiator_depth),
+            max_rd_atomic: asks.then_some(path.initiator_depth),
             ..QpAttr::default()
         };
         self.modify_qp(now, qpn, &rts)

@@ -54,6 +54,8 @@ port_counters! {
     np_ecn_marked_roce_packets,
     /// Congestion notification packets received.
     rp_cnp_handled,
+    /// For another process that shares the address: packets that the kernel had merged behind ours.
+    handed_over,
     /// Dropped: too short, or headers cut off.
     drop_truncated,
     /// Dropped: opcode not in the table.

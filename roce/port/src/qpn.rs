@@ -13,6 +13,10 @@ use roce_verbs::Instant;
 
 /// How long a number rests after its queue pair is gone: longer than packets and the kernel's timewait live.
 const REST: Duration = Duration::from_secs(60);
+/// How long it rests at least, when all others are taken or rest too.
+const SHORT_REST: Duration = Duration::from_secs(1);
+/// The most numbers of a range that is searched through, when random draws find none that is free.
+const SEARCHED: u32 = 1 << 17;
 /// The most numbers at rest; beyond, the oldest ones are let go early.
 const MAX_RESTING: usize = 1 << 16;
 /// Random draws before giving up; with at most 2^17 of 2^24 numbers taken the odds of that are 2^-400.
@@ -120,17 +124,33 @@ impl QpnTable {
         self.used.get(&qpn.value()).copied()
     }
 
-    /// Draws a number that is neither in use nor at rest; `None` when there is none to be found.
+    /// Draws a number that is neither in use nor at rest. If there is none to be found, the one that has rested longest
+    /// comes back early; `None` when even that has rested for too short a time.
     pub(crate) fn draw(&mut self, now: Instant, rng: &mut ChaCha12Rng) -> Option<Qpn> {
         self.wake(now);
         if self.range.first > self.range.last {
             return None;
         }
         let is_free = |n: &u32| !self.used.contains_key(n) && !self.resting.contains_key(n);
-        (0..DRAWS)
-            .map(|_| rng.random_range(self.range.first..=self.range.last))
-            .find(is_free)
-            .map(Qpn::new)
+        let QpnRange { first, last } = self.range;
+        let drawn = (0..DRAWS).map(|_| rng.random_range(first..=last)).find(is_free);
+        let found = drawn.or_else(|| {
+            // One process of several has a small part of the space.
+            let start = rng.random_range(first..=last);
+            let all = (start..=last).chain(first..start);
+            (last - first < SEARCHED).then(|| all.into_iter().find(is_free))?
+        });
+        found.or_else(|| self.wake_early(now)).map(Qpn::new)
+    }
+
+    fn wake_early(&mut self, now: Instant) -> Option<u32> {
+        let (since, _) = *self.order.front()?;
+        if now.saturating_since(since) < SHORT_REST {
+            return None;
+        }
+        let (_, qpn) = self.order.pop_front()?;
+        self.resting.remove(&qpn);
+        Some(qpn)
     }
 
     pub(crate) fn insert(&mut self, qpn: Qpn, slot: usize) {
@@ -194,6 +214,35 @@ mod tests {
             assert!(!seen.contains(&q), "a resting number came back");
         }
         assert!(t.draw(now + Duration::from_secs(61), &mut rng).is_some());
+    }
+
+    #[test]
+    fn a_small_range_is_used_up_to_its_last_number_and_again() {
+        let mut rng = ChaCha12Rng::seed_from_u64(2);
+        let range = QpnRange {
+            first: 8192,
+            last: 8999,
+        };
+        let mut t = QpnTable::new(range);
+        let mut now = Instant::ZERO;
+        let all: Vec<Qpn> = (range.first..=range.last)
+            .map(|_| {
+                let q = t.draw(now, &mut rng).unwrap();
+                t.insert(q, 0);
+                q
+            })
+            .collect();
+        assert_eq!(t.draw(now, &mut rng), None, "all are in use");
+        for q in &all {
+            t.remove(now, *q);
+        }
+        assert_eq!(t.draw(now, &mut rng), None, "all rest");
+        now = now + SHORT_REST;
+        // A program that makes and ends queue pairs without pause gets the one that has rested longest.
+        for q in &all[..10] {
+            assert_eq!(t.draw(now, &mut rng), Some(*q));
+            t.insert(*q, 0);
+        }
     }
 
     #[test]

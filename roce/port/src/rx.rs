@@ -102,6 +102,13 @@ impl Port {
         }
     }
 
+    /// Takes note of a packet for another process that shares the address: the driver hands it over.
+    pub fn count_stray(&mut self, bytes: &[u8]) {
+        self.counters.rx_packets += 1;
+        self.counters.rx_bytes += bytes.len() as u64;
+        self.counters.handed_over += 1;
+    }
+
     fn handle_packet(&mut self, now: Instant, source: &Source, index: u16, bytes: &[u8]) {
         let packet = match Packet::parse(bytes) {
             Ok(packet) => packet,

@@ -3,7 +3,7 @@
 use std::{collections::VecDeque, sync::Arc};
 
 use parking_lot::Mutex;
-use roce_verbs::Completion;
+use roce_verbs::{Completion, Qpn};
 
 /// Told when an armed completion queue gets a completion.
 pub trait Notify: Send + Sync {
@@ -124,6 +124,11 @@ impl CompletionQueue {
     /// How many completions wait, counted no further than `max` (`ib_peek_cq`).
     pub fn peek(&self, max: usize) -> usize {
         self.len().min(max)
+    }
+
+    /// Drops the completions of a queue pair that begins anew.
+    pub fn forget(&self, qpn: Qpn) {
+        self.inner.lock().entries.retain(|c| c.qpn != qpn);
     }
 
     /// Asks for one notification at the next completion (or the next solicited or failed one).

@@ -4,7 +4,7 @@ use core::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use roce_bth::{ICRC_LEN, Packet};
 
-/// Bytes before the data of each received datagram: a GRH, or an IPv4 header in the last 20 of them (IBTA A17.4.5.2).
+/// Bytes before the data of each received datagram: a GRH, or an IPv4 header in the last 20 of them (IBTA Annex A17).
 pub const GRH_LEN: usize = 40;
 const UDP_HEADER: usize = 8;
 const IPV4_HEADER: usize = 20;

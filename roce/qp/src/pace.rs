@@ -1,4 +1,4 @@
-//! The pace of READ responses towards a peer.
+//! The paces of what is sent without anything coming back: READ responses, and the services without acknowledgements.
 
 use core::time::Duration;
 
@@ -80,6 +80,54 @@ impl Pace {
     }
 }
 
+/// What may be sent at once without acknowledgements: half of what a socket buffer of the usual size holds (212,992 bytes,
+/// which Linux doubles for its own bookkeeping).
+const FREE_BURST: i64 = 128 << 10;
+/// It is earned anew in this time: 256 MiB/s.
+const FREE_PERIOD: Duration = Duration::from_micros(500);
+/// Pauses end when as much has been earned: a timer per packet would cost more than it brings.
+const FREE_PIECE: i64 = FREE_BURST / 4;
+
+/// Limits datagrams and unreliable connections. Nobody tells whether a receiver keeps up, and a queue pair could send faster
+/// than any socket buffer is emptied: messages of a thousand packets would never arrive whole.
+#[derive(Clone, Debug)]
+pub(crate) struct FreePace {
+    /// Bytes that may be sent; less than zero: too many were.
+    credit: i64,
+    /// When the credit was brought up to date.
+    at: Instant,
+}
+
+impl Default for FreePace {
+    fn default() -> Self {
+        Self {
+            credit: FREE_BURST,
+            at: Instant::ZERO,
+        }
+    }
+}
+
+impl FreePace {
+    pub(crate) fn may_send(&mut self, now: Instant) -> Result<(), Instant> {
+        let period = FREE_PERIOD.as_nanos() as i64;
+        let passed = now.saturating_since(self.at).min(FREE_PERIOD * 4).as_nanos() as i64;
+        let earned = passed * FREE_BURST / period;
+        if earned > 0 {
+            self.at = now;
+            self.credit = (self.credit + earned).min(FREE_BURST);
+        }
+        if self.credit > 0 {
+            return Ok(());
+        }
+        let missing = FREE_PIECE - self.credit;
+        Err(now + Duration::from_nanos((missing * period / FREE_BURST) as u64))
+    }
+
+    pub(crate) fn on_sent(&mut self, bytes: usize) {
+        self.credit -= bytes as i64;
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -138,6 +186,39 @@ mod tests {
         send(&mut pace, &mut now, at(1040));
         let rest = send(&mut pace, &mut now, at(1940));
         assert!((10_500..=12_000).contains(&rest), "{rest}");
+    }
+
+    #[test]
+    fn what_is_not_acknowledged_has_a_burst_and_a_rate() {
+        let mut pace = FreePace::default();
+        let mut now = at(5);
+        let mut sent = 0;
+        while pace.may_send(now).is_ok() {
+            pace.on_sent(KB);
+            sent += KB;
+        }
+        assert_eq!(sent as i64, FREE_BURST, "all of the burst, at once");
+        let begin = now;
+        let mut pauses = 0;
+        while now < begin + FREE_PERIOD * 100 {
+            match pace.may_send(now) {
+                Ok(()) => {
+                    pace.on_sent(KB);
+                    sent += KB;
+                }
+                Err(at) => {
+                    assert!(at > now);
+                    now = at;
+                    pauses += 1;
+                }
+            }
+        }
+        let bursts = sent as i64 / FREE_BURST;
+        assert!((99..=102).contains(&bursts), "{bursts}");
+        assert!(pauses <= 4 * 101, "{pauses}");
+        // After a rest the burst is there again, and no more.
+        assert_eq!(pace.may_send(now + FREE_PERIOD * 1000), Ok(()));
+        assert_eq!(pace.credit, FREE_BURST);
     }
 
     #[test]

@@ -246,7 +246,7 @@ impl QueuePair {
         self.flush_receives(ctx);
         self.overflowed = false;
         if self.config.srq.is_some() {
-            // It takes no more from the shared queue, and what it had taken is flushed (IBA 10.2.9.3).
+            // It takes no more from the shared queue, and what it had taken is flushed (IBA 10.2.9).
             ctx.events.push(AsyncEvent::LastWqeReached(self.config.qpn));
         }
     }

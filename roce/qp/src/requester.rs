@@ -68,6 +68,8 @@ pub(crate) struct Requester {
     window_closed: bool,
     /// The drained send queue was reported.
     pub(crate) drained: bool,
+    /// Packets without acknowledgement wait for this.
+    paced_until: Option<Instant>,
 }
 
 /// Why the requester goes back.
@@ -107,6 +109,7 @@ impl Requester {
             read_in_pieces: false,
             window_closed: false,
             drained: false,
+            paced_until: None,
         }
     }
 
@@ -193,6 +196,7 @@ impl QueuePair {
     pub fn wait_reason(&self) -> WaitReason {
         match self.gate() {
             Err(reason) => reason,
+            Ok(()) if self.req.paced_until.is_some() => WaitReason::Pace,
             Ok(()) if self.req.window_closed => WaitReason::Window,
             Ok(()) => WaitReason::Ready,
         }
@@ -201,6 +205,7 @@ impl QueuePair {
     /// Sends one request packet, after executing the local operations that are due before it.
     pub(crate) fn transmit_request(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Step {
         self.req.window_closed = false;
+        self.req.paced_until = None;
         loop {
             if self.gate().is_err() {
                 return Step::Idle;
@@ -221,7 +226,11 @@ impl QueuePair {
             let wqe = &self.sq.wqes[self.req.cur];
             let cost = wqe.cost(self.req.next, to, self.mtu);
             let sent = if !self.reliable {
-                self.emit_unacknowledged(ctx, tx, to)
+                if let Err(at) = ctx.window.may_send_freely(ctx.now) {
+                    self.req.paced_until = Some(at);
+                    return Step::Idle;
+                }
+                self.emit_unacknowledged(ctx, tx, to, cost)
             } else if self.fits(ctx, wqe.kind(), cost) {
                 self.emit_next(ctx, tx, to, cost)
             } else {
@@ -328,8 +337,15 @@ impl QueuePair {
     }
 
     /// Sends the next packet of a service without acknowledgements: what is sent is done.
-    fn emit_unacknowledged(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink, to: Seq) -> Result<(), Unsent> {
+    fn emit_unacknowledged(
+        &mut self,
+        ctx: &mut Ctx<'_>,
+        tx: &mut impl TxSink,
+        to: Seq,
+        cost: usize,
+    ) -> Result<(), Unsent> {
         self.emit_request(self.req.cur, self.req.next, to, false, TxKind::Request, tx)?;
+        ctx.window.on_sent_freely(cost);
         let req = &mut self.req;
         req.cur += usize::from(to == self.sq.wqes[req.cur].end());
         (req.una, req.next, req.top) = (to, to, to);
@@ -515,7 +531,10 @@ impl QueuePair {
     /// When [`QueuePair::handle_timeout`] wants to be called next.
     pub fn next_timeout(&self) -> Option<Instant> {
         let reply = self.resp.replies.paced_until.filter(|_| self.may_reply());
-        [self.next_request_timeout(), reply].into_iter().flatten().min()
+        [self.next_request_timeout(), reply, self.req.paced_until]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
     fn next_request_timeout(&self) -> Option<Instant> {
@@ -544,6 +563,9 @@ impl QueuePair {
     pub fn handle_timeout(&mut self, ctx: &mut Ctx<'_>) {
         if self.resp.replies.paced_until.is_some_and(|at| at <= ctx.now) {
             self.resp.replies.paced_until = None;
+        }
+        if self.req.paced_until.is_some_and(|at| at <= ctx.now) {
+            self.req.paced_until = None;
         }
         if self.next_request_timeout().is_none_or(|at| at > ctx.now) {
             return;

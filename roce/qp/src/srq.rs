@@ -61,7 +61,7 @@ struct Inner {
 }
 
 impl Inner {
-    /// Whether the limit is armed and passed; it is disarmed then (IBA 10.2.9.4).
+    /// Whether the limit is armed and passed; it is disarmed then (IBA 10.2.9).
     fn passes_limit(&mut self) -> bool {
         let passed = (self.wqes.len() as u64) < u64::from(self.limit);
         if passed {

@@ -4,7 +4,7 @@ use core::time::Duration;
 
 use roce_verbs::Instant;
 
-use crate::pace::Pace;
+use crate::pace::{FreePace, Pace};
 
 /// Limits of a [`Window`], bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -78,6 +78,7 @@ pub struct Window {
     /// Size and threshold before a timeout that may prove unfounded.
     before: Option<(usize, usize)>,
     pace: Pace,
+    free: FreePace,
 }
 
 impl Window {
@@ -97,6 +98,7 @@ impl Window {
             queue: Queue::Empty,
             before: None,
             pace: Pace::default(),
+            free: FreePace::default(),
         }
     }
 
@@ -236,6 +238,16 @@ impl Window {
     /// READ responses were sent.
     pub fn on_responded(&mut self, bytes: usize) {
         self.pace.on_sent(bytes);
+    }
+
+    /// Whether packets that nobody acknowledges may be sent now, or when.
+    pub fn may_send_freely(&mut self, now: Instant) -> Result<(), Instant> {
+        self.free.may_send(now)
+    }
+
+    /// Packets that nobody acknowledges were sent.
+    pub fn on_sent_freely(&mut self, bytes: usize) {
+        self.free.on_sent(bytes);
     }
 
     /// The peer asks for a READ again, of which `arrived` bytes in a row came to it and `lost` more were sent, the last of

@@ -423,7 +423,7 @@ impl World {
             while queue.len() < wanted
                 && let Some(slot) = s.free.pop()
             {
-                let wr_id = RECV | 1 << 62 | s.next << 8 | slot as u64;
+                let wr_id = RECV | 1 << 62 | (i as u64) << 56 | s.next << 8 | slot as u64;
                 s.next += 1;
                 let sges = [pieces(&s.buffers, slot * SLOT, SLOT)];
                 let posted = queue.post(&RecvWr { wr_id, sges: &sges });
@@ -582,10 +582,12 @@ impl World {
         if from_shared != (f.shared || f.qp_type == QpType::XrcIni) {
             return Err("a receive of the wrong queue".into());
         }
+        let mut queue = None;
         let (buffers, slot) = if from_shared {
             let slot = s.outstanding.remove(&wc.wr_id);
             let slot = slot.ok_or("a shared receive that is not outstanding (twice?)")?;
             s.free.push(slot);
+            queue = Some((wc.wr_id >> 56 & 3) as usize);
             (&s.buffers, slot)
         } else {
             (&f.buffers, (wc.wr_id & !RECV) as usize)
@@ -599,6 +601,10 @@ impl World {
         let (named, seq) = ((wc.imm >> 16) as usize, (wc.imm & 0xffff) as usize);
         let m = f.messages.get(seq).filter(|_| named == flow && seq < f.posted);
         let m = m.ok_or("a message that nobody has sent")?;
+        let expected = if f.qp_type == QpType::XrcIni { m.queue } else { 0 };
+        if queue.is_some_and(|q| q != expected) {
+            return Err(format!("message {seq} of flow {flow} came to queue {queue:?}: {m:?}"));
+        }
         check_arrival(f, flow, seq, m, wc, buffers, slot)?;
         // A network that doubles or swaps packets may do so with messages of one packet.
         let next = match f.qp_type {
@@ -608,6 +614,12 @@ impl World {
         };
         if !next {
             return Err(format!("flow {flow}: message {seq} after {:?}", f.arrived.last()));
+        }
+        if !from_shared && slot != f.arrived.len() {
+            return Err(format!(
+                "flow {flow}: receive {slot} was used after {} others",
+                f.arrived.len()
+            ));
         }
         f.arrived.push(seq);
         self.stats.messages += 1;

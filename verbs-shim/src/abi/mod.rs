@@ -7,6 +7,8 @@
 mod attr;
 mod consts;
 mod context;
+#[cfg(test)]
+mod layout;
 mod objects;
 mod wr;
 

@@ -3,7 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 
 use roce::{Mtu, RejectReason};
-use roce_cm::{AcceptArgs, ConnectArgs, ListenArgs, RemoteQp, ResolveArgs, SidrAnswer};
+use roce_cm::{AcceptArgs, ConnectArgs, ListenArgs, RemoteQp, ResolveArgs, SidrAnswer, cma::PortSpace};
 
 use super::Result;
 
@@ -33,6 +33,8 @@ pub(crate) trait Backend: Send {
     type Handle: Handle;
     /// Membership in a multicast group; dropping it leaves.
     type Member: Send;
+    /// A port kept from other processes; dropping it gives it back.
+    type Hold: Send;
 
     /// The device that has a local address.
     ///
@@ -46,6 +48,12 @@ pub(crate) trait Backend: Send {
     fn source_for(&mut self, remote: SocketAddr) -> Result<IpAddr>;
     /// An address of some device, for programs that name none.
     fn some_address(&mut self, v6: bool) -> Option<IpAddr>;
+    /// Keeps a port from other processes, on one address or all; port 0: any that is free. Returns the port too: 0 when
+    /// nobody else minds.
+    ///
+    /// # Errors
+    /// EADDRINUSE when another process has it.
+    fn reserve(&mut self, space: PortSpace, port: u16, addr: Option<IpAddr>, reuse: bool) -> Result<(u16, Self::Hold)>;
     /// Listens.
     ///
     /// # Errors

@@ -101,11 +101,11 @@ impl<B: Backend> Ucma<B> {
             }
             Cmd::BindIp => {
                 let cmd: abi::BindIp = c.get()?;
-                done(self.bind(c.fd, cmd.id, Addr::parse(&cmd.addr)?))
+                done(self.bind(c.fd, cmd.id, Addr::parse(&cmd.addr)?, true))
             }
             Cmd::Bind => {
                 let cmd: abi::Bind = c.get()?;
-                done(self.bind(c.fd, cmd.id, Addr::parse_sized(&cmd.addr, cmd.addr_size)?))
+                done(self.bind(c.fd, cmd.id, Addr::parse_sized(&cmd.addr, cmd.addr_size)?, true))
             }
             Cmd::ResolveIp => self.resolve_ip(c),
             Cmd::ResolveAddr => self.resolve_sized(c),

@@ -81,7 +81,7 @@ impl<B: Backend> Ucma<B> {
         let ctx = self.get(fd, id)?;
         ctx.check(Op::Listen)?;
         if ctx.state == State::Idle {
-            self.bind(fd, id, Addr::Ip(SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0))))?;
+            self.bind(fd, id, Addr::Ip(SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0))), true)?;
         }
         let ctx = self.get(fd, id)?;
         let (space, port) = (ctx.space, ctx.local.port());
@@ -356,7 +356,7 @@ impl<B: Backend> Ucma<B> {
         (new.local, new.remote) = (Addr::Ip(way.0), Addr::Ip(way.1));
         (new.place, new.path, new.handle) = (Some(place), path, Some(conn));
         (new.tos, new.ack_timeout) = (ctx.tos, ctx.ack_timeout);
-        new.state = State::Connect;
+        (new.state, new.passive) = (State::Connect, true);
         let param = path.map_or(Param::None, Param::Conn);
         let event = Event::new(EventType::ConnectRequest)
             .with(param)

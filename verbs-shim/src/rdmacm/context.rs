@@ -95,6 +95,8 @@ pub(crate) struct Context<B: Backend> {
     pub(crate) remote: Addr,
     /// Whether `local` has a port of the process's table.
     pub(crate) bound: bool,
+    /// Keeps that port from other processes, if it was chosen by or for a program that may listen.
+    pub(crate) hold: Option<B::Hold>,
     /// The device, once the local address is known.
     pub(crate) place: Option<Place>,
     /// Its listener, connection or resolution.
@@ -104,6 +106,8 @@ pub(crate) struct Context<B: Backend> {
     pub(crate) qpn: u32,
     pub(crate) srq: bool,
     pub(crate) qkey: Option<u32>,
+    /// It came as a request.
+    pub(crate) passive: bool,
     /// The peer's queue pair: known in a request and after a reply.
     pub(crate) path: Option<RemoteQp>,
     /// What to ask again if nobody listens yet.
@@ -130,12 +134,14 @@ impl<B: Backend> Context<B> {
             local: any,
             remote: any,
             bound: false,
+            hold: None,
             place: None,
             handle: None,
             psn: random() & 0x00ff_ffff,
             qpn: 0,
             srq: false,
             qkey: None,
+            passive: false,
             path: None,
             again: None,
             responder_resources: 0,

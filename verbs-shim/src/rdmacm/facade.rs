@@ -6,11 +6,12 @@ use std::{
     net::{IpAddr, SocketAddr},
     os::fd::{AsRawFd, OwnedFd},
     sync::{Arc, Weak},
+    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
-use roce::{Membership, Mtu, RawCm, RawCmEvent, RawEvent, RawId, RejectReason, VerbsError, iface};
-use roce_cm::{AcceptArgs, ConnectArgs, ListenArgs, ResolveArgs, SidrAnswer};
+use roce::{Membership, Mtu, PortHold, RawCm, RawCmEvent, RawEvent, RawId, RejectReason, VerbsError, iface};
+use roce_cm::{AcceptArgs, ConnectArgs, ListenArgs, ResolveArgs, SidrAnswer, cma::PortSpace};
 
 use super::{
     Errno, Result,
@@ -20,10 +21,25 @@ use super::{
 use crate::{config, device, engine::Engine};
 
 /// The connection manager while it is in use.
-struct Link {
+pub(crate) struct Link {
     cm: Arc<RawCm>,
     /// Keeps the device open.
     engine: Arc<Engine>,
+    /// Runs [`bring_news`].
+    thread: JoinHandle<()>,
+}
+
+impl Link {
+    /// Lets the device go. When this returns, and nobody else has it, its address may be opened anew. Not to be called
+    /// with a lock that the thread takes.
+    pub(crate) fn end(self) {
+        let Self { cm, engine, thread } = self;
+        drop(cm);
+        if thread.join().is_err() {
+            tracing::error!("the thread for connection events has failed");
+        }
+        drop(engine);
+    }
 }
 
 /// How long what is known of an address is believed.
@@ -53,17 +69,16 @@ impl Facade {
             let cm = Arc::new(engine.device.raw_cm()?);
             let readable = cm.as_fd().try_clone_to_owned()?;
             let weak = Arc::downgrade(&cm);
-            std::thread::Builder::new()
-                .name("ferroce cm".into())
-                .spawn(move || bring_news(&weak, &readable))?;
-            self.link = Some(Link { cm, engine });
+            let thread = std::thread::Builder::new().name("ferroce cm".into());
+            let thread = thread.spawn(move || bring_news(&weak, &readable))?;
+            self.link = Some(Link { cm, engine, thread });
         }
         self.link.as_ref().map(|l| &*l.cm).ok_or(Errno::IO)
     }
 
-    /// Lets the device go, as far as nobody else has it.
-    pub(crate) fn close(&mut self) {
-        self.link = None;
+    /// Gives up the link, which is to be ended.
+    pub(crate) fn close(&mut self) -> Option<Link> {
+        self.link.take()
     }
 
     /// Forgets the device of the process that this one was forked from, without touching it.
@@ -170,6 +185,14 @@ fn translate(event: RawEvent) -> Option<News<Id>> {
     })
 }
 
+/// The error when a port can't be had.
+fn in_use(e: VerbsError) -> Errno {
+    match e {
+        VerbsError::Address(_) => Errno(libc::EADDRINUSE),
+        other => other.into(),
+    }
+}
+
 /// The path MTU of a device: what its interface carries, unless less was asked for.
 fn path_mtu(device: &device::VerbsDevice) -> Result<Mtu> {
     let carries = Mtu::for_interface(device.interface_mtu()).ok_or(Errno::INVAL)?;
@@ -180,6 +203,7 @@ impl Backend for Facade {
     type Handle = Id;
     /// None for who only sends.
     type Member = Option<Membership>;
+    type Hold = PortHold;
 
     fn place_of(&mut self, local: IpAddr) -> Result<Place> {
         self.places.retain(|_, (seen, _)| seen.elapsed() < FRESH);
@@ -228,12 +252,13 @@ impl Backend for Facade {
         fits.first().copied()
     }
 
+    fn reserve(&mut self, space: PortSpace, port: u16, addr: Option<IpAddr>, reuse: bool) -> Result<(u16, PortHold)> {
+        let hold = self.cm()?.reserve(space, port, addr, reuse).map_err(in_use)?;
+        Ok((hold.port(), hold))
+    }
+
     fn listen(&mut self, args: &ListenArgs) -> Result<Id> {
-        match self.cm()?.listen(args) {
-            Ok(id) => Ok(Id(id)),
-            Err(VerbsError::Address(_)) => Err(Errno(libc::EADDRINUSE)),
-            Err(e) => Err(e.into()),
-        }
+        Ok(Id(self.cm()?.listen(args).map_err(in_use)?))
     }
 
     fn connect(&mut self, args: &ConnectArgs) -> Result<Id> {

@@ -166,12 +166,13 @@ unsafe extern "C" fn rdma_destroy_event_channel(channel: *mut RdmaEventChannel) 
 fn forget_channel(fd: RawFd) {
     if CHANNELS.remove(fd) {
         let ended = catch_unwind(|| {
-            with(|ucma| {
+            let link = with(|ucma| {
                 ucma.close_channel(fd);
-                if ucma.is_idle() {
-                    ucma.backend.close();
-                }
+                ucma.is_idle().then(|| ucma.backend.close()).flatten()
             });
+            if let Some(link) = link {
+                link.end();
+            }
         });
         if ended.is_err() {
             tracing::error!("closing an event channel failed");

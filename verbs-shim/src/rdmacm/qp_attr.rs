@@ -12,18 +12,22 @@ use super::{
     state::State,
 };
 
-/// What the transitions of reliable queue pairs have beyond those of unreliable ones.
-const RELIABLE_RTR: QpAttrMask = QpAttrMask::MAX_DEST_RD_ATOMIC.union(QpAttrMask::MIN_RNR_TIMER);
-const RELIABLE_RTS: QpAttrMask = QpAttrMask::RETRY_CNT
+/// What answers reliably: RC, and the target of an XRC connection.
+const RESPONDER: QpAttrMask = QpAttrMask::MAX_DEST_RD_ATOMIC.union(QpAttrMask::MIN_RNR_TIMER);
+/// What asks reliably: RC, and the initiator of an XRC connection.
+const REQUESTER: QpAttrMask = QpAttrMask::RETRY_CNT
     .union(QpAttrMask::RNR_RETRY)
-    .union(QpAttrMask::MAX_RD_ATOMIC)
-    .union(QpAttrMask::TIMEOUT);
+    .union(QpAttrMask::MAX_RD_ATOMIC);
 
-/// `mask` for reliable transports, nothing for others.
-fn if_reliable(transport: ConnTransport, mask: QpAttrMask) -> QpAttrMask {
+/// What the transitions to RTR and RTS have beyond those of unreliable queue pairs (`cm_init_qp_rtr_attr`,
+/// `cm_init_qp_rts_attr`).
+fn extra(transport: ConnTransport, passive: bool) -> (QpAttrMask, QpAttrMask) {
+    let none = QpAttrMask::empty();
     match transport {
-        ConnTransport::Rc | ConnTransport::Xrc => mask,
-        ConnTransport::Uc => QpAttrMask::empty(),
+        ConnTransport::Rc => (RESPONDER, REQUESTER | QpAttrMask::TIMEOUT),
+        ConnTransport::Xrc if passive => (RESPONDER, QpAttrMask::TIMEOUT),
+        ConnTransport::Xrc => (none, REQUESTER | QpAttrMask::TIMEOUT),
+        ConnTransport::Uc => (none, none),
     }
 }
 
@@ -84,7 +88,7 @@ fn rtr<B: Backend>(ctx: &Context<B>, attr: &mut QpAttrResp) -> Result<QpAttrMask
     attr.rq_psn = ctx.psn;
     attr.max_dest_rd_atomic = path.responder_resources;
     let base = QpAttrMask::STATE | QpAttrMask::AV | QpAttrMask::PATH_MTU | QpAttrMask::DEST_QPN | QpAttrMask::RQ_PSN;
-    Ok(base | if_reliable(path.transport, RELIABLE_RTR))
+    Ok(base | extra(path.transport, ctx.passive).0)
 }
 
 fn rts<B: Backend>(ctx: &Context<B>, attr: &mut QpAttrResp) -> Result<QpAttrMask> {
@@ -94,5 +98,5 @@ fn rts<B: Backend>(ctx: &Context<B>, attr: &mut QpAttrResp) -> Result<QpAttrMask
     attr.rnr_retry = path.rnr_retry;
     attr.max_rd_atomic = path.initiator_depth;
     attr.timeout = path.timeout;
-    Ok(QpAttrMask::STATE | QpAttrMask::SQ_PSN | if_reliable(path.transport, RELIABLE_RTS))
+    Ok(QpAttrMask::STATE | QpAttrMask::SQ_PSN | extra(path.transport, ctx.passive).1)
 }

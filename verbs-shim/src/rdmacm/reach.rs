@@ -35,11 +35,12 @@ fn needs_scope(addr: &Addr) -> bool {
 }
 
 impl<B: Backend> Ucma<B> {
-    /// Gives an id its local address (`rdma_bind_addr`).
+    /// Gives an id its local address (`rdma_bind_addr`). `keep`: the port is kept from other processes as well, since the
+    /// program may be going to listen.
     ///
     /// # Errors
     /// EINVAL when it has one, EADDRINUSE and EADDRNOTAVAIL when it can't have this one, ENODEV when no device has it.
-    pub(crate) fn bind(&mut self, fd: RawFd, id: u32, local: Addr) -> Result<()> {
+    pub(crate) fn bind(&mut self, fd: RawFd, id: u32, local: Addr, keep: bool) -> Result<()> {
         let (ctx, backend) = self.get_with(fd, id)?;
         ctx.check(Op::Bind)?;
         if needs_scope(&local) {
@@ -66,11 +67,34 @@ impl<B: Backend> Ucma<B> {
             reuse: ctx.reuse,
             afonly,
         };
-        let port = self.ports.bind(space as u16, owner)?;
+        let (port, hold) = self.take_port(space, owner, keep)?;
         let ctx = self.get(fd, id)?;
+        ctx.hold = hold;
         (ctx.space, ctx.local, ctx.remote) = (space, local.with_port(port), remote);
         (ctx.place, ctx.bound, ctx.afonly) = (place, true, Some(afonly));
         ctx.step(Op::Bind)
+    }
+
+    /// Gives an id a port, and says which.
+    fn take_port(&mut self, space: PortSpace, owner: Owner, keep: bool) -> Result<(u16, Option<B::Hold>)> {
+        let addr = owner.local.ip().filter(|_| keep);
+        let (number, port) = (space as u16, owner.local.port());
+        let Some(addr) = addr else {
+            return Ok((self.ports.bind(number, owner)?, None));
+        };
+        let addr = Some(addr.ip()).filter(|ip| !ip.is_unspecified());
+        if port != 0 {
+            self.ports.bind(number, owner)?;
+            let kept = self.backend.reserve(space, port, addr, owner.reuse);
+            let kept = kept.inspect_err(|_| self.ports.release(number, port, owner.id))?;
+            return Ok((port, Some(kept.1)));
+        }
+        let (found, hold) = self.backend.reserve(space, 0, addr, owner.reuse)?;
+        let owner = Owner {
+            local: owner.local.with_port(found),
+            ..owner
+        };
+        Ok((self.ports.bind(number, owner)?, Some(hold)))
     }
 
     /// Finds the way to a peer (`rdma_resolve_addr`). ADDR_RESOLVED or ADDR_ERROR follows.
@@ -84,7 +108,7 @@ impl<B: Backend> Ucma<B> {
             return Err(Errno::NODEV);
         };
         if ctx.state == State::Idle {
-            self.bind(fd, id, src.unwrap_or_else(|| dst.any_like()))?;
+            self.bind(fd, id, src.unwrap_or_else(|| dst.any_like()), false)?;
         }
         let (ctx, backend) = self.get_with(fd, id)?;
         let Some(mut local) = ctx.local.ip().filter(|l| l.is_ipv4() == remote.is_ipv4()) else {

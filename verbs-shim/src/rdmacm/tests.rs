@@ -89,6 +89,7 @@ impl Fake {
 impl Backend for Fake {
     type Handle = Thing;
     type Member = Thing;
+    type Hold = Thing;
 
     fn place_of(&mut self, local: IpAddr) -> Result<Place> {
         let gid_index = match local.to_string().as_str() {
@@ -116,6 +117,11 @@ impl Backend for Fake {
 
     fn some_address(&mut self, v6: bool) -> Option<IpAddr> {
         (!v6).then(|| "10.0.0.1".parse().unwrap())
+    }
+
+    fn reserve(&mut self, space: PortSpace, port: u16, addr: Option<IpAddr>, _: bool) -> Result<(u16, Thing)> {
+        let hold = self.thing(format!("reserve {space:?} {port} {addr:?}"))?;
+        Ok((if port == 0 { 40_000 } else { port }, hold))
     }
 
     fn listen(&mut self, args: &ListenArgs) -> Result<Thing> {
@@ -493,6 +499,30 @@ fn a_refusal_carries_reason_and_data() {
 }
 
 #[test]
+fn ports_are_kept_from_other_processes() {
+    let mut p = Program::new();
+    let bind = |id: u32, addr: &str| Bytes::default().u64(0).raw(&sockaddr(addr).emit_in6()).u32(id);
+    let id = p.create(1, PortSpace::Tcp);
+    p.ucma.backend.fail.set(Some(Errno(libc::EADDRINUSE)));
+    assert_eq!(
+        p.run(Cmd::BindIp, bind(id, "10.0.0.1:7471")),
+        Err(Errno(libc::EADDRINUSE))
+    );
+    p.run(Cmd::BindIp, bind(id, "10.0.0.1:7471"))
+        .expect("it is free now, and was not kept by the first attempt");
+    assert_eq!(p.log.take(), ["reserve Tcp 7471 Some(10.0.0.1) -> 1"]);
+    p.destroy(id);
+    assert_eq!(p.log.take(), ["end 1"]);
+    let id = p.create(2, PortSpace::Udp);
+    p.run(Cmd::BindIp, bind(id, "0.0.0.0:0")).unwrap();
+    assert_eq!(p.log.take(), ["reserve Udp 0 None -> 2"]);
+    assert_eq!(p.ucma.get(p.fd, id).unwrap().local.port(), 40_000);
+    // Who only connects needs no port that others don't have.
+    p.routed(3, PortSpace::Tcp);
+    assert_eq!(p.log.take(), [""; 0]);
+}
+
+#[test]
 fn who_connects_too_early_asks_again() {
     let mut p = Program::new();
     let id = p.routed(1, PortSpace::Tcp);
@@ -644,7 +674,8 @@ fn groups_are_joined_and_left() {
     assert_eq!(ud.ah_attr.dgid, sockaddr("239.1.2.3:0").gid());
     let left = p.number(Cmd::LeaveMcast, Bytes::default().u64(1).u32(member).u32(0));
     assert_eq!(left, 1);
-    assert_eq!(p.log.take(), ["join 10.0.0.1 239.1.2.3 false -> 1", "end 1"]);
+    let log = p.log.take();
+    assert_eq!(log[1..], ["join 10.0.0.1 239.1.2.3 false -> 2", "end 2"]);
     assert_eq!(p.destroy(id), 1, "the join counts for the id as well");
 }
 

@@ -93,6 +93,7 @@ pub(super) struct Broker {
     pub(super) tracker: Tracker,
     orphans: Orphans,
     pub(super) deferred: Vec<Deferred>,
+    pub(super) contested: Vec<Deferred>,
     pub(super) questions: Vec<Question>,
     pub(super) counters: BTreeMap<&'static str, u64>,
     started: Instant,
@@ -138,6 +139,7 @@ impl Broker {
             tracker: Tracker::default(),
             orphans: Orphans::default(),
             deferred: Vec::new(),
+            contested: Vec::new(),
             questions: Vec::new(),
             counters: BTreeMap::new(),
             started: time,
@@ -343,9 +345,10 @@ impl Broker {
         }
     }
 
-    /// Whether members of a former broker may still come back.
+    /// Whether members of a former broker may still come back, or tell what they had.
     pub(super) fn is_settling(&self, now: Instant) -> bool {
-        now < self.started + SETTLE && !self.slots.absent().is_empty()
+        let waiting = !self.slots.absent().is_empty() || self.clients.iter().any(|(_, c)| c.restoring);
+        waiting && now < self.started + SETTLE
     }
 
     /// Adds a group whose vault came from somewhere, or that was just opened.
@@ -386,7 +389,7 @@ impl Broker {
                 if !self.groups.get_mut(key).is_some_and(|gsi| gsi.is_sound(&meta, &bytes)) {
                     return self.count("icrc_errors");
                 }
-                self.route_mad(key, &meta, &bytes, &mad);
+                self.route_mad(key, &meta, &bytes, mad.as_slice());
             }
         }
     }

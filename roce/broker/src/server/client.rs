@@ -35,6 +35,8 @@ pub(super) struct Client {
     /// Groups that it has sockets of.
     pub(super) opened: BTreeSet<usize>,
     pub(super) since: Instant,
+    /// It had a place with a former broker, and has not told yet all that went with it.
+    pub(super) restoring: bool,
     waiting: VecDeque<(Vec<u8>, Vec<OwnedFd>)>,
 }
 
@@ -57,6 +59,7 @@ impl Client {
             place: None,
             opened: BTreeSet::new(),
             since: now,
+            restoring: false,
             waiting: VecDeque::new(),
         })
     }

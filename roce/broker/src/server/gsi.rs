@@ -30,7 +30,7 @@ pub(super) struct Arrival {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum Target {
     /// A management datagram.
-    Gsi([u8; mad::MAD_LEN]),
+    Gsi(Box<[u8; mad::MAD_LEN]>),
     /// A queue pair of a member.
     Member(Place),
     /// Nobody; the name of the counter.
@@ -61,7 +61,7 @@ pub(super) fn target(bytes: &[u8]) -> Target {
         .deth
         .filter(|d| d.qkey == QKey::GSI && d.src_qp == Qpn::GSI);
     match (bth.opcode, deth, packet.payload.try_into()) {
-        (Opcode::UdSendOnly, Some(_), Ok(mad)) => Target::Gsi(mad),
+        (Opcode::UdSendOnly, Some(_), Ok(mad)) => Target::Gsi(Box::new(mad)),
         _ => Target::Nobody("drop_bad_mad"),
     }
 }
@@ -213,7 +213,7 @@ mod tests {
         };
         let mad = [7; mad::MAD_LEN];
         let mut bytes = wrap(&flow, Psn::new(1), &mad);
-        assert_eq!(target(&bytes), Target::Gsi(mad));
+        assert_eq!(target(&bytes), Target::Gsi(Box::new(mad)));
         assert_eq!(target(&bytes[..40]), Target::Nobody("drop_bad_mad"));
         assert_eq!(target(&bytes[..9]), Target::Nobody("drop_malformed"));
         bytes[7] = 0;

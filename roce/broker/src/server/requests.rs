@@ -13,7 +13,7 @@ use roce_verbs::Instant;
 
 use super::{
     broker::{Broker, random},
-    state::boot_time,
+    state::{self, boot_time},
 };
 use crate::{
     group::{Group, GroupError, family_addresses},
@@ -28,7 +28,7 @@ const REPORT_TIME: Duration = Duration::from_secs(2);
 /// The longest name of a process that is kept, bytes.
 const MAX_NAME: usize = 64;
 
-/// A request that waits for members of a former broker.
+/// A request that waits: for members of a former broker, or for processes to leave whose end is not known yet.
 pub(super) struct Deferred {
     client: usize,
     seq: u64,
@@ -51,6 +51,8 @@ enum Outcome {
     Reply(Reply, Vec<OwnedFd>),
     /// Try again when the members of a former broker are back.
     Later,
+    /// Somebody else has it. Try once more when all that was to be read is read: who has it may be gone.
+    InUse(Refusal, String),
     /// The answer comes by itself.
     Pending,
 }
@@ -75,6 +77,7 @@ impl Broker {
     pub(super) fn on_request(&mut self, client: usize, seq: u64, request: Request, fds: Vec<OwnedFd>) {
         let outcome = self.handle(client, seq, &request, fds);
         match outcome {
+            Outcome::InUse(..) => self.contested.push(Deferred { client, seq, request }),
             Outcome::Reply(reply, fds) => self.reply(client, seq, reply, fds),
             Outcome::Later => self.deferred.push(Deferred { client, seq, request }),
             Outcome::Pending => {}
@@ -93,6 +96,27 @@ impl Broker {
         for d in std::mem::take(&mut self.deferred) {
             self.on_request(d.client, d.seq, d.request, vec![]);
         }
+        let contested = std::mem::take(&mut self.contested);
+        if !contested.is_empty() {
+            self.remove_dead();
+        }
+        for d in contested {
+            match self.handle(d.client, d.seq, &d.request, vec![]) {
+                Outcome::Reply(reply, fds) => self.reply(d.client, d.seq, reply, fds),
+                Outcome::InUse(why, text) => self.reply(d.client, d.seq, Reply::Refused { why, text }, vec![]),
+                Outcome::Later => self.deferred.push(d),
+                Outcome::Pending => {}
+            }
+        }
+    }
+
+    /// Processes that have ended, although no event has told yet.
+    fn remove_dead(&mut self) {
+        let dead = self.clients.iter().filter(|(_, c)| !state::is_alive(c.process));
+        let keys: Vec<usize> = dead.map(|(key, _)| key).collect();
+        for key in keys {
+            self.remove(key, false);
+        }
     }
 
     fn handle(&mut self, client: usize, seq: u64, request: &Request, fds: Vec<OwnedFd>) -> Outcome {
@@ -100,8 +124,19 @@ impl Broker {
         match (request, place) {
             (Request::Hello { version, name, rejoin }, None) => self.hello(client, *version, name, *rejoin),
             (Request::Statistics, _) => self.ask(client, seq),
-            (Request::Restore { bindings, connections }, Some(place)) => {
-                self.restore(client, place, bindings, connections)
+            (
+                Request::Restore {
+                    bindings,
+                    connections,
+                    done,
+                },
+                Some(place),
+            ) => {
+                self.restore(client, place, bindings, connections);
+                if let Some(c) = self.clients.get_mut(client) {
+                    c.restoring &= !done;
+                }
+                Outcome::Reply(Reply::Done, vec![])
             }
             (Request::Open { addr, again }, Some(place)) => self.open(client, place, *addr, *again, fds),
             (Request::Bind { service, addr, reuse }, Some(place)) => self.bind(client, place, *service, *addr, *reuse),
@@ -138,11 +173,12 @@ impl Broker {
                     Refusal::PlaceTaken,
                     "the numbers that the process has are another's now",
                 ),
-                None => refused(Refusal::Full, format!("all {} places are taken", SLOTS - 1)),
+                None => Outcome::InUse(Refusal::Full, format!("all {} places are taken", SLOTS - 1)),
             };
         };
         if let Some(c) = self.clients.get_mut(client) {
             c.place = Some(place);
+            c.restoring = rejoin.is_some();
             tracing::info!(
                 pid = process.pid,
                 name = c.name,
@@ -156,9 +192,9 @@ impl Broker {
         Outcome::Reply(Reply::Welcome { place }, vec![])
     }
 
-    fn restore(&mut self, client: usize, place: Place, bindings: &[Binding], connections: &[Connection]) -> Outcome {
+    fn restore(&mut self, client: usize, place: Place, bindings: &[Binding], connections: &[Connection]) {
         let Some(process) = self.clients.get(client).map(|c| c.process) else {
-            return Outcome::Pending;
+            return;
         };
         for binding in bindings {
             self.ports.restore(place, process, binding.clone());
@@ -166,7 +202,6 @@ impl Broker {
         for conn in connections {
             self.tracker.restore(place, *conn);
         }
-        done()
     }
 
     fn open(&mut self, client: usize, place: Place, addr: IpAddr, again: bool, vaults: Vec<OwnedFd>) -> Outcome {
@@ -276,7 +311,7 @@ impl Broker {
         };
         match self.ports.bind(place, process, service, addr, reuse, start) {
             Ok(service) => Outcome::Reply(Reply::Bound { service }, vec![]),
-            Err(_) => refused(Refusal::PortInUse, port_text(service, addr)),
+            Err(_) => Outcome::InUse(Refusal::PortInUse, port_text(service, addr)),
         }
     }
 
@@ -289,7 +324,7 @@ impl Broker {
         };
         match self.ports.listen(place, process, service, addr) {
             Ok(()) => done(),
-            Err(_) => refused(Refusal::PortInUse, port_text(service, addr)),
+            Err(_) => Outcome::InUse(Refusal::PortInUse, port_text(service, addr)),
         }
     }
 
@@ -329,6 +364,7 @@ impl Broker {
             q.reports.remove(&client);
         }
         self.deferred.retain(|d| d.client != client);
+        self.contested.retain(|d| d.client != client);
     }
 
     pub(super) fn end_questions(&mut self, now: Instant) {

@@ -135,7 +135,10 @@ fn events(device: &Device, pd: &Pd, channel: &EventChannel) {
             }
             kind => {
                 let text = format!("{kind:?}");
-                tell(format_args!("event {}", text.split([' ', '{', '(']).next().unwrap_or_default()));
+                tell(format_args!(
+                    "event {}",
+                    text.split([' ', '{', '(']).next().unwrap_or_default()
+                ));
             }
         }
     }
@@ -190,12 +193,18 @@ fn member() {
             ["connect", ip, port] => {
                 let addr = SocketAddr::new(ip.parse().unwrap(), port.parse().unwrap());
                 let end = End::new(&device, &pd);
-                let id = device.connect(&channel, None, addr, &end.qp, ConnParams::default()).unwrap();
+                let id = device
+                    .connect(&channel, None, addr, &end.qp, ConnParams::default())
+                    .unwrap();
                 kept.push((id, Some(end.clone())));
                 let count = count.clone();
                 thread::spawn(move || {
                     // Sends are refused before the connection stands.
-                    while end.qp.state().is_ok_and(|s| s != roce::QpState::Rts && s != roce::QpState::Err) {
+                    while end
+                        .qp
+                        .state()
+                        .is_ok_and(|s| s != roce::QpState::Rts && s != roce::QpState::Err)
+                    {
                         thread::sleep(Duration::from_millis(1));
                     }
                     end.rounds(&count);

@@ -328,19 +328,7 @@ impl Manager {
                 return Ok(());
             }
         };
-        let waiting_here = self.sidr.waiting().filter(|s| s.listener == Some(listener)).count();
-        if waiting_here >= backlog as usize {
-            return Err(DropReason::Backlog);
-        }
-        if self.sidr.waiting().filter(|s| s.remote.ip() == remote).count() >= self.config.max_half_open_per_peer {
-            return Err(DropReason::HalfOpenPeer);
-        }
-        if self.sidr.waiting().count() >= self.config.max_half_open {
-            return Err(DropReason::HalfOpen);
-        }
-        if self.sidr.len() >= self.config.max_lingering {
-            return Err(DropReason::Connections);
-        }
+        self.admit_question(listener, backlog, remote)?;
         let id = self.table.fresh_id();
         let (Some(space), port) = (service.space(), service.0 as u16) else {
             return Err(DropReason::Field);
@@ -368,6 +356,41 @@ impl Manager {
             private_data: req.private_data[HEADER_LEN..].to_vec(),
         });
         Ok(())
+    }
+
+    /// Whether there is room for a question. Dropped when there is none: the peer repeats it.
+    fn admit_question(&mut self, listener: ListenId, backlog: u32, remote: IpAddr) -> Result<(), DropReason> {
+        let (mut all, mut here, mut theirs) = (0, 0, 0);
+        for s in self.sidr.waiting() {
+            all += 1;
+            here += usize::from(s.listener == Some(listener));
+            theirs += usize::from(s.remote.ip() == remote);
+        }
+        if here >= backlog as usize {
+            return Err(DropReason::Backlog);
+        }
+        if theirs >= self.config.max_half_open_per_peer {
+            return Err(DropReason::HalfOpenPeer);
+        }
+        if all >= self.config.max_half_open {
+            return Err(DropReason::HalfOpen);
+        }
+        if self.sidr.len() >= self.config.max_lingering && !self.forget_answer() {
+            return Err(DropReason::Connections);
+        }
+        Ok(())
+    }
+
+    /// Makes room: forgets the oldest answer that nobody holds any more.
+    fn forget_answer(&mut self) -> bool {
+        let mut answered = self.sidr.table.iter();
+        let oldest = answered.find(|(_, s)| s.detached && matches!(s.stage, Stage::Answered(_)));
+        let Some(id) = oldest.map(|(id, _)| *id) else {
+            return false;
+        };
+        self.sidr.remove(id);
+        self.counters.forgotten += 1;
+        true
     }
 
     fn refuse_sidr(&mut self, way: (IpAddr, IpAddr), tid: u64, req: &SidrReq, status: u8) {

@@ -238,3 +238,51 @@ fn a_listener_needs_an_address_of_ours_and_a_free_port() {
     a.port.cm_unlisten(id);
     a.port.cm_listen(Some(a.addr), SERVICE, 1).unwrap();
 }
+
+#[test]
+fn queue_pairs_that_are_not_connected_are_refused_and_others_say_what_they_are() {
+    use roce_port::{ListenArgs, PortSpace, RawCmEvent};
+    use roce_verbs::provider::VerbsError;
+    let (mut a, mut b) = (Host::new(1), Host::new(2));
+    let local = SocketAddr::new(a.addr, 0);
+    let remote = SocketAddr::new(b.addr, SERVICE);
+    let ud = QpInit {
+        qp_type: QpType::Ud,
+        ..a.init()
+    };
+    let ud = a.port.create_qp(ud).unwrap();
+    let refused = a.port.cm_connect(a.now, local, remote, ud, params(b""));
+    assert!(matches!(refused, Err(VerbsError::Invalid(_))), "{refused:?}");
+    // An unreliable connection: the request says so, and the queue pair comes up with what it takes.
+    let uc = |h: &Host| QpInit {
+        qp_type: QpType::Uc,
+        ..h.init()
+    };
+    let (qa, qb) = (uc(&a), uc(&b));
+    let (qa, qb) = (a.port.create_qp(qa).unwrap(), b.port.create_qp(qb).unwrap());
+    b.port
+        .cm_listen_raw(&ListenArgs {
+            addr: None,
+            space: PortSpace::Tcp,
+            port: SERVICE,
+            transport: Some(roce_port::ConnTransport::Uc),
+            backlog: 1,
+        })
+        .unwrap();
+    a.port.cm_connect(a.now, local, remote, qa, params(b"uc")).unwrap();
+    exchange(&mut a, &mut b);
+    let events = b.events();
+    let [PortCmEvent::Raw(RawCmEvent::Request { conn, path, .. })] = events.as_slice() else {
+        panic!("{events:?}")
+    };
+    assert_eq!((path.transport, path.qpn), (roce_port::ConnTransport::Uc, qa));
+    let args = roce_port::AcceptArgs::new(qb, Psn::new(5), params(b""));
+    b.port.cm_accept_raw(b.now, *conn, &args).unwrap();
+    exchange(&mut a, &mut b);
+    assert!(matches!(a.events().as_slice(), [PortCmEvent::Established { .. }]));
+    assert_eq!(a.port.qp_state(qa), Some(QpState::Rts));
+    assert!(matches!(
+        b.events().as_slice(),
+        [PortCmEvent::Raw(RawCmEvent::Established { .. })]
+    ));
+}

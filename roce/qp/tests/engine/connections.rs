@@ -320,3 +320,27 @@ fn the_wire_is_that_of_unreliable_connections() {
     );
     assert!(opcodes.iter().all(|(o, _)| o.info().class == Class::Write));
 }
+
+#[test]
+fn long_messages_go_out_at_a_pace_that_a_socket_can_take() {
+    let mut p = pair();
+    let len = 1 << 20;
+    let (src, dst) = (p.a.filled(len, 1), p.b.region(len));
+    p.b.recv(1, &[sge(&dst, 0, len)]);
+    p.a.send(1, SendOp::Send, &[sge(&src, 0, len)]);
+    let first = p.a.drain();
+    let bytes_out: usize = first.iter().map(|(_, b)| b.len()).sum();
+    assert!(bytes_out <= 128 << 10, "{bytes_out} bytes at once");
+    assert_eq!(p.a.qp.wait_reason(), roce_qp::WaitReason::Pace);
+    for (_, packet) in &first {
+        p.b.handle(packet);
+    }
+    let begin = p.now;
+    p.run();
+    assert_eq!(ids(&p.b.received()), [(1, WcStatus::Success)]);
+    assert_eq!(bytes(&dst, 0, len), pattern(len, 1));
+    // 4096 packets of 256 bytes weigh three times as much.
+    let took = p.now.saturating_since(begin);
+    assert!(took > std::time::Duration::from_millis(8), "{took:?}");
+    assert!(took < std::time::Duration::from_millis(40), "{took:?}");
+}

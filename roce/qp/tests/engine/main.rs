@@ -6,6 +6,7 @@ mod connections;
 mod datagrams;
 mod extended;
 mod faults;
+mod hostile;
 mod lifecycle;
 mod memory_placement;
 mod operations;

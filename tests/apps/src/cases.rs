@@ -1,0 +1,147 @@
+//! What a case is.
+
+use std::path::{Path, PathBuf};
+
+/// How the client knows that the server is ready.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ready {
+    /// It listens at the case's TCP port.
+    Listens,
+    /// It can't be seen from outside (it listens in RDMA_CM): the client is started again until it gets through.
+    Retry,
+    /// It reads nothing before the client is there.
+    AtOnce,
+}
+
+/// How a server ends.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ServerEnd {
+    /// By itself, with status 0.
+    Zero,
+    /// It serves for ever, and is stopped when the client is done.
+    Stopped,
+}
+
+/// A server beside the client.
+#[derive(Clone)]
+pub(crate) struct Server {
+    pub(crate) command: Vec<String>,
+    pub(crate) ready: Ready,
+    pub(crate) end: ServerEnd,
+}
+
+/// Something to run. `{addr}` in commands is the address of both sides, `{port}` a free TCP port, `{dir}` a fresh
+/// directory.
+#[derive(Clone)]
+pub(crate) struct Case {
+    pub(crate) name: String,
+    /// In the short set.
+    pub(crate) ci: bool,
+    /// Debian's package of the program.
+    pub(crate) package: &'static str,
+    pub(crate) server: Option<Server>,
+    pub(crate) client: Vec<String>,
+    /// Must be in what the client prints.
+    pub(crate) says: Option<&'static str>,
+    /// Environment of both sides.
+    pub(crate) env: Vec<(&'static str, &'static str)>,
+    /// How long it may take on a busy machine.
+    pub(crate) seconds: u64,
+    /// The suite of rdma-core's python tests, rather than a program.
+    pub(crate) python: bool,
+}
+
+fn words(text: &str) -> Vec<String> {
+    text.split_whitespace().map(str::to_owned).collect()
+}
+
+impl Case {
+    /// A program by itself.
+    pub(crate) fn alone(name: &str, package: &'static str, command: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            ci: false,
+            package,
+            server: None,
+            client: words(command),
+            says: None,
+            env: Vec::new(),
+            seconds: 120,
+            python: false,
+        }
+    }
+
+    /// A server that listens at a TCP port, and a client that ends it.
+    pub(crate) fn pair(name: &str, package: &'static str, server: &str, client: &str) -> Self {
+        Self {
+            server: Some(Server {
+                command: words(server),
+                ready: Ready::Listens,
+                end: ServerEnd::Zero,
+            }),
+            ..Self::alone(name, package, client)
+        }
+    }
+
+    pub(crate) fn ready(mut self, ready: Ready) -> Self {
+        if let Some(server) = &mut self.server {
+            server.ready = ready;
+        }
+        self
+    }
+
+    pub(crate) fn stopped(mut self) -> Self {
+        if let Some(server) = &mut self.server {
+            server.end = ServerEnd::Stopped;
+        }
+        self
+    }
+
+    pub(crate) fn says(mut self, text: &'static str) -> Self {
+        self.says = Some(text);
+        self
+    }
+
+    pub(crate) fn with(mut self, name: &'static str, value: &'static str) -> Self {
+        self.env.push((name, value));
+        self
+    }
+
+    pub(crate) fn within(mut self, seconds: u64) -> Self {
+        self.seconds = seconds;
+        self
+    }
+
+    pub(crate) fn ci(mut self) -> Self {
+        self.ci = true;
+        self
+    }
+
+    /// One line for the list.
+    pub(crate) fn summary(&self) -> String {
+        match &self.server {
+            Some(server) => format!("{} | {}", server.command.join(" "), self.client.join(" ")),
+            None => self.client.join(" "),
+        }
+    }
+
+    /// Why it can't be run here.
+    pub(crate) fn missing(&self) -> Option<String> {
+        let server = self.server.iter().filter_map(|s| s.command.first());
+        let mut programs = server.chain(self.client.first());
+        let lacking = programs.find(|p| find(p).is_none())?;
+        Some(format!("{lacking} is not installed (Debian package {})", self.package))
+    }
+}
+
+/// The full path of a program.
+pub(crate) fn find(program: &str) -> Option<PathBuf> {
+    if program.contains('/') {
+        return Some(PathBuf::from(program)).filter(|p| p.is_file());
+    }
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path)
+        .chain(["/usr/sbin", "/sbin"].map(PathBuf::from))
+        .map(|dir| dir.join(program))
+        .find(|p| Path::is_file(p))
+}

@@ -1,0 +1,126 @@
+//! Programs of others that were written for libibverbs and librdmacm, run as they are under `ferroce run`, both sides on
+//! this host and at one address. `cargo xtask apps` builds what this needs and runs it.
+
+mod cases;
+mod matrix;
+mod process;
+mod python;
+mod report;
+
+use std::{path::PathBuf, process::ExitCode};
+
+use clap::{Parser, ValueEnum};
+
+use crate::{
+    cases::Case,
+    process::Setup,
+    report::{Outcome, Report},
+};
+
+/// Any failure, with the text that the user shall read.
+pub(crate) type Result<T, E = String> = std::result::Result<T, E>;
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Set {
+    /// One or two cases of each program
+    Ci,
+    /// Everything
+    All,
+}
+
+#[derive(Parser)]
+#[command(
+    name = "cargo xtask apps",
+    about = "Runs unmodified RDMA programs over ferroce, both sides on this host",
+    after_help = "Exit status: 0 all that could be run passed, 1 something failed, 2 wrong usage. Cases whose program is not \
+                  installed are listed as not run, with Debian's package."
+)]
+struct Cli {
+    /// List the cases and stop
+    #[arg(long)]
+    list: bool,
+    /// Only cases whose name contains this; several times: any of them
+    #[arg(long, value_name = "NAME")]
+    only: Vec<String>,
+    /// How many cases
+    #[arg(long, value_enum, default_value_t = Set::All)]
+    set: Set,
+    /// Write the outcomes to a file
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// The program `ferroce`, with libferroce_verbs.so beside it
+    #[arg(long, value_name = "PROGRAM")]
+    ferroce: Option<PathBuf>,
+    /// Address of both sides
+    #[arg(long, default_value = "127.0.0.1")]
+    addr: std::net::IpAddr,
+    /// Say what failing programs printed, in full
+    #[arg(long, short)]
+    verbose: bool,
+}
+
+fn chosen(cli: &Cli) -> Vec<Case> {
+    let mut all = matrix::all();
+    all.retain(|case| cli.set == Set::All || case.ci);
+    all.retain(|case| cli.only.is_empty() || cli.only.iter().any(|text| case.name.contains(text.as_str())));
+    all
+}
+
+/// `ferroce` beside this program.
+fn beside() -> Result<PathBuf> {
+    let own = std::env::current_exe().map_err(|e| format!("finding this program: {e}"))?;
+    let found = own.with_file_name("ferroce");
+    match found.is_file() {
+        true => Ok(found),
+        false => Err(format!(
+            "{} is not there: build it, or name it with --ferroce",
+            found.display()
+        )),
+    }
+}
+
+fn run(cli: &Cli) -> Result<bool> {
+    let cases = chosen(cli);
+    if cli.list {
+        for case in &cases {
+            println!("{:<40} {}", case.name, case.summary());
+        }
+        return Ok(true);
+    }
+    if cases.is_empty() {
+        return Err("no case has that name; --list shows all".into());
+    }
+    let ferroce = cli.ferroce.clone().map_or_else(beside, Ok)?;
+    process::catch_signals()?;
+    let setup = Setup::new(ferroce, cli.addr)?;
+    let mut report = Report::default();
+    for case in &cases {
+        let outcome = match case.missing() {
+            Some(why) => Outcome::NotRun(why),
+            None => setup.run(case),
+        };
+        if process::interrupted() {
+            setup.finish();
+            return Err("interrupted".into());
+        }
+        report.add(case, outcome, cli.verbose);
+    }
+    setup.finish();
+    report.print_summary();
+    if let Some(file) = &cli.json {
+        report.write_json(file)?;
+    }
+    Ok(report.all_well())
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    match run(&cli) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(text) => {
+            eprintln!("error: {text}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,244 @@
+//! Running the two sides of a case, and leaving nothing behind.
+
+use std::{
+    fs::{self, File},
+    io,
+    net::{IpAddr, Ipv4Addr, TcpListener},
+    os::unix::process::CommandExt,
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus, Stdio},
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    sys::signal::{Signal, killpg},
+    unistd::Pid,
+};
+use signal_hook::{
+    consts::{SIGINT, SIGTERM},
+    iterator::Signals,
+};
+use tempfile::TempDir;
+
+use crate::{
+    Result,
+    cases::{Case, Ready, ServerEnd},
+    python,
+    report::Outcome,
+};
+
+/// Between two looks at a process.
+const PAUSE: Duration = Duration::from_millis(20);
+/// How long a client of a server that can't be seen waits before it tries again.
+const AGAIN: Duration = Duration::from_millis(700);
+/// What a server gets to end after the client did.
+const LINGER: Duration = Duration::from_secs(30);
+
+/// Somebody wants us to end. What runs is ended first.
+static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+
+/// Has SIGINT and SIGTERM end what runs, and then us.
+pub(crate) fn catch_signals() -> Result<()> {
+    let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(|e| format!("catching signals: {e}"))?;
+    thread::spawn(move || {
+        if signals.forever().next().is_some() {
+            INTERRUPTED.store(true, Ordering::Relaxed);
+        }
+    });
+    Ok(())
+}
+
+/// Whether to end.
+pub(crate) fn interrupted() -> bool {
+    INTERRUPTED.load(Ordering::Relaxed)
+}
+
+/// What all cases have in common.
+pub(crate) struct Setup {
+    ferroce: PathBuf,
+    addr: IpAddr,
+    /// The broker's directory, and below it one for each case.
+    dir: TempDir,
+}
+
+/// A process group that ends with this.
+struct Group {
+    child: Child,
+    output: PathBuf,
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        let _ = killpg(Pid::from_raw(self.child.id() as i32), Signal::SIGKILL);
+        let _ = self.child.wait();
+    }
+}
+
+impl Group {
+    fn wait(&mut self, deadline: Instant) -> io::Result<Option<ExitStatus>> {
+        loop {
+            if let Some(status) = self.child.try_wait()? {
+                return Ok(Some(status));
+            }
+            if INTERRUPTED.load(Ordering::Relaxed) {
+                return Err(io::ErrorKind::Interrupted.into());
+            }
+            if Instant::now() >= deadline {
+                return Ok(None);
+            }
+            thread::sleep(PAUSE);
+        }
+    }
+
+    fn text(&self) -> String {
+        fs::read(&self.output).map_or_else(|e| e.to_string(), |b| String::from_utf8_lossy(&b).into_owned())
+    }
+}
+
+/// A TCP port that nobody listens at.
+fn free_port() -> io::Result<u16> {
+    TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0))?
+        .local_addr()
+        .map(|a| a.port())
+}
+
+/// Whether somebody listens at a TCP port: the kernel's tables, so that no connection disturbs the server.
+fn listens(port: u16) -> bool {
+    const LISTEN: &str = "0A";
+    let suffix = format!(":{port:04X}");
+    ["/proc/net/tcp", "/proc/net/tcp6"].iter().any(|table| {
+        let text = fs::read_to_string(table).unwrap_or_default();
+        text.lines().any(|line| {
+            let mut fields = line.split_whitespace().skip(1);
+            fields.next().is_some_and(|local| local.ends_with(&suffix)) && fields.nth(1) == Some(LISTEN)
+        })
+    })
+}
+
+impl Setup {
+    pub(crate) fn new(ferroce: PathBuf, addr: IpAddr) -> Result<Self> {
+        let ferroce = ferroce
+            .canonicalize()
+            .map_err(|e| format!("{}: {e}", ferroce.display()))?;
+        let dir = tempfile::Builder::new()
+            .prefix("ferroce-apps-")
+            .tempdir()
+            .map_err(|e| format!("making a directory: {e}"))?;
+        fs::create_dir(dir.path().join("broker")).map_err(|e| format!("making a directory: {e}"))?;
+        Ok(Self { ferroce, addr, dir })
+    }
+
+    /// Runs a case.
+    pub(crate) fn run(&self, case: &Case) -> Outcome {
+        let dir = self.dir.path().join(case.name.replace(['/', ' '], "_"));
+        if let Err(e) = fs::create_dir_all(&dir) {
+            return Outcome::Failed(format!("{}: {e}", dir.display()));
+        }
+        let started = Instant::now();
+        let done = match case.python {
+            true => python::run(self, case, &dir),
+            false => self.attempt(case, &dir),
+        };
+        match done {
+            Ok(()) => Outcome::Passed(started.elapsed()),
+            Err(text) => Outcome::Failed(text),
+        }
+    }
+
+    /// A command under `ferroce run`.
+    pub(crate) fn command(&self, case: &Case, words: &[String]) -> Command {
+        let mut command = Command::new(&self.ferroce);
+        command.arg("run").arg("--addr").arg(self.addr.to_string()).arg("--");
+        command.args(words);
+        command
+            .env("FERROCE_BROKER", &self.ferroce)
+            .env("FERROCE_BROKER_DIR", self.dir.path().join("broker"))
+            .envs(case.env.iter().copied());
+        command
+    }
+
+    fn start(&self, case: &Case, words: &[String], output: PathBuf) -> Result<Group> {
+        let fail = |e: io::Error| format!("starting {}: {e}", words.join(" "));
+        let file = File::create(&output).map_err(fail)?;
+        let mut command = self.command(case, words);
+        command
+            .stdin(Stdio::null())
+            .stdout(file.try_clone().map_err(fail)?)
+            .stderr(file)
+            .process_group(0);
+        let child = command.spawn().map_err(fail)?;
+        Ok(Group { child, output })
+    }
+
+    /// A client by itself, started again while its server may not be there yet.
+    fn client(&self, case: &Case, words: &[String], dir: &Path, deadline: Instant, again: bool) -> Result<String> {
+        let until = Instant::now() + Duration::from_secs(20);
+        loop {
+            let mut client = self.start(case, words, dir.join("client"))?;
+            let status = client.wait(deadline).map_err(|e| e.to_string())?;
+            let text = client.text();
+            match status {
+                Some(s) if s.success() => return Ok(text),
+                Some(_) if again && Instant::now() < until => thread::sleep(AGAIN),
+                Some(s) => return Err(format!("the client ended with {s}\n{text}")),
+                None => return Err(format!("the client is not done after {} s\n{text}", case.seconds)),
+            }
+        }
+    }
+
+    fn attempt(&self, case: &Case, dir: &Path) -> Result<()> {
+        let port = free_port().map_err(|e| format!("finding a port: {e}"))?;
+        let fill = |words: &[String]| -> Vec<String> {
+            let with = |w: &String| {
+                w.replace("{addr}", &self.addr.to_string())
+                    .replace("{port}", &port.to_string())
+                    .replace("{dir}", &dir.display().to_string())
+            };
+            words.iter().map(with).collect()
+        };
+        let deadline = Instant::now() + Duration::from_secs(case.seconds);
+        let client = fill(&case.client);
+        let Some(server) = &case.server else {
+            let text = self.client(case, &client, dir, deadline, false)?;
+            return says(case, &text);
+        };
+        let mut other = self.start(case, &fill(&server.command), dir.join("server"))?;
+        while server.ready == Ready::Listens && !listens(port) {
+            if interrupted() {
+                return Err("interrupted".into());
+            }
+            if let Ok(Some(status)) = other.child.try_wait() {
+                return Err(format!("the server ended with {status}\n{}", other.text()));
+            }
+            if Instant::now() >= deadline {
+                return Err(format!("the server does not listen\n{}", other.text()));
+            }
+            thread::sleep(PAUSE);
+        }
+        let done = self.client(case, &client, dir, deadline, server.ready == Ready::Retry);
+        let text = done.map_err(|text| format!("{text}\n--- server\n{}", other.text()))?;
+        if server.end == ServerEnd::Zero {
+            let status = other.wait(Instant::now() + LINGER).map_err(|e| e.to_string())?;
+            match status {
+                Some(s) if s.success() => {}
+                Some(s) => return Err(format!("the server ended with {s}\n{}", other.text())),
+                None => return Err(format!("the server does not end\n{}", other.text())),
+            }
+        }
+        says(case, &text)
+    }
+
+    /// Ends the run. The broker goes by itself, since nobody needs it any more.
+    pub(crate) fn finish(self) {
+        drop(self.dir);
+    }
+}
+
+fn says(case: &Case, text: &str) -> Result<()> {
+    match case.says {
+        Some(wanted) if !text.contains(wanted) => Err(format!("{wanted:?} is not in its output\n{text}")),
+        _ => Ok(()),
+    }
+}
