@@ -73,6 +73,13 @@ impl Tally {
         }
     }
 
+    fn add(&mut self, other: Self) {
+        self.passed += other.passed;
+        self.failed += other.failed;
+        self.not_run.extend(other.not_run);
+        self.failures.extend(other.failures);
+    }
+
     fn not_run_count(&self) -> u64 {
         self.not_run.iter().map(|(n, _)| n).sum()
     }
@@ -161,7 +168,16 @@ fn suite(name: &str, args: &TestArgs) -> Result<Tally> {
             let bin = bin.to_string_lossy();
             cargo_test(&["-p", "ferroce-tests"], &[], &[("FERROCE_BIN", &bin)])
         }
-        "interop" => interop::suite(if full { "full" } else { "ci" }),
+        "interop" if full => {
+            let mut tally = interop::suite("full")?;
+            tally.add(cargo_test(
+                &["-p", "ferroce-interop", "--test", "cleanup"],
+                &["--ignored", "--test-threads", "1"],
+                &[],
+            )?);
+            Ok(tally)
+        }
+        "interop" => interop::suite("ci"),
         _ => {
             let needed: Vec<_> = tools::EXT4.into_iter().chain(tools::NBD_CLIENTS).collect();
             if let Err(why) = tools::ensure(&needed) {
@@ -176,7 +192,7 @@ fn suite(name: &str, args: &TestArgs) -> Result<Tally> {
 
 /// Ignored tests: they need programs of others, or the right to make namespaces.
 fn real_clients(bin: &str) -> Result<Tally> {
-    let what = ["--workspace"];
+    let what = ["-p", "rnbd", "-p", "ferroce-tests"];
     let env = [("FERROCE_BIN", bin)];
     if tools::may_make_namespaces() {
         return cargo_test(&what, &["--ignored"], &env);
