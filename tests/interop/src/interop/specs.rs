@@ -45,7 +45,9 @@ fn everything_that_specs_name_exists() {
         "replay" => captures.iter().any(|c| c == name),
         "test" => name.split_once("::").is_some_and(|(file, function)| {
             let text = fs::read_to_string(root.join(file)).unwrap_or_default();
-            text.contains(&format!("#[test]\nfn {function}()"))
+            let lines: Vec<&str> = text.lines().map(str::trim).collect();
+            let start = format!("fn {function}()");
+            lines.windows(2).any(|l| l[0] == "#[test]" && l[1].starts_with(&start))
         }),
         _ => false,
     };
