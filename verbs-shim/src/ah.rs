@@ -116,7 +116,6 @@ fn reply_to(core: &Core, port: u8, wc: &ibv_wc, grh: *const ibv_grh) -> Result<i
         same.map(|(index, _)| index).filter(|_| ours.is_multicast())
     });
     let mut attr = ibv_ah_attr {
-        sl: wc.sl,
         src_path_bits: wc.dlid_path_bits,
         dlid: wc.slid,
         is_global: 1,

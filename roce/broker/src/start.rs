@@ -100,10 +100,15 @@ pub fn runtime_dir() -> PathBuf {
         .map_or_else(|| format!("/tmp/ferroce-{own}").into(), |dir| dir.join("ferroce"))
 }
 
-/// Makes the directory if need be, and checks that nobody else can put things into it.
-pub(crate) fn prepare_dir(dir: &Path) -> Result<(), StartError> {
+/// Permissions of a directory for this user alone.
+pub(crate) const PRIVATE: u32 = 0o700;
+/// Permissions of a directory whose socket others may use.
+pub(crate) const SHARED: u32 = 0o755;
+
+/// Makes the directory with these permissions if need be, and checks that nobody else can put things into it.
+pub(crate) fn prepare_dir(dir: &Path, mode: u32) -> Result<(), StartError> {
     let fail = |text: String| Err(StartError::Directory { dir: dir.into(), text });
-    match DirBuilder::new().mode(0o700).create(dir) {
+    match DirBuilder::new().mode(mode).create(dir) {
         Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
             return fail(format!(
                 "it can't be made: {e}; set FERROCE_BROKER_DIR to a directory of yours"
@@ -220,7 +225,7 @@ pub(crate) fn connect_or_start(dir: &Path, program: Option<&Path>) -> Result<Own
             text: "the system broker does not run: `systemctl start ferroce-broker`".into(),
         });
     }
-    prepare_dir(dir)?;
+    prepare_dir(dir, PRIVATE)?;
     let deadline = Instant::now() + PATIENCE;
     let lock = Lock::take(dir, START_LOCK, deadline)
         .map_err(context(format!("locking {}", dir.join(START_LOCK).display())))?;

@@ -7,8 +7,11 @@ use std::{
     io::{BufRead, BufReader, Write},
     net::IpAddr,
     os::{
-        fd::AsRawFd,
-        unix::fs::{MetadataExt, PermissionsExt},
+        fd::{AsRawFd, OwnedFd},
+        unix::{
+            fs::{MetadataExt, PermissionsExt},
+            net::UnixDatagram,
+        },
     },
     path::{Path, PathBuf},
     process::{Child, ChildStdin, Command, Stdio},
@@ -34,6 +37,17 @@ impl Drop for Place {
     }
 }
 
+/// Makes a program, by another process: were the file open in this one, a child that is started meanwhile would have it
+/// open too, and it could not be run (ETXTBSY).
+fn write_program(script: &str, program: &Path, argument: &Path) {
+    let script = format!("{script} && chmod 755 \"$0\"");
+    let status = Command::new("sh")
+        .args(["-c", &script])
+        .args([program, argument])
+        .status();
+    assert!(status.unwrap().success());
+}
+
 /// A directory for a broker, and how to join that.
 struct Place {
     dir: tempfile::TempDir,
@@ -45,12 +59,8 @@ impl Place {
         let dir = tempfile::tempdir().unwrap();
         // The broker ends soon when nobody is left.
         let program = dir.path().join("broker");
-        fs::write(
-            &program,
-            format!("#!/bin/sh\nFERROCE_BROKER_LINGER=0.5 exec {BROKER} \"$@\"\n"),
-        )
-        .unwrap();
-        fs::set_permissions(&program, fs::Permissions::from_mode(0o700)).unwrap();
+        let text = format!("#!/bin/sh\nFERROCE_BROKER_LINGER=0.5 exec {BROKER} \"$@\"\n");
+        write_program("printf %s \"$1\" > \"$0\"", &program, text.as_ref());
         Self { dir, program }
     }
 
@@ -125,7 +135,11 @@ struct Process {
 
 impl Process {
     fn start(place: &Place, addr: &str, alone: bool) -> Self {
-        let mut child = Command::new(std::env::current_exe().unwrap())
+        Self::of(Command::new(std::env::current_exe().unwrap()), place, addr, alone)
+    }
+
+    fn of(mut command: Command, place: &Place, addr: &str, alone: bool) -> Self {
+        let mut child = command
             .args(["member::member", "--exact", "--ignored", "--nocapture"])
             .env("FERROCE_BROKER", &place.program)
             .env("FERROCE_BROKER_DIR", place.broker_dir())
@@ -218,11 +232,23 @@ impl Drop for Process {
     }
 }
 
+/// A process with the address open. Other tests on this machine may have it for a while: there is one `::1` only.
+fn open(place: &Place, addr: &str) -> Process {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let process = place.start(addr, false);
+        let line = process.line();
+        if line == "open" {
+            return process;
+        }
+        assert!(line.contains("taken") && Instant::now() < deadline, "{line}");
+        thread::sleep(Duration::from_millis(200));
+    }
+}
+
 /// A server and a client of it, connected.
 fn pair(place: &Place, addr: &str, port: u16) -> (Process, Process) {
-    let (mut server, mut client) = (place.start(addr, false), place.start(addr, false));
-    server.expect("open");
-    client.expect("open");
+    let (mut server, mut client) = (open(place, addr), open(place, addr));
     server.ask(&format!("listen {port}"), "listening");
     client.ask(&format!("connect {addr} {port}"), "event Established");
     (server, client)
@@ -535,10 +561,10 @@ fn a_broker_of_another_user_is_not_trusted() {
     fs::create_dir(&dir).unwrap();
     std::os::unix::fs::chown(&dir, Some(65_534), None).unwrap();
     fs::set_permissions(place.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
-    let broker = readable_copy();
+    let broker = readable_copy(BROKER);
     let mut theirs = Command::new("setpriv")
         .args(["--reuid", "65534", "--clear-groups", "--"])
-        .arg(broker.path().join("roce-broker"))
+        .arg(broker.path().join("program"))
         .args(["broker", "--dir"])
         .arg(&dir)
         .env("FERROCE_BROKER_LINGER", "600")
@@ -552,14 +578,91 @@ fn a_broker_of_another_user_is_not_trusted() {
     theirs.wait().unwrap();
 }
 
-/// The broker where every user may run it.
-fn readable_copy() -> tempfile::TempDir {
+/// A program where every user may run it.
+fn readable_copy(program: impl AsRef<Path>) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
-    let copy = dir.path().join("roce-broker");
-    fs::copy(BROKER, &copy).unwrap();
-    fs::set_permissions(&copy, fs::Permissions::from_mode(0o755)).unwrap();
+    write_program("cp \"$1\" \"$0\"", &dir.path().join("program"), program.as_ref());
     dir
+}
+
+/// The descriptor that a broker gives to systemd, among what it tells.
+fn deposited(notify: &UnixDatagram) -> OwnedFd {
+    use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
+    notify.set_read_timeout(Some(PATIENCE)).unwrap();
+    loop {
+        let mut text = [0; 256];
+        let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut parts = [std::io::IoSliceMut::new(&mut text)];
+        rustix::net::recvmsg(notify, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC).unwrap();
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(mut fds) = message {
+                return fds.next().unwrap();
+            }
+        }
+    }
+}
+
+/// A broker for all users, as systemd would start it.
+fn system_broker(dir: &Path, notify: &Path, kept: Option<OwnedFd>) -> Child {
+    let count = if kept.is_some() { "1" } else { "0" };
+    let script = "exec 3<&0 </dev/null; LISTEN_PID=$$ exec \"$0\" \"$@\"";
+    Command::new("sh")
+        .args(["-c", script, BROKER, "broker", "--shared", "--dir"])
+        .arg(dir)
+        .env("LISTEN_FDS", count)
+        .env("NOTIFY_SOCKET", notify)
+        .stdin(kept.map_or_else(Stdio::null, Stdio::from))
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap()
+}
+
+#[test]
+fn a_system_broker_serves_other_users_and_gets_its_sockets_back_from_systemd() {
+    const ADDR: &str = "127.45.0.10";
+    // Only root can be two users.
+    if !is_root() {
+        return;
+    }
+    let place = Place::new();
+    fs::set_permissions(place.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let (dir, notify) = (place.broker_dir(), place.dir.path().join("notify"));
+    let systemd = UnixDatagram::bind(&notify).unwrap();
+    let mut broker = system_broker(&dir, &notify, None);
+    place.until("the broker serves", |_| true);
+    let program = readable_copy(std::env::current_exe().unwrap());
+    let start = || {
+        let mut command = Command::new("setpriv");
+        command.args(["--reuid", "65534", "--clear-groups", "--"]);
+        command.arg(program.path().join("program"));
+        let process = Process::of(command, &place, ADDR, false);
+        process.expect("open");
+        process
+    };
+    let (mut server, mut client) = (start(), start());
+    server.ask("listen 7000", "listening");
+    client.ask(&format!("connect {ADDR} 7000"), "event Established");
+    client.more_rounds(2);
+    let kept = deposited(&systemd);
+    broker.kill().unwrap();
+    broker.wait().unwrap();
+    client.more_rounds(2);
+    let mut broker = system_broker(&dir, &notify, Some(kept));
+    let now = place.until("both are back", |s| s.processes.len() == 2);
+    assert!(now.processes.iter().all(|p| p.uid == 65_534));
+    let mut other = start();
+    other.ask(&format!("connect {ADDR} 7000"), "event Established");
+    other.more_rounds(2);
+    client.more_rounds(2);
+    server.kill();
+    for client in [client, other] {
+        client.expect("event Disconnected");
+        client.quit();
+    }
+    broker.kill().unwrap();
+    broker.wait().unwrap();
 }
 
 #[test]

@@ -37,6 +37,17 @@ impl DatagramSource {
         }
     }
 
+    /// What completions tell in the place of a service level: which header is before the data, in ConnectX's numbers. UCX
+    /// finds the destination address by it.
+    pub(crate) const fn packet_type(&self) -> u8 {
+        const ROCE_V2_IPV6: u8 = 1;
+        const ROCE_V2_IPV4: u8 = 2;
+        match self.src {
+            IpAddr::V4(_) => ROCE_V2_IPV4,
+            IpAddr::V6(_) => ROCE_V2_IPV6,
+        }
+    }
+
     /// The 40 bytes before the data, `None` when the addresses are of different families.
     pub(crate) fn header(&self, packet: &Packet<'_>) -> Option<[u8; GRH_LEN]> {
         let pad = usize::from(packet.header.bth.pad);

@@ -149,6 +149,7 @@ impl QueuePair {
                     imm: packet.header.imm.unwrap_or(0),
                     qpn: self.config.qpn,
                     src_qp: deth.src_qp,
+                    sl: source.packet_type(),
                     flags,
                     solicited: packet.header.bth.solicited,
                     ..Completion::default()

@@ -92,7 +92,8 @@ pub struct Completion {
     pub src_qp: Qpn,
     /// The sender's path was on this entry of the partition table: 0, there is one.
     pub pkey_index: u16,
-    /// The service level that the message came with: 0 on RoCE.
+    /// The service level that the message came with. RoCE has none: with datagrams it is the kind of network header as
+    /// ConnectX tells it, 1 for IPv6 and 2 for IPv4; else 0.
     pub sl: u8,
     /// When it was made, on the driver's clock (`ibv_wc_read_completion_ts`).
     pub timestamp: Instant,

@@ -151,7 +151,7 @@ fn rdmacm() -> Vec<Case> {
             "ucmatose -b {addr} -p {port} -c 10 -C 100 -S 4096",
             "ucmatose -s {addr} -p {port} -c 10 -C 100 -S 4096",
         ),
-        pair("udaddy", "udaddy -b {addr} -p {port}", "udaddy -s {addr} -p {port}"),
+        pair("udaddy", "udaddy -b {addr}", "udaddy -s {addr}"),
         pair(
             "rdma_client",
             "rdma_server -p {port}",
@@ -226,7 +226,8 @@ fn fio() -> Vec<Case> {
 
 fn ucx() -> Vec<Case> {
     let mut out = Vec::new();
-    for transport in ["rc_verbs", "ud_verbs"] {
+    // The transports of these names, and what they need to find each other.
+    for transport in ["rc_v", "ud_v"] {
         for test in ["tag_lat", "tag_bw", "ucp_put_bw", "ucp_get", "stream_bw"] {
             let client = format!("ucx_perftest {{addr}} -p {{port}} -t {test} -n 1000 -w 100 -s 16384");
             let case = Case::pair(

@@ -13,7 +13,11 @@ use std::{
 };
 
 use nix::{
-    sys::signal::{Signal, killpg},
+    sys::{
+        prctl,
+        signal::{Signal, kill, killpg},
+        wait::waitpid,
+    },
     unistd::Pid,
 };
 use signal_hook::{
@@ -53,6 +57,32 @@ pub(crate) fn catch_signals() -> Result<()> {
 /// Whether to end.
 pub(crate) fn interrupted() -> bool {
     INTERRUPTED.load(Ordering::Relaxed)
+}
+
+/// The processes whose parent we are, with their names. What programs leave behind in sessions of their own (fio's jobs)
+/// becomes ours, since we are a subreaper.
+fn children() -> Vec<(Pid, String)> {
+    let own = std::process::id().to_string();
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let stats = entries.filter_map(|e| fs::read_to_string(e.path().join("stat")).ok());
+    let ours = stats.filter_map(|stat| {
+        // "pid (name) state parent …", and the name may have anything in it.
+        let (pid, rest) = stat.split_once(" (")?;
+        let (name, rest) = rest.rsplit_once(") ")?;
+        let parent = rest.split(' ').nth(1)?;
+        (parent == own).then(|| Some((Pid::from_raw(pid.parse().ok()?), name.to_owned())))?
+    });
+    ours.collect()
+}
+
+/// Ends what a case left behind; the broker (`ferroce`) ends by itself, and last of all by us.
+fn sweep(broker_too: bool) {
+    for (pid, name) in children() {
+        if broker_too || name != "ferroce" {
+            let _ = kill(pid, Signal::SIGKILL);
+            let _ = waitpid(pid, None);
+        }
+    }
 }
 
 /// What all cases have in common.
@@ -127,6 +157,7 @@ impl Setup {
             .tempdir()
             .map_err(|e| format!("making a directory: {e}"))?;
         fs::create_dir(dir.path().join("broker")).map_err(|e| format!("making a directory: {e}"))?;
+        prctl::set_child_subreaper(true).map_err(|e| format!("becoming a subreaper: {e}"))?;
         Ok(Self { ferroce, addr, dir })
     }
 
@@ -141,6 +172,7 @@ impl Setup {
             true => python::run(self, case, &dir),
             false => self.attempt(case, &dir),
         };
+        sweep(false);
         match done {
             Ok(()) => Outcome::Passed(started.elapsed()),
             Err(text) => Outcome::Failed(text),
@@ -230,8 +262,9 @@ impl Setup {
         says(case, &text)
     }
 
-    /// Ends the run. The broker goes by itself, since nobody needs it any more.
+    /// Ends the run, and whatever of it is left.
     pub(crate) fn finish(self) {
+        sweep(true);
         drop(self.dir);
     }
 }

@@ -6,6 +6,7 @@ use super::{
     Errno,
     abi::{SOCKADDR_IN6, STORAGE},
 };
+use crate::gids::gid_of;
 
 /// `AF_IB`, the family of InfiniBand addresses.
 pub(crate) const AF_IB: u16 = 27;
@@ -196,10 +197,7 @@ impl Addr {
 
 /// The GID of an address: IPv4 addresses are mapped into IPv6 (`rdma_ip2gid`).
 pub(crate) fn gid(ip: IpAddr) -> [u8; 16] {
-    match ip {
-        IpAddr::V4(a) => a.to_ipv6_mapped().octets(),
-        IpAddr::V6(a) => a.octets(),
-    }
+    gid_of(ip).raw
 }
 
 #[cfg(test)]

@@ -262,7 +262,14 @@ impl Backend for Facade {
     }
 
     fn connect(&mut self, args: &ConnectArgs) -> Result<Id> {
-        Ok(Id(self.cm()?.connect(args)?))
+        self.cm()?;
+        let link = self.link.as_ref().ok_or(Errno::IO)?;
+        // Behind all devices is one transport, whose MTU is what all interfaces carry.
+        let args = ConnectArgs {
+            mtu: args.mtu.min(link.engine.device.mtu()),
+            ..args.clone()
+        };
+        Ok(Id(link.cm.connect(&args)?))
     }
 
     fn resolve(&mut self, args: &ResolveArgs) -> Result<Id> {

@@ -37,6 +37,7 @@ unsafe extern "C-unwind" {
     fn libc_close(fd: c_int) -> c_int;
     #[link_name = "__read"]
     fn libc_read(fd: c_int, buf: *mut c_void, len: usize) -> isize;
+    fn pause() -> c_int;
 }
 
 static CHANNELS: FdSet = FdSet::new();
@@ -229,6 +230,13 @@ unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: usize) -> 
             }
             // What woke us was taken back.
             Outcome::Wait => {}
+        }
+        if !CHANNELS.contains(fd) {
+            // Closed meanwhile. The kernel's readers sleep on; the descriptor's number may be another's already.
+            loop {
+                // SAFETY: waits for a signal.
+                unsafe { pause() };
+            }
         }
     }
 }

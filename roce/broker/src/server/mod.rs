@@ -29,7 +29,7 @@ use rustix::{
 };
 
 use crate::{
-    start::{self, LIFE_LOCK, Lock, READY, RUNS_ALREADY, SOCKET, StartError},
+    start::{self, LIFE_LOCK, Lock, PRIVATE, READY, RUNS_ALREADY, SHARED, SOCKET, StartError},
     sys,
 };
 
@@ -112,7 +112,8 @@ pub fn run(config: &Config) -> Result<(), BrokerError> {
 }
 
 fn serve(config: &Config, kept: Vec<OwnedFd>) -> Result<(), BrokerError> {
-    start::prepare_dir(&config.dir)?;
+    let mode = if config.shared.is_some() { SHARED } else { PRIVATE };
+    start::prepare_dir(&config.dir, mode)?;
     let deadline = Instant::now() + PREDECESSOR;
     let lock = Lock::take(&config.dir, LIFE_LOCK, deadline).map_err(context("locking the directory"))?;
     let Some(lock) = lock else {
@@ -193,20 +194,22 @@ fn detach(config: &Config) -> Result<(), BrokerError> {
     child.map(drop).map_err(context("starting the broker"))
 }
 
-/// The broker as a program: `broker --dir DIR [--detach] [--announce]`.
+/// The broker as a program: `broker --dir DIR [--shared] [--detach] [--announce]`.
 pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
     let args: Vec<OsString> = args.collect();
     let has = |name: &str| args.iter().any(|a| a == name);
     let dir = args.iter().skip_while(|a| *a != "--dir").nth(1);
     let Some(dir) = dir.filter(|_| args.first().is_some_and(|a| a == "broker")) else {
-        eprintln!("usage: roce-broker broker --dir DIR [--detach] [--announce]");
+        eprintln!("usage: roce-broker broker --dir DIR [--shared] [--detach] [--announce]");
         return ExitCode::from(2);
     };
-    let config = Config {
-        detach: has("--detach"),
-        announce: has("--announce"),
-        ..Config::new(dir.into())
-    };
+    let mut config = Config::new(dir.into());
+    config.detach = has("--detach");
+    config.announce = has("--announce");
+    if has("--shared") {
+        config.shared = Some(0o666);
+        config.linger = None;
+    }
     tracing_subscriber::fmt().with_writer(io::stderr).init();
     match run(&config) {
         Ok(()) => ExitCode::SUCCESS,
