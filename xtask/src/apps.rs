@@ -6,15 +6,19 @@ use crate::{
     Result,
     cargo::{self, Profile},
     process,
+    suites::Tally,
     tools::{self, Tool},
 };
 
-/// Programs of the matrix.
-const PROGRAMS: [Tool; 10] = [
+/// Programs of the set `ci`.
+const CI_PROGRAMS: [Tool; 4] = [
     Tool::new("ibv_devinfo", "ibverbs-utils"),
     Tool::new("ib_write_bw", "perftest"),
     Tool::new("rping", "rdmacm-utils"),
     Tool::new("qperf", "qperf"),
+];
+/// What the whole matrix needs beside them.
+const PROGRAMS: [Tool; 6] = [
     Tool::new("fio", "fio"),
     Tool::new("ucx_perftest", "ucx-utils"),
     Tool::new("fi_pingpong", "libfabric-bin"),
@@ -31,12 +35,31 @@ fn build() -> Result<(PathBuf, PathBuf)> {
     Ok((matrix, ferroce))
 }
 
+/// The suite `apps`: the programs of the set `ci`, or all.
+pub(crate) fn suite(full: bool) -> Result<Tally> {
+    let mut needed = CI_PROGRAMS.to_vec();
+    if full {
+        needed.extend(PROGRAMS);
+    }
+    if let Err(why) = tools::ensure(&needed) {
+        return Ok(Tally::not_run(why));
+    }
+    let (matrix, ferroce) = build()?;
+    let json = cargo::target_dir()?.join("apps.json");
+    let _ = std::fs::remove_file(&json);
+    let mut command = Command::new(matrix);
+    command.arg("--ferroce").arg(ferroce).arg("--json").arg(&json);
+    command.args(["--set", if full { "all" } else { "ci" }]);
+    let status = process::Guard::spawn("ferroce-apps", &mut command)?.wait()?;
+    Tally::from_json(&json).map_err(|e| format!("apps ended with {status}: {e}"))
+}
+
 /// Runs the matrix with these arguments.
 pub(crate) fn run(args: &[OsString]) -> Result<()> {
     let (matrix, ferroce) = build()?;
     // Without the right to install, what is missing is listed as not run.
     if !args.iter().any(|a| a == "--list" || a == "--help")
-        && let Err(e) = tools::ensure(&PROGRAMS)
+        && let Err(e) = tools::ensure(&[&CI_PROGRAMS[..], &PROGRAMS[..]].concat())
     {
         println!("{e}");
     }

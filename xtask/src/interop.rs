@@ -40,28 +40,5 @@ pub(crate) fn suite(set: &str) -> Result<Tally> {
     let _ = fs::remove_file(&json);
     command.args(["--set", set, "--json"]).arg(&json);
     let status = process::Guard::spawn("ferroce-interop", &mut command)?.wait()?;
-    let text =
-        fs::read_to_string(&json).map_err(|e| format!("interop ended with {status}: {}: {e}", json.display()))?;
-    let outcomes: serde_json::Value = serde_json::from_str(&text).map_err(|e| format!("{}: {e}", json.display()))?;
-    let mut tally = Tally::default();
-    for o in outcomes
-        .as_array()
-        .into_iter()
-        .flatten()
-        .filter(|o| o["optional"] != true)
-    {
-        let text = |key: &str| o[key].as_str().unwrap_or_default();
-        match text("result") {
-            "passed" => tally.passed += 1,
-            "failed" => {
-                tally.failed += 1;
-                tally.failures.push(text("name").to_owned());
-            }
-            _ => tally.not_run.push((
-                1,
-                format!("{}: {}", text("name"), text("detail").lines().next().unwrap_or("?")),
-            )),
-        }
-    }
-    Ok(tally)
+    Tally::from_json(&json).map_err(|e| format!("interop ended with {status}: {e}"))
 }

@@ -37,7 +37,8 @@ enum Task {
     ///
     /// Suites: `unit` (cargo test of the workspace), `sim` (simulated networks, release build), `end-to-end` (two
     /// processes of the release binary), `real-clients` (tests marked ignored because they need qemu-img, nbdcopy or
-    /// fio, which are installed first), `interop` (scenarios against Linux kernels in virtual machines; needs root and
+    /// fio, which are installed first), `apps` (unmodified RDMA programs, which are installed first, under
+    /// `ferroce run`), `interop` (scenarios against Linux kernels in virtual machines; needs root and
     /// Debian's package archive). Each prints how many passed, failed and were not run, with the reason. A suite
     /// that could not be run makes the exit status 1 unless --allow-not-run is given; suites that --quick leaves out
     /// are listed but do not count.

@@ -1,11 +1,11 @@
 //! The test suites, the simulator and the fuzz targets.
 
-use std::{fmt, process::Stdio, time::Instant};
+use std::{fmt, path::Path, process::Stdio, time::Instant};
 
 use clap::{Args, ValueEnum};
 
 use crate::{
-    Result, SimArgs,
+    Result, SimArgs, apps,
     cargo::{self, Profile},
     interop, process, tools,
 };
@@ -42,7 +42,7 @@ pub(crate) struct TestArgs {
     #[arg(long)]
     allow_not_run: bool,
     /// Only these suites
-    #[arg(long = "suite", value_name = "NAME", value_parser = ["unit", "sim", "end-to-end", "real-clients", "interop"])]
+    #[arg(long = "suite", value_name = "NAME", value_parser = ["unit", "sim", "end-to-end", "real-clients", "apps", "interop"])]
     suites: Vec<String>,
 }
 
@@ -71,6 +71,30 @@ impl Tally {
             left_out: Some(why),
             ..Self::default()
         }
+    }
+
+    /// Counts a list of outcomes: objects with `name`, `result`, `detail` and perhaps `optional`.
+    pub(crate) fn from_json(file: &Path) -> Result<Self> {
+        let named = |e: &dyn fmt::Display| format!("{}: {e}", file.display());
+        let text = std::fs::read_to_string(file).map_err(|e| named(&e))?;
+        let outcomes: serde_json::Value = serde_json::from_str(&text).map_err(|e| named(&e))?;
+        let mut tally = Self::default();
+        let counted = outcomes.as_array().into_iter().flatten();
+        for o in counted.filter(|o| o["optional"] != true) {
+            let text = |key: &str| o[key].as_str().unwrap_or_default();
+            match text("result") {
+                "passed" => tally.passed += 1,
+                "failed" => {
+                    tally.failed += 1;
+                    tally.failures.push(text("name").to_owned());
+                }
+                _ => {
+                    let why = text("detail").lines().next().unwrap_or("?");
+                    tally.not_run.push((1, format!("{}: {why}", text("name"))));
+                }
+            }
+        }
+        Ok(tally)
     }
 
     fn add(&mut self, other: Self) {
@@ -115,6 +139,7 @@ pub(crate) fn run(args: &TestArgs) -> Result<()> {
         ("sim", true),
         ("end-to-end", false),
         ("real-clients", false),
+        ("apps", false),
         ("interop", false),
     ] {
         process::check_interrupt()?;
@@ -168,6 +193,7 @@ fn suite(name: &str, args: &TestArgs) -> Result<Tally> {
             let bin = bin.to_string_lossy();
             cargo_test(&["-p", "ferroce-tests"], &[], &[("FERROCE_BIN", &bin)])
         }
+        "apps" => apps::suite(full),
         "interop" if full => {
             let mut tally = interop::suite("full")?;
             tally.add(cargo_test(
