@@ -60,8 +60,8 @@ impl Host {
             recv_cq: cq,
             caps: QpCaps::default(),
             signal_all: true,
-                srq: None,
-                xrcd: None,
+            srq: None,
+            xrcd: None,
         };
         let qpn = port.create_qp(init).unwrap();
         let attrs = [
