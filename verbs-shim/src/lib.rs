@@ -1,11 +1,11 @@
 //! The C ABI of libibverbs and librdmacm (Debian 12, rdma-core 44) over ferroce: preloaded by `ferroce run`, or linked.
 //!
-//! Programs call the exported functions and the function tables that [`context`] fills. Objects are boxed structures that
-//! begin with the public C structure; behind it are handles of the `roce` crate. One transport per process ([`engine`])
+//! Programs call the exported functions and the function tables that `context` fills. Objects are boxed structures that
+//! begin with the public C structure; behind it are handles of the `roce` crate. One transport per process (`engine`)
 //! serves all devices; a device is an interface, and its table of GIDs the interface's addresses.
 //!
 //! `unsafe` here is the boundary itself: pointers that the program passes are what libibverbs' documentation demands,
-//! and programs that break that crash, as they would with libibverbs. No function unwinds into C ([`ret`]).
+//! and programs that break that crash, as they would with libibverbs. No function unwinds into C (`ret`).
 #![cfg(target_os = "linux")]
 
 mod abi;

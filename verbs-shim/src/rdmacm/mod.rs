@@ -1,6 +1,6 @@
 //! RDMA_CM for programs that use librdmacm.
 //!
-//! librdmacm itself stays as it is. This answers what it would ask the kernel: the fixed structures ([`abi`]) that it
+//! librdmacm itself stays as it is. This answers what it would ask the kernel: the fixed structures (`abi`) that it
 //! writes to the descriptor of an event channel. `ffi` catches those writes, `ucma` keeps ids, channels and events
 //! (the kernel's `ucma.c` and the part of `cma.c` above the connection manager), `backend` is what they need of the
 //! transport, and `facade` has it from `roce`. Synchronous ids, `rdma_getaddrinfo`, `rdma_create_ep` and rsockets are
