@@ -1,6 +1,6 @@
 //! The matrix: every program with the options that it must do.
 
-use crate::cases::{Case, Ready};
+use crate::cases::{Case, Ready, find};
 
 const IBVERBS: &str = "ibverbs-utils";
 const PERFTEST: &str = "perftest";
@@ -24,8 +24,31 @@ pub(crate) fn all() -> Vec<Case> {
     out.extend(fio());
     out.extend(ucx());
     out.extend(fabric());
+    out.push(mpi());
     out.push(python());
     out
+}
+
+/// Open MPI over UCX, four ranks.
+fn mpi() -> Case {
+    let name = "mpi over ucx, 4 ranks";
+    if find("mpicc").is_none() || find("mpirun").is_none() {
+        return Case::alone(name, "libopenmpi-dev", "mpicc");
+    }
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/ring.c");
+    let script = format!(
+        "mpicc -O2 -o {{dir}}/ring {source} && exec mpirun --oversubscribe -n 4 --mca pml ucx --mca btl ^openib {{dir}}/ring"
+    );
+    Case {
+        client: vec!["sh".into(), "-c".into(), script],
+        ..Case::alone(name, "libopenmpi-dev", "sh")
+    }
+    .says("ring done")
+    .with("UCX_TLS", "rc_v,self")
+    .with("UCX_NET_DEVICES", "ferroce0:1")
+    .with("UCX_IB_GID_INDEX", "0")
+    .with("OMPI_ALLOW_RUN_AS_ROOT", "1")
+    .with("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
 }
 
 fn devices() -> Vec<Case> {
@@ -208,20 +231,18 @@ fn qperf() -> Vec<Case> {
 
 fn fio() -> Vec<Case> {
     let case = |verb: &str, server: &str, client: &str| {
-        let common = format!("--ioengine=rdma --port={{port}} --bs=64k --size=32m --iodepth=8 --verb={verb}");
+        let common = "--ioengine=rdma --port={port} --bs=64k --size=32m --iodepth=8";
+        let answer = if verb == "send" { "recv" } else { verb };
         Case::pair(
             &format!("fio rdma {verb}"),
             FIO,
-            &format!("fio --name=server --rw={server} {common}"),
-            &format!("fio --name=client --rw={client} {common} --hostname={{addr}}"),
+            &format!("fio --name=server --rw={server} {common} --verb={answer}"),
+            &format!("fio --name=client --rw={client} {common} --verb={verb} --hostname={{addr}}"),
         )
         .ready(Ready::Retry)
     };
-    vec![
-        case("write", "read", "write"),
-        case("read", "read", "read"),
-        case("send", "read", "write"),
-    ]
+    // Which side listens is told by `rw`, whatever the verb.
+    ["write", "read", "send"].map(|verb| case(verb, "read", "write")).into()
 }
 
 fn ucx() -> Vec<Case> {
