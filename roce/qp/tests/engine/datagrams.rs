@@ -42,6 +42,7 @@ fn a_datagram_lands_behind_the_network_header() {
             byte_len: 740,
             qpn: Qpn::new(B),
             src_qp: Qpn::new(A),
+            sl: 2,
             flags: WcFlags::GRH,
             timestamp: got[0].timestamp,
             ..Completion::default()
