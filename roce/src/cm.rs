@@ -386,14 +386,26 @@ fn check_device(qp: &Qp, device: &Arc<DeviceInner>) -> Result<(), VerbsError> {
 
 /// Where connection events arrive.
 #[derive(Clone)]
-pub struct EventChannel(Arc<ChannelInner>);
+pub struct EventChannel(Arc<EventSource>);
 
-struct ChannelInner {
-    queue: Arc<CmQueue>,
-    device: Arc<DeviceInner>,
+/// A queue of connection events; what nobody has taken from it when it goes is refused.
+pub(crate) struct EventSource {
+    pub(crate) queue: Arc<CmQueue>,
+    pub(crate) device: Arc<DeviceInner>,
 }
 
-impl Drop for ChannelInner {
+impl EventSource {
+    pub(crate) fn new(device: &Device) -> Result<Arc<Self>, VerbsError> {
+        let queue = Arc::new(EventQueue::new().map_err(io_error("making an event channel"))?);
+        device.0.router.closes(&queue);
+        Ok(Arc::new(Self {
+            queue,
+            device: device.0.clone(),
+        }))
+    }
+}
+
+impl Drop for EventSource {
     fn drop(&mut self) {
         if self.device.driver.is_inherited() {
             return;
@@ -421,12 +433,7 @@ impl core::fmt::Debug for EventChannel {
 
 impl EventChannel {
     pub(crate) fn new(device: &Device) -> Result<Self, VerbsError> {
-        let queue = Arc::new(EventQueue::new().map_err(io_error("making an event channel"))?);
-        device.0.router.closes(&queue);
-        Ok(Self(Arc::new(ChannelInner {
-            queue,
-            device: device.0.clone(),
-        })))
+        EventSource::new(device).map(Self)
     }
 
     fn check(&self, device: &Device) -> Result<(), VerbsError> {

@@ -18,34 +18,14 @@ use roce_verbs::{
 };
 
 use crate::{
-    cm::{CmQueue, Key, end_orphan, specific},
+    cm::{EventSource, Key, end_orphan, specific},
     cq::wait,
-    device::{Device, DeviceInner, closed, io_error},
-    queue::EventQueue,
+    device::{Device, DeviceInner, closed},
 };
 
 /// Listens, connects and resolves; its descriptor is readable while events wait. Cheap to clone.
 #[derive(Clone)]
-pub struct RawCm(Arc<RawCmInner>);
-
-struct RawCmInner {
-    queue: Arc<CmQueue>,
-    device: Arc<DeviceInner>,
-}
-
-impl Drop for RawCmInner {
-    fn drop(&mut self) {
-        if self.device.driver.is_inherited() {
-            return;
-        }
-        self.queue.close();
-        while let Ok(Some(event)) = self.queue.pop() {
-            if let Some((_, conn)) = event.request() {
-                end_orphan(&self.device, conn);
-            }
-        }
-    }
-}
+pub struct RawCm(Arc<EventSource>);
 
 impl core::fmt::Debug for RawCm {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
@@ -135,12 +115,7 @@ impl Device {
     /// # Errors
     /// When the system has no descriptor left.
     pub fn raw_cm(&self) -> Result<RawCm, VerbsError> {
-        let queue = Arc::new(EventQueue::new().map_err(io_error("making an event queue"))?);
-        self.0.router.closes(&queue);
-        Ok(RawCm(Arc::new(RawCmInner {
-            queue,
-            device: self.0.clone(),
-        })))
+        Ok(RawCm(EventSource::new(self)?))
     }
 }
 
