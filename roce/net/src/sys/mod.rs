@@ -241,11 +241,8 @@ pub struct InterfaceAddr {
     pub running: bool,
 }
 
-/// All IPv4 and IPv6 addresses of this network namespace.
-///
-/// # Errors
-/// When the kernel can't tell.
-pub fn interface_addresses() -> io::Result<Vec<InterfaceAddr>> {
+/// Collects what `read` makes of each address of each interface: IP addresses and, as one more address, the link's.
+fn collect_addresses<T>(read: impl Fn(&libc::ifaddrs) -> Option<T>) -> io::Result<Vec<T>> {
     let mut list: *mut libc::ifaddrs = std::ptr::null_mut();
     // SAFETY: on success `list` owns a linked list, freed below.
     check(unsafe { libc::getifaddrs(&raw mut list) })?;
@@ -255,23 +252,37 @@ pub fn interface_addresses() -> io::Result<Vec<InterfaceAddr>> {
         // SAFETY: `at` is a node of the list, which lives until freeifaddrs.
         let node = unsafe { &*at };
         at = node.ifa_next;
-        // SAFETY: the address is null or a sockaddr of the family that it names; the name is a C string.
-        let (ip, name) = unsafe { (ip_of(node.ifa_addr), CStr::from_ptr(node.ifa_name)) };
-        if let Some(ip) = ip {
-            out.push(InterfaceAddr {
-                name: name.to_string_lossy().into_owned(),
-                ip,
-                // SAFETY: a C string, as above.
-                index: unsafe { libc::if_nametoindex(node.ifa_name) },
-                loopback: node.ifa_flags & libc::IFF_LOOPBACK as u32 != 0,
-                up: node.ifa_flags & libc::IFF_UP as u32 != 0,
-                running: is_running(node.ifa_flags),
-            });
-        }
+        out.extend(read(node));
     }
     // SAFETY: made by getifaddrs, freed once.
     unsafe { libc::freeifaddrs(list) };
     Ok(out)
+}
+
+/// All IPv4 and IPv6 addresses of this network namespace.
+///
+/// # Errors
+/// When the kernel can't tell.
+pub fn interface_addresses() -> io::Result<Vec<InterfaceAddr>> {
+    collect_addresses(|node| {
+        // SAFETY: the address is null or a sockaddr of the family that it names.
+        let ip = unsafe { ip_of(node.ifa_addr) }?;
+        // SAFETY: the name is a C string of the list.
+        let name = unsafe { CStr::from_ptr(node.ifa_name) };
+        Some(InterfaceAddr {
+            name: name.to_string_lossy().into_owned(),
+            ip,
+            // SAFETY: a C string, as above.
+            index: unsafe { libc::if_nametoindex(node.ifa_name) },
+            loopback: has_flag(node, libc::IFF_LOOPBACK),
+            up: has_flag(node, libc::IFF_UP),
+            running: is_running(node.ifa_flags),
+        })
+    })
+}
+
+fn has_flag(node: &libc::ifaddrs, flag: c_int) -> bool {
+    node.ifa_flags & flag as u32 != 0
 }
 
 fn is_running(flags: u32) -> bool {
@@ -301,31 +312,20 @@ pub struct Interface {
 /// # Errors
 /// When the kernel can't tell.
 pub fn interfaces() -> io::Result<Vec<Interface>> {
-    let mut list: *mut libc::ifaddrs = std::ptr::null_mut();
-    // SAFETY: on success `list` owns a linked list, freed below.
-    check(unsafe { libc::getifaddrs(&raw mut list) })?;
-    let mut out = Vec::new();
-    let mut at = list;
-    while !at.is_null() {
-        // SAFETY: `at` is a node of the list, which lives until freeifaddrs.
-        let node = unsafe { &*at };
-        at = node.ifa_next;
+    let mut out = collect_addresses(|node| {
         // SAFETY: the address is null, or a socket address of the family that it names.
-        let link = unsafe { link_of(node.ifa_addr) };
-        let Some((index, mac)) = link else { continue };
+        let (index, mac) = unsafe { link_of(node.ifa_addr) }?;
         // SAFETY: the name is a C string of the list.
         let name = unsafe { CStr::from_ptr(node.ifa_name) };
-        out.push(Interface {
+        Some(Interface {
             name: name.to_string_lossy().into_owned(),
             index,
             mac,
-            loopback: node.ifa_flags & libc::IFF_LOOPBACK as u32 != 0,
-            up: node.ifa_flags & libc::IFF_UP as u32 != 0,
+            loopback: has_flag(node, libc::IFF_LOOPBACK),
+            up: has_flag(node, libc::IFF_UP),
             running: is_running(node.ifa_flags),
-        });
-    }
-    // SAFETY: made by getifaddrs, freed once.
-    unsafe { libc::freeifaddrs(list) };
+        })
+    })?;
     out.sort_by_key(|i| i.index);
     Ok(out)
 }
