@@ -6,6 +6,7 @@ mod matrix;
 mod process;
 mod python;
 mod report;
+mod speed;
 
 use std::{path::PathBuf, process::ExitCode};
 
@@ -54,6 +55,9 @@ struct Cli {
     /// Address of both sides
     #[arg(long, default_value = "127.0.0.1")]
     addr: std::net::IpAddr,
+    /// Measure speed instead: ib_send_lat, ib_write_lat and ib_write_bw beside `ferroce bench`, pinned and unpinned
+    #[arg(long, conflicts_with_all = ["list", "only", "set"])]
+    speed: bool,
     /// Say what failing programs printed, in full
     #[arg(long, short)]
     verbose: bool,
@@ -79,7 +83,19 @@ fn beside() -> Result<PathBuf> {
     }
 }
 
+fn setup(cli: &Cli) -> Result<Setup> {
+    let ferroce = cli.ferroce.clone().map_or_else(beside, Ok)?;
+    process::catch_signals()?;
+    Setup::new(ferroce, cli.addr)
+}
+
 fn run(cli: &Cli) -> Result<bool> {
+    if cli.speed {
+        let setup = setup(cli)?;
+        let done = speed::run(&setup, cli.json.as_deref());
+        setup.finish();
+        return done.map(|()| true);
+    }
     let cases = chosen(cli);
     if cli.list {
         for case in &cases {
@@ -90,9 +106,7 @@ fn run(cli: &Cli) -> Result<bool> {
     if cases.is_empty() {
         return Err("no case has that name; --list shows all".into());
     }
-    let ferroce = cli.ferroce.clone().map_or_else(beside, Ok)?;
-    process::catch_signals()?;
-    let setup = Setup::new(ferroce, cli.addr)?;
+    let setup = setup(cli)?;
     let mut report = Report::default();
     for case in &cases {
         let outcome = match case.missing() {

@@ -94,7 +94,7 @@ pub(crate) struct Setup {
 }
 
 /// A process group that ends with this.
-struct Group {
+pub(crate) struct Group {
     child: Child,
     output: PathBuf,
 }
@@ -107,7 +107,14 @@ impl Drop for Group {
 }
 
 impl Group {
-    fn wait(&mut self, deadline: Instant) -> io::Result<Option<ExitStatus>> {
+    /// Starts a command whose output goes to a file.
+    pub(crate) fn spawn(mut command: Command, output: PathBuf) -> io::Result<Self> {
+        let child = command.process_group(0).spawn()?;
+        Ok(Self { child, output })
+    }
+
+    /// Its status; `None` at the deadline.
+    pub(crate) fn wait(&mut self, deadline: Instant) -> io::Result<Option<ExitStatus>> {
         loop {
             if let Some(status) = self.child.try_wait()? {
                 return Ok(Some(status));
@@ -122,7 +129,8 @@ impl Group {
         }
     }
 
-    fn text(&self) -> String {
+    /// What it has printed.
+    pub(crate) fn text(&self) -> String {
         fs::read(&self.output).map_or_else(|e| e.to_string(), |b| String::from_utf8_lossy(&b).into_owned())
     }
 }
@@ -161,16 +169,33 @@ impl Setup {
         Ok(Self { ferroce, addr, dir })
     }
 
+    /// Address of both sides.
+    pub(crate) fn addr(&self) -> IpAddr {
+        self.addr
+    }
+
+    /// The program `ferroce`.
+    pub(crate) fn ferroce(&self) -> &Path {
+        &self.ferroce
+    }
+
+    /// A directory for a case.
+    pub(crate) fn directory(&self, name: &str) -> Result<PathBuf> {
+        let dir = self.dir.path().join(name.replace(['/', ' '], "_"));
+        fs::create_dir_all(&dir).map_err(|e| format!("{}: {e}", dir.display()))?;
+        Ok(dir)
+    }
+
     /// Runs a case.
     pub(crate) fn run(&self, case: &Case) -> Outcome {
-        let dir = self.dir.path().join(case.name.replace(['/', ' '], "_"));
-        if let Err(e) = fs::create_dir_all(&dir) {
-            return Outcome::Failed(format!("{}: {e}", dir.display()));
-        }
+        let dir = match self.directory(&case.name) {
+            Ok(dir) => dir,
+            Err(text) => return Outcome::Failed(text),
+        };
         let started = Instant::now();
         let done = match case.python {
             true => python::run(self, case, &dir),
-            false => self.attempt(case, &dir),
+            false => self.attempt(case, &dir).map(drop),
         };
         sweep(false);
         match done {
@@ -198,10 +223,8 @@ impl Setup {
         command
             .stdin(Stdio::null())
             .stdout(file.try_clone().map_err(fail)?)
-            .stderr(file)
-            .process_group(0);
-        let child = command.spawn().map_err(fail)?;
-        Ok(Group { child, output })
+            .stderr(file);
+        Group::spawn(command, output).map_err(fail)
     }
 
     /// A client by itself, started again while its server may not be there yet.
@@ -220,7 +243,8 @@ impl Setup {
         }
     }
 
-    fn attempt(&self, case: &Case, dir: &Path) -> Result<()> {
+    /// Both sides of a case; returns what the client printed.
+    pub(crate) fn attempt(&self, case: &Case, dir: &Path) -> Result<String> {
         let port = free_port().map_err(|e| format!("finding a port: {e}"))?;
         let fill = |words: &[String]| -> Vec<String> {
             let with = |w: &String| {
@@ -234,7 +258,7 @@ impl Setup {
         let client = fill(&case.client);
         let Some(server) = &case.server else {
             let text = self.client(case, &client, dir, deadline, false)?;
-            return says(case, &text);
+            return says(case, text);
         };
         let mut other = self.start(case, &fill(&server.command), dir.join("server"))?;
         while server.ready == Ready::Listens && !listens(port) {
@@ -259,7 +283,7 @@ impl Setup {
                 None => return Err(format!("the server does not end\n{}", other.text())),
             }
         }
-        says(case, &text)
+        says(case, text)
     }
 
     /// Ends the run, and whatever of it is left.
@@ -269,9 +293,9 @@ impl Setup {
     }
 }
 
-fn says(case: &Case, text: &str) -> Result<()> {
+fn says(case: &Case, text: String) -> Result<String> {
     match case.says {
         Some(wanted) if !text.contains(wanted) => Err(format!("{wanted:?} is not in its output\n{text}")),
-        _ => Ok(()),
+        _ => Ok(text),
     }
 }
