@@ -2,6 +2,7 @@
 
 use std::{
     net::IpAddr,
+    num::NonZeroU64,
     path::PathBuf,
     sync::{
         Arc,
@@ -38,6 +39,9 @@ pub struct DeviceConfig {
     pub background: bool,
     /// Bounds of the bytes in flight towards one peer; `None`: chosen by the receive buffer.
     pub window: Option<WindowConfig>,
+    /// Bytes per second towards one peer of the services that nobody acknowledges (UC, UD), whatever `window` says of
+    /// them; `None`: no limit.
+    pub unreliable_rate: Option<NonZeroU64>,
     /// Write all packets sent and received to this file.
     pub pcap: Option<PathBuf>,
     /// Identifies the device to connection managers; `None`: random. No two live devices may share one, unless they
@@ -88,6 +92,7 @@ impl Default for DeviceConfig {
             gro: true,
             background: true,
             window: None,
+            unreliable_rate: WindowConfig::default().unreliable_rate,
             pcap: None,
             guid: None,
             sockets: None,
@@ -290,6 +295,7 @@ impl Device {
                 ..usual
             }
         });
+        port.window.unreliable_rate = config.unreliable_rate;
         let mem = Arc::new(MemoryTable::new(random()?, &limits));
         let port = Port::new(port, mem.clone(), random()?);
         let links = match config.background {

@@ -1,6 +1,6 @@
 //! What `ferroce run` tells us: the environment.
 
-use std::{net::IpAddr, path::PathBuf};
+use std::{net::IpAddr, num::NonZeroU64, path::PathBuf};
 
 use roce::Mtu;
 
@@ -8,6 +8,8 @@ use roce::Mtu;
 pub(crate) const ADDR: &str = "FERROCE_ADDR";
 /// Largest path MTU: 256, 512, 1024, 2048 or 4096.
 pub(crate) const MTU: &str = "FERROCE_MTU";
+/// Bytes per second of UC and UD towards one peer, or `off`.
+pub(crate) const UNRELIABLE_RATE: &str = "FERROCE_UNRELIABLE_RATE";
 /// Capture file; `%p` stands for the process number.
 pub(crate) const PCAP: &str = "FERROCE_PCAP";
 
@@ -40,6 +42,21 @@ pub(crate) fn mtu() -> Option<Mtu> {
         ));
     }
     mtu
+}
+
+/// The pace of UC and UD asked for: `Some(None)` is none at all.
+pub(crate) fn unreliable_rate() -> Option<Option<NonZeroU64>> {
+    let text = std::env::var(UNRELIABLE_RATE).ok()?;
+    let rate = match text.trim() {
+        "off" => Some(None),
+        number => number.parse().ok().map(Some),
+    };
+    if rate.is_none() {
+        complain(format_args!(
+            "{UNRELIABLE_RATE}: {text:?} is neither a number of bytes per second nor `off`; it is ignored"
+        ));
+    }
+    rate
 }
 
 /// The capture file for this process. A file that exists is another process's: the number is appended then.

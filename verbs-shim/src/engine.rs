@@ -121,6 +121,9 @@ impl Engine {
         let mut wanted = DeviceConfig::new(bind_address());
         wanted.mtu = config::mtu();
         wanted.pcap = config::pcap();
+        if let Some(rate) = config::unreliable_rate() {
+            wanted.unreliable_rate = rate;
+        }
         let device = open_device(wanted).map_err(|e| {
             config::complain(format_args!("{e}"));
             Errno::from(e)

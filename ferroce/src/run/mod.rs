@@ -15,7 +15,7 @@ use clap::Args;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use roce::{Mtu, iface};
 
-use crate::output::Failure;
+use crate::{output::Failure, units};
 
 /// The library that takes the place of libibverbs and librdmacm.
 const LIBRARY: &str = "libferroce_verbs.so";
@@ -23,6 +23,7 @@ const LIBRARY: &str = "libferroce_verbs.so";
 const SHIM_VARIABLE: &str = "FERROCE_SHIM";
 const ADDR_VARIABLE: &str = "FERROCE_ADDR";
 const MTU_VARIABLE: &str = "FERROCE_MTU";
+const RATE_VARIABLE: &str = "FERROCE_UNRELIABLE_RATE";
 const PCAP_VARIABLE: &str = "FERROCE_PCAP";
 const BROKER_VARIABLE: &str = "FERROCE_BROKER";
 const PRELOAD: &str = "LD_PRELOAD";
@@ -43,6 +44,8 @@ Environment, also for programs that preload libferroce_verbs.so on their own:
   FERROCE_SHIM        path of libferroce_verbs.so; default: beside this program
   FERROCE_ADDR        addresses to use, separated by commas; default: all (--addr)
   FERROCE_MTU         largest path MTU: 256, 512, 1024, 2048, 4096 (--mtu)
+  FERROCE_UNRELIABLE_RATE
+                      bytes per second of UC and UD towards one peer, or `off` (--unreliable-rate)
   FERROCE_PCAP        capture file; %p stands for the process id (--pcap)
   FERROCE_BROKER      the program to start as broker; `off`: have the address alone
   FERROCE_BROKER_DIR  where the broker's socket is; default: $XDG_RUNTIME_DIR/ferroce or /tmp/ferroce-UID, or
@@ -56,6 +59,10 @@ pub(crate) struct RunArgs {
     /// Largest path MTU [default: what the interface carries]
     #[arg(long, value_name = "BYTES")]
     mtu: Option<u32>,
+    /// Bytes per second of UC and UD towards one peer, or `off`: nobody acknowledges them, and what comes faster than
+    /// the receiver's process empties its socket is lost [default: 256M]
+    #[arg(long, value_name = "BYTES", value_parser = rate)]
+    unreliable_rate: Option<String>,
     /// Write every packet to this file; `%p` in it becomes the process id
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
@@ -85,6 +92,9 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     }
     if let Some(mtu) = args.mtu {
         command.env(MTU_VARIABLE, check_mtu(mtu)?.to_string());
+    }
+    if let Some(rate) = &args.unreliable_rate {
+        command.env(RATE_VARIABLE, rate);
     }
     if let Some(file) = &args.pcap {
         // The program may change its directory.
@@ -165,6 +175,17 @@ fn addresses(addrs: &[IpAddr]) -> Result<String, Failure> {
     Ok(all.join(","))
 }
 
+/// A rate as the library reads it.
+fn rate(text: &str) -> Result<String, String> {
+    match text {
+        "off" => Ok(text.into()),
+        _ => match units::size(text)? {
+            0 => Err("a rate of 0 would send nothing; `off` is for no limit".into()),
+            bytes => Ok(bytes.to_string()),
+        },
+    }
+}
+
 fn check_mtu(bytes: u32) -> Result<u32, Failure> {
     match Mtu::ALL.iter().any(|m| m.bytes() as u32 == bytes) {
         true => Ok(bytes),
@@ -219,5 +240,9 @@ mod tests {
         );
         assert!(check_mtu(1500).is_err());
         assert_eq!(check_mtu(4096).unwrap(), 4096);
+        assert_eq!(rate("off").as_deref(), Ok("off"));
+        assert_eq!(rate("1G").as_deref(), Ok("1073741824"));
+        assert!(rate("0").is_err());
+        assert!(rate("fast").is_err());
     }
 }

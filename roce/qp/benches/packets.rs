@@ -75,6 +75,7 @@ impl World {
             initial: 4 * LEN,
             min: 4 * LEN,
             max: 4 * LEN,
+            ..WindowConfig::default()
         };
         let mut end = End {
             qp: qp.unwrap(),

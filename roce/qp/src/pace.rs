@@ -1,6 +1,6 @@
 //! The paces of what is sent without anything coming back: READ responses, and the services without acknowledgements.
 
-use core::time::Duration;
+use core::{num::NonZeroU64, time::Duration};
 
 use roce_verbs::Instant;
 
@@ -83,8 +83,9 @@ impl Pace {
 /// What may be sent at once without acknowledgements: half of what a socket buffer of the usual size holds (212,992 bytes,
 /// which Linux doubles for its own bookkeeping).
 const FREE_BURST: i64 = 128 << 10;
-/// It is earned anew in this time: 256 MiB/s.
-const FREE_PERIOD: Duration = Duration::from_micros(500);
+/// How fast it is earned anew unless somebody wishes otherwise, bytes per second: a receiver that is away for half a
+/// millisecond loses nothing.
+pub(crate) const FREE_RATE: NonZeroU64 = NonZeroU64::new(256 << 20).unwrap();
 /// Pauses end when as much has been earned: a timer per packet would cost more than it brings.
 const FREE_PIECE: i64 = FREE_BURST / 4;
 
@@ -92,26 +93,32 @@ const FREE_PIECE: i64 = FREE_BURST / 4;
 /// than any socket buffer is emptied: messages of a thousand packets would never arrive whole.
 #[derive(Clone, Debug)]
 pub(crate) struct FreePace {
+    /// In this time all of the burst is earned; `None`: there is no limit.
+    period: Option<Duration>,
     /// Bytes that may be sent; less than zero: too many were.
     credit: i64,
     /// When the credit was brought up to date.
     at: Instant,
 }
 
-impl Default for FreePace {
-    fn default() -> Self {
+impl FreePace {
+    /// A pace of so many bytes per second; `None`: no limit.
+    pub(crate) fn new(rate: Option<NonZeroU64>) -> Self {
+        let nanos = |rate: NonZeroU64| (FREE_BURST as u64 * 1_000_000_000).div_ceil(rate.get());
         Self {
+            period: rate.map(|r| Duration::from_nanos(nanos(r))),
             credit: FREE_BURST,
             at: Instant::ZERO,
         }
     }
-}
 
-impl FreePace {
     pub(crate) fn may_send(&mut self, now: Instant) -> Result<(), Instant> {
-        let period = FREE_PERIOD.as_nanos() as i64;
-        let passed = now.saturating_since(self.at).min(FREE_PERIOD * 4).as_nanos() as i64;
-        let earned = passed * FREE_BURST / period;
+        let Some(period) = self.period else {
+            return Ok(());
+        };
+        let passed = now.saturating_since(self.at).min(period).as_nanos() as i128;
+        let period = period.as_nanos() as i128;
+        let earned = (passed * i128::from(FREE_BURST) / period) as i64;
         if earned > 0 {
             self.at = now;
             self.credit = (self.credit + earned).min(FREE_BURST);
@@ -119,12 +126,15 @@ impl FreePace {
         if self.credit > 0 {
             return Ok(());
         }
-        let missing = FREE_PIECE - self.credit;
-        Err(now + Duration::from_nanos((missing * period / FREE_BURST) as u64))
+        let missing = i128::from(FREE_PIECE - self.credit);
+        let nanos = missing * period / i128::from(FREE_BURST);
+        Err(now + Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX).max(1)))
     }
 
     pub(crate) fn on_sent(&mut self, bytes: usize) {
-        self.credit -= bytes as i64;
+        if self.period.is_some() {
+            self.credit -= bytes as i64;
+        }
     }
 }
 
@@ -190,7 +200,9 @@ mod tests {
 
     #[test]
     fn what_is_not_acknowledged_has_a_burst_and_a_rate() {
-        let mut pace = FreePace::default();
+        let period = Duration::from_micros(500);
+        let mut pace = FreePace::new(Some(FREE_RATE));
+        assert_eq!(pace.period, Some(period));
         let mut now = at(5);
         let mut sent = 0;
         while pace.may_send(now).is_ok() {
@@ -200,7 +212,7 @@ mod tests {
         assert_eq!(sent as i64, FREE_BURST, "all of the burst, at once");
         let begin = now;
         let mut pauses = 0;
-        while now < begin + FREE_PERIOD * 100 {
+        while now < begin + period * 100 {
             match pace.may_send(now) {
                 Ok(()) => {
                     pace.on_sent(KB);
@@ -217,8 +229,37 @@ mod tests {
         assert!((99..=102).contains(&bursts), "{bursts}");
         assert!(pauses <= 4 * 101, "{pauses}");
         // After a rest the burst is there again, and no more.
-        assert_eq!(pace.may_send(now + FREE_PERIOD * 1000), Ok(()));
+        assert_eq!(pace.may_send(now + period * 1000), Ok(()));
         assert_eq!(pace.credit, FREE_BURST);
+    }
+
+    #[test]
+    fn any_rate_is_kept() {
+        for rate in [1u64, 1000, 10 << 20, 10 << 30, u64::MAX] {
+            let mut pace = FreePace::new(NonZeroU64::new(rate));
+            let mut now = at(5);
+            let mut sent = 0u64;
+            for _ in 0..10_000 {
+                match pace.may_send(now) {
+                    Ok(()) => {
+                        pace.on_sent(4 * KB);
+                        sent += 4 << 10;
+                    }
+                    Err(at) => {
+                        assert!(at > now);
+                        now = at;
+                    }
+                }
+            }
+            let time = now.saturating_since(at(5)).as_nanos();
+            let allowed = u128::from(rate) * time / 1_000_000_000 + FREE_BURST as u128 + (4 << 10);
+            assert!(u128::from(sent) <= allowed, "rate {rate}: {sent} bytes in {time} ns");
+        }
+        let mut free = FreePace::new(None);
+        for _ in 0..10_000 {
+            assert_eq!(free.may_send(at(5)), Ok(()));
+            free.on_sent(1 << 20);
+        }
     }
 
     #[test]

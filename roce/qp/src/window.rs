@@ -1,12 +1,12 @@
 //! Bytes in flight towards one peer.
 
-use core::time::Duration;
+use core::{num::NonZeroU64, time::Duration};
 
 use roce_verbs::Instant;
 
-use crate::pace::{FreePace, Pace};
+use crate::pace::{FREE_RATE, FreePace, Pace};
 
-/// Limits of a [`Window`], bytes.
+/// Limits of a [`Window`], bytes where nothing else is said.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct WindowConfig {
     /// At the start.
@@ -15,6 +15,8 @@ pub struct WindowConfig {
     pub min: usize,
     /// Never more: about what the peer's socket buffer holds.
     pub max: usize,
+    /// Bytes per second of the services that nobody acknowledges (UC, UD); `None`: no limit.
+    pub unreliable_rate: Option<NonZeroU64>,
 }
 
 impl Default for WindowConfig {
@@ -23,6 +25,7 @@ impl Default for WindowConfig {
             initial: 64 << 10,
             min: 16 << 10,
             max: 4 << 20,
+            unreliable_rate: Some(FREE_RATE),
         }
     }
 }
@@ -98,7 +101,7 @@ impl Window {
             queue: Queue::Empty,
             before: None,
             pace: Pace::default(),
-            free: FreePace::default(),
+            free: FreePace::new(config.unreliable_rate),
         }
     }
 
@@ -292,6 +295,7 @@ mod tests {
         initial: 64 * KB,
         min: 16 * KB,
         max: 1024 * KB,
+        unreliable_rate: None,
     };
 
     fn at(us: u64) -> Instant {

@@ -195,6 +195,7 @@ fn an_idle_connection_is_small_and_a_packet_allocates_nothing() {
             initial: 1 << 20,
             min: 1 << 20,
             max: 1 << 20,
+            ..WindowConfig::default()
         }),
     };
     let sge = |len| Sge {
