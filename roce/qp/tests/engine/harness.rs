@@ -59,6 +59,7 @@ impl Default for Setup {
                 initial: 256 << 10,
                 min: 16 << 10,
                 max: 1 << 20,
+                ..WindowConfig::default()
             },
             cqe: 4096,
             max_msg_size: 1 << 31,
