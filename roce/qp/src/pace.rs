@@ -116,7 +116,7 @@ impl FreePace {
         let Some(period) = self.period else {
             return Ok(());
         };
-        let passed = now.saturating_since(self.at).min(period).as_nanos() as i128;
+        let passed = now.saturating_since(self.at).min(period * 2).as_nanos() as i128;
         let period = period.as_nanos() as i128;
         let earned = (passed * i128::from(FREE_BURST) / period) as i64;
         if earned > 0 {
