@@ -312,7 +312,7 @@ impl TxSink for QpSink<'_> {
         if self.budget == 0 {
             return None;
         }
-        let alone = kind == TxKind::Retransmission || !self.gso;
+        let alone = kind.is_again() || !self.gso;
         if !self.batch.takes(&self.path, self.dest, len, alone) {
             self.full = true;
             return None;
@@ -325,7 +325,7 @@ impl TxSink for QpSink<'_> {
         let Some((kind, len)) = self.reserved.take() else {
             return;
         };
-        let retransmission = matches!(kind, TxKind::Retransmission);
+        let retransmission = kind.is_again();
         let alone = retransmission || !self.gso;
         let index = self.batch.commit(&self.path, self.dest, len, alone);
         self.budget -= 1;

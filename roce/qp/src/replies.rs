@@ -258,7 +258,7 @@ impl QueuePair {
             return Step::Idle;
         };
         let kind = if resource.replay {
-            TxKind::Retransmission
+            TxKind::Repetition
         } else {
             TxKind::Response
         };
@@ -320,7 +320,7 @@ impl QueuePair {
             }
         };
         match sent {
-            Ok(()) if kind == TxKind::Retransmission => ctx.counters.retransmits += 1,
+            Ok(()) if kind == TxKind::Repetition => ctx.counters.retransmits += 1,
             Ok(()) => {}
             Err((seq, refusal)) => {
                 // The memory went away while it was read: nothing after this point is answered.

@@ -2,7 +2,7 @@
 
 use roce_verbs::{AddressVector, Qpn};
 
-/// What a packet is to the sender of packets: retransmissions must not be segmented in hardware, acknowledgements may
+/// What a packet is to the sender of packets: what is sent again must not be segmented in hardware, acknowledgements may
 /// be ordered before data.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum TxKind {
@@ -12,8 +12,17 @@ pub enum TxKind {
     Retransmission,
     /// A READ response or atomic acknowledgement.
     Response,
+    /// A READ response or atomic acknowledgement that was asked for again.
+    Repetition,
     /// An acknowledgement without data.
     Ack,
+}
+
+impl TxKind {
+    /// Whether it was sent before, perhaps.
+    pub const fn is_again(self) -> bool {
+        matches!(self, Self::Retransmission | Self::Repetition)
+    }
 }
 
 /// Takes packets. A queue pair reserves room, fills it, and commits; it commits nothing that it failed to fill.

@@ -478,7 +478,7 @@ fn duplicates_are_answered_and_not_executed_again() {
     assert!(
         second
             .iter()
-            .all(|(k, _)| matches!(k, TxKind::Ack | TxKind::Retransmission))
+            .all(|(k, _)| matches!(k, TxKind::Ack | TxKind::Repetition))
     );
     assert_eq!(p.b.received().len(), 1);
     assert_eq!(p.b.counters.duplicate_request, 5);

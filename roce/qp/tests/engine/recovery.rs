@@ -348,7 +348,7 @@ fn responses_find_a_pace_that_a_greedy_requester_can_take() {
         for (kind, bytes) in b.drain() {
             let header = Packet::parse(&bytes).unwrap().header;
             assert_eq!(header.bth.opcode.info().class, Class::ReadResponse);
-            assert!(matches!(kind, TxKind::Response | TxKind::Retransmission));
+            assert!(matches!(kind, TxKind::Response | TxKind::Repetition));
             sent += 1;
             if peer.queue.len() < QUEUE {
                 peer.queue.push_back(header.bth.psn);
