@@ -88,6 +88,17 @@ fn main() -> Result<(), Box<dyn Error>> {
     let manifest: Table = fs::read_to_string(dir.join("manifest.toml"))?.parse()?;
     let captures = manifest["capture"].as_array().ok_or("no [[capture]]")?;
     print!("{HEAD}");
+    for common in manifest
+        .get("everywhere")
+        .and_then(Value::as_array)
+        .into_iter()
+        .flatten()
+    {
+        println!(
+            "\n[[everywhere]]\nkind = {}\nreason = {}",
+            common["kind"], common["reason"]
+        );
+    }
     for capture in captures {
         let mut entry = capture.as_table().ok_or("not a table")?.clone();
         measure(&dir.join(entry["file"].as_str().ok_or("no file")?), &mut entry)?;

@@ -2,18 +2,22 @@
 
 use std::collections::VecDeque;
 
-use roce_bth::{Class, Header, Packet, Syndrome};
+use roce_bth::{Class, Header, Packet, Psn, Syndrome};
 use serde::Deserialize;
 
 /// In what our engine and the captured side differ.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kind {
-    /// The same request, but one of the two asks for an acknowledgement: the requester's choice.
+    /// The same request, but only one of the two asks for an acknowledgement: the requester's choice, in the middle of a
+    /// message or where ours does.
     AckRequest,
+    /// A message's last packet, with which only the captured side asks for an acknowledgement.
+    NoAckRequest,
     /// Positive acknowledgements that only one of the two sent, and that another one covers.
     AckCoalescing,
-    /// The acknowledgement of a duplicate has another PSN: IBA C9-105 allows all that was executed.
+    /// The acknowledgement of a duplicate: ours has the duplicate's PSN, theirs a later one that was executed (IBA C9-105
+    /// allows both).
     DuplicateAck,
     /// The same packet but for MigReq, which IBA leaves without meaning on paths that don't migrate.
     MigReq,
@@ -22,6 +26,9 @@ pub enum Kind {
     /// The answer to a READ that was asked for again from the middle: ours opens a stream (FIRST, ONLY), as the
     /// specification has it, rdma_rxe goes on with the one from before (MIDDLE, LAST). Bytes and PSN are the same.
     ReadResumed,
+    /// The captured side reports a sequence gap right after its RNR NAK for the same PSN, before it took a request with
+    /// that; ours is silent, as the specification has it.
+    GapAfterRnr,
     /// An answer that only the captured side sent.
     OnlyTheirAnswer,
     /// An answer that only ours sent.
@@ -30,14 +37,41 @@ pub enum Kind {
     OnlyTheirRequest,
     /// A request that only ours ever sent.
     OnlyOurRequest,
-    /// A request that both sent, the captured side once more. How often a requester repeats itself is its own choice.
+    /// A request that both sent, the captured side once more. How much a requester repeats is its own choice; that it
+    /// repeats where it has to is a matter of [`Kind::NotRepeated`].
     OnlyTheirRepeat,
-    /// A request that both sent, ours once more.
+    /// A request that the captured side sent, perhaps once more, after it had got the NAK that ends the connection: it was
+    /// in its queue.
+    AfterRefusal,
+    /// The captured side's requests were refused, or its timer ran out, it repeated them and had success; ours repeats
+    /// nothing.
+    NotRepeated,
+    /// A request that both sent, ours once more, although nobody refused it.
     OnlyOurRepeat,
+    /// A request that both sent, ours once more, because it was refused: of two refusals in a row the captured side heeds
+    /// one.
+    RepeatedAsTold,
     /// Another answer.
     Answer,
     /// The packets are the same, the ICRCs are not.
     Icrc,
+}
+
+impl Kind {
+    /// Whether the replay makes a difference of this kind only where it knows that both sides are right. Only these may be
+    /// allowed without a number.
+    pub const fn proves_itself(self) -> bool {
+        matches!(
+            self,
+            Self::AckRequest
+                | Self::DuplicateAck
+                | Self::ReadResumed
+                | Self::GapAfterRnr
+                | Self::OnlyTheirRepeat
+                | Self::RepeatedAsTold
+                | Self::AfterRefusal
+        )
+    }
 }
 
 /// A difference.
@@ -108,8 +142,10 @@ fn same_request(theirs: &[u8], ours: &[u8]) -> Option<Vec<Kind>> {
         b.bth.migreq = a.bth.migreq;
     });
     let (a, b) = (header(theirs)?.bth, header(ours)?.bth);
+    let missing = a.ack_req && !b.ack_req && a.opcode.info().position.ends();
     let flags = [
-        (a.ack_req != b.ack_req, Kind::AckRequest),
+        (missing, Kind::NoAckRequest),
+        (a.ack_req != b.ack_req && !missing, Kind::AckRequest),
         (a.migreq != b.migreq, Kind::MigReq),
     ];
     alike.then(|| {
@@ -121,8 +157,16 @@ fn same_request(theirs: &[u8], ours: &[u8]) -> Option<Vec<Kind>> {
     })
 }
 
-/// A request that was sent: the frame it belongs to, and its bytes.
-pub(crate) type Sent = (u64, Vec<u8>);
+/// A request that was sent.
+#[derive(Clone, Debug)]
+pub(crate) struct Sent {
+    /// The captured frame that it belongs to.
+    pub(crate) frame: u64,
+    /// Its bytes without the ICRC.
+    pub(crate) body: Vec<u8>,
+    /// It was sent before, and refused since.
+    pub(crate) refused: bool,
+}
 
 /// What comparing the requests of both sides came to.
 #[derive(Debug, Default)]
@@ -137,7 +181,7 @@ pub(crate) fn align(theirs: &[Sent], ours: &[Sent]) -> Aligned {
     let (n, m) = (theirs.len(), ours.len());
     let same: Vec<Vec<Option<Vec<Kind>>>> = theirs
         .iter()
-        .map(|t| ours.iter().map(|o| same_request(&t.1, &o.1)).collect())
+        .map(|t| ours.iter().map(|o| same_request(&t.body, &o.body)).collect())
         .collect();
     let mut longest = vec![vec![0u32; m + 1]; n + 1];
     for i in (0..n).rev() {
@@ -157,10 +201,10 @@ pub(crate) fn align(theirs: &[Sent], ours: &[Sent]) -> Aligned {
         let (kinds, frame, detail) = if matched {
             let kinds = same[i][j].clone().unwrap_or_default();
             if kinds.is_empty() {
-                found.equal.push(theirs[i].0);
+                found.equal.push(theirs[i].frame);
             }
-            let text = format!("theirs {}, ours {}", describe(&theirs[i].1), describe(&ours[j].1));
-            let frame = theirs[i].0;
+            let text = format!("theirs {}, ours {}", describe(&theirs[i].body), describe(&ours[j].body));
+            let frame = theirs[i].frame;
             (i, j) = (i + 1, j + 1);
             (kinds, frame, text)
         } else if j == m || (i < n && longest[i + 1][j] >= longest[i][j + 1]) {
@@ -172,17 +216,21 @@ pub(crate) fn align(theirs: &[Sent], ours: &[Sent]) -> Aligned {
             i += 1;
             (
                 vec![kind],
-                theirs[i - 1].0,
-                format!("theirs {}", describe(&theirs[i - 1].1)),
+                theirs[i - 1].frame,
+                format!("theirs {}", describe(&theirs[i - 1].body)),
             )
         } else {
-            let kind = if repeats_o[j] {
-                Kind::OnlyOurRepeat
-            } else {
-                Kind::OnlyOurRequest
+            let kind = match (repeats_o[j], ours[j].refused) {
+                (true, true) => Kind::RepeatedAsTold,
+                (true, false) => Kind::OnlyOurRepeat,
+                (false, _) => Kind::OnlyOurRequest,
             };
             j += 1;
-            (vec![kind], ours[j - 1].0, format!("ours {}", describe(&ours[j - 1].1)))
+            (
+                vec![kind],
+                ours[j - 1].frame,
+                format!("ours {}", describe(&ours[j - 1].body)),
+            )
         };
         for kind in kinds {
             let detail = detail.clone();
@@ -213,13 +261,14 @@ fn is_resumed(theirs: &[u8], ours: &[u8]) -> bool {
 /// Compares the answers of both sides in order.
 #[derive(Debug, Default)]
 pub(crate) struct Answers {
-    /// Ours, not matched yet; `true`: to a duplicate.
-    pub(crate) ready: VecDeque<(Vec<u8>, bool)>,
+    /// Ours, not matched yet; with the PSN of the duplicate that it answers, if it is one.
+    pub(crate) ready: VecDeque<(Vec<u8>, Option<Psn>)>,
 }
 
 impl Answers {
-    /// The captured side sent an answer. Returns differences, and whether a packet of ours was equal to it.
-    pub(crate) fn match_one(&mut self, theirs: &[u8]) -> (Vec<(Kind, String)>, bool) {
+    /// The captured side, which expects this PSN next, sent an answer. Returns differences, and whether a packet of ours was
+    /// equal to it.
+    pub(crate) fn match_one(&mut self, theirs: &[u8], expected: Option<Psn>) -> (Vec<(Kind, String)>, bool) {
         let mut found = Vec::new();
         let Some(t) = header(theirs) else {
             return (vec![(Kind::Answer, describe(theirs))], false);
@@ -259,7 +308,11 @@ impl Answers {
                 found.push((Kind::Credits, text));
             } else if is_resumed(theirs, ours) {
                 found.push((Kind::ReadResumed, text));
-            } else if *duplicate && is_positive(&t) && is_positive(&o) {
+            } else if is_positive(&t)
+                && is_positive(&o)
+                && duplicate.is_some_and(|of| o.bth.psn == of && t.bth.psn.is_after(of))
+                && expected.is_some_and(|next| t.bth.psn.is_before(next))
+            {
                 found.push((Kind::DuplicateAck, text));
             } else if is_positive(&o) && !o.bth.psn.is_after(t.bth.psn) {
                 // Ours said it apart; theirs says it now, or with something that implies it.

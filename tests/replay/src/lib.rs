@@ -24,11 +24,13 @@ mod manifest;
 mod model;
 mod player;
 mod requests;
+mod verdict;
 
 pub use capture::{Connection, Event, connections, is_request, load};
 pub use compare::{Difference, Kind};
-pub use manifest::{Allowed, Entry, Manifest, Replay, fixtures};
+pub use manifest::{Allowed, Common, Entry, Manifest, Replay, fixtures, locate};
 pub use player::{Outcome, Settings, play};
+pub use verdict::{Verdict, replay_all, replay_folder};
 
 /// What stops a replay.
 #[derive(Debug, thiserror::Error)]

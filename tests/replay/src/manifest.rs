@@ -14,6 +14,8 @@ use crate::{Error, compare::Kind, player::Settings};
 /// The manifest.
 #[derive(Debug, Deserialize)]
 pub struct Manifest {
+    /// Differences that any capture may show, in any number: they depend on timing.
+    pub everywhere: Vec<Common>,
     /// Its captures.
     pub capture: Vec<Entry>,
 }
@@ -56,8 +58,18 @@ pub struct Allowed {
     pub side: IpAddr,
     /// What differs.
     pub kind: Kind,
-    /// How often. Only of repeated requests the number may be left open: it depends on how timers are tuned.
-    pub count: Option<usize>,
+    /// How often.
+    pub count: usize,
+    /// Why it is no fault of ours.
+    pub reason: String,
+}
+
+/// A difference of which the player has proved, packet by packet, that it is harmless.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Common {
+    /// What differs.
+    pub kind: Kind,
     /// Why it is no fault of ours.
     pub reason: String,
 }
@@ -65,6 +77,13 @@ pub struct Allowed {
 /// The folder of the captures.
 pub fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../pcap-fixtures")
+}
+
+/// Where the tests take a capture from: the folder that `REPLAY_CAPTURES` names, if it is there, else the fixtures. So a
+/// new set of captures is judged by the same tests.
+pub fn locate(file: &str) -> PathBuf {
+    let other = std::env::var_os("REPLAY_CAPTURES").map(|dir| Path::new(&dir).join(file));
+    other.filter(|p| p.exists()).unwrap_or_else(|| fixtures().join(file))
 }
 
 impl Manifest {

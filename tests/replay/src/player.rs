@@ -1,5 +1,7 @@
 //! Our engine in the place of one side.
 
+mod requester;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
@@ -15,6 +17,8 @@ use roce_verbs::{
     QpState, QpType, Qpn, RecvWr, RnrTimer, SendWr, Sge, WcStatus,
 };
 use serde::Deserialize;
+
+use requester::Asking;
 
 use crate::{
     Error,
@@ -82,11 +86,7 @@ struct Sink {
 
 impl TxSink for Sink {
     fn reserve(&mut self, kind: TxKind, len: usize) -> Option<&mut [u8]> {
-        // A retransmission may be an answer: what it is shows when it is there.
-        if kind == TxKind::Request && self.requests == 0 {
-            return None;
-        }
-        if kind == TxKind::Retransmission && self.requests == 0 && self.sent.len() > 4096 {
+        if matches!(kind, TxKind::Request | TxKind::Retransmission) && self.requests == 0 {
             return None;
         }
         self.pending = vec![0xee; len];
@@ -131,6 +131,9 @@ struct Player<'a> {
     frame: u64,
     /// Requests of ours, and of the captured side.
     sent: [Vec<Sent>; 2],
+    asking: Asking,
+    /// The PSN that the captured responder refused with an RNR NAK last.
+    not_ready: Option<Psn>,
     msn_offset: Option<u32>,
     outcome: Outcome,
 }
@@ -244,6 +247,8 @@ impl<'a> Player<'a> {
             answers: Answers::default(),
             frame: 0,
             sent: [Vec::new(), Vec::new()],
+            asking: Asking::default(),
+            not_ready: None,
             msn_offset: None,
             outcome: Outcome::default(),
         };
@@ -274,6 +279,7 @@ impl<'a> Player<'a> {
         };
         let rq_psn = first(&mut self.connection.events.iter().filter(|e| !mine(e)));
         let sq_psn = first(&mut self.connection.events.iter().filter(mine));
+        self.asking.first = sq_psn.unwrap_or_default();
         self.expected = rq_psn;
         let rnr = self
             .connection
@@ -337,23 +343,35 @@ impl<'a> Player<'a> {
         }
     }
 
-    /// Polls our engine; it may send `requests` requests. Answers go to their queue, requests ahead to theirs.
-    fn poll(&mut self, now: Instant, requests: usize, duplicate: bool) {
+    /// The engine's time at a time of the capture.
+    fn now(&self, at: Instant) -> Instant {
+        at + self.asking.ahead
+    }
+
+    /// Polls our engine; it may send `requests` requests, whose number is returned. Answers go to their queue, as answers to
+    /// the duplicate of a PSN or not.
+    fn poll(&mut self, now: Instant, requests: usize, duplicate: Option<Psn>) -> usize {
         let mut sink = Sink {
             requests,
             ..Sink::default()
         };
         let (qp, mut ctx) = self.ctx(now);
         qp.poll_transmit(&mut ctx, &mut sink);
+        let before = self.sent[0].len();
         for body in sink.sent {
             match Opcode::from_byte(body[0]).is_some_and(is_request) {
-                true => self.sent[0].push((self.frame, body)),
+                true => {
+                    let refused = self.asking.sent(&body, self.mtu);
+                    let frame = self.frame;
+                    self.sent[0].push(Sent { frame, body, refused });
+                }
                 false => {
                     let body = self.with_msn(body);
                     self.answers.ready.push_back((body, duplicate));
                 }
             }
         }
+        self.sent[0].len() - before
     }
 
     /// In a capture that begins in the middle, messages are counted from there.
@@ -368,24 +386,6 @@ impl<'a> Player<'a> {
             }
         }
         body
-    }
-
-    /// The captured side sent a request: ours may send one.
-    fn they_request(&mut self, index: usize) {
-        let event = &self.connection.events[index];
-        let now = event.at;
-        if let Some(message) = self.messages.by_start.remove(&index) {
-            self.post(now, &message, index);
-        }
-        self.sent[1].push((event.frame, event.body().to_vec()));
-        let before = self.sent[0].len();
-        self.poll(now, 1, false);
-        if self.sent[0].len() == before {
-            // They repeat themselves without being told to: their timer has run out, so ours may.
-            let (qp, mut ctx) = self.ctx(now);
-            qp.handle_timeout(&mut ctx);
-            self.poll(now, 1, false);
-        }
     }
 
     fn post(&mut self, now: Instant, message: &crate::requests::Message, index: usize) {
@@ -431,8 +431,21 @@ impl<'a> Player<'a> {
             let ready: Vec<_> = self.answers.ready.drain(..).collect();
             self.answers.ready = ready.into_iter().map(|(b, d)| (self.with_msn(b), d)).collect();
         }
-        let (found, equal) = self.answers.match_one(event.body());
+        let header = event.packet().header;
+        let refused_again = header
+            .aeth
+            .is_some_and(|a| a.syndrome == Syndrome::Nak(NakCode::PsnSequenceError))
+            && self.not_ready == Some(header.bth.psn)
+            && self.expected == self.not_ready;
+        if let Some(Syndrome::Rnr(_)) = header.aeth.map(|a| a.syndrome) {
+            self.not_ready = Some(header.bth.psn);
+        }
+        let (found, equal) = self.answers.match_one(event.body(), self.expected);
         for (kind, detail) in found {
+            let kind = match kind {
+                Kind::OnlyTheirAnswer if refused_again => Kind::GapAfterRnr,
+                kind => kind,
+            };
             self.differ(index, kind, detail);
         }
         if equal {
@@ -444,10 +457,13 @@ impl<'a> Player<'a> {
     fn get_request(&mut self, index: usize) {
         let event = &self.connection.events[index];
         let packet = event.packet();
-        let (header, now) = (packet.header, event.at);
+        let (header, now) = (packet.header, self.now(event.at));
         let info = header.bth.opcode.info();
         let new = Some(header.bth.psn) == self.expected;
-        let duplicate = self.expected.is_some_and(|e| header.bth.psn.is_before(e));
+        let duplicate = self
+            .expected
+            .filter(|e| header.bth.psn.is_before(*e))
+            .map(|_| header.bth.psn);
         let refusal = self.refusal(index);
         let original = self.preset(index);
         let takes = match info.class {
@@ -568,13 +584,6 @@ impl<'a> Player<'a> {
         }
     }
 
-    fn get_answer(&mut self, index: usize) {
-        let event = &self.connection.events[index];
-        let packet = event.packet();
-        let (qp, mut ctx) = self.ctx(event.at);
-        qp.handle_packet(&mut ctx, &packet);
-    }
-
     fn finish(mut self) -> Outcome {
         let last = self.connection.events.len().saturating_sub(1);
         for (kind, detail) in self.answers.rest() {
@@ -582,10 +591,16 @@ impl<'a> Player<'a> {
         }
         if !self.settings.ends_early {
             // Nothing comes any more: ours has nothing to send either, but what silence makes it repeat.
-            self.poll(self.connection.events[last].at, usize::MAX, false);
+            self.poll(self.now(self.connection.events[last].at), usize::MAX, None);
         }
         let aligned = align(&self.sent[1], &self.sent[0]);
-        self.outcome.differences.extend(aligned.differences);
+        for mut difference in aligned.differences {
+            let only_theirs = matches!(difference.kind, Kind::OnlyTheirRequest | Kind::OnlyTheirRepeat);
+            if only_theirs && self.asking.refused_before(difference.frame) {
+                difference.kind = Kind::AfterRefusal;
+            }
+            self.outcome.differences.push(difference);
+        }
         for index in 0..self.connection.events.len() {
             if aligned.equal.contains(&self.connection.events[index].frame) {
                 self.same(index);
@@ -605,13 +620,13 @@ impl<'a> Player<'a> {
 
     /// Lets retries run out, if anything is left.
     fn drain(&mut self, last: usize) {
-        let mut now = self.connection.events[last].at;
+        let mut now = self.now(self.connection.events[last].at);
         for _ in 0..10_000 {
             let Some(at) = self.qp.next_timeout() else { break };
             now = now.max(at);
             let (qp, mut ctx) = self.ctx(now);
             qp.handle_timeout(&mut ctx);
-            self.poll(now, usize::MAX, false);
+            self.poll(now, usize::MAX, None);
         }
     }
 

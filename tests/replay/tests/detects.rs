@@ -7,6 +7,7 @@ use ferroce_replay::{
 };
 use roce_bth::Packet;
 use roce_icrc::Flow;
+use roce_verbs::WcStatus;
 
 const MTU: usize = 1024;
 
@@ -127,15 +128,30 @@ fn a_wrong_checksum_is_noticed() {
 #[test]
 fn missing_and_repeated_packets_are_noticed() {
     let whole = one("loss-write-client.pcap");
-    let base = run(&whole, client()).unwrap().differences.len();
+    let base = run(&whole, client()).unwrap();
     let mine: Vec<usize> = (0..whole.events.len())
         .filter(|i| whole.events[*i].src.ip() == client())
         .collect();
     for index in &mine {
         let mut more = whole.clone();
         more.events.insert(*index, whole.events[*index].clone());
-        let noticed = run(&more, client()).map_or(true, |o| o.differences.len() > base);
+        // Its timer ran out: ours repeats something as well, or differs.
+        let again = run(&more, client()).unwrap();
+        let noticed = again.differences.len() > base.differences.len() || again.equal > base.equal;
         assert!(noticed, "event {index} repeated");
+        let psn = whole.events[*index].packet().header.bth.psn;
+        let later = &whole.events[index + 1..];
+        if later
+            .iter()
+            .any(|e| e.src.ip() == client() && e.packet().header.bth.psn == psn)
+        {
+            // Sent once less, with the same outcome.
+            continue;
+        }
+        let mut less = whole.clone();
+        less.events.remove(*index);
+        let noticed = run(&less, client()).map_or(true, |o| o.differences.iter().any(|d| d.kind != Kind::AckRequest));
+        assert!(noticed, "event {index} missing");
     }
     let whole = one("verbs-ops.pcap");
     let answers = |i: &usize| {
@@ -152,4 +168,52 @@ fn missing_and_repeated_packets_are_noticed() {
         let noticed = run(&more, server()).map_or(true, |o| !o.differences.is_empty());
         assert!(noticed, "event {index} repeated");
     }
+}
+
+fn kinds(outcome: &Outcome) -> Vec<Kind> {
+    outcome.differences.iter().map(|d| d.kind).collect()
+}
+
+/// A requester that does not repeat what it should, here because it has no retries, is noticed at each place.
+#[test]
+fn a_requester_that_gives_up_is_noticed() {
+    let cases = [
+        ("rnr-send.pcap", WcStatus::RnrRetryExceeded),
+        ("rnr-send-slow.pcap", WcStatus::RnrRetryExceeded),
+        ("loss-write-last-client.pcap", WcStatus::RetryExceeded),
+        ("loss-atomic-ack-client.pcap", WcStatus::RetryExceeded),
+    ];
+    for (file, status) in cases {
+        let settings = Settings {
+            retry_cnt: 0,
+            rnr_retry: 0,
+            ..Settings::default()
+        };
+        let outcome = play(&one(file), client(), MTU, &settings).unwrap();
+        assert!(kinds(&outcome).contains(&Kind::NotRepeated), "{file}: {outcome:?}");
+        assert_eq!(outcome.failed, Some(status), "{file}");
+    }
+}
+
+/// Ours sends one packet after an RNR NAK, the captured side all: refusals of the others are not ours, and what the captured
+/// responder took meanwhile is acknowledged as far as ours has sent it.
+#[test]
+fn answers_to_what_ours_did_not_send_are_kept_from_it() {
+    for file in ["rnr-send.pcap", "rnr-send-slow.pcap", "rnr-write-imm.pcap"] {
+        let whole = one(file);
+        let outcome = play(&whole, client(), MTU, &Settings::default()).unwrap();
+        let harmless = |k: &Kind| matches!(k, Kind::AckRequest | Kind::OnlyTheirRepeat);
+        assert!(kinds(&outcome).iter().all(harmless), "{file}: {outcome:?}");
+        assert_eq!(outcome.succeeded, outcome.posted, "{file}");
+    }
+}
+
+/// An acknowledgement of what the captured side never sent does not make ours believe that it sent it.
+#[test]
+fn a_request_that_only_ours_has_yet_to_send_is_not_invented() {
+    let mut whole = one("loss-write-client.pcap");
+    let last = whole.events.iter().rposition(|e| e.src.ip() == client()).unwrap();
+    whole.events.remove(last);
+    let noticed = run(&whole, client()).map_or(true, |o| o.differences.iter().any(|d| !d.kind.proves_itself()));
+    assert!(noticed);
 }
