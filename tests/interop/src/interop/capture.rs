@@ -119,7 +119,7 @@ struct Pair<'a> {
     client: &'a Guest,
 }
 
-/// Makes the captures.
+/// Makes the captures, and replays them.
 pub(crate) fn run(args: &Args, places: &Places) -> Result<(), Error> {
     let wanted = |r: &&Recipe| args.only.is_empty() || args.only.iter().any(|o| r.name.contains(o));
     let chosen: Vec<&Recipe> = RECIPES.iter().filter(wanted).collect();
@@ -171,7 +171,19 @@ pub(crate) fn run(args: &Args, places: &Places) -> Result<(), Error> {
         return Err(failed.join("\n").into());
     }
     println!("captures and their manifest entries are in {}", out.display());
-    Ok(())
+    replay(&out)
+}
+
+/// Puts our engine in the place of each side of what was captured.
+fn replay(out: &Path) -> Result<(), Error> {
+    let verdict = ferroce_replay::replay_folder(out)?;
+    let (seen, wrong) = (&verdict.seen, &verdict.wrong);
+    seen.iter().for_each(|line| println!("{line}"));
+    println!("{} sides replayed, {} findings", seen.len(), wrong.len());
+    match wrong.is_empty() {
+        true => Ok(()),
+        false => Err(format!("our engine differs:\n{}", wrong.join("\n")).into()),
+    }
 }
 
 fn entry(recipe: &Recipe, file: &str, version: &str) -> String {

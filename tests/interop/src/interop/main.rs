@@ -107,7 +107,7 @@ pub(crate) struct Cli {
 /// What else there is to do.
 #[derive(clap::Subcommand, Debug)]
 enum Task {
-    /// Make short captures of kernel-to-kernel traffic, for `pcap-fixtures`
+    /// Make short captures of kernel-to-kernel traffic, for `pcap-fixtures`, and compare our engine with them
     Capture(capture::Args),
 }
 
