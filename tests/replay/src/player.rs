@@ -231,6 +231,7 @@ impl<'a> Player<'a> {
                 initial: wide,
                 min: wide,
                 max: wide,
+                unreliable_rate: None,
             }),
             events: Vec::new(),
             counters: Counters::default(),
