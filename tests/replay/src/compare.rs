@@ -44,7 +44,7 @@ pub enum Kind {
     /// in its queue.
     AfterRefusal,
     /// The captured side's requests were refused, or its timer ran out, it repeated them and had success; ours repeats
-    /// nothing.
+    /// nothing, or something else.
     NotRepeated,
     /// A request that both sent, ours once more, although nobody refused it.
     OnlyOurRepeat,

@@ -18,12 +18,12 @@ use roce_verbs::{
 };
 use serde::Deserialize;
 
-use requester::Asking;
+use requester::{Asking, Repetition};
 
 use crate::{
     Error,
     capture::{Connection, Event, is_request},
-    compare::{Answers, Difference, Kind, Sent, align},
+    compare::{Answers, Difference, Kind, Sent, align, describe},
     model::{Model, read_packets, within},
     requests::{Messages, messages},
 };
@@ -362,8 +362,12 @@ impl<'a> Player<'a> {
         for body in sink.sent {
             match Opcode::from_byte(body[0]).is_some_and(is_request) {
                 true => {
-                    let refused = self.asking.sent(&body, self.mtu);
-                    let frame = self.frame;
+                    let Repetition { refused, astray } = self.asking.sent(&body, self.mtu);
+                    let (frame, kind) = (self.frame, Kind::NotRepeated);
+                    if astray {
+                        let detail = format!("ours goes on elsewhere: {}", describe(&body));
+                        self.outcome.differences.push(Difference { frame, kind, detail });
+                    }
                     self.sent[0].push(Sent { frame, body, refused });
                 }
                 false => {

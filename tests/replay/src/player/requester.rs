@@ -11,7 +11,8 @@
 //! - What was refused, and everything behind it, was dropped, and must be sent again. An acknowledgement (or a response, or
 //!   a refusal of a later packet) is given when ours has done that. If ours is not that far, because it sends one packet and
 //!   waits where the captured side sent all, it gets an acknowledgement of what it has sent: the captured responder had
-//!   taken it. If it does not go on then, that is a difference ([`Kind::NotRepeated`]).
+//!   taken it. If it does not go on then, or not with what was refused after an RNR NAK, that is a difference
+//!   ([`Kind::NotRepeated`]).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -47,10 +48,19 @@ pub(super) struct Asking {
     last: Option<u32>,
     /// The captured side has got a reason to go back.
     told: bool,
-    /// Ours got an RNR NAK and has sent nothing since.
-    waiting: bool,
+    /// Ours got an RNR NAK for this PSN and has sent nothing since.
+    pausing: Option<u32>,
     /// The frame of the NAK that ends the connection.
     refused: Option<u64>,
+}
+
+/// What a request of ours repeats.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Repetition {
+    /// It was sent before, and refused since.
+    pub(super) refused: bool,
+    /// It is the first one after the pause of an RNR NAK, and not what that refused.
+    pub(super) astray: bool,
 }
 
 /// The PSN of a request, and how many it takes.
@@ -68,11 +78,11 @@ impl Asking {
         psn.offset_from(self.first)
     }
 
-    /// Ours sent this request. Returns whether it had sent it before, and it was refused since.
-    pub(super) fn sent(&mut self, body: &[u8], mtu: usize) -> bool {
+    /// Ours sent this request.
+    pub(super) fn sent(&mut self, body: &[u8], mtu: usize) -> Repetition {
         let whole = [body, &[0; 4]].concat();
         let Ok(packet) = Packet::parse(&whole) else {
-            return false;
+            return Repetition::default();
         };
         let (psn, n) = extent(&packet, mtu);
         let from = self.offset(psn);
@@ -81,8 +91,8 @@ impl Asking {
             *self.ours.entry(at).or_default() += 1;
             self.under_way.insert(at);
         }
-        self.waiting = false;
-        refused
+        let astray = self.pausing.take().is_some_and(|due| due != from);
+        Repetition { refused, astray }
     }
 
     /// Whether this frame is behind the NAK that ends the connection.
@@ -134,7 +144,7 @@ impl Player<'_> {
         }
         // What is acknowledged was repeated in vain, and after the end ours is silent.
         let vain = psn < self.asking.acknowledged || self.asking.refused.is_some();
-        if goes_back && !vain && (!told || self.asking.waiting) && !self.run_timer(at) {
+        if goes_back && !vain && (!told || self.asking.pausing.is_some()) && !self.run_timer(at) {
             let text = format!(
                 "PSN {}: the captured side's timer ran out",
                 packet.header.bth.psn.value()
@@ -145,7 +155,7 @@ impl Player<'_> {
 
     /// Lets the engine's timers run out until it sends a request: after an RNR NAK it is one timer.
     fn run_timer(&mut self, at: Instant) -> bool {
-        for _ in 0..if self.asking.waiting { 1 } else { STAGES } {
+        for _ in 0..if self.asking.pausing.is_some() { 1 } else { STAGES } {
             let now = self.now(at);
             let Some(due) = self.qp.next_timeout() else {
                 return false;
@@ -173,7 +183,7 @@ impl Player<'_> {
                 if self.asking.under_way.contains(&at) {
                     self.give_acknowledging(index, at);
                     self.asking.drop_from(at);
-                    self.asking.waiting = true;
+                    self.asking.pausing = Some(at);
                 }
             }
             Some(Syndrome::Nak(NakCode::PsnSequenceError)) => {
@@ -223,7 +233,7 @@ impl Player<'_> {
     fn catch_up(&mut self, at: Instant, end: u32) {
         while let Some(missing) = self.asking.missing(end) {
             let mut sent = self.poll(self.now(at), 1, None);
-            if sent == 0 && self.asking.waiting {
+            if sent == 0 && self.asking.pausing.is_some() {
                 sent = usize::from(self.run_timer(at));
             }
             if sent == 0 && missing > self.asking.acknowledged {
