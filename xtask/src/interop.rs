@@ -12,6 +12,7 @@ use crate::{
 /// Builds everything that the lab runs; returns its own program.
 fn build() -> Result<PathBuf> {
     cargo::build("ferroce", "ferroce", Profile::Release)?;
+    cargo::run(&["build", "--release", "-p", "verbs-shim"])?;
     cargo::build("ferroce-interop", "ferroce-lab", Profile::Release)?;
     cargo::build("ferroce-interop", "ferroce-interop", Profile::Release)
 }

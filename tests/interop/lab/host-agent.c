@@ -3,7 +3,7 @@
  *   host-agent [-p PORT] [-s] [FOLDER]
  *
  * A request is one of
- *   exec SECONDS PROGRAM ARGUMENT…\n    PROGRAM is one of a fixed table; those of ours are in FOLDER
+ *   exec SECONDS PROGRAM ARGUMENT…\n    PROGRAM is one of a fixed table, with -s any; those of ours are in FOLDER
  *   run SECONDS LENGTH\n<LENGTH bytes>  a bash script (only with -s: for virtual machines)
  * The answer is any number of `out LENGTH\n` with bytes of its output, then `exit CODE\n` (124: the time ran out). A program
  * ends when its client goes away, and all end with host-agent.
@@ -112,7 +112,7 @@ static int exec_request(int client, char *rest, double seconds)
 	static char path[4096];
 	/* Lines shall come when they are written, not when a buffer is full. */
 	char *line[MAX_ARGS + 4] = { "stdbuf", "-o", "L" }, **argv = line + 3;
-	int n = 0, known = 0;
+	int n = 0, known = scripts;
 	for (char *w = strtok(rest, " "); w && n < MAX_ARGS; w = strtok(NULL, " ")) argv[n++] = w;
 	argv[n] = NULL;
 	for (size_t i = 0; n && i < sizeof PROGRAMS / sizeof *PROGRAMS; i++) known |= !strcmp(argv[0], PROGRAMS[i]);

@@ -69,7 +69,7 @@ impl Outcome {
     }
 }
 
-const TITLES: [&str; 8] = [
+const TITLES: [&str; 9] = [
     "",
     "Operations and ibv_rc_pingpong",
     "Connection manager",
@@ -78,6 +78,7 @@ const TITLES: [&str; 8] = [
     "Faults",
     "IPv6",
     "RNR, exhausted retries, refused accesses",
+    "Programs for libibverbs and librdmacm, ours under `ferroce run`",
 ];
 
 /// The table of all scenarios, one a line.

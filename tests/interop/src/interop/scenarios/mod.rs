@@ -5,6 +5,7 @@ mod errors;
 mod faults;
 mod ops;
 mod peer;
+mod programs;
 mod rnbd;
 
 use std::{net::IpAddr, path::PathBuf, process::Command, time::Duration};
@@ -167,6 +168,7 @@ pub(crate) fn all() -> Vec<Scenario> {
         rnbd::list(),
         faults::list(),
         peer::list(),
+        programs::list(),
     ] {
         all.extend(list);
     }

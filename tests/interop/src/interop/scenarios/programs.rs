@@ -1,0 +1,550 @@
+//! 8: programs of others that were written for libibverbs and librdmacm, as Debian has them: one end runs under
+//! `ferroce run` here, the other over rdma_rxe in the guest.
+
+use std::{
+    fs,
+    net::IpAddr,
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use super::{Ctx, Direction, Scenario};
+use crate::{
+    Error,
+    far::Ip,
+    lab::{Proc, check_stop},
+};
+
+/// How long a program may take.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// What a server gets to end after its client.
+const LINGER: Duration = Duration::from_secs(20);
+/// How long a server gets to be ready.
+const START: Duration = Duration::from_secs(30);
+/// Runs of a program that may fail before the others are left out.
+const FAILURES: usize = 3;
+
+/// How the client knows that the server is ready.
+#[derive(Clone, Copy)]
+enum Ready {
+    /// It listens at the TCP port.
+    Tcp,
+    /// It listens at the port of the connection manager.
+    Cm,
+    /// It prints this.
+    Says(&'static str),
+}
+
+/// How a server ends.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum End {
+    /// By itself, with status 0.
+    Zero,
+    /// By itself, with any status: its output counts.
+    Any,
+    /// It serves for ever, and is stopped when the client is done.
+    Stopped,
+}
+
+/// What shows that a run went well, beside exit statuses.
+#[derive(Clone, Copy)]
+struct Proof {
+    /// Must be in what the server prints, so many times at least.
+    server: (&'static str, usize),
+    /// The same of the client.
+    client: (&'static str, usize),
+}
+
+/// A program against itself. In commands `{server}` is the address of the server in the run's family, `{own}` that of the
+/// side that runs it, `{tcp}` the server's IPv4 address (sockets that only arrange things), `{gid}` the index of the side's
+/// GID, `{port}` a port, `{group}` a multicast address, `{v6}` options for IPv6 only.
+struct Pair {
+    /// What it adds to the program's name; empty: nothing.
+    label: &'static str,
+    server: String,
+    client: String,
+    ready: Ready,
+    end: End,
+    proof: Proof,
+    /// Only over this protocol, because the program can't do the other.
+    only: Option<Ip>,
+    /// The server writes a file that must equal the one that the client sends.
+    copies: Option<&'static str>,
+}
+
+/// A program with all that it is run with.
+struct Program {
+    name: &'static str,
+    ci: [bool; 2],
+    pairs: Vec<Pair>,
+}
+
+/// Something in what a program prints that is never there when all is well.
+const NEVER: [&str; 4] = ["invalid data", "data mismatch", "Failed status", "Segmentation"];
+
+/// Which end is ours.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Ours {
+    Server,
+    Client,
+}
+
+pub(super) fn list() -> Vec<Scenario> {
+    let mut all = Vec::new();
+    for n in 0..programs().len() {
+        for ours in [Ours::Server, Ours::Client] {
+            let program = &programs()[n];
+            let (side, direction, ci) = match ours {
+                Ours::Server => ("server", Direction::KernelToOurs, program.ci[0]),
+                Ours::Client => ("client", Direction::OursToKernel, program.ci[1]),
+            };
+            let name = format!("program-{}-our-{side}", program.name);
+            let run = move |c: &mut Ctx<'_>| run_program(c, &programs()[n], ours);
+            all.push(Scenario::new(8, name, direction, run).ci_if(ci));
+        }
+    }
+    all
+}
+
+impl Pair {
+    fn ready(mut self, ready: Ready) -> Self {
+        self.ready = ready;
+        self
+    }
+
+    fn end(mut self, end: End) -> Self {
+        self.end = end;
+        self
+    }
+
+    fn proof(mut self, server: (&'static str, usize), client: (&'static str, usize)) -> Self {
+        self.proof = Proof { server, client };
+        self
+    }
+
+    fn only(mut self, ip: Ip) -> Self {
+        self.only = Some(ip);
+        self
+    }
+
+    fn copies(mut self, file: &'static str) -> Self {
+        self.copies = Some(file);
+        self
+    }
+}
+
+fn program(name: &'static str, pairs: Vec<Pair>) -> Program {
+    Program {
+        name,
+        ci: [false; 2],
+        pairs,
+    }
+}
+
+/// With the short set, too: our server, our client.
+fn ci(mut program: Program, ci: [bool; 2]) -> Program {
+    program.ci = ci;
+    program
+}
+
+fn programs() -> Vec<Program> {
+    let mut all = pingpongs();
+    all.extend(perftest());
+    all.extend(rdmacm());
+    all
+}
+
+const IBVERBS: [(&str, &[&str]); 4] = [
+    ("ibv_rc_pingpong", &["-c -s 20000", "-e", "-N -s 100"]),
+    ("ibv_uc_pingpong", &["-c", "-e"]),
+    ("ibv_ud_pingpong", &["-c -s 1000", "-e -s 1000"]),
+    ("ibv_srq_pingpong", &["-c", "-e"]),
+];
+
+fn pingpongs() -> Vec<Program> {
+    let pair = |name: &str, options: &'static str| {
+        let command = format!("{name} -g {{gid}} -p {{port}} -n 50 {options}");
+        Pair {
+            label: options,
+            client: format!("{command} {{tcp}}"),
+            server: command,
+            ready: Ready::Tcp,
+            end: End::Zero,
+            proof: Proof {
+                server: ("iters in", 1),
+                client: ("iters in", 1),
+            },
+            only: None,
+            copies: None,
+        }
+    };
+    let of = |(name, options): (&'static str, &[&'static str])| {
+        program(name, options.iter().map(|o| pair(name, o)).collect())
+    };
+    let mut all: Vec<Program> = IBVERBS.into_iter().map(of).collect();
+    if let Some(ud) = all.iter_mut().find(|p| p.name == "ibv_ud_pingpong") {
+        ud.ci = [true, false];
+    }
+    all
+}
+
+/// Programs of perftest with what they are run with. Writes have no completions to sleep on: perftest refuses -e with them.
+const PERFTEST: [(&str, &[&str]); 8] = [
+    (
+        "ib_send_bw",
+        &[
+            "",
+            "-c UC",
+            "-c UD -s 1000",
+            "-e",
+            "--use-srq",
+            "-q 8",
+            "-b",
+            "-R",
+            "-R -c UD -s 1000",
+        ],
+    ),
+    ("ib_send_lat", &["", "-c UC", "-c UD -s 1000", "-e", "--use-srq", "-R"]),
+    ("ib_write_bw", &["", "-c UC", "-q 8", "-b", "-R"]),
+    ("ib_write_lat", &["", "-c UC", "-I 64 -s 64", "-R"]),
+    ("ib_read_bw", &["", "-e", "-q 8", "-R"]),
+    ("ib_read_lat", &["", "-R"]),
+    ("ib_atomic_bw", &["", "-A CMP_AND_SWAP", "-q 8", "-R"]),
+    ("ib_atomic_lat", &["", "-R"]),
+];
+
+fn perftest() -> Vec<Program> {
+    let pair = |name: &str, options: &'static str| {
+        let cm = options.split(' ').any(|o| o == "-R");
+        let size = if options.contains("-s ") || name.starts_with("ib_atomic") {
+            ""
+        } else {
+            "-s 5000"
+        };
+        let place = if cm { "{v6}" } else { "-x {gid}" };
+        let command = format!("{name} -F {place} -p {{port}} -n 100 {size} {options}");
+        let row = if name.ends_with("_bw") {
+            "BW average[MB/sec]"
+        } else {
+            "t_typical[usec]"
+        };
+        Pair {
+            label: options,
+            client: format!("{command} {}", if cm { "{server}" } else { "{tcp}" }),
+            server: command,
+            ready: if cm { Ready::Cm } else { Ready::Tcp },
+            end: End::Zero,
+            proof: Proof {
+                server: ("---", 1),
+                client: (row, 1),
+            },
+            only: None,
+            copies: None,
+        }
+    };
+    let of = |(name, options): (&'static str, &[&'static str])| {
+        program(name, options.iter().map(|o| pair(name, o)).collect())
+    };
+    PERFTEST.into_iter().map(of).collect()
+}
+
+fn rdmacm() -> Vec<Program> {
+    let pair = |label: &'static str, server: &str, client: &str| Pair {
+        label,
+        server: server.to_owned(),
+        client: client.to_owned(),
+        ready: Ready::Cm,
+        end: End::Zero,
+        proof: Proof {
+            server: ("", 0),
+            client: ("", 0),
+        },
+        only: None,
+        copies: None,
+    };
+    let rping = |label| {
+        // The server's status says nothing: it depends on who is faster with the disconnect.
+        pair(
+            label,
+            &format!("rping -s -a {{own}} -p {{port}} -C 10 -V -v {label}"),
+            &format!("rping -c -a {{server}} -p {{port}} -C 10 -V -v {label}"),
+        )
+        .end(End::Any)
+        .proof(("ping data", 10), ("ping data", 10))
+    };
+    let zero = ("return status 0", 1);
+    let ucmatose = pair(
+        "-c 5 -C 12 -S 3000",
+        "ucmatose -b {own} -p {port} -c 5 -C 12 -S 3000",
+        "ucmatose -s {server} -p {port} -c 5 -C 12 -S 3000",
+    );
+    let udaddy = pair(
+        "-c 3",
+        "udaddy -b {own} -c 3 -C 10 -S 900",
+        "udaddy -s {server} -c 3 -C 10 -S 900",
+    );
+    let mckey = pair(
+        "",
+        "mckey -m {group} -b {own} -C 10 -S 900",
+        "mckey -m {group} -b {own} -s -C 10 -S 900",
+    );
+    let cmtime = pair(
+        "-c 10",
+        "cmtime -b {own} -p {port} -c 10",
+        "cmtime -s {server} -p {port} -c 10",
+    );
+    let rstream = pair(
+        "-T v",
+        "rstream -b {own} -p {port} -S 5000 -I 2 -C 20 -T v",
+        "rstream -s {server} -p {port} -S 5000 -I 2 -C 20 -T v",
+    );
+    vec![
+        ci(
+            program("rping", vec![rping("-S 100"), rping("-S 20000"), rping("-q")]),
+            [false, true],
+        ),
+        program("ucmatose", vec![ucmatose.proof(zero, zero)]),
+        ci(program("udaddy", vec![udaddy.proof(zero, zero)]), [false, true]),
+        program("mckey", vec![mckey.ready(Ready::Says("joined")).proof(zero, zero)]),
+        program(
+            "rdma_client",
+            vec![
+                pair(
+                    "",
+                    "rdma_server -s {own} -p {port}",
+                    "rdma_client -s {server} -p {port}",
+                )
+                .proof(("end 0", 1), ("end 0", 1)),
+            ],
+        ),
+        program(
+            "rdma_xclient",
+            vec![
+                // The server takes the first wildcard address, which is IPv4's.
+                pair(
+                    "-c r",
+                    "rdma_xserver -p {port} -c r",
+                    "rdma_xclient -s {server} -p {port} -c r",
+                )
+                .proof(("end 0", 1), ("end 0", 1))
+                .only(Ip::V4),
+            ],
+        ),
+        program("cmtime", vec![cmtime.end(End::Stopped)]),
+        program(
+            "rcopy",
+            vec![
+                pair("", "rcopy -p {port}", "rcopy -p {port} /bin/ls {server}:{copy}")
+                    .end(End::Stopped)
+                    .copies("/bin/ls")
+                    .only(Ip::V4),
+            ],
+        ),
+        program("rstream", vec![rstream]),
+    ]
+}
+
+/// What one run of a pair needs to know.
+struct Setting<'a> {
+    pair: &'a Pair,
+    ip: Ip,
+    ours: Ours,
+    port: u16,
+    /// GID index there.
+    gid: &'a str,
+    /// Names of logs start with it.
+    log: String,
+}
+
+/// First of the ports; each run has its own, so that none meets what is left of another.
+const PORTS: u16 = 21000;
+
+fn run_program(c: &mut Ctx<'_>, program: &Program, ours: Ours) -> Result<String, Error> {
+    let gids = [c.far.gid(Ip::V4, &c.dir)?.index, c.far.gid(Ip::V6, &c.dir)?.index];
+    let (mut done, mut wrong) = (Vec::new(), Vec::new());
+    let mut port = PORTS;
+    for (n, pair) in program.pairs.iter().enumerate() {
+        let mut over = Vec::new();
+        for (ip, gid) in Ip::BOTH.into_iter().zip(&gids) {
+            if pair.only.is_some_and(|only| only != ip) || wrong.len() >= FAILURES {
+                continue;
+            }
+            port += 1;
+            let setting = Setting {
+                pair,
+                ip,
+                ours,
+                port,
+                gid,
+                log: format!("{n}-{}", ip.tag()),
+            };
+            let t0 = Instant::now();
+            match setting.run(c) {
+                Ok(()) => over.push(format!("{} {:.1} s", ip.tag(), t0.elapsed().as_secs_f64())),
+                Err(e) => {
+                    check_stop()?;
+                    wrong.push(format!("{} over IP{}: {e}", name(program, pair), ip.tag()));
+                }
+            }
+        }
+        done.push(format!("{} ({})", name(program, pair), over.join(", ")));
+    }
+    match wrong.is_empty() {
+        true => Ok(done.join("; ")),
+        false => Err(wrong.join("\n").into()),
+    }
+}
+
+fn name(program: &Program, pair: &Pair) -> String {
+    format!("{} {}", program.name, pair.label).trim().to_owned()
+}
+
+impl Setting<'_> {
+    /// The command of a side, its words filled in.
+    fn words(&self, c: &Ctx<'_>, command: &str, here: bool) -> Result<Vec<String>, Error> {
+        let addr = |here: bool, ip: Ip| -> Result<IpAddr, Error> { if here { c.host(ip) } else { c.far.addr(ip) } };
+        let server_here = self.ours == Ours::Server;
+        // Ours has the addresses of both families as GIDs, IPv4's first.
+        let own_gid = if self.ip == Ip::V4 { "0" } else { "1" };
+        let (group, v6) = match self.ip {
+            Ip::V4 => ("239.77.1.2", ""),
+            Ip::V6 => ("ff0e::77:1:2", "--ipv6"),
+        };
+        let filled = command
+            .replace("{server}", &addr(server_here, self.ip)?.to_string())
+            .replace("{own}", &addr(here, self.ip)?.to_string())
+            .replace("{tcp}", &addr(server_here, Ip::V4)?.to_string())
+            .replace("{gid}", if here { own_gid } else { self.gid })
+            .replace("{port}", &self.port.to_string())
+            .replace("{group}", group)
+            .replace("{copy}", &self.copy(c))
+            .replace("{v6}", v6);
+        Ok(filled.split_whitespace().map(str::to_owned).collect())
+    }
+
+    /// Where the server writes a file.
+    fn copy(&self, c: &Ctx<'_>) -> String {
+        match self.ours {
+            Ours::Server => c.path(&format!("{}-copy", self.log)),
+            Ours::Client => format!("/tmp/copy-{}", self.port),
+        }
+    }
+
+    fn start(&self, c: &Ctx<'_>, server: bool) -> Result<Proc, Error> {
+        let (name, command) = match server {
+            true => (format!("{}-server", self.log), &self.pair.server),
+            false => (format!("{}-client", self.log), &self.pair.client),
+        };
+        let here = server == (self.ours == Ours::Server);
+        let words = self.words(c, command, here)?;
+        if here {
+            return c.preloaded(&name, &words);
+        }
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        c.theirs(&name, &words, PATIENCE.as_secs() as u32)
+    }
+
+    fn run(&self, c: &mut Ctx<'_>) -> Result<(), Error> {
+        let mut server = self.start(c, true)?;
+        let mut client = self.ready(c, &mut server).and_then(|()| self.start(c, false))?;
+        let both = |e: Error, server: &Proc| Error::from(format!("{e}\n--- its server:\n{}", server.text()));
+        let said = client.finish(PATIENCE).map_err(|e| both(e, &server))?;
+        self.proven(&said, self.pair.proof.client)
+            .map_err(|e| both(format!("the client printed {e}:\n{said}").into(), &server))?;
+        match self.pair.end {
+            End::Zero => drop(server.finish(LINGER)?),
+            End::Any => server.wait_gone(LINGER)?,
+            End::Stopped => {}
+        }
+        let said = server.text();
+        self.proven(&said, self.pair.proof.server)
+            .map_err(|e| format!("the server printed {e}:\n{said}"))?;
+        self.compare(c)
+    }
+
+    fn proven(&self, text: &str, (wanted, times): (&str, usize)) -> Result<(), String> {
+        if let Some(bad) = NEVER.iter().find(|bad| text.contains(*bad)) {
+            return Err(format!("{bad:?}"));
+        }
+        match times > 0 && text.matches(wanted).count() < times {
+            true => Err(format!("less than {times} times {wanted:?}")),
+            false => Ok(()),
+        }
+    }
+
+    /// The file that the server wrote is the one that it was sent.
+    fn compare(&self, c: &mut Ctx<'_>) -> Result<(), Error> {
+        let Some(file) = self.pair.copies else { return Ok(()) };
+        let copy = self.copy(c);
+        if self.ours == Ours::Client {
+            return c.guest()?.run(&format!("cmp {file} {copy} && rm {copy}"), 60).map(drop);
+        }
+        match fs::read(file)? == fs::read(&copy)? {
+            true => Ok(()),
+            false => Err(format!("{copy} is not {file}").into()),
+        }
+    }
+
+    /// Waits until the server is ready.
+    fn ready(&self, c: &mut Ctx<'_>, server: &mut Proc) -> Result<(), Error> {
+        let here = self.ours == Ours::Server;
+        match self.pair.ready {
+            Ready::Says(what) => server.wait_for(what, START),
+            Ready::Tcp if here => server.wait_until(START, || listens(self.port)),
+            // Nobody sees from outside where it listens; the programs are much slower to start in the guest than here.
+            Ready::Cm if here => {
+                std::thread::sleep(Duration::from_millis(300));
+                server.still_runs()
+            }
+            Ready::Tcp => self.poll(
+                c,
+                &format!(
+                    "grep -q ':{:04X} [0-9A-F:]* 0A ' /proc/net/tcp /proc/net/tcp6",
+                    self.port
+                ),
+            ),
+            Ready::Cm => self.poll(c, "rdma resource show cm_id | grep -q LISTEN"),
+        }
+    }
+
+    /// Waits until a command in the guest says yes.
+    fn poll(&self, c: &mut Ctx<'_>, command: &str) -> Result<(), Error> {
+        let seconds = START.as_secs();
+        let script = format!(
+            "for i in $(seq {}); do {command} && exit 0; sleep 0.05; done; exit 1",
+            20 * seconds
+        );
+        c.guest()?.run(&script, seconds as u32 + 5).map(drop)
+    }
+}
+
+/// Whether somebody listens at a TCP port here: the kernel's tables, so that no connection disturbs the server.
+fn listens(port: u16) -> bool {
+    const LISTEN: &str = "0A";
+    let suffix = format!(":{port:04X}");
+    ["/proc/net/tcp", "/proc/net/tcp6"].iter().any(|table| {
+        let text = fs::read_to_string(table).unwrap_or_default();
+        text.lines().any(|line| {
+            let mut fields = line.split_whitespace().skip(1);
+            fields.next().is_some_and(|local| local.ends_with(&suffix)) && fields.nth(1) == Some(LISTEN)
+        })
+    })
+}
+
+impl Ctx<'_> {
+    /// Starts a program under `ferroce run`, on our addresses of both families.
+    fn preloaded(&self, name: &str, words: &[String]) -> Result<Proc, Error> {
+        // Lines shall come when they are written, as they do from the guest.
+        let mut command = Command::new("stdbuf");
+        command.args(["-o", "L"]).arg(&self.places.ferroce).arg("run");
+        for ip in Ip::BOTH {
+            command.args(["--addr", &self.host(ip)?.to_string()]);
+        }
+        command
+            .arg("--")
+            .args(words)
+            .env("FERROCE_BROKER", &self.places.ferroce)
+            .env("FERROCE_BROKER_DIR", &self.places.run);
+        Proc::spawn(name, &mut command, &self.dir)
+    }
+}
