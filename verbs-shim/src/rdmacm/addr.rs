@@ -172,6 +172,11 @@ impl Addr {
         }
     }
 
+    /// The same port at no particular host.
+    pub(crate) fn at_any(&self) -> Self {
+        self.any_like().with_port(self.port())
+    }
+
     /// Whether both are of one family.
     pub(crate) fn same_family(&self, other: &Self) -> bool {
         self.size() == other.size()

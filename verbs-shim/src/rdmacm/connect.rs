@@ -86,7 +86,7 @@ impl<B: Backend> Ucma<B> {
         let ctx = self.get(fd, id)?;
         let (space, port) = (ctx.space, ctx.local.port());
         let args = ListenArgs {
-            addr: ctx.local.ip().map(|a| a.ip()).filter(|ip| !ip.is_unspecified()),
+            addr: ctx.place.and(ctx.local.ip()).map(|a| a.ip()),
             space,
             port,
             transport: ctx.service.transport(),

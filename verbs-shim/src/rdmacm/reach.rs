@@ -1,6 +1,10 @@
 //! BIND, RESOLVE_ADDR and RESOLVE_ROUTE: which address and device an id has, and how it reaches its peer.
 
-use std::{net::SocketAddr, os::fd::RawFd, sync::OnceLock};
+use std::{
+    net::{IpAddr, SocketAddr},
+    os::fd::RawFd,
+    sync::OnceLock,
+};
 
 use roce_cm::cma::{PortSpace, ServiceId};
 
@@ -48,7 +52,11 @@ impl<B: Backend> Ucma<B> {
         }
         let place = match &local {
             _ if local.is_any() => None,
-            Addr::Ip(ip) => Some(backend.place_of(ip.ip())?),
+            Addr::Ip(ip) => match backend.place_of(ip.ip()) {
+                // A loopback address that no device has stands for any (`cma_any_addr`).
+                Err(_) if ip.ip().is_loopback() => None,
+                place => Some(place?),
+            },
             Addr::Ib(_) => return Err(Errno::NODEV),
         };
         let space = space_of(ctx.space, &local)?;
@@ -62,7 +70,7 @@ impl<B: Backend> Ucma<B> {
         };
         let owner = Owner {
             id,
-            local,
+            local: place.map_or_else(|| local.at_any(), |_| local),
             remote,
             reuse: ctx.reuse,
             afonly,
@@ -114,15 +122,18 @@ impl<B: Backend> Ucma<B> {
         let Some(mut local) = ctx.local.ip().filter(|l| l.is_ipv4() == remote.is_ipv4()) else {
             return Err(Errno::INVAL);
         };
-        if remote.ip().is_unspecified() {
-            // As with sockets: the host itself.
-            let own = match local.ip().is_unspecified() {
-                true => backend.some_address(remote.is_ipv6()).ok_or(Errno::NODEV)?,
-                false => local.ip(),
+        let nowhere = |ip: IpAddr, backend: &mut B| {
+            ip.is_unspecified() || (ip.is_loopback() && backend.place_of(ip).is_err())
+        };
+        if nowhere(remote.ip(), backend) {
+            // As with sockets: the host itself (`cma_resolve_loopback`).
+            let own = match ctx.place {
+                None => backend.some_address(remote.is_ipv6()).ok_or(Errno::NODEV)?,
+                Some(_) => local.ip(),
             };
             remote.set_ip(own);
         }
-        if local.ip().is_unspecified() {
+        if nowhere(local.ip(), backend) {
             local.set_ip(backend.source_for(remote)?);
         } else if !remote.ip().is_multicast() {
             backend.source_for(remote)?;

@@ -612,6 +612,31 @@ fn datagram_ids_are_resolved() {
     assert_eq!(p.expect(EventType::Unreachable).status, 2);
 }
 
+/// libfabric's server binds to `localhost`.
+#[test]
+fn a_loopback_address_without_a_device_stands_for_any() {
+    let mut program = Program::new();
+    let bind = |id: u32, to: &str| Bytes::default().u64(0).raw(&sockaddr(to).emit_in6()).u32(id);
+    let id = program.create(1, PortSpace::Tcp);
+    program.run(Cmd::BindIp, bind(id, "127.0.0.1:7471")).unwrap();
+    let other = program.create(2, PortSpace::Tcp);
+    let beside = program.run(Cmd::BindIp, bind(other, "10.0.0.1:7471"));
+    assert_eq!(beside, Err(Errno(libc::EADDRNOTAVAIL)));
+    program.log.take();
+    program.simple(Cmd::Listen, id, 5).unwrap();
+    assert!(program.log.take()[0].starts_with("listen Tcp 7471 None"));
+
+    let client = program.create(3, PortSpace::Tcp);
+    program.resolve(client, "127.0.0.1:7471").unwrap();
+    assert_eq!(program.expect(EventType::AddrResolved).status, 0);
+    program.simple(Cmd::ResolveRoute, client, 2000).unwrap();
+    program.expect(EventType::RouteResolved);
+    program.connect(client, b"").unwrap();
+    let asked = program.log.take().join("\n");
+    assert!(asked.contains("10.0.0.1:"), "{asked}");
+    assert!(!asked.contains("127.0.0.1"), "{asked}");
+}
+
 #[test]
 fn a_datagram_listener_answers() {
     let mut p = Program::new();

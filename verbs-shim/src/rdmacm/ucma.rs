@@ -291,7 +291,8 @@ impl<B: Backend> Ucma<B> {
         let Some(ctx) = self.ids.get(&id).filter(|c| c.bound) else {
             return;
         };
-        let (space, local, remote): (u16, Addr, Addr) = (ctx.space as u16, ctx.local, ctx.remote);
+        let (space, remote): (u16, Addr) = (ctx.space as u16, ctx.remote);
+        let local = ctx.place.map_or_else(|| ctx.local.at_any(), |_| ctx.local);
         let (reuse, afonly) = (ctx.reuse, ctx.afonly);
         self.ports.update(space, local.port(), id, |o| {
             (o.local, o.remote, o.reuse) = (local, remote, reuse);
