@@ -212,6 +212,7 @@ unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: usize) -> 
                 e.set();
                 return -1;
             }
+            Outcome::Closed => sleep_on(),
             Outcome::Wait => {}
         }
         // Waiting for an event: a real read, so that signals and O_NONBLOCK do what they do with the kernel's
@@ -229,15 +230,20 @@ unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: usize) -> 
                 return -1;
             }
             // What woke us was taken back.
-            Outcome::Wait => {}
+            Outcome::Wait | Outcome::Closed => {}
         }
         if !CHANNELS.contains(fd) {
-            // Closed meanwhile. The kernel's readers sleep on; the descriptor's number may be another's already.
-            loop {
-                // SAFETY: waits for a signal.
-                unsafe { pause() };
-            }
+            sleep_on();
         }
+    }
+}
+
+/// What a reader does whose channel is closed meanwhile: the kernel's readers sleep on, and programs close channels that a
+/// thread of theirs reads just before they exit. The descriptor's number may be another's already.
+fn sleep_on() -> ! {
+    loop {
+        // SAFETY: waits for a signal.
+        unsafe { pause() };
     }
 }
 
@@ -246,6 +252,8 @@ enum Outcome {
     Failed(Errno),
     /// Nothing there: read the descriptor, then come again.
     Wait,
+    /// The channel was closed before its event could be asked for.
+    Closed,
 }
 
 impl From<Result<Self>> for Outcome {
@@ -315,8 +323,13 @@ unsafe fn command(fd: RawFd, buf: *const c_void, len: usize) -> Outcome {
         let c = unsafe { parse(fd, buf, len) }?;
         with(|ucma| {
             if !ucma.has_channel(fd) {
-                // Of the process that this one was forked from.
-                return Err(Errno::IO);
+                return match (CHANNELS.contains(fd), c.cmd) {
+                    // Of the process that this one was forked from.
+                    (true, _) => Err(Errno::IO),
+                    // Closed while we waited for our turn.
+                    (false, Cmd::GetEvent) => Ok(Outcome::Closed),
+                    (false, _) => Err(Errno(libc::EBADF)),
+                };
             }
             if c.cmd == Cmd::GetEvent {
                 return c.need(abi::EVENT_MIN).map(|()| Outcome::Wait);

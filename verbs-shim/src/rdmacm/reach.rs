@@ -122,9 +122,8 @@ impl<B: Backend> Ucma<B> {
         let Some(mut local) = ctx.local.ip().filter(|l| l.is_ipv4() == remote.is_ipv4()) else {
             return Err(Errno::INVAL);
         };
-        let nowhere = |ip: IpAddr, backend: &mut B| {
-            ip.is_unspecified() || (ip.is_loopback() && backend.place_of(ip).is_err())
-        };
+        let nowhere =
+            |ip: IpAddr, backend: &mut B| ip.is_unspecified() || (ip.is_loopback() && backend.place_of(ip).is_err());
         if nowhere(remote.ip(), backend) {
             // As with sockets: the host itself (`cma_resolve_loopback`).
             let own = match ctx.place {
