@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::site::Net;
+
 /// How the client knows that the server is ready.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Ready {
@@ -49,6 +51,10 @@ pub(crate) struct Case {
     pub(crate) seconds: u64,
     /// The suite of rdma-core's python tests, rather than a program.
     pub(crate) python: bool,
+    /// The network of both sides.
+    pub(crate) net: Net,
+    /// Files that it finds in its directory, by name.
+    pub(crate) files: Vec<(&'static str, &'static str)>,
 }
 
 fn words(text: &str) -> Vec<String> {
@@ -68,6 +74,11 @@ impl Case {
             env: Vec::new(),
             seconds: 120,
             python: false,
+            net: Net {
+                ethernet: false,
+                v6: false,
+            },
+            files: Vec::new(),
         }
     }
 
@@ -109,6 +120,24 @@ impl Case {
 
     pub(crate) fn within(mut self, seconds: u64) -> Self {
         self.seconds = seconds;
+        self
+    }
+
+    /// The same over IPv6.
+    pub(crate) fn v6(mut self) -> Self {
+        self.name += " (IPv6)";
+        self.net.v6 = true;
+        self
+    }
+
+    /// On an Ethernet interface: the program leaves `lo` out.
+    pub(crate) fn on_ethernet(mut self) -> Self {
+        self.net.ethernet = true;
+        self
+    }
+
+    pub(crate) fn file(mut self, name: &'static str, text: &'static str) -> Self {
+        self.files.push((name, text));
         self
     }
 

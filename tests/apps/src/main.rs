@@ -6,6 +6,7 @@ mod matrix;
 mod process;
 mod python;
 mod report;
+mod site;
 mod speed;
 
 use std::{path::PathBuf, process::ExitCode};
@@ -54,7 +55,13 @@ struct Cli {
     ferroce: Option<PathBuf>,
     /// Address of both sides
     #[arg(long, default_value = "127.0.0.1")]
-    addr: std::net::IpAddr,
+    addr: std::net::Ipv4Addr,
+    /// Address of both sides, of the cases of IPv6
+    #[arg(long, default_value = "::1")]
+    addr6: std::net::Ipv6Addr,
+    /// Run the programs as this user; only root can choose, and takes `nobody` unless it says `--user root`
+    #[arg(long, value_name = "NAME")]
+    user: Option<String>,
     /// Measure speed instead: ib_send_lat, ib_write_lat and ib_write_bw beside `ferroce bench`, pinned and unpinned
     #[arg(long, conflicts_with_all = ["list", "only", "set"])]
     speed: bool,
@@ -86,7 +93,8 @@ fn beside() -> Result<PathBuf> {
 fn setup(cli: &Cli) -> Result<Setup> {
     let ferroce = cli.ferroce.clone().map_or_else(beside, Ok)?;
     process::catch_signals()?;
-    Setup::new(ferroce, cli.addr)
+    let addrs = [cli.addr.into(), cli.addr6.into()];
+    Setup::new(&ferroce, addrs, cli.user.as_deref())
 }
 
 fn run(cli: &Cli) -> Result<bool> {

@@ -1,6 +1,7 @@
 //! Running the two sides of a case, and leaving nothing behind.
 
 use std::{
+    cell::OnceCell,
     fs::{self, File},
     io,
     net::{IpAddr, Ipv4Addr, TcpListener},
@@ -31,6 +32,7 @@ use crate::{
     cases::{Case, Ready, ServerEnd},
     python,
     report::Outcome,
+    site::{self, Namespace, Net, User},
 };
 
 /// Between two looks at a process.
@@ -39,6 +41,9 @@ const PAUSE: Duration = Duration::from_millis(20);
 const AGAIN: Duration = Duration::from_millis(700);
 /// What a server gets to end after the client did.
 const LINGER: Duration = Duration::from_secs(30);
+
+/// Directories of the brokers on this host and in the namespace.
+const BROKERS: [&str; 2] = ["broker", "broker-namespace"];
 
 /// Somebody wants us to end. What runs is ended first.
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
@@ -75,10 +80,10 @@ fn children() -> Vec<(Pid, String)> {
     ours.collect()
 }
 
-/// Ends what a case left behind; the broker (`ferroce`) ends by itself, and last of all by us.
-fn sweep(broker_too: bool) {
+/// Ends what a case left behind, but for those to keep; brokers (`ferroce`) end by themselves, and last of all by us.
+fn sweep(keep: Option<Pid>, brokers_too: bool) {
     for (pid, name) in children() {
-        if broker_too || name != "ferroce" {
+        if Some(pid) != keep && (brokers_too || name != "ferroce") {
             let _ = kill(pid, Signal::SIGKILL);
             let _ = waitpid(pid, None);
         }
@@ -88,8 +93,12 @@ fn sweep(broker_too: bool) {
 /// What all cases have in common.
 pub(crate) struct Setup {
     ferroce: PathBuf,
-    addr: IpAddr,
-    /// The broker's directory, and below it one for each case.
+    /// Addresses on this host, of IPv4 and IPv6.
+    addrs: [IpAddr; 2],
+    user: Option<User>,
+    /// Made when the first case needs it.
+    namespace: OnceCell<Result<Namespace>>,
+    /// The brokers' directories, and beside them one for each case.
     dir: TempDir,
 }
 
@@ -142,12 +151,13 @@ fn free_port() -> io::Result<u16> {
         .map(|a| a.port())
 }
 
-/// Whether somebody listens at a TCP port: the kernel's tables, so that no connection disturbs the server.
-fn listens(port: u16) -> bool {
+/// Whether somebody listens at a TCP port in a process's network: the kernel's tables, so that no connection disturbs the
+/// server.
+fn listens(process: &str, port: u16) -> bool {
     const LISTEN: &str = "0A";
     let suffix = format!(":{port:04X}");
-    ["/proc/net/tcp", "/proc/net/tcp6"].iter().any(|table| {
-        let text = fs::read_to_string(table).unwrap_or_default();
+    ["tcp", "tcp6"].iter().any(|table| {
+        let text = fs::read_to_string(format!("/proc/{process}/net/{table}")).unwrap_or_default();
         text.lines().any(|line| {
             let mut fields = line.split_whitespace().skip(1);
             fields.next().is_some_and(|local| local.ends_with(&suffix)) && fields.nth(1) == Some(LISTEN)
@@ -156,22 +166,62 @@ fn listens(port: u16) -> bool {
 }
 
 impl Setup {
-    pub(crate) fn new(ferroce: PathBuf, addr: IpAddr) -> Result<Self> {
-        let ferroce = ferroce
+    /// `user`: whose rights programs have; of root's they have none unless `root` is named.
+    pub(crate) fn new(ferroce: &Path, addrs: [IpAddr; 2], user: Option<&str>) -> Result<Self> {
+        let mut ferroce = ferroce
             .canonicalize()
             .map_err(|e| format!("{}: {e}", ferroce.display()))?;
         let dir = tempfile::Builder::new()
             .prefix("ferroce-apps-")
             .tempdir()
             .map_err(|e| format!("making a directory: {e}"))?;
-        fs::create_dir(dir.path().join("broker")).map_err(|e| format!("making a directory: {e}"))?;
+        let user = User::choose(user)?;
+        if user.is_some() {
+            site::open_to_all(dir.path())?;
+            ferroce = site::copy_programs(&ferroce, &dir.path().join("bin"))?;
+        }
         prctl::set_child_subreaper(true).map_err(|e| format!("becoming a subreaper: {e}"))?;
-        Ok(Self { ferroce, addr, dir })
+        let setup = Self {
+            ferroce,
+            addrs,
+            user,
+            namespace: OnceCell::new(),
+            dir,
+        };
+        for name in BROKERS {
+            setup.make_dir(&setup.dir.path().join(name))?;
+        }
+        Ok(setup)
     }
 
-    /// Address of both sides.
+    /// Makes a directory for programs to write to.
+    fn make_dir(&self, dir: &Path) -> Result<()> {
+        fs::create_dir_all(dir).map_err(|e| format!("{}: {e}", dir.display()))?;
+        self.user.map_or(Ok(()), |user| user.give(dir))
+    }
+
+    fn namespace(&self) -> Result<&Namespace> {
+        let made = self.namespace.get_or_init(|| Namespace::open(self.user));
+        made.as_ref().map_err(Clone::clone)
+    }
+
+    /// Processes that outlive a case.
+    fn holder(&self) -> Option<Pid> {
+        let made = self.namespace.get()?;
+        made.as_ref().ok().map(Namespace::holder)
+    }
+
+    /// The address of both sides in a network.
+    fn addr_in(&self, net: Net) -> Result<IpAddr> {
+        match net.ethernet {
+            true => Namespace::addr(net.v6),
+            false => Ok(self.addrs[usize::from(net.v6)]),
+        }
+    }
+
+    /// Address of both sides, of IPv4.
     pub(crate) fn addr(&self) -> IpAddr {
-        self.addr
+        self.addrs[0]
     }
 
     /// The program `ferroce`.
@@ -182,12 +232,17 @@ impl Setup {
     /// A directory for a case.
     pub(crate) fn directory(&self, name: &str) -> Result<PathBuf> {
         let dir = self.dir.path().join(name.replace(['/', ' '], "_"));
-        fs::create_dir_all(&dir).map_err(|e| format!("{}: {e}", dir.display()))?;
+        self.make_dir(&dir)?;
         Ok(dir)
     }
 
     /// Runs a case.
     pub(crate) fn run(&self, case: &Case) -> Outcome {
+        if case.net.ethernet
+            && let Err(why) = self.namespace()
+        {
+            return Outcome::NotRun(why);
+        }
         let dir = match self.directory(&case.name) {
             Ok(dir) => dir,
             Err(text) => return Outcome::Failed(text),
@@ -197,29 +252,50 @@ impl Setup {
             true => python::run(self, case, &dir),
             false => self.attempt(case, &dir).map(drop),
         };
-        sweep(false);
+        sweep(self.holder(), false);
         match done {
             Ok(()) => Outcome::Passed(started.elapsed()),
             Err(text) => Outcome::Failed(text),
         }
     }
 
-    /// A command under `ferroce run`.
-    pub(crate) fn command(&self, case: &Case, words: &[String]) -> Command {
-        let mut command = Command::new(&self.ferroce);
-        command.arg("run").arg("--addr").arg(self.addr.to_string()).arg("--");
-        command.args(words);
+    /// A command under `ferroce run`, in a case's directory.
+    pub(crate) fn command(&self, case: &Case, words: &[String], dir: &Path) -> Result<Command> {
+        let mut all = match case.net.ethernet {
+            true => self.namespace()?.prefix(),
+            false => Vec::new(),
+        };
+        let addr = self.addr_in(case.net)?.to_string();
+        all.push(self.ferroce.display().to_string());
+        all.extend(["run", "--addr", &addr, "--"].map(str::to_owned));
+        all.extend_from_slice(words);
+        let mut command = Command::new(&all[0]);
         command
+            .args(&all[1..])
+            .current_dir(dir)
             .env("FERROCE_BROKER", &self.ferroce)
-            .env("FERROCE_BROKER_DIR", self.dir.path().join("broker"))
+            .env(
+                "FERROCE_BROKER_DIR",
+                self.dir.path().join(BROKERS[usize::from(case.net.ethernet)]),
+            )
             .envs(case.env.iter().copied());
-        command
+        self.confine(&mut command, dir);
+        Ok(command)
     }
 
-    fn start(&self, case: &Case, words: &[String], output: PathBuf) -> Result<Group> {
+    /// Has a command run with the rights that programs have.
+    pub(crate) fn confine(&self, command: &mut Command, dir: &Path) {
+        if let Some(user) = self.user {
+            command.env("HOME", dir);
+            user.become_it(command);
+        }
+    }
+
+    fn start(&self, case: &Case, words: &[String], dir: &Path, output: &str) -> Result<Group> {
         let fail = |e: io::Error| format!("starting {}: {e}", words.join(" "));
+        let output = dir.join(output);
         let file = File::create(&output).map_err(fail)?;
-        let mut command = self.command(case, words);
+        let mut command = self.command(case, words, dir)?;
         command
             .stdin(Stdio::null())
             .stdout(file.try_clone().map_err(fail)?)
@@ -231,7 +307,7 @@ impl Setup {
     fn client(&self, case: &Case, words: &[String], dir: &Path, deadline: Instant, again: bool) -> Result<String> {
         let until = Instant::now() + Duration::from_secs(20);
         loop {
-            let mut client = self.start(case, words, dir.join("client"))?;
+            let mut client = self.start(case, words, dir, "client")?;
             let status = client.wait(deadline).map_err(|e| e.to_string())?;
             let text = client.text();
             match status {
@@ -246,9 +322,13 @@ impl Setup {
     /// Both sides of a case; returns what the client printed.
     pub(crate) fn attempt(&self, case: &Case, dir: &Path) -> Result<String> {
         let port = free_port().map_err(|e| format!("finding a port: {e}"))?;
+        let addr = self.addr_in(case.net)?.to_string();
+        for (name, text) in &case.files {
+            fs::write(dir.join(name), text).map_err(|e| format!("{name}: {e}"))?;
+        }
         let fill = |words: &[String]| -> Vec<String> {
             let with = |w: &String| {
-                w.replace("{addr}", &self.addr.to_string())
+                w.replace("{addr}", &addr)
                     .replace("{port}", &port.to_string())
                     .replace("{dir}", &dir.display().to_string())
             };
@@ -260,8 +340,10 @@ impl Setup {
             let text = self.client(case, &client, dir, deadline, false)?;
             return says(case, text);
         };
-        let mut other = self.start(case, &fill(&server.command), dir.join("server"))?;
-        while server.ready == Ready::Listens && !listens(port) {
+        let mut other = self.start(case, &fill(&server.command), dir, "server")?;
+        let process = self.holder().filter(|_| case.net.ethernet);
+        let process = process.map_or_else(|| "self".to_owned(), |p| p.to_string());
+        while server.ready == Ready::Listens && !listens(&process, port) {
             if interrupted() {
                 return Err("interrupted".into());
             }
@@ -279,16 +361,22 @@ impl Setup {
             let status = other.wait(Instant::now() + LINGER).map_err(|e| e.to_string())?;
             match status {
                 Some(s) if s.success() => {}
-                Some(s) => return Err(format!("the server ended with {s}\n{}", other.text())),
-                None => return Err(format!("the server does not end\n{}", other.text())),
+                Some(s) => {
+                    return Err(format!(
+                        "the server ended with {s}\n{}\n--- client\n{text}",
+                        other.text()
+                    ));
+                }
+                None => return Err(format!("the server does not end\n{}\n--- client\n{text}", other.text())),
             }
         }
         says(case, text)
     }
 
     /// Ends the run, and whatever of it is left.
-    pub(crate) fn finish(self) {
-        sweep(true);
+    pub(crate) fn finish(mut self) {
+        drop(self.namespace.take());
+        sweep(None, true);
         drop(self.dir);
     }
 }

@@ -221,6 +221,7 @@ fn ours(setup: &Setup, measure: &Measure, placement: Placement, dir: &Path) -> R
             .stdin(Stdio::null())
             .stdout(file)
             .stderr(Stdio::inherit());
+        setup.confine(&mut command, dir);
         Group::spawn(command, output).map_err(|e| format!("starting {}: {e}", words.join(" ")))
     };
     let deadline = Instant::now() + LIMIT;
