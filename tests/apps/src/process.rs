@@ -32,7 +32,7 @@ use crate::{
     cases::{Case, Ready, ServerEnd},
     python,
     report::Outcome,
-    site::{self, Namespace, Net, User},
+    site::{self, Namespace, User},
 };
 
 /// Between two looks at a process.
@@ -64,9 +64,9 @@ pub(crate) fn interrupted() -> bool {
     INTERRUPTED.load(Ordering::Relaxed)
 }
 
-/// The processes whose parent we are, with their names. What programs leave behind in sessions of their own (fio's jobs)
-/// becomes ours, since we are a subreaper.
-fn children() -> Vec<(Pid, String)> {
+/// The processes whose parent we are, with their names, and whether they have ended. What programs leave behind in sessions of
+/// their own (fio's jobs) becomes ours, since we are a subreaper.
+fn children() -> Vec<(Pid, String, bool)> {
     let own = std::process::id().to_string();
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     let stats = entries.filter_map(|e| fs::read_to_string(e.path().join("stat")).ok());
@@ -74,16 +74,16 @@ fn children() -> Vec<(Pid, String)> {
         // "pid (name) state parent …", and the name may have anything in it.
         let (pid, rest) = stat.split_once(" (")?;
         let (name, rest) = rest.rsplit_once(") ")?;
-        let parent = rest.split(' ').nth(1)?;
-        (parent == own).then(|| Some((Pid::from_raw(pid.parse().ok()?), name.to_owned())))?
+        let (state, parent) = (rest.split(' ').next()?, rest.split(' ').nth(1)?);
+        (parent == own).then(|| Some((Pid::from_raw(pid.parse().ok()?), name.to_owned(), state == "Z")))?
     });
     ours.collect()
 }
 
 /// Ends what a case left behind, but for those to keep; brokers (`ferroce`) end by themselves, and last of all by us.
 fn sweep(keep: Option<Pid>, brokers_too: bool) {
-    for (pid, name) in children() {
-        if Some(pid) != keep && (brokers_too || name != "ferroce") {
+    for (pid, name, ended) in children() {
+        if Some(pid) != keep && (brokers_too || ended || name != "ferroce") {
             let _ = kill(pid, Signal::SIGKILL);
             let _ = waitpid(pid, None);
         }
@@ -211,11 +211,14 @@ impl Setup {
         made.as_ref().ok().map(Namespace::holder)
     }
 
-    /// The address of both sides in a network.
-    fn addr_in(&self, net: Net) -> Result<IpAddr> {
-        match net.ethernet {
-            true => Namespace::addr(net.v6),
-            false => Ok(self.addrs[usize::from(net.v6)]),
+    /// The address of both sides of a case.
+    fn addr_of(&self, case: &Case) -> Result<IpAddr> {
+        let own = self.addrs[usize::from(case.net.v6)];
+        match case.net.ethernet {
+            true => Namespace::addr(case.net.v6),
+            // These tests take the first address of the device's interface.
+            false if case.python && own.is_loopback() => Ok(Ipv4Addr::LOCALHOST.into()),
+            false => Ok(own),
         }
     }
 
@@ -265,7 +268,7 @@ impl Setup {
             true => self.namespace()?.prefix(),
             false => Vec::new(),
         };
-        let addr = self.addr_in(case.net)?.to_string();
+        let addr = self.addr_of(case)?.to_string();
         all.push(self.ferroce.display().to_string());
         all.extend(["run", "--addr", &addr, "--"].map(str::to_owned));
         all.extend_from_slice(words);
@@ -322,7 +325,7 @@ impl Setup {
     /// Both sides of a case; returns what the client printed.
     pub(crate) fn attempt(&self, case: &Case, dir: &Path) -> Result<String> {
         let port = free_port().map_err(|e| format!("finding a port: {e}"))?;
-        let addr = self.addr_in(case.net)?.to_string();
+        let addr = self.addr_of(case)?.to_string();
         for (name, text) in &case.files {
             fs::write(dir.join(name), text).map_err(|e| format!("{name}: {e}"))?;
         }
