@@ -52,7 +52,7 @@ pub use roce_verbs as verbs;
 pub use roce_verbs::{
     AccessFlags, AddressVector, AsyncEvent, Completion, Datagram, DeviceLimits, LKey, Mtu, PKey, Payload, Psn, QKey,
     QpAttr, QpCaps, QpState, QpType, Qpn, RKey, RecvWr, RemoteAddr, RnrTimer, SendFlags, SendOp, SendRequest, SendWr,
-    Sge, SrqAttr, SrqModify, SrqType, Srqn, Target, WcFlags, WcOpcode, WcStatus,
+    Sge, SrqAttr, SrqModify, SrqType, Srqn, Target, ToRts, WcFlags, WcOpcode, WcStatus,
     provider::{
         CmChannel, CmEvent, CmEventKind, CmId, CompletionChannel, CompletionQueue, ConnParams, Grant, MemoryRegion,
         Provider, QpInit, QueuePair, RejectReason, RevocableRegion, VerbsError,

@@ -7,8 +7,8 @@ use std::net::SocketAddr;
 use common::*;
 use roce::{
     AcceptArgs, ConnParams, ConnTransport, ConnectArgs, Device, ListenArgs, Mtu, Payload, PortSpace, Psn, QKey, Qp,
-    QpAttr, QpState, Qpn, QueuePair, RawCm, RawCmEvent, RawEvent, RawId, RejectReason, RemoteQp, ResolveArgs, RnrTimer,
-    SendOp, SidrAnswer,
+    QpState, Qpn, QueuePair, RawCm, RawCmEvent, RawEvent, RawId, RejectReason, RemoteQp, ResolveArgs, SendOp,
+    SidrAnswer, ToRts,
 };
 
 const PORT: u16 = 7001;
@@ -49,27 +49,19 @@ fn connect_args(a: &Side, b: &Side, qp: &Qp, psn: u32) -> ConnectArgs {
 
 /// To RTS, as librdmacm does it with what `rdma_init_qp_attr` gives.
 fn bring_up(qp: &Qp, path: &RemoteQp, rq_psn: u32) {
-    let rtr = QpAttr {
-        state: Some(QpState::Rtr),
-        av: Some(path.av),
-        path_mtu: Some(path.mtu),
-        dest_qpn: Some(path.qpn),
-        rq_psn: Some(Psn::new(rq_psn)),
-        max_dest_rd_atomic: Some(path.responder_resources),
-        min_rnr_timer: Some(RnrTimer::new(12)),
-        ..QpAttr::default()
+    let way = ToRts {
+        rq_psn: Psn::new(rq_psn),
+        sq_psn: path.sq_psn,
+        max_dest_rd_atomic: path.responder_resources,
+        max_rd_atomic: path.initiator_depth,
+        timeout: path.timeout,
+        retry_cnt: path.retry_cnt,
+        rnr_retry: path.rnr_retry,
+        ..ToRts::new(path.av, path.mtu, path.qpn)
     };
-    let rts = QpAttr {
-        state: Some(QpState::Rts),
-        timeout: Some(path.timeout),
-        retry_cnt: Some(path.retry_cnt),
-        rnr_retry: Some(path.rnr_retry),
-        sq_psn: Some(path.sq_psn),
-        max_rd_atomic: Some(path.initiator_depth),
-        ..QpAttr::default()
-    };
-    qp.modify(&rtr).unwrap();
-    qp.modify(&rts).unwrap();
+    for to in [QpState::Rtr, QpState::Rts] {
+        qp.modify(&way.step(qp.qp_type(), to)).unwrap();
+    }
 }
 
 #[test]

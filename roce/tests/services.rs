@@ -13,8 +13,8 @@ use std::{
 use common::*;
 use roce::{
     AccessFlags, AddressVector, AsyncEvent, Grant, MemoryRegion, Mtu, Payload, Provider, Psn, Qp, QpAttr, QpCaps,
-    QpOptions, QpState, QpType, Qpn, QueuePair, RecvWr, RemoteAddr, RnrTimer, SendFlags, SendOp, SendRequest, SendWr,
-    Srq, SrqAttr, SrqInit, SrqModify, Target, VerbsError, WcFlags, WcOpcode, WcStatus, WindowKind,
+    QpOptions, QpState, QpType, Qpn, QueuePair, RecvWr, RemoteAddr, SendFlags, SendOp, SendRequest, SendWr, Srq,
+    SrqAttr, SrqInit, SrqModify, Target, ToRts, VerbsError, WcFlags, WcOpcode, WcStatus, WindowKind,
     verbs::{Flush, Placement, Selectivity},
 };
 
@@ -32,43 +32,15 @@ fn options(side: &Side, qp_type: QpType) -> QpOptions<'_> {
 
 /// To RTS, with the attributes that each service takes.
 fn raise_as(qp: &Qp, local: IpAddr, remote: IpAddr, dest: Qpn) {
-    let kind = qp.qp_type();
-    let some = |on: bool, v: u8| on.then_some(v);
-    let answers = matches!(kind, QpType::Rc | QpType::XrcTgt);
-    let asks = matches!(kind, QpType::Rc | QpType::XrcIni);
-    let init = QpAttr {
-        state: Some(QpState::Init),
-        pkey_index: Some(0),
-        port: Some(1),
-        access: Some(
-            AccessFlags::REMOTE_WRITE
-                | AccessFlags::REMOTE_READ
-                | AccessFlags::REMOTE_ATOMIC
-                | AccessFlags::FLUSH_GLOBAL
-                | AccessFlags::FLUSH_PERSISTENT,
-        ),
-        ..QpAttr::default()
+    let usual = ToRts::new(AddressVector::new(local, remote), Mtu::B1024, dest);
+    let way = ToRts {
+        access: usual.access | AccessFlags::FLUSH_GLOBAL | AccessFlags::FLUSH_PERSISTENT,
+        rq_psn: Psn::new(500),
+        sq_psn: Psn::new(500),
+        retry_cnt: 6,
+        ..usual
     };
-    let rtr = QpAttr {
-        state: Some(QpState::Rtr),
-        av: Some(AddressVector::new(local, remote)),
-        path_mtu: Some(Mtu::B1024),
-        dest_qpn: Some(dest),
-        rq_psn: Some(Psn::new(500)),
-        max_dest_rd_atomic: some(answers, 4),
-        min_rnr_timer: answers.then_some(RnrTimer::new(12)),
-        ..QpAttr::default()
-    };
-    let rts = QpAttr {
-        state: Some(QpState::Rts),
-        sq_psn: Some(Psn::new(500)),
-        timeout: some(kind.is_reliable(), 14),
-        retry_cnt: some(asks, 6),
-        rnr_retry: some(asks, 7),
-        max_rd_atomic: some(asks, 4),
-        ..QpAttr::default()
-    };
-    for attr in [init, rtr, rts] {
+    for attr in way.steps(qp.qp_type()) {
         qp.modify(&attr).unwrap();
     }
 }

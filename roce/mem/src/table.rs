@@ -2,7 +2,7 @@
 
 use std::{
     collections::HashMap,
-    hash::{BuildHasherDefault, Hasher},
+    hash::BuildHasherDefault,
     sync::{Arc, atomic::AtomicU32, atomic::Ordering},
 };
 
@@ -13,7 +13,7 @@ use rand_chacha::{
 };
 use roce_bth::{Qpn, RKey};
 use roce_verbs::{
-    AccessFlags, DeviceLimits, Sge,
+    AccessFlags, DeviceLimits, NumberHasher, Sge,
     wr::{BindWindow, FastRegister},
 };
 
@@ -34,27 +34,7 @@ impl PdHandle {
     }
 }
 
-/// Keys are random already, so spreading their bits is all that hashing has to do.
-#[derive(Default)]
-struct KeyHasher(u64);
-
-impl Hasher for KeyHasher {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        for b in bytes {
-            self.write_u32(u32::from(*b) ^ (self.0 as u32));
-        }
-    }
-
-    fn write_u32(&mut self, n: u32) {
-        self.0 = u64::from(n).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    }
-}
-
-type KeyMap<V> = HashMap<u32, V, BuildHasherDefault<KeyHasher>>;
+type KeyMap<V> = HashMap<u32, V, BuildHasherDefault<NumberHasher>>;
 
 /// What is open under a key at the moment.
 struct Open {

@@ -20,8 +20,8 @@ use roce_net::{
 use roce_port::{Port, PortCmEvent, PortConfig, QpInit};
 use roce_qp::CompletionQueue;
 use roce_verbs::{
-    AccessFlags, AddressVector, AsyncEvent, Completion, Mtu, Payload, Psn, QpAttr, QpCaps, QpState, QpType, Qpn,
-    RemoteAddr, RnrTimer, SendFlags, SendOp, SendWr, Sge,
+    AccessFlags, AddressVector, AsyncEvent, Completion, Mtu, Payload, Psn, QpCaps, QpType, Qpn, RemoteAddr, SendFlags,
+    SendOp, SendWr, Sge, ToRts,
 };
 
 const ALL: AccessFlags = AccessFlags::LOCAL_WRITE
@@ -163,33 +163,13 @@ fn plain() -> Host {
 
 impl Host {
     fn raise(&self, peer: &Self) {
-        let init = QpAttr {
-            state: Some(QpState::Init),
-            pkey_index: Some(0),
-            port: Some(1),
-            access: Some(ALL.difference(AccessFlags::LOCAL_WRITE)),
-            ..QpAttr::default()
+        let way = ToRts {
+            access: ALL.difference(AccessFlags::LOCAL_WRITE),
+            rq_psn: Psn::new(9),
+            sq_psn: Psn::new(9),
+            ..ToRts::new(AddressVector::new(self.addr, peer.addr), Mtu::B4096, peer.qpn)
         };
-        let rtr = QpAttr {
-            state: Some(QpState::Rtr),
-            av: Some(AddressVector::new(self.addr, peer.addr)),
-            path_mtu: Some(Mtu::B4096),
-            dest_qpn: Some(peer.qpn),
-            rq_psn: Some(Psn::new(9)),
-            max_dest_rd_atomic: Some(4),
-            min_rnr_timer: Some(RnrTimer::new(12)),
-            ..QpAttr::default()
-        };
-        let rts = QpAttr {
-            state: Some(QpState::Rts),
-            timeout: Some(14),
-            retry_cnt: Some(7),
-            rnr_retry: Some(7),
-            sq_psn: Some(Psn::new(9)),
-            max_rd_atomic: Some(4),
-            ..QpAttr::default()
-        };
-        for attr in [init, rtr, rts] {
+        for attr in way.steps(QpType::Rc) {
             let done = self.driver.with(|port, now| port.modify_qp(now, self.qpn, &attr));
             done.unwrap().unwrap();
         }

@@ -5,7 +5,7 @@ use core::net::{IpAddr, SocketAddr};
 use roce_bth::{Psn, Qpn};
 use roce_cm::{AcceptArgs, CmError, ConnId, ConnTransport, ConnectArgs, Event, ListenId, RemoteQp};
 use roce_verbs::{
-    AccessFlags, Instant, QpAttr, QpState, QpType,
+    AccessFlags, Instant, QpAttr, QpState, QpType, ToRts,
     provider::{ConnParams, RejectReason, VerbsError},
 };
 
@@ -429,29 +429,19 @@ impl Port {
     fn raise(&mut self, now: Instant, qpn: Qpn, path: &RemoteQp, rq_psn: Psn) -> Result<(), VerbsError> {
         self.init_qp(now, qpn)?;
         let qp_type = self.qps[self.slot(qpn)?].qp.config().qp_type;
-        let answers = matches!(qp_type, QpType::Rc | QpType::XrcTgt);
-        let asks = matches!(qp_type, QpType::Rc | QpType::XrcIni);
-        let rtr = QpAttr {
-            state: Some(QpState::Rtr),
-            av: Some(path.av),
-            path_mtu: Some(path.mtu),
-            dest_qpn: Some(path.qpn),
-            rq_psn: Some(rq_psn),
-            max_dest_rd_atomic: answers.then_some(path.responder_resources),
-            min_rnr_timer: answers.then_some(self.config.min_rnr_timer),
-            ..QpAttr::default()
+        let way = ToRts {
+            rq_psn,
+            sq_psn: path.sq_psn,
+            max_dest_rd_atomic: path.responder_resources,
+            max_rd_atomic: path.initiator_depth,
+            min_rnr_timer: self.config.min_rnr_timer,
+            timeout: path.timeout,
+            retry_cnt: path.retry_cnt,
+            rnr_retry: path.rnr_retry,
+            ..ToRts::new(path.av, path.mtu, path.qpn)
         };
-        self.modify_qp(now, qpn, &rtr)?;
-        let rts = QpAttr {
-            state: Some(QpState::Rts),
-            timeout: qp_type.is_reliable().then_some(path.timeout),
-            retry_cnt: asks.then_some(path.retry_cnt),
-            rnr_retry: asks.then_some(path.rnr_retry),
-            sq_psn: Some(path.sq_psn),
-            max_rd_atomic: asks.then_some(path.initiator_depth),
-            ..QpAttr::default()
-        };
-        self.modify_qp(now, qpn, &rts)
+        self.modify_qp(now, qpn, &way.step(qp_type, QpState::Rtr))?;
+        self.modify_qp(now, qpn, &way.step(qp_type, QpState::Rts))
     }
 
     /// Moves a connection's queue pair to error.

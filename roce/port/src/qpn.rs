@@ -2,14 +2,14 @@
 
 use std::{
     collections::{HashMap, VecDeque},
-    hash::{BuildHasherDefault, Hasher},
+    hash::BuildHasherDefault,
     time::Duration,
 };
 
 use rand::Rng;
 use rand_chacha::ChaCha12Rng;
 use roce_bth::Qpn;
-use roce_verbs::Instant;
+use roce_verbs::{Instant, NumberHasher};
 
 /// How long a number rests after its queue pair is gone: longer than packets and the kernel's timewait live.
 const REST: Duration = Duration::from_secs(60);
@@ -74,32 +74,11 @@ impl QpnSlot {
     }
 }
 
-/// Multiplies by an odd constant and folds. Our own random numbers are the keys, so nobody can make them collide.
-#[derive(Default)]
-pub(crate) struct QpnHasher(u64);
-
-impl Hasher for QpnHasher {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        for b in bytes {
-            self.write_u32(u32::from(*b) ^ (self.0 as u32));
-        }
-    }
-
-    fn write_u32(&mut self, n: u32) {
-        let x = u64::from(n).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        self.0 = x ^ (x >> 32);
-    }
-}
-
 /// From numbers to places in the port's slab.
 #[derive(Default)]
 pub(crate) struct QpnTable {
-    used: HashMap<u32, usize, BuildHasherDefault<QpnHasher>>,
-    resting: HashMap<u32, (), BuildHasherDefault<QpnHasher>>,
+    used: HashMap<u32, usize, BuildHasherDefault<NumberHasher>>,
+    resting: HashMap<u32, (), BuildHasherDefault<NumberHasher>>,
     order: VecDeque<(Instant, u32)>,
     range: QpnRange,
 }

@@ -3,12 +3,12 @@
 use std::{hint::black_box, sync::Arc};
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use roce_bth::{Packet, Psn, Qpn, RnrTimer};
+use roce_bth::{Packet, Qpn, RnrTimer};
 use roce_mem::{MemoryTable, PdHandle, Region};
 use roce_qp::{CompletionQueue, Counters, Ctx, Poll, QpConfig, QueuePair, TxKind, TxSink, Window, WindowConfig};
 use roce_verbs::{
-    AccessFlags, AddressVector, DeviceLimits, Instant, Mtu, Payload, QpAttr, QpCaps, QpState, QpType, RemoteAddr,
-    SendFlags, SendOp, SendWr, Sge,
+    AccessFlags, AddressVector, DeviceLimits, Instant, Mtu, Payload, QpCaps, QpType, RemoteAddr, SendFlags, SendOp,
+    SendWr, Sge, ToRts,
 };
 
 /// Packets side by side in one buffer, reused.
@@ -89,36 +89,15 @@ impl World {
             },
             cq,
         };
-        let none = QpAttr::default();
         let addr = "10.0.0.1".parse().unwrap();
-        for attr in [
-            QpAttr {
-                state: Some(QpState::Init),
-                access: Some(AccessFlags::REMOTE_READ | AccessFlags::REMOTE_WRITE),
-                port: Some(1),
-                pkey_index: Some(0),
-                ..none
-            },
-            QpAttr {
-                state: Some(QpState::Rtr),
-                av: Some(AddressVector::new(addr, addr)),
-                path_mtu: Some(mtu),
-                dest_qpn: Some(Qpn::new(peer)),
-                rq_psn: Some(Psn::new(0)),
-                max_dest_rd_atomic: Some(16),
-                min_rnr_timer: Some(RnrTimer::new(1)),
-                ..none
-            },
-            QpAttr {
-                state: Some(QpState::Rts),
-                timeout: Some(14),
-                retry_cnt: Some(7),
-                rnr_retry: Some(7),
-                sq_psn: Some(Psn::new(0)),
-                max_rd_atomic: Some(16),
-                ..none
-            },
-        ] {
+        let way = ToRts {
+            access: AccessFlags::REMOTE_READ | AccessFlags::REMOTE_WRITE,
+            max_dest_rd_atomic: 16,
+            max_rd_atomic: 16,
+            min_rnr_timer: RnrTimer::new(1),
+            ..ToRts::new(AddressVector::new(addr, addr), mtu, Qpn::new(peer))
+        };
+        for attr in way.steps(QpType::Rc) {
             self.with(&mut end, |qp, ctx, _| qp.modify(ctx, &attr).unwrap());
         }
         end

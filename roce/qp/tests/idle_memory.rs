@@ -5,12 +5,12 @@ use std::{
     sync::atomic::{AtomicIsize, Ordering},
 };
 
-use roce_bth::{Packet, Psn, Qpn, RnrTimer};
+use roce_bth::{Packet, Qpn, RnrTimer};
 use roce_mem::MemoryTable;
 use roce_qp::{CompletionQueue, Counters, Ctx, Poll, QpConfig, QueuePair, TxKind, TxSink, Window, WindowConfig};
 use roce_verbs::{
-    AccessFlags, AddressVector, DeviceLimits, Instant, Mtu, Payload, QpAttr, QpCaps, QpState, QpType, RemoteAddr,
-    SendFlags, SendOp, SendWr, Sge,
+    AccessFlags, AddressVector, DeviceLimits, Instant, Mtu, Payload, QpCaps, QpType, RemoteAddr, SendFlags, SendOp,
+    SendWr, Sge, ToRts,
 };
 
 struct Counting;
@@ -107,52 +107,18 @@ impl World {
     }
 }
 
-fn modify(world: &mut World, end: &mut End, attr: QpAttr) {
-    world.with(end, |qp, ctx, _| qp.modify(ctx, &attr).unwrap());
-}
-
 fn connect(world: &mut World, end: &mut End, peer: u32) {
-    let none = QpAttr::default();
-    let access = AccessFlags::REMOTE_READ | AccessFlags::REMOTE_WRITE | AccessFlags::LOCAL_WRITE;
     let addr = "10.0.0.1".parse().unwrap();
-    modify(
-        world,
-        end,
-        QpAttr {
-            state: Some(QpState::Init),
-            access: Some(access),
-            port: Some(1),
-            pkey_index: Some(0),
-            ..none
-        },
-    );
-    modify(
-        world,
-        end,
-        QpAttr {
-            state: Some(QpState::Rtr),
-            av: Some(AddressVector::new(addr, addr)),
-            path_mtu: Some(Mtu::B4096),
-            dest_qpn: Some(Qpn::new(peer)),
-            rq_psn: Some(Psn::new(0)),
-            max_dest_rd_atomic: Some(16),
-            min_rnr_timer: Some(RnrTimer::new(1)),
-            ..none
-        },
-    );
-    modify(
-        world,
-        end,
-        QpAttr {
-            state: Some(QpState::Rts),
-            timeout: Some(14),
-            retry_cnt: Some(7),
-            rnr_retry: Some(7),
-            sq_psn: Some(Psn::new(0)),
-            max_rd_atomic: Some(16),
-            ..none
-        },
-    );
+    let way = ToRts {
+        access: AccessFlags::REMOTE_READ | AccessFlags::REMOTE_WRITE | AccessFlags::LOCAL_WRITE,
+        max_dest_rd_atomic: 16,
+        max_rd_atomic: 16,
+        min_rnr_timer: RnrTimer::new(1),
+        ..ToRts::new(AddressVector::new(addr, addr), Mtu::B4096, Qpn::new(peer))
+    };
+    for attr in way.steps(QpType::Rc) {
+        world.with(end, |qp, ctx, _| qp.modify(ctx, &attr).unwrap());
+    }
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use roce_port::{ConnId, PortCmEvent, QpInit};
 use roce_verbs::{
-    AccessFlags, AddressVector, QpAttr, QpState, QpType, Qpn,
+    AccessFlags, AddressVector, QpAttr, QpState, QpType, Qpn, ToRts,
     provider::{ConnParams, RejectReason},
 };
 
@@ -205,27 +205,20 @@ impl World {
         let [local, remote] = [end, 1 - end].map(|e| self.hosts[c.ends[e].host].plan.addr);
         // A queue pair that is used again must not take packets of its former life for new ones: far from the old PSNs.
         let psn = |direction: usize| p.psn[direction].add((c.life - 1) << 21);
-        let rtr = QpAttr {
-            state: Some(QpState::Rtr),
-            av: Some(AddressVector::new(local, remote)),
-            path_mtu: Some(p.mtu),
-            dest_qpn: Some(dest),
-            rq_psn: Some(psn(1 - end)),
-            max_dest_rd_atomic: Some(p.rd_atomic),
-            min_rnr_timer: Some(p.min_rnr_timer),
-            ..QpAttr::default()
+        let way = ToRts {
+            rq_psn: psn(1 - end),
+            sq_psn: psn(end),
+            max_dest_rd_atomic: p.rd_atomic,
+            max_rd_atomic: p.rd_atomic,
+            min_rnr_timer: p.min_rnr_timer,
+            timeout: p.timeout,
+            retry_cnt: p.retry_cnt,
+            rnr_retry: p.rnr_retry,
+            ..ToRts::new(AddressVector::new(local, remote), p.mtu, dest)
         };
-        let rts = QpAttr {
-            state: Some(QpState::Rts),
-            timeout: Some(p.timeout),
-            retry_cnt: Some(p.retry_cnt),
-            rnr_retry: Some(p.rnr_retry),
-            sq_psn: Some(psn(end)),
-            max_rd_atomic: Some(p.rd_atomic),
-            ..QpAttr::default()
-        };
-        self.modify(conn, end, &rtr)?;
-        self.modify(conn, end, &rts)?;
+        for to in [QpState::Rtr, QpState::Rts] {
+            self.modify(conn, end, &way.step(QpType::Rc, to))?;
+        }
         self.set_up(conn, end);
         Ok(())
     }

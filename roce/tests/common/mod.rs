@@ -9,8 +9,8 @@ use std::{
 
 use roce::{
     AccessFlags, AddressVector, CmChannel, CmEvent, CmEventKind, CmId, Completion, CompletionQueue, ConnParams, Cq,
-    Device, DeviceConfig, EventChannel, Id, MemoryRegion, Mr, Payload, Pd, Provider, Psn, Qp, QpAttr, QpCaps, QpInit,
-    QpState, QueuePair, RecvWr, RemoteAddr, RnrTimer, SendFlags, SendOp, SendWr, WcFlags, WcOpcode, WcStatus,
+    Device, DeviceConfig, EventChannel, Id, MemoryRegion, Mr, Payload, Pd, Provider, Psn, Qp, QpCaps, QpInit, QpState,
+    QpType, QueuePair, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, ToRts, WcFlags, WcOpcode, WcStatus,
 };
 
 pub const ALL: AccessFlags = AccessFlags::LOCAL_WRITE
@@ -159,27 +159,15 @@ pub fn connect(a: &Side, b: &Side, qa: &Qp, qb: &Qp, addr: SocketAddr) -> (Id, I
 
 /// Brings a queue pair to RTS by hand, as ibv_rc_pingpong does.
 pub fn raise(qp: &Qp, local: IpAddr, remote: &Qp, remote_addr: IpAddr, psns: [u32; 2]) {
-    let rtr = QpAttr {
-        state: Some(QpState::Rtr),
-        av: Some(AddressVector::new(local, remote_addr)),
-        path_mtu: Some(roce::Mtu::B1024),
-        dest_qpn: Some(remote.qpn()),
-        rq_psn: Some(Psn::new(psns[1])),
-        max_dest_rd_atomic: Some(4),
-        min_rnr_timer: Some(RnrTimer::new(12)),
-        ..QpAttr::default()
+    let way = ToRts {
+        rq_psn: Psn::new(psns[1]),
+        sq_psn: Psn::new(psns[0]),
+        retry_cnt: 6,
+        ..ToRts::new(AddressVector::new(local, remote_addr), roce::Mtu::B1024, remote.qpn())
     };
-    qp.modify(&rtr).unwrap();
-    let rts = QpAttr {
-        state: Some(QpState::Rts),
-        timeout: Some(14),
-        retry_cnt: Some(6),
-        rnr_retry: Some(7),
-        sq_psn: Some(Psn::new(psns[0])),
-        max_rd_atomic: Some(4),
-        ..QpAttr::default()
-    };
-    qp.modify(&rts).unwrap();
+    for to in [QpState::Rtr, QpState::Rts] {
+        qp.modify(&way.step(QpType::Rc, to)).unwrap();
+    }
 }
 
 /// Posts one signalled send.

@@ -4,9 +4,11 @@
 
 pub mod attr;
 pub mod event;
+mod hash;
 pub mod legal;
 pub mod provider;
 mod time;
+mod to_rts;
 pub mod wc;
 pub mod wr;
 
@@ -15,8 +17,10 @@ pub use attr::{
     SrqType,
 };
 pub use event::{AsyncEvent, EventSource};
+pub use hash::NumberHasher;
 pub use roce_bth::{LKey, Msn, PKey, Placement, Psn, QKey, Qpn, RKey, RnrTimer, Selectivity, Srqn};
 pub use time::Instant;
+pub use to_rts::ToRts;
 pub use wc::{Completion, WcFlags, WcOpcode, WcStatus};
 pub use wr::{
     AccessFlags, Datagram, Flush, Payload, RecvWr, RemoteAddr, SendFlags, SendOp, SendRequest, SendWr, Sge, Target,

@@ -13,8 +13,8 @@ use roce_icrc::Flow;
 use roce_mem::{MemoryTable, Region};
 use roce_qp::{CompletionQueue, Counters, Ctx, QpConfig, QueuePair, TxKind, TxSink, Window, WindowConfig};
 use roce_verbs::{
-    AccessFlags, AddressVector, AsyncEvent, Completion, DeviceLimits, Instant, Mtu, Payload, Psn, QpAttr, QpCaps,
-    QpState, QpType, Qpn, RecvWr, RnrTimer, SendWr, Sge, WcStatus,
+    AccessFlags, AddressVector, AsyncEvent, Completion, DeviceLimits, Instant, Mtu, Payload, Psn, QpCaps, QpType, Qpn,
+    RecvWr, RnrTimer, SendWr, Sge, ToRts, WcStatus,
 };
 use serde::Deserialize;
 
@@ -291,37 +291,19 @@ impl<'a> Player<'a> {
                 Syndrome::Rnr(timer) => Some(timer),
                 _ => None,
             });
-        let access = AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_READ | AccessFlags::REMOTE_ATOMIC;
         let path_mtu = Mtu::ALL.into_iter().find(|m| m.bytes() == self.mtu);
-        let steps = [
-            QpAttr {
-                state: Some(QpState::Init),
-                access: Some(access),
-                pkey_index: Some(0),
-                port: Some(1),
-                ..QpAttr::default()
-            },
-            QpAttr {
-                state: Some(QpState::Rtr),
-                av: Some(AddressVector::new(ours.0, theirs.0)),
-                path_mtu,
-                dest_qpn: Some(Qpn::new(theirs.1)),
-                rq_psn: Some(rq_psn.unwrap_or_default()),
-                max_dest_rd_atomic: Some(16),
-                min_rnr_timer: Some(rnr.unwrap_or(RnrTimer::new(12))),
-                ..QpAttr::default()
-            },
-            QpAttr {
-                state: Some(QpState::Rts),
-                timeout: Some(14),
-                retry_cnt: Some(self.settings.retry_cnt),
-                rnr_retry: Some(self.settings.rnr_retry),
-                sq_psn: Some(sq_psn.unwrap_or_default()),
-                max_rd_atomic: Some(16),
-                ..QpAttr::default()
-            },
-        ];
-        for attr in steps {
+        let path_mtu = path_mtu.ok_or_else(|| unsuitable("queue pair")(format!("path MTU {}", self.mtu)))?;
+        let way = ToRts {
+            rq_psn: rq_psn.unwrap_or_default(),
+            sq_psn: sq_psn.unwrap_or_default(),
+            max_dest_rd_atomic: 16,
+            max_rd_atomic: 16,
+            min_rnr_timer: rnr.unwrap_or(RnrTimer::new(12)),
+            retry_cnt: self.settings.retry_cnt,
+            rnr_retry: self.settings.rnr_retry,
+            ..ToRts::new(AddressVector::new(ours.0, theirs.0), path_mtu, Qpn::new(theirs.1))
+        };
+        for attr in way.steps(QpType::Rc) {
             let (qp, mut ctx) = self.ctx(Instant::ZERO);
             qp.modify(&mut ctx, &attr)
                 .map_err(|e| unsuitable("queue pair")(e.to_string()))?;

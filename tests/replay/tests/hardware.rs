@@ -12,7 +12,7 @@ use roce_icrc::Flow;
 use roce_mem::MemoryTable;
 use roce_port::{Port, PortConfig, QpInit, RxMeta};
 use roce_qp::{CompletionQueue, Counters};
-use roce_verbs::{AccessFlags, AddressVector, Instant, Mtu, Psn, QpAttr, QpCaps, QpState, QpType, Qpn, RnrTimer};
+use roce_verbs::{AddressVector, Instant, Mtu, Psn, QpCaps, QpState, QpType, Qpn, ToRts};
 
 #[test]
 fn the_made_captures_are_what_the_generator_makes() {
@@ -64,26 +64,11 @@ impl Host {
             xrcd: None,
         };
         let qpn = port.create_qp(init).unwrap();
-        let attrs = [
-            QpAttr {
-                state: Some(QpState::Init),
-                access: Some(AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_READ | AccessFlags::REMOTE_ATOMIC),
-                pkey_index: Some(0),
-                port: Some(1),
-                ..QpAttr::default()
-            },
-            QpAttr {
-                state: Some(QpState::Rtr),
-                av: Some(AddressVector::new(local, remote)),
-                path_mtu: Some(Mtu::B1024),
-                dest_qpn: Some(Qpn::new(0x77)),
-                rq_psn: Some(rq_psn),
-                max_dest_rd_atomic: Some(4),
-                min_rnr_timer: Some(RnrTimer::new(12)),
-                ..QpAttr::default()
-            },
-        ];
-        for attr in attrs {
+        let way = ToRts {
+            rq_psn,
+            ..ToRts::new(AddressVector::new(local, remote), Mtu::B1024, Qpn::new(0x77))
+        };
+        for attr in [QpState::Init, QpState::Rtr].map(|to| way.step(QpType::Rc, to)) {
             port.modify_qp(Instant::ZERO, qpn, &attr).unwrap();
         }
         Self {

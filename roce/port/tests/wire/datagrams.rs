@@ -2,7 +2,7 @@
 
 use roce_bth::{Bth, Deth, Header, Opcode, PKey, QKey};
 use roce_port::PortCounters;
-use roce_verbs::{AsyncEvent, Datagram as To, SendRequest, SrqAttr, Target, provider::VerbsError};
+use roce_verbs::{AsyncEvent, Datagram as To, SendRequest, SrqAttr, Target, ToRts, provider::VerbsError};
 
 use crate::{
     drops::{sealed, source},
@@ -23,23 +23,13 @@ fn of_type(host: &mut Host, qp_type: QpType) -> Qpn {
 /// A datagram queue pair in RTS.
 fn ud(host: &mut Host) -> Qpn {
     let qpn = of_type(host, QpType::Ud);
-    let init = QpAttr {
-        state: Some(QpState::Init),
-        pkey_index: Some(0),
-        port: Some(1),
-        qkey: Some(QKEY.0),
-        ..QpAttr::default()
+    let nobody = AddressVector::new(host.addr, host.addr);
+    let way = ToRts {
+        qkey: QKEY.0,
+        sq_psn: Psn::new(1),
+        ..ToRts::new(nobody, Mtu::B1024, Qpn::new(0))
     };
-    let rtr = QpAttr {
-        state: Some(QpState::Rtr),
-        ..QpAttr::default()
-    };
-    let rts = QpAttr {
-        state: Some(QpState::Rts),
-        sq_psn: Some(Psn::new(1)),
-        ..QpAttr::default()
-    };
-    for attr in [init, rtr, rts] {
+    for attr in way.steps(QpType::Ud) {
         host.port.modify_qp(host.now, qpn, &attr).unwrap();
     }
     qpn
@@ -117,27 +107,13 @@ fn unreliable_connections_send_their_packets_one_by_one_to_other_hosts() {
     let (mut a, mut b) = (Host::new(1), Host::new(2));
     let (qa, qb) = (of_type(&mut a, QpType::Uc), of_type(&mut b, QpType::Uc));
     for (host, qpn, peer, dest) in [(&mut a, qa, ip(2), qb), (&mut b, qb, ip(1), qa)] {
-        let init = QpAttr {
-            state: Some(QpState::Init),
-            pkey_index: Some(0),
-            port: Some(1),
-            access: Some(RIGHTS),
-            ..QpAttr::default()
+        let way = ToRts {
+            access: RIGHTS,
+            rq_psn: Psn::new(9),
+            sq_psn: Psn::new(9),
+            ..ToRts::new(AddressVector::new(host.addr, peer), Mtu::B1024, dest)
         };
-        let rtr = QpAttr {
-            state: Some(QpState::Rtr),
-            av: Some(AddressVector::new(host.addr, peer)),
-            path_mtu: Some(Mtu::B1024),
-            dest_qpn: Some(dest),
-            rq_psn: Some(Psn::new(9)),
-            ..QpAttr::default()
-        };
-        let rts = QpAttr {
-            state: Some(QpState::Rts),
-            sq_psn: Some(Psn::new(9)),
-            ..QpAttr::default()
-        };
-        for attr in [init, rtr, rts] {
+        for attr in way.steps(QpType::Uc) {
             host.port.modify_qp(host.now, qpn, &attr).unwrap();
         }
     }

@@ -17,7 +17,7 @@ use roce_port::{Port, PortCmEvent, PortConfig, QpInit, RxMeta, TxBatch, TxConfig
 use roce_qp::CompletionQueue;
 use roce_verbs::{
     AccessFlags, AddressVector, Completion, Instant, Mtu, Payload, Psn, QpAttr, QpCaps, QpState, QpType, Qpn, RecvWr,
-    RemoteAddr, RnrTimer, SendFlags, SendOp, SendWr, Sge, provider::ConnParams,
+    RemoteAddr, RnrTimer, SendFlags, SendOp, SendWr, Sge, ToRts, provider::ConnParams,
 };
 
 pub(crate) const RIGHTS: AccessFlags = AccessFlags::LOCAL_WRITE
@@ -162,33 +162,14 @@ impl Host {
 
     /// RESET to RTS towards a peer's queue pair.
     pub(crate) fn raise(&mut self, qpn: Qpn, peer: IpAddr, dest: Qpn) {
-        let init = QpAttr {
-            state: Some(QpState::Init),
-            pkey_index: Some(0),
-            port: Some(1),
-            access: Some(RIGHTS),
-            ..QpAttr::default()
+        let way = ToRts {
+            access: RIGHTS,
+            rq_psn: Psn::new(100),
+            sq_psn: Psn::new(100),
+            min_rnr_timer: RnrTimer::new(1),
+            ..ToRts::new(AddressVector::new(self.addr, peer), Mtu::B1024, dest)
         };
-        let rtr = QpAttr {
-            state: Some(QpState::Rtr),
-            av: Some(AddressVector::new(self.addr, peer)),
-            path_mtu: Some(Mtu::B1024),
-            dest_qpn: Some(dest),
-            rq_psn: Some(Psn::new(100)),
-            max_dest_rd_atomic: Some(4),
-            min_rnr_timer: Some(RnrTimer::new(1)),
-            ..QpAttr::default()
-        };
-        let rts = QpAttr {
-            state: Some(QpState::Rts),
-            timeout: Some(14),
-            retry_cnt: Some(7),
-            rnr_retry: Some(7),
-            sq_psn: Some(Psn::new(100)),
-            max_rd_atomic: Some(4),
-            ..QpAttr::default()
-        };
-        for attr in [init, rtr, rts] {
+        for attr in way.steps(QpType::Rc) {
             self.port.modify_qp(self.now, qpn, &attr).unwrap();
         }
     }

@@ -2,10 +2,8 @@
 
 use proptest::prelude::*;
 use roce_bth::{Class, Opcode};
-use roce_qp::{SharedReceiveQueue, SrqConfig};
 use roce_verbs::{
-    AccessFlags, AsyncEvent, Completion, Mtu, QpState, QpType, Qpn, RecvWr, SendOp, SrqAttr, SrqType, Srqn, WcFlags,
-    WcOpcode, WcStatus,
+    AccessFlags, AsyncEvent, Completion, Mtu, QpState, QpType, Qpn, RecvWr, SendOp, WcFlags, WcOpcode, WcStatus,
 };
 
 use crate::harness::*;
@@ -165,18 +163,7 @@ fn a_shared_queues_receive_comes_back_when_its_message_breaks_off() {
     let a = Side::with(A, &setup, |c| c.qp_type = QpType::Uc);
     let b = Side::with(B, &setup, |c| {
         c.qp_type = QpType::Uc;
-        c.srq = Some(SharedReceiveQueue::new(SrqConfig {
-            handle: 5,
-            number: Srqn::new(5),
-            pd: c.pd,
-            srq_type: SrqType::Basic,
-            attr: SrqAttr {
-                max_wr: 4,
-                max_sge: 1,
-                limit: 0,
-            },
-            cq: None,
-        }));
+        c.srq = Some(shared_queue(c.pd));
     });
     let mut p = Pair::up(setup, a, b);
     let (src, dst) = (p.a.filled(600, 1), p.b.region(600));

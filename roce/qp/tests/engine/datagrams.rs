@@ -3,10 +3,10 @@
 use std::net::{IpAddr, Ipv6Addr};
 
 use roce_bth::{Opcode, Packet};
-use roce_qp::{Ctx, DatagramSource, GRH_LEN, SharedReceiveQueue, SrqConfig};
+use roce_qp::{Ctx, DatagramSource, GRH_LEN};
 use roce_verbs::{
-    AsyncEvent, Completion, Mtu, Payload, QpAttr, QpState, QpType, Qpn, RKey, RecvWr, SendFlags, SendOp, SendWr,
-    SrqAttr, SrqType, Srqn, Target, WcFlags, WcOpcode, WcStatus,
+    AsyncEvent, Completion, Mtu, Payload, QpAttr, QpState, QpType, Qpn, RKey, RecvWr, SendFlags, SendOp, SendWr, Srqn,
+    Target, WcFlags, WcOpcode, WcStatus,
 };
 
 use crate::harness::*;
@@ -165,18 +165,7 @@ fn a_receive_of_a_shared_queue_that_is_too_short_completes_in_error() {
     let a = Side::with(A, &setup, |c| c.qp_type = QpType::Ud);
     let b = Side::with(B, &setup, |c| {
         c.qp_type = QpType::Ud;
-        c.srq = Some(SharedReceiveQueue::new(SrqConfig {
-            handle: 5,
-            number: Srqn::new(5),
-            pd: c.pd,
-            srq_type: SrqType::Basic,
-            attr: SrqAttr {
-                max_wr: 4,
-                max_sge: 1,
-                limit: 0,
-            },
-            cq: None,
-        }));
+        c.srq = Some(shared_queue(c.pd));
     });
     let mut p = Pair::up(setup, a, b);
     let (src, dst) = (p.a.filled(100, 1), p.b.region(200));

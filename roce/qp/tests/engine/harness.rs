@@ -10,12 +10,13 @@ use std::{
 use roce_bth::{Aeth, AtomicEth, Bth, Header, Opcode, Packet, Psn, Qpn, Reth, RnrTimer};
 use roce_mem::{MemoryTable, PdHandle, Region};
 use roce_qp::{
-    CompletionQueue, Counters, Ctx, DatagramSource, Poll, QpConfig, QueuePair, TxKind, TxSink, Window, WindowConfig,
+    CompletionQueue, Counters, Ctx, DatagramSource, Poll, QpConfig, QueuePair, SharedReceiveQueue, SrqConfig, TxKind,
+    TxSink, Window, WindowConfig,
 };
 use roce_verbs::{
     AccessFlags, AddressVector, AsyncEvent, Completion, Datagram, DeviceLimits, Instant, LKey, Mtu, Payload, QKey,
-    QpAttr, QpAttrMask as M, QpCaps, QpState, QpType, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, Target,
-    legal, wr::PostError,
+    QpAttr, QpCaps, QpState, QpType, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, SrqAttr, SrqType, Srqn,
+    Target, ToRts, wr::PostError,
 };
 
 pub(crate) const ALL: AccessFlags = AccessFlags::LOCAL_WRITE
@@ -169,74 +170,39 @@ impl Side {
         self.qp.modify(ctx!(self), attr).unwrap();
     }
 
+    fn way(setup: &Setup, peer: u32, rq_psn: u32, sq_psn: u32) -> ToRts {
+        let here = IpAddr::V4(Ipv4Addr::LOCALHOST);
+        ToRts {
+            access: setup.access,
+            qkey: QKEY,
+            rq_psn: Psn::new(rq_psn),
+            sq_psn: Psn::new(sq_psn),
+            max_dest_rd_atomic: setup.rd_atomic,
+            max_rd_atomic: setup.rd_atomic,
+            min_rnr_timer: RnrTimer::new(setup.min_rnr_timer),
+            timeout: setup.timeout,
+            retry_cnt: setup.retry_cnt,
+            rnr_retry: setup.rnr_retry,
+            ..ToRts::new(AddressVector::new(here, here), setup.mtu, Qpn::new(peer))
+        }
+    }
+
     pub(crate) fn enter_rtr(&mut self, setup: &Setup, peer: u32, psn: u32) {
-        self.modify(&QpAttr {
-            state: Some(QpState::Init),
-            access: Some(setup.access),
-            pkey_index: Some(0),
-            port: Some(1),
-            ..QpAttr::default()
-        });
-        self.modify(&QpAttr {
-            state: Some(QpState::Rtr),
-            av: Some(AddressVector::new(
-                IpAddr::V4(Ipv4Addr::LOCALHOST),
-                IpAddr::V4(Ipv4Addr::LOCALHOST),
-            )),
-            path_mtu: Some(setup.mtu),
-            dest_qpn: Some(Qpn::new(peer)),
-            rq_psn: Some(Psn::new(psn)),
-            max_dest_rd_atomic: Some(setup.rd_atomic),
-            min_rnr_timer: Some(RnrTimer::new(setup.min_rnr_timer)),
-            ..QpAttr::default()
-        });
+        let way = Self::way(setup, peer, psn, 0);
+        for to in [QpState::Init, QpState::Rtr] {
+            self.modify(&way.step(QpType::Rc, to));
+        }
     }
 
     pub(crate) fn enter_rts(&mut self, setup: &Setup, psn: u32) {
-        self.modify(&QpAttr {
-            state: Some(QpState::Rts),
-            timeout: Some(setup.timeout),
-            retry_cnt: Some(setup.retry_cnt),
-            rnr_retry: Some(setup.rnr_retry),
-            sq_psn: Some(Psn::new(psn)),
-            max_rd_atomic: Some(setup.rd_atomic),
-            ..QpAttr::default()
-        });
+        self.modify(&Self::way(setup, 0, 0, psn).step(QpType::Rc, QpState::Rts));
     }
 
     /// From RESET to RTS with what each transition of the queue pair's service needs.
     pub(crate) fn bring_up(&mut self, setup: &Setup, peer: u32, rq_psn: u32, sq_psn: u32) {
-        let qp_type = self.qp.config().qp_type;
-        for (from, to) in [
-            (QpState::Reset, QpState::Init),
-            (QpState::Init, QpState::Rtr),
-            (QpState::Rtr, QpState::Rts),
-        ] {
-            let transition = legal::transitions(qp_type)
-                .iter()
-                .find(|t| (t.from, t.to) == (from, to));
-            let mask = transition.unwrap().required;
-            let has = |m| mask.contains(m);
-            let here = IpAddr::V4(Ipv4Addr::LOCALHOST);
-            self.modify(&QpAttr {
-                state: Some(to),
-                access: has(M::ACCESS_FLAGS).then_some(setup.access),
-                pkey_index: has(M::PKEY_INDEX).then_some(0),
-                port: has(M::PORT).then_some(1),
-                qkey: has(M::QKEY).then_some(QKEY),
-                av: has(M::AV).then_some(AddressVector::new(here, here)),
-                path_mtu: has(M::PATH_MTU).then_some(setup.mtu),
-                dest_qpn: has(M::DEST_QPN).then_some(Qpn::new(peer)),
-                rq_psn: has(M::RQ_PSN).then_some(Psn::new(rq_psn)),
-                max_dest_rd_atomic: has(M::MAX_DEST_RD_ATOMIC).then_some(setup.rd_atomic),
-                min_rnr_timer: has(M::MIN_RNR_TIMER).then_some(RnrTimer::new(setup.min_rnr_timer)),
-                timeout: has(M::TIMEOUT).then_some(setup.timeout),
-                retry_cnt: has(M::RETRY_CNT).then_some(setup.retry_cnt),
-                rnr_retry: has(M::RNR_RETRY).then_some(setup.rnr_retry),
-                sq_psn: has(M::SQ_PSN).then_some(Psn::new(sq_psn)),
-                max_rd_atomic: has(M::MAX_RD_ATOMIC).then_some(setup.rd_atomic),
-                ..QpAttr::default()
-            });
+        let way = Self::way(setup, peer, rq_psn, sq_psn);
+        for attr in way.steps(self.qp.config().qp_type) {
+            self.modify(&attr);
         }
     }
 
@@ -575,3 +541,19 @@ impl Raw {
 }
 
 pub(crate) const NO_KEY: LKey = LKey(0);
+
+/// A basic shared receive queue of four receives with one element each.
+pub(crate) fn shared_queue(pd: PdHandle) -> Arc<SharedReceiveQueue> {
+    SharedReceiveQueue::new(SrqConfig {
+        handle: 5,
+        number: Srqn::new(5),
+        pd,
+        srq_type: SrqType::Basic,
+        attr: SrqAttr {
+            max_wr: 4,
+            max_sge: 1,
+            limit: 0,
+        },
+        cq: None,
+    })
+}
