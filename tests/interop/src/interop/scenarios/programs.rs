@@ -23,8 +23,12 @@ const LINGER: Duration = Duration::from_secs(20);
 const START: Duration = Duration::from_secs(30);
 /// What a client prints when nobody listens where it connects to. Then the run is tried again: a server under `ferroce run`
 /// can't be seen to listen, and perftest's servers listen a second time when their client may already have come (`-R`: once
-/// for the parameters, once for the test).
-const REFUSED: [&str; 2] = ["CM_EVENT_REJECTED", "CM_EVENT_UNREACHABLE"];
+/// for the parameters, once for the test). The last is how perftest says it of its first connection.
+const REFUSED: [&str; 3] = [
+    "CM_EVENT_REJECTED",
+    "CM_EVENT_UNREACHABLE",
+    "Unexpected CM event bl blka 8",
+];
 /// How often a run is tried.
 const TRIES: usize = 6;
 /// Runs of a program that may fail before the others are left out.
