@@ -86,8 +86,9 @@ impl CmConfig {
             max_service_timeout: 25,
             max_timewait: Duration::from_secs(10),
             max_connections: 65_536,
-            max_half_open: 1024,
-            max_half_open_per_peer: 128,
+            max_half_open: 4096,
+            // All processes of a host are one peer; what it may take up is about 2 MiB.
+            max_half_open_per_peer: 1024,
             max_lingering: 4096,
             max_queued_mads: 4096,
             comm_ids: (1, u32::MAX),

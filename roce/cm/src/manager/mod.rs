@@ -2,12 +2,16 @@
 
 mod build;
 mod conn;
+mod ids;
 mod perform;
 mod receive;
 mod sidr;
 pub mod state;
 
-use core::net::{IpAddr, SocketAddr};
+use core::{
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
 use std::collections::{BTreeMap, VecDeque};
 
 use rand_chacha::{
@@ -21,6 +25,7 @@ use roce_verbs::{
 
 use self::{
     conn::{Conn, Connections, Offer},
+    ids::IdSequence,
     perform::Detail,
     sidr::Resolutions,
     state::{Input, State},
@@ -76,6 +81,7 @@ impl Heard {
 pub struct Manager {
     config: CmConfig,
     rng: ChaCha8Rng,
+    ids: IdSequence,
     transaction_high: u32,
     listeners: BTreeMap<ListenId, Listener>,
     next_listener: u64,
@@ -91,8 +97,9 @@ impl Manager {
     pub fn new(config: CmConfig, seed: [u8; 32]) -> Self {
         let mut rng = ChaCha8Rng::from_seed(seed);
         Self {
-            config,
             transaction_high: rng.next_u32(),
+            ids: IdSequence::new(config.comm_ids, &mut rng),
+            config,
             rng,
             listeners: BTreeMap::new(),
             next_listener: 0,
@@ -412,13 +419,19 @@ impl Manager {
         }
     }
 
+    /// A pause, up to a quarter shorter: what is refused together for want of room shall not come back together. The
+    /// longest pause is the peer's, and kept.
+    fn jitter(&mut self, pause: Duration, longest: Duration) -> Duration {
+        match pause < longest {
+            true => pause - pause / 4 * (self.rng.next_u32() >> 24) / 256,
+            false => longest,
+        }
+    }
+
     /// A communication ID that no connection has, never 0.
     fn new_comm_id(&mut self) -> u32 {
-        let (first, last) = self.config.comm_ids;
-        // At least 2^20 numbers, far more than there are connections.
-        let span = u64::from(last.saturating_sub(first).max(0xf_ffff)) + 1;
         loop {
-            let id = first.wrapping_add((u64::from(self.rng.next_u32()) % span) as u32);
+            let id = self.ids.draw();
             if id != 0 && self.table.by_local_id(id).is_none() && !self.sidr.is_asked(id) {
                 return id;
             }

@@ -108,13 +108,16 @@ impl Manager {
     pub(super) fn start_exchange(&mut self, now: Instant, id: ConnId, mad: &Mad) {
         let first = self.config.first_retry.max(core::time::Duration::from_millis(1));
         let give_up = self.config.give_up;
-        let Some(c) = self.table.get_mut(id) else { return };
+        let Some(max_pause) = self.table.get(id).map(|c| c.max_pause) else {
+            return;
+        };
         let bytes = mad.emit();
-        let pause = first.min(c.max_pause);
+        let pause = self.jitter(first, max_pause);
+        let Some(c) = self.table.get_mut(id) else { return };
         c.exchange = Some(Box::new(Exchange {
             mad: bytes,
             retries: c.max_retries,
-            pause: (2 * pause).min(c.max_pause),
+            pause: (2 * first).min(max_pause),
             extended: false,
             extensions: MAX_EXTENSIONS,
             deadline: now + give_up,
@@ -135,10 +138,15 @@ impl Manager {
 
     /// The timer of a message that awaits an answer.
     fn retry(&mut self, now: Instant, id: ConnId, state: State) {
+        let usual = self
+            .table
+            .get(id)
+            .and_then(|c| Some((c.exchange.as_ref()?.pause, c.max_pause)));
+        let pause = usual.map(|(p, longest)| self.jitter(p, longest)).unwrap_or_default();
         let next = self.table.get_mut(id).and_then(|c| {
             let max = c.max_pause;
             let e = c.exchange.as_mut().filter(|e| e.retries > 0 && now < e.deadline)?;
-            let at = (now + e.pause).min(e.deadline);
+            let at = (now + pause).min(e.deadline);
             e.retries -= 1;
             e.extended = false;
             e.pause = (2 * e.pause).min(max);

@@ -187,7 +187,9 @@ impl Manager {
                 timer: None,
             },
         );
-        self.sidr.set_timer(id, Some(now + pause.min(self.config.give_up)));
+        let longest = build::code_time(self.config.response_timeout);
+        let first = self.jitter(pause, longest).min(self.config.give_up);
+        self.sidr.set_timer(id, Some(now + first));
         self.send_to(local.ip(), remote.ip(), Attribute::SidrReq, mad);
         Ok(id)
     }
@@ -257,6 +259,11 @@ impl Manager {
 
     fn on_sidr_timer(&mut self, now: Instant, id: ConnId) {
         let longest = build::code_time(self.config.response_timeout);
+        let asked = self.sidr.table.get(&id).and_then(|s| match s.stage {
+            Stage::Asked { pause, .. } => Some(pause),
+            _ => None,
+        });
+        let jittered = asked.map(|p| self.jitter(p, longest)).unwrap_or_default();
         let Some(s) = self.sidr.table.get_mut(&id) else { return };
         let again = match &mut s.stage {
             Stage::Asked {
@@ -265,7 +272,7 @@ impl Manager {
                 pause,
                 deadline,
             } if *retries > 0 && now < *deadline => {
-                let at = (now + *pause).min(*deadline);
+                let at = (now + jittered).min(*deadline);
                 *retries -= 1;
                 *pause = (2 * *pause).min(longest);
                 Some((at, **mad))
