@@ -284,6 +284,7 @@ impl Device {
         port.src_ports = caps.src_ports;
         if let Some(slot) = config.qpn_slot {
             port.qpns = slot.qpns();
+            port.limits.max_qp = port.limits.max_qp.min(port.qpns.count());
             port.cm.comm_ids = slot.comm_ids();
         }
         let limits = port.limits.clone();

@@ -186,7 +186,10 @@ impl Qp {
             srq: options.srq.map(|s| s.queue().clone()),
             xrcd: options.xrcd.map(|x| x.domain().clone()),
         };
-        let made = device.0.driver.with_quiet(|port, _| port.create_qp(args));
+        let made = device.0.driver.with_quiet(|port, now| {
+            port.set_now(now);
+            port.create_qp(args)
+        });
         Ok(Self(Arc::new(QpInner {
             qpn: made.map_err(closed)??,
             device: device.0.clone(),

@@ -129,7 +129,13 @@ impl Port {
         }
     }
 
-    /// Makes a queue pair in state RESET.
+    /// Tells what time it is, for calls that do not take it.
+    pub fn set_now(&mut self, now: Instant) {
+        self.now = now;
+    }
+
+    /// Makes a queue pair in state RESET. Numbers of queue pairs that are gone come back after a second at the earliest,
+    /// by the time that the port knows.
     ///
     /// # Errors
     /// At the device's limits, or for a transport that is not there.

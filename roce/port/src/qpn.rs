@@ -31,6 +31,13 @@ pub struct QpnRange {
     pub last: u32,
 }
 
+impl QpnRange {
+    /// How many there are.
+    pub const fn count(&self) -> u32 {
+        self.last.saturating_sub(self.first) + 1
+    }
+}
+
 impl Default for QpnRange {
     fn default() -> Self {
         Self {
