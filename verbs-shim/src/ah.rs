@@ -10,7 +10,7 @@ use crate::{
     context::{Context, Core},
     gids,
     pd::{Pd, Users},
-    ret::{self, Errno, Result},
+    ret::{self, Errno, Result, object},
 };
 
 /// What the kernel puts into packets whatever the program asked for: the route's hop limit.
@@ -71,7 +71,7 @@ pub(crate) fn address_vector(core: &Core, attr: &ibv_ah_attr) -> Result<AddressV
 unsafe extern "C" fn ibv_create_ah(pd: *mut ibv_pd, attr: *mut ibv_ah_attr) -> *mut ibv_ah {
     ret::pointer(|| {
         // SAFETY: the program passes a domain of ours and attributes.
-        let (domain, attr) = unsafe { (Pd::of(pd), &*attr) };
+        let (domain, attr) = unsafe { (Pd::of(object(pd)?), &*attr) };
         let device = &domain.engine()?.device;
         let inner = device.create_ah(&domain.inner, &address_vector(&domain.core, attr)?)?;
         let ah = Box::leak(Box::new(Ah {
@@ -93,7 +93,7 @@ unsafe extern "C" fn ibv_create_ah(pd: *mut ibv_pd, attr: *mut ibv_ah_attr) -> *
 unsafe extern "C" fn ibv_destroy_ah(ah: *mut ibv_ah) -> c_int {
     ret::code(|| {
         // SAFETY: boxed above; the program does not use it again.
-        let this = unsafe { Box::from_raw(ah.cast::<Ah>()) };
+        let this = unsafe { Box::from_raw(object(ah)?.cast::<Ah>()) };
         if this.core.alive().is_err() {
             std::mem::forget(this);
         }
@@ -140,7 +140,7 @@ unsafe extern "C" fn ibv_init_ah_from_wc(
 ) -> c_int {
     ret::minus_one(|| {
         // SAFETY: the program passes an open context, a completion and room for the attributes.
-        unsafe { attr.write(reply_to(Context::of(context).core(), port, &*wc, grh)?) };
+        unsafe { attr.write(reply_to(Context::of(object(context)?).core(), port, &*wc, grh)?) };
         Ok(0)
     })
 }
@@ -154,7 +154,7 @@ unsafe extern "C" fn ibv_create_ah_from_wc(
 ) -> *mut ibv_ah {
     let attr = ret::pointer(|| {
         // SAFETY: the program passes a domain of ours and a completion.
-        let attr = unsafe { reply_to(&Pd::of(pd).core, port, &*wc, grh)? };
+        let attr = unsafe { reply_to(&Pd::of(object(pd)?).core, port, &*wc, grh)? };
         Ok(Box::into_raw(Box::new(attr)))
     });
     if attr.is_null() {

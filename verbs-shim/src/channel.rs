@@ -9,7 +9,7 @@ use crate::{
     context::{Context, Core},
     cq::{Cq, CqEvents},
     queue::EventQueue,
-    ret::{self, Errno},
+    ret::{self, Errno, object},
 };
 
 /// A completion queue that has an event.
@@ -42,7 +42,7 @@ impl Channel {
 unsafe extern "C" fn ibv_create_comp_channel(context: *mut ibv_context) -> *mut ibv_comp_channel {
     ret::pointer(|| {
         // SAFETY: the program passes an open context.
-        let core = unsafe { Context::of(context) }.core();
+        let core = unsafe { Context::of(object(context)?) }.core();
         core.alive()?;
         let events = Arc::new(EventQueue::new()?);
         let channel = Box::leak(Box::new(Channel {
@@ -62,7 +62,7 @@ unsafe extern "C" fn ibv_create_comp_channel(context: *mut ibv_context) -> *mut 
 unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut ibv_comp_channel) -> c_int {
     ret::code(|| {
         // SAFETY: a channel of ours.
-        let this = unsafe { Channel::of(channel) };
+        let this = unsafe { Channel::of(object(channel)?) };
         // The queues hold clones of the events.
         if Arc::strong_count(&this.events) > 1 {
             return Err(Errno::BUSY);
@@ -84,7 +84,7 @@ unsafe extern "C" fn ibv_get_cq_event(
 ) -> c_int {
     ret::minus_one(|| {
         // SAFETY: a channel of ours.
-        let this = unsafe { Channel::of(channel) };
+        let this = unsafe { Channel::of(object(channel)?) };
         this.core.alive()?;
         let event = this.events.take(|event| event.cq.acks.delivered())?;
         // SAFETY: the queue lives until the event is acknowledged. The program passes room for both pointers.

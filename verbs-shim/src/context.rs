@@ -16,7 +16,7 @@ use crate::{
     events::Entry,
     fork, mr, mw, pd, post, qp, query,
     queue::EventQueue,
-    ret::{self, Errno, Result},
+    ret::{self, Errno, Result, object},
     srq, unsupported as no, xrc,
 };
 
@@ -57,7 +57,7 @@ impl Core {
         let _one = self.opening.lock();
         if self.engine.get().is_none() {
             let engine = Engine::get()?;
-            engine.objects().contexts.push(Arc::downgrade(self));
+            engine.objects().watch(self);
             let _ = self.engine.set(engine);
         }
         self.engine.get().ok_or(Errno::IO)
@@ -190,7 +190,7 @@ fn ops() -> ibv_context_ops {
 unsafe extern "C" fn ibv_open_device(device: *mut ibv_device) -> *mut ibv_context {
     ret::pointer(|| {
         // SAFETY: a device of our list.
-        let context = Box::leak(Context::open(unsafe { VerbsDevice::of(device) })?);
+        let context = Box::leak(Context::open(unsafe { VerbsDevice::of(object(device)?) })?);
         Ok(&raw mut context.abi.context)
     })
 }
@@ -199,7 +199,7 @@ unsafe extern "C" fn ibv_open_device(device: *mut ibv_device) -> *mut ibv_contex
 unsafe extern "C" fn ibv_close_device(context: *mut ibv_context) -> c_int {
     ret::minus_one(|| {
         // SAFETY: opened by us; the program does not use it again.
-        let context = unsafe { Box::from_raw(ptr::from_ref(Context::of(context)).cast_mut()) };
+        let context = unsafe { Box::from_raw(ptr::from_ref(Context::of(object(context)?)).cast_mut()) };
         // SAFETY: made with the context.
         unsafe { libc::close(context.abi.context.cmd_fd) };
         if context.core.alive().is_err() {

@@ -21,7 +21,7 @@ use crate::{
     events::{Acks, Target},
     pd::Users,
     queue::EventQueue,
-    ret::{self, Errno, Result},
+    ret::{self, Errno, Result, object},
 };
 
 /// What turns completions into events of a channel.
@@ -97,7 +97,7 @@ impl Cq {
     /// `context` is open and `init.channel` is null or a channel of ours.
     pub(crate) unsafe fn create(context: *mut ibv_context, init: &CqInit) -> Result<*mut ibv_cq> {
         // SAFETY: the caller's promise.
-        let core = unsafe { Context::of(context) }.core();
+        let core = unsafe { Context::of(object(context)?) }.core();
         let engine = core.engine()?;
         if init.entries == 0 || !(0..COMP_VECTORS).contains(&init.vector) {
             return Err(Errno::INVAL);
@@ -232,7 +232,7 @@ pub(crate) unsafe extern "C" fn req_notify_cq(cq: *mut ibv_cq, solicited_only: c
 unsafe extern "C" fn ibv_resize_cq(cq: *mut ibv_cq, entries: c_int) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a queue of ours.
-        let this = unsafe { Cq::of(cq) };
+        let this = unsafe { Cq::of(object(cq)?) };
         this.core.alive()?;
         let count = u32::try_from(entries).ok().filter(|n| *n > 0).ok_or(Errno::INVAL)?;
         this.inner.resize(count)?;
@@ -278,7 +278,7 @@ unsafe extern "C" fn ibv_create_cq(
 unsafe extern "C" fn ibv_destroy_cq(cq: *mut ibv_cq) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a queue of ours.
-        let this = unsafe { Cq::of(cq) };
+        let this = unsafe { Cq::of(object(cq)?) };
         let Ok(engine) = this.core.engine() else {
             // A forked child's copy. Its transport is the parent's.
             return Ok(());

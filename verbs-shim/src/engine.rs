@@ -40,6 +40,14 @@ pub(crate) struct Objects {
     pub(crate) contexts: Vec<Weak<crate::context::Core>>,
 }
 
+impl Objects {
+    /// Adds a context. Those that are closed go, so that a program that opens devices again and again leaves nothing.
+    pub(crate) fn watch(&mut self, context: &Arc<crate::context::Core>) {
+        self.contexts.retain(|c| c.strong_count() > 0);
+        self.contexts.push(Arc::downgrade(context));
+    }
+}
+
 /// The tables of the process. `std` locks: they need nothing that a fork could leave half done.
 static ENGINE: Mutex<Option<(u32, Weak<Engine>)>> = Mutex::new(None);
 static DEVICES: Mutex<Vec<&'static VerbsDevice>> = Mutex::new(Vec::new());

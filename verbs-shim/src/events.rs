@@ -10,7 +10,7 @@ use crate::{
     context::{Context, Core},
     cq::Cq,
     qp::Qp,
-    ret,
+    ret::{self, object},
     srq::Srq,
 };
 
@@ -101,7 +101,7 @@ impl Target {
 unsafe extern "C" fn ibv_get_async_event(context: *mut ibv_context, event: *mut ibv_async_event) -> c_int {
     ret::minus_one(|| {
         // SAFETY: the program passes an open context.
-        let core = unsafe { Context::of(context) }.core();
+        let core = unsafe { Context::of(object(context)?) }.core();
         core.alive()?;
         let entry = core.events.take(|entry| {
             if let Some(acks) = &entry.acks {

@@ -10,7 +10,7 @@ use crate::{
     abi::{access, c_enum, ibv_mr, ibv_pd, ibv_sge},
     context::Core,
     pd::{Pd, Users},
-    ret::{self, Errno, Result},
+    ret::{self, Errno, Result, object},
 };
 
 /// A memory region.
@@ -74,7 +74,7 @@ fn register(pd: &Pd, range: Range, flags: u32) -> Result<roce::Mr> {
 
 fn reg(pd: *mut ibv_pd, range: Range, flags: u32) -> Result<*mut ibv_mr> {
     // SAFETY: the program passes a domain of ours.
-    let domain = unsafe { Pd::of(pd) };
+    let domain = unsafe { Pd::of(object(pd)?) };
     domain.core.alive()?;
     let inner = register(domain, range, flags)?;
     let mr = Box::leak(Box::new(Mr {
@@ -160,7 +160,7 @@ unsafe extern "C" fn ibv_rereg_mr(
 ) -> c_int {
     let done = ret::code(|| {
         // SAFETY: the program passes a region of ours, which it does not use otherwise meanwhile.
-        let this = unsafe { &mut *mr.cast::<Mr>() };
+        let this = unsafe { &mut *object(mr)?.cast::<Mr>() };
         this.core.alive()?;
         let known = change::TRANSLATION | change::PD | change::ACCESS;
         if what == 0 || what & !known != 0 || (what & change::PD != 0 && pd.is_null()) {
@@ -208,7 +208,7 @@ unsafe extern "C" fn ibv_rereg_mr(
 unsafe extern "C" fn ibv_dereg_mr(mr: *mut ibv_mr) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a region of ours.
-        let this = unsafe { &*mr.cast::<Mr>() };
+        let this = unsafe { &*object(mr)?.cast::<Mr>() };
         if this.core.alive().is_err() {
             // A forked child's copy: the region is the parent's.
             return Ok(());

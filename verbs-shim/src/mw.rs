@@ -12,7 +12,7 @@ use crate::{
     pd::{Pd, Users},
     post,
     qp::Qp,
-    ret::{self, Errno},
+    ret::{self, Errno, object},
 };
 
 /// A memory window.
@@ -32,7 +32,7 @@ pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut ibv_pd, kind: c_enum) -> *mut 
             _ => return Err(Errno::INVAL),
         };
         // SAFETY: the program passes a domain of ours.
-        let domain = unsafe { Pd::of(pd) };
+        let domain = unsafe { Pd::of(object(pd)?) };
         let inner = domain.engine()?.device.alloc_window(&domain.inner, window)?;
         let mw = Box::leak(Box::new(Mw {
             abi: ibv_mw {
@@ -54,7 +54,7 @@ pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut ibv_pd, kind: c_enum) -> *mut 
 pub(crate) unsafe extern "C" fn dealloc_mw(mw: *mut ibv_mw) -> c_int {
     ret::code(|| {
         // SAFETY: boxed above; the program does not use it again.
-        let this = unsafe { Box::from_raw(mw.cast::<Mw>()) };
+        let this = unsafe { Box::from_raw(object(mw)?.cast::<Mw>()) };
         if this.core.alive().is_err() {
             std::mem::forget(this);
         }

@@ -9,7 +9,7 @@ use crate::{
     abi::{ibv_context, ibv_parent_domain_init_attr, ibv_pd, ibv_td},
     context::{Context, Core},
     engine::Engine,
-    ret::{self, Errno, Result},
+    ret::{self, Errno, Result, object},
 };
 
 /// A protection domain.
@@ -68,7 +68,7 @@ impl Pd {
 unsafe extern "C" fn ibv_alloc_pd(context: *mut ibv_context) -> *mut ibv_pd {
     ret::pointer(|| {
         // SAFETY: the program passes an open context.
-        let core = unsafe { Context::of(context) }.core();
+        let core = unsafe { Context::of(object(context)?) }.core();
         let inner = core.engine()?.device.alloc_pd()?;
         Ok(Pd::boxed(context, core, inner, None))
     })
@@ -78,7 +78,7 @@ unsafe extern "C" fn ibv_alloc_pd(context: *mut ibv_context) -> *mut ibv_pd {
 unsafe extern "C" fn ibv_dealloc_pd(pd: *mut ibv_pd) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a domain of ours.
-        let this = unsafe { Pd::of(pd) };
+        let this = unsafe { Pd::of(object(pd)?) };
         this.core.alive()?;
         if this.users.in_use() {
             return Err(Errno::BUSY);
@@ -96,7 +96,7 @@ pub(crate) unsafe extern "C" fn alloc_parent_domain(
 ) -> *mut ibv_pd {
     ret::pointer(|| {
         // SAFETY: the program passes an open context and attributes.
-        let (core, attr) = unsafe { (Context::of(context).core(), &*attr) };
+        let (core, attr) = unsafe { (Context::of(object(context)?).core(), &*attr) };
         if attr.pd.is_null() || attr.comp_mask & !3 != 0 {
             return Err(Errno::INVAL);
         }
@@ -128,7 +128,7 @@ pub(crate) unsafe extern "C" fn alloc_td(context: *mut ibv_context, attr: *mut u
 pub(crate) unsafe extern "C" fn dealloc_td(td: *mut ibv_td) -> c_int {
     ret::code(|| {
         // SAFETY: boxed by alloc_td; the program does not use it again.
-        drop(unsafe { Box::from_raw(td.cast::<Td>()) });
+        drop(unsafe { Box::from_raw(object(td)?.cast::<Td>()) });
         Ok(())
     })
 }

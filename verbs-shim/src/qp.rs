@@ -16,7 +16,7 @@ use crate::{
     events::{Acks, Target as EventTarget},
     pd::{Pd, Users},
     qpattr,
-    ret::{self, Errno, Result},
+    ret::{self, Errno, Result, object},
     srq::Srq,
     wrex::{self, Builder},
     xrc::Xrcd,
@@ -224,7 +224,7 @@ unsafe extern "C" fn ibv_create_qp(pd: *mut ibv_pd, init: *mut ibv_qp_init_attr)
         // SAFETY: the program passes a domain of ours and attributes with objects of ours, which get the sizes granted.
         unsafe {
             let extra = Extra {
-                context: (*pd).context,
+                context: (*object(pd)?).context,
                 pd,
                 xrcd: ptr::null_mut(),
                 extended: false,
@@ -280,7 +280,7 @@ unsafe extern "C" fn ibv_qp_to_qp_ex(qp: *mut ibv_qp) -> *mut ibv_qp_ex {
 unsafe extern "C" fn ibv_modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr, mask: c_int) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a queue pair of ours and attributes.
-        let (this, attr) = unsafe { (Qp::of(qp), &*attr) };
+        let (this, attr) = unsafe { (Qp::of(object(qp)?), &*attr) };
         this.alive()?;
         let change = qpattr::from_c(&this.core, attr, mask as u32)?;
         this.inner.modify(&change)?;
@@ -307,7 +307,7 @@ unsafe extern "C" fn ibv_query_qp(
 ) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a queue pair of ours.
-        let this = unsafe { Qp::of(qp) };
+        let this = unsafe { Qp::of(object(qp)?) };
         this.alive()?;
         let mut out = qpattr::to_c(&this.core, &this.inner.query()?);
         if let Some(path) = *this.path.lock() {
@@ -328,7 +328,7 @@ unsafe extern "C" fn ibv_query_qp(
 unsafe extern "C" fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a queue pair of ours.
-        let this = unsafe { Qp::of(qp) };
+        let this = unsafe { Qp::of(object(qp)?) };
         let Ok(engine) = this.core.engine() else {
             // A forked child's copy: it stays, as the queue pair is the parent's.
             return Ok(());

@@ -15,7 +15,7 @@ use crate::{
     context::{Context, Core},
     device::VerbsDevice,
     gids,
-    ret::{self, Errno, Result},
+    ret::{self, Errno, Result, object},
 };
 
 /// The default partition, the only one.
@@ -90,7 +90,7 @@ fn device_attr(core: &Core) -> ibv_device_attr {
 unsafe extern "C" fn ibv_query_device(context: *mut ibv_context, attr: *mut ibv_device_attr) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes an open context and room for the attributes.
-        unsafe { attr.write(device_attr(Context::of(context).core())) };
+        unsafe { attr.write(device_attr(Context::of(object(context)?).core())) };
         Ok(())
     })
 }
@@ -124,7 +124,7 @@ pub(crate) unsafe extern "C" fn query_device_ex(
         // SAFETY: plain numbers, for which zero is a value.
         let mut out: ibv_device_attr_ex = unsafe { std::mem::zeroed() };
         // SAFETY: the program passes an open context.
-        out.orig_attr = device_attr(unsafe { Context::of(context) }.core());
+        out.orig_attr = device_attr(unsafe { Context::of(object(context)?) }.core());
         out.completion_timestamp_mask = u64::MAX;
         // Completions are stamped in nanoseconds: kHz.
         out.hca_core_clock = 1_000_000;
@@ -176,7 +176,7 @@ pub(crate) unsafe extern "C" fn query_port(
     ret::code(|| {
         check_port(u32::from(port))?;
         // SAFETY: the program passes an open context and `size` bytes.
-        unsafe { copy_out(attr, &port_attr(Context::of(context).core()), size) };
+        unsafe { copy_out(attr, &port_attr(Context::of(object(context)?).core()), size) };
         Ok(())
     })
 }
@@ -219,7 +219,7 @@ unsafe extern "C" fn ibv_query_gid(context: *mut ibv_context, port: u8, index: c
             return Err(Errno::INVAL);
         }
         // SAFETY: the program passes an open context.
-        let device = unsafe { Context::of(context) }.core().device;
+        let device = unsafe { Context::of(object(context)?) }.core().device;
         // A slot that is not in use reads as zero.
         let value = device.gids.get(index).map(gids::gid_of).unwrap_or_default();
         // SAFETY: the program passes room for a GID.
@@ -243,7 +243,7 @@ unsafe extern "C" fn _ibv_query_gid_ex(
             return Err(Errno::INVAL);
         }
         // SAFETY: the program passes an open context.
-        let device = unsafe { Context::of(context) }.core().device;
+        let device = unsafe { Context::of(object(context)?) }.core().device;
         let value = entry(device, index as usize).ok_or(Errno::NODATA)?;
         // SAFETY: the caller's structure is `size` bytes.
         unsafe { copy_out(out, &value, size) };
@@ -298,7 +298,7 @@ unsafe extern "C" fn ibv_query_gid_type(
         }
         // SAFETY: the program passes an open context and room for the answer.
         unsafe {
-            let device = Context::of(context).core().device;
+            let device = Context::of(object(context)?).core().device;
             // 0 is "IB or RoCE v1", which is also what unused slots say.
             kind.write(device.gids.get(index as usize).map_or(0, |_| GID_TYPE_SYSFS_ROCE_V2));
         }

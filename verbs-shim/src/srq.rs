@@ -15,7 +15,7 @@ use crate::{
     events::{Acks, Target},
     pd::{Pd, Users},
     post,
-    ret::{self, Errno, Result},
+    ret::{self, Errno, Result, object},
     xrc::Xrcd,
 };
 
@@ -68,7 +68,7 @@ unsafe fn create(
         return Err(Errno::INVAL);
     }
     // SAFETY: the caller's promise.
-    let domain = unsafe { Pd::of(pd) };
+    let domain = unsafe { Pd::of(object(pd)?) };
     let engine = domain.engine()?;
     let init = SrqInit {
         // The limit is armed by modify (ibv_create_srq(3)).
@@ -114,7 +114,7 @@ pub(crate) unsafe extern "C" fn get_srq_num(srq: *mut ibv_srq, number: *mut u32)
     ret::code(|| {
         // SAFETY: the program passes a queue of ours and room for the number.
         unsafe {
-            let this = Srq::of(srq);
+            let this = Srq::of(object(srq)?);
             if this.inner.kind() != SrqType::Xrc {
                 return Err(Errno::INVAL);
             }
@@ -191,7 +191,7 @@ unsafe extern "C" fn ibv_create_srq(pd: *mut ibv_pd, init: *mut ibv_srq_init_att
 unsafe extern "C" fn ibv_modify_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_attr, mask: c_int) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a queue of ours and attributes.
-        let (this, attr) = unsafe { (Srq::of(srq), &*attr) };
+        let (this, attr) = unsafe { (Srq::of(object(srq)?), &*attr) };
         this.core.alive()?;
         if mask & !(IBV_SRQ_MAX_WR | IBV_SRQ_LIMIT) != 0 {
             return Err(Errno::INVAL);
@@ -208,7 +208,7 @@ unsafe extern "C" fn ibv_modify_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_attr, 
 unsafe extern "C" fn ibv_query_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_attr) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a queue of ours.
-        let this = unsafe { Srq::of(srq) };
+        let this = unsafe { Srq::of(object(srq)?) };
         this.core.alive()?;
         let now = this.inner.query();
         let out = ibv_srq_attr {
@@ -226,7 +226,7 @@ unsafe extern "C" fn ibv_query_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_attr) -
 unsafe extern "C" fn ibv_destroy_srq(srq: *mut ibv_srq) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a queue of ours.
-        let this = unsafe { Srq::of(srq) };
+        let this = unsafe { Srq::of(object(srq)?) };
         let Ok(engine) = this.core.engine() else {
             // A forked child's copy.
             return Ok(());

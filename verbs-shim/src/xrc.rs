@@ -9,7 +9,7 @@ use crate::{
     context::{Context, Core},
     engine::Engine,
     pd::Users,
-    ret::{self, Errno, Result},
+    ret::{self, Errno, Result, object},
 };
 
 /// An XRC domain.
@@ -76,7 +76,7 @@ const INIT_MASK: u32 = 3;
 pub(crate) unsafe extern "C" fn open_xrcd(context: *mut ibv_context, attr: *mut ibv_xrcd_init_attr) -> *mut ibv_xrcd {
     ret::pointer(|| {
         // SAFETY: the program passes an open context and attributes.
-        let (core, attr) = unsafe { (Context::of(context).core(), &*attr) };
+        let (core, attr) = unsafe { (Context::of(object(context)?).core(), &*attr) };
         if attr.comp_mask != INIT_MASK || attr.oflags & !(libc::O_CREAT | libc::O_EXCL) != 0 {
             return Err(Errno::INVAL);
         }
@@ -100,7 +100,7 @@ pub(crate) unsafe extern "C" fn open_xrcd(context: *mut ibv_context, attr: *mut 
 pub(crate) unsafe extern "C" fn close_xrcd(xrcd: *mut ibv_xrcd) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a domain of ours.
-        let this = unsafe { Xrcd::of(xrcd) };
+        let this = unsafe { Xrcd::of(object(xrcd)?) };
         let Ok(engine) = this.core.engine() else {
             // A forked child's copy.
             return Ok(());
