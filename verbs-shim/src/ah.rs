@@ -13,7 +13,8 @@ use crate::{
     ret::{self, Errno, Result, object},
 };
 
-/// What the kernel puts into packets whatever the program asked for: the route's hop limit.
+/// What the kernel puts into packets whatever the program asked for, unless they are for a group: the route's hop limit
+/// (`ib_resolve_unicast_gid_dmac`). Programs leave theirs at 0 or 1.
 const HOP_LIMIT: u8 = 64;
 /// `IBV_WC_GRH`.
 const WC_GRH: u32 = 1;
@@ -61,7 +62,10 @@ pub(crate) fn address_vector(core: &Core, attr: &ibv_ah_attr) -> Result<AddressV
     Ok(AddressVector {
         local,
         remote,
-        hop_limit: attr.grh.hop_limit.max(HOP_LIMIT),
+        hop_limit: match remote.is_multicast() {
+            true => attr.grh.hop_limit.max(1),
+            false => attr.grh.hop_limit.max(HOP_LIMIT),
+        },
         traffic_class: attr.grh.traffic_class,
         udp_sport: source_port(attr.grh.flow_label),
     })

@@ -3,7 +3,7 @@
 use std::ptr;
 
 use libc::{c_char, c_int, c_void, size_t};
-use roce::{DeviceLimits, Mtu, Provider};
+use roce::{DeviceLimits, JoinConfig, Mtu, Provider, broker::Place};
 
 use crate::{
     abi::{
@@ -27,7 +27,13 @@ fn limits(core: &Core) -> DeviceLimits {
     // Without a transport yet the attributes are what it will have.
     match core.opened() {
         Some(engine) => engine.device.limits(),
-        None => DeviceLimits::software(0),
+        None => {
+            let mut limits = DeviceLimits::software(0);
+            if JoinConfig::from_env().is_some() {
+                limits.max_qp = limits.max_qp.min(Place::NUMBERS);
+            }
+            limits
+        }
     }
 }
 

@@ -3,6 +3,7 @@
 mod apps;
 mod cargo;
 mod demo;
+mod install;
 mod interop;
 mod lint;
 mod process;
@@ -67,6 +68,11 @@ enum Task {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<OsString>,
     },
+    /// Install the program, the verbs library, its header and pkg-config file, and the manual pages
+    ///
+    /// Programs are then built with `cc program.c $(pkg-config --cflags --libs ferroce-verbs)`, or run unchanged with
+    /// `ferroce run`.
+    Install(install::InstallArgs),
     /// Generate the manual pages
     Man {
         /// Folder for the pages
@@ -118,6 +124,7 @@ fn main() -> ExitCode {
         Task::Ci(args) => lint::run().and_then(|()| suites::run(&args)),
         Task::Interop { args } => interop::run(&args),
         Task::Apps { args } => apps::run(&args),
+        Task::Install(args) => install::run(&args),
         Task::Man { dir } => man(&dir),
         Task::Fuzz { target, seconds, list } => suites::fuzz(target.as_deref(), seconds, list),
     };

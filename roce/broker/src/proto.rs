@@ -37,6 +37,9 @@ pub struct Place {
 }
 
 impl Place {
+    /// Queue pair numbers of each place.
+    pub const NUMBERS: u32 = 1 << (24 - PLACE_BITS as u32);
+
     /// Whether a member can have it.
     pub const fn is_valid(self) -> bool {
         self.slot >= 1 && (self.slot as usize) < SLOTS && (self.generation as usize) < GENERATIONS

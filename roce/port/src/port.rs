@@ -134,8 +134,8 @@ impl Port {
         self.now = now;
     }
 
-    /// Makes a queue pair in state RESET. Numbers of queue pairs that are gone come back after a second at the earliest,
-    /// by the time that the port knows.
+    /// Makes a queue pair in state RESET. Numbers of queue pairs that are gone rest for a while, by the time that
+    /// the port knows.
     ///
     /// # Errors
     /// At the device's limits, or for a transport that is not there.

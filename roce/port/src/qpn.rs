@@ -13,8 +13,9 @@ use roce_verbs::{Instant, NumberHasher};
 
 /// How long a number rests after its queue pair is gone: longer than packets and the kernel's timewait live.
 const REST: Duration = Duration::from_secs(60);
-/// How long it rests at least, when all others are taken or rest too.
-const SHORT_REST: Duration = Duration::from_secs(1);
+/// How long it rests at least, when all others are taken or rest too: longer than packets are on their way. No program gets
+/// through all of a process's 8,192 numbers in that time.
+const SHORT_REST: Duration = Duration::from_millis(50);
 /// The most numbers of a range that is searched through, when random draws find none that is free.
 const SEARCHED: u32 = 1 << 17;
 /// The most numbers at rest; beyond, the oldest ones are let go early.

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::site::Net;
+use crate::{killed::Kill, memcheck, site::Net};
 
 /// How the client knows that the server is ready.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -32,6 +32,18 @@ pub(crate) struct Server {
     pub(crate) end: ServerEnd,
 }
 
+/// How a case goes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Plan {
+    /// The server, if there is one, and the client; both end well.
+    Programs,
+    /// The suite of rdma-core's python tests: those that must pass, or those of them with one of these texts in their
+    /// names.
+    Python(&'static [&'static str]),
+    /// One side is killed.
+    Kill(Kill),
+}
+
 /// Something to run. `{addr}` in commands is the address of both sides, `{port}` a free TCP port, `{dir}` a fresh
 /// directory.
 #[derive(Clone)]
@@ -49,12 +61,13 @@ pub(crate) struct Case {
     pub(crate) env: Vec<(&'static str, &'static str)>,
     /// How long it may take on a busy machine.
     pub(crate) seconds: u64,
-    /// The suite of rdma-core's python tests, rather than a program.
-    pub(crate) python: bool,
     /// The network of both sides.
     pub(crate) net: Net,
     /// Files that it finds in its directory, by name.
     pub(crate) files: Vec<(&'static str, &'static str)>,
+    pub(crate) plan: Plan,
+    /// Under valgrind, which must find nothing.
+    pub(crate) memcheck: bool,
 }
 
 fn words(text: &str) -> Vec<String> {
@@ -73,12 +86,13 @@ impl Case {
             says: None,
             env: Vec::new(),
             seconds: 120,
-            python: false,
             net: Net {
                 ethernet: false,
                 v6: false,
             },
             files: Vec::new(),
+            plan: Plan::Programs,
+            memcheck: false,
         }
     }
 
@@ -158,6 +172,9 @@ impl Case {
     pub(crate) fn missing(&self) -> Option<String> {
         let server = self.server.iter().filter_map(|s| s.command.first());
         let mut programs = server.chain(self.client.first());
+        if self.memcheck && find(memcheck::VALGRIND).is_none() {
+            return Some(format!("{0} is not installed (Debian package {0})", memcheck::VALGRIND));
+        }
         let lacking = programs.find(|p| find(p).is_none())?;
         Some(format!("{lacking} is not installed (Debian package {})", self.package))
     }

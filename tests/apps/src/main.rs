@@ -2,7 +2,10 @@
 //! this host and at one address. `cargo xtask apps` builds what this needs and runs it.
 
 mod cases;
+mod killed;
+mod lifetime;
 mod matrix;
+mod memcheck;
 mod process;
 mod python;
 mod report;

@@ -1,6 +1,6 @@
 //! The matrix: every program with the options that it must do.
 
-use crate::cases::{Case, Ready, find};
+use crate::cases::{Case, Plan, Ready, find};
 
 const IBVERBS: &str = "ibverbs-utils";
 const PERFTEST: &str = "perftest";
@@ -28,6 +28,7 @@ pub(crate) fn all() -> Vec<Case> {
     out.extend(fabric());
     out.push(mpi());
     out.push(python());
+    out.extend(crate::lifetime::all());
     out
 }
 
@@ -393,7 +394,7 @@ fn fabric() -> Vec<Case> {
 /// rdma-core's own tests.
 fn python() -> Case {
     Case {
-        python: true,
+        plan: Plan::Python(&[]),
         ..Case::alone("pyverbs", PYVERBS, "/usr/bin/python3").within(1800)
     }
 }

@@ -29,14 +29,14 @@ use tempfile::TempDir;
 
 use crate::{
     Result,
-    cases::{Case, Ready, ServerEnd},
-    python,
+    cases::{Case, Plan, Ready, ServerEnd},
+    killed, memcheck, python,
     report::Outcome,
     site::{self, Namespace, User},
 };
 
 /// Between two looks at a process.
-const PAUSE: Duration = Duration::from_millis(20);
+pub(crate) const PAUSE: Duration = Duration::from_millis(20);
 /// How long a client of a server that can't be seen waits before it tries again.
 const AGAIN: Duration = Duration::from_millis(700);
 /// What a server gets to end after the client did.
@@ -110,8 +110,7 @@ pub(crate) struct Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        let _ = killpg(Pid::from_raw(self.child.id() as i32), Signal::SIGKILL);
-        let _ = self.child.wait();
+        self.kill();
     }
 }
 
@@ -122,7 +121,13 @@ impl Group {
         Ok(Self { child, output })
     }
 
-    /// Its status; `None` at the deadline.
+    /// Kills all of it (SIGKILL).
+    pub(crate) fn kill(&mut self) {
+        let _ = killpg(Pid::from_raw(self.child.id() as i32), Signal::SIGKILL);
+        let _ = self.child.wait();
+    }
+
+    /// Waits for its end; none by then: `None`.
     pub(crate) fn wait(&mut self, deadline: Instant) -> io::Result<Option<ExitStatus>> {
         loop {
             if let Some(status) = self.child.try_wait()? {
@@ -145,7 +150,7 @@ impl Group {
 }
 
 /// A TCP port that nobody listens at.
-fn free_port() -> io::Result<u16> {
+pub(crate) fn free_port() -> io::Result<u16> {
     TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0))?
         .local_addr()
         .map(|a| a.port())
@@ -153,7 +158,7 @@ fn free_port() -> io::Result<u16> {
 
 /// Whether somebody listens at a TCP port in a process's network: the kernel's tables, so that no connection disturbs the
 /// server.
-fn listens(process: &str, port: u16) -> bool {
+pub(crate) fn listens(process: &str, port: u16) -> bool {
     const LISTEN: &str = "0A";
     let suffix = format!(":{port:04X}");
     ["tcp", "tcp6"].iter().any(|table| {
@@ -217,7 +222,7 @@ impl Setup {
         match case.net.ethernet {
             true => Namespace::addr(case.net.v6),
             // These tests take the first address of the device's interface.
-            false if case.python && own.is_loopback() => Ok(Ipv4Addr::LOCALHOST.into()),
+            false if matches!(case.plan, Plan::Python(_)) && own.is_loopback() => Ok(Ipv4Addr::LOCALHOST.into()),
             false => Ok(own),
         }
     }
@@ -251,15 +256,50 @@ impl Setup {
             Err(text) => return Outcome::Failed(text),
         };
         let started = Instant::now();
-        let done = match case.python {
-            true => python::run(self, case, &dir),
-            false => self.attempt(case, &dir).map(drop),
+        let done = match case.memcheck {
+            true => self.checked(case, &dir),
+            false => self.once(case, &dir),
         };
         sweep(self.holder(), false);
         match done {
             Ok(()) => Outcome::Passed(started.elapsed()),
             Err(text) => Outcome::Failed(text),
         }
+    }
+
+    fn once(&self, case: &Case, dir: &Path) -> Result<()> {
+        match case.plan {
+            Plan::Programs => self.attempt(case, dir).map(drop),
+            Plan::Python(only) => python::run(self, case, dir, only),
+            Plan::Kill(kill) => killed::run(self, case, dir, kill),
+        }
+    }
+
+    fn checked(&self, case: &Case, dir: &Path) -> Result<()> {
+        let mut done = self.once(case, dir);
+        for _ in 1..memcheck::TRIES {
+            if interrupted() || !memcheck::may_try_again(dir, &done) {
+                break;
+            }
+            done = self.once(case, dir);
+        }
+        memcheck::judge(dir, done)
+    }
+
+    /// A case's commands with what stands for addresses, ports and directories filled in, and under valgrind if it is to
+    /// run there.
+    pub(crate) fn fill(&self, case: &Case, words: &[String], port: u16, dir: &Path) -> Result<Vec<String>> {
+        let addr = self.addr_of(case)?.to_string();
+        let with = |w: &String| {
+            w.replace("{addr}", &addr)
+                .replace("{port}", &port.to_string())
+                .replace("{dir}", &dir.display().to_string())
+        };
+        let words: Vec<String> = words.iter().map(with).collect();
+        Ok(match case.memcheck {
+            true => memcheck::under(dir, &words),
+            false => words,
+        })
     }
 
     /// A command under `ferroce run`, in a case's directory.
@@ -294,7 +334,8 @@ impl Setup {
         }
     }
 
-    fn start(&self, case: &Case, words: &[String], dir: &Path, output: &str) -> Result<Group> {
+    /// Starts a command, whose output goes to a file in the case's directory.
+    pub(crate) fn start(&self, case: &Case, words: &[String], dir: &Path, output: &str) -> Result<Group> {
         let fail = |e: io::Error| format!("starting {}: {e}", words.join(" "));
         let output = dir.join(output);
         let file = File::create(&output).map_err(fail)?;
@@ -308,7 +349,7 @@ impl Setup {
 
     /// A client by itself, started again while its server may not be there yet.
     fn client(&self, case: &Case, words: &[String], dir: &Path, deadline: Instant, again: bool) -> Result<String> {
-        let until = Instant::now() + Duration::from_secs(20);
+        let until = Instant::now() + Duration::from_secs(if case.memcheck { 120 } else { 20 });
         loop {
             let mut client = self.start(case, words, dir, "client")?;
             let status = client.wait(deadline).map_err(|e| e.to_string())?;
@@ -325,25 +366,16 @@ impl Setup {
     /// Both sides of a case; returns what the client printed.
     pub(crate) fn attempt(&self, case: &Case, dir: &Path) -> Result<String> {
         let port = free_port().map_err(|e| format!("finding a port: {e}"))?;
-        let addr = self.addr_of(case)?.to_string();
         for (name, text) in &case.files {
             fs::write(dir.join(name), text).map_err(|e| format!("{name}: {e}"))?;
         }
-        let fill = |words: &[String]| -> Vec<String> {
-            let with = |w: &String| {
-                w.replace("{addr}", &addr)
-                    .replace("{port}", &port.to_string())
-                    .replace("{dir}", &dir.display().to_string())
-            };
-            words.iter().map(with).collect()
-        };
         let deadline = Instant::now() + Duration::from_secs(case.seconds);
-        let client = fill(&case.client);
+        let client = self.fill(case, &case.client, port, dir)?;
         let Some(server) = &case.server else {
             let text = self.client(case, &client, dir, deadline, false)?;
             return says(case, text);
         };
-        let mut other = self.start(case, &fill(&server.command), dir, "server")?;
+        let mut other = self.start(case, &self.fill(case, &server.command, port, dir)?, dir, "server")?;
         let process = self.holder().filter(|_| case.net.ethernet);
         let process = process.map_or_else(|| "self".to_owned(), |p| p.to_string());
         while server.ready == Ready::Listens && !listens(&process, port) {

@@ -7,7 +7,7 @@ use std::{
     process::{Command, Stdio},
 };
 
-use crate::{Result, cases::Case, process::Setup};
+use crate::{Result, cases::Case, memcheck, process::Setup};
 
 /// Where Debian's package has them, compressed.
 const TESTS: &str = "/usr/share/doc/rdma-core/tests";
@@ -65,29 +65,28 @@ fn outcomes(text: &str) -> HashMap<&str, &str> {
 }
 
 /// Runs the suite; a skip of a test that must pass is a failure, since it hides a gap.
-pub(crate) fn run(setup: &Setup, case: &Case, dir: &Path) -> Result<()> {
+pub(crate) fn run(setup: &Setup, case: &Case, dir: &Path, only: &[&str]) -> Result<()> {
+    let wanted = |test: &&str| only.is_empty() || only.iter().any(|text| test.contains(text));
     if !Path::new(TESTS).is_dir() {
         return Err(format!("{TESTS} is not there (Debian package {})", case.package));
     }
     unpack(dir)?;
     let seconds = case.seconds.to_string();
-    let words = [
-        "/usr/bin/timeout",
-        "-k",
-        "5",
-        &seconds,
-        "/usr/bin/python3",
-        "tests/run_tests.py",
-        "-v",
-    ];
-    let mut words: Vec<String> = words.into_iter().map(str::to_owned).collect();
-    words.extend(must_pass().map(|test| format!("tests.{test}")));
+    let python = ["/usr/bin/python3", "tests/run_tests.py", "-v"].map(str::to_owned);
+    let tests = must_pass().filter(wanted).map(|test| format!("tests.{test}"));
+    let python: Vec<String> = python.into_iter().chain(tests).collect();
+    let mut words = ["/usr/bin/timeout", "-k", "5", &seconds].map(str::to_owned).to_vec();
+    words.extend(match case.memcheck {
+        true => memcheck::under(dir, &python),
+        false => python,
+    });
     let mut command = setup.command(case, &words, dir)?;
     command.stdin(Stdio::null());
     let out = command.output().map_err(|e| format!("starting python: {e}"))?;
     let text = String::from_utf8_lossy(&out.stderr).into_owned();
     let outcomes = outcomes(&text);
     let failed: Vec<String> = must_pass()
+        .filter(wanted)
         .filter_map(|test| match outcomes.get(test) {
             Some(&"ok") => None,
             other => Some(format!("{test}: {}", other.unwrap_or(&"did not run"))),
@@ -98,7 +97,7 @@ pub(crate) fn run(setup: &Setup, case: &Case, dir: &Path) -> Result<()> {
         false => Err(format!(
             "{} of {} tests did not pass\n{text}\n{}",
             failed.len(),
-            must_pass().count(),
+            must_pass().filter(wanted).count(),
             failed.join("\n")
         )),
     }

@@ -1,0 +1,211 @@
+//! Cases about what is left: memcheck, objects made and destroyed again and again, and sides that are killed.
+
+use crate::{
+    cases::{Case, Plan, Ready},
+    killed::{Kill, Moment, Side},
+};
+
+const IBVERBS: &str = "ibverbs-utils";
+const RDMACM: &str = "rdmacm-utils";
+const PERFTEST: &str = "perftest";
+
+pub(crate) fn all() -> Vec<Case> {
+    let mut out = memcheck();
+    out.push(cycles());
+    out.push(linked());
+    out.extend(killed());
+    out
+}
+
+/// Every object, made and destroyed 1,000 times.
+fn cycles() -> Case {
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/cycles.c");
+    let script = format!(
+        "cc -Wall -Werror -O1 -o {{dir}}/cycles {source} -libverbs -lrdmacm && exec {{dir}}/cycles {{addr}} 1000"
+    );
+    Case {
+        client: vec!["sh".into(), "-c".into(), script],
+        ..Case::alone("1000 cycles of every object", "gcc, librdmacm-dev", "sh")
+    }
+    .says("nothing is left")
+    .within(1800)
+}
+
+/// A program that is built with the installed header and library, and runs without anything preloaded.
+fn linked() -> Case {
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
+    let script = format!(
+        "cd {root} && cargo xtask install --prefix {{dir}}/usr && export PKG_CONFIG_PATH={{dir}}/usr/lib/pkgconfig && \
+         cc -Wall -Werror -include ferroce_verbs.h -o {{dir}}/linked tests/apps/c/cycles.c \
+         $(pkg-config --cflags --libs ferroce-verbs) -lrdmacm && LD_LIBRARY_PATH={{dir}}/usr/lib exec {{dir}}/linked \
+         {{addr}} 10"
+    );
+    let words = ["env", "-u", "LD_PRELOAD", "sh", "-c", &script];
+    Case {
+        client: words.map(str::to_owned).into(),
+        ..Case::alone("installed and linked", "cargo, gcc, pkg-config, librdmacm-dev", "sh")
+    }
+    .says("nothing is left")
+    .within(1800)
+}
+
+fn memcheck() -> Vec<Case> {
+    let pingpong = |kind: &str, options: &str| {
+        let command = format!("ibv_{kind}_pingpong -g 0 -p {{port}} -n 50 {options}");
+        Case::pair(
+            &format!("ibv_{kind}_pingpong {options}"),
+            IBVERBS,
+            &command,
+            &format!("{command} {{addr}}"),
+        )
+    };
+    let cm = |name: &str, server: &str, client: &str| Case::pair(name, RDMACM, server, client).ready(Ready::Retry);
+    let python = Case {
+        plan: Plan::Python(&[]),
+        ..Case::alone("pyverbs", "python3-pyverbs", "/usr/bin/python3").within(3600)
+    };
+    let part = Case {
+        // What is quick under valgrind: one test or a few of each kind of object.
+        plan: Plan::Python(&[
+            "test_addr.",
+            "test_cq.",
+            "test_pd.",
+            "test_mr.",
+            "test_qpex.QpExTestCase.test_qp_ex_rc_send",
+        ]),
+        name: "pyverbs, a part".into(),
+        ..python.clone()
+    };
+    let all = [
+        pingpong("rc", "").ci(),
+        pingpong("rc", "-e"),
+        pingpong("uc", ""),
+        pingpong("ud", ""),
+        pingpong("srq", ""),
+        pingpong("xsrq", ""),
+        cm(
+            "rping",
+            "rping -s -a {addr} -p {port} -C 20 -V",
+            "rping -c -a {addr} -p {port} -C 20 -V",
+        )
+        .ci(),
+        cm(
+            "ucmatose",
+            "ucmatose -b {addr} -p {port}",
+            "ucmatose -s {addr} -p {port}",
+        ),
+        cm("udaddy", "udaddy -b {addr}", "udaddy -s {addr}"),
+        part.ci(),
+        python,
+    ];
+    let under = |case: Case| Case {
+        name: format!("memcheck {}", case.name).trim().to_owned(),
+        memcheck: true,
+        seconds: case.seconds.max(600),
+        // Python's own allocator hides what is done with its memory.
+        ..case.with("PYTHONMALLOC", "malloc")
+    };
+    all.into_iter().map(under).collect()
+}
+
+/// A program that runs for as long as it is let, and how its survivors tell of the other's death.
+struct Victim {
+    name: &'static str,
+    case: Case,
+    /// What each side prints when data flows.
+    flowing: &'static str,
+    /// What the client prints at the end of it, if it ends.
+    ending: Option<&'static str>,
+    /// What either side says when the other is gone.
+    says: &'static [&'static str],
+}
+
+fn victims() -> [Victim; 4] {
+    let cm = |name, server, client| Case::pair(name, RDMACM, server, client).ready(Ready::Retry);
+    [
+        Victim {
+            name: "ibv_rc_pingpong",
+            case: Case::pair(
+                "",
+                IBVERBS,
+                "ibv_rc_pingpong -g 0 -p {port} -n 100000000",
+                "ibv_rc_pingpong -g 0 -p {port} -n 100000000 {addr}",
+            ),
+            flowing: "remote address",
+            ending: None,
+            says: &["transport retry counter exceeded"],
+        },
+        Victim {
+            name: "ib_write_bw",
+            case: Case::pair(
+                "",
+                PERFTEST,
+                "ib_write_bw -F -p {port} -D 600",
+                "ib_write_bw -F -p {port} -D 600 {addr}",
+            ),
+            flowing: "#bytes",
+            ending: None,
+            // The server of a write test learns of it by the TCP connection.
+            says: &[
+                "Completion with error",
+                "Failed",
+                "failed",
+                "Couldn't",
+                "couldn't",
+                "Unable",
+            ],
+        },
+        Victim {
+            name: "rping",
+            case: cm(
+                "",
+                "rping -s -a {addr} -p {port} -v -C 100000000",
+                "rping -c -a {addr} -p {port} -v -C 100000000",
+            ),
+            flowing: "ping data",
+            ending: None,
+            says: &["DISCONNECT", "disconnect", "cq completion failed"],
+        },
+        Victim {
+            name: "ucmatose",
+            case: cm(
+                "",
+                "ucmatose -b {addr} -p {port} -C 10",
+                "ucmatose -s {addr} -p {port} -C 10",
+            ),
+            flowing: "initiating data transfers",
+            ending: Some("data transfers complete"),
+            says: &[],
+        },
+    ]
+}
+
+fn killed() -> Vec<Case> {
+    let mut out = Vec::new();
+    for v in victims() {
+        let mut add = |what: &str, victim, moment, says| {
+            let who = if victim == Side::Server { "server" } else { "client" };
+            out.push(Case {
+                name: format!("kill -9 the {who} of {} {what}", v.name),
+                plan: Plan::Kill(Kill { victim, moment, says }),
+                ..v.case.clone()
+            });
+        };
+        add("before it connects", Side::Server, Moment::BeforeConnect, &[]);
+        for victim in [Side::Server, Side::Client] {
+            // This server has nothing under way until the client's first message comes: on no hardware it would learn that
+            // it never will.
+            if !(v.name == "ibv_rc_pingpong" && victim == Side::Client) {
+                add("while it connects", victim, Moment::Connecting, &[]);
+            }
+            add("while data flows", victim, Moment::Says(v.flowing), v.says);
+            if let Some(text) = v.ending {
+                add("at disconnect", victim, Moment::Says(text), &[]);
+            }
+        }
+    }
+    if let Some(case) = out.iter_mut().find(|c| c.name.contains("rping while data flows")) {
+        case.ci = true;
+    }
+    out
+}

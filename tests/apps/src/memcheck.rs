@@ -1,0 +1,67 @@
+//! Programs under valgrind's memcheck, which shall find no error of ours and nothing lost.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use crate::Result;
+
+pub(crate) const VALGRIND: &str = "valgrind";
+/// Errors of libraries that are not ours, each with the reason.
+const SUPPRESSIONS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/memcheck.supp");
+/// How the names of its reports begin.
+const REPORT: &str = "memcheck.";
+/// What a report says at the end of a process without errors.
+const CLEAN: &str = "ERROR SUMMARY: 0 errors";
+const SUMMARY: &str = "ERROR SUMMARY: ";
+/// Lines of a report that are shown.
+const LINES: usize = 60;
+
+/// A command under memcheck, also what it starts. Reports go to files in the case's directory.
+pub(crate) fn under(dir: &Path, words: &[String]) -> Vec<String> {
+    let report = format!("--log-file={}/{REPORT}%p", dir.display());
+    let suppressions = format!("--suppressions={SUPPRESSIONS}");
+    let options = [
+        VALGRIND,
+        "--trace-children=yes",
+        // Memory that is still reachable at the end is no leak; what is found only through inner pointers is threads'.
+        "--leak-check=full",
+        "--show-leak-kinds=definite",
+        "--errors-for-leak-kinds=definite",
+        "--num-callers=30",
+        // Its scheduler lets a spinning thread have the processor for ever otherwise.
+        "--fair-sched=try",
+        &suppressions,
+        &report,
+    ];
+    options
+        .into_iter()
+        .map(str::to_owned)
+        .chain(words.iter().cloned())
+        .collect()
+}
+
+fn reports(dir: &Path) -> Vec<(PathBuf, String)> {
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    let ours = entries.filter(|e| e.file_name().to_string_lossy().starts_with(REPORT));
+    ours.filter_map(|e| Some((e.path(), fs::read_to_string(e.path()).ok()?)))
+        .collect()
+}
+
+/// What came of a case: its own outcome, and what the reports say.
+pub(crate) fn judge(dir: &Path, done: Result<()>) -> Result<()> {
+    let reports = reports(dir);
+    let found = reports
+        .iter()
+        .find(|(_, text)| text.contains(SUMMARY) && !text.contains(CLEAN));
+    if let Some((path, text)) = found {
+        let text: Vec<&str> = text.lines().take(LINES).collect();
+        return Err(format!("errors in {}\n{}", path.display(), text.join("\n")));
+    }
+    done?;
+    match reports.iter().any(|(_, text)| text.contains(CLEAN)) {
+        true => Ok(()),
+        false => Err("valgrind has written no report".into()),
+    }
+}

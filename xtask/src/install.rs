@@ -1,0 +1,109 @@
+//! `cargo xtask install`: program, library, header, pkg-config file and manual pages, where distributions have them.
+
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use clap::Args;
+
+use crate::{
+    Result,
+    cargo::{self, Profile},
+};
+
+const LIBRARY: &str = "libferroce_verbs.so";
+const HEADER: &str = "verbs-shim/include/ferroce_verbs.h";
+const PKG_CONFIG: &str = "verbs-shim/ferroce-verbs.pc.in";
+const SYSTEM_BROKER: &str = "ferroce/dist/ferroce-broker.service";
+
+#[derive(Args)]
+pub(crate) struct InstallArgs {
+    /// Folder that gets bin, lib, include and share
+    #[arg(long, default_value = "/usr/local")]
+    prefix: PathBuf,
+    /// Put everything below this folder instead of /, for packages
+    #[arg(long, value_name = "DIR")]
+    destdir: Option<PathBuf>,
+}
+
+impl InstallArgs {
+    /// Where something of the prefix is put.
+    fn place(&self, inside: &str) -> PathBuf {
+        let full = self.prefix.join(inside);
+        match &self.destdir {
+            None => full,
+            Some(dir) => dir.join(full.strip_prefix("/").unwrap_or(&full)),
+        }
+    }
+}
+
+fn failed(path: &Path) -> impl FnOnce(std::io::Error) -> String {
+    move |e| format!("{}: {e}", path.display())
+}
+
+/// Writes a file in one step, so that programs that run the old one go on with it.
+fn put(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
+    let dir = path.parent().ok_or("no folder")?;
+    fs::create_dir_all(dir).map_err(failed(dir))?;
+    let fresh = path.with_extension("new");
+    fs::write(&fresh, bytes).map_err(failed(&fresh))?;
+    fs::set_permissions(&fresh, fs::Permissions::from_mode(mode)).map_err(failed(&fresh))?;
+    fs::rename(&fresh, path).map_err(failed(path))?;
+    println!("{}", path.display());
+    Ok(())
+}
+
+fn copy(from: &Path, to: &Path, mode: u32) -> Result<()> {
+    put(to, &fs::read(from).map_err(failed(from))?, mode)
+}
+
+/// The version of the workspace, as the program tells it (`ferroce 0.1.0`).
+fn version(ferroce: &Path) -> Result<String> {
+    let out = Command::new(ferroce)
+        .arg("--version")
+        .output()
+        .map_err(failed(ferroce))?;
+    let text = String::from_utf8_lossy(&out.stdout).into_owned();
+    let version = text.split_whitespace().nth(1);
+    version
+        .map(str::to_owned)
+        .ok_or_else(|| format!("{} tells no version", ferroce.display()))
+}
+
+pub(crate) fn run(args: &InstallArgs) -> Result<()> {
+    if !args.prefix.is_absolute() {
+        return Err(format!("--prefix {}: it must begin with /", args.prefix.display()));
+    }
+    let ferroce = cargo::build("ferroce", "ferroce", Profile::Release)?;
+    cargo::run(&["build", "--release", "-p", "verbs-shim"])?;
+    let library = ferroce.with_file_name(LIBRARY);
+    copy(&ferroce, &args.place("bin/ferroce"), 0o755)?;
+    copy(&library, &args.place(&format!("lib/{LIBRARY}")), 0o644)?;
+    copy(Path::new(HEADER), &args.place("include/ferroce_verbs.h"), 0o644)?;
+    let template = fs::read_to_string(PKG_CONFIG).map_err(failed(Path::new(PKG_CONFIG)))?;
+    let pc = template
+        .replace("@PREFIX@", &args.prefix.display().to_string())
+        .replace("@VERSION@", &version(&ferroce)?);
+    put(&args.place("lib/pkgconfig/ferroce-verbs.pc"), pc.as_bytes(), 0o644)?;
+    let unit = fs::read_to_string(SYSTEM_BROKER).map_err(failed(Path::new(SYSTEM_BROKER)))?;
+    let unit = unit.replace(
+        "/usr/bin/ferroce",
+        &args.prefix.join("bin/ferroce").display().to_string(),
+    );
+    let share = args.place("share/doc/ferroce/ferroce-broker.service");
+    put(&share, unit.as_bytes(), 0o644)?;
+    let pages = args.place("share/man/man1");
+    fs::create_dir_all(&pages).map_err(failed(&pages))?;
+    let status = Command::new(&ferroce)
+        .arg("man")
+        .arg(&pages)
+        .status()
+        .map_err(failed(&ferroce))?;
+    match status.success() {
+        true => Ok(()),
+        false => Err(format!("ferroce man ended with {status}")),
+    }
+}
