@@ -151,6 +151,11 @@ impl core::fmt::Debug for Xrcd {
 }
 
 impl Xrcd {
+    /// Whether both are the same domain.
+    pub fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     pub(crate) fn domain(&self) -> &Arc<XrcDomain> {
         &self.0.domain
     }

@@ -146,7 +146,7 @@ fn verbs() -> verbs_context {
         placeholder2: no::pointer,
         create_flow: no::pointer,
         placeholder1: no::pointer,
-        open_qp: xrc::open_qp,
+        open_qp: qp::open_qp,
         create_qp_ex: qp::create_qp_ex,
         get_srq_num: srq::get_srq_num,
         create_srq_ex: srq::create_srq_ex,

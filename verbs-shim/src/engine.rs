@@ -5,6 +5,7 @@ use std::{
     collections::HashMap,
     net::{IpAddr, Ipv6Addr},
     os::fd::{AsRawFd, FromRawFd, OwnedFd},
+    slice,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
     thread::JoinHandle,
 };
@@ -17,6 +18,7 @@ use crate::{
     device::{self, VerbsDevice},
     events::{Entry, Target},
     fork,
+    qp::SharedTarget,
     ret::{Errno, Result},
 };
 
@@ -31,7 +33,10 @@ pub(crate) struct Engine {
 /// Who gets which events.
 #[derive(Default)]
 pub(crate) struct Objects {
-    pub(crate) qps: HashMap<u32, Target>,
+    /// By number; several objects of one target queue pair.
+    pub(crate) qps: HashMap<u32, Vec<Target>>,
+    /// Target queue pairs that can be opened once more.
+    pub(crate) targets: HashMap<u32, SharedTarget>,
     pub(crate) cqs: HashMap<u32, Target>,
     pub(crate) srqs: HashMap<u32, Target>,
     /// XRC domains that were opened by file: device and inode, and how often.
@@ -41,6 +46,18 @@ pub(crate) struct Objects {
 }
 
 impl Objects {
+    /// Takes an object of a queue pair out; with the last one goes the queue pair.
+    pub(crate) fn forget_qp(&mut self, number: u32, element: usize) -> Option<Target> {
+        let all = self.qps.get_mut(&number)?;
+        let at = all.iter().position(|t| t.element() == element)?;
+        let target = all.swap_remove(at);
+        if all.is_empty() {
+            self.qps.remove(&number);
+            self.targets.remove(&number);
+        }
+        Some(target)
+    }
+
     /// Adds a context. Those that are closed go, so that a program that opens devices again and again leaves nothing.
     pub(crate) fn watch(&mut self, context: &Arc<crate::context::Core>) {
         self.contexts.retain(|c| c.strong_count() > 0);
@@ -213,17 +230,17 @@ impl Engine {
         let (kind, source) = event.describe();
         let kind = kind as c_enum;
         let objects = self.objects();
-        let target = match source {
-            EventSource::Cq(n) => objects.cqs.get(&n),
-            EventSource::Qp(n) => objects.qps.get(&n.value()),
-            EventSource::Srq(n) => objects.srqs.get(&n),
+        let targets = match source {
+            EventSource::Cq(n) => objects.cqs.get(&n).map(slice::from_ref),
+            EventSource::Qp(n) => objects.qps.get(&n.value()).map(Vec::as_slice),
+            EventSource::Srq(n) => objects.srqs.get(&n).map(slice::from_ref),
             EventSource::Port | EventSource::Device => {
                 drop(objects);
                 return self.to_contexts(kind);
             }
         };
         // Pushed under the lock of the tables, so that an object that was taken out gets nothing more.
-        if let Some(target) = target {
+        for target in targets.unwrap_or_default() {
             target.push(kind);
         }
     }

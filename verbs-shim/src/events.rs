@@ -78,6 +78,11 @@ impl Target {
         }
     }
 
+    /// The object's address.
+    pub(crate) fn element(&self) -> usize {
+        self.element
+    }
+
     pub(crate) fn push(&self, kind: c_enum) {
         self.core.events.push(Entry {
             kind,

@@ -9,10 +9,11 @@ use crate::{
     abi::{
         IBV_QPT_RC, IBV_QPT_UC, IBV_QPT_UD, IBV_QPT_XRC_RECV, IBV_QPT_XRC_SEND, SEND_OPS, c_enum, ibv_ah_attr,
         ibv_context, ibv_pd, ibv_qp, ibv_qp_attr, ibv_qp_cap, ibv_qp_ex, ibv_qp_init_attr, ibv_qp_init_attr_ex,
-        ibv_xrcd, qp_init,
+        ibv_qp_open_attr, ibv_xrcd, qp_init, qp_open,
     },
-    context::Core,
+    context::{Context, Core},
     cq::Cq,
+    engine::Engine,
     events::{Acks, Target as EventTarget},
     pd::{Pd, Users},
     qpattr,
@@ -184,6 +185,29 @@ unsafe fn create(init: &ibv_qp_init_attr, extra: &Extra) -> Result<*mut ibv_qp> 
         send_cq.map(Cq::user),
         recv_cq.map(Cq::user),
     ];
+    if let Some(xrcd) = xrcd.filter(|_| qp_type == QpType::XrcTgt) {
+        let target = SharedTarget::new(&inner, &xrcd.inner);
+        engine.objects().targets.insert(inner.qpn().value(), target);
+    }
+    Ok(publish(
+        core,
+        engine,
+        inner,
+        init,
+        extra,
+        uses.into_iter().flatten().collect(),
+    ))
+}
+
+/// Makes the object of a queue pair, and has its events come to it.
+fn publish(
+    core: &Arc<Core>,
+    engine: &Engine,
+    inner: roce::Qp,
+    init: &ibv_qp_init_attr,
+    extra: &Extra,
+    uses: Vec<Users>,
+) -> *mut ibv_qp {
     let number = inner.qpn().value();
     let base = ibv_qp {
         context: extra.context,
@@ -210,12 +234,69 @@ unsafe fn create(init: &ibv_qp_init_attr, extra: &Extra) -> Result<*mut ibv_qp> 
         builder: Builder::new(),
         acks: acks.clone(),
         path: parking_lot::Mutex::new(None),
-        _uses: uses.into_iter().flatten().collect(),
+        _uses: uses,
     }));
     let public = qp.public();
     let target = EventTarget::new(core, public as usize, &acks);
-    engine.objects().qps.insert(number, target);
-    Ok(public)
+    engine.objects().qps.entry(number).or_default().push(target);
+    public
+}
+
+/// A target queue pair of an XRC domain, which programs may open once more by its number.
+pub(crate) struct SharedTarget {
+    qp: roce::Qp,
+    xrcd: roce::Xrcd,
+}
+
+impl SharedTarget {
+    fn new(qp: &roce::Qp, xrcd: &roce::Xrcd) -> Self {
+        Self {
+            qp: qp.clone(),
+            xrcd: xrcd.clone(),
+        }
+    }
+}
+
+/// What `ibv_open_qp` needs of `ibv_qp_open_attr_mask`; the context's cookie may be left out.
+const OPEN_NEEDED: u32 = qp_open::NUM | qp_open::XRCD | qp_open::TYPE;
+
+/// Opens a target queue pair once more: it lives until its last object is destroyed, and its events come to all of them
+/// (`ib_open_qp`). Only those of this process can be opened: others' memory is theirs.
+pub(crate) unsafe extern "C" fn open_qp(context: *mut ibv_context, attr: *mut ibv_qp_open_attr) -> *mut ibv_qp {
+    ret::pointer(|| {
+        // SAFETY: the program passes an open context and attributes.
+        let (core, attr) = unsafe { (Context::of(object(context)?).core(), &*attr) };
+        if attr.comp_mask & OPEN_NEEDED != OPEN_NEEDED || attr.comp_mask & !(OPEN_NEEDED | qp_open::CONTEXT) != 0 {
+            return Err(Errno::INVAL);
+        }
+        if attr.qp_type != IBV_QPT_XRC_RECV {
+            return Err(Errno::INVAL);
+        }
+        // SAFETY: a domain of ours.
+        let xrcd = unsafe { Xrcd::of(object(attr.xrcd)?) };
+        let engine = core.engine()?;
+        let inner = match engine.objects().targets.get(&attr.qp_num) {
+            Some(target) if target.xrcd.is(&xrcd.inner) => target.qp.clone(),
+            _ => return Err(Errno::INVAL),
+        };
+        let with_cookie = attr.comp_mask & qp_open::CONTEXT != 0;
+        let init = ibv_qp_init_attr {
+            qp_context: if with_cookie { attr.qp_context } else { ptr::null_mut() },
+            send_cq: ptr::null_mut(),
+            recv_cq: ptr::null_mut(),
+            srq: ptr::null_mut(),
+            cap: ibv_qp_cap::default(),
+            qp_type: attr.qp_type,
+            sq_sig_all: 0,
+        };
+        let extra = Extra {
+            context,
+            pd: ptr::null_mut(),
+            xrcd: attr.xrcd,
+            extended: false,
+        };
+        Ok(publish(core, engine, inner, &init, &extra, vec![xrcd.user()]))
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -336,7 +417,7 @@ unsafe extern "C" fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int {
         if !this.inner.mcast_groups().is_empty() {
             return Err(Errno::BUSY);
         }
-        let target = engine.objects().qps.remove(&this.inner.qpn().value());
+        let target = engine.objects().forget_qp(this.inner.qpn().value(), qp as usize);
         if let Some(target) = target {
             target.finish();
         }

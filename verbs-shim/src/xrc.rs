@@ -5,7 +5,7 @@ use std::sync::Arc;
 use libc::c_int;
 
 use crate::{
-    abi::{ibv_context, ibv_qp, ibv_qp_open_attr, ibv_xrcd, ibv_xrcd_init_attr},
+    abi::{ibv_context, ibv_xrcd, ibv_xrcd_init_attr},
     context::{Context, Core},
     engine::Engine,
     pd::Users,
@@ -34,12 +34,6 @@ impl Xrcd {
     pub(crate) fn user(&self) -> Users {
         self.users.clone()
     }
-}
-
-/// Shared target queue pairs are between processes, which have their memory for themselves here.
-pub(crate) unsafe extern "C" fn open_qp(_context: *mut ibv_context, _attr: *mut ibv_qp_open_attr) -> *mut ibv_qp {
-    Errno::NOTSUP.set();
-    std::ptr::null_mut()
 }
 
 fn inode(fd: c_int) -> Result<(u64, u64)> {

@@ -18,13 +18,12 @@ const SUMMARY: &str = "ERROR SUMMARY: ";
 /// Lines of a report that are shown.
 const LINES: usize = 60;
 
-/// A command under memcheck, also what it starts. Reports go to files in the case's directory.
+/// A command under memcheck, but not what it starts, such as the broker. Reports go to files in the case's directory.
 pub(crate) fn under(dir: &Path, words: &[String]) -> Vec<String> {
     let report = format!("--log-file={}/{REPORT}%p", dir.display());
     let suppressions = format!("--suppressions={SUPPRESSIONS}");
     let options = [
         VALGRIND,
-        "--trace-children=yes",
         // Memory that is still reachable at the end is no leak; what is found only through inner pointers is threads'.
         "--leak-check=full",
         "--show-leak-kinds=definite",
@@ -57,7 +56,8 @@ pub(crate) fn judge(dir: &Path, done: Result<()>) -> Result<()> {
         .find(|(_, text)| text.contains(SUMMARY) && !text.contains(CLEAN));
     if let Some((path, text)) = found {
         let text: Vec<&str> = text.lines().take(LINES).collect();
-        return Err(format!("errors in {}\n{}", path.display(), text.join("\n")));
+        let program = done.err().unwrap_or_default();
+        return Err(format!("errors in {}\n{program}\n{}", path.display(), text.join("\n")));
     }
     done?;
     match reports.iter().any(|(_, text)| text.contains(CLEAN)) {

@@ -73,6 +73,14 @@ pub(crate) mod qp_init {
     pub(crate) const SEND_OPS_FLAGS: u32 = 1 << 6;
 }
 
+pub(crate) mod qp_open {
+    //! `ibv_qp_open_attr_mask`.
+    pub(crate) const NUM: u32 = 1;
+    pub(crate) const XRCD: u32 = 1 << 1;
+    pub(crate) const CONTEXT: u32 = 1 << 2;
+    pub(crate) const TYPE: u32 = 1 << 3;
+}
+
 pub(crate) mod srq_init {
     //! `ibv_srq_init_attr_mask`.
     pub(crate) const TYPE: u32 = 1;
