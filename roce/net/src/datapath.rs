@@ -49,6 +49,8 @@ pub struct Datagram<'a> {
     pub segment_len: usize,
     /// TOS or traffic class.
     pub traffic_class: u8,
+    /// TTL or hop limit as it came, 0 if not known.
+    pub hop_limit: u8,
     /// The UDP payloads, one behind the other.
     pub bytes: &'a [u8],
 }

@@ -135,6 +135,7 @@ impl Engine {
                 identification: d.identification,
                 segment_len: d.segment_len,
                 tos: d.traffic_class,
+                hop_limit: d.hop_limit,
             };
             match own {
                 Some(own) if packets(d).any(|p| own.is_stray(p)) => {
@@ -175,6 +176,7 @@ impl Engine {
                         len => len,
                     },
                     traffic_class: meta.tos,
+                    hop_limit: meta.hop_limit,
                     bytes,
                 },
             );

@@ -433,6 +433,7 @@ impl Receiver<'_> {
                     identification: None,
                     segment_len,
                     traffic_class: slot.traffic_class,
+                    hop_limit: slot.hop_limit,
                     bytes: slot.bytes,
                 });
             }
@@ -547,12 +548,14 @@ pub(crate) fn configure_receiver(socket: &Socket, addr: IpAddr, unspecified: boo
     match addr {
         IpAddr::V4(_) => {
             set(libc::IPPROTO_IP, libc::IP_RECVTOS)?;
+            set(libc::IPPROTO_IP, libc::IP_RECVTTL)?;
             if unspecified {
                 set(libc::IPPROTO_IP, libc::IP_PKTINFO)?;
             }
         }
         IpAddr::V6(_) => {
             set(libc::IPPROTO_IPV6, libc::IPV6_RECVTCLASS)?;
+            set(libc::IPPROTO_IPV6, libc::IPV6_RECVHOPLIMIT)?;
             // rdma_rxe sends UDP checksum 0, which the kernel would drop.
             set(libc::SOL_UDP, libc::UDP_NO_CHECK6_RX)?;
             if unspecified {

@@ -29,6 +29,8 @@ pub struct RxMeta {
     pub segment_len: usize,
     /// TOS or traffic class (`IP_RECVTOS`), 0 if not known.
     pub tos: u8,
+    /// TTL or hop limit (`IP_RECVTTL`), 0 if not known.
+    pub hop_limit: u8,
 }
 
 impl RxMeta {
@@ -40,6 +42,7 @@ impl RxMeta {
             identification: None,
             segment_len: 0,
             tos: 0,
+            hop_limit: 0,
         }
     }
 }
@@ -49,15 +52,21 @@ struct Source {
     flow: Flow,
     identification: Option<u16>,
     tos: u8,
+    hop_limit: u8,
 }
 
 impl Source {
     /// The network header of a datagram with this Identification.
     fn header(&self, identification: u16) -> DatagramSource {
+        let usual = DatagramSource::new(self.flow.ip.src(), self.flow.ip.dst());
         DatagramSource {
             traffic_class: self.tos,
             identification,
-            ..DatagramSource::new(self.flow.ip.src(), self.flow.ip.dst())
+            hop_limit: match self.hop_limit {
+                0 => usual.hop_limit,
+                given => given,
+            },
+            ..usual
         }
     }
 }
@@ -95,6 +104,7 @@ impl Port {
             },
             identification: meta.identification,
             tos: meta.tos,
+            hop_limit: meta.hop_limit,
         };
         for (index, packet) in bytes.chunks(step).enumerate() {
             // No buffer holds 2^16 packets: it has at most 2^16 bytes. Were it longer, hints would be wrong, no more.

@@ -454,6 +454,7 @@ impl World {
                 identification: host.plan.sees_headers.then_some(frame.identification),
                 segment_len: frame.segment_len,
                 tos: frame.tos,
+                hop_limit: 0,
             };
             self.trace.received(self.now, h, &frame);
             host.port.handle_datagram(now, &meta, &frame.bytes);

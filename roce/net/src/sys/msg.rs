@@ -235,6 +235,8 @@ pub(crate) struct Slot<'a> {
     /// Bytes of each packet of a GRO buffer.
     pub(crate) segment_len: Option<usize>,
     pub(crate) traffic_class: u8,
+    /// 0 when the kernel did not tell.
+    pub(crate) hop_limit: u8,
     /// The kernel cut it off: it was larger than the buffer.
     pub(crate) truncated: bool,
     pub(crate) bytes: &'a [u8],
@@ -366,6 +368,7 @@ impl RecvRing {
             local: None,
             segment_len: None,
             traffic_class: 0,
+            hop_limit: 0,
             truncated: header.msg_hdr.msg_flags & libc::MSG_TRUNC != 0,
             bytes,
         };
@@ -410,6 +413,9 @@ fn read_control(header: &msghdr, slot: &mut Slot<'_>) {
                 (libc::IPPROTO_IPV6, libc::IPV6_PKTINFO) => {
                     let info = data.cast::<libc::in6_pktinfo>().read_unaligned();
                     slot.local = Some(Ipv6Addr::from(info.ipi6_addr.s6_addr).into());
+                }
+                (libc::IPPROTO_IP, libc::IP_TTL) | (libc::IPPROTO_IPV6, libc::IPV6_HOPLIMIT) => {
+                    slot.hop_limit = data.cast::<c_int>().read_unaligned() as u8;
                 }
                 (libc::IPPROTO_IP, libc::IP_TOS) => slot.traffic_class = data.read(),
                 (libc::IPPROTO_IPV6, libc::IPV6_TCLASS) => {

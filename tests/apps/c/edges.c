@@ -1,0 +1,181 @@
+/*
+ * What programs do that is not in any manual, and what few of them do: objects that were never made, target queue pairs of
+ * an XRC domain that are opened once more, hop limits of datagrams.
+ *
+ *     edges
+ */
+#include <errno.h>
+#include <fcntl.h>
+#include <infiniband/verbs.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+static void fail(const char *what, int line)
+{
+	fprintf(stderr, "line %d: %s: %s\n", line, what, strerror(errno));
+	exit(1);
+}
+
+#define MUST(x) do { if (!(x)) fail(#x, __LINE__); } while (0)
+
+static struct ibv_context *context;
+static struct ibv_pd *pd;
+static struct ibv_cq *cq;
+static union ibv_gid own;
+
+/* qperf destroys queue pairs that it has not got, and others will do likewise. */
+static void nothing_is_no_object(void)
+{
+	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_RESET };
+	struct ibv_qp_init_attr init = { .send_cq = cq, .recv_cq = cq, .qp_type = IBV_QPT_RC };
+	char memory[64];
+
+	MUST(ibv_destroy_qp(NULL) == EINVAL);
+	MUST(ibv_destroy_cq(NULL) == EINVAL);
+	MUST(ibv_destroy_srq(NULL) == EINVAL);
+	MUST(ibv_destroy_ah(NULL) == EINVAL);
+	MUST(ibv_destroy_comp_channel(NULL) == EINVAL);
+	MUST(ibv_dealloc_pd(NULL) == EINVAL);
+	MUST(ibv_dereg_mr(NULL) == EINVAL);
+	MUST(ibv_modify_qp(NULL, &attr, IBV_QP_STATE) == EINVAL);
+	MUST(ibv_close_device(NULL) == -1 && errno == EINVAL);
+	errno = 0;
+	MUST(!ibv_create_qp(NULL, &init) && errno == EINVAL);
+	errno = 0;
+	MUST(!(ibv_reg_mr)(NULL, memory, sizeof(memory), IBV_ACCESS_LOCAL_WRITE) && errno == EINVAL);
+	errno = 0;
+	MUST(!ibv_open_device(NULL) && errno == EINVAL);
+	/* A queue pair without any queue for its completions. */
+	init.send_cq = init.recv_cq = NULL;
+	errno = 0;
+	MUST(!ibv_create_qp(pd, &init) && errno == EINVAL);
+}
+
+static struct ibv_xrcd *domain(int fd, int flags)
+{
+	struct ibv_xrcd_init_attr how = { .comp_mask = IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS, .fd = fd,
+					  .oflags = flags };
+
+	errno = 0;
+	return ibv_open_xrcd(context, &how);
+}
+
+static struct ibv_qp *target_again(struct ibv_xrcd *of, uint32_t number, void *cookie)
+{
+	struct ibv_qp_open_attr attr = { .comp_mask = IBV_QP_OPEN_ATTR_NUM | IBV_QP_OPEN_ATTR_XRCD | IBV_QP_OPEN_ATTR_TYPE |
+						      IBV_QP_OPEN_ATTR_CONTEXT,
+					 .qp_num = number, .xrcd = of, .qp_type = IBV_QPT_XRC_RECV,
+					 .qp_context = cookie };
+
+	errno = 0;
+	return ibv_open_qp(context, &attr);
+}
+
+static void xrc_is_shared(void)
+{
+	struct ibv_qp_init_attr_ex init = { .qp_type = IBV_QPT_XRC_RECV, .comp_mask = IBV_QP_INIT_ATTR_XRCD };
+	struct ibv_qp_init_attr told;
+	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_INIT, .port_num = 1 };
+	struct ibv_xrcd *a, *b, *other;
+	struct ibv_qp *first, *second;
+	char path[] = "/tmp/ferroce-edges-XXXXXX";
+	int file = mkstemp(path);
+
+	MUST(file >= 0 && !unlink(path));
+	MUST(!domain(file, 0) && errno == EAGAIN);
+	MUST(a = domain(file, O_CREAT));
+	MUST(!domain(file, O_CREAT | O_EXCL) && errno == EINVAL);
+	MUST(b = domain(file, 0));
+	MUST(other = domain(-1, O_CREAT));
+	init.xrcd = a;
+	MUST(first = ibv_create_qp_ex(context, &init));
+	MUST(!target_again(other, first->qp_num, NULL) && errno == EINVAL);
+	MUST(!target_again(b, first->qp_num ^ 1, NULL) && errno == EINVAL);
+	MUST(second = target_again(b, first->qp_num, &attr));
+	MUST(second->qp_num == first->qp_num && second->qp_context == &attr);
+	MUST(!ibv_modify_qp(first, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS));
+	/* It lives until its last object is gone. */
+	MUST(!ibv_destroy_qp(first));
+	MUST(!ibv_query_qp(second, &attr, IBV_QP_STATE, &told) && attr.qp_state == IBV_QPS_INIT);
+	MUST(ibv_close_xrcd(b) == EBUSY);
+	MUST(!ibv_destroy_qp(second));
+	MUST(!ibv_close_xrcd(a) && !ibv_close_xrcd(b) && !ibv_close_xrcd(other));
+	MUST(!domain(file, 0) && errno == EAGAIN);
+	close(file);
+}
+
+static struct ibv_qp *datagrams(void)
+{
+	struct ibv_qp_init_attr init = { .send_cq = cq, .recv_cq = cq, .qp_type = IBV_QPT_UD,
+					 .cap = { .max_send_wr = 4, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1 } };
+	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_INIT, .port_num = 1, .qkey = 0x11111111 };
+	struct ibv_qp *qp = ibv_create_qp(pd, &init);
+
+	MUST(qp);
+	MUST(!ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY));
+	attr.qp_state = IBV_QPS_RTR;
+	MUST(!ibv_modify_qp(qp, &attr, IBV_QP_STATE));
+	attr.qp_state = IBV_QPS_RTS;
+	MUST(!ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN));
+	return qp;
+}
+
+/* The header before a datagram is the one that came: with the sender's hop limit and traffic class. */
+static void headers_are_real(int hops, int wanted, int class)
+{
+	static char memory[256];
+	struct ibv_ah_attr to = { .is_global = 1, .port_num = 1,
+				  .grh = { .dgid = own, .hop_limit = hops, .traffic_class = class } };
+	struct ibv_qp *qp = datagrams();
+	struct ibv_ah *ah = ibv_create_ah(pd, &to);
+	struct ibv_mr *mr = ibv_reg_mr(pd, memory, sizeof(memory), IBV_ACCESS_LOCAL_WRITE);
+	struct ibv_sge in = { (uintptr_t)memory, 128, mr->lkey }, out = { (uintptr_t)memory + 128, 8, mr->lkey };
+	struct ibv_recv_wr recv = { .sg_list = &in, .num_sge = 1 }, *bad_recv;
+	struct ibv_send_wr send = { .sg_list = &out, .num_sge = 1, .opcode = IBV_WR_SEND, .send_flags = IBV_SEND_SIGNALED,
+				    .wr.ud = { ah, qp->qp_num, 0x11111111 } }, *bad_send;
+	time_t end = time(NULL) + 60;
+	struct ibv_wc wc;
+	int count = 2;
+
+	MUST(ah);
+	MUST(!ibv_post_recv(qp, &recv, &bad_recv));
+	MUST(!ibv_post_send(qp, &send, &bad_send));
+	while (count) {
+		int got = ibv_poll_cq(cq, 1, &wc);
+
+		MUST(got >= 0 && time(NULL) < end && (!got || wc.status == IBV_WC_SUCCESS));
+		count -= got;
+	}
+	/* The last 20 of 40 bytes are the IPv4 header. */
+	if ((memory[20] & 0xff) != 0x45 || (memory[28] & 0xff) != wanted || (memory[21] & 0xff) != class) {
+		fprintf(stderr, "hop limit %d, not %d; class %d, not %d\n", memory[28] & 0xff, wanted, memory[21] & 0xff, class);
+		exit(1);
+	}
+	MUST(!ibv_destroy_ah(ah) && !ibv_destroy_qp(qp) && !ibv_dereg_mr(mr));
+}
+
+int main(void)
+{
+	struct ibv_device **list = ibv_get_device_list(NULL);
+	struct ibv_device_attr limits;
+
+	MUST(list && list[0] && (context = ibv_open_device(list[0])));
+	ibv_free_device_list(list);
+	MUST(!ibv_query_gid(context, 1, 0, &own));
+	MUST(!ibv_query_device(context, &limits));
+	MUST(pd = ibv_alloc_pd(context));
+	MUST(cq = ibv_create_cq(context, 64, NULL, NULL, 0));
+	nothing_is_no_object();
+	xrc_is_shared();
+	/* Of what is below the route's, the route's is taken, as the kernel does. */
+	headers_are_real(0, 64, 0);
+	headers_are_real(1, 64, 8);
+	headers_are_real(77, 77, 0x20);
+	MUST(!ibv_destroy_cq(cq) && !ibv_dealloc_pd(pd));
+	MUST(!ibv_close_device(context));
+	puts("the edges hold");
+	return 0;
+}
