@@ -10,12 +10,19 @@ use crate::{
     tools::{self, Tool},
 };
 
+/// rdma-core's tests in python.
+const PYVERBS: Tool = Tool::new("/usr/share/doc/rdma-core/tests/__init__.py", "python3-pyverbs");
 /// Programs of the set `ci`.
-const CI_PROGRAMS: [Tool; 4] = [
+const CI_PROGRAMS: [Tool; 9] = [
     Tool::new("ibv_devinfo", "ibverbs-utils"),
     Tool::new("ib_write_bw", "perftest"),
     Tool::new("rping", "rdmacm-utils"),
     Tool::new("qperf", "qperf"),
+    Tool::new("valgrind", "valgrind"),
+    Tool::new("cc", "gcc"),
+    Tool::new("/usr/include/infiniband/verbs.h", "libibverbs-dev"),
+    Tool::new("/usr/include/rdma/rdma_cma.h", "librdmacm-dev"),
+    PYVERBS,
 ];
 /// What the whole matrix needs beside them.
 const PROGRAMS: [Tool; 6] = [
@@ -24,7 +31,7 @@ const PROGRAMS: [Tool; 6] = [
     Tool::new("fi_pingpong", "libfabric-bin"),
     Tool::new("mpirun", "openmpi-bin"),
     Tool::new("mpicc", "libopenmpi-dev"),
-    Tool::new("/usr/share/doc/rdma-core/tests/__init__.py", "python3-pyverbs"),
+    Tool::new("pkg-config", "pkg-config"),
 ];
 
 /// Builds everything; returns the matrix's program and `ferroce`.
