@@ -85,7 +85,7 @@ impl<B: Backend> Ucma<B> {
         let id = self.members.get(&member).ok_or(Errno(libc::ENOENT))?.id;
         self.get(fd, id)?;
         self.retract(fd, |e| e.member == Some(member));
-        let member = self.members.remove(&member).ok_or(Errno(libc::ENOENT))?;
+        let member = self.remove_member(member).ok_or(Errno(libc::ENOENT))?;
         Ok(member.reported)
     }
 }

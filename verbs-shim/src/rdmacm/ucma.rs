@@ -1,6 +1,10 @@
 //! Ids, channels and events of a process.
 
-use std::{collections::HashMap, os::fd::RawFd, time::Instant};
+use std::{
+    collections::{BTreeSet, HashMap},
+    os::fd::RawFd,
+    time::Instant,
+};
 
 use super::{
     Errno, Result,
@@ -25,17 +29,30 @@ pub(crate) struct Ucma<B: Backend> {
     pub(crate) ports: Ports,
     /// Ids whose question is to be asked again, and when.
     pub(crate) later: Vec<(Instant, u32)>,
-    last_id: u32,
-    last_member: u32,
+    id_numbers: Numbers,
+    member_numbers: Numbers,
 }
 
-/// The next number that is not taken.
-fn next_free<T>(last: &mut u32, table: &HashMap<u32, T>) -> u32 {
-    loop {
-        *last = last.wrapping_add(1);
-        if !table.contains_key(last) {
-            return *last;
-        }
+/// Numbers of ids or memberships, the lowest that is free first, as the kernel gives them: librdmacm keeps an array by
+/// them, which only grows, and has room for 65,536.
+#[derive(Default)]
+struct Numbers {
+    /// The highest that was ever given.
+    last: u32,
+    /// Those below it that are free.
+    free: BTreeSet<u32>,
+}
+
+impl Numbers {
+    fn take(&mut self) -> u32 {
+        self.free.pop_first().unwrap_or_else(|| {
+            self.last += 1;
+            self.last
+        })
+    }
+
+    fn give_back(&mut self, number: u32) {
+        self.free.insert(number);
     }
 }
 
@@ -49,8 +66,8 @@ impl<B: Backend> Ucma<B> {
             members: HashMap::new(),
             ports: Ports::default(),
             later: Vec::new(),
-            last_id: 0,
-            last_member: 0,
+            id_numbers: Numbers::default(),
+            member_numbers: Numbers::default(),
         }
     }
 
@@ -92,7 +109,7 @@ impl<B: Backend> Ucma<B> {
 
     /// Adds an id.
     pub(crate) fn insert(&mut self, ctx: Context<B>) -> u32 {
-        let id = next_free(&mut self.last_id, &self.ids);
+        let id = self.id_numbers.take();
         if let Some(handle) = &ctx.handle {
             self.keys.insert(handle.key(), id);
         }
@@ -146,9 +163,16 @@ impl<B: Backend> Ucma<B> {
     }
 
     pub(crate) fn add_member(&mut self, member: Member<B>) -> u32 {
-        let id = next_free(&mut self.last_member, &self.members);
+        let id = self.member_numbers.take();
         self.members.insert(id, member);
         id
+    }
+
+    /// Takes a membership out.
+    pub(crate) fn remove_member(&mut self, member: u32) -> Option<Member<B>> {
+        let found = self.members.remove(&member)?;
+        self.member_numbers.give_back(member);
+        Some(found)
     }
 
     /// Destroys an id of a channel and returns how many of its events were taken.
@@ -170,13 +194,18 @@ impl<B: Backend> Ucma<B> {
         if ctx.bound {
             self.ports.release(ctx.space as u16, ctx.local.port(), id);
         }
-        self.members.retain(|_, m| m.id != id);
+        for member in self.members.extract_if(|_, m| m.id == id) {
+            self.member_numbers.give_back(member.0);
+        }
+        // The number may be another id's soon.
+        self.later.retain(|(_, waiting)| *waiting != id);
         let events = match self.channels.get_mut(&ctx.channel) {
             Some(channel) => channel.extract(|e| e.id == id || e.request == Some(id)),
             None => Vec::new(),
         };
         let reported = ctx.reported;
         drop(ctx);
+        self.id_numbers.give_back(id);
         for request in events.iter().filter_map(|e| e.request) {
             self.remove(request);
         }
