@@ -97,11 +97,13 @@ pub(crate) fn run(setup: &Setup, case: &Case, dir: &Path, kill: Kill) -> Result<
 fn once(setup: &Setup, case: &Case, dir: &Path, kill: Kill, ms: u64) -> Result<()> {
     let server = case.server.as_ref().ok_or("no server")?;
     let port = free_port().map_err(|e| format!("finding a port: {e}"))?;
-    let words = |words: &[String]| unbuffered(setup.fill(case, words, port, dir));
-    let start = |what: &[String], name: &str| setup.start(case, &words(what), dir.join(name));
+    let start = |what: &[String], name: &str| {
+        let words = unbuffered(setup.fill(case, what, port, dir)?);
+        setup.start(case, &words, dir, name)
+    };
     let mut server_group = start(&server.command, "server")?;
     match server.ready {
-        Ready::Listens => wait_until("listening", Instant::now() + PREPARE, || listens(port))?,
+        Ready::Listens => wait_until("listening", Instant::now() + PREPARE, || listens("self", port))?,
         // Not to be seen from outside.
         Ready::Retry | Ready::AtOnce => thread::sleep(Duration::from_secs(2)),
     }

@@ -44,22 +44,24 @@ fn edges() -> Case {
     .ci()
 }
 
-/// A program that is built with the installed header and library, and runs without anything preloaded.
+/// A program that is built with the header, library and pkg-config file as `cargo xtask install` puts them, and runs without
+/// anything preloaded.
 fn linked() -> Case {
-    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../../verbs-shim");
     let script = format!(
-        "cd {root} && cargo xtask install --prefix {{dir}}/usr && export PKG_CONFIG_PATH={{dir}}/usr/lib/pkgconfig && \
-         cc -Wall -Werror -include ferroce_verbs.h -o {{dir}}/linked tests/apps/c/cycles.c \
-         $(pkg-config --cflags --libs ferroce-verbs) -lrdmacm && LD_LIBRARY_PATH={{dir}}/usr/lib exec {{dir}}/linked \
-         {{addr}} 10"
+        "mkdir -p usr/lib/pkgconfig usr/include && cp {root}/include/ferroce_verbs.h usr/include && \
+         cp $(dirname $FERROCE_BROKER)/libferroce_verbs.so usr/lib && \
+         sed -e s,@PREFIX@,{{dir}}/usr, -e s,@VERSION@,1, {root}/ferroce-verbs.pc.in >usr/lib/pkgconfig/ferroce-verbs.pc && \
+         export PKG_CONFIG_PATH={{dir}}/usr/lib/pkgconfig && \
+         cc -Wall -Werror -include ferroce_verbs.h -o linked {root}/../tests/apps/c/edges.c \
+         $(pkg-config --cflags --libs ferroce-verbs) && LD_LIBRARY_PATH={{dir}}/usr/lib exec ./linked"
     );
     let words = ["env", "-u", "LD_PRELOAD", "sh", "-c", &script];
     Case {
         client: words.map(str::to_owned).into(),
-        ..Case::alone("installed and linked", "cargo, gcc, pkg-config, librdmacm-dev", "sh")
+        ..Case::alone("linked by pkg-config", "gcc, pkg-config, libibverbs-dev", "sh")
     }
-    .says("nothing is left")
-    .within(1800)
+    .says("the edges hold")
 }
 
 fn memcheck() -> Vec<Case> {
