@@ -18,6 +18,9 @@ const SUMMARY: &str = "ERROR SUMMARY: ";
 /// Lines of a report that are shown.
 const LINES: usize = 60;
 
+/// Programs that send memory which they have never written to. What is done with undefined bytes is not asked there.
+const SEND_UNDEFINED: [&str; 2] = ["ucmatose", "udaddy"];
+
 /// A command under memcheck, but not what it starts, such as the broker. Reports go to files in the case's directory.
 pub(crate) fn under(dir: &Path, words: &[String]) -> Vec<String> {
     let report = format!("--log-file={}/{REPORT}%p", dir.display());
@@ -34,8 +37,11 @@ pub(crate) fn under(dir: &Path, words: &[String]) -> Vec<String> {
         &suppressions,
         &report,
     ];
+    let undefined = words.first().is_some_and(|w| SEND_UNDEFINED.contains(&w.as_str()));
+    let more = undefined.then_some("--undef-value-errors=no");
     options
         .into_iter()
+        .chain(more)
         .map(str::to_owned)
         .chain(words.iter().cloned())
         .collect()
