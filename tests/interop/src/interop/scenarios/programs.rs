@@ -4,6 +4,7 @@
 use std::{
     fs,
     net::IpAddr,
+    path::PathBuf,
     process::Command,
     time::{Duration, Instant},
 };
@@ -398,7 +399,19 @@ struct Setting<'a> {
 /// First of the ports; each run has its own, so that none meets what is left of another.
 const PORTS: u16 = 21000;
 
+/// The broker of our programs. If one of them started it, it would stay some seconds after the last, with the address.
+fn broker(c: &Ctx<'_>) -> Result<Proc, Error> {
+    let dir = c.broker_dir();
+    let _ = fs::remove_dir_all(&dir);
+    let mut command = Command::new(&c.places.ferroce);
+    command.args(["broker", "--stay", "--dir"]).arg(&dir);
+    let mut broker = Proc::spawn("broker", &mut command, &c.dir)?;
+    broker.wait_until(START, || dir.join("broker.sock").exists())?;
+    Ok(broker)
+}
+
 fn run_program(c: &mut Ctx<'_>, program: &Program, ours: Ours) -> Result<String, Error> {
+    let _broker = broker(c)?;
     let gids = [c.far.gid(Ip::V4, &c.dir)?.index, c.far.gid(Ip::V6, &c.dir)?.index];
     let (mut done, mut wrong) = (Vec::new(), Vec::new());
     let mut port = PORTS;
@@ -595,6 +608,10 @@ fn listens(port: u16) -> bool {
 }
 
 impl Ctx<'_> {
+    fn broker_dir(&self) -> PathBuf {
+        self.places.run.join("broker")
+    }
+
     /// Starts a program under `ferroce run`, on our addresses of both families.
     fn preloaded(&self, name: &str, words: &[String]) -> Result<Proc, Error> {
         // Lines shall come when they are written, as they do from the guest.
@@ -606,8 +623,7 @@ impl Ctx<'_> {
         command
             .arg("--")
             .args(words)
-            .env("FERROCE_BROKER", &self.places.ferroce)
-            .env("FERROCE_BROKER_DIR", &self.places.run);
+            .env("FERROCE_BROKER_DIR", self.broker_dir());
         Proc::spawn(name, &mut command, &self.dir)
     }
 }
