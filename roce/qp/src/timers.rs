@@ -13,9 +13,13 @@ const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const MAX_PAUSE: Duration = Duration::from_secs(1);
 /// The shortest pause.
 const MIN_PAUSE: Duration = Duration::from_millis(1);
-/// The shortest local ACK timeout that is honoured: rdma_rxe's one tick. IBA 9.7.6.1.3 allows up to four times the
-/// attribute, and codes below this would only measure the scheduler.
+/// The shortest local ACK timeout that is honoured: rdma_rxe's one tick. Codes below this would only measure the scheduler.
 const MIN_ACK_TIMEOUT: Duration = Duration::from_millis(4);
+/// A peer that is a process on a busy machine may be silent for as long, and nobody answers in its stead …
+const BUSY: Duration = Duration::from_millis(250);
+/// … so that a retry is spent no sooner, within as many times the attribute as IBA 9.7.6.1.3 allows. Losses are repaired long
+/// before.
+const LENIENCE: u32 = 4;
 
 /// Smoothed round trip.
 #[derive(Clone, Copy, Debug, Default)]
@@ -65,7 +69,7 @@ impl Rtt {
 
 /// The interval without progress that costs one retry; `None`: retries don't count.
 pub(crate) fn attribute(code: u8) -> Option<Duration> {
-    ack_timeout(code).map(|t| t.max(MIN_ACK_TIMEOUT))
+    ack_timeout(code).map(|t| t.max((t * LENIENCE).min(BUSY)).max(MIN_ACK_TIMEOUT))
 }
 
 /// Timers of the requester, as data: points in time that other state gives meaning to.
@@ -120,9 +124,16 @@ mod tests {
     }
 
     #[test]
-    fn tiny_attributes_are_stretched_to_a_tick() {
+    fn short_attributes_are_stretched() {
         assert_eq!(attribute(0), None);
         assert_eq!(attribute(1), Some(MIN_ACK_TIMEOUT));
-        assert_eq!(attribute(14), Some(Duration::from_nanos(4096 << 14)));
+        let exact = |code: u8| Duration::from_nanos(4096u64 << code);
+        assert_eq!(attribute(12), Some(exact(12) * 4));
+        assert_eq!(attribute(14), Some(BUSY));
+        assert_eq!(attribute(19), Some(exact(19)));
+        for code in 10..32 {
+            let allowed = exact(code)..=exact(code) * 4;
+            assert!(attribute(code).is_some_and(|t| allowed.contains(&t)), "{code}");
+        }
     }
 }
