@@ -36,6 +36,8 @@ pub struct Settings {
     pub receive: u32,
     /// Retries of the requester.
     pub retry_cnt: u8,
+    /// Local ACK timeout code of our queue pair.
+    pub timeout: u8,
     /// RNR retries of the requester; 7: for ever.
     pub rnr_retry: u8,
     /// The capture begins in the middle of the connection: message sequence numbers are compared from there.
@@ -49,6 +51,7 @@ impl Default for Settings {
         Self {
             receive: 1 << 20,
             retry_cnt: 7,
+            timeout: 14,
             rnr_retry: 7,
             joined_late: false,
             ends_early: false,
@@ -299,6 +302,7 @@ impl<'a> Player<'a> {
             max_dest_rd_atomic: 16,
             max_rd_atomic: 16,
             min_rnr_timer: rnr.unwrap_or(RnrTimer::new(12)),
+            timeout: self.settings.timeout,
             retry_cnt: self.settings.retry_cnt,
             rnr_retry: self.settings.rnr_retry,
             ..ToRts::new(AddressVector::new(ours.0, theirs.0), path_mtu, Qpn::new(theirs.1))

@@ -185,6 +185,8 @@ fn a_requester_that_gives_up_is_noticed() {
     ];
     for (file, status) in cases {
         let settings = Settings {
+            // It gives up sooner than the captured side repeats itself.
+            timeout: 10,
             retry_cnt: 0,
             rnr_retry: 0,
             ..Settings::default()
