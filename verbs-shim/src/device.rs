@@ -3,12 +3,12 @@
 use std::{fs, net::IpAddr, ptr};
 
 use libc::{c_char, c_int};
-use roce::iface;
+use roce::{gids::device_names, iface};
 
 use crate::{
     abi::{IBV_NODE_CA, IBV_TRANSPORT_IB, ibv_device},
     config, engine, fork,
-    gids::{self, GidTable},
+    gids::GidTable,
     ret,
 };
 
@@ -134,11 +134,9 @@ fn interfaces() -> Vec<(String, Vec<IpAddr>)> {
         }
     }
     if asked.is_empty() {
-        for i in iface::interface_addresses().unwrap_or_default() {
-            if i.up && gids::usable(i.ip) && !out.iter().any(|(n, _)| *n == i.name) {
-                out.push((i.name, Vec::new()));
-            }
-        }
+        let all = iface::interface_addresses().unwrap_or_default();
+        let names = device_names(&all).into_iter();
+        out.extend(names.map(|name| (name.to_owned(), Vec::new())));
     }
     out
 }

@@ -3,7 +3,12 @@
 use std::net::IpAddr;
 
 use clap::Args;
-use roce::{Mtu, broker::ProcessReport, gids::GidTable, iface};
+use roce::{
+    Mtu,
+    broker::ProcessReport,
+    gids::{self, GidTable},
+    iface,
+};
 use serde::Serialize;
 
 use crate::output::{self, Failure};
@@ -76,14 +81,8 @@ fn details(link: &Link) -> Result<(), Failure> {
 /// One per interface, in the order in which programs see them.
 fn links(processes: &[ProcessReport]) -> std::io::Result<Vec<Link>> {
     let all = iface::interface_addresses()?;
-    let mut names: Vec<&str> = Vec::new();
-    for i in all.iter().filter(|i| i.up) {
-        if !names.contains(&i.name.as_str()) {
-            names.push(&i.name);
-        }
-    }
     let mut out = Vec::new();
-    for name in names {
+    for name in gids::device_names(&all) {
         let table = GidTable::new(GidTable::addresses(name)?);
         let gids: Vec<Gid> = table.iter().map(|(index, addr)| Gid { index, addr }).collect();
         if gids.is_empty() {

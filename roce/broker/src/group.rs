@@ -7,12 +7,12 @@
 
 use std::{
     io,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
 };
 
 use roce_bth::ROCE_UDP_PORT;
-use roce_net::holder;
+use roce_net::{holder, iface};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use socket2::{Domain, Protocol, SockFilter, Socket, Type};
 
@@ -248,7 +248,7 @@ fn bind(addr: IpAddr, shared: bool) -> Result<Socket, GroupError> {
     done.and_then(|()| socket.set_reuse_port(shared))
         .and_then(|()| socket.set_nonblocking(true))
         .map_err(&make)?;
-    let at = SocketAddr::new(addr, ROCE_UDP_PORT);
+    let at = iface::scoped(addr, ROCE_UDP_PORT);
     socket.bind(&at.into()).map_err(|e| match e.kind() {
         io::ErrorKind::AddrInUse => GroupError::Taken {
             addr,

@@ -1,11 +1,11 @@
-//! The table of GIDs of an interface: its IP addresses at fixed places, in rdma_rxe's order (`roce_gid_mgmt.c`).
+//! Which interfaces are devices, and the table of GIDs of one: its IP addresses at fixed places.
 
 use std::{
     io,
     net::{IpAddr, Ipv6Addr},
 };
 
-use crate::iface::{Interface, interface_addresses, interfaces};
+use crate::iface::{InterfaceAddr, interface_addresses, interfaces};
 
 /// Entries of a table (`RXE_PORT_GID_TBL_LEN`).
 pub const TABLE_LEN: usize = 1024;
@@ -23,11 +23,20 @@ pub fn ip_of(gid: &[u8; 16]) -> IpAddr {
     IpAddr::V6(Ipv6Addr::from(*gid)).to_canonical()
 }
 
-/// The interface's own link-local address, made of its hardware address (EUI-64): the default GID.
-fn eui64(mac: [u8; 6]) -> Ipv6Addr {
-    let [a, b, c, d, e, f] = mac;
-    let words = [[a ^ 2, b], [c, 0xff], [0xfe, d], [e, f]].map(u16::from_be_bytes);
-    Ipv6Addr::new(0xfe80, 0, 0, 0, words[0], words[1], words[2], words[3])
+fn is_link_local(ip: IpAddr) -> bool {
+    matches!(ip, IpAddr::V6(v6) if v6.is_unicast_link_local())
+}
+
+/// The interfaces that are devices, in their order: those that are up and have an address. A link-local one, which every
+/// interface has, does not count.
+pub fn device_names(all: &[InterfaceAddr]) -> Vec<&str> {
+    let mut names: Vec<&str> = Vec::new();
+    for i in all {
+        if i.up && !i.ip.is_unspecified() && !is_link_local(i.ip) && !names.contains(&i.name.as_str()) {
+            names.push(&i.name);
+        }
+    }
+    names
 }
 
 /// Addresses by index. An address that goes leaves its place empty, for the next that comes.
@@ -44,21 +53,17 @@ impl GidTable {
         }
     }
 
-    /// The addresses of an interface as they are now: the default GID if the interface has that address, then IPv4, then
-    /// the rest of IPv6.
+    /// The addresses of an interface as they are now, in the table's order: IPv4, IPv6, and last what reaches neighbours
+    /// only, because programs that are told no index take the first. (rdma_rxe has a link-local one first.)
     ///
     /// # Errors
     /// When the kernel can't tell, or there is no such interface.
     pub fn addresses(interface: &str) -> io::Result<Vec<IpAddr>> {
-        let all = interfaces()?;
-        let link = all.iter().find(|i| i.name == interface);
-        let link = link.ok_or(io::ErrorKind::NotFound)?;
-        let mine: Vec<IpAddr> = interface_addresses()?
-            .into_iter()
-            .filter(|a| a.name == interface)
-            .map(|a| a.ip)
-            .collect();
-        Ok(in_order(link, mine))
+        if !interfaces()?.iter().any(|i| i.name == interface) {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        let all = interface_addresses()?.into_iter().filter(|a| a.name == interface);
+        Ok(in_order(all.map(|a| a.ip).filter(|ip| !ip.is_unspecified()).collect()))
     }
 
     /// Brings the table up to date with the addresses that there are: known ones keep their places. Says whether
@@ -99,9 +104,8 @@ impl GidTable {
     }
 }
 
-fn in_order(link: &Interface, mut mine: Vec<IpAddr>) -> Vec<IpAddr> {
-    let default = IpAddr::V6(eui64(link.mac));
-    mine.sort_by_key(|ip| (*ip != default, ip.is_ipv6()));
+fn in_order(mut mine: Vec<IpAddr>) -> Vec<IpAddr> {
+    mine.sort_by_key(|ip| (ip.is_ipv6(), is_link_local(*ip)));
     mine.dedup();
     mine
 }
@@ -111,15 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_default_gid_comes_first_then_ipv4_then_ipv6() {
-        let link = Interface {
-            name: "eth0".into(),
-            index: 2,
-            mac: [0x52, 0x54, 0, 0x12, 0x34, 0x56],
-            loopback: false,
-            up: true,
-            running: true,
-        };
+    fn ipv4_comes_first_and_link_local_addresses_last() {
         let ips = [
             "2001:db8::5",
             "10.0.0.1",
@@ -128,10 +124,29 @@ mod tests {
             "10.0.0.2",
         ];
         let ips: Vec<IpAddr> = ips.iter().map(|t| t.parse().unwrap()).collect();
-        let ordered = in_order(&link, ips.clone());
-        assert_eq!(ordered, [ips[2], ips[1], ips[4], ips[0], ips[3]]);
+        let ordered = in_order(ips.clone());
+        assert_eq!(ordered, [ips[1], ips[4], ips[0], ips[2], ips[3]]);
         assert_eq!(gid_of(ips[1])[10..], [0xff, 0xff, 10, 0, 0, 1]);
         assert!(ips.iter().all(|ip| ip_of(&gid_of(*ip)) == *ip));
+    }
+
+    #[test]
+    fn interfaces_with_addresses_are_devices() {
+        let have = |name: &str, up, ip: &str| InterfaceAddr {
+            name: name.into(),
+            ip: ip.parse().unwrap(),
+            up,
+            ..interface_addresses().unwrap().remove(0)
+        };
+        let all = [
+            have("lo", true, "127.0.0.1"),
+            have("down0", false, "10.0.0.1"),
+            have("veth7", true, "fe80::7"),
+            have("eth0", true, "fe80::1"),
+            have("eth0", true, "10.0.0.2"),
+            have("eth0", true, "10.0.0.3"),
+        ];
+        assert_eq!(device_names(&all), ["lo", "eth0"]);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6, UdpSocket},
     os::fd::AsFd,
 };
 
@@ -26,6 +26,16 @@ fn owner(all: &[InterfaceAddr], addr: IpAddr) -> io::Result<&InterfaceAddr> {
         .find(|i| i.ip == addr)
         .or_else(|| all.iter().find(|i| i.loopback && addr.is_loopback() && addr.is_ipv4()))
         .ok_or_else(|| io::ErrorKind::AddrNotAvailable.into())
+}
+
+/// One of our addresses as one to bind to: a link-local one means nothing without its interface.
+pub fn scoped(addr: IpAddr, port: u16) -> SocketAddr {
+    match addr {
+        IpAddr::V6(v6) if v6.is_unicast_link_local() => {
+            SocketAddrV6::new(v6, port, 0, index_of(addr).unwrap_or(0)).into()
+        }
+        other => SocketAddr::new(other, port),
+    }
 }
 
 /// The interface that owns an address: its name and MTU, bytes. Every address of 127.0.0.0/8 is the loopback interface's.
@@ -75,11 +85,20 @@ pub fn path_mtu(addr: IpAddr) -> io::Result<Mtu> {
 /// # Errors
 /// When there is no route.
 pub fn route_to(remote: IpAddr) -> io::Result<IpAddr> {
+    route_to_scoped(SocketAddr::new(remote, 0))
+}
+
+/// The same for an address that may be link-local, and then says by which interface. The port does not matter.
+///
+/// # Errors
+/// When there is no route.
+pub fn route_to_scoped(mut remote: SocketAddr) -> io::Result<IpAddr> {
     let any: IpAddr = match remote {
-        IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
-        IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+        SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
     };
     let probe = UdpSocket::bind((any, 0))?;
-    probe.connect(SocketAddr::new(remote, roce_bth::ROCE_UDP_PORT))?;
+    remote.set_port(roce_bth::ROCE_UDP_PORT);
+    probe.connect(remote)?;
     probe.local_addr().map(|a| a.ip())
 }

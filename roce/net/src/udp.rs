@@ -6,7 +6,7 @@
 use std::{
     collections::HashMap,
     io,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::Arc,
 };
@@ -459,7 +459,7 @@ fn family_addresses(addr: IpAddr) -> Vec<IpAddr> {
 impl Family {
     fn open(config: &UdpConfig, addr: IpAddr, ports: &mut Vec<u16>) -> Result<Self, OpenError> {
         let main = new_socket(addr)?;
-        main.bind(&scoped(addr, config.port).into())
+        main.bind(&iface::scoped(addr, config.port).into())
             .map_err(|e| match e.kind() {
                 io::ErrorKind::AddrInUse => OpenError::PortTaken {
                     addr,
@@ -566,16 +566,6 @@ pub(crate) fn configure_receiver(socket: &Socket, addr: IpAddr, unspecified: boo
     Ok(())
 }
 
-/// An address to bind to: a link-local one means nothing without its interface.
-fn scoped(addr: IpAddr, port: u16) -> SocketAddr {
-    match addr {
-        IpAddr::V6(v6) if v6.is_unicast_link_local() => {
-            SocketAddrV6::new(v6, port, 0, iface::index_of(addr).unwrap_or(0)).into()
-        }
-        other => SocketAddr::new(other, port),
-    }
-}
-
 /// A socket to send from, on the wanted port or on a free one in RoCE's range.
 fn bind_sender(addr: IpAddr, wanted: Option<u16>) -> Result<(u16, Socket), OpenError> {
     let socket = new_socket(addr)?;
@@ -583,7 +573,7 @@ fn bind_sender(addr: IpAddr, wanted: Option<u16>) -> Result<(u16, Socket), OpenE
     enlarge(&socket, libc::SO_SNDBUF, libc::SO_SNDBUFFORCE, 4 << 20).map_err(context("setting the send buffer"))?;
     if let Some(port) = wanted {
         socket
-            .bind(&scoped(addr, port).into())
+            .bind(&iface::scoped(addr, port).into())
             .map_err(context("binding a sending socket"))?;
         return Ok((port, socket));
     }
@@ -593,7 +583,7 @@ fn bind_sender(addr: IpAddr, wanted: Option<u16>) -> Result<(u16, Socket), OpenE
     let mut last = io::Error::from(io::ErrorKind::AddrInUse);
     for step in 0..256 {
         let port = SPORT_MIN + ((u32::from(start) + step * 97) % span) as u16;
-        match socket.bind(&scoped(addr, port).into()) {
+        match socket.bind(&iface::scoped(addr, port).into()) {
             Ok(()) => return Ok((port, socket)),
             Err(e) => last = e,
         }
@@ -602,7 +592,7 @@ fn bind_sender(addr: IpAddr, wanted: Option<u16>) -> Result<(u16, Socket), OpenE
 }
 
 fn system_choice(addr: IpAddr) -> io::Result<u16> {
-    std::net::UdpSocket::bind(scoped(addr, 0))?
+    std::net::UdpSocket::bind(iface::scoped(addr, 0))?
         .local_addr()
         .map(|a| a.port())
 }

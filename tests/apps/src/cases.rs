@@ -89,6 +89,7 @@ impl Case {
             net: Net {
                 ethernet: false,
                 v6: false,
+                link_local: false,
             },
             files: Vec::new(),
             plan: Plan::Programs,
@@ -142,6 +143,13 @@ impl Case {
         self.name += " (IPv6)";
         self.net.v6 = true;
         self
+    }
+
+    /// The same over link-local addresses.
+    pub(crate) fn link_local(mut self) -> Self {
+        self.name += " (link-local)";
+        self.net.link_local = true;
+        self.on_ethernet()
     }
 
     /// On an Ethernet interface: the program leaves `lo` out.

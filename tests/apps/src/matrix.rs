@@ -98,6 +98,7 @@ fn pingpong(kind: &str) -> Vec<Case> {
     }
     out.push(by_ipv4(one_pingpong(kind, "").v6()));
     out.push(by_ipv4(one_pingpong(kind, "-e -s 2000").v6()));
+    out.push(by_ipv4(one_pingpong(kind, "").link_local()));
     out
 }
 
@@ -298,6 +299,9 @@ fn rdmacm() -> Vec<Case> {
     let server = format!("mckey -m {group} -b {{addr}}");
     let mckey = Case::pair("mckey", RDMACM, &server, &format!("{server} -s")).ready(Ready::Retry);
     out.push(mckey.v6().on_ethernet());
+    let server = "rping -s -a {addr}%roce0 -p {port} -C 20 -V";
+    let rping = Case::pair("rping", RDMACM, server, &server.replacen("-s", "-c", 1)).ready(Ready::Retry);
+    out.push(rping.link_local());
     out
 }
 

@@ -220,7 +220,7 @@ impl Setup {
     fn addr_of(&self, case: &Case) -> Result<IpAddr> {
         let own = self.addrs[usize::from(case.net.v6)];
         match case.net.ethernet {
-            true => Namespace::addr(case.net.v6),
+            true => Namespace::addr(case.net),
             // These tests take the first address of the device's interface.
             false if matches!(case.plan, Plan::Python(_)) && own.is_loopback() => Ok(Ipv4Addr::LOCALHOST.into()),
             false => Ok(own),

@@ -25,10 +25,12 @@ const MEMLOCK: u64 = 8 << 20;
 const NAMESPACE: &str = "set -e; export PATH=$PATH:/usr/sbin:/sbin; ip link set lo up
 ip link add roce0 type veth peer name roce1 || ip link add roce0 type dummy
 ip addr add 10.77.91.1/24 dev roce0; ip addr add fd77:91::1/64 dev roce0 nodad
+ip addr add fe80::91/64 dev roce0 nodad
 ip link set roce0 up; ip link set roce1 up || true
 for i in 1 2 3 4 5 6 7 8 9 10; do ip -6 addr | grep -q tentative && sleep 0.5; done
 echo ready; exec cat";
 const NAMESPACE_ADDRS: [&str; 2] = ["10.77.91.1", "fd77:91::1"];
+const NAMESPACE_LINK_LOCAL: &str = "fe80::91";
 
 /// The network of a case.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -36,6 +38,8 @@ pub(crate) struct Net {
     /// An Ethernet interface in a network namespace, rather than this host's loopback.
     pub(crate) ethernet: bool,
     pub(crate) v6: bool,
+    /// A link-local address, which means nothing without its interface.
+    pub(crate) link_local: bool,
 }
 
 /// Somebody else whom programs run as.
@@ -145,8 +149,11 @@ impl Namespace {
     }
 
     /// Its addresses, of IPv4 and IPv6.
-    pub(crate) fn addr(v6: bool) -> Result<IpAddr> {
-        let text = NAMESPACE_ADDRS[usize::from(v6)];
+    pub(crate) fn addr(net: Net) -> Result<IpAddr> {
+        let text = match net.link_local {
+            true => NAMESPACE_LINK_LOCAL,
+            false => NAMESPACE_ADDRS[usize::from(net.v6)],
+        };
         text.parse().map_err(|e| format!("{text}: {e}"))
     }
 }

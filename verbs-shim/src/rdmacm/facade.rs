@@ -228,7 +228,7 @@ impl Backend for Facade {
     }
 
     fn source_for(&mut self, remote: SocketAddr) -> Result<IpAddr> {
-        let usual = iface::route_to(remote.ip())?;
+        let usual = iface::route_to_scoped(remote)?;
         if self.place_of(usual).is_ok() {
             return Ok(usual);
         }
