@@ -41,6 +41,8 @@ unsafe extern "C-unwind" {
 }
 
 static CHANNELS: FdSet = FdSet::new();
+/// Those of them that are being closed, which takes as long as the device does.
+static CLOSING: FdSet = FdSet::new();
 
 /// What is kept, and the process that it was made in.
 struct Global {
@@ -165,7 +167,7 @@ unsafe extern "C" fn rdma_destroy_event_channel(channel: *mut RdmaEventChannel) 
 
 /// Ends what is left on a channel whose descriptor is about to be closed.
 fn forget_channel(fd: RawFd) {
-    if CHANNELS.remove(fd) {
+    if CHANNELS.contains(fd) && !CLOSING.contains(fd) && CLOSING.insert(fd).is_ok() {
         let ended = catch_unwind(|| {
             let link = with(|ucma| {
                 ucma.close_channel(fd);
@@ -178,6 +180,8 @@ fn forget_channel(fd: RawFd) {
         if ended.is_err() {
             tracing::error!("closing an event channel failed");
         }
+        CHANNELS.remove(fd);
+        CLOSING.remove(fd);
     }
 }
 
@@ -323,10 +327,10 @@ unsafe fn command(fd: RawFd, buf: *const c_void, len: usize) -> Outcome {
         let c = unsafe { parse(fd, buf, len) }?;
         with(|ucma| {
             if !ucma.has_channel(fd) {
-                return match (CHANNELS.contains(fd), c.cmd) {
+                return match (CHANNELS.contains(fd) && !CLOSING.contains(fd), c.cmd) {
                     // Of the process that this one was forked from.
                     (true, _) => Err(Errno::IO),
-                    // Closed while we waited for our turn.
+                    // Closed while we waited for our turn, or at this moment.
                     (false, Cmd::GetEvent) => Ok(Outcome::Closed),
                     (false, _) => Err(Errno(libc::EBADF)),
                 };
@@ -358,4 +362,38 @@ unsafe fn take_event(fd: RawFd, buf: *const c_void, len: usize) -> Outcome {
         unsafe { write_user(&answer) }?;
         Ok(Outcome::Done)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A command without a body, as bytes.
+    fn bytes(cmd: u32) -> Vec<u8> {
+        let (len, out) = (0u16, 512u16);
+        [&cmd.to_ne_bytes()[..], &len.to_ne_bytes(), &out.to_ne_bytes()].concat()
+    }
+
+    fn outcome(fd: RawFd, cmd: u32) -> Outcome {
+        let buf = bytes(cmd);
+        // SAFETY: the command has no addresses.
+        unsafe { command(fd, buf.as_ptr().cast(), buf.len()) }
+    }
+
+    #[test]
+    fn who_waits_for_events_while_the_channel_is_closed_gets_no_error() {
+        const GET_EVENT: u32 = 12;
+        const DESTROY_ID: u32 = 1;
+        let fd = with(|ucma| ucma.open_channel()).unwrap_or_else(|e| panic!("{}", e.0));
+        assert!(CHANNELS.insert(fd).is_ok());
+        assert!(matches!(outcome(fd, GET_EVENT), Outcome::Wait));
+        assert!(CLOSING.insert(fd).is_ok());
+        with(|ucma| ucma.close_channel(fd));
+        assert!(matches!(outcome(fd, GET_EVENT), Outcome::Closed));
+        assert!(matches!(outcome(fd, DESTROY_ID), Outcome::Failed(Errno(libc::EBADF))));
+        CLOSING.remove(fd);
+        CHANNELS.remove(fd);
+        // SAFETY: the channel has given its descriptor up to us.
+        unsafe { libc_close(fd) };
+    }
 }
