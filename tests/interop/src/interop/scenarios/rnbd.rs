@@ -65,11 +65,14 @@ const RMMOD_CLIENT: &str = "for d in /sys/block/rnbd*/rnbd; do [ -e $d ] && echo
     rmmod rnbd_client; rmmod rtrs_client; rmmod rtrs_core; true";
 const RMMOD_SERVER: &str = "rmmod rnbd_server; rmmod rtrs_server; rmmod rtrs_core; losetup -D; true";
 
-/// Shell functions that the scripts of all scenarios with the kernel's client use.
+/// Shell functions that the scripts of all scenarios with the kernel's client use. The number of a device that was just
+/// unmapped may not be free yet: then the first device is not rnbd0, and is mapped again.
 pub(super) const FUNCTIONS: &str = "\
     set -e\n\
-    map() { echo \"sessname=$1 path=ip:$HOST device_path=$2 $3\" > /sys/class/rnbd-client/ctl/map_device || return 1; \
-        for i in $(seq 100); do [ -b /dev/rnbd0 ] && break; sleep 0.1; done; }\n\
+    map() { for t in $(seq 10); do \
+        echo \"sessname=$1 path=ip:$HOST device_path=$2 $3\" > /sys/class/rnbd-client/ctl/map_device || return 1; \
+        for i in $(seq 100); do [ -b /dev/rnbd0 ] && return 0; [ -b /dev/rnbd1 ] && break; sleep 0.1; done; \
+        unmap rnbd1; sleep 1; done; return 1; }\n\
     unmap() { for i in $(seq 50); do echo normal > /sys/block/$1/rnbd/unmap_device && break; sleep 0.2; done; }\n";
 
 /// A server of ours.
