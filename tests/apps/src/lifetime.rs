@@ -3,11 +3,8 @@
 use crate::{
     cases::{Case, Plan, Ready},
     killed::{Kill, Moment, Side},
+    matrix::{self, IBVERBS, PERFTEST, RDMACM},
 };
-
-const IBVERBS: &str = "ibverbs-utils";
-const RDMACM: &str = "rdmacm-utils";
-const PERFTEST: &str = "perftest";
 
 pub(crate) fn all() -> Vec<Case> {
     let mut out = memcheck();
@@ -66,19 +63,14 @@ fn linked() -> Case {
 
 fn memcheck() -> Vec<Case> {
     let pingpong = |kind: &str, options: &str| {
-        let command = format!("ibv_{kind}_pingpong -g 0 -p {{port}} -n 50 {options}");
-        Case::pair(
-            &format!("ibv_{kind}_pingpong {options}"),
-            IBVERBS,
-            &command,
-            &format!("{command} {{addr}}"),
-        )
+        let few = matrix::one_pingpong(kind, &format!("-n 50 {options}"));
+        Case {
+            name: format!("ibv_{kind}_pingpong {options}"),
+            ..few
+        }
     };
     let cm = |name: &str, server: &str, client: &str| Case::pair(name, RDMACM, server, client).ready(Ready::Retry);
-    let python = Case {
-        plan: Plan::Python(&[]),
-        ..Case::alone("pyverbs", "python3-pyverbs", "/usr/bin/python3").within(3600)
-    };
+    let python = matrix::python().within(3600);
     let part = Case {
         // What is quick under valgrind: one test or a few of each kind of object.
         plan: Plan::Python(&[

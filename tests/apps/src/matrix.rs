@@ -2,9 +2,9 @@
 
 use crate::cases::{Case, Plan, Ready, find};
 
-const IBVERBS: &str = "ibverbs-utils";
-const PERFTEST: &str = "perftest";
-const RDMACM: &str = "rdmacm-utils";
+pub(crate) const IBVERBS: &str = "ibverbs-utils";
+pub(crate) const PERFTEST: &str = "perftest";
+pub(crate) const RDMACM: &str = "rdmacm-utils";
 const QPERF: &str = "qperf";
 const FIO: &str = "fio";
 const UCX: &str = "ucx-utils";
@@ -65,7 +65,7 @@ fn devices() -> Vec<Case> {
 }
 
 /// One of the pingpongs with one set of options.
-fn one_pingpong(kind: &str, options: &str) -> Case {
+pub(crate) fn one_pingpong(kind: &str, options: &str) -> Case {
     let command = format!("ibv_{kind}_pingpong -g 0 -p {{port}} {options}");
     let name = format!("ibv_{kind}_pingpong {options}");
     Case::pair(name.trim(), IBVERBS, &command, &format!("{command} {{addr}}"))
@@ -396,7 +396,7 @@ fn fabric() -> Vec<Case> {
 }
 
 /// rdma-core's own tests.
-fn python() -> Case {
+pub(crate) fn python() -> Case {
     Case {
         plan: Plan::Python(&[]),
         ..Case::alone("pyverbs", PYVERBS, "/usr/bin/python3").within(1800)

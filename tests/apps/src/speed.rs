@@ -19,6 +19,7 @@ use serde::Serialize;
 use crate::{
     Result,
     cases::{Case, find},
+    matrix::PERFTEST,
     process::{Group, Setup, interrupted},
 };
 
@@ -189,7 +190,7 @@ fn theirs(setup: &Setup, measure: &Measure, placement: Placement, dir: &Path) ->
     };
     let case = Case::pair(
         measure.program,
-        "perftest",
+        PERFTEST,
         &words(0, None),
         &words(1, Some("{addr}".to_owned())),
     );
