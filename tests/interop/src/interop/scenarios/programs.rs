@@ -9,10 +9,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Ctx, Direction, Scenario};
+use super::{Ctx, Direction, JUMBO, SMALL, Scenario};
 use crate::{
     Error,
     far::Ip,
+    guest::Shape,
     lab::{Proc, check_stop},
 };
 
@@ -89,6 +90,8 @@ struct Pair {
 struct Program {
     name: &'static str,
     ci: [bool; 2],
+    /// Of the guest.
+    shape: Shape,
     pairs: Vec<Pair>,
 }
 
@@ -113,7 +116,7 @@ pub(super) fn list() -> Vec<Scenario> {
             };
             let name = format!("program-{}-our-{side}", program.name);
             let run = move |c: &mut Ctx<'_>| run_program(c, &programs()[n], ours);
-            all.push(Scenario::new(8, name, direction, run).ci_if(ci));
+            all.push(Scenario::new(8, name, direction, run).ci_if(ci).shape(program.shape));
         }
     }
     all
@@ -155,6 +158,7 @@ fn program(name: &'static str, pairs: Vec<Pair>) -> Program {
     Program {
         name,
         ci: [false; 2],
+        shape: SMALL,
         pairs,
     }
 }
@@ -169,6 +173,7 @@ fn programs() -> Vec<Program> {
     let mut all = pingpongs();
     all.extend(perftest());
     all.extend(rdmacm());
+    all.push(jumbo());
     all
 }
 
@@ -182,26 +187,27 @@ const IBVERBS: [(&str, &[&str]); 4] = [
     ("ibv_srq_pingpong", &["-c", "-e"]),
 ];
 
+fn pingpong(program: &'static str, options: &'static str) -> Pair {
+    let command = format!("{program} -g {{gid}} -p {{port}} -n 50 {options}");
+    Pair {
+        label: options,
+        client: format!("{command} {{tcp}}"),
+        server: command,
+        ready: Ready::Tcp,
+        end: End::Zero,
+        proof: Proof {
+            server: ("iters in", 1),
+            client: ("iters in", 1),
+        },
+        only: None,
+        copies: None,
+        lacking: None,
+    }
+}
+
 fn pingpongs() -> Vec<Program> {
-    let pair = |name: &str, options: &'static str| {
-        let command = format!("{name} -g {{gid}} -p {{port}} -n 50 {options}");
-        Pair {
-            label: options,
-            client: format!("{command} {{tcp}}"),
-            server: command,
-            ready: Ready::Tcp,
-            end: End::Zero,
-            proof: Proof {
-                server: ("iters in", 1),
-                client: ("iters in", 1),
-            },
-            only: None,
-            copies: None,
-            lacking: None,
-        }
-    };
     let of = |(name, options): (&'static str, &[&'static str])| {
-        program(name, options.iter().map(|o| pair(name, o)).collect())
+        program(name, options.iter().map(|o| pingpong(name, o)).collect())
     };
     let mut all: Vec<Program> = IBVERBS.into_iter().map(of).collect();
     if let Some(ud) = all.iter_mut().find(|p| p.name == "ibv_ud_pingpong") {
@@ -223,58 +229,100 @@ const PERFTEST: [(&str, &[&str]); 8] = [
             "-q 8",
             "-b",
             "-s 1048576 -n 5",
+            "-a -n 5",
+            "-D 3",
             "-R",
             "-R -c UD -s 1000",
         ],
     ),
-    ("ib_send_lat", &["", "-c UC", "-c UD -s 1000", "-e", "--use-srq", "-R"]),
-    ("ib_write_bw", &["", "-c UC", "-q 8", "-b", "-a -n 5", "-R"]),
-    ("ib_write_lat", &["", "-c UC", "-I 64 -s 64", "-R"]),
-    ("ib_read_bw", &["", "-e", "-q 8", "-s 1048576 -n 5", "-R"]),
-    ("ib_read_lat", &["", "-R"]),
-    ("ib_atomic_bw", &["", "-A CMP_AND_SWAP", "-q 8", "-R"]),
-    ("ib_atomic_lat", &["", "-R"]),
+    (
+        "ib_send_lat",
+        &[
+            "",
+            "-c UC",
+            "-c UD -s 1000",
+            "-e",
+            "--use-srq",
+            "-I 64 -s 64",
+            "-a -n 5",
+            "-D 3",
+            "-R",
+        ],
+    ),
+    ("ib_write_bw", &["", "-c UC", "-q 8", "-b", "-a -n 5", "-D 3", "-R"]),
+    ("ib_write_lat", &["", "-c UC", "-I 64 -s 64", "-a -n 5", "-D 3", "-R"]),
+    (
+        "ib_read_bw",
+        &["", "-e", "-q 8", "-b", "-s 1048576 -n 5", "-a -n 5", "-D 3", "-R"],
+    ),
+    ("ib_read_lat", &["", "-e", "-a -n 5", "-D 3", "-R"]),
+    (
+        "ib_atomic_bw",
+        &["", "-A CMP_AND_SWAP", "-e", "-q 8", "-b", "-D 3", "-R"],
+    ),
+    ("ib_atomic_lat", &["", "-e", "-D 3", "-R"]),
 ];
 
-fn perftest() -> Vec<Program> {
-    let pair = |name: &str, options: &'static str| {
-        let cm = options.split(' ').any(|o| o == "-R");
-        let size = if options.contains("-s ") || options.contains("-a ") || name.starts_with("ib_atomic") {
-            ""
-        } else {
-            "-s 5000"
-        };
-        let place = if cm { "" } else { "-x {gid}" };
-        let command = format!("{name} -F {place} -p {{port}} -n 100 {size} {options}");
-        let row = if name.ends_with("_bw") {
-            "BW average[MB/sec]"
-        } else {
-            "t_typical[usec]"
-        };
-        Pair {
-            label: options,
-            client: format!("{command} {}", if cm { "{server}" } else { "{tcp}" }),
-            server: command,
-            ready: if cm { Ready::Cm } else { Ready::Tcp },
-            end: End::Zero,
-            proof: Proof {
-                server: ("---", 1),
-                client: (row, 1),
-            },
-            // Its RDMA_CM knows IPv4 only ("Address family for hostname not supported"); all sizes take the guest long.
-            only: (cm || options.contains("-a ")).then_some(Ip::V4),
-            copies: None,
-            lacking: None,
-        }
+fn one_perftest(program: &'static str, options: &'static str) -> Pair {
+    let has = |option: &str| options.split(' ').any(|o| o == option);
+    let cm = has("-R");
+    let size = match has("-s") || has("-a") || program.starts_with("ib_atomic") {
+        true => "",
+        false => "-s 5000",
     };
+    let count = if has("-n") || has("-D") { "" } else { "-n 100" };
+    let place = if cm { "" } else { "-x {gid}" };
+    let command = format!("{program} -F {place} -p {{port}} {count} {size} {options}");
+    let row = match program.ends_with("_bw") {
+        true => "BW average[MB/sec]",
+        false if has("-D") => "t_avg[usec]",
+        false => "t_typical[usec]",
+    };
+    Pair {
+        label: options,
+        client: format!("{command} {}", if cm { "{server}" } else { "{tcp}" }),
+        server: command,
+        ready: if cm { Ready::Cm } else { Ready::Tcp },
+        end: End::Zero,
+        proof: Proof {
+            server: ("---", 1),
+            client: (row, 1),
+        },
+        // Its RDMA_CM knows IPv4 only ("Address family for hostname not supported"); all sizes and three seconds take long.
+        only: (cm || has("-a") || has("-D")).then_some(Ip::V4),
+        copies: None,
+        lacking: None,
+    }
+}
+
+fn perftest() -> Vec<Program> {
     let of = |(name, options): (&'static str, &[&'static str])| {
-        program(name, options.iter().map(|o| pair(name, o)).collect())
+        program(name, options.iter().map(|o| one_perftest(name, o)).collect())
     };
     let mut all: Vec<Program> = PERFTEST.into_iter().map(of).collect();
     if let Some(lat) = all.iter_mut().find(|p| p.name == "ib_read_lat") {
         lat.ci = [true, false];
     }
     all
+}
+
+/// What a path MTU of 4096 bytes changes for: one program of each service and operation.
+fn jumbo() -> Program {
+    let pairs = vec![
+        pingpong("ibv_rc_pingpong", "-m 4096 -c -s 20000"),
+        pingpong("ibv_uc_pingpong", "-m 4096 -c -s 20000"),
+        pingpong("ibv_ud_pingpong", "-c -s 4000"),
+        pingpong("ibv_srq_pingpong", "-m 4096 -c"),
+        one_perftest("ib_send_bw", "-m 4096 -s 1048576 -n 5"),
+        one_perftest("ib_send_bw", "-c UD -s 4096"),
+        one_perftest("ib_write_bw", "-m 4096 -s 1048576 -n 5"),
+        one_perftest("ib_read_bw", "-m 4096 -s 1048576 -n 5"),
+        one_perftest("ib_atomic_lat", "-R"),
+    ];
+    Program {
+        shape: JUMBO,
+        ..program("mtu9000", pairs)
+    }
 }
 
 fn rdmacm() -> Vec<Program> {
@@ -444,11 +492,11 @@ fn run_program(c: &mut Ctx<'_>, program: &Program, ours: Ours) -> Result<String,
                 Ok(()) => over.push(format!("{} {:.1} s", ip.tag(), t0.elapsed().as_secs_f64())),
                 Err(e) => {
                     check_stop()?;
-                    wrong.push(format!("{} over IP{}: {e}", name(program, pair), ip.tag()));
+                    wrong.push(format!("{} over IP{}: {e}", name(pair), ip.tag()));
                 }
             }
         }
-        done.push(format!("{} ({})", name(program, pair), over.join(", ")));
+        done.push(format!("{} ({})", name(pair), over.join(", ")));
     }
     match wrong.is_empty() {
         true => Ok(done.join("; ")),
@@ -462,8 +510,10 @@ fn refused(e: &Error) -> bool {
     REFUSED.iter().any(|word| text.contains(word))
 }
 
-fn name(program: &Program, pair: &Pair) -> String {
-    format!("{} {}", program.name, pair.label).trim().to_owned()
+/// The client's program, with what it is run with.
+fn name(pair: &Pair) -> String {
+    let program = pair.client.split_whitespace().next().unwrap_or_default();
+    format!("{program} {}", pair.label).trim().to_owned()
 }
 
 impl Setting<'_> {
