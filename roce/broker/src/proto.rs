@@ -110,12 +110,16 @@ pub struct Meta {
     pub remote: SocketAddr,
     /// TOS or traffic class.
     pub tos: u8,
+    /// TTL or hop limit, 0 if not known.
+    #[serde(default)]
+    pub hop_limit: u8,
 }
 
 impl From<&Meta> for RxMeta {
     fn from(meta: &Meta) -> Self {
         Self {
             tos: meta.tos,
+            hop_limit: meta.hop_limit,
             ..Self::new(meta.local, meta.remote)
         }
     }
@@ -127,6 +131,7 @@ impl From<&RxMeta> for Meta {
             local: meta.local,
             remote: meta.remote,
             tos: meta.tos,
+            hop_limit: meta.hop_limit,
         }
     }
 }
@@ -337,6 +342,20 @@ pub struct Statistics {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_known_of_a_datagram_stays_with_it() {
+        let sender = "192.0.2.7:49152".parse().unwrap();
+        let seen = RxMeta {
+            tos: 0x68,
+            hop_limit: 9,
+            ..RxMeta::new([192, 0, 2, 1].into(), sender)
+        };
+        let text = serde_json::to_string(&Meta::from(&seen)).unwrap();
+        let told = RxMeta::from(&serde_json::from_str::<Meta>(&text).unwrap());
+        assert_eq!((told.local, told.remote), (seen.local, sender));
+        assert_eq!((told.tos, told.hop_limit), (0x68, 9));
+    }
 
     #[test]
     fn numbers_show_their_place() {

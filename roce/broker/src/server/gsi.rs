@@ -126,6 +126,7 @@ impl Gsi {
                 local: d.local,
                 remote: d.remote,
                 tos: d.traffic_class,
+                hop_limit: d.hop_limit,
             };
             out.extend(d.bytes.chunks(d.segment_len.max(1)).map(|bytes| Arrival {
                 meta,

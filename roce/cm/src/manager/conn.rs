@@ -6,6 +6,7 @@ use core::{
 };
 use std::collections::{BTreeMap, BTreeSet};
 
+use rand_chacha::{ChaCha8Rng, rand_core::RngCore};
 use roce_verbs::{Instant, Mtu, Qpn};
 
 use super::state::State;
@@ -13,6 +14,15 @@ use crate::{
     mad::MAD_LEN,
     types::{ConnId, ConnTransport, ListenId, RemoteQp},
 };
+
+/// A pause, up to a quarter shorter by a random number: what is refused together for want of room shall not come back
+/// together. The longest pause is the peer's, and kept.
+pub(super) fn jittered(rng: &mut ChaCha8Rng, pause: Duration, longest: Duration) -> Duration {
+    match pause < longest {
+        true => pause - pause / 4 * (rng.next_u32() >> 24) / 256,
+        false => longest,
+    }
+}
 
 /// A message that awaits an answer.
 pub(super) struct Exchange {

@@ -8,10 +8,7 @@ mod receive;
 mod sidr;
 pub mod state;
 
-use core::{
-    net::{IpAddr, SocketAddr},
-    time::Duration,
-};
+use core::net::{IpAddr, SocketAddr};
 use std::collections::{BTreeMap, VecDeque};
 
 use rand_chacha::{
@@ -416,15 +413,6 @@ impl Manager {
         match wished {
             0 => 32_768 + (self.rng.next_u32() % 28_232) as u16,
             port => port,
-        }
-    }
-
-    /// A pause, up to a quarter shorter: what is refused together for want of room shall not come back together. The
-    /// longest pause is the peer's, and kept.
-    fn jitter(&mut self, pause: Duration, longest: Duration) -> Duration {
-        match pause < longest {
-            true => pause - pause / 4 * (self.rng.next_u32() >> 24) / 256,
-            false => longest,
         }
     }
 

@@ -5,7 +5,7 @@ use roce_verbs::{Instant, Mtu, provider::RejectReason};
 use super::{
     Manager, address_vector, build,
     build::code_time,
-    conn::Exchange,
+    conn::{Exchange, jittered},
     receive::INVALID_COMM_ID,
     state::{Action, Input, State},
 };
@@ -112,7 +112,7 @@ impl Manager {
             return;
         };
         let bytes = mad.emit();
-        let pause = self.jitter(first, max_pause);
+        let pause = jittered(&mut self.rng, first, max_pause);
         let Some(c) = self.table.get_mut(id) else { return };
         c.exchange = Some(Box::new(Exchange {
             mad: bytes,
@@ -138,15 +138,10 @@ impl Manager {
 
     /// The timer of a message that awaits an answer.
     fn retry(&mut self, now: Instant, id: ConnId, state: State) {
-        let usual = self
-            .table
-            .get(id)
-            .and_then(|c| Some((c.exchange.as_ref()?.pause, c.max_pause)));
-        let pause = usual.map(|(p, longest)| self.jitter(p, longest)).unwrap_or_default();
         let next = self.table.get_mut(id).and_then(|c| {
             let max = c.max_pause;
             let e = c.exchange.as_mut().filter(|e| e.retries > 0 && now < e.deadline)?;
-            let at = (now + pause).min(e.deadline);
+            let at = (now + jittered(&mut self.rng, e.pause, max)).min(e.deadline);
             e.retries -= 1;
             e.extended = false;
             e.pause = (2 * e.pause).min(max);

@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use roce_verbs::{Instant, PKey};
 
-use super::{Manager, build, canonical};
+use super::{Manager, build, canonical, conn::jittered};
 use crate::{
     cma::{CmaHeader, HEADER_LEN, ServiceId},
     mad::{Attribute, MAD_LEN, Mad, SidrRep, SidrReq, sidr_status},
@@ -188,7 +188,7 @@ impl Manager {
             },
         );
         let longest = build::code_time(self.config.response_timeout);
-        let first = self.jitter(pause, longest).min(self.config.give_up);
+        let first = jittered(&mut self.rng, pause, longest).min(self.config.give_up);
         self.sidr.set_timer(id, Some(now + first));
         self.send_to(local.ip(), remote.ip(), Attribute::SidrReq, mad);
         Ok(id)
@@ -259,11 +259,6 @@ impl Manager {
 
     fn on_sidr_timer(&mut self, now: Instant, id: ConnId) {
         let longest = build::code_time(self.config.response_timeout);
-        let asked = self.sidr.table.get(&id).and_then(|s| match s.stage {
-            Stage::Asked { pause, .. } => Some(pause),
-            _ => None,
-        });
-        let jittered = asked.map(|p| self.jitter(p, longest)).unwrap_or_default();
         let Some(s) = self.sidr.table.get_mut(&id) else { return };
         let again = match &mut s.stage {
             Stage::Asked {
@@ -272,7 +267,7 @@ impl Manager {
                 pause,
                 deadline,
             } if *retries > 0 && now < *deadline => {
-                let at = (now + jittered).min(*deadline);
+                let at = (now + jittered(&mut self.rng, *pause, longest)).min(*deadline);
                 *retries -= 1;
                 *pause = (2 * *pause).min(longest);
                 Some((at, **mad))
