@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, fmt::Write as _};
 
 use serde::Serialize;
 
-use crate::scenarios::Scenario;
+use crate::scenarios::{Direction, Scenario};
 
 /// How a scenario ended.
 #[derive(Clone, Copy, PartialEq, Eq, Serialize, Debug)]
@@ -31,7 +31,7 @@ impl Verdict {
 #[derive(Clone, Serialize, Debug)]
 pub(crate) struct Outcome {
     pub(crate) name: String,
-    /// Item of the list in the issue.
+    /// Kind of scenario: an index into [`TITLES`].
     pub(crate) number: u8,
     pub(crate) direction: &'static str,
     pub(crate) guest: String,
@@ -69,6 +69,7 @@ impl Outcome {
     }
 }
 
+/// Kinds of scenarios, by number. README.md lists them, too.
 const TITLES: [&str; 9] = [
     "",
     "Operations and ibv_rc_pingpong",
@@ -127,13 +128,22 @@ pub(crate) fn readme(text: &str, outcomes: &[Outcome]) -> Result<String, String>
     Ok(format!("{before}{start}{}{end}{after}", short_table(outcomes)))
 }
 
+/// Directions with a column of their own.
+const COLUMNS: [&str; 3] = [
+    Direction::OursToKernel.text(),
+    Direction::KernelToOurs.text(),
+    Direction::KernelToKernel.text(),
+];
+const BOTH: &str = Direction::Both.text();
+
 /// A row for each pair of scenarios that differ in direction only.
 fn short_table(outcomes: &[Outcome]) -> String {
-    let mut text =
-        String::from("| | scenario | ours → kernel | kernel → ours | guest |\n| --- | --- | --- | --- | --- |\n");
+    let mut text = String::from(
+        "| | scenario | ours → kernel | kernel → ours | kernel → kernel | guest |\n| --- | --- | --- | --- | --- | --- |\n",
+    );
     for (number, title) in TITLES.iter().enumerate().skip(1) {
         // Numbered, so that rows keep the order of the scenarios.
-        let mut rows: BTreeMap<usize, (String, &str, [&str; 2])> = BTreeMap::new();
+        let mut rows: BTreeMap<usize, (String, &str, [&str; 3])> = BTreeMap::new();
         for (n, o) in outcomes
             .iter()
             .enumerate()
@@ -144,21 +154,22 @@ fn short_table(outcomes: &[Outcome]) -> String {
                 .iter()
                 .find(|(_, r)| r.0 == name && r.1 == o.guest)
                 .map_or(n, |(at, _)| *at);
-            let row = rows.entry(at).or_insert((name, &o.guest, ["—", "—"]));
+            let row = rows.entry(at).or_insert((name, &o.guest, ["—"; 3]));
             let result = o.result.text();
-            match o.direction {
-                "ours → kernel" => row.2[0] = result,
-                "kernel → ours" => row.2[1] = result,
-                _ => row.2 = [result, result],
+            // What both directions are in fills both; what none of ours is in, none of them.
+            for (cell, direction) in row.2.iter_mut().zip(COLUMNS) {
+                if o.direction == direction || o.direction == BOTH && direction != COLUMNS[2] {
+                    *cell = result;
+                }
             }
         }
-        for (n, (name, guest, [asks, answers])) in rows.values().enumerate() {
+        for (n, (name, guest, [asks, answers, kernels])) in rows.values().enumerate() {
             let title = if n == 0 {
                 format!("{number}. {title}")
             } else {
                 String::new()
             };
-            let _ = writeln!(text, "| {title} | {name} | {asks} | {answers} | {guest} |");
+            let _ = writeln!(text, "| {title} | {name} | {asks} | {answers} | {kernels} | {guest} |");
         }
     }
     text
@@ -179,7 +190,7 @@ fn stem(name: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::{MARKS, Outcome, Verdict, readme};
+    use super::{MARKS, Outcome, TITLES, Verdict, readme};
 
     fn outcome(name: &str, direction: &'static str, result: Verdict) -> Outcome {
         Outcome {
@@ -202,15 +213,28 @@ mod tests {
             outcome("rping-our-server-v4", "kernel → ours", Verdict::Passed),
             outcome("other", "both", Verdict::NotRun),
             outcome("rping-our-client-v4", "ours → kernel", Verdict::Failed),
+            outcome("two", "kernel → kernel", Verdict::Passed),
         ];
         let text = readme(&before, &outcomes).unwrap();
         assert!(text.starts_with("# Title\n") && text.ends_with("\nafter\n") && !text.contains("old"));
         assert!(
-            text.contains("| 2. Connection manager | rping-v4 | failed | passed | 1 CPU |\n"),
+            text.contains("| 2. Connection manager | rping-v4 | failed | passed | — | 1 CPU |\n"),
             "{text}"
         );
-        assert!(text.contains("|  | other | not run | not run | 1 CPU |\n"), "{text}");
+        assert!(
+            text.contains("|  | other | not run | not run | — | 1 CPU |\n"),
+            "{text}"
+        );
+        assert!(text.contains("|  | two | — | — | passed | 1 CPU |\n"), "{text}");
         assert_eq!(readme(&text, &outcomes).unwrap(), text);
         assert!(readme("no place", &outcomes).is_err());
+    }
+
+    #[test]
+    fn the_labs_readme_says_what_the_numbers_mean() {
+        let text = include_str!("../../README.md");
+        for (number, title) in TITLES.iter().enumerate().skip(1) {
+            assert!(text.contains(&format!("\n| {number} | {title} |")), "{number}. {title}");
+        }
     }
 }

@@ -61,7 +61,7 @@ type Run = Box<dyn Fn(&mut Ctx<'_>) -> Result<String, Error>>;
 /// A scenario.
 pub(crate) struct Scenario {
     pub(crate) name: String,
-    /// Item of the list in the issue.
+    /// Kind of scenario: its index in the report's titles.
     pub(crate) number: u8,
     pub(crate) direction: Direction,
     /// Part of the short set.
