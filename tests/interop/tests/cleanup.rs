@@ -207,8 +207,17 @@ fn a_scenario_that_fails() {
     let mut run = ground.start(&SHORT);
     assert_eq!(run.end().code(), Some(1));
     ground.assert_clean();
-    let kept = ground.logs().join("rping-our-client-v4/dmesg.log");
-    assert!(kept.exists(), "what its programs printed is kept");
+    let kept = |name: &str| {
+        let file = ground.logs().join("rping-our-client-v4").join(name);
+        fs::read_to_string(&file).unwrap_or_else(|e| panic!("{}: {e}", file.display()))
+    };
+    assert!(!kept("dmesg.log").is_empty() && !kept("console.log").is_empty());
+    assert!(ground.logs().join("rping-our-client-v4/wire.pcap").exists());
+    assert!(
+        kept("guest-1.log").contains("--- exit code 0"),
+        "scripts and what they print"
+    );
+    assert!(kept("detail.log").contains("pcap check"), "why it failed");
 }
 
 #[test]

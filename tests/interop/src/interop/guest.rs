@@ -1,6 +1,7 @@
 //! A virtual machine with the kernel peer in it.
 
 use std::{
+    fs::File,
     io::{BufRead as _, BufReader, Read as _, Write as _},
     net::{Ipv4Addr, Ipv6Addr, TcpStream},
     os::unix::net::UnixStream,
@@ -26,6 +27,8 @@ pub(crate) struct Shape {
 pub(crate) struct Guest {
     pub(crate) shape: Shape,
     pub(crate) far: Far,
+    /// The folder of the scenario that it serves: `guest-N.log` there gets its scripts and what they print.
+    pub(crate) logs: Option<PathBuf>,
     id: u8,
     places: Places,
     console: Proc,
@@ -47,6 +50,7 @@ impl Guest {
                 port: 7001,
                 peer: places.peer.clone(),
             },
+            logs: None,
             id,
             places: places.clone(),
             console: start(id, shape, places, &monitor)?,
@@ -96,6 +100,19 @@ impl Guest {
 
     /// Runs a bash script in the guest and returns exit code and output.
     pub(crate) fn try_run(&self, script: &str, seconds: u32) -> Result<(i32, String), Error> {
+        let mut log = Log::open(self.logs.as_deref(), self.id)?;
+        log.add(format!("=== script, {seconds} s at most\n{}\n--- prints\n", script.trim_end()).as_bytes())?;
+        let result = self.exchange(script, seconds, &mut log);
+        let end = match &result {
+            Ok((code, _)) => format!("\n--- exit code {code}\n"),
+            Err(e) => format!("\n--- no exit code: {e}\n"),
+        };
+        log.add(end.as_bytes())?;
+        result
+    }
+
+    /// Gives the guest a script and takes what it prints.
+    fn exchange(&self, script: &str, seconds: u32, log: &mut Log) -> Result<(i32, String), Error> {
         let mut stream = TcpStream::connect_timeout(&self.far.daemon()?, Duration::from_secs(20))?;
         stream.set_read_timeout(Some(Duration::from_millis(500)))?;
         stream.write_all(format!("run {seconds} {}\n{script}", script.len()).as_bytes())?;
@@ -110,6 +127,7 @@ impl Guest {
                     let at = text.len();
                     text.resize(at + n.parse::<usize>()?, 0);
                     from.read_exact(&mut text[at..])?;
+                    log.add(&text[at..])?;
                 }
                 ["exit", code] => return Ok((code.parse()?, String::from_utf8_lossy(&text).into_owned())),
                 _ => return Err(format!("guest {} answered {line:?}:\n{}", self.id, self.console.text()).into()),
@@ -179,6 +197,23 @@ impl Guest {
 impl Drop for Guest {
     fn drop(&mut self) {
         self.kill();
+    }
+}
+
+/// Where a guest's scripts and their output go.
+struct Log(Option<File>);
+
+impl Log {
+    /// `guest-ID.log` in the folder, or nothing without one.
+    fn open(folder: Option<&Path>, id: u8) -> Result<Self, Error> {
+        let Some(folder) = folder else { return Ok(Self(None)) };
+        let path = folder.join(format!("guest-{id}.log"));
+        let open = File::options().create(true).append(true).open(&path);
+        Ok(Self(Some(open.map_err(|e| format!("{}: {e}", path.display()))?)))
+    }
+
+    fn add(&mut self, text: &[u8]) -> std::io::Result<()> {
+        self.0.as_mut().map_or(Ok(()), |file| file.write_all(text))
     }
 }
 

@@ -80,22 +80,29 @@ fn with_guests(s: &Scenario, guests: &mut Guests<'_>) -> Result<Outcome, Error> 
         return Err("no guest".into());
     };
     let interface = first.tap();
+    let dir = places.logs.join(&s.name);
+    first.logs = Some(dir.clone());
+    if let Some(second) = second.as_mut() {
+        second.logs = Some(dir.clone());
+    }
     let mut ctx = Ctx {
         far: first.far.clone(),
         guest: Some(first),
         second: second.as_mut(),
         local: [HOST_V4, HOST_V6].map(|a| a.parse::<IpAddr>().ok()),
         mtu: s.shape.mtu,
-        dir: places.logs.join(&s.name),
+        dir,
         places,
         lossy: s.netem.is_some(),
     };
     let outcome = one(s, &mut ctx, &interface)?;
-    if outcome.result == Verdict::Failed
-        && let Some(guest) = &ctx.guest
-    {
-        fs::write(ctx.dir.join("dmesg.log"), guest.dmesg())?;
-        fs::write(ctx.dir.join("console.log"), guest.console())?;
+    if outcome.result == Verdict::Failed {
+        let guests = [ctx.guest.as_deref(), ctx.second.as_deref()].into_iter().flatten();
+        for (n, guest) in guests.enumerate() {
+            let file = |what: &str| ctx.dir.join(format!("{what}{}.log", if n == 0 { "" } else { "-2" }));
+            fs::write(file("dmesg"), guest.dmesg())?;
+            fs::write(file("console"), guest.console())?;
+        }
     }
     Ok(outcome)
 }
@@ -137,7 +144,12 @@ fn one(s: &Scenario, ctx: &mut Ctx<'_>, interface: &str) -> Result<Outcome, Erro
     let outcome = Outcome::new(s, result, t0.elapsed().as_secs_f64(), detail);
     println!("{}", outcome.line());
     if result == Verdict::Failed {
-        println!("    programs' output, capture and console are in {}", ctx.dir.display());
+        // The terminal gets the start only.
+        fs::write(ctx.dir.join("detail.log"), format!("{}\n", outcome.detail))?;
+        println!(
+            "    all of that (detail.log), scripts and programs' output, capture and console are in {}",
+            ctx.dir.display()
+        );
     }
     Ok(outcome)
 }
@@ -169,19 +181,29 @@ fn captured(s: &Scenario, ctx: &mut Ctx<'_>, interface: &str) -> Result<String, 
         guest.netem(s.netem.filter(|_| !s.netem_later))?;
     }
     let result = (s.run)(ctx);
-    if let Some(guest) = &ctx.guest
-        && (result.is_ok() || ctx.far.is_up())
-    {
-        guest.netem(None)?;
-    }
+    // A user who wants to stop does not wait for more.
+    lab::check_stop()?;
+    let calm = match &ctx.guest {
+        Some(guest) if result.is_ok() || ctx.far.is_up() => guest.netem(None),
+        _ => Ok(()),
+    };
     dump.interrupt();
-    dump.finish(Duration::from_secs(30))?;
-    let detail = result?;
-    let frames = check(ctx, &pcap)?;
+    let seen = dump.finish(Duration::from_secs(30)).and_then(|_| check(ctx, &pcap));
+    let detail = joined(result.and_then(|detail| calm.map(|()| detail)), seen)?;
     if !ctx.places.keep {
         let _ = fs::remove_file(&pcap);
     }
-    Ok(format!("{detail}; {frames} frames, ICRC of all correct"))
+    Ok(detail)
+}
+
+/// The verdict on a scenario and that on its capture, as one.
+fn joined(result: Result<String, Error>, seen: Result<u64, Error>) -> Result<String, Error> {
+    match (result, seen) {
+        (Ok(detail), Ok(frames)) => Ok(format!("{detail}; {frames} frames, ICRC of all correct")),
+        (Ok(detail), Err(e)) => Err(format!("{e}\n(the scenario itself went well: {detail})").into()),
+        (Err(e), Ok(frames)) => Err(format!("{e}\n(its capture: {frames} frames, ICRC of all correct)").into()),
+        (Err(e), Err(capture)) => Err(format!("{e}\nAND ITS CAPTURE: {capture}").into()),
+    }
 }
 
 /// Every frame of the capture is well formed and has the right ICRC.
@@ -191,11 +213,39 @@ fn check(ctx: &Ctx<'_>, pcap: &Path) -> Result<u64, Error> {
     let mut check = Proc::spawn("pcap-check", &mut check, &ctx.dir)?;
     let status = check.finish(Duration::from_secs(300));
     let text = check.text();
-    let report: serde_json::Value = serde_json::from_str(text.lines().next().unwrap_or_default())?;
+    let report: serde_json::Value = serde_json::from_str(text.lines().next().unwrap_or_default())
+        .map_err(|e| format!("pcap check of {} printed no result: {e}: {text}", pcap.display()))?;
     let number = |name: &str| report[name].as_u64();
     let frames = number("roce_frames").unwrap_or(0);
+    if status.is_ok() && frames == 0 {
+        return Err(format!("no frame of RoCEv2 in {}", pcap.display()).into());
+    }
     if status.is_err() || frames == 0 || number("icrc_bad") != Some(0) || number("bad_frames") != Some(0) {
         return Err(format!("pcap check of {}: {text}", pcap.display()).into());
     }
     Ok(frames)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::joined;
+
+    #[test]
+    fn a_capture_counts_whether_its_scenario_passed_or_failed() {
+        let text = |result: Result<&str, &str>, seen: Result<u64, &str>| {
+            joined(result.map(str::to_owned).map_err(Into::into), seen.map_err(Into::into)).map_err(|e| e.to_string())
+        };
+        assert_eq!(
+            text(Ok("20 pings"), Ok(7)),
+            Ok("20 pings; 7 frames, ICRC of all correct".to_owned())
+        );
+        for (result, seen, parts) in [
+            (Ok("20 pings"), Err("1 bad ICRC"), ["1 bad ICRC", "20 pings"]),
+            (Err("no event"), Ok(7), ["no event", "7 frames"]),
+            (Err("no event"), Err("1 bad ICRC"), ["no event", "1 bad ICRC"]),
+        ] {
+            let said = text(result, seen).expect_err("a failure");
+            assert!(parts.iter().all(|part| said.contains(part)), "{said}");
+        }
+    }
 }
