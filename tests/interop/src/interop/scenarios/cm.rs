@@ -1,6 +1,6 @@
 //! 2: the connection manager, with `rping`, `ucmatose` and our cm-agent.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::{Ctx, Direction, JUMBO, Scenario, frame_time, verdict};
 use crate::{Error, far::Ip, lab::Proc};
@@ -27,21 +27,30 @@ pub(super) fn list() -> Vec<Scenario> {
             rping_server as fn(&mut Ctx<'_>, Ip) -> Result<String, Error>,
         ),
         ("rping-our-client-mtu9000", OursToKernel, rping_client),
+        ("ucmatose-our-server-mtu9000", KernelToOurs, ucmatose_server),
+        ("ucmatose-our-client-mtu9000", OursToKernel, ucmatose_client),
     ];
     for (name, direction, run) in jumbo {
         all.push(Scenario::new(2, name, direction, move |c| run(c, Ip::V4)).shape(JUMBO));
     }
     for case in CASES {
-        let ours = Scenario::new(2, format!("cm-{}-our-server", case.name), KernelToOurs, |c| {
-            cm_case(c, case, false)
-        });
-        all.push(ours.peer().ci());
-        let theirs = Scenario::new(2, format!("cm-{}-our-client", case.name), OursToKernel, |c| {
-            cm_case(c, case, true)
-        });
-        all.push(theirs.peer().ci());
+        for (side, direction, our_client) in [("server", KernelToOurs, false), ("client", OursToKernel, true)] {
+            let name = format!("cm-{}-our-{side}", case.name);
+            if case.over_v6 {
+                let run = move |c: &mut Ctx<'_>| cm_case(c, case, Ip::V6, our_client);
+                all.push(Scenario::new(6, format!("{name}-v6"), direction, run).peer());
+            }
+            let run = move |c: &mut Ctx<'_>| cm_case(c, case, Ip::V4, our_client);
+            all.push(Scenario::new(2, name, direction, run).peer().ci());
+        }
     }
     all.push(Scenario::new(2, "cm-unreachable", KernelToOurs, unreachable));
+    all.push(Scenario::new(
+        2,
+        "cm-unreachable-our-client",
+        OursToKernel,
+        our_side_gives_up,
+    ));
     all
 }
 
@@ -114,6 +123,8 @@ pub(super) fn ucmatose_client(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> 
 /// length with them.
 struct Case {
     name: &'static str,
+    /// IPv6 has it, too: what events and private data look like there.
+    over_v6: bool,
     /// `accept`, `reject`, or nothing at all listens.
     server: Option<&'static str>,
     server_data: &'static str,
@@ -135,6 +146,7 @@ const DOWN: &str = "RDMA_CM_EVENT_DISCONNECTED status 0 data 0 ";
 const CASES: &[Case] = &[
     Case {
         name: "client-disconnects",
+        over_v6: true,
         server: Some("accept"),
         server_data: "5e4f2a",
         server_hold: None,
@@ -144,6 +156,7 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "server-disconnects",
+        over_v6: false,
         server: Some("accept"),
         server_data: "5e4f2a",
         server_hold: Some("300"),
@@ -153,6 +166,7 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "both-disconnect",
+        over_v6: false,
         server: Some("accept"),
         server_data: "5e4f2a",
         server_hold: Some("300"),
@@ -162,6 +176,7 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "reject",
+        over_v6: true,
         server: Some("reject"),
         server_data: "0bad5e",
         server_hold: None,
@@ -171,6 +186,7 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "nobody-listens",
+        over_v6: true,
         server: None,
         server_data: "",
         server_hold: None,
@@ -183,8 +199,8 @@ const CASES: &[Case] = &[
 const PORT: &str = "7200";
 
 /// One side of a connection, ours or the peer's.
-fn side(c: &Ctx<'_>, ours: bool, role: &str, data: &str, hold: Option<&str>) -> Result<Proc, Error> {
-    let (host, far) = (c.host(Ip::V4)?.to_string(), c.far.addr(Ip::V4)?.to_string());
+fn side(c: &Ctx<'_>, ip: Ip, ours: bool, role: &str, data: &str, hold: Option<&str>) -> Result<Proc, Error> {
+    let (host, far) = (c.host(ip)?.to_string(), c.far.addr(ip)?.to_string());
     if ours {
         let mut args = vec!["cm", role, "--port", PORT, "--data", data];
         if role == "connect" {
@@ -193,7 +209,7 @@ fn side(c: &Ctx<'_>, ours: bool, role: &str, data: &str, hold: Option<&str>) -> 
         if let Some(ms) = hold {
             args.extend(["--hold", ms]);
         }
-        return c.ours(Ip::V4, "our-cm", &args);
+        return c.ours(ip, "our-cm", &args);
     }
     let data = if data.is_empty() { "-" } else { data };
     let hold = hold.unwrap_or("-1");
@@ -208,24 +224,24 @@ fn events(text: &str) -> Vec<&str> {
     text.lines().filter(|l| l.starts_with("RDMA_CM_EVENT")).collect()
 }
 
-fn cm_case(c: &mut Ctx<'_>, case: &'static Case, our_client: bool) -> Result<String, Error> {
+fn cm_case(c: &mut Ctx<'_>, case: &'static Case, ip: Ip, our_client: bool) -> Result<String, Error> {
     let mut server = None;
     // Our half is needed even if it does not listen: somebody must refuse.
     let mut idle = None;
     match case.server {
         Some(role) => {
-            let mut s = side(c, !our_client, role, case.server_data, case.server_hold)?;
+            let mut s = side(c, ip, !our_client, role, case.server_data, case.server_hold)?;
             s.wait_for("listening", Duration::from_secs(60))?;
             server = Some(s);
         }
         None if !our_client => {
-            let mut device = c.ours(Ip::V4, "our-device", &["cm", "accept", "--port", "7999"])?;
+            let mut device = c.ours(ip, "our-device", &["cm", "accept", "--port", "7999"])?;
             device.wait_for("listening", Duration::from_secs(60))?;
             idle = Some(device);
         }
         None => {}
     }
-    let client = side(c, our_client, "connect", CLIENT_DATA, case.client_hold)?.finish(Duration::from_secs(150))?;
+    let client = side(c, ip, our_client, "connect", CLIENT_DATA, case.client_hold)?.finish(Duration::from_secs(150))?;
     let server = server
         .map(|mut s| s.finish(Duration::from_secs(150)))
         .transpose()?
@@ -255,15 +271,52 @@ fn unreachable(c: &mut Ctx<'_>) -> Result<String, Error> {
     let ["RDMA_CM_EVENT_UNREACHABLE status -110 data 0 "] = events(&text)[..] else {
         return Err(format!("the client saw\n{text}").into());
     };
-    let lines = c.frames()?;
-    let times: Vec<f64> = lines
-        .lines()
-        .filter(|l| l.contains("(CM REQ)"))
-        .filter_map(frame_time)
-        .collect();
+    let times = requests(c)?;
     let gaps = times.windows(2).all(|w| (5.5..8.0).contains(&(w[1] - w[0])));
     if times.len() != 16 || !gaps {
         return Err(format!("requests at {times:?}").into());
     }
     Ok("unreachable after 16 requests: passed".to_owned())
+}
+
+/// When requests were captured, s.
+fn requests(c: &Ctx<'_>) -> Result<Vec<f64>, Error> {
+    let lines = c.frames()?;
+    let requests = lines.lines().filter(|l| l.contains("(CM REQ)"));
+    Ok(requests.filter_map(frame_time).collect())
+}
+
+/// The guest drops what comes for RoCE: all else of it answers. The filter's modules have to be named here.
+const DEAF: &str = "\
+    set -e; modprobe cls_u32; modprobe act_gact; tc qdisc add dev eth0 handle ffff: ingress\n\
+    tc filter add dev eth0 parent ffff: protocol ip u32 match ip protocol 17 0xff match ip dport 4791 0xffff action drop";
+const NOT_DEAF: &str = "tc qdisc del dev eth0 ingress";
+/// After which time our side gives up (`CmConfig::give_up`), and when that would not be it any more: the kernel takes 103 s.
+const GIVE_UP: [Duration; 2] = [Duration::from_secs(10), Duration::from_secs(40)];
+
+/// The kernel never answers our requests, although somebody listens there.
+fn our_side_gives_up(c: &mut Ctx<'_>) -> Result<String, Error> {
+    let mut server = side(c, Ip::V4, false, "accept", "", None)?;
+    server.wait_for("listening", Duration::from_secs(60))?;
+    c.guest()?.run(DEAF, 60)?;
+    let t0 = Instant::now();
+    let text = side(c, Ip::V4, true, "connect", CLIENT_DATA, None)
+        .and_then(|mut client| client.finish(Duration::from_secs(150)));
+    let took = t0.elapsed();
+    c.guest()?.run(NOT_DEAF, 60)?;
+    let text = text?;
+    let ["RDMA_CM_EVENT_UNREACHABLE status -110 data 0 "] = events(&text)[..] else {
+        return Err(format!("the client saw\n{text}").into());
+    };
+    if !events(&server.text()).is_empty() {
+        return Err(format!("the server saw\n{}", server.text()).into());
+    }
+    // After 0.25 s, and then each time twice as long: six requests, if this machine has the time.
+    let times = requests(c)?;
+    let gaps: Vec<f64> = times.windows(2).map(|w| w[1] - w[0]).collect();
+    let longer = gaps.windows(2).all(|w| w[1] > 1.3 * w[0]);
+    if !(4..=6).contains(&times.len()) || !longer || !(GIVE_UP[0]..GIVE_UP[1]).contains(&took) {
+        return Err(format!("requests at {times:?}, given up after less than {took:?}").into());
+    }
+    Ok(format!("unreachable after {} requests: passed", times.len()))
 }
