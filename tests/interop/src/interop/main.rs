@@ -14,7 +14,7 @@ mod specs;
 
 use std::{
     fs,
-    net::{IpAddr, Ipv6Addr},
+    net::IpAddr,
     path::{Path, PathBuf},
     process::ExitCode,
     sync::atomic::Ordering,
@@ -81,12 +81,13 @@ pub(crate) struct Cli {
     /// The ferroce program [default: beside this one]
     #[arg(long, global = true)]
     ferroce: Option<PathBuf>,
-    /// Address of another host to run against, where the other half (--peer-script) runs
-    #[arg(long, value_name = "ADDRESS")]
+    /// Another host to run against, where the other half (--peer-script) runs: an address, or a name (its IPv4 address if
+    /// it has one)
+    #[arg(long, value_name = "HOST", value_parser = peer_mode::resolve)]
     peer: Option<IpAddr>,
-    /// Its IPv6 address, for the scenarios over IPv6, if --peer is its IPv4 address
-    #[arg(long, requires = "peer", value_name = "ADDRESS")]
-    peer_v6: Option<Ipv6Addr>,
+    /// Its IPv6 address, or a name that has one, for the scenarios over IPv6, if --peer is its IPv4 address
+    #[arg(long, requires = "peer", value_name = "HOST", value_parser = peer_mode::resolve_v6)]
+    peer_v6: Option<IpAddr>,
     /// TCP port of the other half
     #[arg(long, default_value_t = 7001)]
     peer_port: u16,
@@ -150,7 +151,28 @@ fn capture(cli: &Cli, args: &capture::Args) -> Result<(), Error> {
 }
 
 /// Runs what was chosen; what could not be run is in the result as such.
-fn scenarios(cli: &Cli, chosen: &[Scenario]) -> Result<Vec<Outcome>, Error> {
+fn scenarios(cli: &Cli, chosen: Vec<Scenario>) -> Result<Vec<Outcome>, Error> {
+    let (elsewhere, here): (Vec<_>, Vec<_>) = chosen.into_iter().partition(|s| s.elsewhere.is_some());
+    let mut outcomes = match here.is_empty() {
+        true => Vec::new(),
+        false => in_the_lab(cli, &here)?,
+    };
+    for s in &elsewhere {
+        let why = s.elsewhere.unwrap_or_default().to_owned();
+        let mut outcome = Outcome::new(s, Verdict::NotRun, 0.0, why);
+        // It counts for who asks for it.
+        outcome.optional = cli.only.is_empty();
+        println!(
+            "{}{}",
+            outcome.line(),
+            if outcome.optional { " (does not count)" } else { "" }
+        );
+        outcomes.push(outcome);
+    }
+    Ok(outcomes)
+}
+
+fn in_the_lab(cli: &Cli, chosen: &[Scenario]) -> Result<Vec<Outcome>, Error> {
     catch_signals()?;
     let mut dir = RunDir::new()?;
     let mut outcomes = Vec::new();
@@ -163,19 +185,6 @@ fn scenarios(cli: &Cli, chosen: &[Scenario]) -> Result<Vec<Outcome>, Error> {
     let reason = why.err().map(|e| e.to_string()).unwrap_or_default();
     for s in &chosen[outcomes.len()..] {
         outcomes.push(Outcome::new(s, Verdict::NotRun, 0.0, reason.clone()));
-    }
-    if cli.peer.is_none() && cli.only.is_empty() {
-        println!("hardware-peer is not run (no --peer HOST), and does not count");
-        outcomes.push(Outcome {
-            name: "hardware-peer".to_owned(),
-            number: 1,
-            direction: scenarios::Direction::Both.text(),
-            guest: "any RoCE device".to_owned(),
-            result: Verdict::NotRun,
-            seconds: 0.0,
-            detail: "no --peer HOST".to_owned(),
-            optional: true,
-        });
     }
     Ok(outcomes)
 }
@@ -197,14 +206,8 @@ fn write_results(cli: &Cli, outcomes: &[Outcome]) -> Result<(), Error> {
     Ok(())
 }
 
-fn run_cli(cli: &Cli) -> Result<ExitCode, Error> {
-    if let Some(Task::Capture(args)) = &cli.command {
-        return capture(cli, args).map(|()| ExitCode::SUCCESS);
-    }
-    if cli.peer_script {
-        print!("{}", peer_mode::script());
-        return Ok(ExitCode::SUCCESS);
-    }
+/// The scenarios that the options name.
+fn chosen(cli: &Cli) -> Vec<Scenario> {
     let mut chosen = scenarios::all();
     if cli.peer.is_some() {
         // Its MTU is what it is.
@@ -214,15 +217,31 @@ fn run_cli(cli: &Cli) -> Result<ExitCode, Error> {
         let named = cli.only.is_empty() || cli.only.iter().any(|o| s.name.contains(o));
         named && (cli.set == Set::Full || s.ci) && (cli.peer.is_none() || s.peer)
     });
+    chosen
+}
+
+fn run_cli(cli: &Cli) -> Result<ExitCode, Error> {
+    if let Some(Task::Capture(args)) = &cli.command {
+        return capture(cli, args).map(|()| ExitCode::SUCCESS);
+    }
+    if cli.peer_script {
+        print!("{}", peer_mode::script());
+        return Ok(ExitCode::SUCCESS);
+    }
+    let chosen = chosen(cli);
     if cli.list {
         chosen.iter().for_each(|s| println!("{}", s.name));
         return Ok(ExitCode::SUCCESS);
     }
     if chosen.is_empty() {
-        eprintln!("ferroce-interop: no scenario has such a name; --list shows them");
+        eprintln!(
+            "ferroce-interop: no scenario{}{} has such a name; --list shows them",
+            if cli.set == Set::Ci { " of the set ci" } else { "" },
+            if cli.peer.is_some() { " for a peer" } else { "" },
+        );
         return Ok(ExitCode::from(2));
     }
-    let outcomes = scenarios(cli, &chosen)?;
+    let outcomes = scenarios(cli, chosen)?;
     write_results(cli, &outcomes)?;
     let count = |r| outcomes.iter().filter(|o| o.result == r && !o.optional).count();
     let (passed, failed, missing) = (count(Verdict::Passed), count(Verdict::Failed), count(Verdict::NotRun));
@@ -239,4 +258,29 @@ fn main() -> ExitCode {
         eprintln!("ferroce-interop: {e}");
         ExitCode::FAILURE
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::{Cli, Verdict, chosen, scenarios};
+
+    #[test]
+    fn a_device_is_a_scenario_that_the_lab_does_not_run() {
+        let cli = |args: &[&str]| Cli::parse_from([&["ferroce-interop"], args].concat());
+        assert!(chosen(&cli(&["--list"])).iter().any(|s| s.name == "hardware-peer"));
+        let asked = cli(&["--only", "hardware-peer"]);
+        let outcomes = scenarios(&asked, chosen(&asked)).expect("outcomes");
+        let [outcome] = &outcomes[..] else {
+            panic!("{outcomes:?}")
+        };
+        assert_eq!((outcome.result, outcome.optional), (Verdict::NotRun, false));
+        assert_eq!(outcome.detail, "no --peer HOST");
+        assert!(
+            chosen(&cli(&["--peer", "127.0.0.1"]))
+                .iter()
+                .all(|s| s.elsewhere.is_none())
+        );
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::{
     io::{PipeWriter, Write as _},
-    net::{IpAddr, UdpSocket},
+    net::{IpAddr, ToSocketAddrs as _, UdpSocket},
     path::Path,
     process::Command,
     time::Duration,
@@ -41,6 +41,28 @@ pub(crate) struct Peer {
     pub(crate) interface: String,
     /// The other half, if we started it.
     _started: Option<Started>,
+}
+
+/// Addresses of a host, which may be an address itself.
+fn addresses(host: &str) -> Result<Vec<IpAddr>, String> {
+    let found = (host, 0).to_socket_addrs().map_err(|e| format!("no such host: {e}"))?;
+    Ok(found.map(|addr| addr.ip()).collect())
+}
+
+/// The address of `--peer`: the first of IPv4, else the first of IPv6. A name may have more of them than are on the RoCE
+/// network; who means another one gives it.
+pub(crate) fn resolve(host: &str) -> Result<IpAddr, String> {
+    let found = addresses(host)?;
+    let v4 = found.iter().find(|addr| addr.is_ipv4());
+    v4.or(found.first())
+        .copied()
+        .ok_or_else(|| "it has no address".to_owned())
+}
+
+/// The address of `--peer-v6`.
+pub(crate) fn resolve_v6(host: &str) -> Result<IpAddr, String> {
+    let v6 = addresses(host)?.into_iter().find(IpAddr::is_ipv6);
+    v6.ok_or_else(|| "it has no IPv6 address".to_owned())
 }
 
 /// The address that packets to `far` leave from.
@@ -113,7 +135,7 @@ impl Peer {
     /// Finds the way to the peer and waits until its half runs.
     pub(crate) fn find(cli: &Cli, places: &Places) -> Result<Option<Self>, Error> {
         let Some(host) = cli.peer else { return Ok(None) };
-        let mut addrs = [None, cli.peer_v6.map(IpAddr::V6)];
+        let mut addrs = [None, cli.peer_v6];
         addrs[usize::from(host.is_ipv6())] = Some(host);
         let far = Far {
             v4: addrs[0],
@@ -152,5 +174,24 @@ impl Peer {
             interface,
             _started: started,
         }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{resolve, resolve_v6};
+
+    #[test]
+    fn a_peer_is_an_address_or_a_name() {
+        for host in ["192.0.2.1", "2001:db8::1"] {
+            assert_eq!(resolve(host).map(|a| a.to_string()).as_deref(), Ok(host));
+        }
+        assert_eq!(resolve("localhost").map(|a| a.is_loopback()), Ok(true));
+        assert_eq!(
+            resolve_v6("2001:db8::1").map(|a| a.to_string()).as_deref(),
+            Ok("2001:db8::1")
+        );
+        assert_eq!(resolve_v6("192.0.2.1"), Err("it has no IPv6 address".to_owned()));
+        assert!(resolve("no such host").is_err_and(|e| e.starts_with("no such host: ")));
     }
 }

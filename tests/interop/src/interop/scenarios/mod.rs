@@ -74,6 +74,8 @@ pub(crate) struct Scenario {
     pub(crate) guests: u8,
     /// Runs against another host as well.
     pub(crate) peer: bool,
+    /// It stands for what only another host can show: why the lab itself does not run it.
+    pub(crate) elsewhere: Option<&'static str>,
     pub(crate) run: Run,
 }
 
@@ -100,6 +102,7 @@ impl Scenario {
             netem_later: false,
             guests: 1,
             peer: false,
+            elsewhere: None,
             run: Box::new(run),
         }
     }
@@ -138,6 +141,11 @@ impl Scenario {
         self
     }
 
+    fn elsewhere(mut self, why: &'static str) -> Self {
+        self.elsewhere = Some(why);
+        self
+    }
+
     /// Whether its programs talk over this protocol.
     pub(crate) fn needs(&self, ip: Ip) -> bool {
         let over_v6 = self.name.contains("-v6");
@@ -147,6 +155,9 @@ impl Scenario {
 
     /// For the table.
     pub(crate) fn setting(&self) -> String {
+        if self.elsewhere.is_some() {
+            return "any RoCE device".to_owned();
+        }
         let Shape { cpus, mtu } = self.shape;
         let cpus = if cpus == 1 {
             "1 CPU".to_owned()

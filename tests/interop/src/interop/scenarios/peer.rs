@@ -15,9 +15,13 @@ pub(super) fn list() -> Vec<Scenario> {
     vec![
         Scenario::new(1, "peer-script-by-hand", Direction::Both, by_hand),
         Scenario::new(6, "peer-script-by-ssh", Direction::Both, by_ssh).ci(),
+        Scenario::new(1, "hardware-peer", Direction::Both, |_| Err(NO_PEER.into())).elsewhere(NO_PEER),
         Scenario::new(6, "peer-script-interrupted", Direction::OursToKernel, interrupted),
     ]
 }
+
+/// Why the scenarios have not run against a device.
+const NO_PEER: &str = "no --peer HOST";
 
 /// The lab itself has 7001.
 const PORT: &str = "7002";
