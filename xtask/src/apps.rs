@@ -56,7 +56,7 @@ pub(crate) fn suite(full: bool) -> Result<Tally> {
     let _ = std::fs::remove_file(&json);
     let mut command = Command::new(matrix);
     command.arg("--ferroce").arg(ferroce).arg("--json").arg(&json);
-    command.args(["--set", if full { "all" } else { "ci" }]);
+    command.args(["--set", if full { "full" } else { "ci" }]);
     let status = process::Guard::spawn("ferroce-apps", &mut command)?.wait()?;
     Tally::from_json(&json).map_err(|e| format!("apps ended with {status}: {e}"))
 }

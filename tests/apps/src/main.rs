@@ -30,7 +30,7 @@ enum Set {
     /// One or two cases of each program
     Ci,
     /// Everything
-    All,
+    Full,
 }
 
 #[derive(Parser)]
@@ -48,7 +48,7 @@ struct Cli {
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
     /// How many cases
-    #[arg(long, value_enum, default_value_t = Set::All)]
+    #[arg(long, value_enum, default_value_t = Set::Full)]
     set: Set,
     /// Write the outcomes to a file
     #[arg(long, value_name = "FILE")]
@@ -75,7 +75,7 @@ struct Cli {
 
 fn chosen(cli: &Cli) -> Vec<Case> {
     let mut all = matrix::all();
-    all.retain(|case| cli.set == Set::All || case.ci);
+    all.retain(|case| cli.set == Set::Full || case.ci);
     all.retain(|case| cli.only.is_empty() || cli.only.iter().any(|text| case.name.contains(text.as_str())));
     all
 }
@@ -147,5 +147,19 @@ fn main() -> ExitCode {
             eprintln!("error: {text}");
             ExitCode::FAILURE
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::{Cli, chosen};
+
+    #[test]
+    fn the_sets_are_named_as_those_of_the_other_suites() {
+        let of = |set| chosen(&Cli::try_parse_from(["apps", "--set", set]).unwrap_or_else(|e| panic!("{e}"))).len();
+        let (ci, full) = (of("ci"), of("full"));
+        assert!(0 < ci && ci < full, "{ci} {full}");
     }
 }
