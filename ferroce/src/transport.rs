@@ -12,8 +12,9 @@ use crate::{
     units::{memory, seconds},
 };
 
-/// Silent heartbeats that end a path.
-const MISSED: u32 = 3;
+/// Silent heartbeats that end a path, as in the kernel (`RTRS_HB_MISSED_MAX`): with one a second, a network that is away for
+/// three is survived.
+const MISSED: u32 = 5;
 
 #[derive(Args)]
 #[command(next_help_heading = "Transport options")]
@@ -30,7 +31,7 @@ pub(crate) struct TransportArgs {
     /// Receive each packet with a call of its own
     #[arg(long)]
     no_gro: bool,
-    /// Ask a silent peer for a sign of life this often; after three times without an answer it counts as dead
+    /// Ask a silent peer for a sign of life this often; after five times without an answer it counts as dead
     #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "1")]
     heartbeat: Duration,
     /// Write every packet sent and received to this file

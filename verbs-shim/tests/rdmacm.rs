@@ -4,7 +4,7 @@
 use std::{
     ffi::{c_int, c_void},
     io,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 // The library under test; its functions are reached by their C names.
@@ -379,7 +379,6 @@ fn a_forked_child(p: &Program) {
 #[test]
 fn commands_over_the_real_transport() {
     setup();
-    let started = Instant::now();
     let p = Program::new();
     connects_and_disconnects(&p);
     refusals(&p);
@@ -396,5 +395,4 @@ fn commands_over_the_real_transport() {
     let mut file = tempfile::tempfile().unwrap();
     io::Write::write_all(&mut file, b"bytes").unwrap();
     assert_eq!(file.metadata().unwrap().len(), 5);
-    println!("{:?}", started.elapsed());
 }

@@ -1,1 +1,1 @@
-//! The Provider over hardware verbs (cargo feature hardware).
+//! Reserved for the `Provider` over hardware verbs; there is nothing here yet.

@@ -47,6 +47,8 @@ pub(crate) struct Responder {
     pub(crate) srq: Option<Arc<SharedReceiveQueue>>,
     /// A gap or a missing receive was reported: what comes out of order is dropped until `expected` arrives.
     reported: bool,
+    /// The packet at hand is the one that a report asked for.
+    resumed: bool,
     /// A packet has arrived since RTR.
     pub(crate) established: bool,
     /// In error, with a refusal still to be sent.
@@ -63,6 +65,7 @@ impl Responder {
             receive: None,
             srq: None,
             reported: false,
+            resumed: false,
             established: false,
             closing: false,
             replies: Replies::new(first),
@@ -206,7 +209,7 @@ impl QueuePair {
         let seq = expected.nearest(packet.header.bth.psn);
         match seq.cmp(&expected) {
             Ordering::Equal => {
-                self.resp.reported = false;
+                self.resp.resumed = core::mem::take(&mut self.resp.reported);
                 // The gap is closed before its report went out. It may have stood for an acknowledgement.
                 if matches!(self.resp.replies.ack, AckDue::Refuse(..)) {
                     self.resp.replies.ack = AckDue::Ack;
@@ -595,10 +598,13 @@ impl QueuePair {
         self.push_recv(ctx, completion);
     }
 
-    /// ACKNOWLEDGE: READs and atomics are answered with data, the others on request.
+    /// ACKNOWLEDGE: READs and atomics are answered with data, the others on request, and when the peer goes on after a
+    /// report. rdma_rxe takes a retry off its count for every NAK and gives it back for acknowledgements only
+    /// (`rxe_comp.c`: `check_ack`): without this one, a long message fails on a lossy path although it advances.
     fn acknowledge(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
         let class = packet.header.bth.opcode.info().class;
-        if matches!(class, Class::Send | Class::Write) && packet.header.bth.ack_req {
+        let wanted = packet.header.bth.ack_req || self.resp.resumed;
+        if matches!(class, Class::Send | Class::Write) && wanted {
             self.resp.replies.ack_due(ctx);
         }
     }

@@ -1,6 +1,6 @@
 //! The layouts of `infiniband/verbs.h` (rdma-core 44, x86-64 and other LP64 machines), by their C names.
 //!
-//! `tests/layout.rs` compares sizes and offsets with the installed headers. Enumerations are plain integers here: their
+//! `layout.rs` compares sizes and offsets with the installed headers. Enumerations are plain integers here: their
 //! values come from the program.
 #![allow(non_camel_case_types)]
 

@@ -4,7 +4,7 @@ use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use roce_bth::{Class, Opcode, Packet, Psn};
+use roce_bth::{Class, Opcode, Packet, Psn, Syndrome};
 use roce_mem::Region;
 use roce_qp::{TxKind, WindowConfig};
 use roce_verbs::{Instant, Mtu, SendOp};
@@ -368,4 +368,38 @@ fn responses_find_a_pace_that_a_greedy_requester_can_take() {
         assert!(sent < 10 * PACKETS);
     }
     assert!(sent < PACKETS * 5 / 2, "{sent} packets for {PACKETS}");
+}
+
+#[test]
+fn progress_after_a_gap_is_acknowledged_unasked() {
+    let mut p = Pair::new(Setup::default());
+    let len = 10 << 10;
+    let (src, dst) = (p.a.filled(len, 1), p.b.region(len));
+    p.a.send(1, SendOp::Write(at(&dst, 0)), &[sge(&src, 0, len)]);
+    let sent: Vec<_> = p.a.drain().into_iter().map(|(_, b)| b).collect();
+    let lost = 3;
+    let asks = |bytes: &[u8]| Packet::parse(bytes).unwrap().header.bth.ack_req;
+    assert!(
+        !asks(&sent[lost]) && !asks(&sent[lost + 1]),
+        "else the test shows nothing"
+    );
+    for bytes in &sent[..lost] {
+        p.b.handle(bytes);
+    }
+    let psn = |i: usize| Packet::parse(&sent[i]).unwrap().header.bth.psn;
+    let mut answer = |i: usize| {
+        p.b.handle(&sent[i]);
+        let mut out = p.b.drain().into_iter().map(|(_, bytes)| {
+            let header = Packet::parse(&bytes).unwrap().header;
+            (
+                header.bth.psn,
+                matches!(header.aeth.unwrap().syndrome, Syndrome::Ack(_)),
+            )
+        });
+        (out.next(), out.next())
+    };
+    assert_eq!(answer(lost + 1), (Some((psn(lost), false)), None));
+    assert_eq!(answer(lost + 2), (None, None), "a gap is reported once");
+    assert_eq!(answer(lost), (Some((psn(lost), true)), None));
+    assert_eq!(answer(lost + 1), (None, None), "the next goes without");
 }
