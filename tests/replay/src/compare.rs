@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use roce_bth::{Class, Header, Packet, Psn, Syndrome};
+use roce_bth::{Class, Header, NakCode, Packet, Psn, Syndrome};
 use serde::Deserialize;
 
 /// In what our engine and the captured side differ.
@@ -16,6 +16,8 @@ pub enum Kind {
     NoAckRequest,
     /// Positive acknowledgements that only one of the two sent, and that another one covers.
     AckCoalescing,
+    /// Ours acknowledges the packet that its NAK asked for, at once; theirs says it later, with something that implies it.
+    AckAfterRefusal,
     /// The acknowledgement of a duplicate: ours has the duplicate's PSN, theirs a later one that was executed (IBA C9-105
     /// allows both).
     DuplicateAck,
@@ -64,6 +66,7 @@ impl Kind {
         matches!(
             self,
             Self::AckRequest
+                | Self::AckAfterRefusal
                 | Self::DuplicateAck
                 | Self::ReadResumed
                 | Self::GapAfterRnr
@@ -263,6 +266,8 @@ fn is_resumed(theirs: &[u8], ours: &[u8]) -> bool {
 pub(crate) struct Answers {
     /// Ours, not matched yet; with the PSN of the duplicate that it answers, if it is one.
     pub(crate) ready: VecDeque<(Vec<u8>, Option<Psn>)>,
+    /// What ours asked for with its last NAK.
+    asked: Option<Psn>,
 }
 
 impl Answers {
@@ -284,7 +289,7 @@ impl Answers {
                 return (found, false);
             };
             if ours == theirs {
-                self.ready.pop_front();
+                self.take();
                 return (found, true);
             }
             let text = format!("theirs {}, ours {}", describe(theirs), describe(ours));
@@ -316,8 +321,8 @@ impl Answers {
                 found.push((Kind::DuplicateAck, text));
             } else if is_positive(&o) && !o.bth.psn.is_after(t.bth.psn) {
                 // Ours said it apart; theirs says it now, or with something that implies it.
-                found.push((Kind::AckCoalescing, text));
-                self.ready.pop_front();
+                found.push((self.apart(&o), text));
+                self.take();
                 continue;
             } else if is_positive(&t) {
                 found.push((Kind::AckCoalescing, text));
@@ -328,20 +333,42 @@ impl Answers {
             } else {
                 found.push((Kind::Answer, text));
             }
-            self.ready.pop_front();
+            self.take();
             return (found, false);
+        }
+    }
+
+    /// Ours is done with.
+    fn take(&mut self) {
+        let Some((ours, _)) = self.ready.pop_front() else {
+            return;
+        };
+        let Some(h) = header(&ours) else { return };
+        let syndrome = h.aeth.map(|a| a.syndrome);
+        if let Some(Syndrome::Rnr(_) | Syndrome::Nak(NakCode::PsnSequenceError)) = syndrome {
+            self.asked = Some(h.bth.psn);
+        }
+    }
+
+    /// The kind of a positive acknowledgement that only ours sent.
+    fn apart(&self, ours: &Header) -> Kind {
+        match self.asked == Some(ours.bth.psn) {
+            true => Kind::AckAfterRefusal,
+            false => Kind::AckCoalescing,
         }
     }
 
     /// What ours sent and theirs did not.
     pub(crate) fn rest(&mut self) -> Vec<(Kind, String)> {
-        let kind = |body: &[u8]| match header(body) {
-            Some(h) if is_positive(&h) => Kind::AckCoalescing,
-            _ => Kind::OnlyOurAnswer,
-        };
-        self.ready
-            .drain(..)
-            .map(|(ours, _)| (kind(&ours), format!("ours {}", describe(&ours))))
-            .collect()
+        let mut found = Vec::new();
+        while let Some((ours, _)) = self.ready.front() {
+            let kind = match header(ours) {
+                Some(h) if is_positive(&h) => self.apart(&h),
+                _ => Kind::OnlyOurAnswer,
+            };
+            found.push((kind, format!("ours {}", describe(ours))));
+            self.take();
+        }
+        found
     }
 }
