@@ -230,6 +230,14 @@ static void cmd_state(void)
 	fprintf(out, "ok %d\n", a.qp_state);
 }
 
+/* psn: the PSNs of the queue pair as the device tells them, sending and receiving. */
+static void cmd_psn(void)
+{
+	struct ibv_qp_attr a; struct ibv_qp_init_attr ia;
+	if (!qp || ibv_query_qp(qp, &a, IBV_QP_SQ_PSN | IBV_QP_RQ_PSN, &ia)) { fail("query"); return; }
+	fprintf(out, "ok %u %u\n", a.sq_psn, a.rq_psn);
+}
+
 /* The queue pair (but not the memory) goes away. */
 static void cmd_destroy(void)
 {
@@ -276,6 +284,7 @@ static void serve(int fd)
 		else if (!strncmp(line, "check ", 6)) cmd_fill(rest, 1);
 		else if (!strncmp(line, "word ", 5)) cmd_word(rest);
 		else if (!strncmp(line, "state", 5)) cmd_state();
+		else if (!strncmp(line, "psn", 3)) cmd_psn();
 		else if (!strncmp(line, "destroy", 7)) cmd_destroy();
 		else if (!strncmp(line, "error", 5)) cmd_error();
 		else fprintf(out, "err unknown command\n");

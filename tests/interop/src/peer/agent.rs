@@ -158,6 +158,12 @@ impl Agent {
         Self::number(&words, 0)
     }
 
+    /// The next PSN that its queue pair sends, and that it takes.
+    pub(crate) fn psns(&mut self) -> Result<(u32, u32), Error> {
+        let words = self.call("psn")?;
+        Ok((Self::number(&words, 0)?, Self::number(&words, 1)?))
+    }
+
     pub(crate) fn post(&mut self, p: AgentPost) -> Result<(), Error> {
         const SIGNALED: u32 = 2;
         let AgentPost {

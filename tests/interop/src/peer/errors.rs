@@ -16,6 +16,7 @@ use crate::{
     agent::{
         ALL_ACCESS, Agent, AgentMem, AgentPost, CMP_SWAP, FETCH_ADD, READ, SEND, SEND_IMM, SEND_INV, WRITE, WRITE_IMM,
     },
+    wrap::{packets, start},
 };
 
 /// Arguments.
@@ -39,12 +40,18 @@ pub(crate) struct Args {
     /// Write the results into this file.
     #[arg(long)]
     record: Option<PathBuf>,
-    /// Only cases whose name contains this.
+    /// Only cases whose name contains this; may be given several times.
     #[arg(long)]
-    only: Option<String>,
+    only: Vec<String>,
     /// Leave out cases where the specification leaves the result to the implementation.
     #[arg(long)]
     strict_only: bool,
+}
+
+impl Args {
+    fn takes(&self, name: &str) -> bool {
+        self.only.is_empty() || self.only.iter().any(|o| name.contains(o.as_str()))
+    }
 }
 
 const SIZE: usize = 64 << 10;
@@ -141,6 +148,15 @@ fn case(name: &str, posts: &[Post]) -> Case {
 }
 
 impl Case {
+    /// The first PSN of the `n`th case: if its first message is one of several packets, the PSNs pass 0 within that.
+    fn psn(&self, n: usize, mtu: u32) -> u32 {
+        let count = self.posts.first().map_or(1, |p| packets(p.len as usize, mtu as usize));
+        match count {
+            0 | 1 => 0x00ff_ffff - 2 * n as u32,
+            many => start(many),
+        }
+    }
+
     fn recvs(mut self, lens: &[u32]) -> Self {
         self.recvs = lens.iter().map(|&len| Recv { len, spoil_lkey: 0 }).collect();
         self
@@ -587,13 +603,12 @@ pub(crate) fn run(args: &Args) -> Result<(), Error> {
     let mut wrong = 0;
     let cases = [key_cases(), local_cases(), queue_cases()].concat();
     for (n, case) in cases.iter().enumerate() {
-        let wanted =
-            args.only.as_ref().is_none_or(|o| case.name.contains(o.as_str())) && (case.strict || !args.strict_only);
+        let wanted = args.takes(&case.name) && (case.strict || !args.strict_only);
         if !wanted {
             continue;
         }
         let known = expected.as_ref().and_then(|e| e.get(&case.name));
-        let psn = 0x00ff_ffff - 2 * n as u32;
+        let psn = case.psn(n, args.mtu);
         let ending = Pair::new(&mut requester, &mut responder, case, args.mtu, psn)
             .and_then(|mut pair| pair.run(case, known))
             .map_err(|e| format!("{}: {e}", case.name))?;

@@ -11,6 +11,7 @@ mod rping;
 mod serve;
 mod ucmatose;
 mod vanish;
+mod wrap;
 
 use std::{net::IpAddr, path::PathBuf, process::ExitCode};
 
@@ -52,6 +53,8 @@ enum Command {
     Errors(errors::Args),
     /// A requester whose peer goes away.
     Vanish(vanish::Args),
+    /// A few operations each way between two agents.
+    Exchange(vanish::Args),
     /// Runs a program on a host with host-agent.
     Far(far::Args),
 }
@@ -61,6 +64,7 @@ fn run(cli: Cli) -> Result<(), Error> {
         Command::Errors(args) => return errors::run(args),
         Command::Far(args) => return far::run(args),
         Command::Vanish(args) => return vanish::run(args),
+        Command::Exchange(args) => return vanish::exchange(args),
         _ => {}
     }
     let addr = cli.addr.ok_or("--addr is missing")?;
@@ -78,6 +82,7 @@ fn run(cli: Cli) -> Result<(), Error> {
         Command::Errors(args) => errors::run(&args),
         Command::Far(args) => far::run(&args),
         Command::Vanish(args) => vanish::run(&args),
+        Command::Exchange(args) => vanish::exchange(&args),
     };
     println!("counters: {:?}", device.stats());
     result

@@ -18,6 +18,7 @@ use crate::{
         pattern,
     },
     link::{Far, Link, Wire, addr_gid, gid_addr},
+    wrap,
 };
 
 /// Arguments.
@@ -41,22 +42,31 @@ pub(crate) struct Args {
     /// How often everything is done.
     #[arg(long, default_value_t = 1)]
     rounds: u64,
-    /// The agent's device may lack memory windows: then nothing of its is invalidated.
+    /// The agent's device is not rdma_rxe: it may lack memory windows (then nothing of its is invalidated), and need not
+    /// tell how far its PSNs are.
     #[arg(long)]
-    windows_optional: bool,
+    pub(crate) windows_optional: bool,
 }
 
 const WAIT_MS: u32 = 60_000;
 
-struct Test<P: Provider> {
+/// What all connections have in common.
+pub(crate) struct Plan<'a> {
+    pub(crate) local: IpAddr,
+    pub(crate) mtu: Mtu,
+    pub(crate) args: &'a Args,
+}
+
+/// A connection on which operations are done one after another.
+pub(crate) struct Test<P: Provider> {
     link: Link<P>,
-    agent: Agent,
+    pub(crate) agent: Agent,
     /// Our memory: the first half is the source, the second the sink; likewise the agent's.
     ours: P::Mr,
     theirs: AgentMem,
     half: usize,
     seed: u64,
-    done: u32,
+    pub(crate) done: u32,
     /// The window that was invalidated last.
     last_window: Option<RemoteAddr>,
 }
@@ -70,51 +80,11 @@ pub(crate) fn run<P: Provider>(provider: &P, local: IpAddr, args: &Args) -> Resu
         .into_iter()
         .find(|m| m.bytes() == args.mtu)
         .ok_or("no such path MTU")?;
-    let mut agent = Agent::connect(args.agent, Duration::from_secs(60))?;
-    let (qpn, gid) = agent.create(64, 64, 2, 64)?;
-    let half = args.largest.max(4096).next_multiple_of(4096);
-    let theirs = agent.mem(2 * half, ALL_ACCESS)?;
-    let link = Link::new(
-        provider,
-        QpCaps {
-            max_send_wr: 64,
-            max_recv_wr: 64,
-            ..QpCaps::default()
-        },
-    )?;
-    let rights = AccessFlags::LOCAL_WRITE
-        | AccessFlags::REMOTE_WRITE
-        | AccessFlags::REMOTE_READ
-        | AccessFlags::REMOTE_ATOMIC
-        | AccessFlags::MW_BIND;
-    let ours = provider.alloc_mr(&link.pd, 2 * half, rights)?;
-    let psn = Psn::new(args.psn);
-    let far = Far {
-        qpn: Qpn::new(qpn),
-        psn,
-        addr: gid_addr(gid.parse()?),
-    };
-    let wire = Wire {
-        mtu,
-        timeout: args.timeout,
-        retry_cnt: 6,
-        rnr_retry: 6,
-        rd_atomic: 8,
-    };
-    link.bring_up(local, psn, far, wire)?;
-    let (our_qpn, our_gid) = (link.qp.qpn().value(), addr_gid(local));
-    agent.call(&format!("rtr {our_qpn} {our_gid} {} {} 12 8", args.psn, mtu as u8))?;
-    agent.call(&format!("rts {} {} 6 6 8", args.psn, args.timeout))?;
-    let mut test = Test {
-        link,
-        agent,
-        ours,
-        theirs,
-        half,
-        seed: 1,
-        done: 0,
-        last_window: None,
-    };
+    let agent = Agent::connect(args.agent, Duration::from_secs(60))?;
+    let plan = Plan { local, mtu, args };
+    let (agent, wrapped) = wrap::run(provider, &plan, agent)?;
+    let mut test = Test::open(provider, &plan, agent, args.psn, args.largest)?;
+    test.done = wrapped;
 
     let m = args.mtu;
     let sizes = [0, 1, m - 1, m, m + 1, 3 * m + 5, 64 << 10, 1 << 20, 8 << 20];
@@ -145,6 +115,58 @@ pub(crate) fn run<P: Provider>(provider: &P, local: IpAddr, args: &Args) -> Resu
 }
 
 impl<P: Provider> Test<P> {
+    /// Connects with new queue pairs and new memory at both ends, which start with this PSN.
+    pub(crate) fn open(
+        provider: &P,
+        plan: &Plan<'_>,
+        mut agent: Agent,
+        psn: u32,
+        largest: usize,
+    ) -> Result<Self, Error> {
+        let (mtu, timeout) = (plan.mtu, plan.args.timeout);
+        let (qpn, gid) = agent.create(64, 64, 2, 64)?;
+        let half = largest.max(4096).next_multiple_of(4096);
+        let theirs = agent.mem(2 * half, ALL_ACCESS)?;
+        let caps = QpCaps {
+            max_send_wr: 64,
+            max_recv_wr: 64,
+            ..QpCaps::default()
+        };
+        let link = Link::new(provider, caps)?;
+        let rights = AccessFlags::LOCAL_WRITE
+            | AccessFlags::REMOTE_WRITE
+            | AccessFlags::REMOTE_READ
+            | AccessFlags::REMOTE_ATOMIC
+            | AccessFlags::MW_BIND;
+        let ours = provider.alloc_mr(&link.pd, 2 * half, rights)?;
+        let far = Far {
+            qpn: Qpn::new(qpn),
+            psn: Psn::new(psn),
+            addr: gid_addr(gid.parse()?),
+        };
+        let wire = Wire {
+            mtu,
+            timeout,
+            retry_cnt: 6,
+            rnr_retry: 6,
+            rd_atomic: 8,
+        };
+        link.bring_up(plan.local, Psn::new(psn), far, wire)?;
+        let (our_qpn, our_gid) = (link.qp.qpn().value(), addr_gid(plan.local));
+        agent.call(&format!("rtr {our_qpn} {our_gid} {psn} {} 12 8", mtu as u8))?;
+        agent.call(&format!("rts {psn} {timeout} 6 6 8"))?;
+        Ok(Self {
+            link,
+            agent,
+            ours,
+            theirs,
+            half,
+            seed: 1,
+            done: 0,
+            last_window: None,
+        })
+    }
+
     /// A new pattern number.
     fn next_seed(&mut self) -> u64 {
         self.seed += 1;
@@ -207,7 +229,7 @@ impl<P: Provider> Test<P> {
     }
 
     /// SEND and SEND with immediate from us.
-    fn messages_out(&mut self, len: usize) -> Result<(), Error> {
+    pub(crate) fn messages_out(&mut self, len: usize) -> Result<(), Error> {
         for imm in [None, Some(0x1234_5678)] {
             let seed = self.next_seed();
             self.ours.write(0, &pattern(seed, len))?;
@@ -229,7 +251,7 @@ impl<P: Provider> Test<P> {
     }
 
     /// SEND and SEND with immediate from the agent.
-    fn messages_in(&mut self, len: usize) -> Result<(), Error> {
+    pub(crate) fn messages_in(&mut self, len: usize) -> Result<(), Error> {
         for (op, imm) in [(SEND, 0), (SEND_IMM, 0x9abc_def0)] {
             let seed = self.next_seed();
             let what = format!("the agent's SEND of {len} bytes, opcode {op}");
@@ -272,18 +294,27 @@ impl<P: Provider> Test<P> {
         }
     }
 
-    /// WRITE, WRITE with immediate and READ from us.
-    fn one_sided_out(&mut self, len: usize) -> Result<(), Error> {
+    /// WRITE from us.
+    pub(crate) fn write_out(&mut self, len: usize) -> Result<(), Error> {
         let seed = self.next_seed();
         self.ours.write(0, &pattern(seed, len))?;
-        self.post(
-            &format!("our WRITE of {len} bytes"),
-            SendOp::Write(self.remote(self.half)),
-            0,
-            len,
-        )?;
-        self.their_check(self.half, len, seed)?;
+        let what = format!("our WRITE of {len} bytes");
+        self.post(&what, SendOp::Write(self.remote(self.half)), 0, len)?;
+        self.their_check(self.half, len, seed)
+    }
 
+    /// READ from us.
+    pub(crate) fn read_out(&mut self, len: usize) -> Result<(), Error> {
+        let seed = self.next_seed();
+        self.their_fill(0, len, seed)?;
+        let what = format!("our READ of {len} bytes");
+        self.post(&what, SendOp::Read(self.remote(0)), self.half, len)?;
+        self.our_check(&what, self.half, len, seed)
+    }
+
+    /// WRITE, WRITE with immediate and READ from us.
+    fn one_sided_out(&mut self, len: usize) -> Result<(), Error> {
+        self.write_out(len)?;
         let seed = self.next_seed();
         self.ours.write(0, &pattern(seed, len))?;
         self.agent.recv(seed, self.theirs.id, 0, 0)?;
@@ -295,19 +326,12 @@ impl<P: Provider> Test<P> {
             _ => return Err(format!("{what}: the agent saw {wcs:?}").into()),
         }
         self.their_check(self.half, len, seed)?;
-
-        let seed = self.next_seed();
-        self.their_fill(0, len, seed)?;
-        let what = format!("our READ of {len} bytes");
-        self.post(&what, SendOp::Read(self.remote(0)), self.half, len)?;
-        self.our_check(&what, self.half, len, seed)
+        self.read_out(len)
     }
 
-    /// WRITE, WRITE with immediate and READ from the agent.
-    fn one_sided_in(&mut self, len: usize) -> Result<(), Error> {
-        let (raddr, rkey) = (self.ours.addr(), self.ours.rkey().0);
-        let sink = raddr + self.half as u64;
-        let len32 = u32::try_from(len)?;
+    /// WRITE from the agent.
+    pub(crate) fn write_in(&mut self, len: usize) -> Result<(), Error> {
+        let raddr = self.ours.addr() + self.half as u64;
         let seed = self.next_seed();
         let what = format!("the agent's WRITE of {len} bytes");
         self.their_fill(0, len, seed)?;
@@ -315,14 +339,39 @@ impl<P: Provider> Test<P> {
             &what,
             AgentPost {
                 op: WRITE,
-                len: len32,
-                raddr: sink,
-                rkey,
+                len: u32::try_from(len)?,
+                raddr,
+                rkey: self.ours.rkey().0,
                 ..AgentPost::default()
             },
         )?;
-        self.our_check(&what, self.half, len, seed)?;
+        self.our_check(&what, self.half, len, seed)
+    }
 
+    /// READ from the agent.
+    pub(crate) fn read_in(&mut self, len: usize) -> Result<(), Error> {
+        let seed = self.next_seed();
+        self.ours.write(0, &pattern(seed, len))?;
+        let what = format!("the agent's READ of {len} bytes");
+        self.agent_post(
+            &what,
+            AgentPost {
+                op: READ,
+                off: self.half as u64,
+                len: u32::try_from(len)?,
+                raddr: self.ours.addr(),
+                rkey: self.ours.rkey().0,
+                ..AgentPost::default()
+            },
+        )?;
+        self.their_check(self.half, len, seed)
+    }
+
+    /// WRITE, WRITE with immediate and READ from the agent.
+    fn one_sided_in(&mut self, len: usize) -> Result<(), Error> {
+        self.write_in(len)?;
+        let (sink, rkey) = (self.ours.addr() + self.half as u64, self.ours.rkey().0);
+        let len32 = u32::try_from(len)?;
         let seed = self.next_seed();
         let what = format!("the agent's WRITE of {len} bytes with immediate");
         self.their_fill(0, len, seed)?;
@@ -347,23 +396,7 @@ impl<P: Provider> Test<P> {
             return Err(format!("{what}: {wc:?}").into());
         }
         self.our_check(&what, self.half, len, seed)?;
-
-        let seed = self.next_seed();
-        self.ours.write(0, &pattern(seed, len))?;
-        let what = format!("the agent's READ of {len} bytes");
-        let off = self.half as u64;
-        self.agent_post(
-            &what,
-            AgentPost {
-                op: READ,
-                off,
-                len: len32,
-                raddr,
-                rkey,
-                ..AgentPost::default()
-            },
-        )?;
-        self.their_check(self.half, len, seed)
+        self.read_in(len)
     }
 
     fn atomics_out(&mut self) -> Result<(), Error> {

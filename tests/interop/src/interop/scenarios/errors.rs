@@ -12,21 +12,52 @@ use crate::{
 pub(super) fn list() -> Vec<Scenario> {
     use Direction::{KernelToKernel, KernelToOurs, OursToKernel};
     vec![
-        Scenario::new(7, "errors-ours-asks", OursToKernel, |c| errors(c, true))
+        Scenario::new(7, "errors-ours-asks", OursToKernel, |c| errors(c, Ip::V4, true, &[]))
             .peer()
             .ci(),
-        Scenario::new(7, "errors-kernel-asks", KernelToOurs, |c| errors(c, false))
+        Scenario::new(7, "errors-kernel-asks", KernelToOurs, |c| errors(c, Ip::V4, false, &[]))
             .peer()
             .ci(),
-        Scenario::new(7, "errors-ours-asks-mtu9000", OursToKernel, |c| errors(c, true)).shape(JUMBO),
-        Scenario::new(7, "errors-kernel-asks-mtu9000", KernelToOurs, |c| errors(c, false)).shape(JUMBO),
+        Scenario::new(7, "errors-ours-asks-v6", OursToKernel, |c| {
+            errors(c, Ip::V6, true, &SHORT)
+        })
+        .peer(),
+        Scenario::new(7, "errors-kernel-asks-v6", KernelToOurs, |c| {
+            errors(c, Ip::V6, false, &SHORT)
+        })
+        .peer(),
+        Scenario::new(7, "errors-ours-asks-mtu9000", OursToKernel, |c| {
+            errors(c, Ip::V4, true, &[])
+        })
+        .shape(JUMBO),
+        Scenario::new(7, "errors-kernel-asks-mtu9000", KernelToOurs, |c| {
+            errors(c, Ip::V4, false, &[])
+        })
+        .shape(JUMBO),
         Scenario::new(7, "errors-two-kernels", KernelToKernel, two_kernels).guests(2),
-        Scenario::new(7, "vanish-our-process-killed", KernelToOurs, our_process_killed)
-            .peer()
-            .ci(),
-        Scenario::new(7, "vanish-guest-killed", OursToKernel, guest_killed).ci(),
+        Scenario::new(7, "vanish-our-process-killed", KernelToOurs, |c| {
+            our_process_killed(c, Ip::V4)
+        })
+        .peer()
+        .ci(),
+        Scenario::new(7, "vanish-our-process-killed-v6", KernelToOurs, |c| {
+            our_process_killed(c, Ip::V6)
+        })
+        .peer(),
+        Scenario::new(7, "vanish-guest-killed", OursToKernel, |c| guest_killed(c, Ip::V4)).ci(),
     ]
 }
+
+/// Parts of the names of cases that are enough to see that addresses don't matter: refused accesses, late receives, retries
+/// that are used up, with one packet and with many.
+const SHORT: [&str; 6] = [
+    "bad-rkey",
+    "send-too-long",
+    "rnr-send-late-many",
+    "rnr-exhausted-3",
+    "peer-destroyed",
+    "retries-exhausted-3",
+];
 
 /// What two kernels reported.
 fn expectations() -> PathBuf {
@@ -34,27 +65,26 @@ fn expectations() -> PathBuf {
 }
 
 /// Our own agent and where it listens.
-fn our_agent(c: &Ctx<'_>) -> Result<(Proc, SocketAddr), Error> {
-    let mut agent = c.ours(Ip::V4, "our-agent", &["agent", "--port", &AGENT_PORT.to_string()])?;
+fn our_agent(c: &Ctx<'_>, ip: Ip, name: &str) -> Result<(Proc, SocketAddr), Error> {
+    let mut agent = c.ours(ip, name, &["agent", "--port", &AGENT_PORT.to_string()])?;
     agent.wait_for("agent ready", Duration::from_secs(30))?;
-    Ok((agent, SocketAddr::new(c.host(Ip::V4)?, AGENT_PORT)))
+    Ok((agent, SocketAddr::new(c.host(ip)?, AGENT_PORT)))
 }
 
-fn errors(c: &mut Ctx<'_>, ours_asks: bool) -> Result<String, Error> {
-    let (mut ours, here) = our_agent(c)?;
-    let (mut theirs, there) = c.far.agent("verbs-agent", Ip::V4, &c.dir)?;
+/// Our agent and the kernel's; all cases, or those whose names contain one of `only`.
+fn errors(c: &mut Ctx<'_>, ip: Ip, ours_asks: bool, only: &[&str]) -> Result<String, Error> {
+    let (mut ours, here) = our_agent(c, ip, "our-agent")?;
+    let (mut theirs, there) = c.far.agent("verbs-agent", ip, &c.dir)?;
     let (requester, responder) = if ours_asks { (here, there) } else { (there, here) };
-    let out = driver(
-        c,
-        requester,
-        responder,
-        &[
-            "--expect",
-            &expectations().display().to_string(),
-            "--ours",
-            if ours_asks { "requester" } else { "responder" },
-        ],
-    )?;
+    let expect = expectations().display().to_string();
+    let mut how = vec![
+        "--expect",
+        &expect,
+        "--ours",
+        if ours_asks { "requester" } else { "responder" },
+    ];
+    how.extend(only.iter().flat_map(|name| ["--only", name]));
+    let out = driver(c, requester, responder, &how)?;
     ours.finish(Duration::from_secs(30))?;
     theirs.finish(Duration::from_secs(30))?;
     verdict(&out)
@@ -111,20 +141,40 @@ fn vanish(c: &Ctx<'_>, requester: SocketAddr, responder: SocketAddr) -> Result<P
     Ok(vanish)
 }
 
-fn our_process_killed(c: &mut Ctx<'_>) -> Result<String, Error> {
-    let (mut ours, here) = our_agent(c)?;
-    let (_theirs, there) = c.far.agent("verbs-agent", Ip::V4, &c.dir)?;
-    let mut vanish = vanish(c, there, here)?;
-    ours.kill();
-    verdict(&vanish.finish(Duration::from_secs(120))?)
+/// The agents, one of which was started again, do a few operations over a new connection.
+fn exchange(c: &Ctx<'_>, requester: SocketAddr, responder: SocketAddr) -> Result<String, Error> {
+    let (requester, responder) = (requester.to_string(), responder.to_string());
+    let ends = ["--requester", &requester, "--responder", &responder];
+    let args = [&["exchange"][..], &ends, &["--mtu", c.path_mtu()]].concat();
+    let peer = c.places.peer.display().to_string();
+    verdict(&c.tool("exchange", &peer, &args, 120)?)
 }
 
-fn guest_killed(c: &mut Ctx<'_>) -> Result<String, Error> {
-    let (_ours, here) = our_agent(c)?;
-    let (_theirs, there) = c.far.agent("verbs-agent", Ip::V4, &c.dir)?;
+fn our_process_killed(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
+    let (mut ours, here) = our_agent(c, ip, "our-agent")?;
+    let (mut theirs, there) = c.far.agent("verbs-agent", ip, &c.dir)?;
+    let mut vanish = vanish(c, there, here)?;
+    ours.kill();
+    let ended = verdict(&vanish.finish(Duration::from_secs(120))?)?;
+    let (mut ours, here) = our_agent(c, ip, "our-agent-again")?;
+    let again = exchange(c, there, here)?;
+    ours.finish(Duration::from_secs(30))?;
+    theirs.finish(Duration::from_secs(30))?;
+    Ok(format!("{ended}; {again}"))
+}
+
+fn guest_killed(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
+    let (mut ours, here) = our_agent(c, ip, "our-agent")?;
+    let (theirs, there) = c.far.agent("verbs-agent", ip, &c.dir)?;
     let mut vanish = vanish(c, here, there)?;
     c.guest()?.kill();
     let out = vanish.finish(Duration::from_secs(120));
+    drop(theirs);
     c.guest()?.reboot()?;
-    verdict(&out?)
+    let ended = verdict(&out?)?;
+    let (mut theirs, there) = c.far.agent("verbs-agent-again", ip, &c.dir)?;
+    let again = exchange(c, here, there)?;
+    ours.finish(Duration::from_secs(30))?;
+    theirs.finish(Duration::from_secs(30))?;
+    Ok(format!("{ended}; {again}"))
 }

@@ -31,6 +31,9 @@ pub(super) fn list() -> Vec<Scenario> {
         };
         let one = tag == "loss1";
         add("ops", Both, one, |c| ops::ops(c, Ip::V4));
+        if one {
+            add("ops-v6", Both, false, |c| ops::ops(c, Ip::V6));
+        }
         add("pingpong-our-server", KernelToOurs, false, |c| {
             ops::pingpong_server(c, Ip::V4)
         });
