@@ -375,6 +375,32 @@ fn a_forked_child(p: &Program) {
     }
 }
 
+/// A child of vfork, which has the parent's memory, closes all descriptors before it executes a program: the parent's
+/// channels go on.
+fn a_vforked_child(p: &Program) {
+    extern "C" fn closes(fd: *mut c_void) -> c_int {
+        // SAFETY: the child's copy of the descriptor.
+        unsafe { libc::close(fd as c_int) }
+    }
+    let listener = p.listener(100, TCP);
+    let mut stack = vec![0u128; 16 << 10];
+    let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::SIGCHLD;
+    let top = stack.as_mut_ptr_range().end.cast();
+    // SAFETY: the child has a stack of its own, that nobody looks at before it has ended.
+    let child = unsafe { libc::clone(closes, top, flags, p.fd as *mut c_void) };
+    assert!(child > 0, "{}", io::Error::last_os_error());
+    let mut status = 0;
+    // SAFETY: our own child.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert_eq!(status, 0);
+    let active = p.routed(200, TCP, PORT);
+    p.connect(active, b"after the vfork");
+    let request = p.expect(event::CONNECT_REQUEST);
+    for id in [active, request.id, listener] {
+        p.destroy(id);
+    }
+}
+
 /// One test, because the library's device is the process's.
 #[test]
 fn commands_over_the_real_transport() {
@@ -386,6 +412,7 @@ fn commands_over_the_real_transport() {
     resolves_datagram_services(&p);
     waiting(&p);
     a_forked_child(&p);
+    a_vforked_child(&p);
     drop(p);
     // Channels come and go; descriptors that are no channels are written to as ever.
     for _ in 0..100 {

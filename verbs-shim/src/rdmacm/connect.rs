@@ -187,7 +187,7 @@ impl<B: Backend> Ucma<B> {
             Ok(()) if param.valid != 0 => ctx.uid = uid,
             Ok(()) => {}
             Err(e) => {
-                let _ = backend.reject(ctx.handle()?, RejectReason::CONSUMER, &[]);
+                let _ = Self::refuse(ctx, backend, RejectReason::CONSUMER, &[]);
                 return Err(e);
             }
         }
@@ -237,6 +237,10 @@ impl<B: Backend> Ucma<B> {
         };
         let (ctx, backend) = self.get_with(fd, id)?;
         ctx.place()?;
+        Self::refuse(ctx, backend, RejectReason(reason.into()), data)
+    }
+
+    fn refuse(ctx: &Context<B>, backend: &mut B, reason: RejectReason, data: &[u8]) -> Result<()> {
         let handle = ctx.handle()?;
         match ctx.service {
             Service::Datagram => {
@@ -247,7 +251,7 @@ impl<B: Backend> Ucma<B> {
                 };
                 backend.answer(handle, &answer)
             }
-            _ => backend.reject(handle, RejectReason(reason.into()), data),
+            _ => backend.reject(handle, reason, data),
         }
     }
 

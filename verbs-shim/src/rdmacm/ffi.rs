@@ -8,7 +8,10 @@ use std::{
     os::fd::RawFd,
     panic::{AssertUnwindSafe, catch_unwind},
     ptr,
-    sync::{Mutex, MutexGuard, Once, PoisonError},
+    sync::{
+        Mutex, MutexGuard, Once, PoisonError,
+        atomic::{AtomicI64, Ordering},
+    },
     time::Instant,
 };
 
@@ -43,6 +46,20 @@ unsafe extern "C-unwind" {
 static CHANNELS: FdSet = FdSet::new();
 /// Those of them that are being closed, which takes as long as the device does.
 static CLOSING: FdSet = FdSet::new();
+/// The process that [`CHANNELS`] tells of. A child of vfork (Python's subprocess, posix_spawn) has the parent's memory but
+/// descriptors of its own, and closes them before it executes a program.
+static OWNER: AtomicI64 = AtomicI64::new(0);
+
+/// This process. Asked of the kernel: a child of vfork shares whatever is remembered.
+fn own_pid() -> i64 {
+    // SAFETY: no arguments.
+    unsafe { libc::syscall(libc::SYS_getpid) }
+}
+
+/// Whether a descriptor is an event channel of this process.
+fn is_channel(fd: RawFd) -> bool {
+    CHANNELS.contains(fd) && OWNER.load(Ordering::Relaxed) == own_pid()
+}
 
 /// What is kept, and the process that it was made in.
 struct Global {
@@ -69,13 +86,18 @@ extern "C" fn after_fork() {
     HELD.with(|h| h.borrow_mut().take());
 }
 
+extern "C" fn after_fork_in_child() {
+    OWNER.store(own_pid(), Ordering::Relaxed);
+    after_fork();
+}
+
 /// Watches for forks, once. This lock is taken before those of the devices: handlers run in reverse.
 fn watch_forks() {
     static HANDLERS: Once = Once::new();
     fork::watch();
     HANDLERS.call_once(|| {
         // SAFETY: plain functions of this library, which is never unloaded.
-        let failed = unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
+        let failed = unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork_in_child)) };
         if failed != 0 {
             tracing::error!("pthread_atfork failed: forked children must not use RDMA_CM");
         }
@@ -120,6 +142,7 @@ fn open_channel() -> Result<*mut RdmaEventChannel> {
     }
     let opened = with(|ucma| {
         let fd = ucma.open_channel()?;
+        OWNER.store(own_pid(), Ordering::Relaxed);
         CHANNELS.insert(fd).map(|()| fd).inspect_err(|_| {
             ucma.close_channel(fd);
             // SAFETY: the channel has given its descriptor up to us.
@@ -191,7 +214,7 @@ fn forget_channel(fd: RawFd) {
 /// As the C library's.
 #[unsafe(no_mangle)]
 unsafe extern "C-unwind" fn close(fd: c_int) -> c_int {
-    if CHANNELS.contains(fd) {
+    if is_channel(fd) {
         forget_channel(fd);
     }
     // SAFETY: the caller's.
@@ -204,7 +227,7 @@ unsafe extern "C-unwind" fn close(fd: c_int) -> c_int {
 /// As the C library's. A command's addresses are the program's, for as many bytes as the command says.
 #[unsafe(no_mangle)]
 unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: usize) -> isize {
-    if !CHANNELS.contains(fd) {
+    if !is_channel(fd) {
         // SAFETY: the caller's.
         return unsafe { libc_write(fd, buf, len) };
     }

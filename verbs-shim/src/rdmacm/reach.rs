@@ -19,6 +19,9 @@ use super::{
     ucma::Ucma,
 };
 
+/// How many ports that others leave free are looked at for one that is free here too.
+const PORT_TRIES: usize = 64;
+
 /// Whether IPv6 sockets leave IPv4 to others unless they say otherwise (`net.ipv6.bindv6only`).
 fn v6_only() -> bool {
     static SETTING: OnceLock<bool> = OnceLock::new();
@@ -97,12 +100,21 @@ impl<B: Backend> Ucma<B> {
             let kept = kept.inspect_err(|_| self.ports.release(number, port, owner.id))?;
             return Ok((port, Some(kept.1)));
         }
-        let (found, hold) = self.backend.reserve(space, 0, addr, owner.reuse)?;
-        let owner = Owner {
-            local: owner.local.with_port(found),
-            ..owner
-        };
-        Ok((self.ports.bind(number, owner)?, Some(hold)))
+        // What is free among processes may be another id's here: those that are refused are kept until one fits, so that
+        // none comes twice.
+        let mut refused = Vec::new();
+        loop {
+            let (found, hold) = self.backend.reserve(space, 0, addr, owner.reuse)?;
+            let owner = Owner {
+                local: owner.local.with_port(found),
+                ..owner
+            };
+            match self.ports.bind(number, owner) {
+                Ok(port) => return Ok((port, Some(hold))),
+                Err(e) if refused.len() == PORT_TRIES => return Err(e),
+                Err(_) => refused.push(hold),
+            }
+        }
     }
 
     /// Finds the way to a peer (`rdma_resolve_addr`). ADDR_RESOLVED or ADDR_ERROR follows.

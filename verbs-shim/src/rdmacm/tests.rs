@@ -61,6 +61,8 @@ impl Handle for Thing {
 struct Fake {
     log: Log,
     next: u64,
+    /// How many ports were chosen, from 40,000 on.
+    given: u16,
     fail: Cell<Option<Errno>>,
 }
 
@@ -121,7 +123,11 @@ impl Backend for Fake {
 
     fn reserve(&mut self, space: PortSpace, port: u16, addr: Option<IpAddr>, _: bool) -> Result<(u16, Thing)> {
         let hold = self.thing(format!("reserve {space:?} {port} {addr:?}"))?;
-        Ok((if port == 0 { 40_000 } else { port }, hold))
+        if port != 0 {
+            return Ok((port, hold));
+        }
+        self.given += 1;
+        Ok((39_999 + self.given, hold))
     }
 
     fn listen(&mut self, args: &ListenArgs) -> Result<Thing> {
@@ -523,6 +529,29 @@ fn ports_are_kept_from_other_processes() {
 }
 
 #[test]
+fn a_port_that_is_only_free_elsewhere_is_passed_over() {
+    let mut p = Program::new();
+    let bind = |id: u32, addr: &str| Bytes::default().u64(0).raw(&sockaddr(addr).emit_in6()).u32(id);
+    for port in [40_000, 40_001] {
+        // As an id that only connects has one: other processes don't know of it.
+        let id = p.create(1, PortSpace::Tcp);
+        p.ucma
+            .bind(p.fd, id, sockaddr(&format!("10.0.0.1:{port}")), false)
+            .unwrap();
+    }
+    let id = p.create(2, PortSpace::Tcp);
+    p.run(Cmd::BindIp, bind(id, "10.0.0.1:0")).unwrap();
+    assert_eq!(p.ucma.get(p.fd, id).unwrap().local.port(), 40_002);
+    let mut log = p.log.take();
+    log[3..].sort();
+    assert_eq!(
+        log[3..],
+        ["end 1", "end 2"],
+        "the two are given back when one was found"
+    );
+}
+
+#[test]
 fn who_connects_too_early_asks_again() {
     let mut p = Program::new();
     let id = p.routed(1, PortSpace::Tcp);
@@ -641,7 +670,7 @@ fn a_loopback_address_without_a_device_stands_for_any() {
 fn a_datagram_listener_answers() {
     let mut p = Program::new();
     let (_, key) = p.listener(6, PortSpace::Udp);
-    for accept in [true, false] {
+    for (accept, fails) in [(true, false), (true, true), (false, false)] {
         let conn = p.ucma.backend.thing("ask".into()).unwrap();
         let number = conn.key;
         p.ucma.on_news(News::SidrRequest {
@@ -654,7 +683,11 @@ fn a_datagram_listener_answers() {
         let event = p.expect(EventType::ConnectRequest);
         assert_eq!(ud_param(&event).private_data_len, 180);
         p.log.take();
-        if accept {
+        if fails {
+            p.ucma.backend.fail.set(Some(Errno::INVAL));
+            assert_eq!(p.accept(event.id, 7, 1), Err(Errno::INVAL));
+            assert_eq!(p.log.take(), [format!("answer {number} 2 Qpn(0x000000)")]);
+        } else if accept {
             p.accept(event.id, 7, 1).unwrap();
             assert_eq!(p.log.take(), [format!("answer {number} 0 Qpn(0x000077)")]);
         } else {
