@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 use roce_net::{EventSink, links::LinkChange};
 use roce_port::{ConnId, ListenId, PortCmEvent, PortSpace, RxMeta, ServiceId};
 use roce_verbs::{
-    AsyncEvent,
+    AsyncEvent, PathMtus,
     provider::{CmChannel, CmEvent, CmEventKind, CmId, ConnParams, QueuePair, RejectReason, VerbsError},
 };
 
@@ -257,10 +257,11 @@ impl EventSink for Router {
         }
     }
 
-    fn links(&self, changes: Vec<(String, LinkChange)>) {
+    fn links(&self, changes: Vec<(String, LinkChange)>) -> Option<PathMtus> {
         for event in self.port.follow(&changes) {
             self.async_event(event);
         }
+        self.port.path_mtus()
     }
 
     fn closed(&self) {

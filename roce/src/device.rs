@@ -17,7 +17,7 @@ use roce_net::{
 };
 use roce_port::{Port, PortConfig, PortCounters, QpnSlot, RxMeta};
 use roce_qp::WindowConfig;
-use roce_verbs::{AsyncEvent, DeviceLimits, Mtu, provider::VerbsError};
+use roce_verbs::{AsyncEvent, DeviceLimits, Mtu, PathMtus, provider::VerbsError};
 
 use crate::{cm::Router, port::PortView, queue::EventQueue, shared, tap::PcapTap};
 
@@ -200,24 +200,23 @@ fn random() -> Result<[u8; 32], VerbsError> {
     Ok(seed)
 }
 
-/// The path MTU to use: what the interface carries, unless less was asked for.
-fn choose_mtu(config: &DeviceConfig) -> Result<Mtu, VerbsError> {
-    let fits = match iface::path_mtu(config.addr) {
-        Ok(mtu) => mtu,
+/// The path MTUs to use: what the interfaces carry, unless less was asked for.
+fn choose_mtus(addr: IpAddr, wanted: Option<Mtu>) -> Result<PathMtus, VerbsError> {
+    let fits = match iface::path_mtus(addr) {
+        Ok(mtus) => mtus,
         Err(e) if e.kind() == std::io::ErrorKind::AddrNotAvailable => {
-            return Err(VerbsError::Address(OpenError::NotLocal(config.addr).to_string()));
+            return Err(VerbsError::Address(OpenError::NotLocal(addr).to_string()));
         }
         Err(e) => return Err(io_error("finding the interface's MTU")(e)),
     };
-    match config.mtu {
-        Some(mtu) if mtu > fits => Err(VerbsError::Invalid(format!(
-            "path MTU {} does not fit the interface of {}, which carries {}: raise the interface's MTU to {} or more",
+    match wanted {
+        Some(mtu) if mtu > fits.most() => Err(VerbsError::Invalid(format!(
+            "path MTU {} does not fit the interface of {addr}, which carries {}: raise the interface's MTU to {} or more",
             mtu.bytes(),
-            config.addr,
-            fits.bytes(),
+            fits.most().bytes(),
             mtu.bytes() + Mtu::HEADERS as usize,
         ))),
-        Some(mtu) => Ok(mtu),
+        Some(mtu) => Ok(fits.at_most(mtu)),
         None => Ok(fits),
     }
 }
@@ -229,7 +228,7 @@ impl Device {
     /// # Errors
     /// When the port is taken (the text says by whom and what to do), the address is not ours, or the system refuses.
     pub fn open(config: DeviceConfig) -> Result<Self, VerbsError> {
-        let mtu = choose_mtu(&config)?;
+        let mtus = choose_mtus(config.addr, config.mtu)?;
         let udp = UdpConfig {
             addr: config.addr,
             receive_buffer: config.socket_buffer,
@@ -264,14 +263,14 @@ impl Device {
         let guid = config
             .guid
             .unwrap_or_else(|| u64::from_le_bytes(std::array::from_fn(|i| seed[i])));
-        Self::start(&config, path, tap, mtu, guid).map(|inner| Self(Arc::new(inner)))
+        Self::start(&config, path, tap, mtus, guid).map(|inner| Self(Arc::new(inner)))
     }
 
     fn start(
         config: &DeviceConfig,
         path: UdpDatapath,
         tap: Option<Box<dyn Tap>>,
-        mtu: Mtu,
+        mtus: PathMtus,
         guid: u64,
     ) -> Result<DeviceInner, VerbsError> {
         use roce_net::Datapath;
@@ -280,7 +279,9 @@ impl Device {
             true => vec![],
             false => vec![config.addr.to_canonical()],
         };
+        let mtu = mtus.usual();
         let mut port = PortConfig::new(local, mtu, guid);
+        port.mtus = mtus;
         port.src_ports = caps.src_ports;
         if let Some(slot) = config.qpn_slot {
             port.qpns = slot.qpns();
@@ -307,7 +308,7 @@ impl Device {
         };
         let router = Arc::new(Router::new(
             EventQueue::new().map_err(io_error("making an event queue"))?,
-            PortView::new(config.addr.to_canonical()),
+            PortView::new(config.addr.to_canonical(), config.mtu),
             config.services.clone(),
         ));
         let driver = DriverConfig {
@@ -343,9 +344,17 @@ impl Device {
         self.0.addr
     }
 
-    /// The largest path MTU.
+    /// The largest path MTU that holds from every address of the device.
     pub fn mtu(&self) -> Mtu {
         self.0.mtu
+    }
+
+    /// The largest path MTU from one of the device's addresses, as its interface is now.
+    ///
+    /// # Errors
+    /// When the device is closed.
+    pub fn mtu_from(&self, local: IpAddr) -> Result<Mtu, VerbsError> {
+        self.0.driver.with_quiet(|port, _| port.path_mtu(local)).map_err(closed)
     }
 
     /// Identifies the device to connection managers.

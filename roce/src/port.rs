@@ -14,7 +14,7 @@ use roce_net::{
     iface,
     links::LinkChange,
 };
-use roce_verbs::{AsyncEvent, Mtu, PKey, provider::VerbsError};
+use roce_verbs::{AsyncEvent, Mtu, PKey, PathMtus, provider::VerbsError};
 
 use crate::device::{Device, DeviceInner, DeviceStats, io_error};
 
@@ -61,6 +61,8 @@ pub(crate) struct PortView {
     /// The interface that has the device's address; `None`: it uses all.
     interface: Option<String>,
     addr: IpAddr,
+    /// Path MTU that was asked for.
+    wanted: Option<Mtu>,
     state: Mutex<State>,
     link_downed: AtomicU64,
 }
@@ -71,7 +73,7 @@ struct State {
 }
 
 impl PortView {
-    pub(crate) fn new(addr: IpAddr) -> Self {
+    pub(crate) fn new(addr: IpAddr, wanted: Option<Mtu>) -> Self {
         let interface = match addr.is_unspecified() {
             true => None,
             false => iface::interface_of(addr).ok().map(|(name, _)| name),
@@ -79,6 +81,7 @@ impl PortView {
         let view = Self {
             interface,
             addr,
+            wanted,
             state: Mutex::new(State {
                 gids: GidTable::default(),
                 active: false,
@@ -122,10 +125,7 @@ impl PortView {
         }
         match (core::mem::replace(&mut state.active, active), active) {
             (false, true) => events.push(AsyncEvent::PortActive),
-            (true, false) => {
-                self.link_downed.fetch_add(1, Ordering::Relaxed);
-                events.push(AsyncEvent::PortError);
-            }
+            (true, false) => events.push(AsyncEvent::PortError),
             _ => {}
         }
         events
@@ -133,11 +133,26 @@ impl PortView {
 
     /// What changes of interfaces mean for the device.
     pub(crate) fn follow(&self, changes: &[(String, LinkChange)]) -> Vec<AsyncEvent> {
-        let concerns = |name: &String| self.interface.as_ref().is_none_or(|mine| mine == name);
-        match changes.iter().any(|(name, _)| concerns(name)) {
-            true => self.refresh(),
-            false => vec![],
+        let mut concerns = changes.to_vec();
+        concerns.retain(|(name, _)| self.interface.as_ref().is_none_or(|mine| mine == name));
+        let downed = concerns
+            .iter()
+            .filter(|(_, change)| *change == LinkChange::Down)
+            .count();
+        self.link_downed.fetch_add(downed as u64, Ordering::Relaxed);
+        match concerns.is_empty() {
+            true => vec![],
+            false => self.refresh(),
         }
+    }
+
+    /// What the interfaces carry now.
+    pub(crate) fn path_mtus(&self) -> Option<PathMtus> {
+        let fits = iface::path_mtus(self.addr).ok()?;
+        Some(match self.wanted {
+            Some(mtu) => fits.at_most(mtu),
+            None => fits,
+        })
     }
 }
 
@@ -230,7 +245,7 @@ impl Device {
                 (false, false) => 3,
             },
             max_mtu: Mtu::B4096,
-            active_mtu: self.mtu(),
+            active_mtu: self.mtu_from(self.addr()).unwrap_or(self.mtu()),
             gid_tbl_len: gids::TABLE_LEN as u32,
             pkey_tbl_len: self.0.limits.max_pkeys,
             max_msg_size: self.0.limits.max_msg_size,

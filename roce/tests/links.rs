@@ -9,7 +9,7 @@ use std::{
 };
 
 use common::*;
-use roce::{AsyncEvent, Device, DeviceConfig};
+use roce::{AddressVector, AsyncEvent, Device, DeviceConfig, Mtu, QpState, QpType, QueuePair, ToRts, VerbsError};
 
 fn ip(args: &[&str]) {
     let done = Command::new("ip").args(args).output().unwrap();
@@ -95,4 +95,65 @@ fn link_local_addresses_work_like_others() {
         qb,
         ids: None,
     });
+}
+
+/// Brings a new queue pair to RTS on a path from an address to itself.
+fn reach(side: &Side, addr: IpAddr, mtu: Mtu) -> Result<(), VerbsError> {
+    let qp = side.qp();
+    let way = ToRts::new(AddressVector::new(addr, addr), mtu, qp.qpn());
+    let states = [QpState::Rtr, QpState::Rts];
+    states
+        .into_iter()
+        .try_for_each(|to| qp.modify(&way.step(QpType::Rc, to)))
+}
+
+#[test]
+fn a_path_carries_what_the_interface_of_its_own_address_does() {
+    if ran_in_namespace("a_path_carries_what_the_interface_of_its_own_address_does") || !is_inside() {
+        return;
+    }
+    let made = Command::new("ip")
+        .args([
+            "link", "add", "pair0", "mtu", "1500", "type", "veth", "peer", "name", "pair1",
+        ])
+        .output();
+    if !made.is_ok_and(|o| o.status.success()) {
+        // A kernel without veth.
+        return;
+    }
+    let (wire, lo): (IpAddr, IpAddr) = (Ipv4Addr::new(10, 9, 7, 1).into(), Ipv4Addr::LOCALHOST.into());
+    ip(&["addr", "add", "10.9.7.1/24", "dev", "pair0"]);
+    for name in ["pair0", "pair1"] {
+        ip(&["link", "set", name, "up"]);
+    }
+    let side = Side::new(Device::open(DeviceConfig::new(Ipv6Addr::UNSPECIFIED.into())).unwrap());
+    let from = |ip| side.device.mtu_from(ip).unwrap();
+    assert_eq!((from(lo), from(wire)), (Mtu::B4096, Mtu::B1024));
+    reach(&side, lo, Mtu::B4096).unwrap();
+    reach(&side, Ipv4Addr::new(127, 8, 0, 1).into(), Mtu::B4096).unwrap();
+    reach(&side, wire, Mtu::B1024).unwrap();
+    assert!(reach(&side, wire, Mtu::B2048).is_err());
+
+    ip(&["link", "set", "pair0", "mtu", "9000"]);
+    let until = Instant::now() + PATIENCE;
+    while from(wire) != Mtu::B4096 {
+        assert!(Instant::now() < until, "still {:?}", from(wire));
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    reach(&side, wire, Mtu::B4096).unwrap();
+
+    // Others run; this one's failure counts.
+    ip(&["link", "set", "pair0", "down"]);
+    let downed = || {
+        side.device
+            .hw_counters()
+            .iter()
+            .find(|(n, _)| *n == "link_downed")
+            .unwrap()
+            .1
+    };
+    while downed() == 0 {
+        assert!(Instant::now() < until, "no link went down");
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }

@@ -12,9 +12,11 @@ use crate::{
     abi::{ibv_context, ibv_context_ops, ibv_device, verbs_context},
     cq, cqex,
     device::VerbsDevice,
-    engine::Engine,
+    engine::{self, Engine},
     events::Entry,
-    fork, mr, mw, pd, post, qp, query,
+    fork,
+    links::Links,
+    mr, mw, pd, post, qp, query,
     queue::EventQueue,
     ret::{self, Errno, Result, object},
     srq, unsupported as no, xrc,
@@ -31,6 +33,8 @@ pub(crate) struct Core {
     pub(crate) events: EventQueue<Entry>,
     born: u32,
     engine: OnceLock<Arc<Engine>>,
+    /// Brings the events of the port; none where the system has no netlink.
+    _links: Option<Arc<Links>>,
     opening: Mutex<()>,
 }
 
@@ -95,13 +99,18 @@ impl Context {
         if cmd_fd < 0 {
             return Err(Errno::last());
         }
+        let links = engine::links();
         let core = Arc::new(Core {
             device,
             events,
             born: fork::generation(),
             engine: OnceLock::new(),
+            _links: links.clone(),
             opening: Mutex::new(()),
         });
+        if let Some(links) = links {
+            links.add(&core);
+        }
         let mut abi = verbs();
         abi.context.device = device.as_abi();
         abi.context.cmd_fd = cmd_fd;

@@ -1,6 +1,6 @@
 //! The list of devices: one for each interface that has an address.
 
-use std::{fs, net::IpAddr, ptr};
+use std::{fs, net::IpAddr, ptr, sync::atomic::AtomicU64};
 
 use libc::{c_char, c_int};
 use roce::{gids::device_names, iface};
@@ -25,6 +25,8 @@ pub(crate) struct VerbsDevice {
     pub(crate) interface: String,
     pub(crate) index: c_int,
     pub(crate) gids: GidTable,
+    /// How often the link went down while a device was open.
+    pub(crate) link_downed: AtomicU64,
 }
 
 // SAFETY: the pointers in it are null; everything is read only after it is made, but for the table, which has a lock.
@@ -63,6 +65,7 @@ impl VerbsDevice {
             interface: interface.to_owned(),
             index: index as c_int,
             gids: GidTable::new(interface, only),
+            link_downed: AtomicU64::new(0),
         }
     }
 

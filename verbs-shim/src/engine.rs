@@ -4,10 +4,8 @@ use std::{
     cell::RefCell,
     collections::HashMap,
     net::{IpAddr, Ipv6Addr},
-    os::fd::{AsRawFd, FromRawFd, OwnedFd},
     slice,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
-    thread::JoinHandle,
 };
 
 use roce::{AsyncEvent, Device, DeviceConfig, JoinConfig, VerbsError, verbs::EventSource};
@@ -18,16 +16,18 @@ use crate::{
     device::{self, VerbsDevice},
     events::{Entry, Target},
     fork,
+    links::Links,
     qp::SharedTarget,
     ret::{Errno, Result},
+    worker::Worker,
 };
 
 /// The transport, and the thread that hands its events to the contexts.
 pub(crate) struct Engine {
     pub(crate) device: Device,
     objects: Mutex<Objects>,
-    stop: OwnedFd,
-    thread: Mutex<Option<JoinHandle<()>>>,
+    /// Set once, right after it is made.
+    worker: Mutex<Option<Worker>>,
 }
 
 /// Who gets which events.
@@ -41,7 +41,7 @@ pub(crate) struct Objects {
     pub(crate) srqs: HashMap<u32, Target>,
     /// XRC domains that were opened by file: device and inode, and how often.
     pub(crate) xrcds: HashMap<(u64, u64), (roce::Xrcd, usize)>,
-    /// Contexts, for what concerns the port.
+    /// Contexts, for what concerns the device.
     pub(crate) contexts: Vec<Weak<crate::context::Core>>,
 }
 
@@ -65,16 +65,37 @@ impl Objects {
     }
 }
 
+/// What there is one of in a process while somebody uses it, with the generation that it was made in. A weak reference from
+/// before a fork has a count that is shared with nobody in this process.
+type Sole<T> = Option<(u32, Weak<T>)>;
+
 /// The tables of the process. `std` locks: they need nothing that a fork could leave half done.
-static ENGINE: Mutex<Option<(u32, Weak<Engine>)>> = Mutex::new(None);
+static ENGINE: Mutex<Sole<Engine>> = Mutex::new(None);
+static LINKS: Mutex<Sole<Links>> = Mutex::new(None);
 static DEVICES: Mutex<Vec<&'static VerbsDevice>> = Mutex::new(Vec::new());
 
 fn lock<T>(table: &'static Mutex<T>) -> MutexGuard<'static, T> {
     table.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// The one of this process, made if there is none.
+fn sole<T>(slot: &'static Mutex<Sole<T>>, open: impl FnOnce() -> Result<Arc<T>>) -> Result<Arc<T>> {
+    let mut slot = lock(slot);
+    let now = fork::generation();
+    if let Some((born, weak)) = &*slot
+        && *born == now
+        && let Some(one) = weak.upgrade()
+    {
+        return Ok(one);
+    }
+    let one = open()?;
+    *slot = Some((now, Arc::downgrade(&one)));
+    Ok(one)
+}
+
 type Held = (
-    MutexGuard<'static, Option<(u32, Weak<Engine>)>>,
+    MutexGuard<'static, Sole<Engine>>,
+    MutexGuard<'static, Sole<Links>>,
     MutexGuard<'static, Vec<&'static VerbsDevice>>,
 );
 
@@ -84,7 +105,7 @@ thread_local! {
 
 /// Before a fork: nobody else is in the tables.
 pub(crate) fn hold_tables() {
-    let held = (lock(&ENGINE), lock(&DEVICES));
+    let held = (lock(&ENGINE), lock(&LINKS), lock(&DEVICES));
     HELD.with(|h| *h.borrow_mut() = Some(held));
 }
 
@@ -96,6 +117,13 @@ pub(crate) fn release_tables() {
 /// All devices that were ever listed; they are never freed, since programs keep pointers to them.
 pub(crate) fn devices() -> MutexGuard<'static, Vec<&'static VerbsDevice>> {
     lock(&DEVICES)
+}
+
+/// What brings the events of ports, if the system can tell.
+pub(crate) fn links() -> Option<Arc<Links>> {
+    let got = sole(&LINKS, Links::open);
+    got.map_err(|e| tracing::info!("changes of interfaces are not seen: {e:?}"))
+        .ok()
 }
 
 /// The address to bind: the only one, or all.
@@ -126,20 +154,7 @@ impl Engine {
     /// # Errors
     /// When the port can't be had; the reason is on standard error.
     pub(crate) fn get() -> Result<Arc<Self>> {
-        let mut slot = lock(&ENGINE);
-        let now = fork::generation();
-        if let Some((born, weak)) = &*slot
-            && *born == now
-            && let Some(engine) = weak.upgrade()
-        {
-            return Ok(engine);
-        }
-        let engine = Self::open()?;
-        if let Some((_, old)) = slot.replace((now, Arc::downgrade(&engine))) {
-            // A weak reference from before a fork: its count is shared with nobody in this process.
-            drop(old);
-        }
-        Ok(engine)
+        sole(&ENGINE, Self::open)
     }
 
     fn open() -> Result<Arc<Self>> {
@@ -153,24 +168,17 @@ impl Engine {
             config::complain(format_args!("{e}"));
             Errno::from(e)
         })?;
-        // SAFETY: makes a descriptor, or fails.
-        let stop = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
-        if stop < 0 {
-            return Err(Errno::last());
-        }
-        // SAFETY: just made and ours alone.
-        let stop = unsafe { OwnedFd::from_raw_fd(stop) };
-        let ends = (device.async_fd().try_clone_to_owned()?, stop.try_clone()?);
+        let events = device.async_fd().try_clone_to_owned()?;
         let engine = Arc::new(Self {
             device,
             objects: Mutex::default(),
-            stop,
-            thread: Mutex::new(None),
+            worker: Mutex::default(),
         });
         let weak = Arc::downgrade(&engine);
-        let thread = std::thread::Builder::new().name("ferroce events".into());
-        let thread = thread.spawn(move || hand_out(&weak, &ends.0, &ends.1))?;
-        *engine.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+        let worker = Worker::start("ferroce events", events, move || {
+            weak.upgrade().is_some_and(|engine| engine.hand_out())
+        })?;
+        *engine.worker.lock().unwrap_or_else(PoisonError::into_inner) = Some(worker);
         Ok(engine)
     }
 
@@ -182,49 +190,26 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        let one = 1u64;
-        // SAFETY: writes eight bytes of a local.
-        unsafe { libc::write(self.stop.as_raw_fd(), (&raw const one).cast(), 8) };
-        let thread = self.thread.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(thread) = thread
-            && thread.thread().id() != std::thread::current().id()
-        {
-            let _ = thread.join();
-        }
-    }
-}
-
-/// Sleeps until the device has events. False: it shall end.
-fn wait(events: &OwnedFd, stop: &OwnedFd) -> bool {
-    let entry = |fd: &OwnedFd| libc::pollfd {
-        fd: fd.as_raw_fd(),
-        events: libc::POLLIN,
-        revents: 0,
-    };
-    let mut fds = [entry(events), entry(stop)];
-    // SAFETY: two entries on the stack.
-    let got = unsafe { libc::poll(fds.as_mut_ptr(), 2, -1) };
-    got < 0 || fds[1].revents == 0
-}
-
-/// The events thread.
-fn hand_out(engine: &Weak<Engine>, events: &OwnedFd, stop: &OwnedFd) {
-    while wait(events, stop) {
-        let Some(engine) = engine.upgrade() else { return };
-        loop {
-            match engine.device.async_event() {
-                Ok(Some(event)) => engine.deliver(event),
-                Ok(None) => break,
-                Err(_) => {
-                    engine.to_contexts(event::DEVICE_FATAL);
-                    return;
-                }
-            }
-        }
+        // Its thread ends before the device closes.
+        drop(self.worker.get_mut().unwrap_or_else(PoisonError::into_inner).take());
     }
 }
 
 impl Engine {
+    /// Takes the events that there are; false: there will be no more.
+    fn hand_out(&self) -> bool {
+        loop {
+            match self.device.async_event() {
+                Ok(Some(event)) => self.deliver(event),
+                Ok(None) => return true,
+                Err(_) => {
+                    self.to_contexts(event::DEVICE_FATAL);
+                    return false;
+                }
+            }
+        }
+    }
+
     fn deliver(&self, event: AsyncEvent) {
         tracing::debug!("asynchronous event {event:?}");
         let (kind, source) = event.describe();
@@ -234,7 +219,9 @@ impl Engine {
             EventSource::Cq(n) => objects.cqs.get(&n).map(slice::from_ref),
             EventSource::Qp(n) => objects.qps.get(&n.value()).map(Vec::as_slice),
             EventSource::Srq(n) => objects.srqs.get(&n).map(slice::from_ref),
-            EventSource::Port | EventSource::Device => {
+            // Of all interfaces together; `links` tells what happens to each.
+            EventSource::Port => return,
+            EventSource::Device => {
                 drop(objects);
                 return self.to_contexts(kind);
             }

@@ -29,6 +29,8 @@ pub(crate) fn ip_of(gid: &ibv_gid) -> IpAddr {
 struct State {
     table: gids::GidTable,
     seen: Option<Instant>,
+    /// What was there when it was last renewed.
+    told: Option<Vec<IpAddr>>,
 }
 
 /// The table of one device.
@@ -47,6 +49,7 @@ impl GidTable {
             state: Mutex::new(State {
                 table: gids::GidTable::default(),
                 seen: None,
+                told: None,
             }),
         }
     }
@@ -69,6 +72,15 @@ impl GidTable {
         };
         have.truncate(TABLE_LEN);
         Some(have)
+    }
+
+    /// Looks at the addresses anew; whether they are others than the last time that this was called.
+    pub(crate) fn renew(&self) -> bool {
+        let mut state = self.state.lock();
+        let Some(have) = self.current() else { return false };
+        state.seen = Some(Instant::now());
+        state.table.follow(&have);
+        state.told.replace(have.clone()) != Some(have)
     }
 
     /// The table as it is now.

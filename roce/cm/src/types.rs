@@ -6,7 +6,7 @@ use core::{
 };
 
 use roce_verbs::{
-    AddressVector, Mtu, Psn, QKey, Qpn,
+    AddressVector, Mtu, PathMtus, Psn, QKey, Qpn,
     provider::{ConnParams, RejectReason},
 };
 
@@ -30,9 +30,9 @@ pub struct CmConfig {
     /// Our channel adapter's GUID, in every REQ and REP. Peers recognise duplicates and stale connections by it
     /// together with communication IDs and queue pair numbers, so no two live devices may share one.
     pub ca_guid: u64,
-    /// The largest path MTU that we can do: a REQ with a larger one is rejected with reason 26 and this MTU as the
+    /// The largest path MTUs that we can do: a REQ with a larger one is rejected with reason 26 and our MTU as the
     /// additional information.
-    pub mtu: Mtu,
+    pub mtus: PathMtus,
     /// Code t of 4.096 us * 2^t that our REQs name as the CM response timeout of both sides, and the longest pause
     /// between two of our retransmissions (plus two packet lifetimes). `CMA_CM_RESPONSE_TIMEOUT`: 20, 4.3 s.
     pub response_timeout: u8,
@@ -72,10 +72,10 @@ pub struct CmConfig {
 
 impl CmConfig {
     /// The kernel's settings, for a device with this GUID and path MTU.
-    pub const fn new(ca_guid: u64, mtu: Mtu) -> Self {
+    pub fn new(ca_guid: u64, mtu: Mtu) -> Self {
         Self {
             ca_guid,
-            mtu,
+            mtus: mtu.into(),
             response_timeout: 20,
             max_retries: 15,
             first_retry: Duration::from_millis(250),

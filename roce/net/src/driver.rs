@@ -456,7 +456,12 @@ fn background(shared: &Shared, mut poll: Poll, mut links: Option<LinkWatch>) {
         {
             match links.take() {
                 Ok(changes) if changes.is_empty() => {}
-                Ok(changes) => shared.sink.links(changes),
+                Ok(changes) => {
+                    let carried = shared.sink.links(changes);
+                    if let (Some(mtus), Ok(mut guard)) = (carried, shared.lock()) {
+                        guard.engine.port.set_path_mtus(mtus);
+                    }
+                }
                 Err(e) => tracing::warn!("looking at the interfaces failed: {e}"),
             }
         }

@@ -4,7 +4,7 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use roce_bth::{Qpn, ROCE_UDP_PORT};
 use roce_port::{Port, PortCmEvent, QpnRange, RxMeta, Train, TxBatch, TxConfig};
-use roce_verbs::{AsyncEvent, Instant};
+use roce_verbs::{AsyncEvent, Instant, PathMtus};
 
 use crate::{
     datapath::{Burst, Datagram, Datapath},
@@ -31,8 +31,10 @@ pub trait EventSink: Send + Sync {
     fn closed(&self);
     /// A packet for another process that shares the address.
     fn stray(&self, _meta: &RxMeta, _bytes: &[u8]) {}
-    /// Interfaces changed. Unlike the others called without the port's lock.
-    fn links(&self, _changes: Vec<(String, LinkChange)>) {}
+    /// Interfaces changed. Unlike the others called without the port's lock. Returns what they carry now, if it can tell.
+    fn links(&self, _changes: Vec<(String, LinkChange)>) -> Option<PathMtus> {
+        None
+    }
 }
 
 /// Sees every packet, under the port's lock.

@@ -1,12 +1,13 @@
 //! Interfaces and routes.
 
 use std::{
+    collections::BTreeMap,
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6, UdpSocket},
     os::fd::AsFd,
 };
 
-use roce_verbs::Mtu;
+use roce_verbs::{Mtu, PathMtus};
 
 use crate::sys;
 pub use sys::{Interface, InterfaceAddr, interface_addresses, interfaces};
@@ -58,22 +59,32 @@ pub fn mtu_of(name: &str) -> io::Result<u32> {
     sys::interface_mtu(any.as_fd(), name)
 }
 
-/// The path MTU that a device at `addr` can offer: the largest that fits its interface. For an unspecified address the
-/// largest that fits every interface that is up, so that it holds wherever the peer is.
+/// The path MTUs that a device at `addr` can offer: the largest that fits its interface. With an unspecified address each
+/// local one has its own, and what fits every interface that is up is the usual.
 ///
 /// # Errors
-/// When no interface has the address, or its MTU is too small for RoCE.
-pub fn path_mtu(addr: IpAddr) -> io::Result<Mtu> {
-    let bytes = if addr.is_unspecified() {
-        let mut all = interface_addresses()?;
-        all.retain(|i| i.up);
-        all.iter()
-            .filter_map(|i| mtu_of(&i.name).ok())
-            .min()
-            .ok_or(io::ErrorKind::AddrNotAvailable)?
-    } else {
-        interface_of(addr)?.1
-    };
+/// When no interface has the address, or the MTU of all is too small for RoCE.
+pub fn path_mtus(addr: IpAddr) -> io::Result<PathMtus> {
+    if !addr.is_unspecified() {
+        return fits(interface_of(addr)?.1).map(PathMtus::from);
+    }
+    let mut all = interface_addresses()?;
+    all.retain(|i| i.up);
+    let mut by_name = BTreeMap::new();
+    for i in &all {
+        if let (false, Ok(bytes)) = (by_name.contains_key(&i.name), mtu_of(&i.name)) {
+            by_name.insert(i.name.clone(), bytes);
+        }
+    }
+    // What is too small for RoCE holds nobody back; if nothing is left, the error says how small.
+    let most = *by_name.values().max().ok_or(io::ErrorKind::AddrNotAvailable)?;
+    let each = by_name.values().filter_map(|bytes| Mtu::for_interface(*bytes));
+    let usual = each.min().map_or_else(|| fits(most), Ok)?;
+    let of = |i: &InterfaceAddr| Some((i.ip, Mtu::for_interface(*by_name.get(&i.name)?)?));
+    Ok(PathMtus::new(usual, all.iter().filter_map(of).collect()))
+}
+
+fn fits(bytes: u32) -> io::Result<Mtu> {
     Mtu::for_interface(bytes).ok_or_else(|| {
         let text = format!("an interface MTU of {bytes} bytes is too small: RoCE needs 352");
         io::Error::new(io::ErrorKind::InvalidInput, text)

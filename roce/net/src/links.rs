@@ -8,7 +8,7 @@ use std::{
 };
 
 use crate::{
-    iface::{interface_addresses, interfaces},
+    iface::{interface_addresses, interfaces, mtu_of},
     sys,
 };
 
@@ -21,12 +21,16 @@ pub enum LinkChange {
     Down,
     /// Its addresses changed: the table of GIDs did.
     Addresses,
+    /// Its MTU changed.
+    Mtu,
 }
 
 #[derive(Clone, PartialEq, Eq, Default)]
 struct LinkState {
     running: bool,
     addresses: Vec<IpAddr>,
+    /// Bytes; 0: unknown.
+    mtu: u32,
 }
 
 type Picture = BTreeMap<String, LinkState>;
@@ -34,7 +38,9 @@ type Picture = BTreeMap<String, LinkState>;
 fn picture() -> io::Result<Picture> {
     let mut all: Picture = BTreeMap::new();
     for link in interfaces()? {
-        all.entry(link.name).or_default().running = link.running;
+        let mtu = mtu_of(&link.name).unwrap_or(0);
+        let entry = all.entry(link.name).or_default();
+        (entry.running, entry.mtu) = (link.running, mtu);
     }
     for a in interface_addresses()? {
         if let Some(link) = all.get_mut(&a.name) {
@@ -62,6 +68,9 @@ fn changes(before: &Picture, after: &Picture) -> Vec<(String, LinkChange)> {
         }
         if was.addresses != is.addresses {
             out.push((name.clone(), LinkChange::Addresses));
+        }
+        if was.mtu != is.mtu {
+            out.push((name.clone(), LinkChange::Mtu));
         }
     }
     out
@@ -122,6 +131,7 @@ mod tests {
         LinkState {
             running,
             addresses: ips.iter().map(|t| t.parse().unwrap()).collect(),
+            mtu: 1500,
         }
     }
 
@@ -141,9 +151,23 @@ mod tests {
             ("a".to_owned(), LinkChange::Addresses),
             ("c".to_owned(), LinkChange::Active),
             ("b".to_owned(), LinkChange::Down),
+            ("b".to_owned(), LinkChange::Mtu),
         ];
         assert_eq!(told, expected);
         assert!(changes(&after, &after).is_empty());
+    }
+
+    #[test]
+    fn another_mtu_is_told() {
+        let picture = |mtu| {
+            let link = LinkState {
+                mtu,
+                ..state(true, &["10.0.0.1"])
+            };
+            Picture::from([("a".to_owned(), link)])
+        };
+        let told = changes(&picture(1500), &picture(9000));
+        assert_eq!(told, [("a".to_owned(), LinkChange::Mtu)]);
     }
 
     #[test]

@@ -8,7 +8,7 @@ use roce_cm::CmConfig;
 use roce_icrc::{Flow, IpPair};
 use roce_mem::PdHandle;
 use roce_qp::{CompletionQueue, SharedReceiveQueue, WindowConfig, XrcDomain};
-use roce_verbs::{AddressVector, DeviceLimits, Mtu, QpCaps, QpType, RnrTimer, provider::VerbsError};
+use roce_verbs::{AddressVector, DeviceLimits, Mtu, PathMtus, QpCaps, QpType, RnrTimer, provider::VerbsError};
 
 use crate::{
     batch::TxPath,
@@ -20,8 +20,8 @@ use crate::{
 pub struct PortConfig {
     /// Our addresses. Empty: packets to any address are taken, and every path must name its local address.
     pub local: Vec<IpAddr>,
-    /// The largest path MTU that the interface carries.
-    pub mtu: Mtu,
+    /// The largest path MTU that the interfaces carry.
+    pub mtus: PathMtus,
     /// The connection manager's settings: our GUID, limits, times.
     pub cm: CmConfig,
     /// What the device can do.
@@ -45,7 +45,7 @@ impl PortConfig {
     pub fn new(local: Vec<IpAddr>, mtu: Mtu, ca_guid: u64) -> Self {
         Self {
             local,
-            mtu,
+            mtus: mtu.into(),
             cm: CmConfig::new(ca_guid, mtu),
             limits: DeviceLimits::software(ca_guid),
             window: WindowConfig::default(),

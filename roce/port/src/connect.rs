@@ -166,7 +166,7 @@ impl Port {
                 SocketAddr::new(av.remote, remote.port()),
                 qpn,
                 rq_psn,
-                self.config.mtu,
+                self.config.mtus.of(av.local),
             )
         };
         let conn = self.cm.connect(now, &args).map_err(cm_error)?;

@@ -14,8 +14,8 @@ use roce_icrc::IdSolver;
 use roce_mem::MemoryTable;
 use roce_qp::{Ctx, QpConfig, QueuePair, WaitReason, Window};
 use roce_verbs::{
-    AddressVector, AsyncEvent, Instant, QpAttr, QpState, QpType, RecvWr, SendRequest, SendWr, provider::VerbsError,
-    wr::PostError,
+    AddressVector, AsyncEvent, Instant, Mtu, PathMtus, QpAttr, QpState, QpType, RecvWr, SendRequest, SendWr, Target,
+    provider::VerbsError, wr::PostError,
 };
 use slab::Slab;
 
@@ -103,7 +103,7 @@ impl Port {
     pub fn new(config: PortConfig, mem: Arc<MemoryTable>, seed: [u8; 32]) -> Self {
         let mut rng = ChaCha12Rng::from_seed(seed);
         let mut cm_config = config.cm.clone();
-        cm_config.mtu = config.mtu;
+        cm_config.mtus = config.mtus.clone();
         let cm = Manager::new(cm_config, rng.random());
         Self {
             mem,
@@ -175,7 +175,8 @@ impl Port {
             caps: init.caps,
             signal_all: init.signal_all,
             max_msg_size: limits.max_msg_size,
-            port_mtu: self.config.mtu,
+            // What a datagram's own path carries is looked at when it is posted.
+            port_mtu: Mtu::B4096,
             srq: init.srq,
             xrcd: init.xrcd,
         });
@@ -234,19 +235,39 @@ impl Port {
         if let Some(av) = &mut attr.av {
             *av = self.check_av(av)?;
         }
-        if let Some(mtu) = attr.path_mtu
-            && mtu > self.config.mtu
-        {
-            let (want, can) = (mtu.bytes(), self.config.mtu.bytes());
-            return Err(invalid(format_args!(
-                "path MTU {want}: the interface carries {can} at most"
-            )));
+        if let Some(mtu) = attr.path_mtu {
+            // A queue pair gets its path together with its path MTU; later it may get one of them alone.
+            let av = attr.av.or_else(|| self.qps[slot].qp.remote().map(|(av, _)| av));
+            self.check_mtu(mtu, av.map(|av| av.local))?;
         }
         self.with_qp(now, slot, |qp, ctx| qp.modify(ctx, &attr))
             .map_err(|e| VerbsError::State(e.to_string()))?;
         self.follow_path(slot);
         self.after_step(slot, 0);
         Ok(())
+    }
+
+    /// Whether paths from a local address (`None`: any) carry packets of this size.
+    pub(crate) fn check_mtu(&self, mtu: Mtu, local: Option<IpAddr>) -> Result<(), VerbsError> {
+        let most = local.map_or(self.config.mtus.usual(), |ip| self.config.mtus.of(ip));
+        if mtu <= most {
+            return Ok(());
+        }
+        let (want, can) = (mtu.bytes(), most.bytes());
+        Err(invalid(format_args!(
+            "path MTU {want}: the interface carries {can} at most"
+        )))
+    }
+
+    /// What the interfaces carry from now on. Connections that exist keep their path MTU.
+    pub fn set_path_mtus(&mut self, mtus: PathMtus) {
+        self.cm.set_path_mtus(mtus.clone());
+        self.config.mtus = mtus;
+    }
+
+    /// The largest path MTU from a local address.
+    pub fn path_mtu(&self, local: IpAddr) -> Mtu {
+        self.config.mtus.of(local)
     }
 
     /// Attributes of a queue pair.
@@ -293,7 +314,11 @@ impl Port {
         qpn: Qpn,
         requests: &[SendRequest<'_>],
     ) -> Result<(), (usize, PostError)> {
-        self.post(now, qpn, requests, |qp, ctx, r| qp.post_send_to(ctx, &r.wr, r.target))
+        let mtus = self.config.mtus.clone();
+        self.post(now, qpn, requests, |qp, ctx, r| match r.target {
+            Target::Datagram(to) => qp.post_send_within(ctx, &r.wr, r.target, mtus.of(to.av.local).bytes()),
+            _ => qp.post_send_to(ctx, &r.wr, r.target),
+        })
     }
 
     /// Has an event reported that was found outside of the port.

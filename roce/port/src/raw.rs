@@ -11,7 +11,7 @@ use roce_verbs::{
 
 use crate::{
     connect::{PortCmEvent, cm_error},
-    port::{Port, invalid},
+    port::Port,
 };
 
 impl Port {
@@ -37,12 +37,7 @@ impl Port {
     pub fn cm_connect_raw(&mut self, now: Instant, args: &ConnectArgs) -> Result<ConnId, VerbsError> {
         self.now = now;
         let (local, remote) = self.endpoints(args.local, args.remote)?;
-        if args.mtu > self.config.mtu {
-            let (want, can) = (args.mtu.bytes(), self.config.mtu.bytes());
-            return Err(invalid(format_args!(
-                "path MTU {want}: the interface carries {can} at most"
-            )));
-        }
+        self.check_mtu(args.mtu, Some(local.ip()))?;
         let args = ConnectArgs {
             local,
             remote,

@@ -46,7 +46,7 @@ pub struct QpConfig {
     pub signal_all: bool,
     /// The longest message, bytes (at most 2^31).
     pub max_msg_size: u32,
-    /// The port's MTU: the longest datagram.
+    /// The longest datagram that any path of the port carries.
     pub port_mtu: Mtu,
     /// Where its receives come from, instead of a queue of its own.
     pub srq: Option<Arc<SharedReceiveQueue>>,

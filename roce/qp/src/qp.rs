@@ -283,6 +283,21 @@ impl QueuePair {
     /// # Errors
     /// When it can't be queued; then nothing was.
     pub fn post_send_to(&mut self, ctx: &mut Ctx<'_>, wr: &SendWr<'_>, target: Target) -> Result<(), PostError> {
+        self.post_send_within(ctx, wr, target, self.mtu)
+    }
+
+    /// Like [`QueuePair::post_send_to`]; `longest` is what the path of a datagram carries at most, bytes. What is longer
+    /// completes with a local length error (IBA 11.6.2).
+    ///
+    /// # Errors
+    /// When it can't be queued; then nothing was.
+    pub fn post_send_within(
+        &mut self,
+        ctx: &mut Ctx<'_>,
+        wr: &SendWr<'_>,
+        target: Target,
+        longest: usize,
+    ) -> Result<(), PostError> {
         if matches!(self.state, QpState::Reset | QpState::Init | QpState::Rtr) {
             return Err(PostError::State(self.state));
         }
@@ -293,7 +308,13 @@ impl QueuePair {
         self.check_target(kind_of(&wr.op), &target)?;
         match self.config.qp_type {
             QpType::Rc | QpType::Uc => self.sq.push(wr, len, self.mtu),
-            _ => self.sq.push_to(wr, target, len, self.mtu),
+            _ => {
+                let mtu = match target {
+                    Target::Datagram(_) => longest.min(self.mtu),
+                    _ => self.mtu,
+                };
+                self.sq.push_to(wr, target, len, mtu);
+            }
         }
         if matches!(self.state, QpState::Err | QpState::Sqe)
             && let Some(wqe) = self.sq.pop()

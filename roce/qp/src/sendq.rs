@@ -163,7 +163,7 @@ pub(crate) struct SendWqe {
     pub(crate) flags: SendFlags,
     pub(crate) progress: Progress,
     pub(crate) len: u32,
-    /// PSNs that it takes; none for local operations.
+    /// PSNs that it takes; none for local operations and datagrams that are too long.
     pub(crate) packets: u32,
     /// PSNs of each of its request packets: for a READ, the responses that one asks for (the last may be shorter). Fixed
     /// once the first is sent, as what is asked for again must be part of what was asked for.
@@ -307,7 +307,7 @@ impl SendQueue {
     /// Appends a work request to a queue pair that does not send to its peer alone.
     pub(crate) fn push_to(&mut self, wr: &SendWr<'_>, target: Target, len: u32, mtu: usize) {
         if matches!(target, Target::Datagram(_)) && len as usize > mtu {
-            // No packet is sent for a datagram that is too long, and no error reported (IBA C10-93.1.1).
+            // No packet is sent for a datagram that is too long (IBA C10-93.1.1): it fails when its turn comes.
             self.push_packets(wr, len, 0);
         } else {
             self.push(wr, len, mtu);

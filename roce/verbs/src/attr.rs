@@ -3,6 +3,7 @@
 use bitflags::bitflags;
 use core::{net::IpAddr, time::Duration};
 use roce_bth::{Psn, Qpn, RnrTimer, Service};
+use std::sync::Arc;
 
 use crate::wr::AccessFlags;
 
@@ -38,6 +39,57 @@ impl Mtu {
     pub fn for_interface(interface_mtu: u32) -> Option<Self> {
         let room = interface_mtu.checked_sub(Self::HEADERS)? as usize;
         Self::ALL.into_iter().rev().find(|m| m.bytes() <= room)
+    }
+}
+
+/// The largest path MTU by local address: of the interface that has it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct PathMtus {
+    usual: Mtu,
+    /// Shared: it is cloned for each post.
+    by_addr: Arc<[(IpAddr, Mtu)]>,
+}
+
+impl PathMtus {
+    /// `usual` holds for every address that is not named.
+    pub fn new(usual: Mtu, by_addr: Vec<(IpAddr, Mtu)>) -> Self {
+        Self {
+            usual,
+            by_addr: by_addr.into(),
+        }
+    }
+
+    /// The largest that paths from a local address carry. All of 127.0.0.0/8 is one interface's.
+    pub fn of(&self, local: IpAddr) -> Mtu {
+        let local = local.to_canonical();
+        let find = |fits: &dyn Fn(IpAddr) -> bool| self.by_addr.iter().find(|(ip, _)| fits(*ip)).map(|(_, mtu)| *mtu);
+        find(&|ip| ip == local)
+            .or_else(|| find(&|ip| ip.is_ipv4() && ip.is_loopback() && local.is_ipv4() && local.is_loopback()))
+            .unwrap_or(self.usual)
+    }
+
+    /// What holds for addresses that are not named.
+    pub fn usual(&self) -> Mtu {
+        self.usual
+    }
+
+    /// The largest of all.
+    pub fn most(&self) -> Mtu {
+        self.by_addr.iter().map(|(_, mtu)| *mtu).fold(self.usual, Mtu::max)
+    }
+
+    /// The same where nothing is larger than `most`.
+    pub fn at_most(&self, most: Mtu) -> Self {
+        Self {
+            usual: self.usual.min(most),
+            by_addr: self.by_addr.iter().map(|(ip, mtu)| (*ip, most.min(*mtu))).collect(),
+        }
+    }
+}
+
+impl From<Mtu> for PathMtus {
+    fn from(mtu: Mtu) -> Self {
+        Self::new(mtu, Vec::new())
     }
 }
 

@@ -13,8 +13,8 @@ pub mod wc;
 pub mod wr;
 
 pub use attr::{
-    AddressVector, DeviceLimits, Mtu, PathMigState, QpAttr, QpAttrMask, QpCaps, QpState, QpType, SrqAttr, SrqModify,
-    SrqType,
+    AddressVector, DeviceLimits, Mtu, PathMigState, PathMtus, QpAttr, QpAttrMask, QpCaps, QpState, QpType, SrqAttr,
+    SrqModify, SrqType,
 };
 pub use event::{AsyncEvent, EventSource};
 pub use hash::NumberHasher;

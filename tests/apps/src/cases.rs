@@ -90,6 +90,7 @@ impl Case {
                 ethernet: false,
                 v6: false,
                 link_local: false,
+                everywhere: false,
             },
             files: Vec::new(),
             plan: Plan::Programs,
@@ -156,6 +157,12 @@ impl Case {
     pub(crate) fn on_ethernet(mut self) -> Self {
         self.net.ethernet = true;
         self
+    }
+
+    /// Without an address: every interface is a device.
+    pub(crate) fn everywhere(mut self) -> Self {
+        self.net.everywhere = true;
+        self.on_ethernet()
     }
 
     pub(crate) fn file(mut self, name: &'static str, text: &'static str) -> Self {

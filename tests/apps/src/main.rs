@@ -2,6 +2,7 @@
 //! this host and at one address. `cargo xtask apps` builds what this needs and runs it.
 
 mod cases;
+mod everywhere;
 mod killed;
 mod lifetime;
 mod matrix;

@@ -26,6 +26,7 @@ pub(crate) fn all() -> Vec<Case> {
     out.extend(fio());
     out.extend(ucx());
     out.extend(fabric());
+    out.extend(crate::everywhere::all());
     out.push(mpi());
     out.push(python());
     out.extend(crate::lifetime::all());

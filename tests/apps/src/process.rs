@@ -32,7 +32,7 @@ use crate::{
     cases::{Case, Plan, Ready, ServerEnd},
     killed, memcheck, python,
     report::Outcome,
-    site::{self, Namespace, User},
+    site::{self, Namespace, Place, User},
 };
 
 /// Between two looks at a process.
@@ -41,9 +41,6 @@ pub(crate) const PAUSE: Duration = Duration::from_millis(20);
 const AGAIN: Duration = Duration::from_millis(700);
 /// What a server gets to end after the client did.
 const LINGER: Duration = Duration::from_secs(30);
-
-/// Directories of the brokers on this host and in the namespace.
-const BROKERS: [&str; 2] = ["broker", "broker-namespace"];
 
 /// Somebody wants us to end. What runs is ended first.
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
@@ -81,9 +78,9 @@ fn children() -> Vec<(Pid, String, bool)> {
 }
 
 /// Ends what a case left behind, but for those to keep; brokers (`ferroce`) end by themselves, and last of all by us.
-fn sweep(keep: Option<Pid>, brokers_too: bool) {
+fn sweep(keep: &[Pid], brokers_too: bool) {
     for (pid, name, ended) in children() {
-        if Some(pid) != keep && (brokers_too || ended || name != "ferroce") {
+        if !keep.contains(&pid) && (brokers_too || ended || name != "ferroce") {
             let _ = kill(pid, Signal::SIGKILL);
             let _ = waitpid(pid, None);
         }
@@ -96,8 +93,8 @@ pub(crate) struct Setup {
     /// Addresses on this host, of IPv4 and IPv6.
     addrs: [IpAddr; 2],
     user: Option<User>,
-    /// Made when the first case needs it.
-    namespace: OnceCell<Result<Namespace>>,
+    /// Those of the places, made when the first case needs them.
+    namespaces: [OnceCell<Result<Namespace>>; Place::ALL.len()],
     /// The brokers' directories, and beside them one for each case.
     dir: TempDir,
 }
@@ -190,11 +187,11 @@ impl Setup {
             ferroce,
             addrs,
             user,
-            namespace: OnceCell::new(),
+            namespaces: Default::default(),
             dir,
         };
-        for name in BROKERS {
-            setup.make_dir(&setup.dir.path().join(name))?;
+        for place in Place::ALL {
+            setup.make_dir(&setup.dir.path().join(place.broker()))?;
         }
         Ok(setup)
     }
@@ -205,15 +202,15 @@ impl Setup {
         self.user.map_or(Ok(()), |user| user.give(dir))
     }
 
-    fn namespace(&self) -> Result<&Namespace> {
-        let made = self.namespace.get_or_init(|| Namespace::open(self.user));
+    fn namespace(&self, case: &Case) -> Result<&Namespace> {
+        let made = self.namespaces[case.net.place() as usize].get_or_init(|| Namespace::open(self.user));
         made.as_ref().map_err(Clone::clone)
     }
 
-    /// Processes that outlive a case.
-    fn holder(&self) -> Option<Pid> {
-        let made = self.namespace.get()?;
-        made.as_ref().ok().map(Namespace::holder)
+    /// The processes that keep the namespaces, and outlive a case.
+    fn holders(&self) -> Vec<Pid> {
+        let made = self.namespaces.iter().filter_map(OnceCell::get);
+        made.filter_map(|n| n.as_ref().ok()).map(Namespace::holder).collect()
     }
 
     /// The address of both sides of a case.
@@ -247,7 +244,7 @@ impl Setup {
     /// Runs a case.
     pub(crate) fn run(&self, case: &Case) -> Outcome {
         if case.net.ethernet
-            && let Err(why) = self.namespace()
+            && let Err(why) = self.namespace(case)
         {
             return Outcome::NotRun(why);
         }
@@ -260,7 +257,7 @@ impl Setup {
             true => self.checked(case, &dir),
             false => self.once(case, &dir),
         };
-        sweep(self.holder(), false);
+        sweep(&self.holders(), false);
         match done {
             Ok(()) => Outcome::Passed(started.elapsed()),
             Err(text) => Outcome::Failed(text),
@@ -305,22 +302,23 @@ impl Setup {
     /// A command under `ferroce run`, in a case's directory.
     pub(crate) fn command(&self, case: &Case, words: &[String], dir: &Path) -> Result<Command> {
         let mut all = match case.net.ethernet {
-            true => self.namespace()?.prefix(),
+            true => self.namespace(case)?.prefix(),
             false => Vec::new(),
         };
         let addr = self.addr_of(case)?.to_string();
         all.push(self.ferroce.display().to_string());
-        all.extend(["run", "--addr", &addr, "--"].map(str::to_owned));
+        all.push("run".to_owned());
+        if !case.net.everywhere {
+            all.extend(["--addr".to_owned(), addr]);
+        }
+        all.push("--".to_owned());
         all.extend_from_slice(words);
         let mut command = Command::new(&all[0]);
         command
             .args(&all[1..])
             .current_dir(dir)
             .env("FERROCE_BROKER", &self.ferroce)
-            .env(
-                "FERROCE_BROKER_DIR",
-                self.dir.path().join(BROKERS[usize::from(case.net.ethernet)]),
-            )
+            .env("FERROCE_BROKER_DIR", self.dir.path().join(case.net.place().broker()))
             .envs(case.env.iter().copied());
         self.confine(&mut command, dir);
         Ok(command)
@@ -376,8 +374,10 @@ impl Setup {
             return says(case, text);
         };
         let mut other = self.start(case, &self.fill(case, &server.command, port, dir)?, dir, "server")?;
-        let process = self.holder().filter(|_| case.net.ethernet);
-        let process = process.map_or_else(|| "self".to_owned(), |p| p.to_string());
+        let process = match case.net.ethernet {
+            true => self.namespace(case)?.holder().to_string(),
+            false => "self".to_owned(),
+        };
         while server.ready == Ready::Listens && !listens(&process, port) {
             if interrupted() {
                 return Err("interrupted".into());
@@ -410,8 +410,8 @@ impl Setup {
 
     /// Ends the run, and whatever of it is left.
     pub(crate) fn finish(mut self) {
-        drop(self.namespace.take());
-        sweep(None, true);
+        self.namespaces.iter_mut().for_each(|n| drop(n.take()));
+        sweep(&[], true);
         drop(self.dir);
     }
 }

@@ -40,6 +40,38 @@ pub(crate) struct Net {
     pub(crate) v6: bool,
     /// A link-local address, which means nothing without its interface.
     pub(crate) link_local: bool,
+    /// No address is named, in a namespace of such cases alone: they bind every address.
+    pub(crate) everywhere: bool,
+}
+
+/// Where processes of one broker run, as an index.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Place {
+    /// This host.
+    Here,
+    /// A namespace, at an address.
+    Namespace,
+    /// A namespace, at every address.
+    Everywhere,
+}
+
+impl Place {
+    pub(crate) const ALL: [Self; 3] = [Self::Here, Self::Namespace, Self::Everywhere];
+
+    /// The name of its broker's directory.
+    pub(crate) fn broker(self) -> &'static str {
+        ["broker", "broker-namespace", "broker-everywhere"][self as usize]
+    }
+}
+
+impl Net {
+    pub(crate) fn place(self) -> Place {
+        match (self.everywhere, self.ethernet) {
+            (true, _) => Place::Everywhere,
+            (false, true) => Place::Namespace,
+            (false, false) => Place::Here,
+        }
+    }
 }
 
 /// Somebody else whom programs run as.

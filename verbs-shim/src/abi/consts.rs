@@ -46,9 +46,12 @@ pub(crate) mod event {
     pub(crate) const PATH_MIG: c_enum = 6;
     pub(crate) const PATH_MIG_ERR: c_enum = 7;
     pub(crate) const DEVICE_FATAL: c_enum = 8;
+    pub(crate) const PORT_ACTIVE: c_enum = 9;
+    pub(crate) const PORT_ERR: c_enum = 10;
     pub(crate) const SRQ_ERR: c_enum = 14;
     pub(crate) const SRQ_LIMIT_REACHED: c_enum = 15;
     pub(crate) const QP_LAST_WQE_REACHED: c_enum = 16;
+    pub(crate) const GID_CHANGE: c_enum = 18;
 }
 
 pub(crate) mod access {

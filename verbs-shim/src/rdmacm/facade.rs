@@ -264,9 +264,9 @@ impl Backend for Facade {
     fn connect(&mut self, args: &ConnectArgs) -> Result<Id> {
         self.cm()?;
         let link = self.link.as_ref().ok_or(Errno::IO)?;
-        // Behind all devices is one transport, whose MTU is what all interfaces carry.
+        // The interface may carry less by now than when the route was resolved.
         let args = ConnectArgs {
-            mtu: args.mtu.min(link.engine.device.mtu()),
+            mtu: args.mtu.min(link.engine.device.mtu_from(args.local.ip())?),
             ..args.clone()
         };
         Ok(Id(link.cm.connect(&args)?))

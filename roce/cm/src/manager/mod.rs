@@ -16,7 +16,7 @@ use rand_chacha::{
     rand_core::{RngCore, SeedableRng},
 };
 use roce_verbs::{
-    AddressVector, Instant,
+    AddressVector, Instant, PathMtus,
     provider::{ConnParams, RejectReason},
 };
 
@@ -106,6 +106,11 @@ impl Manager {
             events: VecDeque::new(),
             counters: Counters::default(),
         }
+    }
+
+    /// The largest path MTUs from now on.
+    pub fn set_path_mtus(&mut self, mtus: PathMtus) {
+        self.config.mtus = mtus;
     }
 
     /// Listens on a port of the RDMA_CM TCP port space, on one address or on all. Up to `backlog` requests (at least

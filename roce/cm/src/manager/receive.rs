@@ -179,8 +179,9 @@ impl Manager {
         if (req.primary_local_gid, req.primary_remote_gid) != (Gid::from(way.remote), here) {
             return refuse(INVALID_GID, &here.0);
         }
-        if usable_mtu(req.path_mtu, self.config.mtu).is_none() {
-            return refuse(RejectReason::INVALID_MTU, &[self.config.mtu as u8]);
+        let most = self.config.mtus.of(way.local);
+        if usable_mtu(req.path_mtu, most).is_none() {
+            return refuse(RejectReason::INVALID_MTU, &[most as u8]);
         }
         let header = match CmaHeader::parse(&req.private_data) {
             Ok(h) if (h.src.to_canonical(), h.dst.to_canonical()) == (way.remote, way.local) => h,
@@ -203,7 +204,8 @@ impl Manager {
     }
 
     fn new_request(&mut self, way: Way, req: &Req, listener: ListenId, header: CmaHeader) {
-        let mtu = usable_mtu(req.path_mtu, self.config.mtu).unwrap_or(self.config.mtu);
+        let most = self.config.mtus.of(way.local);
+        let mtu = usable_mtu(req.path_mtu, most).unwrap_or(most);
         let transport = transport_of(req).unwrap_or_default();
         let default_timeout = build::ack_timeout_code(self.config.ca_ack_delay, self.config.packet_life_time);
         let path = RemoteQp {

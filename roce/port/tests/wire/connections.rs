@@ -147,7 +147,7 @@ fn a_reject_carries_reason_and_data_and_fails_the_queue_pair() {
 
 #[test]
 fn a_path_mtu_that_the_passive_side_can_not_do_is_refused_with_26() {
-    let mut a = Host::with(1, |c| c.mtu = Mtu::B4096);
+    let mut a = Host::with(1, |c| c.mtus = Mtu::B4096.into());
     let mut b = Host::new(2);
     b.port.cm_listen(None, SERVICE, 10).unwrap();
     let qa = a.qp();

@@ -1,0 +1,47 @@
+//! Programs that nobody tells an address: each interface of the host is a device, here loopback and an Ethernet interface of
+//! another MTU.
+
+use crate::{
+    cases::{Case, Ready},
+    matrix::{IBVERBS, PERFTEST, RDMACM},
+};
+
+/// The devices of [`crate::site`]'s namespace: number, address, and the longest datagram.
+const DEVICES: [(&str, &str, u32); 2] = [("ferroce0", "127.0.0.1", 4096), ("ferroce1", "10.77.91.1", 1024)];
+
+/// Takes the link of an interface away and gives it back while `ibv_asyncwatch` watches its device.
+const WATCH: &str = "set -e; export PATH=$PATH:/usr/sbin:/sbin
+ibv_asyncwatch -d ferroce1 > watch & watcher=$!
+trap 'kill $watcher' EXIT
+seen() { for i in $(seq 300); do grep -qiE \"$1\" watch && return; sleep 0.1; done; echo \"no $1:\"; cat watch; exit 1; }
+seen 'FD'
+ip link set roce1 down; seen 'port.err'
+ip link set roce1 up; seen 'port.active'
+ip addr add 10.77.93.1/24 dev roce0; seen 'gid.(table.)?change'; ip addr del 10.77.93.1/24 dev roce0
+cat watch; test $(grep -ciE 'port.err' watch) = 1
+echo all told";
+
+pub(crate) fn all() -> Vec<Case> {
+    let mut out = Vec::new();
+    for (device, addr, datagram) in DEVICES {
+        let both = |name: &str, package, command: &str| {
+            let name = format!("{name} on {device} of several");
+            Case::pair(&name, package, command, &format!("{command} {addr}")).everywhere()
+        };
+        let pingpong = |kind: &str, options: &str| {
+            let command = format!("ibv_{kind}_pingpong -d {device} -g 0 -p {{port}} {options}");
+            both(&format!("ibv_{kind}_pingpong"), IBVERBS, &command)
+        };
+        out.push(pingpong("rc", ""));
+        out.push(pingpong("ud", &format!("-s {datagram} -n 200")));
+        let write = format!("ib_write_bw -d {device} -x 0 -F -n 200 -p {{port}}");
+        out.push(both("ib_write_bw", PERFTEST, &write).ci());
+        let rping = format!("rping -s -a {addr} -p {{port}} -C 20 -V");
+        let name = format!("rping on {device} of several");
+        let rping = Case::pair(&name, RDMACM, &rping, &rping.replacen("-s", "-c", 1)).ready(Ready::Retry);
+        out.push(rping.everywhere());
+    }
+    let watch = Case::alone("ibv_asyncwatch of a link", IBVERBS, "sh watch.sh").file("watch.sh", WATCH);
+    out.push(watch.says("all told").everywhere().ci());
+    out
+}
