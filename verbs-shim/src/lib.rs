@@ -27,6 +27,7 @@ mod mcast;
 mod mr;
 mod mw;
 mod pd;
+mod pin;
 mod post;
 mod qp;
 mod qpattr;

@@ -10,6 +10,7 @@ use crate::{
     abi::{access, c_enum, ibv_mr, ibv_pd, ibv_sge},
     context::Core,
     pd::{Pd, Users},
+    pin,
     ret::{self, Errno, Result, object},
 };
 
@@ -37,23 +38,13 @@ pub(crate) fn access_flags(flags: u32) -> Result<AccessFlags> {
     AccessFlags::from_bits(flags).ok_or(Errno::INVAL)
 }
 
-/// Fails with EFAULT unless all of the range is mapped, as pinning it would. Nothing is touched.
-fn check_mapped(start: usize, len: usize) -> Result<()> {
-    // SAFETY: asks for a number.
-    let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
-    let end = start.checked_add(len).ok_or(Errno::FAULT)?;
-    let mut at = start & !(page - 1);
-    let mut present = [0u8; 4096];
-    while at < end {
-        let bytes = (end - at).min(present.len() * page);
-        // SAFETY: mincore writes one byte for each page of the range, and reads nothing from it.
-        let got = unsafe { libc::mincore(at as *mut c_void, bytes, present.as_mut_ptr()) };
-        if got != 0 {
-            return Err(Errno::FAULT);
-        }
-        at += bytes.next_multiple_of(page);
-    }
-    Ok(())
+/// Checks that memory is there, and can be written if anybody may write (`ib_access_writable`).
+fn check_memory(addr: *mut c_void, length: size_t, rights: AccessFlags) -> Result<()> {
+    const WRITERS: AccessFlags = AccessFlags::LOCAL_WRITE
+        .union(AccessFlags::REMOTE_WRITE)
+        .union(AccessFlags::REMOTE_ATOMIC)
+        .union(AccessFlags::MW_BIND);
+    pin::check(addr as usize, length, rights.intersects(WRITERS))
 }
 
 /// What to register.
@@ -66,7 +57,7 @@ struct Range {
 
 fn register(pd: &Pd, range: Range, flags: u32) -> Result<roce::Mr> {
     let rights = access_flags(flags)?;
-    check_mapped(range.addr as usize, range.length)?;
+    check_memory(range.addr, range.length, rights)?;
     let device = &pd.engine()?.device;
     // SAFETY: the program promises that the memory stays until it deregisters; Rust has no references to it.
     Ok(unsafe { device.register_mr(&pd.inner, range.addr.cast(), range.length, range.iova, rights) }?)
@@ -179,13 +170,19 @@ unsafe extern "C" fn ibv_rereg_mr(
             state.access
         };
         let moves = what & change::TRANSLATION != 0;
-        if moves {
-            check_mapped(addr as usize, length)?;
+        let checked = access_flags(rights)?;
+        let (start, bytes) = if moves {
+            (addr, length)
+        } else {
+            (this.abi.addr, this.abi.length)
+        };
+        if moves || what & change::ACCESS != 0 {
+            check_memory(start, bytes, checked)?;
         }
         let new = Reregister {
             pd: (what & change::PD != 0).then_some(&domain.inner),
             memory: moves.then(|| (addr.cast(), length, natural(addr, rights))),
-            access: (what & change::ACCESS != 0).then(|| access_flags(rights)).transpose()?,
+            access: (what & change::ACCESS != 0).then_some(checked),
         };
         // SAFETY: as for `register`.
         let inner = unsafe { state.inner.reregister(&new) }?;
