@@ -37,7 +37,7 @@ pub use cm::{EventChannel, Id};
 pub use cq::{Channel, Cq};
 pub use device::{Device, DeviceConfig, DeviceStats, Services};
 pub use memory::{Mr, Mw, Pd, Reregister, Revocable};
-pub use port::{GidEntry, Membership, PortAttr};
+pub use port::{GidEntry, LinkState, Membership, PortAttr};
 pub use qp::{Qp, QpOptions};
 pub use rawcm::{PortHold, RawCm, RawEvent, RawId};
 pub use roce_broker::{self as broker, JoinConfig};

@@ -110,9 +110,7 @@ impl PortView {
     }
 
     fn is_active(&self) -> bool {
-        let all = iface::interfaces().unwrap_or_default();
-        all.iter()
-            .any(|i| i.running && self.interface.as_ref().is_none_or(|name| *name == i.name))
+        LinkState::of(self.interface.as_deref()).active
     }
 
     /// Looks at the interfaces anew; what changed as asynchronous events.
@@ -153,6 +151,42 @@ impl PortView {
             Some(mtu) => fits.at_most(mtu),
             None => fits,
         })
+    }
+}
+
+/// What the link of an interface is, in the numbers of `ibv_port_attr`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LinkState {
+    /// It can send and receive: it is up and has a carrier.
+    pub active: bool,
+    /// `IBV_PORT_PHYS_STATE_*` number: 5 link up, 2 polling (no carrier), 3 disabled.
+    pub phys_state: u8,
+    /// Width (1: 1x, 2: 4x), from the interface's speed.
+    pub active_width: u8,
+    /// Speed of one lane.
+    pub active_speed: u8,
+}
+
+impl LinkState {
+    /// That of an interface; `None`: of all together.
+    pub fn of(interface: Option<&str>) -> Self {
+        let all = iface::interfaces().unwrap_or_default();
+        let any = |is: fn(&iface::Interface) -> bool| {
+            let mine = |i: &&iface::Interface| interface.is_none_or(|name| i.name == name);
+            all.iter().filter(mine).any(is)
+        };
+        let active = any(|i| i.running);
+        let (active_width, active_speed) = speed_codes(interface.map_or(1000, speed_of));
+        Self {
+            active,
+            phys_state: match (active, any(|i| i.up)) {
+                (true, _) => 5,
+                (false, true) => 2,
+                (false, false) => 3,
+            },
+            active_width,
+            active_speed,
+        }
     }
 }
 
@@ -231,19 +265,11 @@ impl Device {
     /// Attributes of the port (`ibv_query_port`).
     pub fn query_port(&self) -> PortAttr {
         let view = &self.0.router.port;
-        let active = view.state.lock().active;
+        let link = LinkState::of(view.interface.as_deref());
         let counters = self.stats().port;
-        let interface = view.interface.as_deref();
-        let up = iface::interfaces().unwrap_or_default();
-        let up = up.iter().any(|i| i.up && interface.is_none_or(|name| name == i.name));
-        let (active_width, active_speed) = speed_codes(interface.map_or(1000, speed_of));
         PortAttr {
-            active,
-            phys_state: match (active, up) {
-                (true, _) => 5,
-                (false, true) => 2,
-                (false, false) => 3,
-            },
+            active: link.active,
+            phys_state: link.phys_state,
             max_mtu: Mtu::B4096,
             active_mtu: self.mtu_from(self.addr()).unwrap_or(self.mtu()),
             gid_tbl_len: gids::TABLE_LEN as u32,
@@ -251,8 +277,8 @@ impl Device {
             max_msg_size: self.0.limits.max_msg_size,
             bad_pkey_cntr: counters.pkey_violations(),
             qkey_viol_cntr: counters.qkey_violations(),
-            active_width,
-            active_speed,
+            active_width: link.active_width,
+            active_speed: link.active_speed,
         }
     }
 

@@ -3,7 +3,7 @@
 use std::{fs, net::IpAddr, ptr, sync::atomic::AtomicU64};
 
 use libc::{c_char, c_int};
-use roce::{gids::device_names, iface};
+use roce::{LinkState, gids::device_names, iface};
 
 use crate::{
     abi::{IBV_NODE_CA, IBV_TRANSPORT_IB, ibv_device},
@@ -109,10 +109,9 @@ impl VerbsDevice {
         iface::mtu_of(&self.interface).unwrap_or(1500)
     }
 
-    /// Whether the interface is up and has an address.
-    pub(crate) fn is_up(&self) -> bool {
-        let up = iface::interface_addresses().is_ok_and(|all| all.iter().any(|i| i.name == self.interface && i.up));
-        up && !self.gids.entries().is_empty()
+    /// The interface's link.
+    pub(crate) fn link(&self) -> LinkState {
+        LinkState::of(Some(&self.interface))
     }
 }
 

@@ -58,12 +58,10 @@ fn device_attr(core: &Core) -> ibv_device_attr {
         | cap::CHANGE_PHY_PORT
         | cap::UD_AV_PORT_ENFORCE
         | cap::CURR_QP_STATE_MOD
-        | cap::SHUTDOWN_PORT
         | cap::PORT_ACTIVE_EVENT
         | cap::SYS_IMAGE_GUID
         | cap::RC_RNR_NAK_GEN
         | cap::SRQ_RESIZE
-        | cap::N_NOTIFY_CQ
         | cap::MEM_WINDOW
         | cap::XRC
         | cap::MEM_MGT_EXTENSIONS
@@ -149,11 +147,11 @@ fn path_mtu(device: &VerbsDevice) -> Mtu {
 }
 
 fn port_attr(core: &Core) -> ibv_port_attr {
-    let up = core.device.is_up();
+    let link = core.device.link();
     let counters = core.opened().map(|e| e.device.stats().port).unwrap_or_default();
     // SAFETY: plain numbers, for which zero is a value.
     let mut a: ibv_port_attr = unsafe { std::mem::zeroed() };
-    a.state = if up { IBV_PORT_ACTIVE } else { IBV_PORT_DOWN };
+    a.state = if link.active { IBV_PORT_ACTIVE } else { IBV_PORT_DOWN };
     a.max_mtu = Mtu::B4096 as c_int;
     a.active_mtu = path_mtu(core.device) as c_int;
     a.gid_tbl_len = gids::TABLE_LEN as c_int;
@@ -164,10 +162,8 @@ fn port_attr(core: &Core) -> ibv_port_attr {
     a.qkey_viol_cntr = counters.qkey_violations().into();
     a.pkey_tbl_len = 1;
     a.max_vl_num = 1;
-    // 1x at 2.5 Gbit/s: what a software device says.
-    (a.active_width, a.active_speed) = (1, 1);
-    // LinkUp or Disabled (IBA 14.2.5.6).
-    a.phys_state = if up { 5 } else { 3 };
+    (a.active_width, a.active_speed) = (link.active_width, link.active_speed);
+    a.phys_state = link.phys_state;
     a.link_layer = IBV_LINK_LAYER_ETHERNET;
     a.flags = IBV_QPF_GRH_REQUIRED;
     a

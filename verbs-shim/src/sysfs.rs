@@ -16,6 +16,7 @@ use std::{
 };
 
 use libc::{c_char, c_int, size_t};
+use roce::LinkState;
 
 use crate::{
     device::{self, VerbsDevice},
@@ -57,10 +58,34 @@ fn gid_text(raw: &[u8; 16]) -> String {
     words.join(":") + "\n"
 }
 
+/// `phys_state_show` of the kernel's `core/sysfs.c`.
+fn phys_state_text(link: LinkState) -> &'static str {
+    match link.phys_state {
+        5 => "5: LinkUp\n",
+        2 => "2: Polling\n",
+        _ => "3: Disabled\n",
+    }
+}
+
+/// `rate_show` of the kernel's `core/sysfs.c`: the rate of a lane times their number.
+fn rate_text(link: LinkState) -> String {
+    let lanes = if link.active_width == 2 { 4 } else { 1 };
+    // Tenths of Gbit/s.
+    let (lane, name) = match link.active_speed {
+        2 => (50, "DDR"),
+        8 => (100, "FDR10"),
+        32 => (250, "EDR"),
+        _ => (25, "SDR"),
+    };
+    let rate = lane * lanes;
+    let half = if rate % 10 == 0 { "" } else { ".5" };
+    format!("{}{half} Gb/sec ({lanes}X {name})\n", rate / 10)
+}
+
 fn add_device(tree: &mut Tree, device: &VerbsDevice) {
     let name = &device.name;
     let base = format!("sys/class/infiniband/{name}");
-    let up = device.is_up();
+    let link = device.link();
     let mut put = |path: &str, text: &str| {
         tree.insert(format!("{base}/{path}"), text.to_owned());
     };
@@ -71,10 +96,10 @@ fn add_device(tree: &mut Tree, device: &VerbsDevice) {
     put("fw_ver", "\n");
     put(&format!("device/net/{}/", device.interface), "");
     put("device/numa_node", "-1\n");
-    put("ports/1/state", if up { "4: ACTIVE\n" } else { "1: DOWN\n" });
-    put("ports/1/phys_state", if up { "5: LinkUp\n" } else { "3: Disabled\n" });
+    put("ports/1/state", if link.active { "4: ACTIVE\n" } else { "1: DOWN\n" });
+    put("ports/1/phys_state", phys_state_text(link));
     put("ports/1/link_layer", "Ethernet\n");
-    put("ports/1/rate", "2.5 Gb/sec (1X SDR)\n");
+    put("ports/1/rate", &rate_text(link));
     put("ports/1/lid", "0x0\n");
     put("ports/1/sm_lid", "0x0\n");
     put("ports/1/sm_sl", "0\n");
@@ -218,4 +243,30 @@ unsafe extern "C" fn ibv_read_sysfs_file(
         }
         Ok(count as c_int)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_are_written_as_the_kernel_does() {
+        let cases = [
+            ((1, 1), "2.5 Gb/sec (1X SDR)\n"),
+            ((1, 8), "10 Gb/sec (1X FDR10)\n"),
+            ((2, 2), "20 Gb/sec (4X DDR)\n"),
+            ((1, 32), "25 Gb/sec (1X EDR)\n"),
+            ((2, 8), "40 Gb/sec (4X FDR10)\n"),
+            ((2, 32), "100 Gb/sec (4X EDR)\n"),
+        ];
+        for ((active_width, active_speed), text) in cases {
+            let link = LinkState {
+                active: true,
+                phys_state: 5,
+                active_width,
+                active_speed,
+            };
+            assert_eq!(rate_text(link), text);
+        }
+    }
 }
