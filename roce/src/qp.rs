@@ -194,7 +194,7 @@ impl Qp {
             qpn: made.map_err(closed)??,
             device: device.0.clone(),
             qp_type,
-            caps: options.caps,
+            caps: options.caps.of_queues(qp_type, options.srq.is_some()),
             signal_all: options.signal_all,
             groups: Mutex::default(),
             _pd: pd.clone(),
@@ -233,6 +233,17 @@ impl Qp {
         let driver = &self.0.device.driver;
         driver
             .with(|port, now| port.post_requests(now, self.0.qpn, requests))
+            .unwrap_or(Err(GONE))
+    }
+
+    /// Like [`Qp::post_requests`], but all of them or none (`ibv_wr_complete`).
+    ///
+    /// # Errors
+    /// The first refusal, with the number of requests before it; nothing was posted.
+    pub fn post_batch(&self, requests: &[SendRequest<'_>]) -> Result<(), (usize, PostError)> {
+        let driver = &self.0.device.driver;
+        driver
+            .with(|port, now| port.post_batch(now, self.0.qpn, requests))
             .unwrap_or(Err(GONE))
     }
 

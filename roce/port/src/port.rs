@@ -14,8 +14,8 @@ use roce_icrc::IdSolver;
 use roce_mem::MemoryTable;
 use roce_qp::{Ctx, QpConfig, QueuePair, WaitReason, Window};
 use roce_verbs::{
-    AddressVector, AsyncEvent, Instant, Mtu, PathMtus, QpAttr, QpState, QpType, RecvWr, SendRequest, SendWr, Target,
-    provider::VerbsError, wr::PostError,
+    AddressVector, AsyncEvent, DeviceLimits, Instant, Mtu, PathMtus, QpAttr, QpCaps, QpState, QpType, RecvWr,
+    SendRequest, SendWr, Target, provider::VerbsError, wr::PostError,
 };
 use slab::Slab;
 
@@ -97,6 +97,25 @@ pub(crate) fn invalid(what: impl core::fmt::Display) -> VerbsError {
     VerbsError::Invalid(what.to_string())
 }
 
+/// Checks the sizes of a queue pair's queues (`rxe_qp_chk_cap`).
+fn check_caps(caps: &QpCaps, limits: &DeviceLimits) -> Result<(), VerbsError> {
+    let checks = [
+        (caps.max_send_wr, limits.max_qp_wr, "send work requests"),
+        (caps.max_recv_wr, limits.max_qp_wr, "receive work requests"),
+        (caps.max_send_sge, limits.max_sge, "scatter/gather elements of a send"),
+        (
+            caps.max_recv_sge,
+            limits.max_sge,
+            "scatter/gather elements of a receive",
+        ),
+        (caps.max_inline_data, limits.max_inline_data, "bytes of inline data"),
+    ];
+    match checks.into_iter().find(|(asked, most, _)| asked > most) {
+        Some((asked, most, what)) => Err(invalid(format_args!("{asked} {what}: {most} are possible"))),
+        None => Ok(()),
+    }
+}
+
 impl Port {
     /// A port without queue pairs. `seed` must come from the system's random number generator (a simulation's own
     /// choice there): queue pair numbers, PSNs and communication ids are drawn from it.
@@ -144,16 +163,8 @@ impl Port {
         if self.qpns.len() >= limits.max_qp as usize {
             return Err(VerbsError::Limit("queue pairs"));
         }
-        let caps = &init.caps;
-        if caps.max_send_wr.max(caps.max_recv_wr) > limits.max_qp_wr {
-            return Err(VerbsError::Limit("work requests of a queue pair"));
-        }
-        if caps.max_send_sge.max(caps.max_recv_sge) > limits.max_sge {
-            return Err(VerbsError::Limit("scatter/gather elements"));
-        }
-        if caps.max_inline_data > limits.max_inline_data {
-            return Err(VerbsError::Limit("inline data"));
-        }
+        let caps = init.caps.of_queues(init.qp_type, init.srq.is_some());
+        check_caps(&caps, limits)?;
         let qpn = match init.qp_type {
             QpType::Gsi if self.qpns.get(Qpn::GSI).is_some() => {
                 return Err(VerbsError::Busy("queue pair 1"));
@@ -172,7 +183,7 @@ impl Port {
             qp_type: init.qp_type,
             send_cq: init.send_cq,
             recv_cq: init.recv_cq,
-            caps: init.caps,
+            caps,
             signal_all: init.signal_all,
             max_msg_size: limits.max_msg_size,
             // What a datagram's own path carries is looked at when it is posted.
@@ -319,6 +330,24 @@ impl Port {
             Target::Datagram(to) => qp.post_send_within(ctx, &r.wr, r.target, mtus.of(to.av.local).bytes()),
             _ => qp.post_send_to(ctx, &r.wr, r.target),
         })
+    }
+
+    /// Like [`Port::post_requests`], but all of them or none: what `ibv_wr_complete` promises.
+    ///
+    /// # Errors
+    /// The first refusal, with the number of requests before it; nothing was posted.
+    pub fn post_batch(
+        &mut self,
+        now: Instant,
+        qpn: Qpn,
+        requests: &[SendRequest<'_>],
+    ) -> Result<(), (usize, PostError)> {
+        let slot = self.qpns.get(qpn).ok_or((0, PostError::NoQueuePair))?;
+        let qp = &self.qps[slot].qp;
+        for (i, r) in requests.iter().enumerate() {
+            qp.check_post(&r.wr, &r.target, i).map_err(|e| (i, e))?;
+        }
+        self.post_requests(now, qpn, requests)
     }
 
     /// Has an event reported that was found outside of the port.

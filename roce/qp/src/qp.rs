@@ -199,6 +199,9 @@ impl QueuePair {
         self.mtu = mine.path_mtu.map_or(self.mtu, |m| m.bytes());
         self.peer = mine.dest_qpn.unwrap_or_default();
         self.access = mine.access.unwrap_or_default();
+        // In SQD they count at once, also for what waits for an acknowledgement.
+        self.req.retries_left = attr.retry_cnt.unwrap_or(self.req.retries_left);
+        self.req.rnr_left = attr.rnr_retry.unwrap_or(self.req.rnr_left);
     }
 
     /// Back to the beginning. Nothing is completed; completions that wait in their queues stay there.
@@ -298,14 +301,7 @@ impl QueuePair {
         target: Target,
         longest: usize,
     ) -> Result<(), PostError> {
-        if matches!(self.state, QpState::Reset | QpState::Init | QpState::Rtr) {
-            return Err(PostError::State(self.state));
-        }
-        if self.sq.wqes.len() >= self.config.caps.max_send_wr as usize {
-            return Err(PostError::QueueFull);
-        }
-        let len = self.check_send(wr)?;
-        self.check_target(kind_of(&wr.op), &target)?;
+        let len = self.check_post(wr, &target, 0)?;
         match self.config.qp_type {
             QpType::Rc | QpType::Uc => self.sq.push(wr, len, self.mtu),
             _ => {
@@ -324,6 +320,25 @@ impl QueuePair {
             self.complete_send(ctx, &wqe, WcStatus::FlushError);
         }
         Ok(())
+    }
+
+    /// Whether a send work request can be queued after `ahead` others that are not queued yet; its length, bytes.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn check_post(&self, wr: &SendWr<'_>, target: &Target, ahead: usize) -> Result<u32, PostError> {
+        let ahead = match self.state {
+            QpState::Reset | QpState::Init | QpState::Rtr => return Err(PostError::State(self.state)),
+            // They are flushed at once and take no room.
+            QpState::Err | QpState::Sqe => 0,
+            QpState::Rts | QpState::Sqd => ahead,
+        };
+        if self.sq.wqes.len() + ahead >= self.config.caps.max_send_wr as usize {
+            return Err(PostError::QueueFull);
+        }
+        let len = self.check_send(wr)?;
+        self.check_target(kind_of(&wr.op), target)?;
+        Ok(len)
     }
 
     /// Checks a work request's arguments and returns its length.

@@ -229,6 +229,20 @@ pub struct QpCaps {
     pub max_inline_data: u32,
 }
 
+impl QpCaps {
+    /// The sizes without those of queues that a queue pair of this type does not have, whatever they say
+    /// (`ibv_create_qp(3)`: with a shared receive queue the receive queue's are ignored).
+    pub const fn of_queues(mut self, qp_type: QpType, shares_receives: bool) -> Self {
+        if shares_receives || !qp_type.receives() {
+            (self.max_recv_wr, self.max_recv_sge) = (0, 0);
+        }
+        if matches!(qp_type, QpType::XrcTgt) {
+            (self.max_send_wr, self.max_send_sge, self.max_inline_data) = (0, 0, 0);
+        }
+        self
+    }
+}
+
 impl Default for QpCaps {
     fn default() -> Self {
         Self {

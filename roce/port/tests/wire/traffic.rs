@@ -1,8 +1,11 @@
 //! Data between two ports: trains, GRO buffers, turns, timers, limits.
 
 use roce_port::{RxMeta, udp_source_port};
-use roce_qp::WindowConfig;
-use roce_verbs::{AddressVector, QpAttr, QpState, Qpn, SendOp, provider::VerbsError};
+use roce_qp::{SharedReceiveQueue, SrqConfig, WindowConfig};
+use roce_verbs::{
+    AddressVector, QpAttr, QpState, Qpn, SendOp, SendRequest, SrqAttr, SrqType, Srqn, Target, provider::VerbsError,
+    wr::PostError,
+};
 
 use crate::*;
 
@@ -225,10 +228,10 @@ fn limits_of_the_device_hold() {
     let mut a = Host::with(1, |c| c.limits.max_qp = 3);
     let mut init = a.init();
     init.caps.max_send_sge = 1000;
-    assert!(matches!(a.port.create_qp(init), Err(VerbsError::Limit(_))));
+    assert!(matches!(a.port.create_qp(init), Err(VerbsError::Invalid(_))));
     let mut init = a.init();
     init.caps.max_recv_wr = 1 << 20;
-    assert!(matches!(a.port.create_qp(init), Err(VerbsError::Limit(_))));
+    assert!(matches!(a.port.create_qp(init), Err(VerbsError::Invalid(_))));
     let first = a.qp();
     a.qp();
     a.qp();
@@ -314,4 +317,96 @@ fn a_late_copy_of_a_read_whose_memory_is_gone_since_is_no_reason_to_fail() {
     a.send(qa, 3, SendOp::Read(remote(&from)), &into, 64);
     exchange(&mut a, &mut b);
     assert_eq!(a.completions()[0].status, roce_verbs::WcStatus::RemoteAccessError);
+}
+
+#[test]
+fn a_batch_is_posted_whole_or_not_at_all() {
+    let (mut a, mut b, qa, _) = pair();
+    let (src, dst) = (a.region(64), b.region(64));
+    let sges = [Sge {
+        addr: src.addr(),
+        length: 64,
+        lkey: src.lkey(),
+    }];
+    let one = |wr_id: usize, op| SendRequest {
+        wr: SendWr {
+            wr_id: wr_id as u64,
+            op,
+            flags: SendFlags::SIGNALED,
+            payload: Payload::Sges(&sges),
+        },
+        target: Target::Peer,
+    };
+    let write = SendOp::Write(remote(&dst));
+    let room = QpCaps::default().max_send_wr as usize;
+    // Atomics are of 8 bytes.
+    let bad = [
+        one(0, write),
+        one(
+            1,
+            SendOp::FetchAdd {
+                remote: remote(&dst),
+                add: 1,
+            },
+        ),
+    ];
+    let refused = a.port.post_batch(a.now, qa, &bad);
+    assert!(matches!(refused, Err((1, PostError::Length(64)))), "{refused:?}");
+    let many: Vec<_> = (0..=room).map(|i| one(i, write)).collect();
+    let refused = a.port.post_batch(a.now, qa, &many);
+    assert!(
+        matches!(refused, Err((n, PostError::QueueFull)) if n == room),
+        "{refused:?}"
+    );
+    assert!(a.take().is_empty());
+    a.port.post_batch(a.now, qa, &many[..room]).unwrap();
+    exchange(&mut a, &mut b);
+    assert_eq!(a.completions().len(), room);
+    // In the error state nothing takes room.
+    let err = QpAttr {
+        state: Some(QpState::Err),
+        ..QpAttr::default()
+    };
+    a.port.modify_qp(a.now, qa, &err).unwrap();
+    a.port.post_batch(a.now, qa, &many).unwrap();
+    assert_eq!(a.completions().len(), room + 1);
+}
+
+#[test]
+fn sizes_of_a_receive_queue_that_is_not_there_are_ignored() {
+    let mut a = Host::new(1);
+    let srq = SharedReceiveQueue::new(SrqConfig {
+        handle: 5,
+        number: Srqn::new(5),
+        pd: a.pd,
+        srq_type: SrqType::Basic,
+        attr: SrqAttr {
+            max_wr: 4,
+            max_sge: 1,
+            limit: 0,
+        },
+        cq: None,
+    });
+    let garbage = QpCaps {
+        max_recv_wr: u32::MAX,
+        max_recv_sge: u32::MAX,
+        ..QpCaps::default()
+    };
+    let init = QpInit {
+        caps: garbage,
+        ..a.init()
+    };
+    assert!(matches!(a.port.create_qp(init), Err(VerbsError::Invalid(_))));
+    let init = QpInit {
+        caps: garbage,
+        srq: Some(srq),
+        ..a.init()
+    };
+    a.port.create_qp(init).unwrap();
+    let init = QpInit {
+        caps: garbage,
+        qp_type: QpType::XrcIni,
+        ..a.init()
+    };
+    a.port.create_qp(init).unwrap();
 }

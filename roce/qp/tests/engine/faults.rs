@@ -7,7 +7,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use roce_bth::{Aeth, AtomicEth, Class, Credits, Msn, NakCode, Opcode, Packet, Psn, Syndrome};
 use roce_qp::{TxKind, WaitReason};
-use roce_verbs::{Mtu, QpState, SendFlags, SendOp, WcStatus};
+use roce_verbs::{Mtu, QpAttr, QpState, SendFlags, SendOp, WcStatus};
 
 use crate::harness::*;
 
@@ -414,6 +414,40 @@ fn rnr_retries_run_out_unless_they_are_seven() {
             assert_eq!(p.a.qp.state(), QpState::Err);
         }
     }
+}
+
+#[test]
+fn retries_given_while_drained_count_at_once() {
+    let mut p = Pair::new(Setup {
+        retry_cnt: 1,
+        rnr_retry: 1,
+        timeout: 15,
+        ..small()
+    });
+    let (src, dst) = (p.a.filled(600, 1), p.b.region(600));
+    p.a.send(1, SendOp::Write(at(&dst, 0)), &[sge(&src, 0, 600)]);
+    let interval = Duration::from_nanos(4096 << 15);
+    p.run_with(interval, |_, _| Fate::Drop);
+    let state = |state| QpAttr {
+        state: Some(state),
+        ..QpAttr::default()
+    };
+    p.a.modify(&state(QpState::Sqd));
+    p.a.modify(&QpAttr {
+        retry_cnt: Some(7),
+        rnr_retry: Some(7),
+        ..state(QpState::Sqd)
+    });
+    // As long as four retries take at least, which are more than there were.
+    p.run_with(interval * 4, |_, _| Fate::Drop);
+    assert_eq!((p.a.qp.state(), p.a.counters.retry_exceeded_err), (QpState::Sqd, 0));
+    p.run();
+    p.a.modify(&state(QpState::Rts));
+    assert!(p.a.completions()[0].is_ok());
+    // Progress gives as many back; RNR retries are without end now.
+    p.a.send(2, SendOp::Send, &[sge(&src, 0, 600)]);
+    p.run_with(Duration::from_millis(100), |_, _| Fate::Deliver);
+    assert!(p.a.completions().is_empty());
 }
 
 #[test]
