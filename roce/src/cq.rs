@@ -55,6 +55,16 @@ impl core::fmt::Debug for Cq {
     }
 }
 
+/// Checks how many completions a queue shall hold (`rxe_cq_chk_attr`).
+fn check_entries(entries: u32, max: u32) -> Result<(), VerbsError> {
+    match (1..=max).contains(&entries) {
+        true => Ok(()),
+        false => Err(VerbsError::Invalid(format!(
+            "a completion queue of {entries} entries: 1 to {max} are possible"
+        ))),
+    }
+}
+
 impl Cq {
     pub(crate) fn new(
         device: &Device,
@@ -71,13 +81,7 @@ impl Cq {
 
     fn notifying(device: &Device, entries: u32, notify: Option<Arc<dyn Notify>>) -> Result<Self, VerbsError> {
         let limits = &device.0.limits;
-        if entries == 0 || entries > limits.max_cqe {
-            let text = format!(
-                "a completion queue of {entries} entries: 1 to {} are possible",
-                limits.max_cqe
-            );
-            return Err(VerbsError::Invalid(text));
-        }
+        check_entries(entries, limits.max_cqe)?;
         if device.0.cqs.fetch_add(1, Ordering::Relaxed) >= limits.max_cq {
             device.0.cqs.fetch_sub(1, Ordering::Relaxed);
             return Err(VerbsError::Limit("completion queues"));
@@ -115,9 +119,7 @@ impl Cq {
     /// # Errors
     /// When it holds more, or at the device's limit.
     pub fn resize(&self, entries: u32) -> Result<(), VerbsError> {
-        if entries > self.0.device.limits.max_cqe {
-            return Err(VerbsError::Limit("entries of a completion queue"));
-        }
+        check_entries(entries, self.0.device.limits.max_cqe)?;
         self.0
             .queue
             .resize(entries)

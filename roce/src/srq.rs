@@ -51,6 +51,16 @@ impl core::fmt::Debug for Srq {
     }
 }
 
+/// Checks a size of a shared receive queue (`rxe_srq_chk_init`, `rxe_srq_chk_attr`).
+fn check_size(asked: u32, max: u32, what: &str) -> Result<(), VerbsError> {
+    match asked <= max {
+        true => Ok(()),
+        false => Err(VerbsError::Invalid(format!(
+            "a shared receive queue of {asked} {what}: {max} are possible"
+        ))),
+    }
+}
+
 impl Srq {
     /// The number that names it in asynchronous events.
     pub fn handle(&self) -> u32 {
@@ -84,8 +94,8 @@ impl Srq {
     /// When size, limit and what it holds don't fit together, or at the device's limit.
     pub fn modify(&self, attr: &SrqModify) -> Result<(), VerbsError> {
         let device = &self.0.pd.0.device;
-        if attr.max_wr.is_some_and(|n| n > device.limits.max_srq_wr) {
-            return Err(VerbsError::Limit("work requests of a shared receive queue"));
+        if let Some(max_wr) = attr.max_wr {
+            check_size(max_wr, device.limits.max_srq_wr, "work requests")?;
         }
         let event = self.0.queue.modify(attr);
         let event = event.map_err(|e| VerbsError::Invalid(e.to_string()))?;
@@ -178,12 +188,8 @@ impl Device {
             let text = format!("a shared receive queue of {} with limit {}", attr.max_wr, attr.limit);
             return Err(VerbsError::Invalid(text));
         }
-        if attr.max_wr > limits.max_srq_wr {
-            return Err(VerbsError::Limit("work requests of a shared receive queue"));
-        }
-        if attr.max_sge > limits.max_srq_sge {
-            return Err(VerbsError::Limit("scatter/gather elements of a shared receive queue"));
-        }
+        check_size(attr.max_wr, limits.max_srq_wr, "work requests")?;
+        check_size(attr.max_sge, limits.max_srq_sge, "scatter/gather elements")?;
         if let Some((xrcd, cq)) = init.xrc {
             xrcd.pd().check(&self.0)?;
             cq.check(&self.0)?;

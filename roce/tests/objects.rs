@@ -64,7 +64,7 @@ fn completion_queues_are_resized_and_looked_into() {
     p.a.cq.resize(3).unwrap();
     assert_eq!(p.a.cq.capacity(), 3);
     let limits = p.a.device.limits();
-    assert!(matches!(p.a.cq.resize(limits.max_cqe + 1), Err(VerbsError::Limit(_))));
+    assert!(matches!(p.a.cq.resize(limits.max_cqe + 1), Err(VerbsError::Invalid(_))));
     assert_eq!(p.a.good(3).len(), 3);
 }
 
@@ -135,15 +135,15 @@ fn limits_are_enforced() {
     };
     assert!(matches!(
         caps(&|c| c.max_send_wr = limits.max_qp_wr + 1),
-        Err(VerbsError::Limit(_))
+        Err(VerbsError::Invalid(_))
     ));
     assert!(matches!(
         caps(&|c| c.max_recv_sge = limits.max_sge + 1),
-        Err(VerbsError::Limit(_))
+        Err(VerbsError::Invalid(_))
     ));
     assert!(matches!(
         caps(&|c| c.max_inline_data = limits.max_inline_data + 1),
-        Err(VerbsError::Limit(_))
+        Err(VerbsError::Invalid(_))
     ));
     let av = AddressVector::new(a.addr(), a.addr());
     let many: Vec<_> = (0..limits.max_ah)

@@ -184,7 +184,7 @@ fn queue_pairs_share_receives_and_the_limit_is_reported() {
     };
     assert!(matches!(
         b.device.create_srq(&b.pd, &wanting),
-        Err(VerbsError::Limit(_))
+        Err(VerbsError::Invalid(_))
     ));
 }
 

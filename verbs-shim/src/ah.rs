@@ -51,7 +51,7 @@ fn source_port(flow_label: u32) -> u16 {
 /// # Errors
 /// EINVAL without a GRH, at another port, or for a GID that we don't have.
 pub(crate) fn address_vector(core: &Core, attr: &ibv_ah_attr) -> Result<AddressVector> {
-    if attr.is_global == 0 || attr.port_num > 1 {
+    if attr.is_global == 0 || attr.port_num != 1 {
         return Err(Errno::INVAL);
     }
     let local = core.device.gids.get(attr.grh.sgid_index.into()).ok_or(Errno::INVAL)?;

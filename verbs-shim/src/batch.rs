@@ -8,7 +8,7 @@ use roce::{
 };
 use smallvec::SmallVec;
 
-use crate::{abi::ibv_sge, qp::Qp};
+use crate::{abi::ibv_sge, qp::Qp, ret::Errno};
 
 /// Work requests gathered for one call.
 #[derive(Default)]
@@ -114,8 +114,19 @@ impl Batch {
     /// # Errors
     /// With the number of work requests that were accepted before.
     pub(crate) fn submit(&self, qp: &Qp) -> Result<(), (usize, PostError)> {
-        let requests: SmallVec<[SendRequest<'_>; 2]> = self.parts.iter().map(|part| self.request(part)).collect();
-        qp.post(&requests)
+        qp.inner().post_requests(&self.requests())
+    }
+
+    /// Posts what was gathered, or nothing of it.
+    ///
+    /// # Errors
+    /// What is wrong with the first bad one.
+    pub(crate) fn submit_all(&self, qp: &Qp) -> Result<(), Errno> {
+        qp.inner().post_batch(&self.requests()).map_err(|(_, e)| e.into())
+    }
+
+    fn requests(&self) -> SmallVec<[SendRequest<'_>; 2]> {
+        self.parts.iter().map(|part| self.request(part)).collect()
     }
 
     fn request(&self, part: &Part) -> SendRequest<'_> {

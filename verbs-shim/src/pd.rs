@@ -20,8 +20,8 @@ pub(crate) struct Pd {
     pub(crate) inner: roce::Pd,
     /// Objects that were made in it, and parent domains of it. It can't go before them.
     users: Users,
-    /// The use that a parent domain makes of the one below.
-    _of: Option<Users>,
+    /// The uses that a parent domain makes of the one below and of its thread domain.
+    _of: Vec<Users>,
 }
 
 /// Counts what uses an object.
@@ -52,7 +52,7 @@ impl Pd {
         self.core.engine()
     }
 
-    fn boxed(context: *mut ibv_context, core: &Arc<Core>, inner: roce::Pd, of: Option<Users>) -> *mut ibv_pd {
+    fn boxed(context: *mut ibv_context, core: &Arc<Core>, inner: roce::Pd, of: Vec<Users>) -> *mut ibv_pd {
         let pd = Box::leak(Box::new(Self {
             abi: ibv_pd { context, handle: 1 },
             core: core.clone(),
@@ -70,7 +70,7 @@ unsafe extern "C" fn ibv_alloc_pd(context: *mut ibv_context) -> *mut ibv_pd {
         // SAFETY: the program passes an open context.
         let core = unsafe { Context::of(object(context)?) }.core();
         let inner = core.engine()?.device.alloc_pd()?;
-        Ok(Pd::boxed(context, core, inner, None))
+        Ok(Pd::boxed(context, core, inner, Vec::new()))
     })
 }
 
@@ -102,7 +102,11 @@ pub(crate) unsafe extern "C" fn alloc_parent_domain(
         }
         // SAFETY: a domain of ours.
         let of = unsafe { Pd::of(attr.pd) };
-        Ok(Pd::boxed(context, core, of.inner.clone(), Some(of.user())))
+        // SAFETY: null or a thread domain of ours.
+        let td = unsafe { attr.td.cast::<Td>().as_ref() };
+        let uses = [Some(of.user()), td.map(|td| td.users.clone())];
+        let uses = uses.into_iter().flatten().collect();
+        Ok(Pd::boxed(context, core, of.inner.clone(), uses))
     })
 }
 
@@ -110,6 +114,8 @@ pub(crate) unsafe extern "C" fn alloc_parent_domain(
 #[repr(C)]
 struct Td {
     abi: ibv_td,
+    /// Parent domains with it. It can't go before them.
+    users: Users,
 }
 
 pub(crate) unsafe extern "C" fn alloc_td(context: *mut ibv_context, attr: *mut u32) -> *mut ibv_td {
@@ -120,6 +126,7 @@ pub(crate) unsafe extern "C" fn alloc_td(context: *mut ibv_context, attr: *mut u
         }
         let td = Box::leak(Box::new(Td {
             abi: ibv_td { context },
+            users: Users::default(),
         }));
         Ok(&raw mut td.abi)
     })
@@ -127,8 +134,13 @@ pub(crate) unsafe extern "C" fn alloc_td(context: *mut ibv_context, attr: *mut u
 
 pub(crate) unsafe extern "C" fn dealloc_td(td: *mut ibv_td) -> c_int {
     ret::code(|| {
-        // SAFETY: boxed by alloc_td; the program does not use it again.
-        drop(unsafe { Box::from_raw(object(td)?.cast::<Td>()) });
+        let td = object(td)?.cast::<Td>();
+        // SAFETY: boxed by alloc_td.
+        if unsafe { &*td }.users.in_use() {
+            return Err(Errno::BUSY);
+        }
+        // SAFETY: as above; the program does not use it again.
+        drop(unsafe { Box::from_raw(td) });
         Ok(())
     })
 }

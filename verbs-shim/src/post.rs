@@ -133,6 +133,10 @@ unsafe fn add(batch: &mut Batch, qp: &Qp, wr: &ibv_send_wr) -> Result<()> {
     let (what, to, list) = unsafe { (operation(wr)?, target(qp, wr)?, batch::sge_list(wr.sg_list, count)) };
     batch.begin(wr.wr_id, what, flags(wr.send_flags));
     batch.target(to);
+    if matches!(wr.opcode, op::LOCAL_INV | op::BIND_MW) {
+        // They have no data: what the list says is left over from what the structure was used for before.
+        return Ok(());
+    }
     if wr.send_flags & IBV_SEND_INLINE == 0 {
         batch.sges(list);
         return Ok(());

@@ -3,7 +3,7 @@
 use std::{cell::UnsafeCell, ptr, sync::Arc};
 
 use libc::c_int;
-use roce::{PostError, QpCaps, QpOptions, QpState, QpType, QueuePair, SendRequest};
+use roce::{QpCaps, QpOptions, QpState, QpType, QueuePair, verbs::legal};
 
 use crate::{
     abi::{
@@ -82,14 +82,6 @@ impl Qp {
         self.init.cap.max_inline_data.into()
     }
 
-    /// Posts sends.
-    ///
-    /// # Errors
-    /// With the number of work requests that were accepted before.
-    pub(crate) fn post(&self, requests: &[SendRequest<'_>]) -> std::result::Result<(), (usize, PostError)> {
-        self.inner.post_requests(requests)
-    }
-
     /// Completions of what it did before RESET would be taken for what it does next.
     fn forget_completions(&self) {
         for cq in [self.init.send_cq, self.init.recv_cq] {
@@ -115,6 +107,12 @@ fn service(kind: c_enum) -> Result<QpType> {
         IBV_QPT_XRC_RECV => Ok(QpType::XrcTgt),
         _ => Err(Errno::NOTSUP),
     }
+}
+
+/// What a queue pair of this type can be made to post with `ibv_wr_*`.
+fn send_ops(qp_type: QpType) -> u64 {
+    let legal = SEND_OPS.iter().filter(|(_, op)| legal::is_legal(qp_type, *op));
+    legal.fold(0, |bits, (bit, _)| bits | bit)
 }
 
 /// The transport's sizes.
@@ -178,6 +176,14 @@ unsafe fn create(init: &ibv_qp_init_attr, extra: &Extra) -> Result<*mut ibv_qp> 
         signal_all: init.sq_sig_all != 0,
     };
     let inner = engine.device.create_qp_as(domain.map(|d| &d.inner), &options)?;
+    let granted = inner.caps();
+    let cap = ibv_qp_cap {
+        max_send_wr: granted.max_send_wr,
+        max_recv_wr: granted.max_recv_wr,
+        max_send_sge: granted.max_send_sge,
+        max_recv_sge: granted.max_recv_sge,
+        max_inline_data: granted.max_inline_data,
+    };
     let uses = [
         domain.map(Pd::user),
         xrcd.map(Xrcd::user),
@@ -193,7 +199,7 @@ unsafe fn create(init: &ibv_qp_init_attr, extra: &Extra) -> Result<*mut ibv_qp> 
         core,
         engine,
         inner,
-        init,
+        &ibv_qp_init_attr { cap, ..*init },
         extra,
         uses.into_iter().flatten().collect(),
     ))
@@ -330,7 +336,7 @@ pub(crate) unsafe extern "C" fn create_qp_ex(context: *mut ibv_context, attr: *m
             return Err(Errno::NOTSUP);
         }
         let extended = has(qp_init::SEND_OPS_FLAGS);
-        if extended && attr.send_ops_flags & !SEND_OPS != 0 {
+        if extended && attr.send_ops_flags & !send_ops(service(attr.qp_type)?) != 0 {
             return Err(Errno::NOTSUP);
         }
         let extra = Extra {

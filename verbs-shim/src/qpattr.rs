@@ -22,8 +22,8 @@ fn state(value: c_enum) -> Result<QpState> {
         .ok_or(Errno::INVAL)
 }
 
-/// Attributes that exist only where RoCE has no use for them: an alternate path, other queue sizes, a rate.
-const NOT_HERE: u32 = M::ALT_PATH.bits() | M::CAP.bits() | 1 << 25;
+/// Attributes that exist only where RoCE has no use for them: an alternate path, a rate (`IB_QP_ATTR_STANDARD_BITS`).
+const NOT_HERE: u32 = M::ALT_PATH.bits() | 1 << 25;
 
 /// What `ibv_modify_qp` was given.
 ///
@@ -33,7 +33,8 @@ pub(crate) fn from_c(core: &Core, a: &ibv_qp_attr, mask: u32) -> Result<QpAttr> 
     if mask & NOT_HERE != 0 {
         return Err(Errno::NOTSUP);
     }
-    let mask = M::from_bits(mask).ok_or(Errno::INVAL)?;
+    // No transition takes other queue sizes (`qp_state_table`).
+    let mask = M::from_bits(mask).filter(|m| !m.contains(M::CAP)).ok_or(Errno::INVAL)?;
     let mut out = QpAttr::default();
     let has = |bit: M| mask.contains(bit);
     if has(M::STATE) {

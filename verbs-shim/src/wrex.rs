@@ -258,7 +258,7 @@ unsafe extern "C" fn wr_complete(qp: *mut ibv_qp_ex) -> c_int {
         let work = unsafe { &mut *this.builder().work.get() };
         let done = match work.error.take() {
             Some(e) => Err(e),
-            None => work.batch.submit(this).map_err(|(_, e)| e.into()),
+            None => work.batch.submit_all(this),
         };
         work.batch.clear();
         // SAFETY: likewise.

@@ -10,6 +10,8 @@ pub(crate) fn all() -> Vec<Case> {
     let mut out = memcheck();
     out.push(cycles());
     out.push(edges());
+    out.push(contract());
+    out.push(carrier());
     out.push(linked());
     out.extend(killed());
     out
@@ -38,6 +40,34 @@ fn edges() -> Case {
         ..Case::alone("edges of the interface", "gcc, libibverbs-dev", "sh")
     }
     .says("the edges hold")
+    .ci()
+}
+
+/// Sizes, error numbers, batches and memory as the manual pages have them.
+fn contract() -> Case {
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/contract.c");
+    let script = format!("cc -Wall -Werror -O1 -o {{dir}}/contract {source} -libverbs && exec {{dir}}/contract");
+    Case {
+        client: vec!["sh".into(), "-c".into(), script],
+        ..Case::alone("what the manuals promise", "gcc, libibverbs-dev", "sh")
+    }
+    .says("the contract holds")
+    .ci()
+}
+
+/// The port of an interface that is up, without and with a carrier, in a network of its own.
+fn carrier() -> Case {
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/carrier.c");
+    let script = format!(
+        "cc -Wall -Werror -O1 -o {{dir}}/carrier {source} -libverbs && exec env -u FERROCE_ADDR unshare -rn sh -ec '\
+         ip link add here type veth peer name there; ip addr add 198.51.100.1/24 dev here; ip link set here up; \
+         {{dir}}/carrier down; ip link set there up; {{dir}}/carrier up'"
+    );
+    Case {
+        client: vec!["sh".into(), "-c".into(), script],
+        ..Case::alone("a port follows its carrier", "gcc, libibverbs-dev, iproute2", "sh")
+    }
+    .says("the link is up")
     .ci()
 }
 

@@ -2,6 +2,8 @@
 
 use libc::{c_int, c_uint};
 
+use roce::verbs::wr::WrOpcode;
+
 use super::c_enum;
 
 pub(crate) const IBV_GID_TYPE_ROCE_V2: u32 = 2;
@@ -22,12 +24,10 @@ pub(crate) mod cap {
     pub(crate) const CHANGE_PHY_PORT: c_uint = 1 << 5;
     pub(crate) const UD_AV_PORT_ENFORCE: c_uint = 1 << 6;
     pub(crate) const CURR_QP_STATE_MOD: c_uint = 1 << 7;
-    pub(crate) const SHUTDOWN_PORT: c_uint = 1 << 8;
     pub(crate) const PORT_ACTIVE_EVENT: c_uint = 1 << 10;
     pub(crate) const SYS_IMAGE_GUID: c_uint = 1 << 11;
     pub(crate) const RC_RNR_NAK_GEN: c_uint = 1 << 12;
     pub(crate) const SRQ_RESIZE: c_uint = 1 << 13;
-    pub(crate) const N_NOTIFY_CQ: c_uint = 1 << 14;
     pub(crate) const MEM_WINDOW: c_uint = 1 << 17;
     pub(crate) const MEM_MGT_EXTENSIONS: c_uint = 1 << 21;
     pub(crate) const MEM_WINDOW_TYPE_2B: c_uint = 1 << 24;
@@ -114,7 +114,19 @@ pub(crate) mod op {
 }
 
 /// The `ibv_wr_*` operations that a queue pair may be created with (`ibv_qp_create_send_ops_flags`): all but TSO.
-pub(crate) const SEND_OPS: u64 = 0x3ff | 1 << 12;
+pub(crate) const SEND_OPS: [(u64, WrOpcode); 11] = [
+    (1, WrOpcode::RdmaWrite),
+    (1 << 1, WrOpcode::RdmaWriteWithImm),
+    (1 << 2, WrOpcode::Send),
+    (1 << 3, WrOpcode::SendWithImm),
+    (1 << 4, WrOpcode::RdmaRead),
+    (1 << 5, WrOpcode::CompareSwap),
+    (1 << 6, WrOpcode::FetchAdd),
+    (1 << 7, WrOpcode::LocalInvalidate),
+    (1 << 8, WrOpcode::BindWindow),
+    (1 << 9, WrOpcode::SendWithInv),
+    (1 << 12, WrOpcode::AtomicWrite),
+];
 
 pub(crate) const IBV_SEND_INLINE: c_uint = 1 << 3;
 pub(crate) const IBV_SEND_IP_CSUM: c_uint = 1 << 4;

@@ -1,0 +1,288 @@
+/*
+ * What the manual pages and the kernel promise, and programs seldom try: sizes that are ignored, work requests that are
+ * used again for another operation, batches of ibv_wr_* with a bad one, memory that can't be written, error numbers.
+ *
+ *     contract
+ */
+#include <errno.h>
+#include <infiniband/verbs.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+static void fail(const char *what, int line)
+{
+	fprintf(stderr, "line %d: %s: %s\n", line, what, strerror(errno));
+	exit(1);
+}
+
+#define MUST(x) do { errno = 0; if (!(x)) fail(#x, __LINE__); } while (0)
+
+static struct ibv_context *context;
+static struct ibv_pd *pd;
+static struct ibv_cq *cq;
+static union ibv_gid own;
+static struct ibv_device_attr limits;
+static char memory[4096];
+static struct ibv_mr *mr;
+
+static struct ibv_qp_init_attr sizes(enum ibv_qp_type type)
+{
+	return (struct ibv_qp_init_attr){ .send_cq = cq, .recv_cq = cq, .qp_type = type,
+					  .cap = { .max_send_wr = 4, .max_recv_wr = 4, .max_send_sge = 1,
+						   .max_recv_sge = 1 } };
+}
+
+static struct ibv_qp *extended(enum ibv_qp_type type, uint64_t ops)
+{
+	struct ibv_qp_init_attr_ex init = { .send_cq = cq, .recv_cq = cq, .qp_type = type, .pd = pd,
+					    .comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
+					    .send_ops_flags = ops,
+					    .cap = { .max_send_wr = 4, .max_recv_wr = 4, .max_send_sge = 1,
+						     .max_recv_sge = 1 } };
+
+	return ibv_create_qp_ex(context, &init);
+}
+
+/* Connects a queue pair with itself. */
+static void connect(struct ibv_qp *qp)
+{
+	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_INIT, .port_num = 1,
+				    .qp_access_flags = IBV_ACCESS_REMOTE_WRITE };
+
+	MUST(!ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS));
+	attr = (struct ibv_qp_attr){ .qp_state = IBV_QPS_RTR, .path_mtu = IBV_MTU_256, .dest_qp_num = qp->qp_num,
+				     .max_dest_rd_atomic = 1,
+				     .ah_attr = { .is_global = 1, .port_num = 1, .grh = { .dgid = own, .hop_limit = 64 } } };
+	MUST(!ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
+				       IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER));
+	attr = (struct ibv_qp_attr){ .qp_state = IBV_QPS_RTS, .timeout = 14, .retry_cnt = 7, .rnr_retry = 7,
+				     .max_rd_atomic = 1 };
+	MUST(!ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
+				       IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC));
+}
+
+static void completes(uint64_t id, enum ibv_wc_status status)
+{
+	time_t end = time(NULL) + 60;
+	struct ibv_wc wc;
+	int got;
+
+	while (!(got = ibv_poll_cq(cq, 1, &wc)))
+		MUST(time(NULL) < end);
+	MUST(got == 1);
+	if (wc.wr_id != id || wc.status != status) {
+		fprintf(stderr, "completion of %d: %s\n", (int)wc.wr_id, ibv_wc_status_str(wc.status));
+		exit(1);
+	}
+}
+
+/* With a shared receive queue the sizes of a receive queue may be anything: there is none. */
+static void sizes_of_no_queue_are_ignored(void)
+{
+	struct ibv_srq_init_attr how = { .attr = { .max_wr = 4, .max_sge = 1 } };
+	struct ibv_srq *srq = ibv_create_srq(pd, &how);
+	struct ibv_qp_init_attr init = sizes(IBV_QPT_RC), told;
+	struct ibv_qp_init_attr_ex xrc = { .send_cq = cq, .qp_type = IBV_QPT_XRC_SEND, .pd = pd,
+					   .comp_mask = IBV_QP_INIT_ATTR_PD,
+					   .cap = { .max_send_wr = 4, .max_send_sge = 1, .max_recv_wr = ~0u,
+						    .max_recv_sge = ~0u } };
+	struct ibv_qp_attr attr;
+	struct ibv_qp *qp;
+
+	MUST(srq);
+	init.srq = srq;
+	init.cap.max_recv_wr = init.cap.max_recv_sge = 0xa5a5a5a5;
+	MUST(qp = ibv_create_qp(pd, &init));
+	MUST(!ibv_query_qp(qp, &attr, IBV_QP_CAP, &told));
+	MUST(!attr.cap.max_recv_wr && !attr.cap.max_recv_sge && attr.cap.max_send_wr >= 4);
+	MUST(!ibv_destroy_qp(qp) && !ibv_destroy_srq(srq));
+	MUST(qp = ibv_create_qp_ex(context, &xrc));
+	MUST(!ibv_destroy_qp(qp));
+}
+
+/* rdma_rxe's error numbers: what no device could do is invalid. */
+static void too_much_is_invalid(void)
+{
+	struct ibv_srq_init_attr how = { .attr = { .max_wr = 4, .max_sge = 1 } };
+	struct ibv_qp_init_attr init;
+
+#define TOO_MUCH(field, value) do { \
+		init = sizes(IBV_QPT_RC); \
+		init.cap.field = (value) + 1; \
+		MUST(!ibv_create_qp(pd, &init) && errno == EINVAL); \
+	} while (0)
+	TOO_MUCH(max_send_wr, limits.max_qp_wr);
+	TOO_MUCH(max_recv_wr, limits.max_qp_wr);
+	TOO_MUCH(max_send_sge, limits.max_sge);
+	TOO_MUCH(max_recv_sge, limits.max_sge);
+	TOO_MUCH(max_inline_data, 1 << 20);
+	MUST(!ibv_create_cq(context, limits.max_cqe + 1, NULL, NULL, 0) && errno == EINVAL);
+	MUST(ibv_resize_cq(cq, limits.max_cqe + 1) == EINVAL);
+	how.attr.max_wr = limits.max_srq_wr + 1;
+	MUST(!ibv_create_srq(pd, &how) && errno == EINVAL);
+	how.attr = (struct ibv_srq_attr){ .max_wr = 4, .max_sge = limits.max_srq_sge + 1 };
+	MUST(!ibv_create_srq(pd, &how) && errno == EINVAL);
+}
+
+/* One structure for everything: the list is still there when the operation has no data. */
+static void leftover_lists_are_ignored(void)
+{
+	struct ibv_qp_init_attr init = sizes(IBV_QPT_RC);
+	struct ibv_qp *qp = ibv_create_qp(pd, &init);
+	struct ibv_mw *window = ibv_alloc_mw(pd, IBV_MW_TYPE_2);
+	struct ibv_sge sge = { (uintptr_t)memory, 8, mr->lkey };
+	struct ibv_send_wr wr = { .wr_id = 1, .sg_list = &sge, .num_sge = 1, .opcode = IBV_WR_RDMA_WRITE,
+				  .send_flags = IBV_SEND_SIGNALED | IBV_SEND_INLINE,
+				  .wr.rdma = { (uintptr_t)memory + 64, mr->rkey } }, *bad;
+
+	MUST(qp && window);
+	connect(qp);
+	MUST(!ibv_post_send(qp, &wr, &bad));
+	completes(1, IBV_WC_SUCCESS);
+	wr.wr_id = 2;
+	wr.opcode = IBV_WR_BIND_MW;
+	wr.bind_mw.mw = window;
+	wr.bind_mw.rkey = ibv_inc_rkey(window->rkey);
+	wr.bind_mw.bind_info = (struct ibv_mw_bind_info){ mr, (uintptr_t)memory, 64, IBV_ACCESS_REMOTE_WRITE };
+	MUST(!ibv_post_send(qp, &wr, &bad));
+	completes(2, IBV_WC_SUCCESS);
+	wr.wr_id = 3;
+	wr.opcode = IBV_WR_LOCAL_INV;
+	wr.invalidate_rkey = ibv_inc_rkey(window->rkey);
+	MUST(!ibv_post_send(qp, &wr, &bad));
+	completes(3, IBV_WC_SUCCESS);
+	/* The number of elements counts, as rdma_rxe checks it. */
+	wr.num_sge = limits.max_sge + 1;
+	MUST(ibv_post_send(qp, &wr, &bad) == EINVAL && bad == &wr);
+	MUST(!ibv_dealloc_mw(window) && !ibv_destroy_qp(qp));
+}
+
+static void begin_write(struct ibv_qp_ex *ex, uint64_t id)
+{
+	ex->wr_id = id;
+	ex->wr_flags = IBV_SEND_SIGNALED;
+	ibv_wr_rdma_write(ex, mr->rkey, (uintptr_t)memory + 64);
+}
+
+/* ibv_wr_post(3): what complete refuses has not been done, not even in part. */
+static void batches_are_whole(void)
+{
+	struct ibv_qp *qp = extended(IBV_QPT_RC, IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_READ);
+	struct ibv_qp_ex *ex;
+	struct ibv_wc wc;
+
+	MUST(qp);
+	MUST(ex = ibv_qp_to_qp_ex(qp));
+	connect(qp);
+	ibv_wr_start(ex);
+	for (int i = 0; i < 5; i++) {
+		begin_write(ex, 10 + i);
+		ibv_wr_set_sge(ex, mr->lkey, (uintptr_t)memory, 8);
+	}
+	MUST(ibv_wr_complete(ex) == ENOMEM);
+	ibv_wr_start(ex);
+	begin_write(ex, 20);
+	ibv_wr_set_sge(ex, mr->lkey, (uintptr_t)memory, 8);
+	begin_write(ex, 21);
+	ibv_wr_set_sge(ex, mr->lkey, (uintptr_t)memory, 0xffffffff);
+	MUST(ibv_wr_complete(ex) == EINVAL);
+	ibv_wr_start(ex);
+	for (int i = 0; i < 4; i++) {
+		begin_write(ex, 30 + i);
+		ibv_wr_set_sge(ex, mr->lkey, (uintptr_t)memory, 8);
+	}
+	MUST(!ibv_wr_complete(ex));
+	for (int i = 0; i < 4; i++)
+		completes(30 + i, IBV_WC_SUCCESS);
+	MUST(!ibv_poll_cq(cq, 1, &wc));
+	MUST(!ibv_destroy_qp(qp));
+}
+
+static void operations_fit_the_service(void)
+{
+	struct ibv_qp *qp;
+
+	MUST(!extended(IBV_QPT_UD, IBV_QP_EX_WITH_RDMA_WRITE) && errno == EOPNOTSUPP);
+	MUST(!extended(IBV_QPT_UC, IBV_QP_EX_WITH_RDMA_READ) && errno == EOPNOTSUPP);
+	MUST(!extended(IBV_QPT_RC, IBV_QP_EX_WITH_TSO) && errno == EOPNOTSUPP);
+	MUST(qp = extended(IBV_QPT_UD, IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM));
+	MUST(!ibv_destroy_qp(qp));
+	MUST(qp = extended(IBV_QPT_UC, IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_SEND));
+	MUST(!ibv_destroy_qp(qp));
+}
+
+/* Registration pins, for writing if anybody may write. */
+static void memory_must_allow_what_is_asked(void)
+{
+	const int everything = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
+	size_t page = sysconf(_SC_PAGESIZE);
+	char *at = mmap(NULL, 4 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	struct ibv_mr *other;
+
+	MUST(at != MAP_FAILED);
+	MUST(!mprotect(at + page, page, PROT_READ) && !mprotect(at + 2 * page, page, PROT_NONE));
+	MUST(!munmap(at + 3 * page, page));
+	MUST(other = ibv_reg_mr(pd, at + 8, page - 8, everything));
+	MUST(ibv_rereg_mr(other, IBV_REREG_MR_CHANGE_TRANSLATION, NULL, at, 2 * page, 0) && errno == EFAULT);
+	MUST(!ibv_dereg_mr(other));
+	MUST(!ibv_reg_mr(pd, at, 2 * page, everything) && errno == EFAULT);
+	MUST(!ibv_reg_mr(pd, at + page, 1, IBV_ACCESS_LOCAL_WRITE) && errno == EFAULT);
+	MUST(other = ibv_reg_mr(pd, at, 2 * page, IBV_ACCESS_REMOTE_READ));
+	/* It becomes writable only if all of it is. */
+	MUST(ibv_rereg_mr(other, IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, IBV_ACCESS_LOCAL_WRITE) && errno == EFAULT);
+	MUST(!ibv_dereg_mr(other));
+	MUST(!ibv_reg_mr(pd, at, 3 * page, IBV_ACCESS_REMOTE_READ) && errno == EFAULT);
+	MUST(!ibv_reg_mr(pd, at + 2 * page, page, 0) && errno == EFAULT);
+	MUST(!ibv_reg_mr(pd, at + 3 * page, page, 0) && errno == EFAULT);
+	MUST(!munmap(at, 3 * page));
+}
+
+static void small_print(void)
+{
+	struct ibv_td_init_attr none = { 0 };
+	struct ibv_td *td = ibv_alloc_td(context, &none);
+	struct ibv_parent_domain_init_attr with = { .pd = pd, .td = td };
+	struct ibv_pd *parent = ibv_alloc_parent_domain(context, &with);
+	struct ibv_ah_attr nowhere = { .is_global = 1, .port_num = 0, .grh = { .dgid = own } };
+	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_INIT, .port_num = 1, .cap = { .max_send_wr = 8 } };
+	struct ibv_qp_init_attr init = sizes(IBV_QPT_RC);
+	struct ibv_qp *qp = ibv_create_qp(pd, &init);
+
+	MUST(td && parent && qp);
+	MUST(ibv_dealloc_td(td) == EBUSY);
+	MUST(!ibv_dealloc_pd(parent) && !ibv_dealloc_td(td));
+	MUST(!ibv_create_ah(pd, &nowhere) && errno == EINVAL);
+	MUST(ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS | IBV_QP_CAP) ==
+	     EINVAL);
+	MUST(!ibv_destroy_qp(qp));
+	MUST(!(limits.device_cap_flags & (IBV_DEVICE_N_NOTIFY_CQ | IBV_DEVICE_SHUTDOWN_PORT)));
+}
+
+int main(void)
+{
+	struct ibv_device **list = ibv_get_device_list(NULL);
+
+	MUST(list && list[0] && (context = ibv_open_device(list[0])));
+	ibv_free_device_list(list);
+	MUST(!ibv_query_gid(context, 1, 0, &own));
+	MUST(!ibv_query_device(context, &limits));
+	MUST(pd = ibv_alloc_pd(context));
+	MUST(cq = ibv_create_cq(context, 64, NULL, NULL, 0));
+	MUST(mr = ibv_reg_mr(pd, memory, sizeof(memory),
+			     IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_MW_BIND));
+	sizes_of_no_queue_are_ignored();
+	leftover_lists_are_ignored();
+	batches_are_whole();
+	memory_must_allow_what_is_asked();
+	too_much_is_invalid();
+	operations_fit_the_service();
+	small_print();
+	MUST(!ibv_dereg_mr(mr) && !ibv_destroy_cq(cq) && !ibv_dealloc_pd(pd));
+	MUST(!ibv_close_device(context));
+	puts("the contract holds");
+	return 0;
+}
