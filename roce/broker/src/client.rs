@@ -19,7 +19,8 @@ use roce_port::{QpnSlot, RxMeta};
 
 use crate::{
     proto::{
-        Binding, Connection, Meta, Place, Refusal, Reply, Report, Request, Statistics, ToBroker, ToClient, VERSION,
+        Binding, Connection, Meta, Place, Refusal, Rejoin, Reply, Report, Request, Statistics, ToBroker, ToClient,
+        VERSION,
     },
     start::{self, StartError},
     track::Tracker,
@@ -131,6 +132,8 @@ struct State {
     /// Counts connections: answers of a former one don't come any more.
     epoch: u64,
     seq: u64,
+    /// Requests that somebody waits for the answers of.
+    awaited: HashMap<u64, Request>,
     replies: HashMap<u64, Record<Reply>>,
     opened: Vec<Opened>,
     bindings: Vec<Binding>,
@@ -141,6 +144,8 @@ struct Shared {
     config: JoinConfig,
     pid: u32,
     place: Place,
+    /// Gets the place again from the next broker.
+    token: u64,
     state: Mutex<State>,
     changed: Condvar,
     inbox: OnceLock<Arc<dyn Inbox>>,
@@ -165,11 +170,11 @@ impl core::fmt::Debug for Membership {
 /// When there is no broker and none can be started, or when it has no place left.
 pub fn join(config: &JoinConfig) -> Result<Membership, JoinError> {
     let mut attempt = 0;
-    let (link, place) = loop {
+    let (link, Rejoin { place, token }) = loop {
         attempt += 1;
         let link = start::connect_or_start(&config.dir, config.program.as_deref())?;
         match say_hello(&link, &config.name, None) {
-            Ok(place) => break (link, place),
+            Ok(given) => break (link, given),
             // It was about to end.
             Err(JoinError::Io { .. }) if attempt < ATTEMPTS => {}
             Err(e) => return Err(e),
@@ -180,6 +185,7 @@ pub fn join(config: &JoinConfig) -> Result<Membership, JoinError> {
         config: config.clone(),
         pid: std::process::id(),
         place,
+        token,
         state: Mutex::new(State {
             link: Some(link.clone()),
             ..State::default()
@@ -245,14 +251,14 @@ fn accepted(record: Record<Reply>) -> Result<Record<Reply>, JoinError> {
     }
 }
 
-fn say_hello(link: &OwnedFd, name: &str, rejoin: Option<Place>) -> Result<Place, JoinError> {
+fn say_hello(link: &OwnedFd, name: &str, rejoin: Option<Rejoin>) -> Result<Rejoin, JoinError> {
     let hello = Request::Hello {
         version: VERSION,
         name: name.to_owned(),
         rejoin,
     };
     match ask(link, hello, &[], &mut |_| {})?.message {
-        Reply::Welcome { place } if place.is_valid() => Ok(place),
+        Reply::Welcome { place, token } if place.is_valid() => Ok(Rejoin { place, token }),
         _ => Err(JoinError::Protocol),
     }
 }
@@ -334,23 +340,16 @@ impl Membership {
         let Reply::Bound { service } = self.shared.call(&request)?.message else {
             return Err(JoinError::Protocol);
         };
-        self.shared.state.lock().bindings.push(Binding {
-            service,
-            addr,
-            reuse,
-            bound: true,
-            listening: false,
-        });
         Ok(service)
     }
 
-    /// Gives a port back.
+    /// Gives a port back. While there is no broker nobody has it: the next one is not told of it.
     ///
     /// # Errors
-    /// When there is no broker.
+    /// In a child of the process that joined.
     pub fn unbind(&self, service: u64, addr: Option<IpAddr>) -> Result<(), JoinError> {
         self.shared.change(service, addr, |b| b.bound, |b| b.bound = false);
-        self.shared.call(&Request::Unbind { service, addr }).map(drop)
+        self.shared.tell(Request::Unbind { service, addr })
     }
 
     /// Takes the connect requests for a service ID, on one address or all, from now on.
@@ -358,30 +357,17 @@ impl Membership {
     /// # Errors
     /// When another process has the port.
     pub fn listen(&self, service: u64, addr: Option<IpAddr>) -> Result<(), JoinError> {
-        self.shared.call(&Request::Listen { service, addr })?;
-        let mut state = self.shared.state.lock();
-        let ours = |b: &&mut Binding| b.service == service && b.addr == addr && !b.listening;
-        match state.bindings.iter_mut().find(ours) {
-            Some(binding) => binding.listening = true,
-            None => state.bindings.push(Binding {
-                service,
-                addr,
-                reuse: false,
-                bound: false,
-                listening: true,
-            }),
-        }
-        Ok(())
+        self.shared.call(&Request::Listen { service, addr }).map(drop)
     }
 
-    /// No longer takes them.
+    /// No longer takes them. While there is no broker they go nowhere, and the next one is not told of them.
     ///
     /// # Errors
-    /// When there is no broker.
+    /// In a child of the process that joined.
     pub fn unlisten(&self, service: u64, addr: Option<IpAddr>) -> Result<(), JoinError> {
         self.shared
             .change(service, addr, |b| b.listening, |b| b.listening = false);
-        self.shared.call(&Request::Unlisten { service, addr }).map(drop)
+        self.shared.tell(Request::Unlisten { service, addr })
     }
 
     /// Hands a packet over to the member whose queue pair it is for. False: it is lost.
@@ -444,17 +430,50 @@ impl Shared {
                 request: request.clone(),
             };
             let bytes = wire::encode(&message, &[]).map_err(context("asking the broker"))?;
+            state.awaited.insert(seq, request.clone());
             // If this fails the thread finds the connection at its end as well.
             let sent = MutexGuard::unlocked(&mut state, || wire::send(link.as_fd(), &bytes, &[], true));
             if let Err(e) = sent {
                 tracing::debug!("the broker is gone: {e}");
             }
-            while state.epoch == epoch {
+            loop {
                 if let Some(reply) = state.replies.remove(&seq) {
                     return accepted(reply);
                 }
-                self.wait(&mut state, deadline)?;
+                if state.epoch != epoch {
+                    break;
+                }
+                if let Err(e) = self.wait(&mut state, deadline) {
+                    state.awaited.remove(&seq);
+                    return Err(e);
+                }
             }
+        }
+    }
+
+    /// Tells the broker something that it does not refuse, without waiting for it.
+    fn tell(&self, request: Request) -> Result<(), JoinError> {
+        if !self.is_ours() {
+            return Err(JoinError::Forked);
+        }
+        let (link, seq) = {
+            let mut state = self.state.lock();
+            state.seq += 1;
+            (state.link.clone(), state.seq)
+        };
+        let Some(link) = link else { return Ok(()) };
+        let bytes = wire::encode(
+            &ToBroker::Request {
+                seq,
+                request: request.clone(),
+            },
+            &[],
+        );
+        match bytes.and_then(|bytes| wire::send(link.as_fd(), &bytes, &[], false)) {
+            // It has much to do: then in turn.
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => self.call(&request).map(drop),
+            // Otherwise it is gone, and the next one is not told.
+            _ => Ok(()),
         }
     }
 
@@ -508,8 +527,15 @@ impl Shared {
                     payload: vec![],
                     fds: record.fds,
                 };
-                self.state.lock().replies.insert(seq, record);
-                self.changed.notify_all();
+                let mut state = self.state.lock();
+                // Nobody waits any more for one that comes too late: it goes with its descriptors.
+                if let Some(request) = state.awaited.remove(&seq) {
+                    // At once: a broker may be gone before whoever waits has woken, and the next one must be told.
+                    state.note(&request, &record.message);
+                    state.replies.insert(seq, record);
+                    drop(state);
+                    self.changed.notify_all();
+                }
             }
             ToClient::Datagram(meta) => self.take_datagram(&meta, &record.payload, tracker),
             ToClient::Query { token } => {
@@ -527,7 +553,7 @@ impl Shared {
             && let Ok(mad) = Mad::parse(packet.payload)
         {
             // As the broker does, for the next broker.
-            tracker.observe(self.place, meta.local, meta.remote.ip(), &mad.message);
+            tracker.observe(roce_net::now(), self.place, meta.local, meta.remote.ip(), &mad.message);
         }
         if let Some(inbox) = self.inbox.get() {
             inbox.datagram(&RxMeta::from(meta), bytes);
@@ -539,7 +565,8 @@ impl Shared {
         {
             let mut state = self.state.lock();
             state.link = None;
-            state.replies.clear();
+            // What was answered was done; the rest is asked again.
+            state.awaited.clear();
         }
         let mut warned = false;
         loop {
@@ -547,11 +574,20 @@ impl Shared {
                 return None;
             }
             match self.rejoin(tracker) {
-                Ok(link) => {
+                Ok((link, told)) => {
                     let link = Arc::new(link);
                     let mut state = self.state.lock();
                     if state.closing {
                         return None;
+                    }
+                    // The lock is held until the link is there: what is given back from now on is told over it.
+                    for request in given_back(&told, &state.bindings) {
+                        state.seq += 1;
+                        let seq = state.seq;
+                        let message = wire::encode(&ToBroker::Request { seq, request }, &[]);
+                        if let Err(e) = message.and_then(|bytes| wire::send(link.as_fd(), &bytes, &[], true)) {
+                            tracing::debug!("the broker is gone again: {e}");
+                        }
                     }
                     state.link = Some(link.clone());
                     state.epoch += 1;
@@ -571,10 +607,15 @@ impl Shared {
         }
     }
 
-    /// Joins another broker with the place, sockets, ports and connections that this process has.
-    fn rejoin(&self, tracker: &mut Tracker) -> Result<OwnedFd, JoinError> {
+    /// Joins another broker with the place, sockets, ports and connections that this process has. Returns the connection,
+    /// and the ports that the broker was told of.
+    fn rejoin(&self, tracker: &mut Tracker) -> Result<(OwnedFd, Vec<Binding>), JoinError> {
         let link = start::connect_or_start(&self.config.dir, self.config.program.as_deref())?;
-        say_hello(&link, &self.config.name, Some(self.place))?;
+        let rejoin = Rejoin {
+            place: self.place,
+            token: self.token,
+        };
+        say_hello(&link, &self.config.name, Some(rejoin))?;
         let (opened, bindings) = {
             let state = self.state.lock();
             let opened: Vec<_> = state.opened.iter().map(|o| (o.addr, o.vaults.clone())).collect();
@@ -602,6 +643,92 @@ impl Shared {
         for record in early {
             self.take(&link, record, tracker);
         }
-        Ok(link)
+        Ok((link, bindings))
+    }
+}
+
+impl State {
+    /// Writes down what a broker has done.
+    fn note(&mut self, request: &Request, reply: &Reply) {
+        match (request, reply) {
+            (Request::Bind { addr, reuse, .. }, Reply::Bound { service }) => self.bindings.push(Binding {
+                service: *service,
+                addr: *addr,
+                reuse: *reuse,
+                bound: true,
+                listening: false,
+            }),
+            (Request::Listen { service, addr }, Reply::Done) => {
+                let ours = |b: &&mut Binding| b.service == *service && b.addr == *addr && !b.listening;
+                match self.bindings.iter_mut().find(ours) {
+                    Some(binding) => binding.listening = true,
+                    None => self.bindings.push(Binding {
+                        service: *service,
+                        addr: *addr,
+                        reuse: false,
+                        bound: false,
+                        listening: true,
+                    }),
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+/// What a broker must be told that was given `told` when there is only `left`.
+fn given_back(told: &[Binding], left: &[Binding]) -> Vec<Request> {
+    let count = |all: &[Binding], of: &Binding, which: fn(&Binding) -> bool| {
+        let same = all
+            .iter()
+            .filter(|b| b.service == of.service && b.addr == of.addr && which(b));
+        same.count()
+    };
+    let mut out = Vec::new();
+    for (n, b) in told.iter().enumerate() {
+        // The n-th of several like it is over when fewer are left.
+        let is_over = |which: fn(&Binding) -> bool| which(b) && count(&told[..=n], b, which) > count(left, b, which);
+        let (service, addr) = (b.service, b.addr);
+        if is_over(|b| b.listening) {
+            out.push(Request::Unlisten { service, addr });
+        }
+        if is_over(|b| b.bound) {
+            out.push(Request::Unbind { service, addr });
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_given_back_while_a_broker_was_told_is_told_too() {
+        let binding = |service, bound, listening| Binding {
+            service,
+            addr: None,
+            reuse: false,
+            bound,
+            listening,
+        };
+        let told = [
+            binding(1, true, true),
+            binding(2, false, true),
+            binding(2, false, true),
+            binding(3, true, false),
+        ];
+        assert!(given_back(&told, &told).is_empty());
+        let left = [binding(1, true, false), binding(2, false, true)];
+        let out = given_back(&told, &left);
+        let text: Vec<String> = out.iter().map(|r| format!("{r:?}")).collect();
+        assert_eq!(
+            text,
+            [
+                "Unlisten { service: 1, addr: None }",
+                "Unlisten { service: 2, addr: None }",
+                "Unbind { service: 3, addr: None }"
+            ]
+        );
     }
 }

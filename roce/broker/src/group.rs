@@ -181,12 +181,15 @@ impl Group {
         Ok(socket.into())
     }
 
-    /// The socket of a slot whose owner uses it already.
+    /// The socket of a slot whose owner uses it already: what it has received stays. It receives even if the owner had
+    /// been taken for dead.
     ///
     /// # Errors
     /// When the process has no descriptors left.
     pub fn retake(&self, slot: u8) -> io::Result<OwnedFd> {
-        self.socket(slot).map(OwnedFd::from)
+        let socket = self.socket(slot)?;
+        set_open(&socket)?;
+        Ok(socket.into())
     }
 
     /// The owner of a slot is gone: what comes for it is dropped.
@@ -215,6 +218,10 @@ fn set_idle(socket: &Socket) -> io::Result<()> {
 
 fn set_busy(socket: &Socket) -> io::Result<()> {
     drain(socket);
+    set_open(socket)
+}
+
+fn set_open(socket: &Socket) -> io::Result<()> {
     match socket.detach_filter() {
         Err(e) if e.raw_os_error() == Some(libc::ENOENT) => Ok(()),
         done => done,

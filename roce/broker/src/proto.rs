@@ -14,7 +14,7 @@ use roce_port::{QpnSlot, RxMeta};
 use serde::{Deserialize, Serialize};
 
 /// Version of this protocol. Broker and members of other versions refuse each other.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// How many top bits of a queue pair number choose the socket.
 pub const SLOT_BITS: u8 = 7;
 /// Sockets of a group. Slot 0 is the broker's.
@@ -160,6 +160,15 @@ pub enum ToBroker {
     Goodbye,
 }
 
+/// What a member had with a former broker.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Rejoin {
+    /// Its place.
+    pub place: Place,
+    /// What came with it in [`Reply::Welcome`]: shows that the place was this member's.
+    pub token: u64,
+}
+
 /// What a member may ask for.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Request {
@@ -170,9 +179,10 @@ pub enum Request {
         /// What the process is called.
         name: String,
         /// The place that it had with a former broker.
-        rejoin: Option<Place>,
+        rejoin: Option<Rejoin>,
     },
-    /// What a member had with a former broker; may come several times. Answer: [`Reply::Done`].
+    /// What a member had with a former broker; may come several times before `done`. What is not its own, or another's by
+    /// now, is left out. Answer: [`Reply::Done`].
     Restore {
         /// Its ports.
         bindings: Vec<Binding>,
@@ -249,6 +259,8 @@ pub enum Reply {
     Welcome {
         /// See [`Place`].
         place: Place,
+        /// See [`Rejoin`]. Nobody else knows it.
+        token: u64,
     },
     /// The sockets of an address: for each IP version the member's socket, and the vault if `vault`.
     Opened {

@@ -173,10 +173,7 @@ pub(crate) fn connect(dir: &Path) -> Result<Option<OwnedFd>, StartError> {
 fn check_server(dir: &Path, path: &Path, socket: OwnedFd) -> Result<OwnedFd, StartError> {
     let own = geteuid().as_raw();
     let io = |e: io::Error| context(format!("asking who serves {}", path.display()))(e);
-    let uid = rustix::net::sockopt::socket_peercred(&socket)
-        .map_err(|e| io(e.into()))?
-        .uid
-        .as_raw();
+    let (_, uid) = crate::sys::peer_credentials(socket.as_fd()).map_err(io)?;
     let system = dir == Path::new(SYSTEM_DIR) && fs::metadata(dir).is_ok_and(|m| m.uid() == uid);
     match uid == own || uid == 0 || system {
         true => Ok(socket),

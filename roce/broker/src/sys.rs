@@ -48,6 +48,17 @@ pub(crate) unsafe fn inherited(fd: RawFd) -> OwnedFd {
     unsafe { OwnedFd::from_raw_fd(fd) }
 }
 
+/// Who is at the other end of a unix socket: process id (0 when it has none here) and user id.
+pub(crate) fn peer_credentials(socket: BorrowedFd<'_>) -> io::Result<(u32, u32)> {
+    let mut ucred = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut len = size_of::<libc::ucred>() as socklen_t;
+    let (to, level) = ((&raw mut ucred).cast::<c_void>(), libc::SOL_SOCKET);
+    // SAFETY: `ucred` lives on the stack for the call and `len` is its size.
+    let rc = unsafe { libc::getsockopt(socket.as_raw_fd(), level, libc::SO_PEERCRED, to, &raw mut len) };
+    check(rc)?;
+    Ok((u32::try_from(ucred.pid).unwrap_or(0), ucred.uid))
+}
+
 fn check(rc: c_int) -> io::Result<()> {
     match rc {
         0 => Ok(()),

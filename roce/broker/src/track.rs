@@ -4,16 +4,20 @@
 //! Only messages from peers are seen. They tell enough: a REQ, and then the RTU that answers our REP, or a REP.
 
 use std::{
-    collections::{HashMap, hash_map::Entry},
+    collections::{HashMap, VecDeque, hash_map::Entry},
     net::IpAddr,
+    time::Duration,
 };
 
 use roce_cm::mad::{Message, Subject};
+use roce_verbs::Instant;
 
 use crate::proto::{Connection, Place};
 
-/// Connections of one member that are remembered; beyond, new ones are not.
+/// Connections of one member that are remembered. A new one then takes the place of the oldest that is only a request.
 const MAX_PER_PLACE: usize = 16_384;
+/// How long a request is remembered that nothing came of: it may have been rejected, which is not seen here.
+const REQUEST_TIME: Duration = Duration::from_secs(60);
 
 /// The peer's name for a connection.
 type RemoteKey = (IpAddr, u32);
@@ -22,6 +26,23 @@ type RemoteKey = (IpAddr, u32);
 struct Known {
     place: Place,
     conn: Connection,
+    /// Tells it from others with the same key.
+    serial: u64,
+}
+
+/// A request, in the order of their coming. It may have become a connection since, or be forgotten.
+#[derive(Debug)]
+struct Asked {
+    at: Instant,
+    key: RemoteKey,
+    serial: u64,
+}
+
+impl Asked {
+    /// Whether an entry is still this request, and no more.
+    fn is(&self, known: &Known) -> bool {
+        known.serial == self.serial && known.conn.local_id.is_none()
+    }
 }
 
 /// See the module.
@@ -29,11 +50,13 @@ struct Known {
 pub(crate) struct Tracker {
     by_remote: HashMap<RemoteKey, Known>,
     counts: HashMap<Place, usize>,
+    asked: HashMap<Place, VecDeque<Asked>>,
+    serial: u64,
 }
 
 impl Tracker {
     /// Takes note of a message from a peer that is for the member at `place`.
-    pub(crate) fn observe(&mut self, place: Place, local: IpAddr, remote: IpAddr, message: &Message) {
+    pub(crate) fn observe(&mut self, now: Instant, place: Place, local: IpAddr, remote: IpAddr, message: &Message) {
         match message {
             Message::Req(m) => {
                 let conn = Connection {
@@ -45,7 +68,7 @@ impl Tracker {
                 };
                 // A repeated REQ must not make a connection a request again.
                 if !self.by_remote.contains_key(&(remote, m.local_comm_id)) {
-                    self.insert(place, conn);
+                    self.insert(now, place, conn);
                 }
             }
             Message::Rep(m) => {
@@ -56,7 +79,7 @@ impl Tracker {
                     remote_id: m.local_comm_id,
                     remote_qpn: m.local_qpn.value(),
                 };
-                self.insert(place, conn);
+                self.insert(now, place, conn);
             }
             Message::Rtu(m) => {
                 let key = (remote, m.local_comm_id);
@@ -72,9 +95,14 @@ impl Tracker {
         }
     }
 
-    /// What a member had with a former broker.
-    pub(crate) fn restore(&mut self, place: Place, conn: Connection) {
-        self.insert(place, conn);
+    /// What a member had with a former broker. What is not the member's by its communication ID, or known as another's, is
+    /// left out.
+    pub(crate) fn restore(&mut self, now: Instant, place: Place, conn: Connection) {
+        let others = |e: &Known| e.place != place;
+        let known = self.by_remote.get(&(conn.remote, conn.remote_id));
+        if conn.local_id.is_none_or(|id| Place::of_comm_id(id) == place) && !known.is_some_and(others) {
+            self.insert(now, place, conn);
+        }
     }
 
     /// Whose a message is that names its connection by the peer's communication ID only.
@@ -104,18 +132,45 @@ impl Tracker {
         for conn in &all {
             self.forget((conn.remote, conn.remote_id));
         }
+        self.asked.remove(&place);
         all
     }
 
-    fn insert(&mut self, place: Place, conn: Connection) {
+    fn insert(&mut self, now: Instant, place: Place, conn: Connection) {
         let key = (conn.remote, conn.remote_id);
         self.forget(key);
+        while let Some(first) = self.asked.get(&place).and_then(VecDeque::front)
+            && (first.at + REQUEST_TIME <= now || self.count(place) >= MAX_PER_PLACE)
+        {
+            self.forget_oldest(place);
+        }
         let count = self.counts.entry(place).or_default();
         if *count >= MAX_PER_PLACE {
             return;
         }
         *count += 1;
-        self.by_remote.insert(key, Known { place, conn });
+        self.serial += 1;
+        let serial = self.serial;
+        self.by_remote.insert(key, Known { place, conn, serial });
+        if conn.local_id.is_some() {
+            return;
+        }
+        let by_remote = &self.by_remote;
+        let asked = self.asked.entry(place).or_default();
+        if asked.len() >= 2 * MAX_PER_PLACE {
+            asked.retain(|a| by_remote.get(&a.key).is_some_and(|e| a.is(e)));
+        }
+        asked.push_back(Asked { at: now, key, serial });
+    }
+
+    /// Forgets the oldest request of a member, unless it has become a connection.
+    fn forget_oldest(&mut self, place: Place) {
+        let Some(first) = self.asked.get_mut(&place).and_then(VecDeque::pop_front) else {
+            return;
+        };
+        if self.by_remote.get(&first.key).is_some_and(|e| first.is(e)) {
+            self.forget(first.key);
+        }
     }
 
     fn forget(&mut self, key: RemoteKey) {
@@ -155,7 +210,7 @@ mod tests {
     #[test]
     fn a_passive_connection_is_known_from_its_request_and_rtu() {
         let mut t = Tracker::default();
-        t.observe(HERE, ip(1), ip(2), &req(9));
+        t.observe(Instant::ZERO, HERE, ip(1), ip(2), &req(9));
         assert_eq!(
             t.owner(ip(2), &req(9)),
             Some(HERE),
@@ -167,8 +222,8 @@ mod tests {
             remote_comm_id: 1000,
             ..Rtu::default()
         };
-        t.observe(HERE, ip(1), ip(2), &Message::Rtu(rtu));
-        t.observe(HERE, ip(1), ip(2), &req(9));
+        t.observe(Instant::ZERO, HERE, ip(1), ip(2), &Message::Rtu(rtu));
+        t.observe(Instant::ZERO, HERE, ip(1), ip(2), &req(9));
         let all = t.take(HERE);
         assert_eq!(all.len(), 1);
         assert_eq!(
@@ -186,8 +241,8 @@ mod tests {
             remote_comm_id: 1001,
             ..Rep::default()
         };
-        t.observe(HERE, ip(1), ip(2), &Message::Rep(rep));
-        t.observe(HERE, ip(1), ip(2), &Message::Rep(rep));
+        t.observe(Instant::ZERO, HERE, ip(1), ip(2), &Message::Rep(rep));
+        t.observe(Instant::ZERO, HERE, ip(1), ip(2), &Message::Rep(rep));
         assert_eq!(t.count(HERE), 1);
         let timeout = Message::Rej(Rej {
             local_comm_id: 5,
@@ -199,7 +254,7 @@ mod tests {
             remote_comm_id: 1001,
             ..Dreq::default()
         };
-        t.observe(HERE, ip(1), ip(2), &Message::Dreq(dreq));
+        t.observe(Instant::ZERO, HERE, ip(1), ip(2), &Message::Dreq(dreq));
         assert_eq!(t.count(HERE), 0);
         assert!(t.by_remote.is_empty() && t.counts.is_empty());
     }
@@ -208,8 +263,63 @@ mod tests {
     fn no_more_than_a_bound_is_remembered() {
         let mut t = Tracker::default();
         for id in 1..MAX_PER_PLACE as u32 + 100 {
-            t.observe(HERE, ip(1), ip(2), &req(id));
+            t.observe(Instant::ZERO, HERE, ip(1), ip(2), &req(id));
         }
         assert_eq!(t.count(HERE), MAX_PER_PLACE);
+        assert_eq!(t.owner(ip(2), &req(99)), None, "the oldest made room");
+        assert_eq!(t.owner(ip(2), &req(100)), Some(HERE));
+    }
+
+    fn rtu(id: u32) -> Message {
+        Message::Rtu(Rtu {
+            local_comm_id: id,
+            remote_comm_id: 1000 + id,
+            ..Rtu::default()
+        })
+    }
+
+    #[test]
+    fn requests_that_nothing_came_of_are_forgotten_and_connections_are_not() {
+        let mut t = Tracker::default();
+        let mut now = Instant::ZERO;
+        t.observe(now, HERE, ip(1), ip(2), &req(1));
+        t.observe(now, HERE, ip(1), ip(2), &rtu(1));
+        t.observe(now, HERE, ip(1), ip(2), &req(2));
+        now = now + REQUEST_TIME / 2;
+        t.observe(now, HERE, ip(1), ip(2), &req(3));
+        now = now + REQUEST_TIME / 2;
+        t.observe(now, HERE, ip(1), ip(2), &req(4));
+        let mut ids: Vec<u32> = t.of(HERE).iter().map(|c| c.remote_id).collect();
+        ids.sort_unstable();
+        assert_eq!(ids, [1, 3, 4]);
+        // Not even when there are too many requests.
+        for id in 10..2 * MAX_PER_PLACE as u32 {
+            t.observe(now, HERE, ip(1), ip(3), &req(id));
+        }
+        assert_eq!(t.owner(ip(2), &req(1)), Some(HERE));
+        assert_eq!(t.count(HERE), MAX_PER_PLACE);
+        assert!(t.asked[&HERE].len() <= MAX_PER_PLACE);
+    }
+
+    #[test]
+    fn a_member_is_only_given_back_what_is_its_own() {
+        const OTHER: Place = Place { slot: 4, generation: 0 };
+        let mut t = Tracker::default();
+        t.observe(Instant::ZERO, HERE, ip(1), ip(2), &req(9));
+        let conn = |remote_id, local_id| Connection {
+            local: ip(1),
+            remote: ip(2),
+            local_id,
+            remote_id,
+            remote_qpn: 7,
+        };
+        let (first, _) = OTHER.numbers().comm_ids();
+        t.restore(Instant::ZERO, OTHER, conn(9, Some(first)));
+        assert_eq!((t.count(HERE), t.count(OTHER)), (1, 0), "known as another's");
+        t.restore(Instant::ZERO, OTHER, conn(8, Some(HERE.numbers().comm_ids().0)));
+        assert_eq!(t.count(OTHER), 0, "another's number");
+        t.restore(Instant::ZERO, OTHER, conn(8, Some(first)));
+        t.restore(Instant::ZERO, OTHER, conn(7, None));
+        assert_eq!(t.count(OTHER), 2);
     }
 }

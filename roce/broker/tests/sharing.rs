@@ -679,3 +679,119 @@ fn a_program_that_is_no_broker_is_named() {
     assert!(statistics(&place.broker_dir()).unwrap().is_none());
     assert!(statistics(Path::new("/nonexistent")).unwrap().is_none());
 }
+
+/// A broker that no member can start again.
+struct ByHand {
+    place: Place,
+    broker: Child,
+}
+
+impl ByHand {
+    /// Started as `wrapper … broker`.
+    fn new(wrapper: &[&str]) -> Self {
+        let mut place = Place::new();
+        place.program = "/bin/false".into();
+        let broker = Self::broker(&place, wrapper);
+        Self { place, broker }
+    }
+
+    fn broker(place: &Place, wrapper: &[&str]) -> Child {
+        let words = [wrapper, &[BROKER, "broker", "--dir"]].concat();
+        let mut command = Command::new(words[0]);
+        command.args(&words[1..]).arg(place.broker_dir()).stderr(Stdio::null());
+        let child = command.spawn().unwrap();
+        place.until("the broker serves", |_| true);
+        child
+    }
+
+    fn kill(&mut self) {
+        self.broker.kill().unwrap();
+        self.broker.wait().unwrap();
+        wait_until("it is dead", || {
+            matches!(statistics(&self.place.broker_dir()), Ok(None))
+        });
+    }
+
+    fn start_again(&mut self, wrapper: &[&str]) {
+        self.broker = Self::broker(&self.place, wrapper);
+    }
+}
+
+impl Drop for ByHand {
+    fn drop(&mut self) {
+        let _ = self.broker.kill();
+        let _ = self.broker.wait();
+    }
+}
+
+#[test]
+fn ports_are_given_back_while_there_is_no_broker() {
+    const TCP: u64 = 0x0106_0000;
+    let mut hand = ByHand::new(&["env"]);
+    let member = hand.place.join();
+    let (kept, over) = (
+        member.bind(TCP, None, false).unwrap(),
+        member.bind(TCP, None, false).unwrap(),
+    );
+    member.listen(over, None).unwrap();
+    hand.kill();
+    // Were it to wait for a broker, it would fail.
+    member.unlisten(over, None).unwrap();
+    member.unbind(over, None).unwrap();
+    hand.start_again(&["env"]);
+    let now = hand.place.until("it is back", |s| {
+        s.processes.len() == 1 && !s.processes[0].bindings.is_empty()
+    });
+    let ports: Vec<u64> = now.processes[0].bindings.iter().map(|b| b.service).collect();
+    assert_eq!(ports, [kept]);
+    assert_eq!(hand.place.join().bind(over, None, false).unwrap(), over);
+}
+
+/// As in a container, or with `hidepid`.
+#[test]
+fn a_process_that_the_broker_can_not_see_gets_its_place_again() {
+    const APART: [&str; 5] = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"];
+    let possible = Command::new(APART[0])
+        .args(&APART[1..])
+        .arg("true")
+        .stderr(Stdio::null())
+        .status();
+    if !possible.is_ok_and(|s| s.success()) {
+        return;
+    }
+    let mut hand = ByHand::new(&APART);
+    let member = hand.place.join();
+    let port = member.bind(0x0106_0000, None, false).unwrap();
+    for _ in 0..2 {
+        hand.kill();
+        hand.start_again(&APART);
+        let now = hand
+            .place
+            .until("it is back", |s| s.processes.iter().any(|p| !p.bindings.is_empty()));
+        let there: Vec<_> = now
+            .processes
+            .iter()
+            .map(|p| (p.pid, p.place, p.bindings[0].service))
+            .collect();
+        assert_eq!(there, [(0, member.place(), port)]);
+    }
+}
+
+#[test]
+fn who_waited_while_the_broker_had_no_descriptors_is_served_when_it_has() {
+    let hand = ByHand::new(&["sh", "-c", "ulimit -n 40; exec \"$0\" \"$@\""]);
+    let at = socket2::SockAddr::unix(hand.place.broker_dir().join("broker.sock")).unwrap();
+    let crowd: Vec<socket2::Socket> = (0..60)
+        .map(|_| {
+            let socket = socket2::Socket::new(socket2::Domain::UNIX, socket2::Type::SEQPACKET, None).unwrap();
+            socket.connect(&at).unwrap();
+            socket
+        })
+        .collect();
+    let dir = hand.place.broker_dir();
+    let waiting = thread::spawn(move || statistics(&dir));
+    // It has asked by then, or asks when there is room: either must be answered.
+    thread::sleep(Duration::from_millis(300));
+    drop(crowd);
+    assert!(waiting.join().unwrap().is_ok_and(|s| s.is_some()));
+}

@@ -23,7 +23,7 @@ use super::{
     ports::Ports,
     requests::{Deferred, Question},
     slots::Slots,
-    state::{self, StateFile, boot_time},
+    state::{self, Life, StateFile, boot_time},
     systemd::Notify,
 };
 use crate::{
@@ -49,10 +49,11 @@ const TICK: Duration = Duration::from_millis(100);
 /// What a token of the poll stands for.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 enum Source {
-    Listener,
     Client(usize),
     Process(usize),
     Gsi(usize),
+    /// The last: a new client may get the key of one that is removed before, of which there may be more events.
+    Listener,
 }
 
 impl Source {
@@ -94,6 +95,8 @@ pub(super) struct Broker {
     orphans: Orphans,
     pub(super) deferred: Vec<Deferred>,
     pub(super) contested: Vec<Deferred>,
+    /// Becomes `contested` after this round.
+    pub(super) asked_now: Vec<Deferred>,
     pub(super) questions: Vec<Question>,
     pub(super) counters: BTreeMap<&'static str, u64>,
     started: Instant,
@@ -101,6 +104,8 @@ pub(super) struct Broker {
     unused_since: Instant,
     /// Sources with more to read, although the poll does not tell again.
     again: Vec<Source>,
+    /// Connections wait that could not be accepted.
+    stalled: bool,
     buffer: Vec<u8>,
 }
 
@@ -118,9 +123,9 @@ impl Broker {
         let state = StateFile::new(&config.dir);
         let mut slots = match state.read() {
             Some(slots) => slots,
-            None => Slots::new(u32::from_le_bytes(random()?)),
+            None => Slots::new(u32::from_le_bytes(random()?), state::namespace()),
         };
-        slots.inherit(boot_time(), state::is_alive);
+        slots.inherit(boot_time(), state::namespace(), state::is_alive);
         let kept = kept.into_iter().filter_map(|vault| Group::adopt(vault).ok()).collect();
         let time = now();
         Ok(Self {
@@ -140,11 +145,13 @@ impl Broker {
             orphans: Orphans::default(),
             deferred: Vec::new(),
             contested: Vec::new(),
+            asked_now: Vec::new(),
             questions: Vec::new(),
             counters: BTreeMap::new(),
             started: time,
             unused_since: time,
             again: Vec::new(),
+            stalled: false,
             buffer: vec![0; MAX_RECORD],
         })
     }
@@ -167,13 +174,7 @@ impl Broker {
                 return Err(e);
             }
             let mut sources = std::mem::take(&mut self.again);
-            for event in &events {
-                let source = Source::of(event.token());
-                if let (Source::Client(key), true) = (source, event.is_writable()) {
-                    self.flush(key);
-                }
-                sources.push(source);
-            }
+            sources.extend(events.iter().map(|event| Source::of(event.token())));
             sources.sort_unstable();
             sources.dedup();
             for source in sources {
@@ -186,10 +187,11 @@ impl Broker {
     }
 
     fn timeout(&self, now: Instant) -> Option<Duration> {
-        if !self.again.is_empty() {
+        if !self.again.is_empty() || !self.contested.is_empty() {
             return Some(Duration::ZERO);
         }
-        let restless = !self.deferred.is_empty()
+        let restless = self.stalled
+            || !self.deferred.is_empty()
             || !self.questions.is_empty()
             || !self.slots.absent().is_empty()
             || self.clients.iter().any(|(_, c)| c.place.is_none())
@@ -203,7 +205,10 @@ impl Broker {
     fn serve(&mut self, source: Source) {
         match source {
             Source::Listener => self.accept(),
-            Source::Client(key) => self.serve_client(key),
+            Source::Client(key) => {
+                self.flush(key);
+                self.serve_client(key);
+            }
             Source::Process(key) => self.remove(key, false),
             Source::Gsi(key) => {
                 let mut arrivals = Vec::new();
@@ -229,9 +234,15 @@ impl Broker {
             let socket = match rustix::net::accept_with(&self.listener, flags) {
                 Ok(socket) => socket,
                 Err(rustix::io::Errno::INTR | rustix::io::Errno::CONNABORTED) => continue,
-                Err(rustix::io::Errno::AGAIN) => return,
+                Err(rustix::io::Errno::AGAIN) => {
+                    self.stalled = false;
+                    return;
+                }
                 Err(e) => {
-                    tracing::warn!("a connection can't be accepted: {e}");
+                    // The poll does not tell again of those that wait.
+                    if !std::mem::replace(&mut self.stalled, true) {
+                        tracing::warn!("a connection can't be accepted: {e}");
+                    }
                     return;
                 }
             };
@@ -292,8 +303,9 @@ impl Broker {
         match record.message {
             ToBroker::Request { seq, request } => self.on_request(key, seq, request, record.fds),
             ToBroker::Datagram(meta) => {
-                // Only members hand packets over, and only such that came to an address of theirs.
-                if self.clients.get(key).is_some_and(|c| c.place.is_some()) {
+                // Only members hand packets over, and only such that came to an address of theirs. Who sent them can't be
+                // verified.
+                if self.has_opened(key, meta.local) {
                     self.count("handed_over");
                     self.route(Arrival {
                         meta,
@@ -304,6 +316,16 @@ impl Broker {
             ToBroker::Report { token, report } => self.on_report(key, token, report),
             ToBroker::Goodbye => self.remove(key, true),
         }
+    }
+
+    /// Whether a client has a socket that packets to an address arrive at.
+    fn has_opened(&self, key: usize, addr: IpAddr) -> bool {
+        let opened = |c: &Client| {
+            c.opened
+                .iter()
+                .any(|g| self.groups.get(*g).is_some_and(|g| g.covers(addr)))
+        };
+        self.clients.get(key).is_some_and(|c| c.place.is_some() && opened(c))
     }
 
     /// A connection has ended, or the process at its other end.
@@ -408,7 +430,7 @@ impl Broker {
         self.count("rx_mads");
         let remote = meta.remote.ip();
         if let Some(place) = self.owner(meta, &message).filter(|p| self.by_place.contains_key(p)) {
-            self.tracker.observe(place, meta.local, remote, &message);
+            self.tracker.observe(now(), place, meta.local, remote, &message);
             return self.forward(place, meta, bytes);
         }
         if self.orphans.observe(remote, &message) {
@@ -461,6 +483,9 @@ impl Broker {
 
     /// What no event tells. True: the broker is not needed any more.
     fn housekeeping(&mut self, now: Instant) -> bool {
+        if self.stalled {
+            self.accept();
+        }
         self.settle_absent(now);
         self.retry_deferred(now);
         self.end_questions(now);
@@ -487,7 +512,11 @@ impl Broker {
         }
         let settled = now >= self.started + SETTLE;
         // Of a process that can't be seen only its coming back tells that it lives.
-        let alive = |p| state::is_alive(p) && !(settled && p.pid == 0);
+        let alive = |p| match state::life(p) {
+            Life::Alive => true,
+            Life::Dead => false,
+            Life::Unknown => !settled,
+        };
         let dead = self.slots.bury(boot_time(), alive);
         for place in &dead {
             self.bury(*place);

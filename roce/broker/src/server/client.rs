@@ -8,16 +8,18 @@ use std::{
 };
 
 use roce_verbs::Instant;
-use rustix::process::{PidfdFlags, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::{slots::Process, state};
 use crate::{
     proto::{Place, Reply, ToBroker, ToClient},
+    sys,
     wire::{self, Record, RecvError},
 };
 
-/// Answers that a client has not taken: with more it is given up.
+/// Answers that a client has not taken, and their bytes: with more it is given up.
 const MAX_WAITING: usize = 4096;
+const MAX_WAITING_BYTES: usize = 1 << 20;
 /// How long a connection may say nothing at all.
 pub(super) const FIRST_WORD: Duration = Duration::from_secs(10);
 
@@ -43,16 +45,15 @@ pub(super) struct Client {
 impl Client {
     /// Takes a new connection.
     pub(super) fn new(socket: OwnedFd, now: Instant, nonce: u64) -> io::Result<Self> {
-        let credentials = rustix::net::sockopt::socket_peercred(&socket)?;
-        let pid = credentials.pid.as_raw_nonzero().get().unsigned_abs();
-        let pidfd = pidfd_open(credentials.pid, PidfdFlags::empty()).ok();
+        let (pid, uid) = sys::peer_credentials(socket.as_fd())?;
+        let number = i32::try_from(pid).ok().and_then(Pid::from_raw);
+        let pidfd = number.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
         // In a namespace of its own it has no number here; then it is told apart by one of ours.
         let unseen = Process { pid: 0, start: nonce };
-        let uid = credentials.uid.as_raw();
         Ok(Self {
             socket,
             pidfd,
-            process: state::process(pid).unwrap_or(unseen),
+            process: number.and_then(|_| state::process(pid)).unwrap_or(unseen),
             uid,
             trusted: uid == rustix::process::geteuid().as_raw(),
             name: String::new(),
@@ -72,13 +73,15 @@ impl Client {
     pub(super) fn reply(&mut self, seq: u64, reply: Reply, fds: Vec<OwnedFd>) -> io::Result<()> {
         let bytes = wire::encode(&ToClient::Reply { seq, reply }, &[])?;
         self.waiting.push_back((bytes, fds));
-        if self.waiting.len() > MAX_WAITING {
+        self.flush()?;
+        let bytes: usize = self.waiting.iter().map(|(bytes, _)| bytes.len()).sum();
+        if self.waiting.len() > MAX_WAITING || bytes > MAX_WAITING_BYTES {
             return Err(io::Error::new(
                 io::ErrorKind::QuotaExceeded,
                 "it does not take its answers",
             ));
         }
-        self.flush()
+        Ok(())
     }
 
     /// Sends what waits.

@@ -81,11 +81,16 @@ impl Ports {
             .find(|service| !self.by_service.contains_key(service))
     }
 
-    /// What a member had with a former broker.
-    pub(super) fn restore(&mut self, place: Place, process: Process, binding: Binding) {
-        if !self.is_full(place) {
-            self.add(place, process, binding);
+    /// What a member had with a former broker. False: another process has it, or the member has too many.
+    pub(super) fn restore(&mut self, place: Place, process: Process, binding: Binding) -> bool {
+        let shared = |e: &Entry| e.binding.reuse && binding.reuse && !e.binding.listening && !binding.listening;
+        let clash = |e: &Entry| e.process != process && overlap(e.binding.addr, binding.addr) && !shared(e);
+        let all = self.by_service.get(&binding.service);
+        if self.is_full(place) || all.is_some_and(|all| all.iter().any(clash)) {
+            return false;
         }
+        self.add(place, process, binding);
+        true
     }
 
     fn is_full(&self, place: Place) -> bool {
@@ -274,6 +279,24 @@ mod tests {
         assert_eq!(p.of(A).len(), 1);
         p.unbind(A, TCP | 7, None);
         assert!(p.of(A).is_empty() && p.by_service.is_empty());
+    }
+
+    #[test]
+    fn nobody_is_given_back_what_another_has() {
+        let mut p = Ports::default();
+        p.listen(A, process(A), TCP | 7, None).unwrap();
+        let binding = Binding {
+            service: TCP | 7,
+            addr: ip(1),
+            reuse: true,
+            bound: true,
+            listening: true,
+        };
+        assert!(!p.restore(B, process(B), binding.clone()));
+        assert!(p.of(B).is_empty());
+        p.remove_all(A);
+        assert!(p.restore(B, process(B), binding.clone()));
+        assert!(p.restore(C, process(C), binding), "of the same process");
     }
 
     #[test]

@@ -13,18 +13,21 @@ use roce_verbs::Instant;
 
 use super::{
     broker::{Broker, random},
+    slots::Tenant,
     state::{self, boot_time},
 };
 use crate::{
     group::{Group, GroupError, family_addresses},
     proto::{
-        Binding, Connection, Place, ProcessReport, Refusal, Reply, Report, Request, SLOTS, Statistics, ToClient,
-        VERSION,
+        Binding, Connection, Place, ProcessReport, Refusal, Rejoin, Reply, Report, Request, SLOTS, Statistics,
+        ToClient, VERSION,
     },
 };
 
 /// How long processes may take to tell about themselves.
 const REPORT_TIME: Duration = Duration::from_secs(2);
+/// Requests of one client that wait.
+const MAX_DEFERRED: usize = 64;
 /// The longest name of a process that is kept, bytes.
 const MAX_NAME: usize = 64;
 
@@ -76,8 +79,14 @@ fn port_text(service: u64, addr: Option<IpAddr>) -> String {
 impl Broker {
     pub(super) fn on_request(&mut self, client: usize, seq: u64, request: Request, fds: Vec<OwnedFd>) {
         let outcome = self.handle(client, seq, &request, fds);
+        let waiting = || self.deferred.iter().chain(&self.contested).chain(&self.asked_now);
         match outcome {
-            Outcome::InUse(..) => self.contested.push(Deferred { client, seq, request }),
+            Outcome::InUse(..) | Outcome::Later if waiting().filter(|d| d.client == client).count() >= MAX_DEFERRED => {
+                let text = format!("{MAX_DEFERRED} requests of this process wait already");
+                let why = Refusal::Internal;
+                self.reply(client, seq, Reply::Refused { why, text }, vec![]);
+            }
+            Outcome::InUse(..) => self.asked_now.push(Deferred { client, seq, request }),
             Outcome::Reply(reply, fds) => self.reply(client, seq, reply, fds),
             Outcome::Later => self.deferred.push(Deferred { client, seq, request }),
             Outcome::Pending => {}
@@ -96,7 +105,9 @@ impl Broker {
         for d in std::mem::take(&mut self.deferred) {
             self.on_request(d.client, d.seq, d.request, vec![]);
         }
-        let contested = std::mem::take(&mut self.contested);
+        // What was sent before a request was is read by the next round at the latest.
+        let asked_now = std::mem::take(&mut self.asked_now);
+        let contested = std::mem::replace(&mut self.contested, asked_now);
         if !contested.is_empty() {
             self.remove_dead();
         }
@@ -131,7 +142,7 @@ impl Broker {
                     done,
                 },
                 Some(place),
-            ) => {
+            ) if self.clients.get(client).is_some_and(|c| c.restoring) => {
                 self.restore(client, place, bindings, connections);
                 if let Some(c) = self.clients.get_mut(client) {
                     c.restoring &= !done;
@@ -153,7 +164,7 @@ impl Broker {
         }
     }
 
-    fn hello(&mut self, client: usize, version: u32, name: &str, rejoin: Option<Place>) -> Outcome {
+    fn hello(&mut self, client: usize, version: u32, name: &str, rejoin: Option<Rejoin>) -> Outcome {
         let Some(c) = self.clients.get_mut(client) else {
             return Outcome::Pending;
         };
@@ -163,9 +174,15 @@ impl Broker {
         }
         let process = c.process;
         c.name = name.chars().filter(|c| !c.is_control()).take(MAX_NAME).collect();
+        let token = match (rejoin, random()) {
+            (Some(rejoin), _) => rejoin.token,
+            (None, Ok(bytes)) => u64::from_le_bytes(bytes),
+            (None, Err(e)) => return refused(Refusal::Internal, e.to_string()),
+        };
+        let tenant = Tenant { process, token };
         let place = match rejoin {
-            Some(place) => Some(place).filter(|p| self.slots.reclaim(*p, process)),
-            None => self.slots.allocate(boot_time(), process),
+            Some(rejoin) => Some(rejoin.place).filter(|p| self.slots.reclaim(*p, tenant)),
+            None => self.slots.allocate(boot_time(), tenant),
         };
         let Some(place) = place else {
             return match rejoin {
@@ -189,7 +206,7 @@ impl Broker {
         }
         self.by_place.insert(place, client);
         self.save();
-        Outcome::Reply(Reply::Welcome { place }, vec![])
+        Outcome::Reply(Reply::Welcome { place, token }, vec![])
     }
 
     fn restore(&mut self, client: usize, place: Place, bindings: &[Binding], connections: &[Connection]) {
@@ -197,10 +214,17 @@ impl Broker {
             return;
         };
         for binding in bindings {
-            self.ports.restore(place, process, binding.clone());
+            if !self.ports.restore(place, process, binding.clone()) {
+                let text = port_text(binding.service, binding.addr);
+                tracing::warn!(
+                    pid = process.pid,
+                    ?place,
+                    "a process is not given back what it had: {text}"
+                );
+            }
         }
         for conn in connections {
-            self.tracker.restore(place, *conn);
+            self.tracker.restore(now(), place, *conn);
         }
     }
 
@@ -329,6 +353,9 @@ impl Broker {
     }
 
     fn ask(&mut self, client: usize, seq: u64) -> Outcome {
+        if self.questions.iter().any(|q| q.client == client) {
+            return refused(Refusal::Invalid, "the answer to the last question is not there yet");
+        }
         let token = match random() {
             Ok(bytes) => u64::from_le_bytes(bytes),
             Err(e) => return refused(Refusal::Internal, e.to_string()),
@@ -365,6 +392,7 @@ impl Broker {
         }
         self.deferred.retain(|d| d.client != client);
         self.contested.retain(|d| d.client != client);
+        self.asked_now.retain(|d| d.client != client);
     }
 
     pub(super) fn end_questions(&mut self, now: Instant) {

@@ -19,14 +19,22 @@ pub(super) struct Process {
     pub(super) start: u64,
 }
 
+/// Who a place is given to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub(super) struct Tenant {
+    pub(super) process: Process,
+    /// What only this member knows. Processes that can't be seen are recognised by nothing else.
+    pub(super) token: u64,
+}
+
 /// Who has a slot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 enum Owner {
     Nobody,
     /// A member that is connected.
-    Member(u8, Process),
+    Member(u8, Tenant),
     /// A member of a former broker that has not come back yet.
-    Absent(u8, Process),
+    Absent(u8, Tenant),
 }
 
 /// A place that rests.
@@ -34,7 +42,7 @@ enum Owner {
 struct Rest {
     until: u64,
     clean: bool,
-    process: Process,
+    token: u64,
 }
 
 /// See the module. Times are milliseconds of a clock that goes on while the machine sleeps.
@@ -43,15 +51,18 @@ pub(super) struct Slots {
     owners: Vec<Owner>,
     rests: Vec<Option<Rest>>,
     next: u32,
+    /// The process id namespace that process ids are of (its inode).
+    namespace: u64,
 }
 
 impl Slots {
     /// All free; `start` says where the search begins.
-    pub(super) fn new(start: u32) -> Self {
+    pub(super) fn new(start: u32, namespace: u64) -> Self {
         Self {
             owners: vec![Owner::Nobody; SLOTS],
             rests: vec![None; SLOTS * GENERATIONS],
             next: start,
+            namespace,
         }
     }
 
@@ -66,9 +77,9 @@ impl Slots {
     }
 
     /// A place for a new member; `None` when all are taken or rest.
-    pub(super) fn allocate(&mut self, now: u64, process: Process) -> Option<Place> {
+    pub(super) fn allocate(&mut self, now: u64, tenant: Tenant) -> Option<Place> {
         let place = self.find_rested(now).or_else(|| self.find_clean())?;
-        self.give(place, process);
+        self.give(place, tenant);
         Some(place)
     }
 
@@ -105,29 +116,29 @@ impl Slots {
             })
     }
 
-    fn give(&mut self, place: Place, process: Process) {
+    fn give(&mut self, place: Place, tenant: Tenant) {
         if let Some(rest) = self.rest_mut(place) {
             *rest = None;
         }
         if let Some(owner) = self.owners.get_mut(usize::from(place.slot)) {
-            *owner = Owner::Member(place.generation, process);
+            *owner = Owner::Member(place.generation, tenant);
         }
     }
 
     /// A member of a former broker wants its place again. False: it is another's.
-    pub(super) fn reclaim(&mut self, place: Place, process: Process) -> bool {
+    pub(super) fn reclaim(&mut self, place: Place, tenant: Tenant) -> bool {
         if !place.is_valid() {
             return false;
         }
         let rest = self.rest_mut(place).and_then(|r| *r);
         let right = match self.owners.get(usize::from(place.slot)) {
-            Some(Owner::Absent(generation, p)) => *generation == place.generation && *p == process,
+            Some(Owner::Absent(generation, t)) => *generation == place.generation && t.token == tenant.token,
             // Not known of (the state was lost), or it was taken for dead.
-            Some(Owner::Nobody) => rest.is_none_or(|r| r.process == process),
+            Some(Owner::Nobody) => rest.is_none_or(|r| r.token == tenant.token),
             _ => false,
         };
         if right {
-            self.give(place, process);
+            self.give(place, tenant);
         }
         right
     }
@@ -137,7 +148,7 @@ impl Slots {
         let Some(owner) = self.owners.get_mut(usize::from(place.slot)) else {
             return;
         };
-        let (Owner::Member(_, process) | Owner::Absent(_, process)) = *owner else {
+        let (Owner::Member(_, Tenant { token, .. }) | Owner::Absent(_, Tenant { token, .. })) = *owner else {
             return;
         };
         *owner = Owner::Nobody;
@@ -145,16 +156,21 @@ impl Slots {
             *rest = Some(Rest {
                 until: now + REST,
                 clean,
-                process,
+                token,
             });
         }
     }
 
-    /// What a former broker left behind: its members may come back, unless they are dead.
-    pub(super) fn inherit(&mut self, now: u64, is_alive: impl Fn(Process) -> bool) {
+    /// What a former broker left behind: its members may come back, unless they are dead. Process ids of another
+    /// namespace than ours say nothing.
+    pub(super) fn inherit(&mut self, now: u64, namespace: u64, is_alive: impl Fn(Process) -> bool) {
+        let foreign = std::mem::replace(&mut self.namespace, namespace) != namespace;
         for owner in &mut self.owners {
-            if let Owner::Member(generation, process) = *owner {
-                *owner = Owner::Absent(generation, process);
+            if let Owner::Member(generation, mut tenant) | Owner::Absent(generation, mut tenant) = *owner {
+                if foreign {
+                    tenant.process.pid = 0;
+                }
+                *owner = Owner::Absent(generation, tenant);
             }
         }
         self.bury(now, is_alive);
@@ -178,12 +194,12 @@ impl Slots {
     pub(super) fn absent(&self) -> Vec<(Place, Process)> {
         let all = self.owners.iter().enumerate();
         all.filter_map(|(slot, owner)| match owner {
-            Owner::Absent(generation, process) => {
+            Owner::Absent(generation, tenant) => {
                 let place = Place {
                     slot: slot as u8,
                     generation: *generation,
                 };
-                Some((place, *process))
+                Some((place, tenant.process))
             }
             _ => None,
         })
@@ -201,69 +217,102 @@ mod tests {
         Process { pid, start: 7 }
     }
 
+    fn tenant(pid: u32) -> Tenant {
+        Tenant {
+            process: process(pid),
+            token: u64::from(pid) << 40,
+        }
+    }
+
+    /// Its name changes with every connection, as that of a process which the broker can't see.
+    #[test]
+    fn a_member_is_known_by_its_token_whatever_its_process_is_called() {
+        let mut slots = Slots::new(0, 1);
+        let unseen = |start, token| Tenant {
+            process: Process { pid: 0, start },
+            token,
+        };
+        let a = slots.allocate(0, unseen(1, 70)).unwrap();
+        slots.inherit(1, 1, |_| true);
+        assert!(!slots.reclaim(a, unseen(2, 71)));
+        assert!(slots.reclaim(a, unseen(2, 70)));
+        slots.release(2, a, false);
+        assert!(!slots.reclaim(a, unseen(3, 71)), "it rests");
+        assert!(slots.reclaim(a, unseen(3, 70)), "it was only taken for dead");
+    }
+
+    #[test]
+    fn process_ids_of_another_namespace_say_nothing() {
+        let mut slots = Slots::new(0, 1);
+        let a = slots.allocate(0, tenant(5)).unwrap();
+        slots.inherit(1, 2, |p| p.pid == 0);
+        assert_eq!(slots.absent(), [(a, Process { pid: 0, start: 7 })]);
+        assert!(slots.reclaim(a, tenant(5)));
+    }
+
     #[test]
     fn every_slot_can_be_had_once() {
-        let mut slots = Slots::new(12345);
-        let places: Vec<Place> = (0..127).map(|i| slots.allocate(0, process(i)).unwrap()).collect();
+        let mut slots = Slots::new(12345, 1);
+        let places: Vec<Place> = (0..127).map(|i| slots.allocate(0, tenant(i)).unwrap()).collect();
         let distinct: HashSet<u8> = places.iter().map(|p| p.slot).collect();
         assert_eq!(distinct.len(), 127);
         assert!(places.iter().all(|p| p.is_valid()));
-        assert_eq!(slots.allocate(0, process(999)), None);
+        assert_eq!(slots.allocate(0, tenant(999)), None);
     }
 
     #[test]
     fn numbers_of_a_killed_process_rest() {
-        let mut slots = Slots::new(0);
+        let mut slots = Slots::new(0, 1);
         let mut used = HashSet::new();
         let mut now = 0;
         for pid in 0..(127 * GENERATIONS as u32) {
-            let place = slots.allocate(now, process(pid)).unwrap();
+            let place = slots.allocate(now, tenant(pid)).unwrap();
             assert!(used.insert(place), "{place:?} came back at {now}");
             slots.release(now, place, false);
             now += 1;
         }
-        assert_eq!(slots.allocate(now, process(1)), None, "all rest");
-        assert!(slots.allocate(REST, process(1)).is_some(), "the first has rested");
+        assert_eq!(slots.allocate(now, tenant(1)), None, "all rest");
+        assert!(slots.allocate(REST, tenant(1)).is_some(), "the first has rested");
     }
 
     #[test]
     fn a_place_left_cleanly_comes_back_early_when_nothing_else_is_free() {
-        let mut slots = Slots::new(0);
-        let first = slots.allocate(0, process(0)).unwrap();
+        let mut slots = Slots::new(0, 1);
+        let first = slots.allocate(0, tenant(0)).unwrap();
         slots.release(5, first, true);
         for pid in 1..(127 * GENERATIONS as u32) {
-            let place = slots.allocate(10, process(pid)).unwrap();
+            let place = slots.allocate(10, tenant(pid)).unwrap();
             assert_ne!(place, first);
             slots.release(10, place, false);
         }
-        assert_eq!(slots.allocate(11, process(1)), Some(first));
-        assert_eq!(slots.allocate(11, process(1)), None);
+        assert_eq!(slots.allocate(11, tenant(1)), Some(first));
+        assert_eq!(slots.allocate(11, tenant(1)), None);
     }
 
     #[test]
     fn members_of_a_former_broker_get_their_places_again_and_nobody_else_does() {
-        let mut slots = Slots::new(0);
-        let a = slots.allocate(0, process(1)).unwrap();
-        let b = slots.allocate(0, process(2)).unwrap();
+        let mut slots = Slots::new(0, 1);
+        let a = slots.allocate(0, tenant(1)).unwrap();
+        let b = slots.allocate(0, tenant(2)).unwrap();
         let text = serde_json::to_string(&slots).unwrap();
         let mut slots: Slots = serde_json::from_str(&text).unwrap();
         assert!(slots.is_sound());
-        slots.inherit(100, |p| p.pid == 1);
+        slots.inherit(100, 1, |p| p.pid == 1);
         assert_eq!(slots.absent(), [(a, process(1))]);
-        assert!(!slots.reclaim(a, process(9)));
-        assert!(slots.reclaim(a, process(1)));
-        assert!(!slots.reclaim(a, process(1)), "it has it");
+        assert!(!slots.reclaim(a, tenant(9)));
+        assert!(slots.reclaim(a, tenant(1)));
+        assert!(!slots.reclaim(a, tenant(1)), "it has it");
         for pid in 10..136 {
-            let place = slots.allocate(200, process(pid)).unwrap();
+            let place = slots.allocate(200, tenant(pid)).unwrap();
             assert!(place != a && place != b, "one is in use, the other rests");
         }
-        assert!(!slots.reclaim(Place { slot: 0, generation: 0 }, process(1)));
+        assert!(!slots.reclaim(Place { slot: 0, generation: 0 }, tenant(1)));
         assert!(!slots.reclaim(
             Place {
                 slot: 200,
                 generation: 0
             },
-            process(1)
+            tenant(1)
         ));
     }
 }

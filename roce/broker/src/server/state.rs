@@ -3,11 +3,14 @@
 use std::{
     fs::{self, File},
     io::{self, Write},
-    os::unix::fs::OpenOptionsExt,
+    os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
 };
 
-use rustix::time::{ClockId, clock_gettime};
+use rustix::{
+    process::{Pid, test_kill_process},
+    time::{ClockId, clock_gettime},
+};
 
 use super::slots::{Process, Slots};
 
@@ -24,16 +27,53 @@ pub(super) fn boot_time() -> u64 {
 /// A process as it can be recognised later; `None` when there is none of this id, or only its remains.
 pub(super) fn process(pid: u32) -> Option<Process> {
     let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name, in parentheses, may contain anything.
-    let mut fields = text.rsplit_once(')')?.1.split_whitespace();
-    let state = fields.next()?;
-    let start = fields.nth(18)?.parse().ok()?;
-    (!matches!(state, "Z" | "X")).then_some(Process { pid, start })
+    start_of(&text).map(|start| Process { pid, start })
 }
 
-/// Whether a process still lives. Of one that can't be seen it is not known.
+/// When a process was started, by its `/proc/PID/stat`; `None` of a dead one. A zombie with more threads than one lives: only
+/// its main thread has ended.
+fn start_of(stat: &str) -> Option<u64> {
+    // The name, in parentheses, may contain anything.
+    let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
+    let state = fields.next()?;
+    let threads: u64 = fields.nth(16)?.parse().ok()?;
+    let start = fields.nth(1)?.parse().ok()?;
+    let dead = state == "X" || (state == "Z" && threads <= 1);
+    (!dead).then_some(start)
+}
+
+/// The namespace that this process's numbers of processes are of; 0 if that can't be found out.
+pub(super) fn namespace() -> u64 {
+    fs::metadata("/proc/self/ns/pid").map_or(0, |m| m.ino())
+}
+
+/// Whether a process that was known once still lives.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Life {
+    Alive,
+    Dead,
+    /// It can't be seen: it is in another namespace, or `/proc` hides it (`hidepid`).
+    Unknown,
+}
+
+pub(super) fn life(p: Process) -> Life {
+    if p.pid == 0 {
+        return Life::Unknown;
+    }
+    if process(p.pid) == Some(p) {
+        return Life::Alive;
+    }
+    let hidden = !Path::new(&format!("/proc/{}/stat", p.pid)).exists()
+        && i32::try_from(p.pid)
+            .ok()
+            .and_then(Pid::from_raw)
+            .is_some_and(|pid| matches!(test_kill_process(pid), Ok(()) | Err(rustix::io::Errno::PERM)));
+    if hidden { Life::Unknown } else { Life::Dead }
+}
+
+/// Whether a process is not known to be dead.
 pub(super) fn is_alive(p: Process) -> bool {
-    p.pid == 0 || process(p.pid) == Some(p)
+    life(p) != Life::Dead
 }
 
 /// Where the state of a directory's broker is.
@@ -69,16 +109,20 @@ impl StateFile {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::slots::Tenant, *};
 
     #[test]
     fn the_state_survives_and_garbage_does_not_hurt() {
         let dir = tempfile::tempdir().unwrap();
         let file = StateFile::new(dir.path());
         assert!(file.read().is_none());
-        let mut slots = Slots::new(5);
+        let mut slots = Slots::new(5, namespace());
         let own = process(std::process::id()).unwrap();
-        slots.allocate(boot_time(), own).unwrap();
+        let tenant = Tenant {
+            process: own,
+            token: u64::MAX,
+        };
+        slots.allocate(boot_time(), tenant).unwrap();
         file.write(&slots).unwrap();
         file.write(&slots).unwrap();
         assert_eq!(file.read(), Some(slots));
@@ -100,5 +144,18 @@ mod tests {
         let pid = child.id();
         child.wait().unwrap();
         assert!(process(pid).is_none());
+    }
+
+    #[test]
+    fn a_process_lives_without_its_main_thread() {
+        let stat = |state: &str, threads: u32| {
+            format!(
+                "7 (a ) b) {state} 1 7 7 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 {threads} 0 4711 9 9 18446744073709551615"
+            )
+        };
+        assert_eq!(start_of(&stat("S", 1)), Some(4711));
+        assert_eq!(start_of(&stat("Z", 2)), Some(4711));
+        assert_eq!(start_of(&stat("Z", 1)), None);
+        assert_eq!(start_of(&stat("X", 0)), None);
     }
 }
