@@ -61,7 +61,7 @@ pub(crate) fn suite(full: bool) -> Result<Tally> {
     Tally::from_json(&json).map_err(|e| format!("apps ended with {status}: {e}"))
 }
 
-/// Runs the matrix with these arguments.
+/// Runs the matrix with these arguments; its exit status is ours.
 pub(crate) fn run(args: &[OsString]) -> Result<()> {
     let (matrix, ferroce) = build()?;
     // Without the right to install, what is missing is listed as not run.
@@ -72,10 +72,5 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
     }
     let mut command = Command::new(matrix);
     command.arg("--ferroce").arg(ferroce).args(args);
-    let status = process::Guard::spawn("ferroce-apps", &mut command)?.wait()?;
-    if status.success() {
-        Ok(())
-    } else {
-        Err(format!("apps ended with {status}"))
-    }
+    process::hand_over("ferroce-apps", &mut command)
 }

@@ -17,16 +17,11 @@ fn build() -> Result<PathBuf> {
     cargo::build("ferroce-interop", "ferroce-interop", Profile::Release)
 }
 
-/// Runs `ferroce-interop` with these arguments.
+/// Runs `ferroce-interop` with these arguments; its exit status is ours.
 pub(crate) fn run(args: &[OsString]) -> Result<()> {
     let mut command = std::process::Command::new(build()?);
     command.args(args);
-    let status = process::Guard::spawn("ferroce-interop", &mut command)?.wait()?;
-    if status.success() {
-        Ok(())
-    } else {
-        Err(format!("interop ended with {status}"))
-    }
+    process::hand_over("ferroce-interop", &mut command)
 }
 
 /// The suite `interop`: a set of the scenarios.

@@ -168,6 +168,16 @@ fn lines_of(stream: Option<impl Read + Send + 'static>) -> Receiver<String> {
     receiver
 }
 
+/// Runs a program that does a task to its end. If that is no success, its exit status is ours: it has said why.
+pub(crate) fn hand_over(name: &str, command: &mut Command) -> Result<()> {
+    let status = Guard::spawn(name, command)?.wait()?;
+    match status.code() {
+        Some(0) => Ok(()),
+        Some(code) => std::process::exit(code),
+        None => Err(format!("{name} ended with {status}")),
+    }
+}
+
 /// Runs a tool to its end and gives its output, which is also part of the error.
 pub(crate) fn capture(name: &str, command: &mut Command) -> Result<Output> {
     check_interrupt()?;

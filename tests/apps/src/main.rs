@@ -37,6 +37,7 @@ enum Set {
 #[derive(Parser)]
 #[command(
     name = "cargo xtask apps",
+    bin_name = "cargo xtask apps",
     about = "Runs unmodified RDMA programs over ferroce, both sides on this host",
     after_help = "Exit status: 0 all that could be run passed, 1 something failed, 2 wrong usage. Cases whose program is not \
                   installed are listed as not run, with Debian's package."

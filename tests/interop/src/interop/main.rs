@@ -44,7 +44,13 @@ enum Set {
 /// RNR, exhausted retries and refused accesses. Its other half is a script: `--peer-script > ferroce-peer.sh`, copied there
 /// and run as `bash ferroce-peer.sh ADDRESS`; --ssh does both.
 #[derive(Parser, Debug)]
-#[command(version, args_conflicts_with_subcommands = true, max_term_width = 100)]
+#[command(
+    name = "cargo xtask interop",
+    bin_name = "cargo xtask interop",
+    version,
+    args_conflicts_with_subcommands = true,
+    max_term_width = 100
+)]
 #[command(
     after_help = "Exit status: 0 all passed, 1 a scenario failed or was not run, 2 wrong usage, 130 interrupted."
 )]
@@ -52,34 +58,34 @@ pub(crate) struct Cli {
     #[command(subcommand)]
     command: Option<Task>,
     /// Only scenarios whose name contains this; may be given several times
-    #[arg(long)]
+    #[arg(long, value_name = "NAME")]
     only: Vec<String>,
     /// Which scenarios run
     #[arg(long, value_enum, default_value_t = Set::Full)]
     set: Set,
-    /// List the scenarios and stop
+    /// List the scenarios with their directions and guests, and stop
     #[arg(long)]
     list: bool,
     /// Write the results to this file
-    #[arg(long)]
+    #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
     /// Write the table of results (Markdown) to this file
-    #[arg(long)]
+    #[arg(long, value_name = "FILE")]
     table: Option<PathBuf>,
     /// Put the short table of results into this file, between its marks
     #[arg(long, value_name = "README")]
     readme: Option<PathBuf>,
     /// The lab's folder, kept between runs
-    #[arg(long, global = true, default_value = "target/lab")]
+    #[arg(long, global = true, value_name = "FOLDER", default_value = "target/lab")]
     lab: PathBuf,
     /// Output and captures [default: logs in the lab's folder, logs-2 … while another run uses that]
-    #[arg(long, global = true)]
+    #[arg(long, global = true, value_name = "FOLDER")]
     logs: Option<PathBuf>,
     /// Keep the captures of scenarios that passed, too
     #[arg(long)]
     keep: bool,
     /// The ferroce program [default: beside this one]
-    #[arg(long, global = true)]
+    #[arg(long, global = true, value_name = "PROGRAM")]
     ferroce: Option<PathBuf>,
     /// Another host to run against, where the other half (--peer-script) runs: an address, or a name (its IPv4 address if
     /// it has one)
@@ -89,10 +95,10 @@ pub(crate) struct Cli {
     #[arg(long, requires = "peer", value_name = "HOST", value_parser = peer_mode::resolve_v6)]
     peer_v6: Option<IpAddr>,
     /// TCP port of the other half
-    #[arg(long, default_value_t = 7001)]
+    #[arg(long, value_name = "PORT", default_value_t = 7001)]
     peer_port: u16,
     /// How long to wait for the other half, seconds
-    #[arg(long, default_value_t = 10)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 10)]
     peer_wait: u64,
     /// Start the other half there by ssh
     #[arg(long, requires = "peer", value_name = "[USER@]HOST")]
@@ -230,7 +236,10 @@ fn run_cli(cli: &Cli) -> Result<ExitCode, Error> {
     }
     let chosen = chosen(cli);
     if cli.list {
-        chosen.iter().for_each(|s| println!("{}", s.name));
+        for s in &chosen {
+            let why = s.elsewhere.map(|why| format!(" (not run: {why})")).unwrap_or_default();
+            println!("{:<40} {}; {}{why}", s.name, s.direction.text(), s.setting());
+        }
         return Ok(ExitCode::SUCCESS);
     }
     if chosen.is_empty() {
