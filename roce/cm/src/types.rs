@@ -340,6 +340,8 @@ pub enum Event {
     Disconnected {
         /// The connection.
         conn: ConnId,
+        /// Our DREQ was never answered.
+        timed_out: bool,
     },
     /// The queue pair's number may be used again (IBA 12.9.8.4).
     TimewaitExit {
@@ -359,7 +361,7 @@ impl Event {
             | Self::Established { conn }
             | Self::Rejected { conn, .. }
             | Self::Unreachable { conn }
-            | Self::Disconnected { conn }
+            | Self::Disconnected { conn, .. }
             | Self::TimewaitExit { conn } => *conn,
         }
     }

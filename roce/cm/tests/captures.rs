@@ -266,14 +266,14 @@ fn client_speaks_like_the_kernel() {
                 SERVER,
                 &readdress(first(&all, Attribute::Drep), req.local_comm_id, QPN),
             );
-            assert_eq!(m.poll_event(), Some(Event::Disconnected { conn }));
+            assert_eq!(m.poll_event(), Some(Event::Disconnected { conn, timed_out: false }));
         }
         if p.file == "ucmatose.pcap" {
             let dreq = first(&all, Attribute::Dreq);
             m.handle_mad(NOW, CLIENT, SERVER, &readdress(dreq, req.local_comm_id, QPN));
             let drep = sends_like(&mut m, first(&all, Attribute::Drep), false);
             assert_eq!(drep.transaction_id, parse(dreq).transaction_id);
-            assert_eq!(m.poll_event(), Some(Event::Disconnected { conn }));
+            assert_eq!(m.poll_event(), Some(Event::Disconnected { conn, timed_out: false }));
         }
     }
 }
@@ -338,7 +338,7 @@ fn server_speaks_like_the_kernel() {
                 CLIENT,
                 &readdress(first(&all, Attribute::Drep), rep.local_comm_id, QPN),
             );
-            assert_eq!(m.poll_event(), Some(Event::Disconnected { conn }));
+            assert_eq!(m.poll_event(), Some(Event::Disconnected { conn, timed_out: false }));
         }
         let unmap = mads("rnbd-unmap.pcap");
         let ends = if p.file == "rnbd.pcap" { &unmap } else { &all };
@@ -350,7 +350,7 @@ fn server_speaks_like_the_kernel() {
                 &readdress(first(ends, Attribute::Dreq), rep.local_comm_id, QPN),
             );
             sends_like(&mut m, first(ends, Attribute::Drep), false);
-            assert_eq!(m.poll_event(), Some(Event::Disconnected { conn }));
+            assert_eq!(m.poll_event(), Some(Event::Disconnected { conn, timed_out: false }));
         }
     }
 }

@@ -93,8 +93,20 @@ fn connect_accept_disconnect() {
 
     w.m[S].disconnect(w.now, s);
     w.settle();
-    assert_eq!(w.m[C].poll_event(), Some(Event::Disconnected { conn: c }));
-    assert_eq!(w.m[S].poll_event(), Some(Event::Disconnected { conn: s }));
+    assert_eq!(
+        w.m[C].poll_event(),
+        Some(Event::Disconnected {
+            conn: c,
+            timed_out: false
+        })
+    );
+    assert_eq!(
+        w.m[S].poll_event(),
+        Some(Event::Disconnected {
+            conn: s,
+            timed_out: false
+        })
+    );
     w.run_dry();
     assert_eq!(w.m[C].poll_event(), Some(Event::TimewaitExit { conn: c }));
     assert_eq!(w.m[S].poll_event(), Some(Event::TimewaitExit { conn: s }));
@@ -234,7 +246,13 @@ fn duplicates_are_answered_again_without_an_event() {
     for _ in 0..3 {
         again(&mut w, dreq);
     }
-    assert_eq!(w.m[S].poll_event(), Some(Event::Disconnected { conn: s }));
+    assert_eq!(
+        w.m[S].poll_event(),
+        Some(Event::Disconnected {
+            conn: s,
+            timed_out: false
+        })
+    );
     assert_eq!(w.m[S].poll_event(), None);
     let dreps: Vec<_> = w.sent.iter().filter(|o| kind(o) == Attribute::Drep).collect();
     assert_eq!((dreps.len(), dreps.windows(2).all(|p| p[0] == p[1])), (4, true));
@@ -417,7 +435,13 @@ fn stale_queue_pair_number() {
         other => panic!("{other:?}"),
     }
     // The old connection was ended with a DREQ, which the restarted host answers without knowing it.
-    assert_eq!(w.m[S].poll_event(), Some(Event::Disconnected { conn: s }));
+    assert_eq!(
+        w.m[S].poll_event(),
+        Some(Event::Disconnected {
+            conn: s,
+            timed_out: false
+        })
+    );
     assert_eq!(w.m[S].state(s), Some(State::Timewait));
     // Now there is room for it.
     w.run_dry();
@@ -444,7 +468,13 @@ fn stale_communication_id() {
         "the old connection is torn down"
     );
     assert_eq!(w.m[S].state(s), Some(State::Timewait));
-    assert_eq!(w.m[S].poll_event(), Some(Event::Disconnected { conn: s }));
+    assert_eq!(
+        w.m[S].poll_event(),
+        Some(Event::Disconnected {
+            conn: s,
+            timed_out: false
+        })
+    );
 }
 
 #[test]
@@ -569,8 +599,20 @@ fn both_disconnect_at_once() {
     w.m[S].disconnect(w.now, s);
     w.m[S].disconnect(w.now, s);
     w.settle();
-    assert_eq!(w.m[C].poll_event(), Some(Event::Disconnected { conn: c }));
-    assert_eq!(w.m[S].poll_event(), Some(Event::Disconnected { conn: s }));
+    assert_eq!(
+        w.m[C].poll_event(),
+        Some(Event::Disconnected {
+            conn: c,
+            timed_out: false
+        })
+    );
+    assert_eq!(
+        w.m[S].poll_event(),
+        Some(Event::Disconnected {
+            conn: s,
+            timed_out: false
+        })
+    );
     w.run_dry();
     assert_eq!(w.m[C].poll_event(), Some(Event::TimewaitExit { conn: c }));
     assert_eq!(w.m[S].poll_event(), Some(Event::TimewaitExit { conn: s }));
@@ -588,7 +630,13 @@ fn disconnect_from_a_dead_peer() {
         let at = w.next_event().unwrap();
         w.advance(at);
     }
-    assert_eq!(w.m[C].poll_event(), Some(Event::Disconnected { conn: c }));
+    assert_eq!(
+        w.m[C].poll_event(),
+        Some(Event::Disconnected {
+            conn: c,
+            timed_out: true
+        })
+    );
     assert!(w.now.saturating_since(start) <= Duration::from_secs(11));
 }
 
@@ -607,7 +655,13 @@ fn reply_without_rtu_ends_with_rej_and_dreq() {
     assert_eq!(w.m[S].state(s), Some(State::DreqSent));
     w.faults.loss = 0;
     w.run_dry();
-    assert_eq!(w.m[C].poll_event(), Some(Event::Disconnected { conn: c }));
+    assert_eq!(
+        w.m[C].poll_event(),
+        Some(Event::Disconnected {
+            conn: c,
+            timed_out: false
+        })
+    );
     assert_eq!(w.m[S].poll_event(), Some(Event::TimewaitExit { conn: s }));
 }
 
@@ -670,10 +724,22 @@ fn reply_that_names_a_queue_pair_in_use() {
     assert!(
         matches!(w.m[C].poll_event(), Some(Event::Rejected { conn, reason: RejectReason::STALE_CONNECTION, .. }) if conn == c2)
     );
-    assert_eq!(w.m[C].poll_event(), Some(Event::Disconnected { conn: c1 }));
+    assert_eq!(
+        w.m[C].poll_event(),
+        Some(Event::Disconnected {
+            conn: c1,
+            timed_out: false
+        })
+    );
     let mut at_server: Vec<_> = std::iter::from_fn(|| w.m[S].poll_event()).collect();
     at_server.sort_by_key(Event::conn);
-    assert_eq!(at_server[0], Event::Disconnected { conn: s1 });
+    assert_eq!(
+        at_server[0],
+        Event::Disconnected {
+            conn: s1,
+            timed_out: false
+        }
+    );
     assert!(matches!(at_server[1], Event::Rejected { conn, reason: RejectReason::STALE_CONNECTION, .. } if conn == s2));
 }
 
@@ -871,7 +937,19 @@ fn a_manager_connects_to_itself() {
     m.disconnect(now, s);
     settle(&mut m);
     let ends: Vec<_> = std::iter::from_fn(|| m.poll_event()).collect();
-    assert_eq!(ends, [Event::Disconnected { conn: c }, Event::Disconnected { conn: s }]);
+    assert_eq!(
+        ends,
+        [
+            Event::Disconnected {
+                conn: c,
+                timed_out: false
+            },
+            Event::Disconnected {
+                conn: s,
+                timed_out: false
+            }
+        ]
+    );
 }
 
 #[test]

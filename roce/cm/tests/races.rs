@@ -21,7 +21,13 @@ fn dreq_overtakes_the_rep() {
     assert!(
         matches!(w.m[C].poll_event(), Some(Event::Rejected { conn, reason: RejectReason::CONSUMER, .. }) if conn == c)
     );
-    assert_eq!(w.m[S].poll_event(), Some(Event::Disconnected { conn: s }));
+    assert_eq!(
+        w.m[S].poll_event(),
+        Some(Event::Disconnected {
+            conn: s,
+            timed_out: false
+        })
+    );
     assert_eq!(
         (w.m[C].state(c), w.m[S].state(s)),
         (Some(State::Timewait), Some(State::Timewait))
@@ -69,7 +75,10 @@ fn rtu_after_the_end_is_rejected() {
         again(&mut w, rtu);
         assert_eq!(
             w.m[C].poll_event(),
-            Some(Event::Disconnected { conn: c }),
+            Some(Event::Disconnected {
+                conn: c,
+                timed_out: false
+            }),
             "forgotten: {forgotten}"
         );
     }
@@ -88,7 +97,13 @@ fn rtu_for_a_rejected_reply() {
     assert!(matches!(w.m[S].poll_event(), Some(Event::Rejected { conn, .. }) if conn == s));
     again(&mut w, rtu);
     // The DREQ that followed has ended the client's side.
-    assert_eq!(w.m[C].poll_event(), Some(Event::Disconnected { conn: c }));
+    assert_eq!(
+        w.m[C].poll_event(),
+        Some(Event::Disconnected {
+            conn: c,
+            timed_out: false
+        })
+    );
     w.run_dry();
     assert_eq!(
         (w.m[C].state(c), w.m[S].state(s)),
@@ -117,7 +132,11 @@ fn both_end_an_attempt_at_once() {
             let ends: Vec<_> = std::iter::from_fn(|| w.m[side].poll_event())
                 .filter(|e| !matches!(e, Event::TimewaitExit { .. }))
                 .collect();
-            assert_eq!(ends, [Event::Disconnected { conn }], "stage {stage} side {side}");
+            assert_eq!(
+                ends,
+                [Event::Disconnected { conn, timed_out: false }],
+                "stage {stage} side {side}"
+            );
             assert_eq!(w.m[side].state(conn), Some(State::Over), "stage {stage} side {side}");
         }
     }

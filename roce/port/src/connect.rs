@@ -278,7 +278,7 @@ impl Port {
             self.cm_events.push_back(event);
             return;
         }
-        if let Event::Rejected { conn, .. } | Event::Unreachable { conn } | Event::Disconnected { conn } = event {
+        if let Event::Rejected { conn, .. } | Event::Unreachable { conn } | Event::Disconnected { conn, .. } = event {
             self.fail_conn(now, conn);
         }
         let event = match event {
@@ -333,7 +333,7 @@ impl Port {
                 private_data,
             },
             Event::Unreachable { conn } => PortCmEvent::Unreachable { conn },
-            Event::Disconnected { conn } => PortCmEvent::Disconnected { conn },
+            Event::Disconnected { conn, .. } => PortCmEvent::Disconnected { conn },
             Event::TimewaitExit { conn } => PortCmEvent::TimewaitExit { conn },
             // Only what is raw has those.
             Event::SidrRequest { conn, .. } | Event::Resolved { conn, .. } => {

@@ -143,8 +143,8 @@ pub(crate) enum News<H> {
     },
     /// No answer.
     Unreachable { key: u64 },
-    /// The connection is over.
-    Disconnected { key: u64 },
+    /// The connection is over; `timed_out`: the peer did not answer our disconnect.
+    Disconnected { key: u64, timed_out: bool },
     /// Nothing of it is on its way any more.
     TimewaitExit { key: u64 },
     /// The transport has stopped.

@@ -322,8 +322,9 @@ impl<B: Backend> Ucma<B> {
                 let event = Event::failed(EventType::Unreachable, -libc::ETIMEDOUT);
                 self.on_progress(key, Op::Progress, &event);
             }
-            News::Disconnected { key } => {
-                self.on_progress(key, Op::Disconnected, &Event::new(EventType::Disconnected));
+            News::Disconnected { key, timed_out } => {
+                let status = if timed_out { -libc::ETIMEDOUT } else { 0 };
+                self.on_progress(key, Op::Disconnected, &Event::failed(EventType::Disconnected, status));
             }
             News::TimewaitExit { key } => {
                 self.on_progress(key, Op::TimewaitExit, &Event::new(EventType::TimewaitExit));

@@ -180,7 +180,7 @@ fn translate(event: RawEvent) -> Option<News<Id>> {
             private_data,
         },
         RawCmEvent::Unreachable { .. } => News::Unreachable { key },
-        RawCmEvent::Disconnected { .. } => News::Disconnected { key },
+        RawCmEvent::Disconnected { timed_out, .. } => News::Disconnected { key, timed_out },
         RawCmEvent::TimewaitExit { .. } => News::TimewaitExit { key },
     })
 }

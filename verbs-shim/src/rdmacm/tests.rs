@@ -409,9 +409,16 @@ fn an_active_id_goes_from_address_to_connection() {
     p.accept(id, 0, 0).unwrap();
     assert_eq!(p.log.take(), ["establish 1"]);
     p.simple(Cmd::Disconnect, id, 0).unwrap();
-    p.ucma.on_news(News::Disconnected { key: 1 });
-    p.expect(EventType::Disconnected);
-    p.ucma.on_news(News::Disconnected { key: 1 });
+    p.ucma.on_news(News::Disconnected {
+        key: 1,
+        timed_out: true,
+    });
+    let end = p.expect(EventType::Disconnected);
+    assert_eq!(end.status.cast_signed(), -libc::ETIMEDOUT, "as IB_CM_DREQ_ERROR");
+    p.ucma.on_news(News::Disconnected {
+        key: 1,
+        timed_out: false,
+    });
     assert!(p.event().is_none(), "only once");
     p.ucma.on_news(News::TimewaitExit { key: 1 });
     p.expect(EventType::TimewaitExit);

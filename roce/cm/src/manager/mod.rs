@@ -323,7 +323,8 @@ impl Manager {
         if self.call(now, conn, Input::Disconnect, Detail::None).is_ok()
             && self.table.get(conn).is_some_and(|c| c.state.has_ended())
         {
-            self.tell_end(conn, Event::Disconnected { conn });
+            let timed_out = false;
+            self.tell_end(conn, Event::Disconnected { conn, timed_out });
         }
     }
 

@@ -81,9 +81,9 @@ impl Manager {
                     self.tell_end(id, rejected(id, RejectReason::CONSUMER, &[], [0; 148]));
                 }
                 self.answer_drep(id, tid);
-                self.disconnected(now, id);
+                self.disconnected(now, id, false);
             }
-            (Action::EnterTimewait, _) => self.disconnected(now, id),
+            (Action::EnterTimewait, _) => self.disconnected(now, id, false),
             (Action::Abandon, _) => {
                 self.tell_end(id, rejected(id, RejectReason::STALE_CONNECTION, &[], [0; 148]));
                 if matches!(state, State::RepSent | State::RepExtended) {
@@ -154,7 +154,7 @@ impl Manager {
         }
         self.counters.timeouts += 1;
         if state == State::DreqSent {
-            self.disconnected(now, id);
+            self.disconnected(now, id, true);
             return;
         }
         self.refuse(now, id, state, RejectReason::TIMEOUT, [0; 148]);
@@ -225,9 +225,10 @@ impl Manager {
         self.start_exchange(now, id, &mad);
     }
 
-    /// Ends a connection that was established: timewait, and the event if it was not told yet.
-    fn disconnected(&mut self, now: Instant, id: ConnId) {
-        self.tell_end(id, Event::Disconnected { conn: id });
+    /// Ends a connection that was established: timewait, and the event if it was not told yet. `timed_out`: nobody answered
+    /// our DREQ.
+    fn disconnected(&mut self, now: Instant, id: ConnId, timed_out: bool) {
+        self.tell_end(id, Event::Disconnected { conn: id, timed_out });
         self.enter_timewait(now, id);
     }
 
