@@ -34,8 +34,8 @@ On a Linux client, as root, with rdma_rxe or RoCE hardware and the module rnbd_c
   echo 'sessname=test path=ip:192.0.2.7 device_path=disk' > /sys/class/rnbd-client/ctl/map_device
 
 Runs until SIGINT or SIGTERM, then ends its sessions and makes everything durable. With --json, one event per line on \
-standard output: `listening`, `session_opened`, `session_closed`, `stats` (with --stats-interval), `error`, and at the end \
-`summary`.")]
+standard output: `listening`, `session_opened` and `session_closed` (`session`, `peer`, and `connections`, how many the \
+client made for its first path), `stats` (with --stats-interval), `error`, and at the end `summary`.")]
 pub(crate) struct ServeArgs {
     /// Our address, perhaps with port; 0.0.0.0 or :: for all
     #[arg(long, value_name = "ADDR[:1234]", value_parser = listen)]
@@ -219,7 +219,8 @@ impl Sessions {
             reporter.event("session_closed", fields(session), &text)?;
         }
         for session in now.values().filter(|s| !self.0.contains_key(&s.id())) {
-            let text = format!("session {} of {} opened", session.name(), session.peer());
+            let (name, peer, connections) = (session.name(), session.peer(), session.connections());
+            let text = format!("session {name} of {peer} opened, {connections} connections");
             reporter.event("session_opened", fields(session), &text)?;
         }
         self.0 = now;
@@ -228,7 +229,11 @@ impl Sessions {
 }
 
 fn fields(session: &SessionHandle) -> Value {
-    json!({ "session": session.name(), "peer": session.peer().to_string() })
+    json!({
+        "session": session.name(),
+        "peer": session.peer().to_string(),
+        "connections": session.connections(),
+    })
 }
 
 #[cfg(test)]

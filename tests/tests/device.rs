@@ -216,7 +216,16 @@ fn doctor_gets_an_answer_of_the_server() {
 
 #[test]
 fn statistics_come_while_it_runs() {
-    let mut pair = Pair::start(&pattern(11, MIB), "", &["--stats-interval", "0.1"], &[]);
+    let mut pair = Pair::start(
+        &pattern(11, MIB),
+        "",
+        &["--stats-interval", "0.1"],
+        &["--connections", "3"],
+    );
+    let opened = pair.serve.event("session_opened");
+    assert_eq!(opened["session"], "test");
+    // Three for I/O, one for the session's own messages.
+    assert_eq!(opened["connections"], 4, "{opened}");
     let mut client = pair.client();
     client.read(0, MIB).unwrap();
     loop {

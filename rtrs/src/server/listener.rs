@@ -113,9 +113,9 @@ pub(super) struct Shared<P: Provider> {
 }
 
 impl<P: Provider> Shared<P> {
-    /// Gives a session its name, unless another has it. One that is only still being cleaned up does not count: its
-    /// client may be back already.
-    pub(super) fn take_name(&self, name: &str, session: &SrvSession<P>) -> bool {
+    /// Gives a session its name, and the number of connections of the path that asks, unless another has that name. One
+    /// that is only still being cleaned up does not count: its client may be back already.
+    pub(super) fn take_name(&self, name: &str, connections: u16, session: &SrvSession<P>) -> bool {
         // Held until the name is given: two sessions may ask for one at the same time.
         let registry = self.registry.lock();
         let taken = registry.sessions.values().any(|s| {
@@ -123,7 +123,7 @@ impl<P: Provider> Shared<P> {
             s.handle != session.handle && s.handle.name() == name && lives()
         });
         if !taken {
-            session.handle.set_name(name);
+            session.handle.set_name(name, connections);
         }
         !taken
     }

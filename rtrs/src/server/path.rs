@@ -373,7 +373,7 @@ impl<P: Provider> Path<P> {
                 "an information request before all connections are made",
             ));
         }
-        if !self.shared.take_name(name, &self.session) {
+        if !self.shared.take_name(name, self.id.con_num, &self.session) {
             return Err(PathError::NameTaken(name.into()));
         }
         self.pulse.restart();

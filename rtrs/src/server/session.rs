@@ -20,9 +20,15 @@ struct HandleInner {
     id: u64,
     uuid: Uuid,
     peer: SocketAddr,
-    name: OnceLock<String>,
+    opened: OnceLock<Opened>,
     queue_depth: u32,
     max_io_size: u32,
+}
+
+/// What is known of a session once its first path is complete.
+struct Opened {
+    name: String,
+    connections: u16,
 }
 
 impl SessionHandle {
@@ -33,7 +39,12 @@ impl SessionHandle {
 
     /// The name that the client gave.
     pub fn name(&self) -> &str {
-        self.0.name.get().map_or("", String::as_str)
+        self.0.opened.get().map_or("", |o| &o.name)
+    }
+
+    /// Connections of its first path, the service connection included; 0 until that path is complete.
+    pub fn connections(&self) -> u16 {
+        self.0.opened.get().map_or(0, |o| o.connections)
     }
 
     /// The client's address (of its first path).
@@ -56,9 +67,12 @@ impl SessionHandle {
         self.0.max_io_size
     }
 
-    /// The first path gives the session its name; later ones keep it.
-    pub(super) fn set_name(&self, name: &str) {
-        self.0.name.get_or_init(|| name.into());
+    /// The first path, now complete, gives the session its name; later ones keep it.
+    pub(super) fn set_name(&self, name: &str, connections: u16) {
+        self.0.opened.get_or_init(|| Opened {
+            name: name.into(),
+            connections,
+        });
     }
 }
 
@@ -110,7 +124,7 @@ impl<P: Provider> SrvSession<P> {
                 id,
                 uuid,
                 peer,
-                name: OnceLock::new(),
+                opened: OnceLock::new(),
                 queue_depth: config.queue_depth,
                 max_io_size: config.max_io_size(),
             })),
