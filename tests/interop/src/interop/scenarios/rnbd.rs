@@ -56,6 +56,10 @@ pub(super) fn list() -> Vec<Scenario> {
     add(6, "rnbd-our-client-v6", OursToKernel, true, |c| {
         our_client(c, Ip::V6, "ram0", true)
     });
+    let jumbo = Scenario::new(6, "rnbd-kernel-client-v6-mtu9000-inv-off", KernelToOurs, |c| {
+        file_system(c, Ip::V6, "off", SMALL_TREE, 16)
+    });
+    all.push(jumbo.shape(JUMBO));
     all
 }
 
@@ -72,8 +76,9 @@ pub(super) const FUNCTIONS: &str = "\
     map() { for t in $(seq 10); do \
         echo \"sessname=$1 path=ip:$HOST device_path=$2 $3\" > /sys/class/rnbd-client/ctl/map_device || return 1; \
         for i in $(seq 100); do [ -b /dev/rnbd0 ] && return 0; [ -b /dev/rnbd1 ] && break; sleep 0.1; done; \
-        unmap rnbd1; sleep 1; done; return 1; }\n\
-    unmap() { for i in $(seq 50); do echo normal > /sys/block/$1/rnbd/unmap_device && break; sleep 0.2; done; }\n";
+        [ -b /dev/rnbd1 ] && unmap rnbd1 || return 1; sleep 1; done; return 1; }\n\
+    unmap() { for i in $(seq 50); do echo normal > /sys/block/$1/rnbd/unmap_device && return 0; sleep 0.2; done; \
+        echo \"$1 can't be unmapped\"; return 1; }\n";
 
 /// A server of ours.
 pub(super) struct Server {
@@ -81,6 +86,8 @@ pub(super) struct Server {
     exports: Vec<String>,
     ip: Ip,
     invalidate: String,
+    /// Of each of the guest's sessions: one for each of its CPUs, and one for the session's own messages.
+    connections: Option<u64>,
 }
 
 impl Server {
@@ -93,6 +100,7 @@ impl Server {
             exports,
             ip,
             invalidate: invalidate.to_owned(),
+            connections: c.guest.as_ref().map(|g| u64::from(g.shape.cpus) + 1),
         })
     }
 
@@ -121,16 +129,29 @@ impl Server {
         Ok(())
     }
 
-    /// How often an event was reported so far.
-    pub(super) fn count(&self, event: &str) -> usize {
-        let name = format!("\"event\":\"{event}\"");
-        self.process.text().lines().filter(|l| l.contains(&name)).count()
+    /// What was reported so far under this name.
+    fn events(&self, event: &str) -> Vec<serde_json::Value> {
+        let text = self.process.text();
+        let all = text.lines().filter_map(|l| serde_json::from_str(l).ok());
+        all.filter(|e: &serde_json::Value| e["event"] == event).collect()
     }
 
-    /// Ends it the regular way.
+    /// How often an event was reported so far.
+    pub(super) fn count(&self, event: &str) -> usize {
+        self.events(event).len()
+    }
+
+    /// Ends it the regular way. The guest must have opened sessions, with as many connections as it has to.
     pub(super) fn stop(mut self) -> Result<(), Error> {
+        let opened = self.events("session_opened");
         self.process.interrupt();
-        self.process.finish(Duration::from_secs(30)).map(drop)
+        self.process.finish(Duration::from_secs(30))?;
+        let right = |e: &serde_json::Value| self.connections.is_none_or(|n| e["connections"] == n);
+        if opened.is_empty() || !opened.iter().all(right) {
+            let want = self.connections;
+            return Err(format!("sessions with {want:?} connections are right, opened were {opened:?}").into());
+        }
+        Ok(())
     }
 }
 
@@ -181,12 +202,29 @@ const TREE: &str = "\
 
 /// The kernel's RNBD client maps our server.
 pub(super) fn kernel_client(c: &mut Ctx<'_>, ip: Ip, invalidate: &str) -> Result<String, Error> {
-    image(c, "disk", 64)?;
-    let server = Server::start(c, ip, &["disk"], invalidate)?;
-    let out = with_client(c, ip, TREE, 600)?;
-    server.stop()?;
-    Ok(format!("{}; image on the server: {}", verdict(&out)?, fsck(c, "disk")?))
+    file_system(c, ip, invalidate, TREE, 64)
 }
+
+/// A script that works on a file system on `disk` in the guest, which is checked here afterwards.
+pub(super) fn file_system(c: &mut Ctx<'_>, ip: Ip, invalidate: &str, script: &str, mib: u64) -> Result<String, Error> {
+    image(c, "disk", mib)?;
+    let server = Server::start(c, ip, &["disk"], invalidate)?;
+    let out = with_client(c, ip, script, 600)?;
+    let connections = server.connections.unwrap_or_default();
+    server.stop()?;
+    let image = fsck(c, "disk")?;
+    Ok(format!(
+        "{}; {connections} connections; image on the server: {image}",
+        verdict(&out)?
+    ))
+}
+
+/// The same with little data, while packets are doubled or late.
+pub(super) const SMALL_TREE: &str = "\
+    map s1 disk; mkdir -p /mnt/r; mkfs.ext4 -q -O ^has_journal /dev/rnbd0; mount -t ext4 /dev/rnbd0 /mnt/r\n\
+    cp -a /usr/include/rdma /mnt/r/; sync; umount /mnt/r; echo 3 > /proc/sys/vm/drop_caches\n\
+    mount -o ro -t ext4 /dev/rnbd0 /mnt/r; diff -r /usr/include/rdma /mnt/r/rdma\n\
+    umount /mnt/r; unmap rnbd0; echo 'trees equal: passed'\n";
 
 fn read_only(c: &mut Ctx<'_>) -> Result<String, Error> {
     image(c, "disk", 16)?;
@@ -217,8 +255,13 @@ fn wrong_name(c: &mut Ctx<'_>) -> Result<String, Error> {
     let server = Server::start(c, Ip::V4, &["disk"], "on")?;
     let script = "\
         for name in nothing ../disk di disk2; do\n\
-            if echo \"sessname=s1 path=ip:$HOST device_path=$name\" > /sys/class/rnbd-client/ctl/map_device; \
+            errno=2; text='No such file or directory'\n\
+            case $name in */*) errno=22; text='Invalid argument';; esac\n\
+            dmesg -C\n\
+            if echo \"sessname=s1 path=ip:$HOST device_path=$name\" 2>/tmp/err > /sys/class/rnbd-client/ctl/map_device; \
                 then echo \"$name was mapped\"; exit 1; fi\n\
+            cat /tmp/err; dmesg | grep map_device\n\
+            grep -q \"$text\" /tmp/err; dmesg | grep -q \"can't open remote device, err: -$errno$\"\n\
         done\n\
         map s1 disk; dd if=/dev/rnbd0 of=/dev/null bs=1M count=4 iflag=direct; unmap rnbd0; echo 'refused, then mapped: passed'\n";
     let out = with_client(c, Ip::V4, script, 120)?;
@@ -256,7 +299,7 @@ fn idle(c: &mut Ctx<'_>) -> Result<String, Error> {
     let script = "\
         map s1 disk; dd if=/dev/urandom of=/dev/rnbd0 bs=64k count=4 oflag=direct status=none; sleep 22\n\
         [ $(cat /sys/block/rnbd0/rnbd/state) = open ]; [ $(cat /sys/class/rtrs-client/s1/paths/*/state) = connected ]\n\
-        cat /sys/class/rtrs-client/s1/paths/*/stats/reconnects\n\
+        cat /sys/class/rtrs-client/s1/paths/*/stats/reconnects; [ \"$(cat /sys/class/rtrs-client/s1/paths/*/stats/reconnects)\" = '0 0' ]\n\
         dd if=/dev/rnbd0 of=/dev/null bs=64k count=4 iflag=direct status=none; unmap rnbd0; echo 'alive after 22 s: passed'\n";
     let out = with_client(c, Ip::V4, script, 120)?;
     let (opened, closed) = (server.count("session_opened"), server.count("error"));
@@ -398,8 +441,18 @@ fn our_client_work(c: &Ctx<'_>, ip: Ip, device: &str) -> Result<String, Error> {
     let size = if c.lossy { 512 << 10 } else { 12 << 20 };
     let (a, b) = (c.dir.join("a.img"), c.dir.join("b.img"));
     let data = random_file(&a, size, 88_172_645_463_325_252)?;
-    let write = format!("write -s {} 0 {size}", a.display());
-    map.io(c, "write", &[&write, "flush"], 600)?;
+    let from = a.display().to_string();
+    c.tool(
+        "write",
+        "qemu-img",
+        &["convert", "-n", "-f", "raw", "-O", "raw", &from, &map.url],
+        600,
+    )?;
+    map.io(c, "flush", &["flush"], 60)?;
+    let (here, there) = (checksum_here(c, &from)?, checksum_in_guest(c, device, size)?);
+    if here != there {
+        return Err(format!("written were {size} bytes of MD5 {here}, the kernel's {device} has {there}").into());
+    }
     let out = b.display().to_string();
     if c.lossy {
         let (url, count) = (format!("if={}", map.url), format!("count={}", size / 4096));
@@ -420,11 +473,20 @@ fn our_client_work(c: &Ctx<'_>, ip: Ip, device: &str) -> Result<String, Error> {
     if fs::read(&b)?.get(..size) != Some(&data[..]) {
         return Err("what was read back differs".into());
     }
+    // The kernel's RAM disk knows no discard: what is there stays. A loop device punches a hole.
+    let discarded = if device.starts_with("loop") {
+        "read -P 0 41M 64k"
+    } else {
+        "read -P 0x33 41M 64k"
+    };
     let io = [
         "write -P 0x5a 40M 64k",
+        "write -P 0x33 41M 128k",
         "flush",
         "read -P 0x5a 40M 64k",
         "discard 41M 64k",
+        discarded,
+        "read -P 0x33 42048k 64k",
         "write -z 40M 64k",
         "read -P 0 40M 64k",
     ];
@@ -434,8 +496,28 @@ fn our_client_work(c: &Ctx<'_>, ip: Ip, device: &str) -> Result<String, Error> {
         fs::remove_file(file)?;
     }
     Ok(format!(
-        "{size} bytes written and read back equal, flush, discard, zeroes: passed"
+        "{size} bytes written, equal in the kernel, read back equal, flush, discard, zeroes: passed"
     ))
+}
+
+fn checksum_here(c: &Ctx<'_>, file: &str) -> Result<String, Error> {
+    let text = c.tool("md5sum", "md5sum", &[file], 60)?;
+    Ok(text.split_whitespace().next().unwrap_or_default().to_owned())
+}
+
+/// Of the first bytes of a device of [`server_up`], past the guest's caches of it.
+fn checksum_in_guest(c: &Ctx<'_>, device: &str, size: usize) -> Result<String, Error> {
+    let guest = c.guest.as_ref().ok_or("needs a guest of the lab")?;
+    let source = match device {
+        "loop0" => "dd if=/tmp/loop.img".to_owned(),
+        _ => format!("dd if=/dev/{device} iflag=direct"),
+    };
+    let script = format!(
+        "set -o pipefail; {source} bs=4k count={} status=none | md5sum",
+        size / 4096
+    );
+    let text = guest.run(&script, 120)?;
+    Ok(text.split_whitespace().next().unwrap_or_default().to_owned())
 }
 
 fn our_wrong_name(c: &mut Ctx<'_>) -> Result<String, Error> {
