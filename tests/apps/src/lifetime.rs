@@ -59,7 +59,7 @@ fn contract() -> Case {
 fn carrier() -> Case {
     let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/carrier.c");
     let script = format!(
-        "cc -Wall -Werror -O1 -o {{dir}}/carrier {source} -libverbs && exec env -u FERROCE_ADDR unshare -rn sh -ec '\
+        "cc -Wall -Werror -O1 -o {{dir}}/carrier {source} -libverbs && exec env -u FERROCE_ADDR XDG_RUNTIME_DIR={{dir}} unshare -rn sh -ec '\
          ip link add here type veth peer name there; ip addr add 198.51.100.1/24 dev here; ip link set here up; \
          {{dir}}/carrier down; ip link set there up; {{dir}}/carrier up'"
     );
