@@ -11,7 +11,7 @@ use common::*;
 use roce::{
     AddressHandle, AddressVector, Completion, CompletionQueue, Device, DeviceConfig, MemoryRegion, Mr, NetworkHeader,
     Payload, PostError, Provider, Psn, QKey, Qp, QpAttr, QpCaps, QpOptions, QpState, QpType, Qpn, QueuePair, RecvWr,
-    SendFlags, SendOp, SendRequest, SendWr, Target, VerbsError, WcFlags, WcOpcode, WcStatus,
+    SendFlags, SendOp, SendRequest, SendWr, Target, VerbsError, WcFlags, WcOpcode,
 };
 
 const QKEY: QKey = QKey(0x1111_1111);
@@ -253,10 +253,10 @@ fn what_a_datagram_queue_pair_cannot_send_is_refused() {
         flags: SendFlags::SIGNALED,
         payload: Payload::Sges(&too_long),
     };
-    // Longer than the port's MTU: nothing is sent, and the program is told.
+    // Longer than the port's MTU: nothing is sent, and nothing is said about it (IBA C10-93.1.1).
     let before = a.device.stats().port.tx_packets;
     qp.post_requests(&[SendRequest { wr, target: to }]).unwrap();
-    assert_eq!(a.completions(1)[0].status, WcStatus::LocalLengthError);
+    a.good(1);
     assert_eq!(a.device.stats().port.tx_packets, before);
     let nowhere = AddressVector::new(a.addr(), Ipv4Addr::UNSPECIFIED.into());
     assert!(matches!(

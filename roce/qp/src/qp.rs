@@ -289,8 +289,8 @@ impl QueuePair {
         self.post_send_within(ctx, wr, target, self.mtu)
     }
 
-    /// Like [`QueuePair::post_send_to`]; `longest` is what the path of a datagram carries at most, bytes. What is longer
-    /// completes with a local length error (IBA 11.6.2).
+    /// Like [`QueuePair::post_send_to`]; `longest` is what the path of a datagram carries at most, bytes. Nothing is
+    /// sent of what is longer, and no error told (IBA C10-93.1.1).
     ///
     /// # Errors
     /// When it can't be queued; then nothing was.

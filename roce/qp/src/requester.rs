@@ -270,10 +270,7 @@ impl QueuePair {
             SendOp::LocalInvalidate(key) => (ctx.mem.invalidate(pd, qpn, *key), WcStatus::LocalQpOperationError),
             SendOp::FastRegister(args) => (ctx.mem.fast_register(pd, args), WcStatus::LocalQpOperationError),
             SendOp::BindWindow(args) => (ctx.mem.bind_window(pd, qpn, args), WcStatus::MwBindError),
-            _ if wqe.packets == 0 => {
-                wqe.progress = Progress::Failed(WcStatus::LocalLengthError);
-                return;
-            }
+            _ if wqe.packets == 0 => (Ok(()), WcStatus::Success),
             _ => {
                 wqe.progress = Progress::Started;
                 if wqe.kind() == Kind::Read {

@@ -307,7 +307,7 @@ impl SendQueue {
     /// Appends a work request to a queue pair that does not send to its peer alone.
     pub(crate) fn push_to(&mut self, wr: &SendWr<'_>, target: Target, len: u32, mtu: usize) {
         if matches!(target, Target::Datagram(_)) && len as usize > mtu {
-            // No packet is sent for a datagram that is too long (IBA C10-93.1.1): it fails when its turn comes.
+            // No packet is sent for a datagram that is too long, and no error reported (IBA C10-93.1.1).
             self.push_packets(wr, len, 0);
         } else {
             self.push(wr, len, mtu);

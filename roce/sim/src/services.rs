@@ -41,7 +41,7 @@ enum What {
     Write,
     /// A datagram with a queue key that is not the receiver's.
     WrongKey,
-    /// A datagram longer than the sender's MTU, which is never sent: it fails, and its send queue stops.
+    /// A datagram longer than the sender's MTU, which is never sent.
     TooLong,
 }
 
@@ -76,12 +76,6 @@ struct Flow {
 }
 
 impl Flow {
-    /// What was posted last is going to stop the send queue.
-    fn is_failing(&self) -> bool {
-        let last = self.posted.checked_sub(1).map(|i| self.messages[i].what);
-        self.posted > self.completed && last == Some(What::TooLong)
-    }
-
     fn is_reliable(&self) -> bool {
         matches!(self.qp_type, QpType::Rc | QpType::XrcIni)
     }
@@ -484,10 +478,7 @@ impl World {
         }
         let h = f.from;
         for _ in 0..burst {
-            if f.posted == f.messages.len()
-                || f.is_failing()
-                || f.posted - f.completed + 1 >= caps().max_send_wr as usize
-            {
+            if f.posted == f.messages.len() || f.posted - f.completed + 1 >= caps().max_send_wr as usize {
                 break;
             }
             let (seq, m) = (f.posted, &f.messages[f.posted]);
@@ -559,26 +550,14 @@ impl World {
         if seq != f.completed {
             return Err(format!("message {seq} completed, but {} is the next", f.completed));
         }
-        let (opcode, status) = match f.messages[seq].what {
-            What::Write => (WcOpcode::RdmaWrite, WcStatus::Success),
-            What::TooLong => (WcOpcode::Send, WcStatus::LocalLengthError),
-            _ => (WcOpcode::Send, WcStatus::Success),
+        let opcode = match f.messages[seq].what {
+            What::Write => WcOpcode::RdmaWrite,
+            _ => WcOpcode::Send,
         };
-        if wc.status != status || wc.opcode != opcode {
+        if !wc.is_ok() || wc.opcode != opcode {
             return Err(format!("message {seq} of flow {flow} went wrong"));
         }
         f.completed += 1;
-        if status != WcStatus::Success {
-            let (qpn, now) = (f.qpns[0], self.instant());
-            let go_on = QpAttr {
-                state: Some(QpState::Rts),
-                ..QpAttr::default()
-            };
-            let done = self.hosts[h].port.modify_qp(now, qpn, &go_on);
-            done.map_err(|e| format!("flow {flow} does not go on after message {seq}: {e}"))?;
-            self.stats.count_error(status);
-            return Ok(());
-        }
         if f.is_reliable() && f.arrived.len() < f.completed && !f.dead {
             // Its receiver may not have been looked at yet, but the completion is there.
             let to = f.to;
