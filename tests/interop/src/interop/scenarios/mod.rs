@@ -7,6 +7,7 @@ mod ops;
 mod peer;
 mod programs;
 mod rnbd;
+mod services;
 
 use std::{net::IpAddr, path::PathBuf, process::Command, time::Duration};
 
@@ -153,6 +154,11 @@ impl Scenario {
         ip == Ip::V6 && over_v6 || ip == Ip::V4 && (!over_v6 || self.name.starts_with("pingpong-our-client"))
     }
 
+    /// Whether its packets pass between hosts, where they are captured.
+    pub(crate) fn on_the_wire(&self) -> bool {
+        self.direction != Direction::KernelToKernel || self.guests > 1
+    }
+
     /// For the table.
     pub(crate) fn setting(&self) -> String {
         if self.elsewhere.is_some() {
@@ -176,6 +182,7 @@ pub(crate) fn all() -> Vec<Scenario> {
         ops::list(),
         cm::list(),
         errors::list(),
+        services::list(),
         rnbd::list(),
         faults::list(),
         peer::list(),
