@@ -148,6 +148,13 @@ fn open_device(wanted: DeviceConfig) -> std::result::Result<Device, VerbsError> 
     }
 }
 
+/// The engine of this process if there is one.
+pub(crate) fn current() -> Option<Arc<Engine>> {
+    let slot = lock(&ENGINE);
+    let (born, weak) = slot.as_ref()?;
+    weak.upgrade().filter(|_| *born == fork::generation())
+}
+
 impl Engine {
     /// The engine of this process.
     ///

@@ -2,7 +2,7 @@
 //! [`crate::sysfs`] makes. Everything else goes straight through.
 
 use std::{
-    ffi::{CStr, CString},
+    ffi::CStr,
     ptr,
     sync::atomic::{AtomicPtr, Ordering},
 };
@@ -41,17 +41,18 @@ impl Next {
 ///
 /// # Safety
 /// `path` is null or a C string.
-unsafe fn target(path: *const c_char) -> Option<CString> {
+unsafe fn target(path: *const c_char, lead: fn(&CStr) -> Option<sysfs::Target>) -> Option<sysfs::Target> {
     if path.is_null() {
         return None;
     }
     // SAFETY: the caller's promise.
-    sysfs::redirect(unsafe { CStr::from_ptr(path) })
+    lead(unsafe { CStr::from_ptr(path) })
 }
 
-/// Functions with a path among their arguments: the real one is called with where it leads.
+/// Functions with a path among their arguments: the real one is called with where it leads, by
+/// [`sysfs::place`], or [`sysfs::content`] for those that open files.
 macro_rules! forward {
-    ($($name:ident($($before:ident: $bty:ty,)* ; path $(, $after:ident: $aty:ty)*) -> $ret:ty, $fail:expr;)*) => {$(
+    ($($name:ident($($before:ident: $bty:ty,)* ; $lead:ident $(, $after:ident: $aty:ty)*) -> $ret:ty, $fail:expr;)*) => {$(
         #[unsafe(no_mangle)]
         unsafe extern "C" fn $name($($before: $bty,)* path: *const c_char $(, $after: $aty)*) -> $ret {
             static NEXT: Next = Next::new(unsafe {
@@ -67,9 +68,9 @@ macro_rules! forward {
             unsafe {
                 type Real = unsafe extern "C" fn($($bty,)* *const c_char $(, $aty)*) -> $ret;
                 let real = std::mem::transmute::<*mut c_void, Real>(real);
-                match target(path) {
+                match target(path, sysfs::$lead) {
                     None => real($($before,)* path $(, $after)*),
-                    Some(other) => real($($before,)* other.as_ptr() $(, $after)*),
+                    Some(other) => real($($before,)* other.path.as_ptr() $(, $after)*),
                 }
             }
         }
@@ -79,25 +80,39 @@ macro_rules! forward {
 // The mode of `open` is a variable argument in C; passing one that is not there does no harm with the C calling
 // conventions of Linux.
 forward! {
-    open(; path, flags: c_int, mode: mode_t) -> c_int, -1;
-    open64(; path, flags: c_int, mode: mode_t) -> c_int, -1;
-    openat(dir: c_int, ; path, flags: c_int, mode: mode_t) -> c_int, -1;
-    openat64(dir: c_int, ; path, flags: c_int, mode: mode_t) -> c_int, -1;
-    fopen(; path, mode: *const c_char) -> *mut FILE, ptr::null_mut();
-    fopen64(; path, mode: *const c_char) -> *mut FILE, ptr::null_mut();
-    opendir(; path) -> *mut DIR, ptr::null_mut();
-    stat(; path, out: *mut c_void) -> c_int, -1;
-    stat64(; path, out: *mut c_void) -> c_int, -1;
-    lstat(; path, out: *mut c_void) -> c_int, -1;
-    lstat64(; path, out: *mut c_void) -> c_int, -1;
-    fstatat(dir: c_int, ; path, out: *mut c_void, flags: c_int) -> c_int, -1;
-    fstatat64(dir: c_int, ; path, out: *mut c_void, flags: c_int) -> c_int, -1;
-    __xstat(version: c_int, ; path, out: *mut c_void) -> c_int, -1;
-    __xstat64(version: c_int, ; path, out: *mut c_void) -> c_int, -1;
-    __lxstat(version: c_int, ; path, out: *mut c_void) -> c_int, -1;
-    statx(dir: c_int, ; path, flags: c_int, mask: u32, out: *mut c_void) -> c_int, -1;
-    access(; path, mode: c_int) -> c_int, -1;
-    faccessat(dir: c_int, ; path, mode: c_int, flags: c_int) -> c_int, -1;
-    readlink(; path, out: *mut c_char, size: size_t) -> ssize_t, -1;
-    realpath(; path, out: *mut c_char) -> *mut c_char, ptr::null_mut();
+    open(; content, flags: c_int, mode: mode_t) -> c_int, -1;
+    open64(; content, flags: c_int, mode: mode_t) -> c_int, -1;
+    openat(dir: c_int, ; content, flags: c_int, mode: mode_t) -> c_int, -1;
+    openat64(dir: c_int, ; content, flags: c_int, mode: mode_t) -> c_int, -1;
+    fopen(; content, mode: *const c_char) -> *mut FILE, ptr::null_mut();
+    fopen64(; content, mode: *const c_char) -> *mut FILE, ptr::null_mut();
+    __open_2(; content, flags: c_int) -> c_int, -1;
+    __open64_2(; content, flags: c_int) -> c_int, -1;
+    __openat_2(dir: c_int, ; content, flags: c_int) -> c_int, -1;
+    __openat64_2(dir: c_int, ; content, flags: c_int) -> c_int, -1;
+    opendir(; place) -> *mut DIR, ptr::null_mut();
+    stat(; place, out: *mut c_void) -> c_int, -1;
+    stat64(; place, out: *mut c_void) -> c_int, -1;
+    lstat(; place, out: *mut c_void) -> c_int, -1;
+    lstat64(; place, out: *mut c_void) -> c_int, -1;
+    fstatat(dir: c_int, ; place, out: *mut c_void, flags: c_int) -> c_int, -1;
+    fstatat64(dir: c_int, ; place, out: *mut c_void, flags: c_int) -> c_int, -1;
+    __xstat(version: c_int, ; place, out: *mut c_void) -> c_int, -1;
+    __xstat64(version: c_int, ; place, out: *mut c_void) -> c_int, -1;
+    __lxstat(version: c_int, ; place, out: *mut c_void) -> c_int, -1;
+    statx(dir: c_int, ; place, flags: c_int, mask: u32, out: *mut c_void) -> c_int, -1;
+    access(; place, mode: c_int) -> c_int, -1;
+    faccessat(dir: c_int, ; place, mode: c_int, flags: c_int) -> c_int, -1;
+    readlink(; place, out: *mut c_char, size: size_t) -> ssize_t, -1;
+    realpath(; place, out: *mut c_char) -> *mut c_char, ptr::null_mut();
+    __realpath_chk(; place, out: *mut c_char, room: size_t) -> *mut c_char, ptr::null_mut();
+    canonicalize_file_name(; place) -> *mut c_char, ptr::null_mut();
+    __readlink_chk(; place, out: *mut c_char, size: size_t, room: size_t) -> ssize_t, -1;
+    readlinkat(dir: c_int, ; place, out: *mut c_char, size: size_t) -> ssize_t, -1;
+    __readlinkat_chk(dir: c_int, ; place, out: *mut c_char, size: size_t, room: size_t) -> ssize_t, -1;
+    scandir(; place, list: *mut c_void, filter: *mut c_void, order: *mut c_void) -> c_int, -1;
+    scandir64(; place, list: *mut c_void, filter: *mut c_void, order: *mut c_void) -> c_int, -1;
+    __lxstat64(version: c_int, ; place, out: *mut c_void) -> c_int, -1;
+    __fxstatat(version: c_int, dir: c_int, ; place, out: *mut c_void, flags: c_int) -> c_int, -1;
+    __fxstatat64(version: c_int, dir: c_int, ; place, out: *mut c_void, flags: c_int) -> c_int, -1;
 }

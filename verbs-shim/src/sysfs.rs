@@ -8,19 +8,25 @@ use std::{
     ffi::{CStr, CString},
     fs,
     hash::{DefaultHasher, Hash, Hasher},
-    io,
-    os::unix::fs::{DirBuilderExt, MetadataExt, symlink},
+    io::{self, Write},
+    net::IpAddr,
+    os::{
+        fd::{AsRawFd, FromRawFd, OwnedFd},
+        unix::fs::{DirBuilderExt, MetadataExt, symlink},
+    },
     path::{Path, PathBuf},
-    sync::Mutex,
+    sync::{Mutex, atomic::Ordering},
     time::{Duration, Instant},
 };
 
 use libc::{c_char, c_int, size_t};
 use roce::LinkState;
 
+use roce::{JoinConfig, broker};
+
 use crate::{
     device::{self, VerbsDevice},
-    gids, ret,
+    engine, gids, ret,
 };
 
 /// What is answered from the private directory: these, and everything below them.
@@ -32,7 +38,28 @@ const OURS: [&str; 4] = [
 ];
 
 /// Changed when the same tree is written otherwise.
-const FORMAT: u32 = 2;
+const FORMAT: u32 = 3;
+/// Where a device's counters are.
+const HW_COUNTERS: &str = "ports/1/hw_counters";
+/// rdma_rxe's counters (`rxe_hw_counters.c`).
+const COUNTERS: [&str; 15] = [
+    "sent_pkts",
+    "rcvd_pkts",
+    "duplicate_request",
+    "out_of_seq_request",
+    "rcvd_rnr_err",
+    "send_rnr_err",
+    "rcvd_seq_err",
+    "ack_deferred",
+    "retry_exceeded_err",
+    "retry_rnr_exceeded_err",
+    "completer_retry_err",
+    "send_err",
+    LINK_DOWNED,
+    "rdma_sends",
+    "rdma_recvs",
+];
+const LINK_DOWNED: &str = "link_downed";
 /// How long the directory is believed to be right.
 const FRESH: Duration = Duration::from_millis(500);
 
@@ -106,6 +133,15 @@ fn add_device(tree: &mut Tree, device: &VerbsDevice) {
     put("ports/1/lid_mask_count", "0\n");
     put("ports/1/cap_mask", "0x04010000\n");
     put("ports/1/pkeys/0", "0xffff\n");
+    put("parent", &format!("{}\n", device.interface));
+    // Their values are read when they are opened.
+    for name in COUNTERS {
+        put(&format!("{HW_COUNTERS}/{name}"), "0\n");
+    }
+    put(&format!("{HW_COUNTERS}/lifespan"), "10\n");
+    for index in 0..gids::TABLE_LEN {
+        put(&format!("ports/1/gids/{index}"), &gid_text(&[0; 16]));
+    }
     for (index, ip) in device.gids.entries() {
         put(&format!("ports/1/gids/{index}"), &gid_text(&gids::gid_of(ip).raw));
         put(&format!("ports/1/gid_attrs/types/{index}"), "RoCE v2\n");
@@ -133,23 +169,35 @@ fn tree() -> Tree {
     tree
 }
 
+/// Names to try: somebody else may have the first, such as who has our user's number in another user namespace.
+const HOMES: usize = 16;
+
 /// A directory that only this user can write to.
 fn home() -> io::Result<PathBuf> {
     // SAFETY: asks for a number.
     let uid = unsafe { libc::geteuid() };
     let base = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
     let base = base.filter(|b| b.is_dir()).unwrap_or_else(std::env::temp_dir);
-    let dir = base.join(format!("ferroce-{uid}"));
-    match fs::DirBuilder::new().mode(0o700).create(&dir) {
-        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
-        _ => {}
+    home_in(&base, uid)
+}
+
+fn home_in(base: &Path, uid: u32) -> io::Result<PathBuf> {
+    for n in 0..HOMES {
+        let dir = base.join(match n {
+            0 => format!("ferroce-{uid}"),
+            _ => format!("ferroce-{uid}.{n}"),
+        });
+        match fs::DirBuilder::new().mode(0o700).create(&dir) {
+            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
+            _ => {}
+        }
+        // Somebody else might have made it, or made it a link.
+        let meta = fs::symlink_metadata(&dir)?;
+        if meta.is_dir() && meta.uid() == uid && meta.mode() & 0o022 == 0 {
+            return Ok(dir);
+        }
     }
-    // Somebody else might have made it, or made it a link.
-    let meta = fs::symlink_metadata(&dir)?;
-    if !meta.is_dir() || meta.uid() != uid || meta.mode() & 0o022 != 0 {
-        return Err(io::ErrorKind::PermissionDenied.into());
-    }
-    Ok(dir)
+    Err(io::ErrorKind::PermissionDenied.into())
 }
 
 fn write_tree(root: &Path, tree: &Tree) -> io::Result<()> {
@@ -215,6 +263,73 @@ pub(crate) fn redirect(path: &CStr) -> Option<CString> {
     CString::new(format!("{}{text}", root.display())).ok()
 }
 
+/// Where the way to a file leads.
+pub(crate) struct Target {
+    pub(crate) path: CString,
+    /// What `path` names, if that is nobody else's.
+    _file: Option<OwnedFd>,
+}
+
+/// The same for calls that are not about the content.
+pub(crate) fn place(path: &CStr) -> Option<Target> {
+    redirect(path).map(|path| Target { path, _file: None })
+}
+
+/// The same for calls that open the file: a counter is what it is now.
+pub(crate) fn content(path: &CStr) -> Option<Target> {
+    let live = || -> Option<Target> {
+        let (device, name) = counter_of(path.to_str().ok()?)?;
+        let device = device::list().into_iter().find(|d| d.name == device)?;
+        let file = memory_file(&format!("{}\n", count(device, name)?)).ok()?;
+        // Opened anew by this name, it is read from its beginning.
+        let path = CString::new(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
+        Some(Target {
+            path,
+            _file: Some(file),
+        })
+    };
+    if !is_ours(path.to_bytes()) {
+        return None;
+    }
+    ret::value(None, live).or_else(|| place(path))
+}
+
+/// Device and counter that a path names.
+fn counter_of(path: &str) -> Option<(&str, &str)> {
+    let (device, rest) = path.strip_prefix("/sys/class/infiniband/")?.split_once('/')?;
+    let name = rest.strip_prefix(HW_COUNTERS)?.strip_prefix('/')?;
+    COUNTERS.contains(&name).then_some((device, name))
+}
+
+/// A counter's value: of all processes that share the device's address, or of this one.
+fn count(device: &VerbsDevice, name: &str) -> Option<u64> {
+    if name == LINK_DOWNED {
+        return Some(device.link_downed.load(Ordering::Relaxed));
+    }
+    let shared = JoinConfig::from_env().and_then(|how| broker::statistics(&how.dir).ok()?);
+    if let Some(statistics) = shared {
+        let own: Vec<IpAddr> = device.gids.entries().into_iter().map(|(_, ip)| ip).collect();
+        let reports = statistics.processes.iter().filter_map(|p| p.report.as_ref());
+        let concerned = reports.filter(|r| r.addrs.is_empty() || r.addrs.iter().any(|ip| own.contains(ip)));
+        return Some(concerned.filter_map(|r| r.counters.get(name)).sum());
+    }
+    let counters = engine::current()?.device.hw_counters();
+    counters.iter().find(|(n, _)| *n == name).map(|(_, value)| *value)
+}
+
+/// A file that nobody else sees.
+fn memory_file(text: &str) -> io::Result<OwnedFd> {
+    // SAFETY: a C string; makes a descriptor, or fails.
+    let fd = unsafe { libc::memfd_create(c"ferroce-counter".as_ptr(), libc::MFD_CLOEXEC) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: just made and ours alone.
+    let mut file = fs::File::from(unsafe { OwnedFd::from_raw_fd(fd) });
+    file.write_all(text.as_bytes())?;
+    Ok(file.into())
+}
+
 /// Reads a file of sysfs, as libibverbs has it: the trailing newline goes, and there is a zero at the end if it fits.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_read_sysfs_file(
@@ -228,8 +343,9 @@ unsafe extern "C" fn ibv_read_sysfs_file(
         let (dir, file) = unsafe { (CStr::from_ptr(dir), CStr::from_ptr(file)) };
         let path = format!("{}/{}", dir.to_string_lossy(), file.to_string_lossy());
         let path = CString::new(path).map_err(|_| ret::Errno::INVAL)?;
-        let target = redirect(&path).unwrap_or(path);
-        let mut text = fs::read(Path::new(&*target.to_string_lossy()))?;
+        let target = content(&path);
+        let path = target.as_ref().map_or(&path, |t| &t.path);
+        let mut text = fs::read(Path::new(&*path.to_string_lossy()))?;
         if text.last() == Some(&b'\n') {
             text.pop();
         }
@@ -268,5 +384,33 @@ mod tests {
             };
             assert_eq!(rate_text(link), text);
         }
+    }
+
+    #[test]
+    fn counters_are_told_from_other_files() {
+        let at = "/sys/class/infiniband/ferroce0/ports/1/hw_counters/";
+        assert_eq!(counter_of(&format!("{at}sent_pkts")), Some(("ferroce0", "sent_pkts")));
+        for other in ["lifespan", "", "sent_pkts/x"] {
+            assert_eq!(counter_of(&format!("{at}{other}")), None);
+        }
+        assert_eq!(counter_of("/sys/class/infiniband/ferroce0/ports/1/state"), None);
+        assert!(content(c"/etc/hostname").is_none());
+    }
+
+    #[test]
+    fn a_directory_of_somebody_else_is_passed_over() {
+        let base = tempfile::tempdir().unwrap();
+        // SAFETY: asks for a number.
+        let uid = unsafe { libc::geteuid() };
+        symlink("/", base.path().join(format!("ferroce-{uid}"))).unwrap();
+        let home = home_in(base.path(), uid).unwrap();
+        assert_eq!(home, base.path().join(format!("ferroce-{uid}.1")));
+        assert_eq!(home_in(base.path(), uid).unwrap(), home);
+    }
+
+    #[test]
+    fn the_names_are_those_of_the_device() {
+        let device = roce::Device::open(roce::DeviceConfig::new(ferroce_loopback::address().into())).unwrap();
+        assert_eq!(device.hw_counters().map(|(name, _)| name), COUNTERS);
     }
 }

@@ -21,6 +21,33 @@ ip addr add 10.77.93.1/24 dev roce0; seen 'gid.(table.)?change'; ip addr del 10.
 cat watch; test $(grep -ciE 'port.err' watch) = 1
 echo all told";
 
+/// A server that stays, and what its device has counted while it lives, read by another process.
+const COUNTERS: &str = "set -e
+rping -s -P -a 127.0.0.1 -p {port} > server 2>&1 & server=$!
+trap 'kill $server' EXIT
+for i in $(seq 50); do rping -c -a 127.0.0.1 -p {port} -C 10 && break; sleep 0.3; done
+at=/sys/class/infiniband/ferroce0
+ls $at/ports/1/hw_counters; test $(ls $at/ports/1/hw_counters | wc -l) = 16
+test $(cat $at/ports/1/hw_counters/rdma_sends) -ge 10
+test $(cat $at/ports/1/hw_counters/link_downed) = 0
+test $(cat $at/parent) = lo
+echo all counted";
+
+/// Functions of libc that libibumad, libhwloc, UCX and programs built with _FORTIFY_SOURCE read sysfs with.
+const FILES: &str = r#"import ctypes, os
+libc, at = ctypes.CDLL(None), b"/sys/class/infiniband"
+names, text = ctypes.c_void_p(), ctypes.create_string_buffer(4096)
+assert libc.scandir(at, ctypes.byref(names), None, None) >= 4
+assert os.read(libc.__open_2(at + b"/ferroce0/node_type", 0), 99) == b"1: CA\n"
+libc.__realpath_chk.restype = ctypes.c_void_p
+assert libc.__realpath_chk(at + b"/ferroce0", text, 4096)
+size = libc.readlinkat(-100, b"/dev/infiniband/rdma_cm", text, 4096)
+assert text[:size] == b"/dev/null", text[:size]
+with open("/sys/class/infiniband/ferroce0/ports/1/gids/127") as gid:
+    assert gid.read() == ":".join(["0000"] * 8) + "\n"
+print("all read")
+"#;
+
 pub(crate) fn all() -> Vec<Case> {
     let mut out = Vec::new();
     for (device, addr, datagram) in DEVICES {
@@ -41,6 +68,14 @@ pub(crate) fn all() -> Vec<Case> {
         let rping = Case::pair(&name, RDMACM, &rping, &rping.replacen("-s", "-c", 1)).ready(Ready::Retry);
         out.push(rping.everywhere());
     }
+    let script = |text: &str| vec!["sh".to_owned(), "-c".to_owned(), text.to_owned()];
+    let counters = Case {
+        client: script(COUNTERS),
+        ..Case::alone("hw_counters in sysfs", RDMACM, "sh")
+    };
+    out.push(counters.says("all counted").everywhere().ci());
+    let files = Case::alone("sysfs by other calls", "python3", "python3 files.py").file("files.py", FILES);
+    out.push(files.says("all read").everywhere().ci());
     let watch = Case::alone("ibv_asyncwatch of a link", IBVERBS, "sh watch.sh").file("watch.sh", WATCH);
     out.push(watch.says("all told").everywhere().ci());
     out
