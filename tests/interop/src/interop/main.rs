@@ -1,5 +1,6 @@
 //! `ferroce-interop`: boots stock Debian kernels in virtual machines and runs our transport against theirs.
 
+mod beside;
 mod capture;
 mod far;
 mod guest;
@@ -109,6 +110,9 @@ pub(crate) struct Cli {
     /// Print the script that is the other half, and stop
     #[arg(long)]
     peer_script: bool,
+    /// Only what runs beside the rest: for the second process of a run
+    #[arg(long, hide = true)]
+    beside: bool,
 }
 
 /// What else there is to do.
@@ -161,7 +165,7 @@ fn scenarios(cli: &Cli, chosen: Vec<Scenario>) -> Result<Vec<Outcome>, Error> {
     let (elsewhere, here): (Vec<_>, Vec<_>) = chosen.into_iter().partition(|s| s.elsewhere.is_some());
     let mut outcomes = match here.is_empty() {
         true => Vec::new(),
-        false => in_the_lab(cli, &here)?,
+        false => in_the_lab(cli, here)?,
     };
     for s in &elsewhere {
         let why = s.elsewhere.unwrap_or_default().to_owned();
@@ -178,20 +182,25 @@ fn scenarios(cli: &Cli, chosen: Vec<Scenario>) -> Result<Vec<Outcome>, Error> {
     Ok(outcomes)
 }
 
-fn in_the_lab(cli: &Cli, chosen: &[Scenario]) -> Result<Vec<Outcome>, Error> {
+fn in_the_lab(cli: &Cli, chosen: Vec<Scenario>) -> Result<Vec<Outcome>, Error> {
     catch_signals()?;
+    let order: Vec<String> = chosen.iter().map(|s| s.name.clone()).collect();
+    let (here, waiting) = beside::split(cli, chosen);
     let mut dir = RunDir::new()?;
     let mut outcomes = Vec::new();
-    let why = places(cli, &mut dir).and_then(|places| run::all(cli, &places, chosen, &mut outcomes));
+    let why = places(cli, &mut dir).and_then(|places| run::all(cli, &places, &here, &waiting, &mut outcomes));
     // Whatever came of it when the user stopped the run.
     let why = lab::check_stop().and(why);
     if let Err(e) = &why {
         eprintln!("ferroce-interop: {e}");
     }
     let reason = why.err().map(|e| e.to_string()).unwrap_or_default();
-    for s in &chosen[outcomes.len()..] {
-        outcomes.push(Outcome::new(s, Verdict::NotRun, 0.0, reason.clone()));
+    for s in here.iter().chain(&waiting) {
+        if !outcomes.iter().any(|o| o.name == s.name) {
+            outcomes.push(Outcome::new(s, Verdict::NotRun, 0.0, reason.clone()));
+        }
     }
+    outcomes.sort_by_key(|o| order.iter().position(|name| *name == o.name));
     Ok(outcomes)
 }
 
@@ -254,7 +263,9 @@ fn run_cli(cli: &Cli) -> Result<ExitCode, Error> {
     write_results(cli, &outcomes)?;
     let count = |r| outcomes.iter().filter(|o| o.result == r && !o.optional).count();
     let (passed, failed, missing) = (count(Verdict::Passed), count(Verdict::Failed), count(Verdict::NotRun));
-    println!("interop: {passed} passed, {failed} failed, {missing} not run");
+    if !cli.beside {
+        println!("interop: {passed} passed, {failed} failed, {missing} not run");
+    }
     Ok(match (lab::STOP.load(Ordering::Relaxed), failed + missing > 0) {
         (true, _) => ExitCode::from(130),
         (false, true) => ExitCode::FAILURE,

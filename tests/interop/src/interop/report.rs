@@ -18,6 +18,8 @@ pub(crate) enum Verdict {
 }
 
 impl Verdict {
+    pub(crate) const ALL: [Self; 3] = [Self::Passed, Self::Failed, Self::NotRun];
+
     pub(crate) const fn text(self) -> &'static str {
         match self {
             Self::Passed => "passed",

@@ -1,4 +1,4 @@
-//! Runs scenarios one after another, each with a capture that is checked.
+//! Runs scenarios one after another (those that wait: beside the others), each with a capture that is checked.
 
 use std::{
     fs,
@@ -11,6 +11,7 @@ use std::{
 
 use crate::{
     Cli, Error,
+    beside::Beside,
     far::Ip,
     guest::{Guest, Shape},
     lab::{self, HOST_V4, HOST_V6, Net, Places, Proc},
@@ -45,8 +46,14 @@ impl Guests<'_> {
     }
 }
 
-/// Runs the scenarios; those that come to an end, whichever, are in `outcomes`.
-pub(crate) fn all(cli: &Cli, places: &Places, chosen: &[Scenario], outcomes: &mut Vec<Outcome>) -> Result<(), Error> {
+/// Runs the scenarios, and those that wait beside them; those that come to an end, whichever, are in `outcomes`.
+pub(crate) fn all(
+    cli: &Cli,
+    places: &Places,
+    chosen: &[Scenario],
+    waiting: &[Scenario],
+    outcomes: &mut Vec<Outcome>,
+) -> Result<(), Error> {
     if let Some(peer) = Peer::find(cli, places)? {
         for s in chosen {
             lab::check_stop()?;
@@ -55,6 +62,23 @@ pub(crate) fn all(cli: &Cli, places: &Places, chosen: &[Scenario], outcomes: &mu
         return Ok(());
     }
     let _ready = lab::prepare(&places.scripts, &places.lab)?;
+    let mut beside = match waiting {
+        [] => None,
+        _ => Some(Beside::start(cli, places)?),
+    };
+    let here = in_turn(places, chosen, beside.as_mut(), outcomes);
+    if let Some(beside) = beside {
+        outcomes.extend(beside.finish(waiting)?);
+    }
+    here
+}
+
+fn in_turn(
+    places: &Places,
+    chosen: &[Scenario],
+    mut beside: Option<&mut Beside>,
+    outcomes: &mut Vec<Outcome>,
+) -> Result<(), Error> {
     let mut guests = Guests {
         places,
         net: Net::up(2)?,
@@ -64,6 +88,9 @@ pub(crate) fn all(cli: &Cli, places: &Places, chosen: &[Scenario], outcomes: &mu
         lab::check_stop()?;
         guests.ready(s.guests, s.shape)?;
         let outcome = with_guests(s, &mut guests)?;
+        if let Some(beside) = &mut beside {
+            beside.tell();
+        }
         let failed = outcome.result == Verdict::Failed;
         outcomes.push(outcome);
         if failed {

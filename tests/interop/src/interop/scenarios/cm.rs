@@ -44,7 +44,7 @@ pub(super) fn list() -> Vec<Scenario> {
             all.push(Scenario::new(2, name, direction, run).peer().ci());
         }
     }
-    all.push(Scenario::new(2, "cm-unreachable", KernelToOurs, unreachable));
+    all.push(Scenario::new(2, "cm-unreachable", KernelToOurs, unreachable).waits());
     all.push(Scenario::new(
         2,
         "cm-unreachable-our-client",

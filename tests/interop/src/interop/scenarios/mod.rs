@@ -73,6 +73,8 @@ pub(crate) struct Scenario {
     /// The scenario itself starts netem.
     pub(crate) netem_later: bool,
     pub(crate) guests: u8,
+    /// Waits most of the time: runs beside the others.
+    pub(crate) waits: bool,
     /// Runs against another host as well.
     pub(crate) peer: bool,
     /// It stands for what only another host can show: why the lab itself does not run it.
@@ -102,6 +104,7 @@ impl Scenario {
             netem: None,
             netem_later: false,
             guests: 1,
+            waits: false,
             peer: false,
             elsewhere: None,
             run: Box::new(run),
@@ -134,6 +137,11 @@ impl Scenario {
 
     fn guests(mut self, count: u8) -> Self {
         self.guests = count;
+        self
+    }
+
+    fn waits(mut self) -> Self {
+        self.waits = true;
         self
     }
 
@@ -184,7 +192,7 @@ pub(crate) fn all() -> Vec<Scenario> {
         errors::list(),
         services::list(),
         rnbd::list(),
-        faults::list(),
+        faults::list().into_iter().map(Scenario::waits).collect(),
         peer::list(),
         programs::list(),
     ] {
