@@ -23,6 +23,9 @@ pub(crate) struct Shape {
     pub(crate) mtu: u32,
 }
 
+/// How the error about a script begins that did not come to its end.
+pub(crate) const STILL_RUNS: &str = "guest script still ran";
+
 /// A running guest.
 pub(crate) struct Guest {
     pub(crate) shape: Shape,
@@ -93,7 +96,7 @@ impl Guest {
         let (code, text) = self.try_run(script, seconds)?;
         match code {
             0 => Ok(text),
-            124 => Err(format!("guest script still ran after {seconds} s:\n{text}\nthe script:\n{script}").into()),
+            124 => Err(format!("{STILL_RUNS} after {seconds} s:\n{text}\nthe script:\n{script}").into()),
             _ => Err(format!("guest script exited with {code}:\n{text}\nthe script:\n{script}").into()),
         }
     }

@@ -8,6 +8,7 @@ mod peer;
 mod programs;
 mod rnbd;
 mod services;
+mod stall;
 
 use std::{net::IpAddr, path::PathBuf, process::Command, time::Duration};
 

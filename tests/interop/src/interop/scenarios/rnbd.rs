@@ -6,11 +6,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Ctx, Direction, JUMBO, JUMBO_SMP, SMALL, Scenario, frame_time, verdict};
+use super::{Ctx, Direction, JUMBO, JUMBO_SMP, SMALL, Scenario, frame_time, stall, verdict};
 use crate::{
     Error,
     far::Ip,
-    guest::Shape,
+    guest::{STILL_RUNS, Shape},
     lab::{Proc, check_stop},
 };
 
@@ -200,16 +200,29 @@ const TREE: &str = "\
     unmap rnbd0; map s1 disk; mount -o ro -t ext4 /dev/rnbd0 /mnt/r\n\
     diff -r /usr/include/rdma /mnt/r/rdma; umount /mnt/r; unmap rnbd0; echo 'trees equal: passed'\n";
 
-/// The kernel's RNBD client maps our server.
+/// The kernel's RNBD client maps our server. One of several CPUs may stall (`specs/kernel.md`): if the capture proves that
+/// every request was answered, it gets a second chance, in a guest that is booted anew.
 pub(super) fn kernel_client(c: &mut Ctx<'_>, ip: Ip, invalidate: &str) -> Result<String, Error> {
-    file_system(c, ip, invalidate, TREE, 64)
+    let first = file_system(c, ip, invalidate, TREE, 64);
+    let smp = c.guest()?.shape.cpus > 1;
+    match first {
+        Err(e) if smp && e.to_string().contains(STILL_RUNS) => {
+            let answered = stall::all_answered(&c.frames()?).map_err(|owed| format!("{e}\n{owed}"))?;
+            c.guest()?.reboot()?;
+            let again = file_system(c, ip, invalidate, TREE, 64)?;
+            Ok(format!(
+                "{again}; at the second try: in the first the kernel's client sent nothing any more after {answered} requests, all answered"
+            ))
+        }
+        other => other,
+    }
 }
 
 /// A script that works on a file system on `disk` in the guest, which is checked here afterwards.
 pub(super) fn file_system(c: &mut Ctx<'_>, ip: Ip, invalidate: &str, script: &str, mib: u64) -> Result<String, Error> {
     image(c, "disk", mib)?;
     let server = Server::start(c, ip, &["disk"], invalidate)?;
-    let out = with_client(c, ip, script, 600)?;
+    let out = with_client(c, ip, script, 300)?;
     let connections = server.connections.unwrap_or_default();
     server.stop()?;
     let image = fsck(c, "disk")?;
