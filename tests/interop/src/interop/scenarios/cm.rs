@@ -64,6 +64,9 @@ pub(super) fn rping_server(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
         .finish(Duration::from_secs(260))?;
     pings(&theirs)?;
     let ours = ours.finish(Duration::from_secs(60))?;
+    if !ours.contains("20 rounds") {
+        return Err(format!("not 20 rounds:\n{ours}").into());
+    }
     Ok(format!("{}; kernel: 20 pings validated", verdict(&ours)?))
 }
 
