@@ -32,14 +32,10 @@ pub(crate) struct Beside {
 /// Sorts out what runs in the other process, if that is worth while.
 pub(crate) fn split(cli: &Cli, chosen: Vec<Scenario>) -> (Vec<Scenario>, Vec<Scenario>) {
     let (waiting, here): (Vec<_>, Vec<_>) = chosen.into_iter().partition(|s| s.waits);
-    match (
-        cli.beside,
-        here.is_empty() || !cli.only.is_empty() || cli.peer.is_some(),
-    ) {
-        // This is the other process.
-        (true, _) => (waiting, Vec::new()),
-        (false, true) => (here.into_iter().chain(waiting).collect(), Vec::new()),
-        (false, false) => (here, waiting),
+    // In the other process there is nothing else.
+    match here.is_empty() || !cli.only.is_empty() || cli.peer.is_some() {
+        true => (here.into_iter().chain(waiting).collect(), Vec::new()),
+        false => (here, waiting),
     }
 }
 

@@ -230,7 +230,8 @@ fn chosen(cli: &Cli) -> Vec<Scenario> {
     }
     chosen.retain(|s| {
         let named = cli.only.is_empty() || cli.only.iter().any(|o| s.name.contains(o));
-        named && (cli.set == Set::Full || s.ci) && (cli.peer.is_none() || s.peer)
+        let here = cli.peer.is_none() || s.peer;
+        named && here && (cli.set == Set::Full || s.ci) && (!cli.beside || s.waits)
     });
     chosen
 }
