@@ -20,6 +20,8 @@ use crate::{
 /// The watch of a process.
 pub(crate) struct Links {
     contexts: Mutex<Vec<Weak<Core>>>,
+    /// Not the thread's own, so that a forked child, which has no such thread, does not lose it.
+    watch: Mutex<LinkWatch>,
     /// Set once, right after it is made.
     worker: Mutex<Option<Worker>>,
 }
@@ -30,26 +32,32 @@ impl Links {
     /// # Errors
     /// When the system has no netlink, descriptor or thread left.
     pub(crate) fn open() -> Result<Arc<Self>> {
-        let mut watch = LinkWatch::new()?;
+        let watch = LinkWatch::new()?;
+        let watched = watch.as_fd().try_clone_to_owned()?;
         for device in engine::devices().iter() {
             // What it has now is nothing new.
             device.gids.renew();
         }
         let links = Arc::new(Self {
             contexts: Mutex::default(),
+            watch: Mutex::new(watch),
             worker: Mutex::default(),
         });
-        let (weak, watched) = (Arc::downgrade(&links), watch.as_fd().try_clone_to_owned()?);
+        let weak = Arc::downgrade(&links);
         let worker = Worker::start("ferroce links", watched, move || {
-            let Some(links) = weak.upgrade() else { return false };
-            match watch.take() {
-                Ok(changes) => changes.iter().for_each(|(name, change)| links.tell(name, *change)),
-                Err(e) => tracing::warn!("looking at the interfaces failed: {e}"),
-            }
-            true
+            weak.upgrade().inspect(|links| links.look()).is_some()
         })?;
         *links.worker.lock().unwrap_or_else(PoisonError::into_inner) = Some(worker);
         Ok(links)
+    }
+
+    /// Tells what has changed.
+    fn look(&self) {
+        let changes = self.watch.lock().unwrap_or_else(PoisonError::into_inner).take();
+        match changes {
+            Ok(changes) => changes.iter().for_each(|(name, change)| self.tell(name, *change)),
+            Err(e) => tracing::warn!("looking at the interfaces failed: {e}"),
+        }
     }
 
     /// Tells a context from now on. Those that are closed go, so that a program that opens devices again and again leaves

@@ -140,7 +140,7 @@ impl Tracker {
         let key = (conn.remote, conn.remote_id);
         self.forget(key);
         while let Some(first) = self.asked.get(&place).and_then(VecDeque::front)
-            && (first.at + REQUEST_TIME <= now || self.count(place) >= MAX_PER_PLACE)
+            && (first.at + REQUEST_TIME <= now || self.count(place) >= MAX_PER_PLACE || !self.is_request(first))
         {
             self.forget_oldest(place);
         }
@@ -163,12 +163,17 @@ impl Tracker {
         asked.push_back(Asked { at: now, key, serial });
     }
 
+    /// Whether nothing has come of it yet.
+    fn is_request(&self, asked: &Asked) -> bool {
+        self.by_remote.get(&asked.key).is_some_and(|known| asked.is(known))
+    }
+
     /// Forgets the oldest request of a member, unless it has become a connection.
     fn forget_oldest(&mut self, place: Place) {
         let Some(first) = self.asked.get_mut(&place).and_then(VecDeque::pop_front) else {
             return;
         };
-        if self.by_remote.get(&first.key).is_some_and(|e| first.is(e)) {
+        if self.is_request(&first) {
             self.forget(first.key);
         }
     }
@@ -299,6 +304,17 @@ mod tests {
         assert_eq!(t.owner(ip(2), &req(1)), Some(HERE));
         assert_eq!(t.count(HERE), MAX_PER_PLACE);
         assert!(t.asked[&HERE].len() <= MAX_PER_PLACE);
+    }
+
+    #[test]
+    fn connections_that_come_and_go_leave_nothing() {
+        let mut t = Tracker::default();
+        for id in 1..1000 {
+            t.observe(Instant::ZERO, HERE, ip(1), ip(2), &req(id));
+            t.observe(Instant::ZERO, HERE, ip(1), ip(2), &rtu(id));
+            t.forget((ip(2), id));
+        }
+        assert!(t.asked[&HERE].len() <= 1);
     }
 
     #[test]

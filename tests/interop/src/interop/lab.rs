@@ -12,6 +12,9 @@ use std::{
 
 use crate::Error;
 
+/// What an error says of a process that did not end in time.
+pub(crate) const STILL_RUNS: &str = "still runs after";
+
 /// Set by SIGINT and SIGTERM.
 pub(crate) static STOP: AtomicBool = AtomicBool::new(false);
 
@@ -330,7 +333,7 @@ impl Proc {
         let until = Instant::now() + patience;
         while self.running() {
             if Instant::now() > until {
-                return Err(format!("{} still runs after {patience:?}:\n{}", self.name, self.text()).into());
+                return Err(format!("{} {STILL_RUNS} {patience:?}:\n{}", self.name, self.text()).into());
             }
             std::thread::sleep(Duration::from_millis(20));
         }
@@ -345,7 +348,7 @@ impl Proc {
             }
             check_stop()?;
             if Instant::now() > until {
-                return Err(format!("{} still runs after {patience:?}:\n{}", self.name, self.text()).into());
+                return Err(format!("{} {STILL_RUNS} {patience:?}:\n{}", self.name, self.text()).into());
             }
             std::thread::sleep(Duration::from_millis(20));
         }

@@ -14,7 +14,7 @@ use crate::{
     Error,
     far::Ip,
     guest::Shape,
-    lab::{Proc, check_stop},
+    lab::{self, Proc, check_stop},
 };
 
 /// How long a program may take.
@@ -129,6 +129,18 @@ impl Pair {
     fn unseen(&self, ours: Ours) -> bool {
         let second = self.server.starts_with("ib_") && self.server.split(' ').any(|word| word == "-R");
         second || matches!(self.ready, Ready::Cm) && ours == Ours::Server
+    }
+
+    /// Whether the program itself may wait for ever. `ib_send_lat -e` of perftest 4.5 has one channel for the events of both
+    /// its completion queues and looks at one queue after each: when they come the other way round, it waits for an event
+    /// that it has taken (later versions have a channel for each).
+    fn takes_events_for_others(&self) -> bool {
+        self.server.starts_with("ib_send_lat") && self.server.split(' ').any(|word| word == "-e")
+    }
+
+    /// Whether to try again after a failure.
+    fn again(&self, ours: Ours, e: &Error) -> bool {
+        self.unseen(ours) && refused(e) || self.takes_events_for_others() && e.to_string().contains(lab::STILL_RUNS)
     }
 
     fn ready(mut self, ready: Ready) -> Self {
@@ -492,7 +504,7 @@ fn run_program(c: &mut Ctx<'_>, program: &Program, ours: Ours) -> Result<String,
             };
             let mut result = attempt();
             let mut tries = 1;
-            while tries < TRIES && pair.unseen(ours) && result.as_ref().is_err_and(refused) {
+            while tries < TRIES && result.as_ref().is_err_and(|e| pair.again(ours, e)) {
                 tries += 1;
                 result = attempt();
             }
