@@ -49,6 +49,12 @@ const PATIENCE: Duration = Duration::from_secs(90);
 /// How long the victim may take to say what it is waited for.
 const PREPARE: Duration = Duration::from_secs(60);
 
+/// How often a moment on the way to a connection is tried when the survivor does not end. The victim may have acknowledged all
+/// that the survivor sent, and not have answered yet: then nothing is outstanding, and no hardware tells of its end either.
+const TRIES: usize = 3;
+/// What an error says of a survivor that does not end.
+const STAYS: &str = "does not end";
+
 /// Line buffering, so that what programs say can be seen.
 fn unbuffered(words: Vec<String>) -> Vec<String> {
     let stdbuf = ["stdbuf", "-oL"].map(str::to_owned);
@@ -74,7 +80,7 @@ fn judge(kill: Kill, who: Side, text: &str, status: Option<ExitStatus>) -> Resul
     let connecting = kill.moment == Moment::Connecting;
     match status {
         None if connecting && told => Ok(()),
-        None => Err(format!("the {who:?} does not end\n{text}")),
+        None => Err(format!("the {who:?} {STAYS}\n{text}")),
         // Killed by a signal: it crashed.
         Some(status) if status.code().is_none() => Err(format!("the {who:?} ended with {status}\n{text}")),
         Some(_) if connecting || told => Ok(()),
@@ -88,7 +94,13 @@ fn judge(kill: Kill, who: Side, text: &str, status: Option<ExitStatus>) -> Resul
 pub(crate) fn run(setup: &Setup, case: &Case, dir: &Path, kill: Kill) -> Result<()> {
     match kill.moment {
         Moment::Connecting => DELAYS.into_iter().try_for_each(|ms| {
-            once(setup, case, dir, kill, ms).map_err(|e| format!("killed {ms} ms into connecting: {e}"))
+            let mut done = once(setup, case, dir, kill, ms);
+            for _ in 1..TRIES {
+                if done.as_ref().is_err_and(|e| e.contains(STAYS)) {
+                    done = once(setup, case, dir, kill, ms);
+                }
+            }
+            done.map_err(|e| format!("killed {ms} ms into connecting: {e}"))
         }),
         Moment::BeforeConnect | Moment::Says(_) => once(setup, case, dir, kill, 0),
     }
