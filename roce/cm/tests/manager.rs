@@ -16,6 +16,15 @@ use roce_cm::{
 };
 use roce_verbs::{Instant, Mtu, Qpn};
 
+/// Client and server learn of a disconnect that was answered.
+#[track_caller]
+fn both_are_disconnected(w: &mut World, client: ConnId, server: ConnId) {
+    for (side, conn) in [(C, client), (S, server)] {
+        let told = Event::Disconnected { conn, timed_out: false };
+        assert_eq!(w.m[side].poll_event(), Some(told));
+    }
+}
+
 #[test]
 fn table_has_no_doubles_and_every_timed_state_has_a_timer() {
     for (i, (s, input, _)) in TABLE.iter().enumerate() {
@@ -93,20 +102,7 @@ fn connect_accept_disconnect() {
 
     w.m[S].disconnect(w.now, s);
     w.settle();
-    assert_eq!(
-        w.m[C].poll_event(),
-        Some(Event::Disconnected {
-            conn: c,
-            timed_out: false
-        })
-    );
-    assert_eq!(
-        w.m[S].poll_event(),
-        Some(Event::Disconnected {
-            conn: s,
-            timed_out: false
-        })
-    );
+    both_are_disconnected(&mut w, c, s);
     w.run_dry();
     assert_eq!(w.m[C].poll_event(), Some(Event::TimewaitExit { conn: c }));
     assert_eq!(w.m[S].poll_event(), Some(Event::TimewaitExit { conn: s }));
@@ -599,20 +595,7 @@ fn both_disconnect_at_once() {
     w.m[S].disconnect(w.now, s);
     w.m[S].disconnect(w.now, s);
     w.settle();
-    assert_eq!(
-        w.m[C].poll_event(),
-        Some(Event::Disconnected {
-            conn: c,
-            timed_out: false
-        })
-    );
-    assert_eq!(
-        w.m[S].poll_event(),
-        Some(Event::Disconnected {
-            conn: s,
-            timed_out: false
-        })
-    );
+    both_are_disconnected(&mut w, c, s);
     w.run_dry();
     assert_eq!(w.m[C].poll_event(), Some(Event::TimewaitExit { conn: c }));
     assert_eq!(w.m[S].poll_event(), Some(Event::TimewaitExit { conn: s }));
