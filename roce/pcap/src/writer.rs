@@ -11,14 +11,17 @@ use etherparse::{EtherType, Ethernet2Header, IpNumber, Ipv4Header, Ipv6FlowLabel
 use pcap_file::{DataLink, Endianness, PcapError, TsResolution, pcap::PcapHeader};
 
 const HOPS: u8 = 64;
+/// Bytes of a record before its frame: time stamp and lengths.
+const RECORD_HEADER: usize = 16;
 /// What Wireshark takes for the largest frame; no IP packet reaches it.
 const SNAPLEN: u32 = 262_144;
 
 /// Writes a classic pcap file with nanosecond time stamps, little-endian on every machine, of Ethernet frames made
-/// around UDP payloads: DF set, UDP checksum 0 (as rdma_rxe sends them), MAC addresses made from the IP addresses.
+/// around UDP payloads: DF set, UDP checksum 0 (as rdma_rxe sends them), MAC addresses made from the IP addresses. Each
+/// record is one write.
 pub struct Writer<W: Write> {
     writer: W,
-    frame: Vec<u8>,
+    record: Vec<u8>,
 }
 
 fn io_error(error: PcapError) -> io::Error {
@@ -56,7 +59,7 @@ impl<W: Write> Writer<W> {
             ..PcapHeader::default()
         };
         header.write_to(&mut writer).map_err(io_error)?;
-        Ok(Self { writer, frame: vec![] })
+        Ok(Self { writer, record: vec![] })
     }
 
     /// Appends a datagram: `time_ns` in nanoseconds since 1970 (or the start of a simulation), the UDP payload from BTH
@@ -73,15 +76,18 @@ impl<W: Write> Writer<W> {
         payload: &[u8],
         identification: u16,
     ) -> io::Result<()> {
+        self.record.clear();
+        self.record.resize(RECORD_HEADER, 0);
         self.build(src, dst, payload, identification)?;
         let (secs, nanos) = (time_ns / 1_000_000_000, time_ns % 1_000_000_000);
         let secs = u32::try_from(secs).map_err(|_| invalid("a time past 2106"))?;
-        let len = self.frame.len() as u32;
+        let len = (self.record.len() - RECORD_HEADER) as u32;
         // Captured and original length.
-        for field in [secs, nanos as u32, len, len] {
-            self.writer.write_all(&field.to_le_bytes())?;
+        let fields = [secs, nanos as u32, len, len];
+        for (place, field) in self.record.chunks_exact_mut(4).zip(fields) {
+            place.copy_from_slice(&field.to_le_bytes());
         }
-        self.writer.write_all(&self.frame)
+        self.writer.write_all(&self.record)
     }
 
     /// Flushes the underlying writer.
@@ -109,8 +115,7 @@ impl<W: Write> Writer<W> {
             destination: mac(dst.ip()),
             ether_type,
         };
-        let out = &mut self.frame;
-        out.clear();
+        let out = &mut self.record;
         match (src.ip().to_canonical(), dst.ip().to_canonical()) {
             (IpAddr::V4(from), IpAddr::V4(to)) => {
                 let mut ip = Ipv4Header::new(udp.length, HOPS, IpNumber::UDP, from.octets(), to.octets())

@@ -118,6 +118,11 @@ impl Group {
         Ok(Self { child, output })
     }
 
+    /// Process id of what was started.
+    pub(crate) fn id(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Kills all of it (SIGKILL).
     pub(crate) fn kill(&mut self) {
         let _ = killpg(Pid::from_raw(self.child.id() as i32), Signal::SIGKILL);
