@@ -34,8 +34,11 @@ rm -rf ready agents-ready new.*
 apt-get update -q >/dev/null </dev/null
 KV=$(apt-cache depends linux-image-amd64 | sed -n 's/.*Depends: linux-image-//p' | head -1)
 SRC=linux-source-$(echo "$KV" | cut -d. -f1,2)
-DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends \
-    qemu-system-x86 qemu-utils busybox-static kmod cpio iproute2 tcpdump e2fsprogs \
+# A qemu-utils of backports excludes the distribution's qemu: then it has to be the distribution's, too.
+UTILS=qemu-utils
+apt-get install -s -q qemu-system-x86 qemu-utils >/dev/null 2>&1 </dev/null || UTILS=qemu-utils/$(. /etc/os-release; echo "$VERSION_CODENAME")
+DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends --allow-downgrades \
+    qemu-system-x86 "$UTILS" busybox-static kmod cpio iproute2 tcpdump e2fsprogs \
     rdma-core ibverbs-utils ibverbs-providers rdmacm-utils libibverbs-dev librdmacm-dev perftest \
     "linux-headers-$KV" "$SRC" libelf-dev make gcc libc6-dev \
     openssh-client dropbear-bin >/dev/null </dev/null
