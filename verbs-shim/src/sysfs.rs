@@ -12,7 +12,7 @@ use std::{
     net::IpAddr,
     os::{
         fd::{AsRawFd, FromRawFd, OwnedFd},
-        unix::fs::{DirBuilderExt, MetadataExt, symlink},
+        unix::fs::symlink,
     },
     path::{Path, PathBuf},
     sync::{Mutex, atomic::Ordering},
@@ -169,37 +169,6 @@ fn tree() -> Tree {
     tree
 }
 
-/// Names to try: somebody else may have the first, such as who has our user's number in another user namespace.
-const HOMES: usize = 16;
-
-/// A directory that only this user can write to.
-fn home() -> io::Result<PathBuf> {
-    // SAFETY: asks for a number.
-    let uid = unsafe { libc::geteuid() };
-    let base = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
-    let base = base.filter(|b| b.is_dir()).unwrap_or_else(std::env::temp_dir);
-    home_in(&base, uid)
-}
-
-fn home_in(base: &Path, uid: u32) -> io::Result<PathBuf> {
-    for n in 0..HOMES {
-        let dir = base.join(match n {
-            0 => format!("ferroce-{uid}"),
-            _ => format!("ferroce-{uid}.{n}"),
-        });
-        match fs::DirBuilder::new().mode(0o700).create(&dir) {
-            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
-            _ => {}
-        }
-        // Somebody else might have made it, or made it a link.
-        let meta = fs::symlink_metadata(&dir)?;
-        if meta.is_dir() && meta.uid() == uid && meta.mode() & 0o022 == 0 {
-            return Ok(dir);
-        }
-    }
-    Err(io::ErrorKind::PermissionDenied.into())
-}
-
 fn write_tree(root: &Path, tree: &Tree) -> io::Result<()> {
     for (path, text) in tree {
         let full = root.join(path);
@@ -223,7 +192,7 @@ fn build() -> io::Result<PathBuf> {
     let tree = tree();
     let mut hasher = DefaultHasher::new();
     (FORMAT, &tree).hash(&mut hasher);
-    let home = home()?;
+    let home = broker::make_home().map_err(io::Error::other)?;
     let dir = home.join(format!("sysfs-{:016x}", hasher.finish()));
     if !dir.is_dir() {
         let made = home.join(format!("new-{}-{:x}", std::process::id(), hasher.finish()));
@@ -395,17 +364,6 @@ mod tests {
         }
         assert_eq!(counter_of("/sys/class/infiniband/ferroce0/ports/1/state"), None);
         assert!(content(c"/etc/hostname").is_none());
-    }
-
-    #[test]
-    fn a_directory_of_somebody_else_is_passed_over() {
-        let base = tempfile::tempdir().unwrap();
-        // SAFETY: asks for a number.
-        let uid = unsafe { libc::geteuid() };
-        symlink("/", base.path().join(format!("ferroce-{uid}"))).unwrap();
-        let home = home_in(base.path(), uid).unwrap();
-        assert_eq!(home, base.path().join(format!("ferroce-{uid}.1")));
-        assert_eq!(home_in(base.path(), uid).unwrap(), home);
     }
 
     #[test]

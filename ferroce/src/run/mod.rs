@@ -48,8 +48,8 @@ Environment, also for programs that preload libferroce_verbs.so on their own:
                       bytes per second of UC and UD towards one peer, or `off` (--unreliable-rate)
   FERROCE_PCAP        capture file; %p stands for the process id (--pcap)
   FERROCE_BROKER      the program to start as broker; `off`: have the address alone
-  FERROCE_BROKER_DIR  where the broker's socket is; default: $XDG_RUNTIME_DIR/ferroce or /tmp/ferroce-UID, or
-                      /run/ferroce if a system broker runs
+  FERROCE_BROKER_DIR  where the broker's socket is; default: one directory for each network namespace in
+                      $XDG_RUNTIME_DIR/ferroce or /tmp/ferroce-UID, or /run/ferroce if a system broker runs
 
 Exit status: the program's; 126 if it can't be run, 127 if it isn't found, 1 or 2 if ferroce can't set it up")]
 pub(crate) struct RunArgs {

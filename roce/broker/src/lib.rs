@@ -27,4 +27,4 @@ mod wire;
 
 pub use client::{Inbox, JoinConfig, JoinError, Membership, join, running_broker, statistics};
 pub use proto::{Place, ProcessReport, Report, Statistics};
-pub use start::{StartError, runtime_dir};
+pub use start::{StartError, make_home, runtime_dir};

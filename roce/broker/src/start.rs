@@ -34,6 +34,10 @@ pub(crate) const SYSTEM_DIR: &str = "/run/ferroce";
 pub(crate) const READY: &str = "ready";
 /// How long starting may take.
 const PATIENCE: Duration = Duration::from_secs(20);
+/// What the names of the directories of network namespaces begin with.
+const NETWORK: &str = "net-";
+/// After so long without a broker such a directory is of no use.
+const UNUSED: Duration = Duration::from_secs(24 * 3600);
 /// Pause between two attempts.
 const PAUSE: Duration = Duration::from_millis(10);
 
@@ -84,20 +88,68 @@ fn context(context: impl Into<String>) -> impl FnOnce(io::Error) -> StartError {
     move |source| StartError::Io { context, source }
 }
 
-/// The directory of this user's broker: that of a system broker if there is one, else `$XDG_RUNTIME_DIR/ferroce` or, where
-/// that is not this user's, `/run/user/UID/ferroce` or `/tmp/ferroce-UID`.
+/// Names to try in `/tmp`: somebody else may have the first, such as who has our user's number in another user namespace.
+const HOMES: usize = 16;
+
+/// The directory of this user's broker: that of a system broker if there is one, else one for each network namespace in
+/// what [`make_home`] makes.
 pub fn runtime_dir() -> PathBuf {
-    let own = geteuid().as_raw();
     let system = Path::new(SYSTEM_DIR);
     if fs::symlink_metadata(system.join(SOCKET)).is_ok_and(|m| m.file_type().is_socket()) {
         return system.into();
     }
+    home().join(network())
+}
+
+fn home() -> PathBuf {
+    let own = geteuid().as_raw();
     let is_ours = |dir: &Path| fs::metadata(dir).is_ok_and(|m| m.is_dir() && m.uid() == own);
     let xdg = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
     xdg.into_iter()
         .chain([PathBuf::from(format!("/run/user/{own}"))])
         .find(|dir| dir.is_absolute() && is_ours(dir))
-        .map_or_else(|| format!("/tmp/ferroce-{own}").into(), |dir| dir.join("ferroce"))
+        .map_or_else(|| home_in(Path::new("/tmp"), own), |dir| dir.join("ferroce"))
+}
+
+/// In a directory for everybody: what we have there, or else the first name that nobody has.
+fn home_in(base: &Path, own: u32) -> PathBuf {
+    let names = (0..HOMES).map(|n| match n {
+        0 => base.join(format!("ferroce-{own}")),
+        _ => base.join(format!("ferroce-{own}.{n}")),
+    });
+    let metas = names.map(|dir| (fs::symlink_metadata(&dir), dir));
+    let (mut free, mut first) = (None, None);
+    for (meta, dir) in metas {
+        match meta {
+            Ok(m) if m.is_dir() && m.uid() == own && m.mode() & 0o022 == 0 => return dir,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => free = free.or(Some(dir)),
+            // Whoever uses it is told what is wrong.
+            _ => first = first.or(Some(dir)),
+        }
+    }
+    free.or(first).unwrap_or_else(|| base.into())
+}
+
+/// A name for this thread's network namespace, as sockets of one are of no use in another.
+fn network() -> String {
+    let link = fs::read_link("/proc/thread-self/ns/net").unwrap_or_default();
+    let digits = link
+        .to_string_lossy()
+        .chars()
+        .filter(char::is_ascii_digit)
+        .collect::<String>();
+    format!("{NETWORK}{digits}")
+}
+
+/// This user's directory: `$XDG_RUNTIME_DIR/ferroce` or, where that is not this user's, `/run/user/UID/ferroce` or
+/// `/tmp/ferroce-UID`, or, where somebody else has that, `/tmp/ferroce-UID.1` and so on. Made if need be.
+///
+/// # Errors
+/// When it can't be made or somebody else could put things into it.
+pub fn make_home() -> Result<PathBuf, StartError> {
+    let home = home();
+    prepare_dir(&home, PRIVATE)?;
+    Ok(home)
 }
 
 /// Permissions of a directory for this user alone.
@@ -108,6 +160,9 @@ pub(crate) const SHARED: u32 = 0o755;
 /// Makes the directory with these permissions if need be, and checks that nobody else can put things into it.
 pub(crate) fn prepare_dir(dir: &Path, mode: u32) -> Result<(), StartError> {
     let fail = |text: String| Err(StartError::Directory { dir: dir.into(), text });
+    if let Some(parent) = dir.parent().filter(|parent| *parent == home()) {
+        prepare_dir(parent, PRIVATE)?;
+    }
     match DirBuilder::new().mode(mode).create(dir) {
         Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
             return fail(format!(
@@ -134,6 +189,30 @@ pub(crate) fn prepare_dir(dir: &Path, mode: u32) -> Result<(), StartError> {
         return fail("others may write to it: `chmod go-w` it".into());
     }
     Ok(())
+}
+
+/// Removes the directories of network namespaces beside `dir` that have had no broker for a day.
+pub(crate) fn sweep(dir: &Path) {
+    if let Some(home) = dir.parent().filter(|parent| *parent == home()) {
+        sweep_in(home, dir, UNUSED);
+    }
+}
+
+fn sweep_in(home: &Path, keep: &Path, unused: Duration) {
+    for entry in fs::read_dir(home).into_iter().flatten().flatten() {
+        let dir = entry.path();
+        let changed = entry.metadata().and_then(|m| m.modified()).ok();
+        let old = changed
+            .and_then(|at| at.elapsed().ok())
+            .is_some_and(|age| age >= unused);
+        if dir == keep || !old || !entry.file_name().to_string_lossy().starts_with(NETWORK) {
+            continue;
+        }
+        let locks = [START_LOCK, LIFE_LOCK].map(|name| Lock::take(&dir, name, Instant::now()).ok().flatten());
+        if locks.iter().all(Option::is_some) {
+            let _ = fs::remove_dir_all(&dir);
+        }
+    }
 }
 
 /// A socket that speaks the protocol's records.
@@ -312,4 +391,46 @@ fn find_program(given: Option<&Path>) -> Option<PathBuf> {
             .map(|dir| dir.join("ferroce"))
             .find(|p| p.is_file())
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs::Permissions, os::unix::fs::PermissionsExt};
+
+    use super::*;
+
+    #[test]
+    fn a_directory_of_somebody_else_is_passed_over() {
+        let base = tempfile::tempdir().unwrap();
+        let own = geteuid().as_raw();
+        let at = |name: &str| base.path().join(format!("ferroce-{own}{name}"));
+        std::os::unix::fs::symlink("/", at("")).unwrap();
+        assert_eq!(home_in(base.path(), own), at(".1"), "not there yet");
+        fs::create_dir(at(".1")).unwrap();
+        fs::set_permissions(at(".1"), Permissions::from_mode(0o777)).unwrap();
+        assert_eq!(home_in(base.path(), own), at(".2"), "others may write to the second");
+        fs::create_dir(at(".2")).unwrap();
+        fs::remove_file(at("")).unwrap();
+        assert_eq!(
+            home_in(base.path(), own),
+            at(".2"),
+            "once made it stays, whatever becomes free"
+        );
+    }
+
+    #[test]
+    fn only_dead_networks_are_swept() {
+        let home = tempfile::tempdir().unwrap();
+        let at = |name: &str| home.path().join(name);
+        for name in ["net-1", "net-2", "net-3", "sysfs-1"] {
+            fs::create_dir(at(name)).unwrap();
+        }
+        let alive = Lock::take(&at("net-3"), LIFE_LOCK, Instant::now()).unwrap();
+        sweep_in(home.path(), &at("net-1"), UNUSED);
+        assert!(at("net-2").exists(), "used today");
+        sweep_in(home.path(), &at("net-1"), Duration::ZERO);
+        let left = ["net-1", "net-2", "net-3", "sysfs-1"].map(|name| at(name).exists());
+        assert_eq!(left, [true, false, true, true]);
+        drop(alive);
+    }
 }

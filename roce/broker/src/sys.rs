@@ -59,6 +59,16 @@ pub(crate) fn peer_credentials(socket: BorrowedFd<'_>) -> io::Result<(u32, u32)>
     Ok((u32::try_from(ucred.pid).unwrap_or(0), ucred.uid))
 }
 
+/// The number of a socket's network namespace, which no other ever gets; `None` where the kernel has none (before 5.14).
+pub(crate) fn network(socket: BorrowedFd<'_>) -> Option<u64> {
+    let mut cookie = 0u64;
+    let mut len = size_of::<u64>() as socklen_t;
+    let (to, level) = ((&raw mut cookie).cast::<c_void>(), libc::SOL_SOCKET);
+    // SAFETY: `cookie` lives on the stack for the call and `len` is its size.
+    let rc = unsafe { libc::getsockopt(socket.as_raw_fd(), level, libc::SO_NETNS_COOKIE, to, &raw mut len) };
+    check(rc).ok().map(|()| cookie)
+}
+
 fn check(rc: c_int) -> io::Result<()> {
     match rc {
         0 => Ok(()),

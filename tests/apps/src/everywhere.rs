@@ -33,6 +33,27 @@ test $(cat $at/ports/1/hw_counters/link_downed) = 0
 test $(cat $at/parent) = lo
 echo all counted";
 
+/// Two hosts of one user, each a network namespace with a broker of its own: by itself, and not by a directory that both are told.
+const HOSTS: &str = "set -e; export PATH=$PATH:/usr/sbin:/sbin XDG_RUNTIME_DIR={dir}; unset FERROCE_BROKER_DIR
+unshare -n sh -c 'echo up; exec sleep 600' > other & other=$!
+trap 'kill $other' EXIT
+soon() { for i in $(seq 300); do \"$@\" && return; sleep 0.1; done; echo \"not: $*\"; exit 1; }
+soon grep -q up other
+ip link add host0 type veth peer name host1 netns $other
+ip addr add 198.51.100.1/24 dev host0; ip link set host0 up
+here() { env FERROCE_ADDR=198.51.100.1 \"$@\"; }
+there() { nsenter -t $other -n env FERROCE_ADDR=198.51.100.2 \"$@\"; }
+there ip addr add 198.51.100.2/24 dev host1; there ip link set host1 up
+here stdbuf -oL ibv_rc_pingpong -g 0 -p {port} > server & server=$!
+soon grep -q 'local address' server
+first=$(echo {dir}/ferroce/net-*)
+if there env FERROCE_BROKER_DIR=$first ibv_rc_pingpong -g 0 -p {port} 198.51.100.1 2> refused; then echo \"not refused\"; exit 1; fi
+grep 'another network namespace' refused
+there ibv_rc_pingpong -g 0 -p {port} 198.51.100.1
+wait $server
+test $(ls -d {dir}/ferroce/net-* | wc -l) = 2
+echo both met";
+
 /// Functions of libc that libibumad, libhwloc, UCX and programs built with _FORTIFY_SOURCE read sysfs with.
 const FILES: &str = r#"import ctypes, os
 libc, at = ctypes.CDLL(None), b"/sys/class/infiniband"
@@ -74,6 +95,12 @@ pub(crate) fn all() -> Vec<Case> {
         ..Case::alone("hw_counters in sysfs", RDMACM, "sh")
     };
     out.push(counters.says("all counted").everywhere().ci());
+    let hosts = Case {
+        client: script(HOSTS),
+        ..Case::alone("two namespaces of one user", IBVERBS, "sh")
+    };
+    // Not everywhere: a broker of every address would have theirs.
+    out.push(hosts.says("both met").on_ethernet().ci());
     let files = Case::alone("sysfs by other calls", "python3", "python3 files.py").file("files.py", FILES);
     out.push(files.says("all read").everywhere().ci());
     let watch = Case::alone("ibv_asyncwatch of a link", IBVERBS, "sh watch.sh").file("watch.sh", WATCH);

@@ -318,12 +318,15 @@ impl Setup {
         }
         all.push("--".to_owned());
         all.extend_from_slice(words);
+        let shared = self.dir.path().join(case.net.place().broker());
         let mut command = Command::new(&all[0]);
         command
             .args(&all[1..])
             .current_dir(dir)
             .env("FERROCE_BROKER", &self.ferroce)
-            .env("FERROCE_BROKER_DIR", self.dir.path().join(case.net.place().broker()))
+            .env("FERROCE_BROKER_DIR", &shared)
+            // What programs find in sysfs is made there.
+            .env("XDG_RUNTIME_DIR", &shared)
             .envs(case.env.iter().copied());
         self.confine(&mut command, dir);
         Ok(command)

@@ -29,6 +29,7 @@ use super::{
 use crate::{
     group::Group,
     proto::{Meta, Place, ToBroker, ToClient},
+    sys,
     track::Tracker,
     wire::{MAX_RECORD, Record, RecvError},
 };
@@ -80,6 +81,8 @@ impl Source {
 pub(super) struct Broker {
     poll: Poll,
     listener: OwnedFd,
+    /// Network namespace of the sockets that it hands out.
+    pub(super) network: Option<u64>,
     pub(super) notify: Notify,
     state: StateFile,
     linger: Option<Duration>,
@@ -130,6 +133,7 @@ impl Broker {
         let time = now();
         Ok(Self {
             poll,
+            network: sys::network(listener.as_fd()),
             listener,
             notify,
             state,

@@ -32,6 +32,8 @@ pub(super) struct Client {
     pub(super) uid: u32,
     /// Runs as the broker's own user.
     pub(super) trusted: bool,
+    /// Network namespace of whoever connected.
+    pub(super) network: Option<u64>,
     pub(super) name: String,
     pub(super) place: Option<Place>,
     /// Groups that it has sockets of.
@@ -51,6 +53,7 @@ impl Client {
         // In a namespace of its own it has no number here; then it is told apart by one of ours.
         let unseen = Process { pid: 0, start: nonce };
         Ok(Self {
+            network: sys::network(socket.as_fd()),
             socket,
             pidfd,
             process: number.and_then(|_| state::process(pid)).unwrap_or(unseen),

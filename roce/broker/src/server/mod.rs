@@ -119,6 +119,7 @@ fn serve(config: &Config, kept: Vec<OwnedFd>) -> Result<(), BrokerError> {
     let Some(lock) = lock else {
         return Err(BrokerError::Runs(config.dir.clone()));
     };
+    start::sweep(&config.dir);
     raise_limits();
     let listener = listen(config).map_err(context("making the socket"))?;
     let notify = systemd::Notify::from_env();

@@ -172,6 +172,10 @@ impl Broker {
             let text = format!("the broker speaks version {VERSION} of its protocol, not {version}: end it");
             return refused(Refusal::Version, text);
         }
+        if c.network != self.network {
+            let text = "it is of another network namespace: set FERROCE_BROKER_DIR to a directory of your own";
+            return refused(Refusal::Address, text);
+        }
         let process = c.process;
         c.name = name.chars().filter(|c| !c.is_control()).take(MAX_NAME).collect();
         let token = match (rejoin, random()) {
