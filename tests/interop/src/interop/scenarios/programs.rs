@@ -123,6 +123,21 @@ pub(super) fn list() -> Vec<Scenario> {
 }
 
 impl Pair {
+    /// With both IP versions, and a server that ends with status 0.
+    fn new(label: &'static str, server: String, client: String, ready: Ready, proof: Proof) -> Self {
+        Self {
+            label,
+            server,
+            client,
+            ready,
+            end: End::Zero,
+            proof,
+            only: None,
+            copies: None,
+            lacking: None,
+        }
+    }
+
     /// Whether the client may come before its server listens. A server of ours can't be seen to listen at a port of the
     /// connection manager; perftest's servers listen a second time when their client may already have come (`-R`: once for
     /// the parameters, once for the test).
@@ -209,20 +224,12 @@ const IBVERBS: [(&str, &[&str]); 4] = [
 
 fn pingpong(program: &'static str, options: &'static str) -> Pair {
     let command = format!("{program} -g {{gid}} -p {{port}} -n 50 {options}");
-    Pair {
-        label: options,
-        client: format!("{command} {{tcp}}"),
-        server: command,
-        ready: Ready::Tcp,
-        end: End::Zero,
-        proof: Proof {
-            server: ("iters in", 1),
-            client: ("iters in", 1),
-        },
-        only: None,
-        copies: None,
-        lacking: None,
-    }
+    let proof = Proof {
+        server: ("iters in", 1),
+        client: ("iters in", 1),
+    };
+    let client = format!("{command} {{tcp}}");
+    Pair::new(options, command, client, Ready::Tcp, proof)
 }
 
 fn pingpongs() -> Vec<Program> {
@@ -298,20 +305,20 @@ fn one_perftest(program: &'static str, options: &'static str) -> Pair {
         false if has("-D") => "t_avg[usec]",
         false => "t_typical[usec]",
     };
+    let (ready, peer) = if cm {
+        (Ready::Cm, "{server}")
+    } else {
+        (Ready::Tcp, "{tcp}")
+    };
+    let client = format!("{command} {peer}");
+    let proof = Proof {
+        server: ("---", 1),
+        client: (row, 1),
+    };
     Pair {
-        label: options,
-        client: format!("{command} {}", if cm { "{server}" } else { "{tcp}" }),
-        server: command,
-        ready: if cm { Ready::Cm } else { Ready::Tcp },
-        end: End::Zero,
-        proof: Proof {
-            server: ("---", 1),
-            client: (row, 1),
-        },
         // Its RDMA_CM knows IPv4 only ("Address family for hostname not supported"); all sizes and three seconds take long.
         only: (cm || has("-a") || has("-D")).then_some(Ip::V4),
-        copies: None,
-        lacking: None,
+        ..Pair::new(options, command, client, ready, proof)
     }
 }
 
@@ -346,19 +353,12 @@ fn jumbo() -> Program {
 }
 
 fn rdmacm() -> Vec<Program> {
-    let pair = |label: &'static str, server: &str, client: &str| Pair {
-        label,
-        server: server.to_owned(),
-        client: client.to_owned(),
-        ready: Ready::Cm,
-        end: End::Zero,
-        proof: Proof {
-            server: ("", 0),
-            client: ("", 0),
-        },
-        only: None,
-        copies: None,
-        lacking: None,
+    let nothing = Proof {
+        server: ("", 0),
+        client: ("", 0),
+    };
+    let pair = |label: &'static str, server: &str, client: &str| {
+        Pair::new(label, server.to_owned(), client.to_owned(), Ready::Cm, nothing)
     };
     let rping = |label| {
         // The server's status says nothing: it depends on who is faster with the disconnect.
