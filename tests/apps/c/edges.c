@@ -4,27 +4,9 @@
  *
  *     edges
  */
-#include <errno.h>
+#include "common.h"
+
 #include <fcntl.h>
-#include <infiniband/verbs.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <time.h>
-#include <unistd.h>
-
-static void fail(const char *what, int line)
-{
-	fprintf(stderr, "line %d: %s: %s\n", line, what, strerror(errno));
-	exit(1);
-}
-
-#define MUST(x) do { if (!(x)) fail(#x, __LINE__); } while (0)
-
-static struct ibv_context *context;
-static struct ibv_pd *pd;
-static struct ibv_cq *cq;
-static union ibv_gid own;
 
 /* qperf destroys queue pairs that it has not got, and others will do likewise. */
 static void nothing_is_no_object(void)
@@ -42,15 +24,11 @@ static void nothing_is_no_object(void)
 	MUST(ibv_dereg_mr(NULL) == EINVAL);
 	MUST(ibv_modify_qp(NULL, &attr, IBV_QP_STATE) == EINVAL);
 	MUST(ibv_close_device(NULL) == -1 && errno == EINVAL);
-	errno = 0;
 	MUST(!ibv_create_qp(NULL, &init) && errno == EINVAL);
-	errno = 0;
 	MUST(!(ibv_reg_mr)(NULL, memory, sizeof(memory), IBV_ACCESS_LOCAL_WRITE) && errno == EINVAL);
-	errno = 0;
 	MUST(!ibv_open_device(NULL) && errno == EINVAL);
 	/* A queue pair without any queue for its completions. */
 	init.send_cq = init.recv_cq = NULL;
-	errno = 0;
 	MUST(!ibv_create_qp(pd, &init) && errno == EINVAL);
 }
 
@@ -59,7 +37,6 @@ static struct ibv_xrcd *domain(int fd, int flags)
 	struct ibv_xrcd_init_attr how = { .comp_mask = IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS, .fd = fd,
 					  .oflags = flags };
 
-	errno = 0;
 	return ibv_open_xrcd(context, &how);
 }
 
@@ -70,7 +47,6 @@ static struct ibv_qp *target_again(struct ibv_xrcd *of, uint32_t number, void *c
 					 .qp_num = number, .xrcd = of, .qp_type = IBV_QPT_XRC_RECV,
 					 .qp_context = cookie };
 
-	errno = 0;
 	return ibv_open_qp(context, &attr);
 }
 
@@ -159,23 +135,13 @@ static void headers_are_real(int hops, int wanted, int class)
 
 int main(void)
 {
-	struct ibv_device **list = ibv_get_device_list(NULL);
-	struct ibv_device_attr limits;
-
-	MUST(list && list[0] && (context = ibv_open_device(list[0])));
-	ibv_free_device_list(list);
-	MUST(!ibv_query_gid(context, 1, 0, &own));
-	MUST(!ibv_query_device(context, &limits));
-	MUST(pd = ibv_alloc_pd(context));
-	MUST(cq = ibv_create_cq(context, 64, NULL, NULL, 0));
+	set_up();
 	nothing_is_no_object();
 	xrc_is_shared();
 	/* Of what is below the route's, the route's is taken, as the kernel does. */
 	headers_are_real(0, 64, 0);
 	headers_are_real(1, 64, 8);
 	headers_are_real(77, 77, 0x20);
-	MUST(!ibv_destroy_cq(cq) && !ibv_dealloc_pd(pd));
-	MUST(!ibv_close_device(context));
-	puts("the edges hold");
+	tear_down("the edges hold");
 	return 0;
 }
