@@ -200,13 +200,15 @@ unsafe fn submit(qp: &Qp, batch: &Batch, failed: bool, first: &mut *mut ibv_send
     error.map_or(Ok(()), |e| Err(e.into()))
 }
 
-/// Converts a list of receives and hands each over; stops at the first that is refused, which is returned.
+/// Converts a list of receives and hands each over; stops at the first that is refused, which is returned. A receive may
+/// have `max_sge` elements: of more not even the first is read.
 ///
 /// # Safety
 /// `wr` is a list of receives as `ibv_post_recv` demands.
 pub(crate) unsafe fn each_recv(
     wr: *mut ibv_recv_wr,
     bad: *mut *mut ibv_recv_wr,
+    max_sge: usize,
     mut post: impl FnMut(&[RecvWr<'_>]) -> std::result::Result<(), (usize, roce::PostError)>,
 ) -> Result<()> {
     let mut next = wr;
@@ -214,7 +216,8 @@ pub(crate) unsafe fn each_recv(
         while !next.is_null() {
             // SAFETY: the caller's promise.
             let wr = unsafe { &*next };
-            let count = usize::try_from(wr.num_sge).map_err(|_| Errno::INVAL)?;
+            let count = usize::try_from(wr.num_sge).ok().filter(|n| *n <= max_sge);
+            let count = count.ok_or(Errno::INVAL)?;
             // SAFETY: likewise.
             let list = unsafe { batch::sge_list(wr.sg_list, count) };
             let sges: SmallVec<[roce::Sge; 8]> = list.iter().map(batch::sge).collect();
@@ -245,6 +248,6 @@ pub(crate) unsafe extern "C" fn post_recv(qp: *mut ibv_qp, wr: *mut ibv_recv_wr,
             return Err(e);
         }
         // SAFETY: the program passes a list of receives.
-        unsafe { each_recv(wr, bad, |wrs| this.inner().post_recv(wrs)) }
+        unsafe { each_recv(wr, bad, this.max_recv_sge(), |wrs| this.inner().post_recv(wrs)) }
     })
 }

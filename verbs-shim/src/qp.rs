@@ -78,6 +78,10 @@ impl Qp {
         self.init.cap.max_send_sge as usize
     }
 
+    pub(crate) fn max_recv_sge(&self) -> usize {
+        self.init.cap.max_recv_sge as usize
+    }
+
     pub(crate) fn max_inline(&self) -> u64 {
         self.init.cap.max_inline_data.into()
     }

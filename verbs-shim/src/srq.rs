@@ -25,6 +25,7 @@ pub(crate) struct Srq {
     abi: UnsafeCell<ibv_srq>,
     core: Arc<Core>,
     pub(crate) inner: roce::Srq,
+    max_sge: usize,
     acks: Arc<Acks>,
     users: Users,
     /// Its protection domain, XRC domain and completion queue.
@@ -100,6 +101,7 @@ unsafe fn create(
         }),
         core: domain.core.clone(),
         inner,
+        max_sge: granted.max_sge as usize,
         acks: acks.clone(),
         users: Users::default(),
         _uses: uses,
@@ -174,7 +176,7 @@ pub(crate) unsafe extern "C" fn post_srq_recv(
             return Err(e);
         }
         // SAFETY: the program passes a list of receives.
-        unsafe { post::each_recv(wr, bad, |wrs| this.inner.post_recv(wrs)) }
+        unsafe { post::each_recv(wr, bad, this.max_sge, |wrs| this.inner.post_recv(wrs)) }
     })
 }
 

@@ -223,6 +223,32 @@ static void memory_must_allow_what_is_asked(void)
 	MUST(!munmap(at, 3 * page));
 }
 
+/* The number of elements is checked before any of them is looked at. */
+static void lists_too_long_are_not_read(void)
+{
+	struct ibv_srq_init_attr how = { .attr = { .max_wr = 4, .max_sge = 1 } };
+	struct ibv_srq *srq = ibv_create_srq(pd, &how);
+	struct ibv_qp_init_attr init = sizes(IBV_QPT_RC);
+	struct ibv_qp *qp = ibv_create_qp(pd, &init);
+	size_t page = sysconf(_SC_PAGESIZE);
+	char *at = mmap(NULL, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	struct ibv_sge *last = (struct ibv_sge *)(at + page) - 1;
+	struct ibv_recv_wr recv = { .sg_list = last, .num_sge = limits.max_sge + 1 }, *bad_recv = NULL;
+	struct ibv_send_wr send = { .sg_list = last, .num_sge = limits.max_sge + 1, .opcode = IBV_WR_SEND }, *bad_send;
+
+	MUST(srq && qp && at != MAP_FAILED);
+	MUST(!munmap(at + page, page));
+	*last = (struct ibv_sge){ (uintptr_t)memory, 8, mr->lkey };
+	connect(qp);
+	MUST(ibv_post_send(qp, &send, &bad_send) == EINVAL && bad_send == &send);
+	MUST(ibv_post_recv(qp, &recv, &bad_recv) == EINVAL && bad_recv == &recv);
+	bad_recv = NULL;
+	MUST(ibv_post_srq_recv(srq, &recv, &bad_recv) == EINVAL && bad_recv == &recv);
+	recv.num_sge = 1;
+	MUST(!ibv_post_recv(qp, &recv, &bad_recv) && !ibv_post_srq_recv(srq, &recv, &bad_recv));
+	MUST(!ibv_destroy_qp(qp) && !ibv_destroy_srq(srq) && !munmap(at, page));
+}
+
 static void small_print(void)
 {
 	struct ibv_td_init_attr none = { 0 };
@@ -253,6 +279,7 @@ int main(void)
 	leftover_lists_are_ignored();
 	batches_are_whole();
 	memory_must_allow_what_is_asked();
+	lists_too_long_are_not_read();
 	too_much_is_invalid();
 	operations_fit_the_service();
 	small_print();
