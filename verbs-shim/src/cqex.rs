@@ -1,6 +1,10 @@
 //! Extended completion queues: `ibv_start_poll` and what reads the completion found.
 
-use std::{cell::UnsafeCell, ptr};
+use std::{
+    cell::UnsafeCell,
+    ptr,
+    time::{SystemTime, UNIX_EPOCH},
+};
 
 use libc::{c_int, c_uint};
 use parking_lot::{RawMutex, lock_api::RawMutex as _};
@@ -169,17 +173,12 @@ unsafe extern "C" fn read_tm_info(_cq: *mut ibv_cq_ex, info: *mut ibv_wc_tm_info
     unsafe { info.write(ibv_wc_tm_info { tag: 0, private: 0 }) };
 }
 
-fn clock(id: libc::clockid_t) -> u64 {
-    let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: room for a timespec.
-    unsafe { libc::clock_gettime(id, &raw mut t) };
-    t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
-}
-
-/// When a completion was made, on the wall's clock.
+/// When a completion was made, on the wall's clock: nanoseconds since 1970.
 fn wallclock(c: &Completion) -> u64 {
-    let age = clock(libc::CLOCK_MONOTONIC).saturating_sub(c.timestamp.as_nanos());
-    clock(libc::CLOCK_REALTIME).saturating_sub(age)
+    let age = roce::now().saturating_since(c.timestamp);
+    let then = SystemTime::now().checked_sub(age).unwrap_or(UNIX_EPOCH);
+    let since = then.duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
 }
 
 pub(crate) unsafe extern "C" fn create_cq_ex(

@@ -1,6 +1,6 @@
 //! What devices and ports are: attributes, GIDs, partition keys, clocks.
 
-use std::ptr;
+use std::{ptr, time::Duration};
 
 use libc::{c_char, c_int, c_void, size_t};
 use roce::{DeviceLimits, JoinConfig, Mtu, Provider, broker::Place};
@@ -340,8 +340,11 @@ pub(crate) unsafe extern "C" fn query_rt_values(_context: *mut ibv_context, valu
         let values = unsafe { &mut *values };
         let asked = values.comp_mask & 1;
         if asked != 0 {
-            // SAFETY: room for a timespec.
-            unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut values.raw_clock) };
+            let now = Duration::from_nanos(roce::now().as_nanos());
+            values.raw_clock = libc::timespec {
+                tv_sec: now.as_secs() as libc::time_t,
+                tv_nsec: now.subsec_nanos().into(),
+            };
         }
         values.comp_mask = asked;
         Ok(())

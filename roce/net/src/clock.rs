@@ -4,7 +4,7 @@ use std::{sync::OnceLock, time::Instant as StdInstant};
 
 use roce_verbs::Instant;
 
-/// Monotonic time since the first call in this process.
+/// Monotonic time since the first call in this process: what completions are stamped with.
 pub fn now() -> Instant {
     static ORIGIN: OnceLock<StdInstant> = OnceLock::new();
     let origin = ORIGIN.get_or_init(StdInstant::now);

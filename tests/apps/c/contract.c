@@ -249,6 +249,55 @@ static void lists_too_long_are_not_read(void)
 	MUST(!ibv_destroy_qp(qp) && !ibv_destroy_srq(srq) && !munmap(at, page));
 }
 
+static uint64_t nanoseconds(struct timespec t)
+{
+	return t.tv_sec * 1000000000ull + t.tv_nsec;
+}
+
+static uint64_t raw_clock(void)
+{
+	struct ibv_values_ex values = { .comp_mask = IBV_VALUES_MASK_RAW_CLOCK };
+
+	MUST(!ibv_query_rt_values_ex(context, &values) && values.comp_mask == IBV_VALUES_MASK_RAW_CLOCK);
+	return nanoseconds(values.raw_clock);
+}
+
+/* Completions are stamped with the clock that ibv_query_rt_values_ex reads, and with the wall's. */
+static void completions_know_the_time(void)
+{
+	const uint64_t minute = 60000000000ull;
+	struct ibv_cq_init_attr_ex how = { .cqe = 4, .wc_flags = IBV_WC_EX_WITH_COMPLETION_TIMESTAMP |
+								 IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK };
+	struct ibv_cq_ex *stamped = ibv_create_cq_ex(context, &how);
+	struct ibv_qp_init_attr init = sizes(IBV_QPT_RC);
+	struct ibv_sge sge = { (uintptr_t)memory, 8, mr->lkey };
+	struct ibv_send_wr wr = { .sg_list = &sge, .num_sge = 1, .opcode = IBV_WR_RDMA_WRITE,
+				  .send_flags = IBV_SEND_SIGNALED, .wr.rdma = { (uintptr_t)memory + 64, mr->rkey } }, *bad;
+	struct ibv_poll_cq_attr poll = { 0 };
+	time_t give_up = time(NULL) + 60;
+	uint64_t before, wall;
+	struct timespec now;
+	struct ibv_qp *qp;
+	int got;
+
+	MUST(stamped);
+	init.send_cq = init.recv_cq = ibv_cq_ex_to_cq(stamped);
+	MUST(qp = ibv_create_qp(pd, &init));
+	connect(qp);
+	before = raw_clock();
+	MUST(!ibv_post_send(qp, &wr, &bad));
+	while ((got = ibv_start_poll(stamped, &poll)) == ENOENT)
+		MUST(time(NULL) < give_up);
+	MUST(!got && stamped->status == IBV_WC_SUCCESS);
+	MUST(before <= ibv_wc_read_completion_ts(stamped) && ibv_wc_read_completion_ts(stamped) <= raw_clock());
+	wall = ibv_wc_read_completion_wallclock_ns(stamped);
+	MUST(!clock_gettime(CLOCK_REALTIME, &now));
+	/* Somebody may be setting that clock, but not by much. */
+	MUST(nanoseconds(now) - minute < wall && wall < nanoseconds(now) + minute);
+	ibv_end_poll(stamped);
+	MUST(!ibv_destroy_qp(qp) && !ibv_destroy_cq(ibv_cq_ex_to_cq(stamped)));
+}
+
 static void small_print(void)
 {
 	struct ibv_td_init_attr none = { 0 };
@@ -282,6 +331,7 @@ int main(void)
 	lists_too_long_are_not_read();
 	too_much_is_invalid();
 	operations_fit_the_service();
+	completions_know_the_time();
 	small_print();
 	MUST(!ibv_dereg_mr(mr));
 	tear_down("the contract holds");
