@@ -2,7 +2,7 @@
 
 use std::os::fd::RawFd;
 
-use roce_cm::cma::PortSpace;
+use roce_cm::{ConnTransport, cma::PortSpace};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::{
@@ -13,7 +13,7 @@ use super::{
     context::{Context, Service},
     event::Event,
     qp_attr, query,
-    state::Op,
+    state::{Op, State},
     ucma::Ucma,
 };
 
@@ -257,22 +257,23 @@ impl<B: Backend> Ucma<B> {
             (option::LEVEL_ID, option::ID_TOS) => ctx.tos = byte()?,
             (option::LEVEL_ID, option::ID_ACK_TIMEOUT) => {
                 let timeout = byte()?;
-                if timeout > 31 || !matches!(ctx.service, Service::Connected(_)) {
+                let acknowledged = matches!(ctx.service, Service::Connected(ConnTransport::Rc | ConnTransport::Xrc));
+                if timeout > 31 || !acknowledged {
                     return Err(Errno::INVAL);
                 }
                 ctx.ack_timeout = Some(timeout);
             }
             (option::LEVEL_ID, option::ID_REUSEADDR) => {
                 let reuse = flag()?;
-                // Once it is bound it can only be turned on again (`rdma_set_reuseaddr`).
-                if ctx.bound && !reuse && ctx.reuse {
+                // Once it is bound it can only be turned on, and a listener's port is its own (`rdma_set_reuseaddr`).
+                if ctx.state != State::Idle && (!reuse || ctx.state == State::Listen) {
                     return Err(Errno::INVAL);
                 }
                 ctx.reuse = reuse;
             }
             (option::LEVEL_ID, option::ID_AFONLY) => {
                 let afonly = flag()?;
-                if ctx.bound {
+                if !matches!(ctx.state, State::Idle | State::AddrBound) {
                     return Err(Errno::INVAL);
                 }
                 ctx.afonly = Some(afonly);

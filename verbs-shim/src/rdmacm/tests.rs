@@ -841,6 +841,48 @@ fn options() {
     assert_eq!(p.qp_attr(id, QpState::Rts).unwrap().timeout, 21);
 }
 
+/// `rdma_set_reuseaddr`, `rdma_set_afonly` and `rdma_set_ack_timeout` of the kernel.
+#[test]
+fn when_options_may_be_set() {
+    let mut p = Program::new();
+    let option =
+        |id: u32, name: u32, value: u64, len: u32| Bytes::default().u64(value).u32(id).u32(0).u32(name).u32(len);
+    let bind = |id: u32| {
+        Bytes::default()
+            .u64(0)
+            .raw(&sockaddr("10.0.0.1:7471").emit_in6())
+            .u32(id)
+    };
+    let (afonly, reuse) = (abi::option::ID_AFONLY, abi::option::ID_REUSEADDR);
+    let id = p.create(1, PortSpace::Tcp);
+    p.run(Cmd::BindIp, bind(id)).unwrap();
+    // Of a bound id the family may still be restricted; that it shares its port may be said, but not be taken back.
+    p.run(Cmd::SetOption, option(id, afonly, 1, 4)).unwrap();
+    assert_eq!(p.run(Cmd::SetOption, option(id, reuse, 0, 4)), Err(Errno::INVAL));
+    p.run(Cmd::SetOption, option(id, reuse, 1, 4)).unwrap();
+    p.simple(Cmd::Listen, id, 0).unwrap();
+    assert_eq!(p.run(Cmd::SetOption, option(id, afonly, 1, 4)), Err(Errno::INVAL));
+    assert_eq!(p.run(Cmd::SetOption, option(id, reuse, 1, 4)), Err(Errno::INVAL));
+    let other = p.create(2, PortSpace::Tcp);
+    p.run(Cmd::SetOption, option(other, reuse, 1, 4)).unwrap();
+    assert_eq!(
+        p.run(Cmd::BindIp, bind(other)),
+        Err(Errno(libc::EADDRINUSE)),
+        "a listener's port is its own"
+    );
+    // What nobody acknowledges has no timeout.
+    let timeout = |id: u32| option(id, abi::option::ID_ACK_TIMEOUT, 14, 1);
+    let datagrams = p.create(3, PortSpace::Udp);
+    assert_eq!(p.run(Cmd::SetOption, timeout(datagrams)), Err(Errno::INVAL));
+    let unreliable = Bytes::default()
+        .u64(4)
+        .u64(1)
+        .u16(PortSpace::Ib as u16)
+        .raw(&[3, 0, 0, 0, 0, 0]);
+    let unreliable = p.number(Cmd::CreateId, unreliable);
+    assert_eq!(p.run(Cmd::SetOption, timeout(unreliable)), Err(Errno::INVAL));
+}
+
 /// Whatever is written, nothing breaks.
 #[test]
 fn broken_commands_are_refused() {
