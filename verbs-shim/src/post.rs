@@ -9,8 +9,8 @@ use smallvec::SmallVec;
 
 use crate::{
     abi::{
-        IBV_QPT_UD, IBV_QPT_XRC_SEND, IBV_SEND_INLINE, IBV_SEND_IP_CSUM, ibv_mw_bind_info, ibv_qp, ibv_recv_wr,
-        ibv_send_wr, op,
+        IBV_MW_TYPE_2, IBV_QPT_UD, IBV_QPT_XRC_SEND, IBV_SEND_INLINE, IBV_SEND_IP_CSUM, ibv_mw, ibv_mw_bind_info,
+        ibv_qp, ibv_recv_wr, ibv_send_wr, op,
     },
     ah::Ah,
     batch::{self, Batch},
@@ -40,6 +40,20 @@ pub(crate) unsafe fn bind(rkey: u32, info: &ibv_mw_bind_info) -> Result<SendOp> 
         length: info.length,
         access: AccessFlags::from_bits(info.mw_access_flags).ok_or(Errno::INVAL)?,
     }))
+}
+
+/// The binding of a type 2 window by a work request: `rkey` gives the new key's last byte, the rest is the window's.
+///
+/// # Safety
+/// `mw` is null or a window, `info.mr` null or a region of ours.
+pub(crate) unsafe fn bind_type2(mw: *mut ibv_mw, rkey: u32, info: &ibv_mw_bind_info) -> Result<SendOp> {
+    // SAFETY: the caller's promise.
+    let mw = unsafe { &*ret::object(mw)? };
+    if mw.kind != IBV_MW_TYPE_2 {
+        return Err(Errno::INVAL);
+    }
+    // SAFETY: the caller's promise.
+    unsafe { bind(mw.rkey & !0xff | rkey & 0xff, info) }
 }
 
 /// The operation of a work request.
@@ -79,7 +93,7 @@ unsafe fn operation(wr: &ibv_send_wr) -> Result<SendOp> {
             // SAFETY: the opcode says which member it is, and its pointers are the program's.
             unsafe {
                 let of = wr.extra.bind_mw;
-                bind(of.rkey, &of.bind_info)?
+                bind_type2(of.mw, of.rkey, &of.bind_info)?
             }
         }
         op::ATOMIC_WRITE => SendOp::AtomicWrite(to),

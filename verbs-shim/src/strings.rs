@@ -93,7 +93,7 @@ extern "C" fn ibv_event_type_str(event: c_enum) -> *const c_char {
 
 #[unsafe(no_mangle)]
 extern "C" fn ibv_port_state_str(state: c_enum) -> *const c_char {
-    pick(PORT_STATE, state, c"invalid state")
+    pick(PORT_STATE, state, c"unknown")
 }
 
 #[unsafe(no_mangle)]
@@ -101,31 +101,31 @@ extern "C" fn ibv_node_type_str(kind: c_enum) -> *const c_char {
     pick(NODE, kind, c"unknown")
 }
 
-/// `ibv_rate`: code, multiple of 2.5 Gbit/s (if it has one), Mbit/s.
-const RATES: &[(c_enum, c_int, c_int)] = &[
-    (2, 1, 2500),
-    (5, 2, 5000),
-    (3, 4, 10000),
-    (6, 8, 20000),
-    (4, 12, 30000),
-    (7, 16, 40000),
-    (8, 24, 60000),
-    (9, 32, 80000),
-    (10, 48, 120_000),
-    (11, 5, 14062),
-    (12, 22, 56250),
-    (13, 45, 112_500),
-    (14, 67, 168_750),
-    (15, 10, 25781),
-    (16, 41, 103_125),
-    (17, 82, 206_250),
-    (18, 123, 309_375),
-    (19, 11, 28125),
-    (20, 20, 53125),
-    (21, 160, 425_000),
-    (22, 240, 637_500),
-    (23, 320, 850_000),
-    (24, 480, 1_275_000),
+/// `ibv_rate`: code, multiple of 2.5 Gbit/s if libibverbs has one for it, Mbit/s.
+const RATES: &[(c_enum, Option<c_int>, c_int)] = &[
+    (2, Some(1), 2500),
+    (5, Some(2), 5000),
+    (3, Some(4), 10000),
+    (6, Some(8), 20000),
+    (4, Some(12), 30000),
+    (7, Some(16), 40000),
+    (8, Some(24), 60000),
+    (9, Some(32), 80000),
+    (10, Some(48), 120_000),
+    (11, None, 14062),
+    (12, None, 56250),
+    (13, None, 112_500),
+    (14, None, 168_750),
+    (15, None, 25781),
+    (16, None, 103_125),
+    (17, None, 206_250),
+    (18, None, 309_375),
+    (19, Some(11), 28125),
+    (20, Some(20), 53125),
+    (21, Some(160), 425_000),
+    (22, Some(240), 637_500),
+    (23, Some(320), 850_000),
+    (24, Some(480), 1_275_000),
 ];
 
 /// `IBV_RATE_MAX`.
@@ -133,12 +133,12 @@ const RATE_MAX: c_enum = 0;
 
 #[unsafe(no_mangle)]
 extern "C" fn ibv_rate_to_mult(rate: c_enum) -> c_int {
-    RATES.iter().find(|r| r.0 == rate).map_or(-1, |r| r.1)
+    RATES.iter().find(|r| r.0 == rate).and_then(|r| r.1).unwrap_or(-1)
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn mult_to_ibv_rate(mult: c_int) -> c_enum {
-    RATES.iter().find(|r| r.1 == mult).map_or(RATE_MAX, |r| r.0)
+    RATES.iter().find(|r| r.1 == Some(mult)).map_or(RATE_MAX, |r| r.0)
 }
 
 #[unsafe(no_mangle)]

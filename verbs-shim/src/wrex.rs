@@ -139,9 +139,9 @@ unsafe extern "C" fn wr_send_tso(qp: *mut ibv_qp_ex, _header: *mut c_void, _size
     unsafe { begin(qp, Err(Errno::NOTSUP)) };
 }
 
-unsafe extern "C" fn wr_bind_mw(qp: *mut ibv_qp_ex, _mw: *mut ibv_mw, rkey: u32, info: *const ibv_mw_bind_info) {
-    // SAFETY: as above; the binding is readable and its region ours.
-    unsafe { begin(qp, post::bind(rkey, &*info)) };
+unsafe extern "C" fn wr_bind_mw(qp: *mut ibv_qp_ex, mw: *mut ibv_mw, rkey: u32, info: *const ibv_mw_bind_info) {
+    // SAFETY: as above; the binding is readable, the window and the region are ours.
+    unsafe { begin(qp, post::bind_type2(mw, rkey, &*info)) };
 }
 
 unsafe extern "C" fn wr_atomic_write(qp: *mut ibv_qp_ex, rkey: u32, addr: u64, word: *const c_void) {

@@ -143,6 +143,35 @@ static void leftover_lists_are_ignored(void)
 	MUST(!ibv_dealloc_mw(window) && !ibv_destroy_qp(qp));
 }
 
+/* Only windows of type 2 are bound by work requests; of the new key the program chooses the last byte. */
+static void windows_keep_their_place(void)
+{
+	struct ibv_qp_init_attr init = sizes(IBV_QPT_RC);
+	struct ibv_qp *qp = ibv_create_qp(pd, &init);
+	struct ibv_mw *one = ibv_alloc_mw(pd, IBV_MW_TYPE_1), *two = ibv_alloc_mw(pd, IBV_MW_TYPE_2);
+	struct ibv_send_wr wr = { .wr_id = 1, .opcode = IBV_WR_BIND_MW, .send_flags = IBV_SEND_SIGNALED,
+				  .bind_mw = { .bind_info = { mr, (uintptr_t)memory, 64, IBV_ACCESS_REMOTE_WRITE } } }, *bad;
+	uint32_t key;
+
+	MUST(qp && one && two);
+	connect(qp);
+	wr.bind_mw.mw = one;
+	wr.bind_mw.rkey = ibv_inc_rkey(one->rkey);
+	MUST(ibv_post_send(qp, &wr, &bad) == EINVAL && bad == &wr);
+	wr.bind_mw.mw = NULL;
+	MUST(ibv_post_send(qp, &wr, &bad) == EINVAL && bad == &wr);
+	key = ibv_inc_rkey(two->rkey);
+	wr.bind_mw.mw = two;
+	wr.bind_mw.rkey = (one->rkey & ~0xffu) | (key & 0xff);
+	MUST(!ibv_post_send(qp, &wr, &bad));
+	completes(1, IBV_WC_SUCCESS);
+	wr = (struct ibv_send_wr){ .wr_id = 2, .opcode = IBV_WR_LOCAL_INV, .send_flags = IBV_SEND_SIGNALED,
+				   .invalidate_rkey = key };
+	MUST(!ibv_post_send(qp, &wr, &bad));
+	completes(2, IBV_WC_SUCCESS);
+	MUST(!ibv_dealloc_mw(one) && !ibv_dealloc_mw(two) && !ibv_destroy_qp(qp));
+}
+
 static void begin_write(struct ibv_qp_ex *ex, uint64_t id)
 {
 	ex->wr_id = id;
@@ -316,6 +345,10 @@ static void small_print(void)
 	MUST(ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS | IBV_QP_CAP) ==
 	     EINVAL);
 	MUST(!ibv_destroy_qp(qp));
+	/* Rates that are no multiple of 2.5 Gbit/s, and none at all. */
+	MUST(ibv_rate_to_mult(IBV_RATE_14_GBPS) == -1 && mult_to_ibv_rate(5) == IBV_RATE_MAX);
+	MUST(mult_to_ibv_rate(-1) == IBV_RATE_MAX && ibv_rate_to_mult(IBV_RATE_28_GBPS) == 11);
+	MUST(!strcmp(ibv_port_state_str(6), "unknown"));
 	MUST(!(limits.device_cap_flags & (IBV_DEVICE_N_NOTIFY_CQ | IBV_DEVICE_SHUTDOWN_PORT)));
 }
 
@@ -326,6 +359,7 @@ int main(void)
 			     IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_MW_BIND));
 	sizes_of_no_queue_are_ignored();
 	leftover_lists_are_ignored();
+	windows_keep_their_place();
 	batches_are_whole();
 	memory_must_allow_what_is_asked();
 	lists_too_long_are_not_read();
