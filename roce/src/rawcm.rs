@@ -18,7 +18,7 @@ use roce_verbs::{
 };
 
 use crate::{
-    cm::{EventSource, Key, end_orphan, specific},
+    cm::{EventSource, Key, end_orphan},
     cq::wait,
     device::{Device, DeviceInner, closed},
 };
@@ -175,8 +175,8 @@ impl RawCm {
         }
     }
 
-    /// Keeps a port of a port space for this process, on one address or all; port 0: any that is free. Needed only to be
-    /// sure of it before listening.
+    /// Keeps a port of a port space for this process, on the addresses that [`ListenArgs::addr`] stands for; port 0: any that
+    /// is free. Needed only to be sure of it before listening.
     ///
     /// # Errors
     /// When another process has it.
@@ -188,7 +188,7 @@ impl RawCm {
         reuse: bool,
     ) -> Result<PortHold, VerbsError> {
         let device = &self.0.device;
-        let (wanted, addr) = (ServiceId::new(space, port), addr.and_then(specific));
+        let (wanted, addr) = (ServiceId::new(space, port), addr.map(|a| a.to_canonical()));
         let service = match &device.services {
             Some(services) => ServiceId(services.reserve(wanted.0, addr, reuse)?),
             None => wanted,
@@ -206,7 +206,10 @@ impl RawCm {
     /// When the port is taken or the address is not ours.
     pub fn listen(&self, args: &ListenArgs) -> Result<RawId, VerbsError> {
         let device = &self.0.device;
-        let claim = (ServiceId::new(args.space, args.port).0, args.addr.and_then(specific));
+        let claim = (
+            ServiceId::new(args.space, args.port).0,
+            args.addr.map(|a| a.to_canonical()),
+        );
         if let Some(services) = &device.services {
             services.claim(claim.0, claim.1)?;
         }

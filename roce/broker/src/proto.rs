@@ -76,7 +76,7 @@ impl Place {
 pub struct Binding {
     /// Service ID: port space and port (`rdma_get_service_id`).
     pub service: u64,
-    /// On this address, or on all.
+    /// On this address, or (unspecified) on all of its IP version, or on all.
     pub addr: Option<IpAddr>,
     /// Others that also allow it may bind the port too (`RDMA_OPTION_ID_REUSEADDR`).
     pub reuse: bool,

@@ -15,5 +15,5 @@ pub use manager::{Manager, state};
 pub use roce_verbs::provider::{ConnParams, RejectReason};
 pub use types::{
     AcceptArgs, CmConfig, CmError, ConnId, ConnTransport, ConnectArgs, Counters, DropReason, Event, ListenArgs,
-    ListenId, OutMad, RemoteQp, ResolveArgs, SidrAnswer,
+    ListenId, OutMad, RemoteQp, ResolveArgs, SidrAnswer, overlap,
 };

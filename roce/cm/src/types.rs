@@ -111,7 +111,7 @@ pub enum ConnTransport {
 /// What to listen for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ListenArgs {
-    /// On this address, or (`None`) on all.
+    /// On this address, or (unspecified) on all of its IP version, or (`None`) on all.
     pub addr: Option<IpAddr>,
     /// Port space.
     pub space: PortSpace,
@@ -121,6 +121,14 @@ pub struct ListenArgs {
     pub transport: Option<ConnTransport>,
     /// So many requests (at least one) may wait for an answer; more are dropped, and the peer repeats them.
     pub backlog: u32,
+}
+
+/// Whether two listeners, or a listener and the address of a request, have an address in common. As [`ListenArgs::addr`].
+pub fn overlap(a: Option<IpAddr>, b: Option<IpAddr>) -> bool {
+    match (a, b) {
+        (Some(a), Some(b)) => a == b || (a.is_ipv4() == b.is_ipv4() && (a.is_unspecified() || b.is_unspecified())),
+        _ => true,
+    }
 }
 
 /// Which queue pair to ask for.

@@ -3,7 +3,7 @@
 mod common;
 
 use std::{
-    net::{IpAddr, Ipv6Addr, SocketAddr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     time::Duration,
 };
 
@@ -412,6 +412,24 @@ fn listeners_by_address() {
     w.m[S].unlisten(here);
     w.m[S].unlisten(on_other);
     w.m[S].listen(None, PORT, 1).unwrap();
+}
+
+#[test]
+fn each_ip_version_has_its_listeners() {
+    let mut w = world();
+    let (v4, v6): (IpAddr, IpAddr) = (Ipv4Addr::UNSPECIFIED.into(), Ipv6Addr::UNSPECIFIED.into());
+    let of_v6 = w.m[S].listen(Some(v6), PORT, 1).unwrap();
+    connect(&mut w, 0x11);
+    w.settle();
+    assert_eq!(last_rej(&w).reason, 8, "nobody listens on IPv4");
+    let of_v4 = w.m[S].listen(Some(v4), PORT, 1).unwrap();
+    for taken in [None, Some(v4), Some(v6), Some(SERVER)] {
+        assert_eq!(w.m[S].listen(taken, PORT, 1), Err(CmError::AddressInUse), "{taken:?}");
+    }
+    connect(&mut w, 0x12);
+    w.settle();
+    assert!(matches!(w.m[S].poll_event(), Some(Event::Request { listener, .. }) if listener == of_v4));
+    w.m[S].unlisten(of_v6);
 }
 
 #[test]

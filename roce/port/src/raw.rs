@@ -20,8 +20,8 @@ impl Port {
     /// # Errors
     /// When the port is taken or the address is not ours.
     pub fn cm_listen_raw(&mut self, args: &ListenArgs) -> Result<ListenId, VerbsError> {
-        let addr = args.addr.map(|a| a.to_canonical()).filter(|a| !a.is_unspecified());
-        if let Some(addr) = addr.filter(|a| !self.config.is_local(*a)) {
+        let addr = args.addr.map(|a| a.to_canonical());
+        if let Some(addr) = addr.filter(|a| !a.is_unspecified() && !self.config.is_local(*a)) {
             return Err(VerbsError::Address(format!("{addr} is not an address of this port")));
         }
         let id = self.cm.listen_for(&ListenArgs { addr, ..*args }).map_err(cm_error)?;

@@ -84,12 +84,12 @@ impl<B: Backend> Ucma<B> {
             self.bind(fd, id, Addr::Ip(SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0))), true)?;
         }
         let ctx = self.get(fd, id)?;
-        let (space, port) = (ctx.space, ctx.local.port());
+        let (space, port, transport) = (ctx.space, ctx.local.port(), ctx.service.transport());
         let args = ListenArgs {
-            addr: ctx.place.and(ctx.local.ip()).map(|a| a.ip()),
+            addr: self.ports.owner(space as u16, port, id).and_then(|o| o.scope()),
             space,
             port,
-            transport: ctx.service.transport(),
+            transport,
             backlog: match backlog {
                 1..=MAX_BACKLOG => backlog,
                 _ => MAX_BACKLOG,

@@ -1,7 +1,7 @@
 //! Port numbers of this process: which id has bound which (`cma_get_port` and below). What other processes listen on shows
 //! when one listens.
 
-use std::{collections::HashMap, ops::RangeInclusive, sync::OnceLock};
+use std::{collections::HashMap, net::IpAddr, ops::RangeInclusive, sync::OnceLock};
 
 use super::{Errno, Result, addr::Addr};
 
@@ -56,6 +56,12 @@ fn both_set(a: u16, b: u16) -> bool {
 }
 
 impl Owner {
+    /// The addresses of the port, as [`roce_cm::ListenArgs::addr`] has them.
+    pub(crate) fn scope(&self) -> Option<IpAddr> {
+        let ip = self.local.ip()?.ip();
+        Some(ip).filter(|ip| !ip.is_unspecified() || self.afonly)
+    }
+
     /// Whether two may have one ephemeral port: something of their addresses differs (`cma_port_is_unique`).
     fn differs(&self, other: &Self) -> bool {
         let hosts = |a: &Addr, b: &Addr| !a.is_any() && !b.is_any() && !a.same_host(b);
@@ -138,7 +144,8 @@ impl Ports {
         Ok(())
     }
 
-    fn owner(&self, space: u16, port: u16, id: u32) -> Option<Owner> {
+    /// What an id has a port with.
+    pub(crate) fn owner(&self, space: u16, port: u16, id: u32) -> Option<Owner> {
         self.owners.get(&(space, port))?.iter().find(|o| o.id == id).copied()
     }
 

@@ -88,12 +88,10 @@ impl<B: Backend> Ucma<B> {
 
     /// Gives an id a port, and says which.
     fn take_port(&mut self, space: PortSpace, owner: Owner, keep: bool) -> Result<(u16, Option<B::Hold>)> {
-        let addr = owner.local.ip().filter(|_| keep);
-        let (number, port) = (space as u16, owner.local.port());
-        let Some(addr) = addr else {
+        let (number, port, addr) = (space as u16, owner.local.port(), owner.scope());
+        if !keep || owner.local.ip().is_none() {
             return Ok((self.ports.bind(number, owner)?, None));
-        };
-        let addr = Some(addr.ip()).filter(|ip| !ip.is_unspecified());
+        }
         if port != 0 {
             self.ports.bind(number, owner)?;
             let kept = self.backend.reserve(space, port, addr, owner.reuse);

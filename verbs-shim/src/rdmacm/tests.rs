@@ -528,7 +528,7 @@ fn ports_are_kept_from_other_processes() {
     assert_eq!(p.log.take(), ["end 1"]);
     let id = p.create(2, PortSpace::Udp);
     p.run(Cmd::BindIp, bind(id, "0.0.0.0:0")).unwrap();
-    assert_eq!(p.log.take(), ["reserve Udp 0 None -> 2"]);
+    assert_eq!(p.log.take(), ["reserve Udp 0 Some(0.0.0.0) -> 2"]);
     assert_eq!(p.ucma.get(p.fd, id).unwrap().local.port(), 40_000);
     // Who only connects needs no port that others don't have.
     p.routed(3, PortSpace::Tcp);
@@ -660,7 +660,7 @@ fn a_loopback_address_without_a_device_stands_for_any() {
     assert_eq!(beside, Err(Errno(libc::EADDRNOTAVAIL)));
     program.log.take();
     program.simple(Cmd::Listen, id, 5).unwrap();
-    assert!(program.log.take()[0].starts_with("listen Tcp 7471 None"));
+    assert!(program.log.take()[0].starts_with("listen Tcp 7471 Some(0.0.0.0)"));
 
     let client = program.create(3, PortSpace::Tcp);
     program.resolve(client, "127.0.0.1:7471").unwrap();
@@ -881,6 +881,35 @@ fn when_options_may_be_set() {
         .raw(&[3, 0, 0, 0, 0, 0]);
     let unreliable = p.number(Cmd::CreateId, unreliable);
     assert_eq!(p.run(Cmd::SetOption, timeout(unreliable)), Err(Errno::INVAL));
+}
+
+/// Servers that take requests of both IP versions with a listener for each.
+#[test]
+fn each_ip_version_has_its_listener() {
+    let mut p = Program::new();
+    let listen = |p: &mut Program, uid: u64, addr: &str| {
+        let id = p.create(uid, PortSpace::Tcp);
+        let option = Bytes::default()
+            .u64(1)
+            .u32(id)
+            .u32(0)
+            .u32(abi::option::ID_AFONLY)
+            .u32(4);
+        p.run(Cmd::SetOption, option).unwrap();
+        let bind = Bytes::default().u64(0).raw(&sockaddr(addr).emit_in6()).u32(id);
+        p.run(Cmd::BindIp, bind)?;
+        p.simple(Cmd::Listen, id, 1)
+    };
+    listen(&mut p, 1, "0.0.0.0:7471").unwrap();
+    listen(&mut p, 2, "[::]:7471").unwrap();
+    assert!(listen(&mut p, 3, "10.0.0.1:7471").is_err());
+    let kept = p.log.take();
+    for version in ["0.0.0.0", "::"] {
+        for what in ["reserve", "listen"] {
+            let wanted = format!("{what} Tcp 7471 Some({version})");
+            assert!(kept.iter().any(|l| l.starts_with(&wanted)), "{wanted}: {kept:?}");
+        }
+    }
 }
 
 /// Whatever is written, nothing breaks.

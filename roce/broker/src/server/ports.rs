@@ -5,6 +5,8 @@ use std::{
     net::IpAddr,
 };
 
+use roce_cm::overlap;
+
 use super::slots::Process;
 use crate::proto::{Binding, Place};
 
@@ -28,10 +30,6 @@ struct Entry {
 pub(super) struct Ports {
     by_service: BTreeMap<u64, Vec<Entry>>,
     counts: HashMap<Place, usize>,
-}
-
-fn overlap(a: Option<IpAddr>, b: Option<IpAddr>) -> bool {
-    a.is_none() || b.is_none() || a == b
 }
 
 const fn port_of(service: u64) -> u16 {
@@ -200,14 +198,16 @@ impl Ports {
             .iter()
             .filter(|e| e.binding.listening && overlap(e.binding.addr, Some(to)) && has(e.place))
             .collect();
-        // One for the address goes before one for all.
-        fitting.sort_by_key(|e| e.binding.addr.is_none());
+        // One for the address goes before one for all of its IP version, and that before one for all.
+        fitting.sort_by_key(|e| e.binding.addr.map_or(2, |a| u8::from(a.is_unspecified())));
         fitting.first().map(|e| e.place)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::net::{Ipv4Addr, Ipv6Addr};
+
     use super::*;
 
     const TCP: u64 = 0x0106_0000;
@@ -250,6 +250,22 @@ mod tests {
         assert_eq!(bind(&mut p, B, TCP | 80, ip(1), false), Ok(TCP | 80));
         p.remove_all(B);
         assert_eq!(bind(&mut p, A, TCP | 80, None, false), Ok(TCP | 80));
+    }
+
+    #[test]
+    fn each_ip_version_has_its_ports() {
+        let (v4, v6) = (Some(Ipv4Addr::UNSPECIFIED.into()), Some(Ipv6Addr::UNSPECIFIED.into()));
+        let mut p = Ports::default();
+        assert!(bind(&mut p, A, TCP | 80, v4, false).is_ok());
+        assert!(bind(&mut p, B, TCP | 80, v6, false).is_ok());
+        for taken in [None, v4, v6, ip(1), Some(Ipv6Addr::LOCALHOST.into())] {
+            assert_eq!(bind(&mut p, B, TCP | 80, taken, false), Err(InUse), "{taken:?}");
+        }
+        assert_eq!(p.listen(A, process(A), TCP | 80, v4), Ok(()));
+        assert_eq!(p.listen(B, process(B), TCP | 80, v6), Ok(()));
+        let listener = |to: IpAddr| p.listener(TCP | 80, to, |_| true);
+        assert_eq!(listener([127, 0, 0, 1].into()), Some(A));
+        assert_eq!(listener(Ipv6Addr::LOCALHOST.into()), Some(B));
     }
 
     #[test]

@@ -32,7 +32,7 @@ use crate::{
     mad::{Attribute, MAD_LEN, Mad},
     types::{
         AcceptArgs, CmConfig, CmError, ConnId, ConnTransport, ConnectArgs, Counters, DropReason, Event, ListenArgs,
-        ListenId, OutMad, RemoteQp,
+        ListenId, OutMad, RemoteQp, overlap,
     },
 };
 
@@ -134,9 +134,8 @@ impl Manager {
     /// When a listener has the port on this address already.
     pub fn listen_for(&mut self, args: &ListenArgs) -> Result<ListenId, CmError> {
         let ListenArgs { space, port, .. } = *args;
-        let addr = args.addr.map(|a| a.to_canonical()).filter(|a| !a.is_unspecified());
-        let clash =
-            |l: &Listener| (l.space, l.port) == (space, port) && (l.addr.is_none() || addr.is_none() || l.addr == addr);
+        let addr = args.addr.map(|a| a.to_canonical());
+        let clash = |l: &Listener| (l.space, l.port) == (space, port) && overlap(l.addr, addr);
         if self.listeners.values().any(clash) {
             return Err(CmError::AddressInUse);
         }
@@ -160,7 +159,7 @@ impl Manager {
         let port = service.port(space)?;
         self.listeners
             .iter()
-            .find(|(_, l)| (l.space, l.port) == (space, port) && l.addr.is_none_or(|a| a == local))
+            .find(|(_, l)| (l.space, l.port) == (space, port) && overlap(l.addr, Some(local)))
             .map(|(id, l)| Heard {
                 id: *id,
                 space,
