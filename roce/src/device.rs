@@ -10,6 +10,7 @@ use std::{
     },
 };
 
+use roce_broker::Report;
 use roce_mem::{MemError, MemoryTable};
 use roce_net::{
     Closed, DatapathCounters, Driver, DriverConfig, OpenError, OpenSockets, Tap, UdpConfig, UdpDatapath, iface,
@@ -79,6 +80,8 @@ pub trait Services: Send + Sync + core::fmt::Debug {
     /// A packet for another of the processes, which came merged behind one for this one. Called under the lock of the
     /// device, so it must not wait.
     fn hand_over(&self, _meta: &RxMeta, _bytes: &[u8]) {}
+    /// The device has closed, and this is what it has counted. Called with no lock of the device held.
+    fn closing(&self, _report: Report) {}
 }
 
 impl Default for DeviceConfig {
@@ -151,8 +154,8 @@ pub(crate) struct DeviceInner {
     pub(crate) xrcds: AtomicU32,
     pub(crate) next_srq: AtomicU32,
     next_cq: AtomicU32,
-    addr: IpAddr,
-    mtu: Mtu,
+    pub(crate) addr: IpAddr,
+    pub(crate) mtu: Mtu,
 }
 
 impl core::fmt::Debug for Device {
@@ -364,8 +367,7 @@ impl Device {
 
     /// What was counted so far.
     pub fn stats(&self) -> DeviceStats {
-        let (port, path) = self.0.driver.counters();
-        DeviceStats { port, path }
+        self.0.stats()
     }
 
     /// Sets the receive buffer of the sockets, bytes, and returns what the system granted (as it counts: twice the
@@ -427,7 +429,24 @@ impl Device {
     }
 }
 
+impl Drop for DeviceInner {
+    fn drop(&mut self) {
+        if let Some(services) = self.services.take()
+            && !self.driver.is_inherited()
+        {
+            // First, as it still sends.
+            self.driver.close();
+            services.closing(self.report());
+        }
+    }
+}
+
 impl DeviceInner {
+    pub(crate) fn stats(&self) -> DeviceStats {
+        let (port, path) = self.driver.counters();
+        DeviceStats { port, path }
+    }
+
     /// The local address for a peer when the program named none.
     pub(crate) fn local_for(&self, remote: IpAddr) -> Result<IpAddr, VerbsError> {
         if !self.addr.is_unspecified() {

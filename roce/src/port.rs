@@ -333,6 +333,12 @@ impl Device {
 
     /// The hardware counters that rdma_rxe has, by its names and in its order (`rxe_hw_counters.c`).
     pub fn hw_counters(&self) -> [(&'static str, u64); 15] {
+        self.0.hw_counters()
+    }
+}
+
+impl DeviceInner {
+    pub(crate) fn hw_counters(&self) -> [(&'static str, u64); 15] {
         let DeviceStats { port, path } = self.stats();
         let t = &port.transport;
         let lost = path.tx_too_long + path.tx_no_buffers + path.tx_unreachable + path.tx_forbidden + path.tx_errors;
@@ -349,7 +355,7 @@ impl Device {
             ("retry_rnr_exceeded_err", t.retry_rnr_exceeded_err),
             ("completer_retry_err", t.completer_retry_err),
             ("send_err", t.send_err + lost),
-            ("link_downed", self.0.router.port.link_downed.load(Ordering::Relaxed)),
+            ("link_downed", self.router.port.link_downed.load(Ordering::Relaxed)),
             ("rdma_sends", t.rdma_sends),
             ("rdma_recvs", t.rdma_recvs),
         ]

@@ -46,6 +46,10 @@ impl Services for Listeners {
         }
     }
 
+    fn closing(&self, report: Report) {
+        self.0.report_last(report);
+    }
+
     fn hand_over(&self, meta: &RxMeta, bytes: &[u8]) {
         // Lost if the broker has no room: the sender sends it again.
         self.0.hand_over(meta, bytes);
@@ -63,16 +67,20 @@ impl Inbox for Post {
         }
     }
 
-    fn report(&self) -> Report {
-        let Some(device) = self.0.upgrade().map(Device) else {
-            return Report::default();
-        };
-        let counters = device.hw_counters().into_iter();
-        let addr = Some(device.addr()).filter(|a| !a.is_unspecified());
+    fn report(&self) -> Option<Report> {
+        self.0.upgrade().map(|inner| inner.report())
+    }
+}
+
+impl DeviceInner {
+    /// What other processes may know about the device.
+    pub(crate) fn report(&self) -> Report {
+        let counters = self.hw_counters().into_iter();
+        let addr = Some(self.addr).filter(|a| !a.is_unspecified());
         Report {
             addrs: addr.into_iter().collect(),
-            mtu: device.mtu().bytes() as u32,
-            queue_pairs: device.0.driver.with_quiet(|port, _| port.queue_pairs()).unwrap_or(0) as u64,
+            mtu: self.mtu.bytes() as u32,
+            queue_pairs: self.driver.with_quiet(|port, _| port.queue_pairs()).unwrap_or(0) as u64,
             counters: counters.map(|(name, value)| (name.to_owned(), value)).collect(),
         }
     }

@@ -270,7 +270,7 @@ fn counter_of(path: &str) -> Option<(&str, &str)> {
     COUNTERS.contains(&name).then_some((device, name))
 }
 
-/// A counter's value: of all processes that share the device's address, or of this one.
+/// A counter's value: of all processes that share the device's address, ended ones included, or of this one.
 fn count(device: &VerbsDevice, name: &str) -> Option<u64> {
     if name == LINK_DOWNED {
         return Some(device.link_downed.load(Ordering::Relaxed));
@@ -278,9 +278,7 @@ fn count(device: &VerbsDevice, name: &str) -> Option<u64> {
     let shared = JoinConfig::from_env().and_then(|how| broker::statistics(&how.dir).ok()?);
     if let Some(statistics) = shared {
         let own: Vec<IpAddr> = device.gids.entries().into_iter().map(|(_, ip)| ip).collect();
-        let reports = statistics.processes.iter().filter_map(|p| p.report.as_ref());
-        let concerned = reports.filter(|r| r.addrs.is_empty() || r.addrs.iter().any(|ip| own.contains(ip)));
-        return Some(concerned.filter_map(|r| r.counters.get(name)).sum());
+        return Some(statistics.sum(&own, name));
     }
     let counters = engine::current()?.device.hw_counters();
     counters.iter().find(|(n, _)| *n == name).map(|(_, value)| *value)

@@ -3,17 +3,23 @@
 use std::fmt::Write;
 
 use clap::Args;
-use roce::broker::{ProcessReport, Statistics};
+use roce::broker::{Ended, ProcessReport, Statistics};
 
 use crate::output::{self, Failure};
 
 #[derive(Args)]
 #[command(after_help = "\
 One line for each process that uses an address through the broker, with the counters that `rdma statistic` shows for \
-rdma_rxe, and one line with the broker's own. Counters that are zero are left out.
+rdma_rxe; then one for all that have ended since the broker was started, with their sums (one for each address, if they \
+had single ones); and one line with the broker's own. Counters that are zero are left out.
 
-With --json: one object with `pid` (the broker's), `addrs`, `processes` and `counters`; `null` if no broker runs. A \
-process that does not answer within 2 seconds has `report` null.")]
+A process tells its counters when it closes its device and when it exits. Of one that was killed by a signal nobody knows \
+what it had counted since it told last, which is when somebody asked (this command, or a reader of hw_counters in sysfs).
+
+With --json: one object with `pid` (the broker's), `addrs`, `processes`, `ended` (an array of objects with `addrs`, \
+`processes`, their number, and `counters`), `ended_unknown` (how many have ended without having told anything) and \
+`counters`; `null` if no broker runs. A process that does not answer within 2 seconds has `answered` false, and in \
+`report` what it told last, or null.")]
 pub(crate) struct StatArgs {
     /// Only this process
     #[arg(long, value_name = "PID")]
@@ -31,6 +37,8 @@ pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
     let mut found = super::statistics()?;
     if let (Some(statistics), Some(pid)) = (&mut found, args.pid) {
         statistics.processes.retain(|p| p.pid == pid);
+        statistics.ended.clear();
+        statistics.ended_unknown = 0;
     }
     if args.json {
         return output::json(&found);
@@ -40,6 +48,12 @@ pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
     };
     for process in &statistics.processes {
         output::line(&process_line(process, args.all))?;
+    }
+    for ended in &statistics.ended {
+        output::line(&ended_line(ended, args.all))?;
+    }
+    if statistics.ended_unknown > 0 {
+        output::line(&format!("ended {} processes (not counted)", statistics.ended_unknown))?;
     }
     output::line(&broker_line(&statistics, args.all))
 }
@@ -61,16 +75,22 @@ fn list(addrs: &[std::net::IpAddr]) -> String {
 
 fn process_line(p: &ProcessReport, zeroes: bool) -> String {
     let head = format!("process {} {} slot {}", p.pid, p.name, p.place.slot);
+    let silent = if p.answered { "" } else { " (does not answer)" };
     match &p.report {
         Some(r) => format!(
-            "{head} addr {} qps {} connections {}{}",
+            "{head} addr {} qps {} connections {}{}{silent}",
             list(&r.addrs),
             r.queue_pairs,
             p.connections,
             counters(r.counters.iter(), zeroes)
         ),
-        None => format!("{head} connections {} (does not answer)", p.connections),
+        None => format!("{head} connections {}{silent}", p.connections),
     }
+}
+
+fn ended_line(e: &Ended, zeroes: bool) -> String {
+    let counters = counters(e.counters.iter(), zeroes);
+    format!("ended {} processes addr {}{counters}", e.processes, list(&e.addrs))
 }
 
 fn broker_line(s: &Statistics, zeroes: bool) -> String {
@@ -96,6 +116,7 @@ mod tests {
             place: Place { slot: 3, generation: 1 },
             connections: 1,
             bindings: vec![],
+            answered: false,
             report: None,
         };
         assert_eq!(
@@ -108,11 +129,25 @@ mod tests {
             counters: counters.into(),
             ..Report::default()
         });
-        let line = process_line(&process, false);
-        assert_eq!(
-            line,
-            "process 7 ib_write_bw slot 3 addr all qps 2 connections 1 sent_pkts 5"
-        );
+        let known = "process 7 ib_write_bw slot 3 addr all qps 2 connections 1 sent_pkts 5";
+        assert_eq!(process_line(&process, false), format!("{known} (does not answer)"));
+        process.answered = true;
+        assert_eq!(process_line(&process, false), known);
         assert!(process_line(&process, true).contains("rcvd_pkts 0"));
+    }
+
+    #[test]
+    fn a_line_for_those_that_have_ended() {
+        let mut ended = Ended {
+            processes: 3,
+            counters: [("sent_pkts".to_owned(), 5), ("rcvd_pkts".to_owned(), 0)].into(),
+            ..Ended::default()
+        };
+        assert_eq!(ended_line(&ended, false), "ended 3 processes addr all sent_pkts 5");
+        ended.addrs.push([127, 0, 0, 1].into());
+        assert_eq!(
+            ended_line(&ended, true),
+            "ended 3 processes addr 127.0.0.1 rcvd_pkts 0 sent_pkts 5"
+        );
     }
 }

@@ -6,7 +6,10 @@ use std::{
     net::IpAddr,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
-    sync::{Arc, OnceLock},
+    sync::{
+        Arc, Once, OnceLock, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -20,9 +23,10 @@ use roce_port::{QpnSlot, RxMeta};
 use crate::{
     proto::{
         Binding, Connection, Meta, Place, Refusal, Rejoin, Reply, Report, Request, Statistics, ToBroker, ToClient,
-        VERSION,
+        UNASKED, VERSION,
     },
     start::{self, StartError},
+    sys,
     track::Tracker,
     wire::{self, MAX_RECORD, Record, RecvError},
 };
@@ -37,6 +41,8 @@ const REQUEST_TIME: Duration = Duration::from_secs(30);
 const RETRY: Duration = Duration::from_millis(200);
 /// Connections or ports of one record.
 const RESTORED: usize = 256;
+/// How long a process that exits may wait until the broker knows what it has counted.
+const EXIT_TIME: Duration = Duration::from_secs(2);
 /// Attempts to join a broker that ends just then.
 const ATTEMPTS: usize = 20;
 
@@ -115,8 +121,8 @@ impl JoinConfig {
 pub trait Inbox: Send + Sync {
     /// A packet that another socket received: for QP1, or one that was merged behind another process's.
     fn datagram(&self, meta: &RxMeta, bytes: &[u8]);
-    /// What the member tells about itself.
-    fn report(&self) -> Report;
+    /// What the member tells about itself; `None`: there is nothing (any more).
+    fn report(&self) -> Option<Report>;
 }
 
 /// An address that was opened.
@@ -149,6 +155,29 @@ struct Shared {
     state: Mutex<State>,
     changed: Condvar,
     inbox: OnceLock<Arc<dyn Inbox>>,
+    /// The last report is given: none follows.
+    reported: AtomicBool,
+    /// The broker has been told what it asked for by [`UNASKED`].
+    told: AtomicBool,
+    /// [`ToBroker::Exiting`], encoded.
+    exiting: Vec<u8>,
+}
+
+/// The members of this process, for its exit.
+static MEMBERS: Mutex<Vec<Weak<Shared>>> = Mutex::new(Vec::new());
+static AT_EXIT: Once = Once::new();
+
+/// Many programs end without closing their devices. This may run in a signal handler, with the locks of whoever it
+/// interrupted held for ever: the thread that listens to the broker does what needs them, and is not waited for for long.
+extern "C" fn exiting() {
+    let until = Instant::now() + EXIT_TIME;
+    for index in 0.. {
+        let next = MEMBERS.try_lock().and_then(|members| members.get(index).cloned());
+        let Some(member) = next else { return };
+        if let Some(member) = member.upgrade() {
+            member.ask_to_be_asked(until);
+        }
+    }
 }
 
 /// A place among the processes that share an address. Dropping it leaves.
@@ -180,6 +209,7 @@ pub fn join(config: &JoinConfig) -> Result<Membership, JoinError> {
             Err(e) => return Err(e),
         }
     };
+    let exiting = wire::encode(&ToBroker::Exiting, &[]).map_err(context("preparing the last message"))?;
     let link = Arc::new(link);
     let shared = Arc::new(Shared {
         config: config.clone(),
@@ -192,12 +222,16 @@ pub fn join(config: &JoinConfig) -> Result<Membership, JoinError> {
         }),
         changed: Condvar::new(),
         inbox: OnceLock::new(),
+        reported: AtomicBool::new(false),
+        told: AtomicBool::new(false),
+        exiting,
     });
     let theirs = shared.clone();
     thread::Builder::new()
         .name("ferroce broker".into())
         .spawn(move || theirs.serve(link))
         .map_err(context("starting the thread that listens to the broker"))?;
+    shared.register();
     Ok(Membership { shared })
 }
 
@@ -297,6 +331,17 @@ impl Membership {
     /// network.
     pub fn set_inbox(&self, inbox: Arc<dyn Inbox>) {
         let _ = self.shared.inbox.set(inbox);
+    }
+
+    /// Tells what the member has counted in all, before it leaves: the broker keeps that, and nothing that comes later.
+    pub fn report_last(&self, report: Report) {
+        if !self.shared.is_ours() || self.shared.reported.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let link = self.shared.state.lock().link.clone();
+        if let Some(link) = link {
+            tell_report(&link, UNASKED, Some(report));
+        }
     }
 
     /// The sockets of an address: the member's, and what holds the groups. `::` means IPv4 too.
@@ -406,7 +451,45 @@ impl Drop for Membership {
     }
 }
 
+/// Nobody dies of statistics that are not complete.
+fn tell_report(link: &OwnedFd, token: u64, report: Option<Report>) {
+    let message = ToBroker::Report { token, report };
+    let sent = wire::encode(&message, &[]).and_then(|bytes| wire::send(link.as_fd(), &bytes, &[], false));
+    if let Err(e) = sent {
+        tracing::debug!("the broker is not told what was counted: {e}");
+    }
+}
+
 impl Shared {
+    /// Has the process tell at its exit what it has counted.
+    fn register(self: &Arc<Self>) {
+        AT_EXIT.call_once(|| {
+            if let Err(e) = sys::at_exit(exiting) {
+                tracing::info!("what this process counts is not told at its exit: {e}");
+            }
+        });
+        // A fork may have left it locked, which then is for ever.
+        if let Some(mut members) = MEMBERS.try_lock_for(EXIT_TIME) {
+            members.retain(|m| m.strong_count() > 0);
+            members.push(Arc::downgrade(self));
+        }
+    }
+
+    /// Waits until the broker has asked for a report and got it, or has no time for that. Allocates nothing.
+    fn ask_to_be_asked(&self, until: Instant) {
+        if !self.is_ours() {
+            return;
+        }
+        let link = self.state.try_lock().and_then(|state| state.link.clone());
+        let Some(link) = link else { return };
+        if wire::send(link.as_fd(), &self.exiting, &[], false).is_err() {
+            return;
+        }
+        while !self.told.load(Ordering::Acquire) && Instant::now() < until {
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
     fn is_ours(&self) -> bool {
         self.pid == std::process::id()
     }
@@ -539,10 +622,13 @@ impl Shared {
             }
             ToClient::Datagram(meta) => self.take_datagram(&meta, &record.payload, tracker),
             ToClient::Query { token } => {
-                let report = self.inbox.get().map(|i| i.report()).unwrap_or_default();
-                let message = ToBroker::Report { token, report };
-                // Nobody dies of statistics that are not complete.
-                let _ = wire::encode(&message, &[]).and_then(|b| wire::send(link.as_fd(), &b, &[], false));
+                let report = self.inbox.get().and_then(|i| i.report());
+                // The report may have ended the device, which then has told more.
+                let report = report.filter(|_| !self.reported.load(Ordering::Acquire));
+                tell_report(link, token, report);
+                if token == UNASKED {
+                    self.told.store(true, Ordering::Release);
+                }
             }
         }
     }

@@ -26,5 +26,5 @@ mod track;
 mod wire;
 
 pub use client::{Inbox, JoinConfig, JoinError, Membership, join, running_broker, statistics};
-pub use proto::{Place, ProcessReport, Report, Statistics};
+pub use proto::{Ended, Place, ProcessReport, Report, Statistics};
 pub use start::{StartError, make_home, runtime_dir};

@@ -14,7 +14,15 @@ use roce_port::{QpnSlot, RxMeta};
 use serde::{Deserialize, Serialize};
 
 /// Version of this protocol. Broker and members of other versions refuse each other.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
+/// The token of reports that nobody waits for.
+pub const UNASKED: u64 = 0;
+/// Counters of a [`Report`] that are kept, and those of all that have ended at an address.
+pub const MAX_COUNTERS: usize = 32;
+/// The longest name of a counter, bytes.
+pub const MAX_COUNTER_NAME: usize = 32;
+/// Addresses of a [`Report`] that are kept.
+pub const MAX_REPORT_ADDRS: usize = 4;
 /// How many top bits of a queue pair number choose the socket.
 pub const SLOT_BITS: u8 = 7;
 /// Sockets of a group. Slot 0 is the broker's.
@@ -149,13 +157,16 @@ pub enum ToBroker {
     /// A packet for another member that the kernel gave to this one: several packets of one sender may come merged, and
     /// are steered by the first.
     Datagram(Meta),
-    /// Answer to [`ToClient::Query`].
+    /// Answer to [`ToClient::Query`], or told unasked.
     Report {
-        /// The query's.
+        /// The query's, or [`UNASKED`].
         token: u64,
-        /// What is asked for.
-        report: Report,
+        /// What is asked for; `None`: there is nothing (any more).
+        report: Option<Report>,
     },
+    /// The process is about to exit with its device open, and wants a [`ToClient::Query`] of [`UNASKED`]: what it answers
+    /// is the last that the broker hears of its counters.
+    Exiting,
     /// The member leaves, having ended its connections itself.
     Goodbye,
 }
@@ -319,6 +330,37 @@ pub struct Report {
     pub counters: BTreeMap<String, u64>,
 }
 
+impl Report {
+    /// What a broker keeps of it, as members are not trusted: [`MAX_REPORT_ADDRS`] addresses, in order, and
+    /// [`MAX_COUNTERS`] counters, with names of at most [`MAX_COUNTER_NAME`] lower-case letters, digits and underscores.
+    pub fn bounded(mut self) -> Self {
+        let is_name = |name: &String| {
+            let is_sound = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_';
+            (1..=MAX_COUNTER_NAME).contains(&name.len()) && name.bytes().all(is_sound)
+        };
+        let counters = self.counters.into_iter().filter(|(name, _)| is_name(name));
+        self.counters = counters.take(MAX_COUNTERS).collect();
+        for addr in &mut self.addrs {
+            *addr = addr.to_canonical();
+        }
+        self.addrs.sort_unstable();
+        self.addrs.dedup();
+        self.addrs.truncate(MAX_REPORT_ADDRS);
+        self
+    }
+}
+
+/// What processes had counted that have ended. They can't tell any more: of one that was killed it is what it had told last.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Ended {
+    /// Addresses of their device, as in [`Report`].
+    pub addrs: Vec<IpAddr>,
+    /// How many they were.
+    pub processes: u64,
+    /// Their sums by name. They stop at the largest value.
+    pub counters: BTreeMap<String, u64>,
+}
+
 /// A member, as others see it.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct ProcessReport {
@@ -334,7 +376,9 @@ pub struct ProcessReport {
     pub connections: u64,
     /// Its ports.
     pub bindings: Vec<Binding>,
-    /// What it tells; `None` if it did not answer in time.
+    /// It answered in time.
+    pub answered: bool,
+    /// What it tells, or told last; `None` if it never has.
     pub report: Option<Report>,
 }
 
@@ -347,8 +391,27 @@ pub struct Statistics {
     pub addrs: Vec<IpAddr>,
     /// The members.
     pub processes: Vec<ProcessReport>,
+    /// What ended members had counted since the broker was started, by the addresses of their devices.
+    pub ended: Vec<Ended>,
+    /// Ended members whose counters are not known: they had not told any, or are of more addresses than are kept.
+    pub ended_unknown: u64,
     /// What the broker counted, by name.
     pub counters: BTreeMap<String, u64>,
+}
+
+impl Statistics {
+    /// A counter of all processes, ended ones included, whose device has one of these addresses or all of the host's.
+    /// `u64::MAX` if it is more.
+    pub fn sum(&self, addrs: &[IpAddr], name: &str) -> u64 {
+        let living = self.processes.iter().filter_map(|p| p.report.as_ref());
+        let living = living.map(|r| (&r.addrs, &r.counters));
+        let ended = self.ended.iter().map(|e| (&e.addrs, &e.counters));
+        living
+            .chain(ended)
+            .filter(|(of, _)| of.is_empty() || of.iter().any(|ip| addrs.contains(ip)))
+            .filter_map(|(_, counters)| counters.get(name))
+            .fold(0, |sum, n| sum.saturating_add(*n))
+    }
 }
 
 #[cfg(test)]
@@ -367,6 +430,75 @@ mod tests {
         let told = RxMeta::from(&serde_json::from_str::<Meta>(&text).unwrap());
         assert_eq!((told.local, told.remote), (seen.local, sender));
         assert_eq!((told.tos, told.hop_limit), (0x68, 9));
+    }
+
+    fn report(addrs: &[[u8; 4]], counters: &[(&str, u64)]) -> Report {
+        Report {
+            addrs: addrs.iter().map(|a| IpAddr::from(*a)).collect(),
+            counters: counters.iter().map(|(name, n)| ((*name).to_owned(), *n)).collect(),
+            ..Report::default()
+        }
+    }
+
+    #[test]
+    fn a_report_is_cut_to_what_is_kept() {
+        let usual = report(&[[127, 0, 0, 1]], &[("sent_pkts", 7), ("rdma_sends2", 0)]);
+        assert_eq!(usual.clone().bounded(), usual);
+        let long = "x".repeat(MAX_COUNTER_NAME + 1);
+        let odd = report(
+            &[],
+            &[
+                ("", 1),
+                ("a b", 2),
+                ("é", 3),
+                ("A", 4),
+                ("a\n", 5),
+                (&long, 6),
+                (&long[1..], 7),
+            ],
+        );
+        assert_eq!(odd.bounded().counters, report(&[], &[(&long[1..], 7)]).counters);
+        let mut many = Report::default();
+        many.counters.extend((0..1000).map(|n| (format!("c{n}"), n)));
+        many.addrs
+            .extend((0..1000).map(|n: u16| IpAddr::from([10, 0, 1, (n % 200) as u8])));
+        many.addrs.push("::ffff:10.0.1.0".parse().unwrap());
+        let kept = many.bounded();
+        assert_eq!(
+            (kept.counters.len(), kept.addrs.len()),
+            (MAX_COUNTERS, MAX_REPORT_ADDRS)
+        );
+        assert_eq!(kept.addrs[1], IpAddr::from([10, 0, 1, 1]), "in order, each once");
+    }
+
+    #[test]
+    fn a_counter_of_a_device_is_that_of_its_processes_ended_or_not() {
+        let living = |addrs: &[[u8; 4]], n| ProcessReport {
+            pid: 1,
+            uid: 0,
+            name: String::new(),
+            place: Place { slot: 1, generation: 0 },
+            connections: 0,
+            bindings: vec![],
+            answered: true,
+            report: Some(report(addrs, &[("sent_pkts", n)])),
+        };
+        let ended = |addrs: &[[u8; 4]], n| Ended {
+            addrs: report(addrs, &[]).addrs,
+            processes: 1,
+            counters: report(&[], &[("sent_pkts", n), ("huge", u64::MAX)]).counters,
+        };
+        let (one, two) = ([10, 0, 0, 1], [10, 0, 0, 2]);
+        let statistics = Statistics {
+            processes: vec![living(&[], 1), living(&[one], 2), living(&[two], 4)],
+            ended: vec![ended(&[], 8), ended(&[one], 16), ended(&[two], 32)],
+            ..Statistics::default()
+        };
+        assert_eq!(statistics.sum(&[one.into()], "sent_pkts"), 1 + 2 + 8 + 16);
+        assert_eq!(statistics.sum(&[one.into(), two.into()], "sent_pkts"), 63);
+        assert_eq!(statistics.sum(&[], "sent_pkts"), 9);
+        assert_eq!(statistics.sum(&[one.into()], "huge"), u64::MAX);
+        assert_eq!(statistics.sum(&[one.into()], "none"), 0);
     }
 
     #[test]

@@ -69,6 +69,15 @@ pub(crate) fn network(socket: BorrowedFd<'_>) -> Option<u64> {
     check(rc).ok().map(|()| cookie)
 }
 
+/// Has a function called when the process ends by `exit()` or by returning from `main`.
+pub(crate) fn at_exit(handler: extern "C" fn()) -> io::Result<()> {
+    // SAFETY: the function stays: what this crate is linked into owns threads, so it is never unloaded.
+    match unsafe { libc::atexit(handler) } {
+        0 => Ok(()),
+        _ => Err(io::ErrorKind::OutOfMemory.into()),
+    }
+}
+
 fn check(rc: c_int) -> io::Result<()> {
     match rc {
         0 => Ok(()),

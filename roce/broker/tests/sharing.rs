@@ -1,5 +1,6 @@
 //! Processes that share an address, through the facade: the other processes are this test program again, in [`member`].
 
+mod ended;
 mod member;
 
 use std::{

@@ -18,6 +18,7 @@ use slab::Slab;
 use super::{
     Config,
     client::{Client, FIRST_WORD},
+    ended::Gone,
     gsi::{Arrival, Gsi, Target, target},
     orphans::Orphans,
     ports::Ports,
@@ -42,6 +43,8 @@ const MAD_TRANSACTION: usize = 8;
 const METHOD_RESPONSE: u8 = 0x80;
 /// Records of one client in a row.
 const CLIENT_BUDGET: usize = 128;
+/// Records of one whose process has ended: more than its socket holds.
+const LAST_BUDGET: usize = 4096;
 /// How long members of a former broker are waited for.
 const SETTLE: Duration = Duration::from_secs(5);
 /// How often is looked after what no event tells.
@@ -101,6 +104,7 @@ pub(super) struct Broker {
     /// Becomes `contested` after this round.
     pub(super) asked_now: Vec<Deferred>,
     pub(super) questions: Vec<Question>,
+    pub(super) gone: Gone,
     pub(super) counters: BTreeMap<&'static str, u64>,
     started: Instant,
     /// Since when there was nothing to do.
@@ -151,6 +155,7 @@ impl Broker {
             contested: Vec::new(),
             asked_now: Vec::new(),
             questions: Vec::new(),
+            gone: Gone::default(),
             counters: BTreeMap::new(),
             started: time,
             unused_since: time,
@@ -211,9 +216,9 @@ impl Broker {
             Source::Listener => self.accept(),
             Source::Client(key) => {
                 self.flush(key);
-                self.serve_client(key);
+                self.serve_client(key, CLIENT_BUDGET);
             }
-            Source::Process(key) => self.remove(key, false),
+            Source::Process(key) => self.lose(key),
             Source::Gsi(key) => {
                 let mut arrivals = Vec::new();
                 if let Some(gsi) = self.groups.get_mut(key)
@@ -283,8 +288,8 @@ impl Broker {
         }
     }
 
-    fn serve_client(&mut self, key: usize) {
-        for _ in 0..CLIENT_BUDGET {
+    fn serve_client(&mut self, key: usize, budget: usize) {
+        for _ in 0..budget {
             let Some(client) = self.clients.get(key) else { return };
             match client.receive(&mut self.buffer) {
                 Ok(record) => self.take_record(key, record),
@@ -318,6 +323,7 @@ impl Broker {
                 }
             }
             ToBroker::Report { token, report } => self.on_report(key, token, report),
+            ToBroker::Exiting => self.on_exiting(key),
             ToBroker::Goodbye => self.remove(key, true),
         }
     }
@@ -332,7 +338,13 @@ impl Broker {
         self.clients.get(key).is_some_and(|c| c.place.is_some() && opened(c))
     }
 
-    /// A connection has ended, or the process at its other end.
+    /// The process at the other end of a connection has ended. What it had said before is heard.
+    pub(super) fn lose(&mut self, key: usize) {
+        self.serve_client(key, LAST_BUDGET);
+        self.remove(key, false);
+    }
+
+    /// A connection has ended.
     pub(super) fn remove(&mut self, key: usize, clean: bool) {
         let Some(client) = self.clients.try_remove(key) else {
             return;
@@ -344,6 +356,10 @@ impl Broker {
         self.forget_questions(key);
         let Some(place) = client.place else { return };
         tracing::info!(pid = client.process.pid, name = client.name, clean, "a process leaves");
+        match clean {
+            true => self.gone.left(client.last),
+            false => self.gone.lost(place, client.last),
+        }
         self.by_place.remove(&place);
         self.slots.release(boot_time(), place, clean);
         self.ports.remove_all(place);

@@ -12,7 +12,7 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::{slots::Process, state};
 use crate::{
-    proto::{Place, Reply, ToBroker, ToClient},
+    proto::{Place, Reply, Report, ToBroker, ToClient},
     sys,
     wire::{self, Record, RecvError},
 };
@@ -41,6 +41,8 @@ pub(super) struct Client {
     pub(super) since: Instant,
     /// It had a place with a former broker, and has not told yet all that went with it.
     pub(super) restoring: bool,
+    /// What it told last about itself.
+    pub(super) last: Option<Report>,
     waiting: VecDeque<(Vec<u8>, Vec<OwnedFd>)>,
 }
 
@@ -64,6 +66,7 @@ impl Client {
             opened: BTreeSet::new(),
             since: now,
             restoring: false,
+            last: None,
             waiting: VecDeque::new(),
         })
     }
@@ -87,13 +90,17 @@ impl Client {
         Ok(())
     }
 
-    /// Sends what waits.
+    /// Sends what waits. That the other side is gone is no error here: reading tells, after what it has said.
     pub(super) fn flush(&mut self) -> io::Result<()> {
         while let Some((bytes, fds)) = self.waiting.front() {
             let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
             match wire::send(self.socket.as_fd(), bytes, &fds, false) {
                 Ok(()) => {}
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(e) if matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {
+                    self.waiting.clear();
+                    return Ok(());
+                }
                 Err(e) => return Err(e),
             }
             self.waiting.pop_front();

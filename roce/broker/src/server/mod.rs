@@ -2,6 +2,7 @@
 
 mod broker;
 mod client;
+mod ended;
 mod gsi;
 mod orphans;
 mod ports;

@@ -1,12 +1,6 @@
 //! What clients ask for.
 
-use std::{
-    collections::{BTreeSet, HashMap},
-    io,
-    net::IpAddr,
-    os::fd::OwnedFd,
-    time::Duration,
-};
+use std::{collections::BTreeSet, io, net::IpAddr, os::fd::OwnedFd, time::Duration};
 
 use roce_net::now;
 use roce_verbs::Instant;
@@ -20,7 +14,7 @@ use crate::{
     group::{Group, GroupError, family_addresses},
     proto::{
         Binding, Connection, Place, ProcessReport, Refusal, Rejoin, Reply, Report, Request, SLOTS, Statistics,
-        ToClient, VERSION,
+        ToClient, UNASKED, VERSION,
     },
 };
 
@@ -45,7 +39,7 @@ pub(super) struct Question {
     token: u64,
     /// Clients that have not answered.
     waiting: BTreeSet<usize>,
-    reports: HashMap<usize, Report>,
+    answered: BTreeSet<usize>,
     until: Instant,
 }
 
@@ -126,7 +120,7 @@ impl Broker {
         let dead = self.clients.iter().filter(|(_, c)| !state::is_alive(c.process));
         let keys: Vec<usize> = dead.map(|(key, _)| key).collect();
         for key in keys {
-            self.remove(key, false);
+            self.lose(key);
         }
     }
 
@@ -197,8 +191,16 @@ impl Broker {
                 None => Outcome::InUse(Refusal::Full, format!("all {} places are taken", SLOTS - 1)),
             };
         };
+        let last = match rejoin {
+            Some(_) => self.gone.returns(place),
+            None => {
+                self.gone.replaced(place);
+                None
+            }
+        };
         if let Some(c) = self.clients.get_mut(client) {
             c.place = Some(place);
+            c.last = last;
             c.restoring = rejoin.is_some();
             tracing::info!(
                 pid = process.pid,
@@ -373,17 +375,31 @@ impl Broker {
             seq,
             token,
             waiting,
-            reports: HashMap::new(),
+            answered: BTreeSet::new(),
             until: now() + REPORT_TIME,
         });
         Outcome::Pending
     }
 
-    pub(super) fn on_report(&mut self, client: usize, token: u64, report: Report) {
+    pub(super) fn on_report(&mut self, client: usize, token: u64, report: Option<Report>) {
+        let Some(c) = self.clients.get_mut(client).filter(|c| c.place.is_some()) else {
+            return;
+        };
+        if let Some(report) = report {
+            c.last = Some(report.bounded());
+        }
         for q in self.questions.iter_mut().filter(|q| q.token == token) {
             if q.waiting.remove(&client) {
-                q.reports.insert(client, report.clone());
+                q.answered.insert(client);
             }
+        }
+    }
+
+    /// A process is about to exit.
+    pub(super) fn on_exiting(&self, client: usize) {
+        let asked = self.clients.get(client).filter(|c| c.place.is_some());
+        if asked.is_some_and(|c| !c.try_send(&ToClient::Query { token: UNASKED }, &[])) {
+            tracing::debug!("a process that exits can't be asked what it has counted");
         }
     }
 
@@ -392,7 +408,7 @@ impl Broker {
         self.questions.retain(|q| q.client != client);
         for q in &mut self.questions {
             q.waiting.remove(&client);
-            q.reports.remove(&client);
+            q.answered.remove(&client);
         }
         self.deferred.retain(|d| d.client != client);
         self.contested.retain(|d| d.client != client);
@@ -422,15 +438,19 @@ impl Broker {
                     place: *place,
                     connections: self.tracker.count(*place) as u64,
                     bindings: self.ports.of(*place),
-                    report: q.reports.get(key).cloned(),
+                    answered: q.answered.contains(key),
+                    report: c.last.clone(),
                 })
             })
             .collect();
         processes.sort_by_key(|p| (p.pid, p.place));
+        let (ended, ended_unknown) = self.gone.sums();
         Statistics {
             pid: std::process::id(),
             addrs: self.groups.iter().map(|(_, g)| g.group.addr()).collect(),
             processes,
+            ended,
+            ended_unknown,
             counters: self.counters.iter().map(|(name, n)| ((*name).to_owned(), *n)).collect(),
         }
     }

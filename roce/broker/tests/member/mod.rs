@@ -211,6 +211,11 @@ fn member() {
                 });
             }
             ["rounds"] => tell(format_args!("rounds {}", count.load(Ordering::Relaxed))),
+            ["sends"] => {
+                let all = device.hw_counters();
+                let sends = all.iter().find(|(name, _)| *name == "rdma_sends").unwrap().1;
+                tell(format_args!("sends {sends}"));
+            }
             _ => tell(format_args!("error {line}")),
         }
     }

@@ -1,0 +1,204 @@
+//! Counters of processes that have ended.
+
+use std::collections::BTreeMap;
+
+use roce_broker::{
+    Report,
+    proto::{Ended, MAX_COUNTERS, Rejoin, Reply, Request, ToBroker, ToClient, UNASKED, VERSION},
+};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketType};
+
+use super::*;
+
+const SENDS: &str = "rdma_sends";
+
+/// What all processes of an address have sent.
+fn sends(place: &Place, addr: &str) -> u64 {
+    place.statistics().sum(&[addr.parse().unwrap()], SENDS)
+}
+
+fn own_sends(process: &mut Process) -> u64 {
+    process.ask("sends", "sends").parse().unwrap()
+}
+
+fn signal(process: &Process, name: &str) {
+    let pid = process.pid().to_string();
+    assert!(Command::new("kill").args([name, &pid]).status().unwrap().success());
+}
+
+#[test]
+fn a_process_that_exits_leaves_its_counters() {
+    const ADDR: &str = "127.45.1.1";
+    let place = Place::new();
+    let (mut server, mut client) = pair(&place, ADDR, 7000);
+    client.more_rounds(5);
+    // Nobody has asked for them yet.
+    let counted = own_sends(&mut client);
+    assert!(counted >= 5);
+    client.quit();
+    let now = place.statistics();
+    let [gone] = now.ended.as_slice() else {
+        panic!("{now:?}")
+    };
+    assert_eq!((gone.processes, now.ended_unknown), (1, 0));
+    assert_eq!(gone.addrs, [ADDR.parse::<IpAddr>().unwrap()]);
+    assert!(gone.counters[SENDS] >= counted, "{gone:?}, not {counted}");
+    let both = gone.counters[SENDS] + own_sends(&mut server);
+    assert!(sends(&place, ADDR) >= both);
+    assert_eq!(sends(&place, "127.45.1.99"), 0, "of another address");
+    // A second one is added.
+    let mut client = open(&place, ADDR);
+    client.ask(&format!("connect {ADDR} 7000"), "event Established");
+    client.more_rounds(5);
+    let second = own_sends(&mut client);
+    client.quit();
+    let now = place.statistics();
+    assert_eq!(now.ended[0].processes, 2);
+    assert!(now.ended[0].counters[SENDS] >= counted + second);
+    server.quit();
+}
+
+#[test]
+fn counters_do_not_go_back_when_a_process_stops_or_is_killed() {
+    const ADDR: &str = "127.45.1.2";
+    let place = Place::new();
+    let (server, mut client) = pair(&place, ADDR, 7000);
+    client.more_rounds(5);
+    let running = sends(&place, ADDR);
+    assert!(running >= 10);
+    signal(&client, "-STOP");
+    let now = place.statistics();
+    let stopped = now.processes.iter().find(|p| p.pid == client.pid()).unwrap();
+    assert!(!stopped.answered && stopped.report.as_ref().unwrap().counters[SENDS] >= 5);
+    let stopped = sends(&place, ADDR);
+    assert!(stopped >= running);
+    client.kill();
+    assert!(sends(&place, ADDR) >= stopped);
+    server.quit();
+}
+
+/// What it has counted is told by the drop of the device, the packets included that this sends.
+#[test]
+fn a_device_that_is_closed_leaves_its_counters() {
+    let place = Place::new();
+    let addr: IpAddr = [127, 45, 1, 3].into();
+    let stays = place.join();
+    let device = Device::open_shared(DeviceConfig::new(addr), &place.how()).unwrap();
+    let qpn = device_numbers(&place, &stays);
+    send_merged(addr, [qpn, qpn + 1]);
+    wait_until("both packets are there", || device.stats().port.rx_packets == 2);
+    let counted = device.hw_counters().map(|(name, n)| (name.to_owned(), n));
+    drop(device);
+    let expected = Ended {
+        addrs: vec![addr],
+        processes: 1,
+        counters: BTreeMap::from(counted),
+    };
+    let now = place.until("it has left", |s| s.processes.len() == 1);
+    assert_eq!(now.ended, [expected]);
+}
+
+/// A queue pair number of the member that is not `other`.
+fn device_numbers(place: &Place, other: &Membership) -> u32 {
+    let all = place.statistics().processes;
+    let device = all.iter().find(|p| p.place != other.place()).unwrap();
+    device.place.numbers().qpns().first
+}
+
+/// A member that says what it likes.
+struct Liar(OwnedFd);
+
+impl Liar {
+    fn new(place: &Place) -> Self {
+        let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+        let at = SocketAddrUnix::new(place.broker_dir().join("broker.sock")).unwrap();
+        rustix::net::connect(&socket, &at).unwrap();
+        Self(socket)
+    }
+
+    fn say(&self, message: &ToBroker) {
+        let json = serde_json::to_vec(message).unwrap();
+        let bytes = [&(json.len() as u32).to_le_bytes(), json.as_slice()].concat();
+        rustix::net::send(&self.0, &bytes, SendFlags::NOSIGNAL).unwrap();
+    }
+
+    fn hello(&self, rejoin: Option<Rejoin>) -> Rejoin {
+        let request = Request::Hello {
+            version: VERSION,
+            name: "liar".into(),
+            rejoin,
+        };
+        self.say(&ToBroker::Request { seq: 1, request });
+        let mut bytes = vec![0; 96 << 10];
+        let (len, _) = rustix::net::recv(&self.0, &mut bytes, RecvFlags::empty()).unwrap();
+        match serde_json::from_slice(&bytes[4..len]).unwrap() {
+            ToClient::Reply {
+                reply: Reply::Welcome { place, token },
+                ..
+            } => Rejoin { place, token },
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn report(&self, counters: impl IntoIterator<Item = (String, u64)>) {
+        let report = Report {
+            counters: counters.into_iter().collect(),
+            ..Report::default()
+        };
+        let (token, report) = (UNASKED, Some(report));
+        self.say(&ToBroker::Report { token, report });
+    }
+}
+
+#[test]
+fn what_a_member_tells_is_bounded() {
+    let place = Place::new();
+    let stays = place.join();
+    let liar = Liar::new(&place);
+    liar.hello(None);
+    liar.report(
+        (0..1000)
+            .map(|n| (format!("n{n} or a name that is longer than any counter has"), 1))
+            .chain([("a".to_owned(), u64::MAX)]),
+    );
+    let now = place.statistics();
+    let told = now.processes.iter().find(|p| p.name == "liar").unwrap();
+    let kept: Vec<_> = told.report.as_ref().unwrap().counters.iter().collect();
+    assert_eq!(kept, [(&"a".to_owned(), &u64::MAX)]);
+    liar.report(
+        (0..1000)
+            .map(|n| (format!("n{n}"), 1))
+            .chain([("a".to_owned(), u64::MAX)]),
+    );
+    liar.say(&ToBroker::Goodbye);
+    let second = Liar::new(&place);
+    second.hello(None);
+    second.report((0..1000).map(|n| (format!("n{n}"), 7)).chain([("a".to_owned(), 1)]));
+    second.say(&ToBroker::Goodbye);
+    let now = place.until("both have left", |s| s.processes.len() == 1);
+    assert_eq!((now.ended.len(), now.ended[0].processes), (1, 2));
+    assert_eq!(now.ended[0].counters.len(), MAX_COUNTERS);
+    assert_eq!(now.ended[0].counters["a"], u64::MAX, "it stops there");
+    drop(stays);
+}
+
+#[test]
+fn a_member_whose_connection_was_lost_is_not_counted_twice() {
+    let place = Place::new();
+    let stays = place.join();
+    let first = Liar::new(&place);
+    let own = first.hello(None);
+    first.report([("a".to_owned(), 5)]);
+    drop(first);
+    let now = place.until("it is lost", |s| s.processes.len() == 1);
+    assert_eq!(now.sum(&[], "a"), 5);
+    let again = Liar::new(&place);
+    again.hello(Some(own));
+    let now = place.statistics();
+    assert_eq!((now.ended.len(), now.sum(&[], "a")), (0, 5));
+    again.report([("a".to_owned(), 6)]);
+    again.say(&ToBroker::Goodbye);
+    let now = place.until("it has left", |s| s.processes.len() == 1);
+    assert_eq!((now.ended[0].processes, now.sum(&[], "a")), (1, 6));
+    drop(stays);
+}
