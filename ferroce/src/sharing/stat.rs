@@ -18,7 +18,7 @@ what it had counted since it told last, which is when somebody asked (this comma
 
 With --json: one object with `pid` (the broker's), `addrs`, `processes`, `ended` (an array of objects with `addrs`, \
 `processes`, their number, and `counters`), `ended_unknown` (how many have ended without having told anything) and \
-`counters`; `null` if no broker runs. A process that does not answer within 2 seconds has `answered` false, and in \
+`counters`; `null` if no broker runs. Of the ports of a process `bindings` has 64 at most. A process that does not answer within 2 seconds has `answered` false, and in \
 `report` what it told last, or null.")]
 pub(crate) struct StatArgs {
     /// Only this process

@@ -235,6 +235,9 @@ pub fn join(config: &JoinConfig) -> Result<Membership, JoinError> {
     Ok(Membership { shared })
 }
 
+/// The number of requests over a connection that nobody else uses.
+const SEQ: u64 = 0;
+
 /// Sends a request over a connection that nobody else uses, and waits for the answer. What comes besides is passed to
 /// `other`.
 fn ask(
@@ -243,9 +246,13 @@ fn ask(
     fds: &[BorrowedFd<'_>],
     other: &mut dyn FnMut(Record<ToClient>),
 ) -> Result<Record<Reply>, JoinError> {
-    const SEQ: u64 = 0;
     let bytes = wire::encode(&ToBroker::Request { seq: SEQ, request }, &[]).map_err(context("asking the broker"))?;
     wire::send(link.as_fd(), &bytes, fds, true).map_err(context("asking the broker"))?;
+    answer(link, other)
+}
+
+/// Waits for the answer to a request of [`ask`], or for another one to the same.
+fn answer(link: &OwnedFd, other: &mut dyn FnMut(Record<ToClient>)) -> Result<Record<Reply>, JoinError> {
     let mut buffer = vec![0; MAX_RECORD];
     let deadline = Instant::now() + REQUEST_TIME;
     loop {
@@ -305,10 +312,19 @@ pub fn statistics(dir: &Path) -> Result<Option<Statistics>, JoinError> {
     let Some(link) = start::connect(dir)? else {
         return Ok(None);
     };
-    match ask(&link, Request::Statistics, &[], &mut |_| {})?.message {
-        Reply::Statistics(statistics) => Ok(Some(statistics)),
-        _ => Err(JoinError::Protocol),
+    let mut all: Option<Statistics> = None;
+    let mut record = ask(&link, Request::Statistics, &[], &mut |_| {})?;
+    while let Reply::Statistics { part, more } = record.message {
+        match &mut all {
+            None => all = Some(part),
+            Some(all) => all.append(part),
+        }
+        if !more {
+            return Ok(all);
+        }
+        record = answer(&link, &mut |_| {})?;
     }
+    Err(JoinError::Protocol)
 }
 
 /// Whether a broker runs that this user may use.

@@ -23,6 +23,10 @@ pub const MAX_COUNTERS: usize = 32;
 pub const MAX_COUNTER_NAME: usize = 32;
 /// Addresses of a [`Report`] that are kept.
 pub const MAX_REPORT_ADDRS: usize = 4;
+/// Ports of a process that statistics show.
+pub const MAX_SHOWN: usize = 64;
+/// How much of the statistics a record takes, bytes, about: the largest process or sum fits in beside it.
+const PART: usize = 32 << 10;
 /// How many top bits of a queue pair number choose the socket.
 pub const SLOT_BITS: u8 = 7;
 /// Sockets of a group. Slot 0 is the broker's.
@@ -287,8 +291,13 @@ pub enum Reply {
     },
     /// Done.
     Done,
-    /// Who is there, and what was counted.
-    Statistics(Statistics),
+    /// Who is there, and what was counted: in as many answers as that takes.
+    Statistics {
+        /// Some of it.
+        part: Statistics,
+        /// Another answer follows.
+        more: bool,
+    },
     /// Not done.
     Refused {
         /// Why, for programs.
@@ -374,7 +383,7 @@ pub struct ProcessReport {
     pub place: Place,
     /// Connections that its management datagrams show.
     pub connections: u64,
-    /// Its ports.
+    /// Its ports, [`MAX_SHOWN`] at most.
     pub bindings: Vec<Binding>,
     /// It answered in time.
     pub answered: bool,
@@ -400,6 +409,43 @@ pub struct Statistics {
 }
 
 impl Statistics {
+    /// Divides them into parts that each fit into a record.
+    pub(crate) fn parts(mut self) -> Vec<Self> {
+        fn size(item: &impl Serialize) -> usize {
+            serde_json::to_vec(item).map_or(0, |text| text.len())
+        }
+        let (addrs, processes) = (std::mem::take(&mut self.addrs), std::mem::take(&mut self.processes));
+        let ended = std::mem::take(&mut self.ended);
+        let (mut parts, mut used) = (vec![self], 0);
+        let mut add = |size: usize, put: &mut dyn FnMut(&mut Self)| {
+            if used > 0 && used + size > PART {
+                parts.push(Self::default());
+                used = 0;
+            }
+            used += size;
+            if let Some(last) = parts.last_mut() {
+                put(last);
+            }
+        };
+        for addr in addrs {
+            add(size(&addr), &mut |part| part.addrs.push(addr));
+        }
+        for process in processes {
+            add(size(&process), &mut |part| part.processes.push(process.clone()));
+        }
+        for sums in ended {
+            add(size(&sums), &mut |part| part.ended.push(sums.clone()));
+        }
+        parts
+    }
+
+    /// Adds a further part.
+    pub(crate) fn append(&mut self, part: Self) {
+        self.addrs.extend(part.addrs);
+        self.processes.extend(part.processes);
+        self.ended.extend(part.ended);
+    }
+
     /// A counter of all processes, ended ones included, whose device has one of these addresses or all of the host's.
     /// `u64::MAX` if it is more.
     pub fn sum(&self, addrs: &[IpAddr], name: &str) -> u64 {
@@ -499,6 +545,69 @@ mod tests {
         assert_eq!(statistics.sum(&[], "sent_pkts"), 9);
         assert_eq!(statistics.sum(&[one.into()], "huge"), u64::MAX);
         assert_eq!(statistics.sum(&[one.into()], "none"), 0);
+    }
+
+    /// As large as members can make them.
+    fn worst_statistics() -> Statistics {
+        let name = |n: usize| format!("{n:0>width$}", width = MAX_COUNTER_NAME);
+        let counters: BTreeMap<String, u64> = (0..MAX_COUNTERS).map(|n| (name(n), u64::MAX)).collect();
+        let addr: IpAddr = "1111:2222:3333:4444:5555:6666:7777:8888".parse().unwrap();
+        let binding = Binding {
+            service: u64::MAX,
+            addr: Some(addr),
+            reuse: false,
+            bound: false,
+            listening: false,
+        };
+        let process = ProcessReport {
+            pid: u32::MAX,
+            uid: u32::MAX,
+            // Of the longest characters.
+            name: "\u{10ffff}".repeat(crate::server::MAX_NAME),
+            place: Place {
+                slot: 127,
+                generation: 15,
+            },
+            connections: u64::MAX,
+            bindings: vec![binding; MAX_SHOWN],
+            answered: false,
+            report: Some(Report {
+                addrs: vec![addr; MAX_REPORT_ADDRS],
+                mtu: u32::MAX,
+                queue_pairs: u64::MAX,
+                counters: counters.clone(),
+            }),
+        };
+        let sums = Ended {
+            addrs: vec![addr; MAX_REPORT_ADDRS],
+            processes: u64::MAX,
+            counters,
+        };
+        Statistics {
+            addrs: vec![addr; 1000],
+            processes: vec![process; SLOTS - 1],
+            ended: vec![sums; crate::server::MAX_SETS],
+            ended_unknown: 7,
+            ..Statistics::default()
+        }
+    }
+
+    #[test]
+    fn statistics_of_any_size_are_told_in_parts() {
+        let all = worst_statistics();
+        let parts = all.clone().parts();
+        let encode = |(n, part): (usize, &Statistics)| {
+            let (part, more) = (part.clone(), n + 1 < parts.len());
+            let reply = Reply::Statistics { part, more };
+            crate::wire::encode(&ToClient::Reply { seq: u64::MAX, reply }, &[]).expect("it fits into a record")
+        };
+        let total: usize = parts.iter().enumerate().map(encode).map(|bytes| bytes.len()).sum();
+        assert!(total < crate::server::MAX_WAITING_BYTES, "{total} bytes may wait");
+        let mut parts = parts.into_iter();
+        let mut joined = parts.next().unwrap();
+        parts.for_each(|part| joined.append(part));
+        assert_eq!(joined, all);
+        assert_eq!(Statistics::default().parts(), [Statistics::default()]);
     }
 
     #[test]

@@ -22,7 +22,7 @@ use std::{
 };
 
 use roce::{Device, DeviceConfig};
-use roce_broker::{JoinConfig, JoinError, Membership, Statistics, join, statistics};
+use roce_broker::{JoinConfig, JoinError, Membership, Statistics, join, proto::MAX_SHOWN, statistics};
 
 /// What must have happened by then, or it will not.
 const PATIENCE: Duration = Duration::from_secs(180);
@@ -427,6 +427,21 @@ fn ports_are_kept_for_all_processes() {
     assert!(b.bind(port, None, false).is_err(), "the next broker knows it too");
     a.unbind(port, Some(any)).unwrap();
     assert_eq!(b.bind(port, None, false).unwrap(), port);
+}
+
+#[test]
+fn statistics_can_be_had_however_many_ports_a_process_has() {
+    const TCP: u64 = 0x0106_0000;
+    let place = Place::new();
+    let all: Vec<Membership> = (0..3).map(|_| place.join()).collect();
+    for member in &all {
+        for _ in 0..1500 {
+            member.bind(TCP, None, false).unwrap();
+        }
+    }
+    let shown = place.statistics().processes;
+    let ports: Vec<usize> = shown.iter().map(|p| p.bindings.len()).collect();
+    assert_eq!(ports, [MAX_SHOWN; 3]);
 }
 
 #[test]

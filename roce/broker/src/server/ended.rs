@@ -8,7 +8,7 @@ use std::{
 use crate::proto::{Ended, MAX_COUNTERS, Place, Report};
 
 /// Sets of addresses that sums are kept for.
-const MAX_SETS: usize = 64;
+pub(crate) const MAX_SETS: usize = 64;
 /// Members that are gone without a goodbye and might come back.
 const MAX_LOST: usize = 64;
 

@@ -11,6 +11,9 @@ mod slots;
 mod state;
 mod systemd;
 
+#[cfg(test)]
+pub(crate) use {client::MAX_WAITING_BYTES, ended::MAX_SETS, requests::MAX_NAME};
+
 use std::{
     ffi::{OsStr, OsString},
     fs, io,

@@ -13,8 +13,8 @@ use super::{
 use crate::{
     group::{Group, GroupError, family_addresses},
     proto::{
-        Binding, Connection, Place, ProcessReport, Refusal, Rejoin, Reply, Report, Request, SLOTS, Statistics,
-        ToClient, UNASKED, VERSION,
+        Binding, Connection, MAX_SHOWN, Place, ProcessReport, Refusal, Rejoin, Reply, Report, Request, SLOTS,
+        Statistics, ToClient, UNASKED, VERSION,
     },
 };
 
@@ -22,8 +22,8 @@ use crate::{
 const REPORT_TIME: Duration = Duration::from_secs(2);
 /// Requests of one client that wait.
 const MAX_DEFERRED: usize = 64;
-/// The longest name of a process that is kept, bytes.
-const MAX_NAME: usize = 64;
+/// The longest name of a process that is kept, characters.
+pub(crate) const MAX_NAME: usize = 64;
 
 /// A request that waits: for members of a former broker, or for processes to leave whose end is not known yet.
 pub(super) struct Deferred {
@@ -420,8 +420,11 @@ impl Broker {
         let (over, waiting) = all.into_iter().partition(|q| q.waiting.is_empty() || now >= q.until);
         self.questions = waiting;
         for q in over {
-            let statistics = self.statistics(&q);
-            self.reply(q.client, q.seq, Reply::Statistics(statistics), vec![]);
+            let mut parts = self.statistics(&q).parts().into_iter().peekable();
+            while let Some(part) = parts.next() {
+                let more = parts.peek().is_some();
+                self.reply(q.client, q.seq, Reply::Statistics { part, more }, vec![]);
+            }
         }
     }
 
@@ -437,7 +440,7 @@ impl Broker {
                     name: c.name.clone(),
                     place: *place,
                     connections: self.tracker.count(*place) as u64,
-                    bindings: self.ports.of(*place),
+                    bindings: self.ports.of(*place).into_iter().take(MAX_SHOWN).collect(),
                     answered: q.answered.contains(key),
                     report: c.last.clone(),
                 })
