@@ -37,6 +37,8 @@ const PROGRAM_VARIABLE: &str = "FERROCE_BROKER";
 const DIR_VARIABLE: &str = "FERROCE_BROKER_DIR";
 /// How long a request may take, the start of another broker included.
 const REQUEST_TIME: Duration = Duration::from_secs(30);
+/// Requests that are given up while the broker lives and does not answer; of more it keeps what it gives.
+const MAX_GIVEN_UP: usize = 1024;
 /// Pause between two attempts to find a broker again.
 const RETRY: Duration = Duration::from_millis(200);
 /// Connections or ports of one record.
@@ -141,6 +143,8 @@ struct State {
     /// Requests that somebody waits for the answers of.
     awaited: HashMap<u64, Request>,
     replies: HashMap<u64, Record<Reply>>,
+    /// Requests that nobody waits for any more, whose answers must be undone.
+    given_up: HashMap<u64, Request>,
     opened: Vec<Opened>,
     bindings: Vec<Binding>,
     closing: bool,
@@ -512,10 +516,13 @@ impl Shared {
 
     /// Asks the broker, the next one if this one ends meanwhile.
     fn call(&self, request: &Request) -> Result<Record<Reply>, JoinError> {
+        self.call_until(request, Instant::now() + REQUEST_TIME)
+    }
+
+    fn call_until(&self, request: &Request, deadline: Instant) -> Result<Record<Reply>, JoinError> {
         if !self.is_ours() {
             return Err(JoinError::Forked);
         }
-        let deadline = Instant::now() + REQUEST_TIME;
         let mut state = self.state.lock();
         loop {
             let Some(link) = state.link.clone() else {
@@ -543,7 +550,11 @@ impl Shared {
                     break;
                 }
                 if let Err(e) = self.wait(&mut state, deadline) {
-                    state.awaited.remove(&seq);
+                    // It may have come just then.
+                    if let Some(reply) = state.replies.remove(&seq) {
+                        return accepted(reply);
+                    }
+                    state.give_up(seq);
                     return Err(e);
                 }
             }
@@ -627,13 +638,21 @@ impl Shared {
                     fds: record.fds,
                 };
                 let mut state = self.state.lock();
-                // Nobody waits any more for one that comes too late: it goes with its descriptors.
                 if let Some(request) = state.awaited.remove(&seq) {
                     // At once: a broker may be gone before whoever waits has woken, and the next one must be told.
                     state.note(&request, &record.message);
                     state.replies.insert(seq, record);
                     drop(state);
                     self.changed.notify_all();
+                } else if let Some(request) = state.given_up.remove(&seq).and_then(|r| undo(&r, &record.message)) {
+                    // It comes too late: nobody has what is given. Descriptors go with the record.
+                    state.seq += 1;
+                    let seq = state.seq;
+                    drop(state);
+                    let message = wire::encode(&ToBroker::Request { seq, request }, &[]);
+                    if let Err(e) = message.and_then(|bytes| wire::send(link.as_fd(), &bytes, &[], true)) {
+                        tracing::debug!("the broker is gone: {e}");
+                    }
                 }
             }
             ToClient::Datagram(meta) => self.take_datagram(&meta, &record.payload, tracker),
@@ -669,6 +688,7 @@ impl Shared {
             state.link = None;
             // What was answered was done; the rest is asked again.
             state.awaited.clear();
+            state.given_up.clear();
         }
         let mut warned = false;
         loop {
@@ -750,6 +770,15 @@ impl Shared {
 }
 
 impl State {
+    /// Nobody waits for the answer to a request any more.
+    fn give_up(&mut self, seq: u64) {
+        if let Some(request) = self.awaited.remove(&seq)
+            && self.given_up.len() < MAX_GIVEN_UP
+        {
+            self.given_up.insert(seq, request);
+        }
+    }
+
     /// Writes down what a broker has done.
     fn note(&mut self, request: &Request, reply: &Reply) {
         match (request, reply) {
@@ -778,6 +807,21 @@ impl State {
     }
 }
 
+/// What a broker must be told that has done what nobody wants any more.
+fn undo(request: &Request, reply: &Reply) -> Option<Request> {
+    match (request, reply) {
+        (Request::Bind { addr, .. }, Reply::Bound { service }) => Some(Request::Unbind {
+            service: *service,
+            addr: *addr,
+        }),
+        (Request::Listen { service, addr }, Reply::Done) => Some(Request::Unlisten {
+            service: *service,
+            addr: *addr,
+        }),
+        _ => None,
+    }
+}
+
 /// What a broker must be told that was given `told` when there is only `left`.
 fn given_back(told: &[Binding], left: &[Binding]) -> Vec<Request> {
     let count = |all: &[Binding], of: &Binding, which: fn(&Binding) -> bool| {
@@ -802,35 +846,4 @@ fn given_back(told: &[Binding], left: &[Binding]) -> Vec<Request> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_was_given_back_while_a_broker_was_told_is_told_too() {
-        let binding = |service, bound, listening| Binding {
-            service,
-            addr: None,
-            reuse: false,
-            bound,
-            listening,
-        };
-        let told = [
-            binding(1, true, true),
-            binding(2, false, true),
-            binding(2, false, true),
-            binding(3, true, false),
-        ];
-        assert!(given_back(&told, &told).is_empty());
-        let left = [binding(1, true, false), binding(2, false, true)];
-        let out = given_back(&told, &left);
-        let text: Vec<String> = out.iter().map(|r| format!("{r:?}")).collect();
-        assert_eq!(
-            text,
-            [
-                "Unlisten { service: 1, addr: None }",
-                "Unlisten { service: 2, addr: None }",
-                "Unbind { service: 3, addr: None }"
-            ]
-        );
-    }
-}
+mod tests;

@@ -1,0 +1,176 @@
+//! Answers, late and in time, and what goes with a broker.
+
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+use super::*;
+
+/// A member, and the broker's end of its connection.
+fn member() -> (Arc<Shared>, Arc<OwnedFd>, OwnedFd) {
+    let (link, broker) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+    let link = Arc::new(link);
+    let shared = Shared {
+        config: JoinConfig {
+            dir: "/nonexistent".into(),
+            program: None,
+            name: "test".into(),
+        },
+        pid: std::process::id(),
+        place: Place { slot: 3, generation: 1 },
+        token: 7,
+        state: Mutex::new(State {
+            link: Some(link.clone()),
+            ..State::default()
+        }),
+        changed: Condvar::new(),
+        inbox: OnceLock::new(),
+        reported: AtomicBool::new(false),
+        told: AtomicBool::new(false),
+        exiting: vec![],
+    };
+    (Arc::new(shared), link, broker)
+}
+
+/// What the broker was asked: the number and the request.
+fn asked(broker: &OwnedFd, wait: bool) -> Option<(u64, String)> {
+    match wire::receive::<ToBroker>(broker.as_fd(), &mut vec![0; MAX_RECORD], wait) {
+        Ok(Record {
+            message: ToBroker::Request { seq, request },
+            ..
+        }) => Some((seq, format!("{request:?}"))),
+        _ => None,
+    }
+}
+
+fn reply(seq: u64, reply: Reply, fds: Vec<OwnedFd>) -> Record<ToClient> {
+    let (message, payload) = (ToClient::Reply { seq, reply }, vec![]);
+    Record { message, payload, fds }
+}
+
+fn refused() -> Reply {
+    let why = Refusal::PortInUse;
+    Reply::Refused {
+        why,
+        text: String::new(),
+    }
+}
+
+fn is_empty(state: &State) -> bool {
+    state.awaited.is_empty() && state.replies.is_empty() && state.given_up.is_empty() && state.bindings.is_empty()
+}
+
+#[test]
+fn what_comes_too_late_is_given_back() {
+    let (shared, link, broker) = member();
+    let addr = Some(IpAddr::from([127, 0, 0, 1]));
+    let bind = Request::Bind {
+        service: 0x0106_0000,
+        addr,
+        reuse: false,
+    };
+    let listen = Request::Listen { service: 9, addr };
+    let open = Request::Open {
+        addr: [127, 0, 0, 1].into(),
+        again: false,
+    };
+    let opened = Reply::Opened {
+        addrs: vec![],
+        vault: false,
+    };
+    let bound = Reply::Bound { service: 0x0106_1234 };
+    let unbind = "Unbind { service: 17175092, addr: Some(127.0.0.1) }";
+    let cases = [
+        (&bind, bound, Some(unbind)),
+        (&bind, refused(), None),
+        (
+            &listen,
+            Reply::Done,
+            Some("Unlisten { service: 9, addr: Some(127.0.0.1) }"),
+        ),
+        (&listen, refused(), None),
+        (&open, opened, None),
+    ];
+    for (request, answer, told) in cases {
+        let given_up = shared.call_until(request, Instant::now());
+        assert!(matches!(given_up, Err(JoinError::Timeout)));
+        let (seq, _) = asked(&broker, true).unwrap();
+        let (theirs, ours) = std::io::pipe().unwrap();
+        let late = reply(seq, answer, vec![ours.into()]);
+        shared.take(&link, late, &mut Tracker::default());
+        assert_eq!(asked(&broker, false).map(|(_, text)| text).as_deref(), told);
+        assert_eq!(
+            std::io::read_to_string(theirs).unwrap(),
+            "",
+            "its descriptors are closed"
+        );
+        // Nobody notes what is not had, and a repetition means nothing.
+        shared.take(&link, reply(seq, Reply::Done, vec![]), &mut Tracker::default());
+        assert!(is_empty(&shared.state.lock()) && asked(&broker, false).is_none());
+    }
+}
+
+#[test]
+fn a_late_answer_is_not_taken_for_another() {
+    let (shared, link, broker) = member();
+    let listen = Request::Listen { service: 9, addr: None };
+    assert!(shared.call_until(&listen, Instant::now()).is_err());
+    let (late, _) = asked(&broker, true).unwrap();
+    thread::scope(|s| {
+        let waits = s.spawn(|| shared.call(&listen));
+        let (seq, _) = asked(&broker, true).unwrap();
+        shared.take(&link, reply(late, refused(), vec![]), &mut Tracker::default());
+        shared.take(&link, reply(seq + 1, refused(), vec![]), &mut Tracker::default());
+        assert!(shared.state.lock().replies.is_empty());
+        shared.take(&link, reply(seq, Reply::Done, vec![]), &mut Tracker::default());
+        assert!(matches!(
+            waits.join().unwrap(),
+            Ok(Record {
+                message: Reply::Done,
+                ..
+            })
+        ));
+    });
+    let state = shared.state.lock();
+    assert!(state.bindings.len() == 1 && state.bindings[0].listening);
+}
+
+#[test]
+fn requests_that_are_given_up_are_bounded() {
+    let (shared, link, broker) = member();
+    let listen = Request::Listen { service: 9, addr: None };
+    for _ in 0..MAX_GIVEN_UP + 50 {
+        assert!(shared.call_until(&listen, Instant::now()).is_err());
+        assert!(asked(&broker, true).is_some());
+    }
+    let state = shared.state.lock();
+    assert_eq!((state.given_up.len(), state.awaited.len()), (MAX_GIVEN_UP, 0));
+    drop((state, link));
+}
+
+#[test]
+fn what_was_given_back_while_a_broker_was_told_is_told_too() {
+    let binding = |service, bound, listening| Binding {
+        service,
+        addr: None,
+        reuse: false,
+        bound,
+        listening,
+    };
+    let told = [
+        binding(1, true, true),
+        binding(2, false, true),
+        binding(2, false, true),
+        binding(3, true, false),
+    ];
+    assert!(given_back(&told, &told).is_empty());
+    let left = [binding(1, true, false), binding(2, false, true)];
+    let out = given_back(&told, &left);
+    let text: Vec<String> = out.iter().map(|r| format!("{r:?}")).collect();
+    assert_eq!(
+        text,
+        [
+            "Unlisten { service: 1, addr: None }",
+            "Unlisten { service: 2, addr: None }",
+            "Unbind { service: 3, addr: None }"
+        ]
+    );
+}
