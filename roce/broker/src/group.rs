@@ -294,12 +294,7 @@ mod tests {
             matches!(Group::open(addr), Err(GroupError::Taken { .. })),
             "there is one already"
         );
-        let take = |group: &Group, slot| {
-            let socket = UdpSocket::from(group.take(slot).unwrap());
-            socket.set_nonblocking(false).unwrap();
-            socket.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-            socket
-        };
+        let take = |group: &Group, slot| blocking(group.take(slot).unwrap());
         let (five, last) = (take(&group, 5), take(&group, 127));
         let sender = UdpSocket::bind((addr, 0)).unwrap();
         let send = |slot, mark| sender.send_to(&packet(slot, mark), (addr, ROCE_UDP_PORT)).unwrap();
@@ -331,6 +326,63 @@ mod tests {
     #[test]
     fn the_same_over_ipv6() {
         check("::1");
+    }
+
+    /// Sends a packet to a slot and waits until what was sent before has arrived, or was dropped.
+    fn send_and_settle(sender: &UdpSocket, group: &Group, slot: u8, mark: u8) {
+        const WITNESS: u8 = 100;
+        let witness = blocking(group.take(WITNESS).unwrap());
+        let to = (group.addr(), ROCE_UDP_PORT);
+        sender.send_to(&packet(slot, mark), to).unwrap();
+        sender.send_to(&packet(WITNESS, mark), to).unwrap();
+        assert_eq!(receive(&witness), Some(mark));
+    }
+
+    fn blocking(socket: OwnedFd) -> UdpSocket {
+        let socket = UdpSocket::from(socket);
+        socket.set_nonblocking(false).unwrap();
+        socket.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        socket
+    }
+
+    fn waiting(socket: &UdpSocket) -> Vec<u8> {
+        socket.set_nonblocking(true).unwrap();
+        std::iter::from_fn(|| receive(socket)).collect()
+    }
+
+    #[test]
+    fn an_owner_that_comes_back_keeps_what_its_socket_received_and_a_new_one_gets_nothing_of_it() {
+        let addr: IpAddr = [127, 44, 0, 3].into();
+        let group = Group::open(addr).unwrap();
+        let sender = UdpSocket::bind((addr, 0)).unwrap();
+        let send = |slot, mark| send_and_settle(&sender, &group, slot, mark);
+        let owner = blocking(group.take(5).unwrap());
+        send(5, 1);
+        // It tells another broker that it is there.
+        let again = blocking(group.retake(5).unwrap());
+        send(5, 2);
+        assert_eq!(waiting(&owner), [1, 2]);
+        send(5, 3);
+        assert_eq!(waiting(&again), [3], "it is the same socket");
+        // It is taken for dead: what waits and what comes is dropped, until it is back.
+        send(5, 4);
+        group.put_back(5).unwrap();
+        send(5, 5);
+        drop(group.retake(5).unwrap());
+        send(5, 6);
+        assert_eq!(waiting(&owner), [6]);
+        // Another slot is as idle as before.
+        send(6, 7);
+        let other = blocking(group.retake(6).unwrap());
+        send(6, 8);
+        assert_eq!(waiting(&other), [8]);
+        // A new owner begins with nothing.
+        send(5, 9);
+        let new = blocking(group.take(5).unwrap());
+        send(5, 10);
+        assert_eq!(waiting(&new), [10]);
+        let beyond = group.retake(SLOTS as u8).unwrap_err();
+        assert_eq!(beyond.kind(), io::ErrorKind::InvalidInput);
     }
 
     #[test]
