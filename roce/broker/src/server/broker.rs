@@ -42,7 +42,7 @@ const MAD_TRANSACTION: usize = 8;
 /// The method is an answer.
 const METHOD_RESPONSE: u8 = 0x80;
 /// Records of one client in a row.
-const CLIENT_BUDGET: usize = 128;
+pub(super) const CLIENT_BUDGET: usize = 128;
 /// Records of one whose process has ended: more than its socket holds.
 const LAST_BUDGET: usize = 4096;
 /// How long members of a former broker are waited for.
@@ -106,7 +106,7 @@ pub(super) struct Broker {
     pub(super) questions: Vec<Question>,
     pub(super) gone: Gone,
     pub(super) counters: BTreeMap<&'static str, u64>,
-    started: Instant,
+    pub(super) started: Instant,
     /// Since when there was nothing to do.
     unused_since: Instant,
     /// Sources with more to read, although the poll does not tell again.
@@ -261,7 +261,7 @@ impl Broker {
         }
     }
 
-    fn add_client(&mut self, socket: OwnedFd) -> io::Result<()> {
+    pub(super) fn add_client(&mut self, socket: OwnedFd) -> io::Result<()> {
         let client = Client::new(socket, now(), u64::from_le_bytes(random()?))?;
         if !client.trusted && !self.shared && client.uid != 0 {
             return Err(io::Error::new(
@@ -288,7 +288,7 @@ impl Broker {
         }
     }
 
-    fn serve_client(&mut self, key: usize, budget: usize) {
+    pub(super) fn serve_client(&mut self, key: usize, budget: usize) {
         for _ in 0..budget {
             let Some(client) = self.clients.get(key) else { return };
             match client.receive(&mut self.buffer) {
@@ -546,7 +546,7 @@ impl Broker {
         }
     }
 
-    fn give_up_silent(&mut self, now: Instant) {
+    pub(super) fn give_up_silent(&mut self, now: Instant) {
         let silent = |c: &Client| c.place.is_none() && now >= c.since + FIRST_WORD;
         let keys: Vec<usize> = self.clients.iter().filter(|(_, c)| silent(c)).map(|(k, _)| k).collect();
         for key in keys {

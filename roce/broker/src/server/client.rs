@@ -18,7 +18,7 @@ use crate::{
 };
 
 /// Answers that a client has not taken, and their bytes: with more it is given up.
-const MAX_WAITING: usize = 4096;
+pub(super) const MAX_WAITING: usize = 4096;
 pub(crate) const MAX_WAITING_BYTES: usize = 2 << 20;
 /// How long a connection may say nothing at all.
 pub(super) const FIRST_WORD: Duration = Duration::from_secs(10);

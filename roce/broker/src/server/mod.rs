@@ -10,6 +10,8 @@ mod requests;
 mod slots;
 mod state;
 mod systemd;
+#[cfg(test)]
+mod tests;
 
 #[cfg(test)]
 pub(crate) use {client::MAX_WAITING_BYTES, ended::MAX_SETS, requests::MAX_NAME};

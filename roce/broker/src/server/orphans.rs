@@ -154,6 +154,22 @@ mod tests {
     }
 
     #[test]
+    fn no_more_than_a_bound_are_told() {
+        let mut o = Orphans::default();
+        for id in 0..MAX as u32 + 100 {
+            let local_id = Some(id);
+            o.add(
+                Instant::ZERO,
+                Connection {
+                    local_id,
+                    ..connection()
+                },
+            );
+        }
+        assert_eq!(o.poll(Instant::ZERO).len(), MAX);
+    }
+
+    #[test]
     fn and_not_for_ever() {
         let mut o = Orphans::default();
         let mut now = Instant::ZERO;

@@ -282,6 +282,28 @@ mod tests {
     }
 
     #[test]
+    fn a_process_has_no_more_than_a_bound_and_others_have_room() {
+        let mut p = Ports::default();
+        for service in 1..=MAX_PER_PLACE as u64 {
+            assert!(p.listen(A, process(A), service << 16 | 1, None).is_ok());
+        }
+        let binding = Binding {
+            service: TCP | 7,
+            addr: None,
+            reuse: false,
+            bound: true,
+            listening: false,
+        };
+        assert_eq!(p.listen(A, process(A), TCP | 7, None), Err(InUse));
+        assert_eq!(bind(&mut p, A, TCP | 7, None, false), Err(InUse));
+        assert!(!p.restore(A, process(A), binding.clone()));
+        assert_eq!(p.of(A).len(), MAX_PER_PLACE);
+        assert!(p.restore(B, process(B), binding));
+        p.unlisten(A, 1 << 16 | 1, None);
+        assert_eq!(bind(&mut p, A, TCP | 8, None, false), Ok(TCP | 8));
+    }
+
+    #[test]
     fn a_port_may_be_shared_until_somebody_listens() {
         let mut p = Ports::default();
         assert!(bind(&mut p, A, TCP | 7, None, true).is_ok());

@@ -21,7 +21,7 @@ use crate::{
 /// How long processes may take to tell about themselves.
 const REPORT_TIME: Duration = Duration::from_secs(2);
 /// Requests of one client that wait.
-const MAX_DEFERRED: usize = 64;
+pub(super) const MAX_DEFERRED: usize = 64;
 /// The longest name of a process that is kept, characters.
 pub(crate) const MAX_NAME: usize = 64;
 

@@ -1,0 +1,281 @@
+//! What members can make a broker keep, and for how long.
+
+use std::{
+    os::{fd::AsFd, unix::net::UnixListener},
+    path::Path,
+};
+
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+use super::{
+    broker::{Broker, CLIENT_BUDGET},
+    client::{FIRST_WORD, MAX_WAITING, MAX_WAITING_BYTES},
+    requests::{MAX_DEFERRED, MAX_NAME},
+    slots::{Slots, Tenant},
+    state::{StateFile, boot_time, namespace, process},
+    *,
+};
+use crate::{
+    proto::{Meta, Place, Refusal, Reply, Report, Request, ToBroker, ToClient, UNASKED, VERSION},
+    wire::{self, MAX_RECORD, RecvError},
+};
+
+/// Any port of the TCP port space.
+const TCP: u64 = 0x0106_0000;
+/// A port that nobody gets by chance.
+const PORT: u64 = TCP | 7000;
+
+fn broker(dir: &Path) -> Broker {
+    let listener = UnixListener::bind(dir.join("socket")).unwrap();
+    Broker::new(
+        &Config::new(dir.into()),
+        listener.into(),
+        vec![],
+        systemd::Notify::from_env(),
+    )
+    .unwrap()
+}
+
+/// The other end of a connection, and the broker's number for it.
+struct Peer {
+    key: usize,
+    socket: OwnedFd,
+}
+
+impl Peer {
+    fn new(broker: &mut Broker) -> Self {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let (socket, theirs) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        let key = broker.clients.vacant_key();
+        broker.add_client(theirs).unwrap();
+        Self { key, socket }
+    }
+
+    fn member(broker: &mut Broker) -> (Self, Place) {
+        let this = Self::new(broker);
+        match this.ask(broker, hello("member")) {
+            Some(Reply::Welcome { place, .. }) => (this, place),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Has the broker handle a request, and takes the answer, if there is one.
+    fn ask(&self, broker: &mut Broker, request: Request) -> Option<Reply> {
+        broker.on_request(self.key, 1, request, vec![]);
+        self.answer()
+    }
+
+    fn answer(&self) -> Option<Reply> {
+        match wire::receive(self.socket.as_fd(), &mut vec![0; MAX_RECORD], false) {
+            Ok(wire::Record {
+                message: ToClient::Reply { reply, .. },
+                ..
+            }) => Some(reply),
+            Ok(other) => panic!("{:?}", other.message),
+            Err(RecvError::Empty) => None,
+            Err(e) => panic!("{e:?}"),
+        }
+    }
+
+    fn say(&self, message: &ToBroker) {
+        let bytes = wire::encode(message, &[]).unwrap();
+        wire::send(self.socket.as_fd(), &bytes, &[], false).unwrap();
+    }
+}
+
+fn hello(name: &str) -> Request {
+    Request::Hello {
+        version: VERSION,
+        name: name.into(),
+        rejoin: None,
+    }
+}
+
+fn bind(service: u64) -> Request {
+    Request::Bind {
+        service,
+        addr: None,
+        reuse: false,
+    }
+}
+
+fn is_refused(reply: Option<Reply>, expected: Refusal) -> bool {
+    matches!(reply, Some(Reply::Refused { why, .. }) if why == expected)
+}
+
+#[test]
+fn requests_that_wait_for_a_port_to_be_free_are_bounded() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut broker = broker(dir.path());
+    let ((holder, _), (one, _), (other, _)) = (
+        Peer::member(&mut broker),
+        Peer::member(&mut broker),
+        Peer::member(&mut broker),
+    );
+    assert!(matches!(
+        holder.ask(&mut broker, bind(PORT)),
+        Some(Reply::Bound { service: PORT })
+    ));
+    for n in 0..MAX_DEFERRED {
+        assert!(one.ask(&mut broker, bind(PORT)).is_none(), "{n} wait");
+        // After a round they wait at another place.
+        if n == MAX_DEFERRED / 2 {
+            broker.retry_deferred(roce_net::now());
+        }
+    }
+    assert!(is_refused(one.ask(&mut broker, bind(PORT)), Refusal::Internal));
+    assert!(other.ask(&mut broker, bind(PORT)).is_none(), "of another process");
+    broker.retry_deferred(roce_net::now());
+    broker.retry_deferred(roce_net::now());
+    for _ in 0..MAX_DEFERRED {
+        assert!(is_refused(one.answer(), Refusal::PortInUse));
+    }
+    assert!(is_refused(other.answer(), Refusal::PortInUse));
+    assert!(one.answer().is_none() && other.answer().is_none());
+}
+
+/// Until members of a former broker are back nobody gets a port.
+#[test]
+fn requests_that_wait_for_a_former_member_are_bounded_and_go_with_their_process() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut slots = Slots::new(0, namespace());
+    let own = process(std::process::id()).unwrap();
+    let tenant = Tenant { process: own, token: 7 };
+    let absent = slots.allocate(boot_time(), tenant).unwrap();
+    StateFile::new(dir.path()).write(&slots).unwrap();
+    let mut broker = broker(dir.path());
+    // However long this takes.
+    broker.started = roce_net::now() + Duration::from_secs(3600);
+    let ((one, _), (other, _)) = (Peer::member(&mut broker), Peer::member(&mut broker));
+    for _ in 0..MAX_DEFERRED {
+        assert!(one.ask(&mut broker, bind(TCP)).is_none());
+    }
+    assert!(is_refused(one.ask(&mut broker, bind(TCP)), Refusal::Internal));
+    assert!(other.ask(&mut broker, bind(TCP)).is_none());
+    broker.remove(one.key, false);
+    assert_eq!(broker.deferred.len(), 1);
+    // The former member turns out to be dead.
+    assert_eq!(broker.slots.bury(boot_time(), |_| false), [absent]);
+    broker.retry_deferred(roce_net::now());
+    assert!(matches!(other.answer(), Some(Reply::Bound { .. })));
+    assert!(broker.deferred.is_empty());
+}
+
+#[test]
+fn who_does_not_take_its_answers_is_given_up() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut broker = broker(dir.path());
+    let ((busy, place), (other, _)) = (Peer::member(&mut broker), Peer::member(&mut broker));
+    let asked = (0..2 * MAX_WAITING).find(|_| {
+        broker.on_request(busy.key, 1, bind(TCP), vec![]);
+        !broker.clients.contains(busy.key)
+    });
+    // What its socket holds comes on top.
+    assert!(asked.is_some_and(|n| n >= MAX_WAITING), "{asked:?}");
+    assert!(!broker.by_place.contains_key(&place));
+    assert!(matches!(other.ask(&mut broker, bind(TCP)), Some(Reply::Bound { .. })));
+}
+
+#[test]
+fn answers_that_wait_are_bounded_in_bytes_and_nothing_overtakes_them() {
+    const LEN: usize = 60_000;
+    let dir = tempfile::tempdir().unwrap();
+    let mut broker = broker(dir.path());
+    let (peer, _) = Peer::member(&mut broker);
+    let client = &mut broker.clients[peer.key];
+    let meta = Meta {
+        local: [127, 0, 0, 1].into(),
+        remote: "127.0.0.1:4791".parse().unwrap(),
+        tos: 0,
+        hop_limit: 0,
+    };
+    assert!(client.try_send(&ToClient::Datagram(meta), &[]));
+    let large = || Reply::Refused {
+        why: Refusal::Internal,
+        text: "x".repeat(LEN),
+    };
+    let most = MAX_WAITING_BYTES / LEN;
+    let sent = (0..10 * most)
+        .find(|_| client.reply(1, large(), vec![]).is_err())
+        .unwrap();
+    // A socket holds 208 KiB unless the host has it otherwise.
+    assert!((most..5 * most).contains(&sent), "{sent} of {LEN} bytes");
+    assert!(!client.try_send(&ToClient::Datagram(meta), &[]));
+    // Whoever takes them gets all, in order.
+    let mut buffer = vec![0; MAX_RECORD];
+    let first = wire::receive::<ToClient>(peer.socket.as_fd(), &mut buffer, false).unwrap();
+    assert!(matches!(first.message, ToClient::Datagram(_)));
+    assert!(peer.answer().is_some());
+    assert!(
+        !client.try_send(&ToClient::Datagram(meta), &[]),
+        "although there is room"
+    );
+    let mut taken = 1;
+    client.flush().unwrap();
+    while peer.answer().is_some() {
+        taken += 1;
+        client.flush().unwrap();
+    }
+    assert_eq!(taken, sent + 1);
+    assert!(client.try_send(&ToClient::Datagram(meta), &[]));
+}
+
+#[test]
+fn a_process_has_one_question_and_one_turn() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut broker = broker(dir.path());
+    let (_silent, _) = Peer::member(&mut broker);
+    let asking = Peer::new(&mut broker);
+    assert!(asking.ask(&mut broker, Request::Statistics).is_none());
+    assert!(is_refused(
+        asking.ask(&mut broker, Request::Statistics),
+        Refusal::Invalid
+    ));
+    assert_eq!(broker.questions.len(), 1);
+    broker.end_questions(roce_net::now() + Duration::from_secs(60));
+    assert!(matches!(asking.answer(), Some(Reply::Statistics { .. })));
+    assert!(broker.questions.is_empty());
+
+    let (eager, place) = Peer::member(&mut broker);
+    let report = |n| ToBroker::Report {
+        token: UNASKED,
+        report: Some(Report {
+            queue_pairs: n,
+            ..Report::default()
+        }),
+    };
+    for n in 0..CLIENT_BUDGET as u64 + 1 {
+        eager.say(&report(n));
+    }
+    let told = |broker: &Broker| broker.clients[eager.key].last.clone().unwrap().queue_pairs;
+    broker.serve_client(eager.key, CLIENT_BUDGET);
+    assert_eq!(told(&broker), CLIENT_BUDGET as u64 - 1, "others are served between");
+    broker.serve_client(eager.key, CLIENT_BUDGET);
+    assert_eq!(told(&broker), CLIENT_BUDGET as u64);
+    // When it has ended, all of it is taken.
+    for n in 0..CLIENT_BUDGET as u64 + 9 {
+        eager.say(&report(n));
+    }
+    broker.lose(eager.key);
+    assert!(!broker.by_place.contains_key(&place));
+    let last = broker.gone.returns(place).unwrap();
+    assert_eq!(last.queue_pairs, CLIENT_BUDGET as u64 + 8);
+}
+
+#[test]
+fn who_says_nothing_is_given_up_and_names_are_cut() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut broker = broker(dir.path());
+    let (silent, named) = (Peer::new(&mut broker), Peer::new(&mut broker));
+    let name = format!("a\n\u{1b}[31m{}", "b".repeat(MAX_NAME));
+    assert!(named.ask(&mut broker, hello(&name)).is_some());
+    assert_eq!(
+        broker.clients[named.key].name,
+        format!("a[31m{}", "b".repeat(MAX_NAME - 5))
+    );
+    let start = roce_net::now();
+    broker.give_up_silent(start);
+    assert!(broker.clients.contains(silent.key));
+    broker.give_up_silent(start + FIRST_WORD);
+    assert!(!broker.clients.contains(silent.key) && broker.clients.contains(named.key));
+}
