@@ -2,6 +2,7 @@
 
 mod ended;
 mod member;
+mod raw;
 
 use std::{
     fs,
@@ -21,8 +22,13 @@ use std::{
     time::{Duration, Instant},
 };
 
+use raw::Raw;
 use roce::{Device, DeviceConfig};
-use roce_broker::{JoinConfig, JoinError, Membership, Statistics, join, proto::MAX_SHOWN, statistics};
+use roce_broker::{
+    JoinConfig, JoinError, Membership, Statistics, join,
+    proto::{MAX_SHOWN, Reply, Request, ToBroker},
+    statistics,
+};
 
 /// What must have happened by then, or it will not.
 const PATIENCE: Duration = Duration::from_secs(180);
@@ -444,6 +450,24 @@ fn statistics_can_be_had_however_many_ports_a_process_has() {
     assert_eq!(ports, [MAX_SHOWN; 3]);
 }
 
+/// More than one record tells.
+#[test]
+fn a_thousand_ports_outlive_the_broker() {
+    const TCP: u64 = 0x0106_0000;
+    let place = Place::new();
+    let member = place.join();
+    let all: Vec<u64> = (0..1500).map(|_| member.bind(TCP, None, false).unwrap()).collect();
+    let broker = place.statistics().pid;
+    kill(broker);
+    let other = place.join();
+    for port in [0, 255, 256, 511, 512, 1499].map(|n| all[n]) {
+        assert!(other.bind(port, None, false).is_err(), "port {port:#x}");
+    }
+    assert_ne!(place.statistics().pid, broker);
+    member.unbind(all[1499], None).unwrap();
+    assert_eq!(other.bind(all[1499], None, false).unwrap(), all[1499]);
+}
+
 #[test]
 fn an_address_is_free_again_when_its_last_process_is_gone() {
     let place = Place::new();
@@ -795,19 +819,21 @@ fn a_process_that_the_broker_can_not_see_gets_its_place_again() {
 
 #[test]
 fn who_waited_while_the_broker_had_no_descriptors_is_served_when_it_has() {
-    let hand = ByHand::new(&["sh", "-c", "ulimit -n 40; exec \"$0\" \"$@\""]);
-    let at = socket2::SockAddr::unix(hand.place.broker_dir().join("broker.sock")).unwrap();
-    let crowd: Vec<socket2::Socket> = (0..60)
-        .map(|_| {
-            let socket = socket2::Socket::new(socket2::Domain::UNIX, socket2::Type::SEQPACKET, None).unwrap();
-            socket.connect(&at).unwrap();
-            socket
-        })
-        .collect();
-    let dir = hand.place.broker_dir();
-    let waiting = thread::spawn(move || statistics(&dir));
-    // It has asked by then, or asks when there is room: either must be answered.
-    thread::sleep(Duration::from_millis(300));
+    const LIMIT: usize = 40;
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let script = format!("ulimit -n {LIMIT}; exec \"$0\" \"$@\" 2>{}", log.path().display());
+    let hand = ByHand::new(&["sh", "-c", &script]);
+    let crowd: Vec<Raw> = (0..LIMIT + 20).map(|_| Raw::connect(&hand.place)).collect();
+    wait_until("the broker is out of descriptors", || {
+        let text = fs::read_to_string(log.path()).unwrap();
+        text.lines()
+            .any(|l| l.contains("can't be accepted") && l.contains(&format!("os error {}", libc::EMFILE)))
+    });
+    let waits = Raw::connect(&hand.place);
+    waits.say(&ToBroker::Request {
+        seq: 1,
+        request: Request::Statistics,
+    });
     drop(crowd);
-    assert!(waiting.join().unwrap().is_ok_and(|s| s.is_some()));
+    assert!(matches!(waits.reply(), Reply::Statistics { .. }));
 }

@@ -2,11 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use roce_broker::{
-    Report,
-    proto::{Ended, MAX_COUNTERS, Rejoin, Reply, Request, ToBroker, ToClient, UNASKED, VERSION},
-};
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketType};
+use roce_broker::proto::{Ended, MAX_COUNTERS};
 
 use super::*;
 
@@ -105,56 +101,11 @@ fn device_numbers(place: &Place, other: &Membership) -> u32 {
     device.place.numbers().qpns().first
 }
 
-/// A member that says what it likes.
-struct Liar(OwnedFd);
-
-impl Liar {
-    fn new(place: &Place) -> Self {
-        let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
-        let at = SocketAddrUnix::new(place.broker_dir().join("broker.sock")).unwrap();
-        rustix::net::connect(&socket, &at).unwrap();
-        Self(socket)
-    }
-
-    fn say(&self, message: &ToBroker) {
-        let json = serde_json::to_vec(message).unwrap();
-        let bytes = [&(json.len() as u32).to_le_bytes(), json.as_slice()].concat();
-        rustix::net::send(&self.0, &bytes, SendFlags::NOSIGNAL).unwrap();
-    }
-
-    fn hello(&self, rejoin: Option<Rejoin>) -> Rejoin {
-        let request = Request::Hello {
-            version: VERSION,
-            name: "liar".into(),
-            rejoin,
-        };
-        self.say(&ToBroker::Request { seq: 1, request });
-        let mut bytes = vec![0; 96 << 10];
-        let (len, _) = rustix::net::recv(&self.0, &mut bytes, RecvFlags::empty()).unwrap();
-        match serde_json::from_slice(&bytes[4..len]).unwrap() {
-            ToClient::Reply {
-                reply: Reply::Welcome { place, token },
-                ..
-            } => Rejoin { place, token },
-            other => panic!("{other:?}"),
-        }
-    }
-
-    fn report(&self, counters: impl IntoIterator<Item = (String, u64)>) {
-        let report = Report {
-            counters: counters.into_iter().collect(),
-            ..Report::default()
-        };
-        let (token, report) = (UNASKED, Some(report));
-        self.say(&ToBroker::Report { token, report });
-    }
-}
-
 #[test]
 fn what_a_member_tells_is_bounded() {
     let place = Place::new();
     let stays = place.join();
-    let liar = Liar::new(&place);
+    let liar = Raw::connect(&place);
     liar.hello(None);
     liar.report(
         (0..1000)
@@ -162,7 +113,7 @@ fn what_a_member_tells_is_bounded() {
             .chain([("a".to_owned(), u64::MAX)]),
     );
     let now = place.statistics();
-    let told = now.processes.iter().find(|p| p.name == "liar").unwrap();
+    let told = now.processes.iter().find(|p| p.name == "raw").unwrap();
     let kept: Vec<_> = told.report.as_ref().unwrap().counters.iter().collect();
     assert_eq!(kept, [(&"a".to_owned(), &u64::MAX)]);
     liar.report(
@@ -171,7 +122,7 @@ fn what_a_member_tells_is_bounded() {
             .chain([("a".to_owned(), u64::MAX)]),
     );
     liar.say(&ToBroker::Goodbye);
-    let second = Liar::new(&place);
+    let second = Raw::connect(&place);
     second.hello(None);
     second.report((0..1000).map(|n| (format!("n{n}"), 7)).chain([("a".to_owned(), 1)]));
     second.say(&ToBroker::Goodbye);
@@ -186,13 +137,13 @@ fn what_a_member_tells_is_bounded() {
 fn a_member_whose_connection_was_lost_is_not_counted_twice() {
     let place = Place::new();
     let stays = place.join();
-    let first = Liar::new(&place);
+    let first = Raw::connect(&place);
     let own = first.hello(None);
     first.report([("a".to_owned(), 5)]);
     drop(first);
     let now = place.until("it is lost", |s| s.processes.len() == 1);
     assert_eq!(now.sum(&[], "a"), 5);
-    let again = Liar::new(&place);
+    let again = Raw::connect(&place);
     again.hello(Some(own));
     let now = place.statistics();
     assert_eq!((now.ended.len(), now.sum(&[], "a")), (0, 5));

@@ -1,0 +1,63 @@
+//! A connection to the broker that says what the test likes.
+
+use std::os::fd::OwnedFd;
+
+use roce_broker::{
+    Report,
+    proto::{Rejoin, Reply, Request, ToBroker, ToClient, UNASKED, VERSION},
+};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketType, sockopt};
+
+use super::{PATIENCE, Place};
+
+pub(crate) struct Raw(OwnedFd);
+
+impl Raw {
+    pub(crate) fn connect(place: &Place) -> Self {
+        let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+        let at = SocketAddrUnix::new(place.broker_dir().join("broker.sock")).unwrap();
+        rustix::net::connect(&socket, &at).unwrap();
+        sockopt::set_socket_timeout(&socket, sockopt::Timeout::Recv, Some(PATIENCE)).unwrap();
+        Self(socket)
+    }
+
+    pub(crate) fn say(&self, message: &ToBroker) {
+        let json = serde_json::to_vec(message).unwrap();
+        let bytes = [&(json.len() as u32).to_le_bytes(), json.as_slice()].concat();
+        rustix::net::send(&self.0, &bytes, SendFlags::NOSIGNAL).unwrap();
+    }
+
+    /// Waits for a reply. Nothing else may come.
+    pub(crate) fn reply(&self) -> Reply {
+        let mut bytes = vec![0; 96 << 10];
+        let (len, _) = rustix::net::recv(&self.0, &mut bytes, RecvFlags::empty()).expect("an answer");
+        match serde_json::from_slice(&bytes[4..len]).unwrap() {
+            ToClient::Reply { reply, .. } => reply,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Becomes a member.
+    pub(crate) fn hello(&self, rejoin: Option<Rejoin>) -> Rejoin {
+        let request = Request::Hello {
+            version: VERSION,
+            name: "raw".into(),
+            rejoin,
+        };
+        self.say(&ToBroker::Request { seq: 1, request });
+        match self.reply() {
+            Reply::Welcome { place, token } => Rejoin { place, token },
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Tells counters unasked.
+    pub(crate) fn report(&self, counters: impl IntoIterator<Item = (String, u64)>) {
+        let report = Report {
+            counters: counters.into_iter().collect(),
+            ..Report::default()
+        };
+        let (token, report) = (UNASKED, Some(report));
+        self.say(&ToBroker::Report { token, report });
+    }
+}
