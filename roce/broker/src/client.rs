@@ -176,7 +176,8 @@ static AT_EXIT: Once = Once::new();
 extern "C" fn exiting() {
     let until = Instant::now() + EXIT_TIME;
     for index in 0.. {
-        let next = MEMBERS.try_lock().and_then(|members| members.get(index).cloned());
+        let members = MEMBERS.try_lock_until(until);
+        let next = members.and_then(|members| members.get(index).cloned());
         let Some(member) = next else { return };
         if let Some(member) = member.upgrade() {
             member.ask_to_be_asked(until);
@@ -500,8 +501,10 @@ impl Shared {
         if !self.is_ours() {
             return;
         }
-        let link = self.state.try_lock().and_then(|state| state.link.clone());
-        let Some(link) = link else { return };
+        let state = self.state.try_lock_until(until);
+        let Some(link) = state.and_then(|state| state.link.clone()) else {
+            return;
+        };
         if wire::send(link.as_fd(), &self.exiting, &[], false).is_err() {
             return;
         }
