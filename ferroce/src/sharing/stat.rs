@@ -18,8 +18,8 @@ what it had counted since it told last, which is when somebody asked (this comma
 
 With --json: one object with `pid` (the broker's), `addrs`, `processes`, `ended` (an array of objects with `addrs`, \
 `processes`, their number, and `counters`), `ended_unknown` (how many have ended without having told anything) and \
-`counters`; `null` if no broker runs. Of the ports of a process `bindings` has 64 at most. A process that does not answer within 2 seconds has `answered` false, and in \
-`report` what it told last, or null.")]
+`counters`; `null` if no broker runs. Of the ports of a process `bindings` has 64 at most. A process that does not answer \
+within 2 seconds has `answered` false, and in `report` what it told last, or null.")]
 pub(crate) struct StatArgs {
     /// Only this process
     #[arg(long, value_name = "PID")]
@@ -53,7 +53,7 @@ pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
         output::line(&ended_line(ended, args.all))?;
     }
     if statistics.ended_unknown > 0 {
-        output::line(&format!("ended {} processes (not counted)", statistics.ended_unknown))?;
+        output::line(&format!("{} (not counted)", ended(statistics.ended_unknown)))?;
     }
     output::line(&broker_line(&statistics, args.all))
 }
@@ -90,7 +90,14 @@ fn process_line(p: &ProcessReport, zeroes: bool) -> String {
 
 fn ended_line(e: &Ended, zeroes: bool) -> String {
     let counters = counters(e.counters.iter(), zeroes);
-    format!("ended {} processes addr {}{counters}", e.processes, list(&e.addrs))
+    format!("{} addr {}{counters}", ended(e.processes), list(&e.addrs))
+}
+
+fn ended(processes: u64) -> String {
+    match processes {
+        1 => "ended 1 process".to_owned(),
+        n => format!("ended {n} processes"),
+    }
 }
 
 fn broker_line(s: &Statistics, zeroes: bool) -> String {
@@ -145,9 +152,10 @@ mod tests {
         };
         assert_eq!(ended_line(&ended, false), "ended 3 processes addr all sent_pkts 5");
         ended.addrs.push([127, 0, 0, 1].into());
+        ended.processes = 1;
         assert_eq!(
             ended_line(&ended, true),
-            "ended 3 processes addr 127.0.0.1 rcvd_pkts 0 sent_pkts 5"
+            "ended 1 process addr 127.0.0.1 rcvd_pkts 0 sent_pkts 5"
         );
     }
 }
