@@ -170,10 +170,17 @@ struct Shared {
 /// The members of this process, for its exit.
 static MEMBERS: Mutex<Vec<Weak<Shared>>> = Mutex::new(Vec::new());
 static AT_EXIT: Once = Once::new();
+static EXITS: AtomicBool = AtomicBool::new(false);
+
+/// Whether this process has called `exit()`, and tells the broker what it has counted. Its other threads run on meanwhile.
+pub fn exits() -> bool {
+    EXITS.load(Ordering::Acquire)
+}
 
 /// Many programs end without closing their devices. This may run in a signal handler, with the locks of whoever it
 /// interrupted held for ever: the thread that listens to the broker does what needs them, and is not waited for for long.
 extern "C" fn exiting() {
+    EXITS.store(true, Ordering::Release);
     let until = Instant::now() + EXIT_TIME;
     for index in 0.. {
         let members = MEMBERS.try_lock_until(until);

@@ -25,6 +25,6 @@ mod sys;
 mod track;
 mod wire;
 
-pub use client::{Inbox, JoinConfig, JoinError, Membership, join, running_broker, statistics};
+pub use client::{Inbox, JoinConfig, JoinError, Membership, exits, join, running_broker, statistics};
 pub use proto::{Ended, Place, ProcessReport, Report, Statistics};
 pub use start::{StartError, make_home, runtime_dir};

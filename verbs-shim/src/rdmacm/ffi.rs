@@ -4,7 +4,7 @@
 use std::{
     cell::RefCell,
     ffi::{c_int, c_void},
-    mem,
+    io, mem,
     os::fd::RawFd,
     panic::{AssertUnwindSafe, catch_unwind},
     ptr,
@@ -24,6 +24,8 @@ use super::{
     facade::{Facade, Id},
     ucma::Ucma,
 };
+use roce::broker;
+
 use crate::{device, fork};
 
 /// `struct rdma_event_channel`.
@@ -229,7 +231,12 @@ unsafe extern "C-unwind" fn close(fd: c_int) -> c_int {
 unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: usize) -> isize {
     if !is_channel(fd) {
         // SAFETY: the caller's.
-        return unsafe { libc_write(fd, buf, len) };
+        let written = unsafe { libc_write(fd, buf, len) };
+        // SAFETY: likewise.
+        if written < 0 && broker::exits() && unsafe { asks_closed_channel(fd, buf, len) } {
+            sleep_on();
+        }
+        return written;
     }
     loop {
         // SAFETY: the caller passes `len` readable bytes, and addresses in them that are its own.
@@ -263,6 +270,17 @@ unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: usize) -> 
             sleep_on();
         }
     }
+}
+
+/// Whether a write that failed was a reader's whose channel the program has closed just before it called `exit()`. That takes
+/// longer with us: with the kernel the process is gone before the reader comes so far (rping's server).
+///
+/// # Safety
+/// As for [`write`], of which `errno` is.
+unsafe fn asks_closed_channel(fd: RawFd, buf: *const c_void, len: usize) -> bool {
+    let closed = io::Error::last_os_error().raw_os_error() == Some(libc::EBADF);
+    // SAFETY: the caller's promise.
+    closed && unsafe { parse(fd, buf, len) }.is_ok_and(|c| c.cmd == Cmd::GetEvent)
 }
 
 /// What a reader does whose channel is closed meanwhile: the kernel's readers sleep on, and programs close channels that a
@@ -418,5 +436,23 @@ mod tests {
         CHANNELS.remove(fd);
         // SAFETY: the channel has given its descriptor up to us.
         unsafe { libc_close(fd) };
+    }
+
+    #[test]
+    fn a_reader_of_a_closed_channel_is_told_from_other_writers() {
+        for (cmd, reader) in [(12, true), (1, false)] {
+            let buf = bytes(cmd);
+            // SAFETY: a command without addresses; nobody has the descriptor.
+            unsafe {
+                assert_eq!(libc_write(-1, buf.as_ptr().cast(), buf.len()), -1);
+                assert_eq!(asks_closed_channel(-1, buf.as_ptr().cast(), buf.len()), reader);
+            }
+        }
+        let text = b"no command";
+        // SAFETY: ten bytes; nobody has the descriptor.
+        unsafe {
+            assert_eq!(libc_write(-1, text.as_ptr().cast(), text.len()), -1);
+            assert!(!asks_closed_channel(-1, text.as_ptr().cast(), text.len()));
+        }
     }
 }
