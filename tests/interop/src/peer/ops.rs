@@ -46,6 +46,9 @@ pub(crate) struct Args {
     /// tell how far its PSNs are.
     #[arg(long)]
     pub(crate) windows_optional: bool,
+    /// Packets get lost: a refusal, which a queue pair sends once and then is in error, may be one of them.
+    #[arg(long)]
+    lossy: bool,
 }
 
 const WAIT_MS: u32 = 60_000;
@@ -100,7 +103,7 @@ pub(crate) fn run<P: Provider>(provider: &P, local: IpAddr, args: &Args) -> Resu
         test.invalidate_out(args.windows_optional)?;
         test.invalidate_in(provider)?;
     }
-    test.invalidated_key_is_dead()?;
+    test.invalidated_key_is_dead(args.lossy)?;
     test.agent.call("quit")?;
     let windows = if test.last_window.is_some() {
         ""
@@ -498,7 +501,7 @@ impl<P: Provider> Test<P> {
     }
 
     /// The last thing that a queue pair does: a WRITE through the window that was invalidated is refused.
-    fn invalidated_key_is_dead(&mut self) -> Result<(), Error> {
+    fn invalidated_key_is_dead(&mut self, lossy: bool) -> Result<(), Error> {
         let Some(window) = self.last_window else {
             return Ok(());
         };
@@ -514,7 +517,22 @@ impl<P: Provider> Test<P> {
         let wc = Link::<P>::wait_one(&self.link.send_cq, Duration::from_secs(60))?;
         match wc.status {
             WcStatus::RemoteAccessError => Ok(()),
+            WcStatus::RetryExceeded if lossy => self.their_queue_pair_is_in_error(),
             other => Err(format!("our WRITE through an invalidated window: {other:?}").into()),
+        }
+    }
+
+    /// What the agent's queue pair has refused put it into error: work is flushed.
+    fn their_queue_pair_is_in_error(&mut self) -> Result<(), Error> {
+        const FLUSHED: u32 = 5;
+        self.agent.post(AgentPost {
+            op: SEND,
+            mem: self.theirs.id,
+            ..AgentPost::default()
+        })?;
+        match self.agent.poll('s', 1, WAIT_MS)?[..] {
+            [wc] if wc.status == FLUSHED => Ok(()),
+            ref other => Err(format!("nothing was refused: the agent's next SEND ended with {other:?}").into()),
         }
     }
 

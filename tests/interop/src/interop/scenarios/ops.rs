@@ -46,6 +46,9 @@ pub(super) fn ops(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
     if c.guest.is_none() {
         args.push("--windows-optional");
     }
+    if c.lossy {
+        args.push("--lossy");
+    }
     let out = c.ours(ip, "ops", &args)?.finish(Duration::from_secs(900))?;
     agent.finish(Duration::from_secs(60))?;
     verdict(&out)
