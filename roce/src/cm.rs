@@ -5,7 +5,7 @@
 //! dropping a handle takes that lock.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     net::{IpAddr, SocketAddr},
     os::fd::{AsFd, BorrowedFd},
     sync::{Arc, Weak},
@@ -14,9 +14,9 @@ use std::{
 
 use parking_lot::Mutex;
 use roce_net::{EventSink, links::LinkChange};
-use roce_port::{ConnId, ListenId, PortCmEvent, PortSpace, RxMeta, ServiceId};
+use roce_port::{ConnChange, ConnId, ListenId, PortCmEvent, PortSpace, RxMeta, ServiceId};
 use roce_verbs::{
-    AsyncEvent, PathMtus,
+    AsyncEvent, PathMtus, Qpn,
     provider::{CmChannel, CmEvent, CmEventKind, CmId, ConnParams, QueuePair, RejectReason, VerbsError},
 };
 
@@ -78,6 +78,8 @@ pub(crate) struct Router {
     async_events: EventQueue<AsyncEvent>,
     pub(crate) port: PortView,
     services: Option<Arc<dyn Services>>,
+    /// Queue pairs whose peers used a key, address or right that they don't have.
+    violated: Mutex<HashSet<Qpn>>,
 }
 
 /// Asynchronous events that nobody takes: no more are kept.
@@ -94,7 +96,18 @@ impl Router {
             async_events,
             port,
             services,
+            violated: Mutex::default(),
         }
+    }
+
+    /// Whether the peer of a queue pair used a key, address or right that it does not have.
+    pub(crate) fn access_violated(&self, qpn: Qpn) -> bool {
+        self.violated.lock().contains(&qpn)
+    }
+
+    /// The queue pair is gone: its number may become another's.
+    pub(crate) fn forget_qp(&self, qpn: Qpn) {
+        self.violated.lock().remove(&qpn);
     }
 
     pub(crate) fn async_events(&self) -> &EventQueue<AsyncEvent> {
@@ -244,6 +257,12 @@ impl EventSink for Router {
         taken
     }
 
+    fn conn_change(&self, change: ConnChange) {
+        if let Some(services) = &self.services {
+            services.conn_change(change);
+        }
+    }
+
     fn stray(&self, meta: &RxMeta, bytes: &[u8]) {
         if let Some(services) = &self.services {
             services.hand_over(meta, bytes);
@@ -252,6 +271,9 @@ impl EventSink for Router {
 
     fn async_event(&self, event: AsyncEvent) {
         tracing::debug!(?event, "asynchronous event");
+        if let AsyncEvent::QpAccessError(qpn) = event {
+            self.violated.lock().insert(qpn);
+        }
         if self.async_events.len() < MAX_ASYNC_EVENTS {
             let _ = self.async_events.push(event);
         }

@@ -16,7 +16,7 @@ use roce_net::{
     Closed, DatapathCounters, Driver, DriverConfig, OpenError, OpenSockets, Tap, UdpConfig, UdpDatapath, iface,
     links::LinkWatch,
 };
-use roce_port::{Port, PortConfig, PortCounters, QpnSlot, RxMeta};
+use roce_port::{ConnChange, Port, PortConfig, PortCounters, QpnSlot, RxMeta};
 use roce_qp::WindowConfig;
 use roce_verbs::{AsyncEvent, DeviceLimits, Mtu, PathMtus, provider::VerbsError};
 
@@ -80,6 +80,8 @@ pub trait Services: Send + Sync + core::fmt::Debug {
     /// A packet for another of the processes, which came merged behind one for this one. Called under the lock of the
     /// device, so it must not wait.
     fn hand_over(&self, _meta: &RxMeta, _bytes: &[u8]) {}
+    /// A connection has been established or is over. Called under the lock of the device, so it must not wait.
+    fn conn_change(&self, _change: ConnChange) {}
     /// The device has closed, and this is what it has counted. Called with no lock of the device held.
     fn closing(&self, _report: Report) {}
 }
@@ -291,6 +293,7 @@ impl Device {
             port.limits.max_qp = port.limits.max_qp.min(port.qpns.count());
             port.cm.comm_ids = slot.comm_ids();
         }
+        port.cm.report_changes = config.services.is_some();
         let limits = port.limits.clone();
         // Peers are taken to have the receive buffer that we have; half of it is the kernel's own overhead.
         port.window = config.window.unwrap_or_else(|| {

@@ -6,7 +6,7 @@ use std::sync::{
 };
 
 use parking_lot::Mutex;
-use roce_mem::{FastRegion, NewRegion, PdHandle, Persist, Region, Window, WindowKind};
+use roce_mem::{FastRegion, MemoryTable, NewRegion, PdHandle, Persist, Region, Window, WindowKind};
 use roce_verbs::{
     AccessFlags, LKey, RKey, Sge,
     provider::{MemoryRegion, RangeError, RevocableRegion, VerbsError},
@@ -305,10 +305,7 @@ impl Device {
     pub fn alloc_window(&self, pd: &Pd, kind: WindowKind) -> Result<Mw, VerbsError> {
         pd.check(&self.0)?;
         let window = self.0.mem.alloc_window(pd.0.handle, kind).map_err(mem_error)?;
-        let key = Mutex::new(PostedKey {
-            key: window.rkey(),
-            granted: false,
-        });
+        let key = Mutex::new(PostedKey::new(window.rkey()));
         Ok(Mw(Arc::new(MwInner {
             window,
             pd: pd.clone(),
@@ -322,6 +319,35 @@ pub(crate) struct PostedKey {
     pub(crate) key: RKey,
     /// It has been granted, and not been revoked since.
     pub(crate) granted: bool,
+    /// Random bytes for the next keys, lowest first, and how many are left.
+    random: u64,
+    left: u8,
+}
+
+impl PostedKey {
+    fn new(key: RKey) -> Self {
+        Self {
+            key,
+            granted: false,
+            random: 0,
+            left: 0,
+        }
+    }
+
+    /// A key to renew it with: the consumer's byte is random, and another than before. The other three are the object's
+    /// index, which lasts as long as the object (IBA 10.6.3.3).
+    pub(crate) fn next(&mut self, mem: &MemoryTable) -> RKey {
+        loop {
+            if self.left == 0 {
+                (self.random, self.left) = (mem.random(), 8);
+            }
+            let byte = (self.random & 0xff) as u32;
+            (self.random, self.left) = (self.random >> 8, self.left - 1);
+            if byte != self.key.0 & 0xff {
+                return RKey(self.key.0 & !0xff | byte);
+            }
+        }
+    }
 }
 
 /// A fast-registered region: a key that is renewed and taken back in the order of a send queue.
@@ -351,10 +377,7 @@ impl Revocable {
     pub(crate) fn new(device: &Device, pd: &Pd) -> Result<Self, VerbsError> {
         pd.check(&device.0)?;
         let fast = device.0.mem.alloc_fast(pd.0.handle).map_err(mem_error)?;
-        let key = Mutex::new(PostedKey {
-            key: fast.rkey(),
-            granted: false,
-        });
+        let key = Mutex::new(PostedKey::new(fast.rkey()));
         Ok(Self(Arc::new(RevocableInner {
             fast,
             pd: pd.clone(),

@@ -66,6 +66,7 @@ impl Drop for QpInner {
         if let Ok(Err(e)) = self.device.driver.with(|port, now| port.destroy_qp(now, self.qpn)) {
             tracing::error!("destroying queue pair {} failed: {e}", self.qpn);
         }
+        self.device.router.forget_qp(self.qpn);
     }
 }
 
@@ -342,7 +343,7 @@ impl Qp {
         flags: SendFlags,
         open: impl Fn(RKey) -> SendOp,
     ) -> Result<RKey, PostError> {
-        let key = posted.key.next();
+        let key = posted.next(&self.0.device.mem);
         let wr = SendWr {
             wr_id,
             op: open(key),
@@ -350,7 +351,8 @@ impl Qp {
             payload: Payload::Sges(&[]),
         };
         self.post_send(&[wr]).map_err(|(_, e)| e)?;
-        *posted = PostedKey { key, granted: true };
+        posted.key = key;
+        posted.granted = true;
         Ok(key)
     }
 
@@ -385,7 +387,7 @@ impl Qp {
         flags: SendFlags,
         open: impl Fn(RKey) -> SendOp,
     ) -> Result<RKey, PostError> {
-        let next = posted.key.next();
+        let next = posted.next(&self.0.device.mem);
         let wr = |op, flags| SendWr {
             wr_id,
             op,
@@ -402,10 +404,8 @@ impl Qp {
         let skip = usize::from(!posted.granted);
         match self.post_send(&wrs[skip..]) {
             Ok(()) => {
-                *posted = PostedKey {
-                    key: next,
-                    granted: true,
-                };
+                posted.key = next;
+                posted.granted = true;
                 Ok(next)
             }
             Err((done, e)) => {
@@ -489,5 +489,9 @@ impl QueuePair for Qp {
     fn query(&self) -> Result<QpAttr, VerbsError> {
         let attr = self.0.device.driver.with_quiet(|port, _| port.query_qp(self.0.qpn));
         attr.map_err(closed)?
+    }
+
+    fn access_violated(&self) -> bool {
+        self.0.device.router.access_violated(self.0.qpn)
     }
 }

@@ -6,7 +6,7 @@ use std::{
 };
 
 use roce_broker::{Inbox, JoinConfig, JoinError, Membership, Report};
-use roce_port::RxMeta;
+use roce_port::{ConnChange, RxMeta};
 use roce_verbs::provider::VerbsError;
 
 use crate::device::{Device, DeviceConfig, DeviceInner, Services};
@@ -48,6 +48,10 @@ impl Services for Listeners {
 
     fn closing(&self, report: Report) {
         self.0.report_last(report);
+    }
+
+    fn conn_change(&self, change: ConnChange) {
+        self.0.conn_change(&change);
     }
 
     fn hand_over(&self, meta: &RxMeta, bytes: &[u8]) {

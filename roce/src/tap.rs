@@ -9,14 +9,14 @@ use std::{
 
 use roce_icrc::{Flow, Recovery};
 use roce_net::Tap;
-use roce_pcap::Writer;
+use roce_pcap::{Writer, create_private};
 
 /// Writes packets to a file until the first error. Nothing is held back: the capture of a process that is killed is whole.
 pub(crate) struct PcapTap(Option<Writer<File>>);
 
 impl PcapTap {
     pub(crate) fn create(path: &Path) -> std::io::Result<Self> {
-        Ok(Self(Some(Writer::new(File::create(path)?)?)))
+        Ok(Self(Some(Writer::new(create_private(path)?)?)))
     }
 }
 

@@ -6,7 +6,7 @@ use std::{
     sync::{Arc, atomic::AtomicU32, atomic::Ordering},
 };
 
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use rand_chacha::{
     ChaCha12Rng,
     rand_core::{RngCore, SeedableRng},
@@ -120,6 +120,8 @@ pub struct NewRegion {
 /// Keys come whole from a CSPRNG, so that a peer can't guess one. Shared between threads; every call is one short lock.
 pub struct MemoryTable {
     inner: RwLock<Inner>,
+    /// For the bytes of keys that owners choose; apart from the table, which traffic locks.
+    bytes: Mutex<ChaCha12Rng>,
     max_pd: u32,
     max_mr: u32,
     max_mw: u32,
@@ -255,7 +257,10 @@ impl MemoryTable {
     pub fn new(seed: [u8; 32], limits: &DeviceLimits) -> Self {
         let mut rng = ChaCha12Rng::from_seed(seed);
         let next_pd = rng.next_u32() & 0xffff;
+        let mut seed = [0; 32];
+        rng.fill_bytes(&mut seed);
         Self {
+            bytes: Mutex::new(ChaCha12Rng::from_seed(seed)),
             inner: RwLock::new(Inner {
                 rng,
                 pds: KeyMap::default(),
@@ -269,6 +274,12 @@ impl MemoryTable {
             max_mw: limits.max_mw,
             max_mr_size: limits.max_mr_size,
         }
+    }
+
+    /// Eight random bytes, for the parts of keys that their owners choose (the low byte of a key that a fast registration
+    /// or a bind gives).
+    pub fn random(&self) -> u64 {
+        self.bytes.lock().next_u64()
     }
 
     /// Makes a protection domain.

@@ -3,7 +3,7 @@
 use core::net::{IpAddr, SocketAddr};
 
 use roce_bth::{Psn, Qpn};
-use roce_cm::{AcceptArgs, CmError, ConnId, ConnTransport, ConnectArgs, Event, ListenId, RemoteQp};
+use roce_cm::{AcceptArgs, CmError, ConnChange, ConnId, ConnTransport, ConnectArgs, Event, ListenId, RemoteQp};
 use roce_verbs::{
     AccessFlags, Instant, QpAttr, QpState, QpType, ToRts,
     provider::{ConnParams, RejectReason, VerbsError},
@@ -247,23 +247,34 @@ impl Port {
             entry.conn = None;
             entry.half_open = false;
         }
-        self.cm_events.retain(|e| e.conn() != conn);
         self.pump_cm(now);
     }
 
     /// Takes one event of a connection or listener.
     pub fn poll_cm_event(&mut self) -> Option<PortCmEvent> {
-        self.cm_events.pop_front()
+        while let Some(event) = self.cm_events.pop_front() {
+            // Nothing comes after destroy, not even what had happened before.
+            let conn = event.conn();
+            if self.conns.contains_key(&conn) || self.raw_conns.contains(&conn) {
+                return Some(event);
+            }
+        }
+        None
     }
 
-    /// What the connection manager has counted.
-    pub fn cm_counters(&self) -> &roce_cm::Counters {
-        self.cm.counters()
+    /// Takes one change of a connection that [`roce_cm::CmConfig::report_changes`] asks for.
+    pub fn poll_conn_change(&mut self) -> Option<ConnChange> {
+        self.cm.poll_change()
     }
 
     /// The connection manager's state of a connection, for diagnosis.
     pub fn cm_state(&self, conn: ConnId) -> Option<roce_cm::state::State> {
         self.cm.state(conn)
+    }
+
+    /// What the connection manager keeps, for diagnosis.
+    pub fn cm_usage(&self) -> roce_cm::Usage {
+        self.cm.usage()
     }
 
     /// Works off what the connection manager reports.

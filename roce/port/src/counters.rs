@@ -10,6 +10,8 @@ macro_rules! port_counters {
         pub struct PortCounters {
             /// What the queue pairs counted.
             pub transport: Counters,
+            /// What the connection manager counted.
+            pub cm: roce_cm::Counters,
             $( $(#[$doc])* pub $name: u64, )*
         }
 
@@ -25,7 +27,7 @@ macro_rules! port_counters {
             }
 
 
-            /// The port's own counters (without `transport`) by name.
+            /// The port's own counters (without `transport` and `cm`) by name.
             pub fn named(&self) -> impl Iterator<Item = (&'static str, u64)> {
                 [ $( (stringify!($name), self.$name), )* ].into_iter()
             }

@@ -31,8 +31,8 @@ pub use counters::PortCounters;
 pub use port::Port;
 pub use qpn::{QpnRange, QpnSlot, udp_source_port};
 pub use roce_cm::{
-    AcceptArgs, CmConfig, ConnId, ConnTransport, ConnectArgs, Event as RawCmEvent, ListenArgs, ListenId, RemoteQp,
-    ResolveArgs, SidrAnswer,
+    AcceptArgs, CmConfig, ConnChange, ConnId, ConnTransport, ConnectArgs, Event as RawCmEvent, ListenArgs, ListenId,
+    RemoteQp, ResolveArgs, SidrAnswer,
     cma::{PortSpace, ServiceId},
 };
 pub use rx::RxMeta;

@@ -7,7 +7,10 @@ use roce_bth::Qpn;
 use roce_qp::{Window, WindowConfig};
 use slab::Slab;
 
-use crate::{batch::Staged, ident::IdentTracker};
+use crate::{
+    batch::Staged,
+    ident::{IdentTracker, Strangers},
+};
 
 /// So many segments at a place other than the first must have gone out before their fate is judged.
 const GSO_TRIAL: u64 = 64;
@@ -28,6 +31,7 @@ pub(crate) struct Peer {
     pub(crate) addr: IpAddr,
     pub(crate) window: Window,
     pub(crate) ident: IdentTracker,
+    pub(crate) strangers: Strangers,
     /// Queue pairs that wait for the window, oldest first.
     pub(crate) blocked: VecDeque<Qpn>,
     queue_pairs: usize,
@@ -105,6 +109,7 @@ impl Peers {
                 addr,
                 window: Window::new(self.config),
                 ident: IdentTracker::default(),
+                strangers: Strangers::default(),
                 blocked: VecDeque::new(),
                 queue_pairs: 0,
                 gso: Gso::Trial {
@@ -125,6 +130,10 @@ impl Peers {
             self.by_addr.remove(&peer.addr);
             self.slab.remove(key.0);
         }
+    }
+
+    pub(crate) fn get(&self, key: PeerKey) -> &Peer {
+        &self.slab[key.0]
     }
 
     pub(crate) fn get_mut(&mut self, key: PeerKey) -> &mut Peer {

@@ -432,7 +432,10 @@ impl Port {
 
     /// What was counted so far.
     pub fn counters(&self) -> PortCounters {
-        self.counters
+        PortCounters {
+            cm: *self.cm.counters(),
+            ..self.counters
+        }
     }
 
     /// How many queue pairs there are.

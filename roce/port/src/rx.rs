@@ -7,7 +7,7 @@ use roce_icrc::{Flow, IpPair, Recovery};
 use roce_qp::DatagramSource;
 use roce_verbs::Instant;
 
-use crate::{ident::IdentTracker, port::Port};
+use crate::{peer::PeerKey, port::Port};
 
 /// ECN bits of the traffic class when a switch has marked congestion (RFC 3168).
 const ECN_CE: u8 = 3;
@@ -69,6 +69,14 @@ impl Source {
             ..usual
         }
     }
+}
+
+/// The IPv4 Identification with which a packet's ICRC is right.
+enum Ident {
+    /// Known before, or there is none (IPv6: 0): the ICRC proves the packet whole.
+    Given(u16),
+    /// Found because the ICRC is right with it: the peer must be one that sends it.
+    Found(u16),
 }
 
 impl Port {
@@ -210,10 +218,14 @@ impl Port {
             return;
         }
         let key = path.peer;
-        let mut ident = core::mem::take(&mut self.peers.get_mut(key).ident);
-        let sound = self.check_icrc(now, source, index, bytes, Some(&mut ident));
-        self.peers.get_mut(key).ident = ident;
-        if sound.is_none() {
+        let hint = self.peers.get(key).ident.hint(index);
+        let Some(ident) = self.check_icrc(source, index, bytes, hint) else {
+            return;
+        };
+        if let Ident::Found(id) = ident
+            && !self.judge_connected(now, slot, key, packet, id)
+        {
+            self.counters.icrc_implausible += 1;
             return;
         }
         if packet.header.bth.opcode.info().class == Class::Cnp {
@@ -221,9 +233,28 @@ impl Port {
             return;
         }
         self.with_qp(now, slot, |qp, ctx| qp.handle_packet(ctx, packet));
-        if self.qps[slot].half_open {
+        if self.qps[slot].half_open && self.qps[slot].qp.heard() {
             self.on_first_packet(now, slot);
         }
+    }
+
+    /// Whether the peer of a connected queue pair would send a packet with this Identification. Only a packet with a PSN
+    /// that the queue pair expects may teach what the peer does: from anywhere else it may be forged.
+    #[inline]
+    fn judge_connected(&mut self, now: Instant, slot: usize, key: PeerKey, packet: &Packet<'_>, id: u16) -> bool {
+        let ident = &mut self.peers.get_mut(key).ident;
+        if ident.is_usual(id) {
+            return true;
+        }
+        let qp = &self.qps[slot].qp;
+        if !qp.expects(packet) {
+            return ident.judge(now, id);
+        }
+        if qp.heard() {
+            return ident.learn(now, id);
+        }
+        ident.learn_first(now, id);
+        true
     }
 
     /// A packet to the members of a multicast group (IBA 10.5.2; `rxe_rcv_mcast_pkt`): each gets it, and one that can't
@@ -291,43 +322,38 @@ impl Port {
         self.pump_cm(now);
     }
 
-    /// Verifies the ICRC of a packet that may come from anybody. An address without queue pairs leaves no trace here, so
-    /// nothing is known of its Identifications.
+    /// Verifies the ICRC of a packet that may come from anybody; returns its Identification. What is known of the peer at
+    /// its address it does not change. Of an address without queue pairs nothing is known.
     fn check_stranger(&mut self, now: Instant, source: &Source, index: u16, bytes: &[u8]) -> Option<u16> {
         let known = self.peers.find(source.flow.ip.src());
-        let mut ident = known.map(|key| core::mem::take(&mut self.peers.get_mut(key).ident));
-        let sound = self.check_icrc(now, source, index, bytes, ident.as_mut());
-        if let (Some(key), Some(ident)) = (known, ident) {
-            self.peers.get_mut(key).ident = ident;
-        }
-        sound
+        let hint = known.map_or(index, |key| self.peers.get(key).ident.hint(index));
+        let id = match (self.check_icrc(source, index, bytes, hint)?, known) {
+            (Ident::Given(id), _) | (Ident::Found(id), None) => return Some(id),
+            (Ident::Found(id), Some(key)) => {
+                let peer = self.peers.get_mut(key);
+                (peer.ident.judge(now, id) || peer.strangers.admit(now)).then_some(id)
+            }
+        };
+        self.counters.icrc_implausible += u64::from(id.is_none());
+        id
     }
 
-    /// Verifies a packet's ICRC, finding the IPv4 Identification first where the driver does not know it. Returns that.
-    fn check_icrc(
-        &mut self,
-        now: Instant,
-        source: &Source,
-        index: u16,
-        bytes: &[u8],
-        ident: Option<&mut IdentTracker>,
-    ) -> Option<u16> {
+    /// Verifies a packet's ICRC, finding the IPv4 Identification first where the driver does not know it; `hint` is tried
+    /// before others.
+    fn check_icrc(&mut self, source: &Source, index: u16, bytes: &[u8], hint: u16) -> Option<Ident> {
         let flow = &source.flow;
         let is_v6 = matches!(flow.ip, IpPair::V6 { .. });
-        if let Some(id) = source.identification.or(is_v6.then_some(0)) {
+        let sound = if let Some(id) = source.identification.or(is_v6.then_some(0)) {
             let id = id.wrapping_add(index);
-            let sound = flow.verify(id, bytes);
-            self.counters.icrc_errors += u64::from(!sound);
-            return sound.then_some(id);
-        }
-        let hint = ident.as_ref().map_or(index, |t| t.hint(index));
-        let Recovery::Exact(id) = flow.recover_with(&mut self.solver, bytes, hint) else {
-            self.counters.icrc_errors += 1;
-            return None;
+            flow.verify(id, bytes).then_some(Ident::Given(id))
+        } else {
+            match flow.recover_with(&mut self.solver, bytes, hint) {
+                Recovery::Exact(id) => Some(Ident::Found(id)),
+                Recovery::Corrupt => None,
+            }
         };
-        let believed = ident.is_none_or(|t| t.accept(now, id));
-        self.counters.icrc_implausible += u64::from(!believed);
-        believed.then_some(id)
+        self.counters.icrc_errors += u64::from(sound.is_none());
+        sound
     }
 }
 

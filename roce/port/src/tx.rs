@@ -108,7 +108,12 @@ impl Port {
         if reliable && peer.on_staged(staged) {
             self.counters.gso_switched_off += 1;
             let addr = peer.addr;
-            tracing::warn!(peer = %addr, "only single packets come through: segmentation offload (GSO) is off for this peer");
+            // A peer can cause this again with each connection: the counter tells of further ones.
+            if self.counters.gso_switched_off == 1 {
+                tracing::warn!(peer = %addr, "only single packets come through: segmentation offload (GSO) is off for this peer");
+            } else {
+                tracing::debug!(peer = %addr, "segmentation offload (GSO) is off for this peer");
+            }
         }
         let room_left = peer.window.available();
         match poll {

@@ -41,6 +41,7 @@ impl QueuePair {
             ctx.counters.dropped_responses += 1;
             return;
         }
+        self.resp.established = true;
         match (packet.header.bth.opcode.info().class, packet.header.aeth) {
             (Class::Acknowledge, Some(aeth)) => self.handle_ack(ctx, seq, aeth),
             (Class::ReadResponse, aeth) => self.handle_read_response(ctx, seq, aeth, packet),

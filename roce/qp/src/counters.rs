@@ -43,7 +43,8 @@ pub struct Counters {
     pub dropped_state: u64,
     /// Acknowledgements and responses that fit nothing outstanding.
     pub dropped_responses: u64,
-    /// Requests dropped: behind a gap that was reported already, or duplicates that can't be answered.
+    /// Requests dropped: behind a gap that was reported already or is too large to be one, or duplicates that can't be
+    /// answered.
     pub dropped_requests: u64,
     /// Packets of an operation or service that the queue pair does not do.
     pub dropped_opcode: u64,

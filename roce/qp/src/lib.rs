@@ -11,6 +11,7 @@ mod counters;
 mod cq;
 mod ctx;
 mod datagram;
+mod expect;
 mod pace;
 mod qp;
 mod recvq;

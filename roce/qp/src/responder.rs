@@ -18,6 +18,11 @@ use crate::{
     srq::SharedReceiveQueue,
 };
 
+/// A gap of so many PSNs is none: what a peer has outstanding is far less. A forged packet would have us ask the peer for
+/// all of it again. (The request of a READ of more packets than this, if it is lost, is not asked for: the peer's timer
+/// finds out.)
+const MAX_GAP: u64 = 1 << 16;
+
 /// The message that is coming in.
 #[derive(Debug)]
 pub(crate) enum Inbound {
@@ -49,7 +54,7 @@ pub(crate) struct Responder {
     reported: bool,
     /// The packet at hand is the one that a report asked for.
     resumed: bool,
-    /// A packet has arrived since RTR.
+    /// A packet has arrived at its place since RTR.
     pub(crate) established: bool,
     /// In error, with a refusal still to be sent.
     pub(crate) closing: bool,
@@ -165,8 +170,8 @@ impl QueuePair {
         if !self.may_receive(ctx) {
             return;
         }
-        self.note_established(ctx);
         let Some(seq) = self.chk_psn(ctx, packet) else { return };
+        self.note_established(ctx);
         let done = self
             .chk_op_seq(packet)
             .and_then(|()| self.chk_shared_queue(packet))
@@ -187,12 +192,13 @@ impl QueuePair {
 
     /// Whether the state takes requests.
     pub(crate) fn may_receive(&self, ctx: &mut Ctx<'_>) -> bool {
-        let may = matches!(self.state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe);
+        let may = self.takes_requests();
         ctx.counters.dropped_state += u64::from(!may);
         may
     }
 
-    /// The first packet of a connection is an event, if the program does not know yet that it stands.
+    /// The first packet of a connection is an event, if the program does not know yet that it stands. One that is not at
+    /// its place may be anybody's.
     pub(crate) fn note_established(&mut self, ctx: &mut Ctx<'_>) {
         if self.resp.established {
             return;
@@ -217,7 +223,7 @@ impl QueuePair {
                 Some(seq)
             }
             Ordering::Greater => {
-                if self.resp.reported {
+                if self.resp.reported || seq.since(expected) > MAX_GAP {
                     ctx.counters.dropped_requests += 1;
                 } else {
                     ctx.counters.out_of_seq_request += 1;

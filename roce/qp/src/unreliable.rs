@@ -20,7 +20,9 @@ impl QueuePair {
         if !self.may_receive(ctx) {
             return;
         }
-        self.note_established(ctx);
+        if self.expects(packet) {
+            self.note_established(ctx);
+        }
         let seq = self.resp.expected.nearest(packet.header.bth.psn);
         let info = packet.header.bth.opcode.info();
         let continues = match (&self.resp.inbound, info.class) {

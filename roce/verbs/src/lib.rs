@@ -7,6 +7,7 @@ pub mod event;
 mod hash;
 pub mod legal;
 pub mod provider;
+mod shown;
 mod time;
 mod to_rts;
 pub mod wc;
@@ -19,6 +20,7 @@ pub use attr::{
 pub use event::{AsyncEvent, EventSource};
 pub use hash::NumberHasher;
 pub use roce_bth::{LKey, Msn, PKey, Placement, Psn, QKey, Qpn, RKey, RnrTimer, Selectivity, Srqn};
+pub use shown::{Shown, shown};
 pub use time::Instant;
 pub use to_rts::ToRts;
 pub use wc::{Completion, WcFlags, WcOpcode, WcStatus};

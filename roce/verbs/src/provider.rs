@@ -99,7 +99,8 @@ pub trait MemoryRegion: Send + Sync + 'static {
     fn as_ptr(&self) -> *mut u8;
 }
 
-/// A remote key that can be taken back and renewed in the order of a send queue.
+/// A remote key that can be taken back and renewed in the order of a send queue. What of it a renewal can change (the low
+/// byte; the rest is the object's index) is to be random and never what it was.
 pub trait RevocableRegion: Send + Sync + 'static {
     /// The current key.
     fn rkey(&self) -> RKey;
@@ -205,6 +206,9 @@ pub trait QueuePair: Clone + Send + Sync + 'static {
     /// # Errors
     /// When the queue pair is gone.
     fn query(&self) -> Result<QpAttr, VerbsError>;
+    /// Whether the peer used a key, an address or a right that it does not have, and the queue pair failed for it
+    /// (asynchronous event `IBV_EVENT_QP_ACCESS_ERR`).
+    fn access_violated(&self) -> bool;
 }
 
 /// Parameters of a connection (`rdma_conn_param`).

@@ -1,5 +1,7 @@
 //! The connection manager behind the port: what happens to queue pairs.
 
+use roce_bth::Packet;
+use roce_icrc::Flow;
 use roce_port::{ConnId, ListenId};
 use roce_verbs::{
     SendOp, WcStatus,
@@ -113,6 +115,33 @@ fn the_first_packet_says_as_much_as_the_rtu() {
     // The RTU that was late changes nothing.
     b.give(&rtu[0]);
     assert!(b.events().is_empty());
+}
+
+/// A packet that is not where the queue pair expects one may be anybody's.
+#[test]
+fn a_packet_with_a_guessed_psn_does_not_say_as_much_as_the_rtu() {
+    let (mut a, mut b, [qa, qb], _) = accepted();
+    let memory = b.region(64);
+    b.receive(qb, 1, &memory);
+    b.take().iter().for_each(|d| a.give(d));
+    let rtu = a.take();
+    let src = a.region(64);
+    a.send(qa, 1, SendOp::Send, &src, 64);
+    let packet = a.take().remove(0);
+    let psn = Packet::parse(&packet.bytes).unwrap().header.bth.psn;
+    for ahead in [5, 100_000, 1 << 23, (1 << 24) - 5000] {
+        let mut forged = packet.clone();
+        forged.bytes[9..12].copy_from_slice(&psn.add(ahead).value().to_be_bytes()[1..]);
+        let flow = Flow::try_from((forged.src, SocketAddr::new(forged.dst, ROCE))).unwrap();
+        flow.seal(0, &mut forged.bytes);
+        b.give(&forged);
+        assert!(b.events().is_empty(), "{ahead} ahead");
+    }
+    assert_eq!(b.port.counters().icrc_errors, 0);
+    b.give(&rtu[0]);
+    assert!(matches!(b.events()[..], [PortCmEvent::Established { .. }]));
+    b.give(&packet);
+    assert_eq!(b.completions().len(), 1);
 }
 
 #[test]

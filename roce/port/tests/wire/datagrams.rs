@@ -11,7 +11,7 @@ use crate::{
 
 const QKEY: QKey = QKey(0x77);
 
-fn group(last: u8) -> IpAddr {
+pub(crate) fn group(last: u8) -> IpAddr {
     IpAddr::from([239, 0, 0, last])
 }
 
@@ -21,7 +21,7 @@ fn of_type(host: &mut Host, qp_type: QpType) -> Qpn {
 }
 
 /// A datagram queue pair in RTS.
-fn ud(host: &mut Host) -> Qpn {
+pub(crate) fn ud(host: &mut Host) -> Qpn {
     let qpn = of_type(host, QpType::Ud);
     let nobody = AddressVector::new(host.addr, host.addr);
     let way = ToRts {
@@ -134,7 +134,7 @@ fn unreliable_connections_send_their_packets_one_by_one_to_other_hosts() {
     assert_eq!(b.port.counters().drop_peer_address, 1);
 }
 
-fn datagram(dest: Qpn) -> Header {
+pub(crate) fn datagram(dest: Qpn) -> Header {
     let mut header = Header::new(Bth::new(Opcode::UdSendOnly, dest, Psn::new(1)));
     header.deth = Some(Deth {
         qkey: QKEY,

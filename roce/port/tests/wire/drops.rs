@@ -141,7 +141,7 @@ dropped!(of_another_header_version, drop_version, |a, b, q| {
     d
 });
 
-fn mad(qkey: QKey, src_qp: Qpn) -> Header {
+pub(crate) fn mad(qkey: QKey, src_qp: Qpn) -> Header {
     let mut header = Header::new(Bth::new(Opcode::UdSendOnly, Qpn::GSI, Psn::new(0)));
     header.deth = Some(Deth {
         qkey,

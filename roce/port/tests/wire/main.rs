@@ -1,9 +1,11 @@
 //! Two ports and a wire that a test holds in its hands.
 
+mod amplification;
 mod connections;
 mod datagrams;
 mod drops;
 mod hostile;
+mod strangers;
 mod traffic;
 
 use std::{

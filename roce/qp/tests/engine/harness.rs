@@ -190,7 +190,7 @@ impl Side {
     pub(crate) fn enter_rtr(&mut self, setup: &Setup, peer: u32, psn: u32) {
         let way = Self::way(setup, peer, psn, 0);
         for to in [QpState::Init, QpState::Rtr] {
-            self.modify(&way.step(QpType::Rc, to));
+            self.modify(&way.step(self.qp.config().qp_type, to));
         }
     }
 

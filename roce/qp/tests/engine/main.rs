@@ -4,6 +4,7 @@
 mod harness;
 mod connections;
 mod datagrams;
+mod expected;
 mod extended;
 mod faults;
 mod hostile;

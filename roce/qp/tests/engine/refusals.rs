@@ -309,8 +309,8 @@ fn messages_longer_than_the_device_allows_are_invalid_whatever_the_receive_holds
 }
 
 #[test]
-fn half_of_the_circle_is_past_and_half_is_future() {
-    for (ahead, gap) in [((1u32 << 23) - 1, true), (1 << 23, false), (0xff_ffff, false)] {
+fn half_of_the_circle_is_past_and_the_near_future_may_be_a_gap() {
+    for (ahead, gap) in [(1, true), (1 << 16, true), (1 << 23, false), (0xff_ffff, false)] {
         let mut p = Pair::new(setup());
         p.b.recv(1, &[]);
         let says = answer(&mut p, &[raw(Opcode::RcSendOnly, ahead)]);
@@ -324,6 +324,21 @@ fn half_of_the_circle_is_past_and_half_is_future() {
             );
         }
         assert!(p.b.received().is_empty());
+    }
+}
+
+/// Half of all PSNs that somebody guesses are ahead: each would have the peer send again what it has under way.
+#[test]
+fn a_gap_that_no_peer_can_have_made_is_not_reported() {
+    for ahead in [(1u32 << 16) + 1, 1 << 20, (1 << 23) - 1] {
+        let mut p = Pair::new(setup());
+        p.b.recv(1, &[]);
+        assert!(answer(&mut p, &[raw(Opcode::RcSendOnly, ahead)]).is_empty());
+        let counted = (p.b.counters.out_of_seq_request, p.b.counters.dropped_requests);
+        assert_eq!(counted, (0, 1));
+        // A true gap afterwards is.
+        let says = answer(&mut p, &[raw(Opcode::RcSendOnly, 1)]);
+        assert_eq!(says, [(nak(NakCode::PsnSequenceError), 0)]);
     }
 }
 

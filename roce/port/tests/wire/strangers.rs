@@ -1,0 +1,442 @@
+//! Packets from the peer's address that are not the peer's: forged management datagrams, datagrams, and packets with
+//! guessed PSNs. For nothing of that are the peer's own packets refused; nor is what a peer may do that looks like it.
+
+use core::time::Duration;
+
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use roce_bth::{Aeth, Bth, Header, Msn, Opcode, QKey, Syndrome};
+use roce_icrc::Flow;
+use roce_verbs::{QpType, ToRts};
+
+use crate::{
+    datagrams::{datagram, group, ud},
+    drops::{mad, source},
+    *,
+};
+
+/// What a peer puts into the IPv4 Identification.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Ids {
+    /// The place in a train, as ferroce; hardware sends each packet with 0.
+    Index,
+    /// A counter over everything it sends, as rdma_rxe.
+    Counter(u16),
+}
+
+/// What a forger puts there.
+#[derive(Clone, Copy, Debug)]
+enum Forged {
+    Counter(u16),
+    Zeros,
+    Random,
+    Alternating(bool),
+}
+
+impl Forged {
+    const ALL: [Self; 4] = [
+        Self::Counter(40_000),
+        Self::Zeros,
+        Self::Random,
+        Self::Alternating(false),
+    ];
+
+    fn next(&mut self, rng: &mut ChaCha8Rng) -> u16 {
+        match self {
+            Self::Counter(n) => {
+                *n = n.wrapping_add(1);
+                *n
+            }
+            Self::Zeros => 0,
+            Self::Random => rng.random(),
+            Self::Alternating(odd) => {
+                *odd = !*odd;
+                if *odd { 7000 } else { 50_000 }
+            }
+        }
+    }
+}
+
+/// Which packets are forged.
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Mad,
+    Datagram,
+    Multicast,
+    Request,
+    Acknowledge,
+    Cnp,
+}
+
+/// A packet that is right with this Identification.
+fn sealed(id: u16, src: SocketAddr, dst: IpAddr, header: &Header, payload: &[u8]) -> Datagram {
+    let mut d = crate::drops::sealed(src, dst, header, payload);
+    reseal(&mut d, id);
+    d
+}
+
+fn reseal(d: &mut Datagram, id: u16) {
+    let flow = Flow::try_from((d.src, SocketAddr::new(d.dst, ROCE))).unwrap();
+    flow.seal(id, &mut d.bytes);
+}
+
+/// What a host sends, as its peer gets it.
+fn sent(from: &mut Host, ids: &mut Ids) -> Vec<Datagram> {
+    let trains = from.take();
+    let Ids::Counter(next) = ids else { return trains };
+    let mut out = Vec::new();
+    for train in trains {
+        for bytes in train.bytes.chunks(train.segment_len) {
+            let mut d = Datagram {
+                segment_len: 0,
+                segments: 1,
+                bytes: bytes.to_vec(),
+                ..train.clone()
+            };
+            reseal(&mut d, *next);
+            *next = next.wrapping_add(1);
+            out.push(d);
+        }
+    }
+    out
+}
+
+/// Carries everything there and back until nothing moves; returns how many packets of the peer were refused.
+fn carry(a: &mut Host, b: &mut Host, ids: &mut [Ids; 2]) -> u64 {
+    let refused = |a: &Host, b: &Host| a.port.counters().icrc_implausible + b.port.counters().icrc_implausible;
+    let before = refused(a, b);
+    for _ in 0..100 {
+        let (from_a, from_b) = (sent(a, &mut ids[0]), sent(b, &mut ids[1]));
+        if from_a.is_empty() && from_b.is_empty() {
+            break;
+        }
+        from_a.iter().for_each(|d| b.give(d));
+        from_b.iter().for_each(|d| a.give(d));
+    }
+    refused(a, b) - before
+}
+
+fn pass(a: &mut Host, b: &mut Host, time: Duration) {
+    a.now = a.now + time;
+    b.now = a.now;
+    for host in [a, b] {
+        host.port.handle_timeout(host.now);
+    }
+}
+
+/// A message of three packets from A, one from B, and their acknowledgements; how many packets were refused.
+fn talk(a: &mut Host, b: &mut Host, qps: [Qpn; 2], ids: &mut [Ids; 2]) -> u64 {
+    let (mine, theirs) = (a.region(3000), b.region(3000));
+    a.send(qps[0], 1, SendOp::Write(remote(&theirs)), &mine, 3000);
+    b.send(qps[1], 2, SendOp::Write(remote(&mine)), &theirs, 8);
+    carry(a, b, ids)
+}
+
+/// Both are done with what `talk` posted.
+fn is_done(a: &Host, b: &Host) -> bool {
+    [a, b]
+        .into_iter()
+        .all(|h| matches!(&h.completions()[..], [c] if c.is_ok()))
+}
+
+/// Two hosts that have talked already, each with a datagram queue pair in a multicast group.
+fn acquainted(ids: &mut [Ids; 2]) -> (Host, Host, [Qpn; 2], [Qpn; 2]) {
+    let (mut a, mut b, qa, qb) = pair();
+    let datagram = [&mut a, &mut b].map(|h| {
+        let qpn = ud(h);
+        h.port.attach_mcast(qpn, group(1)).unwrap();
+        qpn
+    });
+    for _ in 0..8 {
+        assert_eq!(talk(&mut a, &mut b, [qa, qb], ids), 0);
+        assert!(is_done(&a, &b));
+    }
+    (a, b, [qa, qb], datagram)
+}
+
+/// A packet from the address of a host's peer. `psn`: what its queue pair expects, or waits for an answer to.
+fn forge(kind: Kind, id: u16, from: &Host, to: &Host, qps: [Qpn; 2], psn: Psn, rng: &mut ChaCha8Rng) -> Datagram {
+    let [connected, unconnected] = qps;
+    let src = SocketAddr::new(from.addr, rng.random());
+    // Any other than those nearby.
+    let guess = psn.add(rng.random_range(3000..(1 << 24) - 3000));
+    let unicast = |header: Header, payload: &[u8]| sealed(id, src, to.addr, &header, payload);
+    match kind {
+        Kind::Mad => unicast(mad(QKey::GSI, Qpn::GSI), &[0; 256]),
+        Kind::Datagram => unicast(datagram(unconnected), b"data"),
+        Kind::Multicast => sealed(id, src, group(1), &datagram(Qpn::MULTICAST), b"data"),
+        Kind::Request => {
+            let mut bth = Bth::new(Opcode::RcSendOnly, connected, guess);
+            bth.ack_req = true;
+            unicast(Header::new(bth), b"data")
+        }
+        Kind::Acknowledge => {
+            let mut header = Header::new(Bth::new(Opcode::RcAcknowledge, connected, guess));
+            header.aeth = Some(Aeth {
+                syndrome: Syndrome::from_byte(rng.random()),
+                msn: Msn::new(0),
+            });
+            unicast(header, &[])
+        }
+        Kind::Cnp => unicast(Header::new(Bth::new(Opcode::Cnp, connected, guess)), &[]),
+    }
+}
+
+/// Fifty rounds of forged packets to both sides and the peers' own; nothing of the latter is refused, and next to
+/// nothing sent again.
+fn holds(kind: Kind, mut forged: Forged, peers: Ids) {
+    let mut ids = [peers; 2];
+    let (mut a, mut b, qps, datagram) = acquainted(&mut ids);
+    let mut rng = ChaCha8Rng::seed_from_u64(7);
+    for round in 0..50u32 {
+        for _ in 0..20 {
+            let id = forged.next(&mut rng);
+            // A sends three packets a round and B one, both from 100 on; eight rounds were before.
+            let (psn_a, psn_b) = (Psn::new(108 + round), Psn::new(124 + 3 * round));
+            let d = forge(kind, id, &a, &b, [qps[1], datagram[1]], psn_b, &mut rng);
+            b.give(&d);
+            let d = forge(kind, id, &b, &a, [qps[0], datagram[0]], psn_a, &mut rng);
+            a.give(&d);
+        }
+        let refused = talk(&mut a, &mut b, qps, &mut ids);
+        assert_eq!(refused, 0, "{kind:?} {forged:?} {peers:?} round {round}");
+        assert!(is_done(&a, &b), "{kind:?} {forged:?} {peers:?} round {round}");
+        pass(&mut a, &mut b, Duration::from_millis(1));
+    }
+    // Of the guesses among 2^24 PSNs few make a gap that has to be reported; then a round's three packets come again.
+    let most = if matches!(kind, Kind::Request) { 45 } else { 0 };
+    for host in [&a, &b] {
+        let c = host.port.counters();
+        assert!(c.tx_retransmissions <= most, "{kind:?} {forged:?} {peers:?}: {c:?}");
+        assert_eq!(c.gso_switched_off, 0, "{kind:?} {forged:?} {peers:?}");
+        let mut dropped = c
+            .named()
+            .filter(|(name, _)| name.starts_with("drop_") || *name == "icrc_errors");
+        assert!(dropped.all(|(_, n)| n == 0), "the forged ones are right: {c:?}");
+    }
+}
+
+macro_rules! teach_nothing {
+    ($($test:ident: $kind:ident;)*) => { $(
+        #[test]
+        fn $test() {
+            for forged in Forged::ALL {
+                for peers in [Ids::Index, Ids::Counter(20_000), Ids::Counter(65_000)] {
+                    holds(Kind::$kind, forged, peers);
+                }
+            }
+        }
+    )* };
+}
+
+teach_nothing! {
+    forged_mads_teach_nothing: Mad;
+    forged_datagrams_teach_nothing: Datagram;
+    forged_multicast_teaches_nothing: Multicast;
+    forged_requests_with_guessed_psns_teach_nothing: Request;
+    forged_acknowledgements_with_guessed_psns_teach_nothing: Acknowledge;
+    forged_congestion_notifications_teach_nothing: Cnp;
+}
+
+/// Whoever knows the number of a queue pair and guesses PSNs gets an acknowledgement or a NAK at most, for each packet
+/// that he sends.
+#[test]
+fn a_guessed_psn_is_answered_by_one_packet_at_most() {
+    let mut ids = [Ids::Index; 2];
+    let (a, mut b, qps, datagram) = acquainted(&mut ids);
+    let mut rng = ChaCha8Rng::seed_from_u64(3);
+    let mut answers = 0;
+    for _ in 0..1000 {
+        let d = forge(Kind::Request, 0, &a, &b, [qps[1], datagram[1]], Psn::new(124), &mut rng);
+        b.give(&d);
+        let out = b.take();
+        assert!(out.iter().map(|d| d.segments).sum::<usize>() <= 1);
+        assert!(out.iter().all(|answer| answer.bytes.len() <= d.bytes.len()));
+        answers += out.len();
+    }
+    // Those that would be duplicates are; of the others none is a gap, or hardly one.
+    assert!((300..700).contains(&answers), "{answers}");
+    let c = b.port.counters().transport;
+    assert!(c.out_of_seq_request <= 1 && c.dropped_requests >= 300, "{c:?}");
+}
+
+#[test]
+fn a_peer_may_change_its_way_of_counting() {
+    let ways = [
+        Ids::Index,
+        Ids::Counter(9000),
+        Ids::Counter(40_000),
+        Ids::Index,
+        Ids::Counter(200),
+    ];
+    let mut ids = [Ids::Index; 2];
+    let (mut a, mut b, qps, _) = acquainted(&mut ids);
+    for way in ways {
+        // At once, while nothing is idle.
+        ids = [way; 2];
+        let mut refused = talk(&mut a, &mut b, qps, &mut ids);
+        let mut done = [a.completions().len(), b.completions().len()];
+        for _ in 0..100 {
+            if done == [1, 1] {
+                break;
+            }
+            let next = [&mut a, &mut b].map(|h| h.port.poll_timeout());
+            let next = next.into_iter().flatten().min().expect("something is outstanding");
+            let time = next.saturating_since(a.now);
+            pass(&mut a, &mut b, time);
+            refused += carry(&mut a, &mut b, &mut ids);
+            done = [done[0] + a.completions().len(), done[1] + b.completions().len()];
+        }
+        assert_eq!(done, [1, 1], "{way:?}");
+        assert!(refused <= 6, "{way:?}: three in each direction, not {refused}");
+        assert_eq!(b.port.qp_state(qps[1]), Some(QpState::Rts));
+        for _ in 0..8 {
+            assert_eq!(talk(&mut a, &mut b, qps, &mut ids), 0, "{way:?}");
+            assert!(is_done(&a, &b));
+        }
+    }
+}
+
+/// rdma_rxe has one counter for all that it sends to an address: data, management, datagrams of other queue pairs.
+#[test]
+fn a_counter_is_shared_with_what_teaches_nothing() {
+    let mut ids = [Ids::Counter(500); 2];
+    let (mut a, mut b, qps, datagram) = acquainted(&mut ids);
+    let mut rng = ChaCha8Rng::seed_from_u64(1);
+    for round in 0..50 {
+        let Ids::Counter(next) = &mut ids[0] else {
+            unreachable!()
+        };
+        // Half a million packets a second, of which those to B are datagrams and now and then a MAD.
+        pass(&mut a, &mut b, Duration::from_millis(10));
+        *next = next.wrapping_add(5000);
+        for kind in [Kind::Mad, Kind::Datagram, Kind::Multicast] {
+            let d = forge(kind, *next, &a, &b, [qps[1], datagram[1]], Psn::new(0), &mut rng);
+            b.give(&d);
+            *next = next.wrapping_add(1);
+        }
+        assert_eq!(b.port.counters().icrc_implausible, 0, "round {round}");
+        assert_eq!(talk(&mut a, &mut b, qps, &mut ids), 0, "round {round}");
+        assert!(is_done(&a, &b));
+    }
+}
+
+#[test]
+fn an_idle_counter_may_be_anywhere() {
+    let mut ids = [Ids::Counter(500); 2];
+    let (mut a, mut b, qps, _) = acquainted(&mut ids);
+    for step in [1100, 1500, 5000, 60_000] {
+        pass(&mut a, &mut b, Duration::from_millis(step));
+        for ids in &mut ids {
+            let Ids::Counter(next) = ids else { unreachable!() };
+            *next = next.wrapping_add(33_333);
+        }
+        assert_eq!(talk(&mut a, &mut b, qps, &mut ids), 0);
+        assert!(is_done(&a, &b));
+    }
+}
+
+#[test]
+fn strangers_of_unknown_addresses_are_believed() {
+    let mut b = Host::new(2);
+    let mut rng = ChaCha8Rng::seed_from_u64(5);
+    for n in 0..100 {
+        let src = SocketAddr::new(ip(100 + n % 10), rng.random());
+        b.give(&sealed(rng.random(), src, b.addr, &mad(QKey::GSI, Qpn::GSI), &[0; 256]));
+    }
+    let c = b.port.counters();
+    assert_eq!((c.rx_mads, c.icrc_implausible), (100, 0));
+}
+
+/// A peer has started anew, perhaps with another kernel, and wants to connect; we still hold its former queue pairs. That
+/// must work even while somebody forges MADs of its.
+#[test]
+fn a_reborn_peer_s_mads_get_in() {
+    for forged in Forged::ALL.into_iter().map(Some).chain([None]) {
+        let mut ids = [Ids::Index; 2];
+        let (a, mut b, qps, datagram) = acquainted(&mut ids);
+        let mut rng = ChaCha8Rng::seed_from_u64(9);
+        let mut own = 30_000;
+        let mut let_in = 0;
+        for _ in 0..4 {
+            b.now = b.now + Duration::from_secs(4);
+            if let Some(mut forged) = forged {
+                for _ in 0..500 {
+                    let id = forged.next(&mut rng);
+                    b.give(&forge(
+                        Kind::Mad,
+                        id,
+                        &a,
+                        &b,
+                        [qps[1], datagram[1]],
+                        Psn::new(0),
+                        &mut rng,
+                    ));
+                }
+            }
+            let before = b.port.counters().rx_mads;
+            b.give(&sealed(own, source(&a), b.addr, &mad(QKey::GSI, Qpn::GSI), &[0; 256]));
+            own += 2;
+            let_in += b.port.counters().rx_mads - before;
+        }
+        assert!(
+            let_in >= 3,
+            "{forged:?}: only the first may be taken for damage, not {}",
+            4 - let_in
+        );
+    }
+}
+
+/// And its first packets on the new connection, too.
+#[test]
+fn a_reborn_peer_s_first_packets_are_believed() {
+    let mut ids = [Ids::Index; 2];
+    let (mut a, mut b, _, _) = acquainted(&mut ids);
+    for way in [Ids::Counter(30_000), Ids::Index, Ids::Counter(60_000)] {
+        let qps = [a.qp(), b.qp()];
+        a.raise(qps[0], b.addr, qps[1]);
+        b.raise(qps[1], a.addr, qps[0]);
+        ids = [way; 2];
+        for _ in 0..8 {
+            assert_eq!(talk(&mut a, &mut b, qps, &mut ids), 0, "{way:?}");
+            assert!(is_done(&a, &b));
+        }
+    }
+}
+
+/// Packets of an unreliable connection teach as well, where they follow one another.
+#[test]
+fn an_unreliable_connection_s_peer_is_learnt() {
+    let (mut a, mut b) = (Host::new(1), Host::new(2));
+    let init = QpInit {
+        qp_type: QpType::Uc,
+        ..b.init()
+    };
+    let qb = b.port.create_qp(init).unwrap();
+    let way = ToRts {
+        access: RIGHTS,
+        rq_psn: Psn::new(100),
+        ..ToRts::new(AddressVector::new(b.addr, a.addr), Mtu::B1024, Qpn::new(9))
+    };
+    for attr in way.steps(QpType::Uc) {
+        b.port.modify_qp(b.now, qb, &attr).unwrap();
+    }
+    let give = |b: &mut Host, a: &mut Host, psn: u32, id: u16| {
+        let mut header = Header::new(Bth::new(Opcode::UcWriteOnly, qb, Psn::new(psn)));
+        header.reth = Some(roce_bth::Reth::default());
+        b.give(&sealed(id, source(a), b.addr, &header, &[]));
+        b.port.counters().icrc_implausible
+    };
+    for psn in 100..110 {
+        assert_eq!(give(&mut b, &mut a, psn, 0), 0);
+    }
+    assert_eq!(give(&mut b, &mut a, 110, 30_000), 1);
+    // From guessed PSNs nothing is learnt.
+    for n in 1..10u32 {
+        assert_eq!(
+            give(&mut b, &mut a, 110 + n * 100_000, 30_000 + n as u16),
+            1 + u64::from(n)
+        );
+    }
+    assert_eq!(give(&mut b, &mut a, 111, 0), 10);
+}
