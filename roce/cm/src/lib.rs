@@ -14,6 +14,6 @@ mod types;
 pub use manager::{Manager, state};
 pub use roce_verbs::provider::{ConnParams, RejectReason};
 pub use types::{
-    AcceptArgs, CmConfig, CmError, ConnId, ConnTransport, ConnectArgs, Counters, DropReason, Event, ListenArgs,
-    ListenId, OutMad, RemoteQp, ResolveArgs, SidrAnswer, overlap,
+    AcceptArgs, CmConfig, CmError, ConnChange, ConnId, ConnTransport, ConnectArgs, Counters, DropReason, Event,
+    ListenArgs, ListenId, OutMad, RateLimit, RemoteQp, ResolveArgs, SidrAnswer, Usage, overlap,
 };

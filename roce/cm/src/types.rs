@@ -24,6 +24,32 @@ pub struct ConnId(pub u64);
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct ListenId(pub u64);
 
+/// What a manager keeps at a moment ([`Manager::usage`](crate::Manager::usage)). Each has its limit in [`CmConfig`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Usage {
+    /// Connections in all.
+    pub connections: usize,
+    /// Half-open ones.
+    pub half_open: usize,
+    /// The most of one peer (IPv6: of one /64).
+    pub half_open_of_peer: usize,
+    /// Connections that are destroyed and linger.
+    pub lingering: usize,
+    /// Peers whose MADs are counted.
+    pub rated_peers: usize,
+    /// MADs that wait to be polled.
+    pub queued_mads: usize,
+}
+
+/// A rate of MADs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RateLimit {
+    /// MADs per second, at least 1.
+    pub per_second: u32,
+    /// MADs at once after silence.
+    pub burst: u32,
+}
+
 /// Settings of a manager.
 #[derive(Clone, Debug)]
 pub struct CmConfig {
@@ -39,10 +65,12 @@ pub struct CmConfig {
     /// Retransmissions of a REQ, REP or DREQ, also the number that our REQs name. `CMA_MAX_CM_RETRIES`: 15.
     pub max_retries: u8,
     /// The pause before the first retransmission; it doubles each time. The kernel always waits the whole response
-    /// timeout; its answers to earlier duplicates are the same.
+    /// timeout; its answers to earlier duplicates are the same. A REP is never repeated sooner, whatever response timeout
+    /// the peer names.
     pub first_retry: Duration,
     /// How long a REQ, REP or DREQ may stay without any answer, whatever retries are left. After an MRA it counts
-    /// from the end of the service timeout.
+    /// from the end of the service timeout. So long does a request of a peer's wait for the consumer, too, unless the
+    /// peer repeats it.
     pub give_up: Duration,
     /// Packet lifetime code of paths; the local ACK timeout that REQs name comes from it and from `ca_ack_delay`.
     /// `CMA_IBOE_PACKET_LIFETIME`: 18.
@@ -57,10 +85,19 @@ pub struct CmConfig {
     pub max_timewait: Duration,
     /// Connections in all, half-open and lingering ones included.
     pub max_connections: usize,
-    /// Requests from peers that are not established yet.
+    /// Requests from peers that are not established yet (connections and questions apart). When there are more the
+    /// oldest gives way whose address has not shown that it receives what we send.
     pub max_half_open: usize,
-    /// Requests from one peer address that are not established yet.
+    /// The same for one peer address, for IPv6 one /64: there the oldest of that address gives way, if it is older than
+    /// `first_retry`.
     pub max_half_open_per_peer: usize,
+    /// MADs that one peer address (IPv6: one /64) may have us process, those not counted that name a connection by its
+    /// communication ID or repeat a request that we know. More are dropped.
+    pub mad_rate: RateLimit,
+    /// Addresses of which that is counted; of more, those that have sent least are forgotten.
+    pub max_rated_peers: usize,
+    /// Repetitions of one request that are answered.
+    pub repeat_rate: RateLimit,
     /// Ended or destroyed connections that are still kept to answer late MADs; the oldest goes first.
     pub max_lingering: usize,
     /// MADs that wait to be polled; more are dropped (retransmission recovers them).
@@ -68,6 +105,8 @@ pub struct CmConfig {
     /// The lowest and highest communication ID (and SIDR request ID) of ours; 0 is never used. One process of several
     /// behind one address has a part of them.
     pub comm_ids: (u32, u32),
+    /// Keep [`ConnChange`]s, which must then be polled.
+    pub report_changes: bool,
 }
 
 impl CmConfig {
@@ -89,11 +128,41 @@ impl CmConfig {
             max_half_open: 4096,
             // All processes of a host are one peer; what it may take up is about 2 MiB.
             max_half_open_per_peer: 1024,
+            // All to all between 128 processes on either host, all at once; no program connects faster for long.
+            mad_rate: RateLimit {
+                per_second: 4096,
+                burst: 16_384,
+            },
+            max_rated_peers: 4096,
+            // Peers repeat after 0.2 s at the soonest; networks now and then.
+            repeat_rate: RateLimit {
+                per_second: 16,
+                burst: 16,
+            },
             max_lingering: 4096,
             max_queued_mads: 4096,
             comm_ids: (1, u32::MAX),
+            report_changes: false,
         }
     }
+}
+
+/// A connection has been established, or is over: its peer has answered our DREQ, or ended it, or did not answer. Who ends
+/// connections of others that have died needs to know both.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ConnChange {
+    /// Established, and not over.
+    pub established: bool,
+    /// Our address.
+    pub local: IpAddr,
+    /// The peer's.
+    pub remote: IpAddr,
+    /// Our communication ID.
+    pub local_id: u32,
+    /// The peer's communication ID.
+    pub remote_id: u32,
+    /// The peer's queue pair.
+    pub remote_qpn: Qpn,
 }
 
 /// Transport of a connection.
@@ -119,7 +188,9 @@ pub struct ListenArgs {
     pub port: u16,
     /// Requests for another transport are rejected; `None`: any will do. Not asked in a port space of datagrams.
     pub transport: Option<ConnTransport>,
-    /// So many requests (at least one) may wait for an answer; more are dropped, and the peer repeats them.
+    /// So many requests (at least one), of one peer address three quarters of that, may wait for the consumer's answer;
+    /// more are dropped, and the peer repeats them. A request has its place until the consumer answers or destroys it,
+    /// also when its peer has given up meanwhile.
     pub backlog: u32,
 }
 
@@ -327,7 +398,8 @@ pub enum Event {
         /// The connection.
         conn: ConnId,
     },
-    /// The peer refused, or (passive) took its request back. The connection is over.
+    /// The peer refused, or (passive) took its request back, or must have given up ([`RejectReason::TIMEOUT`]) or given way
+    /// to others while the request waited for the consumer. The connection is over.
     Rejected {
         /// The connection.
         conn: ConnId,
@@ -338,7 +410,8 @@ pub enum Event {
         /// The consumer's private data: 148 bytes, zero-padded.
         private_data: Vec<u8>,
     },
-    /// Our REQ (active) or REP (passive) was never answered. The connection is over.
+    /// Our REQ (active) or REP (passive) was never answered, or the half-open connection (passive) gave way to newer ones.
+    /// The connection is over.
     Unreachable {
         /// The connection.
         conn: ConnId,
@@ -441,10 +514,14 @@ pub enum DropReason {
     Duplicate,
     /// A request beyond the listener's backlog.
     Backlog,
-    /// A request beyond the half-open connections allowed in all.
+    /// A request beyond one peer's share of the listener's backlog.
+    BacklogPeer,
+    /// A request beyond the half-open connections allowed in all, none of which gives way.
     HalfOpen,
-    /// A request beyond the half-open connections allowed to one peer.
+    /// A request beyond the half-open connections allowed to one peer, none of which gives way (yet).
     HalfOpenPeer,
+    /// More MADs than one peer may send in a time, or repetitions of one request.
+    Rate,
     /// A request beyond the connections allowed in all.
     Connections,
     /// An answer that found the queue of outgoing MADs full.
@@ -453,7 +530,7 @@ pub enum DropReason {
 
 impl DropReason {
     /// All reasons.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 16] = [
         Self::Length,
         Self::Header,
         Self::Attribute,
@@ -464,8 +541,10 @@ impl DropReason {
         Self::State,
         Self::Duplicate,
         Self::Backlog,
+        Self::BacklogPeer,
         Self::HalfOpen,
         Self::HalfOpenPeer,
+        Self::Rate,
         Self::Connections,
         Self::OutQueueFull,
     ];
@@ -483,8 +562,10 @@ impl DropReason {
             Self::State => "state",
             Self::Duplicate => "duplicate",
             Self::Backlog => "backlog",
+            Self::BacklogPeer => "backlog_peer",
             Self::HalfOpen => "half_open",
             Self::HalfOpenPeer => "half_open_peer",
+            Self::Rate => "rate",
             Self::Connections => "connections",
             Self::OutQueueFull => "out_queue_full",
         }
@@ -492,7 +573,7 @@ impl DropReason {
 }
 
 /// What a manager has counted.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Counters {
     received: [u64; Attribute::ALL.len()],
     sent: [u64; Attribute::ALL.len()],
@@ -508,6 +589,14 @@ pub struct Counters {
     pub timeouts: u64,
     /// Lingering connections forgotten early to make room.
     pub forgotten: u64,
+    /// Half-open connections and questions that gave way to newer ones of other addresses.
+    pub displaced: u64,
+    /// Half-open connections and questions that gave way to newer ones of the same address.
+    pub displaced_peer: u64,
+    /// Requests whose peer must have given up before the consumer answered.
+    pub expired: u64,
+    /// MADs not sent, for they would have gone to an address that has not shown that it receives what we send.
+    pub withheld: u64,
 }
 
 impl Counters {
@@ -529,6 +618,31 @@ impl Counters {
     /// MADs dropped for this reason.
     pub fn dropped(&self, r: DropReason) -> u64 {
         self.dropped[r as usize]
+    }
+
+    /// All, with stable names for reports.
+    pub fn named(&self) -> impl Iterator<Item = (String, u64)> {
+        let by_kind = |what: &'static str, n: [u64; Attribute::ALL.len()]| {
+            let kinds = Attribute::ALL.into_iter().zip(n);
+            kinds.map(move |(a, n)| (format!("cm_{what}_{}", a.name()), n))
+        };
+        let dropped = DropReason::ALL.into_iter().zip(self.dropped);
+        let others = [
+            ("rejects_sent", self.rejects_sent),
+            ("stale", self.stale),
+            ("extended", self.extended),
+            ("timeouts", self.timeouts),
+            ("forgotten", self.forgotten),
+            ("displaced", self.displaced),
+            ("displaced_peer", self.displaced_peer),
+            ("expired", self.expired),
+            ("withheld", self.withheld),
+        ];
+        by_kind("received", self.received)
+            .chain(by_kind("sent", self.sent))
+            .chain(by_kind("retried", self.retried))
+            .chain(dropped.map(|(r, n)| (format!("cm_drop_{}", r.name()), n)))
+            .chain(others.map(|(name, n)| (format!("cm_{name}"), n)))
     }
 
     pub(crate) fn count_received(&mut self, a: Attribute) {

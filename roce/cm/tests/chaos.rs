@@ -62,6 +62,8 @@ struct Consumers {
     users: BTreeMap<u32, Vec<u32>>,
     /// Pairs that a consumer ended.
     ended: BTreeSet<u32>,
+    /// Pairs of which the client, told to wait by an MRA, got none of three REPs.
+    unheard: BTreeSet<u32>,
     /// Chaos is over: consumers only finish what has begun.
     calm: bool,
 }
@@ -198,6 +200,9 @@ impl Consumers {
                 seen.established = true;
             }
             Event::Rejected { .. } | Event::Unreachable { .. } => {
+                if seen.passive && matches!(e, Event::Unreachable { .. }) {
+                    self.unheard.insert(seen.pair);
+                }
                 assert!(
                     !seen.established,
                     "an established connection is disconnected, not rejected: {context}"
@@ -236,6 +241,30 @@ impl Consumers {
         panic!("seed {}: never comes to rest", self.seed);
     }
 
+    /// Clients use what they hold to be connected: data reaches the server's queue pair, or nothing answers, and they end it.
+    /// (A server that hears nothing after three REPs says no more.) False: every connection has both its ends.
+    fn use_connections(&mut self, w: &mut World) -> bool {
+        let mut used = false;
+        for side in 0..2 {
+            let up = self.seen[side].iter().filter(|(_, s)| s.is_up() && !s.passive);
+            let up: Vec<_> = up.map(|(id, s)| (*id, s.pair)).collect();
+            for (id, pair) in up {
+                let theirs = self.seen[1 - side].iter().find(|(_, s)| s.passive && s.pair == pair);
+                let theirs = theirs.map(|(id, s)| (*id, s.is_up()));
+                let state = theirs.and_then(|(id, _)| w.m[1 - side].state(id));
+                match (theirs, state) {
+                    (Some((_, true)), _) => continue,
+                    (Some((id, _)), Some(s)) if s.is_half_open() => {
+                        self.later(w, 1 - side, Some(id), 1000, Act::Data);
+                    }
+                    _ => self.later(w, side, Some(id), 1000, Act::Disconnect),
+                }
+                used = true;
+            }
+        }
+        used
+    }
+
     /// Both sides must hold the same connections to be established.
     fn agree(&self, w: &World) {
         let up = |side: usize, passive: bool| -> Vec<u32> {
@@ -257,7 +286,8 @@ impl Consumers {
         }
         // What nobody ended stands, unless it had to share a queue pair number.
         let shared: BTreeSet<u32> = self.users.values().filter(|u| u.len() > 1).flatten().copied().collect();
-        for pair in (1..=self.next_pair).filter(|p| !self.ended.contains(p) && !shared.contains(p)) {
+        let excused = |p: &u32| self.ended.contains(p) || shared.contains(p) || self.unheard.contains(p);
+        for pair in (1..=self.next_pair).filter(|p| !excused(p)) {
             let stands = self
                 .seen
                 .iter()
@@ -290,7 +320,8 @@ fn config(guid: u64) -> CmConfig {
     }
 }
 
-fn run(seed: u64) {
+/// Returns how many pairs there were, and how many of them went unheard.
+fn run(seed: u64) -> (u32, usize) {
     let mut w = World::new(seed, config);
     w.rng = Rng(seed);
     for m in &mut w.m {
@@ -310,6 +341,7 @@ fn run(seed: u64) {
         next_pair: 0,
         users: BTreeMap::new(),
         ended: BTreeSet::new(),
+        unheard: BTreeSet::new(),
         calm: false,
     };
     for _ in 0..12 {
@@ -320,7 +352,13 @@ fn run(seed: u64) {
     c.run(&mut w, Some(end));
     w.faults = Faults::default();
     c.calm = true;
+    while c.use_connections(&mut w) {
+        c.run(&mut w, None);
+    }
     c.run(&mut w, None);
+    while c.use_connections(&mut w) {
+        c.run(&mut w, None);
+    }
     c.agree(&w);
 
     // Everything that stands is ended, by one side or by both at once, under faults again.
@@ -349,16 +387,22 @@ fn run(seed: u64) {
         }
         assert_eq!(w.m[side].connections(), 0, "seed {seed}");
         assert_eq!(w.m[side].next_timeout(), None, "seed {seed}");
-        // There was an answer to everything in the end.
-        assert_eq!(w.m[side].counters().timeouts, 0, "seed {seed}");
+        // There was an answer to everything in the end, except to what was said but once to a peer that had not shown
+        // that it hears.
+        let c = w.m[side].counters();
+        assert!(c.timeouts <= c.withheld, "seed {seed}: {c:?}");
     }
+    (c.next_pair, c.unheard.len())
 }
 
 #[test]
 fn both_sides_agree_in_the_end() {
+    let (mut pairs, mut unheard) = (0, 0);
     for seed in 0..1500 {
-        run(seed);
+        let (all, some) = run(seed);
+        (pairs, unheard) = (pairs + all as usize, unheard + some);
     }
+    assert!(unheard * 100 < pairs, "{unheard} of {pairs}");
 }
 
 /// What a busy server sees of a single client that connects and disconnects for ever: nothing may pile up.

@@ -175,20 +175,23 @@ fn a_flood_of_questions_stays_within_bounds() {
     config.max_half_open_per_peer = 20;
     w.m[S] = Manager::new(config, [7; 32]);
     listen(&mut w, PortSpace::Udp, None, 100);
-    // Nobody answers: only so many wait.
+    // Nobody answers: only so many are told of, and the oldest of them have given way.
     for _ in 0..100 {
         w.m[C].resolve(w.now, &question(PortSpace::Udp)).unwrap();
     }
     w.settle();
     let waiting: Vec<_> = std::iter::from_fn(|| w.m[S].poll_event()).map(|e| e.conn()).collect();
-    assert_eq!(waiting.len(), 20);
-    assert_eq!(w.m[S].counters().dropped(DropReason::HalfOpenPeer), 80);
-    for conn in waiting {
-        w.m[S].answer(w.now, conn, &SidrAnswer::default()).unwrap();
+    assert_eq!(waiting.len(), 50);
+    assert_eq!(w.m[S].counters().displaced_peer, 30);
+    assert_eq!(w.m[S].counters().dropped(DropReason::Connections), 50);
+    for (i, conn) in waiting.into_iter().enumerate() {
+        let answered = w.m[S].answer(w.now, conn, &SidrAnswer::default());
+        assert_eq!(answered.is_ok(), i >= 30, "question {i}");
         w.m[S].destroy(w.now, conn);
     }
     w.settle();
-    // Old answers make room for new questions.
+    // Old answers make room for new questions (of somebody who does not repeat the old ones).
+    w.m[C] = Manager::new(self::config(1), [77; 32]);
     for _ in 0..100 {
         w.m[C].resolve(w.now, &question(PortSpace::Udp)).unwrap();
         w.settle();
@@ -198,6 +201,39 @@ fn a_flood_of_questions_stays_within_bounds() {
         w.settle();
     }
     assert!(w.m[S].counters().forgotten >= 50);
+}
+
+#[test]
+fn a_question_that_is_not_repeated_waits_for_a_while_only() {
+    let mut w = world();
+    listen(&mut w, PortSpace::Udp, None, 1);
+    w.m[C].resolve(w.now, &question(PortSpace::Udp)).unwrap();
+    let out = w.m[C].poll_mad().unwrap();
+    w.m[S].handle_mad(w.now, SERVER, CLIENT, &out.mad);
+    let conn = w.m[S].poll_event().unwrap().conn();
+    // Repeated, it waits on.
+    for _ in 0..3 {
+        w.now = w.now + Duration::from_secs(9);
+        w.m[S].handle_timeout(w.now);
+        w.m[S].handle_mad(w.now, SERVER, CLIENT, &out.mad);
+        assert_eq!(w.m[S].counters().expired, 0);
+    }
+    w.now = w.now + Duration::from_secs(11);
+    w.m[S].handle_timeout(w.now);
+    assert_eq!((w.m[S].counters().expired, w.m[S].next_timeout()), (1, None));
+    // Its place at the listener is free when the consumer has dealt with it.
+    w.m[C].resolve(w.now, &question(PortSpace::Udp)).unwrap();
+    let other = w.m[C].poll_mad().unwrap();
+    w.m[S].handle_mad(w.now, SERVER, CLIENT, &other.mad);
+    assert_eq!(w.m[S].poll_event(), None);
+    assert_eq!(
+        w.m[S].answer(w.now, conn, &SidrAnswer::default()),
+        Err(CmError::Answered)
+    );
+    w.m[S].destroy(w.now, conn);
+    w.m[S].handle_mad(w.now, SERVER, CLIENT, &other.mad);
+    assert!(matches!(w.m[S].poll_event(), Some(Event::SidrRequest { .. })));
+    assert_eq!(w.m[S].poll_mad(), None);
 }
 
 #[test]

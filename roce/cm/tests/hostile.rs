@@ -226,13 +226,19 @@ fn flood_of_requests() {
         r.private_data[16..20].copy_from_slice(&[10, 1, (i >> 8) as u8, i as u8]);
         w.m[1].handle_mad(w.now, SERVER, from, &Mad::new(1, r).emit());
         while let Some(e) = w.m[1].poll_event() {
-            if let Event::Request { conn, .. } = e {
-                let a = AcceptArgs::new(Qpn::new(0x9000 + i), Psn::new(0), ConnParams::default());
-                w.m[1].accept(w.now, conn, &a).unwrap();
+            match e {
+                Event::Request { conn, .. } => {
+                    let a = AcceptArgs::new(Qpn::new(0x9000 + i), Psn::new(0), ConnParams::default());
+                    w.m[1].accept(w.now, conn, &a).unwrap();
+                }
+                Event::Unreachable { conn } => w.m[1].destroy(w.now, conn),
+                other => panic!("{other:?}"),
             }
         }
+        while w.m[1].poll_mad().is_some() {}
     }
     assert_eq!(w.m[1].connections(), HALF_OPEN);
-    assert_eq!(w.m[1].counters().dropped(DropReason::HalfOpen), 5000 - HALF_OPEN as u64);
+    assert_eq!(w.m[1].counters().displaced, 5000 - HALF_OPEN as u64);
     assert_eq!(w.m[1].counters().received(Attribute::Req), 5000);
+    assert_eq!(w.m[1].counters().sent(Attribute::Rep), 5000);
 }

@@ -2,12 +2,13 @@
 
 mod common;
 
-use common::pair::*;
+use common::{CLIENT, SERVER, World, ms, pair::*};
 use roce_cm::{
     Event, RejectReason,
     mad::{Attribute, Subject},
     state::State,
 };
+use roce_verbs::Qpn;
 
 #[test]
 fn dreq_overtakes_the_rep() {
@@ -84,31 +85,40 @@ fn rtu_after_the_end_is_rejected() {
     }
 }
 
+/// Somebody who sees nothing, but puts the client's address on his packets and guesses its GUID and queue pair number: the
+/// kernel makes the one of the network card's address and counts the other up.
 #[test]
-fn rtu_for_a_rejected_reply() {
+fn guessed_numbers_neither_end_a_connection_nor_keep_one_from_being_made() {
     let (mut w, _) = listening();
-    let (c, s) = replied(&mut w, 0x11);
-    w.m[C].qp_ready(w.now, c).unwrap();
-    let rtu = w.m[C].poll_mad().unwrap();
-    // The server's view of the peer is torn down by a REQ for the same queue pair.
-    let req = last_sent(&w, Attribute::Req);
-    again(&mut w, with_req(req, |r| r.local_comm_id ^= 0x5555));
-    assert_eq!(last_rej(&w).reason, 10);
-    assert!(matches!(w.m[S].poll_event(), Some(Event::Rejected { conn, .. }) if conn == s));
-    again(&mut w, rtu);
-    // The DREQ that followed has ended the client's side.
-    assert_eq!(
-        w.m[C].poll_event(),
-        Some(Event::Disconnected {
-            conn: c,
-            timed_out: false
-        })
-    );
-    w.run_dry();
-    assert_eq!(
-        (w.m[C].state(c), w.m[S].state(s)),
-        (Some(State::Over), Some(State::Over))
-    );
+    let (c1, s1) = established(&mut w, 0x11);
+    // Before the client asks, while it is being answered, and after.
+    let forge = |w: &mut World, qpn: u32, id: u32| {
+        let req = last_sent(w, Attribute::Req);
+        let forged = with_req(req, |r| {
+            r.local_qpn = Qpn::new(qpn);
+            r.local_comm_id = id;
+        });
+        w.m[S].handle_mad(w.now, SERVER, CLIENT, &forged.mad);
+    };
+    forge(&mut w, 0x12, 1);
+    let forged = w.m[S].poll_event();
+    assert!(matches!(forged, Some(Event::Request { .. })), "{forged:?}");
+    let (c2, s2) = requested(&mut w, 0x12);
+    forge(&mut w, 0x12, 2);
+    w.m[S].accept(w.now, s2, &accept_args(0x22)).unwrap();
+    w.settle();
+    assert!(matches!(w.m[C].poll_event(), Some(Event::Reply { conn, .. }) if conn == c2));
+    forge(&mut w, 0x12, 3);
+    w.m[C].qp_ready(w.now, c2).unwrap();
+    w.settle();
+    for id in 4..20 {
+        forge(&mut w, 0x11, id);
+        forge(&mut w, 0x12, id + 100);
+        w.run_for(ms(500));
+    }
+    for (side, conn) in [(C, c1), (C, c2), (S, s1), (S, s2)] {
+        assert_eq!(w.m[side].state(conn), Some(State::Established), "{side} {conn:?}");
+    }
 }
 
 /// Both sides end an attempt in the same moment, at every stage of it.

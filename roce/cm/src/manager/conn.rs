@@ -4,15 +4,20 @@ use core::{
     net::{IpAddr, SocketAddr},
     time::Duration,
 };
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use rand_chacha::{ChaCha8Rng, rand_core::RngCore};
 use roce_verbs::{Instant, Mtu, Qpn};
 
-use super::state::State;
+use super::{
+    half_open::{Displaced, HalfOpen, Places},
+    rate::{PeerGroup, TokenBucket},
+    state::State,
+    validation::AddressValidation,
+};
 use crate::{
     mad::MAD_LEN,
-    types::{ConnId, ConnTransport, ListenId, RemoteQp},
+    types::{CmConfig, ConnChange, ConnId, ConnTransport, DropReason, ListenId, RemoteQp},
 };
 
 /// A pause, up to a quarter shorter by a random number: what is refused together for want of room shall not come back
@@ -50,6 +55,8 @@ pub(super) struct Conn {
     pub(super) end_told: bool,
     /// Where the request arrived (passive).
     pub(super) listener: Option<ListenId>,
+    /// The request has a place there.
+    pub(super) waits: bool,
     pub(super) local: SocketAddr,
     pub(super) remote: SocketAddr,
     pub(super) local_id: u32,
@@ -66,13 +73,27 @@ pub(super) struct Conn {
     pub(super) offer: Offer,
     /// We told the peer with an MRA that our answer takes time.
     pub(super) granted: bool,
+    /// When it was made.
+    pub(super) since: Instant,
+    /// What may be sent to the peer.
+    pub(super) validation: AddressValidation,
+    /// Repetitions of the peer's request that are answered.
+    pub(super) repeats: TokenBucket,
     /// Longest pause between retransmissions, and how many.
     pub(super) max_pause: Duration,
     pub(super) max_retries: u8,
     pub(super) exchange: Option<Box<Exchange>>,
     /// The REJ to repeat in [`State::Refused`].
     pub(super) rejection: Option<Box<[u8; MAD_LEN]>>,
+    /// The REP that the peer answered (passive).
+    pub(super) reply: Option<Box<[u8; MAD_LEN]>>,
     pub(super) timer: Option<Instant>,
+}
+
+impl Conn {
+    pub(super) fn group(&self) -> PeerGroup {
+        PeerGroup::of(self.remote.ip())
+    }
 }
 
 /// What an active connection needs again when the REP comes.
@@ -95,30 +116,99 @@ pub(super) struct Connections {
     by_remote_id: BTreeMap<RemoteKey<u32>, ConnId>,
     by_remote_qp: BTreeMap<RemoteKey<Qpn>, ConnId>,
     timers: BTreeSet<(Instant, ConnId)>,
-    detached: BTreeMap<u64, ConnId>,
-    half_open: BTreeMap<IpAddr, usize>,
-    half_open_total: usize,
-    waiting: BTreeMap<ListenId, usize>,
+    /// Destroyed ones, oldest first; before all others those whose peer's address has not proved itself.
+    detached: BTreeMap<(bool, u64), ConnId>,
+    half_open: HalfOpen,
+    places: Places,
     next_id: u64,
     next_detached: u64,
+    /// What has been established and what is over, if somebody asks.
+    changes: Option<VecDeque<ConnChange>>,
 }
 
 impl Connections {
+    pub(super) fn new(report_changes: bool) -> Self {
+        Self {
+            changes: report_changes.then(VecDeque::new),
+            ..Self::default()
+        }
+    }
+
+    pub(super) fn poll_change(&mut self) -> Option<ConnChange> {
+        self.changes.as_mut()?.pop_front()
+    }
+
+    /// Takes note of a change of state (`None`: it is forgotten).
+    fn note(&mut self, id: ConnId, before: State, after: Option<State>) {
+        let Some(changes) = &mut self.changes else { return };
+        let Some(c) = self.conns.get(&id) else { return };
+        let stands = |s: State| matches!(s, State::Established | State::DreqSent);
+        let established = after == Some(State::Established) && before != State::Established;
+        let over = stands(before) && !after.is_some_and(stands);
+        if let (true, Some(remote_id), Some(peer)) = (established || over, c.remote_id, c.peer) {
+            changes.push_back(ConnChange {
+                established,
+                local: c.local.ip(),
+                remote: c.remote.ip(),
+                local_id: c.local_id,
+                remote_id,
+                remote_qpn: peer.qpn,
+            });
+        }
+    }
+
     pub(super) fn len(&self) -> usize {
         self.conns.len()
     }
 
-    pub(super) fn half_open(&self) -> usize {
-        self.half_open_total
+    /// Half-open connections: all, and the most of one address.
+    pub(super) fn half_open(&self) -> (usize, usize) {
+        self.half_open.counts()
     }
 
-    pub(super) fn half_open_from(&self, peer: IpAddr) -> usize {
-        self.half_open.get(&peer).copied().unwrap_or(0)
+    /// Destroyed connections that are kept.
+    pub(super) fn lingering(&self) -> usize {
+        self.detached.len()
     }
 
-    /// Requests at a listener that the consumer has not answered.
-    pub(super) fn waiting_at(&self, listener: ListenId) -> usize {
-        self.waiting.get(&listener).copied().unwrap_or(0)
+    /// Whether there is room for one more request of `peer` at a listener, and who gives way to it.
+    pub(super) fn room_for(
+        &self,
+        peer: PeerGroup,
+        listener: ListenId,
+        backlog: u32,
+        config: &CmConfig,
+    ) -> Result<Displaced, DropReason> {
+        self.places.check(listener, peer, backlog)?;
+        self.half_open
+            .displaced_by(peer, config.max_half_open, config.max_half_open_per_peer)
+    }
+
+    /// The consumer has dealt with the request.
+    pub(super) fn free_place(&mut self, id: ConnId) {
+        let Some(c) = self.conns.get_mut(&id) else { return };
+        if core::mem::take(&mut c.waits)
+            && let Some(listener) = c.listener
+        {
+            self.places.free(listener, c.group());
+        }
+    }
+
+    /// The peer has shown that it receives what we send.
+    pub(super) fn prove(&mut self, id: ConnId) {
+        let Some(c) = self.conns.get_mut(&id).filter(|c| !c.validation.is_proven()) else {
+            return;
+        };
+        c.validation.prove();
+        let group = c.group();
+        if let Some(seq) = c.detached {
+            self.detached.remove(&(false, seq));
+            self.detached.insert((true, seq), id);
+        }
+        if let Some(peer) = c.peer.filter(|_| c.state.holds_qp()) {
+            self.by_remote_qp.insert((c.remote.ip(), c.remote_guid, peer.qpn), id);
+        }
+        self.half_open.prove(id, group);
     }
 
     pub(super) fn get(&self, id: ConnId) -> Option<&Conn> {
@@ -152,6 +242,9 @@ impl Connections {
         let id = self.fresh_id();
         self.by_local_id.insert(conn.local_id, id);
         let state = conn.state;
+        if let Some(listener) = conn.listener.filter(|_| conn.waits) {
+            self.places.take(listener, conn.group());
+        }
         self.conns.insert(id, conn);
         self.index_remote(id);
         self.count(id, state, true);
@@ -164,9 +257,12 @@ impl Connections {
         let (Some(remote_id), Some(peer)) = (c.remote_id, c.peer) else {
             return;
         };
-        let ip = c.remote.ip();
-        self.by_remote_id.insert((ip, c.remote_guid, remote_id), id);
-        self.by_remote_qp.insert((ip, c.remote_guid, peer.qpn), id);
+        let (ip, guid, qpn) = (c.remote.ip(), c.remote_guid, peer.qpn);
+        self.by_remote_id.insert((ip, guid, remote_id), id);
+        // What somebody says who has not shown that the address is his keeps nobody from the queue pair.
+        if c.validation.is_proven() {
+            self.by_remote_qp.insert((ip, guid, qpn), id);
+        }
     }
 
     /// Enters a state: leaves the counts and indices that it has no part in, and stops timer and retransmission.
@@ -175,6 +271,8 @@ impl Connections {
         let Some(c) = self.conns.get_mut(&id) else { return };
         let before = core::mem::replace(&mut c.state, state);
         c.exchange = None;
+        self.note(id, before, Some(state));
+        let Some(c) = self.conns.get(&id) else { return };
         let gone = state == State::Over && c.detached.is_some();
         self.count(id, before, false);
         self.count(id, state, true);
@@ -219,7 +317,7 @@ impl Connections {
         let Some(c) = self.conns.get_mut(&id) else { return };
         if c.detached.is_none() {
             c.detached = Some(self.next_detached);
-            self.detached.insert(self.next_detached, id);
+            self.detached.insert((c.validation.is_proven(), self.next_detached), id);
             self.next_detached += 1;
         }
     }
@@ -234,14 +332,16 @@ impl Connections {
         let Some(state) = self.conns.get(&id).map(|c| c.state) else {
             return;
         };
+        self.note(id, state, None);
         self.count(id, state, false);
+        self.free_place(id);
         self.set_timer(id, None);
         self.forget_qp(id);
         self.forget_ids(id);
         if let Some(c) = self.conns.remove(&id)
             && let Some(seq) = c.detached
         {
-            self.detached.remove(&seq);
+            self.detached.remove(&(c.validation.is_proven(), seq));
         }
     }
 
@@ -268,44 +368,14 @@ impl Connections {
         }
     }
 
-    /// Counts a connection in or out of what its state belongs to.
+    /// Counts a connection in or out of what is half-open.
     fn count(&mut self, id: ConnId, state: State, enter: bool) {
-        let Some(c) = self.conns.get(&id) else { return };
-        if state.is_half_open() {
-            let n = adjust(&mut self.half_open, c.remote.ip(), enter);
-            self.half_open_total = if enter {
-                self.half_open_total + n
-            } else {
-                self.half_open_total - n
-            };
-        }
-        if state == State::ReqReceived
-            && let Some(listener) = c.listener
-        {
-            adjust(&mut self.waiting, listener, enter);
-        }
-    }
-}
-
-/// Adds or takes one; zero entries go. Returns how many were added or taken.
-fn adjust<K: Ord>(map: &mut BTreeMap<K, usize>, key: K, up: bool) -> usize {
-    use std::collections::btree_map::Entry;
-    match map.entry(key) {
-        Entry::Vacant(e) if up => {
-            e.insert(1);
-            1
-        }
-        Entry::Vacant(_) => 0,
-        Entry::Occupied(mut e) if up => {
-            *e.get_mut() += 1;
-            1
-        }
-        Entry::Occupied(mut e) => {
-            *e.get_mut() -= 1;
-            if *e.get() == 0 {
-                e.remove();
-            }
-            1
+        let Some(c) = self.conns.get(&id).filter(|_| state.is_half_open()) else {
+            return;
+        };
+        match enter {
+            true => self.half_open.enter(id, c.group(), c.validation.is_proven()),
+            false => self.half_open.leave(id, c.group()),
         }
     }
 }

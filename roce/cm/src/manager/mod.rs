@@ -2,13 +2,19 @@
 
 mod build;
 mod conn;
+mod half_open;
 mod ids;
 mod perform;
+mod rate;
 mod receive;
 mod sidr;
 pub mod state;
+mod validation;
 
-use core::net::{IpAddr, SocketAddr};
+use core::{
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
 use std::collections::{BTreeMap, VecDeque};
 
 use rand_chacha::{
@@ -24,15 +30,17 @@ use self::{
     conn::{Conn, Connections, Offer},
     ids::IdSequence,
     perform::Detail,
+    rate::{Buckets, TokenBucket},
     sidr::Resolutions,
     state::{Input, State},
+    validation::{AddressValidation, Cause},
 };
 use crate::{
     cma::{PortSpace, ServiceId},
     mad::{Attribute, MAD_LEN, Mad},
     types::{
-        AcceptArgs, CmConfig, CmError, ConnId, ConnTransport, ConnectArgs, Counters, DropReason, Event, ListenArgs,
-        ListenId, OutMad, RemoteQp, overlap,
+        AcceptArgs, CmConfig, CmError, ConnChange, ConnId, ConnTransport, ConnectArgs, Counters, DropReason, Event,
+        ListenArgs, ListenId, OutMad, RemoteQp, Usage, overlap,
     },
 };
 
@@ -66,7 +74,19 @@ impl Heard {
 /// What it does on the wire is what Linux's `ib_cm` and `rdma_cm` do, with these choices of its own:
 /// * First retransmissions come early ([`CmConfig::first_retry`]) and attempts end within [`CmConfig::give_up`];
 ///   giving up sends a REJ with reason 4, as IBA 12.9.8.3.1 asks and the kernel only does when an id is destroyed.
-///   After a REP without RTU a DREQ follows, because a REJ may be lost.
+///   After a REP that was answered with an MRA and no RTU a DREQ follows, because a REJ may be lost.
+/// * An address that sends a REQ is not believed before it has shown that it receives what we send: until then our
+///   timers send it three REPs and a DREQ at most, no sooner than [`CmConfig::first_retry`] after one another whatever
+///   response timeout the REQ names, three MADs in all for each of the REQ, and no REJ. (The kernel repeats a REP as often
+///   and as soon as the REQ says: 15 times, each millisecond.)
+/// * Half-open connections of such addresses give way, the oldest first, to newer requests; a request that its peer does
+///   not repeat waits for the consumer for [`CmConfig::give_up`] only, or as long as our last MRA asked for.
+/// * There is a bound to the MADs that one address may have us process ([`CmConfig::mad_rate`]).
+/// * A REQ that reuses an established connection's queue pair is rejected as stale, but ends the old connection only if the
+///   peer does not have it any more: it gets our REP again, and answers with its RTU if it has, with a REJ if it has been
+///   started anew. IBA 12.9.8.3.1 and the kernel end it at once, which one forged REQ with a guessed queue pair number can
+///   have done. (Of a connection that we asked for there is no REP; its owner finds out by using it. A half-open one of an
+///   address that has not proved itself makes nobody's queue pair stale.)
 /// * A DREQ is answered at once, not when the consumer gets round to it. The consumer's end of an accepted
 ///   connection before its RTU is a DREQ, which is acknowledged, not a REJ, which isn't.
 /// * A REJ is repeated for late duplicates of what it rejected; a REQ in the state REP sent is answered with the REP;
@@ -84,6 +104,9 @@ pub struct Manager {
     next_listener: u64,
     table: Connections,
     sidr: Resolutions,
+    buckets: Buckets,
+    /// When it was last said that a limit was met.
+    limit_told: Option<Instant>,
     out: VecDeque<OutMad>,
     events: VecDeque<Event>,
     counters: Counters,
@@ -96,12 +119,14 @@ impl Manager {
         Self {
             transaction_high: rng.next_u32(),
             ids: IdSequence::new(config.comm_ids, &mut rng),
+            table: Connections::new(config.report_changes),
             config,
             rng,
             listeners: BTreeMap::new(),
             next_listener: 0,
-            table: Connections::default(),
             sidr: Resolutions::default(),
+            buckets: Buckets::default(),
+            limit_told: None,
             out: VecDeque::new(),
             events: VecDeque::new(),
             counters: Counters::default(),
@@ -203,6 +228,7 @@ impl Manager {
             detached: None,
             end_told: false,
             listener: None,
+            waits: false,
             local: SocketAddr::new(l, port),
             remote: args.remote,
             local_id,
@@ -218,10 +244,14 @@ impl Manager {
                 traffic_class: args.traffic_class,
             },
             granted: false,
+            since: now,
+            validation: AddressValidation::initiated(),
+            repeats: TokenBucket::default(),
             max_pause,
             max_retries: self.config.max_retries,
             exchange: None,
             rejection: None,
+            reply: None,
             timer: None,
         });
         self.start_exchange(now, id, &Mad::new(transaction_id, req));
@@ -233,7 +263,8 @@ impl Manager {
     ///
     /// # Errors
     /// When the connection is not a waiting request.
-    pub fn accept_path(&self, conn: ConnId, params: &ConnParams) -> Result<RemoteQp, CmError> {
+    pub fn accept_path(&mut self, conn: ConnId, params: &ConnParams) -> Result<RemoteQp, CmError> {
+        self.free_place_of_answered(conn);
         let c = self
             .table
             .get(conn)
@@ -331,17 +362,16 @@ impl Manager {
     /// peer still needs to be told is told in the background.
     pub fn destroy(&mut self, now: Instant, conn: ConnId) {
         if self.destroy_sidr(now, conn) {
-            self.events.retain(|e| e.conn() != conn);
             return;
         }
         let Some(c) = self.table.get(conn).filter(|c| c.detached.is_none()) else {
             return;
         };
-        self.events.retain(|e| e.conn() != conn);
         if c.state == State::Over {
             self.table.remove(conn);
             return;
         }
+        self.table.free_place(conn);
         self.table.detach(conn);
         let _ = self.step(now, conn, Input::Disconnect, Detail::None);
         while let Some(oldest) = self.table.excess_detached(self.config.max_lingering) {
@@ -357,7 +387,22 @@ impl Manager {
 
     /// Takes an event.
     pub fn poll_event(&mut self) -> Option<Event> {
-        self.events.pop_front()
+        while let Some(event) = self.events.pop_front() {
+            if self.is_attached(event.conn()) {
+                return Some(event);
+            }
+        }
+        None
+    }
+
+    /// Whether the consumer has not destroyed a connection or resolution.
+    fn is_attached(&self, conn: ConnId) -> bool {
+        self.table.get(conn).is_some_and(|c| c.detached.is_none()) || self.sidr.is_attached(conn)
+    }
+
+    /// Takes one of the changes that [`CmConfig::report_changes`] asks for, in their order.
+    pub fn poll_change(&mut self) -> Option<ConnChange> {
+        self.table.poll_change()
     }
 
     /// When [`Manager::handle_timeout`] wants to be called.
@@ -405,11 +450,33 @@ impl Manager {
         self.table.len()
     }
 
+    /// What is kept, for diagnosis.
+    pub fn usage(&self) -> Usage {
+        let (half_open, half_open_of_peer) = self.table.half_open();
+        Usage {
+            connections: self.table.len(),
+            half_open,
+            half_open_of_peer,
+            lingering: self.table.lingering(),
+            rated_peers: self.buckets.len(),
+            queued_mads: self.out.len(),
+        }
+    }
+
     /// A call of the consumer's: an input that its state may refuse.
     fn call(&mut self, now: Instant, id: ConnId, input: Input, detail: Detail<'_>) -> Result<(), CmError> {
-        match self.table.get(id) {
-            Some(c) if c.detached.is_none() => self.step(now, id, input, detail).map_err(CmError::State),
-            _ => Err(CmError::NoConnection),
+        if self.table.get(id).is_none_or(|c| c.detached.is_some()) {
+            return Err(CmError::NoConnection);
+        }
+        let done = self.step(now, id, input, detail);
+        self.free_place_of_answered(id);
+        done.map_err(CmError::State)
+    }
+
+    /// The consumer has turned to a request: if it does not wait any more, whatever ended it, others may.
+    fn free_place_of_answered(&mut self, id: ConnId) {
+        if self.table.get(id).is_some_and(|c| c.state != State::ReqReceived) {
+            self.table.free_place(id);
         }
     }
 
@@ -436,15 +503,21 @@ impl Manager {
         (u64::from(self.transaction_high) << 32) | u64::from(local_id)
     }
 
-    /// Queues a MAD of a connection.
-    fn send(&mut self, id: ConnId, mad: &Mad) {
-        self.send_bytes(id, mad.message.attribute(), mad.emit());
+    /// Queues an answer to a MAD of a connection.
+    fn answer_with(&mut self, id: ConnId, mad: &Mad) {
+        self.send_bytes(id, mad.message.attribute(), mad.emit(), Cause::Answer);
     }
 
-    fn send_bytes(&mut self, id: ConnId, attribute: Attribute, mad: [u8; MAD_LEN]) {
-        if let Some(c) = self.table.get(id) {
-            self.send_to(c.local.ip(), c.remote.ip(), attribute, mad);
+    /// Queues a MAD of a connection, if its peer's address may get it. False: not.
+    fn send_bytes(&mut self, id: ConnId, attribute: Attribute, mad: [u8; MAD_LEN], cause: Cause) -> bool {
+        let Some(c) = self.table.get_mut(id) else { return false };
+        if !c.validation.take(attribute, cause) {
+            self.counters.withheld += 1;
+            return false;
         }
+        let (local, remote) = (c.local.ip(), c.remote.ip());
+        self.send_to(local, remote, attribute, mad);
+        true
     }
 
     fn send_to(&mut self, local: IpAddr, remote: IpAddr, attribute: Attribute, mad: [u8; MAD_LEN]) {
@@ -458,9 +531,17 @@ impl Manager {
 
     /// Reports an event, unless the consumer has destroyed the connection.
     fn tell(&mut self, event: Event) {
-        let conn = event.conn();
-        if self.table.get(conn).is_some_and(|c| c.detached.is_none()) || self.sidr.is_attached(conn) {
+        if self.is_attached(event.conn()) {
             self.events.push_back(event);
+        }
+    }
+
+    /// Says in the log that a limit was met, not more often than once a minute.
+    fn tell_limit(&mut self, now: Instant, remote: IpAddr, limit: &'static str) {
+        const PAUSE: Duration = Duration::from_secs(60);
+        if self.limit_told.is_none_or(|at| now.saturating_since(at) >= PAUSE) {
+            self.limit_told = Some(now);
+            tracing::warn!(%remote, limit, "connection manager: a limit is met (counted; told once a minute)");
         }
     }
 

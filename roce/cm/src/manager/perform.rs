@@ -1,5 +1,7 @@
 //! What the state table's actions do.
 
+use core::time::Duration;
+
 use roce_verbs::{Instant, Mtu, provider::RejectReason};
 
 use super::{
@@ -8,6 +10,7 @@ use super::{
     conn::{Exchange, jittered},
     receive::INVALID_COMM_ID,
     state::{Action, Input, State},
+    validation::Cause,
 };
 use crate::{
     mad::{Attribute, MAD_LEN, Mad, Rej, Rep, Subject},
@@ -44,14 +47,15 @@ impl Manager {
         let state = self.table.get(id).map_or(State::Over, |c| c.state);
         let action = state.action(input).ok_or(state)?;
         tracing::trace!(conn = id.0, ?state, ?input, ?action, "cm");
+        self.counters.expired += u64::from((action, input) == (Action::Forget, Input::Timer));
         self.perform(now, id, state, action, detail);
         Ok(())
     }
 
     fn perform(&mut self, now: Instant, id: ConnId, state: State, action: Action, detail: Detail<'_>) {
         match (action, detail) {
-            (Action::AnswerMra, _) => self.answer_mra(id, state),
-            (Action::Resend, _) => self.resend(id),
+            (Action::AnswerMra, _) => self.answer_mra(now, id, state),
+            (Action::Resend, _) => self.resend(id, Cause::Answer),
             (Action::AnswerRtu, _) => self.send_rtu(id),
             (Action::AnswerDrep, Detail::Transaction(tid)) => self.answer_drep(id, tid),
             (Action::RepeatRej, _) => self.repeat_rej(id),
@@ -68,12 +72,16 @@ impl Manager {
                 self.start_exchange(now, id, &Mad::new(tid, *rep));
             }
             (Action::Establish, _) => {
+                self.table.prove(id);
+                self.keep_reply(id);
                 self.table.enter(id, State::Established);
                 self.tell(Event::Established { conn: id });
             }
             (Action::Refuse, Detail::Refusal(reason, data)) => self.refuse(now, id, state, reason, data),
             (Action::Refuse, _) => self.refuse(now, id, state, default_reason(state), [0; 148]),
             (Action::TakeRejection, Detail::Rejection(rej)) => self.take_rejection(now, id, state, rej),
+            (Action::Challenge, _) => self.challenge(now, id),
+            (Action::Reassure, _) => self.reassure(id),
             (Action::SendDreq, _) => self.send_dreq(now, id),
             (Action::TakeDreq, Detail::Transaction(tid)) => {
                 if matches!(state, State::ReqSent | State::ReqExtended) {
@@ -92,6 +100,7 @@ impl Manager {
                     self.refuse(now, id, state, RejectReason::STALE_CONNECTION, [0; 148]);
                 }
             }
+            (Action::Forget, _) => self.forget(id, state),
             (Action::Retry, _) => self.retry(now, id, state),
             (Action::ExitTimewait, _) => {
                 self.tell(Event::TimewaitExit { conn: id });
@@ -106,13 +115,13 @@ impl Manager {
 
     /// Sends a message that awaits an answer, and starts its timer.
     pub(super) fn start_exchange(&mut self, now: Instant, id: ConnId, mad: &Mad) {
-        let first = self.config.first_retry.max(core::time::Duration::from_millis(1));
+        let first = self.config.first_retry.max(Duration::from_millis(1));
         let give_up = self.config.give_up;
         let Some(max_pause) = self.table.get(id).map(|c| c.max_pause) else {
             return;
         };
         let bytes = mad.emit();
-        let pause = jittered(&mut self.rng, first, max_pause);
+        let pause = self.pause(id, first, max_pause);
         let Some(c) = self.table.get_mut(id) else { return };
         c.exchange = Some(Box::new(Exchange {
             mad: bytes,
@@ -123,46 +132,105 @@ impl Manager {
             deadline: now + give_up,
         }));
         self.table.set_timer(id, Some((now + pause).min(now + give_up)));
-        self.send_bytes(id, mad.message.attribute(), bytes);
+        self.send_bytes(id, mad.message.attribute(), bytes, Cause::Own);
+    }
+
+    /// The pause before a retransmission. To a peer that asked us it is never shorter than our first one.
+    fn pause(&mut self, id: ConnId, pause: Duration, longest: Duration) -> Duration {
+        let jittered = jittered(&mut self.rng, pause, longest);
+        match self.table.get(id) {
+            Some(c) if !c.active => jittered.max(self.config.first_retry),
+            _ => jittered,
+        }
     }
 
     /// Sends what awaits an answer again.
-    fn resend(&mut self, id: ConnId) {
+    fn resend(&mut self, id: ConnId, cause: Cause) {
         let waiting = self.table.get(id).and_then(|c| c.exchange.as_ref()).map(|e| e.mad);
         if let Some(bytes) = waiting {
             let attribute = attribute_of(&bytes);
-            self.counters.count_retried(attribute);
-            self.send_bytes(id, attribute, bytes);
+            if self.send_bytes(id, attribute, bytes, cause) {
+                self.counters.count_retried(attribute);
+            }
         }
     }
 
     /// The timer of a message that awaits an answer.
     fn retry(&mut self, now: Instant, id: ConnId, state: State) {
-        let next = self.table.get_mut(id).and_then(|c| {
-            let max = c.max_pause;
-            let e = c.exchange.as_mut().filter(|e| e.retries > 0 && now < e.deadline)?;
-            let at = (now + jittered(&mut self.rng, e.pause, max)).min(e.deadline);
+        let next = self.table.get(id).and_then(|c| {
+            let e = c.exchange.as_ref()?;
+            (e.retries > 0 && now < e.deadline).then_some((e.pause, c.max_pause))
+        });
+        if let Some((pause, max)) = next {
+            let at = now + self.pause(id, pause, max);
+            let Some(e) = self.table.get_mut(id).and_then(|c| c.exchange.as_mut()) else {
+                return;
+            };
             e.retries -= 1;
             e.extended = false;
-            e.pause = (2 * e.pause).min(max);
-            Some(at)
-        });
-        if next.is_some() {
-            self.table.set_timer(id, next);
-            self.resend(id);
+            e.pause = (2 * pause).min(max);
+            let at = at.min(e.deadline);
+            self.table.set_timer(id, Some(at));
+            self.resend(id, Cause::Own);
             return;
         }
         self.counters.timeouts += 1;
+        if state == State::Established {
+            self.send_dreq(now, id);
+            return;
+        }
         if state == State::DreqSent {
             self.disconnected(now, id, true);
             return;
         }
-        self.refuse(now, id, state, RejectReason::TIMEOUT, [0; 148]);
+        if self.table.get(id).is_some_and(|c| c.validation.is_proven()) {
+            self.refuse(now, id, state, RejectReason::TIMEOUT, [0; 148]);
+        }
         self.tell_end(id, Event::Unreachable { conn: id });
         if state.is_half_open() {
             // The peer may have sent its RTU and hold itself connected: only a DREQ is certain to arrive.
             self.send_dreq(now, id);
         }
+    }
+
+    /// Keeps the REP that waited for the RTU.
+    fn keep_reply(&mut self, id: ConnId) {
+        if let Some(c) = self.table.get_mut(id) {
+            c.reply = c.exchange.as_ref().map(|e| Box::new(e.mad));
+        }
+    }
+
+    /// Sends the REP again to a peer that may have forgotten the connection, until it says whether it has.
+    fn challenge(&mut self, now: Instant, id: ConnId) {
+        let reply = self.table.get(id).filter(|c| c.exchange.is_none());
+        let Some(reply) = reply.and_then(|c| c.reply.as_deref()) else {
+            return;
+        };
+        let Ok(mad) = Mad::parse(reply) else { return };
+        self.start_exchange(now, id, &mad);
+        // As patient as with what is of our own making: too few tries would end what stands.
+        if let Some(e) = self.table.get_mut(id).and_then(|c| c.exchange.as_mut()) {
+            e.retries = self.config.max_retries;
+        }
+    }
+
+    /// An RTU for a connection that stands: it answers a challenge, if there is one.
+    fn reassure(&mut self, id: ConnId) {
+        let asked = self.table.get_mut(id).and_then(|c| c.exchange.take());
+        self.table.set_timer(id, None);
+        if asked.is_none() {
+            self.counters.count_drop(DropReason::Duplicate);
+        }
+    }
+
+    /// A request of which nobody has to be told but the consumer.
+    fn forget(&mut self, id: ConnId, state: State) {
+        let end = match state {
+            State::ReqReceived => rejected(id, RejectReason::TIMEOUT, &[], [0; 148]),
+            _ => Event::Unreachable { conn: id },
+        };
+        self.tell_end(id, end);
+        self.table.enter(id, State::Over);
     }
 
     /// An MRA of the peer's: the timer starts anew with the time that it asks for (`cm_mra_handler`).
@@ -172,7 +240,7 @@ impl Manager {
     fn extend(&mut self, now: Instant, id: ConnId, code: u8) {
         let service = code_time(code.min(self.config.max_service_timeout));
         let ack = code_time(self.config.packet_life_time + 1);
-        let first = self.config.first_retry.max(core::time::Duration::from_millis(1));
+        let first = self.config.first_retry.max(Duration::from_millis(1));
         let at = now + service + ack;
         let deadline = at + self.config.give_up;
         let Some(c) = self.table.get_mut(id) else { return };
@@ -194,7 +262,7 @@ impl Manager {
         self.table.set_timer(id, Some(at));
     }
 
-    fn answer_mra(&mut self, id: ConnId, state: State) {
+    fn answer_mra(&mut self, now: Instant, id: ConnId, state: State) {
         let subject = if state == State::ReqReceived {
             Subject::Req
         } else {
@@ -203,23 +271,34 @@ impl Manager {
         let Some(c) = self.table.get_mut(id) else { return };
         c.granted = true;
         let mad = Mad::new(c.transaction_id, build::mra(&self.config, c, subject));
-        self.send(id, &mad);
+        if state == State::ReqReceived {
+            // So long the peer waits, and then asks again.
+            let patience = code_time(self.config.service_timeout) + self.config.give_up;
+            self.table.set_timer(id, Some(now + patience));
+        }
+        self.answer_with(id, &mad);
     }
 
     fn send_rtu(&mut self, id: ConnId) {
         let Some(c) = self.table.get(id) else { return };
         let mad = Mad::new(c.transaction_id, build::rtu(c));
-        self.send(id, &mad);
+        self.answer_with(id, &mad);
     }
 
     fn answer_drep(&mut self, id: ConnId, transaction_id: u64) {
         let Some(c) = self.table.get(id) else { return };
         let mad = Mad::new(transaction_id, build::drep(c.local_id, c.remote_id.unwrap_or(0)));
-        self.send(id, &mad);
+        self.answer_with(id, &mad);
     }
 
+    /// Sends a DREQ. If the peer's address may not even get that, the end is not told and needs no answer.
     fn send_dreq(&mut self, now: Instant, id: ConnId) {
         let Some(c) = self.table.get(id) else { return };
+        if !c.validation.allows(Attribute::Dreq, Cause::Own) {
+            self.counters.withheld += 1;
+            self.disconnected(now, id, true);
+            return;
+        }
         let mad = Mad::new(self.transaction(c.local_id), build::dreq(c));
         self.table.enter(id, State::DreqSent);
         self.start_exchange(now, id, &mad);
@@ -263,12 +342,12 @@ impl Manager {
             linger += code_time(self.config.service_timeout);
         }
         self.table.set_timer(id, Some(now + linger));
-        self.send_bytes(id, Attribute::Rej, bytes);
+        self.send_bytes(id, Attribute::Rej, bytes, Cause::Answer);
     }
 
     fn repeat_rej(&mut self, id: ConnId) {
         if let Some(bytes) = self.table.get(id).and_then(|c| c.rejection.as_deref().copied()) {
-            self.send_bytes(id, Attribute::Rej, bytes);
+            self.send_bytes(id, Attribute::Rej, bytes, Cause::Answer);
         }
     }
 
@@ -281,7 +360,7 @@ impl Manager {
             _ => (Subject::Req, RejectReason::STALE_CONNECTION),
         };
         let mad = Mad::new(c.transaction_id, build::rej(c, subject, reason, &[], [0; 148]));
-        self.send(id, &mad);
+        self.answer_with(id, &mad);
     }
 
     /// Takes over what a REP says of the peer. The receiving side has checked that its numbers are free.

@@ -8,8 +8,11 @@ use super::{
     Manager, address_vector, build,
     build::code_time,
     conn::{Conn, Offer},
+    half_open::Displaced,
     perform::{Detail, usable_mtu},
+    rate::{PeerGroup, TokenBucket},
     state::{Input, State},
+    validation::{AddressValidation, longest_pause},
 };
 use crate::{
     cma::{CmaHeader, HEADER_LEN, ServiceId},
@@ -69,12 +72,25 @@ impl Manager {
         if let Err(reason) = outcome {
             tracing::trace!(%remote, ?reason, "cm drop");
             self.counters.count_drop(reason);
+            use DropReason as R;
+            if matches!(
+                reason,
+                R::HalfOpen | R::HalfOpenPeer | R::BacklogPeer | R::Connections | R::Rate
+            ) {
+                self.tell_limit(now, remote, reason.name());
+            }
         }
     }
 
     fn dispatch(&mut self, now: Instant, way: Way, message: &Message) -> Outcome {
         if way.remote.is_unspecified() || way.remote.is_multicast() || way.local.is_ipv4() != way.remote.is_ipv4() {
             return Err(DropReason::WrongAddress);
+        }
+        if !self.is_of_known(way, message) {
+            let (limit, max) = (self.config.mad_rate, self.config.max_rated_peers);
+            if !self.buckets.take(now, PeerGroup::of(way.remote), limit, max) {
+                return Err(DropReason::Rate);
+            }
         }
         match message {
             Message::Req(m) => self.on_req(now, way, m),
@@ -85,15 +101,44 @@ impl Manager {
             Message::Dreq(m) => self.on_dreq(now, way, m),
             Message::Drep(m) => {
                 let id = self.find(way, m.remote_comm_id, Some(m.local_comm_id))?;
-                self.input(now, id, Input::Drep, Detail::None)
+                self.input_with_id(now, id, Input::Drep, Detail::None)
             }
-            Message::SidrReq(m) => self.on_sidr_req(way.local, way.remote, way.transaction_id, m),
+            Message::SidrReq(m) => self.on_sidr_req(now, (way.local, way.remote), way.transaction_id, m),
             Message::SidrRep(m) => self.on_sidr_rep(way.local, way.remote, m),
         }
     }
 
     fn input(&mut self, now: Instant, id: ConnId, input: Input, detail: Detail<'_>) -> Outcome {
         self.step(now, id, input, detail).map_err(|_| DropReason::State)
+    }
+
+    /// An input by a MAD that names our ID: its sender has received something from us.
+    fn input_with_id(&mut self, now: Instant, id: ConnId, input: Input, detail: Detail<'_>) -> Outcome {
+        self.table.prove(id);
+        self.input(now, id, input, detail)
+    }
+
+    /// Whether a MAD is about something that we know, by numbers that no stranger knows. Such are not counted with what its
+    /// address sends otherwise, so that nobody uses up what belongs to the peers of our connections.
+    fn is_of_known(&self, way: Way, message: &Message) -> bool {
+        let named = |ours, theirs| self.find(way, ours, theirs).is_ok();
+        match message {
+            Message::Req(m) => self
+                .table
+                .by_remote_id(way.remote, m.local_ca_guid, m.local_comm_id)
+                .is_some_and(|id| self.is_same_request(id, way, m)),
+            Message::Mra(m) => named(m.remote_comm_id, (m.subject != Subject::Req).then_some(m.local_comm_id)),
+            Message::Rej(m) => self.find_rejected(way, m).is_ok(),
+            Message::Rep(m) => self
+                .table
+                .by_local_id(m.remote_comm_id)
+                .is_some_and(|id| self.on_its_way(id, way).is_ok()),
+            Message::Rtu(m) => named(m.remote_comm_id, Some(m.local_comm_id)),
+            Message::Dreq(m) => named(m.remote_comm_id, Some(m.local_comm_id)) || named(m.remote_comm_id, None),
+            Message::Drep(m) => named(m.remote_comm_id, Some(m.local_comm_id)),
+            Message::SidrReq(m) => self.sidr.knows(way.remote, m.request_id, way.transaction_id),
+            Message::SidrRep(m) => self.sidr.is_asked(m.request_id),
+        }
     }
 
     /// The connection with our ID and the peer's (`None`: not told to us yet), if the MAD travelled its way.
@@ -129,20 +174,31 @@ impl Manager {
             .by_remote_id(way.remote, req.local_ca_guid, req.local_comm_id);
         if let Some(id) = known {
             if self.is_same_request(id, way, req) {
-                return self.input(now, id, Input::Req, Detail::None);
+                return self.on_repeated_req(now, id);
             }
-            return self.stale(now, way, id, (0, req.local_comm_id), Subject::Req);
+            return self.doubt(now, way, id, req);
         }
         if let Some(id) = self.table.by_remote_qp(way.remote, req.local_ca_guid, req.local_qpn) {
-            return self.stale(now, way, id, (0, req.local_comm_id), Subject::Req);
+            return self.doubt(now, way, id, req);
         }
-        match self.admit(way, req)? {
-            Admission::Listener(listener, header) => self.new_request(way, req, listener, header),
+        match self.admit(now, way, req)? {
+            Admission::Listener(listener, header) => self.new_request(now, way, req, listener, header),
             Admission::Refused(reason, info) => {
                 self.issue_rej(way, (0, req.local_comm_id), Subject::Req, reason, &info);
             }
         }
         Ok(())
+    }
+
+    /// A REQ came again.
+    fn on_repeated_req(&mut self, now: Instant, id: ConnId) -> Outcome {
+        let limit = self.config.repeat_rate;
+        let c = self.table.get_mut(id).ok_or(DropReason::UnknownConnection)?;
+        if !c.repeats.take(now, limit) {
+            return Err(DropReason::Rate);
+        }
+        c.validation.on_repeat();
+        self.input(now, id, Input::Req, Detail::None)
     }
 
     /// Whether a REQ with a connection's communication ID is the one that made it.
@@ -155,8 +211,18 @@ impl Manager {
         })
     }
 
-    /// The peer uses the numbers of an old connection for a new one: it has restarted. The new attempt is rejected,
-    /// the old connection torn down (IBA 12.9.8.3.1; `cm_match_req`).
+    /// A REQ names the numbers of an old connection: the peer has restarted, or somebody uses its name. The new attempt is
+    /// rejected (IBA 12.9.8.3.1; `cm_match_req`), and the peer asked about the old connection.
+    fn doubt(&mut self, now: Instant, way: Way, old: ConnId, req: &Req) -> Outcome {
+        self.counters.stale += 1;
+        let ids = (0, req.local_comm_id);
+        self.issue_rej(way, ids, Subject::Req, RejectReason::STALE_CONNECTION, &[]);
+        let _ = self.step(now, old, Input::Doubt, Detail::None);
+        Ok(())
+    }
+
+    /// The peer, in an answer to our REQ, uses the numbers of an old connection for a new one: it has restarted. The new
+    /// attempt is rejected, the old connection torn down (IBA 12.9.8.3.1; `cm_match_rep`).
     fn stale(&mut self, now: Instant, way: Way, old: ConnId, ids: (u32, u32), subject: Subject) -> Outcome {
         self.counters.stale += 1;
         self.issue_rej(way, ids, subject, RejectReason::STALE_CONNECTION, &[]);
@@ -165,7 +231,7 @@ impl Manager {
     }
 
     /// Whether a new REQ is let in. Dropped when there is no room: the peer repeats it.
-    fn admit(&self, way: Way, req: &Req) -> Result<Admission, DropReason> {
+    fn admit(&mut self, now: Instant, way: Way, req: &Req) -> Result<Admission, DropReason> {
         let refuse = |reason, info: &[u8]| Ok(Admission::Refused(reason, info.to_vec()));
         let heard = self.listener_for(way.local, ServiceId(req.service_id));
         let Some(listener) = heard.filter(|l| !l.space.is_datagram()) else {
@@ -188,22 +254,37 @@ impl Manager {
             Ok(_) => return refuse(INVALID_GID, &here.0),
             Err(_) => return refuse(RejectReason::CONSUMER, &[]),
         };
-        if self.table.waiting_at(listener.id) >= listener.backlog as usize {
-            return Err(DropReason::Backlog);
-        }
-        if self.table.half_open() >= self.config.max_half_open {
-            return Err(DropReason::HalfOpen);
-        }
-        if self.table.half_open_from(way.remote) >= self.config.max_half_open_per_peer {
-            return Err(DropReason::HalfOpenPeer);
-        }
         if self.table.len() >= self.config.max_connections {
             return Err(DropReason::Connections);
+        }
+        let peer = PeerGroup::of(way.remote);
+        let room = self.table.room_for(peer, listener.id, listener.backlog, &self.config)?;
+        let is_young = |c: &Conn| now.saturating_since(c.since) < self.config.first_retry;
+        if let Displaced::OfPeer(id) = room
+            && self.table.get(id).is_some_and(is_young)
+        {
+            // Many connections of one host at a time: each has time to answer, and the host to ask again.
+            return Err(DropReason::HalfOpenPeer);
+        }
+        if let Some(id) = self.count_displaced(now, way.remote, room) {
+            let _ = self.step(now, id, Input::Displaced, Detail::None);
         }
         Ok(Admission::Listener(listener.id, header))
     }
 
-    fn new_request(&mut self, way: Way, req: &Req, listener: ListenId, header: CmaHeader) {
+    /// Counts who gives way, and names it.
+    pub(super) fn count_displaced(&mut self, now: Instant, remote: IpAddr, room: Displaced) -> Option<ConnId> {
+        let (id, counter, limit) = match room {
+            Displaced::None => return None,
+            Displaced::OfAll(id) => (id, &mut self.counters.displaced, "half_open"),
+            Displaced::OfPeer(id) => (id, &mut self.counters.displaced_peer, "half_open_peer"),
+        };
+        *counter += 1;
+        self.tell_limit(now, remote, limit);
+        Some(id)
+    }
+
+    fn new_request(&mut self, now: Instant, way: Way, req: &Req, listener: ListenId, header: CmaHeader) {
         let most = self.config.mtus.of(way.local);
         let mtu = usable_mtu(req.path_mtu, most).unwrap_or(most);
         let transport = transport_of(req).unwrap_or_default();
@@ -237,6 +318,7 @@ impl Manager {
             detached: None,
             end_told: false,
             listener: Some(listener),
+            waits: true,
             local,
             remote,
             local_id,
@@ -252,12 +334,20 @@ impl Manager {
                 traffic_class: req.primary_traffic_class,
             },
             granted: false,
-            max_pause: code_time(req.local_cm_response_timeout.min(self.config.response_timeout)),
+            since: now,
+            validation: AddressValidation::requested(),
+            repeats: TokenBucket::default(),
+            max_pause: longest_pause(
+                code_time(req.local_cm_response_timeout.min(self.config.response_timeout)),
+                self.config.first_retry,
+            ),
             max_retries: req.max_cm_retries.min(self.config.max_retries),
             exchange: None,
             rejection: None,
+            reply: None,
             timer: None,
         });
+        self.table.set_timer(conn, Some(now + self.config.give_up));
         self.tell(Event::Request {
             listener,
             conn,
@@ -271,6 +361,7 @@ impl Manager {
     fn on_mra(&mut self, now: Instant, way: Way, mra: &Mra) -> Outcome {
         let remote = (mra.subject != Subject::Req).then_some(mra.local_comm_id);
         let id = self.find(way, mra.remote_comm_id, remote)?;
+        self.table.prove(id);
         let expected = match self.table.get(id).map(|c| c.state) {
             Some(State::ReqSent | State::ReqExtended) => Subject::Req,
             Some(State::RepSent | State::RepExtended) => Subject::Rep,
@@ -329,7 +420,7 @@ impl Manager {
     /// Whoever sends an RTU for a connection that we don't have holds itself connected: it is told.
     fn on_rtu(&mut self, now: Instant, way: Way, rtu: &Rtu) -> Outcome {
         match self.find(way, rtu.remote_comm_id, Some(rtu.local_comm_id)) {
-            Ok(id) => self.input(now, id, Input::Rtu, Detail::Ready),
+            Ok(id) => self.input_with_id(now, id, Input::Rtu, Detail::Ready),
             Err(DropReason::UnknownConnection) => {
                 let ids = (rtu.remote_comm_id, rtu.local_comm_id);
                 self.issue_rej(way, ids, Subject::Other, INVALID_COMM_ID, &[]);
@@ -350,6 +441,7 @@ impl Manager {
             }
             found => found?,
         };
+        self.table.prove(id);
         if self.table.get(id).is_some_and(|c| c.local_qpn != dreq.remote_qpn) {
             return Err(DropReason::WrongQp);
         }
@@ -370,19 +462,29 @@ impl Manager {
         }
     }
 
-    /// Whom a REJ means (`cm_acquire_rejected_id`): after a timeout the peer may not know our ID, but we know its.
-    fn on_rej(&mut self, now: Instant, way: Way, rej: &Rej) -> Outcome {
+    /// Whom a REJ means (`cm_acquire_rejected_id`): after a timeout the peer may not know our ID, but we know its. Whether it
+    /// names our ID.
+    fn find_rejected(&self, way: Way, rej: &Rej) -> Result<(ConnId, bool), DropReason> {
         let guid = rej.info.first_chunk().filter(|_| rej.info_length >= 8);
         let id = match guid {
             Some(guid) if RejectReason(rej.reason) == RejectReason::TIMEOUT => {
                 let guid = u64::from_be_bytes(*guid);
                 let id = self.table.by_remote_id(way.remote, guid, rej.local_comm_id);
-                self.on_its_way(id.ok_or(DropReason::UnknownConnection)?, way)?
+                let id = self.on_its_way(id.ok_or(DropReason::UnknownConnection)?, way)?;
+                return Ok((id, false));
             }
             _ if rej.subject == Subject::Req => self.find(way, rej.remote_comm_id, None)?,
             _ => self.find(way, rej.remote_comm_id, Some(rej.local_comm_id))?,
         };
-        self.input(now, id, Input::Rej, Detail::Rejection(rej))
+        Ok((id, true))
+    }
+
+    fn on_rej(&mut self, now: Instant, way: Way, rej: &Rej) -> Outcome {
+        let (id, names_ours) = self.find_rejected(way, rej)?;
+        match names_ours {
+            true => self.input_with_id(now, id, Input::Rej, Detail::Rejection(rej)),
+            false => self.input(now, id, Input::Rej, Detail::Rejection(rej)),
+        }
     }
 }
 

@@ -11,11 +11,16 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use roce_verbs::{Instant, PKey};
 
-use super::{Manager, build, canonical, conn::jittered};
+use super::{
+    Manager, build, canonical,
+    conn::jittered,
+    half_open::{Displaced, HalfOpen, Places},
+    rate::{PeerGroup, TokenBucket},
+};
 use crate::{
     cma::{CmaHeader, HEADER_LEN, ServiceId},
     mad::{Attribute, MAD_LEN, Mad, SidrRep, SidrReq, sidr_status},
-    types::{CmError, ConnId, DropReason, Event, ListenId, ResolveArgs, SidrAnswer},
+    types::{CmConfig, CmError, ConnId, DropReason, Event, ListenId, ResolveArgs, SidrAnswer},
 };
 
 /// How long an answer is repeated for duplicates of its request.
@@ -49,6 +54,10 @@ struct Sidr {
     request_id: u32,
     transaction_id: u64,
     service_id: u64,
+    /// The question has a place at the listener.
+    waits: bool,
+    /// Repetitions of the question that are answered.
+    repeats: TokenBucket,
     /// Destroyed by the consumer.
     detached: bool,
     timer: Option<Instant>,
@@ -57,6 +66,10 @@ struct Sidr {
 impl Sidr {
     fn key(&self) -> RemoteKey {
         (self.remote.ip(), self.request_id, self.transaction_id)
+    }
+
+    fn group(&self) -> PeerGroup {
+        PeerGroup::of(self.remote.ip())
     }
 }
 
@@ -69,6 +82,11 @@ pub(super) struct Resolutions {
     /// Those of peers.
     theirs: BTreeMap<RemoteKey, ConnId>,
     timers: BTreeSet<(Instant, ConnId)>,
+    /// Those in [`Stage::Waiting`]. No question proves an address: there is no answer to our answer.
+    waiting: HalfOpen,
+    places: Places,
+    /// Answered, and destroyed by the consumer.
+    lingering: BTreeSet<ConnId>,
 }
 
 impl Resolutions {
@@ -78,6 +96,11 @@ impl Resolutions {
 
     pub(super) fn is_asked(&self, request_id: u32) -> bool {
         self.asked.contains_key(&request_id)
+    }
+
+    /// Whether a peer's question is known.
+    pub(super) fn knows(&self, peer: IpAddr, request_id: u32, transaction_id: u64) -> bool {
+        self.theirs.contains_key(&(peer, request_id, transaction_id))
     }
 
     /// Whether the consumer still has this one.
@@ -93,8 +116,45 @@ impl Resolutions {
         self.timers.first().map(|(at, _)| *at)
     }
 
-    fn waiting(&self) -> impl Iterator<Item = &Sidr> {
-        self.table.values().filter(|s| matches!(s.stage, Stage::Waiting))
+    /// A question that waits for the consumer.
+    fn insert_question(&mut self, id: ConnId, s: Sidr) {
+        self.theirs.insert(s.key(), id);
+        self.waiting.enter(id, s.group(), false);
+        if let Some(listener) = s.listener {
+            self.places.take(listener, s.group());
+        }
+        self.table.insert(id, s);
+    }
+
+    /// It does not wait any more.
+    fn settle(&mut self, id: ConnId, stage: Stage) {
+        let Some(s) = self.table.get_mut(&id) else { return };
+        if matches!(core::mem::replace(&mut s.stage, stage), Stage::Waiting) {
+            self.waiting.leave(id, s.group());
+        }
+    }
+
+    /// The consumer has dealt with the question.
+    fn free_place(&mut self, id: ConnId) {
+        let Some(s) = self.table.get_mut(&id) else { return };
+        if core::mem::take(&mut s.waits)
+            && let Some(listener) = s.listener
+        {
+            self.places.free(listener, s.group());
+        }
+    }
+
+    /// Whether there is room for one more question of `peer` at a listener, and who gives way to it.
+    fn room_for(
+        &self,
+        peer: PeerGroup,
+        listener: ListenId,
+        backlog: u32,
+        config: &CmConfig,
+    ) -> Result<Displaced, DropReason> {
+        self.places.check(listener, peer, backlog)?;
+        self.waiting
+            .displaced_by(peer, config.max_half_open, config.max_half_open_per_peer)
     }
 
     fn set_timer(&mut self, id: ConnId, at: Option<Instant>) {
@@ -109,6 +169,9 @@ impl Resolutions {
 
     fn remove(&mut self, id: ConnId) {
         self.set_timer(id, None);
+        self.settle(id, Stage::Over);
+        self.free_place(id);
+        self.lingering.remove(&id);
         let Some(s) = self.table.remove(&id) else { return };
         if self.asked.get(&s.request_id) == Some(&id) {
             self.asked.remove(&s.request_id);
@@ -121,8 +184,14 @@ impl Resolutions {
     /// Nothing more happens: gone when the consumer has let go of it already.
     fn end(&mut self, id: ConnId) {
         self.set_timer(id, None);
-        match self.table.get_mut(&id) {
-            Some(s) if !s.detached => s.stage = Stage::Over,
+        match self.table.get(&id) {
+            Some(s) if !s.detached => {
+                let key = s.key();
+                if self.theirs.get(&key) == Some(&id) {
+                    self.theirs.remove(&key);
+                }
+                self.settle(id, Stage::Over);
+            }
             _ => self.remove(id),
         }
     }
@@ -183,6 +252,8 @@ impl Manager {
                 request_id,
                 transaction_id,
                 service_id,
+                waits: false,
+                repeats: TokenBucket::default(),
                 detached: false,
                 timer: None,
             },
@@ -215,8 +286,9 @@ impl Manager {
             ..SidrRep::default()
         };
         let mad = Mad::new(s.transaction_id, rep).emit();
-        s.stage = Stage::Answered(Box::new(mad));
         let (local, remote) = (s.local.ip(), s.remote.ip());
+        self.sidr.settle(id, Stage::Answered(Box::new(mad)));
+        self.sidr.free_place(id);
         self.sidr.set_timer(id, Some(now + LINGER));
         self.send_to(local, remote, Attribute::SidrRep, mad);
         Ok(())
@@ -243,6 +315,7 @@ impl Manager {
         }
         if let Some(s) = self.sidr.table.get_mut(&id) {
             s.detached = true;
+            self.sidr.lingering.insert(id);
         }
         true
     }
@@ -274,6 +347,7 @@ impl Manager {
             }
             Stage::Asked { .. } => None,
             Stage::Waiting | Stage::Answered(_) | Stage::Over => {
+                self.counters.expired += u64::from(matches!(s.stage, Stage::Waiting));
                 self.sidr.end(id);
                 return;
             }
@@ -294,26 +368,17 @@ impl Manager {
         }
     }
 
-    /// A question of a peer's (`cm_sidr_req_handler`, `cma_ib_req_handler`).
+    /// A question of a peer's (`cm_sidr_req_handler`, `cma_ib_req_handler`). `way`: our address and the peer's.
     pub(super) fn on_sidr_req(
         &mut self,
-        local: IpAddr,
-        remote: IpAddr,
+        now: Instant,
+        way: (IpAddr, IpAddr),
         tid: u64,
         req: &SidrReq,
     ) -> Result<(), DropReason> {
+        let (local, remote) = way;
         if let Some(id) = self.sidr.theirs.get(&(remote, req.request_id, tid)) {
-            let kept = match self.sidr.table.get(id).map(|s| &s.stage) {
-                Some(Stage::Answered(mad)) => Some(**mad),
-                _ => None,
-            };
-            return match kept {
-                Some(mad) => {
-                    self.send_to(local, remote, Attribute::SidrRep, mad);
-                    Ok(())
-                }
-                None => Err(DropReason::Duplicate),
-            };
+            return self.on_repeated_question(now, *id);
         }
         let service = ServiceId(req.service_id);
         let found = self.listener_for(local, service).filter(|l| l.is_datagram());
@@ -330,7 +395,7 @@ impl Manager {
                 return Ok(());
             }
         };
-        self.admit_question(listener, backlog, remote)?;
+        self.admit_question(now, listener, backlog, remote)?;
         let id = self.table.fresh_id();
         let (Some(space), port) = (service.space(), service.0 as u16) else {
             return Err(DropReason::Field);
@@ -343,12 +408,14 @@ impl Manager {
             request_id: req.request_id,
             transaction_id: tid,
             service_id: req.service_id,
+            waits: true,
+            repeats: TokenBucket::default(),
             detached: false,
             timer: None,
         };
-        self.sidr.theirs.insert(entry.key(), id);
         let (ours, theirs) = (entry.local, entry.remote);
-        self.sidr.table.insert(id, entry);
+        self.sidr.insert_question(id, entry);
+        self.sidr.set_timer(id, Some(now + self.config.give_up));
         self.tell(Event::SidrRequest {
             listener,
             conn: id,
@@ -360,34 +427,45 @@ impl Manager {
         Ok(())
     }
 
-    /// Whether there is room for a question. Dropped when there is none: the peer repeats it.
-    fn admit_question(&mut self, listener: ListenId, backlog: u32, remote: IpAddr) -> Result<(), DropReason> {
-        let (mut all, mut here, mut theirs) = (0, 0, 0);
-        for s in self.sidr.waiting() {
-            all += 1;
-            here += usize::from(s.listener == Some(listener));
-            theirs += usize::from(s.remote.ip() == remote);
+    /// A question that we know: its answer is repeated, or it goes on waiting.
+    fn on_repeated_question(&mut self, now: Instant, id: ConnId) -> Result<(), DropReason> {
+        let limit = self.config.repeat_rate;
+        let s = self.sidr.table.get_mut(&id).ok_or(DropReason::UnknownConnection)?;
+        if !s.repeats.take(now, limit) {
+            return Err(DropReason::Rate);
         }
-        if here >= backlog as usize {
-            return Err(DropReason::Backlog);
+        if let Stage::Answered(mad) = &s.stage {
+            let (local, remote, mad) = (s.local.ip(), s.remote.ip(), **mad);
+            self.send_to(local, remote, Attribute::SidrRep, mad);
+            return Ok(());
         }
-        if theirs >= self.config.max_half_open_per_peer {
-            return Err(DropReason::HalfOpenPeer);
-        }
-        if all >= self.config.max_half_open {
-            return Err(DropReason::HalfOpen);
-        }
+        self.sidr.set_timer(id, Some(now + self.config.give_up));
+        Err(DropReason::Duplicate)
+    }
+
+    /// Makes room for a question. Dropped when there is none: the peer repeats it.
+    fn admit_question(
+        &mut self,
+        now: Instant,
+        listener: ListenId,
+        backlog: u32,
+        remote: IpAddr,
+    ) -> Result<(), DropReason> {
+        let room = self
+            .sidr
+            .room_for(PeerGroup::of(remote), listener, backlog, &self.config)?;
         if self.sidr.len() >= self.config.max_lingering && !self.forget_answer() {
             return Err(DropReason::Connections);
+        }
+        if let Some(id) = self.count_displaced(now, remote, room) {
+            self.sidr.end(id);
         }
         Ok(())
     }
 
     /// Makes room: forgets the oldest answer that nobody holds any more.
     fn forget_answer(&mut self) -> bool {
-        let mut answered = self.sidr.table.iter();
-        let oldest = answered.find(|(_, s)| s.detached && matches!(s.stage, Stage::Answered(_)));
-        let Some(id) = oldest.map(|(id, _)| *id) else {
+        let Some(id) = self.sidr.lingering.first().copied() else {
             return false;
         };
         self.sidr.remove(id);

@@ -57,10 +57,14 @@ pub enum Input {
     Communication,
     /// The consumer ends the connection.
     Disconnect,
-    /// The peer reused the connection's queue pair or communication ID.
+    /// The peer's REP reused the connection's queue pair.
     Stale,
+    /// A REQ in the peer's name reused the connection's queue pair or communication ID.
+    Doubt,
     /// The connection's timer.
     Timer,
+    /// It gives way to a newer request.
+    Displaced,
 }
 
 /// What is done about it.
@@ -92,6 +96,10 @@ pub enum Action {
     Refuse,
     /// The peer's REJ ends the attempt.
     TakeRejection,
+    /// Asks the peer whether it still has the connection.
+    Challenge,
+    /// The peer still has the connection.
+    Reassure,
     /// Sends a DREQ.
     SendDreq,
     /// The peer's DREQ ends the connection: sends the DREP, enters timewait.
@@ -100,6 +108,8 @@ pub enum Action {
     EnterTimewait,
     /// The attempt is abandoned, and the peer told in case that it still knows of it: a REJ, or a DREQ after a REP.
     Abandon,
+    /// The request is forgotten without a word: whoever sent it has given up, or may never have.
+    Forget,
     /// Sends again, or gives up when it is time.
     Retry,
     /// Leaves timewait.
@@ -140,7 +150,8 @@ pub const TABLE: &[(State, Input, Action)] = &[
     (S::ReqReceived, I::Accept, A::SendRep),
     (S::ReqReceived, I::Reject, A::Refuse),
     (S::ReqReceived, I::Disconnect, A::Refuse),
-    (S::ReqReceived, I::Stale, A::Abandon),
+    (S::ReqReceived, I::Timer, A::Forget),
+    (S::ReqReceived, I::Displaced, A::Forget),
     (S::RepSent, I::Req, A::Resend),
     (S::RepSent, I::Mra, A::Extend),
     (S::RepSent, I::Rtu, A::Establish),
@@ -148,8 +159,8 @@ pub const TABLE: &[(State, Input, Action)] = &[
     (S::RepSent, I::Dreq, A::TakeDreq),
     (S::RepSent, I::Communication, A::Establish),
     (S::RepSent, I::Disconnect, A::SendDreq),
-    (S::RepSent, I::Stale, A::Abandon),
     (S::RepSent, I::Timer, A::Retry),
+    (S::RepSent, I::Displaced, A::Forget),
     (S::RepExtended, I::Req, A::Ignore),
     (S::RepExtended, I::Mra, A::Extend),
     (S::RepExtended, I::Rtu, A::Establish),
@@ -161,12 +172,14 @@ pub const TABLE: &[(State, Input, Action)] = &[
     (S::RepExtended, I::Timer, A::Retry),
     (S::Established, I::Req, A::Ignore),
     (S::Established, I::Rep, A::AnswerRtu),
-    (S::Established, I::Rtu, A::Ignore),
+    (S::Established, I::Rtu, A::Reassure),
     (S::Established, I::Rej, A::EnterTimewait),
     (S::Established, I::Dreq, A::TakeDreq),
     (S::Established, I::Communication, A::Ignore),
     (S::Established, I::Disconnect, A::SendDreq),
     (S::Established, I::Stale, A::SendDreq),
+    (S::Established, I::Doubt, A::Challenge),
+    (S::Established, I::Timer, A::Retry),
     (S::DreqSent, I::Req, A::Ignore),
     (S::DreqSent, I::Rep, A::Ignore),
     (S::DreqSent, I::Rtu, A::Ignore),
