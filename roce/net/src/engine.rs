@@ -3,7 +3,7 @@
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use roce_bth::{Qpn, ROCE_UDP_PORT};
-use roce_port::{Port, PortCmEvent, QpnRange, RxMeta, Train, TxBatch, TxConfig};
+use roce_port::{ConnChange, Port, PortCmEvent, QpnRange, RxMeta, Train, TxBatch, TxConfig};
 use roce_verbs::{AsyncEvent, Instant, PathMtus};
 
 use crate::{
@@ -29,6 +29,8 @@ pub trait EventSink: Send + Sync {
     fn async_event(&self, event: AsyncEvent);
     /// The device has stopped: whoever waits is to be told.
     fn closed(&self);
+    /// A connection has been established or is over, if the port was asked to tell. Comes before the event of it.
+    fn conn_change(&self, _change: ConnChange) {}
     /// A packet for another process that shares the address.
     fn stray(&self, _meta: &RxMeta, _bytes: &[u8]) {}
     /// Interfaces changed. Unlike the others called without the port's lock. Returns what they carry now, if it can tell.
@@ -209,6 +211,9 @@ impl Engine {
     }
 
     fn tell(&mut self, now: Instant) {
+        while let Some(change) = self.port.poll_conn_change() {
+            self.sink.conn_change(change);
+        }
         while let Some(event) = self.port.poll_cm_event() {
             let request = event.request();
             let taken = self.sink.cm_event(event);

@@ -4,6 +4,7 @@ mod clock;
 mod datapath;
 mod driver;
 mod engine;
+pub mod environment;
 pub mod gids;
 mod group;
 pub mod holder;

@@ -7,10 +7,10 @@ use roce_icrc::check_datagram;
 use serde::Serialize;
 
 use crate::{
-    frame::{self, Datagram, FrameError, Ip},
+    frame::{self, Datagram, FrameError, Ip, LinkType},
     reader::{Capture, Error, Frame},
     segments::{self, Splitter},
-    summary,
+    summary, tunnel,
 };
 
 /// How many findings a [`Report`] holds; more are only counted.
@@ -54,6 +54,8 @@ pub enum Kind {
     RoceV1,
     /// A link type that is not read.
     LinkType,
+    /// The packet was carried by another one (VXLAN, GENEVE).
+    Tunnel,
     /// The file ends early or contradicts itself; what is behind was not seen.
     File,
 }
@@ -65,7 +67,7 @@ impl Kind {
             Self::IcrcBad | Self::Malformed | Self::UnknownOpcode | Self::Fragment => Severity::Error,
             Self::IpOptions | Self::Qp0 | Self::File => Severity::Error,
             Self::DfClear | Self::IpChecksum | Self::Truncated | Self::Segments => Severity::Note,
-            Self::RoceV1 | Self::LinkType => Severity::Note,
+            Self::RoceV1 | Self::LinkType | Self::Tunnel => Severity::Note,
         }
     }
 }
@@ -108,7 +110,7 @@ pub enum Icrc {
     Unchecked,
 }
 
-/// A RoCEv2 frame: UDP to port 4791.
+/// A RoCEv2 frame: UDP to port 4791, as such or in a tunnel.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct FrameReport {
     /// From 1, as Wireshark counts.
@@ -153,7 +155,7 @@ pub struct Report {
     pub file: String,
     /// Frames in it.
     pub frames: u64,
-    /// Frames that are UDP to port 4791.
+    /// Frames that are UDP to port 4791, as such or in VXLAN or GENEVE.
     pub roce_frames: u64,
     /// RoCEv2 packets in those; more than frames where segmentation offloads were at work.
     pub roce_packets: u64,
@@ -165,6 +167,8 @@ pub struct Report {
     pub icrc_unchecked: u64,
     /// Frames that a receiver would drop, for whatever reason.
     pub bad_frames: u64,
+    /// Frames of which it can't be told whether they are RoCEv2: their link type is not read, or they are cut before it shows.
+    pub unread_frames: u64,
     /// Whether the file could be read to its end.
     pub complete: bool,
     /// The first [`MAX_FINDINGS`].
@@ -174,9 +178,9 @@ pub struct Report {
 }
 
 impl Report {
-    /// Whether any frame is bad, or the file is broken.
+    /// Whether any frame is bad or could not be read, or the file is broken.
     pub const fn is_bad(&self) -> bool {
-        self.bad_frames > 0 || !self.complete
+        self.bad_frames > 0 || self.unread_frames > 0 || !self.complete
     }
 
     fn add(&mut self, findings: &[Finding]) {
@@ -248,6 +252,10 @@ pub fn check_reader(name: &str, reader: impl Read, mut each: impl FnMut(&FrameRe
                 report.add_frame(&frame);
                 each(&frame);
             }
+            Examined::Unread(finding) => {
+                report.unread_frames += 1;
+                report.add(&[finding]);
+            }
             Examined::Other(finding) => report.add(finding.as_slice()),
         }
     }
@@ -256,24 +264,53 @@ pub fn check_reader(name: &str, reader: impl Read, mut each: impl FnMut(&FrameRe
 
 enum Examined {
     Roce(Box<FrameReport>),
+    /// Nobody knows.
+    Unread(Finding),
     /// Not RoCEv2, as far as can be seen.
     Other(Option<Finding>),
 }
 
 fn examine(frame: &Frame<'_>, splitter: &mut Splitter) -> Examined {
-    let note = |kind, text: String| Examined::Other(Some(Finding::new(frame.index, kind, text)));
+    let finding = |kind, text: String| Finding::new(frame.index, kind, text);
     let dissected = match frame::dissect(frame.link, frame.data) {
         Ok(dissected) => dissected,
-        Err(FrameError::RoceV1) => return note(Kind::RoceV1, FrameError::RoceV1.to_string()),
-        Err(e @ FrameError::LinkType(_)) => return note(Kind::LinkType, e.to_string()),
-        Err(e @ FrameError::Truncated { .. }) => return note(Kind::Truncated, format!("cannot be told apart: {e}")),
+        Err(e @ FrameError::RoceV1) => return Examined::Other(Some(finding(Kind::RoceV1, e.to_string()))),
+        Err(e @ FrameError::LinkType(_)) => return Examined::Unread(finding(Kind::LinkType, e.to_string())),
+        Err(e @ FrameError::Truncated { .. }) => {
+            let finding = finding(Kind::Truncated, format!("cannot be told apart: {e}"));
+            return match frame.is_cut() {
+                true => Examined::Unread(finding),
+                // The frame itself is too short for anything.
+                false => Examined::Other(Some(finding)),
+            };
+        }
         // Later fragments, broken headers of some protocol, ARP and the rest.
         Err(_) => return Examined::Other(None),
     };
-    if dissected.datagram.dst.port() != ROCE_UDP_PORT {
-        return Examined::Other(None);
+    if dissected.datagram.dst.port() == ROCE_UDP_PORT {
+        return Examined::Roce(Box::new(roce_frame(frame, &dissected, splitter)));
     }
-    Examined::Roce(Box::new(roce_frame(frame, &dissected, splitter)))
+    tunnelled(frame, &dissected, splitter).unwrap_or(Examined::Other(None))
+}
+
+/// A RoCEv2 packet that another datagram carries.
+fn tunnelled(frame: &Frame<'_>, outer: &frame::Dissected<'_>, splitter: &mut Splitter) -> Option<Examined> {
+    let (carrier, inner) = tunnel::inner(&outer.datagram)?;
+    let (src, dst) = (outer.datagram.src.ip(), outer.datagram.dst.ip());
+    let finding = |kind, text: String| Finding::new(frame.index, kind, text);
+    match frame::dissect(LinkType::Ethernet, inner) {
+        Ok(dissected) if dissected.datagram.dst.port() == ROCE_UDP_PORT => {
+            let mut report = roce_frame(frame, &dissected, splitter);
+            let text = format!("in {carrier} from {src} to {dst}");
+            report.findings.insert(0, finding(Kind::Tunnel, text));
+            Some(Examined::Roce(Box::new(report)))
+        }
+        Err(e @ FrameError::Truncated { .. }) if frame.is_cut() => {
+            let text = format!("what {carrier} carries cannot be told apart: {e}");
+            Some(Examined::Unread(finding(Kind::Truncated, text)))
+        }
+        _ => None,
+    }
 }
 
 fn roce_frame(frame: &Frame<'_>, dissected: &frame::Dissected<'_>, splitter: &mut Splitter) -> FrameReport {

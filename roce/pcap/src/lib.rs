@@ -5,15 +5,19 @@
 #![forbid(unsafe_code)]
 
 mod check;
+mod create;
 mod frame;
+mod pcapng;
 mod reader;
 mod segments;
 mod summary;
+mod tunnel;
 mod writer;
 
 pub use check::{
     Finding, FrameReport, Icrc, Kind, MAX_FINDINGS, Report, Severity, check_file, check_file_with, check_reader,
 };
+pub use create::create_private;
 pub use frame::{Datagram, FrameError, Ip, LinkType, decode};
 pub use reader::{Capture, Error, Frame};
 pub use writer::Writer;

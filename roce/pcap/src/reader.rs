@@ -6,17 +6,16 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use pcap_file::{
-    Endianness, PcapError, TsResolution,
-    pcap::PcapReader,
-    pcapng::{
-        Block, PcapNgReader,
-        blocks::interface_description::{InterfaceDescriptionBlock, InterfaceDescriptionOption},
-    },
-};
+use pcap_file::{PcapError, TsResolution, pcap::PcapReader};
 use thiserror::Error;
 
-use crate::frame::LinkType;
+use crate::{
+    frame::LinkType,
+    pcapng::{PcapNg, Stop},
+};
+
+/// Longest frame that is read, bytes: more than IP packets have, merged ones (BIG TCP) included.
+pub(crate) const MAX_FRAME: u32 = 1 << 20;
 
 /// Why a capture cannot be read, or not further.
 #[derive(Debug, Error)]
@@ -68,6 +67,14 @@ impl Error {
             },
         }
     }
+
+    fn from_pcapng(stop: Stop, after: u64) -> Self {
+        match stop {
+            Stop::Cut => Self::CutOff { after },
+            Stop::Io(source) => Self::Read { after, source },
+            Stop::Corrupt(reason) => Self::Corrupt { after, reason },
+        }
+    }
 }
 
 /// A frame of a capture.
@@ -96,56 +103,11 @@ type Rewound<R> = Chain<Cursor<Vec<u8>>, R>;
 
 enum Format<R: Read> {
     Pcap(PcapReader<Rewound<R>>),
-    PcapNg {
-        reader: PcapNgReader<Rewound<R>>,
-        interfaces: Vec<Interface>,
-    },
+    PcapNg(PcapNg<Rewound<R>>),
 }
 
-/// What a pcapng file says of an interface.
-#[derive(Clone, Copy)]
-struct Interface {
-    link: LinkType,
-    snaplen: u32,
-    /// The exponent of `if_tsresol`: negative power of 10, or of 2 with the top bit set.
-    resolution: u8,
-    offset_secs: u64,
-}
-
-impl Interface {
-    fn new(block: &InterfaceDescriptionBlock<'_>) -> Self {
-        let mut interface = Self {
-            link: LinkType::from_number(u32::from(block.linktype)),
-            snaplen: block.snaplen,
-            resolution: 6,
-            offset_secs: 0,
-        };
-        for option in &block.options {
-            match option {
-                InterfaceDescriptionOption::IfTsResol(exponent) => interface.resolution = *exponent,
-                InterfaceDescriptionOption::IfTsOffset(secs) => interface.offset_secs = *secs,
-                _ => {}
-            }
-        }
-        interface
-    }
-
-    fn time_ns(&self, ticks: u64) -> u64 {
-        const NANOS: u128 = 1_000_000_000;
-        let exponent = u32::from(self.resolution & 0x7f);
-        let scaled = u128::from(ticks) * NANOS;
-        let ns = if self.resolution & 0x80 != 0 {
-            scaled.checked_shr(exponent).unwrap_or(0)
-        } else {
-            10u128.checked_pow(exponent).map_or(0, |unit| scaled / unit)
-        };
-        // The offset is signed on paper and stored in 64 bits: additions modulo 2^64 do for both.
-        let offset = self.offset_secs.wrapping_mul(1_000_000_000);
-        u64::try_from(ns).unwrap_or(u64::MAX).wrapping_add(offset)
-    }
-}
-
-/// A capture being read: classic pcap of either byte order and resolution, or pcapng.
+/// A capture being read: classic pcap of either byte order and resolution, or pcapng. Takes 10 MB of memory at most,
+/// whatever the file says: frames of more than 1 MiB and sections of more than 4096 interfaces are errors.
 pub struct Capture<R: Read> {
     format: Format<R>,
     /// Frames returned so far.
@@ -182,13 +144,9 @@ impl<R: Read> Capture<R> {
         read.map_err(|source| Error::Read { after: 0, source })?;
         let known = Self::format_of(&magic)?;
         let rewound = Cursor::new(magic).chain(reader);
-        let fail = |e| Error::from_pcap(e, 0);
         let format = match known {
-            Known::Pcap => Format::Pcap(PcapReader::new(rewound).map_err(fail)?),
-            Known::PcapNg => Format::PcapNg {
-                reader: PcapNgReader::new(rewound).map_err(fail)?,
-                interfaces: vec![],
-            },
+            Known::Pcap => Format::Pcap(PcapReader::new(rewound).map_err(|e| Error::from_pcap(e, 0))?),
+            Known::PcapNg => Format::PcapNg(PcapNg::new(rewound).map_err(|e| Error::from_pcapng(e, 0))?),
         };
         Ok(Self {
             format,
@@ -216,8 +174,10 @@ impl<R: Read> Capture<R> {
             return None;
         }
         let next = match &mut self.format {
-            Format::Pcap(reader) => next_pcap(reader, &mut self.data),
-            Format::PcapNg { reader, interfaces } => next_pcapng(reader, interfaces, &mut self.data),
+            Format::Pcap(reader) => next_pcap(reader, &mut self.data).map_err(|e| Error::from_pcap(e, self.count)),
+            Format::PcapNg(reader) => reader
+                .next(&mut self.data)
+                .map_err(|e| Error::from_pcapng(e, self.count)),
         };
         match next {
             Ok(None) => None,
@@ -237,7 +197,7 @@ impl<R: Read> Capture<R> {
             }
             Err(e) => {
                 self.failed = true;
-                Some(Err(Error::from_pcap(e, self.count)))
+                Some(Err(e))
             }
         }
     }
@@ -249,10 +209,10 @@ enum Known {
 }
 
 /// A frame without its bytes.
-struct Meta {
-    time_ns: u64,
-    link: LinkType,
-    original_len: u32,
+pub(crate) struct Meta {
+    pub(crate) time_ns: u64,
+    pub(crate) link: LinkType,
+    pub(crate) original_len: u32,
 }
 
 fn next_pcap<R: Read>(reader: &mut PcapReader<R>, data: &mut Vec<u8>) -> Result<Option<Meta>, PcapError> {
@@ -264,6 +224,9 @@ fn next_pcap<R: Read>(reader: &mut PcapReader<R>, data: &mut Vec<u8>) -> Result<
     let packet = packet?;
     if packet.incl_len > packet.orig_len {
         return Err(PcapError::InvalidField("a frame with more bytes captured than it had"));
+    }
+    if packet.incl_len > MAX_FRAME {
+        return Err(PcapError::InvalidField("a frame of more than 1 MiB"));
     }
     let nanos = match header.ts_resolution {
         TsResolution::MicroSecond => u64::from(packet.ts_frac) * 1000,
@@ -281,74 +244,4 @@ fn next_pcap<R: Read>(reader: &mut PcapReader<R>, data: &mut Vec<u8>) -> Result<
         link: LinkType::from_number(u32::from(header.datalink)),
         original_len: packet.orig_len,
     }))
-}
-
-fn next_pcapng<R: Read>(
-    reader: &mut PcapNgReader<R>,
-    interfaces: &mut Vec<Interface>,
-    data: &mut Vec<u8>,
-) -> Result<Option<Meta>, PcapError> {
-    let mut endianness = reader.section().endianness;
-    let interface = |interfaces: &[Interface], id: u32| {
-        let found = usize::try_from(id).ok().and_then(|id| interfaces.get(id)).copied();
-        found.ok_or(PcapError::InvalidInterfaceId(id))
-    };
-    while let Some(block) = reader.next_block() {
-        let (interface, ticks, original_len, bytes) = match &block? {
-            Block::SectionHeader(section) => {
-                endianness = section.endianness;
-                interfaces.clear();
-                continue;
-            }
-            Block::InterfaceDescription(block) => {
-                interfaces.push(Interface::new(block));
-                continue;
-            }
-            Block::EnhancedPacket(packet) => {
-                let interface = interface(interfaces, packet.interface_id)?;
-                // pcap-file takes every tick for a nanosecond.
-                let ticks = u64::try_from(packet.timestamp.as_nanos()).unwrap_or(u64::MAX);
-                (
-                    interface,
-                    Some(ticks),
-                    packet.original_len,
-                    packet.data.clone().into_owned(),
-                )
-            }
-            Block::SimplePacket(packet) => {
-                let interface = interface(interfaces, 0)?;
-                // Its bytes end with padding: what was captured follows from the two lengths.
-                let snaplen = if interface.snaplen == 0 {
-                    u32::MAX
-                } else {
-                    interface.snaplen
-                };
-                let len = packet.original_len.min(snaplen) as usize;
-                let bytes = packet.data.get(..len).unwrap_or(&packet.data).to_vec();
-                (interface, None, packet.original_len, bytes)
-            }
-            Block::Packet(packet) => {
-                let interface = interface(interfaces, packet.interface_id.into())?;
-                // The high half comes first in either byte order.
-                let ticks = match endianness {
-                    Endianness::Big => packet.timestamp,
-                    Endianness::Little => packet.timestamp.rotate_left(32),
-                };
-                (
-                    interface,
-                    Some(ticks),
-                    packet.original_len,
-                    packet.data.clone().into_owned(),
-                )
-            }
-            _ => continue,
-        };
-        *data = bytes;
-        return Ok(Some(Meta {
-            time_ns: ticks.map_or(0, |ticks| interface.time_ns(ticks)),
-            link: interface.link,
-            original_len,
-        }));
-    }
-    Ok(None)
 }

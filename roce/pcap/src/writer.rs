@@ -10,6 +10,8 @@ use std::{
 use etherparse::{EtherType, Ethernet2Header, IpNumber, Ipv4Header, Ipv6FlowLabel, Ipv6Header, UdpHeader};
 use pcap_file::{DataLink, Endianness, PcapError, TsResolution, pcap::PcapHeader};
 
+use crate::create_private;
+
 const HOPS: u8 = 64;
 /// Bytes of a record before its frame: time stamp and lengths.
 const RECORD_HEADER: usize = 16;
@@ -36,12 +38,12 @@ fn invalid(text: impl Into<String>) -> io::Error {
 }
 
 impl Writer<BufWriter<File>> {
-    /// Makes a file. Call [`Writer::flush`] at the end to learn of errors.
+    /// Makes a file that only its owner may read. Call [`Writer::flush`] at the end to learn of errors.
     ///
     /// # Errors
-    /// The operating system's.
+    /// Those of [`create_private`].
     pub fn create(path: impl AsRef<Path>) -> io::Result<Self> {
-        Self::new(BufWriter::new(File::create(path)?))
+        Self::new(BufWriter::new(create_private(path)?))
     }
 }
 

@@ -261,8 +261,70 @@ fn other_traffic_is_counted_and_left_alone() {
     assert_eq!((report.frames, report.roce_frames), (4, 0));
     assert_eq!(kinds(&report), [Kind::RoceV1, Kind::Truncated]);
     assert!(!report.is_bad());
-    let report = report_of(&capture_of(127, &[(&[0; 50], None)]));
-    assert_eq!(kinds(&report), [Kind::LinkType]);
+    assert_eq!(report.unread_frames, 0);
+}
+
+#[test]
+fn what_could_not_be_read_is_not_good() {
+    // ERF.
+    let report = report_of(&capture_of(197, &[(&[0; 50], None), (&[0; 50], None)]));
+    assert_eq!(kinds(&report), [Kind::LinkType, Kind::LinkType]);
+    assert_eq!((report.unread_frames, report.bad_frames, report.is_bad()), (2, 0, true));
+    // Cut in the middle of the IP header, by `tcpdump -s 20`.
+    let frame = ethernet(0x0800, &ip_datagram(v4(), 1, &packet(b"")));
+    let report = report_of(&capture_of(1, &[(&frame[..20], Some(frame.len() as u32))]));
+    assert_eq!((report.unread_frames, report.is_bad()), (1, true));
+}
+
+/// A frame in a UDP datagram to `port` behind this header.
+fn in_tunnel(port: u16, header: &[u8], frame: &[u8]) -> Vec<u8> {
+    let mut carried = header.to_vec();
+    carried.extend(frame);
+    let addresses = (
+        "192.0.2.1:60000".parse().unwrap(),
+        SocketAddr::new("192.0.2.2".parse().unwrap(), port),
+    );
+    ethernet(0x0800, &common::ip_datagram_sealed(addresses, 7, &carried))
+}
+
+#[test]
+fn packets_in_tunnels_are_read() {
+    let good = ethernet(0x0800, &ip_datagram(v4(), 1, &packet(b"hello")));
+    let mut bad = good.clone();
+    // In the payload.
+    bad[56] ^= 1;
+    let vxlan = [8, 0, 0, 0, 0, 0, 5, 0];
+    // One option of four bytes and its header.
+    let geneve = [&[2, 0, 0x65, 0x58, 0, 0, 5, 0][..], &[0; 8]].concat();
+    for (port, header, name) in [
+        (4789, &vxlan[..], "VXLAN"),
+        (8472, &vxlan, "VXLAN"),
+        (6081, &geneve, "GENEVE"),
+    ] {
+        let frames = [in_tunnel(port, header, &good), in_tunnel(port, header, &bad)];
+        let report = report_of(&capture_of(1, &[(&frames[0], None), (&frames[1], None)]));
+        assert_eq!(
+            (report.roce_frames, report.icrc_ok, report.icrc_bad),
+            (2, 1, 1),
+            "{name}"
+        );
+        assert_eq!(kinds(&report), [Kind::Tunnel, Kind::Tunnel, Kind::IcrcBad], "{name}");
+        let text = &report.findings[0].text;
+        assert!(text.contains(name) && text.contains("192.0.2.1"), "{text}");
+        let cut = &frames[0][..70];
+        let report = report_of(&capture_of(1, &[(cut, Some(frames[0].len() as u32))]));
+        assert_eq!((report.unread_frames, report.is_bad()), (1, true), "{name}");
+    }
+    let mut dns = good;
+    dns[36..38].copy_from_slice(&53u16.to_be_bytes());
+    for other in [
+        in_tunnel(4789, &vxlan, &dns),
+        in_tunnel(4789, &[0; 8], &[]),
+        in_tunnel(4789, &[8], &[]),
+    ] {
+        let report = report_of(&capture_of(1, &[(&other, None)]));
+        assert_eq!((kinds(&report), report.is_bad()), (vec![], false));
+    }
 }
 
 #[test]

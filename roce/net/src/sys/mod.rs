@@ -48,6 +48,12 @@ pub(crate) fn generation_now() -> u32 {
     FORKS.load(Ordering::Relaxed)
 }
 
+/// Whether the program was started with rights that its user may not have.
+pub(crate) fn is_secure() -> bool {
+    // SAFETY: a plain call, which only reads what the kernel gave the process at its start.
+    unsafe { libc::getauxval(libc::AT_SECURE) != 0 }
+}
+
 /// Turns a `-1` into the error of this thread.
 fn check(result: c_int) -> io::Result<c_int> {
     if result < 0 {

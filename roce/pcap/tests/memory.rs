@@ -1,0 +1,152 @@
+//! What hostile captures take of memory: little, however long they are.
+
+use std::{
+    alloc::{GlobalAlloc, Layout, System},
+    io::{self, Read},
+    sync::atomic::{AtomicUsize, Ordering::Relaxed},
+};
+
+use roce_pcap::{Report, check_reader};
+
+/// Counts what is allocated.
+struct Counting;
+
+static NOW: AtomicUsize = AtomicUsize::new(0);
+static MOST: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: the system's allocator does all the work.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        let now = NOW.fetch_add(layout.size(), Relaxed) + layout.size();
+        MOST.fetch_max(now, Relaxed);
+        // SAFETY: passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        NOW.fetch_sub(layout.size(), Relaxed);
+        // SAFETY: passed on.
+        unsafe { System.dealloc(ptr, layout) };
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// A beginning, then the same bytes again and again, made as they are read.
+struct Endless {
+    begin: Vec<u8>,
+    again: Vec<u8>,
+    at: usize,
+    len: usize,
+}
+
+impl Read for Endless {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        let bytes = match self.at.checked_sub(self.begin.len()) {
+            None => &self.begin[self.at..],
+            Some(past) => &self.again[past % self.again.len()..],
+        };
+        let n = out.len().min(bytes.len()).min(self.len - self.at);
+        out[..n].copy_from_slice(&bytes[..n]);
+        self.at += n;
+        Ok(n)
+    }
+}
+
+fn words(numbers: &[u32]) -> Vec<u8> {
+    numbers.iter().flat_map(|n| n.to_le_bytes()).collect()
+}
+
+/// A section and an interface, little-endian.
+fn begin() -> Vec<u8> {
+    let section = [0x0a0d_0d0a, 28, 0x1a2b_3c4d, 1, u32::MAX, u32::MAX, 28];
+    words(&[&section[..], &[1, 20, 1, 0, 20]].concat())
+}
+
+const LEN: usize = 24 << 20;
+/// Also of what a finding takes, 10,000 of them.
+const BOUND: usize = 10 << 20;
+
+fn check(what: &str, begin: Vec<u8>, again: Vec<u8>) -> Report {
+    // In few calls.
+    let again = again.repeat((64 << 10) / again.len() + 1);
+    let file = Endless {
+        len: begin.len() + LEN / again.len() * again.len(),
+        begin,
+        again,
+        at: 0,
+    };
+    let before = NOW.load(Relaxed);
+    MOST.store(before, Relaxed);
+    let report = check_reader(what, file, |_| {}).unwrap();
+    let took = MOST.load(Relaxed) - before;
+    assert!(took < BOUND, "{what}: {took} bytes of memory for a file of {LEN}");
+    report
+}
+
+fn reason(report: &Report) -> &str {
+    assert!(!report.complete && report.is_bad());
+    &report.findings.last().unwrap().text
+}
+
+/// One test: they share the allocator.
+#[test]
+fn memory_does_not_grow_with_the_file() {
+    let many = check("interfaces", begin(), words(&[1, 20, 1, 0, 20]));
+    assert!(reason(&many).contains("more than 4096 interfaces"), "{}", reason(&many));
+
+    // Sections begin anew: that is no error.
+    let sections = check("sections", begin(), begin());
+    assert!(sections.complete);
+
+    // One interface with a description in 24 MiB of comments, in a block of that size.
+    let len = (LEN + 20) as u32;
+    let options = check(
+        "options",
+        words(&[0x0a0d_0d0a, 28, 0x1a2b_3c4d, 1, 0, 0, 28, 1, len, 1, 0]),
+        words(&[0x0004_0001, 0]),
+    );
+    assert!(reason(&options).contains("ends in the middle"), "{}", reason(&options));
+
+    // Name resolution: records of an address and a name each.
+    let names = check(
+        "names",
+        begin(),
+        words(&[4, 40, 0x0008_0001, 1, 0x0061, 0x0008_0001, 2, 0x0062, 0, 40]),
+    );
+    assert!(names.complete && !names.is_bad());
+
+    // Packets with as many options as fit, of an interface that exists.
+    let mut packet = vec![6, 0, 0, 0, 0, 0, 0];
+    packet.extend([0x0004_0002, 0].repeat(100_000));
+    packet[1] = packet.len() as u32 * 4 + 4;
+    packet.push(packet[1]);
+    let packets = check("packet options", begin(), words(&packet));
+    assert!(packets.complete && packets.frames > 20);
+
+    // A block that says it has 4 GiB.
+    let huge = check("huge block", [begin(), words(&[0x0bad, 0xffff_fff0])].concat(), vec![0]);
+    assert!(reason(&huge).contains("ends in the middle"), "{}", reason(&huge));
+
+    // Frames of 2 GiB and of a little more than is read, pcapng's and pcap's.
+    for frame in [0x8000_0000, (1 << 20) + 4] {
+        let block = words(&[6, 0xffff_fff0, 0, 0, 0, frame, frame]);
+        let report = check("huge frame", [begin(), block].concat(), vec![0]);
+        assert!(reason(&report).contains("at most"), "{}", reason(&report));
+        let header = words(&[0xa1b2_c3d4, 0x0004_0002, 0, 0, 0x4_0000, 1, 0, 0, frame, frame]);
+        let report = check("huge frame, pcap", header, vec![0]);
+        assert!(!reason(&report).is_empty());
+    }
+
+    // Findings: each frame has one.
+    let findings = check(
+        "findings",
+        words(&[0xa1b2_c3d4, 0x0004_0002, 0, 0, 0x4_0000, 197]),
+        words(&[0, 0, 4, 4, 0]),
+    );
+    assert_eq!(
+        findings.findings.len() as u64 + findings.findings_left_out,
+        findings.frames
+    );
+}
