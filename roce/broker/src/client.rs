@@ -1,5 +1,7 @@
 //! The side of a member.
 
+mod links;
+
 use std::{
     collections::HashMap,
     io,
@@ -15,19 +17,17 @@ use std::{
 };
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
-use roce_bth::{Packet, Qpn};
-use roce_cm::mad::Mad;
-use roce_net::OpenSockets;
-use roce_port::{QpnSlot, RxMeta};
+use roce_net::{OpenSockets, environment};
+use roce_port::{ConnChange, QpnSlot, RxMeta};
 
+use self::links::Links;
 use crate::{
     proto::{
-        Binding, Connection, Meta, Place, Refusal, Rejoin, Reply, Report, Request, Statistics, ToBroker, ToClient,
-        UNASKED, VERSION,
+        Binding, Connection, Place, Refusal, Rejoin, Reply, Report, Request, Statistics, ToBroker, ToClient, UNASKED,
+        VERSION,
     },
     start::{self, StartError},
     sys,
-    track::Tracker,
     wire::{self, MAX_RECORD, Record, RecvError},
 };
 
@@ -98,18 +98,14 @@ pub struct JoinConfig {
 }
 
 impl JoinConfig {
-    /// By the environment: `FERROCE_BROKER` (a program, or `off`) and `FERROCE_BROKER_DIR`. `None` when it is switched
-    /// off.
+    /// By the environment: `FERROCE_BROKER` (a program, or `off`) and `FERROCE_BROKER_DIR`, neither of which a program with
+    /// rights that its user hasn't believes. `None` when it is switched off.
     pub fn from_env() -> Option<Self> {
-        let program = std::env::var_os(PROGRAM_VARIABLE)
-            .filter(|p| !p.is_empty())
-            .map(PathBuf::from);
+        let program = environment::var_os(PROGRAM_VARIABLE).map(PathBuf::from);
         if program.as_deref() == Some(Path::new("off")) {
             return None;
         }
-        let dir = std::env::var_os(DIR_VARIABLE)
-            .filter(|d| !d.is_empty())
-            .map(PathBuf::from);
+        let dir = environment::var_os(DIR_VARIABLE).map(PathBuf::from);
         let exe = std::env::current_exe().unwrap_or_default();
         Some(Self {
             dir: dir.unwrap_or_else(start::runtime_dir),
@@ -130,7 +126,8 @@ pub trait Inbox: Send + Sync {
 /// An address that was opened.
 struct Opened {
     addr: IpAddr,
-    vaults: Vec<Arc<OwnedFd>>,
+    /// What the next broker gets: the groups' vaults or, when this process has none, its own sockets.
+    for_next: Vec<Arc<OwnedFd>>,
 }
 
 #[derive(Default)]
@@ -159,6 +156,7 @@ struct Shared {
     state: Mutex<State>,
     changed: Condvar,
     inbox: OnceLock<Arc<dyn Inbox>>,
+    links: Links,
     /// The last report is given: none follows.
     reported: AtomicBool,
     /// The broker has been told what it asked for by [`UNASKED`].
@@ -211,7 +209,7 @@ impl core::fmt::Debug for Membership {
 /// When there is no broker and none can be started, or when it has no place left.
 pub fn join(config: &JoinConfig) -> Result<Membership, JoinError> {
     let mut attempt = 0;
-    let (link, Rejoin { place, token }) = loop {
+    let (link, given) = loop {
         attempt += 1;
         let link = start::connect_or_start(&config.dir, config.program.as_deref())?;
         match say_hello(&link, &config.name, None) {
@@ -223,21 +221,9 @@ pub fn join(config: &JoinConfig) -> Result<Membership, JoinError> {
     };
     let exiting = wire::encode(&ToBroker::Exiting, &[]).map_err(context("preparing the last message"))?;
     let link = Arc::new(link);
-    let shared = Arc::new(Shared {
-        config: config.clone(),
-        pid: std::process::id(),
-        place,
-        token,
-        state: Mutex::new(State {
-            link: Some(link.clone()),
-            ..State::default()
-        }),
-        changed: Condvar::new(),
-        inbox: OnceLock::new(),
-        reported: AtomicBool::new(false),
-        told: AtomicBool::new(false),
-        exiting,
-    });
+    let shared =
+        Shared::new(config.clone(), given, link.clone(), exiting).map_err(context("making an event counter"))?;
+    let shared = Arc::new(shared);
     let theirs = shared.clone();
     thread::Builder::new()
         .name("ferroce broker".into())
@@ -393,10 +379,8 @@ impl Membership {
         if receivers.is_empty() {
             return Err(JoinError::Protocol);
         }
-        let opened = Opened {
-            addr,
-            vaults: vaults.clone(),
-        };
+        let for_next = if vaults.is_empty() { &receivers } else { &vaults }.clone();
+        let opened = Opened { addr, for_next };
         self.shared.state.lock().opened.push(opened);
         Ok(OpenSockets {
             receivers,
@@ -443,9 +427,16 @@ impl Membership {
         self.shared.tell(Request::Unlisten { service, addr })
     }
 
-    /// Hands a packet over to the member whose queue pair it is for. False: it is lost.
+    /// A connection has been established, or is over. Doesn't wait: what the broker has no room for now it is told later.
+    pub fn conn_change(&self, change: &ConnChange) {
+        if self.shared.is_ours() {
+            self.shared.links.change(change);
+        }
+    }
+
+    /// Hands a packet over to the member whose queue pair it is for. Doesn't wait. False: it is lost.
     pub fn hand_over(&self, meta: &RxMeta, bytes: &[u8]) -> bool {
-        let link = self.shared.state.lock().link.clone();
+        let link = self.shared.links.link();
         let message = wire::encode(&ToBroker::Datagram(meta.into()), bytes);
         match (link, message) {
             (Some(link), Ok(message)) if self.shared.is_ours() => {
@@ -465,6 +456,7 @@ impl Drop for Membership {
         let link = {
             let mut state = self.shared.state.lock();
             state.closing = true;
+            self.shared.links.set_link(None);
             state.link.take()
         };
         self.shared.changed.notify_all();
@@ -489,6 +481,25 @@ fn tell_report(link: &OwnedFd, token: u64, report: Option<Report>) {
 }
 
 impl Shared {
+    fn new(config: JoinConfig, given: Rejoin, link: Arc<OwnedFd>, exiting: Vec<u8>) -> io::Result<Self> {
+        Ok(Self {
+            links: Links::new(link.clone())?,
+            config,
+            pid: std::process::id(),
+            place: given.place,
+            token: given.token,
+            state: Mutex::new(State {
+                link: Some(link),
+                ..State::default()
+            }),
+            changed: Condvar::new(),
+            inbox: OnceLock::new(),
+            reported: AtomicBool::new(false),
+            told: AtomicBool::new(false),
+            exiting,
+        })
+    }
+
     /// Has the process tell at its exit what it has counted.
     fn register(self: &Arc<Self>) {
         AT_EXIT.call_once(|| {
@@ -624,14 +635,13 @@ impl Shared {
 
     /// The thread: listens to the broker, and finds or starts another when it is gone.
     fn serve(&self, mut link: Arc<OwnedFd>) {
-        let mut tracker = Tracker::default();
         let mut buffer = vec![0; MAX_RECORD];
         loop {
-            match wire::receive(link.as_fd(), &mut buffer, true) {
-                Ok(record) => self.take(&link, record, &mut tracker),
-                Err(RecvError::Empty) => {}
+            match wire::receive(link.as_fd(), &mut buffer, false) {
+                Ok(record) => self.take(&link, record),
+                Err(RecvError::Empty) => self.links.wait(&link),
                 Err(RecvError::Malformed(text)) => tracing::warn!("the broker says what makes no sense: {text}"),
-                Err(RecvError::Closed) => match self.reconnect(&mut tracker) {
+                Err(RecvError::Closed) => match self.reconnect() {
                     Some(new) => link = new,
                     None => return,
                 },
@@ -639,7 +649,7 @@ impl Shared {
         }
     }
 
-    fn take(&self, link: &OwnedFd, record: Record<ToClient>, tracker: &mut Tracker) {
+    fn take(&self, link: &OwnedFd, record: Record<ToClient>) {
         match record.message {
             ToClient::Reply { seq, reply } => {
                 let record = Record {
@@ -665,7 +675,11 @@ impl Shared {
                     }
                 }
             }
-            ToClient::Datagram(meta) => self.take_datagram(&meta, &record.payload, tracker),
+            ToClient::Datagram(meta) => {
+                if let Some(inbox) = self.inbox.get() {
+                    inbox.datagram(&RxMeta::from(&meta), &record.payload);
+                }
+            }
             ToClient::Query { token } => {
                 let report = self.inbox.get().and_then(|i| i.report());
                 // The report may have ended the device, which then has told more.
@@ -678,21 +692,9 @@ impl Shared {
         }
     }
 
-    fn take_datagram(&self, meta: &Meta, bytes: &[u8], tracker: &mut Tracker) {
-        if let Ok(packet) = Packet::parse(bytes)
-            && packet.header.bth.dest_qp == Qpn::GSI
-            && let Ok(mad) = Mad::parse(packet.payload)
-        {
-            // As the broker does, for the next broker.
-            tracker.observe(roce_net::now(), self.place, meta.local, meta.remote.ip(), &mad.message);
-        }
-        if let Some(inbox) = self.inbox.get() {
-            inbox.datagram(&RxMeta::from(meta), bytes);
-        }
-    }
-
     /// The broker is gone. Returns the connection to the next one; `None` when the member leaves.
-    fn reconnect(&self, tracker: &mut Tracker) -> Option<Arc<OwnedFd>> {
+    fn reconnect(&self) -> Option<Arc<OwnedFd>> {
+        self.links.set_link(None);
         {
             let mut state = self.state.lock();
             state.link = None;
@@ -705,7 +707,7 @@ impl Shared {
             if self.state.lock().closing {
                 return None;
             }
-            match self.rejoin(tracker) {
+            match self.rejoin() {
                 Ok((link, told)) => {
                     let link = Arc::new(link);
                     let mut state = self.state.lock();
@@ -722,6 +724,7 @@ impl Shared {
                         }
                     }
                     state.link = Some(link.clone());
+                    self.links.set_link(Some(link.clone()));
                     state.epoch += 1;
                     drop(state);
                     self.changed.notify_all();
@@ -741,7 +744,7 @@ impl Shared {
 
     /// Joins another broker with the place, sockets, ports and connections that this process has. Returns the connection,
     /// and the ports that the broker was told of.
-    fn rejoin(&self, tracker: &mut Tracker) -> Result<(OwnedFd, Vec<Binding>), JoinError> {
+    fn rejoin(&self) -> Result<(OwnedFd, Vec<Binding>), JoinError> {
         let link = start::connect_or_start(&self.config.dir, self.config.program.as_deref())?;
         let rejoin = Rejoin {
             place: self.place,
@@ -750,16 +753,16 @@ impl Shared {
         say_hello(&link, &self.config.name, Some(rejoin))?;
         let (opened, bindings) = {
             let state = self.state.lock();
-            let opened: Vec<_> = state.opened.iter().map(|o| (o.addr, o.vaults.clone())).collect();
+            let opened: Vec<_> = state.opened.iter().map(|o| (o.addr, o.for_next.clone())).collect();
             (opened, state.bindings.clone())
         };
         let mut early = Vec::new();
         let mut other = |record: Record<ToClient>| early.push(record);
-        for (addr, vaults) in opened {
-            let fds: Vec<BorrowedFd<'_>> = vaults.iter().map(|v| v.as_fd()).collect();
+        for (addr, given) in opened {
+            let fds: Vec<BorrowedFd<'_>> = given.iter().map(|v| v.as_fd()).collect();
             ask(&link, Request::Open { addr, again: true }, &fds, &mut other)?;
         }
-        let connections = tracker.of(self.place);
+        let connections = self.links.established();
         let mut chunks: Vec<(Vec<Binding>, Vec<Connection>)> =
             bindings.chunks(RESTORED).map(|b| (b.to_vec(), vec![])).collect();
         chunks.extend(connections.chunks(RESTORED).map(|c| (vec![], c.to_vec())));
@@ -773,7 +776,7 @@ impl Shared {
         }
         ask(&link, restore((vec![], vec![]), true), &[], &mut other)?;
         for record in early {
-            self.take(&link, record, tracker);
+            self.take(&link, record);
         }
         Ok((link, bindings))
     }

@@ -4,6 +4,11 @@
 //! socket moves the last one of the group into its place. So no socket of a group is ever closed as long as anybody uses
 //! the group. All of them are put, as `SCM_RIGHTS`, into the queue of a unix socket, the *vault*. Whoever has the vault
 //! holds the group, at the price of one descriptor, and can take references out of it by peeking.
+//!
+//! So whoever has had a socket of such a group may keep it, and any of them can replace the program: its users are one trust
+//! domain. Between users the broker has a program of another kind ([`Steering::Array`]), which takes the socket from an array
+//! that the broker alone can write. Each member then gets a socket of its own, with a filter that it can't change, and which
+//! lets packets for its place through and nothing else, however they come there.
 
 use std::{
     io,
@@ -17,7 +22,8 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use socket2::{Domain, Protocol, SockFilter, Socket, Type};
 
 use crate::{
-    proto::{SLOT_BITS, SLOTS},
+    bpf::{self, SocketArray},
+    proto::{PLACE_BITS, Place, SLOT_BITS, SLOTS},
     sys, wire,
 };
 
@@ -64,11 +70,32 @@ fn context(context: &'static str) -> impl Fn(io::Error) -> GroupError {
     move |source| GroupError::Io { context, source }
 }
 
+/// How the kernel finds the socket of a packet.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Steering {
+    /// By its index in the group (classic BPF): needs no right.
+    Index,
+    /// By an array of sockets (`SK_REUSEPORT`): needs CAP_BPF.
+    Array,
+}
+
+/// What a group has that is steered by [`Steering::Array`].
+#[derive(Debug)]
+struct Array {
+    sockets: SocketArray,
+    program: OwnedFd,
+    /// Slot 0.
+    broker: Socket,
+    /// Drops what is nobody's.
+    _nobody: Socket,
+}
+
 /// The group of one address, or of all addresses of one IP version.
 #[derive(Debug)]
 pub struct Group {
     addr: IpAddr,
     vault: OwnedFd,
+    array: Option<Array>,
 }
 
 /// The addresses to bind for a device address: `::` stands for both IP versions.
@@ -98,12 +125,95 @@ fn program() -> [libc::sock_filter; 4] {
 /// `BPF_A` of `linux/filter.h`: returns the accumulator.
 const BPF_A: u32 = 0x10;
 
+/// A socket's own filter, which sees the UDP header too: packets to queue pairs of a place, whole, and nothing else.
+fn place_filter(place: Place) -> [SockFilter; 6] {
+    let op = |code: u32, k: u32| SockFilter::new(code as u16, 0, 0, k);
+    [
+        op(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 8 + 4),
+        op(libc::BPF_ALU | libc::BPF_AND | libc::BPF_K, 0x00ff_ffff),
+        op(libc::BPF_ALU | libc::BPF_RSH | libc::BPF_K, 24 - u32::from(PLACE_BITS)),
+        SockFilter::new(
+            (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16,
+            0,
+            1,
+            place.numbers().slot.into(),
+        ),
+        op(libc::BPF_RET | libc::BPF_K, u32::MAX),
+        op(libc::BPF_RET | libc::BPF_K, 0),
+    ]
+}
+
+/// Lets nothing through but what is for the place, for as long as the socket lives. One that has a filter for ever keeps it.
+fn confine(socket: &Socket, place: Place) -> io::Result<()> {
+    if let Err(e) = socket.attach_filter(&place_filter(place)) {
+        // It is locked: it was confined before it was handed out.
+        return match e.raw_os_error() {
+            Some(libc::EPERM) => Ok(()),
+            _ => Err(e),
+        };
+    }
+    sys::set_int(socket.as_fd(), libc::SOL_SOCKET, libc::SO_LOCK_FILTER, 1)
+}
+
+impl Array {
+    fn open(addr: IpAddr) -> Result<Self, GroupError> {
+        let make = context("making an array of sockets");
+        let sockets = SocketArray::new().map_err(&make)?;
+        let program = bpf::load_program(&sockets).map_err(context("loading the steering program"))?;
+        let (broker, nobody) = (bind(addr, true)?, bind(addr, true)?);
+        set_idle(&nobody).map_err(context("attaching a filter"))?;
+        // The kernel merges packets only if the socket takes them so that it finds before it has looked into them.
+        if let Err(e) = sys::set_int(nobody.as_fd(), libc::SOL_UDP, libc::UDP_GRO, 1) {
+            tracing::debug!("packets are not merged: {e}");
+        }
+        sys::steer_group_by(broker.as_fd(), program.as_fd()).map_err(context("attaching the steering program"))?;
+        sockets
+            .set(0, broker.as_fd())
+            .and_then(|()| sockets.set_nobody(nobody.as_fd()))
+            .map_err(make)?;
+        Ok(Self {
+            sockets,
+            program,
+            broker,
+            _nobody: nobody,
+        })
+    }
+
+    fn parts(&self) -> [BorrowedFd<'_>; 4] {
+        let (broker, nobody) = (self.broker.as_fd(), self._nobody.as_fd());
+        [self.sockets.as_fd(), self.program.as_fd(), broker, nobody]
+    }
+
+    /// Of what a vault held.
+    fn adopt(parts: Vec<OwnedFd>) -> Option<Self> {
+        let [sockets, program, broker, nobody] = <[OwnedFd; 4]>::try_from(parts).ok()?;
+        let this = Self {
+            sockets: SocketArray::adopt(sockets),
+            program,
+            broker: broker.into(),
+            _nobody: nobody.into(),
+        };
+        // Neither is something else: the array has the socket, and the program steers its group.
+        let cookie = sys::cookie(this.broker.as_fd()).ok()?;
+        let steers = sys::steer_group_by(this.broker.as_fd(), this.program.as_fd());
+        (this.sockets.cookie(0) == Some(cookie) && steers.is_ok()).then_some(this)
+    }
+}
+
 impl Group {
-    /// Opens a group. Its sockets but that of slot 0 drop what they receive until they are [taken](Self::take).
+    /// Opens a group. Packets for other slots than 0 are dropped until these are [taken](Self::take).
     ///
     /// # Errors
-    /// When somebody has the port already, or the address is not ours.
-    pub fn open(addr: IpAddr) -> Result<Self, GroupError> {
+    /// When somebody has the port already, or the address is not ours; with [`Steering::Array`] also when this process may
+    /// not load programs.
+    pub fn open(addr: IpAddr, steering: Steering) -> Result<Self, GroupError> {
+        if steering == Steering::Array {
+            // A former member may have kept a socket, which must not be in the way: no check that nobody has the port.
+            let array = Array::open(addr)?;
+            let vault = seal(&array.parts()).map_err(context("keeping the group's sockets"))?;
+            let array = Some(array);
+            return Ok(Self { addr, vault, array });
+        }
         // A group of another broker of this user would let us in, behind its own sockets.
         drop(bind(addr, false)?);
         let first = bind(addr, true)?;
@@ -116,8 +226,10 @@ impl Group {
         for socket in sockets.iter().skip(1) {
             set_idle(socket).map_err(context("attaching a filter"))?;
         }
-        let vault = seal(&sockets).map_err(context("keeping the group's sockets"))?;
-        Ok(Self { addr, vault })
+        let fds: Vec<BorrowedFd<'_>> = sockets.iter().map(AsFd::as_fd).collect();
+        let vault = seal(&fds).map_err(context("keeping the group's sockets"))?;
+        let array = None;
+        Ok(Self { addr, vault, array })
     }
 
     /// Takes over a group from its vault.
@@ -125,21 +237,85 @@ impl Group {
     /// # Errors
     /// When that does not hold a group on the RoCE port.
     pub fn adopt(vault: OwnedFd) -> io::Result<Self> {
-        let addr = Ipv4Addr::UNSPECIFIED.into();
-        let mut this = Self { addr, vault };
-        let sockets = this.sockets()?;
         let bound = |s: &Socket| s.local_addr().ok().and_then(|a| a.as_socket());
+        let invalid = || io::Error::new(io::ErrorKind::InvalidData, "not the sockets of a group");
+        let stored = wire::stored(vault.as_fd())?;
+        if stored.len() == PARTS {
+            let array = Array::adopt(stored).ok_or_else(invalid)?;
+            let addr = bound(&array.broker).filter(|a| a.port() == ROCE_UDP_PORT);
+            let addr = addr.ok_or_else(invalid)?.ip();
+            let array = Some(array);
+            return Ok(Self { addr, vault, array });
+        }
+        let sockets: Vec<Socket> = stored.into_iter().map(Socket::from).collect();
         let first = sockets.first().and_then(bound).filter(|a| a.port() == ROCE_UDP_PORT);
         let right = |s: &Socket| {
             matches!(s.r#type(), Ok(Type::DGRAM)) && bound(s) == first && s.reuse_port().is_ok_and(|on| on)
         };
         match first {
-            Some(at) if sockets.len() == SLOTS && sockets.iter().all(right) => {
-                this.addr = at.ip();
-                Ok(this)
-            }
-            _ => Err(io::Error::new(io::ErrorKind::InvalidData, "not the sockets of a group")),
+            Some(at) if sockets.len() == SLOTS && sockets.iter().all(right) => Ok(Self {
+                addr: at.ip(),
+                vault,
+                array: None,
+            }),
+            _ => Err(invalid()),
         }
+    }
+
+    /// How it is steered.
+    pub const fn steering(&self) -> Steering {
+        match self.array {
+            Some(_) => Steering::Array,
+            None => Steering::Index,
+        }
+    }
+
+    /// Attaches the steering program anew, which any member can detach (`SO_DETACH_REUSEPORT_BPF` asks nobody). Does nothing
+    /// to a group of [`Steering::Index`].
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub fn steer_again(&self) -> io::Result<()> {
+        match &self.array {
+            Some(array) => sys::steer_group_by(array.broker.as_fd(), array.program.as_fd()),
+            None => Ok(()),
+        }
+    }
+
+    /// The socket of slot 0.
+    ///
+    /// # Errors
+    /// When the process has no descriptors left.
+    pub(crate) fn broker_socket(&self) -> io::Result<OwnedFd> {
+        match &self.array {
+            Some(array) => Ok(array.broker.try_clone()?.into()),
+            None => {
+                let socket = self.socket(0)?;
+                set_open(&socket)?;
+                Ok(socket.into())
+            }
+        }
+    }
+
+    /// A member's own socket, which a former broker had handed out to it: of [`Steering::Array`].
+    ///
+    /// # Errors
+    /// When it is no socket of the group.
+    pub fn give_again(&self, place: Place, socket: OwnedFd) -> io::Result<()> {
+        let Some(array) = &self.array else {
+            return Err(io::ErrorKind::Unsupported.into());
+        };
+        let socket = Socket::from(socket);
+        let bound = socket.local_addr()?.as_socket();
+        let is_udp = matches!(socket.r#type(), Ok(Type::DGRAM)) && socket.protocol()? == Some(Protocol::UDP);
+        if !is_udp || bound.is_none_or(|at| (at.ip(), at.port()) != (self.addr, ROCE_UDP_PORT)) {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "not a socket of the group"));
+        }
+        confine(&socket, place)?;
+        if array.sockets.cookie(place.slot) == Some(sys::cookie(socket.as_fd())?) {
+            return Ok(());
+        }
+        array.sockets.set(place.slot, socket.as_fd())
     }
 
     /// The address.
@@ -171,18 +347,25 @@ impl Group {
         }
     }
 
-    /// The socket of a slot for its new owner: empty, and receiving from now on.
+    /// The socket of a place for its new owner: empty, and receiving from now on. With [`Steering::Array`] it is a new one.
     ///
     /// # Errors
     /// When the process has no descriptors left.
-    pub fn take(&self, slot: u8) -> io::Result<OwnedFd> {
-        let socket = self.socket(slot)?;
-        set_busy(&socket)?;
+    pub fn take(&self, place: Place) -> io::Result<OwnedFd> {
+        let Some(array) = &self.array else {
+            let socket = self.socket(place.slot)?;
+            set_busy(&socket)?;
+            return Ok(socket.into());
+        };
+        let socket = make(self.addr, true).map_err(io::Error::other)?;
+        confine(&socket, place)?;
+        bind_to(&socket, self.addr).map_err(io::Error::other)?;
+        array.sockets.set(place.slot, socket.as_fd())?;
         Ok(socket.into())
     }
 
     /// The socket of a slot whose owner uses it already: what it has received stays. It receives even if the owner had
-    /// been taken for dead.
+    /// been taken for dead. Of [`Steering::Index`].
     ///
     /// # Errors
     /// When the process has no descriptors left.
@@ -197,6 +380,9 @@ impl Group {
     /// # Errors
     /// When the process has no descriptors left.
     pub fn put_back(&self, slot: u8) -> io::Result<()> {
+        if let Some(array) = &self.array {
+            return array.sockets.clear(slot);
+        }
         let socket = self.socket(slot)?;
         set_idle(&socket)?;
         drain(&socket);
@@ -204,10 +390,12 @@ impl Group {
     }
 }
 
-fn seal(sockets: &[Socket]) -> io::Result<OwnedFd> {
+/// Descriptors in the vault of a group of [`Steering::Array`].
+const PARTS: usize = 4;
+
+fn seal(fds: &[BorrowedFd<'_>]) -> io::Result<OwnedFd> {
     let (ours, vault) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-    let fds: Vec<BorrowedFd<'_>> = sockets.iter().map(AsFd::as_fd).collect();
-    wire::store(ours.as_fd(), &fds)?;
+    wire::store(ours.as_fd(), fds)?;
     Ok(vault)
 }
 
@@ -241,6 +429,12 @@ fn drain(socket: &Socket) {
 }
 
 fn bind(addr: IpAddr, shared: bool) -> Result<Socket, GroupError> {
+    let socket = make(addr, shared)?;
+    bind_to(&socket, addr)?;
+    Ok(socket)
+}
+
+fn make(addr: IpAddr, shared: bool) -> Result<Socket, GroupError> {
     let make = context("making a UDP socket");
     let domain = if addr.is_ipv4() { Domain::IPV4 } else { Domain::IPV6 };
     let socket = Socket::new(domain, Type::DGRAM, Some(Protocol::UDP)).map_err(&make)?;
@@ -255,6 +449,10 @@ fn bind(addr: IpAddr, shared: bool) -> Result<Socket, GroupError> {
     done.and_then(|()| socket.set_reuse_port(shared))
         .and_then(|()| socket.set_nonblocking(true))
         .map_err(&make)?;
+    Ok(socket)
+}
+
+fn bind_to(socket: &Socket, addr: IpAddr) -> Result<(), GroupError> {
     let at = iface::scoped(addr, ROCE_UDP_PORT);
     socket.bind(&at.into()).map_err(|e| match e.kind() {
         io::ErrorKind::AddrInUse => GroupError::Taken {
@@ -263,8 +461,7 @@ fn bind(addr: IpAddr, shared: bool) -> Result<Socket, GroupError> {
         },
         io::ErrorKind::AddrNotAvailable => GroupError::NotLocal(addr),
         _ => context("binding a UDP socket")(e),
-    })?;
-    Ok(socket)
+    })
 }
 
 #[cfg(test)]
@@ -273,7 +470,11 @@ mod tests {
 
     use super::*;
 
-    /// A packet to a queue pair of a slot.
+    const fn place(slot: u8) -> Place {
+        Place { slot, generation: 0 }
+    }
+
+    /// A packet to a queue pair of a slot, of generation 0.
     fn packet(slot: u8, mark: u8) -> Vec<u8> {
         let mut bytes = vec![0; 24];
         bytes[5] = slot << 1;
@@ -289,12 +490,12 @@ mod tests {
 
     fn check(addr: &str) {
         let addr: IpAddr = addr.parse().unwrap();
-        let group = Group::open(addr).unwrap();
+        let group = Group::open(addr, Steering::Index).unwrap();
         assert!(
-            matches!(Group::open(addr), Err(GroupError::Taken { .. })),
+            matches!(Group::open(addr, Steering::Index), Err(GroupError::Taken { .. })),
             "there is one already"
         );
-        let take = |group: &Group, slot| blocking(group.take(slot).unwrap());
+        let take = |group: &Group, slot| blocking(group.take(place(slot)).unwrap());
         let (five, last) = (take(&group, 5), take(&group, 127));
         let sender = UdpSocket::bind((addr, 0)).unwrap();
         let send = |slot, mark| sender.send_to(&packet(slot, mark), (addr, ROCE_UDP_PORT)).unwrap();
@@ -331,7 +532,7 @@ mod tests {
     /// Sends a packet to a slot and waits until what was sent before has arrived, or was dropped.
     fn send_and_settle(sender: &UdpSocket, group: &Group, slot: u8, mark: u8) {
         const WITNESS: u8 = 100;
-        let witness = blocking(group.take(WITNESS).unwrap());
+        let witness = blocking(group.take(place(WITNESS)).unwrap());
         let to = (group.addr(), ROCE_UDP_PORT);
         sender.send_to(&packet(slot, mark), to).unwrap();
         sender.send_to(&packet(WITNESS, mark), to).unwrap();
@@ -353,10 +554,10 @@ mod tests {
     #[test]
     fn an_owner_that_comes_back_keeps_what_its_socket_received_and_a_new_one_gets_nothing_of_it() {
         let addr: IpAddr = [127, 44, 0, 3].into();
-        let group = Group::open(addr).unwrap();
+        let group = Group::open(addr, Steering::Index).unwrap();
         let sender = UdpSocket::bind((addr, 0)).unwrap();
         let send = |slot, mark| send_and_settle(&sender, &group, slot, mark);
-        let owner = blocking(group.take(5).unwrap());
+        let owner = blocking(group.take(place(5)).unwrap());
         send(5, 1);
         // It tells another broker that it is there.
         let again = blocking(group.retake(5).unwrap());
@@ -378,7 +579,7 @@ mod tests {
         assert_eq!(waiting(&other), [8]);
         // A new owner begins with nothing.
         send(5, 9);
-        let new = blocking(group.take(5).unwrap());
+        let new = blocking(group.take(place(5)).unwrap());
         send(5, 10);
         assert_eq!(waiting(&new), [10]);
         let beyond = group.retake(SLOTS as u8).unwrap_err();
@@ -389,10 +590,10 @@ mod tests {
     fn what_is_no_group_is_refused() {
         let (_, empty) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
         assert!(Group::adopt(empty).is_err());
-        let vault = seal(&[bind("127.44.0.2".parse().unwrap(), true).unwrap()]).unwrap();
+        let vault = seal(&[bind("127.44.0.2".parse().unwrap(), true).unwrap().as_fd()]).unwrap();
         assert!(Group::adopt(vault).is_err(), "one socket is too few");
         assert!(matches!(
-            Group::open("192.0.2.1".parse().unwrap()),
+            Group::open("192.0.2.1".parse().unwrap(), Steering::Index),
             Err(GroupError::NotLocal(_))
         ));
     }

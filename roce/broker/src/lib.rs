@@ -16,7 +16,10 @@
 //!
 //! The protocol between the two is in [`proto`].
 
+mod bpf;
 mod client;
+#[doc(hidden)]
+pub mod fuzz;
 pub mod group;
 pub mod proto;
 pub mod server;
@@ -26,5 +29,5 @@ mod track;
 mod wire;
 
 pub use client::{Inbox, JoinConfig, JoinError, Membership, exits, join, running_broker, statistics};
-pub use proto::{Ended, Place, ProcessReport, Report, Statistics};
+pub use proto::{Ended, Isolation, Place, ProcessReport, Report, Statistics};
 pub use start::{StartError, make_home, runtime_dir};

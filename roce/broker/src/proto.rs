@@ -14,7 +14,7 @@ use roce_port::{QpnSlot, RxMeta};
 use serde::{Deserialize, Serialize};
 
 /// Version of this protocol. Broker and members of other versions refuse each other.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// The token of reports that nobody waits for.
 pub const UNASKED: u64 = 0;
 /// Counters of a [`Report`] that are kept, and those of all that have ended at an address.
@@ -98,15 +98,15 @@ pub struct Binding {
     pub listening: bool,
 }
 
-/// A connection, as far as its end must be told to the peer when the process dies.
+/// A connection that is established: its end must be told to the peer when the process dies.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Connection {
     /// Our address.
     pub local: IpAddr,
     /// The peer's.
     pub remote: IpAddr,
-    /// Our communication ID; `None` as long as only the peer's request is known.
-    pub local_id: Option<u32>,
+    /// Our communication ID.
+    pub local_id: u32,
     /// The peer's communication ID.
     pub remote_id: u32,
     /// The peer's queue pair.
@@ -161,6 +161,13 @@ pub enum ToBroker {
     /// A packet for another member that the kernel gave to this one: several packets of one sender may come merged, and
     /// are steered by the first.
     Datagram(Meta),
+    /// What has become of the member's connections. Packets tell the broker nothing of them: anybody may send those.
+    Connections {
+        /// They are established.
+        up: Vec<Connection>,
+        /// They are over, by our communication IDs.
+        down: Vec<u32>,
+    },
     /// Answer to [`ToClient::Query`], or told unasked.
     Report {
         /// The query's, or [`UNASKED`].
@@ -206,8 +213,8 @@ pub enum Request {
         /// That was all. Until every member that is left has said so, nobody gets a port.
         done: bool,
     },
-    /// Wants its sockets of an address, `::` meaning IPv4 too. Members that rejoin send the group's vaults with it.
-    /// Answer: [`Reply::Opened`].
+    /// Wants its sockets of an address, `::` meaning IPv4 too. Members that rejoin send the groups' vaults with it, or where
+    /// they have none their sockets. Answer: [`Reply::Opened`].
     Open {
         /// The address.
         addr: IpAddr,
@@ -277,7 +284,8 @@ pub enum Reply {
         /// See [`Rejoin`]. Nobody else knows it.
         token: u64,
     },
-    /// The sockets of an address: for each IP version the member's socket, and the vault if `vault`.
+    /// The sockets of an address: for each IP version the member's socket, unless it has that already, and the vault if
+    /// `vault`.
     Opened {
         /// Addresses, one per IP version.
         addrs: Vec<IpAddr>,
@@ -320,6 +328,8 @@ pub enum Refusal {
     Address,
     /// The port is taken.
     PortInUse,
+    /// The user has as much of it as one may have.
+    Quota,
     /// The request makes no sense (now).
     Invalid,
     /// The broker's own trouble.
@@ -381,7 +391,7 @@ pub struct ProcessReport {
     pub name: String,
     /// Its place.
     pub place: Place,
-    /// Connections that its management datagrams show.
+    /// Connections that it has told of.
     pub connections: u64,
     /// Its ports, [`MAX_SHOWN`] at most.
     pub bindings: Vec<Binding>,
@@ -391,11 +401,26 @@ pub struct ProcessReport {
     pub report: Option<Report>,
 }
 
+/// Whom the members of a broker have to trust.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub enum Isolation {
+    /// They are one user's.
+    #[default]
+    OneUser,
+    /// The broker, and nobody else: none can receive what is another's.
+    Isolated,
+    /// Each other: the broker may not load the program that would keep them apart.
+    TrustDomain,
+}
+
 /// Answer to [`Request::Statistics`].
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Statistics {
     /// The broker's process id.
     pub pid: u32,
+    /// Whom the members trust.
+    #[serde(default)]
+    pub isolation: Isolation,
     /// Addresses that are open.
     pub addrs: Vec<IpAddr>,
     /// The members.

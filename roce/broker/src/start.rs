@@ -14,6 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use roce_net::environment;
 use rustix::{
     fs::FlockOperation,
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
@@ -104,7 +105,7 @@ pub fn runtime_dir() -> PathBuf {
 fn home() -> PathBuf {
     let own = geteuid().as_raw();
     let is_ours = |dir: &Path| fs::metadata(dir).is_ok_and(|m| m.is_dir() && m.uid() == own);
-    let xdg = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+    let xdg = environment::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
     xdg.into_iter()
         .chain([PathBuf::from(format!("/run/user/{own}"))])
         .find(|dir| dir.is_absolute() && is_ours(dir))
@@ -349,7 +350,12 @@ fn spawn(dir: &Path, program: Option<&Path>) -> Result<(), StartError> {
         .open(dir.join(LOG))
         .map_err(context(format!("opening {}", dir.join(LOG).display())))?;
     // Once more to get away from our child processes: a program may wait for any of its own.
-    let mut child = Command::new(&program)
+    let mut command = Command::new(&program);
+    if environment::is_secure() {
+        // The broker has our rights, and the environment is our user's.
+        command.env_clear();
+    }
+    let mut child = command
         .args([
             OsStr::new("broker"),
             OsStr::new("--detach"),
@@ -386,10 +392,8 @@ fn find_program(given: Option<&Path>) -> Option<PathBuf> {
         .ok()
         .filter(|p| p.file_name() == Some(OsStr::new("ferroce")));
     own.or_else(|| {
-        let path = std::env::var_os("PATH")?;
-        std::env::split_paths(&path)
-            .map(|dir| dir.join("ferroce"))
-            .find(|p| p.is_file())
+        let mut programs = environment::search_path().into_iter().map(|dir| dir.join("ferroce"));
+        programs.find(|p| p.is_file())
     })
 }
 

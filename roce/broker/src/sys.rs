@@ -29,6 +29,30 @@ pub(crate) fn steer_group(fd: BorrowedFd<'_>, program: &mut [libc::sock_filter])
     check(rc)
 }
 
+/// Has the sockets of a reuseport group chosen by a program that was loaded.
+pub(crate) fn steer_group_by(fd: BorrowedFd<'_>, program: BorrowedFd<'_>) -> io::Result<()> {
+    set_int(
+        fd,
+        libc::SOL_SOCKET,
+        libc::SO_ATTACH_REUSEPORT_EBPF,
+        program.as_raw_fd(),
+    )
+}
+
+/// A socket's number that no other has had since the machine was started.
+pub(crate) fn cookie(socket: BorrowedFd<'_>) -> io::Result<u64> {
+    get_u64(socket, libc::SO_COOKIE)
+}
+
+fn get_u64(socket: BorrowedFd<'_>, name: c_int) -> io::Result<u64> {
+    let mut value = 0u64;
+    let mut len = size_of::<u64>() as socklen_t;
+    let (to, level) = ((&raw mut value).cast::<c_void>(), libc::SOL_SOCKET);
+    // SAFETY: `value` lives on the stack for the call and `len` is its size.
+    let rc = unsafe { libc::getsockopt(socket.as_raw_fd(), level, name, to, &raw mut len) };
+    check(rc).map(|()| value)
+}
+
 /// Closes every descriptor from `first` on: what a program happened to leave open for its children.
 ///
 /// # Safety
@@ -61,12 +85,24 @@ pub(crate) fn peer_credentials(socket: BorrowedFd<'_>) -> io::Result<(u32, u32)>
 
 /// The number of a socket's network namespace, which no other ever gets; `None` where the kernel has none (before 5.14).
 pub(crate) fn network(socket: BorrowedFd<'_>) -> Option<u64> {
-    let mut cookie = 0u64;
-    let mut len = size_of::<u64>() as socklen_t;
-    let (to, level) = ((&raw mut cookie).cast::<c_void>(), libc::SOL_SOCKET);
-    // SAFETY: `cookie` lives on the stack for the call and `len` is its size.
-    let rc = unsafe { libc::getsockopt(socket.as_raw_fd(), level, libc::SO_NETNS_COOKIE, to, &raw mut len) };
-    check(rc).ok().map(|()| cookie)
+    get_u64(socket, libc::SO_NETNS_COOKIE).ok()
+}
+
+/// Waits until something has come over a socket, it takes something (`room`), or a counter is raised. May end early.
+pub(crate) fn wait_for(socket: BorrowedFd<'_>, room: bool, counter: BorrowedFd<'_>) -> io::Result<()> {
+    let entry = |fd: BorrowedFd<'_>, events| libc::pollfd {
+        fd: fd.as_raw_fd(),
+        events,
+        revents: 0,
+    };
+    let also = if room { libc::POLLOUT } else { 0 };
+    let mut all = [entry(socket, libc::POLLIN | also), entry(counter, libc::POLLIN)];
+    // SAFETY: the array lives for the call and its length is right.
+    let rc = unsafe { libc::poll(all.as_mut_ptr(), all.len() as libc::nfds_t, -1) };
+    match check(rc.min(0)) {
+        Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(()),
+        done => done,
+    }
 }
 
 /// Has a function called when the process ends by `exit()` or by returning from `main`.

@@ -1,11 +1,12 @@
-//! Connections as management datagrams show them: whose a peer's message is that does not name our communication ID, and
-//! what is to be ended when a process dies.
+//! Connections of members, which these tell of themselves, and requests for one that are on their way: whose a peer's message
+//! is that does not name our communication ID, and what is to be ended when a process dies.
 //!
-//! Only messages from peers are seen. They tell enough: a REQ, and then the RTU that answers our REP, or a REP.
+//! Packets make no connections, as anybody may send them. A request is remembered for a while, because its peer may repeat it
+//! or take it back; so are only so many.
 
 use std::{
     collections::{HashMap, VecDeque, hash_map::Entry},
-    net::IpAddr,
+    net::{IpAddr, Ipv6Addr},
     time::Duration,
 };
 
@@ -14,105 +15,148 @@ use roce_verbs::Instant;
 
 use crate::proto::{Connection, Place};
 
-/// Connections of one member that are remembered. A new one then takes the place of the oldest that is only a request.
-const MAX_PER_PLACE: usize = 16_384;
-/// How long a request is remembered that nothing came of: it may have been rejected, which is not seen here.
-const REQUEST_TIME: Duration = Duration::from_secs(60);
+/// Requests that are remembered: in all (the oldest gives way), and of one host.
+pub(crate) const MAX_REQUESTS: usize = 4096;
+pub(crate) const MAX_REQUESTS_PER_HOST: usize = 64;
+/// How long a request is remembered.
+const REQUEST_TIME: Duration = Duration::from_secs(30);
 
 /// The peer's name for a connection.
 type RemoteKey = (IpAddr, u32);
 
+/// What counts as one host: an IPv4 address, or a /64 of IPv6, which is what a host has at least.
+pub(crate) fn host(ip: IpAddr) -> IpAddr {
+    match ip {
+        IpAddr::V6(ip) => Ipv6Addr::from_bits(ip.to_bits() & !u128::from(u64::MAX)).into(),
+        v4 => v4,
+    }
+}
+
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Known {
+struct Asked {
     place: Place,
-    conn: Connection,
+    at: Instant,
     /// Tells it from others with the same key.
     serial: u64,
-}
-
-/// A request, in the order of their coming. It may have become a connection since, or be forgotten.
-#[derive(Debug)]
-struct Asked {
-    at: Instant,
-    key: RemoteKey,
-    serial: u64,
-}
-
-impl Asked {
-    /// Whether an entry is still this request, and no more.
-    fn is(&self, known: &Known) -> bool {
-        known.serial == self.serial && known.conn.local_id.is_none()
-    }
 }
 
 /// See the module.
 #[derive(Debug, Default)]
 pub(crate) struct Tracker {
-    by_remote: HashMap<RemoteKey, Known>,
+    /// By our communication ID, which names the place.
+    established: HashMap<u32, Connection>,
+    by_remote: HashMap<RemoteKey, u32>,
     counts: HashMap<Place, usize>,
-    asked: HashMap<Place, VecDeque<Asked>>,
+    requests: HashMap<RemoteKey, Asked>,
+    /// In the order of their coming. They may be forgotten since.
+    order: VecDeque<(RemoteKey, u64)>,
+    by_host: HashMap<IpAddr, usize>,
     serial: u64,
 }
 
 impl Tracker {
-    /// Takes note of a message from a peer that is for the member at `place`.
-    pub(crate) fn observe(&mut self, now: Instant, place: Place, local: IpAddr, remote: IpAddr, message: &Message) {
+    /// A member at `place` is sent a peer's message.
+    pub(crate) fn forwarded(&mut self, now: Instant, place: Place, remote: IpAddr, message: &Message) {
         match message {
-            Message::Req(m) => {
-                let conn = Connection {
-                    local,
-                    remote,
-                    local_id: None,
-                    remote_id: m.local_comm_id,
-                    remote_qpn: m.local_qpn.value(),
-                };
-                // A repeated REQ must not make a connection a request again.
-                if !self.by_remote.contains_key(&(remote, m.local_comm_id)) {
-                    self.insert(now, place, conn);
-                }
-            }
-            Message::Rep(m) => {
-                let conn = Connection {
-                    local,
-                    remote,
-                    local_id: Some(m.remote_comm_id),
-                    remote_id: m.local_comm_id,
-                    remote_qpn: m.local_qpn.value(),
-                };
-                self.insert(now, place, conn);
-            }
-            Message::Rtu(m) => {
-                let key = (remote, m.local_comm_id);
-                if let Some(entry) = self.by_remote.get_mut(&key).filter(|e| e.place == place) {
-                    entry.conn.local_id = Some(m.remote_comm_id);
-                }
-            }
-            // A REJ of our REQ may come late, when a REP has been seen as well; it is of no use then.
-            Message::Rej(m) => self.forget((remote, m.local_comm_id)),
-            Message::Dreq(m) => self.forget((remote, m.local_comm_id)),
-            Message::Drep(m) => self.forget((remote, m.local_comm_id)),
-            Message::Mra(_) | Message::SidrReq(_) | Message::SidrRep(_) => {}
+            Message::Req(m) => self.remember(now, place, (remote, m.local_comm_id)),
+            Message::Rej(m) => self.forget_request((remote, m.local_comm_id)),
+            _ => {}
         }
     }
 
-    /// What a member had with a former broker. What is not the member's by its communication ID, or known as another's, is
-    /// left out.
-    pub(crate) fn restore(&mut self, now: Instant, place: Place, conn: Connection) {
-        let others = |e: &Known| e.place != place;
-        let known = self.by_remote.get(&(conn.remote, conn.remote_id));
-        if conn.local_id.is_none_or(|id| Place::of_comm_id(id) == place) && !known.is_some_and(others) {
-            self.insert(now, place, conn);
+    fn remember(&mut self, now: Instant, place: Place, key: RemoteKey) {
+        while let Some((first, serial)) = self.order.front().copied() {
+            let known = self.requests.get(&first).filter(|r| r.serial == serial);
+            if known.is_some_and(|r| r.at + REQUEST_TIME > now) && self.requests.len() < MAX_REQUESTS {
+                break;
+            }
+            self.order.pop_front();
+            if known.is_some() {
+                self.forget_request(first);
+            }
         }
+        if self.requests.contains_key(&key) || self.by_remote.contains_key(&key) {
+            return;
+        }
+        let count = self.by_host.entry(host(key.0)).or_default();
+        if *count >= MAX_REQUESTS_PER_HOST {
+            return;
+        }
+        *count += 1;
+        self.serial += 1;
+        let serial = self.serial;
+        self.requests.insert(key, Asked { place, at: now, serial });
+        // Those that are forgotten early leave their entry here.
+        if self.order.len() >= 2 * MAX_REQUESTS {
+            let requests = &self.requests;
+            self.order
+                .retain(|(k, s)| requests.get(k).is_some_and(|r| r.serial == *s));
+        }
+        self.order.push_back((key, serial));
+    }
+
+    fn forget_request(&mut self, key: RemoteKey) {
+        if self.requests.remove(&key).is_some()
+            && let Entry::Occupied(mut count) = self.by_host.entry(host(key.0))
+        {
+            *count.get_mut() -= 1;
+            if *count.get() == 0 {
+                count.remove();
+            }
+        }
+    }
+
+    /// A member has established a connection. False: it is not its own, by its communication ID.
+    pub(crate) fn establish(&mut self, place: Place, conn: Connection) -> bool {
+        if Place::of_comm_id(conn.local_id) != place {
+            return false;
+        }
+        self.over(place, conn.local_id);
+        let key = (conn.remote, conn.remote_id);
+        self.forget_request(key);
+        // Two members can't have the same; who is first has it.
+        self.by_remote.entry(key).or_insert(conn.local_id);
+        self.established.insert(conn.local_id, conn);
+        *self.counts.entry(place).or_default() += 1;
+        true
+    }
+
+    /// A connection of a member is over.
+    pub(crate) fn over(&mut self, place: Place, local_id: u32) {
+        if Place::of_comm_id(local_id) != place {
+            return;
+        }
+        let Some(conn) = self.established.remove(&local_id) else {
+            return;
+        };
+        let key = (conn.remote, conn.remote_id);
+        if self.by_remote.get(&key) == Some(&local_id) {
+            self.by_remote.remove(&key);
+        }
+        if let Entry::Occupied(mut count) = self.counts.entry(place) {
+            *count.get_mut() -= 1;
+            if *count.get() == 0 {
+                count.remove();
+            }
+        }
+    }
+
+    /// Whether a connection is known.
+    pub(crate) fn knows(&self, local_id: u32) -> bool {
+        self.established.contains_key(&local_id)
     }
 
     /// Whose a message is that names its connection by the peer's communication ID only.
-    pub(crate) fn owner(&self, remote: IpAddr, message: &Message) -> Option<Place> {
+    pub(crate) fn owner(&self, now: Instant, remote: IpAddr, message: &Message) -> Option<Place> {
         let id = match message {
             Message::Req(m) => m.local_comm_id,
             Message::Rej(m) if m.remote_comm_id == 0 || m.subject == Subject::Other => m.local_comm_id,
             _ => return None,
         };
-        self.by_remote.get(&(remote, id)).map(|e| e.place)
+        let key = (remote, id);
+        let asked = || self.requests.get(&key).filter(|r| r.at + REQUEST_TIME > now);
+        let established = self.by_remote.get(&key).map(|id| Place::of_comm_id(*id));
+        established.or_else(|| asked().map(|r| r.place))
     }
 
     /// How many connections of a member are known.
@@ -120,74 +164,20 @@ impl Tracker {
         self.counts.get(&place).copied().unwrap_or(0)
     }
 
-    /// All connections of a member.
-    pub(crate) fn of(&self, place: Place) -> Vec<Connection> {
-        let all = self.by_remote.values();
-        all.filter(|e| e.place == place).map(|e| e.conn).collect()
-    }
-
     /// Forgets a member, and returns its connections.
     pub(crate) fn take(&mut self, place: Place) -> Vec<Connection> {
-        let all = self.of(place);
+        let all = self.established.values();
+        let all: Vec<Connection> = all
+            .filter(|c| Place::of_comm_id(c.local_id) == place)
+            .copied()
+            .collect();
         for conn in &all {
-            self.forget((conn.remote, conn.remote_id));
+            self.over(place, conn.local_id);
         }
-        self.asked.remove(&place);
+        let asked = self.requests.iter().filter(|(_, r)| r.place == place);
+        let keys: Vec<RemoteKey> = asked.map(|(key, _)| *key).collect();
+        keys.into_iter().for_each(|key| self.forget_request(key));
         all
-    }
-
-    fn insert(&mut self, now: Instant, place: Place, conn: Connection) {
-        let key = (conn.remote, conn.remote_id);
-        self.forget(key);
-        while let Some(first) = self.asked.get(&place).and_then(VecDeque::front)
-            && (first.at + REQUEST_TIME <= now || self.count(place) >= MAX_PER_PLACE || !self.is_request(first))
-        {
-            self.forget_oldest(place);
-        }
-        let count = self.counts.entry(place).or_default();
-        if *count >= MAX_PER_PLACE {
-            return;
-        }
-        *count += 1;
-        self.serial += 1;
-        let serial = self.serial;
-        self.by_remote.insert(key, Known { place, conn, serial });
-        if conn.local_id.is_some() {
-            return;
-        }
-        let by_remote = &self.by_remote;
-        let asked = self.asked.entry(place).or_default();
-        if asked.len() >= 2 * MAX_PER_PLACE {
-            asked.retain(|a| by_remote.get(&a.key).is_some_and(|e| a.is(e)));
-        }
-        asked.push_back(Asked { at: now, key, serial });
-    }
-
-    /// Whether nothing has come of it yet.
-    fn is_request(&self, asked: &Asked) -> bool {
-        self.by_remote.get(&asked.key).is_some_and(|known| asked.is(known))
-    }
-
-    /// Forgets the oldest request of a member, unless it has become a connection.
-    fn forget_oldest(&mut self, place: Place) {
-        let Some(first) = self.asked.get_mut(&place).and_then(VecDeque::pop_front) else {
-            return;
-        };
-        if self.is_request(&first) {
-            self.forget(first.key);
-        }
-    }
-
-    fn forget(&mut self, key: RemoteKey) {
-        let Some(old) = self.by_remote.remove(&key) else {
-            return;
-        };
-        if let Entry::Occupied(mut count) = self.counts.entry(old.place) {
-            *count.get_mut() -= 1;
-            if *count.get() == 0 {
-                count.remove();
-            }
-        }
     }
 }
 
@@ -199,6 +189,8 @@ mod tests {
     use super::*;
 
     const HERE: Place = Place { slot: 3, generation: 1 };
+    const OTHER: Place = Place { slot: 4, generation: 0 };
+    const ZERO: Instant = Instant::ZERO;
 
     fn ip(last: u8) -> IpAddr {
         [127, 0, 0, last].into()
@@ -212,130 +204,112 @@ mod tests {
         })
     }
 
-    #[test]
-    fn a_passive_connection_is_known_from_its_request_and_rtu() {
-        let mut t = Tracker::default();
-        t.observe(Instant::ZERO, HERE, ip(1), ip(2), &req(9));
-        assert_eq!(
-            t.owner(ip(2), &req(9)),
-            Some(HERE),
-            "the repeated request goes to the same"
-        );
-        assert_eq!(t.owner(ip(3), &req(9)), None, "another peer's is another");
-        let rtu = Rtu {
-            local_comm_id: 9,
-            remote_comm_id: 1000,
-            ..Rtu::default()
-        };
-        t.observe(Instant::ZERO, HERE, ip(1), ip(2), &Message::Rtu(rtu));
-        t.observe(Instant::ZERO, HERE, ip(1), ip(2), &req(9));
-        let all = t.take(HERE);
-        assert_eq!(all.len(), 1);
-        assert_eq!(
-            (all[0].local_id, all[0].remote_id, all[0].remote_qpn),
-            (Some(1000), 9, 77)
-        );
-        assert_eq!(t.count(HERE), 0);
-    }
-
-    #[test]
-    fn an_active_connection_is_known_from_its_reply_and_ends_with_a_dreq() {
-        let mut t = Tracker::default();
-        let rep = Rep {
-            local_comm_id: 5,
-            remote_comm_id: 1001,
-            ..Rep::default()
-        };
-        t.observe(Instant::ZERO, HERE, ip(1), ip(2), &Message::Rep(rep));
-        t.observe(Instant::ZERO, HERE, ip(1), ip(2), &Message::Rep(rep));
-        assert_eq!(t.count(HERE), 1);
-        let timeout = Message::Rej(Rej {
-            local_comm_id: 5,
-            ..Rej::default()
-        });
-        assert_eq!(t.owner(ip(2), &timeout), Some(HERE));
-        let dreq = Dreq {
-            local_comm_id: 5,
-            remote_comm_id: 1001,
-            ..Dreq::default()
-        };
-        t.observe(Instant::ZERO, HERE, ip(1), ip(2), &Message::Dreq(dreq));
-        assert_eq!(t.count(HERE), 0);
-        assert!(t.by_remote.is_empty() && t.counts.is_empty());
-    }
-
-    #[test]
-    fn no_more_than_a_bound_is_remembered() {
-        let mut t = Tracker::default();
-        for id in 1..MAX_PER_PLACE as u32 + 100 {
-            t.observe(Instant::ZERO, HERE, ip(1), ip(2), &req(id));
-        }
-        assert_eq!(t.count(HERE), MAX_PER_PLACE);
-        assert_eq!(t.owner(ip(2), &req(99)), None, "the oldest made room");
-        assert_eq!(t.owner(ip(2), &req(100)), Some(HERE));
-    }
-
-    fn rtu(id: u32) -> Message {
-        Message::Rtu(Rtu {
+    fn taken_back(id: u32) -> Message {
+        Message::Rej(Rej {
             local_comm_id: id,
-            remote_comm_id: 1000 + id,
-            ..Rtu::default()
+            ..Rej::default()
         })
     }
 
-    #[test]
-    fn requests_that_nothing_came_of_are_forgotten_and_connections_are_not() {
-        let mut t = Tracker::default();
-        let mut now = Instant::ZERO;
-        t.observe(now, HERE, ip(1), ip(2), &req(1));
-        t.observe(now, HERE, ip(1), ip(2), &rtu(1));
-        t.observe(now, HERE, ip(1), ip(2), &req(2));
-        now = now + REQUEST_TIME / 2;
-        t.observe(now, HERE, ip(1), ip(2), &req(3));
-        now = now + REQUEST_TIME / 2;
-        t.observe(now, HERE, ip(1), ip(2), &req(4));
-        let mut ids: Vec<u32> = t.of(HERE).iter().map(|c| c.remote_id).collect();
-        ids.sort_unstable();
-        assert_eq!(ids, [1, 3, 4]);
-        // Not even when there are too many requests.
-        for id in 10..2 * MAX_PER_PLACE as u32 {
-            t.observe(now, HERE, ip(1), ip(3), &req(id));
-        }
-        assert_eq!(t.owner(ip(2), &req(1)), Some(HERE));
-        assert_eq!(t.count(HERE), MAX_PER_PLACE);
-        assert!(t.asked[&HERE].len() <= MAX_PER_PLACE);
-    }
-
-    #[test]
-    fn connections_that_come_and_go_leave_nothing() {
-        let mut t = Tracker::default();
-        for id in 1..1000 {
-            t.observe(Instant::ZERO, HERE, ip(1), ip(2), &req(id));
-            t.observe(Instant::ZERO, HERE, ip(1), ip(2), &rtu(id));
-            t.forget((ip(2), id));
-        }
-        assert!(t.asked[&HERE].len() <= 1);
-    }
-
-    #[test]
-    fn a_member_is_only_given_back_what_is_its_own() {
-        const OTHER: Place = Place { slot: 4, generation: 0 };
-        let mut t = Tracker::default();
-        t.observe(Instant::ZERO, HERE, ip(1), ip(2), &req(9));
-        let conn = |remote_id, local_id| Connection {
+    fn connection(place: Place, n: u32, remote_id: u32) -> Connection {
+        Connection {
             local: ip(1),
             remote: ip(2),
-            local_id,
+            local_id: place.numbers().comm_ids().0 + n,
             remote_id,
-            remote_qpn: 7,
-        };
-        let (first, _) = OTHER.numbers().comm_ids();
-        t.restore(Instant::ZERO, OTHER, conn(9, Some(first)));
-        assert_eq!((t.count(HERE), t.count(OTHER)), (1, 0), "known as another's");
-        t.restore(Instant::ZERO, OTHER, conn(8, Some(HERE.numbers().comm_ids().0)));
-        assert_eq!(t.count(OTHER), 0, "another's number");
-        t.restore(Instant::ZERO, OTHER, conn(8, Some(first)));
-        t.restore(Instant::ZERO, OTHER, conn(7, None));
-        assert_eq!(t.count(OTHER), 2);
+            remote_qpn: 90,
+        }
+    }
+
+    #[test]
+    fn a_repeated_request_goes_to_the_same_until_it_is_taken_back() {
+        let mut t = Tracker::default();
+        t.forwarded(ZERO, HERE, ip(2), &req(9));
+        assert_eq!(t.owner(ZERO, ip(2), &req(9)), Some(HERE));
+        assert_eq!(t.owner(ZERO, ip(3), &req(9)), None, "another peer's is another");
+        assert_eq!(t.owner(ZERO, ip(2), &taken_back(9)), Some(HERE));
+        t.forwarded(ZERO, HERE, ip(2), &taken_back(9));
+        assert_eq!(t.owner(ZERO, ip(2), &req(9)), None);
+        t.forwarded(ZERO, HERE, ip(2), &req(10));
+        assert_eq!(t.owner(ZERO + REQUEST_TIME, ip(2), &req(10)), None, "it was long ago");
+        assert!(t.by_host.len() == 1 && t.take(HERE).is_empty() && t.by_host.is_empty() && t.requests.is_empty());
+    }
+
+    #[test]
+    fn a_connection_is_what_its_member_tells_and_no_packet_makes_or_ends_one() {
+        let mut t = Tracker::default();
+        let conn = connection(HERE, 7, 9);
+        t.forwarded(ZERO, HERE, ip(2), &req(9));
+        let (local_comm_id, remote_comm_id) = (9, conn.local_id);
+        let rtu = Message::Rtu(Rtu {
+            local_comm_id,
+            remote_comm_id,
+            ..Rtu::default()
+        });
+        let rep = Message::Rep(Rep {
+            local_comm_id,
+            remote_comm_id,
+            ..Rep::default()
+        });
+        let dreq = Message::Dreq(Dreq {
+            local_comm_id,
+            remote_comm_id,
+            ..Dreq::default()
+        });
+        [&rep, &rtu].iter().for_each(|m| t.forwarded(ZERO, HERE, ip(2), m));
+        assert_eq!((t.count(HERE), t.established.len()), (0, 0));
+        assert!(t.establish(HERE, conn) && t.establish(HERE, conn));
+        assert_eq!((t.count(HERE), t.requests.len()), (1, 0));
+        t.forwarded(ZERO, HERE, ip(2), &dreq);
+        assert_eq!(t.owner(ZERO + 2 * REQUEST_TIME, ip(2), &req(9)), Some(HERE));
+        t.over(OTHER, conn.local_id);
+        assert!(t.knows(conn.local_id), "it is not the other's to end");
+        assert_eq!(t.take(HERE), [conn]);
+        assert!(t.counts.is_empty() && t.by_remote.is_empty() && t.established.is_empty());
+    }
+
+    #[test]
+    fn a_member_is_only_given_what_is_its_own() {
+        let mut t = Tracker::default();
+        assert!(!t.establish(OTHER, connection(HERE, 1, 9)), "another's number");
+        assert!(t.establish(HERE, connection(HERE, 1, 9)));
+        assert!(t.establish(OTHER, connection(OTHER, 1, 9)), "as good as any");
+        assert_eq!(t.owner(ZERO, ip(2), &req(9)), Some(HERE), "who was first has the name");
+        t.over(OTHER, connection(OTHER, 1, 9).local_id);
+        assert_eq!(t.owner(ZERO, ip(2), &req(9)), Some(HERE));
+    }
+
+    #[test]
+    fn requests_are_bounded_by_host_and_in_all_and_connections_outlast_them() {
+        let mut t = Tracker::default();
+        assert!(t.establish(HERE, connection(HERE, 1, 1)));
+        for id in 10..10_000 {
+            t.forwarded(ZERO, HERE, ip(2), &req(id));
+        }
+        assert_eq!(t.requests.len(), MAX_REQUESTS_PER_HOST);
+        let of = |n: u32, low: u64| IpAddr::from(Ipv6Addr::from_bits((u128::from(n) << 64) | u128::from(low)));
+        for low in 0..1000 {
+            t.forwarded(ZERO, HERE, of(1, low), &req(low as u32));
+        }
+        assert_eq!(t.requests.len(), 2 * MAX_REQUESTS_PER_HOST, "a /64 is one host");
+        for n in 2..20_000 {
+            t.forwarded(ZERO, HERE, of(n, 1), &req(n));
+        }
+        assert_eq!(t.requests.len(), MAX_REQUESTS);
+        assert!(t.order.len() <= 2 * MAX_REQUESTS && t.by_host.len() <= MAX_REQUESTS);
+        assert_eq!(
+            t.owner(ZERO, of(19_999, 1), &req(19_999)),
+            Some(HERE),
+            "the oldest made room"
+        );
+        assert_eq!(t.owner(ZERO, ip(2), &req(1)), Some(HERE));
+        // And in time they go.
+        t.forwarded(ZERO + REQUEST_TIME, HERE, ip(2), &req(5));
+        assert_eq!((t.requests.len(), t.by_host.len()), (1, 1));
+        for id in 0..100_000 {
+            t.forwarded(ZERO + REQUEST_TIME, HERE, ip(2), &req(id));
+            t.forwarded(ZERO + REQUEST_TIME, HERE, ip(2), &taken_back(id));
+        }
+        assert!(t.order.len() <= 2 * MAX_REQUESTS);
     }
 }

@@ -48,7 +48,8 @@ pub(crate) fn encode<T: Serialize>(message: &T, payload: &[u8]) -> io::Result<Ve
     Ok(bytes)
 }
 
-fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<(T, Vec<u8>), String> {
+/// The message of a record, and what follows it.
+pub(crate) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<(T, Vec<u8>), String> {
     let (len, rest) = bytes.split_first_chunk::<4>().ok_or("a record without a length")?;
     let json = rest
         .get(..u32::from_le_bytes(*len) as usize)

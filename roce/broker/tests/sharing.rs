@@ -1,6 +1,7 @@
 //! Processes that share an address, through the facade: the other processes are this test program again, in [`member`].
 
 mod ended;
+mod hostile;
 mod member;
 mod raw;
 
@@ -505,6 +506,7 @@ fn send_merged(to: IpAddr, qpns: [u32; 2]) {
         let mut packet = [0; LEN];
         // RC SEND ONLY; nobody gets as far as its ICRC.
         packet[0] = 0x04;
+        packet[2..4].copy_from_slice(&[0xff; 2]);
         packet[5..8].copy_from_slice(&qpn.to_be_bytes()[1..]);
         bytes.extend(packet);
     }
@@ -645,12 +647,13 @@ fn deposited(notify: &UnixDatagram) -> OwnedFd {
 }
 
 /// A broker for all users, as systemd would start it.
-fn system_broker(dir: &Path, notify: &Path, kept: Option<OwnedFd>) -> Child {
+fn system_broker(dir: &Path, notify: &Path, kept: Option<OwnedFd>, options: &[&str]) -> Child {
     let count = if kept.is_some() { "1" } else { "0" };
     let script = "exec 3<&0 </dev/null; LISTEN_PID=$$ exec \"$0\" \"$@\"";
     Command::new("sh")
         .args(["-c", script, BROKER, "broker", "--shared", "--dir"])
         .arg(dir)
+        .args(options)
         .env("LISTEN_FDS", count)
         .env("NOTIFY_SOCKET", notify)
         .stdin(kept.map_or_else(Stdio::null, Stdio::from))
@@ -661,7 +664,16 @@ fn system_broker(dir: &Path, notify: &Path, kept: Option<OwnedFd>) -> Child {
 
 #[test]
 fn a_system_broker_serves_other_users_and_gets_its_sockets_back_from_systemd() {
-    const ADDR: &str = "127.45.0.10";
+    serves_other_users("127.45.0.10", &[]);
+}
+
+/// As where it may not load programs.
+#[test]
+fn a_system_broker_does_so_too_whose_members_must_trust_each_other() {
+    serves_other_users("127.45.0.11", &["--trust-domain"]);
+}
+
+fn serves_other_users(addr: &str, options: &[&str]) {
     // Only root can be two users.
     if !is_root() {
         return;
@@ -670,30 +682,30 @@ fn a_system_broker_serves_other_users_and_gets_its_sockets_back_from_systemd() {
     fs::set_permissions(place.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
     let (dir, notify) = (place.broker_dir(), place.dir.path().join("notify"));
     let systemd = UnixDatagram::bind(&notify).unwrap();
-    let mut broker = system_broker(&dir, &notify, None);
+    let mut broker = system_broker(&dir, &notify, None, options);
     place.until("the broker serves", |_| true);
     let program = readable_copy(std::env::current_exe().unwrap());
     let start = || {
         let mut command = Command::new("setpriv");
         command.args(["--reuid", "65534", "--clear-groups", "--"]);
         command.arg(program.path().join("program"));
-        let process = Process::of(command, &place, ADDR, false);
+        let process = Process::of(command, &place, addr, false);
         process.expect("open");
         process
     };
     let (mut server, mut client) = (start(), start());
     server.ask("listen 7000", "listening");
-    client.ask(&format!("connect {ADDR} 7000"), "event Established");
+    client.ask(&format!("connect {addr} 7000"), "event Established");
     client.more_rounds(2);
     let kept = deposited(&systemd);
     broker.kill().unwrap();
     broker.wait().unwrap();
     client.more_rounds(2);
-    let mut broker = system_broker(&dir, &notify, Some(kept));
+    let mut broker = system_broker(&dir, &notify, Some(kept), options);
     let now = place.until("both are back", |s| s.processes.len() == 2);
     assert!(now.processes.iter().all(|p| p.uid == 65_534));
     let mut other = start();
-    other.ask(&format!("connect {ADDR} 7000"), "event Established");
+    other.ask(&format!("connect {addr} 7000"), "event Established");
     other.more_rounds(2);
     client.more_rounds(2);
     server.kill();

@@ -8,25 +8,16 @@ use super::*;
 fn member() -> (Arc<Shared>, Arc<OwnedFd>, OwnedFd) {
     let (link, broker) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
     let link = Arc::new(link);
-    let shared = Shared {
-        config: JoinConfig {
-            dir: "/nonexistent".into(),
-            program: None,
-            name: "test".into(),
-        },
-        pid: std::process::id(),
+    let config = JoinConfig {
+        dir: "/nonexistent".into(),
+        program: None,
+        name: "test".into(),
+    };
+    let given = Rejoin {
         place: Place { slot: 3, generation: 1 },
         token: 7,
-        state: Mutex::new(State {
-            link: Some(link.clone()),
-            ..State::default()
-        }),
-        changed: Condvar::new(),
-        inbox: OnceLock::new(),
-        reported: AtomicBool::new(false),
-        told: AtomicBool::new(false),
-        exiting: vec![],
     };
+    let shared = Shared::new(config, given, link.clone(), vec![]).unwrap();
     (Arc::new(shared), link, broker)
 }
 
@@ -95,7 +86,7 @@ fn what_comes_too_late_is_given_back() {
         let (seq, _) = asked(&broker, true).unwrap();
         let (theirs, ours) = std::io::pipe().unwrap();
         let late = reply(seq, answer, vec![ours.into()]);
-        shared.take(&link, late, &mut Tracker::default());
+        shared.take(&link, late);
         assert_eq!(asked(&broker, false).map(|(_, text)| text).as_deref(), told);
         assert_eq!(
             std::io::read_to_string(theirs).unwrap(),
@@ -103,7 +94,7 @@ fn what_comes_too_late_is_given_back() {
             "its descriptors are closed"
         );
         // Nobody notes what is not had, and a repetition means nothing.
-        shared.take(&link, reply(seq, Reply::Done, vec![]), &mut Tracker::default());
+        shared.take(&link, reply(seq, Reply::Done, vec![]));
         assert!(is_empty(&shared.state.lock()) && asked(&broker, false).is_none());
     }
 }
@@ -117,10 +108,10 @@ fn a_late_answer_is_not_taken_for_another() {
     thread::scope(|s| {
         let waits = s.spawn(|| shared.call(&listen));
         let (seq, _) = asked(&broker, true).unwrap();
-        shared.take(&link, reply(late, refused(), vec![]), &mut Tracker::default());
-        shared.take(&link, reply(seq + 1, refused(), vec![]), &mut Tracker::default());
+        shared.take(&link, reply(late, refused(), vec![]));
+        shared.take(&link, reply(seq + 1, refused(), vec![]));
         assert!(shared.state.lock().replies.is_empty());
-        shared.take(&link, reply(seq, Reply::Done, vec![]), &mut Tracker::default());
+        shared.take(&link, reply(seq, Reply::Done, vec![]));
         assert!(matches!(
             waits.join().unwrap(),
             Ok(Record {

@@ -22,14 +22,16 @@ use super::{
     gsi::{Arrival, Gsi, Target, target},
     orphans::Orphans,
     ports::Ports,
+    quota::{MAX_GROUPS, MAX_NAMELESS, Quotas, Throttle},
     requests::{Deferred, Question},
     slots::Slots,
     state::{self, Life, StateFile, boot_time},
     systemd::Notify,
 };
 use crate::{
-    group::Group,
-    proto::{Meta, Place, ToBroker, ToClient},
+    bpf,
+    group::{Group, Steering},
+    proto::{Connection, Isolation, Meta, Place, ToBroker, ToClient},
     sys,
     track::Tracker,
     wire::{MAX_RECORD, Record, RecvError},
@@ -47,6 +49,10 @@ pub(super) const CLIENT_BUDGET: usize = 128;
 const LAST_BUDGET: usize = 4096;
 /// How long members of a former broker are waited for.
 const SETTLE: Duration = Duration::from_secs(5);
+/// How long groups stay open for members of a former broker that live and do not come back.
+const ABSENCE: Duration = Duration::from_secs(60);
+/// How often a steering program is attached anew at most.
+const STEER: Duration = Duration::from_secs(1);
 /// How often is looked after what no event tells.
 const TICK: Duration = Duration::from_millis(100);
 
@@ -89,7 +95,15 @@ pub(super) struct Broker {
     pub(super) notify: Notify,
     state: StateFile,
     linger: Option<Duration>,
+    /// How long a group stays open that nobody uses.
+    idle: Duration,
     shared: bool,
+    pub(super) steering: Steering,
+    pub(super) isolation: Isolation,
+    pub(super) quotas: Quotas,
+    throttle: Throttle,
+    /// When steering programs were attached anew last.
+    steered: Instant,
     pub(super) clients: Slab<Client>,
     pub(super) by_place: HashMap<Place, usize>,
     pub(super) groups: Slab<Gsi>,
@@ -133,9 +147,17 @@ impl Broker {
             None => Slots::new(u32::from_le_bytes(random()?), state::namespace()),
         };
         slots.inherit(boot_time(), state::namespace(), state::is_alive);
-        let kept = kept.into_iter().filter_map(|vault| Group::adopt(vault).ok()).collect();
+        let (steering, isolation) = steering(config);
+        let kept = kept.into_iter().filter_map(|vault| Group::adopt(vault).ok());
+        let kept = kept.filter(|group| group.steering() == steering).collect();
         let time = now();
         Ok(Self {
+            steering,
+            isolation,
+            quotas: config.quotas,
+            throttle: Throttle::default(),
+            steered: time,
+            idle: config.idle,
             poll,
             network: sys::network(listener.as_fd()),
             listener,
@@ -205,6 +227,7 @@ impl Broker {
             || !self.slots.absent().is_empty()
             || self.clients.iter().any(|(_, c)| c.place.is_none())
             || self.groups.iter().any(|(_, g)| g.idle_since.is_some())
+            || !self.kept.is_empty()
             || self.is_unused();
         let tick = restless.then_some(TICK);
         let orphan = self.orphans.next().map(|at| at.saturating_since(now));
@@ -227,6 +250,7 @@ impl Broker {
                     self.again.push(source);
                 }
                 for arrival in arrivals {
+                    self.check_steering(&arrival.bytes);
                     self.route(arrival);
                 }
             }
@@ -235,6 +259,14 @@ impl Broker {
 
     pub(super) fn count(&mut self, name: &'static str) {
         *self.counters.entry(name).or_default() += 1;
+    }
+
+    /// Counts something, and writes one line of it in a while.
+    pub(super) fn report(&mut self, counter: &'static str, text: impl FnOnce() -> String) {
+        self.count(counter);
+        if let Some(left_out) = self.throttle.pass(now(), counter) {
+            tracing::warn!(counter, left_out, "{}", text());
+        }
     }
 
     fn accept(&mut self) {
@@ -268,6 +300,13 @@ impl Broker {
                 io::ErrorKind::PermissionDenied,
                 format!("it is user {}'s", client.uid),
             ));
+        }
+        let uid = client.uid;
+        let nameless = |(_, c): &(usize, &Client)| c.uid == uid && c.place.is_none();
+        if self.shared && self.clients.iter().filter(nameless).count() >= MAX_NAMELESS {
+            let text = || format!("user {uid} has {MAX_NAMELESS} connections without a place: no more are taken");
+            self.report("refused_connects", text);
+            return Ok(());
         }
         let entry = self.clients.vacant_entry();
         let key = entry.key();
@@ -322,10 +361,42 @@ impl Broker {
                     });
                 }
             }
+            ToBroker::Connections { up, down } => self.on_connections(key, &up, &down),
             ToBroker::Report { token, report } => self.on_report(key, token, report),
             ToBroker::Exiting => self.on_exiting(key),
             ToBroker::Goodbye => self.remove(key, true),
         }
+    }
+
+    /// A member tells what has become of its connections.
+    pub(super) fn on_connections(&mut self, key: usize, up: &[Connection], down: &[u32]) {
+        let Some((place, uid)) = self.clients.get(key).and_then(|c| Some((c.place?, c.uid))) else {
+            return;
+        };
+        for id in down {
+            self.tracker.over(place, *id);
+        }
+        let mut used = self.of_user(uid).map(|place| self.tracker.count(place)).sum::<usize>();
+        for conn in up {
+            let known = self.tracker.knows(conn.local_id);
+            if !known && used >= self.quotas.connections {
+                let most = self.quotas.connections;
+                let text = || format!("user {uid} has {most} connections: more are not recorded (--max-connections)");
+                self.report("refused_connections", text);
+            } else if self.has_opened(key, conn.local) && self.tracker.establish(place, *conn) {
+                used += usize::from(!known);
+            } else {
+                self.report("refused_foreign_connections", || {
+                    format!("user {uid} tells of a connection that is not its process's")
+                });
+            }
+        }
+    }
+
+    /// The places of a user's members.
+    pub(super) fn of_user(&self, uid: u32) -> impl Iterator<Item = Place> {
+        let of_user = self.clients.iter().filter(move |(_, c)| c.uid == uid);
+        of_user.filter_map(|(_, c)| c.place)
     }
 
     /// Whether a client has a socket that packets to an address arrive at.
@@ -371,7 +442,11 @@ impl Broker {
     fn bury(&mut self, place: Place) {
         let now = now();
         for conn in self.tracker.take(place) {
-            self.orphans.add(now, conn);
+            if !self.orphans.add(now, conn) {
+                self.report("ends_not_told", || {
+                    "too many connections end at once: not all peers are told".into()
+                });
+            }
         }
         for (_, gsi) in &self.groups {
             if let Err(e) = gsi.group.put_back(place.slot) {
@@ -393,9 +468,9 @@ impl Broker {
         waiting && now < self.started + SETTLE
     }
 
-    /// Adds a group whose vault came from somewhere, or that was just opened.
-    pub(super) fn add_group(&mut self, group: Group) -> io::Result<()> {
-        let gsi = Gsi::new(group, random()?).map_err(|e| io::Error::other(e.to_string()))?;
+    /// Adds a group whose vault came from somewhere, or that was just opened. `owner`: whose user's process wanted it.
+    pub(super) fn add_group(&mut self, group: Group, owner: u32) -> io::Result<()> {
+        let gsi = Gsi::new(group, owner, random()?).map_err(|e| io::Error::other(e.to_string()))?;
         let key = self.groups.vacant_key();
         for fd in gsi.descriptors() {
             watch(&self.poll, fd, Source::Gsi(key), Interest::READABLE)?;
@@ -416,6 +491,26 @@ impl Broker {
     fn unwatch(&self, fd: RawFd) {
         // It is closed right after.
         let _ = self.poll.registry().deregister(&mut SourceFd(&fd));
+    }
+
+    /// A packet that is a member's came to slot 0. It may have been merged behind one for QP1; or a member has detached the
+    /// steering program, and all packets go anywhere.
+    fn check_steering(&mut self, bytes: &[u8]) {
+        if self.steering == Steering::Array && matches!(target(bytes), Target::Member(_)) {
+            self.steer_again(now());
+        }
+    }
+
+    fn steer_again(&mut self, now: Instant) {
+        if now < self.steered + STEER {
+            return;
+        }
+        self.steered = now;
+        for (_, gsi) in &self.groups {
+            if let Err(e) = gsi.group.steer_again() {
+                tracing::warn!("the steering program can't be attached: {e}");
+            }
+        }
     }
 
     /// A packet that slot 0 received or that a member handed over.
@@ -450,7 +545,7 @@ impl Broker {
         self.count("rx_mads");
         let remote = meta.remote.ip();
         if let Some(place) = self.owner(meta, &message).filter(|p| self.by_place.contains_key(p)) {
-            self.tracker.observe(now(), place, meta.local, remote, &message);
+            self.tracker.forwarded(now(), place, remote, &message);
             return self.forward(place, meta, bytes);
         }
         if self.orphans.observe(remote, &message) {
@@ -472,12 +567,12 @@ impl Broker {
         };
         match message {
             Message::Req(m) => {
-                let known = self.tracker.owner(meta.remote.ip(), message);
+                let known = self.tracker.owner(now(), meta.remote.ip(), message);
                 known.or_else(|| by_service(m.service_id))
             }
             Message::SidrReq(m) => by_service(m.service_id),
             Message::SidrRep(m) => by_id(m.request_id),
-            Message::Rej(m) => by_id(m.remote_comm_id).or_else(|| self.tracker.owner(meta.remote.ip(), message)),
+            Message::Rej(m) => by_id(m.remote_comm_id).or_else(|| self.tracker.owner(now(), meta.remote.ip(), message)),
             Message::Mra(m) => by_id(m.remote_comm_id),
             Message::Rep(m) => by_id(m.remote_comm_id),
             Message::Rtu(m) => by_id(m.remote_comm_id),
@@ -519,6 +614,7 @@ impl Broker {
                 .and_modify(|n| *n += 1)
                 .or_insert(1);
         }
+        self.steer_again(now);
         self.close_idle_groups(now);
         if !self.is_unused() {
             self.unused_since = now;
@@ -556,26 +652,114 @@ impl Broker {
 
     /// A group that nobody uses is closed, so that a program may have the port alone.
     fn close_idle_groups(&mut self, now: Instant) {
-        let owed = !self.orphans.is_empty() || !self.slots.absent().is_empty();
-        for (key, gsi) in &mut self.groups {
-            let used = owed || self.clients.iter().any(|(_, c)| c.opened.contains(&key));
-            gsi.idle_since = if used { None } else { gsi.idle_since.or(Some(now)) };
+        let absent = !self.slots.absent().is_empty() && now < self.started + ABSENCE;
+        let idle: Vec<(usize, bool)> = self
+            .groups
+            .iter()
+            .map(|(key, _)| (key, !absent && self.is_idle(key)))
+            .collect();
+        for (key, idle) in idle {
+            let Some(gsi) = self.groups.get_mut(key) else { continue };
+            gsi.idle_since = if idle { gsi.idle_since.or(Some(now)) } else { None };
         }
-        let Some(linger) = self.linger else { return };
-        let over = |g: &Gsi| g.idle_since.is_some_and(|since| now >= since + linger);
+        let over = |g: &Gsi| g.idle_since.is_some_and(|since| now >= since + self.idle);
         let keys: Vec<usize> = self.groups.iter().filter(|(_, g)| over(g)).map(|(k, _)| k).collect();
-        for key in keys {
-            let gsi = self.groups.remove(key);
-            for fd in gsi.descriptors() {
-                self.unwatch(fd);
+        keys.into_iter().for_each(|key| self.close_group(key));
+        // What systemd kept is of use while those may come back that had it.
+        if !absent && !self.is_settling(now) && now >= self.started + self.idle {
+            for group in std::mem::take(&mut self.kept) {
+                self.withdraw(group.addr());
             }
+        }
+    }
+
+    /// Whether nobody uses a group.
+    fn is_idle(&self, key: usize) -> bool {
+        let used = self.clients.iter().any(|(_, c)| c.opened.contains(&key));
+        let owed = |g: &Gsi| self.orphans.needs(|local| g.covers(local));
+        !used && !self.groups.get(key).is_some_and(owed)
+    }
+
+    fn close_group(&mut self, key: usize) {
+        let Some(gsi) = self.groups.try_remove(key) else { return };
+        tracing::info!(addr = %gsi.group.addr(), "an address is closed");
+        for fd in gsi.descriptors() {
+            self.unwatch(fd);
+        }
+        self.withdraw(gsi.group.addr());
+    }
+
+    /// Closes at once those of the groups that nobody uses. What is asked for goes before what might be.
+    pub(super) fn close_unused(&mut self, which: impl Fn(&Gsi) -> bool) {
+        if !self.slots.absent().is_empty() {
+            return;
+        }
+        let keys = self.groups.iter().filter(|(_, g)| which(g)).map(|(key, _)| key);
+        let keys: Vec<usize> = keys.filter(|key| self.is_idle(*key)).collect();
+        keys.into_iter().for_each(|key| self.close_group(key));
+    }
+
+    /// How many addresses are open for a user: it uses them, or had them opened and nobody uses them.
+    pub(super) fn groups_of(&self, uid: u32) -> usize {
+        let uses = |key: &usize| self.clients.iter().any(|(_, c)| c.uid == uid && c.opened.contains(key));
+        let counts = |(key, g): &(usize, &Gsi)| uses(key) || (g.owner == uid && self.is_idle(*key));
+        self.groups.iter().filter(counts).count()
+    }
+
+    /// Makes room for another group of a user. The refusal's counter and text, if there is none.
+    pub(super) fn make_room(&mut self, uid: u32) -> Result<(), (&'static str, String)> {
+        if self.groups_of(uid) >= self.quotas.addresses {
+            self.close_unused(|g| g.owner == uid);
+        }
+        if self.groups_of(uid) >= self.quotas.addresses {
+            let most = self.quotas.addresses;
+            let text = format!("user {uid} has {most} addresses open, and may not have more (--max-addresses)");
+            return Err(("refused_addresses", text));
+        }
+        if self.groups.len() >= MAX_GROUPS {
+            self.close_unused(|_| true);
+        }
+        match self.groups.len() < MAX_GROUPS {
+            true => Ok(()),
+            false => Err((
+                "refused_addresses",
+                format!("the broker has {MAX_GROUPS} addresses open"),
+            )),
         }
     }
 
     /// Keeps a group's vault with systemd.
     pub(super) fn deposit(&self, group: &Group) {
-        if let Err(e) = self.notify.say("FDSTORE=1\nFDNAME=vault", &[group.vault().as_fd()]) {
+        if let Err(e) = self.notify.keep(group.addr(), group.vault()) {
             tracing::warn!("systemd does not keep the sockets: {e}");
+        }
+    }
+
+    /// Has systemd drop it.
+    fn withdraw(&self, addr: IpAddr) {
+        if let Err(e) = self.notify.drop_kept(addr) {
+            tracing::warn!("systemd is not told that sockets are closed: {e}");
+        }
+    }
+}
+
+/// How packets are steered, and whom members trust with that. Between users only the array keeps them apart.
+fn steering(config: &Config) -> (Steering, Isolation) {
+    if config.shared.is_none() {
+        return (Steering::Index, Isolation::OneUser);
+    }
+    match bpf::probe() {
+        Ok(()) if config.isolate => {
+            tracing::info!("members are isolated: none can receive what is another's");
+            (Steering::Array, Isolation::Isolated)
+        }
+        probed => {
+            let why = probed.map_or_else(|e| format!("{e}: it takes CAP_BPF"), |()| "so it was asked for".into());
+            tracing::warn!(
+                "whoever may use this broker can read the packets of all others: it can't load the program that keeps them \
+                 apart ({why})"
+            );
+            (Steering::Index, Isolation::TrustDomain)
         }
     }
 }

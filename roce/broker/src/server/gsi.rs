@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use roce_bth::{Bth, Deth, Header, ICRC_LEN, Opcode, Packet, Psn, QKey, Qpn, ROCE_UDP_PORT};
+use roce_bth::{Bth, Deth, Header, ICRC_LEN, Opcode, PKey, Packet, Psn, QKey, Qpn, ROCE_UDP_PORT};
 use roce_cm::{CmConfig, Manager, OutMad, mad};
 use roce_icrc::{Flow, IdSolver, IpPair, Recovery};
 use roce_net::{Burst, DEFAULT_HOP_LIMIT, Datagram, Datapath, OpenError, OpenSockets, UdpConfig, UdpDatapath};
@@ -56,6 +56,10 @@ pub(super) fn target(bytes: &[u8]) -> Target {
             };
         }
     }
+    // Of the default partition, as a full member or a limited one (IBA 10.9.3).
+    if bth.pkey.0 & 0x7fff != PKey::DEFAULT.0 & 0x7fff {
+        return Target::Nobody("drop_pkey");
+    }
     let deth = packet
         .header
         .deth
@@ -74,12 +78,14 @@ pub(super) struct Gsi {
     manager: Manager,
     solver: IdSolver,
     psn: Psn,
+    /// The user whose process had it opened.
+    pub(super) owner: u32,
     /// Since when no member uses the group.
     pub(super) idle_since: Option<Instant>,
 }
 
 impl Gsi {
-    pub(super) fn new(group: Group, seed: [u8; 32]) -> Result<Self, OpenError> {
+    pub(super) fn new(group: Group, owner: u32, seed: [u8; 32]) -> Result<Self, OpenError> {
         let config = UdpConfig {
             addr: group.addr(),
             receive_buffer: 1 << 20,
@@ -90,7 +96,7 @@ impl Gsi {
             context: "taking the socket of slot 0",
             source,
         };
-        let socket = group.retake(0).map_err(io)?;
+        let socket = group.broker_socket().map_err(io)?;
         let sockets = OpenSockets {
             receivers: vec![Arc::new(socket)],
             ..OpenSockets::default()
@@ -100,6 +106,7 @@ impl Gsi {
         let guid = u64::from_le_bytes([a, b, c, d, 0, 0, 0, 2]);
         Ok(Self {
             group,
+            owner,
             path,
             manager: Manager::new(CmConfig::new(guid, Mtu::B4096), seed),
             solver: IdSolver::new(),
@@ -215,6 +222,13 @@ mod tests {
         let mad = [7; mad::MAD_LEN];
         let mut bytes = wrap(&flow, Psn::new(1), &mad);
         assert_eq!(target(&bytes), Target::Gsi(Box::new(mad)));
+        let partition = |key: u16| {
+            let mut bytes = bytes.clone();
+            bytes[2..4].copy_from_slice(&key.to_be_bytes());
+            target(&bytes)
+        };
+        assert_eq!(partition(0x7fff), Target::Gsi(Box::new(mad)), "a limited member");
+        assert_eq!(partition(0x8001), Target::Nobody("drop_pkey"));
         assert_eq!(target(&bytes[..40]), Target::Nobody("drop_bad_mad"));
         assert_eq!(target(&bytes[..9]), Target::Nobody("drop_malformed"));
         bytes[7] = 0;

@@ -6,6 +6,7 @@ mod ended;
 mod gsi;
 mod orphans;
 mod ports;
+mod quota;
 mod requests;
 mod slots;
 mod state;
@@ -15,6 +16,8 @@ mod tests;
 
 #[cfg(test)]
 pub(crate) use {client::MAX_WAITING_BYTES, ended::MAX_SETS, requests::MAX_NAME};
+
+pub use quota::Quotas;
 
 use std::{
     ffi::{OsStr, OsString},
@@ -53,6 +56,12 @@ pub struct Config {
     pub dir: PathBuf,
     /// How long it stays when nobody needs it; `None`: for ever.
     pub linger: Option<Duration>,
+    /// How long it keeps an address open that nobody uses.
+    pub idle: Duration,
+    /// What one user may have.
+    pub quotas: Quotas,
+    /// Where it serves other users and may load programs (CAP_BPF): keep them from receiving what is another's.
+    pub isolate: bool,
     /// Serve other users too, and give the socket these permissions.
     pub shared: Option<u32>,
     /// Leave the process group and close what the starting program left open. Only for a program that has not opened
@@ -65,11 +74,15 @@ pub struct Config {
 impl Config {
     /// A broker of this user alone.
     pub fn new(dir: PathBuf) -> Self {
-        let given = std::env::var(LINGER_VARIABLE).ok().and_then(|t| t.parse().ok());
+        let given = roce_net::environment::var(LINGER_VARIABLE).and_then(|t| t.parse().ok());
         let linger = given.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+        let linger = linger.unwrap_or(LINGER);
         Self {
             dir,
-            linger: Some(linger.unwrap_or(LINGER)),
+            linger: Some(linger),
+            idle: linger,
+            quotas: Quotas::PRIVATE,
+            isolate: true,
             shared: None,
             detach: false,
             announce: false,
@@ -143,6 +156,31 @@ fn serve(config: &Config, kept: Vec<OwnedFd>) -> Result<(), BrokerError> {
     outcome
 }
 
+/// What a broker does with a packet's bytes before it knows anything of them. For fuzzing.
+pub(crate) fn classify(bytes: &[u8]) {
+    if let gsi::Target::Gsi(mad) = gsi::target(bytes) {
+        let _ = roce_cm::mad::Mad::parse(mad.as_slice());
+    }
+}
+
+/// What a broker does with the state that it finds. For fuzzing.
+pub(crate) fn read_state(text: &[u8]) -> bool {
+    let Some(mut slots) = state::parse(text) else {
+        return false;
+    };
+    slots.inherit(0, 0, |p| p.pid % 2 == 0);
+    for (place, _) in slots.absent() {
+        slots.release(0, place, true);
+    }
+    let tenant = slots::Tenant {
+        process: slots::Process { pid: 1, start: 1 },
+        uid: 1,
+        token: 1,
+    };
+    let _ = slots.allocate(0, tenant);
+    true
+}
+
 /// Every member is two descriptors, and a group 128 for moments.
 fn raise_limits() {
     let limit = getrlimit(Resource::Nofile);
@@ -201,7 +239,7 @@ fn detach(config: &Config) -> Result<(), BrokerError> {
     child.map(drop).map_err(context("starting the broker"))
 }
 
-/// The broker as a program: `broker --dir DIR [--shared] [--detach] [--announce]`.
+/// The broker as a program: `broker --dir DIR [--shared [--trust-domain]] [--max-… N] [--detach] [--announce]`.
 pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
     let args: Vec<OsString> = args.collect();
     let has = |name: &str| args.iter().any(|a| a == name);
@@ -216,6 +254,21 @@ pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
     if has("--shared") {
         config.shared = Some(0o666);
         config.linger = None;
+        config.quotas = Quotas::SHARED;
+        config.isolate = !has("--trust-domain");
+    }
+    let number = |name: &str| {
+        let value = args.iter().skip_while(|a| *a != name).nth(1);
+        value.and_then(|v| v.to_str()?.parse::<usize>().ok())
+    };
+    let quotas = &mut config.quotas;
+    for (name, quota) in [
+        ("--max-places", &mut quotas.places),
+        ("--max-addresses", &mut quotas.addresses),
+        ("--max-ports", &mut quotas.ports),
+        ("--max-connections", &mut quotas.connections),
+    ] {
+        *quota = number(name).unwrap_or(*quota);
     }
     tracing_subscriber::fmt().with_writer(io::stderr).init();
     match run(&config) {

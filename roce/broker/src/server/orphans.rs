@@ -1,6 +1,13 @@
 //! Connections whose process is gone. Their peers are told with a DREQ, as a kernel does for a process that ends.
+//!
+//! What is told is what members have said to be established, and nobody can verify that. So it is paced, by host and in all,
+//! and a host that answers nothing is told little.
 
-use std::{collections::HashMap, net::IpAddr, time::Duration};
+use std::{
+    collections::{BTreeSet, HashMap},
+    net::IpAddr,
+    time::Duration,
+};
 
 use roce_bth::Qpn;
 use roce_cm::{
@@ -9,43 +16,153 @@ use roce_cm::{
 };
 use roce_verbs::Instant;
 
-use crate::proto::Connection;
+use crate::{proto::Connection, track::host};
 
 /// The pause before the first repetition; it doubles each time.
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
-/// How often a DREQ is sent at most: 16 s in all.
+/// How often a DREQ is sent at most: to a host that has answered any, and to one that has not.
 const TRIES: u32 = 6;
-/// More are not told.
-const MAX: usize = 1 << 16;
+const TRIES_UNANSWERED: u32 = 3;
+/// DREQs to a host that answers none of them.
+pub(super) const MAX_UNANSWERED: u32 = 256;
+/// Connections that are told of at a time: in all, and to one host.
+const MAX: usize = 1 << 14;
+const MAX_PER_HOST: usize = 4096;
+/// Hosts that are remembered, and how long after the last connection to one.
+const MAX_HOSTS: usize = 4096;
+const REMEMBERED: Duration = Duration::from_secs(60);
+/// DREQs at once to one host, and the pause between further ones.
+const BURST: u32 = 64;
+const INTERVAL: Duration = Duration::from_millis(2);
+/// The same for all hosts together.
+const BURST_ALL: u32 = 512;
+const INTERVAL_ALL: Duration = Duration::from_micros(250);
+
+/// A number of things at once, and then one in each interval.
+struct Pace {
+    interval: Duration,
+    /// How far ahead of the interval it may be.
+    slack: Duration,
+    /// When the next one would be due without slack.
+    next: Instant,
+}
+
+impl Pace {
+    fn new(burst: u32, interval: Duration) -> Self {
+        Self {
+            interval,
+            slack: interval * (burst - 1),
+            next: Instant::ZERO,
+        }
+    }
+
+    /// When one may be at the earliest, if not before `at`.
+    fn earliest(&self, at: Instant) -> Instant {
+        match self.next.saturating_since(at) > self.slack {
+            true => at + (self.next.saturating_since(at) - self.slack),
+            false => at,
+        }
+    }
+
+    /// Takes the turn that [`Self::earliest`] tells.
+    fn take(&mut self, at: Instant) -> Instant {
+        let turn = self.earliest(at);
+        self.next = self.next.max(turn) + self.interval;
+        turn
+    }
+}
 
 struct Orphan {
     conn: Connection,
-    local_id: u32,
     due: Instant,
     tries: u32,
+    /// It waited for a turn of its host, and has it when it is due.
+    has_turn: bool,
+}
+
+struct Host {
+    pace: Pace,
+    /// DREQs sent since it answered last.
+    unanswered: u32,
+    answered: bool,
+    orphans: usize,
+    last: Instant,
 }
 
 /// See the module.
-#[derive(Default)]
 pub(super) struct Orphans {
     /// By our communication ID.
     all: HashMap<u32, Orphan>,
+    queue: BTreeSet<(Instant, u32)>,
+    hosts: HashMap<IpAddr, Host>,
+    /// How many there are of each of our addresses.
+    locals: HashMap<IpAddr, usize>,
+    pace: Pace,
+}
+
+impl Default for Orphans {
+    fn default() -> Self {
+        Self {
+            all: HashMap::new(),
+            queue: BTreeSet::new(),
+            hosts: HashMap::new(),
+            locals: HashMap::new(),
+            pace: Pace::new(BURST_ALL, INTERVAL_ALL),
+        }
+    }
 }
 
 impl Orphans {
-    /// A process is gone that had this connection.
-    pub(super) fn add(&mut self, now: Instant, conn: Connection) {
-        // Without our communication ID the peer does not know the connection either: it asks again and is told.
-        if let Some(local_id) = conn.local_id
-            && self.all.len() < MAX
-        {
-            let orphan = Orphan {
-                conn,
-                local_id,
-                due: now,
-                tries: 0,
-            };
-            self.all.insert(local_id, orphan);
+    /// A process is gone that had this connection. False: there are too many, and its peer is not told.
+    pub(super) fn add(&mut self, now: Instant, conn: Connection) -> bool {
+        if self.all.len() >= MAX {
+            return false;
+        }
+        let key = host(conn.remote);
+        if self.hosts.len() >= MAX_HOSTS && !self.hosts.contains_key(&key) {
+            self.hosts.retain(|_, h| h.orphans > 0 || h.last + REMEMBERED > now);
+            if self.hosts.len() >= MAX_HOSTS {
+                return false;
+            }
+        }
+        let host = self.hosts.entry(key).or_insert_with(|| Host {
+            pace: Pace::new(BURST, INTERVAL),
+            unanswered: 0,
+            answered: false,
+            orphans: 0,
+            last: now,
+        });
+        if host.orphans == 0 && host.last + REMEMBERED <= now {
+            (host.unanswered, host.answered) = (0, false);
+        }
+        if host.orphans >= MAX_PER_HOST || self.all.contains_key(&conn.local_id) {
+            return false;
+        }
+        host.orphans += 1;
+        host.last = now;
+        *self.locals.entry(conn.local).or_default() += 1;
+        self.queue.insert((now, conn.local_id));
+        let orphan = Orphan {
+            conn,
+            due: now,
+            tries: 0,
+            has_turn: false,
+        };
+        self.all.insert(conn.local_id, orphan);
+        true
+    }
+
+    fn remove(&mut self, local_id: u32) {
+        let Some(o) = self.all.remove(&local_id) else { return };
+        self.queue.remove(&(o.due, local_id));
+        if let Some(host) = self.hosts.get_mut(&host(o.conn.remote)) {
+            host.orphans -= 1;
+        }
+        if let Some(count) = self.locals.get_mut(&o.conn.local) {
+            *count -= 1;
+            if *count == 0 {
+                self.locals.remove(&o.conn.local);
+            }
         }
     }
 
@@ -57,11 +174,14 @@ impl Orphans {
             Message::Dreq(m) => m.remote_comm_id,
             _ => return false,
         };
-        if self.all.get(&id).is_some_and(|o| o.conn.remote == remote) {
-            self.all.remove(&id);
-            return matches!(message, Message::Drep(_));
+        if self.all.get(&id).is_none_or(|o| o.conn.remote != remote) {
+            return false;
         }
-        false
+        if let Some(host) = self.hosts.get_mut(&host(remote)) {
+            (host.unanswered, host.answered) = (0, true);
+        }
+        self.remove(id);
+        matches!(message, Message::Drep(_))
     }
 
     /// Whether nobody is left to be told.
@@ -69,46 +189,69 @@ impl Orphans {
         self.all.is_empty()
     }
 
+    /// Whether a peer of one of these addresses of ours is to be told.
+    pub(super) fn needs(&self, covers: impl Fn(IpAddr) -> bool) -> bool {
+        self.locals.keys().any(|local| covers(*local))
+    }
+
     /// When [`Self::poll`] has something to do.
     pub(super) fn next(&self) -> Option<Instant> {
-        self.all.values().map(|o| o.due).min()
+        self.queue.first().map(|(due, _)| self.pace.earliest(*due))
     }
 
     /// What is to be sent now.
     pub(super) fn poll(&mut self, now: Instant) -> Vec<OutMad> {
         let mut out = Vec::new();
-        self.all.retain(|_, o| {
-            if o.due > now {
-                return true;
+        while let Some((due, id)) = self.queue.first().copied()
+            && due <= now
+            && self.pace.earliest(now) <= now
+        {
+            let Some(o) = self.all.get_mut(&id) else {
+                self.queue.pop_first();
+                continue;
+            };
+            let Some(host) = self.hosts.get_mut(&host(o.conn.remote)) else {
+                self.remove(id);
+                continue;
+            };
+            let tries = if host.answered { TRIES } else { TRIES_UNANSWERED };
+            if o.tries >= tries || host.unanswered >= MAX_UNANSWERED {
+                self.remove(id);
+                continue;
             }
-            if o.tries == TRIES {
-                return false;
+            let turn = if o.has_turn { now } else { host.pace.take(now) };
+            o.has_turn = turn > now;
+            self.queue.pop_first();
+            if o.has_turn {
+                o.due = turn;
+            } else {
+                self.pace.take(now);
+                host.unanswered += 1;
+                host.last = now;
+                out.push(OutMad {
+                    local: o.conn.local,
+                    remote: o.conn.remote,
+                    mad: dreq(&o.conn).emit(),
+                });
+                o.due = now + FIRST_PAUSE * (1 << o.tries);
+                o.tries += 1;
             }
-            o.due = now + FIRST_PAUSE * (1 << o.tries);
-            o.tries += 1;
-            out.push(OutMad {
-                local: o.conn.local,
-                remote: o.conn.remote,
-                mad: o.dreq().emit(),
-            });
-            true
-        });
+            self.queue.insert((o.due, id));
+        }
         out
     }
 }
 
-impl Orphan {
-    fn dreq(&self) -> Mad {
-        let dreq = Dreq {
-            local_comm_id: self.local_id,
-            remote_comm_id: self.conn.remote_id,
-            remote_qpn: Qpn::new(self.conn.remote_qpn),
-            ..Dreq::default()
-        };
-        // The upper half names the process, as in all of its transactions.
-        let id = u64::from(self.local_id);
-        Mad::new((id << 32) | id, dreq)
-    }
+fn dreq(conn: &Connection) -> Mad {
+    let dreq = Dreq {
+        local_comm_id: conn.local_id,
+        remote_comm_id: conn.remote_id,
+        remote_qpn: Qpn::new(conn.remote_qpn),
+        ..Dreq::default()
+    };
+    // The upper half names the process, as in all of its transactions.
+    let id = u64::from(conn.local_id);
+    Mad::new((id << 32) | id, dreq)
 }
 
 #[cfg(test)]
@@ -117,21 +260,50 @@ mod tests {
 
     use super::*;
 
+    const PEER: [u8; 4] = [127, 0, 0, 2];
+
     fn connection() -> Connection {
         Connection {
             local: [127, 0, 0, 1].into(),
-            remote: [127, 0, 0, 2].into(),
-            local_id: Some(70),
+            remote: PEER.into(),
+            local_id: 70,
             remote_id: 80,
             remote_qpn: 90,
         }
+    }
+
+    fn drep(local_id: u32) -> Message {
+        Message::Drep(Drep {
+            local_comm_id: 80,
+            remote_comm_id: local_id,
+            ..Drep::default()
+        })
+    }
+
+    /// Plays on until nothing is left. Returns when each DREQ was sent, and to whom.
+    fn play(o: &mut Orphans, mut now: Instant, mut answer: impl FnMut(&OutMad) -> bool) -> Vec<(Instant, IpAddr)> {
+        let mut sent = vec![];
+        while let Some(next) = o.next() {
+            now = now.max(next);
+            for out in o.poll(now) {
+                sent.push((now, out.remote));
+                let Message::Dreq(dreq) = Mad::parse(&out.mad).unwrap().message else {
+                    panic!("not a DREQ");
+                };
+                if answer(&out) {
+                    o.observe(out.remote, &drep(dreq.local_comm_id));
+                }
+            }
+        }
+        assert!(o.queue.is_empty() && o.locals.is_empty() && o.hosts.values().all(|h| h.orphans == 0));
+        sent
     }
 
     #[test]
     fn the_peer_is_told_until_it_answers() {
         let mut o = Orphans::default();
         let now = Instant::ZERO;
-        o.add(now, connection());
+        assert!(o.add(now, connection()) && !o.add(now, connection()));
         let out = o.poll(now);
         assert_eq!(out.len(), 1);
         let Message::Dreq(dreq) = Mad::parse(&out[0].mad).unwrap().message else {
@@ -143,21 +315,70 @@ mod tests {
         );
         assert!(o.poll(now).is_empty());
         assert_eq!(o.poll(now + FIRST_PAUSE).len(), 1);
-        let drep = Message::Drep(Drep {
-            local_comm_id: 80,
-            remote_comm_id: 70,
-            ..Drep::default()
-        });
-        assert!(!o.observe([127, 0, 0, 3].into(), &drep), "not the peer");
-        assert!(o.observe([127, 0, 0, 2].into(), &drep));
+        assert!(o.needs(|a| a == connection().local) && !o.needs(|a| a == connection().remote));
+        assert!(!o.observe([127, 0, 0, 3].into(), &drep(70)), "not the peer");
+        assert!(o.observe(PEER.into(), &drep(70)));
         assert!(o.is_empty());
     }
 
+    /// What members claim can't be verified.
     #[test]
-    fn no_more_than_a_bound_are_told() {
+    fn a_host_that_answers_nothing_is_told_little() {
         let mut o = Orphans::default();
-        for id in 0..MAX as u32 + 100 {
-            let local_id = Some(id);
+        o.add(Instant::ZERO, connection());
+        assert_eq!(play(&mut o, Instant::ZERO, |_| false).len(), TRIES_UNANSWERED as usize);
+        for round in 0..2 {
+            let mut added = 0;
+            for id in 0..100_000 {
+                let local_id = 1000 + id;
+                added += usize::from(o.add(
+                    Instant::ZERO,
+                    Connection {
+                        local_id,
+                        ..connection()
+                    },
+                ));
+            }
+            assert_eq!(added, MAX_PER_HOST);
+            let sent = play(&mut o, Instant::ZERO, |_| false);
+            // Not more by dying again.
+            let left = if round == 0 {
+                MAX_UNANSWERED - TRIES_UNANSWERED
+            } else {
+                0
+            };
+            assert_eq!(sent.len(), left as usize);
+        }
+    }
+
+    #[test]
+    fn ends_are_paced_by_host_and_in_all() {
+        let mut o = Orphans::default();
+        for (hosts, told, burst, interval) in [(1, MAX_PER_HOST, BURST, INTERVAL), (40, MAX, BURST_ALL, INTERVAL_ALL)] {
+            let conn = |id| Connection {
+                local_id: id,
+                remote: [127, 0, 1, (id % hosts) as u8].into(),
+                ..connection()
+            };
+            let added = (0..40_000).filter(|id| o.add(Instant::ZERO, conn(*id))).count();
+            assert_eq!(added, told);
+            let start = Instant::ZERO + Duration::from_secs(1);
+            let sent = play(&mut o, start, |_| true);
+            assert_eq!(sent.len(), told, "each is told, and answers");
+            let span = Duration::from_millis(500);
+            let most = burst as usize + (span.as_nanos() / interval.as_nanos()) as usize + 1;
+            for from in 0..20 {
+                let from = start + span * from;
+                let within = sent.iter().filter(|(at, _)| *at >= from && *at < from + span).count();
+                assert!(within <= most, "{within} in the span from {from:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_host_that_answers_some_is_told_of_the_others_again() {
+        let mut o = Orphans::default();
+        for local_id in [1, 2] {
             o.add(
                 Instant::ZERO,
                 Connection {
@@ -166,25 +387,25 @@ mod tests {
                 },
             );
         }
-        assert_eq!(o.poll(Instant::ZERO).len(), MAX);
+        let mut first = true;
+        let sent = play(&mut o, Instant::ZERO, |_| std::mem::take(&mut first));
+        assert_eq!(sent.len(), 1 + TRIES as usize);
     }
 
     #[test]
-    fn and_not_for_ever() {
+    fn hosts_are_remembered_for_a_while_and_bounded() {
         let mut o = Orphans::default();
-        let mut now = Instant::ZERO;
-        o.add(now, connection());
-        let mut sent = 0;
-        while let Some(next) = o.next() {
-            now = next;
-            sent += o.poll(now).len();
-        }
-        assert_eq!(sent, TRIES as usize);
-        let half = Connection {
-            local_id: None,
+        let conn = |n: u32| Connection {
+            local_id: n,
+            remote: IpAddr::from((0x0a00_0000 + n).to_be_bytes()),
             ..connection()
         };
-        o.add(now, half);
-        assert!(o.is_empty(), "nobody knows it");
+        let added = (0..20_000).filter(|n| o.add(Instant::ZERO, conn(*n))).count();
+        assert_eq!((added, o.hosts.len()), (MAX_HOSTS, MAX_HOSTS));
+        let sent = play(&mut o, Instant::ZERO, |_| false);
+        let end = sent.last().unwrap().0;
+        assert!(!o.add(end, conn(19_999)));
+        assert!(o.add(end + REMEMBERED + REMEMBERED, conn(19_999)));
+        assert_eq!(o.hosts.len(), 1);
     }
 }

@@ -185,6 +185,17 @@ impl Ports {
         });
     }
 
+    /// Whether a member has a port.
+    pub(super) fn has(&self, place: Place, service: u64, addr: Option<IpAddr>) -> bool {
+        let ours = |e: &Entry| e.place == place && e.binding.addr == addr;
+        self.by_service.get(&service).is_some_and(|all| all.iter().any(ours))
+    }
+
+    /// How many a member has.
+    pub(super) fn count(&self, place: Place) -> usize {
+        self.counts.get(&place).copied().unwrap_or(0)
+    }
+
     /// What a member has.
     pub(super) fn of(&self, place: Place) -> Vec<Binding> {
         let all = self.by_service.values().flatten();

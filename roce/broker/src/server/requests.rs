@@ -11,10 +11,10 @@ use super::{
     state::{self, boot_time},
 };
 use crate::{
-    group::{Group, GroupError, family_addresses},
+    group::{Group, GroupError, Steering, family_addresses},
     proto::{
-        Binding, Connection, MAX_SHOWN, Place, ProcessReport, Refusal, Rejoin, Reply, Report, Request, SLOTS,
-        Statistics, ToClient, UNASKED, VERSION,
+        Binding, Connection, Isolation, MAX_SHOWN, Place, ProcessReport, Refusal, Rejoin, Reply, Report, Request,
+        SLOTS, Statistics, ToClient, UNASKED, VERSION,
     },
 };
 
@@ -50,6 +50,8 @@ enum Outcome {
     Later,
     /// Somebody else has it. Try once more when all that was to be read is read: who has it may be gone.
     InUse(Refusal, String),
+    /// The user has as much as it may have: the counter, and what its process is told.
+    OverQuota(&'static str, String),
     /// The answer comes by itself.
     Pending,
 }
@@ -81,8 +83,20 @@ impl Broker {
                 self.reply(client, seq, Reply::Refused { why, text }, vec![]);
             }
             Outcome::InUse(..) => self.asked_now.push(Deferred { client, seq, request }),
+            other => self.conclude(client, seq, request, other),
+        }
+    }
+
+    fn conclude(&mut self, client: usize, seq: u64, request: Request, outcome: Outcome) {
+        match outcome {
             Outcome::Reply(reply, fds) => self.reply(client, seq, reply, fds),
             Outcome::Later => self.deferred.push(Deferred { client, seq, request }),
+            Outcome::InUse(why, text) => self.reply(client, seq, Reply::Refused { why, text }, vec![]),
+            Outcome::OverQuota(counter, text) => {
+                self.report(counter, || text.clone());
+                let why = Refusal::Quota;
+                self.reply(client, seq, Reply::Refused { why, text }, vec![]);
+            }
             Outcome::Pending => {}
         }
     }
@@ -106,12 +120,8 @@ impl Broker {
             self.remove_dead();
         }
         for d in contested {
-            match self.handle(d.client, d.seq, &d.request, vec![]) {
-                Outcome::Reply(reply, fds) => self.reply(d.client, d.seq, reply, fds),
-                Outcome::InUse(why, text) => self.reply(d.client, d.seq, Reply::Refused { why, text }, vec![]),
-                Outcome::Later => self.deferred.push(d),
-                Outcome::Pending => {}
-            }
+            let outcome = self.handle(d.client, d.seq, &d.request, vec![]);
+            self.conclude(d.client, d.seq, d.request, outcome);
         }
     }
 
@@ -170,16 +180,27 @@ impl Broker {
             let text = "it is of another network namespace: set FERROCE_BROKER_DIR to a directory of your own";
             return refused(Refusal::Address, text);
         }
-        let process = c.process;
+        let (process, uid, trusted) = (c.process, c.uid, c.trusted);
         c.name = name.chars().filter(|c| !c.is_control()).take(MAX_NAME).collect();
         let token = match (rejoin, random()) {
             (Some(rejoin), _) => rejoin.token,
             (None, Ok(bytes)) => u64::from_le_bytes(bytes),
             (None, Err(e)) => return refused(Refusal::Internal, e.to_string()),
         };
-        let tenant = Tenant { process, token };
+        let tenant = Tenant { process, uid, token };
+        let (has, resting) = self.slots.of_user(boot_time(), uid);
+        let quotas = self.quotas;
+        if rejoin.is_none() && (has >= quotas.places || resting >= quotas.resting()) {
+            let what = match has >= quotas.places {
+                true => format!("has {has} processes here, and may not have more (--max-places)"),
+                false => format!("has had {resting} processes killed within a minute, whose numbers rest"),
+            };
+            return Outcome::OverQuota("refused_places", format!("user {uid} {what}"));
+        }
+        // A broker that has lost its state takes the word of its own user's processes.
+        let unknown = trusted && self.isolation == Isolation::OneUser;
         let place = match rejoin {
-            Some(rejoin) => Some(rejoin.place).filter(|p| self.slots.reclaim(*p, tenant)),
+            Some(rejoin) => Some(rejoin.place).filter(|p| self.slots.reclaim(*p, tenant, unknown)),
             None => self.slots.allocate(boot_time(), tenant),
         };
         let Some(place) = place else {
@@ -220,7 +241,7 @@ impl Broker {
             return;
         };
         for binding in bindings {
-            if !self.ports.restore(place, process, binding.clone()) {
+            if self.has_all_ports(client) || !self.ports.restore(place, process, binding.clone()) {
                 let text = port_text(binding.service, binding.addr);
                 tracing::warn!(
                     pid = process.pid,
@@ -229,26 +250,50 @@ impl Broker {
                 );
             }
         }
-        for conn in connections {
-            self.tracker.restore(now(), place, *conn);
-        }
+        self.on_connections(client, connections, &[]);
     }
 
-    fn open(&mut self, client: usize, place: Place, addr: IpAddr, again: bool, vaults: Vec<OwnedFd>) -> Outcome {
-        let Some(trusted) = self.clients.get(client).map(|c| c.trusted) else {
+    /// Whether the user of a client may not have more ports.
+    fn has_all_ports(&self, client: usize) -> bool {
+        let Some(uid) = self.clients.get(client).map(|c| c.uid) else {
+            return true;
+        };
+        let ports = self.of_user(uid).map(|place| self.ports.count(place));
+        ports.sum::<usize>() >= self.quotas.ports
+    }
+
+    fn too_many_ports(&self, client: usize) -> Outcome {
+        let uid = self.clients.get(client).map_or(0, |c| c.uid);
+        let most = self.quotas.ports;
+        let text = format!("user {uid} has {most} ports, and may not have more (--max-ports)");
+        Outcome::OverQuota("refused_ports", text)
+    }
+
+    /// `given`: what a member had of a former broker, see [`Request::Open`].
+    fn open(&mut self, client: usize, place: Place, addr: IpAddr, again: bool, given: Vec<OwnedFd>) -> Outcome {
+        let Some((trusted, uid)) = self.clients.get(client).map(|c| (c.trusted, c.uid)) else {
             return Outcome::Pending;
         };
-        if trusted {
-            for vault in vaults {
-                self.adopt(vault);
-            }
+        let mut sockets = vec![];
+        match self.steering {
+            Steering::Array => sockets = given,
+            Steering::Index if trusted => given.into_iter().for_each(|vault| self.adopt(vault, uid)),
+            Steering::Index => {}
         }
         let wanted = family_addresses(addr);
         let mut groups = Vec::new();
         for family in &wanted {
-            match self.group_for(*family) {
+            if self.group_of(*family).is_none()
+                && let Err((counter, text)) = self.make_room(uid)
+            {
+                return Outcome::OverQuota(counter, text);
+            }
+            match self.group_for(*family, uid) {
                 Ok(key) => groups.push(key),
-                Err(GroupError::Taken { .. }) if self.is_settling(now()) => return Outcome::Later,
+                // Sockets that came with a request do not wait with it.
+                Err(GroupError::Taken { .. }) if self.is_settling(now()) && sockets.is_empty() => {
+                    return Outcome::Later;
+                }
                 // A host without IPv6 still has the other half of the unspecified address.
                 Err(GroupError::Io { source, .. })
                     if wanted.len() > 1 && source.raw_os_error() == Some(libc::EAFNOSUPPORT) => {}
@@ -256,21 +301,30 @@ impl Broker {
             }
         }
         if let Some(c) = self.clients.get_mut(client) {
+            // A further one would take the place of the first.
+            if self.steering == Steering::Array && !again && groups.iter().any(|g| c.opened.contains(g)) {
+                return refused(Refusal::Invalid, "the process has its socket of that address");
+            }
             c.opened.extend(&groups);
         }
-        match self.hand_out(&groups, place, again, trusted) {
+        let handed_out = match again && self.steering == Steering::Array {
+            true => self.take_back(&groups, place, sockets),
+            false => self.hand_out(&groups, place, again, trusted),
+        };
+        match handed_out {
             Ok(outcome) => outcome,
             Err(e) => refused(Refusal::Internal, format!("the sockets can't be handed out: {e}")),
         }
     }
 
-    fn hand_out(&self, groups: &[usize], place: Place, again: bool, vault: bool) -> io::Result<Outcome> {
+    fn hand_out(&self, groups: &[usize], place: Place, again: bool, trusted: bool) -> io::Result<Outcome> {
+        let vault = trusted && self.steering == Steering::Index;
         let (mut addrs, mut fds) = (Vec::new(), Vec::new());
         for gsi in groups.iter().filter_map(|key| self.groups.get(*key)) {
             addrs.push(gsi.group.addr());
             fds.push(match again {
                 true => gsi.group.retake(place.slot)?,
-                false => gsi.group.take(place.slot)?,
+                false => gsi.group.take(place)?,
             });
             if vault {
                 fds.push(gsi.group.vault().try_clone_to_owned()?);
@@ -279,8 +333,29 @@ impl Broker {
         Ok(Outcome::Reply(Reply::Opened { addrs, vault }, fds))
     }
 
+    /// A member has its sockets: each is again what its group's packets for the place go to.
+    fn take_back(&self, groups: &[usize], place: Place, sockets: Vec<OwnedFd>) -> io::Result<Outcome> {
+        let groups: Vec<&Group> = groups
+            .iter()
+            .filter_map(|k| Some(&self.groups.get(*k)?.group))
+            .collect();
+        for socket in sockets {
+            // Of one of the groups; which, the group itself knows best.
+            let mut result = Err(io::ErrorKind::NotFound.into());
+            for group in &groups {
+                result = group.give_again(place, socket.try_clone()?);
+                if result.is_ok() {
+                    break;
+                }
+            }
+            result?;
+        }
+        let addrs = groups.iter().map(|g| g.addr()).collect();
+        Ok(Outcome::Reply(Reply::Opened { addrs, vault: false }, vec![]))
+    }
+
     /// Takes a group back that a member kept.
-    fn adopt(&mut self, vault: OwnedFd) {
+    fn adopt(&mut self, vault: OwnedFd, uid: u32) {
         let group = match Group::adopt(vault) {
             Ok(group) => group,
             Err(e) => {
@@ -292,16 +367,17 @@ impl Broker {
             return;
         }
         tracing::info!(addr = %group.addr(), "a group is taken over");
-        if let Err(e) = self.add_group(group) {
+        if let Err(e) = self.add_group(group, uid) {
             tracing::warn!("a group can't be taken over: {e}");
         }
     }
 
-    fn group_for(&mut self, addr: IpAddr) -> Result<usize, GroupError> {
+    fn group_for(&mut self, addr: IpAddr, uid: u32) -> Result<usize, GroupError> {
         if let Some(key) = self.group_of(addr) {
             return Ok(key);
         }
         if addr.is_unspecified() {
+            self.close_unused(|g| g.group.addr().is_ipv4() == addr.is_ipv4());
             let other = self
                 .groups
                 .iter()
@@ -315,7 +391,7 @@ impl Broker {
         let group = match kept {
             Some(index) => self.kept.swap_remove(index),
             None => {
-                let group = Group::open(addr)?;
+                let group = Group::open(addr, self.steering)?;
                 self.deposit(&group);
                 group
             }
@@ -324,7 +400,7 @@ impl Broker {
             context: "watching a group",
             source,
         };
-        self.add_group(group).map_err(io)?;
+        self.add_group(group, uid).map_err(io)?;
         self.group_of(addr).ok_or(GroupError::NotLocal(addr))
     }
 
@@ -335,6 +411,9 @@ impl Broker {
         let Some(process) = self.clients.get(client).map(|c| c.process) else {
             return Outcome::Pending;
         };
+        if self.has_all_ports(client) {
+            return self.too_many_ports(client);
+        }
         let start = match random() {
             Ok(bytes) => u16::from_le_bytes(bytes),
             Err(e) => return refused(Refusal::Internal, e.to_string()),
@@ -352,6 +431,9 @@ impl Broker {
         let Some(process) = self.clients.get(client).map(|c| c.process) else {
             return Outcome::Pending;
         };
+        if self.has_all_ports(client) && !self.ports.has(place, service, addr) {
+            return self.too_many_ports(client);
+        }
         match self.ports.listen(place, process, service, addr) {
             Ok(()) => done(),
             Err(_) => Outcome::InUse(Refusal::PortInUse, port_text(service, addr)),
@@ -450,6 +532,7 @@ impl Broker {
         let (ended, ended_unknown) = self.gone.sums();
         Statistics {
             pid: std::process::id(),
+            isolation: self.isolation,
             addrs: self.groups.iter().map(|(_, g)| g.group.addr()).collect(),
             processes,
             ended,

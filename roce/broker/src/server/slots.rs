@@ -23,6 +23,8 @@ pub(super) struct Process {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(super) struct Tenant {
     pub(super) process: Process,
+    /// Its user.
+    pub(super) uid: u32,
     /// What only this member knows. Processes that can't be seen are recognised by nothing else.
     pub(super) token: u64,
 }
@@ -42,6 +44,7 @@ enum Owner {
 struct Rest {
     until: u64,
     clean: bool,
+    uid: u32,
     token: u64,
 }
 
@@ -125,16 +128,22 @@ impl Slots {
         }
     }
 
-    /// A member of a former broker wants its place again. False: it is another's.
-    pub(super) fn reclaim(&mut self, place: Place, tenant: Tenant) -> bool {
+    /// A member of a former broker wants its place again. False: it is another's. `unknown`: it may have one that nobody is
+    /// known to have, which a broker says that has lost its state and has members of its own user only.
+    pub(super) fn reclaim(&mut self, place: Place, tenant: Tenant, unknown: bool) -> bool {
         if !place.is_valid() {
             return false;
         }
         let rest = self.rest_mut(place).and_then(|r| *r);
         let right = match self.owners.get(usize::from(place.slot)) {
-            Some(Owner::Absent(generation, t)) => *generation == place.generation && t.token == tenant.token,
-            // Not known of (the state was lost), or it was taken for dead.
-            Some(Owner::Nobody) => rest.is_none_or(|r| r.token == tenant.token),
+            Some(Owner::Absent(generation, t)) => {
+                *generation == place.generation && (t.uid, t.token) == (tenant.uid, tenant.token)
+            }
+            Some(Owner::Nobody) => match rest {
+                // It was taken for dead.
+                Some(rest) => (rest.uid, rest.token) == (tenant.uid, tenant.token),
+                None => unknown,
+            },
             _ => false,
         };
         if right {
@@ -148,7 +157,7 @@ impl Slots {
         let Some(owner) = self.owners.get_mut(usize::from(place.slot)) else {
             return;
         };
-        let (Owner::Member(_, Tenant { token, .. }) | Owner::Absent(_, Tenant { token, .. })) = *owner else {
+        let (Owner::Member(_, Tenant { uid, token, .. }) | Owner::Absent(_, Tenant { uid, token, .. })) = *owner else {
             return;
         };
         *owner = Owner::Nobody;
@@ -156,9 +165,18 @@ impl Slots {
             *rest = Some(Rest {
                 until: now + REST,
                 clean,
+                uid,
                 token,
             });
         }
+    }
+
+    /// How many places a user has, and how many rest that its processes left without a goodbye.
+    pub(super) fn of_user(&self, now: u64, uid: u32) -> (usize, usize) {
+        let has = |o: &&Owner| matches!(o, Owner::Member(_, t) | Owner::Absent(_, t) if t.uid == uid);
+        let rests = |r: &&Rest| r.uid == uid && !r.clean && r.until > now && r.until <= now + REST;
+        let resting = self.rests.iter().flatten().filter(rests).count();
+        (self.owners.iter().filter(has).count(), resting)
     }
 
     /// What a former broker left behind: its members may come back, unless they are dead. Process ids of another
@@ -220,6 +238,7 @@ mod tests {
     fn tenant(pid: u32) -> Tenant {
         Tenant {
             process: process(pid),
+            uid: 1000,
             token: u64::from(pid) << 40,
         }
     }
@@ -230,15 +249,16 @@ mod tests {
         let mut slots = Slots::new(0, 1);
         let unseen = |start, token| Tenant {
             process: Process { pid: 0, start },
+            uid: 1000,
             token,
         };
         let a = slots.allocate(0, unseen(1, 70)).unwrap();
         slots.inherit(1, 1, |_| true);
-        assert!(!slots.reclaim(a, unseen(2, 71)));
-        assert!(slots.reclaim(a, unseen(2, 70)));
+        assert!(!slots.reclaim(a, unseen(2, 71), true));
+        assert!(slots.reclaim(a, unseen(2, 70), true));
         slots.release(2, a, false);
-        assert!(!slots.reclaim(a, unseen(3, 71)), "it rests");
-        assert!(slots.reclaim(a, unseen(3, 70)), "it was only taken for dead");
+        assert!(!slots.reclaim(a, unseen(3, 71), true), "it rests");
+        assert!(slots.reclaim(a, unseen(3, 70), true), "it was only taken for dead");
     }
 
     #[test]
@@ -247,7 +267,43 @@ mod tests {
         let a = slots.allocate(0, tenant(5)).unwrap();
         slots.inherit(1, 2, |p| p.pid == 0);
         assert_eq!(slots.absent(), [(a, Process { pid: 0, start: 7 })]);
-        assert!(slots.reclaim(a, tenant(5)));
+        assert!(slots.reclaim(a, tenant(5), true));
+    }
+
+    #[test]
+    fn a_place_is_not_had_by_claim_or_by_another_users_process() {
+        let mut slots = Slots::new(0, 1);
+        let place = Place { slot: 9, generation: 3 };
+        assert!(
+            !slots.reclaim(place, tenant(1), false),
+            "nobody is known to have had it"
+        );
+        let a = slots.allocate(0, tenant(1)).unwrap();
+        slots.inherit(1, 1, |_| true);
+        let thief = Tenant { uid: 1001, ..tenant(1) };
+        assert!(!slots.reclaim(a, thief, true));
+        slots.release(2, a, false);
+        assert!(!slots.reclaim(a, thief, true));
+        assert!(slots.reclaim(a, tenant(1), false));
+    }
+
+    #[test]
+    fn places_are_counted_by_user() {
+        let mut slots = Slots::new(0, 1);
+        let other = |pid| Tenant { uid: 7, ..tenant(pid) };
+        let all: Vec<Place> = (0..6).map(|pid| slots.allocate(0, tenant(pid)).unwrap()).collect();
+        slots.allocate(0, other(9)).unwrap();
+        slots.inherit(0, 1, |_| true);
+        assert_eq!(
+            (slots.of_user(0, 1000), slots.of_user(0, 7), slots.of_user(0, 8)),
+            ((6, 0), (1, 0), (0, 0))
+        );
+        slots.release(5, all[0], false);
+        slots.release(5, all[1], true);
+        assert_eq!(
+            (slots.of_user(5, 1000), slots.of_user(5 + REST, 1000)),
+            ((4, 1), (4, 0))
+        );
     }
 
     #[test]
@@ -299,20 +355,21 @@ mod tests {
         assert!(slots.is_sound());
         slots.inherit(100, 1, |p| p.pid == 1);
         assert_eq!(slots.absent(), [(a, process(1))]);
-        assert!(!slots.reclaim(a, tenant(9)));
-        assert!(slots.reclaim(a, tenant(1)));
-        assert!(!slots.reclaim(a, tenant(1)), "it has it");
+        assert!(!slots.reclaim(a, tenant(9), true));
+        assert!(slots.reclaim(a, tenant(1), true));
+        assert!(!slots.reclaim(a, tenant(1), true), "it has it");
         for pid in 10..136 {
             let place = slots.allocate(200, tenant(pid)).unwrap();
             assert!(place != a && place != b, "one is in use, the other rests");
         }
-        assert!(!slots.reclaim(Place { slot: 0, generation: 0 }, tenant(1)));
+        assert!(!slots.reclaim(Place { slot: 0, generation: 0 }, tenant(1), true));
         assert!(!slots.reclaim(
             Place {
                 slot: 200,
                 generation: 0
             },
-            tenant(1)
+            tenant(1),
+            true
         ));
     }
 }

@@ -76,6 +76,11 @@ pub(super) fn is_alive(p: Process) -> bool {
     life(p) != Life::Dead
 }
 
+/// The state as a file has it; `None` if it can't be understood.
+pub(super) fn parse(text: &[u8]) -> Option<Slots> {
+    serde_json::from_slice(text).ok().filter(Slots::is_sound)
+}
+
 /// Where the state of a directory's broker is.
 pub(super) struct StateFile(PathBuf);
 
@@ -90,8 +95,7 @@ impl StateFile {
         if !meta.is_file() || meta.len() > MAX_LEN {
             return None;
         }
-        let text = fs::read(&self.0).ok()?;
-        serde_json::from_slice(&text).ok().filter(Slots::is_sound)
+        parse(&fs::read(&self.0).ok()?)
     }
 
     /// Writes the state; a reader sees the former or this one.
@@ -120,6 +124,7 @@ mod tests {
         let own = process(std::process::id()).unwrap();
         let tenant = Tenant {
             process: own,
+            uid: 0,
             token: u64::MAX,
         };
         slots.allocate(boot_time(), tenant).unwrap();

@@ -2,10 +2,10 @@
 //! systemd keeps when a system broker ends, since its members, of other users, are not trusted with them.
 
 use std::{
-    collections::HashMap,
     ffi::{OsStr, OsString},
     io::{self, IoSlice},
     mem::MaybeUninit,
+    net::IpAddr,
     os::{
         fd::{BorrowedFd, OwnedFd},
         unix::ffi::OsStrExt,
@@ -15,6 +15,8 @@ use std::{
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
+
+use roce_net::environment;
 
 use crate::sys;
 
@@ -26,7 +28,7 @@ pub(super) struct Notify(Option<OsString>);
 
 impl Notify {
     pub(super) fn from_env() -> Self {
-        Self(std::env::var_os("NOTIFY_SOCKET").filter(|s| !s.is_empty()))
+        Self(environment::var_os("NOTIFY_SOCKET"))
     }
 
     /// Sends a message like `READY=1`.
@@ -50,8 +52,7 @@ impl Notify {
 
 /// The descriptors that systemd kept for us. Call it once, and before the process opens any of its own.
 pub(super) fn kept_descriptors() -> Vec<OwnedFd> {
-    let vars: HashMap<OsString, OsString> = std::env::vars_os().collect();
-    let number = |name: &str| vars.get(OsStr::new(name))?.to_str()?.parse::<u32>().ok();
+    let number = |name: &str| environment::var(name)?.parse::<u32>().ok();
     let ours = number("LISTEN_PID") == Some(std::process::id());
     let count = number("LISTEN_FDS").filter(|_| ours).unwrap_or(0).min(1 << 12) as i32;
     (FIRST..FIRST + count)
@@ -60,6 +61,28 @@ pub(super) fn kept_descriptors() -> Vec<OwnedFd> {
             unsafe { sys::inherited(fd) }
         })
         .collect()
+}
+
+/// What a vault is called among the descriptors that systemd keeps: letters and digits only.
+fn vault_name(addr: IpAddr) -> String {
+    let bytes: Vec<u8> = match addr {
+        IpAddr::V4(a) => a.octets().into(),
+        IpAddr::V6(a) => a.octets().into(),
+    };
+    let digits: Vec<String> = bytes.iter().map(|b| format!("{b:02x}")).collect();
+    format!("vault-{}", digits.concat())
+}
+
+impl Notify {
+    /// Has a vault kept. That its other end is closed is no reason to drop it (`FDPOLL`).
+    pub(super) fn keep(&self, addr: IpAddr, vault: BorrowedFd<'_>) -> io::Result<()> {
+        self.say(&format!("FDSTORE=1\nFDPOLL=0\nFDNAME={}", vault_name(addr)), &[vault])
+    }
+
+    /// Has a vault dropped.
+    pub(super) fn drop_kept(&self, addr: IpAddr) -> io::Result<()> {
+        self.say(&format!("FDSTOREREMOVE=1\nFDNAME={}", vault_name(addr)), &[])
+    }
 }
 
 #[cfg(test)]
@@ -75,11 +98,15 @@ mod tests {
         let notify = Notify(Some(path.into()));
         notify.say("READY=1", &[]).unwrap();
         notify.say("FDSTORE=1", &[socket.as_fd()]).unwrap();
-        let mut bytes = [0; 64];
+        let mut bytes = [0; 128];
         let n = socket.recv(&mut bytes).unwrap();
         assert_eq!(&bytes[..n], b"READY=1");
         let n = socket.recv(&mut bytes).unwrap();
         assert_eq!(&bytes[..n], b"FDSTORE=1");
+        notify.drop_kept("fe80::1".parse().unwrap()).unwrap();
+        let n = socket.recv(&mut bytes).unwrap();
+        let text = str::from_utf8(&bytes[..n]).unwrap();
+        assert_eq!(text, "FDSTOREREMOVE=1\nFDNAME=vault-fe800000000000000000000000000001");
         Notify(None).say("nobody", &[]).unwrap();
     }
 }

@@ -10,13 +10,14 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use super::{
     broker::{Broker, CLIENT_BUDGET},
     client::{FIRST_WORD, MAX_WAITING, MAX_WAITING_BYTES},
+    quota::MAX_NAMELESS,
     requests::{MAX_DEFERRED, MAX_NAME},
     slots::{Slots, Tenant},
     state::{StateFile, boot_time, namespace, process},
     *,
 };
 use crate::{
-    proto::{Meta, Place, Refusal, Reply, Report, Request, ToBroker, ToClient, UNASKED, VERSION},
+    proto::{Connection, Meta, Place, Refusal, Reply, Report, Request, ToBroker, ToClient, UNASKED, VERSION},
     wire::{self, MAX_RECORD, RecvError},
 };
 
@@ -26,14 +27,22 @@ const TCP: u64 = 0x0106_0000;
 const PORT: u64 = TCP | 7000;
 
 fn broker(dir: &Path) -> Broker {
-    let listener = UnixListener::bind(dir.join("socket")).unwrap();
-    Broker::new(
-        &Config::new(dir.into()),
-        listener.into(),
-        vec![],
-        systemd::Notify::from_env(),
-    )
-    .unwrap()
+    broker_of(&Config::new(dir.into()))
+}
+
+/// For several users, without isolation.
+fn shared_broker(dir: &Path, quotas: Quotas) -> Broker {
+    broker_of(&Config {
+        shared: Some(0o600),
+        isolate: false,
+        quotas,
+        ..Config::new(dir.into())
+    })
+}
+
+fn broker_of(config: &Config) -> Broker {
+    let listener = UnixListener::bind(config.dir.join("socket")).unwrap();
+    Broker::new(config, listener.into(), vec![], systemd::Notify::from_env()).unwrap()
 }
 
 /// The other end of a connection, and the broker's number for it.
@@ -52,7 +61,18 @@ impl Peer {
     }
 
     fn member(broker: &mut Broker) -> (Self, Place) {
+        Self::new(broker).into_member(broker)
+    }
+
+    /// As if another user had connected.
+    fn of_user(broker: &mut Broker, uid: u32) -> Self {
         let this = Self::new(broker);
+        broker.clients[this.key].uid = uid;
+        this
+    }
+
+    fn into_member(self, broker: &mut Broker) -> (Self, Place) {
+        let this = self;
         match this.ask(broker, hello("member")) {
             Some(Reply::Welcome { place, .. }) => (this, place),
             other => panic!("{other:?}"),
@@ -140,7 +160,11 @@ fn requests_that_wait_for_a_former_member_are_bounded_and_go_with_their_process(
     let dir = tempfile::tempdir().unwrap();
     let mut slots = Slots::new(0, namespace());
     let own = process(std::process::id()).unwrap();
-    let tenant = Tenant { process: own, token: 7 };
+    let tenant = Tenant {
+        process: own,
+        uid: 0,
+        token: 7,
+    };
     let absent = slots.allocate(boot_time(), tenant).unwrap();
     StateFile::new(dir.path()).write(&slots).unwrap();
     let mut broker = broker(dir.path());
@@ -278,4 +302,138 @@ fn who_says_nothing_is_given_up_and_names_are_cut() {
     assert!(broker.clients.contains(silent.key));
     broker.give_up_silent(start + FIRST_WORD);
     assert!(!broker.clients.contains(silent.key) && broker.clients.contains(named.key));
+}
+
+const QUOTAS: Quotas = Quotas {
+    places: 3,
+    addresses: 2,
+    ports: 4,
+    connections: 5,
+};
+
+#[test]
+fn a_user_has_so_many_places_and_others_have_theirs() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut broker = shared_broker(dir.path(), QUOTAS);
+    let places = |broker: &mut Broker, uid| {
+        let peer = Peer::of_user(broker, uid);
+        let reply = peer.ask(broker, hello("one of many"));
+        (peer, reply)
+    };
+    let mut all = vec![];
+    for _ in 0..QUOTAS.places {
+        let (peer, reply) = places(&mut broker, 1);
+        assert!(matches!(reply, Some(Reply::Welcome { .. })));
+        all.push(peer);
+    }
+    assert!(is_refused(places(&mut broker, 1).1, Refusal::Quota));
+    assert!(matches!(places(&mut broker, 2).1, Some(Reply::Welcome { .. })));
+    assert_eq!(broker.counters["refused_places"], 1);
+    // What was left without a goodbye rests, and only so much of that.
+    let mut killed = 0;
+    loop {
+        for peer in all.drain(..) {
+            broker.remove(peer.key, false);
+            killed += 1;
+        }
+        let (peer, reply) = places(&mut broker, 1);
+        if is_refused(reply, Refusal::Quota) {
+            break;
+        }
+        all.push(peer);
+    }
+    assert_eq!(killed, QUOTAS.resting());
+    assert!(matches!(places(&mut broker, 2).1, Some(Reply::Welcome { .. })));
+}
+
+#[test]
+fn a_user_has_so_many_ports_and_connections() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut broker = shared_broker(dir.path(), QUOTAS);
+    let own: std::net::IpAddr = [127, 44, 1, 1].into();
+    let open = |addr| Request::Open { addr, again: false };
+    let member = |broker: &mut Broker, uid| {
+        let (peer, place) = Peer::of_user(broker, uid).into_member(broker);
+        assert!(matches!(peer.ask(broker, open(own)), Some(Reply::Opened { .. })));
+        (peer, place)
+    };
+    let (one, other, third) = (member(&mut broker, 1), member(&mut broker, 1), member(&mut broker, 2));
+    for n in 0..QUOTAS.ports {
+        let peer = if n % 2 == 0 { &one.0 } else { &other.0 };
+        assert!(matches!(peer.ask(&mut broker, bind(TCP)), Some(Reply::Bound { .. })));
+    }
+    assert!(is_refused(other.0.ask(&mut broker, bind(TCP)), Refusal::Quota));
+    let listen = Request::Listen {
+        service: PORT,
+        addr: None,
+    };
+    assert!(is_refused(one.0.ask(&mut broker, listen), Refusal::Quota));
+    assert!(matches!(third.0.ask(&mut broker, bind(TCP)), Some(Reply::Bound { .. })));
+
+    let conn = |place: Place, n: u32| Connection {
+        local: own,
+        remote: [127, 44, 1, 2].into(),
+        local_id: place.numbers().comm_ids().0 + n,
+        remote_id: n,
+        remote_qpn: 7,
+    };
+    let all = |place| (1..10).map(|n| conn(place, n)).collect::<Vec<_>>();
+    broker.on_connections(one.0.key, &all(one.1)[..3], &[]);
+    broker.on_connections(other.0.key, &all(other.1), &[]);
+    broker.on_connections(third.0.key, &all(third.1), &[]);
+    let count = |broker: &Broker| [one.1, other.1, third.1].map(|place| broker.tracker.count(place));
+    assert_eq!(count(&broker), [3, 2, 5]);
+    assert_eq!(broker.counters["refused_connections"], 7 + 4);
+    // Told again they are no more; and what is over makes room.
+    broker.on_connections(one.0.key, &all(one.1)[..3], &[]);
+    broker.on_connections(one.0.key, &all(one.1)[3..4], &[conn(one.1, 1).local_id]);
+    assert_eq!(count(&broker), [3, 2, 5]);
+    // Others', and from addresses that it has not opened.
+    let elsewhere = Connection {
+        local: [127, 44, 1, 9].into(),
+        ..conn(one.1, 20)
+    };
+    broker.on_connections(one.0.key, &[], &[conn(one.1, 2).local_id, conn(other.1, 1).local_id]);
+    broker.on_connections(one.0.key, &[elsewhere, conn(other.1, 30)], &[]);
+    assert_eq!(count(&broker), [2, 2, 5]);
+    assert_eq!(broker.counters["refused_foreign_connections"], 2);
+}
+
+#[test]
+fn a_user_has_so_many_addresses_and_what_nobody_uses_makes_room() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut broker = shared_broker(dir.path(), QUOTAS);
+    let open = |last| Request::Open {
+        addr: [127, 44, 2, last].into(),
+        again: false,
+    };
+    let is_open =
+        |broker: &mut Broker, peer: &Peer, last| matches!(peer.ask(broker, open(last)), Some(Reply::Opened { .. }));
+    let (one, _) = Peer::of_user(&mut broker, 1).into_member(&mut broker);
+    let (other, _) = Peer::of_user(&mut broker, 2).into_member(&mut broker);
+    assert!(is_open(&mut broker, &one, 1) && is_open(&mut broker, &one, 2));
+    assert!(is_refused(one.ask(&mut broker, open(3)), Refusal::Quota));
+    assert_eq!(broker.counters["refused_addresses"], 1);
+    assert!(is_open(&mut broker, &other, 3) && is_open(&mut broker, &other, 2));
+    broker.remove(one.key, true);
+    // The first is idle now, the second is the other's.
+    let (one, _) = Peer::of_user(&mut broker, 1).into_member(&mut broker);
+    assert!(is_open(&mut broker, &one, 4) && is_open(&mut broker, &one, 5));
+    assert!(broker.group_of([127, 44, 2, 1].into()).is_none() && broker.group_of([127, 44, 2, 2].into()).is_some());
+}
+
+#[test]
+fn a_user_has_so_many_connections_to_the_broker_without_a_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut broker = shared_broker(dir.path(), QUOTAS);
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let all: Vec<_> = (0..MAX_NAMELESS + 50)
+        .map(|_| {
+            let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+            broker.add_client(theirs).unwrap();
+            ours
+        })
+        .collect();
+    assert_eq!((broker.clients.len(), all.len()), (MAX_NAMELESS, MAX_NAMELESS + 50));
+    assert_eq!(broker.counters["refused_connects"], 50);
 }

@@ -1,6 +1,6 @@
 //! A connection to the broker that says what the test likes.
 
-use std::os::fd::OwnedFd;
+use std::{os::fd::OwnedFd, path::Path};
 
 use roce_broker::{
     Report,
@@ -14,8 +14,13 @@ pub(crate) struct Raw(OwnedFd);
 
 impl Raw {
     pub(crate) fn connect(place: &Place) -> Self {
+        Self::at(&place.broker_dir())
+    }
+
+    /// To the broker of a directory.
+    pub(crate) fn at(dir: &Path) -> Self {
         let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
-        let at = SocketAddrUnix::new(place.broker_dir().join("broker.sock")).unwrap();
+        let at = SocketAddrUnix::new(dir.join("broker.sock")).unwrap();
         rustix::net::connect(&socket, &at).unwrap();
         sockopt::set_socket_timeout(&socket, sockopt::Timeout::Recv, Some(PATIENCE)).unwrap();
         Self(socket)

@@ -1,0 +1,43 @@
+//! What comes from other processes or from a file, for fuzzing: every reader of the broker's formats, over bytes.
+
+use serde::{Serialize, de::DeserializeOwned};
+
+use crate::{
+    proto::{MAX_COUNTERS, MAX_REPORT_ADDRS, ToBroker, ToClient},
+    server, wire,
+};
+
+/// Reads a record as the broker does that a member has sent, and gives it as we would write it. `None`: it is no record.
+pub fn from_member(bytes: &[u8]) -> Option<Vec<u8>> {
+    again::<ToBroker>(bytes, |message| {
+        if let ToBroker::Report {
+            report: Some(report), ..
+        } = message
+        {
+            let kept = report.clone().bounded();
+            assert!(kept.addrs.len() <= MAX_REPORT_ADDRS && kept.counters.len() <= MAX_COUNTERS);
+            assert_eq!(kept.clone().bounded(), kept);
+        }
+    })
+}
+
+/// Reads a record as a member does that the broker has sent, and gives it as we would write it. `None`: it is no record.
+pub fn from_broker(bytes: &[u8]) -> Option<Vec<u8>> {
+    again::<ToClient>(bytes, |_| {})
+}
+
+fn again<T: Serialize + DeserializeOwned>(bytes: &[u8], look: impl FnOnce(&T)) -> Option<Vec<u8>> {
+    let (message, payload) = wire::decode::<T>(bytes).ok()?;
+    look(&message);
+    wire::encode(&message, &payload).ok()
+}
+
+/// Finds out whom a packet is for that reached the broker's socket, or was handed over.
+pub fn packet(bytes: &[u8]) {
+    server::classify(bytes);
+}
+
+/// Reads the state file that a former broker left, and does with it what a broker does. True: it is one.
+pub fn state(bytes: &[u8]) -> bool {
+    server::read_state(bytes)
+}

@@ -1,0 +1,99 @@
+//! What one user may have, and what is said when it is more.
+
+use std::{collections::HashMap, time::Duration};
+
+use roce_verbs::Instant;
+
+use crate::proto::{GENERATIONS, SLOTS};
+
+/// What one user (by the user id of its processes) may have at a time. What is more is refused.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Quotas {
+    /// Processes with a place.
+    pub places: usize,
+    /// Addresses that were opened for it.
+    pub addresses: usize,
+    /// Ports of RDMA_CM's port spaces, of all of its processes.
+    pub ports: usize,
+    /// Connections that are recorded, of all of its processes. Others work as well; when their process dies their peers are
+    /// not told.
+    pub connections: usize,
+}
+
+impl Quotas {
+    /// Of a broker for one user: the limits of all.
+    pub const PRIVATE: Self = Self {
+        places: SLOTS - 1,
+        addresses: MAX_GROUPS,
+        ports: 131_072,
+        connections: 131_072,
+    };
+    /// Of a broker for several users: one of them leaves half of the places to the others.
+    pub const SHARED: Self = Self {
+        places: 64,
+        addresses: 16,
+        ports: 8192,
+        connections: 16_384,
+    };
+
+    /// Places that may rest of processes that ended without a goodbye: more are not had until some have rested.
+    pub(super) const fn resting(&self) -> usize {
+        let all = SLOTS * GENERATIONS;
+        if self.places >= SLOTS - 1 {
+            return all;
+        }
+        let some = 4 * self.places;
+        if some < all / 4 { some } else { all / 4 }
+    }
+}
+
+/// Groups of all users: each keeps a record with systemd (`FileDescriptorStoreMax`), and is up to 128 sockets.
+pub(super) const MAX_GROUPS: usize = 64;
+/// Connections of one user that have no place (yet).
+pub(super) const MAX_NAMELESS: usize = 256;
+
+/// How often the same is written to the log.
+const PAUSE: Duration = Duration::from_secs(10);
+
+/// Lets one line of a kind through in a while.
+#[derive(Default)]
+pub(super) struct Throttle {
+    last: HashMap<&'static str, (Instant, u64)>,
+}
+
+impl Throttle {
+    /// Whether a line of this kind is to be written now; if so, how many were not before it.
+    pub(super) fn pass(&mut self, now: Instant, kind: &'static str) -> Option<u64> {
+        match self.last.get_mut(kind) {
+            Some((at, left_out)) if *at + PAUSE > now => {
+                *left_out += 1;
+                None
+            }
+            _ => self.last.insert(kind, (now, 0)).map(|(_, n)| n).or(Some(0)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_line_in_a_while() {
+        let mut t = Throttle::default();
+        let now = Instant::ZERO;
+        assert_eq!(t.pass(now, "a"), Some(0));
+        assert_eq!(
+            (t.pass(now, "a"), t.pass(now, "a"), t.pass(now, "b")),
+            (None, None, Some(0))
+        );
+        assert_eq!(t.pass(now + PAUSE, "a"), Some(2));
+        assert_eq!(t.pass(now + PAUSE + PAUSE, "a"), Some(0));
+    }
+
+    #[test]
+    fn one_user_of_several_can_not_let_all_places_rest() {
+        assert!(Quotas::SHARED.resting() <= SLOTS * GENERATIONS / 4);
+        assert_eq!(Quotas::PRIVATE.resting(), SLOTS * GENERATIONS);
+    }
+}
