@@ -9,7 +9,10 @@ use roce_verbs::{
     wr::PostError,
 };
 
-use crate::proto::{ProtoError, errno};
+use crate::{
+    admission::Refusal,
+    proto::{ProtoError, errno},
+};
 
 /// Why a session could not be opened, or a server not be started.
 #[derive(Debug, thiserror::Error)]
@@ -69,7 +72,7 @@ fn refusal(reason: RejectReason, errno: Option<i32>) -> String {
             "the server found the request malformed or of another version (ECONNRESET)".into()
         }
         (Some(errno::ENXIO), _) => "the server knows no such session (ENXIO)".into(),
-        (Some(errno::EBUSY), _) => "an earlier session still exists on the server, try again later (EBUSY)".into(),
+        (Some(errno::EBUSY), _) => "the server asks to try again later (EBUSY)".into(),
         (Some(errno::EEXIST), _) => "the session has a path between these addresses already (EEXIST)".into(),
         (Some(errno::ENOMEM), _) => "the server is out of memory (ENOMEM)".into(),
         (Some(errno::EACCES), _) => "the server does not allow this address (EACCES)".into(),
@@ -105,6 +108,12 @@ pub enum PathError {
     /// The client wants the name of another session.
     #[error("another session is named {0:?} already")]
     NameTaken(String),
+    /// It may not be there.
+    #[error("refused: {0}")]
+    Refused(#[from] Refusal),
+    /// The peer used a key, address or right that it does not have.
+    #[error("the peer used a key that it had no right to")]
+    AccessError,
     /// A work request failed.
     #[error("{what} failed: {status:?}")]
     Completion {

@@ -6,11 +6,13 @@
 //!
 //! - [`proto`]: every message and the immediate values;
 //! - [`addr`]: path addresses as the kernel writes them;
+//! - [`admission`]: who gets into a server, without I/O;
 //! - [`client`]: [`client::Session`], registered I/O buffers, permits, requests;
 //! - [`server`]: [`server::Server`] and the [`server::ServerOps`] that its user implements.
 #![forbid(unsafe_code)]
 
 pub mod addr;
+pub mod admission;
 pub mod client;
 mod conn;
 mod error;
@@ -18,6 +20,7 @@ pub mod heartbeat;
 mod poller;
 pub mod proto;
 pub mod server;
+pub mod throttle;
 
 pub use error::{Error, IoError, PathError};
 pub use proto::errno;

@@ -2,7 +2,10 @@
 
 mod support;
 
-use std::{sync::mpsc, thread};
+use std::{
+    sync::{atomic::Ordering, mpsc},
+    thread,
+};
 
 use proptest::{
     prelude::*,
@@ -160,6 +163,82 @@ fn a_chunk_that_is_worked_on_is_out_of_reach() {
     still_serves(&bed);
 }
 
+/// A request in chunk 0: its data, and where its message starts.
+fn request(data: &[u8]) -> (Vec<u8>, u32) {
+    let header = Ask::Transfer(0).header(0);
+    let message = RdmaWrite::new(header.len() as u16);
+    let bytes = [data, &header, message.as_bytes()].concat();
+    (bytes, (data.len() + header.len()) as u32)
+}
+
+/// Who knows a key of another session's chunk can do nothing with it.
+#[test]
+fn keys_open_nothing_to_other_sessions() {
+    let bed = Bed::new(config());
+    let (mut mine, mut other) = (client(&bed), client(&bed));
+    mine.open("mine");
+    other.open("other");
+    let remote = |offset: u64| RemoteAddr {
+        addr: mine.chunks[0].addr + offset,
+        rkey: RKey(mine.chunks[0].rkey),
+    };
+    let (bytes, offset) = request(b"mine");
+    mine.end.deliver(&mine.cons[1].qp, SendOp::Write(remote(0)), &bytes);
+    let imm = Imm::IoReq(mine.layout.unwrap().pack(1, offset)).encode();
+    other
+        .end
+        .send(&other.cons[1].qp, SendOp::WriteWithImm(remote(0), imm), b"evil");
+    other.closed(1);
+    let imm = Imm::IoReq(mine.layout.unwrap().pack(0, offset)).encode();
+    mine.end.imm(&mine.cons[1].qp, imm);
+    let answer = mine.end.next(&mine.cons[1].qp).expect("an answer");
+    assert!(matches!(Imm::decode(answer.imm), Ok(Imm::IoRsp(r)) if r.errno == 0));
+    assert_eq!(&bed.disk.bytes.lock()[..4], b"mine");
+    assert_eq!(bed.disk.requests.load(Ordering::Relaxed), 1);
+    drop(other);
+    eventually("the end of the bad session", || bed.server.sessions().len() == 1);
+    assert_eq!(bed.server.counters().access_errors, 1);
+    drop(mine);
+    still_serves(&bed);
+}
+
+#[test]
+fn whoever_tries_keys_again_and_again_has_to_wait() {
+    let bed = Bed::new(config());
+    let mut refused = 0;
+    for _ in 0..12 {
+        let mut c = client(&bed);
+        match c.connect(c.request(0, 2)) {
+            Err(errno) => {
+                assert_eq!(errno, errno::EBUSY);
+                refused += 1;
+                continue;
+            }
+            Ok(()) => c.connect(c.request(1, 2)).unwrap(),
+        }
+        assert!(c.information(InfoReq::new("bad").unwrap().as_bytes()));
+        let remote = RemoteAddr {
+            addr: c.chunks[0].addr,
+            rkey: RKey(c.chunks[0].rkey ^ 0xff),
+        };
+        c.end.send(&c.cons[1].qp, SendOp::Write(remote), b"evil");
+        c.closed(1);
+        drop(c);
+        eventually("its end", || bed.server.sessions().is_empty());
+    }
+    assert!(refused > 0, "nothing slows it down");
+    let counters = bed.server.counters();
+    assert_eq!(
+        (counters.access_errors, counters.refused_slowed_down),
+        (12 - refused, refused)
+    );
+    // Others don't have to.
+    let (ip, _) = addresses();
+    let dev = device(ip);
+    let mut other = Client::new(&dev, ip, bed.path.dst);
+    other.open("other");
+}
+
 #[test]
 fn connection_requests_that_can_not_be() {
     let bed = Bed::new(ServerConfig {
@@ -274,7 +353,7 @@ fn a_handshake_that_is_not_finished_ends() {
     });
     let mut c = client(&bed);
     c.connect(c.request(0, 2)).unwrap();
-    assert_eq!(bed.server.sessions().len(), 1);
+    eventually("its session", || bed.server.sessions().len() == 1);
     c.closed(0);
     eventually("its end", || bed.server.sessions().is_empty());
     assert_eq!(bed.server.counters().handshakes_lost, 1);

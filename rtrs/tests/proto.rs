@@ -263,3 +263,15 @@ fn statuses_that_do_not_fit_become_eio() {
     assert_eq!(IoReply::new(1, 512, false).errno, 5);
     assert_eq!(IoReply::new(1, i32::MIN, false).errno, 5);
 }
+
+#[test]
+fn session_names_have_no_control_characters() {
+    for bad in ["a\nb", "\x1b[2J", "a\u{7f}", "\u{9b}31m"] {
+        assert!(check_name(bad).is_err(), "{bad:?}");
+        // As a client sends it that does not check.
+        let mut bytes = InfoReq::new("x").unwrap().as_bytes().to_vec();
+        bytes[2..2 + bad.len()].copy_from_slice(bad.as_bytes());
+        assert!(InfoReq::parse(&bytes).unwrap().name().is_err(), "{bad:?}");
+    }
+    assert!(check_name("größer 磁盘").is_ok());
+}

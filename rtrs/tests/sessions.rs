@@ -17,6 +17,7 @@ use roce::{Device, RejectReason};
 use rtrs::{
     Direction, Error, IoError, PathError,
     addr::PathAddr,
+    admission::AccessList,
     client::{ConType, OpenArgs, Outcome, Permit, Session},
     errno,
     server::{Server, ServerConfig},
@@ -552,7 +553,7 @@ fn a_client_that_is_killed_is_missed() {
 #[test]
 fn refusals_say_why() {
     let bed = Bed::new(ServerConfig {
-        allow: vec!["127.0.0.0/8".parse().unwrap()],
+        allow: AccessList::new(["127.0.0.0/8".parse().unwrap()]),
         max_sessions: 2,
         max_connections: 3,
         ..config()
@@ -581,7 +582,7 @@ fn refusals_say_why() {
 #[test]
 fn strangers_are_refused() {
     let bed = Bed::new(ServerConfig {
-        allow: vec!["10.0.0.0/8".parse().unwrap()],
+        allow: AccessList::new(["10.0.0.0/8".parse().unwrap()]),
         ..config()
     });
     let e = Session::open(&bed.client_dev, bed.args("s1", 1)).unwrap_err();
@@ -658,6 +659,7 @@ fn arguments_are_checked() {
     bad(&|c| (c.queue_depth, c.max_chunk_size) = (512, 1 << 20));
     bad(&|c| c.queue_depth = 60_000);
     bad(&|c| c.max_sessions = 0);
+    bad(&|c| c.max_paths = 0);
     bad(&|c| c.max_connections = 1);
 }
 

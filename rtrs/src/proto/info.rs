@@ -13,7 +13,8 @@ pub struct InfoReq {
     reserved: [u8; 15],
 }
 
-/// Checks a session name by the kernel's rules: no slash, no dot, 1 to 254 bytes.
+/// Checks a session name by the kernel's rules: no slash, no dot, 1 to 254 bytes. Of our own: no control characters, which
+/// would act on the terminals and in the logs of those who read it.
 ///
 /// # Errors
 /// Names the rule.
@@ -23,6 +24,7 @@ pub fn check_name(name: &str) -> Result<(), ProtoError> {
         n if n.len() >= NAME_MAX => Err(ProtoError::Name("longer than 254 bytes")),
         n if n.contains(['/', '.']) => Err(ProtoError::Name("must not contain '/' or '.'")),
         n if n.contains('\0') => Err(ProtoError::Name("contains a zero byte")),
+        n if n.contains(char::is_control) => Err(ProtoError::Name("contains a control character")),
         _ => Ok(()),
     }
 }

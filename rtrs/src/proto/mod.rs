@@ -158,7 +158,9 @@ impl SgDesc {
 }
 
 /// Identifies a session (`paths_uuid`) or a path (`sess_uuid`): 16 bytes, random (version 4).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[derive(
+    Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned,
+)]
 #[repr(transparent)]
 pub struct Uuid(pub [u8; 16]);
 

@@ -9,7 +9,7 @@ use roce_verbs::DeviceLimits;
 
 use crate::{
     Error,
-    addr::Cidr,
+    admission::{AccessList, Limits},
     heartbeat::HeartbeatConfig,
     proto::{
         ChunkLayout, DEFAULT_PORT, MAX_CONNECTIONS, MAX_HDR_SIZE, MAX_QUEUE_DEPTH, MIN_CHUNK_SIZE, SERVICE_QUEUE_DEPTH,
@@ -23,12 +23,14 @@ pub struct ServerConfig {
     pub addr: IpAddr,
     /// Port.
     pub port: u16,
-    /// Who may connect; empty means everybody.
-    pub allow: Vec<Cidr>,
+    /// Who may connect, and with which names; empty means everybody.
+    pub allow: AccessList,
     /// Sessions at a time; each has `queue_depth * max_chunk_size` bytes.
     pub max_sessions: usize,
-    /// Sessions of one client address at a time.
-    pub max_sessions_per_peer: usize,
+    /// Sessions of one client at a time: of one IPv4 address, one link-local IPv6 address or one other IPv6 /64.
+    pub max_sessions_per_client: usize,
+    /// Paths of all sessions at a time; each has two threads or more.
+    pub max_paths: usize,
     /// Connections of a path at most, the service connection included (kernel clients: number of CPUs + 1).
     pub max_connections: u16,
     /// Requests in flight of a session (chunks), 1 to 65535.
@@ -40,7 +42,7 @@ pub struct ServerConfig {
     pub always_invalidate: bool,
     /// Heartbeats.
     pub heartbeat: HeartbeatConfig,
-    /// Longest time from one step of a client's handshake to the next.
+    /// Longest time from a path's first connection request to the end of its handshake.
     pub handshake_timeout: Duration,
     /// Threads per path that poll the I/O connections.
     pub progress_threads: usize,
@@ -51,18 +53,20 @@ pub struct ServerConfig {
 impl Default for ServerConfig {
     /// The kernel's values: all addresses, port 1234, 512 chunks of 128 KiB, always_invalidate.
     fn default() -> Self {
+        let limits = Limits::default();
         Self {
             addr: IpAddr::V6(Ipv6Addr::UNSPECIFIED),
             port: DEFAULT_PORT,
-            allow: Vec::new(),
-            max_sessions: 64,
-            max_sessions_per_peer: 16,
-            max_connections: 257,
+            allow: AccessList::default(),
+            max_sessions: limits.sessions,
+            max_sessions_per_client: limits.sessions_per_client,
+            max_paths: limits.paths,
+            max_connections: limits.connections_per_path,
             queue_depth: 512,
             max_chunk_size: 128 << 10,
             always_invalidate: true,
             heartbeat: HeartbeatConfig::default(),
-            handshake_timeout: Duration::from_secs(30),
+            handshake_timeout: limits.handshake,
             progress_threads: 1,
             spin: Duration::from_micros(20),
         }
@@ -85,8 +89,16 @@ impl ServerConfig {
         u64::from(self.queue_depth) * u64::from(self.max_chunk_size)
     }
 
-    pub(super) fn allows(&self, ip: IpAddr) -> bool {
-        self.allow.is_empty() || self.allow.iter().any(|range| range.contains(ip))
+    /// What the admission keeps to.
+    pub fn limits(&self) -> Limits {
+        Limits {
+            sessions: self.max_sessions,
+            sessions_per_client: self.max_sessions_per_client,
+            paths: self.max_paths,
+            connections_per_path: self.max_connections,
+            handshake: self.handshake_timeout,
+            ..Limits::default()
+        }
     }
 
     /// Checks the values by themselves and against the device.
@@ -119,8 +131,14 @@ impl ServerConfig {
                 self.queue_depth
             ));
         }
-        if self.max_sessions == 0 || self.max_sessions_per_peer == 0 || self.progress_threads == 0 {
-            return config("at least one session and one progress thread are needed".into());
+        let needed = [
+            self.max_sessions,
+            self.max_sessions_per_client,
+            self.max_paths,
+            self.progress_threads,
+        ];
+        if needed.contains(&0) {
+            return config("at least one session, one path and one progress thread are needed".into());
         }
         if !(2..=MAX_CONNECTIONS).contains(&self.max_connections) {
             return config("a path has 2 to 4096 connections".into());

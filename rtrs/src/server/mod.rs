@@ -1,7 +1,7 @@
 //! The server: accepts sessions, keeps their chunks, and hands requests to its user.
 
-mod admission;
 mod config;
+mod desk;
 mod listener;
 mod path;
 mod post;

@@ -12,19 +12,22 @@ use std::{
 
 use parking_lot::{Condvar, Mutex};
 use roce_verbs::{
-    AccessFlags, Completion, QpCaps, Sge, WcFlags, WcOpcode,
+    AccessFlags, Completion, QpCaps, Sge, WcFlags, WcOpcode, WcStatus,
     provider::{MemoryRegion, Provider, QueuePair, VerbsError},
-    wr::RecvWr,
+    wr::{PostError, RecvWr},
 };
 use smallvec::SmallVec;
 
-use super::{Request, ServerConfig, listener::Shared, post::ServerWork, request::Answer, session::SrvSession};
+use super::{
+    Request, ServerConfig, desk::HalfOpen, listener::Shared, post::ServerWork, request::Answer, session::SrvSession,
+};
 use crate::{
     Error, PathError,
-    conn::{Conn, WrId, WrKind, caps},
+    admission::PathKey,
+    conn::{self, Conn, WrId, WrKind},
     heartbeat::Pulse,
     poller::{self, Flushed, Handler, IoSide, Queue},
-    proto::{self, ChunkLayout, Imm, InfoReq, InfoRsp, MAX_HDR_SIZE, ProtoError, SERVICE_QUEUE_DEPTH, Uuid},
+    proto::{self, ChunkLayout, Imm, InfoReq, InfoRsp, MAX_HDR_SIZE, ProtoError, SERVICE_QUEUE_DEPTH},
 };
 
 /// Send queue of an I/O connection at most: more answers wait their turn.
@@ -48,21 +51,20 @@ pub(super) struct Chunk<P: Provider> {
 }
 
 /// How far a path is.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum State {
-    /// Connections are being made; the next step has to come by then.
-    Connecting(Instant),
+    /// Connections are being made. The desk keeps the time.
+    Connecting,
     /// The handshake is done.
     Connected,
     Closing,
 }
 
-/// What identifies a path; from the first of its connection requests.
+/// What is known of a path from its first connection request.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PathId {
-    pub(super) uuid: Uuid,
+    pub(super) key: PathKey,
     pub(super) con_num: u16,
-    pub(super) local: SocketAddr,
     pub(super) peer: SocketAddr,
 }
 
@@ -73,8 +75,8 @@ pub(super) struct Path<P: Provider> {
     pub(super) id: PathId,
     pub(super) layout: ChunkLayout,
     conns: Vec<OnceLock<SrvConn<P>>>,
+    /// Of the I/O connections.
     cqs: Vec<P::Cq>,
-    service_caps: QpCaps,
     io_caps: QpCaps,
     pub(super) chunks: Vec<Chunk<P>>,
     /// The information request, and behind it the response.
@@ -90,22 +92,42 @@ pub(super) struct Path<P: Provider> {
     me: Weak<Self>,
 }
 
+/// Queue sizes of a service connection.
+pub(super) fn service_caps<P: Provider>(provider: &P, config: &ServerConfig) -> QpCaps {
+    conn::caps(provider, config.service_send_wr(), SERVICE_QUEUE_DEPTH + 1, 1)
+}
+
+/// What the threads of a path poll.
+pub(super) struct Queues<P: Provider> {
+    service: Queue<P>,
+    io: Vec<Queue<P>>,
+}
+
 impl<P: Provider> Path<P> {
-    /// Makes the path's objects and starts its threads. It has no connection yet.
-    pub(super) fn start(shared: &Arc<Shared<P>>, session: &Arc<SrvSession<P>>, id: PathId) -> Result<Arc<Self>, Error> {
+    /// Makes the objects of a path whose connection 0 stands. [`Path::run`] starts its threads.
+    pub(super) fn new(
+        shared: &Arc<Shared<P>>,
+        session: &Arc<SrvSession<P>>,
+        half_open: HalfOpen<P>,
+    ) -> Result<(Arc<Self>, Queues<P>), Error> {
         let (provider, config) = (&shared.provider, &shared.config);
+        let HalfOpen {
+            id,
+            service,
+            caps,
+            conn,
+            ..
+        } = half_open;
         let depth = config.queue_depth;
         let per_answer = if config.always_invalidate { 5 } else { 3 };
-        let service_caps = caps(provider, config.service_send_wr(), SERVICE_QUEUE_DEPTH + 1, 1);
-        let io_caps = caps(provider, (depth * per_answer + 1).min(IO_SEND_WR), depth + 1, 1);
-        let io = usize::from(id.con_num).saturating_sub(1);
-        let threads = config.progress_threads.min(io);
-        let service = Queue::new(provider, service_caps.max_send_wr + service_caps.max_recv_wr + 16)?;
-        let queues = Queue::spread(provider, io, threads, io_caps)?;
+        let io_caps = conn::caps(provider, (depth * per_answer + 1).min(IO_SEND_WR), depth + 1, 1);
+        let count = usize::from(id.con_num).saturating_sub(1);
+        let threads = config.progress_threads.min(count);
+        let io = Queue::spread(provider, count, threads, io_caps)?;
         let chunk = |_| -> Result<Chunk<P>, VerbsError> {
             let revocable = config
                 .always_invalidate
-                .then(|| provider.alloc_revocable(&shared.pd))
+                .then(|| provider.alloc_revocable(&session.pd))
                 .transpose()?;
             Ok(Chunk {
                 revocable,
@@ -116,84 +138,80 @@ impl<P: Provider> Path<P> {
         let chunks = (0..depth).map(chunk).collect::<Result<Vec<_>, _>>()?;
         let pieces = if config.always_invalidate { depth as usize } else { 1 };
         let info = provider.alloc_mr(
-            &shared.pd,
+            &session.pd,
             InfoReq::LEN + InfoRsp::len_for(pieces),
             AccessFlags::LOCAL_WRITE,
         )?;
+        Self::expect_messages(&conn, &info, caps).map_err(VerbsError::from)?;
+        let conns: Vec<_> = (0..id.con_num).map(|_| OnceLock::new()).collect();
+        let _ = conns[0].set(conn);
         let path = Arc::new_cyclic(|me| Self {
             shared: shared.clone(),
             session: session.clone(),
             id,
             layout: shared.layout,
-            conns: (0..id.con_num).map(|_| OnceLock::new()).collect(),
-            cqs: core::iter::once(&service)
-                .chain(&queues)
-                .map(|q| q.cq.clone())
-                .collect(),
-            service_caps,
+            conns,
+            cqs: io.iter().map(|q| q.cq.clone()).collect(),
             io_caps,
             chunks,
             info,
             pulse: Pulse::new(config.heartbeat),
             flushed: Flushed::default(),
-            state: Mutex::new(State::Connecting(Instant::now() + config.handshake_timeout)),
+            state: Mutex::new(State::Connecting),
             alive: AtomicBool::new(true),
             established: AtomicBool::new(false),
             inflight: Mutex::new(0),
             all_done: Condvar::new(),
             me: me.clone(),
         });
-        poller::spawn("rtrs-srv-svc", service, Duration::ZERO, path.clone())?;
-        for queue in queues {
-            let side = Arc::new(IoSide(path.clone()));
-            poller::spawn("rtrs-srv-io", queue, config.spin, side).inspect_err(|_| path.fail(PathError::Closed))?;
+        Ok((path, Queues { service, io }))
+    }
+
+    /// The receives of connection 0: the information request, then messages.
+    fn expect_messages(conn: &SrvConn<P>, info: &P::Mr, caps: QpCaps) -> Result<(), PostError> {
+        let sge = Sge {
+            addr: info.addr(),
+            length: InfoReq::LEN as u32,
+            lkey: info.lkey(),
+        };
+        let recv = RecvWr {
+            wr_id: WrId::new(WrKind::InfoRecv, conn.cid, 0).encode(),
+            sges: &[sge],
+        };
+        conn.qp.post_recv(&[recv]).map_err(|(_, e)| e)?;
+        conn.post_recvs(0..caps.max_recv_wr - 1, |_| None)
+    }
+
+    /// Starts the path's threads. If that fails the path ends.
+    pub(super) fn run(self: &Arc<Self>, queues: Queues<P>) -> Result<(), Error> {
+        let started = poller::spawn("rtrs-srv-svc", queues.service, Duration::ZERO, self.clone());
+        if let Err(e) = started {
+            // Nobody else cleans up.
+            self.finish();
+            return Err(e);
         }
-        Ok(path)
+        for queue in queues.io {
+            let side = Arc::new(IoSide(self.clone()));
+            poller::spawn("rtrs-srv-io", queue, self.config().spin, side)
+                .inspect_err(|_| self.fail(PathError::Closed))?;
+        }
+        Ok(())
     }
 
     pub(super) fn config(&self) -> &ServerConfig {
         &self.shared.config
     }
 
-    /// Whether connection `cid` of a request with this identity may still be added: all are between the same addresses.
-    pub(super) fn expects(&self, cid: u16, id: &PathId) -> bool {
-        matches!(*self.state.lock(), State::Connecting(_))
-            && id.con_num == self.id.con_num
-            && (id.local.ip(), id.peer.ip()) == (self.id.local.ip(), self.id.peer.ip())
-            && self.conns.get(usize::from(cid)).is_some_and(|c| c.get().is_none())
-    }
-
-    /// Makes the queue pair of a connection, with its receives posted.
+    /// Makes the queue pair of an I/O connection, with its receives posted.
     pub(super) fn add_connection(&self, cid: u16, cm: &P::CmId) -> Result<&SrvConn<P>, PathError> {
-        let (provider, pd) = (&self.shared.provider, &self.shared.pd);
-        let (cq, caps) = match cid {
-            0 => (&self.cqs[0], self.service_caps),
-            _ => (
-                &self.cqs[1 + (usize::from(cid) - 1) % (self.cqs.len() - 1)],
-                self.io_caps,
-            ),
-        };
-        let conn = SrvConn::new(provider, pd, cq, cid, caps)?;
-        if cid == 0 {
-            let sge = Sge {
-                addr: self.info.addr(),
-                length: InfoReq::LEN as u32,
-                lkey: self.info.lkey(),
-            };
-            let recv = RecvWr {
-                wr_id: WrId::new(WrKind::InfoRecv, cid, 0).encode(),
-                sges: &[sge],
-            };
-            conn.qp.post_recv(&[recv]).map_err(|(_, e)| e)?;
-        }
-        conn.post_recvs(0..caps.max_recv_wr - 1, |_| None)?;
+        let slot = self.conns.get(usize::from(cid)).filter(|_| cid > 0);
+        let slot = slot.ok_or(PathError::Unexpected("a connection that can't be"))?;
+        let cq = &self.cqs[(usize::from(cid) - 1) % self.cqs.len()];
+        let conn = SrvConn::new(&self.shared.provider, &self.session.pd, cq, cid, self.io_caps)?;
+        conn.post_recvs(0..self.io_caps.max_recv_wr - 1, |_| None)?;
         conn.set_cm(cm.clone());
-        let slot = &self.conns[usize::from(cid)];
         if slot.set(conn).is_err() {
             return Err(PathError::Unexpected("a connection that exists already"));
-        }
-        if let State::Connecting(deadline) = &mut *self.state.lock() {
-            *deadline = Instant::now() + self.config().handshake_timeout;
         }
         // The path may have gone down before it could see this connection.
         slot.get().filter(|_| !self.stopped()).ok_or(PathError::Closed)
@@ -206,15 +224,32 @@ impl<P: Provider> Path<P> {
         }
     }
 
+    /// What is behind the end of a path: that the client used a key that it had no right to shows in the queue pair alone.
+    fn cause(&self, why: PathError) -> PathError {
+        let mut conns = self.conns.iter().filter_map(OnceLock::get);
+        match why {
+            PathError::Completion {
+                status: WcStatus::RemoteAccessError,
+                ..
+            } => PathError::AccessError,
+            PathError::Flushed | PathError::PeerDisconnected if conns.any(|c| c.qp.access_violated()) => {
+                PathError::AccessError
+            }
+            why => why,
+        }
+    }
+
     /// Takes the path down. Its service thread does the rest.
     pub(super) fn fail(&self, why: PathError) {
         {
             let mut state = self.state.lock();
-            if matches!(*state, State::Closing) {
+            if *state == State::Closing {
                 return;
             }
             *state = State::Closing;
         }
+        let why = self.cause(why);
+        self.shared.path_closing(self, matches!(why, PathError::AccessError));
         self.shared.counters.count(&why);
         let (session, peer) = (self.session.handle.name(), self.id.peer);
         match why {
@@ -283,7 +318,7 @@ impl<P: Provider> Path<P> {
     }
 
     fn message(&self, conn: &SrvConn<P>, imm: Imm) -> Result<(), PathError> {
-        if !matches!(*self.state.lock(), State::Connected) {
+        if *self.state.lock() != State::Connected {
             return match self.alive.load(Ordering::Acquire) {
                 true => Err(PathError::Unexpected("a message before the handshake is done")),
                 false => Ok(()),
@@ -373,34 +408,19 @@ impl<P: Provider> Path<P> {
                 "an information request before all connections are made",
             ));
         }
-        if !self.shared.take_name(name, self.id.con_num, &self.session) {
-            return Err(PathError::NameTaken(name.into()));
-        }
+        self.shared.take_name(name, self)?;
         self.pulse.restart();
         {
             let mut state = self.state.lock();
             match *state {
-                State::Connecting(_) => *state = State::Connected,
+                State::Connecting => *state = State::Connected,
                 _ => return Ok(()),
             }
         }
         self.established.store(true, Ordering::Release);
-        self.shared.path_up(&self.session);
+        self.shared.path_up(self);
         tracing::info!(session = name, peer = %self.id.peer, connections = self.id.con_num, "path is up");
         Ok(conn.submit(ServerWork::Info(self.config().queue_depth), self)?)
-    }
-
-    fn state_timer(&self, now: Instant) -> Option<Instant> {
-        let state = self.state.lock().clone();
-        match state {
-            State::Connecting(deadline) if now < deadline => Some(deadline),
-            State::Connecting(_) => {
-                self.fail(PathError::HandshakeTimeout(self.config().handshake_timeout));
-                None
-            }
-            State::Connected => Some(self.beat(now)),
-            State::Closing => None,
-        }
     }
 
     fn beat(&self, now: Instant) -> Instant {
@@ -443,12 +463,13 @@ impl<P: Provider> Handler for Path<P> {
         self.fail(why);
     }
 
-    /// The end of the handshake's time, or a heartbeat.
+    /// A heartbeat.
     fn timers(&self, now: Instant) -> Option<Instant> {
         if let Err(e) = self.flushed.check(now) {
             self.fail(e);
         }
-        let next = self.state_timer(now);
+        let connected = *self.state.lock() == State::Connected;
+        let next = connected.then(|| self.beat(now));
         self.flushed.due().into_iter().chain(next).min()
     }
 

@@ -97,6 +97,8 @@ impl Eq for SessionHandle {}
 /// A session's memory and paths.
 pub(super) struct SrvSession<P: Provider> {
     pub(super) handle: SessionHandle,
+    /// Of its own: what another session knows of our keys opens nothing to it.
+    pub(super) pd: P::Pd,
     /// All chunks in one region, one after the other: the only large allocation.
     pub(super) chunks: P::Mr,
     pub(super) paths: Mutex<Vec<Arc<Path<P>>>>,
@@ -128,6 +130,7 @@ impl<P: Provider> SrvSession<P> {
                 queue_depth: config.queue_depth,
                 max_io_size: config.max_io_size(),
             })),
+            pd: pd.clone(),
             chunks: provider.alloc_mr(pd, bytes, access)?,
             paths: Mutex::new(Vec::new()),
             established: Mutex::new(0),

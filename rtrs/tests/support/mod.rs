@@ -3,6 +3,7 @@
 #![allow(dead_code)]
 
 pub(crate) mod raw;
+pub(crate) mod stranger;
 
 use std::{
     net::{IpAddr, SocketAddr},

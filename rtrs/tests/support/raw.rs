@@ -123,6 +123,21 @@ impl End {
         let _ = qp.post_send(&[wr]);
     }
 
+    /// Sends bytes, and waits until the peer has them.
+    pub(crate) fn deliver(&self, qp: &Qp, op: SendOp, bytes: &[u8]) {
+        self.send(qp, op, bytes);
+        let deadline = Instant::now() + PATIENCE;
+        let mut out = Vec::new();
+        while !out
+            .iter()
+            .any(|wc: &Completion| wc.qpn == qp.qpn() && wc.wr_id == 1 << 32)
+        {
+            assert!(Instant::now() < deadline, "no completion came");
+            self.cq.poll(&mut out, 1).unwrap();
+        }
+        assert!(out.iter().all(Completion::is_ok));
+    }
+
     pub(crate) fn imm(&self, qp: &Qp, imm: u32) {
         self.send(qp, SendOp::WriteWithImm(RemoteAddr::default(), imm), &[]);
     }
