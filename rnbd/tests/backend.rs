@@ -81,6 +81,23 @@ fn read_only_images_refuse_every_change() {
 }
 
 #[test]
+fn an_image_that_grew_is_used_to_its_new_end() {
+    let t = tempfile::tempdir().unwrap();
+    let (path, i) = image(t.path(), MIB);
+    assert_eq!(read(&i, MIB, 512).unwrap_err(), Errno::EIO);
+    File::options()
+        .write(true)
+        .open(path)
+        .unwrap()
+        .set_len(2 * MIB + 100)
+        .unwrap();
+    write(&i, 2 * MIB - 512, &[7; 512], true).unwrap();
+    assert_eq!(read(&i, 2 * MIB - 512, 512).unwrap(), [7; 512]);
+    assert_eq!(i.geometry().size, 2 * MIB);
+    assert_eq!(write(&i, 2 * MIB, &[7; 512], false).unwrap_err(), Errno::EIO);
+}
+
+#[test]
 fn a_truncated_image_gives_errors_and_does_not_grow_again() {
     let t = tempfile::tempdir().unwrap();
     let (path, i) = image(t.path(), MIB);

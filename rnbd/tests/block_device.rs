@@ -69,7 +69,7 @@ fn two_names_of_one_block_device_have_one_writer() {
     let spec = |name: &str, path: &Path| ExportSpec {
         name: name.into(),
         path: path.into(),
-        read_only: false,
+        ..ExportSpec::default()
     };
     let ex = Exports::new([spec("a", &l.path), spec("b", &link)], None).unwrap();
     let _w = ex.open("s", b"a", AccessMode::ReadWrite).unwrap();

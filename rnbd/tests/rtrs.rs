@@ -47,17 +47,27 @@ impl Lab {
         Self::with(|_| {})
     }
 
-    /// Exports: "disk" and "second" (8 MiB each, numbered sectors), "ro", and the folder with all of them.
+    /// Exports: "disk" and "second" (8 MiB each, numbered sectors), which lets a second writer in, "ro", and the folder with
+    /// all of them.
     fn with(change: impl FnOnce(&mut ServerConfig)) -> Self {
-        Self::build(change, None)
+        Self::build(change, |_| {}, None)
+    }
+
+    /// With other limits.
+    fn with_options(change: impl FnOnce(&mut ServerOptions)) -> Self {
+        Self::build(|_| {}, change, None)
     }
 
     /// With an export "extra" besides.
     fn with_export(path: &Path) -> Self {
-        Self::build(|_| {}, Some(path))
+        Self::build(|_| {}, |_| {}, Some(path))
     }
 
-    fn build(change: impl FnOnce(&mut ServerConfig), extra: Option<&Path>) -> Self {
+    fn build(
+        change: impl FnOnce(&mut ServerConfig),
+        limit: impl FnOnce(&mut ServerOptions),
+        extra: Option<&Path>,
+    ) -> Self {
         let addr = ferroce_loopback::address().into();
         let dir = tempfile::tempdir().unwrap();
         let content: Vec<u8> = (0..8 * MIB / 512).flat_map(sector).collect();
@@ -69,16 +79,17 @@ impl Lab {
                 name: name.into(),
                 path,
                 read_only: name == "ro",
+                migrate: name == "second",
             });
         }
         specs.extend(extra.map(|p| ExportSpec {
             name: "extra".into(),
             path: p.into(),
-            read_only: false,
+            ..ExportSpec::default()
         }));
         let folder = FolderSpec {
             path: dir.path().into(),
-            read_only: false,
+            ..FolderSpec::default()
         };
         let exports = Exports::new(specs, Some(&folder)).unwrap();
         let mut config = ServerConfig {
@@ -87,7 +98,9 @@ impl Lab {
             ..ServerConfig::default()
         };
         change(&mut config);
-        let server = Server::start(&device(addr), config, ServerOptions::new(exports)).unwrap();
+        let mut options = ServerOptions::new(exports);
+        limit(&mut options);
+        let server = Server::start(&device(addr), config, options).unwrap();
         Self { dir, addr, server }
     }
 
@@ -266,15 +279,85 @@ fn opens_are_refused_as_the_kernel_does() {
     ));
     assert_eq!(refused(b.map("disk", AccessMode::ReadWrite)), Errno::EPERM);
     assert_eq!(refused(b.map("disk.img", AccessMode::ReadWrite)), Errno::EPERM);
+    assert_eq!(refused(b.map("disk", AccessMode::Migration)), Errno::EPERM);
+    assert_eq!(refused(b.map("disk.img", AccessMode::Migration)), Errno::EPERM);
     let ro = b.map("disk", AccessMode::ReadOnly).unwrap();
-    let m = b.map("disk.img", AccessMode::Migration).unwrap();
+    write(&d, 0, &[9; 512], false).unwrap();
+    assert_eq!(read(&ro, 0, 512).unwrap(), [9; 512]);
+    drop(d);
+    b.map("disk.img", AccessMode::ReadWrite).unwrap();
+    let c = lab.server.counters();
+    assert_eq!((c.opens, c.refused, c.malformed), (3, 7, 0));
+}
+
+#[test]
+fn an_export_may_let_a_second_writer_in() {
+    let lab = Lab::new();
+    let (a, b, c) = (lab.client("a"), lab.client("b"), lab.client("c"));
+    let d = a.map("second", AccessMode::ReadWrite).unwrap();
+    assert_eq!(refused(b.map("second", AccessMode::ReadWrite)), Errno::EPERM);
+    let m = b.map("second", AccessMode::Migration).unwrap();
     write(&m, 0, &[9; 512], false).unwrap();
     assert_eq!(read(&d, 0, 512).unwrap(), [9; 512]);
-    assert_eq!(read(&ro, 0, 512).unwrap(), [9; 512]);
-    drop((d, m));
-    b.map("second", AccessMode::ReadWrite).unwrap();
+    assert_eq!(refused(c.map("second", AccessMode::Migration)), Errno::EPERM);
+}
+
+#[test]
+fn one_export_is_open_once_however_it_is_spelled() {
+    let lab = Lab::new();
+    let client = lab.client("a");
+    // Of the table, and of the folder.
+    for first in ["disk", "disk.img"] {
+        let d = client.map(first, AccessMode::ReadOnly).unwrap();
+        for n in 1..=80 {
+            for spelling in [
+                format!("{}{first}", "/".repeat(n)),
+                format!("{}{first}", "./".repeat(n)),
+                format!("{first}{}", "/".repeat(n)),
+            ] {
+                assert_eq!(
+                    refused(client.map(&spelling, AccessMode::ReadOnly)),
+                    Errno::EEXIST,
+                    "{spelling}"
+                );
+            }
+        }
+        assert_eq!(
+            refused(client.map(&format!("sub/../{first}"), AccessMode::ReadOnly)),
+            Errno::EINVAL
+        );
+        assert_eq!(lab.server.counters().open, 1);
+        d.unmap().unwrap();
+        assert_eq!(lab.server.counters().open, 0);
+        client.map(&format!("//{first}"), AccessMode::ReadOnly).unwrap();
+    }
+}
+
+#[test]
+fn open_devices_are_bounded() {
+    let lab = Lab::with_options(|o| {
+        o.max_devices = 2;
+        o.max_open = 3;
+    });
+    let (a, b) = (lab.client("a"), lab.client("b"));
+    let open = |client: &Client<_>, name| client.map(name, AccessMode::ReadOnly);
+    let first = open(&a, "disk").unwrap();
+    let second = open(&a, "second").unwrap();
+    assert_eq!(refused(open(&a, "ro")), Errno::EMFILE);
+    let third = open(&b, "disk").unwrap();
+    assert_eq!(refused(open(&b, "second")), Errno::ENFILE);
     let c = lab.server.counters();
-    assert_eq!((c.opens, c.refused, c.malformed), (4, 5, 0));
+    assert_eq!((c.opens, c.refused, c.refused_limit, c.open), (3, 2, 2, 3));
+    first.unmap().unwrap();
+    let fourth = open(&b, "second").unwrap();
+    drop((second, third, fourth));
+    a.session().close();
+    b.session().close();
+    let until = Instant::now() + PATIENCE;
+    while lab.server.counters().open > 0 {
+        assert!(Instant::now() < until, "{:?}", lab.server.counters());
+        std::thread::sleep(Duration::from_millis(10));
+    }
 }
 
 #[test]
@@ -511,7 +594,8 @@ fn requests_end_when_the_server_does() {
     }
     assert_eq!(d.buffer(512).unwrap_err(), Errno::ECONNABORTED);
     assert!(d.unmap().is_err());
-    assert!(client.map("second", AccessMode::ReadOnly).is_err());
+    let e = client.map("second", AccessMode::ReadOnly).unwrap_err();
+    assert!(matches!(e, MapError::Session(rtrs::Error::Down(_))), "{e}");
 }
 
 #[test]
@@ -562,8 +646,9 @@ fn nbd_over_it() {
     let lab = Lab::new();
     let d = Arc::new(lab.client("a").map("disk", AccessMode::ReadWrite).unwrap());
     let socket = lab.dir.path().join("nbd");
-    let nbd = NbdServer::start(NbdConfig::new(&socket, d.clone())).unwrap();
-    let (mut c, size, _) = common::Client::go(&socket, "");
+    let nbd = NbdServer::start(NbdConfig::new(&socket, d.clone()).named("disk")).unwrap();
+    assert_eq!(common::Client::go(&socket, "").1, 8 * MIB);
+    let (mut c, size, _) = common::Client::go(&socket, "disk");
     assert_eq!(size, 8 * MIB);
     let all = fs::read(lab.image("disk")).unwrap();
     assert!(

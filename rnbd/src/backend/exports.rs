@@ -23,8 +23,8 @@ use crate::{errno::Errno, proto::AccessMode};
 /// `dev_search_path`.
 const SESSION_MARK: &str = "%SESSNAME%";
 
-/// One name and the image file or block device behind it, `NAME=PATH[,ro]`.
-#[derive(Clone, PartialEq, Eq, Debug)]
+/// One name and the image file or block device behind it, `NAME=PATH[,ro|rw][,migrate]`.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct ExportSpec {
     /// What clients ask for.
     pub name: String,
@@ -32,19 +32,19 @@ pub struct ExportSpec {
     pub path: PathBuf,
     /// Nobody may write.
     pub read_only: bool,
+    /// Beside a writer, a second one gets in with [`AccessMode::Migration`]. Without it that mode is read-write.
+    pub migrate: bool,
 }
 
 impl FromStr for ExportSpec {
     type Err = String;
 
     fn from_str(s: &str) -> Result<Self, String> {
-        let (name, rest) = s
-            .split_once('=')
-            .ok_or_else(|| format!("{s:?} is not of the form NAME=PATH[,ro]"))?;
-        let (path, read_only) = rest.strip_suffix(",ro").map_or((rest, false), |p| (p, true));
-        let path = path.strip_suffix(",rw").unwrap_or(path);
-        if name.is_empty() || path.is_empty() {
-            return Err(format!("{s:?} is not of the form NAME=PATH[,ro]"));
+        let form = || format!("{s:?} is not of the form NAME=PATH[,ro][,migrate]");
+        let (name, rest) = s.split_once('=').ok_or_else(form)?;
+        let (path, access) = parse_access(rest)?;
+        if name.is_empty() || path.as_os_str().is_empty() {
+            return Err(form());
         }
         if name.len() >= crate::proto::NAME_MAX || name.contains("..") {
             return Err(format!(
@@ -53,35 +53,81 @@ impl FromStr for ExportSpec {
         }
         Ok(Self {
             name: name.into(),
-            path: path.into(),
-            read_only,
+            path,
+            read_only: access.read_only,
+            migrate: access.migrate,
         })
     }
 }
 
-/// A folder whose files and block devices are offered by their path below it.
-#[derive(Clone, PartialEq, Eq, Debug)]
+/// A folder whose files and block devices are offered by their path below it, `DIR[,ro|rw][,migrate]`.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct FolderSpec {
     /// The folder; may contain `%SESSNAME%`.
     pub path: PathBuf,
     /// Nobody may write.
     pub read_only: bool,
+    /// As in [`ExportSpec::migrate`], for all of them.
+    pub migrate: bool,
 }
 
 impl FromStr for FolderSpec {
     type Err = String;
 
     fn from_str(s: &str) -> Result<Self, String> {
-        let (path, read_only) = s.strip_suffix(",ro").map_or((s, false), |p| (p, true));
-        if path.is_empty() {
-            Err("empty folder name".into())
-        } else {
-            Ok(Self {
-                path: path.into(),
-                read_only,
-            })
+        let (path, access) = parse_access(s)?;
+        if path.as_os_str().is_empty() {
+            return Err("empty folder name".into());
         }
+        Ok(Self {
+            path,
+            read_only: access.read_only,
+            migrate: access.migrate,
+        })
     }
+}
+
+/// What an export allows.
+#[derive(Clone, Copy, Debug)]
+struct Access {
+    read_only: bool,
+    migrate: bool,
+}
+
+/// Splits `PATH[,OPTION]…`. Two commas stand for one in the path, as in QEMU's options.
+fn parse_access(text: &str) -> Result<(PathBuf, Access), String> {
+    let mut path = String::new();
+    let mut rest = text;
+    while let Some((before, after)) = rest.split_once(',') {
+        path.push_str(before);
+        let Some(further) = after.strip_prefix(',') else {
+            return Ok((path.into(), parse_options(after)?));
+        };
+        path.push(',');
+        rest = further;
+    }
+    path.push_str(rest);
+    Ok((path.into(), parse_options("rw")?))
+}
+
+fn parse_options(text: &str) -> Result<Access, String> {
+    let words: Vec<&str> = text.split(',').collect();
+    if let Some(unknown) = words.iter().find(|w| !["ro", "rw", "migrate"].contains(w)) {
+        return Err(format!(
+            "unknown option {unknown:?} of an export: there are ro, rw and migrate (a comma in the path is written \",,\")"
+        ));
+    }
+    let has = |word| words.contains(&word);
+    if has("ro") && has("rw") {
+        return Err("an export is either ro or rw".into());
+    }
+    if has("ro") && has("migrate") {
+        return Err("an export with ro has no writers: migrate would be for a second one".into());
+    }
+    Ok(Access {
+        read_only: has("ro"),
+        migrate: has("migrate"),
+    })
 }
 
 #[derive(Debug)]
@@ -89,7 +135,7 @@ struct Folder {
     dir: OwnedFd,
     path: PathBuf,
     per_session: bool,
-    read_only: bool,
+    access: Access,
 }
 
 impl Folder {
@@ -107,7 +153,10 @@ impl Folder {
             dir: lookup::open_dir(&path)?,
             path,
             per_session: mark.is_some(),
-            read_only: spec.read_only,
+            access: Access {
+                read_only: spec.read_only,
+                migrate: spec.migrate,
+            },
         })
     }
 
@@ -124,6 +173,29 @@ impl Folder {
 /// What a device is, whatever name it was opened by: inode of an image file, or number of a block device.
 type DeviceKey = (u32, u64, u64);
 
+/// Which export a name stands for, however it is spelled. Two names of the table are two exports, also when they have the
+/// same file behind them: what they allow may differ. In the folder every link to a file is that file.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum ExportId {
+    Named(Vec<u8>),
+    File(DeviceKey),
+}
+
+/// An export that was found and is not open yet.
+#[derive(Debug)]
+pub(crate) struct Found {
+    id: ExportId,
+    handle: OwnedFd,
+    access: Access,
+    label: String,
+}
+
+impl Found {
+    pub(crate) fn id(&self) -> &ExportId {
+        &self.id
+    }
+}
+
 /// The exports of a server.
 #[derive(Debug)]
 pub struct Exports {
@@ -136,6 +208,8 @@ pub struct Exports {
 #[derive(Debug)]
 struct Writers {
     count: u32,
+    /// All of them came by exports that let a second one in.
+    migrate: bool,
     /// Holds a lock against other servers' writers.
     _lock: Option<File>,
 }
@@ -211,46 +285,61 @@ impl Exports {
     ///
     /// # Errors
     /// EINVAL for a bad name, ENOENT when there is none, EACCES when a read-only export is to be written, EPERM when
-    /// there is a writer already (two for [`AccessMode::Migration`]), EBUSY when another process writes, ENOTBLK, EXDEV, and those of `open`.
+    /// there is a writer already (two, with [`AccessMode::Migration`] and an export that allows it), EBUSY when another
+    /// process writes, ENOTBLK, EXDEV, and those of `open`.
     pub fn open(self: &Arc<Self>, session: &str, name: &[u8], mode: AccessMode) -> Result<OpenExport, Errno> {
+        self.open_found(self.find(session, name)?, mode)
+    }
+
+    /// What a name stands for.
+    pub(crate) fn find(&self, session: &str, name: &[u8]) -> Result<Found, Errno> {
         let key = key_of(name)?;
-        let (handle, read_only, label) = if let Some(spec) = self.named.get(&key) {
-            (
-                lookup::open_path(&spec.path)?,
-                spec.read_only,
-                spec.path.display().to_string(),
-            )
-        } else {
-            let folder = self.folder.as_ref().ok_or(Errno::ENOENT)?;
-            let label = folder
-                .path
-                .join(Path::new(std::ffi::OsStr::from_bytes(&key)))
-                .display()
-                .to_string();
-            (folder.open(session, name)?, folder.read_only, label)
-        };
-        if read_only && mode.writable() {
+        if let Some(spec) = self.named.get(&key) {
+            return Ok(Found {
+                id: ExportId::Named(key),
+                handle: lookup::open_path(&spec.path)?,
+                access: Access {
+                    read_only: spec.read_only,
+                    migrate: spec.migrate,
+                },
+                label: spec.path.display().to_string(),
+            });
+        }
+        let folder = self.folder.as_ref().ok_or(Errno::ENOENT)?;
+        let handle = folder.open(session, name)?;
+        let label = folder.path.join(Path::new(std::ffi::OsStr::from_bytes(&key)));
+        Ok(Found {
+            id: ExportId::File(device_key(&handle)?),
+            handle,
+            access: folder.access,
+            label: label.display().to_string(),
+        })
+    }
+
+    pub(crate) fn open_found(self: &Arc<Self>, found: Found, mode: AccessMode) -> Result<OpenExport, Errno> {
+        if found.access.read_only && mode.writable() {
             return Err(Errno::EACCES);
         }
-        let writer = mode.writable().then(|| self.admit_writer(&handle, mode)).transpose()?;
-        let image = Image::from_handle(&handle, mode.writable(), label)?;
+        let writer = mode.writable().then(|| self.admit_writer(&found, mode)).transpose()?;
+        let image = Image::from_handle(&found.handle, mode.writable(), found.label)?;
         Ok(OpenExport { image, _writer: writer })
     }
 
-    fn admit_writer(self: &Arc<Self>, handle: &OwnedFd, mode: AccessMode) -> Result<WriterSlot, Errno> {
-        let st = lookup::stat(handle)?;
-        let key = match st.st_mode & libc::S_IFMT {
-            libc::S_IFBLK => (libc::S_IFBLK, st.st_rdev, 0),
-            other => (other, st.st_dev, st.st_ino),
-        };
-        let limit = if mode == AccessMode::Migration { 2 } else { 1 };
+    fn admit_writer(self: &Arc<Self>, found: &Found, mode: AccessMode) -> Result<WriterSlot, Errno> {
+        let key = device_key(&found.handle)?;
+        let migrate = found.access.migrate;
+        let second = migrate && mode == AccessMode::Migration;
         let mut w = self.writers.lock();
         match w.get_mut(&key) {
-            Some(n) if n.count >= limit => return Err(Errno::EPERM),
-            Some(n) => n.count += 1,
+            Some(n) if second && n.migrate && n.count < 2 => n.count += 1,
+            Some(_) => return Err(Errno::EPERM),
             None => {
-                let lock = lock_out_others(handle)?;
-                w.insert(key, Writers { count: 1, _lock: lock });
+                let writers = Writers {
+                    count: 1,
+                    migrate,
+                    _lock: lock_out_others(&found.handle)?,
+                };
+                w.insert(key, writers);
             }
         }
         Ok(WriterSlot {
@@ -258,6 +347,14 @@ impl Exports {
             key,
         })
     }
+}
+
+fn device_key(handle: &OwnedFd) -> Result<DeviceKey, Errno> {
+    let st = lookup::stat(handle)?;
+    Ok(match st.st_mode & libc::S_IFMT {
+        libc::S_IFBLK => (libc::S_IFBLK, st.st_rdev, 0),
+        other => (other, st.st_dev, st.st_ino),
+    })
 }
 
 /// Takes a lock that another server which exports the same file would have to have (`flock`). `None` where the file system
@@ -303,6 +400,14 @@ mod tests {
             name: name.into(),
             path: path.into(),
             read_only,
+            migrate: false,
+        }
+    }
+
+    fn migrating(name: &str, path: &Path) -> ExportSpec {
+        ExportSpec {
+            migrate: true,
+            ..spec(name, path, false)
         }
     }
 
@@ -314,9 +419,97 @@ mod tests {
             "d=x,rw".parse::<ExportSpec>().unwrap(),
             spec("d", Path::new("x"), false)
         );
-        for bad in ["disk", "=x", "disk=", "a..b=x", "d=,ro"] {
+        for text in ["d=x,migrate", "d=x,rw,migrate", "d=x,migrate,rw"] {
+            assert_eq!(
+                text.parse::<ExportSpec>().unwrap(),
+                migrating("d", Path::new("x")),
+                "{text}"
+            );
+        }
+        assert_eq!(
+            "d=a,,b,,,ro".parse::<ExportSpec>().unwrap(),
+            spec("d", Path::new("a,b,"), true)
+        );
+        for bad in [
+            "disk",
+            "=x",
+            "disk=",
+            "a..b=x",
+            "d=,ro",
+            "d=x,ro,migrate",
+            "d=x,ro,rw",
+            "d=x,",
+        ] {
             assert!(bad.parse::<ExportSpec>().is_err(), "{bad}");
         }
+        let e = "d=x,ro,exclusive".parse::<ExportSpec>().unwrap_err();
+        assert!(e.contains("\"exclusive\"") && e.contains("migrate"), "{e}");
+        let folder: FolderSpec = "/images,migrate".parse().unwrap();
+        assert!(folder.migrate && !folder.read_only && folder.path == Path::new("/images"));
+        assert!("/images,migrate,ro".parse::<FolderSpec>().is_err());
+        assert!("/images,x".parse::<FolderSpec>().is_err() && ",ro".parse::<FolderSpec>().is_err());
+    }
+
+    /// The second writer, in mode "migration" beside one in mode `first`.
+    fn second_writer(first: AccessMode, migrate: [bool; 2]) -> Result<(), Errno> {
+        let t = tempfile::tempdir().unwrap();
+        let path = t.path().join("i");
+        image(&path, 4096);
+        let [a, b] = [("a", migrate[0]), ("b", migrate[1])].map(|(name, migrate)| ExportSpec {
+            migrate,
+            ..spec(name, &path, false)
+        });
+        let ex = Exports::new([a, b], None).unwrap();
+        let w = ex.open("s", b"a", first).unwrap();
+        let second = ex.open("t", b"b", AccessMode::Migration).map(drop);
+        assert_eq!(ex.open("t", b"b", AccessMode::ReadWrite).unwrap_err(), Errno::EPERM);
+        drop(w);
+        ex.open("t", b"b", AccessMode::Migration)
+            .expect("alone it is read-write");
+        second
+    }
+
+    #[test]
+    fn a_second_writer_needs_an_export_that_migrates() {
+        for first in [AccessMode::ReadWrite, AccessMode::Migration] {
+            assert_eq!(second_writer(first, [false, false]), Err(Errno::EPERM));
+            assert_eq!(second_writer(first, [true, true]), Ok(()));
+            // Both names of the file have to allow it.
+            assert_eq!(second_writer(first, [true, false]), Err(Errno::EPERM));
+            assert_eq!(second_writer(first, [false, true]), Err(Errno::EPERM));
+        }
+    }
+
+    #[test]
+    fn all_spellings_are_one_export() {
+        let t = tempfile::tempdir().unwrap();
+        let path = t.path().join("disk");
+        image(&path, 4096);
+        fs::hard_link(&path, t.path().join("link")).unwrap();
+        std::os::unix::fs::symlink(".", t.path().join("self")).unwrap();
+        let folder = FolderSpec {
+            path: t.path().into(),
+            ..FolderSpec::default()
+        };
+        let id = |ex: &Exports, name: &str| ex.find("s", name.as_bytes()).unwrap().id().clone();
+        let ex = Exports::new([], Some(&folder)).unwrap();
+        let spellings = [
+            "disk",
+            "/disk",
+            "//disk",
+            "./disk",
+            "disk/",
+            "disk/.",
+            "link",
+            "self/self/disk",
+        ];
+        for name in spellings {
+            assert_eq!(id(&ex, name), id(&ex, "disk"), "{name}");
+        }
+        assert_eq!(ex.find("s", b"a/../disk").unwrap_err(), Errno::EINVAL);
+        let ex = Exports::new([spec("disk", &path, false), spec("other", &path, true)], Some(&folder)).unwrap();
+        assert_eq!(id(&ex, "//disk"), id(&ex, "disk"));
+        assert_ne!(id(&ex, "disk"), id(&ex, "other"), "what they allow differs");
     }
 
     #[test]
@@ -327,9 +520,10 @@ mod tests {
         fs::hard_link(&path, t.path().join("j")).unwrap();
         let folder = FolderSpec {
             path: t.path().into(),
-            read_only: false,
+            migrate: true,
+            ..FolderSpec::default()
         };
-        let ex = Exports::new([spec("disk", &path, false)], Some(&folder)).unwrap();
+        let ex = Exports::new([migrating("disk", &path)], Some(&folder)).unwrap();
         let w = ex.open("s", b"disk", AccessMode::ReadWrite).unwrap();
         assert_eq!(w.image().geometry().size, 1 << 20);
         for same in [&b"disk"[..], b"/disk", b"i", b"j"] {
@@ -350,7 +544,7 @@ mod tests {
         let t = tempfile::tempdir().unwrap();
         let path = t.path().join("i");
         image(&path, 4096);
-        let [a, b] = [(); 2].map(|()| Exports::new([spec("disk", &path, false)], None).unwrap());
+        let [a, b] = [(); 2].map(|()| Exports::new([migrating("disk", &path)], None).unwrap());
         let w = a.open("s", b"disk", AccessMode::ReadWrite).unwrap();
         let m = a.open("s", b"disk", AccessMode::Migration).unwrap();
         drop(w);
@@ -368,6 +562,7 @@ mod tests {
         let folder = FolderSpec {
             path: t.path().into(),
             read_only: true,
+            ..FolderSpec::default()
         };
         let ex = Exports::new([spec("disk", &path, true)], Some(&folder)).unwrap();
         for name in [&b"disk"[..], b"i"] {
@@ -395,7 +590,7 @@ mod tests {
         std::os::unix::fs::symlink("../a/disk", t.path().join("b/theirs")).unwrap();
         let folder = FolderSpec {
             path: t.path().join("%SESSNAME%/ignored"),
-            read_only: false,
+            ..FolderSpec::default()
         };
         let ex = Exports::new([], Some(&folder)).unwrap();
         ex.open("a", b"/disk", AccessMode::ReadOnly).unwrap();
@@ -418,7 +613,7 @@ mod tests {
         assert!(e.to_string().contains("/dev/null: neither an image"), "{e}");
         let f = FolderSpec {
             path: "/nonexistent".into(),
-            read_only: false,
+            ..FolderSpec::default()
         };
         assert!(Exports::new([], Some(&f)).is_err());
     }

@@ -7,7 +7,10 @@ use std::{
         unix::fs::FileTypeExt,
     },
     path::Path,
-    sync::atomic::{AtomicBool, Ordering::Relaxed, Ordering::SeqCst},
+    sync::{
+        LazyLock,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst},
+    },
 };
 
 use super::{lookup, throttle::Throttle};
@@ -27,6 +30,10 @@ static ZEROES: [u8; 256 * 1024] = [0; 256 * 1024];
 /// Longest discard told to clients for an image file: one call, short enough not to hold a thread for long.
 const MAX_FILE_DISCARD: u64 = 1 << 30;
 
+/// For all images: a peer can have one opened again and again, so a throttle of each would let a line through each time.
+static LOG: LazyLock<Throttle> = LazyLock::new(Throttle::new);
+static ODD_SIZE_LOG: LazyLock<Throttle> = LazyLock::new(Throttle::new);
+
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Kind {
     File,
@@ -41,6 +48,8 @@ pub struct Image {
     kind: Kind,
     label: String,
     geometry: Geometry,
+    /// Bytes. Looked at again when a request reaches beyond: a device may grow while it is open.
+    size: AtomicU64,
     /// Something was written through this descriptor.
     dirty: AtomicBool,
     /// Data was lost after it was acknowledged: the kernel drops dirty pages after a failed sync, and a second sync
@@ -49,7 +58,6 @@ pub struct Image {
     no_dsync: AtomicBool,
     no_zero_range: AtomicBool,
     no_punch: AtomicBool,
-    log: Throttle,
 }
 
 impl Image {
@@ -79,10 +87,14 @@ impl Image {
         if writable && geometry.read_only {
             return Err(Errno::EACCES);
         }
-        if kind == Kind::File && meta.len() != geometry.size {
+        if kind == Kind::File
+            && meta.len() != geometry.size
+            && let Some(suppressed) = ODD_SIZE_LOG.pass()
+        {
             tracing::warn!(
                 image = label,
                 bytes = meta.len(),
+                suppressed,
                 "size is no multiple of 512; the last bytes are left out"
             );
         }
@@ -98,12 +110,12 @@ impl Image {
             kind,
             label,
             no_punch: AtomicBool::new(geometry.max_discard == 0),
+            size: AtomicU64::new(geometry.size),
             geometry,
             dirty: AtomicBool::new(false),
             sync_failed: AtomicBool::new(false),
             no_dsync: AtomicBool::new(false),
             no_zero_range: AtomicBool::new(false),
-            log: Throttle::new(),
         })
     }
 
@@ -113,7 +125,10 @@ impl Image {
 
     /// Size, limits, abilities.
     pub fn geometry(&self) -> Geometry {
-        self.geometry
+        Geometry {
+            size: self.size.load(Relaxed),
+            ..self.geometry
+        }
     }
 
     /// Where it came from, for messages.
@@ -122,17 +137,28 @@ impl Image {
     }
 
     fn complain(&self, what: &str, offset: u64, len: u64, e: Errno) {
-        if let Some(suppressed) = self.log.pass() {
+        if let Some(suppressed) = LOG.pass() {
             tracing::error!(image = self.label, offset, len, suppressed, "{what}: {e}");
         }
     }
 
     fn check_range(&self, offset: u64, len: u64) -> Result<(), Errno> {
-        if !self.geometry.contains(offset, len) {
+        if !self.geometry().contains(offset, len) && !self.grown().contains(offset, len) {
             self.complain("access beyond the end of the device", offset, len, Errno::EIO);
             return Err(Errno::EIO);
         }
         Ok(())
+    }
+
+    /// The geometry after another look at the size.
+    fn grown(&self) -> Geometry {
+        let bytes = match self.kind {
+            Kind::File => lookup::stat(&self.file).map(|st| u64::try_from(st.st_size).unwrap_or(0)),
+            Kind::Block => get_ioctl(&self.file, BLKGETSIZE64),
+        };
+        let unit = u64::from(self.geometry.logical_block_size);
+        self.size.fetch_max(bytes.unwrap_or(0) / unit * unit, Relaxed);
+        self.geometry()
     }
 
     /// Before a change: allowed, inside the device, and the file still reaches that far. A write beyond the end of a

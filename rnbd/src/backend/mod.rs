@@ -9,6 +9,7 @@ mod pool;
 mod throttle;
 
 pub use device::{LocalBuffer, LocalDevice};
+pub(crate) use exports::ExportId;
 pub use exports::{ExportSpec, Exports, FolderSpec, OpenExport};
 pub use image::Image;
 pub use pool::Pool;

@@ -56,6 +56,9 @@ pub enum MapError {
         /// The server's error.
         errno: Errno,
     },
+    /// There is no buffer for the answer.
+    #[error("no buffer for {0}: {1}")]
+    Buffer(&'static str, Errno),
     /// The server's answer makes no sense.
     #[error("the server's answer to {0} is malformed")]
     Malformed(&'static str),
@@ -72,7 +75,10 @@ fn refusal(e: Errno, mode: AccessMode) -> String {
         Errno::ENOENT => "no such export".into(),
         Errno::EACCES if mode.writable() => "the export is read-only".into(),
         Errno::EPERM => "somebody has it open for writing".into(),
-        Errno::EBUSY => "another server process on that host writes to it, or the session has too many devices".into(),
+        Errno::EBUSY => "another server process on that host writes to it".into(),
+        Errno::EEXIST => "this session has it open under another spelling of its name".into(),
+        Errno::EMFILE => "the session has as many devices open as the server allows".into(),
+        Errno::ENFILE => "the server has as many devices open as it allows".into(),
         Errno::EINVAL => "the server does not accept this name".into(),
         Errno::ENOTBLK => "neither an image file nor a block device".into(),
         Errno::EXDEV | Errno::ELOOP => "a symbolic link leads out of the server's folder".into(),
@@ -92,12 +98,13 @@ struct Shared<P: Provider> {
 impl<P: Provider> Shared<P> {
     /// Sends a message on the service connection and returns the `N` bytes of its answer.
     fn ask<const N: usize>(&self, what: &'static str, message: &[u8]) -> Result<Result<[u8; N], Errno>, MapError> {
-        let buffer = self
-            .buffers
-            .lend(N, true)
-            .ok()
-            .flatten()
-            .ok_or(MapError::Malformed(what))?;
+        let lent = self.buffers.lend(N, true);
+        let buffer = lent
+            .and_then(|b| b.ok_or(Errno::EAGAIN))
+            .map_err(|e| match self.session.state() {
+                Err(why) => MapError::Session(rtrs::Error::Down(why)),
+                Ok(()) => MapError::Buffer(what, e),
+            })?;
         let (buffer, lent) = buffer.take_apart();
         let outcome = self
             .session

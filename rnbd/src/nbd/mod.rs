@@ -15,3 +15,15 @@ mod server;
 mod socket;
 
 pub use server::{NbdConfig, NbdExport, NbdServer, StopHandle};
+
+/// Serves one client on a socket that is connected already, until it leaves. For the fuzz target `nbd`.
+///
+/// # Errors
+/// Why the connection was ended: the client broke the protocol, or the socket failed.
+#[doc(hidden)]
+pub fn serve_stream<D: crate::block::BlockDevice>(
+    stream: &std::os::unix::net::UnixStream,
+    exports: &[NbdExport<D>],
+) -> std::io::Result<()> {
+    connection::serve(stream, exports)
+}

@@ -7,7 +7,10 @@ use std::{
     net::Shutdown,
     os::{fd::AsRawFd, unix::net::UnixStream},
     path::PathBuf,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
@@ -15,7 +18,7 @@ use std::{
 use parking_lot::{Condvar, Mutex};
 
 use super::{connection, socket::SocketFile};
-use crate::block::BlockDevice;
+use crate::{backend::Throttle, block::BlockDevice};
 
 /// A device under a name.
 pub struct NbdExport<D> {
@@ -49,7 +52,7 @@ pub struct NbdConfig<D> {
 }
 
 impl<D> NbdConfig<D> {
-    /// One device under the empty name, 16 connections, 5 s of grace.
+    /// One device without a name, 16 connections, 5 s of grace.
     pub fn new(socket: impl Into<PathBuf>, device: Arc<D>) -> Self {
         let export = NbdExport {
             name: String::new(),
@@ -62,6 +65,15 @@ impl<D> NbdConfig<D> {
             max_connections: 16,
             grace: Duration::from_secs(5),
         }
+    }
+
+    /// Gives the first export a name; a client that asks for "" gets it all the same.
+    #[must_use]
+    pub fn named(mut self, name: impl Into<String>) -> Self {
+        if let Some(first) = self.exports.first_mut() {
+            first.name = name.into();
+        }
+        self
     }
 }
 
@@ -77,6 +89,17 @@ struct Shared {
     clients: Mutex<Clients>,
     changed: Condvar,
     waker: UnixStream,
+    turned_away: AtomicU64,
+    log: Throttle,
+}
+
+impl Shared {
+    fn turn_away(&self, why: fmt::Arguments<'_>) {
+        self.turned_away.fetch_add(1, Relaxed);
+        if let Some(suppressed) = self.log.pass() {
+            tracing::warn!(suppressed, "an NBD client is turned away: {why}");
+        }
+    }
 }
 
 /// Stops a server from any thread.
@@ -144,6 +167,8 @@ impl NbdServer {
             clients: Mutex::new(clients),
             changed: Condvar::new(),
             waker,
+            turned_away: AtomicU64::new(0),
+            log: Throttle::new(),
         });
         let (grace, path) = (config.grace, config.socket.clone());
         let s = shared.clone();
@@ -169,6 +194,11 @@ impl NbdServer {
     /// Clients connected now.
     pub fn connections(&self) -> usize {
         self.shared.clients.lock().open.len()
+    }
+
+    /// Clients that were not served so far: there were as many as may be, or the system gave no thread or descriptor.
+    pub fn turned_away(&self) -> u64 {
+        self.shared.turned_away.load(Relaxed)
     }
 
     /// Waits until somebody stops the server, then for the requests in flight.
@@ -232,7 +262,7 @@ fn accept<D: BlockDevice>(shared: &Arc<Shared>, file: &SocketFile, mut woken: &U
             Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {}
             Err(e) => {
                 // Out of descriptors, most likely: it does not help to ask again at once.
-                tracing::warn!("accepting an NBD client: {e}");
+                shared.turn_away(format_args!("{e}"));
                 thread::sleep(Duration::from_millis(100));
             }
         }
@@ -242,11 +272,11 @@ fn accept<D: BlockDevice>(shared: &Arc<Shared>, file: &SocketFile, mut woken: &U
 fn admit<D: BlockDevice>(shared: &Arc<Shared>, exports: &Arc<[NbdExport<D>]>, stream: UnixStream, max: usize) {
     let mut c = shared.clients.lock();
     if c.open.len() >= max {
-        tracing::warn!(max, "too many NBD clients; one was turned away");
+        shared.turn_away(format_args!("there are {max} already"));
         return;
     }
     let ready = stream.set_nonblocking(false).and_then(|()| stream.try_clone());
-    let Ok(control) = ready.inspect_err(|e| tracing::warn!("NBD client: {e}")) else {
+    let Ok(control) = ready.inspect_err(|e| shared.turn_away(format_args!("{e}"))) else {
         return;
     };
     if c.stopping {
@@ -267,7 +297,7 @@ fn admit<D: BlockDevice>(shared: &Arc<Shared>, exports: &Arc<[NbdExport<D>]>, st
         drop(gone);
     });
     if let Err(e) = thread {
-        tracing::warn!("no thread for an NBD client: {e}");
+        shared.turn_away(format_args!("no thread: {e}"));
         shared.clients.lock().open.remove(&id);
     }
 }

@@ -19,7 +19,7 @@ use parking_lot::RwLock;
 use roce_verbs::provider::Provider;
 use rtrs::server::{Request, ServerConfig, ServerOps, SessionHandle};
 
-use crate::backend::{Exports, Pool};
+use crate::backend::{Exports, Pool, Throttle};
 use session::Session;
 
 /// Time for files to be written back when a server ends.
@@ -34,15 +34,19 @@ pub struct ServerOptions {
     pub threads: usize,
     /// Devices that one session may have open.
     pub max_devices: usize,
+    /// Devices that all sessions together may have open, those included that are being closed. One that is open for writing
+    /// takes two descriptors, any other one.
+    pub max_open: usize,
 }
 
 impl ServerOptions {
-    /// Twice as many threads as processors, 256 devices a session.
+    /// Twice as many threads as processors, 256 devices a session, 1024 in all.
     pub fn new(exports: Arc<Exports>) -> Self {
         Self {
             exports,
             threads: Pool::default_threads(),
             max_devices: 256,
+            max_open: 1024,
         }
     }
 }
@@ -54,6 +58,10 @@ pub struct ServerCounters {
     pub opens: u64,
     /// Open requests refused.
     pub refused: u64,
+    /// Of these, because the session or the server had as many devices open as it may have.
+    pub refused_limit: u64,
+    /// Devices open now, those included that are being closed.
+    pub open: u64,
     /// Block requests answered.
     pub requests: u64,
     /// Of these, with an error.
@@ -70,6 +78,8 @@ pub struct ServerCounters {
 pub(crate) struct Counters {
     pub(crate) opens: AtomicU64,
     pub(crate) refused: AtomicU64,
+    pub(crate) refused_limit: AtomicU64,
+    pub(crate) open: AtomicU64,
     pub(crate) requests: AtomicU64,
     pub(crate) failed: AtomicU64,
     pub(crate) read_bytes: AtomicU64,
@@ -77,12 +87,22 @@ pub(crate) struct Counters {
     pub(crate) malformed: AtomicU64,
 }
 
+/// Log lines that clients can cause. The throttles are the server's: those of a session would start again with the next.
+pub(crate) struct Logs {
+    sessions: Throttle,
+    devices: Throttle,
+    refused: Throttle,
+    malformed: Throttle,
+}
+
 /// What all sessions share.
 pub(crate) struct Shared {
     pub(crate) exports: Arc<Exports>,
     pub(crate) pool: Arc<Pool>,
     pub(crate) max_devices: usize,
+    pub(crate) max_open: usize,
     pub(crate) counters: Counters,
+    pub(crate) logs: Logs,
 }
 
 /// RNBD's part of an RTRS server.
@@ -93,7 +113,9 @@ struct Ops<P: Provider> {
 
 impl<P: Provider> ServerOps<P> for Ops<P> {
     fn session_opened(&self, session: &SessionHandle) {
-        tracing::info!(session = session.name(), peer = %session.peer(), "session opened");
+        if let Some(suppressed) = self.shared.logs.sessions.pass() {
+            tracing::info!(session = session.name(), peer = %session.peer(), suppressed, "session opened");
+        }
         let s = Arc::new(Session::new(self.shared.clone(), session.name()));
         self.sessions.write().insert(session.id(), s);
     }
@@ -107,7 +129,9 @@ impl<P: Provider> ServerOps<P> for Ops<P> {
     }
 
     fn session_closed(&self, session: &SessionHandle) {
-        tracing::info!(session = session.name(), peer = %session.peer(), "session closed");
+        if let Some(suppressed) = self.shared.logs.sessions.pass() {
+            tracing::info!(session = session.name(), peer = %session.peer(), suppressed, "session closed");
+        }
         if let Some(s) = self.sessions.write().remove(&session.id()) {
             // Closing syncs files.
             self.shared.pool.run(move || drop(s));
@@ -151,7 +175,14 @@ impl<P: Provider> Server<P> {
             exports: options.exports,
             pool,
             max_devices: options.max_devices,
+            max_open: options.max_open,
             counters: Counters::default(),
+            logs: Logs {
+                sessions: Throttle::new(),
+                devices: Throttle::new(),
+                refused: Throttle::new(),
+                malformed: Throttle::new(),
+            },
         });
         let ops = Arc::new(Ops {
             shared: shared.clone(),
@@ -177,6 +208,8 @@ impl<P: Provider> Server<P> {
         ServerCounters {
             opens: c.opens.load(Relaxed),
             refused: c.refused.load(Relaxed),
+            refused_limit: c.refused_limit.load(Relaxed),
+            open: c.open.load(Relaxed),
             requests: c.requests.load(Relaxed),
             failed: c.failed.load(Relaxed),
             read_bytes: c.read_bytes.load(Relaxed),

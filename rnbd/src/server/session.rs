@@ -9,7 +9,7 @@ use zerocopy::IntoBytes;
 
 use super::{Shared, io};
 use crate::{
-    backend::{OpenExport, Throttle},
+    backend::{ExportId, OpenExport},
     block::Geometry,
     errno::Errno,
     proto::{
@@ -23,9 +23,30 @@ use crate::{
 pub(super) struct OpenDevice<P: Provider> {
     // Dropped in this order: the answer tells that writes are durable and the next writer may come.
     export: OpenExport,
+    _place: Place,
     id: u32,
+    /// As the client spells it.
     name: Vec<u8>,
+    /// What it stands for.
+    found: ExportId,
     closing: Closing<P>,
+}
+
+/// One of the devices that the server may have open.
+struct Place(Arc<Shared>);
+
+impl Place {
+    fn take(shared: &Arc<Shared>) -> Option<Self> {
+        let max = shared.max_open as u64;
+        let taken = (shared.counters.open).fetch_update(Relaxed, Relaxed, |n| (n < max).then_some(n + 1));
+        taken.is_ok().then(|| Self(shared.clone()))
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.counters.open.fetch_sub(1, Relaxed);
+    }
 }
 
 impl<P: Provider> OpenDevice<P> {
@@ -58,7 +79,6 @@ pub(super) struct Session<P: Provider> {
     devices: RwLock<Table<P>>,
     /// Held while a device is opened: the same name twice gives the same device.
     opening: Mutex<()>,
-    log: Throttle,
 }
 
 impl<P: Provider> Session<P> {
@@ -71,13 +91,12 @@ impl<P: Provider> Session<P> {
                 next: 0,
             }),
             opening: Mutex::new(()),
-            log: Throttle::new(),
         }
     }
 
     fn complain(&self, what: impl std::fmt::Display) {
         self.shared.counters.malformed.fetch_add(1, Relaxed);
-        if let Some(suppressed) = self.log.pass() {
+        if let Some(suppressed) = self.shared.logs.malformed.pass() {
             tracing::warn!(session = self.name, suppressed, "{what}");
         }
     }
@@ -133,7 +152,7 @@ impl<P: Provider> Session<P> {
         match &r {
             Ok(_) => c.opens.fetch_add(1, Relaxed),
             Err(e) => {
-                if let Some(suppressed) = self.log.pass() {
+                if let Some(suppressed) = self.shared.logs.refused.pass() {
                     tracing::warn!(session = self.name, request = ?m, suppressed, "open refused: {e}");
                 }
                 c.refused.fetch_add(1, Relaxed)
@@ -154,11 +173,30 @@ impl<P: Provider> Session<P> {
                 return Ok(d.clone());
             }
             if t.open.len() >= self.shared.max_devices {
-                return Err(Errno::EBUSY);
+                return Err(self.at_limit(Errno::EMFILE));
             }
         }
-        let export = self.shared.exports.open(&self.name, name, mode)?;
-        tracing::info!(session = self.name, image = export.image().label(), %mode, "device opened");
+        let place = Place::take(&self.shared).ok_or_else(|| self.at_limit(Errno::ENFILE))?;
+        let found = self.shared.exports.find(&self.name, name)?;
+        let id = found.id().clone();
+        // One device under two spellings would be closed under both with the first.
+        if self.devices.read().open.values().any(|d| d.found == id) {
+            return Err(Errno::EEXIST);
+        }
+        let export = self.shared.exports.open_found(found, mode)?;
+        if let Some(suppressed) = self.shared.logs.devices.pass() {
+            tracing::info!(session = self.name, image = export.image().label(), %mode, suppressed, "device opened");
+        }
+        Ok(self.enter(export, place, name, id))
+    }
+
+    fn at_limit(&self, e: Errno) -> Errno {
+        self.shared.counters.refused_limit.fetch_add(1, Relaxed);
+        e
+    }
+
+    /// Gives an open device its id.
+    fn enter(&self, export: OpenExport, place: Place, name: &[u8], found: ExportId) -> Arc<OpenDevice<P>> {
         let mut t = self.devices.write();
         // Ids are not used again at once, so that a late request can't reach another device.
         while t.open.contains_key(&t.next) {
@@ -168,12 +206,14 @@ impl<P: Provider> Session<P> {
         t.next = id.wrapping_add(1);
         let device = Arc::new(OpenDevice {
             export,
+            _place: place,
             id,
             name: name.into(),
+            found,
             closing: Closing(Mutex::new(None)),
         });
         t.open.insert(id, device.clone());
-        Ok(device)
+        device
     }
 
     /// The kernel's server answers success also for a device that is not open.
@@ -181,11 +221,14 @@ impl<P: Provider> Session<P> {
         let Some(device) = self.devices.write().open.remove(&id) else {
             return request.complete(0);
         };
-        tracing::info!(
-            session = self.name,
-            image = device.export.image().label(),
-            "device closed"
-        );
+        if let Some(suppressed) = self.shared.logs.devices.pass() {
+            tracing::info!(
+                session = self.name,
+                image = device.export.image().label(),
+                suppressed,
+                "device closed"
+            );
+        }
         *device.closing.0.lock() = Some(request);
     }
 }
