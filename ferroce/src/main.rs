@@ -54,7 +54,8 @@ enum Command {
     Link(sharing::link::LinkArgs),
     /// Show what the processes that share addresses have counted
     Stat(sharing::stat::StatArgs),
-    /// Let processes share addresses (started when a program needs it)
+    /// Let processes share addresses (started when a program needs it); several users are one trust domain unless it may load a
+    /// BPF program
     Broker(sharing::broker::BrokerArgs),
     /// Measure the transport: bandwidth and latency, within this process or between two
     Bench(bench::BenchArgs),
@@ -96,9 +97,9 @@ fn start_log(verbose: u8, quiet: bool) -> Result<(), Failure> {
         (false, 2) => "debug",
         (false, _) => "trace",
     };
-    let filter = match std::env::var(LOG_VARIABLE) {
-        Ok(text) => EnvFilter::try_new(&text).map_err(|e| Failure::usage(format!("{LOG_VARIABLE}={text}: {e}")))?,
-        Err(_) => EnvFilter::new(level),
+    let filter = match roce::environment::var(LOG_VARIABLE) {
+        Some(text) => EnvFilter::try_new(&text).map_err(|e| Failure::usage(format!("{LOG_VARIABLE}={text}: {e}")))?,
+        None => EnvFilter::new(level),
     };
     tracing_subscriber::fmt()
         .with_env_filter(filter)

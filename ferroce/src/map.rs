@@ -46,6 +46,8 @@ Examples:
   ferroce map --session test --path 127.0.0.2,127.0.0.1 --device disk --nbd disk.sock --ro
   qemu-img convert -p -O raw 'nbd+unix:///?socket=disk.sock' copy.img
 
+NBD clients find the device under its name and under the empty one; 16 may be connected at a time.
+
 Runs until SIGINT or SIGTERM, or until the server is gone. With --json, one event per line on standard output: `mapped`, \
 `stats` (with --stats-interval), `error`, and at the end `summary`.")]
 pub(crate) struct MapArgs {
@@ -195,30 +197,32 @@ fn map(args: &MapArgs) -> Result<(), Failure> {
         }
         match lost.recv_timeout(reporter.patience()) {
             Ok(why) => break End::Lost(why),
-            Err(_) => ticks = reporter.tick(&roce, moved(&device)),
+            Err(_) => ticks = reporter.tick(&roce, moved(&device, nbd.turned_away())),
         }
     };
     // Requests of clients are answered: by the server, or with an error if it is gone.
+    let turned_away = nbd.turned_away();
     nbd.stop();
     let finished = finish(args, &device, end);
-    reporter.summary(&roce, moved(&device))?;
+    reporter.summary(&roce, moved(&device, turned_away))?;
     session.close();
     finished.and(ticks)
 }
 
 /// What NBD clients have moved.
-fn moved(device: &Disk<Device>) -> Moved {
+fn moved(device: &Disk<Device>, nbd_turned_away: u64) -> Moved {
     let c = device.counters();
     Moved {
         bytes_read: c.read_bytes,
         bytes_written: c.written_bytes,
         requests: c.completed,
         failed: c.failed,
+        refused: vec![("nbd_turned_away", nbd_turned_away)],
     }
 }
 
 fn serve_nbd<D: BlockDevice>(args: &MapArgs, device: &Arc<D>) -> Result<NbdServer, Failure> {
-    let mut config = NbdConfig::new(&args.nbd, Arc::clone(device));
+    let mut config = NbdConfig::new(&args.nbd, Arc::clone(device)).named(&args.device);
     config.grace = GRACE;
     NbdServer::start(config).map_err(|e| Failure::failed(format!("NBD socket {}: {e}", args.nbd.display())))
 }

@@ -1,6 +1,7 @@
 //! What commands print, and how they fail.
 
 use std::{
+    borrow::Cow,
     io::{self, Write},
     process::ExitCode,
 };
@@ -91,7 +92,25 @@ pub(crate) fn line(text: &str) -> Result<(), Failure> {
 /// Prints a value as one line of JSON.
 pub(crate) fn json(value: &impl Serialize) -> Result<(), Failure> {
     let text = serde_json::to_string(value).map_err(|e| Failure::failed(format!("can't make JSON: {e}")))?;
-    line(&text)
+    line(&escape_json(&text))
+}
+
+/// Escapes in JSON what it allows in strings and a terminal may obey: DEL, the control characters above it (0x9b begins a
+/// terminal's command), other ends of lines, and what changes the direction of writing. Such characters are nowhere else.
+pub(crate) fn escape_json(text: &str) -> Cow<'_, str> {
+    let acts = |c: char| matches!(c, '\u{7f}'..='\u{9f}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    if !text.contains(acts) {
+        return text.into();
+    }
+    let mut out = String::with_capacity(text.len() + 16);
+    for c in text.chars() {
+        match acts(c) {
+            // All of them fit in four digits.
+            true => out.push_str(&format!("\\u{:04x}", u32::from(c))),
+            false => out.push(c),
+        }
+    }
+    out.into()
 }
 
 /// Bytes for people: `1.5 GiB`.
@@ -114,7 +133,20 @@ pub(crate) fn bytes(n: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::bytes;
+    use super::{bytes, escape_json};
+
+    #[test]
+    fn json_does_nothing_to_a_terminal_and_stays_what_it_is() {
+        let name = "\u{1b}[2J\n\u{9b}31m\u{7f}\u{202e}\u{2028}\u{2069}ß\"";
+        let text = serde_json::to_string(&[name]).unwrap();
+        let safe = escape_json(&text);
+        assert!(
+            !safe.contains(char::is_control) && !safe.contains(['\u{202e}', '\u{2028}', '\u{2069}']),
+            "{safe}"
+        );
+        assert_eq!(serde_json::from_str::<[String; 1]>(&safe).unwrap(), [name]);
+        assert_eq!(escape_json("[\"ß\"]"), "[\"ß\"]");
+    }
 
     #[test]
     fn bytes_for_people() {

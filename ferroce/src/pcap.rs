@@ -7,6 +7,7 @@ use std::{
 
 use clap::{Args, Subcommand};
 use roce_pcap::{FrameReport, Icrc, Report, Severity};
+use roce_verbs::shown;
 use serde::Serialize;
 
 use crate::output::{self, Failure};
@@ -21,8 +22,9 @@ pub(crate) struct PcapArgs {
 enum PcapCommand {
     /// Check every RoCEv2 frame of a capture: headers and invariant CRC
     ///
-    /// Reads pcap and pcapng. Prints a line for each frame to or from UDP port 4791 with its headers and the verdict on
-    /// its ICRC, then what was found, then a summary of the file. With --json, one object per file and line, with at
+    /// Reads pcap and pcapng. Prints a line for each frame to UDP port 4791, also in VXLAN or GENEVE, with its headers and the
+    /// verdict on its ICRC, then what was found, then a summary of the file. Frames of which nothing can be told (their link
+    /// type is not read, or they are cut too short) are counted as not read. With --json, one object per file and line, with at
     /// least `file`, `frames`, `roce_frames`, `icrc_ok`, `icrc_bad` and `findings` (each with `frame`, `kind`,
     /// `severity` and `text`), or `file` and `error` for a file that can't be read.
     #[command(after_help = "\
@@ -33,7 +35,7 @@ Examples:
 
 Exit status:
   0  every frame is good
-  1  a frame is bad, or a file breaks off
+  1  a frame is bad or could not be read, or a file breaks off
   2  a file can't be read, or wrong usage")]
     Check(CheckArgs),
 }
@@ -105,8 +107,8 @@ fn check(args: &CheckArgs, file: &PathBuf) -> Result<Result<Report, String>, Fai
         }
     };
     if args.json {
-        serde_json::to_writer(&mut out, &report).map_err(io::Error::from)?;
-        writeln!(out)?;
+        let text = serde_json::to_string(&report).map_err(io::Error::from)?;
+        writeln!(out, "{}", output::escape_json(&text))?;
     } else {
         print_summary(&mut out, &report, args.summary)?;
     }
@@ -137,8 +139,9 @@ fn print_frame(out: &mut impl Write, frame: &FrameReport) -> io::Result<()> {
 
 fn print_summary(out: &mut impl Write, report: &Report, with_findings: bool) -> io::Result<()> {
     // With frames, theirs stand there already; those of other frames and of the file do not.
+    let of_no_frame = |f: &roce_pcap::Finding| matches!(f.kind, roce_pcap::Kind::File | roce_pcap::Kind::LinkType);
     for finding in &report.findings {
-        if with_findings || finding.kind == roce_pcap::Kind::File {
+        if with_findings || of_no_frame(finding) {
             writeln!(
                 out,
                 "frame {}: {}: {}",
@@ -154,15 +157,34 @@ fn print_summary(out: &mut impl Write, report: &Report, with_findings: bool) -> 
     write!(
         out,
         "{}: {} frames, {} RoCEv2 ({} packets), ICRC {} ok, {} bad",
-        report.file, report.frames, report.roce_frames, report.roce_packets, report.icrc_ok, report.icrc_bad
+        shown(&report.file),
+        report.frames,
+        report.roce_frames,
+        report.roce_packets,
+        report.icrc_ok,
+        report.icrc_bad
     )?;
     if report.icrc_unchecked > 0 {
         write!(out, ", {} not checkable", report.icrc_unchecked)?;
     }
-    match (report.bad_frames, report.complete) {
-        (0, true) => writeln!(out, ": good"),
-        (bad, true) => writeln!(out, ": {bad} bad frames"),
-        (bad, false) => writeln!(out, ": {bad} bad frames, and the file breaks off"),
+    writeln!(out, ": {}", verdict(report))
+}
+
+/// In words, `good` or all that is not.
+fn verdict(report: &Report) -> String {
+    let mut faults = vec![];
+    if report.bad_frames > 0 {
+        faults.push(format!("{} bad frames", report.bad_frames));
+    }
+    if report.unread_frames > 0 {
+        faults.push(format!("{} frames not read", report.unread_frames));
+    }
+    if !report.complete {
+        faults.push("the file breaks off".to_owned());
+    }
+    match faults.is_empty() {
+        true => "good".to_owned(),
+        false => faults.join(", "),
     }
 }
 
@@ -170,5 +192,24 @@ const fn severity(severity: Severity) -> &'static str {
     match severity {
         Severity::Error => "error",
         Severity::Note => "note",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_was_read_and_is_right_is_good() {
+        let mut report = Report {
+            complete: true,
+            ..Report::default()
+        };
+        assert_eq!(verdict(&report), "good");
+        report.unread_frames = 3;
+        assert_eq!(verdict(&report), "3 frames not read");
+        report.bad_frames = 1;
+        report.complete = false;
+        assert_eq!(verdict(&report), "1 bad frames, 3 frames not read, the file breaks off");
     }
 }

@@ -47,7 +47,7 @@ impl ReportArgs {
 }
 
 /// Bytes and requests that users of devices have moved.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub(crate) struct Moved {
     pub(crate) bytes_read: u64,
     pub(crate) bytes_written: u64,
@@ -55,6 +55,8 @@ pub(crate) struct Moved {
     pub(crate) requests: u64,
     /// Of these, with an error.
     pub(crate) failed: u64,
+    /// What was turned away, by name.
+    pub(crate) refused: Vec<(&'static str, u64)>,
 }
 
 impl Moved {
@@ -65,8 +67,9 @@ impl Moved {
             ("requests", self.requests),
             ("failed_requests", self.failed),
         ]
-        .map(|(name, n)| (name.to_owned(), n.into()))
-        .into_iter()
+        .iter()
+        .chain(&self.refused)
+        .map(|(name, n)| ((*name).to_owned(), (*n).into()))
         .collect()
     }
 }
@@ -103,13 +106,13 @@ impl Reporter {
     /// Prints statistics when it is time.
     pub(crate) fn tick(&mut self, device: &Device, moved: Moved) -> Result<(), Failure> {
         let now = Instant::now();
-        let (then, before) = self.last;
+        let then = self.last.0;
         if self.every.is_none_or(|every| now.duration_since(then) < every) {
             return Ok(());
         }
-        self.last = (now, moved);
+        let before = std::mem::replace(&mut self.last, (now, moved.clone())).1;
         if self.json {
-            return self.event("stats", self.numbers(device, moved), "");
+            return self.event("stats", self.numbers(device, &moved), "");
         }
         let seconds = now.duration_since(then).as_secs_f64();
         let rate = |new: u64, old: u64| output::bytes(((new - old) as f64 / seconds) as u64);
@@ -138,10 +141,10 @@ impl Reporter {
             stats.retransmits(),
             stats.icrc_errors()
         );
-        self.event("summary", self.numbers(device, moved), &text)
+        self.event("summary", self.numbers(device, &moved), &text)
     }
 
-    fn numbers(&self, device: &Device, moved: Moved) -> Value {
+    fn numbers(&self, device: &Device, moved: &Moved) -> Value {
         let mut json = Map::new();
         json.insert("seconds".into(), self.started.elapsed().as_secs_f64().into());
         json.extend(moved.json());

@@ -1,15 +1,18 @@
 //! `ferroce serve`: image files and block devices for RNBD clients.
 
-use std::{collections::BTreeMap, net::SocketAddr, thread};
+use std::{collections::BTreeMap, net::SocketAddr, sync::Arc, thread};
 
 use clap::{ArgAction, Args};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use rnbd::{
     backend::{ExportSpec, Exports, FolderSpec, Image},
     server::{Server, ServerOptions, StartError},
 };
 use roce::Device;
+use roce_verbs::shown;
 use rtrs::{
-    addr::{Cidr, PathAddr},
+    addr::PathAddr,
+    admission::{AccessList, AccessRule},
     proto::DEFAULT_PORT,
     server::{ServerConfig, SessionHandle},
 };
@@ -23,11 +26,15 @@ use crate::{
     units::size32,
 };
 
+/// Open files at most; more than devices, sessions and sockets can take.
+const OPEN_FILES: u64 = 65_536;
+
 #[derive(Args)]
 #[command(after_help = "\
 Examples:
   ferroce serve --listen 192.0.2.7 --export disk=/images/disk.img --export system=/dev/sdb,ro
   ferroce serve --listen 192.0.2.7 --export-dir /images --allow 192.0.2.0/24
+  ferroce serve --listen 192.0.2.7 --export disk=disk.img --allow db=192.0.2.8 --allow web=192.0.2.16/28
   ferroce serve --listen 127.0.0.1:1234 --export disk=disk.img --pcap trace.pcap
 
 On a Linux client, as root, with rdma_rxe or RoCE hardware and the module rnbd_client:
@@ -40,22 +47,40 @@ pub(crate) struct ServeArgs {
     /// Our address, perhaps with port; 0.0.0.0 or :: for all
     #[arg(long, value_name = "ADDR[:1234]", value_parser = listen)]
     listen: SocketAddr,
-    /// An image file or block device and the name that clients ask for; may be given several times
+    /// An image file or block device and the name that clients ask for; may be given several times. `ro`: nobody may write;
+    /// `migrate`: beside a writer a second one gets in if it asks for access mode `migration`, as always with the kernel's
+    /// server; a comma in the path is written `,,`
     #[arg(
         long = "export",
-        value_name = "NAME=PATH[,ro]",
+        value_name = "NAME=PATH[,ro][,migrate]",
         required_unless_present = "export_dir"
     )]
     exports: Vec<ExportSpec>,
-    /// A folder whose files and block devices are offered by their names; %SESSNAME% in it stands for the client's session
-    #[arg(long, value_name = "DIR[,ro]")]
+    /// A folder whose files and block devices are offered by their names; %SESSNAME% in it stands for the client's session.
+    /// Options as those of --export
+    #[arg(long, value_name = "DIR[,ro][,migrate]")]
     export_dir: Option<FolderSpec>,
-    /// Who may connect; may be given several times [default: everybody]
-    #[arg(long, value_name = "CIDR")]
-    allow: Vec<Cidr>,
+    /// Who may connect; may be given several times [default: everybody]. With NAME: a session of that name only from there,
+    /// its further paths too, while a name without a rule is for the addresses without a name
+    #[arg(long, value_name = "[NAME=]CIDR")]
+    allow: Vec<AccessRule>,
     /// Sessions at a time [default: 64]
     #[arg(long, value_name = "N")]
     max_sessions: Option<usize>,
+    /// Sessions at a time of one client: of an IPv4 or link-local IPv6 address, or of the /64 of another IPv6 address
+    /// [default: 16]
+    #[arg(long, value_name = "N")]
+    max_sessions_per_client: Option<usize>,
+    /// Paths of all sessions at a time [default: 128]. Beside them at most 256 wait for a first answer from their client's
+    /// address, 32 of one client; the oldest of these gives way to a newcomer
+    #[arg(long, value_name = "N")]
+    max_paths: Option<usize>,
+    /// Devices that one session may have open [default: 256]
+    #[arg(long, value_name = "N")]
+    max_devices_per_session: Option<usize>,
+    /// Devices that all sessions together may have open [default: 1024]
+    #[arg(long, value_name = "N")]
+    max_devices: Option<usize>,
     /// Requests in flight of a session [default: 512]
     #[arg(long, value_name = "N")]
     queue_depth: Option<u32>,
@@ -96,14 +121,34 @@ impl ServeArgs {
         ServerConfig {
             addr: self.listen.ip(),
             port: self.listen.port(),
-            allow: self.allow.clone(),
+            allow: AccessList::new(self.allow.clone()),
             max_sessions: self.max_sessions.unwrap_or(usual.max_sessions),
+            max_sessions_per_client: self.max_sessions_per_client.unwrap_or(usual.max_sessions_per_client),
+            max_paths: self.max_paths.unwrap_or(usual.max_paths),
             queue_depth: self.queue_depth.unwrap_or(usual.queue_depth),
             max_chunk_size: self.max_chunk_size.unwrap_or(usual.max_chunk_size),
             always_invalidate: self.always_invalidate,
             heartbeat: self.transport.heartbeat(),
             ..usual
         }
+    }
+
+    fn options(&self, exports: Arc<Exports>) -> ServerOptions {
+        let usual = ServerOptions::new(exports);
+        ServerOptions {
+            max_devices: self.max_devices_per_session.unwrap_or(usual.max_devices),
+            max_open: self.max_devices.unwrap_or(usual.max_open),
+            ..usual
+        }
+    }
+}
+
+/// Every open device takes a descriptor or two, and the usual limit (1024) is one for programs that call `select`.
+fn raise_open_files() {
+    let raised = getrlimit(Resource::RLIMIT_NOFILE)
+        .and_then(|(soft, hard)| setrlimit(Resource::RLIMIT_NOFILE, soft.max(hard.min(OPEN_FILES)), hard));
+    if let Err(e) = raised {
+        tracing::info!("the limit of open files stays as it is: {e}");
     }
 }
 
@@ -114,12 +159,12 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
 
 fn serve(args: &ServeArgs) -> Result<(), Failure> {
     let stop = Stop::on_signals()?;
+    raise_open_files();
     let mut reporter = args.report.reporter();
     let exports = Exports::new(args.exports.iter().cloned(), args.export_dir.as_ref())
         .map_err(|e| Failure::failed(e.to_string()))?;
     let roce = args.transport.open(args.listen.ip())?;
-    let server =
-        Server::start(&*roce, args.config(), ServerOptions::new(exports)).map_err(|e| start_failure(args, &e))?;
+    let server = Server::start(&*roce, args.config(), args.options(exports)).map_err(|e| start_failure(args, &e))?;
     announce(args, &reporter, &roce)?;
 
     let mut sessions = Sessions::default();
@@ -161,6 +206,15 @@ fn moved(server: &Server<Device>) -> Moved {
         bytes_written: c.written_bytes,
         requests: c.requests,
         failed: c.failed,
+        refused: [
+            ("opens_refused", c.refused),
+            ("opens_refused_limit", c.refused_limit),
+            ("malformed_messages", c.malformed),
+        ]
+        .into_iter()
+        .chain(server.rtrs().counters().named())
+        .filter(|(name, _)| !matches!(*name, "sessions_opened" | "connections_accepted"))
+        .collect(),
     }
 }
 
@@ -175,8 +229,13 @@ fn announce(args: &ServeArgs, reporter: &Reporter, roce: &Device) -> Result<(), 
             "path": export.path.display().to_string(),
             "bytes": size,
             "read_only": export.read_only,
+            "migrate": export.migrate,
         }));
-        let access = if export.read_only { "read-only" } else { "read-write" };
+        let access = match (export.read_only, export.migrate) {
+            (true, _) => "read-only",
+            (false, false) => "read-write",
+            (false, true) => "read-write, two writers while migrating",
+        };
         text.push_str(&format!(
             "\nexport {}: {} ({}, {access})",
             export.name,
@@ -215,17 +274,22 @@ impl Sessions {
             .map(|s| (s.id(), s))
             .collect();
         for session in self.0.values().filter(|s| !now.contains_key(&s.id())) {
-            let text = format!("session {} of {} closed", session.name(), session.peer());
+            let text = format!("{} closed", described(session.name(), session.peer()));
             reporter.event("session_closed", fields(session), &text)?;
         }
         for session in now.values().filter(|s| !self.0.contains_key(&s.id())) {
             let (name, peer, connections) = (session.name(), session.peer(), session.connections());
-            let text = format!("session {name} of {peer} opened, {connections} connections");
+            let text = format!("{} opened, {connections} connections", described(name, peer));
             reporter.event("session_opened", fields(session), &text)?;
         }
         self.0 = now;
         Ok(())
     }
+}
+
+/// The client chose the name.
+fn described(name: &str, peer: impl std::fmt::Display) -> String {
+    format!("session {} of {peer}", shown(name))
 }
 
 fn fields(session: &SessionHandle) -> Value {
@@ -239,6 +303,14 @@ fn fields(session: &SessionHandle) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_session_can_not_write_on_the_terminal() {
+        let name = "a\u{1b}]0;title\u{7}\nlistening on 0.0.0.0\u{9b}31m\u{202e}";
+        let text = described(name, "192.0.2.1:1234");
+        assert!(!text.contains(char::is_control) && !text.contains('\u{202e}'), "{text}");
+        assert_eq!(described("größer", "x"), "session größer of x");
+    }
 
     #[test]
     fn listen_addresses() {

@@ -34,7 +34,7 @@ pub(crate) struct TransportArgs {
     /// Ask a silent peer for a sign of life this often; after five times without an answer it counts as dead
     #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "1")]
     heartbeat: Duration,
-    /// Write every packet sent and received to this file
+    /// Write every packet sent and received to this file, which only its owner may read; not through a symbolic link
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
 }
@@ -99,6 +99,7 @@ pub(crate) fn stats_json(stats: &DeviceStats) -> Map<String, Value> {
     json.insert("icrc_errors".into(), stats.icrc_errors().into());
     let mut counters = Map::new();
     counters.extend(stats.port.named().map(|(name, n)| (name.to_owned(), n.into())));
+    counters.extend(stats.port.cm.named().map(|(name, n)| (name, n.into())));
     for (name, n) in transport_counters(stats).into_iter().chain(path_counters(stats)) {
         counters.insert(name.to_owned(), n.into());
     }

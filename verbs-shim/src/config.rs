@@ -1,8 +1,8 @@
-//! What `ferroce run` tells us: the environment.
+//! What `ferroce run` tells us: the environment, unless the program has rights that its user hasn't.
 
 use std::{net::IpAddr, num::NonZeroU64, path::PathBuf};
 
-use roce::Mtu;
+use roce::{Mtu, environment};
 
 /// Addresses of the devices, separated by commas.
 pub(crate) const ADDR: &str = "FERROCE_ADDR";
@@ -20,7 +20,7 @@ pub(crate) fn complain(text: std::fmt::Arguments<'_>) {
 
 /// The addresses asked for; none: all interfaces.
 pub(crate) fn addresses() -> Vec<IpAddr> {
-    let text = std::env::var(ADDR).unwrap_or_default();
+    let text = environment::var(ADDR).unwrap_or_default();
     let mut out = Vec::new();
     for part in text.split(',').map(str::trim).filter(|p| !p.is_empty()) {
         match part.parse::<IpAddr>() {
@@ -34,7 +34,7 @@ pub(crate) fn addresses() -> Vec<IpAddr> {
 
 /// The path MTU asked for.
 pub(crate) fn mtu() -> Option<Mtu> {
-    let text = std::env::var(MTU).ok()?;
+    let text = environment::var(MTU)?;
     let mtu = Mtu::ALL.into_iter().find(|m| m.bytes().to_string() == text.trim());
     if mtu.is_none() {
         complain(format_args!(
@@ -46,7 +46,7 @@ pub(crate) fn mtu() -> Option<Mtu> {
 
 /// The pace of UC and UD asked for: `Some(None)` is none at all.
 pub(crate) fn unreliable_rate() -> Option<Option<NonZeroU64>> {
-    let text = std::env::var(UNRELIABLE_RATE).ok()?;
+    let text = environment::var(UNRELIABLE_RATE)?;
     let rate = match text.trim() {
         "off" => Some(None),
         number => number.parse().ok().map(Some),
@@ -61,7 +61,7 @@ pub(crate) fn unreliable_rate() -> Option<Option<NonZeroU64>> {
 
 /// The capture file for this process. A file that exists is another process's: the number is appended then.
 pub(crate) fn pcap() -> Option<PathBuf> {
-    let text = std::env::var(PCAP).ok().filter(|t| !t.is_empty())?;
+    let text = environment::var(PCAP)?;
     let pid = std::process::id();
     if text.contains("%p") {
         return Some(text.replace("%p", &pid.to_string()).into());

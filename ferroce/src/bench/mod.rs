@@ -106,7 +106,7 @@ pub(crate) struct BenchArgs {
     /// Bytes in flight at most towards the peer [default: by the receive buffer]
     #[arg(long, value_name = "BYTES", value_parser = units::memory)]
     window: Option<usize>,
-    /// Write all packets of this side to a capture
+    /// Write all packets of this side to a capture, which only its owner may read
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
     /// One JSON object per measurement; with --listen one event when ready

@@ -1,6 +1,12 @@
 //! The passive side: does what each connection's first word asks for.
 
-use std::{collections::HashMap, net::SocketAddr, thread, time::Duration};
+use std::{
+    collections::HashMap,
+    mem,
+    net::SocketAddr,
+    thread,
+    time::{Duration, Instant},
+};
 
 use roce::{
     AccessFlags, CmChannel, CmEventKind, CmId, Completion, CompletionQueue, ConnParams, Cq, Device, EventChannel, Id,
@@ -18,6 +24,8 @@ use crate::output::Failure;
 
 /// The most memory that a connection may ask for.
 const MAX_BYTES: u32 = 1 << 30;
+/// And all together: anybody may ask.
+const MAX_TOTAL: u64 = 4 << 30;
 const MAX_DEPTH: u32 = 4096;
 const MAX_CONNECTIONS: usize = 4096;
 /// How long it sleeps when no connection needs its thread.
@@ -56,6 +64,9 @@ pub(crate) struct Server {
     _listener: Id,
     peers: HashMap<u64, Peer>,
     completions: Vec<Completion>,
+    /// When it complained last, and what was not said since.
+    told: Option<Instant>,
+    untold: u64,
 }
 
 fn posting(e: roce::PostError) -> Failure {
@@ -75,6 +86,8 @@ impl Server {
             _listener: listener,
             peers: HashMap::new(),
             completions: vec![],
+            told: None,
+            untold: 0,
         })
     }
 
@@ -107,18 +120,26 @@ impl Server {
     fn on_event(&mut self, id: &Id, kind: CmEventKind<Id>) {
         match kind {
             CmEventKind::ConnectRequest { id, private_data, .. } => {
-                let hello = Hello::parse(&private_data)
-                    .filter(|h| h.bytes <= MAX_BYTES && h.depth <= MAX_DEPTH && self.peers.len() < MAX_CONNECTIONS);
+                let hello = Hello::parse(&private_data).filter(|h| h.bytes <= MAX_BYTES && h.depth <= MAX_DEPTH);
                 let Some(hello) = hello else {
-                    tracing::warn!("a connect request that is no `ferroce bench` of this version: refused");
+                    self.complain("a connect request that is no `ferroce bench` of this version: refused");
                     let _ = id.reject(b"not understood");
                     return;
                 };
+                let total: u64 = self.peers.values().map(|p| u64::from(p.hello.bytes)).sum();
+                if self.peers.len() >= MAX_CONNECTIONS || total + u64::from(hello.bytes) > MAX_TOTAL {
+                    self.complain("a connect request beyond 4096 connections or 4 GiB of their memory: refused");
+                    let _ = id.reject(b"too many");
+                    return;
+                }
                 match self.accept(&id, hello) {
                     Ok(peer) => {
                         self.peers.insert(id.handle(), peer);
                     }
-                    Err(e) => tracing::warn!("accepting a connection failed: {}", e.text().unwrap_or_default()),
+                    Err(e) => self.complain(&format!(
+                        "accepting a connection failed: {}",
+                        e.text().unwrap_or_default()
+                    )),
                 }
             }
             CmEventKind::Established { .. } => {}
@@ -126,6 +147,16 @@ impl Server {
                 self.peers.remove(&id.handle());
             }
         }
+    }
+
+    /// One line a second: anybody may ask.
+    fn complain(&mut self, what: &str) {
+        if self.told.is_some_and(|at| at.elapsed() < Duration::from_secs(1)) {
+            self.untold += 1;
+            return;
+        }
+        self.told = Some(Instant::now());
+        tracing::warn!(suppressed = mem::take(&mut self.untold), "{what}");
     }
 
     fn accept(&self, id: &Id, hello: Hello) -> Result<Peer, Failure> {

@@ -5,6 +5,7 @@ use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
 };
 
+use roce::broker::Isolation;
 use roce_bth::ROCE_UDP_PORT;
 use roce_net::holder;
 
@@ -95,14 +96,22 @@ pub(super) fn broker() -> Check {
     match roce::broker::statistics(&dir) {
         Ok(Some(s)) => {
             let users = s.processes.len();
-            Check::ok(
-                ID,
-                format!(
-                    "runs in {} (process {}), {users} processes use it",
-                    dir.display(),
-                    s.pid
+            let text = format!(
+                "runs in {} (process {}), {users} processes use it",
+                dir.display(),
+                s.pid
+            );
+            match s.isolation {
+                Isolation::OneUser => Check::ok(ID, text),
+                Isolation::Isolated => Check::ok(ID, text + "; its users can't read what is another's"),
+                Isolation::TrustDomain => Check::found(
+                    ID,
+                    Status::Note,
+                    text + "; its users can read each other's packets",
+                    "to keep them apart it must be allowed to load a BPF program: `AmbientCapabilities=CAP_BPF`, as in \
+                     ferroce's own unit",
                 ),
-            )
+            }
         }
         Ok(None) => Check::ok(
             ID,

@@ -13,7 +13,7 @@ use std::{
 
 use clap::Args;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use roce::{Mtu, iface};
+use roce::{Mtu, environment, iface};
 
 use crate::{output::Failure, units};
 
@@ -40,7 +40,8 @@ The program, and what it starts in turn, uses ferroce instead of RDMA hardware: 
 ferroce1, …), whose GIDs are the interface's addresses. No privilege is needed. Any number of processes share the \
 addresses, by means of a small broker that the first one starts and that ends after the last (`ferroce stat` shows them).
 
-Environment, also for programs that preload libferroce_verbs.so on their own:
+Environment, also for programs that preload libferroce_verbs.so on their own, but for those with rights that their user hasn't \
+(set-uid, capabilities):
   FERROCE_SHIM        path of libferroce_verbs.so; default: beside this program
   FERROCE_ADDR        addresses to use, separated by commas; default: all (--addr)
   FERROCE_MTU         largest path MTU: 256, 512, 1024, 2048, 4096 (--mtu)
@@ -63,7 +64,7 @@ pub(crate) struct RunArgs {
     /// the receiver's process empties its socket is lost [default: 256M]
     #[arg(long, value_name = "BYTES", value_parser = rate)]
     unreliable_rate: Option<String>,
-    /// Write every packet to this file; `%p` in it becomes the process id
+    /// Write every packet to this file, which only its owner may read; `%p` in it becomes the process id
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
     /// The program and its arguments
@@ -101,7 +102,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
         let file = absolute(file).map_err(|e| Failure::usage(format!("{}: {e}", file.display())))?;
         command.env(PCAP_VARIABLE, file);
     }
-    if std::env::var_os(BROKER_VARIABLE).is_none_or(|v| v.is_empty())
+    if environment::var_os(BROKER_VARIABLE).is_none()
         && let Ok(own) = std::env::current_exe()
     {
         command.env(BROKER_VARIABLE, own);
@@ -120,7 +121,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
 
 /// Where the library is: as the environment says, beside this program, where packages put it, or where cargo does.
 fn find_shim() -> Result<PathBuf, Failure> {
-    if let Some(given) = std::env::var_os(SHIM_VARIABLE).filter(|v| !v.is_empty()) {
+    if let Some(given) = environment::var_os(SHIM_VARIABLE) {
         let given = absolute(&given).map_err(|e| Failure::usage(format!("{SHIM_VARIABLE}: {e}")))?;
         return match given.is_file() {
             true => Ok(given),

@@ -3,7 +3,8 @@
 use std::fmt::Write;
 
 use clap::Args;
-use roce::broker::{Ended, ProcessReport, Statistics};
+use roce::broker::{Ended, Isolation, ProcessReport, Statistics};
+use roce_verbs::shown;
 
 use crate::output::{self, Failure};
 
@@ -11,12 +12,13 @@ use crate::output::{self, Failure};
 #[command(after_help = "\
 One line for each process that uses an address through the broker, with the counters that `rdma statistic` shows for \
 rdma_rxe; then one for all that have ended since the broker was started, with their sums (one for each address, if they \
-had single ones); and one line with the broker's own. Counters that are zero are left out.
+had single ones); and one line with the broker's own, which says of a broker for several users whether it keeps them apart \
+(`users isolated`) or they have to trust each other (`users one-trust-domain`). Counters that are zero are left out.
 
 A process tells its counters when it closes its device and when it exits. Of one that was killed by a signal nobody knows \
 what it had counted since it told last, which is when somebody asked (this command, or a reader of hw_counters in sysfs).
 
-With --json: one object with `pid` (the broker's), `addrs`, `processes`, `ended` (an array of objects with `addrs`, \
+With --json: one object with `pid` (the broker's), `isolation` (OneUser, Isolated or TrustDomain), `addrs`, `processes`, `ended` (an array of objects with `addrs`, \
 `processes`, their number, and `counters`), `ended_unknown` (how many have ended without having told anything) and \
 `counters`; `null` if no broker runs. Of the ports of a process `bindings` has 64 at most. A process that does not answer \
 within 2 seconds has `answered` false, and in `report` what it told last, or null.")]
@@ -61,7 +63,7 @@ pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
 fn counters<'a>(all: impl Iterator<Item = (&'a String, &'a u64)>, zeroes: bool) -> String {
     let mut out = String::new();
     for (name, value) in all.filter(|(_, v)| zeroes || **v > 0) {
-        let _ = write!(out, " {name} {value}");
+        let _ = write!(out, " {} {value}", shown(name));
     }
     out
 }
@@ -74,7 +76,8 @@ fn list(addrs: &[std::net::IpAddr]) -> String {
 }
 
 fn process_line(p: &ProcessReport, zeroes: bool) -> String {
-    let head = format!("process {} {} slot {}", p.pid, p.name, p.place.slot);
+    // A process chooses its name, and those of the counters, and may be another user's.
+    let head = format!("process {} {} slot {}", p.pid, shown(&p.name), p.place.slot);
     let silent = if p.answered { "" } else { " (does not answer)" };
     match &p.report {
         Some(r) => format!(
@@ -106,7 +109,16 @@ fn broker_line(s: &Statistics, zeroes: bool) -> String {
     } else {
         list(&s.addrs)
     };
-    format!("broker {} addr {open}{}", s.pid, counters(s.counters.iter(), zeroes))
+    let users = match s.isolation {
+        Isolation::OneUser => "",
+        Isolation::Isolated => " users isolated",
+        Isolation::TrustDomain => " users one-trust-domain",
+    };
+    format!(
+        "broker {} addr {open}{users}{}",
+        s.pid,
+        counters(s.counters.iter(), zeroes)
+    )
 }
 
 #[cfg(test)]
@@ -140,7 +152,22 @@ mod tests {
         assert_eq!(process_line(&process, false), format!("{known} (does not answer)"));
         process.answered = true;
         assert_eq!(process_line(&process, false), known);
+        process.name = "a\x1b[2J\nb".into();
+        assert!(!process_line(&process, false).contains(char::is_control));
         assert!(process_line(&process, true).contains("rcvd_pkts 0"));
+    }
+
+    #[test]
+    fn whom_users_have_to_trust() {
+        let mut s = Statistics {
+            pid: 7,
+            ..Statistics::default()
+        };
+        assert_eq!(broker_line(&s, false), "broker 7 addr none");
+        s.isolation = Isolation::Isolated;
+        assert_eq!(broker_line(&s, false), "broker 7 addr none users isolated");
+        s.isolation = Isolation::TrustDomain;
+        assert_eq!(broker_line(&s, false), "broker 7 addr none users one-trust-domain");
     }
 
     #[test]
