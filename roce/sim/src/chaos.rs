@@ -204,6 +204,7 @@ impl World {
                 self.kick(conn, end);
             }
         }
+        self.wake_services();
         Ok(())
     }
 }

@@ -11,6 +11,8 @@
 //! [`run`] does one seed, [`run_many`] many on several threads. The same seed gives the same run ([`Stats::trace_hash`]).
 #![forbid(unsafe_code)]
 
+mod admission;
+mod adversary;
 mod chaos;
 mod life;
 mod model;
@@ -37,11 +39,51 @@ pub use stats::Stats;
 
 use crate::{trace::Trace, world::World};
 
+/// Whether runs have an adversary (`adversary/mod.rs`). What a seed draws for everything else does not depend on it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Adversary {
+    /// None.
+    Never,
+    /// As the seed decides: a quarter of the runs, and further runs beside some.
+    Drawn,
+    /// Every run, and beside some a pair of runs that compares goodput, or a server under a flood.
+    Always,
+}
+
+/// What a run is, besides what its seed draws.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Class {
+    /// The network's faults and the hosts' misfortunes.
+    Plain,
+    /// With somebody who knows addresses and sees nothing.
+    Blind,
+    /// With somebody who sees all packets, and meddles with one connection.
+    Observed,
+    /// Clients of a server that verifies before it allocates, and a flood of requests.
+    Admission,
+    /// Connections over a network without faults: what gets through, with somebody like that or without.
+    Goodput { attacked: bool },
+}
+
+impl Class {
+    pub(crate) const fn is_goodput(self) -> bool {
+        matches!(self, Self::Goodput { .. })
+    }
+}
+
 /// What to run.
 #[derive(Clone, Debug)]
 pub struct SimConfig {
     /// Decides everything.
     pub seed: u64,
+    /// Whether somebody attacks.
+    pub adversary: Adversary,
+    /// Only runs with clients of a server under a flood of requests (`admission.rs`).
+    pub admission: bool,
+    /// Only runs with an observer (`adversary/observer.rs`).
+    pub observer: bool,
+    /// Only pairs of runs that compare goodput.
+    pub goodput: bool,
     /// About how many work requests each direction of a connection carries.
     pub scale: u32,
     /// The network has no faults but narrow links and queues that overflow, and nothing else goes wrong.
@@ -59,6 +101,10 @@ impl SimConfig {
     pub const fn new(seed: u64) -> Self {
         Self {
             seed,
+            adversary: Adversary::Never,
+            admission: false,
+            observer: false,
+            goodput: false,
             scale: 150,
             bottleneck: false,
             pcap_dir: None,
@@ -70,10 +116,12 @@ impl SimConfig {
 
 /// A run that broke a rule.
 #[derive(Clone, Debug, thiserror::Error)]
-#[error("seed {seed}: {text}\n  again: cargo xtask sim --seed {seed} --seeds 1{}", .pcap.as_ref().map(|p| format!("\n  capture: {}", p.display())).unwrap_or_default())]
+#[error("seed {seed}: {text}\n  again: cargo xtask sim --seed {seed} --seeds 1{options}{}", .pcap.as_ref().map(|p| format!("\n  capture: {}", p.display())).unwrap_or_default())]
 pub struct Failure {
     /// The seed.
     pub seed: u64,
+    /// The simulator's options that it was run with.
+    pub options: &'static str,
     /// The rule and what was seen, with the virtual time.
     pub text: String,
     /// What the ports sent, if it could be written.
@@ -85,25 +133,122 @@ pub struct Failure {
 /// # Errors
 /// When a rule is broken or the code under test panics.
 pub fn run(config: &SimConfig) -> Result<Stats, Failure> {
-    let text = match attempt(config, config.capture.clone(), config.log) {
+    let plan = Plan::draw(config);
+    let mut stats = match plan.main {
+        Some(class) => run_class(config, class, config.capture.clone())?,
+        None => Stats::default(),
+    };
+    for (class, wanted) in [(Class::Observed, plan.observed), (Class::Admission, plan.admission)] {
+        if wanted {
+            stats.add(&run_class(config, class, None)?);
+        }
+    }
+    if plan.goodput {
+        let capture = config.capture.clone().filter(|_| config.goodput);
+        let pair = [(false, None), (true, capture)];
+        let [alone, attacked] = pair.map(|(attacked, to)| run_class(config, Class::Goodput { attacked }, to));
+        let (alone, attacked) = (alone?, attacked?);
+        // The programs' choices depend on what happens when, so it is not quite the same work.
+        let (before, under) = (alone.work_ns, attacked.work_ns);
+        let same = before as f64 * attacked.work_bytes as f64 / alone.work_bytes.max(1) as f64;
+        if under as f64 > same / LEAST_OF_A_PAIR + SHORT_NS {
+            let text = format!("under attack the work took {under} ns instead of {same:.0} ns");
+            return Err(failure(config, text, None));
+        }
+        stats.add(&alone);
+        stats.add(&attacked);
+        stats.pairs = 1;
+        (stats.alone_ns, stats.attacked_ns) = (before, under);
+        (stats.alone_bytes, stats.attacked_bytes) = (alone.work_bytes, attacked.work_bytes);
+    }
+    stats.runs = 1;
+    Ok(stats)
+}
+
+/// The share of its goodput that work keeps under attack, over many pairs of runs.
+pub const LEAST_GOODPUT: f64 = 0.7;
+/// In a single pair. Most are over within 20 ms, and end with whichever connection happens to be last.
+const LEAST_OF_A_PAIR: f64 = 0.5;
+/// What a pair may take longer at any rate, nanoseconds.
+const SHORT_NS: f64 = 10e6;
+/// The stream that decides which runs have an adversary.
+const PLAN: u64 = 24;
+
+/// The runs of a seed.
+#[derive(Default)]
+struct Plan {
+    main: Option<Class>,
+    observed: bool,
+    admission: bool,
+    goodput: bool,
+}
+
+impl Plan {
+    fn draw(config: &SimConfig) -> Self {
+        let mut dice = rng::Dice::new(config.seed, PLAN);
+        let mut chance = |drawn: f64, always: f64| match config.adversary {
+            Adversary::Never => false,
+            Adversary::Drawn => dice.chance(drawn),
+            Adversary::Always => dice.chance(always),
+        };
+        let only = |main: Option<Class>, goodput: bool| Self {
+            main,
+            goodput,
+            ..Self::default()
+        };
+        match config {
+            SimConfig { observer: true, .. } => only(Some(Class::Observed), false),
+            SimConfig { admission: true, .. } => only(Some(Class::Admission), false),
+            SimConfig { goodput: true, .. } => only(None, true),
+            _ => Self {
+                main: Some(if chance(0.25, 1.0) { Class::Blind } else { Class::Plain }),
+                goodput: chance(0.04, 0.3),
+                admission: chance(0.05, 0.1),
+                observed: chance(0.05, 0.0),
+            },
+        }
+    }
+}
+
+fn failure(config: &SimConfig, text: String, pcap: Option<PathBuf>) -> Failure {
+    Failure {
+        seed: config.seed,
+        options: match (config.adversary, config.bottleneck) {
+            _ if config.observer => " --observer",
+            _ if config.admission => " -- --admission",
+            _ if config.goodput => " -- --goodput",
+            (Adversary::Always, _) => " --adversary",
+            (_, true) => " -- --bottleneck",
+            _ => "",
+        },
+        text,
+        pcap,
+    }
+}
+
+fn run_class(config: &SimConfig, class: Class, capture: Option<PathBuf>) -> Result<Stats, Failure> {
+    let text = match attempt(config, class, capture, config.log) {
         Ok(stats) => return Ok(stats),
         Err(text) => text,
     };
     let dir = config.pcap_dir.clone().unwrap_or_else(std::env::temp_dir);
     let path = dir.join(format!("roce-sim-{}.pcap", config.seed));
-    let pcap = attempt(config, Some(path.clone()), false).is_err() && path.is_file();
-    Err(Failure {
-        seed: config.seed,
-        text,
-        pcap: pcap.then_some(path),
-    })
+    let pcap = attempt(config, class, Some(path.clone()), false).is_err() && path.is_file();
+    let text = if class == Class::Plain {
+        text
+    } else {
+        format!("{class:?}: {text}")
+    };
+    Err(failure(config, text, pcap.then_some(path)))
 }
 
-fn attempt(config: &SimConfig, pcap: Option<PathBuf>, log: bool) -> Result<Stats, String> {
+fn attempt(config: &SimConfig, class: Class, pcap: Option<PathBuf>, log: bool) -> Result<Stats, String> {
     let trace = Trace::new(pcap.as_deref(), log).map_err(|e| format!("no capture file: {e}"))?;
-    let mut world = World::new(config, trace);
+    let mut world = World::new(config, class, trace);
     let outcome = catch_unwind(AssertUnwindSafe(|| {
-        world.begin_services(config).and_then(|()| world.run())
+        world.set_guards()?;
+        world.begin_services(config)?;
+        world.run()
     }));
     world.trace.finish();
     let at = world.now as f64 / 1e9;

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 
+use roce_mem::PdHandle;
 use roce_port::{ConnId, PortCmEvent, QpInit};
 use roce_verbs::{
     AccessFlags, AddressVector, QpAttr, QpState, QpType, Qpn, ToRts,
@@ -9,6 +10,7 @@ use roce_verbs::{
 };
 
 use crate::{
+    Class,
     model::{Allow, Conn, Effect, End, FastKey, Grant, LOCAL, Phase, RECV, Ring, TARGET},
     scenario::{ConnPlan, MS, US},
     world::{CQS, Check, Event, LISTEN_PORT, World},
@@ -28,7 +30,7 @@ pub(crate) fn to_state(state: QpState) -> QpAttr {
 
 impl World {
     pub(crate) fn make_conn(&mut self, plan: ConnPlan) -> Conn {
-        let ends = [0, 1].map(|end| self.make_end(&plan, end));
+        let ends = [0, 1].map(|end| self.make_end(&plan, end, None));
         Conn {
             plan,
             ends,
@@ -38,7 +40,8 @@ impl World {
         }
     }
 
-    fn make_end(&mut self, plan: &ConnPlan, end: usize) -> End {
+    /// `pd`: the protection domain of the queue pair that it has; `None` when that is yet to be made.
+    fn make_end(&mut self, plan: &ConnPlan, end: usize, pd: Option<PdHandle>) -> End {
         let host = plan.hosts[end];
         let h = &self.hosts[host];
         let zero = if plan.zero_based {
@@ -51,9 +54,15 @@ impl World {
         } else {
             AccessFlags::MW_BIND
         };
-        let alloc = |len, access| h.mem.alloc_region(h.pd, len, access).expect("memory");
+        // Beside an observer's victim, keys of others are to be of no use.
+        let pd = pd.unwrap_or_else(|| match self.class {
+            Class::Observed => h.mem.alloc_pd().expect("a protection domain"),
+            _ => h.pd,
+        });
+        let alloc = |len, access| h.mem.alloc_region(pd, len, access).expect("memory");
         End {
             host,
+            pd,
             qpn: None,
             cm: None,
             up: false,
@@ -90,10 +99,11 @@ impl World {
     }
 
     /// Replaces an end's memory: its host has restarted, or its target was deregistered.
-    fn renew_memory(&mut self, conn: usize, end: usize) {
+    fn renew_memory(&mut self, conn: usize, end: usize, pd: Option<PdHandle>) {
         let plan = self.conns[conn].plan.clone();
-        let fresh = self.make_end(&plan, end);
+        let fresh = self.make_end(&plan, end, pd);
         let e = &mut self.conns[conn].ends[end];
+        e.pd = fresh.pd;
         e.target = fresh.target;
         e.local = fresh.local;
         e.recv = fresh.recv;
@@ -117,7 +127,7 @@ impl World {
         c.phase = Phase::Connecting;
         c.life += 1;
         self.stats.connections += 1;
-        let lossy = self.lossy(a, b);
+        let (lossy, victim) = (self.lossy(a, b), self.is_victim(conn));
         let cut = self.link(a, b).cut || self.link(b, a).cut;
         let c = &mut self.conns[conn];
         for e in &mut c.ends {
@@ -130,6 +140,9 @@ impl World {
                 rnr: c.plan.rnr_retry < 7,
                 ..Allow::default()
             };
+            if victim {
+                e.allow = Allow::ALL;
+            }
         }
         let (life, via_cm) = (c.life, c.plan.via_cm);
         self.trace.note(self.now, || {
@@ -148,7 +161,7 @@ impl World {
         let host = &mut self.hosts[e.host];
         let cq = host.cqs[e.cq].clone();
         let qpn = host.port.create_qp(QpInit {
-            pd: host.pd,
+            pd: e.pd,
             qp_type: QpType::Rc,
             send_cq: cq.clone(),
             recv_cq: cq,
@@ -231,6 +244,7 @@ impl World {
             c.phase = Phase::Up;
         }
         self.kick(conn, end);
+        self.note_all_up();
     }
 
     pub(crate) fn raise_second(&mut self, conn: usize, life: u32) -> Check {
@@ -253,6 +267,7 @@ impl World {
         let [local, remote] = [0, 1].map(|e| self.hosts[c.ends[e].host].plan.addr);
         let mut private_data = (conn as u32).to_be_bytes().to_vec();
         private_data.extend_from_slice(&life.to_be_bytes());
+        private_data.extend_from_slice(&self.token(conn, life).to_be_bytes());
         let params = ConnParams {
             private_data,
             responder_resources: c.plan.rd_atomic,
@@ -265,6 +280,22 @@ impl World {
         let id = id.map_err(|e| format!("conn {conn}: connect: {e}"))?;
         self.conns[conn].ends[0].cm = Some(id);
         self.service(host)
+    }
+
+    /// What tells this model, but no program, a genuine request from a forged one.
+    fn token(&self, conn: usize, life: u32) -> u64 {
+        let mixed = self.seed ^ (conn as u64) << 32 ^ u64::from(life);
+        mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x6a09_e667_f3bc_c908
+    }
+
+    /// Once all connections are up, throughput counts.
+    fn note_all_up(&mut self) {
+        if self.all_up.is_none() && self.conns.iter().all(|c| c.phase == Phase::Up) {
+            self.all_up = Some(self.now);
+            if self.class.is_goodput() && self.blind.is_some() {
+                self.unleash(0);
+            }
+        }
     }
 
     fn owner(&self, h: usize, id: ConnId) -> Option<(usize, usize)> {
@@ -286,24 +317,31 @@ impl World {
     }
 
     pub(crate) fn handle_cm_event(&mut self, h: usize, event: PortCmEvent) -> Check {
+        if self.gate.is_some() {
+            return self.on_gate_event(h, &event);
+        }
         if let PortCmEvent::ConnectRequest {
             conn: id, private_data, ..
         } = &event
         {
             return self.on_request(h, *id, private_data);
         }
-        let owner = self.conns.iter().enumerate().find_map(|(i, c)| {
-            let end = c.ends.iter().position(|e| e.host == h && e.cm == Some(event.conn()))?;
-            Some((i, end))
-        });
-        let Some((conn, end)) = owner else {
+        if self.on_stray_event(h, &event)? {
+            return Ok(());
+        }
+        let Some((conn, end)) = self.owner(h, event.conn()) else {
+            if self.observer.is_some() {
+                // Of a request that it has made, and that was refused.
+                return Ok(());
+            }
             return Err(format!(
                 "host {h}: an event of a connection that was destroyed: {event:?}"
             ));
         };
         match event {
             PortCmEvent::Established { private_data, .. } => {
-                if end == 0 && private_data.get(..4) != Some(&(conn as u32).to_be_bytes()[..]) {
+                if end == 0 && !self.is_victim(conn) && private_data.get(..4) != Some(&(conn as u32).to_be_bytes()[..])
+                {
                     return Err(format!("conn {conn}: the accept's private data is not what was given"));
                 }
                 if self.conns[conn].ends[end].up {
@@ -333,10 +371,13 @@ impl World {
             let bytes = private_data.get(at..at + 4)?;
             Some(u32::from_be_bytes(bytes.try_into().ok()?))
         };
-        let (Some(conn), Some(life)) = (word(0), word(4)) else {
+        let (Some(conn), Some(life), Some(token)) = (word(0), word(4), private_data.get(8..16)) else {
             return Err(format!("host {h}: a connect request without its private data"));
         };
         let conn = conn as usize;
+        if token != self.token(conn, life).to_be_bytes() {
+            return self.on_stray(h, id);
+        }
         let known = self.conns.get(conn).filter(|c| c.ends[1].host == h && c.life >= life);
         let Some(c) = known else {
             return Err(format!(
@@ -344,16 +385,12 @@ impl World {
             ));
         };
         let wanted = c.life == life && c.phase == Phase::Connecting && c.ends[1].cm.is_none();
-        if c.life == life && c.phase == Phase::Connecting && c.ends[1].cm.is_some() {
+        let twice = c.life == life && c.phase == Phase::Connecting && c.ends[1].cm.is_some();
+        if twice && !self.is_victim(conn) {
             return Err(format!("conn {conn}: one connect made two requests"));
         }
         if !wanted || (!self.quiet && self.chaos_dice.chance(0.05)) {
-            let port = &mut self.hosts[h].port;
-            if port.cm_reject(now, id, RejectReason::CONSUMER, b"no").is_err() {
-                // The peer has taken it back meanwhile.
-                port.cm_destroy(now, id);
-            }
-            return Ok(());
+            return self.refuse(h, id, RejectReason::CONSUMER);
         }
         let params = ConnParams {
             private_data: (conn as u32).to_be_bytes().to_vec(),
@@ -473,6 +510,7 @@ impl World {
     /// Whatever of the peer's unfinished work requests was executed: the target must show a state that they lead through
     /// in order, packet by packet. From there the next life goes on.
     fn settle(&mut self, conn: usize, end: usize) -> Check {
+        let victim = self.is_victim(conn);
         let undone = std::mem::take(&mut self.conns[conn].ends[1 - end].undone);
         let alive = self.hosts[self.conns[conn].ends[end].host].alive;
         let mtu = self.conns[conn].plan.mtu.bytes();
@@ -482,6 +520,10 @@ impl World {
         }
         let mut actual = vec![0; TARGET];
         e.target.read(0, &mut actual).map_err(|e| e.to_string())?;
+        if victim {
+            e.shadow = actual;
+            return Ok(());
+        }
         let mut state = e.shadow.clone();
         for effect in undone.iter().rev() {
             state[effect.range()].copy_from_slice(&effect.old);
@@ -554,7 +596,8 @@ impl World {
                 None => {}
             }
             if target_gone {
-                self.renew_memory(conn, end);
+                let pd = self.conns[conn].ends[end].pd;
+                self.renew_memory(conn, end, Some(pd));
             }
             self.service(host)?;
         } else {
@@ -576,7 +619,7 @@ impl World {
         for conn in 0..self.conns.len() {
             for end in [0, 1] {
                 if self.conns[conn].plan.hosts[end] == host {
-                    self.renew_memory(conn, end);
+                    self.renew_memory(conn, end, None);
                     // What the peer believed about the old memory must not be asked of the new one.
                     self.conns[conn].ends[end].target_gone = self.conns[conn].phase != Phase::Down;
                 }

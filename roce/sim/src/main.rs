@@ -3,7 +3,7 @@
 use std::{path::PathBuf, process::ExitCode, time::Instant};
 
 use clap::Parser;
-use roce_sim::{SimConfig, run_many};
+use roce_sim::{Adversary, LEAST_GOODPUT, SimConfig, run_many};
 
 /// Runs simulated networks with every fault.
 #[derive(Parser)]
@@ -24,6 +24,22 @@ struct Cli {
     /// No faults but narrow links and queues that overflow
     #[arg(long)]
     bottleneck: bool,
+    /// An adversary in every run: it knows addresses and the protocol, sees nothing, and sends what it likes. Without this
+    /// option a quarter of the runs have it
+    #[arg(long)]
+    adversary: bool,
+    /// No adversary in any run
+    #[arg(long, conflicts_with = "adversary")]
+    peaceful: bool,
+    /// Only runs with somebody who sees all packets and sends its own in the name of one connection
+    #[arg(long, conflicts_with_all = ["adversary", "goodput"])]
+    observer: bool,
+    /// Only runs with clients of a server that verifies before it allocates, under a flood of requests
+    #[arg(long, conflicts_with_all = ["adversary", "observer", "goodput"])]
+    admission: bool,
+    /// Only pairs of runs over a network without faults, with and without an adversary, which compare goodput
+    #[arg(long)]
+    goodput: bool,
     /// Folder for captures of failed runs; default: the system's for temporary files
     #[arg(long)]
     pcap_dir: Option<PathBuf>,
@@ -47,6 +63,14 @@ fn main() -> ExitCode {
     let base = SimConfig {
         scale: cli.scale,
         bottleneck: cli.bottleneck,
+        goodput: cli.goodput,
+        observer: cli.observer,
+        admission: cli.admission,
+        adversary: match (cli.adversary, cli.peaceful || cli.bottleneck) {
+            (true, _) => Adversary::Always,
+            (_, true) => Adversary::Never,
+            _ => Adversary::Drawn,
+        },
         pcap_dir: cli.pcap_dir,
         capture: cli.capture,
         log: cli.log,
@@ -93,6 +117,21 @@ fn main() -> ExitCode {
         total.longest_quiet_ns as f64 / 1e9
     );
     let errors: Vec<String> = total.errors.iter().map(|(status, n)| format!("{status} {n}")).collect();
+    let goodput = total.goodput();
+    println!(
+        "{} forged packets, {} of observers; {} packets to addresses that they were forged in the name of; goodput under attack: {goodput:.3} \
+         of that without ({} pairs of runs)",
+        total.forged, total.meddled, total.reflected, total.pairs
+    );
+    println!(
+        "{} clients let in under a flood of requests, the slowest after {:.1} ms",
+        total.admitted,
+        total.longest_admission_ns as f64 / 1e6
+    );
+    if total.pairs > 0 && goodput < LEAST_GOODPUT {
+        println!("goodput under attack is too low");
+        failed += 1;
+    }
     println!("completions with an error: {}", errors.join(", "));
     println!(
         "sim: {passed} passed, {failed} failed, {:.1} s",

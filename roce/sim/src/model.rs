@@ -3,7 +3,7 @@
 
 use std::{collections::VecDeque, ops::Range, sync::Arc};
 
-use roce_mem::{FastRegion, Region, Window};
+use roce_mem::{FastRegion, PdHandle, Region, Window};
 use roce_port::ConnId;
 use roce_verbs::{Qpn, RKey, Sge, WcOpcode, WcStatus};
 
@@ -216,9 +216,19 @@ pub(crate) struct Allow {
     pub(crate) access: bool,
 }
 
+impl Allow {
+    pub(crate) const ALL: Self = Self {
+        flush: true,
+        retry: true,
+        rnr: true,
+        access: true,
+    };
+}
+
 /// One end of a connection.
 pub(crate) struct End {
     pub(crate) host: usize,
+    pub(crate) pd: PdHandle,
     pub(crate) qpn: Option<Qpn>,
     pub(crate) cm: Option<ConnId>,
     /// It may post sends.

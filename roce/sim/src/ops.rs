@@ -445,6 +445,7 @@ impl World {
         let (key_byte, host) = (self.dice.next() as u8, self.conns[conn].ends[end].host);
         let h = &self.hosts[host];
         let e = &mut self.conns[conn].ends[end];
+        let pd = e.pd;
         let grant = match &e.fast {
             Some(grant) => grant.clone(),
             None if wants_window => {
@@ -452,9 +453,9 @@ impl World {
                     true => WindowKind::Type2A,
                     false => WindowKind::Type2,
                 };
-                Grant::Window(h.mem.alloc_window(h.pd, kind).ok()?)
+                Grant::Window(h.mem.alloc_window(pd, kind).ok()?)
             }
-            None => Grant::Fast(h.mem.alloc_fast(h.pd).ok()?),
+            None => Grant::Fast(h.mem.alloc_fast(pd).ok()?),
         };
         e.fast = Some(grant.clone());
         // Another one than before: the old key stays closed.
@@ -704,6 +705,8 @@ impl World {
         let [a, b] = &mut c.ends;
         let (own, peer) = if end == 0 { (a, b) } else { (b, a) };
         own.operations_left -= 1;
+        let moved = sent.effect.as_ref().map_or(sent.byte_len as usize, |e| e.new.len());
+        self.stats.work_bytes += message.as_ref().map_or(moved, |m| m.len) as u64;
         if sent.signaled {
             (own.unsignaled_run, own.unsignaled_bytes) = (0, 0);
         } else {
@@ -777,7 +780,12 @@ impl World {
             let p = &self.conns[conn].plan;
             let (most, ahead, sges) = (p.caps.max_recv_wr as usize, p.recv_ahead as usize, p.caps.max_recv_sge);
             let e = &self.conns[conn].ends[end];
-            let needed = e.incoming.len() + ahead;
+            // Messages that an observer has sent take receives that others count on.
+            let needed = if self.is_victim(conn) {
+                most
+            } else {
+                e.incoming.len() + ahead
+            };
             if e.mute || e.posted.len() >= most.min(needed) {
                 return Ok(());
             }

@@ -30,6 +30,8 @@ pub(crate) struct HostPlan {
     /// From a packet's arrival to its processing, at most, nanoseconds.
     pub(crate) latency: u64,
     pub(crate) turn_packets: usize,
+    /// Its connection manager has low limits.
+    pub(crate) tight: bool,
 }
 
 /// What a connection is like.
@@ -132,6 +134,7 @@ fn host(i: usize, v6: bool, dice: &mut Dice) -> HostPlan {
         rx_buffer: dice.pick(&[32 << 10, 208 << 10, 4 << 20]),
         latency: dice.pick(&[0, 2 * US, 20 * US, 100 * US]),
         turn_packets: dice.pick(&[1, 4, 16, 64]),
+        tight: false,
     }
 }
 
@@ -247,6 +250,33 @@ impl Scenario {
             conn.caps.max_send_wr = 64;
             conn.rd_atomic = 16;
             conn.timeout = 16;
+            (conn.retry_cnt, conn.rnr_retry) = (7, 7);
+        }
+    }
+
+    /// Leaves no faults at all, and enough work to see what is got through.
+    pub(crate) fn clear(&mut self, dice: &mut Dice) {
+        self.faults = Faults {
+            loss: 0.0,
+            duplicate: 0.0,
+            reorder: 0.0,
+            corrupt: 0.0,
+            bandwidth: dice.pick(&[125_000_000, 1_250_000_000]),
+            queue: 64 << 20,
+            ..self.faults
+        };
+        self.disturbances = 0;
+        self.chaos_end = 0;
+        self.extended = false;
+        for host in &mut self.hosts {
+            host.rx_buffer = 64 << 20;
+        }
+        for conn in &mut self.conns {
+            conn.bad_operations = 0.0;
+            conn.recv_lag = 0;
+            conn.recv_ahead = 16;
+            conn.think = dice.pick(&[20 * US, 200 * US, MS]);
+            conn.operations = conn.operations.map(|n| n.max(150));
             (conn.retry_cnt, conn.rnr_retry) = (7, 7);
         }
     }

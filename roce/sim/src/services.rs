@@ -132,6 +132,37 @@ fn caps() -> QpCaps {
     }
 }
 
+impl Services {
+    /// Where everything stands, for reports.
+    pub(crate) fn situation(&self) -> String {
+        let mut out = String::new();
+        for (h, s) in self.hosts.iter().enumerate() {
+            let waiting: Vec<_> = s.queues.iter().map(|q| q.len()).collect();
+            out += &format!(
+                "\n  host {h}: shared receives {waiting:?}, {} free, {} outstanding, {} lost, to be replenished: {}",
+                s.free.len(),
+                s.outstanding.len(),
+                s.lost,
+                s.scheduled,
+            );
+        }
+        for (i, f) in self.flows.iter().enumerate().filter(|(_, f)| !f.is_done()) {
+            out += &format!(
+                "\n  flow {i} from host {} to {} ({:?}, shared: {}): {} messages, {} posted, {} completed, {} arrived",
+                f.from,
+                f.to,
+                f.qp_type,
+                f.shared,
+                f.messages.len(),
+                f.posted,
+                f.completed,
+                f.arrived.len(),
+            );
+        }
+        out
+    }
+}
+
 impl World {
     /// Draws the flows of an extended run, and sets them up.
     pub(crate) fn begin_services(&mut self, config: &SimConfig) -> Check {
@@ -327,6 +358,13 @@ impl World {
         qpn.map_err(|e| format!("host {h}: no {qp_type:?} queue pair: {e}"))
     }
 
+    /// Queue pairs of a host that take datagrams.
+    pub(crate) fn datagram_qpns(&self, h: usize) -> Vec<Qpn> {
+        let flows = self.services.iter().flat_map(|s| &s.flows);
+        let to = flows.filter(|f| !f.dead && f.to == h && f.qp_type == QpType::Ud);
+        to.map(|f| f.qpns[1]).collect()
+    }
+
     /// RESET to RTS, with what each step needs.
     #[allow(clippy::too_many_arguments, reason = "what a path consists of")]
     fn bring_up(
@@ -397,6 +435,17 @@ impl World {
             posted.map_err(|(_, e)| format!("flow {flow}: receive refused: {e}"))?;
         }
         Ok(())
+    }
+
+    /// Programs give buffers when they see completions. A broken message of UC may hold the last one of a queue, and then no
+    /// completion comes: the others that wait for the queue would do so for ever.
+    pub(crate) fn wake_services(&mut self) {
+        let Some(services) = &self.services else { return };
+        let empty = |s: &Shared| s.queues.iter().any(|q| q.is_empty());
+        let starved: Vec<bool> = services.hosts.iter().map(empty).collect();
+        for h in (0..starved.len()).filter(|h| starved[*h]) {
+            self.want_buffers(h);
+        }
     }
 
     fn want_buffers(&mut self, h: usize) {

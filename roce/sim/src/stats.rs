@@ -16,6 +16,10 @@ pub struct Stats {
     pub simulated_ns: u64,
     /// From the end of the faults until everything was done; of several runs the longest.
     pub longest_quiet_ns: u64,
+    /// From the last connection's being up until everything was done.
+    pub work_ns: u64,
+    /// Payload bytes of the connections' work requests.
+    pub work_bytes: u64,
     pub events: u64,
     pub timer_runs: u64,
     pub packets: u64,
@@ -41,6 +45,20 @@ pub struct Stats {
     pub disturbances: u64,
     pub drains: u64,
     pub cm_events: u64,
+    /// Packets of adversaries, and what they caused to addresses that belong to nobody.
+    pub forged: u64,
+    pub reflected: u64,
+    /// Clients that got in under a flood of requests, and how long the slowest needed.
+    pub admitted: u64,
+    pub longest_admission_ns: u64,
+    /// Packets of observers.
+    pub meddled: u64,
+    /// Runs with and without an adversary, and bytes and nanoseconds of the work in either.
+    pub pairs: u64,
+    pub alone_bytes: u64,
+    pub alone_ns: u64,
+    pub attacked_bytes: u64,
+    pub attacked_ns: u64,
     /// Completions with an error, by status.
     pub errors: BTreeMap<String, u64>,
 }
@@ -50,6 +68,12 @@ impl Stats {
         *self.errors.entry(format!("{status:?}")).or_default() += 1;
     }
 
+    /// The goodput of all pairs under attack as a share of that without.
+    pub fn goodput(&self) -> f64 {
+        let rate = |bytes: u64, ns: u64| bytes as f64 / ns.max(1) as f64;
+        rate(self.attacked_bytes, self.attacked_ns) / rate(self.alone_bytes.max(1), self.alone_ns)
+    }
+
     /// Adds another run's counts.
     pub fn add(&mut self, other: &Self) {
         macro_rules! sum {
@@ -57,8 +81,10 @@ impl Stats {
         }
         sum!(runs simulated_ns events timer_runs packets trains lost duplicated reordered corrupted overflowed
              icrc_errors retransmissions rnr_naks operations faulty_operations succeeded receives messages service_messages completions
-             connections repairs disturbances drains cm_events);
+             connections repairs disturbances drains cm_events work_ns work_bytes forged reflected meddled admitted pairs alone_bytes alone_ns attacked_bytes
+             attacked_ns);
         self.trace_hash ^= other.trace_hash;
+        self.longest_admission_ns = self.longest_admission_ns.max(other.longest_admission_ns);
         self.longest_quiet_ns = self.longest_quiet_ns.max(other.longest_quiet_ns);
         for (status, n) in &other.errors {
             *self.errors.entry(status.clone()).or_default() += n;
@@ -75,6 +101,12 @@ impl World {
         self.stats.reordered = self.net_stats.reordered;
         self.stats.corrupted = self.net_stats.corrupted;
         self.stats.overflowed = self.net_stats.overflowed;
+        if let Some(blind) = &self.blind {
+            (self.stats.forged, self.stats.reflected) = (blind.forged, blind.reflected);
+        }
+        if let Some(observer) = &self.observer {
+            self.stats.meddled = observer.sent;
+        }
         // Of hosts that died only their last life.
         for host in &self.hosts {
             let c = host.port.counters();

@@ -53,6 +53,16 @@ impl Trace {
         }
     }
 
+    /// A forged packet is processed. It has no part in the fingerprint.
+    pub(crate) fn forged(&mut self, now: u64, host: usize, frame: &Frame) {
+        if self.log {
+            let head = &frame.bytes[..frame.bytes.len().min(BTH_LEN)];
+            let (src, id) = (frame.src, frame.identification);
+            eprintln!("{now:>12} host {host} takes forged {head:02x?} from {src}, Identification {id}");
+        }
+        self.sent(now, frame);
+    }
+
     /// A packet is processed. Addresses in memory differ from run to run, so only the BTH enters the fingerprint.
     pub(crate) fn received(&mut self, now: u64, host: usize, frame: &Frame) {
         if self.log

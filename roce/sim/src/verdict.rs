@@ -3,7 +3,7 @@
 use roce_verbs::{Completion, Qpn, WcFlags, WcOpcode, WcStatus};
 
 use crate::{
-    model::{Conn, Expect, FastKey, Message, Phase, Posted, Sent, TARGET, wr_owner},
+    model::{Expect, FastKey, Message, Phase, Posted, Sent, TARGET, wr_owner},
     world::{Check, World},
 };
 
@@ -68,6 +68,7 @@ impl World {
     }
 
     fn fail_oldest(&mut self, conn: usize, end: usize, status: WcStatus) -> Check {
+        let victim = self.is_victim(conn);
         let e = &mut self.conns[conn].ends[end];
         let Some(s) = e.sent.pop_front() else {
             return Err("nothing is outstanding".into());
@@ -82,7 +83,7 @@ impl World {
             }
             _ => false,
         };
-        if !allowed && s.expect != Expect::Fails(status) {
+        if !victim && !allowed && s.expect != Expect::Fails(status) {
             return Err(format!(
                 "a {} (expected: {:?}) ended with {status:?}; allowed: {:?}",
                 s.what, s.expect, e.allow
@@ -103,6 +104,7 @@ impl World {
 
     /// The oldest outstanding send has succeeded: checks what that promises.
     pub(crate) fn succeed_oldest(&mut self, conn: usize, end: usize) -> Check {
+        let victim = self.is_victim(conn);
         let c = &mut self.conns[conn];
         let [a, b] = &mut c.ends;
         let (own, peer) = if end == 0 { (a, b) } else { (b, a) };
@@ -110,6 +112,13 @@ impl World {
             return Err("nothing is outstanding".into());
         };
         self.stats.succeeded += 1;
+        if victim {
+            if s.local.is_some() {
+                own.local_ring.give_back();
+            }
+            own.fast_key = s.fast.unwrap_or(own.fast_key);
+            return Ok(());
+        }
         if s.expect != Expect::Success {
             return Err(format!("a {} succeeded that must fail: {:?}", s.what, s.expect));
         }
@@ -158,6 +167,7 @@ impl World {
     }
 
     fn on_receive(&mut self, conn: usize, end: usize, wc: &Completion) -> Check {
+        let victim = self.is_victim(conn);
         let e = &mut self.conns[conn].ends[end];
         let posted = match e.posted.front() {
             Some(p) if p.wr_id == wc.wr_id => e.posted.pop_front(),
@@ -167,6 +177,12 @@ impl World {
             return Err(format!("a receive completed out of turn: {wc:?}"));
         };
         e.recv_ring.give_back();
+        if victim {
+            // Whoever sent it.
+            e.messages_received += u64::from(e.incoming.pop_front().is_some());
+            self.want_receives(conn, end);
+            return Ok(());
+        }
         match wc.status {
             WcStatus::Success => {
                 let Some(message) = e.incoming.pop_front() else {
@@ -226,9 +242,13 @@ impl World {
         Ok(())
     }
 
-    pub(crate) fn is_done(&self, c: &Conn) -> bool {
-        c.ends.iter().all(|e| {
-            e.operations_left == 0 && e.incoming.is_empty() && !e.draining && e.sent.iter().all(|s| !s.signaled)
+    pub(crate) fn is_done(&self, conn: usize) -> bool {
+        let victim = self.is_victim(conn);
+        self.conns[conn].ends.iter().all(|e| {
+            e.operations_left == 0
+                && (victim || e.incoming.is_empty())
+                && !e.draining
+                && e.sent.iter().all(|s| !s.signaled)
         })
     }
 
@@ -239,6 +259,9 @@ impl World {
                 while !self.conns[conn].ends[end].sent.is_empty() {
                     self.succeed_oldest(conn, end)
                         .map_err(|text| format!("conn {conn} end {end}, at the end: {text}"))?;
+                }
+                if self.is_victim(conn) {
+                    continue;
                 }
                 let e = &self.conns[conn].ends[end];
                 let mut actual = vec![0; TARGET];
@@ -258,6 +281,7 @@ impl World {
             }
         }
         self.check_services()?;
+        self.check_guards()?;
         for (h, host) in self.hosts.iter().enumerate() {
             if let Some((addr, bytes)) = host.port.in_flight().find(|(_, bytes)| *bytes > 0) {
                 return Err(format!(
@@ -275,6 +299,8 @@ impl World {
             let in_flight: Vec<_> = host.port.in_flight().collect();
             out += &format!("\n  host {h}: bytes in flight {in_flight:?}");
         }
+        out += &self.gate.as_ref().map_or(String::new(), |g| g.situation());
+        out += &self.services.as_ref().map_or(String::new(), |s| s.situation());
         for (i, c) in self.conns.iter().enumerate() {
             out += &format!("\n  conn {i} (cm: {}, life {}): {:?}", c.plan.via_cm, c.life, c.phase);
             for (j, e) in c.ends.iter().enumerate() {

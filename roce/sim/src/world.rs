@@ -8,18 +8,21 @@ use std::{
 };
 
 use roce_bth::ROCE_UDP_PORT;
+use roce_cm::{CmConfig, RateLimit};
 use roce_icrc::Flow;
 use roce_mem::{MemoryTable, PdHandle};
-use roce_port::{Port, PortCmEvent, PortConfig, RxMeta, TxBatch};
+use roce_port::{ConnId, Port, PortCmEvent, PortConfig, RxMeta, TxBatch};
 use roce_qp::CompletionQueue;
 use roce_verbs::{AsyncEvent, Completion, Instant};
 
 use crate::{
-    SimConfig, Stats,
+    Class, SimConfig, Stats,
+    admission::Gate,
+    adversary::{Blind, Effort, Observer},
     model::{Conn, Phase},
     net::{Frame, Link, NetStats},
     rng::Dice,
-    scenario::{HostPlan, SEC, Scenario},
+    scenario::{HostPlan, MS, SEC, Scenario},
     services::Services,
     trace::Trace,
 };
@@ -32,6 +35,8 @@ const SPIN: u32 = 200_000;
 const MAX_EVENTS: u64 = 20_000_000;
 /// The stream that decides whether a run is extended: not so for the seeds that tests know by what they draw.
 const EXTENDED: u64 = 22;
+/// The stream of an adversary's choices.
+const ADVERSARY: u64 = 23;
 /// Completion queues of a host.
 pub(crate) const CQS: usize = 3;
 
@@ -101,6 +106,21 @@ pub(crate) enum Event {
         host: usize,
         boot: u32,
     },
+    /// The adversary sends a burst.
+    Attack,
+    /// The observer sends a packet.
+    Meddle,
+    /// A client of the server that verifies connects.
+    Client {
+        n: usize,
+    },
+    /// A handshake of that server's takes too long.
+    Deadline,
+    /// A program gives a request up that nobody confirms.
+    Dismiss {
+        host: usize,
+        conn: ConnId,
+    },
     Quiet,
 }
 
@@ -133,6 +153,8 @@ impl Ord for Timed {
 /// One host.
 pub(crate) struct Host {
     pub(crate) plan: HostPlan,
+    /// The connection manager's settings.
+    pub(crate) cm: CmConfig,
     pub(crate) port: Port,
     pub(crate) mem: Arc<MemoryTable>,
     pub(crate) pd: PdHandle,
@@ -170,17 +192,49 @@ pub(crate) struct World {
     pub(crate) quiet_since: u64,
     scratch: Vec<Completion>,
     pub(crate) services: Option<Services>,
+    pub(crate) class: Class,
+    pub(crate) seed: u64,
+    pub(crate) blind: Option<Box<Blind>>,
+    pub(crate) observer: Option<Box<Observer>>,
+    pub(crate) gate: Option<Box<Gate>>,
+    /// When the last of the connections came up for the first time.
+    pub(crate) all_up: Option<u64>,
 }
 
-fn make_port(plan: &HostPlan, index: usize, boot: u32, dice: &mut Dice) -> (Port, Arc<MemoryTable>, PdHandle) {
-    let guid = 0x0200_0000_0000_0000 | (index as u64) << 32 | u64::from(boot);
-    let mut config = PortConfig::new(vec![plan.addr], plan.mtu, guid);
+/// The GUID of a host's adapter in one of its lives.
+pub(crate) fn guid_of(host: usize, boot: u32) -> u64 {
+    0x0200_0000_0000_0000 | (host as u64) << 32 | u64::from(boot)
+}
+
+fn make_port(
+    plan: &HostPlan,
+    index: usize,
+    boot: u32,
+    dice: &mut Dice,
+) -> (Port, CmConfig, Arc<MemoryTable>, PdHandle) {
+    let mut config = PortConfig::new(vec![plan.addr], plan.mtu, guid_of(index, boot));
     config.window = plan.window;
     config.turn_packets = plan.turn_packets;
+    if plan.tight {
+        narrow(&mut config.cm);
+    }
+    let cm = config.cm.clone();
     let mem = Arc::new(MemoryTable::new(dice.seed(), &config.limits));
     let port = Port::new(config, mem.clone(), dice.seed());
     let pd = mem.alloc_pd().expect("a protection domain");
-    (port, mem, pd)
+    (port, cm, mem, pd)
+}
+
+/// Limits that an adversary reaches soon.
+fn narrow(cm: &mut CmConfig) {
+    cm.max_half_open = 24;
+    cm.max_half_open_per_peer = 12;
+    cm.max_lingering = 32;
+    cm.max_rated_peers = 16;
+    cm.mad_rate = RateLimit {
+        per_second: 1000,
+        burst: 200,
+    };
 }
 
 fn make_cqs() -> Vec<Arc<CompletionQueue>> {
@@ -189,8 +243,9 @@ fn make_cqs() -> Vec<Arc<CompletionQueue>> {
 
 impl Host {
     fn new(plan: HostPlan, index: usize, dice: &mut Dice) -> Self {
-        let (port, mem, pd) = make_port(&plan, index, 0, dice);
+        let (port, cm, mem, pd) = make_port(&plan, index, 0, dice);
         let mut host = Self {
+            cm,
             batch: Some(TxBatch::new(plan.tx.clone())),
             port,
             mem,
@@ -209,6 +264,19 @@ impl Host {
         host
     }
 
+    /// Gives a frame to the port, with what the socket tells of it.
+    pub(crate) fn take(&mut self, now: Instant, frame: &Frame) {
+        let meta = RxMeta {
+            local: frame.dst,
+            remote: frame.src,
+            identification: self.plan.sees_headers.then_some(frame.identification),
+            segment_len: frame.segment_len,
+            tos: frame.tos,
+            hop_limit: 0,
+        };
+        self.port.handle_datagram(now, &meta, &frame.bytes);
+    }
+
     fn listen(&mut self) {
         self.port.cm_listen(None, LISTEN_PORT, 64).expect("a listener");
     }
@@ -216,7 +284,7 @@ impl Host {
     /// Starts anew without any memory of the past.
     pub(crate) fn restart(&mut self, index: usize, dice: &mut Dice) {
         self.boot += 1;
-        (self.port, self.mem, self.pd) = make_port(&self.plan, index, self.boot, dice);
+        (self.port, self.cm, self.mem, self.pd) = make_port(&self.plan, index, self.boot, dice);
         self.cqs = make_cqs();
         self.rx.clear();
         self.rx_bytes = 0;
@@ -247,7 +315,7 @@ fn check_train(train: &roce_port::Train<'_>, flow: &Flow) -> Check {
 }
 
 impl World {
-    pub(crate) fn new(config: &SimConfig, trace: Trace) -> Self {
+    pub(crate) fn new(config: &SimConfig, class: Class, trace: Trace) -> Self {
         let seed = config.seed;
         let mut plan_dice = Dice::new(seed, 0);
         let mut scenario = Scenario::draw(config.scale, &mut plan_dice);
@@ -256,6 +324,18 @@ impl World {
         } else {
             // Before narrow places nothing would slow services without acknowledgements down.
             scenario.extended = Dice::new(seed, EXTENDED).chance(0.5);
+        }
+        if class.is_goodput() || class == Class::Admission {
+            scenario.clear(&mut plan_dice);
+        }
+        if class == Class::Admission {
+            scenario.conns.clear();
+            let mtu = scenario.hosts[0].mtu;
+            scenario.hosts.iter_mut().for_each(|h| h.mtu = mtu);
+        }
+        if class == Class::Blind {
+            // The seed's parity: nothing that others draw depends on it.
+            scenario.hosts.iter_mut().for_each(|h| h.tight = seed % 2 == 1);
         }
         let mut seed_dice = Dice::new(seed, 1);
         let mut net_dice = Dice::new(seed, 2);
@@ -286,6 +366,12 @@ impl World {
             quiet_since: 0,
             scratch: Vec::new(),
             services: None,
+            class,
+            seed,
+            blind: None,
+            observer: None,
+            gate: None,
+            all_up: None,
             scenario,
         };
         for plan in world.scenario.conns.clone() {
@@ -301,7 +387,43 @@ impl World {
             world.schedule(at, Event::Disturb);
         }
         world.schedule(world.scenario.chaos_end, Event::Quiet);
+        world.invite();
         world
+    }
+
+    /// Brings in whoever attacks.
+    fn invite(&mut self) {
+        let mut dice = Dice::new(self.seed, ADVERSARY);
+        let effort = match self.class {
+            Class::Blind => Effort::draw(&mut dice, self.scenario.chaos_end),
+            Class::Observed => {
+                let victim = dice.index(self.conns.len());
+                let plan = &mut self.conns[victim].plan;
+                // What it makes wait for ever must give up.
+                plan.timeout = plan.timeout.max(12);
+                plan.retry_cnt = plan.retry_cnt.max(1);
+                let observer = Observer::new(dice, victim, self.scenario.chaos_end);
+                self.observer = Some(Box::new(observer));
+                return;
+            }
+            Class::Admission => {
+                let gate = Gate::new(&mut dice, self.hosts.len());
+                for n in 0..gate.clients() {
+                    let after = dice.range(0, 500 * MS);
+                    self.schedule(after, Event::Client { n });
+                }
+                self.gate = Some(Box::new(gate));
+                self.unleash(0);
+                Effort::flood(&mut dice)
+            }
+            Class::Goodput { attacked: true } => Effort::throughout(&mut dice),
+            Class::Plain | Class::Goodput { attacked: false } => return,
+        };
+        let after = dice.range(0, self.scenario.chaos_end / 2);
+        self.blind = Some(Box::new(Blind::new(dice, effort)));
+        if self.class == Class::Blind {
+            self.unleash(after);
+        }
     }
 
     pub(crate) fn instant(&self) -> Instant {
@@ -356,6 +478,7 @@ impl World {
             self.step(event)?;
         }
         self.check_end()?;
+        self.stats.work_ns = self.now - self.all_up.unwrap_or_default();
         self.stats.longest_quiet_ns = self.now - self.quiet_since;
         self.stats.events += events;
         self.linger()
@@ -364,15 +487,18 @@ impl World {
     fn is_finished(&self) -> bool {
         self.quiet
             && self.services_done()
+            && self.gate.as_ref().is_none_or(|g| g.is_done())
             && self
                 .conns
                 .iter()
-                .all(|c| c.phase == Phase::Up && !c.repair_scheduled && self.is_done(c))
+                .enumerate()
+                .all(|(i, c)| c.phase == Phase::Up && !c.repair_scheduled && self.is_done(i))
     }
 
     /// Everything is done. Late copies and the answers to them pass, then nothing much may happen any more.
     fn linger(&mut self) -> Check {
-        let (rest, end) = (self.now + 10 * SEC, self.now + 30 * SEC);
+        let calm = self.now + self.adversary_rest();
+        let (rest, end) = (calm + 10 * SEC, calm + 30 * SEC);
         let allowance = 20 + 40 * self.conns.len() as u32;
         let (mut events, mut wakes) = (0, 0);
         while let Some(Reverse(Timed { at, event, .. })) = self.queue.pop() {
@@ -392,6 +518,8 @@ impl World {
             self.step(event)?;
         }
         self.check_end()?;
+        self.check_strays()?;
+        self.check_gate_end()?;
         self.stats.simulated_ns += self.now;
         Ok(())
     }
@@ -415,6 +543,11 @@ impl World {
             Event::Boot { host } => self.boot(host)?,
             Event::Serve { flow } => self.serve(flow)?,
             Event::Replenish { host, boot } => self.replenish(host, boot)?,
+            Event::Attack => self.attack()?,
+            Event::Meddle => self.meddle()?,
+            Event::Client { n } => self.client_connects(n)?,
+            Event::Deadline => self.on_deadline()?,
+            Event::Dismiss { host, conn } => self.dismiss(host, conn)?,
             Event::Quiet => self.enter_quiet()?,
         }
         Ok(())
@@ -448,16 +581,8 @@ impl World {
         host.run_scheduled = false;
         while let Some(frame) = host.rx.pop_front() {
             host.rx_bytes -= frame.bytes.len();
-            let meta = RxMeta {
-                local: frame.dst,
-                remote: frame.src,
-                identification: host.plan.sees_headers.then_some(frame.identification),
-                segment_len: frame.segment_len,
-                tos: frame.tos,
-                hop_limit: 0,
-            };
             self.trace.received(self.now, h, &frame);
-            host.port.handle_datagram(now, &meta, &frame.bytes);
+            host.take(now, &frame);
         }
         self.service(h)
     }
@@ -586,16 +711,27 @@ impl World {
             segment_len,
             bytes: bytes.to_vec(),
         };
-        let (Some(to), Ok(flow)) = (to, flow) else {
-            return Err(format!("host {h} sends to {remote}, which nobody asked for"));
+        let Ok(flow) = flow else {
+            return Err(format!("host {h} sends from {} to {remote}", train.local));
         };
         check_train(train, &flow).map_err(|text| format!("host {h}: {text}"))?;
+        let Some(to) = to else {
+            return self.reflect(h, train);
+        };
+        if self.blind.is_some() {
+            train.packets().for_each(|packet| self.note_live(to, packet));
+        }
         let whole = self.hosts[to].plan.gro
             && !self.hosts[to].plan.sees_headers
             && !self.hosts[h].plan.counts_up
             && train.segments > 1
             && self.net_dice.chance(0.7);
         if whole {
+            if self.observer.is_some() {
+                for (i, packet) in train.packets().enumerate() {
+                    self.observe(to, &frame(packet, i as u16, 0));
+                }
+            }
             let frame = frame(train.bytes, 0, train.segment_len);
             self.trace.sent(self.now, &frame);
             self.carry(h, to, frame);
@@ -610,6 +746,7 @@ impl World {
                 flow.seal(*next, &mut frame.bytes);
             }
             self.trace.sent(self.now, &frame);
+            self.observe(to, &frame);
             self.carry(h, to, frame);
         }
         Ok(())

@@ -1,6 +1,6 @@
 //! A few simulated networks in every `cargo test`; `cargo xtask sim` runs thousands.
 
-use roce_sim::{SimConfig, run, run_many};
+use roce_sim::{Adversary, LEAST_GOODPUT, SimConfig, run, run_many};
 
 /// Seeds that reach what few others do (README.md), or that once showed a bug. A change of what a seed draws takes their
 /// meaning away: a bug found in earnest gets a test of its own as well.
@@ -16,6 +16,9 @@ const NOTABLE: &[(u64, &str)] = &[
     ),
     (3329, "the same"),
 ];
+
+/// Pairs of runs that show what teaching a peer's Identifications does to it, if strangers may.
+const GOODPUT: &[u64] = &[3, 31, 79, 93, 107, 121];
 
 fn small(seed: u64) -> SimConfig {
     SimConfig {
@@ -107,4 +110,71 @@ fn what_the_ports_send_is_sound_to_an_independent_check() {
         assert_eq!(report.icrc_ok, stats.packets, "seed {seed}");
         assert!(!report.is_bad(), "seed {seed}: {:?}", report.findings);
     }
+}
+
+fn failed(failures: &[roce_sim::Failure]) -> String {
+    failures.iter().map(|f| format!("{f}\n")).collect()
+}
+
+#[test]
+fn an_adversary_that_sees_nothing_changes_nothing() {
+    let base = SimConfig {
+        adversary: Adversary::Always,
+        ..small(0)
+    };
+    let (total, failures) = run_many(1..=16, 2, &base, |_, _| {});
+    assert!(failures.is_empty(), "{}", failed(&failures));
+    assert!(total.forged > 1000 && total.reflected > 0, "{total:?}");
+}
+
+#[test]
+fn what_is_drawn_does_not_depend_on_the_adversary() {
+    let mut peaceful = 0;
+    for seed in 1..=4 {
+        let drawn = SimConfig {
+            adversary: Adversary::Drawn,
+            ..small(seed)
+        };
+        let with = run(&drawn).unwrap();
+        if with.forged + with.meddled + with.admitted + with.pairs == 0 {
+            assert_eq!(with, run(&small(seed)).unwrap(), "seed {seed}");
+            peaceful += 1;
+        }
+    }
+    assert!(peaceful > 0);
+}
+
+#[test]
+fn goodput_stays_under_attack() {
+    let base = SimConfig {
+        goodput: true,
+        ..small(0)
+    };
+    let (total, failures) = run_many(GOODPUT.iter().copied(), 2, &base, |_, _| {});
+    assert!(failures.is_empty(), "{}", failed(&failures));
+    assert_eq!(total.pairs, GOODPUT.len() as u64);
+    let share = total.goodput();
+    assert!(share >= LEAST_GOODPUT, "{share:.3} of the goodput is left: {total:?}");
+}
+
+#[test]
+fn who_sees_everything_harms_one_connection_only() {
+    let base = SimConfig {
+        observer: true,
+        ..small(0)
+    };
+    let (total, failures) = run_many(1..=16, 2, &base, |_, _| {});
+    assert!(failures.is_empty(), "{}", failed(&failures));
+    assert!(total.meddled > 100, "{total:?}");
+}
+
+#[test]
+fn clients_get_in_under_a_flood_of_requests() {
+    let base = SimConfig {
+        admission: true,
+        ..small(0)
+    };
+    let (total, failures) = run_many(1..=6, 2, &base, |_, _| {});
+    assert!(failures.is_empty(), "{}", failed(&failures));
+    assert!(total.admitted >= 6 && total.forged > 100, "{total:?}");
 }

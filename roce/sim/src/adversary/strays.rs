@@ -1,0 +1,130 @@
+//! What programs do with requests to connect that none of their peers has made. They can't tell: they accept, refuse or
+//! take their time, and clear up when nobody confirms.
+
+use roce_port::{ConnId, PortCmEvent, QpInit};
+use roce_verbs::{
+    QpCaps, QpType, Qpn,
+    provider::{ConnParams, RejectReason},
+};
+
+use crate::{
+    scenario::{MS, SEC},
+    world::{Check, Event, World},
+};
+
+/// A forged request that a program has not refused.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Stray {
+    host: usize,
+    boot: u32,
+    id: ConnId,
+    /// The queue pair that it was accepted with.
+    qpn: Option<Qpn>,
+}
+
+/// Requests that a host's programs hold at a time.
+const MOST: usize = 16;
+
+impl World {
+    /// A request to connect that nobody has made.
+    pub(crate) fn on_stray(&mut self, h: usize, id: ConnId) -> Check {
+        let now = self.instant();
+        if self.observer.is_some() {
+            // A request that was seen, and then changed.
+            return self.refuse(h, id, RejectReason::CONSUMER);
+        }
+        let Some(mut blind) = self.blind.take() else {
+            return Err(format!("host {h}: a connect request that nobody made"));
+        };
+        let boot = self.hosts[h].boot;
+        blind.answered.retain(|(at, ..)| *at == self.now);
+        blind.answered.push((self.now, h, id));
+        let held = blind.strays.iter().filter(|s| s.host == h).count();
+        let choice = if held >= MOST { 0 } else { blind.dice.index(4) };
+        let patience = blind.dice.pick(&[0, 100 * MS, 2 * SEC]);
+        let params = ConnParams {
+            responder_resources: 4,
+            initiator_depth: 4,
+            ..ConnParams::default()
+        };
+        if choice == 0 {
+            let reason = blind.dice.pick(&[RejectReason::CONSUMER, RejectReason::NO_QP]);
+            self.blind = Some(blind);
+            return self.refuse(h, id, reason);
+        }
+        let qpn = (choice > 1).then(|| self.spare_qp(h)).transpose()?;
+        blind.strays.push(Stray { host: h, boot, id, qpn });
+        self.blind = Some(blind);
+        self.schedule(patience, Event::Dismiss { host: h, conn: id });
+        if let Some(qpn) = qpn {
+            // A request that can't be accepted any more is dismissed all the same.
+            let _ = self.hosts[h].port.cm_accept(now, id, qpn, params);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn refuse(&mut self, h: usize, id: ConnId, reason: RejectReason) -> Check {
+        let now = self.instant();
+        let port = &mut self.hosts[h].port;
+        if port.cm_reject(now, id, reason, b"no").is_err() {
+            // Its peer has taken it back meanwhile, or it gave way to a later one.
+            port.cm_destroy(now, id);
+        }
+        Ok(())
+    }
+
+    /// A queue pair for whoever wants to connect.
+    pub(crate) fn spare_qp(&mut self, h: usize) -> Result<Qpn, String> {
+        let host = &mut self.hosts[h];
+        let cq = host.cqs[0].clone();
+        let qpn = host.port.create_qp(QpInit {
+            pd: host.pd,
+            qp_type: QpType::Rc,
+            send_cq: cq.clone(),
+            recv_cq: cq,
+            caps: QpCaps::default(),
+            signal_all: false,
+            srq: None,
+            xrcd: None,
+        });
+        qpn.map_err(|e| format!("host {h}: no queue pair for a request: {e}"))
+    }
+
+    /// Whether a connection is none of the model's; then its event is dealt with.
+    pub(crate) fn on_stray_event(&mut self, h: usize, event: &PortCmEvent) -> Result<bool, String> {
+        let boot = self.hosts[h].boot;
+        let strays = self.blind.as_ref().map_or(&[][..], |b| &b.strays);
+        if !strays.iter().any(|s| (s.host, s.boot, s.id) == (h, boot, event.conn())) {
+            let just = (self.now, h, event.conn());
+            return Ok(self.blind.as_ref().is_some_and(|b| b.answered.contains(&just)));
+        }
+        match event {
+            PortCmEvent::Established { .. } => Err(format!(
+                "host {h}: a request that nobody made is established without an answer to its reply"
+            )),
+            PortCmEvent::TimewaitExit { .. } => Ok(true),
+            _ => self.dismiss(h, event.conn()).map(|()| true),
+        }
+    }
+
+    /// The program has waited long enough.
+    pub(crate) fn dismiss(&mut self, h: usize, id: ConnId) -> Check {
+        let now = self.instant();
+        let Some(blind) = &mut self.blind else { return Ok(()) };
+        let Some(at) = blind.strays.iter().position(|s| (s.host, s.id) == (h, id)) else {
+            return Ok(());
+        };
+        let stray = blind.strays.swap_remove(at);
+        blind.answered.push((self.now, h, id));
+        let host = &mut self.hosts[h];
+        if !host.alive || host.boot != stray.boot {
+            return Ok(());
+        }
+        host.port.cm_destroy(now, id);
+        if let Some(qpn) = stray.qpn {
+            let destroyed = host.port.destroy_qp(now, qpn);
+            destroyed.map_err(|e| format!("host {h}: destroy: {e}"))?;
+        }
+        self.service(h)
+    }
+}
