@@ -1,19 +1,3 @@
-//! A capture file: the checker ends with an error or a report whose counts agree.
+//! See `ferroce_fuzz_targets::pcap_check`.
 #![no_main]
-
-use libfuzzer_sys::fuzz_target;
-use roce_pcap::check_reader;
-
-fuzz_target!(|data: &[u8]| {
-    let mut seen = 0;
-    let Ok(report) = check_reader("fuzz", data, |frame| seen += u64::from(frame.index > 0)) else {
-        return;
-    };
-    assert_eq!(seen, report.roce_frames);
-    assert_eq!(
-        report.icrc_ok + report.icrc_bad + report.icrc_unchecked,
-        report.roce_frames
-    );
-    assert!(report.roce_packets >= report.roce_frames && report.roce_frames <= report.frames);
-    assert!(report.bad_frames <= report.roce_frames);
-});
+libfuzzer_sys::fuzz_target!(|data: &[u8]| ferroce_fuzz_targets::pcap_check::run(data));

@@ -86,6 +86,8 @@ pub struct Pair {
     pub image: PathBuf,
     /// Its server.
     pub server: Ipv4Addr,
+    /// The mapping's own address.
+    pub client: Ipv4Addr,
     /// `ferroce serve`.
     pub serve: Running,
     /// `ferroce map`.
@@ -123,11 +125,13 @@ impl Pair {
         let server = fresh_address();
         let (serve, _) = serve(server, &[format!("disk={}{options}", image.display())], serve_more);
         let socket = dir.path().join("nbd.sock");
-        let (map, mapped) = map(fresh_address(), &server.to_string(), &socket, map_more);
+        let client = fresh_address();
+        let (map, mapped) = map(client, &server.to_string(), &socket, map_more);
         Self {
             dir,
             image,
             server,
+            client,
             serve,
             map,
             mapped,

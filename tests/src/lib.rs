@@ -37,6 +37,7 @@ pub fn ferroce() -> &'static Path {
             .args([
                 "build",
                 "-q",
+                "--locked",
                 "-p",
                 "ferroce",
                 "--message-format=json-render-diagnostics",

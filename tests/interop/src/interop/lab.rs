@@ -36,6 +36,8 @@ pub(crate) struct Places {
     pub(crate) ferroce: PathBuf,
     /// `ferroce-lab`.
     pub(crate) peer: PathBuf,
+    /// `ferroce-hostile`.
+    pub(crate) hostile: PathBuf,
     /// Captures of scenarios that passed are kept, too.
     pub(crate) keep: bool,
 }
@@ -272,6 +274,11 @@ impl Proc {
             child,
             log,
         })
+    }
+
+    /// Its process id.
+    pub(crate) fn id(&self) -> u32 {
+        self.child.id()
     }
 
     pub(crate) fn text(&self) -> String {

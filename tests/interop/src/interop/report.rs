@@ -72,7 +72,7 @@ impl Outcome {
 }
 
 /// Kinds of scenarios, by number. README.md lists them, too.
-const TITLES: [&str; 9] = [
+const TITLES: [&str; 10] = [
     "",
     "Operations and ibv_rc_pingpong",
     "Connection manager",
@@ -82,6 +82,7 @@ const TITLES: [&str; 9] = [
     "IPv6",
     "RNR, exhausted retries, refused accesses",
     "Programs for libibverbs and librdmacm, ours under `ferroce run`",
+    "Forged packets of strangers",
 ];
 
 /// The table of all scenarios, one a line.

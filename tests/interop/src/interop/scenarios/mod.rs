@@ -9,6 +9,7 @@ mod programs;
 mod rnbd;
 mod services;
 mod stall;
+mod strangers;
 
 use std::{net::IpAddr, path::PathBuf, process::Command, time::Duration};
 
@@ -196,6 +197,7 @@ pub(crate) fn all() -> Vec<Scenario> {
         faults::list().into_iter().map(Scenario::waits).collect(),
         peer::list(),
         programs::list(),
+        strangers::list(),
     ] {
         all.extend(list);
     }

@@ -1,0 +1,39 @@
+//! What the fuzz targets do with their input. libFuzzer calls it from `fuzz/`, and `tests/replay.rs` with the corpora that
+//! are kept in `fuzz/seeds`: on any toolchain, as an ordinary test.
+//!
+//! A target panics when something does not hold, or does not return.
+
+pub mod broker_records;
+pub mod bth_parse;
+pub mod cm;
+pub mod engine;
+pub mod ident;
+mod input;
+pub mod nbd;
+pub mod pcap_check;
+mod peers;
+mod provider;
+pub mod rnbd_server;
+pub mod rtrs_server;
+
+/// A target: it is given one input.
+pub type Target = fn(&[u8]);
+
+macro_rules! targets {
+    ($($name:ident),* $(,)?) => {
+        /// All targets, by the names of their folders in `fuzz/seeds`.
+        pub const TARGETS: &[(&str, Target)] = &[$((stringify!($name), $name::run)),*];
+    };
+}
+
+targets! {
+    broker_records,
+    bth_parse,
+    cm,
+    engine,
+    ident,
+    nbd,
+    pcap_check,
+    rnbd_server,
+    rtrs_server,
+}

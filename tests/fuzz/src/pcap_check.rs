@@ -1,0 +1,18 @@
+//! A capture file: the checker ends with an error or a report whose counts agree.
+
+use roce_pcap::check_reader;
+
+/// See the module.
+pub fn run(data: &[u8]) {
+    let mut seen = 0;
+    let Ok(report) = check_reader("fuzz", data, |frame| seen += u64::from(frame.index > 0)) else {
+        return;
+    };
+    assert_eq!(seen, report.roce_frames);
+    assert_eq!(
+        report.icrc_ok + report.icrc_bad + report.icrc_unchecked,
+        report.roce_frames
+    );
+    assert!(report.roce_packets >= report.roce_frames && report.roce_frames <= report.frames);
+    assert!(report.bad_frames <= report.roce_frames);
+}

@@ -1,0 +1,66 @@
+//! What a process takes of the host.
+
+use std::{fs, io};
+
+/// A look at `/proc/PID`.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Usage {
+    /// Memory of its own, bytes (`RssAnon`).
+    pub anonymous: u64,
+    /// All resident memory, bytes (`VmRSS`).
+    pub resident: u64,
+    /// Address space, bytes (`VmSize`).
+    pub address_space: u64,
+    /// Threads.
+    pub threads: u64,
+    /// Open descriptors.
+    pub descriptors: u64,
+}
+
+impl Usage {
+    /// Of a process.
+    ///
+    /// # Errors
+    /// When there is no such process, or it is not ours to look at.
+    pub fn of(pid: u32) -> io::Result<Self> {
+        let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+        let number = |name: &str| -> u64 {
+            let line = status.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':'));
+            let number = line.and_then(|l| l.split_whitespace().next()?.parse().ok());
+            number.unwrap_or(0)
+        };
+        Ok(Self {
+            anonymous: number("RssAnon") << 10,
+            resident: number("VmRSS") << 10,
+            address_space: number("VmSize") << 10,
+            threads: number("Threads"),
+            descriptors: fs::read_dir(format!("/proc/{pid}/fd"))?.count() as u64,
+        })
+    }
+
+    /// Each number the larger of the two.
+    pub fn max(self, other: Self) -> Self {
+        Self {
+            anonymous: self.anonymous.max(other.anonymous),
+            resident: self.resident.max(other.resident),
+            address_space: self.address_space.max(other.address_space),
+            threads: self.threads.max(other.threads),
+            descriptors: self.descriptors.max(other.descriptors),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_has_threads_memory_and_descriptors() {
+        let here = Usage::of(std::process::id()).unwrap();
+        assert!(
+            here.threads > 0 && here.descriptors > 2 && here.anonymous > 0,
+            "{here:?}"
+        );
+        assert!(here.resident >= here.anonymous && here.address_space > here.resident);
+    }
+}
