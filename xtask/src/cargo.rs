@@ -37,7 +37,7 @@ pub(crate) fn command() -> Command {
 /// Where cargo puts its output.
 pub(crate) fn target_dir() -> Result<PathBuf> {
     let out = command()
-        .args(["metadata", "--no-deps", "--format-version=1"])
+        .args(["metadata", "--locked", "--no-deps", "--format-version=1"])
         .stderr(Stdio::inherit())
         .output()
         .map_err(|e| format!("cargo metadata: {e}"))?;
@@ -49,16 +49,23 @@ pub(crate) fn target_dir() -> Result<PathBuf> {
         .ok_or_else(|| "cargo metadata has no target_directory".into())
 }
 
-/// Runs cargo with these arguments to its end, its output going to ours.
+/// Runs cargo with these arguments to its end, its output going to ours. The lock file is never changed.
 pub(crate) fn run(args: &[&str]) -> Result<()> {
     run_with(args, &[])
 }
 
 /// Like [`run`], with environment variables.
 pub(crate) fn run_with(args: &[&str], env: &[(&str, &str)]) -> Result<()> {
+    let (task, rest) = args.split_first().ok_or("cargo without a task")?;
+    // Formatting resolves no dependencies.
+    let locked = (*task != "fmt").then_some("--locked");
+    let args: Vec<&str> = core::iter::once(*task)
+        .chain(locked)
+        .chain(rest.iter().copied())
+        .collect();
     println!("+ cargo {}", args.join(" "));
     let mut command = command();
-    command.args(args).envs(env.iter().copied());
+    command.args(&args).envs(env.iter().copied());
     let status = process::Guard::spawn("cargo", &mut command)?.wait()?;
     if status.success() {
         Ok(())
@@ -73,6 +80,7 @@ pub(crate) fn build(package: &str, bin: &str, profile: Profile) -> Result<PathBu
     command
         .args([
             "build",
+            "--locked",
             "--message-format=json-render-diagnostics",
             "-p",
             package,
@@ -81,7 +89,10 @@ pub(crate) fn build(package: &str, bin: &str, profile: Profile) -> Result<PathBu
         ])
         .args(profile.args())
         .stdout(Stdio::piped());
-    println!("+ cargo build -p {package} --bin {bin} {}", profile.args().join(" "));
+    println!(
+        "+ cargo build --locked -p {package} --bin {bin} {}",
+        profile.args().join(" ")
+    );
     let mut child = process::Guard::spawn("cargo build", &mut command)?;
     let mut found = None;
     let status = child.for_each_line(|line| {

@@ -14,6 +14,7 @@ fn build() -> Result<PathBuf> {
     cargo::build("ferroce", "ferroce", Profile::Release)?;
     cargo::run(&["build", "--release", "-p", "verbs-shim"])?;
     cargo::build("ferroce-interop", "ferroce-lab", Profile::Release)?;
+    cargo::build("ferroce-hostile", "ferroce-hostile", Profile::Release)?;
     cargo::build("ferroce-interop", "ferroce-interop", Profile::Release)
 }
 

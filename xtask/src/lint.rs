@@ -1,11 +1,11 @@
-//! Formatting, clippy, documentation, and the rule that the engine is sans-IO.
+//! Formatting, clippy, documentation, dependencies, and the rule that the engine is sans-IO.
 
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
-use crate::{Result, cargo};
+use crate::{Result, cargo, deny};
 
 /// Crates that take time and randomness as arguments and hand out their output.
 const SANS_IO: [&str; 7] = [
@@ -36,6 +36,8 @@ pub(crate) fn run() -> Result<()> {
         cargo::run(&["fmt", "--all", "--check"]),
         cargo::run(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]),
         cargo::run_with(&["doc", "--workspace", "--no-deps"], &[("RUSTDOCFLAGS", "-D warnings")]),
+        fuzz(),
+        deny::check(),
         sans_io(),
     ];
     let failed: Vec<String> = results.into_iter().filter_map(Result::err).collect();
@@ -44,6 +46,21 @@ pub(crate) fn run() -> Result<()> {
         return Ok(());
     }
     Err(format!("lint failed:\n{}", failed.join("\n")))
+}
+
+/// The fuzz targets compile, with the versions of their lock file. libFuzzer itself is left out: it is C++, and nothing is
+/// linked here.
+fn fuzz() -> Result<()> {
+    let target = cargo::target_dir()?;
+    let library = target.join("no-libfuzzer.a");
+    fs::write(&library, "!<arch>\n").map_err(|e| format!("{}: {e}", library.display()))?;
+    cargo::run_with(
+        &["check", "--manifest-path", "fuzz/Cargo.toml"],
+        &[
+            ("CUSTOM_LIBFUZZER_PATH", &library.to_string_lossy()),
+            ("CARGO_TARGET_DIR", &target.to_string_lossy()),
+        ],
+    )
 }
 
 /// The dependency direction makes most I/O impossible; this catches the standard library's.

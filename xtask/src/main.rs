@@ -3,6 +3,9 @@
 mod apps;
 mod cargo;
 mod demo;
+mod deny;
+mod flood;
+mod fuzz;
 mod install;
 mod interop;
 mod lint;
@@ -48,7 +51,10 @@ enum Task {
     Sim(SimArgs),
     /// Format all code
     Fmt,
-    /// fmt --check, clippy, docs (warnings are errors), and the rule that the engine does no I/O
+    /// fmt --check, clippy, docs (warnings are errors), rules for dependencies, and the rule that the engine does no I/O
+    ///
+    /// The rules for dependencies are in deny.toml; cargo-deny, which checks them, is built if it is missing. Known
+    /// vulnerabilities are looked up where their database can be reached; it is told when not.
     Lint,
     /// What CI runs: lint, then test
     Ci(suites::TestArgs),
@@ -68,6 +74,16 @@ enum Task {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<OsString>,
     },
+    /// Flood a served and mapped device with forged packets for minutes, and judge whether that shows
+    ///
+    /// Builds the release program and `ferroce-hostile`. Both ends of a session get forged REQ, REP, DREQ, SIDR, MRA and
+    /// random bytes from 1000 loopback addresses while the device is written and read. Prints a line a minute and a
+    /// verdict: memory, threads, descriptors and log lines are flat, the device works, new clients get in within 2 s.
+    Flood {
+        /// Arguments for `ferroce-hostile soak`, such as --minutes N (default 10), --rate N, --json FILE, --help
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<OsString>,
+    },
     /// Install the program, the verbs library, its header and pkg-config file, and the manual pages
     ///
     /// Programs are then built with `cc program.c $(pkg-config --cflags --libs ferroce-verbs)`, or run unchanged with
@@ -79,17 +95,11 @@ enum Task {
         #[arg(long, default_value = "target/man")]
         dir: PathBuf,
     },
-    /// Run a fuzz target, or list them (needs a nightly toolchain and cargo-fuzz)
-    Fuzz {
-        /// The target; without it all are run one after another
-        target: Option<String>,
-        /// Seconds for each target
-        #[arg(long, default_value_t = 60)]
-        seconds: u32,
-        /// List the targets and stop
-        #[arg(long)]
-        list: bool,
-    },
+    /// Run a fuzz target, or list them
+    ///
+    /// With cargo-fuzz if that is installed, otherwise by the recipe in fuzz/README.md, which needs a C++ compiler. The
+    /// corpora in fuzz/seeds are replayed by `cargo test -p ferroce-fuzz-targets`, for which nothing is needed.
+    Fuzz(fuzz::FuzzArgs),
 }
 
 #[derive(Args, Clone)]
@@ -103,6 +113,13 @@ pub(crate) struct SimArgs {
     /// Runs at a time; default: the processors
     #[arg(long)]
     pub(crate) jobs: Option<usize>,
+    /// An adversary in every run: it knows addresses and the protocol, sees nothing, and sends what it likes. Without this
+    /// option a quarter of the runs have it
+    #[arg(long)]
+    pub(crate) adversary: bool,
+    /// Somebody in every run who sees all packets and sends its own in the name of one connection
+    #[arg(long, conflicts_with = "adversary")]
+    pub(crate) observer: bool,
     /// Further arguments for the simulator (see `cargo run -p roce-sim -- --help`)
     #[arg(last = true)]
     pub(crate) rest: Vec<String>,
@@ -124,9 +141,10 @@ fn main() -> ExitCode {
         Task::Ci(args) => lint::run().and_then(|()| suites::run(&args)),
         Task::Interop { args } => interop::run(&args),
         Task::Apps { args } => apps::run(&args),
+        Task::Flood { args } => flood::run(&args),
         Task::Install(args) => install::run(&args),
         Task::Man { dir } => man(&dir),
-        Task::Fuzz { target, seconds, list } => suites::fuzz(target.as_deref(), seconds, list),
+        Task::Fuzz(args) => fuzz::run(&args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

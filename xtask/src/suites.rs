@@ -1,4 +1,4 @@
-//! The test suites, the simulator and the fuzz targets.
+//! The test suites and the simulator.
 
 use std::{fmt, path::Path, process::Stdio, time::Instant};
 
@@ -19,7 +19,8 @@ enum Set {
     Full,
 }
 
-/// Seeds of the simulator with --quick, in the set `ci` and in the set `full`.
+/// Seeds of the simulator with --quick, in the set `ci` and in the set `full`; a quarter of the runs have an adversary, and
+/// beside some there are runs with an observer, of a server under a flood, and pairs that compare goodput.
 const SIM_SEEDS: [u64; 3] = [100, 2000, 20_000];
 /// Cases of each property that does not say how many itself, in the set `full`.
 const FULL_CASES: (&str, &str) = ("PROPTEST_CASES", "4096");
@@ -28,6 +29,13 @@ const FULL_CASES: (&str, &str) = ("PROPTEST_CASES", "4096");
 const PRIVILEGED: [&str; 2] = [
     "a_full_disk_is_an_error_and_what_was_flushed_stays",
     "a_device_over_ipv6",
+];
+
+/// Ignored tests that only root can run, as they need several users or a set-uid program: package, file, how many.
+const SEVERAL_USERS: [(&str, &str, u64); 3] = [
+    ("roce-broker", "isolation", 7),
+    ("roce-broker", "environment", 1),
+    ("roce-net", "environment", 1),
 ];
 
 /// Tests of the lab's cleaning up in the set `ci`, the cheapest (a quarter of a minute together): a run that is interrupted,
@@ -184,18 +192,30 @@ fn suite(name: &str, args: &TestArgs) -> Result<Tally> {
     match name {
         "unit" => {
             let cases = full.then_some(FULL_CASES);
-            cargo_test(&["--workspace", "--exclude", "ferroce-tests"], &[], cases.as_slice())
+            let others = [
+                "--workspace",
+                "--exclude",
+                "ferroce-tests",
+                "--exclude",
+                "ferroce-hostile",
+            ];
+            let mut tally = cargo_test(&others, &[], cases.as_slice())?;
+            tally.add(several_users()?);
+            Ok(tally)
         }
         "sim" => simulate(&SimArgs {
             seeds: SIM_SEEDS[if args.quick { 0 } else { 1 + usize::from(full) }],
             seed: None,
             jobs: None,
+            adversary: false,
+            observer: false,
             rest: Vec::new(),
         }),
         "end-to-end" => {
             let bin = cargo::build("ferroce", "ferroce", Profile::Release)?;
             let bin = bin.to_string_lossy();
-            cargo_test(&["-p", "ferroce-tests"], &[], &[("FERROCE_BIN", &bin)])
+            let both = ["-p", "ferroce-tests", "-p", "ferroce-hostile"];
+            cargo_test(&both, &[], &[("FERROCE_BIN", &bin)])
         }
         "apps" => apps::suite(full),
         "interop" => lab(full),
@@ -209,6 +229,21 @@ fn suite(name: &str, args: &TestArgs) -> Result<Tally> {
             real_clients(&bin)
         }
     }
+}
+
+/// What several users can do to each other: ignored tests that only root can run. Those of the broker also need a kernel to
+/// load programs into.
+fn several_users() -> Result<Tally> {
+    let mut tally = Tally::default();
+    for (package, file, count) in SEVERAL_USERS {
+        if tools::may_make_namespaces() {
+            tally.add(cargo_test(&["-p", package, "--test", file], &["--ignored"], &[])?);
+        } else {
+            let why = format!("{package}, {file}: no right to be several users: not root");
+            tally.not_run.push((count, why));
+        }
+    }
+    Ok(tally)
 }
 
 /// The scenarios, and whether the lab leaves nothing behind.
@@ -251,13 +286,13 @@ fn real_clients(bin: &str) -> Result<Tally> {
 fn cargo_test(what: &[&str], harness: &[&str], env: &[(&str, &str)]) -> Result<Tally> {
     let mut command = cargo::command();
     command
-        .args(["test", "--no-fail-fast"])
+        .args(["test", "--locked", "--no-fail-fast"])
         .args(what)
         .arg("--")
         .args(harness);
     command.envs(env.iter().copied()).stdout(Stdio::piped());
     println!(
-        "+ cargo test --no-fail-fast {} -- {}",
+        "+ cargo test --locked --no-fail-fast {} -- {}",
         what.join(" "),
         harness.join(" ")
     );
@@ -313,6 +348,11 @@ fn simulate(args: &SimArgs) -> Result<Tally> {
     if let Some(jobs) = args.jobs {
         command.arg("--jobs").arg(jobs.to_string());
     }
+    for (option, wanted) in [("--adversary", args.adversary), ("--observer", args.observer)] {
+        if wanted {
+            command.arg(option);
+        }
+    }
     command.args(&args.rest).stdout(Stdio::piped());
     let mut child = process::Guard::spawn("roce-sim", &mut command)?;
     let mut tally = Tally::default();
@@ -335,67 +375,6 @@ fn simulate(args: &SimArgs) -> Result<Tally> {
 fn read_totals(line: &str) -> Option<(u64, u64)> {
     let before = |word: &str| line.split(word).next()?.split_whitespace().next_back()?.parse().ok();
     (line.contains(" passed") && line.contains(" failed")).then_some((before(" passed")?, before(" failed")?))
-}
-
-/// `cargo xtask fuzz`.
-pub(crate) fn fuzz(target: Option<&str>, seconds: u32, list: bool) -> Result<()> {
-    let have = |args: &[&str]| {
-        let mut command = std::process::Command::new("cargo");
-        command
-            .args(args)
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .env_remove("RUSTUP_TOOLCHAIN");
-        command.status().is_ok_and(|s| s.success())
-    };
-    if !have(&["+nightly", "fuzz", "--version"]) {
-        return Err(
-            "needs a nightly toolchain and cargo-fuzz: rustup toolchain install nightly && cargo install \
-                    cargo-fuzz"
-                .into(),
-        );
-    }
-    let targets = fuzz_targets()?;
-    if list {
-        println!("{}", targets.join("\n"));
-        return Ok(());
-    }
-    if let Some(name) = target
-        && !targets.iter().any(|t| t == name)
-    {
-        return Err(format!("no fuzz target {name}; there are: {}", targets.join(", ")));
-    }
-    for name in targets.iter().filter(|t| target.is_none_or(|n| n == *t)) {
-        println!("+ cargo +nightly fuzz run {name} -- -max_total_time={seconds}");
-        let mut command = std::process::Command::new("cargo");
-        command.args([
-            "+nightly",
-            "fuzz",
-            "run",
-            name,
-            "--",
-            &format!("-max_total_time={seconds}"),
-        ]);
-        // Set by the cargo that started us; the +nightly proxy must not inherit it.
-        command.env_remove("RUSTUP_TOOLCHAIN").env_remove("CARGO");
-        let status = process::Guard::spawn("cargo fuzz", &mut command)?.wait()?;
-        if !status.success() {
-            return Err(format!("fuzz target {name} ended with {status}"));
-        }
-    }
-    Ok(())
-}
-
-fn fuzz_targets() -> Result<Vec<String>> {
-    let dir = "fuzz/fuzz_targets";
-    let entries = std::fs::read_dir(dir).map_err(|e| format!("{dir}: {e}"))?;
-    let mut names: Vec<String> = entries
-        .filter_map(|e| Some(e.ok()?.path()))
-        .filter(|p| p.extension().is_some_and(|x| x == "rs"))
-        .filter_map(|p| Some(p.file_stem()?.to_str()?.to_owned()))
-        .collect();
-    names.sort();
-    Ok(names)
 }
 
 #[cfg(test)]
