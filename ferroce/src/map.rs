@@ -8,7 +8,7 @@ use std::{
         mpsc::{self, RecvTimeoutError},
     },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use clap::Args;
@@ -38,6 +38,8 @@ use crate::{
 const GRACE: Duration = Duration::from_secs(5);
 /// How often a wait looks whether the user wants to end.
 const LOOK: Duration = Duration::from_millis(50);
+/// After which time without a session the user is told that we still wait.
+const SILENCE: Duration = Duration::from_secs(5);
 
 #[derive(Args)]
 #[command(after_help = "\
@@ -69,8 +71,9 @@ pub(crate) struct MapArgs {
     /// Connections for I/O [default: number of CPUs]
     #[arg(long, value_name = "N")]
     connections: Option<u16>,
-    /// Longest time for each step of connecting
-    #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "5")]
+    /// Longest time for each step of connecting; the default is the kernel client's, as a kernel server on a busy machine may
+    /// take more than 5 s to register its chunks before it answers
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "30")]
     connect_timeout: Duration,
     #[command(flatten)]
     report: ReportArgs,
@@ -103,11 +106,21 @@ impl MapArgs {
     /// Opens the session; `None` when the user wanted to end meanwhile.
     fn connect(&self, device: &Device, stop: &Stop) -> Result<Option<Session<Device>>, Failure> {
         let (sender, opened) = mpsc::channel();
+        let begun = Instant::now();
+        let mut told = false;
         thread::scope(|scope| {
             scope.spawn(move || {
                 let _ = sender.send(self.open_session(device));
             });
             loop {
+                if !told && begun.elapsed() >= SILENCE {
+                    told = true;
+                    tracing::warn!(
+                        "no session with {} yet; each step may take {} s (--connect-timeout)",
+                        self.path.dst,
+                        self.connect_timeout.as_secs_f64()
+                    );
+                }
                 match opened.recv_timeout(LOOK) {
                     Err(RecvTimeoutError::Timeout) if stop.requested() => {
                         // Whoever waits for an answer is woken.

@@ -27,7 +27,7 @@ pub struct OpenArgs {
     pub paths: Vec<PathAddr>,
     /// Connections for I/O per path, at least 1 (the service connection comes on top). Default: number of CPUs.
     pub connections: u16,
-    /// Longest time for each step of connecting.
+    /// Longest time for each step of connecting. Default: 30 s, as the kernel's (`RTRS_CONNECT_TIMEOUT_MS`, `rtrs-clt.c`).
     pub connect_timeout: Duration,
     /// Heartbeats.
     pub heartbeat: HeartbeatConfig,
@@ -52,7 +52,7 @@ impl OpenArgs {
             name: name.into(),
             paths: vec![path],
             connections: u16::try_from(cpus).unwrap_or(64).min(64),
-            connect_timeout: Duration::from_secs(10),
+            connect_timeout: Duration::from_secs(30),
             heartbeat: HeartbeatConfig::default(),
             // RNBD's longest message (open) has 264.
             max_user_header: 320,

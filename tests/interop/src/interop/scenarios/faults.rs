@@ -183,7 +183,7 @@ fn stalls(c: &mut Ctx<'_>) -> Result<bool, Error> {
     let stalled = loop {
         check_stop()?;
         let running = reader.running();
-        if c.guest()?.try_run("dmesg | grep 'rxe_reg_fast_mr.*not free'", 30)?.0 == 0 {
+        if rnbd::repeated_registration(c)? {
             break true;
         }
         if !running {
