@@ -148,16 +148,17 @@ impl IdentTracker {
             }
             Pattern::Index => {}
             Pattern::Counter { next, at, zeros } => {
+                let gone_round = |near: u16| reach(*at, now) + u64::from(near) >= 1 << 16;
                 // Zero again, and the counter can't have gone round: a corrupt packet at the start, or a peer that is no
                 // more, had made it look like one.
-                let gone_round = || reach(*at, now) + u64::from(INDEX_END) >= 1 << 16;
                 *zeros = match id {
-                    0 if *next <= INDEX_END && !gone_round() => zeros.saturating_add(1),
+                    0 if *next <= INDEX_END && !gone_round(INDEX_END) => zeros.saturating_add(1),
                     1..INDEX_END => *zeros,
                     _ => 0,
                 };
-                // A packet that was overtaken does not move the counter back.
-                if !(1..OVERTAKEN).contains(&next.wrapping_sub(id)) {
+                // A packet that was overtaken does not move the counter back. It looks the same as one that has nearly gone
+                // round; then those that it has overtaken are behind it.
+                if !(1..OVERTAKEN).contains(&next.wrapping_sub(id)) || gone_round(OVERTAKEN) {
                     *next = id.wrapping_add(1);
                 }
                 *at = now;
@@ -277,6 +278,16 @@ mod tests {
             assert!(t.learn(now, 0));
         }
         assert!(t.learn(now, 1000));
+    }
+
+    #[test]
+    fn a_counter_that_has_nearly_gone_round_is_where_it_is_seen() {
+        let mut t = IdentTracker::default();
+        assert!(t.learn(T, 311));
+        let later = T + Duration::from_secs(2);
+        assert!(t.learn(later, 64_825));
+        assert!(t.learn(later, 64_824), "overtaken");
+        assert_eq!(t.hint(0), 64_826);
     }
 
     #[test]
