@@ -28,7 +28,7 @@ pub(crate) type Result<T, E = String> = std::result::Result<T, E>;
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Set {
-    /// One or two cases of each program
+    /// Each service, operation and kind of program once: what each change has to pass
     Ci,
     /// Everything
     Full,
@@ -130,7 +130,7 @@ fn run(cli: &Cli) -> Result<bool> {
             setup.finish();
             return Err("interrupted".into());
         }
-        report.add(case, outcome, cli.verbose);
+        report.add(case, outcome, &setup.take_retried(), cli.verbose);
     }
     setup.finish();
     report.print_summary();

@@ -63,17 +63,30 @@ const SERIOUS: [&str; 6] = [
     "uninitialised",
     "overlap",
 ];
-/// How often a program may try: under valgrind it is twenty times slower, but its timeouts are not.
+/// How a program, or we, say that something took too long: under valgrind it is twenty times slower, but its timeouts are
+/// not.
+const TOO_SLOW: [&str; 7] = [
+    "retry counter exceeded",
+    "CM_EVENT_UNREACHABLE",
+    "CM_EVENT_REJECTED",
+    "is not done after",
+    "does not end",
+    "does not listen",
+    "imed out",
+];
+/// How often a program may try.
 pub(crate) const TRIES: usize = 3;
 
-/// Whether the last run says nothing about memory: the program failed for another reason. Removes its reports then.
-pub(crate) fn may_try_again(dir: &Path, done: &Result<()>) -> bool {
+/// Why to try again, if the last run was too slow and its reports say nothing about memory. Removes them then.
+pub(crate) fn try_again(dir: &Path, done: &Result<()>) -> Option<&'static str> {
+    let text = done.as_ref().err()?;
+    let why = TOO_SLOW.into_iter().find(|words| text.contains(words))?;
     let reports = reports(dir);
-    if done.is_ok() || reports.iter().any(|(_, text)| SERIOUS.iter().any(|s| text.contains(s))) {
-        return false;
+    if reports.iter().any(|(_, text)| SERIOUS.iter().any(|s| text.contains(s))) {
+        return None;
     }
     reports.iter().for_each(|(path, _)| drop(fs::remove_file(path)));
-    true
+    Some(why)
 }
 
 /// What came of a case: its own outcome, and what the reports say.
@@ -91,5 +104,29 @@ pub(crate) fn judge(dir: &Path, done: Result<()>) -> Result<()> {
     match reports.iter().any(|(_, text)| text.contains(CLEAN)) {
         true => Ok(()),
         false => Err("valgrind has written no report".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::try_again;
+
+    #[test]
+    fn only_what_was_too_slow_is_tried_again() {
+        let dir = tempfile::tempdir().expect("tempdir");
+        let report = dir.path().join("memcheck.1");
+        let slow = Err("the client is not done after 600 s".to_owned());
+        let again = |text: &str, done: &crate::Result<()>| {
+            fs::write(&report, text).expect("a report");
+            try_again(dir.path(), done)
+        };
+        assert_eq!(again("leaks", &slow), Some("is not done after"));
+        assert!(!report.exists(), "the next run has reports of its own");
+        assert_eq!(again("Invalid read of size 8", &slow), None);
+        assert!(report.exists());
+        assert_eq!(again("leaks", &Err("data mismatch".to_owned())), None);
+        assert_eq!(again("leaks", &Ok(())), None);
     }
 }

@@ -1,7 +1,7 @@
 //! Running the two sides of a case, and leaving nothing behind.
 
 use std::{
-    cell::OnceCell,
+    cell::{OnceCell, RefCell},
     fs::{self, File},
     io,
     net::{IpAddr, Ipv4Addr, TcpListener},
@@ -39,6 +39,15 @@ use crate::{
 pub(crate) const PAUSE: Duration = Duration::from_millis(20);
 /// How long a client of a server that can't be seen waits before it tries again.
 const AGAIN: Duration = Duration::from_millis(700);
+/// What a client prints when nobody listens where it connects to: an event of the connection manager, the error number of
+/// that in librdmacm's synchronous calls, and how perftest says it of its first connection. Then it is tried again, and for no
+/// other reason.
+const REFUSED: [&str; 4] = [
+    "CM_EVENT_REJECTED",
+    "CM_EVENT_UNREACHABLE",
+    "Connection refused",
+    "Unexpected CM event bl blka 8",
+];
 /// What a server gets to end after the client did.
 const LINGER: Duration = Duration::from_secs(30);
 
@@ -95,6 +104,8 @@ pub(crate) struct Setup {
     user: Option<User>,
     /// Those of the places, made when the first case needs them.
     namespaces: [OnceCell<Result<Namespace>>; Place::ALL.len()],
+    /// What was tried again in the present case, and why.
+    retried: RefCell<Vec<String>>,
     /// The brokers' directories, and beside them one for each case.
     dir: TempDir,
 }
@@ -193,6 +204,7 @@ impl Setup {
             addrs,
             user,
             namespaces: Default::default(),
+            retried: RefCell::default(),
             dir,
         };
         for place in Place::ALL {
@@ -269,6 +281,11 @@ impl Setup {
         }
     }
 
+    /// What was tried again since the last call.
+    pub(crate) fn take_retried(&self) -> Vec<String> {
+        self.retried.take()
+    }
+
     fn once(&self, case: &Case, dir: &Path) -> Result<()> {
         match case.plan {
             Plan::Programs => self.attempt(case, dir).map(drop),
@@ -280,9 +297,9 @@ impl Setup {
     fn checked(&self, case: &Case, dir: &Path) -> Result<()> {
         let mut done = self.once(case, dir);
         for _ in 1..memcheck::TRIES {
-            if interrupted() || !memcheck::may_try_again(dir, &done) {
-                break;
-            }
+            let why = memcheck::try_again(dir, &done).filter(|_| !interrupted());
+            let Some(why) = why else { break };
+            self.retried.borrow_mut().push(format!("under valgrind: {why}"));
             done = self.once(case, dir);
         }
         memcheck::judge(dir, done)
@@ -353,7 +370,7 @@ impl Setup {
         Group::spawn(command, output).map_err(fail)
     }
 
-    /// A client by itself, started again while its server may not be there yet.
+    /// A client by itself, started again when it is refused while its server may not be there yet.
     fn client(&self, case: &Case, words: &[String], dir: &Path, deadline: Instant, again: bool) -> Result<String> {
         let until = Instant::now() + Duration::from_secs(if case.memcheck { 120 } else { 20 });
         loop {
@@ -362,7 +379,11 @@ impl Setup {
             let text = client.text();
             match status {
                 Some(s) if s.success() => return Ok(text),
-                Some(_) if again && Instant::now() < until => thread::sleep(AGAIN),
+                Some(_) if again && Instant::now() < until && refusal(&text).is_some() => {
+                    let why = refusal(&text).unwrap_or_default();
+                    self.retried.borrow_mut().push(format!("the client was refused: {why}"));
+                    thread::sleep(AGAIN);
+                }
                 Some(s) => return Err(format!("the client ended with {s}\n{text}")),
                 None => return Err(format!("the client is not done after {} s\n{text}", case.seconds)),
             }
@@ -424,9 +445,37 @@ impl Setup {
     }
 }
 
+/// Which refusal a client's output tells of.
+fn refusal(text: &str) -> Option<&'static str> {
+    REFUSED.into_iter().find(|word| text.contains(word))
+}
+
 fn says(case: &Case, text: String) -> Result<String> {
     match case.says {
         Some(wanted) if !text.contains(wanted) => Err(format!("{wanted:?} is not in its output\n{text}")),
         _ => Ok(text),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::refusal;
+
+    #[test]
+    fn only_refusals_are_tried_again() {
+        let rping = "cma event RDMA_CM_EVENT_REJECTED, error 8\nwait for CONNECTED state 4\n";
+        assert_eq!(refusal(rping), Some("CM_EVENT_REJECTED"));
+        assert_eq!(
+            refusal("rdma_connect: Connection refused\n"),
+            Some("Connection refused")
+        );
+        for other in [
+            "",
+            "cq completion failed status 12",
+            "data mismatch",
+            "CM_EVENT_DISCONNECTED",
+        ] {
+            assert_eq!(refusal(other), None, "{other}");
+        }
     }
 }

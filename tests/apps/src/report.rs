@@ -21,6 +21,8 @@ struct Row {
     name: String,
     result: &'static str,
     detail: String,
+    /// What was tried again, and why; empty if nothing was.
+    retried: String,
 }
 
 /// All outcomes.
@@ -33,14 +35,24 @@ pub(crate) struct Report {
 const LINES: usize = 12;
 
 impl Report {
-    pub(crate) fn add(&mut self, case: &Case, outcome: Outcome, verbose: bool) {
+    /// Prints what came of a case, with what was `retried` in it, and keeps that.
+    pub(crate) fn add(&mut self, case: &Case, outcome: Outcome, retried: &[String], verbose: bool) {
         let (result, detail) = match outcome {
             Outcome::Passed(time) => ("passed", format!("{:.1} s", time.as_secs_f64())),
             Outcome::Failed(text) => ("failed", text),
             Outcome::NotRun(why) => ("not run", why),
         };
         let mut lines = detail.lines();
-        println!("{result:<8} {:<40} {}", case.name, lines.next().unwrap_or_default());
+        let retried = retried.join("; ");
+        let tries = match retried.is_empty() {
+            true => String::new(),
+            false => format!(" (tried again: {retried})"),
+        };
+        println!(
+            "{result:<8} {:<40} {}{tries}",
+            case.name,
+            lines.next().unwrap_or_default()
+        );
         if result == "failed" {
             let rest: Vec<&str> = lines.collect();
             let skip = if verbose { 0 } else { rest.len().saturating_sub(LINES) };
@@ -50,6 +62,7 @@ impl Report {
             name: case.name.clone(),
             result,
             detail,
+            retried,
         });
     }
 

@@ -31,22 +31,28 @@ STAMP=$(sha256sum < "$HERE/setup.sh" | cut -c1-16)
 [ "$(id -u)" = 0 ] || { echo "the lab needs root (network namespaces, taps, packages)" >&2; exit 1; }
 
 rm -rf ready agents-ready new.*
-apt-get update -q >/dev/null </dev/null
+# The archive may refuse a connection, and another run may be installing.
+PATIENT="-o Acquire::Retries=3 -o DPkg::Lock::Timeout=300"
+apt-get update -q $PATIENT >/dev/null </dev/null
 KV=$(apt-cache depends linux-image-amd64 | sed -n 's/.*Depends: linux-image-//p' | head -1)
 SRC=linux-source-$(echo "$KV" | cut -d. -f1,2)
 # A qemu-utils of backports excludes the distribution's qemu: then it has to be the distribution's, too.
 UTILS=qemu-utils
 apt-get install -s -q qemu-system-x86 qemu-utils >/dev/null 2>&1 </dev/null || UTILS=qemu-utils/$(. /etc/os-release; echo "$VERSION_CODENAME")
-DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends --allow-downgrades \
+# A compiler that is there is left alone: somebody may be using it.
+TOOLS=
+command -v make >/dev/null || TOOLS+=" make"
+command -v gcc >/dev/null && [ -e /usr/include/stdio.h ] || TOOLS+=" gcc libc6-dev"
+DEBIAN_FRONTEND=noninteractive apt-get install -y -q $PATIENT --no-install-recommends --allow-downgrades \
     qemu-system-x86 "$UTILS" busybox-static kmod cpio iproute2 tcpdump e2fsprogs \
     rdma-core ibverbs-utils ibverbs-providers rdmacm-utils libibverbs-dev librdmacm-dev perftest \
-    "linux-headers-$KV" "$SRC" libelf-dev make gcc libc6-dev \
+    "linux-headers-$KV" "$SRC" libelf-dev $TOOLS \
     openssh-client dropbear-bin >/dev/null </dev/null
 echo "$KV" > kernel-version
 
 # The kernel is only unpacked: what this machine boots stays as it is.
 rm -rf kernel deb; mkdir deb; chmod 777 deb
-(cd deb && apt-get download -q "linux-image-$KV" >/dev/null)
+(cd deb && apt-get download -q $PATIENT "linux-image-$KV" >/dev/null)
 dpkg -x deb/*.deb kernel; rm -rf deb
 depmod -b kernel "$KV"
 

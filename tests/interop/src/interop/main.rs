@@ -33,7 +33,7 @@ pub(crate) type Error = Box<dyn std::error::Error + Send + Sync>;
 /// Which scenarios run.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum, Debug)]
 enum Set {
-    /// A few of each kind, in both directions.
+    /// Each kind, direction, service and fault once: what each change has to pass.
     Ci,
     /// All.
     Full,

@@ -44,7 +44,9 @@ pub(super) fn list() -> Vec<Scenario> {
             our_process_killed(c, Ip::V6)
         })
         .peer(),
-        Scenario::new(7, "vanish-guest-killed", OursToKernel, |c| guest_killed(c, Ip::V4)).ci(),
+        Scenario::new(7, "vanish-guest-killed", OursToKernel, |c| guest_killed(c, Ip::V4))
+            .waits()
+            .ci(),
     ]
 }
 

@@ -47,8 +47,12 @@ pub(super) fn list() -> Vec<Scenario> {
         add("pingpong-our-client", OursToKernel, false, |c| {
             ops::pingpong_client(c, Ip::V4)
         });
-        add("rping-our-server", KernelToOurs, false, |c| cm::rping_server(c, Ip::V4));
-        add("rping-our-client", OursToKernel, false, |c| cm::rping_client(c, Ip::V4));
+        add("rping-our-server", KernelToOurs, tag == "duplicate", |c| {
+            cm::rping_server(c, Ip::V4)
+        });
+        add("rping-our-client", OursToKernel, tag == "reorder", |c| {
+            cm::rping_client(c, Ip::V4)
+        });
         // always_invalidate=Y: see `kernel_stalls`.
         add("rnbd-our-client", OursToKernel, one, |c| {
             rnbd::our_client(c, Ip::V4, "ram0", false)
@@ -69,7 +73,7 @@ pub(super) fn list() -> Vec<Scenario> {
         let tree = Scenario::new(5, format!("rnbd-kernel-client-tree-{tag}"), KernelToOurs, |c| {
             rnbd::file_system(c, Ip::V4, "on", rnbd::SMALL_TREE, 16)
         });
-        all.push(tree.netem(netem));
+        all.push(tree.netem(netem).ci_if(tag == "delay"));
     }
     for (tag, netem) in NETEM
         .into_iter()

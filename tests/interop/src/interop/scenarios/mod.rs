@@ -67,7 +67,7 @@ pub(crate) struct Scenario {
     /// Kind of scenario: its index in the report's titles.
     pub(crate) number: u8,
     pub(crate) direction: Direction,
-    /// Part of the short set.
+    /// Part of the short set: see [`all`].
     pub(crate) ci: bool,
     pub(crate) shape: Shape,
     /// Arguments of netem, both ways.
@@ -186,6 +186,10 @@ impl Scenario {
 }
 
 /// All scenarios; those of one guest shape stand together, so that a guest is booted once.
+///
+/// The short set is what each change has to pass. It has a scenario of each kind, service, and fault, in each direction that
+/// the kind has, and leaves out what differs from one that is there in the address family, the path MTU, or the program that
+/// makes the same requests, and what only kernels take part in.
 pub(crate) fn all() -> Vec<Scenario> {
     let mut all = Vec::new();
     for list in [
@@ -286,4 +290,49 @@ fn key_lines(text: &str) -> String {
         .filter(|l| l.contains("passed") || l.contains("iters") || l.contains("usec"))
         .collect::<Vec<_>>()
         .join("; ")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::{Direction, Scenario, all};
+
+    #[test]
+    fn the_short_set_has_every_kind_direction_and_fault() {
+        let all = all();
+        let of = |what: &dyn Fn(&Scenario) -> Option<String>, ci: bool| -> BTreeSet<String> {
+            let counted = all
+                .iter()
+                .filter(|s| s.elsewhere.is_none() && s.guests == 1 && (s.ci || !ci));
+            counted.filter_map(what).collect()
+        };
+        let kind = |s: &Scenario| {
+            let one = [Direction::OursToKernel, Direction::KernelToOurs].contains(&s.direction);
+            one.then(|| format!("{} {}", s.number, s.direction.text()))
+        };
+        // One that reorders also delays.
+        let fault = |s: &Scenario| Some((*NETEM.iter().find(|w| s.netem.is_some_and(|n| n.contains(**w)))?).to_owned());
+        // What both directions are in counts for each.
+        let in_both = |ci: bool| -> BTreeSet<String> {
+            let both = all.iter().filter(|s| s.direction == Direction::Both && (s.ci || !ci));
+            let each = [Direction::OursToKernel, Direction::KernelToOurs];
+            both.flat_map(|s| each.map(|d| format!("{} {}", s.number, d.text())))
+                .collect()
+        };
+        let kinds = |ci: bool| &of(&kind, ci) | &in_both(ci);
+        assert_eq!(kinds(true), kinds(false));
+        assert_eq!(of(&fault, true), of(&fault, false));
+        assert_eq!(of(&fault, true).len(), NETEM.len());
+        for service in ["uc", "ud", "srq"] {
+            let name = format!("program-ibv_{service}_pingpong");
+            assert!(all.iter().any(|s| s.ci && s.name.starts_with(&name)), "{name}");
+        }
+        for fault in ["link-down", "killed", "strangers"] {
+            assert!(all.iter().any(|s| s.ci && s.name.contains(fault)), "{fault}");
+        }
+    }
+
+    /// Faults of netem.
+    const NETEM: [&str; 4] = ["loss", "duplicate", "reorder", "delay"];
 }

@@ -21,14 +21,14 @@ pub(super) fn list() -> Vec<Scenario> {
                 Direction::KernelToOurs,
                 move |c| pingpong_server(c, ip),
             );
-            all.push(theirs.shape(shape).ci_if(ip == Ip::V4 && shape == SMALL));
+            all.push(theirs.shape(shape));
             let ours = Scenario::new(
                 number,
                 format!("pingpong-our-client-{tail}"),
                 Direction::OursToKernel,
                 move |c| pingpong_client(c, ip),
             );
-            all.push(ours.shape(shape).ci_if(ip == Ip::V6 && shape == SMALL));
+            all.push(ours.shape(shape));
         }
     }
     // The MTU of a peer is what it is.

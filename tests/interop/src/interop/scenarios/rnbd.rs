@@ -27,7 +27,8 @@ pub(super) fn list() -> Vec<Scenario> {
             all.push(
                 client
                     .shape(shape)
-                    .ci_if(shape == SMALL && inv == "on" || shape == JUMBO && inv == "off"),
+                    // On a small MTU the short set has a smaller tree, of late packets.
+                    .ci_if(shape == JUMBO && inv == "off"),
             );
             // The kernel's server answers many reads at once, with which it stalls on several CPUs: see `JUMBO_SMP`.
             if shape == SMALL || shape == JUMBO {
@@ -46,9 +47,8 @@ pub(super) fn list() -> Vec<Scenario> {
     });
     add(3, "rnbd-kernel-client-read-only", KernelToOurs, true, read_only);
     add(3, "rnbd-kernel-client-wrong-name", KernelToOurs, true, wrong_name);
-    add(3, "rnbd-kernel-client-two-devices", KernelToOurs, true, two_devices);
-    add(3, "rnbd-kernel-client-idle", KernelToOurs, true, idle);
-    add(4, "rnbd-our-client-loop-device", OursToKernel, true, |c| {
+    add(3, "rnbd-kernel-client-two-devices", KernelToOurs, false, two_devices);
+    add(4, "rnbd-our-client-loop-device", OursToKernel, false, |c| {
         our_client(c, Ip::V4, "loop0", true)
     });
     add(4, "rnbd-our-client-wrong-name", OursToKernel, false, our_wrong_name);
@@ -56,6 +56,11 @@ pub(super) fn list() -> Vec<Scenario> {
     add(6, "rnbd-our-client-v6", OursToKernel, true, |c| {
         our_client(c, Ip::V6, "ram0", true)
     });
+    all.push(
+        Scenario::new(3, "rnbd-kernel-client-idle", KernelToOurs, idle)
+            .waits()
+            .ci(),
+    );
     let jumbo = Scenario::new(6, "rnbd-kernel-client-v6-mtu9000-inv-off", KernelToOurs, |c| {
         file_system(c, Ip::V6, "off", SMALL_TREE, 16)
     });

@@ -7,7 +7,7 @@ use crate::{Error, far::Ip};
 const SOURCE: &str = include_str!("../../../lab/services.c");
 
 pub(super) fn list() -> Vec<Scenario> {
-    vec![Scenario::new(7, "kernel-services", Direction::KernelToKernel, services).ci()]
+    vec![Scenario::new(7, "kernel-services", Direction::KernelToKernel, services)]
 }
 
 fn services(c: &mut Ctx<'_>) -> Result<String, Error> {
