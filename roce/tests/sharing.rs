@@ -41,6 +41,22 @@ fn queue_pair_numbers_name_the_slot() {
     assert!(matches!(Device::open(with_slot(64)), Err(VerbsError::Invalid(_))));
 }
 
+/// More than it has numbers, faster than any of these can rest.
+#[test]
+fn a_process_of_several_makes_and_ends_as_many_queue_pairs_as_it_likes() {
+    let config = DeviceConfig {
+        qpn_slot: Some(QpnSlot { bits: 11, slot: 77 }),
+        ..config()
+    };
+    let side = Side::new(Device::open(config).unwrap());
+    let kept = side.qp();
+    for i in 0..20_000 {
+        let qpn = side.qp().qpn();
+        assert_eq!(qpn.value() >> 13, 77);
+        assert_ne!(qpn, kept.qpn(), "{i}");
+    }
+}
+
 #[derive(Debug, Default)]
 struct Book(Mutex<Vec<(u64, Option<IpAddr>)>>);
 

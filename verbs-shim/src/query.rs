@@ -3,7 +3,7 @@
 use std::{ptr, time::Duration};
 
 use libc::{c_char, c_int, c_void, size_t};
-use roce::{DeviceLimits, JoinConfig, Mtu, Provider, broker::Place};
+use roce::{DeviceLimits, Mtu, Provider};
 
 use crate::{
     abi::{
@@ -24,16 +24,11 @@ const PKEY: u16 = 0xffff;
 const VENDOR_ID: u32 = 0x00ff_ffff;
 
 fn limits(core: &Core) -> DeviceLimits {
-    // Without a transport yet the attributes are what it will have.
+    // Without a transport yet the attributes are what it will have, at most: how many queue pair numbers there are for it, the
+    // broker says later.
     match core.opened() {
         Some(engine) => engine.device.limits(),
-        None => {
-            let mut limits = DeviceLimits::software(0);
-            if JoinConfig::from_env().is_some() {
-                limits.max_qp = limits.max_qp.min(Place::NUMBERS);
-            }
-            limits
-        }
+        None => DeviceLimits::software(0),
     }
 }
 

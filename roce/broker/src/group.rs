@@ -23,7 +23,7 @@ use socket2::{Domain, Protocol, SockFilter, Socket, Type};
 
 use crate::{
     bpf::{self, SocketArray},
-    proto::{PLACE_BITS, Place, SLOT_BITS, SLOTS},
+    proto::{Place, SLOT_BITS, SLOTS},
     sys, wire,
 };
 
@@ -127,16 +127,20 @@ const BPF_A: u32 = 0x10;
 
 /// A socket's own filter, which sees the UDP header too: packets to queue pairs of a place, whole, and nothing else.
 fn place_filter(place: Place) -> [SockFilter; 6] {
+    let numbers = place.numbers();
     let op = |code: u32, k: u32| SockFilter::new(code as u16, 0, 0, k);
     [
         op(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 8 + 4),
         op(libc::BPF_ALU | libc::BPF_AND | libc::BPF_K, 0x00ff_ffff),
-        op(libc::BPF_ALU | libc::BPF_RSH | libc::BPF_K, 24 - u32::from(PLACE_BITS)),
+        op(
+            libc::BPF_ALU | libc::BPF_RSH | libc::BPF_K,
+            24 - u32::from(numbers.bits),
+        ),
         SockFilter::new(
             (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16,
             0,
             1,
-            place.numbers().slot.into(),
+            numbers.slot.into(),
         ),
         op(libc::BPF_RET | libc::BPF_K, u32::MAX),
         op(libc::BPF_RET | libc::BPF_K, 0),

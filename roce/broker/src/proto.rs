@@ -7,6 +7,7 @@
 use std::{
     collections::BTreeMap,
     net::{IpAddr, SocketAddr},
+    ops::Range,
 };
 
 use roce_bth::Qpn;
@@ -14,7 +15,7 @@ use roce_port::{QpnSlot, RxMeta};
 use serde::{Deserialize, Serialize};
 
 /// Version of this protocol. Broker and members of other versions refuse each other.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 /// The token of reports that nobody waits for.
 pub const UNASKED: u64 = 0;
 /// Counters of a [`Report`] that are kept, and those of all that have ended at an address.
@@ -35,7 +36,9 @@ pub const SLOTS: usize = 1 << SLOT_BITS;
 pub const GENERATION_BITS: u8 = 4;
 /// Successive owners of a slot that are told apart.
 pub const GENERATIONS: usize = 1 << GENERATION_BITS;
-/// Bits of a number that name its owner.
+/// Stands for all generations of a slot, which has one owner with all of its numbers.
+pub const ALL_GENERATIONS: u8 = GENERATIONS as u8;
+/// Bits of a number that name its owner, if that has one generation of a slot.
 pub const PLACE_BITS: u8 = SLOT_BITS + GENERATION_BITS;
 
 /// Whose a number is: a slot, and which of the slot's successive owners. The next owner of a slot has another generation,
@@ -44,33 +47,62 @@ pub const PLACE_BITS: u8 = SLOT_BITS + GENERATION_BITS;
 pub struct Place {
     /// Index of the socket, 1 to 127.
     pub slot: u8,
-    /// Generation, 0 to 15.
+    /// Generation, 0 to 15, or [`ALL_GENERATIONS`].
     pub generation: u8,
 }
 
 impl Place {
-    /// Queue pair numbers of each place.
-    pub const NUMBERS: u32 = 1 << (24 - PLACE_BITS as u32);
+    /// A whole slot.
+    pub const fn whole(slot: u8) -> Self {
+        Self {
+            slot,
+            generation: ALL_GENERATIONS,
+        }
+    }
+
+    /// Whether it is a whole slot.
+    pub const fn is_whole(self) -> bool {
+        self.generation == ALL_GENERATIONS
+    }
 
     /// Whether a member can have it.
     pub const fn is_valid(self) -> bool {
-        self.slot >= 1 && (self.slot as usize) < SLOTS && (self.generation as usize) < GENERATIONS
+        self.slot >= 1 && (self.slot as usize) < SLOTS && self.generation <= ALL_GENERATIONS
+    }
+
+    /// Whether the numbers of `other` are its own.
+    pub const fn covers(self, other: Self) -> bool {
+        self.slot == other.slot && (self.is_whole() || self.generation == other.generation)
+    }
+
+    /// The generations that it is made of.
+    pub const fn generations(self) -> Range<usize> {
+        match self.is_whole() {
+            true => 0..GENERATIONS,
+            false => self.generation as usize..self.generation as usize + 1,
+        }
     }
 
     /// The part of all queue pair numbers and communication IDs that belongs to it.
     pub const fn numbers(self) -> QpnSlot {
-        QpnSlot {
-            bits: PLACE_BITS,
-            slot: ((self.slot as u16) << GENERATION_BITS) | self.generation as u16,
+        match self.is_whole() {
+            true => QpnSlot {
+                bits: SLOT_BITS,
+                slot: self.slot as u16,
+            },
+            false => QpnSlot {
+                bits: PLACE_BITS,
+                slot: ((self.slot as u16) << GENERATION_BITS) | self.generation as u16,
+            },
         }
     }
 
-    /// Whose a queue pair number is.
+    /// Whose a queue pair number is: a single generation, which an owner of the whole slot [covers](Self::covers).
     pub const fn of_qpn(qpn: Qpn) -> Self {
         Self::from_top(qpn.value() >> (24 - PLACE_BITS as u32))
     }
 
-    /// Whose a communication ID, or the upper half of a transaction ID, is.
+    /// Whose a communication ID, or the upper half of a transaction ID, is, likewise.
     pub const fn of_comm_id(id: u32) -> Self {
         Self::from_top(id >> (32 - PLACE_BITS as u32))
     }
@@ -651,7 +683,31 @@ mod tests {
                 assert_eq!(Place::of_comm_id(id), place);
             }
         }
+        let whole = Place::whole(9);
+        let (qpns, ids) = (whole.numbers().qpns(), whole.numbers().comm_ids());
+        assert!(whole.is_valid() && whole.numbers().is_valid());
+        assert_eq!(
+            qpns.count(),
+            Place { slot: 9, generation: 0 }.numbers().qpns().count() * GENERATIONS as u32
+        );
+        for other in [
+            Place::of_qpn(Qpn::new(qpns.first)),
+            Place::of_qpn(Qpn::new(qpns.last)),
+            Place::of_comm_id(ids.0),
+        ] {
+            assert!(
+                whole.covers(other) && !other.covers(whole) && !Place::whole(8).covers(other),
+                "{other:?}"
+            );
+        }
         assert!(!Place { slot: 0, generation: 3 }.is_valid());
+        assert!(
+            !Place {
+                slot: 9,
+                generation: ALL_GENERATIONS + 1
+            }
+            .is_valid()
+        );
         assert_eq!(Place::of_qpn(Qpn::GSI).slot, 0, "QP1 is the broker's");
     }
 }

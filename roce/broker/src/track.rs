@@ -108,7 +108,7 @@ impl Tracker {
 
     /// A member has established a connection. False: it is not its own, by its communication ID.
     pub(crate) fn establish(&mut self, place: Place, conn: Connection) -> bool {
-        if Place::of_comm_id(conn.local_id) != place {
+        if !place.covers(Place::of_comm_id(conn.local_id)) {
             return false;
         }
         self.over(place, conn.local_id);
@@ -123,7 +123,7 @@ impl Tracker {
 
     /// A connection of a member is over.
     pub(crate) fn over(&mut self, place: Place, local_id: u32) {
-        if Place::of_comm_id(local_id) != place {
+        if !place.covers(Place::of_comm_id(local_id)) {
             return;
         }
         let Some(conn) = self.established.remove(&local_id) else {
@@ -146,7 +146,7 @@ impl Tracker {
         self.established.contains_key(&local_id)
     }
 
-    /// Whose a message is that names its connection by the peer's communication ID only.
+    /// Whose a message is that names its connection by the peer's communication ID only: his place, or a generation of it.
     pub(crate) fn owner(&self, now: Instant, remote: IpAddr, message: &Message) -> Option<Place> {
         let id = match message {
             Message::Req(m) => m.local_comm_id,
@@ -168,7 +168,7 @@ impl Tracker {
     pub(crate) fn take(&mut self, place: Place) -> Vec<Connection> {
         let all = self.established.values();
         let all: Vec<Connection> = all
-            .filter(|c| Place::of_comm_id(c.local_id) == place)
+            .filter(|c| place.covers(Place::of_comm_id(c.local_id)))
             .copied()
             .collect();
         for conn in &all {

@@ -3,6 +3,7 @@
 mod ended;
 mod hostile;
 mod member;
+mod numbers;
 mod raw;
 
 use std::{

@@ -1,4 +1,4 @@
-//! Queue pair numbers: drawn at random, found fast, not used again soon.
+//! Queue pair numbers: drawn at random, found fast, not used again as long as there are others.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -13,14 +13,11 @@ use roce_verbs::{Instant, NumberHasher};
 
 /// How long a number rests after its queue pair is gone: longer than packets and the kernel's timewait live.
 const REST: Duration = Duration::from_secs(60);
-/// How long it rests at least, when all others are taken or rest too: longer than packets are on their way. No program gets
-/// through all of a process's 8,192 numbers in that time.
-const SHORT_REST: Duration = Duration::from_millis(50);
 /// The most numbers of a range that is searched through, when random draws find none that is free.
 const SEARCHED: u32 = 1 << 17;
 /// The most numbers at rest; beyond, the oldest ones are let go early.
 const MAX_RESTING: usize = 1 << 16;
-/// Random draws before giving up; with at most 2^17 of 2^24 numbers taken the odds of that are 2^-400.
+/// Random draws before another way is taken; with at most 2^17 of 2^24 numbers taken the odds of that are 2^-400.
 const DRAWS: usize = 64;
 
 /// Numbers that a port gives to its queue pairs. One process of several behind one address has a part of the space.
@@ -111,30 +108,38 @@ impl QpnTable {
         self.used.get(&qpn.value()).copied()
     }
 
-    /// Draws a number that is neither in use nor at rest. If there is none to be found, the one that has rested longest
-    /// comes back early; `None` when even that has rested for too short a time.
+    /// Draws a number that is neither in use nor at rest. If there is none, the one that has rested longest comes back
+    /// early, for there is no other way to go on: random PSNs and the connection manager keep apart what is sent to the former
+    /// queue pair and to the new one. `None` when all are in use.
     pub(crate) fn draw(&mut self, now: Instant, rng: &mut ChaCha12Rng) -> Option<Qpn> {
         self.wake(now);
-        if self.range.first > self.range.last {
-            return None;
-        }
-        let is_free = |n: &u32| !self.used.contains_key(n) && !self.resting.contains_key(n);
         let QpnRange { first, last } = self.range;
-        let drawn = (0..DRAWS).map(|_| rng.random_range(first..=last)).find(is_free);
-        let found = drawn.or_else(|| {
-            // One process of several has a small part of the space.
-            let start = rng.random_range(first..=last);
-            let all = (start..=last).chain(first..start);
-            (last - first < SEARCHED).then(|| all.into_iter().find(is_free))?
-        });
-        found.or_else(|| self.wake_early(now)).map(Qpn::new)
+        if first > last || self.used.len() + self.resting.len() >= self.range.count() as usize {
+            return self.wake_oldest().or_else(|| self.search(rng)).map(Qpn::new);
+        }
+        let mut draws = (0..DRAWS).map(|_| rng.random_range(first..=last));
+        let drawn = draws.find(|n| self.is_free(*n));
+        drawn
+            .or_else(|| self.search(rng))
+            .or_else(|| self.wake_oldest())
+            .map(Qpn::new)
     }
 
-    fn wake_early(&mut self, now: Instant) -> Option<u32> {
-        let (since, _) = *self.order.front()?;
-        if now.saturating_since(since) < SHORT_REST {
+    fn is_free(&self, n: u32) -> bool {
+        !self.used.contains_key(&n) && !self.resting.contains_key(&n)
+    }
+
+    /// One process of several has a small part of the space, which may be in use up to its last number.
+    fn search(&self, rng: &mut ChaCha12Rng) -> Option<u32> {
+        let QpnRange { first, last } = self.range;
+        if first > last || last - first >= SEARCHED {
             return None;
         }
+        let start = rng.random_range(first..=last);
+        (start..=last).chain(first..start).find(|n| self.is_free(*n))
+    }
+
+    fn wake_oldest(&mut self) -> Option<u32> {
         let (_, qpn) = self.order.pop_front()?;
         self.resting.remove(&qpn);
         Some(qpn)
@@ -144,10 +149,13 @@ impl QpnTable {
         self.used.insert(qpn.value(), slot);
     }
 
-    /// Takes a number out of use; it rests for a while.
+    /// Takes a number out of use; it rests for a while. One that is never drawn, QP1's, is free at once.
     pub(crate) fn remove(&mut self, now: Instant, qpn: Qpn) -> Option<usize> {
         let slot = self.used.remove(&qpn.value())?;
         self.wake(now);
+        if !(self.range.first..=self.range.last).contains(&qpn.value()) {
+            return Some(slot);
+        }
         self.resting.insert(qpn.value(), ());
         self.order.push_back((now, qpn.value()));
         Some(slot)
@@ -197,9 +205,6 @@ mod tests {
             assert_eq!(t.remove(now, *q), Some(i));
             assert_eq!(t.get(*q), None);
         }
-        if let Some(q) = t.draw(now, &mut rng) {
-            assert!(!seen.contains(&q), "a resting number came back");
-        }
         assert!(t.draw(now + Duration::from_secs(61), &mut rng).is_some());
     }
 
@@ -211,7 +216,7 @@ mod tests {
             last: 8999,
         };
         let mut t = QpnTable::new(range);
-        let mut now = Instant::ZERO;
+        let now = Instant::ZERO;
         let all: Vec<Qpn> = (range.first..=range.last)
             .map(|_| {
                 let q = t.draw(now, &mut rng).unwrap();
@@ -223,12 +228,46 @@ mod tests {
         for q in &all {
             t.remove(now, *q);
         }
-        assert_eq!(t.draw(now, &mut rng), None, "all rest");
-        now = now + SHORT_REST;
-        // A program that makes and ends queue pairs without pause gets the one that has rested longest.
-        for q in &all[..10] {
+        // A program that makes and ends queue pairs without pause gets the one that has rested longest, for ever.
+        for q in all.iter().cycle().take(3 * all.len()) {
             assert_eq!(t.draw(now, &mut rng), Some(*q));
             t.insert(*q, 0);
+            t.remove(now, *q);
+        }
+    }
+
+    #[test]
+    fn numbers_rest_as_long_as_there_are_others() {
+        let mut rng = ChaCha12Rng::seed_from_u64(3);
+        let mut t = QpnTable::new(QpnRange {
+            first: 1 << 13,
+            last: (2 << 13) - 1,
+        });
+        let mut now = Instant::ZERO;
+        let mut last_drawn: HashMap<Qpn, usize> = HashMap::new();
+        for cycle in 0..30_000 {
+            let q = t.draw(now, &mut rng).unwrap();
+            if let Some(before) = last_drawn.insert(q, cycle) {
+                assert!(cycle - before >= 8192 - 1, "{q} rested for {} cycles", cycle - before);
+            }
+            t.insert(q, 0);
+            t.remove(now, q);
+            now = now + Duration::from_nanos(100);
+        }
+    }
+
+    #[test]
+    fn the_management_queue_pairs_number_is_never_drawn() {
+        let mut rng = ChaCha12Rng::seed_from_u64(4);
+        let now = Instant::ZERO;
+        let mut t = QpnTable::new(QpnRange { first: 0, last: 3 });
+        t.insert(Qpn::GSI, 0);
+        assert_eq!(t.remove(now, Qpn::GSI), Some(0));
+        for _ in 0..100 {
+            let q = t.draw(now, &mut rng).unwrap();
+            assert!(q.value() >= 2, "{q}");
+            t.insert(q, 0);
+            t.remove(now, q);
         }
     }
 

@@ -6,7 +6,8 @@ use std::{cmp::Reverse, collections::BinaryHeap};
 use roce_bth::Qpn;
 use roce_verbs::Instant;
 
-/// The heap. Keys are QPNs, which are not used again soon, so a late entry can't hit another queue pair.
+/// The heap. Keys are QPNs. A late entry of a queue pair that is gone may hit the next one with its number: that is looked at
+/// once too often.
 #[derive(Debug, Default)]
 pub(crate) struct TimerHeap {
     heap: BinaryHeap<Reverse<(Instant, u32)>>,

@@ -544,7 +544,7 @@ impl Broker {
         let message = parsed.message;
         self.count("rx_mads");
         let remote = meta.remote.ip();
-        if let Some(place) = self.owner(meta, &message).filter(|p| self.by_place.contains_key(p)) {
+        if let Some(place) = self.owner(meta, &message).and_then(|p| self.member_at(p)) {
             self.tracker.forwarded(now(), place, remote, &message);
             return self.forward(place, meta, bytes);
         }
@@ -581,10 +581,16 @@ impl Broker {
         }
     }
 
+    /// The place of the member whose numbers those of `place` are.
+    fn member_at(&self, place: Place) -> Option<Place> {
+        let candidates = [place, Place::whole(place.slot)];
+        candidates.into_iter().find(|p| self.by_place.contains_key(p))
+    }
+
     /// Passes a packet on to the process that it is for.
     fn forward(&mut self, place: Place, meta: &Meta, bytes: &[u8]) {
-        let client = self.by_place.get(&place).and_then(|key| self.clients.get(*key));
-        let Some(client) = client else {
+        let key = self.member_at(place).and_then(|place| self.by_place.get(&place));
+        let Some(client) = key.and_then(|key| self.clients.get(*key)) else {
             return self.count("drop_no_process");
         };
         let sent = client.try_send(&ToClient::Datagram(*meta), bytes);

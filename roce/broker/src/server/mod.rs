@@ -177,7 +177,7 @@ pub(crate) fn read_state(text: &[u8]) -> bool {
         uid: 1,
         token: 1,
     };
-    let _ = slots.allocate(0, tenant);
+    let _ = slots.allocate(0, tenant, 0);
     true
 }
 

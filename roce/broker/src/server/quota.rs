@@ -4,7 +4,7 @@ use std::{collections::HashMap, time::Duration};
 
 use roce_verbs::Instant;
 
-use crate::proto::{GENERATIONS, SLOTS};
+use crate::proto::{GENERATIONS, Isolation, SLOTS};
 
 /// What one user (by the user id of its processes) may have at a time. What is more is refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -35,6 +35,17 @@ impl Quotas {
         ports: 8192,
         connections: 16_384,
     };
+
+    /// Whole slots that one user may have, those that rest included; further processes get one generation of a slot. None where
+    /// users are kept apart: a socket that a former member keeps lets the packets of its place through for ever, and a whole
+    /// slot's numbers are soon another's.
+    pub(super) const fn whole(&self, isolation: Isolation) -> usize {
+        match isolation {
+            Isolation::OneUser => SLOTS,
+            Isolation::TrustDomain => SLOTS / 16,
+            Isolation::Isolated => 0,
+        }
+    }
 
     /// Places that may rest of processes that ended without a goodbye: more are not had until some have rested.
     pub(super) const fn resting(&self) -> usize {

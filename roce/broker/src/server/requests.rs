@@ -201,7 +201,9 @@ impl Broker {
         let unknown = trusted && self.isolation == Isolation::OneUser;
         let place = match rejoin {
             Some(rejoin) => Some(rejoin.place).filter(|p| self.slots.reclaim(*p, tenant, unknown)),
-            None => self.slots.allocate(boot_time(), tenant),
+            None => self
+                .slots
+                .allocate(boot_time(), tenant, self.quotas.whole(self.isolation)),
         };
         let Some(place) = place else {
             return match rejoin {

@@ -127,7 +127,7 @@ mod tests {
             uid: 0,
             token: u64::MAX,
         };
-        slots.allocate(boot_time(), tenant).unwrap();
+        slots.allocate(boot_time(), tenant, 0).unwrap();
         file.write(&slots).unwrap();
         file.write(&slots).unwrap();
         assert_eq!(file.read(), Some(slots));

@@ -1,6 +1,6 @@
 //! Data between two ports: trains, GRO buffers, turns, timers, limits.
 
-use roce_port::{RxMeta, udp_source_port};
+use roce_port::{QpnSlot, RxMeta, udp_source_port};
 use roce_qp::{SharedReceiveQueue, SrqConfig, WindowConfig};
 use roce_verbs::{
     AddressVector, QpAttr, QpState, Qpn, SendOp, SendRequest, SrqAttr, SrqType, Srqn, Target, provider::VerbsError,
@@ -241,6 +241,26 @@ fn limits_of_the_device_hold() {
     assert!(a.port.destroy_qp(a.now, first).is_err());
     assert_ne!(a.qp(), first);
     assert_eq!(a.port.queue_pairs(), 3);
+}
+
+/// With the numbers of one process of several, and in no time: none has rested.
+#[test]
+fn queue_pairs_are_made_and_ended_a_million_times() {
+    let numbers = QpnSlot { bits: 11, slot: 77 }.qpns();
+    let mut a = Host::with(1, |c| c.qpns = numbers);
+    let kept = a.qp();
+    for i in 0..1_000_000 {
+        let q = a.qp();
+        assert!(
+            q != kept && (numbers.first..=numbers.last).contains(&q.value()),
+            "{i}: {q}"
+        );
+        a.port.destroy_qp(a.now, q).unwrap();
+        if i % 1000 == 0 {
+            assert!(a.take().is_empty());
+        }
+    }
+    assert_eq!(a.port.queue_pairs(), 1);
 }
 
 #[test]

@@ -1,0 +1,37 @@
+//! Queue pairs of a member: as many at once as the device says.
+
+use std::{
+    collections::HashSet,
+    net::{IpAddr, Ipv4Addr},
+};
+
+use roce::{Device, DeviceConfig, Provider, QpCaps, QpInit, QueuePair};
+
+use super::Place;
+
+/// An address of this test's own.
+const ADDR: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 45, 17, 1));
+
+fn init<C>(cq: &C) -> QpInit<'_, C> {
+    QpInit {
+        send_cq: cq,
+        recv_cq: cq,
+        caps: QpCaps::default(),
+        signal_all: false,
+    }
+}
+
+#[test]
+fn a_process_has_sixty_thousand_queue_pairs_at_once() {
+    let place = Place::new();
+    let device = Device::open_shared(DeviceConfig::new(ADDR), &place.how()).unwrap();
+    assert!(device.limits().max_qp >= 60_000);
+    let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(16, None, 0).unwrap());
+    let qps: Vec<_> = (0..60_000)
+        .map(|i| device.create_qp(&pd, &init(&cq)).unwrap_or_else(|e| panic!("{i}: {e}")))
+        .collect();
+    let numbers: HashSet<u32> = qps.iter().map(|qp| qp.qpn().value()).collect();
+    assert_eq!(numbers.len(), qps.len());
+    let own = place.statistics().processes[0].place.numbers().qpns();
+    assert!(numbers.iter().all(|n| (own.first..=own.last).contains(n)));
+}
