@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 use roce_net::{EventSink, links::LinkChange};
 use roce_port::{ConnChange, ConnId, ListenId, PortCmEvent, PortSpace, RxMeta, ServiceId};
 use roce_verbs::{
-    AsyncEvent, PathMtus, Qpn,
+    AsyncEvent, EventSource as Subject, PathMtus, Qpn,
     provider::{CmChannel, CmEvent, CmEventKind, CmId, ConnParams, QueuePair, RejectReason, VerbsError},
 };
 
@@ -82,7 +82,8 @@ pub(crate) struct Router {
     violated: Mutex<HashSet<Qpn>>,
 }
 
-/// Asynchronous events that nobody takes: no more are kept.
+/// Asynchronous events of the port and the device that nobody takes: no more are kept, as what they tell can be looked up.
+/// Those of objects all wait: a program causes each itself, by making or arming the object, and those of a queue pair go with it.
 const MAX_ASYNC_EVENTS: usize = 1024;
 
 impl Router {
@@ -105,9 +106,10 @@ impl Router {
         self.violated.lock().contains(&qpn)
     }
 
-    /// The queue pair is gone: its number may become another's.
+    /// The queue pair is gone, and with it what it had to tell: its number may become another's.
     pub(crate) fn forget_qp(&self, qpn: Qpn) {
         self.violated.lock().remove(&qpn);
+        self.async_events.retain(|e| e.describe().1 != Subject::Qp(qpn));
     }
 
     pub(crate) fn async_events(&self) -> &EventQueue<AsyncEvent> {
@@ -274,8 +276,11 @@ impl EventSink for Router {
         if let AsyncEvent::QpAccessError(qpn) = event {
             self.violated.lock().insert(qpn);
         }
-        if self.async_events.len() < MAX_ASYNC_EVENTS {
+        let of_object = !matches!(event.describe().1, Subject::Port | Subject::Device);
+        if of_object || self.async_events.len() < MAX_ASYNC_EVENTS {
             let _ = self.async_events.push(event);
+        } else {
+            tracing::warn!(?event, "an asynchronous event is lost: nobody takes them");
         }
     }
 

@@ -62,11 +62,19 @@ impl Drop for QpInner {
         if self.device.driver.is_inherited() {
             return;
         }
-        // On a closed device there is nothing left to end.
-        if let Ok(Err(e)) = self.device.driver.with(|port, now| port.destroy_qp(now, self.qpn)) {
-            tracing::error!("destroying queue pair {} failed: {e}", self.qpn);
+        let router = &self.device.router;
+        // Under the port's lock: the number may be another's as soon as that is free.
+        let ended = self.device.driver.with(|port, now| {
+            let done = port.destroy_qp(now, self.qpn);
+            router.forget_qp(self.qpn);
+            done
+        });
+        match ended {
+            Ok(Err(e)) => tracing::error!("destroying queue pair {} failed: {e}", self.qpn),
+            Ok(Ok(())) => {}
+            // On a closed device there is nothing left to end.
+            Err(_) => router.forget_qp(self.qpn),
         }
-        self.device.router.forget_qp(self.qpn);
     }
 }
 

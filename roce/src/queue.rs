@@ -61,6 +61,18 @@ impl<T> EventQueue<T> {
         Ok(item)
     }
 
+    /// Drops the events that wait and that `keep` does not want.
+    pub(crate) fn retain(&self, keep: impl FnMut(&T) -> bool) {
+        let mut state = self.state.lock();
+        if state.items.is_empty() {
+            return;
+        }
+        state.items.retain(keep);
+        if state.items.is_empty() && !state.closed {
+            self.fd.clear();
+        }
+    }
+
     /// Events waiting.
     pub(crate) fn len(&self) -> usize {
         self.state.lock().items.len()

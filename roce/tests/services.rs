@@ -388,3 +388,47 @@ fn flags_of_windows_and_invalidation_arrive() {
     assert_eq!(got.invalidated, key);
     region.deregister().unwrap();
 }
+
+/// However many queue pairs fail before the program looks; what one that is gone had to tell goes with it.
+#[test]
+fn events_of_queue_pairs_all_wait_for_the_program() {
+    const MANY: usize = 1500;
+    let (_a, b) = sides();
+    let attr = SrqAttr {
+        max_wr: 4,
+        max_sge: 1,
+        limit: 0,
+    };
+    let srq = b.device.create_srq(&b.pd, &SrqInit { attr, xrc: None }).unwrap();
+    let with_srq = QpOptions {
+        srq: Some(&srq),
+        ..options(&b, QpType::Rc)
+    };
+    let err = QpAttr {
+        state: Some(QpState::Err),
+        ..QpAttr::default()
+    };
+    let mut failed: Vec<Qp> = (0..MANY + 1)
+        .map(|_| {
+            let qp = b.device.create_qp_as(Some(&b.pd), &with_srq).unwrap();
+            raise_as(&qp, b.addr(), b.addr(), qp.qpn());
+            qp.modify(&err).unwrap();
+            qp
+        })
+        .collect();
+    let gone = failed.remove(0).qpn();
+    for qp in &failed {
+        assert_eq!(async_event(&b), AsyncEvent::LastWqeReached(qp.qpn()), "not {gone}");
+    }
+    assert_eq!(b.device.async_event().unwrap(), None);
+    failed[0]
+        .modify(&QpAttr {
+            state: Some(QpState::Reset),
+            ..err
+        })
+        .unwrap();
+    raise_as(&failed[0], b.addr(), b.addr(), failed[0].qpn());
+    failed[0].modify(&err).unwrap();
+    drop(failed);
+    assert_eq!(b.device.async_event().unwrap(), None);
+}

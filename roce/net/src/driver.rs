@@ -149,15 +149,21 @@ impl Shared {
         if self.closed.load(Ordering::Acquire) || self.is_inherited() {
             return Err(Closed);
         }
-        Ok(Guard::new(self.engine.lock(), self))
+        let guard = Guard::new(self.engine.lock(), self);
+        self.is_open().then_some(guard).ok_or(Closed)
+    }
+
+    /// Whoever had the lock may have broken the port with a panic.
+    fn is_open(&self) -> bool {
+        !self.closed.load(Ordering::Acquire)
     }
 
     fn try_lock(&self) -> Option<Guard<'_>> {
         if self.closed.load(Ordering::Acquire) || self.is_inherited() {
             return None;
         }
-        let engine = self.engine.try_lock()?;
-        Some(Guard::new(engine, self))
+        let guard = Guard::new(self.engine.try_lock()?, self);
+        self.is_open().then_some(guard)
     }
 
     /// Advances the port in the background thread's stead, if that found the lock taken meanwhile.
