@@ -8,7 +8,11 @@ use roce::{
 };
 use smallvec::SmallVec;
 
-use crate::{abi::ibv_sge, qp::Qp, ret::Errno};
+use crate::{
+    abi::{ibv_mw, ibv_sge},
+    qp::Qp,
+    ret::Errno,
+};
 
 /// Work requests gathered for one call.
 #[derive(Default)]
@@ -16,6 +20,14 @@ pub(crate) struct Batch {
     parts: SmallVec<[Part; 2]>,
     sges: SmallVec<[Sge; 8]>,
     inline: SmallVec<[u8; 256]>,
+    bound: Vec<Bound>,
+}
+
+/// A window that a work request binds, and its key from then on.
+struct Bound {
+    part: usize,
+    window: *mut ibv_mw,
+    rkey: u32,
 }
 
 struct Part {
@@ -57,6 +69,7 @@ impl Batch {
         self.parts.clear();
         self.sges.clear();
         self.inline.clear();
+        self.bound.clear();
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -73,6 +86,28 @@ impl Batch {
             target: Target::Peer,
             data: Data::Sges(none),
         });
+    }
+
+    /// The window that the last one begun binds: when it is posted, the program finds its new key in it, as with irdma.
+    ///
+    /// # Safety
+    /// The window lives until the batch is posted or cleared.
+    pub(crate) unsafe fn binds(&mut self, window: *mut ibv_mw, op: &SendOp) {
+        if let SendOp::BindWindow(how) = op {
+            self.bound.push(Bound {
+                part: self.parts.len().saturating_sub(1),
+                window,
+                rkey: how.key.0,
+            });
+        }
+    }
+
+    /// Writes the keys of the windows that the first work requests bind.
+    fn tell_keys(&self, posted: usize) {
+        for bound in self.bound.iter().filter(|b| b.part < posted) {
+            // SAFETY: `binds` was promised that the window lives.
+            unsafe { (*bound.window).rkey = bound.rkey };
+        }
     }
 
     /// Where the last one begun goes.
@@ -114,7 +149,9 @@ impl Batch {
     /// # Errors
     /// With the number of work requests that were accepted before.
     pub(crate) fn submit(&self, qp: &Qp) -> Result<(), (usize, PostError)> {
-        qp.inner().post_requests(&self.requests())
+        let done = qp.inner().post_requests(&self.requests());
+        self.tell_keys(done.as_ref().map_or_else(|(posted, _)| *posted, |()| self.len()));
+        done
     }
 
     /// Posts what was gathered, or nothing of it.
@@ -122,7 +159,9 @@ impl Batch {
     /// # Errors
     /// What is wrong with the first bad one.
     pub(crate) fn submit_all(&self, qp: &Qp) -> Result<(), Errno> {
-        qp.inner().post_batch(&self.requests()).map_err(|(_, e)| e.into())
+        qp.inner().post_batch(&self.requests()).map_err(|(_, e)| e)?;
+        self.tell_keys(self.len());
+        Ok(())
     }
 
     fn requests(&self) -> SmallVec<[SendRequest<'_>; 2]> {

@@ -107,7 +107,8 @@ unsafe fn operation(wr: &ibv_send_wr) -> Result<SendOp> {
 /// Datagrams have an address handle of ours.
 unsafe fn target(qp: &Qp, wr: &ibv_send_wr) -> Result<Target> {
     match qp.kind() {
-        IBV_QPT_UD => {
+        // Of another operation, which fails, the union's other members are set.
+        IBV_QPT_UD if matches!(wr.opcode, op::SEND | op::SEND_WITH_IMM) => {
             // SAFETY: the type of the queue pair says which member it is.
             let ud = unsafe { wr.wr.ud };
             // SAFETY: the caller's promise.
@@ -147,6 +148,10 @@ unsafe fn add(batch: &mut Batch, qp: &Qp, wr: &ibv_send_wr) -> Result<()> {
     let (what, to, list) = unsafe { (operation(wr)?, target(qp, wr)?, batch::sge_list(wr.sg_list, count)) };
     batch.begin(wr.wr_id, what, flags(wr.send_flags));
     batch.target(to);
+    if wr.opcode == op::BIND_MW {
+        // SAFETY: the opcode says which member it is; the program's window lives.
+        unsafe { batch.binds(wr.extra.bind_mw.mw, &what) };
+    }
     if matches!(wr.opcode, op::LOCAL_INV | op::BIND_MW) {
         // They have no data: what the list says is left over from what the structure was used for before.
         return Ok(());

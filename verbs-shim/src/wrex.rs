@@ -140,8 +140,17 @@ unsafe extern "C" fn wr_send_tso(qp: *mut ibv_qp_ex, _header: *mut c_void, _size
 }
 
 unsafe extern "C" fn wr_bind_mw(qp: *mut ibv_qp_ex, mw: *mut ibv_mw, rkey: u32, info: *const ibv_mw_bind_info) {
-    // SAFETY: as above; the binding is readable, the window and the region are ours.
-    unsafe { begin(qp, post::bind_type2(mw, rkey, &*info)) };
+    // SAFETY: as above; the binding is readable, the window and the region are ours, and live until they are bound.
+    unsafe {
+        let op = post::bind_type2(mw, rkey, &*info);
+        begin(qp, op);
+        if let Ok(op) = op {
+            with(qp, |_, batch| {
+                batch.binds(mw, &op);
+                Ok(())
+            });
+        }
+    }
 }
 
 unsafe extern "C" fn wr_atomic_write(qp: *mut ibv_qp_ex, rkey: u32, addr: u64, word: *const c_void) {

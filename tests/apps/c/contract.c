@@ -134,7 +134,7 @@ static void leftover_lists_are_ignored(void)
 	completes(2, IBV_WC_SUCCESS);
 	wr.wr_id = 3;
 	wr.opcode = IBV_WR_LOCAL_INV;
-	wr.invalidate_rkey = ibv_inc_rkey(window->rkey);
+	wr.invalidate_rkey = window->rkey;
 	MUST(!ibv_post_send(qp, &wr, &bad));
 	completes(3, IBV_WC_SUCCESS);
 	/* The number of elements counts, as rdma_rxe checks it. */
@@ -164,6 +164,7 @@ static void windows_keep_their_place(void)
 	wr.bind_mw.mw = two;
 	wr.bind_mw.rkey = (one->rkey & ~0xffu) | (key & 0xff);
 	MUST(!ibv_post_send(qp, &wr, &bad));
+	MUST(two->rkey == key);
 	completes(1, IBV_WC_SUCCESS);
 	wr = (struct ibv_send_wr){ .wr_id = 2, .opcode = IBV_WR_LOCAL_INV, .send_flags = IBV_SEND_SIGNALED,
 				   .invalidate_rkey = key };

@@ -11,6 +11,7 @@ pub(crate) fn all() -> Vec<Case> {
     out.push(cycles());
     out.push(edges());
     out.push(contract());
+    out.push(posting());
     out.push(carrier());
     out.push(linked());
     out.extend(killed());
@@ -52,6 +53,18 @@ fn contract() -> Case {
         ..Case::alone("what the manuals promise", "gcc, libibverbs-dev", "sh")
     }
     .says("the contract holds")
+    .ci()
+}
+
+/// What posting takes and how it completes, and memory windows.
+fn posting() -> Case {
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/posting.c");
+    let script = format!("cc -Wall -Werror -O1 -o {{dir}}/posting {source} -libverbs && exec {{dir}}/posting");
+    Case {
+        client: vec!["sh".into(), "-c".into(), script],
+        ..Case::alone("what posting takes", "gcc, libibverbs-dev", "sh")
+    }
+    .says("work requests end as on hardware")
     .ci()
 }
 
