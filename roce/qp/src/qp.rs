@@ -12,7 +12,7 @@ use crate::{
     recvq::RecvQueue,
     requester::Requester,
     responder::Responder,
-    sendq::{Kind, SendQueue, kind_of},
+    sendq::{Checked, Kind, SendQueue, kind_of},
     seq::Seq,
     state,
     tx::{Poll, Step, TxSink},
@@ -23,6 +23,8 @@ const TURN: u32 = 128;
 /// Packets of one kind (requests or responses) before the other kind gets its share; a train's length, so that
 /// fairness does not cut trains.
 const RUN: u32 = 16;
+/// What an operation that a service lacks fails with.
+const LACKING: WcStatus = WcStatus::LocalQpOperationError;
 /// The most READs and atomics outstanding that an attribute may ask for.
 const MAX_RD_ATOMIC: u8 = 128;
 
@@ -301,15 +303,15 @@ impl QueuePair {
         target: Target,
         longest: usize,
     ) -> Result<(), PostError> {
-        let len = self.check_post(wr, &target, 0)?;
+        let checked = self.checked(wr, &target, 0)?;
         match self.config.qp_type {
-            QpType::Rc | QpType::Uc => self.sq.push(wr, len, self.mtu),
+            QpType::Rc | QpType::Uc => self.sq.push(wr, checked, self.mtu),
             _ => {
                 let mtu = match target {
                     Target::Datagram(_) => longest.min(self.mtu),
                     _ => self.mtu,
                 };
-                self.sq.push_to(wr, target, len, mtu);
+                self.sq.push_to(wr, target, checked, mtu);
             }
         }
         if matches!(self.state, QpState::Err | QpState::Sqe)
@@ -322,11 +324,15 @@ impl QueuePair {
         Ok(())
     }
 
-    /// Whether a send work request can be queued after `ahead` others that are not queued yet; its length, bytes.
+    /// Whether a send work request can be queued after `ahead` others that are not queued yet.
     ///
     /// # Errors
     /// Why not.
-    pub fn check_post(&self, wr: &SendWr<'_>, target: &Target, ahead: usize) -> Result<u32, PostError> {
+    pub fn check_post(&self, wr: &SendWr<'_>, target: &Target, ahead: usize) -> Result<(), PostError> {
+        self.checked(wr, target, ahead).map(drop)
+    }
+
+    fn checked(&self, wr: &SendWr<'_>, target: &Target, ahead: usize) -> Result<Checked, PostError> {
         let ahead = match self.state {
             QpState::Reset | QpState::Init | QpState::Rtr => return Err(PostError::State(self.state)),
             // They are flushed at once and take no room.
@@ -336,16 +342,21 @@ impl QueuePair {
         if self.sq.wqes.len() + ahead >= self.config.caps.max_send_wr as usize {
             return Err(PostError::QueueFull);
         }
-        let len = self.check_send(wr)?;
-        self.check_target(kind_of(&wr.op), target)?;
-        Ok(len)
+        let checked = self.check_send(wr)?;
+        if checked.fault != Some(LACKING) {
+            self.check_target(kind_of(&wr.op), target)?;
+        }
+        Ok(checked)
     }
 
-    /// Checks a work request's arguments and returns its length.
-    fn check_send(&self, wr: &SendWr<'_>) -> Result<u32, PostError> {
+    /// Checks a work request's arguments. Like hardware it takes operations that the service lacks, and atomics that are not
+    /// of 8 bytes, and fails them in their turn (IBA 11.6.2).
+    fn check_send(&self, wr: &SendWr<'_>) -> Result<Checked, PostError> {
         let kind = kind_of(&wr.op);
         let row = legal::operation(wr.op.code());
-        if !row.services.contains(&self.config.qp_type) {
+        let lacks = !row.services.contains(&self.config.qp_type);
+        let binds = matches!(wr.op, SendOp::BindWindow(_) | SendOp::FastRegister(_));
+        if lacks && (binds || self.config.qp_type == QpType::XrcTgt) {
             return Err(PostError::Invalid("this transport service does not have the operation"));
         }
         let caps = &self.config.caps;
@@ -369,7 +380,6 @@ impl QueuePair {
             }
         };
         let possible = match kind {
-            Kind::Atomic | Kind::AtomicWrite => len == 8,
             Kind::Local | Kind::Flush => len == 0,
             _ => len <= u64::from(self.config.max_msg_size.min(1 << 31)),
         };
@@ -384,10 +394,16 @@ impl QueuePair {
             ));
         }
         let answered = matches!(kind, Kind::Read | Kind::Atomic | Kind::AtomicWrite | Kind::Flush);
-        if answered && self.attr.max_rd_atomic.unwrap_or(0) == 0 {
+        if answered && !lacks && self.attr.max_rd_atomic.unwrap_or(0) == 0 {
             return Err(PostError::Invalid("max_rd_atomic is 0"));
         }
-        Ok(len as u32)
+        let word = matches!(kind, Kind::Atomic | Kind::AtomicWrite);
+        let fault = match lacks {
+            true => Some(LACKING),
+            false => (word && len != 8).then_some(WcStatus::LocalLengthError),
+        };
+        let len = len as u32;
+        Ok(Checked { len, fault })
     }
 
     /// Whether a work request of this kind can go there.

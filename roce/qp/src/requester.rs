@@ -253,6 +253,10 @@ impl QueuePair {
     fn start(&mut self, ctx: &mut Ctx<'_>) {
         let (pd, qpn) = (self.config.pd, self.config.qpn);
         let wqe = &mut self.sq.wqes[self.req.cur];
+        if let Some(status) = wqe.fault {
+            wqe.progress = Progress::Failed(status);
+            return;
+        }
         let need = match wqe.is_answered_with_data() {
             true => AccessFlags::LOCAL_WRITE,
             false => AccessFlags::empty(),

@@ -137,9 +137,10 @@ const fn refusal_row(refusal: Refusal) -> RefusalRow {
             status: WcStatus::LocalLengthError,
             ..invalid
         },
+        // The receive work request is one that an RDMA WRITE with immediate data has taken (IBA 11.6.2).
         Refusal::RKey => RefusalRow {
             nak: Some(NakCode::RemoteAccessError),
-            status: WcStatus::RemoteAccessError,
+            status: WcStatus::LocalAccessError,
             event: AsyncEvent::QpAccessError,
         },
         Refusal::SharedQueue => RefusalRow {
@@ -504,11 +505,12 @@ impl QueuePair {
 
     fn execute_atomic(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<(), Refusal> {
         let eth = packet.header.atomic_eth.unwrap_or_default();
-        let span = self.remote_span(ctx, self.key_domain(), eth.rkey, eth.va, 8, AccessFlags::REMOTE_ATOMIC)?;
-        let span = span.ok_or(Refusal::RKey)?;
+        // What makes the request invalid goes before what forbids it (IBA 9.7.4.1).
         if !eth.va.is_multiple_of(8) {
             return Err(Refusal::Misaligned);
         }
+        let span = self.remote_span(ctx, self.key_domain(), eth.rkey, eth.va, 8, AccessFlags::REMOTE_ATOMIC)?;
+        let span = span.ok_or(Refusal::RKey)?;
         let swap = matches!(packet.header.bth.opcode, Opcode::RcCompareSwap | Opcode::XrcCompareSwap);
         let done = match swap {
             true => span.compare_swap(eth.compare, eth.swap_add),
@@ -521,12 +523,12 @@ impl QueuePair {
     /// 8 bytes at once (IBA Annex A19). Nothing is done twice: a duplicate only gets the answer again.
     fn execute_atomic_write(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<(), Refusal> {
         let reth = packet.header.reth.unwrap_or_default();
-        let span = self.remote_span(ctx, self.key_domain(), reth.rkey, reth.va, 8, AccessFlags::REMOTE_WRITE)?;
-        let span = span.ok_or(Refusal::RKey)?;
-        let bytes = packet.payload.try_into().map_err(|_| Refusal::Length)?;
         if !reth.va.is_multiple_of(8) {
             return Err(Refusal::Misaligned);
         }
+        let span = self.remote_span(ctx, self.key_domain(), reth.rkey, reth.va, 8, AccessFlags::REMOTE_WRITE)?;
+        let span = span.ok_or(Refusal::RKey)?;
+        let bytes = packet.payload.try_into().map_err(|_| Refusal::Length)?;
         span.store(bytes).map_err(atomic_refusal)?;
         self.add_resource(ctx, seq, 1, Work::Done);
         Ok(())

@@ -155,6 +155,15 @@ pub(crate) enum Progress {
     Failed(WcStatus),
 }
 
+/// What is found out about a send work request that can be queued.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Checked {
+    /// Bytes.
+    pub(crate) len: u32,
+    /// What it fails with in its turn.
+    pub(crate) fault: Option<WcStatus>,
+}
+
 /// A send work request in the queue.
 #[derive(Debug)]
 pub(crate) struct SendWqe {
@@ -162,6 +171,8 @@ pub(crate) struct SendWqe {
     pub(crate) op: SendOp,
     pub(crate) flags: SendFlags,
     pub(crate) progress: Progress,
+    /// What it fails with in its turn.
+    pub(crate) fault: Option<WcStatus>,
     pub(crate) len: u32,
     /// PSNs that it takes; none for local operations and datagrams that are too long.
     pub(crate) packets: u32,
@@ -185,7 +196,8 @@ impl SendWqe {
     /// Whether an answer of its own comes back, which the responder keeps a resource for: READ, atomics, FLUSH and ATOMIC
     /// WRITE.
     pub(crate) fn has_response(&self) -> bool {
-        matches!(self.kind(), Kind::Read | Kind::Atomic | Kind::AtomicWrite | Kind::Flush)
+        let answered = matches!(self.kind(), Kind::Read | Kind::Atomic | Kind::AtomicWrite | Kind::Flush);
+        answered && self.fault.is_none()
     }
 
     /// Whether the answer's data is written to local memory.
@@ -305,31 +317,34 @@ impl SendQueue {
     }
 
     /// Appends a work request to a queue pair that does not send to its peer alone.
-    pub(crate) fn push_to(&mut self, wr: &SendWr<'_>, target: Target, len: u32, mtu: usize) {
-        if matches!(target, Target::Datagram(_)) && len as usize > mtu {
+    pub(crate) fn push_to(&mut self, wr: &SendWr<'_>, target: Target, checked: Checked, mtu: usize) {
+        if matches!(target, Target::Datagram(_)) && checked.len as usize > mtu {
             // No packet is sent for a datagram that is too long, and no error reported (IBA C10-93.1.1).
-            self.push_packets(wr, len, 0);
+            self.push_packets(wr, checked, 0);
         } else {
-            self.push(wr, len, mtu);
+            self.push(wr, checked, mtu);
         }
         self.targets.push_back(target);
     }
 
     /// Appends a work request whose arguments were checked.
-    pub(crate) fn push(&mut self, wr: &SendWr<'_>, len: u32, mtu: usize) {
+    pub(crate) fn push(&mut self, wr: &SendWr<'_>, checked: Checked, mtu: usize) {
         let packets = match kind_of(&wr.op) {
+            _ if checked.fault.is_some() => 0,
             Kind::Local => 0,
-            _ => packets_for(len, mtu),
+            _ => packets_for(checked.len, mtu),
         };
-        self.push_packets(wr, len, packets);
+        self.push_packets(wr, checked, packets);
     }
 
-    fn push_packets(&mut self, wr: &SendWr<'_>, len: u32, packets: u32) {
+    fn push_packets(&mut self, wr: &SendWr<'_>, checked: Checked, packets: u32) {
+        let Checked { len, fault } = checked;
         self.wqes.push_back(SendWqe {
             wr_id: wr.wr_id,
             op: wr.op,
             flags: wr.flags,
             progress: Progress::Posted,
+            fault,
             len,
             packets,
             stride: match kind_of(&wr.op) {

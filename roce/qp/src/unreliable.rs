@@ -83,7 +83,7 @@ impl QueuePair {
             Refusal::LocalProtection => self.fail_receive(ctx),
             Refusal::RKey => {
                 ctx.counters.dropped_messages += 1;
-                self.break_off(ctx, WcStatus::RemoteAccessError);
+                self.break_off(ctx, WcStatus::LocalAccessError);
             }
             Refusal::ReceiveTooShort => {
                 ctx.counters.dropped_length += 1;

@@ -583,7 +583,11 @@ impl World {
         draft.sent.expect = Expect::Fails(status);
         draft.sent.effect = None;
         if let Some(message) = &mut draft.message {
-            message.fails = Some(status);
+            // A receive is only taken by a WRITE with immediate data (IBA 11.6.2).
+            message.fails = Some(match status {
+                WcStatus::RemoteAccessError => WcStatus::LocalAccessError,
+                other => other,
+            });
         }
         Some(draft)
     }

@@ -206,7 +206,7 @@ impl World {
                 e.incoming.pop_front();
                 Ok(())
             }
-            WcStatus::RemoteAccessError if e.target_gone => {
+            WcStatus::LocalAccessError if e.target_gone => {
                 e.incoming.pop_front();
                 Ok(())
             }

@@ -13,5 +13,6 @@ mod memory_placement;
 mod operations;
 mod recovery;
 mod refusals;
+mod services;
 mod shared_queues;
 mod windows;

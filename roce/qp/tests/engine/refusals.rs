@@ -2,7 +2,7 @@
 
 use roce_bth::{Aeth, AtomicEth, Credits, Msn, NakCode, Opcode, Packet, Psn, RKey, Syndrome};
 use roce_verbs::{
-    AccessFlags, AsyncEvent, LKey, Mtu, QpState, Qpn, RemoteAddr, SendOp, Sge, WcOpcode, WcStatus,
+    AccessFlags, AsyncEvent, LKey, Mtu, QpState, QpType, Qpn, RecvWr, RemoteAddr, SendOp, Sge, WcOpcode, WcStatus,
     wr::{BindWindow, FastRegister},
 };
 
@@ -231,6 +231,97 @@ fn keys_ranges_and_rights_are_checked() {
             assert_eq!(says, [(Syndrome::Ack(Credits::INVALID), 0)]);
             assert_eq!(p.b.qp.state(), QpState::Rts);
         }
+    }
+}
+
+/// The receive that a WRITE with immediate has taken ends with it (IBA 11.6.2); the sender sees a remote error.
+#[test]
+fn a_write_with_immediate_that_is_refused_is_a_local_access_error_of_its_receive() {
+    let cases: [(&str, usize, bool); 4] = [
+        ("key", 8, true),
+        ("range", 0, true),
+        ("right", 0, true),
+        ("key of many packets, which takes no receive", 600, false),
+    ];
+    for qp_type in [QpType::Rc, QpType::Uc] {
+        for (fault, len, taken) in cases {
+            let mut p = Pair::of(qp_type, setup());
+            let open = p.b.region(64);
+            let closed = p.b.mem.alloc_region(p.b.pd, 64, AccessFlags::LOCAL_WRITE).unwrap();
+            let src = p.a.filled(600, 1);
+            let to = match fault {
+                "range" => at(&open, 60),
+                "right" => at(&closed, 0),
+                _ => RemoteAddr {
+                    rkey: RKey(open.rkey().0 ^ 0x100),
+                    ..at(&open, 0)
+                },
+            };
+            p.b.recv(5, &[]);
+            p.b.recv(6, &[]);
+            p.a.send(1, SendOp::WriteWithImm(to, 7), &[sge(&src, 0, len.max(8))]);
+            p.run();
+            let ended: Vec<_> = p.b.received().iter().map(|c| (c.wr_id, c.status)).collect();
+            if qp_type == QpType::Uc {
+                assert!(ended.is_empty(), "UC drops it and keeps the receive: {fault}");
+                continue;
+            }
+            let first = if taken {
+                WcStatus::LocalAccessError
+            } else {
+                WcStatus::FlushError
+            };
+            assert_eq!(ended, [(5, first), (6, WcStatus::FlushError)], "{fault}");
+            assert_eq!(p.a.completions()[0].status, WcStatus::RemoteAccessError, "{fault}");
+            assert_eq!(bytes(&open, 0, 64), [0; 64]);
+        }
+    }
+}
+
+/// As above, with a key that is taken back under the message, when its receive comes from a shared queue.
+#[test]
+fn memory_taken_back_under_a_write_with_immediate_is_a_local_access_error() {
+    for qp_type in [QpType::Rc, QpType::Uc] {
+        let setup = setup();
+        let b = Side::with(B, &setup, |c| {
+            c.qp_type = qp_type;
+            c.srq = Some(shared_queue(c.pd));
+        });
+        let a = Side::with(A, &setup, |c| c.qp_type = qp_type);
+        let mut p = Pair::up(setup, a, b);
+        let srq = p.b.qp.config().srq.clone().unwrap();
+        srq.post(&RecvWr { wr_id: 5, sges: &[] }).unwrap();
+        let (src, dst) = (p.a.filled(300, 1), p.b.region(300));
+        p.a.send(1, SendOp::WriteWithImm(at(&dst, 0), 7), &[sge(&src, 0, 300)]);
+        let packets = p.a.drain();
+        p.b.handle(&packets[0].1);
+        p.b.mem.deregister(&dst).unwrap();
+        p.b.handle(&packets[1].1);
+        let ended: Vec<_> = p.b.received().iter().map(|c| (c.wr_id, c.status)).collect();
+        assert_eq!(ended, [(5, WcStatus::LocalAccessError)], "{qp_type:?}");
+    }
+}
+
+/// What is wrong with the request itself is said before what is wrong with its key.
+#[test]
+fn alignment_goes_before_the_key() {
+    for which in 0..3 {
+        let mut p = Pair::new(setup());
+        let dst = p.b.region(64);
+        let (va, rkey) = (dst.addr() + 4, RKey(dst.rkey().0 ^ 0x100));
+        let eth = AtomicEth {
+            va,
+            rkey,
+            swap_add: 1,
+            compare: 0,
+        };
+        let request = match which {
+            0 => raw(Opcode::RcFetchAdd, 0).atomic(eth),
+            1 => raw(Opcode::RcCompareSwap, 0).atomic(eth),
+            _ => raw(Opcode::RcAtomicWrite, 0).reth(va, rkey, 8).payload(&[1; 8]),
+        };
+        assert_eq!(answer(&mut p, &[request]), [(INVALID, 0)], "{which}");
+        assert_eq!(p.b.events, [AsyncEvent::QpRequestError(Qpn::new(B))]);
     }
 }
 

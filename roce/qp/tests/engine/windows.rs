@@ -320,3 +320,98 @@ fn unreliable_connections_bind_windows_too() {
     assert_eq!(ids(&p.b.completions()), [(2, WcStatus::MwBindError)]);
     assert_eq!(p.b.qp.state(), QpState::Sqe);
 }
+
+/// The ends of a window that counts from zero, and the region's own addresses, which it does not have.
+#[test]
+fn a_zero_based_window_ends_where_it_was_bound_to_end() {
+    for kind in [WindowKind::Type2, WindowKind::Type2A] {
+        for (addr, len, ok) in [
+            (0, 200, true),
+            (199, 1, true),
+            (0, 201, false),
+            (200, 1, false),
+            (u64::MAX - 3, 8, false),
+        ] {
+            let (mut p, region, window) = opened(kind, REMOTE | AccessFlags::ZERO_BASED);
+            let status = write(&mut p, addr, window.rkey(), len);
+            let expected = if ok {
+                WcStatus::Success
+            } else {
+                WcStatus::RemoteAccessError
+            };
+            assert_eq!(status, expected, "{kind:?} {addr} {len}");
+            let mut all = vec![0; 1000];
+            if ok {
+                all[100 + addr as usize..][..len].copy_from_slice(&pattern(len, 7));
+            }
+            assert_eq!(bytes(&region, 0, 1000), all, "{kind:?} {addr} {len}");
+        }
+        let (mut p, region, window) = opened(kind, REMOTE | AccessFlags::ZERO_BASED);
+        let status = write(&mut p, region.addr() + 100, window.rkey(), 8);
+        assert_eq!(status, WcStatus::RemoteAccessError);
+    }
+}
+
+/// Connections of one protection domain, with their queue pairs: a window of one is nothing to the other, whoever asks.
+#[test]
+fn another_queue_pair_neither_uses_a_type_2_window_nor_takes_it_back() {
+    const OTHER: u32 = 0x33;
+    for kind in [WindowKind::Type2, WindowKind::Type2A] {
+        for attempt in 0..3 {
+            let (mut p, region, window) = opened(kind, REMOTE);
+            let (key, addr) = (window.rkey(), region.addr() + 100);
+            // B's memory with another queue pair on it, and the one that owns the window kept aside.
+            let setup = p.setup.clone();
+            let mut other = Side::with(OTHER, &setup, |c| c.pd = p.b.pd);
+            other.bring_up(&setup, A, setup.psn, setup.psn ^ 0x5555);
+            core::mem::swap(&mut p.b.qp, &mut other.qp);
+            core::mem::swap(&mut p.b.send_cq, &mut other.send_cq);
+            core::mem::swap(&mut p.b.recv_cq, &mut other.recv_cq);
+            match attempt {
+                0 => assert_eq!(write(&mut p, addr, key, 8), WcStatus::RemoteAccessError),
+                1 => {
+                    p.b.recv(5, &[]);
+                    p.a.send(2, SendOp::SendWithInv(key), &[]);
+                    p.run();
+                    assert_eq!(ids(&p.a.completions()), [(2, WcStatus::Success)]);
+                    assert_eq!(ids(&p.b.received()), [(5, WcStatus::RemoteInvalidRequestError)]);
+                }
+                _ => {
+                    p.b.send(2, SendOp::LocalInvalidate(key), &[]);
+                    p.run();
+                    assert_eq!(ids(&p.b.completions()), [(2, WcStatus::LocalQpOperationError)]);
+                }
+            }
+            let resolved = |qpn| p.b.mem.resolve_remote(p.b.pd, Qpn::new(qpn), key, addr, 8, REMOTE);
+            assert!(resolved(B).is_ok(), "{kind:?} {attempt}: it is still open to its own");
+            assert!(resolved(OTHER).is_err());
+        }
+    }
+}
+
+/// A window that is bound again has another key and range; what it had opens nothing.
+#[test]
+fn the_key_of_a_former_binding_opens_nothing() {
+    for kind in [WindowKind::Type1, WindowKind::Type2, WindowKind::Type2A] {
+        let (mut p, region, window) = opened(kind, REMOTE);
+        let former = window.rkey();
+        if kind != WindowKind::Type1 {
+            p.b.send(2, SendOp::LocalInvalidate(former), &[]);
+        }
+        p.b.send(3, bind(&window, &region, 500, 10, REMOTE), &[]);
+        p.run();
+        assert!(p.b.completions().iter().all(|c| c.status == WcStatus::Success));
+        assert_eq!(write(&mut p, region.addr() + 500, window.rkey(), 10), WcStatus::Success);
+        for addr in [100, 500] {
+            let resolved =
+                p.b.mem
+                    .resolve_remote(p.b.pd, Qpn::new(B), former, region.addr() + addr, 1, REMOTE);
+            assert!(resolved.is_err(), "{kind:?} {addr}");
+        }
+        assert_eq!(
+            write(&mut p, region.addr() + 500, former, 1),
+            WcStatus::RemoteAccessError,
+            "{kind:?}"
+        );
+    }
+}

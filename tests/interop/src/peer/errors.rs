@@ -542,6 +542,9 @@ const RNR_WAIT: &str =
 const TOO_LONG: &str =
     "IBA 9.7.4.2.4 and 11.6.2: invalid request and local length error; rdma_rxe reports an operational error";
 
+const LOCAL_ACCESS: &str =
+    "IBA 11.6.2 calls this a local access error of the receive; rdma_rxe reports a remote access error";
+
 #[rustfmt::skip]
 const DIVERGENCES: &[Divergence] = &[
     divergence("fetch-add-misaligned", true, &["REM_INV_REQ_ERR"], &[], ATOMIC_ALIGNMENT),
@@ -555,6 +558,7 @@ const DIVERGENCES: &[Divergence] = &[
     divergence("send-too-long", false, &["REM_INV_REQ_ERR"], &["LOC_LEN_ERR", "WR_FLUSH_ERR"], TOO_LONG),
     divergence("send-too-long-many-packets", false, &["REM_INV_REQ_ERR"], &["LOC_LEN_ERR", "WR_FLUSH_ERR"], TOO_LONG),
     divergence("send-imm-too-long", false, &["REM_INV_REQ_ERR"], &["LOC_LEN_ERR"], TOO_LONG),
+    divergence("write-imm-bad-rkey", false, &["REM_ACCESS_ERR"], &["LOC_ACCESS_ERR", "WR_FLUSH_ERR"], LOCAL_ACCESS),
 ];
 
 /// Which side of the pair is ours.
