@@ -1,16 +1,17 @@
 //! The C ABI of libibverbs and librdmacm (Debian 12, rdma-core 44) over ferroce: preloaded by `ferroce run`, or linked.
 //!
-//! Programs call the exported functions and the function tables that `context` fills. Objects are boxed structures that
-//! begin with the public C structure; behind it are handles of the `roce` crate. One transport per process (`engine`)
+//! Programs call the exported functions and the function tables that `context` fills. Objects are structures that begin with
+//! the public C structure, in memory of their kind (`live`); behind it are handles of the `roce` crate. One transport per process (`engine`)
 //! serves all devices; a device is an interface, and its table of GIDs the interface's addresses.
 //!
-//! `unsafe` here is the boundary itself: pointers that the program passes are what libibverbs' documentation demands,
-//! and programs that break that crash, as they would with libibverbs. No function unwinds into C (`ret`).
+//! `unsafe` here is the boundary itself: objects that are none are refused, but lists, buffers and attributes that the
+//! program passes are what libibverbs' documentation demands, or it crashes, as it would with libibverbs. No function unwinds into C (`ret`).
 #![cfg(target_os = "linux")]
 
 mod abi;
 mod ah;
 mod batch;
+mod bell;
 mod channel;
 mod config;
 mod context;

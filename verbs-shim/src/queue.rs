@@ -1,57 +1,30 @@
 //! Queues of events behind a descriptor that programs poll, read flags of, and block on.
 
-use std::{
-    collections::VecDeque,
-    os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
-};
+use std::{collections::VecDeque, os::fd::RawFd};
 
 use parking_lot::Mutex;
 
-use crate::ret::{Errno, Result};
+use crate::{bell::Bell, ret::Result};
 
-/// Events and an eventfd that is readable while there are some.
+/// Events and a descriptor that is readable while there are some.
 ///
 /// The descriptor may be set to O_NONBLOCK by the program. A blocking take really reads the descriptor, so that signals
 /// behave as with the kernel's: with SA_RESTART it goes on, else it ends with EINTR.
 pub(crate) struct EventQueue<T> {
     items: Mutex<VecDeque<T>>,
-    fd: OwnedFd,
+    bell: Bell,
 }
 
 impl<T> EventQueue<T> {
     pub(crate) fn new() -> Result<Self> {
-        // SAFETY: makes a descriptor, or fails.
-        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
-        if fd < 0 {
-            return Err(Errno::last());
-        }
         Ok(Self {
             items: Mutex::new(VecDeque::new()),
-            // SAFETY: just made and ours alone.
-            fd: unsafe { OwnedFd::from_raw_fd(fd) },
+            bell: Bell::new()?,
         })
     }
 
     pub(crate) fn fd(&self) -> RawFd {
-        self.fd.as_raw_fd()
-    }
-
-    fn raise(&self) {
-        let one = 1u64;
-        // SAFETY: writes eight bytes of a local. It can only fail when the counter is near 2^64.
-        unsafe { libc::write(self.fd(), (&raw const one).cast(), 8) };
-    }
-
-    /// Makes the descriptor unreadable. Called with the items locked.
-    fn clear(&self) {
-        let mut count = 0u64;
-        let iov = libc::iovec {
-            iov_base: (&raw mut count).cast(),
-            iov_len: 8,
-        };
-        // A blocked reader may have taken the count already, so this must not wait whatever the program has set.
-        // SAFETY: reads into eight bytes of a local.
-        unsafe { libc::preadv2(self.fd(), &raw const iov, 1, -1, libc::RWF_NOWAIT) };
+        self.bell.fd()
     }
 
     /// Adds an event, unless `dead` says (under the queue's lock) that it is not wanted any more.
@@ -61,9 +34,7 @@ impl<T> EventQueue<T> {
             return;
         }
         items.push_back(item);
-        if items.len() == 1 {
-            self.raise();
-        }
+        self.bell.ring();
     }
 
     /// Adds an event.
@@ -77,7 +48,7 @@ impl<T> EventQueue<T> {
         let item = items.pop_front()?;
         taken(&item);
         if items.is_empty() {
-            self.clear();
+            self.bell.silence();
         }
         Some(item)
     }
@@ -85,21 +56,18 @@ impl<T> EventQueue<T> {
     /// Takes the oldest event, waiting as the descriptor's flags say.
     ///
     /// # Errors
-    /// EAGAIN when the descriptor is non-blocking and nothing is there; EINTR.
+    /// EAGAIN when the descriptor is non-blocking and nothing is there; EINTR; EBADF when nothing is there and the program
+    /// has closed it.
     pub(crate) fn take(&self, mut taken: impl FnMut(&T)) -> Result<T> {
         loop {
             if let Some(item) = self.try_take(&mut taken) {
                 return Ok(item);
             }
-            let mut count = 0u64;
-            // SAFETY: reads eight bytes into a local.
-            let got = unsafe { libc::read(self.fd(), (&raw mut count).cast(), 8) };
-            if got < 0 {
-                return Err(Errno::last());
-            }
+            self.bell.wait()?;
             // Several may wait: what was read stands for all that is there.
-            if !self.items.lock().is_empty() {
-                self.raise();
+            let items = self.items.lock();
+            if !items.is_empty() {
+                self.bell.ring();
             }
         }
     }
@@ -110,7 +78,7 @@ impl<T> EventQueue<T> {
         first();
         items.retain(|item| !unwanted(item));
         if items.is_empty() {
-            self.clear();
+            self.bell.silence();
         }
     }
 }

@@ -1,12 +1,13 @@
-//! Event channels: an eventfd that counts the events waiting, and the events.
+//! Event channels: the events waiting, and a descriptor that is readable while there are some.
 
 use std::{
     collections::VecDeque,
-    os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
+    os::fd::RawFd,
     sync::atomic::{AtomicU64, Ordering},
 };
 
 use super::{Errno, Result, abi::EventResp};
+use crate::bell::Bell;
 
 /// An event that waits to be taken.
 pub(crate) struct Queued {
@@ -19,64 +20,66 @@ pub(crate) struct Queued {
     pub(crate) resp: EventResp,
 }
 
-/// An event channel. Its descriptor counts (EFD_SEMAPHORE), so that each blocked reader is woken for one event.
+/// An event channel.
 pub(crate) struct Channel {
-    fd: OwnedFd,
+    bell: Bell,
     events: VecDeque<Queued>,
 }
 
 impl Channel {
     pub(crate) fn new() -> Result<Self> {
-        // SAFETY: makes a descriptor, or fails.
-        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_SEMAPHORE) };
-        if fd < 0 {
-            return Err(Errno::last());
-        }
-        // SAFETY: just made and ours alone.
-        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         Ok(Self {
-            fd,
+            bell: Bell::new()?,
             events: VecDeque::new(),
         })
     }
 
     pub(crate) fn fd(&self) -> RawFd {
-        self.fd.as_raw_fd()
+        self.bell.fd()
     }
 
     /// Gives the descriptor up without closing it: whoever closes it is at it.
-    pub(crate) fn into_fd(self) -> RawFd {
-        use std::os::fd::IntoRawFd;
-        self.fd.into_raw_fd()
+    pub(crate) fn give_up(self) {
+        self.bell.forget();
     }
 
-    /// Adds an event and wakes a reader.
+    /// Whether the program has left its descriptor alone.
+    pub(crate) fn is_there(&self) -> bool {
+        self.bell.is_there()
+    }
+
+    /// Adds an event and wakes who waits.
     pub(crate) fn push(&mut self, event: Queued) {
         self.events.push_back(event);
-        let one = 1u64;
-        // SAFETY: writes eight bytes of a local. It can only fail when the counter is near 2^64.
-        unsafe { libc::syscall(libc::SYS_write, self.fd(), &raw const one, 8usize) };
+        self.bell.ring();
     }
 
-    /// Takes the oldest event. The caller has read the descriptor before, once per event.
+    /// Takes the oldest event.
     pub(crate) fn pop(&mut self) -> Option<Queued> {
-        self.events.pop_front()
+        let event = self.events.pop_front();
+        self.settle();
+        event
     }
 
-    /// Takes out all events that `which` says, and what they counted for on the descriptor.
+    /// Makes the descriptor unreadable if nothing waits.
+    fn settle(&self) {
+        if self.events.is_empty() {
+            self.bell.silence();
+        }
+    }
+
+    /// Somebody has read the descriptor, which stood for all that is there.
+    pub(crate) fn was_read(&self) {
+        if !self.events.is_empty() {
+            self.bell.ring();
+        }
+    }
+
+    /// Takes out all events that `which` says.
     pub(crate) fn extract(&mut self, which: impl Fn(&Queued) -> bool) -> Vec<Queued> {
         let (out, keep): (Vec<_>, Vec<_>) = self.events.drain(..).partition(which);
         self.events = keep.into();
-        for _ in &out {
-            let mut count = 0u64;
-            let iov = libc::iovec {
-                iov_base: (&raw mut count).cast(),
-                iov_len: 8,
-            };
-            // A reader may be ahead of us and find nothing then: it goes back to sleep, so this must never wait.
-            // SAFETY: reads into eight bytes of a local.
-            unsafe { libc::preadv2(self.fd(), &raw const iov, 1, -1, libc::RWF_NOWAIT) };
-        }
+        self.settle();
         out
     }
 
@@ -148,27 +151,29 @@ mod tests {
         unsafe { libc::poll(&raw mut p, 1, 0) == 1 }
     }
 
-    fn token(fd: RawFd) {
-        let mut n = 0u64;
-        // SAFETY: reads eight bytes into a local.
-        assert_eq!(unsafe { libc::read(fd, (&raw mut n).cast(), 8) }, 8);
-        assert_eq!(n, 1);
-    }
-
     #[test]
-    fn the_descriptor_counts_the_events() {
+    fn the_descriptor_is_readable_while_events_wait() {
         let mut c = Channel::new().unwrap();
         assert!(!readable(c.fd()));
         for id in 0..3 {
             c.push(event(id));
         }
-        token(c.fd());
         assert_eq!(c.pop().map(|e| e.id), Some(0));
         assert_eq!(c.extract(|e| e.id == 1).len(), 1);
         assert!(readable(c.fd()));
-        token(c.fd());
         assert_eq!(c.pop().map(|e| e.id), Some(2));
+        assert!(!readable(c.fd()));
+        c.push(event(3));
+        assert_eq!(c.extract(|_| true).len(), 1);
         assert!(!readable(c.fd()), "what was taken out counts no more");
+        c.push(event(4));
+        c.push(event(5));
+        let mut count = 0u64;
+        // SAFETY: reads eight bytes into a local.
+        assert_eq!(unsafe { libc::read(c.fd(), (&raw mut count).cast(), 8) }, 8);
+        assert!(!readable(c.fd()));
+        c.was_read();
+        assert!(readable(c.fd()), "another reader has its event, too");
     }
 
     #[test]

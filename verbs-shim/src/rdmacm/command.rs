@@ -147,7 +147,7 @@ impl<B: Backend> Ucma<B> {
         }
     }
 
-    /// GET_EVENT: the oldest event, if there is one. The channel's descriptor was read before.
+    /// GET_EVENT: the oldest event, if there is one.
     ///
     /// # Errors
     /// EINVAL for a command that is cut short.

@@ -58,9 +58,27 @@ fn own_pid() -> i64 {
     unsafe { libc::syscall(libc::SYS_getpid) }
 }
 
-/// Whether a descriptor is an event channel of this process.
+/// Whether a descriptor's number is that of an event channel of this process.
 fn is_channel(fd: RawFd) -> bool {
     CHANNELS.contains(fd) && OWNER.load(Ordering::Relaxed) == own_pid()
+}
+
+/// Whether what is written to a descriptor is for an event channel. One that the program has closed in a way that we did not
+/// see (`dup2`, `close_range`) is forgotten.
+fn takes_commands(fd: RawFd) -> bool {
+    if !is_channel(fd) {
+        return false;
+    }
+    let lost = is_lost(fd);
+    if lost && !CLOSING.contains(fd) {
+        forget_channel(fd);
+    }
+    !lost
+}
+
+/// Whether the number of an event channel is another file's, or nobody's.
+fn is_lost(fd: RawFd) -> bool {
+    with(|ucma| ucma.has_channel(fd) && !ucma.is_there(fd))
 }
 
 /// What is kept, and the process that it was made in.
@@ -182,10 +200,13 @@ unsafe extern "C" fn rdma_destroy_event_channel(channel: *mut RdmaEventChannel) 
     }
     // SAFETY: the caller's promise.
     let fd = unsafe { (*channel).fd };
+    let lost = CHANNELS.contains(fd) && is_lost(fd);
     forget_channel(fd);
     // SAFETY: the channel's own descriptor and memory, by the caller's promise.
     unsafe {
-        libc_close(fd);
+        if !lost {
+            libc_close(fd);
+        }
         libc::free(channel.cast());
     }
 }
@@ -229,7 +250,7 @@ unsafe extern "C-unwind" fn close(fd: c_int) -> c_int {
 /// As the C library's. A command's addresses are the program's, for as many bytes as the command says.
 #[unsafe(no_mangle)]
 unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: usize) -> isize {
-    if !is_channel(fd) {
+    if !takes_commands(fd) {
         // SAFETY: the caller's.
         let written = unsafe { libc_write(fd, buf, len) };
         // SAFETY: likewise.
@@ -256,16 +277,7 @@ unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: usize) -> 
         if unsafe { libc_read(fd, (&raw mut count).cast(), 8) } < 0 {
             return -1;
         }
-        // SAFETY: as above.
-        match unsafe { take_event(fd, buf, len) } {
-            Outcome::Done => return len as isize,
-            Outcome::Failed(e) => {
-                e.set();
-                return -1;
-            }
-            // What woke us was taken back.
-            Outcome::Wait | Outcome::Closed => {}
-        }
+        with(|ucma| ucma.was_read(fd));
         if !CHANNELS.contains(fd) {
             sleep_on();
         }
@@ -376,32 +388,20 @@ unsafe fn command(fd: RawFd, buf: *const c_void, len: usize) -> Outcome {
                     (false, _) => Err(Errno(libc::EBADF)),
                 };
             }
-            if c.cmd == Cmd::GetEvent {
-                return c.need(abi::EVENT_MIN).map(|()| Outcome::Wait);
-            }
-            // SAFETY: the caller's promise.
-            let answer = ucma.execute(&c, &|from, len| unsafe { read_user(from, len) })?;
+            let answer = if c.cmd == Cmd::GetEvent {
+                c.need(abi::EVENT_MIN)?;
+                let Some(answer) = ucma.event_answer(&c)? else {
+                    return Ok(Outcome::Wait);
+                };
+                answer
+            } else {
+                // SAFETY: the caller's promise.
+                ucma.execute(&c, &|from, len| unsafe { read_user(from, len) })?
+            };
             // SAFETY: the caller's promise.
             unsafe { write_user(&answer) }?;
             Ok(Outcome::Done)
         })
-    })
-}
-
-/// GET_EVENT after the descriptor was read.
-///
-/// # Safety
-/// As for [`write`].
-unsafe fn take_event(fd: RawFd, buf: *const c_void, len: usize) -> Outcome {
-    guarded(|| {
-        // SAFETY: the caller's promise.
-        let c = unsafe { parse(fd, buf, len) }?;
-        let Some(answer) = with(|ucma| ucma.event_answer(&c))? else {
-            return Ok(Outcome::Wait);
-        };
-        // SAFETY: the caller's promise.
-        unsafe { write_user(&answer) }?;
-        Ok(Outcome::Done)
     })
 }
 

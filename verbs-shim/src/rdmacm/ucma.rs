@@ -78,6 +78,8 @@ impl<B: Backend> Ucma<B> {
     pub(crate) fn open_channel(&mut self) -> Result<RawFd> {
         let channel = Channel::new()?;
         let fd = channel.fd();
+        // The program closed one of this number in a way that we did not see.
+        self.close_channel(fd);
         self.channels.insert(fd, channel);
         Ok(fd)
     }
@@ -89,6 +91,18 @@ impl<B: Backend> Ucma<B> {
 
     pub(crate) fn has_channel(&self, fd: RawFd) -> bool {
         self.channels.contains_key(&fd)
+    }
+
+    /// Whether a channel's descriptor still is its own.
+    pub(crate) fn is_there(&self, fd: RawFd) -> bool {
+        self.channels.get(&fd).is_some_and(Channel::is_there)
+    }
+
+    /// Somebody has read a channel's descriptor.
+    pub(crate) fn was_read(&self, fd: RawFd) {
+        if let Some(channel) = self.channels.get(&fd) {
+            channel.was_read();
+        }
     }
 
     /// Forgets a channel with all its ids. Its descriptor stays open: the caller closes it.
@@ -103,7 +117,7 @@ impl<B: Backend> Ucma<B> {
             self.remove(id);
         }
         if let Some(channel) = self.channels.remove(&fd) {
-            let _ = channel.into_fd();
+            channel.give_up();
         }
     }
 
@@ -266,7 +280,7 @@ impl<B: Backend> Ucma<B> {
         }
     }
 
-    /// Takes the oldest event of a channel. The caller has read the channel's descriptor.
+    /// Takes the oldest event of a channel.
     pub(crate) fn take_event(&mut self, fd: RawFd) -> Option<EventResp> {
         let event = self.channels.get_mut(&fd)?.pop()?;
         if let Some(ctx) = self.ids.get_mut(&event.id) {

@@ -1,0 +1,199 @@
+/*
+ * The descriptors that events come by, as the kernel's behave in poll, select and epoll, with O_NONBLOCK and when copied: the
+ * completion channel, the one of asynchronous events, and the event channel of RDMA_CM.
+ *
+ *     channels ADDRESS
+ */
+#include "common.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <rdma/rdma_cma.h>
+#include <sys/epoll.h>
+#include <sys/select.h>
+
+static struct ibv_comp_channel *channel;
+static struct ibv_cq *armed;
+static struct ibv_srq *srq;
+static struct rdma_event_channel *cm;
+static struct rdma_cm_id *ids[3];
+static struct sockaddr_in to = { .sin_family = AF_INET };
+
+/* A kind of descriptor: how an event is made, and how the oldest is taken; the taker returns 0 or an error number. */
+struct kind {
+	const char *name;
+	int fd;
+	void (*make)(int number);
+	int (*take)(void);
+};
+
+/* A flushed receive completes on a queue that is armed. */
+static void make_completion(int number)
+{
+	struct ibv_qp_init_attr init = { .send_cq = armed, .recv_cq = armed, .qp_type = IBV_QPT_RC,
+					 .cap = { .max_send_wr = 1, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1 } };
+	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_INIT, .port_num = 1 };
+	struct ibv_recv_wr wr = { .wr_id = number }, *bad;
+	time_t end = time(NULL) + 60;
+	struct ibv_qp *qp;
+	struct ibv_wc wc;
+
+	MUST(!ibv_req_notify_cq(armed, 0));
+	MUST(qp = ibv_create_qp(pd, &init));
+	MUST(!ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS));
+	MUST(!ibv_post_recv(qp, &wr, &bad));
+	attr.qp_state = IBV_QPS_ERR;
+	MUST(!ibv_modify_qp(qp, &attr, IBV_QP_STATE));
+	while (!ibv_poll_cq(armed, 1, &wc))
+		MUST(time(NULL) < end);
+	MUST(!ibv_destroy_qp(qp));
+}
+
+static int take_completion(void)
+{
+	struct ibv_cq *of;
+	void *cookie;
+
+	if (ibv_get_cq_event(channel, &of, &cookie))
+		return errno;
+	MUST(of == armed && cookie == &armed);
+	ibv_ack_cq_events(of, 1);
+	return 0;
+}
+
+/* An empty queue is below its limit. */
+static void make_asynchronous(int number)
+{
+	struct ibv_srq_attr attr = { .srq_limit = 1 };
+
+	(void)number;
+	MUST(!ibv_modify_srq(srq, &attr, IBV_SRQ_LIMIT));
+}
+
+static int take_asynchronous(void)
+{
+	struct ibv_async_event event;
+
+	if (ibv_get_async_event(context, &event))
+		return errno;
+	MUST(event.event_type == IBV_EVENT_SRQ_LIMIT_REACHED && event.element.srq == srq);
+	ibv_ack_async_event(&event);
+	return 0;
+}
+
+static void make_cm(int number)
+{
+	MUST(!rdma_create_id(cm, &ids[number], NULL, RDMA_PS_TCP));
+	MUST(!rdma_resolve_addr(ids[number], NULL, (struct sockaddr *)&to, 2000));
+}
+
+static int take_cm(void)
+{
+	struct rdma_cm_event *event;
+	struct rdma_cm_id *id;
+
+	if (rdma_get_cm_event(cm, &event))
+		return errno;
+	MUST(event->event == RDMA_CM_EVENT_ADDR_RESOLVED);
+	id = event->id;
+	MUST(!rdma_ack_cm_event(event) && !rdma_destroy_id(id));
+	return 0;
+}
+
+/* What poll and select say of a descriptor after waiting so long. */
+static int polled(int fd, int ms)
+{
+	struct pollfd entry = { .fd = fd, .events = POLLIN | POLLOUT | POLLPRI };
+
+	MUST(poll(&entry, 1, ms) >= 0);
+	return entry.revents;
+}
+
+static int selected(int fd)
+{
+	struct timeval none = { 0 };
+	fd_set in, out, other;
+
+	FD_ZERO(&in);
+	FD_ZERO(&out);
+	FD_ZERO(&other);
+	FD_SET(fd, &in);
+	FD_SET(fd, &out);
+	FD_SET(fd, &other);
+	MUST(select(fd + 1, &in, &out, &other, &none) >= 0);
+	return (FD_ISSET(fd, &in) ? 1 : 0) + (FD_ISSET(fd, &out) ? 2 : 0) + (FD_ISSET(fd, &other) ? 4 : 0);
+}
+
+static int watch(int fd, unsigned how)
+{
+	struct epoll_event want = { .events = EPOLLIN | EPOLLOUT | how };
+	int epoll = epoll_create1(0);
+
+	MUST(epoll >= 0 && !epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &want));
+	return epoll;
+}
+
+static unsigned waited(int epoll, int ms)
+{
+	struct epoll_event got = { 0 };
+
+	MUST(epoll_wait(epoll, &got, 1, ms) >= 0);
+	return got.events;
+}
+
+static void behaves(const struct kind *k)
+{
+	int copy = dup(k->fd), flags = fcntl(k->fd, F_GETFL);
+	int level = watch(k->fd, 0), edge = watch(k->fd, EPOLLET), copied = watch(copy, EPOLLET);
+
+	fprintf(stderr, "%s\n", k->name);
+	MUST(copy >= 0 && flags >= 0 && !(flags & O_NONBLOCK));
+	MUST(!fcntl(copy, F_SETFL, flags | O_NONBLOCK) && (fcntl(k->fd, F_GETFL) & O_NONBLOCK));
+	for (int round = 0; round < 2; round++) {
+		MUST(!polled(k->fd, 0) && !polled(copy, 0) && !selected(k->fd));
+		MUST(!waited(level, 0) && !waited(edge, 0) && !waited(copied, 0));
+		MUST(k->take() == EAGAIN);
+		k->make(0);
+		MUST(polled(k->fd, 60000) == POLLIN && polled(copy, 0) == POLLIN && selected(k->fd) == 1);
+		MUST(waited(level, 0) == EPOLLIN && waited(level, 0) == EPOLLIN);
+		MUST(waited(edge, 0) == EPOLLIN && !waited(edge, 0) && waited(copied, 0) == EPOLLIN);
+		/* One more is an edge, although the first still waits. */
+		k->make(1);
+		MUST(waited(edge, 60000) == EPOLLIN && !waited(edge, 0));
+		MUST(!k->take());
+		MUST(polled(k->fd, 0) == POLLIN && waited(level, 0) == EPOLLIN);
+		MUST(!k->take() && k->take() == EAGAIN);
+		MUST(!polled(k->fd, 0) && !waited(level, 0));
+		waited(edge, 0), waited(copied, 0);
+	}
+	MUST(!fcntl(k->fd, F_SETFL, flags));
+	k->make(2);
+	/* It waits. */
+	MUST(!k->take());
+	close(level), close(edge), close(copied), close(copy);
+}
+
+int main(int argc, char **argv)
+{
+	struct ibv_srq_init_attr how = { .attr = { .max_wr = 4, .max_sge = 1 } };
+	struct kind kinds[] = { { "completion channel", 0, make_completion, take_completion },
+				{ "asynchronous events", 0, make_asynchronous, take_asynchronous },
+				{ "RDMA_CM", 0, make_cm, take_cm } };
+
+	MUST(argc == 2 && inet_pton(AF_INET, argv[1], &to.sin_addr) == 1);
+	set_up();
+	MUST(channel = ibv_create_comp_channel(context));
+	MUST(armed = ibv_create_cq(context, 16, &armed, channel, 0));
+	MUST(srq = ibv_create_srq(pd, &how));
+	MUST(cm = rdma_create_event_channel());
+	kinds[0].fd = channel->fd;
+	kinds[1].fd = context->async_fd;
+	kinds[2].fd = cm->fd;
+	for (int i = 0; i < 3; i++)
+		behaves(&kinds[i]);
+	rdma_destroy_event_channel(cm);
+	MUST(!ibv_destroy_srq(srq) && !ibv_destroy_cq(armed) && !ibv_destroy_comp_channel(channel));
+	tear_down("events come as they should");
+	return 0;
+}

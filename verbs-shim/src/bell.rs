@@ -1,0 +1,226 @@
+//! The descriptor of an event channel: readable while there are events, and never writable, as the kernel's are.
+//!
+//! It is a timer that never expires. The kernel lets its count be set (`TFD_IOC_SET_TICKS`), which wakes who polls it, each
+//! time anew, so that each event is an edge; it reports POLLIN and nothing else; a read takes the count, and waits for one as
+//! O_NONBLOCK and signals say. Programs may close the descriptor behind our back, in ways that nobody sees (`dup2`,
+//! `close_range`), and have another file under its number. The period of the timer, which is different for each, tells: such
+//! a file is neither rung nor read.
+
+use std::{
+    mem::{self, ManuallyDrop},
+    os::fd::{FromRawFd, OwnedFd, RawFd},
+    sync::atomic::{AtomicI64, Ordering},
+};
+
+use libc::{c_ulong, itimerspec, timespec};
+
+use crate::ret::{Errno, Result};
+
+/// `_IOW('T', 0, __u64)` of `linux/timerfd.h`.
+const TFD_IOC_SET_TICKS: c_ulong = 0x4008_5400;
+/// Seconds of a period, and of the time of expiry: 126 and 253 years.
+const PERIOD: i64 = 4_000_000_000;
+const NEVER: i64 = 8_000_000_000;
+const NANOSECONDS: i64 = 1_000_000_000;
+
+/// The descriptor.
+pub(crate) struct Bell {
+    fd: RawFd,
+    /// Nanoseconds of the period beyond [`PERIOD`].
+    mark: i64,
+}
+
+impl Bell {
+    /// # Errors
+    /// When the process can't have another descriptor.
+    pub(crate) fn new() -> Result<Self> {
+        static NEXT: AtomicI64 = AtomicI64::new(1);
+        // SAFETY: makes a descriptor, or fails.
+        let fd = unsafe { libc::timerfd_create(libc::CLOCK_MONOTONIC, libc::TFD_CLOEXEC) };
+        if fd < 0 {
+            return Err(Errno::last());
+        }
+        let mark = NEXT.fetch_add(1, Ordering::Relaxed) % NANOSECONDS;
+        let bell = Self { fd, mark };
+        bell.set(NEVER)?;
+        Ok(bell)
+    }
+
+    pub(crate) fn fd(&self) -> RawFd {
+        self.fd
+    }
+
+    /// Sets the time of expiry, in seconds of the machine's life, which also takes the count.
+    fn set(&self, expiry: i64) -> Result<()> {
+        let part = |tv_sec, tv_nsec| timespec { tv_sec, tv_nsec };
+        let value = itimerspec {
+            it_value: part(expiry, 1),
+            it_interval: part(PERIOD, self.mark),
+        };
+        // SAFETY: a structure on the stack.
+        let done =
+            unsafe { libc::timerfd_settime(self.fd, libc::TFD_TIMER_ABSTIME, &raw const value, std::ptr::null_mut()) };
+        if done < 0 { Err(Errno::last()) } else { Ok(()) }
+    }
+
+    /// Whether the number still is this descriptor's.
+    pub(crate) fn is_there(&self) -> bool {
+        // SAFETY: plain numbers, for which zero is a value.
+        let mut now: itimerspec = unsafe { mem::zeroed() };
+        // SAFETY: fills the structure, or fails for what is no timer.
+        let got = unsafe { libc::timerfd_gettime(self.fd, &raw mut now) };
+        got == 0 && now.it_interval.tv_sec == PERIOD && now.it_interval.tv_nsec == self.mark
+    }
+
+    /// Makes the descriptor readable, and wakes who waits for that, even if it was readable before.
+    pub(crate) fn ring(&self) {
+        if !self.is_there() {
+            return;
+        }
+        let one = 1u64;
+        // SAFETY: eight bytes of a local.
+        if unsafe { libc::ioctl(self.fd, TFD_IOC_SET_TICKS, &raw const one) } < 0 {
+            // A kernel without CONFIG_CHECKPOINT_RESTORE: it expires at once, long ago.
+            let _ = self.set(0);
+        }
+    }
+
+    /// Makes the descriptor unreadable; never waits.
+    pub(crate) fn silence(&self) {
+        if self.is_there() {
+            let _ = self.set(NEVER);
+        }
+    }
+
+    /// Waits until it is rung, as the program has set the descriptor, and takes that.
+    ///
+    /// # Errors
+    /// EAGAIN, EINTR; EBADF if the descriptor is gone.
+    pub(crate) fn wait(&self) -> Result<()> {
+        if !self.is_there() {
+            return Err(Errno(libc::EBADF));
+        }
+        let mut count = 0u64;
+        // SAFETY: reads eight bytes into a local.
+        match unsafe { libc::read(self.fd, (&raw mut count).cast(), 8) } {
+            8 => Ok(()),
+            _ => Err(Errno::last()),
+        }
+    }
+
+    /// Gives the descriptor up without closing it.
+    pub(crate) fn forget(self) {
+        let _ = ManuallyDrop::new(self);
+    }
+}
+
+impl Drop for Bell {
+    fn drop(&mut self) {
+        if self.is_there() {
+            // SAFETY: ours, and not used again.
+            drop(unsafe { OwnedFd::from_raw_fd(self.fd) });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bell() -> Bell {
+        Bell::new().unwrap_or_else(|e| panic!("{e:?}"))
+    }
+
+    fn ready(fd: RawFd) -> libc::c_short {
+        let mut entry = libc::pollfd {
+            fd,
+            events: libc::POLLIN | libc::POLLOUT | libc::POLLPRI,
+            revents: 0,
+        };
+        // SAFETY: polls one descriptor, at once.
+        unsafe { libc::poll(&raw mut entry, 1, 0) };
+        entry.revents
+    }
+
+    /// An epoll instance that reports edges of a descriptor.
+    fn edges(fd: RawFd) -> OwnedFd {
+        let mut how = libc::epoll_event {
+            events: (libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLET) as u32,
+            u64: 0,
+        };
+        // SAFETY: descriptors that are open, and a structure on the stack.
+        unsafe {
+            let epoll = OwnedFd::from_raw_fd(libc::epoll_create1(libc::EPOLL_CLOEXEC));
+            assert_eq!(libc::epoll_ctl(raw(&epoll), libc::EPOLL_CTL_ADD, fd, &raw mut how), 0);
+            epoll
+        }
+    }
+
+    fn raw(fd: &OwnedFd) -> RawFd {
+        std::os::fd::AsRawFd::as_raw_fd(fd)
+    }
+
+    fn edge(epoll: &OwnedFd) -> Option<u32> {
+        let mut got = libc::epoll_event { events: 0, u64: 0 };
+        // SAFETY: room for one event.
+        let count = unsafe { libc::epoll_wait(raw(epoll), &raw mut got, 1, 0) };
+        (count == 1).then_some(got.events)
+    }
+
+    #[test]
+    fn it_is_readable_when_rung_and_never_writable() {
+        let b = bell();
+        assert_eq!(ready(b.fd()), 0);
+        b.ring();
+        b.ring();
+        assert_eq!(ready(b.fd()), libc::POLLIN);
+        b.silence();
+        b.silence();
+        assert_eq!(ready(b.fd()), 0);
+        b.ring();
+        assert_eq!(b.wait(), Ok(()));
+        assert_eq!(ready(b.fd()), 0);
+        // SAFETY: sets a flag.
+        unsafe { libc::fcntl(b.fd(), libc::F_SETFL, libc::O_NONBLOCK) };
+        assert_eq!(b.wait(), Err(Errno::AGAIN));
+    }
+
+    #[test]
+    fn each_ring_is_an_edge() {
+        let b = bell();
+        let epoll = edges(b.fd());
+        assert_eq!(edge(&epoll), None);
+        for _ in 0..3 {
+            b.ring();
+            assert_eq!(edge(&epoll), Some(libc::EPOLLIN as u32));
+            assert_eq!(edge(&epoll), None);
+        }
+    }
+
+    /// Kernels that don't let the count be set.
+    #[test]
+    fn a_timer_that_expired_long_ago_does_as_well() {
+        let b = bell();
+        b.set(0).unwrap_or_else(|e| panic!("{e:?}"));
+        assert!(b.wait() == Ok(()) && b.is_there() && ready(b.fd()) == 0);
+    }
+
+    #[test]
+    fn another_file_of_its_number_is_left_alone() {
+        let (b, other) = (bell(), bell());
+        // SAFETY: another timer takes the number, as programs do; the first is closed by that.
+        assert_eq!(unsafe { libc::dup2(other.fd(), b.fd()) }, b.fd());
+        assert!(!b.is_there() && other.is_there());
+        b.ring();
+        assert_eq!(ready(other.fd()), 0);
+        other.ring();
+        b.silence();
+        assert_eq!(ready(other.fd()), libc::POLLIN);
+        assert_eq!(b.wait(), Err(Errno(libc::EBADF)));
+        let number = b.fd();
+        drop(b);
+        assert_eq!(ready(number), libc::POLLIN, "it is not closed");
+        // SAFETY: the copy from above.
+        unsafe { libc::close(number) };
+    }
+}
