@@ -9,8 +9,9 @@ use crate::{
     abi::{ibv_ah, ibv_ah_attr, ibv_context, ibv_grh, ibv_pd, ibv_wc},
     context::{Context, Core},
     gids,
+    live::{self, Object as _},
     pd::{Pd, Users},
-    ret::{self, Errno, Result, object},
+    ret::{self, Errno, Result},
 };
 
 /// What the kernel puts into packets whatever the program asked for, unless they are for a group: the route's hop limit
@@ -23,19 +24,12 @@ const WC_GRH: u32 = 1;
 #[repr(C)]
 pub(crate) struct Ah {
     abi: ibv_ah,
-    core: Arc<Core>,
+    pub(crate) core: Arc<Core>,
     pub(crate) inner: AddressHandle,
     _user: Users,
 }
 
-impl Ah {
-    /// # Safety
-    /// `ah` was made by us and lives as long as the reference.
-    pub(crate) unsafe fn of<'a>(ah: *mut ibv_ah) -> &'a Self {
-        // SAFETY: the public part is the first field.
-        unsafe { &*ah.cast::<Self>() }
-    }
-}
+live::object!(Ah, ibv_ah, 0, |ah| (*ah).context, (*ah).handle);
 
 /// The UDP source port that a flow label stands for (`ibv_flow_label_to_udp_sport`); 0 for none.
 fn source_port(flow_label: u32) -> u16 {
@@ -75,31 +69,30 @@ pub(crate) fn address_vector(core: &Core, attr: &ibv_ah_attr) -> Result<AddressV
 unsafe extern "C" fn ibv_create_ah(pd: *mut ibv_pd, attr: *mut ibv_ah_attr) -> *mut ibv_ah {
     ret::pointer(|| {
         // SAFETY: the program passes a domain of ours and attributes.
-        let (domain, attr) = unsafe { (Pd::of(object(pd)?), &*attr) };
+        let (domain, attr) = unsafe { (Pd::of(pd)?, &*attr) };
         let device = &domain.engine()?.device;
         let inner = device.create_ah(&domain.inner, &address_vector(&domain.core, attr)?)?;
-        let ah = Box::leak(Box::new(Ah {
+        let ah = Ah {
             abi: ibv_ah {
-                // SAFETY: as above.
-                context: unsafe { (*pd).context },
+                context: domain.context(),
                 pd,
-                handle: 1,
+                handle: live::handle(),
             },
             core: domain.core.clone(),
             inner,
             _user: domain.user(),
-        }));
-        Ok(&raw mut ah.abi)
+        };
+        ah.publish()
     })
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_destroy_ah(ah: *mut ibv_ah) -> c_int {
     ret::code(|| {
-        // SAFETY: boxed above; the program does not use it again.
-        let this = unsafe { Box::from_raw(object(ah)?.cast::<Ah>()) };
-        if this.core.alive().is_err() {
-            std::mem::forget(this);
+        let this = Ah::claim(ah)?;
+        match this.core.alive() {
+            Ok(()) => this.free(),
+            Err(_) => this.forget(),
         }
         Ok(())
     })
@@ -144,7 +137,7 @@ unsafe extern "C" fn ibv_init_ah_from_wc(
 ) -> c_int {
     ret::minus_one(|| {
         // SAFETY: the program passes an open context, a completion and room for the attributes.
-        unsafe { attr.write(reply_to(Context::of(object(context)?).core(), port, &*wc, grh)?) };
+        unsafe { attr.write(reply_to(Context::of(context)?.core(), port, &*wc, grh)?) };
         Ok(0)
     })
 }
@@ -158,7 +151,7 @@ unsafe extern "C" fn ibv_create_ah_from_wc(
 ) -> *mut ibv_ah {
     let attr = ret::pointer(|| {
         // SAFETY: the program passes a domain of ours and a completion.
-        let attr = unsafe { reply_to(&Pd::of(object(pd)?).core, port, &*wc, grh)? };
+        let attr = unsafe { reply_to(&Pd::of(pd)?.core, port, &*wc, grh)? };
         Ok(Box::into_raw(Box::new(attr)))
     });
     if attr.is_null() {

@@ -8,8 +8,9 @@ use crate::{
     abi::{ibv_comp_channel, ibv_context, ibv_cq},
     context::{Context, Core},
     cq::{Cq, CqEvents},
+    live::{self, Object as _},
     queue::EventQueue,
-    ret::{self, Errno, object},
+    ret::{self, Errno},
 };
 
 /// A completion queue that has an event.
@@ -21,18 +22,19 @@ pub(crate) struct CompEvent {
 #[repr(C)]
 pub(crate) struct Channel {
     abi: ibv_comp_channel,
-    core: Arc<Core>,
+    pub(crate) core: Arc<Core>,
     events: Arc<EventQueue<CompEvent>>,
 }
 
-impl Channel {
-    /// # Safety
-    /// `channel` was made by us and lives as long as the reference.
-    pub(crate) unsafe fn of<'a>(channel: *mut ibv_comp_channel) -> &'a Self {
-        // SAFETY: the public part is the first field.
-        unsafe { &*channel.cast::<Self>() }
-    }
+live::object!(
+    Channel,
+    ibv_comp_channel,
+    0,
+    |channel| (*channel).context,
+    (*channel).fd
+);
 
+impl Channel {
     pub(crate) fn events(&self) -> &Arc<EventQueue<CompEvent>> {
         &self.events
     }
@@ -42,10 +44,10 @@ impl Channel {
 unsafe extern "C" fn ibv_create_comp_channel(context: *mut ibv_context) -> *mut ibv_comp_channel {
     ret::pointer(|| {
         // SAFETY: the program passes an open context.
-        let core = unsafe { Context::of(object(context)?) }.core();
+        let core = unsafe { Context::of(context)? }.core();
         core.alive()?;
         let events = Arc::new(EventQueue::new()?);
-        let channel = Box::leak(Box::new(Channel {
+        let channel = Channel {
             abi: ibv_comp_channel {
                 context,
                 fd: events.fd(),
@@ -53,24 +55,22 @@ unsafe extern "C" fn ibv_create_comp_channel(context: *mut ibv_context) -> *mut 
             },
             core: core.clone(),
             events,
-        }));
-        Ok(&raw mut channel.abi)
+        };
+        channel.publish()
     })
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut ibv_comp_channel) -> c_int {
     ret::code(|| {
-        // SAFETY: a channel of ours.
-        let this = unsafe { Channel::of(object(channel)?) };
+        let this = Channel::claim(channel)?;
         // The queues hold clones of the events.
         if Arc::strong_count(&this.events) > 1 {
             return Err(Errno::BUSY);
         }
-        // SAFETY: boxed above; the program does not use it again.
-        let this = unsafe { Box::from_raw(channel.cast::<Channel>()) };
-        if this.core.alive().is_err() {
-            std::mem::forget(this);
+        match this.core.alive() {
+            Ok(()) => this.free(),
+            Err(_) => this.forget(),
         }
         Ok(())
     })
@@ -84,7 +84,7 @@ unsafe extern "C" fn ibv_get_cq_event(
 ) -> c_int {
     ret::minus_one(|| {
         // SAFETY: a channel of ours.
-        let this = unsafe { Channel::of(object(channel)?) };
+        let this = unsafe { Channel::of(channel)? };
         this.core.alive()?;
         let event = this.events.take(|event| event.cq.acks.delivered())?;
         // SAFETY: the queue lives until the event is acknowledged. The program passes room for both pointers.
@@ -100,7 +100,9 @@ unsafe extern "C" fn ibv_get_cq_event(
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_ack_cq_events(cq: *mut ibv_cq, count: libc::c_uint) {
     ret::value((), || {
-        // SAFETY: the program acknowledges events of a queue that lives.
-        unsafe { Cq::of(cq) }.acknowledge(count);
+        // SAFETY: a queue with events that are not acknowledged lives: its destruction waits.
+        if let Some(cq) = unsafe { Cq::any(cq) } {
+            cq.acknowledge(count);
+        }
     });
 }

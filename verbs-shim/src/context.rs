@@ -16,9 +16,10 @@ use crate::{
     events::Entry,
     fork,
     links::Links,
+    live::{self, Object as _},
     mr, mw, pd, post, qp, query,
     queue::EventQueue,
-    ret::{self, Errno, Result, object},
+    ret::{self, Errno, Result},
     srq, unsupported as no, xrc,
 };
 
@@ -42,6 +43,17 @@ impl Core {
     /// Fails in a child of the process that opened it.
     pub(crate) fn alive(&self) -> Result<()> {
         fork::check(self.born)
+    }
+
+    /// Objects can only be used with those of their own context: the kernel has a table for each.
+    ///
+    /// # Errors
+    /// EINVAL for another context.
+    pub(crate) fn same(&self, other: &Self) -> Result<()> {
+        match ptr::eq(self, other) {
+            true => Ok(()),
+            false => Err(Errno::INVAL),
+        }
     }
 
     /// The transport if it is open.
@@ -75,23 +87,20 @@ pub(crate) struct Context {
     core: Arc<Core>,
 }
 
-impl Context {
-    /// # Safety
-    /// `context` was opened by us and is not closed while the reference lives.
-    pub(crate) unsafe fn of<'a>(context: *mut ibv_context) -> &'a Self {
-        // SAFETY: the public part sits at a fixed place in what `ibv_open_device` boxed.
-        unsafe {
-            &*context
-                .byte_sub(std::mem::offset_of!(verbs_context, context))
-                .cast::<Self>()
-        }
-    }
+live::object!(
+    Context,
+    ibv_context,
+    std::mem::offset_of!(verbs_context, context),
+    |context| (*context).device,
+    0
+);
 
+impl Context {
     pub(crate) fn core(&self) -> &Arc<Core> {
         &self.core
     }
 
-    fn open(device: &'static VerbsDevice) -> Result<Box<Self>> {
+    fn open(device: &'static VerbsDevice) -> Result<Self> {
         let events = EventQueue::new()?;
         // Programs and their libraries look at cmd_fd, and close or poll what is in it: a descriptor that does nothing.
         // SAFETY: makes a descriptor, or fails.
@@ -115,7 +124,7 @@ impl Context {
         abi.context.device = device.as_abi();
         abi.context.cmd_fd = cmd_fd;
         abi.context.async_fd = core.events.fd();
-        Ok(Box::new(Self { abi, core }))
+        Ok(Self { abi, core })
     }
 }
 
@@ -197,23 +206,19 @@ fn ops() -> ibv_context_ops {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_open_device(device: *mut ibv_device) -> *mut ibv_context {
-    ret::pointer(|| {
-        // SAFETY: a device of our list.
-        let context = Box::leak(Context::open(unsafe { VerbsDevice::of(object(device)?) })?);
-        Ok(&raw mut context.abi.context)
-    })
+    ret::pointer(|| Context::open(VerbsDevice::of(device).ok_or(Errno::INVAL)?)?.publish())
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_close_device(context: *mut ibv_context) -> c_int {
     ret::minus_one(|| {
-        // SAFETY: opened by us; the program does not use it again.
-        let context = unsafe { Box::from_raw(ptr::from_ref(Context::of(object(context)?)).cast_mut()) };
+        let context = Context::claim(context)?;
         // SAFETY: made with the context.
         unsafe { libc::close(context.abi.context.cmd_fd) };
-        if context.core.alive().is_err() {
+        match context.core.alive() {
+            Ok(()) => context.free(),
             // A forked child's copy: its parts are the parent's business, and their locks may be in any state.
-            std::mem::forget(context.core);
+            Err(_) => context.forget(),
         }
         Ok(0)
     })

@@ -19,9 +19,10 @@ use crate::{
     context::{COMP_VECTORS, Context, Core},
     cqex,
     events::{Acks, Target},
+    live::{self, Object as _},
     pd::Users,
     queue::EventQueue,
-    ret::{self, Errno, Result, object},
+    ret::{self, Errno, Result},
 };
 
 /// What turns completions into events of a channel.
@@ -73,14 +74,9 @@ pub(crate) struct CqInit {
     pub(crate) single_threaded: bool,
 }
 
-impl Cq {
-    /// # Safety
-    /// `cq` was made by us and lives as long as the reference.
-    pub(crate) unsafe fn of<'a>(cq: *mut ibv_cq) -> &'a Self {
-        // SAFETY: the public part is the first field.
-        unsafe { &*cq.cast::<Self>() }
-    }
+live::object!(Cq, ibv_cq, 0, |cq| (*cq).context, (*cq).handle);
 
+impl Cq {
     pub(crate) fn user(&self) -> Users {
         self.users.clone()
     }
@@ -97,18 +93,14 @@ impl Cq {
     /// `context` is open and `init.channel` is null or a channel of ours.
     pub(crate) unsafe fn create(context: *mut ibv_context, init: &CqInit) -> Result<*mut ibv_cq> {
         // SAFETY: the caller's promise.
-        let core = unsafe { Context::of(object(context)?) }.core();
+        let (core, channel) = unsafe { (Context::of(context)?.core(), Channel::given(init.channel)?) };
+        channel.map_or(Ok(()), |channel| core.same(&channel.core))?;
         let engine = core.engine()?;
         if init.entries == 0 || !(0..COMP_VECTORS).contains(&init.vector) {
             return Err(Errno::INVAL);
         }
-        let channel = match init.channel.is_null() {
-            true => None,
-            // SAFETY: the caller's promise.
-            false => Some(unsafe { Channel::of(init.channel) }.events().clone()),
-        };
         let events = Arc::new(CqEvents {
-            channel,
+            channel: channel.map(|channel| channel.events().clone()),
             cq: AtomicUsize::new(0),
             dead: AtomicBool::new(false),
             acks: Acks::default(),
@@ -128,7 +120,7 @@ impl Cq {
             comp_events_completed: 0,
             async_events_completed: 0,
         };
-        let cq = Box::leak(Box::new(Self {
+        let cq = Self {
             abi: UnsafeCell::new(cqex::public(base)),
             core: core.clone(),
             inner,
@@ -137,8 +129,8 @@ impl Cq {
             users: Users::default(),
             scratch: Mutex::default(),
             poll: cqex::Poll::new(init.single_threaded),
-        }));
-        let address = cq.abi.get().expose_provenance();
+        };
+        let address = cq.publish()?.expose_provenance();
         events.cq.store(address, Ordering::Release);
         let target = Target::new(core, address, &async_acks);
         engine.objects().cqs.insert(handle, target);
@@ -205,7 +197,7 @@ pub(crate) fn imm_or_key(c: &Completion) -> u32 {
 pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, max: c_int, out: *mut ibv_wc) -> c_int {
     ret::minus_one(|| {
         // SAFETY: the program passes a queue of ours.
-        let cq = unsafe { Cq::of(cq) };
+        let cq = unsafe { Cq::hot(cq)? };
         let max = usize::try_from(max).map_err(|_| Errno::INVAL)?;
         let mut at = out;
         let count = cq.take(max, |c| {
@@ -222,7 +214,7 @@ pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, max: c_int, out: *mut i
 pub(crate) unsafe extern "C" fn req_notify_cq(cq: *mut ibv_cq, solicited_only: c_int) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a queue of ours.
-        let cq = unsafe { Cq::of(cq) };
+        let cq = unsafe { Cq::hot(cq)? };
         cq.core.alive()?;
         Ok(cq.inner.arm(solicited_only != 0)?)
     })
@@ -232,7 +224,7 @@ pub(crate) unsafe extern "C" fn req_notify_cq(cq: *mut ibv_cq, solicited_only: c
 unsafe extern "C" fn ibv_resize_cq(cq: *mut ibv_cq, entries: c_int) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a queue of ours.
-        let this = unsafe { Cq::of(object(cq)?) };
+        let this = unsafe { Cq::of(cq)? };
         this.core.alive()?;
         let count = u32::try_from(entries).ok().filter(|n| *n > 0).ok_or(Errno::INVAL)?;
         this.inner.resize(count)?;
@@ -243,8 +235,10 @@ unsafe extern "C" fn ibv_resize_cq(cq: *mut ibv_cq, entries: c_int) -> c_int {
 }
 
 /// Moderation: events are never held back, which any wish for fewer allows.
-pub(crate) unsafe extern "C" fn modify_cq(_cq: *mut ibv_cq, attr: *mut ibv_modify_cq_attr) -> c_int {
+pub(crate) unsafe extern "C" fn modify_cq(cq: *mut ibv_cq, attr: *mut ibv_modify_cq_attr) -> c_int {
     ret::code(|| {
+        // SAFETY: the program passes a queue of ours.
+        unsafe { Cq::of(cq)? };
         // SAFETY: the program passes attributes.
         match unsafe { (*attr).attr_mask } {
             0 => Ok(()),
@@ -277,10 +271,10 @@ unsafe extern "C" fn ibv_create_cq(
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_destroy_cq(cq: *mut ibv_cq) -> c_int {
     ret::code(|| {
-        // SAFETY: the program passes a queue of ours.
-        let this = unsafe { Cq::of(object(cq)?) };
+        let this = Cq::claim(cq)?;
         let Ok(engine) = this.core.engine() else {
             // A forked child's copy. Its transport is the parent's.
+            this.forget();
             return Ok(());
         };
         if this.users.in_use() {
@@ -298,8 +292,7 @@ unsafe extern "C" fn ibv_destroy_cq(cq: *mut ibv_cq) -> c_int {
             target.finish();
         }
         this.events.acks.wait();
-        // SAFETY: boxed by `create`, nobody has it any more.
-        drop(unsafe { Box::from_raw(cq.cast::<Cq>()) });
+        this.free();
         Ok(())
     })
 }

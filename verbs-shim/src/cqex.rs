@@ -3,6 +3,7 @@
 use std::{
     cell::UnsafeCell,
     ptr,
+    sync::atomic::{AtomicU64, Ordering},
     time::{SystemTime, UNIX_EPOCH},
 };
 
@@ -13,6 +14,7 @@ use roce::Completion;
 use crate::{
     abi::{CQ_WC_FLAGS, c_enum, ibv_context, ibv_cq, ibv_cq_ex, ibv_cq_init_attr_ex, ibv_poll_cq_attr, ibv_wc_tm_info},
     cq::{self, Cq, CqInit},
+    live::Object as _,
     ret::{self, Errno, Result},
 };
 
@@ -87,7 +89,7 @@ pub(crate) fn public(base: ibv_cq) -> ibv_cq_ex {
 /// `cq` is a queue of ours whose poll this thread has begun.
 unsafe fn advance(cq: *mut ibv_cq_ex) -> Result<()> {
     // SAFETY: the caller's promise.
-    let this = unsafe { Cq::of(cq.cast()) };
+    let this = unsafe { Cq::hot(cq.cast())? };
     let next = this.take_one()?.ok_or(Errno(libc::ENOENT))?;
     // SAFETY: likewise: nobody else polls meanwhile.
     unsafe {
@@ -106,10 +108,10 @@ unsafe extern "C" fn start_poll(cq: *mut ibv_cq_ex, attr: *mut ibv_poll_cq_attr)
             return libc::EINVAL;
         }
         // SAFETY: a queue of ours.
-        let this = unsafe { Cq::of(cq.cast()) };
-        if let Err(e) = this.core.alive() {
-            return e.0;
-        }
+        let this = match unsafe { Cq::hot(cq.cast()) }.and_then(|cq| cq.core.alive().map(|()| cq)) {
+            Ok(cq) => cq,
+            Err(e) => return e.0,
+        };
         this.poll.lock();
         // SAFETY: the poll has begun.
         match unsafe { advance(cq) } {
@@ -128,8 +130,12 @@ unsafe extern "C" fn next_poll(cq: *mut ibv_cq_ex) -> c_int {
 }
 
 unsafe extern "C" fn end_poll(cq: *mut ibv_cq_ex) {
-    // SAFETY: a queue of ours, whose poll this thread has begun.
-    ret::value((), || unsafe { Cq::of(cq.cast()) }.poll.unlock());
+    ret::value((), || {
+        // SAFETY: a queue of ours, whose poll this thread has begun.
+        if let Some(cq) = unsafe { Cq::any(cq.cast()) } {
+            cq.poll.unlock();
+        }
+    });
 }
 
 /// The completion at hand.
@@ -137,8 +143,8 @@ unsafe extern "C" fn end_poll(cq: *mut ibv_cq_ex) {
 /// # Safety
 /// `cq` is a queue of ours whose poll this thread has begun.
 unsafe fn current<'a>(cq: *mut ibv_cq_ex) -> &'a Completion {
-    // SAFETY: the caller's promise.
-    unsafe { &*Cq::of(cq.cast()).poll.current.get() }
+    // SAFETY: the caller's promise. The memory is a queue's for ever.
+    unsafe { &*(*cq.cast::<Cq>()).poll.current.get() }
 }
 
 macro_rules! readers {
@@ -173,12 +179,29 @@ unsafe extern "C" fn read_tm_info(_cq: *mut ibv_cq_ex, info: *mut ibv_wc_tm_info
     unsafe { info.write(ibv_wc_tm_info { tag: 0, private: 0 }) };
 }
 
-/// When a completion was made, on the wall's clock: nanoseconds since 1970.
+/// When a completion was made, on the wall's clock: nanoseconds since 1970. The order of completions is kept.
 fn wallclock(c: &Completion) -> u64 {
-    let age = roce::now().saturating_since(c.timestamp);
-    let then = SystemTime::now().checked_sub(age).unwrap_or(UNIX_EPOCH);
-    let since = then.duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
+    static KEPT: AtomicU64 = AtomicU64::new(0);
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let wall = u64::try_from(since.as_nanos()).unwrap_or(u64::MAX);
+    let ahead = offset(
+        KEPT.load(Ordering::Relaxed),
+        wall.saturating_sub(roce::now().as_nanos()),
+    );
+    KEPT.store(ahead, Ordering::Relaxed);
+    c.timestamp.as_nanos().saturating_add(ahead)
+}
+
+/// How far the wall's clock may be from where it was taken to be: the time between reading two clocks is no reason to
+/// take it to be elsewhere, somebody who has set it is.
+const STEP_NS: u64 = 1_000_000;
+
+/// How far the wall's clock is ahead of the transport's: what was `kept`, as long as it is near what was `seen`.
+fn offset(kept: u64, seen: u64) -> u64 {
+    match kept.abs_diff(seen) < STEP_NS {
+        true => kept,
+        false => seen,
+    }
 }
 
 pub(crate) unsafe extern "C" fn create_cq_ex(
@@ -206,4 +229,24 @@ pub(crate) unsafe extern "C" fn create_cq_ex(
         unsafe { Cq::create(context, &init) }
     });
     if cq.is_null() { ptr::null_mut() } else { cq.cast() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_walls_clock_goes_with_the_completions() {
+        assert_eq!(offset(0, 5_000_000_000), 5_000_000_000);
+        assert_eq!(offset(5_000_000_000, 5_000_000_400), 5_000_000_000);
+        assert_eq!(offset(5_000_000_000, 4_999_999_600), 5_000_000_000);
+        assert_eq!(offset(5_000_000_000, 3_000_000_000), 3_000_000_000, "somebody set it");
+        let at = |nanos| Completion {
+            timestamp: roce::verbs::Instant::from_nanos(nanos),
+            ..Completion::default()
+        };
+        let now = roce::now().as_nanos();
+        let read: Vec<u64> = (0..1000).map(|n| wallclock(&at(now + n))).collect();
+        assert!(read.is_sorted_by(|a, b| a < b));
+    }
 }

@@ -69,11 +69,10 @@ impl VerbsDevice {
         }
     }
 
-    /// # Safety
-    /// `device` is from our list.
-    pub(crate) unsafe fn of(device: *mut ibv_device) -> &'static Self {
-        // SAFETY: the public part is the first field, and devices are never freed.
-        unsafe { &*device.cast::<Self>() }
+    /// The device of a pointer that the program has from our list.
+    pub(crate) fn of(device: *mut ibv_device) -> Option<&'static Self> {
+        let known = engine::devices();
+        known.iter().copied().find(|d| ptr::eq(d.as_abi(), device))
     }
 
     pub(crate) fn as_abi(&'static self) -> *mut ibv_device {
@@ -189,19 +188,20 @@ unsafe extern "C" fn ibv_free_device_list(list: *mut *mut ibv_device) {
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_get_device_name(device: *mut ibv_device) -> *const c_char {
-    // SAFETY: a device of our list.
-    unsafe { (*device).name.as_ptr() }
+extern "C" fn ibv_get_device_name(device: *mut ibv_device) -> *const c_char {
+    ret::value(ptr::null(), || {
+        VerbsDevice::of(device).map_or(ptr::null(), |d| d.abi.name.as_ptr())
+    })
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_get_device_index(device: *mut ibv_device) -> c_int {
-    // SAFETY: a device of our list.
-    unsafe { VerbsDevice::of(device) }.index
+extern "C" fn ibv_get_device_index(device: *mut ibv_device) -> c_int {
+    ret::value(-1, || VerbsDevice::of(device).map_or(-1, |d| d.index))
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_get_device_guid(device: *mut ibv_device) -> u64 {
-    // SAFETY: a device of our list.
-    ret::value(0, || u64::from_ne_bytes(unsafe { VerbsDevice::of(device) }.guid()))
+extern "C" fn ibv_get_device_guid(device: *mut ibv_device) -> u64 {
+    ret::value(0, || {
+        VerbsDevice::of(device).map_or(0, |d| u64::from_ne_bytes(d.guid()))
+    })
 }

@@ -17,6 +17,7 @@ use crate::{
     events::{Entry, Target},
     fork,
     links::Links,
+    live,
     qp::SharedTarget,
     ret::{Errno, Result},
     worker::Worker,
@@ -97,6 +98,7 @@ type Held = (
     MutexGuard<'static, Sole<Engine>>,
     MutexGuard<'static, Sole<Links>>,
     MutexGuard<'static, Vec<&'static VerbsDevice>>,
+    MutexGuard<'static, ()>,
 );
 
 thread_local! {
@@ -105,7 +107,7 @@ thread_local! {
 
 /// Before a fork: nobody else is in the tables.
 pub(crate) fn hold_tables() {
-    let held = (lock(&ENGINE), lock(&LINKS), lock(&DEVICES));
+    let held = (lock(&ENGINE), lock(&LINKS), lock(&DEVICES), live::hold());
     HELD.with(|h| *h.borrow_mut() = Some(held));
 }
 

@@ -9,8 +9,9 @@ use crate::{
     abi::{c_enum, event, ibv_async_event, ibv_context, ibv_cq, ibv_qp, ibv_srq},
     context::{Context, Core},
     cq::Cq,
+    live::Object as _,
     qp::Qp,
-    ret::{self, object},
+    ret,
     srq::Srq,
 };
 
@@ -106,7 +107,7 @@ impl Target {
 unsafe extern "C" fn ibv_get_async_event(context: *mut ibv_context, event: *mut ibv_async_event) -> c_int {
     ret::minus_one(|| {
         // SAFETY: the program passes an open context.
-        let core = unsafe { Context::of(object(context)?) }.core();
+        let core = unsafe { Context::of(context)? }.core();
         core.alive()?;
         let entry = core.events.take(|entry| {
             if let Some(acks) = &entry.acks {
@@ -131,7 +132,7 @@ unsafe extern "C" fn ibv_ack_async_event(event: *mut ibv_async_event) {
         // SAFETY: the object of an event that is not acknowledged lives: its destruction waits.
         let acks = unsafe {
             match event_type {
-                event::CQ_ERR => Cq::of(element as *mut ibv_cq).async_acks(),
+                event::CQ_ERR => Cq::any(element as *mut ibv_cq).map(Cq::async_acks),
                 event::QP_FATAL
                 | event::QP_REQ_ERR
                 | event::QP_ACCESS_ERR
@@ -139,11 +140,13 @@ unsafe extern "C" fn ibv_ack_async_event(event: *mut ibv_async_event) {
                 | event::SQ_DRAINED
                 | event::PATH_MIG
                 | event::PATH_MIG_ERR
-                | event::QP_LAST_WQE_REACHED => Qp::of(element as *mut ibv_qp).acks(),
-                event::SRQ_ERR | event::SRQ_LIMIT_REACHED => Srq::of(element as *mut ibv_srq).acks(),
+                | event::QP_LAST_WQE_REACHED => Qp::any(element as *mut ibv_qp).map(Qp::acks),
+                event::SRQ_ERR | event::SRQ_LIMIT_REACHED => Srq::any(element as *mut ibv_srq).map(Srq::acks),
                 _ => return,
             }
         };
-        acks.acknowledged(1);
+        if let Some(acks) = acks {
+            acks.acknowledged(1);
+        }
     });
 }

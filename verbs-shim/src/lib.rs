@@ -24,6 +24,7 @@ mod fork;
 mod gids;
 mod interpose;
 mod links;
+mod live;
 mod mcast;
 mod mr;
 mod mw;

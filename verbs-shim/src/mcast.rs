@@ -7,8 +7,9 @@ use libc::c_int;
 use crate::{
     abi::{IBV_QPT_UD, ibv_gid, ibv_qp},
     gids,
+    live::Object as _,
     qp::Qp,
-    ret::{self, Errno, Result, object},
+    ret::{self, Errno, Result},
 };
 
 /// The group of a GID, if the queue pair can have to do with groups at all.
@@ -38,7 +39,7 @@ fn local(qp: &Qp, group: IpAddr) -> IpAddr {
 unsafe extern "C" fn ibv_attach_mcast(qp: *mut ibv_qp, gid: *const ibv_gid, _lid: u16) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a queue pair of ours and a GID.
-        let (this, gid) = unsafe { (Qp::of(object(qp)?), &*gid) };
+        let (this, gid) = unsafe { (Qp::of(qp)?, &*gid) };
         let group = group(this, gid)?;
         Ok(this.inner().attach_mcast(group, local(this, group))?)
     })
@@ -48,7 +49,7 @@ unsafe extern "C" fn ibv_attach_mcast(qp: *mut ibv_qp, gid: *const ibv_gid, _lid
 unsafe extern "C" fn ibv_detach_mcast(qp: *mut ibv_qp, gid: *const ibv_gid, _lid: u16) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a queue pair of ours and a GID.
-        let (this, gid) = unsafe { (Qp::of(object(qp)?), &*gid) };
+        let (this, gid) = unsafe { (Qp::of(qp)?, &*gid) };
         let group = group(this, gid)?;
         Ok(this.inner().detach_mcast(group)?)
     })

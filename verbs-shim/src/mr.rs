@@ -1,6 +1,6 @@
 //! Memory regions.
 
-use std::{ptr, sync::Arc};
+use std::sync::Arc;
 
 use libc::{c_int, c_void, size_t};
 use parking_lot::Mutex;
@@ -9,32 +9,36 @@ use roce::{AccessFlags, MemoryRegion, Reregister};
 use crate::{
     abi::{access, c_enum, ibv_mr, ibv_pd, ibv_sge},
     context::Core,
+    live::{self, Object as _},
     pd::{Pd, Users},
     pin,
-    ret::{self, Errno, Result, object},
+    ret::{self, Errno, Result},
 };
 
 /// A memory region.
 #[repr(C)]
 pub(crate) struct Mr {
     abi: ibv_mr,
-    core: Arc<Core>,
+    pub(crate) core: Arc<Core>,
     state: Mutex<State>,
 }
 
+live::object!(Mr, ibv_mr, 0, |mr| (*mr).context, (*mr).handle);
+
 struct State {
     inner: roce::Mr,
+    memory: (*mut c_void, size_t),
+    pd: *mut ibv_pd,
     access: u32,
-    _user: Users,
+    /// Keeps the domain.
+    user: Users,
 }
 
 /// Checks the rights that a program asks for.
 pub(crate) fn access_flags(flags: u32) -> Result<AccessFlags> {
     // Optional rights are such that a device may leave them out; huge pages make no difference here.
-    let flags = flags & !(access::OPTIONAL_RANGE | access::HUGETLB);
-    if flags & access::ON_DEMAND != 0 {
-        return Err(Errno::NOTSUP);
-    }
+    // Neither is any memory pinned that would have to be found on demand instead.
+    let flags = flags & !(access::OPTIONAL_RANGE | access::HUGETLB | access::ON_DEMAND);
     AccessFlags::from_bits(flags).ok_or(Errno::INVAL)
 }
 
@@ -57,6 +61,10 @@ struct Range {
 
 fn register(pd: &Pd, range: Range, flags: u32) -> Result<roce::Mr> {
     let rights = access_flags(flags)?;
+    if flags & access::ON_DEMAND != 0 && range.length == size_t::MAX {
+        // All of the program's memory, whatever is there.
+        return Err(Errno::NOTSUP);
+    }
     check_memory(range.addr, range.length, rights)?;
     let device = &pd.engine()?.device;
     // SAFETY: the program promises that the memory stays until it deregisters; Rust has no references to it.
@@ -65,13 +73,12 @@ fn register(pd: &Pd, range: Range, flags: u32) -> Result<roce::Mr> {
 
 fn reg(pd: *mut ibv_pd, range: Range, flags: u32) -> Result<*mut ibv_mr> {
     // SAFETY: the program passes a domain of ours.
-    let domain = unsafe { Pd::of(object(pd)?) };
+    let domain = unsafe { Pd::of(pd)? };
     domain.core.alive()?;
     let inner = register(domain, range, flags)?;
-    let mr = Box::leak(Box::new(Mr {
+    let mr = Mr {
         abi: ibv_mr {
-            // SAFETY: as above.
-            context: unsafe { (*pd).context },
+            context: domain.context(),
             pd,
             addr: range.addr,
             length: range.length,
@@ -82,11 +89,13 @@ fn reg(pd: *mut ibv_pd, range: Range, flags: u32) -> Result<*mut ibv_mr> {
         core: domain.core.clone(),
         state: Mutex::new(State {
             inner,
+            memory: (range.addr, range.length),
+            pd,
             access: flags,
-            _user: domain.user(),
+            user: domain.user(),
         }),
-    }));
-    Ok(&raw mut mr.abi)
+    };
+    mr.publish()
 }
 
 /// The start of a region's addresses when the program does not choose them.
@@ -137,8 +146,89 @@ mod change {
     use libc::c_int;
 }
 
-/// `IBV_REREG_MR_ERR_INPUT`: the region is as it was, which holds for every error here.
-const ERR_INPUT: c_int = -1;
+/// `ibv_rereg_mr_err_code`; the region is as it was after each of them. The others are about memory that libibverbs keeps from
+/// forked children, which is not done here.
+mod refused {
+    use libc::c_int;
+    /// By libibverbs: the arguments make no sense.
+    pub(super) const INPUT: c_int = -1;
+    /// By the kernel, for whatever reason.
+    pub(super) const CMD: c_int = -4;
+}
+
+/// What a program wants to change, and to what.
+struct Change {
+    what: c_int,
+    pd: *mut ibv_pd,
+    addr: *mut c_void,
+    length: size_t,
+    access: u32,
+}
+
+impl Change {
+    fn has(&self, what: c_int) -> bool {
+        self.what & what != 0
+    }
+
+    /// Whether libibverbs would ask the kernel at all.
+    fn makes_sense(&self) -> bool {
+        self.what & !(change::TRANSLATION | change::PD | change::ACCESS) == 0
+            && (!self.has(change::TRANSLATION) || (self.length > 0 && !self.addr.is_null()))
+            && (!self.has(change::PD) || !self.pd.is_null())
+            && (self.has(change::ACCESS) || self.access == 0)
+    }
+}
+
+/// Changes a region, or leaves it as it was.
+///
+/// # Errors
+/// EINVAL, EFAULT, and what the transport says.
+///
+/// # Safety
+/// The program uses neither the region nor the domain otherwise meanwhile, and leaves the memory until it deregisters.
+unsafe fn reregister(mr: *mut ibv_mr, wanted: &Change) -> Result<()> {
+    // SAFETY: the caller's promise.
+    let this = unsafe { Mr::of(mr)? };
+    this.core.alive()?;
+    if wanted.what == 0 {
+        return Err(Errno::INVAL);
+    }
+    let mut state = this.state.lock();
+    let domain = match wanted.has(change::PD) {
+        // SAFETY: the caller's promise.
+        true => Some(unsafe { Pd::of(wanted.pd)? }),
+        false => None,
+    };
+    domain.map_or(Ok(()), |domain| this.core.same(&domain.core))?;
+    let (moves, allows) = (wanted.has(change::TRANSLATION), wanted.has(change::ACCESS));
+    let access = if allows { wanted.access } else { state.access };
+    let rights = access_flags(access)?;
+    let memory = if moves {
+        (wanted.addr, wanted.length)
+    } else {
+        state.memory
+    };
+    if moves || allows {
+        check_memory(memory.0, memory.1, rights)?;
+    }
+    let new = Reregister {
+        pd: domain.map(|domain| &domain.inner),
+        memory: moves.then(|| (memory.0.cast(), memory.1, natural(memory.0, access))),
+        access: allows.then_some(rights),
+    };
+    // SAFETY: as for `register`.
+    state.inner = unsafe { state.inner.reregister(&new) }?;
+    (state.memory, state.access) = (memory, access);
+    if let Some(domain) = domain {
+        (state.pd, state.user) = (wanted.pd, domain.user());
+    }
+    // SAFETY: the public part, which nobody else writes meanwhile.
+    unsafe {
+        ((*mr).pd, (*mr).addr, (*mr).length) = (state.pd, memory.0, memory.1);
+        ((*mr).lkey, (*mr).rkey) = (state.inner.lkey().0, state.inner.rkey().0);
+    }
+    Ok(())
+}
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_rereg_mr(
@@ -149,70 +239,36 @@ unsafe extern "C" fn ibv_rereg_mr(
     length: size_t,
     flags: c_int,
 ) -> c_int {
-    let done = ret::code(|| {
-        // SAFETY: the program passes a region of ours, which it does not use otherwise meanwhile.
-        let this = unsafe { &mut *object(mr)?.cast::<Mr>() };
-        this.core.alive()?;
-        let known = change::TRANSLATION | change::PD | change::ACCESS;
-        if what == 0 || what & !known != 0 || (what & change::PD != 0 && pd.is_null()) {
-            return Err(Errno::INVAL);
-        }
-        if what & change::TRANSLATION != 0 && (length == 0 || addr.is_null()) {
-            return Err(Errno::INVAL);
-        }
-        let new_pd = if what & change::PD != 0 { pd } else { this.abi.pd };
-        // SAFETY: a domain of ours.
-        let domain = unsafe { Pd::of(new_pd) };
-        let mut state = this.state.lock();
-        let rights = if what & change::ACCESS != 0 {
-            flags as u32
-        } else {
-            state.access
-        };
-        let moves = what & change::TRANSLATION != 0;
-        let checked = access_flags(rights)?;
-        let (start, bytes) = if moves {
-            (addr, length)
-        } else {
-            (this.abi.addr, this.abi.length)
-        };
-        if moves || what & change::ACCESS != 0 {
-            check_memory(start, bytes, checked)?;
-        }
-        let new = Reregister {
-            pd: (what & change::PD != 0).then_some(&domain.inner),
-            memory: moves.then(|| (addr.cast(), length, natural(addr, rights))),
-            access: (what & change::ACCESS != 0).then_some(checked),
-        };
-        // SAFETY: as for `register`.
-        let inner = unsafe { state.inner.reregister(&new) }?;
-        this.abi.pd = new_pd;
-        if moves {
-            (this.abi.addr, this.abi.length) = (addr, length);
-        }
-        (this.abi.lkey, this.abi.rkey) = (inner.lkey().0, inner.rkey().0);
-        *state = State {
-            inner,
-            access: rights,
-            _user: domain.user(),
-        };
-        Ok(())
-    });
-    if done == 0 { 0 } else { ERR_INPUT }
+    let access = flags as u32;
+    let wanted = Change {
+        what,
+        pd,
+        addr,
+        length,
+        access,
+    };
+    if mr.is_null() || !wanted.makes_sense() {
+        Errno::INVAL.set();
+        return refused::INPUT;
+    }
+    // SAFETY: the program's arguments.
+    match ret::code(|| unsafe { reregister(mr, &wanted) }) {
+        0 => 0,
+        _ => refused::CMD,
+    }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_dereg_mr(mr: *mut ibv_mr) -> c_int {
     ret::code(|| {
-        // SAFETY: the program passes a region of ours.
-        let this = unsafe { &*object(mr)?.cast::<Mr>() };
+        let this = Mr::claim(mr)?;
         if this.core.alive().is_err() {
             // A forked child's copy: the region is the parent's.
+            this.forget();
             return Ok(());
         }
         this.state.lock().inner.deregister()?;
-        // SAFETY: boxed by `reg`; the program does not use it again.
-        drop(unsafe { Box::from_raw(mr.cast::<Mr>()) });
+        this.free();
         Ok(())
     })
 }
@@ -228,11 +284,64 @@ pub(crate) unsafe extern "C" fn advise_mr(
     libc::EOPNOTSUPP
 }
 
-/// A null region pointer, for unbinding windows.
-pub(crate) fn keys(mr: *mut ibv_mr) -> Option<(u32, *mut ibv_pd)> {
-    if ptr::eq(mr, ptr::null()) {
-        return None;
+/// The key of the region that a window is bound to, of the same context; 0 without one, which unbinds it.
+///
+/// # Errors
+/// EINVAL for what is no region of this context.
+///
+/// # Safety
+/// The program does not deregister it meanwhile.
+pub(crate) unsafe fn key_of(core: &Core, mr: *mut ibv_mr) -> Result<u32> {
+    // SAFETY: the caller's promise.
+    let Some(mr) = (unsafe { Mr::given(mr)? }) else {
+        return Ok(0);
+    };
+    core.same(&mr.core)?;
+    Ok(mr.state.lock().inner.lkey().0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_makes_no_sense_is_told_from_what_is_refused() {
+        let some = std::ptr::dangling_mut::<u64>();
+        let change = |what, pd, addr, length, access| Change {
+            what,
+            pd,
+            addr,
+            length,
+            access,
+        };
+        let (pd, addr) = (some.cast::<ibv_pd>(), some.cast::<c_void>());
+        let (no_pd, no_addr) = (std::ptr::null_mut(), std::ptr::null_mut());
+        for fine in [
+            change(0, no_pd, no_addr, 0, 0),
+            change(change::TRANSLATION, no_pd, addr, 1, 0),
+            change(change::PD, pd, no_addr, 0, 0),
+            change(change::ACCESS, no_pd, no_addr, 0, 1),
+            change(change::TRANSLATION | change::PD | change::ACCESS, pd, addr, 1, 1),
+        ] {
+            assert!(fine.makes_sense(), "{:x}", fine.what);
+        }
+        for bad in [
+            change(1 << 3, pd, addr, 1, 1),
+            change(change::TRANSLATION, pd, no_addr, 1, 0),
+            change(change::TRANSLATION, pd, addr, 0, 0),
+            change(change::PD, no_pd, no_addr, 0, 0),
+            change(change::PD, pd, no_addr, 0, 1),
+        ] {
+            assert!(!bad.makes_sense(), "{:x}", bad.what);
+        }
     }
-    // SAFETY: not null: a region of ours.
-    unsafe { Some(((*mr).lkey, (*mr).pd)) }
+
+    #[test]
+    fn rights_that_cost_nothing_are_taken() {
+        let write = AccessFlags::LOCAL_WRITE.bits();
+        for free in [access::ON_DEMAND, access::HUGETLB, 1 << 20, access::OPTIONAL_RANGE] {
+            assert_eq!(access_flags(write | free), Ok(AccessFlags::LOCAL_WRITE));
+        }
+        assert_eq!(access_flags(write | 1 << 31), Err(Errno::INVAL));
+    }
 }

@@ -9,20 +9,24 @@ use crate::{
     abi::{IBV_MW_TYPE_1, IBV_MW_TYPE_2, c_enum, ibv_mw, ibv_mw_bind, ibv_pd, ibv_qp},
     batch::Batch,
     context::Core,
+    live::{self, Object as _},
     pd::{Pd, Users},
     post,
     qp::Qp,
-    ret::{self, Errno, object},
+    ret::{self, Errno},
 };
 
 /// A memory window.
 #[repr(C)]
-struct Mw {
+pub(crate) struct Mw {
     abi: ibv_mw,
-    core: Arc<Core>,
-    _inner: roce::Mw,
+    pub(crate) core: Arc<Core>,
+    pub(crate) inner: roce::Mw,
+    pub(crate) kind: c_enum,
     _user: Users,
 }
+
+live::object!(Mw, ibv_mw, 0, |mw| (*mw).context, (*mw).handle);
 
 pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut ibv_pd, kind: c_enum) -> *mut ibv_mw {
     ret::pointer(|| {
@@ -32,31 +36,31 @@ pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut ibv_pd, kind: c_enum) -> *mut 
             _ => return Err(Errno::INVAL),
         };
         // SAFETY: the program passes a domain of ours.
-        let domain = unsafe { Pd::of(object(pd)?) };
+        let domain = unsafe { Pd::of(pd)? };
         let inner = domain.engine()?.device.alloc_window(&domain.inner, window)?;
-        let mw = Box::leak(Box::new(Mw {
+        let mw = Mw {
             abi: ibv_mw {
-                // SAFETY: as above.
-                context: unsafe { (*pd).context },
+                context: domain.context(),
                 pd,
                 rkey: inner.rkey().0,
                 handle: inner.rkey().0 >> 8,
                 kind,
             },
             core: domain.core.clone(),
-            _inner: inner,
+            inner,
+            kind,
             _user: domain.user(),
-        }));
-        Ok(&raw mut mw.abi)
+        };
+        mw.publish()
     })
 }
 
 pub(crate) unsafe extern "C" fn dealloc_mw(mw: *mut ibv_mw) -> c_int {
     ret::code(|| {
-        // SAFETY: boxed above; the program does not use it again.
-        let this = unsafe { Box::from_raw(object(mw)?.cast::<Mw>()) };
-        if this.core.alive().is_err() {
-            std::mem::forget(this);
+        let this = Mw::claim(mw)?;
+        match this.core.alive() {
+            Ok(()) => this.free(),
+            Err(_) => this.forget(),
         }
         Ok(())
     })
@@ -66,12 +70,16 @@ pub(crate) unsafe extern "C" fn dealloc_mw(mw: *mut ibv_mw) -> c_int {
 pub(crate) unsafe extern "C" fn bind_mw(qp: *mut ibv_qp, mw: *mut ibv_mw, bind: *mut ibv_mw_bind) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a queue pair and a window of ours, and a binding.
-        let (this, bind, key) = unsafe { (Qp::of(qp), &*bind, (*mw).rkey) };
+        let (this, window, bind, key) = unsafe { (Qp::of(qp)?, Mw::of(mw)?, &*bind, (*mw).rkey) };
         this.alive()?;
+        this.core().same(&window.core)?;
+        if window.kind != IBV_MW_TYPE_1 {
+            return Err(Errno::INVAL);
+        }
         let next = RKey(key).next().0;
         let mut batch = Batch::default();
         // SAFETY: the binding's region is ours.
-        let op = unsafe { post::bind(next, &bind.bind_info)? };
+        let op = unsafe { post::bind(this, next, &bind.bind_info)? };
         let flags: SendFlags = post::flags(bind.send_flags);
         batch.begin(bind.wr_id, op, flags);
         batch.submit(this).map_err(|(_, e)| Errno::from(e))?;

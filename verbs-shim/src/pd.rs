@@ -9,7 +9,8 @@ use crate::{
     abi::{ibv_context, ibv_parent_domain_init_attr, ibv_pd, ibv_td},
     context::{Context, Core},
     engine::Engine,
-    ret::{self, Errno, Result, object},
+    live::{self, Object as _},
+    ret::{self, Errno, Result},
 };
 
 /// A protection domain.
@@ -34,17 +35,17 @@ impl Users {
     }
 }
 
-impl Pd {
-    /// # Safety
-    /// `pd` was made by us and lives as long as the reference.
-    pub(crate) unsafe fn of<'a>(pd: *mut ibv_pd) -> &'a Self {
-        // SAFETY: the public part is the first field.
-        unsafe { &*pd.cast::<Self>() }
-    }
+live::object!(Pd, ibv_pd, 0, |pd| (*pd).context, (*pd).handle);
 
+impl Pd {
     /// A use of it, which keeps it from being deallocated.
     pub(crate) fn user(&self) -> Users {
         self.users.clone()
+    }
+
+    /// Its context, as the program knows it.
+    pub(crate) fn context(&self) -> *mut ibv_context {
+        self.abi.context
     }
 
     /// The transport that it belongs to.
@@ -52,15 +53,16 @@ impl Pd {
         self.core.engine()
     }
 
-    fn boxed(context: *mut ibv_context, core: &Arc<Core>, inner: roce::Pd, of: Vec<Users>) -> *mut ibv_pd {
-        let pd = Box::leak(Box::new(Self {
-            abi: ibv_pd { context, handle: 1 },
+    fn make(context: *mut ibv_context, core: &Arc<Core>, inner: roce::Pd, of: Vec<Users>) -> Result<*mut ibv_pd> {
+        let handle = live::handle();
+        let pd = Self {
+            abi: ibv_pd { context, handle },
             core: core.clone(),
             inner,
             users: Users::default(),
             _of: of,
-        }));
-        &raw mut pd.abi
+        };
+        pd.publish()
     }
 }
 
@@ -68,23 +70,21 @@ impl Pd {
 unsafe extern "C" fn ibv_alloc_pd(context: *mut ibv_context) -> *mut ibv_pd {
     ret::pointer(|| {
         // SAFETY: the program passes an open context.
-        let core = unsafe { Context::of(object(context)?) }.core();
+        let core = unsafe { Context::of(context)? }.core();
         let inner = core.engine()?.device.alloc_pd()?;
-        Ok(Pd::boxed(context, core, inner, Vec::new()))
+        Pd::make(context, core, inner, Vec::new())
     })
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_dealloc_pd(pd: *mut ibv_pd) -> c_int {
     ret::code(|| {
-        // SAFETY: the program passes a domain of ours.
-        let this = unsafe { Pd::of(object(pd)?) };
+        let this = Pd::claim(pd)?;
         this.core.alive()?;
         if this.users.in_use() {
             return Err(Errno::BUSY);
         }
-        // SAFETY: boxed by `Pd::boxed`; the program does not use it again.
-        drop(unsafe { Box::from_raw(pd.cast::<Pd>()) });
+        this.free();
         Ok(())
     })
 }
@@ -96,17 +96,17 @@ pub(crate) unsafe extern "C" fn alloc_parent_domain(
 ) -> *mut ibv_pd {
     ret::pointer(|| {
         // SAFETY: the program passes an open context and attributes.
-        let (core, attr) = unsafe { (Context::of(object(context)?).core(), &*attr) };
-        if attr.pd.is_null() || attr.comp_mask & !3 != 0 {
+        let (core, attr) = unsafe { (Context::of(context)?.core(), &*attr) };
+        if attr.comp_mask & !3 != 0 {
             return Err(Errno::INVAL);
         }
-        // SAFETY: a domain of ours.
-        let of = unsafe { Pd::of(attr.pd) };
-        // SAFETY: null or a thread domain of ours.
-        let td = unsafe { attr.td.cast::<Td>().as_ref() };
+        // SAFETY: the program destroys neither meanwhile.
+        let (of, td) = unsafe { (Pd::of(attr.pd)?, Td::given(attr.td)?) };
+        core.same(&of.core)?;
+        td.map_or(Ok(()), |td| core.same(&td.core))?;
         let uses = [Some(of.user()), td.map(|td| td.users.clone())];
         let uses = uses.into_iter().flatten().collect();
-        Ok(Pd::boxed(context, core, of.inner.clone(), uses))
+        Pd::make(context, core, of.inner.clone(), uses)
     })
 }
 
@@ -114,9 +114,12 @@ pub(crate) unsafe extern "C" fn alloc_parent_domain(
 #[repr(C)]
 struct Td {
     abi: ibv_td,
+    core: Arc<Core>,
     /// Parent domains with it. It can't go before them.
     users: Users,
 }
+
+live::object!(Td, ibv_td, 0, |td| (*td).context, 0);
 
 pub(crate) unsafe extern "C" fn alloc_td(context: *mut ibv_context, attr: *mut u32) -> *mut ibv_td {
     ret::pointer(|| {
@@ -124,23 +127,24 @@ pub(crate) unsafe extern "C" fn alloc_td(context: *mut ibv_context, attr: *mut u
         if unsafe { *attr } != 0 {
             return Err(Errno::NOTSUP);
         }
-        let td = Box::leak(Box::new(Td {
+        // SAFETY: the program passes an open context.
+        let core = unsafe { Context::of(context)? }.core();
+        let td = Td {
             abi: ibv_td { context },
+            core: core.clone(),
             users: Users::default(),
-        }));
-        Ok(&raw mut td.abi)
+        };
+        td.publish()
     })
 }
 
 pub(crate) unsafe extern "C" fn dealloc_td(td: *mut ibv_td) -> c_int {
     ret::code(|| {
-        let td = object(td)?.cast::<Td>();
-        // SAFETY: boxed by alloc_td.
-        if unsafe { &*td }.users.in_use() {
+        let td = Td::claim(td)?;
+        if td.users.in_use() {
             return Err(Errno::BUSY);
         }
-        // SAFETY: as above; the program does not use it again.
-        drop(unsafe { Box::from_raw(td) });
+        td.free();
         Ok(())
     })
 }

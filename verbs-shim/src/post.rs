@@ -14,7 +14,9 @@ use crate::{
     },
     ah::Ah,
     batch::{self, Batch},
+    live::Object as _,
     mr,
+    mw::Mw,
     qp::Qp,
     ret::{self, Errno, Result},
 };
@@ -30,9 +32,10 @@ pub(crate) fn flags(bits: u32) -> SendFlags {
 /// A window's binding.
 ///
 /// # Safety
-/// `info.mr` is null or a region of ours.
-pub(crate) unsafe fn bind(rkey: u32, info: &ibv_mw_bind_info) -> Result<SendOp> {
-    let lkey = mr::keys(info.mr).map_or(0, |(lkey, _)| lkey);
+/// The program does not deregister the region meanwhile.
+pub(crate) unsafe fn bind(qp: &Qp, rkey: u32, info: &ibv_mw_bind_info) -> Result<SendOp> {
+    // SAFETY: the caller's promise.
+    let lkey = unsafe { mr::key_of(qp.core(), info.mr)? };
     Ok(SendOp::BindWindow(BindWindow {
         key: RKey(rkey),
         lkey: LKey(lkey),
@@ -45,22 +48,23 @@ pub(crate) unsafe fn bind(rkey: u32, info: &ibv_mw_bind_info) -> Result<SendOp> 
 /// The binding of a type 2 window by a work request: `rkey` gives the new key's last byte, the rest is the window's.
 ///
 /// # Safety
-/// `mw` is null or a window, `info.mr` null or a region of ours.
-pub(crate) unsafe fn bind_type2(mw: *mut ibv_mw, rkey: u32, info: &ibv_mw_bind_info) -> Result<SendOp> {
+/// The program destroys neither the window nor the region meanwhile.
+pub(crate) unsafe fn bind_type2(qp: &Qp, mw: *mut ibv_mw, rkey: u32, info: &ibv_mw_bind_info) -> Result<SendOp> {
     // SAFETY: the caller's promise.
-    let mw = unsafe { &*ret::object(mw)? };
+    let mw = unsafe { Mw::of(mw)? };
+    qp.core().same(&mw.core)?;
     if mw.kind != IBV_MW_TYPE_2 {
         return Err(Errno::INVAL);
     }
     // SAFETY: the caller's promise.
-    unsafe { bind(mw.rkey & !0xff | rkey & 0xff, info) }
+    unsafe { bind(qp, mw.inner.rkey().0 & !0xff | rkey & 0xff, info) }
 }
 
 /// The operation of a work request.
 ///
 /// # Safety
 /// The work request is legal for its opcode.
-unsafe fn operation(wr: &ibv_send_wr) -> Result<SendOp> {
+unsafe fn operation(qp: &Qp, wr: &ibv_send_wr) -> Result<SendOp> {
     // SAFETY: any bytes are good for these fields.
     let (rdma, atomic) = unsafe { (wr.wr.rdma, wr.wr.atomic) };
     let to = RemoteAddr {
@@ -93,7 +97,7 @@ unsafe fn operation(wr: &ibv_send_wr) -> Result<SendOp> {
             // SAFETY: the opcode says which member it is, and its pointers are the program's.
             unsafe {
                 let of = wr.extra.bind_mw;
-                bind_type2(of.mw, of.rkey, &of.bind_info)?
+                bind_type2(qp, of.mw, of.rkey, &of.bind_info)?
             }
         }
         op::ATOMIC_WRITE => SendOp::AtomicWrite(to),
@@ -104,7 +108,7 @@ unsafe fn operation(wr: &ibv_send_wr) -> Result<SendOp> {
 /// Where a work request goes.
 ///
 /// # Safety
-/// Datagrams have an address handle of ours.
+/// The program does not destroy a datagram's address handle meanwhile.
 unsafe fn target(qp: &Qp, wr: &ibv_send_wr) -> Result<Target> {
     match qp.kind() {
         // Of another operation, which fails, the union's other members are set.
@@ -112,7 +116,7 @@ unsafe fn target(qp: &Qp, wr: &ibv_send_wr) -> Result<Target> {
             // SAFETY: the type of the queue pair says which member it is.
             let ud = unsafe { wr.wr.ud };
             // SAFETY: the caller's promise.
-            unsafe { datagram(ud.ah, ud.remote_qpn, ud.remote_qkey) }
+            unsafe { datagram(qp, ud.ah, ud.remote_qpn, ud.remote_qkey) }
         }
         IBV_QPT_XRC_SEND => Ok(Target::Srq(Srqn::new(wr.remote_srqn))),
         _ => Ok(Target::Peer),
@@ -122,13 +126,11 @@ unsafe fn target(qp: &Qp, wr: &ibv_send_wr) -> Result<Target> {
 /// A datagram's receiver.
 ///
 /// # Safety
-/// `ah` is null or an address handle of ours.
-pub(crate) unsafe fn datagram(ah: *mut crate::abi::ibv_ah, qpn: u32, qkey: u32) -> Result<Target> {
-    if ah.is_null() {
-        return Err(Errno::INVAL);
-    }
+/// The program does not destroy the address handle meanwhile.
+pub(crate) unsafe fn datagram(qp: &Qp, ah: *mut crate::abi::ibv_ah, qpn: u32, qkey: u32) -> Result<Target> {
     // SAFETY: the caller's promise.
-    let ah = unsafe { Ah::of(ah) };
+    let ah = unsafe { Ah::of(ah)? };
+    qp.core().same(&ah.core)?;
     Ok(Target::Datagram(ah.inner.to(Qpn::new(qpn), QKey(qkey))))
 }
 
@@ -145,24 +147,25 @@ unsafe fn add(batch: &mut Batch, qp: &Qp, wr: &ibv_send_wr) -> Result<()> {
         return Err(Errno::INVAL);
     }
     // SAFETY: the caller's promise.
-    let (what, to, list) = unsafe { (operation(wr)?, target(qp, wr)?, batch::sge_list(wr.sg_list, count)) };
+    let (what, to, list) = unsafe { (operation(qp, wr)?, target(qp, wr)?, batch::sge_list(wr.sg_list, count)) };
+    // LOCAL_INV and BIND_MW have no data: what the list says is left over from what the structure was used for before.
+    let has_data = !matches!(wr.opcode, op::LOCAL_INV | op::BIND_MW);
+    let inline = has_data && wr.send_flags & IBV_SEND_INLINE != 0;
+    if inline && list.iter().map(|s| u64::from(s.length)).sum::<u64>() > qp.max_inline() {
+        return Err(Errno::INVAL);
+    }
+    // Nothing is refused from here on: what has begun is posted.
     batch.begin(wr.wr_id, what, flags(wr.send_flags));
     batch.target(to);
     if wr.opcode == op::BIND_MW {
-        // SAFETY: the opcode says which member it is; the program's window lives.
+        // SAFETY: the opcode says which member it is; the window was found alive.
         unsafe { batch.binds(wr.extra.bind_mw.mw, &what) };
     }
-    if matches!(wr.opcode, op::LOCAL_INV | op::BIND_MW) {
-        // They have no data: what the list says is left over from what the structure was used for before.
+    if !inline {
+        if has_data {
+            batch.sges(list);
+        }
         return Ok(());
-    }
-    if wr.send_flags & IBV_SEND_INLINE == 0 {
-        batch.sges(list);
-        return Ok(());
-    }
-    let total: u64 = list.iter().map(|s| u64::from(s.length)).sum();
-    if total > qp.max_inline() {
-        return Err(Errno::INVAL);
     }
     let buffers = list
         .iter()
@@ -174,10 +177,10 @@ unsafe fn add(batch: &mut Batch, qp: &Qp, wr: &ibv_send_wr) -> Result<()> {
 
 pub(crate) unsafe extern "C" fn post_send(qp: *mut ibv_qp, wr: *mut ibv_send_wr, bad: *mut *mut ibv_send_wr) -> c_int {
     ret::code(|| {
-        // SAFETY: the program passes a queue pair of ours.
-        let this = unsafe { Qp::of(qp) };
         let mut first = wr;
-        let done = this.alive().and_then(|()| {
+        // SAFETY: the program passes a queue pair of ours.
+        let done = unsafe { Qp::hot(qp) }.and_then(|this| {
+            this.alive()?;
             let mut batch = Batch::default();
             let mut next = wr;
             while !next.is_null() {
@@ -259,14 +262,11 @@ pub(crate) unsafe fn each_recv(
 
 pub(crate) unsafe extern "C" fn post_recv(qp: *mut ibv_qp, wr: *mut ibv_recv_wr, bad: *mut *mut ibv_recv_wr) -> c_int {
     ret::code(|| {
-        // SAFETY: the program passes a queue pair of ours.
-        let this = unsafe { Qp::of(qp) };
-        if let Err(e) = this.alive() {
-            // SAFETY: the program passes room for the pointer.
-            unsafe { bad.write(wr) };
-            return Err(e);
+        // SAFETY: the program passes a queue pair of ours, a list of receives, and room for the pointer.
+        unsafe {
+            let this = Qp::hot(qp).and_then(|qp| qp.alive().map(|()| qp));
+            let this = this.inspect_err(|_| bad.write(wr))?;
+            each_recv(wr, bad, this.max_recv_sge(), |wrs| this.inner().post_recv(wrs))
         }
-        // SAFETY: the program passes a list of receives.
-        unsafe { each_recv(wr, bad, this.max_recv_sge(), |wrs| this.inner().post_recv(wrs)) }
     })
 }

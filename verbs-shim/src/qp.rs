@@ -15,9 +15,10 @@ use crate::{
     cq::Cq,
     engine::Engine,
     events::{Acks, Target as EventTarget},
+    live::{self, Object as _},
     pd::{Pd, Users},
     qpattr,
-    ret::{self, Errno, Result, object},
+    ret::{self, Errno, Result},
     srq::Srq,
     wrex::{self, Builder},
     xrc::Xrcd,
@@ -40,14 +41,9 @@ pub(crate) struct Qp {
     _uses: Vec<Users>,
 }
 
-impl Qp {
-    /// # Safety
-    /// `qp` was made by us and lives as long as the reference.
-    pub(crate) unsafe fn of<'a>(qp: *mut ibv_qp) -> &'a Self {
-        // SAFETY: the public part is the first field.
-        unsafe { &*qp.cast::<Self>() }
-    }
+live::object!(Qp, ibv_qp, 0, |qp| (*qp).context, (*qp).handle);
 
+impl Qp {
     /// The transport's queue pair.
     pub(crate) fn inner(&self) -> &roce::Qp {
         &self.inner
@@ -89,15 +85,11 @@ impl Qp {
     /// Completions of what it did before RESET would be taken for what it does next.
     fn forget_completions(&self) {
         for cq in [self.init.send_cq, self.init.recv_cq] {
-            if !cq.is_null() {
-                // SAFETY: the queues outlive the queue pair: they can't be destroyed before.
-                unsafe { Cq::of(cq) }.inner.forget(self.inner.qpn());
+            // SAFETY: the queues outlive the queue pair: they can't be destroyed before.
+            if let Some(cq) = unsafe { Cq::any(cq) } {
+                cq.inner.forget(self.inner.qpn());
             }
         }
-    }
-
-    fn public(&self) -> *mut ibv_qp {
-        self.abi.get().cast()
     }
 }
 
@@ -151,24 +143,32 @@ struct Extra {
 }
 
 /// # Safety
-/// The pointers in `init` and `extra` are null or objects of ours.
+/// The program destroys none of the objects in `init` and `extra` meanwhile.
 unsafe fn create(init: &ibv_qp_init_attr, extra: &Extra) -> Result<*mut ibv_qp> {
     let init = &roomy(init);
     let qp_type = service(init.qp_type)?;
-    // SAFETY: the caller's promise, for each that is not null.
-    let (domain, xrcd, srq, send_cq, recv_cq) = unsafe {
+    // SAFETY: the caller's promise.
+    let (core, domain, xrcd, srq, send_cq, recv_cq) = unsafe {
         (
-            (!extra.pd.is_null()).then(|| Pd::of(extra.pd)),
-            (!extra.xrcd.is_null()).then(|| Xrcd::of(extra.xrcd)),
-            (!init.srq.is_null()).then(|| Srq::of(init.srq)),
-            (!init.send_cq.is_null()).then(|| Cq::of(init.send_cq)),
-            (!init.recv_cq.is_null()).then(|| Cq::of(init.recv_cq)),
+            Context::of(extra.context)?.core(),
+            Pd::given(extra.pd)?,
+            Xrcd::given(extra.xrcd)?,
+            Srq::given(init.srq)?,
+            Cq::given(init.send_cq)?,
+            Cq::given(init.recv_cq)?,
         )
     };
-    let core = domain
-        .map(|d| &d.core)
-        .or_else(|| xrcd.map(|x| &x.core))
-        .ok_or(Errno::INVAL)?;
+    let cores = [
+        domain.map(|d| &d.core),
+        xrcd.map(|x| &x.core),
+        srq.map(|s| &s.core),
+        send_cq.map(|c| &c.core),
+        recv_cq.map(|c| &c.core),
+    ];
+    cores.into_iter().flatten().try_for_each(|other| core.same(other))?;
+    if domain.is_none() && xrcd.is_none() {
+        return Err(Errno::INVAL);
+    }
     let engine = core.engine()?;
     let options = QpOptions {
         qp_type,
@@ -199,14 +199,14 @@ unsafe fn create(init: &ibv_qp_init_attr, extra: &Extra) -> Result<*mut ibv_qp> 
         let target = SharedTarget::new(&inner, &xrcd.inner);
         engine.objects().targets.insert(inner.qpn().value(), target);
     }
-    Ok(publish(
+    publish(
         core,
         engine,
         inner,
         &ibv_qp_init_attr { cap, ..*init },
         extra,
         uses.into_iter().flatten().collect(),
-    ))
+    )
 }
 
 /// Makes the object of a queue pair, and has its events come to it.
@@ -217,7 +217,7 @@ fn publish(
     init: &ibv_qp_init_attr,
     extra: &Extra,
     uses: Vec<Users>,
-) -> *mut ibv_qp {
+) -> Result<*mut ibv_qp> {
     let number = inner.qpn().value();
     let base = ibv_qp {
         context: extra.context,
@@ -235,7 +235,7 @@ fn publish(
         events_completed: 0,
     };
     let acks = Arc::new(Acks::default());
-    let qp = Box::leak(Box::new(Qp {
+    let qp = Qp {
         abi: UnsafeCell::new(wrex::public(base)),
         core: core.clone(),
         inner,
@@ -245,11 +245,11 @@ fn publish(
         acks: acks.clone(),
         path: parking_lot::Mutex::new(None),
         _uses: uses,
-    }));
-    let public = qp.public();
+    };
+    let public = qp.publish()?;
     let target = EventTarget::new(core, public as usize, &acks);
     engine.objects().qps.entry(number).or_default().push(target);
-    public
+    Ok(public)
 }
 
 /// A target queue pair of an XRC domain, which programs may open once more by its number.
@@ -275,7 +275,7 @@ const OPEN_NEEDED: u32 = qp_open::NUM | qp_open::XRCD | qp_open::TYPE;
 pub(crate) unsafe extern "C" fn open_qp(context: *mut ibv_context, attr: *mut ibv_qp_open_attr) -> *mut ibv_qp {
     ret::pointer(|| {
         // SAFETY: the program passes an open context and attributes.
-        let (core, attr) = unsafe { (Context::of(object(context)?).core(), &*attr) };
+        let (core, attr) = unsafe { (Context::of(context)?.core(), &*attr) };
         if attr.comp_mask & OPEN_NEEDED != OPEN_NEEDED || attr.comp_mask & !(OPEN_NEEDED | qp_open::CONTEXT) != 0 {
             return Err(Errno::INVAL);
         }
@@ -283,7 +283,8 @@ pub(crate) unsafe extern "C" fn open_qp(context: *mut ibv_context, attr: *mut ib
             return Err(Errno::INVAL);
         }
         // SAFETY: a domain of ours.
-        let xrcd = unsafe { Xrcd::of(object(attr.xrcd)?) };
+        let xrcd = unsafe { Xrcd::of(attr.xrcd)? };
+        core.same(&xrcd.core)?;
         let engine = core.engine()?;
         let inner = match engine.objects().targets.get(&attr.qp_num) {
             Some(target) if target.xrcd.is(&xrcd.inner) => target.qp.clone(),
@@ -305,7 +306,7 @@ pub(crate) unsafe extern "C" fn open_qp(context: *mut ibv_context, attr: *mut ib
             xrcd: attr.xrcd,
             extended: false,
         };
-        Ok(publish(core, engine, inner, &init, &extra, vec![xrcd.user()]))
+        publish(core, engine, inner, &init, &extra, vec![xrcd.user()])
     })
 }
 
@@ -315,13 +316,13 @@ unsafe extern "C" fn ibv_create_qp(pd: *mut ibv_pd, init: *mut ibv_qp_init_attr)
         // SAFETY: the program passes a domain of ours and attributes with objects of ours, which get the sizes granted.
         unsafe {
             let extra = Extra {
-                context: (*object(pd)?).context,
+                context: Pd::of(pd)?.context(),
                 pd,
                 xrcd: ptr::null_mut(),
                 extended: false,
             };
             let qp = create(&*init, &extra)?;
-            (*init).cap = Qp::of(qp).init.cap;
+            (*init).cap = Qp::of(qp)?.init.cap;
             Ok(qp)
         }
     })
@@ -352,7 +353,7 @@ pub(crate) unsafe extern "C" fn create_qp_ex(context: *mut ibv_context, attr: *m
         // SAFETY: with objects of ours.
         unsafe {
             let qp = create(&attr.base(), &extra)?;
-            attr.cap = Qp::of(qp).init.cap;
+            attr.cap = Qp::of(qp)?.init.cap;
             Ok(qp)
         }
     })
@@ -361,7 +362,7 @@ pub(crate) unsafe extern "C" fn create_qp_ex(context: *mut ibv_context, attr: *m
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_qp_to_qp_ex(qp: *mut ibv_qp) -> *mut ibv_qp_ex {
     // SAFETY: the program passes a queue pair of ours.
-    match unsafe { Qp::of(qp) }.extended {
+    match unsafe { Qp::of(qp) }.is_ok_and(|qp| qp.extended) {
         true => qp.cast(),
         false => ptr::null_mut(),
     }
@@ -371,7 +372,7 @@ unsafe extern "C" fn ibv_qp_to_qp_ex(qp: *mut ibv_qp) -> *mut ibv_qp_ex {
 unsafe extern "C" fn ibv_modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr, mask: c_int) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a queue pair of ours and attributes.
-        let (this, attr) = unsafe { (Qp::of(object(qp)?), &*attr) };
+        let (this, attr) = unsafe { (Qp::of(qp)?, &*attr) };
         this.alive()?;
         let change = qpattr::from_c(&this.core, attr, mask as u32)?;
         this.inner.modify(&change)?;
@@ -398,7 +399,7 @@ unsafe extern "C" fn ibv_query_qp(
 ) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a queue pair of ours.
-        let this = unsafe { Qp::of(object(qp)?) };
+        let this = unsafe { Qp::of(qp)? };
         this.alive()?;
         let mut out = qpattr::to_c(&this.core, &this.inner.query()?);
         if let Some(path) = *this.path.lock() {
@@ -418,10 +419,10 @@ unsafe extern "C" fn ibv_query_qp(
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int {
     ret::code(|| {
-        // SAFETY: the program passes a queue pair of ours.
-        let this = unsafe { Qp::of(object(qp)?) };
+        let this = Qp::claim(qp)?;
         let Ok(engine) = this.core.engine() else {
             // A forked child's copy: it stays, as the queue pair is the parent's.
+            this.forget();
             return Ok(());
         };
         if !this.inner.mcast_groups().is_empty() {
@@ -431,8 +432,7 @@ unsafe extern "C" fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int {
         if let Some(target) = target {
             target.finish();
         }
-        // SAFETY: boxed by `create`, and nobody has it any more.
-        drop(unsafe { Box::from_raw(qp.cast::<Qp>()) });
+        this.free();
         Ok(())
     })
 }

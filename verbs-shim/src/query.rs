@@ -15,7 +15,8 @@ use crate::{
     context::{Context, Core},
     device::VerbsDevice,
     gids,
-    ret::{self, Errno, Result, object},
+    live::Object as _,
+    ret::{self, Errno, Result},
 };
 
 /// The default partition, the only one.
@@ -89,7 +90,7 @@ fn device_attr(core: &Core) -> ibv_device_attr {
 unsafe extern "C" fn ibv_query_device(context: *mut ibv_context, attr: *mut ibv_device_attr) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes an open context and room for the attributes.
-        unsafe { attr.write(device_attr(Context::of(object(context)?).core())) };
+        unsafe { attr.write(device_attr(Context::of(context)?.core())) };
         Ok(())
     })
 }
@@ -123,7 +124,7 @@ pub(crate) unsafe extern "C" fn query_device_ex(
         // SAFETY: plain numbers, for which zero is a value.
         let mut out: ibv_device_attr_ex = unsafe { std::mem::zeroed() };
         // SAFETY: the program passes an open context.
-        out.orig_attr = device_attr(unsafe { Context::of(object(context)?) }.core());
+        out.orig_attr = device_attr(unsafe { Context::of(context)? }.core());
         out.completion_timestamp_mask = u64::MAX;
         // Completions are stamped in nanoseconds: kHz.
         out.hca_core_clock = 1_000_000;
@@ -173,7 +174,7 @@ pub(crate) unsafe extern "C" fn query_port(
     ret::code(|| {
         check_port(u32::from(port))?;
         // SAFETY: the program passes an open context and `size` bytes.
-        unsafe { copy_out(attr, &port_attr(Context::of(object(context)?).core()), size) };
+        unsafe { copy_out(attr, &port_attr(Context::of(context)?.core()), size) };
         Ok(())
     })
 }
@@ -216,7 +217,7 @@ unsafe extern "C" fn ibv_query_gid(context: *mut ibv_context, port: u8, index: c
             return Err(Errno::INVAL);
         }
         // SAFETY: the program passes an open context.
-        let device = unsafe { Context::of(object(context)?) }.core().device;
+        let device = unsafe { Context::of(context)? }.core().device;
         // A slot that is not in use reads as zero.
         let value = device.gids.get(index).map(gids::gid_of).unwrap_or_default();
         // SAFETY: the program passes room for a GID.
@@ -240,7 +241,7 @@ unsafe extern "C" fn _ibv_query_gid_ex(
             return Err(Errno::INVAL);
         }
         // SAFETY: the program passes an open context.
-        let device = unsafe { Context::of(object(context)?) }.core().device;
+        let device = unsafe { Context::of(context)? }.core().device;
         let value = entry(device, index as usize).ok_or(Errno::NODATA)?;
         // SAFETY: the caller's structure is `size` bytes.
         unsafe { copy_out(out, &value, size) };
@@ -261,7 +262,10 @@ unsafe extern "C" fn _ibv_query_gid_table(
             return -(libc::EINVAL as isize);
         }
         // SAFETY: the program passes an open context.
-        let device = unsafe { Context::of(context) }.core().device;
+        let Ok(context) = (unsafe { Context::of(context) }) else {
+            return -(libc::EINVAL as isize);
+        };
+        let device = context.core().device;
         let mut count = 0;
         let all = device.gids.entries();
         if all.len() > max {
@@ -295,7 +299,7 @@ unsafe extern "C" fn ibv_query_gid_type(
         }
         // SAFETY: the program passes an open context and room for the answer.
         unsafe {
-            let device = Context::of(object(context)?).core().device;
+            let device = Context::of(context)?.core().device;
             // 0 is "IB or RoCE v1", which is also what unused slots say.
             kind.write(device.gids.get(index as usize).map_or(0, |_| GID_TYPE_SYSFS_ROCE_V2));
         }
@@ -304,8 +308,10 @@ unsafe extern "C" fn ibv_query_gid_type(
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_query_pkey(_context: *mut ibv_context, port: u8, index: c_int, pkey: *mut u16) -> c_int {
+unsafe extern "C" fn ibv_query_pkey(context: *mut ibv_context, port: u8, index: c_int, pkey: *mut u16) -> c_int {
     ret::minus_one(|| {
+        // SAFETY: the program passes an open context.
+        unsafe { Context::of(context)? };
         check_port(u32::from(port))?;
         if index != 0 {
             return Err(Errno::INVAL);
@@ -317,8 +323,10 @@ unsafe extern "C" fn ibv_query_pkey(_context: *mut ibv_context, port: u8, index:
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_get_pkey_index(_context: *mut ibv_context, port: u8, pkey: u16) -> c_int {
+unsafe extern "C" fn ibv_get_pkey_index(context: *mut ibv_context, port: u8, pkey: u16) -> c_int {
     ret::minus_one(|| {
+        // SAFETY: the program passes an open context.
+        unsafe { Context::of(context)? };
         check_port(u32::from(port))?;
         if u16::from_be(pkey) == PKEY {
             Ok(0)
@@ -329,8 +337,10 @@ unsafe extern "C" fn ibv_get_pkey_index(_context: *mut ibv_context, port: u8, pk
 }
 
 /// The clock that completions are stamped with.
-pub(crate) unsafe extern "C" fn query_rt_values(_context: *mut ibv_context, values: *mut ibv_values_ex) -> c_int {
+pub(crate) unsafe extern "C" fn query_rt_values(context: *mut ibv_context, values: *mut ibv_values_ex) -> c_int {
     ret::code(|| {
+        // SAFETY: the program passes an open context.
+        unsafe { Context::of(context)? };
         // SAFETY: the program passes a structure to read and fill.
         let values = unsafe { &mut *values };
         let asked = values.comp_mask & 1;

@@ -64,17 +64,6 @@ impl From<std::io::Error> for Errno {
     }
 }
 
-/// An object that the program names.
-///
-/// # Errors
-/// EINVAL for NULL, which programs pass when they clean up what they never got (qperf does).
-pub(crate) fn object<T>(pointer: *mut T) -> Result<*mut T> {
-    match pointer.is_null() {
-        true => Err(Errno::INVAL),
-        false => Ok(pointer),
-    }
-}
-
 /// Runs a verb; a panic is our fault and becomes EIO.
 fn run<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(body)).unwrap_or(Err(Errno::IO))

@@ -10,12 +10,13 @@ use crate::{
         IBV_SRQ_LIMIT, IBV_SRQ_MAX_WR, IBV_SRQT_BASIC, IBV_SRQT_XRC, ibv_context, ibv_pd, ibv_recv_wr, ibv_srq,
         ibv_srq_attr, ibv_srq_init_attr, ibv_srq_init_attr_ex, srq_init,
     },
-    context::Core,
+    context::{Context, Core},
     cq::Cq,
     events::{Acks, Target},
+    live::{self, Object as _},
     pd::{Pd, Users},
     post,
-    ret::{self, Errno, Result, object},
+    ret::{self, Errno, Result},
     xrc::Xrcd,
 };
 
@@ -23,7 +24,7 @@ use crate::{
 #[repr(C)]
 pub(crate) struct Srq {
     abi: UnsafeCell<ibv_srq>,
-    core: Arc<Core>,
+    pub(crate) core: Arc<Core>,
     pub(crate) inner: roce::Srq,
     max_sge: usize,
     acks: Arc<Acks>,
@@ -32,14 +33,9 @@ pub(crate) struct Srq {
     _uses: Vec<Users>,
 }
 
-impl Srq {
-    /// # Safety
-    /// `srq` was made by us and lives as long as the reference.
-    pub(crate) unsafe fn of<'a>(srq: *mut ibv_srq) -> &'a Self {
-        // SAFETY: the public part is the first field.
-        unsafe { &*srq.cast::<Self>() }
-    }
+live::object!(Srq, ibv_srq, 0, |srq| (*srq).context, (*srq).handle);
 
+impl Srq {
     pub(crate) fn acks(&self) -> &Acks {
         &self.acks
     }
@@ -65,11 +61,12 @@ unsafe fn create(
     attr: &mut ibv_srq_attr,
     xrc: Option<(&Xrcd, &Cq)>,
 ) -> Result<*mut ibv_srq> {
-    if pd.is_null() {
-        return Err(Errno::INVAL);
-    }
     // SAFETY: the caller's promise.
-    let domain = unsafe { Pd::of(object(pd)?) };
+    let domain = unsafe { Pd::of(pd)? };
+    if let Some((xrcd, cq)) = xrc {
+        domain.core.same(&xrcd.core)?;
+        domain.core.same(&cq.core)?;
+    }
     let engine = domain.engine()?;
     let init = SrqInit {
         // The limit is armed by modify (ibv_create_srq(3)).
@@ -88,10 +85,9 @@ unsafe fn create(
     if let Some((x, c)) = xrc {
         uses.extend([x.user(), c.user()]);
     }
-    let srq = Box::leak(Box::new(Srq {
+    let srq = Srq {
         abi: UnsafeCell::new(ibv_srq {
-            // SAFETY: the caller's promise.
-            context: unsafe { (*pd).context },
+            context: domain.context(),
             srq_context: cookie,
             pd,
             handle,
@@ -105,8 +101,8 @@ unsafe fn create(
         acks: acks.clone(),
         users: Users::default(),
         _uses: uses,
-    }));
-    let public = srq.abi.get();
+    };
+    let public = srq.publish()?;
     let target = Target::new(&domain.core, public as usize, &acks);
     engine.objects().srqs.insert(handle, target);
     Ok(public)
@@ -116,7 +112,7 @@ pub(crate) unsafe extern "C" fn get_srq_num(srq: *mut ibv_srq, number: *mut u32)
     ret::code(|| {
         // SAFETY: the program passes a queue of ours and room for the number.
         unsafe {
-            let this = Srq::of(object(srq)?);
+            let this = Srq::of(srq)?;
             if this.inner.kind() != SrqType::Xrc {
                 return Err(Errno::INVAL);
             }
@@ -127,12 +123,12 @@ pub(crate) unsafe extern "C" fn get_srq_num(srq: *mut ibv_srq, number: *mut u32)
 }
 
 pub(crate) unsafe extern "C" fn create_srq_ex(
-    _context: *mut ibv_context,
+    context: *mut ibv_context,
     attr: *mut ibv_srq_init_attr_ex,
 ) -> *mut ibv_srq {
     ret::pointer(|| {
-        // SAFETY: the program passes attributes.
-        let attr = unsafe { &mut *attr };
+        // SAFETY: the program passes an open context and attributes.
+        let (core, attr) = unsafe { (Context::of(context)?.core(), &mut *attr) };
         let mask = attr.comp_mask;
         let has = |bit: u32| mask & bit != 0;
         if mask & !(srq_init::TYPE | srq_init::PD | srq_init::XRCD | srq_init::CQ) != 0 {
@@ -144,15 +140,13 @@ pub(crate) unsafe extern "C" fn create_srq_ex(
             IBV_SRQT_BASIC
         };
         let pd = if has(srq_init::PD) { attr.pd } else { ptr::null_mut() };
-        // SAFETY: with objects of ours.
+        // SAFETY: the program destroys none of the objects meanwhile.
         unsafe {
+            core.same(&Pd::of(pd)?.core)?;
             match kind {
                 IBV_SRQT_BASIC => create(pd, attr.srq_context, &mut attr.attr, None),
                 IBV_SRQT_XRC if has(srq_init::XRCD) && has(srq_init::CQ) => {
-                    if attr.xrcd.is_null() || attr.cq.is_null() {
-                        return Err(Errno::INVAL);
-                    }
-                    let xrc = (Xrcd::of(attr.xrcd), Cq::of(attr.cq));
+                    let xrc = (Xrcd::of(attr.xrcd)?, Cq::of(attr.cq)?);
                     create(pd, attr.srq_context, &mut attr.attr, Some(xrc))
                 }
                 IBV_SRQT_XRC => Err(Errno::INVAL),
@@ -168,15 +162,12 @@ pub(crate) unsafe extern "C" fn post_srq_recv(
     bad: *mut *mut ibv_recv_wr,
 ) -> c_int {
     ret::code(|| {
-        // SAFETY: the program passes a queue of ours.
-        let this = unsafe { Srq::of(srq) };
-        if let Err(e) = this.core.alive() {
-            // SAFETY: the program passes room for the pointer.
-            unsafe { bad.write(wr) };
-            return Err(e);
+        // SAFETY: the program passes a queue of ours, a list of receives, and room for the pointer.
+        unsafe {
+            let this = Srq::hot(srq).and_then(|srq| srq.core.alive().map(|()| srq));
+            let this = this.inspect_err(|_| bad.write(wr))?;
+            post::each_recv(wr, bad, this.max_sge, |wrs| this.inner.post_recv(wrs))
         }
-        // SAFETY: the program passes a list of receives.
-        unsafe { post::each_recv(wr, bad, this.max_sge, |wrs| this.inner.post_recv(wrs)) }
     })
 }
 
@@ -193,7 +184,7 @@ unsafe extern "C" fn ibv_create_srq(pd: *mut ibv_pd, init: *mut ibv_srq_init_att
 unsafe extern "C" fn ibv_modify_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_attr, mask: c_int) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a queue of ours and attributes.
-        let (this, attr) = unsafe { (Srq::of(object(srq)?), &*attr) };
+        let (this, attr) = unsafe { (Srq::of(srq)?, &*attr) };
         this.core.alive()?;
         if mask & !(IBV_SRQ_MAX_WR | IBV_SRQ_LIMIT) != 0 {
             return Err(Errno::INVAL);
@@ -210,7 +201,7 @@ unsafe extern "C" fn ibv_modify_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_attr, 
 unsafe extern "C" fn ibv_query_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_attr) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a queue of ours.
-        let this = unsafe { Srq::of(object(srq)?) };
+        let this = unsafe { Srq::of(srq)? };
         this.core.alive()?;
         let now = this.inner.query();
         let out = ibv_srq_attr {
@@ -227,10 +218,10 @@ unsafe extern "C" fn ibv_query_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_attr) -
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_destroy_srq(srq: *mut ibv_srq) -> c_int {
     ret::code(|| {
-        // SAFETY: the program passes a queue of ours.
-        let this = unsafe { Srq::of(object(srq)?) };
+        let this = Srq::claim(srq)?;
         let Ok(engine) = this.core.engine() else {
             // A forked child's copy.
+            this.forget();
             return Ok(());
         };
         if this.users.in_use() {
@@ -240,8 +231,7 @@ unsafe extern "C" fn ibv_destroy_srq(srq: *mut ibv_srq) -> c_int {
         if let Some(target) = target {
             target.finish();
         }
-        // SAFETY: boxed by `create`, and nobody has it any more.
-        drop(unsafe { Box::from_raw(srq.cast::<Srq>()) });
+        this.free();
         Ok(())
     })
 }

@@ -12,6 +12,7 @@ use roce::{
 use crate::{
     abi::{ibv_ah, ibv_data_buf, ibv_mw, ibv_mw_bind_info, ibv_qp, ibv_qp_ex, ibv_sge},
     batch::{self, Batch},
+    live::Object as _,
     post,
     qp::Qp,
     ret::{self, Errno, Result},
@@ -80,11 +81,12 @@ pub(crate) fn public(qp_base: ibv_qp) -> ibv_qp_ex {
 /// `qp` is a queue pair of ours on which this thread has called start.
 unsafe fn with(qp: *mut ibv_qp_ex, body: impl FnOnce(&Qp, &mut Batch) -> Result<()>) {
     ret::value((), || {
-        // SAFETY: the caller's promise: nobody else is at the work.
-        let (this, work) = unsafe {
-            let this = Qp::of(qp.cast());
-            (this, &mut *this.builder().work.get())
+        // SAFETY: the caller's promise.
+        let Some(this) = (unsafe { Qp::any(qp.cast()) }) else {
+            return;
         };
+        // SAFETY: nobody else is at the work.
+        let work = unsafe { &mut *this.builder().work.get() };
         if let Err(e) = body(this, &mut work.batch) {
             work.error.get_or_insert(e);
         }
@@ -96,12 +98,21 @@ unsafe fn with(qp: *mut ibv_qp_ex, body: impl FnOnce(&Qp, &mut Batch) -> Result<
 /// # Safety
 /// As [`with`].
 unsafe fn begin(qp: *mut ibv_qp_ex, op: Result<SendOp>) {
+    // SAFETY: the caller's promise.
+    unsafe { begin_with(qp, |_| op) }
+}
+
+/// Begins a work request whose operation depends on the queue pair.
+///
+/// # Safety
+/// As [`with`].
+unsafe fn begin_with(qp: *mut ibv_qp_ex, op: impl FnOnce(&Qp) -> Result<SendOp>) {
     // SAFETY: the program sets both fields before the call.
     let (wr_id, flags) = unsafe { ((*qp).wr_id, (*qp).wr_flags) };
     // SAFETY: the caller's promise.
     unsafe {
-        with(qp, |_, batch| {
-            batch.begin(wr_id, op?, post::flags(flags));
+        with(qp, |this, batch| {
+            batch.begin(wr_id, op(this)?, post::flags(flags));
             Ok(())
         });
     }
@@ -140,11 +151,15 @@ unsafe extern "C" fn wr_send_tso(qp: *mut ibv_qp_ex, _header: *mut c_void, _size
 }
 
 unsafe extern "C" fn wr_bind_mw(qp: *mut ibv_qp_ex, mw: *mut ibv_mw, rkey: u32, info: *const ibv_mw_bind_info) {
+    let mut bound = None;
     // SAFETY: as above; the binding is readable, the window and the region are ours, and live until they are bound.
     unsafe {
-        let op = post::bind_type2(mw, rkey, &*info);
-        begin(qp, op);
-        if let Ok(op) = op {
+        begin_with(qp, |this| {
+            let op = post::bind_type2(this, mw, rkey, &*info)?;
+            bound = Some(op);
+            Ok(op)
+        });
+        if let Some(op) = bound {
             with(qp, |_, batch| {
                 batch.binds(mw, &op);
                 Ok(())
@@ -167,8 +182,8 @@ unsafe extern "C" fn wr_atomic_write(qp: *mut ibv_qp_ex, rkey: u32, addr: u64, w
 unsafe extern "C" fn wr_set_ud_addr(qp: *mut ibv_qp_ex, ah: *mut ibv_ah, qpn: u32, qkey: u32) {
     // SAFETY: as above; the address handle is ours.
     unsafe {
-        with(qp, |_, batch| {
-            batch.target(post::datagram(ah, qpn, qkey)?);
+        with(qp, |this, batch| {
+            batch.target(post::datagram(this, ah, qpn, qkey)?);
             Ok(())
         });
     }
@@ -247,25 +262,30 @@ unsafe extern "C" fn wr_set_sge_list(qp: *mut ibv_qp_ex, count: size_t, list: *c
 unsafe extern "C" fn wr_start(qp: *mut ibv_qp_ex) {
     ret::value((), || {
         // SAFETY: a queue pair of ours.
-        let this = unsafe { Qp::of(qp.cast()) };
+        let Some(this) = (unsafe { Qp::any(qp.cast()) }) else {
+            return;
+        };
         if this.alive().is_ok() {
             this.builder().lock.lock();
         }
         // SAFETY: locked; in a forked child there is one thread.
         let work = unsafe { &mut *this.builder().work.get() };
         work.batch.clear();
-        work.error = None;
+        // SAFETY: as above.
+        work.error = unsafe { Qp::hot(qp.cast()) }.err();
     });
 }
 
 unsafe extern "C" fn wr_complete(qp: *mut ibv_qp_ex) -> c_int {
     ret::code(|| {
         // SAFETY: the program has called start on a queue pair of ours.
-        let this = unsafe { Qp::of(qp.cast()) };
+        let this = unsafe { Qp::any(qp.cast()) }.ok_or(Errno::INVAL)?;
         this.alive()?;
         // SAFETY: locked by start.
         let work = unsafe { &mut *this.builder().work.get() };
-        let done = match work.error.take() {
+        // SAFETY: as above.
+        let changed = unsafe { Qp::hot(qp.cast()) }.err();
+        let done = match work.error.take().or(changed) {
             Some(e) => Err(e),
             None => work.batch.submit_all(this),
         };
@@ -279,7 +299,9 @@ unsafe extern "C" fn wr_complete(qp: *mut ibv_qp_ex) -> c_int {
 unsafe extern "C" fn wr_abort(qp: *mut ibv_qp_ex) {
     ret::value((), || {
         // SAFETY: the program has called start on a queue pair of ours.
-        let this = unsafe { Qp::of(qp.cast()) };
+        let Some(this) = (unsafe { Qp::any(qp.cast()) }) else {
+            return;
+        };
         if this.alive().is_ok() {
             // SAFETY: locked by start.
             unsafe {

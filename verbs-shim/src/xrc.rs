@@ -8,8 +8,9 @@ use crate::{
     abi::{ibv_context, ibv_xrcd, ibv_xrcd_init_attr},
     context::{Context, Core},
     engine::Engine,
+    live::{self, Object as _},
     pd::Users,
-    ret::{self, Errno, Result, object},
+    ret::{self, Errno, Result},
 };
 
 /// An XRC domain.
@@ -23,14 +24,9 @@ pub(crate) struct Xrcd {
     file: Option<(u64, u64)>,
 }
 
-impl Xrcd {
-    /// # Safety
-    /// `xrcd` was made by us and lives as long as the reference.
-    pub(crate) unsafe fn of<'a>(xrcd: *mut ibv_xrcd) -> &'a Self {
-        // SAFETY: the public part is the first field.
-        unsafe { &*xrcd.cast::<Self>() }
-    }
+live::object!(Xrcd, ibv_xrcd, 0, |xrcd| (*xrcd).context, 0);
 
+impl Xrcd {
     pub(crate) fn user(&self) -> Users {
         self.users.clone()
     }
@@ -70,7 +66,7 @@ const INIT_MASK: u32 = 3;
 pub(crate) unsafe extern "C" fn open_xrcd(context: *mut ibv_context, attr: *mut ibv_xrcd_init_attr) -> *mut ibv_xrcd {
     ret::pointer(|| {
         // SAFETY: the program passes an open context and attributes.
-        let (core, attr) = unsafe { (Context::of(object(context)?).core(), &*attr) };
+        let (core, attr) = unsafe { (Context::of(context)?.core(), &*attr) };
         if attr.comp_mask != INIT_MASK || attr.oflags & !(libc::O_CREAT | libc::O_EXCL) != 0 {
             return Err(Errno::INVAL);
         }
@@ -80,23 +76,22 @@ pub(crate) unsafe extern "C" fn open_xrcd(context: *mut ibv_context, attr: *mut 
             Some(file) => shared(engine, file, attr.oflags)?,
             None => engine.device.open_xrcd()?,
         };
-        let xrcd = Box::leak(Box::new(Xrcd {
+        let xrcd = Xrcd {
             abi: ibv_xrcd { context },
             core: core.clone(),
             inner,
             users: Users::default(),
             file,
-        }));
-        Ok(&raw mut xrcd.abi)
+        };
+        xrcd.publish()
     })
 }
 
 pub(crate) unsafe extern "C" fn close_xrcd(xrcd: *mut ibv_xrcd) -> c_int {
     ret::code(|| {
-        // SAFETY: the program passes a domain of ours.
-        let this = unsafe { Xrcd::of(object(xrcd)?) };
+        let this = Xrcd::claim(xrcd)?;
         let Ok(engine) = this.core.engine() else {
-            // A forked child's copy.
+            this.forget();
             return Ok(());
         };
         if this.users.in_use() {
@@ -112,8 +107,7 @@ pub(crate) unsafe extern "C" fn close_xrcd(xrcd: *mut ibv_xrcd) -> c_int {
                 objects.xrcds.remove(&file);
             }
         }
-        // SAFETY: boxed above; the program does not use it again.
-        drop(unsafe { Box::from_raw(xrcd.cast::<Xrcd>()) });
+        this.free();
         Ok(())
     })
 }

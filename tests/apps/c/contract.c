@@ -279,6 +279,121 @@ static void lists_too_long_are_not_read(void)
 	MUST(!ibv_destroy_qp(qp) && !ibv_destroy_srq(srq) && !munmap(at, page));
 }
 
+/* What is refused has not begun: neither it nor what follows is done, and what came before is. */
+static void refused_in_a_list(void)
+{
+	struct ibv_qp_init_attr init = sizes(IBV_QPT_RC);
+	struct ibv_qp *qp = ibv_create_qp(pd, &init);
+	struct ibv_mw *one = ibv_alloc_mw(pd, IBV_MW_TYPE_1);
+	struct ibv_sge sge = { (uintptr_t)memory, 8, mr->lkey }, long_inline = { (uintptr_t)memory, 0, 0 };
+	struct ibv_sge in = { (uintptr_t)memory + 512, 64, mr->lkey };
+	struct ibv_recv_wr recv = { .wr_id = 100, .sg_list = &in, .num_sge = 1 }, *bad_recv;
+	struct ibv_send_wr wr[3], *bad;
+	struct ibv_wc wc;
+
+	MUST(qp && one);
+	connect(qp);
+	long_inline.length = init.cap.max_inline_data + 1;
+	MUST(!ibv_post_recv(qp, &recv, &bad_recv));
+	for (int what = 0; what < 6; what++) {
+		for (int i = 0; i < 3; i++)
+			wr[i] = (struct ibv_send_wr){ .wr_id = i, .next = i < 2 ? &wr[i + 1] : NULL, .sg_list = &sge, .num_sge = 1,
+						      .opcode = IBV_WR_RDMA_WRITE, .send_flags = IBV_SEND_SIGNALED,
+						      .wr.rdma = { (uintptr_t)memory + 64, mr->rkey } };
+		wr[1].opcode = IBV_WR_SEND;
+		switch (what) {
+		case 0: wr[1].sg_list = &long_inline; wr[1].send_flags |= IBV_SEND_INLINE; break;
+		case 1: wr[1].num_sge = limits.max_sge + 1; break;
+		case 2: wr[1].num_sge = -1; break;
+		case 3: wr[1].opcode = 0x7f; break;
+		case 4: wr[1].send_flags |= IBV_SEND_IP_CSUM; break;
+		case 5: wr[1].opcode = IBV_WR_BIND_MW; wr[1].bind_mw.mw = one; break;
+		}
+		bad = NULL;
+		MUST(ibv_post_send(qp, wr, &bad) == EINVAL && bad == &wr[1]);
+		completes(0, IBV_WC_SUCCESS);
+		/* Had the second one gone, it would come before this. */
+		wr[0].next = NULL;
+		MUST(!ibv_post_send(qp, wr, &bad));
+		completes(0, IBV_WC_SUCCESS);
+	}
+	/* The receive is still there, for a message of the greatest length. */
+	long_inline.length = init.cap.max_inline_data;
+	wr[1] = (struct ibv_send_wr){ .wr_id = 1, .sg_list = &long_inline, .num_sge = 1, .opcode = IBV_WR_SEND,
+				      .send_flags = IBV_SEND_INLINE };
+	MUST(!ibv_post_send(qp, &wr[1], &bad));
+	completes(100, IBV_WC_SUCCESS);
+	MUST(!ibv_poll_cq(cq, 1, &wc));
+	MUST(!ibv_dealloc_mw(one) && !ibv_destroy_qp(qp));
+}
+
+/* Receives: those before the refused one are posted, the others are not. */
+static void refused_receives(void)
+{
+	struct ibv_srq_init_attr how = { .attr = { .max_wr = 8, .max_sge = 1 } };
+	struct ibv_srq *srq = ibv_create_srq(pd, &how);
+	struct ibv_qp_init_attr init = sizes(IBV_QPT_RC);
+	struct ibv_qp *qp = ibv_create_qp(pd, &init);
+	struct ibv_qp_attr error = { .qp_state = IBV_QPS_ERR };
+	struct ibv_sge sge = { (uintptr_t)memory, 8, mr->lkey };
+	struct ibv_recv_wr wr[3], *bad;
+	struct ibv_wc wc;
+
+	MUST(srq && qp);
+	connect(qp);
+	for (int i = 0; i < 3; i++)
+		wr[i] = (struct ibv_recv_wr){ .wr_id = i, .next = i < 2 ? &wr[i + 1] : NULL, .sg_list = &sge, .num_sge = 1 };
+	wr[1].num_sge = limits.max_srq_sge + 1;
+	MUST(ibv_post_srq_recv(srq, wr, &bad) == EINVAL && bad == &wr[1]);
+	MUST(ibv_post_recv(qp, wr, &bad) == EINVAL && bad == &wr[1]);
+	MUST(!ibv_modify_qp(qp, &error, IBV_QP_STATE));
+	completes(0, IBV_WC_WR_FLUSH_ERR);
+	MUST(!ibv_poll_cq(cq, 1, &wc));
+	MUST(!ibv_destroy_qp(qp) && !ibv_destroy_srq(srq));
+}
+
+/* ibv_rereg_mr(3): what libibverbs refuses and what the kernel refuses; the region is as it was. */
+static void reregistering_says_who_refused(void)
+{
+	struct ibv_mr *other = ibv_reg_mr(pd, memory, 64, IBV_ACCESS_LOCAL_WRITE), before;
+	const int everything = IBV_REREG_MR_CHANGE_TRANSLATION | IBV_REREG_MR_CHANGE_PD | IBV_REREG_MR_CHANGE_ACCESS;
+	size_t page = sysconf(_SC_PAGESIZE);
+	char *gone = mmap(NULL, page, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
+	MUST(other && gone != MAP_FAILED && !munmap(gone, page));
+	before = *other;
+#define REREG(why, number, ...) \
+	MUST(ibv_rereg_mr(other, __VA_ARGS__) == (why) && errno == (number) && !memcmp(&before, other, sizeof(before)))
+	REREG(IBV_REREG_MR_ERR_INPUT, EINVAL, 1 << 3, pd, memory, 64, 0);
+	REREG(IBV_REREG_MR_ERR_INPUT, EINVAL, IBV_REREG_MR_CHANGE_TRANSLATION, NULL, NULL, 64, 0);
+	REREG(IBV_REREG_MR_ERR_INPUT, EINVAL, IBV_REREG_MR_CHANGE_TRANSLATION, NULL, memory, 0, 0);
+	REREG(IBV_REREG_MR_ERR_INPUT, EINVAL, IBV_REREG_MR_CHANGE_PD, pd, NULL, 0, IBV_ACCESS_LOCAL_WRITE);
+	REREG(IBV_REREG_MR_ERR_CMD, EINVAL, 0, NULL, NULL, 0, 0);
+	REREG(IBV_REREG_MR_ERR_CMD, EFAULT, IBV_REREG_MR_CHANGE_TRANSLATION, NULL, gone, page, 0);
+	REREG(IBV_REREG_MR_ERR_CMD, EFAULT, everything, pd, gone, page, IBV_ACCESS_REMOTE_READ);
+	REREG(IBV_REREG_MR_ERR_CMD, EINVAL, IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, IBV_ACCESS_REMOTE_WRITE);
+	MUST(!ibv_rereg_mr(other, everything, pd, memory + 64, 128, IBV_ACCESS_REMOTE_READ));
+	MUST(other->addr == memory + 64 && other->length == 128);
+	MUST(!ibv_dereg_mr(other));
+}
+
+/* Rights that ask for nothing that has to be done: nothing is pinned, and all of it is in order. */
+static void rights_that_cost_nothing(void)
+{
+	const int rights[] = { IBV_ACCESS_RELAXED_ORDERING, IBV_ACCESS_HUGETLB, IBV_ACCESS_ON_DEMAND };
+	struct ibv_device_attr_ex attr;
+	struct ibv_mr *other;
+
+	MUST(!ibv_query_device_ex(context, NULL, &attr) && !attr.odp_caps.general_caps);
+	for (int i = 0; i < 3; i++) {
+		MUST(other = ibv_reg_mr(pd, memory, 64, IBV_ACCESS_LOCAL_WRITE | rights[i]));
+		MUST(!ibv_dereg_mr(other));
+	}
+	/* But not all memory there is, and none of another device. */
+	MUST(!ibv_reg_mr(pd, NULL, SIZE_MAX, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_ON_DEMAND) && errno == EOPNOTSUPP);
+	MUST(!ibv_reg_dmabuf_mr(pd, 0, 64, 0, 0, IBV_ACCESS_LOCAL_WRITE) && errno == EOPNOTSUPP);
+}
+
 static uint64_t nanoseconds(struct timespec t)
 {
 	return t.tv_sec * 1000000000ull + t.tv_nsec;
@@ -364,6 +479,10 @@ int main(void)
 	batches_are_whole();
 	memory_must_allow_what_is_asked();
 	lists_too_long_are_not_read();
+	refused_in_a_list();
+	refused_receives();
+	reregistering_says_who_refused();
+	rights_that_cost_nothing();
 	too_much_is_invalid();
 	operations_fit_the_service();
 	completions_know_the_time();

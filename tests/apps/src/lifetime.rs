@@ -12,6 +12,8 @@ pub(crate) fn all() -> Vec<Case> {
     out.push(edges());
     out.push(contract());
     out.push(posting());
+    out.push(strangers());
+    out.push(channels());
     out.push(carrier());
     out.push(linked());
     out.extend(killed());
@@ -65,6 +67,32 @@ fn posting() -> Case {
         ..Case::alone("what posting takes", "gcc, libibverbs-dev", "sh")
     }
     .says("work requests end as on hardware")
+    .ci()
+}
+
+/// Handles that were changed, objects of two contexts, objects that are gone: for every object and every call.
+fn strangers() -> Case {
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/strangers.c");
+    let script = format!("cc -Wall -Werror -O1 -o {{dir}}/strangers {source} -libverbs && exec {{dir}}/strangers");
+    Case {
+        client: vec!["sh".into(), "-c".into(), script],
+        ..Case::alone("objects that are not what they say", "gcc, libibverbs-dev", "sh")
+    }
+    .says("no stranger gets in")
+    .ci()
+}
+
+/// Descriptors of events in poll, select and epoll.
+fn channels() -> Case {
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/channels.c");
+    let script = format!(
+        "cc -Wall -Werror -O1 -o {{dir}}/channels {source} -libverbs -lrdmacm && exec {{dir}}/channels {{addr}}"
+    );
+    Case {
+        client: vec!["sh".into(), "-c".into(), script],
+        ..Case::alone("descriptors of events", "gcc, librdmacm-dev", "sh")
+    }
+    .says("events come as they should")
     .ci()
 }
 
