@@ -2,9 +2,9 @@
  * ferroce as a library: libibverbs and librdmacm over RoCEv2 in userspace, without RDMA hardware, kernel modules or
  * privilege.
  *
- * libferroce_verbs.so has the binary interface of libibverbs (rdma-core 44) and, together with Debian's librdmacm, that
- * of librdmacm. So programs are written and compiled against rdma-core's headers, and either run under `ferroce run`
- * (which preloads the library), or are linked with it before libibverbs:
+ * libferroce_verbs.so has the binary interface of libibverbs (rdma-core 44) and, together with the system's librdmacm, that
+ * of librdmacm. So programs are written and compiled against rdma-core's headers, and either run under `ferroce run`, or
+ * find it in the place of libibverbs.so.1 (LD_LIBRARY_PATH=…/lib/ferroce), or are linked with it before libibverbs:
  *
  *     cc program.c $(pkg-config --cflags --libs ferroce-verbs)
  *

@@ -9,7 +9,7 @@ use crate::{
     abi::{IBV_NODE_CA, IBV_TRANSPORT_IB, ibv_device},
     config, engine, fork,
     gids::GidTable,
-    ret,
+    rebind, ret,
 };
 
 /// Room behind the public part: providers' libraries (libmlx5) look at fields of the private structure around it, and
@@ -145,6 +145,8 @@ fn interfaces() -> Vec<(String, Vec<IpAddr>)> {
 /// The devices that there are now.
 pub(crate) fn list() -> Vec<&'static VerbsDevice> {
     fork::watch();
+    // Whoever looks for devices is about to look at their files.
+    rebind::run();
     let wanted = interfaces();
     let mut known = engine::devices();
     let mut out = Vec::new();

@@ -4,8 +4,9 @@ use std::{
     cell::RefCell,
     collections::HashMap,
     net::{IpAddr, Ipv6Addr},
+    path::PathBuf,
     slice,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak},
 };
 
 use roce::{AsyncEvent, Device, DeviceConfig, JoinConfig, VerbsError, verbs::EventSource};
@@ -15,11 +16,12 @@ use crate::{
     config,
     device::{self, VerbsDevice},
     events::{Entry, Target},
-    fork,
+    fork::Own,
     links::Links,
     live,
     qp::SharedTarget,
-    ret::{Errno, Result},
+    rebind,
+    ret::{self, Errno, Result},
     worker::Worker,
 };
 
@@ -66,48 +68,84 @@ impl Objects {
     }
 }
 
-/// What there is one of in a process while somebody uses it, with the generation that it was made in. A weak reference from
-/// before a fork has a count that is shared with nobody in this process.
-type Sole<T> = Option<(u32, Weak<T>)>;
+/// What there is one of in a process while somebody uses it.
+struct Sole<T> {
+    slot: Mutex<Slot<T>>,
+    /// It was opened, or that failed.
+    changed: Condvar,
+}
+
+enum Slot<T> {
+    Empty,
+    /// A thread opens it, without the lock: it may have to start a broker first.
+    Opening,
+    Open(Weak<T>),
+}
 
 /// The tables of the process. `std` locks: they need nothing that a fork could leave half done.
-static ENGINE: Mutex<Sole<Engine>> = Mutex::new(None);
-static LINKS: Mutex<Sole<Links>> = Mutex::new(None);
+static ENGINE: Own<Sole<Engine>> = Own::new(Sole::new);
+static LINKS: Own<Sole<Links>> = Own::new(Sole::new);
 static DEVICES: Mutex<Vec<&'static VerbsDevice>> = Mutex::new(Vec::new());
 
-fn lock<T>(table: &'static Mutex<T>) -> MutexGuard<'static, T> {
+fn lock<T>(table: &Mutex<T>) -> MutexGuard<'_, T> {
     table.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The one of this process, made if there is none.
-fn sole<T>(slot: &'static Mutex<Sole<T>>, open: impl FnOnce() -> Result<Arc<T>>) -> Result<Arc<T>> {
-    let mut slot = lock(slot);
-    let now = fork::generation();
-    if let Some((born, weak)) = &*slot
-        && *born == now
-        && let Some(one) = weak.upgrade()
-    {
-        return Ok(one);
+impl<T> Sole<T> {
+    fn new() -> Self {
+        Self {
+            slot: Mutex::new(Slot::Empty),
+            changed: Condvar::new(),
+        }
     }
-    let one = open()?;
-    *slot = Some((now, Arc::downgrade(&one)));
-    Ok(one)
+
+    /// The one that there is.
+    fn current(&self) -> Option<Arc<T>> {
+        match &*lock(&self.slot) {
+            Slot::Open(weak) => weak.upgrade(),
+            _ => None,
+        }
+    }
+
+    /// The one of this process, made if there is none. Who comes while it is made waits for that.
+    fn get(&self, open: impl FnOnce() -> Result<Arc<T>>) -> Result<Arc<T>> {
+        let mut slot = lock(&self.slot);
+        loop {
+            match &*slot {
+                Slot::Opening => {
+                    slot = self.changed.wait(slot).unwrap_or_else(PoisonError::into_inner);
+                    continue;
+                }
+                Slot::Open(weak) => {
+                    if let Some(one) = weak.upgrade() {
+                        return Ok(one);
+                    }
+                }
+                Slot::Empty => {}
+            }
+            break;
+        }
+        *slot = Slot::Opening;
+        drop(slot);
+        let opened = ret::run(open);
+        let mut slot = lock(&self.slot);
+        *slot = opened
+            .as_ref()
+            .map_or(Slot::Empty, |one| Slot::Open(Arc::downgrade(one)));
+        self.changed.notify_all();
+        opened
+    }
 }
 
-type Held = (
-    MutexGuard<'static, Sole<Engine>>,
-    MutexGuard<'static, Sole<Links>>,
-    MutexGuard<'static, Vec<&'static VerbsDevice>>,
-    MutexGuard<'static, ()>,
-);
+type Held = (MutexGuard<'static, Vec<&'static VerbsDevice>>, MutexGuard<'static, ()>);
 
 thread_local! {
     static HELD: RefCell<Option<Held>> = const { RefCell::new(None) };
 }
 
-/// Before a fork: nobody else is in the tables.
+/// Before a fork: nobody else is in the list of devices.
 pub(crate) fn hold_tables() {
-    let held = (lock(&ENGINE), lock(&LINKS), lock(&DEVICES), live::hold());
+    let held = (lock(&DEVICES), live::hold());
     HELD.with(|h| *h.borrow_mut() = Some(held));
 }
 
@@ -123,7 +161,7 @@ pub(crate) fn devices() -> MutexGuard<'static, Vec<&'static VerbsDevice>> {
 
 /// What brings the events of ports, if the system can tell.
 pub(crate) fn links() -> Option<Arc<Links>> {
-    let got = sole(&LINKS, Links::open);
+    let got = LINKS.get().get(Links::open);
     got.map_err(|e| tracing::info!("changes of interfaces are not seen: {e:?}"))
         .ok()
 }
@@ -136,11 +174,22 @@ fn bind_address() -> IpAddr {
     }
 }
 
+/// The program `ferroce` that this library was installed with, or built with: `ferroce run` names it, other ways of loading
+/// don't.
+fn own_program() -> Option<PathBuf> {
+    let library = rebind::own_path()?;
+    let dir = library.parent()?;
+    let places = [".", "../bin", "../../bin"];
+    let mut programs = places.iter().map(|place| dir.join(place).join("ferroce"));
+    programs.find(|program| program.is_file())
+}
+
 /// Opens the device, shared with other processes unless that is switched off, or nobody could be the broker.
 fn open_device(wanted: DeviceConfig) -> std::result::Result<Device, VerbsError> {
-    let Some(how) = JoinConfig::from_env() else {
+    let Some(mut how) = JoinConfig::from_env() else {
         return Device::open(wanted);
     };
+    how.program = how.program.or_else(own_program);
     match Device::open_shared(wanted.clone(), &how) {
         Err(e) if how.program.is_none() => {
             tracing::debug!("no broker: {e}");
@@ -152,9 +201,7 @@ fn open_device(wanted: DeviceConfig) -> std::result::Result<Device, VerbsError> 
 
 /// The engine of this process if there is one.
 pub(crate) fn current() -> Option<Arc<Engine>> {
-    let slot = lock(&ENGINE);
-    let (born, weak) = slot.as_ref()?;
-    weak.upgrade().filter(|_| *born == fork::generation())
+    ENGINE.get().current()
 }
 
 impl Engine {
@@ -163,7 +210,7 @@ impl Engine {
     /// # Errors
     /// When the port can't be had; the reason is on standard error.
     pub(crate) fn get() -> Result<Arc<Self>> {
-        sole(&ENGINE, Self::open)
+        ENGINE.get().get(Self::open)
     }
 
     fn open() -> Result<Arc<Self>> {

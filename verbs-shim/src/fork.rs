@@ -2,11 +2,16 @@
 //!
 //! A child has the parent's memory, but none of its threads, and it shares the parent's sockets. So everything made before
 //! the fork is dead in the child: verbs on it fail with EIO and touch neither locks nor the wire. What the child opens
-//! itself is its own. The locks of this library's tables are held across a fork, so that the child finds them whole.
+//! itself is its own. What this library keeps of a process is an [`Own`], of which the child has a fresh one; only the list
+//! of devices, to which programs keep pointers, is the same in both, and its lock is held across a fork, so that the child
+//! finds it whole.
 
-use std::sync::{
-    Once,
-    atomic::{AtomicU32, Ordering},
+use std::{
+    ptr,
+    sync::{
+        Once,
+        atomic::{AtomicPtr, AtomicU32, Ordering},
+    },
 };
 
 use crate::ret::{Errno, Result};
@@ -17,6 +22,55 @@ static HANDLERS: Once = Once::new();
 /// Counts the forks between the first process and this one.
 pub(crate) fn generation() -> u32 {
     GENERATION.load(Ordering::Relaxed)
+}
+
+/// Something of this process alone: a forked child has a new one. So a fork waits for none of its locks, whatever is done
+/// under them, and finds none of them locked by a thread that it has not.
+pub(crate) struct Own<T: 'static> {
+    current: AtomicPtr<Born<T>>,
+    make: fn() -> T,
+}
+
+struct Born<T> {
+    generation: u32,
+    value: T,
+    /// The parent's, never freed: that would end what the parent goes on with.
+    _parents: *const Self,
+}
+
+impl<T: Send + Sync> Own<T> {
+    pub(crate) const fn new(make: fn() -> T) -> Self {
+        Self {
+            current: AtomicPtr::new(ptr::null_mut()),
+            make,
+        }
+    }
+
+    /// This process's.
+    pub(crate) fn get(&self) -> &'static T {
+        loop {
+            let known = self.current.load(Ordering::Acquire);
+            let generation = generation();
+            // SAFETY: null, or from a box that is never freed.
+            if let Some(born) = unsafe { known.as_ref() }
+                && born.generation == generation
+            {
+                return &born.value;
+            }
+            let fresh = Box::into_raw(Box::new(Born {
+                generation,
+                value: (self.make)(),
+                _parents: known,
+            }));
+            let put = self
+                .current
+                .compare_exchange(known, fresh, Ordering::AcqRel, Ordering::Acquire);
+            if put.is_err() {
+                // SAFETY: made above, and nobody else has seen it.
+                drop(unsafe { Box::from_raw(fresh) });
+            }
+        }
+    }
 }
 
 /// Whether something made at `born` may be used in this process.

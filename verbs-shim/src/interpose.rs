@@ -9,7 +9,7 @@ use std::{
 
 use libc::{DIR, FILE, c_char, c_int, c_void, mode_t, size_t, ssize_t};
 
-use crate::sysfs;
+use crate::{rebind, sysfs};
 
 /// The next definition of a function, looked up once.
 struct Next {
@@ -30,12 +30,28 @@ impl Next {
         if !known.is_null() {
             return known;
         }
-        // SAFETY: a C string.
-        let found = unsafe { libc::dlsym(libc::RTLD_NEXT, self.name.as_ptr()) };
+        // SAFETY: C strings.
+        let found = unsafe {
+            let first = libc::dlsym(libc::RTLD_DEFAULT, self.name.as_ptr());
+            // When the first one is another's (this library was loaded late), there may be none behind us.
+            match rebind::is_ours(first) {
+                true => libc::dlsym(libc::RTLD_NEXT, self.name.as_ptr()),
+                false => first,
+            }
+        };
         self.found.store(found, Ordering::Relaxed);
         found
     }
 }
+
+/// A function of ours in front of one of libc, by its name.
+pub(crate) struct Call {
+    pub(crate) name: &'static str,
+    pub(crate) ours: *const c_void,
+}
+
+// SAFETY: an address of a function, which never changes.
+unsafe impl Sync for Call {}
 
 /// Where a path leads.
 ///
@@ -74,7 +90,11 @@ macro_rules! forward {
                 }
             }
         }
-    )*};
+    )*
+
+    /// All of them.
+    pub(crate) static CALLS: &[Call] = &[$(Call { name: stringify!($name), ours: $name as *const c_void }),*];
+    };
 }
 
 // The mode of `open` is a variable argument in C; passing one that is not there does no harm with the C calling

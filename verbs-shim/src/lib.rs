@@ -1,4 +1,5 @@
-//! The C ABI of libibverbs and librdmacm (Debian 12, rdma-core 44) over ferroce: preloaded by `ferroce run`, or linked.
+//! The C ABI of libibverbs and librdmacm (Debian 12, rdma-core 44) over ferroce: preloaded by `ferroce run`, linked, or behind
+//! the stubs of libibverbs.so.1 and librdmacm.so.1 that `build.rs` makes (`table`).
 //!
 //! Programs call the exported functions and the function tables that `context` fills. Objects are structures that begin with
 //! the public C structure, in memory of their kind (`live`); behind it are handles of the `roce` crate. One transport per process (`engine`)
@@ -25,6 +26,7 @@ mod gids;
 mod interpose;
 mod links;
 mod live;
+mod marshall;
 mod mcast;
 mod mr;
 mod mw;
@@ -36,10 +38,12 @@ mod qpattr;
 mod query;
 mod queue;
 pub mod rdmacm;
+mod rebind;
 mod ret;
 mod srq;
 mod strings;
 mod sysfs;
+mod table;
 mod unsupported;
 mod worker;
 mod wrex;

@@ -5,6 +5,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use libc::c_int;
 use roce::{PostError, VerbsError};
 
+use crate::config;
+
 /// An error number.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Errno(pub(crate) c_int);
@@ -64,9 +66,27 @@ impl From<std::io::Error> for Errno {
     }
 }
 
-/// Runs a verb; a panic is our fault and becomes EIO.
-fn run<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
-    catch_unwind(AssertUnwindSafe(body)).unwrap_or(Err(Errno::IO))
+/// Runs something that must not unwind into C. A panic is our fault, and the user is told of it: the program sees no more
+/// than EIO.
+pub(crate) fn guard<T>(body: impl FnOnce() -> T) -> Option<T> {
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(done) => Some(done),
+        Err(payload) => {
+            let text = payload.downcast_ref::<String>().map(String::as_str);
+            let text = text
+                .or_else(|| payload.downcast_ref::<&str>().copied())
+                .unwrap_or("no reason");
+            config::complain(format_args!(
+                "a verb has failed by a bug of ferroce ({text}); the program gets an I/O error (EIO) or nothing"
+            ));
+            None
+        }
+    }
+}
+
+/// Runs a verb; a panic becomes EIO.
+pub(crate) fn run<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
+    guard(body).unwrap_or(Err(Errno::IO))
 }
 
 /// A verb that returns an object, or NULL with errno.
@@ -98,5 +118,5 @@ pub(crate) fn minus_one(body: impl FnOnce() -> Result<c_int>) -> c_int {
 
 /// A verb that returns a value and can't fail; `fallback` after a panic.
 pub(crate) fn value<T>(fallback: T, body: impl FnOnce() -> T) -> T {
-    catch_unwind(AssertUnwindSafe(body)).unwrap_or(fallback)
+    guard(body).unwrap_or(fallback)
 }

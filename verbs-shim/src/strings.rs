@@ -61,6 +61,25 @@ const EVENT: &[&CStr] = &[
     c"WQ fatal",
 ];
 
+const OPCODE: &[&CStr] = &[
+    c"rdma-write",
+    c"rdma-write-with-imm",
+    c"send",
+    c"send-with-imm",
+    c"rdma-read",
+    c"atomic-cmp-and-swp",
+    c"atomic-fetch-and-add",
+    c"local-inv",
+    c"bind-mw",
+    c"send-with-inv",
+    c"tso",
+    c"driver1",
+    c"",
+    c"",
+    c"flush",
+    c"atomic-write",
+];
+
 const PORT_STATE: &[&CStr] = &[
     c"no state change (NOP)",
     c"down",
@@ -94,6 +113,12 @@ extern "C" fn ibv_event_type_str(event: c_enum) -> *const c_char {
 #[unsafe(no_mangle)]
 extern "C" fn ibv_port_state_str(state: c_enum) -> *const c_char {
     pick(PORT_STATE, state, c"unknown")
+}
+
+/// Of later libibverbs, for programs of rdma-core's own (`enum ibv_wr_opcode`).
+#[unsafe(no_mangle)]
+extern "C" fn ibv_wr_opcode_str(opcode: c_enum) -> *const c_char {
+    pick(OPCODE, opcode, c"unknown")
 }
 
 #[unsafe(no_mangle)]

@@ -26,7 +26,9 @@ use roce::{JoinConfig, broker};
 
 use crate::{
     device::{self, VerbsDevice},
-    engine, gids, ret,
+    engine,
+    fork::Own,
+    gids, ret,
 };
 
 /// What is answered from the private directory: these, and everything below them.
@@ -206,11 +208,11 @@ fn build() -> io::Result<PathBuf> {
     Ok(dir)
 }
 
-static ROOT: Mutex<Option<(Instant, PathBuf)>> = Mutex::new(None);
+static ROOT: Own<Mutex<Option<(Instant, PathBuf)>>> = Own::new(Mutex::default);
 
 fn root() -> Option<PathBuf> {
     // Whoever comes while it is made (from the file calls that make it) gets no answer rather than a deadlock.
-    let mut root = ROOT.try_lock().ok()?;
+    let mut root = ROOT.get().try_lock().ok()?;
     if let Some((at, dir)) = &*root
         && at.elapsed() < FRESH
     {

@@ -1,9 +1,13 @@
-//! Verbs that this device does not have, as it should be: EOPNOTSUPP, and no crash.
+//! Verbs that this device does not have, as it should be: EOPNOTSUPP, and no crash. The lists in `symbols` say which of
+//! these answers what else libibverbs exports.
+
+use std::sync::Once;
 
 use libc::{c_char, c_int, c_void};
 
 use crate::{
     abi::{ibv_context, ibv_ece, ibv_mr, ibv_pd, ibv_qp, ibv_srq},
+    config,
     ret::Errno,
 };
 
@@ -17,6 +21,63 @@ pub(crate) unsafe extern "C" fn code() -> c_int {
 pub(crate) unsafe extern "C" fn pointer() -> *mut c_void {
     Errno::NOTSUP.set();
     std::ptr::null_mut()
+}
+
+/// A function that returns -1 when it fails.
+pub(crate) unsafe extern "C" fn minus_one() -> c_int {
+    Errno::NOTSUP.set();
+    -1
+}
+
+/// A number of things, of which there are none.
+pub(crate) unsafe extern "C" fn zero() -> c_int {
+    0
+}
+
+/// What can't fail, and has nothing to do: a provider announces itself, a log line, an object that was never made.
+pub(crate) unsafe extern "C" fn nothing() {}
+
+/// Tells, once, why a program of libibverbs 1.0 (2006) finds nothing: its structures are not those of 1.1, and whoever would
+/// get a 1.0 device, the root of all objects, gets none.
+fn obsolete() {
+    static TOLD: Once = Once::new();
+    TOLD.call_once(|| {
+        config::complain(format_args!(
+            "this program was built for libibverbs 1.0, before IBVERBS_1.1: build it again with a later one"
+        ));
+    });
+    Errno(libc::ENOSYS).set();
+}
+
+/// `ibv_get_device_list` of 1.0.
+///
+/// # Safety
+/// `count` is null or has room for a number.
+pub(crate) unsafe extern "C" fn list_1_0(count: *mut c_int) -> *mut c_void {
+    obsolete();
+    if !count.is_null() {
+        // SAFETY: the caller's promise.
+        unsafe { count.write(0) };
+    }
+    std::ptr::null_mut()
+}
+
+/// What returned an object, a name or a number in 1.0, without a device.
+pub(crate) unsafe extern "C" fn null_1_0() -> *mut c_void {
+    obsolete();
+    std::ptr::null_mut()
+}
+
+/// What returned an error number in 1.0.
+pub(crate) unsafe extern "C" fn code_1_0() -> c_int {
+    obsolete();
+    libc::ENOSYS
+}
+
+/// What returned -1 in 1.0.
+pub(crate) unsafe extern "C" fn minus_one_1_0() -> c_int {
+    obsolete();
+    -1
 }
 
 /// Tag matching.

@@ -2,7 +2,7 @@
 
 use std::{
     fs,
-    os::unix::fs::PermissionsExt,
+    os::unix::fs::{PermissionsExt, symlink},
     path::{Path, PathBuf},
     process::Command,
 };
@@ -14,7 +14,14 @@ use crate::{
     cargo::{self, Profile},
 };
 
-const LIBRARY: &str = "libferroce_verbs.so";
+/// Of `lib/ferroce`, where the dynamic linker finds the library as libibverbs and librdmacm.
+const LIBRARIES: [&str; 3] = ["libferroce_verbs.so", "libibverbs.so.1", "librdmacm.so.1"];
+/// What a linker finds by `-l`: in which folder, by which name, what.
+const LINKS: [(&str, &str, &str); 3] = [
+    ("lib", "libferroce_verbs.so", "ferroce/libferroce_verbs.so"),
+    ("lib/ferroce", "libibverbs.so", "libibverbs.so.1"),
+    ("lib/ferroce", "librdmacm.so", "librdmacm.so.1"),
+];
 const HEADER: &str = "verbs-shim/include/ferroce_verbs.h";
 const PKG_CONFIG: &str = "verbs-shim/ferroce-verbs.pc.in";
 const SYSTEM_BROKER: &str = "ferroce/dist/ferroce-broker.service";
@@ -60,6 +67,16 @@ fn copy(from: &Path, to: &Path, mode: u32) -> Result<()> {
     put(to, &fs::read(from).map_err(failed(from))?, mode)
 }
 
+/// Makes a symbolic link in one step.
+fn link(target: &str, at: &Path) -> Result<()> {
+    let fresh = at.with_extension("new");
+    let _ = fs::remove_file(&fresh);
+    symlink(target, &fresh).map_err(failed(&fresh))?;
+    fs::rename(&fresh, at).map_err(failed(at))?;
+    println!("{}", at.display());
+    Ok(())
+}
+
 /// The version of the workspace, as the program tells it (`ferroce 0.1.0`).
 fn version(ferroce: &Path) -> Result<String> {
     let out = Command::new(ferroce)
@@ -79,9 +96,14 @@ pub(crate) fn run(args: &InstallArgs) -> Result<()> {
     }
     let ferroce = cargo::build("ferroce", "ferroce", Profile::Release)?;
     cargo::run(&["build", "--release", "-p", "verbs-shim"])?;
-    let library = ferroce.with_file_name(LIBRARY);
+    let built = ferroce.with_file_name("lib").join("ferroce");
     copy(&ferroce, &args.place("bin/ferroce"), 0o755)?;
-    copy(&library, &args.place(&format!("lib/{LIBRARY}")), 0o644)?;
+    for name in LIBRARIES {
+        copy(&built.join(name), &args.place("lib/ferroce").join(name), 0o644)?;
+    }
+    for (folder, name, target) in LINKS {
+        link(target, &args.place(folder).join(name))?;
+    }
     copy(Path::new(HEADER), &args.place("include/ferroce_verbs.h"), 0o644)?;
     let template = fs::read_to_string(PKG_CONFIG).map_err(failed(Path::new(PKG_CONFIG)))?;
     let pc = template

@@ -27,6 +27,10 @@ const RATE_VARIABLE: &str = "FERROCE_UNRELIABLE_RATE";
 const PCAP_VARIABLE: &str = "FERROCE_PCAP";
 const BROKER_VARIABLE: &str = "FERROCE_BROKER";
 const PRELOAD: &str = "LD_PRELOAD";
+/// Where the dynamic linker looks first.
+const SEARCH: &str = "LD_LIBRARY_PATH";
+/// A file of the directory with which the library is found as libibverbs, by programs that ask the dynamic linker for that.
+const STUB: &str = "libibverbs.so.1";
 
 #[derive(Args)]
 #[command(after_help = "\
@@ -37,10 +41,11 @@ Examples:
   ferroce run --pcap /tmp/wire-%p.pcap -- ibv_rc_pingpong -g 0 192.0.2.8
 
 The program, and what it starts in turn, uses ferroce instead of RDMA hardware: one device for each interface (ferroce0, \
-ferroce1, …), whose GIDs are the interface's addresses. No privilege is needed. Any number of processes share the \
+ferroce1, …), whose GIDs are the interface's addresses. The library is preloaded (LD_PRELOAD), and found as libibverbs.so.1 and \
+librdmacm.so.1 (LD_LIBRARY_PATH); for most programs either is enough. No privilege is needed. Any number of processes share the \
 addresses, by means of a small broker that the first one starts and that ends after the last (`ferroce stat` shows them).
 
-Environment, also for programs that preload libferroce_verbs.so on their own, but for those with rights that their user hasn't \
+Environment, also for programs that load the library on their own, but for those with rights that their user hasn't \
 (set-uid, capabilities):
   FERROCE_SHIM        path of libferroce_verbs.so; default: beside this program
   FERROCE_ADDR        addresses to use, separated by commas; default: all (--addr)
@@ -88,6 +93,16 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     command
         .args(rest)
         .env(PRELOAD, preload(&shim, std::env::var_os(PRELOAD).as_deref())?);
+    // Programs that bring a copy of libibverbs have what is preloaded, those that look for one by name have the directory.
+    match find_directory(&shim) {
+        Some(dir) => {
+            command.env(SEARCH, search(&dir, std::env::var_os(SEARCH).as_deref())?);
+        }
+        None => tracing::warn!(
+            "{STUB} is not beside {}: programs that load it by name will find no device",
+            shim.display()
+        ),
+    }
     if !args.addr.is_empty() {
         command.env(ADDR_VARIABLE, addresses(&args.addr)?);
     }
@@ -134,7 +149,7 @@ fn find_shim() -> Result<PathBuf, Failure> {
     let own = std::env::current_exe().and_then(|p| p.canonicalize());
     let own = own.map_err(|e| Failure::failed(format!("can't find out where this program is: {e}")))?;
     let dir = own.parent().unwrap_or(Path::new("/"));
-    let places = [".", "../lib", "../lib/ferroce", "deps"];
+    let places = [".", "../lib/ferroce", "../lib", "deps"];
     let found = places.iter().map(|p| dir.join(p).join(LIBRARY)).find(|p| p.is_file());
     found.and_then(|p| p.canonicalize().ok()).ok_or_else(|| {
         Failure::failed(format!(
@@ -143,6 +158,36 @@ fn find_shim() -> Result<PathBuf, Failure> {
             dir.display()
         ))
     })
+}
+
+/// The directory of libibverbs.so.1 and librdmacm.so.1 that belong to a library: its own when it is installed, or the one
+/// that cargo's build makes.
+fn find_directory(shim: &Path) -> Option<PathBuf> {
+    let dir = shim.parent()?;
+    let places = [".", "ferroce", "lib/ferroce", "../lib/ferroce"];
+    let found = places.iter().map(|p| dir.join(p)).find(|p| p.join(STUB).is_file());
+    found.and_then(|p| p.canonicalize().ok())
+}
+
+/// Our directory first, then where libraries were to be looked for anyway.
+fn search(dir: &Path, present: Option<&OsStr>) -> Result<OsString, Failure> {
+    let name = dir.as_os_str();
+    if name.as_bytes().iter().any(|b| b":;".contains(b)) {
+        return Err(Failure::failed(format!(
+            "the dynamic linker can't look for libraries in {}: its path must have no colons and semicolons",
+            dir.display()
+        )));
+    }
+    let mut out = name.to_owned();
+    // An empty part is the directory that the program runs in; an empty variable is nothing.
+    let others = present.filter(|p| !p.is_empty()).map(OsStr::as_bytes);
+    for other in others.into_iter().flat_map(|p| p.split(|b| b":;".contains(b))) {
+        if other != name.as_bytes() {
+            out.push(":");
+            out.push(OsStr::from_bytes(other));
+        }
+    }
+    Ok(out)
 }
 
 /// Our library first, then what was to be preloaded anyway.
@@ -230,6 +275,33 @@ mod tests {
             "not twice"
         );
         assert!(preload(Path::new("/with space/l.so"), None).is_err());
+    }
+
+    #[test]
+    fn where_libraries_are_looked_for_stays() {
+        let dir = Path::new("/x/lib/ferroce");
+        let list = |present: Option<&str>| search(dir, present.map(OsStr::new)).unwrap().into_string().unwrap();
+        assert_eq!(list(None), "/x/lib/ferroce");
+        assert_eq!(list(Some("")), "/x/lib/ferroce");
+        assert_eq!(list(Some("/a:/with space;/b")), "/x/lib/ferroce:/a:/with space:/b");
+        assert_eq!(list(Some("/a:")), "/x/lib/ferroce:/a:", "the current directory");
+        assert_eq!(list(Some("/x/lib/ferroce:/a")), "/x/lib/ferroce:/a", "not twice");
+        assert!(search(Path::new("/a:b"), None).is_err());
+    }
+
+    #[test]
+    fn the_directory_is_found_in_an_installation_and_in_a_build_tree() {
+        let root = tempfile::tempdir().unwrap();
+        let root = root.path().canonicalize().unwrap();
+        let dir = root.join("lib/ferroce");
+        std::fs::create_dir_all(&dir).unwrap();
+        std::fs::create_dir_all(root.join("deps")).unwrap();
+        let shims = ["lib/ferroce", "lib", ".", "deps"].map(|d| root.join(d).join(LIBRARY));
+        assert!(shims.iter().all(|shim| find_directory(shim).is_none()));
+        std::fs::write(dir.join(STUB), "").unwrap();
+        for shim in shims {
+            assert_eq!(find_directory(&shim).as_ref(), Some(&dir), "{}", shim.display());
+        }
     }
 
     #[test]

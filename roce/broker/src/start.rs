@@ -363,7 +363,6 @@ fn spawn(dir: &Path, program: Option<&Path>) -> Result<(), StartError> {
             dir.as_os_str(),
         ])
         .env_remove("LD_PRELOAD")
-        .current_dir("/")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(log)

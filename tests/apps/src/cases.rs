@@ -68,6 +68,8 @@ pub(crate) struct Case {
     pub(crate) plan: Plan,
     /// Under valgrind, which must find nothing.
     pub(crate) memcheck: bool,
+    /// Without `ferroce run`: LD_LIBRARY_PATH names the directory of the libraries, and that is all.
+    pub(crate) directory: bool,
 }
 
 fn words(text: &str) -> Vec<String> {
@@ -95,6 +97,7 @@ impl Case {
             files: Vec::new(),
             plan: Plan::Programs,
             memcheck: false,
+            directory: false,
         }
     }
 
@@ -163,6 +166,13 @@ impl Case {
     pub(crate) fn everywhere(mut self) -> Self {
         self.net.everywhere = true;
         self.on_ethernet()
+    }
+
+    /// The same with the directory of the libraries alone.
+    pub(crate) fn by_directory(mut self) -> Self {
+        self.name += " (directory)";
+        self.directory = true;
+        self
     }
 
     pub(crate) fn file(mut self, name: &'static str, text: &'static str) -> Self {

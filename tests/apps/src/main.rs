@@ -2,6 +2,7 @@
 //! this host and at one address. `cargo xtask apps` builds what this needs and runs it.
 
 mod cases;
+mod directory;
 mod everywhere;
 mod killed;
 mod lifetime;
@@ -67,8 +68,11 @@ struct Cli {
     /// Run the programs as this user; only root can choose, and takes `nobody` unless it says `--user root`
     #[arg(long, value_name = "NAME")]
     user: Option<String>,
+    /// Run the programs without `ferroce run`, with LD_LIBRARY_PATH alone
+    #[arg(long)]
+    directory: bool,
     /// Measure speed instead: ib_send_lat, ib_write_lat and ib_write_bw beside `ferroce bench`, pinned and unpinned
-    #[arg(long, conflicts_with_all = ["list", "only", "set"])]
+    #[arg(long, conflicts_with_all = ["list", "only", "set", "directory"])]
     speed: bool,
     /// Say what failing programs printed, in full
     #[arg(long, short)]
@@ -78,6 +82,10 @@ struct Cli {
 fn chosen(cli: &Cli) -> Vec<Case> {
     let mut all = matrix::all();
     all.retain(|case| cli.set == Set::Full || case.ci);
+    if cli.directory {
+        all.retain(|case| !case.directory && !directory::needs_preload(case));
+        all = all.into_iter().map(Case::by_directory).collect();
+    }
     all.retain(|case| cli.only.is_empty() || cli.only.iter().any(|text| case.name.contains(text.as_str())));
     all
 }

@@ -30,6 +30,7 @@ pub(crate) fn all() -> Vec<Case> {
     out.push(mpi());
     out.push(python());
     out.extend(crate::lifetime::all());
+    out.extend(crate::directory::all(&out));
     out
 }
 

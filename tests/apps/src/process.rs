@@ -321,19 +321,26 @@ impl Setup {
         })
     }
 
-    /// A command under `ferroce run`, in a case's directory.
+    /// A command under `ferroce run`, or with the directory of its libraries alone, in a case's directory.
     pub(crate) fn command(&self, case: &Case, words: &[String], dir: &Path) -> Result<Command> {
         let mut all = match case.net.ethernet {
             true => self.namespace(case)?.prefix(),
             false => Vec::new(),
         };
         let addr = self.addr_of(case)?.to_string();
-        all.push(self.ferroce.display().to_string());
-        all.push("run".to_owned());
-        if !case.net.everywhere {
-            all.extend(["--addr".to_owned(), addr]);
-        }
-        all.push("--".to_owned());
+        let libraries = self.ferroce.with_file_name(site::DIRECTORY);
+        let program: Vec<String> = match (case.directory, case.net.everywhere) {
+            (true, everywhere) => ["env".to_owned(), format!("LD_LIBRARY_PATH={}", libraries.display())]
+                .into_iter()
+                .chain((!everywhere).then(|| format!("FERROCE_ADDR={addr}")))
+                .collect(),
+            (false, everywhere) => [self.ferroce.display().to_string(), "run".to_owned()]
+                .into_iter()
+                .chain((!everywhere).then(|| format!("--addr={addr}")))
+                .chain(["--".to_owned()])
+                .collect(),
+        };
+        all.extend(program);
         all.extend_from_slice(words);
         let shared = self.dir.path().join(case.net.place().broker());
         let mut command = Command::new(&all[0]);

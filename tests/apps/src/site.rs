@@ -5,7 +5,7 @@ use std::{
     io::{BufRead as _, BufReader},
     net::IpAddr,
     os::unix::{
-        fs::{PermissionsExt as _, chown},
+        fs::{PermissionsExt as _, chown, symlink},
         process::CommandExt as _,
     },
     path::{Path, PathBuf},
@@ -116,13 +116,24 @@ impl User {
     }
 }
 
+/// Beside `ferroce`, in a build tree: the directory where the dynamic linker finds its library as libibverbs and librdmacm.
+pub(crate) const DIRECTORY: &str = "lib/ferroce";
+
 /// Copies `ferroce` and its library to where every user can run them.
 pub(crate) fn copy_programs(ferroce: &Path, to: &Path) -> Result<PathBuf> {
     fs::create_dir(to).map_err(|e| format!("{}: {e}", to.display()))?;
-    for name in ["ferroce", "libferroce_verbs.so"] {
+    let dir = to.join(DIRECTORY);
+    fs::create_dir_all(&dir).map_err(|e| format!("{}: {e}", dir.display()))?;
+    let stubs = ["libibverbs.so.1", "librdmacm.so.1"].map(|name| format!("{DIRECTORY}/{name}"));
+    for name in ["ferroce", "libferroce_verbs.so"]
+        .into_iter()
+        .chain(stubs.iter().map(String::as_str))
+    {
         let from = ferroce.with_file_name(name);
         fs::copy(&from, to.join(name)).map_err(|e| format!("copying {}: {e}", from.display()))?;
     }
+    let link = dir.join("libferroce_verbs.so");
+    symlink("../../libferroce_verbs.so", &link).map_err(|e| format!("{}: {e}", link.display()))?;
     Ok(to.join("ferroce"))
 }
 

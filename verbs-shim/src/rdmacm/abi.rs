@@ -41,6 +41,21 @@ pub(crate) enum Cmd {
 }
 
 impl Cmd {
+    /// Whether it may open the transport, and so start a broker.
+    pub(crate) fn may_open(self) -> bool {
+        matches!(
+            self,
+            Self::BindIp
+                | Self::Bind
+                | Self::ResolveIp
+                | Self::ResolveAddr
+                | Self::Listen
+                | Self::Connect
+                | Self::JoinIpMcast
+                | Self::JoinMcast
+        )
+    }
+
     const ALL: [Self; 23] = [
         Self::CreateId,
         Self::DestroyId,

@@ -2,7 +2,6 @@
 
 use std::{
     collections::HashMap,
-    mem,
     net::{IpAddr, SocketAddr},
     os::fd::{AsRawFd, OwnedFd},
     sync::{Arc, Weak},
@@ -49,6 +48,8 @@ const FRESH: Duration = Duration::from_millis(500);
 #[derive(Default)]
 pub(crate) struct Facade {
     link: Option<Link>,
+    /// What a caller has opened for the link, or why it could not: opening takes too long for the lock that this is under.
+    offered: Option<Result<Arc<Engine>>>,
     /// Devices of addresses that were asked for lately.
     places: HashMap<IpAddr, (Instant, Place)>,
 }
@@ -65,7 +66,7 @@ impl Handle for Id {
 impl Facade {
     fn cm(&mut self) -> Result<&RawCm> {
         if self.link.is_none() {
-            let engine = Engine::get()?;
+            let engine = self.offered.clone().unwrap_or_else(Engine::get)?;
             let cm = Arc::new(engine.device.raw_cm()?);
             let readable = cm.as_fd().try_clone_to_owned()?;
             let weak = Arc::downgrade(&cm);
@@ -81,9 +82,14 @@ impl Facade {
         self.link.take()
     }
 
-    /// Forgets the device of the process that this one was forked from, without touching it.
-    pub(crate) fn abandon(&mut self) {
-        mem::forget(self.link.take());
+    /// Whether the next command that needs the transport has to open it.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.link.is_none()
+    }
+
+    /// Has the link made of this when it is needed; `None`: not any more.
+    pub(crate) fn offer(&mut self, engine: Option<Result<Arc<Engine>>>) {
+        self.offered = engine;
     }
 }
 

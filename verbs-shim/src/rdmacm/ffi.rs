@@ -2,14 +2,12 @@
 //! for every descriptor that is not an event channel.
 
 use std::{
-    cell::RefCell,
     ffi::{c_int, c_void},
-    io, mem,
+    io,
     os::fd::RawFd,
-    panic::{AssertUnwindSafe, catch_unwind},
     ptr,
     sync::{
-        Mutex, MutexGuard, Once, PoisonError,
+        Mutex, Once, PoisonError,
         atomic::{AtomicI64, Ordering},
     },
     time::Instant,
@@ -26,7 +24,12 @@ use super::{
 };
 use roce::broker;
 
-use crate::{device, fork};
+use crate::{
+    device,
+    engine::Engine,
+    fork::{self, Own},
+    interpose::Call,
+};
 
 /// `struct rdma_event_channel`.
 #[repr(C)]
@@ -44,6 +47,29 @@ unsafe extern "C-unwind" {
     fn libc_read(fd: c_int, buf: *mut c_void, len: usize) -> isize;
     fn pause() -> c_int;
 }
+
+/// What stands in front of libc's functions, for programs that loaded this library too late for that.
+pub(crate) static CALLS: [Call; 2] = [
+    Call {
+        name: "write",
+        ours: write as *const c_void,
+    },
+    Call {
+        name: "close",
+        ours: close as *const c_void,
+    },
+];
+/// What stands in front of librdmacm's own, likewise.
+pub(crate) static CHANNEL_CALLS: [Call; 2] = [
+    Call {
+        name: "rdma_create_event_channel",
+        ours: rdma_create_event_channel as *const c_void,
+    },
+    Call {
+        name: "rdma_destroy_event_channel",
+        ours: rdma_destroy_event_channel as *const c_void,
+    },
+];
 
 static CHANNELS: FdSet = FdSet::new();
 /// Those of them that are being closed, which takes as long as the device does.
@@ -81,63 +107,31 @@ fn is_lost(fd: RawFd) -> bool {
     with(|ucma| ucma.has_channel(fd) && !ucma.is_there(fd))
 }
 
-/// What is kept, and the process that it was made in.
-struct Global {
-    born: u32,
-    ucma: Ucma<Facade>,
-}
-
-static GLOBAL: Mutex<Option<Global>> = Mutex::new(None);
-
-fn lock() -> MutexGuard<'static, Option<Global>> {
-    GLOBAL.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-thread_local! {
-    static HELD: RefCell<Option<MutexGuard<'static, Option<Global>>>> = const { RefCell::new(None) };
-}
-
-extern "C" fn before_fork() {
-    let held = lock();
-    HELD.with(|h| *h.borrow_mut() = Some(held));
-}
-
-extern "C" fn after_fork() {
-    HELD.with(|h| h.borrow_mut().take());
-}
+/// What this process keeps. What the process that it was forked from has kept is out of reach, and never freed, since that
+/// would end that process's connections.
+static GLOBAL: Own<Mutex<Option<Ucma<Facade>>>> = Own::new(Mutex::default);
 
 extern "C" fn after_fork_in_child() {
     OWNER.store(own_pid(), Ordering::Relaxed);
-    after_fork();
 }
 
-/// Watches for forks, once. This lock is taken before those of the devices: handlers run in reverse.
+/// Watches for forks, once.
 fn watch_forks() {
     static HANDLERS: Once = Once::new();
     fork::watch();
     HANDLERS.call_once(|| {
-        // SAFETY: plain functions of this library, which is never unloaded.
-        let failed = unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork_in_child)) };
+        // SAFETY: a plain function of this library, which is never unloaded.
+        let failed = unsafe { libc::pthread_atfork(None, None, Some(after_fork_in_child)) };
         if failed != 0 {
             tracing::error!("pthread_atfork failed: forked children must not use RDMA_CM");
         }
     });
 }
 
-/// Runs something on what this process keeps. What the process that it was forked from has kept is out of reach: it is
-/// never freed, since that would end that process's connections.
+/// Runs something on what this process keeps. It must not wait for a broker: the whole of RDMA_CM would.
 fn with<R>(body: impl FnOnce(&mut Ucma<Facade>) -> R) -> R {
-    let mut slot = lock();
-    let now = fork::generation();
-    if let Some(mut old) = slot.take_if(|g| g.born != now) {
-        old.ucma.backend.abandon();
-        mem::forget(old);
-    }
-    let global = slot.get_or_insert_with(|| Global {
-        born: now,
-        ucma: Ucma::new(Facade::default()),
-    });
-    body(&mut global.ucma)
+    let mut slot = GLOBAL.get().lock().unwrap_or_else(PoisonError::into_inner);
+    body(slot.get_or_insert_with(|| Ucma::new(Facade::default())))
 }
 
 /// Takes in what the transport has to tell.
@@ -214,7 +208,7 @@ unsafe extern "C" fn rdma_destroy_event_channel(channel: *mut RdmaEventChannel) 
 /// Ends what is left on a channel whose descriptor is about to be closed.
 fn forget_channel(fd: RawFd) {
     if CHANNELS.contains(fd) && !CLOSING.contains(fd) && CLOSING.insert(fd).is_ok() {
-        let ended = catch_unwind(|| {
+        crate::ret::guard(|| {
             let link = with(|ucma| {
                 ucma.close_channel(fd);
                 ucma.is_idle().then(|| ucma.backend.close()).flatten()
@@ -223,9 +217,6 @@ fn forget_channel(fd: RawFd) {
                 link.end();
             }
         });
-        if ended.is_err() {
-            tracing::error!("closing an event channel failed");
-        }
         CHANNELS.remove(fd);
         CLOSING.remove(fd);
     }
@@ -320,10 +311,7 @@ impl From<Result<Self>> for Outcome {
 }
 
 fn guarded(body: impl FnOnce() -> Result<Outcome>) -> Outcome {
-    match catch_unwind(AssertUnwindSafe(body)) {
-        Ok(outcome) => outcome.into(),
-        Err(_) => Outcome::Failed(Errno::IO),
-    }
+    crate::ret::run(body).into()
 }
 
 /// Reads the program's memory.
@@ -378,6 +366,9 @@ unsafe fn command(fd: RawFd, buf: *const c_void, len: usize) -> Outcome {
     guarded(|| {
         // SAFETY: the caller's promise.
         let c = unsafe { parse(fd, buf, len) }?;
+        let must_open = c.cmd.may_open() && with(|ucma| ucma.has_channel(fd) && ucma.backend.is_closed());
+        // Whoever gets here first may start a broker, and nobody waits for that but those who need it too.
+        let engine = must_open.then(Engine::get);
         with(|ucma| {
             if !ucma.has_channel(fd) {
                 return match (CHANNELS.contains(fd) && !CLOSING.contains(fd), c.cmd) {
@@ -395,8 +386,11 @@ unsafe fn command(fd: RawFd, buf: *const c_void, len: usize) -> Outcome {
                 };
                 answer
             } else {
+                ucma.backend.offer(engine);
                 // SAFETY: the caller's promise.
-                ucma.execute(&c, &|from, len| unsafe { read_user(from, len) })?
+                let answer = ucma.execute(&c, &|from, len| unsafe { read_user(from, len) });
+                ucma.backend.offer(None);
+                answer?
             };
             // SAFETY: the caller's promise.
             unsafe { write_user(&answer) }?;

@@ -6,7 +6,7 @@
 //! transport, and `facade` has it from `roce`. Synchronous ids, `rdma_getaddrinfo`, `rdma_create_ep` and rsockets are
 //! librdmacm's own.
 
-mod abi;
+pub(crate) mod abi;
 mod addr;
 mod backend;
 mod channel;
@@ -15,7 +15,8 @@ mod connect;
 mod context;
 mod event;
 mod facade;
-mod ffi;
+pub(crate) mod ffi;
+pub(crate) mod forward;
 mod multicast;
 mod ports;
 mod qp_attr;

@@ -232,6 +232,8 @@ fn detach(config: &Config) -> Result<(), BrokerError> {
             OsStr::new("--dir"),
             config.dir.as_os_str(),
         ])
+        // It outlives whoever needed it first, and shall keep no file system busy.
+        .current_dir("/")
         .stdin(Stdio::null())
         .stdout(Stdio::inherit())
         .stderr(Stdio::inherit())
