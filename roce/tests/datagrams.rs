@@ -11,7 +11,7 @@ use common::*;
 use roce::{
     AddressHandle, AddressVector, Completion, CompletionQueue, Device, DeviceConfig, MemoryRegion, Mr, NetworkHeader,
     Payload, PostError, Provider, Psn, QKey, Qp, QpAttr, QpCaps, QpOptions, QpState, QpType, Qpn, QueuePair, RecvWr,
-    SendFlags, SendOp, SendRequest, SendWr, Target, VerbsError, WcFlags, WcOpcode,
+    SendFlags, SendOp, SendRequest, SendWr, Target, VerbsError, WcFlags, WcOpcode, WcStatus,
 };
 
 const QKEY: QKey = QKey(0x1111_1111);
@@ -242,10 +242,8 @@ fn what_a_datagram_queue_pair_cannot_send_is_refused() {
         qp.post_requests(&[SendRequest { wr, target }]).unwrap_err()
     };
     let to = Target::Datagram(there.to(qp.qpn(), QKEY));
-    let (done, why) = refused(SendOp::Write(remote(&mr, 0)), to, Payload::Inline(b"x"));
+    let (done, why) = refused(SendOp::Send, Target::Peer, Payload::Inline(b"x"));
     assert!(done == 0 && matches!(why, PostError::Invalid(_)), "{why:?}");
-    let (_, why) = refused(SendOp::Send, Target::Peer, Payload::Inline(b"x"));
-    assert!(matches!(why, PostError::Invalid(_)), "{why:?}");
     let too_long = [mr.sge(0, 4097)];
     let wr = SendWr {
         wr_id: 1,
@@ -268,6 +266,15 @@ fn what_a_datagram_queue_pair_cannot_send_is_refused() {
         a.device.create_ah(&a.pd, &elsewhere),
         Err(VerbsError::Address(_))
     ));
+    // What the service lacks is posted, and ends in the completion. The queue pair is in error then.
+    let write = SendWr {
+        wr_id: 2,
+        op: SendOp::Write(remote(&mr, 0)),
+        flags: SendFlags::SIGNALED,
+        payload: Payload::Inline(b"x"),
+    };
+    qp.post_requests(&[SendRequest { wr: write, target: to }]).unwrap();
+    assert_eq!(a.completions(1)[0].status, WcStatus::LocalQpOperationError);
 }
 
 fn group(n: u8) -> IpAddr {

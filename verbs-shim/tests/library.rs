@@ -43,6 +43,8 @@ fn install(to: &Path) {
     for name in [VERBS, RDMACM] {
         fs::copy(profile.join("lib/ferroce").join(name), to.join(name)).unwrap();
     }
+    // Cargo's LD_LIBRARY_PATH leads to what was last built outside of tests, before the directory's own.
+    load(&to.join(REAL));
 }
 
 fn c(text: &str) -> CString {

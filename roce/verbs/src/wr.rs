@@ -308,7 +308,7 @@ pub enum PostError {
         /// Bytes allowed.
         max: usize,
     },
-    /// More than 2^31 bytes, or not 8 for an atomic.
+    /// More than 2^31 bytes.
     #[error("a message of {0} bytes is not possible with this operation")]
     Length(u64),
     /// The operation can't have this kind of payload, or this queue pair can't do it.

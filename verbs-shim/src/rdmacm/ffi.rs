@@ -403,10 +403,11 @@ unsafe fn command(fd: RawFd, buf: *const c_void, len: usize) -> Outcome {
 mod tests {
     use super::*;
 
-    /// A command without a body, as bytes.
+    /// A command whose body is all zero, as bytes.
     fn bytes(cmd: u32) -> Vec<u8> {
-        let (len, out) = (0u16, 512u16);
-        [&cmd.to_ne_bytes()[..], &len.to_ne_bytes(), &out.to_ne_bytes()].concat()
+        let (body, out) = ([0u8; 8], 512u16);
+        let len = body.len() as u16;
+        [&cmd.to_ne_bytes()[..], &len.to_ne_bytes(), &out.to_ne_bytes(), &body].concat()
     }
 
     fn outcome(fd: RawFd, cmd: u32) -> Outcome {

@@ -359,19 +359,15 @@ fn a_batch_is_posted_whole_or_not_at_all() {
     };
     let write = SendOp::Write(remote(&dst));
     let room = QpCaps::default().max_send_wr as usize;
-    // Atomics are of 8 bytes.
-    let bad = [
-        one(0, write),
-        one(
-            1,
-            SendOp::FetchAdd {
-                remote: remote(&dst),
-                add: 1,
-            },
-        ),
-    ];
+    let elements = QpCaps::default().max_send_sge as usize + 1;
+    let too_many = vec![sges[0]; elements];
+    let mut bad = [one(0, write), one(1, write)];
+    bad[1].wr.payload = Payload::Sges(&too_many);
     let refused = a.port.post_batch(a.now, qa, &bad);
-    assert!(matches!(refused, Err((1, PostError::Length(64)))), "{refused:?}");
+    assert!(
+        matches!(refused, Err((1, PostError::TooManySges { given, .. })) if given == elements),
+        "{refused:?}"
+    );
     let many: Vec<_> = (0..=room).map(|i| one(i, write)).collect();
     let refused = a.port.post_batch(a.now, qa, &many);
     assert!(
