@@ -8,8 +8,10 @@ use std::{fmt::Write as _, path::Path};
 
 /// The old version of most.
 const OLD: &str = "GLIBC_2.2.5";
-/// Functions by the library that had them, with versions that are not [`OLD`].
-const MOVED: [(&str, &str, &[(&str, &str)]); 2] = [
+/// What a linker looks for, the SONAME, and the functions with their versions.
+type Library = (&'static str, &'static str, &'static [(&'static str, &'static str)]);
+/// The libraries that had functions which libc has now.
+const MOVED: [Library; 2] = [
     (
         "libpthread.so",
         "libpthread.so.0",

@@ -182,9 +182,8 @@ impl Slots {
             return false;
         }
         // It was taken for dead, or nobody is known to have had it.
-        let rests = self.rests_of(place).iter();
-        let rests = rests.map(|r| r.map_or(unknown, |r| (r.uid, r.token) == (tenant.uid, tenant.token)));
-        let rests_for = rests.fold(true, |all, one| all && one);
+        let mut rests = self.rests_of(place).iter();
+        let rests_for = rests.all(|r| r.map_or(unknown, |r| (r.uid, r.token) == (tenant.uid, tenant.token)));
         let right = match self.owners.get(usize::from(place.slot)) {
             Some(Owner::Absent(generation, t)) => {
                 *generation == place.generation && (t.uid, t.token) == (tenant.uid, tenant.token)
