@@ -229,7 +229,8 @@ impl<P: Provider> Path<P> {
         let mut conns = self.conns.iter().filter_map(OnceLock::get);
         match why {
             PathError::Completion {
-                status: WcStatus::RemoteAccessError,
+                // Of a receive that a refused WRITE with immediate would have ended; of our own WRITE to the client.
+                status: WcStatus::LocalAccessError | WcStatus::RemoteAccessError,
                 ..
             } => PathError::AccessError,
             PathError::Flushed | PathError::PeerDisconnected if conns.any(|c| c.qp.access_violated()) => {
