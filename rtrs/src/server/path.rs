@@ -229,8 +229,9 @@ impl<P: Provider> Path<P> {
         let mut conns = self.conns.iter().filter_map(OnceLock::get);
         match why {
             PathError::Completion {
-                // Of a receive that a refused WRITE with immediate would have ended; of our own WRITE to the client.
-                status: WcStatus::LocalAccessError | WcStatus::RemoteAccessError,
+                // Of a receive that a refused WRITE with immediate has taken. A remote access error would be of our own WRITE:
+                // a client may take its buffer back.
+                status: WcStatus::LocalAccessError,
                 ..
             } => PathError::AccessError,
             PathError::Flushed | PathError::PeerDisconnected if conns.any(|c| c.qp.access_violated()) => {
