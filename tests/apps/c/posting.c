@@ -1,6 +1,6 @@
 /*
  * How work requests end that can be posted and can't be done, and what a memory window is between its binding and its end:
- * on queue pairs that are connected with themselves.
+ * mostly on queue pairs that are connected with themselves.
  *
  *     posting
  */
@@ -29,14 +29,14 @@ static struct ibv_qp *create(enum ibv_qp_type type)
 	return qp;
 }
 
-static void connect(struct ibv_qp *qp)
+static void connect(struct ibv_qp *qp, struct ibv_qp *peer)
 {
 	int ud = qp->qp_type == IBV_QPT_UD, rc = qp->qp_type == IBV_QPT_RC;
 	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_INIT, .port_num = 1, .qkey = 7, .qp_access_flags = RIGHTS };
 
 	MUST(!ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT |
 				       (ud ? IBV_QP_QKEY : IBV_QP_ACCESS_FLAGS)));
-	attr = (struct ibv_qp_attr){ .qp_state = IBV_QPS_RTR, .path_mtu = IBV_MTU_256, .dest_qp_num = qp->qp_num,
+	attr = (struct ibv_qp_attr){ .qp_state = IBV_QPS_RTR, .path_mtu = IBV_MTU_256, .dest_qp_num = peer->qp_num,
 				     .max_dest_rd_atomic = 1,
 				     .ah_attr = { .is_global = 1, .port_num = 1, .grh = { .dgid = own, .hop_limit = 64 } } };
 	MUST(!ibv_modify_qp(qp, &attr, IBV_QP_STATE | (ud ? 0 : IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN) |
@@ -51,7 +51,18 @@ static struct ibv_qp *ready(enum ibv_qp_type type)
 {
 	struct ibv_qp *qp = create(type);
 
-	connect(qp);
+	connect(qp, qp);
+	return qp;
+}
+
+/* Two that are connected with each other: what ends one as a responder does not flush the requests of the other. */
+static struct ibv_qp *ready_with(struct ibv_qp **peer)
+{
+	struct ibv_qp *qp = create(IBV_QPT_RC);
+
+	*peer = create(IBV_QPT_RC);
+	connect(qp, *peer);
+	connect(*peer, qp);
 	return qp;
 }
 
@@ -155,18 +166,18 @@ static void atomics_have_eight_bytes(void)
 static void alignment_goes_before_the_key(void)
 {
 	struct ibv_sge word = { (uintptr_t)memory, 8, mr->lkey };
+	struct ibv_qp *qp, *peer;
 
 	for (int i = 0; i < 2; i++) {
 		for (int bad = 0; bad < 2; bad++) {
-			struct ibv_qp *qp = ready(IBV_QPT_RC);
-
+			qp = ready_with(&peer);
 			MUST(!post(qp, remote(atomics[i], (uintptr_t)&memory[64] + 4, mr->rkey ^ (bad << 8)), &word, 1));
 			ENDS(cq, 1, IBV_WC_REM_INV_REQ_ERR);
-			MUST(!ibv_destroy_qp(qp));
-			qp = ready(IBV_QPT_RC);
+			MUST(!ibv_destroy_qp(qp) && !ibv_destroy_qp(peer));
+			qp = ready_with(&peer);
 			MUST(!post(qp, remote(atomics[i], (uintptr_t)&memory[64], mr->rkey ^ 0x100), &word, 1));
 			ENDS(cq, 1, IBV_WC_REM_ACCESS_ERR);
-			MUST(!ibv_destroy_qp(qp));
+			MUST(!ibv_destroy_qp(qp) && !ibv_destroy_qp(peer));
 		}
 	}
 }
@@ -174,15 +185,15 @@ static void alignment_goes_before_the_key(void)
 static void a_refused_write_with_immediate_ends_its_receive(void)
 {
 	struct ibv_sge sge = { (uintptr_t)memory, 64, mr->lkey };
-	struct ibv_qp *qp = ready(IBV_QPT_RC);
+	struct ibv_qp *peer, *qp = ready_with(&peer);
 
-	receive(qp, 10);
-	receive(qp, 11);
+	receive(peer, 10);
+	receive(peer, 11);
 	MUST(!post(qp, remote(IBV_WR_RDMA_WRITE_WITH_IMM, (uintptr_t)&memory[64], mr->rkey ^ 0x100), &sge, 1));
 	ENDS(cq, 1, IBV_WC_REM_ACCESS_ERR);
 	ENDS(receives, 10, IBV_WC_LOC_ACCESS_ERR);
 	ENDS(receives, 11, IBV_WC_WR_FLUSH_ERR);
-	MUST(!ibv_destroy_qp(qp));
+	MUST(!ibv_destroy_qp(qp) && !ibv_destroy_qp(peer));
 }
 
 static void sends_again(struct ibv_qp *qp)
@@ -320,44 +331,44 @@ static void windows_are_bound_and_end(void)
 {
 	struct ibv_mr *region = bindable();
 	struct ibv_mw *mw = ibv_alloc_mw(pd, IBV_MW_TYPE_2);
-	struct ibv_qp *qp = ready(IBV_QPT_RC), *other;
+	struct ibv_qp *peer, *qp = ready_with(&peer), *other, *others;
 	uint64_t at = (uintptr_t)&memory[64];
 	struct ibv_send_wr wr = { .wr_id = 4, .opcode = IBV_WR_SEND_WITH_INV };
 	struct ibv_wc wc;
 	uint32_t key;
 
 	MUST(mw);
-	bind(qp, mw, region, 64, 64, OPEN);
+	bind(peer, mw, region, 64, 64, OPEN);
 	key = mw->rkey;
 	writes(qp, key, at, 64, IBV_WC_SUCCESS);
 	/* The region beneath stays. */
 	MUST(ibv_dereg_mr(region) == EBUSY);
 	writes(qp, key, at, 64, IBV_WC_SUCCESS);
 	/* Another queue pair of the domain neither uses the key nor takes it back. */
-	other = ready(IBV_QPT_RC);
+	other = ready_with(&others);
 	writes(other, key, at, 8, IBV_WC_REM_ACCESS_ERR);
-	MUST(!ibv_destroy_qp(other));
+	MUST(!ibv_destroy_qp(other) && !ibv_destroy_qp(others));
 	other = ready(IBV_QPT_RC);
 	invalidate(other, key, IBV_WC_LOC_QP_OP_ERR);
 	MUST(!ibv_destroy_qp(other));
-	other = ready(IBV_QPT_RC);
-	receive(other, 10);
+	other = ready_with(&others);
+	receive(others, 10);
 	wr.invalidate_rkey = key;
 	MUST(!post(other, wr, NULL, 0));
 	ENDS(cq, 4, IBV_WC_SUCCESS);
 	ENDS(receives, 10, IBV_WC_REM_INV_REQ_ERR);
-	MUST(!ibv_destroy_qp(other));
+	MUST(!ibv_destroy_qp(other) && !ibv_destroy_qp(others));
 	writes(qp, key, at, 8, IBV_WC_SUCCESS);
 	/* Taken back by the peer, bound again elsewhere: the old key is nothing. */
-	receive(qp, 11);
+	receive(peer, 11);
 	MUST(!post(qp, wr, NULL, 0));
 	ENDS(cq, 4, IBV_WC_SUCCESS);
 	wc = next(receives);
 	MUST(wc.status == IBV_WC_SUCCESS && wc.wc_flags & IBV_WC_WITH_INV && wc.invalidated_rkey == key);
-	bind(qp, mw, region, 128, 64, OPEN);
+	bind(peer, mw, region, 128, 64, OPEN);
 	writes(qp, mw->rkey, (uintptr_t)&memory[128], 64, IBV_WC_SUCCESS);
 	writes(qp, key, at, 8, IBV_WC_REM_ACCESS_ERR);
-	MUST(!ibv_destroy_qp(qp));
+	MUST(!ibv_destroy_qp(qp) && !ibv_destroy_qp(peer));
 	/* With its queue pair the binding is over. */
 	MUST(!ibv_dereg_mr(region));
 	/* Bound while it is bound: refused. */
@@ -386,18 +397,18 @@ static void zero_based_windows_count_from_their_start(void)
 
 	for (unsigned i = 0; i < sizeof(tries) / sizeof(*tries); i++) {
 		struct ibv_mw *mw = ibv_alloc_mw(pd, IBV_MW_TYPE_2);
-		struct ibv_qp *qp = ready(IBV_QPT_RC);
+		struct ibv_qp *peer, *qp = ready_with(&peer);
 
 		memset(&memory[64], 0, 64);
 		memset(memory, 0xa5, 64);
-		bind(qp, mw, region, 64, 64, OPEN | IBV_ACCESS_ZERO_BASED);
+		bind(peer, mw, region, 64, 64, OPEN | IBV_ACCESS_ZERO_BASED);
 		writes(qp, mw->rkey, tries[i].at, tries[i].length, tries[i].how);
 		for (int n = 0; n < 64; n++) {
 			int inside = tries[i].how == IBV_WC_SUCCESS && n >= (int)tries[i].at && n < (int)tries[i].at + tries[i].length;
 
 			MUST(((unsigned char *)&memory[64])[n] == (inside ? 0xa5 : 0));
 		}
-		MUST(!ibv_dealloc_mw(mw) && !ibv_destroy_qp(qp));
+		MUST(!ibv_dealloc_mw(mw) && !ibv_destroy_qp(qp) && !ibv_destroy_qp(peer));
 	}
 	MUST(!ibv_dereg_mr(region));
 }
