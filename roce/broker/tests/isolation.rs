@@ -18,7 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use raw::Raw;
+use raw::{Raw, deposited};
 use roce_broker::{
     Isolation, JoinConfig, Statistics, join,
     proto::{Place as Number, Reply, Request, ToBroker},
@@ -404,24 +404,6 @@ fn members_get_their_packets_again_when_the_broker_is_killed_and_nobody_kept_the
         });
     }
     assert_eq!(place.statistics().isolation, Isolation::Isolated);
-}
-
-/// The descriptor that a broker gives to systemd, among what it tells.
-fn deposited(notify: &UnixDatagram) -> OwnedFd {
-    use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
-    notify.set_read_timeout(Some(PATIENCE)).unwrap();
-    loop {
-        let mut text = [0; 256];
-        let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let mut parts = [std::io::IoSliceMut::new(&mut text)];
-        rustix::net::recvmsg(notify, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC).unwrap();
-        for message in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(mut fds) = message {
-                return fds.next().unwrap();
-            }
-        }
-    }
 }
 
 #[test]

@@ -24,7 +24,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use raw::Raw;
+use raw::{Raw, deposited};
 use roce::{Device, DeviceConfig};
 use roce_broker::{
     JoinConfig, JoinError, Membership, Statistics, join,
@@ -627,24 +627,6 @@ fn readable_copy(program: impl AsRef<Path>) -> tempfile::TempDir {
     fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
     write_program("cp \"$1\" \"$0\"", &dir.path().join("program"), program.as_ref());
     dir
-}
-
-/// The descriptor that a broker gives to systemd, among what it tells.
-fn deposited(notify: &UnixDatagram) -> OwnedFd {
-    use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
-    notify.set_read_timeout(Some(PATIENCE)).unwrap();
-    loop {
-        let mut text = [0; 256];
-        let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let mut parts = [std::io::IoSliceMut::new(&mut text)];
-        rustix::net::recvmsg(notify, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC).unwrap();
-        for message in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(mut fds) = message {
-                return fds.next().unwrap();
-            }
-        }
-    }
 }
 
 /// A broker for all users, as systemd would start it.

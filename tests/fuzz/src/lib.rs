@@ -19,6 +19,24 @@ pub mod rtrs_server;
 /// A target: it is given one input.
 pub type Target = fn(&[u8]);
 
+/// Hands the names of all targets to a macro.
+#[macro_export]
+macro_rules! for_each_target {
+    ($what:ident) => {
+        $what! {
+            broker_records,
+            bth_parse,
+            cm,
+            engine,
+            ident,
+            nbd,
+            pcap_check,
+            rnbd_server,
+            rtrs_server,
+        }
+    };
+}
+
 macro_rules! targets {
     ($($name:ident),* $(,)?) => {
         /// All targets, by the names of their folders in `fuzz/seeds`.
@@ -26,14 +44,4 @@ macro_rules! targets {
     };
 }
 
-targets! {
-    broker_records,
-    bth_parse,
-    cm,
-    engine,
-    ident,
-    nbd,
-    pcap_check,
-    rnbd_server,
-    rtrs_server,
-}
+for_each_target!(targets);

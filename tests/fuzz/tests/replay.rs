@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use ferroce_fuzz_targets::{TARGETS, Target};
+use ferroce_fuzz_targets::{TARGETS, Target, for_each_target};
 
 /// A corpus is kept small: it is replayed in every run of the tests, and in the repository for ever.
 const MAX_FILES: usize = 100;
@@ -79,14 +79,4 @@ macro_rules! replays {
     };
 }
 
-replays!(
-    broker_records,
-    bth_parse,
-    cm,
-    engine,
-    ident,
-    nbd,
-    pcap_check,
-    rnbd_server,
-    rtrs_server
-);
+for_each_target!(replays);

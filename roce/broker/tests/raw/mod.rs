@@ -1,6 +1,9 @@
 //! A connection to the broker that says what the test likes.
 
-use std::{os::fd::OwnedFd, path::Path};
+use std::{
+    os::{fd::OwnedFd, unix::net::UnixDatagram},
+    path::Path,
+};
 
 use roce_broker::{
     Report,
@@ -64,5 +67,23 @@ impl Raw {
         };
         let (token, report) = (UNASKED, Some(report));
         self.say(&ToBroker::Report { token, report });
+    }
+}
+
+/// The descriptor that a broker gives to systemd, among what it tells.
+pub(crate) fn deposited(notify: &UnixDatagram) -> OwnedFd {
+    use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
+    notify.set_read_timeout(Some(PATIENCE)).unwrap();
+    loop {
+        let mut text = [0; 256];
+        let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut parts = [std::io::IoSliceMut::new(&mut text)];
+        rustix::net::recvmsg(notify, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC).unwrap();
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(mut fds) = message {
+                return fds.next().unwrap();
+            }
+        }
     }
 }

@@ -10,7 +10,7 @@ use rand_chacha::{ChaCha8Rng, rand_core::RngCore};
 use roce_verbs::{Instant, Mtu, Qpn};
 
 use super::{
-    half_open::{Displaced, HalfOpen, Places},
+    half_open::{Displaced, HalfOpen},
     rate::{PeerGroup, TokenBucket},
     state::State,
     validation::AddressValidation,
@@ -119,7 +119,6 @@ pub(super) struct Connections {
     /// Destroyed ones, oldest first; before all others those whose peer's address has not proved itself.
     detached: BTreeMap<(bool, u64), ConnId>,
     half_open: HalfOpen,
-    places: Places,
     next_id: u64,
     next_detached: u64,
     /// What has been established and what is over, if somebody asks.
@@ -179,9 +178,7 @@ impl Connections {
         backlog: u32,
         config: &CmConfig,
     ) -> Result<Displaced, DropReason> {
-        self.places.check(listener, peer, backlog)?;
-        self.half_open
-            .displaced_by(peer, config.max_half_open, config.max_half_open_per_peer)
+        self.half_open.room_for(peer, listener, backlog, config)
     }
 
     /// The consumer has dealt with the request.
@@ -190,7 +187,7 @@ impl Connections {
         if core::mem::take(&mut c.waits)
             && let Some(listener) = c.listener
         {
-            self.places.free(listener, c.group());
+            self.half_open.places.free(listener, c.group());
         }
     }
 
@@ -243,7 +240,7 @@ impl Connections {
         self.by_local_id.insert(conn.local_id, id);
         let state = conn.state;
         if let Some(listener) = conn.listener.filter(|_| conn.waits) {
-            self.places.take(listener, conn.group());
+            self.half_open.places.take(listener, conn.group());
         }
         self.conns.insert(id, conn);
         self.index_remote(id);

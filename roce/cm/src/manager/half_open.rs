@@ -12,7 +12,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::rate::PeerGroup;
-use crate::types::{ConnId, DropReason, ListenId};
+use crate::types::{CmConfig, ConnId, DropReason, ListenId};
 
 #[derive(Default)]
 struct Group {
@@ -23,6 +23,8 @@ struct Group {
 /// What is half-open. IDs count up, so the lowest is the oldest.
 #[derive(Default)]
 pub(super) struct HalfOpen {
+    /// At listeners.
+    pub(super) places: Places,
     count: usize,
     unproven: BTreeSet<ConnId>,
     groups: BTreeMap<PeerGroup, Group>,
@@ -76,16 +78,23 @@ impl HalfOpen {
         }
     }
 
+    /// Whether there is room for one more request of `peer` at a listener, and who gives way to it.
+    pub(super) fn room_for(
+        &self,
+        peer: PeerGroup,
+        listener: ListenId,
+        backlog: u32,
+        config: &CmConfig,
+    ) -> Result<Displaced, DropReason> {
+        self.places.check(listener, peer, backlog)?;
+        self.displaced_by(peer, config.max_half_open, config.max_half_open_per_peer)
+    }
+
     /// Who gives way to a request of `peer`.
     ///
     /// # Errors
     /// When nobody does: all others have proved themselves.
-    pub(super) fn displaced_by(
-        &self,
-        peer: PeerGroup,
-        max: usize,
-        max_per_peer: usize,
-    ) -> Result<Displaced, DropReason> {
+    fn displaced_by(&self, peer: PeerGroup, max: usize, max_per_peer: usize) -> Result<Displaced, DropReason> {
         let group = self.groups.get(&peer);
         if group.map_or(0, |g| g.count) >= max_per_peer {
             let oldest = group.and_then(|g| g.unproven.first());
@@ -108,7 +117,7 @@ pub(super) struct Places {
 
 impl Places {
     /// Whether there is a place for a request of `peer`.
-    pub(super) fn check(&self, listener: ListenId, peer: PeerGroup, backlog: u32) -> Result<(), DropReason> {
+    fn check(&self, listener: ListenId, peer: PeerGroup, backlog: u32) -> Result<(), DropReason> {
         let backlog = backlog as usize;
         if self.at.get(&listener).is_some_and(|n| *n >= backlog) {
             return Err(DropReason::Backlog);

@@ -14,7 +14,7 @@ use roce_verbs::{Instant, PKey};
 use super::{
     Manager, build, canonical,
     conn::jittered,
-    half_open::{Displaced, HalfOpen, Places},
+    half_open::{Displaced, HalfOpen},
     rate::{PeerGroup, TokenBucket},
 };
 use crate::{
@@ -84,7 +84,6 @@ pub(super) struct Resolutions {
     timers: BTreeSet<(Instant, ConnId)>,
     /// Those in [`Stage::Waiting`]. No question proves an address: there is no answer to our answer.
     waiting: HalfOpen,
-    places: Places,
     /// Answered, and destroyed by the consumer.
     lingering: BTreeSet<ConnId>,
 }
@@ -121,7 +120,7 @@ impl Resolutions {
         self.theirs.insert(s.key(), id);
         self.waiting.enter(id, s.group(), false);
         if let Some(listener) = s.listener {
-            self.places.take(listener, s.group());
+            self.waiting.places.take(listener, s.group());
         }
         self.table.insert(id, s);
     }
@@ -140,7 +139,7 @@ impl Resolutions {
         if core::mem::take(&mut s.waits)
             && let Some(listener) = s.listener
         {
-            self.places.free(listener, s.group());
+            self.waiting.places.free(listener, s.group());
         }
     }
 
@@ -152,9 +151,7 @@ impl Resolutions {
         backlog: u32,
         config: &CmConfig,
     ) -> Result<Displaced, DropReason> {
-        self.places.check(listener, peer, backlog)?;
-        self.waiting
-            .displaced_by(peer, config.max_half_open, config.max_half_open_per_peer)
+        self.waiting.room_for(peer, listener, backlog, config)
     }
 
     fn set_timer(&mut self, id: ConnId, at: Option<Instant>) {
