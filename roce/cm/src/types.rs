@@ -68,9 +68,9 @@ pub struct CmConfig {
     /// timeout; its answers to earlier duplicates are the same. A REP is never repeated sooner, whatever response timeout
     /// the peer names.
     pub first_retry: Duration,
-    /// How long a REQ, REP or DREQ may stay without any answer, whatever retries are left. After an MRA it counts
-    /// from the end of the service timeout. So long does a request of a peer's wait for the consumer, too, unless the
-    /// peer repeats it.
+    /// How long a REQ (unless [`ConnParams::patience`] says), REP or DREQ may stay without any answer, whatever retries
+    /// are left. After an MRA it counts from the end of the service timeout. So long does a request of a peer's wait for
+    /// the consumer, too, unless the peer repeats it.
     pub give_up: Duration,
     /// Packet lifetime code of paths; the local ACK timeout that REQs name comes from it and from `ca_ack_delay`.
     /// `CMA_IBOE_PACKET_LIFETIME`: 18.

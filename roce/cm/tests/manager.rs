@@ -130,6 +130,34 @@ fn unanswered_request_is_repeated_and_given_up() {
     assert_eq!(w.m[C].connections(), 0);
 }
 
+/// A kernel that makes what a connection needs before it answers may take longer than the manager is patient by itself.
+#[test]
+fn who_connects_says_how_long_to_wait() {
+    let (mut w, _) = listening();
+    let mut a = args(0x11);
+    a.params.patience = Some(Duration::from_secs(30));
+    w.faults.loss = 100;
+    let c = w.m[C].connect(w.now, &a).unwrap();
+    w.run_for(Duration::from_secs(25));
+    assert_eq!(w.m[C].poll_event(), None);
+    w.faults.loss = 0;
+    w.run_for(Duration::from_secs(4));
+    let (s, _) = request(&mut w);
+    w.m[S].accept(w.now, s, &accept_args(0x22)).unwrap();
+    w.settle();
+    assert!(matches!(w.m[C].poll_event(), Some(Event::Reply { conn, .. }) if conn == c));
+
+    w.faults.loss = 100;
+    let start = w.now;
+    a.qpn = Qpn::new(0x12);
+    let c = w.m[C].connect(w.now, &a).unwrap();
+    while w.m[C].state(c) == Some(State::ReqSent) {
+        let at = w.next_event().unwrap();
+        w.advance(at);
+    }
+    assert_eq!(w.now.saturating_since(start), Duration::from_secs(30));
+}
+
 #[test]
 fn retries_as_the_kernel_times_them() {
     let mut w = World::new(1, |guid| CmConfig {

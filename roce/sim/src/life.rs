@@ -274,6 +274,7 @@ impl World {
             initiator_depth: c.plan.rd_atomic,
             retry_count: c.plan.retry_cnt,
             rnr_retry_count: c.plan.rnr_retry,
+            patience: None,
         };
         let port = &mut self.hosts[host].port;
         let id = port.cm_connect(now, (local, 0).into(), (remote, LISTEN_PORT).into(), qpn, params);
@@ -398,6 +399,7 @@ impl World {
             initiator_depth: c.plan.rd_atomic,
             retry_count: c.plan.retry_cnt,
             rnr_retry_count: c.plan.rnr_retry,
+            patience: None,
         };
         let qpn = self.ready_qp(conn, 1)?;
         let accepted = self.hosts[h].port.cm_accept(now, id, qpn, params);

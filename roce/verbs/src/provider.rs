@@ -224,6 +224,9 @@ pub struct ConnParams {
     pub retry_count: u8,
     /// RNR retries, 7 = for ever.
     pub rnr_retry_count: u8,
+    /// How long a connect may stay without any answer; `None`: as the connection manager has it (in software 10 s). In
+    /// software its retries end after about a minute; a connection manager of hardware goes by its own times.
+    pub patience: Option<Duration>,
 }
 
 impl Default for ConnParams {
@@ -234,6 +237,7 @@ impl Default for ConnParams {
             initiator_depth: 16,
             retry_count: 7,
             rnr_retry_count: 7,
+            patience: None,
         }
     }
 }

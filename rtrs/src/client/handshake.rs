@@ -45,6 +45,8 @@ impl<P: Provider> Connector<'_, P> {
             private_data: req.as_bytes().to_vec(),
             responder_resources: 0,
             initiator_depth: 0,
+            // A kernel's server registers the memory of all its chunks before it answers, or says that it needs time.
+            patience: Some(self.config.connect_timeout),
             ..ConnParams::default()
         };
         let addr = &self.config.addr;

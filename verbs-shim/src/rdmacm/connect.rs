@@ -55,6 +55,7 @@ fn params(param: &ConnParam) -> ConnParams {
         initiator_depth: param.initiator_depth,
         retry_count: param.retry_count.min(MAX_RETRIES),
         rnr_retry_count: param.rnr_retry_count.min(MAX_RETRIES),
+        patience: None,
     }
 }
 

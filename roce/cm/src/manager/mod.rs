@@ -254,7 +254,8 @@ impl Manager {
             reply: None,
             timer: None,
         });
-        self.start_exchange(now, id, &Mad::new(transaction_id, req));
+        let patience = args.params.patience.unwrap_or(self.config.give_up);
+        self.start_patient_exchange(now, id, &Mad::new(transaction_id, req), patience);
         Ok(id)
     }
 

@@ -115,8 +115,12 @@ impl Manager {
 
     /// Sends a message that awaits an answer, and starts its timer.
     pub(super) fn start_exchange(&mut self, now: Instant, id: ConnId, mad: &Mad) {
+        self.start_patient_exchange(now, id, mad, self.config.give_up);
+    }
+
+    /// The same, with the time for which it may stay without any answer.
+    pub(super) fn start_patient_exchange(&mut self, now: Instant, id: ConnId, mad: &Mad, give_up: Duration) {
         let first = self.config.first_retry.max(Duration::from_millis(1));
-        let give_up = self.config.give_up;
         let Some(max_pause) = self.table.get(id).map(|c| c.max_pause) else {
             return;
         };
