@@ -35,9 +35,10 @@ fn is_ack(event: &Event) -> bool {
     opcode(event) == Opcode::RcAcknowledge && matches!(syndrome(event), Some(Syndrome::Ack(_)))
 }
 
-/// Captures of the kernel, as plain pcap.
+/// Captures of the kernel on both sides, as plain pcap.
 fn kernel_captures() -> Vec<String> {
-    let made = |name: &str| name.starts_with("made") || name.starts_with("scapy") || name.ends_with(".pcapng");
+    let others = ["made", "mixed", "scapy"];
+    let made = |name: &str| others.iter().any(|o| name.starts_with(o)) || name.ends_with(".pcapng");
     let manifest = Manifest::read().expect("manifest");
     let names: Vec<String> = manifest
         .capture
