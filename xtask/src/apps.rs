@@ -25,13 +25,14 @@ const CI_PROGRAMS: [Tool; 9] = [
     PYVERBS,
 ];
 /// What the whole matrix needs beside them.
-const PROGRAMS: [Tool; 6] = [
+const PROGRAMS: [Tool; 7] = [
     Tool::new("fio", "fio"),
     Tool::new("ucx_perftest", "ucx-utils"),
     Tool::new("fi_pingpong", "libfabric-bin"),
     Tool::new("mpirun", "openmpi-bin"),
     Tool::new("mpicc", "libopenmpi-dev"),
     Tool::new("pkg-config", "pkg-config"),
+    Tool::new("/usr/share/doc/python3-venv/copyright", "python3-venv"),
 ];
 
 /// Builds everything; returns the matrix's program and `ferroce`.

@@ -65,6 +65,8 @@ pub(crate) struct Case {
     pub(crate) net: Net,
     /// Files that it finds in its directory, by name.
     pub(crate) files: Vec<(&'static str, &'static str)>,
+    /// What it needs of PyPI, by name and version.
+    pub(crate) wheels: &'static [&'static str],
     pub(crate) plan: Plan,
     /// Under valgrind, which must find nothing.
     pub(crate) memcheck: bool,
@@ -95,6 +97,7 @@ impl Case {
                 everywhere: false,
             },
             files: Vec::new(),
+            wheels: &[],
             plan: Plan::Programs,
             memcheck: false,
             directory: false,
@@ -177,6 +180,11 @@ impl Case {
 
     pub(crate) fn file(mut self, name: &'static str, text: &'static str) -> Self {
         self.files.push((name, text));
+        self
+    }
+
+    pub(crate) fn wheels(mut self, wheels: &'static [&'static str]) -> Self {
+        self.wheels = wheels;
         self
     }
 

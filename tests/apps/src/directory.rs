@@ -4,7 +4,7 @@
 use crate::cases::Case;
 
 /// Cases of the matrix that are run in this way too: one of each program, and those whose modules come in late.
-const ALSO: [&str; 19] = [
+const ALSO: [&str; 21] = [
     "ibv_devinfo -v",
     "ibv_rc_pingpong -e",
     "ibv_ud_pingpong",
@@ -24,9 +24,12 @@ const ALSO: [&str; 19] = [
     "fi_pingpong verbs;ofi_rxm rdm",
     "mpi over ucx, 4 ranks",
     "pyverbs",
+    "ibverbs of PyPI",
+    "mooncake transfer engine",
 ];
-/// What can be had by preloading alone: sysfs for programs that have nothing to do with verbs (cat, ls, python).
-const PRELOADED: [&str; 2] = ["hw_counters in sysfs", "sysfs by other calls"];
+/// What can be had by preloading alone: sysfs for programs that have nothing to do with verbs (cat, ls, python), and programs with
+/// a libibverbs of their own, of another name.
+const PRELOADED: [&str; 3] = ["hw_counters in sysfs", "sysfs by other calls", "nixl over ucx"];
 
 /// A program that knows the libraries by name alone, as NCCL, PyPI's ibverbs and others do.
 const BY_NAME: &str = r#"import ctypes, os

@@ -13,6 +13,7 @@ mod python;
 mod report;
 mod site;
 mod speed;
+mod wheels;
 
 use std::{path::PathBuf, process::ExitCode};
 
@@ -41,7 +42,7 @@ enum Set {
     bin_name = "cargo xtask apps",
     about = "Runs unmodified RDMA programs over ferroce, both sides on this host",
     after_help = "Exit status: 0 all that could be run passed, 1 something failed, 2 wrong usage. Cases whose program is not \
-                  installed are listed as not run, with Debian's package."
+                  installed are listed as not run, with Debian's or PyPI's package."
 )]
 struct Cli {
     /// List the cases and stop

@@ -29,6 +29,7 @@ pub(crate) fn all() -> Vec<Case> {
     out.extend(crate::everywhere::all());
     out.push(mpi());
     out.push(python());
+    out.extend(crate::wheels::all());
     out.extend(crate::lifetime::all());
     out.extend(crate::directory::all(&out));
     out

@@ -33,6 +33,7 @@ use crate::{
     killed, memcheck, python,
     report::Outcome,
     site::{self, Namespace, Place, User},
+    wheels::Environment,
 };
 
 /// Between two looks at a process.
@@ -106,6 +107,7 @@ pub(crate) struct Setup {
     namespaces: [OnceCell<Result<Namespace>>; Place::ALL.len()],
     /// What was tried again in the present case, and why.
     retried: RefCell<Vec<String>>,
+    wheels: Environment,
     /// The brokers' directories, and beside them one for each case.
     dir: TempDir,
 }
@@ -205,6 +207,7 @@ impl Setup {
             user,
             namespaces: Default::default(),
             retried: RefCell::default(),
+            wheels: Environment::new(dir.path().join("wheels")),
             dir,
         };
         for place in Place::ALL {
@@ -263,6 +266,9 @@ impl Setup {
         if case.net.ethernet
             && let Err(why) = self.namespace(case)
         {
+            return Outcome::NotRun(why);
+        }
+        if let Err(why) = self.wheels.install(case) {
             return Outcome::NotRun(why);
         }
         let dir = match self.directory(&case.name) {
@@ -351,6 +357,7 @@ impl Setup {
             .env("FERROCE_BROKER_DIR", &shared)
             // What programs find in sysfs is made there.
             .env("XDG_RUNTIME_DIR", &shared)
+            .envs(self.wheels.path(case).map(|path| ("PATH", path)))
             .envs(case.env.iter().copied());
         self.confine(&mut command, dir);
         Ok(command)

@@ -1,0 +1,77 @@
+"""Mooncake's Transfer Engine over protocol "rdma": WRITE, READ and a batch between two processes; what arrives is compared.
+
+mooncake_engine.py server|client ADDRESS PORT"""
+import ctypes
+import json
+import socket
+import sys
+
+from mooncake.engine import TransferEngine
+
+SIZE = 8 << 20
+BLOCK = 64 << 10
+
+
+def pattern(seed):
+    return bytes((i * seed + (i >> 8)) & 255 for i in range(BLOCK)) * (SIZE // BLOCK)
+
+
+class Side:
+    def __init__(self, addr):
+        self.engine = TransferEngine()
+        assert self.engine.initialize(addr, "P2PHANDSHAKE", "rdma", "ferroce0") == 0, "initialize"
+        self.name = f"{addr}:{self.engine.get_rpc_port()}"
+        self.memory = ctypes.create_string_buffer(SIZE)
+        self.at = ctypes.addressof(self.memory)
+        assert self.engine.register_memory(self.at, SIZE) == 0, "register_memory"
+
+
+def server(side, lines):
+    lines.write(json.dumps([side.name, side.at]) + "\n")
+    lines.flush()
+    for seed, blocks in [(3, 1), (5, 2)]:
+        assert lines.readline().strip() == "written"
+        wanted = pattern(seed)
+        wanted = wanted if blocks == 1 else wanted[: SIZE // 2] + bytes(SIZE // 2)
+        assert side.memory.raw == wanted, f"what was written, {seed}"
+        side.memory.raw = pattern(seed + 4) if blocks == 1 else wanted
+        lines.write("compared\n")
+        lines.flush()
+    assert side.engine.unregister_memory(side.at) == 0
+
+
+def client(side, lines):
+    peer, there = json.loads(lines.readline())
+
+    def told():
+        lines.write("written\n")
+        lines.flush()
+        assert lines.readline().strip() == "compared", "the other side is gone"
+
+    side.memory.raw = pattern(3)
+    assert side.engine.transfer_sync_write(peer, side.at, there, SIZE) == 0, "write"
+    told()
+    side.memory.raw = bytes(SIZE)
+    assert side.engine.transfer_sync_read(peer, side.at, there, SIZE) == 0, "read"
+    assert side.memory.raw == pattern(7), "what was read"
+    side.memory.raw = pattern(5)[: SIZE // 2] + bytes(SIZE // 2)
+    starts = range(0, SIZE, BLOCK)
+    ours, theirs = [side.at + n for n in starts], [there + n for n in starts]
+    assert side.engine.batch_transfer_sync_write(peer, ours, theirs, [BLOCK] * len(ours)) == 0, "batch"
+    told()
+    print("all compared")
+
+
+def main():
+    role, addr, port = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    if role == "server":
+        side = Side(addr)
+        with socket.create_server((addr, port)) as listener:
+            sock = listener.accept()[0]
+    else:
+        sock = socket.create_connection((addr, port))
+        side = Side(addr)
+    {"server": server, "client": client}[role](side, sock.makefile("rw"))
+
+
+main()
