@@ -138,6 +138,7 @@ fn both(name: &str, wheels: &'static [&'static str], script: &'static str, text:
 pub(crate) fn all() -> Vec<Case> {
     let slime = include_str!("../wheels/slime.py");
     let engine = include_str!("../wheels/mooncake_engine.py");
+    let lent = include_str!("../wheels/mooncake_store.py");
     let agents = include_str!("../wheels/agents.py");
     vec![
         both(
@@ -147,6 +148,7 @@ pub(crate) fn all() -> Vec<Case> {
             include_str!("../wheels/verbs.py"),
         ),
         both("mooncake transfer engine", MOONCAKE, "mooncake_engine.py", engine),
+        both("mooncake store", MOONCAKE, "mooncake_store.py", lent),
         both("dlslime endpoints", DLSLIME, "slime.py", slime),
         both("nixl over ucx", NIXL, "agents.py", agents)
             .with("UCX_TLS", "rc_v")
