@@ -1,12 +1,12 @@
 //! `cargo xtask apps`: builds `ferroce` with the verbs library, and hands over to the matrix of programs.
 
-use std::{ffi::OsString, path::PathBuf, process::Command};
+use std::{ffi::OsString, process::Command};
 
 use crate::{
     Result,
-    cargo::{self, Profile},
+    cargo::{self, Built, Profile},
     process,
-    suites::Tally,
+    tally::Tally,
     tools::{self, Tool},
 };
 
@@ -35,43 +35,39 @@ const PROGRAMS: [Tool; 7] = [
     Tool::new("/usr/share/doc/python3-venv/copyright", "python3-venv"),
 ];
 
-/// Builds everything; returns the matrix's program and `ferroce`.
-fn build() -> Result<(PathBuf, PathBuf)> {
-    let ferroce = cargo::build("ferroce", "ferroce", Profile::Release)?;
-    cargo::run(&["build", "--release", "-p", "verbs-shim"])?;
-    let matrix = cargo::build("ferroce-apps", "ferroce-apps", Profile::Release)?;
-    Ok((matrix, ferroce))
-}
-
-/// The suite `apps`: the programs of the set `ci`, or all.
-pub(crate) fn suite(full: bool) -> Result<Tally> {
+/// What the set `ci` needs, or the whole matrix.
+pub(crate) fn needed(full: bool) -> Vec<Tool> {
     let mut needed = CI_PROGRAMS.to_vec();
     if full {
         needed.extend(PROGRAMS);
     }
-    if let Err(why) = tools::ensure(&needed) {
+    needed
+}
+
+fn command(built: &Built) -> Result<Command> {
+    let mut command = Command::new(built.program("ferroce-apps")?);
+    command.arg("--ferroce").arg(built.program("ferroce")?);
+    Ok(command)
+}
+
+/// The suite `apps`: the programs of the set `ci`, or all.
+pub(crate) fn suite(built: &Built, full: bool) -> Result<Tally> {
+    if let Err(why) = tools::ensure(&needed(full)) {
         return Ok(Tally::not_run(why));
     }
-    let (matrix, ferroce) = build()?;
-    let json = cargo::target_dir()?.join("apps.json");
-    let _ = std::fs::remove_file(&json);
-    let mut command = Command::new(matrix);
-    command.arg("--ferroce").arg(ferroce).arg("--json").arg(&json);
+    let mut command = command(built)?;
     command.args(["--set", if full { "full" } else { "ci" }]);
-    let status = process::Guard::spawn("ferroce-apps", &mut command)?.wait()?;
-    Tally::from_json(&json).map_err(|e| format!("apps ended with {status}: {e}"))
+    Tally::of_program("ferroce-apps", &mut command, "apps.json")
 }
 
 /// Runs the matrix with these arguments; its exit status is ours.
 pub(crate) fn run(args: &[OsString]) -> Result<()> {
-    let (matrix, ferroce) = build()?;
+    let built = cargo::build_programs(Profile::Release)?;
     // Without the right to install, what is missing is listed as not run.
     if !args.iter().any(|a| a == "--list" || a == "--help")
-        && let Err(e) = tools::ensure(&[&CI_PROGRAMS[..], &PROGRAMS[..]].concat())
+        && let Err(e) = tools::ensure(&needed(true))
     {
         println!("{e}");
     }
-    let mut command = Command::new(matrix);
-    command.arg("--ferroce").arg(ferroce).args(args);
-    process::hand_over("ferroce-apps", &mut command)
+    process::hand_over("ferroce-apps", command(&built)?.args(args))
 }

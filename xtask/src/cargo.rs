@@ -1,11 +1,15 @@
 //! Calls of cargo.
 
 use std::{
+    collections::BTreeMap,
     path::{Path, PathBuf},
     process::{Command, Stdio},
+    sync::OnceLock,
 };
 
-use crate::{Result, process};
+use serde_json::Value;
+
+use crate::{Result, harness::TestProgram, process};
 
 /// Which build.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -31,22 +35,29 @@ pub(crate) fn workspace_root() -> PathBuf {
 
 /// A cargo command in the workspace.
 pub(crate) fn command() -> Command {
-    Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+    process::command(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
 }
 
-/// Where cargo puts its output.
-pub(crate) fn target_dir() -> Result<PathBuf> {
+fn metadata() -> Result<Value> {
     let out = command()
         .args(["metadata", "--locked", "--no-deps", "--format-version=1"])
         .stderr(Stdio::inherit())
         .output()
         .map_err(|e| format!("cargo metadata: {e}"))?;
-    let json: serde_json::Value =
-        serde_json::from_slice(&out.stdout).map_err(|e| format!("cargo metadata printed no JSON: {e}"))?;
-    json["target_directory"]
+    serde_json::from_slice(&out.stdout).map_err(|e| format!("cargo metadata printed no JSON: {e}"))
+}
+
+/// Where cargo puts its output.
+pub(crate) fn target_dir() -> Result<PathBuf> {
+    static FOUND: OnceLock<PathBuf> = OnceLock::new();
+    if let Some(found) = FOUND.get() {
+        return Ok(found.clone());
+    }
+    let metadata = metadata()?;
+    let found = metadata["target_directory"]
         .as_str()
-        .map(PathBuf::from)
-        .ok_or_else(|| "cargo metadata has no target_directory".into())
+        .ok_or("cargo metadata has no target_directory")?;
+    Ok(FOUND.get_or_init(|| found.into()).clone())
 }
 
 /// Runs cargo with these arguments to its end, its output going to ours. The lock file is never changed.
@@ -74,40 +85,112 @@ pub(crate) fn run_with(args: &[&str], env: &[(&str, &str)]) -> Result<()> {
     }
 }
 
+/// What one build of the whole workspace made. With all of its packages at once the dependencies have the same features in
+/// every build, so that nothing is compiled again for another selection of them.
+pub(crate) struct Built {
+    programs: BTreeMap<String, PathBuf>,
+    pub(crate) tests: Vec<TestProgram>,
+}
+
+impl Built {
+    /// The path of a program.
+    pub(crate) fn program(&self, name: &str) -> Result<&Path> {
+        let found = self.programs.get(name).map(PathBuf::as_path);
+        found.ok_or_else(|| format!("cargo named no executable {name}"))
+    }
+}
+
+/// Builds all libraries and programs of the workspace.
+pub(crate) fn build_programs(profile: Profile) -> Result<Built> {
+    build_workspace(&[profile.args(), &["--lib", "--bins"]].concat())
+}
+
+/// Builds all libraries, programs and tests of the workspace.
+pub(crate) fn build_tests() -> Result<Built> {
+    build_workspace(&["--lib", "--bins", "--tests", "--examples"])
+}
+
+fn build_workspace(what: &[&str]) -> Result<Built> {
+    let packages = package_names()?;
+    let args = [&["--workspace"], what].concat();
+    let mut built = Built {
+        programs: BTreeMap::new(),
+        tests: Vec::new(),
+    };
+    for artifact in artifacts(&args)? {
+        let (Some(path), Some(target), Some(manifest)) = (
+            artifact["executable"].as_str(),
+            artifact["target"]["name"].as_str(),
+            artifact["manifest_path"].as_str(),
+        ) else {
+            continue;
+        };
+        let kind = artifact["target"]["kind"][0].as_str().unwrap_or_default();
+        if artifact["profile"]["test"] == true {
+            let package = packages
+                .get(manifest)
+                .ok_or_else(|| format!("{manifest}: no package of ours"))?;
+            built.tests.push(TestProgram {
+                package: package.clone(),
+                target: if kind == "test" {
+                    target.to_owned()
+                } else {
+                    format!("{target} ({kind})")
+                },
+                dir: Path::new(manifest).parent().map(Path::to_path_buf).unwrap_or_default(),
+                path: path.into(),
+            });
+        } else if kind == "bin" {
+            built.programs.insert(target.to_owned(), path.into());
+        }
+    }
+    // Cargo names them as they are done.
+    built
+        .tests
+        .sort_by(|a, b| (&a.package, &a.target).cmp(&(&b.package, &b.target)));
+    Ok(built)
+}
+
+/// The packages of the workspace by their manifests.
+fn package_names() -> Result<BTreeMap<String, String>> {
+    let packages = metadata()?["packages"].take();
+    let packages = packages.as_array().ok_or("cargo metadata has no packages")?;
+    let text = |p: &Value, key: &str| p[key].as_str().unwrap_or_default().to_owned();
+    Ok(packages
+        .iter()
+        .map(|p| (text(p, "manifest_path"), text(p, "name")))
+        .collect())
+}
+
 /// Builds one executable and returns its path.
 pub(crate) fn build(package: &str, bin: &str, profile: Profile) -> Result<PathBuf> {
+    let args = [&["-p", package, "--bin", bin], profile.args()].concat();
+    artifacts(&args)?
+        .iter()
+        .filter(|a| a["target"]["name"] == bin)
+        .find_map(|a| a["executable"].as_str().map(PathBuf::from))
+        .ok_or_else(|| format!("cargo named no executable {bin}"))
+}
+
+/// Builds, and returns what cargo says of each artifact.
+fn artifacts(args: &[&str]) -> Result<Vec<Value>> {
     let mut command = command();
     command
-        .args([
-            "build",
-            "--locked",
-            "--message-format=json-render-diagnostics",
-            "-p",
-            package,
-            "--bin",
-            bin,
-        ])
-        .args(profile.args())
+        .args(["build", "--locked", "--message-format=json-render-diagnostics"])
+        .args(args)
         .stdout(Stdio::piped());
-    println!(
-        "+ cargo build --locked -p {package} --bin {bin} {}",
-        profile.args().join(" ")
-    );
+    println!("+ cargo build --locked {}", args.join(" "));
     let mut child = process::Guard::spawn("cargo build", &mut command)?;
-    let mut found = None;
+    let mut found = Vec::new();
     let status = child.for_each_line(|line| {
-        let Ok(message) = serde_json::from_str::<serde_json::Value>(line) else {
-            return;
-        };
-        if message["reason"] == "compiler-artifact"
-            && message["target"]["name"] == bin
-            && let Some(path) = message["executable"].as_str()
+        if let Ok(message) = serde_json::from_str::<Value>(line)
+            && message["reason"] == "compiler-artifact"
         {
-            found = Some(PathBuf::from(path));
+            found.push(message);
         }
     })?;
-    if !status.success() {
-        return Err(format!("building {bin} failed ({status})"));
+    match status.success() {
+        true => Ok(found),
+        false => Err(format!("cargo build {} failed ({status})", args.join(" "))),
     }
-    found.ok_or_else(|| format!("cargo named no executable {bin}"))
 }

@@ -5,38 +5,39 @@ use std::{
     process::{Command, Stdio},
 };
 
-use crate::{Result, cargo, process, tools};
+use crate::{Result, cargo, process, tally::Tally, tools};
 
 /// Another version may understand `deny.toml` otherwise.
 const VERSION: &str = "0.20.2";
 /// The workspace, and what is a workspace of its own.
 const MANIFESTS: [&str; 2] = ["Cargo.toml", "fuzz/Cargo.toml"];
 
-/// Licences, sources and bans; known vulnerabilities where their database can be reached.
-pub(crate) fn check() -> Result<()> {
-    let deny = ensure()?;
-    let failed: Vec<String> = MANIFESTS
-        .iter()
-        .filter_map(|manifest| run(&deny, manifest, &["check", "licenses", "sources", "bans"]).err())
-        .collect();
-    if !failed.is_empty() {
-        return Err(failed.join("\n"));
+/// Licences, sources and bans; known vulnerabilities where their database can be reached. Without cargo-deny nothing is
+/// checked, and the result says so.
+pub(crate) fn check() -> Tally {
+    let deny = match ensure() {
+        Ok(deny) => deny,
+        Err(why) => return Tally::not_run(format!("rules for dependencies: {why}")),
+    };
+    let mut tally = Tally::default();
+    let mut count = |result| match result {
+        Ok(()) => tally.passed += 1,
+        Err(text) => tally.fail(text),
+    };
+    for manifest in MANIFESTS {
+        count(run(&deny, manifest, &["check", "licenses", "sources", "bans"]));
     }
     let mut fetch = Command::new(&deny);
     if let Err(why) = process::capture("cargo deny fetch", fetch.args(["fetch", "db"])) {
-        let why = why
-            .lines()
-            .rfind(|l| !l.trim().is_empty())
-            .unwrap_or_default()
-            .to_owned();
-        println!("advisories: not checked: {why}");
-        return Ok(());
+        let why = why.lines().rfind(|l| !l.trim().is_empty());
+        println!("advisories: not checked: {}", why.unwrap_or_default());
+        return tally;
     }
-    MANIFESTS
-        .iter()
-        .try_for_each(|manifest| run(&deny, manifest, &["check", "advisories"]))?;
+    for manifest in MANIFESTS {
+        count(run(&deny, manifest, &["check", "advisories"]));
+    }
     println!("advisories: checked");
-    Ok(())
+    tally
 }
 
 fn run(deny: &PathBuf, manifest: &str, what: &[&str]) -> Result<()> {

@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::{Result, cargo, deny};
+use crate::{Result, cargo, deny, tally::Tally};
 
 /// Crates that take time and randomness as arguments and hand out their output.
 const SANS_IO: [&str; 7] = [
@@ -30,22 +30,41 @@ const FORBIDDEN: [&str; 9] = [
     "getrandom",
 ];
 
-/// All lints; every one is run, the first failure is returned.
+/// All lints; every one is run.
+pub(crate) fn suite() -> Result<Tally> {
+    let mut tally = Tally::default();
+    for lint in [format, clippy, documentation, fuzz, sans_io] {
+        match lint() {
+            Ok(()) => tally.passed += 1,
+            Err(text) => tally.fail(text),
+        }
+    }
+    tally.add(deny::check());
+    Ok(tally)
+}
+
+/// `cargo xtask lint`.
 pub(crate) fn run() -> Result<()> {
-    let results = [
-        cargo::run(&["fmt", "--all", "--check"]),
-        cargo::run(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]),
-        cargo::run_with(&["doc", "--workspace", "--no-deps"], &[("RUSTDOCFLAGS", "-D warnings")]),
-        fuzz(),
-        deny::check(),
-        sans_io(),
-    ];
-    let failed: Vec<String> = results.into_iter().filter_map(Result::err).collect();
-    if failed.is_empty() {
+    let tally = suite()?;
+    let not_run = tally.not_run.iter().map(|(_, why)| format!("not run: {why}"));
+    let wrong: Vec<String> = tally.failures.iter().cloned().chain(not_run).collect();
+    if wrong.is_empty() {
         println!("lint: passed");
         return Ok(());
     }
-    Err(format!("lint failed:\n{}", failed.join("\n")))
+    Err(format!("lint failed:\n{}", wrong.join("\n")))
+}
+
+fn format() -> Result<()> {
+    cargo::run(&["fmt", "--all", "--check"])
+}
+
+fn clippy() -> Result<()> {
+    cargo::run(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])
+}
+
+fn documentation() -> Result<()> {
+    cargo::run_with(&["doc", "--workspace", "--no-deps"], &[("RUSTDOCFLAGS", "-D warnings")])
 }
 
 /// The fuzz targets compile, with the versions of their lock file. libFuzzer itself is left out: it is C++, and nothing is

@@ -6,11 +6,14 @@ mod demo;
 mod deny;
 mod flood;
 mod fuzz;
+mod harness;
 mod install;
 mod interop;
 mod lint;
 mod process;
+mod sim;
 mod suites;
+mod tally;
 mod tools;
 
 use std::{ffi::OsString, path::PathBuf, process::ExitCode};
@@ -39,13 +42,15 @@ enum Task {
     Demo(demo::DemoArgs),
     /// Run every test suite
     ///
-    /// Suites: `unit` (cargo test of the workspace), `sim` (simulated networks, release build), `end-to-end` (two
-    /// processes of the release binary), `real-clients` (tests marked ignored because they need qemu-img, nbdcopy or
-    /// fio, which are installed first), `apps` (unmodified RDMA programs, which are installed first, under
-    /// `ferroce run`), `interop` (scenarios against Linux kernels in virtual machines; needs root and
-    /// Debian's package archive). Each prints how many passed, failed and were not run, with the reason. A suite
-    /// that could not be run makes the exit status 1 unless --allow-not-run is given; suites that --quick leaves out
-    /// are listed but do not count.
+    /// Suites: `unit` (the tests of the workspace), `sim` (simulated networks from the same seeds each time and from fresh
+    /// ones, which are printed, and the corpora of the fuzz targets), `end-to-end` (two processes of the program),
+    /// `real-clients` (tests marked ignored because they need qemu-img, nbdcopy or fio, which are installed first),
+    /// `apps` (unmodified RDMA programs, which are installed first, under `ferroce run`), `interop` (scenarios against
+    /// Linux kernels in virtual machines; needs root and Debian's package archive), `flood` (the soak test, in the full
+    /// set only). The workspace is built as a whole before, the tests in the dev profile and the programs under test in
+    /// the release profile. Each suite prints how many tests passed, failed and were not run, with the reason,
+    /// and how long it took. It fails if tests that it names are not there, or have no result. A suite that could not
+    /// be run makes the exit status 1 unless --allow-not-run is given; suites that are left out do not count.
     Test(suites::TestArgs),
     /// Run simulated networks with every fault, from seeds
     Sim(SimArgs),
@@ -56,7 +61,9 @@ enum Task {
     /// The rules for dependencies are in deny.toml; cargo-deny, which checks them, is built if it is missing. Known
     /// vulnerabilities are looked up where their database can be reached; it is told when not.
     Lint,
-    /// What CI runs: lint, then test
+    /// What CI runs: lint and test
+    ///
+    /// The lints and the simulator run beside the lab, at the lowest priority.
     Ci(suites::TestArgs),
     /// Run our transport against stock Debian kernels in virtual machines (`cargo xtask interop -- --help`)
     ///
@@ -134,11 +141,11 @@ fn main() -> ExitCode {
     }
     let outcome = match Cli::parse().task {
         Task::Demo(args) => demo::run(&args),
-        Task::Test(args) => suites::run(&args),
-        Task::Sim(args) => suites::sim(&args),
+        Task::Test(args) => suites::test(&args),
+        Task::Sim(args) => sim::run(&args),
         Task::Fmt => cargo::run(&["fmt", "--all"]),
         Task::Lint => lint::run(),
-        Task::Ci(args) => lint::run().and_then(|()| suites::run(&args)),
+        Task::Ci(args) => suites::ci(&args),
         Task::Interop { args } => interop::run(&args),
         Task::Apps { args } => apps::run(&args),
         Task::Flood { args } => flood::run(&args),

@@ -1,6 +1,8 @@
 //! Child processes that never outlive their use, and ctrl-C.
 
 use std::{
+    cell::Cell,
+    ffi::OsStr,
     io::{BufRead, BufReader, Read},
     process::{Child, Command, ExitStatus, Output},
     sync::{
@@ -50,6 +52,28 @@ pub(crate) fn check_interrupt() -> Result<()> {
     } else {
         Ok(())
     }
+}
+
+thread_local! {
+    static LOWEST_PRIORITY: Cell<bool> = const { Cell::new(false) };
+}
+
+/// What `work` starts by [`command`] on this thread gets the processor time that nobody else wants.
+pub(crate) fn at_lowest_priority<T>(work: impl FnOnce() -> T) -> T {
+    LOWEST_PRIORITY.set(true);
+    let done = work();
+    LOWEST_PRIORITY.set(false);
+    done
+}
+
+/// A command of the priority that this thread's children have.
+pub(crate) fn command(program: impl AsRef<OsStr>) -> Command {
+    if !LOWEST_PRIORITY.get() {
+        return Command::new(program);
+    }
+    let mut command = Command::new("nice");
+    command.args(["-n", "19"]).arg(program);
+    command
 }
 
 /// A child that is ended when this goes out of scope.
@@ -191,4 +215,17 @@ pub(crate) fn capture(name: &str, command: &mut Command) -> Result<Output> {
         String::from_utf8_lossy(&output.stdout),
         String::from_utf8_lossy(&output.stderr)
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{at_lowest_priority, command};
+
+    #[test]
+    fn commands_have_the_lowest_priority_where_it_is_asked_for_only() {
+        let nice = || String::from_utf8(command("nice").output().unwrap().stdout).unwrap();
+        let usual = nice();
+        assert_eq!(at_lowest_priority(nice).trim(), "19");
+        assert_eq!(nice(), usual);
+    }
 }

@@ -1,13 +1,20 @@
-//! The test suites and the simulator.
+//! The test suites, and what CI runs.
 
-use std::{fmt, path::Path, process::Stdio, time::Instant};
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
 
 use clap::{Args, ValueEnum};
 
 use crate::{
-    Result, SimArgs, apps,
-    cargo::{self, Profile},
-    interop, process, tools,
+    Result, apps,
+    cargo::{self, Built, Profile},
+    flood,
+    harness::{self, Job, TestProgram},
+    interop, lint, process, sim,
+    tally::{self, Tally},
+    tools,
 };
 
 /// How much of each suite runs.
@@ -15,36 +22,66 @@ use crate::{
 enum Set {
     /// What CI has time for
     Ci,
-    /// 20,000 simulated networks, 4096 cases a property, every scenario of the lab (about an hour)
+    /// 20,000 simulated networks, 4096 cases a property, every scenario of the lab, every program, ten minutes of forged
+    /// packets (hours)
     Full,
 }
 
-/// Seeds of the simulator with --quick, in the set `ci` and in the set `full`; a quarter of the runs have an adversary, and
-/// beside some there are runs with an observer, of a server under a flood, and pairs that compare goodput.
-const SIM_SEEDS: [u64; 3] = [100, 2000, 20_000];
+/// Seeds of the simulator, the same ones each time and fresh ones, with --quick, in the set `ci` and in the set `full`; a
+/// quarter of the runs have an adversary, and beside some there are runs with an observer, of a server under a flood, and
+/// pairs that compare goodput.
+const SIM_SEEDS: [(u64, u64); 3] = [(100, 20), (2000, 200), (20_000, 2000)];
 /// Cases of each property that does not say how many itself, in the set `full`.
 const FULL_CASES: (&str, &str) = ("PROPTEST_CASES", "4096");
 
-/// Ignored tests that make a namespace, to mount a file system or for addresses.
-const PRIVILEGED: [&str; 2] = [
-    "a_full_disk_is_an_error_and_what_was_flushed_stays",
+/// Two processes of the program, and attacks on them.
+const END_TO_END: [&str; 2] = ["ferroce-hostile", "ferroce-tests"];
+/// Replays what the fuzz targets have found: part of the suite `sim`.
+const REPLAY: &str = "ferroce-fuzz-targets";
+
+/// Ignored tests that need programs of others, or rights: packages.
+const REAL_CLIENTS: [&str; 2] = ["rnbd", "ferroce-tests"];
+/// Those of them that make a namespace, mount a file system or set up a loop device.
+const PRIVILEGED: [&str; 9] = [
+    "a_block_device_has_its_own_geometry",
+    "a_block_device_is_written_discarded_and_zeroed",
     "a_device_over_ipv6",
+    "a_full_disk_is_an_error_and_what_was_flushed_stays",
+    "a_read_only_block_device_is_not_opened_for_writing",
+    "closing_an_image_file_makes_it_durable",
+    "flush_and_fua_leave_nothing_behind_in_memory",
+    "flush_and_fua_reach_the_servers_device",
+    "two_names_of_one_block_device_have_one_writer",
 ];
 
-/// Ignored tests that only root can run, as they need several users or a set-uid program: package, file, how many.
-const SEVERAL_USERS: [(&str, &str, u64); 3] = [
-    ("roce-broker", "isolation", 7),
-    ("roce-broker", "environment", 1),
-    ("roce-net", "environment", 1),
+/// Ignored tests that only root can run, as they need several users or a set-uid program: package and file.
+const SEVERAL_USERS: [(&str, &str); 3] = [
+    ("roce-broker", "isolation"),
+    ("roce-broker", "environment"),
+    ("roce-net", "environment"),
 ];
 
-/// Tests of the lab's cleaning up in the set `ci`, the cheapest (a quarter of a minute together): a run that is interrupted,
-/// and one that fails.
+/// Ignored tests of whether the lab leaves nothing behind.
+const CLEANUP: (&str, &str) = ("ferroce-interop", "cleanup");
+/// Those in the set `ci`, the cheapest (a quarter of a minute together): a run that is interrupted, and one that fails.
 const CI_CLEANUP: [&str; 2] = ["ctrl_c_while_a_guest_boots", "a_scenario_that_fails"];
+
+/// Marked as ignored because they are no tests, but processes that tests start.
+const HELPERS: [(&str, &str, &str); 2] = [
+    ("roce-broker", "isolation", "member"),
+    ("roce-broker", "sharing", "member::member"),
+];
+
+/// What comes before the suites.
+const BUILD: &str = "build";
+const LINT: &str = "lint";
+/// In the table they have this order; with --quick there are only the first ones.
+const SUITES: [&str; 7] = ["unit", "sim", "end-to-end", "real-clients", "apps", "interop", "flood"];
+const QUICK: usize = 2;
 
 #[derive(Args, Clone)]
 pub(crate) struct TestArgs {
-    /// How much of each suite; end-to-end and real-clients are the same in both
+    /// How much of each suite; end-to-end and real-clients are the same in both, flood is in the full set only
     #[arg(long, value_enum, default_value_t = Set::Ci)]
     set: Set,
     /// Unit tests and a few simulated networks only
@@ -54,130 +91,160 @@ pub(crate) struct TestArgs {
     #[arg(long)]
     allow_not_run: bool,
     /// Only these suites
-    #[arg(long = "suite", value_name = "NAME", value_parser = ["unit", "sim", "end-to-end", "real-clients", "apps", "interop"])]
+    #[arg(long = "suite", value_name = "NAME", value_parser = SUITES)]
     suites: Vec<String>,
 }
 
-/// What a suite came to.
-#[derive(Default)]
-pub(crate) struct Tally {
-    pub(crate) passed: u64,
-    pub(crate) failed: u64,
-    /// Tests (or whole suites, as 1) that could not be run, with the reason.
-    pub(crate) not_run: Vec<(u64, String)>,
-    /// Left out on purpose, by an option.
-    left_out: Option<&'static str>,
-    pub(crate) failures: Vec<String>,
-}
-
-impl Tally {
-    pub(crate) fn not_run(why: String) -> Self {
-        Self {
-            not_run: vec![(1, why)],
-            ..Self::default()
-        }
+impl TestArgs {
+    const fn full(&self) -> bool {
+        matches!(self.set, Set::Full)
     }
 
-    fn left_out(why: &'static str) -> Self {
-        Self {
-            left_out: Some(why),
-            ..Self::default()
-        }
+    /// Programs of others that the suites need, but for the lab's.
+    fn needed(&self) -> Vec<tools::Tool> {
+        let clients = self.runs("real-clients").then(client_tools);
+        let apps = self.runs("apps").then(|| apps::needed(self.full()));
+        clients.into_iter().chain(apps).flatten().collect()
     }
 
-    /// Counts a list of outcomes: objects with `name`, `result`, `detail` and perhaps `optional`.
-    pub(crate) fn from_json(file: &Path) -> Result<Self> {
-        let named = |e: &dyn fmt::Display| format!("{}: {e}", file.display());
-        let text = std::fs::read_to_string(file).map_err(|e| named(&e))?;
-        let outcomes: serde_json::Value = serde_json::from_str(&text).map_err(|e| named(&e))?;
-        let mut tally = Self::default();
-        let counted = outcomes.as_array().into_iter().flatten();
-        for o in counted.filter(|o| o["optional"] != true) {
-            let text = |key: &str| o[key].as_str().unwrap_or_default();
-            match text("result") {
-                "passed" => tally.passed += 1,
-                "failed" => {
-                    tally.failed += 1;
-                    tally.failures.push(text("name").to_owned());
-                }
-                _ => {
-                    let why = text("detail").lines().next().unwrap_or("?");
-                    tally.not_run.push((1, format!("{}: {why}", text("name"))));
-                }
-            }
-        }
-        Ok(tally)
+    fn runs(&self, suite: &str) -> bool {
+        SUITES
+            .iter()
+            .position(|s| *s == suite)
+            .is_some_and(|i| self.left_out(i).is_none())
     }
 
-    fn add(&mut self, other: Self) {
-        self.passed += other.passed;
-        self.failed += other.failed;
-        self.not_run.extend(other.not_run);
-        self.failures.extend(other.failures);
-    }
-
-    fn not_run_count(&self) -> u64 {
-        self.not_run.iter().map(|(n, _)| n).sum()
-    }
-}
-
-impl fmt::Display for Tally {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if let Some(why) = self.left_out {
-            return write!(f, "left out ({why})");
-        }
-        write!(
-            f,
-            "{} passed, {} failed, {} not run",
-            self.passed,
-            self.failed,
-            self.not_run_count()
-        )?;
-        let reasons: Vec<_> = self.not_run.iter().map(|(_, why)| why.as_str()).collect();
-        if reasons.is_empty() {
-            Ok(())
+    /// Why a suite does not run.
+    fn left_out(&self, index: usize) -> Option<&'static str> {
+        let asked = self.suites.iter().any(|s| s == SUITES[index]);
+        if !asked && !self.suites.is_empty() {
+            Some("--suite")
+        } else if self.quick && index >= QUICK {
+            Some("--quick")
+        } else if SUITES[index] == "flood" && !asked && !self.full() {
+            Some("--set full has it")
         } else {
-            write!(f, " ({})", reasons.join("; "))
+            None
         }
     }
 }
+
+/// A suite, what it came to, and how long it took.
+type Row = (&'static str, Tally, Duration);
 
 /// Runs the suites and prints the result; the last line is `N passed, M failed, K not run`.
-pub(crate) fn run(args: &TestArgs) -> Result<()> {
-    let chosen = |name: &str| args.suites.is_empty() || args.suites.iter().any(|s| s == name);
-    let mut results = Vec::new();
-    for (name, in_quick) in [
-        ("unit", true),
-        ("sim", true),
-        ("end-to-end", false),
-        ("real-clients", false),
-        ("apps", false),
-        ("interop", false),
-    ] {
-        process::check_interrupt()?;
-        let started = Instant::now();
-        let tally = if !chosen(name) {
-            Tally::left_out("--suite")
-        } else if args.quick && !in_quick {
-            Tally::left_out("--quick")
-        } else {
-            println!("\n=== suite {name}");
-            suite(name, args)?
+pub(crate) fn test(args: &TestArgs) -> Result<()> {
+    run(args, false)
+}
+
+/// [`test`], and the lints.
+pub(crate) fn ci(args: &TestArgs) -> Result<()> {
+    run(args, true)
+}
+
+fn run(args: &TestArgs, lints: bool) -> Result<()> {
+    let begin = Instant::now();
+    let mut rows = match build(args)? {
+        (row, Some(made)) => [vec![row], suites(args, lints, &made)?].concat(),
+        // Nothing to run; the lints say more of what is wrong.
+        (row, None) if lints => vec![row, timed(LINT, lint::suite)?],
+        (row, None) => vec![row],
+    };
+    let left_out = (0..SUITES.len()).filter_map(|i| Some((SUITES[i], args.left_out(i)?)));
+    rows.extend(left_out.map(|(name, why)| (name, Tally::left_out(why), Duration::ZERO)));
+    let order = [BUILD, LINT].into_iter().chain(SUITES);
+    let order: Vec<_> = order.collect();
+    rows.sort_by_key(|(name, ..)| order.iter().position(|n| n == name));
+    report(&rows, args, begin.elapsed())
+}
+
+/// The tests, and the release build where programs are of that.
+type Made = (Built, Option<Built>);
+
+/// Builds what all suites use, once, and installs what they need meanwhile.
+fn build(args: &TestArgs) -> Result<(Row, Option<Made>)> {
+    let mut made = None;
+    let row = timed(BUILD, || {
+        let (built, released) = thread::scope(|scope| {
+            // What can not be installed is told by the suite that needs it.
+            let _packages = scope.spawn(|| args.needed().is_empty() || tools::ensure(&args.needed()).is_ok());
+            let built = cargo::build_tests()?;
+            // What users have; a short round does without.
+            let released = (!args.quick).then(|| cargo::build_programs(Profile::Release));
+            let released = released.transpose()?;
+            Ok::<_, String>((built, released))
+        })?;
+        let mut tally = Tally::default();
+        tally.passed = 1;
+        unclaimed(&built.tests)?.into_iter().for_each(|text| tally.fail(text));
+        made = Some((built, released));
+        Ok(tally)
+    })?;
+    Ok((row, made))
+}
+
+/// Runs what was chosen. The lab's guests have one processor each and wait for one another, so what only computes has the
+/// rest of the machine beside it, at the lowest priority. The other suites have it to themselves.
+fn suites(args: &TestArgs, lints: bool, (built, released): &Made) -> Result<Vec<Row>> {
+    let stage = Stage {
+        args,
+        programs: released.as_ref().unwrap_or(built),
+        tests: &built.tests,
+    };
+    let chosen = |name: &&str| args.runs(name);
+    let run = |name| timed(name, || stage.suite(name));
+    let lab = Some("interop").filter(chosen);
+    let mut rows = thread::scope(|scope| {
+        let guests = lab.map(|name| scope.spawn(move || run(name)));
+        let beside = || -> Result<Vec<Row>> {
+            let lint = lints.then(|| timed(LINT, lint::suite));
+            lint.into_iter().chain(Some("sim").filter(chosen).map(run)).collect()
         };
-        results.push((name, tally, started.elapsed()));
-    }
-    println!("\n=== results");
-    let (mut passed, mut failed, mut not_run) = (0, 0, 0);
-    for (name, tally, took) in &results {
-        println!("suite {name}: {tally}  [{:.0} s]", took.as_secs_f64());
-        for failure in &tally.failures {
-            println!("  FAILED {failure}");
+        let mut rows = match lab {
+            Some(_) => process::at_lowest_priority(beside),
+            None => beside(),
+        }?;
+        if let Some(thread) = guests {
+            rows.push(thread.join().map_err(|_| "the thread of the lab panicked")??);
         }
-        passed += tally.passed;
-        failed += tally.failed;
-        not_run += tally.not_run_count();
+        Ok::<_, String>(rows)
+    })?;
+    for name in ["unit", "end-to-end", "real-clients", "apps", "flood"]
+        .iter()
+        .filter(|n| chosen(n))
+    {
+        rows.push(run(name)?);
     }
-    println!("{passed} passed, {failed} failed, {not_run} not run");
+    Ok(rows)
+}
+
+/// Runs a suite. An error of its own counts as its failure; the others run nevertheless.
+fn timed(name: &'static str, suite: impl FnOnce() -> Result<Tally>) -> Result<Row> {
+    process::check_interrupt()?;
+    println!("\n=== {name}");
+    let begin = Instant::now();
+    let tally = suite().unwrap_or_else(|text| {
+        println!("{text}");
+        let mut tally = Tally::default();
+        tally.fail(text);
+        tally
+    });
+    process::check_interrupt()?;
+    Ok((name, tally, begin.elapsed()))
+}
+
+fn report(rows: &[Row], args: &TestArgs, took: Duration) -> Result<()> {
+    println!("\n=== results\n{}", tally::HEAD);
+    let mut all = Tally::default();
+    for (name, tally, took) in rows {
+        print!("{}", tally.row(name, took.as_secs_f64()));
+        all.passed += tally.passed;
+        all.failed += tally.failed;
+        all.not_run.extend(tally.not_run.iter().cloned());
+    }
+    let (failed, not_run) = (all.failed, all.not_run_count());
+    println!("all of it took {:.0} s", took.as_secs_f64());
+    println!("{} passed, {failed} failed, {not_run} not run", all.passed);
     if failed > 0 {
         return Err("tests failed".into());
     }
@@ -187,221 +254,184 @@ pub(crate) fn run(args: &TestArgs) -> Result<()> {
     Ok(())
 }
 
-fn suite(name: &str, args: &TestArgs) -> Result<Tally> {
-    let full = args.set == Set::Full;
-    match name {
-        "unit" => {
-            let cases = full.then_some(FULL_CASES);
-            let others = [
-                "--workspace",
-                "--exclude",
-                "ferroce-tests",
-                "--exclude",
-                "ferroce-hostile",
-            ];
-            let mut tally = cargo_test(&others, &[], cases.as_slice())?;
-            tally.add(several_users()?);
-            Ok(tally)
-        }
-        "sim" => simulate(&SimArgs {
-            seeds: SIM_SEEDS[if args.quick { 0 } else { 1 + usize::from(full) }],
-            seed: None,
-            jobs: None,
-            adversary: false,
-            observer: false,
-            rest: Vec::new(),
-        }),
-        "end-to-end" => {
-            let bin = cargo::build("ferroce", "ferroce", Profile::Release)?;
-            let bin = bin.to_string_lossy();
-            let both = ["-p", "ferroce-tests", "-p", "ferroce-hostile"];
-            cargo_test(&both, &[], &[("FERROCE_BIN", &bin)])
-        }
-        "apps" => apps::suite(full),
-        "interop" => lab(full),
-        _ => {
-            let needed: Vec<_> = tools::EXT4.into_iter().chain(tools::NBD_CLIENTS).collect();
-            if let Err(why) = tools::ensure(&needed) {
-                return Ok(Tally::not_run(why));
+/// What suites are made of.
+struct Stage<'a> {
+    args: &'a TestArgs,
+    /// Where the programs under test are.
+    programs: &'a Built,
+    tests: &'a [TestProgram],
+}
+
+impl Stage<'_> {
+    fn suite(&self, name: &str) -> Result<Tally> {
+        match name {
+            "unit" => self.unit(),
+            "sim" => self.sim(),
+            "end-to-end" => {
+                let jobs = self.of_packages(|p| END_TO_END.contains(&p))?;
+                harness::run(jobs, &[("FERROCE_BIN", &self.ferroce()?)], at_once())
             }
-            let bin = cargo::build("ferroce", "ferroce", Profile::Release)?;
-            let bin = bin.to_string_lossy();
-            real_clients(&bin)
+            "real-clients" => self.real_clients(),
+            "apps" => apps::suite(self.programs, self.args.full()),
+            "interop" => self.lab(),
+            "flood" => flood::suite(self.programs),
+            _ => Err(format!("no suite {name}")),
         }
     }
-}
 
-/// What several users can do to each other: ignored tests that only root can run. Those of the broker also need a kernel to
-/// load programs into.
-fn several_users() -> Result<Tally> {
-    let mut tally = Tally::default();
-    for (package, file, count) in SEVERAL_USERS {
-        if tools::may_make_namespaces() {
-            tally.add(cargo_test(&["-p", package, "--test", file], &["--ignored"], &[])?);
+    /// What is not ignored in some packages.
+    fn of_packages(&self, wanted: impl Fn(&str) -> bool) -> Result<Vec<Job<'_>>> {
+        let programs = self.tests.iter().filter(|t| wanted(&t.package));
+        let jobs = programs.map(Job::all).collect::<Result<Vec<_>>>()?;
+        match jobs.is_empty() {
+            true => Err("no such package has tests".into()),
+            false => Ok(jobs),
+        }
+    }
+
+    fn ferroce(&self) -> Result<String> {
+        Ok(self.programs.program("ferroce")?.to_string_lossy().into_owned())
+    }
+
+    fn unit(&self) -> Result<Tally> {
+        let cases = self.args.full().then_some(FULL_CASES);
+        let jobs = self.of_packages(|p| !END_TO_END.contains(&p) && p != REPLAY)?;
+        let mut tally = harness::run(jobs, cases.as_slice(), at_once())?;
+        tally.add(self.several_users()?);
+        tally.add(harness::doc_tests()?);
+        Ok(tally)
+    }
+
+    fn sim(&self) -> Result<Tally> {
+        let mut tally = harness::run(self.of_packages(|p| p == REPLAY)?, &[], at_once())?;
+        let set = if self.args.quick {
+            0
         } else {
-            let why = format!("{package}, {file}: no right to be several users: not root");
-            tally.not_run.push((count, why));
-        }
-    }
-    Ok(tally)
-}
-
-/// The scenarios, and whether the lab leaves nothing behind.
-fn lab(full: bool) -> Result<Tally> {
-    let mut tally = interop::suite(if full { "full" } else { "ci" })?;
-    if tally.passed == 0 {
-        // Not root, or no packages: no guest would boot.
-        return Ok(tally);
-    }
-    let mut harness = vec!["--ignored", "--test-threads", "1"];
-    if !full {
-        harness.push("--exact");
-        harness.extend(CI_CLEANUP);
-    }
-    tally.add(cargo_test(
-        &["-p", "ferroce-interop", "--test", "cleanup"],
-        &harness,
-        &[],
-    )?);
-    Ok(tally)
-}
-
-/// Ignored tests: they need programs of others, or the right to make namespaces.
-fn real_clients(bin: &str) -> Result<Tally> {
-    let what = ["-p", "rnbd", "-p", "ferroce-tests"];
-    let env = [("FERROCE_BIN", bin)];
-    if tools::may_make_namespaces() {
-        return cargo_test(&what, &["--ignored"], &env);
-    }
-    let skip: Vec<&str> = PRIVILEGED.iter().flat_map(|name| ["--skip", name]).collect();
-    let mut tally = cargo_test(&what, &[&["--ignored"], &skip[..]].concat(), &env)?;
-    tally.not_run.push((
-        PRIVILEGED.len() as u64,
-        "no right to make namespaces: not root".to_owned(),
-    ));
-    Ok(tally)
-}
-
-/// Runs `cargo test`, shows its output and counts. Ignored tests do not count here: they are a suite of their own.
-fn cargo_test(what: &[&str], harness: &[&str], env: &[(&str, &str)]) -> Result<Tally> {
-    let mut command = cargo::command();
-    command
-        .args(["test", "--locked", "--no-fail-fast"])
-        .args(what)
-        .arg("--")
-        .args(harness);
-    command.envs(env.iter().copied()).stdout(Stdio::piped());
-    println!(
-        "+ cargo test --locked --no-fail-fast {} -- {}",
-        what.join(" "),
-        harness.join(" ")
-    );
-    let mut child = process::Guard::spawn("cargo test", &mut command)?;
-    let mut tally = Tally::default();
-    let status = child.for_each_line(|line| {
-        println!("{line}");
-        read_harness_line(line, &mut tally);
-    })?;
-    if !status.success() && tally.failed == 0 {
-        tally.failed = 1;
-        tally.failures.push(format!("cargo test ended with {status}"));
-    }
-    Ok(tally)
-}
-
-/// Counts one line of libtest's output.
-fn read_harness_line(line: &str, tally: &mut Tally) {
-    if let Some(rest) = line.strip_prefix("test result: ") {
-        let number = |word: &str| {
-            let before = rest
-                .split([';', '.'])
-                .map(str::trim)
-                .find_map(|p| p.strip_suffix(word))?;
-            before.trim().parse::<u64>().ok()
+            1 + usize::from(self.args.full())
         };
-        tally.passed += number("passed").unwrap_or(0);
-        tally.failed += number("failed").unwrap_or(0);
-    } else if let Some(name) = line.strip_prefix("test ").and_then(|l| l.strip_suffix(" ... FAILED")) {
-        tally.failures.push(name.to_owned());
+        let (fixed, fresh) = SIM_SEEDS[set];
+        // Ten times as fast as in the dev profile; a short round has no other program of the release profile.
+        let bin = match self.args.quick {
+            true => cargo::build("roce-sim", "roce-sim", Profile::Release)?,
+            false => self.programs.program("roce-sim")?.to_path_buf(),
+        };
+        tally.add(sim::suite(&bin, fixed, fresh)?);
+        Ok(tally)
     }
-}
 
-/// `cargo xtask sim`.
-pub(crate) fn sim(args: &SimArgs) -> Result<()> {
-    let tally = simulate(args)?;
-    println!("{} passed, {} failed", tally.passed, tally.failed);
-    if tally.failed == 0 {
-        Ok(())
-    } else {
-        Err(tally.failures.join("\n"))
-    }
-}
-
-/// Runs the simulator's program; each seed counts as a test.
-fn simulate(args: &SimArgs) -> Result<Tally> {
-    let bin = cargo::build("roce-sim", "roce-sim", Profile::Release)?;
-    let mut command = std::process::Command::new(&bin);
-    command.arg("--seeds").arg(args.seeds.to_string());
-    if let Some(seed) = args.seed {
-        command.arg("--seed").arg(seed.to_string());
-    }
-    if let Some(jobs) = args.jobs {
-        command.arg("--jobs").arg(jobs.to_string());
-    }
-    for (option, wanted) in [("--adversary", args.adversary), ("--observer", args.observer)] {
-        if wanted {
-            command.arg(option);
-        }
-    }
-    command.args(&args.rest).stdout(Stdio::piped());
-    let mut child = process::Guard::spawn("roce-sim", &mut command)?;
-    let mut tally = Tally::default();
-    let mut counted = false;
-    let status = child.for_each_line(|line| {
-        println!("{line}");
-        if let Some((passed, failed)) = read_totals(line) {
-            counted = true;
-            (tally.passed, tally.failed) = (passed, failed);
-        }
-    })?;
-    if !status.success() || !counted {
-        tally.failed = tally.failed.max(1);
-        tally.failures.push(format!("roce-sim ended with {status}"));
-    }
-    Ok(tally)
-}
-
-/// Reads `N passed, M failed`, wherever it stands in a line.
-fn read_totals(line: &str) -> Option<(u64, u64)> {
-    let before = |word: &str| line.split(word).next()?.split_whitespace().next_back()?.parse().ok();
-    (line.contains(" passed") && line.contains(" failed")).then_some((before(" passed")?, before(" failed")?))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::{Tally, read_harness_line, read_totals};
-
-    #[test]
-    fn harness_lines_are_counted() {
+    /// What several users can do to each other: ignored tests that only root can run. Those of the broker also need a kernel
+    /// to load programs into.
+    fn several_users(&self) -> Result<Tally> {
         let mut tally = Tally::default();
-        for line in [
-            "running 3 tests",
-            "test a::b ... ok",
-            "test a::c ... FAILED",
-            "test result: FAILED. 12 passed; 1 failed; 2 ignored; 0 measured; 7 filtered out; finished in 0.01s",
-            "test result: ok. 5 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s",
-        ] {
-            read_harness_line(line, &mut tally);
+        for (package, file) in SEVERAL_USERS {
+            let program = find(self.tests, package, file)?;
+            let names = ignored(program)?;
+            if tools::may_make_namespaces() {
+                tally.add(harness::run(vec![Job::ignored(program, names)], &[], 1)?);
+            } else {
+                let why = format!("{package}, {file}: no right to be several users: not root");
+                tally.not_run.push((names.len() as u64, why));
+            }
         }
-        assert_eq!(
-            (tally.passed, tally.failed, tally.failures),
-            (17, 1, vec!["a::c".to_owned()])
-        );
+        Ok(tally)
     }
 
-    #[test]
-    fn totals_are_found() {
-        assert_eq!(read_totals("sim: 200 passed, 3 failed, 12.0 s"), Some((200, 3)));
-        assert_eq!(read_totals("200 passed"), None);
+    /// Ignored tests: they need programs of others, or the right to make namespaces.
+    fn real_clients(&self) -> Result<Tally> {
+        if let Err(why) = tools::ensure(&client_tools()) {
+            return Ok(Tally::not_run(why));
+        }
+        let mut jobs = Vec::new();
+        let mut privileged = Vec::new();
+        let may = tools::may_make_namespaces();
+        for program in self.tests.iter().filter(|t| REAL_CLIENTS.contains(&t.package.as_str())) {
+            let (special, mut names): (Vec<_>, Vec<_>) = ignored(program)?
+                .into_iter()
+                .partition(|n| PRIVILEGED.contains(&n.as_str()));
+            if may {
+                names.extend(special.iter().cloned());
+            }
+            privileged.extend(special);
+            jobs.push(Job::ignored(program, names));
+        }
+        all_there(&PRIVILEGED, &privileged)?;
+        let mut tally = harness::run(jobs, &[("FERROCE_BIN", &self.ferroce()?)], 1)?;
+        if !may {
+            let why = "no right to make namespaces: not root".to_owned();
+            tally.not_run.push((PRIVILEGED.len() as u64, why));
+        }
+        Ok(tally)
     }
+
+    /// The scenarios, and whether the lab leaves nothing behind.
+    fn lab(&self) -> Result<Tally> {
+        let full = self.args.full();
+        let mut tally = interop::suite(self.programs, if full { "full" } else { "ci" })?;
+        if tally.passed == 0 {
+            // Not root, or no packages: no guest would boot.
+            return Ok(tally);
+        }
+        let program = find(self.tests, CLEANUP.0, CLEANUP.1)?;
+        let mut names = ignored(program)?;
+        all_there(&CI_CLEANUP, &names)?;
+        if !full {
+            names.retain(|n| CI_CLEANUP.contains(&n.as_str()));
+        }
+        tally.add(harness::run(vec![Job::ignored(program, names).one_by_one()], &[], 1)?);
+        Ok(tally)
+    }
+}
+
+/// Test programs at a time: each keeps to loopback addresses of its own.
+fn at_once() -> usize {
+    thread::available_parallelism().map_or(1, |n| n.get().min(2))
+}
+
+fn client_tools() -> Vec<tools::Tool> {
+    tools::EXT4.into_iter().chain(tools::NBD_CLIENTS).collect()
+}
+
+fn find<'a>(tests: &'a [TestProgram], package: &str, file: &str) -> Result<&'a TestProgram> {
+    let found = tests.iter().find(|t| t.package == package && t.target == file);
+    found.ok_or_else(|| format!("{package} has no test {file}"))
+}
+
+/// The ignored tests of a program, without [`HELPERS`].
+fn ignored(program: &TestProgram) -> Result<Vec<String>> {
+    let mut names = program.ignored()?;
+    names.retain(|name| !HELPERS.contains(&(program.package.as_str(), program.target.as_str(), name.as_str())));
+    Ok(names)
+}
+
+/// Tests that a suite names exist.
+fn all_there(named: &[&str], present: &[String]) -> Result<()> {
+    let gone: Vec<_> = named
+        .iter()
+        .filter(|n| !present.iter().any(|p| p == *n))
+        .copied()
+        .collect();
+    match gone.is_empty() {
+        true => Ok(()),
+        false => Err(format!("no test has this name: {}", gone.join(", "))),
+    }
+}
+
+/// Ignored tests that no suite would run, and programs that suites name and that are not there.
+fn unclaimed(tests: &[TestProgram]) -> Result<Vec<String>> {
+    let named = || SEVERAL_USERS.into_iter().chain([CLEANUP]);
+    let helpers = HELPERS.iter().map(|(package, file, _)| (*package, *file));
+    let mut stray: Vec<String> = named()
+        .chain(helpers)
+        .filter_map(|(package, file)| find(tests, package, file).err())
+        .collect();
+    for program in tests.iter().filter(|t| !REAL_CLIENTS.contains(&t.package.as_str())) {
+        let (name, ignored) = (format!("{} {}", program.package, program.target), ignored(program)?);
+        let claimed = named().any(|(package, file)| program.package == package && program.target == file);
+        match (claimed, ignored.is_empty()) {
+            (true, true) => stray.push(format!("{name}: no test is ignored")),
+            (false, false) => stray.push(format!("{name}: in no suite: {}", ignored.join(", "))),
+            _ => {}
+        }
+    }
+    Ok(stray)
 }

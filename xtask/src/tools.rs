@@ -73,7 +73,15 @@ pub(crate) fn ensure(tools: &[Tool]) -> Result<()> {
         ));
     }
     println!("installing missing system packages: {}", packages.join(", "));
-    let install = ["apt-get", "install", "-y", "--no-install-recommends"];
+    // The lab may be installing what it needs.
+    let install = [
+        "apt-get",
+        "install",
+        "-y",
+        "--no-install-recommends",
+        "-o",
+        "DPkg::Lock::Timeout=300",
+    ];
     if apt(&[&install[..], &packages[..]].concat()).is_err() {
         // A fresh machine has no package lists.
         let again = apt(&["apt-get", "update"]).and_then(|()| apt(&[&install[..], &packages[..]].concat()));

@@ -91,6 +91,12 @@ fn chosen(cli: &Cli) -> Vec<Case> {
     all
 }
 
+/// Names that no case has: whoever gives one shall not take the others' success for its.
+fn unknown<'a>(cli: &'a Cli, cases: &[Case]) -> Vec<&'a str> {
+    let has = |name: &str| cases.iter().any(|case| case.name.contains(name));
+    cli.only.iter().map(String::as_str).filter(|name| !has(name)).collect()
+}
+
 /// `ferroce` beside this program.
 fn beside() -> Result<PathBuf> {
     let own = std::env::current_exe().map_err(|e| format!("finding this program: {e}"))?;
@@ -125,8 +131,12 @@ fn run(cli: &Cli) -> Result<bool> {
         }
         return Ok(true);
     }
-    if cases.is_empty() {
-        return Err("no case has that name; --list shows all".into());
+    let unknown = unknown(cli, &cases);
+    if cases.is_empty() || !unknown.is_empty() {
+        return Err(format!(
+            "no case has that name: {}; --list shows all",
+            unknown.join(", ")
+        ));
     }
     let setup = setup(cli)?;
     let mut report = Report::default();
@@ -165,7 +175,14 @@ fn main() -> ExitCode {
 mod tests {
     use clap::Parser as _;
 
-    use super::{Cli, chosen};
+    use super::{Cli, chosen, unknown};
+
+    #[test]
+    fn each_name_that_is_asked_for_has_to_be_one() {
+        let cli = Cli::try_parse_from(["apps", "--only", "pingpong", "--only", "no-such-thing"])
+            .unwrap_or_else(|e| panic!("{e}"));
+        assert_eq!(unknown(&cli, &chosen(&cli)), ["no-such-thing"]);
+    }
 
     #[test]
     fn the_sets_are_named_as_those_of_the_other_suites() {

@@ -237,6 +237,12 @@ fn chosen(cli: &Cli) -> Vec<Scenario> {
     chosen
 }
 
+/// Names that no scenario has: whoever gives one shall not take the others' success for its.
+fn unknown<'a>(cli: &'a Cli, chosen: &[Scenario]) -> Vec<&'a str> {
+    let has = |name: &str| chosen.iter().any(|s| s.name.contains(name));
+    cli.only.iter().map(String::as_str).filter(|name| !has(name)).collect()
+}
+
 fn run_cli(cli: &Cli) -> Result<ExitCode, Error> {
     if let Some(Task::Capture(args)) = &cli.command {
         return capture(cli, args).map(|()| ExitCode::SUCCESS);
@@ -253,11 +259,13 @@ fn run_cli(cli: &Cli) -> Result<ExitCode, Error> {
         }
         return Ok(ExitCode::SUCCESS);
     }
-    if chosen.is_empty() {
+    if chosen.is_empty() || !unknown(cli, &chosen).is_empty() {
+        let names = unknown(cli, &chosen).join(", ");
         eprintln!(
-            "ferroce-interop: no scenario{}{} has such a name; --list shows them",
+            "ferroce-interop: no scenario{}{} has such a name{}{names}; --list shows them",
             if cli.set == Set::Ci { " of the set ci" } else { "" },
             if cli.peer.is_some() { " for a peer" } else { "" },
+            if names.is_empty() { "" } else { ": " },
         );
         return Ok(ExitCode::from(2));
     }
@@ -286,7 +294,15 @@ fn main() -> ExitCode {
 mod tests {
     use clap::Parser as _;
 
-    use super::{Cli, Verdict, chosen, scenarios};
+    use super::{Cli, Verdict, chosen, scenarios, unknown};
+
+    #[test]
+    fn each_name_that_is_asked_for_has_to_be_one() {
+        let cli = Cli::parse_from(["ferroce-interop", "--only", "rping", "--only", "no-such-thing"]);
+        assert_eq!(unknown(&cli, &chosen(&cli)), ["no-such-thing"]);
+        let cli = Cli::parse_from(["ferroce-interop", "--only", "rping"]);
+        assert!(unknown(&cli, &chosen(&cli)).is_empty());
+    }
 
     #[test]
     fn a_device_is_a_scenario_that_the_lab_does_not_run() {

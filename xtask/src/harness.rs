@@ -1,0 +1,281 @@
+//! Test programs that are built already: what tests they have, and running them.
+//!
+//! A program counts as run only if it did what it was to do: every test that it lists has a result.
+
+use std::{
+    collections::VecDeque,
+    fs::{self, File},
+    path::PathBuf,
+    process::{Command, Stdio},
+    sync::{Mutex, PoisonError},
+    thread,
+    time::Instant,
+};
+
+use crate::{Result, cargo, process, tally::Tally};
+
+/// A program of libtest's: the unit tests of a crate, or a file in `tests/`.
+#[derive(Clone, Debug)]
+pub(crate) struct TestProgram {
+    pub(crate) package: String,
+    pub(crate) target: String,
+    /// The package's folder: tests expect to be started there.
+    pub(crate) dir: PathBuf,
+    pub(crate) path: PathBuf,
+}
+
+impl TestProgram {
+    fn name(&self) -> String {
+        format!("{} {}", self.package, self.target)
+    }
+
+    fn command(&self) -> Command {
+        let mut command = Command::new(&self.path);
+        command.current_dir(&self.dir).env("CARGO_MANIFEST_DIR", &self.dir);
+        command
+    }
+
+    fn list(&self, more: &[&str]) -> Result<Vec<String>> {
+        let mut command = self.command();
+        let out = process::capture(&self.name(), command.args(["--list", "--format", "terse"]).args(more))?;
+        let text = String::from_utf8_lossy(&out.stdout);
+        Ok(text
+            .lines()
+            .filter_map(|l| l.strip_suffix(": test"))
+            .map(str::to_owned)
+            .collect())
+    }
+
+    /// The names of its tests that are marked as ignored.
+    pub(crate) fn ignored(&self) -> Result<Vec<String>> {
+        self.list(&["--ignored"])
+    }
+}
+
+/// A run of a program.
+pub(crate) struct Job<'a> {
+    program: &'a TestProgram,
+    /// Ignored tests, by their full names; otherwise all that are not ignored.
+    ignored: Option<Vec<String>>,
+    expected: u64,
+    one_by_one: bool,
+}
+
+impl<'a> Job<'a> {
+    /// All tests that are not marked as ignored.
+    pub(crate) fn all(program: &'a TestProgram) -> Result<Self> {
+        let expected = program.list(&[])?.len() - program.ignored()?.len();
+        Ok(Self {
+            program,
+            ignored: None,
+            expected: expected as u64,
+            one_by_one: false,
+        })
+    }
+
+    /// These ignored tests.
+    pub(crate) fn ignored(program: &'a TestProgram, names: Vec<String>) -> Self {
+        Self {
+            program,
+            expected: names.len() as u64,
+            ignored: Some(names),
+            one_by_one: false,
+        }
+    }
+
+    /// No two tests at a time.
+    pub(crate) fn one_by_one(self) -> Self {
+        Self {
+            one_by_one: true,
+            ..self
+        }
+    }
+
+    /// Runs it to its end. Its output is shown if it did not pass.
+    fn run(&self, env: &[(&str, &str)]) -> Result<Tally> {
+        let logs = cargo::target_dir()?.join("test-logs");
+        let ignored = if self.ignored.is_some() { "-ignored" } else { "" };
+        let log = logs.join(format!("{}-{}{ignored}.log", self.program.package, self.program.target));
+        let named = |e: std::io::Error| format!("{}: {e}", log.display());
+        fs::create_dir_all(&logs).map_err(named)?;
+        let out = File::create(&log).map_err(named)?;
+        let mut command = self.program.command();
+        command.envs(env.iter().copied()).stdin(Stdio::null());
+        command.stderr(out.try_clone().map_err(named)?).stdout(out);
+        if let Some(names) = &self.ignored {
+            command.args(["--ignored", "--exact"]).args(names);
+        }
+        if self.one_by_one {
+            command.args(["--test-threads", "1"]);
+        }
+        let begin = Instant::now();
+        let status = process::Guard::spawn(&self.program.name(), &mut command)?.wait()?;
+        let text = String::from_utf8_lossy(&fs::read(&log).map_err(named)?).into_owned();
+        let mut tally = count(&text);
+        let name = self.program.name();
+        tally.failures.iter_mut().for_each(|f| *f = format!("{name}: {f}"));
+        let ran = tally.passed + tally.failed;
+        if ran != self.expected {
+            tally.fail(format!("{name}: {ran} tests have a result, of {}", self.expected));
+        }
+        if !status.success() && tally.failed == 0 {
+            tally.fail(format!("{name} ended with {status}"));
+        }
+        let took = begin.elapsed().as_secs_f64();
+        let shown = if tally.failed > 0 {
+            format!("\n{text}")
+        } else {
+            String::new()
+        };
+        println!(
+            "{name}: {} passed, {} failed  [{took:.1} s]{shown}",
+            tally.passed, tally.failed
+        );
+        Ok(tally)
+    }
+}
+
+/// Runs them, `at_once` at a time.
+pub(crate) fn run(jobs: Vec<Job<'_>>, env: &[(&str, &str)], at_once: usize) -> Result<Tally> {
+    let jobs: VecDeque<_> = jobs.into_iter().filter(|j| j.expected > 0).collect();
+    if jobs.is_empty() {
+        return Err("there is no such test".into());
+    }
+    let left = Mutex::new(jobs);
+    let next = || left.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
+    let work = || -> Result<Tally> {
+        let mut tally = Tally::default();
+        while let Some(job) = next() {
+            tally.add(job.run(env)?);
+        }
+        Ok(tally)
+    };
+    thread::scope(|scope| {
+        let workers: Vec<_> = (0..at_once).map(|_| scope.spawn(work)).collect();
+        let mut tally = Tally::default();
+        for worker in workers {
+            tally.add(worker.join().map_err(|_| "a thread that runs tests panicked")??);
+        }
+        Ok(tally)
+    })
+}
+
+/// The documentation's examples, of all crates. They use what [`cargo::build_tests`] has built.
+pub(crate) fn doc_tests() -> Result<Tally> {
+    let mut command = cargo::command();
+    command.args(["test", "--locked", "--workspace", "--doc", "--no-fail-fast"]);
+    println!("+ cargo test --locked --workspace --doc --no-fail-fast");
+    let mut child = process::Guard::spawn("cargo test --doc", command.stdout(Stdio::piped()))?;
+    let mut text = String::new();
+    let status = child.for_each_line(|line| {
+        text.push_str(line);
+        text.push('\n');
+    })?;
+    let mut tally = count(&text);
+    if !status.success() && tally.failed == 0 {
+        tally.fail(format!("cargo test --doc ended with {status}"));
+    }
+    if tally.passed + tally.failed == 0 {
+        tally.fail("the documentation has no example that runs".to_owned());
+    }
+    if tally.failed > 0 {
+        println!("{text}");
+    }
+    Ok(tally)
+}
+
+/// Counts what libtest says. Ignored tests are not in it: they are run by name.
+fn count(output: &str) -> Tally {
+    let mut tally = Tally::default();
+    for line in output.lines() {
+        if let Some(rest) = line.strip_prefix("test result: ") {
+            let number = |word: &str| {
+                let before = rest
+                    .split([';', '.'])
+                    .map(str::trim)
+                    .find_map(|p| p.strip_suffix(word))?;
+                before.trim().parse::<u64>().ok()
+            };
+            tally.passed += number("passed").unwrap_or(0);
+            tally.failed += number("failed").unwrap_or(0);
+        } else if let Some(name) = line.strip_prefix("test ").and_then(|l| l.strip_suffix(" ... FAILED")) {
+            tally.failures.push(name.to_owned());
+        }
+    }
+    tally
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, os::unix::fs::PermissionsExt as _};
+
+    use super::{Job, TestProgram, count, run};
+
+    #[test]
+    fn results_are_counted() {
+        let tally = count(
+            "running 3 tests\n\
+             test a::b ... ok\n\
+             test a::c ... FAILED\n\
+             test result: FAILED. 12 passed; 1 failed; 2 ignored; 0 measured; 7 filtered out; finished in 0.01s\n\
+             test result: ok. 5 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s\n",
+        );
+        assert_eq!(
+            (tally.passed, tally.failed, tally.failures),
+            (17, 1, vec!["a::c".to_owned()])
+        );
+    }
+
+    /// A program that lists two tests, one of them ignored, and prints `result` when it is to run them.
+    fn program(dir: &std::path::Path, result: &str) -> TestProgram {
+        let path = dir.join("program");
+        let script = format!(
+            "#!/bin/sh\ncase \"$*\" in\n*--list*--ignored*) echo 'b: test';;\n*--list*) echo 'a: test'; echo 'b: test';;\n\
+             *) {result};;\nesac\n"
+        );
+        // Not written here and executed at once: another thread may fork while it is open.
+        let file = dir.join("text");
+        fs::write(&file, script).unwrap();
+        assert!(
+            std::process::Command::new("cp")
+                .args([&file, &path])
+                .status()
+                .unwrap()
+                .success()
+        );
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        TestProgram {
+            package: "xtask".to_owned(),
+            target: format!("harness-{}", dir.file_name().unwrap().to_string_lossy()),
+            dir: dir.to_owned(),
+            path,
+        }
+    }
+
+    #[test]
+    fn a_program_that_runs_less_than_it_lists_fails() {
+        let passed = |n| format!("echo 'test result: ok. {n} passed; 0 failed; 0 ignored; 0 measured; 1 filtered out'");
+        let base = std::env::temp_dir().join(format!("ferroce-xtask-{}", std::process::id()));
+        for (i, (result, wanted)) in [
+            (passed(1), (1, 0)),
+            (passed(0), (0, 1)),
+            ("exit 0".to_owned(), (0, 1)),
+            (passed(1) + "; exit 3", (1, 1)),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            let dir = base.join(i.to_string());
+            fs::create_dir_all(&dir).unwrap();
+            let program = program(&dir, &result);
+            for job in [
+                Job::all(&program).unwrap(),
+                Job::ignored(&program, program.ignored().unwrap()),
+            ] {
+                let tally = run(vec![job], &[], 2).unwrap();
+                assert_eq!((tally.passed, tally.failed), wanted, "{result}");
+            }
+        }
+        fs::remove_dir_all(&base).unwrap();
+    }
+}

@@ -1,0 +1,99 @@
+//! The simulator: `cargo xtask sim`, and the suite `sim`.
+
+use std::{
+    hash::{BuildHasher as _, RandomState},
+    path::Path,
+    process::Stdio,
+};
+
+use crate::{
+    Result, SimArgs,
+    cargo::{self, Profile},
+    process,
+    tally::Tally,
+};
+
+/// Fresh seeds are above those that anybody counts to.
+const FRESH: std::ops::Range<u64> = 1 << 32..1 << 48;
+
+/// `cargo xtask sim`.
+pub(crate) fn run(args: &SimArgs) -> Result<()> {
+    let bin = cargo::build("roce-sim", "roce-sim", Profile::Release)?;
+    let tally = simulate(&bin, args)?;
+    println!("{} passed, {} failed", tally.passed, tally.failed);
+    if tally.failed == 0 {
+        Ok(())
+    } else {
+        Err(tally.failures.join("\n"))
+    }
+}
+
+/// The same seeds each time, from 1, and then as many `fresh` ones. Each counts as a test.
+pub(crate) fn suite(bin: &Path, fixed: u64, fresh: u64) -> Result<Tally> {
+    let args = |seed, seeds| SimArgs {
+        seeds,
+        seed,
+        jobs: None,
+        adversary: false,
+        observer: false,
+        rest: Vec::new(),
+    };
+    let mut tally = simulate(bin, &args(None, fixed))?;
+    // The hasher's keys are random.
+    let first = FRESH.start + RandomState::new().hash_one(0) % (FRESH.end - FRESH.start);
+    println!("fresh seeds: `cargo xtask sim --seed {first} --seeds {fresh}` repeats them");
+    tally.add(simulate(bin, &args(Some(first), fresh))?);
+    Ok(tally)
+}
+
+/// Runs the simulator's program; each seed counts as a test.
+fn simulate(bin: &Path, args: &SimArgs) -> Result<Tally> {
+    let mut command = process::command(bin);
+    command.arg("--seeds").arg(args.seeds.to_string());
+    if let Some(seed) = args.seed {
+        command.arg("--seed").arg(seed.to_string());
+    }
+    if let Some(jobs) = args.jobs {
+        command.arg("--jobs").arg(jobs.to_string());
+    }
+    for (option, wanted) in [("--adversary", args.adversary), ("--observer", args.observer)] {
+        if wanted {
+            command.arg(option);
+        }
+    }
+    command.args(&args.rest).stdout(Stdio::piped());
+    let mut child = process::Guard::spawn("roce-sim", &mut command)?;
+    let mut tally = Tally::default();
+    let mut counted = false;
+    let status = child.for_each_line(|line| {
+        println!("{line}");
+        if let Some((passed, failed)) = read_totals(line) {
+            counted = true;
+            (tally.passed, tally.failed) = (passed, failed);
+        }
+    })?;
+    if !status.success() || !counted {
+        tally.failed = tally.failed.max(1);
+        tally.failures.push(format!("roce-sim ended with {status}"));
+    } else if tally.passed != args.seeds {
+        tally.fail(format!("roce-sim ran {} seeds of {}", tally.passed, args.seeds));
+    }
+    Ok(tally)
+}
+
+/// Reads `N passed, M failed`, wherever it stands in a line.
+fn read_totals(line: &str) -> Option<(u64, u64)> {
+    let before = |word: &str| line.split(word).next()?.split_whitespace().next_back()?.parse().ok();
+    (line.contains(" passed") && line.contains(" failed")).then_some((before(" passed")?, before(" failed")?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::read_totals;
+
+    #[test]
+    fn totals_are_found() {
+        assert_eq!(read_totals("sim: 200 passed, 3 failed, 12.0 s"), Some((200, 3)));
+        assert_eq!(read_totals("200 passed"), None);
+    }
+}
