@@ -69,7 +69,7 @@ fn device_attr(core: &Core) -> ibv_device_attr {
     a.max_mr = n(l.max_mr);
     a.max_pd = n(l.max_pd);
     a.max_qp_rd_atom = c_int::from(l.max_qp_rd_atom);
-    a.max_res_rd_atom = n(l.max_res_rd_atom);
+    a.max_res_rd_atom = n(l.max_res_rd_atom());
     a.max_qp_init_rd_atom = c_int::from(l.max_qp_init_rd_atom);
     a.atomic_cap = IBV_ATOMIC_HCA;
     a.max_mw = n(l.max_mw);
@@ -128,7 +128,7 @@ pub(crate) unsafe extern "C" fn query_device_ex(
         out.completion_timestamp_mask = u64::MAX;
         // Completions are stamped in nanoseconds: kHz.
         out.hca_core_clock = 1_000_000;
-        out.device_cap_flags_ex = u64::from(out.orig_attr.device_cap_flags);
+        out.device_cap_flags_ex = u64::from(out.orig_attr.device_cap_flags) | cap::EX_ATOMIC_WRITE;
         out.phys_port_cnt_ex = 1;
         // SAFETY: the caller's structure is `size` bytes.
         unsafe { copy_out(attr, &out, size) };

@@ -22,11 +22,18 @@ struct GroupSocket {
     joined: usize,
 }
 
+/// A group on an interface.
+struct Joined {
+    /// How often it was joined.
+    count: usize,
+    /// By a socket of its own, not by the one for all addresses.
+    own: bool,
+}
+
 /// All memberships of a datapath. A host's other processes and devices may be members of the same groups.
 #[derive(Default)]
 pub(crate) struct Groups {
-    /// How often a group was joined on an interface.
-    counts: BTreeMap<(IpAddr, u32), usize>,
+    counts: BTreeMap<(IpAddr, u32), Joined>,
     sockets: Vec<GroupSocket>,
 }
 
@@ -43,18 +50,22 @@ impl Groups {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         let index = iface::index_of(local)?;
-        let count = self.counts.entry((group, index)).or_insert(0);
-        if *count == 0 {
-            let done = match main {
-                Some(main) => membership(&SockRef::from(&main), group, index, true),
-                None => join_own(&mut self.sockets, group, index, port),
-            };
-            if let Err(e) = done {
-                self.counts.remove(&(group, index));
-                return Err(e);
-            }
+        if let Some(joined) = self.counts.get_mut(&(group, index)) {
+            joined.count += 1;
+            return Ok(());
         }
-        *count += 1;
+        let done = main.map(|main| membership(&SockRef::from(&main), group, index, true));
+        let own = match done {
+            None => join_own(&mut self.sockets, group, index, port, false).map(|()| true),
+            Some(Ok(())) => Ok(false),
+            // A socket is in so many groups and no more (`net.ipv4.igmp_max_memberships`: 20).
+            Some(Err(e)) if FULL.contains(&e.raw_os_error()) => {
+                let own = join_own(&mut self.sockets, group, index, port, true);
+                own.map(|()| true).map_err(|_| e)
+            }
+            Some(Err(e)) => Err(e),
+        }?;
+        self.counts.insert((group, index), Joined { count: 1, own });
         Ok(())
     }
 
@@ -66,13 +77,16 @@ impl Groups {
             .keys()
             .find(|(g, i)| *g == group && known.is_none_or(|k| k == *i));
         let Some(key) = key.copied() else { return };
-        let Some(count) = self.counts.get_mut(&key) else { return };
-        *count -= 1;
-        if *count > 0 {
+        let Some(joined) = self.counts.get_mut(&key) else {
+            return;
+        };
+        joined.count -= 1;
+        if joined.count > 0 {
             return;
         }
+        let by_own = joined.own;
         self.counts.remove(&key);
-        match self.sockets.iter().position(|s| s.group == group) {
+        match self.sockets.iter().position(|s| by_own && s.group == group) {
             Some(at) => {
                 let own = &mut self.sockets[at];
                 own.joined -= 1;
@@ -96,7 +110,11 @@ impl Groups {
     }
 }
 
-fn join_own(sockets: &mut Vec<GroupSocket>, group: IpAddr, index: u32, port: u16) -> io::Result<()> {
+/// What a socket says that is in as many groups as it may be.
+const FULL: [Option<i32>; 2] = [Some(libc::ENOBUFS), Some(libc::ENOMEM)];
+
+/// Joins by a socket that is bound to the group, `beside` one that is bound to all addresses.
+fn join_own(sockets: &mut Vec<GroupSocket>, group: IpAddr, index: u32, port: u16, beside: bool) -> io::Result<()> {
     if let Some(own) = sockets.iter_mut().find(|s| s.group == group) {
         membership(&SockRef::from(&own.socket), group, index, true)?;
         own.joined += 1;
@@ -105,6 +123,8 @@ fn join_own(sockets: &mut Vec<GroupSocket>, group: IpAddr, index: u32, port: u16
     let socket = new_socket(group).map_err(io::Error::other)?;
     // Every process that has joined gets a copy of each packet.
     socket.set_reuse_address(true)?;
+    // Sockets for all addresses let those of the same user be bound beside them in this way only.
+    socket.set_reuse_port(beside)?;
     configure_receiver(&socket, group, false)?;
     socket.bind(&SocketAddr::new(group, port).into())?;
     membership(&SockRef::from(&socket), group, index, true)?;
@@ -123,5 +143,56 @@ fn membership(socket: &SockRef<'_>, group: IpAddr, index: u32, on: bool) -> io::
         (IpAddr::V4(g), false) => socket.leave_multicast_v4_n(&g, &interface),
         (IpAddr::V6(g), true) => socket.join_multicast_v6(&g, index),
         (IpAddr::V6(g), false) => socket.leave_multicast_v6(&g, index),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{Ipv4Addr, UdpSocket};
+
+    use socket2::{Domain, Protocol, Type};
+
+    use super::*;
+
+    #[test]
+    fn groups_that_one_socket_does_not_take_get_sockets_of_their_own() {
+        const GROUPS: usize = 40;
+        let main = Socket::new(Domain::IPV4, Type::DGRAM, Some(Protocol::UDP)).unwrap();
+        main.set_reuse_port(true).unwrap();
+        main.bind(&SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)).into()).unwrap();
+        let port = main.local_addr().unwrap().as_socket().unwrap().port();
+        let most = std::fs::read_to_string("/proc/sys/net/ipv4/igmp_max_memberships").unwrap();
+        let most: usize = most.trim().parse().unwrap();
+        let local = IpAddr::from(Ipv4Addr::LOCALHOST);
+        let group = |n: usize| IpAddr::from(Ipv4Addr::new(239, 77, 9, n as u8));
+        let mut groups = Groups::default();
+        for n in 0..GROUPS {
+            groups.join(group(n), local, Some(main.as_fd()), port).unwrap();
+            groups.join(group(n), local, Some(main.as_fd()), port).unwrap();
+        }
+        assert_eq!(groups.sockets().count(), GROUPS.saturating_sub(most));
+
+        let sender = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        SockRef::from(&sender)
+            .set_multicast_if_v4(&Ipv4Addr::LOCALHOST)
+            .unwrap();
+        sender.send_to(b"last", (group(GROUPS - 1), port)).unwrap();
+        if let Some(own) = groups.sockets.last() {
+            assert_eq!(own.group, group(GROUPS - 1));
+            own.socket.set_nonblocking(false).unwrap();
+            let mut buffer = [std::mem::MaybeUninit::uninit(); 8];
+            assert_eq!(own.socket.recv(&mut buffer).unwrap(), 4);
+        }
+
+        for n in 0..GROUPS {
+            groups.leave(group(n), local, Some(main.as_fd()));
+        }
+        assert_eq!(groups.sockets().count(), GROUPS.saturating_sub(most));
+        for n in 0..GROUPS {
+            groups.leave(group(n), local, Some(main.as_fd()));
+        }
+        assert_eq!((groups.sockets().count(), groups.counts.len()), (0, 0));
+        groups.join(group(0), local, Some(main.as_fd()), port).unwrap();
+        assert_eq!(groups.sockets().count(), 0);
     }
 }

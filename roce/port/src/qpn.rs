@@ -30,9 +30,18 @@ pub struct QpnRange {
 }
 
 impl QpnRange {
-    /// How many there are.
+    /// How many of them a queue pair can have: neither those of management (0, 1) nor the one of multicast.
     pub const fn count(&self) -> u32 {
-        self.last.saturating_sub(self.first) + 1
+        let Self { first, last } = self.usable();
+        (last + 1).saturating_sub(first)
+    }
+
+    const fn usable(&self) -> Self {
+        let most = Qpn::MULTICAST.value() - 1;
+        Self {
+            first: if self.first < 2 { 2 } else { self.first },
+            last: if self.last > most { most } else { self.last },
+        }
     }
 }
 
@@ -90,12 +99,8 @@ pub(crate) struct QpnTable {
 
 impl QpnTable {
     pub(crate) fn new(range: QpnRange) -> Self {
-        let whole = QpnRange::default();
         Self {
-            range: QpnRange {
-                first: range.first.clamp(whole.first, whole.last),
-                last: range.last.clamp(whole.first, whole.last),
-            },
+            range: range.usable(),
             ..Self::default()
         }
     }
@@ -206,6 +211,22 @@ mod tests {
             assert_eq!(t.get(*q), None);
         }
         assert!(t.draw(now + Duration::from_secs(61), &mut rng).is_some());
+    }
+
+    #[test]
+    fn numbers_that_no_queue_pair_has_are_not_counted() {
+        let last = QpnSlot { bits: 11, slot: 2047 }.qpns();
+        assert_eq!((last.last, last.count()), (0x00ff_ffff, 8191));
+        assert_eq!(QpnSlot { bits: 11, slot: 2046 }.qpns().count(), 8192);
+        let first = QpnRange { first: 0, last: 33 };
+        assert_eq!(first.count(), 32);
+        let mut rng = ChaCha12Rng::seed_from_u64(3);
+        let mut t = QpnTable::new(last);
+        for i in 0..last.count() {
+            let qpn = t.draw(Instant::ZERO, &mut rng).unwrap();
+            t.insert(qpn, i as usize);
+        }
+        assert!(t.draw(Instant::ZERO, &mut rng).is_none());
     }
 
     #[test]

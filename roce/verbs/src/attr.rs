@@ -404,8 +404,6 @@ pub struct DeviceLimits {
     pub page_size: u32,
     /// Elements of an RDMA READ.
     pub max_sge_rd: u32,
-    /// READs and atomics that all queue pairs together answer at a time.
-    pub max_res_rd_atom: u32,
     pub max_srq: u32,
     pub max_srq_wr: u32,
     pub max_srq_sge: u32,
@@ -445,18 +443,24 @@ impl DeviceLimits {
             max_msg_size: 1 << 31,
             page_size: 4096,
             max_sge_rd: 32,
-            max_res_rd_atom: 0x3_f000,
             max_srq: 0x1_0000,
             max_srq_wr: 0x8000,
             max_srq_sge: 27,
             max_ah: 0x7fff,
             max_xrcd: 0x1000,
-            max_mcast_grp: 8192,
+            // A group may take a socket: a quarter of the descriptors that a process usually may have.
+            max_mcast_grp: 256,
             max_mcast_qp_attach: 56,
-            max_total_mcast_qp_attach: 0x7_0000,
+            max_total_mcast_qp_attach: 256 * 56,
             max_pkeys: 1,
             local_ca_ack_delay: 15,
         }
+    }
+
+    /// READs and atomics that all queue pairs together answer at a time: what each may have does not depend on the others
+    /// (`max_res_rd_atom`).
+    pub const fn max_res_rd_atom(&self) -> u32 {
+        self.max_qp.saturating_mul(self.max_qp_rd_atom as u32)
     }
 }
 

@@ -2,7 +2,7 @@
  * The descriptors that events come by, as the kernel's behave in poll, select and epoll, with O_NONBLOCK and when copied: the
  * completion channel, the one of asynchronous events, and the event channel of RDMA_CM.
  *
- *     channels ADDRESS
+ *     channels ADDRESS [--each]
  */
 #include "common.h"
 
@@ -22,7 +22,6 @@ static struct sockaddr_in to = { .sin_family = AF_INET };
 
 /* A kind of descriptor: how an event is made, and how the oldest is taken; the taker returns 0 or an error number. */
 struct kind {
-	const char *name;
 	int fd;
 	void (*make)(int number);
 	int (*take)(void);
@@ -147,7 +146,6 @@ static void behaves(const struct kind *k)
 	int copy = dup(k->fd), flags = fcntl(k->fd, F_GETFL);
 	int level = watch(k->fd, 0), edge = watch(k->fd, EPOLLET), copied = watch(copy, EPOLLET);
 
-	fprintf(stderr, "%s\n", k->name);
 	MUST(copy >= 0 && flags >= 0 && !(flags & O_NONBLOCK));
 	MUST(!fcntl(copy, F_SETFL, flags | O_NONBLOCK) && (fcntl(k->fd, F_GETFL) & O_NONBLOCK));
 	for (int round = 0; round < 2; round++) {
@@ -174,26 +172,47 @@ static void behaves(const struct kind *k)
 	close(level), close(edge), close(copied), close(copy);
 }
 
-int main(int argc, char **argv)
+static void begin(void)
 {
 	struct ibv_srq_init_attr how = { .attr = { .max_wr = 4, .max_sge = 1 } };
-	struct kind kinds[] = { { "completion channel", 0, make_completion, take_completion },
-				{ "asynchronous events", 0, make_asynchronous, take_asynchronous },
-				{ "RDMA_CM", 0, make_cm, take_cm } };
 
-	MUST(argc == 2 && inet_pton(AF_INET, argv[1], &to.sin_addr) == 1);
 	set_up();
 	MUST(channel = ibv_create_comp_channel(context));
 	MUST(armed = ibv_create_cq(context, 16, &armed, channel, 0));
 	MUST(srq = ibv_create_srq(pd, &how));
 	MUST(cm = rdma_create_event_channel());
-	kinds[0].fd = channel->fd;
-	kinds[1].fd = context->async_fd;
-	kinds[2].fd = cm->fd;
-	for (int i = 0; i < 3; i++)
-		behaves(&kinds[i]);
+}
+
+static void end(void)
+{
 	rdma_destroy_event_channel(cm);
 	MUST(!ibv_destroy_srq(srq) && !ibv_destroy_cq(armed) && !ibv_destroy_comp_channel(channel));
 	tear_down("events come as they should");
-	return 0;
+}
+
+static void completion_channels(void)
+{
+	behaves(&(struct kind){ channel->fd, make_completion, take_completion });
+}
+
+static void asynchronous_events(void)
+{
+	behaves(&(struct kind){ context->async_fd, make_asynchronous, take_asynchronous });
+}
+
+static void event_channels_of_rdma_cm(void)
+{
+	behaves(&(struct kind){ cm->fd, make_cm, take_cm });
+}
+
+int main(int argc, char **argv)
+{
+	static const struct check checks[] = {
+		CHECK(completion_channels),
+		CHECK(asynchronous_events),
+		CHECK(event_channels_of_rdma_cm),
+	};
+
+	MUST(argc >= 2 && inet_pton(AF_INET, argv[1], &to.sin_addr) == 1);
+	return run(EACH(argc, argv), checks, COUNT(checks), begin, end);
 }

@@ -2,7 +2,7 @@
  * What the manual pages and the kernel promise, and programs seldom try: sizes that are ignored, work requests that are
  * used again for another operation, batches of ibv_wr_* with a bad one, memory that can't be written, error numbers.
  *
- *     contract
+ *     contract [--each]
  */
 #include "common.h"
 
@@ -38,7 +38,7 @@ static void connect(struct ibv_qp *qp)
 	MUST(!ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS));
 	attr = (struct ibv_qp_attr){ .qp_state = IBV_QPS_RTR, .path_mtu = IBV_MTU_256, .dest_qp_num = qp->qp_num,
 				     .max_dest_rd_atomic = 1,
-				     .ah_attr = { .is_global = 1, .port_num = 1, .grh = { .dgid = own, .hop_limit = 64 } } };
+				     .ah_attr = { .is_global = 1, .port_num = 1, .grh = { .dgid = own, .sgid_index = own_index, .hop_limit = 64 } } };
 	MUST(!ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
 				       IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER));
 	attr = (struct ibv_qp_attr){ .qp_state = IBV_QPS_RTS, .timeout = 14, .retry_cnt = 7, .rnr_retry = 7,
@@ -468,26 +468,37 @@ static void small_print(void)
 	MUST(!(limits.device_cap_flags & (IBV_DEVICE_N_NOTIFY_CQ | IBV_DEVICE_SHUTDOWN_PORT)));
 }
 
-int main(void)
+static void begin(void)
 {
 	set_up();
 	MUST(mr = ibv_reg_mr(pd, memory, sizeof(memory),
 			     IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_MW_BIND));
-	sizes_of_no_queue_are_ignored();
-	leftover_lists_are_ignored();
-	windows_keep_their_place();
-	batches_are_whole();
-	memory_must_allow_what_is_asked();
-	lists_too_long_are_not_read();
-	refused_in_a_list();
-	refused_receives();
-	reregistering_says_who_refused();
-	rights_that_cost_nothing();
-	too_much_is_invalid();
-	operations_fit_the_service();
-	completions_know_the_time();
-	small_print();
+}
+
+static void end(void)
+{
 	MUST(!ibv_dereg_mr(mr));
 	tear_down("the contract holds");
-	return 0;
+}
+
+int main(int argc, char **argv)
+{
+	static const struct check checks[] = {
+		CHECK(sizes_of_no_queue_are_ignored),
+		CHECK(leftover_lists_are_ignored),
+		CHECK(windows_keep_their_place),
+		CHECK(batches_are_whole),
+		CHECK(memory_must_allow_what_is_asked),
+		CHECK(lists_too_long_are_not_read),
+		CHECK(refused_in_a_list),
+		CHECK(refused_receives),
+		CHECK(reregistering_says_who_refused),
+		CHECK(rights_that_cost_nothing),
+		CHECK(too_much_is_invalid),
+		CHECK(operations_fit_the_service),
+		CHECK(completions_know_the_time),
+		CHECK(small_print),
+	};
+
+	return run(EACH(argc, argv), checks, COUNT(checks), begin, end);
 }

@@ -2,7 +2,7 @@
  * What programs do that is not in any manual, and what few of them do: objects that were never made, target queue pairs of
  * an XRC domain that are opened once more, hop limits of datagrams.
  *
- *     edges
+ *     edges [--each]
  */
 #include "common.h"
 
@@ -104,7 +104,8 @@ static void headers_are_real(int hops, int wanted, int class)
 {
 	static char memory[256];
 	struct ibv_ah_attr to = { .is_global = 1, .port_num = 1,
-				  .grh = { .dgid = own, .hop_limit = hops, .traffic_class = class } };
+				  .grh = { .dgid = own, .sgid_index = own_index, .hop_limit = hops,
+					   .traffic_class = class } };
 	struct ibv_qp *qp = datagrams();
 	struct ibv_ah *ah = ibv_create_ah(pd, &to);
 	struct ibv_mr *mr = ibv_reg_mr(pd, memory, sizeof(memory), IBV_ACCESS_LOCAL_WRITE);
@@ -133,15 +134,31 @@ static void headers_are_real(int hops, int wanted, int class)
 	MUST(!ibv_destroy_ah(ah) && !ibv_destroy_qp(qp) && !ibv_dereg_mr(mr));
 }
 
-int main(void)
+/* Of what is below the route's, the route's is taken, as the kernel does. */
+static void low_hop_limits_are_the_routes(void)
 {
-	set_up();
-	nothing_is_no_object();
-	xrc_is_shared();
-	/* Of what is below the route's, the route's is taken, as the kernel does. */
 	headers_are_real(0, 64, 0);
 	headers_are_real(1, 64, 8);
+}
+
+static void hop_limits_and_classes_arrive(void)
+{
 	headers_are_real(77, 77, 0x20);
+}
+
+static void end(void)
+{
 	tear_down("the edges hold");
-	return 0;
+}
+
+int main(int argc, char **argv)
+{
+	static const struct check checks[] = {
+		CHECK(nothing_is_no_object),
+		CHECK(xrc_is_shared),
+		CHECK(low_hop_limits_are_the_routes),
+		CHECK(hop_limits_and_classes_arrive),
+	};
+
+	return run(EACH(argc, argv), checks, COUNT(checks), set_up, end);
 }

@@ -2,7 +2,7 @@
  * How work requests end that can be posted and can't be done, and what a memory window is between its binding and its end:
  * mostly on queue pairs that are connected with themselves.
  *
- *     posting
+ *     posting [--each]
  */
 #include "common.h"
 
@@ -38,7 +38,7 @@ static void connect(struct ibv_qp *qp, struct ibv_qp *peer)
 				       (ud ? IBV_QP_QKEY : IBV_QP_ACCESS_FLAGS)));
 	attr = (struct ibv_qp_attr){ .qp_state = IBV_QPS_RTR, .path_mtu = IBV_MTU_256, .dest_qp_num = peer->qp_num,
 				     .max_dest_rd_atomic = 1,
-				     .ah_attr = { .is_global = 1, .port_num = 1, .grh = { .dgid = own, .hop_limit = 64 } } };
+				     .ah_attr = { .is_global = 1, .port_num = 1, .grh = { .dgid = own, .sgid_index = own_index, .hop_limit = 64 } } };
 	MUST(!ibv_modify_qp(qp, &attr, IBV_QP_STATE | (ud ? 0 : IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN) |
 				       (rc ? IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER : 0)));
 	attr = (struct ibv_qp_attr){ .qp_state = IBV_QPS_RTS, .timeout = 14, .retry_cnt = 7, .rnr_retry = 7,
@@ -413,7 +413,7 @@ static void zero_based_windows_count_from_their_start(void)
 	MUST(!ibv_dereg_mr(region));
 }
 
-int main(void)
+static void begin(void)
 {
 	struct ibv_ah_attr to = { .is_global = 1, .port_num = 1, .grh = { .hop_limit = 64 } };
 
@@ -421,15 +421,27 @@ int main(void)
 	MUST(mr = ibv_reg_mr(pd, memory, sizeof(memory), RIGHTS));
 	MUST(receives = ibv_create_cq(context, 64, NULL, NULL, 0));
 	to.grh.dgid = own;
+	to.grh.sgid_index = own_index;
 	MUST(way = ibv_create_ah(pd, &to));
-	atomics_have_eight_bytes();
-	alignment_goes_before_the_key();
-	a_refused_write_with_immediate_ends_its_receive();
-	what_a_service_lacks_fails_in_its_turn();
-	keys_are_those_of_what_was_posted();
-	windows_are_bound_and_end();
-	zero_based_windows_count_from_their_start();
+}
+
+static void end(void)
+{
 	MUST(!ibv_destroy_ah(way) && !ibv_dereg_mr(mr) && !ibv_destroy_cq(receives));
 	tear_down("work requests end as on hardware");
-	return 0;
+}
+
+int main(int argc, char **argv)
+{
+	static const struct check checks[] = {
+		CHECK(atomics_have_eight_bytes),
+		CHECK(alignment_goes_before_the_key),
+		CHECK(a_refused_write_with_immediate_ends_its_receive),
+		CHECK(what_a_service_lacks_fails_in_its_turn),
+		CHECK(keys_are_those_of_what_was_posted),
+		CHECK(windows_are_bound_and_end),
+		CHECK(zero_based_windows_count_from_their_start),
+	};
+
+	return run(EACH(argc, argv), checks, COUNT(checks), begin, end);
 }

@@ -11,6 +11,8 @@ pub(crate) fn all() -> Vec<Case> {
     out.push(cycles());
     out.push(edges());
     out.push(contract());
+    out.push(limits("limits of the device").ci());
+    out.push(limits("limits of a device of several").everywhere());
     out.push(posting());
     out.push(strangers());
     out.push(channels());
@@ -56,6 +58,17 @@ fn contract() -> Case {
     }
     .says("the contract holds")
     .ci()
+}
+
+/// What the device says of itself: that much, and no more.
+fn limits(name: &str) -> Case {
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/limits.c");
+    let script = format!("cc -Wall -Werror -O1 -o {{dir}}/limits {source} -libverbs && exec {{dir}}/limits");
+    Case {
+        client: vec!["sh".into(), "-c".into(), script],
+        ..Case::alone(name, "gcc, libibverbs-dev", "sh")
+    }
+    .says("the limits hold")
 }
 
 /// What posting takes and how it completes, and memory windows.

@@ -32,6 +32,8 @@ pub(crate) mod cap {
     pub(crate) const MEM_MGT_EXTENSIONS: c_uint = 1 << 21;
     pub(crate) const MEM_WINDOW_TYPE_2B: c_uint = 1 << 24;
     pub(crate) const XRC: c_uint = 1 << 20;
+    /// `IB_UVERBS_DEVICE_ATOMIC_WRITE` of the kernel's header, for which libibverbs has no name: of `device_cap_flags_ex` alone.
+    pub(crate) const EX_ATOMIC_WRITE: u64 = 1 << 40;
 }
 
 pub(crate) mod event {
