@@ -25,7 +25,7 @@ const CI_PROGRAMS: [Tool; 9] = [
     PYVERBS,
 ];
 /// What the whole matrix needs beside them.
-const PROGRAMS: [Tool; 7] = [
+const PROGRAMS: [Tool; 8] = [
     Tool::new("fio", "fio"),
     Tool::new("ucx_perftest", "ucx-utils"),
     Tool::new("fi_pingpong", "libfabric-bin"),
@@ -33,6 +33,7 @@ const PROGRAMS: [Tool; 7] = [
     Tool::new("mpicc", "libopenmpi-dev"),
     Tool::new("pkg-config", "pkg-config"),
     Tool::new("/usr/share/doc/python3-venv/copyright", "python3-venv"),
+    Tool::new("/usr/lib/python3/dist-packages/mpi4py/__init__.py", "python3-mpi4py"),
 ];
 
 /// What the set `ci` needs, or the whole matrix.

@@ -2,13 +2,14 @@
 //! libibverbs themselves (NIXL) stays unused. Each case is two processes with a script of `wheels/`, which compares what
 //! arrives byte for byte. None needs a GPU.
 //!
-//! Not here, for want of what this host or the registries have:
-//! - PyPI's `mooncake-transfer-engine`, `-cuda13`, `-rocm`, `-musa` and `-npu`: linked against libcuda.so.1 or their GPU's
-//!   library. The same version's `-non-cuda` is run.
-//! - InfiniStore's own tests: they keep their data on `cuda:0`.
-//! - The parts for GPUs of `ibverbs` (GPUNetIO, `register_tensor`), NIXL (GDS, `nixl_ep`) and DLSlime (NVLink): need CUDA.
-//! - Gloo's ibverbs transport: Debian's libgloo0 and PyPI's torch are built without it (USE_IBVERBS), and no registry has its
-//!   source by itself.
+//! Not here:
+//! - PyPI's `mooncake-transfer-engine` is linked against libcuda.so.1, and its other variants are for GPUs or EFA; the same
+//!   version's `-non-cuda` is run.
+//! - InfiniStore's own tests keep their data on `cuda:0`.
+//! - The parts for GPUs of `ibverbs` (GPUNetIO), NIXL (GDS, `nixl_ep`) and DLSlime (NVLink) need CUDA.
+//! - Gloo's ibverbs transport: Debian's libgloo0 has it, but no program of Debian's uses it.
+//! - mpi4py's own tests are in its source archive alone.
+//! - The crates `ibverbs` and `sideway` come as source, and need libclang, cmake and minutes to build.
 
 use std::{
     cell::{OnceCell, RefCell},
@@ -17,7 +18,10 @@ use std::{
     process::{Command, Stdio},
 };
 
-use crate::{Result, cases::Case};
+use crate::{
+    Result,
+    cases::{Case, find},
+};
 
 /// Debian's package that makes virtual environments.
 const PACKAGE: &str = "python3-venv";
@@ -31,7 +35,7 @@ const IBVERBS: &[&str] = &["ibverbs==2026.10.22"];
 const MOONCAKE: &[&str] = &["mooncake-transfer-engine-non-cuda==0.3.13.post1"];
 const DLSLIME: &[&str] = &["dlslime==0.1.23"];
 const NIXL: &[&str] = &["nixl-cu12==1.5.1", NUMPY];
-/// InfiniStore's copy of libuv works on the event loop of uvloop's, which must be of the same layout: uvloop 0.22 ends with
+/// InfiniStore's copy of libuv works on the event loop of uvloop's, which must be of the same layout: uvloop 0.23 ends with
 /// `uv__io_cb: Assertion`. What FastAPI and Uvicorn need is named, since none of their own requirements is pinned.
 const INFINISTORE: &[&str] = &[
     "infinistore==0.2.35",
@@ -155,7 +159,30 @@ pub(crate) fn all() -> Vec<Case> {
             .with("UCX_NET_DEVICES", "ferroce0:1")
             .with("UCX_IB_GID_INDEX", "0"),
         infinistore(),
+        ranks(),
     ]
+}
+
+/// mpi4py of Debian, three ranks over Open MPI and UCX.
+fn ranks() -> Case {
+    const MODULE: &str = "/usr/lib/python3/dist-packages/mpi4py/__init__.py";
+    const SCRIPT: &str =
+        "exec mpirun --oversubscribe -n 3 --mca pml ucx --mca osc ucx --mca btl ^openib /usr/bin/python3 ranks.py";
+    let (name, package) = ("mpi4py over ucx, 3 ranks", "python3-mpi4py");
+    if find(MODULE).is_none() || find("mpirun").is_none() {
+        return Case::alone(name, package, MODULE);
+    }
+    Case {
+        client: vec!["sh".into(), "-c".into(), SCRIPT.into()],
+        ..Case::alone(name, package, "sh")
+    }
+    .file("ranks.py", include_str!("../wheels/ranks.py"))
+    .says("all compared")
+    .with("UCX_TLS", "rc_v,self")
+    .with("UCX_NET_DEVICES", "ferroce0:1")
+    .with("UCX_IB_GID_INDEX", "0")
+    .with("OMPI_ALLOW_RUN_AS_ROOT", "1")
+    .with("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
 }
 
 /// Its server, whose pool of memory is a gigabyte at least, and a client.
