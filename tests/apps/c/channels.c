@@ -16,6 +16,8 @@
 static struct ibv_comp_channel *channel;
 static struct ibv_cq *armed;
 static struct ibv_srq *srq;
+static struct ibv_qp *taker;
+static int receives;
 static struct rdma_event_channel *cm;
 static struct rdma_cm_id *ids[3];
 static struct sockaddr_in to = { .sin_family = AF_INET };
@@ -61,13 +63,43 @@ static int take_completion(void)
 	return 0;
 }
 
-/* An empty queue is below its limit. */
+/* A message to itself takes one of two receives, of which there shall be two. */
 static void make_asynchronous(int number)
 {
-	struct ibv_srq_attr attr = { .srq_limit = 1 };
+	struct ibv_srq_attr attr = { .srq_limit = 2 };
+	struct ibv_recv_wr recv = { .wr_id = number }, *bad_recv;
+	struct ibv_send_wr send = { .opcode = IBV_WR_SEND, .send_flags = IBV_SEND_SIGNALED }, *bad;
+	time_t end = time(NULL) + 60;
+	struct ibv_wc wc;
 
-	(void)number;
+	for (; receives < 2; receives++)
+		MUST(!ibv_post_srq_recv(srq, &recv, &bad_recv));
 	MUST(!ibv_modify_srq(srq, &attr, IBV_SRQ_LIMIT));
+	MUST(!ibv_post_send(taker, &send, &bad));
+	for (int count = 2, got; count; count -= got) {
+		MUST((got = ibv_poll_cq(cq, 1, &wc)) >= 0 && time(NULL) < end);
+		MUST(!got || wc.status == IBV_WC_SUCCESS);
+	}
+	receives--;
+}
+
+/* The queue pair that takes receives of the shared queue, connected with itself. */
+static void connect_taker(void)
+{
+	struct ibv_qp_init_attr init = { .send_cq = cq, .recv_cq = cq, .srq = srq, .qp_type = IBV_QPT_RC,
+					 .cap = { .max_send_wr = 4, .max_send_sge = 1 } };
+	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_INIT, .port_num = 1 };
+
+	MUST(taker = ibv_create_qp(pd, &init));
+	MUST(!ibv_modify_qp(taker, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS));
+	attr = (struct ibv_qp_attr){ .qp_state = IBV_QPS_RTR, .path_mtu = IBV_MTU_256, .dest_qp_num = taker->qp_num,
+				     .ah_attr = { .is_global = 1, .port_num = 1,
+						  .grh = { .dgid = own, .sgid_index = own_index, .hop_limit = 64 } } };
+	MUST(!ibv_modify_qp(taker, &attr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
+					  IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER));
+	attr = (struct ibv_qp_attr){ .qp_state = IBV_QPS_RTS, .timeout = 14, .retry_cnt = 7, .rnr_retry = 7 };
+	MUST(!ibv_modify_qp(taker, &attr, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
+					  IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC));
 }
 
 static int take_asynchronous(void)
@@ -180,13 +212,14 @@ static void begin(void)
 	MUST(channel = ibv_create_comp_channel(context));
 	MUST(armed = ibv_create_cq(context, 16, &armed, channel, 0));
 	MUST(srq = ibv_create_srq(pd, &how));
+	connect_taker();
 	MUST(cm = rdma_create_event_channel());
 }
 
 static void end(void)
 {
 	rdma_destroy_event_channel(cm);
-	MUST(!ibv_destroy_srq(srq) && !ibv_destroy_cq(armed) && !ibv_destroy_comp_channel(channel));
+	MUST(!ibv_destroy_qp(taker) && !ibv_destroy_srq(srq) && !ibv_destroy_cq(armed) && !ibv_destroy_comp_channel(channel));
 	tear_down("events come as they should");
 }
 

@@ -1,6 +1,7 @@
 //! The scenarios, as data; what they do is in the modules.
 
 mod cm;
+mod contract;
 mod errors;
 mod faults;
 mod ops;
@@ -197,6 +198,7 @@ pub(crate) fn all() -> Vec<Scenario> {
         cm::list(),
         errors::list(),
         services::list(),
+        contract::list(),
         rnbd::list(),
         faults::list().into_iter().map(Scenario::waits).collect(),
         peer::list(),
