@@ -14,29 +14,6 @@ pub(crate) struct Worker {
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// All signals are blocked on this thread while it lives, so that a thread that starts meanwhile gets none: they are the
-/// program's own.
-struct Blocked(libc::sigset_t);
-
-impl Blocked {
-    fn new() -> Self {
-        // SAFETY: plain data, which the calls fill.
-        unsafe {
-            let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
-            libc::sigfillset(&raw mut all);
-            libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
-            Self(before)
-        }
-    }
-}
-
-impl Drop for Blocked {
-    fn drop(&mut self) {
-        // SAFETY: the mask that was before.
-        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.0, std::ptr::null_mut()) };
-    }
-}
-
 impl Worker {
     /// `work` returns whether to go on.
     pub(crate) fn start(name: &str, watched: OwnedFd, mut work: impl FnMut() -> bool + Send + 'static) -> Result<Self> {
@@ -48,10 +25,7 @@ impl Worker {
         // SAFETY: just made and ours alone.
         let stop = unsafe { OwnedFd::from_raw_fd(stop) };
         let end = stop.try_clone()?;
-        let _blocked = Blocked::new();
-        let thread = std::thread::Builder::new()
-            .name(name.to_owned())
-            .spawn(move || while wait(&watched, &end) && work() {})?;
+        let thread = roce::start_thread(name, move || while wait(&watched, &end) && work() {})?;
         Ok(Self {
             stop,
             thread: Mutex::new(Some(thread)),

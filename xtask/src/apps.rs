@@ -25,7 +25,7 @@ const CI_PROGRAMS: [Tool; 9] = [
     PYVERBS,
 ];
 /// What the whole matrix needs beside them.
-const PROGRAMS: [Tool; 8] = [
+const PROGRAMS: [Tool; 10] = [
     Tool::new("fio", "fio"),
     Tool::new("ucx_perftest", "ucx-utils"),
     Tool::new("fi_pingpong", "libfabric-bin"),
@@ -34,6 +34,8 @@ const PROGRAMS: [Tool; 8] = [
     Tool::new("pkg-config", "pkg-config"),
     Tool::new("/usr/share/doc/python3-venv/copyright", "python3-venv"),
     Tool::new("/usr/lib/python3/dist-packages/mpi4py/__init__.py", "python3-mpi4py"),
+    Tool::new("qemu-system-x86_64", "qemu-system-x86"),
+    Tool::new("/usr/include/librpma.h", "librpma-dev"),
 ];
 
 /// What the set `ci` needs, or the whole matrix.

@@ -225,9 +225,7 @@ pub fn join(config: &JoinConfig) -> Result<Membership, JoinError> {
         Shared::new(config.clone(), given, link.clone(), exiting).map_err(context("making an event counter"))?;
     let shared = Arc::new(shared);
     let theirs = shared.clone();
-    thread::Builder::new()
-        .name("ferroce broker".into())
-        .spawn(move || theirs.serve(link))
+    roce_net::start_thread("ferroce broker", move || theirs.serve(link))
         .map_err(context("starting the thread that listens to the broker"))?;
     shared.register();
     Ok(Membership { shared })

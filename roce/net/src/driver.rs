@@ -242,11 +242,7 @@ impl Driver {
             born: sys::generation(),
         });
         let theirs = shared.clone();
-        let start = |poll| {
-            thread::Builder::new()
-                .name(config.name)
-                .spawn(move || background(&theirs, poll, links))
-        };
+        let start = |poll| sys::start_thread(config.name, move || background(&theirs, poll, links));
         let thread = poll.map(start).transpose()?;
         Ok(Self {
             thread_id: thread.as_ref().map(|t| t.thread().id()),

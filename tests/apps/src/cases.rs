@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::{killed::Kill, memcheck, site::Net};
+use crate::{killed::Kill, memcheck, migration::Migration, site::Net};
 
 /// How the client knows that the server is ready.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -42,6 +42,8 @@ pub(crate) enum Plan {
     Python(&'static [&'static str]),
     /// One side is killed.
     Kill(Kill),
+    /// A virtual machine moves from one QEMU to another.
+    Migrate(Migration),
 }
 
 /// Something to run. `{addr}` in commands is the address of both sides, `{port}` a free TCP port, `{dir}` a fresh

@@ -16,6 +16,7 @@ pub(crate) fn all() -> Vec<Case> {
     out.push(posting());
     out.push(strangers());
     out.push(channels());
+    out.push(signals());
     out.push(carrier());
     out.push(linked());
     out.extend(killed());
@@ -106,6 +107,19 @@ fn channels() -> Case {
         ..Case::alone("descriptors of events", "gcc, librdmacm-dev", "sh")
     }
     .says("events come as they should")
+    .ci()
+}
+
+/// Signals that a program takes by signalfd.
+fn signals() -> Case {
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/signals.c");
+    let script =
+        format!("cc -Wall -Werror -O1 -o {{dir}}/signals {source} -libverbs -lrdmacm && exec {{dir}}/signals {{addr}}");
+    Case {
+        client: vec!["sh".into(), "-c".into(), script],
+        ..Case::alone("signals of the program", "gcc, librdmacm-dev", "sh")
+    }
+    .says("the signals are the program's")
     .ci()
 }
 

@@ -8,11 +8,13 @@ mod killed;
 mod lifetime;
 mod matrix;
 mod memcheck;
+mod migration;
 mod process;
 mod python;
 mod report;
 mod site;
 mod speed;
+mod storage;
 mod wheels;
 
 use std::{path::PathBuf, process::ExitCode};

@@ -31,6 +31,8 @@ pub(crate) fn all() -> Vec<Case> {
     out.push(python());
     out.extend(crate::wheels::all());
     out.extend(crate::lifetime::all());
+    out.extend(crate::migration::all());
+    out.extend(crate::storage::all());
     out.extend(crate::directory::all(&out));
     out
 }

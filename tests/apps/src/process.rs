@@ -30,7 +30,7 @@ use tempfile::TempDir;
 use crate::{
     Result,
     cases::{Case, Plan, Ready, ServerEnd},
-    killed, memcheck, python,
+    killed, memcheck, migration, python,
     report::Outcome,
     site::{self, Namespace, Place, User},
     wheels::Environment,
@@ -297,6 +297,7 @@ impl Setup {
             Plan::Programs => self.attempt(case, dir).map(drop),
             Plan::Python(only) => python::run(self, case, dir, only),
             Plan::Kill(kill) => killed::run(self, case, dir, kill),
+            Plan::Migrate(how) => migration::run(self, case, dir, how),
         }
     }
 

@@ -70,8 +70,7 @@ impl Facade {
             let cm = Arc::new(engine.device.raw_cm()?);
             let readable = cm.as_fd().try_clone_to_owned()?;
             let weak = Arc::downgrade(&cm);
-            let thread = std::thread::Builder::new().name("ferroce cm".into());
-            let thread = thread.spawn(move || bring_news(&weak, &readable))?;
+            let thread = roce::start_thread("ferroce cm", move || bring_news(&weak, &readable))?;
             self.link = Some(Link { cm, engine, thread });
         }
         self.link.as_ref().map(|l| &*l.cm).ok_or(Errno::IO)

@@ -3,6 +3,7 @@
 //! Pointers handed to the kernel point either at locals or at memory borrowed for the length of the call.
 
 mod msg;
+mod threads;
 
 use std::{
     ffi::CStr,
@@ -19,6 +20,7 @@ use std::{
 use libc::{c_int, c_void, socklen_t};
 
 pub(crate) use msg::{Origin, RecvRing, SendQueue};
+pub use threads::start_thread;
 
 /// `linux/in6.h`; not in `libc`.
 pub(crate) const IPV6_MULTICAST_ALL: c_int = 29;
