@@ -137,7 +137,7 @@ pub(crate) fn test(args: &TestArgs) -> Result<()> {
     run(args, false)
 }
 
-/// [`test`], and the lints.
+/// [`test()`], and the lints.
 pub(crate) fn ci(args: &TestArgs) -> Result<()> {
     run(args, true)
 }
