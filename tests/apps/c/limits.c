@@ -60,7 +60,7 @@ static struct ibv_qp *connected(struct ibv_qp_init_attr *init)
 	return qp;
 }
 
-static void complete(int count)
+static void complete_with(enum ibv_wc_status status, int count)
 {
 	time_t end = time(NULL) + 60;
 	struct ibv_wc wc;
@@ -69,9 +69,14 @@ static void complete(int count)
 		int got = ibv_poll_cq(cq, 1, &wc);
 
 		MUST(got >= 0 && time(NULL) < end);
-		MUST(!got || wc.status == IBV_WC_SUCCESS);
+		MUST(!got || wc.status == status);
 		count -= got;
 	}
+}
+
+static void complete(int count)
+{
+	complete_with(IBV_WC_SUCCESS, count);
 }
 
 static struct ibv_qp *refused(enum ibv_qp_type type)
@@ -404,6 +409,7 @@ static void messages_are_no_longer_than_promised(void)
 	/* That much can be posted; what is wrong is the range. */
 	sge.length = port.max_msg_sz;
 	MUST(!ibv_post_send(qp, &wr, &bad));
+	complete_with(IBV_WC_LOC_PROT_ERR, 1);
 	MUST(!ibv_destroy_qp(qp));
 }
 

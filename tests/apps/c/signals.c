@@ -16,7 +16,6 @@
 #define TIMES 100
 
 static const int OURS[] = { SIGUSR1, SIGUSR2, SIGALRM, SIGCHLD, SIGIO, SIGHUP };
-#define COUNT (sizeof(OURS) / sizeof(*OURS))
 
 /* The next signal that the descriptor has, within a minute. */
 static int next_signal(int fd)
@@ -49,12 +48,12 @@ int main(int argc, char **argv)
 	MUST(!rdma_bind_addr(listener, (struct sockaddr *)&at) && !rdma_listen(listener, 1));
 
 	sigemptyset(&set);
-	for (size_t n = 0; n < COUNT; n++)
+	for (size_t n = 0; n < (size_t)COUNT(OURS); n++)
 		sigaddset(&set, OURS[n]);
 	MUST(!sigprocmask(SIG_BLOCK, &set, NULL));
 	MUST((fd = signalfd(-1, &set, 0)) >= 0);
 	for (int time = 0; time < TIMES; time++)
-		for (size_t n = 0; n < COUNT; n++) {
+		for (size_t n = 0; n < (size_t)COUNT(OURS); n++) {
 			MUST(!kill(getpid(), OURS[n]));
 			MUST(next_signal(fd) == OURS[n]);
 		}
