@@ -3,12 +3,9 @@
 //! A program counts as run only if it did what it was to do: every test that it lists has a result.
 
 use std::{
-    collections::VecDeque,
     fs::{self, File},
     path::PathBuf,
     process::{Command, Stdio},
-    sync::{Mutex, PoisonError},
-    thread,
     time::Instant,
 };
 
@@ -135,29 +132,17 @@ impl<'a> Job<'a> {
     }
 }
 
-/// Runs them, `at_once` at a time.
-pub(crate) fn run(jobs: Vec<Job<'_>>, env: &[(&str, &str)], at_once: usize) -> Result<Tally> {
-    let jobs: VecDeque<_> = jobs.into_iter().filter(|j| j.expected > 0).collect();
-    if jobs.is_empty() {
+/// Runs them one after the other: some have floods in them and judge who gets through, beside which nothing else may compute.
+pub(crate) fn run(jobs: Vec<Job<'_>>, env: &[(&str, &str)]) -> Result<Tally> {
+    let mut jobs = jobs.into_iter().filter(|j| j.expected > 0).peekable();
+    if jobs.peek().is_none() {
         return Err("there is no such test".into());
     }
-    let left = Mutex::new(jobs);
-    let next = || left.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
-    let work = || -> Result<Tally> {
-        let mut tally = Tally::default();
-        while let Some(job) = next() {
-            tally.add(job.run(env)?);
-        }
-        Ok(tally)
-    };
-    thread::scope(|scope| {
-        let workers: Vec<_> = (0..at_once).map(|_| scope.spawn(work)).collect();
-        let mut tally = Tally::default();
-        for worker in workers {
-            tally.add(worker.join().map_err(|_| "a thread that runs tests panicked")??);
-        }
-        Ok(tally)
-    })
+    let mut tally = Tally::default();
+    for job in jobs {
+        tally.add(job.run(env)?);
+    }
+    Ok(tally)
 }
 
 /// The documentation's examples, of all crates. They use what [`cargo::build_tests`] has built.
@@ -272,7 +257,7 @@ mod tests {
                 Job::all(&program).unwrap(),
                 Job::ignored(&program, program.ignored().unwrap()),
             ] {
-                let tally = run(vec![job], &[], 2).unwrap();
+                let tally = run(vec![job], &[]).unwrap();
                 assert_eq!((tally.passed, tally.failed), wanted, "{result}");
             }
         }

@@ -269,7 +269,7 @@ impl Stage<'_> {
             "sim" => self.sim(),
             "end-to-end" => {
                 let jobs = self.of_packages(|p| END_TO_END.contains(&p))?;
-                harness::run(jobs, &[("FERROCE_BIN", &self.ferroce()?)], AT_ONCE)
+                harness::run(jobs, &[("FERROCE_BIN", &self.ferroce()?)])
             }
             "real-clients" => self.real_clients(),
             "apps" => apps::suite(self.programs, self.args.full()),
@@ -296,14 +296,14 @@ impl Stage<'_> {
     fn unit(&self) -> Result<Tally> {
         let cases = self.args.full().then_some(FULL_CASES);
         let jobs = self.of_packages(|p| !END_TO_END.contains(&p) && p != REPLAY)?;
-        let mut tally = harness::run(jobs, cases.as_slice(), AT_ONCE)?;
+        let mut tally = harness::run(jobs, cases.as_slice())?;
         tally.add(self.several_users()?);
         tally.add(harness::doc_tests()?);
         Ok(tally)
     }
 
     fn sim(&self) -> Result<Tally> {
-        let mut tally = harness::run(self.of_packages(|p| p == REPLAY)?, &[], AT_ONCE)?;
+        let mut tally = harness::run(self.of_packages(|p| p == REPLAY)?, &[])?;
         let set = if self.args.quick {
             0
         } else {
@@ -327,7 +327,7 @@ impl Stage<'_> {
             let program = find(self.tests, package, file)?;
             let names = ignored(program)?;
             if tools::may_make_namespaces() {
-                tally.add(harness::run(vec![Job::ignored(program, names)], &[], 1)?);
+                tally.add(harness::run(vec![Job::ignored(program, names)], &[])?);
             } else {
                 let why = format!("{package}, {file}: no right to be several users: not root");
                 tally.not_run.push((names.len() as u64, why));
@@ -355,7 +355,7 @@ impl Stage<'_> {
             jobs.push(Job::ignored(program, names));
         }
         all_there(&PRIVILEGED, &privileged)?;
-        let mut tally = harness::run(jobs, &[("FERROCE_BIN", &self.ferroce()?)], 1)?;
+        let mut tally = harness::run(jobs, &[("FERROCE_BIN", &self.ferroce()?)])?;
         if !may {
             let why = "no right to make namespaces: not root".to_owned();
             tally.not_run.push((PRIVILEGED.len() as u64, why));
@@ -377,13 +377,10 @@ impl Stage<'_> {
         if !full {
             names.retain(|n| CI_CLEANUP.contains(&n.as_str()));
         }
-        tally.add(harness::run(vec![Job::ignored(program, names).one_by_one()], &[], 1)?);
+        tally.add(harness::run(vec![Job::ignored(program, names).one_by_one()], &[])?);
         Ok(tally)
     }
 }
-
-/// Test programs at a time: some have floods in them and judge who gets through, beside which nothing else may compute.
-const AT_ONCE: usize = 1;
 
 fn client_tools() -> Vec<tools::Tool> {
     tools::EXT4.into_iter().chain(tools::NBD_CLIENTS).collect()
