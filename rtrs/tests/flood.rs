@@ -27,8 +27,12 @@ use zerocopy::IntoBytes;
 
 static ONE: Mutex<()> = Mutex::new(());
 
+/// No other test runs, and the servers of those before are gone.
 fn alone() -> MutexGuard<'static, ()> {
-    ONE.lock().unwrap_or_else(PoisonError::into_inner)
+    let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    // An I/O thread that has its flushed completions before the event of the disconnect sleeps for up to a second more.
+    eventually("the end of the servers before", || held().threads == 0);
+    one
 }
 
 /// A connection request of a new session.
@@ -139,7 +143,7 @@ fn strangers_get_little_and_lock_nobody_out() {
         let session = bed.open("s1", 2);
         write(&session, 0, b"here").result.unwrap();
         session.close();
-        // An I/O thread that has its flushed completions before the event of the disconnect sleeps for up to a second more.
+        // I/O threads may sleep for a second more, as in `alone`.
         let over = || bed.server.sessions().is_empty() && held().threads <= before.threads;
         eventually("its end", over);
     }
