@@ -211,6 +211,17 @@ fn a_read_asked_for_again_goes_on_with_a_middle_packet() {
 }
 
 #[test]
+fn a_read_of_nothing_with_a_bad_key_is_refused_when_it_comes_again() {
+    let events = events("mixed-read-nothing-again.pcap");
+    let of = |op| events.iter().filter(move |e| opcode(e) == op);
+    let asked: Vec<Psn> = of(Opcode::RcReadRequest).map(psn).collect();
+    assert_eq!(asked.len(), 2);
+    assert_eq!(asked[0], asked[1], "the same request");
+    assert_eq!(of(Opcode::RcReadResponseOnly).count(), 1);
+    assert!(is_nak(events.last().expect("a NAK"), NakCode::RemoteAccessError));
+}
+
+#[test]
 fn a_refused_write_may_be_followed_by_one_more_packet() {
     let events = events("nak-write-rkey.pcap");
     let nak = events
