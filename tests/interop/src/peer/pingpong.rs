@@ -7,7 +7,7 @@ use std::{
 };
 
 use roce_verbs::{
-    AccessFlags, Completion, Mtu, Payload, Psn, QpCaps, Qpn, RecvWr, SendFlags, SendOp, SendWr, Sge,
+    AccessFlags, Completion, Mtu, Payload, Psn, QpCaps, Qpn, RecvWr, SendFlags, SendOp, SendWr, Sge, WcStatus,
     provider::{CompletionQueue as _, MemoryRegion as _, Provider, QueuePair as _},
 };
 
@@ -38,6 +38,9 @@ pub(crate) struct Args {
     /// Path MTU in bytes.
     #[arg(long, default_value_t = 1024)]
     mtu: usize,
+    /// Packets are lost: ibv_rc_pingpong ends with its last message, and nobody acknowledges our last one again.
+    #[arg(long)]
+    lossy: bool,
     /// First PSN that we send.
     #[arg(long, default_value_t = 0x00ff_fff0)]
     psn: u32,
@@ -162,6 +165,11 @@ fn exchange<P: Provider>(link: &Link<P>, sge: &[Sge], args: &Args) -> Result<(),
         link.send_cq.poll(&mut wcs, 8)?;
         link.recv_cq.poll(&mut wcs, 8)?;
         for wc in &wcs {
+            let last = sent + 1 == args.iters && received == args.iters;
+            if args.lossy && last && wc.wr_id == 2 && wc.status == WcStatus::RetryExceeded {
+                println!("pingpong: the acknowledgement of the last message did not come");
+                return Ok(());
+            }
             if !wc.is_ok() {
                 return Err(format!("completion of {}: {:?}", wc.wr_id, wc.status).into());
             }

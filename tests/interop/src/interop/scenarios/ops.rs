@@ -55,7 +55,16 @@ pub(super) fn ops(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
 }
 
 const COUNT: [&str; 4] = ["-s", "20000", "-n", "300"];
-const OUR_COUNT: [&str; 4] = ["--size", "20000", "--iters", "300"];
+
+/// Ours with as much. That the other side has got everything is what its exit status says.
+fn our_pingpong<'a>(c: &Ctx<'_>, more: &[&'a str]) -> Vec<&'a str> {
+    let lossy = c.lossy.then_some("--lossy");
+    ["pingpong", "--size", "20000", "--iters", "300"]
+        .into_iter()
+        .chain(more.iter().copied())
+        .chain(lossy)
+        .collect()
+}
 
 fn theirs(c: &Ctx<'_>, ip: Ip) -> Result<Vec<String>, Error> {
     let gid = c.far.gid(ip, &c.dir)?;
@@ -66,7 +75,7 @@ fn theirs(c: &Ctx<'_>, ip: Ip) -> Result<Vec<String>, Error> {
 pub(super) fn pingpong_server(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
     let mut program = theirs(c, ip)?;
     program.push(c.host(ip)?.to_string());
-    let mut ours = c.ours(ip, "pingpong", &[&["pingpong"][..], &OUR_COUNT].concat())?;
+    let mut ours = c.ours(ip, "pingpong", &our_pingpong(c, &[]))?;
     ours.wait_for("waiting", Duration::from_secs(30))?;
     let words: Vec<&str> = program.iter().map(String::as_str).collect();
     let theirs = c
@@ -83,8 +92,9 @@ pub(super) fn pingpong_client(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> 
     // Our client tries until the server listens. ibv_rc_pingpong takes the first wildcard address that it is given,
     // which is IPv4's: only the GID says which family the RoCE packets have.
     let host = c.far.addr(Ip::V4).or_else(|_| c.far.addr(ip))?.to_string();
-    let args = [&["pingpong", "--connect", &host][..], &OUR_COUNT].concat();
-    let ours = c.ours(ip, "pingpong", &args)?.finish(Duration::from_secs(320))?;
+    let ours = c
+        .ours(ip, "pingpong", &our_pingpong(c, &["--connect", &host]))?
+        .finish(Duration::from_secs(320))?;
     let theirs = theirs.finish(Duration::from_secs(60))?;
     Ok(format!("{}; kernel: {}", verdict(&ours)?, key_lines(&theirs)))
 }
