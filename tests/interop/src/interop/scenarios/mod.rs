@@ -87,8 +87,8 @@ pub(crate) struct Scenario {
 
 pub(crate) const SMALL: Shape = Shape { cpus: 1, mtu: 1500 };
 pub(crate) const JUMBO: Shape = Shape { cpus: 1, mtu: 9000 };
-/// With several CPUs rxe's requester stopped for ever in the middle of messages (`specs/kernel.md` has the likely cause: more
-/// than 64 packets under way), so only the kernel's RNBD client runs here: its requests are shorter.
+/// With several CPUs rxe's requester stopped for ever in the middle of messages, on one seldom (`specs/kernel.md` has the likely
+/// cause: more than 64 packets under way), so only the kernel's RNBD client runs here: its requests are shorter.
 pub(crate) const JUMBO_SMP: Shape = Shape { cpus: 4, mtu: 9000 };
 
 impl Scenario {

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Ctx, Direction, JUMBO, SMALL, Scenario};
+use super::{Ctx, Direction, JUMBO, SMALL, Scenario, stall};
 use crate::{
     Error,
     far::Ip,
@@ -495,15 +495,19 @@ fn run_program(c: &mut Ctx<'_>, program: &Program, ours: Ours) -> Result<String,
                 continue;
             }
             let t0 = Instant::now();
-            let mut attempt = || {
+            let mut attempt = |c: &mut Ctx<'_>| {
                 port += 1;
                 setting(port, gid, ip).run(c)
             };
-            let mut result = attempt();
+            let mut result = attempt(c);
             let mut tries = 1;
-            while tries < TRIES && result.as_ref().is_err_and(|e| pair.again(ours, e)) {
+            while tries < TRIES
+                && result
+                    .as_ref()
+                    .is_err_and(|e| pair.again(ours, e) || kernel_stopped(c, e))
+            {
                 tries += 1;
-                result = attempt();
+                result = attempt(c);
             }
             let tried = match tries {
                 1 => String::new(),
@@ -523,6 +527,11 @@ fn run_program(c: &mut Ctx<'_>, program: &Program, ours: Ours) -> Result<String,
         true => Ok(done.join("; ")),
         false => Err(wrong.join("\n").into()),
     }
+}
+
+/// Whether a run failed because the kernel stopped in the middle of a message, as it does now and then (`specs/kernel.md`).
+fn kernel_stopped(c: &Ctx<'_>, e: &Error) -> bool {
+    e.to_string().contains(lab::STILL_RUNS) && c.frames().is_ok_and(|f| stall::stopped_within_a_message(&f))
 }
 
 /// Whether a run failed because its server did not listen yet.

@@ -1,6 +1,8 @@
-//! Whether a kernel's RNBD client that does nothing any more waits for us.
+//! Whether a kernel that does nothing any more waits for us.
 
 use std::collections::BTreeSet;
+
+use crate::lab::{HOST_V4, HOST_V6};
 
 /// Bits of an RTRS immediate value that are not its type (`rtrs-pri.h`: `MAX_IMM_PAYL_BITS`).
 const PAYLOAD_BITS: u32 = 28;
@@ -46,9 +48,29 @@ pub(super) fn all_answered(frames: &str) -> Result<usize, String> {
     }
 }
 
+/// Whether the kernel stopped in the middle of a message although we had acknowledged all of it that had come: that, and then
+/// nothing, is how the lines of `ferroce pcap check` end.
+pub(super) fn stopped_within_a_message(frames: &str) -> bool {
+    let ours = [format!(" {HOST_V4}:"), format!(" [{HOST_V6}]:")];
+    let packets: Vec<&str> = frames.lines().filter(|l| l.contains(" psn ")).collect();
+    let [.., sent, answer] = packets[..] else {
+        return false;
+    };
+    let psn = |line: &str| Some(line.split_once(" psn ")?.1.split_whitespace().next()?.to_owned());
+    let is_open = [" Send First ", " Send Middle ", " Write First ", " Write Middle "]
+        .iter()
+        .any(|opcode| sent.contains(opcode));
+    let is_ours = |line: &str| {
+        let sender = line.split(" > ").next().unwrap_or_default();
+        ours.iter().any(|addr| sender.contains(addr))
+    };
+    let acknowledged = answer.contains(" RC Acknowledge ") && answer.contains(" ack msn ");
+    !is_ours(sent) && is_ours(answer) && is_open && acknowledged && psn(sent) == psn(answer)
+}
+
 #[cfg(test)]
 mod tests {
-    use super::all_answered;
+    use super::{all_answered, stopped_within_a_message};
 
     const REQUEST: &str = " 1 1.0 10.77.0.1:50138 > 10.77.0.254:4791 RC RDMA Write Last with Immediate qp 0x62cb29 psn 0x16c557 imm 0x02b00420 len 36 ack-req [icrc ok]\n";
     const AGAIN: &str = " 2 1.1 10.77.0.1:50138 > 10.77.0.254:4791 RC RDMA Write Last with Immediate qp 0x62cb29 psn 0x16c557 imm 0x02b00420 len 36 ack-req [icrc ok]\n";
@@ -61,5 +83,24 @@ mod tests {
         let owed = all_answered(&[REQUEST, AGAIN, OTHER].concat()).expect_err("no answer");
         assert!(owed.contains("{86}"), "{owed}");
         assert!(all_answered("nothing to see").is_err());
+    }
+
+    #[test]
+    fn a_message_that_breaks_off_is_the_kernels_fault_only_if_it_was_acknowledged() {
+        let sent = " 1 1.0 [fd77::1]:61758 > [fd77::254]:4791 RC Send Middle qp 0x46d2bb psn 0x8843f8 len 1024 ack-req [icrc ok]\n";
+        let ack = " 2 1.1 [fd77::254]:49703 > [fd77::1]:4791 RC Acknowledge qp 0x000088 psn 0x8843f8 ack msn 0x000000 [icrc ok]\n";
+        let stopped = |lines: &[&str]| stopped_within_a_message(&lines.concat());
+        assert!(stopped(&[sent, ack]));
+        for wrong in [
+            &[sent][..],
+            &[ack, sent],
+            &[sent, ack, sent],
+            &[sent, &ack.replace("0x8843f8", "0x8843f7")],
+            &[sent, &ack.replace("ack msn", "nak sequence error msn")],
+            &[&sent.replace("Middle", "Last"), ack],
+            &[&sent.replace("fd77::1]:61758", "fd77::254]:61758"), ack],
+        ] {
+            assert!(!stopped(wrong), "{wrong:?}");
+        }
     }
 }
