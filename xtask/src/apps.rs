@@ -25,7 +25,7 @@ const CI_PROGRAMS: [Tool; 9] = [
     PYVERBS,
 ];
 /// What the whole matrix needs beside them.
-const PROGRAMS: [Tool; 10] = [
+const PROGRAMS: [Tool; 12] = [
     Tool::new("fio", "fio"),
     Tool::new("ucx_perftest", "ucx-utils"),
     Tool::new("fi_pingpong", "libfabric-bin"),
@@ -36,6 +36,8 @@ const PROGRAMS: [Tool; 10] = [
     Tool::new("/usr/lib/python3/dist-packages/mpi4py/__init__.py", "python3-mpi4py"),
     Tool::new("qemu-system-x86_64", "qemu-system-x86"),
     Tool::new("/usr/include/librpma.h", "librpma-dev"),
+    Tool::new("/usr/include/gloo/context.h", "libgloo-dev"),
+    Tool::new("c++", "g++"),
 ];
 
 /// What the set `ci` needs, or the whole matrix.

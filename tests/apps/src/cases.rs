@@ -106,6 +106,14 @@ impl Case {
         }
     }
 
+    /// What a shell does.
+    pub(crate) fn script(name: &str, package: &'static str, text: &str) -> Self {
+        Self {
+            client: vec!["sh".into(), "-c".into(), text.into()],
+            ..Self::alone(name, package, "sh")
+        }
+    }
+
     /// A server that listens at a TCP port, and a client that ends it.
     pub(crate) fn pair(name: &str, package: &'static str, server: &str, client: &str) -> Self {
         Self {
@@ -188,6 +196,14 @@ impl Case {
     pub(crate) fn wheels(mut self, wheels: &'static [&'static str]) -> Self {
         self.wheels = wheels;
         self
+    }
+
+    /// It needs these programs or files too, of these packages of Debian's.
+    pub(crate) fn needs(self, needs: &[(&str, &'static str)]) -> Self {
+        match needs.iter().find(|(program, _)| find(program).is_none()) {
+            Some((program, package)) => Self::alone(&self.name, package, program),
+            None => self,
+        }
     }
 
     pub(crate) fn ci(mut self) -> Self {

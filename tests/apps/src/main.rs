@@ -2,6 +2,7 @@
 //! this host and at one address. `cargo xtask apps` builds what this needs and runs it.
 
 mod cases;
+mod collectives;
 mod directory;
 mod everywhere;
 mod killed;

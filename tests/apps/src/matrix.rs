@@ -28,6 +28,7 @@ pub(crate) fn all() -> Vec<Case> {
     out.extend(fabric());
     out.extend(crate::everywhere::all());
     out.push(mpi());
+    out.extend(crate::collectives::all());
     out.push(python());
     out.extend(crate::wheels::all());
     out.extend(crate::lifetime::all());

@@ -7,7 +7,6 @@
 //!   version's `-non-cuda` is run.
 //! - InfiniStore's own tests keep their data on `cuda:0`.
 //! - The parts for GPUs of `ibverbs` (GPUNetIO), NIXL (GDS, `nixl_ep`) and DLSlime (NVLink) need CUDA.
-//! - Gloo's ibverbs transport: Debian's libgloo0 has it, but no program of Debian's uses it.
 //! - mpi4py's own tests are in its source archive alone.
 //! - The crates `ibverbs` and `sideway` come as source, and need libclang, cmake and minutes to build.
 
