@@ -69,9 +69,9 @@ pub(crate) fn address_vector(core: &Core, attr: &ibv_ah_attr) -> Result<AddressV
 unsafe extern "C" fn ibv_create_ah(pd: *mut ibv_pd, attr: *mut ibv_ah_attr) -> *mut ibv_ah {
     ret::pointer(|| {
         // SAFETY: the program passes a domain of ours and attributes.
-        let (domain, attr) = unsafe { (Pd::of(pd)?, &*attr) };
+        let (domain, attr) = unsafe { (Pd::of(pd)?, attr.read_unaligned()) };
         let device = &domain.engine()?.device;
-        let inner = device.create_ah(&domain.inner, &address_vector(&domain.core, attr)?)?;
+        let inner = device.create_ah(&domain.inner, &address_vector(&domain.core, &attr)?)?;
         let ah = Ah {
             abi: ibv_ah {
                 context: domain.context(),
@@ -104,7 +104,7 @@ fn reply_to(core: &Core, port: u8, wc: &ibv_wc, grh: *const ibv_grh) -> Result<i
         return Err(Errno::INVAL);
     }
     // SAFETY: the program passes the first 40 bytes of what was received.
-    let header = NetworkHeader::parse(unsafe { &(*grh).bytes });
+    let header = NetworkHeader::parse(&unsafe { grh.read_unaligned() }.bytes);
     let ours = header.destination;
     // To a group: answered from any address of the same kind.
     let index = core.device.gids.find(ours).or_else(|| {
@@ -137,7 +137,7 @@ unsafe extern "C" fn ibv_init_ah_from_wc(
 ) -> c_int {
     ret::minus_one(|| {
         // SAFETY: the program passes an open context, a completion and room for the attributes.
-        unsafe { attr.write(reply_to(Context::of(context)?.core(), port, &*wc, grh)?) };
+        unsafe { attr.write_unaligned(reply_to(Context::of(context)?.core(), port, &wc.read_unaligned(), grh)?) };
         Ok(0)
     })
 }
@@ -151,7 +151,7 @@ unsafe extern "C" fn ibv_create_ah_from_wc(
 ) -> *mut ibv_ah {
     let attr = ret::pointer(|| {
         // SAFETY: the program passes a domain of ours and a completion.
-        let attr = unsafe { reply_to(&Pd::of(pd)?.core, port, &*wc, grh)? };
+        let attr = unsafe { reply_to(&Pd::of(pd)?.core, port, &wc.read_unaligned(), grh)? };
         Ok(Box::into_raw(Box::new(attr)))
     });
     if attr.is_null() {

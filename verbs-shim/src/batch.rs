@@ -43,25 +43,19 @@ enum Data {
     Inline(Range<usize>),
 }
 
-/// An element in the transport's form.
-pub(crate) fn sge(s: &ibv_sge) -> Sge {
-    Sge {
-        addr: s.addr,
-        length: s.length,
-        lkey: LKey(s.lkey),
-    }
-}
-
-/// A list of C's elements.
+/// A list of C's elements, in the transport's form. Programs have such lists in packed structures too (libiscsi's iSER
+/// descriptors), where they are not aligned.
 ///
 /// # Safety
-/// `count` elements at `list`, when there are any, are readable as long as the slice lives.
-pub(crate) unsafe fn sge_list<'a>(list: *const ibv_sge, count: usize) -> &'a [ibv_sge] {
-    match count {
-        0 => &[],
+/// `count` elements at `list`, when there are any, are readable.
+pub(crate) unsafe fn sge_list(list: *const ibv_sge, count: usize) -> SmallVec<[Sge; 8]> {
+    let elements = (0..count).map(|n| {
         // SAFETY: the caller's promise.
-        _ => unsafe { slice::from_raw_parts(list, count) },
-    }
+        let ibv_sge { addr, length, lkey } = unsafe { list.add(n).read_unaligned() };
+        let lkey = LKey(lkey);
+        Sge { addr, length, lkey }
+    });
+    elements.collect()
 }
 
 impl Batch {
@@ -118,9 +112,9 @@ impl Batch {
     }
 
     /// The registered memory of the last one begun.
-    pub(crate) fn sges(&mut self, list: &[ibv_sge]) {
+    pub(crate) fn sges(&mut self, list: &[Sge]) {
         let start = self.sges.len();
-        self.sges.extend(list.iter().map(sge));
+        self.sges.extend_from_slice(list);
         let end = self.sges.len();
         if let Some(part) = self.parts.last_mut() {
             part.data = Data::Sges(start..end);

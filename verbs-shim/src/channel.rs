@@ -90,8 +90,8 @@ unsafe extern "C" fn ibv_get_cq_event(
         // SAFETY: the queue lives until the event is acknowledged. The program passes room for both pointers.
         unsafe {
             let queue = event.cq.address();
-            cq.write(queue);
-            cookie.write((*queue).cq_context);
+            cq.write_unaligned(queue);
+            cookie.write_unaligned((*queue).cq_context);
         }
         Ok(0)
     })

@@ -203,7 +203,7 @@ pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, max: c_int, out: *mut i
         let count = cq.take(max, |c| {
             // SAFETY: the program has room for `max` completions, and no more are taken.
             unsafe {
-                at.write(wc(c));
+                at.write_unaligned(wc(c));
                 at = at.add(1);
             }
         })?;
@@ -240,7 +240,7 @@ pub(crate) unsafe extern "C" fn modify_cq(cq: *mut ibv_cq, attr: *mut ibv_modify
         // SAFETY: the program passes a queue of ours.
         unsafe { Cq::of(cq)? };
         // SAFETY: the program passes attributes.
-        match unsafe { (*attr).attr_mask } {
+        match unsafe { (&raw const (*attr).attr_mask).read_unaligned() } {
             0 => Ok(()),
             _ => Err(Errno::NOTSUP),
         }

@@ -104,7 +104,7 @@ unsafe extern "C" fn start_poll(cq: *mut ibv_cq_ex, attr: *mut ibv_poll_cq_attr)
     // Not `ret::code`: ENOENT is no error, and errno is left alone.
     ret::value(libc::EIO, || {
         // SAFETY: the program passes attributes, or null.
-        if unsafe { attr.as_ref() }.is_some_and(|a| a.comp_mask != 0) {
+        if !attr.is_null() && unsafe { attr.read_unaligned() }.comp_mask != 0 {
             return libc::EINVAL;
         }
         // SAFETY: a queue of ours.
@@ -176,7 +176,7 @@ readers! {
 
 unsafe extern "C" fn read_tm_info(_cq: *mut ibv_cq_ex, info: *mut ibv_wc_tm_info) {
     // SAFETY: the program passes room for it.
-    unsafe { info.write(ibv_wc_tm_info { tag: 0, private: 0 }) };
+    unsafe { info.write_unaligned(ibv_wc_tm_info { tag: 0, private: 0 }) };
 }
 
 /// When a completion was made, on the wall's clock: nanoseconds since 1970. The order of completions is kept.
@@ -210,7 +210,7 @@ pub(crate) unsafe extern "C" fn create_cq_ex(
 ) -> *mut ibv_cq_ex {
     let cq: *mut ibv_cq = ret::pointer(|| {
         // SAFETY: the program passes attributes.
-        let attr = unsafe { &*attr };
+        let attr = unsafe { attr.read_unaligned() };
         if attr.comp_mask & !3 != 0 || attr.wc_flags & !CQ_WC_FLAGS != 0 {
             return Err(Errno::NOTSUP);
         }

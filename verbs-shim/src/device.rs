@@ -168,7 +168,7 @@ unsafe extern "C" fn ibv_get_device_list(count: *mut c_int) -> *mut *mut ibv_dev
         let mut devices: Vec<*mut ibv_device> = list().into_iter().map(VerbsDevice::as_abi).collect();
         if !count.is_null() {
             // SAFETY: the program passes room for the number.
-            unsafe { count.write(devices.len() as c_int) };
+            unsafe { count.write_unaligned(devices.len() as c_int) };
         }
         devices.push(ptr::null_mut());
         // SAFETY: room for as many pointers as are copied; freed with free() in ibv_free_device_list.

@@ -119,7 +119,7 @@ unsafe extern "C" fn ibv_get_async_event(context: *mut ibv_context, event: *mut 
             event_type: entry.kind,
         };
         // SAFETY: the program passes room for an event.
-        unsafe { event.write(out) };
+        unsafe { event.write_unaligned(out) };
         Ok(0)
     })
 }
@@ -128,7 +128,7 @@ unsafe extern "C" fn ibv_get_async_event(context: *mut ibv_context, event: *mut 
 unsafe extern "C" fn ibv_ack_async_event(event: *mut ibv_async_event) {
     ret::value((), || {
         // SAFETY: the program passes an event that it got.
-        let ibv_async_event { element, event_type } = unsafe { event.read() };
+        let ibv_async_event { element, event_type } = unsafe { event.read_unaligned() };
         // SAFETY: the object of an event that is not acknowledged lives: its destruction waits.
         let acks = unsafe {
             match event_type {

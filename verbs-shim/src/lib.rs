@@ -44,6 +44,8 @@ mod srq;
 mod strings;
 mod sysfs;
 mod table;
+#[cfg(test)]
+mod unaligned;
 mod unsupported;
 mod worker;
 mod wrex;

@@ -53,7 +53,11 @@ fn ah_attr(to: &mut ibv_ah_attr, from: &AhAttr) {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_copy_ah_attr_from_kern(to: *mut ibv_ah_attr, from: *const AhAttr) {
     // SAFETY: the caller's promise. All fields are plain numbers.
-    unsafe { ah_attr(&mut *to, &*from) };
+    unsafe {
+        let mut out = to.read_unaligned();
+        ah_attr(&mut out, &from.read_unaligned());
+        to.write_unaligned(out);
+    }
 }
 
 /// Attributes of a queue pair; its state is not among them, librdmacm sets it.
@@ -63,38 +67,40 @@ unsafe extern "C" fn ibv_copy_ah_attr_from_kern(to: *mut ibv_ah_attr, from: *con
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_copy_qp_attr_from_kern(to: *mut ibv_qp_attr, from: *const QpAttrResp) {
     // SAFETY: the caller's promise. All fields are plain numbers.
-    let (to, from) = unsafe { (&mut *to, &*from) };
-    to.cur_qp_state = from.cur_state.cast_signed();
-    to.path_mtu = from.path_mtu.cast_signed();
-    to.path_mig_state = from.path_mig_state.cast_signed();
-    to.qkey = from.qkey;
-    to.rq_psn = from.rq_psn;
-    to.sq_psn = from.sq_psn;
-    to.dest_qp_num = from.dest_qp_num;
-    to.qp_access_flags = from.access;
+    let (mut out, from) = unsafe { (to.read_unaligned(), from.read_unaligned()) };
+    out.cur_qp_state = from.cur_state.cast_signed();
+    out.path_mtu = from.path_mtu.cast_signed();
+    out.path_mig_state = from.path_mig_state.cast_signed();
+    out.qkey = from.qkey;
+    out.rq_psn = from.rq_psn;
+    out.sq_psn = from.sq_psn;
+    out.dest_qp_num = from.dest_qp_num;
+    out.qp_access_flags = from.access;
     let [max_send_wr, max_recv_wr, max_send_sge, max_recv_sge, max_inline_data] = from.caps;
-    to.cap = ibv_qp_cap {
+    out.cap = ibv_qp_cap {
         max_send_wr,
         max_recv_wr,
         max_send_sge,
         max_recv_sge,
         max_inline_data,
     };
-    ah_attr(&mut to.ah_attr, &from.ah_attr);
-    ah_attr(&mut to.alt_ah_attr, &from.alt_ah_attr);
-    to.pkey_index = from.pkey_index;
-    to.alt_pkey_index = from.alt_pkey_index;
-    to.en_sqd_async_notify = from.en_sqd_async_notify;
-    to.sq_draining = from.sq_draining;
-    to.max_rd_atomic = from.max_rd_atomic;
-    to.max_dest_rd_atomic = from.max_dest_rd_atomic;
-    to.min_rnr_timer = from.min_rnr_timer;
-    to.port_num = from.port_num;
-    to.timeout = from.timeout;
-    to.retry_cnt = from.retry_cnt;
-    to.rnr_retry = from.rnr_retry;
-    to.alt_port_num = from.alt_port_num;
-    to.alt_timeout = from.alt_timeout;
+    ah_attr(&mut out.ah_attr, &from.ah_attr);
+    ah_attr(&mut out.alt_ah_attr, &from.alt_ah_attr);
+    out.pkey_index = from.pkey_index;
+    out.alt_pkey_index = from.alt_pkey_index;
+    out.en_sqd_async_notify = from.en_sqd_async_notify;
+    out.sq_draining = from.sq_draining;
+    out.max_rd_atomic = from.max_rd_atomic;
+    out.max_dest_rd_atomic = from.max_dest_rd_atomic;
+    out.min_rnr_timer = from.min_rnr_timer;
+    out.port_num = from.port_num;
+    out.timeout = from.timeout;
+    out.retry_cnt = from.retry_cnt;
+    out.rnr_retry = from.rnr_retry;
+    out.alt_port_num = from.alt_port_num;
+    out.alt_timeout = from.alt_timeout;
+    // SAFETY: likewise.
+    unsafe { to.write_unaligned(out) };
 }
 
 /// A path record of the kernel's.
@@ -105,8 +111,8 @@ unsafe extern "C" fn ibv_copy_qp_attr_from_kern(to: *mut ibv_qp_attr, from: *con
 unsafe extern "C" fn ibv_copy_path_rec_from_kern(to: *mut SaPathRec, from: *const UserPathRec) {
     // SAFETY: the caller's promise; `to` is written as a whole.
     unsafe {
-        let from = &*from;
-        to.write(SaPathRec {
+        let from = from.read_unaligned();
+        to.write_unaligned(SaPathRec {
             dgid: ibv_gid { raw: from.dgid },
             sgid: ibv_gid { raw: from.sgid },
             dlid: from.dlid,
@@ -139,8 +145,8 @@ unsafe extern "C" fn ibv_copy_path_rec_from_kern(to: *mut SaPathRec, from: *cons
 unsafe extern "C" fn ibv_copy_path_rec_to_kern(to: *mut UserPathRec, from: *const SaPathRec) {
     // SAFETY: the caller's promise; `to` is written as a whole.
     unsafe {
-        let from = &*from;
-        to.write(UserPathRec {
+        let from = from.read_unaligned();
+        to.write_unaligned(UserPathRec {
             dgid: from.dgid.raw,
             sgid: from.sgid.raw,
             dlid: from.dlid,

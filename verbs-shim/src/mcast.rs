@@ -39,8 +39,8 @@ fn local(qp: &Qp, group: IpAddr) -> IpAddr {
 unsafe extern "C" fn ibv_attach_mcast(qp: *mut ibv_qp, gid: *const ibv_gid, _lid: u16) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a queue pair of ours and a GID.
-        let (this, gid) = unsafe { (Qp::of(qp)?, &*gid) };
-        let group = group(this, gid)?;
+        let (this, gid) = unsafe { (Qp::of(qp)?, gid.read_unaligned()) };
+        let group = group(this, &gid)?;
         Ok(this.inner().attach_mcast(group, local(this, group))?)
     })
 }
@@ -49,8 +49,8 @@ unsafe extern "C" fn ibv_attach_mcast(qp: *mut ibv_qp, gid: *const ibv_gid, _lid
 unsafe extern "C" fn ibv_detach_mcast(qp: *mut ibv_qp, gid: *const ibv_gid, _lid: u16) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a queue pair of ours and a GID.
-        let (this, gid) = unsafe { (Qp::of(qp)?, &*gid) };
-        let group = group(this, gid)?;
+        let (this, gid) = unsafe { (Qp::of(qp)?, gid.read_unaligned()) };
+        let group = group(this, &gid)?;
         Ok(this.inner().detach_mcast(group)?)
     })
 }

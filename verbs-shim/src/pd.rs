@@ -96,7 +96,7 @@ pub(crate) unsafe extern "C" fn alloc_parent_domain(
 ) -> *mut ibv_pd {
     ret::pointer(|| {
         // SAFETY: the program passes an open context and attributes.
-        let (core, attr) = unsafe { (Context::of(context)?.core(), &*attr) };
+        let (core, attr) = unsafe { (Context::of(context)?.core(), attr.read_unaligned()) };
         if attr.comp_mask & !3 != 0 {
             return Err(Errno::INVAL);
         }
@@ -124,7 +124,7 @@ live::object!(Td, ibv_td, 0, |td| (*td).context, 0);
 pub(crate) unsafe extern "C" fn alloc_td(context: *mut ibv_context, attr: *mut u32) -> *mut ibv_td {
     ret::pointer(|| {
         // SAFETY: the attributes are a mask of what is given.
-        if unsafe { *attr } != 0 {
+        if unsafe { attr.read_unaligned() } != 0 {
             return Err(Errno::NOTSUP);
         }
         // SAFETY: the program passes an open context.

@@ -5,7 +5,6 @@ use roce::{
     AccessFlags, LKey, QKey, Qpn, QueuePair, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, Srqn, Target,
     verbs::wr::BindWindow,
 };
-use smallvec::SmallVec;
 
 use crate::{
     abi::{
@@ -163,7 +162,7 @@ unsafe fn add(batch: &mut Batch, qp: &Qp, wr: &ibv_send_wr) -> Result<()> {
     }
     if !inline {
         if has_data {
-            batch.sges(list);
+            batch.sges(&list);
         }
         return Ok(());
     }
@@ -184,8 +183,11 @@ pub(crate) unsafe extern "C" fn post_send(qp: *mut ibv_qp, wr: *mut ibv_send_wr,
             let mut batch = Batch::default();
             let mut next = wr;
             while !next.is_null() {
-                // SAFETY: the program passes a list of work requests.
-                let (added, after) = unsafe { (add(&mut batch, this, &*next), (*next).next) };
+                // SAFETY: the program passes a list of work requests, which need not be aligned.
+                let request = unsafe { next.read_unaligned() };
+                // SAFETY: likewise.
+                let added = unsafe { add(&mut batch, this, &request) };
+                let after = request.next;
                 if added.is_err() || batch.len() == TOGETHER || after.is_null() {
                     // What came before a bad one is posted.
                     // SAFETY: the list from `first` has at least as many requests as the batch.
@@ -200,7 +202,7 @@ pub(crate) unsafe extern "C" fn post_send(qp: *mut ibv_qp, wr: *mut ibv_send_wr,
         });
         if done.is_err() {
             // SAFETY: the program passes room for the pointer.
-            unsafe { bad.write(first) };
+            unsafe { bad.write_unaligned(first) };
         }
         done
     })
@@ -217,7 +219,7 @@ unsafe fn submit(qp: &Qp, batch: &Batch, failed: bool, first: &mut *mut ibv_send
     };
     for _ in 0..taken {
         // SAFETY: the caller's promise.
-        *first = unsafe { (**first).next };
+        *first = unsafe { (&raw const (**first).next).read_unaligned() };
     }
     error.map_or(Ok(()), |e| Err(e.into()))
 }
@@ -236,13 +238,12 @@ pub(crate) unsafe fn each_recv(
     let mut next = wr;
     let mut run = || {
         while !next.is_null() {
-            // SAFETY: the caller's promise.
-            let wr = unsafe { &*next };
+            // SAFETY: the caller's promise; receives need not be aligned.
+            let wr = unsafe { next.read_unaligned() };
             let count = usize::try_from(wr.num_sge).ok().filter(|n| *n <= max_sge);
             let count = count.ok_or(Errno::INVAL)?;
             // SAFETY: likewise.
-            let list = unsafe { batch::sge_list(wr.sg_list, count) };
-            let sges: SmallVec<[roce::Sge; 8]> = list.iter().map(batch::sge).collect();
+            let sges = unsafe { batch::sge_list(wr.sg_list, count) };
             let recv = RecvWr {
                 wr_id: wr.wr_id,
                 sges: &sges,
@@ -255,7 +256,7 @@ pub(crate) unsafe fn each_recv(
     let done = run();
     if done.is_err() {
         // SAFETY: the program passes room for the pointer.
-        unsafe { bad.write(next) };
+        unsafe { bad.write_unaligned(next) };
     }
     done
 }
@@ -265,7 +266,7 @@ pub(crate) unsafe extern "C" fn post_recv(qp: *mut ibv_qp, wr: *mut ibv_recv_wr,
         // SAFETY: the program passes a queue pair of ours, a list of receives, and room for the pointer.
         unsafe {
             let this = Qp::hot(qp).and_then(|qp| qp.alive().map(|()| qp));
-            let this = this.inspect_err(|_| bad.write(wr))?;
+            let this = this.inspect_err(|_| bad.write_unaligned(wr))?;
             each_recv(wr, bad, this.max_recv_sge(), |wrs| this.inner().post_recv(wrs))
         }
     })

@@ -275,7 +275,7 @@ const OPEN_NEEDED: u32 = qp_open::NUM | qp_open::XRCD | qp_open::TYPE;
 pub(crate) unsafe extern "C" fn open_qp(context: *mut ibv_context, attr: *mut ibv_qp_open_attr) -> *mut ibv_qp {
     ret::pointer(|| {
         // SAFETY: the program passes an open context and attributes.
-        let (core, attr) = unsafe { (Context::of(context)?.core(), &*attr) };
+        let (core, attr) = unsafe { (Context::of(context)?.core(), attr.read_unaligned()) };
         if attr.comp_mask & OPEN_NEEDED != OPEN_NEEDED || attr.comp_mask & !(OPEN_NEEDED | qp_open::CONTEXT) != 0 {
             return Err(Errno::INVAL);
         }
@@ -321,8 +321,8 @@ unsafe extern "C" fn ibv_create_qp(pd: *mut ibv_pd, init: *mut ibv_qp_init_attr)
                 xrcd: ptr::null_mut(),
                 extended: false,
             };
-            let qp = create(&*init, &extra)?;
-            (*init).cap = Qp::of(qp)?.init.cap;
+            let qp = create(&init.read_unaligned(), &extra)?;
+            (&raw mut (*init).cap).write_unaligned(Qp::of(qp)?.init.cap);
             Ok(qp)
         }
     })
@@ -334,26 +334,26 @@ const INIT_MASK: u32 = qp_init::PD | qp_init::XRCD | qp_init::CREATE_FLAGS | qp_
 pub(crate) unsafe extern "C" fn create_qp_ex(context: *mut ibv_context, attr: *mut ibv_qp_init_attr_ex) -> *mut ibv_qp {
     ret::pointer(|| {
         // SAFETY: the program passes attributes.
-        let attr = unsafe { &mut *attr };
-        let comp_mask = attr.comp_mask;
+        let init = unsafe { attr.read_unaligned() };
+        let comp_mask = init.comp_mask;
         let has = |bit: u32| comp_mask & bit != 0;
-        if comp_mask & !INIT_MASK != 0 || (has(qp_init::CREATE_FLAGS) && attr.create_flags != 0) {
+        if comp_mask & !INIT_MASK != 0 || (has(qp_init::CREATE_FLAGS) && init.create_flags != 0) {
             return Err(Errno::NOTSUP);
         }
         let extended = has(qp_init::SEND_OPS_FLAGS);
-        if extended && attr.send_ops_flags & !send_ops(service(attr.qp_type)?) != 0 {
+        if extended && init.send_ops_flags & !send_ops(service(init.qp_type)?) != 0 {
             return Err(Errno::NOTSUP);
         }
         let extra = Extra {
             context,
-            pd: if has(qp_init::PD) { attr.pd } else { ptr::null_mut() },
-            xrcd: if has(qp_init::XRCD) { attr.xrcd } else { ptr::null_mut() },
+            pd: if has(qp_init::PD) { init.pd } else { ptr::null_mut() },
+            xrcd: if has(qp_init::XRCD) { init.xrcd } else { ptr::null_mut() },
             extended,
         };
         // SAFETY: with objects of ours.
         unsafe {
-            let qp = create(&attr.base(), &extra)?;
-            attr.cap = Qp::of(qp)?.init.cap;
+            let qp = create(&init.base(), &extra)?;
+            (&raw mut (*attr).cap).write_unaligned(Qp::of(qp)?.init.cap);
             Ok(qp)
         }
     })
@@ -372,9 +372,9 @@ unsafe extern "C" fn ibv_qp_to_qp_ex(qp: *mut ibv_qp) -> *mut ibv_qp_ex {
 unsafe extern "C" fn ibv_modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr, mask: c_int) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a queue pair of ours and attributes.
-        let (this, attr) = unsafe { (Qp::of(qp)?, &*attr) };
+        let (this, attr) = unsafe { (Qp::of(qp)?, attr.read_unaligned()) };
         this.alive()?;
-        let change = qpattr::from_c(&this.core, attr, mask as u32)?;
+        let change = qpattr::from_c(&this.core, &attr, mask as u32)?;
         this.inner.modify(&change)?;
         if change.av.is_some() {
             *this.path.lock() = Some(attr.ah_attr);
@@ -409,8 +409,8 @@ unsafe extern "C" fn ibv_query_qp(
         // SAFETY: the program passes room for both; the state is the public part's field.
         unsafe {
             (&raw mut (*qp).state).write(out.qp_state);
-            attr.write(out);
-            init.write(this.init);
+            attr.write_unaligned(out);
+            init.write_unaligned(this.init);
         }
         Ok(())
     })

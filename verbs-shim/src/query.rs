@@ -90,7 +90,7 @@ fn device_attr(core: &Core) -> ibv_device_attr {
 unsafe extern "C" fn ibv_query_device(context: *mut ibv_context, attr: *mut ibv_device_attr) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes an open context and room for the attributes.
-        unsafe { attr.write(device_attr(Context::of(context)?.core())) };
+        unsafe { attr.write_unaligned(device_attr(Context::of(context)?.core())) };
         Ok(())
     })
 }
@@ -118,7 +118,7 @@ pub(crate) unsafe extern "C" fn query_device_ex(
 ) -> c_int {
     ret::code(|| {
         // SAFETY: null or readable.
-        if unsafe { input.as_ref() }.is_some_and(|i| i.comp_mask != 0) || size < size_of::<ibv_device_attr>() {
+        if !input.is_null() && unsafe { input.read_unaligned() }.comp_mask != 0 || size < size_of::<ibv_device_attr>() {
             return Err(Errno::INVAL);
         }
         // SAFETY: plain numbers, for which zero is a value.
@@ -221,7 +221,7 @@ unsafe extern "C" fn ibv_query_gid(context: *mut ibv_context, port: u8, index: c
         // A slot that is not in use reads as zero.
         let value = device.gids.get(index).map(gids::gid_of).unwrap_or_default();
         // SAFETY: the program passes room for a GID.
-        unsafe { gid.write(value) };
+        unsafe { gid.write_unaligned(value) };
         Ok(0)
     })
 }
@@ -301,7 +301,7 @@ unsafe extern "C" fn ibv_query_gid_type(
         unsafe {
             let device = Context::of(context)?.core().device;
             // 0 is "IB or RoCE v1", which is also what unused slots say.
-            kind.write(device.gids.get(index as usize).map_or(0, |_| GID_TYPE_SYSFS_ROCE_V2));
+            kind.write_unaligned(device.gids.get(index as usize).map_or(0, |_| GID_TYPE_SYSFS_ROCE_V2));
         }
         Ok(0)
     })
@@ -317,7 +317,7 @@ unsafe extern "C" fn ibv_query_pkey(context: *mut ibv_context, port: u8, index: 
             return Err(Errno::INVAL);
         }
         // SAFETY: the program passes room for the key.
-        unsafe { pkey.write(PKEY.to_be()) };
+        unsafe { pkey.write_unaligned(PKEY.to_be()) };
         Ok(0)
     })
 }
@@ -342,16 +342,18 @@ pub(crate) unsafe extern "C" fn query_rt_values(context: *mut ibv_context, value
         // SAFETY: the program passes an open context.
         unsafe { Context::of(context)? };
         // SAFETY: the program passes a structure to read and fill.
-        let values = unsafe { &mut *values };
-        let asked = values.comp_mask & 1;
+        let mut out = unsafe { values.read_unaligned() };
+        let asked = out.comp_mask & 1;
         if asked != 0 {
             let now = Duration::from_nanos(roce::now().as_nanos());
-            values.raw_clock = libc::timespec {
+            out.raw_clock = libc::timespec {
                 tv_sec: now.as_secs() as libc::time_t,
                 tv_nsec: now.subsec_nanos().into(),
             };
         }
-        values.comp_mask = asked;
+        out.comp_mask = asked;
+        // SAFETY: likewise.
+        unsafe { values.write_unaligned(out) };
         Ok(())
     })
 }
@@ -368,7 +370,7 @@ unsafe extern "C" fn ibv_resolve_eth_l2_from_gid(
     unsafe {
         ptr::write_bytes(mac, 0, 6);
         if !vid.is_null() {
-            vid.write(0xffff);
+            vid.write_unaligned(0xffff);
         }
     }
     0

@@ -116,7 +116,7 @@ pub(crate) unsafe extern "C" fn get_srq_num(srq: *mut ibv_srq, number: *mut u32)
             if this.inner.kind() != SrqType::Xrc {
                 return Err(Errno::INVAL);
             }
-            number.write(this.inner.number().value());
+            number.write_unaligned(this.inner.number().value());
         }
         Ok(())
     })
@@ -128,30 +128,32 @@ pub(crate) unsafe extern "C" fn create_srq_ex(
 ) -> *mut ibv_srq {
     ret::pointer(|| {
         // SAFETY: the program passes an open context and attributes.
-        let (core, attr) = unsafe { (Context::of(context)?.core(), &mut *attr) };
-        let mask = attr.comp_mask;
+        let (core, mut init) = unsafe { (Context::of(context)?.core(), attr.read_unaligned()) };
+        let mask = init.comp_mask;
         let has = |bit: u32| mask & bit != 0;
         if mask & !(srq_init::TYPE | srq_init::PD | srq_init::XRCD | srq_init::CQ) != 0 {
             return Err(Errno::NOTSUP);
         }
         let kind = if has(srq_init::TYPE) {
-            attr.srq_type
+            init.srq_type
         } else {
             IBV_SRQT_BASIC
         };
-        let pd = if has(srq_init::PD) { attr.pd } else { ptr::null_mut() };
+        let pd = if has(srq_init::PD) { init.pd } else { ptr::null_mut() };
         // SAFETY: the program destroys none of the objects meanwhile.
         unsafe {
             core.same(&Pd::of(pd)?.core)?;
-            match kind {
-                IBV_SRQT_BASIC => create(pd, attr.srq_context, &mut attr.attr, None),
+            let srq = match kind {
+                IBV_SRQT_BASIC => create(pd, init.srq_context, &mut init.attr, None),
                 IBV_SRQT_XRC if has(srq_init::XRCD) && has(srq_init::CQ) => {
-                    let xrc = (Xrcd::of(attr.xrcd)?, Cq::of(attr.cq)?);
-                    create(pd, attr.srq_context, &mut attr.attr, Some(xrc))
+                    let xrc = (Xrcd::of(init.xrcd)?, Cq::of(init.cq)?);
+                    create(pd, init.srq_context, &mut init.attr, Some(xrc))
                 }
                 IBV_SRQT_XRC => Err(Errno::INVAL),
                 _ => Err(Errno::NOTSUP),
-            }
+            }?;
+            (&raw mut (*attr).attr).write_unaligned(init.attr);
+            Ok(srq)
         }
     })
 }
@@ -165,7 +167,7 @@ pub(crate) unsafe extern "C" fn post_srq_recv(
         // SAFETY: the program passes a queue of ours, a list of receives, and room for the pointer.
         unsafe {
             let this = Srq::hot(srq).and_then(|srq| srq.core.alive().map(|()| srq));
-            let this = this.inspect_err(|_| bad.write(wr))?;
+            let this = this.inspect_err(|_| bad.write_unaligned(wr))?;
             post::each_recv(wr, bad, this.max_sge, |wrs| this.inner.post_recv(wrs))
         }
     })
@@ -175,8 +177,10 @@ pub(crate) unsafe extern "C" fn post_srq_recv(
 unsafe extern "C" fn ibv_create_srq(pd: *mut ibv_pd, init: *mut ibv_srq_init_attr) -> *mut ibv_srq {
     // SAFETY: the program passes a domain of ours and attributes, which get the sizes granted.
     ret::pointer(|| unsafe {
-        let init = &mut *init;
-        create(pd, init.srq_context, &mut init.attr, None)
+        let mut out = init.read_unaligned();
+        let srq = create(pd, out.srq_context, &mut out.attr, None)?;
+        (&raw mut (*init).attr).write_unaligned(out.attr);
+        Ok(srq)
     })
 }
 
@@ -184,7 +188,7 @@ unsafe extern "C" fn ibv_create_srq(pd: *mut ibv_pd, init: *mut ibv_srq_init_att
 unsafe extern "C" fn ibv_modify_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_attr, mask: c_int) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a queue of ours and attributes.
-        let (this, attr) = unsafe { (Srq::of(srq)?, &*attr) };
+        let (this, attr) = unsafe { (Srq::of(srq)?, attr.read_unaligned()) };
         this.core.alive()?;
         if mask & !(IBV_SRQ_MAX_WR | IBV_SRQ_LIMIT) != 0 {
             return Err(Errno::INVAL);
@@ -210,7 +214,7 @@ unsafe extern "C" fn ibv_query_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_attr) -
             srq_limit: now.limit,
         };
         // SAFETY: the program passes room for the attributes.
-        unsafe { attr.write(out) };
+        unsafe { attr.write_unaligned(out) };
         Ok(())
     })
 }

@@ -57,7 +57,7 @@ pub(crate) unsafe extern "C" fn list_1_0(count: *mut c_int) -> *mut c_void {
     obsolete();
     if !count.is_null() {
         // SAFETY: the caller's promise.
-        unsafe { count.write(0) };
+        unsafe { count.write_unaligned(0) };
     }
     std::ptr::null_mut()
 }
@@ -83,7 +83,7 @@ pub(crate) unsafe extern "C" fn minus_one_1_0() -> c_int {
 /// Tag matching.
 pub(crate) unsafe extern "C" fn post_srq_ops(_srq: *mut ibv_srq, op: *mut c_void, bad: *mut *mut c_void) -> c_int {
     // SAFETY: the program passes room for the pointer.
-    unsafe { bad.write(op) };
+    unsafe { bad.write_unaligned(op) };
     libc::EOPNOTSUPP
 }
 
@@ -97,7 +97,7 @@ unsafe extern "C" fn ibv_set_ece(_qp: *mut ibv_qp, _ece: *mut ibv_ece) -> c_int 
 unsafe extern "C" fn ibv_query_ece(_qp: *mut ibv_qp, ece: *mut ibv_ece) -> c_int {
     // SAFETY: the program passes room for the answer, which libibverbs clears.
     unsafe {
-        ece.write(ibv_ece {
+        ece.write_unaligned(ibv_ece {
             vendor_id: 0,
             options: 0,
             comp_mask: 0,

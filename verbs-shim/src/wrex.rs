@@ -1,11 +1,11 @@
 //! The extended way to post: `ibv_wr_start`, one call per work request, `ibv_wr_complete`.
 
-use std::{cell::UnsafeCell, slice};
+use std::cell::UnsafeCell;
 
 use libc::{c_int, c_void, size_t};
 use parking_lot::{RawMutex, lock_api::RawMutex as _};
 use roce::{
-    RKey, RemoteAddr, SendOp,
+    LKey, RKey, RemoteAddr, SendOp, Sge,
     verbs::{Srqn, Target},
 };
 
@@ -155,7 +155,7 @@ unsafe extern "C" fn wr_bind_mw(qp: *mut ibv_qp_ex, mw: *mut ibv_mw, rkey: u32, 
     // SAFETY: as above; the binding is readable, the window and the region are ours, and live until they are bound.
     unsafe {
         begin_with(qp, |this| {
-            let op = post::bind_type2(this, mw, rkey, &*info)?;
+            let op = post::bind_type2(this, mw, rkey, &info.read_unaligned())?;
             bound = Some(op);
             Ok(op)
         });
@@ -227,12 +227,8 @@ unsafe extern "C" fn wr_set_inline_data(qp: *mut ibv_qp_ex, addr: *mut c_void, l
 unsafe extern "C" fn wr_set_inline_data_list(qp: *mut ibv_qp_ex, count: size_t, list: *const ibv_data_buf) {
     // SAFETY: as above; the program passes `count` buffers.
     unsafe {
-        let list: &[ibv_data_buf] = if count == 0 {
-            &[]
-        } else {
-            slice::from_raw_parts(list, count)
-        };
-        inline(qp, list.iter().map(|b| (b.addr.cast_const().cast(), b.length)));
+        let buffers = (0..count).map(|n| list.add(n).read_unaligned());
+        inline(qp, buffers.map(|b| (b.addr.cast_const().cast(), b.length)));
     }
 }
 
@@ -240,7 +236,8 @@ unsafe extern "C" fn wr_set_sge(qp: *mut ibv_qp_ex, lkey: u32, addr: u64, length
     // SAFETY: as above.
     unsafe {
         with(qp, |_, batch| {
-            batch.sges(&[ibv_sge { addr, length, lkey }]);
+            let lkey = LKey(lkey);
+            batch.sges(&[Sge { addr, length, lkey }]);
             Ok(())
         });
     }
@@ -253,7 +250,7 @@ unsafe extern "C" fn wr_set_sge_list(qp: *mut ibv_qp_ex, count: size_t, list: *c
             if count > this.max_send_sge() {
                 return Err(Errno::INVAL);
             }
-            batch.sges(batch::sge_list(list, count));
+            batch.sges(&batch::sge_list(list, count));
             Ok(())
         });
     }

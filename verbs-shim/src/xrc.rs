@@ -66,7 +66,7 @@ const INIT_MASK: u32 = 3;
 pub(crate) unsafe extern "C" fn open_xrcd(context: *mut ibv_context, attr: *mut ibv_xrcd_init_attr) -> *mut ibv_xrcd {
     ret::pointer(|| {
         // SAFETY: the program passes an open context and attributes.
-        let (core, attr) = unsafe { (Context::of(context)?.core(), &*attr) };
+        let (core, attr) = unsafe { (Context::of(context)?.core(), attr.read_unaligned()) };
         if attr.comp_mask != INIT_MASK || attr.oflags & !(libc::O_CREAT | libc::O_EXCL) != 0 {
             return Err(Errno::INVAL);
         }
