@@ -25,12 +25,14 @@ const CI_PROGRAMS: [Tool; 9] = [
     PYVERBS,
 ];
 /// What the whole matrix needs beside them.
-const PROGRAMS: [Tool; 12] = [
+const PROGRAMS: [Tool; 14] = [
     Tool::new("fio", "fio"),
     Tool::new("ucx_perftest", "ucx-utils"),
     Tool::new("fi_pingpong", "libfabric-bin"),
-    Tool::new("mpirun", "openmpi-bin"),
-    Tool::new("mpicc", "libopenmpi-dev"),
+    Tool::new("mpirun.openmpi", "openmpi-bin"),
+    Tool::new("mpicc.openmpi", "libopenmpi-dev"),
+    Tool::new("mpiexec.mpich", "mpich"),
+    Tool::new("mpicc.mpich", "libmpich-dev"),
     Tool::new("pkg-config", "pkg-config"),
     Tool::new("/usr/share/doc/python3-venv/copyright", "python3-venv"),
     Tool::new("/usr/lib/python3/dist-packages/mpi4py/__init__.py", "python3-mpi4py"),

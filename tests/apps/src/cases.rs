@@ -150,6 +150,13 @@ impl Case {
         self
     }
 
+    /// UCX has these of its transports alone, and our device.
+    pub(crate) fn over_ucx(self, transports: &'static str) -> Self {
+        self.with("UCX_TLS", transports)
+            .with("UCX_NET_DEVICES", "ferroce0:1")
+            .with("UCX_IB_GID_INDEX", "0")
+    }
+
     pub(crate) fn within(mut self, seconds: u64) -> Self {
         self.seconds = seconds;
         self

@@ -1,6 +1,6 @@
 //! The matrix: every program with the options that it must do.
 
-use crate::cases::{Case, Plan, Ready, find};
+use crate::cases::{Case, Plan, Ready};
 
 pub(crate) const IBVERBS: &str = "ibverbs-utils";
 pub(crate) const PERFTEST: &str = "perftest";
@@ -27,7 +27,6 @@ pub(crate) fn all() -> Vec<Case> {
     out.extend(ucx());
     out.extend(fabric());
     out.extend(crate::everywhere::all());
-    out.push(mpi());
     out.extend(crate::collectives::all());
     out.push(python());
     out.extend(crate::wheels::all());
@@ -36,26 +35,6 @@ pub(crate) fn all() -> Vec<Case> {
     out.extend(crate::storage::all());
     out.extend(crate::directory::all(&out));
     out
-}
-
-/// Open MPI over UCX, four ranks.
-fn mpi() -> Case {
-    let name = "mpi over ucx, 4 ranks";
-    if find("mpicc").is_none() || find("mpirun").is_none() {
-        return Case::alone(name, "libopenmpi-dev", "mpicc");
-    }
-    let script = "mpicc -O2 -o ring ring.c && exec mpirun --oversubscribe -n 4 --mca pml ucx --mca btl ^openib ./ring";
-    Case {
-        client: vec!["sh".into(), "-c".into(), script.into()],
-        ..Case::alone(name, "libopenmpi-dev", "sh")
-    }
-    .file("ring.c", include_str!("../ring.c"))
-    .says("ring done")
-    .with("UCX_TLS", "rc_v,self")
-    .with("UCX_NET_DEVICES", "ferroce0:1")
-    .with("UCX_IB_GID_INDEX", "0")
-    .with("OMPI_ALLOW_RUN_AS_ROOT", "1")
-    .with("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
 }
 
 fn devices() -> Vec<Case> {
@@ -373,11 +352,7 @@ fn ucx() -> Vec<Case> {
                 "ucx_perftest -p {port}",
                 &client,
             );
-            let case = case
-                .with("UCX_TLS", transport)
-                .with("UCX_NET_DEVICES", "ferroce0:1")
-                .with("UCX_IB_GID_INDEX", "0");
-            out.push(case);
+            out.push(case.over_ucx(transport));
         }
     }
     out

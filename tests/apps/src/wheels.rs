@@ -17,10 +17,7 @@ use std::{
     process::{Command, Stdio},
 };
 
-use crate::{
-    Result,
-    cases::{Case, find},
-};
+use crate::{Result, cases::Case};
 
 /// Debian's package that makes virtual environments.
 const PACKAGE: &str = "python3-venv";
@@ -153,35 +150,9 @@ pub(crate) fn all() -> Vec<Case> {
         both("mooncake transfer engine", MOONCAKE, "mooncake_engine.py", engine),
         both("mooncake store", MOONCAKE, "mooncake_store.py", lent),
         both("dlslime endpoints", DLSLIME, "slime.py", slime),
-        both("nixl over ucx", NIXL, "agents.py", agents)
-            .with("UCX_TLS", "rc_v")
-            .with("UCX_NET_DEVICES", "ferroce0:1")
-            .with("UCX_IB_GID_INDEX", "0"),
+        both("nixl over ucx", NIXL, "agents.py", agents).over_ucx("rc_v"),
         infinistore(),
-        ranks(),
     ]
-}
-
-/// mpi4py of Debian, three ranks over Open MPI and UCX.
-fn ranks() -> Case {
-    const MODULE: &str = "/usr/lib/python3/dist-packages/mpi4py/__init__.py";
-    const SCRIPT: &str =
-        "exec mpirun --oversubscribe -n 3 --mca pml ucx --mca osc ucx --mca btl ^openib /usr/bin/python3 ranks.py";
-    let (name, package) = ("mpi4py over ucx, 3 ranks", "python3-mpi4py");
-    if find(MODULE).is_none() || find("mpirun").is_none() {
-        return Case::alone(name, package, MODULE);
-    }
-    Case {
-        client: vec!["sh".into(), "-c".into(), SCRIPT.into()],
-        ..Case::alone(name, package, "sh")
-    }
-    .file("ranks.py", include_str!("../wheels/ranks.py"))
-    .says("all compared")
-    .with("UCX_TLS", "rc_v,self")
-    .with("UCX_NET_DEVICES", "ferroce0:1")
-    .with("UCX_IB_GID_INDEX", "0")
-    .with("OMPI_ALLOW_RUN_AS_ROOT", "1")
-    .with("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
 }
 
 /// Its server, whose pool of memory is a gigabyte at least, and a client.
