@@ -5,7 +5,7 @@
 //! completions and once with pairs that poll. `ring.c` compares what four ranks of an MPI pass on, and `wheels/ranks.py` what three
 //! of mpi4py do, one-sided too.
 
-use crate::cases::Case;
+use crate::{cases::Case, wheels::SIDES};
 
 /// Four ranks, which meet in a directory; the first that fails is the result.
 const GLOO_RANKS: &str = "mkdir store; for rank in 0 1 2 3; do ./gloo $rank 4 store & all=\"$all $!\"; done; \
@@ -77,6 +77,7 @@ fn ranks() -> Case {
     OPEN_MPI
         .case("mpi4py over ucx, 3 ranks", &text)
         .file("ranks.py", include_str!("../wheels/ranks.py"))
+        .file(SIDES.0, SIDES.1)
         .says("all compared")
         .needs(&[(MODULE, "python3-mpi4py")])
 }

@@ -27,6 +27,9 @@ const PATIENCE: &str = "900";
 /// What more than one needs.
 const NUMPY: &str = "numpy==2.4.6";
 
+/// The module that the scripts have in common.
+pub(crate) const SIDES: (&str, &str) = ("sides.py", include_str!("../wheels/sides.py"));
+
 const IBVERBS: &[&str] = &["ibverbs==2026.10.22"];
 const MOONCAKE: &[&str] = &["mooncake-transfer-engine-non-cuda==0.3.13.post1"];
 const DLSLIME: &[&str] = &["dlslime==0.1.23"];
@@ -131,6 +134,7 @@ fn both(name: &str, wheels: &'static [&'static str], script: &'static str, text:
     Case::pair(name, PACKAGE, &side("server"), &side("client"))
         .wheels(wheels)
         .file(script, text)
+        .file(SIDES.0, SIDES.1)
         .says("all compared")
         .within(300)
 }
@@ -163,6 +167,7 @@ fn infinistore() -> Case {
         .wheels(INFINISTORE)
         .file("store_server.py", include_str!("../wheels/store_server.py"))
         .file("store.py", include_str!("../wheels/store.py"))
+        .file(SIDES.0, SIDES.1)
         .says("all compared")
         .within(300)
         .stopped()

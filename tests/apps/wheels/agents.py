@@ -2,28 +2,17 @@
 
 agents.py server|client ADDRESS PORT"""
 import ctypes
-import os
-import socket
 import struct
-import sys
 import time
 
+import sides
 from nixl_cu12 import nixl_agent, nixl_agent_config
 
 SIZE = 4 << 20
 
 
 def pattern(seed):
-    return bytes((i * seed + (i >> 8)) & 255 for i in range(65536)) * (SIZE // 65536)
-
-
-def exactly(sock, count):
-    out = b""
-    while len(out) < count:
-        part = sock.recv(count - len(out))
-        assert part, "the other side is gone"
-        out += part
-    return out
+    return sides.pattern(seed, SIZE)
 
 
 class Side:
@@ -43,7 +32,7 @@ class Side:
         self.sock.sendall(struct.pack("!I", len(what)) + what)
 
     def hear(self):
-        return exactly(self.sock, struct.unpack("!I", exactly(self.sock, 4))[0])
+        return sides.exactly(self.sock, struct.unpack("!I", sides.exactly(self.sock, 4))[0])
 
     def meet(self):
         self.tell(b"here")
@@ -89,12 +78,7 @@ def client(side):
 
 
 def main():
-    role, addr, port = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    if role == "server":
-        with socket.create_server((addr, port)) as listener:
-            sock = listener.accept()[0]
-    else:
-        sock = socket.create_connection((addr, port))
+    role, sock = sides.connected()
     side = Side(role, sock)
     {"server": server, "client": client}[role](side)
     side.agent.remove_remote_agent(side.peer)

@@ -3,9 +3,8 @@
 mooncake_engine.py server|client ADDRESS PORT"""
 import ctypes
 import json
-import socket
-import sys
 
+import sides
 from mooncake.engine import TransferEngine
 
 SIZE = 8 << 20
@@ -13,7 +12,7 @@ BLOCK = 64 << 10
 
 
 def pattern(seed):
-    return bytes((i * seed + (i >> 8)) & 255 for i in range(BLOCK)) * (SIZE // BLOCK)
+    return sides.pattern(seed, SIZE)
 
 
 class Side:
@@ -63,15 +62,8 @@ def client(side, lines):
 
 
 def main():
-    role, addr, port = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    if role == "server":
-        side = Side(addr)
-        with socket.create_server((addr, port)) as listener:
-            sock = listener.accept()[0]
-    else:
-        sock = socket.create_connection((addr, port))
-        side = Side(addr)
-    {"server": server, "client": client}[role](side, sock.makefile("rw"))
+    role, sock = sides.connected()
+    {"server": server, "client": client}[role](Side(sock.getsockname()[0]), sock.makefile("rw"))
 
 
 main()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import sides
 from mooncake.store import MooncakeDistributedStore
 
 SIZE = 1 << 20
@@ -18,7 +19,7 @@ LENT = 128 << 20
 
 
 def pattern(seed):
-    return bytes((i * seed + (i >> 8)) & 255 for i in range(65536)) * (SIZE // 65536)
+    return sides.pattern(seed, SIZE)
 
 
 def opened(addr, master, lent):

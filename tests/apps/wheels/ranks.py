@@ -1,11 +1,12 @@
 """mpi4py over the RDMA of its MPI: every rank's messages, one-sided transfers and collectives are compared."""
+import sides
 from mpi4py import MPI
 
 SIZE = 1 << 20
 
 
 def pattern(seed, size=SIZE):
-    return bytes((i * seed + (i >> 8)) & 255 for i in range(size))
+    return sides.pattern(seed, size)
 
 
 def main():

@@ -3,16 +3,15 @@
 slime.py server|client ADDRESS PORT"""
 import ctypes
 import json
-import socket
-import sys
 
+import sides
 from dlslime import RDMAEndpoint
 
 SIZE = 4 << 20
 
 
 def pattern(seed):
-    return bytes((i * seed + (i >> 8)) & 255 for i in range(65536)) * (SIZE // 65536)
+    return sides.pattern(seed, SIZE)
 
 
 class Side:
@@ -79,12 +78,7 @@ def client(side):
 
 
 def main():
-    role, addr, port = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    if role == "server":
-        with socket.create_server((addr, port)) as listener:
-            sock = listener.accept()[0]
-    else:
-        sock = socket.create_connection((addr, port))
+    role, sock = sides.connected()
     side = Side(sock)
     {"server": server, "client": client}[role](side)
     side.endpoint.shutdown()

@@ -6,13 +6,14 @@ import ctypes
 import sys
 
 import infinistore
+import sides
 
 BLOCK = 64 << 10
 COUNT = 16
 
 
 def pattern(seed):
-    return bytes((i * seed + (i >> 8)) & 255 for i in range(BLOCK))
+    return sides.pattern(seed, BLOCK)
 
 
 def connection(addr, port):

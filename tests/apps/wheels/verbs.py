@@ -2,10 +2,10 @@
 
 verbs.py server|client ADDRESS PORT"""
 import ctypes
-import socket
 import sys
 
 import ibverbs as ib
+import sides
 
 SIZE = 1 << 20
 FLAGS = ib.AccessFlags
@@ -15,16 +15,7 @@ ACCESS = (
 
 
 def pattern(seed):
-    return bytes((i * seed + (i >> 8)) & 255 for i in range(SIZE))
-
-
-def exactly(sock, count):
-    out = b""
-    while len(out) < count:
-        part = sock.recv(count - len(out))
-        assert part, "the other side is gone"
-        out += part
-    return out
+    return sides.pattern(seed, SIZE)
 
 
 class Side:
@@ -40,14 +31,14 @@ class Side:
         port, gid = self.context.query_port(1), self.context.query_gid(1, 0)
         own = ib.local_qp_info(self.qp, port, gid, port=1, psn=77).to_bytes()
         sock.sendall(own + self.mr.addr.to_bytes(8, "big") + self.mr.rkey.to_bytes(4, "big"))
-        peer = ib.QPInfo.from_bytes(exactly(sock, len(own)))
-        self.addr = int.from_bytes(exactly(sock, 8), "big")
-        self.rkey = int.from_bytes(exactly(sock, 4), "big")
+        peer = ib.QPInfo.from_bytes(sides.exactly(sock, len(own)))
+        self.addr = int.from_bytes(sides.exactly(sock, 8), "big")
+        self.rkey = int.from_bytes(sides.exactly(sock, 4), "big")
         ib.connect_rc(self.qp, peer, port=1, sgid_index=0, access=ACCESS, local_psn=77)
 
     def meet(self):
         self.sock.sendall(b"!")
-        exactly(self.sock, 1)
+        sides.exactly(self.sock, 1)
 
     def completion(self):
         """The next one; slept for at the channel."""
@@ -124,12 +115,7 @@ def client(side):
 
 
 def main():
-    role, addr, port = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    if role == "server":
-        with socket.create_server((addr, port)) as listener:
-            sock = listener.accept()[0]
-    else:
-        sock = socket.create_connection((addr, port))
+    role, sock = sides.connected()
     {"server": server, "client": client}[role](Side(sock))
 
 
