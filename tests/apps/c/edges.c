@@ -32,6 +32,14 @@ static void nothing_is_no_object(void)
 	MUST(!ibv_create_qp(pd, &init) && errno == EINVAL);
 }
 
+/* Tests of programs have devices of their own, which no list has. */
+static void a_name_is_what_its_structure_has(void)
+{
+	struct ibv_device mine = { .name = "mine" };
+
+	MUST(!strcmp(ibv_get_device_name(&mine), "mine"));
+}
+
 static struct ibv_xrcd *domain(int fd, int flags)
 {
 	struct ibv_xrcd_init_attr how = { .comp_mask = IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS, .fd = fd,
@@ -155,6 +163,7 @@ int main(int argc, char **argv)
 {
 	static const struct check checks[] = {
 		CHECK(nothing_is_no_object),
+		CHECK(a_name_is_what_its_structure_has),
 		CHECK(xrc_is_shared),
 		CHECK(low_hop_limits_are_the_routes),
 		CHECK(hop_limits_and_classes_arrive),
