@@ -25,7 +25,7 @@ const CI_PROGRAMS: [Tool; 9] = [
     PYVERBS,
 ];
 /// What the whole matrix needs beside them.
-const PROGRAMS: [Tool; 14] = [
+const PROGRAMS: [Tool; 16] = [
     Tool::new("fio", "fio"),
     Tool::new("ucx_perftest", "ucx-utils"),
     Tool::new("fi_pingpong", "libfabric-bin"),
@@ -40,6 +40,8 @@ const PROGRAMS: [Tool; 14] = [
     Tool::new("/usr/include/librpma.h", "librpma-dev"),
     Tool::new("/usr/include/gloo/context.h", "libgloo-dev"),
     Tool::new("c++", "g++"),
+    Tool::new("cmake", "cmake"),
+    Tool::new("/usr/share/doc/libclang-dev/copyright", "libclang-dev"),
 ];
 
 /// What the set `ci` needs, or the whole matrix.

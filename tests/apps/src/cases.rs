@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::{killed::Kill, memcheck, migration::Migration, site::Net};
+use crate::{crates::Source, killed::Kill, memcheck, migration::Migration, site::Net};
 
 /// How the client knows that the server is ready.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -69,6 +69,8 @@ pub(crate) struct Case {
     pub(crate) files: Vec<(&'static str, &'static str)>,
     /// What it needs of PyPI, by name and version.
     pub(crate) wheels: &'static [&'static str],
+    /// The crate whose tests it runs; `{programs}` in commands is where they are.
+    pub(crate) source: Option<&'static Source>,
     pub(crate) plan: Plan,
     /// Under valgrind, which must find nothing.
     pub(crate) memcheck: bool,
@@ -100,6 +102,7 @@ impl Case {
             },
             files: Vec::new(),
             wheels: &[],
+            source: None,
             plan: Plan::Programs,
             memcheck: false,
             directory: false,

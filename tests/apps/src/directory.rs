@@ -4,7 +4,7 @@
 use crate::cases::Case;
 
 /// Cases of the matrix that are run in this way too: one of each program, and those whose modules come in late.
-const ALSO: [&str; 21] = [
+const ALSO: [&str; 22] = [
     "ibv_devinfo -v",
     "ibv_rc_pingpong -e",
     "ibv_ud_pingpong",
@@ -26,6 +26,7 @@ const ALSO: [&str; 21] = [
     "pyverbs",
     "ibverbs of PyPI",
     "mooncake transfer engine",
+    "sideway of crates.io",
 ];
 /// What can be had by preloading alone: sysfs for programs that have nothing to do with verbs (cat, ls, python), and programs with
 /// a libibverbs of their own, of another name.

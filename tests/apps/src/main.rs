@@ -3,6 +3,7 @@
 
 mod cases;
 mod collectives;
+mod crates;
 mod directory;
 mod everywhere;
 mod killed;

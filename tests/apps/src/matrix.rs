@@ -30,6 +30,7 @@ pub(crate) fn all() -> Vec<Case> {
     out.extend(crate::collectives::all());
     out.push(python());
     out.extend(crate::wheels::all());
+    out.extend(crate::crates::all());
     out.extend(crate::lifetime::all());
     out.extend(crate::migration::all());
     out.extend(crate::storage::all());

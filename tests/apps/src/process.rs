@@ -30,6 +30,7 @@ use tempfile::TempDir;
 use crate::{
     Result,
     cases::{Case, Plan, Ready, ServerEnd},
+    crates::Crates,
     killed, memcheck, migration, python,
     report::Outcome,
     site::{self, Namespace, Place, User},
@@ -108,6 +109,7 @@ pub(crate) struct Setup {
     /// What was tried again in the present case, and why.
     retried: RefCell<Vec<String>>,
     wheels: Environment,
+    crates: Crates,
     /// The brokers' directories, and beside them one for each case.
     dir: TempDir,
 }
@@ -208,6 +210,7 @@ impl Setup {
             namespaces: Default::default(),
             retried: RefCell::default(),
             wheels: Environment::new(dir.path().join("wheels")),
+            crates: Crates::new(dir.path().join("crates")),
             dir,
         };
         for place in Place::ALL {
@@ -268,7 +271,7 @@ impl Setup {
         {
             return Outcome::NotRun(why);
         }
-        if let Err(why) = self.wheels.install(case) {
+        if let Err(why) = self.wheels.install(case).and_then(|()| self.crates.build(case)) {
             return Outcome::NotRun(why);
         }
         let dir = match self.directory(&case.name) {
@@ -316,10 +319,12 @@ impl Setup {
     /// run there.
     pub(crate) fn fill(&self, case: &Case, words: &[String], port: u16, dir: &Path) -> Result<Vec<String>> {
         let addr = self.addr_of(case)?.to_string();
+        let programs = case.source.map(|s| self.crates.programs(s)).unwrap_or_default();
         let with = |w: &String| {
             w.replace("{addr}", &addr)
                 .replace("{port}", &port.to_string())
                 .replace("{dir}", &dir.display().to_string())
+                .replace("{programs}", &programs.display().to_string())
         };
         let words: Vec<String> = words.iter().map(with).collect();
         Ok(match case.memcheck {

@@ -8,7 +8,6 @@
 //! - InfiniStore's own tests keep their data on `cuda:0`.
 //! - The parts for GPUs of `ibverbs` (GPUNetIO), NIXL (GDS, `nixl_ep`) and DLSlime (NVLink) need CUDA.
 //! - mpi4py's own tests are in its source archive alone.
-//! - The crates `ibverbs` and `sideway` come as source, and need libclang, cmake and minutes to build.
 
 use std::{
     cell::{OnceCell, RefCell},
@@ -84,6 +83,7 @@ impl Environment {
             let mut command = Command::new(PYTHON);
             command.args(["-m", "venv"]).arg(&self.dir);
             quietly("python3 -m venv", &mut command)
+                .map(drop)
                 .map_err(|e| format!("no virtual environment (Debian package {PACKAGE}): {e}"))
         };
         self.made.get_or_init(made).clone()?;
@@ -115,12 +115,12 @@ impl Environment {
     }
 }
 
-/// Runs a command; an error has the last line that it printed.
-fn quietly(name: &str, command: &mut Command) -> Result<()> {
+/// Runs a command; returns its standard output, and an error has the last line that it printed.
+pub(crate) fn quietly(name: &str, command: &mut Command) -> Result<Vec<u8>> {
     let out = command.stdin(Stdio::null()).output();
     let out = out.map_err(|e| format!("{name}: {e}"))?;
     if out.status.success() {
-        return Ok(());
+        return Ok(out.stdout);
     }
     let text = [out.stdout, out.stderr].concat();
     let text = String::from_utf8_lossy(&text);
