@@ -2,7 +2,7 @@
  * The descriptors that events come by, as the kernel's behave in poll, select and epoll, with O_NONBLOCK and when copied: the
  * completion channel, the one of asynchronous events, and the event channel of RDMA_CM.
  *
- *     channels ADDRESS [--each]
+ *     channels ADDRESS [--each [BUT …]]
  */
 #include "common.h"
 
@@ -247,5 +247,5 @@ int main(int argc, char **argv)
 	};
 
 	MUST(argc >= 2 && inet_pton(AF_INET, argv[1], &to.sin_addr) == 1);
-	return run(EACH(argc, argv), checks, COUNT(checks), begin, end);
+	return run(each(argv), checks, COUNT(checks), begin, end);
 }

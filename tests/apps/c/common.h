@@ -99,12 +99,18 @@ static inline void try_alone(const struct check *check, void (*begin)(void))
 		printf("failed %s: %s\n", check->name, why);
 }
 
-/* All of them in this process, of which the first that fails is the end; or, with --each, each for itself. */
-static inline int run(int each, const struct check *checks, int count, void (*begin)(void), void (*end)(void))
+/* All of them in this process, of which the first that fails is the end; or each for itself, but for those that are named. */
+static inline int run(char **but, const struct check *checks, int count, void (*begin)(void), void (*end)(void))
 {
-	if (each) {
-		for (int i = 0; i < count; i++)
-			try_alone(&checks[i], begin);
+	if (but) {
+		for (int i = 0; i < count; i++) {
+			char **name = but;
+
+			while (*name && strcmp(*name, checks[i].name))
+				name++;
+			if (!*name)
+				try_alone(&checks[i], begin);
+		}
 		return 0;
 	}
 	begin();
@@ -114,5 +120,12 @@ static inline int run(int each, const struct check *checks, int count, void (*be
 	return 0;
 }
 
+/* What follows --each, which a NULL ends; NULL without it. */
+static inline char **each(char **argv)
+{
+	while (*argv && strcmp(*argv, "--each"))
+		argv++;
+	return *argv ? argv + 1 : NULL;
+}
+
 #define COUNT(array) (int)(sizeof(array) / sizeof(*(array)))
-#define EACH(argc, argv) ((argc) > 1 && !strcmp((argv)[(argc) - 1], "--each"))

@@ -2,7 +2,7 @@
  * What the manual pages and the kernel promise, and programs seldom try: sizes that are ignored, work requests that are
  * used again for another operation, batches of ibv_wr_* with a bad one, memory that can't be written, error numbers.
  *
- *     contract [--each]
+ *     contract [--each [BUT …]]
  */
 #include "common.h"
 
@@ -62,16 +62,59 @@ static void completes(uint64_t id, enum ibv_wc_status status)
 	}
 }
 
+/* Longer than any list may be. */
+static struct ibv_sge many[256];
+
+static struct ibv_qp *connected(void)
+{
+	struct ibv_qp_init_attr init = sizes(IBV_QPT_RC);
+	struct ibv_qp *qp = ibv_create_qp(pd, &init);
+
+	MUST(qp);
+	connect(qp);
+	return qp;
+}
+
+static struct ibv_send_wr write_of(uint64_t id, struct ibv_sge *sge)
+{
+	return (struct ibv_send_wr){ .wr_id = id, .sg_list = sge, .num_sge = 1, .opcode = IBV_WR_RDMA_WRITE,
+				     .send_flags = IBV_SEND_SIGNALED, .wr.rdma = { (uintptr_t)memory + 64, mr->rkey } };
+}
+
+static struct ibv_send_wr binding(struct ibv_mw *mw)
+{
+	return (struct ibv_send_wr){ .wr_id = 2, .opcode = IBV_WR_BIND_MW, .send_flags = IBV_SEND_SIGNALED,
+				     .bind_mw = { mw, mw ? ibv_inc_rkey(mw->rkey) : 0,
+						  { mr, (uintptr_t)memory, 64, IBV_ACCESS_REMOTE_WRITE } } };
+}
+
+static struct ibv_send_wr invalidation(uint32_t key)
+{
+	return (struct ibv_send_wr){ .wr_id = 3, .opcode = IBV_WR_LOCAL_INV, .send_flags = IBV_SEND_SIGNALED,
+				     .invalidate_rkey = key };
+}
+
+static void done(struct ibv_qp *qp, struct ibv_send_wr wr)
+{
+	struct ibv_send_wr *bad;
+
+	MUST(!ibv_post_send(qp, &wr, &bad));
+	completes(wr.wr_id, IBV_WC_SUCCESS);
+}
+
+static void refused(struct ibv_qp *qp, struct ibv_send_wr wr)
+{
+	struct ibv_send_wr *bad = NULL;
+
+	MUST(ibv_post_send(qp, &wr, &bad) == EINVAL && bad == &wr);
+}
+
 /* With a shared receive queue the sizes of a receive queue may be anything: there is none. */
 static void sizes_of_no_queue_are_ignored(void)
 {
 	struct ibv_srq_init_attr how = { .attr = { .max_wr = 4, .max_sge = 1 } };
 	struct ibv_srq *srq = ibv_create_srq(pd, &how);
 	struct ibv_qp_init_attr init = sizes(IBV_QPT_RC), told;
-	struct ibv_qp_init_attr_ex xrc = { .send_cq = cq, .qp_type = IBV_QPT_XRC_SEND, .pd = pd,
-					   .comp_mask = IBV_QP_INIT_ATTR_PD,
-					   .cap = { .max_send_wr = 4, .max_send_sge = 1, .max_recv_wr = ~0u,
-						    .max_recv_sge = ~0u } };
 	struct ibv_qp_attr attr;
 	struct ibv_qp *qp;
 
@@ -82,6 +125,17 @@ static void sizes_of_no_queue_are_ignored(void)
 	MUST(!ibv_query_qp(qp, &attr, IBV_QP_CAP, &told));
 	MUST(!attr.cap.max_recv_wr && !attr.cap.max_recv_sge && attr.cap.max_send_wr >= 4);
 	MUST(!ibv_destroy_qp(qp) && !ibv_destroy_srq(srq));
+}
+
+/* Nor has the sending side of XRC a receive queue. */
+static void sizes_of_xrc_senders_are_ignored(void)
+{
+	struct ibv_qp_init_attr_ex xrc = { .send_cq = cq, .qp_type = IBV_QPT_XRC_SEND, .pd = pd,
+					   .comp_mask = IBV_QP_INIT_ATTR_PD,
+					   .cap = { .max_send_wr = 4, .max_send_sge = 1, .max_recv_wr = ~0u,
+						    .max_recv_sge = ~0u } };
+	struct ibv_qp *qp;
+
 	MUST(qp = ibv_create_qp_ex(context, &xrc));
 	MUST(!ibv_destroy_qp(qp));
 }
@@ -110,66 +164,73 @@ static void too_much_is_invalid(void)
 	MUST(!ibv_create_srq(pd, &how) && errno == EINVAL);
 }
 
-/* One structure for everything: the list is still there when the operation has no data. */
-static void leftover_lists_are_ignored(void)
+/* One structure for everything: the list of a write is still there when the operation has no data. */
+static void bindings_ignore_leftover_lists(void)
 {
-	struct ibv_qp_init_attr init = sizes(IBV_QPT_RC);
-	struct ibv_qp *qp = ibv_create_qp(pd, &init);
+	struct ibv_qp *qp = connected();
 	struct ibv_mw *window = ibv_alloc_mw(pd, IBV_MW_TYPE_2);
 	struct ibv_sge sge = { (uintptr_t)memory, 8, mr->lkey };
-	struct ibv_send_wr wr = { .wr_id = 1, .sg_list = &sge, .num_sge = 1, .opcode = IBV_WR_RDMA_WRITE,
-				  .send_flags = IBV_SEND_SIGNALED | IBV_SEND_INLINE,
-				  .wr.rdma = { (uintptr_t)memory + 64, mr->rkey } }, *bad;
+	struct ibv_send_wr wr = write_of(1, &sge);
 
-	MUST(qp && window);
-	connect(qp);
-	MUST(!ibv_post_send(qp, &wr, &bad));
-	completes(1, IBV_WC_SUCCESS);
-	wr.wr_id = 2;
+	MUST(window);
+	wr.send_flags |= IBV_SEND_INLINE;
+	done(qp, wr);
 	wr.opcode = IBV_WR_BIND_MW;
-	wr.bind_mw.mw = window;
-	wr.bind_mw.rkey = ibv_inc_rkey(window->rkey);
-	wr.bind_mw.bind_info = (struct ibv_mw_bind_info){ mr, (uintptr_t)memory, 64, IBV_ACCESS_REMOTE_WRITE };
-	MUST(!ibv_post_send(qp, &wr, &bad));
-	completes(2, IBV_WC_SUCCESS);
-	wr.wr_id = 3;
-	wr.opcode = IBV_WR_LOCAL_INV;
-	wr.invalidate_rkey = window->rkey;
-	MUST(!ibv_post_send(qp, &wr, &bad));
-	completes(3, IBV_WC_SUCCESS);
-	/* The number of elements counts, as rdma_rxe checks it. */
-	wr.num_sge = limits.max_sge + 1;
-	MUST(ibv_post_send(qp, &wr, &bad) == EINVAL && bad == &wr);
+	wr.bind_mw = binding(window).bind_mw;
+	done(qp, wr);
 	MUST(!ibv_dealloc_mw(window) && !ibv_destroy_qp(qp));
 }
 
-/* Only windows of type 2 are bound by work requests; of the new key the program chooses the last byte. */
+static void invalidations_ignore_leftover_lists(void)
+{
+	struct ibv_qp *qp = connected();
+	struct ibv_mw *window = ibv_alloc_mw(pd, IBV_MW_TYPE_2);
+	struct ibv_sge sge = { (uintptr_t)memory, 8, mr->lkey };
+	struct ibv_send_wr wr = write_of(3, &sge);
+
+	MUST(window);
+	wr.opcode = IBV_WR_LOCAL_INV;
+	wr.send_flags |= IBV_SEND_INLINE;
+	wr.invalidate_rkey = ibv_inc_rkey(window->rkey);
+	done(qp, binding(window));
+	done(qp, wr);
+	MUST(!ibv_dealloc_mw(window) && !ibv_destroy_qp(qp));
+}
+
+/* But the number of elements counts, as rdma_rxe checks it. */
+static void lists_of_no_data_are_counted(void)
+{
+	struct ibv_qp *qp = connected();
+	struct ibv_send_wr wr = invalidation(mr->rkey);
+
+	wr.sg_list = many;
+	wr.num_sge = limits.max_sge + 1;
+	refused(qp, wr);
+	MUST(!ibv_destroy_qp(qp));
+}
+
+static void no_window_is_not_bound(void)
+{
+	struct ibv_qp *qp = connected();
+
+	refused(qp, binding(NULL));
+	MUST(!ibv_destroy_qp(qp));
+}
+
+/* Of the new key the program chooses the last byte, and nothing else. */
 static void windows_keep_their_place(void)
 {
-	struct ibv_qp_init_attr init = sizes(IBV_QPT_RC);
-	struct ibv_qp *qp = ibv_create_qp(pd, &init);
+	struct ibv_qp *qp = connected();
 	struct ibv_mw *one = ibv_alloc_mw(pd, IBV_MW_TYPE_1), *two = ibv_alloc_mw(pd, IBV_MW_TYPE_2);
-	struct ibv_send_wr wr = { .wr_id = 1, .opcode = IBV_WR_BIND_MW, .send_flags = IBV_SEND_SIGNALED,
-				  .bind_mw = { .bind_info = { mr, (uintptr_t)memory, 64, IBV_ACCESS_REMOTE_WRITE } } }, *bad;
+	struct ibv_send_wr wr;
 	uint32_t key;
 
-	MUST(qp && one && two);
-	connect(qp);
-	wr.bind_mw.mw = one;
-	wr.bind_mw.rkey = ibv_inc_rkey(one->rkey);
-	MUST(ibv_post_send(qp, &wr, &bad) == EINVAL && bad == &wr);
-	wr.bind_mw.mw = NULL;
-	MUST(ibv_post_send(qp, &wr, &bad) == EINVAL && bad == &wr);
+	MUST(one && two);
 	key = ibv_inc_rkey(two->rkey);
-	wr.bind_mw.mw = two;
+	wr = binding(two);
 	wr.bind_mw.rkey = (one->rkey & ~0xffu) | (key & 0xff);
-	MUST(!ibv_post_send(qp, &wr, &bad));
-	MUST(two->rkey == key);
-	completes(1, IBV_WC_SUCCESS);
-	wr = (struct ibv_send_wr){ .wr_id = 2, .opcode = IBV_WR_LOCAL_INV, .send_flags = IBV_SEND_SIGNALED,
-				   .invalidate_rkey = key };
-	MUST(!ibv_post_send(qp, &wr, &bad));
-	completes(2, IBV_WC_SUCCESS);
+	done(qp, wr);
+	done(qp, invalidation(key));
 	MUST(!ibv_dealloc_mw(one) && !ibv_dealloc_mw(two) && !ibv_destroy_qp(qp));
 }
 
@@ -180,38 +241,75 @@ static void begin_write(struct ibv_qp_ex *ex, uint64_t id)
 	ibv_wr_rdma_write(ex, mr->rkey, (uintptr_t)memory + 64);
 }
 
-/* ibv_wr_post(3): what complete refuses has not been done, not even in part. */
-static void batches_are_whole(void)
+static struct ibv_qp_ex *batching(void)
 {
 	struct ibv_qp *qp = extended(IBV_QPT_RC, IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_READ);
 	struct ibv_qp_ex *ex;
-	struct ibv_wc wc;
 
 	MUST(qp);
 	MUST(ex = ibv_qp_to_qp_ex(qp));
 	connect(qp);
+	return ex;
+}
+
+/* How many requests there is room for. */
+static int room(struct ibv_qp_ex *ex)
+{
+	struct ibv_qp_init_attr told;
+	struct ibv_qp_attr attr;
+
+	MUST(!ibv_query_qp(&ex->qp_base, &attr, IBV_QP_CAP, &told) && attr.cap.max_send_wr < 64);
+	return attr.cap.max_send_wr;
+}
+
+static int batch(struct ibv_qp_ex *ex, int first, int count)
+{
 	ibv_wr_start(ex);
-	for (int i = 0; i < 5; i++) {
-		begin_write(ex, 10 + i);
+	for (int i = 0; i < count; i++) {
+		begin_write(ex, first + i);
 		ibv_wr_set_sge(ex, mr->lkey, (uintptr_t)memory, 8);
 	}
-	MUST(ibv_wr_complete(ex) == ENOMEM);
+	return ibv_wr_complete(ex);
+}
+
+/* ibv_wr_post(3): what complete refuses has not been done, not even in part. */
+static void batches_are_whole(void)
+{
+	struct ibv_qp_ex *ex = batching();
+	int most = room(ex);
+	struct ibv_wc wc;
+
+	MUST(batch(ex, 10, most + 1));
+	MUST(!batch(ex, 100, most));
+	for (int i = 0; i < most; i++)
+		completes(100 + i, IBV_WC_SUCCESS);
+	MUST(!ibv_poll_cq(cq, 1, &wc));
+	MUST(!ibv_destroy_qp(&ex->qp_base));
+}
+
+static void batches_that_do_not_fit_lack_memory(void)
+{
+	struct ibv_qp_ex *ex = batching();
+
+	MUST(batch(ex, 10, room(ex) + 1) == ENOMEM);
+	MUST(!ibv_destroy_qp(&ex->qp_base));
+}
+
+static void batches_with_a_bad_request_are_refused(void)
+{
+	struct ibv_qp_ex *ex = batching();
+	struct ibv_wc wc;
+
 	ibv_wr_start(ex);
 	begin_write(ex, 20);
 	ibv_wr_set_sge(ex, mr->lkey, (uintptr_t)memory, 8);
 	begin_write(ex, 21);
 	ibv_wr_set_sge(ex, mr->lkey, (uintptr_t)memory, 0xffffffff);
 	MUST(ibv_wr_complete(ex) == EINVAL);
-	ibv_wr_start(ex);
-	for (int i = 0; i < 4; i++) {
-		begin_write(ex, 30 + i);
-		ibv_wr_set_sge(ex, mr->lkey, (uintptr_t)memory, 8);
-	}
-	MUST(!ibv_wr_complete(ex));
-	for (int i = 0; i < 4; i++)
-		completes(30 + i, IBV_WC_SUCCESS);
+	MUST(!batch(ex, 30, 1));
+	completes(30, IBV_WC_SUCCESS);
 	MUST(!ibv_poll_cq(cq, 1, &wc));
-	MUST(!ibv_destroy_qp(qp));
+	MUST(!ibv_destroy_qp(&ex->qp_base));
 }
 
 static void operations_fit_the_service(void)
@@ -227,104 +325,213 @@ static void operations_fit_the_service(void)
 	MUST(!ibv_destroy_qp(qp));
 }
 
-/* Registration pins, for writing if anybody may write. */
-static void memory_must_allow_what_is_asked(void)
+#define EVERYTHING (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ)
+
+/* Four pages: one as usual, one that can only be read, one that can't be touched, and nothing. */
+static char *four_pages(size_t page)
 {
-	const int everything = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
-	size_t page = sysconf(_SC_PAGESIZE);
 	char *at = mmap(NULL, 4 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-	struct ibv_mr *other;
 
 	MUST(at != MAP_FAILED);
 	MUST(!mprotect(at + page, page, PROT_READ) && !mprotect(at + 2 * page, page, PROT_NONE));
 	MUST(!munmap(at + 3 * page, page));
-	MUST(other = ibv_reg_mr(pd, at + 8, page - 8, everything));
-	MUST(ibv_rereg_mr(other, IBV_REREG_MR_CHANGE_TRANSLATION, NULL, at, 2 * page, 0) && errno == EFAULT);
+	return at;
+}
+
+/* Registration pins, for writing if anybody may write. */
+static void memory_must_be_writable_if_anybody_writes(void)
+{
+	size_t page = sysconf(_SC_PAGESIZE);
+	char *at = four_pages(page);
+	struct ibv_mr *other;
+
+	MUST(other = ibv_reg_mr(pd, at + 8, page - 8, EVERYTHING));
 	MUST(!ibv_dereg_mr(other));
-	MUST(!ibv_reg_mr(pd, at, 2 * page, everything) && errno == EFAULT);
+	MUST(!ibv_reg_mr(pd, at, 2 * page, EVERYTHING) && errno == EFAULT);
 	MUST(!ibv_reg_mr(pd, at + page, 1, IBV_ACCESS_LOCAL_WRITE) && errno == EFAULT);
 	MUST(other = ibv_reg_mr(pd, at, 2 * page, IBV_ACCESS_REMOTE_READ));
-	/* It becomes writable only if all of it is. */
-	MUST(ibv_rereg_mr(other, IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, IBV_ACCESS_LOCAL_WRITE) && errno == EFAULT);
-	MUST(!ibv_dereg_mr(other));
-	MUST(!ibv_reg_mr(pd, at, 3 * page, IBV_ACCESS_REMOTE_READ) && errno == EFAULT);
-	MUST(!ibv_reg_mr(pd, at + 2 * page, page, 0) && errno == EFAULT);
+	MUST(!ibv_dereg_mr(other) && !munmap(at, 3 * page));
+}
+
+static void memory_must_be_there(void)
+{
+	size_t page = sysconf(_SC_PAGESIZE);
+	char *at = four_pages(page);
+
 	MUST(!ibv_reg_mr(pd, at + 3 * page, page, 0) && errno == EFAULT);
 	MUST(!munmap(at, 3 * page));
+}
+
+static void memory_must_be_readable(void)
+{
+	size_t page = sysconf(_SC_PAGESIZE);
+	char *at = four_pages(page);
+
+	MUST(!ibv_reg_mr(pd, at, 3 * page, IBV_ACCESS_REMOTE_READ) && errno == EFAULT);
+	MUST(!ibv_reg_mr(pd, at + 2 * page, page, 0) && errno == EFAULT);
+	MUST(!munmap(at, 3 * page));
+}
+
+/* It becomes writable only if all of it is. */
+static void memory_must_allow_what_is_asked_anew(void)
+{
+	size_t page = sysconf(_SC_PAGESIZE);
+	char *at = four_pages(page);
+	struct ibv_mr *other;
+
+	MUST(other = ibv_reg_mr(pd, at + 8, page - 8, EVERYTHING));
+	MUST(ibv_rereg_mr(other, IBV_REREG_MR_CHANGE_TRANSLATION, NULL, at, 2 * page, 0) && errno == EFAULT);
+	MUST(!ibv_dereg_mr(other));
+	MUST(other = ibv_reg_mr(pd, at, 2 * page, IBV_ACCESS_REMOTE_READ));
+	MUST(ibv_rereg_mr(other, IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, IBV_ACCESS_LOCAL_WRITE) && errno == EFAULT);
+	MUST(!ibv_dereg_mr(other) && !munmap(at, 3 * page));
+}
+
+/* A list of one element, behind which there is no memory. */
+static struct ibv_sge *lonely(void)
+{
+	size_t page = sysconf(_SC_PAGESIZE);
+	char *at = mmap(NULL, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	struct ibv_sge *last = (struct ibv_sge *)(at + page) - 1;
+
+	MUST(at != MAP_FAILED && !munmap(at + page, page));
+	*last = (struct ibv_sge){ (uintptr_t)memory, 8, mr->lkey };
+	return last;
 }
 
 /* The number of elements is checked before any of them is looked at. */
 static void lists_too_long_are_not_read(void)
 {
+	struct ibv_qp *qp = connected();
+	struct ibv_send_wr wr = write_of(1, lonely());
+
+	wr.num_sge = limits.max_sge + 1;
+	refused(qp, wr);
+	wr.num_sge = 1;
+	done(qp, wr);
+	MUST(!ibv_destroy_qp(qp));
+}
+
+static void receive_lists_too_long_are_not_read(void)
+{
 	struct ibv_srq_init_attr how = { .attr = { .max_wr = 4, .max_sge = 1 } };
 	struct ibv_srq *srq = ibv_create_srq(pd, &how);
-	struct ibv_qp_init_attr init = sizes(IBV_QPT_RC);
-	struct ibv_qp *qp = ibv_create_qp(pd, &init);
-	size_t page = sysconf(_SC_PAGESIZE);
-	char *at = mmap(NULL, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-	struct ibv_sge *last = (struct ibv_sge *)(at + page) - 1;
-	struct ibv_recv_wr recv = { .sg_list = last, .num_sge = limits.max_sge + 1 }, *bad_recv = NULL;
-	struct ibv_send_wr send = { .sg_list = last, .num_sge = limits.max_sge + 1, .opcode = IBV_WR_SEND }, *bad_send;
+	struct ibv_qp *qp = connected();
+	struct ibv_recv_wr wr = { .sg_list = lonely(), .num_sge = limits.max_sge + 1 }, *bad = NULL;
 
-	MUST(srq && qp && at != MAP_FAILED);
-	MUST(!munmap(at + page, page));
-	*last = (struct ibv_sge){ (uintptr_t)memory, 8, mr->lkey };
-	connect(qp);
-	MUST(ibv_post_send(qp, &send, &bad_send) == EINVAL && bad_send == &send);
-	MUST(ibv_post_recv(qp, &recv, &bad_recv) == EINVAL && bad_recv == &recv);
-	bad_recv = NULL;
-	MUST(ibv_post_srq_recv(srq, &recv, &bad_recv) == EINVAL && bad_recv == &recv);
-	recv.num_sge = 1;
-	MUST(!ibv_post_recv(qp, &recv, &bad_recv) && !ibv_post_srq_recv(srq, &recv, &bad_recv));
-	MUST(!ibv_destroy_qp(qp) && !ibv_destroy_srq(srq) && !munmap(at, page));
+	MUST(srq);
+	MUST(ibv_post_recv(qp, &wr, &bad) == EINVAL && bad == &wr);
+	bad = NULL;
+	MUST(ibv_post_srq_recv(srq, &wr, &bad) == EINVAL && bad == &wr);
+	wr.num_sge = 1;
+	MUST(!ibv_post_recv(qp, &wr, &bad) && !ibv_post_srq_recv(srq, &wr, &bad));
+	MUST(!ibv_destroy_qp(qp) && !ibv_destroy_srq(srq));
 }
 
 /* What is refused has not begun: neither it nor what follows is done, and what came before is. */
-static void refused_in_a_list(void)
+static void refused_in_a_list(void (*spoil)(struct ibv_send_wr *, int max_inline))
 {
 	struct ibv_qp_init_attr init = sizes(IBV_QPT_RC);
 	struct ibv_qp *qp = ibv_create_qp(pd, &init);
-	struct ibv_mw *one = ibv_alloc_mw(pd, IBV_MW_TYPE_1);
-	struct ibv_sge sge = { (uintptr_t)memory, 8, mr->lkey }, long_inline = { (uintptr_t)memory, 0, 0 };
-	struct ibv_sge in = { (uintptr_t)memory + 512, 64, mr->lkey };
+	struct ibv_sge sge = { (uintptr_t)memory, 8, mr->lkey };
+	struct ibv_sge in = { (uintptr_t)memory + 512, 64, mr->lkey }, out = { (uintptr_t)memory, init.cap.max_inline_data, 0 };
 	struct ibv_recv_wr recv = { .wr_id = 100, .sg_list = &in, .num_sge = 1 }, *bad_recv;
-	struct ibv_send_wr wr[3], *bad;
+	struct ibv_send_wr wr[3], *bad = NULL;
 	struct ibv_wc wc;
 
-	MUST(qp && one);
+	MUST(qp);
 	connect(qp);
-	long_inline.length = init.cap.max_inline_data + 1;
 	MUST(!ibv_post_recv(qp, &recv, &bad_recv));
-	for (int what = 0; what < 6; what++) {
-		for (int i = 0; i < 3; i++)
-			wr[i] = (struct ibv_send_wr){ .wr_id = i, .next = i < 2 ? &wr[i + 1] : NULL, .sg_list = &sge, .num_sge = 1,
-						      .opcode = IBV_WR_RDMA_WRITE, .send_flags = IBV_SEND_SIGNALED,
-						      .wr.rdma = { (uintptr_t)memory + 64, mr->rkey } };
-		wr[1].opcode = IBV_WR_SEND;
-		switch (what) {
-		case 0: wr[1].sg_list = &long_inline; wr[1].send_flags |= IBV_SEND_INLINE; break;
-		case 1: wr[1].num_sge = limits.max_sge + 1; break;
-		case 2: wr[1].num_sge = -1; break;
-		case 3: wr[1].opcode = 0x7f; break;
-		case 4: wr[1].send_flags |= IBV_SEND_IP_CSUM; break;
-		case 5: wr[1].opcode = IBV_WR_BIND_MW; wr[1].bind_mw.mw = one; break;
-		}
-		bad = NULL;
-		MUST(ibv_post_send(qp, wr, &bad) == EINVAL && bad == &wr[1]);
-		completes(0, IBV_WC_SUCCESS);
-		/* Had the second one gone, it would come before this. */
-		wr[0].next = NULL;
-		MUST(!ibv_post_send(qp, wr, &bad));
-		completes(0, IBV_WC_SUCCESS);
+	for (int i = 0; i < 3; i++) {
+		wr[i] = write_of(i, &sge);
+		wr[i].next = i < 2 ? &wr[i + 1] : NULL;
 	}
+	wr[1].opcode = IBV_WR_SEND;
+	spoil(&wr[1], init.cap.max_inline_data);
+	MUST(ibv_post_send(qp, wr, &bad) == EINVAL && bad == &wr[1]);
+	completes(0, IBV_WC_SUCCESS);
+	/* Had the second one gone, it would come before this. */
+	wr[0].next = NULL;
+	done(qp, wr[0]);
 	/* The receive is still there, for a message of the greatest length. */
-	long_inline.length = init.cap.max_inline_data;
-	wr[1] = (struct ibv_send_wr){ .wr_id = 1, .sg_list = &long_inline, .num_sge = 1, .opcode = IBV_WR_SEND,
+	wr[1] = (struct ibv_send_wr){ .wr_id = 1, .sg_list = &out, .num_sge = 1, .opcode = IBV_WR_SEND,
 				      .send_flags = IBV_SEND_INLINE };
 	MUST(!ibv_post_send(qp, &wr[1], &bad));
 	completes(100, IBV_WC_SUCCESS);
 	MUST(!ibv_poll_cq(cq, 1, &wc));
-	MUST(!ibv_dealloc_mw(one) && !ibv_destroy_qp(qp));
+	MUST(!ibv_destroy_qp(qp));
+}
+
+static void too_much_inline(struct ibv_send_wr *wr, int max_inline)
+{
+	wr->sg_list = many;
+	many[0] = (struct ibv_sge){ (uintptr_t)memory, max_inline + 1, 0 };
+	wr->send_flags |= IBV_SEND_INLINE;
+}
+
+static void too_many_elements(struct ibv_send_wr *wr, int max_inline)
+{
+	wr->sg_list = many;
+	wr->num_sge = limits.max_sge + 1;
+}
+
+static void fewer_elements_than_none(struct ibv_send_wr *wr, int max_inline)
+{
+	wr->num_sge = -1;
+}
+
+static void an_unknown_operation(struct ibv_send_wr *wr, int max_inline)
+{
+	wr->opcode = 0x7f;
+}
+
+/* Windows of type 1 are bound by ibv_bind_mw only. */
+static struct ibv_mw *type_1;
+
+static void a_binding_of_type_1(struct ibv_send_wr *wr, int max_inline)
+{
+	struct ibv_send_wr *next = wr->next;
+
+	*wr = binding(type_1);
+	wr->next = next;
+}
+
+/* The device has none, and does not say that it has. */
+static void checksums(struct ibv_send_wr *wr, int max_inline)
+{
+	wr->send_flags |= IBV_SEND_IP_CSUM;
+}
+
+static void too_much_inline_data_is_refused(void)
+{
+	refused_in_a_list(too_much_inline);
+}
+
+static void lists_too_long_are_refused(void)
+{
+	refused_in_a_list(too_many_elements);
+}
+
+static void lists_of_less_than_nothing_are_refused(void)
+{
+	refused_in_a_list(fewer_elements_than_none);
+}
+
+static void unknown_operations_are_refused(void)
+{
+	refused_in_a_list(an_unknown_operation);
+}
+
+static void bindings_of_type_1_are_refused(void)
+{
+	MUST(type_1 = ibv_alloc_mw(pd, IBV_MW_TYPE_1));
+	refused_in_a_list(a_binding_of_type_1);
+	MUST(!ibv_dealloc_mw(type_1));
+}
+
+static void checksums_are_refused(void)
+{
+	refused_in_a_list(checksums);
 }
 
 /* Receives: those before the refused one are posted, the others are not. */
@@ -352,45 +559,73 @@ static void refused_receives(void)
 	MUST(!ibv_destroy_qp(qp) && !ibv_destroy_srq(srq));
 }
 
-/* ibv_rereg_mr(3): what libibverbs refuses and what the kernel refuses; the region is as it was. */
+#define REREG(why, number, ...) \
+	MUST(ibv_rereg_mr(other, __VA_ARGS__) == (why) && errno == (number) && !memcmp(&before, other, sizeof(before)))
+
+/* ibv_rereg_mr(3): what libibverbs refuses; the region is as it was. */
+static void reregistering_must_make_sense(void)
+{
+	struct ibv_mr *other = ibv_reg_mr(pd, memory, 64, IBV_ACCESS_LOCAL_WRITE), before;
+
+	MUST(other);
+	before = *other;
+	REREG(IBV_REREG_MR_ERR_INPUT, EINVAL, 1 << 3, pd, memory, 64, 0);
+	REREG(IBV_REREG_MR_ERR_INPUT, EINVAL, IBV_REREG_MR_CHANGE_TRANSLATION, NULL, NULL, 64, 0);
+	REREG(IBV_REREG_MR_ERR_INPUT, EINVAL, IBV_REREG_MR_CHANGE_TRANSLATION, NULL, memory, 0, 0);
+	REREG(IBV_REREG_MR_ERR_INPUT, EINVAL, IBV_REREG_MR_CHANGE_PD, pd, NULL, 0, IBV_ACCESS_LOCAL_WRITE);
+	MUST(!ibv_dereg_mr(other));
+}
+
+/* And what the kernel refuses. */
 static void reregistering_says_who_refused(void)
 {
 	struct ibv_mr *other = ibv_reg_mr(pd, memory, 64, IBV_ACCESS_LOCAL_WRITE), before;
-	const int everything = IBV_REREG_MR_CHANGE_TRANSLATION | IBV_REREG_MR_CHANGE_PD | IBV_REREG_MR_CHANGE_ACCESS;
+	const int all = IBV_REREG_MR_CHANGE_TRANSLATION | IBV_REREG_MR_CHANGE_PD | IBV_REREG_MR_CHANGE_ACCESS;
 	size_t page = sysconf(_SC_PAGESIZE);
 	char *gone = mmap(NULL, page, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 
 	MUST(other && gone != MAP_FAILED && !munmap(gone, page));
 	before = *other;
-#define REREG(why, number, ...) \
-	MUST(ibv_rereg_mr(other, __VA_ARGS__) == (why) && errno == (number) && !memcmp(&before, other, sizeof(before)))
-	REREG(IBV_REREG_MR_ERR_INPUT, EINVAL, 1 << 3, pd, memory, 64, 0);
-	REREG(IBV_REREG_MR_ERR_INPUT, EINVAL, IBV_REREG_MR_CHANGE_TRANSLATION, NULL, NULL, 64, 0);
-	REREG(IBV_REREG_MR_ERR_INPUT, EINVAL, IBV_REREG_MR_CHANGE_TRANSLATION, NULL, memory, 0, 0);
-	REREG(IBV_REREG_MR_ERR_INPUT, EINVAL, IBV_REREG_MR_CHANGE_PD, pd, NULL, 0, IBV_ACCESS_LOCAL_WRITE);
 	REREG(IBV_REREG_MR_ERR_CMD, EINVAL, 0, NULL, NULL, 0, 0);
 	REREG(IBV_REREG_MR_ERR_CMD, EFAULT, IBV_REREG_MR_CHANGE_TRANSLATION, NULL, gone, page, 0);
-	REREG(IBV_REREG_MR_ERR_CMD, EFAULT, everything, pd, gone, page, IBV_ACCESS_REMOTE_READ);
+	REREG(IBV_REREG_MR_ERR_CMD, EFAULT, all, pd, gone, page, IBV_ACCESS_REMOTE_READ);
 	REREG(IBV_REREG_MR_ERR_CMD, EINVAL, IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, IBV_ACCESS_REMOTE_WRITE);
-	MUST(!ibv_rereg_mr(other, everything, pd, memory + 64, 128, IBV_ACCESS_REMOTE_READ));
+	MUST(!ibv_rereg_mr(other, all, pd, memory + 64, 128, IBV_ACCESS_REMOTE_READ));
 	MUST(other->addr == memory + 64 && other->length == 128);
 	MUST(!ibv_dereg_mr(other));
 }
 
-/* Rights that ask for nothing that has to be done: nothing is pinned, and all of it is in order. */
+/* Rights that ask for nothing that has to be done. */
 static void rights_that_cost_nothing(void)
 {
-	const int rights[] = { IBV_ACCESS_RELAXED_ORDERING, IBV_ACCESS_HUGETLB, IBV_ACCESS_ON_DEMAND };
+	const int rights[] = { IBV_ACCESS_RELAXED_ORDERING, IBV_ACCESS_HUGETLB };
+	struct ibv_mr *other;
+
+	for (int i = 0; i < 2; i++) {
+		MUST(other = ibv_reg_mr(pd, memory, 64, IBV_ACCESS_LOCAL_WRITE | rights[i]));
+		MUST(!ibv_dereg_mr(other));
+	}
+}
+
+/* Nothing is pinned, and so all memory is on demand, although the device does not say so. */
+static void memory_on_demand_costs_nothing(void)
+{
 	struct ibv_device_attr_ex attr;
 	struct ibv_mr *other;
 
 	MUST(!ibv_query_device_ex(context, NULL, &attr) && !attr.odp_caps.general_caps);
-	for (int i = 0; i < 3; i++) {
-		MUST(other = ibv_reg_mr(pd, memory, 64, IBV_ACCESS_LOCAL_WRITE | rights[i]));
-		MUST(!ibv_dereg_mr(other));
-	}
-	/* But not all memory there is, and none of another device. */
+	MUST(other = ibv_reg_mr(pd, memory, 64, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_ON_DEMAND));
+	MUST(!ibv_dereg_mr(other));
+}
+
+/* But not all memory there is. */
+static void all_memory_is_no_region(void)
+{
 	MUST(!ibv_reg_mr(pd, NULL, SIZE_MAX, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_ON_DEMAND) && errno == EOPNOTSUPP);
+}
+
+static void memory_of_other_devices_is_no_region(void)
+{
 	MUST(!ibv_reg_dmabuf_mr(pd, 0, 64, 0, 0, IBV_ACCESS_LOCAL_WRITE) && errno == EOPNOTSUPP);
 }
 
@@ -413,7 +648,7 @@ static void completions_know_the_time(void)
 	const uint64_t minute = 60000000000ull;
 	struct ibv_cq_init_attr_ex how = { .cqe = 4, .wc_flags = IBV_WC_EX_WITH_COMPLETION_TIMESTAMP |
 								 IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK };
-	struct ibv_cq_ex *stamped = ibv_create_cq_ex(context, &how);
+	struct ibv_cq_ex *stamped;
 	struct ibv_qp_init_attr init = sizes(IBV_QPT_RC);
 	struct ibv_sge sge = { (uintptr_t)memory, 8, mr->lkey };
 	struct ibv_send_wr wr = { .sg_list = &sge, .num_sge = 1, .opcode = IBV_WR_RDMA_WRITE,
@@ -425,7 +660,7 @@ static void completions_know_the_time(void)
 	struct ibv_qp *qp;
 	int got;
 
-	MUST(stamped);
+	MUST(stamped = ibv_create_cq_ex(context, &how));
 	init.send_cq = init.recv_cq = ibv_cq_ex_to_cq(stamped);
 	MUST(qp = ibv_create_qp(pd, &init));
 	connect(qp);
@@ -443,20 +678,26 @@ static void completions_know_the_time(void)
 	MUST(!ibv_destroy_qp(qp) && !ibv_destroy_cq(ibv_cq_ex_to_cq(stamped)));
 }
 
-static void small_print(void)
+static void thread_domains_are_in_use_until_their_parents_end(void)
 {
 	struct ibv_td_init_attr none = { 0 };
-	struct ibv_td *td = ibv_alloc_td(context, &none);
-	struct ibv_parent_domain_init_attr with = { .pd = pd, .td = td };
-	struct ibv_pd *parent = ibv_alloc_parent_domain(context, &with);
+	struct ibv_parent_domain_init_attr with = { .pd = pd };
+	struct ibv_pd *parent;
+
+	MUST(with.td = ibv_alloc_td(context, &none));
+	MUST(parent = ibv_alloc_parent_domain(context, &with));
+	MUST(ibv_dealloc_td(with.td) == EBUSY);
+	MUST(!ibv_dealloc_pd(parent) && !ibv_dealloc_td(with.td));
+}
+
+static void small_print(void)
+{
 	struct ibv_ah_attr nowhere = { .is_global = 1, .port_num = 0, .grh = { .dgid = own } };
 	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_INIT, .port_num = 1, .cap = { .max_send_wr = 8 } };
 	struct ibv_qp_init_attr init = sizes(IBV_QPT_RC);
 	struct ibv_qp *qp = ibv_create_qp(pd, &init);
 
-	MUST(td && parent && qp);
-	MUST(ibv_dealloc_td(td) == EBUSY);
-	MUST(!ibv_dealloc_pd(parent) && !ibv_dealloc_td(td));
+	MUST(qp);
 	MUST(!ibv_create_ah(pd, &nowhere) && errno == EINVAL);
 	MUST(ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS | IBV_QP_CAP) ==
 	     EINVAL);
@@ -485,20 +726,40 @@ int main(int argc, char **argv)
 {
 	static const struct check checks[] = {
 		CHECK(sizes_of_no_queue_are_ignored),
-		CHECK(leftover_lists_are_ignored),
+		CHECK(sizes_of_xrc_senders_are_ignored),
+		CHECK(bindings_ignore_leftover_lists),
+		CHECK(invalidations_ignore_leftover_lists),
+		CHECK(lists_of_no_data_are_counted),
+		CHECK(no_window_is_not_bound),
 		CHECK(windows_keep_their_place),
 		CHECK(batches_are_whole),
-		CHECK(memory_must_allow_what_is_asked),
+		CHECK(batches_that_do_not_fit_lack_memory),
+		CHECK(batches_with_a_bad_request_are_refused),
+		CHECK(memory_must_be_writable_if_anybody_writes),
+		CHECK(memory_must_be_there),
+		CHECK(memory_must_be_readable),
+		CHECK(memory_must_allow_what_is_asked_anew),
 		CHECK(lists_too_long_are_not_read),
-		CHECK(refused_in_a_list),
+		CHECK(receive_lists_too_long_are_not_read),
+		CHECK(too_much_inline_data_is_refused),
+		CHECK(lists_too_long_are_refused),
+		CHECK(lists_of_less_than_nothing_are_refused),
+		CHECK(unknown_operations_are_refused),
+		CHECK(bindings_of_type_1_are_refused),
+		CHECK(checksums_are_refused),
 		CHECK(refused_receives),
+		CHECK(reregistering_must_make_sense),
 		CHECK(reregistering_says_who_refused),
 		CHECK(rights_that_cost_nothing),
+		CHECK(memory_on_demand_costs_nothing),
+		CHECK(all_memory_is_no_region),
+		CHECK(memory_of_other_devices_is_no_region),
 		CHECK(too_much_is_invalid),
 		CHECK(operations_fit_the_service),
 		CHECK(completions_know_the_time),
+		CHECK(thread_domains_are_in_use_until_their_parents_end),
 		CHECK(small_print),
 	};
 
-	return run(EACH(argc, argv), checks, COUNT(checks), begin, end);
+	return run(each(argv), checks, COUNT(checks), begin, end);
 }

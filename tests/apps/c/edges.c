@@ -2,7 +2,7 @@
  * What programs do that is not in any manual, and what few of them do: objects that were never made, target queue pairs of
  * an XRC domain that are opened once more, hop limits of datagrams.
  *
- *     edges [--each]
+ *     edges [--each [BUT …]]
  */
 #include "common.h"
 
@@ -169,5 +169,5 @@ int main(int argc, char **argv)
 		CHECK(hop_limits_and_classes_arrive),
 	};
 
-	return run(EACH(argc, argv), checks, COUNT(checks), set_up, end);
+	return run(each(argv), checks, COUNT(checks), set_up, end);
 }

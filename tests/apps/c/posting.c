@@ -2,7 +2,7 @@
  * How work requests end that can be posted and can't be done, and what a memory window is between its binding and its end:
  * mostly on queue pairs that are connected with themselves.
  *
- *     posting [--each]
+ *     posting [--each [BUT …]]
  */
 #include "common.h"
 
@@ -128,29 +128,42 @@ static struct ibv_send_wr remote(enum ibv_wr_opcode opcode, uint64_t addr, uint3
 
 static const enum ibv_wr_opcode atomics[] = { IBV_WR_ATOMIC_CMP_AND_SWP, IBV_WR_ATOMIC_FETCH_AND_ADD };
 
-static void atomics_have_eight_bytes(void)
+static void atomics_end(const int (*lengths)[2], int count, enum ibv_wc_status how)
 {
-	static const int lengths[][2] = { { 0, 0 }, { 4, 0 }, { 16, 0 }, { 8, 8 }, { 3, 4 } };
+	for (int i = 0; i < 2; i++) {
+		for (int n = 0; n < count; n++) {
+			struct ibv_sge list[2] = { { (uintptr_t)memory, lengths[n][0], mr->lkey },
+						   { (uintptr_t)&memory[8], lengths[n][1], mr->lkey } };
+			struct ibv_qp *qp = ready(IBV_QPT_RC);
+
+			MUST(!post(qp, remote(atomics[i], (uintptr_t)&memory[64], mr->rkey), list, lengths[n][1] ? 2 : !!lengths[n][0]));
+			ENDS(cq, 1, how);
+			MUST(state(qp) == (how ? IBV_QPS_ERR : IBV_QPS_RTS) && !ibv_destroy_qp(qp));
+		}
+	}
+}
+
+static void atomics_of_eight_bytes_may_be_scattered(void)
+{
+	static const int halves[][2] = { { 8, 0 }, { 4, 4 } };
+
+	atomics_end(halves, 2, IBV_WC_SUCCESS);
+}
+
+static void atomics_of_less_than_eight_bytes_fail(void)
+{
+	static const int lengths[][2] = { { 0, 0 }, { 4, 0 }, { 3, 4 } };
+
+	atomics_end(lengths, 3, IBV_WC_LOC_LEN_ERR);
+}
+
+static void atomics_of_more_than_eight_bytes_fail(void)
+{
+	static const int lengths[][2] = { { 16, 0 }, { 8, 8 } };
 	struct ibv_qp_ex *ex;
 	struct ibv_qp *qp;
 
-	for (int i = 0; i < 2; i++) {
-		for (unsigned n = 0; n < sizeof(lengths) / sizeof(*lengths); n++) {
-			struct ibv_sge list[2] = { { (uintptr_t)memory, lengths[n][0], mr->lkey },
-						   { (uintptr_t)&memory[8], lengths[n][1], mr->lkey } };
-
-			qp = ready(IBV_QPT_RC);
-			MUST(!post(qp, remote(atomics[i], (uintptr_t)&memory[64], mr->rkey), list, lengths[n][1] ? 2 : !!lengths[n][0]));
-			ENDS(cq, 1, IBV_WC_LOC_LEN_ERR);
-			MUST(state(qp) == IBV_QPS_ERR && !ibv_destroy_qp(qp));
-		}
-		struct ibv_sge halves[2] = { { (uintptr_t)memory, 4, mr->lkey }, { (uintptr_t)&memory[8], 4, mr->lkey } };
-
-		qp = ready(IBV_QPT_RC);
-		MUST(!post(qp, remote(atomics[i], (uintptr_t)&memory[64], mr->rkey), halves, 2));
-		ENDS(cq, 1, IBV_WC_SUCCESS);
-		MUST(!ibv_destroy_qp(qp));
-	}
+	atomics_end(lengths, 2, IBV_WC_LOC_LEN_ERR);
 	qp = ready(IBV_QPT_RC);
 	ex = ibv_qp_to_qp_ex(qp);
 	ibv_wr_start(ex);
@@ -162,23 +175,28 @@ static void atomics_have_eight_bytes(void)
 	MUST(!ibv_destroy_qp(qp));
 }
 
+static void atomic_ends(enum ibv_wr_opcode opcode, int offset, uint32_t key, enum ibv_wc_status how)
+{
+	struct ibv_sge word = { (uintptr_t)memory, 8, mr->lkey };
+	struct ibv_qp *peer, *qp = ready_with(&peer);
+
+	MUST(!post(qp, remote(opcode, (uintptr_t)&memory[64] + offset, key), &word, 1));
+	ENDS(cq, 1, how);
+	MUST(!ibv_destroy_qp(qp) && !ibv_destroy_qp(peer));
+}
+
+static void atomics_need_a_key(void)
+{
+	for (int i = 0; i < 2; i++)
+		atomic_ends(atomics[i], 0, mr->rkey ^ 0x100, IBV_WC_REM_ACCESS_ERR);
+}
+
 /* The word's place is looked at before its key. */
 static void alignment_goes_before_the_key(void)
 {
-	struct ibv_sge word = { (uintptr_t)memory, 8, mr->lkey };
-	struct ibv_qp *qp, *peer;
-
 	for (int i = 0; i < 2; i++) {
-		for (int bad = 0; bad < 2; bad++) {
-			qp = ready_with(&peer);
-			MUST(!post(qp, remote(atomics[i], (uintptr_t)&memory[64] + 4, mr->rkey ^ (bad << 8)), &word, 1));
-			ENDS(cq, 1, IBV_WC_REM_INV_REQ_ERR);
-			MUST(!ibv_destroy_qp(qp) && !ibv_destroy_qp(peer));
-			qp = ready_with(&peer);
-			MUST(!post(qp, remote(atomics[i], (uintptr_t)&memory[64], mr->rkey ^ 0x100), &word, 1));
-			ENDS(cq, 1, IBV_WC_REM_ACCESS_ERR);
-			MUST(!ibv_destroy_qp(qp) && !ibv_destroy_qp(peer));
-		}
+		atomic_ends(atomics[i], 4, mr->rkey, IBV_WC_REM_INV_REQ_ERR);
+		atomic_ends(atomics[i], 4, mr->rkey ^ 0x100, IBV_WC_REM_INV_REQ_ERR);
 	}
 }
 
@@ -213,26 +231,47 @@ static void sends_again(struct ibv_qp *qp)
 	ENDS(receives, 10, IBV_WC_SUCCESS);
 }
 
-/* Taken at posting, and no pointer of a datagram is looked for where the operation has an address. */
-static void what_a_service_lacks_fails_in_its_turn(void)
+static struct ibv_qp *fails_in_its_turn(enum ibv_qp_type type, enum ibv_wr_opcode opcode)
 {
-	static const struct {
-		enum ibv_qp_type type;
-		enum ibv_wr_opcode opcode;
-	} lacking[] = {
-		{ IBV_QPT_UD, IBV_WR_RDMA_WRITE }, { IBV_QPT_UD, IBV_WR_RDMA_WRITE_WITH_IMM }, { IBV_QPT_UD, IBV_WR_RDMA_READ },
-		{ IBV_QPT_UD, IBV_WR_ATOMIC_CMP_AND_SWP }, { IBV_QPT_UD, IBV_WR_ATOMIC_FETCH_AND_ADD },
-		{ IBV_QPT_UD, IBV_WR_SEND_WITH_INV }, { IBV_QPT_UD, IBV_WR_LOCAL_INV }, { IBV_QPT_UC, IBV_WR_RDMA_READ },
-		{ IBV_QPT_UC, IBV_WR_ATOMIC_CMP_AND_SWP }, { IBV_QPT_UC, IBV_WR_ATOMIC_FETCH_AND_ADD },
-		{ IBV_QPT_UC, IBV_WR_SEND_WITH_INV },
-	};
 	struct ibv_sge sge = { (uintptr_t)memory, 8, mr->lkey };
+	struct ibv_qp *qp = ready(type);
 
-	for (unsigned i = 0; i < sizeof(lacking) / sizeof(*lacking); i++) {
-		struct ibv_qp *qp = ready(lacking[i].type);
+	MUST(!post(qp, remote(opcode, 0x10, mr->rkey), &sge, opcode != IBV_WR_LOCAL_INV));
+	ENDS(cq, 1, IBV_WC_LOC_QP_OP_ERR);
+	return qp;
+}
 
-		MUST(!post(qp, remote(lacking[i].opcode, 0x10, mr->rkey), &sge, lacking[i].opcode != IBV_WR_LOCAL_INV));
-		ENDS(cq, 1, IBV_WC_LOC_QP_OP_ERR);
+static const enum ibv_wr_opcode uc_lacks[] = { IBV_WR_RDMA_READ, IBV_WR_ATOMIC_CMP_AND_SWP, IBV_WR_ATOMIC_FETCH_AND_ADD,
+					       IBV_WR_SEND_WITH_INV };
+
+/* What a service lacks is taken when it is posted. */
+static void what_uc_lacks_fails_in_its_turn(void)
+{
+	for (int i = 0; i < COUNT(uc_lacks); i++)
+		MUST(!ibv_destroy_qp(fails_in_its_turn(IBV_QPT_UC, uc_lacks[i])));
+}
+
+static void what_fails_stops_the_sends_of_uc_alone(void)
+{
+	for (int i = 0; i < COUNT(uc_lacks); i++) {
+		struct ibv_qp *qp = fails_in_its_turn(IBV_QPT_UC, uc_lacks[i]);
+
+		MUST(state(qp) == IBV_QPS_SQE);
+		sends_again(qp);
+		MUST(!ibv_destroy_qp(qp));
+	}
+}
+
+/* No pointer of a datagram is looked for where the operation has an address. */
+static void what_ud_lacks_fails_in_its_turn(void)
+{
+	static const enum ibv_wr_opcode lacks[] = { IBV_WR_RDMA_WRITE, IBV_WR_RDMA_WRITE_WITH_IMM, IBV_WR_RDMA_READ,
+						    IBV_WR_ATOMIC_CMP_AND_SWP, IBV_WR_ATOMIC_FETCH_AND_ADD,
+						    IBV_WR_SEND_WITH_INV, IBV_WR_LOCAL_INV };
+
+	for (int i = 0; i < COUNT(lacks); i++) {
+		struct ibv_qp *qp = fails_in_its_turn(IBV_QPT_UD, lacks[i]);
+
 		MUST(state(qp) == IBV_QPS_SQE);
 		sends_again(qp);
 		MUST(!ibv_destroy_qp(qp));
@@ -246,13 +285,14 @@ static struct ibv_send_wr binding(struct ibv_mw *mw, struct ibv_mr *region, int 
 						  { region, (uintptr_t)&memory[at], length, rights } } };
 }
 
+/* Sets the window's key, which not every library does. */
 static void bind(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mr *region, int at, int length, int rights)
 {
-	uint32_t key = ibv_inc_rkey(mw->rkey);
+	struct ibv_send_wr wr = binding(mw, region, at, length, rights);
 
-	MUST(!post(qp, binding(mw, region, at, length, rights), NULL, 0));
-	MUST(mw->rkey == key);
+	MUST(!post(qp, wr, NULL, 0));
 	ENDS(cq, 1, IBV_WC_SUCCESS);
+	mw->rkey = wr.bind_mw.rkey;
 }
 
 static void invalidate(struct ibv_qp *qp, uint32_t key, enum ibv_wc_status how)
@@ -281,136 +321,235 @@ static struct ibv_mr *bindable(void)
 
 #define OPEN (IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ)
 
-/* What the window's structure says when posting returns. */
+static struct ibv_mw *window(void)
+{
+	struct ibv_mw *mw = ibv_alloc_mw(pd, IBV_MW_TYPE_2);
+
+	MUST(mw);
+	return mw;
+}
+
+/* What the window's structure says when posting returns. If the binding fails later, the program puts the old key back. */
 static void keys_are_those_of_what_was_posted(void)
 {
 	struct ibv_mr *region = bindable();
-	struct ibv_mw *a = ibv_alloc_mw(pd, IBV_MW_TYPE_2), *b = ibv_alloc_mw(pd, IBV_MW_TYPE_2), *c = ibv_alloc_mw(pd, IBV_MW_TYPE_2);
-	struct ibv_mw_bind_info info = { region, (uintptr_t)memory, 64, OPEN };
-	struct ibv_qp *qp = ready(IBV_QPT_RC), *ud = ready(IBV_QPT_UD);
+	struct ibv_qp *qp = ready(IBV_QPT_RC);
 	struct ibv_qp_ex *ex = ibv_qp_to_qp_ex(qp);
-	struct ibv_send_wr list[3], *bad;
-	uint32_t old, keys[3];
+	struct ibv_mw *a = window(), *b = window();
+	struct ibv_mw_bind_info info = { region, (uintptr_t)memory, 64, OPEN };
+	uint32_t old = b->rkey, key = ibv_inc_rkey(a->rkey);
 
-	MUST(a && b && c);
-	/* Of a list the first: the second has too many elements. */
-	list[0] = binding(a, region, 0, 64, OPEN);
-	list[1] = binding(b, region, 0, 64, OPEN);
-	list[2] = binding(c, region, 0, 64, OPEN);
-	list[0].next = &list[1];
-	list[1].next = &list[2];
-	list[1].num_sge = 3;
-	keys[0] = ibv_inc_rkey(a->rkey), keys[1] = b->rkey, keys[2] = c->rkey;
-	MUST(ibv_post_send(qp, list, &bad) && bad == &list[1]);
-	MUST(a->rkey == keys[0] && b->rkey == keys[1] && c->rkey == keys[2]);
+	MUST(!post(qp, binding(a, region, 0, 64, OPEN), NULL, 0));
+	MUST(a->rkey == key);
 	ENDS(cq, 1, IBV_WC_SUCCESS);
-	/* The extended way, given up and completed. */
 	ibv_wr_start(ex);
 	ex->wr_id = 7;
-	ibv_wr_bind_mw(ex, b, ibv_inc_rkey(b->rkey), &info);
-	MUST(b->rkey == keys[1]);
-	ibv_wr_abort(ex);
-	MUST(b->rkey == keys[1]);
-	ibv_wr_start(ex);
-	ibv_wr_bind_mw(ex, b, ibv_inc_rkey(b->rkey), &info);
+	ibv_wr_bind_mw(ex, b, ibv_inc_rkey(old), &info);
+	MUST(b->rkey == old);
 	MUST(!ibv_wr_complete(ex));
-	MUST(b->rkey == ibv_inc_rkey(keys[1]));
+	MUST(b->rkey == ibv_inc_rkey(old));
 	ENDS(cq, 7, IBV_WC_SUCCESS);
-	/* Services without windows. */
-	old = c->rkey;
-	MUST(post(ud, binding(c, region, 0, 64, OPEN), NULL, 0) == EINVAL && c->rkey == old);
-	/* A binding that fails later: the program puts the old key back. */
-	MUST(!post(qp, binding(c, region, 0, 1 << 20, OPEN), NULL, 0));
-	MUST(c->rkey == ibv_inc_rkey(old));
+	invalidate(qp, b->rkey, IBV_WC_SUCCESS);
+	old = b->rkey;
+	MUST(!post(qp, binding(b, region, 0, 1 << 20, OPEN), NULL, 0));
+	MUST(b->rkey == ibv_inc_rkey(old));
 	ENDS(cq, 1, IBV_WC_MW_BIND_ERR);
-	MUST(!ibv_destroy_qp(qp) && !ibv_destroy_qp(ud));
-	MUST(!ibv_dealloc_mw(a) && !ibv_dealloc_mw(b) && !ibv_dealloc_mw(c) && !ibv_dereg_mr(region));
+	MUST(!ibv_dealloc_mw(a) && !ibv_dealloc_mw(b) && !ibv_dereg_mr(region) && !ibv_destroy_qp(qp));
 }
 
-static void windows_are_bound_and_end(void)
+/* In a list, on a service without windows, in a batch that is given up. */
+static void keys_of_what_was_not_posted_stay(void)
 {
 	struct ibv_mr *region = bindable();
-	struct ibv_mw *mw = ibv_alloc_mw(pd, IBV_MW_TYPE_2);
-	struct ibv_qp *peer, *qp = ready_with(&peer), *other, *others;
+	struct ibv_qp *qp = ready(IBV_QPT_RC), *ud = ready(IBV_QPT_UD);
+	struct ibv_qp_ex *ex = ibv_qp_to_qp_ex(qp);
+	struct ibv_mw *mw[3] = { window(), window(), window() };
+	struct ibv_mw_bind_info info = { region, (uintptr_t)memory, 64, OPEN };
+	struct ibv_sge elements[3] = { { 0 } };
+	struct ibv_send_wr list[3], *bad;
+	uint32_t keys[3];
+
+	for (int i = 0; i < 3; i++) {
+		list[i] = binding(mw[i], region, 0, 64, OPEN);
+		list[i].next = i < 2 ? &list[i + 1] : NULL;
+		keys[i] = mw[i]->rkey;
+	}
+	/* Too many elements. */
+	list[1].sg_list = elements;
+	list[1].num_sge = 3;
+	MUST(ibv_post_send(qp, list, &bad) == EINVAL && bad == &list[1]);
+	MUST(mw[1]->rkey == keys[1] && mw[2]->rkey == keys[2]);
+	ENDS(cq, 1, IBV_WC_SUCCESS);
+	MUST(post(ud, binding(mw[1], region, 0, 64, OPEN), NULL, 0) == EINVAL && mw[1]->rkey == keys[1]);
+	ibv_wr_start(ex);
+	ibv_wr_bind_mw(ex, mw[2], ibv_inc_rkey(keys[2]), &info);
+	ibv_wr_abort(ex);
+	MUST(mw[2]->rkey == keys[2]);
+	for (int i = 0; i < 3; i++)
+		MUST(!ibv_dealloc_mw(mw[i]));
+	MUST(!ibv_dereg_mr(region) && !ibv_destroy_qp(qp) && !ibv_destroy_qp(ud));
+}
+
+/* Until it is taken back by the peer, and bound again elsewhere: then the old key is nothing. */
+static void windows_open_memory_until_they_are_taken_back(void)
+{
+	struct ibv_mr *region = bindable();
+	struct ibv_qp *peer, *qp = ready_with(&peer);
+	struct ibv_mw *mw = window();
 	uint64_t at = (uintptr_t)&memory[64];
 	struct ibv_send_wr wr = { .wr_id = 4, .opcode = IBV_WR_SEND_WITH_INV };
-	struct ibv_wc wc;
 	uint32_t key;
 
-	MUST(mw);
 	bind(peer, mw, region, 64, 64, OPEN);
 	key = mw->rkey;
 	writes(qp, key, at, 64, IBV_WC_SUCCESS);
-	/* The region beneath stays. */
-	MUST(ibv_dereg_mr(region) == EBUSY);
-	writes(qp, key, at, 64, IBV_WC_SUCCESS);
-	/* Another queue pair of the domain neither uses the key nor takes it back. */
-	other = ready_with(&others);
-	writes(other, key, at, 8, IBV_WC_REM_ACCESS_ERR);
-	MUST(!ibv_destroy_qp(other) && !ibv_destroy_qp(others));
-	other = ready(IBV_QPT_RC);
-	invalidate(other, key, IBV_WC_LOC_QP_OP_ERR);
-	MUST(!ibv_destroy_qp(other));
-	other = ready_with(&others);
-	receive(others, 10);
-	wr.invalidate_rkey = key;
-	MUST(!post(other, wr, NULL, 0));
-	ENDS(cq, 4, IBV_WC_SUCCESS);
-	ENDS(receives, 10, IBV_WC_REM_INV_REQ_ERR);
-	MUST(!ibv_destroy_qp(other) && !ibv_destroy_qp(others));
-	writes(qp, key, at, 8, IBV_WC_SUCCESS);
-	/* Taken back by the peer, bound again elsewhere: the old key is nothing. */
 	receive(peer, 11);
+	wr.invalidate_rkey = key;
 	MUST(!post(qp, wr, NULL, 0));
 	ENDS(cq, 4, IBV_WC_SUCCESS);
-	wc = next(receives);
-	MUST(wc.status == IBV_WC_SUCCESS && wc.wc_flags & IBV_WC_WITH_INV && wc.invalidated_rkey == key);
+	ENDS(receives, 11, IBV_WC_SUCCESS);
 	bind(peer, mw, region, 128, 64, OPEN);
 	writes(qp, mw->rkey, (uintptr_t)&memory[128], 64, IBV_WC_SUCCESS);
 	writes(qp, key, at, 8, IBV_WC_REM_ACCESS_ERR);
-	MUST(!ibv_destroy_qp(qp) && !ibv_destroy_qp(peer));
-	/* With its queue pair the binding is over. */
-	MUST(!ibv_dereg_mr(region));
-	/* Bound while it is bound: refused. */
-	region = bindable();
-	qp = ready(IBV_QPT_RC);
+	MUST(!ibv_dealloc_mw(mw) && !ibv_dereg_mr(region) && !ibv_destroy_qp(qp) && !ibv_destroy_qp(peer));
+}
+
+static void receives_tell_which_window_was_taken_back(void)
+{
+	struct ibv_mr *region = bindable();
+	struct ibv_qp *qp = ready(IBV_QPT_RC);
+	struct ibv_mw *mw = window();
+	struct ibv_send_wr wr = { .wr_id = 4, .opcode = IBV_WR_SEND_WITH_INV };
+	struct ibv_wc wc;
+
+	bind(qp, mw, region, 64, 64, OPEN);
+	receive(qp, 11);
+	wr.invalidate_rkey = mw->rkey;
+	MUST(!post(qp, wr, NULL, 0));
+	ENDS(cq, 4, IBV_WC_SUCCESS);
+	wc = next(receives);
+	MUST(wc.status == IBV_WC_SUCCESS && wc.wc_flags & IBV_WC_WITH_INV && wc.invalidated_rkey == mw->rkey);
+	MUST(!ibv_dealloc_mw(mw) && !ibv_dereg_mr(region) && !ibv_destroy_qp(qp));
+}
+
+static void regions_beneath_windows_are_in_use(void)
+{
+	struct ibv_mr *region = bindable();
+	struct ibv_qp *peer, *qp = ready_with(&peer);
+	struct ibv_mw *mw = window();
+
+	bind(peer, mw, region, 64, 64, OPEN);
+	MUST(ibv_dereg_mr(region) == EBUSY);
+	writes(qp, mw->rkey, (uintptr_t)&memory[64], 64, IBV_WC_SUCCESS);
+	MUST(!ibv_dealloc_mw(mw) && !ibv_dereg_mr(region) && !ibv_destroy_qp(qp) && !ibv_destroy_qp(peer));
+}
+
+/* Another queue pair of the domain can't use the key. */
+static void windows_are_their_queue_pairs(void)
+{
+	struct ibv_mr *region = bindable();
+	struct ibv_qp *qp = ready(IBV_QPT_RC), *others, *other = ready_with(&others);
+	struct ibv_mw *mw = window();
+
+	bind(qp, mw, region, 64, 64, OPEN);
+	writes(other, mw->rkey, (uintptr_t)&memory[64], 8, IBV_WC_REM_ACCESS_ERR);
+	writes(qp, mw->rkey, (uintptr_t)&memory[64], 8, IBV_WC_SUCCESS);
+	MUST(!ibv_dealloc_mw(mw) && !ibv_dereg_mr(region));
+	MUST(!ibv_destroy_qp(qp) && !ibv_destroy_qp(other) && !ibv_destroy_qp(others));
+}
+
+/* Nor take it back, itself or asked by its peer. */
+static void others_do_not_take_windows_back(void)
+{
+	struct ibv_mr *region = bindable();
+	struct ibv_qp *qp = ready(IBV_QPT_RC), *other = ready(IBV_QPT_RC);
+	struct ibv_mw *mw = window();
+
+	bind(qp, mw, region, 64, 64, OPEN);
+	invalidate(other, mw->rkey, IBV_WC_LOC_QP_OP_ERR);
+	writes(qp, mw->rkey, (uintptr_t)&memory[64], 8, IBV_WC_SUCCESS);
+	MUST(!ibv_dealloc_mw(mw) && !ibv_dereg_mr(region) && !ibv_destroy_qp(qp) && !ibv_destroy_qp(other));
+}
+
+static void others_are_not_asked_to_take_windows_back(void)
+{
+	struct ibv_mr *region = bindable();
+	struct ibv_qp *qp = ready(IBV_QPT_RC), *others, *other = ready_with(&others);
+	struct ibv_mw *mw = window();
+	struct ibv_send_wr wr = { .wr_id = 4, .opcode = IBV_WR_SEND_WITH_INV };
+
+	bind(qp, mw, region, 64, 64, OPEN);
+	receive(others, 10);
+	wr.invalidate_rkey = mw->rkey;
+	MUST(!post(other, wr, NULL, 0));
+	ENDS(cq, 4, IBV_WC_SUCCESS);
+	ENDS(receives, 10, IBV_WC_REM_INV_REQ_ERR);
+	writes(qp, mw->rkey, (uintptr_t)&memory[64], 8, IBV_WC_SUCCESS);
+	MUST(!ibv_dealloc_mw(mw) && !ibv_dereg_mr(region));
+	MUST(!ibv_destroy_qp(qp) && !ibv_destroy_qp(other) && !ibv_destroy_qp(others));
+}
+
+static void windows_are_bound_once_at_a_time(void)
+{
+	struct ibv_mr *region = bindable();
+	struct ibv_qp *qp = ready(IBV_QPT_RC);
+	struct ibv_mw *mw = window();
+
 	bind(qp, mw, region, 0, 64, OPEN);
 	invalidate(qp, mw->rkey, IBV_WC_SUCCESS);
 	bind(qp, mw, region, 0, 64, OPEN);
 	MUST(!post(qp, binding(mw, region, 0, 64, OPEN), NULL, 0));
 	ENDS(cq, 1, IBV_WC_MW_BIND_ERR);
-	MUST(ibv_dereg_mr(region) == EBUSY && !ibv_dealloc_mw(mw) && !ibv_dereg_mr(region) && !ibv_destroy_qp(qp));
+	MUST(!ibv_dealloc_mw(mw) && !ibv_dereg_mr(region) && !ibv_destroy_qp(qp));
+}
+
+static void windows_end_with_their_queue_pair(void)
+{
+	struct ibv_mr *region = bindable();
+	struct ibv_qp *qp = ready(IBV_QPT_RC);
+	struct ibv_mw *mw = window();
+
+	bind(qp, mw, region, 0, 64, OPEN);
+	MUST(!ibv_destroy_qp(qp) && !ibv_dereg_mr(region) && !ibv_dealloc_mw(mw));
+}
+
+/* Through a window on the second 64 bytes of the memory. What succeeds is written there, and nothing elsewhere. */
+static void through_a_window(int rights, uint64_t at, int length, enum ibv_wc_status how)
+{
+	uint64_t start = rights & IBV_ACCESS_ZERO_BASED ? 0 : (uintptr_t)&memory[64];
+	unsigned char *open = (unsigned char *)&memory[64];
+	struct ibv_mr *region = bindable();
+	struct ibv_qp *peer, *qp = ready_with(&peer);
+	struct ibv_mw *mw = window();
+
+	memset(memory, 0, sizeof(memory));
+	memset(memory, 0xa5, 128);
+	bind(peer, mw, region, 64, 64, OPEN | rights);
+	writes(qp, mw->rkey, start + at, length, how);
+	for (int n = -64; n < 128; n++) {
+		int inside = how == IBV_WC_SUCCESS && n >= (int)at && n < (int)at + length;
+
+		MUST(open[n] == (inside ? 0xa5 : 0));
+	}
+	MUST(!ibv_dealloc_mw(mw) && !ibv_dereg_mr(region) && !ibv_destroy_qp(qp) && !ibv_destroy_qp(peer));
 }
 
 static void zero_based_windows_count_from_their_start(void)
 {
-	static const struct {
-		uint64_t at;
-		int length;
-		enum ibv_wc_status how;
-	} tries[] = {
-		{ 0, 64, IBV_WC_SUCCESS }, { 63, 1, IBV_WC_SUCCESS }, { 0, 65, IBV_WC_REM_ACCESS_ERR },
-		{ 64, 1, IBV_WC_REM_ACCESS_ERR }, { (uintptr_t)&memory[64], 8, IBV_WC_REM_ACCESS_ERR },
-		{ ~0ULL - 3, 8, IBV_WC_REM_ACCESS_ERR },
-	};
-	struct ibv_mr *region = bindable();
-
-	for (unsigned i = 0; i < sizeof(tries) / sizeof(*tries); i++) {
-		struct ibv_mw *mw = ibv_alloc_mw(pd, IBV_MW_TYPE_2);
-		struct ibv_qp *peer, *qp = ready_with(&peer);
-
-		memset(&memory[64], 0, 64);
-		memset(memory, 0xa5, 64);
-		bind(peer, mw, region, 64, 64, OPEN | IBV_ACCESS_ZERO_BASED);
-		writes(qp, mw->rkey, tries[i].at, tries[i].length, tries[i].how);
-		for (int n = 0; n < 64; n++) {
-			int inside = tries[i].how == IBV_WC_SUCCESS && n >= (int)tries[i].at && n < (int)tries[i].at + tries[i].length;
-
-			MUST(((unsigned char *)&memory[64])[n] == (inside ? 0xa5 : 0));
-		}
-		MUST(!ibv_dealloc_mw(mw) && !ibv_destroy_qp(qp) && !ibv_destroy_qp(peer));
+	for (int rights = 0; rights <= IBV_ACCESS_ZERO_BASED; rights += IBV_ACCESS_ZERO_BASED) {
+		through_a_window(rights, 0, 64, IBV_WC_SUCCESS);
+		through_a_window(rights, 63, 1, IBV_WC_SUCCESS);
 	}
-	MUST(!ibv_dereg_mr(region));
+	through_a_window(IBV_ACCESS_ZERO_BASED, (uintptr_t)&memory[64], 8, IBV_WC_REM_ACCESS_ERR);
+}
+
+static void windows_open_their_range_and_no_more(void)
+{
+	for (int rights = 0; rights <= IBV_ACCESS_ZERO_BASED; rights += IBV_ACCESS_ZERO_BASED) {
+		through_a_window(rights, 0, 65, IBV_WC_REM_ACCESS_ERR);
+		through_a_window(rights, 64, 1, IBV_WC_REM_ACCESS_ERR);
+		through_a_window(rights, ~0ULL - 3, 8, IBV_WC_REM_ACCESS_ERR);
+	}
 }
 
 static void begin(void)
@@ -434,14 +573,28 @@ static void end(void)
 int main(int argc, char **argv)
 {
 	static const struct check checks[] = {
-		CHECK(atomics_have_eight_bytes),
+		CHECK(atomics_of_eight_bytes_may_be_scattered),
+		CHECK(atomics_of_less_than_eight_bytes_fail),
+		CHECK(atomics_of_more_than_eight_bytes_fail),
+		CHECK(atomics_need_a_key),
 		CHECK(alignment_goes_before_the_key),
 		CHECK(a_refused_write_with_immediate_ends_its_receive),
-		CHECK(what_a_service_lacks_fails_in_its_turn),
+		CHECK(what_uc_lacks_fails_in_its_turn),
+		CHECK(what_fails_stops_the_sends_of_uc_alone),
+		CHECK(what_ud_lacks_fails_in_its_turn),
 		CHECK(keys_are_those_of_what_was_posted),
-		CHECK(windows_are_bound_and_end),
+		CHECK(keys_of_what_was_not_posted_stay),
+		CHECK(windows_open_memory_until_they_are_taken_back),
+		CHECK(receives_tell_which_window_was_taken_back),
+		CHECK(regions_beneath_windows_are_in_use),
+		CHECK(windows_are_their_queue_pairs),
+		CHECK(others_do_not_take_windows_back),
+		CHECK(others_are_not_asked_to_take_windows_back),
+		CHECK(windows_are_bound_once_at_a_time),
+		CHECK(windows_end_with_their_queue_pair),
 		CHECK(zero_based_windows_count_from_their_start),
+		CHECK(windows_open_their_range_and_no_more),
 	};
 
-	return run(EACH(argc, argv), checks, COUNT(checks), begin, end);
+	return run(each(argv), checks, COUNT(checks), begin, end);
 }

@@ -3,15 +3,15 @@
  * destroyed, pointers to nothing. Whatever is called with them fails with EINVAL, and nothing is freed or used: afterwards
  * everything still works, and can be destroyed.
  *
- *     strangers
+ *     strangers [--each [BUT …]]
  */
 #include "common.h"
 
 #include <fcntl.h>
 #include <stddef.h>
 
-static struct ibv_context *other_context;
-static struct ibv_pd *other_pd;
+/* With the same objects in both, so that their handles are the same as well. */
+static struct ibv_context *first_context, *other_context;
 static char memory[4096];
 
 /* An object of each kind, in one context. */
@@ -29,6 +29,9 @@ struct set {
 	struct ibv_ah *ah;
 	struct ibv_xrcd *xrcd;
 };
+
+/* Of the first context, and of the other one. */
+static struct set one, two;
 
 #define REFUSED(call) do { \
 		errno = 0; \
@@ -55,9 +58,10 @@ static struct ibv_qp_init_attr how(const struct set *s, enum ibv_qp_type type)
 
 static struct ibv_ah_attr where(void)
 {
-	return (struct ibv_ah_attr){ .is_global = 1, .port_num = 1, .grh = { .dgid = own, .hop_limit = 64 } };
+	return (struct ibv_ah_attr){ .is_global = 1, .port_num = 1, .grh = { .dgid = own, .sgid_index = own_index, .hop_limit = 64 } };
 }
 
+/* Without XRC and thread domains on a device that has none. */
 static struct set make(struct ibv_context *in)
 {
 	struct set s = { .context = in };
@@ -72,17 +76,17 @@ static struct set make(struct ibv_context *in)
 	struct ibv_srq_init_attr_ex xsrq;
 
 	MUST(s.pd = ibv_alloc_pd(in));
-	MUST(s.td = ibv_alloc_td(in, &td));
+	MUST((s.td = ibv_alloc_td(in, &td)) || errno == EOPNOTSUPP);
 	MUST(s.channel = ibv_create_comp_channel(in));
 	MUST(s.cq = ibv_create_cq(in, 16, NULL, s.channel, 0));
 	MUST(s.cq_ex = ibv_create_cq_ex(in, &ex));
 	MUST(s.srq = ibv_create_srq(s.pd, &srq));
-	MUST(s.xrcd = ibv_open_xrcd(in, &xrcd));
+	MUST((s.xrcd = ibv_open_xrcd(in, &xrcd)) || errno == EOPNOTSUPP);
 	xsrq = (struct ibv_srq_init_attr_ex){ .attr = { .max_wr = 4, .max_sge = 1 }, .srq_type = IBV_SRQT_XRC,
 					      .pd = s.pd, .xrcd = s.xrcd, .cq = s.cq,
 					      .comp_mask = IBV_SRQ_INIT_ATTR_TYPE | IBV_SRQ_INIT_ATTR_PD |
 							   IBV_SRQ_INIT_ATTR_XRCD | IBV_SRQ_INIT_ATTR_CQ };
-	MUST(s.xsrq = ibv_create_srq_ex(in, &xsrq));
+	MUST(!s.xrcd || (s.xsrq = ibv_create_srq_ex(in, &xsrq)));
 	init = how(&s, IBV_QPT_RC);
 	MUST(s.qp = ibv_create_qp(s.pd, &init));
 	init = how(&s, IBV_QPT_UD);
@@ -105,9 +109,11 @@ static void unmake(struct set *s)
 {
 	MUST(!ibv_destroy_ah(s->ah) && !ibv_dealloc_mw(s->mw) && !ibv_dealloc_mw(s->mw2) && !ibv_dereg_mr(s->mr));
 	MUST(!ibv_destroy_qp(s->ex) && !ibv_destroy_qp(s->ud) && !ibv_destroy_qp(s->qp));
-	MUST(!ibv_destroy_srq(s->xsrq) && !ibv_destroy_srq(s->srq) && !ibv_close_xrcd(s->xrcd));
+	MUST(!s->xrcd || (!ibv_destroy_srq(s->xsrq) && !ibv_close_xrcd(s->xrcd)));
+	MUST(!ibv_destroy_srq(s->srq));
 	MUST(!ibv_destroy_cq(ibv_cq_ex_to_cq(s->cq_ex)) && !ibv_destroy_cq(s->cq));
-	MUST(!ibv_destroy_comp_channel(s->channel) && !ibv_dealloc_td(s->td) && !ibv_dealloc_pd(s->pd));
+	MUST(!s->td || !ibv_dealloc_td(s->td));
+	MUST(!ibv_destroy_comp_channel(s->channel) && !ibv_dealloc_pd(s->pd));
 }
 
 static int rereg_to(struct ibv_mr *mr, struct ibv_pd *to)
@@ -336,10 +342,70 @@ static void no_context(struct ibv_context *c, const char *what)
 		CHANGED(object, context, NULL, check); \
 	} while (0)
 
-static void changed(struct set *s)
+#define NOBODY 0x7fffff77
+
+/* By the calls that ask the kernel, where there is one. */
+static void handles_that_nobody_has_are_refused(void)
 {
+	const char *what = "a handle that nobody has";
+	struct set *s = &one;
+	struct ibv_srq_init_attr srq = { .attr = { .max_wr = 4, .max_sge = 1 } };
+	struct ibv_qp_init_attr init = how(s, IBV_QPT_RC), told;
+	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_RESET };
+	struct ibv_srq_attr limit = { .srq_limit = 1 };
+	struct ibv_ah_attr to = where();
+	union ibv_gid group = { .raw = { [10] = 0xff, [11] = 0xff, [12] = 224, [15] = 77 } };
+
+	CHANGED(s->pd, handle, NOBODY, ({
+		NONE(ibv_create_qp(s->pd, &init));
+		NONE(ibv_create_srq(s->pd, &srq));
+		NONE(ibv_create_ah(s->pd, &to));
+		NONE((ibv_reg_mr)(s->pd, memory, sizeof(memory), IBV_ACCESS_LOCAL_WRITE));
+		NONE(ibv_alloc_mw(s->pd, IBV_MW_TYPE_2));
+	}));
+	CHANGED(s->qp, handle, NOBODY, ({
+		REFUSED(ibv_modify_qp(s->qp, &attr, IBV_QP_STATE));
+		REFUSED(ibv_query_qp(s->qp, &attr, IBV_QP_STATE, &told));
+	}));
+	CHANGED(s->ud, handle, NOBODY, ({
+		REFUSED(ibv_attach_mcast(s->ud, &group, 0));
+		REFUSED(ibv_detach_mcast(s->ud, &group, 0));
+	}));
+	CHANGED(s->cq, handle, NOBODY, ({
+		NONE(ibv_create_qp(s->pd, &init));
+		REFUSED(ibv_resize_cq(s->cq, 32));
+		REFUSED(ibv_req_notify_cq(s->cq, 0));
+	}));
+	init.srq = s->srq;
+	CHANGED(s->srq, handle, NOBODY, ({
+		NONE(ibv_create_qp(s->pd, &init));
+		REFUSED(ibv_modify_srq(s->srq, &limit, IBV_SRQ_LIMIT));
+		REFUSED(ibv_query_srq(s->srq, &limit));
+	}));
+}
+
+static void what_nobody_has_is_not_destroyed(void)
+{
+	const char *what = "a handle that nobody has";
+	struct set *s = &one;
+
+	CHANGED(s->pd, handle, NOBODY, REFUSED(ibv_dealloc_pd(s->pd)));
+	CHANGED(s->qp, handle, NOBODY, REFUSED(ibv_destroy_qp(s->qp)));
+	CHANGED(s->cq, handle, NOBODY, REFUSED(ibv_destroy_cq(s->cq)));
+	CHANGED(s->srq, handle, NOBODY, REFUSED(ibv_destroy_srq(s->srq)));
+	CHANGED(s->mr, handle, NOBODY, REFUSED(ibv_dereg_mr(s->mr)));
+	CHANGED(s->mw, handle, NOBODY, REFUSED(ibv_dealloc_mw(s->mw)));
+	CHANGED(s->ah, handle, NOBODY, REFUSED(ibv_destroy_ah(s->ah)));
+}
+
+/* Each kind by each call. */
+static void objects_that_were_changed_are_refused(void)
+{
+	struct set *s = &one;
 	struct ibv_cq *ex = ibv_cq_ex_to_cq(s->cq_ex);
 	const char *what;
+
+	MUST(s->xrcd && s->td);
 
 	UNLIKE("a protection domain", s->pd, no_domain(s, s->pd, what));
 	/* Both at once, since calls of both are made. */
@@ -363,9 +429,10 @@ static void changed(struct set *s)
 }
 
 /* What is another context's is no object of this one; it is whole, and so can be destroyed by itself. */
-static void mixed(struct set *s, struct set *o)
+static void objects_of_two_contexts_are_refused(void)
 {
 	const char *what = "objects of two contexts";
+	struct set *s = &one, *o = &two;
 	struct ibv_qp_init_attr init = how(s, IBV_QPT_RC);
 	struct ibv_qp_init_attr_ex ex = { .send_cq = s->cq, .recv_cq = s->cq, .qp_type = IBV_QPT_RC, .pd = o->pd,
 					  .comp_mask = IBV_QP_INIT_ATTR_PD, .cap = init.cap };
@@ -416,11 +483,11 @@ static void mixed(struct set *s, struct set *o)
 	REFUSED(ibv_post_send(s->ud, &send, &bad));
 }
 
-/* Pointers to what was destroyed, to the wrong kind, into the middle of an object, to nothing of ours. */
-static void nothing(struct set *s)
+/* Pointers to the wrong kind, into the middle of an object, to nothing of ours. */
+static void nothing_of_ours_is_refused(void)
 {
 	static uint64_t zeroes[128];
-	struct set gone = make(context);
+	struct set *s = &one;
 	void *pointers[] = { zeroes, (char *)s->pd + 8, s->td, NULL };
 	const char *what = "nothing of ours";
 
@@ -442,7 +509,13 @@ static void nothing(struct set *s)
 		if (p)
 			no_thread_domain(s, i == 2 ? (void *)s->pd : p, what);
 	}
-	what = "what was destroyed";
+}
+
+static void what_was_destroyed_is_refused(void)
+{
+	const char *what = "what was destroyed";
+	struct set *s = &one, gone = make(first_context);
+
 	unmake(&gone);
 	no_domain(s, gone.pd, what);
 	no_queue_pair(s, gone.qp, gone.ex, what);
@@ -476,24 +549,44 @@ static void works(struct set *s)
 	MUST(!ibv_req_notify_cq(s->cq, 0));
 }
 
-int main(void)
+static void contexts_that_were_closed_are_refused(void)
 {
-	struct set one, two;
+	struct ibv_context *closed = ibv_open_device(context->device);
 
+	MUST(closed && !ibv_close_device(closed));
+	no_context(closed, "a context that was closed");
+}
+
+static void begin(void)
+{
 	set_up();
+	MUST(first_context = ibv_open_device(context->device));
 	MUST(other_context = ibv_open_device(context->device));
-	MUST(other_pd = ibv_alloc_pd(other_context));
-	one = make(context);
+	one = make(first_context);
 	two = make(other_context);
-	changed(&one);
-	mixed(&one, &two);
-	nothing(&one);
+}
+
+static void end(void)
+{
 	works(&one);
 	works(&two);
 	unmake(&one);
 	unmake(&two);
-	MUST(!ibv_dealloc_pd(other_pd) && !ibv_close_device(other_context));
-	no_context(other_context, "a context that was closed");
+	MUST(!ibv_close_device(first_context) && !ibv_close_device(other_context));
 	tear_down("no stranger gets in");
-	return 0;
+}
+
+int main(int argc, char **argv)
+{
+	static const struct check checks[] = {
+		CHECK(handles_that_nobody_has_are_refused),
+		CHECK(what_nobody_has_is_not_destroyed),
+		CHECK(objects_that_were_changed_are_refused),
+		CHECK(objects_of_two_contexts_are_refused),
+		CHECK(nothing_of_ours_is_refused),
+		CHECK(what_was_destroyed_is_refused),
+		CHECK(contexts_that_were_closed_are_refused),
+	};
+
+	return run(each(argv), checks, COUNT(checks), begin, end);
 }
