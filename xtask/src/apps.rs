@@ -25,7 +25,7 @@ const CI_PROGRAMS: [Tool; 9] = [
     PYVERBS,
 ];
 /// What the whole matrix needs beside them.
-const PROGRAMS: [Tool; 16] = [
+const PROGRAMS: [Tool; 20] = [
     Tool::new("fio", "fio"),
     Tool::new("ucx_perftest", "ucx-utils"),
     Tool::new("fi_pingpong", "libfabric-bin"),
@@ -38,6 +38,10 @@ const PROGRAMS: [Tool; 16] = [
     Tool::new("/usr/lib/python3/dist-packages/mpi4py/__init__.py", "python3-mpi4py"),
     Tool::new("qemu-system-x86_64", "qemu-system-x86"),
     Tool::new("/usr/include/librpma.h", "librpma-dev"),
+    Tool::new("tgtd", "tgt"),
+    Tool::new("iscsi-perf", "libiscsi-bin"),
+    Tool::new("qemu-img", "qemu-utils"),
+    Tool::new("/usr/lib/x86_64-linux-gnu/qemu/block-iscsi.so", "qemu-block-extra"),
     Tool::new("/usr/include/gloo/context.h", "libgloo-dev"),
     Tool::new("c++", "g++"),
     Tool::new("cmake", "cmake"),
