@@ -1,6 +1,7 @@
 //! Who holds a UDP port.
 
 use std::{
+    collections::BTreeSet,
     fs,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
     path::Path,
@@ -18,18 +19,35 @@ pub struct Holder {
 /// The sockets of this network namespace that keep others from binding this address and UDP port. Empty when `/proc` is
 /// not there.
 pub fn port_holders(addr: IpAddr, port: u16) -> Vec<Holder> {
-    // On other addresses the port is free for others.
-    let in_the_way = |held: IpAddr| held == addr || held.is_unspecified() || addr.is_unspecified();
-    let mut out = Vec::new();
-    for table in ["/proc/net/udp", "/proc/net/udp6"] {
-        let text = fs::read_to_string(table).unwrap_or_default();
-        let sockets = text.lines().filter_map(|line| parse_line(line, port));
-        for (addr, inode) in sockets.filter(|(held, _)| in_the_way(*held)) {
-            let process = process_with_socket(inode);
-            out.push(Holder { addr, process });
+    let read = || {
+        let tables = ["/proc/net/udp", "/proc/net/udp6"].map(|table| fs::read_to_string(table).unwrap_or_default());
+        sockets_in_the_way(&tables.concat(), addr, port)
+    };
+    let mut sockets = read();
+    // A table that shrinks while it is read may lack lines.
+    for _ in 0..READINGS {
+        let before = std::mem::replace(&mut sockets, read());
+        if sockets == before {
+            break;
         }
     }
-    out
+    let holders = sockets.into_iter().map(|(addr, inode)| Holder {
+        addr,
+        process: process_with_socket(inode),
+    });
+    holders.collect()
+}
+
+/// How often the kernel's tables are read until they say the same twice.
+const READINGS: usize = 8;
+
+/// The sockets that keep others from binding this address and UDP port: what they are bound to, and their inodes. A
+/// table that grows while it is read may have lines twice.
+fn sockets_in_the_way(table: &str, addr: IpAddr, port: u16) -> BTreeSet<(IpAddr, u64)> {
+    // On other addresses the port is free for others.
+    let in_the_way = |held: IpAddr| held == addr || held.is_unspecified() || addr.is_unspecified();
+    let sockets = table.lines().filter_map(|line| parse_line(line, port));
+    sockets.filter(|(held, _)| in_the_way(*held)).collect()
 }
 
 /// The local address and the inode of a line of `/proc/net/udp`, if it is for `port`.
@@ -116,6 +134,19 @@ mod tests {
         assert!(explain(Ipv4Addr::UNSPECIFIED.into(), port).contains(&us));
         let elsewhere = explain(Ipv4Addr::new(127, 0, 0, 2).into(), port);
         assert!(!elsewhere.contains(&us), "we have it on another address: {elsewhere}");
+    }
+
+    #[test]
+    fn a_socket_that_the_table_has_twice_is_one() {
+        let local = u32::from_ne_bytes([127, 0, 0, 1]);
+        let line = |port: u16, inode: u64| {
+            format!(
+                "  9: {local:08X}:{port:04X} 00000000:0000 07 00000000:00000000 00:00000000 00000000     0        0 {inode} 2 0 0\n"
+            )
+        };
+        let table = [line(4791, 7), line(4792, 8), line(4791, 7), line(4791, 9)].concat();
+        let sockets = sockets_in_the_way(&table, Ipv4Addr::LOCALHOST.into(), 4791);
+        assert_eq!(sockets.into_iter().map(|s| s.1).collect::<Vec<_>>(), [7, 9]);
     }
 
     #[test]
