@@ -45,7 +45,7 @@ mod strings;
 mod sysfs;
 mod table;
 #[cfg(test)]
-mod unaligned;
+mod tests;
 mod unsupported;
 mod worker;
 mod wrex;

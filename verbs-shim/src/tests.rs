@@ -39,7 +39,7 @@ unsafe extern "C" {
 
 /// Set for the process that has the device.
 const CHILD: &str = "FERROCE_TEST_UNALIGNED";
-const NAME: &str = "unaligned::whatever_programs_pass_may_lie_at_any_address";
+const NAME: &str = "tests::whatever_programs_pass_may_lie_at_any_address";
 const LOCAL_WRITE: c_int = 1;
 /// `IBV_QP_EX_WITH_SEND`.
 const EX_WITH_SEND: u64 = 1 << 2;
