@@ -26,26 +26,23 @@ class Side:
 
 
 def server(side, lines):
-    lines.write(json.dumps([side.name, side.at]) + "\n")
-    lines.flush()
+    lines.tell(json.dumps([side.name, side.at]))
     for seed, blocks in [(3, 1), (5, 2)]:
-        assert lines.readline().strip() == "written"
+        assert lines.hear() == "written"
         wanted = pattern(seed)
         wanted = wanted if blocks == 1 else wanted[: SIZE // 2] + bytes(SIZE // 2)
         assert side.memory.raw == wanted, f"what was written, {seed}"
         side.memory.raw = pattern(seed + 4) if blocks == 1 else wanted
-        lines.write("compared\n")
-        lines.flush()
+        lines.tell("compared")
     assert side.engine.unregister_memory(side.at) == 0
 
 
 def client(side, lines):
-    peer, there = json.loads(lines.readline())
+    peer, there = json.loads(lines.hear())
 
     def told():
-        lines.write("written\n")
-        lines.flush()
-        assert lines.readline().strip() == "compared", "the other side is gone"
+        lines.tell("written")
+        assert lines.hear() == "compared"
 
     side.memory.raw = pattern(3)
     assert side.engine.transfer_sync_write(peer, side.at, there, SIZE) == 0, "write"
@@ -63,7 +60,7 @@ def client(side, lines):
 
 def main():
     role, sock = sides.connected()
-    {"server": server, "client": client}[role](Side(sock.getsockname()[0]), sock.makefile("rw"))
+    {"server": server, "client": client}[role](Side(sock.getsockname()[0]), sides.Lines(sock))
 
 
 main()

@@ -51,10 +51,9 @@ def server(addr, port):
         store = opened(addr, f"{addr}:{rpc}", LENT)
         with socket.create_server((addr, port)) as listener:
             sock = listener.accept()[0]
-        lines = sock.makefile("rw")
-        lines.write(json.dumps(f"{addr}:{rpc}") + "\n")
-        lines.flush()
-        assert lines.readline().strip() == "done", "the client failed"
+        lines = sides.Lines(sock)
+        lines.tell(json.dumps(f"{addr}:{rpc}"))
+        assert lines.hear() == "done"
         store.close()
     finally:
         master.kill()
@@ -62,8 +61,8 @@ def server(addr, port):
 
 
 def client(addr, port):
-    lines = socket.create_connection((addr, port)).makefile("rw")
-    store = opened(addr, json.loads(lines.readline()), 0)
+    lines = sides.Lines(socket.create_connection((addr, port)))
+    store = opened(addr, json.loads(lines.hear()), 0)
     memory = ctypes.create_string_buffer(SIZE)
     at = ctypes.addressof(memory)
     assert store.register_buffer(at, SIZE) == 0, "register_buffer"
@@ -79,8 +78,7 @@ def client(addr, port):
     assert store.is_exist("object 3") == 1 and store.is_exist("object 99") == 0
     assert store.unregister_buffer(at) == 0
     store.close()
-    lines.write("done\n")
-    lines.flush()
+    lines.tell("done")
     print("all compared")
 
 

@@ -18,6 +18,22 @@ def exactly(sock, count):
     return out
 
 
+class Lines:
+    """Lines over a connection. It has a file for each direction: one for both drops what it has read ahead when it writes."""
+
+    def __init__(self, sock):
+        self.reader, self.writer = sock.makefile("r"), sock.makefile("w")
+
+    def tell(self, line):
+        self.writer.write(line + "\n")
+        self.writer.flush()
+
+    def hear(self):
+        line = self.reader.readline()
+        assert line, "the other side is gone"
+        return line.strip()
+
+
 def connected():
     """Which side this is, and its connection: the server listens, and takes one client."""
     role, addr, port = sys.argv[1], sys.argv[2], int(sys.argv[3])

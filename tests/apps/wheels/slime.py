@@ -16,7 +16,7 @@ def pattern(seed):
 
 class Side:
     def __init__(self, sock):
-        self.lines = sock.makefile("rw")
+        self.lines = sides.Lines(sock)
         self.endpoint = RDMAEndpoint("ferroce0", 1, "RoCE", 2)
         self.memory = ctypes.create_string_buffer(SIZE)
         self.at = ctypes.addressof(self.memory)
@@ -28,11 +28,10 @@ class Side:
         self.meet()
 
     def tell(self, what):
-        self.lines.write(json.dumps(what) + "\n")
-        self.lines.flush()
+        self.lines.tell(json.dumps(what))
 
     def hear(self):
-        return json.loads(self.lines.readline())
+        return json.loads(self.lines.hear())
 
     def meet(self):
         self.tell("here")
