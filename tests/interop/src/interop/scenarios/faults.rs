@@ -322,12 +322,13 @@ fn link_down_kernel_client(c: &mut Ctx<'_>) -> Result<String, Error> {
 /// qemu-io writing and reading as much at a time, so many times, through our client.
 fn start_our_writer(c: &Ctx<'_>, mapping: &Mapping, size: &str, rounds: usize) -> Result<Proc, Error> {
     let [write, read] = ["write", "read"].map(|what| format!("{what} -P 0x77 0 {size}"));
-    let mut args = vec!["-f", "raw"];
+    // Line by line: into a file it would tell of its first write after some twenty rounds.
+    let mut args = vec!["-oL", "qemu-io", "-f", "raw"];
     for _ in 0..rounds {
         args.extend(["-c", &write, "-c", &read]);
     }
     args.push(&mapping.url);
-    let mut writer = Proc::spawn("writer", std::process::Command::new("qemu-io").args(args), &c.dir)?;
+    let mut writer = Proc::spawn("writer", std::process::Command::new("stdbuf").args(args), &c.dir)?;
     writer.wait_for("wrote", Duration::from_secs(60))?;
     Ok(writer)
 }
