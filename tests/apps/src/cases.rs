@@ -78,6 +78,11 @@ pub(crate) struct Case {
     pub(crate) directory: bool,
 }
 
+/// A command that has the shell run this.
+pub(crate) fn shell(text: &str) -> Vec<String> {
+    vec!["sh".into(), "-c".into(), text.into()]
+}
+
 fn words(text: &str) -> Vec<String> {
     text.split_whitespace().map(str::to_owned).collect()
 }
@@ -112,7 +117,7 @@ impl Case {
     /// What a shell does.
     pub(crate) fn script(name: &str, package: &'static str, text: &str) -> Self {
         Self {
-            client: vec!["sh".into(), "-c".into(), text.into()],
+            client: shell(text),
             ..Self::alone(name, package, "sh")
         }
     }

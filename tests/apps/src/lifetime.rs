@@ -31,71 +31,52 @@ fn cycles() -> Case {
         "cc -Wall -Werror -O1 -o {{dir}}/cycles {source} -libverbs -lrdmacm && \
          GLIBC_TUNABLES=glibc.malloc.tcache_count=0 exec {{dir}}/cycles {{addr}} 1000"
     );
-    Case {
-        client: vec!["sh".into(), "-c".into(), script],
-        ..Case::alone("1000 cycles of every object", "gcc, librdmacm-dev", "sh")
-    }
-    .says("nothing is left")
-    .within(1800)
+    Case::script("1000 cycles of every object", "gcc, librdmacm-dev", &script)
+        .says("nothing is left")
+        .within(1800)
 }
 
 /// NULL objects, shared target queue pairs, headers of datagrams.
 fn edges() -> Case {
     let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/edges.c");
     let script = format!("cc -Wall -Werror -O1 -o {{dir}}/edges {source} -libverbs && exec {{dir}}/edges");
-    Case {
-        client: vec!["sh".into(), "-c".into(), script],
-        ..Case::alone("edges of the interface", "gcc, libibverbs-dev", "sh")
-    }
-    .says("the edges hold")
-    .ci()
+    Case::script("edges of the interface", "gcc, libibverbs-dev", &script)
+        .says("the edges hold")
+        .ci()
 }
 
 /// Sizes, error numbers, batches and memory as the manual pages have them.
 fn contract() -> Case {
     let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/contract.c");
     let script = format!("cc -Wall -Werror -O1 -o {{dir}}/contract {source} -libverbs && exec {{dir}}/contract");
-    Case {
-        client: vec!["sh".into(), "-c".into(), script],
-        ..Case::alone("what the manuals promise", "gcc, libibverbs-dev", "sh")
-    }
-    .says("the contract holds")
-    .ci()
+    Case::script("what the manuals promise", "gcc, libibverbs-dev", &script)
+        .says("the contract holds")
+        .ci()
 }
 
 /// What the device says of itself: that much, and no more.
 fn limits(name: &str) -> Case {
     let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/limits.c");
     let script = format!("cc -Wall -Werror -O1 -o {{dir}}/limits {source} -libverbs && exec {{dir}}/limits");
-    Case {
-        client: vec!["sh".into(), "-c".into(), script],
-        ..Case::alone(name, "gcc, libibverbs-dev", "sh")
-    }
-    .says("the limits hold")
+    Case::script(name, "gcc, libibverbs-dev", &script).says("the limits hold")
 }
 
 /// What posting takes and how it completes, and memory windows.
 fn posting() -> Case {
     let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/posting.c");
     let script = format!("cc -Wall -Werror -O1 -o {{dir}}/posting {source} -libverbs && exec {{dir}}/posting");
-    Case {
-        client: vec!["sh".into(), "-c".into(), script],
-        ..Case::alone("what posting takes", "gcc, libibverbs-dev", "sh")
-    }
-    .says("work requests end as on hardware")
-    .ci()
+    Case::script("what posting takes", "gcc, libibverbs-dev", &script)
+        .says("work requests end as on hardware")
+        .ci()
 }
 
 /// Handles that were changed, objects of two contexts, objects that are gone: for every object and every call.
 fn strangers() -> Case {
     let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/strangers.c");
     let script = format!("cc -Wall -Werror -O1 -o {{dir}}/strangers {source} -libverbs && exec {{dir}}/strangers");
-    Case {
-        client: vec!["sh".into(), "-c".into(), script],
-        ..Case::alone("objects that are not what they say", "gcc, libibverbs-dev", "sh")
-    }
-    .says("no stranger gets in")
-    .ci()
+    Case::script("objects that are not what they say", "gcc, libibverbs-dev", &script)
+        .says("no stranger gets in")
+        .ci()
 }
 
 /// Descriptors of events in poll, select and epoll.
@@ -104,12 +85,9 @@ fn channels() -> Case {
     let script = format!(
         "cc -Wall -Werror -O1 -o {{dir}}/channels {source} -libverbs -lrdmacm && exec {{dir}}/channels {{addr}}"
     );
-    Case {
-        client: vec!["sh".into(), "-c".into(), script],
-        ..Case::alone("descriptors of events", "gcc, librdmacm-dev", "sh")
-    }
-    .says("events come as they should")
-    .ci()
+    Case::script("descriptors of events", "gcc, librdmacm-dev", &script)
+        .says("events come as they should")
+        .ci()
 }
 
 /// Signals that a program takes by signalfd.
@@ -117,12 +95,9 @@ fn signals() -> Case {
     let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/signals.c");
     let script =
         format!("cc -Wall -Werror -O1 -o {{dir}}/signals {source} -libverbs -lrdmacm && exec {{dir}}/signals {{addr}}");
-    Case {
-        client: vec!["sh".into(), "-c".into(), script],
-        ..Case::alone("signals of the program", "gcc, librdmacm-dev", "sh")
-    }
-    .says("the signals are the program's")
-    .ci()
+    Case::script("signals of the program", "gcc, librdmacm-dev", &script)
+        .says("the signals are the program's")
+        .ci()
 }
 
 /// The port of an interface that is up, without and with a carrier, in a network of its own.
@@ -133,12 +108,9 @@ fn carrier() -> Case {
          ip link add here type veth peer name there; ip addr add 198.51.100.1/24 dev here; ip link set here up; \
          {{dir}}/carrier down; ip link set there up; {{dir}}/carrier up'"
     );
-    Case {
-        client: vec!["sh".into(), "-c".into(), script],
-        ..Case::alone("a port follows its carrier", "gcc, libibverbs-dev, iproute2", "sh")
-    }
-    .says("the link is up")
-    .ci()
+    Case::script("a port follows its carrier", "gcc, libibverbs-dev, iproute2", &script)
+        .says("the link is up")
+        .ci()
 }
 
 /// A program that is built with the header, library and pkg-config file as `cargo xtask install` puts them, and runs without

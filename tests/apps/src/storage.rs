@@ -10,7 +10,7 @@
 //! Of libiscsi's programs, iscsi-ls takes `iscsi://` alone, which is TCP, and iscsi-dd is in no package of Debian's.
 //! librpma's examples are in no package either, and Debian's fio has no engine of it.
 
-use crate::cases::{Case, Ready};
+use crate::cases::{Case, Ready, shell};
 
 const TGT: &str = "tgt";
 /// qemu's driver of iSCSI is a module of its own.
@@ -54,16 +54,12 @@ qemu-img convert -O raw --image-opts $disk back; cmp source back
 qemu-img compare --image-opts driver=file,filename=source $disk
 echo all the same";
 
-fn script(text: String) -> Vec<String> {
-    vec!["sh".into(), "-c".into(), text]
-}
-
 fn iser(name: &str, package: &'static str, program: &str, text: &str, says: &'static str) -> Case {
     let mut case = Case::pair(name, TGT, "sh", "sh").stopped().says(says).within(300);
     if let Some(server) = &mut case.server {
-        server.command = script(DAEMON.into());
+        server.command = shell(DAEMON);
     }
-    case.client = script(format!("{TARGET}{text}"));
+    case.client = shell(&format!("{TARGET}{text}"));
     case.needs(&[("tgtd", TGT), ("qemu-img", "qemu-utils"), (program, package)])
 }
 
@@ -71,7 +67,7 @@ fn rpma() -> Case {
     let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/rpma.c");
     let side = |name: &str| {
         let build = format!("cc -Wall -Werror -O1 -o {{dir}}/rpma-{name} {source} -lrpma -libverbs");
-        script(format!("{build} && exec {{dir}}/rpma-{name} {name} {{addr}} {{port}}"))
+        shell(&format!("{build} && exec {{dir}}/rpma-{name} {name} {{addr}} {{port}}"))
     };
     let mut case = Case::pair("librpma", "librpma-dev", "sh", "sh").ready(Ready::Retry);
     if let Some(server) = &mut case.server {
