@@ -1,7 +1,6 @@
 //! What the end-to-end tests share: `ferroce` processes, loopback addresses of their own, an NBD client.
 //!
-//! The program under test is `$FERROCE_BIN` (cargo xtask sets it to the release build), or a debug build that is made
-//! on first use.
+//! The program under test is `$FERROCE_BIN` (cargo xtask sets it), or a debug build that is made on first use.
 
 pub mod device;
 pub mod nbd;

@@ -100,9 +100,14 @@ impl Built {
     }
 }
 
-/// Builds all libraries and programs of the workspace.
+/// Builds all libraries and programs of the workspace. In the dev profile one test is among them: without any, the features of
+/// dev-dependencies would be left out, and much be compiled again for [`build_tests`].
 pub(crate) fn build_programs(profile: Profile) -> Result<Built> {
-    build_workspace(&[profile.args(), &["--lib", "--bins"]].concat())
+    let what: &[&str] = match profile {
+        Profile::Dev => &["--lib", "--bins", "--test", "cleanup"],
+        Profile::Release => &["--release", "--lib", "--bins"],
+    };
+    build_workspace(what)
 }
 
 /// Builds all libraries, programs and tests of the workspace.

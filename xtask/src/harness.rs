@@ -26,6 +26,11 @@ impl TestProgram {
         format!("{} {}", self.package, self.target)
     }
 
+    /// Whether these pairs of package and file have it.
+    pub(crate) fn is_one_of(&self, files: &[(&str, &str)]) -> bool {
+        files.contains(&(&*self.package, &*self.target))
+    }
+
     fn command(&self) -> Command {
         let mut command = Command::new(&self.path);
         command.current_dir(&self.dir).env("CARGO_MANIFEST_DIR", &self.dir);

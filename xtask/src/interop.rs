@@ -1,6 +1,14 @@
 //! `cargo xtask interop`: builds our programs and hands over to the lab.
 
-use std::{ffi::OsString, process::Command};
+use std::{
+    ffi::OsString,
+    fs,
+    os::unix::process::CommandExt as _,
+    path::Path,
+    process::{Command, Stdio},
+    thread,
+    time::Duration,
+};
 
 use crate::{
     Result,
@@ -16,9 +24,42 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
     process::hand_over("ferroce-interop", command.args(args))
 }
 
+/// Prepares the lab's folder, where `ferroce-interop` looks for it, while something else is done. What goes wrong is told by the
+/// suite, which tries again.
+pub(crate) fn prepare() -> Result<()> {
+    if !is_root() {
+        return Ok(());
+    }
+    let folder = Path::new("target/lab");
+    fs::create_dir_all(folder).map_err(|e| format!("{}: {e}", folder.display()))?;
+    let mut command = process::command("flock");
+    // Where another run uses the folder there is nothing to prepare.
+    command.args(["--nonblock", "--no-fork"]).arg(folder.join("lock"));
+    command.args(["bash", "tests/interop/lab/setup.sh"]).arg(folder);
+    // A package manager must not be interrupted: ctrl-C of a terminal goes to us alone, and the script ends after its step.
+    let mut child = command
+        .process_group(0)
+        .stdin(Stdio::null())
+        .spawn()
+        .map_err(|e| format!("flock: {e}"))?;
+    let mut told = false;
+    while child.try_wait().map_err(|e| format!("flock: {e}"))?.is_none() {
+        if process::interrupted() && !told {
+            told = true;
+            process::terminate(child.id());
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
+    process::check_interrupt()
+}
+
+fn is_root() -> bool {
+    nix::unistd::geteuid().is_root()
+}
+
 /// The suite `interop`: a set of the scenarios. What else the lab runs is beside its program.
 pub(crate) fn suite(built: &Built, set: &str) -> Result<Tally> {
-    if !nix::unistd::geteuid().is_root() {
+    if !is_root() {
         return Ok(Tally::not_run(
             "the lab needs root: namespaces, taps, packages".to_owned(),
         ));

@@ -47,9 +47,9 @@ enum Task {
     /// `real-clients` (tests marked ignored because they need qemu-img, nbdcopy or fio, which are installed first),
     /// `apps` (unmodified RDMA programs, which are installed first, under `ferroce run`), `interop` (scenarios against
     /// Linux kernels in virtual machines; needs root and Debian's package archive), `flood` (the soak test, in the full
-    /// set only). The workspace is built as a whole before, the tests in the dev profile and the programs under test in
-    /// the release profile. Each suite prints how many tests passed, failed and were not run, with the reason,
-    /// and how long it took. It fails if tests that it names are not there, or have no result. A suite that could not
+    /// set only). The workspace is built as a whole before, in the dev profile; in the full set the programs under test are
+    /// of the release profile. Each suite prints how many tests passed, failed and were not run, with the reason, and how
+    /// long it took. It fails if tests that it names are not there, or have no result. A suite that could not
     /// be run makes the exit status 1 unless --allow-not-run is given; suites that are left out do not count.
     Test(suites::TestArgs),
     /// Run simulated networks with every fault, from seeds
@@ -63,7 +63,7 @@ enum Task {
     Lint,
     /// What CI runs: lint and test
     ///
-    /// The lints and the simulator run beside the lab, at the lowest priority.
+    /// Tests are built, and the lints and the simulator run, beside the lab, at the lowest priority.
     Ci(suites::TestArgs),
     /// Run our transport against stock Debian kernels in virtual machines (`cargo xtask interop -- --help`)
     ///

@@ -148,9 +148,7 @@ impl Guard {
         if let Some(status) = self.try_wait()? {
             return Ok(status);
         }
-        let pid = i32::try_from(self.child.id()).map_err(|_| format!("{}: strange process id", self.name))?;
-        // The child has not been waited for, so the id is still its own.
-        let _ = kill(Pid::from_raw(pid), Signal::SIGTERM);
+        terminate(self.child.id());
         let end = Instant::now() + GRACE;
         while Instant::now() < end {
             if let Some(status) = self.try_wait()? {
@@ -165,6 +163,13 @@ impl Guard {
             self.name,
             GRACE.as_secs()
         ))
+    }
+}
+
+/// Asks a child to end that has not been waited for, so that the id is still its own.
+pub(crate) fn terminate(id: u32) {
+    if let Ok(id) = i32::try_from(id) {
+        let _ = kill(Pid::from_raw(id), Signal::SIGTERM);
     }
 }
 

@@ -34,13 +34,29 @@ const SIM_SEEDS: [(u64, u64); 3] = [(100, 20), (2000, 200), (20_000, 2000)];
 /// Cases of each property that does not say how many itself, in the set `full`.
 const FULL_CASES: (&str, &str) = ("PROPTEST_CASES", "4096");
 
-/// Two processes of the program, and attacks on them.
-const END_TO_END: [&str; 2] = ["ferroce-hostile", "ferroce-tests"];
-/// Replays what the fuzz targets have found: part of the suite `sim`.
-const REPLAY: &str = "ferroce-fuzz-targets";
+/// Which suite has the tests of a package that are not ignored.
+fn suite_of(package: &str) -> &'static str {
+    match package {
+        // Two processes of the program, and attacks on them.
+        "ferroce-hostile" | "ferroce-tests" => END_TO_END,
+        // Replays what the fuzz targets have found.
+        "ferroce-fuzz-targets" => SIM,
+        _ => UNIT,
+    }
+}
+
+/// Tests that judge how fast something is, or who gets through a flood: nothing else may compute beside them. Package and
+/// file.
+const ALONE: [(&str, &str); 5] = [
+    ("ferroce-hostile", "broker"),
+    ("ferroce-hostile", "strangers"),
+    ("ferroce-tests", "bench"),
+    ("rtrs", "flood"),
+    ("rtrs", "hostile"),
+];
 
 /// Ignored tests that need programs of others, or rights: packages.
-const REAL_CLIENTS: [&str; 2] = ["rnbd", "ferroce-tests"];
+const CLIENTS_OF: [&str; 2] = ["rnbd", "ferroce-tests"];
 /// Those of them that make a namespace, mount a file system or set up a loop device.
 const PRIVILEGED: [&str; 9] = [
     "a_block_device_has_its_own_geometry",
@@ -72,11 +88,18 @@ const HELPERS: [(&str, &str, &str); 2] = [
     ("roce-broker", "sharing", "member::member"),
 ];
 
-/// What comes before the suites.
-const BUILD: &str = "build";
+/// What comes before the suites: the programs, and the tests.
+const BUILD: [&str; 2] = ["build", "build tests"];
 const LINT: &str = "lint";
+const UNIT: &str = "unit";
+const SIM: &str = "sim";
+const END_TO_END: &str = "end-to-end";
+const REAL_CLIENTS: &str = "real-clients";
+const APPS: &str = "apps";
+const LAB: &str = "interop";
+const FLOOD: &str = "flood";
 /// In the table they have this order; with --quick there are only the first ones.
-const SUITES: [&str; 7] = ["unit", "sim", "end-to-end", "real-clients", "apps", "interop", "flood"];
+const SUITES: [&str; 7] = [UNIT, SIM, END_TO_END, REAL_CLIENTS, APPS, LAB, FLOOD];
 const QUICK: usize = 2;
 
 #[derive(Args, Clone)]
@@ -100,10 +123,17 @@ impl TestArgs {
         matches!(self.set, Set::Full)
     }
 
+    const fn set_name(&self) -> &'static str {
+        match self.set {
+            Set::Ci => "ci",
+            Set::Full => "full",
+        }
+    }
+
     /// Programs of others that the suites need, but for the lab's.
     fn needed(&self) -> Vec<tools::Tool> {
-        let clients = self.runs("real-clients").then(client_tools);
-        let apps = self.runs("apps").then(|| apps::needed(self.full()));
+        let clients = self.runs(REAL_CLIENTS).then(client_tools);
+        let apps = self.runs(APPS).then(|| apps::needed(self.full()));
         clients.into_iter().chain(apps).flatten().collect()
     }
 
@@ -121,7 +151,7 @@ impl TestArgs {
             Some("--suite")
         } else if self.quick && index >= QUICK {
             Some("--quick")
-        } else if SUITES[index] == "flood" && !asked && !self.full() {
+        } else if SUITES[index] == FLOOD && !asked && !self.full() {
             Some("--set full has it")
         } else {
             None
@@ -144,78 +174,95 @@ pub(crate) fn ci(args: &TestArgs) -> Result<()> {
 
 fn run(args: &TestArgs, lints: bool) -> Result<()> {
     let begin = Instant::now();
-    let mut rows = match build(args)? {
-        (row, Some(made)) => [vec![row], suites(args, lints, &made)?].concat(),
+    let mut rows = Vec::new();
+    match build(args, &mut rows)? {
+        Some(programs) => suites(args, lints, &programs, &mut rows)?,
         // Nothing to run; the lints say more of what is wrong.
-        (row, None) if lints => vec![row, timed(LINT, lint::suite)?],
-        (row, None) => vec![row],
-    };
+        None if lints => rows.push(timed(LINT, lint::suite)?),
+        None => {}
+    }
     let left_out = (0..SUITES.len()).filter_map(|i| Some((SUITES[i], args.left_out(i)?)));
     rows.extend(left_out.map(|(name, why)| (name, Tally::left_out(why), Duration::ZERO)));
-    let order = [BUILD, LINT].into_iter().chain(SUITES);
+    let order = BUILD.into_iter().chain([LINT]).chain(SUITES);
     let order: Vec<_> = order.collect();
     rows.sort_by_key(|(name, ..)| order.iter().position(|n| n == name));
     report(&rows, args, begin.elapsed())
 }
 
-/// The tests, and the release build where programs are of that.
-type Made = (Built, Option<Built>);
-
-/// Builds what all suites use, once, and installs what they need meanwhile.
-fn build(args: &TestArgs) -> Result<(Row, Option<Made>)> {
+/// Builds the programs under test, which the lab begins with, and installs what the suites need meanwhile.
+fn build(args: &TestArgs, rows: &mut Vec<Row>) -> Result<Option<Built>> {
     let mut made = None;
-    let row = timed(BUILD, || {
-        let (built, released) = thread::scope(|scope| {
+    let row = timed(BUILD[0], || {
+        let programs = thread::scope(|scope| {
             // What can not be installed is told by the suite that needs it.
-            let _packages = scope.spawn(|| args.needed().is_empty() || tools::ensure(&args.needed()).is_ok());
-            let built = cargo::build_tests()?;
-            // What users have; a short round does without.
-            let released = (!args.quick).then(|| cargo::build_programs(Profile::Release));
-            let released = released.transpose()?;
-            Ok::<_, String>((built, released))
-        })?;
-        let mut tally = Tally::default();
-        tally.passed = 1;
+            scope.spawn(|| {
+                let _ = args.needed().is_empty() || tools::ensure(&args.needed()).is_ok();
+                args.runs(LAB).then(|| process::at_lowest_priority(interop::prepare))
+            });
+            match args.full() {
+                // What users have.
+                true => cargo::build_programs(Profile::Release),
+                false => cargo::build_programs(Profile::Dev),
+            }
+        });
+        made = Some(programs?);
+        Ok(Tally::one_passed())
+    })?;
+    rows.push(row);
+    Ok(made)
+}
+
+/// Builds the tests. All of them have a suite.
+fn build_tests(rows: &mut Vec<Row>) -> Result<Option<Built>> {
+    let mut made = None;
+    let row = timed(BUILD[1], || {
+        let built = cargo::build_tests()?;
+        let mut tally = Tally::one_passed();
         unclaimed(&built.tests)?.into_iter().for_each(|text| tally.fail(text));
-        made = Some((built, released));
+        made = Some(built);
         Ok(tally)
     })?;
-    Ok((row, made))
+    rows.push(row);
+    Ok(made)
 }
 
 /// Runs what was chosen. The lab's guests have one processor each and wait for one another, so what only computes has the
-/// rest of the machine beside it, at the lowest priority. The other suites have it to themselves.
-fn suites(args: &TestArgs, lints: bool, (built, released): &Made) -> Result<Vec<Row>> {
-    let stage = Stage {
-        args,
-        programs: released.as_ref().unwrap_or(built),
-        tests: &built.tests,
-    };
+/// rest of the machine beside it, at the lowest priority: the compiler and the simulator.
+fn suites(args: &TestArgs, lints: bool, programs: &Built, rows: &mut Vec<Row>) -> Result<()> {
     let chosen = |name: &&str| args.runs(name);
-    let run = |name| timed(name, || stage.suite(name));
-    let lab = Some("interop").filter(chosen);
-    let mut rows = thread::scope(|scope| {
-        let guests = lab.map(|name| scope.spawn(move || run(name)));
-        let beside = || -> Result<Vec<Row>> {
-            let lint = lints.then(|| timed(LINT, lint::suite));
-            lint.into_iter().chain(Some("sim").filter(chosen).map(run)).collect()
+    let lab = Some(LAB).filter(chosen);
+    let computed = thread::scope(|scope| {
+        let guests = lab.map(|name| scope.spawn(move || timed(name, || interop::suite(programs, args.set_name()))));
+        let beside = |rows: &mut Vec<Row>| -> Result<Option<Built>> {
+            let built = build_tests(rows)?;
+            rows.extend(lints.then(|| timed(LINT, lint::suite)).transpose()?);
+            if let (Some(built), true) = (&built, args.runs(SIM)) {
+                rows.push(timed(SIM, || Stage::new(args, programs, built).sim())?);
+            }
+            Ok(built)
         };
-        let mut rows = match lab {
-            Some(_) => process::at_lowest_priority(beside),
-            None => beside(),
+        let built = match lab {
+            Some(_) => process::at_lowest_priority(|| beside(rows)),
+            None => beside(rows),
         }?;
         if let Some(thread) = guests {
             rows.push(thread.join().map_err(|_| "the thread of the lab panicked")??);
         }
-        Ok::<_, String>(rows)
+        Ok::<_, String>(built)
     })?;
-    for name in ["unit", "end-to-end", "real-clients", "apps", "flood"]
-        .iter()
-        .filter(|n| chosen(n))
-    {
-        rows.push(run(name)?);
+    let Some(built) = computed else { return Ok(()) };
+    Stage::new(args, programs, &built).run(rows)
+}
+
+/// Adds what a suite came to, or its second half.
+fn add(rows: &mut Vec<Row>, (name, tally, took): Row) {
+    match rows.iter_mut().find(|(n, ..)| *n == name) {
+        Some((_, half, time)) => {
+            half.add(tally);
+            *time += took;
+        }
+        None => rows.push((name, tally, took)),
     }
-    Ok(rows)
 }
 
 /// Runs a suite. An error of its own counts as its failure; the others run nevertheless.
@@ -262,31 +309,59 @@ struct Stage<'a> {
     tests: &'a [TestProgram],
 }
 
-impl Stage<'_> {
-    fn suite(&self, name: &str) -> Result<Tally> {
-        match name {
-            "unit" => self.unit(),
-            "sim" => self.sim(),
-            "end-to-end" => {
-                let jobs = self.of_packages(|p| END_TO_END.contains(&p))?;
-                harness::run(jobs, &[("FERROCE_BIN", &self.ferroce()?)])
+impl<'a> Stage<'a> {
+    fn new(args: &'a TestArgs, programs: &'a Built, built: &'a Built) -> Self {
+        let tests = &built.tests;
+        Self { args, programs, tests }
+    }
+
+    /// What does not run beside the lab: first what may run beside other tests, then what may not.
+    fn run(&self, rows: &mut Vec<Row>) -> Result<()> {
+        // Not root, or no packages: no guest would boot.
+        if rows.iter().any(|(name, lab, _)| *name == LAB && lab.passed > 0) {
+            add(rows, timed(LAB, || self.cleanup())?);
+        }
+        thread::scope(|scope| {
+            // Most of it waits, or computes on one processor.
+            let programs = scope.spawn(|| self.run_each(&[APPS, END_TO_END], false));
+            for row in self.run_each(&[UNIT], false)? {
+                add(rows, row);
             }
-            "real-clients" => self.real_clients(),
-            "apps" => apps::suite(self.programs, self.args.full()),
-            "interop" => self.lab(),
-            "flood" => flood::suite(self.programs),
+            let programs = programs.join();
+            for row in programs.map_err(|_| "the thread of the programs panicked")?? {
+                add(rows, row);
+            }
+            Ok::<_, String>(())
+        })?;
+        for row in self.run_each(&[UNIT, END_TO_END, REAL_CLIENTS, FLOOD], true)? {
+            add(rows, row);
+        }
+        Ok(())
+    }
+
+    /// Those of some suites that were chosen.
+    fn run_each(&self, names: &[&'static str], alone: bool) -> Result<Vec<Row>> {
+        let chosen = names.iter().filter(|n| self.args.runs(n));
+        chosen.map(|name| timed(name, || self.suite(name, alone))).collect()
+    }
+
+    fn suite(&self, name: &str, alone: bool) -> Result<Tally> {
+        match name {
+            UNIT if alone => self.programs_of(name, alone, &[]),
+            UNIT => self.unit(),
+            END_TO_END => self.programs_of(name, alone, &[("FERROCE_BIN", &self.ferroce()?)]),
+            APPS => apps::suite(self.programs, self.args.full()),
+            REAL_CLIENTS => self.real_clients(),
+            FLOOD => flood::suite(self.programs),
             _ => Err(format!("no suite {name}")),
         }
     }
 
-    /// What is not ignored in some packages.
-    fn of_packages(&self, wanted: impl Fn(&str) -> bool) -> Result<Vec<Job<'_>>> {
-        let programs = self.tests.iter().filter(|t| wanted(&t.package));
-        let jobs = programs.map(Job::all).collect::<Result<Vec<_>>>()?;
-        match jobs.is_empty() {
-            true => Err("no such package has tests".into()),
-            false => Ok(jobs),
-        }
+    /// The tests of a suite that are not ignored and run alone, or beside others.
+    fn programs_of(&self, suite: &str, alone: bool, env: &[(&str, &str)]) -> Result<Tally> {
+        let programs = self.tests.iter().filter(|t| suite_of(&t.package) == suite);
+        let chosen = programs.filter(|t| t.is_one_of(&ALONE) == alone);
+        harness::run(chosen.map(Job::all).collect::<Result<_>>()?, env)
     }
 
     fn ferroce(&self) -> Result<String> {
@@ -295,27 +370,21 @@ impl Stage<'_> {
 
     fn unit(&self) -> Result<Tally> {
         let cases = self.args.full().then_some(FULL_CASES);
-        let jobs = self.of_packages(|p| !END_TO_END.contains(&p) && p != REPLAY)?;
-        let mut tally = harness::run(jobs, cases.as_slice())?;
+        let mut tally = self.programs_of(UNIT, false, cases.as_slice())?;
         tally.add(self.several_users()?);
         tally.add(harness::doc_tests()?);
         Ok(tally)
     }
 
     fn sim(&self) -> Result<Tally> {
-        let mut tally = harness::run(self.of_packages(|p| p == REPLAY)?, &[])?;
+        let mut tally = self.programs_of(SIM, false, &[])?;
         let set = if self.args.quick {
             0
         } else {
             1 + usize::from(self.args.full())
         };
         let (fixed, fresh) = SIM_SEEDS[set];
-        // Ten times as fast as in the dev profile; a short round has no other program of the release profile.
-        let bin = match self.args.quick {
-            true => cargo::build("roce-sim", "roce-sim", Profile::Release)?,
-            false => self.programs.program("roce-sim")?.to_path_buf(),
-        };
-        tally.add(sim::suite(&bin, fixed, fresh)?);
+        tally.add(sim::suite(self.programs.program("roce-sim")?, fixed, fresh)?);
         Ok(tally)
     }
 
@@ -344,7 +413,7 @@ impl Stage<'_> {
         let mut jobs = Vec::new();
         let mut privileged = Vec::new();
         let may = tools::may_make_namespaces();
-        for program in self.tests.iter().filter(|t| REAL_CLIENTS.contains(&t.package.as_str())) {
+        for program in self.tests.iter().filter(|t| CLIENTS_OF.contains(&t.package.as_str())) {
             let (special, mut names): (Vec<_>, Vec<_>) = ignored(program)?
                 .into_iter()
                 .partition(|n| PRIVILEGED.contains(&n.as_str()));
@@ -363,22 +432,15 @@ impl Stage<'_> {
         Ok(tally)
     }
 
-    /// The scenarios, and whether the lab leaves nothing behind.
-    fn lab(&self) -> Result<Tally> {
-        let full = self.args.full();
-        let mut tally = interop::suite(self.programs, if full { "full" } else { "ci" })?;
-        if tally.passed == 0 {
-            // Not root, or no packages: no guest would boot.
-            return Ok(tally);
-        }
+    /// Whether the lab leaves nothing behind.
+    fn cleanup(&self) -> Result<Tally> {
         let program = find(self.tests, CLEANUP.0, CLEANUP.1)?;
         let mut names = ignored(program)?;
         all_there(&CI_CLEANUP, &names)?;
-        if !full {
+        if !self.args.full() {
             names.retain(|n| CI_CLEANUP.contains(&n.as_str()));
         }
-        tally.add(harness::run(vec![Job::ignored(program, names).one_by_one()], &[])?);
-        Ok(tally)
+        harness::run(vec![Job::ignored(program, names).one_by_one()], &[])
     }
 }
 
@@ -417,9 +479,10 @@ fn unclaimed(tests: &[TestProgram]) -> Result<Vec<String>> {
     let helpers = HELPERS.iter().map(|(package, file, _)| (*package, *file));
     let mut stray: Vec<String> = named()
         .chain(helpers)
+        .chain(ALONE)
         .filter_map(|(package, file)| find(tests, package, file).err())
         .collect();
-    for program in tests.iter().filter(|t| !REAL_CLIENTS.contains(&t.package.as_str())) {
+    for program in tests.iter().filter(|t| !CLIENTS_OF.contains(&t.package.as_str())) {
         let (name, ignored) = (format!("{} {}", program.package, program.target), ignored(program)?);
         let claimed = named().any(|(package, file)| program.package == package && program.target == file);
         match (claimed, ignored.is_empty()) {

@@ -31,7 +31,7 @@ use roce_bth::Opcode;
 const MIB: u64 = 1 << 20;
 const DISK: usize = 64 << 20;
 /// How long a rate is measured where there is no attack.
-const CALM: Duration = Duration::from_secs(3);
+const CALM: Duration = Duration::from_secs(2);
 /// A sixth of the speed is far more than what a broken session has, and far less than what a busy host takes away.
 const FAR_FROM_STOPPED: f64 = 1.0 / 6.0;
 

@@ -14,9 +14,7 @@ use crate::{Error, far::Ip, lab::Proc};
 pub(super) fn list() -> Vec<Scenario> {
     vec![
         Scenario::new(1, "peer-script-by-hand", Direction::Both, by_hand).waits(),
-        Scenario::new(6, "peer-script-by-ssh", Direction::Both, by_ssh)
-            .waits()
-            .ci(),
+        Scenario::new(6, "peer-script-by-ssh", Direction::Both, by_ssh).waits(),
         Scenario::new(1, "hardware-peer", Direction::Both, |_| Err(NO_PEER.into())).elsewhere(NO_PEER),
         Scenario::new(6, "peer-script-interrupted", Direction::OursToKernel, interrupted),
     ]
