@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeMap,
+    io::IsTerminal as _,
     path::{Path, PathBuf},
     process::{Command, Stdio},
     sync::OnceLock,
@@ -90,6 +91,8 @@ pub(crate) fn run_with(args: &[&str], env: &[(&str, &str)]) -> Result<()> {
 pub(crate) struct Built {
     programs: BTreeMap<String, PathBuf>,
     pub(crate) tests: Vec<TestProgram>,
+    /// What the compiler, or clippy, has warned of in our crates.
+    pub(crate) warnings: usize,
 }
 
 impl Built {
@@ -98,6 +101,28 @@ impl Built {
         let found = self.programs.get(name).map(PathBuf::as_path);
         found.ok_or_else(|| format!("cargo named no executable {name}"))
     }
+}
+
+/// From now on clippy compiles our crates in all builds (not with `cargo xtask lint`), so that it needs none of its own.
+pub(crate) fn compile_with_clippy() -> Result<()> {
+    let cargo = std::env::var_os("CARGO").map(PathBuf::from);
+    let driver = cargo
+        .and_then(|c| Some(c.parent()?.join("clippy-driver")))
+        .filter(|d| d.is_file());
+    let driver = driver.ok_or("clippy is not installed (rustup component add clippy)")?;
+    let _ = CLIPPY.set(driver);
+    Ok(())
+}
+
+static CLIPPY: OnceLock<PathBuf> = OnceLock::new();
+
+/// A cargo command that compiles our crates, in the way that all of them have in common.
+pub(crate) fn compiling() -> Command {
+    let mut command = command();
+    if let Some(driver) = CLIPPY.get() {
+        command.env("RUSTC_WORKSPACE_WRAPPER", driver);
+    }
+    command
 }
 
 /// Builds all libraries and programs of the workspace. In the dev profile one test is among them: without any, the features of
@@ -110,9 +135,9 @@ pub(crate) fn build_programs(profile: Profile) -> Result<Built> {
     build_workspace(what)
 }
 
-/// Builds all libraries, programs and tests of the workspace.
+/// Builds all libraries, programs, tests, examples and benchmarks of the workspace.
 pub(crate) fn build_tests() -> Result<Built> {
-    build_workspace(&["--lib", "--bins", "--tests", "--examples"])
+    build_workspace(&["--all-targets"])
 }
 
 fn build_workspace(what: &[&str]) -> Result<Built> {
@@ -121,8 +146,13 @@ fn build_workspace(what: &[&str]) -> Result<Built> {
     let mut built = Built {
         programs: BTreeMap::new(),
         tests: Vec::new(),
+        warnings: 0,
     };
     for artifact in artifacts(&args)? {
+        // Dependencies' warnings are not shown.
+        if artifact["reason"] == "compiler-message" {
+            built.warnings += 1;
+        }
         let (Some(path), Some(target), Some(manifest)) = (
             artifact["executable"].as_str(),
             artifact["target"]["name"].as_str(),
@@ -177,20 +207,28 @@ pub(crate) fn build(package: &str, bin: &str, profile: Profile) -> Result<PathBu
         .ok_or_else(|| format!("cargo named no executable {bin}"))
 }
 
-/// Builds, and returns what cargo says of each artifact.
+/// Builds, and returns what cargo says of each artifact, and what the compiler says, which is also shown.
 fn artifacts(args: &[&str]) -> Result<Vec<Value>> {
-    let mut command = command();
+    let mut command = compiling();
+    let format = match std::io::stderr().is_terminal() {
+        true => "--message-format=json-diagnostic-rendered-ansi",
+        false => "--message-format=json",
+    };
     command
-        .args(["build", "--locked", "--message-format=json-render-diagnostics"])
+        .args(["build", "--locked", format])
         .args(args)
         .stdout(Stdio::piped());
     println!("+ cargo build --locked {}", args.join(" "));
     let mut child = process::Guard::spawn("cargo build", &mut command)?;
     let mut found = Vec::new();
     let status = child.for_each_line(|line| {
-        if let Ok(message) = serde_json::from_str::<Value>(line)
-            && message["reason"] == "compiler-artifact"
-        {
+        let Ok(message) = serde_json::from_str::<Value>(line) else {
+            return;
+        };
+        if let Some(text) = message["message"]["rendered"].as_str() {
+            eprint!("{text}");
+        }
+        if message["reason"] == "compiler-artifact" || message["reason"] == "compiler-message" {
             found.push(message);
         }
     })?;

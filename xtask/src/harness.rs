@@ -152,7 +152,7 @@ pub(crate) fn run(jobs: Vec<Job<'_>>, env: &[(&str, &str)]) -> Result<Tally> {
 
 /// The documentation's examples, of all crates. They use what [`cargo::build_tests`] has built.
 pub(crate) fn doc_tests() -> Result<Tally> {
-    let mut command = cargo::command();
+    let mut command = cargo::compiling();
     command.args(["test", "--locked", "--workspace", "--doc", "--no-fail-fast"]);
     println!("+ cargo test --locked --workspace --doc --no-fail-fast");
     let mut child = process::Guard::spawn("cargo test --doc", command.stdout(Stdio::piped()))?;

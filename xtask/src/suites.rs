@@ -30,7 +30,7 @@ enum Set {
 /// Seeds of the simulator, the same ones each time and fresh ones, with --quick, in the set `ci` and in the set `full`; a
 /// quarter of the runs have an adversary, and beside some there are runs with an observer, of a server under a flood, and
 /// pairs that compare goodput.
-const SIM_SEEDS: [(u64, u64); 3] = [(100, 20), (2000, 200), (20_000, 2000)];
+const SIM_SEEDS: [(u64, u64); 3] = [(100, 20), (250, 50), (20_000, 2000)];
 /// Cases of each property that does not say how many itself, in the set `full`.
 const FULL_CASES: (&str, &str) = ("PROPTEST_CASES", "4096");
 
@@ -175,10 +175,11 @@ pub(crate) fn ci(args: &TestArgs) -> Result<()> {
 fn run(args: &TestArgs, lints: bool) -> Result<()> {
     let begin = Instant::now();
     let mut rows = Vec::new();
+    let clippy = lints.then(cargo::compile_with_clippy);
     match build(args, &mut rows)? {
-        Some(programs) => suites(args, lints, &programs, &mut rows)?,
-        // Nothing to run; the lints say more of what is wrong.
-        None if lints => rows.push(timed(LINT, lint::suite)?),
+        Some(programs) => suites(args, clippy, &programs, &mut rows)?,
+        // Nothing to run; the other lints say more of what is wrong.
+        None if lints => rows.push(timed(LINT, || Ok(lint::beside_clippy()))?),
         None => {}
     }
     let left_out = (0..SUITES.len()).filter_map(|i| Some((SUITES[i], args.left_out(i)?)));
@@ -228,14 +229,17 @@ fn build_tests(rows: &mut Vec<Row>) -> Result<Option<Built>> {
 
 /// Runs what was chosen. The lab's guests have one processor each and wait for one another, so what only computes has the
 /// rest of the machine beside it, at the lowest priority: the compiler and the simulator.
-fn suites(args: &TestArgs, lints: bool, programs: &Built, rows: &mut Vec<Row>) -> Result<()> {
+fn suites(args: &TestArgs, clippy: Option<Result<()>>, programs: &Built, rows: &mut Vec<Row>) -> Result<()> {
     let chosen = |name: &&str| args.runs(name);
     let lab = Some(LAB).filter(chosen);
     let computed = thread::scope(|scope| {
         let guests = lab.map(|name| scope.spawn(move || timed(name, || interop::suite(programs, args.set_name()))));
         let beside = |rows: &mut Vec<Row>| -> Result<Option<Built>> {
             let built = build_tests(rows)?;
-            rows.extend(lints.then(|| timed(LINT, lint::suite)).transpose()?);
+            if let Some(clippy) = clippy {
+                let warnings = programs.warnings + built.as_ref().map_or(0, |b| b.warnings);
+                rows.push(timed(LINT, || Ok(lints(clippy, warnings)))?);
+            }
             if let (Some(built), true) = (&built, args.runs(SIM)) {
                 rows.push(timed(SIM, || Stage::new(args, programs, built).sim())?);
             }
@@ -252,6 +256,16 @@ fn suites(args: &TestArgs, lints: bool, programs: &Built, rows: &mut Vec<Row>) -
     })?;
     let Some(built) = computed else { return Ok(()) };
     Stage::new(args, programs, &built).run(rows)
+}
+
+/// All lints. What clippy has to say it said in the builds.
+fn lints(clippy: Result<()>, warnings: usize) -> Tally {
+    let mut tally = lint::beside_clippy();
+    tally.expect(clippy.and_then(|()| match warnings {
+        0 => Ok(()),
+        n => Err(format!("clippy has {n} warnings, see the builds")),
+    }));
+    tally
 }
 
 /// Adds what a suite came to, or its second half.

@@ -40,6 +40,14 @@ impl Tally {
         }
     }
 
+    /// Counts a test that is no more than this.
+    pub(crate) fn expect(&mut self, done: Result<()>) {
+        match done {
+            Ok(()) => self.passed += 1,
+            Err(text) => self.fail(text),
+        }
+    }
+
     /// Counts a failure.
     pub(crate) fn fail(&mut self, what: String) {
         self.failed += 1;
