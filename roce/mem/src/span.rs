@@ -5,7 +5,7 @@ use std::{
     ptr::{self, NonNull},
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU64, Ordering, fence},
+        atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering, fence},
     },
 };
 
@@ -172,13 +172,20 @@ impl Mapping {
         true
     }
 
-    /// Copies in, as [`Mapping::copy_out`].
+    /// Copies in, as [`Mapping::copy_out`]. The last byte comes after all others: although no order is promised (IBA 9.5),
+    /// HCAs write from the front, and programs wait for the last byte of what a peer WRITEs.
     pub(crate) fn copy_in(&self, offset: usize, data: &[u8]) -> bool {
         let Some(dst) = self.range(offset, data.len()) else {
             return false;
         };
+        let Some((last, others)) = data.split_last() else {
+            return true;
+        };
         // SAFETY: as in `copy_out`, with the roles exchanged.
-        unsafe { ptr::copy_nonoverlapping(data.as_ptr(), dst, data.len()) }
+        unsafe { ptr::copy_nonoverlapping(others.as_ptr(), dst, others.len()) }
+        // SAFETY: the last of the bytes that `dst` is valid for. Others may use it at any time, which `AtomicU8` allows.
+        let end = unsafe { AtomicU8::from_ptr(dst.add(others.len())) };
+        end.store(*last, Ordering::Release);
         true
     }
 }
