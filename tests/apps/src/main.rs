@@ -4,6 +4,7 @@
 mod cases;
 mod collectives;
 mod crates;
+mod dapl;
 mod directory;
 mod everywhere;
 mod killed;

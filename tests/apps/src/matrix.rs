@@ -34,6 +34,7 @@ pub(crate) fn all() -> Vec<Case> {
     out.extend(crate::lifetime::all());
     out.extend(crate::migration::all());
     out.extend(crate::storage::all());
+    out.extend(crate::dapl::all());
     out.extend(crate::directory::all(&out));
     out
 }

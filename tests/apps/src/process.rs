@@ -44,11 +44,13 @@ const AGAIN: Duration = Duration::from_millis(700);
 /// What a client prints when nobody listens where it connects to: an event of the connection manager, the error number of
 /// that in librdmacm's synchronous calls, and how perftest says it of its first connection. Then it is tried again, and for no
 /// other reason.
-const REFUSED: [&str; 4] = [
+const REFUSED: [&str; 5] = [
     "CM_EVENT_REJECTED",
     "CM_EVENT_UNREACHABLE",
     "Connection refused",
     "Unexpected CM event bl blka 8",
+    // uDAPL's, which go by TCP first.
+    "Couldn't connect to",
 ];
 /// What a server gets to end after the client did.
 const LINGER: Duration = Duration::from_secs(30);
