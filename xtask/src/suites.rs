@@ -335,15 +335,13 @@ impl<'a> Stage<'a> {
         if rows.iter().any(|(name, lab, _)| *name == LAB && lab.passed > 0) {
             add(rows, timed(LAB, || self.cleanup())?);
         }
+        // Most of it waits, or computes on one processor.
         thread::scope(|scope| {
-            // Most of it waits, or computes on one processor.
-            let programs = scope.spawn(|| self.run_each(&[APPS, END_TO_END], false));
-            for row in self.run_each(&[UNIT], false)? {
-                add(rows, row);
-            }
-            let programs = programs.join();
-            for row in programs.map_err(|_| "the thread of the programs panicked")?? {
-                add(rows, row);
+            let beside = [UNIT, END_TO_END, APPS].map(|name| scope.spawn(move || self.run_each(&[name], false)));
+            for thread in beside {
+                for row in thread.join().map_err(|_| "the thread of a suite panicked")?? {
+                    add(rows, row);
+                }
             }
             Ok::<_, String>(())
         })?;
