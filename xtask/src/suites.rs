@@ -1,6 +1,7 @@
 //! The test suites, and what CI runs.
 
 use std::{
+    cell::OnceCell,
     thread,
     time::{Duration, Instant},
 };
@@ -227,35 +228,55 @@ fn build_tests(rows: &mut Vec<Row>) -> Result<Option<Built>> {
     Ok(made)
 }
 
-/// Runs what was chosen. The lab's guests have one processor each and wait for one another, so what only computes has the
-/// rest of the machine beside it, at the lowest priority: the compiler and the simulator.
+/// Runs what was chosen. The lab's guests have one processor each and wait for one another, and tests wait too, so what only
+/// computes has the rest of the machine beside them, at the lowest priority: the compiler and the simulator.
 fn suites(args: &TestArgs, clippy: Option<Result<()>>, programs: &Built, rows: &mut Vec<Row>) -> Result<()> {
-    let chosen = |name: &&str| args.runs(name);
-    let lab = Some(LAB).filter(chosen);
-    let computed = thread::scope(|scope| {
-        let guests = lab.map(|name| scope.spawn(move || timed(name, || interop::suite(programs, args.set_name()))));
-        let beside = |rows: &mut Vec<Row>| -> Result<Option<Built>> {
-            let built = build_tests(rows)?;
-            if let Some(clippy) = clippy {
-                let warnings = programs.warnings + built.as_ref().map_or(0, |b| b.warnings);
-                rows.push(timed(LINT, || Ok(lints(clippy, warnings)))?);
-            }
-            if let (Some(built), true) = (&built, args.runs(SIM)) {
-                rows.push(timed(SIM, || Stage::new(args, programs, built).sim())?);
-            }
-            Ok(built)
-        };
-        let built = match lab {
-            Some(_) => process::at_lowest_priority(|| beside(rows)),
-            None => beside(rows),
-        }?;
-        if let Some(thread) = guests {
-            rows.push(thread.join().map_err(|_| "the thread of the lab panicked")??);
+    let tests = OnceCell::new();
+    thread::scope(|scope| {
+        let early: Vec<_> = early(args)
+            .map(|name| scope.spawn(move || timed(name, || with_programs(name, args, programs))))
+            .collect();
+        let built = process::at_lowest_priority(|| build_tests(rows))?;
+        let built = tests.get_or_init(|| built).as_ref();
+        let stage = built.map(|built| Stage::new(args, programs, built));
+        let warnings = programs.warnings + built.map_or(0, |b| b.warnings);
+        let beside = scope.spawn(move || process::at_lowest_priority(|| computing(clippy, warnings, stage)));
+        for thread in early {
+            rows.push(joined(thread)?);
         }
-        Ok::<_, String>(built)
-    })?;
-    let Some(built) = computed else { return Ok(()) };
-    Stage::new(args, programs, &built).run(rows)
+        if let Some(stage) = stage {
+            stage.beside(rows)?;
+        }
+        rows.extend(joined(beside)?);
+        stage.map_or(Ok(()), |stage| stage.alone(rows))
+    })
+}
+
+/// The lints, if there are to be any, and the simulator.
+fn computing(clippy: Option<Result<()>>, warnings: usize, stage: Option<Stage<'_>>) -> Result<Vec<Row>> {
+    let lint = clippy.map(|clippy| timed(LINT, || Ok(lints(clippy, warnings))));
+    let stage = stage.filter(|s| s.args.runs(SIM));
+    let sim = stage.map(|stage| timed(SIM, || stage.sim()));
+    lint.into_iter().chain(sim).collect()
+}
+
+fn joined<T>(thread: thread::ScopedJoinHandle<'_, Result<T>>) -> Result<T> {
+    thread.join().map_err(|_| "the thread of a suite panicked")?
+}
+
+/// Suites that need no tests and begin with the programs: the lab, and beside it in the full set, where it takes as long, what
+/// others have written.
+fn early(args: &TestArgs) -> impl Iterator<Item = &'static str> {
+    [LAB, APPS]
+        .into_iter()
+        .filter(|name| args.runs(name) && (*name == LAB || args.full()))
+}
+
+fn with_programs(name: &str, args: &TestArgs, programs: &Built) -> Result<Tally> {
+    match name {
+        LAB => interop::suite(programs, args.set_name()),
+        _ => apps::suite(programs, args.full()),
+    }
 }
 
 /// All lints. What clippy has to say it said in the builds.
@@ -316,6 +337,7 @@ fn report(rows: &[Row], args: &TestArgs, took: Duration) -> Result<()> {
 }
 
 /// What suites are made of.
+#[derive(Clone, Copy)]
 struct Stage<'a> {
     args: &'a TestArgs,
     /// Where the programs under test are.
@@ -329,31 +351,33 @@ impl<'a> Stage<'a> {
         Self { args, programs, tests }
     }
 
-    /// What does not run beside the lab: first what may run beside other tests, then what may not.
-    fn run(&self, rows: &mut Vec<Row>) -> Result<()> {
+    /// What runs after the lab, but beside other tests.
+    fn beside(&self, rows: &mut Vec<Row>) -> Result<()> {
         // Not root, or no packages: no guest would boot.
         if rows.iter().any(|(name, lab, _)| *name == LAB && lab.passed > 0) {
             add(rows, timed(LAB, || self.cleanup())?);
         }
         // Most of it waits, or computes on one processor.
         thread::scope(|scope| {
-            let beside = [UNIT, END_TO_END, APPS].map(|name| scope.spawn(move || self.run_each(&[name], false)));
-            for thread in beside {
-                for row in thread.join().map_err(|_| "the thread of a suite panicked")?? {
-                    add(rows, row);
-                }
+            let threads = [UNIT, END_TO_END, APPS].map(|name| scope.spawn(move || self.run_each(&[name], false)));
+            for thread in threads {
+                joined(thread)?.into_iter().for_each(|row| add(rows, row));
             }
             Ok::<_, String>(())
-        })?;
-        for row in self.run_each(&[UNIT, END_TO_END, REAL_CLIENTS, FLOOD], true)? {
-            add(rows, row);
-        }
+        })
+    }
+
+    /// What runs when all else is done.
+    fn alone(&self, rows: &mut Vec<Row>) -> Result<()> {
+        let last = self.run_each(&[UNIT, END_TO_END, REAL_CLIENTS, FLOOD], true)?;
+        last.into_iter().for_each(|row| add(rows, row));
         Ok(())
     }
 
     /// Those of some suites that were chosen.
     fn run_each(&self, names: &[&'static str], alone: bool) -> Result<Vec<Row>> {
         let chosen = names.iter().filter(|n| self.args.runs(n));
+        let chosen = chosen.filter(|n| early(self.args).all(|e| e != **n));
         chosen.map(|name| timed(name, || self.suite(name, alone))).collect()
     }
 
@@ -362,7 +386,7 @@ impl<'a> Stage<'a> {
             UNIT if alone => self.programs_of(name, alone, &[]),
             UNIT => self.unit(),
             END_TO_END => self.programs_of(name, alone, &[("FERROCE_BIN", &self.ferroce()?)]),
-            APPS => apps::suite(self.programs, self.args.full()),
+            APPS => with_programs(name, self.args, self.programs),
             REAL_CLIENTS => self.real_clients(),
             FLOOD => flood::suite(self.programs),
             _ => Err(format!("no suite {name}")),
