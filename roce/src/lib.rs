@@ -42,7 +42,7 @@ pub use qp::{Qp, QpOptions};
 pub use rawcm::{PortHold, RawCm, RawEvent, RawId};
 pub use roce_broker::{self as broker, JoinConfig};
 pub use roce_mem::{Persist, WindowKind};
-pub use roce_net::{DatapathCounters, OpenSockets, environment, gids, iface, links, now, start_thread};
+pub use roce_net::{DatapathCounters, OpenSockets, Thread, environment, gids, iface, links, now};
 pub use roce_port::{
     AcceptArgs, ConnTransport, ConnectArgs, ListenArgs, PortCounters, PortSpace, QpnSlot, RawCmEvent, RemoteQp,
     ResolveArgs, RxMeta, ServiceId, SidrAnswer,

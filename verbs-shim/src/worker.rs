@@ -3,15 +3,16 @@
 use std::{
     os::fd::{AsRawFd, FromRawFd, OwnedFd},
     sync::{Mutex, PoisonError},
-    thread::JoinHandle,
 };
+
+use roce::Thread;
 
 use crate::ret::{Errno, Result};
 
 /// A thread that works whenever a descriptor is readable. It ends with this.
 pub(crate) struct Worker {
     stop: OwnedFd,
-    thread: Mutex<Option<JoinHandle<()>>>,
+    thread: Mutex<Option<Thread>>,
 }
 
 impl Worker {
@@ -25,7 +26,7 @@ impl Worker {
         // SAFETY: just made and ours alone.
         let stop = unsafe { OwnedFd::from_raw_fd(stop) };
         let end = stop.try_clone()?;
-        let thread = roce::start_thread(name, move || while wait(&watched, &end) && work() {})?;
+        let thread = Thread::start(name, move || while wait(&watched, &end) && work() {})?;
         Ok(Self {
             stop,
             thread: Mutex::new(Some(thread)),
@@ -39,10 +40,8 @@ impl Drop for Worker {
         // SAFETY: writes eight bytes of a local.
         unsafe { libc::write(self.stop.as_raw_fd(), (&raw const one).cast(), 8) };
         let thread = self.thread.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(thread) = thread
-            && thread.thread().id() != std::thread::current().id()
-        {
-            let _ = thread.join();
+        if let Some(thread) = thread {
+            let _ = thread.finish();
         }
     }
 }

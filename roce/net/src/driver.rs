@@ -19,7 +19,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
-    thread::{self, JoinHandle, ThreadId},
+    thread::{self, ThreadId},
     time::Duration,
 };
 
@@ -101,7 +101,7 @@ struct Shared {
 /// A port in motion. Shared by reference between threads; dropping it stops the background thread.
 pub struct Driver {
     shared: Arc<Shared>,
-    thread: Mutex<Option<JoinHandle<()>>>,
+    thread: Mutex<Option<sys::Thread>>,
     thread_id: Option<ThreadId>,
 }
 
@@ -242,10 +242,10 @@ impl Driver {
             born: sys::generation(),
         });
         let theirs = shared.clone();
-        let start = |poll| sys::start_thread(config.name, move || background(&theirs, poll, links));
+        let start = |poll| sys::Thread::start(config.name, move || background(&theirs, poll, links));
         let thread = poll.map(start).transpose()?;
         Ok(Self {
-            thread_id: thread.as_ref().map(|t| t.thread().id()),
+            thread_id: thread.as_ref().map(sys::Thread::id),
             shared,
             thread: Mutex::new(thread),
         })
@@ -427,9 +427,9 @@ impl Driver {
             return;
         }
         if let Some(thread) = self.thread.lock().take()
-            && thread.join().is_err()
+            && !thread.finish()
         {
-            tracing::error!("the background thread had panicked");
+            tracing::error!("the background thread had panicked, or does not end");
         }
     }
 }

@@ -17,6 +17,7 @@ pub(crate) fn all() -> Vec<Case> {
     out.push(strangers());
     out.push(channels());
     out.push(signals());
+    out.push(unloaded());
     out.push(carrier());
     out.push(linked());
     out.extend(killed());
@@ -97,6 +98,19 @@ fn signals() -> Case {
         format!("cc -Wall -Werror -O1 -o {{dir}}/signals {source} -libverbs -lrdmacm && exec {{dir}}/signals {{addr}}");
     Case::script("signals of the program", "gcc, librdmacm-dev", &script)
         .says("the signals are the program's")
+        .ci()
+}
+
+/// A library that closes what it has opened as it is unloaded.
+fn unloaded() -> Case {
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/unloaded.c");
+    let build = "cc -Wall -Werror -O1 -o {dir}/unloaded";
+    let script = format!(
+        "{build}.so -shared -fPIC -DLIBRARY {source} -libverbs -lrdmacm && {build} {source} && \
+         exec {{dir}}/unloaded {{dir}}/unloaded.so {{addr}}"
+    );
+    Case::script("a library that comes and goes", "gcc, librdmacm-dev", &script)
+        .says("it came and went")
         .ci()
 }
 

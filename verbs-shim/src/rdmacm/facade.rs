@@ -5,11 +5,10 @@ use std::{
     net::{IpAddr, SocketAddr},
     os::fd::{AsRawFd, OwnedFd},
     sync::{Arc, Weak},
-    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
-use roce::{Membership, Mtu, PortHold, RawCm, RawCmEvent, RawEvent, RawId, RejectReason, VerbsError, iface};
+use roce::{Membership, Mtu, PortHold, RawCm, RawCmEvent, RawEvent, RawId, RejectReason, Thread, VerbsError, iface};
 use roce_cm::{AcceptArgs, ConnectArgs, ListenArgs, ResolveArgs, SidrAnswer, cma::PortSpace};
 
 use super::{
@@ -25,7 +24,7 @@ pub(crate) struct Link {
     /// Keeps the device open.
     engine: Arc<Engine>,
     /// Runs [`bring_news`].
-    thread: JoinHandle<()>,
+    thread: Thread,
 }
 
 impl Link {
@@ -34,8 +33,8 @@ impl Link {
     pub(crate) fn end(self) {
         let Self { cm, engine, thread } = self;
         drop(cm);
-        if thread.join().is_err() {
-            tracing::error!("the thread for connection events has failed");
+        if !thread.finish() {
+            tracing::error!("the thread for connection events has failed, or does not end");
         }
         drop(engine);
     }
@@ -70,7 +69,7 @@ impl Facade {
             let cm = Arc::new(engine.device.raw_cm()?);
             let readable = cm.as_fd().try_clone_to_owned()?;
             let weak = Arc::downgrade(&cm);
-            let thread = roce::start_thread("ferroce cm", move || bring_news(&weak, &readable))?;
+            let thread = Thread::start("ferroce cm", move || bring_news(&weak, &readable))?;
             self.link = Some(Link { cm, engine, thread });
         }
         self.link.as_ref().map(|l| &*l.cm).ok_or(Errno::IO)

@@ -20,7 +20,7 @@ use std::{
 use libc::{c_int, c_void, socklen_t};
 
 pub(crate) use msg::{Origin, RecvRing, SendQueue};
-pub use threads::start_thread;
+pub use threads::{Thread, start_thread};
 
 /// `linux/in6.h`; not in `libc`.
 pub(crate) const IPV6_MULTICAST_ALL: c_int = 29;

@@ -1,6 +1,13 @@
 //! Threads of this library within programs of others.
 
-use std::{io, marker::PhantomData, mem, ptr, thread};
+use std::{
+    io,
+    marker::PhantomData,
+    mem, ptr,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread,
+    time::Duration,
+};
 
 /// Signals that a thread brings upon itself: blocked, they would end the process past the program's handler.
 const FAULTS: [libc::c_int; 5] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE, libc::SIGTRAP];
@@ -49,11 +56,153 @@ pub fn start_thread<T: Send + 'static>(
     thread::Builder::new().name(name.into()).spawn(work)
 }
 
+/// How long [`Thread::finish`] waits for what is being done.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// How far a thread is.
+enum Stage {
+    /// It has not begun.
+    Starting(Box<dyn FnOnce() + Send>),
+    Working,
+    /// All is done, and what was done it with is dropped.
+    Done {
+        panicked: bool,
+    },
+}
+
+#[derive(Default)]
+struct Progress {
+    /// `None`: just taken out, by the thread or by who ends it.
+    stage: Mutex<Option<Stage>>,
+    changed: Condvar,
+}
+
+impl Progress {
+    fn lock(&self) -> MutexGuard<'_, Option<Stage>> {
+        self.stage.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set(&self, stage: Stage) {
+        *self.lock() = Some(stage);
+        self.changed.notify_all();
+    }
+}
+
+/// Says that the work is done, or has panicked.
+struct AtEnd(Arc<Progress>);
+
+impl Drop for AtEnd {
+    fn drop(&mut self) {
+        self.0.set(Stage::Done {
+            panicked: thread::panicking(),
+        });
+    }
+}
+
+/// A thread that is told to end and then waited for, also where the dynamic linker's lock is held: destructors of a library that a
+/// program unloads may close what the library has opened. A thread that begins, or has its first thread-local variable with a
+/// destructor, needs that lock (`__cxa_thread_atexit_impl`), so that waiting for it without end would be a deadlock.
+pub struct Thread {
+    progress: Arc<Progress>,
+    handle: thread::JoinHandle<()>,
+}
+
+impl Thread {
+    /// Starts it as [`start_thread`] does.
+    ///
+    /// # Errors
+    /// When there can be no more threads.
+    pub fn start(name: impl Into<String>, work: impl FnOnce() + Send + 'static) -> io::Result<Self> {
+        let progress = Arc::new(Progress::default());
+        progress.set(Stage::Starting(Box::new(work)));
+        let theirs = progress.clone();
+        let handle = start_thread(name, move || {
+            let mut stage = theirs.lock();
+            let Some(Stage::Starting(work)) = stage.take() else {
+                return;
+            };
+            *stage = Some(Stage::Working);
+            drop(stage);
+            let _end = AtEnd(theirs);
+            work();
+        })?;
+        Ok(Self { progress, handle })
+    }
+
+    /// Its name among threads.
+    pub fn id(&self) -> thread::ThreadId {
+        self.handle.thread().id()
+    }
+
+    /// Waits until the work is done, which has been told to end. What has not begun is dropped without having been done. False if
+    /// it has panicked, or takes longer than five seconds, in which case it is left to itself, as it is if the thread itself calls.
+    pub fn finish(self) -> bool {
+        if self.id() == thread::current().id() {
+            return true;
+        }
+        let mut stage = self.progress.lock();
+        if matches!(*stage, Some(Stage::Starting(_))) {
+            let unused = stage.take();
+            drop(stage);
+            drop(unused);
+            return true;
+        }
+        let working = |stage: &mut Option<Stage>| matches!(stage, Some(Stage::Working));
+        let waited = self.progress.changed.wait_timeout_while(stage, PATIENCE, working);
+        let (stage, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let Some(Stage::Done { panicked }) = *stage else {
+            return false;
+        };
+        drop(stage);
+        // What is left of it needs no lock of the dynamic linker.
+        self.handle.join().is_ok() && !panicked
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use std::fs;
+    use std::{fs, sync::mpsc};
 
     use super::*;
+
+    #[test]
+    fn a_thread_that_ends_is_waited_for() {
+        let (tell, told) = mpsc::channel::<()>();
+        let done = Arc::new(Mutex::new(false));
+        let theirs = done.clone();
+        let (began, begun) = mpsc::channel();
+        let thread = Thread::start("ends", move || {
+            began.send(()).unwrap();
+            let _ = told.recv();
+            *theirs.lock().unwrap() = true;
+        })
+        .unwrap();
+        begun.recv().unwrap();
+        drop(tell);
+        assert!(thread.finish());
+        assert!(*done.lock().unwrap());
+        assert_eq!(Arc::strong_count(&done), 1, "its captures are dropped");
+    }
+
+    #[test]
+    fn a_thread_that_has_not_begun_never_works() {
+        let progress = Arc::new(Progress::default());
+        progress.set(Stage::Starting(Box::new(|| panic!("worked"))));
+        // One that hangs before its work, as if it waited for the dynamic linker.
+        let (tell, told) = mpsc::channel::<()>();
+        let handle = start_thread("hangs", move || _ = told.recv()).unwrap();
+        assert!(Thread { progress, handle }.finish());
+        drop(tell);
+    }
+
+    #[test]
+    fn a_panic_is_told() {
+        let thread = Thread::start("panics", || panic!("on purpose")).unwrap();
+        while !thread.handle.is_finished() {
+            thread::yield_now();
+        }
+        assert!(!thread.finish());
+    }
 
     /// The mask of this thread, signal n as bit n - 1.
     fn mask() -> u64 {
