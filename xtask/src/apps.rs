@@ -25,7 +25,7 @@ const CI_PROGRAMS: [Tool; 9] = [
     PYVERBS,
 ];
 /// What the whole matrix needs beside them.
-const PROGRAMS: [Tool; 19] = [
+const PROGRAMS: [Tool; 21] = [
     Tool::new("fio", "fio"),
     Tool::new("ucx_perftest", "ucx-utils"),
     Tool::new("fi_pingpong", "libfabric-bin"),
@@ -43,6 +43,8 @@ const PROGRAMS: [Tool; 19] = [
     Tool::new("dapltest", "dapl2-utils"),
     Tool::new("qemu-img", "qemu-utils"),
     Tool::new("/usr/lib/x86_64-linux-gnu/qemu/block-iscsi.so", "qemu-block-extra"),
+    Tool::new("/usr/include/gloo/context.h", "libgloo-dev"),
+    Tool::new("c++", "g++"),
     Tool::new("cmake", "cmake"),
     Tool::new("/usr/share/doc/libclang-dev/copyright", "libclang-dev"),
 ];
