@@ -63,7 +63,7 @@ enum Task {
     Lint,
     /// What CI runs: lint and test
     ///
-    /// Tests are built, and the lints and the simulator run, beside the lab, at the lowest priority.
+    /// Tests are built, and the lints and the simulator run, at the lowest priority beside the lab and the tests.
     Ci(suites::TestArgs),
     /// Run our transport against stock Debian kernels in virtual machines (`cargo xtask interop -- --help`)
     ///
