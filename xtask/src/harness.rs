@@ -137,7 +137,7 @@ impl<'a> Job<'a> {
     }
 }
 
-/// Runs them one after the other: some have floods in them and judge who gets through, beside which nothing else may compute.
+/// Runs them one after the other: each has as many threads as there are processors.
 pub(crate) fn run(jobs: Vec<Job<'_>>, env: &[(&str, &str)]) -> Result<Tally> {
     let mut jobs = jobs.into_iter().filter(|j| j.expected > 0).peekable();
     if jobs.peek().is_none() {

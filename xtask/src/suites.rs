@@ -24,7 +24,7 @@ enum Set {
     /// What CI has time for
     Ci,
     /// 20,000 simulated networks, 4096 cases a property, every scenario of the lab, every program, ten minutes of forged
-    /// packets (hours)
+    /// packets (more than an hour)
     Full,
 }
 
@@ -383,7 +383,7 @@ impl<'a> Stage<'a> {
 
     fn suite(&self, name: &str, alone: bool) -> Result<Tally> {
         match name {
-            UNIT if alone => self.programs_of(name, alone, &[]),
+            UNIT if alone => self.unit_programs(alone),
             UNIT => self.unit(),
             END_TO_END => self.programs_of(name, alone, &[("FERROCE_BIN", &self.ferroce()?)]),
             APPS => with_programs(name, self.args, self.programs),
@@ -404,9 +404,13 @@ impl<'a> Stage<'a> {
         Ok(self.programs.program("ferroce")?.to_string_lossy().into_owned())
     }
 
-    fn unit(&self) -> Result<Tally> {
+    fn unit_programs(&self, alone: bool) -> Result<Tally> {
         let cases = self.args.full().then_some(FULL_CASES);
-        let mut tally = self.programs_of(UNIT, false, cases.as_slice())?;
+        self.programs_of(UNIT, alone, cases.as_slice())
+    }
+
+    fn unit(&self) -> Result<Tally> {
+        let mut tally = self.unit_programs(false)?;
         tally.add(self.several_users()?);
         tally.add(harness::doc_tests()?);
         Ok(tally)
