@@ -63,6 +63,8 @@ const PATIENCE: Duration = Duration::from_secs(5);
 enum Stage {
     /// It has not begun.
     Starting(Box<dyn FnOnce() + Send>),
+    /// It was ended before.
+    Unwanted,
     Working,
     /// All is done, and what was done it with is dropped.
     Done {
@@ -70,21 +72,33 @@ enum Stage {
     },
 }
 
-#[derive(Default)]
 struct Progress {
-    /// `None`: just taken out, by the thread or by who ends it.
-    stage: Mutex<Option<Stage>>,
+    stage: Mutex<Stage>,
     changed: Condvar,
 }
 
 impl Progress {
-    fn lock(&self) -> MutexGuard<'_, Option<Stage>> {
+    fn of(work: impl FnOnce() + Send + 'static) -> Arc<Self> {
+        Arc::new(Self {
+            stage: Mutex::new(Stage::Starting(Box::new(work))),
+            changed: Condvar::new(),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Stage> {
         self.stage.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn set(&self, stage: Stage) {
-        *self.lock() = Some(stage);
-        self.changed.notify_all();
+    /// Takes the work out if it has not begun; then this is the stage.
+    fn take(&self, next: Stage) -> Option<Box<dyn FnOnce() + Send>> {
+        let mut stage = self.lock();
+        match mem::replace(&mut *stage, next) {
+            Stage::Starting(work) => Some(work),
+            other => {
+                *stage = other;
+                None
+            }
+        }
     }
 }
 
@@ -93,9 +107,10 @@ struct AtEnd(Arc<Progress>);
 
 impl Drop for AtEnd {
     fn drop(&mut self) {
-        self.0.set(Stage::Done {
+        *self.0.lock() = Stage::Done {
             panicked: thread::panicking(),
-        });
+        };
+        self.0.changed.notify_all();
     }
 }
 
@@ -113,18 +128,13 @@ impl Thread {
     /// # Errors
     /// When there can be no more threads.
     pub fn start(name: impl Into<String>, work: impl FnOnce() + Send + 'static) -> io::Result<Self> {
-        let progress = Arc::new(Progress::default());
-        progress.set(Stage::Starting(Box::new(work)));
+        let progress = Progress::of(work);
         let theirs = progress.clone();
         let handle = start_thread(name, move || {
-            let mut stage = theirs.lock();
-            let Some(Stage::Starting(work)) = stage.take() else {
-                return;
-            };
-            *stage = Some(Stage::Working);
-            drop(stage);
-            let _end = AtEnd(theirs);
-            work();
+            if let Some(work) = theirs.take(Stage::Working) {
+                let _end = AtEnd(theirs);
+                work();
+            }
         })?;
         Ok(Self { progress, handle })
     }
@@ -140,17 +150,14 @@ impl Thread {
         if self.id() == thread::current().id() {
             return true;
         }
-        let mut stage = self.progress.lock();
-        if matches!(*stage, Some(Stage::Starting(_))) {
-            let unused = stage.take();
-            drop(stage);
-            drop(unused);
+        if self.progress.take(Stage::Unwanted).is_some() {
             return true;
         }
-        let working = |stage: &mut Option<Stage>| matches!(stage, Some(Stage::Working));
-        let waited = self.progress.changed.wait_timeout_while(stage, PATIENCE, working);
+        let working = |stage: &mut Stage| matches!(stage, Stage::Working);
+        let (stage, changed) = (self.progress.lock(), &self.progress.changed);
+        let waited = changed.wait_timeout_while(stage, PATIENCE, working);
         let (stage, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        let Some(Stage::Done { panicked }) = *stage else {
+        let Stage::Done { panicked } = *stage else {
             return false;
         };
         drop(stage);
@@ -186,8 +193,7 @@ mod tests {
 
     #[test]
     fn a_thread_that_has_not_begun_never_works() {
-        let progress = Arc::new(Progress::default());
-        progress.set(Stage::Starting(Box::new(|| panic!("worked"))));
+        let progress = Progress::of(|| panic!("worked"));
         // One that hangs before its work, as if it waited for the dynamic linker.
         let (tell, told) = mpsc::channel::<()>();
         let handle = start_thread("hangs", move || _ = told.recv()).unwrap();
