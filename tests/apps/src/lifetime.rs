@@ -24,6 +24,18 @@ pub(crate) fn all() -> Vec<Case> {
     out
 }
 
+/// A program of `c/`, which is compiled first.
+fn of_c(name: &str, program: &str, libraries: &str, arguments: &str) -> Case {
+    let source = format!(concat!(env!("CARGO_MANIFEST_DIR"), "/c/{}.c"), program);
+    let package = match libraries.contains("rdmacm") {
+        true => "gcc, librdmacm-dev",
+        false => "gcc, libibverbs-dev",
+    };
+    let run = format!("exec {{dir}}/{program} {arguments}");
+    let script = format!("cc -Wall -Werror -O1 -o {{dir}}/{program} {source} {libraries} && {run}");
+    Case::script(name, package, &script)
+}
+
 /// Every object, made and destroyed 1,000 times. What the C library keeps for a thread's next allocation counts as in use, so
 /// it is told to keep nothing.
 fn cycles() -> Case {
@@ -39,64 +51,47 @@ fn cycles() -> Case {
 
 /// NULL objects, shared target queue pairs, headers of datagrams.
 fn edges() -> Case {
-    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/edges.c");
-    let script = format!("cc -Wall -Werror -O1 -o {{dir}}/edges {source} -libverbs && exec {{dir}}/edges");
-    Case::script("edges of the interface", "gcc, libibverbs-dev", &script)
+    of_c("edges of the interface", "edges", "-libverbs", "")
         .says("the edges hold")
         .ci()
 }
 
 /// Sizes, error numbers, batches and memory as the manual pages have them.
 fn contract() -> Case {
-    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/contract.c");
-    let script = format!("cc -Wall -Werror -O1 -o {{dir}}/contract {source} -libverbs && exec {{dir}}/contract");
-    Case::script("what the manuals promise", "gcc, libibverbs-dev", &script)
+    of_c("what the manuals promise", "contract", "-libverbs", "")
         .says("the contract holds")
         .ci()
 }
 
 /// What the device says of itself: that much, and no more.
 fn limits(name: &str) -> Case {
-    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/limits.c");
-    let script = format!("cc -Wall -Werror -O1 -o {{dir}}/limits {source} -libverbs && exec {{dir}}/limits");
-    Case::script(name, "gcc, libibverbs-dev", &script).says("the limits hold")
+    of_c(name, "limits", "-libverbs", "").says("the limits hold")
 }
 
 /// What posting takes and how it completes, and memory windows.
 fn posting() -> Case {
-    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/posting.c");
-    let script = format!("cc -Wall -Werror -O1 -o {{dir}}/posting {source} -libverbs && exec {{dir}}/posting");
-    Case::script("what posting takes", "gcc, libibverbs-dev", &script)
+    of_c("what posting takes", "posting", "-libverbs", "")
         .says("work requests end as on hardware")
         .ci()
 }
 
 /// Handles that were changed, objects of two contexts, objects that are gone: for every object and every call.
 fn strangers() -> Case {
-    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/strangers.c");
-    let script = format!("cc -Wall -Werror -O1 -o {{dir}}/strangers {source} -libverbs && exec {{dir}}/strangers");
-    Case::script("objects that are not what they say", "gcc, libibverbs-dev", &script)
+    of_c("objects that are not what they say", "strangers", "-libverbs", "")
         .says("no stranger gets in")
         .ci()
 }
 
 /// Descriptors of events in poll, select and epoll.
 fn channels() -> Case {
-    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/channels.c");
-    let script = format!(
-        "cc -Wall -Werror -O1 -o {{dir}}/channels {source} -libverbs -lrdmacm && exec {{dir}}/channels {{addr}}"
-    );
-    Case::script("descriptors of events", "gcc, librdmacm-dev", &script)
+    of_c("descriptors of events", "channels", "-libverbs -lrdmacm", "{addr}")
         .says("events come as they should")
         .ci()
 }
 
 /// Signals that a program takes by signalfd.
 fn signals() -> Case {
-    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/signals.c");
-    let script =
-        format!("cc -Wall -Werror -O1 -o {{dir}}/signals {source} -libverbs -lrdmacm && exec {{dir}}/signals {{addr}}");
-    Case::script("signals of the program", "gcc, librdmacm-dev", &script)
+    of_c("signals of the program", "signals", "-libverbs -lrdmacm", "{addr}")
         .says("the signals are the program's")
         .ci()
 }
