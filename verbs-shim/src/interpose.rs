@@ -12,20 +12,21 @@ use libc::{DIR, FILE, c_char, c_int, c_void, mode_t, size_t, ssize_t};
 use crate::{rebind, sysfs};
 
 /// The next definition of a function, looked up once.
-struct Next {
+pub(crate) struct Next {
     name: &'static CStr,
     found: AtomicPtr<c_void>,
 }
 
 impl Next {
-    const fn new(name: &'static CStr) -> Self {
+    pub(crate) const fn new(name: &'static CStr) -> Self {
         Self {
             name,
             found: AtomicPtr::new(ptr::null_mut()),
         }
     }
 
-    fn get(&self) -> *mut c_void {
+    /// Null if there is none.
+    pub(crate) fn get(&self) -> *mut c_void {
         let known = self.found.load(Ordering::Relaxed);
         if !known.is_null() {
             return known;
@@ -33,10 +34,10 @@ impl Next {
         // SAFETY: C strings.
         let found = unsafe {
             let first = libc::dlsym(libc::RTLD_DEFAULT, self.name.as_ptr());
-            // When the first one is another's (this library was loaded late), there may be none behind us.
-            match rebind::is_ours(first) {
-                true => libc::dlsym(libc::RTLD_NEXT, self.name.as_ptr()),
-                false => first,
+            // Of a library that was loaded late all others are in front, and none may be behind.
+            match rebind::is_late() && !rebind::is_ours(first) {
+                true => first,
+                false => libc::dlsym(libc::RTLD_NEXT, self.name.as_ptr()),
             }
         };
         self.found.store(found, Ordering::Relaxed);

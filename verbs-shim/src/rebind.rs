@@ -2,7 +2,8 @@
 //! libibverbs.so.1 by `dlopen` or in LD_LIBRARY_PATH, without LD_PRELOAD.
 //!
 //! The calls that go through an object's global offset table are led to ours there, as GOTCHA and other wrappers of
-//! functions do it. What the dynamic linker bound to another library in front of libc's stays.
+//! functions do it. Ours go on to what the calls were bound to, be it libc's or another library's in front of that
+//! (librspreload).
 
 use std::{
     ffi::{CStr, CString, OsStr, c_int, c_void},
@@ -85,7 +86,7 @@ fn object_of(address: *const c_void) -> *mut c_void {
 }
 
 /// Whether our calls are behind libc's, in the order in which the dynamic linker looks. Nothing changes that.
-fn is_late() -> bool {
+pub(crate) fn is_late() -> bool {
     const NO: u8 = 1;
     const YES: u8 = 2;
     static KNOWN: AtomicU8 = AtomicU8::new(0);
@@ -95,11 +96,31 @@ fn is_late() -> bool {
         _ => {
             // SAFETY: a C string.
             let first = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"write".as_ptr()) };
-            let late = !is_ours(first);
+            let late = !is_ours(first) && is_behind_libc();
             KNOWN.store(if late { YES } else { NO }, Ordering::Relaxed);
             late
         }
     }
+}
+
+/// Whether the dynamic linker has loaded this library after libc; somebody else may be in front of both.
+fn is_behind_libc() -> bool {
+    let mut behind = false;
+    // SAFETY: `first_of_two` gets what it expects.
+    unsafe { libc::dl_iterate_phdr(Some(first_of_two), (&raw mut behind).cast()) };
+    behind
+}
+
+/// Ends at the first object that is libc or this library, in the order of loading.
+unsafe extern "C" fn first_of_two(info: *mut dl_phdr_info, _size: usize, behind: *mut c_void) -> c_int {
+    // SAFETY: what the dynamic linker passes, of a loaded object.
+    let Some(object) = (unsafe { Object::of(&*info) }) else {
+        return 0;
+    };
+    let libc = object.has(ffi::inside_libc());
+    // SAFETY: what `is_behind_libc` passes.
+    unsafe { *behind.cast::<bool>() = libc };
+    c_int::from(libc || object.has(table::inside()))
 }
 
 /// A call, and what it is bound to without us.
@@ -315,7 +336,7 @@ impl Object {
         }
     }
 
-    /// Leads one slot to ours, if it is bound to the C library's or not yet bound (it points to the object itself then).
+    /// Leads one slot to ours, if it is bound to the first of its name or not yet bound (it points to the object itself then).
     ///
     /// # Safety
     /// `slot` is an entry of the object's global offset table, for this function.

@@ -200,6 +200,66 @@ fn one_instance_however_it_is_loaded() {
     assert!(!text.contains("version"), "the dynamic linker warns: {text}");
 }
 
+/// Whoever stands in front of the C library's `write` and `close` with descriptors of its own, as librspreload does; 7000 is one.
+const IN_FRONT: &str = "
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <unistd.h>
+ssize_t write(int fd, const void *buf, size_t len)
+{
+	return fd == 7000 ? 77 : ((ssize_t (*)(int, const void *, size_t))dlsym(RTLD_NEXT, \"write\"))(fd, buf, len);
+}
+int close(int fd)
+{
+	return fd == 7000 ? 78 : ((int (*)(int))dlsym(RTLD_NEXT, \"close\"))(fd);
+}
+";
+
+#[test]
+fn others_in_front_of_the_c_library_keep_their_calls() {
+    if std::env::var_os(CHILD).is_some() {
+        devices(load(Path::new(VERBS)));
+        // SAFETY: no memory, and descriptors that nobody has.
+        unsafe {
+            assert_eq!((libc::write(7000, c"".as_ptr().cast(), 1), libc::close(7000)), (77, 78));
+            assert_eq!((libc::write(7001, c"".as_ptr().cast(), 1), libc::close(7001)), (-1, -1));
+        }
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    install(dir.path());
+    let (source, front) = (dir.path().join("front.c"), dir.path().join("front.so"));
+    fs::write(&source, IN_FRONT).unwrap();
+    let mut cc = Command::new("cc");
+    let built_it = cc
+        .args(["-shared", "-fPIC", "-o"])
+        .arg(&front)
+        .arg(&source)
+        .arg("-ldl")
+        .status();
+    assert!(built_it.unwrap().success());
+    let (front, ours) = (front.display(), built().0);
+    for preload in [
+        format!("{front}"),
+        format!("{front}:{}", ours.display()),
+        format!("{}:{front}", ours.display()),
+    ] {
+        let out = Command::new(std::env::current_exe().unwrap())
+            .args([
+                "--exact",
+                "others_in_front_of_the_c_library_keep_their_calls",
+                "--nocapture",
+            ])
+            .env(CHILD, "1")
+            .env("LD_PRELOAD", &preload)
+            .env("LD_LIBRARY_PATH", dir.path())
+            .output()
+            .unwrap();
+        let text = [out.stdout, out.stderr].concat();
+        assert!(out.status.success(), "{preload}: {}", String::from_utf8_lossy(&text));
+    }
+}
+
 /// The versions of a library that the dynamic linker will look for, from its section `.gnu.version_r`.
 fn needed_versions(file: &Path) -> Vec<String> {
     let bytes = fs::read(file).unwrap();

@@ -19,7 +19,7 @@ use std::{
 use roce_bth::ROCE_UDP_PORT;
 use roce_net::{holder, iface};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
-use socket2::{Domain, Protocol, SockFilter, Socket, Type};
+use socket2::{Protocol, SockFilter, Socket, Type};
 
 use crate::{
     bpf::{self, SocketArray},
@@ -440,8 +440,7 @@ fn bind(addr: IpAddr, shared: bool) -> Result<Socket, GroupError> {
 
 fn make(addr: IpAddr, shared: bool) -> Result<Socket, GroupError> {
     let make = context("making a UDP socket");
-    let domain = if addr.is_ipv4() { Domain::IPV4 } else { Domain::IPV6 };
-    let socket = Socket::new(domain, Type::DGRAM, Some(Protocol::UDP)).map_err(&make)?;
+    let socket = Socket::from(roce_net::udp_socket(addr.is_ipv4()).map_err(&make)?);
     let set = |level, name, value| sys::set_int(socket.as_fd(), level, name, value);
     // Multicast comes by sockets of its own; by default these would get whatever any process of the host has joined.
     let done = match addr {

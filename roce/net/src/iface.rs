@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     io,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6, UdpSocket},
+    net::{IpAddr, SocketAddr, SocketAddrV6, UdpSocket},
     os::fd::AsFd,
 };
 
@@ -55,7 +55,7 @@ pub fn interface_of(addr: IpAddr) -> io::Result<(String, u32)> {
 /// # Errors
 /// When there is none of this name.
 pub fn mtu_of(name: &str) -> io::Result<u32> {
-    let any = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).or_else(|_| UdpSocket::bind((Ipv6Addr::UNSPECIFIED, 0)))?;
+    let any = sys::udp_socket(true).or_else(|_| sys::udp_socket(false))?;
     sys::interface_mtu(any.as_fd(), name)
 }
 
@@ -104,11 +104,7 @@ pub fn route_to(remote: IpAddr) -> io::Result<IpAddr> {
 /// # Errors
 /// When there is no route.
 pub fn route_to_scoped(mut remote: SocketAddr) -> io::Result<IpAddr> {
-    let any: IpAddr = match remote {
-        SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
-        SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
-    };
-    let probe = UdpSocket::bind((any, 0))?;
+    let probe = UdpSocket::from(sys::udp_socket(remote.is_ipv4())?);
     remote.set_port(roce_bth::ROCE_UDP_PORT);
     probe.connect(remote)?;
     probe.local_addr().map(|a| a.ip())

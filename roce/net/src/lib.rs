@@ -18,5 +18,5 @@ pub use clock::now;
 pub use datapath::{Burst, Capabilities, DEFAULT_HOP_LIMIT, Datagram, Datapath, DatapathCounters, Received, Sent};
 pub use driver::{Closed, Driver, DriverConfig, TAKEOVER};
 pub use engine::{EventSink, Tap};
-pub use sys::{EventFd, Thread, start_thread, wait_readable};
+pub use sys::{EventFd, Thread, start_thread, udp_socket, wait_readable};
 pub use udp::{OpenError, OpenSockets, UdpConfig, UdpDatapath};

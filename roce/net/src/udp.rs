@@ -13,7 +13,7 @@ use std::{
 
 use roce_bth::ROCE_UDP_PORT;
 use roce_icrc::Flow;
-use socket2::{Domain, Protocol, Socket, Type};
+use socket2::{Socket, Type};
 
 use crate::{
     datapath::{Burst, Capabilities, DEFAULT_HOP_LIMIT, Datagram, Datapath, DatapathCounters, Received, Sent},
@@ -515,8 +515,7 @@ impl Family {
 
 /// A socket with everything set that both kinds need.
 pub(crate) fn new_socket(addr: IpAddr) -> Result<Socket, OpenError> {
-    let domain = if addr.is_ipv4() { Domain::IPV4 } else { Domain::IPV6 };
-    let socket = Socket::new(domain, Type::DGRAM, Some(Protocol::UDP)).map_err(context("making a UDP socket"))?;
+    let socket = Socket::from(sys::udp_socket(addr.is_ipv4()).map_err(context("making a UDP socket"))?);
     if addr.is_ipv6() {
         sys::set_int(socket.as_fd(), libc::IPPROTO_IPV6, libc::IPV6_V6ONLY, 1)
             .map_err(context("setting up a UDP socket"))?;
@@ -592,9 +591,12 @@ fn bind_sender(addr: IpAddr, wanted: Option<u16>) -> Result<(u16, Socket), OpenE
 }
 
 fn system_choice(addr: IpAddr) -> io::Result<u16> {
-    std::net::UdpSocket::bind(iface::scoped(addr, 0))?
-        .local_addr()
+    let socket = Socket::from(sys::udp_socket(addr.is_ipv4())?);
+    socket.bind(&iface::scoped(addr, 0).into())?;
+    let bound = socket.local_addr()?.as_socket();
+    bound
         .map(|a| a.port())
+        .ok_or_else(|| io::ErrorKind::AddrNotAvailable.into())
 }
 
 /// Sets a buffer size, past the system's limit if we may, and returns what was granted.

@@ -3,7 +3,7 @@
 
 use std::{
     ffi::{c_int, c_void},
-    io,
+    io, mem,
     os::fd::RawFd,
     ptr,
     sync::{
@@ -28,7 +28,7 @@ use crate::{
     device,
     engine::Engine,
     fork::{self, Own},
-    interpose::Call,
+    interpose::{Call, Next},
 };
 
 /// `struct rdma_event_channel`.
@@ -46,6 +46,49 @@ unsafe extern "C-unwind" {
     #[link_name = "__read"]
     fn libc_read(fd: c_int, buf: *mut c_void, len: usize) -> isize;
     fn pause() -> c_int;
+}
+
+static NEXT_WRITE: Next = Next::new(c"write");
+static NEXT_CLOSE: Next = Next::new(c"close");
+
+/// Looked up before the program begins: it may write in a handler of signals first, where nothing can be looked up.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static FIND_NEXT: extern "C" fn() = {
+    extern "C" fn find() {
+        NEXT_WRITE.get();
+        NEXT_CLOSE.get();
+    }
+    find
+};
+
+/// `write` as if this library were not there.
+///
+/// # Safety
+/// As the C library's.
+unsafe fn next_write(fd: c_int, buf: *const c_void, len: usize) -> isize {
+    type Write = unsafe extern "C-unwind" fn(c_int, *const c_void, usize) -> isize;
+    // SAFETY: a function of this name, or none.
+    let next = unsafe { mem::transmute::<*mut c_void, Option<Write>>(NEXT_WRITE.get()) };
+    // SAFETY: the caller's.
+    unsafe { next.unwrap_or(libc_write)(fd, buf, len) }
+}
+
+/// `close` as if this library were not there.
+///
+/// # Safety
+/// As the C library's.
+unsafe fn next_close(fd: c_int) -> c_int {
+    type Close = unsafe extern "C-unwind" fn(c_int) -> c_int;
+    // SAFETY: a function of this name, or none.
+    let next = unsafe { mem::transmute::<*mut c_void, Option<Close>>(NEXT_CLOSE.get()) };
+    // SAFETY: the caller's.
+    unsafe { next.unwrap_or(libc_close)(fd) }
+}
+
+/// An address within libc.
+pub(crate) fn inside_libc() -> *const c_void {
+    libc_write as *const c_void
 }
 
 /// What stands in front of libc's functions, for programs that loaded this library too late for that.
@@ -232,7 +275,7 @@ unsafe extern "C-unwind" fn close(fd: c_int) -> c_int {
         forget_channel(fd);
     }
     // SAFETY: the caller's.
-    unsafe { libc_close(fd) }
+    unsafe { next_close(fd) }
 }
 
 /// The C library's `write`; commands when it goes to an event channel.
@@ -243,7 +286,7 @@ unsafe extern "C-unwind" fn close(fd: c_int) -> c_int {
 unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: usize) -> isize {
     if !takes_commands(fd) {
         // SAFETY: the caller's.
-        let written = unsafe { libc_write(fd, buf, len) };
+        let written = unsafe { next_write(fd, buf, len) };
         // SAFETY: likewise.
         if written < 0 && broker::exits() && unsafe { asks_closed_channel(fd, buf, len) } {
             sleep_on();

@@ -65,6 +65,25 @@ fn check(result: c_int) -> io::Result<c_int> {
     }
 }
 
+/// A UDP socket of the kernel's, even in a process where somebody stands in front of the C library's `socket`: librspreload makes
+/// of every socket one over RDMA, and RDMA needs this one.
+///
+/// # Errors
+/// When the kernel has none.
+pub fn udp_socket(v4: bool) -> io::Result<OwnedFd> {
+    let domain = if v4 { libc::AF_INET } else { libc::AF_INET6 };
+    let kind = libc::SOCK_DGRAM | libc::SOCK_CLOEXEC;
+    // SAFETY: no memory is passed.
+    let fd = unsafe { libc::syscall(libc::SYS_socket, domain, kind, libc::IPPROTO_UDP) };
+    let fd = check(fd as c_int)?;
+    // SAFETY: the descriptor is new and nobody else's.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    // librspreload finds the C library's calls in the first `fcntl`, and not in those that follow here.
+    // SAFETY: no memory is passed.
+    check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFD) })?;
+    Ok(fd)
+}
+
 /// Sets a socket option whose value is an integer.
 pub(crate) fn set_int(fd: BorrowedFd<'_>, level: c_int, name: c_int, value: c_int) -> io::Result<()> {
     let len = size_of::<c_int>() as socklen_t;
