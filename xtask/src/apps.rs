@@ -25,7 +25,7 @@ const CI_PROGRAMS: [Tool; 9] = [
     PYVERBS,
 ];
 /// What the whole matrix needs beside them.
-const PROGRAMS: [Tool; 21] = [
+const PROGRAMS: [Tool; 22] = [
     Tool::new("fio", "fio"),
     Tool::new("ucx_perftest", "ucx-utils"),
     Tool::new("fi_pingpong", "libfabric-bin"),
@@ -41,6 +41,7 @@ const PROGRAMS: [Tool; 21] = [
     Tool::new("tgtd", "tgt"),
     Tool::new("iscsi-perf", "libiscsi-bin"),
     Tool::new("dapltest", "dapl2-utils"),
+    Tool::new("iperf3", "iperf3"),
     Tool::new("qemu-img", "qemu-utils"),
     Tool::new("/usr/lib/x86_64-linux-gnu/qemu/block-iscsi.so", "qemu-block-extra"),
     Tool::new("/usr/include/gloo/context.h", "libgloo-dev"),

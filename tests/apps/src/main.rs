@@ -15,6 +15,7 @@ mod migration;
 mod process;
 mod python;
 mod report;
+mod rsocket;
 mod site;
 mod speed;
 mod storage;

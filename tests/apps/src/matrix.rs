@@ -35,6 +35,7 @@ pub(crate) fn all() -> Vec<Case> {
     out.extend(crate::migration::all());
     out.extend(crate::storage::all());
     out.extend(crate::dapl::all());
+    out.extend(crate::rsocket::all());
     out.extend(crate::directory::all(&out));
     out
 }

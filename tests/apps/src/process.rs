@@ -261,7 +261,9 @@ impl Setup {
 
     /// A directory for a case.
     pub(crate) fn directory(&self, name: &str) -> Result<PathBuf> {
-        let dir = self.dir.path().join(name.replace(['/', ' '], "_"));
+        // It stands in commands of shells.
+        let plain = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
+        let dir = self.dir.path().join(name.replace(|c| !plain(c), "_"));
         self.make_dir(&dir)?;
         Ok(dir)
     }
