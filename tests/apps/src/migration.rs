@@ -31,6 +31,11 @@ const MIB: u64 = 64;
 const BYTES: u64 = MIB << 20;
 /// Passes over the memory of a busy guest.
 const PASSES: u64 = 3;
+/// Bytes per second until then. Without a bound the memory may be gone before a guest that gets little of the processor has
+/// changed enough of it.
+const HELD_BACK: u64 = 64 << 20;
+/// As good as no bound.
+const UNBOUNDED: u64 = 1 << 40;
 /// How long a guest may stand still at the end, in milliseconds: longer than a slow machine takes for all of its memory.
 const DOWNTIME: u64 = 600_000;
 /// Makes the guest from its source.
@@ -226,7 +231,8 @@ fn follow(from: &mut Machine, busy: bool, until: Instant) -> Result<u64> {
             Some("completed") => return Ok(passes),
             Some("failed" | "cancelled") => return Err(format!("the migration failed: {told}\n{}", from.group.text())),
             _ if held && passes >= PASSES => {
-                from.tell("migrate-set-parameters", json!({ "downtime-limit": DOWNTIME }))?;
+                let free = json!({ "downtime-limit": DOWNTIME, "max-bandwidth": UNBOUNDED });
+                from.tell("migrate-set-parameters", free)?;
                 held = false;
             }
             _ => pause(&format!("the migration, which says {told}"), until)?,
@@ -253,8 +259,12 @@ pub(crate) fn run(setup: &Setup, case: &Case, dir: &Path, how: Migration) -> Res
         machine.tell("migrate-set-capabilities", capability.clone())?;
     }
     // A limit of none would be no limit.
-    let downtime = if how.busy { 1 } else { DOWNTIME };
-    from.tell("migrate-set-parameters", json!({ "downtime-limit": downtime }))?;
+    let (downtime, rate) = match how.busy {
+        true => (1, HELD_BACK),
+        false => (DOWNTIME, UNBOUNDED),
+    };
+    let bounds = json!({ "downtime-limit": downtime, "max-bandwidth": rate });
+    from.tell("migrate-set-parameters", bounds)?;
     to.tell("migrate-incoming", json!({ "uri": at }))?;
     from.tell("migrate", json!({ "uri": at }))?;
     let passes = follow(&mut from, how.busy, until).map_err(|e| format!("{e}\n--- to\n{}", to.group.text()))?;
