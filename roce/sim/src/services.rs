@@ -80,6 +80,12 @@ impl Flow {
         matches!(self.qp_type, QpType::Rc | QpType::XrcIni)
     }
 
+    /// How many of its messages can arrive.
+    fn expected(&self) -> usize {
+        let can = |m: &&Message| matches!(m.what, What::Send | What::Write);
+        self.messages.iter().filter(can).count()
+    }
+
     fn is_done(&self) -> bool {
         let all = self.messages.len();
         self.dead || (self.completed == all && (!self.is_reliable() || self.arrived.len() == all))
@@ -711,9 +717,16 @@ impl World {
         }
     }
 
+    /// Whether all is done, and what must arrive has: senders of UC are done while their last packets are on the way.
     pub(crate) fn services_done(&self) -> bool {
+        let arrived = |f: &Flow| f.dead || !self.is_sure(f) || f.arrived.len() == f.expected();
         let services = self.services.as_ref();
-        services.is_none_or(|s| s.flows.iter().all(Flow::is_done))
+        services.is_none_or(|s| s.flows.iter().all(|f| f.is_done() && arrived(f)))
+    }
+
+    /// Whether every message of a flow arrives.
+    fn is_sure(&self, f: &Flow) -> bool {
+        f.is_reliable() || (!f.shared && self.delivers(f.from, f.to))
     }
 
     /// At the end: reliable flows have arrived, and every shared receive is accounted for.
@@ -721,13 +734,8 @@ impl World {
         let Some(services) = &self.services else { return Ok(()) };
         for (i, f) in services.flows.iter().enumerate().filter(|(_, f)| !f.dead) {
             let all = f.messages.len();
-            let sure = f.is_reliable() || (!f.shared && self.delivers(f.from, f.to));
-            let expected = f
-                .messages
-                .iter()
-                .filter(|m| matches!(m.what, What::Send | What::Write))
-                .count();
-            if !f.is_done() || sure && f.arrived.len() != expected {
+            let expected = f.expected();
+            if !f.is_done() || self.is_sure(f) && f.arrived.len() != expected {
                 let (n, posted) = (f.arrived.len(), f.posted);
                 return Err(format!(
                     "flow {i} ({:?}): {n} of {expected} messages arrived, {posted} of {all} posted",

@@ -15,6 +15,7 @@ const NOTABLE: &[(u64, &str)] = &[
         "a queue pair that was reset while it waited for the window, and then had to wait again",
     ),
     (3329, "the same"),
+    (15334, "a message of UC is on its way when all else is done"),
 ];
 
 /// Pairs of runs that show what teaching a peer's Identifications does to it, if strangers may.
