@@ -134,6 +134,18 @@ impl Case {
         }
     }
 
+    /// The same, and a shell does what either side is.
+    pub(crate) fn scripts(name: &str, package: &'static str, server: &str, client: &str) -> Self {
+        Self {
+            server: Some(Server {
+                command: shell(server),
+                ready: Ready::Listens,
+                end: ServerEnd::Zero,
+            }),
+            ..Self::script(name, package, client)
+        }
+    }
+
     pub(crate) fn ready(mut self, ready: Ready) -> Self {
         if let Some(server) = &mut self.server {
             server.ready = ready;

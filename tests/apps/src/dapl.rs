@@ -28,13 +28,11 @@ try Q
 echo all told";
 
 fn pair(name: &str, server: &str, client: &str) -> Case {
-    let side = |side: &str, command: &str| shell(&(PROVIDER.replace("SIDE", side) + command));
-    let mut case = Case::pair(name, PACKAGE, "sh", "sh").ready(Ready::Retry).within(180);
-    if let Some(server_of) = &mut case.server {
-        server_of.command = side("server", server);
-    }
-    case.client = side("client", client);
-    case.needs(&[("dtest", PACKAGE)])
+    let side = |side: &str, command: &str| PROVIDER.replace("SIDE", side) + command;
+    Case::scripts(name, PACKAGE, &side("server", server), &side("client", client))
+        .ready(Ready::Retry)
+        .within(180)
+        .needs(&[("dtest", PACKAGE)])
 }
 
 /// A program that is told its peer with `-h`.

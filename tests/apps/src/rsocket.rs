@@ -7,7 +7,7 @@
 //! and with more than three connections of one listener its thread that accepts them uses memory after it is freed (24061f015 mends
 //! that), so no `-P` here.
 
-use crate::cases::{Case, Ready, shell};
+use crate::cases::{Case, Ready};
 
 const PACKAGE: &str = "iperf3";
 const PRELOAD: &str = "/usr/lib/x86_64-linux-gnu/rsocket/librspreload.so";
@@ -48,12 +48,9 @@ fn over(command: &str, first: &str) -> String {
 }
 
 fn pair(name: &str, server: &str, client: &str) -> Case {
-    let mut case = Case::pair(name, PACKAGE, "sh", "sh").ready(Ready::Retry);
-    if let Some(server_of) = &mut case.server {
-        server_of.command = shell(server);
-    }
-    case.client = shell(client);
-    case.needs(&[(PRELOAD, "librdmacm1")])
+    Case::scripts(name, PACKAGE, server, client)
+        .ready(Ready::Retry)
+        .needs(&[(PRELOAD, "librdmacm1")])
 }
 
 fn iperf3(options: &str) -> Case {

@@ -10,7 +10,7 @@
 //! Of libiscsi's programs, iscsi-ls takes `iscsi://` alone, which is TCP, and iscsi-dd is in no package of Debian's.
 //! librpma's examples are in no package either, and Debian's fio has no engine of it.
 
-use crate::cases::{Case, Ready, shell};
+use crate::cases::{Case, Ready};
 
 const TGT: &str = "tgt";
 /// qemu's driver of iSCSI is a module of its own.
@@ -55,26 +55,22 @@ qemu-img compare --image-opts driver=file,filename=source $disk
 echo all the same";
 
 fn iser(name: &str, package: &'static str, program: &str, text: &str, says: &'static str) -> Case {
-    let mut case = Case::pair(name, TGT, "sh", "sh").stopped().says(says).within(300);
-    if let Some(server) = &mut case.server {
-        server.command = shell(DAEMON);
-    }
-    case.client = shell(&format!("{TARGET}{text}"));
-    case.needs(&[("tgtd", TGT), ("qemu-img", "qemu-utils"), (program, package)])
+    Case::scripts(name, TGT, DAEMON, &format!("{TARGET}{text}"))
+        .stopped()
+        .says(says)
+        .within(300)
+        .needs(&[("tgtd", TGT), ("qemu-img", "qemu-utils"), (program, package)])
 }
 
 fn rpma() -> Case {
     let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/rpma.c");
     let side = |name: &str| {
         let build = format!("cc -Wall -Werror -O1 -o {{dir}}/rpma-{name} {source} -lrpma -libverbs");
-        shell(&format!("{build} && exec {{dir}}/rpma-{name} {name} {{addr}} {{port}}"))
+        format!("{build} && exec {{dir}}/rpma-{name} {name} {{addr}} {{port}}")
     };
-    let mut case = Case::pair("librpma", "librpma-dev", "sh", "sh").ready(Ready::Retry);
-    if let Some(server) = &mut case.server {
-        server.command = side("server");
-    }
-    case.client = side("client");
-    case.says("every byte is the same")
+    Case::scripts("librpma", "librpma-dev", &side("server"), &side("client"))
+        .ready(Ready::Retry)
+        .says("every byte is the same")
         .needs(&[("/usr/include/librpma.h", "librpma-dev"), ("cc", "gcc")])
 }
 
