@@ -187,7 +187,9 @@ fn build(stub: &Stub, symbols: &[Symbol], needed: &[&Path], out: &Path, dir: &Pa
         source.as_ref(),
         soname.as_ref(),
         map.as_ref(),
-        "-Wl,--no-as-needed,--enable-new-dtags,-rpath,$ORIGIN".as_ref(),
+        // Never unloaded: the system's librdmacm, which forwarding loads, has the same SONAME, and would be taken by the next
+        // library that needs this one.
+        "-Wl,--no-as-needed,--enable-new-dtags,-rpath,$ORIGIN,-z,nodelete".as_ref(),
         "-o".as_ref(),
         made.as_ref(),
     ];

@@ -200,6 +200,24 @@ fn one_instance_however_it_is_loaded() {
     assert!(!text.contains("version"), "the dynamic linker warns: {text}");
 }
 
+/// A library of the system's with the same SONAME may be loaded meanwhile, and be taken for ours by the next who needs it.
+#[test]
+fn its_names_stay_taken_when_the_last_user_has_closed_it() {
+    let dir = tempfile::tempdir().unwrap();
+    install(dir.path());
+    for name in [RDMACM, VERBS] {
+        let path = dir.path().join(name);
+        let handle = load(&path);
+        let at = CString::new(path.as_os_str().as_bytes()).unwrap();
+        // SAFETY: a handle that is not used again, and a C string.
+        let again = unsafe {
+            assert_eq!(libc::dlclose(handle), 0);
+            libc::dlopen(at.as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD)
+        };
+        assert!(!again.is_null(), "{name} is gone");
+    }
+}
+
 /// Whoever stands in front of the C library's `write` and `close` with descriptors of its own, as librspreload does; 7000 is one.
 const IN_FRONT: &str = "
 #define _GNU_SOURCE

@@ -4,7 +4,7 @@
 use crate::cases::Case;
 
 /// Cases of the matrix that are run in this way too: one of each program, and those whose modules come in late.
-const ALSO: [&str; 22] = [
+const ALSO: [&str; 23] = [
     "ibv_devinfo -v",
     "ibv_rc_pingpong -e",
     "ibv_ud_pingpong",
@@ -27,6 +27,7 @@ const ALSO: [&str; 22] = [
     "ibverbs of PyPI",
     "mooncake transfer engine",
     "sideway of crates.io",
+    "a library that comes and goes",
 ];
 /// What can be had by preloading alone: sysfs for programs that have nothing to do with verbs (cat, ls, python), and programs with
 /// a libibverbs of their own, of another name.
