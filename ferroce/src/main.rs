@@ -57,7 +57,7 @@ enum Command {
     /// Let processes share addresses (started when a program needs it); several users are one trust domain unless it may load a
     /// BPF program
     Broker(sharing::broker::BrokerArgs),
-    /// Measure the transport: bandwidth and latency, within this process or between two
+    /// Measure the transport, or RTRS on it: bandwidth and latency, within this process or between two
     Bench(bench::BenchArgs),
     /// Look for what stands in the way of RoCEv2 on this machine, and say what to do
     Doctor(doctor::DoctorArgs),

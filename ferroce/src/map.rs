@@ -3,26 +3,17 @@
 use std::{
     net::{IpAddr, SocketAddr},
     path::PathBuf,
-    sync::{
-        Arc,
-        mpsc::{self, RecvTimeoutError},
-    },
-    thread,
     time::{Duration, Instant},
 };
 
 use clap::Args;
-use rnbd::{
-    block::BlockDevice,
-    client::{Client, Device as Disk, MapError},
-    nbd::{NbdConfig, NbdServer},
-    proto::AccessMode,
-};
-use roce::{Device, iface};
+use rnbd::{block::Geometry, client::error::MapError, proto::AccessMode};
+use rnbd_host::map::{MapConfig, MapEvent, MapFailure, MapStats, Mapping};
+use roce::{DeviceStats, iface};
 use rtrs::{
     PathError,
     addr::PathAddr,
-    client::{OpenArgs, Session},
+    client::{SessionConfig, SessionInfo},
 };
 use serde_json::json;
 
@@ -30,7 +21,7 @@ use crate::{
     output::{self, Failure},
     report::{Moved, ReportArgs, Reporter},
     signals::Stop,
-    transport::TransportArgs,
+    transport::{TransportArgs, path},
     units::seconds,
 };
 
@@ -57,7 +48,7 @@ pub(crate) struct MapArgs {
     #[arg(long, value_name = "NAME")]
     session: String,
     /// Our address (optional) and the server's, perhaps with port; or as the kernel writes it: ip:SRC,ip:DST
-    #[arg(long, value_name = "[SRC,]DST[:1234]")]
+    #[arg(long, value_name = "[SRC,]DST[:1234]", value_parser = path)]
     path: PathAddr,
     /// Device to open, as the server calls it
     #[arg(long, value_name = "NAME")]
@@ -68,7 +59,7 @@ pub(crate) struct MapArgs {
     /// Open the device read-only
     #[arg(long)]
     ro: bool,
-    /// Connections for I/O [default: number of CPUs]
+    /// Connections for I/O [default: 1, as what leaves together on one connection is the cheapest]
     #[arg(long, value_name = "N")]
     connections: Option<u16>,
     /// Longest time for each step of connecting; the default is the kernel client's, as a kernel server on a busy machine may
@@ -91,50 +82,24 @@ impl MapArgs {
         }
     }
 
-    fn open_session(&self, device: &Device) -> Result<Session<Device>, Failure> {
-        let mut open = OpenArgs::new(&self.session, self.path);
+    fn config(&self) -> MapConfig {
+        let mut session = SessionConfig::new(&self.session, self.path);
         if let Some(connections) = self.connections {
-            open.connections = connections;
+            session.connections = connections;
         }
         // RNBD's longest message names a device.
-        open.max_user_header = size_of::<rnbd::proto::MsgOpen>() as u16;
-        open.connect_timeout = self.connect_timeout;
-        open.heartbeat = self.transport.heartbeat();
-        Session::open(device, open).map_err(|e| session_failure(self.path.dst, &e))
-    }
-
-    /// Opens the session; `None` when the user wanted to end meanwhile.
-    fn connect(&self, device: &Device, stop: &Stop) -> Result<Option<Session<Device>>, Failure> {
-        let (sender, opened) = mpsc::channel();
-        let begun = Instant::now();
-        let mut told = false;
-        thread::scope(|scope| {
-            scope.spawn(move || {
-                let _ = sender.send(self.open_session(device));
-            });
-            loop {
-                if !told && begun.elapsed() >= SILENCE {
-                    told = true;
-                    tracing::warn!(
-                        "no session with {} yet; each step may take {} s (--connect-timeout)",
-                        self.path.dst,
-                        self.connect_timeout.as_secs_f64()
-                    );
-                }
-                match opened.recv_timeout(LOOK) {
-                    Err(RecvTimeoutError::Timeout) if stop.requested() => {
-                        // Whoever waits for an answer is woken.
-                        device.close();
-                        return Ok(None);
-                    }
-                    Err(RecvTimeoutError::Timeout) => {}
-                    Ok(session) => return session.map(Some),
-                    Err(RecvTimeoutError::Disconnected) => {
-                        return Err(Failure::failed("opening the session panicked".to_owned()));
-                    }
-                }
-            }
-        })
+        session.max_user_header = size_of::<rnbd::proto::MsgOpen>() as u16;
+        session.connect_timeout = self.connect_timeout;
+        session.heartbeat = self.transport.heartbeat();
+        MapConfig {
+            mode: match self.ro {
+                true => AccessMode::ReadOnly,
+                false => AccessMode::ReadWrite,
+            },
+            grace: GRACE,
+            reactor: self.transport.reactor(),
+            ..MapConfig::new(session, &self.device, &self.nbd)
+        }
     }
 }
 
@@ -169,10 +134,22 @@ fn map_failure(args: &MapArgs, e: &MapError) -> Failure {
     Failure::failed(format!("can't map {} of {}: {e}{hint}", args.device, args.path.dst))
 }
 
-/// Why the mapping ended.
-enum End {
-    Asked,
-    Lost(PathError),
+/// What to say of a mapping that ended otherwise than asked.
+fn failure(args: &MapArgs, e: MapFailure) -> Failure {
+    let dst = args.path.dst;
+    let fail =
+        |what: &str, e: &dyn std::fmt::Display| Failure::failed(format!("{dst} could not {what} {}: {e}", args.device));
+    match e {
+        MapFailure::Session(e) => session_failure(dst, &e),
+        MapFailure::Map(e) => map_failure(args, &e),
+        MapFailure::Socket(e) => Failure::failed(format!("NBD socket {}: {e}", args.nbd.display())),
+        MapFailure::Lost(why) => Failure::failed(format!(
+            "connection to {dst} lost: {why}; what was not flushed may not be in the image"
+        )),
+        MapFailure::Flush(e) => fail("flush", &e),
+        MapFailure::Close(e) => fail("close", &e),
+        MapFailure::Loop(e) => Failure::failed(e),
+    }
 }
 
 /// Runs the command.
@@ -184,69 +161,56 @@ fn map(args: &MapArgs) -> Result<(), Failure> {
     let stop = Stop::on_signals()?;
     let mut reporter = args.report.reporter();
     let roce = args.transport.open(args.source()?)?;
-    let Some(session) = args.connect(&roce, &stop)? else {
-        return reporter.summary(&roce, Moved::default());
-    };
-    let (lost_tx, lost) = mpsc::channel();
-    session.on_down(move |why| {
-        // Nobody listens any more at the end of the program.
-        let _ = lost_tx.send(why.clone());
-    });
-    let mode = if args.ro {
-        AccessMode::ReadOnly
-    } else {
-        AccessMode::ReadWrite
-    };
-    let client = Client::new(session.clone()).map_err(|e| map_failure(args, &e))?;
-    let device = client.map(&args.device, mode).map_err(|e| map_failure(args, &e))?;
-    let device = Arc::new(device);
-    let nbd = serve_nbd(args, &device)?;
-    announce(args, &reporter, &session, &device.geometry())?;
-
+    let started = Mapping::start(roce, args.config());
+    let mut mapping = started.map_err(|e| Failure::failed(e.to_string()))?;
+    let begun = Instant::now();
+    let (mut mapped, mut told, mut stopping) = (false, false, false);
     let mut ticks = Ok(());
-    let end = loop {
-        if stop.requested() || ticks.is_err() {
-            break End::Asked;
+    let ended = loop {
+        if (stop.requested() || ticks.is_err()) && !core::mem::replace(&mut stopping, true) {
+            mapping.stop();
         }
-        match lost.recv_timeout(reporter.patience()) {
-            Ok(why) => break End::Lost(why),
-            Err(_) => ticks = reporter.tick(&roce, moved(&device, nbd.turned_away())),
+        let patience = if mapped { reporter.patience() } else { LOOK };
+        match mapping.next(patience) {
+            Some(MapEvent::Mapped { geometry, info }) => {
+                mapped = true;
+                announce(args, &reporter, &info, &geometry)?;
+            }
+            Some(MapEvent::Ended(result)) => break result,
+            None if !mapped && !told && begun.elapsed() >= SILENCE => {
+                told = true;
+                tracing::warn!(
+                    "no session with {} yet; each step may take {} s (--connect-timeout)",
+                    args.path.dst,
+                    args.connect_timeout.as_secs_f64()
+                );
+            }
+            None if mapped && ticks.is_ok() => ticks = reporter.tick(|| counted(&mapping.stats())),
+            None => {}
         }
     };
-    // Requests of clients are answered: by the server, or with an error if it is gone.
-    let turned_away = nbd.turned_away();
-    nbd.stop();
-    let finished = finish(args, &device, end);
-    reporter.summary(&roce, moved(&device, turned_away))?;
-    session.close();
-    finished.and(ticks)
+    // Nothing is to be told of a device that never was.
+    if mapped || ended.is_ok() {
+        let (stats, moved) = counted(&mapping.stats());
+        reporter.summary(&stats, &moved)?;
+    }
+    ended.map_err(|e| failure(args, e)).and(ticks)
 }
 
-/// What NBD clients have moved.
-fn moved(device: &Disk<Device>, nbd_turned_away: u64) -> Moved {
-    let c = device.counters();
-    Moved {
+/// What NBD clients have moved, and with how many packets.
+fn counted(stats: &MapStats) -> (DeviceStats, Moved) {
+    let c = &stats.device;
+    let moved = Moved {
         bytes_read: c.read_bytes,
         bytes_written: c.written_bytes,
         requests: c.completed,
         failed: c.failed,
-        refused: vec![("nbd_turned_away", nbd_turned_away)],
-    }
+        refused: vec![("nbd_turned_away", stats.turned_away)],
+    };
+    (stats.turns.device, moved)
 }
 
-fn serve_nbd<D: BlockDevice>(args: &MapArgs, device: &Arc<D>) -> Result<NbdServer, Failure> {
-    let mut config = NbdConfig::new(&args.nbd, Arc::clone(device)).named(&args.device);
-    config.grace = GRACE;
-    NbdServer::start(config).map_err(|e| Failure::failed(format!("NBD socket {}: {e}", args.nbd.display())))
-}
-
-fn announce(
-    args: &MapArgs,
-    reporter: &Reporter,
-    session: &Session<Device>,
-    geometry: &rnbd::block::Geometry,
-) -> Result<(), Failure> {
-    let info = session.info();
+fn announce(args: &MapArgs, reporter: &Reporter, info: &SessionInfo, geometry: &Geometry) -> Result<(), Failure> {
     let socket = args.nbd.display().to_string();
     let access = if geometry.read_only { "read-only" } else { "read-write" };
     let text = format!(
@@ -267,32 +231,4 @@ fn announce(
         "max_io_bytes": info.max_io_size,
     });
     reporter.event("mapped", fields, &text)
-}
-
-/// Makes what was written durable and closes the device, if that is still possible.
-fn finish(args: &MapArgs, device: &Disk<Device>, end: End) -> Result<(), Failure> {
-    let dst = args.path.dst;
-    if let End::Lost(why) = end {
-        return Err(Failure::failed(format!(
-            "connection to {dst} lost: {why}; what was not flushed may not be in the image"
-        )));
-    }
-    let fail =
-        |what: &str, e: &dyn std::fmt::Display| Failure::failed(format!("{dst} could not {what} {}: {e}", args.device));
-    if !device.geometry().read_only {
-        flush(device).map_err(|e| fail("flush", &e))?;
-    }
-    device.unmap().map_err(|e| fail("close", &e))
-}
-
-/// Flushes and waits.
-fn flush<D: BlockDevice>(device: &D) -> Result<(), rnbd::Errno> {
-    let (sender, receiver) = mpsc::channel();
-    device.submit(
-        rnbd::block::BlockRequest::Flush,
-        Box::new(move |result, _| {
-            let _ = sender.send(result);
-        }),
-    );
-    receiver.recv().unwrap_or(Err(rnbd::Errno::ECONNABORTED))
 }

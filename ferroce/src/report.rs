@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use roce::Device;
+use roce::DeviceStats;
 use serde_json::{Map, Value, json};
 
 use crate::{
@@ -103,20 +103,20 @@ impl Reporter {
         self.every.map_or(LOOK, |every| every.min(LOOK))
     }
 
-    /// Prints statistics when it is time.
-    pub(crate) fn tick(&mut self, device: &Device, moved: Moved) -> Result<(), Failure> {
+    /// Prints statistics when it is time; `counted` gives them.
+    pub(crate) fn tick(&mut self, counted: impl FnOnce() -> (DeviceStats, Moved)) -> Result<(), Failure> {
         let now = Instant::now();
         let then = self.last.0;
         if self.every.is_none_or(|every| now.duration_since(then) < every) {
             return Ok(());
         }
+        let (stats, moved) = counted();
         let before = std::mem::replace(&mut self.last, (now, moved.clone())).1;
         if self.json {
-            return self.event("stats", self.numbers(device, &moved), "");
+            return self.event("stats", self.numbers(&stats, &moved), "");
         }
         let seconds = now.duration_since(then).as_secs_f64();
         let rate = |new: u64, old: u64| output::bytes(((new - old) as f64 / seconds) as u64);
-        let stats = device.stats();
         output::line(&format!(
             "read {}/s, written {}/s, {} retransmissions so far",
             rate(moved.bytes_read, before.bytes_read),
@@ -126,8 +126,7 @@ impl Reporter {
     }
 
     /// The statistics of the whole run.
-    pub(crate) fn summary(&self, device: &Device, moved: Moved) -> Result<(), Failure> {
-        let stats = device.stats();
+    pub(crate) fn summary(&self, stats: &DeviceStats, moved: &Moved) -> Result<(), Failure> {
         let text = format!(
             "{:.1} s: read {}, written {}, {} requests ({} failed); packets sent {}, received {}, retransmissions {}, ICRC \
              errors {}",
@@ -141,14 +140,14 @@ impl Reporter {
             stats.retransmits(),
             stats.icrc_errors()
         );
-        self.event("summary", self.numbers(device, &moved), &text)
+        self.event("summary", self.numbers(stats, moved), &text)
     }
 
-    fn numbers(&self, device: &Device, moved: &Moved) -> Value {
+    fn numbers(&self, stats: &DeviceStats, moved: &Moved) -> Value {
         let mut json = Map::new();
         json.insert("seconds".into(), self.started.elapsed().as_secs_f64().into());
         json.extend(moved.json());
-        json.extend(stats_json(&device.stats()));
+        json.extend(stats_json(stats));
         json.into()
     }
 }

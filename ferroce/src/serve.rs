@@ -1,20 +1,17 @@
 //! `ferroce serve`: image files and block devices for RNBD clients.
 
-use std::{collections::BTreeMap, net::SocketAddr, sync::Arc, thread};
+use std::{net::SocketAddr, time::Duration};
 
 use clap::{ArgAction, Args};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use rnbd::{
-    backend::{ExportSpec, Exports, FolderSpec, Image},
-    server::{Server, ServerOptions, StartError},
-};
-use roce::Device;
+use rnbd::server::Limits;
+use rnbd_disk::{Caching, DiskConfig, ExportSpec, Exports, FolderSpec, Image};
+use rnbd_host::serve::{ServeConfig, ServeEvent, ServeStats, Serving};
+use roce::{DeviceStats, Mtu};
 use roce_verbs::shown;
 use rtrs::{
-    addr::PathAddr,
     admission::{AccessList, AccessRule},
-    proto::DEFAULT_PORT,
-    server::{ServerConfig, SessionHandle},
+    server::{ServerConfig, request::SessionOpened},
 };
 use serde_json::{Value, json};
 
@@ -22,10 +19,12 @@ use crate::{
     output::{self, Failure},
     report::{Moved, ReportArgs, Reporter},
     signals::Stop,
-    transport::TransportArgs,
+    transport::{TransportArgs, path},
     units::size32,
 };
 
+/// Time for sessions to end and files to be written back at the end.
+const GRACE: Duration = Duration::from_secs(30);
 /// Open files at most; more than devices, sessions and sockets can take.
 const OPEN_FILES: u64 = 65_536;
 
@@ -92,6 +91,9 @@ pub(crate) struct ServeArgs {
     /// and requests are a little cheaper
     #[arg(long, value_name = "on|off", value_parser = on_off, default_value = "on", action = ArgAction::Set)]
     always_invalidate: bool,
+    /// Past the page cache, where the file system can do that (O_DIRECT)
+    #[arg(long)]
+    direct: bool,
     #[command(flatten)]
     report: ReportArgs,
     #[command(flatten)]
@@ -99,7 +101,7 @@ pub(crate) struct ServeArgs {
 }
 
 fn listen(text: &str) -> Result<SocketAddr, String> {
-    let path = PathAddr::parse(text, DEFAULT_PORT).map_err(|e| e.to_string())?;
+    let path = path(text)?;
     match path.src {
         None if path.dst.port() == 0 => Err("clients have to name the port: it can't be 0".to_owned()),
         None => Ok(path.dst),
@@ -107,7 +109,7 @@ fn listen(text: &str) -> Result<SocketAddr, String> {
     }
 }
 
-fn on_off(text: &str) -> Result<bool, String> {
+pub(crate) fn on_off(text: &str) -> Result<bool, String> {
     match text {
         "on" => Ok(true),
         "off" => Ok(false),
@@ -133,12 +135,18 @@ impl ServeArgs {
         }
     }
 
-    fn options(&self, exports: Arc<Exports>) -> ServerOptions {
-        let usual = ServerOptions::new(exports);
-        ServerOptions {
+    fn limits(&self) -> Limits {
+        let usual = Limits::default();
+        Limits {
             max_devices: self.max_devices_per_session.unwrap_or(usual.max_devices),
             max_open: self.max_devices.unwrap_or(usual.max_open),
-            ..usual
+        }
+    }
+
+    fn caching(&self) -> Caching {
+        match self.direct {
+            true => Caching::Direct,
+            false => Caching::PageCache,
         }
     }
 }
@@ -161,47 +169,64 @@ fn serve(args: &ServeArgs) -> Result<(), Failure> {
     let stop = Stop::on_signals()?;
     raise_open_files();
     let mut reporter = args.report.reporter();
-    let exports = Exports::new(args.exports.iter().cloned(), args.export_dir.as_ref())
+    let exports = Exports::new(args.exports.iter().cloned(), args.export_dir.as_ref(), args.caching())
         .map_err(|e| Failure::failed(e.to_string()))?;
-    let roce = args.transport.open(args.listen.ip())?;
-    let server = Server::start(&*roce, args.config(), args.options(exports)).map_err(|e| start_failure(args, &e))?;
-    announce(args, &reporter, &roce)?;
+    let mut roce = args.transport.open(args.listen.ip())?;
+    let mtu = roce.mtu(0).unwrap_or(Mtu::B1024);
+    let config = ServeConfig {
+        rtrs: args.config(),
+        limits: args.limits(),
+        exports,
+        disk: DiskConfig::default(),
+        reactor: args.transport.reactor(),
+        grace: GRACE,
+    };
+    let failed = |e| Failure::failed(format!("can't serve on {}: {e}", args.listen));
+    let mut server = Serving::start(roce, config).map_err(failed)?;
+    announce(args, &reporter, mtu)?;
 
-    let mut sessions = Sessions::default();
     let mut told = Ok(());
     while !stop.requested() && told.is_ok() {
-        thread::sleep(reporter.patience());
-        told = still_open(&roce)
-            .and_then(|()| sessions.update(&reporter, server.rtrs().sessions()))
-            .and_then(|()| reporter.tick(&roce, moved(&server)));
+        told = match server.next(reporter.patience()) {
+            Some(event) => tell(&reporter, &event),
+            None => reporter.tick(|| counted(&server.stats().unwrap_or_default())),
+        };
     }
+    let last = server.stats().unwrap_or_default();
     // Answers requests in flight, ends the sessions and makes what they wrote durable.
-    server.shutdown();
-    sessions.update(&reporter, Vec::new())?;
-    let moved = moved(&server);
-    drop(server);
-    reporter.summary(&roce, moved)?;
+    let events = server.stop();
+    for event in &events {
+        tell(&reporter, event)?;
+    }
+    let (stats, moved) = counted(&last);
+    reporter.summary(&stats, &moved)?;
     told
 }
 
-fn start_failure(args: &ServeArgs, e: &StartError) -> Failure {
-    Failure::failed(format!("can't serve on {}: {e}", args.listen))
-}
-
-/// A device that has stopped serves nobody, and nobody would notice.
-fn still_open(roce: &Device) -> Result<(), Failure> {
-    match roce.is_closed() {
-        true => Err(Failure::failed(
-            "the RoCE device has stopped; the log says why".to_owned(),
-        )),
-        false => Ok(()),
+/// Reports who came and who went.
+fn tell(reporter: &Reporter, event: &ServeEvent) -> Result<(), Failure> {
+    match event {
+        ServeEvent::SessionOpened(session) => {
+            let text = format!(
+                "{} opened, {} connections",
+                described(&session.name, session.peer),
+                session.connections
+            );
+            reporter.event("session_opened", fields(session), &text)
+        }
+        ServeEvent::SessionClosed(session, _) => {
+            let text = format!("{} closed", described(&session.name, session.peer));
+            reporter.event("session_closed", fields(session), &text)
+        }
+        ServeEvent::Stopped(Some(why)) => Err(Failure::failed(format!("the server has stopped: {why}"))),
+        ServeEvent::Stopped(None) => Ok(()),
     }
 }
 
-/// What clients have moved.
-fn moved(server: &Server<Device>) -> Moved {
-    let c = server.counters();
-    Moved {
+/// What clients have moved, and with how many packets.
+fn counted(stats: &ServeStats) -> (DeviceStats, Moved) {
+    let c = &stats.rnbd;
+    let moved = Moved {
         bytes_read: c.read_bytes,
         bytes_written: c.written_bytes,
         requests: c.requests,
@@ -212,18 +237,19 @@ fn moved(server: &Server<Device>) -> Moved {
             ("malformed_messages", c.malformed),
         ]
         .into_iter()
-        .chain(server.rtrs().counters().named())
+        .chain(stats.rtrs.iter().copied())
         .filter(|(name, _)| !matches!(*name, "sessions_opened" | "connections_accepted"))
         .collect(),
-    }
+    };
+    (stats.turns.device, moved)
 }
 
-fn announce(args: &ServeArgs, reporter: &Reporter, roce: &Device) -> Result<(), Failure> {
+fn announce(args: &ServeArgs, reporter: &Reporter, mtu: Mtu) -> Result<(), Failure> {
     let config = args.config();
     let mut exports = Vec::new();
-    let mut text = format!("listening on {}, path MTU {}", args.listen, roce.mtu().bytes());
+    let mut text = format!("listening on {}, path MTU {}", args.listen, mtu.bytes());
     for export in &args.exports {
-        let size = Image::open(&export.path, false).map_or(0, |image| image.geometry().size);
+        let size = Image::open(&export.path, false, args.caching()).map_or(0, |image| image.geometry().size);
         exports.push(json!({
             "name": export.name,
             "path": export.path.display().to_string(),
@@ -249,7 +275,7 @@ fn announce(args: &ServeArgs, reporter: &Reporter, roce: &Device) -> Result<(), 
     }
     let fields = json!({
         "address": args.listen.to_string(),
-        "path_mtu": roce.mtu().bytes(),
+        "path_mtu": mtu.bytes(),
         "exports": exports,
         "export_dir": folder,
         "queue_depth": config.queue_depth,
@@ -260,43 +286,16 @@ fn announce(args: &ServeArgs, reporter: &Reporter, roce: &Device) -> Result<(), 
     reporter.event("listening", fields, &text)
 }
 
-/// Sessions that have been reported as opened.
-#[derive(Default)]
-struct Sessions(BTreeMap<u64, SessionHandle>);
-
-impl Sessions {
-    /// Reports who came and who went.
-    fn update(&mut self, reporter: &Reporter, now: Vec<SessionHandle>) -> Result<(), Failure> {
-        // A session that is being opened has no name yet.
-        let now: BTreeMap<u64, SessionHandle> = now
-            .into_iter()
-            .filter(|s| !s.name().is_empty())
-            .map(|s| (s.id(), s))
-            .collect();
-        for session in self.0.values().filter(|s| !now.contains_key(&s.id())) {
-            let text = format!("{} closed", described(session.name(), session.peer()));
-            reporter.event("session_closed", fields(session), &text)?;
-        }
-        for session in now.values().filter(|s| !self.0.contains_key(&s.id())) {
-            let (name, peer, connections) = (session.name(), session.peer(), session.connections());
-            let text = format!("{} opened, {connections} connections", described(name, peer));
-            reporter.event("session_opened", fields(session), &text)?;
-        }
-        self.0 = now;
-        Ok(())
-    }
-}
-
 /// The client chose the name.
 fn described(name: &str, peer: impl std::fmt::Display) -> String {
     format!("session {} of {peer}", shown(name))
 }
 
-fn fields(session: &SessionHandle) -> Value {
+fn fields(session: &SessionOpened) -> Value {
     json!({
-        "session": session.name(),
-        "peer": session.peer().to_string(),
-        "connections": session.connections(),
+        "session": session.name,
+        "peer": session.peer.to_string(),
+        "connections": session.connections,
     })
 }
 

@@ -1,10 +1,11 @@
 //! Options and statistics of the RoCE device.
 
-use std::{net::IpAddr, ops::Deref, path::PathBuf, time::Duration};
+use std::{net::IpAddr, path::PathBuf, time::Duration};
 
 use clap::Args;
-use roce::{Device, DeviceConfig, DeviceStats, Mtu};
-use rtrs::heartbeat::HeartbeatConfig;
+use roce::{DeviceConfig, DeviceStats, LocalDevice, Mtu};
+use roce_reactor::{ReactorConfig, SpinMode};
+use rtrs::{addr::PathAddr, heartbeat::HeartbeatConfig, proto::DEFAULT_PORT};
 use serde_json::{Map, Value};
 
 use crate::{
@@ -34,9 +35,18 @@ pub(crate) struct TransportArgs {
     /// Ask a silent peer for a sign of life this often; after five times without an answer it counts as dead
     #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "1")]
     heartbeat: Duration,
+    /// How long the loop looks for work before it sleeps, at most: microseconds, `auto` (as it pays), or `off`
+    #[arg(long, value_name = "US|auto|off", default_value = "auto")]
+    spin: SpinMode,
     /// Write every packet sent and received to this file, which only its owner may read; not through a symbolic link
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
+}
+
+/// A path of RTRS, whose link-local addresses may name their interface.
+pub(crate) fn path(text: &str) -> Result<PathAddr, String> {
+    let interfaces = |name: &str| nix::net::if_::if_nametoindex(name).ok();
+    PathAddr::parse(text, DEFAULT_PORT, &interfaces).map_err(|e| e.to_string())
 }
 
 fn mtu(text: &str) -> Result<Mtu, String> {
@@ -47,26 +57,12 @@ fn mtu(text: &str) -> Result<Mtu, String> {
         .ok_or_else(|| format!("{bytes} is no RoCE path MTU: 256, 512, 1024, 2048 or 4096"))
 }
 
-/// An open device, closed at the end of its scope whoever else still holds it: a capture is complete then.
-pub(crate) struct Opened(Device);
-
-impl Deref for Opened {
-    type Target = Device;
-
-    fn deref(&self) -> &Device {
-        &self.0
-    }
-}
-
-impl Drop for Opened {
-    fn drop(&mut self) {
-        self.0.close();
-    }
-}
+/// RTRS waits for answers, which the next request can acknowledge.
+const ACK_HOLD: Duration = Duration::from_micros(400);
 
 impl TransportArgs {
     /// Opens the device at an address.
-    pub(crate) fn open(&self, addr: IpAddr) -> Result<Opened, Failure> {
+    pub(crate) fn open(&self, addr: IpAddr) -> Result<LocalDevice, Failure> {
         let usual = DeviceConfig::new(addr);
         let config = DeviceConfig {
             mtu: self.mtu,
@@ -74,11 +70,18 @@ impl TransportArgs {
             gso: !self.no_gso,
             gro: !self.no_gro,
             pcap: self.pcap.clone(),
+            ack_hold: ACK_HOLD,
             ..usual
         };
-        Device::open(config)
-            .map(Opened)
-            .map_err(|e| Failure::failed(e.to_string()))
+        LocalDevice::open(&[config]).map_err(|e| Failure::failed(e.to_string()))
+    }
+
+    /// How the loop waits.
+    pub(crate) fn reactor(&self) -> ReactorConfig {
+        ReactorConfig {
+            spin: self.spin,
+            ..ReactorConfig::default()
+        }
     }
 
     /// The heartbeats of RTRS.
@@ -152,6 +155,13 @@ const fn path_counters(stats: &DeviceStats) -> [(&'static str, u64); 9] {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn paths_name_interfaces() {
+        let lo = path("fe80::1%lo").unwrap().dst;
+        assert!(matches!(lo, std::net::SocketAddr::V6(a) if a.scope_id() > 0), "{lo}");
+        assert!(path("fe80::1%no-such-if").unwrap_err().contains("no-such-if"));
+    }
 
     #[test]
     fn path_mtus() {

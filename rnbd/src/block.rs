@@ -1,6 +1,4 @@
-//! The block device that front ends (the NBD server) are written against.
-
-use crate::errno::Errno;
+//! Block devices: what they are like, and what is done with them.
 
 /// What a block device is like. All counts in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -23,8 +21,8 @@ pub struct Geometry {
     pub write_cache: bool,
     /// Forced unit access works.
     pub fua: bool,
-    /// Zeroes can be written faster than by writing them.
-    pub fast_zeroes: bool,
+    /// Longest range that can be made zero faster than by writing zeroes; 0: none can. Longer ones are split.
+    pub max_write_zeroes: u64,
     /// Reads and writes that may be in flight together without waiting for each other's buffers.
     pub queue_depth: u32,
 }
@@ -41,90 +39,32 @@ impl Geometry {
     }
 }
 
-/// Memory that one read or write goes through; registered with the transport where there is one.
-///
-/// # Safety
-/// `as_ptr` is valid for reads and writes of `len` bytes from any thread until the value is dropped, also when it is
-/// moved. Others (a peer) may change the bytes at any time, so nobody makes a reference to them.
-pub unsafe trait IoBuffer: Send + 'static {
-    /// First byte.
-    fn as_ptr(&self) -> *mut u8;
-    /// Bytes.
-    fn len(&self) -> usize;
-    /// Whether there are none.
-    fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-}
-
-/// A request to a block device. Offsets and lengths in bytes.
-#[derive(Debug)]
-pub enum BlockRequest<B> {
-    /// Fill the buffer.
-    Read {
-        /// First byte.
-        offset: u64,
-        /// Where to.
-        buffer: B,
-    },
-    /// Write the buffer.
+/// What is done with a range of a block device; the data of reads and writes is named beside it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum BlockOp {
+    /// Bytes are wanted.
+    Read,
+    /// Bytes are written.
     Write {
-        /// First byte.
-        offset: u64,
-        /// Where from.
-        buffer: B,
-        /// Durable before completion.
+        /// Durable before the answer.
         fua: bool,
     },
-    /// Make all completed writes durable.
+    /// All completed writes become durable; the range does not matter.
     Flush,
     /// The bytes are no longer needed; reading them later may give anything.
-    Discard {
-        /// First byte.
-        offset: u64,
-        /// Bytes.
-        len: u64,
-    },
+    Discard,
     /// The bytes become zero.
     WriteZeroes {
-        /// First byte.
-        offset: u64,
-        /// Bytes.
-        len: u64,
-        /// Durable before completion.
+        /// Durable before the answer.
         fua: bool,
         /// Space may be given back (a hole).
         may_unmap: bool,
     },
 }
 
-/// Called once when a request is over, from any thread; must not block. Reads and writes give their buffer back,
-/// also when they failed, unless it was lost with the session.
-pub type Done<B> = Box<dyn FnOnce(Result<(), Errno>, Option<B>) + Send>;
-
-/// A block device with requests in flight. There is no order between requests in flight; a flush covers the writes that
-/// were completed before it was submitted.
-pub trait BlockDevice: Send + Sync + 'static {
-    /// Memory for data.
-    type Buffer: IoBuffer;
-
-    /// Size, limits, abilities.
-    fn geometry(&self) -> Geometry;
-
-    /// Memory for a read or write of `len` bytes, 1 to `max_transfer`. When all is in use this waits; not to be called
-    /// from a completion.
-    ///
-    /// # Errors
-    /// EINVAL for a wrong length, another when the device is gone.
-    fn buffer(&self, len: usize) -> Result<Self::Buffer, Errno>;
-
-    /// Like [`buffer`](Self::buffer), but `None` instead of waiting.
-    ///
-    /// # Errors
-    /// As there.
-    fn try_buffer(&self, len: usize) -> Result<Option<Self::Buffer>, Errno>;
-
-    /// Starts a request. May wait for a slot, so not to be called from a completion. `done` is called in every case,
-    /// possibly before this returns.
-    fn submit(&self, request: BlockRequest<Self::Buffer>, done: Done<Self::Buffer>);
+impl BlockOp {
+    /// Whether it changes the device.
+    pub const fn writes(self) -> bool {
+        !matches!(self, Self::Read | Self::Flush)
+    }
 }

@@ -1,45 +1,61 @@
 //! System error numbers as values: what RTRS carries in its immediate data and NBD in its replies.
 
-use std::{fmt, io};
+use core::fmt;
+use std::io;
 
 /// A positive Linux error number.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Errno(i32);
 
 macro_rules! errnos {
-    ($($name:ident $doc:literal)*) => {
+    ($($name:ident $number:literal $text:literal $doc:literal)*) => {
         impl Errno {
-            $(#[doc = $doc] pub const $name: Self = Self(libc::$name);)*
+            $(#[doc = $doc] pub const $name: Self = Self($number);)*
+
+            /// What the C library says of it.
+            fn text(self) -> Option<&'static str> {
+                Some(match self {
+                    $(Self::$name => $text,)*
+                    _ => return None,
+                })
+            }
         }
     };
 }
 
+// `asm-generic/errno-base.h` and `asm-generic/errno.h`.
 errnos! {
-    EPERM "Not permitted: the device is already open for writing."
-    ENOENT "No such export."
-    EIO "The device failed, or the range is beyond its end."
-    ENXIO "No such device."
-    EAGAIN "Try again."
-    ENOMEM "No memory."
-    EACCES "The export is read-only."
-    ENOTBLK "Neither an image file nor a block device."
-    EBUSY "In use."
-    EEXIST "Already mapped, or open in this session under another spelling of its name."
-    EMFILE "The session has as many devices open as it may have."
-    ENFILE "All sessions together have as many devices open as they may have."
-    EINVAL "Malformed or out of range."
-    ENOSPC "No space left below the image."
-    EROFS "Write on a device that was opened read-only."
-    ENAMETOOLONG "Name too long."
-    ELOOP "Too many symbolic links."
-    EXDEV "A path leaves its folder."
-    EOPNOTSUPP "Not supported by this device."
-    ENOTCONN "The device is not open in this session."
-    ETIMEDOUT "No answer in time."
-    ECONNABORTED "The session was lost."
-    ESHUTDOWN "Shutting down."
-    EINTR "Interrupted."
-    ENOSYS "No such system call."
+    EPERM 1 "Operation not permitted" "Not permitted: the device is already open for writing."
+    ENOENT 2 "No such file or directory" "No such export."
+    EINTR 4 "Interrupted system call" "Interrupted."
+    EIO 5 "Input/output error" "The device failed, or the range is beyond its end."
+    ENXIO 6 "No such device or address" "No such device."
+    EAGAIN 11 "Resource temporarily unavailable" "Try again."
+    ENOMEM 12 "Cannot allocate memory" "No memory."
+    EACCES 13 "Permission denied" "The export is read-only."
+    ENOTBLK 15 "Block device required" "Neither an image file nor a block device."
+    EBUSY 16 "Device or resource busy" "In use."
+    EEXIST 17 "File exists" "Already mapped, or open in this session under another spelling of its name."
+    EXDEV 18 "Invalid cross-device link" "A path leaves its folder."
+    ENODEV 19 "No such device" "No such session."
+    ENOTDIR 20 "Not a directory" "Part of a path is no folder."
+    EISDIR 21 "Is a directory" "A folder."
+    EINVAL 22 "Invalid argument" "Malformed or out of range."
+    ENFILE 23 "Too many open files in system" "All sessions together have as many devices open as they may have."
+    EMFILE 24 "Too many open files" "The session has as many devices open as it may have."
+    EFBIG 27 "File too large" "Beyond what the file system can do."
+    ENOSPC 28 "No space left on device" "No space left below the image."
+    EROFS 30 "Read-only file system" "Write on a device that was opened read-only."
+    ENAMETOOLONG 36 "File name too long" "Name too long."
+    ENOSYS 38 "Function not implemented" "No such system call."
+    ELOOP 40 "Too many levels of symbolic links" "Too many symbolic links."
+    EMSGSIZE 90 "Message too long" "More data than one request can have."
+    EOPNOTSUPP 95 "Operation not supported" "Not supported by this device."
+    ECONNABORTED 103 "Software caused connection abort" "The session was lost."
+    ENOTCONN 107 "Transport endpoint is not connected" "The device is not open in this session."
+    ESHUTDOWN 108 "Cannot send after transport endpoint shutdown" "Shutting down."
+    ETIMEDOUT 110 "Connection timed out" "No answer in time."
+    EDQUOT 122 "Disk quota exceeded" "The quota below the image is used up."
 }
 
 impl Errno {
@@ -49,11 +65,6 @@ impl Errno {
             n @ 1..=4095 => Self(n as i32),
             _ => Self::EIO,
         }
-    }
-
-    /// The last error of a system call on this thread.
-    pub(crate) fn last() -> Self {
-        io::Error::last_os_error().into()
     }
 
     /// The positive number.
@@ -70,13 +81,16 @@ impl From<io::Error> for Errno {
 
 impl From<Errno> for io::Error {
     fn from(e: Errno) -> Self {
-        Self::from_raw_os_error(e.0)
+        Self::from_raw_os_error(e.raw())
     }
 }
 
 impl fmt::Display for Errno {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        io::Error::from_raw_os_error(self.0).fmt(f)
+        match self.text() {
+            Some(text) => write!(f, "{text} (os error {})", self.0),
+            None => write!(f, "Unknown error {0} (os error {0})", self.0),
+        }
     }
 }
 
@@ -86,7 +100,7 @@ impl fmt::Debug for Errno {
     }
 }
 
-impl std::error::Error for Errno {}
+impl core::error::Error for Errno {}
 
 #[cfg(test)]
 mod tests {

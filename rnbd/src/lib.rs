@@ -1,19 +1,23 @@
-//! RNBD 2.0 (network block device over RTRS), wire-compatible with the Linux kernel's `rnbd-client` and `rnbd-server`:
-//! server back ends and client front ends.
+//! RNBD 2.0 (network block device over RTRS), wire-compatible with the Linux kernel's `rnbd-client` and `rnbd-server`, as
+//! state machines without I/O.
 //!
 //! - [`proto`]: the messages.
-//! - [`backend`]: image files and block devices, exports, I/O threads.
-//! - [`block`]: the [`block::BlockDevice`] trait between devices and front ends.
-//! - [`server`]: exports served to clients.
-//! - [`client`]: devices of a server as block devices.
-//! - [`nbd`]: an NBD server on a unix socket for any block device.
+//! - [`block`]: what a block device is like, and what is done with it.
+//! - [`server`]: [`server::Server`], which offers disks to clients; whose disks, and how, is its loop's business.
+//! - [`client`]: [`client::Client`], whose sessions map devices of servers.
+//! - [`nbd`]: [`nbd::Connection`], a client of an NBD server for any block device.
+//!
+//! Server and client stand beside the machines of [`rtrs`] on one loop, which passes on what one has for another: what RTRS tells
+//! goes to [`server::Server::rtrs`] or [`client::Client::rtrs`]. [`server::Server::poll_action`] says what is to be answered,
+//! opened and done with a disk; [`client::Client::poll_submission`] gives requests for RTRS, [`client::Client::poll_output`] what
+//! concerns the client's user. The crate `rnbd-host` has both loops.
 
-pub mod backend;
 pub mod block;
 pub mod client;
 mod errno;
 pub mod nbd;
 pub mod proto;
 pub mod server;
+mod slab;
 
 pub use errno::Errno;

@@ -115,8 +115,8 @@ pub enum IoOp {
     Discard = 3,
     /// Securely erase sectors.
     SecureErase = 4,
-    /// Write one block many times; no longer done by any kernel.
-    WriteSame = 5,
+    /// Write zeroes, without data: RNBD 2.2. With data it is "write same", which no kernel has sent since 5.18.
+    WriteZeroes = 5,
 }
 
 impl IoOp {
@@ -127,7 +127,7 @@ impl IoOp {
         Self::Flush,
         Self::Discard,
         Self::SecureErase,
-        Self::WriteSame,
+        Self::WriteZeroes,
     ];
 }
 
@@ -135,6 +135,10 @@ impl IoOp {
 pub const F_SYNC: u32 = 1 << 8;
 /// Flag bits of `rw`: forced unit access. The kernel's client also sets it on every flush.
 pub const F_FUA: u32 = 1 << 9;
+/// Flag bits of `rw`: a flush first. Since RNBD 2.1; the kernel's client then sets it on every flush too.
+pub const F_PREFLUSH: u32 = 1 << 10;
+/// Flag bits of `rw`: zeroes without holes. Since RNBD 2.2.
+pub const F_NO_UNMAP: u32 = 1 << 11;
 const OP_MASK: u32 = 0xff;
 
 /// `cache_policy` bit: the device does forced unit access.
@@ -151,6 +155,10 @@ pub struct Rw {
     pub sync: bool,
     /// On stable storage before the answer.
     pub fua: bool,
+    /// What was written before is on stable storage first.
+    pub preflush: bool,
+    /// Zeroed space stays allocated.
+    pub no_unmap: bool,
 }
 
 impl Rw {
@@ -160,23 +168,33 @@ impl Rw {
             op,
             sync: false,
             fua: false,
+            preflush: false,
+            no_unmap: false,
         }
     }
 
-    /// Decodes; `None` when the operation or a flag is unknown (`rnbd_flags_supported`).
+    /// Decodes; `None` when the operation is unknown. Unknown flags are ignored, as by the kernel: newer clients set some.
     pub fn from_wire(rw: u32) -> Option<Self> {
         let op = IoOp::ALL.into_iter().find(|o| *o as u32 == rw & OP_MASK)?;
-        let flags = rw & !OP_MASK;
-        (flags & !(F_SYNC | F_FUA) == 0).then_some(Self {
+        Some(Self {
             op,
-            sync: flags & F_SYNC != 0,
-            fua: flags & F_FUA != 0,
+            sync: rw & F_SYNC != 0,
+            fua: rw & F_FUA != 0,
+            preflush: rw & F_PREFLUSH != 0,
+            no_unmap: rw & F_NO_UNMAP != 0,
         })
     }
 
     /// Encodes.
     pub fn to_wire(self) -> u32 {
-        self.op as u32 | if self.sync { F_SYNC } else { 0 } | if self.fua { F_FUA } else { 0 }
+        let flags = [
+            (self.sync, F_SYNC),
+            (self.fua, F_FUA),
+            (self.preflush, F_PREFLUSH),
+            (self.no_unmap, F_NO_UNMAP),
+        ];
+        let set = flags.iter().filter(|(is_set, _)| *is_set);
+        set.fold(self.op as u32, |rw, (_, flag)| rw | flag)
     }
 }
 
@@ -313,8 +331,9 @@ pub struct MsgOpenRsp {
     pub nsectors: U64,
     /// Largest request of the hardware, sectors.
     pub max_hw_sectors: U32,
-    /// Zero since protocol 2.
-    pub max_write_same_sectors: U32,
+    /// Longest range of zeroes, sectors, for clients of RNBD 2.2; zero: none. It was for "write same"; the client of Linux
+    /// 6.1 ignores it.
+    pub max_write_zeroes_sectors: U32,
     /// Largest discard, sectors; zero: no discard.
     pub max_discard_sectors: U32,
     /// Unit of discards, bytes.

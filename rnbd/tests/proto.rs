@@ -16,10 +16,14 @@ fn mode() -> impl Strategy<Value = AccessMode> {
 }
 
 fn rw() -> impl Strategy<Value = Rw> {
-    (prop::sample::select(IoOp::ALL.to_vec()), any::<bool>(), any::<bool>()).prop_map(|(op, sync, fua)| Rw {
-        op,
-        sync,
-        fua,
+    (prop::sample::select(IoOp::ALL.to_vec()), any::<[bool; 4]>()).prop_map(|(op, [sync, fua, preflush, no_unmap])| {
+        Rw {
+            op,
+            sync,
+            fua,
+            preflush,
+            no_unmap,
+        }
     })
 }
 
@@ -50,9 +54,11 @@ proptest! {
     }
 
     #[test]
-    fn rw_knows_only_its_bits(n: u32) {
-        if let Some(rw) = Rw::from_wire(n) { prop_assert_eq!(rw.to_wire(), n); }
-        else { prop_assert!(n & 0xff > 5 || n & !0x3ff != 0); }
+    fn rw_knows_its_bits_and_ignores_others(n: u32) {
+        match Rw::from_wire(n) {
+            Some(rw) => prop_assert_eq!(rw.to_wire(), n & 0xfff),
+            None => prop_assert!(n & 0xff > 5),
+        }
     }
 }
 
@@ -61,9 +67,9 @@ fn field_positions_are_the_kernels() {
     let m = MsgIo::new(
         0x0403_0201,
         Rw {
-            op: IoOp::Write,
             sync: true,
             fua: true,
+            ..Rw::new(IoOp::Write)
         },
         0x1122_3344_5566_7788,
         0x1000,
@@ -73,6 +79,12 @@ fn field_positions_are_the_kernels() {
     ];
     want.resize(32, 0);
     assert_eq!(m.as_bytes(), want);
+    let zeroes = Rw {
+        preflush: true,
+        no_unmap: true,
+        ..Rw::new(IoOp::WriteZeroes)
+    };
+    assert_eq!(zeroes.to_wire(), 0xc05);
     assert_eq!(MsgClose::new(7).as_bytes(), [5, 0, 0, 0, 7, 0, 0, 0]);
     assert_eq!(MsgSessInfo::request(2).as_bytes()[..5], [0, 0, 0, 0, 2]);
     let o = MsgOpen::new(b"ab", AccessMode::Migration).unwrap();

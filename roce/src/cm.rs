@@ -5,7 +5,7 @@
 //! dropping a handle takes that lock.
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::HashMap,
     net::{IpAddr, SocketAddr},
     os::fd::{AsFd, BorrowedFd},
     sync::{Arc, Weak},
@@ -78,8 +78,6 @@ pub(crate) struct Router {
     async_events: EventQueue<AsyncEvent>,
     pub(crate) port: PortView,
     services: Option<Arc<dyn Services>>,
-    /// Queue pairs whose peers used a key, address or right that they don't have.
-    violated: Mutex<HashSet<Qpn>>,
 }
 
 /// Asynchronous events of the port and the device that nobody takes: no more are kept, as what they tell can be looked up.
@@ -97,18 +95,11 @@ impl Router {
             async_events,
             port,
             services,
-            violated: Mutex::default(),
         }
-    }
-
-    /// Whether the peer of a queue pair used a key, address or right that it does not have.
-    pub(crate) fn access_violated(&self, qpn: Qpn) -> bool {
-        self.violated.lock().contains(&qpn)
     }
 
     /// The queue pair is gone, and with it what it had to tell: its number may become another's.
     pub(crate) fn forget_qp(&self, qpn: Qpn) {
-        self.violated.lock().remove(&qpn);
         self.async_events.retain(|e| e.describe().1 != Subject::Qp(qpn));
     }
 
@@ -273,9 +264,6 @@ impl EventSink for Router {
 
     fn async_event(&self, event: AsyncEvent) {
         tracing::debug!(?event, "asynchronous event");
-        if let AsyncEvent::QpAccessError(qpn) = event {
-            self.violated.lock().insert(qpn);
-        }
         let of_object = !matches!(event.describe().1, Subject::Port | Subject::Device);
         if of_object || self.async_events.len() < MAX_ASYNC_EVENTS {
             let _ = self.async_events.push(event);

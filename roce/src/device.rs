@@ -1,5 +1,6 @@
 //! The device.
 
+use core::time::Duration;
 use std::{
     net::IpAddr,
     num::NonZeroU64,
@@ -13,14 +14,19 @@ use std::{
 use roce_broker::Report;
 use roce_mem::{MemError, MemoryTable};
 use roce_net::{
-    Closed, DatapathCounters, Driver, DriverConfig, OpenError, OpenSockets, Tap, UdpConfig, UdpDatapath, iface,
-    links::LinkWatch,
+    Closed, DatapathCounters, Driver, DriverConfig, OpenError, OpenSockets, UdpConfig, iface, links::LinkWatch,
 };
-use roce_port::{ConnChange, Port, PortConfig, PortCounters, QpnSlot, RxMeta};
+use roce_port::{ConnChange, PortCounters, QpnSlot, RxMeta};
 use roce_qp::WindowConfig;
-use roce_verbs::{AsyncEvent, DeviceLimits, Mtu, PathMtus, provider::VerbsError};
+use roce_verbs::{AsyncEvent, DeviceLimits, Mtu, provider::VerbsError};
 
-use crate::{cm::Router, port::PortView, queue::EventQueue, shared, tap::PcapTap};
+use crate::{
+    cm::Router,
+    open::{self, Parts},
+    port::PortView,
+    queue::EventQueue,
+    shared,
+};
 
 /// How a device is opened.
 #[derive(Clone, Debug)]
@@ -43,6 +49,10 @@ pub struct DeviceConfig {
     /// Bytes per second towards one peer of the services that nobody acknowledges (UC, UD), whatever `window` says of
     /// them; `None`: no limit.
     pub unreliable_rate: Option<NonZeroU64>,
+    /// How long an acknowledgement may wait for a request of ours to go with, which saves the peer a wake-up. Zero, the
+    /// default: it goes at once. For those who wait for answers rather than for completions of what they send; a tenth of
+    /// a millisecond is well below the shortest time that a peer waits before it asks.
+    pub ack_hold: Duration,
     /// Write all packets sent and received to this file.
     pub pcap: Option<PathBuf>,
     /// Identifies the device to connection managers; `None`: random. No two live devices may share one, unless they
@@ -98,6 +108,7 @@ impl Default for DeviceConfig {
             background: true,
             window: None,
             unreliable_rate: WindowConfig::default().unreliable_rate,
+            ack_hold: Duration::ZERO,
             pcap: None,
             guid: None,
             sockets: None,
@@ -188,44 +199,6 @@ pub(crate) fn io_error(context: &str) -> impl Fn(std::io::Error) -> VerbsError {
     }
 }
 
-fn open_error(e: OpenError) -> VerbsError {
-    match e {
-        OpenError::Io { context, source } => io_error(context)(source),
-        other => VerbsError::Address(other.to_string()),
-    }
-}
-
-/// 32 bytes from the system's random number generator.
-fn random() -> Result<[u8; 32], VerbsError> {
-    let mut seed = [0; 32];
-    getrandom::fill(&mut seed).map_err(|e| VerbsError::Io {
-        context: "asking the system for random numbers".into(),
-        source: std::io::Error::other(e.to_string()),
-    })?;
-    Ok(seed)
-}
-
-/// The path MTUs to use: what the interfaces carry, unless less was asked for.
-fn choose_mtus(addr: IpAddr, wanted: Option<Mtu>) -> Result<PathMtus, VerbsError> {
-    let fits = match iface::path_mtus(addr) {
-        Ok(mtus) => mtus,
-        Err(e) if e.kind() == std::io::ErrorKind::AddrNotAvailable => {
-            return Err(VerbsError::Address(OpenError::NotLocal(addr).to_string()));
-        }
-        Err(e) => return Err(io_error("finding the interface's MTU")(e)),
-    };
-    match wanted {
-        Some(mtu) if mtu > fits.most() => Err(VerbsError::Invalid(format!(
-            "path MTU {} does not fit the interface of {addr}, which carries {}: raise the interface's MTU to {} or more",
-            mtu.bytes(),
-            fits.most().bytes(),
-            mtu.bytes() + Mtu::HEADERS as usize,
-        ))),
-        Some(mtu) => Ok(fits.at_most(mtu)),
-        None => Ok(fits),
-    }
-}
-
 impl Device {
     /// Opens a device: binds UDP port 4791 of the address. If a broker has that, for processes that share the address,
     /// the device is one of theirs ([`Device::open_shared`]).
@@ -233,79 +206,25 @@ impl Device {
     /// # Errors
     /// When the port is taken (the text says by whom and what to do), the address is not ours, or the system refuses.
     pub fn open(config: DeviceConfig) -> Result<Self, VerbsError> {
-        let mtus = choose_mtus(config.addr, config.mtu)?;
-        let udp = UdpConfig {
-            addr: config.addr,
-            receive_buffer: config.socket_buffer,
-            gso: config.gso,
-            gro: config.gro,
-            ..UdpConfig::default()
-        };
-        if let Some(slot) = config.qpn_slot.filter(|s| !s.is_valid()) {
-            return Err(VerbsError::Invalid(format!(
-                "no slot {} of {} bits",
-                slot.slot, slot.bits
-            )));
-        }
-        let path = match &config.sockets {
-            Some(sockets) => UdpDatapath::from_sockets(&udp, sockets),
-            None => UdpDatapath::open(&udp),
-        };
+        let path = open::datapath(&config)?;
         if let (Err(OpenError::PortTaken { .. }), None) = (&path, &config.sockets)
             && let Some(how) = shared::holder(config.addr)
         {
             return Self::open_shared(config, &how);
         }
-        let path = path.map_err(open_error)?;
-        let tap = match &config.pcap {
-            Some(file) => {
-                let tap = PcapTap::create(file).map_err(io_error(&format!("creating {}", file.display())))?;
-                Some(Box::new(tap) as Box<dyn Tap>)
-            }
-            None => None,
-        };
-        let seed = random()?;
-        let guid = config
-            .guid
-            .unwrap_or_else(|| u64::from_le_bytes(std::array::from_fn(|i| seed[i])));
-        Self::start(&config, path, tap, mtus, guid).map(|inner| Self(Arc::new(inner)))
+        let parts = Parts::new(&config, path.map_err(open::error)?)?;
+        Self::start(&config, parts).map(|inner| Self(Arc::new(inner)))
     }
 
-    fn start(
-        config: &DeviceConfig,
-        path: UdpDatapath,
-        tap: Option<Box<dyn Tap>>,
-        mtus: PathMtus,
-        guid: u64,
-    ) -> Result<DeviceInner, VerbsError> {
-        use roce_net::Datapath;
-        let caps = path.capabilities();
-        let local = match config.addr.is_unspecified() {
-            true => vec![],
-            false => vec![config.addr.to_canonical()],
-        };
-        let mtu = mtus.usual();
-        let mut port = PortConfig::new(local, mtu, guid);
-        port.mtus = mtus;
-        port.src_ports = caps.src_ports;
-        if let Some(slot) = config.qpn_slot {
-            port.qpns = slot.qpns();
-            port.limits.max_qp = port.limits.max_qp.min(port.qpns.count());
-            port.cm.comm_ids = slot.comm_ids();
-        }
-        port.cm.report_changes = config.services.is_some();
-        let limits = port.limits.clone();
-        // Peers are taken to have the receive buffer that we have; half of it is the kernel's own overhead.
-        port.window = config.window.unwrap_or_else(|| {
-            let usual = port.window;
-            WindowConfig {
-                max: (caps.receive_buffer / 2).clamp(usual.min, usual.max.max(usual.min)),
-                ..usual
-            }
-        });
-        port.window.unreliable_rate = config.unreliable_rate;
-        let mem = Arc::new(MemoryTable::new(random()?, &limits));
-        let port = Port::new(port, mem.clone(), random()?);
+    fn start(config: &DeviceConfig, parts: Parts) -> Result<DeviceInner, VerbsError> {
+        let Parts {
+            path,
+            tap,
+            port,
+            mem,
+            limits,
+            mtu,
+        } = parts;
         let links = match config.background {
             true => LinkWatch::new()
                 .map_err(|e| tracing::info!("changes of interfaces are not seen: {e}"))

@@ -6,23 +6,28 @@
 //! with their events on an [`EventChannel`]). What reliable connections do is in the traits of [`verbs::provider`],
 //! re-exported here; everything else are methods of their own, one for each call of libibverbs.
 //!
-//! Queue pairs are connected through the connection manager ([`Provider::connect`], [`Provider::listen`]), or by hand with
+//! Queue pairs are connected through the connection manager ([`VerbsDevice::connect`], [`VerbsDevice::listen`]), or by hand with
 //! [`QueuePair::modify`] from what the programs told each other. [`RawCm`] is the connection manager for programs that bring
 //! their queue pairs up themselves (librdmacm's), and for datagram services.
 //!
 //! What a forked child has of its parent's devices is dead there: calls fail, and drops do nothing.
 //!
+//! [`LocalDevice`] is for programs with a loop of their own: no thread, no lock, and nothing is sent but when the loop says so. It
+//! is used through [`verbs::provider::Provider`].
+//!
 //! Registered memory may be changed by peers at any time: it is owned by a region and only ever copied.
 //! [`Device::register_mr`] takes the program's own memory, and is `unsafe` for that reason.
 //!
-//! **Locks.** One lock protects the port; it is taken by posting, by polling an empty completion queue, by creating and
-//! dropping objects, and by the background thread. `roce_net::Driver` tells the order of the locks.
+//! **Locks.** One lock protects the port of a [`Device`]; it is taken by posting, by polling an empty completion queue, by creating
+//! and dropping objects, and by the background thread. `roce_net::Driver` tells the order of the locks.
 
 mod ah;
 mod cm;
 mod cq;
 mod device;
+mod local;
 mod memory;
+mod open;
 mod port;
 mod provider;
 mod qp;
@@ -36,13 +41,15 @@ pub use ah::{AddressHandle, NetworkHeader};
 pub use cm::{EventChannel, Id};
 pub use cq::{Channel, Cq};
 pub use device::{Device, DeviceConfig, DeviceStats, Services};
+pub use local::LocalDevice;
 pub use memory::{Mr, Mw, Pd, Reregister, Revocable};
 pub use port::{GidEntry, LinkState, Membership, PortAttr};
 pub use qp::{Qp, QpOptions};
 pub use rawcm::{PortHold, RawCm, RawEvent, RawId};
 pub use roce_broker::{self as broker, JoinConfig};
-pub use roce_mem::{Persist, WindowKind};
-pub use roce_net::{DatapathCounters, OpenSockets, Thread, environment, gids, iface, links, now};
+pub use roce_local::Usage;
+pub use roce_mem::{Pages, Persist, WindowKind};
+pub use roce_net::{DatapathCounters, Flush, OpenSockets, Thread, environment, gids, iface, links, now};
 pub use roce_port::{
     AcceptArgs, ConnTransport, ConnectArgs, ListenArgs, PortCounters, PortSpace, QpnSlot, RawCmEvent, RemoteQp,
     ResolveArgs, RxMeta, ServiceId, SidrAnswer,
@@ -55,7 +62,7 @@ pub use roce_verbs::{
     Sge, SrqAttr, SrqModify, SrqType, Srqn, Target, ToRts, WcFlags, WcOpcode, WcStatus,
     provider::{
         CmChannel, CmEvent, CmEventKind, CmId, CompletionChannel, CompletionQueue, ConnParams, Grant, MemoryRegion,
-        Provider, QpInit, QueuePair, RejectReason, RevocableRegion, VerbsError,
+        QpInit, QueuePair, RejectReason, RevocableRegion, VerbsDevice, VerbsError,
     },
     wr::PostError,
 };

@@ -6,7 +6,7 @@ use std::sync::{
 };
 
 use parking_lot::Mutex;
-use roce_mem::{FastRegion, MemoryTable, NewRegion, PdHandle, Persist, Region, Window, WindowKind};
+use roce_mem::{FastRegion, NewRegion, PdHandle, Persist, PostedKey, Region, Window, WindowKind};
 use roce_verbs::{
     AccessFlags, LKey, RKey, Sge,
     provider::{MemoryRegion, RangeError, RevocableRegion, VerbsError},
@@ -311,42 +311,6 @@ impl Device {
             pd: pd.clone(),
             key,
         })))
-    }
-}
-
-/// The key that a region has once everything posted is executed.
-pub(crate) struct PostedKey {
-    pub(crate) key: RKey,
-    /// It has been granted, and not been revoked since.
-    pub(crate) granted: bool,
-    /// Random bytes for the next keys, lowest first, and how many are left.
-    random: u64,
-    left: u8,
-}
-
-impl PostedKey {
-    fn new(key: RKey) -> Self {
-        Self {
-            key,
-            granted: false,
-            random: 0,
-            left: 0,
-        }
-    }
-
-    /// A key to renew it with: the consumer's byte is random, and another than before. The other three are the object's
-    /// index, which lasts as long as the object (IBA 10.6.3.3).
-    pub(crate) fn next(&mut self, mem: &MemoryTable) -> RKey {
-        loop {
-            if self.left == 0 {
-                (self.random, self.left) = (mem.random(), 8);
-            }
-            let byte = (self.random & 0xff) as u32;
-            (self.random, self.left) = (self.random >> 8, self.left - 1);
-            if byte != self.key.0 & 0xff {
-                return RKey(self.key.0 & !0xff | byte);
-            }
-        }
     }
 }
 

@@ -1,10 +1,10 @@
-//! The device as a [`Provider`].
+//! The device as a [`VerbsDevice`].
 
 use std::net::{IpAddr, SocketAddr};
 
 use roce_verbs::{
     AccessFlags, DeviceLimits, QpState,
-    provider::{ConnParams, Provider, QpInit, VerbsError},
+    provider::{ConnParams, QpInit, VerbsDevice, VerbsError},
 };
 
 use crate::{
@@ -15,7 +15,7 @@ use crate::{
     qp::Qp,
 };
 
-impl Provider for Device {
+impl VerbsDevice for Device {
     type Pd = Pd;
     type Channel = Channel;
     type Cq = Cq;

@@ -3,6 +3,7 @@
 use std::{net::IpAddr, sync::Arc};
 
 use parking_lot::Mutex;
+use roce_mem::PostedKey;
 use roce_port::QpInit as PortQpInit;
 use roce_qp::CompletionQueue as Queue;
 use roce_verbs::{
@@ -14,7 +15,7 @@ use roce_verbs::{
 use crate::{
     cq::Cq,
     device::{Device, DeviceInner, closed},
-    memory::{Mr, Mw, Pd, PostedKey, Revocable},
+    memory::{Mr, Mw, Pd, Revocable},
     port::Membership,
     srq::{Srq, Xrcd},
 };
@@ -124,7 +125,7 @@ fn granted_range(grant: &Grant<'_, Mr>) -> Result<(u64, u64), PostError> {
 }
 
 impl Device {
-    /// Makes a queue pair in RESET, as `ibv_create_qp` does. [`roce_verbs::provider::Provider::create_qp`] gives one in
+    /// Makes a queue pair in RESET, as `ibv_create_qp` does. [`roce_verbs::provider::VerbsDevice::create_qp`] gives one in
     /// INIT, as `rdma_create_qp` does, so that receives can be posted before it is connected.
     ///
     /// # Errors
@@ -497,9 +498,5 @@ impl QueuePair for Qp {
     fn query(&self) -> Result<QpAttr, VerbsError> {
         let attr = self.0.device.driver.with_quiet(|port, _| port.query_qp(self.0.qpn));
         attr.map_err(closed)?
-    }
-
-    fn access_violated(&self) -> bool {
-        self.0.device.router.access_violated(self.0.qpn)
     }
 }

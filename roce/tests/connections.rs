@@ -7,7 +7,7 @@ use std::{net::SocketAddr, time::Duration};
 use common::*;
 use roce::{
     CmChannel, CmEventKind, CmId, CompletionChannel, CompletionQueue, ConnParams, Device, DeviceConfig, Id,
-    MemoryRegion, Mtu, Payload, Provider, Qp, QpState, QueuePair, RejectReason, RemoteAddr, SendOp, WcStatus,
+    MemoryRegion, Mtu, Payload, Qp, QpState, QueuePair, RejectReason, RemoteAddr, SendOp, VerbsDevice, WcStatus,
 };
 
 #[test]

@@ -7,7 +7,7 @@ use std::{net::UdpSocket, time::Duration};
 use common::*;
 use roce::{
     CmChannel, CompletionChannel, CompletionQueue, ConnParams, Device, DeviceConfig, MemoryRegion, Mtu, Payload,
-    Provider, QpInit, RemoteAddr, SendOp, VerbsError,
+    QpInit, RemoteAddr, SendOp, VerbsDevice, VerbsError,
 };
 
 #[test]

@@ -4,8 +4,8 @@ mod common;
 
 use common::*;
 use roce::{
-    AccessFlags, CompletionQueue, Device, DeviceConfig, Grant, MemoryRegion, Mtu, Payload, Provider, QueuePair, RecvWr,
-    RemoteAddr, RevocableRegion, SendFlags, SendOp, SendWr, WcFlags, WcOpcode, WcStatus,
+    AccessFlags, CompletionQueue, Device, DeviceConfig, Grant, MemoryRegion, Mtu, Payload, QueuePair, RecvWr,
+    RemoteAddr, RevocableRegion, SendFlags, SendOp, SendWr, VerbsDevice, WcFlags, WcOpcode, WcStatus,
 };
 
 #[test]

@@ -2,7 +2,8 @@
 //!
 //! The kernel writes a path as `src,dst` or `src@dst` or only `dst`, each `ip:` and an address (`rtrs_addr_to_sockaddr`);
 //! the port is an option of the whole session there. Here `ip:` may be left out, and the destination may bring a port:
-//! `1.2.3.4:1234`, `[fe80::1]:1234`. A link-local address may name its interface: `fe80::1%eth0`.
+//! `1.2.3.4:1234`, `[fe80::1]:1234`. A link-local address may name its interface: `fe80::1%eth0`; which number that is, the
+//! caller knows.
 
 use core::{
     fmt,
@@ -33,8 +34,11 @@ pub enum AddrError {
     Range(String),
 }
 
+/// The number of the network interface of a name; `None`: there is none.
+pub type Interfaces<'a> = &'a dyn Fn(&str) -> Option<u32>;
+
 /// One end: an address, perhaps with a port.
-fn parse_end(text: &str) -> Result<(IpAddr, u32, Option<u16>), AddrError> {
+fn parse_end(text: &str, interfaces: Interfaces<'_>) -> Result<(IpAddr, u32, Option<u16>), AddrError> {
     if text.starts_with("gid:") {
         return Err(AddrError::Gid(text.into()));
     }
@@ -42,7 +46,7 @@ fn parse_end(text: &str) -> Result<(IpAddr, u32, Option<u16>), AddrError> {
     let invalid = || AddrError::Invalid(text.into());
     if let Some(rest) = bare.strip_prefix('[') {
         let (inner, tail) = rest.split_once(']').ok_or_else(invalid)?;
-        let (v6, scope) = parse_v6(inner, text)?;
+        let (v6, scope) = parse_v6(inner, text, interfaces)?;
         let port = match tail.strip_prefix(':') {
             Some(p) => Some(p.parse().map_err(|_| invalid())?),
             None if tail.is_empty() => None,
@@ -56,33 +60,21 @@ fn parse_end(text: &str) -> Result<(IpAddr, u32, Option<u16>), AddrError> {
     if let Ok(v4) = bare.parse::<SocketAddrV4>() {
         return Ok((IpAddr::V4(*v4.ip()), 0, Some(v4.port())));
     }
-    let (v6, scope) = parse_v6(bare, text)?;
+    let (v6, scope) = parse_v6(bare, text, interfaces)?;
     Ok((IpAddr::V6(v6), scope, None))
 }
 
-fn parse_v6(addr: &str, whole: &str) -> Result<(Ipv6Addr, u32), AddrError> {
+fn parse_v6(addr: &str, whole: &str, interfaces: Interfaces<'_>) -> Result<(Ipv6Addr, u32), AddrError> {
     let (ip, zone) = addr.split_once('%').map_or((addr, None), |(ip, zone)| (ip, Some(zone)));
     let ip = ip.parse().map_err(|_| AddrError::Invalid(whole.into()))?;
     let scope = match zone {
         None => 0,
-        Some(zone) => interface_index(zone).ok_or_else(|| AddrError::Interface(zone.into()))?,
+        Some(zone) => {
+            let number = zone.parse().ok().or_else(|| interfaces(zone));
+            number.ok_or_else(|| AddrError::Interface(zone.into()))?
+        }
     };
     Ok((ip, scope))
-}
-
-/// Number of an interface that is given by number or name.
-fn interface_index(zone: &str) -> Option<u32> {
-    if let Ok(n) = zone.parse() {
-        return Some(n);
-    }
-    if zone.is_empty() || zone.contains(['/', '.']) {
-        return None;
-    }
-    std::fs::read_to_string(format!("/sys/class/net/{zone}/ifindex"))
-        .ok()?
-        .trim()
-        .parse()
-        .ok()
 }
 
 /// Source and destination of a path.
@@ -104,16 +96,16 @@ impl PathAddr {
     ///
     /// # Errors
     /// Says which part is wrong.
-    pub fn parse(text: &str, port: u16) -> Result<Self, AddrError> {
+    pub fn parse(text: &str, port: u16, interfaces: Interfaces<'_>) -> Result<Self, AddrError> {
         let (src, dst) = match text.split_once([',', '@']) {
             Some((src, dst)) => (Some(src), dst),
             None => (None, text),
         };
-        let src = match src.map(parse_end).transpose()? {
+        let src = match src.map(|src| parse_end(src, interfaces)).transpose()? {
             Some((_, _, Some(_))) => return Err(AddrError::SourcePort(text.into())),
             src => src.map(|(ip, _, _)| ip),
         };
-        let (ip, scope, own_port) = parse_end(dst)?;
+        let (ip, scope, own_port) = parse_end(dst, interfaces)?;
         let port = own_port.unwrap_or(port);
         let dst = match ip {
             IpAddr::V4(ip) => SocketAddr::V4(SocketAddrV4::new(ip, port)),
@@ -129,9 +121,9 @@ impl PathAddr {
 impl FromStr for PathAddr {
     type Err = AddrError;
 
-    /// With the default port, [`DEFAULT_PORT`](crate::proto::DEFAULT_PORT).
+    /// With the default port, [`DEFAULT_PORT`](crate::proto::DEFAULT_PORT), and interfaces by number only.
     fn from_str(s: &str) -> Result<Self, AddrError> {
-        Self::parse(s, crate::proto::DEFAULT_PORT)
+        Self::parse(s, crate::proto::DEFAULT_PORT, &|_| None)
     }
 }
 
@@ -229,8 +221,9 @@ mod tests {
         assert_eq!(path("::1,::2").src, Some("::1".parse().unwrap()));
         // A bare IPv6 address has no port: the last group is part of it.
         assert_eq!(path("fe80::1:1234").dst, "[fe80::1:1234]:1234".parse().unwrap());
-        let lo = path("fe80::1%lo").dst;
-        assert!(matches!(lo, SocketAddr::V6(a) if a.scope_id() > 0), "{lo}");
+        let interfaces = |name: &str| (name == "eth0").then_some(3);
+        let named = PathAddr::parse("fe80::1%eth0", 5, &interfaces).unwrap().dst;
+        assert_eq!(named, "[fe80::1%3]:5".parse().unwrap());
     }
 
     #[test]

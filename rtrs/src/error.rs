@@ -61,9 +61,6 @@ pub enum Error {
         /// The pool's limit.
         limit: usize,
     },
-    /// The system gives no thread or no random bytes.
-    #[error("{0}: {1}")]
-    System(&'static str, std::io::Error),
 }
 
 fn refusal(reason: RejectReason, errno: Option<i32>) -> String {

@@ -1,15 +1,7 @@
 //! Heartbeats: each side asks over the service connection at every interval in which it heard something, and gives the
 //! path up after some intervals of silence (`hb_work` in the kernel: 5 s, 5 times).
 
-use core::{
-    sync::atomic::{AtomicU32, Ordering},
-    time::Duration,
-};
-use std::time::Instant;
-
-use parking_lot::Mutex;
-
-use crate::PathError;
+use core::time::Duration;
 
 /// Interval and patience.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -53,16 +45,13 @@ pub enum Beat {
 #[derive(Debug)]
 pub struct Heartbeat {
     config: HeartbeatConfig,
-    missed: AtomicU32,
+    missed: u32,
 }
 
 impl Heartbeat {
     /// A peer that was heard just now.
     pub fn new(config: HeartbeatConfig) -> Self {
-        Self {
-            config,
-            missed: AtomicU32::new(0),
-        }
+        Self { config, missed: 0 }
     }
 
     /// The configuration.
@@ -71,70 +60,20 @@ impl Heartbeat {
     }
 
     /// Anything came from the peer.
-    pub fn heard(&self) {
-        self.missed.store(0, Ordering::Relaxed);
+    pub fn heard(&mut self) {
+        self.missed = 0;
     }
 
     /// An interval is over.
-    pub fn tick(&self) -> Beat {
-        if self.missed.load(Ordering::Relaxed) > self.config.max_missed {
+    pub fn tick(&mut self) -> Beat {
+        if self.missed > self.config.max_missed {
             return Beat::Lost;
         }
-        match self.missed.fetch_add(1, Ordering::Relaxed) {
-            0 => Beat::Send,
+        self.missed += 1;
+        match self.missed {
+            1 => Beat::Send,
             _ => Beat::Wait,
         }
-    }
-}
-
-/// A path's heartbeat: the counter, and when it is to be looked at.
-#[derive(Debug)]
-pub(crate) struct Pulse {
-    heartbeat: Heartbeat,
-    next: Mutex<Instant>,
-}
-
-impl Pulse {
-    /// A peer that was heard just now.
-    pub(crate) fn new(config: HeartbeatConfig) -> Self {
-        Self {
-            heartbeat: Heartbeat::new(config),
-            next: Mutex::new(Instant::now() + config.interval),
-        }
-    }
-
-    /// The first interval begins now.
-    pub(crate) fn restart(&self) {
-        *self.next.lock() = Instant::now() + self.heartbeat.config().interval;
-    }
-
-    /// Anything came from the peer.
-    pub(crate) fn heard(&self) {
-        self.heartbeat.heard();
-    }
-
-    /// Runs what is due; `ask` sends the question to the peer. Returns when the next interval ends, and the error that
-    /// ends the path.
-    pub(crate) fn run(
-        &self,
-        now: Instant,
-        ask: impl FnOnce() -> Result<(), PathError>,
-    ) -> (Instant, Result<(), PathError>) {
-        let config = self.heartbeat.config();
-        let mut next = self.next.lock();
-        if now < *next {
-            return (*next, Ok(()));
-        }
-        // From now, not from the last beat: a process that was stopped must not count its own absence.
-        *next = now + config.interval;
-        let due = *next;
-        drop(next);
-        let done = match self.heartbeat.tick() {
-            Beat::Send => ask(),
-            Beat::Wait => Ok(()),
-            Beat::Lost => Err(PathError::HeartbeatLost(config.patience())),
-        };
-        (due, done)
     }
 }
 
@@ -144,7 +83,7 @@ mod tests {
 
     #[test]
     fn silence_ends_the_path_after_the_kernels_number_of_intervals() {
-        let hb = Heartbeat::new(HeartbeatConfig::default());
+        let mut hb = Heartbeat::new(HeartbeatConfig::default());
         assert_eq!(hb.tick(), Beat::Send);
         for _ in 0..5 {
             assert_eq!(hb.tick(), Beat::Wait);
@@ -155,7 +94,7 @@ mod tests {
 
     #[test]
     fn any_sign_of_life_starts_over() {
-        let hb = Heartbeat::new(HeartbeatConfig::default());
+        let mut hb = Heartbeat::new(HeartbeatConfig::default());
         for _ in 0..100 {
             assert_eq!(hb.tick(), Beat::Send);
             for _ in 0..5 {

@@ -1,4 +1,15 @@
-//! RTRS 2.0 (RDMA transport), client and server, generic over a verbs [`Provider`](roce_verbs::provider::Provider).
+//! RTRS 2.0 (RDMA transport), client and server, as state machines without I/O over a verbs
+//! [`Provider`](roce_verbs::provider::Provider).
+//!
+//! [`client::Client`] and [`server::Server`] have no thread, clock, lock or socket. Whoever drives them, in turns of one loop,
+//!
+//! - gives each call the time, the provider and random bytes ([`cx::Cx`]);
+//! - hands them completions and events of the provider, the user's requests or answers, and calls `timeout` when `next_timeout` says
+//!   so;
+//! - takes what they tell from `poll_output` until there is nothing more;
+//! - calls `end_batch` at the end of the turn: it posts what the turn has brought, many work requests with one call.
+//!
+//! Buffers of a client and requests of a server are values to be given back or answered: nothing does that when they are dropped.
 //!
 //! Wire-compatible with Linux's `rtrs-client` and `rtrs-server` modules (`drivers/infiniband/ulp/rtrs`). A *session*
 //! belongs to one client and one set of memory chunks on the server; it consists of *paths*, each with its own
@@ -6,20 +17,22 @@
 //!
 //! - [`proto`]: every message and the immediate values;
 //! - [`addr`]: path addresses as the kernel writes them;
-//! - [`admission`]: who gets into a server, without I/O;
-//! - [`client`]: [`client::Session`], registered I/O buffers, permits, requests;
-//! - [`server`]: [`server::Server`] and the [`server::ServerOps`] that its user implements.
+//! - [`admission`]: who gets into a server;
+//! - [`client`]: [`client::Client`], its sessions, registered I/O buffers, permits, requests;
+//! - [`server`]: [`server::Server`], its sessions, their chunks, requests.
 #![forbid(unsafe_code)]
 
 pub mod addr;
 pub mod admission;
 pub mod client;
-mod conn;
+pub mod cx;
 mod error;
 pub mod heartbeat;
-mod poller;
+pub mod mark;
 pub mod proto;
+pub mod sendq;
 pub mod server;
+pub mod table;
 pub mod throttle;
 
 pub use error::{Error, IoError, PathError};

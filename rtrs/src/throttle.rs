@@ -3,7 +3,6 @@
 
 use core::time::Duration;
 
-use parking_lot::Mutex;
 use roce_verbs::Instant;
 
 /// How often a throttled line may come.
@@ -47,59 +46,6 @@ impl Throttle {
         let more = core::mem::take(&mut self.more);
         self.quiet_until = (more > 0).then(|| now + self.interval);
         (more > 0).then_some(more)
-    }
-}
-
-/// A [`Throttle`] with a clock, for a static: `LINES.hit(|| tracing::warn!(...), |more| tracing::warn!(more, ...))`.
-#[derive(Debug)]
-pub struct LogThrottle(Mutex<State>);
-
-#[derive(Debug)]
-struct State {
-    throttle: Throttle,
-    origin: Option<std::time::Instant>,
-}
-
-impl LogThrottle {
-    /// One line per [`INTERVAL`].
-    #[expect(clippy::new_without_default, reason = "const, for statics")]
-    pub const fn new() -> Self {
-        Self(Mutex::new(State {
-            throttle: Throttle::new(INTERVAL),
-            origin: None,
-        }))
-    }
-
-    fn now(state: &mut State) -> Instant {
-        let origin = *state.origin.get_or_insert_with(std::time::Instant::now);
-        Instant::ZERO + origin.elapsed()
-    }
-
-    /// It happened: calls `line`, or counts it. What was kept back before is told to `summary` once the interval is over.
-    pub fn hit(&self, line: impl FnOnce(), summary: impl FnOnce(u64)) {
-        let (more, write) = {
-            let mut state = self.0.lock();
-            let now = Self::now(&mut state);
-            (state.throttle.due(now), state.throttle.hit(now))
-        };
-        if let Some(more) = more {
-            summary(more);
-        }
-        if write {
-            line();
-        }
-    }
-
-    /// To be called now and then, so that the summary comes also when nothing happens any more.
-    pub fn tick(&self, summary: impl FnOnce(u64)) {
-        let more = {
-            let mut state = self.0.lock();
-            let now = Self::now(&mut state);
-            state.throttle.due(now)
-        };
-        if let Some(more) = more {
-            summary(more);
-        }
     }
 }
 

@@ -15,7 +15,7 @@ use std::{
 
 use roce_port::PortCmEvent;
 use rtrs::{
-    proto::{ConnReq, InfoReq, Uuid},
+    proto::{ConnReq, InfoReq},
     server::ServerConfig,
 };
 use support::{
@@ -30,21 +30,19 @@ static ONE: Mutex<()> = Mutex::new(());
 /// No other test runs, and the servers of those before are gone.
 fn alone() -> MutexGuard<'static, ()> {
     let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
-    // An I/O thread that has its flushed completions before the event of the disconnect sleeps for up to a second more.
     eventually("the end of the servers before", || held().threads == 0);
     one
 }
 
 /// A connection request of a new session.
 fn hello() -> Vec<u8> {
-    let uuid = || Uuid::random().unwrap();
     ConnReq::new(0, 2, 1, uuid(), uuid(), true).as_bytes().to_vec()
 }
 
 /// What the process has.
 #[derive(Clone, Copy, Debug)]
 struct Held {
-    /// Of servers: the harness has threads as well, which come and go.
+    /// Of hosts: the harness has threads as well, which come and go.
     threads: usize,
     descriptors: usize,
     /// Address space that may be written to, bytes: chunks are in it from the moment when they are allocated, what the
@@ -57,7 +55,7 @@ fn held() -> Held {
     let is_server = |task: std::fs::DirEntry| {
         // Gone meanwhile: none.
         let name = std::fs::read_to_string(task.path().join("comm")).unwrap_or_default();
-        name.starts_with("rtrs-srv")
+        name.starts_with("rig")
     };
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
@@ -128,8 +126,9 @@ fn sixteen_requests_in_a_clients_name_do_not_lock_it_out() {
 fn strangers_get_little_and_lock_nobody_out() {
     let _one = alone();
     let bed = Bed::new(usual());
-    // A thread names itself when it first runs.
-    eventually("the server", || held().threads == 1);
+    bed.client();
+    // A thread names itself when it first runs: two hosts, each with a loop and a helper.
+    eventually("the hosts", || held().threads == 4);
     let before = held();
     for count in [64, 512, 1536] {
         forge(&bed, &strangers(count));
@@ -143,7 +142,6 @@ fn strangers_get_little_and_lock_nobody_out() {
         let session = bed.open("s1", 2);
         write(&session, 0, b"here").result.unwrap();
         session.close();
-        // I/O threads may sleep for a second more, as in `alone`.
         let over = || bed.server.sessions().is_empty() && held().threads <= before.threads;
         eventually("its end", over);
     }
@@ -193,7 +191,7 @@ fn a_lost_message_of_the_handshake_is_made_up_for() {
     let _one = alone();
     let bed = Bed::new(config());
     let mut s = Stranger::new(strangers(1)[0]);
-    let (session, path) = (Uuid::random().unwrap(), Uuid::random().unwrap());
+    let (session, path) = (uuid(), uuid());
     let request = |cid| ConnReq::new(cid, 2, 1, path, session, true).as_bytes().to_vec();
     let (zero, service) = s.connect(bed.path.dst, request(0));
     s.work();
@@ -234,7 +232,7 @@ fn a_slow_handshake_ends() {
         handshake_timeout: Duration::from_secs(2),
         ..config()
     });
-    let mut c = Client::new(&bed.client_dev, bed.path.src.unwrap(), bed.path.dst);
+    let mut c = Client::new(bed.stranger(), bed.path.src.unwrap(), bed.path.dst);
     let mut made = 0;
     while made < 60 && c.connect(c.request(made, 60)).is_ok() {
         made += 1;
@@ -250,7 +248,7 @@ fn a_slow_handshake_ends() {
 fn a_request_with_anothers_uuids_changes_nothing() {
     let _one = alone();
     let bed = Bed::new(config());
-    let mut c = Client::new(&bed.client_dev, bed.path.src.unwrap(), bed.path.dst);
+    let mut c = Client::new(bed.stranger(), bed.path.src.unwrap(), bed.path.dst);
     let forge = |c: &Client, from: IpAddr, cid| {
         let mut s = Stranger::forger(from);
         s.connect(bed.path.dst, c.request(cid, 3));
@@ -278,7 +276,7 @@ fn a_request_with_anothers_uuids_changes_nothing() {
         forge(&c, bed.path.src.unwrap(), cid);
     }
     dealt(8);
-    let SocketAddr::V4(_) = bed.server.sessions()[0].peer() else {
+    let SocketAddr::V4(_) = bed.server.sessions()[0].peer else {
         panic!("an IPv4 session")
     };
     assert_eq!(bed.server.sessions().len(), 1);

@@ -7,14 +7,15 @@ use std::{
     thread,
 };
 
+use ferroce_rig::{Host, Session};
 use proptest::{
     prelude::*,
     test_runner::{Config, TestRunner},
 };
-use roce::{Device, RKey, RemoteAddr, SendOp};
+use roce::{RKey, RemoteAddr, SendOp};
 use rtrs::{
     Direction, Error, IoError, PathError,
-    client::{ConType, OpenArgs, Session},
+    client::{ConType, SessionConfig},
     errno,
     proto::{ConnRsp, Imm, InfoReq, InfoRsp, IoReply, MsgFlags, RdmaRead, RdmaWrite, RkeyRsp, SgDesc},
     server::ServerConfig,
@@ -26,12 +27,12 @@ use support::{
 use zerocopy::IntoBytes;
 
 fn client(bed: &Bed) -> Client {
-    Client::new(&bed.client_dev, bed.path.src.unwrap(), bed.path.dst)
+    Client::new(bed.stranger(), bed.path.src.unwrap(), bed.path.dst)
 }
 
 fn still_serves(bed: &Bed) {
     eventually("the end of the bad session", || bed.server.sessions().is_empty());
-    let session = bed.open("good", 1);
+    let session = bed.open_elsewhere("good");
     write(&session, 100, b"all is well").result.unwrap();
     assert_eq!(read(&session, 100, 11), b"all is well");
     session.close();
@@ -417,14 +418,14 @@ fn random_messages_in_a_chunk() {
 
 /// The other end of a session; it is there as long as this lives.
 struct Far {
-    _device: Device,
+    _host: Host,
     _stay: mpsc::Sender<()>,
 }
 
 /// A client of ours and a server by hand that talks to it.
-fn against(script: Script, act: impl FnOnce(&Server) + Send + 'static) -> (Result<Session<Device>, Error>, Far) {
+fn against(script: Script, act: impl FnOnce(&Server) + Send + 'static) -> (Result<Session, Error>, Far) {
     let (server_ip, client_ip) = addresses();
-    let (server_dev, client_dev) = (device(server_ip), device(client_ip));
+    let (server_dev, client) = (device(server_ip), host(client_ip));
     let path = rtrs::addr::PathAddr {
         src: Some(client_ip),
         dst: std::net::SocketAddr::new(server_ip, PORT),
@@ -437,14 +438,13 @@ fn against(script: Script, act: impl FnOnce(&Server) + Send + 'static) -> (Resul
         // Its end disconnects: the client shall judge for itself first.
         let _ = gone.recv();
     });
-    let args = OpenArgs {
-        connections: 1,
+    let args = SessionConfig {
         connect_timeout: PATIENCE,
-        ..OpenArgs::new("s1", path)
+        ..SessionConfig::new("s1", path)
     };
-    let session = Session::open(&client_dev, args);
+    let session = Session::open(&client, args);
     let far = Far {
-        _device: client_dev,
+        _host: client,
         _stay: stay,
     };
     (session, far)
@@ -527,7 +527,6 @@ fn servers_that_say_what_nobody_asked() {
         eventually("the end of the path", || session.state().is_err());
         let why = session.state().unwrap_err();
         assert!(why.is_protocol(), "{why}");
-        assert!(session.permit().is_err());
     }
 }
 

@@ -4,18 +4,22 @@ mod support;
 
 use std::net::IpAddr;
 
-use roce::{Device, Provider};
-use rtrs::{Error, PathError, admission::AccessList, client::Session, errno, server::ServerConfig};
+use ferroce_rig::Session;
+use roce::Device;
+use roce_verbs::provider::{DeviceIx, KeyId, KeyKind, Provider};
+use rtrs::{
+    Error, PathError, addr::PathAddr, admission::AccessList, client::SessionConfig, errno, server::ServerConfig,
+};
 use support::{raw::Client, *};
 
-/// Another host.
-fn host() -> (Device, IpAddr) {
+/// Another address, and a device there.
+fn elsewhere() -> (Device, IpAddr) {
     let (ip, _) = addresses();
     (device(ip), ip)
 }
 
 fn client(bed: &Bed) -> Client {
-    Client::new(&bed.client_dev, bed.path.src.unwrap(), bed.path.dst)
+    Client::new(bed.stranger(), bed.path.src.unwrap(), bed.path.dst)
 }
 
 fn rules(rules: &[String]) -> AccessList {
@@ -24,32 +28,34 @@ fn rules(rules: &[String]) -> AccessList {
 
 #[test]
 fn a_name_is_only_for_its_addresses() {
-    let (mine, ip) = host();
+    let (ip, _) = addresses();
+    let mine = host(ip);
     let bed = Bed::new(ServerConfig {
         allow: rules(&[format!("db={ip}")]),
         ..config()
     });
     // Not from the bed's client.
-    let e = Session::open(&bed.client_dev, bed.args("db", 1)).unwrap_err();
+    let e = Session::open(bed.client(), bed.args("db", 1)).unwrap_err();
     assert!(matches!(e, Error::Path(PathError::PeerDisconnected)), "{e}");
     eventually("its end", || bed.server.sessions().is_empty());
     assert_eq!(bed.server.counters().refused_name, 1);
     let other = bed.open("web", 1);
 
-    let args = rtrs::client::OpenArgs {
-        paths: vec![rtrs::addr::PathAddr {
+    let args = SessionConfig {
+        path: PathAddr {
             src: Some(ip),
             ..bed.path
-        }],
+        },
         ..bed.args("db", 1)
     };
     let session = Session::open(&mine, args).unwrap();
     write(&session, 0, b"db").result.unwrap();
 
     // Who knows its UUID may not join it from elsewhere.
-    let uuid = bed.server.sessions().iter().find(|s| s.name() == "db").unwrap().uuid();
-    let mut thief = client(&bed);
-    thief.session = uuid;
+    let (dev, thief_ip) = elsewhere();
+    let mut thief = Client::new(&dev, thief_ip, bed.path.dst);
+    let sessions = bed.server.sessions();
+    thief.session = sessions.iter().find(|s| s.name == "db").unwrap().uuid;
     assert_eq!(thief.connect(thief.request(0, 2)), Err(errno::EACCES));
     assert_eq!(bed.server.counters().refused_name, 2);
     write(&session, 0, b"db").result.unwrap();
@@ -58,7 +64,7 @@ fn a_name_is_only_for_its_addresses() {
 
 #[test]
 fn a_named_address_may_connect_beside_the_plain_ones() {
-    let (mine, ip) = host();
+    let (mine, ip) = elsewhere();
     let bed = Bed::new(ServerConfig {
         allow: rules(&["192.0.2.0/24".into(), format!("db={ip}")]),
         ..config()
@@ -76,14 +82,19 @@ fn one_client_has_so_many_sessions_and_another_gets_in() {
         max_sessions_per_client: 3,
         ..config()
     });
-    let mut held: Vec<_> = (0..3).map(|i| bed.open(&format!("s{i}"), 1)).collect();
+    let opened = |name: &str| {
+        let mut c = client(&bed);
+        c.open(name);
+        c
+    };
+    let mut held: Vec<_> = (0..3).map(|i| opened(&format!("s{i}"))).collect();
     let mut c = client(&bed);
     assert_eq!(c.connect(c.request(0, 2)), Err(errno::EUSERS));
     assert_eq!(bed.server.counters().refused_sessions_of_client, 1);
-    let (other, ip) = host();
+    let (other, ip) = elsewhere();
     Client::new(&other, ip, bed.path.dst).open("other");
-    held.pop().unwrap().close();
-    eventually("its end", || bed.server.sessions().iter().all(|s| s.name() != "s2"));
+    drop(held.pop());
+    eventually("its end", || bed.server.sessions().iter().all(|s| s.name != "s2"));
     client(&bed).open("again");
 }
 
@@ -94,10 +105,12 @@ fn paths_and_connections_have_limits() {
         max_connections: 4,
         ..config()
     });
-    let _first = bed.open("first", 3);
+    let mut first = client(&bed);
+    first.open("first");
     let mut c = client(&bed);
     assert_eq!(c.connect(c.request(0, 5)), Err(errno::ECONNRESET));
-    let _second = bed.open("second", 1);
+    let mut second = client(&bed);
+    second.open("second");
     assert_eq!(c.connect(c.request(0, 2)), Err(errno::EUSERS));
     let counters = bed.server.counters();
     assert_eq!((counters.refused_connections, counters.refused_paths), (1, 1));
@@ -108,29 +121,34 @@ fn paths_and_connections_have_limits() {
 #[test]
 fn a_session_that_there_is_no_room_for_ends() {
     let bed = Bed::new(config());
-    let pd = bed.server_dev.alloc_pd().unwrap();
-    let hog = || {
-        let mut regions = Vec::new();
-        while let Ok(region) = bed.server_dev.alloc_revocable(&pd) {
-            regions.push(region);
+    let pd = bed.server_host.provider(|p| p.alloc_pd(DeviceIx(0)).unwrap());
+    let hog = move |p: &mut dyn Provider| {
+        let mut keys: Vec<KeyId> = Vec::new();
+        while let Ok(key) = p.alloc_key(pd, KeyKind::FastRegistration) {
+            keys.push(key);
         }
-        regions
+        keys
     };
-    let mut regions = hog();
-    let all = regions.len();
+    let mut keys = bed.server_host.provider(hog);
+    let all = keys.len();
     // Half of what a session takes.
-    regions.truncate(all - 16);
+    let some = keys.split_off(all - 16);
+    let free = |keys: Vec<KeyId>| {
+        bed.server_host
+            .provider(move |p| keys.into_iter().for_each(|key| p.free_key(key)));
+    };
+    free(some);
     for n in 1..4 {
         let mut c = client(&bed);
         // Its first connection stands before the server has allocated.
         let _ = c.connect(c.request(0, 2));
         eventually("the end", || bed.server.counters().no_resources == n);
-        assert!(bed.server.sessions().is_empty());
+        eventually("nothing of it", || bed.server.sessions().is_empty());
         drop(c);
     }
-    regions.extend(hog());
-    assert_eq!(regions.len(), all, "nothing is lost");
-    drop(regions);
-    let session = bed.open("good", 1);
+    keys.extend(bed.server_host.provider(hog));
+    assert_eq!(keys.len(), all, "nothing is lost");
+    free(keys);
+    let session = bed.open_elsewhere("good");
     write(&session, 0, b"room").result.unwrap();
 }

@@ -3,7 +3,7 @@
 use std::{ptr, time::Duration};
 
 use libc::{c_char, c_int, c_void, size_t};
-use roce::{DeviceLimits, Mtu, Provider};
+use roce::{DeviceLimits, Mtu, VerbsDevice as _};
 
 use crate::{
     abi::{

@@ -1,6 +1,7 @@
 //! Project tasks, run as `cargo xtask TASK`. `cargo xtask help` lists them.
 
 mod apps;
+mod bench;
 mod cargo;
 mod demo;
 mod deny;
@@ -10,6 +11,7 @@ mod harness;
 mod install;
 mod interop;
 mod lint;
+mod peers;
 mod process;
 mod sim;
 mod suites;
@@ -42,8 +44,8 @@ enum Task {
     Demo(demo::DemoArgs),
     /// Run every test suite
     ///
-    /// Suites: `unit` (the tests of the workspace), `sim` (simulated networks from the same seeds each time and from fresh
-    /// ones, which are printed, and the corpora of the fuzz targets), `end-to-end` (two processes of the program),
+    /// Suites: `unit` (the tests of the workspace), `sim` (simulated networks, and storage on them, from the same seeds each time
+    /// and from fresh ones, which are printed, and the corpora of the fuzz targets), `end-to-end` (two processes of the program),
     /// `real-clients` (tests marked ignored because they need qemu-img, nbdcopy or fio, which are installed first),
     /// `apps` (unmodified RDMA programs, which are installed first, under `ferroce run`), `interop` (scenarios against
     /// Linux kernels in virtual machines; needs root and Debian's package archive), `flood` (the soak test, in the full
@@ -56,7 +58,10 @@ enum Task {
     Sim(SimArgs),
     /// Format all code
     Fmt,
-    /// fmt --check, clippy, docs (warnings are errors), rules for dependencies, and the rule that the engine does no I/O
+    /// fmt --check, clippy, docs (warnings are errors), rules for dependencies, and the rules for files
+    ///
+    /// The engine, RTRS and RNBD do no I/O; no two files of RTRS, RNBD and what is right below them import each other; no file is
+    /// longer than 1000 lines.
     ///
     /// The rules for dependencies are in deny.toml; cargo-deny, which checks them, is built if it is missing. Known
     /// vulnerabilities are looked up where their database can be reached; it is told when not.
@@ -81,6 +86,9 @@ enum Task {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<OsString>,
     },
+    /// Measure speed beside that of others, in one run and in turns
+    #[command(subcommand)]
+    Bench(bench::BenchTask),
     /// Flood a served and mapped device with forged packets for minutes, and judge whether that shows
     ///
     /// Builds the release program and `ferroce-hostile`. Both ends of a session get forged REQ, REP, DREQ, SIDR, MRA and
@@ -127,6 +135,9 @@ pub(crate) struct SimArgs {
     /// Somebody in every run who sees all packets and sends its own in the name of one connection
     #[arg(long, conflicts_with = "adversary")]
     pub(crate) observer: bool,
+    /// Servers and clients with RTRS, RNBD and disks instead of transports alone
+    #[arg(long, conflicts_with_all = ["adversary", "observer"])]
+    pub(crate) storage: bool,
     /// Further arguments for the simulator (see `cargo run -p roce-sim -- --help`)
     #[arg(last = true)]
     pub(crate) rest: Vec<String>,
@@ -148,6 +159,7 @@ fn main() -> ExitCode {
         Task::Ci(args) => suites::ci(&args),
         Task::Interop { args } => interop::run(&args),
         Task::Apps { args } => apps::run(&args),
+        Task::Bench(task) => bench::run(&task),
         Task::Flood { args } => flood::run(&args),
         Task::Install(args) => install::run(&args),
         Task::Man { dir } => man(&dir),

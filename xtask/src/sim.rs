@@ -28,20 +28,22 @@ pub(crate) fn run(args: &SimArgs) -> Result<()> {
     }
 }
 
-/// The same seeds each time, from 1, and then as many `fresh` ones. Each counts as a test.
-pub(crate) fn suite(bin: &Path, fixed: u64, fresh: u64) -> Result<Tally> {
+/// The same seeds each time, from 1, and then as many `fresh` ones; of transports, or of storage. Each counts as a test.
+pub(crate) fn suite(bin: &Path, storage: bool, fixed: u64, fresh: u64) -> Result<Tally> {
     let args = |seed, seeds| SimArgs {
         seeds,
         seed,
         jobs: None,
         adversary: false,
         observer: false,
+        storage,
         rest: Vec::new(),
     };
     let mut tally = simulate(bin, &args(None, fixed))?;
     // The hasher's keys are random.
     let first = FRESH.start + RandomState::new().hash_one(0) % (FRESH.end - FRESH.start);
-    println!("fresh seeds: `cargo xtask sim --seed {first} --seeds {fresh}` repeats them");
+    let option = if storage { " --storage" } else { "" };
+    println!("fresh seeds: `cargo xtask sim --seed {first} --seeds {fresh}{option}` repeats them");
     tally.add(simulate(bin, &args(Some(first), fresh))?);
     Ok(tally)
 }
@@ -56,7 +58,12 @@ fn simulate(bin: &Path, args: &SimArgs) -> Result<Tally> {
     if let Some(jobs) = args.jobs {
         command.arg("--jobs").arg(jobs.to_string());
     }
-    for (option, wanted) in [("--adversary", args.adversary), ("--observer", args.observer)] {
+    let options = [
+        ("--adversary", args.adversary),
+        ("--observer", args.observer),
+        ("--storage", args.storage),
+    ];
+    for (option, wanted) in options {
         if wanted {
             command.arg(option);
         }

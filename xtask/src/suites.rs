@@ -32,6 +32,8 @@ enum Set {
 /// quarter of the runs have an adversary, and beside some there are runs with an observer, of a server under a flood, and
 /// pairs that compare goodput.
 const SIM_SEEDS: [(u64, u64); 3] = [(100, 20), (250, 50), (20_000, 2000)];
+/// Likewise of those with storage.
+const STORAGE_SEEDS: [(u64, u64); 3] = [(60, 20), (300, 100), (4000, 400)];
 /// Cases of each property that does not say how many itself, in the set `full`.
 const FULL_CASES: (&str, &str) = ("PROPTEST_CASES", "4096");
 
@@ -57,7 +59,7 @@ const ALONE: [(&str, &str); 5] = [
 ];
 
 /// Ignored tests that need programs of others, or rights: packages.
-const CLIENTS_OF: [&str; 2] = ["rnbd", "ferroce-tests"];
+const CLIENTS_OF: [&str; 3] = ["rnbd-disk", "rnbd-host", "ferroce-tests"];
 /// Those of them that make a namespace, mount a file system or set up a loop device.
 const PRIVILEGED: [&str; 9] = [
     "a_block_device_has_its_own_geometry",
@@ -423,8 +425,10 @@ impl<'a> Stage<'a> {
         } else {
             1 + usize::from(self.args.full())
         };
-        let (fixed, fresh) = SIM_SEEDS[set];
-        tally.add(sim::suite(self.programs.program("roce-sim")?, fixed, fresh)?);
+        for (storage, seeds) in [(false, SIM_SEEDS), (true, STORAGE_SEEDS)] {
+            let (fixed, fresh) = seeds[set];
+            tally.add(sim::suite(self.programs.program("roce-sim")?, storage, fixed, fresh)?);
+        }
         Ok(tally)
     }
 

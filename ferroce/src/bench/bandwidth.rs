@@ -104,7 +104,7 @@ impl<'a> Load<'a> {
         let op = match self.operation {
             Operation::Read => SendOp::Read(c.memory),
             Operation::Send => SendOp::Send,
-            Operation::Write | Operation::Latency | Operation::Ceiling => SendOp::Write(c.memory),
+            Operation::Write | Operation::Latency | Operation::Rtrs | Operation::Ceiling => SendOp::Write(c.memory),
         };
         let sges = [c.mr.sge(0, self.bytes as usize)];
         let sges = if self.bytes == 0 { &[][..] } else { &sges[..] };
@@ -181,7 +181,7 @@ impl<'a> Load<'a> {
         let op = match self.operation {
             Operation::Read => "read",
             Operation::Send => "send",
-            Operation::Write | Operation::Latency | Operation::Ceiling => "write",
+            Operation::Write | Operation::Latency | Operation::Rtrs | Operation::Ceiling => "write",
         };
         let mut m = Measurement::new(op, self.bytes, self.mtu().bytes(), self.work, &mut self.samples);
         m.depth = self.depth;

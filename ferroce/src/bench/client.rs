@@ -4,7 +4,7 @@ use std::{net::SocketAddr, time::Duration};
 
 use roce::{
     AccessFlags, CmChannel, CmEventKind, Completion, ConnParams, Cq, Device, EventChannel, Id, MemoryRegion, Mr, Pd,
-    Provider, Qp, QpCaps, QpInit, RecvWr, RejectReason, RemoteAddr, VerbsError, WcStatus,
+    Qp, QpCaps, QpInit, RecvWr, RejectReason, RemoteAddr, VerbsDevice, VerbsError, WcStatus,
 };
 
 use super::{

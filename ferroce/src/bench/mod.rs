@@ -5,8 +5,11 @@ mod ceiling;
 mod client;
 mod latency;
 mod report;
+mod rtrs;
+mod rtrs_server;
 mod server;
 mod udp;
+mod usage;
 mod wire;
 
 use std::{
@@ -20,8 +23,10 @@ use std::{
     time::Duration,
 };
 
+use ::rtrs::{proto::MAX_HDR_SIZE, server::ServerConfig};
 use clap::{Args, ValueEnum};
-use roce::{Device, DeviceConfig, Mtu, VerbsError, WindowConfig};
+use roce::{Device, DeviceConfig, LocalDevice, Mtu, VerbsError, WindowConfig};
+use roce_reactor::{ReactorConfig, SpinMode};
 
 use crate::{
     output::{self, Failure},
@@ -48,6 +53,8 @@ pub(crate) enum Operation {
     Send,
     /// 64-byte WRITE and SEND ping-pong, both sides polling, beside a bare UDP ping-pong (round trips)
     Latency,
+    /// RTRS without a block device, client and server in two processes: IOPS, latency, CPU time and system calls
+    Rtrs,
     /// The same packets through the same sockets, with ICRC and copies but without a protocol
     Ceiling,
 }
@@ -62,13 +69,17 @@ Examples:
 Without --listen and --connect both sides run in this process, on 127.0.0.1 and 127.0.0.2.
 Between two processes or hosts, first on the one, then on the other:
   ferroce bench --listen 192.0.2.1
-  ferroce bench write --connect 192.0.2.1")]
+  ferroce bench write --connect 192.0.2.1
+RTRS, with a server in a process of its own, or on another host:
+  ferroce bench rtrs --size 512,4K,128K,1M --depth 32
+  ferroce bench rtrs --listen 192.0.2.1
+  ferroce bench rtrs --connect 192.0.2.1 --write")]
 pub(crate) struct BenchArgs {
     /// What to measure
     #[arg(value_enum, required_unless_present = "listen")]
     operation: Option<Operation>,
-    /// Be the passive side, for any operation, until ctrl-C
-    #[arg(long, value_name = "ADDR[:PORT]", conflicts_with_all = ["connect", "operation"])]
+    /// Be the passive side, of rtrs or for any other operation, until ctrl-C
+    #[arg(long, value_name = "ADDR[:PORT]", conflicts_with = "connect")]
     listen: Option<String>,
     /// Measure against a passive side
     #[arg(long, value_name = "ADDR[:PORT]")]
@@ -76,13 +87,13 @@ pub(crate) struct BenchArgs {
     /// Our address [default: 127.0.0.1, or what the route says]
     #[arg(long, value_name = "ADDR")]
     local: Option<IpAddr>,
-    /// Bytes of a message; several give several measurements [default: 1M, 64 for latency]
+    /// Bytes of a message; several give several measurements [default: 1M, 64 for latency, 4K for rtrs]
     #[arg(short, long, value_name = "BYTES", value_delimiter = ',', value_parser = units::size32)]
     size: Vec<u32>,
-    /// Messages outstanding on each queue pair
+    /// Messages outstanding on each queue pair; rtrs: requests in flight
     #[arg(short, long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
     depth: u32,
-    /// Queue pairs
+    /// Queue pairs; not of rtrs
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     qps: u32,
     /// Path MTU: 256, 512, 1024, 2048 or 4096 [default: the largest that fits]
@@ -91,7 +102,7 @@ pub(crate) struct BenchArgs {
     /// How long each measurement takes
     #[arg(long, default_value = "2", value_parser = units::seconds)]
     seconds: Duration,
-    /// Messages to send instead of a time (round trips for latency)
+    /// Messages to send instead of a time (round trips for latency); not for rtrs
     #[arg(short = 'n', long, conflicts_with = "seconds")]
     iters: Option<u64>,
     /// Send packets one by one
@@ -109,6 +120,21 @@ pub(crate) struct BenchArgs {
     /// Write all packets of this side to a capture, which only its owner may read
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
+    /// rtrs: requests write
+    #[arg(long)]
+    write: bool,
+    /// rtrs: connections for I/O
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=4095))]
+    connections: u16,
+    /// rtrs: whether the server takes a chunk's key back with every request
+    #[arg(long, value_name = "on|off", value_parser = crate::serve::on_off, default_value = "on", action = clap::ArgAction::Set)]
+    always_invalidate: bool,
+    /// rtrs: how long the loops look for work before they sleep, at most: microseconds, auto, or off
+    #[arg(long, value_name = "US|auto|off", default_value = "auto")]
+    spin: SpinMode,
+    /// The passive side ends with its standard input
+    #[arg(long, hide = true, requires = "listen")]
+    until_eof: bool,
     /// One JSON object per measurement; with --listen one event when ready
     #[arg(long)]
     json: bool,
@@ -133,8 +159,8 @@ pub(crate) fn failed(what: &str) -> impl Fn(VerbsError) -> Failure {
 }
 
 impl BenchArgs {
-    fn device(&self, addr: IpAddr, pcap: bool) -> Result<Device, Failure> {
-        let config = DeviceConfig {
+    fn config(&self, addr: IpAddr, pcap: bool) -> DeviceConfig {
+        DeviceConfig {
             addr,
             mtu: self.mtu,
             socket_buffer: self.socket_buffer,
@@ -146,8 +172,33 @@ impl BenchArgs {
             }),
             pcap: self.pcap.clone().filter(|_| pcap),
             ..DeviceConfig::default()
-        };
-        Device::open(config).map_err(|e| Failure::failed(e.to_string()))
+        }
+    }
+
+    fn device(&self, addr: IpAddr, pcap: bool) -> Result<Device, Failure> {
+        Device::open(self.config(addr, pcap)).map_err(|e| Failure::failed(e.to_string()))
+    }
+
+    fn local_device(&self, addr: IpAddr) -> Result<LocalDevice, Failure> {
+        LocalDevice::open(&[self.config(addr, true)]).map_err(|e| Failure::failed(e.to_string()))
+    }
+
+    /// What the server of RTRS is told.
+    fn server_options(&self) -> Vec<String> {
+        let on_off = if self.always_invalidate { "on" } else { "off" };
+        let mut options = vec![
+            "--until-eof".to_owned(),
+            "--always-invalidate".to_owned(),
+            on_off.to_owned(),
+        ];
+        options.extend(["--spin".to_owned(), self.spin.to_string()]);
+        options.extend(["--socket-buffer".to_owned(), self.socket_buffer.to_string()]);
+        if let Some(mtu) = self.mtu {
+            options.extend(["--mtu".to_owned(), mtu.bytes().to_string()]);
+        }
+        let flags = [(self.no_gso, "--no-gso"), (self.no_gro, "--no-gro")];
+        options.extend(flags.iter().filter(|(set, _)| *set).map(|(_, flag)| (*flag).to_owned()));
+        options
     }
 
     fn sizes(&self, default: u32) -> Vec<u32> {
@@ -194,6 +245,14 @@ fn target(text: &str) -> Result<SocketAddr, Failure> {
 /// Runs `ferroce bench`.
 pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     let stop = Stop::on_signals()?;
+    if args.operation == Some(Operation::Rtrs) {
+        return run_rtrs(args, &stop);
+    }
+    if let (Some(_), Some(_)) = (&args.listen, args.operation) {
+        return Err(Failure::usage(
+            "the passive side is for any operation: leave the operation away, unless it is rtrs",
+        ));
+    }
     if let Some(text) = &args.listen {
         let addr = target(text)?;
         let device = args.device(addr.ip(), true)?;
@@ -207,7 +266,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     }
     let Some(operation) = args.operation else {
         return Err(Failure::usage(
-            "say what to measure: write, read, send, latency or ceiling",
+            "say what to measure: write, read, send, latency, rtrs or ceiling",
         ));
     };
     let mut emit = |m: &Measurement| match args.json {
@@ -221,6 +280,71 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
 }
 
 type Emit<'a> = &'a mut dyn FnMut(&Measurement) -> Result<(), Failure>;
+
+/// Room behind the largest request for its headers.
+const CHUNK_HEADERS: u32 = MAX_HDR_SIZE;
+
+/// Measures RTRS, or serves it.
+fn run_rtrs(args: &BenchArgs, stop: &Stop) -> Result<(), Failure> {
+    let reactor = ReactorConfig {
+        spin: args.spin,
+        ..ReactorConfig::default()
+    };
+    if let Some(text) = &args.listen {
+        let addr = target(text)?;
+        let device = args.local_device(addr.ip())?;
+        let config = ServerConfig {
+            addr: addr.ip(),
+            port: addr.port(),
+            queue_depth: 128,
+            max_chunk_size: ((1 << 20) + CHUNK_HEADERS).next_power_of_two(),
+            always_invalidate: args.always_invalidate,
+            ..ServerConfig::default()
+        };
+        let ready = || match args.json {
+            true => output::json(&json!({ "event": "listening", "address": addr.to_string() })),
+            false => output::line(&format!("listening on {addr}; ctrl-C ends it")),
+        };
+        return rtrs_server::run(device, config, reactor, args.until_eof, &|| stop.requested(), ready);
+    }
+    let local = args.local.unwrap_or(Ipv4Addr::new(127, 0, 0, 1).into());
+    let (server, from, _process) = match &args.connect {
+        Some(text) => {
+            let server = target(text)?;
+            let route =
+                || roce::iface::route_to(server.ip()).map_err(|e| Failure::failed(format!("no way to {server}: {e}")));
+            (server, args.local.map_or_else(route, Ok)?, None)
+        }
+        None => {
+            let IpAddr::V4(v4) = local else {
+                return Err(Failure::usage(
+                    "on one host addresses of 127.0.0.0/8 are used: leave --local away",
+                ));
+            };
+            let next = Ipv4Addr::from(u32::from(v4).wrapping_add(1));
+            let server = SocketAddr::new(next.into(), PORT);
+            let process = rtrs::ServerProcess::start(server, &args.server_options())?;
+            (server, local, Some(process))
+        }
+    };
+    let client = rtrs::Rtrs::connect(args.local_device(from)?, server, args.connections, reactor)?;
+    for &bytes in &args.sizes(4096) {
+        let m = client.run(rtrs::Load {
+            bytes,
+            depth: args.depth,
+            write: args.write,
+            time: args.seconds,
+        })?;
+        match args.json {
+            true => output::json(&m)?,
+            false => output::line(&m.to_string())?,
+        }
+        if stop.requested() {
+            break;
+        }
+    }
+    Ok(())
+}
 
 /// Measures against a passive side elsewhere.
 fn remote(

@@ -10,7 +10,7 @@ use std::{
 
 use roce::{
     AccessFlags, CmChannel, CmEventKind, CmId, Completion, CompletionQueue, ConnParams, Cq, Device, EventChannel, Id,
-    MemoryRegion, Mr, Payload, Pd, Provider, Qp, QpCaps, QpInit, QueuePair, RemoteAddr, SendFlags, SendOp, SendWr,
+    MemoryRegion, Mr, Payload, Pd, Qp, QpCaps, QpInit, QueuePair, RemoteAddr, SendFlags, SendOp, SendWr, VerbsDevice,
     VerbsError,
 };
 

@@ -41,7 +41,7 @@ impl Role {
         match operation {
             Operation::Read => Self::Source,
             Operation::Send => Self::Sink,
-            Operation::Write | Operation::Latency | Operation::Ceiling => Self::Target,
+            Operation::Write | Operation::Latency | Operation::Rtrs | Operation::Ceiling => Self::Target,
         }
     }
 }

@@ -7,7 +7,7 @@ use std::{
 
 use nix::sys::socket::{getsockopt, sockopt};
 use roce::{
-    CmChannel, CmEventKind, CmId, ConnParams, Device, DeviceConfig, Mtu, Provider, QpCaps, QpInit, RejectReason,
+    CmChannel, CmEventKind, CmId, ConnParams, Device, DeviceConfig, Mtu, QpCaps, QpInit, RejectReason, VerbsDevice,
     VerbsError,
 };
 use roce_bth::ROCE_UDP_PORT;

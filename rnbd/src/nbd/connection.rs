@@ -1,329 +1,405 @@
-//! One client: a thread that reads requests and starts them, and one that writes replies.
+//! One client of an NBD server, without I/O.
 
-use std::{
-    io,
-    os::unix::net::UnixStream,
-    sync::Arc,
-    thread,
-    time::{Duration, Instant},
-};
+use core::time::Duration;
 
-use super::{
-    NbdExport,
-    handshake::{negotiate, transmission_flags},
-    input::{Input, Wait},
-    outbox::Outbox,
-    proto::{self, Request, cmd, cmd_flag, tx},
-    request::Pending,
-};
+use roce_verbs::Instant;
+use rtrs::{client::buffers::Buffer, table};
+
 use crate::{
-    block::{BlockDevice, BlockRequest, Geometry, IoBuffer},
+    block::Geometry,
     errno::Errno,
+    nbd::{
+        copy::BufferCopy,
+        handshake::{Exports, Negotiation, Next, greeting},
+        parse::ParseBuffer,
+        payload::Target,
+        pending::{NbdRequest, PendingKey},
+        reply::Piece,
+        state::{End, PHASES, Phase, PhaseAction, PhaseEvent, Stall},
+        transmission::{Step, Transmission},
+    },
 };
 
 /// A client has to finish its negotiation in this time.
 const HANDSHAKE_TIME: Duration = Duration::from_secs(30);
-/// Requests of one connection that may be in flight.
-const MAX_REQUESTS: usize = 1024;
-/// Bytes of one connection that may be in flight.
-const MAX_BYTES: u64 = 64 << 20;
-/// A client that stops in the middle of a write for so long does not keep the device's buffer meanwhile.
-const PATIENCE: Duration = Duration::from_millis(100);
+/// Answers of the negotiation that a client may leave lying before no more of its options are read, bytes.
+const MAX_UNSENT_TEXT: usize = 64 << 10;
 
-/// Serves one client until it leaves.
-pub(crate) fn serve<D: BlockDevice>(stream: &UnixStream, exports: &[NbdExport<D>]) -> io::Result<()> {
-    let mut input = Input::new(stream);
-    // A client that does not read its answers can't hold the negotiation up either.
-    stream.set_write_timeout(Some(HANDSHAKE_TIME))?;
-    let wait = Wait::Until(Instant::now() + HANDSHAKE_TIME);
-    let Some(device) = negotiate(stream, &mut input, exports, wait)? else {
-        return Ok(());
-    };
-    stream.set_write_timeout(None)?;
-    let geometry = device.geometry();
-    let share = u64::from(geometry.queue_depth / 2) * u64::from(geometry.max_transfer);
-    let outbox = Arc::new(Outbox::new(MAX_REQUESTS, share.clamp(1, MAX_BYTES)));
-    let writer = {
-        let (outbox, stream) = (outbox.clone(), stream.try_clone()?);
-        thread::Builder::new()
-            .name("nbd-writer".into())
-            .spawn(move || outbox.write_all(&stream))?
-    };
-    let allowed = transmission_flags(&geometry);
-    let r = Reader {
-        input,
-        device,
-        geometry,
-        allowed,
-        outbox: outbox.clone(),
-    }
-    .run();
-    outbox.end_of_input();
-    let _ = writer.join();
-    r
+/// What a connection wants to receive.
+#[derive(Debug)]
+pub enum Want<'a> {
+    /// Bytes, at most as many as fit.
+    Bytes(&'a mut [u8]),
+    /// Payload straight into a buffer, and what follows it behind: one call with two pieces (`readv`).
+    Payload {
+        /// Where the payload goes.
+        buffer: &'a Buffer,
+        /// First byte in the buffer.
+        at: usize,
+        /// Bytes of payload that are still to come for this buffer.
+        len: usize,
+        /// Where bytes behind these go.
+        then: &'a mut [u8],
+    },
+    /// Nothing, for this reason. The end of the stream may be told all the same.
+    Nothing(Stall),
 }
 
-struct Reader<'a, D: BlockDevice> {
-    input: Input<'a>,
-    device: Arc<D>,
-    geometry: Geometry,
-    /// Transmission flags that the client was told.
-    allowed: u16,
-    outbox: Arc<Outbox<D::Buffer>>,
+/// One client.
+///
+/// It is given what the client sends and says what is to be sent. Requests come out of it and their results go
+/// into it. Payload is not copied: a write's is received into the buffer that it is written from, a read's is sent from the
+/// buffer that it was read into. Buffers are only numbers here; whoever does the I/O knows their memory.
+///
+/// After each call that brings something in ([`received`](Connection::received), [`eof`](Connection::eof),
+/// [`give`](Connection::give), [`done`](Connection::done), [`sent`](Connection::sent), [`timeout`](Connection::timeout) and
+/// their like) everything is polled until nothing comes any more, in any order:
+/// - [`poll_need`](Connection::poll_need): a buffer is needed, which is given, lacking for now, or refused;
+/// - [`poll_copy`](Connection::poll_copy): bytes are to be copied into or out of a buffer, at once;
+/// - [`poll_request`](Connection::poll_request): a request to the device;
+/// - [`poll_free`](Connection::poll_free): a buffer goes back to the session;
+///
+/// then [`want`](Connection::want) tells what to receive and [`gather`](Connection::gather) what to send.
+#[derive(Debug)]
+pub struct Connection {
+    phase: Phase,
+    /// Why it ends, once that is known.
+    end: Option<End>,
+    exports: Exports,
+    negotiation: Negotiation,
+    /// When the negotiation has to be over, all answers taken.
+    deadline: Option<Instant>,
+    /// The chosen export, and the transmission flags that the client was told.
+    chosen: Option<(usize, u16)>,
+    input: ParseBuffer,
+    /// Nothing comes after what is in `input`, and why.
+    eof: Option<End>,
+    transmission: Transmission,
 }
 
-impl<D: BlockDevice> Reader<'_, D> {
-    fn run(&mut self) -> io::Result<()> {
-        let mut head = [0; Request::LEN];
-        while self.input.read_exact_or_end(&mut head, Wait::Forever)? {
-            let Some(request) = Request::parse(&head) else {
-                return Err(io::Error::new(
-                    io::ErrorKind::InvalidData,
-                    "request without its magic number",
-                ));
-            };
-            if request.command == cmd::DISC {
-                return Ok(());
-            }
-            self.start(&request)?;
-        }
-        Ok(())
-    }
-
-    fn start(&mut self, q: &Request) -> io::Result<()> {
-        let payload = matches!(q.command, cmd::READ | cmd::WRITE);
-        if q.command == cmd::WRITE && q.len > proto::MAX_PAYLOAD {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidData,
-                format!("write of {} bytes", q.len),
-            ));
-        }
-        let checked = self.check(q);
-        let charge = if payload && checked.is_ok() {
-            u64::from(q.len)
-        } else {
-            0
-        };
-        if !self.outbox.admit(charge) {
-            return Err(io::ErrorKind::BrokenPipe.into());
-        }
-        let pending = Pending::new(&self.outbox, q.cookie, charge);
-        let mut result = Ok(());
-        match checked {
-            Ok(()) => result = self.submit(q, &pending),
-            Err(e) => {
-                pending.fail(e);
-                if q.command == cmd::WRITE {
-                    result = self.input.skip(u64::from(q.len), Wait::Forever);
-                }
-            }
-        }
-        pending.submitted();
-        result
-    }
-
-    /// What the protocol asks a server to refuse, with the errors that it names.
-    fn check(&self, q: &Request) -> Result<(), Errno> {
-        let known = match q.command {
-            cmd::WRITE_ZEROES => cmd_flag::FUA | cmd_flag::NO_HOLE,
-            _ => cmd_flag::FUA,
-        };
-        let fua_unknown = q.flags & cmd_flag::FUA != 0 && self.allowed & (tx::SEND_FUA | tx::READ_ONLY) == 0;
-        if q.flags & !known != 0 || fua_unknown {
-            return Err(Errno::EINVAL);
-        }
-        let changes = matches!(q.command, cmd::WRITE | cmd::TRIM | cmd::WRITE_ZEROES);
-        if changes && self.geometry.read_only {
-            return Err(Errno::EPERM);
-        }
-        let (offset, len) = (q.offset, u64::from(q.len));
-        match q.command {
-            cmd::FLUSH => return Ok(()),
-            cmd::READ if q.len > proto::MAX_PAYLOAD => return Err(Errno::EINVAL),
-            cmd::TRIM if self.allowed & tx::SEND_TRIM == 0 => return Err(Errno::EINVAL),
-            cmd::READ | cmd::WRITE | cmd::TRIM | cmd::WRITE_ZEROES => {}
-            _ => return Err(Errno::EINVAL),
-        }
-        if !self.geometry.contains(offset, len) {
-            let full = matches!(q.command, cmd::WRITE | cmd::WRITE_ZEROES);
-            return Err(if full { Errno::ENOSPC } else { Errno::EINVAL });
-        }
-        if self.geometry.aligned(offset, len) {
-            Ok(())
-        } else {
-            Err(Errno::EINVAL)
+impl Connection {
+    /// A client that has just connected.
+    pub fn new(now: Instant, exports: Exports) -> Self {
+        Self {
+            phase: Phase::Greeting,
+            end: None,
+            exports,
+            negotiation: Negotiation::default(),
+            deadline: Some(now + HANDSHAKE_TIME),
+            chosen: None,
+            input: ParseBuffer::new(),
+            eof: None,
+            transmission: Transmission::new(now, &greeting()),
         }
     }
 
-    fn submit(&mut self, q: &Request, pending: &Arc<Pending<D::Buffer>>) -> io::Result<()> {
-        let (offset, len) = (q.offset, u64::from(q.len));
-        let fua = q.flags & cmd_flag::FUA != 0;
-        match q.command {
-            cmd::READ => self.read(q, pending),
-            cmd::WRITE => return self.write(q, fua, pending),
-            cmd::FLUSH => self.device.submit(BlockRequest::Flush, pending.part()),
-            cmd::WRITE_ZEROES if len > 0 => {
-                let may_unmap = q.flags & cmd_flag::NO_HOLE == 0;
-                let zeroes = BlockRequest::WriteZeroes {
-                    offset,
-                    len,
-                    fua,
-                    may_unmap,
-                };
-                self.device.submit(zeroes, pending.part());
-            }
-            cmd::TRIM if len > 0 => self.trim(offset, len, fua, pending),
-            _ => {}
-        }
-        Ok(())
+    /// How far it has come.
+    pub fn phase(&self) -> Phase {
+        self.phase
     }
 
-    fn trim(&self, offset: u64, len: u64, fua: bool, pending: &Arc<Pending<D::Buffer>>) {
-        let discard = BlockRequest::Discard { offset, len };
-        if !fua {
-            self.device.submit(discard, pending.part());
+    /// The number of the export that the client has chosen: requests are for its device.
+    pub fn export(&self) -> Option<usize> {
+        self.chosen.map(|(index, _)| index)
+    }
+
+    /// Requests that were read and whose replies are not sent, and bytes of their payload.
+    pub fn in_flight(&self) -> (usize, u64) {
+        self.transmission.in_flight()
+    }
+
+    /// A device is another one than it was: later requests are checked and split by this.
+    pub fn set_geometry(&mut self, export: usize, geometry: Geometry) {
+        self.exports.set_geometry(export, geometry);
+        if self.export() == Some(export) {
+            self.transmission.set_geometry(geometry);
+        }
+    }
+
+    /// What to receive. When a call has brought `n` bytes, [`received`](Self::received) comes before any other call.
+    pub fn want(&mut self) -> Want<'_> {
+        self.advance();
+        if let Some(stall) = self.stall() {
+            return Want::Nothing(stall);
+        }
+        match self.transmission.target() {
+            Some((Target::Buffer(buffer, at), len)) => Want::Payload {
+                buffer,
+                at,
+                len,
+                then: self.input.room(),
+            },
+            Some((Target::Bytes(bytes), _)) => Want::Bytes(bytes),
+            None => Want::Bytes(self.input.room()),
+        }
+    }
+
+    /// Why nothing is to be received.
+    fn stall(&self) -> Option<Stall> {
+        if self.eof.is_some() {
+            return Some(Stall::Closing);
+        }
+        match self.phase {
+            Phase::Greeting => None,
+            Phase::Options => self.is_talked_at().then_some(Stall::Answers),
+            Phase::Transmission => self.transmission.stall(&self.input),
+            Phase::Draining | Phase::Ended => Some(Stall::Closing),
+        }
+    }
+
+    /// Whether the client asks without taking the answers.
+    fn is_talked_at(&self) -> bool {
+        self.transmission.out().unsent_text() >= MAX_UNSENT_TEXT
+    }
+
+    /// `n` bytes have come where [`want`](Self::want) said.
+    pub fn received(&mut self, now: Instant, n: usize) {
+        self.transmission.set_now(now);
+        let behind = self.transmission.received(n, &self.input);
+        self.input.filled(behind);
+        self.advance();
+    }
+
+    /// The client sends no more: what it has sent is done and answered.
+    pub fn eof(&mut self, now: Instant) {
+        self.end_of_input(now, End::Left);
+    }
+
+    /// The server stops: nothing more is received. What has come whole is done and answered. So that what lies in the socket
+    /// is answered as well, its receiving side can be shut down and read to its end instead ([`eof`](Self::eof)).
+    pub fn stop(&mut self, now: Instant) {
+        self.end_of_input(now, End::Stopped);
+    }
+
+    fn end_of_input(&mut self, now: Instant, why: End) {
+        self.transmission.set_now(now);
+        self.eof.get_or_insert(why);
+        self.advance();
+    }
+
+    /// The socket has failed, or there is no more time for the client: nothing more is sent. Requests that the device has
+    /// begun with are waited for.
+    pub fn cut(&mut self, now: Instant) {
+        self.transmission.set_now(now);
+        self.cut_off(End::Broken);
+        self.advance();
+    }
+
+    /// Bytes of a buffer that is needed. To be followed by [`give`](Self::give), [`lack`](Self::lack) or
+    /// [`refuse`](Self::refuse).
+    pub fn poll_need(&mut self) -> Option<usize> {
+        self.advance();
+        self.transmission.need(&self.input)
+    }
+
+    /// Here is a buffer. One that is not needed, or is too small, comes out of [`poll_free`](Self::poll_free).
+    pub fn give(&mut self, now: Instant, buffer: Buffer) {
+        self.transmission.set_now(now);
+        self.advance();
+        self.transmission.give(buffer, &self.input);
+        self.advance();
+    }
+
+    /// There is no buffer for now; it is asked for again. What would have to hold some buffers while it waits for more goes
+    /// another way: two clients could each hold what the other waits for.
+    pub fn lack(&mut self) {
+        self.transmission.lack();
+        self.advance();
+    }
+
+    /// There is no buffer, and will be none: the request fails.
+    pub fn refuse(&mut self, now: Instant, e: Errno) {
+        self.transmission.set_now(now);
+        self.transmission.refuse(e, &self.input);
+        self.advance();
+    }
+
+    /// A copy that is to be made before any other call.
+    pub fn poll_copy(&mut self) -> Option<BufferCopy<'_>> {
+        self.advance();
+        self.transmission.poll_copy(&mut self.input)
+    }
+
+    /// The next request. A read or write that is longer than the device's largest transfer comes in parts.
+    pub fn poll_request(&mut self) -> Option<NbdRequest> {
+        self.advance();
+        self.transmission.poll_request()
+    }
+
+    /// A request is over. Its buffer comes along unless it was lost.
+    pub fn done(&mut self, now: Instant, key: PendingKey, result: Result<(), Errno>, data: Option<Buffer>) {
+        self.transmission.set_now(now);
+        self.transmission.done(key, result, data);
+        self.advance();
+    }
+
+    /// Appends what is to be sent next: up to 64 replies, and until `out` has 1024 pieces.
+    pub fn gather<'a>(&'a self, out: &mut Vec<Piece<'a>>) {
+        self.transmission.out().gather(out);
+    }
+
+    /// Whether something is to be sent.
+    pub fn has_output(&self) -> bool {
+        !self.transmission.out().is_empty()
+    }
+
+    /// The first `n` bytes of what [`gather`](Self::gather) gave are sent.
+    pub fn sent(&mut self, now: Instant, n: usize) {
+        self.transmission.set_now(now);
+        self.transmission.sent(n);
+        if self.chosen.is_some() && self.transmission.out().unsent_text() == 0 {
+            self.deadline = None;
+        }
+        self.advance();
+    }
+
+    /// A buffer that goes back to the session. They come out when the connection has [ended](Self::ended), too.
+    pub fn poll_free(&mut self) -> Option<Buffer> {
+        self.advance();
+        self.transmission.poll_free()
+    }
+
+    /// When [`timeout`](Self::timeout) is to be called at the latest.
+    pub fn next_timeout(&self) -> Option<Instant> {
+        [self.deadline, self.transmission.deadline()]
+            .into_iter()
+            .flatten()
+            .min()
+    }
+
+    /// Looks whether a time has come.
+    pub fn timeout(&mut self, now: Instant) {
+        self.transmission.set_now(now);
+        if self.deadline.is_some_and(|due| due <= now) {
+            self.cut_off(End::TimedOut);
+        }
+        self.transmission.timeout();
+        self.advance();
+    }
+
+    /// Why it has ended, once it has: nothing is under way, and the socket may be closed.
+    pub fn ended(&self) -> Option<&End> {
+        self.end.as_ref().filter(|_| self.phase == Phase::Ended)
+    }
+
+    fn step(&mut self, event: PhaseEvent) {
+        let Some((next, actions)) = table::step(PHASES, self.phase, event) else {
+            debug_assert!(false, "{event:?} in {:?}", self.phase);
             return;
-        }
-        // Rare. The flush must come after the discard, and can't be submitted from its completion.
-        let (over, wait) = crossbeam_channel::bounded(1);
-        self.device.submit(
-            discard,
-            Box::new(move |r, _| {
-                let _ = over.send(r);
-            }),
-        );
-        match wait.recv().unwrap_or(Err(Errno::EIO)) {
-            Ok(()) => self.device.submit(BlockRequest::Flush, pending.part()),
-            Err(e) => pending.fail(e),
+        };
+        self.phase = next;
+        for action in actions {
+            self.act(*action);
         }
     }
 
-    /// Splits a range: index, start within the range, and length of each part.
-    fn parts(&self, len: usize) -> impl Iterator<Item = (usize, usize, usize)> + use<D> {
-        let step = (self.geometry.max_transfer as usize).max(1);
-        (0..len.div_ceil(step)).map(move |i| (i, i * step, step.min(len - i * step)))
-    }
-
-    fn read(&self, q: &Request, pending: &Arc<Pending<D::Buffer>>) {
-        let len = q.len as usize;
-        match self.take_all(len) {
-            Ok(Some(buffers)) => {
-                pending.expect_buffers(buffers.len());
-                for ((i, at, _), buffer) in self.parts(len).zip(buffers) {
-                    let read = BlockRequest::Read {
-                        offset: q.offset + at as u64,
-                        buffer,
-                    };
-                    self.device.submit(read, pending.read_part(i, at));
+    fn act(&mut self, action: PhaseAction) {
+        match action {
+            PhaseAction::TakeTerms => {
+                if let Some((index, flags)) = self.chosen
+                    && let Some(export) = self.exports.get(index)
+                {
+                    self.transmission.set_told(flags);
+                    self.transmission.set_geometry(export.geometry);
                 }
             }
-            Ok(None) => self.read_staged(q.offset, len, pending),
-            Err(e) => pending.fail(e),
+            PhaseAction::StopReading => {
+                let stopped = self.eof == Some(End::Stopped);
+                let why = if stopped { Errno::ESHUTDOWN } else { Errno::EIO };
+                self.transmission.give_up(why);
+            }
+            PhaseAction::DropRequests => self.transmission.drop_requests(),
+            PhaseAction::DropReplies => self.transmission.close_output(),
+            PhaseAction::Report => {
+                self.deadline = None;
+                if let Some(end) = self.end.as_ref().filter(|e| e.is_fault()) {
+                    tracing::debug!("NBD client: {end}");
+                }
+            }
         }
     }
 
-    /// Buffers for the whole of a read at once, so that it can be answered without a copy. One part may wait for its
-    /// buffer; several must not, since two clients would each hold what the other waits for: `None`.
-    fn take_all(&self, len: usize) -> Result<Option<Vec<D::Buffer>>, Errno> {
-        let n = self.parts(len).count();
-        if n > (self.geometry.queue_depth as usize / 4).max(1) {
-            return Ok(None);
+    /// Reading ends, for this reason.
+    fn finish(&mut self, why: End) {
+        self.end.get_or_insert(why);
+        self.step(PhaseEvent::InputEnded);
+    }
+
+    fn cut_off(&mut self, why: End) {
+        if self.phase != Phase::Ended {
+            self.end.get_or_insert(why);
+            self.deadline = None;
+            self.step(PhaseEvent::Cut);
         }
-        let mut buffers = Vec::with_capacity(n);
-        for (_, _, part) in self.parts(len) {
-            let b = if n == 1 {
-                Some(self.device.buffer(part)?)
-            } else {
-                self.device.try_buffer(part)?
+    }
+
+    /// More bytes of this are needed. If the client has left, none will come.
+    fn starved(&mut self, what: &'static str, begun: bool) -> bool {
+        if let Some(why) = self.eof.clone() {
+            self.finish(match why {
+                End::Left if begun => End::CutShort(what),
+                why => why,
+            });
+        }
+        false
+    }
+
+    /// Goes as far as what has come allows.
+    fn advance(&mut self) {
+        self.transmission.settle();
+        let mut on = true;
+        while on {
+            on = match self.phase {
+                Phase::Greeting | Phase::Options => self.negotiate(),
+                Phase::Transmission => self.transmit(),
+                Phase::Draining | Phase::Ended => false,
             };
-            match b {
-                Some(b) => buffers.push(b),
-                None => return Ok(None),
-            }
         }
-        Ok(Some(buffers))
-    }
-
-    fn read_staged(&self, offset: u64, len: usize, pending: &Arc<Pending<D::Buffer>>) {
-        if let Err(e) = pending.expect_staged(len) {
-            return pending.fail(e);
-        }
-        for (i, at, part) in self.parts(len) {
-            if pending.failed() {
-                return;
-            }
-            match self.device.buffer(part) {
-                Ok(buffer) => {
-                    let read = BlockRequest::Read {
-                        offset: offset + at as u64,
-                        buffer,
-                    };
-                    self.device.submit(read, pending.read_part(i, at));
-                }
-                Err(e) => return pending.fail(e),
-            }
+        if self.phase == Phase::Draining && self.transmission.is_idle() {
+            self.step(PhaseEvent::Idle);
         }
     }
 
-    fn write(&mut self, q: &Request, fua: bool, pending: &Arc<Pending<D::Buffer>>) -> io::Result<()> {
-        for (_, at, part) in self.parts(q.len as usize) {
-            if pending.failed() {
-                self.input.skip(part as u64, Wait::Forever)?;
-                continue;
-            }
-            match self.device.buffer(part) {
-                Ok(buffer) => match self.fill(buffer).inspect_err(|_| pending.fail(Errno::EIO))? {
-                    Ok(buffer) => {
-                        let write = BlockRequest::Write {
-                            offset: q.offset + at as u64,
-                            buffer,
-                            fua,
-                        };
-                        self.device.submit(write, pending.part());
-                    }
-                    Err(e) => pending.fail(e),
-                },
-                Err(e) => {
-                    pending.fail(e);
-                    self.input.skip(part as u64, Wait::Forever)?;
-                }
-            }
+    /// One step of the negotiation. `false`: it can't go on.
+    fn negotiate(&mut self) -> bool {
+        if self.is_talked_at() {
+            return false;
         }
-        Ok(())
+        let greeting = self.phase == Phase::Greeting;
+        let next = match greeting {
+            true => self.negotiation.flags(&mut self.input),
+            false => {
+                let out = self.transmission.text();
+                self.negotiation.option(&mut self.input, &self.exports, out)
+            }
+        };
+        match next {
+            Next::More => {
+                let begun = greeting || self.negotiation.has_begun(&self.input);
+                return self.starved("the negotiation", begun);
+            }
+            Next::Option if greeting => self.step(PhaseEvent::Flags),
+            Next::Option => {}
+            Next::Transmit(index, flags) => {
+                self.chosen = Some((index, flags));
+                self.step(PhaseEvent::Chosen);
+            }
+            Next::Abort => self.finish(End::Left),
+            Next::Bad(why) => self.finish(End::Protocol(why)),
+        }
+        true
     }
 
-    /// Receives a whole part into a buffer. If the client pauses, the buffer goes back and what has come waits in the
-    /// heap for the rest.
-    fn fill(&mut self, buffer: D::Buffer) -> io::Result<Result<D::Buffer, Errno>> {
-        let len = buffer.len();
-        let mut done = 0;
-        while done < len {
-            // SAFETY: the rest of the buffer.
-            let n = unsafe {
-                self.input
-                    .read_raw(buffer.as_ptr().add(done), len - done, Some(PATIENCE))?
-            };
-            if n == 0 {
-                return self.fill_staged(buffer, done);
+    /// One step of the transmission. `false`: it can't go on.
+    fn transmit(&mut self) -> bool {
+        match self.transmission.work(&mut self.input) {
+            Step::On => true,
+            Step::Wait => false,
+            Step::Starved(what, begun) => self.starved(what, begun),
+            Step::End(why) => {
+                self.finish(why);
+                true
             }
-            done += n;
         }
-        Ok(Ok(buffer))
-    }
-
-    fn fill_staged(&mut self, buffer: D::Buffer, mut done: usize) -> io::Result<Result<D::Buffer, Errno>> {
-        let len = buffer.len();
-        let mut heap = vec![0u8; len];
-        // SAFETY: `done` bytes at the start of both.
-        unsafe { std::ptr::copy_nonoverlapping(buffer.as_ptr(), heap.as_mut_ptr(), done) };
-        drop(buffer);
-        while done < len {
-            // SAFETY: the rest of the vector.
-            done += unsafe { self.input.read_raw(heap.as_mut_ptr().add(done), len - done, None)? };
-        }
-        Ok(self.device.buffer(len).inspect(|b| {
-            // SAFETY: a buffer of `len` bytes.
-            unsafe { std::ptr::copy_nonoverlapping(heap.as_ptr(), b.as_ptr(), len) };
-        }))
     }
 }

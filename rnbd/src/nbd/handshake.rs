@@ -1,25 +1,85 @@
-//! Fixed newstyle negotiation.
+//! Fixed newstyle negotiation, without I/O: bytes of the client in, bytes for it out.
 
-use std::{
-    io::{self, Write},
-    os::unix::net::UnixStream,
-    sync::Arc,
-};
+use core::fmt::Write as _;
 
-use super::{
-    NbdExport,
-    input::{Input, Wait},
-    proto::{self, info, opt, rep, tx},
+use roce_verbs::shown;
+
+use crate::{
+    block::Geometry,
+    nbd::{
+        parse::ParseBuffer,
+        proto::{self, info, opt, rep, tx},
+    },
 };
-use crate::block::{BlockDevice, Geometry};
 
 /// Longest option that is read; longer ones are skipped and refused.
 const MAX_OPTION: u32 = 16 << 10;
 /// Options longer than this end the connection.
 const ABSURD_OPTION: u32 = 1 << 20;
+/// Bytes of an option before its data: magic number, option, length.
+const OPTION_HEAD: usize = 16;
+/// Zeroes after the answer to EXPORT_NAME, unless both sides do without.
+const ZEROES: usize = 124;
 
-/// What the export can do, as transmission flags.
-pub(crate) fn transmission_flags(g: &Geometry) -> u16 {
+/// A device under a name.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Export {
+    /// What clients ask for, and what is listed.
+    pub name: String,
+    /// The device's own name, by which clients may ask as well.
+    pub device: String,
+    /// Shown to those who ask.
+    pub description: String,
+    /// What the device is like.
+    pub geometry: Geometry,
+}
+
+/// What a server offers. The first is the default.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Exports(Vec<Export>);
+
+impl Exports {
+    /// These, numbered from 0.
+    pub fn new(exports: Vec<Export>) -> Self {
+        Self(exports)
+    }
+
+    /// All, in their order.
+    pub fn iter(&self) -> core::slice::Iter<'_, Export> {
+        self.0.iter()
+    }
+
+    /// The export of a number.
+    pub fn get(&self, index: usize) -> Option<&Export> {
+        self.0.get(index)
+    }
+
+    /// A device is another one than it was.
+    pub fn set_geometry(&mut self, index: usize, geometry: Geometry) {
+        if let Some(export) = self.0.get_mut(index) {
+            export.geometry = geometry;
+        }
+    }
+
+    /// The number of the export that a client means: by its name or that of its device, exactly or but for the slash that
+    /// begins the path of a URI. No name means the first.
+    pub fn find(&self, name: &[u8]) -> Option<usize> {
+        let plain = without_slash(name);
+        let whose = |matches: &dyn Fn(&Export) -> bool| self.0.iter().position(matches);
+        whose(&|e| e.name.as_bytes() == name)
+            .or_else(|| whose(&|e| !name.is_empty() && e.device.as_bytes() == name))
+            .or_else(|| whose(&|e| without_slash(e.name.as_bytes()) == plain))
+            .or_else(|| whose(&|e| !plain.is_empty() && without_slash(e.device.as_bytes()) == plain))
+            .or_else(|| (plain.is_empty() && !self.0.is_empty()).then_some(0))
+    }
+}
+
+fn without_slash(name: &[u8]) -> &[u8] {
+    name.strip_prefix(b"/").unwrap_or(name)
+}
+
+/// What an export can do, as transmission flags ([`tx`]).
+pub fn transmission_flags(g: &Geometry) -> u16 {
     let mut f = tx::HAS_FLAGS | tx::SEND_FLUSH | tx::CAN_MULTI_CONN;
     if g.read_only {
         return f | tx::READ_ONLY;
@@ -35,185 +95,282 @@ pub(crate) fn transmission_flags(g: &Geometry) -> u16 {
     f
 }
 
-/// Negotiates; `None` when the client only asked questions, or left.
-pub(crate) fn negotiate<D: BlockDevice>(
-    stream: &UnixStream,
-    input: &mut Input<'_>,
-    exports: &[NbdExport<D>],
-    wait: Wait,
-) -> io::Result<Option<Arc<D>>> {
-    let mut hello = Vec::with_capacity(18);
-    hello.extend(proto::INIT_MAGIC.to_be_bytes());
-    hello.extend(proto::OPT_MAGIC.to_be_bytes());
-    hello.extend((proto::FLAG_FIXED_NEWSTYLE | proto::FLAG_NO_ZEROES).to_be_bytes());
-    send(stream, &hello)?;
+/// What follows from what the client has sent.
+#[derive(PartialEq, Eq, Debug)]
+pub(crate) enum Next {
+    /// More bytes are needed.
+    More,
+    /// An option is answered; another may follow.
+    Option,
+    /// The client has chosen this export, and was told these transmission flags.
+    Transmit(usize, u16),
+    /// The client takes leave.
+    Abort,
+    /// It makes no sense.
+    Bad(String),
+}
 
-    let mut flags = [0; 4];
-    input.read_exact(&mut flags, wait)?;
-    let flags = u32::from_be_bytes(flags);
-    let known = u32::from(proto::FLAG_FIXED_NEWSTYLE | proto::FLAG_NO_ZEROES);
-    if flags & !known != 0 {
-        return Err(bad(format!("unknown client flags {flags:#x}")));
-    }
-    let mut session = Session {
-        stream,
-        exports,
-        zeroes: flags & u32::from(proto::FLAG_NO_ZEROES) == 0,
-    };
-    loop {
-        let mut head = [0; 16];
-        if !input.read_exact_or_end(&mut head, wait)? {
-            return Ok(None);
+/// First bytes of a connection, from the server.
+pub(crate) fn greeting() -> [u8; 18] {
+    let mut b = [0; 18];
+    b[..8].copy_from_slice(&proto::INIT_MAGIC.to_be_bytes());
+    b[8..16].copy_from_slice(&proto::OPT_MAGIC.to_be_bytes());
+    b[16..].copy_from_slice(&(proto::FLAG_FIXED_NEWSTYLE | proto::FLAG_NO_ZEROES).to_be_bytes());
+    b
+}
+
+/// The state of a negotiation.
+#[derive(Debug, Default)]
+pub(crate) struct Negotiation {
+    /// The client wants zeroes after an EXPORT_NAME.
+    zeroes: bool,
+    /// An option that is too long, and how many of its bytes are still to come.
+    skipping: Option<(u32, usize)>,
+}
+
+impl Negotiation {
+    /// Takes the client's flags; [`Next::Option`] when they are in order.
+    pub(crate) fn flags(&mut self, input: &mut ParseBuffer) -> Next {
+        let Some((flags, _)) = input.unread().split_first_chunk::<4>() else {
+            return Next::More;
+        };
+        let flags = u32::from_be_bytes(*flags);
+        input.consume(4);
+        let known = u32::from(proto::FLAG_FIXED_NEWSTYLE | proto::FLAG_NO_ZEROES);
+        if flags & !known != 0 {
+            return Next::Bad(format!("unknown client flags {flags:#x}"));
         }
-        let [m0, m1, m2, m3, m4, m5, m6, m7, o0, o1, o2, o3, l0, l1, l2, l3] = head;
+        self.zeroes = flags & u32::from(proto::FLAG_NO_ZEROES) == 0;
+        Next::Option
+    }
+
+    /// Takes an option and appends the answer to `out`.
+    pub(crate) fn option(&mut self, input: &mut ParseBuffer, exports: &Exports, out: &mut Vec<u8>) -> Next {
+        if let Some((option, left)) = self.skipping {
+            return self.skip(option, left, input, out);
+        }
+        let Some((head, rest)) = input.unread().split_first_chunk::<OPTION_HEAD>() else {
+            return Next::More;
+        };
+        let [m0, m1, m2, m3, m4, m5, m6, m7, o0, o1, o2, o3, l0, l1, l2, l3] = *head;
         if u64::from_be_bytes([m0, m1, m2, m3, m4, m5, m6, m7]) != proto::OPT_MAGIC {
-            return Err(bad("option without its magic number"));
+            return Next::Bad("option without its magic number".into());
         }
         let option = u32::from_be_bytes([o0, o1, o2, o3]);
         let len = u32::from_be_bytes([l0, l1, l2, l3]);
         if len > ABSURD_OPTION || (option == opt::EXPORT_NAME && len > MAX_OPTION) {
-            return Err(bad(format!("option {option} of {len} bytes")));
+            return Next::Bad(format!("option {option} of {len} bytes"));
         }
+        let bytes = len as usize;
         if len > MAX_OPTION {
-            input.skip(u64::from(len), wait)?;
-            session.reply(option, rep::ERR_TOO_BIG, b"")?;
-            continue;
+            input.consume(OPTION_HEAD);
+            return self.skip(option, bytes, input, out);
         }
-        let mut data = vec![0; len as usize];
-        input.read_exact(&mut data, wait)?;
-        match session.option(option, &data)? {
-            Next::Option => {}
-            Next::Transmit(d) => return Ok(Some(d)),
-            Next::End => return Ok(None),
+        let Some(data) = rest.get(..bytes) else {
+            return Next::More;
+        };
+        let next = self.answer(option, data, exports, out);
+        input.consume(OPTION_HEAD + bytes);
+        next
+    }
+
+    /// Whether an option has come in part.
+    pub(crate) fn has_begun(&self, input: &ParseBuffer) -> bool {
+        self.skipping.is_some() || !input.unread().is_empty()
+    }
+
+    fn skip(&mut self, option: u32, left: usize, input: &mut ParseBuffer, out: &mut Vec<u8>) -> Next {
+        let left = left - input.skip(left);
+        self.skipping = (left > 0).then_some((option, left));
+        if left > 0 {
+            return Next::More;
         }
-    }
-}
-
-fn bad(what: impl Into<String>) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, what.into())
-}
-
-fn send(mut stream: &UnixStream, data: &[u8]) -> io::Result<()> {
-    stream.write_all(data)
-}
-
-enum Next<D> {
-    Option,
-    Transmit(Arc<D>),
-    End,
-}
-
-struct Session<'a, D> {
-    stream: &'a UnixStream,
-    exports: &'a [NbdExport<D>],
-    /// The client wants 124 zeroes after an EXPORT_NAME.
-    zeroes: bool,
-}
-
-impl<D: BlockDevice> Session<'_, D> {
-    /// The export of that name; the empty name is the first one.
-    fn find(&self, name: &[u8]) -> Option<&NbdExport<D>> {
-        self.exports
-            .iter()
-            .find(|e| e.name.as_bytes() == name)
-            .or_else(|| if name.is_empty() { self.exports.first() } else { None })
+        reply(out, option, rep::ERR_TOO_BIG, b"");
+        Next::Option
     }
 
-    fn reply(&self, option: u32, kind: u32, data: &[u8]) -> io::Result<()> {
-        let mut b = Vec::with_capacity(20 + data.len());
-        b.extend(proto::OPT_REPLY_MAGIC.to_be_bytes());
-        b.extend(option.to_be_bytes());
-        b.extend(kind.to_be_bytes());
-        b.extend((data.len() as u32).to_be_bytes());
-        b.extend(data);
-        send(self.stream, &b)
-    }
-
-    fn option(&mut self, option: u32, data: &[u8]) -> io::Result<Next<D>> {
+    fn answer(&self, option: u32, data: &[u8], exports: &Exports, out: &mut Vec<u8>) -> Next {
         match option {
-            opt::EXPORT_NAME => return self.export_name(data),
+            opt::EXPORT_NAME => return self.export_name(data, exports, out),
             opt::ABORT => {
-                // The client may be gone already.
-                let _ = self.reply(option, rep::ACK, b"");
-                return Ok(Next::End);
+                reply(out, option, rep::ACK, b"");
+                return Next::Abort;
             }
             opt::LIST if data.is_empty() => {
-                for e in self.exports {
+                for e in exports.iter() {
                     let mut d = (e.name.len() as u32).to_be_bytes().to_vec();
                     d.extend(e.name.as_bytes());
-                    self.reply(option, rep::SERVER, &d)?;
+                    reply(out, option, rep::SERVER, &d);
                 }
-                self.reply(option, rep::ACK, b"")?;
+                reply(out, option, rep::ACK, b"");
             }
-            opt::LIST => self.reply(option, rep::ERR_INVALID, b"LIST has no data")?,
-            opt::INFO | opt::GO => return self.info(option, data),
-            _ => self.reply(option, rep::ERR_UNSUP, b"option not supported")?,
+            opt::LIST => reply(out, option, rep::ERR_INVALID, b"LIST has no data"),
+            opt::INFO | opt::GO => return information(option, data, exports, out),
+            _ => reply(out, option, rep::ERR_UNSUP, b"option not supported"),
         }
-        Ok(Next::Option)
+        Next::Option
     }
 
-    fn export_name(&self, name: &[u8]) -> io::Result<Next<D>> {
-        let Some(e) = self.find(name) else {
+    fn export_name(&self, name: &[u8], exports: &Exports, out: &mut Vec<u8>) -> Next {
+        let Some((index, e)) = exports.find(name).and_then(|i| Some((i, exports.get(i)?))) else {
             // This old option has no way to say so.
-            return Err(bad(format!("no export {:?}", String::from_utf8_lossy(name))));
+            let mut why = String::from("no export ");
+            let _ = write!(why, "\"{}\"", shown(&String::from_utf8_lossy(name)));
+            return Next::Bad(why);
         };
-        let g = e.device.geometry();
-        let mut b = g.size.to_be_bytes().to_vec();
-        b.extend(transmission_flags(&g).to_be_bytes());
+        let flags = transmission_flags(&e.geometry);
+        out.extend(e.geometry.size.to_be_bytes());
+        out.extend(flags.to_be_bytes());
         if self.zeroes {
-            b.resize(b.len() + 124, 0);
+            out.resize(out.len() + ZEROES, 0);
         }
-        send(self.stream, &b)?;
-        Ok(Next::Transmit(e.device.clone()))
-    }
-
-    fn info(&self, option: u32, data: &[u8]) -> io::Result<Next<D>> {
-        let Some((name, wanted)) = parse_info(data) else {
-            self.reply(option, rep::ERR_INVALID, b"malformed request for information")?;
-            return Ok(Next::Option);
-        };
-        let Some(e) = self.find(name) else {
-            self.reply(option, rep::ERR_UNKNOWN, b"no such export")?;
-            return Ok(Next::Option);
-        };
-        let g = e.device.geometry();
-        let mut d = info::EXPORT.to_be_bytes().to_vec();
-        d.extend(g.size.to_be_bytes());
-        d.extend(transmission_flags(&g).to_be_bytes());
-        self.reply(option, rep::INFO, &d)?;
-
-        let mut d = info::BLOCK_SIZE.to_be_bytes().to_vec();
-        d.extend(g.logical_block_size.to_be_bytes());
-        d.extend(g.physical_block_size.max(4096).to_be_bytes());
-        d.extend(proto::MAX_PAYLOAD.to_be_bytes());
-        self.reply(option, rep::INFO, &d)?;
-
-        for (kind, text) in [(info::NAME, &e.name), (info::DESCRIPTION, &e.description)] {
-            if wanted.contains(&kind) && !text.is_empty() {
-                let mut d = kind.to_be_bytes().to_vec();
-                d.extend(text.as_bytes());
-                self.reply(option, rep::INFO, &d)?;
-            }
-        }
-        self.reply(option, rep::ACK, b"")?;
-        Ok(if option == opt::GO {
-            Next::Transmit(e.device.clone())
-        } else {
-            Next::Option
-        })
+        Next::Transmit(index, flags)
     }
 }
 
-/// Name and numbers asked for in an INFO or GO option.
-fn parse_info(data: &[u8]) -> Option<(&[u8], Vec<u16>)> {
+fn reply(out: &mut Vec<u8>, option: u32, kind: u32, data: &[u8]) {
+    out.extend(proto::OPT_REPLY_MAGIC.to_be_bytes());
+    out.extend(option.to_be_bytes());
+    out.extend(kind.to_be_bytes());
+    out.extend((data.len() as u32).to_be_bytes());
+    out.extend(data);
+}
+
+/// Answers INFO and GO.
+fn information(option: u32, data: &[u8], exports: &Exports, out: &mut Vec<u8>) -> Next {
+    let Some((name, wanted)) = parse_information(data) else {
+        reply(out, option, rep::ERR_INVALID, b"malformed request for information");
+        return Next::Option;
+    };
+    let Some((index, e)) = exports.find(name).and_then(|i| Some((i, exports.get(i)?))) else {
+        reply(out, option, rep::ERR_UNKNOWN, b"no such export");
+        return Next::Option;
+    };
+    let flags = transmission_flags(&e.geometry);
+    let mut d = info::EXPORT.to_be_bytes().to_vec();
+    d.extend(e.geometry.size.to_be_bytes());
+    d.extend(flags.to_be_bytes());
+    reply(out, option, rep::INFO, &d);
+
+    let mut d = info::BLOCK_SIZE.to_be_bytes().to_vec();
+    d.extend(e.geometry.logical_block_size.to_be_bytes());
+    d.extend(e.geometry.physical_block_size.max(4096).to_be_bytes());
+    d.extend(proto::MAX_PAYLOAD.to_be_bytes());
+    reply(out, option, rep::INFO, &d);
+
+    for (kind, text) in [(info::NAME, &e.name), (info::DESCRIPTION, &e.description)] {
+        let asked = wanted.chunks_exact(2).any(|c| *c == kind.to_be_bytes());
+        if asked && !text.is_empty() {
+            let mut d = kind.to_be_bytes().to_vec();
+            d.extend(text.as_bytes());
+            reply(out, option, rep::INFO, &d);
+        }
+    }
+    reply(out, option, rep::ACK, b"");
+    match option {
+        opt::GO => Next::Transmit(index, flags),
+        _ => Next::Option,
+    }
+}
+
+/// The name in an INFO or GO option, and the kinds of information asked for, two bytes each.
+fn parse_information(data: &[u8]) -> Option<(&[u8], &[u8])> {
     let (len, rest) = data.split_first_chunk::<4>()?;
     let (name, rest) = rest.split_at_checked(u32::from_be_bytes(*len) as usize)?;
     let (count, rest) = rest.split_first_chunk::<2>()?;
     let exact = name.len() <= proto::MAX_NAME && rest.len() == 2 * usize::from(u16::from_be_bytes(*count));
-    exact.then(|| {
-        (
-            name,
-            rest.chunks_exact(2).map(|c| u16::from_be_bytes([c[0], c[1]])).collect(),
-        )
-    })
+    exact.then_some((name, rest))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn geometry() -> Geometry {
+        Geometry {
+            size: 1 << 20,
+            logical_block_size: 512,
+            physical_block_size: 512,
+            max_transfer: 128 << 10,
+            max_discard: 1 << 20,
+            discard_granularity: 4096,
+            read_only: false,
+            write_cache: true,
+            fua: true,
+            max_write_zeroes: 0,
+            queue_depth: 8,
+        }
+    }
+
+    fn exports(names: &[(&str, &str)]) -> Exports {
+        let export = |(name, device): &(&str, &str)| Export {
+            name: (*name).into(),
+            device: (*device).into(),
+            description: String::new(),
+            geometry: geometry(),
+        };
+        Exports::new(names.iter().map(export).collect())
+    }
+
+    #[test]
+    fn exports_are_found_by_the_names_that_clients_have_for_them() {
+        let e = exports(&[("disk", "images/a"), ("/images/b", "b"), ("b", "/dev/c")]);
+        for (name, found) in [
+            ("disk", Some(0)),
+            ("", Some(0)),
+            ("/", Some(0)),
+            ("/disk", Some(0)),
+            ("images/a", Some(0)),
+            ("/images/a", Some(0)),
+            ("images/b", Some(1)),
+            ("/images/b", Some(1)),
+            // A name goes before another device's.
+            ("b", Some(2)),
+            ("/b", Some(2)),
+            ("/dev/c", Some(2)),
+            ("dev/c", Some(2)),
+            ("//disk", None),
+            ("DISK", None),
+            ("disk ", None),
+        ] {
+            assert_eq!(e.find(name.as_bytes()), found, "{name:?}");
+        }
+        assert_eq!(exports(&[]).find(b""), None);
+        assert_eq!(exports(&[("a", ""), ("", "")]).find(b""), Some(1));
+    }
+
+    #[test]
+    fn flags_say_what_the_device_can_do() {
+        let g = geometry();
+        let always = tx::HAS_FLAGS | tx::SEND_FLUSH | tx::CAN_MULTI_CONN;
+        let writable = always | tx::SEND_WRITE_ZEROES;
+        assert_eq!(transmission_flags(&g), writable | tx::SEND_FUA | tx::SEND_TRIM);
+        let read_only = Geometry { read_only: true, ..g };
+        assert_eq!(transmission_flags(&read_only), always | tx::READ_ONLY);
+        let no_fua = Geometry { fua: false, ..g };
+        assert_eq!(transmission_flags(&no_fua), writable | tx::SEND_TRIM);
+        let plain = Geometry {
+            write_cache: false,
+            max_discard: 0,
+            ..no_fua
+        };
+        assert_eq!(transmission_flags(&plain), writable | tx::SEND_FUA);
+    }
+
+    #[test]
+    fn a_name_that_nobody_has_is_shown_without_acting_on_a_terminal() {
+        let mut input = ParseBuffer::new();
+        let name = b"\x1b[2Jnothing";
+        let mut b = proto::OPT_MAGIC.to_be_bytes().to_vec();
+        b.extend(opt::EXPORT_NAME.to_be_bytes());
+        b.extend((name.len() as u32).to_be_bytes());
+        b.extend(name);
+        input.room()[..b.len()].copy_from_slice(&b);
+        input.filled(b.len());
+        let mut out = Vec::new();
+        let next = Negotiation::default().option(&mut input, &exports(&[("disk", "")]), &mut out);
+        let Next::Bad(why) = next else { panic!("{next:?}") };
+        assert_eq!(why, "no export \"\\u{1b}[2Jnothing\"");
+        assert!(out.is_empty());
+    }
 }

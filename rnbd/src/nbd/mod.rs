@@ -1,29 +1,20 @@
-//! An NBD server on a unix socket, for any [`BlockDevice`](crate::block::BlockDevice): fixed newstyle negotiation,
-//! simple replies, several connections and many requests in flight on each
+//! NBD: fixed newstyle negotiation, simple replies, several connections and many requests in flight on each
 //! (<https://github.com/NetworkBlockDevice/nbd/blob/master/doc/proto.md>).
-//!
-//! Write payload goes from the socket straight into the device's buffers, read payload from them straight into the
-//! socket.
 
 mod connection;
+mod copy;
 mod handshake;
-mod input;
-mod outbox;
+mod parse;
+mod payload;
+mod pending;
 pub mod proto;
-mod request;
-mod server;
-mod socket;
+mod reply;
+mod state;
+mod transmission;
 
-pub use server::{NbdConfig, NbdExport, NbdServer, StopHandle};
-
-/// Serves one client on a socket that is connected already, until it leaves. For the fuzz target `nbd`.
-///
-/// # Errors
-/// Why the connection was ended: the client broke the protocol, or the socket failed.
-#[doc(hidden)]
-pub fn serve_stream<D: crate::block::BlockDevice>(
-    stream: &std::os::unix::net::UnixStream,
-    exports: &[NbdExport<D>],
-) -> std::io::Result<()> {
-    connection::serve(stream, exports)
-}
+pub use connection::{Connection, Want};
+pub use copy::BufferCopy;
+pub use handshake::{Export, Exports, transmission_flags};
+pub use pending::{NbdRequest, PendingKey};
+pub use reply::Piece;
+pub use state::{End, PHASES, Phase, PhaseAction, PhaseEvent, Stall};

@@ -145,14 +145,21 @@ pub fn simple_reply(cookie: u64, error: u32) -> [u8; 16] {
 
 /// The NBD error for a system error: the protocol knows few.
 pub fn error_code(e: Errno) -> u32 {
-    match e.raw() {
-        libc::EPERM | libc::EACCES | libc::EROFS => 1,
-        libc::ENOMEM => 12,
-        libc::EINVAL => 22,
-        libc::ENOSPC | libc::EDQUOT | libc::EFBIG => 28,
-        libc::EOVERFLOW => 75,
-        libc::EOPNOTSUPP => 95,
-        libc::ESHUTDOWN => 108,
-        _ => 5,
+    // Linux numbers that `Errno` has no names for.
+    const EFBIG: i32 = 27;
+    const EOVERFLOW: i32 = 75;
+    const EDQUOT: i32 = 122;
+    match e {
+        Errno::EPERM | Errno::EACCES | Errno::EROFS => 1,
+        Errno::ENOMEM => 12,
+        Errno::EINVAL => 22,
+        Errno::ENOSPC => 28,
+        Errno::EOPNOTSUPP => 95,
+        Errno::ESHUTDOWN => 108,
+        e => match e.raw() {
+            EFBIG | EDQUOT => 28,
+            EOVERFLOW => 75,
+            _ => 5,
+        },
     }
 }

@@ -8,16 +8,21 @@
 //!
 //! Memory that the program lends ([`MemoryTable::register`]) is different: nothing keeps it alive. Accesses happen only
 //! under a port's lock, so a caller that has passed through every port's lock once after [`MemoryTable::deregister`]
-//! knows that no access is still under way.
+//! knows that no access is still under way. Memory that is shared ([`MemoryTable::register_memory`], [`Pages`]) lives as long as
+//! anything that was resolved through it.
 
 mod error;
 mod object;
+mod pages;
+mod renew;
 mod sglist;
 mod span;
 mod table;
 
 pub use error::{AtomicError, FlushError, KeyError, MemError, Revoked};
 pub use object::{FastRegion, Region, Window, WindowKind};
+pub use pages::Pages;
+pub use renew::PostedKey;
 pub use sglist::SgList;
 pub use span::{Persist, Span};
 pub use table::{MemoryTable, NewRegion, PdHandle};

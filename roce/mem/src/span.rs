@@ -9,6 +9,8 @@ use std::{
     },
 };
 
+use roce_verbs::provider::Memory;
+
 use crate::error::{AtomicError, FlushError, MemError, Revoked};
 
 /// Alignment of allocated regions, bytes.
@@ -24,7 +26,7 @@ pub trait Persist: core::fmt::Debug + Send + Sync {
     fn persist(&self, offset: usize, len: usize) -> bool;
 }
 
-/// The memory itself: allocated here and freed with the last reference, or lent by the program.
+/// The memory itself: allocated here and freed with the last reference, lent by the program, or shared with it.
 #[derive(Debug)]
 struct Backing {
     ptr: NonNull<u8>,
@@ -32,6 +34,8 @@ struct Backing {
     /// What was allocated for it, if it was: the range may start later.
     owned: Option<(NonNull<u8>, Layout)>,
     persist: Option<Arc<dyn Persist>>,
+    /// Keeps shared memory alive.
+    shared: Option<Arc<dyn Memory>>,
 }
 
 // SAFETY: the pointer is only used for raw copies and atomics within bounds that are proven first; the type has no
@@ -71,6 +75,7 @@ impl Mapping {
                 len,
                 owned: None,
                 persist: None,
+                shared: None,
             }));
         }
         let (bytes, align) = match len < LARGE {
@@ -87,6 +92,22 @@ impl Mapping {
             len,
             owned: Some((base, layout)),
             persist: None,
+            shared: None,
+        }))
+    }
+
+    /// Memory that lives as long as the mapping; `None` when the range is outside.
+    pub(crate) fn share(memory: &Arc<dyn Memory>, offset: usize, len: usize) -> Option<Arc<Self>> {
+        if offset > memory.len() || len > memory.len() - offset {
+            return None;
+        }
+        let ptr = NonNull::new(memory.as_ptr().wrapping_add(offset))?;
+        Some(Self::whole(Backing {
+            ptr,
+            len,
+            owned: None,
+            persist: None,
+            shared: Some(memory.clone()),
         }))
     }
 
@@ -101,6 +122,7 @@ impl Mapping {
             len,
             owned: None,
             persist,
+            shared: None,
         })
     }
 
@@ -139,7 +161,8 @@ impl Mapping {
 
     /// Whether the memory was lent, and may be gone since the mapping was revoked.
     pub(crate) fn is_returned(&self) -> bool {
-        self.backing.owned.is_none() && self.len > 0 && self.is_revoked()
+        let lent = self.backing.owned.is_none() && self.backing.shared.is_none();
+        lent && self.len > 0 && self.is_revoked()
     }
 
     pub(crate) fn is_persistent(&self) -> bool {

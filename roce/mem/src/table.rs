@@ -14,6 +14,7 @@ use rand_chacha::{
 use roce_bth::{Qpn, RKey};
 use roce_verbs::{
     AccessFlags, DeviceLimits, NumberHasher, Sge,
+    provider::Memory,
     wr::{BindWindow, FastRegister},
 };
 
@@ -372,6 +373,28 @@ impl MemoryTable {
         let iova = match access.contains(AccessFlags::ZERO_BASED) {
             true => 0,
             false => mapping.as_ptr() as u64,
+        };
+        self.add_region(pd, mapping, iova, access)
+    }
+
+    /// Registers memory that lives as long as the registration and all that was resolved through it. Its addresses start at
+    /// `iova` (`None`: at the memory's own), or at zero with [`AccessFlags::ZERO_BASED`].
+    ///
+    /// # Errors
+    /// At a limit, when the range is outside the memory, with rights that don't go together, or when the addresses would wrap.
+    pub fn register_memory(
+        &self,
+        pd: PdHandle,
+        memory: &Arc<dyn Memory>,
+        range: core::ops::Range<usize>,
+        iova: Option<u64>,
+        access: AccessFlags,
+    ) -> Result<Arc<Region>, MemError> {
+        let len = range.len();
+        let mapping = Mapping::share(memory, range.start, len).ok_or(MemError::Range(len as u64))?;
+        let iova = match access.contains(AccessFlags::ZERO_BASED) {
+            true => 0,
+            false => iova.unwrap_or(mapping.as_ptr() as u64),
         };
         self.add_region(pd, mapping, iova, access)
     }

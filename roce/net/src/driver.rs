@@ -31,8 +31,9 @@ use roce_verbs::Instant;
 use crate::{
     clock::now,
     datapath::{Datapath, DatapathCounters},
-    engine::{Engine, EventSink, OwnNumbers, Tap},
+    engine::{Engine, EventSink},
     links::LinkWatch,
+    motor::{Motor, OwnNumbers, Tap},
     sys,
     wake::{TOKEN_LINKS, TOKEN_TIMER, Wake},
 };
@@ -222,15 +223,8 @@ impl Driver {
         if let (Some(poll), Some(links)) = (&poll, &links) {
             Wake::also(poll, links.as_fd())?;
         }
-        let engine = Engine::new(
-            port,
-            path,
-            sink.clone(),
-            tap,
-            wake.clone(),
-            config.batch_bytes,
-            config.own.map(OwnNumbers),
-        );
+        let motor = Motor::new(path, tap, config.batch_bytes, config.own.map(OwnNumbers));
+        let engine = Engine::new(port, motor, sink.clone(), wake.clone());
         let shared = Arc::new(Shared {
             engine: Mutex::new(engine),
             wake,
@@ -360,10 +354,10 @@ impl Driver {
     pub fn join(&self, group: IpAddr, local: IpAddr) -> io::Result<()> {
         self.check_inherited()?;
         let mut engine = self.shared.engine.lock();
-        engine.path.join(group, local)?;
-        let done = self.shared.wake.follow(&engine.path.descriptors());
+        engine.motor.path.join(group, local)?;
+        let done = self.shared.wake.follow(&engine.motor.path.descriptors());
         if done.is_err() {
-            engine.path.leave(group, local);
+            engine.motor.path.leave(group, local);
         }
         done
     }
@@ -374,8 +368,8 @@ impl Driver {
             return;
         }
         let mut engine = self.shared.engine.lock();
-        engine.path.leave(group, local);
-        if let Err(e) = self.shared.wake.follow(&engine.path.descriptors()) {
+        engine.motor.path.leave(group, local);
+        if let Err(e) = self.shared.wake.follow(&engine.motor.path.descriptors()) {
             tracing::error!("watching the sockets failed: {e}");
         }
     }
@@ -386,7 +380,7 @@ impl Driver {
             return Default::default();
         }
         let engine = self.shared.engine.lock();
-        (engine.port.counters(), engine.path.counters())
+        (engine.port.counters(), engine.motor.path.counters())
     }
 
     /// Sets the receive buffer, bytes, and returns what was granted.
@@ -395,7 +389,7 @@ impl Driver {
     /// When the system refuses.
     pub fn set_receive_buffer(&self, bytes: usize) -> io::Result<usize> {
         self.check_inherited()?;
-        self.shared.engine.lock().path.set_receive_buffer(bytes)
+        self.shared.engine.lock().motor.path.set_receive_buffer(bytes)
     }
 
     fn check_inherited(&self) -> io::Result<()> {
@@ -419,7 +413,7 @@ impl Driver {
         if let Ok(mut guard) = self.shared.lock() {
             let engine = &mut *guard.engine;
             engine.pass(now(), BUDGET);
-            engine.end_tap();
+            engine.motor.end_tap();
         }
         self.shared.close();
         self.shared.wake.stop();

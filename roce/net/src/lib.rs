@@ -1,4 +1,6 @@
-//! Datapaths that drive a port: UDP sockets today; raw IP and AF_PACKET fit behind the same [`Datapath`] trait.
+//! What puts a port in motion: a [`Datapath`], which is UDP sockets today (raw IP and AF_PACKET fit behind the same trait), and
+//! what drives both. [`Driver`] shares a port between threads, with a lock and a thread in the background; [`LocalDriver`] is for one
+//! loop, and has neither.
 
 mod clock;
 mod datapath;
@@ -10,6 +12,8 @@ mod group;
 pub mod holder;
 pub mod iface;
 pub mod links;
+mod local;
+mod motor;
 mod sys;
 mod udp;
 mod wake;
@@ -17,6 +21,8 @@ mod wake;
 pub use clock::now;
 pub use datapath::{Burst, Capabilities, DEFAULT_HOP_LIMIT, Datagram, Datapath, DatapathCounters, Received, Sent};
 pub use driver::{Closed, Driver, DriverConfig, TAKEOVER};
-pub use engine::{EventSink, Tap};
+pub use engine::EventSink;
+pub use local::{LocalConfig, LocalDriver};
+pub use motor::{Flush, Tap};
 pub use sys::{EventFd, Thread, start_thread, udp_socket, wait_readable};
 pub use udp::{OpenError, OpenSockets, UdpConfig, UdpDatapath};

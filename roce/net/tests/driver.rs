@@ -21,7 +21,7 @@ use roce_port::{Port, PortCmEvent, PortConfig, QpInit};
 use roce_qp::CompletionQueue;
 use roce_verbs::{
     AccessFlags, AddressVector, AsyncEvent, Completion, Mtu, Payload, Psn, QpCaps, QpType, Qpn, RemoteAddr, SendFlags,
-    SendOp, SendWr, Sge, ToRts,
+    SendOp, SendWr, Sge, ToRts, provider::ConnParams,
 };
 
 const ALL: AccessFlags = AccessFlags::LOCAL_WRITE
@@ -222,6 +222,31 @@ fn a_full_send_buffer_delays_and_loses_nothing() {
     let mut seen = vec![0; 1 << 20];
     b.region.read(0, &mut seen).unwrap();
     assert!(seen == data);
+}
+
+#[test]
+fn a_refusal_leaves_in_the_pass_that_brought_the_request() {
+    const SERVICE: u16 = 7471;
+    let still = || DriverConfig {
+        background: false,
+        ..DriverConfig::default()
+    };
+    let (a, b) = (host(Oddity::None, still()), host(Oddity::None, still()));
+    let listening = b.driver.with(|port, _| port.cm_listen(None, SERVICE, 1));
+    listening.unwrap().unwrap();
+    let (local, remote) = (SocketAddr::new(a.addr, 0), SocketAddr::new(b.addr, SERVICE));
+    let asked = a
+        .driver
+        .with(|port, now| port.cm_connect(now, local, remote, a.qpn, ConnParams::default()));
+    asked.unwrap().unwrap();
+    let counters = || b.driver.counters().1;
+    let until = Instant::now() + PATIENCE;
+    while counters().rx_datagrams == 0 {
+        assert!(Instant::now() < until, "nothing comes");
+        b.driver.empty_poll();
+    }
+    // The sink takes no request.
+    assert_eq!(counters().tx_bursts, 1);
 }
 
 #[test]

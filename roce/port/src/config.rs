@@ -1,6 +1,6 @@
 //! What a port and a queue pair are made with.
 
-use core::net::IpAddr;
+use core::{net::IpAddr, time::Duration};
 use std::sync::Arc;
 
 use roce_bth::{Qpn, ROCE_UDP_PORT};
@@ -32,6 +32,8 @@ pub struct PortConfig {
     pub qpns: QpnRange,
     /// Waiting time that connections made by the connection manager ask for in RNR NAKs.
     pub min_rnr_timer: RnrTimer,
+    /// How long a queue pair's acknowledgement may wait for a request that it can go with. Zero: it goes at once.
+    pub ack_hold: Duration,
     /// Packets that one queue pair may stage before it is the next one's turn.
     pub turn_packets: usize,
     /// UDP source ports that the datapath can send from; the queue pair numbers (or the path's own wish) choose among
@@ -52,6 +54,7 @@ impl PortConfig {
             qpns: QpnRange::default(),
             // 0.64 ms: the receiver is a program that is late, not one that is away.
             min_rnr_timer: RnrTimer::new(12),
+            ack_hold: Duration::ZERO,
             turn_packets: 64,
             src_ports: Vec::new(),
         }

@@ -189,6 +189,7 @@ impl Port {
             // What a datagram's own path carries is looked at when it is posted.
             port_mtu: Mtu::B4096,
             srq: init.srq,
+            ack_hold: self.config.ack_hold,
             xrcd: init.xrcd,
         });
         let qp = match qp {

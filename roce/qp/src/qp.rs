@@ -478,12 +478,13 @@ impl QueuePair {
 
     /// Sends what may be sent, up to a budget that keeps one queue pair from starving the others.
     pub fn poll_transmit(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Poll {
-        if self.transmit_ack(ctx, tx) == Step::Full || self.transmit_probe(ctx, tx) == Step::Full {
+        if self.transmit_ack(tx, false) == Step::Full || self.transmit_probe(ctx, tx) == Step::Full {
             return Poll::More;
         }
         let mut budget = TURN;
         let mut blocked = false;
         let (mut replies, mut requests) = (true, true);
+        let mut asked = false;
         while replies || requests {
             if replies {
                 match self.run(&mut budget, |qp| qp.transmit_reply(ctx, tx)) {
@@ -492,10 +493,12 @@ impl QueuePair {
                 }
             }
             if requests {
+                let before = budget;
                 match self.run(&mut budget, |qp| qp.transmit_request(ctx, tx)) {
                     Step::Full => return Poll::More,
                     step => {
                         requests = step == Step::Sent;
+                        asked |= budget < before;
                         blocked = step == Step::Blocked;
                     }
                 }
@@ -504,8 +507,9 @@ impl QueuePair {
                 return Poll::More;
             }
         }
-        // What was answered may have been in an acknowledgement's way.
-        if self.transmit_ack(ctx, tx) == Step::Full {
+        // What was answered may have been in an acknowledgement's way. One that has waited for a request follows it: the peer
+        // is woken by what it has to work on.
+        if self.transmit_ack(tx, asked) == Step::Full {
             return Poll::More;
         }
         if blocked { Poll::Blocked } else { Poll::Idle }

@@ -1,5 +1,6 @@
 //! What the responder still has to send: READ responses, atomic results, and one acknowledgement.
 
+use core::time::Duration;
 use std::collections::VecDeque;
 
 use roce_bth::{Aeth, Bth, Credits, Header, Msn, NakCode, Opcode, Syndrome};
@@ -14,6 +15,9 @@ use crate::{
     seq::Seq,
     tx::{Step, TxKind, TxSink},
 };
+
+/// Packets since the last acknowledgement: the next one that is asked for does not wait.
+const HELD_PACKETS: u64 = 8;
 
 /// A READ as it was asked for, and how far its answer has come.
 #[derive(Clone, Debug)]
@@ -80,6 +84,10 @@ pub(crate) struct Replies {
     /// No resource before this index is pending.
     first_pending: usize,
     pub(crate) ack: AckDue,
+    /// An acknowledgement that is due waits until then for a request to go with.
+    pub(crate) held_until: Option<Instant>,
+    /// One past what was acknowledged last.
+    acked: Seq,
     /// READ responses wait for this: they are to go out at the peer's pace.
     pub(crate) paced_until: Option<Instant>,
     /// One past the last SEND, WRITE or atomic executed, and the MSN then: what an acknowledgement says.
@@ -92,6 +100,8 @@ impl Replies {
             resources: VecDeque::new(),
             first_pending: 0,
             ack: AckDue::No,
+            held_until: None,
+            acked: first,
             paced_until: None,
             executed: (first, Msn::new(0)),
         }
@@ -148,12 +158,23 @@ impl Replies {
         self.resources.get_mut(self.first_pending)
     }
 
-    /// Asks for an acknowledgement; one stands for all before it.
-    pub(crate) fn ack_due(&mut self, ctx: &mut Ctx<'_>) {
-        if self.ack != AckDue::No {
+    /// Asks for an acknowledgement, which may wait for so long; one stands for all before it.
+    pub(crate) fn ack_due(&mut self, ctx: &mut Ctx<'_>, hold: Duration) {
+        let first = self.ack == AckDue::No;
+        if !first {
             ctx.counters.ack_deferred += 1;
         }
         self.ack = AckDue::Ack;
+        if hold.is_zero() || self.executed.0.since(self.acked) >= HELD_PACKETS {
+            self.held_until = None;
+        } else if first {
+            self.held_until = Some(ctx.now + hold);
+        }
+    }
+
+    /// Whether the acknowledgement that is due waits.
+    fn is_held(&self) -> bool {
+        self.held_until.is_some() && self.ack == AckDue::Ack
     }
 
     /// Asks for the acknowledgement of a duplicate. What is due already says the same and more.
@@ -173,6 +194,7 @@ impl Replies {
         if self.ack != AckDue::No {
             ctx.counters.ack_deferred += 1;
             self.ack = AckDue::No;
+            self.held_until = None;
         }
     }
 
@@ -181,6 +203,7 @@ impl Replies {
         self.resources = VecDeque::new();
         self.first_pending = 0;
         self.ack = AckDue::No;
+        self.held_until = None;
     }
 
     /// The acknowledgement to send now, if one is due and nothing goes before it.
@@ -218,9 +241,12 @@ impl QueuePair {
         matches!(self.state, Rtr | Rts | Sqd | Sqe) || (self.state == Err && self.resp.closing)
     }
 
-    /// Sends the acknowledgement that is due.
-    pub(crate) fn transmit_ack(&mut self, _ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Step {
+    /// Sends the acknowledgement that is due; one that waits, if it can go along with a request.
+    pub(crate) fn transmit_ack(&mut self, tx: &mut impl TxSink, goes_along: bool) -> Step {
         if self.resp.replies.ack == AckDue::No || !self.may_reply() {
+            return Step::Idle;
+        }
+        if self.resp.replies.is_held() && !goes_along {
             return Step::Idle;
         }
         let Some((seq, syndrome, msn)) = self.resp.replies.ack_ready() else {
@@ -241,6 +267,8 @@ impl QueuePair {
         header.emit(out);
         tx.commit();
         self.resp.replies.ack = AckDue::No;
+        self.resp.replies.held_until = None;
+        self.resp.replies.acked = self.resp.replies.executed.0;
         if self.resp.closing {
             self.resp.closing = false;
             self.resp.replies.clear();

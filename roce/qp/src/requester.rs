@@ -534,7 +534,9 @@ impl QueuePair {
 
     /// When [`QueuePair::handle_timeout`] wants to be called next.
     pub fn next_timeout(&self) -> Option<Instant> {
-        let reply = self.resp.replies.paced_until.filter(|_| self.may_reply());
+        let replies = &self.resp.replies;
+        let reply = [replies.paced_until, replies.held_until].into_iter().flatten().min();
+        let reply = reply.filter(|_| self.may_reply());
         [self.next_request_timeout(), reply, self.req.paced_until]
             .into_iter()
             .flatten()
@@ -567,6 +569,9 @@ impl QueuePair {
     pub fn handle_timeout(&mut self, ctx: &mut Ctx<'_>) {
         if self.resp.replies.paced_until.is_some_and(|at| at <= ctx.now) {
             self.resp.replies.paced_until = None;
+        }
+        if self.resp.replies.held_until.is_some_and(|at| at <= ctx.now) {
+            self.resp.replies.held_until = None;
         }
         if self.req.paced_until.is_some_and(|at| at <= ctx.now) {
             self.req.paced_until = None;

@@ -1,6 +1,6 @@
 //! The responder: a request passes named stages, and leaves them executed or refused.
 
-use core::cmp::Ordering;
+use core::{cmp::Ordering, time::Duration};
 
 use std::sync::Arc;
 
@@ -613,7 +613,12 @@ impl QueuePair {
         let class = packet.header.bth.opcode.info().class;
         let wanted = packet.header.bth.ack_req || self.resp.resumed;
         if matches!(class, Class::Send | Class::Write) && wanted {
-            self.resp.replies.ack_due(ctx);
+            // A requester that was told of a gap waits for the word that it may go on.
+            let hold = match self.resp.resumed {
+                true => Duration::ZERO,
+                false => self.config.ack_hold,
+            };
+            self.resp.replies.ack_due(ctx, hold);
         }
     }
 

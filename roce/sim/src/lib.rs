@@ -9,6 +9,8 @@
 //! they may; extended connections and shared receive queues lose nothing and use no receive twice. At the end nothing is in flight any more and no timer spins.
 //!
 //! [`run`] does one seed, [`run_many`] many on several threads. The same seed gives the same run ([`Stats::trace_hash`]).
+//!
+//! [`run_many_storage`] runs servers and clients of RNBD, with RTRS and disks, on such a network.
 #![forbid(unsafe_code)]
 
 mod admission;
@@ -22,11 +24,13 @@ mod rng;
 mod scenario;
 mod services;
 mod stats;
+mod storage;
 mod trace;
 mod verdict;
 mod world;
 
 use std::{
+    collections::BTreeMap,
     panic::{AssertUnwindSafe, catch_unwind},
     path::PathBuf,
     sync::{
@@ -242,6 +246,88 @@ fn run_class(config: &SimConfig, class: Class, capture: Option<PathBuf>) -> Resu
     Err(failure(config, text, pcap.then_some(path)))
 }
 
+/// What runs with storage have done.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct StorageStats {
+    /// Runs.
+    pub runs: u64,
+    /// Packets sent.
+    pub packets: u64,
+    /// Packets that the network lost.
+    pub lost: u64,
+    /// Block operations that ended.
+    pub operations: u64,
+    /// Of these, with success.
+    pub succeeded: u64,
+    /// Virtual time, nanoseconds.
+    pub simulated_ns: u64,
+    /// Fingerprint of the run: times and headers of all packets received, and how operations ended. Of several runs: combined.
+    pub trace_hash: u64,
+    /// What has happened: in how many runs, and how often.
+    pub coverage: BTreeMap<&'static str, [u64; 2]>,
+}
+
+impl StorageStats {
+    fn add(&mut self, run: &storage::Tally) {
+        self.runs += 1;
+        self.packets += run.packets;
+        self.lost += run.lost;
+        self.operations += run.operations;
+        self.succeeded += run.succeeded;
+        self.simulated_ns += run.simulated_ns;
+        self.trace_hash ^= run.hash;
+        for (what, n) in run.coverage.iter() {
+            self.covered(what, [1, n]);
+        }
+    }
+
+    fn covered(&mut self, what: &'static str, [runs, times]: [u64; 2]) {
+        let entry = self.coverage.entry(what).or_default();
+        *entry = [entry[0] + runs, entry[1] + times];
+    }
+}
+
+/// Runs one seed of a server and clients with storage. A failing run is repeated to write its capture.
+///
+/// # Errors
+/// When a rule is broken or the code under test panics.
+pub fn run_storage(config: &SimConfig) -> Result<StorageStats, Failure> {
+    let text = match attempt_storage(config, config.capture.clone(), config.log) {
+        Ok(tally) => {
+            let mut stats = StorageStats::default();
+            stats.add(&tally);
+            return Ok(stats);
+        }
+        Err(text) => text,
+    };
+    let dir = config.pcap_dir.clone().unwrap_or_else(std::env::temp_dir);
+    let path = dir.join(format!("roce-sim-storage-{}.pcap", config.seed));
+    let pcap = attempt_storage(config, Some(path.clone()), false).is_err() && path.is_file();
+    let failure = failure(config, text, pcap.then_some(path));
+    Err(Failure {
+        options: " --storage",
+        ..failure
+    })
+}
+
+fn attempt_storage(config: &SimConfig, pcap: Option<PathBuf>, log: bool) -> Result<storage::Tally, String> {
+    let trace = Trace::new(pcap.as_deref(), log).map_err(|e| format!("no capture file: {e}"))?;
+    let mut world = storage::World::new(config.seed, config.scale, trace);
+    let outcome = catch_unwind(AssertUnwindSafe(|| world.run()));
+    let at = world.now() as f64 / 1e9;
+    match outcome {
+        Ok(Ok(())) => Ok(world.tally()),
+        Ok(Err(text)) => Err(format!("at {at:.6} s: {text}")),
+        Err(panic) => Err(format!("at {at:.6} s: panic: {}", panic_text(&*panic))),
+    }
+}
+
+fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().cloned();
+    text.or_else(|| panic.downcast_ref::<&str>().map(|s| (*s).to_owned()))
+        .unwrap_or_default()
+}
+
 fn attempt(config: &SimConfig, class: Class, pcap: Option<PathBuf>, log: bool) -> Result<Stats, String> {
     let trace = Trace::new(pcap.as_deref(), log).map_err(|e| format!("no capture file: {e}"))?;
     let mut world = World::new(config, class, trace);
@@ -255,12 +341,32 @@ fn attempt(config: &SimConfig, class: Class, pcap: Option<PathBuf>, log: bool) -
     match outcome {
         Ok(Ok(())) => Ok(world.into_stats()),
         Ok(Err(text)) => Err(format!("at {at:.6} s: {text}")),
-        Err(panic) => {
-            let text = panic
-                .downcast_ref::<String>()
-                .cloned()
-                .or_else(|| panic.downcast_ref::<&str>().map(|s| (*s).to_owned()));
-            Err(format!("at {at:.6} s: panic: {}", text.unwrap_or_default()))
+        Err(panic) => Err(format!("at {at:.6} s: panic: {}", panic_text(&*panic))),
+    }
+}
+
+/// Sums of runs.
+trait Total: Default + Send {
+    fn take(&mut self, run: &Self);
+}
+
+impl Total for Stats {
+    fn take(&mut self, run: &Self) {
+        self.add(run);
+    }
+}
+
+impl Total for StorageStats {
+    fn take(&mut self, run: &Self) {
+        self.runs += run.runs;
+        self.packets += run.packets;
+        self.lost += run.lost;
+        self.operations += run.operations;
+        self.succeeded += run.succeeded;
+        self.simulated_ns += run.simulated_ns;
+        self.trace_hash ^= run.trace_hash;
+        for (what, counts) in &run.coverage {
+            self.covered(what, *counts);
         }
     }
 }
@@ -273,9 +379,29 @@ pub fn run_many(
     base: &SimConfig,
     done: impl FnMut(u64, &Result<Stats, Failure>) + Send,
 ) -> (Stats, Vec<Failure>) {
+    each(seeds, jobs, base, run, done)
+}
+
+/// Runs many seeds with storage, as [`run_many`] does.
+pub fn run_many_storage(
+    seeds: impl IntoIterator<Item = u64>,
+    jobs: usize,
+    base: &SimConfig,
+    done: impl FnMut(u64, &Result<StorageStats, Failure>) + Send,
+) -> (StorageStats, Vec<Failure>) {
+    each(seeds, jobs, base, run_storage, done)
+}
+
+fn each<T: Total>(
+    seeds: impl IntoIterator<Item = u64>,
+    jobs: usize,
+    base: &SimConfig,
+    run: impl Fn(&SimConfig) -> Result<T, Failure> + Sync,
+    done: impl FnMut(u64, &Result<T, Failure>) + Send,
+) -> (T, Vec<Failure>) {
     let seeds: Vec<u64> = seeds.into_iter().collect();
     let next = AtomicUsize::new(0);
-    let shared = Mutex::new((Stats::default(), Vec::new(), done));
+    let shared = Mutex::new((T::default(), Vec::new(), done));
     std::thread::scope(|scope| {
         for _ in 0..jobs.clamp(1, seeds.len().max(1)) {
             scope.spawn(|| {
@@ -286,7 +412,7 @@ pub fn run_many(
                     let (total, failures, done) = &mut *shared;
                     done(seed, &result);
                     match result {
-                        Ok(stats) => total.add(&stats),
+                        Ok(stats) => total.take(&stats),
                         Err(failure) => failures.push(failure),
                     }
                 }

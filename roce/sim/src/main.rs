@@ -3,7 +3,7 @@
 use std::{path::PathBuf, process::ExitCode, time::Instant};
 
 use clap::Parser;
-use roce_sim::{Adversary, LEAST_GOODPUT, SimConfig, run_many};
+use roce_sim::{Adversary, LEAST_GOODPUT, SimConfig, run_many, run_many_storage};
 
 /// Runs simulated networks with every fault.
 #[derive(Parser)]
@@ -40,6 +40,9 @@ struct Cli {
     /// Only pairs of runs over a network without faults, with and without an adversary, which compare goodput
     #[arg(long)]
     goodput: bool,
+    /// Runs of servers and clients with RTRS, RNBD and disks
+    #[arg(long, conflicts_with_all = ["adversary", "observer", "goodput", "admission", "bottleneck"])]
+    storage: bool,
     /// Folder for captures of failed runs; default: the system's for temporary files
     #[arg(long)]
     pcap_dir: Option<PathBuf>,
@@ -77,6 +80,14 @@ fn main() -> ExitCode {
         ..SimConfig::new(cli.seed)
     };
     std::panic::set_hook(Box::new(|info| eprintln!("{info}")));
+    if cli.storage {
+        return storage(
+            &base,
+            cli.seed..cli.seed.saturating_add(cli.seeds),
+            jobs,
+            cli.max_failures,
+        );
+    }
     let (mut passed, mut failed) = (0u64, 0usize);
     let seeds = cli.seed..cli.seed.saturating_add(cli.seeds);
     let (total, _) = run_many(seeds, jobs, &base, |_, result| {
@@ -141,5 +152,41 @@ fn main() -> ExitCode {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE
+    }
+}
+
+fn storage(base: &SimConfig, seeds: std::ops::Range<u64>, jobs: usize, max_failures: usize) -> ExitCode {
+    let begin = Instant::now();
+    let (mut passed, mut failed) = (0u64, 0usize);
+    let (total, _) = run_many_storage(seeds, jobs, base, |_, result| {
+        match result {
+            Ok(_) => passed += 1,
+            Err(failure) => {
+                failed += 1;
+                println!("{failure}");
+            }
+        }
+        if failed >= max_failures {
+            println!("sim: {passed} passed, {failed} failed, stopped");
+            std::process::exit(1);
+        }
+    });
+    println!(
+        "{} packets, {} lost; {} operations, {} of them with success; {:.1} s of virtual time",
+        total.packets,
+        total.lost,
+        total.operations,
+        total.succeeded,
+        total.simulated_ns as f64 / 1e9
+    );
+    let coverage = total.coverage.iter().map(|(what, [runs, _])| format!("{what} {runs}"));
+    println!("runs with: {}", coverage.collect::<Vec<_>>().join(", "));
+    println!(
+        "sim: {passed} passed, {failed} failed, {:.1} s",
+        begin.elapsed().as_secs_f64()
+    );
+    match failed {
+        0 => ExitCode::SUCCESS,
+        _ => ExitCode::FAILURE,
     }
 }

@@ -14,6 +14,11 @@ impl Dice {
         Self(rng)
     }
 
+    /// A stream of its own for somebody who gets it.
+    pub(crate) fn from_seed(seed: [u8; 32]) -> Self {
+        Self(ChaCha8Rng::from_seed(seed))
+    }
+
     /// True with probability `p`.
     pub(crate) fn chance(&mut self, p: f64) -> bool {
         p > 0.0 && self.0.random::<f64>() < p

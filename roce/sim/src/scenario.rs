@@ -1,12 +1,18 @@
 //! What a run is made of, drawn from its seed: hosts, links, connections, and what may go wrong.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::{
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    time::Duration,
+};
 
 use roce_port::TxConfig;
 use roce_qp::WindowConfig;
 use roce_verbs::{Mtu, Psn, QpCaps, RnrTimer};
 
 use crate::{net::Faults, rng::Dice};
+
+/// The stream of [`hold_acks`].
+const HOLD: u64 = 30;
 
 pub(crate) const US: u64 = 1_000;
 pub(crate) const MS: u64 = 1_000_000;
@@ -30,6 +36,8 @@ pub(crate) struct HostPlan {
     /// From a packet's arrival to its processing, at most, nanoseconds.
     pub(crate) latency: u64,
     pub(crate) turn_packets: usize,
+    /// Acknowledgements wait so long for a request.
+    pub(crate) ack_hold: Duration,
     /// Its connection manager has low limits.
     pub(crate) tight: bool,
 }
@@ -111,7 +119,15 @@ fn faults(dice: &mut Dice) -> Faults {
     }
 }
 
-fn host(i: usize, v6: bool, dice: &mut Dice) -> HostPlan {
+/// Which hosts keep acknowledgements back for a while. Nothing that others draw depends on it.
+pub(crate) fn hold_acks<'a>(seed: u64, hosts: impl Iterator<Item = &'a mut HostPlan>) {
+    let mut dice = Dice::new(seed, HOLD);
+    for host in hosts {
+        host.ack_hold = Duration::from_micros(dice.pick(&[0, 0, 50, 400]));
+    }
+}
+
+pub(crate) fn host(i: usize, v6: bool, dice: &mut Dice) -> HostPlan {
     let mtu = dice.pick(&[Mtu::B256, Mtu::B1024, Mtu::B1024, Mtu::B2048, Mtu::B4096, Mtu::B4096]);
     let max = dice.pick(&[32 << 10, 256 << 10, 4 << 20]);
     HostPlan {
@@ -134,6 +150,7 @@ fn host(i: usize, v6: bool, dice: &mut Dice) -> HostPlan {
         rx_buffer: dice.pick(&[32 << 10, 208 << 10, 4 << 20]),
         latency: dice.pick(&[0, 2 * US, 20 * US, 100 * US]),
         turn_packets: dice.pick(&[1, 4, 16, 64]),
+        ack_hold: Duration::ZERO,
         tight: false,
     }
 }

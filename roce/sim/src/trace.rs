@@ -9,6 +9,20 @@ use roce_verbs::Completion;
 
 use crate::net::Frame;
 
+/// Says what happens, if somebody wants to know.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Notes {
+    on: bool,
+}
+
+impl Notes {
+    pub(crate) fn say(self, now: u64, text: impl FnOnce() -> String) {
+        if self.on {
+            eprintln!("{now:>12} {}", text());
+        }
+    }
+}
+
 /// Hashes what happens; writes what is sent to a file if there is one.
 pub(crate) struct Trace {
     hash: u64,
@@ -109,9 +123,12 @@ impl Trace {
     }
 
     pub(crate) fn note(&self, now: u64, text: impl FnOnce() -> String) {
-        if self.log {
-            eprintln!("{now:>12} {}", text());
-        }
+        self.notes().say(now, text);
+    }
+
+    /// For those who are told of events elsewhere.
+    pub(crate) fn notes(&self) -> Notes {
+        Notes { on: self.log }
     }
 
     pub(crate) fn finish(&mut self) {

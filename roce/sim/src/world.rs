@@ -22,7 +22,7 @@ use crate::{
     model::{Conn, Phase},
     net::{Frame, Link, NetStats},
     rng::Dice,
-    scenario::{HostPlan, MS, SEC, Scenario},
+    scenario::{HostPlan, MS, SEC, Scenario, hold_acks},
     services::Services,
     trace::Trace,
 };
@@ -215,6 +215,7 @@ fn make_port(
     let mut config = PortConfig::new(vec![plan.addr], plan.mtu, guid_of(index, boot));
     config.window = plan.window;
     config.turn_packets = plan.turn_packets;
+    config.ack_hold = plan.ack_hold;
     if plan.tight {
         narrow(&mut config.cm);
     }
@@ -332,6 +333,9 @@ impl World {
             scenario.conns.clear();
             let mtu = scenario.hosts[0].mtu;
             scenario.hosts.iter_mut().for_each(|h| h.mtu = mtu);
+        }
+        if !class.is_goodput() {
+            hold_acks(seed, scenario.hosts.iter_mut());
         }
         if class == Class::Blind {
             // The seed's parity: nothing that others draw depends on it.

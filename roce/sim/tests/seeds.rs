@@ -1,6 +1,6 @@
 //! A few simulated networks in every `cargo test`; `cargo xtask sim` runs thousands.
 
-use roce_sim::{Adversary, LEAST_GOODPUT, SimConfig, run, run_many};
+use roce_sim::{Adversary, LEAST_GOODPUT, SimConfig, run, run_many, run_many_storage, run_storage};
 
 /// Seeds that reach what few others do (README.md), or that once showed a bug. A change of what a seed draws takes their
 /// meaning away: a bug found in earnest gets a test of its own as well.
@@ -16,6 +16,18 @@ const NOTABLE: &[(u64, &str)] = &[
     ),
     (3329, "the same"),
     (15334, "a message of UC is on its way when all else is done"),
+];
+
+/// Likewise of runs with storage.
+const NOTABLE_STORAGE: &[(u64, &str)] = &[
+    (
+        224,
+        "the acknowledgement of a client's information request is lost, and its answer is not",
+    ),
+    (
+        3253,
+        "a session is closed while its user still has the buffer of an answer, and gives it back in another way",
+    ),
 ];
 
 /// Pairs of runs that show what teaching a peer's Identifications does to it, if strangers may.
@@ -178,4 +190,71 @@ fn clients_get_in_under_a_flood_of_requests() {
     let (total, failures) = run_many(1..=6, 2, &base, |_, _| {});
     assert!(failures.is_empty(), "{}", failed(&failures));
     assert!(total.admitted >= 6 && total.forged > 100, "{total:?}");
+}
+
+#[test]
+fn notable_seeds_with_storage_pass() {
+    for (seed, what) in NOTABLE_STORAGE {
+        if let Err(failure) = run_storage(&SimConfig::new(*seed)) {
+            panic!("{failure}\n  notable for: {what}");
+        }
+    }
+}
+
+#[test]
+fn some_servers_with_disks() {
+    let (total, failures) = run_many_storage(1..=60, 2, &SimConfig::new(0), |_, _| {});
+    assert!(failures.is_empty(), "{}", failed(&failures));
+    assert_eq!(total.runs, 60);
+    // The runs must have met what they are for.
+    for what in [
+        "always_invalidate",
+        "client crash",
+        "close while a request is on its way",
+        "device closed and opened again",
+        "device opened after reconnecting",
+        "device taken",
+        "different MTUs",
+        "discard",
+        "disk error",
+        "flush failed",
+        "instant keys at a client",
+        "instant keys at the server",
+        "invalidate_reads",
+        "moved to another host",
+        "no always_invalidate",
+        "no invalidate_reads",
+        "no memory",
+        "one flush for several",
+        "operation lost",
+        "partition",
+        "path held back",
+        "power failure",
+        "queued keys at a client",
+        "queued keys at the server",
+        "read-only device",
+        "request parked",
+        "server crash",
+        "session closed by its user",
+        "several connections",
+        "several devices of a session",
+        "short read",
+        "slow disk",
+        "write by two paths",
+        "write with FUA",
+        "write with PREFLUSH",
+        "write zeroes",
+        "zeroes as data",
+    ] {
+        assert!(total.coverage.contains_key(what), "no {what} in 60 runs: {total:?}");
+    }
+}
+
+#[test]
+fn the_same_seed_with_storage_gives_the_same_run() {
+    for seed in [5, 6, 7, 8] {
+        let run = |seed| run_storage(&small(seed)).unwrap();
+        assert_eq!(run(seed), run(seed), "seed {seed}");
+        assert_ne!(run(seed).trace_hash, run(seed + 1000).trace_hash);
+    }
 }

@@ -9,8 +9,8 @@ use std::{
 
 use roce::{
     AccessFlags, AddressVector, CmChannel, CmEvent, CmEventKind, CmId, Completion, CompletionQueue, ConnParams, Cq,
-    Device, DeviceConfig, EventChannel, Id, MemoryRegion, Mr, Payload, Pd, Provider, Psn, Qp, QpCaps, QpInit, QpState,
-    QpType, QueuePair, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, ToRts, WcFlags, WcOpcode, WcStatus,
+    Device, DeviceConfig, EventChannel, Id, MemoryRegion, Mr, Payload, Pd, Psn, Qp, QpCaps, QpInit, QpState, QpType,
+    QueuePair, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, ToRts, VerbsDevice, WcFlags, WcOpcode, WcStatus,
 };
 
 pub const ALL: AccessFlags = AccessFlags::LOCAL_WRITE

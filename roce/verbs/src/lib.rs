@@ -1,6 +1,6 @@
 //! The vocabulary of verbs, without any behaviour: time, attributes, work requests, completions, events, device
 //! limits, and the [`provider`] traits that RTRS and everything above are written against.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 pub mod attr;
 pub mod event;

@@ -1,46 +1,106 @@
 //! Opening a path: connection 0 first, because its answer brings the sizes; then the others; then the session's name
 //! for the addresses of the chunks.
 
-use std::time::Instant;
+use std::sync::Arc;
 
+use roce_mem::Pages;
 use roce_verbs::{
-    AccessFlags, Completion, SendOp, SendWr, Sge, WcStatus,
-    provider::{CmChannel, CmEventKind, CmId, ConnParams, MemoryRegion, Provider, QueuePair},
-    wr::{Payload, RecvWr, SendFlags},
+    AccessFlags, Completion, Sge, WcOpcode,
+    provider::{CmKind, ConnParams, DeviceIx, PdId, QpSpec, Registration, VerbsError},
+    wr::RecvWr,
 };
 use zerocopy::IntoBytes;
 
-use super::path::{ClientConn, PathConfig};
 use crate::{
     Error, PathError,
-    conn::{WrId, WrKind},
-    poller::Queue,
-    proto::{ChunkLayout, ConnReq, ConnRsp, InfoReq, InfoRsp, MsgFlags, Uuid, info::ChunkAddr},
+    client::{
+        config::SessionConfig,
+        conn::{Conn, Post, caps},
+        env::Env,
+        lane::Lane,
+        path::{Path, Region, Report, Step},
+        state::PathEvent,
+        terms::Terms,
+    },
+    mark::{Mark, MarkKind},
+    proto::{ConnReq, ConnRsp, InfoReq, InfoRsp, RkeyRsp, SERVICE_QUEUE_DEPTH, Uuid},
+    sendq::SendQueue,
 };
 
-/// What the server said in its answer to connection 0.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct ServerTerms {
-    pub(super) layout: ChunkLayout,
-    pub(super) max_io_size: u32,
-    pub(super) max_hdr_size: u32,
-    pub(super) flags: MsgFlags,
+/// Send queue of an I/O connection at most: more requests wait their turn.
+const IO_SEND_WR: u32 = 1024;
+
+/// What a step works with.
+pub(super) struct Handshake<'a, 'b, 'c> {
+    pub(super) path: &'a mut Path,
+    pub(super) env: &'a mut Env<'b, 'c>,
+    pub(super) lane: &'a mut Lane,
+    pub(super) config: &'a SessionConfig,
+    /// The session's UUID.
+    pub(super) uuid: Uuid,
 }
 
-/// Connection management of one path while it is being opened.
-pub(super) struct Connector<'a, P: Provider> {
-    pub(super) provider: &'a P,
-    pub(super) channel: &'a P::CmChannel,
-    pub(super) config: &'a PathConfig,
-    pub(super) session: Uuid,
-    pub(super) path: Uuid,
-}
+impl Handshake<'_, '_, '_> {
+    /// Looks for the way to the server, for connection 0.
+    pub(super) fn begin(&mut self) -> Result<(), Error> {
+        self.path.recon_cnt = self.path.recon_cnt.wrapping_add(1);
+        (self.path.terms, self.path.device) = (None, None);
+        self.resolve(0)
+    }
 
-impl<P: Provider> Connector<'_, P> {
-    /// Connects one queue pair and checks the answer.
-    pub(super) fn connect(&self, conn: &ClientConn<P>) -> Result<ServerTerms, Error> {
-        let cid = conn.cid;
-        let req = ConnReq::new(cid, self.config.connections + 1, 1, self.path, self.session, true);
+    fn resolve(&mut self, cid: u16) -> Result<(), Error> {
+        let addr = &self.path.addr;
+        let cm = self.env.cx.provider.cm_resolve(addr.src, addr.dst)?;
+        self.env.names.add_cm(cm, self.path.key(cid));
+        self.path.conns.push(Conn::new(cm));
+        self.step(Step::Resolving { cid });
+        Ok(())
+    }
+
+    fn step(&mut self, step: Step) {
+        self.path.step = step;
+        self.path.step_due = Some(self.env.cx.now + self.config.connect_timeout);
+    }
+
+    /// An event of one of the connections.
+    pub(super) fn event(&mut self, cid: u16, kind: CmKind) -> Result<(), Error> {
+        match (kind, self.path.step) {
+            (CmKind::Resolved { device }, Step::Resolving { cid: of }) if of == cid => self.connect(cid, device),
+            (CmKind::Established { private_data }, Step::Connecting { cid: of }) if of == cid => {
+                self.established(cid, &private_data)
+            }
+            (CmKind::Rejected { reason, private_data }, _) => {
+                let errno = ConnRsp::parse(&private_data).ok().map(ConnRsp::errno);
+                Err(Error::Rejected { cid, reason, errno })
+            }
+            (CmKind::Unreachable, _) => Err(Error::Unreachable),
+            (CmKind::ConnectError(text), _) => Err(Error::Path(PathError::Cm(text))),
+            (CmKind::AddressChange, _) => Err(Error::Path(PathError::Cm("our address is gone".into()))),
+            // `Disconnected` is the path's business.
+            _ => Ok(()),
+        }
+    }
+
+    /// The way is known: makes the queue pair and connects it.
+    fn connect(&mut self, cid: u16, device: DeviceIx) -> Result<(), Error> {
+        if self.path.device.is_some_and(|of| of != device) {
+            let why = "the way to the server changed while the path was being connected";
+            return Err(Error::Path(PathError::Cm(why.into())));
+        }
+        let pd = self.lane.enter(self.env.cx, device, self.config.invalidate_reads)?;
+        (self.path.device, self.path.pd) = (Some(device), Some(pd));
+        self.make_qp(cid, device, pd)?;
+        if cid > 0 {
+            self.post_receives(cid)?;
+        }
+        let req = ConnReq::new(
+            cid,
+            self.config.connections + 1,
+            self.path.recon_cnt,
+            self.path.uuid,
+            self.uuid,
+            self.path.ever_accepted,
+        );
         let params = ConnParams {
             private_data: req.as_bytes().to_vec(),
             responder_resources: 0,
@@ -49,149 +109,172 @@ impl<P: Provider> Connector<'_, P> {
             patience: Some(self.config.connect_timeout),
             ..ConnParams::default()
         };
-        let addr = &self.config.addr;
-        let id = self
-            .provider
-            .connect(self.channel, addr.src, addr.dst, &conn.qp, params)?;
-        let handle = id.handle();
-        conn.set_cm(id);
-        let private_data = self.established(cid, handle)?;
-        let rsp = ConnRsp::parse(&private_data).map_err(|source| Error::Protocol {
-            what: "connection response",
-            source,
-        })?;
-        terms(rsp)
+        let conn = &self.path.conns[usize::from(cid)];
+        if let Some(qp) = conn.qp {
+            self.env.cx.provider.cm_connect(conn.cm, qp, &params)?;
+        }
+        self.step(Step::Connecting { cid });
+        Ok(())
     }
 
-    /// Waits for the connection's event; its private data.
-    fn established(&self, cid: u16, handle: u64) -> Result<Vec<u8>, Error> {
-        let deadline = Instant::now() + self.config.connect_timeout;
-        loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let Some(event) = self.channel.wait(Some(left))? else {
-                if left.is_zero() {
-                    return Err(Error::Timeout(
-                        "answer to the connection request",
-                        self.config.connect_timeout,
-                    ));
-                }
-                continue;
-            };
-            let ours = event.id.handle() == handle;
-            match event.kind {
-                CmEventKind::Established { private_data } if ours => return Ok(private_data),
-                CmEventKind::Rejected { reason, private_data } if ours => {
-                    let errno = ConnRsp::parse(&private_data).ok().map(ConnRsp::errno);
-                    return Err(Error::Rejected { cid, reason, errno });
-                }
-                CmEventKind::Unreachable if ours => return Err(Error::Unreachable),
-                CmEventKind::ConnectError(text) => return Err(Error::Path(PathError::Cm(text))),
-                // Another connection of this path broke while this one was being made.
-                CmEventKind::Disconnected => return Err(Error::Path(PathError::PeerDisconnected)),
-                _ => {}
+    fn make_qp(&mut self, cid: u16, device: DeviceIx, pd: PdId) -> Result<(), Error> {
+        let provider = &mut *self.env.cx.provider;
+        let limits = provider.devices()[usize::from(device.0)].limits.clone();
+        let service = caps(&limits, 2 * SERVICE_QUEUE_DEPTH + 2, 2 * SERVICE_QUEUE_DEPTH + 2);
+        let depth = self.path.terms.map_or(0, |terms| terms.layout.queue_depth());
+        let io = caps(&limits, (4 * depth + 1).min(IO_SEND_WR), 2 * depth);
+        let caps = if cid == 0 { service } else { io };
+        let cq = match self.path.cq {
+            Some(cq) => cq,
+            None => {
+                // A server that keeps to the queue depth never fills so many.
+                let per_conn = u64::from(service.max_send_wr + service.max_recv_wr);
+                let entries = per_conn * (u64::from(self.config.connections) + 1);
+                let entries = u32::try_from(entries).unwrap_or(u32::MAX).min(limits.max_cqe);
+                let cq = provider.create_cq(device, entries)?;
+                *self.path.cq.insert(cq)
             }
+        };
+        let spec = QpSpec {
+            pd,
+            cq,
+            caps,
+            signal_all: false,
+        };
+        let qp = provider.create_qp(&spec)?;
+        self.env.names.add_qp(qp, self.path.key(cid));
+        // One receive of connection 0 is that of the information.
+        let receives = if cid == 0 {
+            caps.max_recv_wr - 2
+        } else {
+            caps.max_recv_wr
+        };
+        let before = cid.checked_sub(1).map(|cid| self.path.conns[usize::from(cid)].receives);
+        let first = before.map_or(0, |(first, count)| first + count);
+        let conn = &mut self.path.conns[usize::from(cid)];
+        conn.qp = Some(qp);
+        conn.queue = SendQueue::new(caps.max_send_wr);
+        conn.receives = (first, receives);
+        Ok(())
+    }
+
+    fn established(&mut self, cid: u16, private_data: &[u8]) -> Result<(), Error> {
+        let terms = Terms::parse(private_data)?;
+        self.path.conns[usize::from(cid)].established = true;
+        if cid == 0 {
+            self.path.ever_accepted = true;
+            self.agree(terms)?;
+        }
+        match cid < self.config.connections {
+            true => self.resolve(cid + 1),
+            false => self.ask(),
         }
     }
 
-    /// Sends the session's name over the service connection and waits for the chunks.
-    pub(super) fn information(
-        &self,
-        conn: &ClientConn<P>,
-        queue: &Queue<P>,
-        pd: &P::Pd,
-        layout: &ChunkLayout,
-    ) -> Result<Vec<ChunkAddr>, Error> {
-        let req = InfoReq::new(&self.config.name).map_err(|e| Error::Config(e.to_string()))?;
-        let room = InfoRsp::len_for(layout.queue_depth() as usize);
-        let region = self
-            .provider
-            .alloc_mr(pd, InfoReq::LEN + room, AccessFlags::LOCAL_WRITE)?;
-        region
-            .write(0, req.as_bytes())
-            .map_err(|e| Error::Config(e.to_string()))?;
-        let sge = |offset: usize, len: usize| Sge {
-            addr: region.addr() + offset as u64,
-            length: len as u32,
-            lkey: region.lkey(),
+    /// The server's sizes are known: gets what requests of the path need.
+    fn agree(&mut self, terms: Terms) -> Result<(), Error> {
+        self.path.terms = Some(terms);
+        let (Some(device), Some(pd)) = (self.path.device, self.path.pd) else {
+            return Ok(());
         };
-        let lost = |e| Error::Path(PathError::Post(e));
+        let info = terms.info(self.config.max_user_header);
+        self.lane
+            .furnish(self.env.cx, device, info.queue_depth, info.max_user_header)?;
+        if terms.new_rkeys() {
+            let (_, service) = self.path.conns[0].receives;
+            let io = u64::from(2 * info.queue_depth) * u64::from(self.config.connections);
+            let bytes = (u64::from(service) + io) * RkeyRsp::LEN as u64;
+            self.path.key_messages = Some(self.region(pd, bytes as usize)?);
+        }
+        Ok(())
+    }
+
+    fn region(&mut self, pd: PdId, bytes: usize) -> Result<Region, Error> {
+        let pages = Pages::allocate(bytes).map_err(|e| VerbsError::Invalid(e.to_string()))?;
+        let memory: Arc<Pages> = pages.clone();
+        let what = Registration {
+            memory,
+            offset: 0,
+            len: bytes,
+            iova: None,
+            access: AccessFlags::LOCAL_WRITE,
+        };
+        let mr = self.env.cx.provider.register(pd, &what)?;
+        Ok(Region { pages, mr })
+    }
+
+    /// Posts all receives of a connection.
+    fn post_receives(&mut self, cid: u16) -> Result<(), Error> {
+        let (first, count) = self.path.conns[usize::from(cid)].receives;
+        self.path.conns[usize::from(cid)].used = (first..first + count).collect();
+        self.path.mark_dirty(self.env, cid);
+        Ok(())
+    }
+
+    /// Sends the session's name over connection 0, for the chunks.
+    fn ask(&mut self) -> Result<(), Error> {
+        let (Some(terms), Some(pd)) = (self.path.terms, self.path.pd) else {
+            return Ok(());
+        };
+        let req = InfoReq::new(&self.config.name).map_err(|e| Error::Config(e.to_string()))?;
+        let room = InfoRsp::len_for(terms.layout.queue_depth() as usize);
+        let region = self.region(pd, InfoReq::LEN + room)?;
+        let outside = |e: roce_verbs::provider::RangeError| Error::Config(e.to_string());
+        region.pages.write(0, req.as_bytes()).map_err(outside)?;
+        let sge = |offset: usize, len: usize| Sge {
+            addr: region.mr.addr + offset as u64,
+            length: len as u32,
+            lkey: region.mr.lkey,
+        };
         let recv = RecvWr {
-            wr_id: WrId::new(WrKind::InfoRecv, conn.cid, 0).encode(),
+            wr_id: Mark::new(MarkKind::Info, 0).encode(),
             sges: &[sge(InfoReq::LEN, room)],
         };
-        conn.qp.post_recv(&[recv]).map_err(|(_, e)| lost(e))?;
-        conn.submit_info(sge(0, InfoReq::LEN)).map_err(lost)?;
-        let wc = self.await_information(conn, queue)?;
+        if let Some(qp) = self.path.conns[0].qp {
+            // Before the others: what the server sends first is the information.
+            let posted = self.env.cx.provider.post_recv(qp, &[recv]);
+            posted.map_err(|(_, e)| Error::Path(PathError::Post(e)))?;
+        }
+        let name = sge(0, InfoReq::LEN);
+        self.path.information = Some(region);
+        self.post_receives(0)?;
+        self.path.push(self.env, 0, Post::Info(name));
+        self.step(Step::Informing);
+        Ok(())
+    }
+
+    /// The server's chunks have come.
+    pub(super) fn information(&mut self, wc: &Completion) -> Result<(), Error> {
+        let again = || Error::Path(PathError::Unexpected("a second information response"));
+        let (Step::Informing, Some(region), Some(terms)) =
+            (self.path.step, self.path.information.as_ref(), self.path.terms)
+        else {
+            return Err(again());
+        };
+        let room = region.pages.len() - InfoReq::LEN;
         let mut bytes = vec![0; (wc.byte_len as usize).min(room)];
-        region
-            .read(InfoReq::LEN, &mut bytes)
-            .map_err(|e| Error::Config(e.to_string()))?;
-        let chunks = InfoRsp::parse(&bytes).and_then(|rsp| rsp.chunks(layout));
-        chunks.map_err(|source| Error::Protocol {
+        // The region stays as long as the path: the request's acknowledgement may be lost, and then it is sent once more.
+        let read = region.pages.read(InfoReq::LEN, &mut bytes);
+        read.map_err(|e| Error::Config(e.to_string()))?;
+        if wc.opcode != WcOpcode::Recv {
+            return Err(Error::Path(PathError::Unexpected(
+                "an RDMA WRITE where the session's information belongs",
+            )));
+        }
+        let chunks = InfoRsp::parse(&bytes).and_then(|rsp| rsp.chunks(&terms.layout));
+        self.path.chunks = chunks.map_err(|source| Error::Protocol {
             what: "session information",
             source,
-        })
+        })?;
+        (self.path.step, self.path.step_due) = (Step::Idle, None);
+        self.path.meet(PathEvent::Handshaken);
+        Ok(())
     }
 
-    fn await_information(&self, conn: &ClientConn<P>, queue: &Queue<P>) -> Result<Completion, Error> {
-        let deadline = Instant::now() + self.config.connect_timeout;
-        let mut wcs = Vec::new();
-        loop {
-            wcs.clear();
-            queue.poll_until(&mut wcs, deadline)?;
-            if wcs.is_empty() {
-                return Err(Error::Timeout("session information", self.config.connect_timeout));
-            }
-            let mut information = None;
-            for wc in &wcs {
-                if wc.status == WcStatus::FlushError {
-                    return Err(Error::Path(PathError::PeerDisconnected));
-                }
-                if !wc.is_ok() {
-                    return Err(Error::Path(PathError::Completion {
-                        what: WrId::what(wc),
-                        status: wc.status,
-                    }));
-                }
-                match WrId::decode(wc.wr_id).map(|id| id.kind) {
-                    Some(WrKind::InfoRecv) => information = Some(*wc),
-                    Some(WrKind::Send) => conn.reclaim_info().map_err(|e| Error::Path(PathError::Post(e)))?,
-                    _ => {}
-                }
-            }
-            if let Some(wc) = information {
-                return Ok(wc);
-            }
+    /// A failure ends the attempt.
+    pub(super) fn settle(&mut self, done: Result<(), Error>, reports: &mut Vec<Report>) {
+        if let Err(e) = done {
+            self.path.fail(e, reports);
         }
-    }
-}
-
-fn terms(rsp: &ConnRsp) -> Result<ServerTerms, Error> {
-    let protocol = |source| Error::Protocol {
-        what: "connection response",
-        source,
-    };
-    if rsp.errno() != 0 {
-        return Err(protocol(crate::proto::ProtoError::field(
-            "errno",
-            rsp.errno() as u64,
-            "0 in an accept",
-        )));
-    }
-    Ok(ServerTerms {
-        layout: rsp.layout().map_err(protocol)?,
-        max_io_size: rsp.max_io_size.get(),
-        max_hdr_size: rsp.max_hdr_size.get(),
-        flags: rsp.flags(),
-    })
-}
-
-/// The work request that carries the name.
-pub(super) fn info_wr<'a>(sges: &'a [Sge], cid: u16) -> SendWr<'a> {
-    SendWr {
-        wr_id: WrId::new(WrKind::Send, cid, 0).encode(),
-        op: SendOp::Send,
-        flags: SendFlags::SIGNALED,
-        payload: Payload::Sges(sges),
     }
 }

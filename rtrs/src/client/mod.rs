@@ -1,12 +1,24 @@
 //! The client: sessions, their paths, and requests.
 
-mod buffer;
+mod answer;
+pub mod buffers;
+pub mod config;
+mod conn;
+mod env;
+mod flight;
 mod handshake;
+mod headers;
+mod lane;
+mod machine;
 mod path;
-mod permit;
+pub mod permits;
 mod post;
+pub mod request;
 mod session;
+pub mod state;
+mod terms;
 
-pub use buffer::IoBuffer;
-pub use permit::Permit;
-pub use session::{ConType, OpenArgs, Outcome, Session, SessionInfo};
+pub use buffers::{Buffer, Buffers};
+pub use config::{ConType, SessionConfig, SessionInfo};
+pub use machine::Client;
+pub use request::{Output, SessionId, Submission};

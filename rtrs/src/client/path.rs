@@ -1,640 +1,447 @@
-//! A path of a session: its connections, its requests in flight, and the threads that drive them.
+//! A path: its state, its connections, and what it learned from the server.
 
-use core::{
-    sync::atomic::{AtomicBool, AtomicU32, Ordering},
-    time::Duration,
-};
+use core::time::Duration;
 use std::{
-    collections::HashSet,
+    collections::{BTreeSet, VecDeque},
     sync::Arc,
-    thread::{Builder, JoinHandle},
-    time::Instant,
 };
 
-use parking_lot::{Condvar, Mutex};
+use roce_mem::Pages;
 use roce_verbs::{
-    AccessFlags, Completion, RKey, Sge, WcFlags, WcOpcode,
-    provider::{CmChannel, CmEventKind, MemoryRegion, Provider},
-    wr::PostError,
+    Instant,
+    provider::{CqId, DeviceIx, MrInfo, PdId},
 };
-use smallvec::SmallVec;
 
-use super::{
-    buffer::IoBuffer,
-    handshake::{Connector, ServerTerms},
-    permit::{Permit, Permits},
-    post::{ClientWork, InfoPoster},
-    session::{ConType, Outcome, SessionInfo},
-};
 use crate::{
-    Direction, Error, IoError, PathError,
+    Error, PathError,
     addr::PathAddr,
-    conn::{Conn, WrId, WrKind, caps},
-    heartbeat::{HeartbeatConfig, Pulse},
-    poller::{self, Flushed, Handler, IoSide, Queue},
-    proto::{
-        ChunkLayout, Imm, IoReply, MsgFlags, ProtoError, RdmaRead, RkeyRsp, SERVICE_QUEUE_DEPTH, Uuid, info::ChunkAddr,
+    client::{
+        config::SessionConfig,
+        conn::{Conn, Post},
+        env::{ConnKey, Env},
+        flight::Flight,
+        lane::Lane,
+        request::SessionId,
+        state::{PATH, PathAction, PathEvent, PathState},
+        terms::Terms,
     },
+    heartbeat::{Beat, Heartbeat},
+    proto::{Imm, Uuid, info::ChunkAddr},
+    table,
 };
 
-/// Send queue of an I/O connection at most: more requests wait their turn.
-const IO_SEND_WR: u32 = 1024;
-/// How long a close waits for the server to confirm.
-const CLOSE_WAIT: Duration = Duration::from_secs(1);
+/// How long a path that is closed waits for the server to confirm.
+const LEAVE: Duration = Duration::from_secs(1);
 
-/// What a path is opened with.
-#[derive(Clone, Debug)]
-pub(super) struct PathConfig {
-    pub(super) addr: PathAddr,
-    pub(super) name: String,
-    pub(super) connections: u16,
-    pub(super) connect_timeout: Duration,
-    pub(super) heartbeat: HeartbeatConfig,
-    pub(super) max_user_header: u16,
-    pub(super) invalidate_reads: bool,
-    pub(super) progress_threads: usize,
-    pub(super) spin: Duration,
-}
-
-pub(super) type ClientConn<P> = Conn<P, ClientWork>;
-type Done<P> = Box<dyn FnOnce(Outcome<P>) + Send>;
-type DownHook = Box<dyn FnOnce(&PathError) + Send>;
-
-impl<P: Provider> ClientConn<P> {
-    pub(super) fn submit_info(&self, sge: Sge) -> Result<(), PostError> {
-        self.submit(ClientWork::Info(sge), &InfoPoster)
-    }
-
-    pub(super) fn reclaim_info(&self) -> Result<(), PostError> {
-        self.reclaim(&InfoPoster)
-    }
-}
-
-/// A request on its way into a path.
-pub(super) struct Submission<P: Provider> {
-    pub(super) permit: Permit,
-    pub(super) con: ConType,
-    pub(super) direction: Direction,
-    pub(super) data: Option<IoBuffer<P>>,
-    pub(super) done: Done<P>,
-}
-
-impl<P: Provider> Submission<P> {
-    /// Ends it unsent.
-    pub(super) fn fail(self, error: IoError) {
-        drop(self.permit);
-        (self.done)(Outcome {
-            result: Err(error),
-            data: self.data,
-        });
-    }
-}
-
-/// What a request in flight waits for.
+/// Where a handshake is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Waits {
-    /// Room in the send queue.
-    Room,
-    /// The server's answer.
-    Answer,
-    /// The end of its buffer's key, which the server has not revoked; then it ends with this error number.
-    Revocation(u16),
+pub(super) enum Step {
+    /// There is none.
+    Idle,
+    /// Connection `cid` asks for the way to the server.
+    Resolving { cid: u16 },
+    /// Connection `cid` waits for the server's answer.
+    Connecting { cid: u16 },
+    /// The server was asked for its chunks.
+    Informing,
 }
 
-/// A request in flight.
-pub(super) struct Flight<P: Provider> {
-    pub(super) request: Submission<P>,
-    pub(super) cid: u16,
-    pub(super) usr_len: u16,
-    /// The key under which the server may write the buffer of a read.
-    pub(super) key: Option<RKey>,
-    pub(super) waits: Waits,
-}
-
-impl<P: Provider> Flight<P> {
-    fn finish(self, result: Result<(), IoError>) {
-        let Submission { permit, data, done, .. } = self.request;
-        drop(permit);
-        done(Outcome { result, data });
-    }
-}
-
-/// One of the server's chunks, and the request that uses it.
-pub(super) struct Slot<P: Provider> {
-    pub(super) addr: u64,
-    pub(super) rkey: AtomicU32,
-    pub(super) revocable: Option<P::Revocable>,
-    pub(super) flight: Mutex<Option<Flight<P>>>,
-}
-
-enum State {
+/// What of a path its session has to know.
+#[derive(Debug)]
+pub(super) enum Report {
+    /// The handshake is to begin.
+    Begin,
+    /// It carries requests.
     Up,
+    /// It does so no longer, and why.
     Down(PathError),
+    /// An attempt to connect failed.
+    Failed(Error),
+    /// Its requests have left it.
+    Orphans(Vec<Flight>),
+    /// It is closed.
+    Closed,
 }
 
-struct Status {
-    state: State,
-    on_down: Vec<DownHook>,
+/// Registered memory of a path.
+#[derive(Debug)]
+pub(super) struct Region {
+    pub(super) pages: Arc<Pages>,
+    pub(super) mr: MrInfo,
 }
 
-/// A path. It owns its connections; the threads hold it until they are told to stop.
-pub(super) struct Path<P: Provider> {
-    config: PathConfig,
-    info: SessionInfo,
-    pub(super) layout: ChunkLayout,
-    pub(super) conns: Vec<ClientConn<P>>,
-    pub(super) slots: Vec<Slot<P>>,
-    /// User header and message of each request, `header_stride` bytes per slot.
-    pub(super) headers: P::Mr,
-    pub(super) header_stride: usize,
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Path {
+    pub(super) session: SessionId,
+    /// Its place in the session.
+    pub(super) index: u16,
+    pub(super) addr: PathAddr,
+    /// Stays the same over reconnects.
+    pub(super) uuid: Uuid,
+    pub(super) state: PathState,
+    pub(super) step: Step,
+    /// When the step has taken too long.
+    pub(super) step_due: Option<Instant>,
+    /// Counts attempts, for the server.
+    pub(super) recon_cnt: u16,
+    /// The server has once accepted connection 0: it may make the session anew (`for_new_clt`).
+    pub(super) ever_accepted: bool,
+    pub(super) device: Option<DeviceIx>,
+    pub(super) pd: Option<PdId>,
+    pub(super) cq: Option<CqId>,
+    pub(super) conns: Vec<Conn>,
+    pub(super) terms: Option<Terms>,
+    /// Where the server's chunks are, with their keys as they are at the moment.
+    pub(super) chunks: Vec<ChunkAddr>,
     /// Where key responses land: 8 bytes per posted receive. `None` if the server sends none.
-    key_messages: Option<P::Mr>,
+    pub(super) key_messages: Option<Region>,
+    /// Request and response of the session's information.
+    pub(super) information: Option<Region>,
     /// Keys that the server has revoked with a SEND, whose answers are still to come.
-    revoked: Mutex<HashSet<RKey>>,
-    permits: Arc<Permits>,
-    pulse: Pulse,
-    flushed: Flushed,
-    status: Mutex<Status>,
-    alive: AtomicBool,
-    /// The CM thread ends when it sees this.
-    stop: AtomicBool,
-    disconnected: Mutex<usize>,
-    disconnect_seen: Condvar,
-    threads: Mutex<Vec<JoinHandle<()>>>,
+    pub(super) revoked: BTreeSet<u32>,
+    heartbeat: Heartbeat,
+    next_beat: Option<Instant>,
+    /// Work requests were flushed, and nothing has explained it by then.
+    flushed: Option<Instant>,
+    /// The server has had the time to take leave.
+    leave: Option<Instant>,
+    /// Attempts since the path was up.
+    attempts: u32,
+    retry_at: Option<Instant>,
+    retry_now: bool,
+    /// Why it is not up.
+    why: Option<PathError>,
+    events: VecDeque<PathEvent>,
 }
 
-/// Connections and queues of a path that is being opened.
-struct Opening<P: Provider> {
-    conns: Vec<ClientConn<P>>,
-    service: Queue<P>,
-    io: Vec<Queue<P>>,
-    /// Receives of each connection: first buffer and number.
-    receives: Vec<(u32, u32)>,
-}
-
-impl<P: Provider> Path<P> {
-    pub(super) fn connect(provider: &P, pd: &P::Pd, config: PathConfig, session: Uuid) -> Result<Arc<Self>, Error> {
-        let channel = provider.create_cm_channel()?;
-        let connector = Connector {
-            provider,
-            channel: &channel,
-            config: &config,
+impl Path {
+    pub(super) fn new(
+        session: SessionId,
+        index: u16,
+        addr: PathAddr,
+        uuid: Uuid,
+        first: bool,
+        config: &SessionConfig,
+    ) -> Self {
+        Self {
             session,
-            path: Uuid::random().map_err(|e| Error::System("random bytes", e))?,
-        };
-        let service_caps = caps(provider, 2 * SERVICE_QUEUE_DEPTH + 2, 2 * SERVICE_QUEUE_DEPTH + 2, 2);
-        let service = Queue::new(provider, service_caps.max_send_wr + service_caps.max_recv_wr + 16)?;
-        let con0 = ClientConn::new(provider, pd, &service.cq, 0, service_caps)?;
-        let mut opening = Opening {
-            conns: vec![con0],
-            service,
-            io: Vec::new(),
-            receives: vec![(0, service_caps.max_recv_wr - 2)],
-        };
-        let opened = Self::open_all(&connector, pd, &mut opening);
-        let (terms, chunks, key_messages) = opened.inspect_err(|_| {
-            for conn in &opening.conns {
-                conn.disconnect();
+            index,
+            addr,
+            uuid,
+            state: PathState::Connecting,
+            step: Step::Idle,
+            step_due: None,
+            recon_cnt: 0,
+            ever_accepted: first,
+            device: None,
+            pd: None,
+            cq: None,
+            conns: Vec::new(),
+            terms: None,
+            chunks: Vec::new(),
+            key_messages: None,
+            information: None,
+            revoked: BTreeSet::new(),
+            heartbeat: Heartbeat::new(config.heartbeat),
+            next_beat: None,
+            flushed: None,
+            leave: None,
+            attempts: 0,
+            retry_at: None,
+            retry_now: false,
+            why: None,
+            events: VecDeque::new(),
+        }
+    }
+
+    /// Requests may take it.
+    pub(super) fn is_up(&self) -> bool {
+        self.state == PathState::Connected
+    }
+
+    /// Why it is not up.
+    pub(super) fn why(&self) -> PathError {
+        self.why.clone().unwrap_or(PathError::Closed)
+    }
+
+    pub(super) fn key(&self, cid: u16) -> ConnKey {
+        ConnKey {
+            session: self.session,
+            path: self.index,
+            cid,
+        }
+    }
+
+    /// Something is to be posted with a connection when the turn ends.
+    pub(super) fn mark_dirty(&mut self, env: &mut Env<'_, '_>, cid: u16) {
+        let key = self.key(cid);
+        if let Some(conn) = self.conns.get_mut(usize::from(cid))
+            && !core::mem::replace(&mut conn.dirty, true)
+        {
+            env.dirty.push(key);
+        }
+    }
+
+    pub(super) fn push(&mut self, env: &mut Env<'_, '_>, cid: u16, work: Post) {
+        if let Some(conn) = self.conns.get_mut(usize::from(cid))
+            && conn.queue.push(work).is_ok()
+        {
+            self.mark_dirty(env, cid);
+        }
+    }
+
+    /// The path meets an event. Afterwards [`run`](Self::run) does what follows of it.
+    pub(super) fn meet(&mut self, event: PathEvent) {
+        self.events.push_back(event);
+    }
+
+    /// A path that is up, or is being connected, can't go on.
+    pub(super) fn fail(&mut self, error: Error, reports: &mut Vec<Report>) {
+        match self.state {
+            PathState::Connected => {
+                let why = match error {
+                    Error::Path(why) => why,
+                    Error::Verbs(e) => e.into(),
+                    other => PathError::Cm(other.to_string()),
+                };
+                self.why = Some(why);
+                self.meet(PathEvent::Broken);
             }
-        })?;
-        let Opening { conns, service, io, .. } = opening;
-        let path = Self::assemble(provider, pd, config.clone(), &terms, &chunks, conns, key_messages)?;
-        path.start(service, io, channel)?;
-        tracing::info!(session = %path.config.name, path = %path.config.addr, info = ?path.info, "path is up");
-        Ok(path)
-    }
-
-    /// Connects everything and makes the handshake.
-    #[allow(clippy::type_complexity)]
-    fn open_all(
-        connector: &Connector<'_, P>,
-        pd: &P::Pd,
-        opening: &mut Opening<P>,
-    ) -> Result<(ServerTerms, Vec<ChunkAddr>, Option<P::Mr>), Error> {
-        let (provider, config) = (connector.provider, connector.config);
-        let terms = connector.connect(&opening.conns[0])?;
-        let depth = terms.layout.queue_depth();
-        let io_caps = caps(provider, (4 * depth + 1).min(IO_SEND_WR), 2 * depth, 2);
-        let threads = config.progress_threads;
-        opening.io = Queue::spread(provider, config.connections.into(), threads, io_caps)?;
-        for cid in 1..=config.connections {
-            let queue = &opening.io[(usize::from(cid) - 1) % threads];
-            let (first, n) = opening.receives[usize::from(cid) - 1];
-            opening
-                .conns
-                .push(ClientConn::new(provider, pd, &queue.cq, cid, io_caps)?);
-            opening.receives.push((first + n, io_caps.max_recv_wr));
-        }
-        let total: u32 = opening.receives.iter().map(|(_, n)| n).sum();
-        let key_messages = match terms.flags.contains(MsgFlags::NEW_RKEY) {
-            true => Some(provider.alloc_mr(pd, total as usize * RkeyRsp::LEN, AccessFlags::LOCAL_WRITE)?),
-            false => None,
-        };
-        let receive = |conn: &ClientConn<P>| {
-            let (first, n) = opening.receives[usize::from(conn.cid)];
-            conn.post_recvs(first..first + n, |i| key_sge(key_messages.as_ref(), i))
-                .map_err(|e| Error::Path(PathError::Post(e)))
-        };
-        for conn in &opening.conns[1..] {
-            receive(conn)?;
-            connector.connect(conn)?;
-        }
-        let con0 = &opening.conns[0];
-        let chunks = connector.information(con0, &opening.service, pd, &terms.layout)?;
-        receive(con0)?;
-        Ok((terms, chunks, key_messages))
-    }
-
-    #[allow(clippy::too_many_arguments)]
-    fn assemble(
-        provider: &P,
-        pd: &P::Pd,
-        config: PathConfig,
-        terms: &ServerTerms,
-        chunks: &[ChunkAddr],
-        conns: Vec<ClientConn<P>>,
-        key_messages: Option<P::Mr>,
-    ) -> Result<Arc<Self>, Error> {
-        let layout = terms.layout;
-        let room = terms.max_hdr_size.saturating_sub(RdmaRead::LEN_ONE as u32);
-        let max_user_header = u32::from(config.max_user_header).min(room);
-        let header_stride = (max_user_header as usize + RdmaRead::LEN_ONE).next_multiple_of(64);
-        let bytes = header_stride * layout.queue_depth() as usize;
-        let slot = |c: &ChunkAddr| -> Result<Slot<P>, Error> {
-            Ok(Slot {
-                addr: c.addr,
-                rkey: AtomicU32::new(c.rkey),
-                revocable: config
-                    .invalidate_reads
-                    .then(|| provider.alloc_revocable(pd))
-                    .transpose()?,
-                flight: Mutex::new(None),
-            })
-        };
-        Ok(Arc::new(Self {
-            info: SessionInfo {
-                max_io_size: terms.max_io_size,
-                queue_depth: layout.queue_depth(),
-                max_segments: 1,
-                max_user_header,
-                new_rkeys: key_messages.is_some(),
-            },
-            layout,
-            conns,
-            slots: chunks.iter().map(slot).collect::<Result<_, _>>()?,
-            headers: provider.alloc_mr(pd, bytes, AccessFlags::LOCAL_WRITE)?,
-            header_stride,
-            key_messages,
-            revoked: Mutex::new(HashSet::new()),
-            permits: Permits::new(layout.queue_depth()),
-            pulse: Pulse::new(config.heartbeat),
-            flushed: Flushed::default(),
-            status: Mutex::new(Status {
-                state: State::Up,
-                on_down: Vec::new(),
-            }),
-            alive: AtomicBool::new(true),
-            stop: AtomicBool::new(false),
-            disconnected: Mutex::new(0),
-            disconnect_seen: Condvar::new(),
-            threads: Mutex::new(Vec::new()),
-            config,
-        }))
-    }
-
-    fn start(self: &Arc<Self>, service: Queue<P>, io: Vec<Queue<P>>, channel: P::CmChannel) -> Result<(), Error> {
-        let mut threads = Vec::new();
-        let started = (|| -> Result<(), Error> {
-            let path = self.clone();
-            let cm = Builder::new()
-                .name("rtrs-clt-cm".into())
-                .spawn(move || path.watch(&channel));
-            threads.push(cm.map_err(|e| Error::System("starting a thread", e))?);
-            threads.push(poller::spawn("rtrs-clt-svc", service, Duration::ZERO, self.clone())?);
-            for queue in io {
-                let path = IoSide(self.clone());
-                threads.push(poller::spawn("rtrs-clt-io", queue, self.config.spin, Arc::new(path))?);
+            PathState::Connecting => {
+                self.why = Some(match &error {
+                    Error::Path(why) => why.clone(),
+                    other => PathError::Cm(other.to_string()),
+                });
+                reports.push(Report::Failed(error));
+                self.meet(PathEvent::Broken);
             }
-            Ok(())
-        })();
-        *self.threads.lock() = threads;
-        started.inspect_err(|_| self.close())
-    }
-
-    pub(super) fn info(&self) -> &SessionInfo {
-        &self.info
-    }
-
-    pub(super) fn permits(&self) -> &Arc<Permits> {
-        &self.permits
-    }
-
-    pub(super) fn state(&self) -> Result<(), PathError> {
-        if self.alive.load(Ordering::Acquire) {
-            return Ok(());
-        }
-        match &self.status.lock().state {
-            State::Down(e) => Err(e.clone()),
-            State::Up => Ok(()),
+            _ => {}
         }
     }
 
-    pub(super) fn on_down(&self, hook: DownHook) {
-        let mut status = self.status.lock();
-        match &status.state {
-            State::Up => status.on_down.push(hook),
-            State::Down(e) => {
-                let e = e.clone();
-                drop(status);
-                hook(&e);
-            }
-        }
+    pub(super) fn fail_path(&mut self, why: PathError, reports: &mut Vec<Report>) {
+        self.fail(Error::Path(why), reports);
     }
 
-    /// The connection for a request: hints map to I/O connections.
-    fn conn_for(&self, con: ConType) -> &ClientConn<P> {
-        match con {
-            ConType::Admin => &self.conns[0],
-            ConType::Io(hint) => &self.conns[1 + hint % (self.conns.len() - 1)],
-        }
-    }
-
-    /// Sends a request whose lengths are checked.
-    pub(super) fn send(&self, request: Submission<P>, header: &[u8]) {
-        let msg_id = request.permit.msg_id();
-        let slot = &self.slots[usize::from(msg_id)];
-        let conn = self.conn_for(request.con);
-        if let Err(e) = self.headers.write(usize::from(msg_id) * self.header_stride, header) {
-            // Lengths were checked against the stride when the path came up.
-            let max = e.size;
-            return request.fail(IoError::TooLong {
-                what: "user header",
-                len: header.len(),
-                max,
-            });
-        }
-        *slot.flight.lock() = Some(Flight {
-            request,
-            cid: conn.cid,
-            usr_len: header.len() as u16,
-            key: None,
-            waits: Waits::Room,
-        });
-        if let Err(e) = conn.submit(ClientWork::Request(msg_id), self) {
-            self.fail(PathError::Post(e));
-            // If the path was down before, nobody else ends this request.
-            let flight = slot.flight.lock().take();
-            if let Some(flight) = flight {
-                let why = self.state().err().unwrap_or(PathError::Closed);
-                flight.finish(Err(IoError::Path(why)));
-            }
-        }
-    }
-
-    /// Takes the path down: nothing is sent any more, and every request ends with this error.
-    pub(super) fn fail(&self, why: PathError) {
-        let hooks = {
-            let mut status = self.status.lock();
-            if matches!(status.state, State::Down(_)) {
-                return;
-            }
-            status.state = State::Down(why.clone());
-            core::mem::take(&mut status.on_down)
-        };
-        if matches!(why, PathError::Closed) {
-            tracing::info!(session = %self.config.name, path = %self.config.addr, "path closed");
-        } else {
-            tracing::warn!(session = %self.config.name, path = %self.config.addr, error = %why, "path lost");
-        }
-        self.alive.store(false, Ordering::Release);
-        self.permits.close(why.clone());
-        // First the queue pairs: when a request has ended, nothing may touch its buffer any more.
-        for conn in &self.conns {
-            conn.disconnect();
-        }
-        for slot in &self.slots {
-            let flight = slot.flight.lock().take();
-            if let Some(flight) = flight {
-                flight.finish(Err(IoError::Path(why.clone())));
-            }
-        }
-        for hook in hooks {
-            hook(&why);
-        }
-    }
-
-    /// Ends the path and its threads. Waits a moment for the server to confirm.
-    pub(super) fn close(&self) {
-        let was_up = self.alive.load(Ordering::Acquire);
-        self.fail(PathError::Closed);
-        if was_up {
-            let deadline = Instant::now() + CLOSE_WAIT;
-            let mut seen = self.disconnected.lock();
-            while *seen < self.conns.len() && !self.disconnect_seen.wait_until(&mut seen, deadline).timed_out() {}
-        }
-        self.stop.store(true, Ordering::Release);
-        let me = std::thread::current().id();
-        let threads = core::mem::take(&mut *self.threads.lock());
-        for thread in threads {
-            // A callback may drop the last handle of the session on a thread of the session.
-            if thread.thread().id() != me {
-                let _ = thread.join();
-            }
-        }
-    }
-
-    /// Connection events while the path lives.
-    fn watch(&self, channel: &P::CmChannel) {
-        while !self.stop.load(Ordering::Acquire) {
-            let event = match channel.wait(Some(Duration::from_millis(500))) {
-                Ok(Some(event)) => event,
-                Ok(None) => continue,
-                Err(e) => return self.fail(e.into()),
-            };
-            match event.kind {
-                CmEventKind::Disconnected => {
-                    *self.disconnected.lock() += 1;
-                    self.disconnect_seen.notify_all();
-                    self.fail(PathError::PeerDisconnected);
-                }
-                CmEventKind::ConnectError(text) => self.fail(PathError::Cm(text)),
-                CmEventKind::Rejected { reason, .. } => self.fail(PathError::Cm(format!("rejected: {reason:?}"))),
-                CmEventKind::Unreachable => self.fail(PathError::Cm("unreachable".into())),
-                CmEventKind::ConnectRequest { .. } | CmEventKind::Established { .. } | CmEventKind::TimewaitExit => {}
-            }
-        }
-    }
-
-    fn key_message(&self, index: u32, len: u32) -> Result<RkeyRsp, PathError> {
-        let region = self
-            .key_messages
-            .as_ref()
-            .ok_or(PathError::Unexpected("a key response without NEW_RKEY"))?;
-        let mut bytes = [0; RkeyRsp::LEN];
-        let len = (len as usize).min(RkeyRsp::LEN);
-        // The index came back in our own mark, so it is inside the region.
-        let _ = region.read(index as usize * RkeyRsp::LEN, &mut bytes[..len]);
-        Ok(*RkeyRsp::parse(&bytes[..len])?)
-    }
-
-    fn completion(&self, wc: &Completion, message: Option<RkeyRsp>) -> Result<(), PathError> {
-        let id = WrId::decode(wc.wr_id).ok_or(PathError::Unexpected("a completion without our mark"))?;
-        let conn = &self.conns[usize::from(id.cid)];
-        match id.kind {
-            WrKind::Send => conn.reclaim(self)?,
-            WrKind::Revoke => {
-                conn.reclaim(self)?;
-                self.key_ended(id.index);
-            }
-            WrKind::Recv => {
-                self.pulse.heard();
-                self.received(conn, wc, message)?;
-            }
-            WrKind::InfoRecv => return Err(PathError::Unexpected("a second information response")),
-        }
-        Ok(())
-    }
-
-    fn received(&self, conn: &ClientConn<P>, wc: &Completion, message: Option<RkeyRsp>) -> Result<(), PathError> {
-        if wc.flags.contains(WcFlags::WITH_INV) {
-            let mut revoked = self.revoked.lock();
-            if revoked.len() >= self.slots.len() {
-                return Err(PathError::Unexpected("more keys revoked than requests in flight"));
-            }
-            revoked.insert(wc.invalidated);
-            return Ok(());
-        }
-        if !wc.flags.contains(WcFlags::WITH_IMM) {
-            return Err(PathError::Unexpected("a SEND without immediate value"));
-        }
-        match (Imm::decode(wc.imm)?, message) {
-            (Imm::IoRsp(reply), message) => self.reply(conn, reply, message),
-            (Imm::HbMsg, None) => Ok(conn.submit(ClientWork::Imm(Imm::HbAck), self)?),
-            (Imm::HbAck, None) => Ok(()),
-            (Imm::IoReq(_), _) => Err(PathError::Unexpected("a request from the server")),
-            (_, Some(_)) => Err(PathError::Unexpected("a key response with a heartbeat")),
-        }
-    }
-
-    fn reply(&self, conn: &ClientConn<P>, reply: IoReply, message: Option<RkeyRsp>) -> Result<(), PathError> {
-        let slot = self.slots.get(reply.msg_id as usize);
-        let slot = slot.ok_or(ProtoError::field(
-            "message number",
-            reply.msg_id,
-            "not below the queue depth",
-        ))?;
-        if message.is_some_and(|m| u32::from(m.buf_id.get()) != reply.msg_id) {
-            return Err(PathError::Unexpected("a key response for another request"));
-        }
-        let mut guard = slot.flight.lock();
-        let flight = guard.as_mut().filter(|f| f.waits == Waits::Answer && f.cid == conn.cid);
-        let Some(flight) = flight else {
-            drop(guard);
-            // A path that goes down has ended its requests already.
-            return match self.state() {
-                Ok(()) => Err(PathError::Unexpected("an answer to no request")),
-                Err(_) => Ok(()),
-            };
-        };
-        if let Some(m) = message {
-            slot.rkey.store(m.rkey.get(), Ordering::Release);
-        }
-        // What counts is that the key is gone, not that the answer says so.
-        if flight.key.is_some_and(|key| !self.revoked.lock().remove(&key)) {
-            flight.waits = Waits::Revocation(reply.errno);
-            drop(guard);
-            return Ok(conn.submit(ClientWork::Revoke(reply.msg_id as u16), self)?);
-        }
-        let flight = guard.take();
-        drop(guard);
-        if let Some(flight) = flight {
-            flight.finish(status(reply.errno));
-        }
-        Ok(())
-    }
-
-    fn key_ended(&self, msg_id: u32) {
-        let Some(slot) = self.slots.get(msg_id as usize) else {
-            return;
-        };
-        let mut guard = slot.flight.lock();
-        if let Some(Waits::Revocation(errno)) = guard.as_ref().map(|f| f.waits) {
-            let flight = guard.take();
-            drop(guard);
-            if let Some(flight) = flight {
-                flight.finish(status(errno));
-            }
-        }
-    }
-}
-
-fn status(errno: u16) -> Result<(), IoError> {
-    match errno {
-        0 => Ok(()),
-        e => Err(IoError::Remote(e.into())),
-    }
-}
-
-/// Buffer of a receive: 8 bytes of the region if key responses are expected.
-fn key_sge<M: MemoryRegion>(region: Option<&M>, index: u32) -> Option<Sge> {
-    region.map(|region| Sge {
-        addr: region.addr() + u64::from(index) * RkeyRsp::LEN as u64,
-        length: RkeyRsp::LEN as u32,
-        lkey: region.lkey(),
-    })
-}
-
-/// The thread of connection 0: user messages and heartbeats, undisturbed by I/O callbacks.
-impl<P: Provider> Handler for Path<P> {
-    /// Handles a batch: all receives go back to their queues before any message is acted upon, so that a peer that is
-    /// answered always finds a receive for its next message.
-    fn completions(&self, wcs: &[Completion]) -> Result<(), PathError> {
-        let mut messages: SmallVec<[Option<RkeyRsp>; 64]> = SmallVec::new();
-        let mut used: SmallVec<[(u16, u32); 64]> = SmallVec::new();
-        for wc in wcs {
-            if !wc.is_ok() {
-                self.flushed.judge(wc)?;
-                messages.push(None);
+    /// Does what the events call for.
+    pub(super) fn run(
+        &mut self,
+        env: &mut Env<'_, '_>,
+        lane: &mut Lane,
+        config: &SessionConfig,
+        reports: &mut Vec<Report>,
+    ) {
+        while let Some(event) = self.events.pop_front() {
+            let Some((next, actions)) = table::step(PATH, self.state, event) else {
+                // An event that came when the path was beyond it.
+                tracing::trace!(state = ?self.state, ?event, "not in this state");
                 continue;
-            }
-            let id = WrId::decode(wc.wr_id).filter(|id| id.kind == WrKind::Recv);
-            let message = match id {
-                Some(id) if wc.opcode == WcOpcode::Recv && wc.flags.contains(WcFlags::WITH_IMM) => {
-                    Some(self.key_message(id.index, wc.byte_len)?)
-                }
-                _ => None,
             };
-            messages.push(message);
-            used.extend(id.map(|id| (id.cid, id.index)));
+            self.state = next;
+            for action in actions {
+                self.act(env, lane, config, *action, reports);
+            }
         }
-        used.sort_unstable_by_key(|(cid, _)| *cid);
-        for same in used.chunk_by(|a, b| a.0 == b.0) {
-            let conn = &self.conns[usize::from(same[0].0)];
-            conn.post_recvs(same.iter().map(|(_, i)| *i), |i| key_sge(self.key_messages.as_ref(), i))?;
-        }
-        for (wc, message) in wcs.iter().zip(messages).filter(|(wc, _)| wc.is_ok()) {
-            self.completion(wc, message)?;
-        }
-        Ok(())
     }
 
-    fn broken(&self, why: PathError) {
-        self.fail(why);
+    fn act(
+        &mut self,
+        env: &mut Env<'_, '_>,
+        lane: &mut Lane,
+        config: &SessionConfig,
+        action: PathAction,
+        reports: &mut Vec<Report>,
+    ) {
+        match action {
+            PathAction::BeginHandshake => reports.push(Report::Begin),
+            PathAction::CountAttempt => self.attempts += 1,
+            PathAction::StopHandshake => (self.step, self.step_due) = (Step::Idle, None),
+            // The state says whether requests take it.
+            PathAction::Pick => self.attempts = 0,
+            PathAction::Unpick => self.flushed = None,
+            PathAction::StartHeartbeat => {
+                self.heartbeat = Heartbeat::new(config.heartbeat);
+                self.next_beat = Some(env.cx.now + config.heartbeat.interval);
+            }
+            PathAction::StopHeartbeat => self.next_beat = None,
+            PathAction::DrainQps => self.drain(env),
+            PathAction::Disconnect => self.disconnect(env),
+            PathAction::Failover => reports.push(Report::Orphans(lane.orphans(env.cx, self.index, self.device))),
+            PathAction::ArmRetry => self.arm_retry(env, config),
+            PathAction::RetryNow => self.retry_soon(env),
+            PathAction::DestroyQps => self.destroy(env),
+            PathAction::Report => self.report(reports),
+            // The session looks at the state.
+            PathAction::Forget => {}
+        }
     }
 
-    fn timers(&self, now: Instant) -> Option<Instant> {
-        if let Err(e) = self.flushed.check(now) {
-            self.fail(e);
-        }
-        let ask = || Ok(self.conns[0].submit(ClientWork::Imm(Imm::HbMsg), self)?);
-        let (beat, sent) = self.pulse.run(now, ask);
-        if let Err(e) = sent {
-            self.fail(e);
-        }
-        self.flushed.due().into_iter().chain([beat]).min()
+    fn report(&mut self, reports: &mut Vec<Report>) {
+        reports.push(match self.state {
+            PathState::Connected => {
+                self.why = None;
+                Report::Up
+            }
+            PathState::Closed => Report::Closed,
+            _ => Report::Down(self.why()),
+        });
     }
 
-    fn stopped(&self) -> bool {
-        !self.alive.load(Ordering::Acquire)
+    fn drain(&mut self, env: &mut Env<'_, '_>) {
+        self.flushed = None;
+        for conn in &mut self.conns {
+            conn.queue.close();
+            conn.used.clear();
+            match conn.qp {
+                Some(qp) if !conn.drained => env.cx.provider.drain(qp),
+                Some(_) => {}
+                None => conn.drained = true,
+            }
+        }
+        self.look_drained();
+    }
+
+    /// A queue pair has nothing under way any more.
+    pub(super) fn drained(&mut self, cid: u16) {
+        if let Some(conn) = self.conns.get_mut(usize::from(cid)) {
+            conn.drained = true;
+        }
+        self.look_drained();
+    }
+
+    fn look_drained(&mut self) {
+        if self.conns.iter().all(|conn| conn.drained) {
+            self.meet(PathEvent::Drained);
+            self.look_gone();
+        }
+    }
+
+    /// All queue pairs are drained, and the server has taken leave everywhere: it is over.
+    fn look_gone(&mut self) {
+        let left = |conn: &Conn| conn.left || !conn.established || self.leave.is_none();
+        let over = |conn: &Conn| conn.drained && left(conn);
+        if self.leaving() && self.conns.iter().all(over) {
+            self.leave = None;
+            self.meet(PathEvent::Gone);
+        }
+    }
+
+    fn leaving(&self) -> bool {
+        self.state == PathState::Closing
+    }
+
+    fn disconnect(&mut self, env: &mut Env<'_, '_>) {
+        for conn in &self.conns {
+            env.cx.provider.cm_disconnect(conn.cm);
+        }
+        self.leave = (self.leaving() && !self.conns.is_empty()).then(|| env.cx.now + LEAVE);
+        self.look_gone();
+    }
+
+    fn destroy(&mut self, env: &mut Env<'_, '_>) {
+        for conn in self.conns.drain(..) {
+            env.names.remove_cm(conn.cm);
+            env.cx.provider.cm_destroy(conn.cm);
+            if let Some(qp) = conn.qp {
+                env.names.remove_qp(qp);
+                env.cx.provider.destroy_qp(qp);
+            }
+        }
+        if let Some(cq) = self.cq.take() {
+            env.cx.provider.destroy_cq(cq);
+        }
+        for region in self.key_messages.take().into_iter().chain(self.information.take()) {
+            env.cx.provider.deregister(region.mr.id);
+        }
+        self.revoked.clear();
+        (self.device, self.pd) = (None, None);
+        (self.step, self.step_due, self.leave) = (Step::Idle, None, None);
+    }
+
+    fn arm_retry(&mut self, env: &mut Env<'_, '_>, config: &SessionConfig) {
+        if core::mem::take(&mut self.retry_now) {
+            self.retry_at = Some(env.cx.now);
+            return;
+        }
+        if self.attempts >= config.max_reconnects {
+            return self.meet(PathEvent::Exhausted);
+        }
+        let spread = config.reconnect_delay.as_nanos() as u64 / 2;
+        let delay = config.reconnect_delay + Duration::from_nanos(env.cx.below(spread));
+        self.retry_at = Some(env.cx.now + delay);
+    }
+
+    fn retry_soon(&mut self, env: &mut Env<'_, '_>) {
+        self.attempts = 0;
+        if self.conns.is_empty() {
+            self.retry_at = Some(env.cx.now);
+        } else {
+            self.retry_now = true;
+        }
+    }
+
+    /// Anything came from the server.
+    pub(super) fn heard(&mut self) {
+        self.heartbeat.heard();
+    }
+
+    /// The connection manager says that a connection is over.
+    pub(super) fn note_left(&mut self, cid: u16) {
+        if let Some(conn) = self.conns.get_mut(usize::from(cid)) {
+            conn.left = true;
+        }
+        self.look_gone();
+    }
+
+    pub(super) fn set_why(&mut self, why: PathError) {
+        self.why = Some(why);
+    }
+
+    /// A work request was flushed. It tells only that the queue pair is in error: mostly the peer has disconnected, and the
+    /// event is on its way; if none comes, something else is wrong.
+    pub(super) fn flushed(&mut self, now: Instant) {
+        if self.is_up() || self.state == PathState::Connecting {
+            self.flushed.get_or_insert(now + FLUSH_GRACE);
+        }
+    }
+
+    /// Does what is due.
+    pub(super) fn timeout(&mut self, env: &mut Env<'_, '_>, config: &SessionConfig, reports: &mut Vec<Report>) {
+        let now = env.cx.now;
+        let due = |at: &mut Option<Instant>| at.take_if(|at| *at <= now).is_some();
+        if due(&mut self.step_due) {
+            let what = match self.step {
+                Step::Informing => "session information",
+                _ => "answer to the connection request",
+            };
+            self.fail(Error::Timeout(what, config.connect_timeout), reports);
+        }
+        if due(&mut self.flushed) {
+            self.fail_path(PathError::Flushed, reports);
+        }
+        if due(&mut self.leave) {
+            self.look_gone();
+        }
+        if due(&mut self.retry_at) {
+            self.meet(PathEvent::RetryDue);
+        }
+        if due(&mut self.next_beat) {
+            // From now, not from the last beat: a process that was stopped must not count its own absence.
+            self.next_beat = Some(now + config.heartbeat.interval);
+            match self.heartbeat.tick() {
+                Beat::Send => self.push(env, 0, Post::Imm(Imm::HbMsg)),
+                Beat::Wait => {}
+                Beat::Lost => self.fail_path(PathError::HeartbeatLost(config.heartbeat.patience()), reports),
+            }
+        }
+    }
+
+    pub(super) fn next_timeout(&self) -> Option<Instant> {
+        let all = [self.step_due, self.flushed, self.leave, self.retry_at, self.next_beat];
+        all.into_iter().flatten().min()
     }
 }
+
+/// How long flushed work requests may wait for the event that explains them.
+const FLUSH_GRACE: Duration = Duration::from_secs(2);

@@ -1,195 +1,256 @@
-//! The work requests of the client.
-
-use core::sync::atomic::Ordering;
+//! What a connection posts at the end of a turn: the receives that came back, then everything that waits and fits, with one
+//! call each.
 
 use roce_verbs::{
     AccessFlags, RKey, RemoteAddr, SendFlags, SendOp, SendWr, Sge,
-    provider::{Grant, MemoryRegion, Provider, QueuePair},
-    wr::{Payload, PostError},
+    provider::{DeviceIx, GrantOf, KeyId, KeyStrategy, QpId},
+    wr::{Payload, PostError, RecvWr},
 };
 use smallvec::SmallVec;
 use zerocopy::IntoBytes;
 
-use super::path::{ClientConn, Flight, Path, Slot, Waits};
 use crate::{
     Direction,
-    conn::{GRANT_SLOTS, Posted, Poster, Work, WrId, WrKind},
+    client::{
+        conn::{GRANT_SLOTS, Post, key_sge},
+        flight::{Flight, Waits},
+        lane::Lane,
+        path::Path,
+    },
+    cx::Cx,
+    mark::{Mark, MarkKind},
     proto::{Imm, MsgFlags, RdmaRead, RdmaWrite, SgDesc},
+    sendq::Work as _,
 };
 
-/// What the client posts.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum ClientWork {
-    /// The request of a slot.
-    Request(u16),
-    /// The end of the key of a slot's buffer.
-    Revoke(u16),
-    /// A heartbeat message.
-    Imm(Imm),
-    /// The information request.
-    Info(Sge),
+/// A work request with what it points to.
+struct Built {
+    mark: Mark,
+    op: SendOp,
+    signalled: bool,
+    sges: SmallVec<[Sge; 2]>,
 }
 
-impl Work for ClientWork {
-    fn cost(&self) -> u32 {
-        match self {
-            Self::Request(_) => GRANT_SLOTS + 1,
-            Self::Revoke(_) | Self::Imm(_) | Self::Info(_) => 1,
-        }
-    }
-
-    fn heartbeat(&self) -> Option<Imm> {
-        match self {
-            Self::Imm(imm) => Some(*imm),
-            _ => None,
-        }
+/// Slots that a request takes at most.
+pub(super) fn slots(lane: &Lane, device: Option<DeviceIx>, direction: Direction) -> u32 {
+    let domain = device.and_then(|device| lane.domain(device));
+    match domain {
+        Some(d) if direction == Direction::Read && d.strategy != KeyStrategy::Static && !d.instant => GRANT_SLOTS + 1,
+        _ => 1,
     }
 }
 
-/// Posts during the handshake, when there is no path yet.
-pub(super) struct InfoPoster;
+/// Posts what a connection has.
+pub(super) fn post(cx: &mut Cx<'_>, path: &mut Path, lane: &mut Lane, cid: u16) -> Result<(), PostError> {
+    let Some(conn) = path.conns.get_mut(usize::from(cid)) else {
+        return Ok(());
+    };
+    let Some(qp) = conn.qp else { return Ok(()) };
+    let used = core::mem::take(&mut conn.used);
+    if !used.is_empty() {
+        post_receives(cx, path, qp, &used)?;
+    }
+    let conn = &mut path.conns[usize::from(cid)];
+    let fitting = conn.queue.take();
+    if fitting.is_empty() {
+        return Ok(());
+    }
+    let mut built: SmallVec<[Built; 32]> = SmallVec::new();
+    for (work, signal) in fitting {
+        if work.signalled() {
+            // The provider posts it itself: in its turn.
+            send(cx, qp, &built)?;
+            built.clear();
+        }
+        built.extend(build(cx, path, lane, qp, &work, signal)?);
+    }
+    send(cx, qp, &built)
+}
 
-impl<P: Provider> Poster<P, ClientWork> for InfoPoster {
-    fn post(&self, conn: &ClientConn<P>, work: &ClientWork, _last: SendFlags) -> Result<Posted, PostError> {
-        let ClientWork::Info(sge) = work else {
-            return Err(PostError::Invalid(
-                "only the information request is sent in the handshake",
-            ));
-        };
-        let sges = [*sge];
-        conn.qp
-            .post_send(&[super::handshake::info_wr(&sges, conn.cid)])
-            .map_err(|(_, e)| e)?;
-        Ok(Posted {
-            count: 1,
-            signalled: true,
+fn send(cx: &mut Cx<'_>, qp: QpId, built: &[Built]) -> Result<(), PostError> {
+    if built.is_empty() {
+        return Ok(());
+    }
+    let wrs: SmallVec<[SendWr<'_>; 32]> = built
+        .iter()
+        .map(|b| SendWr {
+            wr_id: b.mark.encode(),
+            op: b.op,
+            flags: match b.signalled {
+                true => SendFlags::SIGNALED,
+                false => SendFlags::empty(),
+            },
+            payload: Payload::Sges(&b.sges),
         })
-    }
+        .collect();
+    cx.provider.post_send(qp, &wrs).map_err(|(_, e)| e)
 }
 
-impl<P: Provider> Poster<P, ClientWork> for Path<P> {
-    fn post(&self, conn: &ClientConn<P>, work: &ClientWork, last: SendFlags) -> Result<Posted, PostError> {
-        let signalled = last.contains(SendFlags::SIGNALED);
-        match work {
-            ClientWork::Request(msg_id) => {
-                let slot = &self.slots[usize::from(*msg_id)];
-                let mut flight = slot.flight.lock();
-                // A path that goes down ends its requests, also those that wait for room.
-                let Some(flight) = flight.as_mut() else {
-                    return Ok(Posted {
-                        count: 0,
-                        signalled: false,
-                    });
-                };
-                let count = self.post_request(conn, *msg_id, slot, flight, last)?;
-                Ok(Posted { count, signalled })
-            }
-            ClientWork::Revoke(msg_id) => {
-                let region = self.slots[usize::from(*msg_id)].revocable.as_ref();
-                let region = region.ok_or(PostError::Invalid("the slot has no revocable key"))?;
-                let mark = WrId::new(WrKind::Revoke, conn.cid, u32::from(*msg_id));
-                conn.qp.post_revoke(region, mark.encode(), SendFlags::SIGNALED)?;
-                Ok(Posted {
-                    count: 1,
-                    signalled: true,
-                })
-            }
-            ClientWork::Imm(imm) => {
-                let op = SendOp::WriteWithImm(RemoteAddr::default(), imm.encode());
-                conn.qp.post_send(&[wr(conn.cid, op, last, &[])]).map_err(|(_, e)| e)?;
-                Ok(Posted { count: 1, signalled })
-            }
-            ClientWork::Info(_) => InfoPoster.post(conn, work, last),
-        }
-    }
+fn post_receives(cx: &mut Cx<'_>, path: &Path, qp: QpId, used: &[u32]) -> Result<(), PostError> {
+    let region = path.key_messages.as_ref().map(|region| &region.mr);
+    let sges: SmallVec<[Option<Sge>; 32]> = used.iter().map(|i| key_sge(region, *i)).collect();
+    let wrs: SmallVec<[RecvWr<'_>; 32]> = used
+        .iter()
+        .zip(&sges)
+        .map(|(i, sge)| RecvWr {
+            wr_id: Mark::new(MarkKind::Recv, *i).encode(),
+            sges: sge.as_slice(),
+        })
+        .collect();
+    cx.provider.post_recv(qp, &wrs).map_err(|(_, e)| e)
 }
 
-fn wr<'a>(cid: u16, op: SendOp, flags: SendFlags, sges: &'a [Sge]) -> SendWr<'a> {
-    SendWr {
-        wr_id: WrId::new(WrKind::Send, cid, 0).encode(),
+/// The work request for a piece of work; `None` when it has become pointless, or is done at once.
+fn build(
+    cx: &mut Cx<'_>,
+    path: &Path,
+    lane: &mut Lane,
+    qp: QpId,
+    work: &Post,
+    signalled: bool,
+) -> Result<Option<Built>, PostError> {
+    let send = |op, sges| Built {
+        mark: Mark::new(MarkKind::Send, 0),
         op,
-        flags,
-        payload: Payload::Sges(sges),
+        signalled,
+        sges,
+    };
+    match work {
+        Post::Request { permit, .. } => {
+            let request = request(cx, path, lane, qp, *permit)?;
+            Ok(Some(send(request.0, request.1)))
+        }
+        Post::Revoke(permit) => {
+            let key = key_of(path, lane, *permit)?;
+            let mark = Mark::new(MarkKind::Revoke, u32::from(*permit));
+            // A provider that does it at once is not asked this way.
+            cx.provider.revoke(qp, key, mark.encode())?;
+            Ok(None)
+        }
+        Post::Imm(imm) => {
+            let op = SendOp::WriteWithImm(RemoteAddr::default(), imm.encode());
+            Ok(Some(send(op, SmallVec::new())))
+        }
+        Post::Info(sge) => Ok(Some(send(SendOp::Send, SmallVec::from_slice(&[*sge])))),
     }
 }
 
-impl<P: Provider> Path<P> {
-    /// Posts a request; returns the slots of the send queue that it takes.
-    fn post_request(
-        &self,
-        conn: &ClientConn<P>,
-        msg_id: u16,
-        slot: &Slot<P>,
-        flight: &mut Flight<P>,
-        last: SendFlags,
-    ) -> Result<u32, PostError> {
-        let data = flight.request.data.as_ref().map(|b| b.sge()).filter(|s| s.length > 0);
-        let data_len = data.map_or(0, |s| s.length);
-        let usr_len = flight.usr_len;
-        let mut sges: SmallVec<[Sge; 2]> = SmallVec::new();
-        let mut count = 1;
-        let (message, offset) = match flight.request.direction {
-            Direction::Write => {
-                sges.extend(data);
-                (RdmaWrite::new(usr_len).as_bytes().to_vec(), 0)
-            }
-            Direction::Read => {
-                let desc = match data {
-                    Some(sge) => {
-                        let key = self.open_buffer(conn, slot, flight)?;
-                        count += GRANT_SLOTS * u32::from(flight.key.is_some());
-                        Some(SgDesc::new(sge.addr, key.0, sge.length))
-                    }
-                    None => None,
-                };
-                let flags = if flight.key.is_some() {
-                    MsgFlags::NEED_INVAL
-                } else {
-                    MsgFlags::empty()
-                };
-                let head = RdmaRead::new(usr_len, flags, u16::from(desc.is_some()));
-                ([head.as_bytes(), desc.as_slice().as_bytes()].concat(), data_len)
-            }
-        };
-        let at = usize::from(msg_id) * self.header_stride;
-        let written = self.headers.write(at + usize::from(usr_len), &message);
-        written.map_err(|_| PostError::Invalid("the request's header does not fit"))?;
-        sges.push(Sge {
-            addr: self.headers.addr() + at as u64,
-            length: u32::from(usr_len) + message.len() as u32,
-            lkey: self.headers.lkey(),
-        });
-        let imm = Imm::IoReq(self.layout.pack(msg_id.into(), data_len + u32::from(usr_len)));
-        let remote = RemoteAddr {
-            addr: slot.addr + u64::from(offset),
-            rkey: RKey(slot.rkey.load(Ordering::Acquire)),
-        };
-        let op = SendOp::WriteWithImm(remote, imm.encode());
-        flight.waits = Waits::Answer;
-        conn.qp
-            .post_send(&[wr(conn.cid, op, last, &sges)])
-            .map_err(|(_, e)| e)?;
-        Ok(count)
-    }
+/// The key that opens the buffer of a permit's read.
+pub(super) fn key_of(path: &Path, lane: &Lane, permit: u16) -> Result<KeyId, PostError> {
+    let domain = path.device.and_then(|device| lane.domain(device));
+    let key = domain.and_then(|d| d.keys.get(usize::from(permit))).copied();
+    key.ok_or(PostError::Invalid("the permit has no key of its own"))
+}
 
-    /// The key under which the server may write a read's buffer: its own, or one for this request only.
-    fn open_buffer(&self, conn: &ClientConn<P>, slot: &Slot<P>, flight: &mut Flight<P>) -> Result<RKey, PostError> {
-        let Some(buffer) = flight.request.data.as_ref() else {
-            return Err(PostError::Invalid("a read without a buffer"));
-        };
-        let (region, offset) = buffer.region();
-        let Some(revocable) = &slot.revocable else {
-            return Ok(region.rkey());
-        };
-        let grant = Grant {
-            region,
-            offset,
-            len: buffer.len(),
-            access: AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_WRITE,
-        };
-        let mark = WrId::new(WrKind::Send, conn.cid, 0).encode();
-        let key = conn.qp.post_grant(revocable, &grant, mark, SendFlags::empty())?;
-        flight.key = Some(key);
-        Ok(key)
+/// Writes a request's message and opens its buffer.
+fn request(
+    cx: &mut Cx<'_>,
+    path: &Path,
+    lane: &mut Lane,
+    qp: QpId,
+    permit: u16,
+) -> Result<(SendOp, SmallVec<[Sge; 2]>), PostError> {
+    let gone = PostError::Invalid("the request's path is gone");
+    let (Some(device), Some(terms)) = (path.device, path.terms) else {
+        return Err(gone);
+    };
+    let Some(chunk) = path.chunks.get(usize::from(permit)).copied() else {
+        return Err(gone);
+    };
+    let Some(mut flight) = lane.flights.get_mut(usize::from(permit)).and_then(Option::take) else {
+        return Err(gone);
+    };
+    let made = message(cx, lane, device, qp, permit, &mut flight);
+    flight.turn(Waits::Answer);
+    let usr_len = flight.request.header.len();
+    let direction = flight.request.direction;
+    lane.flights[usize::from(permit)] = Some(flight);
+    let Message { data, bytes } = made?;
+    let headers = lane.headers.as_ref();
+    let headers = headers.ok_or(PostError::Invalid("there is no memory for headers"))?;
+    let written = headers.write(permit, usr_len, &bytes);
+    written.map_err(|_| PostError::Invalid("the request's header does not fit"))?;
+    let header = headers.sge(permit, usr_len + bytes.len(), device);
+    let data_len = data.map_or(0, |sge| sge.length);
+    let mut sges = SmallVec::new();
+    let offset = match direction {
+        Direction::Write => {
+            sges.extend(data);
+            0
+        }
+        Direction::Read => data_len,
+    };
+    sges.extend(header);
+    let imm = Imm::IoReq(terms.layout.pack(permit.into(), data_len + usr_len as u32));
+    let remote = RemoteAddr {
+        addr: chunk.addr.wrapping_add(offset.into()),
+        rkey: RKey(chunk.rkey),
+    };
+    Ok((SendOp::WriteWithImm(remote, imm.encode()), sges))
+}
+
+/// RTRS's message of a request.
+struct Message {
+    /// The request's data, if it has any.
+    data: Option<Sge>,
+    bytes: SmallVec<[u8; RdmaRead::LEN_ONE]>,
+}
+
+fn message(
+    cx: &mut Cx<'_>,
+    lane: &Lane,
+    device: DeviceIx,
+    qp: QpId,
+    permit: u16,
+    flight: &mut Flight,
+) -> Result<Message, PostError> {
+    let usr_len = flight.request.header.len() as u16;
+    let buffer = flight.request.data.as_ref().filter(|b| !b.is_empty());
+    let data = match buffer {
+        Some(buffer) => {
+            let data = lane.buffers.sge(buffer, device);
+            Some(data.ok_or(PostError::Invalid(
+                "the buffer is not registered with the path's device",
+            ))?)
+        }
+        None => None,
+    };
+    if flight.request.direction == Direction::Write {
+        let bytes = SmallVec::from_slice(RdmaWrite::new(usr_len).as_bytes());
+        let data = data.map(|(sge, _)| sge);
+        return Ok(Message { data, bytes });
     }
+    let domain = lane.domain(device);
+    let domain = domain.ok_or(PostError::Invalid("the session has nothing on the path's device"))?;
+    let (mut flags, mut desc) = (MsgFlags::empty(), None);
+    if let (Some((sge, open)), Some(buffer)) = (data, buffer) {
+        let mut rkey = open;
+        if domain.strategy != KeyStrategy::Static {
+            let key = domain.keys.get(usize::from(permit));
+            let key = *key.ok_or(PostError::Invalid("the permit has no key of its own"))?;
+            let region = lane.buffers.region(buffer, device);
+            let (mr, offset) = region.ok_or(PostError::Invalid("the buffer is not registered"))?;
+            let of = GrantOf {
+                mr: mr.id,
+                offset,
+                len: buffer.len(),
+                iova: None,
+                access: AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_WRITE,
+            };
+            rkey = cx
+                .provider
+                .grant(qp, key, &of, Mark::new(MarkKind::Send, 0).encode())?
+                .rkey();
+            flight.key = Some(rkey);
+            if domain.strategy.peer_can_invalidate() {
+                flags = MsgFlags::NEED_INVAL;
+            }
+        }
+        desc = Some(SgDesc::new(sge.addr, rkey.0, sge.length));
+    }
+    let head = RdmaRead::new(usr_len, flags, u16::from(desc.is_some()));
+    let mut bytes = SmallVec::from_slice(head.as_bytes());
+    bytes.extend_from_slice(desc.as_slice().as_bytes());
+    let data = data.map(|(sge, _)| sge);
+    Ok(Message { data, bytes })
 }

@@ -1,328 +1,480 @@
-//! A session: what a user of the transport holds.
+//! A session: its paths, and the requests that go by them.
 
-use core::{fmt, time::Duration};
-use std::sync::Arc;
-
-use parking_lot::{Condvar, Mutex};
-use roce_verbs::{AccessFlags, provider::Provider};
-
-use super::{
-    buffer::{IoBuffer, Pool},
-    path::{Path, PathConfig, Submission},
-    permit::{Permit, Permits},
+use roce_verbs::{
+    Completion, Instant, WcStatus,
+    provider::{CmKind, DeviceIx},
 };
+
 use crate::{
-    Direction, Error, IoError, PathError,
-    addr::PathAddr,
-    heartbeat::HeartbeatConfig,
-    proto::{Uuid, info::check_name},
+    Error, IoError, PathError,
+    client::{
+        answer::Answers,
+        buffers::{Buffer, Buffers},
+        config::{ConType, SessionConfig, SessionInfo},
+        conn::Post,
+        env::Env,
+        flight::{Flight, Waits},
+        handshake::Handshake,
+        lane::Lane,
+        path::{Path, Report},
+        post,
+        request::{Output, SessionId, Submission},
+        state::{PathEvent, PathState, SESSION, SessionAction, SessionEvent, SessionState},
+    },
+    cx::Cx,
+    mark::{Mark, MarkKind},
+    proto::Uuid,
+    table,
 };
 
-/// How to open a session.
-#[derive(Clone, Debug)]
-pub struct OpenArgs {
-    /// Name; the server knows the session by it. No slash, no dot.
-    pub name: String,
-    /// Paths to the server; exactly one for now.
-    pub paths: Vec<PathAddr>,
-    /// Connections for I/O per path, at least 1 (the service connection comes on top). Default: number of CPUs.
-    pub connections: u16,
-    /// Longest time for each step of connecting. Default: 30 s, as the kernel's (`RTRS_CONNECT_TIMEOUT_MS`, `rtrs-clt.c`).
-    pub connect_timeout: Duration,
-    /// Heartbeats.
-    pub heartbeat: HeartbeatConfig,
-    /// Longest user header of a request, bytes; the server's limit holds as well.
-    pub max_user_header: u16,
-    /// Have the server revoke the key of each read's buffer when the read is done, as the kernel's client does. Off,
-    /// all buffers stay open for the server's writes while the session lives; that spares two work requests per read.
-    pub invalidate_reads: bool,
-    /// Registered bytes for I/O buffers at most; `None`: what all requests in flight can use.
-    pub buffer_bytes: Option<usize>,
-    /// Threads that poll the I/O connections.
-    pub progress_threads: usize,
-    /// How long a thread polls an empty completion queue before it goes to sleep.
-    pub spin: Duration,
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Session {
+    id: SessionId,
+    uuid: Uuid,
+    config: SessionConfig,
+    state: SessionState,
+    /// What its paths can do in common; known once one has been up.
+    info: Option<SessionInfo>,
+    paths: Vec<Path>,
+    lane: Lane,
+    /// Why it could not be opened.
+    failure: Option<Error>,
+    /// Why the last path went.
+    why: PathError,
 }
 
-impl OpenArgs {
-    /// A session over one path, everything else by default.
-    pub fn new(name: impl Into<String>, path: PathAddr) -> Self {
-        let cpus = std::thread::available_parallelism().map_or(1, |n| n.get());
-        Self {
-            name: name.into(),
+impl Session {
+    /// Begins to connect its path.
+    pub(super) fn open(env: &mut Env<'_, '_>, id: SessionId, config: SessionConfig) -> Self {
+        let (uuid, path) = (Uuid::draw(env.cx.random), Uuid::draw(env.cx.random));
+        let path = Path::new(id, 0, config.path, path, true, &config);
+        let mut session = Self {
+            id,
+            uuid,
+            config,
+            state: SessionState::Opening,
+            info: None,
             paths: vec![path],
-            connections: u16::try_from(cpus).unwrap_or(64).min(64),
-            connect_timeout: Duration::from_secs(30),
-            heartbeat: HeartbeatConfig::default(),
-            // RNBD's longest message (open) has 264.
-            max_user_header: 320,
-            invalidate_reads: true,
-            buffer_bytes: None,
-            progress_threads: 1,
-            spin: Duration::from_micros(20),
+            lane: Lane::new(id),
+            failure: None,
+            why: PathError::Closed,
+        };
+        let mut reports = Vec::new();
+        session.begin(env, 0, &mut reports);
+        session.settle(env, 0, reports);
+        session
+    }
+
+    pub(super) fn info(&self) -> Option<SessionInfo> {
+        self.info
+    }
+
+    /// Whether requests are taken; the reason why not.
+    pub(super) fn state(&self) -> Result<(), PathError> {
+        match self.state {
+            SessionState::Open => Ok(()),
+            _ => Err(self.why.clone()),
         }
     }
 
-    fn check(&self) -> Result<(), Error> {
-        let config = |m: &str| Err(Error::Config(m.into()));
-        if let Err(e) = check_name(&self.name) {
-            return Err(Error::Config(e.to_string()));
+    /// Nothing is left of it but buffers that its user still holds.
+    pub(super) fn is_closed(&self) -> bool {
+        self.state == SessionState::Closed
+    }
+
+    /// Permits that its requests have.
+    pub(super) fn permits(&self) -> usize {
+        self.lane.permits.held()
+    }
+
+    pub(super) fn buffers(&self) -> &Buffers {
+        &self.lane.buffers
+    }
+
+    pub(super) fn buffers_mut(&mut self) -> &mut Buffers {
+        &mut self.lane.buffers
+    }
+
+    pub(super) fn take_buffer(&mut self, cx: &mut Cx<'_>, len: usize) -> Result<Buffer, Error> {
+        if let Err(why) = self.state() {
+            return Err(Error::Down(why));
         }
-        if self.paths.len() != 1 {
-            return config("a session needs exactly one path");
+        self.lane.buffers.take(cx, len)
+    }
+
+    pub(super) fn give_buffer(&mut self, buffer: Buffer) {
+        self.lane.give(buffer);
+    }
+
+    pub(super) fn close(&mut self, env: &mut Env<'_, '_>) {
+        self.meet(env, SessionEvent::CloseAsked);
+    }
+
+    /// Takes a request, or gives it back with the reason.
+    #[expect(clippy::result_large_err, reason = "the request comes back as it is")]
+    pub(super) fn submit(&mut self, env: &mut Env<'_, '_>, request: Submission) -> Result<(), (Submission, IoError)> {
+        let Some(info) = self.info.filter(|_| self.state == SessionState::Open) else {
+            return Err((request, IoError::Path(self.why.clone())));
+        };
+        let too_long = |what, len, max: u32| IoError::TooLong {
+            what,
+            len,
+            max: max as usize,
+        };
+        let (header, data) = (request.header.len(), request.data.as_ref().map_or(0, Buffer::len));
+        if header > info.max_user_header as usize {
+            return Err((request, too_long("user header", header, info.max_user_header)));
         }
-        if self.connections == 0 || self.connections >= crate::proto::MAX_CONNECTIONS {
-            return config("a path needs 1 to 4095 I/O connections");
+        if data > info.max_io_size as usize {
+            return Err((request, too_long("data", data, info.max_io_size)));
         }
-        if self.progress_threads == 0 {
-            return config("a path needs at least one progress thread");
-        }
-        if self.heartbeat.interval.is_zero() || self.connect_timeout.is_zero() {
-            return config("the heartbeat interval and the connect timeout must not be zero");
-        }
+        self.lane.waiting.push_back(request);
+        self.start(env);
         Ok(())
     }
-}
 
-/// Which connection a request goes over.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum ConType {
-    /// The service connection: user messages other than I/O.
-    Admin,
-    /// An I/O connection; equal hints (a CPU or queue number) give the same one.
-    Io(usize),
-}
-
-/// What a session can do.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct SessionInfo {
-    /// Largest data of a request, bytes.
-    pub max_io_size: u32,
-    /// Requests in flight at most.
-    pub queue_depth: u32,
-    /// Pieces of memory that a request's data may have: one buffer.
-    pub max_segments: u32,
-    /// Longest user header, bytes.
-    pub max_user_header: u32,
-    /// The server changes the key of a chunk with every request (`always_invalidate`).
-    pub new_rkeys: bool,
-}
-
-/// How a request ended.
-#[derive(Debug)]
-pub struct Outcome<P: Provider> {
-    /// Success, the server's error number, or what broke.
-    pub result: Result<(), IoError>,
-    /// The request's buffer.
-    pub data: Option<IoBuffer<P>>,
-}
-
-struct Inner<P: Provider> {
-    name: String,
-    info: SessionInfo,
-    permits: Arc<Permits>,
-    pool: Arc<Pool<P>>,
-    /// One now; requests go to the first that is up.
-    paths: Vec<Arc<Path<P>>>,
-}
-
-impl<P: Provider> Drop for Inner<P> {
-    fn drop(&mut self) {
-        for path in &self.paths {
-            path.close();
+    /// Starts what waits, as far as there are permits and a path.
+    fn start(&mut self, env: &mut Env<'_, '_>) {
+        while !self.lane.waiting.is_empty() {
+            let Some(path) = self.paths.iter().position(Path::is_up) else {
+                return;
+            };
+            let Some(permit) = self.lane.permits.take(env.cx.now) else {
+                return;
+            };
+            let Some(request) = self.lane.waiting.pop_front() else {
+                return;
+            };
+            self.send(env, path, permit, request);
         }
     }
-}
 
-/// A session with a server. Clones are the same session; it is closed when the last one goes, or by
-/// [`Session::close`].
-pub struct Session<P: Provider>(Arc<Inner<P>>);
-
-impl<P: Provider> Clone for Session<P> {
-    fn clone(&self) -> Self {
-        Self(self.0.clone())
-    }
-}
-
-impl<P: Provider> fmt::Debug for Session<P> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Session")
-            .field("name", &self.0.name)
-            .field("info", &self.0.info)
-            .finish_non_exhaustive()
-    }
-}
-
-impl<P: Provider> Session<P> {
-    /// Connects to the server and makes the handshake.
-    ///
-    /// # Errors
-    /// Says what is wrong with the arguments, the way to the server, or its answer.
-    pub fn open(provider: &P, args: OpenArgs) -> Result<Self, Error> {
-        args.check()?;
-        let uuid = Uuid::random().map_err(|e| Error::System("random bytes", e))?;
-        let pd = provider.alloc_pd()?;
-        let config = PathConfig {
-            addr: args.paths[0],
-            name: args.name.clone(),
-            connections: args.connections,
-            connect_timeout: args.connect_timeout,
-            heartbeat: args.heartbeat,
-            max_user_header: args.max_user_header,
-            invalidate_reads: args.invalidate_reads,
-            progress_threads: args.progress_threads.min(args.connections.into()),
-            spin: args.spin,
+    fn send(&mut self, env: &mut Env<'_, '_>, path: usize, permit: u16, request: Submission) {
+        let header = self.lane.headers.as_ref().map(|h| h.write(permit, 0, &request.header));
+        if !matches!(header, Some(Ok(()))) {
+            // The sizes were checked: the path has another idea of them than the session.
+            self.lane.permits.give(permit);
+            let (len, max) = (request.header.len(), 0);
+            let error = IoError::TooLong {
+                what: "user header",
+                len,
+                max,
+            };
+            return self.lane.told(request, Err(error), env.out);
+        }
+        let path = &mut self.paths[path];
+        let io = path.conns.len().saturating_sub(1).max(1);
+        let cid = match request.con {
+            ConType::Admin => 0,
+            ConType::Io(hint) => 1 + (hint % io) as u16,
         };
-        let path = Path::connect(provider, &pd, config, uuid)?;
-        let access = match args.invalidate_reads {
-            true => AccessFlags::LOCAL_WRITE | AccessFlags::MW_BIND,
-            false => AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_WRITE,
+        let slots = post::slots(&self.lane, path.device, request.direction);
+        self.lane.flights[usize::from(permit)] = Some(Flight::new(request, path.index, cid));
+        path.push(env, cid, Post::Request { permit, slots });
+    }
+
+    /// A work request of one of its connections has completed.
+    pub(super) fn completion(&mut self, env: &mut Env<'_, '_>, path: u16, cid: u16, wc: &Completion) {
+        let index = usize::from(path);
+        let Some(path) = self.paths.get_mut(index) else { return };
+        if !matches!(path.state, PathState::Connecting | PathState::Connected) {
+            // What was under way when it went down.
+            return;
+        }
+        let mut reports = Vec::new();
+        if wc.status == WcStatus::FlushError {
+            return path.flushed(env.cx.now);
+        }
+        let done = match Mark::decode(wc.wr_id) {
+            _ if !wc.is_ok() => Err(Error::Path(PathError::Completion {
+                what: Mark::what(wc.wr_id),
+                status: wc.status,
+            })),
+            None => Err(Error::Path(PathError::Unexpected("a completion without our mark"))),
+            Some(mark) if mark.kind == MarkKind::Info => {
+                path.heard();
+                self.handshake(env, index).information(wc)
+            }
+            Some(mark) => Answers {
+                path,
+                env,
+                lane: &mut self.lane,
+            }
+            .completion(cid, mark, wc)
+            .map_err(Error::Path),
         };
-        let info = *path.info();
-        let full = Pool::<P>::bytes_for(info.max_io_size as usize, info.queue_depth as usize);
-        let pool = Pool::new(provider.clone(), pd, access, args.buffer_bytes.unwrap_or(full));
-        Ok(Self(Arc::new(Inner {
-            name: args.name,
-            info,
-            permits: path.permits().clone(),
-            pool,
-            paths: vec![path],
-        })))
+        match done {
+            // The way of nearly all completions.
+            Ok(()) if self.state == SessionState::Open && self.lane.waiting.is_empty() => {}
+            Ok(()) => self.settle(env, index, reports),
+            Err(e) => {
+                self.paths[index].fail(e, &mut reports);
+                self.settle(env, index, reports);
+            }
+        }
     }
 
-    /// The session's name.
-    pub fn name(&self) -> &str {
-        &self.0.name
+    fn handshake<'a, 'b, 'c>(&'a mut self, env: &'a mut Env<'b, 'c>, index: usize) -> Handshake<'a, 'b, 'c> {
+        Handshake {
+            path: &mut self.paths[index],
+            env,
+            lane: &mut self.lane,
+            config: &self.config,
+            uuid: self.uuid,
+        }
     }
 
-    /// What the session can do.
-    pub fn info(&self) -> SessionInfo {
-        self.0.info
+    fn begin(&mut self, env: &mut Env<'_, '_>, index: usize, reports: &mut Vec<Report>) {
+        let mut handshake = self.handshake(env, index);
+        let begun = handshake.begin();
+        handshake.settle(begun, reports);
     }
 
-    /// Whether requests can be sent; the reason why not.
-    ///
-    /// # Errors
-    /// Why the session is down.
-    pub fn state(&self) -> Result<(), PathError> {
-        let mut state = Err(PathError::Closed);
-        for path in &self.0.paths {
-            state = path.state();
-            if state.is_ok() {
+    /// An event of one of its connections.
+    pub(super) fn cm_event(&mut self, env: &mut Env<'_, '_>, path: u16, cid: u16, kind: CmKind) {
+        let index = usize::from(path);
+        let Some(path) = self.paths.get_mut(index) else { return };
+        let mut reports = Vec::new();
+        if matches!(
+            kind,
+            CmKind::Disconnected | CmKind::Rejected { .. } | CmKind::Unreachable | CmKind::ConnectError(_)
+        ) {
+            path.note_left(cid);
+        }
+        match (path.state, kind) {
+            (PathState::Connecting, CmKind::Disconnected) | (PathState::Connected, CmKind::Disconnected) => {
+                path.fail_path(PathError::PeerDisconnected, &mut reports);
+            }
+            (PathState::Connecting, kind) => {
+                let mut handshake = self.handshake(env, index);
+                let done = handshake.event(cid, kind);
+                handshake.settle(done, &mut reports);
+            }
+            (PathState::Connected, kind) => {
+                let why = match kind {
+                    CmKind::ConnectError(text) => text,
+                    CmKind::Rejected { reason, .. } => format!("rejected: {reason:?}"),
+                    CmKind::Unreachable => "unreachable".into(),
+                    CmKind::AddressChange => "our address is gone".into(),
+                    _ => return,
+                };
+                path.fail_path(PathError::Cm(why), &mut reports);
+            }
+            _ => {}
+        }
+        self.settle(env, index, reports);
+    }
+
+    pub(super) fn drained(&mut self, env: &mut Env<'_, '_>, path: u16, cid: u16) {
+        let index = usize::from(path);
+        if let Some(path) = self.paths.get_mut(index) {
+            path.drained(cid);
+            self.settle(env, index, Vec::new());
+        }
+    }
+
+    /// A device is gone, and its paths with it: for good.
+    pub(super) fn device_removed(&mut self, env: &mut Env<'_, '_>, device: DeviceIx) {
+        for index in 0..self.paths.len() {
+            let path = &mut self.paths[index];
+            if path.device == Some(device) {
+                path.set_why(PathError::Cm("the device was removed".into()));
+                path.meet(PathEvent::CloseAsked);
+                self.settle(env, index, Vec::new());
+            }
+        }
+    }
+
+    /// Posts what a connection has.
+    pub(super) fn post(&mut self, env: &mut Env<'_, '_>, path: u16, cid: u16) {
+        let index = usize::from(path);
+        let Some(path) = self.paths.get_mut(index) else { return };
+        if let Some(conn) = path.conns.get_mut(usize::from(cid)) {
+            conn.dirty = false;
+        }
+        if let Err(e) = post::post(env.cx, path, &mut self.lane, cid) {
+            let mut reports = Vec::new();
+            path.fail_path(PathError::Post(e), &mut reports);
+            self.settle(env, index, reports);
+        }
+    }
+
+    pub(super) fn timeout(&mut self, env: &mut Env<'_, '_>) {
+        for index in 0..self.paths.len() {
+            let path = &mut self.paths[index];
+            if path.next_timeout().is_some_and(|due| due <= env.cx.now) {
+                let mut reports = Vec::new();
+                path.timeout(env, &self.config, &mut reports);
+                self.settle(env, index, reports);
+            }
+        }
+        // Permits may have rested long enough.
+        self.start(env);
+    }
+
+    pub(super) fn next_timeout(&self) -> Option<Instant> {
+        let rest = self
+            .lane
+            .permits
+            .next_timeout()
+            .filter(|_| !self.lane.waiting.is_empty());
+        self.paths.iter().filter_map(Path::next_timeout).chain(rest).min()
+    }
+
+    /// Does what a path's events call for, there and here.
+    fn settle(&mut self, env: &mut Env<'_, '_>, index: usize, mut reports: Vec<Report>) {
+        loop {
+            let path = &mut self.paths[index];
+            path.run(env, &mut self.lane, &self.config, &mut reports);
+            if reports.is_empty() {
                 break;
             }
-        }
-        state
-    }
-
-    /// Calls `f` once when the session goes down (at once if it is down already), on a thread of the session: `f` must
-    /// not block.
-    pub fn on_down(&self, f: impl FnOnce(&PathError) + Send + 'static) {
-        if let Some(path) = self.0.paths.first() {
-            path.on_down(Box::new(f));
-        }
-    }
-
-    /// A registered buffer of `len` bytes (content undefined).
-    ///
-    /// # Errors
-    /// When the pool is used up.
-    pub fn alloc_buffer(&self, len: usize) -> Result<IoBuffer<P>, Error> {
-        self.0.pool.alloc(len)
-    }
-
-    /// A permit for one request; waits while the queue is full.
-    ///
-    /// # Errors
-    /// When the session is down.
-    pub fn permit(&self) -> Result<Permit, Error> {
-        self.0.permits.take().map_err(Error::Down)
-    }
-
-    /// A permit for one request; `None` while the queue is full.
-    ///
-    /// # Errors
-    /// When the session is down.
-    pub fn try_permit(&self) -> Result<Option<Permit>, Error> {
-        self.0.permits.try_take().map_err(Error::Down)
-    }
-
-    /// Sends a request: the user's header and, for a write, the data of the buffer; for a read its answer lands there.
-    ///
-    /// `done` is called exactly once, with the buffer, on a thread of the session, or on this one if the request can't
-    /// be sent. It must not block: heartbeats go on without it, but no other request completes meanwhile. The permit is
-    /// free again before `done` is called.
-    pub fn request(
-        &self,
-        permit: Permit,
-        con: ConType,
-        direction: Direction,
-        header: &[u8],
-        data: Option<IoBuffer<P>>,
-        done: impl FnOnce(Outcome<P>) + Send + 'static,
-    ) {
-        let submission = Submission {
-            permit,
-            con,
-            direction,
-            data,
-            done: Box::new(done),
-        };
-        let info = &self.0.info;
-        let data_len = submission.data.as_ref().map_or(0, IoBuffer::len);
-        if header.len() > info.max_user_header as usize {
-            return submission.fail(IoError::TooLong {
-                what: "user header",
-                len: header.len(),
-                max: info.max_user_header as usize,
-            });
-        }
-        if data_len > info.max_io_size as usize {
-            return submission.fail(IoError::TooLong {
-                what: "data",
-                len: data_len,
-                max: info.max_io_size as usize,
-            });
-        }
-        if !submission.permit.belongs_to(&self.0.permits) {
-            return submission.fail(IoError::Path(PathError::Unexpected("the permit is of another session")));
-        }
-        match self.0.paths.iter().find(|p| p.state().is_ok()) {
-            Some(path) => path.send(submission, header),
-            None => submission.fail(IoError::Path(self.state().err().unwrap_or(PathError::Closed))),
-        }
-    }
-
-    /// Sends a request and waits for its end. Not to be called from a completion callback.
-    pub fn call(&self, con: ConType, direction: Direction, header: &[u8], data: Option<IoBuffer<P>>) -> Outcome<P> {
-        let permit = match self.0.permits.take() {
-            Ok(permit) => permit,
-            Err(e) => {
-                return Outcome {
-                    result: Err(IoError::Path(e)),
-                    data,
-                };
+            for report in core::mem::take(&mut reports) {
+                self.report(env, index, report, &mut reports);
             }
-        };
-        let slot = Arc::new((Mutex::new(None), Condvar::new()));
-        let theirs = slot.clone();
-        self.request(permit, con, direction, header, data, move |outcome| {
-            *theirs.0.lock() = Some(outcome);
-            theirs.1.notify_one();
-        });
-        let mut outcome = slot.0.lock();
-        loop {
-            if let Some(outcome) = outcome.take() {
-                return outcome;
+        }
+        self.start(env);
+    }
+
+    fn report(&mut self, env: &mut Env<'_, '_>, index: usize, report: Report, reports: &mut Vec<Report>) {
+        match report {
+            Report::Begin => self.begin(env, index, reports),
+            Report::Up => self.path_up(env, index),
+            Report::Down(why) => {
+                self.log_down(index, &why);
+                self.path_down(env, why);
             }
-            slot.1.wait(&mut outcome);
+            Report::Failed(error) => self.attempt_failed(index, error),
+            Report::Orphans(flights) => self.orphaned(env, index, flights),
+            Report::Closed => {
+                self.lane.permits.path_gone(index as u16);
+                self.path_closed(env, index);
+            }
         }
     }
 
-    /// Disconnects in good order. Requests in flight end with an error.
-    pub fn close(&self) {
-        for path in &self.0.paths {
-            path.close();
+    fn path_up(&mut self, env: &mut Env<'_, '_>, index: usize) {
+        let path = &self.paths[index];
+        let Some(terms) = path.terms else { return };
+        let info = terms.info(self.config.max_user_header);
+        self.info = Some(info);
+        let full = Buffers::bytes_for(info.max_io_size as usize, info.queue_depth as usize);
+        self.lane.buffers.set_limit(self.config.buffer_bytes.unwrap_or(full));
+        tracing::info!(session = %self.config.name, path = %path.addr, ?info, "path is up");
+        self.meet(env, SessionEvent::PathUp);
+    }
+
+    fn log_down(&self, index: usize, why: &PathError) {
+        let (session, path) = (&self.config.name, &self.paths[index].addr);
+        match why {
+            PathError::Closed => tracing::info!(%session, %path, "path closed"),
+            why => tracing::warn!(%session, %path, error = %why, "path lost"),
+        }
+    }
+
+    fn path_down(&mut self, env: &mut Env<'_, '_>, why: PathError) {
+        if self.paths.iter().any(Path::is_up) {
+            return;
+        }
+        self.why = why;
+        self.meet(env, SessionEvent::LastPathDown);
+        self.fail_waiting(env);
+    }
+
+    /// Without a path what waits for a permit has nowhere to go.
+    fn fail_waiting(&mut self, env: &mut Env<'_, '_>) {
+        for request in core::mem::take(&mut self.lane.waiting) {
+            self.lane.told(request, Err(IoError::Path(self.why.clone())), env.out);
+        }
+    }
+
+    fn attempt_failed(&mut self, index: usize, error: Error) {
+        let path = &mut self.paths[index];
+        if self.state == SessionState::Opening {
+            self.failure.get_or_insert(error);
+            return path.meet(PathEvent::CloseAsked);
+        }
+        tracing::warn!(session = %self.config.name, path = %path.addr, %error, "reconnecting failed");
+    }
+
+    /// Requests whose path is drained go by another, or end.
+    fn orphaned(&mut self, env: &mut Env<'_, '_>, index: usize, flights: Vec<Flight>) {
+        let why = self.paths[index].why();
+        for flight in flights {
+            let result = match flight.waits {
+                // It was answered; the key ended with the queue pair.
+                Waits::Revocation(0) => Ok(()),
+                Waits::Revocation(errno) => Err(IoError::Remote(errno.into())),
+                Waits::Room | Waits::Answer if self.paths.iter().any(Path::is_up) => {
+                    self.lane.waiting.push_back(flight.request);
+                    continue;
+                }
+                Waits::Room | Waits::Answer => Err(IoError::Path(why.clone())),
+            };
+            self.lane.told(flight.request, result, env.out);
+        }
+    }
+
+    fn path_closed(&mut self, env: &mut Env<'_, '_>, index: usize) {
+        if self.paths.iter().any(|path| path.state != PathState::Closed) {
+            return;
+        }
+        if self.state == SessionState::Open || self.state == SessionState::Opening {
+            self.why = self.paths[index].why();
+        }
+        match self.state {
+            SessionState::Opening => self.meet(env, SessionEvent::PathsLost),
+            // It was closed without having been lost: by its device.
+            SessionState::Open => self.meet(env, SessionEvent::LastPathDown),
+            SessionState::Closing => self.meet(env, SessionEvent::PathsGone),
+            SessionState::Disconnected | SessionState::Closed => {}
+        }
+        self.fail_waiting(env);
+    }
+
+    fn meet(&mut self, env: &mut Env<'_, '_>, event: SessionEvent) {
+        let Some((next, actions)) = table::step(SESSION, self.state, event) else {
+            return;
+        };
+        self.state = next;
+        for action in actions {
+            self.act(env, *action);
+        }
+    }
+
+    fn act(&mut self, env: &mut Env<'_, '_>, action: SessionAction) {
+        let info = self.info;
+        match action {
+            SessionAction::Announce => env.out.extend(info.map(|info| Output::Opened(self.id, info))),
+            SessionAction::TellUp => env.out.extend(info.map(|info| Output::Up(self.id, info))),
+            SessionAction::TellDown => env.out.push_back(Output::Down(self.id, self.why.clone())),
+            SessionAction::Fail => {
+                let error = self.failure.take();
+                let error = error.unwrap_or_else(|| Error::Path(self.why.clone()));
+                env.out.push_back(Output::OpenFailed(self.id, error));
+            }
+            SessionAction::ClosePaths => self.close_paths(env),
+            SessionAction::GiveBack => self.lane.close(env.cx),
+            SessionAction::Tell => env.out.push_back(Output::Closed(self.id)),
+        }
+    }
+
+    fn close_paths(&mut self, env: &mut Env<'_, '_>) {
+        self.why = PathError::Closed;
+        self.fail_waiting(env);
+        for index in 0..self.paths.len() {
+            let path = &mut self.paths[index];
+            if path.is_up() {
+                path.set_why(PathError::Closed);
+                tracing::info!(session = %self.config.name, path = %path.addr, "path closed");
+            }
+            path.meet(PathEvent::CloseAsked);
+            self.settle(env, index, Vec::new());
+        }
+        // All of them may have been closed before.
+        if self.paths.iter().all(|path| path.state == PathState::Closed) {
+            self.meet(env, SessionEvent::PathsGone);
         }
     }
 }

@@ -5,7 +5,10 @@ use zerocopy::{
     little_endian::{U16, U32},
 };
 
-use super::{ChunkLayout, MAGIC, MAX_CONNECTIONS, MsgFlags, ProtoError, Uuid, VERSION, VERSION_MAJOR, take};
+use super::{
+    common::{MAGIC, MAX_CONNECTIONS, MsgFlags, ProtoError, Uuid, VERSION, VERSION_MAJOR, take},
+    imm::ChunkLayout,
+};
 
 /// Client to server, with the CM's REQ (`struct rtrs_msg_conn_req`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]

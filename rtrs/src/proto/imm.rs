@@ -1,6 +1,9 @@
 //! Immediate values: 4 bits of type, 28 bits of payload (`rtrs_to_imm`).
 
-use super::ProtoError;
+use super::{
+    common::{MAX_QUEUE_DEPTH, ProtoError},
+    errno,
+};
 
 /// Bits of payload.
 pub const PAYLOAD_BITS: u32 = 28;
@@ -36,7 +39,7 @@ impl IoReply {
             .filter(|e| u32::from(*e) <= ERRNO_MASK);
         Self {
             msg_id: msg_id & MSG_ID_MASK,
-            errno: errno.unwrap_or(super::errno::EIO as u16),
+            errno: errno.unwrap_or(errno::EIO as u16),
             invalidated,
         }
     }
@@ -109,7 +112,7 @@ impl ChunkLayout {
     /// # Errors
     /// When either is zero or too large, or the two don't fit in 28 bits together.
     pub fn new(queue_depth: u32, chunk_size: u32) -> Result<Self, ProtoError> {
-        if queue_depth == 0 || queue_depth > super::MAX_QUEUE_DEPTH {
+        if queue_depth == 0 || queue_depth > MAX_QUEUE_DEPTH {
             return Err(ProtoError::field("queue depth", queue_depth, "1 to 65535"));
         }
         let chunk_bits = bits_for(queue_depth);

@@ -2,7 +2,10 @@
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned, little_endian::U16};
 
-use super::{ChunkLayout, MsgType, NAME_MAX, ProtoError, SgDesc, take};
+use super::{
+    common::{MsgType, NAME_MAX, ProtoError, SgDesc, take},
+    imm::ChunkLayout,
+};
 
 /// Client to server: the session's name (`struct rtrs_msg_info_req`), 272 bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]

@@ -8,7 +8,10 @@ use zerocopy::{
     little_endian::{U16, U32},
 };
 
-use super::{MsgFlags, MsgType, ProtoError, SgDesc, info::check_type, take};
+use super::{
+    common::{MsgFlags, MsgType, ProtoError, SgDesc, take},
+    info::check_type,
+};
 
 /// A write request: its data and user header lie before it (`struct rtrs_msg_rdma_write`), 4 bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]

@@ -29,7 +29,7 @@ pub struct ServerConfig {
     pub max_sessions: usize,
     /// Sessions of one client at a time: of one IPv4 address, one link-local IPv6 address or one other IPv6 /64.
     pub max_sessions_per_client: usize,
-    /// Paths of all sessions at a time; each has two threads or more.
+    /// Paths of all sessions at a time.
     pub max_paths: usize,
     /// Connections of a path at most, the service connection included (kernel clients: number of CPUs + 1).
     pub max_connections: u16,
@@ -44,10 +44,6 @@ pub struct ServerConfig {
     pub heartbeat: HeartbeatConfig,
     /// Longest time from a path's first connection request to the end of its handshake.
     pub handshake_timeout: Duration,
-    /// Threads per path that poll the I/O connections.
-    pub progress_threads: usize,
-    /// How long a thread polls an empty completion queue before it goes to sleep.
-    pub spin: Duration,
 }
 
 impl Default for ServerConfig {
@@ -67,8 +63,6 @@ impl Default for ServerConfig {
             always_invalidate: true,
             heartbeat: HeartbeatConfig::default(),
             handshake_timeout: limits.handshake,
-            progress_threads: 1,
-            spin: Duration::from_micros(20),
         }
     }
 }
@@ -102,7 +96,7 @@ impl ServerConfig {
     }
 
     /// Checks the values by themselves and against the device.
-    pub(super) fn check(&self, limits: &DeviceLimits) -> Result<ChunkLayout, Error> {
+    pub(crate) fn check(&self, limits: &DeviceLimits) -> Result<ChunkLayout, Error> {
         let config = |m: String| Err(Error::Config(m));
         if self.queue_depth == 0 || self.queue_depth > MAX_QUEUE_DEPTH {
             return config(format!(
@@ -131,14 +125,8 @@ impl ServerConfig {
                 self.queue_depth
             ));
         }
-        let needed = [
-            self.max_sessions,
-            self.max_sessions_per_client,
-            self.max_paths,
-            self.progress_threads,
-        ];
-        if needed.contains(&0) {
-            return config("at least one session, one path and one progress thread are needed".into());
+        if [self.max_sessions, self.max_sessions_per_client, self.max_paths].contains(&0) {
+            return config("at least one session and one path are needed".into());
         }
         if !(2..=MAX_CONNECTIONS).contains(&self.max_connections) {
             return config("a path has 2 to 4096 connections".into());
@@ -150,7 +138,7 @@ impl ServerConfig {
     }
 
     /// Send queue of a service connection: the kernel's, and room to open all chunks at once.
-    pub(super) fn service_send_wr(&self) -> u32 {
+    pub(crate) fn service_send_wr(&self) -> u32 {
         2 * SERVICE_QUEUE_DEPTH + 2 + self.queue_depth
     }
 }

@@ -1,70 +1,32 @@
-//! The thread of the connection manager. It alone makes paths: of a connection request no more than a queue pair, until
-//! the client has proved that it receives what is sent to its address.
+//! Who gets in: of a connection request no more is made than a queue pair, until the client has proved that it receives what is
+//! sent to its address.
 
-use core::{sync::atomic::Ordering, time::Duration};
-use std::{collections::HashMap, sync::Arc};
+use core::fmt;
 
-use roce_verbs::{
-    QpCaps,
-    provider::{CmChannel, CmEvent, CmEventKind, CmId, ConnParams, Provider},
-};
+use roce_verbs::provider::{CmRef, ConnParams, DeviceIx, KeyStrategy, RejectReason, VerbsError};
 use zerocopy::IntoBytes;
 
-use super::{
-    listener::{Counters, Shared},
-    path::{Path, PathId, Queues, SrvConn, service_caps},
-    session::SrvSession,
-};
 use crate::{
-    Error, PathError,
+    PathError,
     admission::{Admitted, ConnectRequest, Opened, PathKey, Refusal},
-    poller::Queue,
-    proto::{ConnReq, ConnRsp, MAX_HDR_SIZE, MsgFlags, ProtoError, Uuid, errno},
-    throttle::LogThrottle,
+    cx::Cx,
+    proto::{ConnReq, ConnRsp, MAX_HDR_SIZE, MsgFlags, ProtoError, errno},
+    server::{
+        config::ServerConfig,
+        effects::Place,
+        half_open::{HalfOpen, Held, PathId},
+        path::{Path, device_caps, entries, service_caps},
+        server::{Owner, Server},
+    },
 };
-
-/// Longest wait for an event: a shutdown is noticed by then.
-const MAX_WAIT: Duration = Duration::from_millis(200);
-
-/// A path of which nobody knows yet whether there is a client behind it: all that its connection request gets.
-pub(super) struct HalfOpen<P: Provider> {
-    pub(super) id: PathId,
-    pub(super) session: Uuid,
-    /// Of its session, which may be still to come.
-    pub(super) pd: P::Pd,
-    pub(super) service: Queue<P>,
-    pub(super) caps: QpCaps,
-    pub(super) conn: SrvConn<P>,
-    handle: u64,
-    /// Requests for further connections that came before connection 0 was known to stand.
-    held: Vec<(P::CmId, Vec<u8>)>,
-}
-
-/// What the thread works on.
-pub(super) struct Desk<P: Provider> {
-    shared: Arc<Shared<P>>,
-    half_open: HashMap<PathKey, HalfOpen<P>>,
-    /// By the handle of connection 0.
-    handles: HashMap<u64, PathKey>,
-    log: Log,
-}
-
-/// Lines that anybody may cause.
-struct Log {
-    refused: LogThrottle,
-    gave_way: LogThrottle,
-    timed_out: LogThrottle,
-}
-
-/// A path, its session, and what its threads will poll.
-type Made<P> = (Arc<SrvSession<P>>, Arc<Path<P>>, Queues<P>);
 
 /// Why a request got no further.
+#[derive(Debug)]
 enum Denied {
     Refused(Refusal),
     Malformed(ProtoError),
     NoAddress,
-    Failed(Error),
+    Failed(PathError),
 }
 
 impl Denied {
@@ -77,8 +39,8 @@ impl Denied {
     }
 }
 
-impl core::fmt::Display for Denied {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+impl fmt::Display for Denied {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Refused(refusal) => refusal.fmt(f),
             Self::Malformed(e) => e.fmt(f),
@@ -94,330 +56,296 @@ impl From<Refusal> for Denied {
     }
 }
 
-impl<P: Provider> Desk<P> {
-    pub(super) fn new(shared: Arc<Shared<P>>) -> Self {
-        Self {
-            shared,
-            half_open: HashMap::new(),
-            handles: HashMap::new(),
-            log: Log {
-                refused: LogThrottle::new(),
-                gave_way: LogThrottle::new(),
-                timed_out: LogThrottle::new(),
-            },
-        }
-    }
+/// What goes with an accept.
+fn response(cx: &Cx<'_>, device: DeviceIx, config: &ServerConfig) -> Result<ConnParams, VerbsError> {
+    let flags = match KeyStrategy::for_chunks(device_caps(cx, device)?, config.always_invalidate) {
+        KeyStrategy::Static => MsgFlags::empty(),
+        _ => MsgFlags::NEW_RKEY,
+    };
+    let depth = u16::try_from(config.queue_depth).unwrap_or(u16::MAX);
+    let rsp = ConnRsp::accept(depth, config.max_io_size(), MAX_HDR_SIZE, flags);
+    Ok(ConnParams {
+        private_data: rsp.as_bytes().to_vec(),
+        responder_resources: 0,
+        initiator_depth: 0,
+        ..ConnParams::default()
+    })
+}
 
-    /// Runs until the server closes. The listener goes with it.
-    pub(super) fn serve(mut self, channel: &P::CmChannel, listener: P::CmId) {
-        while !self.shared.closing.load(Ordering::Acquire) {
-            match channel.wait(Some(self.patience())) {
-                Ok(Some(event)) => self.event(event),
-                Ok(None) => {}
-                Err(e) => {
-                    tracing::error!(error = %e, "the server's connection manager stopped");
-                    break;
-                }
-            }
-            self.expire();
-            self.summaries();
-        }
-        drop(listener);
-    }
-
-    /// How long to wait for an event.
-    fn patience(&self) -> Duration {
-        let due = self.shared.registry.lock().admission.next_deadline();
-        let left = due.map_or(MAX_WAIT, |due| due.saturating_since(self.shared.now()));
-        left.clamp(Duration::from_millis(1), MAX_WAIT)
-    }
-
-    fn event(&mut self, event: CmEvent<P::CmId>) {
-        let handle = event.id.handle();
-        match event.kind {
-            CmEventKind::ConnectRequest { id, private_data, .. } => self.connect_request(id, private_data),
-            CmEventKind::Established { .. } => self.established(handle),
-            CmEventKind::TimewaitExit => {}
-            CmEventKind::Disconnected => self.over(handle, || PathError::PeerDisconnected),
-            kind @ (CmEventKind::Rejected { .. } | CmEventKind::Unreachable | CmEventKind::ConnectError(_)) => {
-                self.over(handle, || PathError::Cm(format!("{kind:?}")));
-            }
-        }
-    }
-
-    /// A connection is over, and its path with it.
-    fn over(&mut self, handle: u64, why: impl FnOnce() -> PathError) {
-        if let Some(key) = self.handles.get(&handle).copied() {
-            self.shared.registry.lock().admission.ended(key);
-            return drop(self.forget(key));
-        }
-        let path = self.shared.registry.lock().connections.get(&handle).cloned();
-        if let Some(path) = path.and_then(|p| p.upgrade()) {
-            path.fail(why());
-        }
-    }
-
-    /// Takes a half-open path off the desk. Dropped, its connection is ended, and what was held is refused.
-    fn forget(&mut self, key: PathKey) -> Option<HalfOpen<P>> {
-        let half_open = self.half_open.remove(&key)?;
-        self.handles.remove(&half_open.handle);
-        Some(half_open)
-    }
-
-    fn connect_request(&mut self, id: P::CmId, private_data: Vec<u8>) {
-        let Err(denied) = self.admit(&id, private_data) else {
+impl Server {
+    /// Somebody wants to connect.
+    pub(super) fn connect_request(&mut self, cx: &mut Cx<'_>, id: CmRef, device: DeviceIx, private_data: Vec<u8>) {
+        let Err(denied) = self.admit(cx, id, device, private_data) else {
             return;
         };
-        let counters = &self.shared.counters;
-        counters.denied(match &denied {
+        self.effects.counters.denied(match &denied {
             Denied::Refused(refusal) => Some(*refusal),
             _ => None,
         });
-        let (peer, errno) = (id.peer_addr(), denied.errno());
-        self.log.refused.hit(
-            || tracing::warn!(?peer, errno, reason = %denied, "connection refused"),
-            refused_more,
-        );
+        let (peer, errno) = (cx.provider.cm_addrs(id).and_then(|(_, peer)| peer), denied.errno());
+        self.log.refused.hit(cx.now, || {
+            tracing::warn!(?peer, errno, reason = %denied, "connection refused");
+        });
+        self.cms.remove(&id);
         let rsp = ConnRsp::reject(errno);
-        if let Err(e) = id.reject(rsp.as_bytes()) {
+        if let Err(e) = cx.provider.cm_reject(id, RejectReason::CONSUMER, rsp.as_bytes()) {
             tracing::debug!(error = %e, "reject");
+            cx.provider.cm_destroy(id);
         }
     }
 
-    fn admit(&mut self, id: &P::CmId, private_data: Vec<u8>) -> Result<(), Denied> {
-        let peer = id.peer_addr().ok_or(Denied::NoAddress)?;
+    fn admit(&mut self, cx: &mut Cx<'_>, id: CmRef, device: DeviceIx, private_data: Vec<u8>) -> Result<(), Denied> {
+        let addrs = cx.provider.cm_addrs(id);
+        let Some((local, Some(peer))) = addrs else {
+            return Err(Denied::NoAddress);
+        };
         let req = *ConnReq::parse(&private_data).map_err(Denied::Malformed)?;
         let request = ConnectRequest {
             peer: peer.ip(),
-            local: id.local_addr().ip(),
+            local: local.ip(),
             session: req.session_uuid,
             path: req.path_uuid,
             cid: req.cid.get(),
             connections: req.cid_num.get(),
             first_conn: req.first_conn(),
         };
-        let now = self.shared.now();
-        let admitted = self.shared.registry.lock().admission.request(now, &request)?;
-        match admitted {
+        match self.admission.request(cx.now, &request)? {
             Admitted::HalfOpen { path, gives_way } => {
                 if let Some(old) = gives_way {
-                    self.give_way(old);
+                    self.give_way(cx, old);
                 }
                 let path_id = PathId {
                     key: path,
-                    con_num: request.connections,
+                    session: request.session,
+                    device,
                     peer,
+                    connections: request.connections,
                 };
-                self.greet(path_id, request.session, id).map_err(|e| {
-                    self.shared.registry.lock().admission.ended(path);
-                    Counters::add(&self.shared.counters.no_resources);
-                    Denied::Failed(e)
+                self.greet(cx, path_id, id).map_err(|e| {
+                    self.admission.ended(path);
+                    self.effects.counters.no_resources += 1;
+                    Denied::Failed(e.into())
                 })
             }
             Admitted::Held(path) => {
-                Counters::add(&self.shared.counters.requests_held);
-                if let Some(half_open) = self.half_open.get_mut(&path) {
-                    half_open.held.push((id.clone(), private_data));
-                }
+                let half_open = self.half_open.get_mut(&path).ok_or(Refusal::Unexpected)?;
+                self.effects.counters.requests_held += 1;
+                half_open.held.push(Held {
+                    cm: id,
+                    device,
+                    private_data,
+                });
+                self.cms.insert(id, Owner::Held(path));
                 Ok(())
             }
-            Admitted::Connection(path) => self.connect(path, request.cid, id),
+            Admitted::Connection(path) => self.connect(cx, path, request.cid, device, id),
         }
     }
 
     /// A half-open path has given way to a newcomer.
-    fn give_way(&mut self, key: PathKey) {
-        let Some(old) = self.forget(key) else { return };
-        Counters::add(&self.shared.counters.half_open_gave_way);
-        let peer = old.id.peer;
-        self.log.gave_way.hit(
-            || tracing::warn!(%peer, "a client that has not answered gives way to another"),
-            gave_way_more,
-        );
+    fn give_way(&mut self, cx: &mut Cx<'_>, path: PathKey) {
+        let Some(old) = self.forget(cx, path) else { return };
+        self.effects.counters.half_open_gave_way += 1;
+        let peer = old.peer;
+        self.log.gave_way.hit(cx.now, || {
+            tracing::warn!(%peer, "a client that has not answered gives way to another");
+        });
     }
 
     /// Answers connection 0 of a new path.
-    fn greet(&mut self, id: PathId, session: Uuid, cm: &P::CmId) -> Result<(), Error> {
-        let shared = &self.shared;
-        let known = shared.registry.lock().sessions.get(&session).map(|s| s.pd.clone());
-        let waiting = || self.half_open.values().find(|h| h.session == session);
-        let pd = match known.or_else(|| waiting().map(|h| h.pd.clone())) {
-            Some(pd) => pd,
-            None => shared.provider.alloc_pd()?,
-        };
-        let caps = service_caps(&shared.provider, &shared.config);
-        let service = Queue::new(&shared.provider, caps.max_send_wr + caps.max_recv_wr + 16)?;
-        let conn = SrvConn::new(&shared.provider, &pd, &service.cq, 0, caps)?;
-        cm.accept(&conn.qp, response(shared))?;
-        conn.set_cm(cm.clone());
-        Counters::add(&shared.counters.connections_accepted);
-        self.handles.insert(cm.handle(), id.key);
-        let half_open = HalfOpen {
-            id,
-            session,
-            pd,
-            service,
-            caps,
-            conn,
-            handle: cm.handle(),
-            held: Vec::new(),
-        };
+    fn greet(&mut self, cx: &mut Cx<'_>, id: PathId, cm: CmRef) -> Result<(), VerbsError> {
+        let params = response(cx, id.device, &self.config)?;
+        let limits = &device_caps(cx, id.device)?.limits;
+        let caps = service_caps(limits, &self.config);
+        let entries = entries(limits, &caps, 1);
+        let pd = self.domains.enter(cx, id.session, id.device)?;
+        let made = HalfOpen::make(cx, id, pd, caps, entries, cm);
+        let accepted = made.and_then(
+            |half_open| match cx.provider.cm_accept(cm, half_open.conn.qp, &params) {
+                Ok(()) => Ok(half_open),
+                Err(e) => {
+                    half_open.destroy_objects(cx);
+                    Err(e)
+                }
+            },
+        );
+        let half_open = accepted.inspect_err(|_| self.domains.leave(cx, id.session, id.device))?;
+        self.effects.counters.connections_accepted += 1;
+        self.cms.insert(cm, Owner::HalfOpen(id.key));
         self.half_open.insert(id.key, half_open);
         Ok(())
     }
 
+    /// Forgets a half-open path: its connection is ended, and what was held is refused.
+    pub(super) fn forget(&mut self, cx: &mut Cx<'_>, path: PathKey) -> Option<PathId> {
+        let half_open = self.half_open.remove(&path)?;
+        let held = half_open.held.iter().map(|held| held.cm);
+        for cm in held.chain([half_open.conn.cm]) {
+            self.cms.remove(&cm);
+            cx.provider.cm_destroy(cm);
+        }
+        half_open.destroy_objects(cx);
+        self.domains.leave(cx, half_open.id.session, half_open.id.device);
+        Some(half_open.id)
+    }
+
+    /// A connection request that waits is over: its client has given it up.
+    pub(super) fn drop_held(&mut self, cx: &mut Cx<'_>, path: PathKey, id: CmRef) {
+        if let Some(half_open) = self.half_open.get_mut(&path) {
+            half_open.held.retain(|held| held.cm != id);
+        }
+        self.cms.remove(&id);
+        cx.provider.cm_destroy(id);
+    }
+
     /// Connection 0 of a path stands: now it gets what a session needs.
-    fn established(&mut self, handle: u64) {
-        let Some(key) = self.handles.get(&handle).copied() else {
+    pub(super) fn established(&mut self, cx: &mut Cx<'_>, path: PathKey) {
+        let Some(half_open) = self.half_open.get_mut(&path) else {
             return;
         };
-        let opened = self.shared.registry.lock().admission.established(key);
-        let (Some(opened), Some(mut half_open)) = (opened, self.forget(key)) else {
+        let Some(opened) = self.admission.established(path) else {
             return;
         };
         let held = core::mem::take(&mut half_open.held);
         let peer = half_open.id.peer;
         match opened {
             Ok(opened) => {
-                if let Err(e) = self.open(&opened, half_open) {
-                    Counters::add(&self.shared.counters.no_resources);
+                if let Err(e) = self.open(cx, &opened, path) {
+                    self.effects.counters.no_resources += 1;
                     tracing::error!(%peer, error = %e, "no room for a path: it is closed");
                 }
             }
             Err(refusal) => {
-                self.shared.counters.denied(Some(refusal));
-                self.log.refused.hit(
-                    || tracing::warn!(%peer, reason = %refusal, "path refused: others were faster"),
-                    refused_more,
-                );
+                self.forget(cx, path);
+                self.effects.counters.denied(Some(refusal));
+                self.log.refused.hit(cx.now, || {
+                    tracing::warn!(%peer, reason = %refusal, "path refused: others were faster");
+                });
             }
         }
-        for (id, private_data) in held {
-            self.connect_request(id, private_data);
-        }
-    }
-
-    /// Makes the path, and perhaps its session. Outside of the registry's lock: only this thread makes any.
-    fn open(&self, opened: &Opened, half_open: HalfOpen<P>) -> Result<(), Error> {
-        let shared = &self.shared;
-        let known = match opened.new_session {
-            true => None,
-            false => shared.registry.lock().sessions.get(&opened.session).cloned(),
-        };
-        let (key, handle) = (half_open.id.key, half_open.handle);
-        let made = self.make(known, opened.session, half_open);
-        let (session, path, queues) = made.inspect_err(|_| {
-            shared.registry.lock().admission.ended(key);
-        })?;
+        for Held {
+            cm,
+            device,
+            private_data,
+        } in held
         {
-            let mut registry = shared.registry.lock();
-            registry.connections.insert(handle, Arc::downgrade(&path));
-            registry.paths.insert(key, Arc::downgrade(&path));
-            session.paths.lock().push(path.clone());
-            registry.sessions.insert(opened.session, session);
+            self.connect_request(cx, cm, device, private_data);
         }
-        path.run(queues)
     }
 
-    /// Allocates.
-    fn make(&self, session: Option<Arc<SrvSession<P>>>, uuid: Uuid, half_open: HalfOpen<P>) -> Result<Made<P>, Error> {
-        let shared = &self.shared;
-        let session = match session {
-            Some(session) => session,
-            None => {
-                let (id, peer) = (shared.next_session(), half_open.id.peer);
-                let new = SrvSession::new(&shared.provider, &half_open.pd, &shared.config, id, uuid, peer);
-                Arc::new(new?)
+    /// Makes the path, and perhaps its session. If that fails nothing is left of it.
+    fn open(&mut self, cx: &mut Cx<'_>, opened: &Opened, key: PathKey) -> Result<(), PathError> {
+        let half_open = self.half_open.remove(&key).ok_or(PathError::Closed)?;
+        let (id, cm, qp) = (half_open.id, half_open.conn.cm, half_open.conn.qp);
+        self.cms.remove(&cm);
+        let path = match Path::open(cx, half_open, &self.config) {
+            Ok(path) => path,
+            Err(e) => {
+                self.domains.leave(cx, id.session, id.device);
+                self.admission.ended(key);
+                return Err(e);
             }
         };
-        let (path, queues) = Path::new(shared, &session, half_open)?;
-        Ok((session, path, queues))
+        let known = self.by_uuid.get(&opened.session).copied();
+        let session = known.unwrap_or_else(|| self.make_session(opened.session, id.peer));
+        let place = Place {
+            session,
+            path: key,
+            cid: 0,
+        };
+        self.paths.insert(key, session);
+        self.cms.insert(cm, Owner::Path(place));
+        self.qps.insert(qp, place);
+        let Some(entry) = self.sessions.get_mut(&session) else {
+            return Err(PathError::Closed);
+        };
+        entry.paths.insert(key, path);
+        let registered = entry.register(cx, key);
+        self.ask_for_memory(session);
+        // From here on it ends as any other path does.
+        registered.inspect_err(|e| self.effects.broken.push_back((session, key, e.clone())))
     }
 
     /// Answers a further connection of a path.
-    fn connect(&self, key: PathKey, cid: u16, id: &P::CmId) -> Result<(), Denied> {
-        let mut registry = self.shared.registry.lock();
-        let path = registry.paths.get(&key).and_then(std::sync::Weak::upgrade);
+    fn connect(&mut self, cx: &mut Cx<'_>, key: PathKey, cid: u16, device: DeviceIx, id: CmRef) -> Result<(), Denied> {
         // The path may just have ended.
-        let path = path.ok_or(Refusal::Unexpected)?;
-        registry.connections.insert(id.handle(), Arc::downgrade(&path));
-        drop(registry);
-        let accepted = path.add_connection(cid, id).and_then(|conn| {
-            id.accept(&conn.qp, response(&self.shared))?;
-            path.accepted(conn);
-            Ok(())
-        });
-        match accepted {
-            Ok(()) => {
-                Counters::add(&self.shared.counters.connections_accepted);
-                tracing::debug!(cid, peer = %path.id.peer, "connection accepted");
-                Ok(())
-            }
-            Err(e) => {
-                self.shared.registry.lock().connections.remove(&id.handle());
-                path.fail(e.clone());
-                Err(Denied::Failed(Error::Path(e)))
-            }
+        let session = *self.paths.get(&key).ok_or(Refusal::Unexpected)?;
+        let path = self.sessions.get_mut(&session).and_then(|s| s.paths.get_mut(&key));
+        let path = path.filter(|path| path.is_alive()).ok_or(Refusal::Unexpected)?;
+        let place = Place {
+            session,
+            path: key,
+            cid,
+        };
+        let accepted = match path.id.device == device {
+            true => response(cx, device, &self.config)
+                .map_err(PathError::from)
+                .and_then(|params| path.add_connection(cx, cid, id, &params)),
+            false => Err(PathError::Unexpected("a connection through another device")),
+        };
+        if let Err(e) = accepted {
+            self.effects.broken.push_back((session, key, e.clone()));
+            return Err(Denied::Failed(e));
         }
+        if let Some(conn) = path.conn(cid) {
+            self.cms.insert(id, Owner::Path(place));
+            self.qps.insert(conn.qp, place);
+        }
+        self.effects.counters.connections_accepted += 1;
+        tracing::debug!(cid, peer = %path.id.peer, "connection accepted");
+        Ok(())
     }
 
     /// Ends paths whose handshake has taken too long.
-    fn expire(&mut self) {
-        let now = self.shared.now();
-        loop {
-            let (key, path) = {
-                let mut registry = self.shared.registry.lock();
-                let Some(key) = registry.admission.expired(now) else {
-                    return;
-                };
-                (key, registry.paths.get(&key).and_then(std::sync::Weak::upgrade))
-            };
-            let why = PathError::HandshakeTimeout(self.shared.config.handshake_timeout);
-            if let Some(path) = path {
-                path.fail(why);
-            } else if let Some(old) = self.forget(key) {
-                self.shared.counters.count(&why);
-                let peer = old.id.peer;
-                self.log.timed_out.hit(
-                    || tracing::warn!(%peer, error = %why, "a client has not answered"),
-                    timed_out_more,
-                );
+    pub(super) fn expire(&mut self, cx: &mut Cx<'_>) {
+        while let Some(key) = self.admission.expired(cx.now) {
+            let why = PathError::HandshakeTimeout(self.config.handshake_timeout);
+            if let Some(session) = self.paths.get(&key) {
+                self.effects.broken.push_back((*session, key, why));
+            } else if let Some(old) = self.forget(cx, key) {
+                self.effects.counters.ended(&why);
+                let peer = old.peer;
+                self.log.timed_out.hit(cx.now, || {
+                    tracing::warn!(%peer, error = %why, "a client has not answered");
+                });
             }
         }
     }
-
-    fn summaries(&self) {
-        self.log.refused.tick(refused_more);
-        self.log.gave_way.tick(gave_way_more);
-        self.log.timed_out.tick(timed_out_more);
-    }
 }
 
-fn refused_more(more: u64) {
-    tracing::warn!(more, "connections refused");
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-fn gave_way_more(more: u64) {
-    tracing::warn!(more, "clients that had not answered gave way to others");
-}
-
-fn timed_out_more(more: u64) {
-    tracing::warn!(more, "clients have not answered");
-}
-
-/// What goes with an accept.
-fn response<P: Provider>(shared: &Shared<P>) -> ConnParams {
-    let config = &shared.config;
-    let flags = match config.always_invalidate {
-        true => MsgFlags::NEW_RKEY,
-        false => MsgFlags::empty(),
-    };
-    let depth = u16::try_from(config.queue_depth).unwrap_or(u16::MAX);
-    let rsp = ConnRsp::accept(depth, config.max_io_size(), MAX_HDR_SIZE, flags);
-    ConnParams {
-        private_data: rsp.as_bytes().to_vec(),
-        responder_resources: 0,
-        initiator_depth: 0,
-        ..ConnParams::default()
+    #[test]
+    fn the_client_is_told_a_number_and_the_operator_why() {
+        let refused = |refusal: Refusal| Denied::from(refusal);
+        for (denied, errno, text) in [
+            (
+                refused(Refusal::Address),
+                errno::EACCES,
+                "the address is not on the access list",
+            ),
+            (refused(Refusal::NoSession), errno::ENXIO, "no such session"),
+            (
+                refused(Refusal::SamePath),
+                errno::EEXIST,
+                "a path between these addresses exists",
+            ),
+            (refused(Refusal::Sessions), errno::EUSERS, "as many sessions as allowed"),
+            (
+                Denied::Malformed(ProtoError::Magic(1)),
+                errno::ECONNRESET,
+                "magic 0x0001 instead of 0x1bbd",
+            ),
+            (Denied::NoAddress, errno::ECONNRESET, "no peer address"),
+            (
+                Denied::Failed(VerbsError::Limit("queue pairs").into()),
+                errno::ENOMEM,
+                "limit reached: queue pairs",
+            ),
+        ] {
+            assert_eq!((denied.errno(), denied.to_string().as_str()), (errno, text));
+        }
     }
 }

@@ -1,232 +1,360 @@
-//! A path of a session on the server: its connections, chunks in use, and the threads that drive it.
+//! A path of a session: its connections and their keys, and how long it waits for its peer.
 
-use core::{
-    net::SocketAddr,
-    sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering},
-    time::Duration,
-};
-use std::{
-    sync::{Arc, OnceLock, Weak},
-    time::Instant,
-};
+use core::time::Duration;
+use std::sync::Arc;
 
-use parking_lot::{Condvar, Mutex};
+use roce_mem::Pages;
 use roce_verbs::{
-    AccessFlags, Completion, QpCaps, Sge, WcFlags, WcOpcode, WcStatus,
-    provider::{MemoryRegion, Provider, QueuePair, VerbsError},
-    wr::{PostError, RecvWr},
+    AccessFlags, Completion, DeviceLimits, Instant, QpCaps, RecvWr, Sge, WcStatus,
+    provider::{
+        CmRef, ConnParams, CqId, DeviceCaps, DeviceIx, KeyId, KeyKind, KeyStrategy, MrInfo, PdId, Registration,
+        Revoked, VerbsError,
+    },
+    wr::PostError,
 };
-use smallvec::SmallVec;
 
-use super::{
-    Request, ServerConfig, desk::HalfOpen, listener::Shared, post::ServerWork, request::Answer, session::SrvSession,
-};
 use crate::{
-    Error, PathError,
-    admission::PathKey,
-    conn::{self, Conn, WrId, WrKind},
-    heartbeat::Pulse,
-    poller::{self, Flushed, Handler, IoSide, Queue},
-    proto::{self, ChunkLayout, Imm, InfoReq, InfoRsp, MAX_HDR_SIZE, ProtoError, SERVICE_QUEUE_DEPTH},
+    PathError,
+    cx::Cx,
+    heartbeat::{Beat, Heartbeat},
+    mark::{Mark, MarkKind},
+    proto::{ChunkLayout, InfoReq, InfoRsp, SERVICE_QUEUE_DEPTH},
+    server::{
+        config::ServerConfig,
+        conn::{Conn, caps},
+        half_open::{HalfOpen, PathId},
+        post::{Done, Ground, InfoMemory, Renewal, ServerWork, revoke_now},
+        state::PathState,
+    },
 };
 
 /// Send queue of an I/O connection at most: more answers wait their turn.
 const IO_SEND_WR: u32 = 1024;
-
-pub(super) type SrvConn<P> = Conn<P, ServerWork>;
-
-/// A chunk belongs to the client.
-const IDLE: u8 = 0;
-/// Its key is being taken back.
-const REVOKING: u8 = 1;
-/// The user works on its request.
-const BUSY: u8 = 2;
-
-/// One of the session's chunks as this path sees it.
-pub(super) struct Chunk<P: Provider> {
-    pub(super) revocable: Option<P::Revocable>,
-    state: AtomicU8,
-    /// Where the request's message starts.
-    offset: AtomicU32,
-}
-
-/// How far a path is.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum State {
-    /// Connections are being made. The desk keeps the time.
-    Connecting,
-    /// The handshake is done.
-    Connected,
-    Closing,
-}
-
-/// What is known of a path from its first connection request.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct PathId {
-    pub(super) key: PathKey,
-    pub(super) con_num: u16,
-    pub(super) peer: SocketAddr,
-}
-
-/// A path.
-pub(super) struct Path<P: Provider> {
-    shared: Arc<Shared<P>>,
-    pub(super) session: Arc<SrvSession<P>>,
-    pub(super) id: PathId,
-    pub(super) layout: ChunkLayout,
-    conns: Vec<OnceLock<SrvConn<P>>>,
-    /// Of the I/O connections.
-    cqs: Vec<P::Cq>,
-    io_caps: QpCaps,
-    pub(super) chunks: Vec<Chunk<P>>,
-    /// The information request, and behind it the response.
-    pub(super) info: P::Mr,
-    pulse: Pulse,
-    flushed: Flushed,
-    state: Mutex<State>,
-    alive: AtomicBool,
-    /// The session has been announced to the user for this path.
-    established: AtomicBool,
-    inflight: Mutex<usize>,
-    all_done: Condvar,
-    me: Weak<Self>,
-}
+/// How long flushed work requests may wait for the event that explains them.
+const FLUSH_GRACE: Duration = Duration::from_secs(2);
+/// Entries of a completion queue beside those of its work requests.
+const SPARE_CQE: usize = 16;
 
 /// Queue sizes of a service connection.
-pub(super) fn service_caps<P: Provider>(provider: &P, config: &ServerConfig) -> QpCaps {
-    conn::caps(provider, config.service_send_wr(), SERVICE_QUEUE_DEPTH + 1, 1)
+pub(crate) fn service_caps(limits: &DeviceLimits, config: &ServerConfig) -> QpCaps {
+    caps(limits, config.service_send_wr(), SERVICE_QUEUE_DEPTH + 1)
 }
 
-/// What the threads of a path poll.
-pub(super) struct Queues<P: Provider> {
-    service: Queue<P>,
-    io: Vec<Queue<P>>,
+/// Entries of a completion queue for so many connections of these sizes, cut to what the device can: a peer that keeps to the
+/// queue depth never fills so many.
+pub(crate) fn entries(limits: &DeviceLimits, caps: &QpCaps, connections: usize) -> u32 {
+    let each = caps.max_send_wr as usize + caps.max_recv_wr as usize;
+    let entries = each.saturating_mul(connections).saturating_add(SPARE_CQE);
+    u32::try_from(entries).unwrap_or(u32::MAX).min(limits.max_cqe)
 }
 
-impl<P: Provider> Path<P> {
-    /// Makes the objects of a path whose connection 0 stands. [`Path::run`] starts its threads.
-    pub(super) fn new(
-        shared: &Arc<Shared<P>>,
-        session: &Arc<SrvSession<P>>,
-        half_open: HalfOpen<P>,
-    ) -> Result<(Arc<Self>, Queues<P>), Error> {
-        let (provider, config) = (&shared.provider, &shared.config);
+/// What a device that the caller knows can do.
+///
+/// # Errors
+/// When there is no such device.
+pub(crate) fn device_caps<'a>(cx: &'a Cx<'_>, device: DeviceIx) -> Result<&'a DeviceCaps, VerbsError> {
+    let caps = cx.provider.devices().get(usize::from(device.0));
+    caps.ok_or_else(|| VerbsError::Invalid("no such device".into()))
+}
+
+/// The heartbeat, and when it is to be looked at.
+#[derive(Debug)]
+struct Pulse {
+    heartbeat: Heartbeat,
+    next: Instant,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Path {
+    pub(crate) id: PathId,
+    pub(crate) state: PathState,
+    /// By number.
+    conns: Vec<Option<Conn>>,
+    pd: PdId,
+    /// Of connection 0, and of the others.
+    cqs: Vec<CqId>,
+    io_caps: QpCaps,
+    strategy: KeyStrategy,
+    renewal: Renewal,
+    /// By chunk, unless they are never renewed.
+    keys: Vec<KeyId>,
+    info: Option<InfoMemory>,
+    /// The session's chunks as its device knows them, once they are there.
+    chunks: Option<MrInfo>,
+    pulse: Pulse,
+    /// When flushed work requests that nothing has explained end the path.
+    flushed: Option<Instant>,
+    /// The client has asked for the chunks, by the session's name; it is answered when they may be used.
+    pub(crate) asked: bool,
+    /// The user knows of it.
+    pub(crate) is_up: bool,
+    /// Requests of it that are with the user.
+    pub(crate) with_user: usize,
+    /// Nothing of it is under way.
+    pub(crate) drained: bool,
+    /// Why it ends.
+    pub(crate) why: Option<PathError>,
+}
+
+impl Path {
+    /// The objects of a path whose connection 0 stands.
+    ///
+    /// # Errors
+    /// At the device's limits, or without memory: nothing of it is left, but for its place in the domain.
+    pub(crate) fn open(cx: &mut Cx<'_>, half_open: HalfOpen, config: &ServerConfig) -> Result<Self, PathError> {
         let HalfOpen {
             id,
-            service,
-            caps,
+            pd,
+            cq,
+            caps: service,
             conn,
             ..
         } = half_open;
-        let depth = config.queue_depth;
-        let per_answer = if config.always_invalidate { 5 } else { 3 };
-        let io_caps = conn::caps(provider, (depth * per_answer + 1).min(IO_SEND_WR), depth + 1, 1);
-        let count = usize::from(id.con_num).saturating_sub(1);
-        let threads = config.progress_threads.min(count);
-        let io = Queue::spread(provider, count, threads, io_caps)?;
-        let chunk = |_| -> Result<Chunk<P>, VerbsError> {
-            let revocable = config
-                .always_invalidate
-                .then(|| provider.alloc_revocable(&session.pd))
-                .transpose()?;
-            Ok(Chunk {
-                revocable,
-                state: AtomicU8::new(IDLE),
-                offset: AtomicU32::new(0),
-            })
-        };
-        let chunks = (0..depth).map(chunk).collect::<Result<Vec<_>, _>>()?;
-        let pieces = if config.always_invalidate { depth as usize } else { 1 };
-        let info = provider.alloc_mr(
-            &session.pd,
-            InfoReq::LEN + InfoRsp::len_for(pieces),
-            AccessFlags::LOCAL_WRITE,
-        )?;
-        Self::expect_messages(&conn, &info, caps).map_err(VerbsError::from)?;
-        let conns: Vec<_> = (0..id.con_num).map(|_| OnceLock::new()).collect();
-        let _ = conns[0].set(conn);
-        let path = Arc::new_cyclic(|me| Self {
-            shared: shared.clone(),
-            session: session.clone(),
+        let mut conns = vec![Some(conn)];
+        conns.resize_with(usize::from(id.connections).max(1), || None);
+        let mut path = Self {
             id,
-            layout: shared.layout,
+            state: PathState::Connecting,
             conns,
-            cqs: io.iter().map(|q| q.cq.clone()).collect(),
-            io_caps,
-            chunks,
-            info,
-            pulse: Pulse::new(config.heartbeat),
-            flushed: Flushed::default(),
-            state: Mutex::new(State::Connecting),
-            alive: AtomicBool::new(true),
-            established: AtomicBool::new(false),
-            inflight: Mutex::new(0),
-            all_done: Condvar::new(),
-            me: me.clone(),
-        });
-        Ok((path, Queues { service, io }))
+            pd,
+            cqs: vec![cq],
+            io_caps: service,
+            strategy: KeyStrategy::Static,
+            renewal: Renewal::Never,
+            keys: Vec::new(),
+            info: None,
+            chunks: None,
+            pulse: Pulse {
+                heartbeat: Heartbeat::new(config.heartbeat),
+                next: cx.now + config.heartbeat.interval,
+            },
+            flushed: None,
+            asked: false,
+            is_up: false,
+            with_user: 0,
+            drained: false,
+            why: None,
+        };
+        match path.equip(cx, service, config) {
+            Ok(()) => Ok(path),
+            Err(e) => {
+                path.destroy(cx);
+                Err(e)
+            }
+        }
     }
 
-    /// The receives of connection 0: the information request, then messages.
-    fn expect_messages(conn: &SrvConn<P>, info: &P::Mr, caps: QpCaps) -> Result<(), PostError> {
-        let sge = Sge {
-            addr: info.addr(),
-            length: InfoReq::LEN as u32,
-            lkey: info.lkey(),
+    fn equip(&mut self, cx: &mut Cx<'_>, service: QpCaps, config: &ServerConfig) -> Result<(), PathError> {
+        let (depth, device) = (config.queue_depth, self.id.device);
+        let known = device_caps(cx, device)?;
+        self.strategy = KeyStrategy::for_chunks(known, config.always_invalidate);
+        self.renewal = Renewal::of(self.strategy, known);
+        let send = (depth * self.renewal.answer_slots() + 1).min(IO_SEND_WR);
+        self.io_caps = caps(&known.limits, send, depth + 1);
+        let count = usize::from(self.id.connections).saturating_sub(1);
+        let entries = entries(&known.limits, &self.io_caps, count);
+        self.cqs.push(cx.provider.create_cq(device, entries)?);
+        let kind = match self.strategy {
+            KeyStrategy::FastRegistration => Some(KeyKind::FastRegistration),
+            KeyStrategy::Window1 => Some(KeyKind::Window1),
+            // A type 2 window would belong to one connection.
+            KeyStrategy::Window2 | KeyStrategy::Static => None,
         };
-        let recv = RecvWr {
-            wr_id: WrId::new(WrKind::InfoRecv, conn.cid, 0).encode(),
+        if let Some(kind) = kind {
+            for _ in 0..depth {
+                self.keys.push(cx.provider.alloc_key(self.pd, kind)?);
+            }
+        }
+        let info = self.make_info(cx)?;
+        let sge = Sge {
+            addr: info.mr.addr,
+            length: InfoReq::LEN as u32,
+            lkey: info.mr.lkey,
+        };
+        self.info = Some(info);
+        // The information request, then messages.
+        let first = RecvWr {
+            wr_id: Mark::new(MarkKind::Info, 0).encode(),
             sges: &[sge],
         };
-        conn.qp.post_recv(&[recv]).map_err(|(_, e)| e)?;
-        conn.post_recvs(0..caps.max_recv_wr - 1, |_| None)
+        let Some(conn) = self.conn_mut(0) else { return Ok(()) };
+        cx.provider.post_recv(conn.qp, &[first]).map_err(|(_, e)| e)?;
+        Ok(conn.post_recvs(cx, service.max_recv_wr.saturating_sub(1))?)
     }
 
-    /// Starts the path's threads. If that fails the path ends.
-    pub(super) fn run(self: &Arc<Self>, queues: Queues<P>) -> Result<(), Error> {
-        let started = poller::spawn("rtrs-srv-svc", queues.service, Duration::ZERO, self.clone());
-        if let Err(e) = started {
-            // Nobody else cleans up.
-            self.finish();
-            return Err(e);
+    /// Memory for the information request and the response: a piece per key.
+    fn make_info(&self, cx: &mut Cx<'_>) -> Result<InfoMemory, VerbsError> {
+        let len = InfoReq::LEN + InfoRsp::len_for(self.keys.len().max(1));
+        let pages = Pages::allocate(len).map_err(|_| VerbsError::Limit("memory"))?;
+        let what = Registration {
+            memory: pages.clone(),
+            offset: 0,
+            len,
+            iova: None,
+            access: AccessFlags::LOCAL_WRITE,
+        };
+        let mr = cx.provider.register(self.pd, &what)?;
+        Ok(InfoMemory { pages, mr })
+    }
+
+    /// Registers the session's chunks, the first `len` bytes of the pages, for this path's device.
+    ///
+    /// # Errors
+    /// When the device can't register so much.
+    pub(crate) fn register(&self, cx: &mut Cx<'_>, pages: &Arc<Pages>, len: usize) -> Result<MrInfo, VerbsError> {
+        let access = match self.strategy {
+            KeyStrategy::Static => AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_WRITE,
+            // Only renewed keys open the chunks.
+            _ => AccessFlags::LOCAL_WRITE | AccessFlags::MW_BIND,
+        };
+        let what = Registration {
+            memory: pages.clone(),
+            offset: 0,
+            len,
+            iova: None,
+            access,
+        };
+        cx.provider.register(self.pd, &what)
+    }
+
+    /// The chunks are there.
+    pub(crate) fn set_chunks(&mut self, chunks: MrInfo) {
+        self.chunks = Some(chunks);
+    }
+
+    /// Makes the queue pair of an I/O connection, with its receives posted, and accepts. Returns the queue pair.
+    ///
+    /// # Errors
+    /// When the path can't have this connection, or at the device's limits. The connection request still waits.
+    pub(crate) fn add_connection(
+        &mut self,
+        cx: &mut Cx<'_>,
+        cid: u16,
+        cm: CmRef,
+        params: &ConnParams,
+    ) -> Result<(), PathError> {
+        let place = self.conns.get(usize::from(cid)).filter(|_| cid > 0);
+        match place {
+            None => return Err(PathError::Unexpected("a connection that can't be")),
+            Some(Some(_)) => return Err(PathError::Unexpected("a connection that exists already")),
+            Some(None) => {}
         }
-        for queue in queues.io {
-            let side = Arc::new(IoSide(self.clone()));
-            poller::spawn("rtrs-srv-io", queue, self.config().spin, side)
-                .inspect_err(|_| self.fail(PathError::Closed))?;
+        let cq = *self.cqs.last().ok_or(PathError::Closed)?;
+        let conn = Conn::make(cx, self.pd, cq, self.io_caps, cm)?;
+        let posted = conn.post_recvs(cx, self.io_caps.max_recv_wr.saturating_sub(1));
+        let accepted = posted.map_err(VerbsError::from);
+        let accepted = accepted.and_then(|()| cx.provider.cm_accept(cm, conn.qp, params));
+        if let Err(e) = accepted {
+            cx.provider.destroy_qp(conn.qp);
+            return Err(e.into());
         }
+        self.conns[usize::from(cid)] = Some(conn);
         Ok(())
     }
 
-    pub(super) fn config(&self) -> &ServerConfig {
-        &self.shared.config
+    /// Whether all its connections have been made.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.conns.iter().all(Option::is_some)
     }
 
-    /// Makes the queue pair of an I/O connection, with its receives posted.
-    pub(super) fn add_connection(&self, cid: u16, cm: &P::CmId) -> Result<&SrvConn<P>, PathError> {
-        let slot = self.conns.get(usize::from(cid)).filter(|_| cid > 0);
-        let slot = slot.ok_or(PathError::Unexpected("a connection that can't be"))?;
-        let cq = &self.cqs[(usize::from(cid) - 1) % self.cqs.len()];
-        let conn = SrvConn::new(&self.shared.provider, &self.session.pd, cq, cid, self.io_caps)?;
-        conn.post_recvs(0..self.io_caps.max_recv_wr - 1, |_| None)?;
-        conn.set_cm(cm.clone());
-        if slot.set(conn).is_err() {
-            return Err(PathError::Unexpected("a connection that exists already"));
+    /// Whether it takes requests, or will.
+    pub(crate) fn is_alive(&self) -> bool {
+        matches!(self.state, PathState::Connecting | PathState::Connected)
+    }
+
+    /// Whether the chunks can be given to the client.
+    pub(crate) fn has_chunks(&self) -> bool {
+        self.chunks.is_some()
+    }
+
+    /// A connection.
+    pub(crate) fn conn(&self, cid: u16) -> Option<&Conn> {
+        self.conns.get(usize::from(cid))?.as_ref()
+    }
+
+    /// A connection.
+    pub(crate) fn conn_mut(&mut self, cid: u16) -> Option<&mut Conn> {
+        self.conns.get_mut(usize::from(cid))?.as_mut()
+    }
+
+    /// All its connections.
+    pub(crate) fn conns(&self) -> impl Iterator<Item = &Conn> {
+        self.conns.iter().flatten()
+    }
+
+    /// Something came from the peer.
+    pub(crate) fn heard(&mut self) {
+        self.pulse.heartbeat.heard();
+    }
+
+    /// Sorts a failed completion: what must end the path at once. That work requests were flushed tells only that the queue
+    /// pair is in error. Mostly the peer has disconnected and the event is on its way; if none comes, something else is wrong.
+    ///
+    /// # Errors
+    /// What the completion says.
+    pub(crate) fn judge(&mut self, now: Instant, wc: &Completion) -> Result<(), PathError> {
+        if wc.status == WcStatus::FlushError {
+            self.flushed.get_or_insert(now + FLUSH_GRACE);
+            return Ok(());
         }
-        // The path may have gone down before it could see this connection.
-        slot.get().filter(|_| !self.stopped()).ok_or(PathError::Closed)
+        Err(PathError::Completion {
+            what: Mark::what(wc.wr_id),
+            status: wc.status,
+        })
     }
 
-    /// The connection has been accepted: if the path went down meanwhile, it must go too.
-    pub(super) fn accepted(&self, conn: &SrvConn<P>) {
-        if self.stopped() {
-            conn.disconnect();
+    /// The information request, as it was received.
+    ///
+    /// # Errors
+    /// When there is no memory for one.
+    pub(crate) fn information(&self, len: u32) -> Result<Vec<u8>, PathError> {
+        const OUTSIDE: PathError = PathError::Unexpected("an information request outside its buffer");
+        let mut bytes = vec![0; (len as usize).min(InfoReq::LEN)];
+        let info = self.info.as_ref().ok_or(OUTSIDE)?;
+        info.pages.read(0, &mut bytes).map_err(|_| OUTSIDE)?;
+        Ok(bytes)
+    }
+
+    /// The first interval begins now.
+    pub(crate) fn start_heartbeat(&mut self, now: Instant) {
+        self.pulse.next = now + self.pulse.heartbeat.config().interval;
+    }
+
+    /// Nothing is waited for any more.
+    pub(crate) fn stop_timers(&mut self) {
+        self.flushed = None;
+    }
+
+    /// When [`Path::tick`] wants to be called.
+    pub(crate) fn next_timeout(&self) -> Option<Instant> {
+        let beat = (self.state == PathState::Connected).then_some(self.pulse.next);
+        self.flushed.into_iter().chain(beat).min()
+    }
+
+    /// Looks at the clock. True: the peer is to be asked for a sign of life.
+    ///
+    /// # Errors
+    /// Why the path ends.
+    pub(crate) fn tick(&mut self, now: Instant) -> Result<bool, PathError> {
+        if self.flushed.is_some_and(|due| now >= due) {
+            return Err(PathError::Flushed);
+        }
+        if self.state != PathState::Connected || now < self.pulse.next {
+            return Ok(false);
+        }
+        let config = *self.pulse.heartbeat.config();
+        // From now, not from the last beat: a process that was stopped must not count its own absence.
+        self.pulse.next = now + config.interval;
+        match self.pulse.heartbeat.tick() {
+            Beat::Send => Ok(true),
+            Beat::Wait => Ok(false),
+            Beat::Lost => Err(PathError::HeartbeatLost(config.patience())),
         }
     }
 
     /// What is behind the end of a path: that the client used a key that it had no right to shows in the queue pair alone.
-    fn cause(&self, why: PathError) -> PathError {
-        let mut conns = self.conns.iter().filter_map(OnceLock::get);
+    pub(crate) fn cause(&self, cx: &Cx<'_>, why: PathError) -> PathError {
         match why {
             PathError::Completion {
                 // Of a receive that a refused WRITE with immediate has taken. A remote access error would be of our own WRITE:
@@ -234,261 +362,106 @@ impl<P: Provider> Path<P> {
                 status: WcStatus::LocalAccessError,
                 ..
             } => PathError::AccessError,
-            PathError::Flushed | PathError::PeerDisconnected if conns.any(|c| c.qp.access_violated()) => {
+            PathError::Flushed | PathError::PeerDisconnected
+                if self.conns().any(|c| cx.provider.access_violated(c.qp)) =>
+            {
                 PathError::AccessError
             }
             why => why,
         }
     }
 
-    /// Takes the path down. Its service thread does the rest.
-    pub(super) fn fail(&self, why: PathError) {
-        {
-            let mut state = self.state.lock();
-            if *state == State::Closing {
-                return;
-            }
-            *state = State::Closing;
-        }
-        let why = self.cause(why);
-        self.shared.path_closing(self, matches!(why, PathError::AccessError));
-        self.shared.counters.count(&why);
-        let (session, peer) = (self.session.handle.name(), self.id.peer);
-        match why {
-            PathError::Closed | PathError::PeerDisconnected => {
-                tracing::info!(session, %peer, reason = %why, "path closed");
-            }
-            _ => tracing::warn!(session, %peer, error = %why, "path closed"),
-        }
-        self.alive.store(false, Ordering::Release);
-        for conn in self.conns.iter().filter_map(OnceLock::get) {
-            conn.disconnect();
-        }
+    /// How the keys of the chunks are renewed.
+    pub(crate) fn renewal(&self) -> Renewal {
+        self.renewal
     }
 
-    fn request_done(&self) {
-        let mut inflight = self.inflight.lock();
-        *inflight = inflight.saturating_sub(1);
-        if *inflight == 0 {
-            self.all_done.notify_all();
-        }
+    /// Takes the key of a chunk back at once, if the device does so.
+    ///
+    /// # Errors
+    /// When the provider refuses.
+    pub(crate) fn revoke_now(&self, cx: &mut Cx<'_>, cid: u16, chunk: u16) -> Result<Revoked, PathError> {
+        let conn = self
+            .conn(cid)
+            .ok_or(PathError::Unexpected("a request of no connection"))?;
+        Ok(revoke_now(cx, conn.qp, self.keys.get(usize::from(chunk)), chunk)?)
     }
 
-    /// The answer is about to be sent: the chunk is the client's again.
-    pub(super) fn release_chunk(&self, msg_id: usize) {
-        self.chunks[msg_id].state.store(IDLE, Ordering::Release);
+    /// Adds work to a connection, which leaves with the turn. True: the end of the turn is to be told.
+    ///
+    /// # Errors
+    /// When the connection is being taken down, or is not there.
+    pub(crate) fn push(&mut self, cid: u16, work: ServerWork) -> Result<bool, PostError> {
+        let conn = self.conn_mut(cid).ok_or(PostError::NoQueuePair)?;
+        conn.out.push(work)?;
+        Ok(conn.list())
     }
 
-    /// The user is done with a request.
-    pub(super) fn answer(&self, cid: u16, answer: Answer) {
-        if self.alive.load(Ordering::Acquire)
-            && let Some(conn) = self.conns.get(usize::from(cid)).and_then(OnceLock::get)
-            && let Err(e) = conn.submit(ServerWork::Answer(answer), self)
-        {
-            self.fail(e.into());
-        }
-        self.request_done();
-    }
-
-    fn conn(&self, cid: u16) -> Result<&SrvConn<P>, PathError> {
-        let conn = self.conns.get(usize::from(cid)).and_then(OnceLock::get);
-        conn.ok_or(PathError::Unexpected("a completion of no connection"))
-    }
-
-    fn completion(&self, wc: &Completion) -> Result<(), PathError> {
-        let id = WrId::decode(wc.wr_id).ok_or(PathError::Unexpected("a completion without our mark"))?;
-        let conn = self.conn(id.cid)?;
-        match id.kind {
-            WrKind::Send => conn.reclaim(self)?,
-            WrKind::Revoke => {
-                conn.reclaim(self)?;
-                let msg_id = u16::try_from(id.index).map_err(|_| PathError::Unexpected("a mark out of range"))?;
-                self.begin(conn.cid, msg_id)?;
-            }
-            WrKind::InfoRecv => self.information(conn, wc)?,
-            WrKind::Recv => {
-                self.pulse.heard();
-                if wc.opcode != WcOpcode::RecvRdmaWithImm || !wc.flags.contains(WcFlags::WITH_IMM) {
-                    return Err(PathError::Unexpected(
-                        "a SEND where an RDMA WRITE with immediate belongs",
-                    ));
-                }
-                self.message(conn, Imm::decode(wc.imm)?)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn message(&self, conn: &SrvConn<P>, imm: Imm) -> Result<(), PathError> {
-        if *self.state.lock() != State::Connected {
-            return match self.alive.load(Ordering::Acquire) {
-                true => Err(PathError::Unexpected("a message before the handshake is done")),
-                false => Ok(()),
-            };
-        }
-        match imm {
-            Imm::IoReq(payload) => self.io_request(conn, payload),
-            Imm::HbMsg | Imm::HbAck if conn.cid != 0 => Err(PathError::Unexpected("a heartbeat on an I/O connection")),
-            Imm::HbMsg => Ok(self.conn(0)?.submit(ServerWork::Imm(Imm::HbAck), self)?),
-            Imm::HbAck => Ok(()),
-            Imm::IoRsp(_) => Err(PathError::Unexpected("an answer from the client")),
-        }
-    }
-
-    fn io_request(&self, conn: &SrvConn<P>, payload: u32) -> Result<(), PathError> {
-        let (msg_id, offset) = self.layout.unpack(payload)?;
-        let chunk = &self.chunks[msg_id as usize];
-        if chunk
-            .state
-            .compare_exchange(IDLE, REVOKING, Ordering::AcqRel, Ordering::Acquire)
-            .is_err()
-        {
-            return Err(PathError::Unexpected("a request in a chunk that is in use"));
-        }
-        chunk.offset.store(offset, Ordering::Release);
-        let msg_id = msg_id as u16;
-        if self.config().always_invalidate {
-            return Ok(conn.submit(ServerWork::Revoke(msg_id), self)?);
-        }
-        self.begin(conn.cid, msg_id)
-    }
-
-    /// The chunk is ours: checks the request and hands it to the user.
-    fn begin(&self, cid: u16, msg_id: u16) -> Result<(), PathError> {
-        let chunk = &self.chunks[usize::from(msg_id)];
-        chunk.state.store(BUSY, Ordering::Release);
-        let offset = chunk.offset.load(Ordering::Acquire);
-        let size = self.layout.chunk_size();
-        let start = usize::from(msg_id) * size as usize;
-        // A copy: without always_invalidate the client could change the message while it is checked.
-        let mut bytes = [0; proto::Request::MAX_LEN];
-        let len = ((size - offset) as usize).min(bytes.len());
-        let region = &self.session.chunks;
-        let outside = |_| PathError::Unexpected("a message outside its chunk");
-        region
-            .read(start + offset as usize, &mut bytes[..len])
-            .map_err(outside)?;
-        let message = proto::Request::parse(&bytes[..len], offset, MAX_HDR_SIZE)?;
-        let (usr_len, data_len) = match message {
-            proto::Request::Write { usr_len, data_len } => (usr_len, data_len),
-            proto::Request::Read {
-                usr_len,
-                data_len,
-                dest,
-                ..
-            } => {
-                if let Some(len) = dest.map(|d| d.len.get()).filter(|len| *len == 0 || *len > data_len) {
-                    return Err(ProtoError::field("length of a read", len, "1 to what the chunk sets aside").into());
-                }
-                (usr_len, data_len)
-            }
+    /// Posts what waits on a connection and fits.
+    ///
+    /// # Errors
+    /// When the provider refuses something.
+    pub(crate) fn post(
+        &mut self,
+        cx: &mut Cx<'_>,
+        cid: u16,
+        layout: &ChunkLayout,
+        done: &mut Done,
+    ) -> Result<(), PostError> {
+        let (Some(chunks), Some(info)) = (&self.chunks, &self.info) else {
+            return Ok(());
         };
-        let mut header = SmallVec::from_elem(0, usr_len.into());
-        region.read(start + data_len as usize, &mut header).map_err(outside)?;
-        let Some(me) = self.me.upgrade() else { return Ok(()) };
-        *self.inflight.lock() += 1;
-        self.shared
-            .ops
-            .rdma_request(Request::new(me, cid, msg_id, message, header));
-        Ok(())
+        let Some(conn) = self.conns.get_mut(usize::from(cid)).and_then(Option::as_mut) else {
+            return Ok(());
+        };
+        let ground = Ground {
+            qp: conn.qp,
+            chunks,
+            layout,
+            keys: &self.keys,
+            renewal: self.renewal,
+            info,
+        };
+        conn.out.post(cx, &ground, done)
     }
 
-    /// The client's last step of the handshake.
-    fn information(&self, conn: &SrvConn<P>, wc: &Completion) -> Result<(), PathError> {
-        self.pulse.heard();
-        if wc.opcode != WcOpcode::Recv {
-            return Err(PathError::Unexpected(
-                "an RDMA WRITE where the information request belongs",
-            ));
+    /// Moves the queue pairs to error; what was to be posted is dropped.
+    pub(crate) fn drain(&mut self, cx: &mut Cx<'_>) {
+        for conn in self.conns.iter_mut().flatten() {
+            conn.out.close();
+            cx.provider.drain(conn.qp);
         }
-        let mut bytes = vec![0; (wc.byte_len as usize).min(InfoReq::LEN)];
-        let outside = |_| PathError::Unexpected("an information request outside its buffer");
-        self.info.read(0, &mut bytes).map_err(outside)?;
-        let name = InfoReq::parse(&bytes)?.name()?;
-        if self.conns.iter().any(|c| c.get().is_none()) {
-            return Err(PathError::Unexpected(
-                "an information request before all connections are made",
-            ));
-        }
-        self.shared.take_name(name, self)?;
-        self.pulse.restart();
-        {
-            let mut state = self.state.lock();
-            match *state {
-                State::Connecting => *state = State::Connected,
-                _ => return Ok(()),
-            }
-        }
-        self.established.store(true, Ordering::Release);
-        self.shared.path_up(self);
-        tracing::info!(session = name, peer = %self.id.peer, connections = self.id.con_num, "path is up");
-        Ok(conn.submit(ServerWork::Info(self.config().queue_depth), self)?)
     }
 
-    fn beat(&self, now: Instant) -> Instant {
-        let ask = || Ok(self.conn(0)?.submit(ServerWork::Imm(Imm::HbMsg), self)?);
-        let (due, sent) = self.pulse.run(now, ask);
-        if let Err(e) = sent {
-            self.fail(e);
+    /// Takes leave of the peer.
+    pub(crate) fn disconnect(&self, cx: &mut Cx<'_>) {
+        for conn in self.conns() {
+            cx.provider.cm_disconnect(conn.cm);
         }
-        due
-    }
-}
-
-/// The thread of connection 0: handshake, heartbeats and user messages; it also cleans up.
-impl<P: Provider> Handler for Path<P> {
-    /// Handles a batch: all receives go back to their queues first, as a peer that is answered expects.
-    fn completions(&self, wcs: &[Completion]) -> Result<(), PathError> {
-        let mut used: SmallVec<[u16; 64]> = SmallVec::new();
-        for wc in wcs {
-            if !wc.is_ok() {
-                self.flushed.judge(wc)?;
-                continue;
-            }
-            used.extend(
-                WrId::decode(wc.wr_id)
-                    .filter(|id| id.kind == WrKind::Recv)
-                    .map(|id| id.cid),
-            );
-        }
-        used.sort_unstable();
-        for same in used.chunk_by(|a, b| a == b) {
-            self.conn(same[0])?.post_recvs(0..same.len() as u32, |_| None)?;
-        }
-        for wc in wcs.iter().filter(|wc| wc.is_ok()) {
-            self.completion(wc)?;
-        }
-        Ok(())
     }
 
-    fn broken(&self, why: PathError) {
-        self.fail(why);
-    }
-
-    /// A heartbeat.
-    fn timers(&self, now: Instant) -> Option<Instant> {
-        if let Err(e) = self.flushed.check(now) {
-            self.fail(e);
+    /// A connection is drained. True if it was the last.
+    pub(crate) fn drained(&mut self, cid: u16) -> bool {
+        if let Some(conn) = self.conn_mut(cid) {
+            conn.drained = true;
         }
-        let connected = *self.state.lock() == State::Connected;
-        let next = connected.then(|| self.beat(now));
-        self.flushed.due().into_iter().chain(next).min()
+        self.conns().all(|conn| conn.drained)
     }
 
-    /// Whether it was taken down; its threads may still be cleaning up.
-    fn stopped(&self) -> bool {
-        !self.alive.load(Ordering::Acquire)
-    }
-
-    /// Waits for the user's requests, then takes leave.
-    fn finish(&self) {
-        // The queue may have broken without a failure of the path.
-        self.fail(PathError::Closed);
-        let mut inflight = self.inflight.lock();
-        while *inflight > 0 {
-            self.all_done.wait(&mut inflight);
+    /// Gives back all objects but the session's. A second call does nothing.
+    pub(crate) fn destroy(&mut self, cx: &mut Cx<'_>) {
+        for conn in self.conns.drain(..).flatten() {
+            cx.provider.cm_destroy(conn.cm);
+            cx.provider.destroy_qp(conn.qp);
         }
-        drop(inflight);
-        self.shared.path_gone(self, self.established.load(Ordering::Acquire));
+        for cq in self.cqs.drain(..) {
+            cx.provider.destroy_cq(cq);
+        }
+        for key in self.keys.drain(..) {
+            cx.provider.free_key(key);
+        }
+        if let Some(info) = self.info.take() {
+            cx.provider.deregister(info.mr.id);
+        }
     }
 }

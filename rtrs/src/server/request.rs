@@ -1,170 +1,122 @@
 //! A client's request in the hands of the server's user.
 
-use core::fmt;
+use core::net::SocketAddr;
 use std::sync::Arc;
 
-use roce_verbs::provider::{MemoryRegion, Provider, RangeError};
+use roce_mem::Pages;
 use smallvec::SmallVec;
 
-use super::{path::Path, session::SessionHandle};
-use crate::{
-    Direction,
-    proto::{self, SgDesc, errno},
-};
+use crate::{Direction, PathError, proto::Uuid};
 
-/// What is sent when a request is done.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Answer {
-    pub(super) msg_id: u16,
-    pub(super) errno: u16,
-    /// Where the data of a read goes, also when it failed: its key may have to be revoked.
-    pub(super) dest: Option<SgDesc>,
-    pub(super) need_inval: bool,
-}
+/// A session of a server. No other has had the number.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct SessionKey(pub u64);
 
-/// A request. The client waits until it is completed; dropped uncompleted, it ends with EIO.
-pub struct Request<P: Provider> {
-    path: Arc<Path<P>>,
-    cid: u16,
-    msg_id: u16,
-    direction: Direction,
-    header: SmallVec<[u8; 64]>,
-    data_len: u32,
-    dest: Option<SgDesc>,
-    need_inval: bool,
-    completed: bool,
-}
-
-impl<P: Provider> Request<P> {
-    pub(super) fn new(
-        path: Arc<Path<P>>,
-        cid: u16,
-        msg_id: u16,
-        message: proto::Request,
-        header: SmallVec<[u8; 64]>,
-    ) -> Self {
-        let (direction, data_len, dest, need_inval) = match message {
-            proto::Request::Write { data_len, .. } => (Direction::Write, data_len, None, false),
-            proto::Request::Read {
-                data_len,
-                dest,
-                need_inval,
-                ..
-            } => (Direction::Read, data_len, dest, need_inval),
-        };
-        Self {
-            path,
-            cid,
-            msg_id,
-            direction,
-            header,
-            data_len,
-            dest,
-            need_inval,
-            completed: false,
-        }
-    }
-
+/// Names a request until it is answered.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct RequestKey {
     /// The session.
-    pub fn session(&self) -> &SessionHandle {
-        &self.path.session.handle
-    }
+    pub session: SessionKey,
+    /// The chunk that it came in.
+    pub chunk: u16,
+    /// Tells it from earlier requests in that chunk.
+    pub serial: u32,
+}
 
+/// A request. The client waits until it is answered, with [`Server::answer`](super::Server::answer).
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Request {
+    /// Its name.
+    pub key: RequestKey,
     /// Read or write, seen from the client.
-    pub fn direction(&self) -> Direction {
-        self.direction
-    }
-
-    /// The connection that the request came over; 0 is the service connection.
-    pub fn connection(&self) -> u16 {
-        self.cid
-    }
-
+    pub direction: Direction,
+    /// The connection that it came over; 0 is the service connection.
+    pub connection: u16,
     /// The user's header: a copy, which the client can't change any more.
-    pub fn user_header(&self) -> &[u8] {
-        &self.header
-    }
-
+    pub header: SmallVec<[u8; 64]>,
     /// Bytes of data that the client sent, or has room for.
-    pub fn data_len(&self) -> usize {
-        self.data_len as usize
-    }
-
-    fn start(&self) -> usize {
-        usize::from(self.msg_id) * self.path.layout.chunk_size() as usize
-    }
-
-    fn check(&self, offset: usize, len: usize) -> Result<(), RangeError> {
-        if offset.checked_add(len).is_none_or(|end| end > self.data_len()) {
-            return Err(RangeError {
-                offset,
-                len,
-                size: self.data_len(),
-            });
-        }
-        Ok(())
-    }
-
-    /// Copies data out of the chunk.
-    ///
-    /// # Errors
-    /// When the range is outside the request's data.
-    pub fn read_data(&self, offset: usize, out: &mut [u8]) -> Result<(), RangeError> {
-        self.check(offset, out.len())?;
-        self.path.session.chunks.read(self.start() + offset, out)
-    }
-
-    /// Copies data into the chunk.
-    ///
-    /// # Errors
-    /// When the range is outside the request's data.
-    pub fn write_data(&self, offset: usize, data: &[u8]) -> Result<(), RangeError> {
-        self.check(offset, data.len())?;
-        self.path.session.chunks.write(self.start() + offset, data)
-    }
-
-    /// First byte of the data in the chunk, for `pread` and `pwrite`: valid for [`Request::data_len`] bytes until the
-    /// request is completed or dropped. Without always_invalidate the client can change the bytes at any time: never
-    /// make a reference from it.
-    pub fn data_ptr(&self) -> *mut u8 {
-        self.path.session.chunks.as_ptr().wrapping_add(self.start())
-    }
-
-    /// Answers: 0, or an error number of either sign. A successful read sends the client its `data_len` bytes.
-    pub fn complete(mut self, errno: i32) {
-        self.answer(errno);
-    }
-
-    fn answer(&mut self, status: i32) {
-        if core::mem::replace(&mut self.completed, true) {
-            return;
-        }
-        let reply = proto::IoReply::new(self.msg_id.into(), status, self.need_inval);
-        self.path.answer(
-            self.cid,
-            Answer {
-                msg_id: self.msg_id,
-                errno: reply.errno,
-                dest: self.dest,
-                need_inval: self.need_inval,
-            },
-        );
-    }
+    pub data_len: u32,
+    /// Where the data begins in the session's [memory](super::Server::memory). Without always_invalidate the client can
+    /// change the bytes at any time.
+    pub data_offset: usize,
 }
 
-impl<P: Provider> Drop for Request<P> {
-    fn drop(&mut self) {
-        self.answer(errno::EIO);
-    }
+/// A session, as its user hears of it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct SessionOpened {
+    /// The session.
+    pub session: SessionKey,
+    /// The name that the client gave.
+    pub name: String,
+    /// The client's address (of the first path).
+    pub peer: SocketAddr,
+    /// Connections of the first path, the service connection included.
+    pub connections: u16,
 }
 
-impl<P: Provider> fmt::Debug for Request<P> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Request")
-            .field("msg_id", &self.msg_id)
-            .field("direction", &self.direction)
-            .field("header", &self.header.len())
-            .field("data_len", &self.data_len)
-            .finish_non_exhaustive()
-    }
+/// A session of a server: one whose first path is up, or is being made by a client that has proved its address.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct SessionSummary {
+    /// The session.
+    pub session: SessionKey,
+    /// As the client names it on the wire.
+    pub uuid: Uuid,
+    /// The name that the client gave; empty as long as it has given none.
+    pub name: String,
+    /// The client's address (of the first path).
+    pub peer: SocketAddr,
+    /// Connections of the path that gave the name, the service connection included; 0 as long as none has.
+    pub connections: u16,
+    /// Paths that are up.
+    pub paths: usize,
+    /// Requests that are with the user.
+    pub requests: usize,
+}
+
+/// Names memory that was asked for.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct Ticket(pub u64);
+
+/// What a server tells its user.
+#[derive(Debug)]
+pub enum Output {
+    /// A session's first path is up. No request of it came before. After [`Output::SessionClosed`] a session may be opened
+    /// again, when another of its paths was still being made.
+    SessionOpened(SessionOpened),
+    /// A client wants something done.
+    Request(Request),
+    /// The session's last path is gone, and all its requests have been answered.
+    SessionClosed {
+        /// The session.
+        session: SessionKey,
+        /// Why the last path went.
+        why: PathError,
+    },
+    /// A path of a session is up.
+    PathUp {
+        /// The session.
+        session: SessionKey,
+        /// The client's address on it.
+        peer: SocketAddr,
+    },
+    /// A path that was up is gone.
+    PathDown {
+        /// The session.
+        session: SessionKey,
+        /// The client's address on it.
+        peer: SocketAddr,
+        /// Why.
+        why: PathError,
+    },
+    /// Memory for a session is wanted: `bytes` of it, zeroed, by [`Server::ready`](super::Server::ready). It may take
+    /// a moment to get, so the loop has another thread do it.
+    Allocate {
+        /// Names the answer.
+        ticket: Ticket,
+        /// How much.
+        bytes: usize,
+    },
+    /// Memory that is not wanted any more, and that no device touches. To drop it may take a moment, if much of it was used,
+    /// so the loop has another thread do it.
+    Free(Arc<Pages>),
 }

@@ -1,139 +1,500 @@
-//! A session on the server: its chunks and its paths.
+//! A session: its chunks, its paths, and the requests that come by them.
 
-use core::{fmt, net::SocketAddr};
-use std::sync::{Arc, OnceLock};
+use core::net::SocketAddr;
+use std::{collections::BTreeMap, sync::Arc};
 
-use parking_lot::Mutex;
+use roce_mem::Pages;
 use roce_verbs::{
-    AccessFlags,
-    provider::{Provider, VerbsError},
+    Completion, WcFlags, WcOpcode,
+    provider::{DeviceIx, MrInfo, RangeError, Revoked},
+};
+use smallvec::SmallVec;
+
+use crate::{
+    Direction, PathError,
+    admission::PathKey,
+    cx::Cx,
+    mark::{Mark, MarkKind},
+    proto::{self, ChunkLayout, Imm, InfoReq, IoReply, MAX_HDR_SIZE, ProtoError, Uuid},
+    server::{
+        chunks::{Asked, Begun, Chunks, Room},
+        effects::{Effects, Place},
+        path::Path,
+        post::{Answer, Done, Renewal, ServerWork, revoked},
+        request::{Output, Request, RequestKey, SessionKey, SessionSummary, Ticket},
+        state::{ChunkEvent, PathState},
+    },
 };
 
-use super::{ServerConfig, path::Path};
-use crate::proto::Uuid;
-
-/// Names a session to the server's user. Clones are the same session.
-#[derive(Clone)]
-pub struct SessionHandle(Arc<HandleInner>);
-
-struct HandleInner {
-    id: u64,
-    uuid: Uuid,
-    peer: SocketAddr,
-    opened: OnceLock<Opened>,
-    queue_depth: u32,
-    max_io_size: u32,
+/// What is known of a session once a client has given its name.
+#[derive(Debug)]
+pub(crate) struct Named {
+    pub(crate) name: String,
+    /// Of the path that brought it, the service connection included.
+    pub(crate) connections: u16,
 }
 
-/// What is known of a session once its first path is complete.
-struct Opened {
-    name: String,
-    connections: u16,
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Session {
+    pub(crate) key: SessionKey,
+    pub(crate) uuid: Uuid,
+    /// The client's address on the first path.
+    pub(crate) peer: SocketAddr,
+    pub(crate) named: Option<Named>,
+    layout: ChunkLayout,
+    /// Names the memory that was asked for and has not come.
+    pub(crate) ticket: Option<Ticket>,
+    /// All chunks, one after the other: the only large allocation.
+    memory: Option<Arc<Pages>>,
+    /// The chunks' registrations, one for each device that paths lead through.
+    mrs: SmallVec<[(DeviceIx, MrInfo); 1]>,
+    chunks: Chunks,
+    pub(crate) paths: BTreeMap<PathKey, Path>,
+    /// Paths that the user knows of.
+    pub(crate) up: usize,
 }
 
-impl SessionHandle {
-    /// A number that no other session of the server has had.
-    pub fn id(&self) -> u64 {
-        self.0.id
+const NO_CONN: PathError = PathError::Unexpected("a completion of no connection");
+
+impl Session {
+    /// One without paths and memory.
+    pub(crate) fn new(key: SessionKey, uuid: Uuid, peer: SocketAddr, layout: ChunkLayout) -> Self {
+        Self {
+            key,
+            uuid,
+            peer,
+            named: None,
+            layout,
+            ticket: None,
+            memory: None,
+            mrs: SmallVec::new(),
+            chunks: Chunks::new(layout.queue_depth()),
+            paths: BTreeMap::new(),
+            up: 0,
+        }
     }
 
-    /// The name that the client gave.
-    pub fn name(&self) -> &str {
-        self.0.opened.get().map_or("", |o| &o.name)
+    /// The name that the client gave, if it has.
+    pub(crate) fn name(&self) -> &str {
+        self.named.as_ref().map_or("", |named| &named.name)
     }
 
-    /// Connections of its first path, the service connection included; 0 until that path is complete.
-    pub fn connections(&self) -> u16 {
-        self.0.opened.get().map_or(0, |o| o.connections)
+    /// For the operator.
+    pub(crate) fn summary(&self) -> SessionSummary {
+        SessionSummary {
+            session: self.key,
+            uuid: self.uuid,
+            name: self.name().into(),
+            peer: self.peer,
+            connections: self.named.as_ref().map_or(0, |named| named.connections),
+            paths: self.up,
+            requests: self.paths.values().map(|path| path.with_user).sum(),
+        }
     }
 
-    /// The client's address (of its first path).
-    pub fn peer(&self) -> SocketAddr {
-        self.0.peer
+    /// Whether a path of it takes requests, or will.
+    pub(crate) fn lives(&self) -> bool {
+        self.paths.values().any(Path::is_alive)
     }
 
-    /// The session's UUID.
-    pub fn uuid(&self) -> Uuid {
-        self.0.uuid
+    /// Whether the user still has requests of paths that are lost: until it is done with them no new path may bring others,
+    /// as the client may have given up all that it had in the chunks.
+    pub(crate) fn has_late_requests(&self) -> bool {
+        let late = |path: &Path| !path.is_alive() && path.with_user > 0;
+        self.paths.values().any(late)
     }
 
-    /// Requests in flight at most.
-    pub fn queue_depth(&self) -> u32 {
-        self.0.queue_depth
+    /// The chunks.
+    pub(crate) fn memory(&self) -> Option<&Arc<Pages>> {
+        self.memory.as_ref()
     }
 
-    /// Largest data of a request, bytes.
-    pub fn max_io_size(&self) -> u32 {
-        self.0.max_io_size
+    /// The chunks, of a session that is over.
+    pub(crate) fn into_memory(self) -> Option<Arc<Pages>> {
+        self.memory
     }
 
-    /// The first path, now complete, gives the session its name; later ones keep it.
-    pub(super) fn set_name(&self, name: &str, connections: u16) {
-        self.0.opened.get_or_init(|| Opened {
-            name: name.into(),
-            connections,
+    /// The memory that was asked for has come.
+    pub(crate) fn set_memory(&mut self, memory: Arc<Pages>) {
+        self.memory = Some(memory);
+    }
+
+    /// Registers the chunks for a path, if they are there.
+    ///
+    /// # Errors
+    /// When the path's device can't register so much.
+    pub(crate) fn register(&mut self, cx: &mut Cx<'_>, path: PathKey) -> Result<(), PathError> {
+        let (Some(memory), Some(path)) = (&self.memory, self.paths.get_mut(&path)) else {
+            return Ok(());
+        };
+        let device = path.id.device;
+        let known = self.mrs.iter().find(|(of, _)| *of == device).map(|(_, mr)| *mr);
+        let mr = match known {
+            Some(mr) => mr,
+            None => {
+                let bytes = self.layout.queue_depth() as usize * self.layout.chunk_size() as usize;
+                let mr = path.register(cx, memory, bytes)?;
+                self.mrs.push((device, mr));
+                mr
+            }
+        };
+        path.set_chunks(mr);
+        Ok(())
+    }
+
+    /// Ends the registrations with devices that no path leads through.
+    pub(crate) fn deregister_unused(&mut self, cx: &mut Cx<'_>) {
+        let paths = &self.paths;
+        self.mrs.retain(|(device, mr)| {
+            let used = paths.values().any(|path| path.id.device == *device);
+            if !used {
+                cx.provider.deregister(mr.id);
+            }
+            used
         });
     }
-}
 
-impl fmt::Debug for SessionHandle {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SessionHandle")
-            .field("id", &self.id())
-            .field("name", &self.name())
-            .field("peer", &self.peer())
-            .finish_non_exhaustive()
+    fn place(&self, path: PathKey, cid: u16) -> Place {
+        Place {
+            session: self.key,
+            path,
+            cid,
+        }
     }
-}
 
-impl PartialEq for SessionHandle {
-    fn eq(&self, other: &Self) -> bool {
-        self.id() == other.id()
+    /// A work request of a path is done. Returns the session's name if the client has asked for the chunks with it.
+    ///
+    /// # Errors
+    /// What ends the path.
+    pub(crate) fn completion(
+        &mut self,
+        cx: &mut Cx<'_>,
+        place: Place,
+        wc: &Completion,
+        effects: &mut Effects,
+    ) -> Result<Option<String>, PathError> {
+        let path = self.paths.get_mut(&place.path).filter(|path| path.is_alive());
+        let Some(path) = path else { return Ok(None) };
+        if !wc.is_ok() {
+            path.judge(cx.now, wc)?;
+            return Ok(None);
+        }
+        let mark = Mark::decode(wc.wr_id).ok_or(PathError::Unexpected("a completion without our mark"))?;
+        match mark.kind {
+            MarkKind::Send => self.reclaim(place, mark.index, effects)?,
+            MarkKind::Revoke => {
+                let (chunk, signals) = revoked(mark.index);
+                self.reclaim(place, signals, effects)?;
+                self.begin_revoked(place, chunk, effects)?;
+            }
+            MarkKind::Info => return self.information(place, wc).map(Some),
+            MarkKind::Recv => {
+                let conn = path.conn_mut(place.cid).ok_or(NO_CONN)?;
+                conn.use_recv();
+                if conn.list() {
+                    effects.dirty.push(place);
+                }
+                path.heard();
+                if wc.opcode != WcOpcode::RecvRdmaWithImm || !wc.flags.contains(WcFlags::WITH_IMM) {
+                    return Err(PathError::Unexpected(
+                        "a SEND where an RDMA WRITE with immediate belongs",
+                    ));
+                }
+                self.message(cx, place, Imm::decode(wc.imm)?, effects)?;
+            }
+        }
+        Ok(None)
     }
-}
 
-impl Eq for SessionHandle {}
+    /// A send is done that accounts for others.
+    fn reclaim(&mut self, place: Place, signals: u32, effects: &mut Effects) -> Result<(), PathError> {
+        let path = self.paths.get_mut(&place.path);
+        let conn = path.and_then(|path| path.conn_mut(place.cid)).ok_or(NO_CONN)?;
+        conn.out.reclaim(signals);
+        if conn.out.is_ready() && conn.list() {
+            effects.dirty.push(place);
+        }
+        Ok(())
+    }
 
-/// A session's memory and paths.
-pub(super) struct SrvSession<P: Provider> {
-    pub(super) handle: SessionHandle,
-    /// Of its own: what another session knows of our keys opens nothing to it.
-    pub(super) pd: P::Pd,
-    /// All chunks in one region, one after the other: the only large allocation.
-    pub(super) chunks: P::Mr,
-    pub(super) paths: Mutex<Vec<Arc<Path<P>>>>,
-    /// Paths that finished the handshake and are not gone yet.
-    pub(super) established: Mutex<usize>,
-}
+    /// The client's last step of the handshake: the name that it gives.
+    fn information(&mut self, place: Place, wc: &Completion) -> Result<String, PathError> {
+        let path = self.paths.get_mut(&place.path).ok_or(PathError::Closed)?;
+        path.heard();
+        if wc.opcode != WcOpcode::Recv {
+            return Err(PathError::Unexpected(
+                "an RDMA WRITE where the information request belongs",
+            ));
+        }
+        let bytes = path.information(wc.byte_len)?;
+        let name = InfoReq::parse(&bytes)?.name()?;
+        if !path.is_complete() {
+            return Err(PathError::Unexpected(
+                "an information request before all connections are made",
+            ));
+        }
+        Ok(name.into())
+    }
 
-impl<P: Provider> SrvSession<P> {
-    pub(super) fn new(
-        provider: &P,
-        pd: &P::Pd,
-        config: &ServerConfig,
-        id: u64,
-        uuid: Uuid,
-        peer: SocketAddr,
-    ) -> Result<Self, VerbsError> {
-        let access = match config.always_invalidate {
-            // Only revocable keys open the chunks.
-            true => AccessFlags::LOCAL_WRITE | AccessFlags::MW_BIND,
-            false => AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_WRITE,
+    fn message(&mut self, cx: &mut Cx<'_>, place: Place, imm: Imm, effects: &mut Effects) -> Result<(), PathError> {
+        let Some(path) = self.paths.get(&place.path) else {
+            return Ok(());
         };
-        let bytes = usize::try_from(config.session_bytes()).map_err(|_| VerbsError::Limit("address space"))?;
-        Ok(Self {
-            handle: SessionHandle(Arc::new(HandleInner {
-                id,
-                uuid,
-                peer,
-                opened: OnceLock::new(),
-                queue_depth: config.queue_depth,
-                max_io_size: config.max_io_size(),
-            })),
-            pd: pd.clone(),
-            chunks: provider.alloc_mr(pd, bytes, access)?,
-            paths: Mutex::new(Vec::new()),
-            established: Mutex::new(0),
-        })
+        let is_beat = place.cid == 0 && matches!(imm, Imm::HbMsg | Imm::HbAck);
+        // A client that waits for the chunks may ask for a sign of life meanwhile.
+        if path.state != PathState::Connected && !(path.asked && is_beat) {
+            return Err(PathError::Unexpected("a message before the handshake is done"));
+        }
+        match imm {
+            Imm::IoReq(payload) => self.io_request(cx, place, payload, effects),
+            Imm::HbMsg | Imm::HbAck if place.cid != 0 => Err(PathError::Unexpected("a heartbeat on an I/O connection")),
+            Imm::HbMsg => self.push(place, ServerWork::imm(Imm::HbAck), effects),
+            Imm::HbAck => Ok(()),
+            Imm::IoRsp(_) => Err(PathError::Unexpected("an answer from the client")),
+        }
     }
+
+    /// Adds work to a connection.
+    ///
+    /// # Errors
+    /// When the connection is being taken down.
+    pub(crate) fn push(&mut self, place: Place, work: ServerWork, effects: &mut Effects) -> Result<(), PathError> {
+        let Some(path) = self.paths.get_mut(&place.path) else {
+            return Ok(());
+        };
+        if path.push(place.cid, work)? {
+            effects.dirty.push(place);
+        }
+        Ok(())
+    }
+
+    fn io_request(
+        &mut self,
+        cx: &mut Cx<'_>,
+        place: Place,
+        payload: u32,
+        effects: &mut Effects,
+    ) -> Result<(), PathError> {
+        let (chunk, offset) = self.layout.unpack(payload)?;
+        let (chunk, path) = (chunk as u16, place.path);
+        let asked = Asked {
+            path,
+            cid: place.cid,
+            offset,
+        };
+        match self.chunks.room(chunk, path)? {
+            Room::Free => self.start(cx, chunk, asked, effects),
+            Room::Busy => {
+                effects.counters.requests_parked += 1;
+                self.chunks.park(chunk, asked);
+                Ok(())
+            }
+        }
+    }
+
+    /// A request gets its chunk: first the client's key is taken back.
+    fn start(&mut self, cx: &mut Cx<'_>, chunk: u16, asked: Asked, effects: &mut Effects) -> Result<(), PathError> {
+        let path = self.paths.get(&asked.path).filter(|path| path.is_alive());
+        let Some(path) = path else { return Ok(()) };
+        let queued = match path.renewal() {
+            Renewal::Never => false,
+            Renewal::Instant => path.revoke_now(cx, asked.cid, chunk)? == Revoked::Queued,
+            Renewal::Queued => {
+                let place = self.place(asked.path, asked.cid);
+                self.push(place, ServerWork::revoke(chunk), effects)?;
+                true
+            }
+        };
+        match queued {
+            true => self.chunks.revoking(chunk, asked),
+            false => self.begin(chunk, ChunkEvent::AskedOpen, asked, effects),
+        }
+    }
+
+    /// The key of a request's chunk is taken back.
+    fn begin_revoked(&mut self, place: Place, chunk: u16, effects: &mut Effects) -> Result<(), PathError> {
+        let asked = self.chunks.revoked(chunk, place.path, place.cid);
+        let asked = asked.ok_or(PathError::Unexpected("the end of a key that no request waits for"))?;
+        self.begin(chunk, ChunkEvent::Revoked, asked, effects)
+    }
+
+    /// The chunk is ours: checks the request and hands it to the user.
+    fn begin(&mut self, chunk: u16, event: ChunkEvent, asked: Asked, effects: &mut Effects) -> Result<(), PathError> {
+        let outside = |_| PathError::Unexpected("a message outside its chunk");
+        let (Some(memory), Some(path)) = (&self.memory, self.paths.get_mut(&asked.path)) else {
+            return Err(PathError::Unexpected("a request without memory"));
+        };
+        let (size, offset) = (self.layout.chunk_size(), asked.offset);
+        let start = usize::from(chunk) * size as usize;
+        // A copy: without always_invalidate the client could change the message while it is checked.
+        let mut bytes = [0; proto::Request::MAX_LEN];
+        let len = (size.saturating_sub(offset) as usize).min(bytes.len());
+        memory
+            .read(start + offset as usize, &mut bytes[..len])
+            .map_err(outside)?;
+        let (direction, usr_len, begun) = check(proto::Request::parse(&bytes[..len], offset, MAX_HDR_SIZE)?)?;
+        let mut header = SmallVec::from_elem(0, usr_len.into());
+        memory
+            .read(start + begun.data_len as usize, &mut header)
+            .map_err(outside)?;
+        let serial = self.chunks.begin(chunk, event, asked, begun)?;
+        path.with_user += 1;
+        effects.outputs.push_back(Output::Request(Request {
+            key: RequestKey {
+                session: self.key,
+                chunk,
+                serial,
+            },
+            direction,
+            connection: asked.cid,
+            header,
+            data_len: begun.data_len,
+            data_offset: start,
+        }));
+        Ok(())
+    }
+
+    /// Copies data into a request's chunk.
+    ///
+    /// # Errors
+    /// When the range is outside the request's data, or the user has no such request.
+    pub(crate) fn write_data(&self, key: RequestKey, offset: usize, data: &[u8]) -> Result<(), RangeError> {
+        self.chunks.check(key, offset, data.len())?;
+        let start = usize::from(key.chunk) * self.layout.chunk_size() as usize;
+        let nowhere = RangeError {
+            offset,
+            len: data.len(),
+            size: 0,
+        };
+        self.memory.as_ref().ok_or(nowhere)?.write(start + offset, data)
+    }
+
+    /// The user is done with a request. Returns its path if that is lost: it may be over with this.
+    pub(crate) fn answer(
+        &mut self,
+        cx: &mut Cx<'_>,
+        key: RequestKey,
+        status: i32,
+        effects: &mut Effects,
+    ) -> Option<PathKey> {
+        let Some((asked, begun)) = self.chunks.request(key) else {
+            tracing::debug!(?key, "an answer to no request");
+            return None;
+        };
+        let path = self.paths.get_mut(&asked.path)?;
+        path.with_user = path.with_user.saturating_sub(1);
+        if path.drained {
+            self.chunks.answered_in_vain(key.chunk);
+            self.release(cx, key.chunk, effects);
+            return Some(asked.path);
+        }
+        self.chunks.answered(key.chunk);
+        if !path.is_alive() {
+            // The chunk is idle when the path is drained: until then what it had posted may still read it.
+            return Some(asked.path);
+        }
+        let reply = IoReply::new(key.chunk.into(), status, begun.need_inval);
+        let answer = Answer {
+            chunk: key.chunk,
+            errno: reply.errno,
+            dest: begun.dest,
+            need_inval: begun.need_inval,
+        };
+        let work = ServerWork::answer(answer, path.renewal());
+        let place = self.place(asked.path, asked.cid);
+        if let Err(e) = self.push(place, work, effects) {
+            effects.broken.push_back((self.key, asked.path, e));
+        }
+        None
+    }
+
+    /// The end of the turn: posts the receives that a connection has used.
+    pub(crate) fn give_back(&mut self, cx: &mut Cx<'_>, place: Place, effects: &mut Effects) {
+        let path = self.paths.get_mut(&place.path).filter(|path| path.is_alive());
+        let Some(conn) = path.and_then(|path| path.conn_mut(place.cid)) else {
+            return;
+        };
+        conn.unlist();
+        if let Err(e) = conn.give_back(cx) {
+            effects.broken.push_back((self.key, place.path, e.into()));
+        }
+    }
+
+    /// The end of the turn: posts what a connection has to send.
+    pub(crate) fn post(&mut self, cx: &mut Cx<'_>, place: Place, effects: &mut Effects) {
+        let path = self.paths.get_mut(&place.path).filter(|path| path.is_alive());
+        let Some(path) = path else { return };
+        let mut done = Done::default();
+        let posted = path
+            .post(cx, place.cid, &self.layout, &mut done)
+            .map_err(PathError::from);
+        for chunk in done.sent {
+            self.chunks.sent(chunk);
+            self.release(cx, chunk, effects);
+        }
+        let begun = done
+            .revoked
+            .into_iter()
+            .map(|chunk| self.begin_revoked(place, chunk, effects));
+        let begun = begun.collect::<Result<(), _>>();
+        if let Err(e) = posted.and(begun) {
+            effects.broken.push_back((self.key, place.path, e));
+        }
+    }
+
+    /// A chunk is idle: the request that has waited longest for it gets it.
+    fn release(&mut self, cx: &mut Cx<'_>, chunk: u16, effects: &mut Effects) {
+        while let Some(asked) = self.chunks.unpark(chunk) {
+            if let Err(e) = self.start(cx, chunk, asked, effects) {
+                effects.broken.push_back((self.key, asked.path, e));
+            }
+        }
+    }
+
+    /// All idle chunks that requests wait for are given to them.
+    pub(crate) fn release_all(&mut self, cx: &mut Cx<'_>, effects: &mut Effects) {
+        for chunk in self.chunks.wanted() {
+            self.release(cx, chunk, effects);
+        }
+    }
+
+    /// Requests of a path that wait for their chunks are forgotten.
+    pub(crate) fn drop_parked(&mut self, path: PathKey) {
+        self.chunks.drop_parked(path);
+    }
+
+    /// A path is drained: chunks whose answers have not left are idle.
+    pub(crate) fn drop_answers(&mut self, path: PathKey) {
+        self.chunks.path_gone(path);
+    }
+}
+
+/// What a request wants, and the length of the user's header.
+fn check(message: proto::Request) -> Result<(Direction, u16, Begun), PathError> {
+    Ok(match message {
+        proto::Request::Write { usr_len, data_len } => {
+            let begun = Begun {
+                data_len,
+                ..Begun::default()
+            };
+            (Direction::Write, usr_len, begun)
+        }
+        proto::Request::Read {
+            usr_len,
+            data_len,
+            dest,
+            need_inval,
+        } => {
+            if let Some(len) = dest.map(|d| d.len.get()).filter(|len| *len == 0 || *len > data_len) {
+                return Err(ProtoError::field("length of a read", len, "1 to what the chunk sets aside").into());
+            }
+            let begun = Begun {
+                data_len,
+                dest,
+                need_inval,
+            };
+            (Direction::Read, usr_len, begun)
+        }
+    })
 }

@@ -8,7 +8,7 @@ pub(crate) mod stranger;
 use std::{
     net::{IpAddr, SocketAddr},
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicUsize, Ordering},
         mpsc,
     },
@@ -16,14 +16,16 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ferroce_rig::{Host, IoBuffer, Outcome, Request, Server, ServerOps, Session, SessionHandle};
 use parking_lot::Mutex;
 use roce::{Device, DeviceConfig};
 use rtrs::{
     Direction, IoError,
     addr::PathAddr,
-    client::{ConType, IoBuffer, OpenArgs, Outcome, Permit, Session},
+    client::{ConType, SessionConfig},
     heartbeat::HeartbeatConfig,
-    server::{Request, Server, ServerConfig, ServerOps, SessionHandle},
+    proto::Uuid,
+    server::ServerConfig,
 };
 
 /// RTRS port of all tests: each has addresses of its own.
@@ -36,6 +38,15 @@ pub(crate) fn addresses() -> (IpAddr, IpAddr) {
 
 pub(crate) fn device(addr: IpAddr) -> Device {
     Device::open(DeviceConfig::new(addr)).expect("a device on a loopback address")
+}
+
+pub(crate) fn uuid() -> Uuid {
+    Uuid::draw(&mut |bytes| rand::fill(bytes))
+}
+
+/// A host whose loop runs on a thread.
+pub(crate) fn host(addr: IpAddr) -> Host {
+    Host::open(addr)
 }
 
 /// What must have happened by then, or it will not.
@@ -63,8 +74,6 @@ pub(crate) enum Ask {
     Hold,
     /// Reads: how many requests were made.
     Count,
-    /// The server's callback panics.
-    Panic,
 }
 
 impl Ask {
@@ -75,7 +84,6 @@ impl Ask {
             Self::Forget => (2, 0),
             Self::Hold => (3, 0),
             Self::Count => (4, 0),
-            Self::Panic => (5, 0),
         };
         let mut h = vec![kind];
         h.extend(arg.to_le_bytes());
@@ -91,20 +99,19 @@ impl Ask {
             2 => Self::Forget,
             3 => Self::Hold,
             4 => Self::Count,
-            5 => Self::Panic,
             _ => return None,
         })
     }
 }
 
-/// A disk in memory with worker threads, as RNBD's server has.
+/// A disk in memory, most of whose answers come from threads of its own.
 pub(crate) struct Disk {
     pub(crate) bytes: Mutex<Vec<u8>>,
     pub(crate) opened: Mutex<Vec<SessionHandle>>,
     pub(crate) closed: Mutex<Vec<SessionHandle>>,
     pub(crate) requests: AtomicUsize,
-    pub(crate) held: Mutex<Vec<Request<Device>>>,
-    queue: mpsc::Sender<Request<Device>>,
+    pub(crate) held: Mutex<Vec<Request>>,
+    queue: mpsc::Sender<Request>,
 }
 
 impl Disk {
@@ -132,7 +139,7 @@ impl Disk {
         disk
     }
 
-    fn serve(&self, request: Request<Device>) {
+    fn serve(&self, request: Request) {
         let count = self.requests.fetch_add(1, Ordering::Relaxed);
         let Some(ask) = Ask::parse(request.user_header()) else {
             return request.complete(22);
@@ -154,7 +161,6 @@ impl Disk {
             Ask::Fail(e) => request.complete(e),
             Ask::Forget => drop(request),
             Ask::Hold => self.held.lock().push(request),
-            Ask::Panic => panic!("a bug of the server's user (this panic is part of the test)"),
             Ask::Count => {
                 let bytes = (count as u64).to_le_bytes();
                 let n = len.min(bytes.len());
@@ -165,13 +171,13 @@ impl Disk {
     }
 }
 
-impl ServerOps<Device> for Disk {
+impl ServerOps for Disk {
     fn session_opened(&self, session: &SessionHandle) {
         self.opened.lock().push(session.clone());
     }
 
-    fn rdma_request(&self, request: Request<Device>) {
-        // Some answers come from the server's thread itself, some from others.
+    fn rdma_request(&self, request: Request) {
+        // Some answers come from the loop itself, some from other threads.
         if request.data_len() % 2 == 1 {
             self.serve(request);
         } else {
@@ -186,10 +192,13 @@ impl ServerOps<Device> for Disk {
 
 /// A server with its disk, and what a client needs.
 pub(crate) struct Bed {
-    pub(crate) server: Server<Device>,
+    // Dropped in this order.
+    pub(crate) server: Server,
     pub(crate) disk: Arc<Disk>,
-    pub(crate) server_dev: Device,
-    pub(crate) client_dev: Device,
+    pub(crate) server_host: Host,
+    /// Made when first used: a test may want the address for itself.
+    client_host: OnceLock<Host>,
+    stranger: OnceLock<Device>,
     pub(crate) path: PathAddr,
 }
 
@@ -218,14 +227,14 @@ pub(crate) fn config() -> ServerConfig {
 impl Bed {
     pub(crate) fn new(config: ServerConfig) -> Self {
         let (server_ip, client_ip) = addresses();
-        let (server_dev, client_dev) = (device(server_ip), device(client_ip));
+        let server_host = host(server_ip);
         let disk = Disk::new(1 << 20);
         let config = ServerConfig {
             addr: server_ip,
             port: PORT,
             ..config
         };
-        let server = Server::listen(&server_dev, config, disk.clone()).unwrap();
+        let server = Server::listen(&server_host, config, disk.clone()).unwrap();
         let path = PathAddr {
             src: Some(client_ip),
             dst: SocketAddr::new(server_ip, PORT),
@@ -233,23 +242,51 @@ impl Bed {
         Self {
             server,
             disk,
-            server_dev,
-            client_dev,
+            server_host,
+            client_host: OnceLock::new(),
+            stranger: OnceLock::new(),
             path,
         }
     }
 
-    pub(crate) fn args(&self, name: &str, connections: u16) -> OpenArgs {
-        OpenArgs {
+    fn client_ip(&self) -> IpAddr {
+        self.path.src.unwrap()
+    }
+
+    /// The client's host.
+    pub(crate) fn client(&self) -> &Host {
+        self.client_host.get_or_init(|| host(self.client_ip()))
+    }
+
+    /// A device at the client's address, for who speaks verbs by hand. Not beside [`client`](Self::client).
+    pub(crate) fn stranger(&self) -> &Device {
+        self.stranger.get_or_init(|| device(self.client_ip()))
+    }
+
+    pub(crate) fn args(&self, name: &str, connections: u16) -> SessionConfig {
+        SessionConfig {
             connections,
             connect_timeout: PATIENCE,
             heartbeat: HEARTBEAT,
-            ..OpenArgs::new(name, self.path)
+            ..SessionConfig::new(name, self.path)
         }
     }
 
-    pub(crate) fn open(&self, name: &str, connections: u16) -> Session<Device> {
-        Session::open(&self.client_dev, self.args(name, connections)).unwrap()
+    pub(crate) fn open(&self, name: &str, connections: u16) -> Session {
+        Session::open(self.client(), self.args(name, connections)).unwrap()
+    }
+
+    /// A session of another client, on a host that goes with it.
+    pub(crate) fn open_elsewhere(&self, name: &str) -> Session {
+        let (ip, _) = addresses();
+        let args = SessionConfig {
+            path: PathAddr {
+                src: Some(ip),
+                ..self.path
+            },
+            ..self.args(name, 1)
+        };
+        Session::open(&host(ip), args).unwrap()
     }
 }
 
@@ -258,32 +295,19 @@ pub(crate) type Results = mpsc::Sender<Result<(), IoError>>;
 
 /// Sends a request.
 pub(crate) fn begin(
-    session: &Session<Device>,
+    session: &Session,
     con: ConType,
     direction: Direction,
     ask: Ask,
-    data: Option<IoBuffer<Device>>,
-    tx: &Results,
-) {
-    begin_with(session, session.permit().unwrap(), con, direction, ask, data, tx);
-}
-
-/// Sends a request with a permit that was taken before.
-pub(crate) fn begin_with(
-    session: &Session<Device>,
-    permit: Permit,
-    con: ConType,
-    direction: Direction,
-    ask: Ask,
-    data: Option<IoBuffer<Device>>,
+    data: Option<IoBuffer>,
     tx: &Results,
 ) {
     let tx = tx.clone();
-    let done = move |o: Outcome<Device>| {
+    let done = move |o: Outcome| {
         // A test that has failed listens no more.
         let _ = tx.send(o.result);
     };
-    session.request(permit, con, direction, &ask.header(0), data, done);
+    session.request(con, direction, &ask.header(0), data, done);
 }
 
 /// The next result.
@@ -299,19 +323,19 @@ pub(crate) fn all_well(rx: &mpsc::Receiver<Result<(), IoError>>, n: usize) {
 }
 
 /// A buffer with these bytes.
-pub(crate) fn buffer(session: &Session<Device>, bytes: &[u8]) -> IoBuffer<Device> {
+pub(crate) fn buffer(session: &Session, bytes: &[u8]) -> IoBuffer {
     let mut b = session.alloc_buffer(bytes.len()).unwrap();
     b.write(0, bytes).unwrap();
     b
 }
 
-pub(crate) fn contents(buffer: &IoBuffer<Device>) -> Vec<u8> {
+pub(crate) fn contents(buffer: &IoBuffer) -> Vec<u8> {
     let mut bytes = vec![0; buffer.len()];
     buffer.read(0, &mut bytes).unwrap();
     bytes
 }
 
-pub(crate) fn write(session: &Session<Device>, at: u64, bytes: &[u8]) -> Outcome<Device> {
+pub(crate) fn write(session: &Session, at: u64, bytes: &[u8]) -> Outcome {
     let data = buffer(session, bytes);
     session.call(
         ConType::Io(0),
@@ -321,7 +345,7 @@ pub(crate) fn write(session: &Session<Device>, at: u64, bytes: &[u8]) -> Outcome
     )
 }
 
-pub(crate) fn read(session: &Session<Device>, at: u64, len: usize) -> Vec<u8> {
+pub(crate) fn read(session: &Session, at: u64, len: usize) -> Vec<u8> {
     let data = session.alloc_buffer(len).unwrap();
     let outcome = session.call(
         ConType::Io(0),

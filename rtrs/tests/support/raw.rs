@@ -8,13 +8,13 @@ use std::{
 
 use roce::{
     AccessFlags, CmChannel, CmEventKind, CmId, Completion, CompletionQueue, ConnParams, Cq, Device, EventChannel, Id,
-    MemoryRegion, Mr, Payload, Pd, Provider, Qp, QpCaps, QpInit, QueuePair, RKey, RecvWr, RemoteAddr, SendFlags,
-    SendOp, SendWr,
+    MemoryRegion, Mr, Payload, Pd, Qp, QpCaps, QpInit, QueuePair, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr,
+    VerbsDevice,
 };
 use rtrs::proto::{ChunkLayout, ConnReq, ConnRsp, Imm, InfoReq, InfoRsp, MsgFlags, Uuid, info::ChunkAddr};
 use zerocopy::IntoBytes;
 
-use super::PATIENCE;
+use super::{PATIENCE, uuid};
 
 /// Receives and their size: large enough for session information.
 const RECVS: usize = 64;
@@ -167,8 +167,8 @@ impl Client {
     pub(crate) fn new(dev: &Device, src: IpAddr, dst: SocketAddr) -> Self {
         Self {
             end: End::new(dev),
-            session: Uuid::random().unwrap(),
-            path: Uuid::random().unwrap(),
+            session: uuid(),
+            path: uuid(),
             src,
             dst,
             cons: Vec::new(),

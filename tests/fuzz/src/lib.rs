@@ -1,17 +1,20 @@
 //! What the fuzz targets do with their input. libFuzzer calls it from `fuzz/`, and `tests/replay.rs` with the corpora that
 //! are kept in `fuzz/seeds`: on any toolchain, as an ordinary test.
 //!
-//! A target panics when something does not hold, or does not return.
+//! A target panics when something does not hold, or does not return. Those of state machines have no threads and wait for
+//! nothing: the same input always does the same.
 
 pub mod broker_records;
 pub mod bth_parse;
 pub mod cm;
 pub mod engine;
+mod host;
 pub mod ident;
 mod input;
 pub mod nbd;
 pub mod pcap_check;
 mod peers;
+#[path = "../../../rtrs/tests/machine/provider.rs"]
 mod provider;
 pub mod rnbd_server;
 pub mod rtrs_server;

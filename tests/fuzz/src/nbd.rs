@@ -1,182 +1,259 @@
 //! What a client of the NBD server sends: negotiation and requests. A second reading of the protocol follows the server's
 //! answers, in order, with a copy of the device: no answer that nobody asked for, no data of another place, no effect of
-//! what was refused, and nothing that is in order is refused.
+//! what was refused, and nothing that is in order is refused. However the bytes are cut, the answers are the same.
 
-use std::{
-    io::{Read, Write},
-    net::Shutdown,
-    os::unix::net::UnixStream,
-    sync::Arc,
-    thread,
-};
+use std::time::Duration;
 
 use rnbd::{
-    Errno,
-    block::{BlockDevice, BlockRequest, Done, Geometry, IoBuffer},
+    block::{BlockOp, Geometry},
     nbd::{
-        self, NbdExport,
+        BufferCopy, Connection, Export, Exports, NbdRequest, Phase, Piece, Want,
         proto::{self, Request, cmd, cmd_flag, info, opt, rep, tx},
     },
 };
-use std::sync::{Condvar, Mutex};
+use roce_verbs::Instant;
+use rtrs::{
+    client::buffers::{Buffer, Buffers},
+    cx::Cx,
+};
 
-use crate::input::Input;
+use crate::{input::Input, provider::Scripted};
 
-/// What a socket takes without a reader.
 const MAX_INPUT: usize = 32 << 10;
 const SIZE: usize = 64 << 10;
-const NAMES: [&str; 2] = ["disk", "other"];
+/// Exports and their devices.
+const NAMES: [(&str, &str); 2] = [("disk", "/images/a"), ("other", "b")];
+/// Longer than a client may keep a buffer that it does not use.
+const PAUSE: Duration = Duration::from_millis(150);
+/// When a negotiation has to be over, its answers taken.
+const NEGOTIATION: Instant = Instant::from_nanos(30_000_000_000);
 
-/// Lent buffers are counted.
-struct Lent(Mutex<u32>, Condvar);
-
-struct Buffer {
-    bytes: *mut u8,
-    len: usize,
-    lent: Arc<Lent>,
-}
-
-// SAFETY: the allocation has one owner.
-unsafe impl Send for Buffer {}
-
-// SAFETY: an allocation of `len` bytes that lives as long as the value and does not move.
-unsafe impl IoBuffer for Buffer {
-    fn as_ptr(&self) -> *mut u8 {
-        self.bytes
-    }
-
-    fn len(&self) -> usize {
-        self.len
-    }
-}
-
-impl Buffer {
-    fn slice(&mut self) -> &mut [u8] {
-        // SAFETY: our own allocation, and no thread but this one has a pointer to it here.
-        unsafe { std::slice::from_raw_parts_mut(self.bytes, self.len) }
+fn geometry(config: u8) -> Geometry {
+    let bit = |n: u8| config >> n & 1 != 0;
+    Geometry {
+        size: SIZE as u64,
+        logical_block_size: if bit(0) { 4096 } else { 512 },
+        physical_block_size: 4096,
+        max_transfer: if bit(1) { 4096 } else { 16 << 10 },
+        max_discard: if bit(2) { 8192 } else { 0 },
+        discard_granularity: 4096,
+        read_only: bit(3),
+        write_cache: bit(4),
+        fua: bit(5),
+        max_write_zeroes: if bit(4) { 1 << 30 } else { 0 },
+        queue_depth: if bit(6) { 8 } else { 1 },
     }
 }
 
-impl Drop for Buffer {
-    fn drop(&mut self) {
-        // SAFETY: made by `Box::into_raw` with this length.
-        drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(self.bytes, self.len)) });
-        *self.lent.0.lock().unwrap() -= 1;
-        self.lent.1.notify_all();
-    }
+fn content() -> Vec<u8> {
+    (0..SIZE).map(|i| (i / 512) as u8 ^ i as u8).collect()
 }
 
-/// A device in memory that does everything at once and checks what it is asked for.
-struct Device {
+/// How a client's bytes are moved.
+#[derive(Clone, Copy)]
+struct Manner {
+    /// Bytes of a receiving call.
+    receive: usize,
+    /// Bytes of a sending call.
+    send: usize,
+    /// Time passes after each.
+    pause: bool,
+}
+
+/// A connection with a device in memory that does everything at once and checks what it is asked for.
+struct Server<'a> {
+    conn: Connection,
+    sent: &'a [u8],
+    answers: Vec<u8>,
     geometry: Geometry,
-    content: Mutex<Vec<u8>>,
-    lent: Arc<Lent>,
+    content: [Vec<u8>; 2],
+    buffers: Buffers,
+    /// Without a device: no path leads anywhere.
+    provider: Scripted,
+    now: Instant,
 }
 
-impl Device {
-    fn new(config: u8) -> Self {
-        let bit = |n: u8| config >> n & 1 != 0;
-        let block = if bit(0) { 4096 } else { 512 };
+impl<'a> Server<'a> {
+    fn new(geometry: Geometry, sent: &'a [u8]) -> Self {
+        let exports = NAMES.map(|(name, device)| Export {
+            name: name.into(),
+            device: device.into(),
+            description: format!("the {name}"),
+            geometry,
+        });
         Self {
-            geometry: Geometry {
-                size: SIZE as u64,
-                logical_block_size: block,
-                physical_block_size: 4096,
-                max_transfer: if bit(1) { 4096 } else { 16 << 10 },
-                max_discard: if bit(2) { 8192 } else { 0 },
-                discard_granularity: 4096,
-                read_only: bit(3),
-                write_cache: bit(4),
-                fua: bit(5),
-                fast_zeroes: bit(4),
-                queue_depth: if bit(6) { 8 } else { 1 },
-            },
-            content: Mutex::new((0..SIZE).map(|i| (i / 512) as u8 ^ i as u8).collect()),
-            lent: Arc::new(Lent(Mutex::new(0), Condvar::new())),
+            conn: Connection::new(Instant::ZERO, Exports::new(exports.into())),
+            sent,
+            answers: Vec::new(),
+            geometry,
+            content: [content(), content()],
+            buffers: Buffers::new(1 << 20),
+            provider: Scripted::new(&[]),
+            now: Instant::ZERO,
         }
     }
 
-    fn range(&self, offset: u64, len: u64) -> std::ops::Range<usize> {
+    fn buffer(&mut self) -> Option<Buffer> {
+        if self.buffers.lent() >= self.geometry.queue_depth as usize {
+            return None;
+        }
+        let mut cx = Cx {
+            now: self.now,
+            provider: &mut self.provider,
+            random: &mut |_| {},
+        };
+        let len = self.geometry.max_transfer as usize;
+        Some(self.buffers.take(&mut cx, len).expect("memory"))
+    }
+
+    /// Serves until the connection has ended.
+    fn serve(&mut self, manner: Manner) {
+        loop {
+            let mut came = self.poll();
+            came |= self.receive(manner.receive);
+            came |= self.poll();
+            came |= self.send(manner.send);
+            let later = self.now + PAUSE;
+            if manner.pause && self.conn.phase() >= Phase::Transmission && later < NEGOTIATION {
+                self.now = later;
+                if self.conn.next_timeout().is_some_and(|due| due <= self.now) {
+                    self.conn.timeout(self.now);
+                }
+            }
+            if !came {
+                break;
+            }
+        }
+        assert!(self.conn.ended().is_some(), "it waits for something");
+        assert_eq!(self.buffers.lent(), 0, "a buffer is not given back");
+        assert_eq!(self.conn.in_flight(), (0, 0));
+    }
+
+    fn poll(&mut self) -> bool {
+        let mut any = false;
+        loop {
+            let mut came = false;
+            while let Some(len) = self.conn.poll_need() {
+                assert!((1..=self.geometry.max_transfer as usize).contains(&len), "{len} bytes");
+                let Some(buffer) = self.buffer() else {
+                    self.conn.lack();
+                    break;
+                };
+                self.conn.give(self.now, buffer);
+                came = true;
+            }
+            while let Some(copy) = self.conn.poll_copy() {
+                let copied = match copy {
+                    BufferCopy::Write { buffer, at, data } => self.buffers.write(buffer, at, data),
+                    BufferCopy::Read { buffer, at, out } => self.buffers.read(buffer, at, out),
+                };
+                copied.expect("inside the buffer");
+                came = true;
+            }
+            while let Some(q) = self.conn.poll_request() {
+                self.run(q);
+                came = true;
+            }
+            while let Some(buffer) = self.conn.poll_free() {
+                self.buffers.give(buffer);
+                came = true;
+            }
+            if !came {
+                return any;
+            }
+            any = true;
+        }
+    }
+
+    fn run(&mut self, q: NbdRequest) {
         let g = &self.geometry;
+        let index = self.conn.export().expect("a choice");
+        let range = q.offset as usize..(q.offset + q.len) as usize;
+        if q.op != BlockOp::Flush {
+            let inside = q.len > 0 && g.contains(q.offset, q.len) && g.aligned(q.offset, q.len);
+            assert!(inside, "{} bytes at {}", q.len, q.offset);
+        }
+        if q.op.writes() {
+            assert!(!g.read_only, "a read-only device is changed");
+        }
+        let there = &mut self.content[index];
+        let data = q.data.as_ref();
+        assert!(data.is_none_or(|b| b.len() as u64 == q.len));
+        let forced = match q.op {
+            BlockOp::Read => {
+                let buffer = data.expect("a buffer");
+                self.buffers.write(buffer, 0, &there[range]).expect("its length");
+                false
+            }
+            BlockOp::Write { fua } => {
+                let buffer = data.expect("a buffer");
+                self.buffers.read(buffer, 0, &mut there[range]).expect("its length");
+                fua
+            }
+            BlockOp::Flush => false,
+            BlockOp::Discard => {
+                assert!(g.max_discard > 0, "the device can't discard");
+                there[range].fill(0);
+                false
+            }
+            BlockOp::WriteZeroes { fua, .. } => {
+                there[range].fill(0);
+                fua
+            }
+        };
         assert!(
-            g.contains(offset, len) && g.aligned(offset, len) && len > 0,
-            "{len} bytes at {offset}"
+            !forced || (g.fua && g.write_cache),
+            "the device can't force, or need not"
         );
-        offset as usize..(offset + len) as usize
+        self.conn.done(self.now, q.key, Ok(()), q.data);
     }
 
-    fn change(&self, offset: u64, len: u64, fua: bool, with: Option<&[u8]>) {
-        assert!(!self.geometry.read_only, "a read-only device is changed");
-        assert!(
-            !fua || self.geometry.fua || !self.geometry.write_cache,
-            "the device can't force"
-        );
-        let range = self.range(offset, len);
-        let mut content = self.content.lock().unwrap();
-        match with {
-            Some(bytes) => content[range].copy_from_slice(bytes),
-            None => content[range].fill(0),
-        }
-    }
-}
-
-impl BlockDevice for Device {
-    type Buffer = Buffer;
-
-    fn geometry(&self) -> Geometry {
-        self.geometry
-    }
-
-    fn buffer(&self, len: usize) -> Result<Buffer, Errno> {
-        let mut n = self.lent.0.lock().unwrap();
-        while *n >= self.geometry.queue_depth {
-            n = self.lent.1.wait(n).unwrap();
-        }
-        drop(n);
-        self.try_buffer(len)?.ok_or(Errno::EAGAIN)
-    }
-
-    fn try_buffer(&self, len: usize) -> Result<Option<Buffer>, Errno> {
-        assert!(
-            (1..=self.geometry.max_transfer as usize).contains(&len),
-            "a buffer of {len} bytes"
-        );
-        let mut n = self.lent.0.lock().unwrap();
-        if *n >= self.geometry.queue_depth {
-            return Ok(None);
-        }
-        *n += 1;
-        let bytes = Box::into_raw(vec![0xee; len].into_boxed_slice()).cast();
-        let lent = self.lent.clone();
-        Ok(Some(Buffer { bytes, len, lent }))
-    }
-
-    fn submit(&self, request: BlockRequest<Buffer>, done: Done<Buffer>) {
-        match request {
-            BlockRequest::Read { offset, mut buffer } => {
-                let range = self.range(offset, buffer.len() as u64);
-                buffer.slice().copy_from_slice(&self.content.lock().unwrap()[range]);
-                done(Ok(()), Some(buffer));
+    /// One receiving call; whether it brought something.
+    fn receive(&mut self, max: usize) -> bool {
+        let mut n = max.min(self.sent.len());
+        match self.conn.want() {
+            Want::Nothing(_) => return false,
+            Want::Bytes(room) => {
+                n = n.min(room.len());
+                room[..n].copy_from_slice(&self.sent[..n]);
+                assert!(!room.is_empty());
             }
-            BlockRequest::Write {
-                offset,
-                mut buffer,
-                fua,
-            } => {
-                self.change(offset, buffer.len() as u64, fua, Some(buffer.slice()));
-                done(Ok(()), Some(buffer));
-            }
-            BlockRequest::Flush => done(Ok(()), None),
-            BlockRequest::Discard { offset, len } => {
-                assert!(self.geometry.max_discard > 0, "the device can't discard");
-                self.change(offset, len, false, None);
-                done(Ok(()), None);
-            }
-            BlockRequest::WriteZeroes { offset, len, fua, .. } => {
-                self.change(offset, len, fua, None);
-                done(Ok(()), None);
+            Want::Payload { buffer, at, len, then } => {
+                n = n.min(len + then.len());
+                let (payload, behind) = self.sent[..n].split_at(n.min(len));
+                self.buffers.write(buffer, at, payload).expect("inside the buffer");
+                then[..behind.len()].copy_from_slice(behind);
             }
         }
+        if n == 0 {
+            self.conn.eof(self.now);
+        } else {
+            self.conn.received(self.now, n);
+            self.sent = &self.sent[n..];
+        }
+        true
+    }
+
+    /// One sending call; whether it took something.
+    fn send(&mut self, max: usize) -> bool {
+        let mut pieces = Vec::new();
+        self.conn.gather(&mut pieces);
+        let mut bytes = Vec::new();
+        for piece in pieces {
+            match piece {
+                Piece::Bytes(b) => bytes.extend(b),
+                Piece::Data { buffer, at, len } => {
+                    let first = bytes.len();
+                    bytes.resize(first + len, 0);
+                    let read = self.buffers.read(buffer, at, &mut bytes[first..]);
+                    read.expect("inside the buffer");
+                }
+            }
+        }
+        bytes.truncate(max);
+        self.conn.sent(self.now, bytes.len());
+        self.answers.extend(&bytes);
+        !bytes.is_empty()
     }
 }
 
@@ -186,56 +263,43 @@ pub fn run(data: &[u8]) {
         return;
     };
     let sent = &sent[..sent.len().min(MAX_INPUT)];
-    let exports = NAMES.map(|name| NbdExport {
-        name: name.into(),
-        description: format!("the {name}"),
-        device: Arc::new(Device::new(*config)),
+    let geometry = geometry(*config);
+    let mut server = Server::new(geometry, sent);
+    server.serve(Manner {
+        receive: usize::MAX,
+        send: usize::MAX,
+        pause: false,
     });
-    let (mut client, server) = UnixStream::pair().expect("a pair of sockets");
-    client.write_all(sent).expect("room in a socket");
-    client.shutdown(Shutdown::Write).expect("a socket");
-    let mut answers = Vec::new();
-    thread::scope(|s| {
-        let serving = s.spawn(|| {
-            // Why it ends is told to the log only.
-            let _ = nbd::serve_stream(&server, &exports);
-            let _ = server.shutdown(Shutdown::Both);
-        });
-        client.read_to_end(&mut answers).expect("answers");
-        if let Err(panic) = serving.join() {
-            std::panic::resume_unwind(panic);
-        }
+    let mut slowly = Server::new(geometry, sent);
+    slowly.serve(Manner {
+        receive: 1 + sent.len() % 97,
+        send: 1 + sent.len() % 1009,
+        pause: config >> 7 != 0,
     });
-    let geometry = exports[0].device.geometry;
+    assert!(server.answers == slowly.answers, "other answers when the bytes are cut");
+    assert!(server.content == slowly.content, "other content when the bytes are cut");
+
     let mut reader = Reader {
         sent: Input(sent),
-        answers: Input(&answers),
+        answers: Input(&server.answers),
         geometry,
     };
     let chosen = reader.negotiation();
+    let mut models = [content(), content()];
     if let Some((index, allowed)) = chosen {
-        let mut model = Device::new(*config).content.into_inner().unwrap();
-        let whole = reader.transmission(allowed, &mut model);
-        let content = exports[index].device.content.lock().unwrap();
-        assert!(
-            !whole || *content == model,
-            "the device has other content than was written"
-        );
-        let others = exports.iter().enumerate().filter(|(i, _)| *i != index);
-        for (_, e) in others {
-            let fresh = Device::new(*config).content.into_inner().unwrap();
-            assert_eq!(*e.device.content.lock().unwrap(), fresh, "another device was changed");
+        let whole = reader.transmission(allowed, &mut models[index]);
+        if !whole {
+            models[index].clone_from(&server.content[index]);
         }
     }
+    assert!(
+        server.content == models,
+        "the devices have other content than was written"
+    );
     assert!(
         reader.answers.0.is_empty(),
         "answers to nothing: {:?}",
         reader.answers.0
-    );
-    assert_eq!(
-        *exports[0].device.lent.0.lock().unwrap(),
-        0,
-        "a buffer is not given back"
     );
 }
 
@@ -283,7 +347,7 @@ impl<'a> Reader<'a> {
                     return None;
                 }
                 opt::LIST if data.is_empty() => {
-                    for name in NAMES {
+                    for (name, _) in NAMES {
                         let entry = self.reply(option, rep::SERVER);
                         assert_eq!(&entry[4..], name.as_bytes());
                     }
@@ -416,8 +480,10 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// The export of a name; the empty name is the first one's.
+/// The export of a name: its own or its device's, with or without a slash before it; no name is the first one's.
 fn find(name: &[u8]) -> Option<usize> {
-    let found = NAMES.iter().position(|n| n.as_bytes() == name);
-    found.or_else(|| name.is_empty().then_some(0))
+    let asked = name.strip_prefix(b"/").unwrap_or(name);
+    let same = |a: &str| a.strip_prefix('/').unwrap_or(a).as_bytes() == asked;
+    let found = NAMES.iter().position(|(name, device)| same(name) || same(device));
+    found.or_else(|| asked.is_empty().then_some(0))
 }

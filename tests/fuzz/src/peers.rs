@@ -1,9 +1,11 @@
-//! Clients of an RTRS server on [`Fake`]: they keep to the protocol or not, as the input says, and check what the server
-//! sends them.
+//! Clients of an RTRS server: they keep to the protocol or not, as the input says, and check what the server sends them.
 
 use std::net::{IpAddr, SocketAddr};
 
-use roce_verbs::{SendOp, provider::CmEventKind};
+use roce_verbs::{
+    RKey, SendOp, WcStatus,
+    provider::{CmKind, CmRef, QpId},
+};
 use rtrs::proto::{
     ChunkLayout, ConnReq, ConnRsp, Imm, InfoReq, InfoRsp, IoReply, MsgFlags, RdmaRead, RdmaWrite, RkeyRsp, SgDesc,
     Uuid, imm, info::check_name,
@@ -11,8 +13,8 @@ use rtrs::proto::{
 use zerocopy::IntoBytes;
 
 use crate::{
+    host::{Host, User},
     input::Input,
-    provider::{Answer, Fake, Id, Message},
 };
 
 /// Connections of a run: enough for every limit of the servers here.
@@ -22,9 +24,21 @@ const BUFFER: u64 = 0x10_0000;
 
 /// A client's connection that the server has accepted.
 pub(crate) struct Conn {
-    pub(crate) id: Id,
+    pub(crate) id: CmRef,
+    qp: QpId,
     /// Index of its path.
     pub(crate) path: usize,
+    /// Requests that came over it and are not answered.
+    open: usize,
+}
+
+/// What a client sends.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Message<'a> {
+    Send(&'a [u8]),
+    SendWithImm(&'a [u8], u32),
+    /// An RDMA WRITE with immediate data, after its data.
+    WriteWithImm(u32),
 }
 
 /// A path as its client sees it.
@@ -55,15 +69,15 @@ pub(crate) struct Reply {
 
 /// A connect request that is not answered yet.
 struct Asked {
-    id: Id,
+    id: CmRef,
     session: u8,
     number: u8,
     /// It can be read.
     sound: bool,
 }
 
-pub(crate) struct Peers {
-    pub(crate) fake: Fake,
+pub(crate) struct Peers<U> {
+    pub(crate) host: Host<U>,
     layout: ChunkLayout,
     asked: Vec<Asked>,
     pub(crate) conns: Vec<Conn>,
@@ -78,10 +92,16 @@ fn addr(host: u8) -> IpAddr {
     [10, 0, host / 8, host % 8 + 1].into()
 }
 
-impl Peers {
-    pub(crate) fn new(fake: Fake, layout: ChunkLayout) -> Self {
+/// A request for a connection, as the protocol has it.
+pub(crate) fn conn_req(session: u8, number: u8, cid: u16, count: u16, first: bool) -> Vec<u8> {
+    let (path, session) = (Uuid([number; 16]), Uuid([0x80 | session; 16]));
+    ConnReq::new(cid, count, 0, path, session, first).as_bytes().to_vec()
+}
+
+impl<U: User> Peers<U> {
+    pub(crate) fn new(host: Host<U>, layout: ChunkLayout) -> Self {
         Self {
-            fake,
+            host,
             layout,
             asked: Vec::new(),
             conns: Vec::new(),
@@ -97,7 +117,7 @@ impl Peers {
             return false;
         }
         let local = SocketAddr::new([10, 1, 0, local].into(), 1234);
-        let id = self.fake.request(local, SocketAddr::new(addr(host), 0), private_data);
+        let id = self.host.request(local, SocketAddr::new(addr(host), 0), private_data);
         self.asked.push(Asked {
             id,
             session,
@@ -105,7 +125,7 @@ impl Peers {
             sound: ConnReq::parse(private_data).is_ok(),
         });
         let before = self.conns.len();
-        self.fake.quiet(&|| usize::MAX);
+        self.host.quiet();
         self.answers();
         self.conns.len() > before
     }
@@ -113,18 +133,30 @@ impl Peers {
     /// Looks for answers to connect requests.
     fn answers(&mut self) {
         for asked in std::mem::take(&mut self.asked) {
-            match self.fake.answer(&asked.id) {
-                Some(Answer::Accepted(bytes)) => {
-                    let rsp = ConnRsp::parse(&bytes).expect("a connection response");
+            let provider = &self.host.provider;
+            if let Some((_, bytes)) = provider.rejected.iter().find(|(id, _)| *id == asked.id) {
+                let rsp = ConnRsp::parse(bytes).expect("a connection response");
+                assert_ne!(rsp.errno(), 0);
+                continue;
+            }
+            // Who has not proved its address gives way without an answer.
+            let Some(cm) = provider.cms.get(&asked.id) else {
+                continue;
+            };
+            match (cm.qp, &cm.params) {
+                (Some(qp), Some(params)) => {
+                    let rsp = ConnRsp::parse(&params.private_data).expect("a connection response");
                     assert_eq!((rsp.errno(), rsp.layout()), (0, Ok(self.layout)));
                     assert!(asked.sound, "what is no request is accepted");
                     let path = self.path(asked.session, asked.number);
-                    self.conns.push(Conn { id: asked.id, path });
+                    self.conns.push(Conn {
+                        id: asked.id,
+                        qp,
+                        path,
+                        open: 0,
+                    });
                 }
-                Some(Answer::Rejected(bytes)) => {
-                    assert_ne!(ConnRsp::parse(&bytes).expect("a connection response").errno(), 0);
-                }
-                None => self.asked.push(asked),
+                _ => self.asked.push(asked),
             }
         }
     }
@@ -144,16 +176,66 @@ impl Peers {
         })
     }
 
-    /// A request for a connection, as the protocol has it.
-    pub(crate) fn conn_req(session: u8, number: u8, cid: u16, count: u16, first: bool) -> Vec<u8> {
-        let (path, session) = (Uuid([number; 16]), Uuid([0x80 | session; 16]));
-        ConnReq::new(cid, count, 0, path, session, first).as_bytes().to_vec()
+    /// Something happens to a connection.
+    pub(crate) fn event(&mut self, conn: usize, kind: CmKind) {
+        if let Some(c) = self.conns.get(conn) {
+            self.host.event(c.id, kind);
+        }
     }
 
-    pub(crate) fn established(&self, conn: usize) {
-        if let Some(c) = self.conns.get(conn) {
-            let private_data = Vec::new();
-            self.fake.event(&c.id, CmEventKind::Established { private_data });
+    pub(crate) fn established(&mut self, conn: usize) {
+        let private_data = Vec::new();
+        self.event(conn, CmKind::Established { private_data });
+    }
+
+    /// A message comes. Without a receive for it nothing happens; one that does not fit ends the queue pair.
+    pub(crate) fn deliver(&mut self, conn: usize, message: Message<'_>) -> bool {
+        let Some(c) = self.conns.get_mut(conn) else {
+            return false;
+        };
+        let provider = &mut self.host.provider;
+        let Some(qp) = provider.live(c.id).filter(|qp| provider.recvs(*qp) > 0) else {
+            return false;
+        };
+        match message {
+            Message::Send(bytes) => provider.deliver(qp, bytes, None),
+            Message::SendWithImm(bytes, imm) => provider.deliver(qp, bytes, Some(imm)),
+            Message::WriteWithImm(imm) => {
+                provider.deliver_imm(qp, imm);
+                c.open += usize::from(matches!(Imm::decode(imm), Ok(Imm::IoReq(_))));
+            }
+        }
+        let last = provider.completions.back();
+        if last.is_some_and(|(_, wc)| wc.status == WcStatus::LocalLengthError) {
+            provider.fail_qp(qp, WcStatus::FlushError);
+        }
+        true
+    }
+
+    /// An RDMA WRITE of a client. False, and nothing is written, if the key does not open the range.
+    pub(crate) fn write(&mut self, conn: usize, key: u32, addr: u64, bytes: &[u8]) -> bool {
+        let provider = &self.host.provider;
+        let Some(qp) = self.conns.get(conn).and_then(|c| provider.live(c.id)) else {
+            return false;
+        };
+        let found = provider.reach(qp, RKey(key), addr, bytes.len() as u32);
+        found.is_ok_and(|span| span.write(0, bytes).is_ok())
+    }
+
+    /// The client has used a key that opens nothing to it: its connection fails.
+    pub(crate) fn violate(&mut self, conn: usize) {
+        let Some(qp) = self.conns.get(conn).and_then(|c| self.host.provider.live(c.id)) else {
+            return;
+        };
+        self.host.provider.violate(qp);
+        self.host.provider.fail_qp(qp, WcStatus::FlushError);
+        self.event(conn, CmKind::Disconnected);
+    }
+
+    /// The transport gives a connection up: its oldest send fails with this status, everything else is flushed.
+    pub(crate) fn fail(&mut self, conn: usize, status: WcStatus) {
+        if let Some(qp) = self.conns.get(conn).and_then(|c| self.host.provider.live(c.id)) {
+            self.host.provider.fail_qp(qp, status);
         }
     }
 
@@ -161,25 +243,25 @@ impl Peers {
     pub(crate) fn handshake(&mut self, session: u8, number: u8, count: u16, host: u8, name: &str) -> bool {
         let first = self.conns.len();
         for cid in 0..count {
-            let req = Self::conn_req(session, number, cid, count, true);
+            let req = conn_req(session, number, cid, count, true);
             if !self.connect(session, number, &req, host, number) {
                 return false;
             }
             self.established(self.conns.len() - 1);
-            self.fake.quiet(&|| usize::MAX);
+            self.host.quiet();
         }
         let Ok(info) = InfoReq::new(name) else { return false };
-        self.fake.deliver(&self.conns[first].id, Message::Send(info.as_bytes()));
-        self.collect(&|| usize::MAX);
+        self.deliver(first, Message::Send(info.as_bytes()));
+        self.collect();
         !self.paths[self.conns[first].path].chunks.is_empty()
     }
 
     /// Puts a request into a chunk and tells the server, over this connection. False if the chunk is not open.
     pub(crate) fn ask(&mut self, conn: usize, ask: &Ask<'_>) -> bool {
-        let Some(Conn { id, path }) = self.conns.get(conn) else {
+        let Some(path) = self.conns.get(conn).map(|c| c.path) else {
             return false;
         };
-        let Some(&(start, key)) = self.paths[*path].chunks.get(ask.chunk) else {
+        let Some(&(start, key)) = self.paths[path].chunks.get(ask.chunk) else {
             return false;
         };
         let usr_len = ask.user.len() as u16;
@@ -202,70 +284,86 @@ impl Peers {
             }
         };
         let offset = len + u32::from(usr_len);
-        let written = self.fake.write(key, start, data)
-            && self.fake.write(key, start + u64::from(len), ask.user)
-            && self.fake.write(key, start + u64::from(offset), &message);
+        let written = self.write(conn, key, start, data)
+            && self.write(conn, key, start + u64::from(len), ask.user)
+            && self.write(conn, key, start + u64::from(offset), &message);
         if !written || offset >= self.layout.chunk_size() {
             return false;
         }
         let payload = self.layout.pack(ask.chunk as u32, offset);
-        self.fake
-            .deliver(id, Message::WriteWithImm(Imm::IoReq(payload).encode()))
+        self.deliver(conn, Message::WriteWithImm(Imm::IoReq(payload).encode()))
     }
 
-    /// Waits for the server and reads what it has sent.
-    pub(crate) fn collect(&mut self, held: &dyn Fn() -> usize) -> Vec<Reply> {
-        self.fake.quiet(held);
+    /// Lets the server work, and reads what it has sent.
+    pub(crate) fn collect(&mut self) -> Vec<Reply> {
+        self.host.quiet();
         self.answers();
         let mut replies = Vec::new();
         for conn in 0..self.conns.len() {
-            let sent = self.fake.take_sent(&self.conns[conn].id);
-            let chunks = &mut self.paths[self.conns[conn].path].chunks;
             let mut data = Vec::new();
-            for s in sent {
-                let imm = match s.op {
-                    SendOp::Send => {
-                        let info = InfoRsp::parse(&s.bytes).expect("an information response");
-                        let told = info.chunks(&self.layout).expect("the chunks");
-                        *chunks = told.into_iter().map(|c| (c.addr, c.rkey)).collect();
-                        continue;
-                    }
-                    SendOp::Write(to) => {
-                        let fits = |d: &SgDesc| {
-                            (d.addr.get(), d.key.get()) == (to.addr, to.rkey.0) && s.bytes.len() == d.len.get() as usize
-                        };
-                        assert!(self.raw || self.named.iter().any(fits), "a write that nobody asked for");
-                        data = s.bytes;
-                        continue;
-                    }
-                    SendOp::SendWithInv(key) => {
-                        assert!(self.raw || key.0 == 77, "a key that nobody named");
-                        continue;
-                    }
-                    SendOp::SendWithImm(imm) => {
-                        let rsp = RkeyRsp::parse(&s.bytes).expect("a key response");
-                        let chunk = usize::from(rsp.buf_id.get());
-                        assert!(chunk < self.layout.queue_depth() as usize);
-                        if let Some((_, key)) = chunks.get_mut(chunk) {
-                            *key = rsp.rkey.get();
-                        }
-                        imm
-                    }
-                    SendOp::WriteWithImm(_, imm) => imm,
-                    op => panic!("a server that posts {op:?}"),
-                };
-                match Imm::decode(imm).expect("an immediate value") {
-                    Imm::IoRsp(reply) => {
-                        assert!(reply.msg_id < self.layout.queue_depth());
-                        let data = std::mem::take(&mut data);
-                        replies.push(Reply { conn, reply, data });
-                    }
-                    Imm::HbMsg | Imm::HbAck => {}
-                    Imm::IoReq(_) => panic!("a request from a server"),
+            for (op, bytes) in self.host.provider.take_sends(self.conns[conn].qp) {
+                if let Some(reply) = self.sent(conn, op, bytes, &mut data) {
+                    self.conns[conn].open = self.conns[conn].open.checked_sub(1).expect("an answer to a request");
+                    let data = std::mem::take(&mut data);
+                    replies.push(Reply { conn, reply, data });
                 }
             }
         }
         replies
+    }
+
+    /// Checks what the server has sent over a connection; an answer, if it is one. `data` is what it has written before.
+    fn sent(&mut self, conn: usize, op: SendOp, bytes: Vec<u8>, data: &mut Vec<u8>) -> Option<IoReply> {
+        let chunks = &mut self.paths[self.conns[conn].path].chunks;
+        let imm = match op {
+            SendOp::Send => {
+                let info = InfoRsp::parse(&bytes).expect("an information response");
+                let told = info.chunks(&self.layout).expect("the chunks");
+                *chunks = told.into_iter().map(|c| (c.addr, c.rkey)).collect();
+                return None;
+            }
+            SendOp::Write(to) => {
+                let fits = |d: &SgDesc| {
+                    (d.addr.get(), d.key.get()) == (to.addr, to.rkey.0) && bytes.len() == d.len.get() as usize
+                };
+                assert!(self.raw || self.named.iter().any(fits), "a write that nobody asked for");
+                *data = bytes;
+                return None;
+            }
+            SendOp::SendWithInv(key) => {
+                assert!(self.raw || key.0 == 77, "a key that nobody named");
+                return None;
+            }
+            SendOp::SendWithImm(imm) => {
+                let rsp = RkeyRsp::parse(&bytes).expect("a key response");
+                let chunk = usize::from(rsp.buf_id.get());
+                assert!(chunk < self.layout.queue_depth() as usize);
+                if let Some((_, key)) = chunks.get_mut(chunk) {
+                    *key = rsp.rkey.get();
+                }
+                imm
+            }
+            SendOp::WriteWithImm(_, imm) => imm,
+            op => panic!("a server that posts {op:?}"),
+        };
+        match Imm::decode(imm).expect("an immediate value") {
+            Imm::IoRsp(reply) => {
+                assert!(reply.msg_id < self.layout.queue_depth());
+                Some(reply)
+            }
+            Imm::HbMsg | Imm::HbAck => None,
+            Imm::IoReq(_) => panic!("a request from a server"),
+        }
+    }
+
+    /// The server's user has no request, and all that was sent is done: nothing waits for anything.
+    pub(crate) fn check_rest(&self) {
+        let provider = &self.host.provider;
+        for c in self.conns.iter().filter(|c| provider.live(c.id).is_some()) {
+            assert_eq!(c.open, 0, "a request is not answered");
+        }
+        let ended = provider.cms.values().any(|cm| cm.disconnected);
+        assert!(!ended, "a connection that was ended is still there");
     }
 }
 

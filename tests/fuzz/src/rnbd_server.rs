@@ -1,5 +1,5 @@
-//! Clients of an RNBD server with image files: messages that are in order, out of order, or nothing. A model says what is
-//! in the files: no request changes or tells a byte outside its device and its range, what is refused changes nothing, no
+//! Clients of an RNBD server with image files, over RTRS: messages that are in order, out of order, or nothing. A model says
+//! what is in the files: no request changes or tells a byte outside its device and its range, what is refused changes nothing, no
 //! name leads out of the folder, and nobody writes beside another session's writer.
 
 use std::{
@@ -7,24 +7,33 @@ use std::{
     fs::{self, File},
     os::unix::fs::{FileExt, symlink},
     path::Path,
-    time::Duration,
+    sync::Arc,
 };
 
 use rnbd::{
-    backend::Exports,
     proto::{
         self, AccessMode, ClientMsg, IoOp, MsgClose, MsgIo, MsgOpen, MsgSessInfo, Rw, SECTOR, parse_open_rsp,
         parse_sess_info_rsp,
     },
-    server::{Server, ServerOptions},
+    server::{
+        Limits, Server,
+        action::{Action, OpenRefused, Opened},
+    },
 };
-use rtrs::{proto::ChunkLayout, server::ServerConfig};
+use rnbd_disk::{Budget, Caching, Disk, DiskConfig, Exports, Way, Ways};
+use roce_mem::Pages;
+use rtrs::{
+    cx::Cx,
+    proto::ChunkLayout,
+    server::{Server as Rtrs, ServerConfig, request::Output},
+};
 use zerocopy::IntoBytes;
 
 use crate::{
+    host::{Host, User},
     input::Input,
     peers::{Ask, Peers, Reply},
-    provider::Fake,
+    provider::Keys,
 };
 
 const DEPTH: u32 = 4;
@@ -111,8 +120,104 @@ struct Open {
     mode: AccessMode,
 }
 
+/// What a server does with its disks, at once.
+struct Backend {
+    rnbd: Server,
+    exports: Arc<Exports>,
+    disk: Disk,
+}
+
+impl Backend {
+    fn new(exports: Arc<Exports>) -> Self {
+        let config = DiskConfig {
+            ways: Some(Ways::all(Way::InPlace)),
+            ..DiskConfig::default()
+        };
+        let limits = Limits {
+            max_devices: 4,
+            ..Limits::default()
+        };
+        Self {
+            rnbd: Server::new(limits),
+            exports,
+            disk: Disk::new(config).expect("a disk"),
+        }
+    }
+
+    fn open(&mut self, session: &str, name: &[u8], mode: AccessMode) -> Result<Opened, OpenRefused> {
+        let found = self.exports.find(session, name)?;
+        let identity = found.id().identity();
+        let opened = self.exports.open_found(found, mode);
+        let export = opened.map_err(|errno| OpenRefused {
+            errno,
+            identity: Some(identity.clone()),
+        })?;
+        Ok(Opened {
+            geometry: export.image().geometry(),
+            label: export.image().label().to_owned(),
+            identity,
+            store: self.disk.add(export),
+        })
+    }
+
+    fn act(&mut self, rtrs: &mut Rtrs, cx: &mut Cx<'_>, action: Action) {
+        let memory = |session| rtrs.memory(session).expect("the session's memory");
+        match action {
+            Action::Answer(request, errno) => rtrs.answer(cx, request, errno),
+            Action::AnswerWith { request, at, message } => {
+                memory(request.session).write(at, &message).expect("inside the memory");
+                rtrs.answer(cx, request, 0);
+            }
+            Action::Zero { request, from, len } => {
+                let zeroes = vec![0; len];
+                memory(request.session).write(from, &zeroes).expect("inside the memory");
+            }
+            Action::Open {
+                ticket,
+                session_name,
+                name,
+                mode,
+            } => {
+                let opened = self.open(&session_name, &name, mode);
+                self.rnbd.opened(cx.now, ticket, opened);
+            }
+            Action::Close { ticket, store } => {
+                drop(self.disk.take(store).expect("a store that is not used"));
+                self.rnbd.closed(ticket);
+            }
+            Action::Io(ticket, session, op) => self.disk.start(session, ticket, op, memory(session)),
+        }
+    }
+}
+
+impl User for Backend {
+    fn told(&mut self, server: &mut Rtrs, cx: &mut Cx<'_>, output: Output) {
+        if let Output::SessionClosed { session, .. } = &output {
+            self.disk.forget(*session);
+        }
+        if let Some(Output::Allocate { ticket, bytes }) = self.rnbd.rtrs(cx.now, output) {
+            server.ready(cx, ticket, Pages::allocate(bytes));
+        }
+    }
+
+    fn work(&mut self, server: &mut Rtrs, cx: &mut Cx<'_>) -> bool {
+        let mut worked = false;
+        while let Some(action) = self.rnbd.poll_action() {
+            worked = true;
+            self.act(server, cx, action);
+        }
+        let mut ended = Vec::new();
+        worked |= self.disk.pump(&mut Budget::default(), &mut ended);
+        for (ticket, result) in ended {
+            worked = true;
+            self.rnbd.io_done(ticket, result);
+        }
+        worked
+    }
+}
+
 struct Run {
-    peers: Peers,
+    peers: Peers<Backend>,
     files: Files,
     open: BTreeMap<(usize, u32), Open>,
 }
@@ -132,25 +237,18 @@ pub fn run(data: &[u8]) {
         _ => "folder",
     };
     let folder = place(folder).parse().expect("a folder");
-    let exports = Exports::new(named, Some(&folder)).expect("exports");
-    let fake = Fake::new();
+    let exports = Exports::new(named, Some(&folder), Caching::PageCache).expect("exports");
     let config = ServerConfig {
         addr: [10, 1, 0, 1].into(),
         queue_depth: DEPTH,
         max_chunk_size: CHUNK,
         always_invalidate: bits & 1 == 0,
-        spin: Duration::ZERO,
         ..ServerConfig::default()
     };
-    let options = ServerOptions {
-        threads: 1,
-        max_devices: 4,
-        ..ServerOptions::new(exports)
-    };
-    let server = Server::start(&fake, config, options).expect("a server");
+    let keys = if bits & 8 == 0 { Keys::INSTANT } else { Keys::QUEUED };
     let layout = ChunkLayout::new(DEPTH, CHUNK).expect("a layout");
     let mut run = Run {
-        peers: Peers::new(fake.clone(), layout),
+        peers: Peers::new(Host::new(config, keys, Backend::new(exports)), layout),
         files,
         open: BTreeMap::new(),
     };
@@ -166,10 +264,12 @@ pub fn run(data: &[u8]) {
             break;
         }
     }
-    fake.end();
-    drop(server);
-    drop(run.peers);
-    fake.empty();
+    let backend = run.peers.host.stop();
+    assert!(
+        backend.rnbd.is_idle() && !backend.disk.is_busy(),
+        "something is open still"
+    );
+    assert_eq!(backend.rnbd.counters().open, 0);
     run.files.check();
 }
 
@@ -195,10 +295,11 @@ impl Run {
         if !self.peers.ask(conn, &ask) {
             return true;
         }
-        let mut replies = self.peers.collect(&|| 0);
+        let mut replies = self.peers.collect();
         let Some(reply) = replies.pop() else { return false };
         assert!(replies.is_empty(), "two answers to one request");
         assert_eq!((reply.conn, reply.reply.msg_id as usize), (conn, ask.chunk));
+        self.peers.check_rest();
         self.judge(session, &ask, &reply);
         self.files.check();
         true
@@ -224,6 +325,8 @@ impl Run {
                         op: IoOp::ALL[usize::from(n) % 6],
                         sync: n & 64 != 0,
                         fua: n & 128 != 0,
+                        preflush: n & 32 != 0,
+                        no_unmap: n & 16 != 0,
                     }
                     .to_wire(),
                     _ => input.number_or_zeros(4) as u32,
@@ -335,6 +438,10 @@ impl Run {
                 // Any content will do, but only there.
                 let file = &self.files.handles[device.file];
                 file.read_exact_at(&mut model[range], start as u64).expect("a file");
+            }
+            (IoOp::WriteZeroes, Ok(_)) => {
+                assert!(writable || len == 0, "zeroed what is open for reading");
+                model[range].fill(0);
             }
             other => panic!("{other:?} is done"),
         }

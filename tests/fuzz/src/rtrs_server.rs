@@ -4,26 +4,31 @@
 //! nothing behind. What the transport must not be asked for is in `provider.rs`.
 
 use std::{
-    collections::BTreeMap,
-    sync::{Arc, Mutex},
+    collections::{BTreeMap, BTreeSet},
     time::Duration,
 };
 
+use roce_mem::{MemError, Pages};
 use roce_verbs::{
     WcStatus,
-    provider::{CmEventKind, RejectReason},
+    provider::{CmKind, RejectReason},
 };
 use rtrs::{
     Direction,
+    cx::Cx,
     proto::{ChunkLayout, Imm, InfoReq, MAX_HDR_SIZE, info::check_name},
-    server::{Request, Server, ServerConfig, ServerOps, SessionHandle},
+    server::{
+        Server, ServerConfig,
+        request::{Output, Request, SessionKey},
+    },
 };
 use zerocopy::IntoBytes;
 
 use crate::{
+    host::{Host, User},
     input::Input,
-    peers::{Ask, Peers, parse},
-    provider::{Fake, Message},
+    peers::{Ask, Message, Peers, conn_req, parse},
+    provider::Keys,
 };
 
 const DEPTH: u32 = 4;
@@ -34,46 +39,70 @@ const STEPS: usize = 96;
 /// The server's user: keeps requests until the input says what becomes of them.
 #[derive(Default)]
 struct Ops {
-    held: Mutex<Vec<Request<Fake>>>,
-    open: Mutex<BTreeMap<u64, String>>,
+    held: Vec<Request>,
+    open: BTreeMap<SessionKey, String>,
+    /// Sessions whose name another has got, since they are only being cleaned up.
+    followed: BTreeSet<SessionKey>,
+    /// There is no memory for sessions.
+    poor: bool,
 }
 
-impl ServerOps<Fake> for Ops {
-    fn session_opened(&self, session: &SessionHandle) {
-        assert_eq!(check_name(session.name()), Ok(()));
-        let mut open = self.open.lock().unwrap();
-        let twice = open.values().any(|name| name == session.name());
-        assert!(!twice, "two sessions of one name");
-        assert!(open.insert(session.id(), session.name().to_owned()).is_none());
-    }
-
-    fn rdma_request(&self, request: Request<Fake>) {
-        let known = self.open.lock().unwrap().contains_key(&request.session().id());
-        assert!(known, "a request of no open session");
-        let (header, data) = (request.user_header().len(), request.data_len());
-        assert!(header <= MAX_HDR_SIZE as usize && data + header < CHUNK as usize);
-        let mut bytes = vec![0; data];
-        assert!(request.read_data(0, &mut bytes).is_ok());
-        assert!(request.read_data(data, &mut [0]).is_err() && request.write_data(data, &[0]).is_err());
-        assert!(request.write_data(usize::MAX, &[0]).is_err());
-        self.held.lock().unwrap().push(request);
-    }
-
-    fn session_closed(&self, session: &SessionHandle) {
-        assert!(self.open.lock().unwrap().remove(&session.id()).is_some());
+impl User for Ops {
+    fn told(&mut self, server: &mut Server, cx: &mut Cx<'_>, output: Output) {
+        match output {
+            Output::SessionOpened(session) => {
+                assert_eq!(check_name(&session.name), Ok(()));
+                let others = self.open.iter().filter(|(_, name)| **name == session.name);
+                self.followed.extend(others.map(|(key, _)| *key));
+                assert!(self.open.insert(session.session, session.name).is_none());
+            }
+            Output::SessionClosed { session, .. } => {
+                assert!(self.open.remove(&session).is_some());
+                let mut held = self.held.iter();
+                assert!(
+                    !held.any(|r| r.key.session == session),
+                    "it is over before its requests"
+                );
+            }
+            Output::PathUp { session, .. } | Output::PathDown { session, .. } => {
+                assert!(self.open.contains_key(&session), "a path of no open session");
+            }
+            Output::Request(request) => self.request(server, request),
+            Output::Allocate { ticket, bytes } => {
+                let memory = match self.poor {
+                    true => Err(MemError::OutOfMemory(bytes)),
+                    false => Pages::allocate(bytes),
+                };
+                server.ready(cx, ticket, memory);
+            }
+            Output::Free(memory) => assert_eq!(std::sync::Arc::strong_count(&memory), 1),
+        }
     }
 }
 
 impl Ops {
-    fn held(&self) -> usize {
-        self.held.lock().unwrap().len()
+    fn request(&mut self, server: &Server, request: Request) {
+        let key = request.key;
+        assert!(self.open.contains_key(&key.session), "a request of no open session");
+        assert!(!self.followed.contains(&key.session), "two sessions of one name");
+        let mut held = self.held.iter().map(|r| (r.key.session, r.key.chunk));
+        assert!(
+            !held.any(|at| at == (key.session, key.chunk)),
+            "two requests in a chunk"
+        );
+        let (header, data) = (request.header.len(), request.data_len as usize);
+        assert!(header <= MAX_HDR_SIZE as usize && data + header < CHUNK as usize);
+        assert_eq!(request.data_offset / CHUNK as usize, usize::from(key.chunk));
+        let memory = server.memory(key.session).expect("the session's memory");
+        assert!(memory.read(request.data_offset, &mut vec![0; data]).is_ok());
+        assert!(server.write_data(key, data, &[0]).is_err() && server.write_data(key, usize::MAX, &[0]).is_err());
+        self.held.push(request);
     }
 
     /// One of the requests, to be answered.
-    fn take(&self, which: u8) -> Option<Request<Fake>> {
-        let mut held = self.held.lock().unwrap();
-        let index = usize::from(which) % held.len().max(1);
-        (index < held.len()).then(|| held.swap_remove(index))
+    fn take(&mut self, which: u8) -> Option<Request> {
+        let index = usize::from(which) % self.held.len().max(1);
+        (index < self.held.len()).then(|| self.held.swap_remove(index))
     }
 }
 
@@ -86,8 +115,6 @@ fn config(bits: u8) -> ServerConfig {
         queue_depth: DEPTH,
         max_chunk_size: CHUNK,
         always_invalidate: bits & 1 == 0,
-        progress_threads: 1 + usize::from(bits >> 1 & 1),
-        spin: Duration::ZERO,
         ..ServerConfig::default()
     }
 }
@@ -99,42 +126,43 @@ pub fn run(data: &[u8]) {
     if bits >> 5 == 7 {
         return parse(&mut input);
     }
-    let (fake, ops) = (Fake::new(), Arc::new(Ops::default()));
-    let server = Server::listen(&fake, config(bits), ops.clone()).expect("a server");
+    let keys = [Keys::INSTANT, Keys::QUEUED, Keys::WINDOWS, Keys::STATIC][usize::from(bits >> 1 & 3)];
+    let ops = Ops {
+        poor: bits >> 3 & 3 == 3,
+        ..Ops::default()
+    };
     let layout = ChunkLayout::new(DEPTH, CHUNK).expect("a layout");
     let mut run = Run {
-        peers: Peers::new(fake.clone(), layout),
-        ops: ops.clone(),
+        peers: Peers::new(Host::new(config(bits), keys, ops), layout),
     };
     for _ in 0..STEPS {
         if input.0.is_empty() {
             break;
         }
-        run.step(&server, &mut input);
-        let ops = run.ops.clone();
-        let _ = run.peers.collect(&|| ops.held());
+        run.step(&mut input);
+        let _ = run.peers.collect();
+        if run.peers.host.user.held.is_empty() && run.peers.host.provider.auto_complete {
+            run.peers.check_rest();
+        }
     }
-    fake.hold(false);
     // What waited for sends to complete comes now.
-    fake.quiet(&|| ops.held());
-    while let Some(request) = ops.take(0) {
-        drop(request);
-        fake.quiet(&|| ops.held());
+    run.peers.host.provider.auto_complete = true;
+    run.peers.host.quiet();
+    while let Some(request) = run.peers.host.user.take(0) {
+        run.answer(&request, 5);
+        let _ = run.peers.collect();
     }
-    fake.end();
-    drop(server);
-    drop(run);
-    fake.empty();
-    assert!(ops.open.lock().unwrap().is_empty(), "a session that is not closed");
+    run.peers.check_rest();
+    let ops = run.peers.host.stop();
+    assert!(ops.open.is_empty(), "a session that is not closed");
 }
 
 struct Run {
-    peers: Peers,
-    ops: Arc<Ops>,
+    peers: Peers<Ops>,
 }
 
 impl Run {
-    fn step(&mut self, server: &Server<Fake>, input: &mut Input<'_>) {
+    fn step(&mut self, input: &mut Input<'_>) {
         let op = input.byte();
         let conn = input.below(self.peers.conns.len());
         match op % 16 {
@@ -151,15 +179,23 @@ impl Run {
             7 => self.scribble(conn, input),
             8 => {
                 let imm = input.number_or_zeros(4) as u32;
-                if let Some(c) = self.peers.conns.get(conn) {
-                    self.peers.fake.deliver(&c.id, Message::WriteWithImm(imm));
+                self.peers.deliver(conn, Message::WriteWithImm(imm));
+            }
+            9 => {
+                let n = input.byte();
+                self.peers.host.provider.auto_complete = n & 1 == 0;
+                if n & 128 != 0 {
+                    self.peers
+                        .host
+                        .wait(Duration::from_millis(250) * u32::from(n >> 1 & 63));
                 }
             }
-            9 => self.peers.fake.hold(input.byte() & 1 != 0),
             10 | 11 => self.finish(input),
             12 => {
-                let session = server.sessions().get(input.below(4)).map(SessionHandle::id);
-                session.map(|id| server.close_session(id));
+                let sessions = self.peers.host.server.sessions();
+                if let Some(session) = sessions.get(input.below(4)).map(|s| s.session) {
+                    assert!(self.peers.host.call(|server, cx, _| server.close_session(cx, session)));
+                }
             }
             _ => {
                 let [session, number, count] = [input.byte() % 5, input.byte() % 3, 2 + input.byte() % 2];
@@ -176,7 +212,7 @@ impl Run {
     fn connect(&mut self, input: &mut Input<'_>) {
         let [session, number, shape, host] = [(); 4].map(|()| input.byte());
         let (session, number) = (session % 5, number % 4);
-        let mut req = Peers::conn_req(
+        let mut req = conn_req(
             session,
             number,
             (shape & 7).into(),
@@ -192,26 +228,30 @@ impl Run {
     }
 
     fn end(&mut self, conn: usize, input: &mut Input<'_>) {
-        let Some(c) = self.peers.conns.get(conn) else { return };
+        if conn >= self.peers.conns.len() {
+            return;
+        }
         let kind = match input.byte() % 7 {
-            0 | 1 => CmEventKind::Disconnected,
-            2 => CmEventKind::Rejected {
+            0 | 1 => CmKind::Disconnected,
+            2 => CmKind::Rejected {
                 reason: RejectReason::CONSUMER,
                 private_data: Vec::new(),
             },
-            3 => CmEventKind::Unreachable,
-            4 => CmEventKind::ConnectError("broken".into()),
-            5 => CmEventKind::TimewaitExit,
+            3 => CmKind::Unreachable,
+            4 => CmKind::ConnectError("broken".into()),
+            5 => CmKind::TimewaitExit,
             _ => {
-                self.peers.fake.fail(&c.id, WcStatus::RemoteAccessError);
-                CmEventKind::Disconnected
+                self.peers.fail(conn, WcStatus::RemoteAccessError);
+                CmKind::Disconnected
             }
         };
-        self.peers.fake.event(&c.id, kind);
+        self.peers.event(conn, kind);
     }
 
     fn send(&mut self, conn: usize, input: &mut Input<'_>) {
-        let Some(c) = self.peers.conns.get(conn) else { return };
+        if conn >= self.peers.conns.len() {
+            return;
+        }
         let kind = input.byte();
         let text = String::from_utf8_lossy(input.short());
         let message = match InfoReq::new(&text) {
@@ -222,7 +262,7 @@ impl Run {
             0 => Message::Send(&message),
             _ => Message::SendWithImm(&message, input.number_or_zeros(4) as u32),
         };
-        self.peers.fake.deliver(&c.id, message);
+        self.peers.deliver(conn, message);
     }
 
     /// A whole request, of possible lengths and impossible ones.
@@ -247,12 +287,10 @@ impl Run {
         let Some(c) = self.peers.conns.get(conn) else { return };
         let chunks = &self.peers.paths[c.path].chunks;
         let chunk = input.below(chunks.len());
-        let Some((start, key)) = chunks.get(chunk) else { return };
+        let Some(&(start, key)) = chunks.get(chunk) else { return };
         let layout = ChunkLayout::new(DEPTH, CHUNK).expect("a layout");
-        if !self.peers.fake.write(*key, start + offset, input.short()) {
-            self.peers.fake.violate(&c.id);
-            self.peers.fake.event(&c.id, CmEventKind::Disconnected);
-            return;
+        if !self.peers.write(conn, key, start + offset, input.short()) {
+            return self.peers.violate(conn);
         }
         let named = if input.byte() & 1 == 0 {
             offset as u32
@@ -260,19 +298,32 @@ impl Run {
             input.number_or_zeros(2) as u32
         };
         let imm = Imm::IoReq(layout.pack(chunk as u32, named % (2 * CHUNK)));
-        self.peers.fake.deliver(&c.id, Message::WriteWithImm(imm.encode()));
+        self.peers.deliver(conn, Message::WriteWithImm(imm.encode()));
     }
 
     /// The user is done with a request.
     fn finish(&mut self, input: &mut Input<'_>) {
         let [which, errno] = [(); 2].map(|()| input.byte());
-        let Some(request) = self.ops.take(which) else { return };
-        if errno == 255 {
-            return drop(request);
+        let Some(request) = self.peers.host.user.take(which) else {
+            return;
+        };
+        if request.direction == Direction::Read {
+            let _ = self
+                .peers
+                .host
+                .server
+                .write_data(request.key, usize::from(errno), input.short());
         }
-        if request.direction() == Direction::Read {
-            let _ = request.write_data(usize::from(errno), input.short());
-        }
-        request.complete(i32::from(errno / 16));
+        self.answer(&request, i32::from(errno / 16));
+    }
+
+    fn answer(&mut self, request: &Request, errno: i32) {
+        let key = request.key;
+        self.peers.host.call(|server, cx, _| {
+            server.answer(cx, key, errno);
+            // It is answered once.
+            assert!(server.write_data(key, 0, &[]).is_err());
+            server.answer(cx, key, 1);
+        });
     }
 }

@@ -1,7 +1,6 @@
 //! The demo: a real ext4 image, served by one process, mapped by another, copied, checked, changed, written back.
 
 mod image;
-mod peers;
 
 use std::{
     fs,
@@ -16,9 +15,9 @@ use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 use crate::{
     Result,
     cargo::{self, Profile},
+    peers::{Counters, Ferroce},
     process, tools,
 };
-use peers::{Counters, Ferroce};
 
 const SERVER: &str = "127.0.0.1";
 const CLIENT: &str = "127.0.0.2";

@@ -13,8 +13,8 @@ use std::{
 
 use roce::{
     AccessFlags, CmChannel, CmEventKind, CmId, CompletionQueue, ConnParams, Cq, Device, DeviceConfig, EventChannel, Id,
-    JoinConfig, MemoryRegion, Mr, Payload, Pd, Provider, Qp, QpCaps, QpInit, QueuePair, RecvWr, SendFlags, SendOp,
-    SendWr, WcOpcode, WcStatus,
+    JoinConfig, MemoryRegion, Mr, Payload, Pd, Qp, QpCaps, QpInit, QueuePair, RecvWr, SendFlags, SendOp, SendWr,
+    VerbsDevice, WcOpcode, WcStatus,
 };
 
 /// The address to open.

@@ -5,7 +5,7 @@ use std::{
     net::{IpAddr, Ipv4Addr},
 };
 
-use roce::{Device, DeviceConfig, Provider, QpCaps, QpInit, QueuePair};
+use roce::{Device, DeviceConfig, QpCaps, QpInit, QueuePair, VerbsDevice};
 
 use super::Place;
 

@@ -1,7 +1,9 @@
 //! Every operation, without faults.
 
-use roce_bth::{Class, Opcode, Position, Psn};
-use roce_mem::WindowKind;
+use std::time::Duration;
+
+use roce_bth::{Class, NakCode, Opcode, Position, Psn, Syndrome};
+use roce_mem::{Region, WindowKind};
 use roce_qp::{Ctx, Poll, WaitReason, WindowConfig};
 use roce_verbs::{
     AccessFlags, LKey, Mtu, Payload, QpCaps, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcFlags, WcOpcode, WcStatus,
@@ -271,6 +273,86 @@ fn one_acknowledgement_stands_for_a_batch() {
     assert_eq!(acks[0].aeth.unwrap().msn.value(), 20);
     assert_eq!(acks[0].bth.psn.value(), (0x00ff_fff0 + 19) & 0x00ff_ffff);
     assert_eq!(p.b.counters.ack_deferred, 19);
+}
+
+/// The right side keeps acknowledgements for so long.
+fn holding(hold: Duration) -> Pair {
+    let setup = Setup::default();
+    let a = Side::new(A, &setup);
+    let b = Side::with(B, &setup, |config| config.ack_hold = hold);
+    Pair::up(setup, a, b)
+}
+
+fn write_from_a(p: &mut Pair, src: &Region, dst: &Region, n: u64) {
+    for i in 0..n {
+        p.a.send(i, SendOp::Write(at(dst, 0)), &[sge(src, 0, 64)]);
+        for (_, b) in p.a.drain() {
+            p.b.handle(&b);
+        }
+    }
+}
+
+#[test]
+fn an_acknowledgement_waits_for_a_request_to_go_with() {
+    let hold = Duration::from_micros(100);
+    let mut p = holding(hold);
+    let (src, dst) = (p.a.filled(64, 1), p.b.region(64));
+    write_from_a(&mut p, &src, &dst, 1);
+    assert!(p.b.headers().is_empty());
+    assert_eq!(p.b.qp.next_timeout(), Some(p.b.now + hold));
+    let (back, there) = (p.b.filled(64, 1), p.a.region(64));
+    p.b.send(1, SendOp::Write(at(&there, 0)), &[sge(&back, 0, 64)]);
+    let classes: Vec<Class> = p.b.headers().iter().map(|h| h.bth.opcode.info().class).collect();
+    assert_eq!(
+        classes,
+        [Class::Write, Class::Acknowledge],
+        "the peer is woken by what it has to work on"
+    );
+}
+
+#[test]
+fn an_acknowledgement_waits_for_its_time_at_most() {
+    let hold = Duration::from_micros(100);
+    let mut p = holding(hold);
+    let (src, dst) = (p.a.filled(64, 1), p.b.region(64));
+    write_from_a(&mut p, &src, &dst, 1);
+    p.b.now = p.b.now + hold / 2;
+    write_from_a(&mut p, &src, &dst, 1);
+    p.b.timeout();
+    assert!(p.b.headers().is_empty());
+    p.b.now = p.b.now + hold / 2;
+    p.b.timeout();
+    let acks = p.b.headers();
+    assert_eq!(acks.len(), 1, "the second does not make the first wait longer");
+    assert_eq!(acks[0].aeth.unwrap().msn.value(), 2);
+    assert_eq!(p.b.qp.next_timeout(), None);
+}
+
+#[test]
+fn the_peers_window_is_not_kept_closed() {
+    let mut p = holding(Duration::from_micros(100));
+    let (src, dst) = (p.a.filled(64, 1), p.b.region(64));
+    write_from_a(&mut p, &src, &dst, 7);
+    assert!(p.b.headers().is_empty());
+    write_from_a(&mut p, &src, &dst, 1);
+    assert_eq!(p.b.headers().len(), 1);
+    write_from_a(&mut p, &src, &dst, 7);
+    assert!(p.b.headers().is_empty(), "counted from the last acknowledgement");
+}
+
+#[test]
+fn who_was_told_of_a_gap_hears_at_once() {
+    let mut p = holding(Duration::from_micros(100));
+    let (src, dst) = (p.a.filled(64, 1), p.b.region(64));
+    for i in 0..2 {
+        p.a.send(i, SendOp::Write(at(&dst, 0)), &[sge(&src, 0, 64)]);
+    }
+    let sent = p.a.drain();
+    p.b.handle(&sent[1].1);
+    let nak = p.b.headers();
+    assert_eq!(nak[0].aeth.unwrap().syndrome, Syndrome::Nak(NakCode::PsnSequenceError));
+    p.b.handle(&sent[0].1);
+    assert_eq!(p.b.headers().len(), 1, "it waits for the word that it may go on");
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::{
 
 use roce_verbs::{
     QpCaps,
-    provider::{CmChannel as _, CmEvent, CmEventKind, CmId as _, ConnParams, Provider},
+    provider::{CmChannel as _, CmEvent, CmEventKind, CmId as _, ConnParams, VerbsDevice},
 };
 
 use crate::{Error, link::Link};
@@ -78,7 +78,7 @@ fn print<Id>(kind: &CmEventKind<Id>) {
 }
 
 /// Runs one connection to its end.
-pub(crate) fn run<P: Provider>(provider: &P, local: IpAddr, args: &Args) -> Result<(), Error> {
+pub(crate) fn run<P: VerbsDevice>(provider: &P, local: IpAddr, args: &Args) -> Result<(), Error> {
     let channel = provider.create_cm_channel()?;
     let data = unhex(&args.data)?;
     let params = ConnParams {

@@ -7,7 +7,7 @@ use std::{
 
 use roce_verbs::{
     AccessFlags, AddressVector, Completion, Mtu, Psn, QpAttr, QpCaps, QpState, Qpn, RnrTimer,
-    provider::{CompletionQueue as _, Provider, QpInit, QueuePair as _},
+    provider::{CompletionQueue as _, QpInit, QueuePair as _, VerbsDevice},
 };
 
 use crate::Error;
@@ -44,14 +44,14 @@ pub(crate) struct Wire {
 }
 
 /// A queue pair and its queues.
-pub(crate) struct Link<P: Provider> {
+pub(crate) struct Link<P: VerbsDevice> {
     pub(crate) pd: P::Pd,
     pub(crate) qp: P::Qp,
     pub(crate) send_cq: P::Cq,
     pub(crate) recv_cq: P::Cq,
 }
 
-impl<P: Provider> Link<P> {
+impl<P: VerbsDevice> Link<P> {
     /// Makes a queue pair in INIT.
     pub(crate) fn new(provider: &P, caps: QpCaps) -> Result<Self, Error> {
         let all = AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_READ | AccessFlags::REMOTE_ATOMIC;

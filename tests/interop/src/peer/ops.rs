@@ -8,7 +8,7 @@ use std::{
 use roce_verbs::{
     AccessFlags, Mtu, Payload, Psn, QpCaps, Qpn, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcFlags,
     WcStatus,
-    provider::{Grant, MemoryRegion as _, Provider, QueuePair as _},
+    provider::{Grant, MemoryRegion as _, QueuePair as _, VerbsDevice},
 };
 
 use crate::{
@@ -61,7 +61,7 @@ pub(crate) struct Plan<'a> {
 }
 
 /// A connection on which operations are done one after another.
-pub(crate) struct Test<P: Provider> {
+pub(crate) struct Test<P: VerbsDevice> {
     link: Link<P>,
     pub(crate) agent: Agent,
     /// Our memory: the first half is the source, the second the sink; likewise the agent's.
@@ -78,7 +78,7 @@ pub(crate) struct Test<P: Provider> {
 const REMOTE_ACCESS: u32 = 0xe;
 
 /// Runs everything.
-pub(crate) fn run<P: Provider>(provider: &P, local: IpAddr, args: &Args) -> Result<(), Error> {
+pub(crate) fn run<P: VerbsDevice>(provider: &P, local: IpAddr, args: &Args) -> Result<(), Error> {
     let mtu = Mtu::ALL
         .into_iter()
         .find(|m| m.bytes() == args.mtu)
@@ -117,7 +117,7 @@ pub(crate) fn run<P: Provider>(provider: &P, local: IpAddr, args: &Args) -> Resu
     Ok(())
 }
 
-impl<P: Provider> Test<P> {
+impl<P: VerbsDevice> Test<P> {
     /// Connects with new queue pairs and new memory at both ends, which start with this PSN.
     pub(crate) fn open(
         provider: &P,

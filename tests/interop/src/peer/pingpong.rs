@@ -8,7 +8,7 @@ use std::{
 
 use roce_verbs::{
     AccessFlags, Completion, Mtu, Payload, Psn, QpCaps, Qpn, RecvWr, SendFlags, SendOp, SendWr, Sge, WcStatus,
-    provider::{CompletionQueue as _, MemoryRegion as _, Provider, QueuePair as _},
+    provider::{CompletionQueue as _, MemoryRegion as _, QueuePair as _, VerbsDevice},
 };
 
 use crate::{
@@ -79,7 +79,7 @@ fn tcp_connect(addr: SocketAddr) -> Result<TcpStream, Error> {
 }
 
 /// Runs one side.
-pub(crate) fn run<P: Provider>(provider: &P, local: IpAddr, args: &Args) -> Result<(), Error> {
+pub(crate) fn run<P: VerbsDevice>(provider: &P, local: IpAddr, args: &Args) -> Result<(), Error> {
     let mtu = Mtu::ALL
         .into_iter()
         .find(|m| m.bytes() == args.mtu)
@@ -144,7 +144,7 @@ pub(crate) fn run<P: Provider>(provider: &P, local: IpAddr, args: &Args) -> Resu
     Ok(())
 }
 
-fn exchange<P: Provider>(link: &Link<P>, sge: &[Sge], args: &Args) -> Result<(), Error> {
+fn exchange<P: VerbsDevice>(link: &Link<P>, sge: &[Sge], args: &Args) -> Result<(), Error> {
     let send = SendWr {
         wr_id: 2,
         op: SendOp::Send,

@@ -8,7 +8,7 @@ use std::{
 use roce_verbs::{
     AccessFlags, Payload, QpCaps, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcStatus,
     provider::{
-        CmChannel as _, CmEvent, CmEventKind, CmId as _, ConnParams, MemoryRegion as _, Provider, QueuePair as _,
+        CmChannel as _, CmEvent, CmEventKind, CmId as _, ConnParams, MemoryRegion as _, QueuePair as _, VerbsDevice,
     },
 };
 
@@ -34,7 +34,7 @@ pub(crate) struct Args {
 /// Bytes of `struct rping_rdma_info`: address, rkey, size, all big-endian.
 const INFO: usize = 16;
 
-struct Side<P: Provider> {
+struct Side<P: VerbsDevice> {
     link: Link<P>,
     messages: P::Mr,
     text: P::Mr,
@@ -49,7 +49,7 @@ fn sge<M: roce_verbs::provider::MemoryRegion>(region: &M, offset: usize, len: us
     })
 }
 
-impl<P: Provider> Side<P> {
+impl<P: VerbsDevice> Side<P> {
     fn new(provider: &P, size: usize) -> Result<Self, Error> {
         let link = Link::unconnected(
             provider,
@@ -181,13 +181,13 @@ fn params() -> ConnParams {
     }
 }
 
-fn next<P: Provider>(channel: &P::CmChannel) -> Result<CmEvent<P::CmId>, Error> {
+fn next<P: VerbsDevice>(channel: &P::CmChannel) -> Result<CmEvent<P::CmId>, Error> {
     channel
         .wait(Some(Duration::from_secs(60)))?
         .ok_or_else(|| "no event of the connection within 60 s".into())
 }
 
-fn expect_established<P: Provider>(channel: &P::CmChannel) -> Result<(), Error> {
+fn expect_established<P: VerbsDevice>(channel: &P::CmChannel) -> Result<(), Error> {
     match next::<P>(channel)?.kind {
         CmEventKind::Established { .. } => Ok(()),
         other => Err(format!("not connected: {other:?}").into()),
@@ -195,7 +195,7 @@ fn expect_established<P: Provider>(channel: &P::CmChannel) -> Result<(), Error> 
 }
 
 /// Connects, trying again while the guest may still boot.
-fn connect<P: Provider>(
+fn connect<P: VerbsDevice>(
     provider: &P,
     channel: &P::CmChannel,
     local: IpAddr,
@@ -216,7 +216,7 @@ fn connect<P: Provider>(
 }
 
 /// Runs one side.
-pub(crate) fn run<P: Provider>(provider: &P, local: IpAddr, args: &Args) -> Result<(), Error> {
+pub(crate) fn run<P: VerbsDevice>(provider: &P, local: IpAddr, args: &Args) -> Result<(), Error> {
     let channel = provider.create_cm_channel()?;
     if let Some(host) = args.connect {
         let (side, id) = connect(provider, &channel, local, SocketAddr::new(host, args.port), args.size)?;

@@ -9,7 +9,7 @@ use std::{
 use roce_verbs::{
     AccessFlags, Completion, LKey, Mtu, Payload, Psn, QpAttr, QpCaps, QpState, Qpn, RKey, RecvWr, RemoteAddr,
     SendFlags, SendOp, SendWr, Sge, WcFlags,
-    provider::{CompletionQueue as _, Grant, MemoryRegion as _, Provider, QueuePair as _},
+    provider::{CompletionQueue as _, Grant, MemoryRegion as _, QueuePair as _, VerbsDevice},
 };
 
 use crate::{
@@ -42,7 +42,7 @@ impl Words<'_> {
     }
 }
 
-struct Server<'a, P: Provider> {
+struct Server<'a, P: VerbsDevice> {
     provider: &'a P,
     local: IpAddr,
     link: Option<Link<P>>,
@@ -53,7 +53,7 @@ struct Server<'a, P: Provider> {
 }
 
 /// Serves clients one after another until a `quit`.
-pub(crate) fn run<P: Provider>(provider: &P, local: IpAddr, args: &Args) -> Result<(), Error> {
+pub(crate) fn run<P: VerbsDevice>(provider: &P, local: IpAddr, args: &Args) -> Result<(), Error> {
     let listener = TcpListener::bind((local, args.port))?;
     println!("agent ready");
     for stream in listener.incoming() {
@@ -72,7 +72,7 @@ pub(crate) fn run<P: Provider>(provider: &P, local: IpAddr, args: &Args) -> Resu
     Ok(())
 }
 
-impl<P: Provider> Server<'_, P> {
+impl<P: VerbsDevice> Server<'_, P> {
     /// Returns whether the client wants the program to end.
     fn serve(&mut self, stream: TcpStream) -> Result<bool, Error> {
         stream.set_nodelay(true)?;

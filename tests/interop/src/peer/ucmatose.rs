@@ -9,15 +9,15 @@ use std::{
 use roce_verbs::{
     AccessFlags, Payload, QpCaps, RecvWr, SendFlags, SendOp, SendWr, Sge,
     provider::{
-        CmChannel as _, CmEvent, CmEventKind, CmId as _, ConnParams, MemoryRegion as _, Provider, QueuePair as _,
-        RejectReason,
+        CmChannel as _, CmEvent, CmEventKind, CmId as _, ConnParams, MemoryRegion as _, QueuePair as _, RejectReason,
+        VerbsDevice,
     },
 };
 
 use crate::{Error, link::Link};
 
 /// Connections with their queue pairs.
-type Connected<P> = Vec<(<P as Provider>::CmId, Node<P>)>;
+type Connected<P> = Vec<(<P as VerbsDevice>::CmId, Node<P>)>;
 
 /// Arguments, with the defaults of `ucmatose`.
 #[derive(clap::Args, Debug)]
@@ -39,12 +39,12 @@ pub(crate) struct Args {
     size: usize,
 }
 
-struct Node<P: Provider> {
+struct Node<P: VerbsDevice> {
     link: Link<P>,
     region: P::Mr,
 }
 
-impl<P: Provider> Node<P> {
+impl<P: VerbsDevice> Node<P> {
     fn new(provider: &P, args: &Args) -> Result<Self, Error> {
         let caps = QpCaps {
             max_send_wr: args.messages,
@@ -97,7 +97,7 @@ impl<P: Provider> Node<P> {
 }
 
 /// Waits until all connections stand; returns them with their nodes.
-fn establish<P: Provider>(
+fn establish<P: VerbsDevice>(
     provider: &P,
     local: IpAddr,
     channel: &P::CmChannel,
@@ -154,7 +154,7 @@ fn establish<P: Provider>(
 }
 
 /// Waits until every connection is over.
-fn disconnected<P: Provider>(channel: &P::CmChannel, ids: &[(P::CmId, Node<P>)]) -> Result<(), Error> {
+fn disconnected<P: VerbsDevice>(channel: &P::CmChannel, ids: &[(P::CmId, Node<P>)]) -> Result<(), Error> {
     let mut left: HashSet<u64> = ids.iter().map(|(id, _)| id.handle()).collect();
     while !left.is_empty() {
         let event = channel
@@ -169,7 +169,7 @@ fn disconnected<P: Provider>(channel: &P::CmChannel, ids: &[(P::CmId, Node<P>)])
 }
 
 /// Runs one side.
-pub(crate) fn run<P: Provider>(provider: &P, local: IpAddr, args: &Args) -> Result<(), Error> {
+pub(crate) fn run<P: VerbsDevice>(provider: &P, local: IpAddr, args: &Args) -> Result<(), Error> {
     let channel = provider.create_cm_channel()?;
     let nodes = establish(provider, local, &channel, args)?;
     // The server sends first, the client answers; the server disconnects.

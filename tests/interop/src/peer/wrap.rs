@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use roce_verbs::provider::Provider;
+use roce_verbs::provider::VerbsDevice;
 
 use crate::{
     Error,
@@ -32,7 +32,7 @@ const fn inside(start: u32, packets: u32) -> bool {
 }
 
 /// An operation on a new connection.
-struct Round<P: Provider> {
+struct Round<P: VerbsDevice> {
     what: &'static str,
     ours_asks: bool,
     /// How often [`Round::run`] sends the message.
@@ -42,7 +42,7 @@ struct Round<P: Provider> {
 
 /// SEND, WRITE and READ of 64 KiB both ways, each over a connection of its own whose first message has the wrap in its
 /// middle. Returns the agent and how many operations there were.
-pub(crate) fn run<P: Provider>(provider: &P, plan: &Plan<'_>, mut agent: Agent) -> Result<(Agent, u32), Error> {
+pub(crate) fn run<P: VerbsDevice>(provider: &P, plan: &Plan<'_>, mut agent: Agent) -> Result<(Agent, u32), Error> {
     let count = packets(LEN, plan.mtu.bytes());
     let first = start(count);
     if !inside(first, count) {

@@ -1,0 +1,506 @@
+//! RTRS without a block device: requests of one size, as many in flight as asked for, to a server that has its data in memory.
+
+use std::{
+    io::{BufRead, BufReader},
+    net::SocketAddr,
+    process::{Child, Command, Stdio},
+    sync::mpsc::{Receiver, Sender, channel},
+    thread::{Builder, JoinHandle},
+    time::Duration,
+};
+
+use ::rtrs::{
+    Direction,
+    addr::PathAddr,
+    client::{Buffer, Client, ConType, Output, SessionConfig, SessionId, Submission},
+    cx::Cx,
+};
+use rand::{RngCore, SeedableRng, rngs::StdRng};
+use roce::{Completion, LocalDevice};
+use roce_reactor::{Handle, Reactor, ReactorConfig, Service, TurnCx};
+use roce_verbs::{
+    Instant,
+    provider::{Event, QpId},
+};
+use serde::Serialize;
+
+use super::{
+    report::Latency,
+    rtrs_server::{HEADER, REPORT, Spent, header},
+    usage,
+};
+use crate::output::{self, Failure};
+
+/// What to measure.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Load {
+    pub(crate) bytes: u32,
+    pub(crate) depth: u32,
+    pub(crate) write: bool,
+    pub(crate) time: Duration,
+}
+
+/// What was measured. Field names are stable.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Measurement {
+    pub(crate) op: &'static str,
+    /// Bytes of a request's data.
+    pub(crate) bytes: u32,
+    pub(crate) depth: u32,
+    /// The server takes a chunk's key back with every request.
+    pub(crate) always_invalidate: bool,
+    pub(crate) seconds: f64,
+    pub(crate) requests: u64,
+    pub(crate) failed: u64,
+    pub(crate) iops: f64,
+    pub(crate) gbytes_per_s: f64,
+    /// From submitting to the answer.
+    pub(crate) latency_us: Latency,
+    /// CPU time of a request, microseconds.
+    pub(crate) client_cpu_us: f64,
+    pub(crate) server_cpu_us: f64,
+    /// System calls of a request.
+    pub(crate) client_calls: f64,
+    pub(crate) server_calls: f64,
+}
+
+impl std::fmt::Display for Measurement {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Latency { p50, p99 } = self.latency_us;
+        write!(
+            f,
+            "{:<11} {:>9}  depth {:<3} always_invalidate {:<3} {:>9.0} IOPS {:7.3} GB/s  p50 {p50:.1} us  p99 {p99:.1} us  \
+             CPU {:.1} + {:.1} us, calls {:.2} + {:.2} (client + server)",
+            self.op,
+            output::bytes(self.bytes.into()),
+            self.depth,
+            if self.always_invalidate { "on" } else { "off" },
+            self.iops,
+            self.gbytes_per_s,
+            self.client_cpu_us,
+            self.server_cpu_us,
+            self.client_calls,
+            self.server_calls,
+        )?;
+        match self.failed {
+            0 => Ok(()),
+            n => write!(f, "  {n} FAILED"),
+        }
+    }
+}
+
+/// What the loop is asked for.
+enum Ask {
+    Run(Load, Sender<Result<Ran, String>>),
+    Stop,
+}
+
+/// A run.
+#[derive(Debug, Default)]
+struct Ran {
+    requests: u64,
+    failed: u64,
+    time: Duration,
+    /// Nanoseconds.
+    samples: Vec<u64>,
+    calls: u64,
+    /// CPU time of this process, nanoseconds.
+    cpu: u64,
+    /// The server's before and after.
+    server: [Spent; 2],
+}
+
+/// A run that goes on.
+struct Running {
+    load: Load,
+    tell: Sender<Result<Ran, String>>,
+    begun: Instant,
+    /// When each request in flight was sent.
+    sent: Vec<Instant>,
+    in_flight: u32,
+    ran: Ran,
+    stage: Stage,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Stage {
+    /// The server is asked what it has spent so far.
+    Before,
+    Running,
+    /// What is in flight comes back.
+    Ending,
+    After,
+}
+
+/// The tag of a request for the server's report.
+const REPORT_TAG: u64 = u64::MAX;
+
+/// A client on a loop.
+struct Bench {
+    rtrs: Client,
+    session: SessionId,
+    always_invalidate: bool,
+    dice: StdRng,
+    opened: Option<Sender<Result<bool, String>>>,
+    running: Option<Running>,
+    stopping: bool,
+    /// Bytes that the server has.
+    space: u64,
+}
+
+impl Bench {
+    fn with<T>(&mut self, turn: &mut TurnCx<'_, ()>, f: impl FnOnce(&mut Client, &mut Cx<'_>) -> T) -> T {
+        let dice = &mut self.dice;
+        let mut cx = Cx {
+            now: turn.now,
+            provider: turn.device.provider(),
+            random: &mut |out: &mut [u8]| dice.fill_bytes(out),
+        };
+        f(&mut self.rtrs, &mut cx)
+    }
+
+    fn told(&mut self, turn: &mut TurnCx<'_, ()>, output: Output) {
+        match output {
+            Output::Opened(_, info) => {
+                self.always_invalidate = info.new_rkeys;
+                if let Some(tell) = self.opened.take() {
+                    let _ = tell.send(Ok(info.new_rkeys));
+                }
+            }
+            Output::OpenFailed(_, e) => self.fail(&e.to_string(), turn),
+            Output::Down(_, why) => self.fail(&why.to_string(), turn),
+            Output::Closed(_) => turn.stop(),
+            Output::Up(..) => {}
+            Output::Done { tag, result, data, .. } => {
+                if tag == REPORT_TAG {
+                    self.reported(turn, data);
+                } else {
+                    self.done(turn, tag, result.is_ok(), data);
+                }
+            }
+        }
+    }
+
+    fn fail(&mut self, why: &str, turn: &mut TurnCx<'_, ()>) {
+        if let Some(tell) = self.opened.take() {
+            let _ = tell.send(Err(why.to_owned()));
+            turn.stop();
+        }
+        if let Some(running) = self.running.take() {
+            let _ = running.tell.send(Err(why.to_owned()));
+        }
+    }
+
+    /// Asks the server what it has spent.
+    fn ask_report(&mut self, turn: &mut TurnCx<'_, ()>) {
+        let (session, len) = (self.session, size_of::<Spent>());
+        let data = self.with(turn, |rtrs, cx| rtrs.take_buffer(cx, session, len));
+        let Ok(data) = data else {
+            return self.fail("no buffer for the server's report", turn);
+        };
+        let request = Submission {
+            tag: REPORT_TAG,
+            con: ConType::Admin,
+            direction: Direction::Read,
+            header: header(REPORT).into_iter().collect(),
+            data: Some(data),
+        };
+        let sent = self.with(turn, |rtrs, cx| {
+            let sent = rtrs.submit(cx, session, request);
+            sent.map_err(|(back, e)| (back.data, e))
+        });
+        if let Err((data, e)) = sent {
+            self.give(data);
+            self.fail(&e.to_string(), turn);
+        }
+    }
+
+    fn give(&mut self, buffer: Option<Buffer>) {
+        if let Some(buffer) = buffer {
+            self.rtrs.give_buffer(self.session, buffer);
+        }
+    }
+
+    fn reported(&mut self, turn: &mut TurnCx<'_, ()>, data: Option<Buffer>) {
+        let mut bytes = [0; size_of::<Spent>()];
+        if let (Some(data), Some(buffers)) = (&data, self.rtrs.buffers(self.session)) {
+            // As long as was asked for.
+            let _ = buffers.read(data, 0, &mut bytes);
+        }
+        self.give(data);
+        let spent = Spent::from_bytes(&bytes);
+        let Some(running) = &mut self.running else { return };
+        match running.stage {
+            Stage::Before => {
+                running.ran.server[0] = spent;
+                running.ran.calls = usage::calls(turn);
+                running.ran.cpu = usage::cpu();
+                running.begun = roce::now();
+                running.stage = Stage::Running;
+                for slot in 0..running.load.depth {
+                    self.send(turn, slot.into());
+                }
+            }
+            Stage::After => {
+                running.ran.server[1] = spent;
+                if let Some(running) = self.running.take() {
+                    let _ = running.tell.send(Ok(running.ran));
+                }
+            }
+            Stage::Running | Stage::Ending => {}
+        }
+    }
+
+    fn send(&mut self, turn: &mut TurnCx<'_, ()>, slot: u64) {
+        let Some(load) = self.running.as_ref().map(|r| r.load) else {
+            return;
+        };
+        let session = self.session;
+        let data = self.with(turn, |rtrs, cx| rtrs.take_buffer(cx, session, load.bytes as usize));
+        let Ok(data) = data else {
+            return self.fail("no buffer", turn);
+        };
+        let unit = u64::from(load.bytes).next_multiple_of(512);
+        let at = self.dice.next_u64() % (self.space / unit).max(1) * unit;
+        let request = Submission {
+            tag: slot,
+            con: ConType::Io(slot as usize),
+            direction: match load.write {
+                true => Direction::Write,
+                false => Direction::Read,
+            },
+            header: header(at).into_iter().collect(),
+            data: Some(data),
+        };
+        let sent = self.with(turn, |rtrs, cx| {
+            let sent = rtrs.submit(cx, session, request);
+            sent.map_err(|(back, e)| (back.data, e))
+        });
+        match (sent, &mut self.running) {
+            (Ok(()), Some(running)) => {
+                running.sent[slot as usize] = roce::now();
+                running.in_flight += 1;
+            }
+            (Err((data, e)), _) => {
+                self.give(data);
+                self.fail(&e.to_string(), turn);
+            }
+            (Ok(()), None) => {}
+        }
+    }
+
+    fn done(&mut self, turn: &mut TurnCx<'_, ()>, slot: u64, success: bool, data: Option<Buffer>) {
+        self.give(data);
+        let Some(running) = &mut self.running else { return };
+        let now = roce::now();
+        running.in_flight -= 1;
+        running.ran.requests += 1;
+        running.ran.failed += u64::from(!success);
+        let took = now.saturating_since(running.sent[slot as usize]);
+        running.ran.samples.push(took.as_nanos() as u64);
+        let passed = now.saturating_since(running.begun);
+        if running.stage == Stage::Running && passed < running.load.time {
+            return self.send(turn, slot);
+        }
+        running.stage = Stage::Ending;
+        if running.in_flight == 0 {
+            running.ran.time = passed;
+            running.ran.calls = usage::calls(turn) - running.ran.calls;
+            running.ran.cpu = usage::cpu() - running.ran.cpu;
+            running.stage = Stage::After;
+            self.ask_report(turn);
+        }
+    }
+}
+
+impl Service for Bench {
+    type Command = Ask;
+    type Output = ();
+
+    fn command(&mut self, turn: &mut TurnCx<'_, ()>, ask: Ask) {
+        match ask {
+            Ask::Run(load, tell) => {
+                self.running = Some(Running {
+                    load,
+                    tell,
+                    begun: turn.now,
+                    sent: vec![turn.now; load.depth as usize],
+                    in_flight: 0,
+                    ran: Ran::default(),
+                    stage: Stage::Before,
+                });
+                self.ask_report(turn);
+            }
+            Ask::Stop if self.stopping => {}
+            Ask::Stop => {
+                self.stopping = true;
+                let session = self.session;
+                self.with(turn, |rtrs, cx| rtrs.close(cx, session));
+            }
+        }
+    }
+
+    fn completions(&mut self, turn: &mut TurnCx<'_, ()>, completions: &[(QpId, Completion)]) {
+        self.with(turn, |rtrs, cx| {
+            for (qp, wc) in completions {
+                rtrs.completion(cx, *qp, wc);
+            }
+        });
+    }
+
+    fn event(&mut self, turn: &mut TurnCx<'_, ()>, event: Event) {
+        self.with(turn, |rtrs, cx| rtrs.event(cx, &event));
+    }
+
+    fn timeout(&mut self, turn: &mut TurnCx<'_, ()>) {
+        self.with(turn, |rtrs, cx| rtrs.timeout(cx));
+    }
+
+    fn work(&mut self, turn: &mut TurnCx<'_, ()>) -> bool {
+        let mut worked = false;
+        while let Some(output) = self.rtrs.poll_output() {
+            worked = true;
+            self.told(turn, output);
+        }
+        worked
+    }
+
+    fn end(&mut self, turn: &mut TurnCx<'_, ()>) {
+        self.with(turn, |rtrs, cx| rtrs.end_batch(cx));
+    }
+
+    fn next_timeout(&self) -> Option<Instant> {
+        self.rtrs.next_timeout()
+    }
+}
+
+/// A client with a session.
+pub(crate) struct Rtrs {
+    handle: Handle<Ask, ()>,
+    thread: Option<JoinHandle<()>>,
+    always_invalidate: bool,
+}
+
+fn system(e: impl std::fmt::Display) -> Failure {
+    Failure::failed(e.to_string())
+}
+
+impl Rtrs {
+    /// Opens a session with a server.
+    pub(crate) fn connect(
+        device: LocalDevice,
+        server: SocketAddr,
+        connections: u16,
+        reactor: ReactorConfig,
+    ) -> Result<Self, Failure> {
+        let mut config = SessionConfig::new("bench", PathAddr::to(server));
+        config.connections = connections;
+        config.max_user_header = HEADER as u16;
+        let (reactor, _helper) = Reactor::<Bench>::new(reactor).map_err(system)?;
+        let handle = reactor.handle();
+        let (tell, opened) = channel();
+        let mut seed = [0; 32];
+        getrandom::fill(&mut seed).map_err(system)?;
+        let thread = Builder::new().name("ferroce-io".into()).spawn(move || {
+            let ended = reactor.run(device, |turn| {
+                let mut bench = Bench {
+                    rtrs: Client::new(),
+                    session: SessionId(0),
+                    always_invalidate: false,
+                    dice: StdRng::from_seed(seed),
+                    opened: Some(tell),
+                    running: None,
+                    stopping: false,
+                    space: super::rtrs_server::SPACE as u64,
+                };
+                match bench.with(turn, |rtrs, cx| rtrs.open(cx, config)) {
+                    Ok(session) => bench.session = session,
+                    Err(e) => bench.fail(&e.to_string(), turn),
+                }
+                bench
+            });
+            if let Err(e) = ended {
+                tracing::error!("the loop has ended: {e}");
+            }
+        });
+        let mut made = Self {
+            handle,
+            thread: Some(thread.map_err(system)?),
+            always_invalidate: false,
+        };
+        let opened = opened.recv().unwrap_or_else(|_| Err("the loop has ended".into()));
+        made.always_invalidate = opened.map_err(|e| Failure::failed(format!("no session with {server}: {e}")))?;
+        Ok(made)
+    }
+
+    /// Measures.
+    pub(crate) fn run(&self, load: Load) -> Result<Measurement, Failure> {
+        let (tell, ran): (_, Receiver<Result<Ran, String>>) = channel();
+        self.handle.command(Ask::Run(load, tell));
+        let ran = ran.recv().unwrap_or_else(|_| Err("the loop has ended".into()));
+        let mut ran = ran.map_err(Failure::failed)?;
+        let seconds = ran.time.as_secs_f64();
+        let each = |n: u64| n as f64 / ran.requests.max(1) as f64;
+        let [before, after] = ran.server;
+        Ok(Measurement {
+            op: if load.write { "rtrs write" } else { "rtrs read" },
+            bytes: load.bytes,
+            depth: load.depth,
+            always_invalidate: self.always_invalidate,
+            seconds,
+            requests: ran.requests,
+            failed: ran.failed,
+            iops: ran.requests as f64 / seconds.max(1e-9),
+            gbytes_per_s: ran.requests as f64 * f64::from(load.bytes) / seconds.max(1e-9) / 1e9,
+            client_cpu_us: each(ran.cpu) / 1e3,
+            server_cpu_us: each(after.cpu.saturating_sub(before.cpu)) / 1e3,
+            client_calls: each(ran.calls),
+            server_calls: each(after.calls.saturating_sub(before.calls)),
+            latency_us: Latency::of(&mut ran.samples),
+        })
+    }
+}
+
+impl Drop for Rtrs {
+    fn drop(&mut self) {
+        self.handle.command(Ask::Stop);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// A server in a process of its own, which ends with this value.
+pub(crate) struct ServerProcess(Child);
+
+impl ServerProcess {
+    /// Starts this program as a server.
+    pub(crate) fn start(listen: SocketAddr, options: &[String]) -> Result<Self, Failure> {
+        let program = std::env::current_exe().map_err(system)?;
+        let mut child = Command::new(program)
+            .args(["bench", "rtrs", "--listen", &listen.to_string()])
+            .args(options)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|e| Failure::failed(format!("starting the server: {e}")))?;
+        let stdout = child.stdout.take();
+        let made = Self(child);
+        let mut line = String::new();
+        if let Some(stdout) = stdout {
+            BufReader::new(stdout).read_line(&mut line).map_err(system)?;
+        }
+        match line.is_empty() {
+            true => Err(Failure::failed("the server did not start".to_owned())),
+            false => Ok(made),
+        }
+    }
+}
+
+impl Drop for ServerProcess {
+    fn drop(&mut self) {
+        // It ends with its standard input.
+        drop(self.0.stdin.take());
+        let _ = self.0.wait();
+    }
+}

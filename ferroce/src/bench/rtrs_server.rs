@@ -1,0 +1,247 @@
+//! The passive side of the measurement of RTRS.
+
+use std::{
+    io::{self, Read},
+    net::SocketAddr,
+    sync::{
+        Arc,
+        mpsc::{Sender, channel},
+    },
+    thread::Builder,
+};
+
+use ::rtrs::{
+    Direction,
+    cx::Cx,
+    errno,
+    server::{
+        Server, ServerConfig,
+        request::{Output, Request, Ticket},
+    },
+};
+use rand::{RngCore, SeedableRng, rngs::StdRng};
+use roce::{Completion, LocalDevice};
+use roce_mem::Pages;
+use roce_reactor::{JobResult, JobTicket, Reactor, ReactorConfig, Service, TurnCx};
+use roce_verbs::{
+    Instant,
+    provider::{Event, QpId},
+};
+
+use super::usage;
+use crate::output::Failure;
+
+/// Bytes that the server has.
+pub(crate) const SPACE: usize = 64 << 20;
+/// Bytes of a request's header: where the data is.
+pub(crate) const HEADER: usize = 8;
+/// Where there is no data, but what the server has spent.
+pub(crate) const REPORT: u64 = u64::MAX;
+
+/// A request's header.
+pub(crate) fn header(at: u64) -> [u8; HEADER] {
+    at.to_le_bytes()
+}
+
+/// What the server has spent so far.
+#[derive(Clone, Copy, Default, Debug)]
+pub(crate) struct Spent {
+    /// System calls of its loop.
+    pub(crate) calls: u64,
+    /// CPU time of its process, nanoseconds.
+    pub(crate) cpu: u64,
+}
+
+impl Spent {
+    fn to_bytes(self) -> [u8; 16] {
+        let mut bytes = [0; 16];
+        bytes[..8].copy_from_slice(&self.calls.to_le_bytes());
+        bytes[8..].copy_from_slice(&self.cpu.to_le_bytes());
+        bytes
+    }
+
+    pub(crate) fn from_bytes(bytes: &[u8; 16]) -> Self {
+        let number = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
+        Self {
+            calls: number(0),
+            cpu: number(8),
+        }
+    }
+}
+
+type Memory = (Ticket, Result<Arc<Pages>, roce_mem::MemError>);
+
+/// A server on a loop.
+struct Memories {
+    rtrs: Server,
+    dice: StdRng,
+    data: Vec<u8>,
+    jobs: u64,
+    stopping: bool,
+}
+
+macro_rules! cx {
+    ($turn:expr, $dice:expr) => {
+        &mut Cx {
+            now: $turn.now,
+            provider: $turn.device.provider(),
+            random: &mut |out: &mut [u8]| $dice.fill_bytes(out),
+        }
+    };
+}
+
+impl Memories {
+    fn answer(&mut self, turn: &mut TurnCx<'_, Memory>, request: &Request) {
+        let done = self.transfer(turn, request);
+        let errno = if done.is_some() { 0 } else { errno::EINVAL };
+        self.rtrs.answer(cx!(turn, self.dice), request.key, errno);
+    }
+
+    fn transfer(&mut self, turn: &mut TurnCx<'_, Memory>, request: &Request) -> Option<()> {
+        let at = u64::from_le_bytes(request.header.as_slice().try_into().ok()?);
+        let memory = self.rtrs.memory(request.key.session)?;
+        if at == REPORT {
+            let spent = Spent {
+                calls: usage::calls(turn),
+                cpu: usage::cpu(),
+            };
+            return memory.write(request.data_offset, &spent.to_bytes()).ok();
+        }
+        let at = usize::try_from(at).ok()?;
+        let data = self.data.get_mut(at..at.checked_add(request.data_len as usize)?)?;
+        match request.direction {
+            Direction::Read => memory.write(request.data_offset, data).ok(),
+            Direction::Write => memory.read(request.data_offset, data).ok(),
+        }
+    }
+}
+
+impl Service for Memories {
+    type Command = ();
+    type Output = Memory;
+
+    /// To end.
+    fn command(&mut self, turn: &mut TurnCx<'_, Memory>, (): ()) {
+        self.stopping = true;
+        self.rtrs.stop(cx!(turn, self.dice));
+    }
+
+    fn completions(&mut self, turn: &mut TurnCx<'_, Memory>, completions: &[(QpId, Completion)]) {
+        let cx = cx!(turn, self.dice);
+        for (qp, wc) in completions {
+            self.rtrs.completion(cx, *qp, wc);
+        }
+    }
+
+    fn event(&mut self, turn: &mut TurnCx<'_, Memory>, event: Event) {
+        self.rtrs.event(cx!(turn, self.dice), &event);
+    }
+
+    fn job_done(&mut self, turn: &mut TurnCx<'_, Memory>, done: JobResult<Memory>) {
+        if let Ok((ticket, memory)) = done.result {
+            self.rtrs.ready(cx!(turn, self.dice), ticket, memory);
+        }
+    }
+
+    fn timeout(&mut self, turn: &mut TurnCx<'_, Memory>) {
+        self.rtrs.timeout(cx!(turn, self.dice));
+    }
+
+    fn work(&mut self, turn: &mut TurnCx<'_, Memory>) -> bool {
+        let mut worked = false;
+        while let Some(output) = self.rtrs.poll_output() {
+            worked = true;
+            match output {
+                Output::Request(request) => self.answer(turn, &request),
+                Output::Allocate { ticket, bytes } => {
+                    self.jobs += 1;
+                    let job = move || (ticket, Pages::allocate(bytes));
+                    if turn.jobs.start(JobTicket(self.jobs), job).is_err() {
+                        let full = Err(roce_mem::MemError::Limit("jobs"));
+                        self.rtrs.ready(cx!(turn, self.dice), ticket, full);
+                    }
+                }
+                _ => {}
+            }
+        }
+        worked
+    }
+
+    fn end(&mut self, turn: &mut TurnCx<'_, Memory>) {
+        self.rtrs.end_batch(cx!(turn, self.dice));
+        if self.stopping && self.rtrs.is_idle() {
+            turn.stop();
+        }
+    }
+
+    fn next_timeout(&self) -> Option<Instant> {
+        self.rtrs.next_timeout()
+    }
+}
+
+/// Serves until `stopped`, or until standard input ends if that is wanted; `ready` is called when it listens.
+pub(crate) fn run(
+    device: LocalDevice,
+    config: ServerConfig,
+    reactor: ReactorConfig,
+    until_eof: bool,
+    stopped: &dyn Fn() -> bool,
+    ready: impl FnOnce() -> Result<(), Failure>,
+) -> Result<(), Failure> {
+    let failed = |e: io::Error| Failure::failed(e.to_string());
+    let (reactor, helper) = Reactor::<Memories>::new(reactor).map_err(failed)?;
+    let handle = reactor.handle();
+    let mut seed = [0; 32];
+    getrandom::fill(&mut seed).map_err(|e| Failure::failed(e.to_string()))?;
+    let (tell, listens): (Sender<Result<SocketAddr, ::rtrs::Error>>, _) = channel();
+    let turns = Builder::new().name("ferroce-io".into()).spawn(move || {
+        let (mut device, mut dice) = (device, StdRng::from_seed(seed));
+        let cx = &mut Cx {
+            now: roce::now(),
+            provider: device.provider(),
+            random: &mut |out: &mut [u8]| dice.fill_bytes(out),
+        };
+        let rtrs = match Server::listen(cx, config) {
+            Ok((rtrs, local)) => {
+                let _ = tell.send(Ok(local));
+                rtrs
+            }
+            Err(e) => {
+                let _ = tell.send(Err(e));
+                return;
+            }
+        };
+        let memories = Memories {
+            rtrs,
+            dice,
+            data: vec![0x5a; SPACE],
+            jobs: 0,
+            stopping: false,
+        };
+        if let Err(e) = reactor.run(device, |_| memories) {
+            tracing::error!("the loop has ended: {e}");
+        }
+    });
+    let turns = turns.map_err(failed)?;
+    let listens = listens.recv().map_err(|e| Failure::failed(e.to_string()))?;
+    listens.map_err(|e| Failure::failed(e.to_string()))?;
+    ready()?;
+    if until_eof {
+        let end = handle.clone();
+        // A thread that waits for input can't be ended; it goes with the process.
+        let input = Builder::new().name("input".into()).spawn(move || {
+            let _ = io::stdin().read_to_end(&mut Vec::new());
+            end.command(());
+        });
+        input.map_err(failed)?;
+    }
+    let mut asked = false;
+    while helper.run_for(std::time::Duration::from_millis(100)) {
+        if stopped() && !core::mem::replace(&mut asked, true) {
+            handle.command(());
+        }
+    }
+    turns
+        .join()
+        .map_err(|_| Failure::failed("the loop panicked".to_owned()))
+}

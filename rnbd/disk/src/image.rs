@@ -1,0 +1,305 @@
+//! An image file or a block device that is open, and what has become of it.
+
+use std::{
+    fs::File,
+    os::{
+        fd::{AsRawFd, OwnedFd, RawFd},
+        unix::fs::FileTypeExt,
+    },
+    path::Path,
+    sync::{
+        LazyLock,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst},
+    },
+};
+
+use rnbd::{Errno, block::Geometry};
+
+use crate::{
+    geometry::{self, Alignment, Kind},
+    lookup,
+    probe::Traits,
+    sys,
+    throttle::Throttle,
+};
+
+/// For all images: a peer can have one opened again and again, so a throttle of each would let a line through each time.
+static LOG: LazyLock<Throttle> = LazyLock::new(Throttle::new);
+static ODD_SIZE_LOG: LazyLock<Throttle> = LazyLock::new(Throttle::new);
+static CACHED_LOG: LazyLock<Throttle> = LazyLock::new(Throttle::new);
+
+/// Whether the page cache takes part.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum Caching {
+    /// Reads and writes go through it.
+    #[default]
+    PageCache,
+    /// They go round it (O_DIRECT), where the file can do that; a line in the log says where it can't. Clients then see what the
+    /// device below takes for the block size.
+    Direct,
+}
+
+/// What there is no need to ask of a file again; it is not missing until it was found to be.
+#[derive(Debug, Default)]
+pub(crate) struct Missing {
+    /// `RWF_DSYNC`.
+    pub(crate) dsync: AtomicBool,
+    /// `FALLOC_FL_ZERO_RANGE`.
+    pub(crate) zero_range: AtomicBool,
+    /// `FALLOC_FL_PUNCH_HOLE`.
+    pub(crate) punch: AtomicBool,
+}
+
+/// A file's size, looked at when it is first wanted.
+#[derive(Debug, Default)]
+pub(crate) struct Look(Option<Result<u64, Errno>>);
+
+/// An open image file or block device. Dropping a written one makes its data durable.
+#[derive(Debug)]
+pub struct Image {
+    file: File,
+    kind: Kind,
+    traits: Traits,
+    direct: Option<Alignment>,
+    label: String,
+    geometry: Geometry,
+    /// Bytes. Looked at again when a request reaches beyond: a device may grow while it is open.
+    size: AtomicU64,
+    /// Something was written through this descriptor.
+    dirty: AtomicBool,
+    /// Data was lost after it was acknowledged: the kernel drops dirty pages after a failed sync, and a second sync
+    /// would report success. From then on every flush fails.
+    sync_failed: AtomicBool,
+    pub(crate) missing: Missing,
+}
+
+impl Image {
+    /// Opens a path that the operator named.
+    ///
+    /// # Errors
+    /// ENOTBLK when it is neither a regular file nor a block device, EACCES when a read-only device is to be written,
+    /// and those of `open`.
+    pub fn open(path: &Path, writable: bool, caching: Caching) -> Result<Self, Errno> {
+        let label = path.display().to_string();
+        Self::from_handle(&lookup::open_path(path)?, writable, caching, label)
+    }
+
+    /// An image of a file that is already open, an anonymous one for instance, through the page cache.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn from_file(file: File, writable: bool, label: impl Into<String>) -> Result<Self, Errno> {
+        let kind = kind_of(&file)?;
+        Self::new(file, kind, None, writable, label.into())
+    }
+
+    pub(crate) fn from_handle(
+        handle: &OwnedFd,
+        writable: bool,
+        caching: Caching,
+        label: String,
+    ) -> Result<Self, Errno> {
+        if caching == Caching::Direct {
+            if let Some((file, kind, alignment)) = open_direct(handle, writable)? {
+                return Self::new(file, kind, Some(alignment), writable, label);
+            }
+            if let Some(suppressed) = CACHED_LOG.pass() {
+                tracing::info!(image = label, suppressed, "no direct I/O here, the page cache is used");
+            }
+        }
+        Self::from_file(lookup::reopen(handle, writable, 0)?, writable, label)
+    }
+
+    fn new(file: File, kind: Kind, direct: Option<Alignment>, writable: bool, label: String) -> Result<Self, Errno> {
+        let bytes = file.metadata()?.len();
+        let mut geometry = match kind {
+            Kind::Block => geometry::of_block(&file, direct)?,
+            Kind::File => geometry::of_file(bytes, direct),
+        };
+        if writable && geometry.read_only {
+            return Err(Errno::EACCES);
+        }
+        if kind == Kind::File
+            && bytes != geometry.size
+            && let Some(suppressed) = ODD_SIZE_LOG.pass()
+        {
+            tracing::warn!(
+                image = label,
+                bytes,
+                suppressed,
+                "size is no multiple of {}; the last bytes are left out",
+                geometry.logical_block_size
+            );
+        }
+        geometry.read_only = !writable;
+        if !writable || (kind == Kind::File && !geometry::can_punch(&file, bytes)) {
+            geometry.max_discard = 0;
+            geometry.max_write_zeroes = 0;
+        }
+        Ok(Self {
+            traits: Traits::of(&file, kind == Kind::File, direct.is_some()),
+            file,
+            kind,
+            direct,
+            label,
+            missing: Missing {
+                punch: AtomicBool::new(geometry.max_discard == 0),
+                ..Missing::default()
+            },
+            size: AtomicU64::new(geometry.size),
+            geometry,
+            dirty: AtomicBool::new(false),
+            sync_failed: AtomicBool::new(false),
+        })
+    }
+
+    /// Size, limits, abilities.
+    pub fn geometry(&self) -> Geometry {
+        Geometry {
+            size: self.size.load(Relaxed),
+            ..self.geometry
+        }
+    }
+
+    /// Where it came from, for messages.
+    pub fn label(&self) -> &str {
+        &self.label
+    }
+
+    /// Whether reads and writes go round the page cache.
+    pub fn is_direct(&self) -> bool {
+        self.direct.is_some()
+    }
+
+    pub(crate) fn direct(&self) -> Option<Alignment> {
+        self.direct
+    }
+
+    pub(crate) fn traits(&self) -> Traits {
+        self.traits
+    }
+
+    pub(crate) fn is_block(&self) -> bool {
+        self.kind == Kind::Block
+    }
+
+    pub(crate) fn fd(&self) -> RawFd {
+        self.file.as_raw_fd()
+    }
+
+    /// A line in the log, if there was none a moment ago.
+    pub(crate) fn complain(&self, what: &str, offset: u64, len: u64, e: Errno) {
+        if let Some(suppressed) = LOG.pass() {
+            tracing::error!(image = self.label, offset, len, suppressed, "{what}: {e}");
+        }
+    }
+
+    /// Complains of a file that is shorter than it was.
+    pub(crate) fn truncated(&self, offset: u64, len: u64) -> Errno {
+        let what = "the image was truncated while it is served";
+        self.complain(what, offset, len, Errno::EIO);
+        Errno::EIO
+    }
+
+    /// Bytes of the file or the device, as of the look.
+    fn bytes(&self, look: &mut Look) -> Result<u64, Errno> {
+        let measure = || match self.kind {
+            Kind::File => sys::stat(&self.file).map(|st| u64::try_from(st.st_size).unwrap_or(0)),
+            Kind::Block => sys::get_ioctl(&self.file, sys::BLKGETSIZE64),
+        };
+        *look.0.get_or_insert_with(measure)
+    }
+
+    /// Before every access: inside the device.
+    pub(crate) fn check_range(&self, offset: u64, len: u64, look: &mut Look) -> Result<(), Errno> {
+        if !self.geometry().contains(offset, len) && !self.grown(look).contains(offset, len) {
+            self.complain("access beyond the end of the device", offset, len, Errno::EIO);
+            return Err(Errno::EIO);
+        }
+        Ok(())
+    }
+
+    /// The geometry after another look at the size.
+    fn grown(&self, look: &mut Look) -> Geometry {
+        let bytes = self.bytes(look).unwrap_or(0);
+        let size = geometry::whole(bytes, self.geometry.logical_block_size);
+        self.size.fetch_max(size, Relaxed);
+        self.geometry()
+    }
+
+    /// Before a change: allowed, inside the device, and the file still reaches that far. A write beyond the end of a
+    /// file that was cut would make it grow again around the data that is gone.
+    pub(crate) fn check_change(&self, offset: u64, len: u64, look: &mut Look) -> Result<(), Errno> {
+        if self.geometry.read_only {
+            return Err(Errno::EROFS);
+        }
+        self.check_range(offset, len, look)?;
+        if self.kind == Kind::File && offset + len > self.bytes(look)? {
+            return Err(self.truncated(offset, len));
+        }
+        Ok(())
+    }
+
+    /// EIO when data was lost that a flush would have to save.
+    pub(crate) fn check_synced(&self) -> Result<(), Errno> {
+        if self.sync_failed.load(SeqCst) {
+            Err(Errno::EIO)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// A change begins: there is something to make durable at the end.
+    pub(crate) fn changed(&self) {
+        self.dirty.store(true, SeqCst);
+    }
+
+    /// A sync has failed, or the part of a write that is one.
+    pub(crate) fn lost_data(&self) {
+        self.sync_failed.store(true, SeqCst);
+    }
+
+    /// A sync has failed.
+    pub(crate) fn sync_has_failed(&self, e: Errno) {
+        self.lost_data();
+        tracing::error!(image = self.label, "flush failed, acknowledged writes may be lost: {e}");
+    }
+}
+
+impl Drop for Image {
+    fn drop(&mut self) {
+        // As the kernel does at the last close of a block device: nobody may be able to flush these writes later.
+        if !*self.dirty.get_mut() || *self.sync_failed.get_mut() {
+            return;
+        }
+        loop {
+            match sys::sync(self.file.as_raw_fd()) {
+                Err(Errno::EINTR) => {}
+                Err(e) => return self.sync_has_failed(e),
+                Ok(()) => return,
+            }
+        }
+    }
+}
+
+fn kind_of(file: &File) -> Result<Kind, Errno> {
+    let meta = file.metadata()?;
+    if meta.file_type().is_block_device() {
+        Ok(Kind::Block)
+    } else if meta.is_file() {
+        Ok(Kind::File)
+    } else {
+        Err(Errno::ENOTBLK)
+    }
+}
+
+/// Opens for direct I/O, where the file can do that.
+fn open_direct(handle: &OwnedFd, writable: bool) -> Result<Option<(File, Kind, Alignment)>, Errno> {
+    let file = match lookup::reopen(handle, writable, libc::O_DIRECT) {
+        // The file system does not know it.
+        Err(Errno::EINVAL) => return Ok(None),
+        file => file?,
+    };
+    let kind = kind_of(&file)?;
+    Ok(Alignment::of(&file, kind)?.map(|alignment| (file, kind, alignment)))
+}

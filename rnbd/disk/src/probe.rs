@@ -1,0 +1,158 @@
+//! Which way operations on a file take.
+
+use std::{fs::File, os::fd::AsRawFd};
+
+use rnbd::Errno;
+
+use crate::sys;
+
+/// How an operation is done.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Way {
+    /// By a system call in the loop: for file systems in memory, where it waits for nothing.
+    InPlace,
+    /// What is in the page cache by a system call in the loop (`RWF_NOWAIT`), the rest by the ring, or the pool where there is
+    /// none.
+    TryNow,
+    /// By io_uring.
+    Ring,
+    /// By a thread that waits.
+    Pool,
+}
+
+/// The ways of a file's operations.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Ways {
+    /// Of reads.
+    pub read: Way,
+    /// Of writes, discards and ranges of zeroes.
+    pub write: Way,
+    /// Of flushes.
+    pub flush: Way,
+}
+
+// `linux/magic.h`.
+const TMPFS: u32 = 0x0102_1994;
+const RAMFS: u32 = 0x8584_58f6;
+const HUGETLBFS: u32 = 0x9584_58f6;
+
+/// What a file is like, as far as its way depends on it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Traits {
+    /// Its bytes are in memory and nowhere else.
+    pub(crate) memory: bool,
+    /// Reads can be told not to wait. tmpfs can't: io_uring hands every one of its requests to a worker thread.
+    pub(crate) nowait: bool,
+    /// It is read and written without the page cache.
+    pub(crate) direct: bool,
+}
+
+impl Traits {
+    /// Looks at an open file. `regular`: it is no device. A device's file system is the one of its name, which says nothing.
+    pub(crate) fn of(file: &File, regular: bool, direct: bool) -> Self {
+        Self {
+            memory: regular && is_in_memory(file),
+            nowait: !direct && can_refuse_to_wait(file),
+            direct,
+        }
+    }
+}
+
+/// Whether a regular file's bytes are in memory and nowhere else.
+pub(crate) fn is_in_memory(file: &impl AsRawFd) -> bool {
+    sys::file_system(file).is_ok_and(|magic| matches!(magic, TMPFS | RAMFS | HUGETLBFS))
+}
+
+/// Asked with a block: a read of nothing succeeds everywhere.
+fn can_refuse_to_wait(file: &File) -> bool {
+    let mut block = [0; 512];
+    // SAFETY: the array's own memory.
+    let read = unsafe { sys::read_now(file.as_raw_fd(), block.as_mut_ptr(), block.len(), 0) };
+    matches!(read, Ok(_) | Err(Errno::EAGAIN))
+}
+
+impl Ways {
+    /// The same way for everything.
+    pub const fn all(way: Way) -> Self {
+        Self {
+            read: way,
+            write: way,
+            flush: way,
+        }
+    }
+
+    /// The ways of a file where there is io_uring.
+    pub(crate) fn of(traits: Traits) -> Self {
+        if traits.memory && !traits.direct {
+            return Self::all(Way::InPlace);
+        }
+        let read = if traits.nowait { Way::TryNow } else { Way::Ring };
+        Self {
+            read,
+            ..Self::all(Way::Ring)
+        }
+    }
+
+    /// Whether any of them leads through io_uring.
+    pub(crate) fn need_ring(self) -> bool {
+        let ways = [self.read, self.write, self.flush];
+        ways.iter().any(|way| matches!(way, Way::TryNow | Way::Ring))
+    }
+
+    /// The same where there is none.
+    pub(crate) fn without_ring(self) -> Self {
+        let way = |way| match way {
+            Way::Ring => Way::Pool,
+            way => way,
+        };
+        Self {
+            read: way(self.read),
+            write: way(self.write),
+            flush: way(self.flush),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ways_follow_what_the_file_can() {
+        let (memory, nowait, direct) = (true, true, true);
+        let plain = Traits {
+            memory: false,
+            nowait: false,
+            direct: false,
+        };
+        let read_now = |rest| Ways {
+            read: Way::TryNow,
+            ..Ways::all(rest)
+        };
+        for (traits, expected, without) in [
+            (
+                Traits { memory, ..plain },
+                Ways::all(Way::InPlace),
+                Ways::all(Way::InPlace),
+            ),
+            (Traits { nowait, ..plain }, read_now(Way::Ring), read_now(Way::Pool)),
+            (plain, Ways::all(Way::Ring), Ways::all(Way::Pool)),
+            (Traits { direct, ..plain }, Ways::all(Way::Ring), Ways::all(Way::Pool)),
+        ] {
+            let ways = Ways::of(traits);
+            assert_eq!(ways, expected, "{traits:?}");
+            assert_eq!(ways.without_ring(), without, "{traits:?}");
+            assert_eq!(ways.need_ring(), !traits.memory, "{traits:?}");
+        }
+    }
+
+    #[test]
+    fn files_in_memory_are_told_from_others() {
+        let shm = tempfile::tempfile_in("/dev/shm").unwrap();
+        assert!(Traits::of(&shm, true, false).memory);
+        let device = File::open("/dev/null").unwrap();
+        assert!(!Traits::of(&device, false, false).memory, "its name lies in a tmpfs");
+        let proc = File::open("/proc/self/status").unwrap();
+        assert!(!Traits::of(&proc, true, false).memory);
+    }
+}

@@ -1,0 +1,674 @@
+//! An operation as a row of system calls: what is checked before it, what follows of each result, and what is left to do. Who
+//! makes the calls, and where he waits for them, is not known here.
+
+use std::sync::{Arc, atomic::AtomicBool, atomic::Ordering::Relaxed};
+
+use rnbd::{Errno, block::BlockOp, server::disk::DiskOp};
+use roce_mem::Pages;
+
+use crate::{
+    call::Call,
+    geometry::Alignment,
+    image::{Image, Look},
+    sys,
+};
+
+/// Zeroes for where neither file system nor device can make them, aligned for direct I/O.
+#[repr(align(4096))]
+struct Zeroes([u8; 256 * 1024]);
+
+static ZEROES: Zeroes = Zeroes([0; 256 * 1024]);
+
+/// Bytes of one read or write call at most; `io_uring` counts them in 32 bits.
+const MAX_TRANSFER: u64 = 1 << 30;
+/// Bytes that one `fallocate` gives back or makes zero: a call that is short enough to be made in the loop.
+const MAX_ALLOCATE: u64 = 32 << 20;
+
+const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Step {
+    /// The bytes that are wanted.
+    Read,
+    /// The blocks around the bytes that are to be written.
+    Fetch,
+    Write {
+        dsync: bool,
+    },
+    Sync,
+    Allocate {
+        mode: i32,
+    },
+    Range {
+        request: u64,
+    },
+    /// Zeroes are written.
+    Zero,
+}
+
+/// Where bytes lie, in memory and on the device.
+#[derive(Clone, Debug)]
+struct Span {
+    memory: Arc<Pages>,
+    /// First byte in the memory.
+    at: usize,
+    /// First byte on the device.
+    offset: u64,
+    len: u64,
+}
+
+impl Span {
+    fn ptr(&self, done: u64) -> *mut u8 {
+        self.memory.as_ptr().wrapping_add(self.at).wrapping_add(done as usize)
+    }
+
+    /// Copies the bytes that both have.
+    fn copy_to(&self, other: &Self) -> Result<(), Errno> {
+        let begin = self.offset.max(other.offset);
+        let end = (self.offset + self.len).min(other.offset + other.len);
+        let mut bytes = vec![0; end.saturating_sub(begin) as usize];
+        let from = self.at + (begin - self.offset) as usize;
+        let to = other.at + (begin - other.offset) as usize;
+        let read = self.memory.read(from, &mut bytes);
+        read.and_then(|()| other.memory.write(to, &bytes))
+            .map_err(|_| Errno::EINVAL)
+    }
+}
+
+/// An operation that is under way. It keeps its memory alive.
+#[derive(Debug)]
+pub(crate) struct Task {
+    op: BlockOp,
+    offset: u64,
+    len: u64,
+    /// The data of a read or write.
+    data: Option<Span>,
+    /// Blocks in memory of our own, for data that is not aligned to go straight to the device.
+    bounce: Option<Span>,
+    step: Step,
+    /// Bytes of this step that are done.
+    done: u64,
+    /// The system has said "try again" once.
+    insists: bool,
+}
+
+/// Where the data of a read or write lies.
+fn data_of(op: &DiskOp, memory: Option<&Arc<Pages>>) -> Result<Option<Span>, Errno> {
+    if !matches!(op.op, BlockOp::Read | BlockOp::Write { .. }) {
+        return Ok(None);
+    }
+    let memory = memory.ok_or(Errno::EINVAL)?;
+    let len = usize::try_from(op.len).map_err(|_| Errno::EINVAL)?;
+    let end = op.data.checked_add(len).ok_or(Errno::EINVAL)?;
+    if end > memory.len() {
+        return Err(Errno::EINVAL);
+    }
+    Ok(Some(Span {
+        memory: memory.clone(),
+        at: op.data,
+        offset: op.offset,
+        len: op.len,
+    }))
+}
+
+/// Aligned memory for the blocks that the data lies in.
+fn bounce_of(data: &Span, alignment: Alignment) -> Result<Span, Errno> {
+    let block = u64::from(alignment.offset);
+    let begin = data.offset / block * block;
+    let len = (data.offset + data.len).next_multiple_of(block) - begin;
+    let memory = Pages::allocate(len as usize).map_err(|_| Errno::ENOMEM)?;
+    Ok(Span {
+        memory,
+        at: 0,
+        offset: begin,
+        len,
+    })
+}
+
+impl Task {
+    /// Checks an operation. `None`: there is nothing to do.
+    ///
+    /// # Errors
+    /// EINVAL when the data is outside the memory; EIO beyond the end of the device or of a file that was truncated
+    /// meanwhile, and for what needs a sync once a sync has failed; EROFS; EOPNOTSUPP for discards that the device can't
+    /// do; ENOMEM.
+    pub(crate) fn new(
+        image: &Image,
+        op: &DiskOp,
+        memory: Option<&Arc<Pages>>,
+        look: &mut Look,
+    ) -> Result<Option<Self>, Errno> {
+        let data = data_of(op, memory)?;
+        match op.op {
+            BlockOp::Read => image.check_range(op.offset, op.len, look)?,
+            BlockOp::Flush if image.geometry().read_only => return Ok(None),
+            BlockOp::Flush => image.check_synced()?,
+            BlockOp::Write { .. } | BlockOp::Discard | BlockOp::WriteZeroes { .. } => {
+                image.check_change(op.offset, op.len, look)?;
+            }
+        }
+        if let BlockOp::Write { fua: true } | BlockOp::WriteZeroes { fua: true, .. } = op.op {
+            image.check_synced()?;
+        }
+        if op.op == BlockOp::Discard && image.geometry().max_discard == 0 {
+            return Err(Errno::EOPNOTSUPP);
+        }
+        if op.len == 0 && op.op != BlockOp::Flush {
+            return Ok(None);
+        }
+        let misfit = image.direct().zip(data.as_ref());
+        let misfit = misfit.filter(|(a, data)| !a.fits(data.offset, data.len, data.ptr(0) as usize));
+        let bounce = misfit.map(|(a, data)| bounce_of(data, a)).transpose()?;
+        let mut task = Self {
+            op: op.op,
+            offset: op.offset,
+            len: op.len,
+            data,
+            bounce,
+            step: Step::Sync,
+            done: 0,
+            insists: false,
+        };
+        task.step = task.first_step(image)?;
+        if op.op.writes() {
+            image.changed();
+        }
+        Ok(Some(task))
+    }
+
+    fn first_step(&self, image: &Image) -> Result<Step, Errno> {
+        Ok(match self.op {
+            BlockOp::Read => Step::Read,
+            BlockOp::Write { .. } if self.is_patch() => Step::Fetch,
+            BlockOp::Write { .. } => {
+                self.fill_bounce()?;
+                self.write_step(image)
+            }
+            BlockOp::Flush => Step::Sync,
+            BlockOp::Discard if image.is_block() => Step::Range {
+                request: sys::BLKDISCARD,
+            },
+            BlockOp::Discard => Step::Allocate { mode: PUNCH },
+            BlockOp::WriteZeroes { .. } => self.zero_step(image),
+        })
+    }
+
+    /// Whether it writes parts of blocks, and so has to be alone with its device.
+    pub(crate) fn is_patch(&self) -> bool {
+        match (self.op, &self.bounce, &self.data) {
+            (BlockOp::Write { .. }, Some(bounce), Some(data)) => bounce.len != data.len,
+            _ => false,
+        }
+    }
+
+    /// Whether it changes the device.
+    pub(crate) fn writes(&self) -> bool {
+        self.op.writes()
+    }
+
+    /// The session's memory, and the range of it that the next call reads or writes; `None`: memory of ours, or none.
+    pub(crate) fn memory(&self) -> Option<&Arc<Pages>> {
+        match (self.step, &self.bounce) {
+            (Step::Read | Step::Write { .. }, None) => self.data.as_ref().map(|d| &d.memory),
+            _ => None,
+        }
+    }
+
+    /// Whether the system has said "try again": it is to wait by itself the next time.
+    pub(crate) fn insists(&self) -> bool {
+        self.insists
+    }
+
+    fn fua(&self) -> bool {
+        matches!(
+            self.op,
+            BlockOp::Write { fua: true } | BlockOp::WriteZeroes { fua: true, .. }
+        )
+    }
+
+    fn write_step(&self, image: &Image) -> Step {
+        Step::Write {
+            dsync: self.fua() && !image.missing.dsync.load(Relaxed),
+        }
+    }
+
+    /// The best way to zeroes that is left, with a hole where one is allowed.
+    fn zero_step(&self, image: &Image) -> Step {
+        if image.is_block() {
+            return Step::Range {
+                request: sys::BLKZEROOUT,
+            };
+        }
+        let may_unmap = matches!(self.op, BlockOp::WriteZeroes { may_unmap: true, .. });
+        if may_unmap && !image.missing.punch.load(Relaxed) {
+            Step::Allocate { mode: PUNCH }
+        } else if !image.missing.zero_range.load(Relaxed) {
+            Step::Allocate { mode: ZERO }
+        } else {
+            Step::Zero
+        }
+    }
+
+    /// Where this step's bytes lie.
+    fn span(&self) -> (*mut u8, u64, u64) {
+        match self.bounce.as_ref().or(self.data.as_ref()) {
+            Some(span) => (span.ptr(self.done), span.offset + self.done, span.len - self.done),
+            None => (std::ptr::null_mut(), self.offset + self.done, self.len - self.done),
+        }
+    }
+
+    /// The call to make next. Its memory stays as long as the task.
+    pub(crate) fn call(&self) -> Call {
+        let (ptr, offset, left) = self.span();
+        match self.step {
+            Step::Read | Step::Fetch => Call::Read {
+                offset,
+                to: ptr,
+                len: left.min(MAX_TRANSFER) as usize,
+            },
+            Step::Write { dsync } => Call::Write {
+                offset,
+                from: ptr,
+                len: left.min(MAX_TRANSFER) as usize,
+                dsync,
+            },
+            Step::Sync => Call::Sync,
+            Step::Allocate { mode } => Call::Allocate {
+                mode,
+                offset,
+                len: left.min(MAX_ALLOCATE),
+            },
+            Step::Range { request } => Call::Range {
+                request,
+                offset,
+                len: left,
+            },
+            Step::Zero => Call::Write {
+                offset,
+                from: ZEROES.0.as_ptr(),
+                len: left.min(ZEROES.0.len() as u64) as usize,
+                dsync: false,
+            },
+        }
+    }
+
+    /// Makes the next call here. Waits for the disk.
+    pub(crate) fn make_call(&self, image: &Image) -> Result<usize, Errno> {
+        // SAFETY: `new` has seen that the range is inside the memory, which the task keeps alive; zeroes are a static.
+        unsafe { self.call().make(image.fd()) }
+    }
+
+    /// Makes the calls that are left. Waits for the disk.
+    pub(crate) fn run(&mut self, image: &Image) -> Result<(), Errno> {
+        loop {
+            let result = self.make_call(image);
+            if let Some(over) = self.returned(image, result) {
+                return over;
+            }
+        }
+    }
+
+    /// Reads what is in memory, without waiting. `None`: something is left to read, or is to be found out in another way.
+    pub(crate) fn read_now(&mut self, image: &Image) -> Option<Result<(), Errno>> {
+        let Call::Read { offset, to, len } = self.call() else {
+            return None;
+        };
+        // SAFETY: as in `make_call`.
+        match unsafe { sys::read_now(image.fd(), to, len, offset) } {
+            // Some kernels say 0 for "not now".
+            Ok(0) | Err(_) => None,
+            read => self.returned(image, read),
+        }
+    }
+
+    /// Takes a call's result. `None`: there is another call to make.
+    pub(crate) fn returned(&mut self, image: &Image, result: Result<usize, Errno>) -> Option<Result<(), Errno>> {
+        match result {
+            Err(Errno::EINTR) => return None,
+            Err(Errno::EAGAIN) if !self.insists => {
+                self.insists = true;
+                return None;
+            }
+            _ => {}
+        }
+        let over = match self.step {
+            Step::Read | Step::Fetch => self.has_read(image, result),
+            Step::Write { dsync } => self.has_written(image, result, dsync),
+            Step::Zero => self.has_zeroed(image, result),
+            Step::Allocate { mode } => self.has_allocated(image, result, mode),
+            Step::Range { request } => self.has_done_range(image, result, request),
+            Step::Sync => self.has_synced(image, result),
+        };
+        over.map_or_else(|e| Some(Err(e)), |over| over.then_some(Ok(())))
+    }
+
+    /// Adds up the bytes of a transfer. True: all are there. `None`: no more come.
+    fn count(&mut self, image: &Image, n: usize) -> Option<bool> {
+        let (.., left) = self.span();
+        let n = (n as u64).min(left);
+        // After an odd count direct I/O can't go on; it is the end of the file.
+        let odd = image.direct().is_some_and(|a| n % u64::from(a.offset) != 0);
+        if n == 0 || (odd && n < left) {
+            return None;
+        }
+        self.done += n;
+        Some(n == left)
+    }
+
+    fn has_read(&mut self, image: &Image, result: Result<usize, Errno>) -> Result<bool, Errno> {
+        let n = result.inspect_err(|e| image.complain("read failed", self.offset, self.len, *e))?;
+        let all = self.count(image, n);
+        if !all.ok_or_else(|| image.truncated(self.offset, self.len))? {
+            return Ok(false);
+        }
+        if self.step == Step::Fetch {
+            self.fill_bounce()?;
+            (self.step, self.done) = (self.write_step(image), 0);
+            return Ok(false);
+        }
+        if let (Some(bounce), Some(data)) = (&self.bounce, &self.data) {
+            bounce.copy_to(data)?;
+        }
+        Ok(true)
+    }
+
+    /// Puts the data to be written where the device can take it from.
+    fn fill_bounce(&self) -> Result<(), Errno> {
+        match (&self.bounce, &self.data) {
+            (Some(bounce), Some(data)) => data.copy_to(bounce),
+            _ => Ok(()),
+        }
+    }
+
+    fn has_written(&mut self, image: &Image, result: Result<usize, Errno>, dsync: bool) -> Result<bool, Errno> {
+        match result {
+            Err(Errno::EOPNOTSUPP | Errno::ENOSYS | Errno::EINVAL) if dsync => {
+                image.missing.dsync.store(true, Relaxed);
+                self.step = Step::Write { dsync: false };
+                return Ok(false);
+            }
+            // The system call can have failed in its sync: then other data may be lost as well.
+            Err(Errno::EIO) if dsync => image.lost_data(),
+            _ => {}
+        }
+        let written = result.and_then(|n| self.count(image, n).ok_or(Errno::EIO));
+        let all = written.inspect_err(|e| image.complain("write failed", self.offset, self.len, *e))?;
+        Ok(all && (dsync || self.is_durable()))
+    }
+
+    /// After the last change. False: a sync comes next.
+    fn is_durable(&mut self) -> bool {
+        if self.fua() {
+            self.step = Step::Sync;
+        }
+        !self.fua()
+    }
+
+    fn has_zeroed(&mut self, image: &Image, result: Result<usize, Errno>) -> Result<bool, Errno> {
+        let written = result.and_then(|n| self.count(image, n).ok_or(Errno::EIO));
+        let all = written.inspect_err(|e| self.zeroing_failed(image, *e))?;
+        Ok(all && self.is_durable())
+    }
+
+    fn zeroing_failed(&self, image: &Image, e: Errno) {
+        image.complain("writing zeroes failed", self.offset, self.len, e);
+    }
+
+    fn has_allocated(&mut self, image: &Image, result: Result<usize, Errno>, mode: i32) -> Result<bool, Errno> {
+        match result {
+            Ok(_) => {
+                let (.., left) = self.span();
+                self.done += left.min(MAX_ALLOCATE);
+                Ok(left <= MAX_ALLOCATE && self.is_durable())
+            }
+            Err(e) if self.op == BlockOp::Discard => {
+                image.complain("discard failed", self.offset, self.len, e);
+                Err(e)
+            }
+            Err(Errno::EOPNOTSUPP | Errno::ENOSYS | Errno::EINVAL) => {
+                self.lacks(image, mode).store(true, Relaxed);
+                self.step = self.zero_step(image);
+                Ok(false)
+            }
+            Err(e) => {
+                self.zeroing_failed(image, e);
+                Err(e)
+            }
+        }
+    }
+
+    fn lacks<'a>(&self, image: &'a Image, mode: i32) -> &'a AtomicBool {
+        match mode {
+            PUNCH => &image.missing.punch,
+            _ => &image.missing.zero_range,
+        }
+    }
+
+    fn has_done_range(&mut self, image: &Image, result: Result<usize, Errno>, request: u64) -> Result<bool, Errno> {
+        match result {
+            Ok(_) => Ok(self.is_durable()),
+            Err(Errno::EOPNOTSUPP | Errno::EINVAL) if request == sys::BLKZEROOUT => {
+                self.step = Step::Zero;
+                Ok(false)
+            }
+            Err(e) => {
+                match request {
+                    sys::BLKZEROOUT => self.zeroing_failed(image, e),
+                    _ => image.complain("discard failed", self.offset, self.len, e),
+                }
+                Err(e)
+            }
+        }
+    }
+
+    fn has_synced(&self, image: &Image, result: Result<usize, Errno>) -> Result<bool, Errno> {
+        result.inspect_err(|e| image.sync_has_failed(*e))?;
+        Ok(true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rnbd::server::disk::StoreId;
+
+    use super::*;
+
+    const LEN: u64 = 1 << 20;
+
+    fn image() -> Image {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(LEN).unwrap();
+        Image::from_file(file, true, "test").unwrap()
+    }
+
+    fn begin(image: &Image, op: BlockOp, offset: u64, len: u64) -> Result<Option<Task>, Errno> {
+        let memory = Pages::allocate(LEN as usize).unwrap();
+        let op = DiskOp {
+            store: StoreId(0),
+            op,
+            offset,
+            len,
+            data: 0,
+        };
+        Task::new(image, &op, Some(&memory), &mut Look::default())
+    }
+
+    fn task(image: &Image, op: BlockOp, offset: u64, len: u64) -> Task {
+        begin(image, op, offset, len).unwrap().unwrap()
+    }
+
+    const FUA: BlockOp = BlockOp::Write { fua: true };
+    const PLAIN: BlockOp = BlockOp::Write { fua: false };
+
+    fn transfer(call: &Call) -> (u64, usize) {
+        match *call {
+            Call::Read { offset, len, .. } | Call::Write { offset, len, .. } => (offset, len),
+            _ => panic!("no transfer: {call:?}"),
+        }
+    }
+
+    #[test]
+    fn short_transfers_go_on_where_they_stopped() {
+        let i = image();
+        for op in [BlockOp::Read, PLAIN, FUA] {
+            let mut t = task(&i, op, 4096, 8192);
+            let memory = t.data.as_ref().unwrap().memory.as_ptr() as usize;
+            assert_eq!(transfer(&t.call()), (4096, 8192));
+            assert_eq!(t.returned(&i, Ok(1000)), None);
+            assert_eq!(t.returned(&i, Err(Errno::EINTR)), None);
+            assert_eq!(transfer(&t.call()), (5096, 7192));
+            let at = match t.call() {
+                Call::Read { to, .. } => to as usize,
+                Call::Write { from, .. } => from as usize,
+                _ => 0,
+            };
+            assert_eq!(at - memory, 1000);
+            assert_eq!(t.returned(&i, Ok(7192)), Some(Ok(())), "{op:?}");
+        }
+    }
+
+    #[test]
+    fn the_end_of_the_file_is_an_error() {
+        let i = image();
+        for op in [BlockOp::Read, PLAIN] {
+            let mut t = task(&i, op, 0, 4096);
+            assert_eq!(t.returned(&i, Ok(512)), None);
+            assert_eq!(t.returned(&i, Ok(0)), Some(Err(Errno::EIO)));
+        }
+    }
+
+    #[test]
+    fn what_can_not_be_done_now_is_insisted_on_once() {
+        let i = image();
+        let mut t = task(&i, BlockOp::Read, 0, 4096);
+        assert!(!t.insists());
+        assert_eq!(t.returned(&i, Err(Errno::EAGAIN)), None);
+        assert!(t.insists());
+        assert_eq!(t.returned(&i, Err(Errno::EAGAIN)), Some(Err(Errno::EAGAIN)));
+    }
+
+    #[test]
+    fn a_failed_sync_fails_all_that_come_after() {
+        let i = image();
+        let mut t = task(&i, BlockOp::Flush, 0, 0);
+        assert_eq!(t.returned(&i, Err(Errno::EIO)), Some(Err(Errno::EIO)));
+        let zeroes = |fua| BlockOp::WriteZeroes { fua, may_unmap: true };
+        for op in [BlockOp::Flush, FUA, zeroes(true)] {
+            assert_eq!(begin(&i, op, 0, 512).unwrap_err(), Errno::EIO, "{op:?}");
+        }
+        for op in [BlockOp::Read, PLAIN, zeroes(false), BlockOp::Discard] {
+            assert!(begin(&i, op, 0, 512).is_ok(), "{op:?}");
+        }
+    }
+
+    #[test]
+    fn a_durable_write_that_fails_in_its_sync_fails_all_that_come_after() {
+        for (op, e, lost) in [
+            (FUA, Errno::EIO, true),
+            (FUA, Errno::ENOSPC, false),
+            (PLAIN, Errno::EIO, false),
+        ] {
+            let i = image();
+            let mut t = task(&i, op, 0, 4096);
+            assert_eq!(t.returned(&i, Err(e)), Some(Err(e)));
+            assert_eq!(begin(&i, BlockOp::Flush, 0, 0).is_err(), lost, "{op:?}, {e}");
+        }
+    }
+
+    #[test]
+    fn without_dsync_a_sync_follows() {
+        let i = image();
+        let mut t = task(&i, FUA, 0, 4096);
+        assert!(matches!(t.call(), Call::Write { dsync: true, .. }));
+        assert_eq!(t.returned(&i, Ok(512)), None);
+        assert_eq!(t.returned(&i, Err(Errno::EOPNOTSUPP)), None);
+        assert!(matches!(
+            t.call(),
+            Call::Write {
+                dsync: false,
+                offset: 512,
+                ..
+            }
+        ));
+        assert_eq!(t.returned(&i, Ok(3584)), None);
+        assert!(matches!(t.call(), Call::Sync));
+        assert_eq!(t.returned(&i, Ok(0)), Some(Ok(())));
+        // It is not tried again.
+        let t = task(&i, FUA, 0, 4096);
+        assert!(matches!(t.call(), Call::Write { dsync: false, .. }));
+    }
+
+    #[test]
+    fn zeroes_fall_back_to_writing_them() {
+        let i = image();
+        let op = BlockOp::WriteZeroes {
+            fua: true,
+            may_unmap: true,
+        };
+        let mut t = task(&i, op, 4096, 300 << 10);
+        for expected in [PUNCH, ZERO] {
+            assert!(matches!(t.call(), Call::Allocate { mode, offset: 4096, .. } if mode == expected));
+            assert_eq!(t.returned(&i, Err(Errno::EOPNOTSUPP)), None);
+        }
+        assert_eq!(transfer(&t.call()), (4096, 256 << 10));
+        assert_eq!(t.returned(&i, Ok(256 << 10)), None);
+        assert_eq!(transfer(&t.call()), (4096 + (256 << 10), 44 << 10));
+        assert_eq!(t.returned(&i, Ok(44 << 10)), None);
+        assert!(matches!(t.call(), Call::Sync));
+        assert_eq!(t.returned(&i, Ok(0)), Some(Ok(())));
+        let t = task(&i, op, 0, 512);
+        assert!(matches!(t.call(), Call::Write { .. }), "neither is tried again");
+    }
+
+    #[test]
+    fn an_error_of_a_short_way_to_zeroes_is_an_error() {
+        let i = image();
+        let op = BlockOp::WriteZeroes {
+            fua: false,
+            may_unmap: false,
+        };
+        let mut t = task(&i, op, 0, 4096);
+        assert!(matches!(t.call(), Call::Allocate { mode: ZERO, .. }));
+        assert_eq!(t.returned(&i, Err(Errno::ENOSPC)), Some(Err(Errno::ENOSPC)));
+        assert!(matches!(task(&i, op, 0, 4096).call(), Call::Allocate { .. }));
+    }
+
+    #[test]
+    fn long_holes_are_made_piece_by_piece() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(1 << 30).unwrap();
+        let i = Image::from_file(file, true, "test").unwrap();
+        let mut t = task(&i, BlockOp::Discard, 4096, (80 << 20) + 4096);
+        let mut at = 4096;
+        for piece in [32 << 20, 32 << 20, (16 << 20) + 4096] {
+            let Call::Allocate { mode, offset, len } = t.call() else {
+                panic!("{t:?}");
+            };
+            assert_eq!((mode, offset, len), (PUNCH, at, piece));
+            at += piece;
+            let over = (at == 4096 + (80 << 20) + 4096).then_some(Ok(()));
+            assert_eq!(t.returned(&i, Ok(0)), over);
+        }
+    }
+
+    #[test]
+    fn a_size_is_looked_at_once() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(LEN).unwrap();
+        let i = Image::from_file(file.try_clone().unwrap(), true, "test").unwrap();
+        let op = |offset| DiskOp {
+            store: StoreId(0),
+            op: BlockOp::Discard,
+            offset,
+            len: 4096,
+            data: 0,
+        };
+        let mut look = Look::default();
+        assert!(Task::new(&i, &op(8192), None, &mut look).is_ok());
+        file.set_len(4096).unwrap();
+        assert!(Task::new(&i, &op(8192), None, &mut look).is_ok(), "as of this look");
+        let again = Task::new(&i, &op(8192), None, &mut Look::default());
+        assert_eq!(again.unwrap_err(), Errno::EIO);
+    }
+}

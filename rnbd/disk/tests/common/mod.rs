@@ -1,0 +1,258 @@
+//! A disk with one store and a session's memory, over every way and on two file systems; loop devices.
+#![allow(dead_code)]
+
+use std::{
+    fs::{self, File},
+    os::fd::AsRawFd,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use rnbd::{
+    Errno,
+    block::{BlockOp, Geometry},
+    server::disk::{DiskOp, IoTicket, StoreId},
+};
+use rnbd_disk::{Budget, Caching, Disk, DiskConfig, Ended, Image, Way, Ways};
+use roce_mem::Pages;
+use rtrs::server::request::SessionKey;
+
+pub(crate) const MIB: u64 = 1 << 20;
+/// What must have happened by then, or it will not.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+/// Of the session's memory: all that one operation of a test moves.
+pub(crate) const ROOM: usize = 8 << 20;
+pub(crate) const SESSION: SessionKey = SessionKey(1);
+
+pub(crate) const WAYS: [Way; 4] = [Way::InPlace, Way::TryNow, Way::Ring, Way::Pool];
+
+/// Every way, each on a file system in memory and on one that has a disk.
+pub(crate) fn everywhere(test: impl Fn(&Case)) {
+    for way in WAYS {
+        for folder in ["/dev/shm", env!("CARGO_TARGET_TMPDIR")] {
+            let case = Case {
+                way,
+                dir: tempfile::tempdir_in(folder).unwrap(),
+                caching: Caching::PageCache,
+            };
+            println!("{way:?} in {folder}");
+            test(&case);
+        }
+        println!("{way:?}, direct");
+        test(&Case {
+            way,
+            dir: tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap(),
+            caching: Caching::Direct,
+        });
+    }
+}
+
+pub(crate) struct Case {
+    pub(crate) way: Way,
+    pub(crate) dir: tempfile::TempDir,
+    pub(crate) caching: Caching,
+}
+
+impl Case {
+    pub(crate) fn path(&self) -> PathBuf {
+        self.dir.path().join("i")
+    }
+
+    /// A new image file of so many bytes.
+    pub(crate) fn image(&self, len: u64) -> Rig {
+        File::create(self.path()).unwrap().set_len(len).unwrap();
+        self.open(&self.path(), true)
+    }
+
+    pub(crate) fn open(&self, path: &Path, writable: bool) -> Rig {
+        Rig::new(self.way, Image::open(path, writable, self.caching).unwrap())
+    }
+}
+
+pub(crate) fn config(way: Way) -> DiskConfig {
+    DiskConfig {
+        ways: Some(Ways::all(way)),
+        ..DiskConfig::default()
+    }
+}
+
+/// A disk with one store, used by one session.
+pub(crate) struct Rig {
+    pub(crate) disk: Disk,
+    pub(crate) store: StoreId,
+    pub(crate) memory: Arc<Pages>,
+    tickets: u64,
+    pub(crate) done: Vec<Ended>,
+}
+
+impl Rig {
+    pub(crate) fn new(way: Way, image: Image) -> Self {
+        Self::with(config(way), image)
+    }
+
+    pub(crate) fn with(config: DiskConfig, image: Image) -> Self {
+        let mut disk = Disk::new(config).unwrap();
+        Self {
+            store: disk.add(image.into()),
+            disk,
+            memory: Pages::allocate(ROOM).unwrap(),
+            tickets: 0,
+            done: Vec::new(),
+        }
+    }
+
+    pub(crate) fn geometry(&self) -> Geometry {
+        self.disk.store(self.store).unwrap().image().geometry()
+    }
+
+    /// Asks for an operation, with its data at `data` in the memory.
+    pub(crate) fn start(&mut self, op: BlockOp, offset: u64, len: u64, data: usize) -> IoTicket {
+        self.tickets += 1;
+        let ticket = IoTicket(self.tickets);
+        let op = DiskOp {
+            store: self.store,
+            op,
+            offset,
+            len,
+            data,
+        };
+        self.disk.start(SESSION, ticket, op, &self.memory);
+        ticket
+    }
+
+    /// Turns the loop until nothing is under way.
+    pub(crate) fn settle(&mut self) {
+        let until = Instant::now() + PATIENCE;
+        while self.disk.is_busy() {
+            assert!(Instant::now() < until, "{:?}", self.disk);
+            if !self.disk.pump(&mut Budget::default(), &mut self.done) && self.disk.is_busy() {
+                wait(&self.disk);
+            }
+        }
+    }
+
+    /// How an operation ended.
+    pub(crate) fn result(&mut self, ticket: IoTicket) -> Result<(), Errno> {
+        self.settle();
+        let mut ends = self.done.iter().filter(|(t, _)| *t == ticket);
+        let (_, result) = *ends.next().expect("it ended");
+        assert!(ends.next().is_none(), "{ticket:?} ended twice");
+        result
+    }
+
+    pub(crate) fn run(&mut self, op: BlockOp, offset: u64, len: u64) -> Result<(), Errno> {
+        let ticket = self.start(op, offset, len, 0);
+        self.result(ticket)
+    }
+
+    pub(crate) fn read(&mut self, offset: u64, len: usize) -> Result<Vec<u8>, Errno> {
+        self.read_to(0, offset, len)
+    }
+
+    /// Reads through the memory from `at` on.
+    pub(crate) fn read_to(&mut self, at: usize, offset: u64, len: usize) -> Result<Vec<u8>, Errno> {
+        let mut bytes = vec![0xee; len];
+        self.memory.write(at, &bytes).unwrap();
+        let ticket = self.start(BlockOp::Read, offset, len as u64, at);
+        self.result(ticket)?;
+        self.memory.read(at, &mut bytes).unwrap();
+        Ok(bytes)
+    }
+
+    pub(crate) fn write(&mut self, offset: u64, data: &[u8], fua: bool) -> Result<(), Errno> {
+        self.write_from(0, offset, data, fua)
+    }
+
+    /// Writes through the memory from `at` on.
+    pub(crate) fn write_from(&mut self, at: usize, offset: u64, data: &[u8], fua: bool) -> Result<(), Errno> {
+        self.memory.write(at, data).unwrap();
+        let ticket = self.start(BlockOp::Write { fua }, offset, data.len() as u64, at);
+        self.result(ticket)
+    }
+
+    pub(crate) fn flush(&mut self) -> Result<(), Errno> {
+        self.run(BlockOp::Flush, 0, 0)
+    }
+
+    pub(crate) fn discard(&mut self, offset: u64, len: u64) -> Result<(), Errno> {
+        self.run(BlockOp::Discard, offset, len)
+    }
+
+    pub(crate) fn zero(&mut self, offset: u64, len: u64, fua: bool, may_unmap: bool) -> Result<(), Errno> {
+        self.run(BlockOp::WriteZeroes { fua, may_unmap }, offset, len)
+    }
+}
+
+/// Waits until the disk's descriptor is readable.
+pub(crate) fn wait(disk: &Disk) {
+    let mut poll = libc::pollfd {
+        fd: disk.descriptor().as_raw_fd(),
+        events: libc::POLLIN,
+        revents: 0,
+    };
+    // SAFETY: one descriptor to poll.
+    let ready = unsafe { libc::poll(&raw mut poll, 1, PATIENCE.as_millis() as i32) };
+    let interrupted = std::io::Error::last_os_error().raw_os_error() == Some(libc::EINTR);
+    assert!(
+        ready == 1 || (ready < 0 && interrupted),
+        "nothing to wait for: {disk:?}"
+    );
+}
+
+/// A loop device of 8 MiB full of sevens.
+pub(crate) struct Loop {
+    pub(crate) path: PathBuf,
+    _dir: tempfile::TempDir,
+}
+
+impl Loop {
+    pub(crate) fn new(options: &[&str]) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let image = dir.path().join("i");
+        fs::write(&image, vec![7; 8 * MIB as usize]).unwrap();
+        let until = Instant::now() + PATIENCE;
+        loop {
+            let out = Command::new("losetup")
+                .args(["--find", "--show"])
+                .args(options)
+                .arg(&image)
+                .output()
+                .unwrap();
+            if out.status.success() {
+                let path = String::from_utf8(out.stdout).unwrap().trim().into();
+                return Self { path, _dir: dir };
+            }
+            // Finding a free one and taking it are two steps: another test may have been between them.
+            let said = String::from_utf8_lossy(&out.stderr);
+            assert!(said.contains("busy") && Instant::now() < until, "losetup: {said}");
+        }
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").arg("-d").arg(&self.path).status();
+    }
+}
+
+/// Pages of a file that are not on its device yet (`cachestat`, Linux 6.5).
+pub(crate) fn dirty_pages(path: &Path) -> u64 {
+    const CACHESTAT: libc::c_long = 451;
+    let file = File::open(path).unwrap();
+    let (range, mut stat) = ([0u64, 0], [0u64; 5]);
+    // SAFETY: the call reads two numbers and writes five.
+    let r = unsafe { libc::syscall(CACHESTAT, file.as_raw_fd(), range.as_ptr(), stat.as_mut_ptr(), 0) };
+    assert_eq!(r, 0, "cachestat: {}", std::io::Error::last_os_error());
+    stat[1] + stat[2]
+}
+
+/// Writes until some of it is seen in memory only: the system may write pages back at any moment.
+pub(crate) fn stays_in_memory(path: &Path, mut write: impl FnMut() -> Result<(), Errno>) {
+    let seen = (0..10).any(|_| {
+        write().unwrap();
+        dirty_pages(path) > 0
+    });
+    assert!(seen, "a plain write does not stay in memory");
+}

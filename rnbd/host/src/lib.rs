@@ -1,0 +1,51 @@
+//! RNBD on one thread: a loop that drives RTRS, RNBD, disks and NBD sockets, and what the rest of a program has of it.
+//!
+//! - [`serve`]: a server of exports;
+//! - [`map`]: a device of a server as an NBD socket.
+//!
+//! Each starts a thread for the loop, which does all I/O, on a [`LocalDevice`](roce::LocalDevice). The thread that has the handle hears
+//! what happens: it calls [`serve::Serving::next`] or [`map::Mapping::next`] again and again. Within the former it also does what may
+//! wait for the system, opening and closing files and allocating memory for sessions; clients wait for that as long as it is not called.
+//!
+//! ```no_run
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! use std::time::Duration;
+//!
+//! use rnbd_disk::{Caching, DiskConfig, Exports};
+//! use rnbd_host::serve::{ServeConfig, ServeEvent, Serving};
+//! use roce::{DeviceConfig, LocalDevice};
+//!
+//! let addr = "192.0.2.7".parse()?;
+//! let device = LocalDevice::open(&[DeviceConfig::new(addr)])?;
+//! let config = ServeConfig {
+//!     rtrs: rtrs::server::ServerConfig { addr, ..Default::default() },
+//!     limits: Default::default(),
+//!     exports: Exports::new(["disk=/images/disk.img".parse()?], None, Caching::PageCache)?,
+//!     disk: DiskConfig::default(),
+//!     reactor: Default::default(),
+//!     grace: Duration::from_secs(30),
+//! };
+//! let mut server = Serving::start(device, config)?;
+//! loop {
+//!     match server.next(Duration::from_secs(1)) {
+//!         Some(ServeEvent::SessionOpened(session)) => println!("{} is here", session.name),
+//!         Some(ServeEvent::Stopped(why)) => break println!("over: {why:?}"),
+//!         _ => {}
+//!     }
+//! }
+//! # Ok(())
+//! # }
+//! ```
+
+mod caught;
+mod dice;
+mod iov;
+pub mod map;
+mod mapper;
+mod nbd;
+pub mod serve;
+mod server;
+mod socket_file;
+mod stats;
+
+pub use stats::LoopStats;

@@ -1,0 +1,196 @@
+//! An NBD client's socket.
+
+use std::{
+    io,
+    os::{
+        fd::{AsFd, BorrowedFd},
+        unix::net::UnixStream,
+    },
+};
+
+use mio::Interest;
+use rnbd::nbd::{self, BufferCopy, Connection, Exports, NbdRequest, Want};
+use roce_reactor::Readiness;
+use roce_verbs::Instant;
+use rtrs::client::{Buffer, Buffers};
+use smallvec::SmallVec;
+
+use crate::iov::{self, Piece};
+
+/// A client.
+#[derive(Debug)]
+pub(crate) struct NbdSocket {
+    stream: UnixStream,
+    pub(crate) connection: Connection,
+    readable: bool,
+    writable: bool,
+    /// Room to write is watched for. Else each reply that a client reads would wake the loop.
+    watches_room: bool,
+    /// The client sends no more, so that nothing will tell of what a short read has left.
+    closed: bool,
+    /// No buffer could be had for it.
+    pub(crate) starved: bool,
+}
+
+impl NbdSocket {
+    pub(crate) fn new(now: Instant, stream: UnixStream, exports: Exports) -> Self {
+        Self {
+            stream,
+            connection: Connection::new(now, exports),
+            readable: true,
+            writable: true,
+            watches_room: false,
+            closed: false,
+            starved: false,
+        }
+    }
+
+    pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+
+    pub(crate) fn ready(&mut self, readiness: Readiness) {
+        self.readable |= readiness.readable || readiness.closed;
+        self.writable |= readiness.writable || readiness.closed;
+        self.closed |= readiness.closed;
+    }
+
+    /// What is to be watched for from here on, if that is another than so far.
+    pub(crate) fn other_interest(&mut self) -> Option<Interest> {
+        let blocked = !self.writable && self.connection.has_output();
+        if blocked == self.watches_room {
+            return None;
+        }
+        self.watches_room = blocked;
+        Some(match blocked {
+            true => Interest::READABLE | Interest::WRITABLE,
+            false => Interest::READABLE,
+        })
+    }
+
+    /// It could read or write at once.
+    pub(crate) fn has_work(&mut self) -> bool {
+        let writes = self.writable && self.connection.has_output();
+        writes || (self.readable && !matches!(self.connection.want(), Want::Nothing(_)))
+    }
+
+    /// It stops: the client can send no more, and what lies in the socket is read to its end.
+    pub(crate) fn stop(&mut self) {
+        let _ = self.stream.shutdown(std::net::Shutdown::Read);
+        self.readable = true;
+    }
+
+    /// Copies that the connection asks for.
+    pub(crate) fn copy(&mut self, buffers: &Buffers) {
+        while let Some(copy) = self.connection.poll_copy() {
+            let copied = match copy {
+                BufferCopy::Write { buffer, at, data } => buffers.write(buffer, at, data),
+                BufferCopy::Read { buffer, at, out } => buffers.read(buffer, at, out),
+            };
+            if let Err(e) = copied {
+                tracing::error!("a copy outside its buffer: {e}");
+            }
+        }
+    }
+
+    pub(crate) fn next_request(&mut self) -> Option<NbdRequest> {
+        self.connection.poll_request()
+    }
+
+    pub(crate) fn next_free(&mut self) -> Option<Buffer> {
+        self.connection.poll_free()
+    }
+
+    /// Reads once. The bytes it got, 0 at the end of the stream; `None`: there is nothing to read, or it does not want to.
+    pub(crate) fn read(&mut self, now: Instant, buffers: Option<&Buffers>) -> Option<usize> {
+        if !self.readable {
+            return None;
+        }
+        let (received, wanted) = match self.connection.want() {
+            Want::Bytes(room) => (iov::receive(&self.stream, None, room), room.len()),
+            Want::Payload { buffer, at, len, then } => {
+                let (pages, start) = buffers?.pages(buffer);
+                let piece = Piece::pages(pages, start + at, len);
+                let wanted = len + then.len();
+                (iov::receive(&self.stream, Some(piece), then), wanted)
+            }
+            Want::Nothing(_) => return None,
+        };
+        match received {
+            Ok(0) => {
+                self.readable = false;
+                self.connection.eof(now);
+                Some(0)
+            }
+            Ok(n) => {
+                // A stream that gave less than was asked for is empty; it will be told when there is more.
+                self.readable = self.closed || n >= wanted;
+                self.connection.received(now, n);
+                Some(n)
+            }
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                self.readable = false;
+                None
+            }
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => Some(0),
+            Err(e) => {
+                tracing::debug!("NBD client: {e}");
+                self.readable = false;
+                self.connection.cut(now);
+                Some(0)
+            }
+        }
+    }
+
+    /// Sends once. Bytes that went, and that were to go.
+    fn send(&self, buffers: Option<&Buffers>, most: usize) -> (io::Result<usize>, usize) {
+        let mut pieces = Vec::new();
+        self.connection.gather(&mut pieces);
+        let mut raw: SmallVec<[Piece<'_>; 16]> = SmallVec::new();
+        let mut total = 0;
+        for piece in pieces.iter().filter_map(|piece| locate(piece, buffers)) {
+            if total >= most {
+                break;
+            }
+            total += piece.len();
+            raw.push(piece);
+        }
+        (iov::send(&self.stream, &raw), total)
+    }
+
+    /// Sends what there is to send, as far as the socket takes it, until it is `most` bytes or somewhat more. Returns whether
+    /// anything went.
+    pub(crate) fn write(&mut self, now: Instant, buffers: Option<&Buffers>, most: usize) -> bool {
+        let mut sent = 0;
+        while self.writable && self.connection.has_output() && sent < most {
+            let (done, total) = self.send(buffers, most);
+            match done {
+                Ok(n) => {
+                    sent += n;
+                    self.writable = n >= total;
+                    self.connection.sent(now, n);
+                }
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => self.writable = false,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => {
+                    tracing::debug!("NBD client: {e}");
+                    self.writable = false;
+                    self.connection.cut(now);
+                    return true;
+                }
+            }
+        }
+        sent > 0
+    }
+}
+
+/// Where the bytes of a piece lie.
+fn locate<'a>(piece: &nbd::Piece<'a>, buffers: Option<&'a Buffers>) -> Option<Piece<'a>> {
+    match piece {
+        nbd::Piece::Bytes(bytes) => Some(Piece::of(bytes)),
+        nbd::Piece::Data { buffer, at, len } => {
+            let (pages, start) = buffers?.pages(buffer);
+            Some(Piece::pages(pages, start + at, *len))
+        }
+    }
+}

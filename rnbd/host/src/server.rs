@@ -1,0 +1,428 @@
+//! The loop of a server.
+
+use core::time::Duration;
+use std::{
+    collections::BTreeMap,
+    net::SocketAddr,
+    sync::{Arc, mpsc::Sender},
+};
+
+use mio::{Interest, Token};
+use rnbd::{
+    Errno,
+    proto::AccessMode,
+    server::{
+        Server as Rnbd,
+        action::{Action, Identity, OpenRefused, Opened, Ticket},
+        disk::StoreId,
+    },
+};
+use rnbd_disk::{Budget, Disk, Ended, Exports, OpenExport};
+use roce::{Completion, LocalDevice};
+use roce_mem::{MemError, Pages};
+use roce_reactor::{JobResult, JobTicket, Reactor, ReactorError, Readiness, Service as Loop, TurnCx};
+use roce_verbs::{
+    Instant,
+    provider::{Event, QpId},
+};
+use rtrs::{
+    cx::Cx,
+    server::{
+        Server as Rtrs,
+        request::{Output, SessionKey, SessionOpened, Ticket as MemoryTicket},
+    },
+};
+
+use crate::{
+    dice::Dice,
+    serve::{ServeConfig, ServeEvent, ServeStats, StartError, Tell},
+    stats::LoopStats,
+};
+
+/// The disk's descriptor.
+const DISK: Token = Token(0);
+
+/// What other threads ask for.
+pub(crate) enum Command {
+    Stats(Sender<ServeStats>),
+    Stop,
+}
+
+/// What opening an export gave.
+type OpenResult = Result<(Identity, Box<OpenExport>), OpenRefused>;
+
+/// What jobs return.
+pub(crate) enum Done {
+    Memory(MemoryTicket, Result<Arc<Pages>, MemError>),
+    Opened(Ticket, OpenResult),
+    Closed(Ticket),
+    Nothing,
+}
+
+/// What a turn does on disks: what is larger leaves the processor's cache before it is sent.
+const TURN: Budget = Budget {
+    bytes: 256 << 10,
+    operations: 64,
+};
+
+/// What a job is for.
+#[derive(Clone, Copy, Debug)]
+enum Job {
+    Memory(MemoryTicket),
+    Open(Ticket),
+    Close(Ticket),
+    /// Nobody waits for it.
+    Nothing,
+}
+
+/// A server on a loop.
+pub(crate) struct Service {
+    rtrs: Rtrs,
+    rnbd: Rnbd,
+    disk: Disk,
+    /// What is left of this turn's.
+    budget: Budget,
+    exports: Arc<Exports>,
+    dice: Dice,
+    tell: Tell,
+    /// Sessions that were reported as opened.
+    sessions: BTreeMap<SessionKey, SessionOpened>,
+    /// Operations that have ended.
+    ended: Vec<Ended>,
+    /// Jobs that are under way, for one that panics.
+    jobs: BTreeMap<u64, Job>,
+    next_job: u64,
+    grace: Duration,
+    /// It stops, and at that time at the latest.
+    stop_at: Option<Instant>,
+}
+
+/// The machines' view of a turn.
+macro_rules! cx {
+    ($turn:expr, $dice:expr) => {
+        &mut Cx {
+            now: $turn.now,
+            provider: $turn.device.provider(),
+            random: &mut |out: &mut [u8]| $dice.fill(out),
+        }
+    };
+}
+
+impl Service {
+    /// Runs the loop to its end; says by `ready` whether it listens.
+    pub(crate) fn run(
+        reactor: Reactor<Self>,
+        mut device: LocalDevice,
+        config: ServeConfig,
+        tell: Tell,
+        ready: &Sender<Result<SocketAddr, StartError>>,
+    ) -> Result<(), ReactorError> {
+        let made = Self::new(&mut device, config, tell);
+        let service = match made {
+            Ok((service, local)) => {
+                let _ = ready.send(Ok(local));
+                service
+            }
+            Err(e) => {
+                let _ = ready.send(Err(e));
+                return Ok(());
+            }
+        };
+        reactor.run(device, |turn| {
+            let registered = turn
+                .sockets
+                .register(service.disk.descriptor(), DISK, Interest::READABLE);
+            if let Err(e) = registered {
+                tracing::error!("the disks can't be watched: {e}");
+                turn.stop();
+            }
+            service
+        })?;
+        Ok(())
+    }
+
+    fn new(device: &mut LocalDevice, config: ServeConfig, tell: Tell) -> Result<(Self, SocketAddr), StartError> {
+        let mut dice = Dice::new()?;
+        let disk = Disk::new(config.disk)?;
+        let cx = &mut Cx {
+            now: roce::now(),
+            provider: device.provider(),
+            random: &mut |out: &mut [u8]| dice.fill(out),
+        };
+        let (rtrs, local) = Rtrs::listen(cx, config.rtrs)?;
+        let service = Self {
+            rtrs,
+            rnbd: Rnbd::new(config.limits),
+            disk,
+            budget: TURN,
+            exports: config.exports,
+            dice,
+            tell,
+            sessions: BTreeMap::new(),
+            ended: Vec::new(),
+            jobs: BTreeMap::new(),
+            next_job: 0,
+            grace: config.grace,
+            stop_at: None,
+        };
+        Ok((service, local))
+    }
+
+    fn told(&mut self, turn: &mut TurnCx<'_, Done>, output: Output) {
+        match &output {
+            Output::SessionOpened(opened) => {
+                self.sessions.insert(opened.session, opened.clone());
+                let _ = self.tell.send(ServeEvent::SessionOpened(opened.clone()));
+            }
+            Output::SessionClosed { session, why } => {
+                self.disk.forget(*session);
+                if let Some(opened) = self.sessions.remove(session) {
+                    let _ = self.tell.send(ServeEvent::SessionClosed(opened, why.clone()));
+                }
+            }
+            _ => {}
+        }
+        match self.rnbd.rtrs(turn.now, output) {
+            Some(Output::Allocate { ticket, bytes }) => {
+                let job = move || Done::Memory(ticket, Pages::allocate(bytes));
+                if !self.start(turn, Job::Memory(ticket), job) {
+                    let full = Err(MemError::Limit("jobs"));
+                    self.rtrs.ready(cx!(turn, self.dice), ticket, full);
+                }
+            }
+            Some(Output::Free(pages)) => {
+                // If too much waits, they go here.
+                self.start(turn, Job::Nothing, move || {
+                    drop(pages);
+                    Done::Nothing
+                });
+            }
+            _ => {}
+        }
+    }
+
+    /// False when too much waits already.
+    fn start(&mut self, turn: &TurnCx<'_, Done>, job: Job, work: impl FnOnce() -> Done + Send + 'static) -> bool {
+        self.next_job += 1;
+        let started = turn.jobs.start(JobTicket(self.next_job), work).is_ok();
+        if started {
+            self.jobs.insert(self.next_job, job);
+        }
+        started
+    }
+
+    /// A job has panicked; that is in the log.
+    fn job_failed(&mut self, turn: &mut TurnCx<'_, Done>, job: Job) {
+        match job {
+            Job::Memory(ticket) => {
+                let failed = Err(MemError::Limit("memory"));
+                self.rtrs.ready(cx!(turn, self.dice), ticket, failed);
+            }
+            Job::Open(ticket) => self.rnbd.opened(turn.now, ticket, Err(Errno::EIO.into())),
+            Job::Close(ticket) => self.rnbd.closed(ticket),
+            Job::Nothing => {}
+        }
+    }
+
+    fn act(&mut self, turn: &mut TurnCx<'_, Done>, action: Action) {
+        match action {
+            Action::Answer(request, errno) => self.rtrs.answer(cx!(turn, self.dice), request, errno),
+            Action::AnswerWith { request, at, message } => {
+                let memory = self.rtrs.memory(request.session);
+                let written = memory.is_some_and(|memory| memory.write(at, &message).is_ok());
+                let errno = if written { 0 } else { Errno::EINVAL.raw() };
+                self.rtrs.answer(cx!(turn, self.dice), request, errno);
+            }
+            Action::Zero { request, from, len } => {
+                if let Some(memory) = self.rtrs.memory(request.session) {
+                    zero(memory, from, len);
+                }
+            }
+            Action::Open {
+                ticket,
+                session_name,
+                name,
+                mode,
+            } => {
+                let exports = self.exports.clone();
+                let job = move || Done::Opened(ticket, open(&exports, &session_name, &name, mode));
+                if !self.start(turn, Job::Open(ticket), job) {
+                    self.rnbd.opened(turn.now, ticket, Err(Errno::ENFILE.into()));
+                }
+            }
+            Action::Close { ticket, store } => self.close(turn, ticket, store),
+            Action::Io(ticket, session, op) => match self.rtrs.memory(session) {
+                Some(memory) => self.disk.start(session, ticket, op, memory),
+                // A session that is gone is answered to nobody.
+                None => self.rnbd.io_done(ticket, Err(Errno::ECONNABORTED)),
+            },
+        }
+    }
+
+    /// Closing makes durable what was written, which takes its time.
+    fn close(&mut self, turn: &mut TurnCx<'_, Done>, ticket: Ticket, store: StoreId) {
+        let Some(export) = self.disk.take(store) else {
+            return self.rnbd.closed(ticket);
+        };
+        let export = Box::new(export);
+        let job = move || {
+            drop(export);
+            Done::Closed(ticket)
+        };
+        if !self.start(turn, Job::Close(ticket), job) {
+            // Too much waits: it has been closed here, when the job was dropped.
+            self.rnbd.closed(ticket);
+        }
+    }
+
+    /// Whether anything of a session is left.
+    fn is_idle(&self, turn: &TurnCx<'_, Done>) -> bool {
+        self.rtrs.is_idle() && self.rnbd.is_idle() && !self.disk.is_busy() && turn.jobs.under_way() == 0
+    }
+
+    fn look_stopped(&mut self, turn: &mut TurnCx<'_, Done>) {
+        let Some(at) = self.stop_at else { return };
+        if self.is_idle(turn) {
+            turn.stop();
+        } else if at <= turn.now {
+            tracing::warn!("requests are still being worked on, or files being written back, at shutdown");
+            turn.stop();
+        }
+    }
+
+    fn stats(&self, turn: &mut TurnCx<'_, Done>) -> ServeStats {
+        ServeStats {
+            turns: LoopStats {
+                device: turn.device.stats(0).unwrap_or_default(),
+                turns: *turn.counters,
+            },
+            rnbd: self.rnbd.counters(),
+            rtrs: self.rtrs.counters().named(),
+        }
+    }
+}
+
+impl Loop for Service {
+    type Command = Command;
+    type Output = Done;
+
+    fn command(&mut self, turn: &mut TurnCx<'_, Done>, command: Command) {
+        match command {
+            Command::Stats(to) => {
+                let _ = to.send(self.stats(turn));
+            }
+            Command::Stop => {
+                self.stop_at.get_or_insert(turn.now + self.grace);
+                self.rtrs.stop(cx!(turn, self.dice));
+            }
+        }
+    }
+
+    /// Only of the disk, which [`work`](Loop::work) looks at in each round.
+    fn ready(&mut self, _: &mut TurnCx<'_, Done>, _: Token, _: Readiness) {}
+
+    fn completions(&mut self, turn: &mut TurnCx<'_, Done>, completions: &[(QpId, Completion)]) {
+        let cx = cx!(turn, self.dice);
+        for (qp, wc) in completions {
+            self.rtrs.completion(cx, *qp, wc);
+        }
+    }
+
+    fn event(&mut self, turn: &mut TurnCx<'_, Done>, event: Event) {
+        self.rtrs.event(cx!(turn, self.dice), &event);
+    }
+
+    fn job_done(&mut self, turn: &mut TurnCx<'_, Done>, done: JobResult<Done>) {
+        let job = self.jobs.remove(&done.ticket.0);
+        match done.result {
+            Ok(Done::Memory(ticket, memory)) => self.rtrs.ready(cx!(turn, self.dice), ticket, memory),
+            Ok(Done::Opened(ticket, opened)) => {
+                let opened = opened.map(|(identity, export)| {
+                    let (geometry, label) = (export.image().geometry(), export.image().label().to_owned());
+                    Opened {
+                        store: self.disk.add(*export),
+                        geometry,
+                        identity,
+                        label,
+                    }
+                });
+                self.rnbd.opened(turn.now, ticket, opened);
+            }
+            Ok(Done::Closed(ticket)) => self.rnbd.closed(ticket),
+            Ok(Done::Nothing) => {}
+            Err(_) => {
+                if let Some(job) = job {
+                    self.job_failed(turn, job);
+                }
+            }
+        }
+    }
+
+    fn timeout(&mut self, turn: &mut TurnCx<'_, Done>) {
+        self.rtrs.timeout(cx!(turn, self.dice));
+        self.look_stopped(turn);
+    }
+
+    fn work(&mut self, turn: &mut TurnCx<'_, Done>) -> bool {
+        let mut worked = false;
+        while let Some(output) = self.rtrs.poll_output() {
+            worked = true;
+            self.told(turn, output);
+        }
+        while let Some(action) = self.rnbd.poll_action() {
+            worked = true;
+            self.act(turn, action);
+        }
+        if self.disk.is_busy() && !self.budget.is_spent() {
+            let more = self.disk.pump(&mut self.budget, &mut self.ended);
+            worked |= more && !self.budget.is_spent();
+            worked |= !self.ended.is_empty();
+            while let Some((store, size)) = self.disk.poll_grown() {
+                self.rnbd.resized(store, size);
+            }
+            for (ticket, result) in self.ended.drain(..) {
+                self.rnbd.io_done(ticket, result);
+            }
+        }
+        worked
+    }
+
+    fn end(&mut self, turn: &mut TurnCx<'_, Done>) {
+        self.rtrs.end_batch(cx!(turn, self.dice));
+        self.look_stopped(turn);
+    }
+
+    fn sent(&mut self, _: &mut TurnCx<'_, Done>) -> bool {
+        let spent = self.budget.is_spent();
+        self.budget = TURN;
+        spent && self.disk.is_busy()
+    }
+
+    fn next_timeout(&self) -> Option<Instant> {
+        [self.rtrs.next_timeout(), self.stop_at].into_iter().flatten().min()
+    }
+}
+
+/// Opens an export. Waits for the file system.
+fn open(exports: &Arc<Exports>, session: &str, name: &[u8], mode: AccessMode) -> OpenResult {
+    let found = exports.find(session, name)?;
+    let identity = found.id().identity();
+    match exports.open_found(found, mode) {
+        Ok(export) => Ok((identity, Box::new(export))),
+        Err(errno) => Err(OpenRefused {
+            errno,
+            identity: Some(identity),
+        }),
+    }
+}
+
+fn zero(memory: &Pages, from: usize, len: usize) {
+    const ZEROES: [u8; 4096] = [0; 4096];
+    for at in (0..len).step_by(ZEROES.len()) {
+        let part = ZEROES.len().min(len - at);
+        if memory.write(from + at, &ZEROES[..part]).is_err() {
+            tracing::error!("zeroes outside a session's memory");
+            return;
+        }
+    }
+}

@@ -1,0 +1,13 @@
+//! What a loop has done.
+
+use roce::DeviceStats;
+use roce_reactor::Counters;
+
+/// Numbers of a loop.
+#[derive(Clone, Debug, Default)]
+pub struct LoopStats {
+    /// Of the devices.
+    pub device: DeviceStats,
+    /// Of the loop itself.
+    pub turns: Counters,
+}

@@ -1,0 +1,176 @@
+//! Real NBD clients against the server: qemu-img, qemu-io, nbdinfo, nbdcopy, fio.
+//!
+//! They need those programs, so they are ignored by default. To run them (Debian: `apt-get install qemu-utils
+//! libnbd-bin fio`):
+//!
+//! ```sh
+//! cargo test -p rnbd-host --test nbd_tools -- --include-ignored
+//! ```
+
+mod common;
+
+use std::{fs, process::Command};
+
+use common::{MIB, Served, serve};
+
+/// Runs a program that must succeed, and returns what it prints.
+fn run(program: &str, args: &[&str]) -> String {
+    let out = Command::new(program)
+        .args(args)
+        .output()
+        .unwrap_or_else(|e| panic!("{program}: {e}"));
+    let text = String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success(), "{program} {args:?}: {text}");
+    text
+}
+
+fn uri(s: &Served) -> String {
+    format!("nbd+unix:///?socket={}", s.socket.display())
+}
+
+#[test]
+#[ignore = "needs nbdinfo"]
+fn nbdinfo_reads_the_export() {
+    let s = serve(8 * MIB, true);
+    let text = run("nbdinfo", &[&uri(&s)]);
+    for want in [
+        "export-size: 8388608",
+        "can_flush: true",
+        "can_fua: true",
+        "can_trim: true",
+        "can_zero: true",
+        "can_multi_conn: true",
+        "is_read_only: false",
+        "block_size_minimum: 512",
+    ] {
+        assert!(text.contains(want), "{want} in {text}");
+    }
+    run("nbdinfo", &["--list", &uri(&s)]);
+}
+
+#[test]
+#[ignore = "needs nbdcopy"]
+fn nbdcopy_copies_both_ways_with_several_connections() {
+    let s = serve(64 * MIB, true);
+    let out = s.lab.dir.path().join("out");
+    run("nbdcopy", &["--connections=4", &uri(&s), out.to_str().unwrap()]);
+    assert!(fs::read(&out).unwrap() == fs::read(&s.image).unwrap());
+    let data: Vec<u8> = (0..64 * MIB)
+        .map(|i| if i / MIB % 3 == 1 { 0 } else { (i * 7 % 255) as u8 })
+        .collect();
+    fs::write(&out, &data).unwrap();
+    run(
+        "nbdcopy",
+        &["--flush", "--connections=4", out.to_str().unwrap(), &uri(&s)],
+    );
+    assert!(fs::read(&s.image).unwrap() == data);
+}
+
+#[test]
+#[ignore = "needs qemu-img"]
+fn qemu_img_converts_and_compares() {
+    let s = serve(64 * MIB, true);
+    let out = s.lab.dir.path().join("out.raw");
+    let out = out.to_str().unwrap();
+    run("qemu-img", &["convert", "-p", "-f", "raw", "-O", "raw", &uri(&s), out]);
+    assert!(fs::read(out).unwrap() == fs::read(&s.image).unwrap());
+    run("qemu-img", &["compare", "-f", "raw", "-F", "raw", out, &uri(&s)]);
+    let mut data = fs::read(out).unwrap();
+    data[MIB as usize..20 * MIB as usize].fill(0);
+    data[30 * MIB as usize..][..4].copy_from_slice(b"here");
+    fs::write(out, &data).unwrap();
+    run(
+        "qemu-img",
+        &[
+            "convert",
+            "-n",
+            "-W",
+            "-m",
+            "8",
+            "-f",
+            "raw",
+            "-O",
+            "raw",
+            out,
+            &uri(&s),
+        ],
+    );
+    assert!(fs::read(&s.image).unwrap() == data);
+}
+
+#[test]
+#[ignore = "needs qemu-io"]
+fn qemu_io_commands() {
+    let s = serve(16 * MIB, true);
+    let text = run(
+        "qemu-io",
+        &[
+            "-f",
+            "raw",
+            "-t",
+            "none",
+            &uri(&s),
+            "-c",
+            "write -P 0xab 1M 2M",
+            "-c",
+            "read -P 0xab 1M 2M",
+            "-c",
+            "write -f -P 0xcd 512 1536",
+            "-c",
+            "write -z -u 1M 1M",
+            "-c",
+            "read -P 0 1M 1M",
+            "-c",
+            "write -z 2M 64k",
+            "-c",
+            "discard 4M 1M",
+            "-c",
+            "read -P 0 4M 1M",
+            "-c",
+            "aio_write -P 1 8M 4M",
+            "-c",
+            "aio_write -P 2 12M 4M",
+            "-c",
+            "aio_flush",
+            "-c",
+            "read -P 1 8M 4M",
+            "-c",
+            "read -P 2 12M 4M",
+            "-c",
+            "flush",
+        ],
+    );
+    assert!(!text.contains("failed") && !text.contains("rror"), "{text}");
+    let all = fs::read(&s.image).unwrap();
+    assert!(all[512..2048].iter().all(|b| *b == 0xcd));
+    assert!(
+        all[2 * MIB as usize + 65536..3 * MIB as usize]
+            .iter()
+            .all(|b| *b == 0xab)
+    );
+}
+
+#[test]
+#[ignore = "needs fio with the nbd engine"]
+fn fio_verifies_random_writes() {
+    let s = serve(64 * MIB, true);
+    let uri = format!("--uri={}", uri(&s));
+    let text = run(
+        "fio",
+        &[
+            "--name=v",
+            "--ioengine=nbd",
+            &uri,
+            "--rw=randwrite",
+            "--bsrange=512-256k",
+            "--size=64m",
+            "--iodepth=32",
+            "--verify=crc32c",
+            "--verify_fatal=1",
+            "--do_verify=1",
+            "--fsync=64",
+            "--verify_state_save=0",
+        ],
+    );
+    assert!(text.contains("err= 0"), "{text}");
+}

@@ -1,0 +1,37 @@
+//! What a client tells its user.
+
+use rtrs::{IoError, client::buffers::Buffer};
+
+use super::{error::MapError, state::DeviceState};
+use crate::{block::Geometry, errno::Errno};
+
+/// A device of a [`Client`](super::Client). No other has had the number.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct DeviceKey(pub(super) u64);
+
+/// What a client tells its user.
+#[derive(Debug)]
+pub enum Output {
+    /// The device is mapped: operations are taken.
+    Mapped(DeviceKey, Geometry),
+    /// The device could not be opened. If it had never been mapped it is gone; else it stays
+    /// [`MappedDisconnected`](DeviceState::MappedDisconnected), and [`remap`](super::Client::remap) tries again.
+    MapFailed(DeviceKey, MapError),
+    /// An operation has ended. Nothing touches its buffer any more.
+    Done {
+        /// The device.
+        device: DeviceKey,
+        /// The user's name for the operation.
+        user: u64,
+        /// How it went.
+        result: Result<(), Errno>,
+        /// The operation's buffer, which belongs to the device's session.
+        data: Option<Buffer>,
+    },
+    /// The device was opened again and is not what it was. Its [state](Output::State) follows.
+    Geometry(DeviceKey, Geometry),
+    /// A device that was mapped has lost its session, or has been opened again.
+    State(DeviceKey, DeviceState),
+    /// The device is unmapped, and gone. An error says that the session was lost; the server closes the device then as well.
+    Unmapped(DeviceKey, Result<(), IoError>),
+}

@@ -1,0 +1,38 @@
+//! A session, as far as devices need to know it.
+
+use rtrs::{PathError, client::config::SessionInfo};
+
+/// A session that has been opened.
+#[derive(Debug)]
+pub(super) struct Session {
+    /// What it can do.
+    pub(super) info: SessionInfo,
+    /// Why there is no path, while there is none.
+    pub(super) down: Option<PathError>,
+    /// Major protocol version agreed on, since it has a path.
+    pub(super) version: Option<u8>,
+    /// The version exchange that is under way.
+    pub(super) asking: Option<u64>,
+}
+
+impl Session {
+    /// One that has a path.
+    pub(super) fn new(info: SessionInfo) -> Self {
+        Self {
+            info,
+            down: None,
+            version: None,
+            asking: None,
+        }
+    }
+
+    /// Whether devices can be opened.
+    pub(super) fn is_ready(&self) -> bool {
+        self.down.is_none() && self.version.is_some()
+    }
+
+    /// Whether a version is to be agreed on before devices can be opened.
+    pub(super) fn is_to_ask(&self) -> bool {
+        self.down.is_none() && self.version.is_none() && self.asking.is_none()
+    }
+}

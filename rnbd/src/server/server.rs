@@ -1,0 +1,472 @@
+//! The server's state machine: what clients ask for becomes opens, closes and operations of disks, and their ends become
+//! answers.
+
+use core::fmt::Display;
+use std::collections::{BTreeMap, VecDeque};
+
+use roce_verbs::Instant;
+use rtrs::{
+    Direction,
+    server::request::{Output, Request, RequestKey, SessionKey, SessionOpened},
+};
+use smallvec::SmallVec;
+use zerocopy::IntoBytes;
+
+use super::{
+    action::{Action, Identity, OpenRefused, Opened, Ticket},
+    device::Device,
+    disk::{DiskOp, IoTicket, StoreId},
+    limits::{Limits, ServerCounters},
+    logs::Logs,
+    request::Io,
+    session::{OpenRequest, Session},
+};
+use crate::{
+    block::BlockOp,
+    errno::Errno,
+    proto::{AccessMode, ClientMsg, IoOp, MsgIo, MsgOpen, MsgOpenRsp, MsgSessInfo, VERSION_MAJOR},
+    slab::Slab,
+};
+
+/// What the loop was asked to do about a device.
+#[derive(Debug)]
+enum Job {
+    /// Opens it, for this request.
+    Open(Box<OpenRequest>, AccessMode),
+    /// Closes it; then the request is answered.
+    Close(Option<RequestKey>),
+}
+
+/// A block request that the disk works on.
+#[derive(Clone, Copy, Debug)]
+struct Flight {
+    request: RequestKey,
+    device: u64,
+    store: StoreId,
+    io: Io,
+    /// The flush that comes first is under way.
+    flushing: bool,
+}
+
+impl Flight {
+    fn operation(&self) -> DiskOp {
+        let (op, offset, len, data) = match self.flushing {
+            true => (BlockOp::Flush, 0, 0, 0),
+            false => (self.io.operation(), self.io.offset, self.io.len, self.io.data),
+        };
+        DiskOp {
+            store: self.store,
+            op,
+            offset,
+            len,
+            data,
+        }
+    }
+}
+
+/// RNBD's part of a server, without I/O: it is told what RTRS tells its user and how the disks' work went, and says by
+/// [`poll_action`](Self::poll_action) what is to be done. Each request is answered once, those of a session that is gone as
+/// well.
+#[derive(Debug)]
+pub struct Server {
+    limits: Limits,
+    sessions: BTreeMap<SessionKey, Session>,
+    /// Open devices, and those that are to be closed after their last request.
+    devices: Slab<Device>,
+    flights: Slab<Flight>,
+    jobs: Slab<Job>,
+    counters: ServerCounters,
+    logs: Logs,
+    actions: VecDeque<Action>,
+}
+
+impl Server {
+    /// A server without sessions.
+    pub fn new(limits: Limits) -> Self {
+        Self {
+            limits,
+            sessions: BTreeMap::new(),
+            devices: Slab::default(),
+            flights: Slab::default(),
+            jobs: Slab::default(),
+            counters: ServerCounters::default(),
+            logs: Logs::new(),
+            actions: VecDeque::new(),
+        }
+    }
+
+    /// What it has done so far.
+    pub fn counters(&self) -> ServerCounters {
+        self.counters
+    }
+
+    /// Whether no device is open, or being opened or closed: what was written is durable.
+    pub fn is_idle(&self) -> bool {
+        self.devices.len() == 0 && self.jobs.len() == 0 && self.flights.len() == 0
+    }
+
+    /// What is to be done next.
+    pub fn poll_action(&mut self) -> Option<Action> {
+        self.actions.pop_front()
+    }
+
+    /// RTRS has something to tell. Returns what is not for its user's user: paths that come and go, and memory
+    /// that is wanted or not wanted any more.
+    pub fn rtrs(&mut self, now: Instant, output: Output) -> Option<Output> {
+        match output {
+            Output::SessionOpened(opened) => self.session_opened(now, opened),
+            Output::Request(request) => self.request(now, &request),
+            Output::SessionClosed { session, .. } => self.session_closed(now, session),
+            Output::PathUp { .. } | Output::PathDown { .. } | Output::Allocate { .. } | Output::Free(_) => {
+                return Some(output);
+            }
+        }
+        None
+    }
+
+    fn session_opened(&mut self, now: Instant, opened: SessionOpened) {
+        let SessionOpened {
+            session, name, peer, ..
+        } = opened;
+        if let Some(suppressed) = self.logs.sessions.pass(now) {
+            tracing::info!(session = name, %peer, suppressed, "session opened");
+        }
+        self.sessions.insert(session, Session::new(name, peer));
+    }
+
+    /// Its devices are closed, each after its last request; one that is being opened is closed when it has come.
+    fn session_closed(&mut self, now: Instant, key: SessionKey) {
+        let Some(session) = self.sessions.remove(&key) else {
+            return;
+        };
+        if let Some(suppressed) = self.logs.sessions.pass(now) {
+            tracing::info!(session = session.name, peer = %session.peer, suppressed, "session closed");
+        }
+        for (_, device) in session.devices() {
+            self.finish_device(device, None);
+        }
+        for open in session.into_waiting() {
+            self.answer(open.request, Err(Errno::ENODEV));
+        }
+    }
+
+    fn answer(&mut self, request: RequestKey, result: Result<(), Errno>) {
+        let errno = result.map_or_else(Errno::raw, |()| 0);
+        self.actions.push_back(Action::Answer(request, errno));
+    }
+
+    fn answer_with(&mut self, request: RequestKey, at: usize, message: &[u8]) {
+        self.actions.push_back(Action::AnswerWith {
+            request,
+            at,
+            message: SmallVec::from_slice(message),
+        });
+    }
+
+    fn complain(&mut self, now: Instant, session: SessionKey, what: impl Display) {
+        self.counters.malformed += 1;
+        if let Some(suppressed) = self.logs.malformed.pass(now) {
+            tracing::warn!(session = self.name(session), suppressed, "{what}");
+        }
+    }
+
+    fn name(&self, session: SessionKey) -> &str {
+        self.sessions.get(&session).map_or("", |s| &s.name)
+    }
+
+    fn request(&mut self, now: Instant, request: &Request) {
+        let key = request.key;
+        if !self.sessions.contains_key(&key.session) {
+            return self.answer(key, Err(Errno::ENODEV));
+        }
+        match ClientMsg::parse(&request.header) {
+            Ok(ClientMsg::Io(m)) => self.io(now, &m, request),
+            Ok(ClientMsg::SessInfo(m)) => {
+                let response = MsgSessInfo::response(m.ver.min(VERSION_MAJOR));
+                match room(request, size_of_val(&response)) {
+                    Some(at) => self.answer_with(key, at, response.as_bytes()),
+                    None => self.answer(key, Err(Errno::EINVAL)),
+                }
+            }
+            Ok(ClientMsg::Open(m)) => self.open(now, m, request),
+            Ok(ClientMsg::Close(m)) => self.close(now, m.device_id.get(), key),
+            Err(e) => {
+                self.complain(now, key.session, e);
+                self.answer(key, Err(Errno::EINVAL));
+            }
+        }
+    }
+}
+
+/// Where in the session's memory a message of `len` bytes goes that answers a request, if there is room.
+fn room(request: &Request, len: usize) -> Option<usize> {
+    let fits = request.direction == Direction::Read && request.data_len as usize >= len;
+    fits.then_some(request.data_offset)
+}
+
+/// Block requests.
+impl Server {
+    fn io(&mut self, now: Instant, m: &MsgIo, request: &Request) {
+        let key = request.key;
+        let id = m.device_id.get();
+        let found = self.sessions.get(&key.session).and_then(|s| s.device(id));
+        let (Some(found), Some(device)) = (found, found.and_then(|d| self.devices.get_mut(d))) else {
+            self.complain(
+                now,
+                key.session,
+                format_args!("request for device {id}, which is not open"),
+            );
+            return self.answer(key, Err(Errno::ENOTCONN));
+        };
+        let io = match Io::check(m, request) {
+            Ok(io) => io,
+            Err(e) => {
+                self.counters.malformed += 1;
+                return self.io_ended(key, None, Err(e));
+            }
+        };
+        if let Err(e) = io.permitted(&device.geometry) {
+            return self.io_ended(key, None, Err(e));
+        }
+        device.begin();
+        let flight = Flight {
+            request: key,
+            device: found,
+            store: device.store,
+            io,
+            flushing: io.flush_first(),
+        };
+        self.start(flight);
+    }
+
+    fn start(&mut self, flight: Flight) {
+        let ticket = IoTicket(self.flights.insert(flight));
+        let action = Action::Io(ticket, flight.request.session, flight.operation());
+        self.actions.push_back(action);
+    }
+
+    /// An operation has ended. What was read is in the session's memory.
+    pub fn io_done(&mut self, ticket: IoTicket, result: Result<(), Errno>) {
+        let Some(flight) = self.flights.remove(ticket.0) else {
+            return;
+        };
+        if flight.flushing && result.is_ok() {
+            return self.start(Flight {
+                flushing: false,
+                ..flight
+            });
+        }
+        self.io_ended(flight.request, Some(&flight.io), result);
+        if let Some(device) = self.devices.get_mut(flight.device) {
+            device.end();
+        }
+        // After the answer, which need not wait for it.
+        self.close_if_unused(flight.device);
+    }
+
+    fn io_ended(&mut self, request: RequestKey, io: Option<&Io>, result: Result<(), Errno>) {
+        let counters = &mut self.counters;
+        counters.requests += 1;
+        match (result, io) {
+            (Err(_), _) => counters.failed += 1,
+            (Ok(()), Some(io)) if io.rw.op == IoOp::Read => {
+                counters.read_bytes += io.len;
+                // All of the client's room is sent: nothing of earlier requests shall be.
+                if io.tail > 0 {
+                    self.actions.push_back(Action::Zero {
+                        request,
+                        from: io.data + io.len as usize,
+                        len: io.tail,
+                    });
+                }
+            }
+            (Ok(()), Some(io)) if io.rw.op == IoOp::Write => counters.written_bytes += io.len,
+            (Ok(()), _) => {}
+        }
+        self.answer(request, result);
+    }
+}
+
+/// Opening and closing.
+impl Server {
+    fn open(&mut self, now: Instant, message: MsgOpen, request: &Request) {
+        let key = request.key;
+        // An answer that does not fit must not leave a device open.
+        let Some(at) = room(request, size_of::<MsgOpenRsp>()) else {
+            return self.answer(key, Err(Errno::EINVAL));
+        };
+        if let Some(session) = self.sessions.get_mut(&key.session) {
+            session.wait(OpenRequest {
+                request: key,
+                at,
+                message,
+            });
+        }
+        self.next_open(now, key.session);
+    }
+
+    /// Begins with the opens that wait, until there is one that takes time.
+    fn next_open(&mut self, now: Instant, key: SessionKey) {
+        while let Some(open) = self.sessions.get_mut(&key).and_then(Session::begin_open) {
+            match self.begin_open(key, &open) {
+                Ok(None) => return,
+                Ok(Some((id, device))) => self.open_succeeded(&open, id, device),
+                Err(e) => self.open_refused(now, &open, e),
+            }
+            if let Some(session) = self.sessions.get_mut(&key) {
+                session.end_open();
+            }
+        }
+    }
+
+    /// Returns the device if it is open already; else it is being opened.
+    fn begin_open(&mut self, key: SessionKey, open: &OpenRequest) -> Result<Option<(u32, u64)>, Errno> {
+        let name = open.message.name().ok_or(Errno::EINVAL)?;
+        let mode = AccessMode::from_wire(open.message.access_mode).ok_or(Errno::EINVAL)?;
+        let session = self.sessions.get(&key).ok_or(Errno::ENODEV)?;
+        let named = |device: u64| self.devices.get(device).is_some_and(|d| d.name == name);
+        // A client that reconnects opens again what it has open.
+        if let Some(found) = session.devices().find(|(_, device)| named(*device)) {
+            return Ok(Some(found));
+        }
+        let full = if session.open() >= self.limits.max_devices {
+            Some(Errno::EMFILE)
+        } else if self.counters.open >= self.limits.max_open as u64 {
+            Some(Errno::ENFILE)
+        } else {
+            None
+        };
+        if let Some(e) = full {
+            self.counters.refused_limit += 1;
+            return Err(e);
+        }
+        let (session_name, name) = (session.name.clone(), name.to_vec());
+        self.counters.open += 1;
+        self.actions.push_back(Action::Open {
+            ticket: Ticket(self.jobs.insert(Job::Open(Box::new(open.clone()), mode))),
+            session_name,
+            name,
+            mode,
+        });
+        Ok(None)
+    }
+
+    /// A device has been opened, or not.
+    pub fn opened(&mut self, now: Instant, ticket: Ticket, result: Result<Opened, OpenRefused>) {
+        let Some(Job::Open(open, mode)) = self.jobs.remove(ticket.0) else {
+            return;
+        };
+        let key = open.request.session;
+        match result {
+            Ok(opened) if !self.sessions.contains_key(&key) => {
+                self.close_store(opened.store, None);
+                self.answer(open.request, Err(Errno::ENODEV));
+            }
+            // One device under two spellings would be closed under both with the first.
+            Ok(opened) if self.has_open(key, &opened.identity) => {
+                self.close_store(opened.store, None);
+                self.open_refused(now, &open, Errno::EEXIST);
+            }
+            Ok(opened) => self.enter(now, &open, mode, opened),
+            Err(OpenRefused { errno, identity }) => {
+                self.counters.open -= 1;
+                let twice = identity.is_some_and(|i| self.has_open(key, &i));
+                self.open_refused(now, &open, if twice { Errno::EEXIST } else { errno });
+            }
+        }
+        if let Some(session) = self.sessions.get_mut(&key) {
+            session.end_open();
+        }
+        self.next_open(now, key);
+    }
+
+    fn has_open(&self, key: SessionKey, identity: &Identity) -> bool {
+        let is_it = |device: u64| self.devices.get(device).is_some_and(|d| d.identity == *identity);
+        let session = self.sessions.get(&key);
+        session.is_some_and(|s| s.devices().any(|(_, device)| is_it(device)))
+    }
+
+    fn enter(&mut self, now: Instant, open: &OpenRequest, mode: AccessMode, opened: Opened) {
+        let key = open.request.session;
+        if let Some(suppressed) = self.logs.devices.pass(now) {
+            tracing::info!(session = self.name(key), image = opened.label, %mode, suppressed, "device opened");
+        }
+        let name = open.message.name().unwrap_or_default().to_vec();
+        let device = self.devices.insert(Device::new(name, opened));
+        if let Some(session) = self.sessions.get_mut(&key) {
+            let id = session.enter(device);
+            self.open_succeeded(open, id, device);
+        }
+    }
+
+    fn open_succeeded(&mut self, open: &OpenRequest, id: u32, device: u64) {
+        let Some(response) = self.devices.get(device).map(|d| d.response(id)) else {
+            return;
+        };
+        self.counters.opens += 1;
+        self.answer_with(open.request, open.at, response.as_bytes());
+    }
+
+    fn open_refused(&mut self, now: Instant, open: &OpenRequest, e: Errno) {
+        self.counters.refused += 1;
+        if let Some(suppressed) = self.logs.refused.pass(now) {
+            let session = self.name(open.request.session);
+            tracing::warn!(session, request = ?open.message, suppressed, "open refused: {e}");
+        }
+        self.answer(open.request, Err(e));
+    }
+
+    /// The kernel's server answers success also for a device that is not open.
+    fn close(&mut self, now: Instant, id: u32, request: RequestKey) {
+        let session = self.sessions.get_mut(&request.session);
+        let Some(device) = session.and_then(|s| s.leave(id)) else {
+            return self.answer(request, Ok(()));
+        };
+        if let (Some(suppressed), Some(d)) = (self.logs.devices.pass(now), self.devices.get(device)) {
+            let session = self.name(request.session);
+            tracing::info!(session, image = d.label, suppressed, "device closed");
+        }
+        self.finish_device(device, Some(request));
+    }
+
+    /// Closes a device after its last request, and answers this request then.
+    fn finish_device(&mut self, device: u64, request: Option<RequestKey>) {
+        if let Some(d) = self.devices.get_mut(device) {
+            d.finish(request);
+        }
+        self.close_if_unused(device);
+    }
+
+    fn close_if_unused(&mut self, device: u64) {
+        if self.devices.get(device).is_some_and(Device::may_close)
+            && let Some(d) = self.devices.remove(device)
+        {
+            let (store, request) = d.into_close();
+            self.close_store(store, request);
+        }
+    }
+
+    fn close_store(&mut self, store: StoreId, request: Option<RequestKey>) {
+        let ticket = Ticket(self.jobs.insert(Job::Close(request)));
+        self.actions.push_back(Action::Close { ticket, store });
+    }
+
+    /// A device has been closed, as well as that could be done: what could not be made durable stays so.
+    pub fn closed(&mut self, ticket: Ticket) {
+        let Some(Job::Close(request)) = self.jobs.remove(ticket.0) else {
+            return;
+        };
+        self.counters.open -= 1;
+        if let Some(request) = request {
+            self.answer(request, Ok(()));
+        }
+    }
+
+    /// An open device has another size than it had, in bytes: clients that open it again are told.
+    pub fn resized(&mut self, store: StoreId, size: u64) {
+        let found = self.devices.iter().find(|(_, d)| d.store == store).map(|(key, _)| key);
+        if let Some(device) = found.and_then(|key| self.devices.get_mut(key)) {
+            device.geometry.size = size;
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! A client and what it is told, for its tests.
+
+use rnbd::{
+    Errno,
+    block::BlockOp,
+    client::{
+        Client,
+        error::MapError,
+        output::{DeviceKey, Output},
+    },
+    proto::{
+        AccessMode, CACHE_FUA, CACHE_WRITEBACK, ClientMsg, F_FUA, F_NO_UNMAP, F_SYNC, MsgIo, MsgOpenRsp, MsgSessInfo,
+    },
+};
+use rtrs::{
+    IoError, PathError,
+    client::{
+        buffers::{Buffer, Buffers},
+        request::{Output as RtrsOutput, SessionId, Submission},
+    },
+};
+use zerocopy::IntoBytes;
+
+use crate::bench::{MIB, Pools, session_info, with_cx};
+
+pub(crate) const S: SessionId = SessionId(3);
+pub(crate) const RW: AccessMode = AccessMode::ReadWrite;
+pub(crate) const FLAGS: u32 = F_SYNC | F_FUA | F_NO_UNMAP;
+
+/// A client with one session.
+pub(crate) struct Bench {
+    pub(crate) client: Client,
+    pub(crate) pools: Pools,
+    pub(crate) user: u64,
+}
+
+impl Bench {
+    /// A session that is up, before anything has been agreed on.
+    pub(crate) fn with_limit(bytes: usize) -> Self {
+        let mut bench = Self {
+            client: Client::new(),
+            pools: Pools::default(),
+            user: 0,
+        };
+        bench.pools.0.insert(S, Buffers::new(bytes));
+        bench.tell(RtrsOutput::Opened(S, session_info()));
+        bench
+    }
+
+    /// A session whose protocol version is agreed on.
+    pub(crate) fn up() -> Self {
+        let mut bench = Self::with_limit(64 << 20);
+        bench.agree();
+        bench
+    }
+
+    /// One with a device.
+    pub(crate) fn mapped() -> (Self, DeviceKey) {
+        let mut bench = Self::up();
+        let device = bench.map("disk", &open_rsp(7));
+        (bench, device)
+    }
+
+    pub(crate) fn tell(&mut self, output: RtrsOutput) {
+        self.client.rtrs(&mut self.pools, output);
+    }
+
+    pub(crate) fn lose(&mut self) {
+        self.tell(RtrsOutput::Down(S, PathError::PeerDisconnected));
+    }
+
+    pub(crate) fn sent(&mut self) -> Vec<Submission> {
+        let next = || with_cx(|cx| self.client.poll_submission(cx, &mut self.pools));
+        let sent = std::iter::from_fn(next).map(|(session, submission)| {
+            assert_eq!(session, S);
+            submission
+        });
+        sent.collect()
+    }
+
+    pub(crate) fn sent_one(&mut self) -> Submission {
+        let mut sent = self.sent();
+        assert_eq!(sent.len(), 1, "{sent:?}");
+        sent.remove(0)
+    }
+
+    pub(crate) fn answer(&mut self, submission: Submission, result: Result<(), IoError>) {
+        self.tell(RtrsOutput::Done {
+            session: S,
+            tag: submission.tag,
+            result,
+            data: submission.data,
+        });
+    }
+
+    pub(crate) fn answer_with(&mut self, submission: Submission, message: &[u8]) {
+        let buffer = submission.data.as_ref().unwrap();
+        self.pools.0[&S].write(buffer, 0, message).unwrap();
+        self.answer(submission, Ok(()));
+    }
+
+    pub(crate) fn agree(&mut self) {
+        let ask = self.sent_one();
+        assert!(matches!(message(&ask), ClientMsg::SessInfo(m) if m.ver == 2));
+        self.answer_with(ask, MsgSessInfo::response(2).as_bytes());
+    }
+
+    pub(crate) fn map(&mut self, name: &str, rsp: &MsgOpenRsp) -> DeviceKey {
+        let device = self.client.map(S, name, RW);
+        let open = self.sent_one();
+        self.answer_with(open, rsp.as_bytes());
+        match self.output() {
+            Output::Mapped(key, geometry) if key == device => {
+                assert_eq!(self.client.geometry(device), Some(geometry));
+            }
+            other => panic!("{other:?}"),
+        }
+        device
+    }
+
+    pub(crate) fn outputs(&mut self) -> Vec<Output> {
+        std::iter::from_fn(|| self.client.poll_output()).collect()
+    }
+
+    pub(crate) fn output(&mut self) -> Output {
+        let mut outputs = self.outputs();
+        assert_eq!(outputs.len(), 1, "{outputs:?}");
+        outputs.remove(0)
+    }
+
+    pub(crate) fn map_error(&mut self) -> MapError {
+        match self.output() {
+            Output::MapFailed(_, e) => e,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub(crate) fn buffer(&mut self, len: usize) -> Buffer {
+        with_cx(|cx| self.pools.0.get_mut(&S).unwrap().take(cx, len)).unwrap()
+    }
+
+    pub(crate) fn give(&mut self, buffer: Option<Buffer>) {
+        if let Some(buffer) = buffer {
+            self.pools.0.get_mut(&S).unwrap().give(buffer);
+        }
+    }
+
+    pub(crate) fn lent(&self) -> usize {
+        self.pools.0[&S].lent()
+    }
+
+    /// Starts an operation, with the buffer that it needs. Returns its name.
+    pub(crate) fn submit(&mut self, device: DeviceKey, op: BlockOp, offset: u64, len: u64) -> u64 {
+        let data = matches!(op, BlockOp::Read | BlockOp::Write { .. }).then(|| self.buffer(len as usize));
+        self.submit_with(device, op, offset, len, data)
+    }
+
+    pub(crate) fn submit_with(
+        &mut self,
+        device: DeviceKey,
+        op: BlockOp,
+        offset: u64,
+        len: u64,
+        data: Option<Buffer>,
+    ) -> u64 {
+        self.user += 1;
+        self.client.submit(device, self.user, op, offset, len, data, 5);
+        self.user
+    }
+
+    /// How the only operation that has ended did so.
+    pub(crate) fn done(&mut self, user: u64) -> Result<(), Errno> {
+        match self.output() {
+            Output::Done {
+                user: u, result, data, ..
+            } if u == user => {
+                self.give(data);
+                result
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// What an operation is refused with at once.
+    pub(crate) fn refused(&mut self, device: DeviceKey, op: BlockOp, offset: u64, len: u64) -> Errno {
+        let user = self.submit(device, op, offset, len);
+        assert!(self.sent().is_empty());
+        self.done(user).unwrap_err()
+    }
+}
+
+pub(crate) fn message(s: &Submission) -> ClientMsg {
+    ClientMsg::parse(&s.header).unwrap()
+}
+
+pub(crate) fn io(s: &Submission) -> MsgIo {
+    match message(s) {
+        ClientMsg::Io(m) => m,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// 8 MiB with everything that RNBD 2.2 can do.
+pub(crate) fn open_rsp(id: u32) -> MsgOpenRsp {
+    let mut rsp = MsgOpenRsp::new();
+    rsp.device_id.set(id);
+    rsp.nsectors.set(8 * MIB / 512);
+    rsp.logical_block_size.set(512);
+    rsp.physical_block_size.set(4096);
+    rsp.max_discard_sectors.set(2048);
+    rsp.max_write_zeroes_sectors.set(1024);
+    rsp.discard_granularity.set(4096);
+    rsp.cache_policy = CACHE_FUA | CACHE_WRITEBACK;
+    rsp
+}
+
+pub(crate) fn zeroes(fua: bool) -> BlockOp {
+    BlockOp::WriteZeroes { fua, may_unmap: false }
+}
+
+pub(crate) fn lost() -> IoError {
+    IoError::Path(PathError::PeerDisconnected)
+}

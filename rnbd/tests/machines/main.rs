@@ -1,0 +1,9 @@
+//! The client's and the server's state machines: each by itself, and one against the other.
+
+mod bench;
+mod client;
+mod client_bench;
+#[path = "../../../rtrs/tests/machine/provider.rs"]
+mod provider;
+mod server;
+mod together;

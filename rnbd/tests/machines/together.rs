@@ -1,0 +1,338 @@
+//! The client against the server, with memory and a disk that are vectors: what comes out is what was asked for.
+
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+use rnbd::{
+    Errno,
+    block::{BlockOp, Geometry},
+    client::{Client, output::Output as ClientOutput},
+    proto::AccessMode,
+    server::{
+        Limits, Server,
+        action::{Action, Identity, Opened},
+        disk::{DiskOp, StoreId},
+    },
+};
+use roce_verbs::Instant;
+use rtrs::{
+    Direction, IoError, PathError,
+    client::{
+        buffers::Buffers,
+        request::{Output as RtrsOutput, SessionId, Submission},
+    },
+    server::request::{Output as ServerOutput, Request, RequestKey, SessionKey, SessionOpened},
+};
+
+use crate::bench::{MAX_IO, Pools, geometry, session_info, with_cx};
+
+const S: SessionId = SessionId(1);
+const CHUNK: usize = 128 << 10;
+const CHUNKS: usize = 64;
+
+/// Two machines and what lies between them.
+struct World {
+    client: Client,
+    pools: Pools,
+    server: Server,
+    session: SessionKey,
+    memory: Vec<u8>,
+    disk: Vec<u8>,
+    geometry: Geometry,
+    /// Requests that have not been answered, by chunk.
+    requests: BTreeMap<u16, Submission>,
+    /// Submissions that wait for a chunk.
+    waiting: Vec<Submission>,
+    serial: u32,
+    /// What the disk is asked, in no order.
+    work: Vec<Action>,
+    /// Reads to be checked: what the operation gave.
+    done: BTreeMap<u64, (Result<(), Errno>, Vec<u8>)>,
+}
+
+impl World {
+    fn new(geometry: Geometry) -> Self {
+        let mut world = Self {
+            client: Client::new(),
+            pools: Pools::default(),
+            server: Server::new(Limits::default()),
+            session: SessionKey(0),
+            memory: vec![0xee; CHUNK * CHUNKS],
+            disk: (0..geometry.size).map(|i| (i / 512) as u8).collect(),
+            geometry,
+            requests: BTreeMap::new(),
+            waiting: Vec::new(),
+            serial: 0,
+            work: Vec::new(),
+            done: BTreeMap::new(),
+        };
+        world.pools.0.insert(S, Buffers::new(64 << 20));
+        world.begin();
+        world
+            .client
+            .rtrs(&mut world.pools, RtrsOutput::Opened(S, session_info()));
+        world
+    }
+
+    fn begin(&mut self) {
+        self.session = SessionKey(self.session.0 + 1);
+        let opened = SessionOpened {
+            session: self.session,
+            name: "s".into(),
+            peer: ([192, 0, 2, 1], 1000).into(),
+            connections: 2,
+        };
+        self.server.rtrs(Instant::ZERO, ServerOutput::SessionOpened(opened));
+    }
+
+    /// Both ends lose the session; the disk's work goes on.
+    fn lose(&mut self) {
+        let why = || PathError::PeerDisconnected;
+        self.client.rtrs(&mut self.pools, RtrsOutput::Down(S, why()));
+        for submission in core::mem::take(&mut self.requests).into_values() {
+            self.end(submission, Err(IoError::Path(why())));
+        }
+        for submission in core::mem::take(&mut self.waiting) {
+            self.end(submission, Err(IoError::Path(why())));
+        }
+        let session = self.session;
+        self.server
+            .rtrs(Instant::ZERO, ServerOutput::SessionClosed { session, why: why() });
+        self.settle();
+    }
+
+    fn come_back(&mut self) {
+        self.begin();
+        self.client.rtrs(&mut self.pools, RtrsOutput::Up(S, session_info()));
+    }
+
+    fn end(&mut self, submission: Submission, result: Result<(), IoError>) {
+        let done = RtrsOutput::Done {
+            session: S,
+            tag: submission.tag,
+            result,
+            data: submission.data,
+        };
+        self.client.rtrs(&mut self.pools, done);
+    }
+
+    /// Everything but the disk's work.
+    fn settle(&mut self) {
+        loop {
+            let next = with_cx(|cx| self.client.poll_submission(cx, &mut self.pools));
+            if let Some((_, submission)) = next {
+                self.waiting.insert(0, submission);
+            } else if let Some(action) = self.server.poll_action() {
+                self.act(action);
+            } else if !self.waiting.is_empty() && self.requests.len() < CHUNKS {
+                let submission = self.waiting.pop().unwrap();
+                self.request(submission);
+            } else if let Some(output) = self.client.poll_output() {
+                self.output(output);
+            } else {
+                return;
+            }
+        }
+    }
+
+    fn request(&mut self, submission: Submission) {
+        let chunk = (0..CHUNKS as u16).find(|c| !self.requests.contains_key(c)).unwrap();
+        self.serial += 1;
+        let data_offset = usize::from(chunk) * CHUNK;
+        let mut data_len = 0;
+        if let Some(buffer) = &submission.data {
+            data_len = buffer.len();
+            assert!(data_len <= MAX_IO as usize);
+            if submission.direction == Direction::Write {
+                let to = &mut self.memory[data_offset..][..data_len];
+                self.pools.0[&S].read(buffer, 0, to).unwrap();
+            }
+        }
+        let request = Request {
+            key: RequestKey {
+                session: self.session,
+                chunk,
+                serial: self.serial,
+            },
+            direction: submission.direction,
+            connection: 1,
+            header: submission.header.clone(),
+            data_len: data_len as u32,
+            data_offset,
+        };
+        self.requests.insert(chunk, submission);
+        self.server.rtrs(Instant::ZERO, ServerOutput::Request(request));
+    }
+
+    fn act(&mut self, action: Action) {
+        match action {
+            Action::AnswerWith { request, at, message } => {
+                self.memory[at..][..message.len()].copy_from_slice(&message);
+                self.answered(request, 0);
+            }
+            Action::Answer(request, errno) => self.answered(request, errno),
+            Action::Zero { from, len, .. } => self.memory[from..][..len].fill(0),
+            other => self.work.push(other),
+        }
+    }
+
+    fn answered(&mut self, key: RequestKey, errno: i32) {
+        if key.session != self.session || !self.requests.contains_key(&key.chunk) {
+            return;
+        }
+        let submission = self.requests.remove(&key.chunk).unwrap();
+        if errno != 0 {
+            return self.end(submission, Err(IoError::Remote(errno)));
+        }
+        if let (Some(buffer), Direction::Read) = (&submission.data, submission.direction) {
+            let from = &self.memory[usize::from(key.chunk) * CHUNK..][..buffer.len()];
+            self.pools.0[&S].write(buffer, 0, from).unwrap();
+        }
+        self.end(submission, Ok(()));
+    }
+
+    fn output(&mut self, output: ClientOutput) {
+        if let ClientOutput::Done { user, result, data, .. } = output {
+            let mut bytes = Vec::new();
+            if let Some(buffer) = data {
+                let pool = self.pools.0.get_mut(&S).unwrap();
+                bytes.resize(buffer.len(), 0);
+                pool.read(&buffer, 0, &mut bytes).unwrap();
+                pool.give(buffer);
+            }
+            assert!(
+                self.done.insert(user, (result, bytes)).is_none(),
+                "operation {user} ended twice"
+            );
+        }
+    }
+
+    /// One piece of the disk's work.
+    fn disk(&mut self, which: usize) {
+        if self.work.is_empty() {
+            return;
+        }
+        let action = self.work.swap_remove(which % self.work.len());
+        match action {
+            Action::Open { ticket, name, .. } => {
+                let opened = Opened {
+                    store: StoreId(1),
+                    geometry: self.geometry,
+                    identity: Identity(name),
+                    label: "disk".into(),
+                };
+                self.server.opened(Instant::ZERO, ticket, Ok(opened));
+            }
+            Action::Close { ticket, .. } => self.server.closed(ticket),
+            Action::Io(ticket, session, op) => {
+                // The memory of a session that is gone is another's.
+                if session == self.session {
+                    self.execute(&op);
+                }
+                self.server.io_done(ticket, Ok(()));
+            }
+            other => panic!("{other:?}"),
+        }
+        self.settle();
+    }
+
+    fn execute(&mut self, op: &DiskOp) {
+        let (at, len) = (op.offset as usize, op.len as usize);
+        match op.op {
+            BlockOp::Read => self.memory[op.data..][..len].copy_from_slice(&self.disk[at..][..len]),
+            BlockOp::Write { .. } => self.disk[at..][..len].copy_from_slice(&self.memory[op.data..][..len]),
+            BlockOp::Flush => {}
+            BlockOp::Discard | BlockOp::WriteZeroes { .. } => self.disk[at..][..len].fill(0),
+        }
+    }
+
+    fn finish(&mut self) {
+        self.settle();
+        while !self.work.is_empty() {
+            self.disk(0);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// Each operation has a region of its own. What it reads or leaves there is what it should, unless the session was lost
+    /// under it; nothing else changes, and everything comes back.
+    #[test]
+    fn operations_do_what_they_should(
+        operations in prop::collection::vec((0u8..5, 0u64..64, 1u64..180, any::<u8>()), 1..24),
+        order in prop::collection::vec((0usize..64, 0u8..60), 200),
+        max_discard in 1u64..100,
+        max_write_zeroes in prop_oneof![Just(0), 1u64..100],
+    ) {
+        let count = operations.len() as u64;
+        let mut world = World::new(Geometry {
+            max_discard: max_discard * 512,
+            max_write_zeroes: max_write_zeroes * 512,
+            ..geometry(count * 256 * 512)
+        });
+        let device = world.client.map(S, "disk", AccessMode::ReadWrite);
+        world.finish();
+        let before = world.disk.clone();
+        for (n, (kind, offset, sectors, fill)) in operations.iter().enumerate() {
+            let (offset, len) = ((n as u64 * 256 + offset) * 512, sectors * 512);
+            let op = match kind {
+                0 => BlockOp::Read,
+                1 => BlockOp::Write { fua: n % 2 == 0 },
+                2 => BlockOp::Discard,
+                3 => BlockOp::WriteZeroes { fua: false, may_unmap: true },
+                _ => BlockOp::Flush,
+            };
+            let data = (*kind < 2).then(|| {
+                let pool = world.pools.0.get_mut(&S).unwrap();
+                let buffer = with_cx(|cx| pool.take(cx, len as usize)).unwrap();
+                pool.write(&buffer, 0, &vec![*fill; len as usize]).unwrap();
+                buffer
+            });
+            world.client.submit(device, n as u64, op, offset, len, data, n);
+        }
+        world.settle();
+        let mut lost = false;
+        for (which, event) in order {
+            if event == 0 {
+                lost = true;
+                world.lose();
+                world.come_back();
+                world.settle();
+            }
+            world.disk(which);
+        }
+        world.finish();
+        world.client.unmap(device);
+        world.finish();
+
+        prop_assert_eq!(world.done.len(), operations.len());
+        for (n, (kind, offset, sectors, fill)) in operations.iter().enumerate() {
+            let region = n * 256 * 512..(n + 1) * 256 * 512;
+            let (start, len) = (*offset as usize * 512, *sectors as usize * 512);
+            let (old, new) = (&before[region.clone()], &world.disk[region]);
+            let (result, data) = &world.done[&(n as u64)];
+            let mut want = old.to_vec();
+            match kind {
+                1 => want[start..][..len].fill(*fill),
+                2 | 3 => want[start..][..len].fill(0),
+                _ => {}
+            }
+            if result.is_ok() {
+                prop_assert!(new == &want[..], "operation {n} of kind {kind}");
+                prop_assert!(*kind != 0 || data[..] == old[start..][..len]);
+            } else {
+                prop_assert!(lost && *result == Err(Errno::ECONNABORTED), "{result:?}");
+                // Some of its parts may have been executed.
+                for (i, byte) in new.iter().enumerate() {
+                    prop_assert!(*byte == want[i] || *byte == old[i]);
+                }
+            }
+        }
+        prop_assert_eq!(world.pools.0[&S].lent(), 0);
+        prop_assert!(world.server.is_idle());
+        prop_assert_eq!(world.server.counters().malformed, 0);
+        prop_assert!(world.client.state(device).is_none());
+    }
+}

@@ -1,0 +1,189 @@
+//! Connections.
+
+use core::net::{IpAddr, SocketAddr};
+
+use roce_port::{ConnId, ListenId, PortCmEvent};
+use roce_verbs::provider::{CmKind, CmRef, ConnParams, DeviceIx, Event, QpId, RejectReason, VerbsError};
+
+use crate::{
+    fabric::{Fabric, Ports, gone},
+    objects::Cm,
+};
+
+fn event(id: CmRef, kind: CmKind) -> Option<Event> {
+    Some(Event::Cm { id, kind })
+}
+
+impl<P: Ports> Fabric<P> {
+    pub(crate) fn listen(&mut self, addr: SocketAddr, backlog: u32) -> Result<CmRef, VerbsError> {
+        let one = Some(addr.ip().to_canonical()).filter(|ip| !ip.is_unspecified());
+        let mut ids: Vec<(usize, ListenId)> = Vec::new();
+        let mut failed = None;
+        for device in 0..self.ports.count() {
+            match self.ports.port(device).cm_listen(one, addr.port(), backlog) {
+                Ok(id) => ids.push((device, id)),
+                // Another device has the address.
+                Err(e @ VerbsError::Address(_)) if one.is_some() => failed = Some(e),
+                Err(e) => {
+                    self.unlisten(&ids);
+                    return Err(e);
+                }
+            }
+        }
+        if ids.is_empty() {
+            return Err(failed.unwrap_or_else(|| gone("device")));
+        }
+        let made = ids.clone();
+        let Some(id) = self.cms.insert(Cm::Listener { addr, ids }) else {
+            self.unlisten(&made);
+            return Err(VerbsError::Limit("connections"));
+        };
+        for (device, listener) in made {
+            self.listeners(device).insert(listener, id);
+        }
+        Ok(id)
+    }
+
+    fn unlisten(&mut self, ids: &[(usize, ListenId)]) {
+        for (device, id) in ids {
+            self.ports.port(*device).cm_unlisten(*id);
+            self.listeners(*device).remove(id);
+        }
+    }
+
+    pub(crate) fn resolve(&mut self, src: Option<IpAddr>, dst: SocketAddr) -> Result<CmRef, VerbsError> {
+        let src = src.map(|ip| ip.to_canonical()).filter(|ip| !ip.is_unspecified());
+        let (device, local) = self.ports.route(src, dst.ip())?;
+        let made = Cm::Resolved {
+            device,
+            local: SocketAddr::new(local, 0),
+            remote: dst,
+        };
+        let id = self.cms.insert(made).ok_or(VerbsError::Limit("connections"))?;
+        let kind = CmKind::Resolved {
+            device: DeviceIx(device as u16),
+        };
+        self.events.push_back(Event::Cm { id, kind });
+        Ok(id)
+    }
+
+    pub(crate) fn connect(&mut self, id: CmRef, qp: QpId, params: &ConnParams) -> Result<(), VerbsError> {
+        let Some(Cm::Resolved { device, local, remote }) = self.cms.get(id) else {
+            return Err(VerbsError::State("the connection is not resolved".into()));
+        };
+        let (device, local, remote) = (*device, *local, *remote);
+        let qpn = self.qp_of(qp, device)?;
+        let port = self.ports.port(device);
+        let conn = port.cm_connect(self.now, local, remote, qpn, params.clone())?;
+        if let Some(cm) = self.cms.get_mut(id) {
+            *cm = Cm::Conn {
+                device,
+                conn,
+                local,
+                remote,
+            };
+        }
+        self.conns(device).insert(conn, id);
+        Ok(())
+    }
+
+    /// The number of a queue pair that is of this device.
+    fn qp_of(&self, qp: QpId, device: usize) -> Result<roce_verbs::Qpn, VerbsError> {
+        match self.qp(qp) {
+            Some((of, qpn, _)) if of == device => Ok(qpn),
+            Some(_) => Err(VerbsError::Invalid("the queue pair is another device's".into())),
+            None => Err(gone("queue pair")),
+        }
+    }
+
+    fn conn(&self, id: CmRef) -> Result<(usize, ConnId), VerbsError> {
+        match self.cms.get(id) {
+            Some(Cm::Conn { device, conn, .. }) => Ok((*device, *conn)),
+            Some(_) => Err(VerbsError::State("not a connection".into())),
+            None => Err(gone("connection")),
+        }
+    }
+
+    pub(crate) fn accept(&mut self, id: CmRef, qp: QpId, params: &ConnParams) -> Result<(), VerbsError> {
+        let (device, conn) = self.conn(id)?;
+        let qpn = self.qp_of(qp, device)?;
+        let now = self.now;
+        self.ports.port(device).cm_accept(now, conn, qpn, params.clone())
+    }
+
+    pub(crate) fn reject(&mut self, id: CmRef, reason: RejectReason, data: &[u8]) -> Result<(), VerbsError> {
+        let (device, conn) = self.conn(id)?;
+        let now = self.now;
+        self.ports.port(device).cm_reject(now, conn, reason, data)?;
+        self.forget(id);
+        Ok(())
+    }
+
+    pub(crate) fn disconnect(&mut self, id: CmRef) {
+        if let Ok((device, conn)) = self.conn(id) {
+            self.ports.port(device).cm_disconnect(self.now, conn);
+        }
+    }
+
+    pub(crate) fn forget(&mut self, id: CmRef) {
+        let Some(cm) = self.cms.remove(id) else { return };
+        self.events
+            .retain(|e| !matches!(e, Event::Cm { id: of, .. } if *of == id));
+        match cm {
+            Cm::Listener { ids, .. } => self.unlisten(&ids),
+            Cm::Resolved { .. } => {}
+            Cm::Conn { device, conn, .. } => {
+                self.conns(device).remove(&conn);
+                self.ports.port(device).cm_destroy(self.now, conn);
+            }
+        }
+    }
+
+    /// What a port's event is for the user; a request for a listener that is gone is refused.
+    pub(crate) fn cm_event(&mut self, device: usize, told: PortCmEvent) -> Option<Event> {
+        let conn = told.conn();
+        let known = self.conns(device).get(&conn).copied();
+        match told {
+            PortCmEvent::ConnectRequest {
+                listener,
+                local,
+                remote,
+                private_data,
+                initiator_depth,
+                responder_resources,
+                ..
+            } => {
+                let listener = self.listeners(device).get(&listener).copied();
+                let made = Cm::Conn {
+                    device,
+                    conn,
+                    local,
+                    remote,
+                };
+                let (Some(listener), Some(id)) = (listener, self.cms.insert(made)) else {
+                    self.ports.port(device).cm_destroy(self.now, conn);
+                    return None;
+                };
+                self.conns(device).insert(conn, id);
+                let kind = CmKind::ConnectRequest {
+                    listener,
+                    device: DeviceIx(device as u16),
+                    private_data,
+                    initiator_depth,
+                    responder_resources,
+                };
+                event(id, kind)
+            }
+            PortCmEvent::Established { private_data, .. } => event(known?, CmKind::Established { private_data }),
+            PortCmEvent::Rejected {
+                reason, private_data, ..
+            } => event(known?, CmKind::Rejected { reason, private_data }),
+            PortCmEvent::Unreachable { .. } => event(known?, CmKind::Unreachable),
+            PortCmEvent::ConnectError { text, .. } => event(known?, CmKind::ConnectError(text)),
+            PortCmEvent::Disconnected { .. } => event(known?, CmKind::Disconnected),
+            PortCmEvent::TimewaitExit { .. } => event(known?, CmKind::TimewaitExit),
+            // Only for listeners and connections that are made as such.
+            PortCmEvent::Raw(_) => None,
+        }
+    }
+}

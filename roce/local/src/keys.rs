@@ -1,0 +1,205 @@
+//! Keys that are granted and taken back: at once, or by work requests as hardware does it.
+
+use roce_mem::{PostedKey, WindowKind};
+use roce_verbs::{
+    AccessFlags, Payload, Qpn, SendFlags, SendOp, SendWr,
+    provider::{GrantOf, Granted, KeyId, KeyKind, PdId, Provider as _, QpId, Revoked, VerbsError},
+    wr::PostError,
+};
+
+use crate::{
+    fabric::{Fabric, Ports, mem_error},
+    objects::{Key, Object, Range},
+};
+
+const OUTSIDE: PostError = PostError::Invalid("the range is outside the region");
+const NO_KEY: PostError = PostError::Invalid("no such key");
+
+impl<P: Ports> Fabric<P> {
+    pub(crate) fn make_key(&self, pd: PdId, kind: KeyKind) -> Result<Key, VerbsError> {
+        let (device, handle) = self.pd(pd)?;
+        let mem = self.ports.memory(device);
+        let there = match kind {
+            KeyKind::FastRegistration => self.config.fast_registration,
+            KeyKind::Window1 | KeyKind::Window2 => self.config.windows,
+        };
+        if !there {
+            return Err(VerbsError::Unsupported("keys of this kind"));
+        }
+        let window = |kind| mem.alloc_window(handle, kind).map(Object::Window);
+        let object = match kind {
+            KeyKind::FastRegistration => mem.alloc_fast(handle).map(Object::Fast),
+            KeyKind::Window1 => window(WindowKind::Type1),
+            KeyKind::Window2 => window(WindowKind::Type2),
+        };
+        let object = object.map_err(mem_error)?;
+        let key = match &object {
+            Object::Fast(fast) => fast.rkey(),
+            Object::Window(window) => window.rkey(),
+        };
+        Ok(Key {
+            pd,
+            object,
+            posted: PostedKey::new(key),
+            through: None,
+        })
+    }
+
+    pub(crate) fn end_key(&self, key: &Key) {
+        let Ok((device, _)) = self.pd(key.pd) else { return };
+        let mem = self.ports.memory(device);
+        let done = match &key.object {
+            Object::Fast(fast) => mem.dealloc_fast(fast),
+            Object::Window(window) => mem.dealloc_window(window),
+        };
+        if let Err(e) = done {
+            tracing::error!("releasing a key failed: {e}");
+        }
+    }
+
+    /// Where the granted bytes are.
+    fn range(&self, grant: &GrantOf) -> Result<Range, PostError> {
+        let mr = self
+            .mrs
+            .get(grant.mr)
+            .ok_or(PostError::Invalid("no such registration"))?;
+        let region = &mr.region;
+        let end = grant.offset.checked_add(grant.len);
+        if end.is_none_or(|end| end > region.len()) {
+            return Err(OUTSIDE);
+        }
+        let addr = region.addr().wrapping_add(grant.offset as u64);
+        Ok(Range {
+            lkey: region.lkey(),
+            addr,
+            length: grant.len as u64,
+            iova: grant.iova.unwrap_or(addr),
+        })
+    }
+
+    pub(crate) fn grant_key(&mut self, qp: QpId, id: KeyId, grant: &GrantOf, wr_id: u64) -> Result<Granted, PostError> {
+        let at = self.range(grant)?;
+        let (device, qpn, _) = self.qp(qp).ok_or(PostError::NoQueuePair)?;
+        let mem = self.ports.memory(device).clone();
+        let key = self.keys.get_mut(id).ok_or(NO_KEY)?;
+        let next = key.posted.next(&mem);
+        let open = key.open(next, &at, grant.access);
+        // A type 1 window may be bound anew; the others are closed first.
+        let close = (key.posted.granted && !key.is_window_1()).then_some(SendOp::LocalInvalidate(key.posted.key));
+        let granted = match self.config.instant_keys {
+            true => {
+                for op in close.iter().chain([&open]) {
+                    self.execute(qp, qpn, op)?;
+                }
+                Granted::Now(next)
+            }
+            false => {
+                self.post_keys(qp, id, close.as_slice(), open, wr_id)?;
+                Granted::Queued(next)
+            }
+        };
+        if let Some(key) = self.keys.get_mut(id) {
+            (key.posted.key, key.posted.granted, key.through) = (next, true, Some(qp));
+        }
+        Ok(granted)
+    }
+
+    /// Posts the end of the former key and what comes after it; the last is signalled.
+    fn post_keys(&mut self, qp: QpId, id: KeyId, before: &[SendOp], last: SendOp, wr_id: u64) -> Result<(), PostError> {
+        let wr = |op, flags| SendWr {
+            wr_id,
+            op,
+            flags,
+            payload: Payload::Sges(&[]),
+        };
+        let mut wrs: Vec<_> = before.iter().map(|op| wr(*op, SendFlags::empty())).collect();
+        wrs.push(wr(last, SendFlags::SIGNALED));
+        self.post_send(qp, &wrs).map_err(|(done, e)| {
+            // The end of the former key alone may have been taken.
+            if let Some(key) = self.keys.get_mut(id).filter(|_| done > 0) {
+                key.posted.granted = false;
+            }
+            e
+        })
+    }
+
+    pub(crate) fn revoke_key(&mut self, qp: QpId, id: KeyId, wr_id: u64) -> Result<Revoked, PostError> {
+        let (device, qpn, _) = self.qp(qp).ok_or(PostError::NoQueuePair)?;
+        let mem = self.ports.memory(device).clone();
+        let key = self.keys.get_mut(id).ok_or(NO_KEY)?;
+        if !key.posted.granted {
+            return Ok(Revoked::Now);
+        }
+        let next = key.posted.next(&mem);
+        let (close, renewed) = (key.close(next), key.is_window_1());
+        let revoked = match self.config.instant_keys {
+            true => {
+                self.execute(qp, qpn, &close)?;
+                Revoked::Now
+            }
+            false => {
+                self.post_keys(qp, id, &[], close, wr_id)?;
+                Revoked::Queued
+            }
+        };
+        if let Some(key) = self.keys.get_mut(id) {
+            key.posted.granted = false;
+            if renewed {
+                key.posted.key = next;
+            }
+        }
+        Ok(revoked)
+    }
+
+    /// Does at once what a work request for a key would do.
+    fn execute(&self, qp: QpId, qpn: Qpn, op: &SendOp) -> Result<(), PostError> {
+        let (device, _, pd) = self.qp(qp).ok_or(PostError::NoQueuePair)?;
+        let mem = self.ports.memory(device);
+        let done = match op {
+            SendOp::FastRegister(args) => mem.fast_register(pd, args),
+            SendOp::BindWindow(args) => mem.bind_window(pd, qpn, args),
+            SendOp::LocalInvalidate(key) => match mem.invalidate(pd, qpn, *key) {
+                // The peer has closed it already (SEND with invalidate).
+                Err(_) => Ok(()),
+                done => done,
+            },
+            _ => Ok(()),
+        };
+        done.map_err(|e| {
+            tracing::debug!(%qpn, "a key was not granted: {e}");
+            PostError::Invalid("the key can't be granted like this")
+        })
+    }
+
+    /// Whether a key opens memory for writes of peers at this moment: for tests of who grants and takes back.
+    pub fn opens(&self, key: KeyId) -> bool {
+        let Some(key) = self.keys.get(key) else { return false };
+        let Ok((device, pd)) = self.pd(key.pd) else {
+            return false;
+        };
+        let qpn = key.through.and_then(|qp| self.qpn(qp)).unwrap_or_default();
+        let mem = self.ports.memory(device);
+        let open = mem.resolve_whole(pd, qpn, key.posted.key, AccessFlags::REMOTE_WRITE);
+        open.is_ok_and(|span| !span.is_empty())
+    }
+
+    /// Closes a key whatever has become of the queue pair that it was granted through.
+    pub(crate) fn shut_key(&mut self, id: KeyId) {
+        let Some(key) = self.keys.get(id) else { return };
+        if !key.posted.granted {
+            return;
+        }
+        let Ok((device, pd)) = self.pd(key.pd) else { return };
+        let mem = self.ports.memory(device).clone();
+        let qpn = key.through.and_then(|qp| self.qpn(qp)).unwrap_or_default();
+        let Some(key) = self.keys.get_mut(id) else { return };
+        let next = key.posted.next(&mem);
+        match key.close(next) {
+            // Of a queue pair that is gone a type 2 window is closed already.
+            SendOp::LocalInvalidate(rkey) => drop(mem.invalidate(pd, qpn, rkey)),
+            SendOp::BindWindow(args) if mem.bind_window(pd, qpn, &args).is_ok() => key.posted.key = next,
+            _ => {}
+        }
+        key.posted.granted = false;
+    }
+}

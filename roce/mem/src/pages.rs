@@ -1,0 +1,77 @@
+//! Memory to be registered, perhaps with several devices.
+
+use std::sync::Arc;
+
+use roce_verbs::provider::{Memory, RangeError};
+
+use crate::{error::MemError, span::Mapping};
+
+/// Zeroed memory on a page boundary, which the system gives out page by page as it is touched. Peers may change it at any
+/// time, so it is only ever copied.
+#[derive(Debug)]
+pub struct Pages {
+    mapping: Arc<Mapping>,
+}
+
+impl Pages {
+    /// Allocates.
+    ///
+    /// # Errors
+    /// Without memory.
+    pub fn allocate(len: usize) -> Result<Arc<Self>, MemError> {
+        let mapping = Mapping::allocate(len)?;
+        Ok(Arc::new(Self { mapping }))
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> usize {
+        self.mapping.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// First byte, for system calls. Valid as long as the pages live; never make a reference from it.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.mapping.as_ptr()
+    }
+
+    fn outside(&self, offset: usize, len: usize) -> RangeError {
+        RangeError {
+            offset,
+            len,
+            size: self.len(),
+        }
+    }
+
+    /// Copies bytes out.
+    ///
+    /// # Errors
+    /// When the range is outside; nothing is copied.
+    pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<(), RangeError> {
+        let done = self.mapping.copy_out(offset, out);
+        done.then_some(()).ok_or_else(|| self.outside(offset, out.len()))
+    }
+
+    /// Copies bytes in.
+    ///
+    /// # Errors
+    /// When the range is outside; nothing is copied.
+    pub fn write(&self, offset: usize, data: &[u8]) -> Result<(), RangeError> {
+        let done = self.mapping.copy_in(offset, data);
+        done.then_some(()).ok_or_else(|| self.outside(offset, data.len()))
+    }
+}
+
+// SAFETY: the mapping was allocated for this, stays where it is, and goes with the last reference to it.
+unsafe impl Memory for Pages {
+    fn as_ptr(&self) -> *mut u8 {
+        Self::as_ptr(self)
+    }
+
+    fn len(&self) -> usize {
+        Self::len(self)
+    }
+}

@@ -1,0 +1,108 @@
+//! A port that its owner's loop drives.
+
+use std::{io, net::IpAddr, os::fd::BorrowedFd};
+
+use roce_port::{Port, PortCounters, QpnRange, RxMeta};
+use roce_verbs::Instant;
+
+use crate::{
+    datapath::{Datapath, DatapathCounters},
+    motor::{Flush, Motor, OwnNumbers, Tap},
+};
+
+/// How a [`LocalDriver`] works.
+#[derive(Default)]
+pub struct LocalConfig {
+    /// Bytes of the staging slab: what is sent with one round of system calls; 0: 256 KiB.
+    pub batch_bytes: usize,
+    /// Sees all packets.
+    pub tap: Option<Box<dyn Tap>>,
+    /// Our queue pair numbers, when others share the address: packets to others are strays.
+    pub own: Option<QpnRange>,
+}
+
+/// A port and its datapath, without a lock or a thread: the loop that owns it receives, runs timers and sends. Nothing is
+/// sent but by [`flush`](Self::flush), so what a turn of the loop posts goes out together.
+///
+/// ```text
+/// loop {
+///     let more = driver.receive(now, 128, &|_, _| ());
+///     driver.run_timers(now, more);
+///     // Poll completion queues and the port's events; post work requests.
+///     let flushed = driver.flush(now);
+///     if !more && flushed != Flush::More {
+///         // Wait for descriptors, to write too if it is Flush::Blocked, until next_timeout.
+///     }
+/// }
+/// ```
+pub struct LocalDriver {
+    port: Port,
+    motor: Motor,
+}
+
+impl LocalDriver {
+    /// Puts a port on a datapath.
+    pub fn new(port: Port, path: Box<dyn Datapath>, config: LocalConfig) -> Self {
+        let batch = match config.batch_bytes {
+            0 => 256 << 10,
+            bytes => bytes,
+        };
+        let motor = Motor::new(path, config.tap, batch, config.own.map(OwnNumbers));
+        Self { port, motor }
+    }
+
+    /// The port.
+    pub fn port(&mut self) -> &mut Port {
+        &mut self.port
+    }
+
+    /// Receives about `budget` packets. Those of other processes that share the address go to `stray`. True: more is waiting.
+    pub fn receive(&mut self, now: Instant, budget: usize, stray: &dyn Fn(&RxMeta, &[u8])) -> bool {
+        self.motor.receive(&mut self.port, now, budget, stray)
+    }
+
+    /// Takes a datagram that reached the host by another socket as if the network had brought it. All checks are made.
+    pub fn inject(&mut self, now: Instant, datagram: &[u8], meta: &RxMeta) {
+        self.motor.take_datagram(&mut self.port, now, datagram, meta);
+    }
+
+    /// Runs timers that are due, unless packets wait (`more`) that could be what they wait for.
+    pub fn run_timers(&mut self, now: Instant, more: bool) {
+        self.motor.run_timers(&mut self.port, now, more);
+    }
+
+    /// Sends what the port has to send.
+    pub fn flush(&mut self, now: Instant) -> Flush {
+        self.motor.flush(&mut self.port, now)
+    }
+
+    /// When to call [`run_timers`](Self::run_timers) at the latest.
+    pub fn next_timeout(&mut self) -> Option<Instant> {
+        self.port.poll_timeout()
+    }
+
+    /// What to watch for packets, and for room after [`Flush::Blocked`]. Those that were there before come first, in the same
+    /// order, as long as they live.
+    pub fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        self.motor.path.descriptors()
+    }
+
+    /// Receives what is sent to a multicast group on the interface that has the local address, until as many
+    /// [`leave`](Self::leave)s. Afterwards there may be another descriptor.
+    ///
+    /// # Errors
+    /// When the system refuses, or the datapath can't.
+    pub fn join(&mut self, group: IpAddr, local: IpAddr) -> io::Result<()> {
+        self.motor.path.join(group, local)
+    }
+
+    /// Takes back one [`join`](Self::join).
+    pub fn leave(&mut self, group: IpAddr, local: IpAddr) {
+        self.motor.path.leave(group, local);
+    }
+
+    /// What the port and its datapath have counted.
+    pub fn counters(&self) -> (PortCounters, DatapathCounters) {
+        (self.port.counters(), self.motor.path.counters())
+    }
+}

@@ -1,0 +1,264 @@
+//! What moves a port: its datapath, and the packets on the way between the two. Whose thread it is and what wakes it are
+//! its caller's business.
+
+use std::net::SocketAddr;
+
+use roce_bth::{Qpn, ROCE_UDP_PORT};
+use roce_port::{Port, QpnRange, RxMeta, Train, TxBatch, TxConfig};
+use roce_verbs::Instant;
+
+use crate::datapath::{Burst, Datagram, Datapath};
+
+/// Full send batches of one flush: a bound for how long a caller can be held up by what its peers let it send.
+const SEND_ROUNDS: usize = 16;
+/// So many times a timer that is due may be put off while packets wait: packets that never end must not stop the clock.
+const MAX_DEFERRED: u32 = 64;
+
+/// Sees every packet. A [`Driver`](crate::Driver) calls it under the port's lock.
+pub trait Tap: Send {
+    /// A packet that was sent, or received (before any check); `index` is its place in a segmented send or merged
+    /// buffer.
+    fn packet(&mut self, from: SocketAddr, to: SocketAddr, index: u16, bytes: &[u8]);
+}
+
+impl<'a> From<Train<'a>> for Burst<'a> {
+    fn from(train: Train<'a>) -> Self {
+        Self {
+            local: train.local,
+            remote: train.remote,
+            src_port: train.src_port,
+            traffic_class: train.tos,
+            hop_limit: train.ttl,
+            segment_len: train.segment_len,
+            bytes: train.bytes,
+        }
+    }
+}
+
+/// The queue pair numbers of this process, when others share the address. The kernel gives a packet to the right process
+/// by its number; but several that it has merged, of one sender, go where the first one goes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct OwnNumbers(pub(crate) QpnRange);
+
+impl OwnNumbers {
+    /// Whether a packet is another process's. Those for QP1 are too: the broker knows whose, and forwards them.
+    fn is_stray(&self, packet: &[u8]) -> bool {
+        let Some([_, _, _, _, _, a, b, c]) = packet.first_chunk() else {
+            return false;
+        };
+        let qpn = u32::from_be_bytes([0, *a, *b, *c]);
+        qpn != Qpn::MULTICAST.value() && !(self.0.first..=self.0.last).contains(&qpn)
+    }
+}
+
+/// How far a flush came.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Flush {
+    /// All is sent.
+    Done,
+    /// There is more to send than one flush sends.
+    More,
+    /// The send buffer is full.
+    Blocked,
+}
+
+/// See the module.
+pub(crate) struct Motor {
+    pub(crate) path: Box<dyn Datapath>,
+    batch: TxBatch,
+    /// Bursts of the batch that are sent already, when the send buffer was full.
+    sent: usize,
+    /// Times in a row that packets waited while a timer was due.
+    deferred: u32,
+    tap: Option<Box<dyn Tap>>,
+    own: Option<OwnNumbers>,
+}
+
+fn packets<'a>(d: &Datagram<'a>) -> impl Iterator<Item = &'a [u8]> + use<'a> {
+    d.bytes.chunks(d.segment_len.max(1))
+}
+
+impl Motor {
+    /// `batch_bytes`: the staging slab, what is sent with one round of system calls.
+    pub(crate) fn new(
+        path: Box<dyn Datapath>,
+        tap: Option<Box<dyn Tap>>,
+        batch_bytes: usize,
+        own: Option<OwnNumbers>,
+    ) -> Self {
+        let caps = path.capabilities();
+        let batch = TxBatch::new(TxConfig {
+            gso: caps.max_segments > 1,
+            max_segments: caps.max_segments,
+            max_train_bytes: caps.max_burst_bytes,
+            capacity: batch_bytes,
+        });
+        Self {
+            path,
+            batch,
+            sent: 0,
+            deferred: 0,
+            tap,
+            own,
+        }
+    }
+
+    /// Receives about `budget` packets. Those of other processes that share the address go to `stray`. True: more is waiting.
+    pub(crate) fn receive(
+        &mut self,
+        port: &mut Port,
+        now: Instant,
+        budget: usize,
+        stray: &dyn Fn(&RxMeta, &[u8]),
+    ) -> bool {
+        let (tap, own) = (&mut self.tap, &self.own);
+        let received = self.path.receive(budget, &mut |d: &Datagram<'_>| {
+            if let Some(tap) = tap {
+                tap_datagram(tap.as_mut(), d);
+            }
+            let meta = RxMeta {
+                local: d.local,
+                remote: d.remote,
+                identification: d.identification,
+                segment_len: d.segment_len,
+                tos: d.traffic_class,
+                hop_limit: d.hop_limit,
+            };
+            match own {
+                Some(own) if packets(d).any(|p| own.is_stray(p)) => {
+                    for packet in packets(d) {
+                        let meta = RxMeta { segment_len: 0, ..meta };
+                        if own.is_stray(packet) {
+                            port.count_stray(packet);
+                            stray(&meta, packet);
+                        } else {
+                            port.handle_datagram(now, &meta, packet);
+                        }
+                    }
+                }
+                _ => port.handle_datagram(now, &meta, d.bytes),
+            }
+        });
+        received.more
+    }
+
+    /// Takes one datagram that did not come through the datapath.
+    pub(crate) fn take_datagram(&mut self, port: &mut Port, now: Instant, bytes: &[u8], meta: &RxMeta) {
+        if let Some(tap) = &mut self.tap {
+            tap_datagram(
+                tap.as_mut(),
+                &Datagram {
+                    local: meta.local,
+                    remote: meta.remote,
+                    identification: meta.identification,
+                    segment_len: match meta.segment_len {
+                        0 => bytes.len(),
+                        len => len,
+                    },
+                    traffic_class: meta.tos,
+                    hop_limit: meta.hop_limit,
+                    bytes,
+                },
+            );
+        }
+        port.handle_datagram(now, meta, bytes);
+    }
+
+    /// Runs timers that are due, unless packets wait (`more`) that could be what they wait for.
+    pub(crate) fn run_timers(&mut self, port: &mut Port, now: Instant, more: bool) {
+        let due = port.poll_timeout().is_some_and(|at| at <= now);
+        self.deferred = if due && more { self.deferred + 1 } else { 0 };
+        if due && (!more || self.deferred > MAX_DEFERRED) {
+            self.deferred = 0;
+            port.handle_timeout(now);
+        }
+    }
+
+    /// Sends what the port has to send.
+    pub(crate) fn flush(&mut self, port: &mut Port, now: Instant) -> Flush {
+        for _ in 0..SEND_ROUNDS {
+            let mut more = true;
+            if self.batch.is_empty() {
+                more = port.poll_transmit(now, &mut self.batch);
+                if self.batch.is_empty() {
+                    return Flush::Done;
+                }
+                self.tap_batch();
+            }
+            if !self.send_batch() {
+                return Flush::Blocked;
+            }
+            if !more {
+                return Flush::Done;
+            }
+        }
+        Flush::More
+    }
+
+    /// Sends what is left of the batch. False: the send buffer is full.
+    fn send_batch(&mut self) -> bool {
+        let mut bursts = self.batch.trains().skip(self.sent).map(Burst::from);
+        let sent = self.path.send(&mut bursts);
+        drop(bursts);
+        if sent.blocked {
+            self.sent += sent.bursts;
+            return false;
+        }
+        self.sent = 0;
+        self.batch.clear();
+        if self.batch.config().gso && !self.path.segmentation() {
+            self.batch.set_gso(false);
+        }
+        true
+    }
+
+    /// Nothing is seen any more; the tap ends its work here, as others may hold the device for longer.
+    pub(crate) fn end_tap(&mut self) {
+        self.tap = None;
+    }
+
+    fn tap_batch(&mut self) {
+        let Some(tap) = &mut self.tap else { return };
+        for train in self.batch.trains() {
+            let from = SocketAddr::new(train.local, train.src_port);
+            for (i, packet) in train.packets().enumerate() {
+                tap.packet(from, train.remote, i as u16, packet);
+            }
+        }
+    }
+}
+
+fn tap_datagram(tap: &mut dyn Tap, d: &Datagram<'_>) {
+    let to = SocketAddr::new(d.local, ROCE_UDP_PORT);
+    for (i, packet) in packets(d).enumerate() {
+        tap.packet(d.remote, to, i as u16, packet);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packets_for_other_processes_are_told_by_their_number() {
+        let own = OwnNumbers(QpnRange {
+            first: 0x02_0000,
+            last: 0x02_1fff,
+        });
+        let packet = |qpn: u32| {
+            let mut bytes = [0; 16];
+            bytes[5..8].copy_from_slice(&qpn.to_be_bytes()[1..]);
+            bytes
+        };
+        for (qpn, stray) in [
+            (0x02_0000, false),
+            (0x02_1fff, false),
+            (0x02_2000, true),
+            (1, true),
+            (0xff_ffff, false),
+        ] {
+            assert_eq!(own.is_stray(&packet(qpn)), stray, "{qpn:#x}");
+        }
+        assert!(!own.is_stray(&[0; 7]), "too short to be anybody's");
+    }
+}

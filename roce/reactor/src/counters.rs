@@ -1,0 +1,37 @@
+//! What a loop has done.
+
+/// Counts of one loop. Calls that receive and send packets are counted by the device
+/// ([`DatapathCounters`](roce::DatapathCounters)).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Counters {
+    /// Turns.
+    pub turns: u64,
+    /// Rounds within turns: completions, events, the service's work.
+    pub rounds: u64,
+    /// Turns that ended because their time was over.
+    pub cut: u64,
+    /// Waits (`epoll_wait` with a timeout).
+    pub sleeps: u64,
+    /// Looks at the descriptors that do not wait (`epoll_wait` without).
+    pub looks: u64,
+    /// Times that it spun before it slept.
+    pub spins: u64,
+    /// Of these, those that found something.
+    pub spins_won: u64,
+    /// Times that it offered its processor to others while it spun (`sched_yield`).
+    pub yields: u64,
+    /// Calls of `getrusage`.
+    pub usages: u64,
+    /// Changes of what is watched (`epoll_ctl`).
+    pub interests: u64,
+    /// Receives asked of the device.
+    pub receives: u64,
+    /// Times that the send buffer was full.
+    pub blocked: u64,
+    /// Commands that came.
+    pub commands: u64,
+    /// Jobs that were done.
+    pub jobs: u64,
+    /// Completions that were handed to the service.
+    pub completions: u64,
+}

@@ -1,0 +1,85 @@
+//! One loop that drives everything: the packets of [`LocalDevice`](roce::LocalDevice)s, the descriptors of a service, its
+//! timers, what other threads ask of it, and what a helper does for it.
+//!
+//! A [`Service`] is what runs on it: state machines and the sockets and files that they need. A [`Reactor`] is made in one
+//! thread and run in another:
+//!
+//! ```no_run
+//! # use roce::{Completion, DeviceConfig, LocalDevice, verbs::provider::{Event, QpId}};
+//! # use roce_reactor::{Reactor, ReactorConfig, Service, TurnCx};
+//! struct Quiet;
+//!
+//! impl Service for Quiet {
+//!     type Command = ();
+//!     type Output = ();
+//!
+//!     fn command(&mut self, cx: &mut TurnCx<'_, ()>, _: ()) {
+//!         cx.stop();
+//!     }
+//!     fn completions(&mut self, _: &mut TurnCx<'_, ()>, _: &[(QpId, Completion)]) {}
+//!     fn event(&mut self, _: &mut TurnCx<'_, ()>, _: Event) {}
+//! }
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let (reactor, helper) = Reactor::<Quiet>::new(ReactorConfig::default())?;
+//! let handle = reactor.handle();
+//! let device = LocalDevice::open(&[DeviceConfig::new("192.0.2.1".parse()?)])?;
+//! let thread = std::thread::spawn(move || reactor.run(device, |_| Quiet));
+//! handle.command(());
+//! helper.run();
+//! thread.join().expect("no panic")?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! A turn takes letters, packets and ready descriptors, hands on what follows of them in a few short rounds, and then sends
+//! everything that was posted at once. It never waits: what may wait is a job for the [`Helper`]. Between turns the loop spins for
+//! a moment, as long as that pays ([`SpinMode`]), and sleeps until a descriptor, a letter or a timer.
+//!
+//! A service that listens:
+//!
+//! ```no_run
+//! # use roce::{Completion, verbs::provider::{CmKind, Event, QpId, RejectReason}};
+//! # use roce_reactor::{Service, TurnCx};
+//! /// Turns everybody away.
+//! struct Closed;
+//!
+//! impl Service for Closed {
+//!     type Command = ();
+//!     type Output = ();
+//!
+//!     fn command(&mut self, cx: &mut TurnCx<'_, ()>, _: ()) {
+//!         cx.stop();
+//!     }
+//!
+//!     fn completions(&mut self, _: &mut TurnCx<'_, ()>, _: &[(QpId, Completion)]) {}
+//!
+//!     fn event(&mut self, cx: &mut TurnCx<'_, ()>, event: Event) {
+//!         if let Event::Cm { id, kind: CmKind::ConnectRequest { .. } } = event {
+//!             // Leaves with the turn.
+//!             let _ = cx.provider().cm_reject(id, RejectReason::CONSUMER, b"closed");
+//!         }
+//!     }
+//! }
+//!
+//! # fn start(cx: &mut TurnCx<'_, ()>) -> Result<Closed, Box<dyn std::error::Error>> {
+//! // In the closure that `Reactor::run` makes the service with:
+//! cx.provider().cm_listen("192.0.2.1:1234".parse()?, 16)?;
+//! # Ok(Closed)
+//! # }
+//! ```
+
+mod counters;
+mod jobs;
+mod mailbox;
+mod service;
+mod turn;
+mod wait;
+
+pub use counters::Counters;
+pub use jobs::{Helper, JobError, JobResult, JobTicket, Jobs, MAX_JOBS, Panicked};
+pub use mailbox::Mailbox;
+pub use mio::{Interest, Token};
+pub use service::{Readiness, Service, Sockets, TurnCx};
+pub use turn::{Handle, Reactor, ReactorConfig, ReactorError};
+pub use wait::{Idle, Spin, SpinMode};

@@ -1,0 +1,198 @@
+//! What runs on a loop.
+
+use std::{
+    cell::Cell,
+    fmt, io,
+    os::fd::{AsRawFd, BorrowedFd},
+};
+
+use mio::{Interest, Registry, Token, unix::SourceFd};
+use roce::{
+    Completion, LocalDevice,
+    verbs::{
+        Instant,
+        provider::{Event, Provider, QpId},
+    },
+};
+
+use crate::{
+    counters::Counters,
+    jobs::{JobResult, Jobs},
+};
+
+/// Tokens from here on are the loop's own.
+pub(crate) const RESERVED: usize = usize::MAX - 16;
+
+/// What a descriptor is ready for. It is told once (edge-triggered): the service keeps it until a call says that it would
+/// block.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Readiness {
+    /// There is something to read, or the end.
+    pub readable: bool,
+    /// There is room to write.
+    pub writable: bool,
+    /// The peer writes no more, or the descriptor failed.
+    pub closed: bool,
+}
+
+impl From<&mio::event::Event> for Readiness {
+    fn from(event: &mio::event::Event) -> Self {
+        Self {
+            readable: event.is_readable(),
+            writable: event.is_writable(),
+            closed: event.is_read_closed() || event.is_error(),
+        }
+    }
+}
+
+/// What a loop watches for its service.
+pub struct Sockets<'a> {
+    registry: &'a Registry,
+    changes: &'a Cell<u64>,
+}
+
+impl<'a> Sockets<'a> {
+    pub(crate) fn new(registry: &'a Registry, changes: &'a Cell<u64>) -> Self {
+        Self { registry, changes }
+    }
+
+    fn change(&self) {
+        self.changes.set(self.changes.get() + 1);
+    }
+
+    fn check(token: Token) -> io::Result<()> {
+        match token.0 < RESERVED {
+            true => Ok(()),
+            false => Err(io::ErrorKind::InvalidInput.into()),
+        }
+    }
+
+    /// Watches a descriptor. It comes with its token to [`Service::ready`]; several may have the same. It is to be
+    /// deregistered before it is closed.
+    ///
+    /// # Errors
+    /// When the token is one of the loop's own, the highest 17; those of `epoll_ctl`.
+    pub fn register(&self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> io::Result<()> {
+        Self::check(token)?;
+        self.change();
+        self.registry.register(&mut SourceFd(&fd.as_raw_fd()), token, interest)
+    }
+
+    /// Watches a descriptor for something else. What it is ready for is told again.
+    ///
+    /// # Errors
+    /// As [`register`](Self::register).
+    pub fn reregister(&self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> io::Result<()> {
+        Self::check(token)?;
+        self.change();
+        self.registry
+            .reregister(&mut SourceFd(&fd.as_raw_fd()), token, interest)
+    }
+
+    /// Watches a descriptor no longer. What was seen of it in this turn is told nevertheless.
+    ///
+    /// # Errors
+    /// Those of `epoll_ctl`.
+    pub fn deregister(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
+        self.change();
+        self.registry.deregister(&mut SourceFd(&fd.as_raw_fd()))
+    }
+}
+
+impl fmt::Debug for Sockets<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Sockets").finish_non_exhaustive()
+    }
+}
+
+/// What a service has at hand when it is called. `J` is what its jobs return.
+pub struct TurnCx<'a, J> {
+    /// The time, as of this round of the turn.
+    pub now: Instant,
+    /// The devices of the loop.
+    pub device: &'a mut LocalDevice,
+    /// The descriptors that are watched for the service.
+    pub sockets: Sockets<'a>,
+    /// Work that waits for the system.
+    pub jobs: &'a Jobs<J>,
+    /// What the loop has done so far.
+    pub counters: &'a Counters,
+    pub(crate) stop: &'a mut bool,
+}
+
+impl<J> TurnCx<'_, J> {
+    /// The devices, as state machines know them.
+    pub fn provider(&mut self) -> &mut dyn Provider {
+        self.device.provider()
+    }
+
+    /// Ends the loop after this turn.
+    pub fn stop(&mut self) {
+        *self.stop = true;
+    }
+}
+
+impl<J> fmt::Debug for TurnCx<'_, J> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TurnCx").field("now", &self.now).finish_non_exhaustive()
+    }
+}
+
+/// What runs on a loop: state machines, and whatever sockets and files they need. Everything is called from the loop's
+/// thread, and nothing may wait.
+///
+/// What is posted leaves together when the turn ends, after [`end`](Self::end).
+pub trait Service {
+    /// What other threads ask for.
+    type Command: Send + 'static;
+    /// What its jobs return.
+    type Output: Send + 'static;
+
+    /// Another thread asks for something.
+    fn command(&mut self, cx: &mut TurnCx<'_, Self::Output>, command: Self::Command);
+
+    /// A descriptor that the service has registered is ready.
+    fn ready(&mut self, cx: &mut TurnCx<'_, Self::Output>, token: Token, readiness: Readiness) {
+        let _ = (cx, token, readiness);
+    }
+
+    /// Work requests have completed, in their order.
+    fn completions(&mut self, cx: &mut TurnCx<'_, Self::Output>, completions: &[(QpId, Completion)]);
+
+    /// Something has happened. What was completed before has been told before.
+    fn event(&mut self, cx: &mut TurnCx<'_, Self::Output>, event: Event);
+
+    /// A job is done.
+    fn job_done(&mut self, cx: &mut TurnCx<'_, Self::Output>, done: JobResult<Self::Output>) {
+        let _ = (cx, done);
+    }
+
+    /// [`next_timeout`](Self::next_timeout) is due.
+    fn timeout(&mut self, cx: &mut TurnCx<'_, Self::Output>) {
+        let _ = cx;
+    }
+
+    /// Does what needs no event of the loop: reads what is known to be readable, starts and ends disk I/O, passes on what one
+    /// machine has for another. It bounds itself. Returns whether it did something; then there is another round.
+    fn work(&mut self, cx: &mut TurnCx<'_, Self::Output>) -> bool {
+        let _ = cx;
+        false
+    }
+
+    /// The turn ends: what was collected in it is posted, and then sent.
+    fn end(&mut self, cx: &mut TurnCx<'_, Self::Output>) {
+        let _ = cx;
+    }
+
+    /// What was posted in this turn is on its way: the time for what takes long, such as copies into other sockets, since
+    /// nobody waits for a packet meanwhile. True: there is more to do at once, which nothing else will call for.
+    fn sent(&mut self, cx: &mut TurnCx<'_, Self::Output>) -> bool {
+        let _ = cx;
+        false
+    }
+
+    /// When to call [`timeout`](Self::timeout) at the latest.
+    fn next_timeout(&self) -> Option<Instant> {
+        None
+    }
+}

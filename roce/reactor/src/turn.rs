@@ -1,0 +1,514 @@
+//! The loop.
+
+use std::{cell::Cell, collections::VecDeque, fmt, io, mem, os::fd::AsRawFd, sync::Arc, time::Duration};
+
+use mio::{Events, Interest, Poll, Token, Waker, unix::SourceFd};
+use roce::{
+    Completion, Flush, LocalDevice, RxMeta,
+    verbs::{
+        Instant,
+        provider::{Event, QpId, VerbsError},
+    },
+};
+
+use crate::{
+    counters::Counters,
+    jobs::{Helper, JobResult, Jobs, jobs},
+    mailbox::Mailbox,
+    service::{RESERVED, Readiness, Service, Sockets, TurnCx},
+    wait::{Idle, Spin, SpinMode},
+};
+
+/// Of the device's sockets.
+const DEVICE: Token = Token(RESERVED);
+/// Of the mailbox.
+const MAIL: Token = Token(RESERVED + 1);
+
+/// Rounds of a turn, and how long they may take together: then what was posted is sent.
+const ROUNDS: usize = 4;
+const TURN: Duration = Duration::from_micros(300);
+/// Batches of completions, and events, of one round.
+const BATCHES: usize = 16;
+const BATCH: usize = 256;
+/// Flushes at the end of the last turn.
+const LAST_FLUSHES: usize = 64;
+
+/// How a loop works.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ReactorConfig {
+    /// Whether it spins before it sleeps.
+    pub spin: SpinMode,
+    /// Packets that it receives in a turn, about.
+    pub packets: usize,
+}
+
+impl Default for ReactorConfig {
+    fn default() -> Self {
+        Self {
+            spin: SpinMode::default(),
+            packets: 128,
+        }
+    }
+}
+
+/// Why a loop ended that was not told to.
+#[derive(Debug, thiserror::Error)]
+pub enum ReactorError {
+    /// The system refused to wait, or to watch a descriptor.
+    #[error("waiting failed: {0}")]
+    Wait(#[from] io::Error),
+    /// The device can't be used any more.
+    #[error(transparent)]
+    Device(#[from] VerbsError),
+}
+
+/// What comes from other threads.
+enum Letter<C, J> {
+    Command(C),
+    Done(JobResult<J>),
+    /// A datagram for a device that reached the host by another socket.
+    Datagram(usize, RxMeta, Vec<u8>),
+}
+
+/// What other threads have of a loop. Letters to one that has ended are lost.
+pub struct Handle<C, J>(Arc<Mailbox<Letter<C, J>>>);
+
+impl<C, J> Clone for Handle<C, J> {
+    fn clone(&self) -> Self {
+        Self(self.0.clone())
+    }
+}
+
+impl<C, J> fmt::Debug for Handle<C, J> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Handle").field(&self.0).finish()
+    }
+}
+
+impl<C, J> Handle<C, J> {
+    /// Asks the service for something. Commands arrive in the order in which they are given.
+    pub fn command(&self, command: C) {
+        self.0.send(Letter::Command(command));
+    }
+
+    /// Passes on a datagram that reached the host by another socket, for the device of this number; see
+    /// [`LocalDevice::inject`].
+    pub fn inject(&self, device: usize, meta: RxMeta, datagram: Vec<u8>) {
+        self.0.send(Letter::Datagram(device, meta, datagram));
+    }
+
+    /// How often the loop was woken for a letter.
+    pub fn rings(&self) -> u64 {
+        self.0.rings()
+    }
+}
+
+/// A loop that is not running yet: it is made in one thread, which keeps a [`Handle`] and a [`Helper`], and run in another.
+pub struct Reactor<S: Service> {
+    config: ReactorConfig,
+    poll: Poll,
+    mailbox: Arc<Mailbox<Letter<S::Command, S::Output>>>,
+    jobs: Jobs<S::Output>,
+}
+
+impl<S: Service> fmt::Debug for Reactor<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reactor")
+            .field("config", &self.config)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<S: Service> Reactor<S> {
+    /// A loop, and the helper that does its jobs, which is for the thread that makes it or one more.
+    ///
+    /// # Errors
+    /// When the system gives no descriptors.
+    pub fn new(config: ReactorConfig) -> io::Result<(Self, Helper<S::Output>)> {
+        let poll = Poll::new()?;
+        let waker = Waker::new(poll.registry(), MAIL)?;
+        let mailbox = Arc::new(Mailbox::new(waker));
+        let results = mailbox.clone();
+        let (jobs, helper) = jobs(move |done| results.send(Letter::Done(done)));
+        let made = Self {
+            config,
+            poll,
+            mailbox,
+            jobs,
+        };
+        Ok((made, helper))
+    }
+
+    /// For other threads.
+    pub fn handle(&self) -> Handle<S::Command, S::Output> {
+        Handle(self.mailbox.clone())
+    }
+
+    /// Runs the loop in this thread, until the service [stops](TurnCx::stop) it, and returns the service. `start` makes the
+    /// service here.
+    ///
+    /// # Errors
+    /// When the system refuses to wait, or the device fails.
+    pub fn run(
+        self,
+        device: LocalDevice,
+        start: impl FnOnce(&mut TurnCx<'_, S::Output>) -> S,
+    ) -> Result<S, ReactorError> {
+        let mut turns = Loop::new(self, device)?;
+        let mut service = start(&mut turns.cx());
+        loop {
+            turns.turn(&mut service)?;
+            if turns.stop {
+                turns.last_flush();
+                return Ok(service);
+            }
+            turns.wait(&service)?;
+        }
+    }
+}
+
+/// A loop that runs.
+struct Loop<C, J> {
+    config: ReactorConfig,
+    device: LocalDevice,
+    poll: Poll,
+    events: Events,
+    mailbox: Arc<Mailbox<Letter<C, J>>>,
+    jobs: Jobs<J>,
+    spin: Spin,
+    now: Instant,
+    /// Letters that were taken out.
+    letters: VecDeque<Letter<C, J>>,
+    /// The service's descriptors that are ready.
+    ready: Vec<(Token, Readiness)>,
+    /// The device has packets, as far as is known.
+    readable: bool,
+    /// The send buffer was full, and there was no room since.
+    blocked: bool,
+    /// Room in the send buffer is watched for.
+    watches_room: bool,
+    /// There is something to do at once.
+    again: bool,
+    completions: Vec<(QpId, Completion)>,
+    event: Option<Event>,
+    counters: Counters,
+    changes: Cell<u64>,
+    stop: bool,
+}
+
+impl<C, J> Loop<C, J> {
+    fn new<S>(reactor: Reactor<S>, device: LocalDevice) -> io::Result<Self>
+    where
+        S: Service<Command = C, Output = J>,
+    {
+        let mut made = Self {
+            spin: Spin::new(reactor.config.spin),
+            config: reactor.config,
+            device,
+            poll: reactor.poll,
+            events: Events::with_capacity(256),
+            mailbox: reactor.mailbox,
+            jobs: reactor.jobs,
+            now: roce::now(),
+            letters: VecDeque::new(),
+            ready: Vec::new(),
+            readable: true,
+            blocked: false,
+            watches_room: false,
+            again: false,
+            completions: Vec::with_capacity(BATCH),
+            event: None,
+            counters: Counters::default(),
+            changes: Cell::new(0),
+            stop: false,
+        };
+        for fd in made.device.descriptors() {
+            made.changes.set(made.changes.get() + 1);
+            let fd = fd.as_raw_fd();
+            let registry = made.poll.registry();
+            registry.register(&mut SourceFd(&fd), DEVICE, Interest::READABLE)?;
+        }
+        Ok(made)
+    }
+
+    fn cx(&mut self) -> TurnCx<'_, J> {
+        TurnCx {
+            now: self.now,
+            device: &mut self.device,
+            sockets: Sockets::new(self.poll.registry(), &self.changes),
+            jobs: &self.jobs,
+            counters: &self.counters,
+            stop: &mut self.stop,
+        }
+    }
+
+    /// One turn: letters, packets, what follows of them, and what is to be sent.
+    fn turn<S>(&mut self, service: &mut S) -> Result<(), ReactorError>
+    where
+        S: Service<Command = C, Output = J>,
+    {
+        self.counters.turns += 1;
+        self.counters.interests = self.changes.get();
+        self.now = roce::now();
+        let begun = self.now;
+        self.read_letters(service);
+        if self.readable {
+            self.counters.receives += 1;
+            self.readable = self.device.receive(self.now, self.config.packets);
+        }
+        self.device.run_timers(self.now, self.readable);
+        let mut ready = mem::take(&mut self.ready);
+        for (token, readiness) in ready.drain(..) {
+            service.ready(&mut self.cx(), token, readiness);
+        }
+        self.ready = ready;
+        let quiet = self.rounds(service, begun)?;
+        service.end(&mut self.cx());
+        let flushed = self.flush()?;
+        let more = service.sent(&mut self.cx());
+        // Sending can complete work requests, and ending a turn can post what completes at once.
+        let provider = self.device.provider();
+        let left = provider.poll_completions(&mut self.completions, BATCH)?;
+        if left == 0 && self.event.is_none() {
+            self.event = provider.poll_event();
+        }
+        self.again = !quiet || more || self.readable || flushed == Flush::More || left > 0 || self.event.is_some();
+        Ok(())
+    }
+
+    /// Hands on what there is until there is nothing, or it is time to send. True: there is nothing.
+    fn rounds<S>(&mut self, service: &mut S, begun: Instant) -> Result<bool, ReactorError>
+    where
+        S: Service<Command = C, Output = J>,
+    {
+        for _ in 0..ROUNDS {
+            self.counters.rounds += 1;
+            let mut busy = self.hand_on(service)?;
+            busy |= service.work(&mut self.cx());
+            if service.next_timeout().is_some_and(|at| at <= self.now) {
+                service.timeout(&mut self.cx());
+                busy = true;
+            }
+            if !busy {
+                return Ok(true);
+            }
+            self.now = roce::now();
+            if self.now.saturating_since(begun) > TURN {
+                self.counters.cut += 1;
+                break;
+            }
+        }
+        Ok(false)
+    }
+
+    fn read_letters<S>(&mut self, service: &mut S)
+    where
+        S: Service<Command = C, Output = J>,
+    {
+        let mut letters = mem::take(&mut self.letters);
+        self.mailbox.take(&mut letters);
+        for letter in letters.drain(..) {
+            match letter {
+                Letter::Command(command) => {
+                    self.counters.commands += 1;
+                    service.command(&mut self.cx(), command);
+                }
+                Letter::Done(done) => {
+                    self.counters.jobs += 1;
+                    service.job_done(&mut self.cx(), done);
+                }
+                Letter::Datagram(device, meta, bytes) => self.device.inject(self.now, device, &bytes, &meta),
+            }
+        }
+        self.letters = letters;
+    }
+
+    /// Completions and events, those first that came first. True: there were some.
+    fn hand_on<S>(&mut self, service: &mut S) -> Result<bool, ReactorError>
+    where
+        S: Service<Command = C, Output = J>,
+    {
+        let mut any = false;
+        for _ in 0..BATCHES {
+            // An event that was taken at the end of a turn: all that was completed before it has been handed on.
+            if let Some(event) = self.event.take() {
+                service.event(&mut self.cx(), event);
+                any = true;
+            }
+            let mut completions = mem::take(&mut self.completions);
+            if completions.is_empty() {
+                self.device.provider().poll_completions(&mut completions, BATCH)?;
+            }
+            if completions.is_empty() {
+                self.event = self.device.provider().poll_event();
+                if self.event.is_none() {
+                    self.completions = completions;
+                    return Ok(any);
+                }
+            } else {
+                self.counters.completions += completions.len() as u64;
+                service.completions(&mut self.cx(), &completions);
+                completions.clear();
+                any = true;
+            }
+            self.completions = completions;
+        }
+        Ok(true)
+    }
+
+    /// Sends what there is to send, unless there was no room and is none.
+    fn flush(&mut self) -> io::Result<Flush> {
+        if self.blocked {
+            return Ok(Flush::Blocked);
+        }
+        let flushed = self.device.flush(self.now);
+        self.blocked = flushed == Flush::Blocked;
+        self.counters.blocked += u64::from(self.blocked);
+        self.watch_room(self.blocked)?;
+        Ok(flushed)
+    }
+
+    /// Watches for room in the send buffer, or no longer.
+    fn watch_room(&mut self, watch: bool) -> io::Result<()> {
+        if self.watches_room == watch {
+            return Ok(());
+        }
+        self.watches_room = watch;
+        let interest = match watch {
+            true => Interest::READABLE | Interest::WRITABLE,
+            false => Interest::READABLE,
+        };
+        for fd in self.device.descriptors() {
+            self.changes.set(self.changes.get() + 1);
+            let fd = fd.as_raw_fd();
+            let registry = self.poll.registry();
+            registry.reregister(&mut SourceFd(&fd), DEVICE, interest)?;
+        }
+        Ok(())
+    }
+
+    /// Sends what the last turn has left, as far as there is room.
+    fn last_flush(&mut self) {
+        for _ in 0..LAST_FLUSHES {
+            if self.device.flush(roce::now()) != Flush::More {
+                return;
+            }
+        }
+    }
+
+    /// Between two turns: looks what is ready, and waits for it if there is nothing to do.
+    fn wait<S>(&mut self, service: &S) -> Result<(), ReactorError>
+    where
+        S: Service<Command = C, Output = J>,
+    {
+        let begun = roce::now();
+        let limit = self.limit(service, begun);
+        if limit == Some(Duration::ZERO) {
+            self.look()?;
+            return Ok(());
+        }
+        let spun = self.spin(begun, limit)?;
+        if spun != Some(true) {
+            let limit = limit.map(|limit| limit.saturating_sub(roce::now().saturating_since(begun)));
+            self.sleep(limit)?;
+        }
+        let now = roce::now();
+        let time = now.saturating_since(begun);
+        self.spin.ended(now, Idle { time, spun });
+        Ok(())
+    }
+
+    /// How long there is nothing to do, as far as is known; `None`: for ever.
+    fn limit<S>(&mut self, service: &S, now: Instant) -> Option<Duration>
+    where
+        S: Service<Command = C, Output = J>,
+    {
+        if self.again || self.mailbox.is_full() {
+            return Some(Duration::ZERO);
+        }
+        let service = service.next_timeout().map(|at| at.saturating_since(now));
+        let device = self.device.next_timeout(now);
+        service.into_iter().chain(device).min()
+    }
+
+    /// Looks for something to do for a while. `Some(true)`: there is something; `None`: it did not spin.
+    fn spin(&mut self, begun: Instant, limit: Option<Duration>) -> io::Result<Option<bool>> {
+        let budget = self.spin.budget(begun);
+        let budget = limit.map_or(budget, |limit| budget.min(limit));
+        if budget.is_zero() {
+            return Ok(None);
+        }
+        self.counters.spins += 1;
+        let before = self.switches();
+        let found = loop {
+            if self.mailbox.is_full() || self.look()? {
+                break true;
+            }
+            if roce::now().saturating_since(begun) >= budget {
+                break false;
+            }
+            self.counters.yields += 1;
+            std::thread::yield_now();
+        };
+        self.counters.spins_won += u64::from(found);
+        if let (Some(before), Some(after)) = (before, self.switches()) {
+            self.spin.switched(roce::now(), before, after);
+        }
+        Ok(Some(found))
+    }
+
+    /// How often this thread was made to give up its processor, if that matters.
+    fn switches(&mut self) -> Option<u64> {
+        if !self.spin.wants_switches() {
+            return None;
+        }
+        self.counters.usages += 1;
+        let mut usage = mem::MaybeUninit::<libc::rusage>::zeroed();
+        // SAFETY: the call fills what it is given.
+        let done = unsafe { libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr()) };
+        // SAFETY: all-zero is a valid `rusage`.
+        let usage = unsafe { usage.assume_init() };
+        (done == 0).then_some(usage.ru_nivcsw as u64)
+    }
+
+    /// Looks at the descriptors. True: one is ready.
+    fn look(&mut self) -> io::Result<bool> {
+        self.counters.looks += 1;
+        let looked = self.poll.poll(&mut self.events, Some(Duration::ZERO));
+        self.take_events(looked)
+    }
+
+    /// Waits for a descriptor, a letter or the end of the time.
+    fn sleep(&mut self, limit: Option<Duration>) -> io::Result<bool> {
+        let (poll, events, counters) = (&mut self.poll, &mut self.events, &mut self.counters);
+        let waited = self.mailbox.asleep(|may_wait| {
+            if may_wait {
+                counters.sleeps += 1;
+                poll.poll(events, limit)
+            } else {
+                counters.looks += 1;
+                poll.poll(events, Some(Duration::ZERO))
+            }
+        });
+        self.take_events(waited)
+    }
+
+    fn take_events(&mut self, polled: io::Result<()>) -> io::Result<bool> {
+        match polled {
+            // By a signal, or by io_uring, which has something to do in this thread.
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => return Ok(true),
+            polled => polled?,
+        }
+        for event in &self.events {
+            match event.token() {
+                DEVICE => {
+                    self.readable |= event.is_readable();
+                    self.blocked &= !event.is_writable();
+                }
+                MAIL => {}
+                token => self.ready.push((token, Readiness::from(event))),
+            }
+        }
+        Ok(!self.events.is_empty())
+    }
+}

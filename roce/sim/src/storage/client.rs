@@ -1,0 +1,547 @@
+//! A client's host: a session, devices, and a program that works with them and checks what it gets.
+
+use std::collections::BTreeMap;
+
+use rnbd::{
+    block::BlockOp,
+    client::{
+        Client as Rnbd,
+        output::{DeviceKey, Output as DeviceOutput},
+        state::DeviceState,
+    },
+    proto::AccessMode,
+};
+use roce_verbs::WcStatus;
+use rtrs::{
+    PathError,
+    client::{Buffer, Client as Rtrs, Output, SessionConfig, SessionId},
+    cx::Cx,
+};
+
+use crate::{
+    rng::Dice,
+    scenario::{MS, SEC},
+    storage::{
+        disk::SimDisk,
+        ledger::{Ledger, Life},
+        tally::Coverage,
+    },
+    trace::Notes,
+    world::Check,
+};
+
+/// Networks and hosts that fail don't end a path like this: somebody has broken the rules.
+pub(super) fn honest(why: &PathError) -> Check {
+    let broken = match why {
+        PathError::Protocol(_) | PathError::Unexpected(_) | PathError::AccessError => true,
+        PathError::Completion { status, .. } => matches!(
+            status,
+            WcStatus::LocalLengthError | WcStatus::LocalProtectionError | WcStatus::LocalQpOperationError
+        ),
+        _ => false,
+    };
+    match broken {
+        true => Err(format!("a path is lost: {why}")),
+        false => Ok(()),
+    }
+}
+
+/// What a buffer holds that must not be touched.
+const UNTOUCHED: u8 = 0x5c;
+/// Buffers that are watched after their operation, at most.
+const WATCHED: usize = 3;
+/// Rounds of a turn, at most.
+const ROUNDS: u32 = 10_000;
+
+/// What a client is like.
+#[derive(Clone, Debug)]
+pub(crate) struct ClientPlan {
+    pub(crate) config: SessionConfig,
+    /// Which devices, and how it opens them.
+    pub(crate) devices: Vec<(usize, AccessMode)>,
+    /// Operations in flight at most.
+    pub(crate) depth: usize,
+    /// Operations of all its sessions.
+    pub(crate) operations: u32,
+    /// Pause of the program, at most, nanoseconds.
+    pub(crate) think: u64,
+    /// It ends its session in the middle, with this probability at each operation.
+    pub(crate) leaves: f64,
+    /// Likewise it unmaps the device.
+    pub(crate) unmaps: f64,
+    /// How long it waits for a session that is lost, nanoseconds.
+    pub(crate) patience: u64,
+}
+
+/// What a client works with.
+pub(crate) struct Bench<'a> {
+    pub(crate) ledger: &'a mut Ledger,
+    pub(crate) disks: &'a [SimDisk],
+    pub(crate) dice: &'a mut Dice,
+    pub(crate) coverage: &'a mut Coverage,
+}
+
+/// Where its program is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum App {
+    /// Between two sessions.
+    Idle,
+    Opening,
+    Open,
+    Closing,
+    Done,
+}
+
+/// Where a device is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Place {
+    Closed,
+    Mapping(DeviceKey),
+    Up(DeviceKey),
+    /// It was up; its session was lost.
+    Lost(DeviceKey),
+    Unmapping(DeviceKey),
+}
+
+impl Place {
+    fn key(self) -> Option<DeviceKey> {
+        match self {
+            Self::Closed => None,
+            Self::Mapping(key) | Self::Up(key) | Self::Lost(key) | Self::Unmapping(key) => Some(key),
+        }
+    }
+}
+
+/// A device of a client's.
+#[derive(Debug)]
+pub(super) struct Slot {
+    pub(super) device: usize,
+    pub(super) mode: AccessMode,
+    pub(super) place: Place,
+    /// It is to be opened (again) then.
+    again_at: u64,
+    /// A flush has failed since the device was opened.
+    pub(super) flush_failed: bool,
+    /// The blocks up to here have been read at the end; `None` before that.
+    pub(super) read_back: Option<u64>,
+    /// All has been read.
+    pub(super) finished: bool,
+}
+
+/// An operation in flight.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Op {
+    pub(super) slot: usize,
+    pub(super) op: BlockOp,
+    pub(super) lba: u64,
+    pub(super) count: u64,
+    pub(super) begin: u64,
+    /// Of something that changes the device.
+    pub(super) change: Option<u64>,
+    /// A flush had failed before it was sent.
+    pub(super) after_error: bool,
+}
+
+/// A buffer of an operation that has ended: nothing may touch it.
+struct Watched {
+    session: SessionId,
+    buffer: Buffer,
+    until: u64,
+}
+
+/// See the module.
+pub(crate) struct ClientSide {
+    pub(crate) rtrs: Rtrs,
+    pub(super) rnbd: Rnbd,
+    pub(super) life: Life,
+    pub(super) plan: ClientPlan,
+    pub(super) app: App,
+    pub(super) session: Option<SessionId>,
+    opened_at: u64,
+    down_since: Option<u64>,
+    pub(super) slots: Vec<Slot>,
+    pub(super) left: u32,
+    pub(super) in_flight: BTreeMap<u64, Op>,
+    pub(super) next_user: u64,
+    watched: Vec<Watched>,
+    /// When the program wants to go on.
+    pub(crate) app_at: Option<u64>,
+    pub(super) quiet: bool,
+    /// Sessions that are opened from here on are not lost, and operations succeed.
+    pub(super) safe_from: Option<u64>,
+    notes: Notes,
+    /// Operations that ended, and of these with success.
+    pub(crate) ended: [u64; 2],
+}
+
+impl ClientSide {
+    pub(crate) fn new(client: usize, plan: ClientPlan, notes: Notes) -> Self {
+        let slots = plan.devices.iter().map(|(device, mode)| Slot {
+            device: *device,
+            mode: *mode,
+            place: Place::Closed,
+            again_at: 0,
+            flush_failed: false,
+            read_back: None,
+            finished: false,
+        });
+        Self {
+            slots: slots.collect(),
+            notes,
+            rtrs: Rtrs::new(),
+            rnbd: Rnbd::new(),
+            life: Life { client, life: 0 },
+            app: App::Idle,
+            session: None,
+            opened_at: 0,
+            down_since: None,
+            left: plan.operations,
+            in_flight: BTreeMap::new(),
+            next_user: 0,
+            watched: Vec::new(),
+            app_at: Some(0),
+            quiet: false,
+            safe_from: None,
+            ended: [0; 2],
+            plan,
+        }
+    }
+
+    pub(crate) fn is_done(&self) -> bool {
+        self.app == App::Done
+    }
+
+    /// Nothing goes wrong any more; from `safe_from` on nothing must.
+    pub(crate) fn enter_quiet(&mut self, safe_from: u64) {
+        self.quiet = true;
+        self.left = self.left.min(20);
+        self.safe_from.get_or_insert(safe_from);
+    }
+
+    /// Nothing goes wrong in all of the run.
+    pub(crate) fn stay_calm(&mut self) {
+        self.safe_from = Some(0);
+    }
+
+    pub(crate) fn situation(&self) -> String {
+        let places: Vec<Place> = self.slots.iter().map(|slot| slot.place).collect();
+        format!(
+            "client {} is {:?} with devices {places:?}, {} operations in flight and {} to come",
+            self.life.client,
+            self.app,
+            self.in_flight.len(),
+            self.left
+        )
+    }
+
+    /// Its host has died; it starts again.
+    pub(crate) fn crash(&mut self, now: u64, ledger: &mut Ledger) {
+        for op in core::mem::take(&mut self.in_flight).into_values() {
+            if let Some(id) = op.change {
+                ledger.lose(now, id);
+            }
+        }
+        let new = Self::new(self.life.client, self.plan.clone(), self.notes);
+        let old = core::mem::replace(self, new);
+        (self.life, self.left, self.quiet, self.safe_from) = (old.life, old.left, old.quiet, old.safe_from);
+        (self.next_user, self.ended, self.app_at) = (old.next_user, old.ended, None);
+        if old.app == App::Done {
+            self.app = App::Done;
+        }
+    }
+
+    /// The program goes on at this time, or earlier.
+    pub(crate) fn wake_at(&mut self, at: u64) {
+        self.app_at = Some(self.app_at.map_or(at, |planned| planned.min(at)));
+    }
+
+    /// Everything that can be done now.
+    pub(crate) fn work(&mut self, cx: &mut Cx<'_>, bench: &mut Bench<'_>) -> Check {
+        let now = cx.now.as_nanos();
+        if self.app_at.is_some_and(|at| at <= now) {
+            self.app_at = None;
+            self.go_on(cx, bench)?;
+        }
+        for _ in 0..ROUNDS {
+            let mut moved = false;
+            while let Some(output) = self.rtrs.poll_output() {
+                moved = true;
+                if !matches!(output, Output::Done { .. }) {
+                    self.notes
+                        .say(now, || format!("client {}: {output:?}", self.life.client));
+                }
+                self.told(&output, now, bench)?;
+                self.rnbd.rtrs(&mut self.rtrs, output);
+            }
+            while let Some(output) = self.rnbd.poll_output() {
+                moved = true;
+                self.notes
+                    .say(now, || format!("client {}: {output:?}", self.life.client));
+                self.device_told(now, output, bench)?;
+            }
+            while let Some((session, submission)) = self.rnbd.poll_submission(cx, &mut self.rtrs) {
+                moved = true;
+                if let Err((back, error)) = self.rtrs.submit(cx, session, submission) {
+                    let done = Output::Done {
+                        session,
+                        tag: back.tag,
+                        result: Err(error),
+                        data: back.data,
+                    };
+                    self.rnbd.rtrs(&mut self.rtrs, done);
+                }
+            }
+            if !moved {
+                return Ok(());
+            }
+        }
+        Err(format!("a turn without end: {}", self.situation()))
+    }
+
+    fn go_on(&mut self, cx: &mut Cx<'_>, bench: &mut Bench<'_>) -> Check {
+        let now = cx.now.as_nanos();
+        self.look_at_watched(now)?;
+        let finished = self.slots.iter().all(|slot| slot.finished);
+        match (self.app, self.session) {
+            (App::Idle, _) => {
+                // What was told of the session's end had to come with it.
+                if !self.in_flight.is_empty() || self.slots.iter().any(|slot| slot.place != Place::Closed) {
+                    return Err(format!("something outlives its session: {}", self.situation()));
+                }
+                match finished {
+                    true if self.watched.is_empty() => self.app = App::Done,
+                    true => {}
+                    false => self.open(cx),
+                }
+            }
+            (App::Open, Some(session)) => self.serve(cx, session, bench)?,
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn open(&mut self, cx: &mut Cx<'_>) {
+        self.life.life += 1;
+        let mut config = self.plan.config.clone();
+        config.name = format!("c{}-{}", self.life.client, self.life.life);
+        let opened = self.rtrs.open(cx, config);
+        self.session = Some(opened.expect("a possible configuration"));
+        (self.app, self.opened_at, self.down_since) = (App::Opening, cx.now.as_nanos(), None);
+    }
+
+    /// Works with a session that is open.
+    fn serve(&mut self, cx: &mut Cx<'_>, session: SessionId, bench: &mut Bench<'_>) -> Check {
+        let now = cx.now.as_nanos();
+        if self.rtrs.state(session).is_err() {
+            let until = *self.down_since.get_or_insert(now) + self.plan.patience;
+            if self.plan.config.max_reconnects == 0 || now >= until {
+                self.close(cx, session);
+            } else {
+                self.wake_at(until);
+            }
+            return Ok(());
+        }
+        self.down_since = None;
+        for i in 0..self.slots.len() {
+            let slot = &mut self.slots[i];
+            match slot.place {
+                Place::Closed if slot.finished => {}
+                Place::Lost(key) if slot.again_at <= now => {
+                    slot.again_at = u64::MAX;
+                    self.rnbd.remap(key);
+                }
+                Place::Closed if slot.again_at <= now => {
+                    let name = format!("d{}", slot.device);
+                    slot.place = Place::Mapping(self.rnbd.map(session, &name, slot.mode));
+                }
+                Place::Closed | Place::Lost(_) => {
+                    let at = slot.again_at;
+                    self.wake_at(at);
+                }
+                _ => {}
+            }
+        }
+        self.operate(cx, session, bench)?;
+        if self.app == App::Open {
+            self.leave_finished(cx, session)?;
+        }
+        Ok(())
+    }
+
+    /// Devices that nothing more is done with are unmapped, then the session is closed.
+    fn leave_finished(&mut self, cx: &mut Cx<'_>, session: SessionId) -> Check {
+        for slot in &mut self.slots {
+            if let Place::Up(key) = slot.place
+                && slot.finished
+            {
+                slot.place = Place::Unmapping(key);
+                self.rnbd.unmap(key);
+            }
+        }
+        let finished = |slot: &Slot| slot.finished && slot.place == Place::Closed;
+        if self.slots.iter().all(finished) {
+            // A session that has come back asks for the protocol version by itself.
+            match self.rtrs.permits(session).saturating_sub(self.rnbd.in_flight()) {
+                0 => self.close(cx, session),
+                lost => {
+                    return Err(format!(
+                        "client {}: {lost} permits have not come back",
+                        self.life.client
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// What RTRS tells of the session.
+    fn told(&mut self, output: &Output, now: u64, bench: &mut Bench<'_>) -> Check {
+        match output {
+            Output::Opened(..) => {
+                self.app = App::Open;
+                self.wake_at(now);
+            }
+            Output::Up(..) => {
+                // The server takes no requests of a new path before it is done with those of the old.
+                bench.ledger.session_over(now, self.life);
+                bench.coverage.note("reconnected");
+                self.wake_at(now);
+            }
+            Output::Down(_, why) => {
+                bench.coverage.note("session lost");
+                honest(why)?;
+                if self.safe_from.is_some_and(|from| self.opened_at >= from) {
+                    return Err(format!("client {}: the session is lost: {why}", self.life.client));
+                }
+                self.wake_at(now);
+            }
+            Output::OpenFailed(..) | Output::Closed(_) => {
+                bench
+                    .coverage
+                    .note_if("open failed", matches!(output, Output::OpenFailed(..)));
+                self.app = App::Idle;
+                let rest = if self.quiet { 20 * MS } else { 500 * MS };
+                self.wake_at(now + bench.dice.range(MS, rest));
+            }
+            Output::Done { .. } => {}
+        }
+        Ok(())
+    }
+
+    pub(super) fn close(&mut self, cx: &mut Cx<'_>, session: SessionId) {
+        self.app = App::Closing;
+        self.rtrs.close(cx, session);
+    }
+
+    fn device_told(&mut self, now: u64, output: DeviceOutput, bench: &mut Bench<'_>) -> Check {
+        let again = now + bench.dice.range(MS, 200 * MS);
+        match output {
+            DeviceOutput::Mapped(device, _) => {
+                bench.coverage.note("device opened");
+                self.slot(device)?.place = Place::Up(device);
+                self.slot(device)?.flush_failed = false;
+                self.wake_at(now);
+            }
+            DeviceOutput::MapFailed(device, why) => {
+                bench.coverage.note("open refused");
+                self.notes.say(now, || format!("client {}: {why}", self.life.client));
+                let slot = self.slot(device)?;
+                slot.again_at = again;
+                if slot.place == Place::Mapping(device) {
+                    slot.place = Place::Closed;
+                }
+                self.wake_at(again);
+            }
+            DeviceOutput::Unmapped(device, result) => {
+                if self
+                    .in_flight
+                    .values()
+                    .any(|op| self.slots[op.slot].place.key() == Some(device))
+                {
+                    return Err(format!(
+                        "a device is unmapped before its operations: {}",
+                        self.situation()
+                    ));
+                }
+                let slot = self.slot(device)?;
+                (slot.place, slot.again_at) = (Place::Closed, again);
+                if result.is_ok() && !slot.finished {
+                    bench.coverage.note("device closed and opened again");
+                }
+                self.wake_at(again);
+            }
+            DeviceOutput::Done { user, result, data, .. } => {
+                self.done(now, user, result, data.as_ref(), bench)?;
+                if let (Some(session), Some(data)) = (self.session, data) {
+                    self.give_back(now, session, data, bench.dice)?;
+                }
+                self.wake_at(now + bench.dice.range(0, self.plan.think));
+            }
+            DeviceOutput::State(device, DeviceState::Mapped) => {
+                bench.coverage.note("device opened after reconnecting");
+                let slot = self.slot(device)?;
+                (slot.place, slot.flush_failed) = (Place::Up(device), false);
+                self.wake_at(now);
+            }
+            DeviceOutput::State(device, DeviceState::MappedDisconnected) => {
+                let slot = self.slot(device)?;
+                (slot.place, slot.again_at) = (Place::Lost(device), u64::MAX);
+            }
+            DeviceOutput::State(..) | DeviceOutput::Geometry(..) => {}
+        }
+        Ok(())
+    }
+
+    fn slot(&mut self, device: DeviceKey) -> Result<&mut Slot, String> {
+        let found = self.slots.iter_mut().find(|slot| slot.place.key() == Some(device));
+        found.ok_or_else(|| format!("something is told of {device:?}, which is no device of the client's"))
+    }
+
+    /// A buffer goes back, or is watched for a while.
+    fn give_back(&mut self, now: u64, session: SessionId, buffer: Buffer, dice: &mut Dice) -> Check {
+        let watch = self.watched.len() < WATCHED && dice.chance(0.5);
+        let Some(buffers) = self.rtrs.buffers(session).filter(|_| watch) else {
+            self.rtrs.give_buffer(session, buffer);
+            return Ok(());
+        };
+        let filled = buffers.write(&buffer, 0, &vec![UNTOUCHED; buffer.len()]);
+        filled.map_err(|e| e.to_string())?;
+        let until = now + dice.pick(&[MS / 10, 5 * MS, SEC]);
+        self.watched.push(Watched { session, buffer, until });
+        self.wake_at(until);
+        Ok(())
+    }
+
+    fn look_at_watched(&mut self, now: u64) -> Check {
+        let (over, rest): (Vec<_>, Vec<_>) = self.watched.drain(..).partition(|watched| watched.until <= now);
+        self.watched = rest;
+        for watched in over {
+            let mut bytes = vec![0; watched.buffer.len()];
+            if let Some(buffers) = self.rtrs.buffers(watched.session) {
+                buffers
+                    .read(&watched.buffer, 0, &mut bytes)
+                    .map_err(|e| e.to_string())?;
+                if bytes.iter().any(|b| *b != UNTOUCHED) {
+                    return Err("a buffer was written after its operation had ended".into());
+                }
+            }
+            self.rtrs.give_buffer(watched.session, watched.buffer);
+        }
+        if let Some(at) = self.watched.iter().map(|watched| watched.until).min() {
+            self.wake_at(at);
+        }
+        Ok(())
+    }
+
+    /// Whether nothing is left of its sessions.
+    pub(crate) fn check_empty(&self) -> Check {
+        let sessions = self.rtrs.sessions().count();
+        match (self.in_flight.len(), sessions) {
+            (0, 0) => Ok(()),
+            (operations, sessions) => Err(format!(
+                "client {} is left with {operations} operations and {sessions} sessions",
+                self.life.client
+            )),
+        }
+    }
+}

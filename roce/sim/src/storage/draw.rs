@@ -1,0 +1,241 @@
+//! What a run with storage is made of, drawn from its seed.
+
+use core::time::Duration;
+use std::net::{IpAddr, SocketAddr};
+
+use rnbd::{proto::AccessMode, server::queue::QueueLimits};
+use roce_local::FabricConfig;
+use rtrs::{addr::PathAddr, client::SessionConfig, heartbeat::HeartbeatConfig, server::ServerConfig};
+
+use crate::{
+    net::Faults,
+    rng::Dice,
+    scenario::{HostPlan, MS, SEC, Scenario, US, host},
+    storage::{client::ClientPlan, disk::DiskFaults, late::LagPlan, raw::RawPlan, server::ServerPlan, tally::Coverage},
+};
+
+/// See the module.
+pub(crate) struct Draw {
+    /// Nothing but the network's faults goes wrong, and those are mild.
+    pub(crate) calm: bool,
+    pub(crate) scenario: Scenario,
+    /// The server's first; with how it handles keys, and how long it takes to drain, at most.
+    pub(crate) hosts: Vec<(HostPlan, FabricConfig, LagPlan)>,
+    /// Blocks, and how the disk misbehaves.
+    pub(crate) disks: Vec<(u64, DiskFaults)>,
+    pub(crate) server_config: ServerConfig,
+    pub(crate) server: ServerPlan,
+    pub(crate) clients: Vec<ClientPlan>,
+    /// It has the last two hosts and the last disk.
+    pub(crate) raw: Option<RawPlan>,
+    pub(crate) troubles: u32,
+}
+
+fn keys(dice: &mut Dice) -> FabricConfig {
+    let (instant_keys, fast_registration, windows) = dice.pick(&[
+        (true, true, true),
+        (true, true, true),
+        (true, false, true),
+        (false, true, true),
+        (false, true, false),
+        (false, false, true),
+        (false, false, false),
+    ]);
+    FabricConfig {
+        instant_keys,
+        fast_registration,
+        windows,
+    }
+}
+
+fn lag(dice: &mut Dice) -> LagPlan {
+    LagPlan {
+        most: dice.pick(&[0, 0, 20 * US, MS, 20 * MS]),
+        type_1_only: dice.chance(0.3),
+    }
+}
+
+fn heartbeat(dice: &mut Dice) -> HeartbeatConfig {
+    HeartbeatConfig {
+        interval: Duration::from_nanos(dice.pick(&[50 * MS, 200 * MS, SEC])),
+        max_missed: 5,
+    }
+}
+
+fn server_config(addr: IpAddr, dice: &mut Dice) -> ServerConfig {
+    ServerConfig {
+        addr,
+        queue_depth: dice.pick(&[1, 2, 4, 16, 32]),
+        max_chunk_size: dice.pick(&[8 << 10, 16 << 10, 32 << 10]),
+        always_invalidate: dice.chance(0.7),
+        heartbeat: heartbeat(dice),
+        ..ServerConfig::default()
+    }
+}
+
+fn server_plan(calm: bool, dice: &mut Dice) -> ServerPlan {
+    let no_memory = dice.pick(&[0.0, 0.0, 0.2]);
+    ServerPlan {
+        limits: QueueLimits {
+            slots: dice.pick(&[1, 3, 16, 256]),
+            slow: dice.pick(&[1, 4]),
+            quantum: 128 << 10,
+        },
+        no_memory: if calm { 0.0 } else { no_memory },
+        zeroes: dice.chance(0.7),
+        longest: dice.pick(&[8, 64, 1 << 20]),
+    }
+}
+
+fn client_plan(server: IpAddr, devices: usize, client: usize, scale: u32, dice: &mut Dice) -> ClientPlan {
+    let mut config = SessionConfig::new("client", PathAddr::to(SocketAddr::new(server, 1234)));
+    config.connections = dice.pick(&[1, 1, 2, 3]);
+    config.invalidate_reads = dice.chance(0.7);
+    config.heartbeat = heartbeat(dice);
+    config.connect_timeout = Duration::from_secs(dice.pick(&[2, 5, 30]));
+    config.buffer_bytes = dice.chance(0.3).then_some(1 << 20);
+    config.max_reconnects = dice.pick(&[0, 5, 100]);
+    config.reconnect_delay = Duration::from_nanos(dice.pick(&[MS, 50 * MS, SEC]));
+    let first = client % devices;
+    // Others read along, or wait until the device is free.
+    let writes = client < devices || dice.chance(0.4);
+    let mode = if writes {
+        AccessMode::ReadWrite
+    } else {
+        AccessMode::ReadOnly
+    };
+    let mut opens = vec![(first, mode)];
+    if devices > 1 && dice.chance(0.4) {
+        let mode = dice.pick(&[AccessMode::ReadWrite, AccessMode::ReadOnly]);
+        opens.push(((first + 1) % devices, mode));
+    }
+    ClientPlan {
+        config,
+        devices: opens,
+        depth: dice.pick(&[1, 2, 8, 40]),
+        operations: dice.range(1, u64::from(scale)) as u32,
+        think: dice.pick(&[0, 0, MS, 10 * MS]),
+        leaves: dice.pick(&[0.0, 0.0, 0.01]),
+        unmaps: dice.pick(&[0.0, 0.0, 0.01]),
+        patience: dice.pick(&[SEC, 8 * SEC, 20 * SEC]),
+    }
+}
+
+fn disk_faults(calm: bool, dice: &mut Dice) -> DiskFaults {
+    let rare = |dice: &mut Dice, p: f64| if dice.chance(0.3) && !calm { p } else { 0.0 };
+    DiskFaults {
+        delay: dice.pick(&[[0, 0], [1_000, 20_000], [50_000, 3 * MS]]),
+        stall: (rare(dice, 0.03), dice.pick(&[100 * MS, 2 * SEC, 8 * SEC])),
+        read_error: rare(dice, 0.02),
+        write_error: rare(dice, 0.03),
+        flush_error: rare(dice, 0.05),
+    }
+}
+
+/// It is slow at most.
+fn slow(faults: DiskFaults, dice: &mut Dice) -> DiskFaults {
+    DiskFaults {
+        stall: dice.pick(&[(0.0, 0), (0.3, 50 * MS), (0.3, 2 * SEC)]),
+        read_error: 0.0,
+        write_error: 0.0,
+        flush_error: 0.0,
+        ..faults
+    }
+}
+
+fn raw_plan(server: IpAddr, device: usize, dice: &mut Dice) -> RawPlan {
+    let mut config = SessionConfig::new("raw", PathAddr::to(SocketAddr::new(server, 1234)));
+    config.connections = dice.pick(&[1, 2]);
+    config.heartbeat = heartbeat(dice);
+    config.connect_timeout = Duration::from_secs(5);
+    let mut other = config.clone();
+    other.invalidate_reads = dice.chance(0.7);
+    RawPlan {
+        configs: [config, other],
+        device,
+        steps: dice.range(3, 25) as u32,
+        moves: dice.chance(0.5),
+    }
+}
+
+impl Draw {
+    pub(crate) fn new(scale: u32, dice: &mut Dice) -> Self {
+        let calm = dice.chance(0.25);
+        let mut scenario = Scenario::draw(scale, dice);
+        if calm {
+            mild(&mut scenario.faults);
+        }
+        let (clients, devices, v6) = (1 + dice.index(3), 1 + dice.index(2), dice.chance(0.3));
+        let raw = dice.chance(0.3);
+        let count = 1 + clients + if raw { 2 } else { 0 };
+        let mut hosts: Vec<_> = (0..count).map(|i| (host(i, v6, dice), keys(dice), lag(dice))).collect();
+        // A server refuses a client with a larger path MTU than its own.
+        let most = hosts[0].0.mtu;
+        for (host, ..) in &mut hosts {
+            host.mtu = host.mtu.min(most);
+        }
+        let server = hosts[0].0.addr;
+        let mut disks: Vec<_> = (0..devices)
+            .map(|_| (dice.pick(&[16, 64, 200]), disk_faults(calm, dice)))
+            .collect();
+        if raw {
+            disks.push((dice.pick(&[8, 32]), slow(disk_faults(calm, dice), dice)));
+        }
+        Self {
+            calm,
+            disks,
+            server_config: server_config(server, dice),
+            server: server_plan(calm, dice),
+            clients: (0..clients)
+                .map(|i| client_plan(server, devices, i, scale, dice))
+                .collect(),
+            raw: raw.then(|| raw_plan(server, devices, dice)),
+            troubles: if calm { 0 } else { dice.pick(&[0, 1, 3, 6]) },
+            scenario,
+            hosts,
+        }
+    }
+
+    /// What can be said before the run.
+    pub(crate) fn note(&self, coverage: &mut Coverage) {
+        coverage.note_if("calm", self.calm);
+        coverage.note_if("IPv6", self.hosts[0].0.addr.is_ipv6());
+        coverage.note_if(
+            "different MTUs",
+            self.hosts.iter().any(|(h, ..)| h.mtu != self.hosts[0].0.mtu),
+        );
+        coverage.note_if("instant keys at the server", self.hosts[0].1.instant_keys);
+        coverage.note_if(
+            "instant keys at a client",
+            self.hosts[1..].iter().any(|h| h.1.instant_keys),
+        );
+        coverage.note_if("queued keys at the server", !self.hosts[0].1.instant_keys);
+        coverage.note_if(
+            "queued keys at a client",
+            self.hosts[1..].iter().any(|h| !h.1.instant_keys),
+        );
+        coverage.note_if("always_invalidate", self.server_config.always_invalidate);
+        coverage.note_if("no always_invalidate", !self.server_config.always_invalidate);
+        coverage.note_if("zeroes as data", !self.server.zeroes);
+        coverage.note_if("raw client", self.raw.is_some());
+        let any = |which: fn(&ClientPlan) -> bool| self.clients.iter().any(which);
+        coverage.note_if("invalidate_reads", any(|c| c.config.invalidate_reads));
+        coverage.note_if("no invalidate_reads", any(|c| !c.config.invalidate_reads));
+        coverage.note_if("several connections", any(|c| c.config.connections > 1));
+        coverage.note_if("several devices of a session", any(|c| c.devices.len() > 1));
+        coverage.note_if(
+            "read-only device",
+            any(|c| c.devices.iter().any(|(_, mode)| !mode.writable())),
+        );
+        coverage.note_if("reconnecting client", any(|c| c.config.max_reconnects > 0));
+        coverage.note_if("slow drains", self.hosts.iter().any(|h| h.2.most > 0));
+    }
+}
+
+/// Such that no connection is lost.
+fn mild(faults: &mut Faults) {
+    faults.loss = faults.loss.min(0.01);
+    faults.corrupt = faults.corrupt.min(0.01);
+    faults.bandwidth = faults.bandwidth.max(125_000_000);
+    faults.queue = faults.queue.max(64 << 20);
+}

@@ -1,0 +1,360 @@
+//! Hosts that are driven as a loop drives them, in turns, and the network between them.
+
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, BinaryHeap, VecDeque},
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
+
+use roce_local::{Fabric, FabricConfig, Ports};
+use roce_mem::MemoryTable;
+use roce_port::{Port, PortConfig, RxMeta, TxBatch};
+use roce_verbs::{
+    DeviceLimits, Instant,
+    provider::{Provider as _, VerbsError},
+};
+
+use crate::{
+    net::{Frame, Link, NetStats},
+    rng::Dice,
+    scenario::HostPlan,
+    storage::late::{Lag, LagPlan, Late},
+    trace::Trace,
+};
+
+/// The only port of a host.
+pub(crate) struct One {
+    port: Port,
+    mem: Arc<MemoryTable>,
+    addr: IpAddr,
+}
+
+impl Ports for One {
+    fn count(&self) -> usize {
+        1
+    }
+
+    fn port(&mut self, _: usize) -> &mut Port {
+        &mut self.port
+    }
+
+    fn memory(&self, _: usize) -> &Arc<MemoryTable> {
+        &self.mem
+    }
+
+    fn route(&self, src: Option<IpAddr>, _: IpAddr) -> Result<(usize, IpAddr), VerbsError> {
+        match src.is_none_or(|src| src == self.addr) {
+            true => Ok((0, self.addr)),
+            false => Err(VerbsError::Address("not an address of this host".into())),
+        }
+    }
+}
+
+/// A host's network side.
+pub(crate) struct Node {
+    pub(crate) fabric: Fabric<One>,
+    pub(crate) lag: Lag,
+    plan: HostPlan,
+    keys: FabricConfig,
+    batch: Option<TxBatch>,
+    rx: VecDeque<Frame>,
+    rx_bytes: usize,
+    pub(crate) boot: u32,
+    pub(crate) alive: bool,
+    /// The next turn, if one is planned.
+    turn_at: Option<u64>,
+    /// It stands still until then.
+    stopped_until: u64,
+}
+
+fn fabric(plan: &HostPlan, keys: FabricConfig, guid: u64, dice: &mut Dice) -> Fabric<One> {
+    let mut config = PortConfig::new(vec![plan.addr], plan.mtu, guid);
+    config.window = plan.window;
+    config.turn_packets = plan.turn_packets;
+    config.ack_hold = plan.ack_hold;
+    let mem = Arc::new(MemoryTable::new(dice.seed(), &config.limits));
+    let port = Port::new(config, mem.clone(), dice.seed());
+    let addr = plan.addr;
+    let devices = vec![(DeviceLimits::software(guid), vec![addr])];
+    Fabric::new(One { port, mem, addr }, keys, devices)
+}
+
+impl Node {
+    fn guid(index: usize, boot: u32) -> u64 {
+        0x0200_0000_0000_0000 | (index as u64) << 32 | u64::from(boot)
+    }
+    /// When the port, or its lag, wants a turn.
+    pub(crate) fn next_timeout(&mut self) -> Option<Instant> {
+        let port = self.fabric.ports().port(0).poll_timeout();
+        port.into_iter().chain(self.lag.next_timeout()).min()
+    }
+
+    /// What its machines work with.
+    pub(crate) fn provider(&mut self, now: Instant) -> Late<'_, One> {
+        self.fabric.set_now(now);
+        Late::new(&mut self.fabric, &mut self.lag, now)
+    }
+}
+
+/// What may happen.
+#[derive(Debug)]
+pub(crate) enum What<E> {
+    /// A frame arrives.
+    Arrive {
+        /// Where.
+        node: usize,
+        /// What.
+        frame: Frame,
+    },
+    /// A host's loop runs.
+    Turn {
+        /// Whose.
+        node: usize,
+        /// Not of an earlier life.
+        boot: u32,
+    },
+    /// The world's own.
+    Own(E),
+}
+
+/// Clock, hosts, links.
+pub(crate) struct Lan<E> {
+    pub(crate) now: u64,
+    pub(crate) nodes: Vec<Node>,
+    links: Vec<Link>,
+    dice: Dice,
+    pub(crate) stats: NetStats,
+    pub(crate) packets: u64,
+    queue: BinaryHeap<Reverse<(u64, u64)>>,
+    /// By place in the queue.
+    events: BTreeMap<u64, What<E>>,
+    seq: u64,
+    pub(crate) trace: Trace,
+}
+
+impl<E> Lan<E> {
+    /// Hosts with how they handle keys and how long a drain takes them, and from each to each a link that `link` makes.
+    pub(crate) fn new(
+        plans: &[(HostPlan, FabricConfig, LagPlan)],
+        mut link: impl FnMut(&mut Dice) -> Link,
+        mut dice: Dice,
+        trace: Trace,
+    ) -> Self {
+        let nodes: Vec<Node> = plans
+            .iter()
+            .enumerate()
+            .map(|(i, (plan, keys, lag))| {
+                let fabric = fabric(plan, *keys, Node::guid(i, 0), &mut dice);
+                Node {
+                    lag: Lag::new(*lag, fabric.devices(), Dice::from_seed(dice.seed())),
+                    fabric,
+                    batch: Some(TxBatch::new(plan.tx.clone())),
+                    plan: plan.clone(),
+                    keys: *keys,
+                    rx: VecDeque::new(),
+                    rx_bytes: 0,
+                    boot: 0,
+                    alive: true,
+                    turn_at: None,
+                    stopped_until: 0,
+                }
+            })
+            .collect();
+        let links = (0..nodes.len() * nodes.len()).map(|_| link(&mut dice)).collect();
+        Self {
+            now: 0,
+            nodes,
+            links,
+            dice,
+            stats: NetStats::default(),
+            packets: 0,
+            queue: BinaryHeap::new(),
+            events: BTreeMap::new(),
+            seq: 0,
+            trace,
+        }
+    }
+
+    pub(crate) fn instant(&self) -> Instant {
+        Instant::from_nanos(self.now)
+    }
+
+    /// Something will happen so many nanoseconds from now.
+    pub(crate) fn schedule(&mut self, after: u64, what: What<E>) {
+        self.seq += 1;
+        self.queue.push(Reverse((self.now + after, self.seq)));
+        self.events.insert(self.seq, what);
+    }
+
+    /// The next thing to happen. The clock has moved there.
+    pub(crate) fn pop(&mut self) -> Option<What<E>> {
+        let Reverse((at, seq)) = self.queue.pop()?;
+        self.now = at;
+        self.events.remove(&seq)
+    }
+
+    pub(crate) fn link(&mut self, from: usize, to: usize) -> &mut Link {
+        let n = self.nodes.len();
+        &mut self.links[from * n + to]
+    }
+
+    pub(crate) fn links(&mut self) -> &mut [Link] {
+        &mut self.links
+    }
+
+    /// A host's loop is to run at this time, or earlier if that is planned already.
+    pub(crate) fn want_turn(&mut self, node: usize, at: u64) {
+        let (now, host) = (self.now, &mut self.nodes[node]);
+        let at = at.max(now).max(host.stopped_until);
+        if host.alive && host.turn_at.is_none_or(|planned| at < planned) {
+            host.turn_at = Some(at);
+            let boot = host.boot;
+            self.schedule(at - now, What::Turn { node, boot });
+        }
+    }
+
+    /// Whether a planned turn is still wanted; then it begins.
+    pub(crate) fn begin_turn(&mut self, node: usize, boot: u32) -> bool {
+        let (now, host) = (self.now, &mut self.nodes[node]);
+        if !host.alive || host.boot != boot || host.turn_at != Some(now) {
+            return false;
+        }
+        host.turn_at = None;
+        if now < host.stopped_until {
+            let until = host.stopped_until;
+            self.want_turn(node, until);
+            return false;
+        }
+        true
+    }
+
+    /// A host's process stands still for so long; packets for it wait.
+    pub(crate) fn stop(&mut self, node: usize, pause: u64) {
+        self.nodes[node].stopped_until = self.now + pause;
+        self.want_turn(node, self.now + pause);
+    }
+
+    /// Whether it does.
+    pub(crate) fn is_stopped(&self, node: usize) -> bool {
+        self.now < self.nodes[node].stopped_until
+    }
+
+    pub(crate) fn arrive(&mut self, node: usize, frame: Frame) {
+        let host = &mut self.nodes[node];
+        if !host.alive {
+            return;
+        }
+        if host.rx_bytes + frame.bytes.len() > host.plan.rx_buffer {
+            self.stats.overflowed += 1;
+            return;
+        }
+        host.rx_bytes += frame.bytes.len();
+        host.rx.push_back(frame);
+        let latency = host.plan.latency;
+        let at = self.now + self.dice.range(0, latency);
+        self.want_turn(node, at);
+    }
+
+    /// First part of a turn: packets, then timers.
+    pub(crate) fn receive(&mut self, node: usize) {
+        let (now, host) = (Instant::from_nanos(self.now), &mut self.nodes[node]);
+        host.fabric.set_now(now);
+        while let Some(frame) = host.rx.pop_front() {
+            host.rx_bytes -= frame.bytes.len();
+            self.trace.received(self.now, node, &frame);
+            let meta = RxMeta {
+                local: frame.dst,
+                remote: frame.src,
+                identification: host.plan.sees_headers.then_some(frame.identification),
+                segment_len: frame.segment_len,
+                tos: frame.tos,
+                hop_limit: 0,
+            };
+            host.fabric.ports().port(0).handle_datagram(now, &meta, &frame.bytes);
+        }
+        let port = host.fabric.ports().port(0);
+        if port.poll_timeout().is_some_and(|at| at <= now) {
+            port.handle_timeout(now);
+        }
+    }
+
+    /// Last part of a turn: everything leaves.
+    pub(crate) fn transmit(&mut self, node: usize) {
+        let now = self.instant();
+        let Some(mut batch) = self.nodes[node].batch.take() else {
+            return;
+        };
+        loop {
+            let more = self.nodes[node].fabric.ports().port(0).poll_transmit(now, &mut batch);
+            let trains: Vec<Frame> = batch.trains().flat_map(|train| self.frames(&train)).collect();
+            for frame in trains {
+                self.trace.sent(self.now, &frame);
+                self.carry(node, frame);
+            }
+            batch.clear();
+            if !more {
+                break;
+            }
+        }
+        self.nodes[node].batch = Some(batch);
+    }
+
+    /// A train as one frame, or packet by packet.
+    fn frames(&mut self, train: &roce_port::Train<'_>) -> Vec<Frame> {
+        self.packets += train.segments as u64;
+        let frame = |bytes: &[u8], identification, segment_len| Frame {
+            src: SocketAddr::new(train.local, train.src_port),
+            dst: train.remote.ip(),
+            tos: train.tos,
+            identification,
+            segment_len,
+            bytes: bytes.to_vec(),
+        };
+        let to = self.find(train.remote.ip());
+        let whole = to.is_some_and(|to| self.nodes[to].plan.gro && !self.nodes[to].plan.sees_headers);
+        if whole && train.segments > 1 && self.dice.chance(0.7) {
+            return vec![frame(train.bytes, 0, train.segment_len)];
+        }
+        let packets = train.packets().enumerate();
+        packets.map(|(i, packet)| frame(packet, i as u16, 0)).collect()
+    }
+
+    fn find(&self, addr: IpAddr) -> Option<usize> {
+        self.nodes.iter().position(|node| node.plan.addr == addr)
+    }
+
+    fn carry(&mut self, from: usize, frame: Frame) {
+        let Some(to) = self.find(frame.dst) else { return };
+        let n = self.nodes.len();
+        let sees = self.nodes[to].plan.sees_headers;
+        let mut arrivals = Vec::new();
+        self.links[from * n + to].send(self.now, frame, sees, &mut self.dice, &mut self.stats, |at, frame| {
+            arrivals.push((at, frame))
+        });
+        for (at, frame) in arrivals {
+            let after = at.saturating_sub(self.now);
+            self.schedule(after, What::Arrive { node: to, frame });
+        }
+    }
+
+    /// A host dies: what it had in its hands is gone.
+    pub(crate) fn kill(&mut self, node: usize) {
+        let host = &mut self.nodes[node];
+        host.alive = false;
+        (host.turn_at, host.stopped_until) = (None, 0);
+        host.lag.clear();
+        host.rx.clear();
+        host.rx_bytes = 0;
+    }
+
+    /// It starts anew, without any memory of the past.
+    pub(crate) fn boot(&mut self, node: usize) {
+        let host = &mut self.nodes[node];
+        host.boot += 1;
+        host.alive = true;
+        let guid = Node::guid(node, host.boot);
+        host.fabric = fabric(&host.plan, host.keys, guid, &mut self.dice);
+        host.fabric.set_now(Instant::from_nanos(self.now));
+    }
+}

@@ -1,0 +1,238 @@
+//! A provider that takes its time to move a queue pair to error, as hardware does: until then packets still arrive.
+
+use core::net::{IpAddr, SocketAddr};
+
+use roce_local::{Fabric, Ports};
+use roce_verbs::{
+    Completion, Instant, Qpn, RecvWr, SendWr,
+    provider::{
+        CmRef, ConnParams, CqId, DeviceCaps, DeviceIx, Event, GrantOf, Granted, KeyId, KeyKind, MrId, MrInfo, PdId,
+        Provider, QpId, QpSpec, Registration, RejectReason, Revoked, VerbsError,
+    },
+    wr::PostError,
+};
+
+use crate::{rng::Dice, world::Check};
+
+/// What was asked for, and is not done yet.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Later {
+    Drain(QpId),
+    Disconnect(CmRef),
+}
+
+/// How a host's provider differs from the loop's own.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LagPlan {
+    /// A drain takes so long at most, nanoseconds.
+    pub(crate) most: u64,
+    /// Of memory windows there are those of type 1.
+    pub(crate) type_1_only: bool,
+}
+
+/// What a host's provider does later, in its order.
+#[derive(Debug)]
+pub(crate) struct Lag {
+    most: u64,
+    caps: Vec<DeviceCaps>,
+    dice: Dice,
+    waiting: Vec<(Instant, Later)>,
+    /// A rule that was broken.
+    broken: Option<&'static str>,
+}
+
+impl Lag {
+    pub(crate) fn new(plan: LagPlan, devices: &[DeviceCaps], dice: Dice) -> Self {
+        let mut caps = devices.to_vec();
+        for caps in &mut caps {
+            caps.window_2 &= !plan.type_1_only;
+        }
+        Self {
+            most: plan.most,
+            caps,
+            dice,
+            waiting: Vec::new(),
+            broken: None,
+        }
+    }
+
+    /// Whether the machines have kept to the rules.
+    pub(crate) fn check(&mut self) -> Check {
+        self.broken.take().map_or(Ok(()), |what| Err(what.into()))
+    }
+
+    /// When something is to be done.
+    pub(crate) fn next_timeout(&self) -> Option<Instant> {
+        self.waiting.iter().map(|(at, _)| *at).min()
+    }
+
+    /// Nothing of the past counts.
+    pub(crate) fn clear(&mut self) {
+        self.waiting.clear();
+    }
+
+    fn add(&mut self, now: Instant, what: Later) {
+        let after = self.dice.range(0, self.most);
+        // Not before what was asked for earlier.
+        let at = Instant::from_nanos(now.as_nanos() + after);
+        let at = self.waiting.iter().map(|(at, _)| *at).chain([at]).max().unwrap_or(at);
+        self.waiting.push((at, what));
+    }
+}
+
+/// See the module.
+pub(crate) struct Late<'a, P> {
+    fabric: &'a mut Fabric<P>,
+    lag: &'a mut Lag,
+    now: Instant,
+}
+
+impl<'a, P: Ports> Late<'a, P> {
+    /// What is due is done.
+    pub(crate) fn new(fabric: &'a mut Fabric<P>, lag: &'a mut Lag, now: Instant) -> Self {
+        let mut late = Self { fabric, lag, now };
+        late.run(|_, at| at <= now);
+        late
+    }
+
+    fn run(&mut self, which: impl Fn(&Later, Instant) -> bool) {
+        let (now, rest): (Vec<_>, Vec<_>) = self.lag.waiting.drain(..).partition(|(at, what)| which(what, *at));
+        self.lag.waiting = rest;
+        for (_, what) in now {
+            match what {
+                Later::Drain(qp) => self.fabric.drain(qp),
+                Later::Disconnect(cm) => self.fabric.cm_disconnect(cm),
+            }
+        }
+    }
+}
+
+impl<P: Ports> Provider for Late<'_, P> {
+    fn drain(&mut self, qp: QpId) {
+        match self.lag.most {
+            0 => self.fabric.drain(qp),
+            _ => self.lag.add(self.now, Later::Drain(qp)),
+        }
+    }
+
+    fn destroy_qp(&mut self, qp: QpId) {
+        self.lag.waiting.retain(|(_, what)| *what != Later::Drain(qp));
+        self.fabric.destroy_qp(qp);
+    }
+
+    fn cm_disconnect(&mut self, id: CmRef) {
+        match self.lag.most {
+            0 => self.fabric.cm_disconnect(id),
+            _ => self.lag.add(self.now, Later::Disconnect(id)),
+        }
+    }
+
+    fn cm_destroy(&mut self, id: CmRef) {
+        self.run(|what, _| *what == Later::Disconnect(id));
+        self.fabric.cm_destroy(id);
+    }
+
+    fn devices(&self) -> &[DeviceCaps] {
+        &self.lag.caps
+    }
+
+    fn alloc_pd(&mut self, device: DeviceIx) -> Result<PdId, VerbsError> {
+        self.fabric.alloc_pd(device)
+    }
+
+    fn free_pd(&mut self, pd: PdId) {
+        self.fabric.free_pd(pd);
+    }
+
+    fn register(&mut self, pd: PdId, what: &Registration) -> Result<MrInfo, VerbsError> {
+        self.fabric.register(pd, what)
+    }
+
+    fn deregister(&mut self, mr: MrId) {
+        self.fabric.deregister(mr);
+    }
+
+    fn alloc_key(&mut self, pd: PdId, kind: KeyKind) -> Result<KeyId, VerbsError> {
+        self.fabric.alloc_key(pd, kind)
+    }
+
+    fn free_key(&mut self, key: KeyId) {
+        self.fabric.free_key(key);
+    }
+
+    fn create_cq(&mut self, device: DeviceIx, entries: u32) -> Result<CqId, VerbsError> {
+        self.fabric.create_cq(device, entries)
+    }
+
+    fn destroy_cq(&mut self, cq: CqId) {
+        self.fabric.destroy_cq(cq);
+    }
+
+    fn create_qp(&mut self, spec: &QpSpec) -> Result<QpId, VerbsError> {
+        self.fabric.create_qp(spec)
+    }
+
+    fn qpn(&self, qp: QpId) -> Option<Qpn> {
+        Provider::qpn(self.fabric, qp)
+    }
+
+    fn post_send(&mut self, qp: QpId, wrs: &[SendWr<'_>]) -> Result<(), (usize, PostError)> {
+        self.fabric.post_send(qp, wrs)
+    }
+
+    fn post_recv(&mut self, qp: QpId, wrs: &[RecvWr<'_>]) -> Result<(), (usize, PostError)> {
+        self.fabric.post_recv(qp, wrs)
+    }
+
+    fn grant(&mut self, qp: QpId, key: KeyId, grant: &GrantOf, wr_id: u64) -> Result<Granted, PostError> {
+        if self.fabric.opens(key) {
+            // Since its request ended.
+            self.lag.broken = Some("a key is granted that still opens memory");
+        }
+        self.fabric.grant(qp, key, grant, wr_id)
+    }
+
+    fn revoke(&mut self, qp: QpId, key: KeyId, wr_id: u64) -> Result<Revoked, PostError> {
+        self.fabric.revoke(qp, key, wr_id)
+    }
+
+    fn close_key(&mut self, key: KeyId) {
+        self.fabric.close_key(key);
+    }
+
+    fn access_violated(&self, qp: QpId) -> bool {
+        self.fabric.access_violated(qp)
+    }
+
+    fn cm_listen(&mut self, addr: SocketAddr, backlog: u32) -> Result<CmRef, VerbsError> {
+        self.fabric.cm_listen(addr, backlog)
+    }
+
+    fn cm_resolve(&mut self, src: Option<IpAddr>, dst: SocketAddr) -> Result<CmRef, VerbsError> {
+        self.fabric.cm_resolve(src, dst)
+    }
+
+    fn cm_connect(&mut self, id: CmRef, qp: QpId, params: &ConnParams) -> Result<(), VerbsError> {
+        self.fabric.cm_connect(id, qp, params)
+    }
+
+    fn cm_accept(&mut self, id: CmRef, qp: QpId, params: &ConnParams) -> Result<(), VerbsError> {
+        self.fabric.cm_accept(id, qp, params)
+    }
+
+    fn cm_reject(&mut self, id: CmRef, reason: RejectReason, private_data: &[u8]) -> Result<(), VerbsError> {
+        self.fabric.cm_reject(id, reason, private_data)
+    }
+
+    fn cm_addrs(&self, id: CmRef) -> Option<(SocketAddr, Option<SocketAddr>)> {
+        self.fabric.cm_addrs(id)
+    }
+
+    fn poll_completions(&mut self, out: &mut Vec<(QpId, Completion)>, max: usize) -> Result<usize, VerbsError> {
+        self.fabric.poll_completions(out, max)
+    }
+
+    fn poll_event(&mut self) -> Option<Event> {
+        self.fabric.poll_event()
+    }
+}

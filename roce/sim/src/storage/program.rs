@@ -1,0 +1,284 @@
+//! What a client's program does with its devices, and what it expects of each operation.
+
+use rnbd::{
+    Errno,
+    block::{BlockOp, Geometry},
+};
+use rtrs::{
+    client::{Buffer, SessionId},
+    cx::Cx,
+};
+
+use crate::{
+    rng::Dice,
+    scenario::MS,
+    storage::{
+        client::{App, Bench, ClientSide, Op, Place},
+        disk::{BLOCK, bytes, contents},
+        ledger::Change,
+    },
+    world::Check,
+};
+
+/// What a buffer holds before it is read into.
+const UNREAD: u8 = 0xa5;
+/// Blocks of a read or write at most.
+const LONGEST: u64 = 16;
+
+/// Whether its success says that it is durable.
+fn is_forced(op: BlockOp) -> bool {
+    matches!(
+        op,
+        BlockOp::Write { fua: true } | BlockOp::WriteZeroes { fua: true, .. }
+    )
+}
+
+fn name(op: BlockOp) -> &'static str {
+    match op {
+        BlockOp::Read => "read",
+        BlockOp::Write { fua: false } => "write",
+        BlockOp::Write { fua: true } => "write with FUA",
+        BlockOp::Flush => "flush",
+        BlockOp::Discard => "discard",
+        BlockOp::WriteZeroes { fua: false, .. } => "write zeroes",
+        BlockOp::WriteZeroes { fua: true, .. } => "write zeroes with FUA",
+    }
+}
+
+impl ClientSide {
+    /// Sends operations as far as the depth allows.
+    pub(super) fn operate(&mut self, cx: &mut Cx<'_>, session: SessionId, bench: &mut Bench<'_>) -> Check {
+        while self.in_flight.len() < self.plan.depth {
+            let Some((slot, op, lba, count)) = self.next_op(bench.dice) else {
+                return Ok(());
+            };
+            if !self.send(cx, session, slot, op, lba, count, bench) {
+                self.wake_at(cx.now.as_nanos() + MS);
+                return Ok(());
+            }
+            if self.quiet || self.left == 0 {
+                continue;
+            }
+            if bench.dice.chance(self.plan.leaves) {
+                bench.coverage.note("session closed by its user");
+                self.close(cx, session);
+                return Ok(());
+            }
+            if bench.dice.chance(self.plan.unmaps)
+                && let Place::Up(key) = self.slots[slot].place
+            {
+                self.slots[slot].place = Place::Unmapping(key);
+                self.rnbd.unmap(key);
+            }
+        }
+        Ok(())
+    }
+
+    /// What the program does next; `None` when it has to wait, or is done.
+    fn next_op(&mut self, dice: &mut Dice) -> Option<(usize, BlockOp, u64, u64)> {
+        let up: Vec<(usize, Geometry)> = (0..self.slots.len())
+            .filter_map(|i| match self.slots[i].place {
+                Place::Up(key) if !self.slots[i].finished => Some((i, self.rnbd.geometry(key)?)),
+                _ => None,
+            })
+            .collect();
+        if self.left == 0 {
+            return up.iter().find_map(|(i, geometry)| self.read_back(*i, geometry));
+        }
+        if up.is_empty() {
+            return None;
+        }
+        let (slot, geometry) = up[dice.index(up.len())];
+        let (blocks, most) = (geometry.size / BLOCK as u64, most(&geometry));
+        let count = dice.range(1, most.min(blocks));
+        let lba = dice.range(0, blocks - count);
+        let long = dice.range(1, blocks - lba);
+        let fua = dice.chance(0.2);
+        let may_unmap = dice.chance(0.5);
+        let (op, count) = match dice.index(20) {
+            _ if !self.slots[slot].mode.writable() => (BlockOp::Read, count),
+            0..8 => (BlockOp::Read, count),
+            8..16 => (BlockOp::Write { fua }, count),
+            16..18 => return Some((slot, BlockOp::Flush, 0, 0)),
+            18 => (BlockOp::Discard, long),
+            _ => (BlockOp::WriteZeroes { fua, may_unmap }, long),
+        };
+        Some((slot, op, lba, count))
+    }
+
+    /// At the end, when nothing is in flight, comes a flush, then everything is read.
+    fn read_back(&mut self, index: usize, geometry: &Geometry) -> Option<(usize, BlockOp, u64, u64)> {
+        let busy = self.in_flight.values().any(|op| op.slot == index);
+        let slot = &mut self.slots[index];
+        let blocks = geometry.size / BLOCK as u64;
+        match slot.read_back {
+            None if busy => None,
+            None => {
+                slot.read_back = Some(0);
+                match slot.mode.writable() {
+                    true => Some((index, BlockOp::Flush, 0, 0)),
+                    false => self.read_back(index, geometry),
+                }
+            }
+            Some(from) if from < blocks => {
+                let count = most(geometry).min(blocks - from);
+                slot.read_back = Some(from + count);
+                Some((index, BlockOp::Read, from, count))
+            }
+            Some(_) => {
+                slot.finished = !busy;
+                None
+            }
+        }
+    }
+
+    /// False when there is no buffer.
+    #[expect(clippy::too_many_arguments, reason = "an operation as it is")]
+    fn send(
+        &mut self,
+        cx: &mut Cx<'_>,
+        session: SessionId,
+        slot: usize,
+        op: BlockOp,
+        lba: u64,
+        count: u64,
+        bench: &mut Bench<'_>,
+    ) -> bool {
+        let (now, len) = (cx.now.as_nanos(), count as usize * BLOCK);
+        let Place::Up(device) = self.slots[slot].place else {
+            return false;
+        };
+        let data = match op {
+            BlockOp::Read | BlockOp::Write { .. } => match self.rtrs.take_buffer(cx, session, len) {
+                Ok(buffer) => Some(buffer),
+                Err(_) => {
+                    bench.coverage.note("no buffer");
+                    return false;
+                }
+            },
+            _ => None,
+        };
+        let change = Change {
+            device: self.slots[slot].device,
+            lba,
+            count,
+        };
+        let (change, fill) = match op {
+            BlockOp::Read => (None, vec![UNREAD; len]),
+            BlockOp::Flush => (None, Vec::new()),
+            BlockOp::Write { .. } => {
+                let (id, new) = bench.ledger.write(now, self.life, change);
+                (Some(id), bytes(&new))
+            }
+            BlockOp::Discard | BlockOp::WriteZeroes { .. } => {
+                (Some(bench.ledger.zero(now, self.life, change)), Vec::new())
+            }
+        };
+        if let (Some(data), Some(buffers)) = (&data, self.rtrs.buffers(session)) {
+            buffers.write(data, 0, &fill).expect("as long as the operation");
+        }
+        bench.coverage.note(name(op));
+        self.left = self
+            .left
+            .saturating_sub(u32::from(self.slots[slot].read_back.is_none()));
+        let user = self.next_user;
+        self.next_user += 1;
+        let after_error = self.slots[slot].flush_failed;
+        self.in_flight.insert(
+            user,
+            Op {
+                slot,
+                op,
+                lba,
+                count,
+                begin: now,
+                change,
+                after_error,
+            },
+        );
+        let (offset, len) = (lba * BLOCK as u64, count * BLOCK as u64);
+        self.rnbd.submit(device, user, op, offset, len, data, user as usize);
+        true
+    }
+
+    /// An operation has ended.
+    pub(super) fn done(
+        &mut self,
+        now: u64,
+        user: u64,
+        result: Result<(), Errno>,
+        data: Option<&Buffer>,
+        bench: &mut Bench<'_>,
+    ) -> Check {
+        let client = self.life.client;
+        let Some(op) = self.in_flight.remove(&user) else {
+            return Err(format!("operation {user} of client {client} ended twice"));
+        };
+        self.ended[0] += 1;
+        self.ended[1] += u64::from(result.is_ok());
+        let device = self.slots[op.slot].device;
+        let lost = matches!(result, Err(Errno::ECONNABORTED));
+        if lost {
+            bench.coverage.note("operation lost");
+        } else if let (Err(e), App::Open) = (result, self.app)
+            && self.safe_from == Some(0)
+        {
+            return Err(format!("client {client}: {:?} fails: {e}", op.op));
+        }
+        if op.after_error && result.is_ok() && (op.op == BlockOp::Flush || is_forced(op.op)) {
+            return Err(format!(
+                "client {client}: {:?} succeeds after a flush has failed",
+                op.op
+            ));
+        }
+        match (op.op, result) {
+            (BlockOp::Read, Ok(())) => self.check_read(now, op, data, bench)?,
+            (BlockOp::Flush, Ok(())) => {
+                bench.ledger.devices[device].flushed(op.begin);
+                let disk = &bench.disks[device];
+                bench.ledger.check_durable(device, disk, 0, disk.blocks())?;
+            }
+            (BlockOp::Flush, Err(_)) => {
+                bench.coverage.note("flush failed");
+                self.slots[op.slot].flush_failed |= !lost;
+            }
+            _ => {}
+        }
+        let Some(id) = op.change else { return Ok(()) };
+        // Of several requests the others may have been lost.
+        let single = matches!(op.op, BlockOp::Write { .. });
+        match result {
+            Ok(()) => {
+                // What a discard leaves is anybody's guess.
+                bench.ledger.end(now, id, op.op != BlockOp::Discard, is_forced(op.op));
+                if is_forced(op.op) {
+                    let disk = &bench.disks[device];
+                    bench.ledger.check_durable(device, disk, op.lba, op.count)?;
+                }
+            }
+            Err(_) if lost || !single => bench.ledger.lose(now, id),
+            Err(_) => bench.ledger.end(now, id, false, false),
+        }
+        Ok(())
+    }
+
+    fn check_read(&self, now: u64, op: Op, data: Option<&Buffer>, bench: &mut Bench<'_>) -> Check {
+        let buffers = self.session.and_then(|session| self.rtrs.buffers(session));
+        let (Some(data), Some(buffers)) = (data, buffers) else {
+            return Err("a read without its buffer".into());
+        };
+        let mut read = vec![0; data.len()];
+        buffers.read(data, 0, &mut read).map_err(|e| e.to_string())?;
+        let Some(read) = contents(&read) else {
+            return Err(format!("a torn block in a read of {} from {}", op.count, op.lba));
+        };
+        let device = self.slots[op.slot].device;
+        bench.ledger.devices[device]
+            .check(op.begin, now, op.lba, &read)
+            .map_err(|e| format!("client {}, device {device}: {e}", self.life.client))
+    }
+}
+
+fn most(geometry: &Geometry) -> u64 {
+    (u64::from(geometry.max_transfer) / BLOCK as u64).min(LONGEST)
+}

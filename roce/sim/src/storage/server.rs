@@ -1,0 +1,337 @@
+//! The server's host: RTRS, RNBD, and disks that take their time.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use rnbd::{
+    Errno,
+    block::Geometry,
+    proto::{AccessMode, ClientMsg},
+    server::{
+        Limits, Server as Rnbd,
+        action::{Action, Identity, OpenRefused, Opened, Ticket},
+        disk::StoreId,
+        queue::QueueLimits,
+    },
+};
+use roce_mem::{MemError, Pages};
+use roce_verbs::Instant;
+use rtrs::{
+    cx::Cx,
+    server::{
+        Server as Rtrs, ServerConfig,
+        request::{Output, Request, RequestKey, SessionKey, Ticket as MemoryTicket},
+    },
+};
+
+use crate::{
+    rng::Dice,
+    storage::{
+        client::honest,
+        disk::{BLOCK, SimDisk},
+        engine::{Engine, RunId},
+        ledger::{Ledger, Life},
+        tally::Coverage,
+    },
+    trace::Notes,
+    world::Check,
+};
+
+/// What the server has set going besides.
+#[derive(Debug)]
+pub(crate) enum Job {
+    Allocate(MemoryTicket, usize),
+    Open(Ticket, Vec<u8>, AccessMode),
+    Close(Ticket, StoreId),
+    Io(RunId),
+}
+
+/// A job and when it ends.
+pub(crate) type Planned = (u64, Job);
+
+/// What a server is like besides its RTRS.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ServerPlan {
+    pub(crate) limits: QueueLimits,
+    /// No memory for a new session, with this probability.
+    pub(crate) no_memory: f64,
+    /// It can make zeroes without data.
+    pub(crate) zeroes: bool,
+    /// Longest discard or range of zeroes, blocks.
+    pub(crate) longest: u64,
+}
+
+/// What server and world work with.
+pub(crate) struct Ground<'a> {
+    pub(crate) disks: &'a mut [SimDisk],
+    pub(crate) ledger: &'a mut Ledger,
+    pub(crate) dice: &'a mut Dice,
+    pub(crate) coverage: &'a mut Coverage,
+    pub(crate) plan: Vec<Planned>,
+}
+
+/// See the module.
+pub(crate) struct ServerSide {
+    pub(crate) rtrs: Rtrs,
+    pub(crate) rnbd: Rnbd,
+    engine: Engine,
+    sessions: BTreeMap<SessionKey, Option<Life>>,
+    /// Requests that RTRS has handed over and that are not answered.
+    asked: BTreeSet<RequestKey>,
+    /// Of a request to close a device, those that came before it.
+    closes: BTreeMap<RequestKey, Vec<RequestKey>>,
+    /// The device of a block request, as its client names it.
+    about: BTreeMap<RequestKey, u32>,
+    plan: ServerPlan,
+    notes: Notes,
+}
+
+/// The session that a name stands for.
+fn life(name: &str) -> Option<Life> {
+    let (client, life) = name.strip_prefix('c')?.split_once('-')?;
+    Some(Life {
+        client: client.parse().ok()?,
+        life: life.parse().ok()?,
+    })
+}
+
+impl ServerSide {
+    pub(crate) fn new(cx: &mut Cx<'_>, config: ServerConfig, plan: ServerPlan, notes: Notes) -> Self {
+        let (rtrs, _) = Rtrs::listen(cx, config).expect("the port is free");
+        Self {
+            rtrs,
+            rnbd: Rnbd::new(Limits::default()),
+            engine: Engine::new(plan.limits),
+            sessions: BTreeMap::new(),
+            asked: BTreeSet::new(),
+            closes: BTreeMap::new(),
+            about: BTreeMap::new(),
+            plan,
+            notes,
+        }
+    }
+
+    /// Takes what RTRS has to tell, and plans what RNBD wants.
+    pub(crate) fn work(&mut self, cx: &mut Cx<'_>, ground: &mut Ground<'_>) -> Check {
+        loop {
+            let mut moved = false;
+            while let Some(output) = self.rtrs.poll_output() {
+                moved = true;
+                self.told(cx.now, output, ground)?;
+            }
+            while let Some(action) = self.rnbd.poll_action() {
+                moved = true;
+                self.act(cx, action, ground)?;
+            }
+            if !moved {
+                break;
+            }
+        }
+        let Ground { disks, dice, plan, .. } = ground;
+        self.engine
+            .pump(disks, dice, |after, id| plan.push((after, Job::Io(id))))
+    }
+
+    fn told(&mut self, now: Instant, output: Output, ground: &mut Ground<'_>) -> Check {
+        if !matches!(output, Output::Free(_)) {
+            self.notes.say(now.as_nanos(), || format!("server: {output:?}"));
+        }
+        match &output {
+            Output::SessionOpened(opened) => {
+                self.sessions.insert(opened.session, life(&opened.name));
+            }
+            Output::SessionClosed { session, .. } => {
+                let Some(life) = self.sessions.remove(session) else {
+                    return Err(format!("{session:?} is closed, which was not open"));
+                };
+                if let Some(key) = self.asked.iter().find(|key| key.session == *session) {
+                    return Err(format!("{session:?} is closed before {key:?} is answered"));
+                }
+                if let Some(life) = life {
+                    ground.ledger.session_over(now.as_nanos(), life);
+                }
+            }
+            Output::PathDown { why, .. } => honest(why)?,
+            Output::Request(request) => {
+                let in_use = |key: &RequestKey| (key.session, key.chunk) == (request.key.session, request.key.chunk);
+                if self.asked.iter().any(in_use) {
+                    return Err(format!("{:?} is in a chunk that is worked on", request.key));
+                }
+                if !self.sessions.contains_key(&request.key.session) {
+                    return Err(format!("{:?} is of no session", request.key));
+                }
+                self.asked.insert(request.key);
+                self.look(request);
+            }
+            _ => {}
+        }
+        if let Some(Output::Allocate { ticket, bytes }) = self.rnbd.rtrs(now, output) {
+            let after = ground.dice.range(1_000, 3_000_000);
+            ground.plan.push((after, Job::Allocate(ticket, bytes)));
+        }
+        Ok(())
+    }
+
+    /// Remembers which block requests come before a close.
+    fn look(&mut self, request: &Request) {
+        match ClientMsg::parse(&request.header) {
+            Ok(ClientMsg::Io(m)) => {
+                self.about.insert(request.key, m.device_id.get());
+            }
+            Ok(ClientMsg::Close(m)) => {
+                let about = |(key, device): (&RequestKey, &u32)| {
+                    (key.session == request.key.session && *device == m.device_id.get()).then_some(*key)
+                };
+                self.closes
+                    .insert(request.key, self.about.iter().filter_map(about).collect());
+            }
+            _ => {}
+        }
+    }
+
+    fn act(&mut self, cx: &mut Cx<'_>, action: Action, ground: &mut Ground<'_>) -> Check {
+        self.notes.say(cx.now.as_nanos(), || format!("server: {action:?}"));
+        match action {
+            Action::Answer(request, errno) => self.answer(cx, request, errno)?,
+            Action::AnswerWith { request, at, message } => {
+                self.write(request, at, &message)?;
+                self.answer(cx, request, 0)?;
+            }
+            Action::Zero { request, from, len } => self.write(request, from, &vec![0; len])?,
+            Action::Open { ticket, name, mode, .. } => {
+                let after = ground.dice.range(1_000, 20_000_000);
+                ground.plan.push((after, Job::Open(ticket, name, mode)));
+            }
+            Action::Close { ticket, store } => {
+                self.engine.check_close(store)?;
+                let after = ground.dice.range(1_000, 20_000_000);
+                ground.plan.push((after, Job::Close(ticket, store)));
+            }
+            Action::Io(ticket, session, op) => match self.rtrs.memory(session) {
+                Some(memory) => self.engine.start(session, ticket, op, memory.clone())?,
+                // A session that is gone is answered to nobody.
+                None => return Err(format!("an operation of {session:?}, which is gone")),
+            },
+        }
+        Ok(())
+    }
+
+    fn answer(&mut self, cx: &mut Cx<'_>, request: RequestKey, errno: i32) -> Check {
+        if !self.asked.remove(&request) {
+            return Err(format!("{request:?} is answered twice"));
+        }
+        self.about.remove(&request);
+        let before = self.closes.remove(&request).unwrap_or_default();
+        if let Some(key) = before.iter().find(|key| self.asked.contains(key)) {
+            return Err(format!("{request:?}, a close, is answered before {key:?}"));
+        }
+        self.rtrs.answer(cx, request, errno);
+        Ok(())
+    }
+
+    fn write(&self, request: RequestKey, at: usize, bytes: &[u8]) -> Check {
+        if !self.asked.contains(&request) {
+            return Err(format!("an answer is written after {request:?} was answered"));
+        }
+        let memory = self.rtrs.memory(request.session);
+        let memory = memory.ok_or_else(|| format!("{request:?} has no memory"))?;
+        let written = memory.write(at, bytes);
+        written.map_err(|e| format!("an answer outside the session's memory: {e}"))
+    }
+
+    /// A job has come to its end.
+    pub(crate) fn finish(&mut self, cx: &mut Cx<'_>, job: Job, ground: &mut Ground<'_>) -> Check {
+        match job {
+            Job::Allocate(ticket, bytes) => {
+                let none = ground.dice.chance(self.plan.no_memory);
+                ground.coverage.note_if("no memory", none);
+                let memory = match none {
+                    true => Err(MemError::Limit("memory")),
+                    false => Pages::allocate(bytes),
+                };
+                self.rtrs.ready(cx, ticket, memory);
+            }
+            Job::Open(ticket, name, mode) => {
+                let opened = self.open(&name, mode, ground);
+                self.rnbd.opened(cx.now, ticket, opened);
+            }
+            Job::Close(ticket, store) => {
+                self.engine.close(store, ground.disks);
+                self.rnbd.closed(ticket);
+            }
+            Job::Io(id) => {
+                let Ground {
+                    disks,
+                    ledger,
+                    dice,
+                    coverage,
+                    ..
+                } = ground;
+                for (ticket, result) in self.engine.finish(id, disks, ledger, dice, coverage)? {
+                    self.rnbd.io_done(ticket, result);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn open(&mut self, name: &[u8], mode: AccessMode, ground: &mut Ground<'_>) -> Result<Opened, OpenRefused> {
+        let device = core::str::from_utf8(name).ok().and_then(|n| n.strip_prefix('d'));
+        let device = device
+            .and_then(|n| n.parse::<usize>().ok())
+            .filter(|n| *n < ground.disks.len());
+        let device = device.ok_or(OpenRefused::from(Errno::ENOENT))?;
+        let identity = Identity(name.to_vec());
+        if mode.writable() && self.engine.is_written(device) {
+            ground.coverage.note("device taken");
+            return Err(OpenRefused {
+                errno: Errno::EPERM,
+                identity: Some(identity),
+            });
+        }
+        let size = ground.disks[device].blocks() * BLOCK as u64;
+        let longest = (self.plan.longest * BLOCK as u64).min(size);
+        Ok(Opened {
+            store: self.engine.open(device, mode.writable()),
+            geometry: Geometry {
+                size,
+                logical_block_size: BLOCK as u32,
+                physical_block_size: 4096,
+                max_transfer: 1 << 20,
+                max_discard: longest,
+                discard_granularity: BLOCK as u32,
+                read_only: !mode.writable(),
+                write_cache: true,
+                fua: true,
+                max_write_zeroes: if self.plan.zeroes { longest } else { 0 },
+                queue_depth: 64,
+            },
+            identity,
+            label: format!("disk {device}"),
+        })
+    }
+
+    /// The server's operator ends a session. False: there is none.
+    pub(crate) fn end_a_session(&mut self, cx: &mut Cx<'_>, dice: &mut Dice) -> bool {
+        let keys: Vec<SessionKey> = self.sessions.keys().copied().collect();
+        if !keys.is_empty() {
+            self.rtrs.close_session(cx, keys[dice.index(keys.len())]);
+        }
+        !keys.is_empty()
+    }
+
+    /// Memory is there for everybody.
+    pub(crate) fn have_memory(&mut self) {
+        self.plan.no_memory = 0.0;
+    }
+
+    /// Whether nothing is left of any session.
+    pub(crate) fn check_empty(&self) -> Check {
+        let sessions = (self.sessions.len(), self.rtrs.sessions().len());
+        match (self.rnbd.is_idle(), self.engine.is_idle(), self.asked.len(), sessions) {
+            (true, true, 0, (0, 0)) => Ok(()),
+            left => Err(format!(
+                "the server is not empty: idle, disks idle, requests, sessions: {left:?}"
+            )),
+        }
+    }
+}

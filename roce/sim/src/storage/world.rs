@@ -1,0 +1,602 @@
+//! A server, its clients, and everything that can happen to them.
+
+use roce_local::Usage;
+use roce_verbs::Instant;
+use rtrs::{cx::Cx, server::ServerConfig};
+
+use crate::{
+    net::{Faults, Link},
+    rng::Dice,
+    scenario::{MS, SEC, hold_acks},
+    storage::{
+        client::{Bench, ClientSide},
+        disk::SimDisk,
+        draw::Draw,
+        lan::{Lan, What},
+        ledger::Ledger,
+        raw::RawSide,
+        server::{Ground, Job, ServerPlan, ServerSide},
+        tally::{Coverage, Tally},
+    },
+    trace::Trace,
+    world::Check,
+};
+
+/// The server's host.
+const SERVER: usize = 0;
+/// Events without progress of the clock after which something spins.
+const SPIN: u32 = 100_000;
+/// Events of a whole run.
+const MAX_EVENTS: u64 = 5_000_000;
+/// Rounds of a turn.
+const ROUNDS: u32 = 10_000;
+/// How long a run may take once nothing disturbs it.
+const PATIENCE: u64 = 600 * SEC;
+/// How long what went wrong before may still have an effect then.
+const AFTERMATH: u64 = 40 * SEC;
+
+/// What happens beside the network.
+#[derive(Debug)]
+pub(crate) enum Own {
+    /// A job of the server's ends.
+    Job { boot: u32, job: Job },
+    /// Something goes wrong.
+    Trouble,
+    /// A host starts again.
+    Boot { node: usize },
+    /// A link carries packets again.
+    Heal { from: usize, to: usize },
+    /// A disk is as fast as before.
+    Recover { disk: usize, stall: (f64, u64) },
+    /// From here on nothing goes wrong any more.
+    Quiet,
+}
+
+/// What can go wrong.
+#[derive(Clone, Copy, Debug)]
+enum Trouble {
+    /// The server's process dies; what it wrote is in its system's cache.
+    ServerDies,
+    /// Its power fails.
+    PowerFails,
+    ClientDies,
+    /// No packets for a while, in both directions or in one.
+    Partition,
+    OneWay,
+    SlowDisk,
+    SessionEnded,
+    /// A process stands still for a while.
+    Stopped,
+}
+
+const TROUBLES: [Trouble; 9] = [
+    Trouble::ServerDies,
+    Trouble::PowerFails,
+    Trouble::PowerFails,
+    Trouble::ClientDies,
+    Trouble::Partition,
+    Trouble::OneWay,
+    Trouble::SlowDisk,
+    Trouble::SessionEnded,
+    Trouble::Stopped,
+];
+
+impl Trouble {
+    fn name(self) -> &'static str {
+        match self {
+            Self::ServerDies => "server crash",
+            Self::PowerFails => "power failure",
+            Self::ClientDies => "client crash",
+            Self::Partition => "partition",
+            Self::OneWay => "one-way cut",
+            Self::SlowDisk => "slow disk",
+            Self::SessionEnded => "session ended by the server",
+            Self::Stopped => "stopped process",
+        }
+    }
+}
+
+/// Everything.
+pub(crate) struct World {
+    lan: Lan<Own>,
+    server: Option<ServerSide>,
+    server_config: ServerConfig,
+    server_plan: ServerPlan,
+    /// By host, from 1.
+    clients: Vec<ClientSide>,
+    /// On the last two hosts.
+    raw: Option<RawSide>,
+    disks: Vec<SimDisk>,
+    /// Of each host without sessions.
+    empty: Vec<Usage>,
+    ledger: Ledger,
+    coverage: Coverage,
+    dice: Dice,
+    chaos: Dice,
+    quiet: bool,
+}
+
+impl World {
+    pub(crate) fn new(seed: u64, scale: u32, trace: Trace) -> Self {
+        let mut draw = Draw::new(scale, &mut Dice::new(seed, 40));
+        hold_acks(seed, draw.hosts.iter_mut().map(|(host, ..)| host));
+        let mut coverage = Coverage::default();
+        draw.note(&mut coverage);
+        let scenario = &draw.scenario;
+        let link = |dice: &mut Dice| Link::new(scenario.link(dice));
+        let lan = Lan::new(&draw.hosts, link, Dice::new(seed, 41), trace);
+        let disks: Vec<SimDisk> = draw
+            .disks
+            .iter()
+            .map(|(blocks, faults)| SimDisk::new(*blocks, *faults))
+            .collect();
+        let notes = lan.trace.notes();
+        let blocks = disks.last().map_or(0, SimDisk::blocks);
+        let clients = draw.clients.into_iter().enumerate();
+        let mut world = Self {
+            clients: clients.map(|(i, plan)| ClientSide::new(i, plan, notes)).collect(),
+            raw: draw.raw.map(|plan| RawSide::new(plan, blocks, notes)),
+            ledger: Ledger::new(disks.iter().map(SimDisk::blocks)),
+            empty: lan.nodes.iter().map(|node| node.fabric.usage()).collect(),
+            lan,
+            server: None,
+            server_config: draw.server_config,
+            server_plan: draw.server,
+            disks,
+            coverage,
+            dice: Dice::new(seed, 42),
+            chaos: Dice::new(seed, 43),
+            quiet: false,
+        };
+        if draw.calm {
+            world.clients.iter_mut().for_each(ClientSide::stay_calm);
+            world.raw.iter_mut().for_each(|raw| raw.be_safe_from(0));
+        }
+        world.start_server();
+        for node in 0..world.lan.nodes.len() {
+            world.lan.want_turn(node, 0);
+        }
+        let end = draw.scenario.chaos_end.max(2 * SEC);
+        for _ in 0..draw.troubles {
+            let at = world.chaos.range(0, end);
+            world.lan.schedule(at, What::Own(Own::Trouble));
+        }
+        world.lan.schedule(end, What::Own(Own::Quiet));
+        world
+    }
+
+    pub(crate) fn now(&self) -> u64 {
+        self.lan.now
+    }
+
+    pub(crate) fn tally(mut self) -> Tally {
+        self.lan.trace.finish();
+        let ended = |i: usize| self.clients.iter().map(|c| c.ended[i]).sum::<u64>();
+        Tally {
+            packets: self.lan.packets,
+            lost: self.lan.stats.lost + self.lan.stats.overflowed,
+            operations: ended(0),
+            succeeded: ended(1),
+            simulated_ns: self.lan.now,
+            hash: self.lan.trace.hash() ^ ended(0) ^ ended(1) << 32,
+            coverage: self.coverage,
+        }
+    }
+
+    fn start_server(&mut self) {
+        let (config, mut plan) = (self.server_config.clone(), self.server_plan);
+        if self.quiet {
+            plan.no_memory = 0.0;
+        }
+        let (notes, now) = (self.lan.trace.notes(), self.lan.instant());
+        let mut random = random(&mut self.dice);
+        let mut provider = self.lan.nodes[SERVER].provider(now);
+        let mut cx = Cx {
+            now,
+            provider: &mut provider,
+            random: &mut random,
+        };
+        self.server = Some(ServerSide::new(&mut cx, config, plan, notes));
+    }
+
+    /// Runs to the end and checks everything.
+    pub(crate) fn run(&mut self) -> Check {
+        let (mut at_once, mut events, mut last) = (0, 0, 0);
+        let mut quiet_since = None;
+        while !self.is_done() {
+            let Some(what) = self.lan.pop() else {
+                return Err(format!("nothing left to happen, but not done: {}", self.situation()));
+            };
+            at_once = if self.lan.now > last { 0 } else { at_once + 1 };
+            last = self.lan.now;
+            events += 1;
+            if at_once > SPIN || events > MAX_EVENTS {
+                return Err(format!("it spins at {what:?}: {}", self.situation()));
+            }
+            if self.quiet && self.lan.now > *quiet_since.get_or_insert(self.lan.now) + PATIENCE {
+                return Err(format!("stuck in the quiet phase: {}", self.situation()));
+            }
+            self.step(what)?;
+        }
+        self.rest()
+    }
+
+    fn is_done(&self) -> bool {
+        let raw = self.raw.as_ref().is_none_or(RawSide::is_done);
+        self.quiet && raw && self.clients.iter().all(ClientSide::is_done)
+    }
+
+    /// All clients are done: what they had is given back.
+    fn rest(&mut self) -> Check {
+        let end = self.lan.now + 400 * SEC;
+        while let Some(what) = self.lan.pop() {
+            if self.lan.now > end {
+                break;
+            }
+            self.step(what)?;
+        }
+        self.note_server();
+        for client in &self.clients {
+            client.check_empty()?;
+        }
+        if let Some(raw) = &self.raw {
+            raw.check_empty()?;
+        }
+        if let Some(server) = &self.server {
+            server.check_empty()?;
+            self.empty[SERVER].cms = 1;
+        }
+        for (i, node) in self.lan.nodes.iter().enumerate() {
+            let (left, empty) = (node.fabric.usage(), self.empty[i]);
+            if left != empty {
+                return Err(format!("host {i} is left with {left:?} instead of {empty:?}"));
+            }
+        }
+        Ok(())
+    }
+
+    fn situation(&self) -> String {
+        let clients = self.clients.iter().map(ClientSide::situation);
+        let all = clients.chain(self.raw.as_ref().map(RawSide::situation));
+        all.collect::<Vec<_>>().join("; ")
+    }
+
+    fn step(&mut self, what: What<Own>) -> Check {
+        match what {
+            What::Arrive { node, frame } => self.lan.arrive(node, frame),
+            What::Turn { node, boot } => {
+                if self.lan.begin_turn(node, boot) {
+                    self.turn(node, None)?;
+                }
+            }
+            What::Own(Own::Job { boot, job }) => {
+                let server = &self.lan.nodes[SERVER];
+                if !server.alive || server.boot != boot {
+                    return Ok(());
+                }
+                if self.lan.is_stopped(SERVER) {
+                    // It hears of it when it goes on.
+                    self.lan.schedule(MS, What::Own(Own::Job { boot, job }));
+                    return Ok(());
+                }
+                self.turn(SERVER, Some(job))?;
+            }
+            What::Own(Own::Trouble) if self.quiet => {}
+            What::Own(Own::Trouble) => self.trouble()?,
+            What::Own(Own::Boot { node }) => self.boot(node),
+            What::Own(Own::Heal { from, to }) => self.lan.link(from, to).cut = false,
+            What::Own(Own::Recover { disk, stall }) => {
+                self.disks[disk].faults.stall = if self.quiet { (0.0, 0) } else { stall };
+            }
+            What::Own(Own::Quiet) => self.enter_quiet(),
+        }
+        Ok(())
+    }
+
+    /// A turn of a host's loop, in the order in which loops do it.
+    fn turn(&mut self, node: usize, job: Option<Job>) -> Check {
+        self.lan.receive(node);
+        let now = self.lan.instant();
+        let next = match node {
+            SERVER => self.server_turn(now, job)?,
+            _ if node > self.clients.len() => self.raw_turn(now, node)?,
+            _ => self.client_turn(now, node)?,
+        };
+        self.lan.nodes[node].lag.check()?;
+        self.lan.transmit(node);
+        let host = self.lan.nodes[node].next_timeout();
+        if let Some(at) = [next, host].into_iter().flatten().min() {
+            // Not at once again: a deadline in the past would make it spin without the clock moving.
+            let at = at.as_nanos().max(now.as_nanos() + 1);
+            self.lan.want_turn(node, at);
+        }
+        Ok(())
+    }
+
+    fn server_turn(&mut self, now: Instant, job: Option<Job>) -> Result<Option<Instant>, String> {
+        let Some(server) = &mut self.server else {
+            return Ok(None);
+        };
+        let mut random = random(&mut self.dice);
+        let node = &mut self.lan.nodes[SERVER];
+        let boot = node.boot;
+        let mut provider = node.provider(now);
+        let mut cx = Cx {
+            now,
+            provider: &mut provider,
+            random: &mut random,
+        };
+        let mut ground = Ground {
+            disks: &mut self.disks,
+            ledger: &mut self.ledger,
+            dice: &mut self.dice,
+            coverage: &mut self.coverage,
+            plan: Vec::new(),
+        };
+        if let Some(job) = job {
+            server.finish(&mut cx, job, &mut ground)?;
+        }
+        rounds(&mut cx, |cx, step| {
+            match step {
+                Step::Completion(qp, wc) => drop(server.rtrs.completion(cx, qp, &wc)),
+                Step::Event(event) => drop(server.rtrs.event(cx, &event)),
+                Step::Work => {
+                    server.rtrs.timeout(cx);
+                    server.work(cx, &mut ground)?;
+                }
+                Step::End => {
+                    server.rtrs.end_batch(cx);
+                    server.work(cx, &mut ground)?;
+                }
+            }
+            Ok(())
+        })?;
+        let next = server.rtrs.next_timeout();
+        for (after, job) in ground.plan {
+            self.lan.schedule(after, What::Own(Own::Job { boot, job }));
+        }
+        Ok(next)
+    }
+
+    fn client_turn(&mut self, now: Instant, node: usize) -> Result<Option<Instant>, String> {
+        let client = &mut self.clients[node - 1];
+        let mut random = random(&mut self.dice);
+        let mut provider = self.lan.nodes[node].provider(now);
+        let mut cx = Cx {
+            now,
+            provider: &mut provider,
+            random: &mut random,
+        };
+        let mut bench = Bench {
+            ledger: &mut self.ledger,
+            disks: &self.disks,
+            dice: &mut self.dice,
+            coverage: &mut self.coverage,
+        };
+        rounds(&mut cx, |cx, step| {
+            match step {
+                Step::Completion(qp, wc) => drop(client.rtrs.completion(cx, qp, &wc)),
+                Step::Event(event) => drop(client.rtrs.event(cx, &event)),
+                Step::Work => {
+                    client.rtrs.timeout(cx);
+                    client.work(cx, &mut bench)?;
+                }
+                Step::End => {
+                    client.rtrs.end_batch(cx);
+                    client.work(cx, &mut bench)?;
+                }
+            }
+            Ok(())
+        })?;
+        let app = client.app_at.map(Instant::from_nanos);
+        Ok([app, client.rtrs.next_timeout()].into_iter().flatten().min())
+    }
+
+    fn raw_turn(&mut self, now: Instant, node: usize) -> Result<Option<Instant>, String> {
+        let first = 1 + self.clients.len();
+        let (path, other) = (node - first, 2 * first + 1 - node);
+        let Some(raw) = &mut self.raw else { return Ok(None) };
+        let mut random = random(&mut self.dice);
+        let mut provider = self.lan.nodes[node].provider(now);
+        let mut cx = Cx {
+            now,
+            provider: &mut provider,
+            random: &mut random,
+        };
+        let mut bench = Bench {
+            ledger: &mut self.ledger,
+            disks: &self.disks,
+            dice: &mut self.dice,
+            coverage: &mut self.coverage,
+        };
+        let mut wakes = false;
+        rounds(&mut cx, |cx, step| {
+            match step {
+                Step::Completion(qp, wc) => drop(raw.rtrs(path).completion(cx, qp, &wc)),
+                Step::Event(event) => drop(raw.rtrs(path).event(cx, &event)),
+                Step::Work => {
+                    raw.rtrs(path).timeout(cx);
+                    wakes = raw.work(cx, path, &mut bench)?;
+                }
+                Step::End => {
+                    raw.rtrs(path).end_batch(cx);
+                    wakes = raw.work(cx, path, &mut bench)?;
+                }
+            }
+            Ok(())
+        })?;
+        let next = raw.next_timeout(path);
+        if wakes {
+            let after = self.dice.range(1, 2 * MS);
+            self.lan.want_turn(other, now.as_nanos() + after);
+        }
+        Ok(next)
+    }
+
+    fn trouble(&mut self) -> Check {
+        let trouble = self.chaos.pick(&TROUBLES);
+        let client = 1 + self.chaos.index(self.lan.nodes.len() - 1);
+        let pause = self.chaos.range(MS, 3 * SEC);
+        let (now, name) = (self.lan.now, trouble.name());
+        self.lan.trace.note(now, || format!("{name}, client {client}"));
+        let happens = match trouble {
+            Trouble::ServerDies => self.server_dies(pause),
+            Trouble::PowerFails => {
+                let dies = self.server_dies(pause);
+                for (disk, history) in self.disks.iter_mut().zip(&mut self.ledger.devices) {
+                    disk.lose_power(&mut self.chaos);
+                    history.lose_power(now);
+                }
+                dies
+            }
+            Trouble::ClientDies => self.client_dies(client, pause),
+            Trouble::Partition | Trouble::OneWay => {
+                let ways = [(SERVER, client), (client, SERVER)];
+                let count = if matches!(trouble, Trouble::OneWay) { 1 } else { 2 };
+                for (from, to) in ways.into_iter().take(count) {
+                    self.lan.link(from, to).cut = true;
+                    self.lan.schedule(pause, What::Own(Own::Heal { from, to }));
+                }
+                true
+            }
+            Trouble::SlowDisk => {
+                let disk = self.chaos.index(self.disks.len());
+                let stall = core::mem::replace(&mut self.disks[disk].faults.stall, (0.5, SEC));
+                self.lan.schedule(pause, What::Own(Own::Recover { disk, stall }));
+                true
+            }
+            Trouble::SessionEnded => self.end_a_session()?,
+            Trouble::Stopped => {
+                let node = self.chaos.pick(&[SERVER, client]);
+                self.lan.stop(node, pause);
+                true
+            }
+        };
+        self.coverage.note_if(name, happens);
+        Ok(())
+    }
+
+    fn server_dies(&mut self, pause: u64) -> bool {
+        if !self.lan.nodes[SERVER].alive {
+            return false;
+        }
+        self.note_server();
+        self.lan.kill(SERVER);
+        self.server = None;
+        self.ledger.server_over(self.lan.now);
+        self.lan.schedule(pause, What::Own(Own::Boot { node: SERVER }));
+        true
+    }
+
+    /// What the server has met in this life.
+    fn note_server(&mut self) {
+        let Some(server) = &self.server else { return };
+        let counters = server.rtrs.counters();
+        self.coverage.note_if("request parked", counters.requests_parked > 0);
+        self.coverage.note_if("path held back", counters.paths_held > 0);
+    }
+
+    fn client_dies(&mut self, client: usize, pause: u64) -> bool {
+        // The raw client has its session on two hosts.
+        if !self.lan.nodes[client].alive || client > self.clients.len() {
+            return false;
+        }
+        self.lan.kill(client);
+        self.clients[client - 1].crash(self.lan.now, &mut self.ledger);
+        self.lan.schedule(pause, What::Own(Own::Boot { node: client }));
+        true
+    }
+
+    fn end_a_session(&mut self) -> Result<bool, String> {
+        let now = self.lan.instant();
+        if self.lan.is_stopped(SERVER) {
+            return Ok(false);
+        }
+        let Some(server) = &mut self.server else {
+            return Ok(false);
+        };
+        let mut random = random(&mut self.dice);
+        let mut provider = self.lan.nodes[SERVER].provider(now);
+        let mut cx = Cx {
+            now,
+            provider: &mut provider,
+            random: &mut random,
+        };
+        let ended = server.end_a_session(&mut cx, &mut self.chaos);
+        self.turn(SERVER, None)?;
+        Ok(ended)
+    }
+
+    fn boot(&mut self, node: usize) {
+        self.lan.boot(node);
+        if node == SERVER {
+            self.start_server();
+        } else {
+            self.clients[node - 1].wake_at(self.lan.now);
+        }
+        self.lan.want_turn(node, self.lan.now);
+    }
+
+    fn enter_quiet(&mut self) {
+        self.quiet = true;
+        for link in self.lan.links() {
+            link.faults = Faults::quiet(link.faults);
+            link.cut = false;
+        }
+        for disk in &mut self.disks {
+            let faults = &mut disk.faults;
+            faults.stall = (0.0, 0);
+            (faults.read_error, faults.write_error, faults.flush_error) = (0.0, 0.0, 0.0);
+        }
+        if let Some(server) = &mut self.server {
+            server.have_memory();
+        }
+        let safe_from = self.lan.now + AFTERMATH;
+        for client in &mut self.clients {
+            client.enter_quiet(safe_from);
+        }
+        self.raw.iter_mut().for_each(|raw| raw.be_safe_from(safe_from));
+    }
+}
+
+/// Bytes that machines draw.
+fn random(dice: &mut Dice) -> impl FnMut(&mut [u8]) + use<> {
+    let mut dice = Dice::from_seed(dice.seed());
+    move |out: &mut [u8]| out.copy_from_slice(&dice.bytes(out.len()))
+}
+
+/// A part of a turn.
+enum Step {
+    Completion(roce_verbs::provider::QpId, roce_verbs::Completion),
+    Event(roce_verbs::provider::Event),
+    /// Everything has been handed over that there was.
+    Work,
+    /// So far nothing more is to be done.
+    End,
+}
+
+/// Hands completions and events over, until there are no more.
+fn rounds(cx: &mut Cx<'_>, mut run: impl FnMut(&mut Cx<'_>, Step) -> Check) -> Check {
+    let (mut wcs, mut ended) = (Vec::new(), false);
+    for _ in 0..ROUNDS {
+        let polled = cx.provider.poll_completions(&mut wcs, 64);
+        polled.map_err(|e| e.to_string())?;
+        let event = if wcs.is_empty() { cx.provider.poll_event() } else { None };
+        let idle = wcs.is_empty() && event.is_none();
+        if ended && idle {
+            return Ok(());
+        }
+        for (qp, wc) in wcs.drain(..) {
+            run(cx, Step::Completion(qp, wc))?;
+        }
+        if let Some(event) = event {
+            run(cx, Step::Event(event))?;
+        }
+        run(cx, Step::Work)?;
+        if idle {
+            run(cx, Step::End)?;
+        }
+        ended = idle;
+    }
+    Err("a turn without end".into())
+}

@@ -1,0 +1,140 @@
+//! What a device is made of.
+
+use std::{net::IpAddr, sync::Arc};
+
+use roce_mem::MemoryTable;
+use roce_net::{Datapath as _, OpenError, Tap, UdpConfig, UdpDatapath, iface};
+use roce_port::{Port, PortConfig};
+use roce_qp::WindowConfig;
+use roce_verbs::{DeviceLimits, Mtu, PathMtus, provider::VerbsError};
+
+use crate::{
+    device::{DeviceConfig, io_error},
+    tap::PcapTap,
+};
+
+pub(crate) fn error(e: OpenError) -> VerbsError {
+    match e {
+        OpenError::Io { context, source } => io_error(context)(source),
+        other => VerbsError::Address(other.to_string()),
+    }
+}
+
+/// 32 bytes from the system's random number generator.
+fn random() -> Result<[u8; 32], VerbsError> {
+    let mut seed = [0; 32];
+    getrandom::fill(&mut seed).map_err(|e| VerbsError::Io {
+        context: "asking the system for random numbers".into(),
+        source: std::io::Error::other(e.to_string()),
+    })?;
+    Ok(seed)
+}
+
+/// The path MTUs to use: what the interfaces carry, unless less was asked for.
+fn choose_mtus(addr: IpAddr, wanted: Option<Mtu>) -> Result<PathMtus, VerbsError> {
+    let fits = match iface::path_mtus(addr) {
+        Ok(mtus) => mtus,
+        Err(e) if e.kind() == std::io::ErrorKind::AddrNotAvailable => {
+            return Err(VerbsError::Address(OpenError::NotLocal(addr).to_string()));
+        }
+        Err(e) => return Err(io_error("finding the interface's MTU")(e)),
+    };
+    match wanted {
+        Some(mtu) if mtu > fits.most() => Err(VerbsError::Invalid(format!(
+            "path MTU {} does not fit the interface of {addr}, which carries {}: raise the interface's MTU to {} or more",
+            mtu.bytes(),
+            fits.most().bytes(),
+            mtu.bytes() + Mtu::HEADERS as usize,
+        ))),
+        Some(mtu) => Ok(fits.at_most(mtu)),
+        None => Ok(fits),
+    }
+}
+
+/// The sockets of a device.
+///
+/// # Errors
+/// When it makes no sense. Inside: when they can't be opened.
+pub(crate) fn datapath(config: &DeviceConfig) -> Result<Result<UdpDatapath, OpenError>, VerbsError> {
+    let udp = UdpConfig {
+        addr: config.addr,
+        receive_buffer: config.socket_buffer,
+        gso: config.gso,
+        gro: config.gro,
+        ..UdpConfig::default()
+    };
+    if let Some(slot) = config.qpn_slot.filter(|s| !s.is_valid()) {
+        return Err(VerbsError::Invalid(format!(
+            "no slot {} of {} bits",
+            slot.slot, slot.bits
+        )));
+    }
+    choose_mtus(config.addr, config.mtu)?;
+    Ok(match &config.sockets {
+        Some(sockets) => UdpDatapath::from_sockets(&udp, sockets),
+        None => UdpDatapath::open(&udp),
+    })
+}
+
+/// A port, and what moves it.
+pub(crate) struct Parts {
+    pub(crate) path: UdpDatapath,
+    pub(crate) tap: Option<Box<dyn Tap>>,
+    pub(crate) port: Port,
+    pub(crate) mem: Arc<MemoryTable>,
+    pub(crate) limits: DeviceLimits,
+    pub(crate) mtu: Mtu,
+}
+
+impl Parts {
+    pub(crate) fn new(config: &DeviceConfig, path: UdpDatapath) -> Result<Self, VerbsError> {
+        let mtus = choose_mtus(config.addr, config.mtu)?;
+        let tap = match &config.pcap {
+            Some(file) => {
+                let tap = PcapTap::create(file).map_err(io_error(&format!("creating {}", file.display())))?;
+                Some(Box::new(tap) as Box<dyn Tap>)
+            }
+            None => None,
+        };
+        let seed = random()?;
+        let guid = config
+            .guid
+            .unwrap_or_else(|| u64::from_le_bytes(std::array::from_fn(|i| seed[i])));
+        let caps = path.capabilities();
+        let local = match config.addr.is_unspecified() {
+            true => vec![],
+            false => vec![config.addr.to_canonical()],
+        };
+        let mtu = mtus.usual();
+        let mut port = PortConfig::new(local, mtu, guid);
+        port.mtus = mtus;
+        port.src_ports = caps.src_ports;
+        if let Some(slot) = config.qpn_slot {
+            port.qpns = slot.qpns();
+            port.limits.max_qp = port.limits.max_qp.min(port.qpns.count());
+            port.cm.comm_ids = slot.comm_ids();
+        }
+        port.cm.report_changes = config.services.is_some();
+        let limits = port.limits.clone();
+        // Peers are taken to have the receive buffer that we have; half of it is the kernel's own overhead.
+        port.window = config.window.unwrap_or_else(|| {
+            let usual = port.window;
+            WindowConfig {
+                max: (caps.receive_buffer / 2).clamp(usual.min, usual.max.max(usual.min)),
+                ..usual
+            }
+        });
+        port.window.unreliable_rate = config.unreliable_rate;
+        port.ack_hold = config.ack_hold;
+        let mem = Arc::new(MemoryTable::new(random()?, &limits));
+        let port = Port::new(port, mem.clone(), random()?);
+        Ok(Self {
+            path,
+            tap,
+            port,
+            mem,
+            limits,
+            mtu,
+        })
+    }
+}

@@ -1,0 +1,55 @@
+//! What connections have in common, however they are driven.
+
+use core::time::Duration;
+
+/// Parameters of a connection (`rdma_conn_param`).
+#[derive(Clone, Debug)]
+pub struct ConnParams {
+    /// Bytes for the peer's event; at most 56 in a connect, 196 in an accept, 148 in a reject.
+    pub private_data: Vec<u8>,
+    /// READs and atomics that we answer at a time.
+    pub responder_resources: u8,
+    /// READs and atomics that we send at a time.
+    pub initiator_depth: u8,
+    /// Retries, 0 to 7.
+    pub retry_count: u8,
+    /// RNR retries, 7 = for ever.
+    pub rnr_retry_count: u8,
+    /// How long a connect may stay without any answer; `None`: as the connection manager has it (in software 10 s). In
+    /// software its retries end after about a minute; a connection manager of hardware goes by its own times.
+    pub patience: Option<Duration>,
+}
+
+impl Default for ConnParams {
+    fn default() -> Self {
+        Self {
+            private_data: Vec::new(),
+            responder_resources: 16,
+            initiator_depth: 16,
+            retry_count: 7,
+            rnr_retry_count: 7,
+            patience: None,
+        }
+    }
+}
+
+/// Why the peer (or we) refused: IBA table 110, kept as the number.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct RejectReason(pub u16);
+
+impl RejectReason {
+    /// No queue pair available.
+    pub const NO_QP: Self = Self(1);
+    /// No end-to-end context, also "no resources".
+    pub const NO_RESOURCES: Self = Self(3);
+    /// The request timed out.
+    pub const TIMEOUT: Self = Self(4);
+    /// Nobody listens at this service ID.
+    pub const INVALID_SERVICE_ID: Self = Self(8);
+    /// The queue pair is in a connection already.
+    pub const STALE_CONNECTION: Self = Self(10);
+    /// The path MTU can't be done.
+    pub const INVALID_MTU: Self = Self(26);
+    /// The consumer refused.
+    pub const CONSUMER: Self = Self(28);
+}

@@ -1,0 +1,40 @@
+//! Why verbs fail.
+
+use crate::wr::PostError;
+
+/// Why a verb failed.
+#[derive(Debug, thiserror::Error)]
+pub enum VerbsError {
+    /// An attribute is missing, not allowed, or out of range.
+    #[error("invalid argument: {0}")]
+    Invalid(String),
+    /// A device limit or a queue is full.
+    #[error("limit reached: {0}")]
+    Limit(&'static str),
+    /// The object is still in use by another.
+    #[error("still in use: {0}")]
+    Busy(&'static str),
+    /// The address is taken, or not ours, or there is no way to the peer.
+    #[error("{0}")]
+    Address(String),
+    /// This provider can't do it.
+    #[error("not supported: {0}")]
+    Unsupported(&'static str),
+    /// The object's state forbids it.
+    #[error("wrong state: {0}")]
+    State(String),
+    /// Posting failed.
+    #[error(transparent)]
+    Post(#[from] PostError),
+    /// The operating system refused.
+    #[error("{context}: {source}")]
+    Io {
+        /// What was tried.
+        context: String,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The device has stopped.
+    #[error("the device is closed")]
+    Closed,
+}

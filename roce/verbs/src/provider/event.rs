@@ -1,0 +1,68 @@
+//! What a provider reports besides completions.
+
+use super::{CmRef, DeviceIx, QpId, RejectReason};
+use crate::event::AsyncEvent;
+
+/// An event.
+#[derive(Clone, Debug)]
+pub enum Event {
+    /// Of a connection or a listener.
+    Cm {
+        /// Which one.
+        id: CmRef,
+        /// What happened.
+        kind: CmKind,
+    },
+    /// Every work request of the queue pair has completed after [`Provider::drain`](super::Provider::drain), and nothing touches
+    /// their memory any more.
+    Drained(QpId),
+    /// Of a device.
+    Async(DeviceIx, AsyncEvent),
+    /// A device is gone or going. What it has is unusable; its objects are still to be given back.
+    DeviceRemoved(DeviceIx),
+}
+
+/// What happened to a connection (`enum rdma_cm_event_type`).
+#[derive(Clone, Debug)]
+pub enum CmKind {
+    /// The way to the peer is known, and the device that it leads through: a queue pair may be made.
+    Resolved {
+        /// The device.
+        device: DeviceIx,
+    },
+    /// Somebody wants to connect to a listener; the connection is new. Accept or reject it.
+    ConnectRequest {
+        /// The listener.
+        listener: CmRef,
+        /// The device that the request came in by.
+        device: DeviceIx,
+        /// The peer's private data, without the RDMA_CM header (its bytes up to 56).
+        private_data: Vec<u8>,
+        /// READs and atomics that the peer will answer at a time.
+        initiator_depth: u8,
+        /// READs and atomics that the peer will send at a time.
+        responder_resources: u8,
+    },
+    /// The connection stands.
+    Established {
+        /// Private data of the accept, on the active side.
+        private_data: Vec<u8>,
+    },
+    /// The peer refused.
+    Rejected {
+        /// Why.
+        reason: RejectReason,
+        /// Its private data, as it came.
+        private_data: Vec<u8>,
+    },
+    /// No way, or no answer.
+    Unreachable,
+    /// Something failed on our side; the text says what.
+    ConnectError(String),
+    /// The connection is over; the queue pair is in error and flushes.
+    Disconnected,
+    /// The queue pair's number may be reused.
+    TimewaitExit,
+    /// The connection's own address is not its device's any more.
+    AddressChange,
+}

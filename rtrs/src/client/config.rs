@@ -1,0 +1,98 @@
+//! How a session is opened, and what it can do.
+
+use core::time::Duration;
+
+use crate::{
+    Error,
+    addr::PathAddr,
+    heartbeat::HeartbeatConfig,
+    proto::{MAX_CONNECTIONS, info::check_name},
+};
+
+/// How to open a session.
+#[derive(Clone, Debug)]
+pub struct SessionConfig {
+    /// Name; the server knows the session by it. No slash, no dot.
+    pub name: String,
+    /// The path to the server.
+    pub path: PathAddr,
+    /// Connections for I/O per path, at least 1 (the service connection comes on top). Requests of a turn leave in one train
+    /// per connection, so one is the fastest unless the server spreads its work by connection. Default: 1.
+    pub connections: u16,
+    /// Longest time for each step of connecting. Default: 30 s, as the kernel's (`RTRS_CONNECT_TIMEOUT_MS`, `rtrs-clt.c`).
+    pub connect_timeout: Duration,
+    /// Heartbeats.
+    pub heartbeat: HeartbeatConfig,
+    /// Longest user header of a request, bytes; the server's limit holds as well.
+    pub max_user_header: u16,
+    /// Have the server revoke the key of each read's buffer when the read is done, as the kernel's client does. Off,
+    /// all buffers stay open for the server's writes while the session lives; that spares two work requests per read.
+    pub invalidate_reads: bool,
+    /// Registered bytes for I/O buffers at most; `None`: what all requests in flight can use.
+    pub buffer_bytes: Option<usize>,
+    /// Attempts to connect a path again after it was lost; 0: a lost path stays so.
+    pub max_reconnects: u32,
+    /// Time between two attempts, of which up to half more is drawn at random (`RTRS_RECONNECT_SEED`).
+    pub reconnect_delay: Duration,
+}
+
+impl SessionConfig {
+    /// A session over one path, everything else by default.
+    pub fn new(name: impl Into<String>, path: PathAddr) -> Self {
+        Self {
+            name: name.into(),
+            path,
+            connections: 1,
+            connect_timeout: Duration::from_secs(30),
+            heartbeat: HeartbeatConfig::default(),
+            // RNBD's longest message (open) has 264.
+            max_user_header: 320,
+            invalidate_reads: true,
+            buffer_bytes: None,
+            max_reconnects: 0,
+            reconnect_delay: Duration::from_secs(10),
+        }
+    }
+
+    /// Checks what is wrong by itself.
+    ///
+    /// # Errors
+    /// Says what.
+    pub fn check(&self) -> Result<(), Error> {
+        let config = |m: &str| Err(Error::Config(m.into()));
+        if let Err(e) = check_name(&self.name) {
+            return Err(Error::Config(e.to_string()));
+        }
+        if self.connections == 0 || self.connections >= MAX_CONNECTIONS {
+            return config("a path needs 1 to 4095 I/O connections");
+        }
+        if self.heartbeat.interval.is_zero() || self.connect_timeout.is_zero() {
+            return config("the heartbeat interval and the connect timeout must not be zero");
+        }
+        Ok(())
+    }
+}
+
+/// Which connection a request goes over.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ConType {
+    /// The service connection: user messages other than I/O.
+    Admin,
+    /// An I/O connection; equal hints (a CPU or queue number) give the same one.
+    Io(usize),
+}
+
+/// What a session can do.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SessionInfo {
+    /// Largest data of a request, bytes.
+    pub max_io_size: u32,
+    /// Requests in flight at most.
+    pub queue_depth: u32,
+    /// Pieces of memory that a request's data may have: one buffer.
+    pub max_segments: u32,
+    /// Longest user header, bytes.
+    pub max_user_header: u32,
+    /// The server changes the key of a chunk with every request (`always_invalidate`).
+    pub new_rkeys: bool,
+}

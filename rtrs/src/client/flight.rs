@@ -1,0 +1,53 @@
+//! Requests in flight.
+
+use roce_verbs::RKey;
+
+use crate::client::request::Submission;
+
+/// What a request in flight waits for.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub(super) enum Waits {
+    /// Room in the send queue.
+    Room,
+    /// The server's answer.
+    Answer,
+    /// The end of its buffer's key, which the server has not revoked; then it ends with this error number.
+    Revocation(u16),
+}
+
+/// A request that has a permit, and a path.
+#[derive(Debug)]
+pub(super) struct Flight {
+    pub(super) request: Submission,
+    /// Index of the path.
+    pub(super) path: u16,
+    pub(super) cid: u16,
+    /// The key under which the server may write the buffer of a read, if it ends with the request.
+    pub(super) key: Option<RKey>,
+    pub(super) waits: Waits,
+}
+
+impl Flight {
+    pub(super) fn new(request: Submission, path: u16, cid: u16) -> Self {
+        Self {
+            request,
+            path,
+            cid,
+            key: None,
+            waits: Waits::Room,
+        }
+    }
+
+    /// The next thing that it waits for. It posts, then it is answered, then perhaps its key has to end.
+    pub(super) fn turn(&mut self, next: Waits) {
+        debug_assert!(
+            matches!(
+                (self.waits, next),
+                (Waits::Room, Waits::Answer) | (Waits::Answer, Waits::Revocation(_))
+            ),
+            "{:?} to {next:?}",
+            self.waits
+        );
+        self.waits = next;
+    }
+}

@@ -1,0 +1,209 @@
+//! What of a session belongs to no path: permits, requests in flight, headers, buffers, and the keys of reads.
+
+use core::time::Duration;
+use std::collections::VecDeque;
+
+use roce_verbs::{
+    AccessFlags,
+    provider::{DeviceIx, KeyId, KeyKind, KeyStrategy, PdId, VerbsError},
+};
+use smallvec::SmallVec;
+
+use crate::{
+    IoError,
+    client::{
+        buffers::{Buffer, Buffers},
+        flight::{Flight, Waits},
+        headers::Headers,
+        permits::Permits,
+        request::{Output, SessionId, Submission},
+    },
+    cx::Cx,
+};
+
+/// How long a server may still work on what it got by a path that is lost; then the permits of unanswered requests are given
+/// out again.
+const REST: Duration = Duration::from_secs(2);
+
+/// A device that a session has paths on.
+#[derive(Debug)]
+pub(super) struct Domain {
+    pub(super) device: DeviceIx,
+    pub(super) pd: PdId,
+    /// What opens the buffers of reads.
+    pub(super) strategy: KeyStrategy,
+    /// Of each permit, unless the keys are static.
+    pub(super) keys: Vec<KeyId>,
+    /// Keys are granted and taken back without a work request.
+    pub(super) instant: bool,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Lane {
+    session: SessionId,
+    pub(super) permits: Permits<u16>,
+    /// By permit.
+    pub(super) flights: Vec<Option<Flight>>,
+    pub(super) headers: Option<Headers>,
+    pub(super) buffers: Buffers,
+    pub(super) domains: SmallVec<[Domain; 1]>,
+    /// Requests that wait for a permit.
+    pub(super) waiting: VecDeque<Submission>,
+}
+
+impl Lane {
+    pub(super) fn new(session: SessionId) -> Self {
+        Self {
+            session,
+            permits: Permits::new(0),
+            flights: Vec::new(),
+            headers: None,
+            buffers: Buffers::new(0),
+            domains: SmallVec::new(),
+            waiting: VecDeque::new(),
+        }
+    }
+
+    pub(super) fn domain(&self, device: DeviceIx) -> Option<&Domain> {
+        self.domains.iter().find(|d| d.device == device)
+    }
+
+    /// The session's protection domain on a device.
+    pub(super) fn enter(&mut self, cx: &mut Cx<'_>, device: DeviceIx, revoked: bool) -> Result<PdId, VerbsError> {
+        if let Some(domain) = self.domain(device) {
+            return Ok(domain.pd);
+        }
+        let caps = cx.provider.devices().get(usize::from(device.0));
+        let caps = caps.ok_or_else(|| VerbsError::Invalid("no such device".into()))?;
+        let (strategy, instant) = (KeyStrategy::for_reads(caps, revoked), caps.instant_keys);
+        if revoked && strategy == KeyStrategy::Static {
+            tracing::warn!(
+                device = device.0,
+                "the device can't take keys back: the buffers of reads stay open"
+            );
+        }
+        let pd = cx.provider.alloc_pd(device)?;
+        self.domains.push(Domain {
+            device,
+            pd,
+            strategy,
+            keys: Vec::new(),
+            instant,
+        });
+        Ok(pd)
+    }
+
+    /// A path with this queue depth leads through the device: there are permits, headers, keys and buffers for it.
+    pub(super) fn furnish(
+        &mut self,
+        cx: &mut Cx<'_>,
+        device: DeviceIx,
+        depth: u32,
+        max_user_header: u32,
+    ) -> Result<(), VerbsError> {
+        let depth = depth.min(u16::MAX.into());
+        if self.flights.iter().skip(depth as usize).any(Option::is_some) {
+            return Err(VerbsError::State(
+                "the server's queue is shallower than what is in flight".into(),
+            ));
+        }
+        if self.headers.as_ref().is_none_or(|h| !h.fits(depth, max_user_header)) {
+            let mut headers = Headers::new(depth, max_user_header)?;
+            for domain in &self.domains {
+                headers.add_device(cx, domain.device, domain.pd)?;
+            }
+            if let Some(mut old) = self.headers.replace(headers) {
+                old.close(cx);
+            }
+        }
+        self.permits.set_depth(depth as u16);
+        self.flights.resize_with(depth as usize, || None);
+        let Some(at) = self.domains.iter().position(|d| d.device == device) else {
+            return Err(VerbsError::Invalid("no such device".into()));
+        };
+        let domain = &mut self.domains[at];
+        let (kind, access) = match domain.strategy {
+            KeyStrategy::Static => (None, AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_WRITE),
+            KeyStrategy::FastRegistration => (Some(KeyKind::FastRegistration), BOUND),
+            KeyStrategy::Window1 => (Some(KeyKind::Window1), BOUND),
+            KeyStrategy::Window2 => (Some(KeyKind::Window2), BOUND),
+        };
+        while let Some(kind) = kind.filter(|_| domain.keys.len() < depth as usize) {
+            domain.keys.push(cx.provider.alloc_key(domain.pd, kind)?);
+        }
+        let pd = domain.pd;
+        if let Some(headers) = &mut self.headers {
+            headers.add_device(cx, device, pd)?;
+        }
+        self.buffers.add_device(cx, device, pd, access)
+    }
+
+    /// Ends a request that has a permit.
+    pub(super) fn finish(&mut self, permit: u16, result: Result<(), IoError>, out: &mut VecDeque<Output>) {
+        let flight = self.flights.get_mut(usize::from(permit)).and_then(Option::take);
+        let Some(flight) = flight else { return };
+        self.permits.give(permit);
+        self.told(flight.request, result, out);
+    }
+
+    /// Tells the user that a request has ended.
+    pub(super) fn told(&self, request: Submission, result: Result<(), IoError>, out: &mut VecDeque<Output>) {
+        out.push_back(Output::Done {
+            session: self.session,
+            tag: request.tag,
+            result,
+            data: request.data,
+        });
+    }
+
+    /// A path is down and drained: nothing of it touches a buffer any more. Takes its requests out, in the order of their permits.
+    /// The permits of those that the server may still work on rest for a while.
+    pub(super) fn orphans(&mut self, cx: &mut Cx<'_>, path: u16, device: Option<DeviceIx>) -> Vec<Flight> {
+        let mut orphans = Vec::new();
+        for permit in 0..self.flights.len() {
+            let Some(flight) = self.flights[permit].take_if(|f| f.path == path) else {
+                continue;
+            };
+            if flight.key.is_some()
+                && let Some(key) = device
+                    .and_then(|d| self.domain(d))
+                    .and_then(|d| d.keys.get(permit))
+                    .copied()
+            {
+                cx.provider.close_key(key);
+            }
+            let permit = permit as u16;
+            match flight.waits {
+                Waits::Room => self.permits.give(permit),
+                // Answered: the server is done with the chunk.
+                Waits::Revocation(_) => self.permits.give(permit),
+                Waits::Answer => self.permits.give_later(permit, path, cx.now + REST),
+            }
+            orphans.push(flight);
+        }
+        orphans
+    }
+
+    /// All that the session has on its devices goes. Its paths are gone already.
+    pub(super) fn close(&mut self, cx: &mut Cx<'_>) {
+        if let Some(mut headers) = self.headers.take() {
+            headers.close(cx);
+        }
+        self.buffers.close(cx);
+        for domain in self.domains.drain(..) {
+            for key in domain.keys {
+                cx.provider.free_key(key);
+            }
+            cx.provider.free_pd(domain.pd);
+        }
+    }
+
+    /// A buffer that comes back.
+    pub(super) fn give(&mut self, buffer: Buffer) {
+        self.buffers.give(buffer);
+    }
+}
+
+/// Rights of memory that keys of their own open.
+const BOUND: AccessFlags = AccessFlags::LOCAL_WRITE.union(AccessFlags::MW_BIND);

@@ -1,0 +1,240 @@
+//! All sessions of a loop.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use roce_verbs::{
+    Completion, Instant,
+    provider::{Event, QpId},
+};
+
+use crate::{
+    Error, IoError, PathError,
+    client::{
+        buffers::{Buffer, Buffers},
+        config::{SessionConfig, SessionInfo},
+        env::{ConnKey, Env, Names},
+        request::{Output, SessionId, Submission},
+        session::Session,
+    },
+    cx::Cx,
+};
+
+/// The client's side of RTRS: sessions with servers.
+///
+/// It does nothing by itself. Whoever drives it hands it completions and events of the provider, calls
+/// [`timeout`](Self::timeout) when [`next_timeout`](Self::next_timeout) says so, takes what it tells from
+/// [`poll_output`](Self::poll_output), and ends each turn with [`end_batch`](Self::end_batch), which posts what the turn has
+/// brought.
+#[derive(Debug, Default)]
+pub struct Client {
+    sessions: BTreeMap<SessionId, Session>,
+    next: u32,
+    names: Names,
+    out: VecDeque<Output>,
+    dirty: Vec<ConnKey>,
+    /// Closed, but for buffers that their user still has.
+    closed: Vec<SessionId>,
+}
+
+impl Client {
+    /// Without a session.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Begins to open a session; [`Output::Opened`] or [`Output::OpenFailed`] follows.
+    ///
+    /// # Errors
+    /// When the configuration is not possible.
+    pub fn open(&mut self, cx: &mut Cx<'_>, config: SessionConfig) -> Result<SessionId, Error> {
+        config.check()?;
+        let id = SessionId(self.next);
+        self.next = self.next.wrapping_add(1);
+        let mut env = Env {
+            cx,
+            names: &mut self.names,
+            out: &mut self.out,
+            dirty: &mut self.dirty,
+        };
+        let session = Session::open(&mut env, id, config);
+        self.sessions.insert(id, session);
+        self.sweep(id);
+        Ok(id)
+    }
+
+    /// Closes a session in good order: requests in flight end with an error, then comes [`Output::Closed`].
+    pub fn close(&mut self, cx: &mut Cx<'_>, session: SessionId) {
+        self.with(cx, session, |s, env| s.close(env));
+    }
+
+    /// What a session can do; `None` until it is open.
+    pub fn info(&self, session: SessionId) -> Option<SessionInfo> {
+        self.sessions.get(&session)?.info()
+    }
+
+    /// Whether a session takes requests.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn state(&self, session: SessionId) -> Result<(), PathError> {
+        let session = self.sessions.get(&session).ok_or(PathError::Closed)?;
+        session.state()
+    }
+
+    /// Permits that requests of a session have: of those that were sent and have not ended.
+    pub fn permits(&self, session: SessionId) -> usize {
+        self.sessions.get(&session).map_or(0, Session::permits)
+    }
+
+    /// Sessions that are open, are being opened, or have buffers that their user still holds.
+    pub fn sessions(&self) -> impl Iterator<Item = SessionId> {
+        self.sessions.keys().copied()
+    }
+
+    /// A registered buffer of `len` bytes (content undefined). It has to be given back, or submitted.
+    ///
+    /// # Errors
+    /// [`Error::NoBuffer`] when the session's memory is used up, [`Error::Down`] when it has no path.
+    pub fn take_buffer(&mut self, cx: &mut Cx<'_>, session: SessionId, len: usize) -> Result<Buffer, Error> {
+        let found = self.sessions.get_mut(&session);
+        found.ok_or(Error::Down(PathError::Closed))?.take_buffer(cx, len)
+    }
+
+    /// Gives a buffer back to its session.
+    pub fn give_buffer(&mut self, session: SessionId, buffer: Buffer) {
+        if let Some(found) = self.sessions.get_mut(&session) {
+            found.give_buffer(buffer);
+        }
+        self.sweep(session);
+    }
+
+    /// The memory of a session's buffers.
+    pub fn buffers(&self, session: SessionId) -> Option<&Buffers> {
+        self.sessions.get(&session).map(Session::buffers)
+    }
+
+    /// The buffers themselves, for who takes and gives back many.
+    pub fn buffers_mut(&mut self, session: SessionId) -> Option<&mut Buffers> {
+        self.sessions.get_mut(&session).map(Session::buffers_mut)
+    }
+
+    /// Sends a request: the user's header and, for a write, the data of the buffer; for a read its answer lands there. It ends
+    /// with [`Output::Done`], exactly once.
+    ///
+    /// # Errors
+    /// When it can't be sent; it comes back.
+    #[expect(clippy::result_large_err, reason = "the request comes back as it is")]
+    pub fn submit(
+        &mut self,
+        cx: &mut Cx<'_>,
+        session: SessionId,
+        request: Submission,
+    ) -> Result<(), (Submission, IoError)> {
+        let Some(found) = self.sessions.get_mut(&session) else {
+            return Err((request, IoError::Path(PathError::Closed)));
+        };
+        let mut env = Env {
+            cx,
+            names: &mut self.names,
+            out: &mut self.out,
+            dirty: &mut self.dirty,
+        };
+        found.submit(&mut env, request)
+    }
+
+    /// A work request has completed. False: the queue pair is none of this client's.
+    pub fn completion(&mut self, cx: &mut Cx<'_>, qp: QpId, wc: &Completion) -> bool {
+        let Some(key) = self.names.qp(qp) else { return false };
+        self.with(cx, key.session, |s, env| s.completion(env, key.path, key.cid, wc));
+        true
+    }
+
+    /// Something has happened. False: not to this client, or not to it alone.
+    pub fn event(&mut self, cx: &mut Cx<'_>, event: &Event) -> bool {
+        match event {
+            Event::Cm { id, kind } => {
+                let Some(key) = self.names.cm(*id) else { return false };
+                let kind = kind.clone();
+                self.with(cx, key.session, |s, env| s.cm_event(env, key.path, key.cid, kind));
+                true
+            }
+            Event::Drained(qp) => {
+                let Some(key) = self.names.qp(*qp) else { return false };
+                self.with(cx, key.session, |s, env| s.drained(env, key.path, key.cid));
+                true
+            }
+            Event::DeviceRemoved(device) => {
+                self.each(cx, |s, env| s.device_removed(env, *device));
+                false
+            }
+            // A queue pair that fails flushes.
+            Event::Async(..) => false,
+        }
+    }
+
+    /// The end of a turn: receives go back, and what waits is posted.
+    pub fn end_batch(&mut self, cx: &mut Cx<'_>) {
+        while !self.dirty.is_empty() {
+            for key in core::mem::take(&mut self.dirty) {
+                self.with(cx, key.session, |s, env| s.post(env, key.path, key.cid));
+            }
+        }
+        // The last buffers may have gone back by `buffers_mut`.
+        for id in core::mem::take(&mut self.closed) {
+            self.sweep(id);
+        }
+    }
+
+    /// Does what is due.
+    pub fn timeout(&mut self, cx: &mut Cx<'_>) {
+        let now = cx.now;
+        let due = |s: &Session| s.next_timeout().is_some_and(|due| due <= now);
+        if self.sessions.values().any(due) {
+            self.each(cx, |s, env| s.timeout(env));
+        }
+    }
+
+    /// When to call [`timeout`](Self::timeout); `None`: nothing will be due by itself.
+    pub fn next_timeout(&self) -> Option<Instant> {
+        self.sessions.values().filter_map(Session::next_timeout).min()
+    }
+
+    /// The next thing to tell the user.
+    pub fn poll_output(&mut self) -> Option<Output> {
+        self.out.pop_front()
+    }
+
+    fn with(&mut self, cx: &mut Cx<'_>, id: SessionId, f: impl FnOnce(&mut Session, &mut Env<'_, '_>)) {
+        let mut env = Env {
+            cx,
+            names: &mut self.names,
+            out: &mut self.out,
+            dirty: &mut self.dirty,
+        };
+        if let Some(session) = self.sessions.get_mut(&id) {
+            f(session, &mut env);
+            if session.is_closed() {
+                self.sweep(id);
+            }
+        }
+    }
+
+    fn each(&mut self, cx: &mut Cx<'_>, f: impl Fn(&mut Session, &mut Env<'_, '_>)) {
+        let ids: Vec<_> = self.sessions.keys().copied().collect();
+        for id in ids {
+            self.with(cx, id, &f);
+        }
+    }
+
+    /// Forgets a session of which nothing is left.
+    fn sweep(&mut self, id: SessionId) {
+        let Some(session) = self.sessions.get(&id).filter(|s| s.is_closed()) else {
+            return;
+        };
+        match session.buffers().lent() {
+            0 => drop(self.sessions.remove(&id)),
+            _ if self.closed.contains(&id) => {}
+            _ => self.closed.push(id),
+        }
+    }
+}

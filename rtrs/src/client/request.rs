@@ -1,0 +1,54 @@
+//! What goes into a session and comes out of it.
+
+use smallvec::SmallVec;
+
+use super::{
+    buffers::Buffer,
+    config::{ConType, SessionInfo},
+};
+use crate::{Direction, Error, IoError, PathError};
+
+/// A session of a [`Client`](super::Client). No other has had the number.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct SessionId(pub u32);
+
+/// A request on its way into a session.
+#[derive(Debug)]
+pub struct Submission {
+    /// Comes back with the answer.
+    pub tag: u64,
+    /// The connection that it takes.
+    pub con: ConType,
+    /// Which way the data goes.
+    pub direction: Direction,
+    /// The user's header.
+    pub header: SmallVec<[u8; 64]>,
+    /// The data of a write, or the place for that of a read: of this session.
+    pub data: Option<Buffer>,
+}
+
+/// What a client tells its user.
+#[derive(Debug)]
+pub enum Output {
+    /// The first path is up: requests are taken.
+    Opened(SessionId, SessionInfo),
+    /// The session could not be opened, and is gone.
+    OpenFailed(SessionId, Error),
+    /// A request has ended. Nothing touches its buffer any more.
+    Done {
+        /// The session.
+        session: SessionId,
+        /// The request's.
+        tag: u64,
+        /// Success, the server's error number, or what broke.
+        result: Result<(), IoError>,
+        /// The request's buffer.
+        data: Option<Buffer>,
+    },
+    /// No path is left (`RTRS_CLT_LINK_EV_DISCONNECTED`), and why the last one went.
+    Down(SessionId, PathError),
+    /// There is a path again (`RTRS_CLT_LINK_EV_RECONNECTED`). Sizes may be others than before.
+    Up(SessionId, SessionInfo),
+    /// The session has been closed, and is gone: every request has ended.
+    Closed(SessionId),
+}

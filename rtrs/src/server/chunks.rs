@@ -1,0 +1,413 @@
+//! The chunks of a session. They belong to all of its paths: a client whose path is lost sends the request once more by
+//! another, in the same chunk, while the server's user may still be at work on the first.
+//!
+//! So a request for a chunk that another path's request has waits until that one is over, at most one for each path and chunk.
+//! A client that has not been answered can't reuse the chunk, so nothing that it writes later gets into the earlier request.
+
+use roce_verbs::provider::RangeError;
+
+use crate::{
+    PathError,
+    admission::PathKey,
+    proto::SgDesc,
+    server::{
+        request::RequestKey,
+        state::{CHUNK, ChunkEvent, ChunkState},
+    },
+    table::step,
+};
+
+/// A request as it is announced.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Asked {
+    /// The path that it came by.
+    pub(crate) path: PathKey,
+    /// And the connection, which its answer takes.
+    pub(crate) cid: u16,
+    /// Where in the chunk its message begins.
+    pub(crate) offset: u32,
+}
+
+/// What of a request is needed until it is answered.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Begun {
+    /// Bytes of data at the start of the chunk.
+    pub(crate) data_len: u32,
+    /// Where the data of a read goes.
+    pub(crate) dest: Option<SgDesc>,
+    /// The destination's key is to end.
+    pub(crate) need_inval: bool,
+}
+
+/// Whether a request may have its chunk.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Room {
+    /// It may.
+    Free,
+    /// Not before the other path's request is over.
+    Busy,
+}
+
+#[derive(Debug)]
+struct Chunk {
+    state: ChunkState,
+    /// Tells requests apart that came in it.
+    serial: u32,
+    /// The request that has it; of no account when it is idle.
+    owner: Option<Asked>,
+    begun: Begun,
+    /// Requests of other paths, oldest first.
+    parked: Vec<Asked>,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Chunks(Vec<Chunk>);
+
+const NO_CHUNK: PathError = PathError::Unexpected("a chunk that can't be");
+const IN_USE: PathError = PathError::Unexpected("a request in a chunk that is in use");
+
+impl Chunk {
+    fn is_idle(&self) -> bool {
+        self.state == ChunkState::Idle
+    }
+
+    /// The request that has it.
+    fn owner(&self) -> Option<Asked> {
+        self.owner.filter(|_| !self.is_idle())
+    }
+
+    /// Whether the event was legal.
+    fn step(&mut self, event: ChunkEvent) -> bool {
+        let Some((next, _)) = step(CHUNK, self.state, event) else {
+            return false;
+        };
+        self.state = next;
+        true
+    }
+}
+
+impl Chunks {
+    /// So many, all the client's.
+    pub(crate) fn new(count: u32) -> Self {
+        let chunk = |_| Chunk {
+            state: ChunkState::Idle,
+            serial: 0,
+            owner: None,
+            begun: Begun::default(),
+            parked: Vec::new(),
+        };
+        Self((0..count).map(chunk).collect())
+    }
+
+    fn get(&self, chunk: u16) -> Option<&Chunk> {
+        self.0.get(usize::from(chunk))
+    }
+
+    fn get_mut(&mut self, chunk: u16) -> Option<&mut Chunk> {
+        self.0.get_mut(usize::from(chunk))
+    }
+
+    /// Whether a request of this path may have the chunk.
+    ///
+    /// # Errors
+    /// When a request of the same path has it, or waits for it.
+    pub(crate) fn room(&self, chunk: u16, path: PathKey) -> Result<Room, PathError> {
+        let chunk = self.get(chunk).ok_or(NO_CHUNK)?;
+        let parked = chunk.parked.iter().any(|asked| asked.path == path);
+        match chunk.owner() {
+            Some(owner) if owner.path == path => Err(IN_USE),
+            _ if parked => Err(IN_USE),
+            None if chunk.parked.is_empty() => Ok(Room::Free),
+            _ => Ok(Room::Busy),
+        }
+    }
+
+    /// Has a request wait for its chunk.
+    pub(crate) fn park(&mut self, chunk: u16, asked: Asked) {
+        if let Some(chunk) = self.get_mut(chunk) {
+            chunk.parked.push(asked);
+        }
+    }
+
+    /// Takes out the request that has waited longest for an idle chunk.
+    pub(crate) fn unpark(&mut self, chunk: u16) -> Option<Asked> {
+        let chunk = self.get_mut(chunk)?;
+        (chunk.is_idle() && !chunk.parked.is_empty()).then(|| chunk.parked.remove(0))
+    }
+
+    /// Idle chunks that requests wait for.
+    pub(crate) fn wanted(&self) -> Vec<u16> {
+        let wanted = |(_, chunk): &(usize, &Chunk)| chunk.is_idle() && !chunk.parked.is_empty();
+        self.0
+            .iter()
+            .enumerate()
+            .filter(wanted)
+            .map(|(i, _)| i as u16)
+            .collect()
+    }
+
+    /// Forgets the requests of a path that wait.
+    pub(crate) fn drop_parked(&mut self, path: PathKey) {
+        for chunk in &mut self.0 {
+            chunk.parked.retain(|asked| asked.path != path);
+        }
+    }
+
+    /// A request gets its chunk, whose key is being taken back.
+    ///
+    /// # Errors
+    /// When the chunk is not idle.
+    pub(crate) fn revoking(&mut self, chunk: u16, asked: Asked) -> Result<(), PathError> {
+        let chunk = self.get_mut(chunk).ok_or(NO_CHUNK)?;
+        if !chunk.step(ChunkEvent::Asked) {
+            return Err(IN_USE);
+        }
+        chunk.owner = Some(asked);
+        Ok(())
+    }
+
+    /// The request whose chunk's key has been taken back over this connection.
+    pub(crate) fn revoked(&self, chunk: u16, path: PathKey, cid: u16) -> Option<Asked> {
+        let chunk = self.get(chunk).filter(|c| c.state == ChunkState::Revoking)?;
+        chunk.owner().filter(|owner| (owner.path, owner.cid) == (path, cid))
+    }
+
+    /// A request goes to the user: with [`ChunkEvent::AskedOpen`], or [`ChunkEvent::Revoked`] if it had to wait for its key.
+    /// Returns its number among those of the chunk.
+    ///
+    /// # Errors
+    /// When the chunk is in another's hands.
+    pub(crate) fn begin(
+        &mut self,
+        chunk: u16,
+        event: ChunkEvent,
+        asked: Asked,
+        begun: Begun,
+    ) -> Result<u32, PathError> {
+        let chunk = self.get_mut(chunk).ok_or(NO_CHUNK)?;
+        if !chunk.step(event) {
+            return Err(IN_USE);
+        }
+        (chunk.owner, chunk.begun) = (Some(asked), begun);
+        chunk.serial = chunk.serial.wrapping_add(1);
+        Ok(chunk.serial)
+    }
+
+    fn with_user(&self, key: RequestKey) -> Option<&Chunk> {
+        let chunk = self.get(key.chunk)?;
+        (chunk.state == ChunkState::User && chunk.serial == key.serial).then_some(chunk)
+    }
+
+    /// A request that the user has; `None` if it has been answered, or never was.
+    pub(crate) fn request(&self, key: RequestKey) -> Option<(Asked, Begun)> {
+        let chunk = self.with_user(key)?;
+        Some((chunk.owner()?, chunk.begun))
+    }
+
+    /// Checks a range of a request's data.
+    ///
+    /// # Errors
+    /// When the range is outside, or the user has no such request.
+    pub(crate) fn check(&self, key: RequestKey, offset: usize, len: usize) -> Result<(), RangeError> {
+        let size = self.with_user(key).map_or(0, |chunk| chunk.begun.data_len as usize);
+        if self.with_user(key).is_none() || offset.checked_add(len).is_none_or(|end| end > size) {
+            return Err(RangeError { offset, len, size });
+        }
+        Ok(())
+    }
+
+    /// The user has answered; the chunk waits for the answer to leave, or for the path to be drained.
+    pub(crate) fn answered(&mut self, chunk: u16) {
+        self.step(chunk, ChunkEvent::Answered);
+    }
+
+    /// The user has answered a request of a path that is drained.
+    pub(crate) fn answered_in_vain(&mut self, chunk: u16) {
+        self.step(chunk, ChunkEvent::AnsweredInVain);
+    }
+
+    /// The answer has left.
+    pub(crate) fn sent(&mut self, chunk: u16) {
+        self.step(chunk, ChunkEvent::Sent);
+    }
+
+    fn step(&mut self, chunk: u16, event: ChunkEvent) {
+        let legal = self.get_mut(chunk).is_some_and(|chunk| chunk.step(event));
+        debug_assert!(legal, "{event:?} of chunk {chunk}");
+    }
+
+    /// A path is drained: what it had is the client's again, but for what the user still works on.
+    pub(crate) fn path_gone(&mut self, path: PathKey) {
+        for chunk in &mut self.0 {
+            if chunk.owner().is_some_and(|owner| owner.path == path) {
+                chunk.step(ChunkEvent::PathGone);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use roce_verbs::Instant;
+
+    use super::*;
+    use crate::{
+        admission::{AccessList, Admission, Admitted, ConnectRequest, Limits},
+        proto::Uuid,
+        server::request::SessionKey,
+    };
+
+    /// Paths: only an admission makes their keys.
+    fn paths(count: u8) -> Vec<PathKey> {
+        let mut admission = Admission::new(Limits::default(), AccessList::default());
+        let path = |n| {
+            let request = ConnectRequest {
+                peer: [10, 0, 0, n].into(),
+                local: [10, 0, 1, 1].into(),
+                session: Uuid([n; 16]),
+                path: Uuid([n; 16]),
+                cid: 0,
+                connections: 2,
+                first_conn: true,
+            };
+            match admission.request(Instant::ZERO, &request) {
+                Ok(Admitted::HalfOpen { path, .. }) => path,
+                other => panic!("{other:?}"),
+            }
+        };
+        (0..count).map(path).collect()
+    }
+
+    fn asked(path: PathKey) -> Asked {
+        Asked {
+            path,
+            cid: 1,
+            offset: 64,
+        }
+    }
+
+    const WRITE: Begun = Begun {
+        data_len: 60,
+        dest: None,
+        need_inval: false,
+    };
+
+    fn begin(chunks: &mut Chunks, chunk: u16, asked: Asked) -> RequestKey {
+        let serial = chunks.begin(chunk, ChunkEvent::AskedOpen, asked, WRITE).unwrap();
+        RequestKey {
+            session: SessionKey(1),
+            chunk,
+            serial,
+        }
+    }
+
+    #[test]
+    fn a_chunk_that_another_path_has_is_waited_for() {
+        let (mut chunks, paths) = (Chunks::new(4), paths(3));
+        let (a, b, c) = (asked(paths[0]), asked(paths[1]), asked(paths[2]));
+        assert!(matches!(chunks.room(2, a.path), Ok(Room::Free)));
+        let first = begin(&mut chunks, 2, a);
+        for other in [b, c] {
+            assert!(matches!(chunks.room(2, other.path), Ok(Room::Busy)));
+            chunks.park(2, other);
+            assert!(chunks.room(2, other.path).is_err(), "one for each path and chunk");
+        }
+        assert!(
+            matches!(chunks.room(3, b.path), Ok(Room::Free)),
+            "other chunks are free"
+        );
+        assert_eq!(chunks.unpark(2), None, "not while the user works on it");
+        chunks.answered(first.chunk);
+        assert_eq!(chunks.unpark(2), None, "not before the answer has left");
+        chunks.sent(2);
+        assert_eq!(chunks.wanted(), [2]);
+        assert!(matches!(chunks.room(2, a.path), Ok(Room::Busy)), "nobody overtakes");
+        assert_eq!(chunks.unpark(2), Some(b), "the oldest first");
+        let second = begin(&mut chunks, 2, b);
+        assert_eq!(chunks.unpark(2), None);
+        assert_ne!(first, second);
+        assert_eq!(
+            (chunks.request(first), chunks.request(second)),
+            (None, Some((b, WRITE)))
+        );
+    }
+
+    #[test]
+    fn a_path_has_one_request_in_a_chunk() {
+        let (mut chunks, paths) = (Chunks::new(1), paths(1));
+        let a = asked(paths[0]);
+        let in_use = |chunks: &Chunks| matches!(chunks.room(0, a.path), Err(PathError::Unexpected(_)));
+        chunks.revoking(0, a).unwrap();
+        assert!(in_use(&chunks));
+        assert!(chunks.revoking(0, a).is_err());
+        assert_eq!(chunks.revoked(0, a.path, 2), None, "another connection");
+        assert_eq!(chunks.revoked(0, a.path, 1), Some(a));
+        chunks.begin(0, ChunkEvent::Revoked, a, WRITE).unwrap();
+        assert!(in_use(&chunks));
+        assert_eq!(chunks.revoked(0, a.path, 1), None);
+        chunks.answered(0);
+        assert!(in_use(&chunks));
+        chunks.sent(0);
+        assert!(!in_use(&chunks));
+        assert!(chunks.room(1, a.path).is_err(), "there is one chunk");
+    }
+
+    /// The user of the server may still read or write the chunk of a path that is long gone.
+    #[test]
+    fn a_lost_paths_request_keeps_its_chunk_until_the_user_is_done() {
+        let (mut chunks, paths) = (Chunks::new(4), paths(2));
+        let (a, b) = (asked(paths[0]), asked(paths[1]));
+        let with_user = begin(&mut chunks, 0, a);
+        chunks.revoking(1, a).unwrap();
+        begin(&mut chunks, 2, a);
+        chunks.answered(2);
+        for chunk in 0..3 {
+            assert!(matches!(chunks.room(chunk, b.path), Ok(Room::Busy)));
+            chunks.park(chunk, b);
+        }
+        chunks.path_gone(a.path);
+        assert_eq!(chunks.wanted(), [1, 2]);
+        assert_eq!(chunks.request(with_user), Some((a, WRITE)));
+        chunks.answered_in_vain(0);
+        assert_eq!(chunks.wanted(), [0, 1, 2]);
+        assert_eq!(chunks.request(with_user), None);
+    }
+
+    #[test]
+    fn requests_that_wait_go_with_their_path() {
+        let (mut chunks, paths) = (Chunks::new(1), paths(3));
+        begin(&mut chunks, 0, asked(paths[0]));
+        chunks.park(0, asked(paths[1]));
+        chunks.park(0, asked(paths[2]));
+        chunks.drop_parked(paths[1]);
+        chunks.answered(0);
+        chunks.sent(0);
+        assert_eq!(chunks.unpark(0), Some(asked(paths[2])));
+        assert_eq!(chunks.unpark(0), None);
+    }
+
+    #[test]
+    fn a_request_is_written_to_within_its_data_and_while_it_is_the_users() {
+        let (mut chunks, paths) = (Chunks::new(2), paths(1));
+        let key = begin(&mut chunks, 1, asked(paths[0]));
+        for (offset, len, fits) in [
+            (0, 60, true),
+            (60, 0, true),
+            (1, 60, false),
+            (61, 0, false),
+            (usize::MAX, 2, false),
+        ] {
+            assert_eq!(chunks.check(key, offset, len).is_ok(), fits, "{len} at {offset}");
+        }
+        let other = RequestKey {
+            serial: key.serial + 1,
+            ..key
+        };
+        let nowhere = RequestKey { chunk: 9, ..key };
+        chunks.answered(1);
+        for key in [key, other, nowhere] {
+            assert!(chunks.check(key, 0, 0).is_err(), "{key:?}");
+        }
+    }
+}

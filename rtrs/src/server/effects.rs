@@ -1,0 +1,36 @@
+//! What comes of handling something, besides work requests.
+
+use std::collections::VecDeque;
+
+use crate::{
+    PathError,
+    admission::PathKey,
+    server::{
+        counters::ServerCounters,
+        request::{Output, SessionKey},
+    },
+};
+
+/// A connection of a path.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Place {
+    /// The session.
+    pub(crate) session: SessionKey,
+    /// The path.
+    pub(crate) path: PathKey,
+    /// The connection's number; 0 is the service connection.
+    pub(crate) cid: u16,
+}
+
+/// What is to be told, and to be done before the call ends or with the turn.
+#[derive(Debug, Default)]
+pub(crate) struct Effects {
+    /// For the user.
+    pub(crate) outputs: VecDeque<Output>,
+    /// Paths that can't go on, and why.
+    pub(crate) broken: VecDeque<(SessionKey, PathKey, PathError)>,
+    /// Connections with receives to give back or work to post at the end of the turn, each once.
+    pub(crate) dirty: Vec<Place>,
+    /// Events so far.
+    pub(crate) counters: ServerCounters,
+}

@@ -1,0 +1,353 @@
+//! Clients, users and devices that do anything at any time: whatever happens, each request reaches the user alone in its chunk,
+//! and in the end nothing is left.
+
+use core::time::Duration;
+use std::collections::BTreeSet;
+
+use proptest::prelude::*;
+use roce_verbs::{
+    WcStatus,
+    provider::{CmKind, CmRef},
+};
+use rtrs::{
+    proto::{InfoReq, RdmaWrite},
+    server::{
+        ServerConfig,
+        request::{Output, RequestKey},
+    },
+};
+use zerocopy::IntoBytes;
+
+use crate::{
+    provider::{Faults, Keys, Scripted, Usage},
+    server_bed::{Bed, Client, config},
+};
+
+#[derive(Clone, Copy, Debug)]
+enum Op {
+    Ask,
+    Establish,
+    Inform,
+    Write,
+    Read,
+    Imm(u32),
+    Leave,
+    Fail(bool),
+    Violate,
+    /// A request where one of the same path is under way.
+    Again,
+    Answer(bool),
+    Drained,
+    Memory(bool),
+    Wait(u64),
+    Close,
+    Fault(u8),
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    prop_oneof![
+        12 => Just(Op::Ask),
+        12 => Just(Op::Establish),
+        12 => Just(Op::Inform),
+        24 => Just(Op::Write),
+        12 => Just(Op::Read),
+        1 => prop_oneof![Just(0x8000_0000), Just(0x9000_0000), any::<u32>()].prop_map(Op::Imm),
+        1 => Just(Op::Leave),
+        1 => any::<bool>().prop_map(Op::Fail),
+        1 => prop_oneof![Just(Op::Violate), Just(Op::Again)],
+        10 => any::<bool>().prop_map(Op::Answer),
+        8 => Just(Op::Drained),
+        4 => proptest::bool::weighted(0.8).prop_map(Op::Memory),
+        1 => (0u64..8000).prop_map(Op::Wait),
+        1 => prop_oneof![3 => (0u8..3).prop_map(Op::Fault), 1 => Just(Op::Close)],
+    ]
+}
+
+/// Three paths of one session, and two other sessions.
+fn clients() -> Vec<Client> {
+    let first = Client::new(1);
+    let mut second = first.second_path(2);
+    second.first = true;
+    let mut third = first.second_path(3);
+    (third.first, third.device) = (true, 1);
+    vec![first, second, third, Client::new(4), Client::new(5)]
+}
+
+struct World {
+    bed: Bed,
+    clients: Vec<Client>,
+    /// Chunks of each client with a request under way.
+    under_way: [BTreeSet<u16>; 5],
+    /// Clients that have given their name.
+    asked: [bool; 5],
+    /// Requests, and the clients that they are of.
+    with_user: Vec<(RequestKey, usize)>,
+    /// The user takes its time.
+    slow: bool,
+    seen: BTreeSet<RequestKey>,
+    opened: usize,
+    closed: usize,
+}
+
+impl World {
+    fn new(keys: Keys, always_invalidate: bool) -> Self {
+        let config = ServerConfig {
+            always_invalidate,
+            ..config()
+        };
+        let mut provider = Scripted::new(&[keys, Keys::INSTANT]);
+        provider.auto_drain = false;
+        let mut bed = Bed::on(config, provider);
+        bed.hold_memory = true;
+        Self {
+            bed,
+            clients: clients(),
+            under_way: Default::default(),
+            asked: [false; 5],
+            with_user: Vec::new(),
+            slow: false,
+            seen: BTreeSet::new(),
+            opened: 0,
+            closed: 0,
+        }
+    }
+
+    /// A connection of a client that can still receive.
+    fn receives(&self, who: usize, cid: u16) -> bool {
+        let cm = self.clients[who].cms.get(&cid);
+        let qp = cm.and_then(|cm| self.bed.provider.cms.get(cm)?.qp);
+        qp.is_some_and(|qp| self.bed.provider.recvs(qp) > 0)
+    }
+
+    fn living(&self, who: usize) -> Vec<CmRef> {
+        let cms = self.clients[who].cms.values().copied();
+        cms.filter(|cm| self.bed.provider.cms.contains_key(cm)).collect()
+    }
+
+    fn step(&mut self, who: usize, arg: u16, op: Op) {
+        let cms = self.living(who);
+        let (bed, chunk) = (&mut self.bed, arg % 3);
+        let client = &mut self.clients[who];
+        if cms.is_empty() {
+            client.cms.clear();
+            client.chunks.clear();
+            self.under_way[who].clear();
+            self.asked[who] = false;
+        }
+        match op {
+            Op::Ask if client.cms.len() < 2 => {
+                let cid = client.cms.len() as u16;
+                let _ = client.ask(bed, cid, client.request(cid));
+            }
+            Op::Establish => {
+                for cm in cms {
+                    let private_data = Vec::new();
+                    if bed.provider.cms[&cm].qp.is_some() {
+                        bed.provider.tell(cm, CmKind::Established { private_data });
+                    }
+                }
+            }
+            Op::Leave => cms.iter().for_each(|cm| bed.provider.tell(*cm, CmKind::Disconnected)),
+            Op::Answer(oldest) if !self.with_user.is_empty() && (!self.slow || arg.is_multiple_of(4)) => {
+                let last = self.with_user.len() - 1;
+                let (key, _) = self.with_user.remove(if oldest { 0 } else { last });
+                bed.answer(key, i32::from(arg % 3));
+            }
+            Op::Drained if !bed.provider.draining.is_empty() => {
+                let qp = bed.provider.draining[usize::from(arg) % bed.provider.draining.len()];
+                bed.provider.finish_drain(qp);
+            }
+            Op::Memory(there) if bed.outputs.iter().any(|o| matches!(o, Output::Allocate { .. })) => {
+                bed.memory(there);
+            }
+            Op::Wait(ms) => bed.wait(Duration::from_millis(ms)),
+            Op::Close => {
+                let session = bed.server.sessions().get(who % 3).map(|s| s.session);
+                if let Some(session) = session {
+                    bed.call(|server, cx| server.close_session(cx, session));
+                }
+            }
+            Op::Fault(what) => {
+                let left = Some(usize::from(arg % 12));
+                let faults = &mut bed.provider.faults;
+                *[&mut faults.keys, &mut faults.registrations, &mut faults.qps][usize::from(what)] = left;
+            }
+            _ => self.send(who, chunk, op),
+        }
+        self.bed.turn();
+        if !matches!(op, Op::Fault(_)) {
+            self.bed.provider.faults = Faults::default();
+        }
+        self.look();
+    }
+
+    /// What takes a queue pair that receives.
+    fn send(&mut self, who: usize, chunk: u16, op: Op) {
+        let service = self.receives(who, 0);
+        let io = self.receives(who, 1);
+        let (bed, client) = (&mut self.bed, &self.clients[who]);
+        let ready = io && !client.chunks.is_empty();
+        match op {
+            Op::Inform if service && io && !self.asked[who] => {
+                self.asked[who] = true;
+                let name = format!("s{}", client.session);
+                client.inform(bed, InfoReq::new(&name).unwrap().as_bytes());
+            }
+            Op::Again if service && !ready => client.inform(bed, b"again"),
+            Op::Write if ready && self.under_way[who].insert(chunk) => {
+                let bytes = [&[who as u8], RdmaWrite::new(1).as_bytes()].concat();
+                match client.write(bed, chunk, 0, &bytes) {
+                    true => client.announce(bed, chunk, 1),
+                    // The transport ends a connection whose WRITE it refuses.
+                    false => bed.provider.fail_qp(client.qp(bed, 1), WcStatus::FlushError),
+                }
+            }
+            Op::Read if ready && self.under_way[who].insert(chunk) && client.write(bed, chunk, 70, b"x") => {
+                client.send_read(bed, chunk, 64, &[who as u8], chunk == 2);
+            }
+            Op::Again if ready => client.announce(bed, chunk, 1),
+            Op::Imm(imm) if service => client.imm(bed, 0, imm),
+            Op::Imm(imm) if io => client.imm(bed, 1, imm),
+            Op::Fail(flushed) if io => {
+                let status = if flushed {
+                    WcStatus::FlushError
+                } else {
+                    WcStatus::RetryExceeded
+                };
+                bed.provider.fail_qp(client.qp(bed, 1), status);
+            }
+            Op::Violate if io => bed.provider.violate(client.qp(bed, 1)),
+            _ => {}
+        }
+    }
+
+    /// What the server tells, and what the clients get.
+    fn look(&mut self) {
+        for request in self.bed.requests() {
+            let key = request.key;
+            assert!(self.seen.insert(key), "{key:?} comes twice");
+            let mut others = self.with_user.iter().map(|(other, _)| other);
+            let same = |other: &RequestKey| (other.session, other.chunk) == (key.session, key.chunk);
+            assert!(!others.any(same), "two requests in a chunk: {key:?}");
+            self.with_user.push((key, usize::from(request.header[0])));
+        }
+        let (wanted, told) = core::mem::take(&mut self.bed.outputs)
+            .into_iter()
+            .partition(|o| matches!(o, Output::Allocate { .. }));
+        self.bed.outputs = wanted;
+        let told: Vec<Output> = told;
+        for output in told {
+            match output {
+                Output::SessionOpened(_) => self.opened += 1,
+                Output::SessionClosed { .. } => self.closed += 1,
+                _ => {}
+            }
+            assert!(self.closed <= self.opened);
+        }
+        for who in 0..self.clients.len() {
+            if self.receives(who, 0) && self.clients[who].chunks.is_empty() {
+                let is_in = self.clients[who].informed(&mut self.bed);
+                assert!(
+                    !is_in || !self.has_late_requests(who),
+                    "{who} may write where the user is at work"
+                );
+            }
+            if self.receives(who, 1) && !self.clients[who].chunks.is_empty() {
+                for reply in self.clients[who].answers(&mut self.bed, 1) {
+                    self.under_way[who].remove(&(reply.msg_id as u16));
+                }
+            }
+        }
+    }
+
+    /// Whether the user has requests of lost paths of a client's session.
+    fn has_late_requests(&self, who: usize) -> bool {
+        let session = self.clients[who].session;
+        let lost = |cm: &CmRef| self.bed.provider.cms[cm].disconnected;
+        let late = |of: usize| self.clients[of].session == session && self.living(of).iter().any(lost);
+        self.with_user.iter().any(|(_, of)| late(*of))
+    }
+
+    /// The server stops, and the user and the devices do what they owe.
+    fn end(&mut self) {
+        self.bed.call(|server, cx| server.stop(cx));
+        self.look();
+        while let Some(qp) = self.bed.provider.draining.first().copied() {
+            self.bed.provider.finish_drain(qp);
+            self.bed.turn();
+            self.look();
+        }
+        for (key, _) in core::mem::take(&mut self.with_user) {
+            self.bed.answer(key, 0);
+        }
+        self.look();
+        assert!(self.bed.server.is_idle(), "{:?}", self.bed.server.sessions());
+        assert_eq!(self.bed.provider.usage(), Usage::default());
+        assert_eq!(self.opened, self.closed);
+    }
+}
+
+const OPEN: [Op; 6] = [
+    Op::Ask,
+    Op::Establish,
+    Op::Memory(true),
+    Op::Ask,
+    Op::Establish,
+    Op::Inform,
+];
+
+fn play(steps: Vec<(usize, u16, Op)>, keys: Keys, always_invalidate: bool, open: usize, slow: bool) {
+    let mut world = World::new(keys, always_invalidate);
+    world.slow = slow;
+    for who in 0..open {
+        OPEN.into_iter().for_each(|op| world.step(who, 0, op));
+    }
+    for (who, arg, op) in steps {
+        world.step(who, arg, op);
+    }
+    world.end();
+}
+
+/// How often the interesting things happen, so that the steps do not wear out unnoticed.
+#[test]
+fn the_steps_get_somewhere() {
+    let mut world = World::new(Keys::INSTANT, true);
+    for who in 0..3 {
+        OPEN.into_iter().for_each(|op| world.step(who, 0, op));
+        assert!(!world.clients[who].chunks.is_empty(), "path {who}");
+    }
+    for who in 0..3 {
+        world.step(who, 1, Op::Write);
+    }
+    assert_eq!(
+        (world.with_user.len(), world.bed.server.counters().requests_parked),
+        (1, 2)
+    );
+    world.step(0, 0, Op::Leave);
+    world.step(0, 0, Op::Answer(true));
+    assert!(world.with_user.is_empty());
+    world.step(0, 0, Op::Drained);
+    world.step(0, 0, Op::Drained);
+    assert_eq!(world.with_user.len(), 1);
+    world.end();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn whatever_happens_nothing_is_lost(
+        steps in proptest::collection::vec((0usize..5, any::<u16>(), op()), 1..300),
+        keys in prop_oneof![
+            Just(Keys::INSTANT),
+            Just(Keys::QUEUED),
+            Just(Keys::WINDOWS),
+            Just(Keys::STATIC)
+        ],
+        always_invalidate in any::<bool>(),
+        open in 0usize..4,
+        slow in any::<bool>(),
+    ) {
+        play(steps, keys, always_invalidate, open, slow);
+    }
+}

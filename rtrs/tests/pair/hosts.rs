@@ -1,0 +1,444 @@
+//! The two hosts, and what a test can do with them.
+
+use core::time::Duration;
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
+
+use roce_local::{Fabric, FabricConfig, Ports, Usage};
+use roce_mem::{MemoryTable, Pages};
+use roce_port::{Port, PortConfig, RxMeta, TxBatch, TxConfig};
+use roce_verbs::{
+    DeviceLimits, Instant, Mtu,
+    provider::{DeviceCaps, Provider, VerbsError},
+};
+use rtrs::{
+    Direction, IoError,
+    addr::PathAddr,
+    client::{Buffer, Client, ConType, Output, SessionConfig, SessionId, Submission},
+    cx::Cx,
+    server::{Server, ServerConfig, request},
+};
+
+/// What the devices can do with keys.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum KeyMode {
+    /// Everything, at once.
+    Instant,
+    /// Everything, by work requests.
+    Queued,
+    /// Windows only, by work requests.
+    Windows,
+    /// Nothing.
+    Static,
+}
+
+impl KeyMode {
+    pub(crate) const ALL: [Self; 4] = [Self::Instant, Self::Queued, Self::Windows, Self::Static];
+
+    fn config(self) -> FabricConfig {
+        FabricConfig {
+            instant_keys: matches!(self, Self::Instant),
+            fast_registration: matches!(self, Self::Instant | Self::Queued),
+            windows: !matches!(self, Self::Static),
+        }
+    }
+
+    pub(crate) fn caps(self) -> DeviceCaps {
+        Host::new(1, self).fabric.devices()[0].clone()
+    }
+}
+
+pub(crate) struct One {
+    port: Port,
+    mem: Arc<MemoryTable>,
+    addr: IpAddr,
+}
+
+impl Ports for One {
+    fn count(&self) -> usize {
+        1
+    }
+
+    fn port(&mut self, _: usize) -> &mut Port {
+        &mut self.port
+    }
+
+    fn memory(&self, _: usize) -> &Arc<MemoryTable> {
+        &self.mem
+    }
+
+    fn route(&self, _: Option<IpAddr>, _: IpAddr) -> Result<(usize, IpAddr), VerbsError> {
+        Ok((0, self.addr))
+    }
+}
+
+fn ip(last: u8) -> IpAddr {
+    IpAddr::from([192, 0, 2, last])
+}
+
+struct Host {
+    fabric: Fabric<One>,
+    batch: TxBatch,
+    dice: u64,
+}
+
+impl Host {
+    fn new(last: u8, keys: KeyMode) -> Self {
+        let config = PortConfig::new(vec![ip(last)], Mtu::B1024, u64::from(last));
+        let mem = Arc::new(MemoryTable::new([last; 32], &config.limits));
+        let port = Port::new(config, mem.clone(), [last; 32]);
+        let addr = ip(last);
+        let devices = vec![(DeviceLimits::software(last.into()), vec![addr])];
+        Self {
+            fabric: Fabric::new(One { port, mem, addr }, keys.config(), devices),
+            batch: TxBatch::new(TxConfig::default()),
+            dice: u64::from(last),
+        }
+    }
+
+    fn with<T>(&mut self, now: Instant, f: impl FnOnce(&mut Cx<'_>) -> T) -> T {
+        self.fabric.set_now(now);
+        let dice = &mut self.dice;
+        let mut random = |out: &mut [u8]| {
+            for byte in out {
+                *dice = dice
+                    .wrapping_mul(6_364_136_223_846_793_005)
+                    .wrapping_add(1_442_695_040_888_963_407);
+                *byte = (*dice >> 33) as u8;
+            }
+        };
+        f(&mut Cx {
+            now,
+            provider: &mut self.fabric,
+            random: &mut random,
+        })
+    }
+
+    fn timers(&mut self, now: Instant) {
+        let port = self.fabric.ports().port(0);
+        if port.poll_timeout().is_some_and(|at| at <= now) {
+            port.handle_timeout(now);
+        }
+    }
+}
+
+/// A client's host and a server's.
+pub(crate) struct Pair {
+    now: Instant,
+    near: Host,
+    far: Host,
+    client: Client,
+    server: Server,
+    session: Option<SessionId>,
+    /// What the server's user keeps, by the first byte of the header.
+    files: BTreeMap<u8, Vec<u8>>,
+    /// The server's user answers everything with this.
+    pub(crate) answer_with: Option<i32>,
+    /// It answers nothing.
+    pub(crate) hold: bool,
+    pub(crate) held: Vec<request::Request>,
+    /// The server's loop does nothing, while its device acknowledges what comes.
+    pub(crate) deaf: bool,
+    /// Nothing goes over the wire.
+    pub(crate) cut: bool,
+    pub(crate) done: Vec<(u64, Result<(), IoError>, Option<Buffer>)>,
+    pub(crate) told: Vec<Output>,
+    pub(crate) server_told: Vec<request::Output>,
+    empty: [Usage; 2],
+}
+
+impl Pair {
+    pub(crate) fn new(keys: KeyMode, config: ServerConfig) -> Self {
+        let now = Instant::from_nanos(1_000_000);
+        let (near, mut far) = (Host::new(1, keys), Host::new(2, keys));
+        let empty = [near.fabric.usage(), far.fabric.usage()];
+        let config = ServerConfig { addr: ip(2), ..config };
+        let (server, _) = far.with(now, |cx| Server::listen(cx, config)).unwrap();
+        Self {
+            now,
+            near,
+            far,
+            client: Client::new(),
+            server,
+            session: None,
+            files: BTreeMap::new(),
+            answer_with: None,
+            hold: false,
+            held: Vec::new(),
+            cut: false,
+            deaf: false,
+            done: Vec::new(),
+            told: Vec::new(),
+            server_told: Vec::new(),
+            empty,
+        }
+    }
+
+    pub(crate) fn path(&self) -> PathAddr {
+        PathAddr::to(SocketAddr::new(ip(2), 1234))
+    }
+
+    fn begin(&mut self, change: impl FnOnce(&mut SessionConfig)) {
+        let mut config = SessionConfig::new("pair", self.path());
+        change(&mut config);
+        let client = &mut self.client;
+        let session = self.near.with(self.now, |cx| client.open(cx, config)).unwrap();
+        self.session = Some(session);
+        self.settle();
+    }
+
+    pub(crate) fn open(&mut self, change: impl FnOnce(&mut SessionConfig)) {
+        self.begin(change);
+        let told = std::mem::take(&mut self.told);
+        assert!(matches!(told[..], [Output::Opened(..)]), "{told:?}");
+    }
+
+    /// The text of the error.
+    pub(crate) fn open_fails(&mut self, change: impl FnOnce(&mut SessionConfig)) -> String {
+        self.begin(change);
+        match &std::mem::take(&mut self.told)[..] {
+            [Output::OpenFailed(_, error)] => error.to_string(),
+            told => panic!("{told:?}"),
+        }
+    }
+
+    pub(crate) fn session(&self) -> SessionId {
+        self.session.unwrap()
+    }
+
+    pub(crate) fn buffer(&mut self, len: usize) -> Option<Buffer> {
+        let (session, client) = (self.session(), &mut self.client);
+        let taken = self.near.with(self.now, |cx| client.take_buffer(cx, session, len));
+        Some(taken.unwrap())
+    }
+
+    pub(crate) fn give(&mut self, buffer: Option<Buffer>) {
+        if let Some(buffer) = buffer {
+            self.client.give_buffer(self.session.unwrap(), buffer);
+        }
+    }
+
+    #[expect(clippy::result_large_err, reason = "as the client has it")]
+    pub(crate) fn submit(&mut self, request: Submission) -> Result<(), (Submission, IoError)> {
+        let (session, client) = (self.session(), &mut self.client);
+        self.near.with(self.now, |cx| client.submit(cx, session, request))
+    }
+
+    /// The server's user has so many bytes under this number.
+    pub(crate) fn store(&mut self, file: usize, len: usize) {
+        self.files.insert(file as u8, vec![0; len]);
+    }
+
+    /// One request to its end; the data of a read.
+    pub(crate) fn request(
+        &mut self,
+        direction: Direction,
+        file: u8,
+        data: Option<&[u8]>,
+        len: usize,
+    ) -> (Result<(), IoError>, Vec<u8>) {
+        let buffer = self.buffer(len);
+        let (session, client) = (self.session(), &mut self.client);
+        if let (Some(data), Some(buffer)) = (data, &buffer) {
+            client.buffers(session).unwrap().write(buffer, 0, data).unwrap();
+        }
+        self.submit(Submission {
+            tag: 77,
+            con: ConType::Io(0),
+            direction,
+            header: [file].into_iter().collect(),
+            data: buffer,
+        })
+        .unwrap();
+        self.settle();
+        assert_eq!(self.done.len(), 1, "{:?}", self.done);
+        let (tag, result, buffer) = self.done.remove(0);
+        assert_eq!(tag, 77);
+        let mut back = vec![0; len];
+        let buffer = buffer.unwrap();
+        let buffers = self.client.buffers(self.session.unwrap()).unwrap();
+        buffers.read(&buffer, 0, &mut back).unwrap();
+        self.give(Some(buffer));
+        (result, back)
+    }
+
+    pub(crate) fn close(&mut self) {
+        let (session, client) = (self.session(), &mut self.client);
+        self.near.with(self.now, |cx| client.close(cx, session));
+        self.settle();
+        assert!(matches!(self.told.last(), Some(Output::Closed(_))), "{:?}", self.told);
+    }
+
+    pub(crate) fn server_closes(&mut self) {
+        let key = self.server.sessions()[0].session;
+        let server = &mut self.server;
+        assert!(self.far.with(self.now, |cx| server.close_session(cx, key)));
+        self.settle();
+    }
+
+    /// The server's user answers what it has held.
+    pub(crate) fn release(&mut self) {
+        self.hold = false;
+        for request in std::mem::take(&mut self.held) {
+            self.answer(&request);
+        }
+        self.settle();
+    }
+
+    /// Both sides are as they were before the session, but for the listener.
+    pub(crate) fn assert_empty(&mut self) {
+        self.pass(Duration::from_secs(400));
+        assert_eq!(self.client.sessions().count(), 0);
+        assert_eq!(self.near.fabric.usage(), self.empty[0]);
+        let [_, mut far] = self.empty;
+        far.cms += 1;
+        assert_eq!(self.far.fabric.usage(), far);
+    }
+
+    /// Time passes, with everything that is due.
+    pub(crate) fn pass(&mut self, time: Duration) {
+        let end = self.now + time;
+        loop {
+            self.settle();
+            let near = self.near.fabric.ports().port(0).poll_timeout();
+            let far = self.far.fabric.ports().port(0).poll_timeout();
+            let server = self.server.next_timeout().filter(|_| !self.deaf);
+            let all = [near, far, self.client.next_timeout(), server];
+            match all.into_iter().flatten().min().filter(|at| *at <= end) {
+                Some(at) => self.now = at.max(self.now + Duration::from_micros(1)),
+                None => break,
+            }
+        }
+        self.now = end;
+        self.settle();
+    }
+
+    /// Turns of both loops until nothing moves.
+    pub(crate) fn settle(&mut self) {
+        for _ in 0..10_000 {
+            let mut moved = self.client_turn();
+            moved |= self.server_turn();
+            moved |= carry(self.now, &mut self.near, &mut self.far, self.cut);
+            moved |= carry(self.now, &mut self.far, &mut self.near, self.cut);
+            if !moved {
+                return;
+            }
+        }
+        panic!("it does not come to rest");
+    }
+
+    fn client_turn(&mut self) -> bool {
+        let (now, client) = (self.now, &mut self.client);
+        self.near.timers(now);
+        let mut moved = self.near.with(now, |cx| {
+            let mut moved = false;
+            let mut wcs = Vec::new();
+            while cx.provider.poll_completions(&mut wcs, 64).unwrap() > 0 {
+                moved = true;
+                for (qp, wc) in wcs.drain(..) {
+                    client.completion(cx, qp, &wc);
+                }
+            }
+            while let Some(event) = cx.provider.poll_event() {
+                moved = true;
+                client.event(cx, &event);
+            }
+            client.timeout(cx);
+            client.end_batch(cx);
+            moved
+        });
+        while let Some(output) = self.client.poll_output() {
+            moved = true;
+            match output {
+                Output::Done { tag, result, data, .. } => self.done.push((tag, result, data)),
+                other => self.told.push(other),
+            }
+        }
+        moved
+    }
+
+    fn server_turn(&mut self) -> bool {
+        if self.deaf {
+            self.far.timers(self.now);
+            return false;
+        }
+        let (now, server) = (self.now, &mut self.server);
+        self.far.timers(now);
+        let mut moved = self.far.with(now, |cx| {
+            let mut moved = false;
+            let mut wcs = Vec::new();
+            while cx.provider.poll_completions(&mut wcs, 64).unwrap() > 0 {
+                moved = true;
+                for (qp, wc) in wcs.drain(..) {
+                    server.completion(cx, qp, &wc);
+                }
+            }
+            while let Some(event) = cx.provider.poll_event() {
+                moved = true;
+                server.event(cx, &event);
+            }
+            server.timeout(cx);
+            moved
+        });
+        while let Some(output) = self.server.poll_output() {
+            moved = true;
+            match output {
+                request::Output::Allocate { ticket, bytes } => {
+                    let server = &mut self.server;
+                    self.far
+                        .with(now, |cx| server.ready(cx, ticket, Pages::allocate(bytes)));
+                }
+                request::Output::Free(_) => {}
+                request::Output::Request(request) if self.hold => self.held.push(request),
+                request::Output::Request(request) => self.answer(&request),
+                other => self.server_told.push(other),
+            }
+        }
+        let server = &mut self.server;
+        self.far.with(now, |cx| server.end_batch(cx));
+        moved
+    }
+
+    /// What the server's user does with a request.
+    fn answer(&mut self, request: &request::Request) {
+        let memory = self.server.memory(request.key.session).cloned();
+        let file = request.header.first().and_then(|file| self.files.get_mut(file));
+        let errno = match (self.answer_with, memory, file) {
+            (Some(errno), ..) => errno,
+            (None, Some(memory), Some(file)) => {
+                let len = (request.data_len as usize).min(file.len());
+                match request.direction {
+                    Direction::Write => memory.read(request.data_offset, &mut file[..len]).unwrap(),
+                    Direction::Read => memory.write(request.data_offset, &file[..len]).unwrap(),
+                }
+                0
+            }
+            _ => 5,
+        };
+        let (now, server) = (self.now, &mut self.server);
+        self.far.with(now, |cx| server.answer(cx, request.key, errno));
+    }
+}
+
+fn carry(now: Instant, from: &mut Host, to: &mut Host, cut: bool) -> bool {
+    let mut moved = false;
+    loop {
+        let more = from.fabric.ports().port(0).poll_transmit(now, &mut from.batch);
+        for train in from.batch.trains().filter(|_| !cut) {
+            moved = true;
+            let meta = RxMeta {
+                segment_len: train.segment_len,
+                ..RxMeta::new(train.remote.ip(), SocketAddr::new(train.local, train.src_port))
+            };
+            let port = to.fabric.ports().port(0);
+            port.handle_datagram(now, &meta, train.bytes);
+        }
+        from.batch.clear();
+        if !more {
+            return moved;
+        }
+    }
+}

@@ -1,0 +1,273 @@
+//! Client and server, each over a fabric of its own, and a wire between them that loses nothing: the whole of RTRS without a
+//! socket, a thread or a clock.
+
+mod hosts;
+
+use hosts::{KeyMode, Pair};
+use roce_verbs::provider::KeyStrategy;
+use rtrs::{
+    Direction, IoError, PathError,
+    client::{ConType, Output, SessionConfig, Submission},
+    server::{ServerConfig, request},
+};
+
+fn server(always_invalidate: bool) -> ServerConfig {
+    ServerConfig {
+        queue_depth: 16,
+        max_chunk_size: 16 << 10,
+        always_invalidate,
+        ..ServerConfig::default()
+    }
+}
+
+/// Writes a pattern of each length, reads it back, and compares.
+fn exchange(pair: &mut Pair, lens: &[usize]) {
+    for (i, len) in lens.iter().enumerate() {
+        let data: Vec<u8> = (0..*len).map(|b| (b * 7 + i) as u8).collect();
+        pair.store(i, *len);
+        let (result, _) = pair.request(Direction::Write, i as u8, Some(&data), *len);
+        result.unwrap();
+        let (result, back) = pair.request(Direction::Read, i as u8, None, *len);
+        result.unwrap();
+        assert!(back == data, "{len} bytes");
+    }
+}
+
+#[test]
+fn data_goes_over_and_back_with_every_kind_of_key() {
+    for keys in KeyMode::ALL {
+        for always_invalidate in [true, false] {
+            for invalidate_reads in [true, false] {
+                let mut pair = Pair::new(keys, server(always_invalidate));
+                pair.open(|config| config.invalidate_reads = invalidate_reads);
+                exchange(&mut pair, &[1, 512, 4096, 12 << 10]);
+                pair.close();
+                pair.assert_empty();
+            }
+        }
+    }
+}
+
+#[test]
+fn more_requests_than_permits_all_end_once() {
+    let mut pair = Pair::new(KeyMode::Instant, server(true));
+    pair.open(|config| {
+        config.connections = 3;
+        config.buffer_bytes = Some(4 << 20);
+    });
+    pair.store(0, 512);
+    let mut submitted = Vec::new();
+    for tag in 0..200 {
+        let direction = if tag % 2 == 0 {
+            Direction::Read
+        } else {
+            Direction::Write
+        };
+        let data = pair.buffer(512);
+        submitted.push(tag);
+        pair.submit(Submission {
+            tag,
+            con: ConType::Io(tag as usize),
+            direction,
+            header: [0].into_iter().collect(),
+            data,
+        })
+        .unwrap();
+    }
+    pair.settle();
+    let mut done = Vec::new();
+    for (tag, result, data) in std::mem::take(&mut pair.done) {
+        assert!(result.is_ok(), "{tag}: {result:?}");
+        pair.give(data);
+        done.push(tag);
+    }
+    done.sort_unstable();
+    assert_eq!(done, submitted);
+    pair.close();
+    pair.assert_empty();
+}
+
+#[test]
+fn errors_of_the_servers_user_reach_the_client() {
+    let mut pair = Pair::new(KeyMode::Instant, server(true));
+    pair.open(|_| {});
+    pair.answer_with = Some(-28);
+    for direction in [Direction::Read, Direction::Write] {
+        let (result, _) = pair.request(direction, 0, Some(&[1; 100]), 100);
+        assert!(matches!(result, Err(IoError::Remote(28))), "{result:?}");
+    }
+    pair.close();
+    pair.assert_empty();
+}
+
+#[test]
+fn a_request_that_is_too_long_is_not_sent() {
+    let mut pair = Pair::new(KeyMode::Instant, server(true));
+    pair.open(|_| {});
+    let long = Submission {
+        tag: 1,
+        con: ConType::Admin,
+        direction: Direction::Write,
+        header: std::iter::repeat_n(0, 321).collect(),
+        data: None,
+    };
+    let (back, error) = pair.submit(long).unwrap_err();
+    assert!(
+        matches!(error, IoError::TooLong { len: 321, max: 320, .. }),
+        "{error:?}"
+    );
+    assert_eq!(back.tag, 1);
+    let data = pair.buffer(12 << 10 | 1);
+    let long = Submission {
+        header: [0].into_iter().collect(),
+        data,
+        ..back
+    };
+    let (back, error) = pair.submit(long).unwrap_err();
+    assert!(matches!(error, IoError::TooLong { what: "data", .. }), "{error:?}");
+    pair.give(back.data);
+    pair.close();
+    pair.assert_empty();
+}
+
+#[test]
+fn requests_in_flight_end_with_the_session_and_their_buffers_come_back() {
+    for keys in KeyMode::ALL {
+        let mut pair = Pair::new(keys, server(true));
+        pair.open(|_| {});
+        pair.hold = true;
+        for tag in 0..40 {
+            let data = pair.buffer(4096);
+            pair.submit(Submission {
+                tag,
+                con: ConType::Io(0),
+                direction: Direction::Read,
+                header: [0].into_iter().collect(),
+                data,
+            })
+            .unwrap();
+        }
+        pair.settle();
+        assert_eq!(
+            (pair.done.len(), pair.held.len()),
+            (0, 16),
+            "as many as the queue is deep"
+        );
+        pair.server_closes();
+        assert_eq!(pair.done.len(), 40);
+        for (tag, result, data) in std::mem::take(&mut pair.done) {
+            assert!(matches!(result, Err(IoError::Path(_))), "{tag}: {result:?}");
+            pair.give(data);
+        }
+        assert!(
+            pair.told
+                .iter()
+                .any(|o| matches!(o, Output::Down(_, PathError::PeerDisconnected))),
+            "{:?}",
+            pair.told
+        );
+        // The server's session lives until its user has answered.
+        assert!(
+            !pair
+                .server_told
+                .iter()
+                .any(|o| matches!(o, request::Output::SessionClosed { .. }))
+        );
+        pair.release();
+        assert!(
+            pair.server_told
+                .iter()
+                .any(|o| matches!(o, request::Output::SessionClosed { .. }))
+        );
+        pair.close();
+        pair.assert_empty();
+    }
+}
+
+#[test]
+fn closing_ends_requests_with_an_error_and_leaves_nothing() {
+    let mut pair = Pair::new(KeyMode::Instant, server(false));
+    pair.open(|config| config.connections = 2);
+    pair.hold = true;
+    let data = pair.buffer(100);
+    pair.submit(Submission {
+        tag: 9,
+        con: ConType::Io(1),
+        direction: Direction::Write,
+        header: [0].into_iter().collect(),
+        data,
+    })
+    .unwrap();
+    pair.settle();
+    pair.close();
+    assert!(
+        matches!(pair.done[..], [(9, Err(IoError::Path(PathError::Closed)), Some(_))]),
+        "{:?}",
+        pair.done
+    );
+    let (_, _, data) = pair.done.remove(0);
+    pair.give(data);
+    pair.release();
+    pair.assert_empty();
+}
+
+#[test]
+fn nobody_listens_and_the_session_can_not_be_opened() {
+    let mut pair = Pair::new(KeyMode::Instant, server(true));
+    let error = pair.open_fails(|config| config.path.dst.set_port(9));
+    assert!(error.contains("nobody listens there"), "{error}");
+    pair.assert_empty();
+}
+
+#[test]
+fn a_silent_server_is_given_up() {
+    let mut pair = Pair::new(KeyMode::Instant, server(true));
+    pair.open(|_| {});
+    let patience = SessionConfig::new("x", pair.path()).heartbeat.patience();
+    pair.deaf = true;
+    pair.pass(patience + std::time::Duration::from_secs(6));
+    assert!(
+        pair.told
+            .iter()
+            .any(|o| matches!(o, Output::Down(_, PathError::HeartbeatLost(_)))),
+        "{:?}",
+        pair.told
+    );
+}
+
+#[test]
+fn an_idle_session_lives_by_its_heartbeats() {
+    let mut pair = Pair::new(KeyMode::Instant, server(true));
+    pair.open(|_| {});
+    pair.pass(std::time::Duration::from_secs(300));
+    assert!(pair.told.is_empty(), "{:?}", pair.told);
+    exchange(&mut pair, &[512]);
+    pair.close();
+    pair.assert_empty();
+}
+
+#[test]
+fn keys_are_what_the_device_can_do() {
+    for (mode, chunks, reads) in [
+        (
+            KeyMode::Instant,
+            KeyStrategy::FastRegistration,
+            KeyStrategy::FastRegistration,
+        ),
+        (KeyMode::Windows, KeyStrategy::Window1, KeyStrategy::Window2),
+        (KeyMode::Static, KeyStrategy::Static, KeyStrategy::Static),
+    ] {
+        let caps = mode.caps();
+        assert_eq!(KeyStrategy::for_chunks(&caps, true), chunks, "{mode:?}");
+        assert_eq!(KeyStrategy::for_reads(&caps, true), reads, "{mode:?}");
+    }
+}
+
+#[test]
+fn a_server_that_is_gone_is_given_up() {
+    let mut pair = Pair::new(KeyMode::Instant, server(true));
+    pair.open(|_| {});
+    pair.cut = true;
+    pair.pass(std::time::Duration::from_secs(60));
+    assert!(matches!(pair.told[..], [Output::Down(..)]), "{:?}", pair.told);
+}

@@ -1,0 +1,349 @@
+//! A host.
+
+use core::fmt;
+use std::{
+    collections::BTreeMap,
+    net::IpAddr,
+    sync::{Arc, mpsc::channel},
+    thread::{Builder, JoinHandle},
+};
+
+use rand::{RngCore, SeedableRng, rngs::StdRng};
+use roce::{Completion, DeviceConfig, DeviceStats, LocalDevice};
+use roce_mem::Pages;
+use roce_reactor::{Handle, JobResult, JobTicket, Reactor, ReactorConfig, Service, TurnCx};
+use roce_verbs::{
+    Instant,
+    provider::{Event, Provider, QpId},
+};
+use rtrs::{
+    client::{Client, Output, SessionId},
+    cx::Cx,
+    server::{Server, request},
+};
+
+use crate::{
+    server::{Ops, serve},
+    session::{Opening, Pending},
+};
+
+/// Something to be done on the loop.
+type Task = Box<dyn FnOnce(&mut Machines, &mut TurnCx<'_, Memory>) + Send>;
+
+/// What jobs return: memory that a server has asked for.
+type Memory = (request::Ticket, Result<Arc<Pages>, roce_mem::MemError>);
+
+/// Is called when a session is lost, with the reason.
+type OnDown = Box<dyn FnOnce(&rtrs::PathError) + Send>;
+
+/// What a session's user has on the loop.
+#[derive(Default)]
+pub(crate) struct Seat {
+    pub(crate) opening: Option<Opening>,
+    pub(crate) requests: BTreeMap<u64, Pending>,
+    pub(crate) next_tag: u64,
+    pub(crate) on_down: Vec<OnDown>,
+    pub(crate) on_closed: Vec<Box<dyn FnOnce() + Send>>,
+}
+
+/// A server with its user.
+pub(crate) struct Shop {
+    pub(crate) machine: Server,
+    pub(crate) ops: Ops,
+    pub(crate) stopping: Vec<Box<dyn FnOnce() + Send>>,
+}
+
+/// The machines of a host.
+pub(crate) struct Machines {
+    pub(crate) client: Client,
+    pub(crate) seats: BTreeMap<SessionId, Seat>,
+    pub(crate) shops: Vec<Option<Shop>>,
+    dice: StdRng,
+    jobs: u64,
+    myself: Handle<Task, Memory>,
+}
+
+impl Machines {
+    /// Lets the machines at the devices.
+    pub(crate) fn with<T>(
+        &mut self,
+        turn: &mut TurnCx<'_, Memory>,
+        f: impl FnOnce(&mut Client, &mut Vec<Option<Shop>>, &mut Cx<'_>) -> T,
+    ) -> T {
+        let dice = &mut self.dice;
+        let mut cx = Cx {
+            now: turn.now,
+            provider: turn.device.provider(),
+            random: &mut |out: &mut [u8]| dice.fill_bytes(out),
+        };
+        f(&mut self.client, &mut self.shops, &mut cx)
+    }
+
+    fn client_told(&mut self, turn: &mut TurnCx<'_, Memory>, output: Output) {
+        match output {
+            Output::Opened(id, info) => {
+                let pages = self.client.buffers(id).is_some();
+                debug_assert!(pages);
+                if let Some(opening) = self.seats.get_mut(&id).and_then(|s| s.opening.take()) {
+                    opening(Ok(info));
+                }
+            }
+            Output::OpenFailed(id, error) => {
+                if let Some(opening) = self.seats.remove(&id).and_then(|s| s.opening) {
+                    opening(Err(error));
+                }
+            }
+            Output::Done {
+                session,
+                tag,
+                result,
+                data,
+            } => {
+                let pending = self.seats.get_mut(&session).and_then(|s| s.requests.remove(&tag));
+                if let Some(pending) = pending {
+                    pending(&self.client, result, data);
+                } else if let Some(data) = data {
+                    self.client.give_buffer(session, data);
+                }
+            }
+            Output::Down(id, why) => {
+                let hooks = self.seats.get_mut(&id).map(|s| core::mem::take(&mut s.on_down));
+                for hook in hooks.into_iter().flatten() {
+                    hook(&why);
+                }
+            }
+            Output::Up(..) => {}
+            Output::Closed(id) => {
+                for hook in self.seats.remove(&id).into_iter().flat_map(|s| s.on_closed) {
+                    hook();
+                }
+            }
+        }
+        let _ = turn;
+    }
+
+    fn server_told(&mut self, turn: &mut TurnCx<'_, Memory>, shop: usize, output: request::Output) {
+        if let request::Output::Allocate { ticket, bytes } = output {
+            self.jobs += 1;
+            // The shop is in the number, for when the memory comes.
+            let number = JobTicket(self.jobs << 16 | shop as u64);
+            let job = move || (ticket, Pages::allocate(bytes));
+            if turn.jobs.start(number, job).is_err() {
+                self.memory(turn, shop, ticket, Err(roce_mem::MemError::Limit("jobs")));
+            }
+            return;
+        }
+        let myself = Host::of(self.myself.clone());
+        if let Some(Some(shop_of)) = self.shops.get_mut(shop) {
+            serve(&myself, shop, shop_of, output);
+        }
+    }
+
+    fn memory(
+        &mut self,
+        turn: &mut TurnCx<'_, Memory>,
+        shop: usize,
+        ticket: request::Ticket,
+        memory: Result<Arc<Pages>, roce_mem::MemError>,
+    ) {
+        self.with(turn, |_, shops, cx| {
+            if let Some(Some(shop)) = shops.get_mut(shop) {
+                shop.machine.ready(cx, ticket, memory);
+            }
+        });
+    }
+}
+
+impl Service for Machines {
+    type Command = Task;
+    type Output = Memory;
+
+    fn command(&mut self, turn: &mut TurnCx<'_, Memory>, task: Task) {
+        task(self, turn);
+    }
+
+    fn completions(&mut self, turn: &mut TurnCx<'_, Memory>, completions: &[(QpId, Completion)]) {
+        self.with(turn, |client, shops, cx| {
+            for (qp, wc) in completions {
+                let mut taken = client.completion(cx, *qp, wc);
+                for shop in shops.iter_mut().flatten() {
+                    taken = taken || shop.machine.completion(cx, *qp, wc);
+                }
+            }
+        });
+    }
+
+    fn event(&mut self, turn: &mut TurnCx<'_, Memory>, event: Event) {
+        self.with(turn, |client, shops, cx| {
+            let mut taken = client.event(cx, &event);
+            for shop in shops.iter_mut().flatten() {
+                taken = taken || shop.machine.event(cx, &event);
+            }
+        });
+    }
+
+    fn job_done(&mut self, turn: &mut TurnCx<'_, Memory>, done: JobResult<Memory>) {
+        if let Ok((ticket, memory)) = done.result {
+            self.memory(turn, (done.ticket.0 & 0xffff) as usize, ticket, memory);
+        }
+    }
+
+    fn timeout(&mut self, turn: &mut TurnCx<'_, Memory>) {
+        self.with(turn, |client, shops, cx| {
+            client.timeout(cx);
+            for shop in shops.iter_mut().flatten() {
+                shop.machine.timeout(cx);
+            }
+        });
+    }
+
+    fn work(&mut self, turn: &mut TurnCx<'_, Memory>) -> bool {
+        let mut worked = false;
+        while let Some(output) = self.client.poll_output() {
+            worked = true;
+            self.client_told(turn, output);
+        }
+        for index in 0..self.shops.len() {
+            while let Some(output) = self.shops[index].as_mut().and_then(|s| s.machine.poll_output()) {
+                worked = true;
+                self.server_told(turn, index, output);
+            }
+        }
+        worked
+    }
+
+    fn end(&mut self, turn: &mut TurnCx<'_, Memory>) {
+        self.with(turn, |client, shops, cx| {
+            client.end_batch(cx);
+            for shop in shops.iter_mut().flatten() {
+                shop.machine.end_batch(cx);
+            }
+        });
+        for place in &mut self.shops {
+            if let Some(mut shop) = place.take_if(|s| !s.stopping.is_empty() && s.machine.is_idle()) {
+                for hook in shop.stopping.drain(..) {
+                    hook();
+                }
+            }
+        }
+    }
+
+    fn next_timeout(&self) -> Option<Instant> {
+        let shops = self.shops.iter().flatten().filter_map(|s| s.machine.next_timeout());
+        shops.chain(self.client.next_timeout()).min()
+    }
+}
+
+struct Life {
+    handle: Handle<Task, Memory>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Drop for Life {
+    fn drop(&mut self) {
+        self.handle.command(Box::new(|_, turn| turn.stop()));
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// A host with one address: its loop runs until the last clone goes. To be dropped by a test's thread, not by a callback.
+#[derive(Clone)]
+pub struct Host {
+    handle: Handle<Task, Memory>,
+    life: Option<Arc<Life>>,
+}
+
+impl fmt::Debug for Host {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Host").finish_non_exhaustive()
+    }
+}
+
+impl Host {
+    /// A host at an address.
+    ///
+    /// # Panics
+    /// When the system refuses.
+    pub fn open(addr: IpAddr) -> Self {
+        Self::with_config(DeviceConfig {
+            ack_hold: core::time::Duration::from_micros(100),
+            ..DeviceConfig::new(addr)
+        })
+    }
+
+    /// A host whose device is made like this.
+    ///
+    /// # Panics
+    /// When the system refuses.
+    pub fn with_config(config: DeviceConfig) -> Self {
+        let device = LocalDevice::open(&[config]).expect("a device");
+        let (reactor, helper) = Reactor::<Machines>::new(ReactorConfig::default()).expect("a loop");
+        let handle = reactor.handle();
+        let myself = handle.clone();
+        let turns = Builder::new().name("rig".into()).spawn(move || {
+            let mut seed = [0; 32];
+            getrandom::fill(&mut seed).expect("random bytes");
+            let machines = Machines {
+                client: Client::new(),
+                seats: BTreeMap::new(),
+                shops: Vec::new(),
+                dice: StdRng::from_seed(seed),
+                jobs: 0,
+                myself,
+            };
+            let ended = reactor.run(device, |_| machines);
+            ended.expect("the loop goes on");
+        });
+        let jobs = Builder::new().name("rig-helper".into()).spawn(move || helper.run());
+        let threads = [turns, jobs].map(|t| t.expect("a thread")).into();
+        let life = Some(Arc::new(Life {
+            handle: handle.clone(),
+            threads,
+        }));
+        Self { handle, life }
+    }
+
+    /// As callbacks have it: it does not keep the loop alive.
+    fn of(handle: Handle<Task, Memory>) -> Self {
+        Self { handle, life: None }
+    }
+
+    /// For objects that may be dropped by callbacks.
+    pub(crate) fn weak(&self) -> Self {
+        Self::of(self.handle.clone())
+    }
+
+    /// Whether it keeps the loop alive.
+    pub(crate) fn is_strong(&self) -> bool {
+        self.life.is_some()
+    }
+
+    /// Has something done on the loop.
+    pub(crate) fn run(&self, task: impl FnOnce(&mut Machines, &mut TurnCx<'_, Memory>) + Send + 'static) {
+        self.handle.command(Box::new(task));
+    }
+
+    /// Has something done on the loop, and waits for what it gives.
+    pub(crate) fn ask<T: Send + 'static>(
+        &self,
+        task: impl FnOnce(&mut Machines, &mut TurnCx<'_, Memory>) -> T + Send + 'static,
+    ) -> T {
+        let (tell, answer) = channel();
+        self.run(move |machines, turn| {
+            let _ = tell.send(task(machines, turn));
+        });
+        answer.recv().expect("the loop runs")
+    }
+
+    /// Does something with its devices, on the loop.
+    pub fn provider<T: Send + 'static>(&self, f: impl FnOnce(&mut dyn Provider) -> T + Send + 'static) -> T {
+        self.ask(|_, turn| f(turn.provider()))
+    }
+
+    /// What its device has counted.
+    pub fn stats(&self) -> DeviceStats {
+        self.ask(|_, turn| turn.device.stats(0)).unwrap_or_default()
+    }
+}

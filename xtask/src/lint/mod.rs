@@ -1,0 +1,184 @@
+//! Formatting, clippy, documentation, dependencies, the rule that engine and state machines are sans-IO, imports and lengths.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use crate::{Result, cargo, deny, tally::Tally};
+
+mod imports;
+
+/// Crates that take time and randomness as arguments and hand out their output.
+const SANS_IO: [&str; 10] = [
+    "roce/bth",
+    "roce/icrc",
+    "roce/verbs",
+    "roce/mem",
+    "roce/qp",
+    "roce/cm",
+    "roce/port",
+    "roce/local",
+    "rtrs",
+    "rnbd",
+];
+/// Of these, those that have state machines only: they need no locks either, and nothing whose order is random.
+const MACHINES: [&str; 2] = ["rtrs", "rnbd"];
+/// What these must not mention.
+const FORBIDDEN_TO_MACHINES: [&str; 14] = [
+    "parking_lot",
+    "Mutex",
+    "RwLock",
+    "Condvar",
+    "mpsc",
+    "crossbeam",
+    "std::os::fd",
+    "UnixStream",
+    "UnixListener",
+    "libc::",
+    "io_uring",
+    "HashMap",
+    "HashSet",
+    "thread::",
+];
+/// Crates whose files don't import each other.
+const ACYCLIC: [&str; 3] = ["roce/local", "rtrs", "rnbd"];
+/// Lines that a file may have.
+const LONGEST: usize = 1000;
+/// What they must not mention.
+const FORBIDDEN: [&str; 9] = [
+    "std::thread",
+    "std::time::Instant",
+    "SystemTime",
+    "Instant::now",
+    "UdpSocket",
+    "TcpStream",
+    "std::fs",
+    "std::process",
+    "getrandom",
+];
+
+/// All lints but clippy; every one is run.
+pub(crate) fn beside_clippy() -> Tally {
+    let mut tally = Tally::default();
+    for lint in [format, documentation, fuzz, sans_io, import_cycles, lengths] {
+        tally.expect(lint());
+    }
+    tally.add(deny::check());
+    tally
+}
+
+/// `cargo xtask lint`.
+pub(crate) fn run() -> Result<()> {
+    let mut tally = beside_clippy();
+    tally.expect(clippy());
+    let not_run = tally.not_run.iter().map(|(_, why)| format!("not run: {why}"));
+    let wrong: Vec<String> = tally.failures.iter().cloned().chain(not_run).collect();
+    if wrong.is_empty() {
+        println!("lint: passed");
+        return Ok(());
+    }
+    Err(format!("lint failed:\n{}", wrong.join("\n")))
+}
+
+fn format() -> Result<()> {
+    cargo::run(&["fmt", "--all", "--check"])
+}
+
+fn clippy() -> Result<()> {
+    cargo::run(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])
+}
+
+fn documentation() -> Result<()> {
+    cargo::run_with(&["doc", "--workspace", "--no-deps"], &[("RUSTDOCFLAGS", "-D warnings")])
+}
+
+/// The fuzz targets compile, with the versions of their lock file. libFuzzer itself is left out: it is C++, and nothing is
+/// linked here.
+fn fuzz() -> Result<()> {
+    let target = cargo::target_dir()?;
+    let library = target.join("no-libfuzzer.a");
+    fs::write(&library, "!<arch>\n").map_err(|e| format!("{}: {e}", library.display()))?;
+    cargo::run_with(
+        &["check", "--manifest-path", "fuzz/Cargo.toml"],
+        &[
+            ("CUSTOM_LIBFUZZER_PATH", &library.to_string_lossy()),
+            ("CARGO_TARGET_DIR", &target.to_string_lossy()),
+        ],
+    )
+}
+
+/// The dependency direction makes most I/O impossible; this catches the standard library's.
+fn sans_io() -> Result<()> {
+    let mut findings = Vec::new();
+    for krate in SANS_IO {
+        for file in rust_files(&Path::new(krate).join("src"))? {
+            let text = fs::read_to_string(&file).map_err(|e| format!("{}: {e}", file.display()))?;
+            for (number, line) in text.lines().enumerate() {
+                let code = line.split("//").next().unwrap_or_default();
+                let machine = if MACHINES.contains(&krate) {
+                    &FORBIDDEN_TO_MACHINES[..]
+                } else {
+                    &[]
+                };
+                if let Some(word) = FORBIDDEN.iter().chain(machine).find(|w| code.contains(**w)) {
+                    findings.push(format!("{}:{}: {word} in a sans-IO crate", file.display(), number + 1));
+                }
+            }
+        }
+    }
+    if findings.is_empty() {
+        Ok(())
+    } else {
+        Err(findings.join("\n"))
+    }
+}
+
+fn rust_files(dir: &Path) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    let mut folders = vec![dir.to_path_buf()];
+    while let Some(folder) = folders.pop() {
+        let entries = fs::read_dir(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
+        for entry in entries {
+            let path = entry.map_err(|e| format!("{}: {e}", folder.display()))?.path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|e| e == "rs") {
+                files.push(path);
+            }
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+/// No two files of the state machines, and of what is below them, import each other.
+fn import_cycles() -> Result<()> {
+    let mut findings = Vec::new();
+    for krate in ACYCLIC {
+        findings.extend(imports::cycles(krate, &rust_files(&Path::new(krate).join("src"))?)?);
+    }
+    none(&findings)
+}
+
+/// Files stay short enough to be read.
+fn lengths() -> Result<()> {
+    let mut findings = Vec::new();
+    for folder in ["roce", "rtrs", "rnbd", "verbs-shim", "ferroce", "xtask", "tests"] {
+        for file in rust_files(Path::new(folder))? {
+            let text = fs::read_to_string(&file).map_err(|e| format!("{}: {e}", file.display()))?;
+            let lines = text.lines().count();
+            if lines > LONGEST {
+                findings.push(format!("{}: {lines} lines, at most {LONGEST}", file.display()));
+            }
+        }
+    }
+    none(&findings)
+}
+
+fn none(findings: &[String]) -> Result<()> {
+    match findings {
+        [] => Ok(()),
+        findings => Err(findings.join("\n")),
+    }
+}
