@@ -10,7 +10,7 @@ use roce_reactor::TurnCx;
 pub(crate) fn calls<J>(turn: &mut TurnCx<'_, J>) -> u64 {
     let device = turn.device.stats(0).unwrap_or_default();
     let c = turn.counters;
-    device.path.tx_calls + device.path.rx_calls + c.sleeps + c.looks + c.yields + c.usages + c.interests
+    device.path.tx_calls + device.path.rx_calls + c.sleeps + c.looks + c.yields + c.interests
 }
 
 /// CPU time of this process so far, nanoseconds.

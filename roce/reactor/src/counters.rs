@@ -20,8 +20,6 @@ pub struct Counters {
     pub spins_won: u64,
     /// Times that it offered its processor to others while it spun (`sched_yield`).
     pub yields: u64,
-    /// Calls of `getrusage`.
-    pub usages: u64,
     /// Changes of what is watched (`epoll_ctl`).
     pub interests: u64,
     /// Receives asked of the device.

@@ -82,4 +82,4 @@ pub use mailbox::Mailbox;
 pub use mio::{Interest, Token};
 pub use service::{Readiness, Service, Sockets, TurnCx};
 pub use turn::{Handle, Reactor, ReactorConfig, ReactorError};
-pub use wait::{Idle, Spin, SpinMode};
+pub use wait::{Spin, SpinMode, Spun};

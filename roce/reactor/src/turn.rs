@@ -16,7 +16,7 @@ use crate::{
     jobs::{Helper, JobResult, Jobs, jobs},
     mailbox::Mailbox,
     service::{RESERVED, Readiness, Service, Sockets, TurnCx},
-    wait::{Idle, Spin, SpinMode},
+    wait::{Spin, SpinMode, Spun},
 };
 
 /// Of the device's sockets.
@@ -407,14 +407,10 @@ impl<C, J> Loop<C, J> {
             self.look()?;
             return Ok(());
         }
-        let spun = self.spin(begun, limit)?;
-        if spun != Some(true) {
+        if !self.spin(begun, limit)? {
             let limit = limit.map(|limit| limit.saturating_sub(roce::now().saturating_since(begun)));
             self.sleep(limit)?;
         }
-        let now = roce::now();
-        let time = now.saturating_since(begun);
-        self.spin.ended(now, Idle { time, spun });
         Ok(())
     }
 
@@ -431,15 +427,14 @@ impl<C, J> Loop<C, J> {
         service.into_iter().chain(device).min()
     }
 
-    /// Looks for something to do for a while. `Some(true)`: there is something; `None`: it did not spin.
-    fn spin(&mut self, begun: Instant, limit: Option<Duration>) -> io::Result<Option<bool>> {
-        let budget = self.spin.budget(begun);
-        let budget = limit.map_or(budget, |limit| budget.min(limit));
+    /// Looks for something to do for a while, if that pays. True: there is something.
+    fn spin(&mut self, begun: Instant, limit: Option<Duration>) -> io::Result<bool> {
+        let wanted = self.spin.budget(begun);
+        let budget = limit.map_or(wanted, |limit| wanted.min(limit));
         if budget.is_zero() {
-            return Ok(None);
+            return Ok(false);
         }
         self.counters.spins += 1;
-        let before = self.switches();
         let found = loop {
             if self.mailbox.is_full() || self.look()? {
                 break true;
@@ -451,24 +446,13 @@ impl<C, J> Loop<C, J> {
             std::thread::yield_now();
         };
         self.counters.spins_won += u64::from(found);
-        if let (Some(before), Some(after)) = (before, self.switches()) {
-            self.spin.switched(roce::now(), before, after);
+        let now = roce::now();
+        let time = now.saturating_since(begun);
+        // One that a timer cut short says nothing.
+        if found || time >= wanted {
+            self.spin.ended(now, Spun { time, found });
         }
-        Ok(Some(found))
-    }
-
-    /// How often this thread was made to give up its processor, if that matters.
-    fn switches(&mut self) -> Option<u64> {
-        if !self.spin.wants_switches() {
-            return None;
-        }
-        self.counters.usages += 1;
-        let mut usage = mem::MaybeUninit::<libc::rusage>::zeroed();
-        // SAFETY: the call fills what it is given.
-        let done = unsafe { libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr()) };
-        // SAFETY: all-zero is a valid `rusage`.
-        let usage = unsafe { usage.assume_init() };
-        (done == 0).then_some(usage.ru_nivcsw as u64)
+        Ok(found)
     }
 
     /// Looks at the descriptors. True: one is ready.

@@ -7,15 +7,19 @@ use std::{fmt, str::FromStr, time::Duration};
 
 use roce::verbs::Instant;
 
-/// Longest spinning that is tried by itself: what a wake-up costs at most.
+/// Longest spinning that is tried by itself: what a wake-up costs at most, above all in virtual machines.
 const MOST: Duration = Duration::from_micros(50);
 /// Longest that can be asked for.
 const LONGEST: Duration = Duration::from_millis(10);
-/// After too little success, and after another thread wanted the processor, there is none for so long.
-const AFTER_FAILURES: Duration = Duration::from_millis(10);
-const AFTER_A_SWITCH: Duration = Duration::from_millis(100);
-/// Spins that are remembered.
+/// Spins that are remembered, and how many of them, at least, are judged.
 const REMEMBERED: u32 = u64::BITS;
+const TRIAL: u32 = 8;
+/// There is none for so long after a trial that did not pay, twice as long after the next one, and so on.
+const REST: Duration = Duration::from_millis(10);
+const LONGEST_REST: Duration = Duration::from_millis(640);
+/// Spinning gives way at each look. If it gets the processor back as late as this, somebody computes there.
+const TAKEN: Duration = Duration::from_millis(1);
+const REST_OF_TAKEN: Duration = Duration::from_millis(100);
 
 /// Whether a loop spins (`--spin µs|auto|off`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -59,26 +63,29 @@ impl fmt::Display for SpinMode {
     }
 }
 
-/// What a loop did when it had nothing to do.
+/// One spin.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Idle {
-    /// How long there was nothing to do.
+pub struct Spun {
+    /// How long it took.
     pub time: Duration,
-    /// Whether it spun, and with that found something before it slept.
-    pub spun: Option<bool>,
+    /// Whether there was something to do before it ended.
+    pub found: bool,
 }
 
 /// Decides how long to spin.
+///
+/// How long one waited while sleeping says little: the one who is waited for sleeps as well, and each waits for the other's
+/// wake-up. So spinning is tried, and goes on if it finds something every other time.
 #[derive(Debug)]
 pub struct Spin {
     mode: SpinMode,
-    /// How long there is nothing to do, on average: an exponential one, of about the last eight times.
-    idle: Option<Duration>,
     /// The last spins, the latest lowest: 1 is a success.
     successes: u64,
     remembered: u32,
     /// None before.
     not_before: Instant,
+    /// The next rest after a trial in vain.
+    rest: Duration,
 }
 
 impl Spin {
@@ -86,10 +93,10 @@ impl Spin {
     pub fn new(mode: SpinMode) -> Self {
         Self {
             mode,
-            idle: None,
             successes: 0,
             remembered: 0,
             not_before: Instant::ZERO,
+            rest: REST,
         }
     }
 
@@ -99,46 +106,31 @@ impl Spin {
             SpinMode::Off => Duration::ZERO,
             SpinMode::For(time) => time,
             SpinMode::Auto if now < self.not_before => Duration::ZERO,
-            SpinMode::Auto => match self.idle {
-                // Most of what is waited for would come too late.
-                Some(idle) if idle <= MOST => (2 * idle).min(MOST),
-                _ => Duration::ZERO,
-            },
+            SpinMode::Auto => MOST,
         }
     }
 
-    /// Whether [`switched`](Self::switched) is to be told after a spin.
-    pub fn wants_switches(&self) -> bool {
-        self.mode == SpinMode::Auto
-    }
-
-    /// There is something to do again.
-    pub fn ended(&mut self, now: Instant, idle: Idle) {
-        // Long sleeps are all alike, and shall not hide a change for the better.
-        let time = idle.time.min(4 * MOST);
-        self.idle = Some(match self.idle {
-            None => time,
-            Some(average) => (7 * average + time) / 8,
-        });
-        let Some(success) = idle.spun else { return };
-        self.successes = self.successes << 1 | u64::from(success);
+    /// A spin has ended.
+    pub fn ended(&mut self, now: Instant, spun: Spun) {
+        if spun.time >= TAKEN {
+            self.forget();
+            self.not_before = now + REST_OF_TAKEN;
+            return;
+        }
+        self.successes = self.successes << 1 | u64::from(spun.found);
         self.remembered = (self.remembered + 1).min(REMEMBERED);
         let pays = self.successes.count_ones() * 2 >= self.remembered;
-        if !pays {
-            self.rest(now, AFTER_FAILURES);
+        if !pays && self.remembered >= TRIAL {
+            self.forget();
+            self.not_before = now + self.rest;
+            self.rest = (2 * self.rest).min(LONGEST_REST);
+        } else if pays && self.remembered == REMEMBERED {
+            self.rest = REST;
         }
     }
 
-    /// After a spin: how often this thread was made to give up its processor (`ru_nivcsw`) before and after it. If it was
-    /// while it spun, somebody needs the processor.
-    pub fn switched(&mut self, now: Instant, before: u64, after: u64) {
-        if after > before {
-            self.rest(now, AFTER_A_SWITCH);
-        }
-    }
-
-    fn rest(&mut self, now: Instant, time: Duration) {
-        self.not_before = self.not_before.max(now + time);
+    fn forget(&mut self) {
+        (self.successes, self.remembered) = (0, 0);
     }
 }
 
@@ -154,18 +146,8 @@ mod tests {
         Duration::from_micros(n)
     }
 
-    fn slept(n: u64) -> Idle {
-        Idle {
-            time: us(n),
-            spun: None,
-        }
-    }
-
-    fn spun(n: u64, success: bool) -> Idle {
-        Idle {
-            time: us(n),
-            spun: Some(success),
-        }
+    fn spun(n: u64, found: bool) -> Spun {
+        Spun { time: us(n), found }
     }
 
     #[test]
@@ -185,75 +167,63 @@ mod tests {
     }
 
     #[test]
-    fn it_spins_twice_as_long_as_it_waits_and_not_for_long() {
+    fn it_tries_and_goes_on_while_it_pays() {
         let mut spin = Spin::new(SpinMode::Auto);
-        assert_eq!(spin.budget(at(0)), Duration::ZERO, "nothing is known");
-        spin.ended(at(0), slept(10));
-        assert_eq!(spin.budget(at(0)), us(20));
-        for _ in 0..50 {
-            spin.ended(at(0), slept(40));
+        assert_eq!(spin.budget(at(0)), MOST);
+        for n in 0..1000 {
+            spin.ended(at(n), spun(10, n % 2 == 0));
+            assert_eq!(spin.budget(at(n)), MOST, "{n}: half of them pay");
         }
-        assert_eq!(spin.budget(at(0)), us(50));
-        for _ in 0..50 {
-            spin.ended(at(0), slept(1000));
-        }
-        assert_eq!(spin.budget(at(0)), Duration::ZERO, "it would be in vain");
-        for _ in 0..50 {
-            spin.ended(at(0), slept(5));
-        }
-        let budget = spin.budget(at(0));
-        assert!(
-            budget >= us(10) && budget <= us(11),
-            "{budget:?}: what was long ago is forgotten"
-        );
     }
 
     #[test]
-    fn without_success_it_rests_and_tries_again() {
+    fn without_success_it_rests_longer_and_longer() {
         let mut spin = Spin::new(SpinMode::Auto);
-        spin.ended(at(0), slept(10));
-        spin.ended(at(0), spun(10, true));
-        spin.ended(at(0), spun(10, false));
-        assert_ne!(spin.budget(at(0)), Duration::ZERO, "half of them paid");
-        spin.ended(at(100), spun(10, false));
-        assert_eq!(spin.budget(at(101)), Duration::ZERO);
-        assert_eq!(spin.budget(at(10_099)), Duration::ZERO);
-        assert_ne!(spin.budget(at(10_100)), Duration::ZERO);
-        // One that fails again ends it again, and enough that pay let it go on.
-        spin.ended(at(10_100), spun(10, false));
-        assert_eq!(spin.budget(at(10_101)), Duration::ZERO);
-        for n in 0..10 {
-            spin.ended(at(30_000 + n), spun(10, true));
+        let mut now = 0;
+        for rest in [10, 20, 40, 80, 160, 320, 640, 640] {
+            for n in 0..TRIAL {
+                assert_eq!(spin.budget(at(now)), MOST, "spin {n} before a rest of {rest} ms");
+                spin.ended(at(now), spun(50, false));
+            }
+            now += rest * 1000;
+            assert_eq!(spin.budget(at(now - 1)), Duration::ZERO, "{rest} ms");
         }
-        assert_ne!(spin.budget(at(50_000)), Duration::ZERO);
+        // The trial after it counts for itself, and success makes the next rest short again.
+        for _ in 0..REMEMBERED {
+            spin.ended(at(now), spun(10, true));
+        }
+        while spin.budget(at(now)) != Duration::ZERO {
+            spin.ended(at(now), spun(50, false));
+        }
+        assert_eq!(spin.budget(at(now + 9_999)), Duration::ZERO);
+        assert_eq!(spin.budget(at(now + 10_000)), MOST);
     }
 
     #[test]
     fn only_the_last_spins_count() {
         let mut spin = Spin::new(SpinMode::Auto);
         for _ in 0..1000 {
-            spin.ended(at(0), spun(10, false));
+            spin.ended(at(0), spun(10, true));
         }
-        for n in 1..=REMEMBERED {
-            // Later than any rest.
-            let now = u64::from(n) * 20_000;
-            spin.ended(at(now), spun(10, true));
-            let rests = spin.budget(at(now + 1)) == Duration::ZERO;
-            assert_eq!(rests, n < REMEMBERED / 2, "{n}");
+        let mut failures = 0;
+        while spin.budget(at(0)) != Duration::ZERO {
+            spin.ended(at(0), spun(50, false));
+            failures += 1;
         }
+        assert_eq!(failures, REMEMBERED / 2 + 1);
     }
 
     #[test]
-    fn who_is_made_to_give_way_while_spinning_rests() {
+    fn who_gets_the_processor_back_late_rests() {
         let mut spin = Spin::new(SpinMode::Auto);
-        spin.ended(at(0), slept(10));
-        spin.switched(at(0), 5, 5);
-        // Between spins it may happen.
-        spin.switched(at(0), 9, 9);
-        assert_ne!(spin.budget(at(0)), Duration::ZERO);
-        spin.switched(at(0), 9, 10);
-        assert_eq!(spin.budget(at(99_999)), Duration::ZERO);
-        assert_ne!(spin.budget(at(100_000)), Duration::ZERO);
+        // The peer's turn.
+        spin.ended(at(0), spun(300, true));
+        assert_eq!(spin.budget(at(0)), MOST);
+        for (n, found) in [(0, true), (1_000_000, false)] {
+            spin.ended(at(n), spun(3000, found));
+            assert_eq!(spin.budget(at(n + 99_999)), Duration::ZERO);
+            assert_eq!(spin.budget(at(n + 100_000)), MOST);
+        }
     }
 
     #[test]
@@ -261,11 +231,9 @@ mod tests {
         for (mode, time) in [(SpinMode::Off, Duration::ZERO), (SpinMode::For(us(30)), us(30))] {
             let mut spin = Spin::new(mode);
             for _ in 0..100 {
-                spin.ended(at(0), spun(1000, false));
+                spin.ended(at(0), spun(50, false));
             }
-            spin.switched(at(0), 0, 100);
             assert_eq!(spin.budget(at(0)), time);
-            assert!(!spin.wants_switches());
         }
     }
 }

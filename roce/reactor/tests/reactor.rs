@@ -314,7 +314,7 @@ fn an_echo_answers() {
     assert!(echo.completions >= 208, "{echo:?}");
     assert!(caller.commands >= 208, "{caller:?}");
     assert!(caller.sleeps > 0 && echo.sleeps > 0);
-    assert_eq!((caller.spins, caller.yields, caller.usages), (0, 0, 0));
+    assert_eq!((caller.spins, caller.yields), (0, 0));
 }
 
 #[test]
@@ -323,7 +323,7 @@ fn an_echo_answers_a_caller_that_spins() {
         let (echo, caller) = talk(spin, 200);
         assert!(caller.spins_won <= caller.spins && echo.spins_won <= echo.spins);
         if spin != SpinMode::Auto {
-            assert!(echo.spins > 0 && echo.looks > 0 && echo.usages == 0, "{echo:?}");
+            assert!(echo.spins > 0 && echo.looks > 0, "{echo:?}");
         }
     }
 }
