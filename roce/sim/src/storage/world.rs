@@ -235,6 +235,9 @@ impl World {
             self.step(what)?;
         }
         self.note_server();
+        let overtaken: u64 = self.lan.nodes.iter().map(|node| node.lag.overtaken).sum();
+        self.coverage
+            .note_if("path lost while a key is taken back", overtaken > 0);
         for client in &self.clients {
             client.check_empty()?;
         }
