@@ -30,6 +30,9 @@ mod error;
 pub mod heartbeat;
 pub mod mark;
 pub mod proto;
+#[cfg(test)]
+#[path = "../tests/machine/provider.rs"]
+mod provider;
 pub mod sendq;
 pub mod server;
 pub mod table;

@@ -11,9 +11,6 @@ mod half_open;
 mod log;
 mod path;
 mod post;
-#[cfg(test)]
-#[path = "../../tests/machine/provider.rs"]
-mod provider;
 pub mod request;
 #[allow(clippy::module_inception, reason = "the server itself")]
 mod server;

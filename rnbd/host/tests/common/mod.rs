@@ -2,14 +2,13 @@
 #![allow(dead_code)]
 
 use std::{
-    fs::{self, File},
+    fs::File,
     io::{self, Read, Write},
     net::{IpAddr, SocketAddr},
-    os::{fd::AsRawFd, unix::net::UnixStream},
+    os::unix::net::UnixStream,
     path::{Path, PathBuf},
-    process::Command,
     sync::{
-        Arc, Mutex, MutexGuard,
+        Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
     thread::{self, JoinHandle},
@@ -449,65 +448,4 @@ pub(crate) fn info_request(name: &str, infos: &[u16]) -> Vec<u8> {
         d.extend(i.to_be_bytes());
     }
     d
-}
-
-/// Setting a loop device up is not atomic: one test at a time.
-static ONE: Mutex<()> = Mutex::new(());
-
-pub(crate) struct Loop {
-    pub(crate) path: PathBuf,
-    _dir: tempfile::TempDir,
-    _one: MutexGuard<'static, ()>,
-}
-
-impl Loop {
-    pub(crate) fn new(options: &[&str]) -> Self {
-        let one = ONE.lock().unwrap_or_else(|e| e.into_inner());
-        let dir = tempfile::tempdir().unwrap();
-        let image = dir.path().join("i");
-        fs::write(&image, vec![7; 8 * MIB as usize]).unwrap();
-        let out = Command::new("losetup")
-            .args(["--find", "--show"])
-            .args(options)
-            .arg(&image)
-            .output()
-            .unwrap();
-        assert!(
-            out.status.success(),
-            "losetup: {}",
-            String::from_utf8_lossy(&out.stderr)
-        );
-        let path = String::from_utf8(out.stdout).unwrap().trim().into();
-        Self {
-            path,
-            _dir: dir,
-            _one: one,
-        }
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").arg("-d").arg(&self.path).status();
-    }
-}
-
-/// Pages of a file that are not on its device yet (`cachestat`, Linux 6.5).
-pub(crate) fn dirty_pages(path: &Path) -> u64 {
-    const CACHESTAT: libc::c_long = 451;
-    let file = File::open(path).unwrap();
-    let (range, mut stat) = ([0u64, 0], [0u64; 5]);
-    // SAFETY: the call reads two numbers and writes five.
-    let r = unsafe { libc::syscall(CACHESTAT, file.as_raw_fd(), range.as_ptr(), stat.as_mut_ptr(), 0) };
-    assert_eq!(r, 0, "cachestat: {}", std::io::Error::last_os_error());
-    stat[1] + stat[2]
-}
-
-/// Writes until some of it is seen in memory only: the system may write pages back at any moment.
-pub(crate) fn stays_in_memory(path: &Path, mut write: impl FnMut() -> u32) {
-    let seen = (0..10).any(|_| {
-        assert_eq!(write(), 0);
-        dirty_pages(path) > 0
-    });
-    assert!(seen, "a plain write does not stay in memory");
 }
