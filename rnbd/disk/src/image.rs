@@ -8,7 +8,7 @@ use std::{
     },
     path::Path,
     sync::{
-        LazyLock,
+        Arc, LazyLock,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst},
     },
 };
@@ -68,8 +68,8 @@ pub struct Image {
     /// Something was written through this descriptor.
     dirty: AtomicBool,
     /// Data was lost after it was acknowledged: the kernel drops dirty pages after a failed sync, and a second sync
-    /// would report success. From then on every flush fails.
-    sync_failed: AtomicBool,
+    /// would report success. From then on every flush fails, of whoever else has the file open as well.
+    sync_failed: Arc<AtomicBool>,
     pub(crate) missing: Missing,
 }
 
@@ -149,8 +149,14 @@ impl Image {
             size: AtomicU64::new(geometry.size),
             geometry,
             dirty: AtomicBool::new(false),
-            sync_failed: AtomicBool::new(false),
+            sync_failed: Arc::default(),
         })
+    }
+
+    /// Shares it with others of the same file or device whether a sync has failed.
+    pub(crate) fn sharing(mut self, sync_failed: Arc<AtomicBool>) -> Self {
+        self.sync_failed = sync_failed;
+        self
     }
 
     /// Size, limits, abilities.
@@ -269,7 +275,7 @@ impl Image {
 impl Drop for Image {
     fn drop(&mut self) {
         // As the kernel does at the last close of a block device: nobody may be able to flush these writes later.
-        if !*self.dirty.get_mut() || *self.sync_failed.get_mut() {
+        if !*self.dirty.get_mut() || self.sync_failed.load(SeqCst) {
             return;
         }
         loop {

@@ -11,5 +11,5 @@ mod request;
 mod server;
 mod session;
 
-pub use limits::{Limits, ServerCounters};
+pub use limits::{Limits, Places, ServerCounters};
 pub use server::Server;
