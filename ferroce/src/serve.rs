@@ -35,7 +35,7 @@ const OPEN_FILES: u64 = 65_536;
 #[command(after_help = "\
 Examples:
   ferroce serve --listen 192.0.2.7 --export disk=/images/disk.img --export system=/dev/sdb,ro
-  ferroce serve --listen 192.0.2.7 --export-dir /images --allow 192.0.2.0/24
+  ferroce serve --listen 192.0.2.7 --export-dir /images --allow 192.0.2.0/24 --threads 4
   ferroce serve --listen 192.0.2.7 --export disk=disk.img --allow db=192.0.2.8 --allow web=192.0.2.16/28
   ferroce serve --listen 127.0.0.1:1234 --export disk=disk.img --pcap trace.pcap
 

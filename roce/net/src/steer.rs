@@ -169,12 +169,12 @@ mod tests {
         let sender = UdpSocket::bind((addr, 0)).unwrap();
         let to = SocketAddr::new(addr, ROCE_UDP_PORT);
         let send = |bytes: &[u8]| sender.send_to(bytes, to).unwrap();
-        for shard in 0..shards {
+        for (shard, sockets) in opened.iter().enumerate() {
             let numbers = steering.slot(shard).unwrap().qpns();
             let last = numbers.last.min(Qpn::MULTICAST.value() - 1);
             for (mark, qpn) in [(1, numbers.first), (2, last)] {
                 send(&packet(qpn, mark));
-                assert_eq!(next(&opened[shard]), packet(qpn, mark), "{qpn:#x} of {shards}");
+                assert_eq!(next(sockets), packet(qpn, mark), "{qpn:#x} of {shards}");
             }
         }
         // Management, multicast, numbers of nobody, and what is no packet.
