@@ -8,7 +8,7 @@ use std::{
     },
     path::Path,
     sync::{
-        LazyLock,
+        Arc, LazyLock,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
 };
@@ -147,6 +147,12 @@ impl Image {
             geometry,
             sync: SyncState::default(),
         })
+    }
+
+    /// Shares it with others of the same file or device whether a sync has failed.
+    pub(crate) fn sharing(mut self, sync_failed: Arc<AtomicBool>) -> Self {
+        self.sync = SyncState::sharing(sync_failed);
+        self
     }
 
     /// Size, limits, abilities.

@@ -13,5 +13,5 @@ mod server;
 mod session;
 pub mod sync;
 
-pub use limits::{Limits, ServerCounters};
+pub use limits::{Limits, Places, ServerCounters};
 pub use server::Server;

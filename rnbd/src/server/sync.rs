@@ -1,6 +1,9 @@
 //! Whether what was written to an open device can still be made durable.
 
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering::SeqCst},
+};
 
 use crate::{block::BlockOp, errno::Errno};
 
@@ -13,11 +16,19 @@ use crate::{block::BlockOp, errno::Errno};
 pub struct SyncState {
     /// Something was written.
     dirty: AtomicBool,
-    /// Data was lost after its write was acknowledged.
-    failed: AtomicBool,
+    /// Data was lost after its write was acknowledged: of all who have the file open.
+    failed: Arc<AtomicBool>,
 }
 
 impl SyncState {
+    /// Nothing was written; whether a sync has failed is shared with others of the same file or device.
+    pub fn sharing(failed: Arc<AtomicBool>) -> Self {
+        Self {
+            dirty: AtomicBool::new(false),
+            failed,
+        }
+    }
+
     /// Before an operation, and after it has succeeded: a system tells of lost data once, perhaps to another operation that was under
     /// way at the same time.
     ///

@@ -642,6 +642,28 @@ impl Counters {
             .chain(others.map(|(name, n)| (format!("cm_{name}"), n)))
     }
 
+    /// Adds what another manager has counted.
+    pub fn add(&mut self, other: &Self) {
+        let tables = [
+            (&mut self.received[..], &other.received[..]),
+            (&mut self.sent[..], &other.sent[..]),
+            (&mut self.retried[..], &other.retried[..]),
+            (&mut self.dropped[..], &other.dropped[..]),
+        ];
+        for (ours, theirs) in tables {
+            ours.iter_mut().zip(theirs).for_each(|(a, b)| *a += b);
+        }
+        self.rejects_sent += other.rejects_sent;
+        self.stale += other.stale;
+        self.extended += other.extended;
+        self.timeouts += other.timeouts;
+        self.forgotten += other.forgotten;
+        self.displaced += other.displaced;
+        self.displaced_peer += other.displaced_peer;
+        self.expired += other.expired;
+        self.withheld += other.withheld;
+    }
+
     pub(crate) fn count_received(&mut self, a: Attribute) {
         self.received[a.index()] += 1;
     }

@@ -16,8 +16,9 @@ use roce_verbs::{
 
 use crate::{
     Error, PathError,
-    admission::{Admission, PathKey},
+    admission::{Admission, PathKey, Refusal},
     cx::Cx,
+    door::Doorkeeper,
     proto::{ChunkLayout, Imm, Uuid},
     server::{
         config::ServerConfig,
@@ -87,7 +88,7 @@ pub struct Server {
     listener: CmRef,
     /// It has not been stopped.
     listens: bool,
-    pub(super) admission: Admission,
+    pub(super) admission: Box<dyn Doorkeeper>,
     pub(super) half_open: BTreeMap<PathKey, HalfOpen>,
     pub(super) domains: Domains,
     pub(super) sessions: BTreeMap<SessionKey, Session>,
@@ -113,7 +114,8 @@ impl fmt::Debug for Server {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Server")
             .field("listens", &self.listens)
-            .field("admission", &self.admission)
+            .field("half_open", &self.half_open.len())
+            .field("sessions", &self.sessions.len())
             .field("counters", &self.effects.counters)
             .finish_non_exhaustive()
     }
@@ -125,6 +127,19 @@ impl Server {
     /// # Errors
     /// Says what is wrong with the configuration, or why the address can't be listened on.
     pub fn listen(cx: &mut Cx<'_>, config: ServerConfig) -> Result<(Self, SocketAddr), Error> {
+        let admission = Admission::new(config.limits(), config.allow.clone());
+        Self::listen_with(cx, config, Box::new(admission))
+    }
+
+    /// Starts to listen, and asks somebody else who gets in: what the configuration says of that is his affair. Returns where.
+    ///
+    /// # Errors
+    /// As [`listen`](Self::listen).
+    pub fn listen_with(
+        cx: &mut Cx<'_>,
+        config: ServerConfig,
+        admission: Box<dyn Doorkeeper>,
+    ) -> Result<(Self, SocketAddr), Error> {
         let mut layout = None;
         for (device, caps) in cx.provider.devices().iter().enumerate() {
             layout = Some(config.check(&caps.limits)?);
@@ -142,7 +157,7 @@ impl Server {
         let local = cx.provider.cm_addrs(listener).map_or(asked, |(local, _)| local);
         tracing::info!(%local, "RTRS server listens");
         let server = Self {
-            admission: Admission::new(config.limits(), config.allow.clone()),
+            admission,
             config,
             layout,
             listener,
@@ -271,6 +286,13 @@ impl Server {
             }
         }
         self.name_waiting(cx, key);
+        self.settle(cx);
+    }
+
+    /// A half-open path has given way to one of another server that has the same [`Doorkeeper`].
+    pub fn gave_way(&mut self, cx: &mut Cx<'_>, path: PathKey) {
+        self.admission.ended(path);
+        self.give_way(cx, path);
         self.settle(cx);
     }
 
@@ -522,7 +544,10 @@ impl Server {
         if others.filter(|s| s.name() == name).any(Session::lives) {
             return Err(PathError::NameTaken(name.into()));
         }
-        self.admission.name(place.path, name)?;
+        self.admission.name(place.path, name).map_err(|refusal| match refusal {
+            Refusal::NameTaken => PathError::NameTaken(name.into()),
+            refusal => refusal.into(),
+        })?;
         let connections = self
             .path(place.session, place.path)
             .map_or(0, |path| path.id.connections);

@@ -22,6 +22,7 @@ use rnbd::{
 };
 use rnbd_disk::{Caching, DiskConfig, ExportSpec, Exports, FolderSpec};
 use rnbd_host::{
+    gate::Gate,
     map::{MapConfig, MapEvent, MapFailure, Mapping},
     serve::{ServeConfig, ServeEvent, ServeStats, Serving},
 };
@@ -33,12 +34,15 @@ pub(crate) const MIB: u64 = 1 << 20;
 /// What must have happened by then, or it will not.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-pub(crate) fn device(addr: IpAddr) -> LocalDevice {
-    let config = DeviceConfig {
+fn device_config(addr: IpAddr) -> DeviceConfig {
+    DeviceConfig {
         ack_hold: Duration::from_micros(100),
         ..DeviceConfig::new(addr)
-    };
-    LocalDevice::open(&[config]).expect("a device on a loopback address")
+    }
+}
+
+pub(crate) fn device(addr: IpAddr) -> LocalDevice {
+    LocalDevice::open(&[device_config(addr)]).expect("a device on a loopback address")
 }
 
 /// Waits for something that must come.
@@ -54,6 +58,8 @@ pub(crate) fn eventually(what: &str, mut cond: impl FnMut() -> bool) {
 pub(crate) struct Lab {
     pub(crate) dir: tempfile::TempDir,
     pub(crate) addr: IpAddr,
+    /// Of several loops.
+    pub(crate) gate: Option<Arc<Gate>>,
     stop: Arc<AtomicBool>,
     stats: Arc<Mutex<ServeStats>>,
     thread: Option<JoinHandle<()>>,
@@ -77,6 +83,15 @@ impl Lab {
 
     /// With other settings, and perhaps an export "extra".
     pub(crate) fn with(change: impl FnOnce(&mut ServeConfig), extra: Option<&Path>) -> Self {
+        Self::usual(1, change, extra)
+    }
+
+    /// On so many loops.
+    pub(crate) fn on_loops(loops: usize, change: impl FnOnce(&mut ServeConfig)) -> Self {
+        Self::usual(loops, change, None)
+    }
+
+    fn usual(loops: usize, change: impl FnOnce(&mut ServeConfig), extra: Option<&Path>) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let mut specs = Vec::new();
         for name in ["disk", "second", "ro"] {
@@ -98,11 +113,21 @@ impl Lab {
             path: dir.path().into(),
             ..FolderSpec::default()
         };
-        Self::of(dir, specs, Some(&folder), change)
+        Self::on(loops, dir, specs, Some(&folder), change)
     }
 
     /// A server of these.
     pub(crate) fn of(
+        dir: tempfile::TempDir,
+        specs: Vec<ExportSpec>,
+        folder: Option<&FolderSpec>,
+        change: impl FnOnce(&mut ServeConfig),
+    ) -> Self {
+        Self::on(1, dir, specs, folder, change)
+    }
+
+    fn on(
+        loops: usize,
         dir: tempfile::TempDir,
         specs: Vec<ExportSpec>,
         folder: Option<&FolderSpec>,
@@ -122,7 +147,14 @@ impl Lab {
             grace: Duration::from_secs(10),
         };
         change(&mut config);
-        let mut server = Serving::start(device(addr), config).unwrap();
+        let gate = (loops > 1).then(|| Gate::new(&config.rtrs, loops));
+        let mut server = match &gate {
+            None => Serving::start(device(addr), config).unwrap(),
+            Some(gate) => {
+                let opened = LocalDevice::open_shards(&device_config(addr), loops, gate.clone());
+                Serving::start_shards(opened.unwrap(), config, gate).unwrap()
+            }
+        };
         let stop = Arc::new(AtomicBool::new(false));
         let stats = Arc::new(Mutex::new(ServeStats::default()));
         let (asked, counted) = (stop.clone(), stats.clone());
@@ -138,6 +170,7 @@ impl Lab {
         Self {
             dir,
             addr,
+            gate,
             stop,
             stats,
             thread: Some(thread),
