@@ -1,7 +1,7 @@
 //! A server on several loops: who gets in, by limits that hold for all loops together, and which loop has which session.
 //!
 //! A session is one loop's, with all its paths and connections: what guards its chunks is there. The first loop, to which all
-//! connect requests come, asks [`Gate`] whose each of them is; the RTRS server of each loop asks its [`Door`], which leads to the
+//! connect requests come, asks [`Gate`] whose each of them is; the RTRS server of each loop asks its door, which leads to the
 //! same gate, whether to let it in.
 
 use core::{net::IpAddr, time::Duration};

@@ -119,6 +119,10 @@ fn spread(loops: usize, clients: usize) {
         assert_eq!((port.icrc_errors, port.drop_handed_over), (0, 0));
         stats.rnbd.written_bytes == 8 << 20 && opened == (total + loops) as u64 && stats.rnbd.opens == opened
     });
+    // Nothing is left of who has gone, in good order or not.
+    drop((maps, writer));
+    let gate = lab.gate.clone().unwrap();
+    eventually("nobody is expected or there", || gate.loads().iter().all(|n| *n == 0));
 }
 
 #[test]
