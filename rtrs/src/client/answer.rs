@@ -20,17 +20,17 @@ pub(super) struct Answers<'a, 'b, 'c> {
 
 impl Answers<'_, '_, '_> {
     /// A work request has succeeded. Messages with session information are the handshake's.
-    pub(super) fn completion(&mut self, cid: u16, mark: Mark, wc: &Completion) -> Result<(), PathError> {
+    pub(super) fn completion(&mut self, place: u16, mark: Mark, wc: &Completion) -> Result<(), PathError> {
         match mark.kind {
-            MarkKind::Send => self.reclaim(cid),
+            MarkKind::Send => self.reclaim(place),
             MarkKind::Revoke => {
-                self.reclaim(cid);
+                self.reclaim(place);
                 self.key_ended(mark.index);
             }
             MarkKind::Recv => {
-                let message = self.taken(cid, mark.index, wc)?;
+                let message = self.taken(place, mark.index, wc)?;
                 self.path.heard();
-                self.received(cid, wc, message)?;
+                self.received(place, wc, message)?;
             }
             MarkKind::Info => return Err(PathError::Unexpected("a second information response")),
         }
@@ -38,21 +38,21 @@ impl Answers<'_, '_, '_> {
     }
 
     /// A signalled send is done: there is room for what waits.
-    pub(super) fn reclaim(&mut self, cid: u16) {
-        let Some(conn) = self.path.conns.get_mut(usize::from(cid)) else {
+    pub(super) fn reclaim(&mut self, place: u16) {
+        let Some(conn) = self.path.conns.get_mut(usize::from(place)) else {
             return;
         };
         conn.queue.reclaim();
         if conn.queue.is_ready() {
-            self.path.mark_dirty(self.env, cid);
+            self.path.mark_dirty(self.env, place);
         }
     }
 
     /// A receive has been used; it goes back with the turn. Returns the key message that it brought.
-    fn taken(&mut self, cid: u16, index: u32, wc: &Completion) -> Result<Option<RkeyRsp>, PathError> {
-        if let Some(conn) = self.path.conns.get_mut(usize::from(cid)) {
+    fn taken(&mut self, place: u16, index: u32, wc: &Completion) -> Result<Option<RkeyRsp>, PathError> {
+        if let Some(conn) = self.path.conns.get_mut(usize::from(place)) {
             conn.used.push(index);
-            self.path.mark_dirty(self.env, cid);
+            self.path.mark_dirty(self.env, place);
         }
         if wc.opcode != WcOpcode::Recv || !wc.flags.contains(WcFlags::WITH_IMM) {
             return Ok(None);
@@ -66,7 +66,7 @@ impl Answers<'_, '_, '_> {
         Ok(Some(*RkeyRsp::parse(&bytes[..len])?))
     }
 
-    fn received(&mut self, cid: u16, wc: &Completion, message: Option<RkeyRsp>) -> Result<(), PathError> {
+    fn received(&mut self, place: u16, wc: &Completion, message: Option<RkeyRsp>) -> Result<(), PathError> {
         if wc.flags.contains(WcFlags::WITH_INV) {
             if self.path.revoked.len() >= self.lane.flights.len() {
                 return Err(PathError::Unexpected("more keys revoked than requests in flight"));
@@ -78,9 +78,9 @@ impl Answers<'_, '_, '_> {
             return Err(PathError::Unexpected("a SEND without immediate value"));
         }
         match (Imm::decode(wc.imm)?, message) {
-            (Imm::IoRsp(reply), message) => self.reply(cid, reply, message),
+            (Imm::IoRsp(reply), message) => self.reply(place, reply, message),
             (Imm::HbMsg, None) => {
-                self.path.push(self.env, cid, Post::Imm(Imm::HbAck));
+                self.path.push(self.env, place, Post::Imm(Imm::HbAck));
                 Ok(())
             }
             (Imm::HbAck, None) => Ok(()),
@@ -89,48 +89,49 @@ impl Answers<'_, '_, '_> {
         }
     }
 
-    fn reply(&mut self, cid: u16, reply: IoReply, message: Option<RkeyRsp>) -> Result<(), PathError> {
-        let chunk = self.path.chunks.get_mut(reply.msg_id as usize);
+    fn reply(&mut self, place: u16, reply: IoReply, message: Option<RkeyRsp>) -> Result<(), PathError> {
+        let permit = reply.msg_id.wrapping_sub(self.lane.first);
+        let chunk = self.path.chunks.get_mut(permit as usize);
         let chunk = chunk.ok_or(ProtoError::field(
             "message number",
             reply.msg_id,
-            "not below the queue depth",
+            "a permit of the connection",
         ))?;
         if message.is_some_and(|m| u32::from(m.buf_id.get()) != reply.msg_id) {
             return Err(PathError::Unexpected("a key response for another request"));
         }
         let path = self.path.index;
-        let flight = self.lane.flights.get_mut(reply.msg_id as usize);
+        let flight = self.lane.flights.get_mut(permit as usize);
         let flight = flight
             .and_then(Option::as_mut)
-            .filter(|f| f.waits == Waits::Answer && f.path == path && f.cid == cid);
+            .filter(|f| f.waits == Waits::Answer && f.path == path && f.place == place);
         let flight = flight.ok_or(PathError::Unexpected("an answer to no request"))?;
         if let Some(m) = message {
             chunk.rkey = m.rkey.get();
         }
-        let permit = reply.msg_id as u16;
+        let permit = permit as u16;
         // What counts is that the key is gone, not that the answer says so.
         if flight.key.is_some_and(|key| !self.path.revoked.remove(&key.0)) {
             flight.turn(Waits::Revocation(reply.errno));
-            return self.revoke(cid, permit, reply.errno);
+            return self.revoke(place, permit, reply.errno);
         }
         self.finish(permit, reply.errno);
         Ok(())
     }
 
     /// Takes the key of a read's buffer back, which the server has not revoked.
-    fn revoke(&mut self, cid: u16, permit: u16, errno: u16) -> Result<(), PathError> {
+    fn revoke(&mut self, place: u16, permit: u16, errno: u16) -> Result<(), PathError> {
         let instant = self
             .path
             .device
             .and_then(|d| self.lane.domain(d))
             .is_some_and(|d| d.instant);
         if !instant {
-            self.path.push(self.env, cid, Post::Revoke(permit));
+            self.path.push(self.env, place, Post::Revoke(permit));
             return Ok(());
         }
         let key = post::key_of(self.path, self.lane, permit)?;
-        let qp = self.path.conns.get(usize::from(cid)).and_then(|conn| conn.qp);
+        let qp = self.path.conns.get(usize::from(place)).and_then(|conn| conn.qp);
         let Some(qp) = qp else { return Ok(()) };
         let mark = Mark::new(MarkKind::Revoke, permit.into());
         if self.env.cx.provider.revoke(qp, key, mark.encode())? == Revoked::Now {

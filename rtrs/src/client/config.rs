@@ -16,7 +16,7 @@ pub struct SessionConfig {
     pub name: String,
     /// The path to the server.
     pub path: PathAddr,
-    /// Connections for I/O per path, at least 1 (the service connection comes on top). Requests of a turn leave in one train
+    /// Connections for I/O per path, at least 1 (the service connection comes on top), and at least one for each share. Requests of a turn leave in one train
     /// per connection, so one is the fastest unless the server spreads its work by connection. Default: 1.
     pub connections: u16,
     /// Longest time for each step of connecting. Default: 30 s, as the kernel's (`RTRS_CONNECT_TIMEOUT_MS`, `rtrs-clt.c`).
@@ -28,7 +28,7 @@ pub struct SessionConfig {
     /// Have the server revoke the key of each read's buffer when the read is done, as the kernel's client does. Off,
     /// all buffers stay open for the server's writes while the session lives; that spares two work requests per read.
     pub invalidate_reads: bool,
-    /// Registered bytes for I/O buffers at most; `None`: what all requests in flight can use.
+    /// Registered bytes for I/O buffers at most, of all shares; `None`: what all requests in flight can use.
     pub buffer_bytes: Option<usize>,
     /// Attempts to connect a path again after it was lost; 0: a lost path stays so.
     pub max_reconnects: u32,
@@ -76,9 +76,9 @@ impl SessionConfig {
 /// Which connection a request goes over.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ConType {
-    /// The service connection: user messages other than I/O.
+    /// The service connection: user messages other than I/O. Only the first share has it.
     Admin,
-    /// An I/O connection; equal hints (a CPU or queue number) give the same one.
+    /// An I/O connection of the share; equal hints (a CPU or queue number) give the same one.
     Io(usize),
 }
 
@@ -87,7 +87,7 @@ pub enum ConType {
 pub struct SessionInfo {
     /// Largest data of a request, bytes.
     pub max_io_size: u32,
-    /// Requests in flight at most.
+    /// Requests in flight at most, at this share.
     pub queue_depth: u32,
     /// Pieces of memory that a request's data may have: one buffer.
     pub max_segments: u32,

@@ -5,7 +5,11 @@ use std::collections::{BTreeMap, VecDeque};
 use roce_verbs::provider::{CmRef, QpId};
 
 use crate::{
-    client::request::{Output, SessionId},
+    client::{
+        letter::{Letter, Word},
+        request::{Output, SessionId},
+        share::Share,
+    },
     cx::Cx,
 };
 
@@ -15,7 +19,8 @@ pub(super) struct ConnKey {
     pub(super) session: SessionId,
     /// Index of the path.
     pub(super) path: u16,
-    pub(super) cid: u16,
+    /// Its place among those of the path that are at this share.
+    pub(super) place: u16,
 }
 
 /// Whose queue pairs and connections are whose.
@@ -66,4 +71,20 @@ pub(super) struct Env<'a, 'b> {
     pub(super) out: &'a mut VecDeque<Output>,
     /// Connections that have something to post.
     pub(super) dirty: &'a mut Vec<ConnKey>,
+    /// Which share of the sessions this is.
+    pub(super) share: Share,
+    /// For others.
+    pub(super) letters: &'a mut VecDeque<(u16, Letter)>,
+}
+
+impl Env<'_, '_> {
+    /// Tells another share.
+    pub(super) fn tell(&mut self, share: u16, session: SessionId, word: Word) {
+        self.letters.push_back((share, Letter { session, word }));
+    }
+
+    /// Tells home.
+    pub(super) fn tell_home(&mut self, session: SessionId, word: Word) {
+        self.tell(0, session, word);
+    }
 }

@@ -21,7 +21,8 @@ pub(super) struct Flight {
     pub(super) request: Submission,
     /// Index of the path.
     pub(super) path: u16,
-    pub(super) cid: u16,
+    /// Its connection's place among the path's.
+    pub(super) place: u16,
     /// The key under which the server may write the buffer of a read, if it ends with the request.
     pub(super) key: Option<RKey>,
     pub(super) waits: Waits,
@@ -30,11 +31,11 @@ pub(super) struct Flight {
 }
 
 impl Flight {
-    pub(super) fn new(request: Submission, path: u16, cid: u16, rest: Option<Rest<u16>>) -> Self {
+    pub(super) fn new(request: Submission, path: u16, place: u16, rest: Option<Rest<u16>>) -> Self {
         Self {
             request,
             path,
-            cid,
+            place,
             key: None,
             waits: Waits::Room,
             rest,

@@ -1,6 +1,7 @@
-//! What of a session belongs to no path: permits, requests in flight, headers, buffers, and the keys of reads.
+//! What of a session, or of its share in this loop, belongs to no path: permits, requests in flight, headers, buffers, and the keys
+//! of reads.
 
-use core::time::Duration;
+use core::{ops::Range, time::Duration};
 use std::collections::VecDeque;
 
 use roce_verbs::{
@@ -42,6 +43,8 @@ pub(super) struct Domain {
 #[derive(Debug)]
 pub(super) struct Lane {
     session: SessionId,
+    /// The number of its first permit in the session; here they count from 0.
+    pub(super) first: u32,
     pub(super) permits: Permits<u16>,
     /// By permit.
     pub(super) flights: Vec<Option<Flight>>,
@@ -56,6 +59,7 @@ impl Lane {
     pub(super) fn new(session: SessionId) -> Self {
         Self {
             session,
+            first: 0,
             permits: Permits::new(0),
             flights: Vec::new(),
             headers: None,
@@ -94,18 +98,19 @@ impl Lane {
         Ok(pd)
     }
 
-    /// A path with this queue depth leads through the device: there are permits, headers, keys and buffers for it.
+    /// A path leads through the device, with these of the session's permits for us: there are headers, keys and buffers for them.
     pub(super) fn furnish(
         &mut self,
         cx: &mut Cx<'_>,
         device: DeviceIx,
-        depth: u32,
+        permits: Range<u32>,
         max_user_header: u32,
     ) -> Result<(), VerbsError> {
-        let depth = depth.min(u16::MAX.into());
-        if self.flights.iter().skip(depth as usize).any(Option::is_some) {
+        let depth = (permits.len() as u32).min(u16::MAX.into());
+        let kept = if permits.start == self.first { depth as usize } else { 0 };
+        if self.flights.iter().skip(kept).any(Option::is_some) {
             return Err(VerbsError::State(
-                "the server's queue is shallower than what is in flight".into(),
+                "the server's queue is another than that of what is in flight".into(),
             ));
         }
         if self.headers.as_ref().is_none_or(|h| !h.fits(depth, max_user_header)) {
@@ -117,6 +122,7 @@ impl Lane {
                 old.close(cx);
             }
         }
+        self.first = permits.start;
         self.permits.set_depth(depth as u16);
         self.flights.resize_with(depth as usize, || None);
         let Some(at) = self.domains.iter().position(|d| d.device == device) else {

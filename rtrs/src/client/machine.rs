@@ -13,10 +13,13 @@ use crate::{
         buffers::{Buffer, Buffers},
         config::{SessionConfig, SessionInfo},
         env::{ConnKey, Env, Names},
+        letter::{Letter, Word},
         request::{Output, SessionId, Submission},
         session::Session,
+        share::Share,
     },
     cx::Cx,
+    proto::MAX_CONNECTIONS,
 };
 
 /// The client's side of RTRS: sessions with servers.
@@ -34,6 +37,9 @@ pub struct Client {
     dirty: Vec<ConnKey>,
     /// Closed, but for buffers that their user still has.
     closed: Vec<SessionId>,
+    share: Share,
+    /// For other shares.
+    letters: VecDeque<(u16, Letter)>,
 }
 
 impl Client {
@@ -42,29 +48,72 @@ impl Client {
         Self::default()
     }
 
-    /// Begins to open a session; [`Output::Opened`] or [`Output::OpenFailed`] follows.
+    /// A share of the sessions: number `index` of `count`, each in a loop of its own with a provider of its own, all for the same
+    /// addresses. Sessions are opened at share 0, and appear at the others. Besides what a client of its own needs, whoever
+    /// drives it takes letters from [`poll_letter`](Self::poll_letter) to the shares that they are for.
     ///
     /// # Errors
-    /// When the configuration is not possible.
-    pub fn open(&mut self, cx: &mut Cx<'_>, config: SessionConfig) -> Result<SessionId, Error> {
+    /// [`Error::Config`] when there is no such share.
+    pub fn share(index: u16, count: u16) -> Result<Self, Error> {
+        if count >= MAX_CONNECTIONS {
+            return Err(Error::Config(format!(
+                "{count} shares are more than a path has connections"
+            )));
+        }
+        let share = Share::new(index, count);
+        let share = share.ok_or_else(|| Error::Config(format!("there is no share {index} of {count}")))?;
+        Ok(Self {
+            share,
+            ..Self::default()
+        })
+    }
+
+    /// Begins to open a session; [`Output::Opened`] or [`Output::OpenFailed`] follows, at each share.
+    ///
+    /// # Errors
+    /// When the configuration is not possible, or this is not the first share.
+    pub fn open(&mut self, cx: &mut Cx<'_>, mut config: SessionConfig) -> Result<SessionId, Error> {
         config.check()?;
+        if !self.share.is_home() {
+            return Err(Error::Config("sessions are opened at the first share".into()));
+        }
         let id = SessionId(self.next);
         self.next = self.next.wrapping_add(1);
-        let mut env = Env {
-            cx,
-            names: &mut self.names,
-            out: &mut self.out,
-            dirty: &mut self.dirty,
-        };
+        // Every share needs a connection.
+        config.connections = config.connections.max(self.share.count());
+        config.buffer_bytes = config.buffer_bytes.map(|all| all / usize::from(self.share.count()));
+        let (sessions, mut env) = self.parts(cx);
         let session = Session::open(&mut env, id, config);
-        self.sessions.insert(id, session);
+        sessions.insert(id, session);
         self.sweep(id);
         Ok(id)
     }
 
-    /// Closes a session in good order: requests in flight end with an error, then comes [`Output::Closed`].
+    /// Closes a session in good order: requests in flight end with an error, then comes [`Output::Closed`], at each share, and
+    /// at the first one when the others are done. Any share may ask for it.
     pub fn close(&mut self, cx: &mut Cx<'_>, session: SessionId) {
-        self.with(cx, session, |s, env| s.close(env));
+        self.with(cx, session, |s, env| match env.share.is_home() {
+            true => s.close(env),
+            false => env.tell_home(session, Word::CloseAsked),
+        });
+    }
+
+    /// A letter of share `from` to this one.
+    pub fn letter(&mut self, cx: &mut Cx<'_>, from: u16, letter: Letter) {
+        let Letter { session: id, word } = letter;
+        match word {
+            Word::Open(opening) => {
+                let (sessions, env) = self.parts(cx);
+                let session = Session::join(&env, id, *opening);
+                sessions.insert(id, session);
+            }
+            word => self.with(cx, id, |s, env| s.letter(env, from, word)),
+        }
+    }
+
+    /// The next letter to another share, and to which.
+    pub fn poll_letter(&mut self) -> Option<(u16, Letter)> {
+        self.letters.pop_front()
     }
 
     /// What a session can do; `None` until it is open.
@@ -81,7 +130,7 @@ impl Client {
         session.state()
     }
 
-    /// Permits that requests of a session have: of those that were sent and have not ended.
+    /// Permits of this share that requests of a session have: of those that were sent and have not ended.
     pub fn permits(&self, session: SessionId) -> usize {
         self.sessions.get(&session).map_or(0, Session::permits)
     }
@@ -130,22 +179,17 @@ impl Client {
         session: SessionId,
         request: Submission,
     ) -> Result<(), (Submission, IoError)> {
-        let Some(found) = self.sessions.get_mut(&session) else {
-            return Err((request, IoError::Path(PathError::Closed)));
-        };
-        let mut env = Env {
-            cx,
-            names: &mut self.names,
-            out: &mut self.out,
-            dirty: &mut self.dirty,
-        };
-        found.submit(&mut env, request)
+        let (sessions, mut env) = self.parts(cx);
+        match sessions.get_mut(&session) {
+            Some(found) => found.submit(&mut env, request),
+            None => Err((request, IoError::Path(PathError::Closed))),
+        }
     }
 
     /// A work request has completed. False: the queue pair is none of this client's.
     pub fn completion(&mut self, cx: &mut Cx<'_>, qp: QpId, wc: &Completion) -> bool {
         let Some(key) = self.names.qp(qp) else { return false };
-        self.with(cx, key.session, |s, env| s.completion(env, key.path, key.cid, wc));
+        self.with(cx, key.session, |s, env| s.completion(env, key.path, key.place, wc));
         true
     }
 
@@ -155,12 +199,12 @@ impl Client {
             Event::Cm { id, kind } => {
                 let Some(key) = self.names.cm(*id) else { return false };
                 let kind = kind.clone();
-                self.with(cx, key.session, |s, env| s.cm_event(env, key.path, key.cid, kind));
+                self.with(cx, key.session, |s, env| s.cm_event(env, key.path, key.place, kind));
                 true
             }
             Event::Drained(qp) => {
                 let Some(key) = self.names.qp(*qp) else { return false };
-                self.with(cx, key.session, |s, env| s.drained(env, key.path, key.cid));
+                self.with(cx, key.session, |s, env| s.drained(env, key.path, key.place));
                 true
             }
             Event::DeviceRemoved(device) => {
@@ -176,7 +220,7 @@ impl Client {
     pub fn end_batch(&mut self, cx: &mut Cx<'_>) {
         while !self.dirty.is_empty() {
             for key in core::mem::take(&mut self.dirty) {
-                self.with(cx, key.session, |s, env| s.post(env, key.path, key.cid));
+                self.with(cx, key.session, |s, env| s.post(env, key.path, key.place));
             }
         }
         // The last buffers may have gone back by `buffers_mut`.
@@ -204,14 +248,22 @@ impl Client {
         self.out.pop_front()
     }
 
-    fn with(&mut self, cx: &mut Cx<'_>, id: SessionId, f: impl FnOnce(&mut Session, &mut Env<'_, '_>)) {
-        let mut env = Env {
+    /// The sessions, and what they work with.
+    fn parts<'a, 'b>(&'a mut self, cx: &'a mut Cx<'b>) -> (&'a mut BTreeMap<SessionId, Session>, Env<'a, 'b>) {
+        let env = Env {
             cx,
             names: &mut self.names,
             out: &mut self.out,
             dirty: &mut self.dirty,
+            share: self.share,
+            letters: &mut self.letters,
         };
-        if let Some(session) = self.sessions.get_mut(&id) {
+        (&mut self.sessions, env)
+    }
+
+    fn with(&mut self, cx: &mut Cx<'_>, id: SessionId, f: impl FnOnce(&mut Session, &mut Env<'_, '_>)) {
+        let (sessions, mut env) = self.parts(cx);
+        if let Some(session) = sessions.get_mut(&id) {
             f(session, &mut env);
             if session.is_closed() {
                 self.sweep(id);

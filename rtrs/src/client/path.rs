@@ -21,7 +21,9 @@ use crate::{
         env::{ConnKey, Env},
         flight::Orphan,
         lane::Lane,
+        letter::Word,
         request::SessionId,
+        share::{Others, Share},
         state::{PATH, PathAction, PathEvent, PathState},
         terms::Terms,
     },
@@ -38,10 +40,12 @@ const LEAVE: Duration = Duration::from_secs(1);
 pub(super) enum Step {
     /// There is none.
     Idle,
-    /// Connection `cid` asks for the way to the server.
-    Resolving { cid: u16 },
-    /// Connection `cid` waits for the server's answer.
-    Connecting { cid: u16 },
+    /// Connection `place` asks for the way to the server.
+    Resolving { place: u16 },
+    /// Connection `place` waits for the server's answer.
+    Connecting { place: u16 },
+    /// All connections here stand; those of other shares may not yet, or home waits for the chunks.
+    Gathering,
     /// The server was asked for its chunks.
     Informing,
 }
@@ -115,6 +119,12 @@ pub(super) struct Path {
     /// Why it is not up.
     why: Option<PathError>,
     events: VecDeque<PathEvent>,
+    /// At home: where the other shares are with it.
+    pub(super) others: Others,
+    /// At home: the next attempt waits until nothing of the last is left at other shares.
+    unarmed: bool,
+    /// At other shares: home has asked for our connections, and is to be told when they are gone.
+    pub(super) asked: bool,
 }
 
 impl Path {
@@ -125,6 +135,7 @@ impl Path {
         uuid: Uuid,
         first: bool,
         config: &SessionConfig,
+        share: Share,
     ) -> Self {
         Self {
             session,
@@ -155,6 +166,9 @@ impl Path {
             retry_now: false,
             why: None,
             events: VecDeque::new(),
+            others: Others::new(share),
+            unarmed: false,
+            asked: false,
         }
     }
 
@@ -168,29 +182,29 @@ impl Path {
         self.why.clone().unwrap_or(PathError::Closed)
     }
 
-    pub(super) fn key(&self, cid: u16) -> ConnKey {
+    pub(super) fn key(&self, place: u16) -> ConnKey {
         ConnKey {
             session: self.session,
             path: self.index,
-            cid,
+            place,
         }
     }
 
     /// Something is to be posted with a connection when the turn ends.
-    pub(super) fn mark_dirty(&mut self, env: &mut Env<'_, '_>, cid: u16) {
-        let key = self.key(cid);
-        if let Some(conn) = self.conns.get_mut(usize::from(cid))
+    pub(super) fn mark_dirty(&mut self, env: &mut Env<'_, '_>, place: u16) {
+        let key = self.key(place);
+        if let Some(conn) = self.conns.get_mut(usize::from(place))
             && !core::mem::replace(&mut conn.dirty, true)
         {
             env.dirty.push(key);
         }
     }
 
-    pub(super) fn push(&mut self, env: &mut Env<'_, '_>, cid: u16, work: Post) {
-        if let Some(conn) = self.conns.get_mut(usize::from(cid))
+    pub(super) fn push(&mut self, env: &mut Env<'_, '_>, place: u16, work: Post) {
+        if let Some(conn) = self.conns.get_mut(usize::from(place))
             && conn.queue.push(work).is_ok()
         {
-            self.mark_dirty(env, cid);
+            self.mark_dirty(env, place);
         }
     }
 
@@ -265,7 +279,9 @@ impl Path {
             PathAction::Unpick => self.flushed = None,
             PathAction::StartHeartbeat => {
                 self.heartbeat = Heartbeat::new(config.heartbeat);
-                self.next_beat = Some(env.cx.now + config.heartbeat.interval);
+                // They go by the service connection.
+                let due = env.cx.now + config.heartbeat.interval;
+                self.next_beat = env.share.is_home().then_some(due);
             }
             PathAction::StopHeartbeat => self.next_beat = None,
             PathAction::DrainQps => self.drain(env),
@@ -293,6 +309,7 @@ impl Path {
 
     fn drain(&mut self, env: &mut Env<'_, '_>) {
         self.flushed = None;
+        self.tell_down(env);
         for conn in &mut self.conns {
             conn.queue.close();
             conn.used.clear();
@@ -305,9 +322,29 @@ impl Path {
         self.look_drained();
     }
 
+    /// The other shares take it down as well.
+    fn tell_down(&self, env: &mut Env<'_, '_>) {
+        let (path, for_good) = (self.index, self.leaving());
+        for share in env.share.others() {
+            if for_good || self.others.has(share) {
+                let why = self.why();
+                env.tell(share, self.session, Word::Down { path, why, for_good });
+            }
+        }
+    }
+
+    /// Another share has nothing of it any more.
+    pub(super) fn share_gone(&mut self, env: &mut Env<'_, '_>, config: &SessionConfig, share: u16) {
+        self.others.gone(share);
+        let waits = core::mem::take(&mut self.unarmed) && self.state == PathState::Reconnecting;
+        if waits {
+            self.arm_retry(env, config);
+        }
+    }
+
     /// A queue pair has nothing under way any more.
-    pub(super) fn drained(&mut self, cid: u16) {
-        if let Some(conn) = self.conns.get_mut(usize::from(cid)) {
+    pub(super) fn drained(&mut self, place: u16) {
+        if let Some(conn) = self.conns.get_mut(usize::from(place)) {
             conn.drained = true;
         }
         self.look_drained();
@@ -363,9 +400,20 @@ impl Path {
         self.revoked.clear();
         (self.device, self.pd) = (None, None);
         (self.step, self.step_due, self.leave) = (Step::Idle, None, None);
+        if core::mem::take(&mut self.asked) {
+            env.tell_home(self.session, Word::Gone { path: self.index });
+        }
     }
 
     fn arm_retry(&mut self, env: &mut Env<'_, '_>, config: &SessionConfig) {
+        if !env.share.is_home() {
+            // Home says when.
+            return;
+        }
+        if !self.others.all_gone() {
+            self.unarmed = true;
+            return;
+        }
         if core::mem::take(&mut self.retry_now) {
             self.retry_at = Some(env.cx.now);
             return;
@@ -380,7 +428,7 @@ impl Path {
 
     fn retry_soon(&mut self, env: &mut Env<'_, '_>) {
         self.attempts = 0;
-        if self.conns.is_empty() {
+        if self.conns.is_empty() && self.others.all_gone() {
             self.retry_at = Some(env.cx.now);
         } else {
             self.retry_now = true;
@@ -393,8 +441,8 @@ impl Path {
     }
 
     /// The connection manager says that a connection is over.
-    pub(super) fn note_left(&mut self, cid: u16) {
-        if let Some(conn) = self.conns.get_mut(usize::from(cid)) {
+    pub(super) fn note_left(&mut self, place: u16) {
+        if let Some(conn) = self.conns.get_mut(usize::from(place)) {
             conn.left = true;
         }
         self.look_gone();

@@ -41,8 +41,8 @@ pub(super) fn slots(lane: &Lane, device: Option<DeviceIx>, direction: Direction)
 }
 
 /// Posts what a connection has.
-pub(super) fn post(cx: &mut Cx<'_>, path: &mut Path, lane: &mut Lane, cid: u16) -> Result<(), PostError> {
-    let Some(conn) = path.conns.get_mut(usize::from(cid)) else {
+pub(super) fn post(cx: &mut Cx<'_>, path: &mut Path, lane: &mut Lane, place: u16) -> Result<(), PostError> {
+    let Some(conn) = path.conns.get_mut(usize::from(place)) else {
         return Ok(());
     };
     let Some(qp) = conn.qp else { return Ok(()) };
@@ -50,7 +50,7 @@ pub(super) fn post(cx: &mut Cx<'_>, path: &mut Path, lane: &mut Lane, cid: u16) 
     if !used.is_empty() {
         post_receives(cx, path, qp, &used)?;
     }
-    let conn = &mut path.conns[usize::from(cid)];
+    let conn = &mut path.conns[usize::from(place)];
     let fitting = conn.queue.take();
     if fitting.is_empty() {
         return Ok(());
@@ -181,7 +181,11 @@ fn request(
         Direction::Read => data_len,
     };
     sges.extend(header);
-    let imm = Imm::IoReq(terms.layout.pack(permit.into(), data_len + usr_len as u32));
+    let imm = Imm::IoReq(
+        terms
+            .layout
+            .pack(lane.first + u32::from(permit), data_len + usr_len as u32),
+    );
     let remote = RemoteAddr {
         addr: chunk.addr.wrapping_add(offset.into()),
         rkey: RKey(chunk.rkey),

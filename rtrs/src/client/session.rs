@@ -16,7 +16,8 @@ use crate::{
         flight::{Flight, Orphan, Waits},
         handshake::Handshake,
         lane::Lane,
-        path::{Path, Report},
+        letter::{Opening, Word},
+        path::{Path, Report, Step},
         permits::Rest,
         post,
         request::{Output, SessionId, Submission},
@@ -43,14 +44,30 @@ pub(super) struct Session {
     failure: Option<Error>,
     /// Why the last path went.
     why: PathError,
+    /// At home: other shares of which nothing is left.
+    ended: usize,
 }
 
 impl Session {
     /// Begins to connect its path.
     pub(super) fn open(env: &mut Env<'_, '_>, id: SessionId, config: SessionConfig) -> Self {
         let (uuid, path) = (Uuid::draw(env.cx.random), Uuid::draw(env.cx.random));
-        let path = Path::new(id, 0, config.path, path, true, &config);
-        let mut session = Self {
+        for share in env.share.others() {
+            let config = config.clone();
+            env.tell(share, id, Word::Open(Box::new(Opening { config, uuid, path })));
+        }
+        let mut session = Self::join(env, id, Opening { config, uuid, path });
+        let mut reports = Vec::new();
+        session.begin(env, 0, &mut reports);
+        session.settle(env, 0, reports);
+        session
+    }
+
+    /// A session before anything was done for it. At other shares than home its path is connected when home says so.
+    pub(super) fn join(env: &Env<'_, '_>, id: SessionId, opening: Opening) -> Self {
+        let Opening { config, uuid, path } = opening;
+        let path = Path::new(id, 0, config.path, path, true, &config, env.share);
+        Self {
             id,
             uuid,
             config,
@@ -60,11 +77,71 @@ impl Session {
             lane: Lane::new(id),
             failure: None,
             why: PathError::Closed,
-        };
+            ended: 0,
+        }
+    }
+
+    /// Another share has something to say.
+    pub(super) fn letter(&mut self, env: &mut Env<'_, '_>, from: u16, word: Word) {
+        match word {
+            // It is open.
+            Word::Open(_) => {}
+            Word::Close | Word::CloseAsked => self.close(env),
+            Word::Ended => {
+                self.ended += 1;
+                self.look_over(env);
+            }
+            Word::Connect { path, .. }
+            | Word::Up { path, .. }
+            | Word::Down { path, .. }
+            | Word::Connected { path }
+            | Word::Lost { path, .. }
+            | Word::Gone { path } => {
+                let index = usize::from(path);
+                if index < self.paths.len() {
+                    let reports = self.path_letter(env, index, from, word);
+                    self.settle(env, index, reports);
+                }
+            }
+        }
+    }
+
+    fn path_letter(&mut self, env: &mut Env<'_, '_>, index: usize, from: u16, word: Word) -> Vec<Report> {
         let mut reports = Vec::new();
-        session.begin(env, 0, &mut reports);
-        session.settle(env, 0, reports);
-        session
+        let path = &mut self.paths[index];
+        let (state, step) = (path.state, path.step);
+        match word {
+            Word::Connect { offer, .. } => {
+                self.handshake(env, index).offered(offer);
+                match state {
+                    PathState::Connecting => self.begin(env, index, &mut reports),
+                    _ => self.paths[index].meet(PathEvent::RetryDue),
+                }
+            }
+            // Else it broke meanwhile, which home will hear.
+            Word::Up { chunks, .. } if (state, step) == (PathState::Connecting, Step::Gathering) => {
+                self.handshake(env, index).shaken(chunks);
+            }
+            Word::Down { why, for_good, .. } => match for_good {
+                true => {
+                    path.set_why(why);
+                    path.meet(PathEvent::CloseAsked);
+                }
+                false => path.fail_path(why, &mut reports),
+            },
+            Word::Connected { .. } => {
+                path.others.connected(from);
+                if step == Step::Gathering {
+                    let mut handshake = self.handshake(env, index);
+                    let done = handshake.connected();
+                    handshake.settle(done, &mut reports);
+                }
+            }
+            Word::Lost { error, .. } => path.fail(error, &mut reports),
+            Word::Gone { .. } => path.share_gone(env, &self.config, from),
+            _ => {}
+        }
+        reports
     }
 
     pub(super) fn info(&self) -> Option<SessionInfo> {
@@ -123,6 +200,9 @@ impl Session {
             len,
             max: max as usize,
         };
+        if request.con == ConType::Admin && !env.share.is_home() {
+            return Err((request, IoError::NoService));
+        }
         let (header, data) = (request.header.len(), request.data.as_ref().map_or(0, Buffer::len));
         if header > info.max_user_header as usize {
             return Err((request, too_long("user header", header, info.max_user_header)));
@@ -165,18 +245,19 @@ impl Session {
             return self.lane.told(request, Err(error), env.out);
         }
         let path = &mut self.paths[path];
-        let io = path.conns.len().saturating_sub(1).max(1);
-        let cid = match request.con {
+        let service = env.share.service();
+        let io = path.conns.len().saturating_sub(service.into()).max(1);
+        let place = match request.con {
             ConType::Admin => 0,
-            ConType::Io(hint) => 1 + (hint % io) as u16,
+            ConType::Io(hint) => service + (hint % io) as u16,
         };
         let slots = post::slots(&self.lane, path.device, request.direction);
-        self.lane.flights[usize::from(permit)] = Some(Flight::new(request, path.index, cid, rest));
-        path.push(env, cid, Post::Request { permit, slots });
+        self.lane.flights[usize::from(permit)] = Some(Flight::new(request, path.index, place, rest));
+        path.push(env, place, Post::Request { permit, slots });
     }
 
     /// A work request of one of its connections has completed.
-    pub(super) fn completion(&mut self, env: &mut Env<'_, '_>, path: u16, cid: u16, wc: &Completion) {
+    pub(super) fn completion(&mut self, env: &mut Env<'_, '_>, path: u16, place: u16, wc: &Completion) {
         let index = usize::from(path);
         let Some(path) = self.paths.get_mut(index) else { return };
         if !matches!(path.state, PathState::Connecting | PathState::Connected) {
@@ -202,7 +283,7 @@ impl Session {
                 env,
                 lane: &mut self.lane,
             }
-            .completion(cid, mark, wc)
+            .completion(place, mark, wc)
             .map_err(Error::Path),
         };
         match done {
@@ -233,7 +314,7 @@ impl Session {
     }
 
     /// An event of one of its connections.
-    pub(super) fn cm_event(&mut self, env: &mut Env<'_, '_>, path: u16, cid: u16, kind: CmKind) {
+    pub(super) fn cm_event(&mut self, env: &mut Env<'_, '_>, path: u16, place: u16, kind: CmKind) {
         let index = usize::from(path);
         let Some(path) = self.paths.get_mut(index) else { return };
         let mut reports = Vec::new();
@@ -241,7 +322,7 @@ impl Session {
             kind,
             CmKind::Disconnected | CmKind::Rejected { .. } | CmKind::Unreachable | CmKind::ConnectError(_)
         ) {
-            path.note_left(cid);
+            path.note_left(place);
         }
         match (path.state, kind) {
             (PathState::Connecting, CmKind::Disconnected) | (PathState::Connected, CmKind::Disconnected) => {
@@ -249,7 +330,7 @@ impl Session {
             }
             (PathState::Connecting, kind) => {
                 let mut handshake = self.handshake(env, index);
-                let done = handshake.event(cid, kind);
+                let done = handshake.event(place, kind);
                 handshake.settle(done, &mut reports);
             }
             (PathState::Connected, kind) => {
@@ -267,10 +348,10 @@ impl Session {
         self.settle(env, index, reports);
     }
 
-    pub(super) fn drained(&mut self, env: &mut Env<'_, '_>, path: u16, cid: u16) {
+    pub(super) fn drained(&mut self, env: &mut Env<'_, '_>, path: u16, place: u16) {
         let index = usize::from(path);
         if let Some(path) = self.paths.get_mut(index) {
-            path.drained(cid);
+            path.drained(place);
             self.settle(env, index, Vec::new());
         }
     }
@@ -280,21 +361,28 @@ impl Session {
         for index in 0..self.paths.len() {
             let path = &mut self.paths[index];
             if path.device == Some(device) {
-                path.set_why(PathError::Cm("the device was removed".into()));
-                path.meet(PathEvent::CloseAsked);
-                self.settle(env, index, Vec::new());
+                let (why, mut reports) = (PathError::Cm("the device was removed".into()), Vec::new());
+                match env.share.is_home() {
+                    true => {
+                        path.set_why(why);
+                        path.meet(PathEvent::CloseAsked);
+                    }
+                    // Home decides what becomes of the path.
+                    false => path.fail_path(why, &mut reports),
+                }
+                self.settle(env, index, reports);
             }
         }
     }
 
     /// Posts what a connection has.
-    pub(super) fn post(&mut self, env: &mut Env<'_, '_>, path: u16, cid: u16) {
+    pub(super) fn post(&mut self, env: &mut Env<'_, '_>, path: u16, place: u16) {
         let index = usize::from(path);
         let Some(path) = self.paths.get_mut(index) else { return };
-        if let Some(conn) = path.conns.get_mut(usize::from(cid)) {
+        if let Some(conn) = path.conns.get_mut(usize::from(place)) {
             conn.dirty = false;
         }
-        if let Err(e) = post::post(env.cx, path, &mut self.lane, cid) {
+        if let Err(e) = post::post(env.cx, path, &mut self.lane, place) {
             let mut reports = Vec::new();
             path.fail_path(PathError::Post(e), &mut reports);
             self.settle(env, index, reports);
@@ -343,10 +431,14 @@ impl Session {
             Report::Begin => self.begin(env, index, reports),
             Report::Up => self.path_up(env, index),
             Report::Down(why) => {
-                self.log_down(index, &why);
+                self.tell_lost(env, index, Error::Path(why.clone()));
+                self.log_down(env, index, &why);
                 self.path_down(env, why);
             }
-            Report::Failed(error) => self.attempt_failed(index, error),
+            Report::Failed(error) => match env.share.is_home() {
+                true => self.attempt_failed(index, error),
+                false => self.tell_lost(env, index, error),
+            },
             Report::Orphans(orphans) => self.orphaned(env, index, orphans),
             Report::Closed => {
                 if self.paths[index].parted {
@@ -360,17 +452,36 @@ impl Session {
     fn path_up(&mut self, env: &mut Env<'_, '_>, index: usize) {
         let path = &self.paths[index];
         let Some(terms) = path.terms else { return };
-        let info = terms.info(self.config.max_user_header);
+        let whole = terms.info(self.config.max_user_header);
+        let info = SessionInfo {
+            queue_depth: self.lane.permits.depth().into(),
+            ..whole
+        };
         self.info = Some(info);
         let full = Buffers::bytes_for(info.max_io_size as usize, info.queue_depth as usize);
         self.lane.buffers.set_limit(self.config.buffer_bytes.unwrap_or(full));
-        tracing::info!(session = %self.config.name, path = %path.addr, ?info, "path is up");
+        if env.share.is_home() {
+            tracing::info!(session = %self.config.name, path = %path.addr, info = ?whole, "path is up");
+        }
         self.meet(env, SessionEvent::PathUp);
     }
 
-    fn log_down(&self, index: usize, why: &PathError) {
+    /// Home has to know what happened to our part of a path.
+    fn tell_lost(&self, env: &mut Env<'_, '_>, index: usize, error: Error) {
+        if !env.share.is_home() {
+            let path = index as u16;
+            env.tell_home(self.id, Word::Lost { path, error });
+        }
+    }
+
+    fn log_down(&self, env: &Env<'_, '_>, index: usize, why: &PathError) {
         let (session, path) = (&self.config.name, &self.paths[index].addr);
         match why {
+            // Home tells of the path. What breaks elsewhere may be known there only.
+            PathError::Closed if !env.share.is_home() => {}
+            why if !env.share.is_home() => {
+                tracing::warn!(%session, %path, share = env.share.index(), error = %why, "connections lost");
+            }
             PathError::Closed => tracing::info!(%session, %path, "path closed"),
             why => tracing::warn!(%session, %path, error = %why, "path lost"),
         }
@@ -437,13 +548,25 @@ impl Session {
             self.why = self.paths[index].why();
         }
         match self.state {
-            SessionState::Opening => self.meet(env, SessionEvent::PathsLost),
             // It was closed without having been lost: by its device.
             SessionState::Open => self.meet(env, SessionEvent::LastPathDown),
-            SessionState::Closing => self.meet(env, SessionEvent::PathsGone),
+            SessionState::Opening | SessionState::Closing => self.look_over(env),
             SessionState::Disconnected | SessionState::Closed => {}
         }
         self.fail_waiting(env);
+    }
+
+    /// It ends when nothing is left of its paths here, and of the session at the other shares.
+    fn look_over(&mut self, env: &mut Env<'_, '_>) {
+        let here = self.paths.iter().any(|path| path.state != PathState::Closed);
+        if here || self.ended < env.share.others().len() {
+            return;
+        }
+        match self.state {
+            SessionState::Opening => self.meet(env, SessionEvent::PathsLost),
+            SessionState::Closing => self.meet(env, SessionEvent::PathsGone),
+            _ => {}
+        }
     }
 
     fn meet(&mut self, env: &mut Env<'_, '_>, event: SessionEvent) {
@@ -453,6 +576,9 @@ impl Session {
         self.state = next;
         for action in actions {
             self.act(env, *action);
+        }
+        if next == SessionState::Closed && !env.share.is_home() {
+            env.tell_home(self.id, Word::Ended);
         }
     }
 
@@ -475,20 +601,21 @@ impl Session {
 
     fn close_paths(&mut self, env: &mut Env<'_, '_>) {
         self.why = PathError::Closed;
+        for share in env.share.others() {
+            env.tell(share, self.id, Word::Close);
+        }
         self.fail_waiting(env);
         for index in 0..self.paths.len() {
             let path = &mut self.paths[index];
             if path.is_up() {
                 path.set_why(PathError::Closed);
-                tracing::info!(session = %self.config.name, path = %path.addr, "path closed");
+                self.log_down(env, index, &PathError::Closed);
             }
-            path.meet(PathEvent::CloseAsked);
+            self.paths[index].meet(PathEvent::CloseAsked);
             self.settle(env, index, Vec::new());
         }
         // All of them may have been closed before.
-        if self.paths.iter().all(|path| path.state == PathState::Closed) {
-            self.meet(env, SessionEvent::PathsGone);
-        }
+        self.look_over(env);
     }
 }
 

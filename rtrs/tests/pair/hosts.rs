@@ -9,7 +9,7 @@ use std::{
 
 use roce_local::{Fabric, FabricConfig, Ports, Usage};
 use roce_mem::{MemoryTable, Pages};
-use roce_port::{Port, PortConfig, RxMeta, TxBatch, TxConfig};
+use roce_port::{Port, PortConfig, QpnSlot, RxMeta, TxBatch, TxConfig};
 use roce_verbs::{
     DeviceLimits, Instant, Mtu,
     provider::{DeviceCaps, Provider, VerbsError},
@@ -79,15 +79,28 @@ fn ip(last: u8) -> IpAddr {
     IpAddr::from([192, 0, 2, last])
 }
 
-struct Host {
-    fabric: Fabric<One>,
-    batch: TxBatch,
+/// A loop with an address.
+pub(crate) struct Host {
+    pub(crate) fabric: Fabric<One>,
+    pub(crate) batch: TxBatch,
     dice: u64,
 }
 
 impl Host {
     fn new(last: u8, keys: KeyMode) -> Self {
         let config = PortConfig::new(vec![ip(last)], Mtu::B1024, u64::from(last));
+        Self::with_port(last, keys, config)
+    }
+
+    /// One of several loops of an address: packets and management datagrams show by their numbers which of them they are for.
+    pub(crate) fn shard(last: u8, keys: KeyMode, part: QpnSlot) -> Self {
+        let mut config = PortConfig::new(vec![ip(last)], Mtu::B1024, u64::from(last) << 8 | u64::from(part.slot));
+        config.qpns = part.qpns();
+        config.cm.comm_ids = part.comm_ids();
+        Self::with_port(last, keys, config)
+    }
+
+    fn with_port(last: u8, keys: KeyMode, config: PortConfig) -> Self {
         let mem = Arc::new(MemoryTable::new([last; 32], &config.limits));
         let port = Port::new(config, mem.clone(), [last; 32]);
         let addr = ip(last);
@@ -99,7 +112,7 @@ impl Host {
         }
     }
 
-    fn with<T>(&mut self, now: Instant, f: impl FnOnce(&mut Cx<'_>) -> T) -> T {
+    pub(crate) fn with<T>(&mut self, now: Instant, f: impl FnOnce(&mut Cx<'_>) -> T) -> T {
         self.fabric.set_now(now);
         let dice = &mut self.dice;
         let mut random = |out: &mut [u8]| {
@@ -117,7 +130,7 @@ impl Host {
         })
     }
 
-    fn timers(&mut self, now: Instant) {
+    pub(crate) fn timers(&mut self, now: Instant) {
         let port = self.fabric.ports().port(0);
         if port.poll_timeout().is_some_and(|at| at <= now) {
             port.handle_timeout(now);
@@ -127,11 +140,11 @@ impl Host {
 
 /// A client's host and a server's.
 pub(crate) struct Pair {
-    now: Instant,
-    near: Host,
-    far: Host,
-    client: Client,
-    server: Server,
+    pub(crate) now: Instant,
+    pub(crate) near: Host,
+    pub(crate) far: Host,
+    pub(crate) client: Client,
+    pub(crate) server: Server,
     session: Option<SessionId>,
     /// What the server's user keeps, by the first byte of the header.
     files: BTreeMap<u8, Vec<u8>>,
@@ -147,13 +160,18 @@ pub(crate) struct Pair {
     pub(crate) done: Vec<(u64, Result<(), IoError>, Option<Buffer>)>,
     pub(crate) told: Vec<Output>,
     pub(crate) server_told: Vec<request::Output>,
-    empty: [Usage; 2],
+    pub(crate) empty: [Usage; 2],
 }
 
 impl Pair {
     pub(crate) fn new(keys: KeyMode, config: ServerConfig) -> Self {
+        Self::with(Host::new(1, keys), Client::new(), keys, config)
+    }
+
+    /// With this client.
+    pub(crate) fn with(near: Host, client: Client, keys: KeyMode, config: ServerConfig) -> Self {
         let now = Instant::from_nanos(1_000_000);
-        let (near, mut far) = (Host::new(1, keys), Host::new(2, keys));
+        let mut far = Host::new(2, keys);
         let empty = [near.fabric.usage(), far.fabric.usage()];
         let config = ServerConfig { addr: ip(2), ..config };
         let (server, _) = far.with(now, |cx| Server::listen(cx, config)).unwrap();
@@ -161,7 +179,7 @@ impl Pair {
             now,
             near,
             far,
-            client: Client::new(),
+            client,
             server,
             session: None,
             files: BTreeMap::new(),
@@ -182,12 +200,17 @@ impl Pair {
     }
 
     fn begin(&mut self, change: impl FnOnce(&mut SessionConfig)) {
+        self.ask_open(change);
+        self.settle();
+    }
+
+    /// The client is asked for a session, and has not done anything yet.
+    pub(crate) fn ask_open(&mut self, change: impl FnOnce(&mut SessionConfig)) {
         let mut config = SessionConfig::new("pair", self.path());
         change(&mut config);
         let client = &mut self.client;
         let session = self.near.with(self.now, |cx| client.open(cx, config)).unwrap();
         self.session = Some(session);
-        self.settle();
     }
 
     pub(crate) fn open(&mut self, change: impl FnOnce(&mut SessionConfig)) {
@@ -330,26 +353,8 @@ impl Pair {
         panic!("it does not come to rest");
     }
 
-    fn client_turn(&mut self) -> bool {
-        let (now, client) = (self.now, &mut self.client);
-        self.near.timers(now);
-        let mut moved = self.near.with(now, |cx| {
-            let mut moved = false;
-            let mut wcs = Vec::new();
-            while cx.provider.poll_completions(&mut wcs, 64).unwrap() > 0 {
-                moved = true;
-                for (qp, wc) in wcs.drain(..) {
-                    client.completion(cx, qp, &wc);
-                }
-            }
-            while let Some(event) = cx.provider.poll_event() {
-                moved = true;
-                client.event(cx, &event);
-            }
-            client.timeout(cx);
-            client.end_batch(cx);
-            moved
-        });
+    pub(crate) fn client_turn(&mut self) -> bool {
+        let mut moved = client_turn(self.now, &mut self.near, &mut self.client);
         while let Some(output) = self.client.poll_output() {
             moved = true;
             match output {
@@ -360,7 +365,7 @@ impl Pair {
         moved
     }
 
-    fn server_turn(&mut self) -> bool {
+    pub(crate) fn server_turn(&mut self) -> bool {
         if self.deaf {
             self.far.timers(self.now);
             return false;
@@ -403,7 +408,7 @@ impl Pair {
     }
 
     /// What the server's user does with a request.
-    fn answer(&mut self, request: &request::Request) {
+    pub(crate) fn answer(&mut self, request: &request::Request) {
         let memory = self.server.memory(request.key.session).cloned();
         let file = request.header.first().and_then(|file| self.files.get_mut(file));
         let errno = match (self.answer_with, memory, file) {
@@ -423,7 +428,29 @@ impl Pair {
     }
 }
 
-fn carry(now: Instant, from: &mut Host, to: &mut Host, cut: bool) -> bool {
+/// A turn of a client's loop.
+pub(crate) fn client_turn(now: Instant, host: &mut Host, client: &mut Client) -> bool {
+    host.timers(now);
+    host.with(now, |cx| {
+        let mut moved = false;
+        let mut wcs = Vec::new();
+        while cx.provider.poll_completions(&mut wcs, 64).unwrap() > 0 {
+            moved = true;
+            for (qp, wc) in wcs.drain(..) {
+                client.completion(cx, qp, &wc);
+            }
+        }
+        while let Some(event) = cx.provider.poll_event() {
+            moved = true;
+            client.event(cx, &event);
+        }
+        client.timeout(cx);
+        client.end_batch(cx);
+        moved
+    })
+}
+
+pub(crate) fn carry(now: Instant, from: &mut Host, to: &mut Host, cut: bool) -> bool {
     let mut moved = false;
     loop {
         let more = from.fabric.ports().port(0).poll_transmit(now, &mut from.batch);

@@ -2,6 +2,8 @@
 //! socket, a thread or a clock.
 
 mod hosts;
+mod shares;
+mod spread;
 
 use hosts::{KeyMode, Pair};
 use roce_verbs::provider::KeyStrategy;
@@ -11,7 +13,7 @@ use rtrs::{
     server::{ServerConfig, request},
 };
 
-fn server(always_invalidate: bool) -> ServerConfig {
+pub(crate) fn server(always_invalidate: bool) -> ServerConfig {
     ServerConfig {
         queue_depth: 16,
         max_chunk_size: 16 << 10,

@@ -15,6 +15,7 @@ use crate::{
     client::{
         conn::Conn,
         env::{ConnKey, Names},
+        share::Share,
         terms::Terms,
     },
     proto::{ChunkLayout, Imm, IoReply, MsgFlags, info::ChunkAddr},
@@ -63,12 +64,20 @@ impl Bed {
             random: &mut |_| (),
         };
         let pd = lane.enter(&mut cx, DeviceIx(0), true).unwrap();
-        lane.furnish(&mut cx, DeviceIx(0), DEPTH, 320).unwrap();
+        lane.furnish(&mut cx, DeviceIx(0), 0..DEPTH, 320).unwrap();
         lane.buffers.set_limit(1 << 20);
         let (mut paths, mut qps) = (Vec::new(), Vec::new());
         for index in 0..2 {
             let cq = provider.create_cq(DeviceIx(0), 1000).unwrap();
-            let mut path = Path::new(ID, index, config.path, Uuid::draw(&mut |_| ()), true, &config);
+            let mut path = Path::new(
+                ID,
+                index,
+                config.path,
+                Uuid::draw(&mut |_| ()),
+                true,
+                &config,
+                Share::default(),
+            );
             (path.state, path.terms) = (PathState::Connected, Some(terms));
             (path.device, path.pd, path.cq) = (Some(DeviceIx(0)), Some(pd), Some(cq));
             for _ in 0..2 {
@@ -103,6 +112,7 @@ impl Bed {
             lane,
             failure: None,
             why: PathError::Closed,
+            ended: 0,
         };
         Self {
             provider,
@@ -126,6 +136,8 @@ impl Bed {
             names: &mut self.names,
             out: &mut self.out,
             dirty: &mut self.dirty,
+            share: Share::default(),
+            letters: &mut VecDeque::new(),
         };
         f(&mut self.session, &mut env)
     }
@@ -149,7 +161,7 @@ impl Bed {
     /// The end of a turn: what the path has posted in it.
     fn sent(&mut self, path: usize) -> Vec<Sent> {
         for key in core::mem::take(&mut self.dirty) {
-            self.with(|session, env| session.post(env, key.path, key.cid));
+            self.with(|session, env| session.post(env, key.path, key.place));
         }
         let layout = ChunkLayout::new(DEPTH, CHUNK).unwrap();
         let sends = self.provider.take_sends(self.qps[path][usize::from(CID)]);
@@ -173,9 +185,9 @@ impl Bed {
         });
         let ended = self.out.iter().any(|told| matches!(told, Output::Done { .. }));
         assert!(!ended, "nothing ends before the path is drained");
-        for (cid, qp) in self.qps[usize::from(path)].clone().into_iter().enumerate() {
+        for (place, qp) in self.qps[usize::from(path)].clone().into_iter().enumerate() {
             self.provider.finish_drain(qp);
-            self.with(|session, env| session.drained(env, path, cid as u16));
+            self.with(|session, env| session.drained(env, path, place as u16));
         }
         self.provider.completions.clear();
     }

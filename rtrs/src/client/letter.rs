@@ -1,0 +1,70 @@
+//! What the shares of a session tell one another.
+
+use crate::{
+    Error, PathError,
+    client::{config::SessionConfig, request::SessionId, terms::Terms},
+    proto::{Uuid, info::ChunkAddr},
+};
+
+/// From one share of a session to another: to be handed to [`Client::letter`](super::Client::letter) there, at any later time, but
+/// letters from one share to another in their order.
+#[derive(Debug)]
+pub struct Letter {
+    pub(super) session: SessionId,
+    pub(super) word: Word,
+}
+
+impl Letter {
+    /// The session that it is about.
+    pub fn session(&self) -> SessionId {
+        self.session
+    }
+}
+
+/// The whole of a letter. `path` is a path's index.
+#[derive(Debug)]
+pub(super) enum Word {
+    /// Home: there is a new session.
+    Open(Box<Opening>),
+    /// Home: connect your part of a path. It ends with [`Gone`](Self::Gone).
+    Connect { path: u16, offer: Offer },
+    /// Home: the path is up, and these are your permits' chunks.
+    Up { path: u16, chunks: Vec<ChunkAddr> },
+    /// Home: the path is down, perhaps for good.
+    Down { path: u16, why: PathError, for_good: bool },
+    /// Home: the session is to be closed.
+    Close,
+    /// To home: all my connections of the path stand.
+    Connected { path: u16 },
+    /// To home: one of them is lost, or could not be made.
+    Lost { path: u16, error: Error },
+    /// To home: they are drained and destroyed, and their requests have left them.
+    Gone { path: u16 },
+    /// To home: the user wants the session closed.
+    CloseAsked,
+    /// To home: nothing is left of the session here.
+    Ended,
+}
+
+/// What makes a session.
+#[derive(Debug)]
+pub(super) struct Opening {
+    pub(super) config: SessionConfig,
+    pub(super) uuid: Uuid,
+    /// Of its path.
+    pub(super) path: Uuid,
+}
+
+/// What the server's answer on connection 0 has brought, and what the others have to say.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Offer {
+    pub(super) terms: Terms,
+    pub(super) recon_cnt: u16,
+    pub(super) first_conn: bool,
+}
+
+/// They go between threads.
+const _: () = {
+    const fn is_send<T: Send>() {}
+    is_send::<Letter>();
+};
