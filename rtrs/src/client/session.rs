@@ -118,10 +118,8 @@ impl Session {
                     _ => self.paths[index].meet(PathEvent::RetryDue),
                 }
             }
-            // Else it broke meanwhile, which home will hear.
-            Word::Up { chunks, .. } if (state, step) == (PathState::Connecting, Step::Gathering) => {
-                self.handshake(env, index).shaken(chunks);
-            }
+            // If it broke meanwhile its state says so.
+            Word::Up { chunks, .. } => self.handshake(env, index).shaken(chunks),
             Word::Down { why, for_good, .. } => match for_good {
                 true => {
                     path.set_why(why);

@@ -450,7 +450,18 @@ pub(crate) fn client_turn(now: Instant, host: &mut Host, client: &mut Client) ->
     })
 }
 
-pub(crate) fn carry(now: Instant, from: &mut Host, to: &mut Host, cut: bool) -> bool {
+fn carry(now: Instant, from: &mut Host, to: &mut Host, cut: bool) -> bool {
+    carry_watched(now, from, to, cut, |_| ())
+}
+
+/// `watch` is shown what gets through.
+pub(crate) fn carry_watched(
+    now: Instant,
+    from: &mut Host,
+    to: &mut Host,
+    cut: bool,
+    mut watch: impl FnMut(&[u8]),
+) -> bool {
     let mut moved = false;
     loop {
         let more = from.fabric.ports().port(0).poll_transmit(now, &mut from.batch);
@@ -460,6 +471,7 @@ pub(crate) fn carry(now: Instant, from: &mut Host, to: &mut Host, cut: bool) -> 
                 segment_len: train.segment_len,
                 ..RxMeta::new(train.remote.ip(), SocketAddr::new(train.local, train.src_port))
             };
+            watch(train.bytes);
             let port = to.fabric.ports().port(0);
             port.handle_datagram(now, &meta, train.bytes);
         }

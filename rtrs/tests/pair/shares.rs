@@ -59,6 +59,11 @@ fn data_goes_over_and_back_at_every_share() {
 fn each_share_has_as_many_requests_under_way_as_permits() {
     let mut spread = Spread::new(3, KeyMode::Instant, server(true), 3);
     spread.open(|config| config.buffer_bytes = Some(12 << 20));
+    let session = spread.pair.session();
+    for share in spread.shares() {
+        let limit = spread.with(share, |client, _| client.buffers(session).unwrap().limit());
+        assert_eq!(limit, 4 << 20, "all may have 12 MiB");
+    }
     spread.pair.hold = true;
     for share in spread.shares() {
         spread.pair.store(share.into(), 512);
@@ -182,6 +187,8 @@ fn a_path_that_was_lost_is_connected_again_by_all_shares() {
                 spread.exchange(share, &[7; 3000]);
             }
         }
+        let all = (1..=4).flat_map(|attempt| (0..4).map(move |cid| (attempt, cid, 4)));
+        assert!(spread.asked.iter().copied().eq(all), "{:?}", spread.asked);
         spread.close(0);
         spread.assert_empty();
     }
@@ -402,6 +409,31 @@ fn the_device_goes_at_a_share() {
         spread.close(0);
         spread.assert_empty();
     }
+}
+
+/// A share may still have connections of the last attempt.
+#[test]
+fn no_attempt_begins_before_all_shares_are_done_with_the_last() {
+    let mut spread = Spread::new(3, KeyMode::Instant, server(true), 17);
+    spread.open(|config| config.max_reconnects = 1);
+    spread.hold_mail = true;
+    assert!(spread.break_one(0));
+    spread.pass(Duration::from_secs(100));
+    assert!(matches!(spread.told(0)[..], [Output::Down(..)]));
+    assert!(
+        spread.asked.iter().all(|(attempt, ..)| *attempt == 1),
+        "{:?}",
+        spread.asked
+    );
+    spread.hold_mail = false;
+    spread.pass(Duration::from_secs(60));
+    assert!(matches!(spread.told(0)[..], [Output::Up(..)]));
+    for share in spread.shares() {
+        spread.exchange(share, &[9; 700]);
+        spread.told(share);
+    }
+    spread.close(0);
+    spread.assert_empty();
 }
 
 /// What a share has told so far.

@@ -3,7 +3,11 @@
 use core::time::Duration;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use roce_bth::Qpn;
+use roce_bth::{Packet, Qpn};
+use roce_cm::{
+    cma::HEADER_LEN,
+    mad::{Mad, Message},
+};
 use roce_local::{Ports, Usage};
 use roce_port::{QpnSlot, RxMeta};
 use roce_verbs::{
@@ -14,10 +18,11 @@ use rtrs::{
     Direction, IoError, PathError,
     client::{Buffer, Client, ConType, Letter, Output, SessionConfig, SessionInfo, Submission},
     cx::Cx,
+    proto::ConnReq,
     server::ServerConfig,
 };
 
-use crate::hosts::{Host, KeyMode, Pair, carry, client_turn};
+use crate::hosts::{Host, KeyMode, Pair, carry_watched, client_turn};
 
 /// Top bits of a number that name the loop.
 const BITS: u8 = 3;
@@ -41,6 +46,8 @@ pub(crate) struct Spread {
     pub(crate) hold_mail: bool,
     /// Nothing goes from these shares or to them.
     pub(crate) cut: BTreeSet<u16>,
+    /// What connection requests have said: attempt, number of the connection, of how many.
+    pub(crate) asked: BTreeSet<(u16, u16, u16)>,
     dice: u64,
 }
 
@@ -65,6 +72,7 @@ impl Spread {
             mail: BTreeMap::new(),
             hold_mail: false,
             cut: BTreeSet::new(),
+            asked: BTreeSet::new(),
             dice: seed,
         }
     }
@@ -316,7 +324,8 @@ impl Spread {
                 0 => (&mut self.pair.near, &mut self.pair.far),
                 n => (&mut self.others[usize::from(n) - 1].host, &mut self.pair.far),
             };
-            moved |= carry(now, near, far, cut);
+            let asked = &mut self.asked;
+            moved |= carry_watched(now, near, far, cut, |packet| asked.extend(request_in(packet)));
         }
         moved | self.carry_back()
     }
@@ -379,6 +388,14 @@ impl Spread {
             }
         }
     }
+}
+
+/// What a packet says if it is a connection request.
+fn request_in(packet: &[u8]) -> Option<(u16, u16, u16)> {
+    let mad = Mad::parse(Packet::parse(packet).ok()?.payload).ok()?;
+    let Message::Req(req) = mad.message else { return None };
+    let said = ConnReq::parse(req.private_data.get(HEADER_LEN..)?).ok()?;
+    Some((said.recon_cnt.get(), said.cid.get(), said.cid_num.get()))
 }
 
 /// The loop that a packet is for: its queue pair number says it, or the receiver's communication ID.
