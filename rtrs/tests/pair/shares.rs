@@ -291,10 +291,15 @@ fn a_share_that_can_not_connect_is_why_the_session_does_not_open() {
         spread
             .pair
             .ask_open(|config| config.connect_timeout = Duration::from_secs(5));
-        spread.pass(Duration::from_secs(60));
+        // Long before the server gives it up.
+        spread.pass(Duration::from_secs(10));
         for share in spread.shares() {
             let told = spread.told(share);
-            assert!(matches!(told[..], [Output::OpenFailed(..)]), "share {share}: {told:?}");
+            match &told[..] {
+                [Output::OpenFailed(_, Error::Unreachable)] if share == 0 => {}
+                [Output::OpenFailed(..)] if share > 0 => {}
+                told => panic!("share {share}: {told:?}"),
+            }
         }
         spread.assert_empty();
     }
