@@ -336,6 +336,29 @@ fn a_request_is_refused_with_data_and_one_that_nobody_listens_for_too() {
     );
 }
 
+#[test]
+fn a_request_that_came_before_its_listener_went_leaves_nothing() {
+    let (mut a, mut b) = (
+        Host::new(&[1], FabricConfig::default()),
+        Host::new(&[2], FabricConfig::default()),
+    );
+    let empty = b.fabric.usage();
+    let dst = SocketAddr::new(ip(2), SERVICE);
+    let listener = b.fabric.cm_listen(dst, 4).unwrap();
+    let id = a.fabric.cm_resolve(None, dst).unwrap();
+    a.events();
+    let qp = a.qp();
+    a.fabric.cm_connect(id, qp, &ConnParams::default()).unwrap();
+    settle(&mut a, &mut b);
+    b.fabric.cm_destroy(listener);
+    assert_eq!(b.events().len(), 0);
+    assert_eq!(b.fabric.usage(), empty);
+    settle(&mut a, &mut b);
+    let told = a.events();
+    let refused = |e: &Event| matches!(e, Event::Cm { id: of, kind: CmKind::Rejected { .. } } if *of == id);
+    assert!(told.iter().any(refused), "{told:?}");
+}
+
 /// Grants the second KiB, perhaps by a work request.
 fn open(host: &mut Host, qp: QpId, key: KeyId) -> RKey {
     let grant = GrantOf {
