@@ -6,8 +6,11 @@ use clap::{ArgAction, Args};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use rnbd::server::Limits;
 use rnbd_disk::{Caching, DiskConfig, ExportSpec, Exports, FolderSpec, Image};
-use rnbd_host::serve::{ServeConfig, ServeEvent, ServeStats, Serving};
-use roce::{DeviceStats, Mtu};
+use rnbd_host::{
+    gate::Gate,
+    serve::{ServeConfig, ServeEvent, ServeStats, Serving},
+};
+use roce::{DeviceStats, LocalDevice, Mtu};
 use roce_verbs::shown;
 use rtrs::{
     admission::{AccessList, AccessRule},
@@ -32,7 +35,7 @@ const OPEN_FILES: u64 = 65_536;
 #[command(after_help = "\
 Examples:
   ferroce serve --listen 192.0.2.7 --export disk=/images/disk.img --export system=/dev/sdb,ro
-  ferroce serve --listen 192.0.2.7 --export-dir /images --allow 192.0.2.0/24
+  ferroce serve --listen 192.0.2.7 --export-dir /images --allow 192.0.2.0/24 --threads 4
   ferroce serve --listen 192.0.2.7 --export disk=disk.img --allow db=192.0.2.8 --allow web=192.0.2.16/28
   ferroce serve --listen 127.0.0.1:1234 --export disk=disk.img --pcap trace.pcap
 
@@ -91,6 +94,10 @@ pub(crate) struct ServeArgs {
     /// and requests are a little cheaper
     #[arg(long, value_name = "on|off", value_parser = on_off, default_value = "on", action = ArgAction::Set)]
     always_invalidate: bool,
+    /// Loops, each in a thread of its own: sessions are spread over them, and each is served by one. More than one pays if there
+    /// are several clients, and a processor for each loop
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    threads: u16,
     /// Past the page cache, where the file system can do that (O_DIRECT)
     #[arg(long)]
     direct: bool,
@@ -171,8 +178,6 @@ fn serve(args: &ServeArgs) -> Result<(), Failure> {
     let mut reporter = args.report.reporter();
     let exports = Exports::new(args.exports.iter().cloned(), args.export_dir.as_ref(), args.caching())
         .map_err(|e| Failure::failed(e.to_string()))?;
-    let mut roce = args.transport.open(args.listen.ip())?;
-    let mtu = roce.mtu(0).unwrap_or(Mtu::B1024);
     let config = ServeConfig {
         rtrs: args.config(),
         limits: args.limits(),
@@ -181,8 +186,7 @@ fn serve(args: &ServeArgs) -> Result<(), Failure> {
         reactor: args.transport.reactor(),
         grace: GRACE,
     };
-    let failed = |e| Failure::failed(format!("can't serve on {}: {e}", args.listen));
-    let mut server = Serving::start(roce, config).map_err(failed)?;
+    let (mut server, mtu) = start(args, config)?;
     announce(args, &reporter, mtu)?;
 
     let mut told = Ok(());
@@ -201,6 +205,27 @@ fn serve(args: &ServeArgs) -> Result<(), Failure> {
     let (stats, moved) = counted(&last);
     reporter.summary(&stats, &moved)?;
     told
+}
+
+/// Starts the loops; also the path MTU.
+fn start(args: &ServeArgs, config: ServeConfig) -> Result<(Serving, Mtu), Failure> {
+    let (addr, loops) = (args.listen.ip(), usize::from(args.threads));
+    let mtu = |device: &mut LocalDevice| device.mtu(0).unwrap_or(Mtu::B1024);
+    let (started, mtu) = match loops {
+        1 => {
+            let mut device = args.transport.open(addr)?;
+            let mtu = mtu(&mut device);
+            (Serving::start(device, config), mtu)
+        }
+        _ => {
+            let gate = Gate::new(&config.rtrs, loops);
+            let mut devices = args.transport.open_shards(addr, loops, gate.clone())?;
+            let mtu = devices.first_mut().map_or(Mtu::B1024, mtu);
+            (Serving::start_shards(devices, config, &gate), mtu)
+        }
+    };
+    let server = started.map_err(|e| Failure::failed(format!("can't serve on {}: {e}", args.listen)))?;
+    Ok((server, mtu))
 }
 
 /// Reports who came and who went.
@@ -282,6 +307,7 @@ fn announce(args: &ServeArgs, reporter: &Reporter, mtu: Mtu) -> Result<(), Failu
         "max_chunk_size": config.max_chunk_size,
         "session_bytes": config.session_bytes(),
         "always_invalidate": config.always_invalidate,
+        "threads": args.threads,
     });
     reporter.event("listening", fields, &text)
 }

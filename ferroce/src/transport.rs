@@ -1,9 +1,9 @@
 //! Options and statistics of the RoCE device.
 
-use std::{net::IpAddr, path::PathBuf, time::Duration};
+use std::{net::IpAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use clap::Args;
-use roce::{DeviceConfig, DeviceStats, LocalDevice, Mtu};
+use roce::{DeviceConfig, DeviceStats, LocalDevice, Mtu, Placement};
 use roce_reactor::{ReactorConfig, SpinMode};
 use rtrs::{addr::PathAddr, heartbeat::HeartbeatConfig, proto::DEFAULT_PORT};
 use serde_json::{Map, Value};
@@ -61,10 +61,9 @@ fn mtu(text: &str) -> Result<Mtu, String> {
 const ACK_HOLD: Duration = Duration::from_micros(400);
 
 impl TransportArgs {
-    /// Opens the device at an address.
-    pub(crate) fn open(&self, addr: IpAddr) -> Result<LocalDevice, Failure> {
+    fn config(&self, addr: IpAddr) -> DeviceConfig {
         let usual = DeviceConfig::new(addr);
-        let config = DeviceConfig {
+        DeviceConfig {
             mtu: self.mtu,
             socket_buffer: self.socket_buffer.unwrap_or(usual.socket_buffer),
             gso: !self.no_gso,
@@ -72,8 +71,23 @@ impl TransportArgs {
             pcap: self.pcap.clone(),
             ack_hold: ACK_HOLD,
             ..usual
-        };
-        LocalDevice::open(&[config]).map_err(|e| Failure::failed(e.to_string()))
+        }
+    }
+
+    /// Opens the device at an address.
+    pub(crate) fn open(&self, addr: IpAddr) -> Result<LocalDevice, Failure> {
+        LocalDevice::open(&[self.config(addr)]).map_err(|e| Failure::failed(e.to_string()))
+    }
+
+    /// Opens the device at an address for several loops; `placement` says which gets whose connections.
+    pub(crate) fn open_shards(
+        &self,
+        addr: IpAddr,
+        loops: usize,
+        placement: Arc<dyn Placement>,
+    ) -> Result<Vec<LocalDevice>, Failure> {
+        let opened = LocalDevice::open_shards(&self.config(addr), loops, placement);
+        opened.map_err(|e| Failure::failed(e.to_string()))
     }
 
     /// How the loop waits.

@@ -67,4 +67,12 @@ impl BlockOp {
     pub const fn writes(self) -> bool {
         !matches!(self, Self::Read | Self::Flush)
     }
+
+    /// Whether data is durable when it ends.
+    pub const fn makes_durable(self) -> bool {
+        matches!(
+            self,
+            Self::Flush | Self::Write { fua: true } | Self::WriteZeroes { fua: true, .. }
+        )
+    }
 }

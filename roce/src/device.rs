@@ -138,6 +138,12 @@ pub struct DeviceStats {
 }
 
 impl DeviceStats {
+    /// Adds what another device has counted.
+    pub fn add(&mut self, other: &Self) {
+        self.port.add(&other.port);
+        self.path.add(&other.path);
+    }
+
     /// Packets that were sent more than once.
     pub fn retransmits(&self) -> u64 {
         self.port.tx_retransmissions

@@ -4,8 +4,8 @@ use std::{io, net::IpAddr, os::fd::BorrowedFd, sync::Arc, time::Duration};
 
 use roce_local::{Fabric, FabricConfig, Ports, Usage};
 use roce_mem::MemoryTable;
-use roce_net::{Flush, LocalConfig, LocalDriver, iface};
-use roce_port::{Port, QpnSlot, RxMeta};
+use roce_net::{Flush, LocalConfig, LocalDriver, Own, Tap, iface};
+use roce_port::{Port, QpnSlot, RxMeta, Steering};
 use roce_verbs::{
     DeviceLimits, Instant, Mtu,
     provider::{Provider, VerbsError},
@@ -14,6 +14,8 @@ use roce_verbs::{
 use crate::{
     device::{DeviceConfig, DeviceStats},
     open::{self, Parts},
+    shards::{Placement, Shard},
+    tap::SharedTap,
 };
 
 /// One address.
@@ -22,6 +24,25 @@ struct Member {
     mem: Arc<MemoryTable>,
     addr: IpAddr,
     mtu: Mtu,
+}
+
+impl Member {
+    /// It, and what state machines are told of it.
+    fn new(config: &DeviceConfig, parts: Parts, own: Option<Own>) -> (Self, (DeviceLimits, Vec<IpAddr>)) {
+        let local = LocalConfig {
+            tap: parts.tap,
+            own,
+            ..LocalConfig::default()
+        };
+        let addr = config.addr.to_canonical();
+        let member = Self {
+            driver: LocalDriver::new(parts.port, Box::new(parts.path), local),
+            mem: parts.mem,
+            addr,
+            mtu: parts.mtu,
+        };
+        (member, (parts.limits, addresses(addr)))
+    }
 }
 
 /// All addresses of a loop.
@@ -114,6 +135,8 @@ pub struct LocalDevice {
     fabric: Fabric<Members>,
     /// Who forwards what reaches this process for another of the same address.
     stray: Vec<Option<Arc<dyn crate::Services>>>,
+    /// Other loops of this process have the same address.
+    shard: Option<Shard>,
 }
 
 impl core::fmt::Debug for LocalDevice {
@@ -133,33 +156,66 @@ impl LocalDevice {
         let (mut members, mut devices) = (Vec::new(), Vec::new());
         for config in configs {
             let path = open::datapath(config)?.map_err(open::error)?;
-            let Parts {
-                path,
-                tap,
-                port,
-                mem,
-                limits,
-                mtu,
-            } = Parts::new(config, path)?;
-            let local = LocalConfig {
-                tap,
-                own: config.qpn_slot.map(QpnSlot::qpns),
-                ..LocalConfig::default()
-            };
-            let addr = config.addr.to_canonical();
-            devices.push((limits, addresses(addr)));
-            members.push(Member {
-                driver: LocalDriver::new(port, Box::new(path), local),
-                mem,
-                addr,
-                mtu,
-            });
+            let own = config.qpn_slot.map(QpnSlot::qpns).map(Own::Process);
+            let (member, device) = Member::new(config, Parts::new(config, path)?, own);
+            members.push(member);
+            devices.push(device);
         }
         let fabric = Fabric::new(Members(members), FabricConfig::default(), devices);
         Ok(Self {
             fabric,
             stray: configs.iter().map(|c| c.services.clone()).collect(),
+            shard: None,
         })
+    }
+
+    /// Opens one device for several loops, each of which has a *shard* of it: the address is theirs together, and each has sockets,
+    /// queue pairs, connections and memory of its own. The kernel gives a packet to the shard whose queue pair it is for;
+    /// connect requests come to the first, which passes them on as `placement` says, and so it does with what follows. Each loop
+    /// has to listen for the services that it is to be given connections of.
+    ///
+    /// All of them have to be driven: what waits for a shard that is not is lost. With one, this is [`open`](Self::open).
+    ///
+    /// # Errors
+    /// As [`open`](Self::open); for more than 64 shards; when the address is shared with other processes
+    /// ([`DeviceConfig::sockets`], [`DeviceConfig::qpn_slot`], [`DeviceConfig::services`]).
+    pub fn open_shards(
+        config: &DeviceConfig,
+        shards: usize,
+        placement: Arc<dyn Placement>,
+    ) -> Result<Vec<Self>, VerbsError> {
+        if shards == 1 {
+            return Ok(vec![Self::open(std::slice::from_ref(config))?]);
+        }
+        let most = Steering::MAX_SHARDS;
+        let steering = Steering::new(shards)
+            .ok_or_else(|| VerbsError::Invalid(format!("{shards} loops at one address: 1 to {most} are possible")))?;
+        if config.sockets.is_some() || config.qpn_slot.is_some() || config.services.is_some() {
+            let text = "several loops can't have an address that is shared with other processes";
+            return Err(VerbsError::Invalid(text.into()));
+        }
+        let paths = open::datapaths(config, steering)?;
+        let tap = open::tap(config)?.map(SharedTap::from);
+        let guid = open::random()?;
+        let [a, b, c, d, e, f, g, h, ..] = guid;
+        let guid = config.guid.unwrap_or(u64::from_le_bytes([a, b, c, d, e, f, g, h]));
+        let parts = Shard::all(steering, placement)?.into_iter().zip(paths).enumerate();
+        let opened = parts.map(|(index, (shard, path))| {
+            let config = DeviceConfig {
+                guid: Some(guid),
+                qpn_slot: steering.slot(index),
+                ..config.clone()
+            };
+            let tap = tap.clone().map(|tap| Box::new(tap) as Box<dyn Tap>);
+            let parts = Parts::with_tap(&config, path, tap)?;
+            let (member, device) = Member::new(&config, parts, Some(Own::Shard(steering, index)));
+            Ok(Self {
+                fabric: Fabric::new(Members(vec![member]), FabricConfig::default(), vec![device]),
+                stray: vec![None],
+                shard: Some(shard),
+            })
+        });
+        opened.collect()
     }
 
     fn members(&mut self) -> &mut [Member] {
@@ -184,6 +240,9 @@ impl LocalDevice {
     /// Receives about `budget` packets of each device. True: more is waiting.
     pub fn receive(&mut self, now: Instant, budget: usize) -> bool {
         self.fabric.set_now(now);
+        if let (Some(shard), Some(member)) = (&self.shard, self.fabric.ports().0.first_mut()) {
+            return shard.receive(&mut member.driver, now, budget);
+        }
         let stray = &self.stray;
         let mut more = false;
         for (member, services) in self.fabric.ports().0.iter_mut().zip(stray) {
@@ -234,8 +293,13 @@ impl LocalDevice {
 
     /// What to watch for packets, and for room to send after [`Flush::Blocked`].
     pub fn descriptors(&mut self) -> Vec<BorrowedFd<'_>> {
+        let shard = self.shard.iter().map(Shard::descriptor);
         let members = &self.fabric.ports().0;
-        members.iter().flat_map(|m| m.driver.descriptors()).collect()
+        members
+            .iter()
+            .flat_map(|m| m.driver.descriptors())
+            .chain(shard)
+            .collect()
     }
 
     /// What a device has counted.

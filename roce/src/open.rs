@@ -1,10 +1,10 @@
 //! What a device is made of.
 
-use std::{net::IpAddr, sync::Arc};
+use std::{net::IpAddr, path::PathBuf, sync::Arc};
 
 use roce_mem::MemoryTable;
 use roce_net::{Datapath as _, OpenError, Tap, UdpConfig, UdpDatapath, iface};
-use roce_port::{Port, PortConfig};
+use roce_port::{Port, PortConfig, Steering};
 use roce_qp::WindowConfig;
 use roce_verbs::{DeviceLimits, Mtu, PathMtus, provider::VerbsError};
 
@@ -21,7 +21,7 @@ pub(crate) fn error(e: OpenError) -> VerbsError {
 }
 
 /// 32 bytes from the system's random number generator.
-fn random() -> Result<[u8; 32], VerbsError> {
+pub(crate) fn random() -> Result<[u8; 32], VerbsError> {
     let mut seed = [0; 32];
     getrandom::fill(&mut seed).map_err(|e| VerbsError::Io {
         context: "asking the system for random numbers".into(),
@@ -51,18 +51,37 @@ fn choose_mtus(addr: IpAddr, wanted: Option<Mtu>) -> Result<PathMtus, VerbsError
     }
 }
 
-/// The sockets of a device.
-///
-/// # Errors
-/// When it makes no sense. Inside: when they can't be opened.
-pub(crate) fn datapath(config: &DeviceConfig) -> Result<Result<UdpDatapath, OpenError>, VerbsError> {
-    let udp = UdpConfig {
+fn udp_config(config: &DeviceConfig) -> UdpConfig {
+    UdpConfig {
         addr: config.addr,
         receive_buffer: config.socket_buffer,
         gso: config.gso,
         gro: config.gro,
         ..UdpConfig::default()
-    };
+    }
+}
+
+/// The sockets of loops that share a device's address.
+///
+/// # Errors
+/// As [`datapath`].
+pub(crate) fn datapaths(config: &DeviceConfig, steering: Steering) -> Result<Vec<UdpDatapath>, VerbsError> {
+    choose_mtus(config.addr, config.mtu)?;
+    UdpDatapath::open_shards(&udp_config(config), steering).map_err(error)
+}
+
+/// What writes a device's packets to a file, if that is wanted.
+pub(crate) fn tap(config: &DeviceConfig) -> Result<Option<PcapTap>, VerbsError> {
+    let create = |file: &PathBuf| PcapTap::create(file).map_err(io_error(&format!("creating {}", file.display())));
+    config.pcap.as_ref().map(create).transpose()
+}
+
+/// The sockets of a device.
+///
+/// # Errors
+/// When it makes no sense. Inside: when they can't be opened.
+pub(crate) fn datapath(config: &DeviceConfig) -> Result<Result<UdpDatapath, OpenError>, VerbsError> {
+    let udp = udp_config(config);
     if let Some(slot) = config.qpn_slot.filter(|s| !s.is_valid()) {
         return Err(VerbsError::Invalid(format!(
             "no slot {} of {} bits",
@@ -88,14 +107,17 @@ pub(crate) struct Parts {
 
 impl Parts {
     pub(crate) fn new(config: &DeviceConfig, path: UdpDatapath) -> Result<Self, VerbsError> {
+        let tap = tap(config)?.map(|tap| Box::new(tap) as Box<dyn Tap>);
+        Self::with_tap(config, path, tap)
+    }
+
+    /// With somebody who sees all packets; the configuration's file is not written.
+    pub(crate) fn with_tap(
+        config: &DeviceConfig,
+        path: UdpDatapath,
+        tap: Option<Box<dyn Tap>>,
+    ) -> Result<Self, VerbsError> {
         let mtus = choose_mtus(config.addr, config.mtu)?;
-        let tap = match &config.pcap {
-            Some(file) => {
-                let tap = PcapTap::create(file).map_err(io_error(&format!("creating {}", file.display())))?;
-                Some(Box::new(tap) as Box<dyn Tap>)
-            }
-            None => None,
-        };
         let seed = random()?;
         let guid = config
             .guid

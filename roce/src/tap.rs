@@ -4,9 +4,11 @@ use std::{
     fs::File,
     net::SocketAddr,
     path::Path,
+    sync::Arc,
     time::{SystemTime, UNIX_EPOCH},
 };
 
+use parking_lot::Mutex;
 use roce_icrc::{Flow, Recovery};
 use roce_net::Tap;
 use roce_pcap::{Writer, create_private};
@@ -33,5 +35,21 @@ impl Tap for PcapTap {
             tracing::error!("writing the capture failed, it ends here: {e}");
             self.0 = None;
         }
+    }
+}
+
+/// One capture of several loops.
+#[derive(Clone)]
+pub(crate) struct SharedTap(Arc<Mutex<PcapTap>>);
+
+impl From<PcapTap> for SharedTap {
+    fn from(tap: PcapTap) -> Self {
+        Self(Arc::new(Mutex::new(tap)))
+    }
+}
+
+impl Tap for SharedTap {
+    fn packet(&mut self, from: SocketAddr, to: SocketAddr, index: u16, bytes: &[u8]) {
+        self.0.lock().packet(from, to, index, bytes);
     }
 }

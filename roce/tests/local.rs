@@ -2,153 +2,16 @@
 
 mod common;
 
-use std::{
-    net::{IpAddr, SocketAddr},
-    os::fd::AsRawFd,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::net::SocketAddr;
 
-use common::{ALL, PATIENCE, Side, address, open};
-use mio::{Events, Interest, Poll, Token, unix::SourceFd};
+use common::{
+    Side, open,
+    own_loop::{LEN, Loop, SERVICE},
+};
 use roce::{
-    CmEventKind, CmId, Completion, ConnParams, DeviceConfig, Flush, LocalDevice, MemoryRegion, Pages, Payload, QpCaps,
-    QueuePair, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, VerbsDevice, WcStatus,
-    verbs::provider::{CmKind, CmRef, CqId, DeviceIx, Event, MrInfo, PdId, QpId, QpSpec, Registration},
+    CmEventKind, CmId, ConnParams, Flush, MemoryRegion, QueuePair, RecvWr, RemoteAddr, SendOp, VerbsDevice,
+    verbs::provider::{CmKind, Event},
 };
-
-const SERVICE: u16 = 7000;
-const LEN: usize = 4 << 20;
-
-/// A loop with one device, and what most tests need on it.
-struct Loop {
-    device: LocalDevice,
-    addr: IpAddr,
-    poll: Poll,
-    pages: Arc<Pages>,
-    pd: PdId,
-    cq: CqId,
-    mr: MrInfo,
-    completions: Vec<(QpId, Completion)>,
-    events: Vec<Event>,
-}
-
-impl Loop {
-    fn new() -> Self {
-        let addr = address();
-        let mut device = LocalDevice::open(&[DeviceConfig::new(addr)]).unwrap();
-        let poll = Poll::new().unwrap();
-        for (i, fd) in device.descriptors().iter().enumerate() {
-            let fd = fd.as_raw_fd();
-            let registry = poll.registry();
-            registry
-                .register(&mut SourceFd(&fd), Token(i), Interest::READABLE)
-                .unwrap();
-        }
-        let pages = Pages::allocate(LEN).unwrap();
-        let provider = device.provider();
-        let pd = provider.alloc_pd(DeviceIx(0)).unwrap();
-        let cq = provider.create_cq(DeviceIx(0), 1000).unwrap();
-        let whole = Registration {
-            memory: pages.clone(),
-            offset: 0,
-            len: LEN,
-            iova: None,
-            access: ALL,
-        };
-        let mr = provider.register(pd, &whole).unwrap();
-        Self {
-            device,
-            addr,
-            poll,
-            pages,
-            pd,
-            cq,
-            mr,
-            completions: Vec::new(),
-            events: Vec::new(),
-        }
-    }
-
-    fn qp(&mut self) -> QpId {
-        let spec = QpSpec {
-            pd: self.pd,
-            cq: self.cq,
-            caps: QpCaps::default(),
-            signal_all: false,
-        };
-        self.device.provider().create_qp(&spec).unwrap()
-    }
-
-    /// One turn, which waits for a moment if there is nothing to do.
-    fn turn(&mut self) {
-        let more = self.device.receive(roce::now(), 128);
-        self.device.run_timers(roce::now(), more);
-        let provider = self.device.provider();
-        let polled = provider.poll_completions(&mut self.completions, 1000).unwrap();
-        while let Some(event) = provider.poll_event() {
-            self.events.push(event);
-        }
-        let flushed = self.device.flush(roce::now());
-        if !more && polled == 0 && flushed == Flush::Done {
-            let wait = self.device.next_timeout(roce::now()).unwrap_or(PATIENCE);
-            let wait = wait.clamp(Duration::from_millis(1), Duration::from_millis(5));
-            self.poll.poll(&mut Events::with_capacity(8), Some(wait)).unwrap();
-        }
-    }
-
-    fn until(&mut self, what: &str, done: impl Fn(&Self) -> bool) {
-        let end = Instant::now() + PATIENCE;
-        while !done(self) {
-            assert!(Instant::now() < end, "{what}: {:?}", self.events);
-            self.turn();
-        }
-    }
-
-    /// Begins a connection.
-    fn connect(&mut self, to: SocketAddr) -> (CmRef, QpId) {
-        let id = self.device.provider().cm_resolve(None, to).unwrap();
-        let qp = self.qp();
-        self.until("resolved", |l| {
-            l.events
-                .iter()
-                .any(|e| matches!(e, Event::Cm { id: of, kind: CmKind::Resolved { .. } } if *of == id))
-        });
-        let done = self.device.provider().cm_connect(id, qp, &ConnParams::default());
-        done.unwrap();
-        (id, qp)
-    }
-
-    fn is_up(&self, id: CmRef) -> bool {
-        let up = |e: &Event| matches!(e, Event::Cm { id: of, kind: CmKind::Established { .. } } if *of == id);
-        self.events.iter().any(up)
-    }
-
-    fn is_over(&self, id: CmRef) -> bool {
-        let over = |e: &Event| matches!(e, Event::Cm { id: of, kind: CmKind::Disconnected } if *of == id);
-        self.events.iter().any(over)
-    }
-
-    fn send(&mut self, qp: QpId, op: SendOp, len: usize) {
-        let sges = [Sge {
-            addr: self.mr.addr,
-            length: len as u32,
-            lkey: self.mr.lkey,
-        }];
-        let wr = SendWr {
-            wr_id: 5,
-            op,
-            flags: SendFlags::SIGNALED,
-            payload: Payload::Sges(&sges),
-        };
-        self.device.provider().post_send(qp, &[wr]).unwrap();
-    }
-
-    fn done(&self) -> usize {
-        let good = |(_, wc): &&(QpId, Completion)| wc.status == WcStatus::Success;
-        self.completions.iter().filter(good).count()
-    }
-}
 
 #[test]
 fn a_loop_writes_to_and_reads_from_a_device_with_a_thread() {

@@ -17,7 +17,7 @@
 //!
 //! - [`proto`]: every message and the immediate values;
 //! - [`addr`]: path addresses as the kernel writes them;
-//! - [`admission`]: who gets into a server;
+//! - [`admission`]: who gets into a server; [`door`]: how a server asks for that;
 //! - [`client`]: [`client::Client`], its sessions, registered I/O buffers, permits, requests;
 //! - [`server`]: [`server::Server`], its sessions, their chunks, requests.
 #![forbid(unsafe_code)]
@@ -26,10 +26,14 @@ pub mod addr;
 pub mod admission;
 pub mod client;
 pub mod cx;
+pub mod door;
 mod error;
 pub mod heartbeat;
 pub mod mark;
 pub mod proto;
+#[cfg(test)]
+#[path = "../tests/machine/provider.rs"]
+mod provider;
 pub mod sendq;
 pub mod server;
 pub mod table;

@@ -79,7 +79,7 @@ impl Tally {
             let first_line = || text("detail").lines().next().unwrap_or("?");
             match text("result") {
                 "passed" => tally.passed += 1,
-                "failed" => tally.fail(text("name").to_owned()),
+                "failed" => tally.fail(format!("{}: {}", text("name"), beginning(text("detail")))),
                 "not run" => tally.not_run.push((1, format!("{}: {}", text("name"), first_line()))),
                 _ => return Err(named(&format!("{o} has no result"))),
             }
@@ -126,6 +126,17 @@ impl Tally {
     }
 }
 
+/// As much of a reason as helps somebody who has only the end of a log: its first lines, on one.
+fn beginning(detail: &str) -> String {
+    const LONGEST: usize = 600;
+    let lines: Vec<_> = detail.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    let line = lines.join(" / ");
+    match line.char_indices().nth(LONGEST) {
+        Some((end, _)) => format!("{} …", &line[..end]),
+        None => line,
+    }
+}
+
 /// The head of the table of suites.
 pub(crate) const HEAD: &str = "suite           passed  failed  not run  seconds";
 
@@ -145,7 +156,7 @@ mod tests {
     fn outcomes_are_counted_and_what_is_none_is_an_error() {
         let tally = from(
             r#"[{"name": "a", "result": "passed", "detail": "", "retried": "refused once"},
-                {"name": "b", "result": "failed", "detail": "why"},
+                {"name": "b", "result": "failed", "detail": "why\n  its log\n\n"},
                 {"name": "c", "result": "not run", "detail": "no fio\nmore"},
                 {"name": "d", "result": "not run", "detail": "elsewhere", "optional": true}]"#,
         )
@@ -156,7 +167,11 @@ mod tests {
         assert_eq!(lines[0].len(), HEAD.len());
         assert_eq!(
             lines[1..],
-            ["  FAILED b", "  NOT RUN c: no fio", "  TRIED AGAIN a: refused once"]
+            [
+                "  FAILED b: why / its log",
+                "  NOT RUN c: no fio",
+                "  TRIED AGAIN a: refused once"
+            ]
         );
         for none in [
             "",

@@ -12,7 +12,8 @@ use rnbd::{
     block::BlockOp,
     server::{
         disk::{DiskOp, IoTicket, StoreId},
-        queue::{Class, FairQueue, Flushes, QueueLimits},
+        queue::QueueLimits,
+        schedule::{Begun, Ended, Schedule, UnderWay},
     },
 };
 use roce_mem::Pages;
@@ -107,33 +108,10 @@ pub struct DiskCounters {
     pub flushes: u64,
 }
 
-/// An operation that is over, and how it ended.
-pub type Ended = (IoTicket, Result<(), Errno>);
-
-/// Whom an operation is for.
-#[derive(Clone, Copy, Debug)]
-enum Who {
-    Ticket(IoTicket),
-    /// Those that the store's flush is for.
-    Flush,
-}
-
-/// An operation that waits for its turn.
-#[derive(Debug)]
-struct Waiting {
-    who: Who,
-    op: DiskOp,
-    /// Of reads and writes.
-    memory: Option<Arc<Pages>>,
-}
-
 /// An operation that has had its turn.
 #[derive(Debug)]
 struct Flight {
-    who: Who,
-    session: SessionKey,
-    store: StoreId,
-    class: Class,
+    under_way: UnderWay,
     way: Way,
     /// It is among the store's writes that are under way.
     entered: bool,
@@ -147,9 +125,6 @@ struct Flight {
 struct Store {
     export: OpenExport,
     ways: Ways,
-    flushes: Flushes<IoTicket>,
-    /// Requests that are not answered.
-    unanswered: usize,
     /// The file's size as of a turn.
     look: (u64, Look),
     /// Writes under way.
@@ -202,10 +177,7 @@ pub struct Disk {
     /// Watches both.
     epoll: OwnedFd,
     stores: BTreeMap<StoreId, Store>,
-    next_store: u32,
-    queue: FairQueue<SessionKey, Waiting>,
-    /// Operations in the queue.
-    waiting: usize,
+    schedule: Schedule<Arc<Pages>>,
     flights: Slab<Flight>,
     /// Flights whose next call is to be made.
     ready: VecDeque<usize>,
@@ -223,7 +195,7 @@ impl fmt::Debug for Disk {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Disk")
             .field("stores", &self.stores.len())
-            .field("waiting", &self.waiting)
+            .field("waiting", &self.schedule.waiting())
             .field("flights", &self.flights.len())
             .finish_non_exhaustive()
     }
@@ -240,9 +212,7 @@ impl Disk {
             pool: None,
             epoll: sys::epoll()?,
             stores: BTreeMap::new(),
-            next_store: 0,
-            queue: FairQueue::new(config.limits),
-            waiting: 0,
+            schedule: Schedule::new(config.limits),
             flights: Slab::new(),
             ready: VecDeque::new(),
             over: Vec::new(),
@@ -261,7 +231,7 @@ impl Disk {
 
     /// Whether anything was asked for that is not over.
     pub fn is_busy(&self) -> bool {
-        self.waiting > 0 || !self.flights.is_empty() || !self.over.is_empty()
+        self.schedule.waiting() > 0 || !self.flights.is_empty() || !self.over.is_empty()
     }
 
     /// What was done so far.
@@ -287,19 +257,13 @@ impl Disk {
         let store = Store {
             export,
             ways,
-            flushes: Flushes::default(),
-            unanswered: 0,
             look: (0, Look::default()),
             writes: 0,
             alone: false,
             held: VecDeque::new(),
         };
         tracing::debug!(image = store.export.image().label(), ?ways, "disk");
-        while self.stores.contains_key(&StoreId(self.next_store)) {
-            self.next_store = self.next_store.wrapping_add(1);
-        }
-        let id = StoreId(self.next_store);
-        self.next_store = self.next_store.wrapping_add(1);
+        let id = self.schedule.open();
         self.stores.insert(id, store);
         id
     }
@@ -350,7 +314,7 @@ impl Disk {
     /// Gives a device back, to be closed where waiting for the disk does no harm. `None`: there is no such device, or
     /// something that was asked of it is not over.
     pub fn take(&mut self, id: StoreId) -> Option<OpenExport> {
-        if self.stores.get(&id)?.unanswered > 0 {
+        if !self.schedule.close(id) {
             return None;
         }
         self.stores.remove(&id).map(|s| s.export)
@@ -364,47 +328,15 @@ impl Disk {
     /// sync has failed; EROFS; EOPNOTSUPP for discards that the device can't do; ENOSPC when the disk below a sparse image is
     /// full; what else the system says. Part of the bytes of a write that failed may have been written.
     pub fn start(&mut self, session: SessionKey, ticket: IoTicket, op: DiskOp, memory: &Arc<Pages>) {
-        let Some(store) = self.stores.get_mut(&op.store) else {
-            self.over.push((ticket, Err(Errno::ENXIO)));
-            return;
-        };
-        store.unanswered += 1;
-        let (who, begins) = match op.op {
-            BlockOp::Flush => (Who::Flush, store.flushes.request(ticket)),
-            _ => (Who::Ticket(ticket), true),
-        };
-        if begins {
-            let has_data = matches!(op.op, BlockOp::Read | BlockOp::Write { .. });
-            let memory = has_data.then(|| memory.clone());
-            self.wait(session, Waiting { who, op, memory });
+        if let Err(e) = self.schedule.start(session, ticket, op, memory) {
+            self.over.push((ticket, Err(e)));
         }
-    }
-
-    fn wait(&mut self, session: SessionKey, waiting: Waiting) {
-        let class = match waiting.op.op {
-            BlockOp::Read | BlockOp::Write { .. } => Class::Data,
-            BlockOp::Flush | BlockOp::Discard | BlockOp::WriteZeroes { .. } => Class::Slow,
-        };
-        self.queue.push(session, class, waiting.op.len, waiting);
-        self.waiting += 1;
     }
 
     /// A session is gone: what it waits with ends with ECONNABORTED, what is under way in its own time, and its memory is
     /// let go of after that. A flush that others wait for, too, is run.
     pub fn forget(&mut self, session: SessionKey) {
-        let dropped = self.queue.forget(session);
-        self.waiting -= dropped.len();
-        for waiting in dropped {
-            match waiting.who {
-                Who::Flush => self.wait(session, waiting),
-                Who::Ticket(ticket) => {
-                    if let Some(store) = self.stores.get_mut(&waiting.op.store) {
-                        store.unanswered -= 1;
-                    }
-                    self.over.push((ticket, Err(Errno::ECONNABORTED)));
-                }
-            }
-        }
+        self.schedule.forget(session, &mut self.over);
         if let RingState::Open(ring) = &mut self.ring {
             ring.forget(session);
         }
@@ -438,18 +370,17 @@ impl Disk {
             RingState::Open(ring) => ring.is_behind(),
             RingState::Unopened | RingState::Missing => false,
         };
-        behind || !self.ready.is_empty() || (stopped && self.waiting > 0)
+        behind || !self.ready.is_empty() || (stopped && self.schedule.waiting() > 0)
     }
 
     /// Starts operations and goes on with them, as far as there is room and the budget reaches.
     fn begin(&mut self, budget: &mut Budget, done: &mut Vec<Ended>) {
         while !budget.is_spent() {
             // One after the other, so that a long operation does not keep those that wait.
-            let next = self.queue.pop();
+            let next = self.schedule.begin();
             let launched = next.is_some();
-            if let Some((session, class, waiting)) = next {
-                self.waiting -= 1;
-                self.launch(session, class, waiting, done);
+            if let Some(begun) = next {
+                self.launch(begun, done);
             }
             match self.ready.pop_front() {
                 Some(key) => self.go_on(key, budget, done),
@@ -460,20 +391,18 @@ impl Disk {
     }
 
     /// An operation has its turn: it is checked, and ready to begin, or held.
-    fn launch(&mut self, session: SessionKey, class: Class, waiting: Waiting, done: &mut Vec<Ended>) {
-        let Waiting { who, op, memory } = waiting;
+    fn launch(&mut self, begun: Begun<Arc<Pages>>, done: &mut Vec<Ended>) {
+        let Begun { under_way, op, memory } = begun;
+        let session = under_way.session();
         let mut flight = Flight {
-            who,
-            session,
-            store: op.store,
-            class,
+            under_way,
             way: Way::Pool,
             entered: false,
             alone: false,
             job: None,
         };
         let Some(store) = self.stores.get_mut(&op.store) else {
-            return self.finish(&flight, Err(Errno::ENXIO), done);
+            return self.finish(flight, Err(Errno::ENXIO), done);
         };
         if store.look.0 != self.turn {
             store.look = (self.turn, Look::default());
@@ -486,8 +415,8 @@ impl Disk {
         }
         let task = match task {
             Ok(Some(task)) => task,
-            Ok(None) => return self.finish(&flight, Ok(()), done),
-            Err(e) => return self.finish(&flight, Err(e), done),
+            Ok(None) => return self.finish(flight, Ok(()), done),
+            Err(e) => return self.finish(flight, Err(e), done),
         };
         flight.way = store.way(op.op);
         flight.alone = task.is_patch();
@@ -596,36 +525,18 @@ impl Disk {
 
     fn ended(&mut self, key: usize, result: Result<(), Errno>, done: &mut Vec<Ended>) {
         if let Some(flight) = self.flights.try_remove(key) {
-            self.finish(&flight, result, done);
+            self.finish(flight, result, done);
         }
     }
 
     /// An operation is over: who asked for it is told, and who waits for it goes on.
-    fn finish(&mut self, flight: &Flight, result: Result<(), Errno>, done: &mut Vec<Ended>) {
-        self.queue.done(flight.class);
-        if flight.entered {
-            self.leave(flight.store);
+    fn finish(&mut self, flight: Flight, result: Result<(), Errno>, done: &mut Vec<Ended>) {
+        let Flight { under_way, entered, .. } = flight;
+        if entered {
+            self.leave(under_way.store());
         }
-        // A store stays as long as something of it is not answered.
-        let mut store = self.stores.get_mut(&flight.store);
-        match flight.who {
-            Who::Ticket(ticket) => {
-                if let Some(store) = &mut store {
-                    store.unanswered -= 1;
-                }
-                done.push((ticket, result));
-            }
-            Who::Flush => {
-                self.counters.flushes += 1;
-                let Some(store) = store else { return };
-                let (answered, again) = store.flushes.done();
-                store.unanswered -= answered.len();
-                done.extend(answered.into_iter().map(|ticket| (ticket, result)));
-                if again {
-                    self.flush_again(flight);
-                }
-            }
-        }
+        self.counters.flushes += u64::from(under_way.is_flush());
+        self.schedule.done(under_way, entered, result, done);
     }
 
     /// A write of a store is over; those that it kept waiting are ready.
@@ -633,7 +544,6 @@ impl Disk {
         let Some(store) = self.stores.get_mut(&store) else {
             return;
         };
-        store.flushes.wrote();
         (store.writes, store.alone) = (store.writes - 1, false);
         while let Some(&key) = store.held.front() {
             let next = self.flights.get_mut(key);
@@ -644,19 +554,5 @@ impl Disk {
             store.held.pop_front();
             self.ready.push_back(key);
         }
-    }
-
-    /// The flush of those who came too late for the one that has ended.
-    fn flush_again(&mut self, flight: &Flight) {
-        let op = DiskOp {
-            store: flight.store,
-            op: BlockOp::Flush,
-            offset: 0,
-            len: 0,
-            data: 0,
-        };
-        let who = Who::Flush;
-        let memory = None;
-        self.wait(flight.session, Waiting { who, op, memory });
     }
 }

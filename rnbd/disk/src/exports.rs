@@ -11,7 +11,7 @@ use std::{
     },
     path::{Path, PathBuf},
     str::FromStr,
-    sync::Arc,
+    sync::{Arc, Weak, atomic::AtomicBool},
 };
 
 use parking_lot::Mutex;
@@ -225,6 +225,8 @@ pub struct Exports {
     folder: Option<Folder>,
     caching: Caching,
     writers: Mutex<HashMap<DeviceKey, Writers>>,
+    /// Of the files and devices that are open: whether a sync has failed.
+    failures: Mutex<HashMap<DeviceKey, Weak<AtomicBool>>>,
 }
 
 /// Who writes to a device.
@@ -315,6 +317,7 @@ impl Exports {
             folder,
             caching,
             writers: Mutex::default(),
+            failures: Mutex::default(),
         }))
     }
 
@@ -370,11 +373,24 @@ impl Exports {
             return Err(Errno::EACCES);
         }
         let writer = mode.writable().then(|| self.admit_writer(&found, mode)).transpose()?;
+        let failure = self.failure(device_key(&found.handle)?);
         let image = Image::from_handle(&found.handle, mode.writable(), self.caching, found.label)?;
         Ok(OpenExport {
-            image: Arc::new(image),
+            image: Arc::new(image.sharing(failure)),
             _writer: writer,
         })
+    }
+
+    /// Whether a sync of this device has failed: known to all who have it open, as long as one of them has.
+    fn failure(&self, key: DeviceKey) -> Arc<AtomicBool> {
+        let mut failures = self.failures.lock();
+        if let Some(known) = failures.get(&key).and_then(Weak::upgrade) {
+            return known;
+        }
+        failures.retain(|_, failure| failure.strong_count() > 0);
+        let failure = Arc::default();
+        failures.insert(key, Arc::downgrade(&failure));
+        failure
     }
 
     fn admit_writer(self: &Arc<Self>, found: &Found, mode: AccessMode) -> Result<WriterSlot, Errno> {
@@ -440,6 +456,8 @@ fn named_error(what: &str, e: Errno) -> io::Error {
 #[cfg(test)]
 mod tests {
     use std::fs;
+
+    use rnbd::block::BlockOp;
 
     use super::*;
 
@@ -593,6 +611,38 @@ mod tests {
         drop(m);
         ex.open("u", b"disk", AccessMode::ReadWrite).unwrap();
         assert!(ex.writers.lock().is_empty());
+    }
+
+    #[test]
+    fn a_failed_sync_is_known_to_all_who_have_the_file_open() {
+        let t = tempfile::tempdir().unwrap();
+        let (path, other) = (t.path().join("i"), t.path().join("o"));
+        image(&path, 4096);
+        image(&other, 4096);
+        let ex = exports(
+            [
+                migrating("disk", &path),
+                spec("same", &path, true),
+                spec("other", &other, false),
+            ],
+            None,
+        )
+        .unwrap();
+        let writer = ex.open("s", b"disk", AccessMode::ReadWrite).unwrap();
+        let second = ex.open("t", b"disk", AccessMode::Migration).unwrap();
+        let elsewhere = ex.open("t", b"other", AccessMode::ReadWrite).unwrap();
+        second.image().sync().sync_failed();
+        for open in [&writer, &second, &ex.open("u", b"same", AccessMode::ReadOnly).unwrap()] {
+            assert_eq!(open.image().sync().check(BlockOp::Flush), Err(Errno::EIO));
+        }
+        assert_eq!(elsewhere.image().sync().check(BlockOp::Flush), Ok(()));
+        // Who comes next, while one of them is there, can't rely on what was written either.
+        drop(second);
+        let next = ex.open("t", b"disk", AccessMode::Migration).unwrap();
+        assert_eq!(next.image().sync().check(BlockOp::Flush), Err(Errno::EIO));
+        drop((writer, next));
+        let anew = ex.open("t", b"disk", AccessMode::ReadWrite).unwrap();
+        assert_eq!(anew.image().sync().check(BlockOp::Flush), Ok(()));
     }
 
     #[test]

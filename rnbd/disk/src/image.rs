@@ -8,12 +8,12 @@ use std::{
     },
     path::Path,
     sync::{
-        LazyLock,
-        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst},
+        Arc, LazyLock,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
 };
 
-use rnbd::{Errno, block::Geometry};
+use rnbd::{Errno, block::Geometry, server::sync::SyncState};
 
 use crate::{
     geometry::{self, Alignment, Kind},
@@ -65,11 +65,8 @@ pub struct Image {
     geometry: Geometry,
     /// Bytes. Looked at again when a request reaches beyond: a device may grow while it is open.
     size: AtomicU64,
-    /// Something was written through this descriptor.
-    dirty: AtomicBool,
-    /// Data was lost after it was acknowledged: the kernel drops dirty pages after a failed sync, and a second sync
-    /// would report success. From then on every flush fails.
-    sync_failed: AtomicBool,
+    /// What has become of what was written through this descriptor.
+    sync: SyncState,
     pub(crate) missing: Missing,
 }
 
@@ -148,9 +145,14 @@ impl Image {
             },
             size: AtomicU64::new(geometry.size),
             geometry,
-            dirty: AtomicBool::new(false),
-            sync_failed: AtomicBool::new(false),
+            sync: SyncState::default(),
         })
+    }
+
+    /// Shares it with others of the same file or device whether a sync has failed.
+    pub(crate) fn sharing(mut self, sync_failed: Arc<AtomicBool>) -> Self {
+        self.sync = SyncState::sharing(sync_failed);
+        self
     }
 
     /// Size, limits, abilities.
@@ -240,36 +242,22 @@ impl Image {
         Ok(())
     }
 
-    /// EIO when data was lost that a flush would have to save.
-    pub(crate) fn check_synced(&self) -> Result<(), Errno> {
-        if self.sync_failed.load(SeqCst) {
-            Err(Errno::EIO)
-        } else {
-            Ok(())
-        }
-    }
-
-    /// A change begins: there is something to make durable at the end.
-    pub(crate) fn changed(&self) {
-        self.dirty.store(true, SeqCst);
-    }
-
-    /// A sync has failed, or the part of a write that is one.
-    pub(crate) fn lost_data(&self) {
-        self.sync_failed.store(true, SeqCst);
+    /// What has become of what was written through it.
+    pub(crate) fn sync(&self) -> &SyncState {
+        &self.sync
     }
 
     /// A sync has failed.
     pub(crate) fn sync_has_failed(&self, e: Errno) {
-        self.lost_data();
+        self.sync.sync_failed();
         tracing::error!(image = self.label, "flush failed, acknowledged writes may be lost: {e}");
     }
 }
 
 impl Drop for Image {
     fn drop(&mut self) {
-        // As the kernel does at the last close of a block device: nobody may be able to flush these writes later.
-        if !*self.dirty.get_mut() || *self.sync_failed.get_mut() {
+        // As the kernel does at the last close of a block device.
+        if !self.sync.wants_sync() {
             return;
         }
         loop {

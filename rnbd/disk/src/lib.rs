@@ -26,8 +26,9 @@ mod sys;
 mod task;
 mod throttle;
 
-pub use disk::{Budget, Disk, DiskConfig, DiskCounters, Ended};
+pub use disk::{Budget, Disk, DiskConfig, DiskCounters};
 pub use exports::{ExportId, ExportSpec, Exports, FolderSpec, Found, OpenExport};
 pub use image::{Caching, Image};
 pub use probe::{Way, Ways};
 pub use ring::Ring;
+pub use rnbd::server::schedule::Ended;

@@ -143,14 +143,12 @@ impl Task {
         match op.op {
             BlockOp::Read => image.check_range(op.offset, op.len, look)?,
             BlockOp::Flush if image.geometry().read_only => return Ok(None),
-            BlockOp::Flush => image.check_synced()?,
+            BlockOp::Flush => {}
             BlockOp::Write { .. } | BlockOp::Discard | BlockOp::WriteZeroes { .. } => {
                 image.check_change(op.offset, op.len, look)?;
             }
         }
-        if let BlockOp::Write { fua: true } | BlockOp::WriteZeroes { fua: true, .. } = op.op {
-            image.check_synced()?;
-        }
+        image.sync().check(op.op)?;
         if op.op == BlockOp::Discard && image.geometry().max_discard == 0 {
             return Err(Errno::EOPNOTSUPP);
         }
@@ -172,7 +170,7 @@ impl Task {
         };
         task.step = task.first_step(image)?;
         if op.op.writes() {
-            image.changed();
+            image.sync().changed();
         }
         Ok(Some(task))
     }
@@ -340,7 +338,11 @@ impl Task {
             Step::Range { request } => self.has_done_range(image, result, request),
             Step::Sync => self.has_synced(image, result),
         };
-        over.map_or_else(|e| Some(Err(e)), |over| over.then_some(Ok(())))
+        match over {
+            Ok(false) => None,
+            Ok(true) => Some(image.sync().check(self.op)),
+            Err(e) => Some(Err(e)),
+        }
     }
 
     /// Adds up the bytes of a transfer. True: all are there. `None`: no more come.
@@ -388,8 +390,7 @@ impl Task {
                 self.step = Step::Write { dsync: false };
                 return Ok(false);
             }
-            // The system call can have failed in its sync: then other data may be lost as well.
-            Err(Errno::EIO) if dsync => image.lost_data(),
+            Err(e) if dsync => image.sync().durable_write_failed(e),
             _ => {}
         }
         let written = result.and_then(|n| self.count(image, n).ok_or(Errno::EIO));
@@ -559,6 +560,18 @@ mod tests {
         }
         for op in [BlockOp::Read, PLAIN, zeroes(false), BlockOp::Discard] {
             assert!(begin(&i, op, 0, 512).is_ok(), "{op:?}");
+        }
+    }
+
+    /// The system may have told the other one of what this one would have had to save.
+    #[test]
+    fn what_ends_well_beside_a_failed_sync_has_failed() {
+        for op in [BlockOp::Flush, FUA, PLAIN] {
+            let i = image();
+            let (mut t, mut other) = (task(&i, op, 0, 4096), task(&i, BlockOp::Flush, 0, 0));
+            assert_eq!(other.returned(&i, Err(Errno::EIO)), Some(Err(Errno::EIO)));
+            let expected = if op == PLAIN { Ok(()) } else { Err(Errno::EIO) };
+            assert_eq!(t.returned(&i, Ok(4096)), Some(expected), "{op:?}");
         }
     }
 

@@ -9,7 +9,8 @@ mod common;
 
 use std::path::Path;
 
-use common::{Loop, MIB, Rig, WAYS, dirty_pages, stays_in_memory};
+use common::{MIB, Rig, WAYS};
+use ferroce_rig::block::{Loop, dirty_pages, stays_in_memory};
 use rnbd::{Errno, proto::AccessMode};
 use rnbd_disk::{Caching, ExportSpec, Exports, Image};
 
@@ -23,7 +24,7 @@ fn everywhere(options: &[&str], test: impl Fn(&Path, Rig)) {
         for caching in [Caching::PageCache, Caching::Direct] {
             println!("{way:?}, {caching:?}");
             let l = Loop::new(options);
-            test(&l.path, Rig::new(way, open(&l.path, caching)));
+            test(l.path(), Rig::new(way, open(l.path(), caching)));
         }
     }
 }
@@ -69,9 +70,9 @@ fn a_block_device_is_written_discarded_and_zeroed() {
 fn a_read_only_block_device_is_not_opened_for_writing() {
     for caching in [Caching::PageCache, Caching::Direct] {
         let l = Loop::new(&["--read-only"]);
-        let e = Image::open(&l.path, true, caching).unwrap_err();
+        let e = Image::open(l.path(), true, caching).unwrap_err();
         assert!(matches!(e, Errno::EACCES | Errno::EPERM), "{e:?}");
-        let i = Image::open(&l.path, false, caching).unwrap();
+        let i = Image::open(l.path(), false, caching).unwrap();
         assert!(i.geometry().read_only);
     }
 }
@@ -82,13 +83,13 @@ fn two_names_of_one_block_device_have_one_writer() {
     let l = Loop::new(&[]);
     let dir = tempfile::tempdir().unwrap();
     let link = dir.path().join("link");
-    std::os::unix::fs::symlink(&l.path, &link).unwrap();
+    std::os::unix::fs::symlink(l.path(), &link).unwrap();
     let spec = |name: &str, path: &Path| ExportSpec {
         name: name.into(),
         path: path.into(),
         ..ExportSpec::default()
     };
-    let ex = Exports::new([spec("a", &l.path), spec("b", &link)], None, Caching::PageCache).unwrap();
+    let ex = Exports::new([spec("a", l.path()), spec("b", &link)], None, Caching::PageCache).unwrap();
     let _w = ex.open("s", b"a", AccessMode::ReadWrite).unwrap();
     assert_eq!(ex.open("t", b"b", AccessMode::ReadWrite).unwrap_err(), Errno::EPERM);
 }
@@ -99,19 +100,19 @@ fn flush_and_fua_leave_nothing_behind_in_memory() {
     for way in WAYS {
         println!("{way:?}");
         let l = Loop::new(&[]);
-        let mut i = Rig::new(way, open(&l.path, Caching::PageCache));
+        let mut i = Rig::new(way, open(l.path(), Caching::PageCache));
         i.flush().unwrap();
-        assert_eq!(dirty_pages(&l.path), 0);
-        stays_in_memory(&l.path, || i.write(0, &[1; 65536], false));
+        assert_eq!(dirty_pages(l.path()), 0);
+        stays_in_memory(l.path(), || i.write(0, &[1; 65536], false).unwrap());
         i.flush().unwrap();
-        assert_eq!(dirty_pages(&l.path), 0, "flush");
+        assert_eq!(dirty_pages(l.path()), 0, "flush");
         i.write(MIB, &[2; 65536], true).unwrap();
-        assert_eq!(dirty_pages(&l.path), 0, "FUA");
+        assert_eq!(dirty_pages(l.path()), 0, "FUA");
         i.zero(2 * MIB + 512, 512, true, false).unwrap();
-        assert_eq!(dirty_pages(&l.path), 0, "zeroes with FUA");
-        stays_in_memory(&l.path, || i.write(3 * MIB, &[3; 65536], false));
+        assert_eq!(dirty_pages(l.path()), 0, "zeroes with FUA");
+        stays_in_memory(l.path(), || i.write(3 * MIB, &[3; 65536], false).unwrap());
         drop(i.disk.take(i.store).unwrap());
-        assert_eq!(dirty_pages(&l.path), 0, "close");
+        assert_eq!(dirty_pages(l.path()), 0, "close");
     }
 }
 
@@ -121,13 +122,13 @@ fn closing_an_image_file_makes_it_durable() {
     let l = Loop::new(&[]);
     let made = std::process::Command::new("mkfs.ext4")
         .arg("-q")
-        .arg(&l.path)
+        .arg(l.path())
         .status()
         .unwrap();
     assert!(made.success());
     let dir = tempfile::tempdir().unwrap();
     let c = |p: &Path| std::ffi::CString::new(p.to_str().unwrap()).unwrap();
-    let (source, target) = (c(&l.path), c(dir.path()));
+    let (source, target) = (c(l.path()), c(dir.path()));
     let private = libc::MS_REC | libc::MS_PRIVATE;
     let null = std::ptr::null();
     // SAFETY: NUL-terminated strings.
@@ -141,7 +142,7 @@ fn closing_an_image_file_makes_it_durable() {
     for way in WAYS {
         std::fs::File::create(&path).unwrap().set_len(MIB).unwrap();
         let mut i = Rig::new(way, open(&path, Caching::PageCache));
-        stays_in_memory(&path, || i.write(0, &[1; 65536], false));
+        stays_in_memory(&path, || i.write(0, &[1; 65536], false).unwrap());
         drop(i);
         assert_eq!(dirty_pages(&path), 0, "{way:?}");
     }

@@ -1,6 +1,7 @@
 //! RNBD on one thread: a loop that drives RTRS, RNBD, disks and NBD sockets, and what the rest of a program has of it.
 //!
 //! - [`serve`]: a server of exports;
+//! - [`gate`]: what the loops of such a server share, if it has several;
 //! - [`map`]: a device of a server as an NBD socket.
 //!
 //! Each starts a thread for the loop, which does all I/O, on a [`LocalDevice`](roce::LocalDevice). The thread that has the handle hears
@@ -39,6 +40,7 @@
 
 mod caught;
 mod dice;
+pub mod gate;
 mod iov;
 pub mod map;
 mod mapper;

@@ -22,12 +22,13 @@ use rtrs::{
 
 use crate::{
     caught::caught,
-    server::{Command, Done, Service},
+    gate::Gate,
+    server::{Command, Done, Plan, Service},
     stats::LoopStats,
 };
 
 /// How to serve.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct ServeConfig {
     /// Sessions.
     pub rtrs: ServerConfig,
@@ -50,7 +51,7 @@ pub enum ServeEvent {
     SessionOpened(SessionOpened),
     /// A session is over.
     SessionClosed(SessionOpened, PathError),
-    /// The loop has ended; an error says that nobody asked it to.
+    /// All loops have ended; or, with an error, one that nobody asked to. Then the others end as well.
     Stopped(Option<String>),
 }
 
@@ -63,6 +64,22 @@ pub struct ServeStats {
     pub rnbd: ServerCounters,
     /// Sessions, by name.
     pub rtrs: Vec<(&'static str, u64)>,
+    /// Open sessions of each loop.
+    pub sessions: Vec<usize>,
+}
+
+impl ServeStats {
+    /// Adds those of another loop.
+    fn add(&mut self, other: &Self) {
+        self.turns.add(&other.turns);
+        self.rnbd.add(&other.rnbd);
+        match self.rtrs.is_empty() {
+            true => self.rtrs.clone_from(&other.rtrs),
+            // Each loop has the same, in the same order.
+            false => self.rtrs.iter_mut().zip(&other.rtrs).for_each(|(a, b)| a.1 += b.1),
+        }
+        self.sessions.extend(&other.sessions);
+    }
 }
 
 /// Why a server could not be started.
@@ -82,15 +99,22 @@ pub enum StartError {
     Loop(#[from] ReactorError),
 }
 
+/// One loop of a server.
+#[derive(Debug)]
+struct Turning {
+    handle: Handle<Command, Done>,
+    thread: JoinHandle<()>,
+}
+
 /// A running server. Dropping it stops it, and waits for that.
 #[derive(Debug)]
 pub struct Serving {
-    handle: Handle<Command, Done>,
+    loops: Vec<Turning>,
     helper: Helper<Done>,
     events: Receiver<ServeEvent>,
-    thread: Option<JoinHandle<()>>,
     local: SocketAddr,
-    stopped: bool,
+    /// Loops that have not said that they have ended.
+    running: usize,
 }
 
 impl Serving {
@@ -99,34 +123,67 @@ impl Serving {
     /// # Errors
     /// When the address or port can't be listened on, or the system refuses.
     pub fn start(device: LocalDevice, config: ServeConfig) -> Result<Self, StartError> {
-        let (reactor, helper) = Reactor::<Service>::new(config.reactor)?;
-        let handle = reactor.handle();
+        Self::run(vec![device], config, None)
+    }
+
+    /// The same on several loops, one for each shard of a device ([`LocalDevice::open_shards`]) that was opened with this gate.
+    /// Sessions are spread over them.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start); when the gate is for another number of loops.
+    pub fn start_shards(devices: Vec<LocalDevice>, config: ServeConfig, gate: &Arc<Gate>) -> Result<Self, StartError> {
+        if devices.len() != gate.loops() {
+            let text = format!("{} shards, and a gate for {} loops", devices.len(), gate.loops());
+            return Err(StartError::System(io::Error::new(io::ErrorKind::InvalidInput, text)));
+        }
+        Self::run(devices, config, Some(gate))
+    }
+
+    fn run(devices: Vec<LocalDevice>, config: ServeConfig, gate: Option<&Arc<Gate>>) -> Result<Self, StartError> {
+        let (reactors, helper) = Reactor::<Service>::several(config.reactor, devices.len())?;
+        let handles: Vec<_> = reactors.iter().map(Reactor::handle).collect();
+        if let Some(gate) = gate {
+            let handles = handles.clone();
+            gate.tell_by(move |index, path| handles[index].command(Command::GaveWay(path)));
+        }
         let (tell, events) = channel();
         let (ready, started) = channel();
-        let thread = Builder::new().name("ferroce-io".into()).spawn(move || {
-            let told = tell.clone();
-            let ended = caught(|| Service::run(reactor, device, config, tell, &ready));
-            // Nobody listens any more when the program ends.
-            let _ = told.send(ServeEvent::Stopped(ended.err()));
-        })?;
-        let started = started.recv().unwrap_or_else(|_| {
-            let gone = io::Error::other("the loop ended at once");
-            Err(StartError::System(gone))
-        });
-        match started {
-            Ok(local) => Ok(Self {
-                handle,
-                helper,
-                events,
-                thread: Some(thread),
-                local,
-                stopped: false,
-            }),
-            Err(e) => {
-                let _ = thread.join();
-                Err(e)
-            }
+        let mut this = Self {
+            loops: Vec::new(),
+            helper,
+            events,
+            local: config.rtrs.listen_addr(),
+            running: 0,
+        };
+        let parts = reactors.into_iter().zip(devices).zip(handles).enumerate();
+        for (index, ((reactor, device), handle)) in parts {
+            let plan = Plan {
+                config: config.clone(),
+                shared: gate.map(|gate| (gate.door(index), gate.places(config.limits.max_open))),
+                tell: tell.clone(),
+            };
+            let (told, ready) = (tell.clone(), ready.clone());
+            let name = match index {
+                0 => "ferroce-io".to_owned(),
+                _ => format!("ferroce-io-{index}"),
+            };
+            // Those that run already are stopped when this is dropped.
+            let thread = Builder::new().name(name).spawn(move || {
+                let ended = caught(|| Service::run(reactor, device, plan, ready));
+                // Nobody listens any more when the program ends.
+                let _ = told.send(ServeEvent::Stopped(ended.err()));
+            })?;
+            this.loops.push(Turning { handle, thread });
+            this.running += 1;
         }
+        drop(ready);
+        for _ in 0..this.loops.len() {
+            this.local = started.recv().unwrap_or_else(|_| {
+                let gone = io::Error::other("the loop ended at once");
+                Err(StartError::System(gone))
+            })?;
+        }
+        Ok(this)
     }
 
     /// Where it listens.
@@ -136,63 +193,161 @@ impl Serving {
 
     /// The next event, or `None` after this time. Meanwhile files are opened and closed.
     pub fn next(&mut self, time: Duration) -> Option<ServeEvent> {
-        if let Ok(event) = self.events.try_recv() {
-            return Some(self.seen(event));
+        if let Some(event) = self.heard() {
+            return Some(event);
         }
         self.helper.run_for(time);
-        let event = self.events.try_recv().ok()?;
-        Some(self.seen(event))
+        self.heard()
     }
 
-    fn seen(&mut self, event: ServeEvent) -> ServeEvent {
-        self.stopped |= matches!(event, ServeEvent::Stopped(_));
-        event
+    /// The next event that has come.
+    fn heard(&mut self) -> Option<ServeEvent> {
+        loop {
+            let event = self.events.try_recv().ok()?;
+            let ServeEvent::Stopped(why) = &event else {
+                return Some(event);
+            };
+            self.running = self.running.saturating_sub(1);
+            if why.is_some() {
+                // Half a server is none.
+                self.ask_to_stop();
+                return Some(event);
+            }
+            if self.running == 0 {
+                return Some(event);
+            }
+        }
     }
 
-    /// What it has done so far. `None` when the loop has ended.
+    /// What it has done so far. `None` when its loops have ended.
     pub fn stats(&self) -> Option<ServeStats> {
+        let asked: Vec<_> = self.loops.iter().map(|turning| (turning, turning.ask())).collect();
+        let answers = asked
+            .into_iter()
+            .filter_map(|(turning, answer)| turning.wait_for(&answer));
+        answers.reduce(|mut sum, of_loop| {
+            sum.add(&of_loop);
+            sum
+        })
+    }
+
+    fn ask_to_stop(&self) {
+        for turning in &self.loops {
+            turning.handle.command(Command::Stop);
+        }
+    }
+
+    /// Ends the sessions in good order and waits until what they wrote is durable; the events of that.
+    pub fn stop(&mut self) -> Vec<ServeEvent> {
+        self.ask_to_stop();
+        let mut events = Vec::new();
+        while self.running > 0 {
+            let ended = self.loops.iter().all(|turning| turning.thread.is_finished());
+            match self.next(Duration::from_millis(50)) {
+                Some(event) => events.push(event),
+                None if ended => break,
+                None => {}
+            }
+        }
+        // Files that are still to be closed.
+        while self.helper.run_for(Duration::ZERO) {}
+        for turning in self.loops.drain(..) {
+            let _ = turning.thread.join();
+        }
+        events
+    }
+}
+
+impl Turning {
+    fn ask(&self) -> Receiver<ServeStats> {
         let (send, answer) = channel();
         self.handle.command(Command::Stats(send));
-        self.wait_for(&answer)
+        answer
     }
 
     fn wait_for<T>(&self, answer: &Receiver<T>) -> Option<T> {
         loop {
             match answer.recv_timeout(Duration::from_millis(100)) {
                 Ok(answer) => return Some(answer),
-                Err(RecvTimeoutError::Timeout) if self.thread.as_ref().is_some_and(|t| !t.is_finished()) => {}
+                Err(RecvTimeoutError::Timeout) if !self.thread.is_finished() => {}
                 Err(_) => return answer.try_recv().ok(),
             }
         }
-    }
-
-    /// Ends the sessions in good order and waits until what they wrote is durable; the events of that.
-    pub fn stop(&mut self) -> Vec<ServeEvent> {
-        self.handle.command(Command::Stop);
-        let mut events = Vec::new();
-        while !self.stopped {
-            match self.next(Duration::from_millis(50)) {
-                Some(event) => events.push(event),
-                None if self.thread.as_ref().is_none_or(JoinHandle::is_finished) => break,
-                None => {}
-            }
-        }
-        // Files that are still to be closed.
-        while self.helper.run_for(Duration::ZERO) {}
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
-        events
     }
 }
 
 impl Drop for Serving {
     fn drop(&mut self) {
-        if self.thread.is_some() {
+        if !self.loops.is_empty() {
             self.stop();
         }
     }
 }
 
-/// Where the loop reports to.
+/// Where the loops report to.
 pub(crate) type Tell = Sender<ServeEvent>;
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use rnbd_disk::Caching;
+    use roce::DeviceConfig;
+
+    use super::*;
+
+    fn several(loops: usize) -> Serving {
+        let addr = ferroce_loopback::address().into();
+        let config = ServeConfig {
+            rtrs: ServerConfig {
+                addr,
+                ..ServerConfig::default()
+            },
+            limits: Limits::default(),
+            exports: Exports::new([], None, Caching::PageCache).unwrap(),
+            disk: DiskConfig::default(),
+            reactor: ReactorConfig::default(),
+            grace: Duration::from_secs(30),
+        };
+        let gate = Gate::new(&config.rtrs, loops);
+        let devices = LocalDevice::open_shards(&DeviceConfig::new(addr), loops, gate.clone()).unwrap();
+        Serving::start_shards(devices, config, &gate).unwrap()
+    }
+
+    #[test]
+    fn a_loop_that_fails_ends_all() {
+        for failing in 0..3 {
+            let mut server = several(3);
+            assert_eq!(server.stats().unwrap().sessions, [0; 3]);
+            server.loops[failing].handle.command(Command::Panic);
+            let deadline = Instant::now() + Duration::from_secs(60);
+            let why = loop {
+                assert!(Instant::now() < deadline);
+                if let Some(ServeEvent::Stopped(why)) = server.next(Duration::from_millis(10)) {
+                    break why.expect("nobody asked it to end");
+                }
+            };
+            assert!(why.contains("as it is to be"), "{why}");
+            while server.loops.iter().any(|turning| !turning.thread.is_finished()) {
+                assert!(Instant::now() < deadline);
+                server.next(Duration::from_millis(10));
+            }
+            assert!(server.stats().is_none());
+            assert!(
+                server
+                    .stop()
+                    .iter()
+                    .all(|event| matches!(event, ServeEvent::Stopped(None)))
+            );
+        }
+    }
+
+    #[test]
+    fn loops_that_are_asked_to_end_end_once() {
+        let mut server = several(2);
+        let events = server.stop();
+        assert!(matches!(events[..], [ServeEvent::Stopped(None)]), "{events:?}");
+        // The address is free again.
+        drop(server);
+    }
+}

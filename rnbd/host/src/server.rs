@@ -26,6 +26,7 @@ use roce_verbs::{
     provider::{Event, QpId},
 };
 use rtrs::{
+    admission::PathKey,
     cx::Cx,
     server::{
         Server as Rtrs,
@@ -35,6 +36,7 @@ use rtrs::{
 
 use crate::{
     dice::Dice,
+    gate::{Door, SharedPlaces},
     serve::{ServeConfig, ServeEvent, ServeStats, StartError, Tell},
     stats::LoopStats,
 };
@@ -45,7 +47,11 @@ const DISK: Token = Token(0);
 /// What other threads ask for.
 pub(crate) enum Command {
     Stats(Sender<ServeStats>),
+    /// A half-open path of this loop has given way to one of another.
+    GaveWay(PathKey),
     Stop,
+    #[cfg(test)]
+    Panic,
 }
 
 /// What opening an export gave.
@@ -75,7 +81,15 @@ enum Job {
     Nothing,
 }
 
-/// A server on a loop.
+/// What a loop is given.
+pub(crate) struct Plan {
+    pub(crate) config: ServeConfig,
+    /// Of a loop of several.
+    pub(crate) shared: Option<(Door, SharedPlaces)>,
+    pub(crate) tell: Tell,
+}
+
+/// A server on a loop, or one loop's part of it.
 pub(crate) struct Service {
     rtrs: Rtrs,
     rnbd: Rnbd,
@@ -113,11 +127,10 @@ impl Service {
     pub(crate) fn run(
         reactor: Reactor<Self>,
         mut device: LocalDevice,
-        config: ServeConfig,
-        tell: Tell,
-        ready: &Sender<Result<SocketAddr, StartError>>,
+        plan: Plan,
+        ready: Sender<Result<SocketAddr, StartError>>,
     ) -> Result<(), ReactorError> {
-        let made = Self::new(&mut device, config, tell);
+        let made = Self::new(&mut device, plan);
         let service = match made {
             Ok((service, local)) => {
                 let _ = ready.send(Ok(local));
@@ -128,6 +141,8 @@ impl Service {
                 return Ok(());
             }
         };
+        // Who waits for several loops would else not see that one has panicked.
+        drop(ready);
         reactor.run(device, |turn| {
             let registered = turn
                 .sockets
@@ -141,7 +156,8 @@ impl Service {
         Ok(())
     }
 
-    fn new(device: &mut LocalDevice, config: ServeConfig, tell: Tell) -> Result<(Self, SocketAddr), StartError> {
+    fn new(device: &mut LocalDevice, plan: Plan) -> Result<(Self, SocketAddr), StartError> {
+        let Plan { config, shared, tell } = plan;
         let mut dice = Dice::new()?;
         let disk = Disk::new(config.disk)?;
         let cx = &mut Cx {
@@ -149,10 +165,16 @@ impl Service {
             provider: device.provider(),
             random: &mut |out: &mut [u8]| dice.fill(out),
         };
-        let (rtrs, local) = Rtrs::listen(cx, config.rtrs)?;
+        let ((rtrs, local), rnbd) = match shared {
+            Some((door, places)) => (
+                Rtrs::listen_with(cx, config.rtrs, Box::new(door))?,
+                Rnbd::with_places(config.limits, Box::new(places)),
+            ),
+            None => (Rtrs::listen(cx, config.rtrs)?, Rnbd::new(config.limits)),
+        };
         let service = Self {
             rtrs,
-            rnbd: Rnbd::new(config.limits),
+            rnbd,
             disk,
             budget: TURN,
             exports: config.exports,
@@ -298,6 +320,7 @@ impl Service {
             },
             rnbd: self.rnbd.counters(),
             rtrs: self.rtrs.counters().named(),
+            sessions: vec![self.sessions.len()],
         }
     }
 }
@@ -311,6 +334,9 @@ impl Loop for Service {
             Command::Stats(to) => {
                 let _ = to.send(self.stats(turn));
             }
+            Command::GaveWay(path) => self.rtrs.gave_way(cx!(turn, self.dice), path),
+            #[cfg(test)]
+            Command::Panic => panic!("as it is to be"),
             Command::Stop => {
                 self.stop_at.get_or_insert(turn.now + self.grace);
                 self.rtrs.stop(cx!(turn, self.dice));

@@ -11,3 +11,11 @@ pub struct LoopStats {
     /// Of the loop itself.
     pub turns: Counters,
 }
+
+impl LoopStats {
+    /// Adds those of another loop.
+    pub fn add(&mut self, other: &Self) {
+        self.device.add(&other.device);
+        self.turns.add(&other.turns);
+    }
+}

@@ -5,7 +5,10 @@ mod common;
 use std::{fs, thread, time::Duration};
 
 use common::{Client, Lab, MIB, Mapped, PATIENCE, eventually, sector};
-use ferroce_rig::{Host, Session};
+use ferroce_rig::{
+    Host, Session,
+    block::{Loop, dirty_pages, stays_in_memory},
+};
 use proptest::prelude::*;
 use rnbd::{
     Errno,
@@ -485,20 +488,20 @@ fn requests_end_when_the_server_does() {
 #[test]
 #[ignore = "needs the right to set up loop devices, and Linux 6.5"]
 fn flush_and_fua_reach_the_servers_device() {
-    let l = common::Loop::new(&[]);
-    let lab = Lab::with(|_| {}, Some(&l.path));
+    let l = Loop::new(&[]);
+    let lab = Lab::with(|_| {}, Some(l.path()));
     let d = lab.map("a", "extra");
     let mut c = d.client();
-    common::stays_in_memory(&l.path, || c.write(0, &[1; 65536], 0));
+    stays_in_memory(l.path(), || assert_eq!(c.write(0, &[1; 65536], 0), 0));
     assert_eq!(c.call(cmd::FLUSH, 0, 0, 0, &[]), 0);
-    assert_eq!(common::dirty_pages(&l.path), 0, "flush");
+    assert_eq!(dirty_pages(l.path()), 0, "flush");
     assert_eq!(c.write(MIB, &[2; 65536], cmd_flag::FUA), 0);
-    assert_eq!(common::dirty_pages(&l.path), 0, "FUA");
+    assert_eq!(dirty_pages(l.path()), 0, "FUA");
     let flags = cmd_flag::FUA | cmd_flag::NO_HOLE;
     assert_eq!(c.call(cmd::WRITE_ZEROES, flags, 2 * MIB, MIB as u32, &[]), 0);
-    assert_eq!(common::dirty_pages(&l.path), 0, "zeroes with FUA");
+    assert_eq!(dirty_pages(l.path()), 0, "zeroes with FUA");
     assert_eq!(c.write(0, &[3; 65536], 0), 0);
     drop(c);
     d.end().unwrap();
-    assert_eq!(common::dirty_pages(&l.path), 0, "unmap");
+    assert_eq!(dirty_pages(l.path()), 0, "unmap");
 }

@@ -89,11 +89,6 @@ impl Client {
         self.sessions.get(&session)?.version
     }
 
-    /// Requests of all sessions that RTRS has and has not ended, or that are to be given to it.
-    pub fn in_flight(&self) -> usize {
-        self.flights.iter().count()
-    }
-
     /// The state of a device; `None` when it is gone.
     pub fn state(&self, device: DeviceKey) -> Option<DeviceState> {
         self.devices.get(device.0).map(|d| d.state)

@@ -1,5 +1,7 @@
 //! What a server allows, and what it has done.
 
+use core::fmt;
+
 /// What a server allows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Limits {
@@ -17,6 +19,33 @@ impl Default for Limits {
             max_devices: 256,
             max_open: 1024,
         }
+    }
+}
+
+/// Counts the devices that are open, being opened or being closed: of a server, or of several together.
+pub trait Places: fmt::Debug + Send {
+    /// One more, if there is room.
+    fn take(&mut self) -> bool;
+    /// One less.
+    fn give_back(&mut self);
+}
+
+/// Those of one server.
+#[derive(Debug)]
+pub(super) struct OwnPlaces {
+    pub(super) taken: usize,
+    pub(super) most: usize,
+}
+
+impl Places for OwnPlaces {
+    fn take(&mut self) -> bool {
+        let room = self.taken < self.most;
+        self.taken += usize::from(room);
+        room
+    }
+
+    fn give_back(&mut self) {
+        self.taken = self.taken.saturating_sub(1);
     }
 }
 
@@ -41,4 +70,19 @@ pub struct ServerCounters {
     pub written_bytes: u64,
     /// Messages that were malformed or unexpected.
     pub malformed: u64,
+}
+
+impl ServerCounters {
+    /// Adds what another server has done.
+    pub fn add(&mut self, other: &Self) {
+        self.opens += other.opens;
+        self.refused += other.refused;
+        self.refused_limit += other.refused_limit;
+        self.open += other.open;
+        self.requests += other.requests;
+        self.failed += other.failed;
+        self.read_bytes += other.read_bytes;
+        self.written_bytes += other.written_bytes;
+        self.malformed += other.malformed;
+    }
 }

@@ -7,9 +7,11 @@ mod limits;
 mod logs;
 pub mod queue;
 mod request;
+pub mod schedule;
 #[expect(clippy::module_inception, reason = "the machine itself, beside its parts")]
 mod server;
 mod session;
+pub mod sync;
 
-pub use limits::{Limits, ServerCounters};
+pub use limits::{Limits, Places, ServerCounters};
 pub use server::Server;

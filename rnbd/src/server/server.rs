@@ -16,7 +16,7 @@ use super::{
     action::{Action, Identity, OpenRefused, Opened, Ticket},
     device::Device,
     disk::{DiskOp, IoTicket, StoreId},
-    limits::{Limits, ServerCounters},
+    limits::{Limits, OwnPlaces, Places, ServerCounters},
     logs::Logs,
     request::Io,
     session::{OpenRequest, Session},
@@ -70,6 +70,8 @@ impl Flight {
 #[derive(Debug)]
 pub struct Server {
     limits: Limits,
+    /// Of devices.
+    places: Box<dyn Places>,
     sessions: BTreeMap<SessionKey, Session>,
     /// Open devices, and those that are to be closed after their last request.
     devices: Slab<Device>,
@@ -83,8 +85,18 @@ pub struct Server {
 impl Server {
     /// A server without sessions.
     pub fn new(limits: Limits) -> Self {
+        let places = OwnPlaces {
+            taken: 0,
+            most: limits.max_open,
+        };
+        Self::with_places(limits, Box::new(places))
+    }
+
+    /// A server without sessions, which asks somebody else whether it may have one more device open.
+    pub fn with_places(limits: Limits, places: Box<dyn Places>) -> Self {
         Self {
             limits,
+            places,
             sessions: BTreeMap::new(),
             devices: Slab::default(),
             flights: Slab::default(),
@@ -331,7 +343,7 @@ impl Server {
         }
         let full = if session.open() >= self.limits.max_devices {
             Some(Errno::EMFILE)
-        } else if self.counters.open >= self.limits.max_open as u64 {
+        } else if !self.places.take() {
             Some(Errno::ENFILE)
         } else {
             None
@@ -369,7 +381,7 @@ impl Server {
             }
             Ok(opened) => self.enter(now, &open, mode, opened),
             Err(OpenRefused { errno, identity }) => {
-                self.counters.open -= 1;
+                self.left();
                 let twice = identity.is_some_and(|i| self.has_open(key, &i));
                 self.open_refused(now, &open, if twice { Errno::EEXIST } else { errno });
             }
@@ -446,6 +458,12 @@ impl Server {
         }
     }
 
+    /// A device is open no more.
+    fn left(&mut self) {
+        self.counters.open -= 1;
+        self.places.give_back();
+    }
+
     fn close_store(&mut self, store: StoreId, request: Option<RequestKey>) {
         let ticket = Ticket(self.jobs.insert(Job::Close(request)));
         self.actions.push_back(Action::Close { ticket, store });
@@ -456,7 +474,7 @@ impl Server {
         let Some(Job::Close(request)) = self.jobs.remove(ticket.0) else {
             return;
         };
-        self.counters.open -= 1;
+        self.left();
         if let Some(request) = request {
             self.answer(request, Ok(()));
         }

@@ -222,7 +222,7 @@ impl Group {
         drop(bind(addr, false)?);
         let first = bind(addr, true)?;
         let mut program = program();
-        sys::steer_group(first.as_fd(), &mut program).map_err(context("attaching the steering program"))?;
+        roce_net::steer_group(first.as_fd(), &mut program).map_err(context("attaching the steering program"))?;
         let mut sockets = vec![first];
         while sockets.len() < SLOTS {
             sockets.push(bind(addr, true)?);

@@ -15,20 +15,6 @@ pub(crate) fn set_int(fd: BorrowedFd<'_>, level: c_int, name: c_int, value: c_in
     check(rc)
 }
 
-/// Has the sockets of a reuseport group chosen by a classic BPF program: it sees the UDP payload and returns the index of
-/// a socket.
-pub(crate) fn steer_group(fd: BorrowedFd<'_>, program: &mut [libc::sock_filter]) -> io::Result<()> {
-    let program = libc::sock_fprog {
-        len: u16::try_from(program.len()).map_err(|_| io::ErrorKind::InvalidInput)?,
-        filter: program.as_mut_ptr(),
-    };
-    let len = size_of::<libc::sock_fprog>() as socklen_t;
-    let (level, name) = (libc::SOL_SOCKET, libc::SO_ATTACH_REUSEPORT_CBPF);
-    // SAFETY: `program` and the instructions that it points at (`len` of them) live for the call; the kernel copies them.
-    let rc = unsafe { libc::setsockopt(fd.as_raw_fd(), level, name, (&raw const program).cast::<c_void>(), len) };
-    check(rc)
-}
-
 /// Has the sockets of a reuseport group chosen by a program that was loaded.
 pub(crate) fn steer_group_by(fd: BorrowedFd<'_>, program: BorrowedFd<'_>) -> io::Result<()> {
     set_int(

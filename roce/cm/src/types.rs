@@ -241,14 +241,12 @@ pub struct ConnectArgs {
     pub start_psn: Psn,
     /// Path MTU.
     pub mtu: Mtu,
-    /// Private data (at most 56 bytes), depths and retries.
+    /// Private data (at most 56 bytes), depths, retries and type of service.
     pub params: ConnParams,
     /// Our queue pair honours end-to-end credits.
     pub flow_control: bool,
     /// Our queue pair uses a shared receive queue.
     pub srq: bool,
-    /// TOS or traffic class of the path.
-    pub traffic_class: u8,
     /// Port space of the listener.
     pub space: PortSpace,
     /// Transport of our queue pair.
@@ -256,7 +254,7 @@ pub struct ConnectArgs {
 }
 
 impl ConnectArgs {
-    /// RC in the TCP port space, default parameters, no flow control, no shared receive queue, traffic class 0.
+    /// RC in the TCP port space, default parameters, no flow control, no shared receive queue.
     pub fn new(local: SocketAddr, remote: SocketAddr, qpn: Qpn, start_psn: Psn, mtu: Mtu) -> Self {
         Self {
             local,
@@ -267,7 +265,6 @@ impl ConnectArgs {
             params: ConnParams::default(),
             flow_control: false,
             srq: false,
-            traffic_class: 0,
             space: PortSpace::Tcp,
             transport: ConnTransport::Rc,
         }
@@ -281,7 +278,7 @@ pub struct AcceptArgs {
     pub qpn: Qpn,
     /// The first PSN that we expect (our RQ PSN); the peer starts to send with it (IBA 12.7.31).
     pub start_psn: Psn,
-    /// Private data (at most 196 bytes), depths and RNR retries. Depths are cut to what the REQ offered.
+    /// Private data (at most 196 bytes), depths, RNR retries and type of service. Depths are cut to what the REQ offered.
     pub params: ConnParams,
     /// Our queue pair honours end-to-end credits.
     pub flow_control: bool,
@@ -643,6 +640,28 @@ impl Counters {
             .chain(by_kind("retried", self.retried))
             .chain(dropped.map(|(r, n)| (format!("cm_drop_{}", r.name()), n)))
             .chain(others.map(|(name, n)| (format!("cm_{name}"), n)))
+    }
+
+    /// Adds what another manager has counted.
+    pub fn add(&mut self, other: &Self) {
+        let tables = [
+            (&mut self.received[..], &other.received[..]),
+            (&mut self.sent[..], &other.sent[..]),
+            (&mut self.retried[..], &other.retried[..]),
+            (&mut self.dropped[..], &other.dropped[..]),
+        ];
+        for (ours, theirs) in tables {
+            ours.iter_mut().zip(theirs).for_each(|(a, b)| *a += b);
+        }
+        self.rejects_sent += other.rejects_sent;
+        self.stale += other.stale;
+        self.extended += other.extended;
+        self.timeouts += other.timeouts;
+        self.forgotten += other.forgotten;
+        self.displaced += other.displaced;
+        self.displaced_peer += other.displaced_peer;
+        self.expired += other.expired;
+        self.withheld += other.withheld;
     }
 
     pub(crate) fn count_received(&mut self, a: Attribute) {

@@ -193,7 +193,7 @@ fn params(depth: u8, retries: (u8, u8), private_data: &[u8]) -> ConnParams {
         initiator_depth: depth,
         retry_count: retries.0,
         rnr_retry_count: retries.1,
-        patience: None,
+        ..ConnParams::default()
     }
 }
 

@@ -5,12 +5,13 @@ use std::{
     sync::Arc,
 };
 
+use roce_bth::{Packet, Syndrome};
 use roce_local::{Fabric, FabricConfig, Ports, Usage};
 use roce_mem::{MemoryTable, Pages};
 use roce_port::{Port, PortConfig, RxMeta, TxBatch, TxConfig};
 use roce_verbs::{
-    AccessFlags, Completion, DeviceLimits, Instant, Mtu, Payload, QpCaps, RKey, RecvWr, RemoteAddr, SendFlags, SendOp,
-    SendWr, Sge, WcStatus,
+    AccessFlags, Completion, DeviceLimits, Instant, Mtu, Payload, QpCaps, RKey, RecvWr, RemoteAddr, RnrTimer,
+    SendFlags, SendOp, SendWr, Sge, WcStatus,
     provider::{
         CmKind, CmRef, ConnParams, CqId, DeviceIx, Event, GrantOf, Granted, KeyId, KeyKind, MrInfo, PdId, Provider,
         QpId, QpSpec, Registration, RejectReason, Revoked, VerbsError,
@@ -54,6 +55,8 @@ fn ip(last: u8) -> IpAddr {
 struct Host {
     fabric: Fabric<Set>,
     batch: TxBatch,
+    /// What has left, with its type of service.
+    sent: Vec<(u8, Vec<u8>)>,
     pages: Arc<Pages>,
     pd: PdId,
     cq: CqId,
@@ -92,6 +95,7 @@ impl Host {
         Self {
             fabric,
             batch: TxBatch::new(TxConfig::default()),
+            sent: Vec::new(),
             pages,
             pd,
             cq,
@@ -164,6 +168,8 @@ fn carry(from: &mut Host, to: &mut Host) -> bool {
             let more = from.fabric.ports().port(i).poll_transmit(now, &mut from.batch);
             for train in from.batch.trains() {
                 moved = true;
+                from.sent
+                    .extend(train.packets().map(|packet| (train.tos, packet.to_vec())));
                 let meta = RxMeta {
                     segment_len: train.segment_len,
                     ..RxMeta::new(train.remote.ip(), SocketAddr::new(train.local, train.src_port))
@@ -183,6 +189,16 @@ fn carry(from: &mut Host, to: &mut Host) -> bool {
 
 /// A connection, and its ends.
 fn connect(a: &mut Host, b: &mut Host, to: u8) -> ((CmRef, QpId), (CmRef, QpId, CmRef)) {
+    connect_with(a, b, to, ConnParams::default(), &ConnParams::default())
+}
+
+fn connect_with(
+    a: &mut Host,
+    b: &mut Host,
+    to: u8,
+    asks: ConnParams,
+    accepts: &ConnParams,
+) -> ((CmRef, QpId), (CmRef, QpId, CmRef)) {
     let listener = b.fabric.cm_listen(SocketAddr::new(ip(to), SERVICE), 4).unwrap();
     let id = a.fabric.cm_resolve(None, SocketAddr::new(ip(to), SERVICE)).unwrap();
     assert!(
@@ -191,7 +207,7 @@ fn connect(a: &mut Host, b: &mut Host, to: u8) -> ((CmRef, QpId), (CmRef, QpId, 
     let qp = a.qp();
     let params = ConnParams {
         private_data: b"who".to_vec(),
-        ..ConnParams::default()
+        ..asks
     };
     a.fabric.cm_connect(id, qp, &params).unwrap();
     settle(a, b);
@@ -212,7 +228,7 @@ fn connect(a: &mut Host, b: &mut Host, to: u8) -> ((CmRef, QpId), (CmRef, QpId, 
     };
     assert_eq!((*at, &private_data[..3]), (listener, &b"who"[..]));
     let their_qp = b.qp();
-    b.fabric.cm_accept(*theirs, their_qp, &ConnParams::default()).unwrap();
+    b.fabric.cm_accept(*theirs, their_qp, accepts).unwrap();
     settle(a, b);
     for (host, id) in [(&mut *a, id), (&mut *b, *theirs)] {
         let told = host.events();
@@ -287,6 +303,67 @@ fn connected_written_drained_and_all_given_back() {
             host.fabric.post_recv(qp, &[]),
             Err((0, roce_verbs::wr::PostError::NoQueuePair))
         ));
+    }
+}
+
+/// Types of service of what a host has sent on a connection since it was asked last, and its RNR NAKs.
+fn told(host: &mut Host) -> (Vec<u8>, Vec<RnrTimer>) {
+    let (mut tos, mut timers) = (Vec::new(), Vec::new());
+    for (of, bytes) in host.sent.drain(..) {
+        let header = Packet::parse(&bytes).unwrap().header;
+        // The connection manager's own are another queue pair's.
+        if header.bth.dest_qp.value() > 1 {
+            tos.push(of);
+        }
+        if let Some(Syndrome::Rnr(timer)) = header.aeth.map(|a| a.syndrome) {
+            timers.push(timer);
+        }
+    }
+    (tos, timers)
+}
+
+#[test]
+fn a_connection_has_its_type_of_service_and_its_rnr_timer() {
+    let ask = |tos, timer: Option<u8>| ConnParams {
+        tos,
+        min_rnr_timer: timer.map(RnrTimer::new),
+        ..ConnParams::default()
+    };
+    let usual = PortConfig::new(vec![ip(1)], Mtu::B1024, 1).min_rnr_timer.code();
+    // What A asks for, what B accepts with; the type of service of each one's packets, and the timer of their NAKs.
+    for (asks, accepts, tos, timers) in [
+        (ask(None, None), ask(None, None), (0, 0), (usual, usual)),
+        (ask(Some(0x68), Some(3)), ask(None, Some(9)), (0x68, 0x68), (3, 9)),
+        (
+            ask(Some(0x68), None),
+            ask(Some(0xb8), None),
+            (0x68, 0xb8),
+            (usual, usual),
+        ),
+        (ask(None, None), ask(Some(0xb8), Some(1)), (0, 0xb8), (usual, 1)),
+    ] {
+        let (mut a, mut b) = (
+            Host::new(&[1], FabricConfig::default()),
+            Host::new(&[2], FabricConfig::default()),
+        );
+        let what = format!("{asks:?}, {accepts:?}");
+        let ((_, qp), (_, their_qp, _)) = connect_with(&mut a, &mut b, 2, asks, &accepts);
+        told(&mut a);
+        told(&mut b);
+        let nobody_receives = SendWr {
+            wr_id: 1,
+            op: SendOp::Send,
+            flags: SendFlags::SIGNALED,
+            payload: Payload::Inline(b"hello"),
+        };
+        a.fabric.post_send(qp, &[nobody_receives]).unwrap();
+        settle(&mut a, &mut b);
+        let (ours, (theirs, naks)) = (told(&mut a).0, told(&mut b));
+        assert_eq!((ours, theirs), (vec![tos.0], vec![tos.1]), "{what}");
+        assert_eq!(naks, [RnrTimer::new(timers.1)], "{what}");
+        b.fabric.post_send(their_qp, &[nobody_receives]).unwrap();
+        settle(&mut a, &mut b);
+        assert_eq!(told(&mut a), (vec![tos.0], vec![RnrTimer::new(timers.0)]), "{what}");
     }
 }
 

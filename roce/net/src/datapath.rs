@@ -119,6 +119,26 @@ pub struct DatapathCounters {
     pub rx_buffer_drops: u64,
 }
 
+impl DatapathCounters {
+    /// Adds what another datapath has counted.
+    pub fn add(&mut self, other: &Self) {
+        self.tx_calls += other.tx_calls;
+        self.tx_bursts += other.tx_bursts;
+        self.tx_unsegmented += other.tx_unsegmented;
+        self.tx_blocked += other.tx_blocked;
+        self.tx_too_long += other.tx_too_long;
+        self.tx_no_buffers += other.tx_no_buffers;
+        self.tx_unreachable += other.tx_unreachable;
+        self.tx_forbidden += other.tx_forbidden;
+        self.tx_errors += other.tx_errors;
+        self.rx_calls += other.rx_calls;
+        self.rx_datagrams += other.rx_datagrams;
+        self.rx_malformed += other.rx_malformed;
+        self.rx_errors += other.rx_errors;
+        self.rx_buffer_drops += other.rx_buffer_drops;
+    }
+}
+
 /// Moves sealed packets. One thread at a time drives it, under the port's lock. None of the methods waits.
 pub trait Datapath: Send {
     /// What it can do.

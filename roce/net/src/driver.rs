@@ -33,7 +33,7 @@ use crate::{
     datapath::{Datapath, DatapathCounters},
     engine::{Engine, EventSink},
     links::LinkWatch,
-    motor::{Motor, OwnNumbers, Tap},
+    motor::{Motor, Own, Tap},
     sys,
     wake::{TOKEN_LINKS, TOKEN_TIMER, Wake},
 };
@@ -223,7 +223,7 @@ impl Driver {
         if let (Some(poll), Some(links)) = (&poll, &links) {
             Wake::also(poll, links.as_fd())?;
         }
-        let motor = Motor::new(path, tap, config.batch_bytes, config.own.map(OwnNumbers));
+        let motor = Motor::new(path, tap, config.batch_bytes, config.own.map(Own::Process));
         let engine = Engine::new(port, motor, sink.clone(), wake.clone());
         let shared = Arc::new(Shared {
             engine: Mutex::new(engine),

@@ -14,6 +14,7 @@ pub mod iface;
 pub mod links;
 mod local;
 mod motor;
+mod steer;
 mod sys;
 mod udp;
 mod wake;
@@ -23,6 +24,7 @@ pub use datapath::{Burst, Capabilities, DEFAULT_HOP_LIMIT, Datagram, Datapath, D
 pub use driver::{Closed, Driver, DriverConfig, TAKEOVER};
 pub use engine::EventSink;
 pub use local::{LocalConfig, LocalDriver};
-pub use motor::{Flush, Tap};
+pub use motor::{Flush, Own, Tap};
+pub use steer::steer_group;
 pub use sys::{EventFd, Thread, start_thread, udp_socket, wait_readable};
 pub use udp::{OpenError, OpenSockets, UdpConfig, UdpDatapath};

@@ -2,12 +2,12 @@
 
 use std::{io, net::IpAddr, os::fd::BorrowedFd};
 
-use roce_port::{Port, PortCounters, QpnRange, RxMeta};
+use roce_port::{Port, PortCounters, RxMeta};
 use roce_verbs::Instant;
 
 use crate::{
     datapath::{Datapath, DatapathCounters},
-    motor::{Flush, Motor, OwnNumbers, Tap},
+    motor::{Flush, Motor, Own, Tap},
 };
 
 /// How a [`LocalDriver`] works.
@@ -17,8 +17,8 @@ pub struct LocalConfig {
     pub batch_bytes: usize,
     /// Sees all packets.
     pub tap: Option<Box<dyn Tap>>,
-    /// Our queue pair numbers, when others share the address: packets to others are strays.
-    pub own: Option<QpnRange>,
+    /// Which packets are ours, when others share the address: those of others are strays.
+    pub own: Option<Own>,
 }
 
 /// A port and its datapath, without a lock or a thread: the loop that owns it receives, runs timers and sends. Nothing is
@@ -47,7 +47,7 @@ impl LocalDriver {
             0 => 256 << 10,
             bytes => bytes,
         };
-        let motor = Motor::new(path, config.tap, batch, config.own.map(OwnNumbers));
+        let motor = Motor::new(path, config.tap, batch, config.own);
         Self { port, motor }
     }
 
@@ -56,7 +56,8 @@ impl LocalDriver {
         &mut self.port
     }
 
-    /// Receives about `budget` packets. Those of other processes that share the address go to `stray`. True: more is waiting.
+    /// Receives about `budget` packets. Those of others who share the address go to `stray`; to that of a first shard
+    /// ([`Own::Shard`]) all management datagrams do. True: more is waiting.
     pub fn receive(&mut self, now: Instant, budget: usize, stray: &dyn Fn(&RxMeta, &[u8])) -> bool {
         self.motor.receive(&mut self.port, now, budget, stray)
     }
@@ -64,6 +65,11 @@ impl LocalDriver {
     /// Takes a datagram that reached the host by another socket as if the network had brought it. All checks are made.
     pub fn inject(&mut self, now: Instant, datagram: &[u8], meta: &RxMeta) {
         self.motor.take_datagram(&mut self.port, now, datagram, meta);
+    }
+
+    /// Takes a datagram that another loop of this address has received and handed over. All checks are made.
+    pub fn handed_over(&mut self, now: Instant, datagram: &[u8], meta: &RxMeta) {
+        self.port.handle_datagram(now, meta, datagram);
     }
 
     /// Runs timers that are due, unless packets wait (`more`) that could be what they wait for.

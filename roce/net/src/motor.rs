@@ -4,7 +4,7 @@
 use std::net::SocketAddr;
 
 use roce_bth::{Qpn, ROCE_UDP_PORT};
-use roce_port::{Port, QpnRange, RxMeta, Train, TxBatch, TxConfig};
+use roce_port::{Port, QpnRange, RxMeta, Steering, Train, TxBatch, TxConfig};
 use roce_verbs::Instant;
 
 use crate::datapath::{Burst, Datagram, Datapath};
@@ -35,19 +35,42 @@ impl<'a> From<Train<'a>> for Burst<'a> {
     }
 }
 
-/// The queue pair numbers of this process, when others share the address. The kernel gives a packet to the right process
-/// by its number; but several that it has merged, of one sender, go where the first one goes.
+/// Which packets to a shared address are for this port. The kernel gives a packet to the right socket by its queue pair
+/// number; but several that it has merged, of one sender, go where the first one goes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct OwnNumbers(pub(crate) QpnRange);
+pub enum Own {
+    /// Those to these numbers: others are other processes'. Those to QP1 are too: the broker knows whose, and forwards them.
+    Process(QpnRange),
+    /// Those to the numbers of this shard: others are other loops'. The first shard gets management datagrams, and says whose
+    /// each of them is.
+    Shard(Steering, usize),
+}
 
-impl OwnNumbers {
-    /// Whether a packet is another process's. Those for QP1 are too: the broker knows whose, and forwards them.
-    fn is_stray(&self, packet: &[u8]) -> bool {
+/// Whose a packet is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Whose {
+    Ours,
+    /// To be told by what is in it.
+    Unknown,
+    /// Another's, whose socket it should have come to.
+    Astray,
+}
+
+impl Own {
+    fn whose(&self, packet: &[u8]) -> Whose {
         let Some([_, _, _, _, _, a, b, c]) = packet.first_chunk() else {
-            return false;
+            return Whose::Ours;
         };
-        let qpn = u32::from_be_bytes([0, *a, *b, *c]);
-        qpn != Qpn::MULTICAST.value() && !(self.0.first..=self.0.last).contains(&qpn)
+        let qpn = Qpn::new(u32::from_be_bytes([0, *a, *b, *c]));
+        let ours = match self {
+            Self::Process(range) => qpn == Qpn::MULTICAST || (range.first..=range.last).contains(&qpn.value()),
+            Self::Shard(_, 0) if qpn == Qpn::GSI => return Whose::Unknown,
+            Self::Shard(steering, shard) => steering.of_qpn(qpn) == *shard,
+        };
+        match ours {
+            true => Whose::Ours,
+            false => Whose::Astray,
+        }
     }
 }
 
@@ -71,7 +94,7 @@ pub(crate) struct Motor {
     /// Times in a row that packets waited while a timer was due.
     deferred: u32,
     tap: Option<Box<dyn Tap>>,
-    own: Option<OwnNumbers>,
+    own: Option<Own>,
 }
 
 fn packets<'a>(d: &Datagram<'a>) -> impl Iterator<Item = &'a [u8]> + use<'a> {
@@ -84,7 +107,7 @@ impl Motor {
         path: Box<dyn Datapath>,
         tap: Option<Box<dyn Tap>>,
         batch_bytes: usize,
-        own: Option<OwnNumbers>,
+        own: Option<Own>,
     ) -> Self {
         let caps = path.capabilities();
         let batch = TxBatch::new(TxConfig {
@@ -103,7 +126,8 @@ impl Motor {
         }
     }
 
-    /// Receives about `budget` packets. Those of other processes that share the address go to `stray`. True: more is waiting.
+    /// Receives about `budget` packets. Those of others who share the address go to `stray`, and so do management datagrams of
+    /// which is to be told whose they are. True: more is waiting.
     pub(crate) fn receive(
         &mut self,
         port: &mut Port,
@@ -125,14 +149,17 @@ impl Motor {
                 hop_limit: d.hop_limit,
             };
             match own {
-                Some(own) if packets(d).any(|p| own.is_stray(p)) => {
+                Some(own) if packets(d).any(|p| own.whose(p) != Whose::Ours) => {
                     for packet in packets(d) {
                         let meta = RxMeta { segment_len: 0, ..meta };
-                        if own.is_stray(packet) {
-                            port.count_stray(packet);
-                            stray(&meta, packet);
-                        } else {
-                            port.handle_datagram(now, &meta, packet);
+                        match (own.whose(packet), own) {
+                            (Whose::Ours, _) => port.handle_datagram(now, &meta, packet),
+                            (Whose::Astray, Own::Process(_)) => {
+                                port.count_stray(packet);
+                                stray(&meta, packet);
+                            }
+                            // They are counted by whom they concern, or when they are lost.
+                            (Whose::Unknown | Whose::Astray, _) => stray(&meta, packet),
                         }
                     }
                 }
@@ -239,26 +266,48 @@ fn tap_datagram(tap: &mut dyn Tap, d: &Datagram<'_>) {
 mod tests {
     use super::*;
 
+    fn packet(qpn: u32) -> [u8; 16] {
+        let mut bytes = [0; 16];
+        bytes[5..8].copy_from_slice(&qpn.to_be_bytes()[1..]);
+        bytes
+    }
+
     #[test]
     fn packets_for_other_processes_are_told_by_their_number() {
-        let own = OwnNumbers(QpnRange {
+        let own = Own::Process(QpnRange {
             first: 0x02_0000,
             last: 0x02_1fff,
         });
-        let packet = |qpn: u32| {
-            let mut bytes = [0; 16];
-            bytes[5..8].copy_from_slice(&qpn.to_be_bytes()[1..]);
-            bytes
-        };
-        for (qpn, stray) in [
-            (0x02_0000, false),
-            (0x02_1fff, false),
-            (0x02_2000, true),
-            (1, true),
-            (0xff_ffff, false),
+        for (qpn, whose) in [
+            (0x02_0000, Whose::Ours),
+            (0x02_1fff, Whose::Ours),
+            (0x02_2000, Whose::Astray),
+            (1, Whose::Astray),
+            (0xff_ffff, Whose::Ours),
         ] {
-            assert_eq!(own.is_stray(&packet(qpn)), stray, "{qpn:#x}");
+            assert_eq!(own.whose(&packet(qpn)), whose, "{qpn:#x}");
         }
-        assert!(!own.is_stray(&[0; 7]), "too short to be anybody's");
+        assert_eq!(own.whose(&[0; 7]), Whose::Ours, "too short to be anybody's");
+    }
+
+    #[test]
+    fn packets_for_other_loops_are_told_by_their_number() {
+        let steering = Steering::new(3).unwrap();
+        let [first, second, third] = [0, 1, 2].map(|shard| Own::Shard(steering, shard));
+        for (qpn, whose) in [
+            (0x00_0002, [Whose::Ours, Whose::Astray, Whose::Astray]),
+            (0x7f_ffff, [Whose::Astray, Whose::Ours, Whose::Astray]),
+            (0x80_0000, [Whose::Astray, Whose::Astray, Whose::Ours]),
+            // Nobody's, QP1, multicast.
+            (0xc0_0000, [Whose::Ours, Whose::Astray, Whose::Astray]),
+            (1, [Whose::Unknown, Whose::Astray, Whose::Astray]),
+            (0xff_ffff, [Whose::Ours, Whose::Astray, Whose::Astray]),
+        ] {
+            assert_eq!(
+                [first, second, third].map(|own| own.whose(&packet(qpn))),
+                whose,
+                "{qpn:#x}"
+            );
+        }
     }
 }

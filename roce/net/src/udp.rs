@@ -13,12 +13,13 @@ use std::{
 
 use roce_bth::ROCE_UDP_PORT;
 use roce_icrc::Flow;
+use roce_port::Steering;
 use socket2::{Socket, Type};
 
 use crate::{
     datapath::{Burst, Capabilities, DEFAULT_HOP_LIMIT, Datagram, Datapath, DatapathCounters, Received, Sent},
     group::Groups,
-    holder, iface,
+    holder, iface, steer,
     sys::{self, Origin, RecvRing, SendQueue},
 };
 
@@ -105,7 +106,7 @@ pub enum OpenError {
     },
 }
 
-fn context(context: &'static str) -> impl Fn(io::Error) -> OpenError {
+pub(crate) fn context(context: &'static str) -> impl Fn(io::Error) -> OpenError {
     move |source| OpenError::Io { context, source }
 }
 
@@ -189,6 +190,24 @@ impl UdpDatapath {
         let mut this = Self::with_families(&config, families)?;
         this._held = sockets.held.clone();
         Ok(this)
+    }
+
+    /// Binds the sockets of several loops that share an address, one datapath for each; the kernel steers packets to them by
+    /// queue pair number. Each has senders of its own.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_shards(config: &UdpConfig, steering: Steering) -> Result<Vec<Self>, OpenError> {
+        let shards = steer::open_groups(config, steering)?.into_iter().map(|shard| {
+            let (mut families, mut ports) = (vec![], vec![]);
+            for (addr, socket) in shard.sockets {
+                families.push(Family::of(config, socket, addr, &mut ports)?);
+            }
+            let mut this = Self::with_families(config, families)?;
+            this._held = shard.held;
+            Ok(this)
+        });
+        shards.collect()
     }
 
     fn with_families(config: &UdpConfig, families: Vec<Family>) -> Result<Self, OpenError> {
@@ -449,7 +468,7 @@ impl Receiver<'_> {
 }
 
 /// The addresses to bind for a device address: `::` stands for both IP versions.
-fn family_addresses(addr: IpAddr) -> Vec<IpAddr> {
+pub(crate) fn family_addresses(addr: IpAddr) -> Vec<IpAddr> {
     match addr.to_canonical() {
         IpAddr::V6(a) if a.is_unspecified() => vec![Ipv4Addr::UNSPECIFIED.into(), Ipv6Addr::UNSPECIFIED.into()],
         other => vec![other],
@@ -459,16 +478,7 @@ fn family_addresses(addr: IpAddr) -> Vec<IpAddr> {
 impl Family {
     fn open(config: &UdpConfig, addr: IpAddr, ports: &mut Vec<u16>) -> Result<Self, OpenError> {
         let main = new_socket(addr)?;
-        main.bind(&iface::scoped(addr, config.port).into())
-            .map_err(|e| match e.kind() {
-                io::ErrorKind::AddrInUse => OpenError::PortTaken {
-                    addr,
-                    port: config.port,
-                    holder: holder::explain(addr, config.port),
-                },
-                io::ErrorKind::AddrNotAvailable => OpenError::NotLocal(addr),
-                _ => context("binding a UDP socket")(e),
-            })?;
+        bind_receiver(&main, config, addr)?;
         Self::of(config, main, addr, ports)
     }
 
@@ -511,6 +521,20 @@ impl Family {
             v4: addr.is_ipv4(),
         })
     }
+}
+
+/// Binds a socket to the RoCE port.
+pub(crate) fn bind_receiver(socket: &Socket, config: &UdpConfig, addr: IpAddr) -> Result<(), OpenError> {
+    let bound = socket.bind(&iface::scoped(addr, config.port).into());
+    bound.map_err(|e| match e.kind() {
+        io::ErrorKind::AddrInUse => OpenError::PortTaken {
+            addr,
+            port: config.port,
+            holder: holder::explain(addr, config.port),
+        },
+        io::ErrorKind::AddrNotAvailable => OpenError::NotLocal(addr),
+        _ => context("binding a UDP socket")(e),
+    })
 }
 
 /// A socket with everything set that both kinds need.

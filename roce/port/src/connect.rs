@@ -2,7 +2,7 @@
 
 use core::net::{IpAddr, SocketAddr};
 
-use roce_bth::{Psn, Qpn};
+use roce_bth::{Psn, Qpn, RnrTimer};
 use roce_cm::{AcceptArgs, CmError, ConnChange, ConnId, ConnTransport, ConnectArgs, Event, ListenId, RemoteQp};
 use roce_verbs::{
     AccessFlags, Instant, QpAttr, QpState, QpType, ToRts,
@@ -106,8 +106,16 @@ impl PortCmEvent {
 pub(crate) struct Conn {
     /// Its queue pair, once it has one and as long as that lives.
     pub(crate) qpn: Option<Qpn>,
-    /// The first PSN that its queue pair expects.
+    /// What its queue pair is brought up with.
+    ours: Ours,
+}
+
+/// Our side's part in bringing a queue pair up.
+#[derive(Clone, Copy, Debug, Default)]
+struct Ours {
+    /// The first PSN that it expects.
     rq_psn: Psn,
+    min_rnr_timer: RnrTimer,
 }
 
 pub(crate) fn cm_error(e: CmError) -> VerbsError {
@@ -156,7 +164,7 @@ impl Port {
         let (transport, srq) = self.check_free(qpn, QpType::XrcIni)?;
         let av = self.check_av(&roce_verbs::AddressVector::new(local.ip(), remote.ip()))?;
         self.init_qp(now, qpn)?;
-        let rq_psn = self.draw_psn();
+        let ours = self.ours(&params);
         let args = ConnectArgs {
             params,
             srq,
@@ -165,12 +173,12 @@ impl Port {
                 SocketAddr::new(av.local, local.port()),
                 SocketAddr::new(av.remote, remote.port()),
                 qpn,
-                rq_psn,
+                ours.rq_psn,
                 self.config.mtus.of(av.local),
             )
         };
         let conn = self.cm.connect(now, &args).map_err(cm_error)?;
-        self.bind(conn, qpn, rq_psn);
+        self.bind(conn, qpn, ours);
         Ok(conn)
     }
 
@@ -190,11 +198,11 @@ impl Port {
                 path.transport
             )));
         }
-        let rq_psn = self.draw_psn();
-        let raised = self.raise(now, qpn, &path, rq_psn).and_then(|()| {
+        let ours = self.ours(&params);
+        let raised = self.raise(now, qpn, &path, ours).and_then(|()| {
             let args = AcceptArgs {
                 srq,
-                ..AcceptArgs::new(qpn, rq_psn, params)
+                ..AcceptArgs::new(qpn, ours.rq_psn, params)
             };
             self.cm.accept(now, conn, &args).map_err(cm_error)
         });
@@ -202,7 +210,7 @@ impl Port {
             self.fail_qp(now, qpn);
             return Err(e);
         }
-        self.bind(conn, qpn, rq_psn);
+        self.bind(conn, qpn, ours);
         if let Some(slot) = self.qpns.get(qpn) {
             self.qps[slot].half_open = true;
         }
@@ -357,9 +365,9 @@ impl Port {
 
     /// The peer accepted: the queue pair goes to RTS, then the RTU may leave.
     fn on_reply(&mut self, now: Instant, conn: ConnId, path: &RemoteQp) -> Result<(), VerbsError> {
-        let known = self.conns.get(&conn).and_then(|c| Some((c.qpn?, c.rq_psn)));
+        let known = self.conns.get(&conn).and_then(|c| Some((c.qpn?, c.ours)));
         let raised = match known {
-            Some((qpn, rq_psn)) => self.raise(now, qpn, path, rq_psn),
+            Some((qpn, ours)) => self.raise(now, qpn, path, ours),
             None => Err(VerbsError::State("its queue pair is gone".into())),
         };
         match raised {
@@ -402,23 +410,20 @@ impl Port {
         }
     }
 
-    fn bind(&mut self, conn: ConnId, qpn: Qpn, rq_psn: Psn) {
+    fn bind(&mut self, conn: ConnId, qpn: Qpn, ours: Ours) {
         let qpn_of_conn = Some(qpn);
-        self.conns.insert(
-            conn,
-            Conn {
-                qpn: qpn_of_conn,
-                rq_psn,
-            },
-        );
+        self.conns.insert(conn, Conn { qpn: qpn_of_conn, ours });
         if let Some(slot) = self.qpns.get(qpn) {
             self.qps[slot].conn = Some(conn);
         }
     }
 
-    fn draw_psn(&mut self) -> Psn {
+    fn ours(&mut self, params: &ConnParams) -> Ours {
         use rand::Rng;
-        Psn::new(self.rng.random())
+        Ours {
+            rq_psn: Psn::new(self.rng.random()),
+            min_rnr_timer: params.min_rnr_timer.unwrap_or(self.config.min_rnr_timer),
+        }
     }
 
     /// RESET to INIT, with the rights that rdma_cm gives (`cm_init_qp_init_attr`). In INIT already: left alone.
@@ -437,15 +442,15 @@ impl Port {
     }
 
     /// Brings a queue pair to RTS (`cm_init_qp_rtr_attr`, `cm_init_qp_rts_attr`).
-    fn raise(&mut self, now: Instant, qpn: Qpn, path: &RemoteQp, rq_psn: Psn) -> Result<(), VerbsError> {
+    fn raise(&mut self, now: Instant, qpn: Qpn, path: &RemoteQp, ours: Ours) -> Result<(), VerbsError> {
         self.init_qp(now, qpn)?;
         let qp_type = self.qps[self.slot(qpn)?].qp.config().qp_type;
         let way = ToRts {
-            rq_psn,
+            rq_psn: ours.rq_psn,
             sq_psn: path.sq_psn,
             max_dest_rd_atomic: path.responder_resources,
             max_rd_atomic: path.initiator_depth,
-            min_rnr_timer: self.config.min_rnr_timer,
+            min_rnr_timer: ours.min_rnr_timer,
             timeout: path.timeout,
             retry_cnt: path.retry_cnt,
             rnr_retry: path.rnr_retry,

@@ -26,6 +26,12 @@ macro_rules! port_counters {
                 u16::try_from(self.drop_qkey + self.transport.qkey_violations).unwrap_or(u16::MAX)
             }
 
+            /// Adds what another port has counted.
+            pub fn add(&mut self, other: &Self) {
+                self.transport.add(&other.transport);
+                self.cm.add(&other.cm);
+                $( self.$name += other.$name; )*
+            }
 
             /// The port's own counters (without `transport` and `cm`) by name.
             pub fn named(&self) -> impl Iterator<Item = (&'static str, u64)> {
@@ -56,8 +62,10 @@ port_counters! {
     np_ecn_marked_roce_packets,
     /// Congestion notification packets received.
     rp_cnp_handled,
-    /// For another process that shares the address: packets that the kernel had merged behind ours.
+    /// For another process or loop that shares the address: packets that the kernel had merged behind ours.
     handed_over,
+    /// Dropped: for another loop that shares the address, for which too much waits already.
+    drop_handed_over,
     /// Dropped: too short, or headers cut off.
     drop_truncated,
     /// Dropped: opcode not in the table.

@@ -21,6 +21,7 @@ mod port;
 mod qpn;
 mod raw;
 mod rx;
+mod steering;
 mod timers;
 mod tx;
 
@@ -36,3 +37,4 @@ pub use roce_cm::{
     cma::{PortSpace, ServiceId},
 };
 pub use rx::RxMeta;
+pub use steering::Steering;

@@ -54,7 +54,7 @@ impl Default for QpnRange {
     }
 }
 
-/// The part of all numbers that belongs to one process of several behind one address: those whose top bits are its
+/// The part of all numbers that belongs to one process or loop of several behind one address: those whose top bits are its
 /// slot. Packets and management datagrams show by their numbers which process they are for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct QpnSlot {

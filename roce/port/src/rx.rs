@@ -127,6 +127,18 @@ impl Port {
         self.counters.handed_over += 1;
     }
 
+    /// Packets that came to this shard are others': they are handed over, and counted as received there.
+    pub fn count_handed_over(&mut self, packets: u64) {
+        self.counters.handed_over += packets;
+    }
+
+    /// A packet of `len` bytes that came to this shard is another's, for which too much waits already.
+    pub fn count_lost(&mut self, len: usize) {
+        self.counters.rx_packets += 1;
+        self.counters.rx_bytes += len as u64;
+        self.counters.drop_handed_over += 1;
+    }
+
     fn handle_packet(&mut self, now: Instant, source: &Source, index: u16, bytes: &[u8]) {
         let packet = match Packet::parse(bytes) {
             Ok(packet) => packet,

@@ -1,61 +1,76 @@
 //! Counters of a port's queue pairs.
 
-/// What happened, counted; the names are rdma_rxe's where it has them (`rxe_hw_counters.c`).
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Counters {
+macro_rules! counters {
+    ($( $(#[$doc:meta])* $name:ident, )*) => {
+        /// What happened, counted; the names are rdma_rxe's where it has them (`rxe_hw_counters.c`).
+        #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+        pub struct Counters {
+            $( $(#[$doc])* pub $name: u64, )*
+        }
+
+        impl Counters {
+            /// Adds what another port's queue pairs have counted.
+            pub fn add(&mut self, other: &Self) {
+                $( self.$name += other.$name; )*
+            }
+        }
+    };
+}
+
+counters! {
     /// Requests that had been received before.
-    pub duplicate_request: u64,
+    duplicate_request,
     /// Requests beyond a gap in the PSNs.
-    pub out_of_seq_request: u64,
+    out_of_seq_request,
     /// RNR NAKs received.
-    pub rcvd_rnr_err: u64,
+    rcvd_rnr_err,
     /// RNR NAKs sent.
-    pub send_rnr_err: u64,
+    send_rnr_err,
     /// Sequence error NAKs received.
-    pub rcvd_seq_err: u64,
+    rcvd_seq_err,
     /// Acknowledgements that one later acknowledgement stood for.
-    pub ack_deferred: u64,
+    ack_deferred,
     /// Work requests that failed because retries ran out.
-    pub retry_exceeded_err: u64,
+    retry_exceeded_err,
     /// Work requests that failed because RNR retries ran out.
-    pub retry_rnr_exceeded_err: u64,
+    retry_rnr_exceeded_err,
     /// Times the requester went back to retransmit.
-    pub completer_retry_err: u64,
+    completer_retry_err,
     /// Packets that could not be built because memory was gone.
-    pub send_err: u64,
+    send_err,
     /// SENDs completed.
-    pub rdma_sends: u64,
+    rdma_sends,
     /// Receives completed.
-    pub rdma_recvs: u64,
+    rdma_recvs,
     /// Packets sent again.
-    pub retransmits: u64,
+    retransmits,
     /// Silences so long that everything in flight was taken for lost.
-    pub timeouts: u64,
+    timeouts,
     /// Timeouts after which an acknowledgement of the first transmission came.
-    pub spurious_timeouts: u64,
+    spurious_timeouts,
     /// Newest packets sent once more after a silence, to learn whether something was lost.
-    pub tail_probes: u64,
+    tail_probes,
     /// NAKs sent for any other reason than a gap or a missing receive.
-    pub naks_sent: u64,
+    naks_sent,
     /// NAKs received for any other reason than a gap or a missing receive.
-    pub naks_received: u64,
+    naks_received,
     /// Packets dropped because the queue pair's state does not take them.
-    pub dropped_state: u64,
+    dropped_state,
     /// Acknowledgements and responses that fit nothing outstanding.
-    pub dropped_responses: u64,
+    dropped_responses,
     /// Requests dropped: behind a gap that was reported already or is too large to be one, or duplicates that can't be
     /// answered.
-    pub dropped_requests: u64,
+    dropped_requests,
     /// Packets of an operation or service that the queue pair does not do.
-    pub dropped_opcode: u64,
+    dropped_opcode,
     /// Datagrams with a queue key other than the queue pair's.
-    pub qkey_violations: u64,
+    qkey_violations,
     /// Datagrams and messages of unreliable connections that found no receive work request.
-    pub dropped_no_receive: u64,
+    dropped_no_receive,
     /// Datagrams that were longer than their receive work request, or than the port's MTU.
-    pub dropped_length: u64,
+    dropped_length,
     /// Messages of unreliable connections that were broken off, or refused without a word.
-    pub dropped_messages: u64,
+    dropped_messages,
     /// Completion queue overflows.
-    pub cq_overflow: u64,
+    cq_overflow,
 }

@@ -478,13 +478,12 @@ impl QueuePair {
 
     /// Sends what may be sent, up to a budget that keeps one queue pair from starving the others.
     pub fn poll_transmit(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Poll {
-        if self.transmit_ack(tx, false) == Step::Full || self.transmit_probe(ctx, tx) == Step::Full {
+        if self.transmit_ack(tx) == Step::Full || self.transmit_probe(ctx, tx) == Step::Full {
             return Poll::More;
         }
         let mut budget = TURN;
         let mut blocked = false;
         let (mut replies, mut requests) = (true, true);
-        let mut asked = false;
         while replies || requests {
             if replies {
                 match self.run(&mut budget, |qp| qp.transmit_reply(ctx, tx)) {
@@ -494,11 +493,15 @@ impl QueuePair {
             }
             if requests {
                 let before = budget;
-                match self.run(&mut budget, |qp| qp.transmit_request(ctx, tx)) {
+                let step = self.run(&mut budget, |qp| qp.transmit_request(ctx, tx));
+                if budget < before {
+                    // An acknowledgement that has waited for a request follows it: the peer is woken by what it has to work on.
+                    self.resp.replies.held_until = None;
+                }
+                match step {
                     Step::Full => return Poll::More,
                     step => {
                         requests = step == Step::Sent;
-                        asked |= budget < before;
                         blocked = step == Step::Blocked;
                     }
                 }
@@ -507,9 +510,8 @@ impl QueuePair {
                 return Poll::More;
             }
         }
-        // What was answered may have been in an acknowledgement's way. One that has waited for a request follows it: the peer
-        // is woken by what it has to work on.
-        if self.transmit_ack(tx, asked) == Step::Full {
+        // What was answered may have been in an acknowledgement's way.
+        if self.transmit_ack(tx) == Step::Full {
             return Poll::More;
         }
         if blocked { Poll::Blocked } else { Poll::Idle }

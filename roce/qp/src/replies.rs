@@ -172,6 +172,12 @@ impl Replies {
         }
     }
 
+    /// Asks for something that does not wait, in the place of what was due.
+    pub(crate) fn say_at_once(&mut self, what: AckDue) {
+        self.ack = what;
+        self.held_until = None;
+    }
+
     /// Whether the acknowledgement that is due waits.
     fn is_held(&self) -> bool {
         self.held_until.is_some() && self.ack == AckDue::Ack
@@ -241,12 +247,9 @@ impl QueuePair {
         matches!(self.state, Rtr | Rts | Sqd | Sqe) || (self.state == Err && self.resp.closing)
     }
 
-    /// Sends the acknowledgement that is due; one that waits, if it can go along with a request.
-    pub(crate) fn transmit_ack(&mut self, tx: &mut impl TxSink, goes_along: bool) -> Step {
-        if self.resp.replies.ack == AckDue::No || !self.may_reply() {
-            return Step::Idle;
-        }
-        if self.resp.replies.is_held() && !goes_along {
+    /// Sends the acknowledgement that is due, unless it waits.
+    pub(crate) fn transmit_ack(&mut self, tx: &mut impl TxSink) -> Step {
+        if self.resp.replies.ack == AckDue::No || self.resp.replies.is_held() || !self.may_reply() {
             return Step::Idle;
         }
         let Some((seq, syndrome, msn)) = self.resp.replies.ack_ready() else {
@@ -339,7 +342,8 @@ impl QueuePair {
                         resource.pending = false;
                         if self.resp.replies.ack == AckDue::No {
                             ctx.counters.naks_sent += 1;
-                            self.resp.replies.ack = AckDue::Refuse(seq, Syndrome::Nak(NakCode::RemoteAccessError));
+                            let nak = Syndrome::Nak(NakCode::RemoteAccessError);
+                            self.resp.replies.say_at_once(AckDue::Refuse(seq, nak));
                         }
                         Ok(())
                     }

@@ -219,7 +219,7 @@ impl QueuePair {
                 self.resp.resumed = core::mem::take(&mut self.resp.reported);
                 // The gap is closed before its report went out. It may have stood for an acknowledgement.
                 if matches!(self.resp.replies.ack, AckDue::Refuse(..)) {
-                    self.resp.replies.ack = AckDue::Ack;
+                    self.resp.replies.say_at_once(AckDue::Ack);
                 }
                 Some(seq)
             }
@@ -230,7 +230,7 @@ impl QueuePair {
                     ctx.counters.out_of_seq_request += 1;
                     self.resp.reported = true;
                     let nak = Syndrome::Nak(NakCode::PsnSequenceError);
-                    self.resp.replies.ack = AckDue::Refuse(expected, nak);
+                    self.resp.replies.say_at_once(AckDue::Refuse(expected, nak));
                 }
                 None
             }
@@ -673,7 +673,8 @@ impl QueuePair {
         let Ok(span) = self.remote_span(ctx, pd, rkey, va, len, AccessFlags::REMOTE_READ) else {
             ctx.counters.naks_sent += 1;
             if self.resp.replies.ack == AckDue::No {
-                self.resp.replies.ack = AckDue::Refuse(seq, Syndrome::Nak(NakCode::RemoteAccessError));
+                let nak = Syndrome::Nak(NakCode::RemoteAccessError);
+                self.resp.replies.say_at_once(AckDue::Refuse(seq, nak));
             }
             return;
         };
@@ -701,7 +702,7 @@ impl QueuePair {
             ctx.counters.send_rnr_err += 1;
             self.resp.reported = true;
             let timer: RnrTimer = self.attr.min_rnr_timer.unwrap_or_default();
-            self.resp.replies.ack = AckDue::Refuse(seq, Syndrome::Rnr(timer));
+            self.resp.replies.say_at_once(AckDue::Refuse(seq, Syndrome::Rnr(timer)));
             return;
         }
         let row = refusal_row(refusal);
@@ -711,7 +712,7 @@ impl QueuePair {
             None => ctx.events.push((row.event)(self.config.qpn)),
         }
         self.resp.closing = true;
-        self.resp.replies.ack = match row.nak {
+        let last = match row.nak {
             Some(code) => {
                 ctx.counters.naks_sent += 1;
                 AckDue::Refuse(seq, Syndrome::Nak(code))
@@ -723,6 +724,7 @@ impl QueuePair {
                 AckDue::Ack
             }
         };
+        self.resp.replies.say_at_once(last);
         self.enter_error(ctx);
     }
 

@@ -33,3 +33,23 @@ pub struct Counters {
     /// Completions that were handed to the service.
     pub completions: u64,
 }
+
+impl Counters {
+    /// Adds what another loop has done.
+    pub fn add(&mut self, other: &Self) {
+        self.turns += other.turns;
+        self.rounds += other.rounds;
+        self.cut += other.cut;
+        self.sleeps += other.sleeps;
+        self.looks += other.looks;
+        self.spins += other.spins;
+        self.spins_won += other.spins_won;
+        self.yields += other.yields;
+        self.interests += other.interests;
+        self.receives += other.receives;
+        self.blocked += other.blocked;
+        self.commands += other.commands;
+        self.jobs += other.jobs;
+        self.completions += other.completions;
+    }
+}

@@ -44,36 +44,51 @@ pub enum JobError {
 }
 
 type Work<R> = Box<dyn FnOnce() -> R + Send>;
-type Job<R> = (JobTicket, Work<R>);
+
+/// Whose a job is.
+struct Asker<R> {
+    under_way: AtomicUsize,
+    deliver: Box<dyn Fn(JobResult<R>) + Send + Sync>,
+}
+
+struct Job<R> {
+    ticket: JobTicket,
+    work: Work<R>,
+    asker: Arc<Asker<R>>,
+}
 
 /// Where a loop asks for jobs. They are done one after the other; each result comes to
 /// [`Service::job_done`](crate::Service::job_done).
 pub struct Jobs<R> {
     line: Sender<Job<R>>,
-    under_way: Arc<AtomicUsize>,
+    asker: Arc<Asker<R>>,
 }
 
 /// The other end: whoever runs it does the jobs.
 pub struct Helper<R> {
     line: Receiver<Job<R>>,
-    under_way: Arc<AtomicUsize>,
-    deliver: Box<dyn Fn(JobResult<R>) + Send>,
 }
 
-/// Both ends. `deliver` is given the results, in the helper's thread.
-pub(crate) fn jobs<R>(deliver: impl Fn(JobResult<R>) + Send + 'static) -> (Jobs<R>, Helper<R>) {
+/// Where loops line up for a helper.
+pub(crate) struct Line<R>(Sender<Job<R>>);
+
+/// Both ends, for any number of loops.
+pub(crate) fn line<R>() -> (Line<R>, Helper<R>) {
     let (sender, receiver) = channel();
-    let under_way = Arc::new(AtomicUsize::new(0));
-    let jobs = Jobs {
-        line: sender,
-        under_way: under_way.clone(),
-    };
-    let helper = Helper {
-        line: receiver,
-        under_way,
-        deliver: Box::new(deliver),
-    };
-    (jobs, helper)
+    (Line(sender), Helper { line: receiver })
+}
+
+impl<R> Line<R> {
+    /// For one loop. `deliver` is given the results, in the helper's thread.
+    pub(crate) fn jobs(&self, deliver: impl Fn(JobResult<R>) + Send + Sync + 'static) -> Jobs<R> {
+        Jobs {
+            line: self.0.clone(),
+            asker: Arc::new(Asker {
+                under_way: AtomicUsize::new(0),
+                deliver: Box::new(deliver),
+            }),
+        }
+    }
 }
 
 impl<R> Jobs<R> {
@@ -83,29 +98,34 @@ impl<R> Jobs<R> {
     /// When too many are under way, or the helper is gone; the job is dropped.
     pub fn start(&self, ticket: JobTicket, work: impl FnOnce() -> R + Send + 'static) -> Result<(), JobError> {
         let one_more = |n| (n < MAX_JOBS).then_some(n + 1);
-        let room = self.under_way.fetch_update(SeqCst, SeqCst, one_more);
+        let room = self.asker.under_way.fetch_update(SeqCst, SeqCst, one_more);
         room.map_err(|_| JobError::Full)?;
-        self.line.send((ticket, Box::new(work))).map_err(|_| {
-            self.under_way.fetch_sub(1, SeqCst);
+        let job = Job {
+            ticket,
+            work: Box::new(work),
+            asker: self.asker.clone(),
+        };
+        self.line.send(job).map_err(|_| {
+            self.asker.under_way.fetch_sub(1, SeqCst);
             JobError::Gone
         })
     }
 
     /// Jobs that are not done.
     pub fn under_way(&self) -> usize {
-        self.under_way.load(SeqCst)
+        self.asker.under_way.load(SeqCst)
     }
 }
 
 impl<R> Helper<R> {
-    /// Does jobs until the loop that asks for them is gone.
+    /// Does jobs until the loops that ask for them are gone.
     pub fn run(&self) {
         while let Ok(job) = self.line.recv() {
             self.work(job);
         }
     }
 
-    /// Does jobs for so long, for a thread that has something else to do now and then. False: the loop that asks for them is
+    /// Does jobs for so long, for a thread that has something else to do now and then. False: the loops that ask for them are
     /// gone.
     pub fn run_for(&self, time: Duration) -> bool {
         let until = Instant::now() + time;
@@ -118,13 +138,14 @@ impl<R> Helper<R> {
         }
     }
 
-    fn work(&self, (ticket, work): Job<R>) {
+    fn work(&self, job: Job<R>) {
+        let Job { ticket, work, asker } = job;
         let result = catch_unwind(AssertUnwindSafe(work)).map_err(|_| {
             tracing::error!("a job panicked");
             Panicked
         });
-        self.under_way.fetch_sub(1, SeqCst);
-        (self.deliver)(JobResult { ticket, result });
+        asker.under_way.fetch_sub(1, SeqCst);
+        (asker.deliver)(JobResult { ticket, result });
     }
 }
 
@@ -147,6 +168,32 @@ mod tests {
     use std::{sync::mpsc, thread};
 
     use super::*;
+
+    fn jobs<R>(deliver: impl Fn(JobResult<R>) + Send + Sync + 'static) -> (Jobs<R>, Helper<R>) {
+        let (line, helper) = line();
+        (line.jobs(deliver), helper)
+    }
+
+    #[test]
+    fn results_come_to_the_loop_that_asked() {
+        let (line, helper) = line();
+        let (results, delivered) = mpsc::channel();
+        let loops = ["first", "second"].map(|name| {
+            let results = results.clone();
+            line.jobs(move |r: JobResult<u8>| results.send((name, r.ticket.0, r.result)).unwrap())
+        });
+        loops[1].start(JobTicket(7), || 1).unwrap();
+        loops[0].start(JobTicket(7), || 2).unwrap();
+        assert_eq!([loops[0].under_way(), loops[1].under_way()], [1, 1]);
+        assert!(helper.run_for(Duration::ZERO));
+        while loops.iter().any(|l| l.under_way() > 0) {
+            helper.run_for(Duration::from_millis(1));
+        }
+        let all: Vec<_> = delivered.try_iter().collect();
+        assert_eq!(all, [("second", 7, Ok(1)), ("first", 7, Ok(2))]);
+        drop((line, loops));
+        assert!(!helper.run_for(Duration::ZERO), "nobody asks any more");
+    }
 
     #[test]
     fn results_come_in_order_and_a_panic_is_one() {

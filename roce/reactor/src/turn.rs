@@ -13,7 +13,7 @@ use roce::{
 
 use crate::{
     counters::Counters,
-    jobs::{Helper, JobResult, Jobs, jobs},
+    jobs::{Helper, JobResult, Jobs, Line, line},
     mailbox::Mailbox,
     service::{RESERVED, Readiness, Service, Sockets, TurnCx},
     wait::{Spin, SpinMode, Spun},
@@ -125,18 +125,31 @@ impl<S: Service> Reactor<S> {
     /// # Errors
     /// When the system gives no descriptors.
     pub fn new(config: ReactorConfig) -> io::Result<(Self, Helper<S::Output>)> {
+        let (line, helper) = line();
+        Ok((Self::of(config, &line)?, helper))
+    }
+
+    /// So many loops, each for a thread of its own, and one helper for all of them.
+    ///
+    /// # Errors
+    /// When the system gives no descriptors.
+    pub fn several(config: ReactorConfig, loops: usize) -> io::Result<(Vec<Self>, Helper<S::Output>)> {
+        let (line, helper) = line();
+        let made = (0..loops).map(|_| Self::of(config, &line));
+        Ok((made.collect::<io::Result<_>>()?, helper))
+    }
+
+    fn of(config: ReactorConfig, line: &Line<S::Output>) -> io::Result<Self> {
         let poll = Poll::new()?;
         let waker = Waker::new(poll.registry(), MAIL)?;
         let mailbox = Arc::new(Mailbox::new(waker));
         let results = mailbox.clone();
-        let (jobs, helper) = jobs(move |done| results.send(Letter::Done(done)));
-        let made = Self {
+        Ok(Self {
             config,
             poll,
             mailbox,
-            jobs,
-        };
-        Ok((made, helper))
+            jobs: line.jobs(move |done| results.send(Letter::Done(done))),
+        })
     }
 
     /// For other threads.

@@ -274,7 +274,7 @@ impl World {
             initiator_depth: c.plan.rd_atomic,
             retry_count: c.plan.retry_cnt,
             rnr_retry_count: c.plan.rnr_retry,
-            patience: None,
+            ..ConnParams::default()
         };
         let port = &mut self.hosts[host].port;
         let id = port.cm_connect(now, (local, 0).into(), (remote, LISTEN_PORT).into(), qpn, params);
@@ -399,7 +399,7 @@ impl World {
             initiator_depth: c.plan.rd_atomic,
             retry_count: c.plan.retry_cnt,
             rnr_retry_count: c.plan.rnr_retry,
-            patience: None,
+            ..ConnParams::default()
         };
         let qpn = self.ready_qp(conn, 1)?;
         let accepted = self.hosts[h].port.cm_accept(now, id, qpn, params);

@@ -1,6 +1,8 @@
 //! Two devices of this process on addresses of their own, and connections between them.
 #![allow(dead_code, unreachable_pub)]
 
+pub mod own_loop;
+
 use std::{
     net::{IpAddr, SocketAddr},
     process::Command,

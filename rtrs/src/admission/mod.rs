@@ -468,6 +468,25 @@ impl Admission {
         Ok(())
     }
 
+    /// Whether another session than the path's is called so, and has a path that is not about to end. Of an admission that
+    /// several servers share; a server by itself knows that.
+    pub fn has_name(&self, path: PathKey, name: &str) -> bool {
+        let own = self.paths.get(&path).map(|e| e.request.session);
+        let others = self.sessions.iter().filter(|(uuid, _)| Some(**uuid) != own);
+        let lives = |s: &Session| {
+            let mut paths = s.paths.iter().filter_map(|p| self.paths.get(p));
+            paths.any(|e| e.stage != Stage::Closing)
+        };
+        others
+            .filter(|(_, s)| s.name.as_deref() == Some(name))
+            .any(|(_, s)| lives(s))
+    }
+
+    /// Whether a path is known: half-open, established, or ending.
+    pub fn has_path(&self, path: PathKey) -> bool {
+        self.paths.contains_key(&path)
+    }
+
     /// The handshake of a path is complete.
     pub fn up(&mut self, path: PathKey) {
         if let Some(entry) = self.paths.get_mut(&path).filter(|e| e.stage == Stage::Opening) {
@@ -513,6 +532,16 @@ impl Admission {
         let (_, path) = *self.deadlines.first().filter(|(deadline, _)| *deadline <= now)?;
         self.closing(path);
         Some(path)
+    }
+
+    /// Whether the handshake of this path has not ended in time. If so, it is as if [`expired`](Self::expired) had named it.
+    pub fn expire(&mut self, now: Instant, path: PathKey) -> bool {
+        let deadline = self.paths.get(&path).and_then(|e| e.deadline);
+        let late = deadline.is_some_and(|deadline| deadline <= now);
+        if late {
+            self.closing(path);
+        }
+        late
     }
 
     /// Takes a path out of the half-open ones; its held requests are the caller's.

@@ -11,6 +11,9 @@ pub enum Refusal {
     /// The session's name is for other addresses.
     #[error("the session's name is not for this address")]
     Name,
+    /// Another session has the name.
+    #[error("another session has this name")]
+    NameTaken,
     /// More connections than a path may have.
     #[error("more connections than a path may have")]
     ConnectionsOfPath,
@@ -61,7 +64,7 @@ impl Refusal {
                 errno::ECONNRESET
             }
             Self::NoSession => errno::ENXIO,
-            Self::SamePath => errno::EEXIST,
+            Self::SamePath | Self::NameTaken => errno::EEXIST,
             Self::Sessions | Self::SessionsOfClient | Self::Paths | Self::Connections => errno::EUSERS,
             Self::Held | Self::SlowedDown => errno::EBUSY,
         }

@@ -2,7 +2,7 @@
 
 use roce_verbs::RKey;
 
-use crate::client::request::Submission;
+use crate::client::{permits::Rest, request::Submission};
 
 /// What a request in flight waits for.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -25,16 +25,19 @@ pub(super) struct Flight {
     /// The key under which the server may write the buffer of a read, if it ends with the request.
     pub(super) key: Option<RKey>,
     pub(super) waits: Waits,
+    /// It went by paths before that are lost: what its permit has to wait for when it ends.
+    pub(super) rest: Option<Rest<u16>>,
 }
 
 impl Flight {
-    pub(super) fn new(request: Submission, path: u16, cid: u16) -> Self {
+    pub(super) fn new(request: Submission, path: u16, cid: u16, rest: Option<Rest<u16>>) -> Self {
         Self {
             request,
             path,
             cid,
             key: None,
             waits: Waits::Room,
+            rest,
         }
     }
 
@@ -50,4 +53,11 @@ impl Flight {
         );
         self.waits = next;
     }
+}
+
+/// A request whose path is lost. It still has its permit.
+#[derive(Debug)]
+pub(super) struct Orphan {
+    pub(super) permit: u16,
+    pub(super) flight: Flight,
 }

@@ -13,16 +13,16 @@ use crate::{
     IoError,
     client::{
         buffers::{Buffer, Buffers},
-        flight::{Flight, Waits},
+        flight::{Flight, Orphan, Waits},
         headers::Headers,
-        permits::Permits,
+        permits::{Permits, Rest},
         request::{Output, SessionId, Submission},
     },
     cx::Cx,
 };
 
-/// How long a server may still work on what it got by a path that is lost; then the permits of unanswered requests are given
-/// out again.
+/// How long something may still come to a server's chunk, or be done there, by a path that is lost; then the permits of requests
+/// that it did not answer are given out again.
 const REST: Duration = Duration::from_secs(2);
 
 /// A device that a session has paths on.
@@ -143,8 +143,24 @@ impl Lane {
     pub(super) fn finish(&mut self, permit: u16, result: Result<(), IoError>, out: &mut VecDeque<Output>) {
         let flight = self.flights.get_mut(usize::from(permit)).and_then(Option::take);
         let Some(flight) = flight else { return };
-        self.permits.give(permit);
+        self.release(permit, flight.rest);
         self.told(flight.request, result, out);
+    }
+
+    /// A permit comes back.
+    pub(super) fn release(&mut self, permit: u16, rest: Option<Rest<u16>>) {
+        match rest {
+            None => self.permits.give(permit),
+            Some(rest) => self.permits.give_later(permit, rest),
+        }
+    }
+
+    /// Nothing more comes to the server by this path.
+    pub(super) fn path_gone(&mut self, path: u16) {
+        self.permits.path_gone(path);
+        for flight in self.flights.iter_mut().flatten() {
+            flight.rest.take_if(|rest| rest.path == Some(path));
+        }
     }
 
     /// Tells the user that a request has ended.
@@ -157,12 +173,12 @@ impl Lane {
         });
     }
 
-    /// A path is down and drained: nothing of it touches a buffer any more. Takes its requests out, in the order of their permits.
-    /// The permits of those that the server may still work on rest for a while.
-    pub(super) fn orphans(&mut self, cx: &mut Cx<'_>, path: u16, device: Option<DeviceIx>) -> Vec<Flight> {
+    /// A path is down and drained: nothing of it touches a buffer any more. Takes its requests out, in the order of their permits,
+    /// which they keep.
+    pub(super) fn orphans(&mut self, cx: &mut Cx<'_>, path: u16, device: Option<DeviceIx>) -> Vec<Orphan> {
         let mut orphans = Vec::new();
         for permit in 0..self.flights.len() {
-            let Some(flight) = self.flights[permit].take_if(|f| f.path == path) else {
+            let Some(mut flight) = self.flights[permit].take_if(|f| f.path == path) else {
                 continue;
             };
             if flight.key.is_some()
@@ -173,14 +189,17 @@ impl Lane {
             {
                 cx.provider.close_key(key);
             }
-            let permit = permit as u16;
-            match flight.waits {
-                Waits::Room => self.permits.give(permit),
-                // Answered: the server is done with the chunk.
-                Waits::Revocation(_) => self.permits.give(permit),
-                Waits::Answer => self.permits.give_later(permit, path, cx.now + REST),
+            if flight.waits == Waits::Answer {
+                let rest = Rest {
+                    path: Some(path),
+                    until: cx.now + REST,
+                };
+                flight.rest = Some(flight.rest.map_or(rest, |before| before.and(rest)));
             }
-            orphans.push(flight);
+            orphans.push(Orphan {
+                permit: permit as u16,
+                flight,
+            });
         }
         orphans
     }

@@ -19,7 +19,7 @@ use crate::{
         config::SessionConfig,
         conn::{Conn, Post},
         env::{ConnKey, Env},
-        flight::Flight,
+        flight::Orphan,
         lane::Lane,
         request::SessionId,
         state::{PATH, PathAction, PathEvent, PathState},
@@ -58,7 +58,7 @@ pub(super) enum Report {
     /// An attempt to connect failed.
     Failed(Error),
     /// Its requests have left it.
-    Orphans(Vec<Flight>),
+    Orphans(Vec<Orphan>),
     /// It is closed.
     Closed,
 }
@@ -106,6 +106,8 @@ pub(super) struct Path {
     flushed: Option<Instant>,
     /// The server has had the time to take leave.
     leave: Option<Instant>,
+    /// It has taken leave of all connections that it had: nothing more comes to it by this path.
+    pub(super) parted: bool,
     /// Attempts since the path was up.
     attempts: u32,
     retry_at: Option<Instant>,
@@ -147,6 +149,7 @@ impl Path {
             next_beat: None,
             flushed: None,
             leave: None,
+            parted: false,
             attempts: 0,
             retry_at: None,
             retry_now: false,
@@ -340,6 +343,9 @@ impl Path {
     }
 
     fn destroy(&mut self, env: &mut Env<'_, '_>) {
+        if !self.conns.is_empty() {
+            self.parted = self.conns.iter().all(|conn| conn.left || !conn.established);
+        }
         for conn in self.conns.drain(..) {
             env.names.remove_cm(conn.cm);
             env.cx.provider.cm_destroy(conn.cm);

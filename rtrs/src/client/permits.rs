@@ -4,12 +4,25 @@ use std::collections::VecDeque;
 
 use roce_verbs::Instant;
 
-/// When a permit whose request went by a path that died may be used again: the server may still work on the chunk.
+/// When a permit whose request was sent by a path that went down, and not answered there, may have another request: when that path
+/// is gone, or at this time at the latest. Until then something of the old one may still come to the server's chunk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Rest<P> {
-    path: P,
-    until: Instant,
-    permit: u16,
+pub struct Rest<P> {
+    /// The path; `None` if there are several, of which nobody waits for the end.
+    pub path: Option<P>,
+    /// When the server has long done with it.
+    pub until: Instant,
+}
+
+impl<P: PartialEq> Rest<P> {
+    /// Until both are over.
+    #[must_use]
+    pub fn and(self, other: Self) -> Self {
+        Self {
+            path: self.path.filter(|path| other.path.as_ref() == Some(path)),
+            until: self.until.max(other.until),
+        }
+    }
 }
 
 /// All permits of a session. `P` names a path.
@@ -18,7 +31,8 @@ pub struct Permits<P> {
     depth: u16,
     /// The last returned is given out first, so that few chunks stay in use (and in caches).
     free: Vec<u16>,
-    resting: VecDeque<Rest<P>>,
+    /// In the order in which they wake.
+    resting: VecDeque<(Rest<P>, u16)>,
 }
 
 impl<P: Copy + PartialEq> Permits<P> {
@@ -48,34 +62,34 @@ impl<P: Copy + PartialEq> Permits<P> {
         self.free.push(permit);
     }
 
-    /// Gives one back whose request was sent by a path that is going down, and not answered: it rests until the path is gone, or
-    /// until this time, when the server has long done with it.
-    pub fn give_later(&mut self, permit: u16, path: P, until: Instant) {
-        self.resting.push_back(Rest { path, until, permit });
+    /// Gives one back that has to rest.
+    pub fn give_later(&mut self, permit: u16, rest: Rest<P>) {
+        let at = self.resting.partition_point(|(other, _)| other.until <= rest.until);
+        self.resting.insert(at, (rest, permit));
     }
 
     /// The server is done with what came by this path.
     pub fn path_gone(&mut self, path: P) {
         let free = &mut self.free;
-        self.resting.retain(|rest| {
-            let wakes = rest.path == path;
+        self.resting.retain(|(rest, permit)| {
+            let wakes = rest.path == Some(path);
             if wakes {
-                free.push(rest.permit);
+                free.push(*permit);
             }
             !wakes
         });
     }
 
     fn wake(&mut self, now: Instant) {
-        while let Some(rest) = self.resting.front().filter(|rest| rest.until <= now) {
-            self.free.push(rest.permit);
+        while let Some((_, permit)) = self.resting.front().filter(|(rest, _)| rest.until <= now) {
+            self.free.push(*permit);
             self.resting.pop_front();
         }
     }
 
     /// When the next one that rests is free; `None` when none rests.
     pub fn next_timeout(&self) -> Option<Instant> {
-        self.resting.front().map(|rest| rest.until)
+        self.resting.front().map(|(rest, _)| rest.until)
     }
 
     /// The server has another queue depth than before. Of permits beyond it none may be in use.
@@ -84,7 +98,7 @@ impl<P: Copy + PartialEq> Permits<P> {
             self.free.extend((self.depth..depth).rev());
         } else {
             self.free.retain(|permit| *permit < depth);
-            self.resting.retain(|rest| rest.permit < depth);
+            self.resting.retain(|(_, permit)| *permit < depth);
         }
         self.depth = depth;
     }
@@ -108,6 +122,13 @@ mod tests {
         Instant::from_nanos(ms * 1_000_000)
     }
 
+    fn rest<P>(path: P, ms: u64) -> Rest<P> {
+        Rest {
+            path: Some(path),
+            until: at(ms),
+        }
+    }
+
     #[test]
     fn as_many_as_the_queue_is_deep_and_the_last_returned_first() {
         let mut permits = Permits::<u8>::new(3);
@@ -122,14 +143,27 @@ mod tests {
     fn what_a_dying_path_had_rests_until_it_is_gone_or_long_enough() {
         let mut permits = Permits::new(3);
         while permits.take(at(0)).is_some() {}
-        permits.give_later(0, 'a', at(2000));
-        permits.give_later(1, 'b', at(2500));
-        permits.give_later(2, 'b', at(2500));
+        permits.give_later(1, rest('b', 2500));
+        permits.give_later(2, rest('b', 2500));
+        permits.give_later(0, rest('a', 2000));
         assert_eq!((permits.take(at(1999)), permits.next_timeout()), (None, Some(at(2000))));
         permits.path_gone('b');
         assert_eq!((permits.take(at(1999)), permits.take(at(1999))), (Some(2), Some(1)));
         assert_eq!(permits.take(at(1999)), None);
         assert_eq!((permits.take(at(2000)), permits.next_timeout()), (Some(0), None));
+    }
+
+    #[test]
+    fn what_went_by_two_paths_rests_until_nothing_of_either_can_come() {
+        let mut permits = Permits::new(2);
+        while permits.take(at(0)).is_some() {}
+        permits.give_later(0, rest('a', 2000).and(rest('b', 1500)));
+        permits.give_later(1, rest('a', 1000).and(rest('a', 1500)));
+        permits.path_gone('b');
+        assert_eq!(permits.take(at(999)), None);
+        permits.path_gone('a');
+        assert_eq!((permits.take(at(999)), permits.take(at(1999))), (Some(1), None));
+        assert_eq!(permits.take(at(2000)), Some(0));
     }
 
     #[test]

@@ -13,10 +13,11 @@ use crate::{
         config::{ConType, SessionConfig, SessionInfo},
         conn::Post,
         env::Env,
-        flight::{Flight, Waits},
+        flight::{Flight, Orphan, Waits},
         handshake::Handshake,
         lane::Lane,
         path::{Path, Report},
+        permits::Rest,
         post,
         request::{Output, SessionId, Submission},
         state::{PathEvent, PathState, SESSION, SessionAction, SessionEvent, SessionState},
@@ -146,15 +147,15 @@ impl Session {
             let Some(request) = self.lane.waiting.pop_front() else {
                 return;
             };
-            self.send(env, path, permit, request);
+            self.send(env, path, permit, request, None);
         }
     }
 
-    fn send(&mut self, env: &mut Env<'_, '_>, path: usize, permit: u16, request: Submission) {
+    fn send(&mut self, env: &mut Env<'_, '_>, path: usize, permit: u16, request: Submission, rest: Option<Rest<u16>>) {
         let header = self.lane.headers.as_ref().map(|h| h.write(permit, 0, &request.header));
         if !matches!(header, Some(Ok(()))) {
             // The sizes were checked: the path has another idea of them than the session.
-            self.lane.permits.give(permit);
+            self.lane.release(permit, rest);
             let (len, max) = (request.header.len(), 0);
             let error = IoError::TooLong {
                 what: "user header",
@@ -170,7 +171,7 @@ impl Session {
             ConType::Io(hint) => 1 + (hint % io) as u16,
         };
         let slots = post::slots(&self.lane, path.device, request.direction);
-        self.lane.flights[usize::from(permit)] = Some(Flight::new(request, path.index, cid));
+        self.lane.flights[usize::from(permit)] = Some(Flight::new(request, path.index, cid, rest));
         path.push(env, cid, Post::Request { permit, slots });
     }
 
@@ -346,9 +347,11 @@ impl Session {
                 self.path_down(env, why);
             }
             Report::Failed(error) => self.attempt_failed(index, error),
-            Report::Orphans(flights) => self.orphaned(env, index, flights),
+            Report::Orphans(orphans) => self.orphaned(env, index, orphans),
             Report::Closed => {
-                self.lane.permits.path_gone(index as u16);
+                if self.paths[index].parted {
+                    self.lane.path_gone(index as u16);
+                }
                 self.path_closed(env, index);
             }
         }
@@ -398,22 +401,32 @@ impl Session {
         tracing::warn!(session = %self.config.name, path = %path.addr, %error, "reconnecting failed");
     }
 
-    /// Requests whose path is drained go by another, or end.
-    fn orphaned(&mut self, env: &mut Env<'_, '_>, index: usize, flights: Vec<Flight>) {
+    /// Requests whose path is drained go by another, or end. What is sent again keeps its permit: in the same chunk the server
+    /// can't do it a first time after it has done it a second time, and something else in between.
+    fn orphaned(&mut self, env: &mut Env<'_, '_>, index: usize, orphans: Vec<Orphan>) {
         let why = self.paths[index].why();
-        for flight in flights {
+        for Orphan { permit, flight } in orphans {
             let result = match flight.waits {
                 // It was answered; the key ended with the queue pair.
                 Waits::Revocation(0) => Ok(()),
                 Waits::Revocation(errno) => Err(IoError::Remote(errno.into())),
-                Waits::Room | Waits::Answer if self.paths.iter().any(Path::is_up) => {
-                    self.lane.waiting.push_back(flight.request);
-                    continue;
-                }
-                Waits::Room | Waits::Answer => Err(IoError::Path(why.clone())),
+                Waits::Room | Waits::Answer => match self.way_for(permit) {
+                    Some(path) => {
+                        self.send(env, path, permit, flight.request, flight.rest);
+                        continue;
+                    }
+                    None => Err(IoError::Path(why.clone())),
+                },
             };
+            self.lane.release(permit, flight.rest);
             self.lane.told(flight.request, result, env.out);
         }
+    }
+
+    /// A path that is up, and has this permit's chunk.
+    fn way_for(&self, permit: u16) -> Option<usize> {
+        let has = |path: &Path| path.is_up() && usize::from(permit) < path.chunks.len();
+        self.paths.iter().position(has)
     }
 
     fn path_closed(&mut self, env: &mut Env<'_, '_>, index: usize) {
@@ -478,3 +491,6 @@ impl Session {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

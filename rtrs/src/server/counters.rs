@@ -86,6 +86,7 @@ impl ServerCounters {
             | Refusal::NoPath
             | Refusal::Unexpected
             | Refusal::SamePath
+            | Refusal::NameTaken
             | Refusal::Held => return,
         };
         *counter += 1;

@@ -203,7 +203,7 @@ impl Server {
     }
 
     /// A half-open path has given way to a newcomer.
-    fn give_way(&mut self, cx: &mut Cx<'_>, path: PathKey) {
+    pub(super) fn give_way(&mut self, cx: &mut Cx<'_>, path: PathKey) {
         let Some(old) = self.forget(cx, path) else { return };
         self.effects.counters.half_open_gave_way += 1;
         let peer = old.peer;

@@ -17,9 +17,6 @@ mod others;
 mod path;
 mod path_id;
 mod post;
-#[cfg(test)]
-#[path = "../../tests/machine/provider.rs"]
-mod provider;
 pub mod request;
 #[allow(clippy::module_inception, reason = "the server itself")]
 mod server;

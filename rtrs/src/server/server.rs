@@ -16,8 +16,9 @@ use roce_verbs::{
 
 use crate::{
     Error, PathError,
-    admission::{Admission, PathKey},
+    admission::{Admission, PathKey, Refusal},
     cx::Cx,
+    door::Doorkeeper,
     proto::{ChunkLayout, Imm, Uuid},
     server::{
         config::ServerConfig,
@@ -93,7 +94,7 @@ pub struct Server {
     listener: CmRef,
     /// It has not been stopped.
     listens: bool,
-    pub(super) admission: Admission,
+    pub(super) admission: Box<dyn Doorkeeper>,
     pub(super) half_open: BTreeMap<PathKey, HalfOpen>,
     pub(super) domains: Domains<Uuid>,
     /// Of sessions whose home is another share.
@@ -124,7 +125,8 @@ impl fmt::Debug for Server {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Server")
             .field("listens", &self.listens)
-            .field("admission", &self.admission)
+            .field("half_open", &self.half_open.len())
+            .field("sessions", &self.sessions.len())
             .field("counters", &self.effects.counters)
             .finish_non_exhaustive()
     }
@@ -136,7 +138,20 @@ impl Server {
     /// # Errors
     /// Says what is wrong with the configuration, or why the address can't be listened on.
     pub fn listen(cx: &mut Cx<'_>, config: ServerConfig) -> Result<(Self, SocketAddr), Error> {
-        Self::listen_share(cx, config, Share::WHOLE)
+        let admission = Admission::new(config.limits(), config.allow.clone());
+        Self::listen_with(cx, config, Box::new(admission))
+    }
+
+    /// Starts to listen, and asks somebody else who gets in: what the configuration says of that is his affair. Returns where.
+    ///
+    /// # Errors
+    /// As [`listen`](Self::listen).
+    pub fn listen_with(
+        cx: &mut Cx<'_>,
+        config: ServerConfig,
+        admission: Box<dyn Doorkeeper>,
+    ) -> Result<(Self, SocketAddr), Error> {
+        Self::listen_share(cx, config, admission, Share::WHOLE)
     }
 
     /// Starts to listen as one share of a server, of which each is in a loop of its own. The connection requests of a session have
@@ -145,7 +160,12 @@ impl Server {
     ///
     /// # Errors
     /// As [`listen`](Self::listen).
-    pub fn listen_share(cx: &mut Cx<'_>, config: ServerConfig, share: Share) -> Result<(Self, SocketAddr), Error> {
+    pub fn listen_share(
+        cx: &mut Cx<'_>,
+        config: ServerConfig,
+        admission: Box<dyn Doorkeeper>,
+        share: Share,
+    ) -> Result<(Self, SocketAddr), Error> {
         let mut layout = None;
         for (device, caps) in cx.provider.devices().iter().enumerate() {
             layout = Some(config.check(&caps.limits)?);
@@ -164,7 +184,7 @@ impl Server {
         tracing::info!(%local, "RTRS server listens");
         let server = Self {
             share,
-            admission: Admission::new(config.limits(), config.allow.clone()),
+            admission,
             config,
             layout,
             listener,
@@ -306,6 +326,13 @@ impl Server {
             }
         }
         self.name_waiting(cx, key);
+        self.settle(cx);
+    }
+
+    /// A half-open path has given way to one of another server that has the same [`Doorkeeper`].
+    pub fn gave_way(&mut self, cx: &mut Cx<'_>, path: PathKey) {
+        self.admission.ended(path);
+        self.give_way(cx, path);
         self.settle(cx);
     }
 
@@ -589,7 +616,10 @@ impl Server {
         if others.filter(|s| s.name() == name).any(Session::lives) {
             return Err(PathError::NameTaken(name.into()));
         }
-        self.admission.name(place.path, name)?;
+        self.admission.name(place.path, name).map_err(|refusal| match refusal {
+            Refusal::NameTaken => PathError::NameTaken(name.into()),
+            refusal => refusal.into(),
+        })?;
         let connections = self
             .path(place.session, place.path)
             .map_or(0, |path| path.id.connections);

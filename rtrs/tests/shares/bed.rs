@@ -18,6 +18,7 @@ use roce_mem::{MemoryTable, Pages};
 use roce_port::{QpnSlot, RxMeta, TxBatch, TxConfig};
 use roce_verbs::{DeviceLimits, Instant, provider::Provider};
 use rtrs::{
+    admission::Admission,
     cx::Cx,
     proto::{ConnReq, Uuid},
     server::{
@@ -101,7 +102,9 @@ impl Bed {
             };
             let mut fabric = fabric(1, mem, limits.clone(), Some(slot), keys);
             let share = Share::new(index, count).unwrap();
-            let listening = Server::listen_share(&mut cx(now, &mut fabric), config.clone(), share);
+            let admission = Admission::new(config.limits(), config.allow.clone());
+            let mut cx = cx(now, &mut fabric);
+            let listening = Server::listen_share(&mut cx, config.clone(), Box::new(admission), share);
             Host {
                 server: listening.unwrap().0,
                 fabric,

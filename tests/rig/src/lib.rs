@@ -1,7 +1,8 @@
 //! RTRS for tests: a host whose loop runs on a thread, sessions and servers on it, and calls that wait for their end.
 //!
-//! Programs drive the machines by a loop of their own; a test wants to write one step after the other.
+//! Programs drive the machines by a loop of their own; a test wants to write one step after the other. Besides, [`block`] devices.
 
+pub mod block;
 mod host;
 mod server;
 mod session;

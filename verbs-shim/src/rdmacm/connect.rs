@@ -55,7 +55,7 @@ fn params(param: &ConnParam) -> ConnParams {
         initiator_depth: param.initiator_depth,
         retry_count: param.retry_count.min(MAX_RETRIES),
         rnr_retry_count: param.rnr_retry_count.min(MAX_RETRIES),
-        patience: None,
+        ..ConnParams::default()
     }
 }
 
@@ -63,10 +63,12 @@ fn connect_args<B: Backend>(ctx: &Context<B>, transport: ConnTransport, param: &
     let (local, remote) = ctx.ips()?;
     let mtu = ctx.place()?.mtu;
     Ok(ConnectArgs {
-        params: params(param),
+        params: ConnParams {
+            tos: Some(ctx.tos),
+            ..params(param)
+        },
         flow_control: param.flow_control != 0,
         srq: ctx.srq,
-        traffic_class: ctx.tos,
         space: ctx.space,
         transport,
         ..ConnectArgs::new(local, remote, Qpn::new(ctx.qpn), Psn::new(ctx.psn), mtu)

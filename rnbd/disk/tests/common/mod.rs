@@ -1,11 +1,10 @@
-//! A disk with one store and a session's memory, over every way and on two file systems; loop devices.
+//! A disk with one store and a session's memory, over every way and on two file systems.
 #![allow(dead_code)]
 
 use std::{
-    fs::{self, File},
+    fs::File,
     os::fd::AsRawFd,
     path::{Path, PathBuf},
-    process::Command,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -199,60 +198,4 @@ pub(crate) fn wait(disk: &Disk) {
         ready == 1 || (ready < 0 && interrupted),
         "nothing to wait for: {disk:?}"
     );
-}
-
-/// A loop device of 8 MiB full of sevens.
-pub(crate) struct Loop {
-    pub(crate) path: PathBuf,
-    _dir: tempfile::TempDir,
-}
-
-impl Loop {
-    pub(crate) fn new(options: &[&str]) -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        let image = dir.path().join("i");
-        fs::write(&image, vec![7; 8 * MIB as usize]).unwrap();
-        let until = Instant::now() + PATIENCE;
-        loop {
-            let out = Command::new("losetup")
-                .args(["--find", "--show"])
-                .args(options)
-                .arg(&image)
-                .output()
-                .unwrap();
-            if out.status.success() {
-                let path = String::from_utf8(out.stdout).unwrap().trim().into();
-                return Self { path, _dir: dir };
-            }
-            // Finding a free one and taking it are two steps: another test may have been between them.
-            let said = String::from_utf8_lossy(&out.stderr);
-            assert!(said.contains("busy") && Instant::now() < until, "losetup: {said}");
-        }
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").arg("-d").arg(&self.path).status();
-    }
-}
-
-/// Pages of a file that are not on its device yet (`cachestat`, Linux 6.5).
-pub(crate) fn dirty_pages(path: &Path) -> u64 {
-    const CACHESTAT: libc::c_long = 451;
-    let file = File::open(path).unwrap();
-    let (range, mut stat) = ([0u64, 0], [0u64; 5]);
-    // SAFETY: the call reads two numbers and writes five.
-    let r = unsafe { libc::syscall(CACHESTAT, file.as_raw_fd(), range.as_ptr(), stat.as_mut_ptr(), 0) };
-    assert_eq!(r, 0, "cachestat: {}", std::io::Error::last_os_error());
-    stat[1] + stat[2]
-}
-
-/// Writes until some of it is seen in memory only: the system may write pages back at any moment.
-pub(crate) fn stays_in_memory(path: &Path, mut write: impl FnMut() -> Result<(), Errno>) {
-    let seen = (0..10).any(|_| {
-        write().unwrap();
-        dirty_pages(path) > 0
-    });
-    assert!(seen, "a plain write does not stay in memory");
 }

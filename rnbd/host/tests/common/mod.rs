@@ -2,14 +2,13 @@
 #![allow(dead_code)]
 
 use std::{
-    fs::{self, File},
+    fs::File,
     io::{self, Read, Write},
     net::{IpAddr, SocketAddr},
-    os::{fd::AsRawFd, unix::net::UnixStream},
+    os::unix::net::UnixStream,
     path::{Path, PathBuf},
-    process::Command,
     sync::{
-        Arc, Mutex, MutexGuard,
+        Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
     thread::{self, JoinHandle},
@@ -23,6 +22,7 @@ use rnbd::{
 };
 use rnbd_disk::{Caching, DiskConfig, ExportSpec, Exports, FolderSpec};
 use rnbd_host::{
+    gate::Gate,
     map::{MapConfig, MapEvent, MapFailure, Mapping},
     serve::{ServeConfig, ServeEvent, ServeStats, Serving},
 };
@@ -34,12 +34,15 @@ pub(crate) const MIB: u64 = 1 << 20;
 /// What must have happened by then, or it will not.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-pub(crate) fn device(addr: IpAddr) -> LocalDevice {
-    let config = DeviceConfig {
+fn device_config(addr: IpAddr) -> DeviceConfig {
+    DeviceConfig {
         ack_hold: Duration::from_micros(100),
         ..DeviceConfig::new(addr)
-    };
-    LocalDevice::open(&[config]).expect("a device on a loopback address")
+    }
+}
+
+pub(crate) fn device(addr: IpAddr) -> LocalDevice {
+    LocalDevice::open(&[device_config(addr)]).expect("a device on a loopback address")
 }
 
 /// Waits for something that must come.
@@ -55,6 +58,8 @@ pub(crate) fn eventually(what: &str, mut cond: impl FnMut() -> bool) {
 pub(crate) struct Lab {
     pub(crate) dir: tempfile::TempDir,
     pub(crate) addr: IpAddr,
+    /// Of several loops.
+    pub(crate) gate: Option<Arc<Gate>>,
     stop: Arc<AtomicBool>,
     stats: Arc<Mutex<ServeStats>>,
     thread: Option<JoinHandle<()>>,
@@ -78,6 +83,15 @@ impl Lab {
 
     /// With other settings, and perhaps an export "extra".
     pub(crate) fn with(change: impl FnOnce(&mut ServeConfig), extra: Option<&Path>) -> Self {
+        Self::usual(1, change, extra)
+    }
+
+    /// On so many loops.
+    pub(crate) fn on_loops(loops: usize, change: impl FnOnce(&mut ServeConfig)) -> Self {
+        Self::usual(loops, change, None)
+    }
+
+    fn usual(loops: usize, change: impl FnOnce(&mut ServeConfig), extra: Option<&Path>) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let mut specs = Vec::new();
         for name in ["disk", "second", "ro"] {
@@ -99,11 +113,21 @@ impl Lab {
             path: dir.path().into(),
             ..FolderSpec::default()
         };
-        Self::of(dir, specs, Some(&folder), change)
+        Self::on(loops, dir, specs, Some(&folder), change)
     }
 
     /// A server of these.
     pub(crate) fn of(
+        dir: tempfile::TempDir,
+        specs: Vec<ExportSpec>,
+        folder: Option<&FolderSpec>,
+        change: impl FnOnce(&mut ServeConfig),
+    ) -> Self {
+        Self::on(1, dir, specs, folder, change)
+    }
+
+    fn on(
+        loops: usize,
         dir: tempfile::TempDir,
         specs: Vec<ExportSpec>,
         folder: Option<&FolderSpec>,
@@ -123,7 +147,14 @@ impl Lab {
             grace: Duration::from_secs(10),
         };
         change(&mut config);
-        let mut server = Serving::start(device(addr), config).unwrap();
+        let gate = (loops > 1).then(|| Gate::new(&config.rtrs, loops));
+        let mut server = match &gate {
+            None => Serving::start(device(addr), config).unwrap(),
+            Some(gate) => {
+                let opened = LocalDevice::open_shards(&device_config(addr), loops, gate.clone());
+                Serving::start_shards(opened.unwrap(), config, gate).unwrap()
+            }
+        };
         let stop = Arc::new(AtomicBool::new(false));
         let stats = Arc::new(Mutex::new(ServeStats::default()));
         let (asked, counted) = (stop.clone(), stats.clone());
@@ -139,6 +170,7 @@ impl Lab {
         Self {
             dir,
             addr,
+            gate,
             stop,
             stats,
             thread: Some(thread),
@@ -449,65 +481,4 @@ pub(crate) fn info_request(name: &str, infos: &[u16]) -> Vec<u8> {
         d.extend(i.to_be_bytes());
     }
     d
-}
-
-/// Setting a loop device up is not atomic: one test at a time.
-static ONE: Mutex<()> = Mutex::new(());
-
-pub(crate) struct Loop {
-    pub(crate) path: PathBuf,
-    _dir: tempfile::TempDir,
-    _one: MutexGuard<'static, ()>,
-}
-
-impl Loop {
-    pub(crate) fn new(options: &[&str]) -> Self {
-        let one = ONE.lock().unwrap_or_else(|e| e.into_inner());
-        let dir = tempfile::tempdir().unwrap();
-        let image = dir.path().join("i");
-        fs::write(&image, vec![7; 8 * MIB as usize]).unwrap();
-        let out = Command::new("losetup")
-            .args(["--find", "--show"])
-            .args(options)
-            .arg(&image)
-            .output()
-            .unwrap();
-        assert!(
-            out.status.success(),
-            "losetup: {}",
-            String::from_utf8_lossy(&out.stderr)
-        );
-        let path = String::from_utf8(out.stdout).unwrap().trim().into();
-        Self {
-            path,
-            _dir: dir,
-            _one: one,
-        }
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").arg("-d").arg(&self.path).status();
-    }
-}
-
-/// Pages of a file that are not on its device yet (`cachestat`, Linux 6.5).
-pub(crate) fn dirty_pages(path: &Path) -> u64 {
-    const CACHESTAT: libc::c_long = 451;
-    let file = File::open(path).unwrap();
-    let (range, mut stat) = ([0u64, 0], [0u64; 5]);
-    // SAFETY: the call reads two numbers and writes five.
-    let r = unsafe { libc::syscall(CACHESTAT, file.as_raw_fd(), range.as_ptr(), stat.as_mut_ptr(), 0) };
-    assert_eq!(r, 0, "cachestat: {}", std::io::Error::last_os_error());
-    stat[1] + stat[2]
-}
-
-/// Writes until some of it is seen in memory only: the system may write pages back at any moment.
-pub(crate) fn stays_in_memory(path: &Path, mut write: impl FnMut() -> u32) {
-    let seen = (0..10).any(|_| {
-        assert_eq!(write(), 0);
-        dirty_pages(path) > 0
-    });
-    assert!(seen, "a plain write does not stay in memory");
 }

@@ -87,7 +87,7 @@ pub(super) fn req(config: &CmConfig, args: &ConnectArgs, comm_id: u32, src_port:
         primary_local_gid: local.into(),
         primary_remote_gid: remote.into(),
         primary_flow_label: cma::flow_label(src_port, args.remote.port()),
-        primary_traffic_class: args.traffic_class,
+        primary_traffic_class: args.params.tos.unwrap_or(0),
         primary_hop_limit: HOP_LIMIT,
         primary_ack_timeout: ack_timeout_code(config.ca_ack_delay, config.packet_life_time),
         private_data: data,

@@ -241,7 +241,7 @@ impl Manager {
                 mtu: args.mtu,
                 transport: args.transport,
                 retry_count: args.params.retry_count.min(7),
-                traffic_class: args.traffic_class,
+                traffic_class: args.params.tos.unwrap_or(0),
             },
             granted: false,
             since: now,
@@ -259,8 +259,8 @@ impl Manager {
         Ok(id)
     }
 
-    /// The path of a waiting request with depths as accepting with `params` would negotiate them: what to bring the
-    /// queue pair to RTS with before [`Manager::accept`].
+    /// The path of a waiting request with depths as accepting with `params` would negotiate them, and their type of service
+    /// if they name one: what to bring the queue pair to RTS with before [`Manager::accept`].
     ///
     /// # Errors
     /// When the connection is not a waiting request.
@@ -273,6 +273,10 @@ impl Manager {
             .ok_or(CmError::NoConnection)?;
         match (c.state, c.peer) {
             (State::ReqReceived, Some(peer)) => Ok(RemoteQp {
+                av: AddressVector {
+                    traffic_class: params.tos.unwrap_or(peer.av.traffic_class),
+                    ..peer.av
+                },
                 responder_resources: peer.responder_resources.min(params.responder_resources),
                 initiator_depth: peer.initiator_depth.min(params.initiator_depth),
                 ..peer

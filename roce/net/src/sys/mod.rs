@@ -100,16 +100,23 @@ pub(crate) fn drop_all_received(fd: BorrowedFd<'_>) -> io::Result<()> {
         jf: 0,
         k: 0,
     };
+    attach_program(fd, libc::SO_ATTACH_FILTER, core::slice::from_mut(&mut accept_nothing))
+}
+
+/// Attaches a classic BPF program to a socket, or to its reuseport group, as the option says.
+pub(crate) fn attach_program(
+    fd: BorrowedFd<'_>,
+    option: c_int,
+    instructions: &mut [libc::sock_filter],
+) -> io::Result<()> {
     let program = libc::sock_fprog {
-        len: 1,
-        filter: &raw mut accept_nothing,
+        len: u16::try_from(instructions.len()).map_err(|_| io::ErrorKind::InvalidInput)?,
+        filter: instructions.as_mut_ptr(),
     };
     let len = size_of::<libc::sock_fprog>() as socklen_t;
-    // SAFETY: the program and its single instruction live on the stack; the kernel copies them.
-    let rc = unsafe {
-        let value = (&raw const program).cast::<c_void>();
-        libc::setsockopt(fd.as_raw_fd(), libc::SOL_SOCKET, libc::SO_ATTACH_FILTER, value, len)
-    };
+    let value = (&raw const program).cast::<c_void>();
+    // SAFETY: `program` and the instructions that it points at (`len` of them) live for the call; the kernel copies them.
+    let rc = unsafe { libc::setsockopt(fd.as_raw_fd(), libc::SOL_SOCKET, option, value, len) };
     check(rc).map(drop)
 }
 

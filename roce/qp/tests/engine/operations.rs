@@ -6,7 +6,8 @@ use roce_bth::{Class, NakCode, Opcode, Position, Psn, Syndrome};
 use roce_mem::{Region, WindowKind};
 use roce_qp::{Ctx, Poll, WaitReason, WindowConfig};
 use roce_verbs::{
-    AccessFlags, LKey, Mtu, Payload, QpCaps, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcFlags, WcOpcode, WcStatus,
+    AccessFlags, LKey, Mtu, Payload, QpCaps, RKey, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcFlags, WcOpcode,
+    WcStatus,
     wr::{BindWindow, FastRegister, PostError},
 };
 
@@ -277,7 +278,11 @@ fn one_acknowledgement_stands_for_a_batch() {
 
 /// The right side keeps acknowledgements for so long.
 fn holding(hold: Duration) -> Pair {
-    let setup = Setup::default();
+    holding_at(Mtu::B1024, hold)
+}
+
+fn holding_at(mtu: Mtu, hold: Duration) -> Pair {
+    let setup = setup(mtu);
     let a = Side::new(A, &setup);
     let b = Side::with(B, &setup, |config| config.ack_hold = hold);
     Pair::up(setup, a, b)
@@ -353,6 +358,53 @@ fn who_was_told_of_a_gap_hears_at_once() {
     assert_eq!(nak[0].aeth.unwrap().syndrome, Syndrome::Nak(NakCode::PsnSequenceError));
     p.b.handle(&sent[0].1);
     assert_eq!(p.b.headers().len(), 1, "it waits for the word that it may go on");
+}
+
+#[test]
+fn who_is_refused_hears_at_once() {
+    let mut p = holding(Duration::from_micros(100));
+    let (src, dst) = (p.a.filled(64, 1), p.b.region(64));
+    write_from_a(&mut p, &src, &dst, 1);
+    assert!(p.b.headers().is_empty(), "it is held");
+    // The key is not one that a peer may invalidate: the SEND is acknowledged, and B fails (IBA 9.9.3, class J).
+    let buffer = p.b.region(64);
+    for id in [10, 11] {
+        p.b.recv(id, &[sge(&buffer, 0, 64)]);
+        p.a.send(id, SendOp::SendWithInv(RKey(0x1234)), &[]);
+    }
+    let sent = p.a.drain();
+    // The gap is closed before its report went out.
+    p.b.handle(&sent[1].1);
+    p.b.handle(&sent[0].1);
+    let told = p.b.headers();
+    assert_eq!(told.len(), 1);
+    let aeth = told[0].aeth.unwrap();
+    assert_eq!(
+        (aeth.msn.value(), told[0].bth.psn),
+        (2, roce_bth::Packet::parse(&sent[0].1).unwrap().header.bth.psn)
+    );
+    assert!(matches!(aeth.syndrome, Syndrome::Ack(_)));
+}
+
+#[test]
+fn an_acknowledgement_follows_its_request_over_the_end_of_a_turn() {
+    // A full turn, and a sink that has room for the request alone.
+    for (len, room) in [(128 * 256, None), (64, Some(1))] {
+        let hold = Duration::from_micros(100);
+        let mut p = holding_at(Mtu::B256, hold);
+        let (src, dst) = (p.a.filled(64, 1), p.b.region(64));
+        write_from_a(&mut p, &src, &dst, 1);
+        assert!(p.b.headers().is_empty(), "it is held");
+        let (back, there) = (p.b.filled(len, 1), p.a.region(len));
+        p.b.send(1, SendOp::Write(at(&there, 0)), &[sge(&back, 0, len)]);
+        p.b.sink.room = room;
+        let last = p.b.headers().pop().unwrap();
+        assert_eq!(
+            last.bth.opcode.info().class,
+            Class::Acknowledge,
+            "{len} bytes, room {room:?}"
+        );
+    }
 }
 
 #[test]

@@ -158,6 +158,8 @@ pub(crate) struct ClientSide {
     pub(super) app: App,
     pub(super) session: Option<SessionId>,
     opened_at: u64,
+    /// Requests that the session has taken, and that have not ended.
+    asked: usize,
     down_since: Option<u64>,
     pub(super) slots: Vec<Slot>,
     pub(super) left: u32,
@@ -194,6 +196,7 @@ impl ClientSide {
             app: App::Idle,
             session: None,
             opened_at: 0,
+            asked: 0,
             down_since: None,
             left: plan.operations,
             in_flight: BTreeMap::new(),
@@ -266,9 +269,11 @@ impl ClientSide {
             let mut moved = false;
             while let Some(output) = self.rtrs.poll_output() {
                 moved = true;
-                if !matches!(output, Output::Done { .. }) {
-                    self.notes
-                        .say(now, || format!("client {}: {output:?}", self.life.client));
+                match output {
+                    Output::Done { .. } => self.asked -= 1,
+                    _ => self
+                        .notes
+                        .say(now, || format!("client {}: {output:?}", self.life.client)),
                 }
                 self.told(&output, now, bench)?;
                 self.rnbd.rtrs(&mut self.rtrs, output);
@@ -281,21 +286,36 @@ impl ClientSide {
             }
             while let Some((session, submission)) = self.rnbd.poll_submission(cx, &mut self.rtrs) {
                 moved = true;
-                if let Err((back, error)) = self.rtrs.submit(cx, session, submission) {
-                    let done = Output::Done {
-                        session,
-                        tag: back.tag,
-                        result: Err(error),
-                        data: back.data,
-                    };
-                    self.rnbd.rtrs(&mut self.rtrs, done);
+                match self.rtrs.submit(cx, session, submission) {
+                    Ok(()) => self.asked += 1,
+                    Err((back, error)) => {
+                        let done = Output::Done {
+                            session,
+                            tag: back.tag,
+                            result: Err(error),
+                            data: back.data,
+                        };
+                        self.rnbd.rtrs(&mut self.rtrs, done);
+                    }
                 }
             }
             if !moved {
-                return Ok(());
+                return self.check_permits();
             }
         }
         Err(format!("a turn without end: {}", self.situation()))
+    }
+
+    /// Only requests that have not ended have permits, also of a session whose path is lost.
+    fn check_permits(&self) -> Check {
+        let held = self.session.map_or(0, |session| self.rtrs.permits(session));
+        match held.checked_sub(self.asked) {
+            None | Some(0) => Ok(()),
+            Some(lost) => Err(format!(
+                "client {}: {lost} permits have not come back",
+                self.life.client
+            )),
+        }
     }
 
     fn go_on(&mut self, cx: &mut Cx<'_>, bench: &mut Bench<'_>) -> Check {
@@ -363,13 +383,13 @@ impl ClientSide {
         }
         self.operate(cx, session, bench)?;
         if self.app == App::Open {
-            self.leave_finished(cx, session)?;
+            self.leave_finished(cx, session);
         }
         Ok(())
     }
 
     /// Devices that nothing more is done with are unmapped, then the session is closed.
-    fn leave_finished(&mut self, cx: &mut Cx<'_>, session: SessionId) -> Check {
+    fn leave_finished(&mut self, cx: &mut Cx<'_>, session: SessionId) {
         for slot in &mut self.slots {
             if let Place::Up(key) = slot.place
                 && slot.finished
@@ -380,18 +400,8 @@ impl ClientSide {
         }
         let finished = |slot: &Slot| slot.finished && slot.place == Place::Closed;
         if self.slots.iter().all(finished) {
-            // A session that has come back asks for the protocol version by itself.
-            match self.rtrs.permits(session).saturating_sub(self.rnbd.in_flight()) {
-                0 => self.close(cx, session),
-                lost => {
-                    return Err(format!(
-                        "client {}: {lost} permits have not come back",
-                        self.life.client
-                    ));
-                }
-            }
+            self.close(cx, session);
         }
-        Ok(())
     }
 
     /// What RTRS tells of the session.

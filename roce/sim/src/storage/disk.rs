@@ -58,6 +58,8 @@ impl DiskFaults {
 struct Cached {
     seq: u64,
     content: Content,
+    /// No flush writes it any more.
+    dropped: bool,
 }
 
 /// See the module.
@@ -102,7 +104,11 @@ impl SimDisk {
         for (lba, content) in (lba..).zip(contents) {
             self.seq += 1;
             let (seq, content) = (self.seq, *content);
-            self.cache.entry(lba).or_default().push(Cached { seq, content });
+            self.cache.entry(lba).or_default().push(Cached {
+                seq,
+                content,
+                dropped: false,
+            });
         }
     }
 
@@ -111,10 +117,24 @@ impl SimDisk {
         self.seq
     }
 
-    /// What was written by then is durable.
+    /// A flush has failed: as a system does with dirty pages then, nothing of what is in the cache is written by the next.
+    pub(crate) fn fail_sync(&mut self) {
+        for cached in self.cache.values_mut().flatten() {
+            cached.dropped = true;
+        }
+    }
+
+    /// Somebody else has the device: what was dropped may be flushed again.
+    pub(crate) fn write_again(&mut self) {
+        for cached in self.cache.values_mut().flatten() {
+            cached.dropped = false;
+        }
+    }
+
+    /// What was written by then is durable, unless it was dropped.
     pub(crate) fn end_flush(&mut self, upto: u64) {
         self.cache.retain(|lba, list| {
-            if let Some(covered) = list.iter().rposition(|c| c.seq <= upto) {
+            if let Some(covered) = list.iter().rposition(|c| c.seq <= upto && !c.dropped) {
                 self.durable[*lba as usize] = list[covered].content;
                 list.drain(..=covered);
             }
@@ -184,6 +204,20 @@ mod tests {
             seen.insert(disk.read(1, 1)[0]);
         }
         assert_eq!(seen.into_iter().collect::<Vec<_>>(), [10, 20, 30]);
+    }
+
+    #[test]
+    fn a_flush_after_a_failed_one_saves_only_what_is_new() {
+        let mut disk = disk();
+        disk.write(1, &[10, 11]);
+        disk.fail_sync();
+        disk.write(2, &[20]);
+        disk.end_flush(disk.begin_flush());
+        assert_eq!(disk.read(1, 2), [10, 20]);
+        assert_eq!((disk.durable(1), disk.durable(2)), (0, 20));
+        disk.write_again();
+        disk.end_flush(disk.begin_flush());
+        assert_eq!(disk.durable(1), 10);
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! The server's work on its disks: queued as the real one does it, and done when the disk has had its time.
+//! The server's work on its disks: in the order, and with the answers, of the real one (`rnbd::server::schedule`), and done when the
+//! disk has had its time.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -7,7 +8,9 @@ use rnbd::{
     block::BlockOp,
     server::{
         disk::{DiskOp, IoTicket, StoreId},
-        queue::{Class, FairQueue, Flushes, QueueLimits},
+        queue::QueueLimits,
+        schedule::{Begun, Ended, Schedule, UnderWay},
+        sync::SyncState,
     },
 };
 use roce_mem::Pages;
@@ -29,27 +32,19 @@ const UNREAD: u8 = 0xdb;
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) struct RunId(u64);
 
-/// Whom an operation is for.
-#[derive(Clone, Copy, Debug)]
-enum Who {
-    Ticket(IoTicket),
-    /// Those that the store's flush is for.
-    Flush,
-}
-
-#[derive(Debug)]
-struct Waiting {
-    who: Who,
-    op: DiskOp,
-    memory: Option<Arc<Pages>>,
-}
-
 /// An operation that the disk works on.
 #[derive(Debug)]
 struct Running {
-    session: SessionKey,
-    class: Class,
-    work: Waiting,
+    under_way: UnderWay,
+    work: Work,
+    /// What was found when it began.
+    checked: Result<(), Errno>,
+}
+
+#[derive(Debug)]
+struct Work {
+    op: DiskOp,
+    memory: Option<Arc<Pages>>,
     /// The bytes of a write, if they were taken at its start.
     early: Option<Vec<u8>>,
     /// What a flush covers.
@@ -61,42 +56,38 @@ struct Running {
 struct Store {
     device: usize,
     writes: bool,
-    /// A flush failed: none succeeds any more.
-    latched: bool,
-    flushes: Flushes<IoTicket>,
-    unanswered: usize,
+    sync: SyncState,
 }
-
-/// What came of an operation.
-pub(crate) type Ended = (IoTicket, Result<(), Errno>);
 
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct Engine {
-    queue: FairQueue<SessionKey, Waiting>,
+    schedule: Schedule<Arc<Pages>>,
     stores: BTreeMap<StoreId, Store>,
-    next_store: u32,
     running: BTreeMap<RunId, Running>,
     next_run: u64,
     /// Where in which session's memory the data of requests is that are not over.
     data: BTreeMap<IoTicket, (SessionKey, usize)>,
+    /// Over without having begun.
+    over: Vec<Ended>,
 }
 
 impl Engine {
     pub(crate) fn new(limits: QueueLimits) -> Self {
         Self {
-            queue: FairQueue::new(limits),
+            schedule: Schedule::new(limits),
             stores: BTreeMap::new(),
-            next_store: 0,
             running: BTreeMap::new(),
             next_run: 0,
             data: BTreeMap::new(),
+            over: Vec::new(),
         }
     }
 
     /// Nothing is open or under way.
     pub(crate) fn is_idle(&self) -> bool {
-        self.stores.is_empty() && self.running.is_empty() && self.data.is_empty()
+        let idle = self.stores.is_empty() && self.running.is_empty() && self.data.is_empty();
+        idle && self.schedule.waiting() == 0 && self.over.is_empty()
     }
 
     /// Whether somebody has the device open for writing.
@@ -104,32 +95,33 @@ impl Engine {
         self.stores.values().any(|s| s.device == device && s.writes)
     }
 
-    pub(crate) fn open(&mut self, device: usize, writes: bool) -> StoreId {
-        let id = StoreId(self.next_store);
-        self.next_store += 1;
+    pub(crate) fn open(&mut self, device: usize, writes: bool, disks: &mut [SimDisk]) -> StoreId {
+        if writes {
+            disks[device].write_again();
+        }
+        let id = self.schedule.open();
         let store = Store {
             device,
             writes,
-            latched: false,
-            flushes: Flushes::default(),
-            unanswered: 0,
+            sync: SyncState::default(),
         };
         self.stores.insert(id, store);
         id
     }
 
-    /// Whether a device may be closed.
-    pub(crate) fn check_close(&self, store: StoreId) -> Result<(), String> {
-        match self.stores.get(&store) {
-            Some(Store { unanswered: 0, .. }) => Ok(()),
-            Some(_) => Err(format!("{store:?} is closed while an operation is under way")),
-            None => Err(format!("{store:?} is closed, which is not open")),
+    /// A device is to be closed.
+    pub(crate) fn begin_close(&mut self, store: StoreId) -> Result<(), String> {
+        match self.schedule.close(store) {
+            true => Ok(()),
+            false => Err(format!(
+                "{store:?} is closed while an operation is under way, or is not open"
+            )),
         }
     }
 
     /// Closes a device: what was written becomes durable, if no flush has failed.
     pub(crate) fn close(&mut self, store: StoreId, disks: &mut [SimDisk]) {
-        if let Some(store) = self.stores.remove(&store).filter(|s| s.writes && !s.latched) {
+        if let Some(store) = self.stores.remove(&store).filter(|s| s.sync.wants_sync()) {
             let disk = &mut disks[store.device];
             disk.end_flush(disk.begin_flush());
         }
@@ -141,12 +133,8 @@ impl Engine {
         session: SessionKey,
         ticket: IoTicket,
         op: DiskOp,
-        memory: Arc<Pages>,
+        memory: &Arc<Pages>,
     ) -> Result<(), String> {
-        let Some(store) = self.stores.get_mut(&op.store) else {
-            return Err(format!("an operation on {:?}, which is not open", op.store));
-        };
-        store.unanswered += 1;
         let has_data = matches!(op.op, BlockOp::Read | BlockOp::Write { .. });
         if has_data && self.data.values().any(|of| *of == (session, op.data)) {
             return Err(format!(
@@ -161,23 +149,20 @@ impl Engine {
             let garbage = memory.write(op.data, &vec![UNREAD; op.len as usize]);
             garbage.map_err(|e| format!("a read to outside the session's memory: {e}"))?;
         }
-        let (who, begins) = match op.op {
-            BlockOp::Flush => (Who::Flush, store.flushes.request(ticket)),
-            _ => (Who::Ticket(ticket), true),
-        };
-        if begins {
-            let memory = has_data.then_some(memory);
-            self.wait(session, Waiting { who, op, memory });
-        }
-        Ok(())
+        let started = self.schedule.start(session, ticket, op, memory);
+        started.map_err(|e| format!("an operation on {:?}: {e}", op.store))
     }
 
-    fn wait(&mut self, session: SessionKey, waiting: Waiting) {
-        let class = match waiting.op.op {
-            BlockOp::Read | BlockOp::Write { .. } => Class::Data,
-            BlockOp::Flush | BlockOp::Discard | BlockOp::WriteZeroes { .. } => Class::Slow,
-        };
-        self.queue.push(session, class, waiting.op.len, waiting);
+    /// A session is gone.
+    pub(crate) fn forget(&mut self, session: SessionKey) {
+        self.schedule.forget(session, &mut self.over);
+    }
+
+    /// What is over without having begun.
+    pub(crate) fn poll_over(&mut self) -> Option<Ended> {
+        let (ticket, result) = self.over.pop()?;
+        self.data.remove(&ticket);
+        Some((ticket, result))
     }
 
     /// Starts what has its turn. `plan` gets what ends when.
@@ -187,17 +172,19 @@ impl Engine {
         dice: &mut Dice,
         mut plan: impl FnMut(u64, RunId),
     ) -> Result<(), String> {
-        while let Some((session, class, work)) = self.queue.pop() {
-            let Some(store) = self.stores.get(&work.op.store) else {
+        while let Some(Begun { under_way, op, memory }) = self.schedule.begin() {
+            let Some(store) = self.stores.get(&op.store) else {
                 return Err("an operation on a device that was closed under it".into());
             };
             let disk = &disks[store.device];
-            let early = match &work.memory {
-                Some(memory) if matches!(work.op.op, BlockOp::Write { .. }) && dice.chance(0.5) => {
-                    Some(taken(memory, &work.op)?)
-                }
+            let early = match &memory {
+                Some(memory) if matches!(op.op, BlockOp::Write { .. }) && dice.chance(0.5) => Some(taken(memory, &op)?),
                 _ => None,
             };
+            let checked = store.sync.check(op.op);
+            if op.op.writes() {
+                store.sync.changed();
+            }
             let id = RunId(self.next_run);
             self.next_run += 1;
             plan(disk.faults.duration(dice), id);
@@ -205,11 +192,14 @@ impl Engine {
             self.running.insert(
                 id,
                 Running {
-                    session,
-                    class,
-                    work,
-                    early,
-                    mark,
+                    under_way,
+                    work: Work {
+                        op,
+                        memory,
+                        early,
+                        mark,
+                    },
+                    checked,
                 },
             );
         }
@@ -228,43 +218,42 @@ impl Engine {
         let Some(running) = self.running.remove(&id) else {
             return Ok(Vec::new());
         };
-        let Some(store) = self.stores.get_mut(&running.work.op.store) else {
+        let Running {
+            under_way,
+            work,
+            checked,
+        } = running;
+        let Some(store) = self.stores.get(&work.op.store) else {
             return Err("an operation on a device that was closed under it".into());
         };
-        let result = operate(&running, store, &mut disks[store.device], ledger, dice)?;
+        let result = match checked {
+            Ok(()) => operate(&work, store, &mut disks[store.device], ledger, dice)?,
+            Err(e) => Err(e),
+        };
+        let result = result.and_then(|()| store.sync.check(work.op.op));
         if result.is_err() {
             coverage.note("disk error");
         }
-        self.queue.done(running.class);
-        if running.work.op.op.writes() {
-            store.flushes.wrote();
-        }
-        let (ended, again) = match running.work.who {
-            Who::Ticket(ticket) => (vec![ticket], false),
-            Who::Flush => store.flushes.done(),
-        };
+        let mut ended = Vec::new();
+        self.schedule.done(under_way, work.op.op.writes(), result, &mut ended);
         if ended.len() > 1 {
             coverage.note("one flush for several");
         }
-        store.unanswered -= ended.len();
-        if again {
-            self.wait(running.session, running.work);
-        }
-        for ticket in &ended {
+        for (ticket, _) in &ended {
             self.data.remove(ticket);
         }
-        Ok(ended.into_iter().map(|ticket| (ticket, result)).collect())
+        Ok(ended)
     }
 }
 
 fn operate(
-    running: &Running,
-    store: &mut Store,
+    work: &Work,
+    store: &Store,
     disk: &mut SimDisk,
     ledger: &Ledger,
     dice: &mut Dice,
 ) -> Result<Result<(), Errno>, String> {
-    let (op, device) = (&running.work.op, store.device);
+    let (op, device) = (&work.op, store.device);
     let (lba, count) = (op.offset / BLOCK as u64, op.len / BLOCK as u64);
     if op.op != BlockOp::Flush && op.offset.saturating_add(op.len) > disk.blocks() * BLOCK as u64 {
         return Ok(Err(Errno::EIO));
@@ -277,13 +266,13 @@ fn operate(
             if dice.chance(disk.faults.read_error) {
                 return Ok(Err(Errno::EIO));
             }
-            if let Some(memory) = &running.work.memory {
+            if let Some(memory) = &work.memory {
                 let read = memory.write(op.data, &bytes(&disk.read(lba, count)));
                 read.map_err(|e| format!("a read to outside the session's memory: {e}"))?;
             }
         }
         BlockOp::Write { fua } => {
-            let bytes = match (&running.early, &running.work.memory) {
+            let bytes = match (&work.early, &work.memory) {
                 (Some(bytes), _) => bytes.clone(),
                 (None, Some(memory)) => taken(memory, op)?,
                 (None, None) => return Err("a write without memory".into()),
@@ -297,17 +286,24 @@ fn operate(
             if dice.chance(disk.faults.write_error) {
                 // Some of it may be there.
                 disk.write(lba, &new[..dice.index(new.len() + 1)]);
+                if fua {
+                    store.sync.durable_write_failed(Errno::EIO);
+                    disk.fail_sync();
+                }
                 return Ok(Err(Errno::EIO));
             }
             disk.write(lba, &new);
-            return Ok(forced(store, disk, lba, count, fua));
+            if fua {
+                disk.force(lba, count);
+            }
         }
         BlockOp::Flush => {
-            store.latched |= dice.chance(disk.faults.flush_error);
-            if store.latched {
+            if dice.chance(disk.faults.flush_error) {
+                store.sync.sync_failed();
+                disk.fail_sync();
                 return Ok(Err(Errno::EIO));
             }
-            disk.end_flush(running.mark);
+            disk.end_flush(work.mark);
         }
         BlockOp::Discard => {
             ledger.allow_zeroes(device, lba, count)?;
@@ -320,7 +316,9 @@ fn operate(
         BlockOp::WriteZeroes { fua, .. } => {
             ledger.allow_zeroes(device, lba, count)?;
             disk.write(lba, &vec![0; count as usize]);
-            return Ok(forced(store, disk, lba, count, fua));
+            if fua {
+                disk.force(lba, count);
+            }
         }
     }
     Ok(Ok(()))
@@ -332,15 +330,4 @@ fn taken(memory: &Pages, op: &DiskOp) -> Result<Vec<u8>, String> {
     let read = memory.read(op.data, &mut bytes);
     read.map_err(|e| format!("a write from outside the session's memory: {e}"))?;
     Ok(bytes)
-}
-
-fn forced(store: &Store, disk: &mut SimDisk, lba: u64, count: u64, fua: bool) -> Result<(), Errno> {
-    match (fua, store.latched) {
-        (true, true) => Err(Errno::EIO),
-        (true, false) => {
-            disk.force(lba, count);
-            Ok(())
-        }
-        (false, _) => Ok(()),
-    }
 }

@@ -1,10 +1,12 @@
-//! A provider that takes its time to move a queue pair to error, as hardware does: until then packets still arrive.
+//! A provider that takes its time, as hardware does: to move a queue pair to error, until when packets still arrive, and to take a
+//! key back.
 
 use core::net::{IpAddr, SocketAddr};
+use std::collections::VecDeque;
 
 use roce_local::{Fabric, Ports};
 use roce_verbs::{
-    Completion, Instant, Qpn, RecvWr, SendWr,
+    Completion, Instant, Qpn, RecvWr, SendWr, WcOpcode,
     provider::{
         CmRef, ConnParams, CqId, DeviceCaps, DeviceIx, Event, GrantOf, Granted, KeyId, KeyKind, Lent, MrId, MrInfo,
         PdId, Provider, QpId, QpSpec, Registration, RejectReason, Revoked, VerbsError,
@@ -24,7 +26,7 @@ enum Later {
 /// How a host's provider differs from the loop's own.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LagPlan {
-    /// A drain takes so long at most, nanoseconds.
+    /// A drain, and taking a key back by a work request, take so long at most, nanoseconds.
     pub(crate) most: u64,
     /// Of memory windows there are those of type 1.
     pub(crate) type_1_only: bool,
@@ -37,6 +39,10 @@ pub(crate) struct Lag {
     caps: Vec<DeviceCaps>,
     dice: Dice,
     waiting: Vec<(Instant, Later)>,
+    /// Completions that nobody sees before their time; of a send queue in their order.
+    held: VecDeque<(Instant, QpId, Completion)>,
+    /// Queue pairs that were drained while a key was being taken back by them.
+    pub(crate) overtaken: u64,
     /// A rule that was broken.
     broken: Option<&'static str>,
 }
@@ -52,6 +58,8 @@ impl Lag {
             caps,
             dice,
             waiting: Vec::new(),
+            held: VecDeque::new(),
+            overtaken: 0,
             broken: None,
         }
     }
@@ -63,12 +71,33 @@ impl Lag {
 
     /// When something is to be done.
     pub(crate) fn next_timeout(&self) -> Option<Instant> {
-        self.waiting.iter().map(|(at, _)| *at).min()
+        let held = self.held.iter().map(|(at, ..)| *at);
+        self.waiting.iter().map(|(at, _)| *at).chain(held).min()
     }
 
     /// Nothing of the past counts.
     pub(crate) fn clear(&mut self) {
         self.waiting.clear();
+        self.held.clear();
+    }
+
+    fn hold(&mut self, now: Instant, qp: QpId, wc: Completion) {
+        let takes_back = wc.is_ok() && matches!(wc.opcode, WcOpcode::LocalInvalidate | WcOpcode::BindWindow);
+        let after = if takes_back { self.dice.range(0, self.most) } else { 0 };
+        let at = Instant::from_nanos(now.as_nanos() + after);
+        let before = self.held.iter().rfind(|(_, of, wc)| *of == qp && !is_receive(wc));
+        let at = match before {
+            Some((before, ..)) if !is_receive(&wc) => at.max(*before),
+            _ => at,
+        };
+        self.held.push_back((at, qp, wc));
+    }
+
+    /// Everything of a queue pair is to be seen.
+    fn release(&mut self, now: Instant, qp: QpId) {
+        let early = self.held.iter_mut().filter(|(at, of, _)| *of == qp && *at > now);
+        let early: Vec<_> = early.map(|(at, ..)| *at = now).collect();
+        self.overtaken += u64::from(!early.is_empty());
     }
 
     fn add(&mut self, now: Instant, what: Later) {
@@ -78,6 +107,10 @@ impl Lag {
         let at = self.waiting.iter().map(|(at, _)| *at).chain([at]).max().unwrap_or(at);
         self.waiting.push((at, what));
     }
+}
+
+fn is_receive(wc: &Completion) -> bool {
+    matches!(wc.opcode, WcOpcode::Recv | WcOpcode::RecvRdmaWithImm)
 }
 
 /// See the module.
@@ -100,7 +133,10 @@ impl<'a, P: Ports> Late<'a, P> {
         self.lag.waiting = rest;
         for (_, what) in now {
             match what {
-                Later::Drain(qp) => self.fabric.drain(qp),
+                Later::Drain(qp) => {
+                    self.lag.release(self.now, qp);
+                    self.fabric.drain(qp);
+                }
                 Later::Disconnect(cm) => self.fabric.cm_disconnect(cm),
             }
         }
@@ -117,6 +153,7 @@ impl<P: Ports> Provider for Late<'_, P> {
 
     fn destroy_qp(&mut self, qp: QpId) {
         self.lag.waiting.retain(|(_, what)| *what != Later::Drain(qp));
+        self.lag.held.retain(|(_, of, _)| *of != qp);
         self.fabric.destroy_qp(qp);
     }
 
@@ -253,7 +290,23 @@ impl<P: Ports> Provider for Late<'_, P> {
     }
 
     fn poll_completions(&mut self, out: &mut Vec<(QpId, Completion)>, max: usize) -> Result<usize, VerbsError> {
-        self.fabric.poll_completions(out, max)
+        if self.lag.most == 0 {
+            return self.fabric.poll_completions(out, max);
+        }
+        let mut new = Vec::new();
+        self.fabric.poll_completions(&mut new, usize::MAX)?;
+        for (qp, wc) in new {
+            self.lag.hold(self.now, qp, wc);
+        }
+        let (now, before) = (self.now, out.len());
+        let held = core::mem::take(&mut self.lag.held);
+        for (at, qp, wc) in held {
+            match at <= now && out.len() < before + max {
+                true => out.push((qp, wc)),
+                false => self.lag.held.push_back((at, qp, wc)),
+            }
+        }
+        Ok(out.len() - before)
     }
 
     fn poll_event(&mut self) -> Option<Event> {

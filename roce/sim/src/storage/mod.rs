@@ -18,6 +18,7 @@ mod program;
 mod raw;
 mod server;
 mod tally;
+mod turn;
 mod world;
 
 pub(crate) use tally::Tally;

@@ -242,6 +242,11 @@ impl ClientSide {
                 bench.coverage.note("flush failed");
                 self.slots[op.slot].flush_failed |= !lost;
             }
+            // Its sync can have failed, and with it other data.
+            (BlockOp::Write { fua: true }, Err(Errno::EIO)) => {
+                bench.coverage.note("forced write failed");
+                self.slots[op.slot].flush_failed = true;
+            }
             _ => {}
         }
         let Some(id) = op.change else { return Ok(()) };

@@ -199,12 +199,11 @@ impl RawSide {
         &mut self.paths[path].rtrs
     }
 
-    /// When a path's host wants a turn.
-    pub(crate) fn next_timeout(&self, path: usize) -> Option<Instant> {
-        let own = (self.stage == Stage::Idle).then_some(self.again_at);
+    /// When it wants to go on at a path's host.
+    pub(crate) fn app_at(&self, path: usize) -> Option<Instant> {
+        let again = (self.stage == Stage::Idle).then_some(self.again_at);
         let leaves = self.leaves.filter(|(of, _)| *of == path).map(|(_, at)| at);
-        let own = own.into_iter().chain(leaves).min().map(Instant::from_nanos);
-        own.into_iter().chain(self.paths[path].rtrs.next_timeout()).min()
+        again.into_iter().chain(leaves).min().map(Instant::from_nanos)
     }
 
     /// Everything that can be done now on a path's host. True: the other host is to have a turn soon.

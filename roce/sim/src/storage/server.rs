@@ -122,6 +122,10 @@ impl ServerSide {
                 moved = true;
                 self.act(cx, action, ground)?;
             }
+            while let Some((ticket, result)) = self.engine.poll_over() {
+                moved = true;
+                self.rnbd.io_done(ticket, result);
+            }
             if !moved {
                 break;
             }
@@ -146,6 +150,7 @@ impl ServerSide {
                 if let Some(key) = self.asked.iter().find(|key| key.session == *session) {
                     return Err(format!("{session:?} is closed before {key:?} is answered"));
                 }
+                self.engine.forget(*session);
                 if let Some(life) = life {
                     ground.ledger.session_over(now.as_nanos(), life);
                 }
@@ -202,12 +207,12 @@ impl ServerSide {
                 ground.plan.push((after, Job::Open(ticket, name, mode)));
             }
             Action::Close { ticket, store } => {
-                self.engine.check_close(store)?;
+                self.engine.begin_close(store)?;
                 let after = ground.dice.range(1_000, 20_000_000);
                 ground.plan.push((after, Job::Close(ticket, store)));
             }
             Action::Io(ticket, session, op) => match self.rtrs.memory(session) {
-                Some(memory) => self.engine.start(session, ticket, op, memory.clone())?,
+                Some(memory) => self.engine.start(session, ticket, op, memory)?,
                 // A session that is gone is answered to nobody.
                 None => return Err(format!("an operation of {session:?}, which is gone")),
             },
@@ -291,7 +296,7 @@ impl ServerSide {
         let size = ground.disks[device].blocks() * BLOCK as u64;
         let longest = (self.plan.longest * BLOCK as u64).min(size);
         Ok(Opened {
-            store: self.engine.open(device, mode.writable()),
+            store: self.engine.open(device, mode.writable(), ground.disks),
             geometry: Geometry {
                 size,
                 logical_block_size: BLOCK as u32,

@@ -12,11 +12,12 @@ use crate::{
         client::{Bench, ClientSide},
         disk::SimDisk,
         draw::Draw,
-        lan::{Lan, What},
+        lan::{Lan, Node, What},
         ledger::Ledger,
         raw::RawSide,
         server::{Ground, Job, ServerPlan, ServerSide},
         tally::{Coverage, Tally},
+        turn::{self, ClientTurn, Machines, RawTurn, ServerTurn},
     },
     trace::Trace,
     world::Check,
@@ -28,8 +29,6 @@ const SERVER: usize = 0;
 const SPIN: u32 = 100_000;
 /// Events of a whole run.
 const MAX_EVENTS: u64 = 5_000_000;
-/// Rounds of a turn.
-const ROUNDS: u32 = 10_000;
 /// How long a run may take once nothing disturbs it.
 const PATIENCE: u64 = 600 * SEC;
 /// How long what went wrong before may still have an effect then.
@@ -236,6 +235,9 @@ impl World {
             self.step(what)?;
         }
         self.note_server();
+        let overtaken: u64 = self.lan.nodes.iter().map(|node| node.lag.overtaken).sum();
+        self.coverage
+            .note_if("path lost while a key is taken back", overtaken > 0);
         for client in &self.clients {
             client.check_empty()?;
         }
@@ -320,76 +322,36 @@ impl World {
         let mut random = random(&mut self.dice);
         let node = &mut self.lan.nodes[SERVER];
         let boot = node.boot;
-        let mut provider = node.provider(now);
-        let mut cx = Cx {
-            now,
-            provider: &mut provider,
-            random: &mut random,
+        let mut machines = ServerTurn {
+            server,
+            job,
+            ground: Ground {
+                disks: &mut self.disks,
+                ledger: &mut self.ledger,
+                dice: &mut self.dice,
+                coverage: &mut self.coverage,
+                plan: Vec::new(),
+            },
         };
-        let mut ground = Ground {
-            disks: &mut self.disks,
-            ledger: &mut self.ledger,
-            dice: &mut self.dice,
-            coverage: &mut self.coverage,
-            plan: Vec::new(),
-        };
-        if let Some(job) = job {
-            server.finish(&mut cx, job, &mut ground)?;
-        }
-        rounds(&mut cx, |cx, step| {
-            match step {
-                Step::Completion(qp, wc) => drop(server.rtrs.completion(cx, qp, &wc)),
-                Step::Event(event) => drop(server.rtrs.event(cx, &event)),
-                Step::Work => {
-                    server.rtrs.timeout(cx);
-                    server.work(cx, &mut ground)?;
-                }
-                Step::End => {
-                    server.rtrs.end_batch(cx);
-                    server.work(cx, &mut ground)?;
-                }
-            }
-            Ok(())
-        })?;
-        let next = server.rtrs.next_timeout();
-        for (after, job) in ground.plan {
+        let next = take_turn(node, now, &mut random, &mut machines)?;
+        for (after, job) in machines.ground.plan {
             self.lan.schedule(after, What::Own(Own::Job { boot, job }));
         }
         Ok(next)
     }
 
     fn client_turn(&mut self, now: Instant, node: usize) -> Result<Option<Instant>, String> {
-        let client = &mut self.clients[node - 1];
         let mut random = random(&mut self.dice);
-        let mut provider = self.lan.nodes[node].provider(now);
-        let mut cx = Cx {
-            now,
-            provider: &mut provider,
-            random: &mut random,
+        let mut machines = ClientTurn {
+            client: &mut self.clients[node - 1],
+            bench: Bench {
+                ledger: &mut self.ledger,
+                disks: &self.disks,
+                dice: &mut self.dice,
+                coverage: &mut self.coverage,
+            },
         };
-        let mut bench = Bench {
-            ledger: &mut self.ledger,
-            disks: &self.disks,
-            dice: &mut self.dice,
-            coverage: &mut self.coverage,
-        };
-        rounds(&mut cx, |cx, step| {
-            match step {
-                Step::Completion(qp, wc) => drop(client.rtrs.completion(cx, qp, &wc)),
-                Step::Event(event) => drop(client.rtrs.event(cx, &event)),
-                Step::Work => {
-                    client.rtrs.timeout(cx);
-                    client.work(cx, &mut bench)?;
-                }
-                Step::End => {
-                    client.rtrs.end_batch(cx);
-                    client.work(cx, &mut bench)?;
-                }
-            }
-            Ok(())
-        })?;
-        let app = client.app_at.map(Instant::from_nanos);
-        Ok([app, client.rtrs.next_timeout()].into_iter().flatten().min())
+        take_turn(&mut self.lan.nodes[node], now, &mut random, &mut machines)
     }
 
     fn raw_turn(&mut self, now: Instant, node: usize) -> Result<Option<Instant>, String> {
@@ -397,36 +359,19 @@ impl World {
         let (path, other) = (node - first, 2 * first + 1 - node);
         let Some(raw) = &mut self.raw else { return Ok(None) };
         let mut random = random(&mut self.dice);
-        let mut provider = self.lan.nodes[node].provider(now);
-        let mut cx = Cx {
-            now,
-            provider: &mut provider,
-            random: &mut random,
+        let mut machines = RawTurn {
+            raw,
+            path,
+            wakes: false,
+            bench: Bench {
+                ledger: &mut self.ledger,
+                disks: &self.disks,
+                dice: &mut self.dice,
+                coverage: &mut self.coverage,
+            },
         };
-        let mut bench = Bench {
-            ledger: &mut self.ledger,
-            disks: &self.disks,
-            dice: &mut self.dice,
-            coverage: &mut self.coverage,
-        };
-        let mut wakes = false;
-        rounds(&mut cx, |cx, step| {
-            match step {
-                Step::Completion(qp, wc) => drop(raw.rtrs(path).completion(cx, qp, &wc)),
-                Step::Event(event) => drop(raw.rtrs(path).event(cx, &event)),
-                Step::Work => {
-                    raw.rtrs(path).timeout(cx);
-                    wakes = raw.work(cx, path, &mut bench)?;
-                }
-                Step::End => {
-                    raw.rtrs(path).end_batch(cx);
-                    wakes = raw.work(cx, path, &mut bench)?;
-                }
-            }
-            Ok(())
-        })?;
-        let next = raw.next_timeout(path);
-        if wakes {
+        let next = take_turn(&mut self.lan.nodes[node], now, &mut random, &mut machines)?;
+        if machines.wakes {
             let after = self.dice.range(1, 2 * MS);
             self.lan.want_turn(other, now.as_nanos() + after);
         }
@@ -565,38 +510,18 @@ fn random(dice: &mut Dice) -> impl FnMut(&mut [u8]) + use<> {
     move |out: &mut [u8]| out.copy_from_slice(&dice.bytes(out.len()))
 }
 
-/// A part of a turn.
-enum Step {
-    Completion(roce_verbs::provider::QpId, roce_verbs::Completion),
-    Event(roce_verbs::provider::Event),
-    /// Everything has been handed over that there was.
-    Work,
-    /// So far nothing more is to be done.
-    End,
-}
-
-/// Hands completions and events over, until there are no more.
-fn rounds(cx: &mut Cx<'_>, mut run: impl FnMut(&mut Cx<'_>, Step) -> Check) -> Check {
-    let (mut wcs, mut ended) = (Vec::new(), false);
-    for _ in 0..ROUNDS {
-        let polled = cx.provider.poll_completions(&mut wcs, 64);
-        polled.map_err(|e| e.to_string())?;
-        let event = if wcs.is_empty() { cx.provider.poll_event() } else { None };
-        let idle = wcs.is_empty() && event.is_none();
-        if ended && idle {
-            return Ok(());
-        }
-        for (qp, wc) in wcs.drain(..) {
-            run(cx, Step::Completion(qp, wc))?;
-        }
-        if let Some(event) = event {
-            run(cx, Step::Event(event))?;
-        }
-        run(cx, Step::Work)?;
-        if idle {
-            run(cx, Step::End)?;
-        }
-        ended = idle;
-    }
-    Err("a turn without end".into())
+/// A turn of a host's machines. Returns when the next is due.
+fn take_turn(
+    node: &mut Node,
+    now: Instant,
+    random: &mut dyn FnMut(&mut [u8]),
+    machines: &mut impl Machines,
+) -> Result<Option<Instant>, String> {
+    let mut provider = node.provider(now);
+    let mut cx = Cx {
+        now,
+        provider: &mut provider,
+        random,
+    };
+    turn::take(&mut cx, machines)
 }

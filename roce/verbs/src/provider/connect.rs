@@ -2,6 +2,8 @@
 
 use core::time::Duration;
 
+use roce_bth::RnrTimer;
+
 /// Parameters of a connection (`rdma_conn_param`).
 #[derive(Clone, Debug)]
 pub struct ConnParams {
@@ -18,6 +20,11 @@ pub struct ConnParams {
     /// How long a connect may stay without any answer; `None`: as the connection manager has it (in software 10 s). In
     /// software its retries end after about a minute; a connection manager of hardware goes by its own times.
     pub patience: Option<Duration>,
+    /// Type of service (IPv4) or traffic class (IPv6) of the queue pair's packets: DSCP and ECN bits. A connect tells it to
+    /// the peer, whose packets have it as well if its accept has `None`. `None` in a connect: 0.
+    pub tos: Option<u8>,
+    /// How long the peer is to pause when no receive work request waits for its message; `None`: as the device has it.
+    pub min_rnr_timer: Option<RnrTimer>,
 }
 
 impl Default for ConnParams {
@@ -29,6 +36,8 @@ impl Default for ConnParams {
             retry_count: 7,
             rnr_retry_count: 7,
             patience: None,
+            tos: None,
+            min_rnr_timer: None,
         }
     }
 }

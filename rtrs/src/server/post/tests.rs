@@ -9,7 +9,7 @@ use roce_verbs::{
 };
 
 use super::*;
-use crate::server::provider::{Keys, Posted, Scripted};
+use crate::provider::{Keys, Posted, Scripted};
 
 const CHUNKS: u32 = 8;
 const SIZE: u32 = 8192;

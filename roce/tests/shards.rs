@@ -1,0 +1,272 @@
+//! Several loops at one address, each with a shard of the device.
+
+mod common;
+
+use std::{
+    net::{IpAddr, SocketAddr, UdpSocket},
+    os::fd::AsRawFd,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use common::{
+    PATIENCE, address,
+    own_loop::{Loop, SERVICE},
+};
+use roce::{
+    Arrival, ConnParams, DeviceConfig, LocalDevice, OpenSockets, Placement, PortCounters, QpnSlot, RejectReason,
+    RemoteAddr, SendOp, VerbsError,
+    verbs::provider::{CmKind, CmRef, Event},
+};
+
+const RC_SEND_ONLY: u8 = 0x04;
+const UD_SEND_ONLY: u8 = 0x64;
+const PORT: u16 = 4791;
+const PIECE: usize = 300_000;
+
+/// The first byte of the private data names the shard.
+struct ByData;
+
+impl Placement for ByData {
+    fn place(&self, arrival: &Arrival<'_>) -> usize {
+        arrival.private_data[0].into()
+    }
+}
+
+fn shards(addr: IpAddr, count: usize) -> Vec<Loop> {
+    let opened = LocalDevice::open_shards(&DeviceConfig::new(addr), count, Arc::new(ByData));
+    let loops = opened.unwrap().into_iter().map(|device| Loop::of(device, addr));
+    loops.collect()
+}
+
+fn turn(loops: &mut [&mut [Loop]]) {
+    let mut more = false;
+    for l in loops.iter_mut().flat_map(|some| some.iter_mut()) {
+        more |= l.step();
+    }
+    if !more {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn until(loops: &mut [&mut [Loop]], what: &str, mut done: impl FnMut(&[&mut [Loop]]) -> bool) {
+    let end = Instant::now() + PATIENCE;
+    while !done(loops) {
+        assert!(Instant::now() < end, "{what}");
+        turn(loops);
+    }
+}
+
+fn request(l: &Loop) -> Option<CmRef> {
+    l.events.iter().find_map(|e| match e {
+        Event::Cm {
+            id,
+            kind: CmKind::ConnectRequest { .. },
+        } => Some(*id),
+        _ => None,
+    })
+}
+
+fn counters(l: &mut Loop) -> PortCounters {
+    l.device.stats(0).unwrap().port
+}
+
+fn params(shard: u8) -> ConnParams {
+    ConnParams {
+        private_data: vec![shard],
+        ..ConnParams::default()
+    }
+}
+
+#[test]
+fn shards_of_two_devices_connect_move_data_and_part() {
+    let (here, there) = (address(), address());
+    let (mut a, mut b) = (shards(here, 3), shards(there, 2));
+    let to = SocketAddr::new(there, SERVICE);
+    for l in &mut b {
+        l.device.provider().cm_listen(to, 4).unwrap();
+    }
+    for (from, at) in [(0, 1), (1, 0), (2, 1)] {
+        let (id, qp) = a[from].connect_with(to, &params(at as u8));
+        until(&mut [&mut a, &mut b], "a request", |l| request(&l[1][at]).is_some());
+        assert!(request(&b[1 - at]).is_none(), "it is for another loop");
+        let theirs = request(&b[at]).unwrap();
+        let their_qp = b[at].qp();
+        let accepted = b[at]
+            .device
+            .provider()
+            .cm_accept(theirs, their_qp, &ConnParams::default());
+        accepted.unwrap();
+        until(&mut [&mut a, &mut b], "established", |l| {
+            l[0][from].is_up(id) && l[1][at].is_up(theirs)
+        });
+        let data: Vec<u8> = (0..PIECE).map(|i| (i / 3 + from) as u8).collect();
+        a[from].pages.write(0, &data).unwrap();
+        let (addr, rkey) = (b[at].mr.addr, b[at].mr.rkey);
+        a[from].send(qp, SendOp::Write(RemoteAddr { addr, rkey }), PIECE);
+        until(&mut [&mut a, &mut b], "written", |l| l[0][from].done() == 1);
+        let mut arrived = vec![0; PIECE];
+        b[at].pages.read(0, &mut arrived).unwrap();
+        assert!(arrived == data);
+        a[from].pages.write(0, &vec![0; PIECE]).unwrap();
+        a[from].send(qp, SendOp::Read(RemoteAddr { addr, rkey }), PIECE);
+        until(&mut [&mut a, &mut b], "read", |l| l[0][from].done() == 2);
+        a[from].pages.read(0, &mut arrived).unwrap();
+        assert!(arrived == data);
+        // The memory of a loop is no other loop's.
+        let other = RemoteAddr {
+            addr: b[1 - at].mr.addr,
+            rkey: b[1 - at].mr.rkey,
+        };
+        match from {
+            2 => {
+                a[from].send(qp, SendOp::Write(other), 64);
+                until(&mut [&mut a, &mut b], "refused", |l| l[0][from].completions.len() == 3);
+                assert_eq!(a[from].done(), 2);
+                b[at].device.provider().cm_disconnect(theirs);
+            }
+            1 => b[at].device.provider().cm_disconnect(theirs),
+            _ => a[from].device.provider().cm_disconnect(id),
+        }
+        until(&mut [&mut a, &mut b], "disconnected", |l| {
+            l[0][from].is_over(id) && l[1][at].is_over(theirs)
+        });
+        b[at].events.clear();
+    }
+    for l in a.iter_mut().chain(&mut b) {
+        let c = counters(l);
+        assert_eq!((c.icrc_errors, c.drop_no_qp, c.drop_handed_over), (0, 0, 0), "{c:?}");
+    }
+}
+
+#[test]
+fn a_refusal_reaches_the_loop_that_asked() {
+    let (here, there) = (address(), address());
+    let (mut a, mut b) = (shards(here, 2), shards(there, 2));
+    // Only the second listens.
+    let to = SocketAddr::new(there, SERVICE);
+    b[1].device.provider().cm_listen(to, 4).unwrap();
+    let (id, _) = a[1].connect_with(to, &params(0));
+    let rejected = |l: &Loop| {
+        l.events.iter().find_map(|e| match e {
+            Event::Cm {
+                id: of,
+                kind: CmKind::Rejected { reason, .. },
+            } if *of == id => Some(*reason),
+            _ => None,
+        })
+    };
+    until(&mut [&mut a, &mut b], "rejected", |l| rejected(&l[0][1]).is_some());
+    assert_eq!(rejected(&a[1]), Some(RejectReason::INVALID_SERVICE_ID));
+    // A shard that does not exist stands for the first.
+    let (id, _) = a[0].connect_with(to, &params(9));
+    let rejected = |l: &Loop| {
+        let of = |e: &Event| matches!(e, Event::Cm { id: of, kind: CmKind::Rejected { .. } } if *of == id);
+        l.events.iter().any(of)
+    };
+    until(&mut [&mut a, &mut b], "rejected", |l| rejected(&l[0][0]));
+}
+
+/// Packets that the kernel carries as one: all go where the first one goes.
+fn send_merged(socket: &UdpSocket, to: IpAddr, packets: &[[u8; 64]]) {
+    let size: libc::c_int = 64;
+    // SAFETY: the call reads an integer.
+    let set = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_UDP,
+            libc::UDP_SEGMENT,
+            (&raw const size).cast(),
+            size_of_val(&size) as libc::socklen_t,
+        )
+    };
+    assert_eq!(set, 0);
+    socket.send_to(&packets.concat(), (to, PORT)).unwrap();
+}
+
+fn packet(opcode: u8, qpn: u32) -> [u8; 64] {
+    let mut bytes = [0; 64];
+    bytes[0] = opcode;
+    bytes[2..4].copy_from_slice(&[0xff, 0xff]);
+    bytes[5..8].copy_from_slice(&qpn.to_be_bytes()[1..]);
+    bytes
+}
+
+#[test]
+fn what_arrives_at_the_wrong_loop_is_handed_over() {
+    let addr = address();
+    let mut l = shards(addr, 2);
+    let socket = UdpSocket::bind((addr, 0)).unwrap();
+    let (first, second) = (packet(RC_SEND_ONLY, 0x00_1234), packet(RC_SEND_ONLY, 0x80_1234));
+    let management = packet(UD_SEND_ONLY, 1);
+    send_merged(&socket, addr, &[second, first, second, management]);
+    send_merged(&socket, addr, &[first, second]);
+    let end = Instant::now() + PATIENCE;
+    let settled = |l: &mut [Loop]| {
+        let (a, b) = (counters(&mut l[0]), counters(&mut l[1]));
+        (a.drop_no_qp, b.drop_no_qp, a.drop_qkey) == (2, 3, 1)
+    };
+    while !settled(&mut l) {
+        let seen = [counters(&mut l[0]), counters(&mut l[1])];
+        assert!(Instant::now() < end, "{seen:?}");
+        turn(&mut [&mut l]);
+    }
+    let (a, b) = (counters(&mut l[0]), counters(&mut l[1]));
+    assert_eq!((a.handed_over, b.handed_over), (1, 2));
+    assert_eq!(a.rx_packets + b.rx_packets, 6, "each is counted once");
+}
+
+#[test]
+fn a_loop_that_does_not_turn_takes_no_more_than_fits() {
+    let addr = address();
+    let mut l = shards(addr, 2);
+    let socket = UdpSocket::bind((addr, 0)).unwrap();
+    let mut packets = vec![packet(RC_SEND_ONLY, 0x00_1234); 60];
+    packets[0] = packet(RC_SEND_ONLY, 0x80_1234);
+    let (sends, strays) = (20, 20 * 59);
+    let end = Instant::now() + PATIENCE;
+    for n in 1..=sends {
+        send_merged(&socket, addr, &packets);
+        while counters(&mut l[1]).drop_no_qp < n {
+            assert!(Instant::now() < end);
+            turn(&mut [&mut l[1..]]);
+        }
+    }
+    let c = counters(&mut l[1]);
+    assert_eq!(c.handed_over + c.drop_handed_over, strays);
+    assert_eq!(c.handed_over, 1024);
+    // The other is there again.
+    while counters(&mut l[0]).drop_no_qp < 1024 {
+        assert!(Instant::now() < end);
+        turn(&mut [&mut l]);
+    }
+}
+
+#[test]
+fn loops_do_not_share_what_is_shared_with_processes() {
+    let open = |config: &DeviceConfig, shards| LocalDevice::open_shards(config, shards, Arc::new(ByData));
+    let addr = address();
+    let usual = DeviceConfig::new(addr);
+    for config in [
+        DeviceConfig {
+            qpn_slot: Some(QpnSlot { bits: 7, slot: 3 }),
+            ..usual.clone()
+        },
+        DeviceConfig {
+            sockets: Some(OpenSockets::default()),
+            ..usual.clone()
+        },
+    ] {
+        let e = open(&config, 2).unwrap_err().to_string();
+        assert!(e.contains("shared with other processes"), "{e}");
+    }
+    for shards in [0, 65] {
+        assert!(matches!(open(&usual, shards), Err(VerbsError::Invalid(_))));
+    }
+    let one = open(&usual, 1).unwrap();
+    assert_eq!(one.len(), 1);
+    let taken = open(&usual, 2).unwrap_err();
+    assert!(matches!(taken, VerbsError::Address(_)), "{taken}");
+    drop(one);
+    assert_eq!(open(&usual, 2).unwrap().len(), 2);
+}

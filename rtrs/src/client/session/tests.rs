@@ -1,0 +1,289 @@
+//! A session with two paths, of which one is lost.
+
+use core::time::Duration;
+use std::{collections::VecDeque, net::SocketAddr};
+
+use roce_verbs::{
+    QpCaps, SendOp, WcFlags, WcOpcode,
+    provider::{Provider, QpId, QpSpec},
+};
+
+use super::*;
+use crate::{
+    Direction,
+    addr::PathAddr,
+    client::{
+        conn::Conn,
+        env::{ConnKey, Names},
+        terms::Terms,
+    },
+    proto::{ChunkLayout, Imm, IoReply, MsgFlags, info::ChunkAddr},
+    provider::{Keys, Scripted},
+    sendq::SendQueue,
+};
+
+const DEPTH: u32 = 4;
+const CHUNK: u32 = 8192;
+const ID: SessionId = SessionId(3);
+/// The connection that the requests take.
+const CID: u16 = 1;
+
+struct Bed {
+    provider: Scripted,
+    session: Session,
+    names: Names,
+    out: VecDeque<Output>,
+    dirty: Vec<ConnKey>,
+    now: Instant,
+    /// Of each path, by connection.
+    qps: Vec<Vec<QpId>>,
+}
+
+/// What a path has posted: request number, offset in the chunk, where to, and the bytes.
+type Sent = (u32, u64, Vec<u8>);
+
+impl Bed {
+    /// Both paths are up.
+    fn new() -> Self {
+        let now = Instant::from_nanos(1_000_000);
+        let mut provider = Scripted::new(&[Keys::INSTANT]);
+        provider.auto_drain = false;
+        let dst: SocketAddr = ([192, 0, 2, 9], 1234).into();
+        let config = SessionConfig::new("two", PathAddr::to(dst));
+        let terms = Terms {
+            layout: ChunkLayout::new(DEPTH, CHUNK).unwrap(),
+            max_io_size: 4096,
+            max_hdr_size: 1024,
+            flags: MsgFlags::empty(),
+        };
+        let mut lane = Lane::new(ID);
+        let mut cx = Cx {
+            now,
+            provider: &mut provider,
+            random: &mut |_| (),
+        };
+        let pd = lane.enter(&mut cx, DeviceIx(0), true).unwrap();
+        lane.furnish(&mut cx, DeviceIx(0), DEPTH, 320).unwrap();
+        lane.buffers.set_limit(1 << 20);
+        let (mut paths, mut qps) = (Vec::new(), Vec::new());
+        for index in 0..2 {
+            let cq = provider.create_cq(DeviceIx(0), 1000).unwrap();
+            let mut path = Path::new(ID, index, config.path, Uuid::draw(&mut |_| ()), true, &config);
+            (path.state, path.terms) = (PathState::Connected, Some(terms));
+            (path.device, path.pd, path.cq) = (Some(DeviceIx(0)), Some(pd), Some(cq));
+            for _ in 0..2 {
+                let mut conn = Conn::new(provider.cm_resolve(None, dst).unwrap());
+                let spec = QpSpec {
+                    pd,
+                    cq,
+                    caps: QpCaps::default(),
+                    signal_all: false,
+                };
+                conn.qp = Some(provider.create_qp(&spec).unwrap());
+                conn.queue = SendQueue::new(64);
+                conn.established = true;
+                path.conns.push(conn);
+            }
+            path.chunks = (0..DEPTH)
+                .map(|chunk| ChunkAddr {
+                    addr: chunk_addr(index, chunk),
+                    rkey: 7,
+                })
+                .collect();
+            qps.push(path.conns.iter().filter_map(|conn| conn.qp).collect());
+            paths.push(path);
+        }
+        let session = Session {
+            id: ID,
+            uuid: Uuid::draw(&mut |_| ()),
+            info: Some(terms.info(config.max_user_header)),
+            config,
+            state: SessionState::Open,
+            paths,
+            lane,
+            failure: None,
+            why: PathError::Closed,
+        };
+        Self {
+            provider,
+            session,
+            names: Names::default(),
+            out: VecDeque::new(),
+            dirty: Vec::new(),
+            now,
+            qps,
+        }
+    }
+
+    fn with<T>(&mut self, f: impl FnOnce(&mut Session, &mut Env<'_, '_>) -> T) -> T {
+        let mut cx = Cx {
+            now: self.now,
+            provider: &mut self.provider,
+            random: &mut |_| (),
+        };
+        let mut env = Env {
+            cx: &mut cx,
+            names: &mut self.names,
+            out: &mut self.out,
+            dirty: &mut self.dirty,
+        };
+        f(&mut self.session, &mut env)
+    }
+
+    /// A write of four bytes; header and data tell which.
+    fn write(&mut self, tag: u8) {
+        self.with(|session, env| {
+            let buffer = session.take_buffer(env.cx, 4).unwrap();
+            session.buffers().write(&buffer, 0, &[tag; 4]).unwrap();
+            let request = Submission {
+                tag: tag.into(),
+                con: ConType::Io(0),
+                direction: Direction::Write,
+                header: [tag, tag].into_iter().collect(),
+                data: Some(buffer),
+            };
+            session.submit(env, request).unwrap();
+        });
+    }
+
+    /// The end of a turn: what the path has posted in it.
+    fn sent(&mut self, path: usize) -> Vec<Sent> {
+        for key in core::mem::take(&mut self.dirty) {
+            self.with(|session, env| session.post(env, key.path, key.cid));
+        }
+        let layout = ChunkLayout::new(DEPTH, CHUNK).unwrap();
+        let sends = self.provider.take_sends(self.qps[path][usize::from(CID)]);
+        let requests = sends.into_iter().map(|(op, data)| match op {
+            SendOp::WriteWithImm(to, imm) => match Imm::decode(imm) {
+                Ok(Imm::IoReq(payload)) => (layout.unpack(payload).unwrap().0, to.addr, data),
+                other => panic!("{other:?}"),
+            },
+            other => panic!("{other:?}"),
+        });
+        requests.collect()
+    }
+
+    /// The path breaks, and is drained.
+    fn lose(&mut self, path: u16) {
+        self.with(|session, env| {
+            let mut reports = Vec::new();
+            let lost = &mut session.paths[usize::from(path)];
+            lost.fail_path(PathError::Unexpected("a test"), &mut reports);
+            session.settle(env, path.into(), reports);
+        });
+        let ended = self.out.iter().any(|told| matches!(told, Output::Done { .. }));
+        assert!(!ended, "nothing ends before the path is drained");
+        for (cid, qp) in self.qps[usize::from(path)].clone().into_iter().enumerate() {
+            self.provider.finish_drain(qp);
+            self.with(|session, env| session.drained(env, path, cid as u16));
+        }
+        self.provider.completions.clear();
+    }
+
+    fn answer(&mut self, path: u16, permit: u32) {
+        let wc = Completion {
+            wr_id: Mark::new(MarkKind::Recv, 0).encode(),
+            status: WcStatus::Success,
+            opcode: WcOpcode::RecvRdmaWithImm,
+            flags: WcFlags::WITH_IMM,
+            imm: Imm::IoRsp(IoReply::new(permit, 0, false)).encode(),
+            ..Completion::default()
+        };
+        self.with(|session, env| session.completion(env, path, CID, &wc));
+    }
+
+    /// Requests that have ended, and whether well.
+    fn done(&mut self) -> Vec<(u64, bool)> {
+        let mut done = Vec::new();
+        for output in core::mem::take(&mut self.out) {
+            if let Output::Done { tag, result, data, .. } = output {
+                self.session.give_buffer(data.unwrap());
+                done.push((tag, result.is_ok()));
+            }
+        }
+        done
+    }
+}
+
+fn chunk_addr(path: u16, chunk: u32) -> u64 {
+    u64::from(path + 1) << 32 | u64::from(chunk * CHUNK)
+}
+
+fn permits(sent: &[Sent]) -> Vec<u32> {
+    sent.iter().map(|(permit, ..)| *permit).collect()
+}
+
+#[test]
+fn a_request_that_goes_by_another_path_keeps_its_permit() {
+    let mut bed = Bed::new();
+    for tag in 0..3 {
+        bed.write(tag);
+    }
+    let first = bed.sent(0);
+    assert_eq!(permits(&first), [0, 1, 2]);
+    bed.answer(0, 1);
+    assert_eq!(bed.done(), [(1, true)]);
+    // It takes the permit that came back, and is not posted yet when the path breaks.
+    bed.write(3);
+    bed.lose(0);
+    let again = bed.sent(1);
+    assert_eq!(permits(&again), [0, 1, 2]);
+    for (permit, to, bytes) in &again {
+        assert_eq!(*to, chunk_addr(1, *permit), "the same chunk, as this path reaches it");
+        let before = first.iter().find(|(of, ..)| of == permit).unwrap();
+        match permit {
+            1 => assert_eq!(bytes[..4], [3; 4]),
+            _ => assert_eq!(*bytes, before.2),
+        }
+    }
+    assert!(bed.done().is_empty());
+    for permit in 0..3 {
+        bed.answer(1, permit);
+    }
+    assert_eq!(bed.done(), [(0, true), (3, true), (2, true)]);
+}
+
+/// Something of the lost path may still be on its way to the chunk.
+#[test]
+fn a_permit_that_was_on_a_lost_path_rests_after_its_request_has_ended() {
+    let mut bed = Bed::new();
+    for tag in 0..3 {
+        bed.write(tag);
+    }
+    bed.sent(0);
+    bed.lose(0);
+    bed.sent(1);
+    for permit in 0..3 {
+        bed.answer(1, permit);
+    }
+    assert_eq!(bed.done().len(), 3);
+    assert_eq!(bed.session.permits(), 0);
+    for tag in 10..12 {
+        bed.write(tag);
+    }
+    assert_eq!(
+        permits(&bed.sent(1)),
+        [3],
+        "the only one that was never on the lost path"
+    );
+    assert_eq!(bed.session.next_timeout(), Some(bed.now + Duration::from_secs(2)));
+    bed.now = bed.now + Duration::from_secs(2);
+    bed.with(|session, env| session.timeout(env));
+    assert_eq!(bed.sent(1).len(), 1);
+}
+
+#[test]
+fn without_another_path_requests_end_and_their_permits_rest() {
+    let mut bed = Bed::new();
+    for tag in 0..2 {
+        bed.write(tag);
+    }
+    bed.sent(0);
+    bed.lose(0);
+    assert_eq!(permits(&bed.sent(1)), [0, 1]);
+    bed.lose(1);
+    assert_eq!(bed.done(), [(0, false), (1, false)]);
+    assert_eq!(bed.session.permits(), 0);
+    let free: Vec<_> = std::iter::from_fn(|| bed.session.lane.permits.take(bed.now)).collect();
+    assert_eq!(free, [2, 3]);
+}

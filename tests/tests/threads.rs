@@ -1,0 +1,161 @@
+//! A server with several loops, as a process.
+
+use std::{fs, os::unix::fs::FileExt, thread};
+
+use ferroce_tests::{
+    device::{image, map, serve},
+    fresh_address,
+    nbd::Client,
+    pattern,
+    process::{Running, run},
+};
+use nix::sys::signal::Signal;
+
+const MIB: usize = 1 << 20;
+
+/// Names of a process's threads.
+fn threads(process: &Running) -> Vec<String> {
+    let tasks = fs::read_dir(format!("/proc/{}/task", process.id())).unwrap();
+    let mut names: Vec<String> = tasks
+        .filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok())
+        .map(|name| name.trim().to_owned())
+        .filter(|name| name.starts_with("ferroce-io"))
+        .collect();
+    names.sort();
+    names
+}
+
+fn several_clients(loops: usize) {
+    let dir = tempfile::tempdir().unwrap();
+    let server = fresh_address();
+    let clients = 2 * loops;
+    let images: Vec<_> = (0..clients)
+        .map(|n| {
+            let bytes = pattern(n as u64, 4 * MIB);
+            (image(dir.path(), &format!("i{n}"), &bytes), bytes)
+        })
+        .collect();
+    let exports: Vec<String> = images
+        .iter()
+        .enumerate()
+        .map(|(n, (path, _))| format!("disk{n}={}", path.display()))
+        .collect();
+    let pcap = dir.path().join("trace.pcap");
+    let (count, trace) = (loops.to_string(), pcap.display().to_string());
+    let (mut serve, listening) = serve(server, &exports, &["--threads", &count, "--pcap", &trace]);
+    assert_eq!(listening["threads"], loops);
+    let names: Vec<String> = (0..loops)
+        .map(|n| match n {
+            0 => "ferroce-io".to_owned(),
+            n => format!("ferroce-io-{n}"),
+        })
+        .collect();
+    assert_eq!(threads(&serve), names);
+    let maps: Vec<_> = (0..clients)
+        .map(|n| {
+            let socket = dir.path().join(format!("s{n}"));
+            let (session, device) = (format!("client{n}"), format!("disk{n}"));
+            let more = ["--session", &session, "--device", &device, "--connections", "2"];
+            let (map, _) = map(fresh_address(), &server.to_string(), &socket, &more);
+            assert_eq!(serve.event("session_opened")["session"], session);
+            (map, socket)
+        })
+        .collect();
+    thread::scope(|scope| {
+        for ((_, socket), (path, bytes)) in maps.iter().zip(&images) {
+            scope.spawn(move || {
+                let mut client = Client::connect(socket).unwrap();
+                for at in (0..4 * MIB).step_by(MIB) {
+                    assert!(client.read(at as u64, MIB).unwrap() == bytes[at..at + MIB]);
+                    let inverted: Vec<u8> = bytes[at..at + MIB].iter().map(|b| !b).collect();
+                    client.write(at as u64, &inverted).unwrap();
+                }
+                client.flush().unwrap();
+                let inverted: Vec<u8> = bytes.iter().map(|b| !b).collect();
+                assert!(fs::read(path).unwrap() == inverted);
+            });
+        }
+    });
+    // It ends in good order with clients there.
+    serve.signal(Signal::SIGINT);
+    let done = serve.end();
+    assert_eq!(done.code, Some(0), "{}", done.stderr);
+    let events = done.json();
+    let closed = events.iter().filter(|e| e["event"] == "session_closed").count();
+    assert_eq!(closed, clients);
+    let summary = events.iter().find(|e| e["event"] == "summary").unwrap();
+    assert_eq!(summary["bytes_read"], clients * 4 * MIB, "{summary}");
+    assert_eq!(summary["bytes_written"], clients * 4 * MIB, "{summary}");
+    assert_eq!(summary["icrc_errors"], 0, "{summary}");
+    for (map, _) in maps {
+        map.end();
+    }
+    // What all loops have sent and received is in the file, once, and sound.
+    let check = run(&["pcap", "check", &trace]);
+    assert_eq!(check.code, Some(0), "{}{}", check.stdout, check.stderr);
+}
+
+#[test]
+fn two_loops_serve_several_processes() {
+    several_clients(2);
+}
+
+#[test]
+fn three_loops_serve_several_processes() {
+    several_clients(3);
+}
+
+#[test]
+fn an_address_has_one_server() {
+    let dir = tempfile::tempdir().unwrap();
+    let export = format!("disk={}", image(dir.path(), "i", &[0; 4096]).display());
+    let addr = fresh_address();
+    let (first, _) = serve(addr, std::slice::from_ref(&export), &["--threads", "2"]);
+    for threads in ["1", "2"] {
+        let listen = addr.to_string();
+        let args = ["serve", "--listen", &listen, "--export", &export, "--threads", threads];
+        let done = run(&args);
+        assert_eq!(done.code, Some(1), "{}", done.stdout);
+        assert!(
+            done.stderr.contains("4791") && done.stderr.contains("taken"),
+            "{}",
+            done.stderr
+        );
+    }
+    assert_eq!(first.stop().code, Some(0));
+}
+
+#[test]
+fn the_number_of_loops_is_checked() {
+    for threads in ["0", "65", "x"] {
+        let args = [
+            "serve",
+            "--listen",
+            "127.0.0.1",
+            "--export",
+            "a=/dev/null",
+            "--threads",
+            threads,
+        ];
+        assert_eq!(run(&args).code, Some(2), "{threads}");
+    }
+}
+
+#[test]
+fn what_was_written_before_a_server_is_killed_is_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = image(dir.path(), "i", &vec![0; MIB]);
+    let addr = fresh_address();
+    let (serve, _) = serve(addr, &[format!("disk={}", path.display())], &["--threads", "2"]);
+    let socket = dir.path().join("s");
+    let (map, _) = map(fresh_address(), &addr.to_string(), &socket, &[]);
+    let mut client = Client::connect(&socket).unwrap();
+    client.write_fua(4096, &pattern(1, 4096)).unwrap();
+    serve.signal(Signal::SIGKILL);
+    serve.end();
+    let mut there = vec![0; 4096];
+    fs::File::open(&path).unwrap().read_exact_at(&mut there, 4096).unwrap();
+    assert!(there == pattern(1, 4096));
+    map.signal(Signal::SIGTERM);
+    map.end();
+}
