@@ -147,7 +147,7 @@ impl Server {
         let Some(path) = self.path_mut(part.session, part.path) else {
             return false;
         };
-        let to_tell = path.others.to_prepare();
+        let to_tell = path.others.unprepared();
         let ready = path.others.are_ready();
         let session = self.sessions.get(&part.session);
         for share in to_tell {

@@ -61,7 +61,7 @@ impl Others {
     }
 
     /// Those that have still to be told that requests will come: they are now.
-    pub(crate) fn to_prepare(&mut self) -> Vec<usize> {
+    pub(crate) fn unprepared(&mut self) -> Vec<usize> {
         let told = self.shares.iter_mut().filter(|(_, stage)| **stage == Stage::Told);
         told.map(|(share, stage)| {
             *stage = Stage::Asked;
@@ -111,7 +111,7 @@ mod tests {
         let mut others = Others::new(Share::new(0, 3).unwrap(), 4);
         assert!(others.make(1, 2) && others.has(2) && !others.has(3));
         assert!(!others.make(5, 3));
-        assert_eq!((others.to_prepare(), others.to_prepare()), (vec![1, 2], vec![]));
+        assert_eq!((others.unprepared(), others.unprepared()), (vec![1, 2], vec![]));
         others.ready(2);
         assert!(!others.are_ready());
         others.ready(1);
