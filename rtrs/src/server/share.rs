@@ -51,6 +51,11 @@ impl Share {
         (self.index + self.count - away) % self.count
     }
 
+    /// The home of a session.
+    pub const fn of_session(self, session: SessionKey) -> usize {
+        (session.0.saturating_sub(1) % self.count as u64) as usize
+    }
+
     /// All others.
     pub(crate) fn others(self) -> impl Iterator<Item = usize> {
         (0..self.count).filter(move |index| *index != self.index)
@@ -77,6 +82,18 @@ mod tests {
                     let there = Share::new(share.of_connection(cid), count).unwrap();
                     assert_eq!(there.home_of(cid), home, "{cid} of {home}/{count}");
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn a_sessions_number_tells_its_home() {
+        for count in [1, 2, 3, Share::MAX] {
+            for home in 0..count {
+                let share = Share::new(home, count).unwrap();
+                let SessionKey(first) = share.first_session();
+                let later = SessionKey(first + 7 * count as u64);
+                assert_eq!([SessionKey(first), later].map(|key| share.of_session(key)), [home; 2]);
             }
         }
     }
