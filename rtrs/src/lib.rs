@@ -20,7 +20,8 @@
 //! - [`addr`]: path addresses as the kernel writes them;
 //! - [`admission`]: who gets into a server; [`door`]: how a server asks for that;
 //! - [`client`]: [`client::Client`], its sessions, registered I/O buffers, permits, requests;
-//! - [`server`]: [`server::Server`], its sessions, their chunks, requests.
+//! - [`server`]: [`server::Server`], its sessions, their chunks, requests. It may be in several loops, a [`server::Share`] in each:
+//!   then `poll_letter` has what one has to tell another.
 #![forbid(unsafe_code)]
 
 pub mod addr;

@@ -6,4 +6,5 @@ mod client_bench;
 #[path = "../../../rtrs/tests/machine/provider.rs"]
 mod provider;
 mod server;
+mod shares;
 mod together;
