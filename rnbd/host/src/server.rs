@@ -273,6 +273,8 @@ impl Service {
                 }
             }
             Action::Close { ticket, store } => self.close(turn, ticket, store),
+            // A session is one loop's, with its devices.
+            Action::TakeOver { ticket, .. } => self.rnbd.taken_over(ticket, Err(Errno::EOPNOTSUPP)),
             Action::Io(ticket, session, op) => match self.rtrs.memory(session) {
                 Some(memory) => self.disk.start(session, ticket, op, memory),
                 // A session that is gone is answered to nobody.

@@ -86,6 +86,16 @@ pub enum Action {
         /// Which.
         store: StoreId,
     },
+    /// Another share has opened a device, which this loop's disks are to have too, as they would have one that they open, and without
+    /// the right to write it being asked for again: ends with [`Server::taken_over`](super::Server::taken_over).
+    TakeOver {
+        /// Names the end.
+        ticket: Ticket,
+        /// The share.
+        home: usize,
+        /// What the device is called there.
+        store: StoreId,
+    },
     /// An operation on a device: ends with [`Server::io_done`](super::Server::io_done). A read-only device is not asked
     /// to change. The range may lie beyond the device's end, but not beyond that of the numbers: whoever knows the size best
     /// refuses it.

@@ -5,6 +5,7 @@ use rtrs::server::request::RequestKey;
 use super::{
     action::{Identity, Opened},
     disk::StoreId,
+    spread::{Original, Parts},
 };
 use crate::{
     block::Geometry,
@@ -35,6 +36,10 @@ pub(super) struct Device {
     pub(super) geometry: Geometry,
     requests: u32,
     life: Life,
+    /// What other shares have of it.
+    pub(super) parts: Parts,
+    /// The device of another share that this is a part of.
+    pub(super) part_of: Option<Original>,
 }
 
 impl Device {
@@ -47,7 +52,28 @@ impl Device {
             geometry: opened.geometry,
             requests: 0,
             life: Life::Open,
+            parts: Parts::default(),
+            part_of: None,
         }
+    }
+
+    /// A part of another share's device.
+    pub(super) fn part(store: StoreId, geometry: Geometry, of: Original) -> Self {
+        let opened = Opened {
+            store,
+            geometry,
+            identity: Identity(Vec::new()),
+            label: String::new(),
+        };
+        Self {
+            part_of: Some(of),
+            ..Self::new(Vec::new(), opened)
+        }
+    }
+
+    /// Whether it takes no more requests.
+    pub(super) fn is_closing(&self) -> bool {
+        self.life != Life::Open
     }
 
     /// A request begins.
@@ -67,7 +93,7 @@ impl Device {
 
     /// Whether it is to be closed, and nothing is under way on it.
     pub(super) fn may_close(&self) -> bool {
-        self.requests == 0 && self.life != Life::Open
+        self.requests == 0 && self.is_closing() && self.parts.are_closed()
     }
 
     /// What is to be closed, and what is answered then.

@@ -11,6 +11,7 @@ pub mod schedule;
 #[expect(clippy::module_inception, reason = "the machine itself, beside its parts")]
 mod server;
 mod session;
+pub mod spread;
 pub mod sync;
 
 pub use limits::{Limits, Places, ServerCounters};

@@ -7,7 +7,10 @@ use std::collections::{BTreeMap, VecDeque};
 use roce_verbs::Instant;
 use rtrs::{
     Direction,
-    server::request::{Output, Request, RequestKey, SessionKey, SessionOpened},
+    server::{
+        Share,
+        request::{Output, Request, RequestKey, SessionKey, SessionOpened},
+    },
 };
 use smallvec::SmallVec;
 use zerocopy::IntoBytes;
@@ -20,6 +23,7 @@ use super::{
     logs::Logs,
     request::Io,
     session::{OpenRequest, Session},
+    spread::{Coming, Letter, Original, Part},
 };
 use crate::{
     block::BlockOp,
@@ -30,11 +34,15 @@ use crate::{
 
 /// What the loop was asked to do about a device.
 #[derive(Debug)]
-enum Job {
+pub(super) enum Job {
     /// Opens it, for this request.
     Open(Box<OpenRequest>, AccessMode),
     /// Closes it; then the request is answered.
     Close(Option<RequestKey>),
+    /// Takes over one that another share has opened.
+    TakeOver(Box<Coming>),
+    /// Closes the part of another share's device.
+    ClosePart(Original),
 }
 
 /// A block request that the disk works on.
@@ -72,14 +80,18 @@ pub struct Server {
     limits: Limits,
     /// Of devices.
     places: Box<dyn Places>,
-    sessions: BTreeMap<SessionKey, Session>,
+    pub(super) sessions: BTreeMap<SessionKey, Session>,
     /// Open devices, and those that are to be closed after their last request.
-    devices: Slab<Device>,
+    pub(super) devices: Slab<Device>,
     flights: Slab<Flight>,
-    jobs: Slab<Job>,
+    pub(super) jobs: Slab<Job>,
+    pub(super) share: Share,
+    /// Of other shares' devices.
+    pub(super) parts: BTreeMap<Original, Part>,
+    pub(super) letters: VecDeque<(usize, Letter)>,
     counters: ServerCounters,
     logs: Logs,
-    actions: VecDeque<Action>,
+    pub(super) actions: VecDeque<Action>,
 }
 
 impl Server {
@@ -94,7 +106,15 @@ impl Server {
 
     /// A server without sessions, which asks somebody else whether it may have one more device open.
     pub fn with_places(limits: Limits, places: Box<dyn Places>) -> Self {
+        Self::with_share(limits, places, Share::WHOLE)
+    }
+
+    /// One share of a server that is in several loops, as the RTRS server beside it is.
+    pub fn with_share(limits: Limits, places: Box<dyn Places>, share: Share) -> Self {
         Self {
+            share,
+            parts: BTreeMap::new(),
+            letters: VecDeque::new(),
             limits,
             places,
             sessions: BTreeMap::new(),
@@ -162,7 +182,7 @@ impl Server {
         }
     }
 
-    fn answer(&mut self, request: RequestKey, result: Result<(), Errno>) {
+    pub(super) fn answer(&mut self, request: RequestKey, result: Result<(), Errno>) {
         let errno = result.map_or_else(Errno::raw, |()| 0);
         self.actions.push_back(Action::Answer(request, errno));
     }
@@ -199,6 +219,14 @@ impl Server {
                     Some(at) => self.answer_with(key, at, response.as_bytes()),
                     None => self.answer(key, Err(Errno::EINVAL)),
                 }
+            }
+            Ok(ClientMsg::Open(_) | ClientMsg::Close(_)) if !self.is_home(key.session) => {
+                self.complain(
+                    now,
+                    key.session,
+                    "a device is opened or closed over a connection for I/O",
+                );
+                self.answer(key, Err(Errno::EINVAL));
             }
             Ok(ClientMsg::Open(m)) => self.open(now, m, request),
             Ok(ClientMsg::Close(m)) => self.close(now, m.device_id.get(), key),
@@ -318,7 +346,7 @@ impl Server {
     }
 
     /// Begins with the opens that wait, until there is one that takes time.
-    fn next_open(&mut self, now: Instant, key: SessionKey) {
+    pub(super) fn next_open(&mut self, now: Instant, key: SessionKey) {
         while let Some(open) = self.sessions.get_mut(&key).and_then(Session::begin_open) {
             match self.begin_open(key, &open) {
                 Ok(None) => return,
@@ -369,6 +397,7 @@ impl Server {
             return;
         };
         let key = open.request.session;
+        let mut done = true;
         match result {
             Ok(opened) if !self.sessions.contains_key(&key) => {
                 self.close_store(opened.store, None);
@@ -379,12 +408,15 @@ impl Server {
                 self.close_store(opened.store, None);
                 self.open_refused(now, &open, Errno::EEXIST);
             }
-            Ok(opened) => self.enter(now, &open, mode, opened),
+            Ok(opened) => done = self.enter(now, &open, mode, opened),
             Err(OpenRefused { errno, identity }) => {
                 self.left();
                 let twice = identity.is_some_and(|i| self.has_open(key, &i));
                 self.open_refused(now, &open, if twice { Errno::EEXIST } else { errno });
             }
+        }
+        if !done {
+            return;
         }
         if let Some(session) = self.sessions.get_mut(&key) {
             session.end_open();
@@ -398,7 +430,8 @@ impl Server {
         session.is_some_and(|s| s.devices().any(|(_, device)| is_it(device)))
     }
 
-    fn enter(&mut self, now: Instant, open: &OpenRequest, mode: AccessMode, opened: Opened) {
+    /// True: the client is answered. Else other shares have to be asked first.
+    fn enter(&mut self, now: Instant, open: &OpenRequest, mode: AccessMode, opened: Opened) -> bool {
         let key = open.request.session;
         if let Some(suppressed) = self.logs.devices.pass(now) {
             tracing::info!(session = self.name(key), image = opened.label, %mode, suppressed, "device opened");
@@ -407,11 +440,15 @@ impl Server {
         let device = self.devices.insert(Device::new(name, opened));
         if let Some(session) = self.sessions.get_mut(&key) {
             let id = session.enter(device);
+            if !self.tell_shares(open, id, device) {
+                return false;
+            }
             self.open_succeeded(open, id, device);
         }
+        true
     }
 
-    fn open_succeeded(&mut self, open: &OpenRequest, id: u32, device: u64) {
+    pub(super) fn open_succeeded(&mut self, open: &OpenRequest, id: u32, device: u64) {
         let Some(response) = self.devices.get(device).map(|d| d.response(id)) else {
             return;
         };
@@ -419,7 +456,7 @@ impl Server {
         self.answer_with(open.request, open.at, response.as_bytes());
     }
 
-    fn open_refused(&mut self, now: Instant, open: &OpenRequest, e: Errno) {
+    pub(super) fn open_refused(&mut self, now: Instant, open: &OpenRequest, e: Errno) {
         self.counters.refused += 1;
         if let Some(suppressed) = self.logs.refused.pass(now) {
             let session = self.name(open.request.session);
@@ -442,19 +479,27 @@ impl Server {
     }
 
     /// Closes a device after its last request, and answers this request then.
-    fn finish_device(&mut self, device: u64, request: Option<RequestKey>) {
+    pub(super) fn finish_device(&mut self, device: u64, request: Option<RequestKey>) {
         if let Some(d) = self.devices.get_mut(device) {
             d.finish(request);
         }
+        self.close_parts(device);
         self.close_if_unused(device);
     }
 
-    fn close_if_unused(&mut self, device: u64) {
+    pub(super) fn close_if_unused(&mut self, device: u64) {
         if self.devices.get(device).is_some_and(Device::may_close)
             && let Some(d) = self.devices.remove(device)
         {
+            let of = d.part_of;
             let (store, request) = d.into_close();
-            self.close_store(store, request);
+            match of {
+                Some(of) => {
+                    self.part_goes(of);
+                    self.close_by(store, Job::ClosePart(of));
+                }
+                None => self.close_store(store, request),
+            }
         }
     }
 
@@ -465,14 +510,20 @@ impl Server {
     }
 
     fn close_store(&mut self, store: StoreId, request: Option<RequestKey>) {
-        let ticket = Ticket(self.jobs.insert(Job::Close(request)));
+        self.close_by(store, Job::Close(request));
+    }
+
+    fn close_by(&mut self, store: StoreId, job: Job) {
+        let ticket = Ticket(self.jobs.insert(job));
         self.actions.push_back(Action::Close { ticket, store });
     }
 
     /// A device has been closed, as well as that could be done: what could not be made durable stays so.
     pub fn closed(&mut self, ticket: Ticket) {
-        let Some(Job::Close(request)) = self.jobs.remove(ticket.0) else {
-            return;
+        let request = match self.jobs.remove(ticket.0) {
+            Some(Job::Close(request)) => request,
+            Some(Job::ClosePart(of)) => return self.part_closed(of),
+            _ => return,
         };
         self.left();
         if let Some(request) = request {

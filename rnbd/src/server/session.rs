@@ -72,6 +72,11 @@ impl Session {
         id
     }
 
+    /// Home has opened a device under this number.
+    pub(super) fn put(&mut self, id: u32, key: u64) {
+        self.devices.insert(id, key);
+    }
+
     /// A device is to be closed: its number means nothing any more.
     pub(super) fn leave(&mut self, id: u32) -> Option<u64> {
         self.devices.remove(&id)

@@ -160,7 +160,8 @@ impl<P: Ports> Fabric<P> {
                     local,
                     remote,
                 };
-                let (Some(listener), Some(id)) = (listener, self.cms.insert(made)) else {
+                let made = listener.and_then(|listener| Some((listener, self.cms.insert(made)?)));
+                let Some((listener, id)) = made else {
                     self.ports.port(device).cm_destroy(self.now, conn);
                     return None;
                 };

@@ -14,8 +14,8 @@ use roce_verbs::{
     AccessFlags, AsyncEvent, Completion, DeviceLimits, Instant, NumberHasher, QpAttr, QpState, QpType, Qpn, RecvWr,
     SendWr,
     provider::{
-        CmRef, ConnParams, CqId, DeviceCaps, DeviceIx, Event, GrantOf, Granted, KeyId, KeyKind, MrId, MrInfo, PdId,
-        Provider, QpId, QpSpec, Registration, RejectReason, Revoked, VerbsError,
+        CmRef, ConnParams, CqId, DeviceCaps, DeviceIx, Event, GrantOf, Granted, KeyId, KeyKind, Lent, MrId, MrInfo,
+        PdId, Provider, QpId, QpSpec, Registration, RejectReason, Revoked, VerbsError,
     },
     wr::PostError,
 };
@@ -64,11 +64,15 @@ impl Default for FabricConfig {
 pub(crate) struct Mr {
     pub(crate) pd: PdId,
     pub(crate) region: Arc<Region>,
+    /// Another loop made it.
+    pub(crate) borrowed: bool,
 }
 
-struct Pd {
-    device: usize,
-    handle: PdHandle,
+pub(crate) struct Pd {
+    pub(crate) device: usize,
+    pub(crate) handle: PdHandle,
+    /// Another loop made it.
+    pub(crate) borrowed: bool,
 }
 
 struct Qp {
@@ -109,7 +113,7 @@ pub struct Fabric<P> {
     pub(crate) now: Instant,
     caps: Vec<DeviceCaps>,
     devices: Vec<Device>,
-    pds: Slots<Pd>,
+    pub(crate) pds: Slots<Pd>,
     pub(crate) mrs: Slots<Mr>,
     pub(crate) keys: Slots<Key>,
     cqs: Slots<usize>,
@@ -132,7 +136,7 @@ pub(crate) fn mem_error(e: MemError) -> VerbsError {
     }
 }
 
-const FULL: VerbsError = VerbsError::Limit("objects of a loop");
+pub(crate) const FULL: VerbsError = VerbsError::Limit("objects of a loop");
 
 impl<P: Ports> Fabric<P> {
     /// A fabric on these ports, of which device *i* is port *i*. `limits` and addresses are what it says of each.
@@ -269,11 +273,16 @@ impl<P: Ports> Provider for Fabric<P> {
             return Err(gone("device"));
         }
         let handle = self.ports.memory(device).alloc_pd().map_err(mem_error)?;
-        self.pds.insert(Pd { device, handle }).ok_or(FULL)
+        let pd = Pd {
+            device,
+            handle,
+            borrowed: false,
+        };
+        self.pds.insert(pd).ok_or(FULL)
     }
 
     fn free_pd(&mut self, pd: PdId) {
-        if let Some(pd) = self.pds.remove(pd)
+        if let Some(pd) = self.pds.remove(pd).filter(|pd| !pd.borrowed)
             && let Err(e) = self.ports.memory(pd.device).dealloc_pd(pd.handle)
         {
             tracing::error!("releasing a protection domain failed: {e}");
@@ -288,19 +297,13 @@ impl<P: Ports> Provider for Fabric<P> {
         let region = mem
             .register_memory(handle, &what.memory, what.offset..end, what.iova, what.access)
             .map_err(mem_error)?;
-        let (addr, len, lkey, rkey) = (region.addr(), region.len(), region.lkey(), region.rkey());
-        let id = self.mrs.insert(Mr { pd, region }).ok_or(FULL)?;
-        Ok(MrInfo {
-            id,
-            addr,
-            len,
-            lkey,
-            rkey,
-        })
+        self.number_mr(pd, region, false)
     }
 
     fn deregister(&mut self, mr: MrId) {
-        let Some(mr) = self.mrs.remove(mr) else { return };
+        let Some(mr) = self.mrs.remove(mr).filter(|mr| !mr.borrowed) else {
+            return;
+        };
         if let Ok((device, _)) = self.pd(mr.pd)
             && let Err(e) = self.ports.memory(device).revoke(&mr.region)
         {
@@ -317,6 +320,30 @@ impl<P: Ports> Provider for Fabric<P> {
         if let Some(key) = self.keys.remove(key) {
             self.end_key(&key);
         }
+    }
+
+    fn lend_pd(&mut self, pd: PdId) -> Result<Lent, VerbsError> {
+        self.lent_pd(pd)
+    }
+
+    fn borrow_pd(&mut self, device: DeviceIx, pd: &Lent) -> Result<PdId, VerbsError> {
+        self.borrowed_pd(device, pd)
+    }
+
+    fn lend_mr(&mut self, mr: MrId) -> Result<Lent, VerbsError> {
+        self.lent_mr(mr)
+    }
+
+    fn borrow_mr(&mut self, pd: PdId, mr: &Lent) -> Result<MrInfo, VerbsError> {
+        self.borrowed_mr(pd, mr)
+    }
+
+    fn lend_key(&mut self, key: KeyId) -> Result<Lent, VerbsError> {
+        self.lent_key(key)
+    }
+
+    fn borrow_key(&mut self, pd: PdId, key: &Lent) -> Result<KeyId, VerbsError> {
+        self.borrowed_key(pd, key)
     }
 
     fn create_cq(&mut self, device: DeviceIx, entries: u32) -> Result<CqId, VerbsError> {

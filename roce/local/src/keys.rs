@@ -42,10 +42,15 @@ impl<P: Ports> Fabric<P> {
             object,
             posted: PostedKey::new(key),
             through: None,
+            shared: None,
+            borrowed: false,
         })
     }
 
     pub(crate) fn end_key(&self, key: &Key) {
+        if key.borrowed {
+            return;
+        }
         let Ok((device, _)) = self.pd(key.pd) else { return };
         let mem = self.ports.memory(device);
         let done = match &key.object {
@@ -82,6 +87,7 @@ impl<P: Ports> Fabric<P> {
         let (device, qpn, _) = self.qp(qp).ok_or(PostError::NoQueuePair)?;
         let mem = self.ports.memory(device).clone();
         let key = self.keys.get_mut(id).ok_or(NO_KEY)?;
+        key.refresh();
         let next = key.posted.next(&mem);
         let open = key.open(next, &at, grant.access);
         // A type 1 window may be bound anew; the others are closed first.
@@ -100,6 +106,7 @@ impl<P: Ports> Fabric<P> {
         };
         if let Some(key) = self.keys.get_mut(id) {
             (key.posted.key, key.posted.granted, key.through) = (next, true, Some(qp));
+            key.publish();
         }
         Ok(granted)
     }
@@ -118,6 +125,7 @@ impl<P: Ports> Fabric<P> {
             // The end of the former key alone may have been taken.
             if let Some(key) = self.keys.get_mut(id).filter(|_| done > 0) {
                 key.posted.granted = false;
+                key.publish();
             }
             e
         })
@@ -127,6 +135,7 @@ impl<P: Ports> Fabric<P> {
         let (device, qpn, _) = self.qp(qp).ok_or(PostError::NoQueuePair)?;
         let mem = self.ports.memory(device).clone();
         let key = self.keys.get_mut(id).ok_or(NO_KEY)?;
+        key.refresh();
         if !key.posted.granted {
             return Ok(Revoked::Now);
         }
@@ -147,6 +156,7 @@ impl<P: Ports> Fabric<P> {
             if renewed {
                 key.posted.key = next;
             }
+            key.publish();
         }
         Ok(revoked)
     }
@@ -179,16 +189,18 @@ impl<P: Ports> Fabric<P> {
         };
         let qpn = key.through.and_then(|qp| self.qpn(qp)).unwrap_or_default();
         let mem = self.ports.memory(device);
-        let open = mem.resolve_whole(pd, qpn, key.posted.key, AccessFlags::REMOTE_WRITE);
+        let open = mem.resolve_whole(pd, qpn, key.current(), AccessFlags::REMOTE_WRITE);
         open.is_ok_and(|span| !span.is_empty())
     }
 
     /// Closes a key whatever has become of the queue pair that it was granted through.
     pub(crate) fn shut_key(&mut self, id: KeyId) {
-        let Some(key) = self.keys.get(id) else { return };
+        let Some(key) = self.keys.get_mut(id) else { return };
+        key.refresh();
         if !key.posted.granted {
             return;
         }
+        let Some(key) = self.keys.get(id) else { return };
         let Ok((device, pd)) = self.pd(key.pd) else { return };
         let mem = self.ports.memory(device).clone();
         let qpn = key.through.and_then(|qp| self.qpn(qp)).unwrap_or_default();
@@ -201,5 +213,6 @@ impl<P: Ports> Fabric<P> {
             _ => {}
         }
         key.posted.granted = false;
+        key.publish();
     }
 }

@@ -1,9 +1,12 @@
 //! What a fabric has besides queue pairs and memory: connections and keys.
 
 use core::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering},
+};
 
-use roce_mem::{FastRegion, PostedKey, Window, WindowKind};
+use roce_mem::{FastRegion, MemoryTable, PdHandle, PostedKey, Region, Window, WindowKind};
 use roce_port::{ConnId, ListenId};
 use roce_verbs::{
     AccessFlags, LKey, RKey, SendOp,
@@ -42,6 +45,7 @@ impl Cm {
 }
 
 /// What a key belongs to.
+#[derive(Clone)]
 pub(crate) enum Object {
     Fast(Arc<FastRegion>),
     Window(Arc<Window>),
@@ -54,9 +58,74 @@ pub(crate) struct Key {
     pub(crate) posted: PostedKey,
     /// The queue pair that it was granted through last.
     pub(crate) through: Option<QpId>,
+    /// Other loops use it as well.
+    pub(crate) shared: Option<Arc<Shared>>,
+    /// Another loop made it.
+    pub(crate) borrowed: bool,
+}
+
+/// What loops that use a key must agree on: of a [`PostedKey`] what lasts.
+pub(crate) struct Shared(AtomicU64);
+
+impl Shared {
+    const GRANTED: u64 = 1 << 32;
+
+    pub(crate) fn new(posted: &PostedKey) -> Self {
+        Self(AtomicU64::new(Self::word(posted)))
+    }
+
+    fn word(posted: &PostedKey) -> u64 {
+        let granted = if posted.granted { Self::GRANTED } else { 0 };
+        u64::from(posted.key.0) | granted
+    }
+
+    fn load(&self, posted: &mut PostedKey) {
+        let word = self.0.load(Ordering::Acquire);
+        (posted.key, posted.granted) = (RKey(word as u32), word & Self::GRANTED != 0);
+    }
+}
+
+/// A protection domain on its way to another loop.
+pub(crate) struct LentPd {
+    pub(crate) mem: Arc<MemoryTable>,
+    pub(crate) handle: PdHandle,
+}
+
+/// A registration on its way to another loop.
+pub(crate) struct LentMr {
+    pub(crate) mem: Arc<MemoryTable>,
+    pub(crate) region: Arc<Region>,
+}
+
+/// A key on its way to another loop.
+pub(crate) struct LentKey {
+    pub(crate) mem: Arc<MemoryTable>,
+    pub(crate) handle: PdHandle,
+    pub(crate) object: Object,
+    pub(crate) shared: Arc<Shared>,
 }
 
 impl Key {
+    /// What other loops have done with it.
+    pub(crate) fn refresh(&mut self) {
+        if let Some(shared) = &self.shared {
+            shared.load(&mut self.posted);
+        }
+    }
+
+    /// The key that it has now.
+    pub(crate) fn current(&self) -> RKey {
+        let shared = self.shared.as_ref();
+        shared.map_or(self.posted.key, |shared| RKey(shared.0.load(Ordering::Acquire) as u32))
+    }
+
+    /// Tells other loops what has been done with it.
+    pub(crate) fn publish(&self) {
+        if let Some(shared) = &self.shared {
+            shared.0.store(Shared::word(&self.posted), Ordering::Release);
+        }
+    }
+
     pub(crate) fn is_window_1(&self) -> bool {
         matches!(&self.object, Object::Window(w) if w.kind() == WindowKind::Type1)
     }

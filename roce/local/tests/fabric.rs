@@ -63,17 +63,30 @@ struct Host {
     mr: MrInfo,
 }
 
+fn table(last: u8) -> Arc<MemoryTable> {
+    Arc::new(MemoryTable::new([last; 32], &DeviceLimits::software(0)))
+}
+
 impl Host {
     fn new(addrs: &[u8], config: FabricConfig) -> Self {
-        let port = |last: &u8| {
+        let tables = addrs.iter().map(|last| table(*last)).collect();
+        Self::on(addrs, config, tables)
+    }
+
+    /// With these tables of keys.
+    fn on(addrs: &[u8], config: FabricConfig, tables: Vec<Arc<MemoryTable>>) -> Self {
+        let port = |(last, mem): (&u8, Arc<MemoryTable>)| {
             let config = PortConfig::new(vec![ip(*last)], Mtu::B1024, u64::from(*last));
-            let mem = Arc::new(MemoryTable::new([*last; 32], &config.limits));
             (Port::new(config, mem.clone(), [*last; 32]), mem, ip(*last))
         };
         let devices = addrs
             .iter()
             .map(|last| (DeviceLimits::software(u64::from(*last)), vec![ip(*last)]));
-        let mut fabric = Fabric::new(Set(addrs.iter().map(port).collect()), config, devices.collect());
+        let mut fabric = Fabric::new(
+            Set(addrs.iter().zip(tables).map(port).collect()),
+            config,
+            devices.collect(),
+        );
         fabric.set_now(Instant::from_nanos(1_000_000));
         let pages = Pages::allocate(1 << 16).unwrap();
         let pd = fabric.alloc_pd(DeviceIx(0)).unwrap();
@@ -400,6 +413,29 @@ fn a_request_is_refused_with_data_and_one_that_nobody_listens_for_too() {
     );
 }
 
+#[test]
+fn a_request_that_came_before_its_listener_went_leaves_nothing() {
+    let (mut a, mut b) = (
+        Host::new(&[1], FabricConfig::default()),
+        Host::new(&[2], FabricConfig::default()),
+    );
+    let empty = b.fabric.usage();
+    let dst = SocketAddr::new(ip(2), SERVICE);
+    let listener = b.fabric.cm_listen(dst, 4).unwrap();
+    let id = a.fabric.cm_resolve(None, dst).unwrap();
+    a.events();
+    let qp = a.qp();
+    a.fabric.cm_connect(id, qp, &ConnParams::default()).unwrap();
+    settle(&mut a, &mut b);
+    b.fabric.cm_destroy(listener);
+    assert_eq!(b.events().len(), 0);
+    assert_eq!(b.fabric.usage(), empty);
+    settle(&mut a, &mut b);
+    let told = a.events();
+    let refused = |e: &Event| matches!(e, Event::Cm { id: of, kind: CmKind::Rejected { .. } } if *of == id);
+    assert!(told.iter().any(refused), "{told:?}");
+}
+
 /// Grants the second KiB, perhaps by a work request.
 fn open(host: &mut Host, qp: QpId, key: KeyId) -> RKey {
     let grant = GrantOf {
@@ -543,4 +579,88 @@ fn pages_are_registered_with_several_devices_and_stay_as_long_as_one_has_them() 
     assert!(host.fabric.register(second, &outside).is_err());
     let granted = Granted::Now(RKey(5));
     assert_eq!(granted.rkey(), RKey(5));
+}
+
+/// Two loops of one address have a table in common; what one of them lends the other uses as its own, and takes turns with it.
+#[test]
+fn a_key_of_one_loop_is_granted_and_taken_back_by_another() {
+    let windows = FabricConfig {
+        fast_registration: false,
+        ..FabricConfig::default()
+    };
+    for (config, kind) in [
+        (FabricConfig::default(), KeyKind::FastRegistration),
+        (windows, KeyKind::Window1),
+    ] {
+        for instant_keys in [true, false] {
+            let config = FabricConfig { instant_keys, ..config };
+            let shared = table(2);
+            let mut peer = Host::new(&[1], config);
+            let mut home = Host::on(&[3], config, vec![shared.clone()]);
+            let mut other = Host::on(&[2], config, vec![shared]);
+            let empty = other.fabric.usage();
+            let ours = home.fabric.alloc_key(home.pd, kind).unwrap();
+            let (pd, mr, key) = (
+                home.fabric.lend_pd(home.pd).unwrap(),
+                home.fabric.lend_mr(home.mr.id).unwrap(),
+                home.fabric.lend_key(ours).unwrap(),
+            );
+            let own = (other.pd, other.mr);
+            assert!(other.fabric.borrow_mr(other.pd, &mr).is_err(), "another domain");
+            assert!(peer.fabric.borrow_pd(DeviceIx(0), &pd).is_err(), "another device");
+            other.pd = other.fabric.borrow_pd(DeviceIx(0), &pd).unwrap();
+            other.mr = other.fabric.borrow_mr(other.pd, &mr).unwrap();
+            let theirs = other.fabric.borrow_key(other.pd, &key).unwrap();
+
+            let mut far = Host::new(&[4], config);
+            let (_, (_, home_qp, _)) = connect(&mut far, &mut home, 3);
+            let ((_, qp), (cm, their_qp, listener)) = connect(&mut peer, &mut other, 2);
+            let mut former = RKey::default();
+            for round in 0..6u8 {
+                // One grants, the peer uses the key through the other, which takes it back.
+                let (key, name) = match round % 2 {
+                    0 => (ours, open(&mut home, home_qp, ours)),
+                    _ => (theirs, open(&mut other, their_qp, theirs)),
+                };
+                settle(&mut far, &mut home);
+                settle(&mut peer, &mut other);
+                assert!(home.fabric.opens(ours) && other.fabric.opens(theirs), "{key:?}");
+                assert_ne!(name, former);
+                former = name;
+                let to = RemoteAddr {
+                    addr: home.mr.addr + 1024,
+                    rkey: name,
+                };
+                peer.write(qp, to, &[round; 4]);
+                settle(&mut peer, &mut other);
+                assert!(peer.completions().iter().all(|(_, wc)| wc.is_ok()));
+                assert_eq!(home.bytes(1024, 4), [round; 4]);
+                match round % 3 {
+                    0 => other.fabric.revoke(their_qp, theirs, 1).map(drop).unwrap(),
+                    1 => home.fabric.revoke(home_qp, ours, 1).map(drop).unwrap(),
+                    // It is granted anew without that.
+                    _ => continue,
+                }
+                settle(&mut far, &mut home);
+                settle(&mut peer, &mut other);
+                assert!(!home.fabric.opens(ours) && !other.fabric.opens(theirs), "{round}");
+            }
+
+            open(&mut home, home_qp, ours);
+            settle(&mut far, &mut home);
+            other.fabric.free_key(theirs);
+            other.fabric.deregister(other.mr.id);
+            other.fabric.destroy_qp(their_qp);
+            [cm, listener].into_iter().for_each(|id| other.fabric.cm_destroy(id));
+            other.fabric.free_pd(other.pd);
+            (other.pd, other.mr) = own;
+            assert_eq!(other.fabric.usage(), empty);
+            assert!(home.fabric.opens(ours), "it is the lender's still");
+            home.fabric.free_key(ours);
+            home.fabric.deregister(home.mr.id);
+            home.fabric.destroy_qp(home_qp);
+            home.fabric.free_pd(home.pd);
+            assert!(home.fabric.lend_pd(home.pd).is_err(), "it is gone");
+        }
+    }
 }

@@ -3,6 +3,8 @@
 //!
 //! So a request for a chunk that another path's request has waits until that one is over, at most one for each path and chunk.
 //! A client that has not been answered can't reuse the chunk, so nothing that it writes later gets into the earlier request.
+//!
+//! Each share of a server has its own: they know of the others' requests by the cells.
 
 use roce_verbs::provider::RangeError;
 
@@ -11,6 +13,7 @@ use crate::{
     admission::PathKey,
     proto::SgDesc,
     server::{
+        cells::{Hold, Taken},
         request::RequestKey,
         state::{CHUNK, ChunkEvent, ChunkState},
     },
@@ -62,7 +65,11 @@ struct Chunk {
 
 /// See the module.
 #[derive(Debug)]
-pub(crate) struct Chunks(Vec<Chunk>);
+pub(crate) struct Chunks {
+    chunks: Vec<Chunk>,
+    /// Of a server in several shares: whoever takes a chunk has its cell.
+    hold: Option<Hold>,
+}
 
 const NO_CHUNK: PathError = PathError::Unexpected("a chunk that can't be");
 const IN_USE: PathError = PathError::Unexpected("a request in a chunk that is in use");
@@ -89,7 +96,7 @@ impl Chunk {
 
 impl Chunks {
     /// So many, all the client's.
-    pub(crate) fn new(count: u32) -> Self {
+    pub(crate) fn new(count: u32, hold: Option<Hold>) -> Self {
         let chunk = |_| Chunk {
             state: ChunkState::Idle,
             serial: 0,
@@ -97,30 +104,53 @@ impl Chunks {
             begun: Begun::default(),
             parked: Vec::new(),
         };
-        Self((0..count).map(chunk).collect())
+        Self {
+            chunks: (0..count).map(chunk).collect(),
+            hold,
+        }
+    }
+
+    /// What other shares see of them.
+    pub(crate) fn hold(&self) -> Option<&Hold> {
+        self.hold.as_ref()
     }
 
     fn get(&self, chunk: u16) -> Option<&Chunk> {
-        self.0.get(usize::from(chunk))
+        self.chunks.get(usize::from(chunk))
     }
 
     fn get_mut(&mut self, chunk: u16) -> Option<&mut Chunk> {
-        self.0.get_mut(usize::from(chunk))
+        self.chunks.get_mut(usize::from(chunk))
     }
 
-    /// Whether a request of this path may have the chunk.
+    /// Whether a request of this path may have the chunk. If it may, the chunk is kept for it: by [`revoking`](Self::revoking),
+    /// [`begin`](Self::begin) or [`let_go`](Self::let_go).
     ///
     /// # Errors
     /// When a request of the same path has it, or waits for it.
-    pub(crate) fn room(&self, chunk: u16, path: PathKey) -> Result<Room, PathError> {
-        let chunk = self.get(chunk).ok_or(NO_CHUNK)?;
+    pub(crate) fn room(&self, index: u16, path: PathKey) -> Result<Room, PathError> {
+        let chunk = self.get(index).ok_or(NO_CHUNK)?;
         let parked = chunk.parked.iter().any(|asked| asked.path == path);
         match chunk.owner() {
             Some(owner) if owner.path == path => Err(IN_USE),
             _ if parked => Err(IN_USE),
-            None if chunk.parked.is_empty() => Ok(Room::Free),
+            None if chunk.parked.is_empty() => match self.hold.as_ref().map(|hold| hold.take(index, path)) {
+                None | Some(Taken::Mine) => Ok(Room::Free),
+                Some(Taken::Waits) => Ok(Room::Busy),
+                Some(Taken::Same) => Err(IN_USE),
+            },
             _ => Ok(Room::Busy),
         }
+    }
+
+    /// A request does not begin for which the chunk was kept, or is over. True: another share waits for the chunk.
+    pub(crate) fn let_go(&self, chunk: u16, path: PathKey) -> bool {
+        self.hold.as_ref().is_some_and(|hold| hold.leave(chunk, path))
+    }
+
+    /// Whether nobody works in it here.
+    pub(crate) fn is_idle(&self, chunk: u16) -> bool {
+        self.get(chunk).is_none_or(Chunk::is_idle)
     }
 
     /// Has a request wait for its chunk.
@@ -130,16 +160,22 @@ impl Chunks {
         }
     }
 
-    /// Takes out the request that has waited longest for an idle chunk.
-    pub(crate) fn unpark(&mut self, chunk: u16) -> Option<Asked> {
-        let chunk = self.get_mut(chunk)?;
-        (chunk.is_idle() && !chunk.parked.is_empty()).then(|| chunk.parked.remove(0))
+    /// Takes out the request that has waited longest for an idle chunk, which is kept for it.
+    pub(crate) fn unpark(&mut self, index: u16) -> Option<Asked> {
+        let chunk = self.chunks.get_mut(usize::from(index))?;
+        let first = chunk.parked.first().filter(|_| chunk.is_idle())?;
+        if let Some(hold) = &self.hold
+            && !hold.take_or_wait(index, first.path)
+        {
+            return None;
+        }
+        Some(chunk.parked.remove(0))
     }
 
     /// Idle chunks that requests wait for.
     pub(crate) fn wanted(&self) -> Vec<u16> {
         let wanted = |(_, chunk): &(usize, &Chunk)| chunk.is_idle() && !chunk.parked.is_empty();
-        self.0
+        self.chunks
             .iter()
             .enumerate()
             .filter(wanted)
@@ -149,7 +185,7 @@ impl Chunks {
 
     /// Forgets the requests of a path that wait.
     pub(crate) fn drop_parked(&mut self, path: PathKey) {
-        for chunk in &mut self.0 {
+        for chunk in &mut self.chunks {
             chunk.parked.retain(|asked| asked.path != path);
         }
     }
@@ -237,47 +273,27 @@ impl Chunks {
         debug_assert!(legal, "{event:?} of chunk {chunk}");
     }
 
-    /// A path is drained: what it had is the client's again, but for what the user still works on.
-    pub(crate) fn path_gone(&mut self, path: PathKey) {
-        for chunk in &mut self.0 {
-            if chunk.owner().is_some_and(|owner| owner.path == path) {
-                chunk.step(ChunkEvent::PathGone);
+    /// A path is drained: what it had is the client's again, but for what the user still works on. Returns what other shares wait
+    /// for.
+    pub(crate) fn path_gone(&mut self, path: PathKey) -> Vec<u16> {
+        let mut wanted = Vec::new();
+        for (index, chunk) in (0..).zip(&mut self.chunks) {
+            let had = chunk.owner().is_some_and(|owner| owner.path == path);
+            if had && chunk.step(ChunkEvent::PathGone) && self.hold.as_ref().is_some_and(|h| h.leave(index, path)) {
+                wanted.push(index);
             }
         }
+        wanted
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use roce_verbs::Instant;
-
     use super::*;
-    use crate::{
-        admission::{AccessList, Admission, Admitted, ConnectRequest, Limits},
-        proto::Uuid,
-        server::request::SessionKey,
+    use crate::server::{
+        cells::{Cells, tests::paths},
+        request::SessionKey,
     };
-
-    /// Paths: only an admission makes their keys.
-    fn paths(count: u8) -> Vec<PathKey> {
-        let mut admission = Admission::new(Limits::default(), AccessList::default());
-        let path = |n| {
-            let request = ConnectRequest {
-                peer: [10, 0, 0, n].into(),
-                local: [10, 0, 1, 1].into(),
-                session: Uuid([n; 16]),
-                path: Uuid([n; 16]),
-                cid: 0,
-                connections: 2,
-                first_conn: true,
-            };
-            match admission.request(Instant::ZERO, &request) {
-                Ok(Admitted::HalfOpen { path, .. }) => path,
-                other => panic!("{other:?}"),
-            }
-        };
-        (0..count).map(path).collect()
-    }
 
     fn asked(path: PathKey) -> Asked {
         Asked {
@@ -304,7 +320,7 @@ mod tests {
 
     #[test]
     fn a_chunk_that_another_path_has_is_waited_for() {
-        let (mut chunks, paths) = (Chunks::new(4), paths(3));
+        let (mut chunks, paths) = (Chunks::new(4, None), paths(3));
         let (a, b, c) = (asked(paths[0]), asked(paths[1]), asked(paths[2]));
         assert!(matches!(chunks.room(2, a.path), Ok(Room::Free)));
         let first = begin(&mut chunks, 2, a);
@@ -335,7 +351,7 @@ mod tests {
 
     #[test]
     fn a_path_has_one_request_in_a_chunk() {
-        let (mut chunks, paths) = (Chunks::new(1), paths(1));
+        let (mut chunks, paths) = (Chunks::new(1, None), paths(1));
         let a = asked(paths[0]);
         let in_use = |chunks: &Chunks| matches!(chunks.room(0, a.path), Err(PathError::Unexpected(_)));
         chunks.revoking(0, a).unwrap();
@@ -356,7 +372,7 @@ mod tests {
     /// The user of the server may still read or write the chunk of a path that is long gone.
     #[test]
     fn a_lost_paths_request_keeps_its_chunk_until_the_user_is_done() {
-        let (mut chunks, paths) = (Chunks::new(4), paths(2));
+        let (mut chunks, paths) = (Chunks::new(4, None), paths(2));
         let (a, b) = (asked(paths[0]), asked(paths[1]));
         let with_user = begin(&mut chunks, 0, a);
         chunks.revoking(1, a).unwrap();
@@ -376,7 +392,7 @@ mod tests {
 
     #[test]
     fn requests_that_wait_go_with_their_path() {
-        let (mut chunks, paths) = (Chunks::new(1), paths(3));
+        let (mut chunks, paths) = (Chunks::new(1, None), paths(3));
         begin(&mut chunks, 0, asked(paths[0]));
         chunks.park(0, asked(paths[1]));
         chunks.park(0, asked(paths[2]));
@@ -388,8 +404,36 @@ mod tests {
     }
 
     #[test]
+    fn a_chunk_that_another_share_has_is_waited_for() {
+        let cells = Cells::new(2);
+        let [mut here, mut there] = [0, 1].map(|share| Chunks::new(2, Some(Hold::new(cells.clone(), share))));
+        let paths = paths(2);
+        let (a, b) = (asked(paths[0]), asked(paths[1]));
+        assert!(matches!(here.room(0, a.path), Ok(Room::Free)));
+        begin(&mut here, 0, a);
+        assert!(there.room(0, a.path).is_err(), "of the same path");
+        assert!(matches!(there.room(0, b.path), Ok(Room::Busy)));
+        there.park(0, b);
+        assert_eq!(there.unpark(0), None);
+        here.answered(0);
+        assert!(here.let_go(0, a.path));
+        here.sent(0);
+        assert_eq!(there.unpark(0), Some(b));
+        begin(&mut there, 0, b);
+        assert!(!here.let_go(0, a.path), "it is another's");
+        assert!(matches!(here.room(0, a.path), Ok(Room::Busy)));
+
+        assert!(matches!(there.room(1, b.path), Ok(Room::Free)));
+        there.revoking(1, b).unwrap();
+        assert!(matches!(here.room(1, a.path), Ok(Room::Busy)));
+        assert_eq!(there.path_gone(b.path), [1], "not what the user works on");
+        assert!(matches!(here.room(1, a.path), Ok(Room::Free)));
+        assert!(matches!(here.room(0, a.path), Ok(Room::Busy)));
+    }
+
+    #[test]
     fn a_request_is_written_to_within_its_data_and_while_it_is_the_users() {
-        let (mut chunks, paths) = (Chunks::new(2), paths(1));
+        let (mut chunks, paths) = (Chunks::new(2, None), paths(1));
         let key = begin(&mut chunks, 1, asked(paths[0]));
         for (offset, len, fits) in [
             (0, 60, true),

@@ -1,7 +1,7 @@
 //! Who gets in: of a connection request no more is made than a queue pair, until the client has proved that it receives what is
 //! sent to its address.
 
-use core::fmt;
+use core::{fmt, net::SocketAddr};
 
 use roce_verbs::provider::{CmRef, ConnParams, DeviceIx, KeyStrategy, RejectReason, VerbsError};
 use zerocopy::IntoBytes;
@@ -14,15 +14,17 @@ use crate::{
     server::{
         config::ServerConfig,
         effects::Place,
-        half_open::{HalfOpen, Held, PathId},
+        half_open::{Arrival, Guest, HalfOpen},
+        letter::{Message, Part},
         path::{Path, device_caps, entries, service_caps},
+        path_id::PathId,
         server::{Owner, Server},
     },
 };
 
 /// Why a request got no further.
 #[derive(Debug)]
-enum Denied {
+pub(super) enum Denied {
     Refused(Refusal),
     Malformed(ProtoError),
     NoAddress,
@@ -30,7 +32,7 @@ enum Denied {
 }
 
 impl Denied {
-    fn errno(&self) -> i32 {
+    pub(super) fn errno(&self) -> i32 {
         match self {
             Self::Refused(refusal) => refusal.errno(),
             Self::Malformed(_) | Self::NoAddress => errno::ECONNRESET,
@@ -74,32 +76,28 @@ fn response(cx: &Cx<'_>, device: DeviceIx, config: &ServerConfig) -> Result<Conn
 
 impl Server {
     /// Somebody wants to connect.
-    pub(super) fn connect_request(&mut self, cx: &mut Cx<'_>, id: CmRef, device: DeviceIx, private_data: Vec<u8>) {
-        let Err(denied) = self.admit(cx, id, device, private_data) else {
-            return;
-        };
-        self.effects.counters.denied(match &denied {
-            Denied::Refused(refusal) => Some(*refusal),
-            _ => None,
-        });
-        let (peer, errno) = (cx.provider.cm_addrs(id).and_then(|(_, peer)| peer), denied.errno());
-        self.log.refused.hit(cx.now, || {
-            tracing::warn!(?peer, errno, reason = %denied, "connection refused");
-        });
-        self.cms.remove(&id);
-        let rsp = ConnRsp::reject(errno);
-        if let Err(e) = cx.provider.cm_reject(id, RejectReason::CONSUMER, rsp.as_bytes()) {
-            tracing::debug!(error = %e, "reject");
-            cx.provider.cm_destroy(id);
+    pub(super) fn connect_request(&mut self, cx: &mut Cx<'_>, id: CmRef, device: DeviceIx, private_data: &[u8]) {
+        match self.understand(cx, id, device, private_data) {
+            Ok(arrival) => self.arrived(cx, arrival),
+            Err(denied) => {
+                let peer = cx.provider.cm_addrs(id).and_then(|(_, peer)| peer);
+                self.deny(cx, Guest::Here(id), peer, &denied);
+            }
         }
     }
 
-    fn admit(&mut self, cx: &mut Cx<'_>, id: CmRef, device: DeviceIx, private_data: Vec<u8>) -> Result<(), Denied> {
+    fn understand(
+        &mut self,
+        cx: &mut Cx<'_>,
+        id: CmRef,
+        device: DeviceIx,
+        private_data: &[u8],
+    ) -> Result<Arrival, Denied> {
         let addrs = cx.provider.cm_addrs(id);
         let Some((local, Some(peer))) = addrs else {
             return Err(Denied::NoAddress);
         };
-        let req = *ConnReq::parse(&private_data).map_err(Denied::Malformed)?;
+        let req = *ConnReq::parse(private_data).map_err(Denied::Malformed)?;
         let request = ConnectRequest {
             peer: peer.ip(),
             local: local.ip(),
@@ -109,8 +107,60 @@ impl Server {
             connections: req.cid_num.get(),
             first_conn: req.first_conn(),
         };
-        match self.admission.request(cx.now, &request)? {
-            Admitted::HalfOpen { path, gives_way } => {
+        Ok(Arrival {
+            guest: Guest::Here(id),
+            request,
+            peer,
+            device,
+        })
+    }
+
+    /// A connection request is decided about, here or at its session's home.
+    pub(super) fn arrived(&mut self, cx: &mut Cx<'_>, arrival: Arrival) {
+        let home = self.share.home_of(arrival.request.cid);
+        let decided = match arrival.guest {
+            Guest::Here(id) if home != self.share.index() => self.ask(home, id, &arrival),
+            _ => self.admit(cx, arrival),
+        };
+        if let Err(denied) = decided {
+            self.deny(cx, arrival.guest, Some(arrival.peer), &denied);
+        }
+    }
+
+    fn deny(&mut self, cx: &mut Cx<'_>, guest: Guest, peer: Option<SocketAddr>, denied: &Denied) {
+        self.effects.counters.denied(match denied {
+            Denied::Refused(refusal) => Some(*refusal),
+            _ => None,
+        });
+        let errno = denied.errno();
+        self.log.refused.hit(cx.now, || {
+            tracing::warn!(?peer, errno, reason = %denied, "connection refused");
+        });
+        match guest {
+            Guest::Here(id) => self.reject(cx, id, errno),
+            Guest::There(share, ask) => self.effects.write(share, Message::Refuse { ask, errno }),
+        }
+    }
+
+    /// Refuses a connection request that came here.
+    pub(super) fn reject(&mut self, cx: &mut Cx<'_>, id: CmRef, errno: i32) {
+        self.cms.remove(&id);
+        let rsp = ConnRsp::reject(errno);
+        if let Err(e) = cx.provider.cm_reject(id, RejectReason::CONSUMER, rsp.as_bytes()) {
+            tracing::debug!(error = %e, "reject");
+            cx.provider.cm_destroy(id);
+        }
+    }
+
+    fn admit(&mut self, cx: &mut Cx<'_>, arrival: Arrival) -> Result<(), Denied> {
+        let Arrival {
+            guest,
+            request,
+            peer,
+            device,
+        } = arrival;
+        match (self.admission.request(cx.now, &request)?, guest) {
+            (Admitted::HalfOpen { path, gives_way }, Guest::Here(id)) => {
                 if let Some(old) = gives_way {
                     self.give_way(cx, old);
                 }
@@ -127,18 +177,28 @@ impl Server {
                     Denied::Failed(e.into())
                 })
             }
-            Admitted::Held(path) => {
+            // Connections 0 are home's.
+            (Admitted::HalfOpen { path, .. }, Guest::There(..)) => {
+                self.admission.ended(path);
+                Err(Refusal::Unexpected.into())
+            }
+            (Admitted::Held(path), _) => {
                 let half_open = self.half_open.get_mut(&path).ok_or(Refusal::Unexpected)?;
                 self.effects.counters.requests_held += 1;
-                half_open.held.push(Held {
-                    cm: id,
-                    device,
-                    private_data,
-                });
-                self.cms.insert(id, Owner::Held(path));
+                half_open.held.push(arrival);
+                if let Guest::Here(id) = guest {
+                    self.cms.insert(id, Owner::Held(path));
+                }
                 Ok(())
             }
-            Admitted::Connection(path) => self.connect(cx, path, request.cid, device, id),
+            (Admitted::Connection(path), guest) => {
+                // It may just have ended.
+                let session = *self.paths.get(&path).ok_or(Refusal::Unexpected)?;
+                match guest {
+                    Guest::Here(id) => self.connect(cx, Part { session, path }, request.cid, device, id),
+                    Guest::There(share, ask) => self.refer(Part { session, path }, request.cid, device, share, ask),
+                }
+            }
         }
     }
 
@@ -158,7 +218,8 @@ impl Server {
         let limits = &device_caps(cx, id.device)?.limits;
         let caps = service_caps(limits, &self.config);
         let entries = entries(limits, &caps, 1);
-        let pd = self.domains.enter(cx, id.session, id.device)?;
+        let make = || cx.provider.alloc_pd(id.device);
+        let pd = self.domains.enter(id.session, id.device, make)?;
         let made = HalfOpen::make(cx, id, pd, caps, entries, cm);
         let accepted = made.and_then(
             |half_open| match cx.provider.cm_accept(cm, half_open.conn.qp, &params) {
@@ -179,10 +240,18 @@ impl Server {
     /// Forgets a half-open path: its connection is ended, and what was held is refused.
     pub(super) fn forget(&mut self, cx: &mut Cx<'_>, path: PathKey) -> Option<PathId> {
         let half_open = self.half_open.remove(&path)?;
-        let held = half_open.held.iter().map(|held| held.cm);
-        for cm in held.chain([half_open.conn.cm]) {
-            self.cms.remove(&cm);
-            cx.provider.cm_destroy(cm);
+        let held = half_open.held.iter().map(|held| held.guest);
+        for guest in held.chain([Guest::Here(half_open.conn.cm)]) {
+            match guest {
+                Guest::Here(cm) => {
+                    self.cms.remove(&cm);
+                    cx.provider.cm_destroy(cm);
+                }
+                Guest::There(share, ask) => {
+                    let errno = Refusal::NoPath.errno();
+                    self.effects.write(share, Message::Refuse { ask, errno });
+                }
+            }
         }
         half_open.destroy_objects(cx);
         self.domains.leave(cx, half_open.id.session, half_open.id.device);
@@ -192,7 +261,7 @@ impl Server {
     /// A connection request that waits is over: its client has given it up.
     pub(super) fn drop_held(&mut self, cx: &mut Cx<'_>, path: PathKey, id: CmRef) {
         if let Some(half_open) = self.half_open.get_mut(&path) {
-            half_open.held.retain(|held| held.cm != id);
+            half_open.held.retain(|held| held.guest != Guest::Here(id));
         }
         self.cms.remove(&id);
         cx.provider.cm_destroy(id);
@@ -223,13 +292,8 @@ impl Server {
                 });
             }
         }
-        for Held {
-            cm,
-            device,
-            private_data,
-        } in held
-        {
-            self.connect_request(cx, cm, device, private_data);
+        for arrival in held {
+            self.arrived(cx, arrival);
         }
     }
 
@@ -238,7 +302,7 @@ impl Server {
         let half_open = self.half_open.remove(&key).ok_or(PathError::Closed)?;
         let (id, cm, qp) = (half_open.id, half_open.conn.cm, half_open.conn.qp);
         self.cms.remove(&cm);
-        let path = match Path::open(cx, half_open, &self.config) {
+        let path = match Path::open(cx, half_open, self.share, &self.config) {
             Ok(path) => path,
             Err(e) => {
                 self.domains.leave(cx, id.session, id.device);
@@ -262,14 +326,21 @@ impl Server {
         entry.paths.insert(key, path);
         let registered = entry.register(cx, key);
         self.ask_for_memory(session);
+        let registered = registered.and_then(|()| self.tell_branches(cx, Part { session, path: key }));
         // From here on it ends as any other path does.
         registered.inspect_err(|e| self.effects.broken.push_back((session, key, e.clone())))
     }
 
-    /// Answers a further connection of a path.
-    fn connect(&mut self, cx: &mut Cx<'_>, key: PathKey, cid: u16, device: DeviceIx, id: CmRef) -> Result<(), Denied> {
-        // The path may just have ended.
-        let session = *self.paths.get(&key).ok_or(Refusal::Unexpected)?;
+    /// Answers a further connection of a path, whose queue pair is here.
+    pub(super) fn connect(
+        &mut self,
+        cx: &mut Cx<'_>,
+        part: Part,
+        cid: u16,
+        device: DeviceIx,
+        id: CmRef,
+    ) -> Result<(), Denied> {
+        let Part { session, path: key } = part;
         let path = self.sessions.get_mut(&session).and_then(|s| s.paths.get_mut(&key));
         let path = path.filter(|path| path.is_alive()).ok_or(Refusal::Unexpected)?;
         let place = Place {

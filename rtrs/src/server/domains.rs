@@ -1,11 +1,11 @@
 //! Protection domains. Each session has its own, on each device that its paths lead through: what another session knows of
-//! its keys opens nothing to it.
+//! its keys opens nothing to it. At shares that are not its home these are home's, borrowed.
 
 use std::collections::BTreeMap;
 
 use roce_verbs::provider::{DeviceIx, PdId, VerbsError};
 
-use crate::{cx::Cx, proto::Uuid};
+use crate::cx::Cx;
 
 #[derive(Debug)]
 struct Domain {
@@ -14,27 +14,38 @@ struct Domain {
     paths: usize,
 }
 
-/// See the module.
-#[derive(Debug, Default)]
-pub(crate) struct Domains(BTreeMap<(Uuid, DeviceIx), Domain>);
+/// See the module; by what a session is known by.
+#[derive(Debug)]
+pub(crate) struct Domains<K>(BTreeMap<(K, DeviceIx), Domain>);
 
-impl Domains {
+impl<K> Default for Domains<K> {
+    fn default() -> Self {
+        Self(BTreeMap::new())
+    }
+}
+
+impl<K: Copy + Ord> Domains<K> {
     /// The domain for a path of a session, made if there is none.
     ///
     /// # Errors
-    /// At the device's limit.
-    pub(crate) fn enter(&mut self, cx: &mut Cx<'_>, session: Uuid, device: DeviceIx) -> Result<PdId, VerbsError> {
+    /// What `make` says.
+    pub(crate) fn enter(
+        &mut self,
+        session: K,
+        device: DeviceIx,
+        make: impl FnOnce() -> Result<PdId, VerbsError>,
+    ) -> Result<PdId, VerbsError> {
         if let Some(domain) = self.0.get_mut(&(session, device)) {
             domain.paths += 1;
             return Ok(domain.pd);
         }
-        let pd = cx.provider.alloc_pd(device)?;
+        let pd = make()?;
         self.0.insert((session, device), Domain { pd, paths: 1 });
         Ok(pd)
     }
 
     /// A path has given back all that it had in its domain, which goes with the last one.
-    pub(crate) fn leave(&mut self, cx: &mut Cx<'_>, session: Uuid, device: DeviceIx) {
+    pub(crate) fn leave(&mut self, cx: &mut Cx<'_>, session: K, device: DeviceIx) {
         let key = (session, device);
         let Some(domain) = self.0.get_mut(&key) else { return };
         domain.paths -= 1;

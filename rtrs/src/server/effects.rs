@@ -7,7 +7,9 @@ use crate::{
     admission::PathKey,
     server::{
         counters::ServerCounters,
+        letter::{Letter, Message},
         request::{Output, SessionKey},
+        share::Share,
     },
 };
 
@@ -33,4 +35,20 @@ pub(crate) struct Effects {
     pub(crate) dirty: Vec<Place>,
     /// Events so far.
     pub(crate) counters: ServerCounters,
+    /// For other shares.
+    pub(crate) letters: VecDeque<(usize, Letter)>,
+}
+
+impl Effects {
+    /// Writes to a share.
+    pub(crate) fn write(&mut self, to: usize, message: Message) {
+        self.letters.push_back((to, Letter(message)));
+    }
+
+    /// A chunk is free that other shares wait for.
+    pub(crate) fn free(&mut self, share: Share, session: SessionKey, chunk: u16) {
+        for to in share.others() {
+            self.write(to, Message::Free(session, chunk));
+        }
+    }
 }

@@ -7,28 +7,40 @@ use roce_verbs::{
     provider::{CmRef, CqId, DeviceIx, PdId, VerbsError},
 };
 
-use crate::{admission::PathKey, cx::Cx, proto::Uuid, server::conn::Conn};
+use crate::{
+    admission::ConnectRequest,
+    cx::Cx,
+    server::{
+        conn::Conn,
+        path_id::{Ask, PathId},
+    },
+};
 
-/// What is known of a path from its first connection request.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct PathId {
-    pub(crate) key: PathKey,
-    /// The session that it says it is of.
-    pub(crate) session: Uuid,
-    /// The device that it leads through.
-    pub(crate) device: DeviceIx,
-    /// The client's address on it.
-    pub(crate) peer: SocketAddr,
-    /// Connections that it is to have.
-    pub(crate) connections: u16,
+/// Who wants to connect.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Guest {
+    /// A connection request that came here.
+    Here(CmRef),
+    /// One that came to another share.
+    There(usize, Ask),
 }
 
-/// A connection request that waits.
-#[derive(Debug)]
-pub(crate) struct Held {
+/// A connection request that home decides about, another share.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Asked {
     pub(crate) cm: CmRef,
     pub(crate) device: DeviceIx,
-    pub(crate) private_data: Vec<u8>,
+    pub(crate) cid: u16,
+    pub(crate) home: usize,
+}
+
+/// A connection request, as far as it is understood.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Arrival {
+    pub(crate) guest: Guest,
+    pub(crate) request: ConnectRequest,
+    pub(crate) peer: SocketAddr,
+    pub(crate) device: DeviceIx,
 }
 
 /// All that the connection request of a path gets before the client has proved its address.
@@ -42,7 +54,7 @@ pub(crate) struct HalfOpen {
     /// Number 0, without receives.
     pub(crate) conn: Conn,
     /// Requests for further connections that came before connection 0 was known to stand.
-    pub(crate) held: Vec<Held>,
+    pub(crate) held: Vec<Arrival>,
 }
 
 impl HalfOpen {

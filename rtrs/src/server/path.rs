@@ -7,7 +7,7 @@ use roce_mem::Pages;
 use roce_verbs::{
     AccessFlags, Completion, DeviceLimits, Instant, QpCaps, RecvWr, Sge, WcStatus,
     provider::{
-        CmRef, ConnParams, CqId, DeviceCaps, DeviceIx, KeyId, KeyKind, KeyStrategy, MrInfo, PdId, Registration,
+        CmRef, ConnParams, CqId, DeviceCaps, DeviceIx, KeyId, KeyKind, KeyStrategy, Lent, MrInfo, PdId, Registration,
         Revoked, VerbsError,
     },
     wr::PostError,
@@ -20,12 +20,17 @@ use crate::{
     mark::{Mark, MarkKind},
     proto::{ChunkLayout, InfoReq, InfoRsp, SERVICE_QUEUE_DEPTH},
     server::{
+        cells::Hold,
         config::ServerConfig,
         conn::{Conn, caps},
-        half_open::{HalfOpen, PathId},
+        half_open::HalfOpen,
+        others::Others,
+        path_id::PathId,
         post::{Done, Ground, InfoMemory, Renewal, ServerWork, revoke_now},
-        state::PathState,
+        share::Share,
+        state::{BRANCH, PATH, PathAction, PathEvent, PathState},
     },
+    table::Table,
 };
 
 /// Send queue of an I/O connection at most: more answers wait their turn.
@@ -69,10 +74,14 @@ struct Pulse {
 pub(crate) struct Path {
     pub(crate) id: PathId,
     pub(crate) state: PathState,
-    /// By number.
+    /// Its life, here.
+    pub(crate) table: Table<PathState, PathEvent, PathAction>,
+    /// By number; those of other shares are missing.
     conns: Vec<Option<Conn>>,
+    /// At home.
+    pub(crate) others: Others,
     pd: PdId,
-    /// Of connection 0, and of the others.
+    /// Of connection 0, if it is here, and of the others.
     cqs: Vec<CqId>,
     io_caps: QpCaps,
     strategy: KeyStrategy,
@@ -82,7 +91,8 @@ pub(crate) struct Path {
     info: Option<InfoMemory>,
     /// The session's chunks as its device knows them, once they are there.
     chunks: Option<MrInfo>,
-    pulse: Pulse,
+    /// At home.
+    pulse: Option<Pulse>,
     /// When flushed work requests that nothing has explained end the path.
     flushed: Option<Instant>,
     /// The client has asked for the chunks, by the session's name; it is answered when they may be used.
@@ -98,11 +108,16 @@ pub(crate) struct Path {
 }
 
 impl Path {
-    /// The objects of a path whose connection 0 stands.
+    /// The objects of a path whose connection 0 stands, here.
     ///
     /// # Errors
     /// At the device's limits, or without memory: nothing of it is left, but for its place in the domain.
-    pub(crate) fn open(cx: &mut Cx<'_>, half_open: HalfOpen, config: &ServerConfig) -> Result<Self, PathError> {
+    pub(crate) fn open(
+        cx: &mut Cx<'_>,
+        half_open: HalfOpen,
+        share: Share,
+        config: &ServerConfig,
+    ) -> Result<Self, PathError> {
         let HalfOpen {
             id,
             pd,
@@ -111,32 +126,21 @@ impl Path {
             conn,
             ..
         } = half_open;
-        let mut conns = vec![Some(conn)];
-        conns.resize_with(usize::from(id.connections).max(1), || None);
-        let mut path = Self {
-            id,
-            state: PathState::Connecting,
-            conns,
-            pd,
-            cqs: vec![cq],
-            io_caps: service,
-            strategy: KeyStrategy::Static,
-            renewal: Renewal::Never,
-            keys: Vec::new(),
-            info: None,
-            chunks: None,
-            pulse: Pulse {
-                heartbeat: Heartbeat::new(config.heartbeat),
-                next: cx.now + config.heartbeat.interval,
-            },
-            flushed: None,
-            asked: false,
-            is_up: false,
-            with_user: 0,
-            drained: false,
-            why: None,
-        };
-        match path.equip(cx, service, config) {
+        let mut path = Self::new(id, pd, service);
+        path.others = Others::new(share, id.connections);
+        path.cqs.push(cq);
+        if let Some(first) = path.conns.first_mut() {
+            *first = Some(conn);
+        }
+        path.pulse = Some(Pulse {
+            heartbeat: Heartbeat::new(config.heartbeat),
+            next: cx.now + config.heartbeat.interval,
+        });
+        let made = path
+            .equip(cx, share, config)
+            .and_then(|()| path.make_keys(cx, config))
+            .and_then(|()| path.expect_information(cx, service));
+        match made {
             Ok(()) => Ok(path),
             Err(e) => {
                 path.destroy(cx);
@@ -145,27 +149,93 @@ impl Path {
         }
     }
 
-    fn equip(&mut self, cx: &mut Cx<'_>, service: QpCaps, config: &ServerConfig) -> Result<(), PathError> {
+    /// The objects of a path whose home is another share, which has lent its domain and its keys.
+    ///
+    /// # Errors
+    /// At the device's limits. The domain is the caller's then, and all else is gone.
+    pub(crate) fn branch(
+        cx: &mut Cx<'_>,
+        id: PathId,
+        pd: PdId,
+        keys: &[Lent],
+        home: Share,
+        config: &ServerConfig,
+    ) -> Result<Self, PathError> {
+        let mut path = Self::new(id, pd, QpCaps::default());
+        path.table = BRANCH;
+        let made = path.equip(cx, home, config).and_then(|()| {
+            for key in keys {
+                path.keys.push(cx.provider.borrow_key(pd, key)?);
+            }
+            Ok(())
+        });
+        match made {
+            Ok(()) => Ok(path),
+            Err(e) => {
+                path.destroy(cx);
+                Err(e)
+            }
+        }
+    }
+
+    fn new(id: PathId, pd: PdId, io_caps: QpCaps) -> Self {
+        let mut conns = Vec::new();
+        conns.resize_with(usize::from(id.connections).max(1), || None);
+        Self {
+            id,
+            state: PathState::Connecting,
+            table: PATH,
+            conns,
+            others: Others::default(),
+            pd,
+            cqs: Vec::new(),
+            io_caps,
+            strategy: KeyStrategy::Static,
+            renewal: Renewal::Never,
+            keys: Vec::new(),
+            info: None,
+            chunks: None,
+            pulse: None,
+            flushed: None,
+            asked: false,
+            is_up: false,
+            with_user: 0,
+            drained: false,
+            why: None,
+        }
+    }
+
+    /// What its I/O connections need that are this share's.
+    fn equip(&mut self, cx: &mut Cx<'_>, share: Share, config: &ServerConfig) -> Result<(), PathError> {
         let (depth, device) = (config.queue_depth, self.id.device);
         let known = device_caps(cx, device)?;
         self.strategy = KeyStrategy::for_chunks(known, config.always_invalidate);
         self.renewal = Renewal::of(self.strategy, known);
         let send = (depth * self.renewal.answer_slots() + 1).min(IO_SEND_WR);
         self.io_caps = caps(&known.limits, send, depth + 1);
-        let count = usize::from(self.id.connections).saturating_sub(1);
+        let count = usize::from(self.id.connections)
+            .saturating_sub(1)
+            .div_ceil(share.count());
         let entries = entries(&known.limits, &self.io_caps, count);
         self.cqs.push(cx.provider.create_cq(device, entries)?);
+        Ok(())
+    }
+
+    fn make_keys(&mut self, cx: &mut Cx<'_>, config: &ServerConfig) -> Result<(), PathError> {
         let kind = match self.strategy {
-            KeyStrategy::FastRegistration => Some(KeyKind::FastRegistration),
-            KeyStrategy::Window1 => Some(KeyKind::Window1),
+            KeyStrategy::FastRegistration => KeyKind::FastRegistration,
+            KeyStrategy::Window1 => KeyKind::Window1,
             // A type 2 window would belong to one connection.
-            KeyStrategy::Window2 | KeyStrategy::Static => None,
+            KeyStrategy::Window2 | KeyStrategy::Static => return Ok(()),
         };
-        if let Some(kind) = kind {
-            for _ in 0..depth {
-                self.keys.push(cx.provider.alloc_key(self.pd, kind)?);
-            }
+        for _ in 0..config.queue_depth {
+            self.keys.push(cx.provider.alloc_key(self.pd, kind)?);
         }
+        Ok(())
+    }
+
+    /// Posts the receives of connection 0: the information request, then messages.
+    fn expect_information(&mut self, cx: &mut Cx<'_>, service: QpCaps) -> Result<(), PathError> {
         let info = self.make_info(cx)?;
         let sge = Sge {
             addr: info.mr.addr,
@@ -173,7 +243,6 @@ impl Path {
             lkey: info.mr.lkey,
         };
         self.info = Some(info);
-        // The information request, then messages.
         let first = RecvWr {
             wr_id: Mark::new(MarkKind::Info, 0).encode(),
             sges: &[sge],
@@ -181,6 +250,28 @@ impl Path {
         let Some(conn) = self.conn_mut(0) else { return Ok(()) };
         cx.provider.post_recv(conn.qp, &[first]).map_err(|(_, e)| e)?;
         Ok(conn.post_recvs(cx, service.max_recv_wr.saturating_sub(1))?)
+    }
+
+    /// Lends the domain and the keys to other shares.
+    ///
+    /// # Errors
+    /// When the provider can't share.
+    pub(crate) fn lend(&self, cx: &mut Cx<'_>) -> Result<(Lent, Vec<Lent>), VerbsError> {
+        let pd = cx.provider.lend_pd(self.pd)?;
+        let keys = self
+            .keys
+            .iter()
+            .map(|key| cx.provider.lend_key(*key))
+            .collect::<Result<_, _>>()?;
+        Ok((pd, keys))
+    }
+
+    /// Gives the session's chunks, which home has registered, a number here.
+    ///
+    /// # Errors
+    /// At the provider's limits.
+    pub(crate) fn borrow_chunks(&self, cx: &mut Cx<'_>, chunks: &Lent) -> Result<MrInfo, VerbsError> {
+        cx.provider.borrow_mr(self.pd, chunks)
     }
 
     /// Memory for the information request and the response: a piece per key.
@@ -255,7 +346,8 @@ impl Path {
 
     /// Whether all its connections have been made.
     pub(crate) fn is_complete(&self) -> bool {
-        self.conns.iter().all(Option::is_some)
+        let mut conns = (0..).zip(&self.conns);
+        conns.all(|(cid, conn)| conn.is_some() || self.others.has(cid))
     }
 
     /// Whether it takes requests, or will.
@@ -285,7 +377,9 @@ impl Path {
 
     /// Something came from the peer.
     pub(crate) fn heard(&mut self) {
-        self.pulse.heartbeat.heard();
+        if let Some(pulse) = &mut self.pulse {
+            pulse.heartbeat.heard();
+        }
     }
 
     /// Sorts a failed completion: what must end the path at once. That work requests were flushed tells only that the queue
@@ -318,7 +412,9 @@ impl Path {
 
     /// The first interval begins now.
     pub(crate) fn start_heartbeat(&mut self, now: Instant) {
-        self.pulse.next = now + self.pulse.heartbeat.config().interval;
+        if let Some(pulse) = &mut self.pulse {
+            pulse.next = now + pulse.heartbeat.config().interval;
+        }
     }
 
     /// Nothing is waited for any more.
@@ -328,7 +424,8 @@ impl Path {
 
     /// When [`Path::tick`] wants to be called.
     pub(crate) fn next_timeout(&self) -> Option<Instant> {
-        let beat = (self.state == PathState::Connected).then_some(self.pulse.next);
+        let pulse = self.pulse.as_ref().filter(|_| self.state == PathState::Connected);
+        let beat = pulse.map(|pulse| pulse.next);
         self.flushed.into_iter().chain(beat).min()
     }
 
@@ -340,13 +437,13 @@ impl Path {
         if self.flushed.is_some_and(|due| now >= due) {
             return Err(PathError::Flushed);
         }
-        if self.state != PathState::Connected || now < self.pulse.next {
-            return Ok(false);
-        }
-        let config = *self.pulse.heartbeat.config();
+        let connected = self.state == PathState::Connected;
+        let pulse = self.pulse.as_mut().filter(|pulse| connected && now >= pulse.next);
+        let Some(pulse) = pulse else { return Ok(false) };
+        let config = *pulse.heartbeat.config();
         // From now, not from the last beat: a process that was stopped must not count its own absence.
-        self.pulse.next = now + config.interval;
-        match self.pulse.heartbeat.tick() {
+        pulse.next = now + config.interval;
+        match pulse.heartbeat.tick() {
             Beat::Send => Ok(true),
             Beat::Wait => Ok(false),
             Beat::Lost => Err(PathError::HeartbeatLost(config.patience())),
@@ -406,9 +503,10 @@ impl Path {
         cx: &mut Cx<'_>,
         cid: u16,
         layout: &ChunkLayout,
+        hold: Option<&Hold>,
         done: &mut Done,
     ) -> Result<(), PostError> {
-        let (Some(chunks), Some(info)) = (&self.chunks, &self.info) else {
+        let Some(chunks) = &self.chunks else {
             return Ok(());
         };
         let Some(conn) = self.conns.get_mut(usize::from(cid)).and_then(Option::as_mut) else {
@@ -420,7 +518,8 @@ impl Path {
             layout,
             keys: &self.keys,
             renewal: self.renewal,
-            info,
+            info: self.info.as_ref(),
+            hold: hold.map(|hold| (hold, self.id.key)),
         };
         conn.out.post(cx, &ground, done)
     }

@@ -12,7 +12,7 @@ use crate::{Direction, PathError, proto::Uuid};
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct SessionKey(pub u64);
 
-/// Names a request until it is answered.
+/// Names a request until it is answered, at the share that it came to.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct RequestKey {
     /// The session.
@@ -77,15 +77,20 @@ pub struct SessionSummary {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Ticket(pub u64);
 
-/// What a server tells its user.
+/// What a server tells its user. If it is in several shares, each tells its own user: its requests, and the sessions that they are
+/// of; of paths home alone.
 #[derive(Debug)]
 pub enum Output {
     /// A session's first path is up. No request of it came before. After [`Output::SessionClosed`] a session may be opened
     /// again, when another of its paths was still being made.
+    ///
+    /// At shares that are not its home: requests of it may come. This is told before it is at home.
     SessionOpened(SessionOpened),
     /// A client wants something done.
     Request(Request),
-    /// The session's last path is gone, and all its requests have been answered.
+    /// The session's last path is gone, and all its requests have been answered, at home also those that came to other shares.
+    ///
+    /// At shares that are not its home: it is over, and is not opened again. This is told after it is at home.
     SessionClosed {
         /// The session.
         session: SessionKey,
@@ -117,6 +122,6 @@ pub enum Output {
         bytes: usize,
     },
     /// Memory that is not wanted any more, and that no device touches. To drop it may take a moment, if much of it was used,
-    /// so the loop has another thread do it.
+    /// so the loop has another thread do it. Each share that had it says so.
     Free(Arc<Pages>),
 }

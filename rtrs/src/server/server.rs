@@ -25,13 +25,16 @@ use crate::{
         counters::ServerCounters,
         domains::Domains,
         effects::{Effects, Place},
-        half_open::HalfOpen,
+        half_open::{Asked, HalfOpen},
+        letter::{Letter, Message, Part},
         log::Lines,
         path::Path,
+        path_id::Ask,
         post::ServerWork,
         request::{Output, RequestKey, SessionKey, SessionOpened, SessionSummary, Ticket},
         session::{Named, Session},
-        state::{PATH, PathAction, PathEvent, PathState},
+        share::Share,
+        state::{PathAction, PathEvent, PathState},
     },
     table::step,
 };
@@ -48,6 +51,8 @@ pub(super) enum Owner {
     Held(PathKey),
     /// A connection of a path.
     Path(Place),
+    /// A connection request that home has been asked about.
+    Asked(Ask),
 }
 
 /// Lines that anybody may cause.
@@ -83,6 +88,7 @@ impl Log {
 /// See the module. It has to be [stopped](Server::stop) and driven until it [is idle](Server::is_idle), or what it has of the
 /// provider stays there.
 pub struct Server {
+    pub(super) share: Share,
     pub(super) config: ServerConfig,
     pub(super) layout: ChunkLayout,
     listener: CmRef,
@@ -90,12 +96,17 @@ pub struct Server {
     listens: bool,
     pub(super) admission: Box<dyn Doorkeeper>,
     pub(super) half_open: BTreeMap<PathKey, HalfOpen>,
-    pub(super) domains: Domains,
+    pub(super) domains: Domains<Uuid>,
+    /// Of sessions whose home is another share.
+    pub(super) borrowed: Domains<SessionKey>,
     pub(super) sessions: BTreeMap<SessionKey, Session>,
     pub(super) by_uuid: BTreeMap<Uuid, SessionKey>,
     /// Of paths whose client has proved its address.
     pub(super) paths: BTreeMap<PathKey, SessionKey>,
     pub(super) cms: BTreeMap<CmRef, Owner>,
+    /// Connection requests of paths whose home is another share.
+    pub(super) asked: BTreeMap<Ask, Asked>,
+    pub(super) next_ask: u64,
     /// Of such paths.
     pub(super) qps: BTreeMap<QpId, Place>,
     /// Memory that was asked for.
@@ -140,6 +151,21 @@ impl Server {
         config: ServerConfig,
         admission: Box<dyn Doorkeeper>,
     ) -> Result<(Self, SocketAddr), Error> {
+        Self::listen_share(cx, config, admission, Share::WHOLE)
+    }
+
+    /// Starts to listen as one share of a server, of which each is in a loop of its own. The connection requests of a session have
+    /// to come to the shares that [`Share::of_connection`] of the session's home says, and letters
+    /// ([`poll_letter`](Self::poll_letter)) to those that they are for.
+    ///
+    /// # Errors
+    /// As [`listen`](Self::listen).
+    pub fn listen_share(
+        cx: &mut Cx<'_>,
+        config: ServerConfig,
+        admission: Box<dyn Doorkeeper>,
+        share: Share,
+    ) -> Result<(Self, SocketAddr), Error> {
         let mut layout = None;
         for (device, caps) in cx.provider.devices().iter().enumerate() {
             layout = Some(config.check(&caps.limits)?);
@@ -157,6 +183,7 @@ impl Server {
         let local = cx.provider.cm_addrs(listener).map_or(asked, |(local, _)| local);
         tracing::info!(%local, "RTRS server listens");
         let server = Self {
+            share,
             admission,
             config,
             layout,
@@ -164,13 +191,16 @@ impl Server {
             listens: true,
             half_open: BTreeMap::new(),
             domains: Domains::default(),
+            borrowed: Domains::default(),
             sessions: BTreeMap::new(),
             by_uuid: BTreeMap::new(),
             paths: BTreeMap::new(),
             cms: BTreeMap::new(),
+            asked: BTreeMap::new(),
+            next_ask: 1,
             qps: BTreeMap::new(),
             tickets: BTreeMap::new(),
-            next_session: 1,
+            next_session: share.first_session().0,
             next_ticket: 1,
             effects: Effects::default(),
             spare: Vec::new(),
@@ -190,9 +220,19 @@ impl Server {
         self.effects.counters
     }
 
-    /// Sessions that exist, also those still being opened by clients that have proved their address.
+    /// Which share of a server it is.
+    pub fn share(&self) -> Share {
+        self.share
+    }
+
+    /// Sessions that exist, also those still being opened by clients that have proved their address: those whose home this share
+    /// is, with the requests that are with its user.
     pub fn sessions(&self) -> Vec<SessionSummary> {
-        self.sessions.values().map(Session::summary).collect()
+        self.at_home().map(Session::summary).collect()
+    }
+
+    fn at_home(&self) -> impl Iterator<Item = &Session> {
+        self.sessions.values().filter(|session| session.home.is_none())
     }
 
     /// The chunks of a session, one after the other; [`Request::data_offset`](super::request::Request::data_offset) says where
@@ -238,7 +278,7 @@ impl Server {
             } => {
                 let mine = self.listener == *listener;
                 match self.listens {
-                    true if mine => self.connect_request(cx, *id, *device, private_data.clone()),
+                    true if mine => self.connect_request(cx, *id, *device, private_data),
                     // It came before the listener went.
                     false if mine => cx.provider.cm_destroy(*id),
                     _ => {}
@@ -326,16 +366,20 @@ impl Server {
     /// Disconnects a session; false when there is none of this number. Its end is told as usual, when all its requests have been
     /// answered.
     pub fn close_session(&mut self, cx: &mut Cx<'_>, session: SessionKey) -> bool {
-        let Some(paths) = self.sessions.get(&session).map(|s| s.paths.keys()) else {
+        let Some(known) = self.sessions.get(&session) else {
             return false;
         };
-        let closed = paths.map(|path| (session, *path, PathError::Closed));
+        if let Some(home) = known.home {
+            self.effects.write(home, Message::Close(session));
+            return true;
+        }
+        let closed = known.paths.keys().map(|path| (session, *path, PathError::Closed));
         self.effects.broken.extend(closed);
         self.settle(cx);
         true
     }
 
-    /// Stops to listen, and disconnects all sessions.
+    /// Stops to listen, and disconnects all sessions whose home it is: all shares have to be stopped.
     pub fn stop(&mut self, cx: &mut Cx<'_>) {
         if core::mem::take(&mut self.listens) {
             cx.provider.cm_destroy(self.listener);
@@ -345,7 +389,8 @@ impl Server {
             self.admission.ended(path);
             self.forget(cx, path);
         }
-        let sessions: Vec<SessionKey> = self.sessions.keys().copied().collect();
+        self.ask_no_more(cx);
+        let sessions: Vec<SessionKey> = self.at_home().map(|session| session.key).collect();
         for session in sessions {
             self.close_session(cx, session);
         }
@@ -353,7 +398,8 @@ impl Server {
 
     /// Whether nothing is left: it has been stopped, and all requests of its sessions have been answered.
     pub fn is_idle(&self) -> bool {
-        !self.listens && self.half_open.is_empty() && self.sessions.is_empty() && self.domains.is_empty()
+        let nobody = self.half_open.is_empty() && self.asked.is_empty() && self.sessions.is_empty();
+        !self.listens && nobody && self.domains.is_empty() && self.borrowed.is_empty()
     }
 
     /// The turn of the loop ends: receives go back first, so that a peer that is answered always finds them; then what has
@@ -402,16 +448,40 @@ impl Server {
         all.into_iter().flatten().min()
     }
 
+    /// The next letter, and the share that it is for. Letters to a share have to come there in their order.
+    pub fn poll_letter(&mut self) -> Option<(usize, Letter)> {
+        self.effects.letters.pop_front()
+    }
+
+    /// A letter of another share has come.
+    pub fn letter(&mut self, cx: &mut Cx<'_>, from: usize, letter: Letter) {
+        match letter.0 {
+            Message::Free(session, chunk) => {
+                if let Some(session) = self.sessions.get_mut(&session) {
+                    session.release(cx, chunk, &mut self.effects);
+                }
+            }
+            message @ (Message::Asks { .. }
+            | Message::AsksNoMore(_)
+            | Message::IsReady(_)
+            | Message::Lost(..)
+            | Message::Gone(_)
+            | Message::Close(_)) => self.letter_to_home(cx, from, message),
+            message => self.letter_from_home(cx, from, message),
+        }
+        self.settle(cx);
+    }
+
     /// The next thing that the user is to know or do.
     pub fn poll_output(&mut self) -> Option<Output> {
         self.effects.outputs.pop_front()
     }
 
-    fn path(&self, session: SessionKey, path: PathKey) -> Option<&Path> {
+    pub(super) fn path(&self, session: SessionKey, path: PathKey) -> Option<&Path> {
         self.sessions.get(&session)?.paths.get(&path)
     }
 
-    fn path_mut(&mut self, session: SessionKey, path: PathKey) -> Option<&mut Path> {
+    pub(super) fn path_mut(&mut self, session: SessionKey, path: PathKey) -> Option<&mut Path> {
         self.sessions.get_mut(&session)?.paths.get_mut(&path)
     }
 
@@ -422,8 +492,9 @@ impl Server {
     /// Makes a session.
     pub(super) fn make_session(&mut self, uuid: Uuid, peer: SocketAddr) -> SessionKey {
         let key = SessionKey(self.next_session);
-        self.next_session += 1;
-        self.sessions.insert(key, Session::new(key, uuid, peer, self.layout));
+        self.next_session += self.share.count() as u64;
+        let session = Session::new(key, uuid, peer, self.layout, self.share);
+        self.sessions.insert(key, session);
         self.by_uuid.insert(uuid, key);
         key
     }
@@ -445,7 +516,7 @@ impl Server {
     }
 
     /// A path ends for want of memory or other resources.
-    fn no_room(&mut self, session: SessionKey, path: PathKey, why: PathError) {
+    pub(super) fn no_room(&mut self, session: SessionKey, path: PathKey, why: PathError) {
         self.effects.counters.no_resources += 1;
         if let Some(path) = self.path(session, path) {
             tracing::error!(peer = %path.id.peer, error = %why, "no room for a path: it is closed");
@@ -476,6 +547,7 @@ impl Server {
             }
             Owner::Held(path) => self.drop_held(cx, path, id),
             Owner::Path(place) => self.effects.broken.push_back((place.session, place.path, why)),
+            Owner::Asked(ask) => self.given_up(cx, ask),
         }
         true
     }
@@ -511,10 +583,10 @@ impl Server {
     }
 
     /// A path that is going down may be over.
-    fn look_after(&mut self, cx: &mut Cx<'_>, session: SessionKey, path: PathKey) {
+    pub(super) fn look_after(&mut self, cx: &mut Cx<'_>, session: SessionKey, path: PathKey) {
         let over = self
             .path(session, path)
-            .is_some_and(|path| path.drained && path.with_user == 0);
+            .is_some_and(|path| path.drained && path.with_user == 0 && path.others.is_empty());
         if over {
             self.advance(cx, session, path, PathEvent::Idle);
         }
@@ -540,7 +612,7 @@ impl Server {
     /// Gives the path's session its name, and the number of connections of the path that asks, unless it may not have it or
     /// another has it. One that is only still being cleaned up does not count: its client may be back already.
     fn take_name(&mut self, place: Place, name: &str) -> Result<(), PathError> {
-        let others = self.sessions.values().filter(|s| s.key != place.session);
+        let others = self.at_home().filter(|s| s.key != place.session);
         if others.filter(|s| s.name() == name).any(Session::lives) {
             return Err(PathError::NameTaken(name.into()));
         }
@@ -562,14 +634,16 @@ impl Server {
 
     /// Answers the paths of a session that have asked for the chunks, once there are any and nobody works on requests that came
     /// by paths that are lost.
-    fn name_waiting(&mut self, cx: &mut Cx<'_>, key: SessionKey) {
+    pub(super) fn name_waiting(&mut self, cx: &mut Cx<'_>, key: SessionKey) {
         let Some(session) = self.sessions.get(&key).filter(|s| !s.has_late_requests()) else {
             return;
         };
         let waits = |path: &&Path| path.state == PathState::Connecting && path.asked && path.has_chunks();
         let waiting: Vec<PathKey> = session.paths.values().filter(waits).map(|path| path.id.key).collect();
         for path in waiting {
-            self.advance(cx, key, path, PathEvent::Named);
+            if self.prepare(cx, Part { session: key, path }) {
+                self.advance(cx, key, path, PathEvent::Named);
+            }
         }
     }
 
@@ -591,9 +665,12 @@ impl Server {
             return;
         };
         let why = path.cause(cx, why);
-        self.effects.counters.ended(&why);
         let peer = path.id.peer;
+        if session.home.is_none() {
+            self.effects.counters.ended(&why);
+        }
         match why {
+            _ if session.home.is_some() => tracing::debug!(session = name, %peer, reason = %why, "path lost here"),
             PathError::Closed | PathError::PeerDisconnected => {
                 tracing::info!(session = name, %peer, reason = %why, "path closed");
             }
@@ -601,14 +678,21 @@ impl Server {
         }
         path.why = Some(why);
         self.advance(cx, key, path_key, PathEvent::Broken);
+        let empty = |path: &&mut Path| path.conns().next().is_none();
+        if let Some(path) = self.path_mut(key, path_key).filter(empty) {
+            // None of its connections is here: there is nothing to drain.
+            path.drained = true;
+            self.advance(cx, key, path_key, PathEvent::Drained);
+            self.look_after(cx, key, path_key);
+        }
     }
 
     /// A path meets something.
-    fn advance(&mut self, cx: &mut Cx<'_>, session: SessionKey, path: PathKey, event: PathEvent) {
+    pub(super) fn advance(&mut self, cx: &mut Cx<'_>, session: SessionKey, path: PathKey, event: PathEvent) {
         let Some(entry) = self.path_mut(session, path) else {
             return;
         };
-        let Some((next, actions)) = step(PATH, entry.state, event) else {
+        let Some((next, actions)) = step(entry.table, entry.state, event) else {
             return;
         };
         entry.state = next;
@@ -653,7 +737,17 @@ impl Server {
                     self.admission.access_error(cx.now, peer);
                 }
             }
-            PathAction::DropAnswers => session.drop_answers(path_key),
+            PathAction::TellShares => {
+                let part = Part {
+                    session: key,
+                    path: path_key,
+                };
+                let why = path.why.clone().unwrap_or(PathError::Closed);
+                for share in path.others.shares() {
+                    self.effects.write(share, Message::Down(part, why.clone()));
+                }
+            }
+            PathAction::DropAnswers => session.drop_answers(path_key, &mut self.effects),
             PathAction::ReleaseParked => session.release_all(cx, &mut self.effects),
             PathAction::DestroyQps => {
                 for conn in path.conns() {
@@ -663,6 +757,9 @@ impl Server {
                 path.destroy(cx);
             }
             PathAction::Withdraw => self.withdraw(cx, key, path_key),
+            PathAction::Report => self.report(key, path_key),
+            PathAction::TellHome => self.tell_home(key, path_key),
+            PathAction::Leave => self.leave(cx, key, path_key),
         }
     }
 
@@ -711,23 +808,27 @@ impl Server {
                 why: why.clone(),
             });
             if session.up == 0 {
-                self.effects
-                    .outputs
-                    .push_back(Output::SessionClosed { session: key, why });
+                self.effects.outputs.push_back(Output::SessionClosed {
+                    session: key,
+                    why: why.clone(),
+                });
             }
         }
         self.paths.remove(&path_key);
         self.admission.ended(path_key);
         if session.paths.is_empty() {
-            self.remove_session(key);
+            self.remove_session(key, &why);
         }
     }
 
     /// A session has no path left.
-    fn remove_session(&mut self, key: SessionKey) {
+    fn remove_session(&mut self, key: SessionKey, why: &PathError) {
         let Some(session) = self.sessions.remove(&key) else {
             return;
         };
+        for share in &session.told {
+            self.effects.write(*share, Message::Over(key, why.clone()));
+        }
         if self.by_uuid.get(&session.uuid) == Some(&key) {
             self.by_uuid.remove(&session.uuid);
         }

@@ -1,12 +1,15 @@
 //! A session: its chunks, its paths, and the requests that come by them.
 
 use core::net::SocketAddr;
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use roce_mem::Pages;
 use roce_verbs::{
     Completion, WcFlags, WcOpcode,
-    provider::{DeviceIx, MrInfo, RangeError, Revoked},
+    provider::{DeviceIx, Lent, MrInfo, RangeError, Revoked},
 };
 use smallvec::SmallVec;
 
@@ -17,11 +20,14 @@ use crate::{
     mark::{Mark, MarkKind},
     proto::{self, ChunkLayout, Imm, InfoReq, IoReply, MAX_HDR_SIZE, ProtoError, Uuid},
     server::{
+        cells::{Cells, Hold},
         chunks::{Asked, Begun, Chunks, Room},
         effects::{Effects, Place},
+        letter::{Branch, Terms},
         path::Path,
         post::{Answer, Done, Renewal, ServerWork, revoked},
         request::{Output, Request, RequestKey, SessionKey, SessionSummary, Ticket},
+        share::Share,
         state::{ChunkEvent, PathState},
     },
 };
@@ -43,6 +49,13 @@ pub(crate) struct Session {
     pub(crate) peer: SocketAddr,
     pub(crate) named: Option<Named>,
     layout: ChunkLayout,
+    share: Share,
+    /// Its home, if that is another share.
+    pub(crate) home: Option<usize>,
+    /// Other shares that know of it.
+    pub(crate) told: BTreeSet<usize>,
+    /// At another share than home: the user knows of it.
+    pub(crate) introduced: bool,
     /// Names the memory that was asked for and has not come.
     pub(crate) ticket: Option<Ticket>,
     /// All chunks, one after the other: the only large allocation.
@@ -58,18 +71,45 @@ pub(crate) struct Session {
 const NO_CONN: PathError = PathError::Unexpected("a completion of no connection");
 
 impl Session {
-    /// One without paths and memory.
-    pub(crate) fn new(key: SessionKey, uuid: Uuid, peer: SocketAddr, layout: ChunkLayout) -> Self {
+    /// One without paths and memory, whose home is this share.
+    pub(crate) fn new(key: SessionKey, uuid: Uuid, peer: SocketAddr, layout: ChunkLayout, share: Share) -> Self {
+        let spread = share.count() > 1;
+        let hold = spread.then(|| Hold::new(Cells::new(layout.queue_depth()), share.index()));
+        Self::with(key, uuid, peer, layout, share, hold)
+    }
+
+    /// The part here of a session whose home is another share.
+    pub(crate) fn branch(branch: &Branch, home: usize, layout: ChunkLayout, share: Share) -> Self {
+        let hold = Hold::new(branch.cells.clone(), share.index());
+        let (key, uuid, peer) = (branch.session, branch.id.session, branch.peer);
+        Self {
+            home: Some(home),
+            ..Self::with(key, uuid, peer, layout, share, Some(hold))
+        }
+    }
+
+    fn with(
+        key: SessionKey,
+        uuid: Uuid,
+        peer: SocketAddr,
+        layout: ChunkLayout,
+        share: Share,
+        hold: Option<Hold>,
+    ) -> Self {
         Self {
             key,
             uuid,
             peer,
             named: None,
             layout,
+            share,
+            home: None,
+            told: BTreeSet::new(),
+            introduced: false,
             ticket: None,
             memory: None,
             mrs: SmallVec::new(),
-            chunks: Chunks::new(layout.queue_depth()),
+            chunks: Chunks::new(layout.queue_depth(), hold),
             paths: BTreeMap::new(),
             up: 0,
         }
@@ -99,9 +139,10 @@ impl Session {
     }
 
     /// Whether the user still has requests of paths that are lost: until it is done with them no new path may bring others,
-    /// as the client may have given up all that it had in the chunks.
+    /// as the client may have given up all that it had in the chunks. What other shares have is not known here until they say
+    /// that nothing is left.
     pub(crate) fn has_late_requests(&self) -> bool {
-        let late = |path: &Path| !path.is_alive() && path.with_user > 0;
+        let late = |path: &Path| !path.is_alive() && (path.with_user > 0 || !path.others.is_empty());
         self.paths.values().any(late)
     }
 
@@ -141,6 +182,51 @@ impl Session {
         };
         path.set_chunks(mr);
         Ok(())
+    }
+
+    /// Home has the chunks: they are registered for a path.
+    ///
+    /// # Errors
+    /// At the provider's limits.
+    pub(crate) fn borrow(&mut self, cx: &mut Cx<'_>, path: PathKey, chunks: &Lent) -> Result<(), PathError> {
+        let Some(path) = self.paths.get_mut(&path) else {
+            return Ok(());
+        };
+        let device = path.id.device;
+        let known = self.mrs.iter().find(|(of, _)| *of == device).map(|(_, mr)| *mr);
+        let mr = match known {
+            Some(mr) => mr,
+            None => {
+                let mr = path.borrow_chunks(cx, chunks)?;
+                self.mrs.push((device, mr));
+                mr
+            }
+        };
+        path.set_chunks(mr);
+        Ok(())
+    }
+
+    /// What another share needs to take requests of a path, once that has the chunks.
+    ///
+    /// # Errors
+    /// When the provider can't share.
+    pub(crate) fn terms(&self, cx: &mut Cx<'_>, path: PathKey) -> Result<Terms, PathError> {
+        const NONE: PathError = PathError::Unexpected("a path without chunks");
+        let device = self.paths.get(&path).ok_or(PathError::Closed)?.id.device;
+        let (_, mr) = self.mrs.iter().find(|(of, _)| *of == device).ok_or(NONE)?;
+        Ok(Terms {
+            session: self.key,
+            path,
+            name: self.name().into(),
+            connections: self.named.as_ref().map_or(0, |named| named.connections),
+            memory: self.memory.clone().ok_or(NONE)?,
+            chunks: cx.provider.lend_mr(mr.id)?,
+        })
+    }
+
+    /// What all shares see of the chunks.
+    pub(crate) fn cells(&self) -> Option<Arc<Cells>> {
+        self.chunks.hold().map(Hold::cells)
     }
 
     /// Ends the registrations with devices that no path leads through.
@@ -293,10 +379,29 @@ impl Session {
         }
     }
 
-    /// A request gets its chunk: first the client's key is taken back.
+    /// A request gets its chunk, which is kept for it.
     fn start(&mut self, cx: &mut Cx<'_>, chunk: u16, asked: Asked, effects: &mut Effects) -> Result<(), PathError> {
+        let started = self.take_back(cx, chunk, asked, effects);
+        if started.is_err() && self.chunks.is_idle(chunk) {
+            self.let_go(chunk, asked.path, effects);
+        }
+        started
+    }
+
+    /// Other shares may have a chunk.
+    fn let_go(&self, chunk: u16, path: PathKey, effects: &mut Effects) {
+        if self.chunks.let_go(chunk, path) {
+            effects.free(self.share, self.key, chunk);
+        }
+    }
+
+    /// The client's key of a chunk is taken back, before its request begins.
+    fn take_back(&mut self, cx: &mut Cx<'_>, chunk: u16, asked: Asked, effects: &mut Effects) -> Result<(), PathError> {
         let path = self.paths.get(&asked.path).filter(|path| path.is_alive());
-        let Some(path) = path else { return Ok(()) };
+        let Some(path) = path else {
+            self.let_go(chunk, asked.path, effects);
+            return Ok(());
+        };
         let queued = match path.renewal() {
             Renewal::Never => false,
             Renewal::Instant => path.revoke_now(cx, asked.cid, chunk)? == Revoked::Queued,
@@ -386,6 +491,7 @@ impl Session {
         path.with_user = path.with_user.saturating_sub(1);
         if path.drained {
             self.chunks.answered_in_vain(key.chunk);
+            self.let_go(key.chunk, asked.path, effects);
             self.release(cx, key.chunk, effects);
             return Some(asked.path);
         }
@@ -427,8 +533,11 @@ impl Session {
         let Some(path) = path else { return };
         let mut done = Done::default();
         let posted = path
-            .post(cx, place.cid, &self.layout, &mut done)
+            .post(cx, place.cid, &self.layout, self.chunks.hold(), &mut done)
             .map_err(PathError::from);
+        for chunk in done.wanted {
+            effects.free(self.share, self.key, chunk);
+        }
         for chunk in done.sent {
             self.chunks.sent(chunk);
             self.release(cx, chunk, effects);
@@ -443,8 +552,8 @@ impl Session {
         }
     }
 
-    /// A chunk is idle: the request that has waited longest for it gets it.
-    fn release(&mut self, cx: &mut Cx<'_>, chunk: u16, effects: &mut Effects) {
+    /// A chunk may be free: the request that has waited longest for it gets it.
+    pub(crate) fn release(&mut self, cx: &mut Cx<'_>, chunk: u16, effects: &mut Effects) {
         while let Some(asked) = self.chunks.unpark(chunk) {
             if let Err(e) = self.start(cx, chunk, asked, effects) {
                 effects.broken.push_back((self.key, asked.path, e));
@@ -465,8 +574,10 @@ impl Session {
     }
 
     /// A path is drained: chunks whose answers have not left are idle.
-    pub(crate) fn drop_answers(&mut self, path: PathKey) {
-        self.chunks.path_gone(path);
+    pub(crate) fn drop_answers(&mut self, path: PathKey, effects: &mut Effects) {
+        for chunk in self.chunks.path_gone(path) {
+            effects.free(self.share, self.key, chunk);
+        }
     }
 }
 

@@ -20,7 +20,7 @@ pub enum PathState {
 pub enum PathEvent {
     /// All connections stand, and the client has asked for the chunks by the session's name.
     Named,
-    /// A connection failed, the handshake took too long, the client is silent or has left, or the operator closes it.
+    /// A share lost its part, a connection failed, the handshake took too long, the client is silent or has left, or the operator closes it.
     Broken,
     /// None of its work requests is under way any more.
     Drained,
@@ -47,6 +47,8 @@ pub enum PathAction {
     Disconnect,
     /// Its place is free.
     TellAdmission,
+    /// It ends at the other shares too.
+    TellShares,
     /// Answers that have not left are dropped: their client is gone.
     DropAnswers,
     /// Requests of other paths may have the chunks that it held, but for those that the user still works on.
@@ -55,6 +57,12 @@ pub enum PathAction {
     DestroyQps,
     /// Tell the user, and the session.
     Withdraw,
+    /// Tell the user of the session, and home that requests may come.
+    Report,
+    /// Tell home.
+    TellHome,
+    /// Tell home that nothing is left.
+    Leave,
 }
 
 /// The life of a path, from [`PathState::Connecting`].
@@ -79,6 +87,7 @@ pub const PATH: Table<PathState, PathEvent, PathAction> = {
                 A::DrainQps,
                 A::Disconnect,
                 A::TellAdmission,
+                A::TellShares,
             ],
         ),
         (
@@ -91,10 +100,36 @@ pub const PATH: Table<PathState, PathEvent, PathAction> = {
                 A::DrainQps,
                 A::Disconnect,
                 A::TellAdmission,
+                A::TellShares,
             ],
         ),
         (S::Closing, E::Drained, S::Closing, &[A::DropAnswers, A::ReleaseParked]),
         (S::Closing, E::Idle, S::Closed, &[A::DestroyQps, A::Withdraw]),
+    ]
+};
+
+/// The life of a path at a share of the server that is not its home. It has some of the connections, which come and go; what it
+/// meets home tells, but for failures and what is over here.
+pub const BRANCH: Table<PathState, PathEvent, PathAction> = {
+    use PathAction as A;
+    use PathEvent as E;
+    use PathState as S;
+    &[
+        (S::Connecting, E::Named, S::Connected, &[A::Report]),
+        (
+            S::Connecting,
+            E::Broken,
+            S::Closing,
+            &[A::StopHeartbeat, A::DropParked, A::DrainQps, A::Disconnect, A::TellHome],
+        ),
+        (
+            S::Connected,
+            E::Broken,
+            S::Closing,
+            &[A::StopHeartbeat, A::DropParked, A::DrainQps, A::Disconnect, A::TellHome],
+        ),
+        (S::Closing, E::Drained, S::Closing, &[A::DropAnswers, A::ReleaseParked]),
+        (S::Closing, E::Idle, S::Closed, &[A::DestroyQps, A::Leave]),
     ]
 };
 
@@ -156,6 +191,8 @@ mod tests {
     fn the_transitions_of_a_path_are_the_kernels() {
         use PathState::{Closed, Closing, Connected, Connecting};
         check::is_sound(PATH, Connecting, &[Connecting, Connected, Closing, Closed]);
+        check::is_sound(BRANCH, Connecting, &[Connecting, Connected, Closing, Closed]);
+        assert_eq!(check::edges(BRANCH), check::edges(PATH));
         // `__rtrs_srv_change_state`, Linux 6.1.
         let kernel = [
             (Connecting, Connected),
@@ -169,7 +206,7 @@ mod tests {
     /// What the dying path has in its send queues still reads the chunks.
     #[test]
     fn chunks_change_hands_only_when_the_path_is_drained() {
-        for (from, event, _, actions) in PATH {
+        for (from, event, _, actions) in PATH.iter().chain(BRANCH) {
             let frees = [
                 PathAction::DropAnswers,
                 PathAction::ReleaseParked,

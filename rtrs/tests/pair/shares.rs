@@ -477,7 +477,7 @@ impl Chaos {
     fn new(seed: u64) -> Self {
         let keys = KeyMode::ALL[seed as usize % 4];
         let shares = 2 + (seed / 4 % 3) as u16;
-        let mut spread = Spread::new(shares, keys, server(seed / 12 % 2 == 0), seed);
+        let mut spread = Spread::new(shares, keys, server((seed / 12).is_multiple_of(2)), seed);
         let reconnects = (seed / 24 % 3) as u32;
         spread.pair.ask_open(|config| {
             config.connections = 5;

@@ -9,7 +9,7 @@ use roce_cm::{
     mad::{Mad, Message},
 };
 use roce_local::{Ports, Usage};
-use roce_port::{QpnSlot, RxMeta};
+use roce_port::{RxMeta, Steering};
 use roce_verbs::{
     QpAttr, QpState,
     provider::{Provider, QpId},
@@ -23,9 +23,6 @@ use rtrs::{
 };
 
 use crate::hosts::{Host, KeyMode, Pair, carry_watched, client_turn};
-
-/// Top bits of a number that name the loop.
-const BITS: u8 = 3;
 
 /// A loop besides the first.
 struct Other {
@@ -48,13 +45,14 @@ pub(crate) struct Spread {
     pub(crate) cut: BTreeSet<u16>,
     /// What connection requests have said: attempt, number of the connection, of how many.
     pub(crate) asked: BTreeSet<(u16, u16, u16)>,
+    steering: Steering,
     dice: u64,
 }
 
 impl Spread {
     pub(crate) fn new(shares: u16, keys: KeyMode, config: ServerConfig, seed: u64) -> Self {
-        let part = |slot| QpnSlot { bits: BITS, slot };
-        let host = |share| Host::shard(1, keys, part(share));
+        let steering = Steering::new(shares.into()).unwrap();
+        let host = |share: u16| Host::shard(1, keys, steering.slot(share.into()).unwrap());
         let client = |share| Client::share(share, shares).unwrap();
         let others = (1..shares).map(|share| {
             let host = host(share);
@@ -73,6 +71,7 @@ impl Spread {
             hold_mail: false,
             cut: BTreeSet::new(),
             asked: BTreeSet::new(),
+            steering,
             dice: seed,
         }
     }
@@ -365,7 +364,7 @@ impl Spread {
             let more = far.fabric.ports().port(0).poll_transmit(now, &mut far.batch);
             for train in far.batch.trains() {
                 moved = true;
-                let share = share_of(train.bytes);
+                let share = share_of(self.steering, train.bytes);
                 if self.cut.contains(&share) {
                     continue;
                 }
@@ -398,11 +397,17 @@ fn request_in(packet: &[u8]) -> Option<(u16, u16, u16)> {
     Some((said.recon_cnt.get(), said.cid.get(), said.cid_num.get()))
 }
 
-/// The loop that a packet is for: its queue pair number says it, or the receiver's communication ID.
-fn share_of(packet: &[u8]) -> u16 {
-    let be32 = |at: usize| u32::from_be_bytes(packet[at..at + 4].try_into().unwrap());
-    match be32(4) & 0xff_ffff {
-        1 => (be32(48) >> (32 - BITS)) as u16,
-        qpn => (qpn >> (24 - BITS)) as u16,
-    }
+/// The loop that a packet of the server's is for: its queue pair number says it, or the communication ID that was ours.
+fn share_of(steering: Steering, bytes: &[u8]) -> u16 {
+    let packet = Packet::parse(bytes).unwrap();
+    let share = match Mad::parse(packet.payload).map(|mad| mad.message) {
+        _ if packet.header.bth.dest_qp != Qpn::GSI => steering.of_qpn(packet.header.bth.dest_qp),
+        Ok(Message::Rep(m)) => steering.of_comm_id(m.remote_comm_id),
+        Ok(Message::Rej(m)) => steering.of_comm_id(m.remote_comm_id),
+        Ok(Message::Mra(m)) => steering.of_comm_id(m.remote_comm_id),
+        Ok(Message::Dreq(m)) => steering.of_comm_id(m.remote_comm_id),
+        Ok(Message::Drep(m)) => steering.of_comm_id(m.remote_comm_id),
+        other => panic!("{other:?}"),
+    };
+    share as u16
 }

@@ -185,6 +185,7 @@ impl Backend {
                 drop(self.disk.take(store).expect("a store that is not used"));
                 self.rnbd.closed(ticket);
             }
+            Action::TakeOver { .. } => unreachable!("there is one share"),
             Action::Io(ticket, session, op) => self.disk.start(session, ticket, op, memory(session)),
         }
     }

@@ -211,6 +211,7 @@ impl ServerSide {
                 let after = ground.dice.range(1_000, 20_000_000);
                 ground.plan.push((after, Job::Close(ticket, store)));
             }
+            Action::TakeOver { .. } => return Err("a device is taken over where there is one share".into()),
             Action::Io(ticket, session, op) => match self.rtrs.memory(session) {
                 Some(memory) => self.engine.start(session, ticket, op, memory)?,
                 // A session that is gone is answered to nobody.

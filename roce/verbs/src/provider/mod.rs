@@ -12,6 +12,7 @@ mod error;
 mod event;
 mod ids;
 mod keys;
+mod lent;
 mod objects;
 
 pub use caps::{DeviceCaps, KeyStrategy};
@@ -21,6 +22,7 @@ pub use error::VerbsError;
 pub use event::{CmKind, Event};
 pub use ids::{CmRef, CqId, DeviceIx, KeyId, MrId, PdId, QpId};
 pub use keys::{GrantOf, Granted, KeyKind, Revoked};
+pub use lent::Lent;
 pub use objects::{
     CmChannel, CmEvent, CmEventKind, CmId, CompletionChannel, CompletionQueue, Grant, MemoryRegion, QpInit, QueuePair,
     RangeError, RevocableRegion, VerbsDevice,

@@ -103,7 +103,8 @@ impl Bed {
             layout: &layout,
             keys: &self.keys,
             renewal: self.renewal,
-            info: &self.info,
+            info: Some(&self.info),
+            hold: None,
         };
         self.out.post(&mut cx, &ground, &mut done).unwrap();
         done
