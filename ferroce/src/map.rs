@@ -3,12 +3,13 @@
 use std::{
     net::{IpAddr, SocketAddr},
     path::PathBuf,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use clap::Args;
 use rnbd::{block::Geometry, client::error::MapError, proto::AccessMode};
-use rnbd_host::map::{MapConfig, MapEvent, MapFailure, MapStats, Mapping};
+use rnbd_host::map::{MapConfig, MapEvent, MapFailure, MapStats, Mapping, Nobody};
 use roce::{DeviceStats, iface};
 use rtrs::{
     PathError,
@@ -37,9 +38,10 @@ const SILENCE: Duration = Duration::from_secs(5);
 Examples:
   ferroce map --session backup --path 192.0.2.7 --device disk --nbd /run/disk.sock
   ferroce map --session test --path 127.0.0.2,127.0.0.1 --device disk --nbd disk.sock --ro
+  ferroce map --session copy --path 192.0.2.7 --device disk --nbd disk.sock --threads 4
   qemu-img convert -p -O raw 'nbd+unix:///?socket=disk.sock' copy.img
 
-NBD clients find the device under its name and under the empty one; 16 may be connected at a time.
+NBD clients find the device under its name and under the empty one; 16 may be connected at a time, at all loops together.
 
 Runs until SIGINT or SIGTERM, or until the server is gone. With --json, one event per line on standard output: `mapped`, \
 `stats` (with --stats-interval), `error`, and at the end `summary`.")]
@@ -59,9 +61,14 @@ pub(crate) struct MapArgs {
     /// Open the device read-only
     #[arg(long)]
     ro: bool,
-    /// Connections for I/O [default: 1, as what leaves together on one connection is the cheapest]
+    /// Connections for I/O; at least one for each loop [default: that, as what leaves together on one connection is the cheapest]
     #[arg(long, value_name = "N")]
     connections: Option<u16>,
+    /// Loops, each in a thread of its own: each has a share of the session's connections and requests, and NBD clients are spread
+    /// over them. More than one pays if there are several NBD clients, or one with several connections, and a processor for each
+    /// loop
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    threads: u16,
     /// Longest time for each step of connecting; the default is the kernel client's, as a kernel server on a busy machine may
     /// take more than 5 s to register its chunks before it answers
     #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "30")]
@@ -160,8 +167,9 @@ pub(crate) fn run(args: &MapArgs) -> Result<(), Failure> {
 fn map(args: &MapArgs) -> Result<(), Failure> {
     let stop = Stop::on_signals()?;
     let mut reporter = args.report.reporter();
-    let roce = args.transport.open(args.source()?)?;
-    let started = Mapping::start(roce, args.config());
+    let loops = usize::from(args.threads);
+    let shards = args.transport.open_shards(args.source()?, loops, Arc::new(Nobody))?;
+    let started = Mapping::start_shards(shards, args.config());
     let mut mapping = started.map_err(|e| Failure::failed(e.to_string()))?;
     let begun = Instant::now();
     let (mut mapped, mut told, mut stopping) = (false, false, false);
@@ -227,8 +235,9 @@ fn announce(args: &MapArgs, reporter: &Reporter, info: &SessionInfo, geometry: &
         "block_size": geometry.logical_block_size,
         "read_only": geometry.read_only,
         "nbd": socket,
-        "queue_depth": info.queue_depth,
+        "queue_depth": info.session_depth,
         "max_io_bytes": info.max_io_size,
+        "threads": args.threads,
     });
     reporter.event("mapped", fields, &text)
 }

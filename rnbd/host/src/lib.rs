@@ -40,6 +40,7 @@
 
 mod caught;
 mod dice;
+mod entrance;
 pub mod gate;
 mod iov;
 pub mod map;

@@ -4,7 +4,10 @@ use core::{convert::Infallible, time::Duration};
 use std::{
     io,
     path::PathBuf,
-    sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel},
+    sync::{
+        Arc,
+        mpsc::{Receiver, RecvTimeoutError, Sender, channel},
+    },
     thread::{Builder, JoinHandle},
 };
 
@@ -14,7 +17,7 @@ use rnbd::{
     client::{device::DeviceCounters, error::MapError},
     proto::AccessMode,
 };
-use roce::LocalDevice;
+use roce::{Arrival, LocalDevice, Placement};
 use roce_reactor::{Handle, Helper, Reactor, ReactorConfig};
 use rtrs::{
     Error, IoError, PathError,
@@ -23,7 +26,7 @@ use rtrs::{
 
 use crate::{
     caught::caught,
-    mapper::{Command, Service},
+    mapper::{Command, Place, Service},
     stats::LoopStats,
 };
 
@@ -38,11 +41,11 @@ pub struct MapConfig {
     pub mode: AccessMode,
     /// The socket file for NBD clients, made with mode 0600 and removed at the end.
     pub socket: PathBuf,
-    /// NBD clients beyond this many are turned away.
+    /// NBD clients beyond this many, at all loops together, are turned away.
     pub max_clients: usize,
     /// Time for the requests of NBD clients in flight when it stops.
     pub grace: Duration,
-    /// The loop.
+    /// The loops.
     pub reactor: ReactorConfig,
 }
 
@@ -82,7 +85,7 @@ pub enum MapFailure {
     /// The device could not be closed.
     #[error("{0}")]
     Close(IoError),
-    /// The loop could not go on.
+    /// A loop could not go on.
     #[error("{0}")]
     Loop(String),
 }
@@ -104,78 +107,61 @@ pub enum MapEvent {
 /// What a mapping has done so far.
 #[derive(Clone, Debug, Default)]
 pub struct MapStats {
-    /// The loop.
+    /// The loops.
     pub turns: LoopStats,
     /// The device.
     pub device: DeviceCounters,
-    /// NBD clients connected now.
-    pub clients: usize,
+    /// NBD clients connected now, of each loop.
+    pub clients: Vec<usize>,
     /// NBD clients that were not served.
     pub turned_away: u64,
 }
 
-/// A mapping. Dropping it ends it, and waits for that.
-#[derive(Debug)]
-pub struct Mapping {
-    handle: Handle<Command, ()>,
-    helper: Helper<()>,
-    events: Receiver<MapEvent>,
-    thread: Option<JoinHandle<MapStats>>,
-    /// At the end.
-    last: MapStats,
-    ended: bool,
+impl MapStats {
+    /// Adds those of another loop.
+    fn add(&mut self, other: &Self) {
+        self.turns.add(&other.turns);
+        self.device.add(&other.device);
+        self.clients.extend(&other.clients);
+        self.turned_away += other.turned_away;
+    }
 }
 
-impl Mapping {
-    /// Begins to open the session; [`MapEvent::Mapped`] or [`MapEvent::Ended`] follows.
-    ///
-    /// # Errors
-    /// When the system gives no thread or descriptor.
-    pub fn start(device: LocalDevice, config: MapConfig) -> io::Result<Self> {
-        let (reactor, helper) = Reactor::<Service>::new(config.reactor)?;
-        let handle = reactor.handle();
-        let (tell, events) = channel();
-        let thread = Builder::new().name("ferroce-io".into()).spawn(move || {
-            let told = tell.clone();
-            let run = || Ok::<_, Infallible>(Service::run(reactor, device, config, tell));
-            caught(run).unwrap_or_else(|e| {
-                // Nobody listens any more when the program ends.
-                let _ = told.send(MapEvent::Ended(Err(MapFailure::Loop(e))));
-                MapStats::default()
-            })
-        })?;
-        Ok(Self {
-            handle,
-            helper,
-            events,
-            thread: Some(thread),
-            last: MapStats::default(),
-            ended: false,
-        })
-    }
+/// Nobody connects to a mapping: the first of its loops says so.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Nobody;
 
-    /// The next event, or `None` after this time.
-    pub fn next(&mut self, time: Duration) -> Option<MapEvent> {
-        let event = match self.events.recv_timeout(time) {
-            Ok(event) => event,
-            Err(RecvTimeoutError::Timeout) => return None,
-            Err(RecvTimeoutError::Disconnected) => {
-                self.ended = true;
-                return None;
-            }
-        };
-        self.ended |= matches!(event, MapEvent::Ended(_));
-        Some(event)
+impl Placement for Nobody {
+    fn place(&self, _: &Arrival<'_>) -> usize {
+        0
     }
+}
 
-    /// What it has done so far.
-    pub fn stats(&mut self) -> MapStats {
+/// One loop of a mapping.
+#[derive(Debug)]
+struct Turning {
+    handle: Handle<Command, ()>,
+    thread: Option<JoinHandle<MapStats>>,
+    /// At its end.
+    last: MapStats,
+}
+
+impl Turning {
+    fn ask(&self) -> Receiver<MapStats> {
         let (send, answer) = channel();
         self.handle.command(Command::Stats(send));
+        answer
+    }
+
+    fn is_finished(&self) -> bool {
+        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
+    fn wait_for(&mut self, answer: &Receiver<MapStats>) -> MapStats {
         loop {
             match answer.recv_timeout(Duration::from_millis(100)) {
                 Ok(stats) => return stats,
-                Err(RecvTimeoutError::Timeout) if self.thread.as_ref().is_some_and(|t| !t.is_finished()) => {}
+                Err(RecvTimeoutError::Timeout) if !self.is_finished() => {}
                 Err(_) => break,
             }
         }
@@ -189,23 +175,135 @@ impl Mapping {
         {
             self.last = last;
         }
-        // It has no jobs.
-        self.helper.run_for(Duration::ZERO);
+    }
+}
+
+/// A mapping. Dropping it ends it, and waits for that.
+#[derive(Debug)]
+pub struct Mapping {
+    loops: Vec<Turning>,
+    helper: Helper<()>,
+    events: Receiver<MapEvent>,
+    /// Loops that have not said that they have ended.
+    running: usize,
+    /// Why one of them ended.
+    failure: Option<MapFailure>,
+}
+
+impl Mapping {
+    /// Begins to open the session; [`MapEvent::Mapped`] or [`MapEvent::Ended`] follows.
+    ///
+    /// # Errors
+    /// When the system gives no thread or descriptor.
+    pub fn start(device: LocalDevice, config: MapConfig) -> io::Result<Self> {
+        Self::start_shards(vec![device], config)
+    }
+
+    /// The same on several loops, one for each shard of a device ([`LocalDevice::open_shards`], placed by [`Nobody`]). Each has a
+    /// share of the session, with at least one connection, and NBD clients are spread over them.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start); without a shard.
+    pub fn start_shards(devices: Vec<LocalDevice>, config: MapConfig) -> io::Result<Self> {
+        if devices.is_empty() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "a mapping needs a loop"));
+        }
+        let (reactors, helper) = Reactor::<Service>::several(config.reactor, devices.len())?;
+        let handles: Arc<[_]> = reactors.iter().map(Reactor::handle).collect();
+        let (tell, events) = channel();
+        let mut this = Self {
+            loops: Vec::new(),
+            helper,
+            events,
+            running: 0,
+            failure: None,
+        };
+        // Home is last, for the others have to be there.
+        let parts = reactors.into_iter().zip(devices).enumerate().rev();
+        for (index, (reactor, device)) in parts {
+            let (config, tell) = (config.clone(), tell.clone());
+            let loops = handles.clone();
+            let handle = handles[index].clone();
+            let name = match index {
+                0 => "ferroce-io".to_owned(),
+                _ => format!("ferroce-io-{index}"),
+            };
+            // Those that run already are ended when this is dropped.
+            let thread = Builder::new().name(name).spawn(move || {
+                let told = tell.clone();
+                let place = Place { index, loops };
+                let run = || Ok::<_, Infallible>(Service::run(reactor, device, place, config, tell));
+                caught(run).unwrap_or_else(|e| {
+                    // Nobody listens any more when the program ends.
+                    let _ = told.send(MapEvent::Ended(Err(MapFailure::Loop(e))));
+                    MapStats::default()
+                })
+            });
+            let thread = thread.inspect_err(|_| this.quit())?;
+            let (thread, last) = (Some(thread), MapStats::default());
+            this.loops.insert(0, Turning { handle, thread, last });
+            this.running += 1;
+        }
+        Ok(this)
+    }
+
+    /// The next event, or `None` after this time.
+    pub fn next(&mut self, time: Duration) -> Option<MapEvent> {
+        match self.events.recv_timeout(time).ok()? {
+            MapEvent::Ended(result) => self.ended(result),
+            event => Some(event),
+        }
+    }
+
+    /// A loop has ended. It is over when all have.
+    fn ended(&mut self, result: Result<(), MapFailure>) -> Option<MapEvent> {
+        self.running = self.running.saturating_sub(1);
+        if let Err(why) = result {
+            self.failure.get_or_insert(why);
+            // A part of a mapping is none.
+            self.quit();
+        }
+        let over = self.running == 0;
+        over.then(|| MapEvent::Ended(self.failure.take().map_or(Ok(()), Err)))
+    }
+
+    fn quit(&self) {
+        for turning in &self.loops {
+            turning.handle.command(Command::Quit);
+        }
+    }
+
+    /// What it has done so far.
+    pub fn stats(&mut self) -> MapStats {
+        let asked: Vec<_> = self.loops.iter().map(Turning::ask).collect();
+        let mut sum = MapStats::default();
+        for (turning, answer) in self.loops.iter_mut().zip(&asked) {
+            sum.add(&turning.wait_for(answer));
+        }
+        sum
     }
 
     /// Ends it: NBD clients' requests are answered, what was written is made durable, the device is closed and the session ended.
     /// [`MapEvent::Ended`] follows.
     pub fn stop(&self) {
-        self.handle.command(Command::Stop);
+        if let Some(home) = self.loops.first() {
+            home.handle.command(Command::Stop);
+        }
     }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
         self.stop();
-        self.join();
+        // A loop that fails ends the others.
+        while self.running > 0 && self.loops.iter().any(|turning| !turning.is_finished()) {
+            self.next(Duration::from_millis(50));
+        }
+        self.loops.iter_mut().for_each(Turning::join);
+        // It has no jobs.
+        self.helper.run_for(Duration::ZERO);
     }
 }
 
-/// Where the loop reports to.
+/// Where the loops report to.
 pub(crate) type Tell = Sender<MapEvent>;

@@ -1,66 +1,125 @@
-//! The loop of a mapping.
+//! A loop of a mapping. The first, *home*, maps the device, lets NBD clients in and decides when it ends; each has its share of the
+//! session and its NBD clients.
 
-use core::time::Duration;
-use std::{collections::VecDeque, io, os::fd::AsFd, sync::mpsc::Sender};
+use std::{
+    collections::VecDeque,
+    io,
+    os::unix::net::UnixStream,
+    sync::{Arc, mpsc::Sender},
+};
 
-use mio::{Interest, Token};
+use mio::Token;
 use rnbd::{
     Errno,
     block::{BlockOp, Geometry},
     client::{
         Client as Rnbd,
         device::DeviceCounters,
+        letter::Letter as RnbdLetter,
         output::{DeviceKey, Output as DeviceOutput},
     },
-    nbd::{Export, Exports, PendingKey},
+    nbd::PendingKey,
 };
 use roce::{Completion, LocalDevice};
-use roce_reactor::{Reactor, Readiness, Service as Loop, TurnCx};
+use roce_reactor::{Handle, Reactor, Readiness, Service as Loop, TurnCx};
 use roce_verbs::{
     Instant,
     provider::{Event, QpId},
 };
 use rtrs::{
-    Error, PathError,
-    client::{Buffer, Client as Rtrs, Output, SessionId, SessionInfo},
+    PathError,
+    client::{Buffer, Client as Rtrs, Letter as RtrsLetter, Output, SessionId, SessionInfo},
     cx::Cx,
     throttle::{INTERVAL, Throttle},
 };
 use slab::Slab;
 use smallvec::SmallVec;
-use socket2::SockRef;
 
 use crate::{
     dice::Dice,
+    entrance::{Comer, Entrance},
     map::{MapConfig, MapEvent, MapFailure, MapStats, Tell},
     nbd::NbdSocket,
-    socket_file::SocketFile,
     stats::LoopStats,
 };
+
+macro_rules! cx {
+    ($turn:expr, $dice:expr) => {
+        &mut Cx {
+            now: $turn.now,
+            provider: $turn.device.provider(),
+            random: &mut |out: &mut [u8]| $dice.fill(out),
+        }
+    };
+}
+
+mod clients;
+
+/// The loop that decides.
+const HOME: usize = 0;
 
 /// The listener's.
 const LISTENER: Token = Token(0);
 /// Clients' are their number and this.
 const FIRST_CLIENT: usize = 1;
-/// Reads from one client's socket in a round.
-const READS: usize = 16;
 /// Bytes that a turn reads from clients, and writes to one of them, about. What is larger leaves the processor's cache
 /// before it is sent, and keeps packets waiting.
 const TURN: usize = 256 << 10;
-/// Bytes of a client's send buffer, as far as the system allows.
-const SEND_BUFFER: usize = 1 << 20;
 /// Bytes of replies to one client that are written before packets are sent.
 const AT_ONCE: usize = 32 << 10;
-/// How long accepting rests when the system has no descriptor.
-const REST: Duration = Duration::from_millis(100);
 
 /// What other threads ask for.
 pub(crate) enum Command {
     Stats(Sender<MapStats>),
+    /// Of home: to end in good order.
     Stop,
+    /// To end at once: another loop has failed.
+    Quit,
+    /// From another loop, and which.
+    Letter(usize, Letter),
+    #[cfg(test)]
+    Panic,
 }
 
-/// Where a mapping is.
+/// What the loops of a mapping tell one another.
+pub(crate) enum Letter {
+    Rtrs(RtrsLetter),
+    Rnbd(RnbdLetter),
+    /// Home: an NBD client for this loop.
+    Client(UnixStream),
+    /// Home: no more requests are taken.
+    Drain,
+    /// To home: there are no clients here any more, and none will be taken.
+    Drained,
+    /// To home: a client is gone, or was not taken.
+    Left,
+}
+
+/// Which loop it is, and those of the same mapping.
+pub(crate) struct Place {
+    pub(crate) index: usize,
+    pub(crate) loops: Arc<[Handle<Command, ()>]>,
+}
+
+impl Place {
+    fn is_home(&self) -> bool {
+        self.index == HOME
+    }
+
+    /// There are others.
+    fn has_others(&self) -> bool {
+        self.loops.len() > 1
+    }
+
+    fn tell(&self, to: usize, letter: Letter) {
+        if let Some(handle) = self.loops.get(to) {
+            handle.command(Command::Letter(self.index, letter));
+        }
+    }
+}
+
+/// Where a mapping is. At other loops than home it goes by what home says: from `Draining` they go to `Unmapping`, and are there until
+/// the session is closed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Phase {
     /// The session is being opened.
@@ -92,6 +151,7 @@ enum Whose {
 /// A mapping on a loop.
 pub(crate) struct Service {
     config: MapConfig,
+    place: Place,
     rtrs: Rtrs,
     rnbd: Rnbd,
     dice: Dice,
@@ -103,10 +163,10 @@ pub(crate) struct Service {
     info: Option<SessionInfo>,
     device: Option<DeviceKey>,
     geometry: Option<Geometry>,
-    listener: Option<SocketFile>,
-    /// The listener has somebody, as far as is known.
-    accepts: bool,
-    rests_until: Option<Instant>,
+    /// Home's.
+    entrance: Entrance,
+    /// At home: other loops that have clients, while it drains.
+    undrained: usize,
     clients: Slab<NbdSocket>,
     /// Clients that wait for a buffer, in the order in which they found none.
     starved: VecDeque<usize>,
@@ -126,19 +186,15 @@ pub(crate) struct Service {
     last: MapStats,
 }
 
-macro_rules! cx {
-    ($turn:expr, $dice:expr) => {
-        &mut Cx {
-            now: $turn.now,
-            provider: $turn.device.provider(),
-            random: &mut |out: &mut [u8]| $dice.fill(out),
-        }
-    };
-}
-
 impl Service {
     /// Runs the loop to its end.
-    pub(crate) fn run(reactor: Reactor<Self>, device: LocalDevice, config: MapConfig, tell: Tell) -> MapStats {
+    pub(crate) fn run(
+        reactor: Reactor<Self>,
+        device: LocalDevice,
+        place: Place,
+        config: MapConfig,
+        tell: Tell,
+    ) -> MapStats {
         let ended = tell.clone();
         let fail = |e: String| {
             let _ = ended.send(MapEvent::Ended(Err(MapFailure::Loop(e))));
@@ -148,9 +204,16 @@ impl Service {
             Ok(dice) => dice,
             Err(e) => return fail(e.to_string()),
         };
+        let (index, count) = (place.index as u16, place.loops.len() as u16);
+        let rtrs = match Rtrs::share(index, count) {
+            Ok(rtrs) => rtrs,
+            Err(e) => return fail(e.to_string()),
+        };
         let run = reactor.run(device, |turn| {
-            let mut service = Self::new(config, dice, tell);
-            service.open(turn);
+            let mut service = Self::new(config, place, rtrs, dice, tell);
+            if service.place.is_home() {
+                service.open(turn);
+            }
             service
         });
         match run {
@@ -163,11 +226,15 @@ impl Service {
         }
     }
 
-    fn new(config: MapConfig, dice: Dice, tell: Tell) -> Self {
+    fn new(config: MapConfig, place: Place, rtrs: Rtrs, dice: Dice, tell: Tell) -> Self {
+        let count = place.loops.len();
         Self {
+            entrance: Entrance::new(count, config.max_clients),
+            undrained: 0,
+            rnbd: Rnbd::share(place.index as u16, count as u16),
             config,
-            rtrs: Rtrs::new(),
-            rnbd: Rnbd::new(),
+            place,
+            rtrs,
             dice,
             tell,
             phase: Phase::Opening,
@@ -176,9 +243,6 @@ impl Service {
             info: None,
             device: None,
             geometry: None,
-            listener: None,
-            accepts: false,
-            rests_until: None,
             clients: Slab::new(),
             starved: VecDeque::new(),
             operations: Slab::new(),
@@ -203,6 +267,11 @@ impl Service {
     /// It is over, for this reason, unless there was one before.
     fn end_with(&mut self, turn: &mut TurnCx<'_, ()>, why: MapFailure) {
         self.failure.get_or_insert(why);
+        self.finish(turn);
+    }
+
+    /// The loop ends with this turn.
+    fn finish(&mut self, turn: &mut TurnCx<'_, ()>) {
         self.phase = Phase::Ended;
         turn.stop();
     }
@@ -214,24 +283,28 @@ impl Service {
                 self.rnbd.rtrs(&mut self.rtrs, output);
                 self.opened(session, info);
             }
+            // Home says why.
+            Output::OpenFailed(..) if !self.place.is_home() => self.finish(turn),
             Output::OpenFailed(_, error) => self.end_with(turn, MapFailure::Session(error)),
-            Output::Down(_, ref why) => {
+            Output::Down(_, ref why) if self.place.is_home() => {
                 let why = why.clone();
                 self.rnbd.rtrs(&mut self.rtrs, output);
                 self.lost(turn, why);
             }
             Output::Closed(_) => {
+                self.count();
                 self.rnbd.rtrs(&mut self.rtrs, output);
-                self.phase = Phase::Ended;
-                turn.stop();
+                self.finish(turn);
             }
-            Output::Up(..) | Output::Done { .. } => self.rnbd.rtrs(&mut self.rtrs, output),
+            Output::Up(..) | Output::Down(..) | Output::Done { .. } => self.rnbd.rtrs(&mut self.rtrs, output),
         }
     }
 
     fn opened(&mut self, session: SessionId, info: SessionInfo) {
-        self.info = Some(info);
-        if self.phase == Phase::Opening {
+        (self.session, self.info) = (Some(session), Some(info));
+        if !self.place.is_home() {
+            // Home maps the device.
+        } else if self.phase == Phase::Opening {
             self.phase = Phase::Mapping;
             let (device, mode) = (&self.config.device, self.config.mode);
             self.device = Some(self.rnbd.map(session, device, mode));
@@ -250,7 +323,10 @@ impl Service {
 
     fn device_told(&mut self, turn: &mut TurnCx<'_, ()>, output: DeviceOutput) {
         match output {
-            DeviceOutput::Mapped(_, geometry) => self.mapped(turn, geometry),
+            DeviceOutput::Mapped(device, geometry) => {
+                (self.device, self.geometry) = (Some(device), Some(geometry));
+                self.mapped(turn, geometry);
+            }
             DeviceOutput::MapFailed(_, error) => {
                 self.failure.get_or_insert(MapFailure::Map(error));
                 self.close_session(turn);
@@ -263,6 +339,8 @@ impl Service {
                 }
             }
             DeviceOutput::State(..) => {}
+            // Home closes the session then.
+            DeviceOutput::Unmapped(..) if !self.place.is_home() => {}
             DeviceOutput::Unmapped(_, result) => {
                 if let Err(e) = result {
                     self.failure.get_or_insert(MapFailure::Close(e));
@@ -272,22 +350,13 @@ impl Service {
         }
     }
 
-    /// The device is there: makes the socket.
+    /// The device is there: home makes the socket. The others are told of the device before they are given clients.
     fn mapped(&mut self, turn: &mut TurnCx<'_, ()>, geometry: Geometry) {
         let Some(info) = self.info.filter(|_| self.phase == Phase::Mapping) else {
             return;
         };
-        self.geometry = Some(geometry);
-        let made = SocketFile::bind(&self.config.socket).and_then(|file| {
-            file.listener.set_nonblocking(true)?;
-            turn.sockets
-                .register(file.listener.as_fd(), LISTENER, Interest::READABLE)?;
-            Ok(file)
-        });
-        match made {
-            Ok(file) => {
-                self.listener = Some(file);
-                self.accepts = true;
+        match self.entrance.open(&self.config.socket, &turn.sockets, LISTENER) {
+            Ok(()) => {
                 self.phase = Phase::Serving;
                 let _ = self.tell.send(MapEvent::Mapped { geometry, info });
             }
@@ -328,12 +397,14 @@ impl Service {
         }
     }
 
-    /// No new clients, and no new requests of those that are there.
+    /// No new clients, and no new requests of those that are there, at any loop.
     fn drain(&mut self, turn: &mut TurnCx<'_, ()>) {
         self.phase = Phase::Draining;
         self.drained_by = Some(turn.now + self.config.grace);
-        if let Some(file) = self.listener.take() {
-            let _ = turn.sockets.deregister(file.listener.as_fd());
+        self.entrance.close(&turn.sockets);
+        if self.place.is_home() {
+            self.undrained = self.place.loops.len() - 1;
+            (1..=self.undrained).for_each(|other| self.place.tell(other, Letter::Drain));
         }
         for (_, client) in &mut self.clients {
             client.stop();
@@ -355,8 +426,12 @@ impl Service {
                 client.connection.cut(turn.now);
             }
         }
-        if !self.clients.is_empty() {
+        if !self.clients.is_empty() || self.undrained > 0 {
             return;
+        }
+        if !self.place.is_home() {
+            (self.phase, self.drained_by) = (Phase::Unmapping, None);
+            return self.place.tell(HOME, Letter::Drained);
         }
         let writable = self.geometry.is_some_and(|g| !g.read_only);
         match self.device {
@@ -370,7 +445,7 @@ impl Service {
     }
 
     fn unmap(&mut self, turn: &mut TurnCx<'_, ()>) {
-        self.counted = self.device.and_then(|device| self.rnbd.counters(device));
+        self.count();
         match self.device {
             Some(device) if self.session_is_up() => {
                 self.phase = Phase::Unmapping;
@@ -378,6 +453,12 @@ impl Service {
             }
             _ => self.close_session(turn),
         }
+    }
+
+    /// Keeps what the device has done: it may be gone soon.
+    fn count(&mut self) {
+        let counters = self.device.and_then(|device| self.rnbd.counters(device));
+        self.counted = counters.or(self.counted);
     }
 
     fn session_is_up(&self) -> bool {
@@ -395,6 +476,14 @@ impl Service {
         }
     }
 
+    /// Another loop has failed, and what waits for it would wait for ever. The server is told to go.
+    fn quit(&mut self, turn: &mut TurnCx<'_, ()>) {
+        if let Some(session) = self.session.filter(|_| self.place.is_home()) {
+            self.rtrs.close(cx!(turn, self.dice), session);
+        }
+        self.finish(turn);
+    }
+
     fn stop(&mut self, turn: &mut TurnCx<'_, ()>) {
         match self.phase {
             Phase::Opening | Phase::Mapping => self.close_session(turn),
@@ -406,49 +495,15 @@ impl Service {
     /// Lets clients in.
     fn accept(&mut self, turn: &mut TurnCx<'_, ()>) -> bool {
         let mut worked = false;
-        while self.accepts && self.rests_until.is_none() {
-            let Some(file) = &self.listener else { break };
-            match file.listener.accept() {
-                Ok((stream, _)) => {
-                    worked = true;
-                    if let Err(e) = self.admit(turn, stream) {
-                        self.turn_away(turn.now, &e);
-                    }
-                }
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => self.accepts = false,
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => {
-                    // Out of descriptors, most likely: it does not help to ask again at once.
-                    self.turn_away(turn.now, &e);
-                    self.rests_until = Some(turn.now + REST);
-                }
+        while let Some(comer) = self.entrance.next(turn.now) {
+            worked = true;
+            match comer {
+                Comer::For(HOME, stream) => self.admit(turn, stream),
+                Comer::For(other, stream) => self.place.tell(other, Letter::Client(stream)),
+                Comer::TurnedAway(why) => self.turn_away(turn.now, &why),
             }
         }
         worked
-    }
-
-    fn admit(&mut self, turn: &mut TurnCx<'_, ()>, stream: std::os::unix::net::UnixStream) -> io::Result<()> {
-        let max = self.config.max_clients;
-        let Some(geometry) = self.geometry.filter(|_| self.clients.len() < max) else {
-            return Err(io::Error::other(format!("there are {max} already")));
-        };
-        stream.set_nonblocking(true)?;
-        // Several long replies fit, so that the client can read one while the next is on its way.
-        if let Err(e) = SockRef::from(&stream).set_send_buffer_size(SEND_BUFFER) {
-            tracing::debug!("the send buffer of an NBD client stays as it is: {e}");
-        }
-        let export = Export {
-            name: self.config.device.clone(),
-            device: self.config.device.clone(),
-            description: String::new(),
-            geometry,
-        };
-        let entry = self.clients.vacant_entry();
-        let token = Token(FIRST_CLIENT + entry.key());
-        let socket = NbdSocket::new(turn.now, stream, Exports::new(vec![export]));
-        turn.sockets.register(socket.descriptor(), token, Interest::READABLE)?;
-        entry.insert(socket);
-        Ok(())
     }
 
     fn turn_away(&mut self, now: Instant, why: &io::Error) {
@@ -459,149 +514,43 @@ impl Service {
         }
     }
 
-    /// Everything that a client's socket and its requests need.
-    fn serve(&mut self, turn: &mut TurnCx<'_, ()>, index: usize) -> bool {
-        let mut worked = false;
-        for _ in 0..READS {
-            worked |= self.poll_client(turn, index);
-            let Some(client) = self.clients.get_mut(index) else {
-                return true;
-            };
-            if self.unread == 0 {
-                break;
-            }
-            let buffers = self.session.and_then(|session| self.rtrs.buffers(session));
-            match client.read(turn.now, buffers) {
-                Some(bytes) => self.unread = self.unread.saturating_sub(bytes),
-                None => break,
-            }
-            worked = true;
-        }
-        worked |= self.poll_client(turn, index);
-        worked
-    }
-
-    /// What a connection asks for: buffers, copies, requests.
-    fn poll_client(&mut self, turn: &mut TurnCx<'_, ()>, index: usize) -> bool {
-        let (Some(session), Some(device), Some(info)) = (self.session, self.device, self.info) else {
-            return false;
-        };
-        // All of one size: the pool of the session can't be cut into pieces that are too small. And the messages of the
-        // service connection need some as well.
-        let size = info.max_io_size as usize;
-        let most = (info.queue_depth as usize).saturating_sub(4).max(1);
-        let mut worked = false;
-        loop {
-            let Some(client) = self.clients.get_mut(index) else {
-                return true;
-            };
-            let mut moved = false;
-            while let Some(buffer) = client.next_free() {
-                moved = true;
-                self.rtrs.give_buffer(session, buffer);
-            }
-            if let Some(buffers) = self.rtrs.buffers(session) {
-                client.copy(buffers);
-            }
-            while let Some(len) = client.connection.poll_need() {
-                let taken = match self.rtrs.buffers(session) {
-                    Some(buffers) if buffers.lent() < most => {
-                        self.rtrs.take_buffer(cx!(turn, self.dice), session, size.max(len))
-                    }
-                    Some(buffers) => Err(Error::NoBuffer {
-                        len,
-                        limit: buffers.limit(),
-                    }),
-                    None => Err(Error::Down(PathError::Closed)),
-                };
-                match taken {
-                    Ok(buffer) => {
-                        moved = true;
-                        client.connection.give(turn.now, buffer);
-                    }
-                    Err(Error::NoBuffer { .. }) => {
-                        client.connection.lack();
-                        if !core::mem::replace(&mut client.starved, true) {
-                            self.starved.push_back(index);
-                        }
-                        break;
-                    }
-                    Err(Error::Down(_)) => client.connection.refuse(turn.now, Errno::ECONNABORTED),
-                    Err(e) => {
-                        tracing::warn!("no memory for a request: {e}");
-                        client.connection.refuse(turn.now, Errno::ENOMEM);
-                    }
-                }
-            }
-            while let Some(request) = client.next_request() {
-                moved = true;
-                let user = self.operations.insert(Whose::Client(index, request.key)) as u64;
-                self.rnbd.submit(
-                    device,
-                    user,
-                    request.op,
-                    request.offset,
-                    request.len,
-                    request.data,
-                    index,
-                );
-            }
-            if !moved {
-                return worked;
-            }
-            worked = true;
+    /// A client of this loop is gone, or was not taken.
+    fn left(&mut self) {
+        match self.place.is_home() {
+            true => self.entrance.left(HOME),
+            false => self.place.tell(HOME, Letter::Left),
         }
     }
 
-    /// Sends replies, and lets go of clients that are done. Returns whether there is more to do for it: what a client has taken
-    /// may let its next requests begin, which have been read already, or those of one that waits for a buffer.
-    fn reply(&mut self, turn: &mut TurnCx<'_, ()>, bytes: usize) -> bool {
-        let mut taken: SmallVec<[usize; 8]> = SmallVec::new();
-        let mut gone = Vec::new();
-        for (index, client) in &mut self.clients {
-            let buffers = self.session.and_then(|session| self.rtrs.buffers(session));
-            if client.write(turn.now, buffers, bytes) {
-                taken.push(index);
+    /// Another loop has something to say.
+    fn letter(&mut self, turn: &mut TurnCx<'_, ()>, from: usize, letter: Letter) {
+        match letter {
+            Letter::Rtrs(letter) => self.rtrs.letter(cx!(turn, self.dice), from as u16, letter),
+            Letter::Rnbd(letter) => {
+                // What RTRS was told before comes first.
+                self.pass_on(turn);
+                self.count();
+                self.rnbd.letter(from as u16, letter);
             }
-            if let Some(interest) = client.other_interest() {
-                let token = Token(FIRST_CLIENT + index);
-                if let Err(e) = turn.sockets.reregister(client.descriptor(), token, interest) {
-                    tracing::warn!("an NBD client can't be watched: {e}");
-                    client.connection.cut(turn.now);
-                }
+            Letter::Client(stream) => {
+                self.pass_on(turn);
+                self.admit(turn, stream);
             }
-            while let Some(buffer) = client.next_free() {
-                if let Some(session) = self.session {
-                    self.rtrs.give_buffer(session, buffer);
-                }
-            }
-            if client.connection.ended().is_some() {
-                gone.push(index);
-            }
+            Letter::Drain if self.phase != Phase::Ended => self.drain(turn),
+            Letter::Drain => {}
+            Letter::Drained => self.undrained = self.undrained.saturating_sub(1),
+            Letter::Left => self.entrance.left(from),
         }
-        let mut more = !gone.is_empty() || (!taken.is_empty() && !self.starved.is_empty());
-        for index in gone {
-            self.part(turn, index);
-        }
-        for index in taken {
-            more |= self.poll_client(turn, index);
-            more |= self.clients.get_mut(index).is_some_and(NbdSocket::has_work);
-        }
-        more
     }
 
-    fn part(&mut self, turn: &mut TurnCx<'_, ()>, index: usize) {
-        let Some(mut client) = self.clients.try_remove(index) else {
-            return;
-        };
-        while let Some(buffer) = client.next_free() {
-            self.give(Some(buffer));
+    /// Sends what the machines here have for those of other loops.
+    fn post_letters(&mut self) {
+        while let Some((to, letter)) = self.rtrs.poll_letter() {
+            self.place.tell(to.into(), Letter::Rtrs(letter));
         }
-        if let Some(end) = client.connection.ended().filter(|end| end.is_fault()) {
-            tracing::debug!("NBD client: {end}");
+        while let Some((to, letter)) = self.rnbd.poll_letter() {
+            self.place.tell(to.into(), Letter::Rnbd(letter));
         }
-        self.starved.retain(|waits| *waits != index);
-        let _ = turn.sockets.deregister(client.descriptor());
     }
 
     /// Passes on what one machine has for the other.
@@ -627,18 +576,8 @@ impl Service {
                 self.rnbd.rtrs(&mut self.rtrs, done);
             }
         }
-        worked
-    }
-
-    /// Clients that found no buffer ask again, in their order.
-    fn feed(&mut self, turn: &mut TurnCx<'_, ()>) -> bool {
-        let mut worked = false;
-        for _ in 0..self.starved.len() {
-            let Some(index) = self.starved.pop_front() else { break };
-            if let Some(client) = self.clients.get_mut(index) {
-                client.starved = false;
-                worked |= self.poll_client(turn, index);
-            }
+        if self.place.has_others() {
+            self.post_letters();
         }
         worked
     }
@@ -651,7 +590,7 @@ impl Service {
                 turns: *turn.counters,
             },
             device: device.or(self.counted).unwrap_or_default(),
-            clients: self.clients.len(),
+            clients: vec![self.clients.len()],
             turned_away: self.turned_away,
         }
     }
@@ -667,12 +606,16 @@ impl Loop for Service {
                 let _ = to.send(self.stats(turn));
             }
             Command::Stop => self.stop(turn),
+            Command::Quit => self.quit(turn),
+            Command::Letter(from, letter) => self.letter(turn, from, letter),
+            #[cfg(test)]
+            Command::Panic => panic!("as it is to be"),
         }
     }
 
     fn ready(&mut self, _: &mut TurnCx<'_, ()>, token: Token, readiness: Readiness) {
         if token == LISTENER {
-            self.accepts = true;
+            self.entrance.ready();
         } else if let Some(client) = self.clients.get_mut(token.0 - FIRST_CLIENT) {
             client.ready(readiness);
         }
@@ -691,9 +634,7 @@ impl Loop for Service {
 
     fn timeout(&mut self, turn: &mut TurnCx<'_, ()>) {
         self.rtrs.timeout(cx!(turn, self.dice));
-        if self.rests_until.is_some_and(|at| at <= turn.now) {
-            self.rests_until = None;
-        }
+        self.entrance.timeout(turn.now);
         for (_, client) in &mut self.clients {
             client.connection.timeout(turn.now);
         }
@@ -721,6 +662,9 @@ impl Loop for Service {
         self.look_drained(turn);
         self.pass_on(turn);
         self.rtrs.end_batch(cx!(turn, self.dice));
+        if self.place.has_others() {
+            self.post_letters();
+        }
         if self.phase == Phase::Ended {
             self.last = self.stats(turn);
         }
@@ -739,9 +683,14 @@ impl Loop for Service {
             .iter()
             .filter_map(|(_, c)| c.connection.next_timeout())
             .min();
-        [self.rtrs.next_timeout(), clients, self.rests_until, self.drained_by]
-            .into_iter()
-            .flatten()
-            .min()
+        [
+            self.rtrs.next_timeout(),
+            clients,
+            self.entrance.next_timeout(),
+            self.drained_by,
+        ]
+        .into_iter()
+        .flatten()
+        .min()
     }
 }

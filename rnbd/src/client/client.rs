@@ -19,6 +19,7 @@ use super::{
     device::{Device, DeviceCounters},
     error::MapError,
     flight::{Flight, Message},
+    letter::{Letter, Opening, Word},
     memory::{self, SessionBuffers},
     operation::{Operation, Span},
     output::{DeviceKey, Output},
@@ -39,6 +40,8 @@ use crate::{
 const SESS_INFO: &str = "the session information";
 /// The same of an open.
 const OPEN: &str = "the open request";
+/// The share that devices are mapped at.
+const HOME: u16 = 0;
 /// Bytes of the longest answer.
 const ANSWER: usize = size_of::<MsgOpenRsp>();
 
@@ -62,8 +65,16 @@ enum News {
 ///
 /// Sessions become known by [`Opened`](RtrsOutput::Opened) and agree on a protocol version at once. One that is lost and
 /// comes back opens its devices again.
+///
+/// Where RTRS's client is one share of several, so is this. Devices are mapped and unmapped at the first share, *home*, which has
+/// the service connection; the others come to know them by letters, have names of their own for them, and are told what they are like
+/// now. Operations are taken at each share, and stay there.
 #[derive(Debug, Default)]
 pub struct Client {
+    /// Which share it is, and of how many.
+    index: u16,
+    others: u16,
+    letters: VecDeque<(u16, Letter)>,
     sessions: BTreeMap<SessionId, Session>,
     devices: Slab<Device>,
     work: Work,
@@ -77,6 +88,15 @@ impl Client {
     /// A client without sessions.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// The part of a client that goes with share number `index` of `count` of [RTRS's](rtrs::client::Client::share).
+    pub fn share(index: u16, count: u16) -> Self {
+        Self {
+            index,
+            others: count.saturating_sub(1),
+            ..Self::default()
+        }
     }
 
     /// What there is to tell next.
@@ -190,6 +210,10 @@ impl Client {
             if let Some(device) = self.devices.get_mut(key.0) {
                 device.id = None;
                 device.lost = Some(why.clone());
+                if event == DeviceEvent::SessionGone {
+                    // RTRS ends a session at home when it has ended everywhere.
+                    device.holders.clear();
+                }
                 if let Some(tag) = device.message.take() {
                     self.cancel(tag);
                 }
@@ -210,6 +234,9 @@ impl Client {
     }
 
     fn ask_version(&mut self, id: SessionId) {
+        if !self.is_home() {
+            return;
+        }
         if let Some(session) = self.sessions.get_mut(&id).filter(|s| s.is_to_ask()) {
             let message = Message::Version(id);
             let tag = self.flights.insert(Flight::Message { message, sent: false });
@@ -260,7 +287,7 @@ fn down(why: &PathError) -> MapError {
 
 /// Devices.
 impl Client {
-    /// Opens a device of the server: ends with [`Output::Mapped`] or [`Output::MapFailed`].
+    /// Opens a device of the server: ends with [`Output::Mapped`] or [`Output::MapFailed`]. At home only.
     pub fn map(&mut self, session: SessionId, name: &str, mode: AccessMode) -> DeviceKey {
         let error = self.unmappable(session, name, mode);
         let key = DeviceKey(self.devices.insert(Device::new(session, name.into(), mode)));
@@ -272,6 +299,10 @@ impl Client {
     }
 
     fn unmappable(&self, id: SessionId, name: &str, mode: AccessMode) -> Option<MapError> {
+        if !self.is_home() {
+            let text = "devices are mapped at the first share";
+            return Some(MapError::Session(rtrs::Error::Config(text.into())));
+        }
         match self.sessions.get(&id) {
             None => return Some(down(&PathError::Closed)),
             Some(Session { down: Some(why), .. }) => return Some(down(why)),
@@ -294,9 +325,11 @@ impl Client {
     }
 
     /// Opens a device again that the server refused to open after its session came back: ends with [`Output::State`] or
-    /// [`Output::MapFailed`]. Does nothing for a device that is mapped.
+    /// [`Output::MapFailed`]. Does nothing for a device that is mapped, and nothing elsewhere than at home.
     pub fn remap(&mut self, key: DeviceKey) {
-        let Some(device) = self.devices.get(key.0) else { return };
+        let Some(device) = self.devices.get(key.0).filter(|_| self.is_home()) else {
+            return;
+        };
         if device.state != DeviceState::MappedDisconnected || device.message.is_some() {
             return;
         }
@@ -307,10 +340,12 @@ impl Client {
         }
     }
 
-    /// Takes no more operations, waits for those under way and closes the device on the server: ends with
-    /// [`Output::Unmapped`]. A second call does nothing.
+    /// Takes no more operations at any share, waits for those under way and closes the device on the server: ends with
+    /// [`Output::Unmapped`], at each share. A second call does nothing, and elsewhere than at home nor does the first.
     pub fn unmap(&mut self, key: DeviceKey) {
-        self.step(key, DeviceEvent::UnmapAsked, News::Nothing);
+        if self.is_home() {
+            self.step(key, DeviceEvent::UnmapAsked, News::Nothing);
+        }
     }
 
     fn step(&mut self, key: DeviceKey, event: DeviceEvent, mut news: News) {
@@ -330,10 +365,11 @@ impl Client {
     /// Goes on with a device that is being unmapped, when nothing of it is under way.
     fn settle(&mut self, key: DeviceKey) {
         let Some(device) = self.devices.get(key.0) else { return };
-        if device.state != DeviceState::Unmapped || device.operations > 0 || device.message.is_some() {
+        let busy = device.operations > 0 || device.message.is_some() || !device.holders.is_empty();
+        if device.state != DeviceState::Unmapped || busy {
             return;
         }
-        if device.id.is_some() {
+        if device.id.is_some() && device.home.is_none() {
             return self.step(key, DeviceEvent::Idle, News::Nothing);
         }
         let lost = device.lost.clone();
@@ -356,6 +392,16 @@ impl Client {
                     self.outputs.push_back(Output::Geometry(key, geometry));
                 }
             }
+            DeviceAction::Share => {
+                if let News::Opened(answer) = news {
+                    self.tell_opened(key, *answer);
+                }
+            }
+            DeviceAction::Release => {
+                let holders: Vec<u16> = device.holders.iter().copied().collect();
+                let letters = holders.into_iter().map(|to| (to, Letter(Word::Release(key))));
+                self.letters.extend(letters);
+            }
             DeviceAction::TellMapped => {
                 let mapped = device.geometry.map(|g| Output::Mapped(key, g));
                 self.outputs.extend(mapped);
@@ -372,8 +418,88 @@ impl Client {
                 }
             }
             DeviceAction::Forget => {
-                self.devices.remove(key.0);
+                let gone = self.devices.remove(key.0);
+                if let Some(home) = gone.and_then(|device| device.home) {
+                    self.letters.push_back((HOME, Letter(Word::Released(home))));
+                }
             }
+        }
+    }
+}
+
+/// Shares.
+impl Client {
+    fn is_home(&self) -> bool {
+        self.index == HOME
+    }
+
+    /// The next letter to another share, and to which.
+    pub fn poll_letter(&mut self) -> Option<(u16, Letter)> {
+        self.letters.pop_front()
+    }
+
+    /// A letter of share `from` to this one. What RTRS had to tell here when it came has been [handed over](Self::rtrs).
+    pub fn letter(&mut self, from: u16, letter: Letter) {
+        match letter.0 {
+            Word::Opened(opening) => self.opened_at_home(*opening),
+            Word::Release(device) => {
+                // Or it went with its session, and home has been told.
+                if let Some(key) = self.here(device) {
+                    self.step(key, DeviceEvent::UnmapAsked, News::Nothing);
+                }
+            }
+            Word::Released(key) => {
+                if let Some(device) = self.devices.get_mut(key.0) {
+                    device.holders.remove(&from);
+                    self.settle(key);
+                }
+            }
+        }
+    }
+
+    /// The server has opened it: the other shares may use it.
+    fn tell_opened(&mut self, key: DeviceKey, answer: MsgOpenRsp) {
+        let Some(device) = self.devices.get_mut(key.0).filter(|_| self.index == HOME) else {
+            return;
+        };
+        let opening = Opening {
+            device: key,
+            session: device.session,
+            name: device.name.clone(),
+            mode: device.mode,
+            answer,
+        };
+        for share in 1..=self.others {
+            device.holders.insert(share);
+            let word = Word::Opened(Box::new(opening.clone()));
+            self.letters.push_back((share, Letter(word)));
+        }
+    }
+
+    /// What a device of home's is called here.
+    fn here(&self, home: DeviceKey) -> Option<DeviceKey> {
+        let mut known = self.devices.iter();
+        known.find_map(|(key, d)| (d.home == Some(home)).then_some(DeviceKey(key)))
+    }
+
+    fn opened_at_home(&mut self, opening: Opening) {
+        let (id, home) = (opening.session, opening.device);
+        let Some(session) = self.sessions.get(&id) else {
+            // It has ended here before it has there.
+            return self.letters.push_back((HOME, Letter(Word::Released(home))));
+        };
+        let down = session.down.clone();
+        let key = self.here(home).unwrap_or_else(|| {
+            let device = Device {
+                home: Some(home),
+                ..Device::new(id, opening.name, opening.mode)
+            };
+            DeviceKey(self.devices.insert(device))
+        });
+        self.step(key, DeviceEvent::Opened, News::Opened(opening.answer));
+        if let Some(why) = down {
+            // Here the path was lost sooner than home knew; it will be opened again.
+            self.devices_lost(id, &why, DeviceEvent::LinkDown);
         }
     }
 }

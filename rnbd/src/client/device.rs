@@ -1,12 +1,14 @@
 //! A mapped device.
 
+use std::collections::BTreeSet;
+
 use rtrs::{
     PathError,
     client::{config::SessionInfo, request::SessionId},
 };
 use zerocopy::little_endian::U32;
 
-use super::state::DeviceState;
+use super::{output::DeviceKey, state::DeviceState};
 use crate::{
     block::{BlockOp, Geometry},
     errno::Errno,
@@ -41,6 +43,14 @@ impl DeviceCounters {
         }
     }
 
+    /// Adds those of the same device at another share.
+    pub fn add(&mut self, other: &Self) {
+        self.completed += other.completed;
+        self.failed += other.failed;
+        self.read_bytes += other.read_bytes;
+        self.written_bytes += other.written_bytes;
+    }
+
     /// A request could not be sent.
     pub(super) fn count_unsent(&mut self) {
         self.completed += 1;
@@ -52,6 +62,10 @@ impl DeviceCounters {
 #[derive(Debug)]
 pub(super) struct Device {
     pub(super) session: SessionId,
+    /// What home calls it; `None` at home.
+    pub(super) home: Option<DeviceKey>,
+    /// At home: the other shares that know it, and may have operations on it.
+    pub(super) holders: BTreeSet<u16>,
     pub(super) name: String,
     pub(super) mode: AccessMode,
     pub(super) state: DeviceState,
@@ -74,6 +88,8 @@ impl Device {
     pub(super) fn new(session: SessionId, name: String, mode: AccessMode) -> Self {
         Self {
             session,
+            home: None,
+            holders: BTreeSet::new(),
             name,
             mode,
             state: DeviceState::Init,

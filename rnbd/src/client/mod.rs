@@ -5,6 +5,7 @@ mod client;
 pub mod device;
 pub mod error;
 mod flight;
+pub mod letter;
 pub mod memory;
 mod operation;
 pub mod output;
@@ -13,3 +14,4 @@ pub mod state;
 mod work;
 
 pub use client::Client;
+pub use letter::Letter;

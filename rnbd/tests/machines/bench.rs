@@ -38,6 +38,7 @@ pub(crate) fn session_info() -> SessionInfo {
     SessionInfo {
         max_io_size: MAX_IO,
         queue_depth: 64,
+        session_depth: 64,
         max_segments: 1,
         max_user_header: 320,
         new_rkeys: true,

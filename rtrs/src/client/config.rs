@@ -89,6 +89,8 @@ pub struct SessionInfo {
     pub max_io_size: u32,
     /// Requests in flight at most, at this share.
     pub queue_depth: u32,
+    /// The same at all shares together.
+    pub session_depth: u32,
     /// Pieces of memory that a request's data may have: one buffer.
     pub max_segments: u32,
     /// Longest user header, bytes.

@@ -23,7 +23,7 @@ use rnbd::{
 use rnbd_disk::{Caching, DiskConfig, ExportSpec, Exports, FolderSpec};
 use rnbd_host::{
     gate::Gate,
-    map::{MapConfig, MapEvent, MapFailure, Mapping},
+    map::{MapConfig, MapEvent, MapFailure, Mapping, Nobody},
     serve::{ServeConfig, ServeEvent, ServeStats, Serving},
 };
 use roce::{DeviceConfig, LocalDevice};
@@ -202,9 +202,15 @@ impl Lab {
     }
 
     pub(crate) fn try_map(&self, config: MapConfig) -> Result<Mapped, MapFailure> {
+        self.try_map_on(1, config)
+    }
+
+    /// On so many loops.
+    pub(crate) fn try_map_on(&self, loops: usize, config: MapConfig) -> Result<Mapped, MapFailure> {
         let from = config.session.path.src.unwrap();
         let socket = config.socket.clone();
-        let mut mapping = Mapping::start(device(from), config).unwrap();
+        let devices = LocalDevice::open_shards(&device_config(from), loops, Arc::new(Nobody)).unwrap();
+        let mut mapping = Mapping::start_shards(devices, config).unwrap();
         let deadline = Instant::now() + PATIENCE;
         loop {
             assert!(Instant::now() < deadline, "no device");

@@ -1,0 +1,166 @@
+//! The door of a mapping: NBD clients come to one socket, and are spread over the loops.
+
+use std::{
+    io,
+    os::{fd::AsFd, unix::net::UnixStream},
+    path::Path,
+};
+
+use core::time::Duration;
+use mio::{Interest, Token};
+use roce_reactor::Sockets;
+use roce_verbs::Instant;
+
+use crate::socket_file::SocketFile;
+
+/// How long accepting rests when the system has no descriptor.
+const REST: Duration = Duration::from_millis(100);
+
+/// Somebody who has come.
+#[derive(Debug)]
+pub(crate) enum Comer {
+    /// A client, and the loop that it is for, which counts it from now on.
+    For(usize, UnixStream),
+    /// One who is not served.
+    TurnedAway(io::Error),
+}
+
+/// The listening socket, and how many clients each loop has.
+#[derive(Debug)]
+pub(crate) struct Entrance {
+    listener: Option<SocketFile>,
+    /// The listener has somebody, as far as is known.
+    accepts: bool,
+    rests_until: Option<Instant>,
+    /// Clients of each loop, those included that are on their way to it or of which it has not said yet that they are gone.
+    loads: Vec<usize>,
+    /// Clients at most, of all loops.
+    most: usize,
+}
+
+impl Entrance {
+    /// For so many loops, closed.
+    pub(crate) fn new(loops: usize, most: usize) -> Self {
+        Self {
+            listener: None,
+            accepts: false,
+            rests_until: None,
+            loads: vec![0; loops],
+            most,
+        }
+    }
+
+    /// Makes the socket file, and listens.
+    ///
+    /// # Errors
+    /// Those of [`SocketFile::bind`], and of the loop's descriptors.
+    pub(crate) fn open(&mut self, path: &Path, sockets: &Sockets<'_>, token: Token) -> io::Result<()> {
+        let file = SocketFile::bind(path)?;
+        file.listener.set_nonblocking(true)?;
+        sockets.register(file.listener.as_fd(), token, Interest::READABLE)?;
+        (self.listener, self.accepts) = (Some(file), true);
+        Ok(())
+    }
+
+    /// Lets nobody in any more.
+    pub(crate) fn close(&mut self, sockets: &Sockets<'_>) {
+        if let Some(file) = self.listener.take() {
+            let _ = sockets.deregister(file.listener.as_fd());
+        }
+    }
+
+    /// The listener is readable.
+    pub(crate) fn ready(&mut self) {
+        self.accepts = true;
+    }
+
+    /// The next who has come.
+    pub(crate) fn next(&mut self, now: Instant) -> Option<Comer> {
+        while self.accepts && self.rests_until.is_none() {
+            let accepted = self.listener.as_ref()?.listener.accept();
+            match accepted {
+                Ok((stream, _)) => return Some(self.receive(stream)),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => self.accepts = false,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => {
+                    // Out of descriptors, most likely: it does not help to ask again at once.
+                    self.rests_until = Some(now + REST);
+                    return Some(Comer::TurnedAway(e));
+                }
+            }
+        }
+        None
+    }
+
+    /// The loop with the fewest clients takes one more.
+    fn receive(&mut self, stream: UnixStream) -> Comer {
+        if self.loads.iter().sum::<usize>() >= self.most {
+            let most = self.most;
+            return Comer::TurnedAway(io::Error::other(format!("there are {most} already")));
+        }
+        let fewest = self.loads.iter().enumerate().min_by_key(|(_, load)| **load);
+        let to = fewest.map_or(0, |(index, _)| index);
+        self.loads[to] += 1;
+        Comer::For(to, stream)
+    }
+
+    /// A client of this loop is gone, or was not taken by it.
+    pub(crate) fn left(&mut self, index: usize) {
+        if let Some(load) = self.loads.get_mut(index) {
+            *load = load.saturating_sub(1);
+        }
+    }
+
+    /// When [`timeout`](Self::timeout) is due.
+    pub(crate) fn next_timeout(&self) -> Option<Instant> {
+        self.rests_until
+    }
+
+    pub(crate) fn timeout(&mut self, now: Instant) {
+        self.rests_until = self.rests_until.filter(|at| *at > now);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn come(entrance: &mut Entrance) -> Option<usize> {
+        match entrance.receive(UnixStream::pair().unwrap().0) {
+            Comer::For(index, _) => Some(index),
+            Comer::TurnedAway(_) => None,
+        }
+    }
+
+    #[test]
+    fn clients_are_spread_and_the_limit_is_that_of_all_loops() {
+        let mut entrance = Entrance::new(3, 5);
+        let came: Vec<_> = (0..6).map(|_| come(&mut entrance)).collect();
+        assert_eq!(came, [Some(0), Some(1), Some(2), Some(0), Some(1), None]);
+        entrance.left(1);
+        assert_eq!((come(&mut entrance), come(&mut entrance)), (Some(1), None));
+        entrance.left(0);
+        entrance.left(0);
+        assert_eq!((come(&mut entrance), come(&mut entrance)), (Some(0), Some(0)));
+        assert_eq!(come(&mut entrance), None);
+        // Nobody can be gone who was not there.
+        let mut empty = Entrance::new(2, 1);
+        empty.left(1);
+        empty.left(7);
+        assert_eq!((come(&mut empty), come(&mut empty)), (Some(0), None));
+    }
+
+    #[test]
+    fn there_is_always_a_loop() {
+        let mut entrance = Entrance::new(1, 2);
+        assert_eq!((come(&mut entrance), come(&mut entrance)), (Some(0), Some(0)));
+        assert_eq!(come(&mut entrance), None);
+        assert!(Entrance::new(2, 0).receive(UnixStream::pair().unwrap().0).turned_away());
+    }
+
+    impl Comer {
+        fn turned_away(&self) -> bool {
+            matches!(self, Self::TurnedAway(_))
+        }
+    }
+}

@@ -1,0 +1,213 @@
+//! The NBD clients of a loop.
+
+use std::{io, os::unix::net::UnixStream};
+
+use mio::{Interest, Token};
+use rnbd::{
+    Errno,
+    nbd::{Export, Exports},
+};
+use roce_reactor::TurnCx;
+use rtrs::{Error, PathError, cx::Cx};
+use smallvec::SmallVec;
+use socket2::SockRef;
+
+use super::{FIRST_CLIENT, Service, Whose};
+use crate::nbd::NbdSocket;
+
+/// Reads from one client's socket in a round.
+const READS: usize = 16;
+/// Bytes of a client's send buffer, as far as the system allows.
+const SEND_BUFFER: usize = 1 << 20;
+
+impl Service {
+    /// Takes a client that was let in.
+    pub(super) fn admit(&mut self, turn: &mut TurnCx<'_, ()>, stream: UnixStream) {
+        if let Err(e) = self.begin(turn, stream) {
+            self.turn_away(turn.now, &e);
+            self.left();
+        }
+    }
+
+    fn begin(&mut self, turn: &mut TurnCx<'_, ()>, stream: UnixStream) -> io::Result<()> {
+        let Some(geometry) = self.geometry else {
+            return Err(io::Error::other("the device is not there"));
+        };
+        stream.set_nonblocking(true)?;
+        // Several long replies fit, so that the client can read one while the next is on its way.
+        if let Err(e) = SockRef::from(&stream).set_send_buffer_size(SEND_BUFFER) {
+            tracing::debug!("the send buffer of an NBD client stays as it is: {e}");
+        }
+        let export = Export {
+            name: self.config.device.clone(),
+            device: self.config.device.clone(),
+            description: String::new(),
+            geometry,
+        };
+        let entry = self.clients.vacant_entry();
+        let token = Token(FIRST_CLIENT + entry.key());
+        let socket = NbdSocket::new(turn.now, stream, Exports::new(vec![export]));
+        turn.sockets.register(socket.descriptor(), token, Interest::READABLE)?;
+        entry.insert(socket);
+        Ok(())
+    }
+
+    /// Everything that a client's socket and its requests need.
+    pub(super) fn serve(&mut self, turn: &mut TurnCx<'_, ()>, index: usize) -> bool {
+        let mut worked = false;
+        for _ in 0..READS {
+            worked |= self.poll_client(turn, index);
+            let Some(client) = self.clients.get_mut(index) else {
+                return true;
+            };
+            if self.unread == 0 {
+                break;
+            }
+            let buffers = self.session.and_then(|session| self.rtrs.buffers(session));
+            match client.read(turn.now, buffers) {
+                Some(bytes) => self.unread = self.unread.saturating_sub(bytes),
+                None => break,
+            }
+            worked = true;
+        }
+        worked |= self.poll_client(turn, index);
+        worked
+    }
+
+    /// What a connection asks for: buffers, copies, requests.
+    fn poll_client(&mut self, turn: &mut TurnCx<'_, ()>, index: usize) -> bool {
+        let (Some(session), Some(device), Some(info)) = (self.session, self.device, self.info) else {
+            return false;
+        };
+        // All of one size: the pool of the session can't be cut into pieces that are too small. And the messages of the
+        // service connection need some as well.
+        let size = info.max_io_size as usize;
+        let most = (info.queue_depth as usize).saturating_sub(4).max(1);
+        let mut worked = false;
+        loop {
+            let Some(client) = self.clients.get_mut(index) else {
+                return true;
+            };
+            let mut moved = false;
+            while let Some(buffer) = client.next_free() {
+                moved = true;
+                self.rtrs.give_buffer(session, buffer);
+            }
+            if let Some(buffers) = self.rtrs.buffers(session) {
+                client.copy(buffers);
+            }
+            while let Some(len) = client.connection.poll_need() {
+                let taken = match self.rtrs.buffers(session) {
+                    Some(buffers) if buffers.lent() < most => {
+                        self.rtrs.take_buffer(cx!(turn, self.dice), session, size.max(len))
+                    }
+                    Some(buffers) => Err(Error::NoBuffer {
+                        len,
+                        limit: buffers.limit(),
+                    }),
+                    None => Err(Error::Down(PathError::Closed)),
+                };
+                match taken {
+                    Ok(buffer) => {
+                        moved = true;
+                        client.connection.give(turn.now, buffer);
+                    }
+                    Err(Error::NoBuffer { .. }) => {
+                        client.connection.lack();
+                        if !core::mem::replace(&mut client.starved, true) {
+                            self.starved.push_back(index);
+                        }
+                        break;
+                    }
+                    Err(Error::Down(_)) => client.connection.refuse(turn.now, Errno::ECONNABORTED),
+                    Err(e) => {
+                        tracing::warn!("no memory for a request: {e}");
+                        client.connection.refuse(turn.now, Errno::ENOMEM);
+                    }
+                }
+            }
+            while let Some(request) = client.next_request() {
+                moved = true;
+                let user = self.operations.insert(Whose::Client(index, request.key)) as u64;
+                self.rnbd.submit(
+                    device,
+                    user,
+                    request.op,
+                    request.offset,
+                    request.len,
+                    request.data,
+                    index,
+                );
+            }
+            if !moved {
+                return worked;
+            }
+            worked = true;
+        }
+    }
+
+    /// Sends replies, and lets go of clients that are done. Returns whether there is more to do for it: what a client has taken
+    /// may let its next requests begin, which have been read already, or those of one that waits for a buffer.
+    pub(super) fn reply(&mut self, turn: &mut TurnCx<'_, ()>, bytes: usize) -> bool {
+        let mut taken: SmallVec<[usize; 8]> = SmallVec::new();
+        let mut gone = Vec::new();
+        for (index, client) in &mut self.clients {
+            let buffers = self.session.and_then(|session| self.rtrs.buffers(session));
+            if client.write(turn.now, buffers, bytes) {
+                taken.push(index);
+            }
+            if let Some(interest) = client.other_interest() {
+                let token = Token(FIRST_CLIENT + index);
+                if let Err(e) = turn.sockets.reregister(client.descriptor(), token, interest) {
+                    tracing::warn!("an NBD client can't be watched: {e}");
+                    client.connection.cut(turn.now);
+                }
+            }
+            while let Some(buffer) = client.next_free() {
+                if let Some(session) = self.session {
+                    self.rtrs.give_buffer(session, buffer);
+                }
+            }
+            if client.connection.ended().is_some() {
+                gone.push(index);
+            }
+        }
+        let mut more = !gone.is_empty() || (!taken.is_empty() && !self.starved.is_empty());
+        for index in gone {
+            self.part(turn, index);
+        }
+        for index in taken {
+            more |= self.poll_client(turn, index);
+            more |= self.clients.get_mut(index).is_some_and(NbdSocket::has_work);
+        }
+        more
+    }
+
+    fn part(&mut self, turn: &mut TurnCx<'_, ()>, index: usize) {
+        let Some(mut client) = self.clients.try_remove(index) else {
+            return;
+        };
+        while let Some(buffer) = client.next_free() {
+            self.give(Some(buffer));
+        }
+        if let Some(end) = client.connection.ended().filter(|end| end.is_fault()) {
+            tracing::debug!("NBD client: {end}");
+        }
+        self.starved.retain(|waits| *waits != index);
+        let _ = turn.sockets.deregister(client.descriptor());
+        self.left();
+    }
+
+    /// Clients that found no buffer ask again, in their order.
+    pub(super) fn feed(&mut self, turn: &mut TurnCx<'_, ()>) -> bool {
+        let mut worked = false;
+        for _ in 0..self.starved.len() {
+            let Some(index) = self.starved.pop_front() else { break };
+            if let Some(client) = self.clients.get_mut(index) {
+                client.starved = false;
+                worked |= self.poll_client(turn, index);
+            }
+        }
+        worked
+    }
+}

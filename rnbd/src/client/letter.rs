@@ -1,0 +1,39 @@
+//! What the clients of several loops tell one another of the devices that they share.
+
+use rtrs::client::request::SessionId;
+
+use super::output::DeviceKey;
+use crate::proto::{AccessMode, MsgOpenRsp};
+
+/// From one share of a client to another: to be handed to [`Client::letter`](super::Client::letter) there, at any later time, but
+/// letters from one share to another in their order, and with RTRS's in between in theirs.
+#[derive(Debug)]
+pub struct Letter(pub(super) Word);
+
+/// The whole of a letter. Devices have the names that home knows them by.
+#[derive(Debug)]
+pub(super) enum Word {
+    /// Home: the server has opened a device, or opened it again.
+    Opened(Box<Opening>),
+    /// Home: it is being unmapped.
+    Release(DeviceKey),
+    /// To home: nothing of it is under way here, and nothing will be.
+    Released(DeviceKey),
+}
+
+/// A device that the server has open.
+#[derive(Clone, Debug)]
+pub(super) struct Opening {
+    pub(super) device: DeviceKey,
+    pub(super) session: SessionId,
+    pub(super) name: String,
+    pub(super) mode: AccessMode,
+    /// The server's answer: its number for the device, and what that is like.
+    pub(super) answer: MsgOpenRsp,
+}
+
+/// They go between threads.
+const _: () = {
+    const fn is_send<T: Send>() {}
+    is_send::<Letter>();
+};
