@@ -44,6 +44,8 @@ enum Message {
     Close(u64),
     /// To home: it is.
     Closed(u64),
+    /// To home: it has become larger, to so many bytes.
+    Resized(u64, u64),
 }
 
 /// What home knows of a device's parts at the other shares.
@@ -118,6 +120,11 @@ impl Server {
                     d.parts.open.remove(&from);
                 }
                 self.close_if_unused(device);
+            }
+            Message::Resized(device, size) => {
+                if let Some(d) = self.devices.get_mut(device) {
+                    d.geometry.size = size;
+                }
             }
         }
     }
@@ -257,6 +264,11 @@ impl Server {
             Some(Part::Going) => {}
             None => self.write(of.0, Message::Closed(of.1)),
         }
+    }
+
+    /// A part was found to be larger than before.
+    pub(super) fn tell_size(&mut self, of: Original, size: u64) {
+        self.write(of.0, Message::Resized(of.1, size));
     }
 
     /// A part is not used any more: it is being closed.
