@@ -154,12 +154,16 @@ impl Server {
 
     fn session_opened(&mut self, now: Instant, opened: SessionOpened) {
         let SessionOpened {
-            session, name, peer, ..
+            session,
+            name,
+            peer,
+            connections,
         } = opened;
         if let Some(suppressed) = self.logs.sessions.pass(now) {
             tracing::info!(session = name, %peer, suppressed, "session opened");
         }
-        self.sessions.insert(session, Session::new(name, peer));
+        let shares = self.share.others_of_path(connections).collect();
+        self.sessions.insert(session, Session::new(name, peer, shares));
     }
 
     /// Its devices are closed, each after its last request; one that is being opened is closed when it has come.
