@@ -113,6 +113,8 @@ pub struct MapStats {
     pub device: DeviceCounters,
     /// NBD clients connected now, of each loop.
     pub clients: Vec<usize>,
+    /// Requests answered, of each loop.
+    pub requests: Vec<u64>,
     /// NBD clients that were not served.
     pub turned_away: u64,
 }
@@ -123,6 +125,7 @@ impl MapStats {
         self.turns.add(&other.turns);
         self.device.add(&other.device);
         self.clients.extend(&other.clients);
+        self.requests.extend(&other.requests);
         self.turned_away += other.turned_away;
     }
 }
@@ -307,3 +310,119 @@ impl Drop for Mapping {
 
 /// Where the loops report to.
 pub(crate) type Tell = Sender<MapEvent>;
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use rnbd::server::Limits;
+    use rnbd_disk::{Caching, DiskConfig, ExportSpec, Exports};
+    use roce::DeviceConfig;
+    use rtrs::{addr::PathAddr, heartbeat::HeartbeatConfig, server::ServerConfig};
+
+    use super::*;
+    use crate::serve::{ServeConfig, Serving};
+
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    fn server(folder: &std::path::Path) -> Serving {
+        let path = folder.join("image");
+        std::fs::write(&path, [0; 4096]).unwrap();
+        let spec = ExportSpec {
+            name: "disk".into(),
+            path,
+            ..ExportSpec::default()
+        };
+        let addr = ferroce_loopback::address().into();
+        let config = ServeConfig {
+            rtrs: ServerConfig {
+                addr,
+                // By which it sees that a client is gone without a word.
+                heartbeat: HeartbeatConfig {
+                    interval: Duration::from_millis(300),
+                    ..HeartbeatConfig::default()
+                },
+                ..ServerConfig::default()
+            },
+            limits: Limits::default(),
+            exports: Exports::new([spec], None, Caching::PageCache).unwrap(),
+            disk: DiskConfig::default(),
+            reactor: ReactorConfig::default(),
+            grace: Duration::from_secs(30),
+        };
+        let device = LocalDevice::open(&[DeviceConfig::new(addr)]).unwrap();
+        Serving::start(device, config).unwrap()
+    }
+
+    fn map(loops: usize, server: std::net::SocketAddr, folder: &std::path::Path) -> Mapping {
+        let src = ferroce_loopback::address().into();
+        let path = PathAddr {
+            src: Some(src),
+            dst: server,
+        };
+        let config = MapConfig::new(SessionConfig::new("s", path), "disk", folder.join("nbd"));
+        let devices = LocalDevice::open_shards(&DeviceConfig::new(src), loops, Arc::new(Nobody)).unwrap();
+        Mapping::start_shards(devices, config).unwrap()
+    }
+
+    /// The next event, while the server's files are opened and closed.
+    fn next(mapping: &mut Mapping, server: &mut Serving) -> MapEvent {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            assert!(Instant::now() < deadline, "nothing comes");
+            server.next(Duration::from_millis(5));
+            if let Some(event) = mapping.next(Duration::from_millis(5)) {
+                return event;
+            }
+        }
+    }
+
+    #[test]
+    fn a_loop_that_fails_ends_all() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut server = server(dir.path());
+        for failing in 0..3 {
+            for mapped in [true, false] {
+                let mut mapping = map(3, server.local_addr(), dir.path());
+                if mapped {
+                    assert!(matches!(next(&mut mapping, &mut server), MapEvent::Mapped { .. }));
+                    assert_eq!(mapping.stats().clients, [0; 3]);
+                }
+                mapping.loops[failing].handle.command(Command::Panic);
+                match next(&mut mapping, &mut server) {
+                    MapEvent::Ended(Err(MapFailure::Loop(why))) => assert!(why.contains("as it is to be"), "{why}"),
+                    other => panic!("{failing}, {mapped}: {other:?}"),
+                }
+                assert!(!dir.path().join("nbd").exists(), "nobody is let in any more");
+                assert_eq!(mapping.running, 0);
+                // The server may take some time to notice.
+                let noticed = Instant::now() + PATIENCE;
+                while server.stats().unwrap().sessions != [0] {
+                    assert!(Instant::now() < noticed);
+                    server.next(Duration::from_millis(10));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn loops_that_are_asked_to_end_end_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut server = server(dir.path());
+        let mut mapping = map(2, server.local_addr(), dir.path());
+        assert!(matches!(next(&mut mapping, &mut server), MapEvent::Mapped { .. }));
+        mapping.stop();
+        assert!(matches!(next(&mut mapping, &mut server), MapEvent::Ended(Ok(()))));
+        assert!(mapping.next(Duration::ZERO).is_none() && mapping.running == 0);
+        // Dropped without having been ended.
+        let mut again = map(2, server.local_addr(), dir.path());
+        assert!(matches!(next(&mut again, &mut server), MapEvent::Mapped { .. }));
+        std::thread::scope(|scope| {
+            let ended = scope.spawn(move || drop(again));
+            while !ended.is_finished() {
+                server.next(Duration::from_millis(5));
+            }
+        });
+        assert!(!dir.path().join("nbd").exists());
+    }
+}

@@ -584,13 +584,15 @@ impl Service {
 
     fn stats(&self, turn: &mut TurnCx<'_, ()>) -> MapStats {
         let device = self.device.and_then(|device| self.rnbd.counters(device));
+        let device = device.or(self.counted).unwrap_or_default();
         MapStats {
             turns: LoopStats {
                 device: turn.device.stats(0).unwrap_or_default(),
                 turns: *turn.counters,
             },
-            device: device.or(self.counted).unwrap_or_default(),
+            device,
             clients: vec![self.clients.len()],
+            requests: vec![device.completed],
             turned_away: self.turned_away,
         }
     }

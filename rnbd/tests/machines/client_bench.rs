@@ -35,13 +35,16 @@ pub(crate) struct Bench {
 }
 
 impl Bench {
+    /// A client, and memory for its session.
+    pub(crate) fn of(client: Client) -> Self {
+        let mut pools = Pools::default();
+        pools.0.insert(S, Buffers::new(64 << 20));
+        Self { client, pools, user: 0 }
+    }
+
     /// A session that is up, before anything has been agreed on.
     pub(crate) fn with_limit(bytes: usize) -> Self {
-        let mut bench = Self {
-            client: Client::new(),
-            pools: Pools::default(),
-            user: 0,
-        };
+        let mut bench = Self::of(Client::new());
         bench.pools.0.insert(S, Buffers::new(bytes));
         bench.tell(RtrsOutput::Opened(S, session_info()));
         bench

@@ -207,19 +207,25 @@ impl Lab {
 
     /// On so many loops.
     pub(crate) fn try_map_on(&self, loops: usize, config: MapConfig) -> Result<Mapped, MapFailure> {
-        let from = config.session.path.src.unwrap();
-        let socket = config.socket.clone();
-        let devices = LocalDevice::open_shards(&device_config(from), loops, Arc::new(Nobody)).unwrap();
-        let mut mapping = Mapping::start_shards(devices, config).unwrap();
+        let mut map = self.begin(loops, config);
         let deadline = Instant::now() + PATIENCE;
         loop {
             assert!(Instant::now() < deadline, "no device");
-            match mapping.next(Duration::from_millis(100)) {
-                Some(MapEvent::Mapped { .. }) => return Ok(Mapped { mapping, socket }),
+            match map.mapping.next(Duration::from_millis(100)) {
+                Some(MapEvent::Mapped { .. }) => return Ok(map),
                 Some(MapEvent::Ended(result)) => return Err(result.expect_err("it was not asked to end")),
                 None => {}
             }
         }
+    }
+
+    /// One that is not open yet.
+    pub(crate) fn begin(&self, loops: usize, config: MapConfig) -> Mapped {
+        let from = config.session.path.src.unwrap();
+        let socket = config.socket.clone();
+        let devices = LocalDevice::open_shards(&device_config(from), loops, Arc::new(Nobody)).unwrap();
+        let mapping = Mapping::start_shards(devices, config).unwrap();
+        Mapped { mapping, socket }
     }
 
     pub(crate) fn map(&self, session: &str, name: &str) -> Mapped {
