@@ -1,9 +1,9 @@
-//! A server with several loops, as a process.
+//! Servers and mappings with several loops, as processes.
 
 use std::{fs, os::unix::fs::FileExt, thread};
 
 use ferroce_tests::{
-    device::{image, map, serve},
+    device::{image, map, map_args, serve},
     fresh_address,
     nbd::Client,
     pattern,
@@ -25,6 +25,15 @@ fn threads(process: &Running) -> Vec<String> {
     names
 }
 
+/// What they are called if there are so many loops.
+fn names(loops: usize) -> Vec<String> {
+    let name = |n| match n {
+        0 => "ferroce-io".to_owned(),
+        n => format!("ferroce-io-{n}"),
+    };
+    (0..loops).map(name).collect()
+}
+
 fn several_clients(loops: usize) {
     let dir = tempfile::tempdir().unwrap();
     let server = fresh_address();
@@ -44,13 +53,7 @@ fn several_clients(loops: usize) {
     let (count, trace) = (loops.to_string(), pcap.display().to_string());
     let (mut serve, listening) = serve(server, &exports, &["--threads", &count, "--pcap", &trace]);
     assert_eq!(listening["threads"], loops);
-    let names: Vec<String> = (0..loops)
-        .map(|n| match n {
-            0 => "ferroce-io".to_owned(),
-            n => format!("ferroce-io-{n}"),
-        })
-        .collect();
-    assert_eq!(threads(&serve), names);
+    assert_eq!(threads(&serve), names(loops));
     let maps: Vec<_> = (0..clients)
         .map(|n| {
             let socket = dir.path().join(format!("s{n}"));
@@ -138,6 +141,14 @@ fn the_number_of_loops_is_checked() {
             threads,
         ];
         assert_eq!(run(&args).code, Some(2), "{threads}");
+        let dir = tempfile::tempdir().unwrap();
+        let args = map_args(
+            fresh_address(),
+            "127.0.0.1",
+            &dir.path().join("s"),
+            &["--threads", threads],
+        );
+        assert_eq!(run(&args).code, Some(2), "{threads}");
     }
 }
 
@@ -158,4 +169,107 @@ fn what_was_written_before_a_server_is_killed_is_there() {
     assert!(there == pattern(1, 4096));
     map.signal(Signal::SIGTERM);
     map.end();
+}
+
+/// A mapping with NBD clients at all its loops, which it is stopped under, or whose server dies.
+fn mapping(loops: usize, at_the_server: usize, killed: bool) {
+    let dir = tempfile::tempdir().unwrap();
+    let before = pattern(5, 8 * MIB);
+    let path = image(dir.path(), "i", &before);
+    let addr = fresh_address();
+    let (loops_there, loops_here) = (at_the_server.to_string(), loops.to_string());
+    let export = [format!("disk={}", path.display())];
+    let (mut serve, _) = serve(addr, &export, &["--threads", &loops_there]);
+    let (socket, pcap) = (dir.path().join("s"), dir.path().join("trace.pcap"));
+    let trace = pcap.display().to_string();
+    let more = ["--threads", &loops_here, "--heartbeat", "0.3", "--pcap", &trace];
+    let (map, mapped) = map(fresh_address(), &addr.to_string(), &socket, &more);
+    assert_eq!(
+        (&mapped["threads"], &mapped["queue_depth"]),
+        (&loops.into(), &512.into())
+    );
+    assert_eq!(threads(&map), names(loops));
+    assert_eq!(serve.event("session_opened")["connections"], 1 + loops);
+    let mut clients: Vec<Client> = (0..4).map(|_| Client::connect(&socket).unwrap()).collect();
+    thread::scope(|scope| {
+        for (n, client) in clients.iter_mut().enumerate() {
+            let before = &before;
+            scope.spawn(move || {
+                for at in (n * 2 * MIB..(n + 1) * 2 * MIB).step_by(MIB) {
+                    assert!(client.read(at as u64, MIB).unwrap() == before[at..at + MIB]);
+                    client.write(at as u64, &pattern(n as u64, MIB)).unwrap();
+                }
+            });
+        }
+    });
+    clients[1].flush().unwrap();
+    assert!(clients[0].read(7 * MIB as u64, MIB).unwrap() == pattern(3, MIB));
+    let events = match killed {
+        true => {
+            serve.signal(Signal::SIGKILL);
+            serve.end();
+            // The flush is not answered, or with an error.
+            assert!(clients[2].flush().is_err());
+            let done = map.end();
+            assert_eq!(done.code, Some(1), "{}", done.stderr);
+            assert!(done.stderr.contains("lost"), "{}", done.stderr);
+            done.json()
+        }
+        false => {
+            let done = map.stop();
+            assert_eq!(done.code, Some(0), "{}", done.stderr);
+            assert_eq!(serve.stop().code, Some(0));
+            done.json()
+        }
+    };
+    assert!(clients.iter_mut().all(|client| client.flush().is_err()) && !socket.exists());
+    // Once, whatever the number of loops.
+    let of = |event: &str| events.iter().filter(|e| e["event"] == event).collect::<Vec<_>>();
+    assert_eq!((of("mapped").len(), of("error").len()), (1, usize::from(killed)));
+    let [summary] = of("summary")[..] else {
+        panic!("{events:?}")
+    };
+    assert_eq!(summary["bytes_read"], 9 * MIB, "{summary}");
+    assert_eq!(summary["bytes_written"], 8 * MIB, "{summary}");
+    assert_eq!(
+        (&summary["icrc_errors"], &summary["nbd_turned_away"]),
+        (&0.into(), &0.into())
+    );
+    let after: Vec<u8> = (0..8).flat_map(|n| pattern(n / 2, MIB)).collect();
+    assert!(fs::read(path).unwrap() == after);
+    let check = run(&["pcap", "check", &trace]);
+    assert_eq!(check.code, Some(0), "{}{}", check.stdout, check.stderr);
+}
+
+#[test]
+fn a_mapping_on_two_loops() {
+    mapping(2, 1, false);
+}
+
+#[test]
+fn a_mapping_on_three_loops_at_a_server_of_two() {
+    mapping(3, 2, false);
+}
+
+#[test]
+fn a_mapping_on_two_loops_whose_server_is_killed() {
+    mapping(2, 2, true);
+}
+
+#[test]
+fn a_mapping_can_not_have_more_loops_than_the_server_takes_requests() {
+    let dir = tempfile::tempdir().unwrap();
+    let export = [format!("disk={}", image(dir.path(), "i", &[0; 4096]).display())];
+    let addr = fresh_address();
+    let (serve, _) = serve(addr, &export, &["--queue-depth", "3"]);
+    let (src, socket) = (fresh_address(), dir.path().join("s"));
+    let done = run(&map_args(src, &addr.to_string(), &socket, &["--threads", "4"]));
+    assert_eq!(done.code, Some(1), "{}", done.stdout);
+    assert!(
+        done.stderr.contains("4 loops") && done.stderr.contains("takes 3"),
+        "{}",
+        done.stderr
+    );
+    assert!(!socket.exists());
+    assert_eq!(serve.stop().code, Some(0));
 }

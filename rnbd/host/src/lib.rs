@@ -1,10 +1,10 @@
-//! RNBD on one thread: a loop that drives RTRS, RNBD, disks and NBD sockets, and what the rest of a program has of it.
+//! RNBD on one thread, or on several: a loop that drives RTRS, RNBD, disks and NBD sockets, and what the rest of a program has of it.
 //!
 //! - [`serve`]: a server of exports;
 //! - [`gate`]: what the loops of such a server share, if it has several;
 //! - [`map`]: a device of a server as an NBD socket.
 //!
-//! Each starts a thread for the loop, which does all I/O, on a [`LocalDevice`](roce::LocalDevice). The thread that has the handle hears
+//! Each starts a thread for the loop, which does all I/O, on a [`LocalDevice`](roce::LocalDevice), or one for each shard of a device. The thread that has the handle hears
 //! what happens: it calls [`serve::Serving::next`] or [`map::Mapping::next`] again and again. Within the former it also does what may
 //! wait for the system, opening and closing files and allocating memory for sessions; clients wait for that as long as it is not called.
 //!

@@ -505,3 +505,24 @@ fn flush_and_fua_reach_the_servers_device() {
     d.end().unwrap();
     assert_eq!(dirty_pages(l.path()), 0, "unmap");
 }
+
+/// What NBD's multi-conn promises: a flush on one connection covers all writes that were answered, on any.
+#[test]
+#[ignore = "needs the right to set up loop devices, and Linux 6.5"]
+fn a_flush_at_one_loop_covers_the_writes_of_another() {
+    let l = Loop::new(&[]);
+    let lab = Lab::with(|_| {}, Some(l.path()));
+    let mut d = lab.try_map_on(2, lab.config("a", "extra")).unwrap();
+    let mut clients = [d.client(), d.client()];
+    assert_eq!(d.mapping.stats().clients, [1, 1]);
+    for (writes, flushes) in [(0, 1), (1, 0)] {
+        stays_in_memory(l.path(), || assert_eq!(clients[writes].write(0, &[1; 65536], 0), 0));
+        assert_eq!(clients[flushes].call(cmd::FLUSH, 0, 0, 0, &[]), 0);
+        assert_eq!(dirty_pages(l.path()), 0, "flush");
+    }
+    // And so does the one at the end.
+    assert_eq!(clients[1].write(0, &[2; 65536], 0), 0);
+    drop(clients);
+    d.end().unwrap();
+    assert_eq!(dirty_pages(l.path()), 0, "unmap");
+}
