@@ -307,10 +307,12 @@ pub(crate) type Tell = Sender<ServeEvent>;
 
 #[cfg(test)]
 mod tests {
-    use std::time::Instant;
+    use std::{thread, time::Instant};
 
+    use ferroce_rig::{Host, Session};
     use rnbd_disk::Caching;
     use roce::DeviceConfig;
+    use rtrs::{addr::PathAddr, client::SessionConfig};
 
     use super::*;
 
@@ -325,11 +327,29 @@ mod tests {
             exports: Exports::new([], None, Caching::PageCache).unwrap(),
             disk: DiskConfig::default(),
             reactor: ReactorConfig::default(),
-            grace: Duration::from_secs(30),
+            // Nothing waits for its end.
+            grace: Duration::from_secs(3600),
         };
         let gate = Gate::new(&config.rtrs, loops);
         let devices = LocalDevice::open_shards(&DeviceConfig::new(addr), loops, gate.clone()).unwrap();
         Serving::start_shards(devices, config, &gate).unwrap()
+    }
+
+    /// A client with connections to all loops.
+    fn client(server: &mut Serving) -> Session {
+        let path = PathAddr {
+            src: Some(ferroce_loopback::address().into()),
+            dst: server.local_addr(),
+        };
+        let config = SessionConfig {
+            connections: 4,
+            ..SessionConfig::new("client", path)
+        };
+        let open = thread::spawn(move || Session::open(&Host::open(path.src.unwrap()), config).unwrap());
+        while !open.is_finished() {
+            server.next(Duration::from_millis(10));
+        }
+        open.join().unwrap()
     }
 
     #[test]
@@ -337,6 +357,8 @@ mod tests {
         for failing in 0..3 {
             let mut server = several(3);
             assert_eq!(server.stats().unwrap().sessions, [0; 3]);
+            // The others have parts of its session, and can't end it in good order.
+            let _client = client(&mut server);
             server.loops[failing].handle.command(Command::Panic);
             let deadline = Instant::now() + Duration::from_secs(60);
             let why = loop {

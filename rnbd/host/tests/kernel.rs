@@ -65,9 +65,7 @@ impl Kernel {
 
     fn close(&self, device: u32) {
         let message = MsgClose::new(device);
-        let outcome = self
-            .0
-            .call(ConType::Admin, Direction::Write, message.as_bytes(), None);
+        let outcome = self.0.call(ConType::Admin, Direction::Write, message.as_bytes(), None);
         assert_eq!(code(outcome.result), 0);
     }
 
@@ -300,7 +298,9 @@ fn a_server_ends_while_clients_come_and_work() {
                 scope.spawn(move || {
                     let message = MsgIo::new(device, Rw::new(IoOp::Read), 0, BLOCK as u32);
                     for by in 0.. {
-                        let Ok(buffer) = worker.0.alloc_buffer(BLOCK) else { break };
+                        let Ok(buffer) = worker.0.alloc_buffer(BLOCK) else {
+                            break;
+                        };
                         let io = ConType::Io(by);
                         let outcome = worker.0.call(io, Direction::Read, message.as_bytes(), Some(buffer));
                         if outcome.result.is_err() {
