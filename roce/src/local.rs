@@ -169,8 +169,9 @@ impl LocalDevice {
         })
     }
 
-    /// Opens one device for several loops, each of which has a *shard* of it: the address is theirs together, and each has sockets,
-    /// queue pairs, connections and memory of its own. The kernel gives a packet to the shard whose queue pair it is for;
+    /// Opens one device for several loops, each of which has a *shard* of it: the address is theirs together, and so is the table of
+    /// memory, by which one's provider can lend to another's ([`Provider::lend_pd`]); each has sockets, queue pairs and connections
+    /// of its own. The kernel gives a packet to the shard whose queue pair it is for;
     /// connect requests come to the first, which passes them on as `placement` says, and so it does with what follows. Each loop
     /// has to listen for the services that it is to be given connections of.
     ///
@@ -200,6 +201,7 @@ impl LocalDevice {
         let [a, b, c, d, e, f, g, h, ..] = guid;
         let guid = config.guid.unwrap_or(u64::from_le_bytes([a, b, c, d, e, f, g, h]));
         let parts = Shard::all(steering, placement)?.into_iter().zip(paths).enumerate();
+        let mut mem = None;
         let opened = parts.map(|(index, (shard, path))| {
             let config = DeviceConfig {
                 guid: Some(guid),
@@ -207,7 +209,8 @@ impl LocalDevice {
                 ..config.clone()
             };
             let tap = tap.clone().map(|tap| Box::new(tap) as Box<dyn Tap>);
-            let parts = Parts::with_tap(&config, path, tap)?;
+            let parts = Parts::with_memory(&config, path, tap, mem.clone())?;
+            mem.get_or_insert_with(|| parts.mem.clone());
             let (member, device) = Member::new(&config, parts, Some(Own::Shard(steering, index)));
             Ok(Self {
                 fabric: Fabric::new(Members(vec![member]), FabricConfig::default(), vec![device]),

@@ -108,14 +108,16 @@ pub(crate) struct Parts {
 impl Parts {
     pub(crate) fn new(config: &DeviceConfig, path: UdpDatapath) -> Result<Self, VerbsError> {
         let tap = tap(config)?.map(|tap| Box::new(tap) as Box<dyn Tap>);
-        Self::with_tap(config, path, tap)
+        Self::with_memory(config, path, tap, None)
     }
 
-    /// With somebody who sees all packets; the configuration's file is not written.
-    pub(crate) fn with_tap(
+    /// With somebody who sees all packets; the configuration's file is not written. `mem` is another port's, if they are to have
+    /// the same.
+    pub(crate) fn with_memory(
         config: &DeviceConfig,
         path: UdpDatapath,
         tap: Option<Box<dyn Tap>>,
+        mem: Option<Arc<MemoryTable>>,
     ) -> Result<Self, VerbsError> {
         let mtus = choose_mtus(config.addr, config.mtu)?;
         let seed = random()?;
@@ -148,7 +150,10 @@ impl Parts {
         });
         port.window.unreliable_rate = config.unreliable_rate;
         port.ack_hold = config.ack_hold;
-        let mem = Arc::new(MemoryTable::new(random()?, &limits));
+        let mem = match mem {
+            Some(mem) => mem,
+            None => Arc::new(MemoryTable::new(random()?, &limits)),
+        };
         let port = Port::new(port, mem.clone(), random()?);
         Ok(Self {
             path,

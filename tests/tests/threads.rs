@@ -1,13 +1,13 @@
 //! Servers and mappings with several loops, as processes.
 
-use std::{fs, os::unix::fs::FileExt, thread};
+use std::{fs, os::unix::fs::FileExt, sync::mpsc, thread, time::Instant};
 
 use ferroce_tests::{
     device::{image, map, map_args, serve},
     fresh_address,
     nbd::Client,
     pattern,
-    process::{Running, run},
+    process::{PATIENCE, Running, run},
 };
 use nix::sys::signal::Signal;
 
@@ -58,9 +58,20 @@ fn several_clients(loops: usize) {
         .map(|n| {
             let socket = dir.path().join(format!("s{n}"));
             let (session, device) = (format!("client{n}"), format!("disk{n}"));
-            let more = ["--session", &session, "--device", &device, "--connections", "2"];
+            // At one loop, or at all.
+            let connections = (1 + n % 2 * loops).to_string();
+            let more = [
+                "--session",
+                &session,
+                "--device",
+                &device,
+                "--connections",
+                &connections,
+            ];
             let (map, _) = map(fresh_address(), &server.to_string(), &socket, &more);
-            assert_eq!(serve.event("session_opened")["session"], session);
+            let opened = serve.event("session_opened");
+            assert_eq!(opened["session"], session);
+            assert_eq!(opened["connections"], 2 + n % 2 * loops);
             (map, socket)
         })
         .collect();
@@ -84,8 +95,8 @@ fn several_clients(loops: usize) {
     let done = serve.end();
     assert_eq!(done.code, Some(0), "{}", done.stderr);
     let events = done.json();
-    let closed = events.iter().filter(|e| e["event"] == "session_closed").count();
-    assert_eq!(closed, clients);
+    let count = |event: &str| events.iter().filter(|e| e["event"] == event).count();
+    assert_eq!((count("session_opened"), count("session_closed")), (clients, clients));
     let summary = events.iter().find(|e| e["event"] == "summary").unwrap();
     assert_eq!(summary["bytes_read"], clients * 4 * MIB, "{summary}");
     assert_eq!(summary["bytes_written"], clients * 4 * MIB, "{summary}");
@@ -169,6 +180,79 @@ fn what_was_written_before_a_server_is_killed_is_there() {
     assert!(there == pattern(1, 4096));
     map.signal(Signal::SIGTERM);
     map.end();
+}
+
+#[test]
+fn a_client_is_killed_and_its_device_is_free_at_all_loops() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = image(dir.path(), "i", &vec![0; 8 * MIB]);
+    let addr = fresh_address();
+    let more = ["--threads", "3", "--heartbeat", "0.3"];
+    let (mut serve, _) = serve(addr, &[format!("disk={}", path.display())], &more);
+    let socket = dir.path().join("s");
+    let (first, _) = map(
+        fresh_address(),
+        &addr.to_string(),
+        &socket,
+        &["--threads", "2", "--connections", "5"],
+    );
+    let mut clients: Vec<Client> = (0..4).map(|_| Client::connect(&socket).unwrap()).collect();
+    let (go, killer) = mpsc::channel();
+    let flushed: Vec<usize> = thread::scope(|scope| {
+        let writers: Vec<_> = clients
+            .iter_mut()
+            .enumerate()
+            .map(|(n, client)| {
+                let go = go.clone();
+                scope.spawn(move || {
+                    let mut flushed = 0;
+                    loop {
+                        let at = (n * 2 * MIB + flushed % 16 * 4096) as u64;
+                        let done = client.write(at, &pattern(flushed as u64, 4096));
+                        if done.and_then(|()| client.flush()).is_err() {
+                            return flushed;
+                        }
+                        flushed += 1;
+                        if flushed == 20 {
+                            go.send(()).unwrap();
+                        }
+                    }
+                })
+            })
+            .collect();
+        (0..4).for_each(|_| killer.recv().unwrap());
+        first.signal(Signal::SIGKILL);
+        writers.into_iter().map(|writer| writer.join().unwrap()).collect()
+    });
+    first.end();
+    assert_eq!(serve.event("session_closed")["session"], "test");
+    let there = fs::read(&path).unwrap();
+    for (n, flushed) in flushed.into_iter().enumerate() {
+        // That of one more write may be there.
+        for turn in flushed - 15..flushed {
+            let at = n * 2 * MIB + turn % 16 * 4096;
+            assert!(there[at..at + 4096] == pattern(turn as u64, 4096), "{n} in {turn}");
+        }
+    }
+    // The writer's right is free as soon as all loops have closed the image.
+    let deadline = Instant::now() + PATIENCE;
+    let second = loop {
+        assert!(Instant::now() < deadline, "there is a writer still");
+        let _ = fs::remove_file(&socket);
+        let mut second = Running::start(&map_args(fresh_address(), &addr.to_string(), &socket, &[]));
+        let event = second.next_event();
+        if event["event"] == "mapped" {
+            break second;
+        }
+        assert_eq!(second.end().code, Some(1), "{event}");
+    };
+    Client::connect(&socket).unwrap().write(0, &pattern(99, 4096)).unwrap();
+    assert_eq!(second.stop().code, Some(0));
+    let done = serve.stop();
+    assert_eq!(done.code, Some(0), "{}", done.stderr);
+    let events = done.json();
+    let count = |event: &str| events.iter().filter(|e| e["event"] == event).count();
+    assert_eq!(count("session_opened"), count("session_closed"));
 }
 
 /// A mapping with NBD clients at all its loops, which it is stopped under, or whose server dies.

@@ -275,6 +275,15 @@ impl OpenExport {
     pub(crate) fn share(&self) -> &Arc<Image> {
         &self.image
     }
+
+    /// The same open file for another loop's disks: what is written by any of them, flushed, or lost is that of all. The right to
+    /// write stays here, so that parts are to be dropped first.
+    pub fn part(&self) -> Self {
+        Self {
+            image: self.image.clone(),
+            _writer: None,
+        }
+    }
 }
 
 impl From<Image> for OpenExport {

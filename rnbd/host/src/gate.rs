@@ -1,8 +1,8 @@
-//! A server on several loops: who gets in, by limits that hold for all loops together, and which loop has which session.
+//! A server on several loops: who gets in, by limits that hold for all loops together, and which loop is which session's home.
 //!
-//! A session is one loop's, with all its paths and connections: what guards its chunks is there. The first loop, to which all
-//! connect requests come, asks [`Gate`] whose each of them is; the RTRS server of each loop asks its door, which leads to the
-//! same gate, whether to let it in.
+//! Home decides about a session, whose connections are spread over the loops from there on. The first loop, to which all connect
+//! requests come, asks [`Gate`] whose each of them is; the RTRS server of a session's home asks its door, which leads to the same
+//! gate, whether to let it in.
 
 use core::{net::IpAddr, time::Duration};
 use std::{
@@ -22,10 +22,10 @@ use rtrs::{
     admission::{Admission, Admitted, ConnectRequest, Opened, PathKey, Refusal},
     door::Doorkeeper,
     proto::{ConnReq, Uuid},
-    server::ServerConfig,
+    server::{ServerConfig, Share},
 };
 
-/// Sessions that are expected at a loop: their first request is on its way there.
+/// Sessions that are expected at their homes: their first request is on its way there.
 const MAX_EXPECTED: usize = 1024;
 /// What has not come by then will not.
 const EXPECTED: Duration = Duration::from_secs(30);
@@ -56,7 +56,7 @@ struct Hall {
     sessions: BTreeMap<Uuid, Owner>,
     expected: BTreeMap<Uuid, usize>,
     order: VecDeque<(Instant, Uuid)>,
-    /// Sessions that each loop has or expects.
+    /// Sessions whose home each loop is, or is to be.
     loads: Vec<usize>,
 }
 
@@ -92,7 +92,7 @@ impl Gate {
         self.loops
     }
 
-    /// Sessions of each loop, half-open and expected ones included.
+    /// Sessions whose home each loop is, half-open and expected ones included.
     pub fn loads(&self) -> Vec<usize> {
         self.hall.lock().loads.clone()
     }
@@ -111,6 +111,12 @@ impl Gate {
         }
     }
 
+    /// The loop of a session's connection.
+    fn place_at(&self, now: Instant, session: Uuid, cid: u16) -> usize {
+        let home = self.hall.lock().home(now, session, cid == 0);
+        Share::new(home, self.loops).map_or(home, |share| share.of_connection(cid))
+    }
+
     pub(crate) fn places(&self, most: usize) -> SharedPlaces {
         SharedPlaces {
             taken: self.open.clone(),
@@ -122,10 +128,7 @@ impl Gate {
 impl Placement for Gate {
     fn place(&self, arrival: &Arrival<'_>) -> usize {
         match ConnReq::parse(arrival.private_data) {
-            Ok(req) => self
-                .hall
-                .lock()
-                .place(roce::now(), req.session_uuid, req.cid.get() == 0),
+            Ok(req) => self.place_at(roce::now(), req.session_uuid, req.cid.get()),
             // It is refused, wherever that is.
             Err(_) => 0,
         }
@@ -133,8 +136,8 @@ impl Placement for Gate {
 }
 
 impl Hall {
-    /// The loop that has a session, or else the one with the fewest.
-    fn place(&mut self, now: Instant, session: Uuid, may_be_new: bool) -> usize {
+    /// The home of a session, or else the loop that is the fewest's.
+    fn home(&mut self, now: Instant, session: Uuid, may_be_new: bool) -> usize {
         let known = self.sessions.get(&session).map(|owner| owner.index);
         if let Some(index) = known.or_else(|| self.expected.get(&session).copied()) {
             return index;
@@ -347,7 +350,7 @@ mod tests {
     }
 
     fn place(gate: &Gate, session: u32) -> usize {
-        gate.hall.lock().place(at(1), uuid(session), true)
+        gate.place_at(at(1), uuid(session), 0)
     }
 
     fn enter(door: &mut Door, request: &ConnectRequest) -> PathKey {
@@ -383,6 +386,16 @@ mod tests {
         doors[1].ended(second);
         assert_eq!(gate.loads(), [2, 1, 2]);
         assert_eq!(place(&gate, 100), 1);
+    }
+
+    #[test]
+    fn connections_of_a_session_are_spread_from_its_home_on() {
+        let (gate, mut doors) = gate(|_| {}, 3);
+        assert_eq!((place(&gate, 0), place(&gate, 1)), (0, 1));
+        enter(&mut doors[1], &request(1, 1, 1, 0));
+        let spread = |session| [0, 1, 2, 3, 4].map(|cid| gate.place_at(at(1), uuid(session), cid));
+        assert_eq!((spread(0), spread(1)), ([0, 0, 1, 2, 0], [1, 1, 2, 0, 1]));
+        assert_eq!(gate.loads(), [1, 1, 0]);
     }
 
     #[test]
@@ -494,14 +507,14 @@ mod tests {
         let (gate, _doors) = gate(|_| {}, 2);
         let mut hall = gate.hall.lock();
         for n in 0..4 * MAX_EXPECTED as u32 {
-            hall.place(at(1), uuid(n), true);
+            hall.home(at(1), uuid(n), true);
         }
         assert_eq!(hall.loads.iter().sum::<usize>(), MAX_EXPECTED);
         assert!(hall.expected.len() == MAX_EXPECTED && hall.order.len() == MAX_EXPECTED);
         // A further connection of nobody's path makes nothing.
-        hall.place(at(1), uuid(u32::MAX), false);
+        hall.home(at(1), uuid(u32::MAX), false);
         assert_eq!(hall.expected.len(), MAX_EXPECTED);
-        hall.place(at(32), uuid(7), true);
+        hall.home(at(32), uuid(7), true);
         assert_eq!((hall.expected.len(), hall.loads.iter().sum::<usize>()), (1, 1));
     }
 

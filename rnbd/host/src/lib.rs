@@ -42,6 +42,7 @@ mod caught;
 mod dice;
 mod entrance;
 pub mod gate;
+mod images;
 mod iov;
 pub mod map;
 mod mapper;

@@ -23,7 +23,8 @@ use rtrs::{
 use crate::{
     caught::caught,
     gate::Gate,
-    server::{Command, Done, Plan, Service},
+    images::Images,
+    server::{Command, Done, Place, Plan, Service},
     stats::LoopStats,
 };
 
@@ -64,8 +65,10 @@ pub struct ServeStats {
     pub rnbd: ServerCounters,
     /// Sessions, by name.
     pub rtrs: Vec<(&'static str, u64)>,
-    /// Open sessions of each loop.
+    /// Open sessions whose home each loop is.
     pub sessions: Vec<usize>,
+    /// Block requests that each loop has answered.
+    pub requests: Vec<u64>,
 }
 
 impl ServeStats {
@@ -79,6 +82,7 @@ impl ServeStats {
             false => self.rtrs.iter_mut().zip(&other.rtrs).for_each(|(a, b)| a.1 += b.1),
         }
         self.sessions.extend(&other.sessions);
+        self.requests.extend(&other.requests);
     }
 }
 
@@ -127,7 +131,7 @@ impl Serving {
     }
 
     /// The same on several loops, one for each shard of a device ([`LocalDevice::open_shards`]) that was opened with this gate.
-    /// Sessions are spread over them.
+    /// The connections of each session are spread over them.
     ///
     /// # Errors
     /// As [`start`](Self::start); when the gate is for another number of loops.
@@ -141,7 +145,8 @@ impl Serving {
 
     fn run(devices: Vec<LocalDevice>, config: ServeConfig, gate: Option<&Arc<Gate>>) -> Result<Self, StartError> {
         let (reactors, helper) = Reactor::<Service>::several(config.reactor, devices.len())?;
-        let handles: Vec<_> = reactors.iter().map(Reactor::handle).collect();
+        let handles: Arc<[_]> = reactors.iter().map(Reactor::handle).collect();
+        let images = Images::default();
         if let Some(gate) = gate {
             let handles = handles.clone();
             gate.tell_by(move |index, path| handles[index].command(Command::GaveWay(path)));
@@ -155,13 +160,18 @@ impl Serving {
             local: config.rtrs.listen_addr(),
             running: 0,
         };
-        let parts = reactors.into_iter().zip(devices).zip(handles).enumerate();
-        for (index, ((reactor, device), handle)) in parts {
+        for (index, (reactor, device)) in reactors.into_iter().zip(devices).enumerate() {
             let plan = Plan {
                 config: config.clone(),
                 shared: gate.map(|gate| (gate.door(index), gate.places(config.limits.max_open))),
+                place: Place {
+                    index,
+                    loops: handles.clone(),
+                    images: images.clone(),
+                },
                 tell: tell.clone(),
             };
+            let handle = handles[index].clone();
             let (told, ready) = (tell.clone(), ready.clone());
             let name = match index {
                 0 => "ferroce-io".to_owned(),
@@ -172,16 +182,18 @@ impl Serving {
                 let ended = caught(|| Service::run(reactor, device, plan, ready));
                 // Nobody listens any more when the program ends.
                 let _ = told.send(ServeEvent::Stopped(ended.err()));
-            })?;
+            });
+            let thread = thread.inspect_err(|_| this.quit())?;
             this.loops.push(Turning { handle, thread });
             this.running += 1;
         }
         drop(ready);
         for _ in 0..this.loops.len() {
-            this.local = started.recv().unwrap_or_else(|_| {
+            let listens = started.recv().unwrap_or_else(|_| {
                 let gone = io::Error::other("the loop ended at once");
                 Err(StartError::System(gone))
-            })?;
+            });
+            this.local = listens.inspect_err(|_| this.quit())?;
         }
         Ok(this)
     }
@@ -209,8 +221,8 @@ impl Serving {
             };
             self.running = self.running.saturating_sub(1);
             if why.is_some() {
-                // Half a server is none.
-                self.ask_to_stop();
+                // A part of a server is none, and the others would wait for it.
+                self.quit();
                 return Some(event);
             }
             if self.running == 0 {
@@ -234,6 +246,12 @@ impl Serving {
     fn ask_to_stop(&self) {
         for turning in &self.loops {
             turning.handle.command(Command::Stop);
+        }
+    }
+
+    fn quit(&self) {
+        for turning in &self.loops {
+            turning.handle.command(Command::Quit);
         }
     }
 
@@ -289,10 +307,12 @@ pub(crate) type Tell = Sender<ServeEvent>;
 
 #[cfg(test)]
 mod tests {
-    use std::time::Instant;
+    use std::{thread, time::Instant};
 
+    use ferroce_rig::{Host, Session};
     use rnbd_disk::Caching;
     use roce::DeviceConfig;
+    use rtrs::{addr::PathAddr, client::SessionConfig};
 
     use super::*;
 
@@ -307,11 +327,29 @@ mod tests {
             exports: Exports::new([], None, Caching::PageCache).unwrap(),
             disk: DiskConfig::default(),
             reactor: ReactorConfig::default(),
-            grace: Duration::from_secs(30),
+            // Nothing waits for its end.
+            grace: Duration::from_secs(3600),
         };
         let gate = Gate::new(&config.rtrs, loops);
         let devices = LocalDevice::open_shards(&DeviceConfig::new(addr), loops, gate.clone()).unwrap();
         Serving::start_shards(devices, config, &gate).unwrap()
+    }
+
+    /// A client with connections to all loops.
+    fn client(server: &mut Serving) -> Session {
+        let path = PathAddr {
+            src: Some(ferroce_loopback::address().into()),
+            dst: server.local_addr(),
+        };
+        let config = SessionConfig {
+            connections: 4,
+            ..SessionConfig::new("client", path)
+        };
+        let open = thread::spawn(move || Session::open(&Host::open(path.src.unwrap()), config).unwrap());
+        while !open.is_finished() {
+            server.next(Duration::from_millis(10));
+        }
+        open.join().unwrap()
     }
 
     #[test]
@@ -319,6 +357,8 @@ mod tests {
         for failing in 0..3 {
             let mut server = several(3);
             assert_eq!(server.stats().unwrap().sessions, [0; 3]);
+            // The others have parts of its session, and can't end it in good order.
+            let _client = client(&mut server);
             server.loops[failing].handle.command(Command::Panic);
             let deadline = Instant::now() + Duration::from_secs(60);
             let why = loop {

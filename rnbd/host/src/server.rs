@@ -1,4 +1,4 @@
-//! The loop of a server.
+//! A loop of a server: a share of it, with its connections of each session and disks of its own.
 
 use core::time::Duration;
 use std::{
@@ -15,12 +15,13 @@ use rnbd::{
         Server as Rnbd,
         action::{Action, Identity, OpenRefused, Opened, Ticket},
         disk::StoreId,
+        spread::Letter as RnbdLetter,
     },
 };
 use rnbd_disk::{Budget, Disk, Ended, Exports, OpenExport};
 use roce::{Completion, LocalDevice};
 use roce_mem::{MemError, Pages};
-use roce_reactor::{JobResult, JobTicket, Reactor, ReactorError, Readiness, Service as Loop, TurnCx};
+use roce_reactor::{Handle, JobResult, JobTicket, Reactor, ReactorError, Readiness, Service as Loop, TurnCx};
 use roce_verbs::{
     Instant,
     provider::{Event, QpId},
@@ -29,7 +30,8 @@ use rtrs::{
     admission::PathKey,
     cx::Cx,
     server::{
-        Server as Rtrs,
+        Server as Rtrs, Share,
+        letter::Letter as RtrsLetter,
         request::{Output, SessionKey, SessionOpened, Ticket as MemoryTicket},
     },
 };
@@ -37,6 +39,7 @@ use rtrs::{
 use crate::{
     dice::Dice,
     gate::{Door, SharedPlaces},
+    images::Images,
     serve::{ServeConfig, ServeEvent, ServeStats, StartError, Tell},
     stats::LoopStats,
 };
@@ -49,9 +52,41 @@ pub(crate) enum Command {
     Stats(Sender<ServeStats>),
     /// A half-open path of this loop has given way to one of another.
     GaveWay(PathKey),
+    /// To end in good order.
     Stop,
+    /// To end without waiting for clients and other loops, one of which has failed.
+    Quit,
+    /// From another loop, and which.
+    Letter(usize, Letter),
     #[cfg(test)]
     Panic,
+}
+
+/// What the loops of a server tell one another.
+pub(crate) enum Letter {
+    Rtrs(RtrsLetter),
+    Rnbd(RnbdLetter),
+    /// The loop lets nobody in any more, and nothing is left there.
+    Idle,
+}
+
+/// Which loop it is, and what those of the same server have in common.
+pub(crate) struct Place {
+    pub(crate) index: usize,
+    pub(crate) loops: Arc<[Handle<Command, Done>]>,
+    pub(crate) images: Images,
+}
+
+impl Place {
+    fn others(&self) -> usize {
+        self.loops.len().saturating_sub(1)
+    }
+
+    fn tell(&self, to: usize, letter: Letter) {
+        if let Some(handle) = self.loops.get(to) {
+            handle.command(Command::Letter(self.index, letter));
+        }
+    }
 }
 
 /// What opening an export gave.
@@ -86,11 +121,13 @@ pub(crate) struct Plan {
     pub(crate) config: ServeConfig,
     /// Of a loop of several.
     pub(crate) shared: Option<(Door, SharedPlaces)>,
+    pub(crate) place: Place,
     pub(crate) tell: Tell,
 }
 
 /// A server on a loop, or one loop's part of it.
 pub(crate) struct Service {
+    place: Place,
     rtrs: Rtrs,
     rnbd: Rnbd,
     disk: Disk,
@@ -99,7 +136,7 @@ pub(crate) struct Service {
     exports: Arc<Exports>,
     dice: Dice,
     tell: Tell,
-    /// Sessions that were reported as opened.
+    /// Sessions whose home this is, and that were reported as opened.
     sessions: BTreeMap<SessionKey, SessionOpened>,
     /// Operations that have ended.
     ended: Vec<Ended>,
@@ -109,6 +146,12 @@ pub(crate) struct Service {
     grace: Duration,
     /// It stops, and at that time at the latest.
     stop_at: Option<Instant>,
+    /// It stops, and waits for nobody.
+    quits: bool,
+    /// While it stops: the others know that nothing is left here.
+    told_idle: bool,
+    /// Other loops that have not said so.
+    busy_others: usize,
 }
 
 /// The machines' view of a turn.
@@ -143,21 +186,26 @@ impl Service {
         };
         // Who waits for several loops would else not see that one has panicked.
         drop(ready);
+        let mut watched = Ok(());
         reactor.run(device, |turn| {
-            let registered = turn
-                .sockets
-                .register(service.disk.descriptor(), DISK, Interest::READABLE);
-            if let Err(e) = registered {
-                tracing::error!("the disks can't be watched: {e}");
+            let disk = service.disk.descriptor();
+            watched = turn.sockets.register(disk, DISK, Interest::READABLE);
+            if watched.is_err() {
                 turn.stop();
             }
             service
         })?;
-        Ok(())
+        Ok(watched?)
     }
 
     fn new(device: &mut LocalDevice, plan: Plan) -> Result<(Self, SocketAddr), StartError> {
-        let Plan { config, shared, tell } = plan;
+        let Plan {
+            config,
+            shared,
+            place,
+            tell,
+        } = plan;
+        let share = Share::new(place.index, place.loops.len()).unwrap_or(Share::WHOLE);
         let mut dice = Dice::new()?;
         let disk = Disk::new(config.disk)?;
         let cx = &mut Cx {
@@ -167,12 +215,14 @@ impl Service {
         };
         let ((rtrs, local), rnbd) = match shared {
             Some((door, places)) => (
-                Rtrs::listen_with(cx, config.rtrs, Box::new(door))?,
-                Rnbd::with_places(config.limits, Box::new(places)),
+                Rtrs::listen_share(cx, config.rtrs, Box::new(door), share)?,
+                Rnbd::with_share(config.limits, Box::new(places), share),
             ),
             None => (Rtrs::listen(cx, config.rtrs)?, Rnbd::new(config.limits)),
         };
         let service = Self {
+            busy_others: place.others(),
+            place,
             rtrs,
             rnbd,
             disk,
@@ -186,13 +236,19 @@ impl Service {
             next_job: 0,
             grace: config.grace,
             stop_at: None,
+            quits: false,
+            told_idle: false,
         };
         Ok((service, local))
     }
 
+    fn is_home(&self, session: SessionKey) -> bool {
+        self.rtrs.share().of_session(session) == self.place.index
+    }
+
     fn told(&mut self, turn: &mut TurnCx<'_, Done>, output: Output) {
         match &output {
-            Output::SessionOpened(opened) => {
+            Output::SessionOpened(opened) if self.is_home(opened.session) => {
                 self.sessions.insert(opened.session, opened.clone());
                 let _ = self.tell.send(ServeEvent::SessionOpened(opened.clone()));
             }
@@ -273,8 +329,10 @@ impl Service {
                 }
             }
             Action::Close { ticket, store } => self.close(turn, ticket, store),
-            // A session is one loop's, with its devices.
-            Action::TakeOver { ticket, .. } => self.rnbd.taken_over(ticket, Err(Errno::EOPNOTSUPP)),
+            Action::TakeOver { ticket, home, store } => {
+                let part = self.place.images.part(home, store).ok_or(Errno::ENODEV);
+                self.rnbd.taken_over(ticket, part.map(|part| self.disk.add(part)));
+            }
             Action::Io(ticket, session, op) => match self.rtrs.memory(session) {
                 Some(memory) => self.disk.start(session, ticket, op, memory),
                 // A session that is gone is answered to nobody.
@@ -288,6 +346,9 @@ impl Service {
         let Some(export) = self.disk.take(store) else {
             return self.rnbd.closed(ticket);
         };
+        if self.place.others() > 0 {
+            self.place.images.withdraw(self.place.index, store);
+        }
         let export = Box::new(export);
         let job = move || {
             drop(export);
@@ -304,14 +365,63 @@ impl Service {
         self.rtrs.is_idle() && self.rnbd.is_idle() && !self.disk.is_busy() && turn.jobs.under_way() == 0
     }
 
+    /// A loop that stops is needed by others as long as they let clients in, and have sessions.
     fn look_stopped(&mut self, turn: &mut TurnCx<'_, Done>) {
         let Some(at) = self.stop_at else { return };
-        if self.is_idle(turn) {
+        let idle = self.is_idle(turn);
+        if idle && !core::mem::replace(&mut self.told_idle, true) {
+            let others = (0..=self.place.others()).filter(|other| *other != self.place.index);
+            others.for_each(|other| self.place.tell(other, Letter::Idle));
+        }
+        let quits = self.quits && !self.disk.is_busy() && turn.jobs.under_way() == 0;
+        if quits || (idle && self.busy_others == 0) {
             turn.stop();
         } else if at <= turn.now {
             tracing::warn!("requests are still being worked on, or files being written back, at shutdown");
             turn.stop();
         }
+    }
+
+    fn stop(&mut self, turn: &mut TurnCx<'_, Done>) {
+        self.stop_at.get_or_insert(turn.now + self.grace);
+        self.rtrs.stop(cx!(turn, self.dice));
+    }
+
+    /// Another loop has something to say.
+    fn letter(&mut self, turn: &mut TurnCx<'_, Done>, from: usize, letter: Letter) {
+        match letter {
+            Letter::Rtrs(letter) => self.rtrs.letter(cx!(turn, self.dice), from, letter),
+            Letter::Rnbd(letter) => {
+                // What RTRS was told before comes first.
+                self.pass_on(turn);
+                self.rnbd.letter(turn.now, from, letter);
+            }
+            Letter::Idle => self.busy_others = self.busy_others.saturating_sub(1),
+        }
+    }
+
+    /// Sends what the machines here have for those of other loops.
+    fn post_letters(&mut self) {
+        while let Some((to, letter)) = self.rtrs.poll_letter() {
+            self.place.tell(to, Letter::Rtrs(letter));
+        }
+        while let Some((to, letter)) = self.rnbd.poll_letter() {
+            self.place.tell(to, Letter::Rnbd(letter));
+        }
+    }
+
+    /// Passes on what one machine has for the other, and for the disks. True: there was something.
+    fn pass_on(&mut self, turn: &mut TurnCx<'_, Done>) -> bool {
+        let mut worked = false;
+        while let Some(output) = self.rtrs.poll_output() {
+            worked = true;
+            self.told(turn, output);
+        }
+        while let Some(action) = self.rnbd.poll_action() {
+            worked = true;
+            self.act(turn, action);
+        }
+        worked
     }
 
     fn stats(&self, turn: &mut TurnCx<'_, Done>) -> ServeStats {
@@ -323,6 +433,7 @@ impl Service {
             rnbd: self.rnbd.counters(),
             rtrs: self.rtrs.counters().named(),
             sessions: vec![self.sessions.len()],
+            requests: vec![self.rnbd.counters().requests],
         }
     }
 }
@@ -339,9 +450,11 @@ impl Loop for Service {
             Command::GaveWay(path) => self.rtrs.gave_way(cx!(turn, self.dice), path),
             #[cfg(test)]
             Command::Panic => panic!("as it is to be"),
-            Command::Stop => {
-                self.stop_at.get_or_insert(turn.now + self.grace);
-                self.rtrs.stop(cx!(turn, self.dice));
+            Command::Letter(from, letter) => self.letter(turn, from, letter),
+            Command::Stop => self.stop(turn),
+            Command::Quit => {
+                self.quits = true;
+                self.stop(turn);
             }
         }
     }
@@ -367,8 +480,13 @@ impl Loop for Service {
             Ok(Done::Opened(ticket, opened)) => {
                 let opened = opened.map(|(identity, export)| {
                     let (geometry, label) = (export.image().geometry(), export.image().label().to_owned());
+                    let part = (self.place.others() > 0).then(|| export.part());
+                    let store = self.disk.add(*export);
+                    if let Some(part) = part {
+                        self.place.images.offer(self.place.index, store, part);
+                    }
                     Opened {
-                        store: self.disk.add(*export),
+                        store,
                         geometry,
                         identity,
                         label,
@@ -392,15 +510,7 @@ impl Loop for Service {
     }
 
     fn work(&mut self, turn: &mut TurnCx<'_, Done>) -> bool {
-        let mut worked = false;
-        while let Some(output) = self.rtrs.poll_output() {
-            worked = true;
-            self.told(turn, output);
-        }
-        while let Some(action) = self.rnbd.poll_action() {
-            worked = true;
-            self.act(turn, action);
-        }
+        let mut worked = self.pass_on(turn);
         if self.disk.is_busy() && !self.budget.is_spent() {
             let more = self.disk.pump(&mut self.budget, &mut self.ended);
             worked |= more && !self.budget.is_spent();
@@ -412,11 +522,17 @@ impl Loop for Service {
                 self.rnbd.io_done(ticket, result);
             }
         }
+        if self.place.others() > 0 {
+            self.post_letters();
+        }
         worked
     }
 
     fn end(&mut self, turn: &mut TurnCx<'_, Done>) {
         self.rtrs.end_batch(cx!(turn, self.dice));
+        if self.place.others() > 0 {
+            self.post_letters();
+        }
         self.look_stopped(turn);
     }
 

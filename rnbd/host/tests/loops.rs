@@ -1,4 +1,4 @@
-//! A server on several loops, to which sessions are spread.
+//! A server on several loops: who gets in and where its home is, whose the images are.
 
 mod common;
 
@@ -41,7 +41,11 @@ fn refused(r: Result<Mapped, MapFailure>) -> Errno {
 
 fn session(lab: &Lab, name: &str) -> Result<Session, rtrs::Error> {
     let path = lab.path();
-    Session::open(&Host::open(path.src.unwrap()), SessionConfig::new(name, path))
+    let config = SessionConfig {
+        connections: 3,
+        ..SessionConfig::new(name, path)
+    };
+    Session::open(&Host::open(path.src.unwrap()), config)
 }
 
 fn open(session: &Session, name: &str) -> i32 {
@@ -102,7 +106,7 @@ fn spread(loops: usize, clients: usize) {
         assert_eq!(other.client().read(3 << 20, 4096).unwrap(), [3 ^ 0x5a; 4096]);
     }
     let total = clients + 1;
-    eventually("sessions at all loops", || {
+    eventually("homes at all loops", || {
         let now = sessions(&lab);
         let (most, fewest) = (now.iter().max().unwrap(), now.iter().min().unwrap());
         now.len() == loops && now.iter().sum::<usize>() == total && most - fewest <= 1
@@ -164,7 +168,7 @@ fn limits_are_those_of_the_server() {
         c.limits.max_open = 3;
     });
     let (a, b) = (session(&lab, "a").unwrap(), session(&lab, "b").unwrap());
-    eventually("one at each loop", || sessions(&lab) == [1, 1]);
+    eventually("each loop is one's home", || sessions(&lab) == [1, 1]);
     assert!(session(&lab, "a").is_err(), "the name is another session's");
     let c = session(&lab, "c").unwrap();
     assert!(session(&lab, "d").is_err(), "there are three");

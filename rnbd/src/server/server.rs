@@ -101,15 +101,11 @@ impl Server {
             taken: 0,
             most: limits.max_open,
         };
-        Self::with_places(limits, Box::new(places))
+        Self::with_share(limits, Box::new(places), Share::WHOLE)
     }
 
-    /// A server without sessions, which asks somebody else whether it may have one more device open.
-    pub fn with_places(limits: Limits, places: Box<dyn Places>) -> Self {
-        Self::with_share(limits, places, Share::WHOLE)
-    }
-
-    /// One share of a server that is in several loops, as the RTRS server beside it is.
+    /// One share of a server that is in several loops, as the RTRS server beside it is. All ask the same one whether one more device
+    /// may be open.
     pub fn with_share(limits: Limits, places: Box<dyn Places>, share: Share) -> Self {
         Self {
             share,
@@ -158,12 +154,16 @@ impl Server {
 
     fn session_opened(&mut self, now: Instant, opened: SessionOpened) {
         let SessionOpened {
-            session, name, peer, ..
+            session,
+            name,
+            peer,
+            connections,
         } = opened;
         if let Some(suppressed) = self.logs.sessions.pass(now) {
             tracing::info!(session = name, %peer, suppressed, "session opened");
         }
-        self.sessions.insert(session, Session::new(name, peer));
+        let shares = self.share.others_of_path(connections).collect();
+        self.sessions.insert(session, Session::new(name, peer, shares));
     }
 
     /// Its devices are closed, each after its last request; one that is being opened is closed when it has come.
@@ -536,6 +536,9 @@ impl Server {
         let found = self.devices.iter().find(|(_, d)| d.store == store).map(|(key, _)| key);
         if let Some(device) = found.and_then(|key| self.devices.get_mut(key)) {
             device.geometry.size = size;
+            if let Some(of) = device.part_of {
+                self.tell_size(of, size);
+            }
         }
     }
 }

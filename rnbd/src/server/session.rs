@@ -1,7 +1,7 @@
 //! A client's session: which devices it has open, and in which order it opens them.
 
 use core::net::SocketAddr;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use rtrs::server::request::RequestKey;
 
@@ -25,6 +25,8 @@ pub(super) struct Session {
     pub(super) name: String,
     /// The client's address.
     pub(super) peer: SocketAddr,
+    /// At home: other shares that have connections of it.
+    pub(super) shares: BTreeSet<usize>,
     /// Open devices by the number that the client has for them: the server's key.
     devices: BTreeMap<u32, u64>,
     next: u32,
@@ -34,10 +36,11 @@ pub(super) struct Session {
 }
 
 impl Session {
-    pub(super) fn new(name: String, peer: SocketAddr) -> Self {
+    pub(super) fn new(name: String, peer: SocketAddr, shares: BTreeSet<usize>) -> Self {
         Self {
             name,
             peer,
+            shares,
             devices: BTreeMap::new(),
             next: 0,
             waiting: VecDeque::new(),
@@ -114,7 +117,7 @@ mod tests {
 
     #[test]
     fn numbers_are_not_used_again_at_once_and_never_twice_at_a_time() {
-        let mut session = Session::new("s".into(), ([127, 0, 0, 1], 1).into());
+        let mut session = Session::new("s".into(), ([127, 0, 0, 1], 1).into(), BTreeSet::new());
         assert_eq!([session.enter(10), session.enter(11)], [0, 1]);
         assert_eq!((session.leave(0), session.leave(0)), (Some(10), None));
         assert_eq!(session.enter(12), 2);

@@ -1,13 +1,13 @@
 //! A server in several shares, each with the disks of its own loop.
 //!
-//! A session's home opens and closes its devices. When one is open, all other shares are told, and the client is answered when each
-//! has it too: its requests may come to any. Closing goes the other way: home's part of a device, with which what was written
-//! becomes durable, is the last to be closed.
+//! A session's home opens and closes its devices. When one is open, all other shares that have connections of the session are told,
+//! and the client is answered when each has it too: its requests may come to any. Closing goes the other way: home's part of a
+//! device, with which what was written becomes durable, is the last to be closed.
 
 use std::collections::BTreeSet;
 
 use roce_verbs::Instant;
-use rtrs::server::{Share, request::SessionKey};
+use rtrs::server::request::SessionKey;
 
 use super::{
     action::{Action, Ticket},
@@ -44,6 +44,8 @@ enum Message {
     Close(u64),
     /// To home: it is.
     Closed(u64),
+    /// To home: it has become larger, to so many bytes.
+    Resized(u64, u64),
 }
 
 /// What home knows of a device's parts at the other shares.
@@ -119,6 +121,11 @@ impl Server {
                 }
                 self.close_if_unused(device);
             }
+            Message::Resized(device, size) => {
+                if let Some(d) = self.devices.get_mut(device) {
+                    d.geometry.size = size;
+                }
+            }
         }
     }
 
@@ -133,7 +140,8 @@ impl Server {
 
     /// A device is open, and the client's number for it `id`. True: it can be answered at once; else when all shares have it.
     pub(super) fn tell_shares(&mut self, open: &OpenRequest, id: u32, device: u64) -> bool {
-        let others: BTreeSet<usize> = others(self.share).collect();
+        let session = self.sessions.get(&open.request.session);
+        let others = session.map_or_else(BTreeSet::new, |session| session.shares.clone());
         let Some(d) = self.devices.get_mut(device).filter(|_| !others.is_empty()) else {
             return true;
         };
@@ -259,6 +267,11 @@ impl Server {
         }
     }
 
+    /// A part was found to be larger than before.
+    pub(super) fn tell_size(&mut self, of: Original, size: u64) {
+        self.write(of.0, Message::Resized(of.1, size));
+    }
+
     /// A part is not used any more: it is being closed.
     pub(super) fn part_goes(&mut self, of: Original) {
         self.parts.insert(of, Part::Going);
@@ -269,8 +282,4 @@ impl Server {
         self.parts.remove(&of);
         self.write(of.0, Message::Closed(of.1));
     }
-}
-
-fn others(share: Share) -> impl Iterator<Item = usize> {
-    (0..share.count()).filter(move |other| *other != share.index())
 }

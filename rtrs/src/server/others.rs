@@ -25,11 +25,7 @@ pub(crate) struct Others {
 impl Others {
     /// Of a path with so many connections whose home is `share`.
     pub(crate) fn new(share: Share, connections: u16) -> Self {
-        let last = connections.min(u16::try_from(share.count()).unwrap_or(u16::MAX));
-        let shares = (1..=last)
-            .filter(|cid| *cid < connections)
-            .map(|cid| share.of_connection(cid))
-            .filter(|other| *other != share.index());
+        let shares = share.others_of_path(connections);
         Self {
             shares: shares.map(|other| (other, Stage::Told)).collect(),
             made: BTreeSet::new(),

@@ -3,7 +3,8 @@
 //!
 //! A turn of the loop that drives it: completions ([`Server::completion`]) and events ([`Server::event`]), answers of the user
 //! ([`Server::answer`]), timers ([`Server::timeout`]), and at its end [`Server::end_batch`]. [`Server::poll_output`] is to be
-//! asked after each of them until it has nothing more.
+//! asked after each of them until it has nothing more. So are letters, [`Server::letter`] and [`Server::poll_letter`], if the server is
+//! one of several [`Share`]s.
 
 use core::{fmt, net::SocketAddr};
 use std::{collections::BTreeMap, sync::Arc};
@@ -139,24 +140,13 @@ impl Server {
     /// Says what is wrong with the configuration, or why the address can't be listened on.
     pub fn listen(cx: &mut Cx<'_>, config: ServerConfig) -> Result<(Self, SocketAddr), Error> {
         let admission = Admission::new(config.limits(), config.allow.clone());
-        Self::listen_with(cx, config, Box::new(admission))
+        Self::listen_share(cx, config, Box::new(admission), Share::WHOLE)
     }
 
-    /// Starts to listen, and asks somebody else who gets in: what the configuration says of that is his affair. Returns where.
-    ///
-    /// # Errors
-    /// As [`listen`](Self::listen).
-    pub fn listen_with(
-        cx: &mut Cx<'_>,
-        config: ServerConfig,
-        admission: Box<dyn Doorkeeper>,
-    ) -> Result<(Self, SocketAddr), Error> {
-        Self::listen_share(cx, config, admission, Share::WHOLE)
-    }
-
-    /// Starts to listen as one share of a server, of which each is in a loop of its own. The connection requests of a session have
-    /// to come to the shares that [`Share::of_connection`] of the session's home says, and letters
-    /// ([`poll_letter`](Self::poll_letter)) to those that they are for.
+    /// Starts to listen as one share of a server, of which each is in a loop of its own, and all ask the same one who gets in: what
+    /// the configuration says of that is his affair. The connection requests of a session have to come to the shares that
+    /// [`Share::of_connection`] of the session's home says, and letters ([`poll_letter`](Self::poll_letter)) to those that they are
+    /// for. Returns where it listens.
     ///
     /// # Errors
     /// As [`listen`](Self::listen).

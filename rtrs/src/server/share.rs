@@ -45,6 +45,16 @@ impl Share {
         (self.index + (cid as usize).saturating_sub(1)) % self.count
     }
 
+    /// The other shares that have connections of a path with so many, the service connection included, if this is its home. Each is
+    /// there once.
+    pub fn others_of_path(self, connections: u16) -> impl Iterator<Item = usize> {
+        let last = connections.min(u16::try_from(self.count).unwrap_or(u16::MAX));
+        (1..=last)
+            .filter(move |cid| *cid < connections)
+            .map(move |cid| self.of_connection(cid))
+            .filter(move |other| *other != self.index)
+    }
+
     /// The home of a session of which connection `cid` has come here.
     pub(crate) const fn home_of(self, cid: u16) -> usize {
         let away = (cid as usize).saturating_sub(1) % self.count;

@@ -245,6 +245,14 @@ impl Lab {
         self.stats.lock().unwrap().clone()
     }
 
+    pub(crate) fn ask_to_end(&self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn has_ended(&self) -> bool {
+        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
     /// Ends the server.
     pub(crate) fn end(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
