@@ -4,7 +4,7 @@ use std::{
     collections::{BTreeMap, VecDeque},
     fmt, io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::Arc,
+    sync::{Arc, atomic::Ordering::Relaxed},
 };
 
 use rnbd::{
@@ -127,11 +127,7 @@ struct Store {
     ways: Ways,
     /// The file's size as of a turn.
     look: (u64, Look),
-    /// Writes under way.
-    writes: usize,
-    /// The one write that is under way is to stay the only one.
-    alone: bool,
-    /// Writes that wait for it, or are it, in their order.
+    /// Writes that wait for one that is to be alone, or are it, in their order.
     held: VecDeque<usize>,
 }
 
@@ -144,14 +140,23 @@ impl Store {
         }
     }
 
-    /// Lets a write begin, if it may.
-    fn enter(&mut self, alone: bool) -> bool {
-        let free = !self.alone && (!alone || self.writes == 0);
-        if free {
-            self.writes += 1;
-            self.alone = alone;
+    /// Lets a write begin, if it may. Parts of blocks are written on the way past the page cache alone.
+    fn enter(&self, alone: bool) -> bool {
+        let image = self.export.image();
+        !image.is_direct() || image.writing.enter(alone)
+    }
+
+    /// A write that has begun is over.
+    fn leave(&self) {
+        let image = self.export.image();
+        if image.is_direct() {
+            image.writing.leave();
         }
-        free
+    }
+
+    /// Writes wait here, perhaps for another loop's.
+    fn waits_for_others(&self) -> bool {
+        !self.held.is_empty() && self.export.image().shared.load(Relaxed)
     }
 }
 
@@ -179,6 +184,8 @@ pub struct Disk {
     stores: BTreeMap<StoreId, Store>,
     schedule: Schedule<Arc<Pages>>,
     flights: Slab<Flight>,
+    /// Of these, writes that are held.
+    held: usize,
     /// Flights whose next call is to be made.
     ready: VecDeque<usize>,
     /// Over before they had their turn.
@@ -214,6 +221,7 @@ impl Disk {
             stores: BTreeMap::new(),
             schedule: Schedule::new(config.limits),
             flights: Slab::new(),
+            held: 0,
             ready: VecDeque::new(),
             over: Vec::new(),
             grown: Vec::new(),
@@ -258,8 +266,6 @@ impl Disk {
             export,
             ways,
             look: (0, Look::default()),
-            writes: 0,
-            alone: false,
             held: VecDeque::new(),
         };
         tracing::debug!(image = store.export.image().label(), ?ways, "disk");
@@ -350,6 +356,9 @@ impl Disk {
     pub fn pump(&mut self, budget: &mut Budget, done: &mut Vec<Ended>) -> bool {
         self.turn += 1;
         done.append(&mut self.over);
+        // Nobody says when another loop's write is over.
+        let others = self.wait_for_others();
+        others.iter().for_each(|store| self.let_in(*store));
         self.end(done);
         let mut stopped = true;
         for _ in 0..ROUNDS {
@@ -370,7 +379,19 @@ impl Disk {
             RingState::Open(ring) => ring.is_behind(),
             RingState::Unopened | RingState::Missing => false,
         };
-        behind || !self.ready.is_empty() || (stopped && self.schedule.waiting() > 0)
+        let behind = behind || !self.ready.is_empty() || !self.wait_for_others().is_empty();
+        behind || (stopped && self.schedule.waiting() > 0)
+    }
+
+    /// Devices with writes that perhaps wait for another loop's.
+    fn wait_for_others(&self) -> Vec<StoreId> {
+        match self.held {
+            0 => Vec::new(),
+            _ => {
+                let stores = self.stores.iter().filter(|(_, store)| store.waits_for_others());
+                stores.map(|(id, _)| *id).collect()
+            }
+        }
     }
 
     /// Starts operations and goes on with them, as far as there is room and the budget reaches.
@@ -433,6 +454,7 @@ impl Disk {
         flight.entered = writes && store.held.is_empty() && store.enter(flight.alone);
         if writes && !flight.entered {
             store.held.push_back(key);
+            self.held += 1;
         } else {
             self.ready.push_back(key);
         }
@@ -541,10 +563,17 @@ impl Disk {
 
     /// A write of a store is over; those that it kept waiting are ready.
     fn leave(&mut self, store: StoreId) {
+        if let Some(store) = self.stores.get(&store) {
+            store.leave();
+        }
+        self.let_in(store);
+    }
+
+    /// Writes that were held begin, as far as they may.
+    fn let_in(&mut self, store: StoreId) {
         let Some(store) = self.stores.get_mut(&store) else {
             return;
         };
-        (store.writes, store.alone) = (store.writes - 1, false);
         while let Some(&key) = store.held.front() {
             let next = self.flights.get_mut(key);
             let Some(next) = next.filter(|next| store.enter(next.alone)) else {
@@ -552,6 +581,7 @@ impl Disk {
             };
             next.entered = true;
             store.held.pop_front();
+            self.held -= 1;
             self.ready.push_back(key);
         }
     }

@@ -11,7 +11,10 @@ use std::{
     },
     path::{Path, PathBuf},
     str::FromStr,
-    sync::{Arc, Weak, atomic::AtomicBool},
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicBool, Ordering::SeqCst},
+    },
 };
 
 use parking_lot::Mutex;
@@ -279,6 +282,7 @@ impl OpenExport {
     /// The same open file for another loop's disks: what is written by any of them, flushed, or lost is that of all. The right to
     /// write stays here, so that parts are to be dropped first.
     pub fn part(&self) -> Self {
+        self.image.shared.store(true, SeqCst);
         Self {
             image: self.image.clone(),
             _writer: None,

@@ -8,7 +8,7 @@ use std::{
     path::Path,
 };
 
-use common::{Case, MIB, WAYS, everywhere};
+use common::{Case, MIB, Rig, WAYS, config, everywhere};
 use rnbd::{Errno, block::BlockOp};
 use rnbd_disk::{Caching, Image};
 
@@ -225,6 +225,59 @@ fn parts_of_one_block_do_not_overwrite_each_other() {
         let block = i.read(0, 4096).unwrap();
         assert!((0..4096).all(|at| block[at] == (at / 64) as u8 + 1));
         assert_eq!(i.read(4096, 64 * 4096).unwrap(), vec![0xaa; 64 * 4096]);
+    });
+}
+
+/// The same by the disks of two loops, which have one open image.
+#[test]
+fn parts_of_one_block_that_come_by_two_loops_do_not_overwrite_each_other() {
+    const BLOCKS: u64 = 3;
+    everywhere(|case| {
+        let mut first = case.image(MIB);
+        for turn in 0..4u8 {
+            let part = first.disk.store(first.store).unwrap().part();
+            let write = |i: &mut Rig, mine: u64| {
+                i.memory.write(0, &[turn * 2 + mine as u8 + 1; 4096]).unwrap();
+                for at in (0..BLOCKS * 64).filter(|at| at % 2 == mine) {
+                    i.start(BlockOp::Write { fua: false }, at * 64, 64, 0);
+                }
+                // And a whole block beside them.
+                i.start(BlockOp::Write { fua: false }, (BLOCKS + mine) * 4096, 4096, 0);
+                i.settle();
+                assert!(i.done.drain(..).all(|(_, result)| result.is_ok()));
+            };
+            std::thread::scope(|scope| {
+                scope.spawn(move || write(&mut Rig::of(config(case.way), part), 1));
+                write(&mut first, 0);
+            });
+            let bytes = first.read(0, (BLOCKS + 2) as usize * 4096).unwrap();
+            let whose = |at: usize| match at as u64 / 4096 {
+                BLOCKS.. => at / 4096 - BLOCKS as usize,
+                _ => at / 64 % 2,
+            };
+            assert!(
+                (0..bytes.len()).all(|at| bytes[at] == turn * 2 + whose(at) as u8 + 1),
+                "{turn}"
+            );
+        }
+    });
+}
+
+/// They have one open file.
+#[test]
+fn what_a_part_has_written_is_flushed_by_the_other() {
+    everywhere(|case| {
+        let mut first = case.image(MIB);
+        let part = first.disk.store(first.store).unwrap().part();
+        assert_eq!(part.image().geometry(), first.geometry());
+        let mut other = Rig::of(config(case.way), part);
+        other.write(4096, &[7; 4096], false).unwrap();
+        first.flush().unwrap();
+        assert_eq!(first.read(4096, 4096).unwrap(), [7; 4096]);
+        // Each is given back by itself.
+        drop(other.disk.take(other.store).unwrap());
+        first.write(0, &[8; 512], true).unwrap();
+        drop(first.disk.take(first.store).unwrap());
     });
 }
 

@@ -14,7 +14,7 @@ use rnbd::{
     block::{BlockOp, Geometry},
     server::disk::{DiskOp, IoTicket, StoreId},
 };
-use rnbd_disk::{Budget, Caching, Disk, DiskConfig, Ended, Image, Way, Ways};
+use rnbd_disk::{Budget, Caching, Disk, DiskConfig, Ended, Image, OpenExport, Way, Ways};
 use roce_mem::Pages;
 use rtrs::server::request::SessionKey;
 
@@ -92,9 +92,13 @@ impl Rig {
     }
 
     pub(crate) fn with(config: DiskConfig, image: Image) -> Self {
+        Self::of(config, image.into())
+    }
+
+    pub(crate) fn of(config: DiskConfig, export: OpenExport) -> Self {
         let mut disk = Disk::new(config).unwrap();
         Self {
-            store: disk.add(image.into()),
+            store: disk.add(export),
             disk,
             memory: Pages::allocate(ROOM).unwrap(),
             tickets: 0,
