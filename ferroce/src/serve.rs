@@ -94,8 +94,9 @@ pub(crate) struct ServeArgs {
     /// and requests are a little cheaper
     #[arg(long, value_name = "on|off", value_parser = on_off, default_value = "on", action = ArgAction::Set)]
     always_invalidate: bool,
-    /// Loops, each in a thread of its own: sessions are spread over them, and each is served by one. More than one pays if there
-    /// are several clients, and a processor for each loop
+    /// Loops, each in a thread of its own, over which the connections of each session are spread. More than one pays if clients
+    /// have several connections, as Linux has one for each of its processors, or there are several clients; and if there is a
+    /// processor for each loop
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     threads: u16,
     /// Past the page cache, where the file system can do that (O_DIRECT)
