@@ -302,9 +302,7 @@ impl Service {
 
     fn opened(&mut self, session: SessionId, info: SessionInfo) {
         (self.session, self.info) = (Some(session), Some(info));
-        if !self.place.is_home() {
-            // Home maps the device.
-        } else if self.phase == Phase::Opening {
+        if self.place.is_home() && self.phase == Phase::Opening {
             self.phase = Phase::Mapping;
             let (device, mode) = (&self.config.device, self.config.mode);
             self.device = Some(self.rnbd.map(session, device, mode));

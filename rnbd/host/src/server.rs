@@ -15,7 +15,7 @@ use rnbd::{
         Server as Rnbd,
         action::{Action, Identity, OpenRefused, Opened, Ticket},
         disk::StoreId,
-        spread::Letter as RnbdLetter,
+        parts::Letter as RnbdLetter,
     },
 };
 use rnbd_disk::{Budget, Disk, Ended, Exports, OpenExport};

@@ -36,7 +36,7 @@ fn clients(map: &mut Mapped, loops: usize, each: usize) -> Vec<Client> {
 
 /// What a client writes at an offset.
 fn stamp(client: usize, at: u64, len: usize) -> Vec<u8> {
-    let word = (client as u64) << 56 | at;
+    let word = ((client as u64) << 56) | at;
     (0..len as u64 / 8).flat_map(|n| (word + n).to_le_bytes()).collect()
 }
 
@@ -145,7 +145,7 @@ fn a_connection_sees_and_flushes_what_another_loops_has_written() {
     let mut map = map(&lab, 2, |_| {}).unwrap();
     let mut nbd = clients(&mut map, 2, 1);
     for turn in 0..200u64 {
-        let (a, b) = ((turn % 2) as usize, (turn % 2 == 0) as usize);
+        let (a, b) = ((turn % 2) as usize, 1 - (turn % 2) as usize);
         let data = [turn as u8; 4096];
         assert_eq!(nbd[a].write(turn % 7 * 4096, &data, 0), 0);
         assert_eq!(nbd[b].call(cmd::FLUSH, 0, 0, 0, &[]), 0);
@@ -217,7 +217,7 @@ fn stopping_waits_for_no_client_that_reads_nothing() {
     let mut nbd = clients(&mut map, 2, 1);
     // At the second loop.
     for n in 0..64 {
-        nbd[1].send(cmd::READ, 0, n % 8 << 20, 1 << 20, &[]);
+        nbd[1].send(cmd::READ, 0, (n % 8) << 20, 1 << 20, &[]);
     }
     map.end().unwrap();
 }

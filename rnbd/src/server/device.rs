@@ -5,7 +5,7 @@ use rtrs::server::request::RequestKey;
 use super::{
     action::{Identity, Opened},
     disk::StoreId,
-    spread::{Original, Parts},
+    parts::{Original, Parts},
 };
 use crate::{
     block::Geometry,

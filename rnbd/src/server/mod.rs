@@ -5,13 +5,14 @@ mod device;
 pub mod disk;
 mod limits;
 mod logs;
+pub mod parts;
 pub mod queue;
 mod request;
 pub mod schedule;
 #[expect(clippy::module_inception, reason = "the machine itself, beside its parts")]
 mod server;
 mod session;
-pub mod spread;
+mod spread;
 pub mod sync;
 
 pub use limits::{Limits, Places, ServerCounters};

@@ -21,9 +21,9 @@ use super::{
     disk::{DiskOp, IoTicket, StoreId},
     limits::{Limits, OwnPlaces, Places, ServerCounters},
     logs::Logs,
+    parts::{Coming, Letter, Original, Part},
     request::Io,
     session::{OpenRequest, Session},
-    spread::{Coming, Letter, Original, Part},
 };
 use crate::{
     block::BlockOp,

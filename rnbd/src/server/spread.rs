@@ -13,79 +13,11 @@ use super::{
     action::{Action, Ticket},
     device::Device,
     disk::StoreId,
+    parts::{Coming, Letter, Message, Original, Part, Parts},
     server::{Job, Server},
     session::{OpenRequest, Session},
 };
-use crate::{block::Geometry, errno::Errno};
-
-/// A letter to another share, by [`Server::letter`].
-#[derive(Clone, PartialEq, Debug)]
-pub struct Letter(Message);
-
-/// A device of another share's: the share, and its key there.
-pub(super) type Original = (usize, u64);
-
-#[derive(Clone, PartialEq, Debug)]
-enum Message {
-    /// From home: a session has a device.
-    Device {
-        session: SessionKey,
-        /// The client's number.
-        id: u32,
-        /// Home's key.
-        device: u64,
-        /// Home's.
-        store: StoreId,
-        geometry: Geometry,
-    },
-    /// To home: its requests may come, or can't.
-    Known(u64, Result<(), Errno>),
-    /// From home: it is to be closed.
-    Close(u64),
-    /// To home: it is.
-    Closed(u64),
-    /// To home: it has become larger, to so many bytes.
-    Resized(u64, u64),
-}
-
-/// What home knows of a device's parts at the other shares.
-#[derive(Debug, Default)]
-pub(super) struct Parts {
-    /// Shares that have not said that they have it, or that they can't.
-    unknown: BTreeSet<usize>,
-    /// Shares that have not closed it.
-    open: BTreeSet<usize>,
-    /// The client's session and number, and its request.
-    waits: Option<(u32, OpenRequest)>,
-    failed: Option<Errno>,
-}
-
-impl Parts {
-    /// Whether no other share has it.
-    pub(super) fn are_closed(&self) -> bool {
-        self.open.is_empty()
-    }
-}
-
-/// What a share has of another's device.
-#[derive(Debug)]
-pub(super) enum Part {
-    /// It is being taken over; perhaps it is to be closed at once.
-    Coming { closing: bool },
-    /// Its key here.
-    Here { device: u64, session: SessionKey, id: u32 },
-    /// It is being closed.
-    Going,
-}
-
-/// A device that is being taken over.
-#[derive(Debug)]
-pub(super) struct Coming {
-    of: Original,
-    session: SessionKey,
-    id: u32,
-    geometry: Geometry,
-}
+use crate::errno::Errno;
 
 impl Server {
     /// The next letter, and the share that it is for. Letters to a share have to come there in their order, and after what RTRS had

@@ -10,7 +10,7 @@ use rnbd::{
         Limits, Places, Server,
         action::{Action, Identity, Opened},
         disk::StoreId,
-        spread::Letter,
+        parts::Letter,
     },
 };
 use roce_verbs::Instant;

@@ -124,7 +124,7 @@ impl Chunks {
     }
 
     /// Whether a request of this path may have the chunk. If it may, the chunk is kept for it: by [`revoking`](Self::revoking),
-    /// [`begin`](Self::begin) or [`let_go`](Self::let_go).
+    /// [`begin`](Self::begin) or [`let_go`](Self::let_go), at the latest [`path_gone`](Self::path_gone).
     ///
     /// # Errors
     /// When a request of the same path has it, or waits for it.
@@ -146,11 +146,6 @@ impl Chunks {
     /// A request does not begin for which the chunk was kept, or is over. True: another share waits for the chunk.
     pub(crate) fn let_go(&self, chunk: u16, path: PathKey) -> bool {
         self.hold.as_ref().is_some_and(|hold| hold.leave(chunk, path))
-    }
-
-    /// Whether nobody works in it here.
-    pub(crate) fn is_idle(&self, chunk: u16) -> bool {
-        self.get(chunk).is_none_or(Chunk::is_idle)
     }
 
     /// Has a request wait for its chunk.
@@ -279,7 +274,11 @@ impl Chunks {
         let mut wanted = Vec::new();
         for (index, chunk) in (0..).zip(&mut self.chunks) {
             let had = chunk.owner().is_some_and(|owner| owner.path == path);
-            if had && chunk.step(ChunkEvent::PathGone) && self.hold.as_ref().is_some_and(|h| h.leave(index, path)) {
+            if had && !chunk.step(ChunkEvent::PathGone) {
+                continue;
+            }
+            // Also what was kept for a request that did not begin.
+            if self.hold.as_ref().is_some_and(|hold| hold.leave(index, path)) {
                 wanted.push(index);
             }
         }
@@ -427,6 +426,10 @@ mod tests {
         there.revoking(1, b).unwrap();
         assert!(matches!(here.room(1, a.path), Ok(Room::Busy)));
         assert_eq!(there.path_gone(b.path), [1], "not what the user works on");
+        // One that was kept, and then not used.
+        assert!(matches!(there.room(1, b.path), Ok(Room::Free)));
+        assert!(matches!(here.room(1, a.path), Ok(Room::Busy)));
+        assert_eq!(there.path_gone(b.path), [1]);
         assert!(matches!(here.room(1, a.path), Ok(Room::Free)));
         assert!(matches!(here.room(0, a.path), Ok(Room::Busy)));
     }

@@ -3,7 +3,8 @@
 //!
 //! A turn of the loop that drives it: completions ([`Server::completion`]) and events ([`Server::event`]), answers of the user
 //! ([`Server::answer`]), timers ([`Server::timeout`]), and at its end [`Server::end_batch`]. [`Server::poll_output`] is to be
-//! asked after each of them until it has nothing more.
+//! asked after each of them until it has nothing more. So are letters, [`Server::letter`] and [`Server::poll_letter`], if the server is
+//! one of several [`Share`]s.
 
 use core::{fmt, net::SocketAddr};
 use std::{collections::BTreeMap, sync::Arc};

@@ -379,15 +379,6 @@ impl Session {
         }
     }
 
-    /// A request gets its chunk, which is kept for it.
-    fn start(&mut self, cx: &mut Cx<'_>, chunk: u16, asked: Asked, effects: &mut Effects) -> Result<(), PathError> {
-        let started = self.take_back(cx, chunk, asked, effects);
-        if started.is_err() && self.chunks.is_idle(chunk) {
-            self.let_go(chunk, asked.path, effects);
-        }
-        started
-    }
-
     /// Other shares may have a chunk.
     fn let_go(&self, chunk: u16, path: PathKey, effects: &mut Effects) {
         if self.chunks.let_go(chunk, path) {
@@ -395,8 +386,9 @@ impl Session {
         }
     }
 
-    /// The client's key of a chunk is taken back, before its request begins.
-    fn take_back(&mut self, cx: &mut Cx<'_>, chunk: u16, asked: Asked, effects: &mut Effects) -> Result<(), PathError> {
+    /// A request gets its chunk, which is kept for it: first the client's key is taken back. If that fails the path is over, and with
+    /// it the chunk is free.
+    fn start(&mut self, cx: &mut Cx<'_>, chunk: u16, asked: Asked, effects: &mut Effects) -> Result<(), PathError> {
         let path = self.paths.get(&asked.path).filter(|path| path.is_alive());
         let Some(path) = path else {
             self.let_go(chunk, asked.path, effects);

@@ -63,9 +63,11 @@ fn counters_do_not_go_back_when_a_process_stops_or_is_killed() {
     let running = sends(&place, ADDR);
     assert!(running >= 10);
     signal(&client, "-STOP");
-    let now = place.statistics();
+    let stands = |s: &Statistics| s.processes.iter().any(|p| p.pid == client.pid() && !p.answered);
+    // A signal takes its time.
+    let now = place.until("it stands still", stands);
     let stopped = now.processes.iter().find(|p| p.pid == client.pid()).unwrap();
-    assert!(!stopped.answered && stopped.report.as_ref().unwrap().counters[SENDS] >= 5);
+    assert!(stopped.report.as_ref().unwrap().counters[SENDS] >= 5);
     let stopped = sends(&place, ADDR);
     assert!(stopped >= running);
     client.kill();
