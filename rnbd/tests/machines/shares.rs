@@ -58,37 +58,49 @@ struct World {
     /// Answers: the error number, and the number of a device that was opened.
     answers: BTreeMap<RequestKey, (i32, Option<u32>)>,
     asked: BTreeSet<RequestKey>,
+    /// Of the device that was opened last.
+    sectors: u64,
     /// A loop whose disks can take over nothing.
     full: Option<usize>,
 }
 
 impl World {
-    fn new() -> Self {
+    fn without_session() -> Self {
         let one = |index| Loop {
             server: Server::with_share(Limits::default(), Box::new(Room), Share::new(index, SHARES).unwrap()),
             waiting: VecDeque::new(),
             stores: BTreeSet::new(),
             next: 100 * index as u32,
         };
-        let mut world = Self {
+        Self {
             loops: (0..SHARES).map(one).collect(),
             letters: BTreeMap::new(),
             serial: 0,
             answers: BTreeMap::new(),
             asked: BTreeSet::new(),
+            sectors: 0,
             full: None,
-        };
+        }
+    }
+
+    fn new() -> Self {
+        let mut world = Self::without_session();
         (0..SHARES).for_each(|index| world.session(index, true));
         world
     }
 
     fn session(&mut self, index: usize, begins: bool) {
+        self.session_of(index, begins, 4);
+    }
+
+    /// Of a client that has so many connections.
+    fn session_of(&mut self, index: usize, begins: bool, connections: u16) {
         let output = match begins {
             true => Output::SessionOpened(SessionOpened {
                 session: SESSION,
                 name: "s".into(),
                 peer: ([192, 0, 2, 1], 1000).into(),
-                connections: 4,
+                connections,
             }),
             false => Output::SessionClosed {
                 session: SESSION,
@@ -145,8 +157,9 @@ impl World {
             let (key, answer) = match action {
                 Action::Answer(key, errno) => (key, (errno, None)),
                 Action::AnswerWith { request, message, .. } => {
-                    let id = parse_open_rsp(&message).unwrap().device_id.get();
-                    (request, (0, Some(id)))
+                    let response = parse_open_rsp(&message).unwrap();
+                    self.sectors = response.nsectors.get();
+                    (request, (0, Some(response.device_id.get())))
                 }
                 other => {
                     waiting.push_back(other);
@@ -304,6 +317,38 @@ fn a_share_that_can_not_have_it_keeps_the_device_from_being_opened() {
     world.is_empty();
     world.full = None;
     world.opened("disk");
+}
+
+#[test]
+fn shares_without_connections_of_a_session_have_none_of_its_devices() {
+    for (connections, shares) in [(2, &[HOME][..]), (3, &[HOME, 2]), (4, &[0, HOME, 2])] {
+        let mut world = World::without_session();
+        for share in shares {
+            world.session_of(*share, true, connections);
+        }
+        let id = world.opened("disk");
+        for share in 0..SHARES {
+            let there = usize::from(shares.contains(&share));
+            assert_eq!(world.loops[share].stores.len(), there, "{connections}, {share}");
+        }
+        let close = world.close(HOME, id);
+        world.settle();
+        assert_eq!(world.answers[&close].0, 0);
+        world.is_empty();
+    }
+}
+
+#[test]
+fn home_is_told_that_a_device_is_larger_than_it_was() {
+    let mut world = World::new();
+    world.opened("disk");
+    let store = *world.loops[2].stores.first().unwrap();
+    world.loops[2].server.resized(store, 9 * MIB);
+    world.collect(2);
+    world.settle();
+    // The client asks for the device again, and is told.
+    world.open(HOME, "disk");
+    assert_eq!(world.sectors, 9 * MIB / 512);
 }
 
 #[test]
