@@ -12,6 +12,7 @@ use roce_verbs::{
     },
     wr::PostError,
 };
+use smallvec::SmallVec;
 
 use crate::{
     PathError,
@@ -309,9 +310,26 @@ impl Path {
         cx.provider.register(self.pd, &what)
     }
 
-    /// The chunks are there.
-    pub(crate) fn set_chunks(&mut self, chunks: MrInfo) {
+    /// The chunks are there: their session has them registered for this path's device, or they are now.
+    ///
+    /// # Errors
+    /// Of `register`.
+    pub(crate) fn use_chunks(
+        &mut self,
+        registered: &mut SmallVec<[(DeviceIx, MrInfo); 1]>,
+        register: impl FnOnce(&mut Self) -> Result<MrInfo, VerbsError>,
+    ) -> Result<(), VerbsError> {
+        let device = self.id.device;
+        let chunks = match registered.iter().find(|(of, _)| *of == device) {
+            Some((_, chunks)) => *chunks,
+            None => {
+                let chunks = register(self)?;
+                registered.push((device, chunks));
+                chunks
+            }
+        };
         self.chunks = Some(chunks);
+        Ok(())
     }
 
     /// Makes the queue pair of an I/O connection, with its receives posted, and accepts. Returns the queue pair.

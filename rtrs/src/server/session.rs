@@ -169,19 +169,8 @@ impl Session {
         let (Some(memory), Some(path)) = (&self.memory, self.paths.get_mut(&path)) else {
             return Ok(());
         };
-        let device = path.id.device;
-        let known = self.mrs.iter().find(|(of, _)| *of == device).map(|(_, mr)| *mr);
-        let mr = match known {
-            Some(mr) => mr,
-            None => {
-                let bytes = self.layout.queue_depth() as usize * self.layout.chunk_size() as usize;
-                let mr = path.register(cx, memory, bytes)?;
-                self.mrs.push((device, mr));
-                mr
-            }
-        };
-        path.set_chunks(mr);
-        Ok(())
+        let bytes = self.layout.queue_depth() as usize * self.layout.chunk_size() as usize;
+        Ok(path.use_chunks(&mut self.mrs, |path| path.register(cx, memory, bytes))?)
     }
 
     /// Home has the chunks: they are registered for a path.
@@ -192,18 +181,7 @@ impl Session {
         let Some(path) = self.paths.get_mut(&path) else {
             return Ok(());
         };
-        let device = path.id.device;
-        let known = self.mrs.iter().find(|(of, _)| *of == device).map(|(_, mr)| *mr);
-        let mr = match known {
-            Some(mr) => mr,
-            None => {
-                let mr = path.borrow_chunks(cx, chunks)?;
-                self.mrs.push((device, mr));
-                mr
-            }
-        };
-        path.set_chunks(mr);
-        Ok(())
+        Ok(path.use_chunks(&mut self.mrs, |path| path.borrow_chunks(cx, chunks))?)
     }
 
     /// What another share needs to take requests of a path, once that has the chunks.
