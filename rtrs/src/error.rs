@@ -47,6 +47,15 @@ pub enum Error {
         /// What is wrong.
         source: ProtoError,
     },
+    /// The server's queue depth or sizes are not those of the session's other paths, between which requests move.
+    #[error("the server's queue depth or sizes are not those of the session's other paths")]
+    OtherSizes,
+    /// The path is being connected or closed (the kernel's `EBUSY`).
+    #[error("the path is being connected or closed")]
+    Busy,
+    /// The session has no such path.
+    #[error("no such path")]
+    NoPath,
     /// The connection broke while the session was being opened.
     #[error("connection lost: {0}")]
     Path(PathError),

@@ -83,7 +83,10 @@ impl Answers<'_, '_, '_> {
                 self.path.push(self.env, place, Post::Imm(Imm::HbAck));
                 Ok(())
             }
-            (Imm::HbAck, None) => Ok(()),
+            (Imm::HbAck, None) => {
+                self.path.measured(self.env);
+                Ok(())
+            }
             (Imm::IoReq(_), _) => Err(PathError::Unexpected("a request from the server")),
             (_, Some(_)) => Err(PathError::Unexpected("a key response with a heartbeat")),
         }

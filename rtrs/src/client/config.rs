@@ -5,6 +5,7 @@ use core::time::Duration;
 use crate::{
     Error,
     addr::PathAddr,
+    client::policy::Policy,
     heartbeat::HeartbeatConfig,
     proto::{MAX_CONNECTIONS, info::check_name},
 };
@@ -14,8 +15,13 @@ use crate::{
 pub struct SessionConfig {
     /// Name; the server knows the session by it. No slash, no dot.
     pub name: String,
-    /// The path to the server.
-    pub path: PathAddr,
+    /// The paths to the server, 1 to [`MAX_PATHS`](Self::MAX_PATHS).
+    pub paths: Vec<PathAddr>,
+    /// Which path a request takes.
+    pub policy: Policy,
+    /// The session is open as soon as one of its paths is up, and goes on trying the others. Off, as in the kernel: if one can't be
+    /// connected the session can't be opened.
+    pub connect_any: bool,
     /// Connections for I/O per path, at least 1 (the service connection comes on top), and at least one for each share. Requests of a turn leave in one train
     /// per connection, so one is the fastest unless the server spreads its work by connection. Default: 1.
     pub connections: u16,
@@ -30,18 +36,28 @@ pub struct SessionConfig {
     pub invalidate_reads: bool,
     /// Registered bytes for I/O buffers at most, of all shares; `None`: what all requests in flight can use.
     pub buffer_bytes: Option<usize>,
-    /// Attempts to connect a path again after it was lost; 0: a lost path stays so.
+    /// Attempts to connect a path again after it was lost, at most [`MAX_RECONNECTS`](Self::MAX_RECONNECTS), or
+    /// [`FOREVER`](Self::FOREVER); 0: a lost path stays so.
     pub max_reconnects: u32,
     /// Time between two attempts, of which up to half more is drawn at random (`RTRS_RECONNECT_SEED`).
     pub reconnect_delay: Duration,
 }
 
 impl SessionConfig {
+    /// Paths of a session at most (`MAX_PATHS_NUM`, `rtrs-pri.h`).
+    pub const MAX_PATHS: usize = 128;
+    /// The largest number of attempts (`MAX_MAX_RECONN_ATT`, `rtrs-clt-sysfs.c`).
+    pub const MAX_RECONNECTS: u32 = 9999;
+    /// Attempts without end; the kernel's -1.
+    pub const FOREVER: u32 = u32::MAX;
+
     /// A session over one path, everything else by default.
     pub fn new(name: impl Into<String>, path: PathAddr) -> Self {
         Self {
             name: name.into(),
-            path,
+            paths: vec![path],
+            policy: Policy::default(),
+            connect_any: false,
             connections: 1,
             connect_timeout: Duration::from_secs(30),
             heartbeat: HeartbeatConfig::default(),
@@ -69,7 +85,24 @@ impl SessionConfig {
         if self.heartbeat.interval.is_zero() || self.connect_timeout.is_zero() {
             return config("the heartbeat interval and the connect timeout must not be zero");
         }
-        Ok(())
+        if self.paths.is_empty() || self.paths.len() > Self::MAX_PATHS {
+            return config("a session needs 1 to 128 paths");
+        }
+        for (n, path) in self.paths.iter().enumerate() {
+            if self.paths[..n].contains(path) {
+                return Err(Error::Config(format!("the path {path} is there twice")));
+            }
+        }
+        check_reconnects(self.max_reconnects)
+    }
+}
+
+pub(super) fn check_reconnects(attempts: u32) -> Result<(), Error> {
+    match attempts {
+        0..=SessionConfig::MAX_RECONNECTS | SessionConfig::FOREVER => Ok(()),
+        _ => Err(Error::Config(
+            "attempts to reconnect are at most 9999, or without end".into(),
+        )),
     }
 }
 

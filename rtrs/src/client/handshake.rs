@@ -40,6 +40,8 @@ pub(super) struct Handshake<'a, 'b, 'c> {
     pub(super) config: &'a SessionConfig,
     /// The session's UUID.
     pub(super) uuid: Uuid,
+    /// What holds for the session because of its other paths.
+    pub(super) agreed: Option<Terms>,
 }
 
 impl Handshake<'_, '_, '_> {
@@ -131,7 +133,7 @@ impl Handshake<'_, '_, '_> {
             self.path.recon_cnt,
             self.path.uuid,
             self.uuid,
-            self.path.ever_accepted,
+            self.path.first || self.path.ever_accepted,
         );
         let params = ConnParams {
             private_data: req.as_bytes().to_vec(),
@@ -207,6 +209,9 @@ impl Handshake<'_, '_, '_> {
 
     /// The server's sizes are known.
     fn agree(&mut self, terms: Terms) -> Result<(), Error> {
+        if self.agreed.is_some_and(|agreed| !agreed.agree_with(&terms)) {
+            return Err(Error::OtherSizes);
+        }
         let (depth, shares) = (terms.layout.queue_depth(), self.env.share.count());
         if depth < shares.into() {
             return Err(Error::Config(format!(

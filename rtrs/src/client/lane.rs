@@ -48,6 +48,8 @@ pub(super) struct Lane {
     pub(super) permits: Permits<u16>,
     /// By permit.
     pub(super) flights: Vec<Option<Flight>>,
+    /// Requests in flight, by path.
+    pub(super) loads: Vec<u32>,
     pub(super) headers: Option<Headers>,
     pub(super) buffers: Buffers,
     pub(super) domains: SmallVec<[Domain; 1]>,
@@ -62,6 +64,7 @@ impl Lane {
             first: 0,
             permits: Permits::new(0),
             flights: Vec::new(),
+            loads: Vec::new(),
             headers: None,
             buffers: Buffers::new(0),
             domains: SmallVec::new(),
@@ -145,10 +148,27 @@ impl Lane {
         self.buffers.add_device(cx, device, pd, access)
     }
 
+    /// A request that has a permit goes by its path.
+    pub(super) fn launch(&mut self, permit: u16, flight: Flight) {
+        let path = usize::from(flight.path);
+        if self.loads.len() <= path {
+            self.loads.resize(path + 1, 0);
+        }
+        self.loads[path] += 1;
+        self.flights[usize::from(permit)] = Some(flight);
+    }
+
+    fn landed(&mut self, path: u16) {
+        if let Some(load) = self.loads.get_mut(usize::from(path)) {
+            *load = load.saturating_sub(1);
+        }
+    }
+
     /// Ends a request that has a permit.
     pub(super) fn finish(&mut self, permit: u16, result: Result<(), IoError>, out: &mut VecDeque<Output>) {
         let flight = self.flights.get_mut(usize::from(permit)).and_then(Option::take);
         let Some(flight) = flight else { return };
+        self.landed(flight.path);
         self.release(permit, flight.rest);
         self.told(flight.request, result, out);
     }
@@ -166,6 +186,14 @@ impl Lane {
         self.permits.path_gone(path);
         for flight in self.flights.iter_mut().flatten() {
             flight.rest.take_if(|rest| rest.path == Some(path));
+        }
+    }
+
+    /// There is no such path any more; another may come to its place.
+    pub(super) fn path_forgotten(&mut self, path: u16) {
+        self.permits.path_forgotten(path);
+        for rest in self.flights.iter_mut().flatten().filter_map(|f| f.rest.as_mut()) {
+            rest.path.take_if(|of| *of == path);
         }
     }
 
@@ -187,6 +215,7 @@ impl Lane {
             let Some(mut flight) = self.flights[permit].take_if(|f| f.path == path) else {
                 continue;
             };
+            self.landed(path);
             if flight.key.is_some()
                 && let Some(key) = device
                     .and_then(|d| self.domain(d))

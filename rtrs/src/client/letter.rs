@@ -1,8 +1,11 @@
 //! What the shares of a session tell one another.
 
+use core::time::Duration;
+
 use crate::{
     Error, PathError,
-    client::{config::SessionConfig, request::SessionId, terms::Terms},
+    addr::PathAddr,
+    client::{config::SessionConfig, policy::Policy, request::SessionId, status::PathId, terms::Terms},
     proto::{Uuid, info::ChunkAddr},
 };
 
@@ -26,6 +29,16 @@ impl Letter {
 pub(super) enum Word {
     /// Home: there is a new session.
     Open(Box<Opening>),
+    /// Home: the session is open.
+    Opened,
+    /// Home: it has one more path, at this place.
+    Add { path: u16, joining: Joining },
+    /// Home: a path is removed. It is closed everywhere.
+    Forget { path: u16 },
+    /// Home: paths are chosen in another way.
+    Policy(Policy),
+    /// Home: the round trip of a path.
+    Latency { path: u16, time: Duration },
     /// Home: connect your part of a path. It ends with [`Gone`](Self::Gone).
     Connect { path: u16, offer: Offer },
     /// Home: the path is up, and these are your permits' chunks.
@@ -51,8 +64,16 @@ pub(super) enum Word {
 pub(super) struct Opening {
     pub(super) config: SessionConfig,
     pub(super) uuid: Uuid,
-    /// Of its path.
-    pub(super) path: Uuid,
+    /// Of its paths.
+    pub(super) paths: Vec<Uuid>,
+}
+
+/// What makes a path.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Joining {
+    pub(super) id: PathId,
+    pub(super) addr: PathAddr,
+    pub(super) uuid: Uuid,
 }
 
 /// What the server's answer on connection 0 has brought, and what the others have to say.

@@ -1,5 +1,6 @@
 //! All sessions of a loop.
 
+use core::time::Duration;
 use std::collections::{BTreeMap, VecDeque};
 
 use roce_verbs::{
@@ -9,14 +10,17 @@ use roce_verbs::{
 
 use crate::{
     Error, IoError, PathError,
+    addr::PathAddr,
     client::{
         buffers::{Buffer, Buffers},
         config::{SessionConfig, SessionInfo},
         env::{ConnKey, Env, Names},
         letter::{Letter, Word},
+        policy::Policy,
         request::{Output, SessionId, Submission},
         session::Session,
         share::Share,
+        status::{PathCommand, PathId, PathStatus},
     },
     cx::Cx,
     proto::MAX_CONNECTIONS,
@@ -128,6 +132,87 @@ impl Client {
     pub fn state(&self, session: SessionId) -> Result<(), PathError> {
         let session = self.sessions.get(&session).ok_or(PathError::Closed)?;
         session.state()
+    }
+
+    /// Adds a path to a session that is open, or has lost all of its paths. [`PathNews::Done`] says whether it came up; if not it is
+    /// gone again.
+    ///
+    /// # Errors
+    /// When the session has it already, has as many as it may have, or is being opened or closed; not at the first share.
+    pub fn add_path(&mut self, cx: &mut Cx<'_>, session: SessionId, addr: PathAddr) -> Result<PathId, Error> {
+        self.at_home(cx, session, |s, env| s.add_path(env, addr))
+    }
+
+    /// Asks something for a path. [`PathNews::Done`] says how it ended.
+    ///
+    /// # Errors
+    /// When there is no such path, or it can't be asked that now ([`Error::Busy`]); not at the first share.
+    pub fn path_command(
+        &mut self,
+        cx: &mut Cx<'_>,
+        session: SessionId,
+        path: PathId,
+        command: PathCommand,
+    ) -> Result<(), Error> {
+        self.at_home(cx, session, |s, env| s.command(env, path, command))
+    }
+
+    /// Changes how paths are chosen, from the next request on, at all shares.
+    ///
+    /// # Errors
+    /// When there is no such session; not at the first share.
+    pub fn set_policy(&mut self, cx: &mut Cx<'_>, session: SessionId, policy: Policy) -> Result<(), Error> {
+        self.at_home(cx, session, |s, env| {
+            s.set_policy(env, policy);
+            Ok(())
+        })
+    }
+
+    /// Changes how often and after which time a lost path is connected again, from its next loss or failure on.
+    ///
+    /// # Errors
+    /// When there may not be so many attempts, or there is no such session; not at the first share.
+    pub fn set_reconnects(
+        &mut self,
+        cx: &mut Cx<'_>,
+        session: SessionId,
+        attempts: u32,
+        delay: Duration,
+    ) -> Result<(), Error> {
+        self.at_home(cx, session, |s, _| s.set_reconnects(attempts, delay))
+    }
+
+    /// The paths of a session, as they are at this share.
+    pub fn paths(&self, session: SessionId) -> Vec<PathStatus> {
+        self.sessions.get(&session).map_or_else(Vec::new, Session::statuses)
+    }
+
+    /// How a session's paths are chosen.
+    pub fn policy(&self, session: SessionId) -> Option<Policy> {
+        self.sessions.get(&session).map(Session::policy)
+    }
+
+    /// Sets a path's counters at this share to zero.
+    ///
+    /// # Errors
+    /// When there is no such path.
+    pub fn reset_path_stats(&mut self, session: SessionId, path: PathId) -> Result<(), Error> {
+        let session = self.sessions.get_mut(&session).ok_or(Error::NoPath)?;
+        session.reset_stats(path)
+    }
+
+    fn at_home<T>(
+        &mut self,
+        cx: &mut Cx<'_>,
+        session: SessionId,
+        f: impl FnOnce(&mut Session, &mut Env<'_, '_>) -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        if !self.share.is_home() {
+            return Err(Error::Config("paths are administered at the first share".into()));
+        }
+        let mut done = Err(Error::Down(PathError::Closed));
+        self.with(cx, session, |s, env| done = f(s, env));
+        done
     }
 
     /// Permits of this share that requests of a session have: of those that were sent and have not ended.

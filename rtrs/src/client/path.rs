@@ -11,6 +11,7 @@ use roce_verbs::{
     Instant,
     provider::{CqId, DeviceIx, MrInfo, PdId},
 };
+use smallvec::SmallVec;
 
 use crate::{
     Error, PathError,
@@ -21,10 +22,12 @@ use crate::{
         env::{ConnKey, Env},
         flight::Orphan,
         lane::Lane,
-        letter::Word,
+        letter::{Joining, Word},
+        policy::Policy,
         request::SessionId,
         share::{Others, Share},
         state::{PATH, PathAction, PathEvent, PathState},
+        status::{PathCommand, PathId, PathStats},
         terms::Terms,
     },
     heartbeat::{Beat, Heartbeat},
@@ -55,8 +58,8 @@ pub(super) enum Step {
 pub(super) enum Report {
     /// The handshake is to begin.
     Begin,
-    /// It carries requests.
-    Up,
+    /// It carries requests; `again` if it has done so before.
+    Up { again: bool },
     /// It does so no longer, and why.
     Down(PathError),
     /// An attempt to connect failed.
@@ -65,6 +68,8 @@ pub(super) enum Report {
     Orphans(Vec<Orphan>),
     /// It is closed.
     Closed,
+    /// It is none of the session's any more.
+    Forgotten,
 }
 
 /// Registered memory of a path.
@@ -78,6 +83,7 @@ pub(super) struct Region {
 #[derive(Debug)]
 pub(super) struct Path {
     pub(super) session: SessionId,
+    pub(super) id: PathId,
     /// Its place in the session.
     pub(super) index: u16,
     pub(super) addr: PathAddr,
@@ -89,8 +95,14 @@ pub(super) struct Path {
     pub(super) step_due: Option<Instant>,
     /// Counts attempts, for the server.
     pub(super) recon_cnt: u16,
-    /// The server has once accepted connection 0: it may make the session anew (`for_new_clt`).
+    /// It was asked to connect.
+    pub(super) begun: bool,
+    /// The session has no other path that the server knows: it may make the session (`for_new_clt`).
+    pub(super) first: bool,
+    /// The server has once accepted connection 0: it may make the session anew.
     pub(super) ever_accepted: bool,
+    /// It has been up.
+    pub(super) ever_up: bool,
     pub(super) device: Option<DeviceIx>,
     pub(super) pd: Option<PdId>,
     pub(super) cq: Option<CqId>,
@@ -106,6 +118,15 @@ pub(super) struct Path {
     pub(super) revoked: BTreeSet<u32>,
     heartbeat: Heartbeat,
     next_beat: Option<Instant>,
+    /// When the heartbeat went that waits for its answer.
+    asked_at: Option<Instant>,
+    /// Round trip of the last heartbeat, since it is up.
+    pub(super) latency: Option<Duration>,
+    pub(super) stats: PathStats,
+    /// At home: what its user waits for.
+    pub(super) commands: SmallVec<[PathCommand; 1]>,
+    /// Why a path that was added could not be connected.
+    pub(super) failure: Option<Error>,
     /// Work requests were flushed, and nothing has explained it by then.
     flushed: Option<Instant>,
     /// The server has had the time to take leave.
@@ -128,17 +149,11 @@ pub(super) struct Path {
 }
 
 impl Path {
-    pub(super) fn new(
-        session: SessionId,
-        index: u16,
-        addr: PathAddr,
-        uuid: Uuid,
-        first: bool,
-        config: &SessionConfig,
-        share: Share,
-    ) -> Self {
+    pub(super) fn new(session: SessionId, index: u16, joining: Joining, config: &SessionConfig, share: Share) -> Self {
+        let Joining { id, addr, uuid } = joining;
         Self {
             session,
+            id,
             index,
             addr,
             uuid,
@@ -146,7 +161,10 @@ impl Path {
             step: Step::Idle,
             step_due: None,
             recon_cnt: 0,
-            ever_accepted: first,
+            begun: false,
+            first: false,
+            ever_accepted: false,
+            ever_up: false,
             device: None,
             pd: None,
             cq: None,
@@ -158,6 +176,11 @@ impl Path {
             revoked: BTreeSet::new(),
             heartbeat: Heartbeat::new(config.heartbeat),
             next_beat: None,
+            asked_at: None,
+            latency: None,
+            stats: PathStats::default(),
+            commands: SmallVec::new(),
+            failure: None,
             flushed: None,
             leave: None,
             parted: false,
@@ -272,16 +295,21 @@ impl Path {
     ) {
         match action {
             PathAction::BeginHandshake => reports.push(Report::Begin),
-            PathAction::CountAttempt => self.attempts += 1,
+            PathAction::CountAttempt => self.attempts = self.attempts.saturating_add(1),
             PathAction::StopHandshake => (self.step, self.step_due) = (Step::Idle, None),
             // The state says whether requests take it.
             PathAction::Pick => self.attempts = 0,
             PathAction::Unpick => self.flushed = None,
             PathAction::StartHeartbeat => {
                 self.heartbeat = Heartbeat::new(config.heartbeat);
+                (self.asked_at, self.latency) = (None, None);
+                // One that has not been measured would not be chosen.
+                let wait = match config.policy {
+                    Policy::MinLatency => Duration::ZERO,
+                    _ => config.heartbeat.interval,
+                };
                 // They go by the service connection.
-                let due = env.cx.now + config.heartbeat.interval;
-                self.next_beat = env.share.is_home().then_some(due);
+                self.next_beat = env.share.is_home().then(|| env.cx.now + wait);
             }
             PathAction::StopHeartbeat => self.next_beat = None,
             PathAction::DrainQps => self.drain(env),
@@ -291,8 +319,7 @@ impl Path {
             PathAction::RetryNow => self.retry_soon(env),
             PathAction::DestroyQps => self.destroy(env),
             PathAction::Report => self.report(reports),
-            // The session looks at the state.
-            PathAction::Forget => {}
+            PathAction::Forget => reports.push(Report::Forgotten),
         }
     }
 
@@ -300,7 +327,9 @@ impl Path {
         reports.push(match self.state {
             PathState::Connected => {
                 self.why = None;
-                Report::Up
+                Report::Up {
+                    again: core::mem::replace(&mut self.ever_up, true),
+                }
             }
             PathState::Closed => Report::Closed,
             _ => Report::Down(self.why()),
@@ -418,7 +447,7 @@ impl Path {
             self.retry_at = Some(env.cx.now);
             return;
         }
-        if self.attempts >= config.max_reconnects {
+        if self.attempts >= config.max_reconnects && config.max_reconnects != SessionConfig::FOREVER {
             return self.meet(PathEvent::Exhausted);
         }
         let spread = config.reconnect_delay.as_nanos() as u64 / 2;
@@ -428,11 +457,17 @@ impl Path {
 
     fn retry_soon(&mut self, env: &mut Env<'_, '_>) {
         self.attempts = 0;
+        if !env.share.is_home() {
+            // Home says when.
+            return;
+        }
         if self.conns.is_empty() && self.others.all_gone() {
             self.retry_at = Some(env.cx.now);
-        } else {
-            self.retry_now = true;
+            return;
         }
+        self.retry_now = true;
+        // What is left here comes to an end by itself, and is looked at then.
+        self.unarmed = self.conns.is_empty();
     }
 
     /// Anything came from the server.
@@ -446,6 +481,23 @@ impl Path {
             conn.left = true;
         }
         self.look_gone();
+    }
+
+    /// The heartbeat was answered.
+    pub(super) fn measured(&mut self, env: &mut Env<'_, '_>) {
+        let Some(asked) = self.asked_at.take() else { return };
+        let (path, time) = (self.index, env.cx.now.saturating_since(asked));
+        self.latency = Some(time);
+        for share in env.share.others() {
+            env.tell(share, self.session, Word::Latency { path, time });
+        }
+    }
+
+    /// Its round trip is to be known soon.
+    pub(super) fn measure(&mut self, now: Instant) {
+        if self.latency.is_none() && self.next_beat.is_some() {
+            self.next_beat = Some(now);
+        }
     }
 
     pub(super) fn set_why(&mut self, why: PathError) {
@@ -484,7 +536,10 @@ impl Path {
             // From now, not from the last beat: a process that was stopped must not count its own absence.
             self.next_beat = Some(now + config.heartbeat.interval);
             match self.heartbeat.tick() {
-                Beat::Send => self.push(env, 0, Post::Imm(Imm::HbMsg)),
+                Beat::Send => {
+                    self.asked_at = Some(now);
+                    self.push(env, 0, Post::Imm(Imm::HbMsg));
+                }
                 Beat::Wait => {}
                 Beat::Lost => self.fail_path(PathError::HeartbeatLost(config.heartbeat.patience()), reports),
             }

@@ -80,6 +80,13 @@ impl<P: Copy + PartialEq> Permits<P> {
         });
     }
 
+    /// There is no such path any more: what rests for it rests until its time is over.
+    pub fn path_forgotten(&mut self, path: P) {
+        for (rest, _) in &mut self.resting {
+            rest.path.take_if(|of| *of == path);
+        }
+    }
+
     fn wake(&mut self, now: Instant) {
         while let Some((_, permit)) = self.resting.front().filter(|(rest, _)| rest.until <= now) {
             self.free.push(*permit);

@@ -5,6 +5,7 @@ use smallvec::SmallVec;
 use super::{
     buffers::Buffer,
     config::{ConType, SessionInfo},
+    status::{PathId, PathNews},
 };
 use crate::{Direction, Error, IoError, PathError};
 
@@ -30,7 +31,7 @@ pub struct Submission {
 /// What a client tells its user.
 #[derive(Debug)]
 pub enum Output {
-    /// The first path is up: requests are taken.
+    /// All paths are up, or the first one if any will do: requests are taken.
     Opened(SessionId, SessionInfo),
     /// The session could not be opened, and is gone.
     OpenFailed(SessionId, Error),
@@ -49,6 +50,15 @@ pub enum Output {
     Down(SessionId, PathError),
     /// There is a path again (`RTRS_CLT_LINK_EV_RECONNECTED`). Sizes may be others than before.
     Up(SessionId, SessionInfo),
+    /// Something has happened to a path. The first share tells of it, but of requests that were taken over each tells.
+    Path {
+        /// The session.
+        session: SessionId,
+        /// The path.
+        path: PathId,
+        /// What.
+        news: PathNews,
+    },
     /// The session has been closed, and is gone: every request has ended.
     Closed(SessionId),
 }

@@ -16,12 +16,14 @@ use crate::{
         flight::{Flight, Orphan, Waits},
         handshake::Handshake,
         lane::Lane,
-        letter::{Opening, Word},
+        letter::{Joining, Opening, Word},
         path::{Path, Report, Step},
         permits::Rest,
+        policy::Picker,
         post,
         request::{Output, SessionId, Submission},
         state::{PathEvent, PathState, SESSION, SessionAction, SessionEvent, SessionState},
+        status::{PathId, PathNews},
     },
     cx::Cx,
     mark::{Mark, MarkKind},
@@ -32,16 +34,24 @@ use crate::{
 /// See the module.
 #[derive(Debug)]
 pub(super) struct Session {
-    id: SessionId,
+    pub(super) id: SessionId,
     uuid: Uuid,
-    config: SessionConfig,
-    state: SessionState,
-    /// What its paths can do in common; known once one has been up.
+    pub(super) config: SessionConfig,
+    pub(super) state: SessionState,
+    /// What its paths can do; known once one has been up.
     info: Option<SessionInfo>,
-    paths: Vec<Path>,
-    lane: Lane,
+    /// By place. One that is dead leaves its place to the next that is added.
+    pub(super) paths: Vec<Path>,
+    pub(super) picker: Picker,
+    /// Of the next path.
+    pub(super) next_path: u32,
+    pub(super) lane: Lane,
+    /// Home has said that it is open.
+    pub(super) announced: bool,
+    /// At home: it could not be opened, and its paths are taken down.
+    pub(super) given_up: bool,
     /// Why it could not be opened.
-    failure: Option<Error>,
+    pub(super) failure: Option<Error>,
     /// Why the last path went.
     why: PathError,
     /// At home: other shares of which nothing is left.
@@ -49,31 +59,43 @@ pub(super) struct Session {
 }
 
 impl Session {
-    /// Begins to connect its path.
+    /// Begins to connect its paths.
     pub(super) fn open(env: &mut Env<'_, '_>, id: SessionId, config: SessionConfig) -> Self {
-        let (uuid, path) = (Uuid::draw(env.cx.random), Uuid::draw(env.cx.random));
+        let uuid = Uuid::draw(env.cx.random);
+        let paths: Vec<Uuid> = config.paths.iter().map(|_| Uuid::draw(env.cx.random)).collect();
         for share in env.share.others() {
-            let config = config.clone();
-            env.tell(share, id, Word::Open(Box::new(Opening { config, uuid, path })));
+            let (config, paths) = (config.clone(), paths.clone());
+            env.tell(share, id, Word::Open(Box::new(Opening { config, uuid, paths })));
         }
-        let mut session = Self::join(env, id, Opening { config, uuid, path });
-        let mut reports = Vec::new();
-        session.begin(env, 0, &mut reports);
-        session.settle(env, 0, reports);
+        let mut session = Self::join(env, id, Opening { config, uuid, paths });
+        session.go_on_opening(env);
         session
     }
 
-    /// A session before anything was done for it. At other shares than home its path is connected when home says so.
+    /// A session before anything was done for it. At other shares than home its paths are connected when home says so.
     pub(super) fn join(env: &Env<'_, '_>, id: SessionId, opening: Opening) -> Self {
-        let Opening { config, uuid, path } = opening;
-        let path = Path::new(id, 0, config.path, path, true, &config, env.share);
+        let Opening { config, uuid, paths } = opening;
+        let joining = config.paths.iter().zip(paths).zip(0..);
+        let joining = joining.map(|((addr, uuid), n)| Joining {
+            id: PathId::of_opening(n),
+            addr: *addr,
+            uuid,
+        });
+        let paths: Vec<Path> = joining
+            .zip(0..)
+            .map(|(joining, index)| Path::new(id, index, joining, &config, env.share))
+            .collect();
         Self {
             id,
             uuid,
-            config,
             state: SessionState::Opening,
             info: None,
-            paths: vec![path],
+            picker: Picker::new(config.policy),
+            next_path: paths.len() as u32,
+            paths,
+            announced: false,
+            given_up: false,
+            config,
             lane: Lane::new(id),
             failure: None,
             why: PathError::Closed,
@@ -86,6 +108,14 @@ impl Session {
         match word {
             // It is open.
             Word::Open(_) => {}
+            Word::Opened => {
+                self.announced = true;
+                if self.paths.iter().any(Path::is_up) {
+                    self.meet(env, SessionEvent::PathUp);
+                }
+            }
+            Word::Add { path, joining } => self.join_path(env, path.into(), joining),
+            Word::Policy(policy) => self.set_policy(env, policy),
             Word::Close | Word::CloseAsked => self.close(env),
             Word::Ended => {
                 self.ended += 1;
@@ -96,6 +126,8 @@ impl Session {
             | Word::Down { path, .. }
             | Word::Connected { path }
             | Word::Lost { path, .. }
+            | Word::Latency { path, .. }
+            | Word::Forget { path }
             | Word::Gone { path } => {
                 let index = usize::from(path);
                 if index < self.paths.len() {
@@ -115,7 +147,13 @@ impl Session {
                 self.handshake(env, index).offered(offer);
                 match state {
                     PathState::Connecting => self.begin(env, index, &mut reports),
-                    _ => self.paths[index].meet(PathEvent::RetryDue),
+                    state => {
+                        let path = &mut self.paths[index];
+                        if state == PathState::Closed {
+                            path.meet(PathEvent::ReconnectAsked);
+                        }
+                        path.meet(PathEvent::RetryDue);
+                    }
                 }
             }
             // If it broke meanwhile its state says so.
@@ -137,6 +175,8 @@ impl Session {
             }
             Word::Lost { error, .. } => path.fail(error, &mut reports),
             Word::Gone { .. } => path.share_gone(env, &self.config, from),
+            Word::Latency { time, .. } => path.latency = Some(time),
+            Word::Forget { .. } => path.meet(PathEvent::RemoveAsked),
             _ => {}
         }
         reports
@@ -216,14 +256,15 @@ impl Session {
     /// Starts what waits, as far as there are permits and a path.
     fn start(&mut self, env: &mut Env<'_, '_>) {
         while !self.lane.waiting.is_empty() {
-            let Some(path) = self.paths.iter().position(Path::is_up) else {
+            if !self.paths.iter().any(Path::is_up) {
                 return;
-            };
+            }
             let Some(permit) = self.lane.permits.take(env.cx.now) else {
                 return;
             };
-            let Some(request) = self.lane.waiting.pop_front() else {
-                return;
+            let way = self.way_for(permit);
+            let (Some(path), Some(request)) = (way, self.lane.waiting.pop_front()) else {
+                return self.lane.permits.give(permit);
             };
             self.send(env, path, permit, request, None);
         }
@@ -250,7 +291,9 @@ impl Session {
             ConType::Io(hint) => service + (hint % io) as u16,
         };
         let slots = post::slots(&self.lane, path.device, request.direction);
-        self.lane.flights[usize::from(permit)] = Some(Flight::new(request, path.index, place, rest));
+        let bytes = request.header.len() + request.data.as_ref().map_or(0, Buffer::len);
+        path.stats.count(request.direction, bytes);
+        self.lane.launch(permit, Flight::new(request, path.index, place, rest));
         path.push(env, place, Post::Request { permit, slots });
     }
 
@@ -297,6 +340,7 @@ impl Session {
 
     fn handshake<'a, 'b, 'c>(&'a mut self, env: &'a mut Env<'b, 'c>, index: usize) -> Handshake<'a, 'b, 'c> {
         Handshake {
+            agreed: self.agreed(index),
             path: &mut self.paths[index],
             env,
             lane: &mut self.lane,
@@ -305,7 +349,10 @@ impl Session {
         }
     }
 
-    fn begin(&mut self, env: &mut Env<'_, '_>, index: usize, reports: &mut Vec<Report>) {
+    pub(super) fn begin(&mut self, env: &mut Env<'_, '_>, index: usize, reports: &mut Vec<Report>) {
+        let first = self.is_first(index);
+        let path = &mut self.paths[index];
+        (path.begun, path.first) = (true, first);
         let mut handshake = self.handshake(env, index);
         let begun = handshake.begin();
         handshake.settle(begun, reports);
@@ -410,7 +457,7 @@ impl Session {
     }
 
     /// Does what a path's events call for, there and here.
-    fn settle(&mut self, env: &mut Env<'_, '_>, index: usize, mut reports: Vec<Report>) {
+    pub(super) fn settle(&mut self, env: &mut Env<'_, '_>, index: usize, mut reports: Vec<Report>) {
         loop {
             let path = &mut self.paths[index];
             path.run(env, &mut self.lane, &self.config, &mut reports);
@@ -421,22 +468,30 @@ impl Session {
                 self.report(env, index, report, &mut reports);
             }
         }
+        if !self.paths[index].commands.is_empty() {
+            self.answer_commands(env, index);
+        }
+        self.go_on_opening(env);
         self.start(env);
     }
 
     fn report(&mut self, env: &mut Env<'_, '_>, index: usize, report: Report, reports: &mut Vec<Report>) {
         match report {
             Report::Begin => self.begin(env, index, reports),
-            Report::Up => self.path_up(env, index),
+            Report::Up { again } => self.path_up(env, index, again),
             Report::Down(why) => {
                 self.tell_lost(env, index, Error::Path(why.clone()));
                 self.log_down(env, index, &why);
+                if env.share.is_home() {
+                    self.news(env, index, PathNews::Down(why.clone()));
+                }
                 self.path_down(env, why);
             }
             Report::Failed(error) => match env.share.is_home() {
-                true => self.attempt_failed(index, error),
+                true => self.attempt_failed(env, index, error),
                 false => self.tell_lost(env, index, error),
             },
+            Report::Forgotten => self.lane.path_forgotten(index as u16),
             Report::Orphans(orphans) => self.orphaned(env, index, orphans),
             Report::Closed => {
                 if self.paths[index].parted {
@@ -447,7 +502,7 @@ impl Session {
         }
     }
 
-    fn path_up(&mut self, env: &mut Env<'_, '_>, index: usize) {
+    fn path_up(&mut self, env: &mut Env<'_, '_>, index: usize, again: bool) {
         let path = &self.paths[index];
         let Some(terms) = path.terms else { return };
         let whole = terms.info(self.config.max_user_header);
@@ -460,8 +515,13 @@ impl Session {
         self.lane.buffers.set_limit(self.config.buffer_bytes.unwrap_or(full));
         if env.share.is_home() {
             tracing::info!(session = %self.config.name, path = %path.addr, info = ?whole, "path is up");
+            self.paths[index].stats.reconnects += u32::from(again);
+            self.news(env, index, PathNews::Up { again });
         }
-        self.meet(env, SessionEvent::PathUp);
+        // Home opens the session, and says so.
+        if self.announced {
+            self.meet(env, SessionEvent::PathUp);
+        }
     }
 
     /// Home has to know what happened to our part of a path.
@@ -501,19 +561,11 @@ impl Session {
         }
     }
 
-    fn attempt_failed(&mut self, index: usize, error: Error) {
-        let path = &mut self.paths[index];
-        if self.state == SessionState::Opening {
-            self.failure.get_or_insert(error);
-            return path.meet(PathEvent::CloseAsked);
-        }
-        tracing::warn!(session = %self.config.name, path = %path.addr, %error, "reconnecting failed");
-    }
-
     /// Requests whose path is drained go by another, or end. What is sent again keeps its permit: in the same chunk the server
     /// can't do it a first time after it has done it a second time, and something else in between.
     fn orphaned(&mut self, env: &mut Env<'_, '_>, index: usize, orphans: Vec<Orphan>) {
         let why = self.paths[index].why();
+        let mut taken = vec![0; self.paths.len()];
         for Orphan { permit, flight } in orphans {
             let result = match flight.waits {
                 // It was answered; the key ended with the queue pair.
@@ -521,6 +573,8 @@ impl Session {
                 Waits::Revocation(errno) => Err(IoError::Remote(errno.into())),
                 Waits::Room | Waits::Answer => match self.way_for(permit) {
                     Some(path) => {
+                        taken[path] += 1;
+                        self.paths[path].stats.failovers += 1;
                         self.send(env, path, permit, flight.request, flight.rest);
                         continue;
                     }
@@ -530,34 +584,35 @@ impl Session {
             self.lane.release(permit, flight.rest);
             self.lane.told(flight.request, result, env.out);
         }
+        for (path, requests) in taken.into_iter().enumerate().filter(|(_, n)| *n > 0) {
+            self.news(env, path, PathNews::TookOver(requests));
+        }
     }
 
     /// A path that is up, and has this permit's chunk.
-    fn way_for(&self, permit: u16) -> Option<usize> {
-        let has = |path: &Path| path.is_up() && usize::from(permit) < path.chunks.len();
-        self.paths.iter().position(has)
+    fn way_for(&mut self, permit: u16) -> Option<usize> {
+        self.picker.pick(&self.paths, &self.lane.loads, permit)
     }
 
     fn path_closed(&mut self, env: &mut Env<'_, '_>, index: usize) {
-        if self.paths.iter().any(|path| path.state != PathState::Closed) {
+        if !self.all_closed() {
             return;
         }
-        if self.state == SessionState::Open || self.state == SessionState::Opening {
+        if self.state == SessionState::Opening {
             self.why = self.paths[index].why();
         }
-        match self.state {
-            // It was closed without having been lost: by its device.
-            SessionState::Open => self.meet(env, SessionEvent::LastPathDown),
-            SessionState::Opening | SessionState::Closing => self.look_over(env),
-            SessionState::Disconnected | SessionState::Closed => {}
-        }
+        self.look_over(env);
         self.fail_waiting(env);
+    }
+
+    fn all_closed(&self) -> bool {
+        let over = |path: &Path| matches!(path.state, PathState::Closed | PathState::Dead);
+        self.paths.iter().all(over)
     }
 
     /// It ends when nothing is left of its paths here, and of the session at the other shares.
     fn look_over(&mut self, env: &mut Env<'_, '_>) {
-        let here = self.paths.iter().any(|path| path.state != PathState::Closed);
-        if here || self.ended < env.share.others().len() {
+        if !self.all_closed() || self.ended < env.share.others().len() {
             return;
         }
         match self.state {
@@ -567,7 +622,7 @@ impl Session {
         }
     }
 
-    fn meet(&mut self, env: &mut Env<'_, '_>, event: SessionEvent) {
+    pub(super) fn meet(&mut self, env: &mut Env<'_, '_>, event: SessionEvent) {
         let Some((next, actions)) = table::step(SESSION, self.state, event) else {
             return;
         };
@@ -607,9 +662,8 @@ impl Session {
             let path = &mut self.paths[index];
             if path.is_up() {
                 path.set_why(PathError::Closed);
-                self.log_down(env, index, &PathError::Closed);
             }
-            self.paths[index].meet(PathEvent::CloseAsked);
+            path.meet(PathEvent::CloseAsked);
             self.settle(env, index, Vec::new());
         }
         // All of them may have been closed before.

@@ -37,6 +37,19 @@ impl Terms {
         })
     }
 
+    /// Whether paths with these and those may be up together: requests go from one to another.
+    pub(super) fn agree_with(&self, other: &Self) -> bool {
+        let sizes = |t: &Self| {
+            (
+                t.layout.queue_depth(),
+                t.layout.chunk_size(),
+                t.max_io_size,
+                t.max_hdr_size,
+            )
+        };
+        sizes(self) == sizes(other)
+    }
+
     /// Each answer brings a new key for its chunk.
     pub(super) fn new_rkeys(&self) -> bool {
         self.flags.contains(MsgFlags::NEW_RKEY)

@@ -1,0 +1,287 @@
+//! A session's paths: opening it over them, and what its user asks for them meanwhile.
+
+use core::time::Duration;
+
+use crate::{
+    Error,
+    addr::PathAddr,
+    client::{
+        config::{SessionConfig, check_reconnects},
+        env::Env,
+        letter::{Joining, Word},
+        path::Path,
+        policy::Policy,
+        request::Output,
+        session::Session,
+        state::{PathEvent, PathState, SessionEvent, SessionState},
+        status::{PathCommand, PathId, PathNews, PathStats, PathStatus},
+        terms::Terms,
+    },
+    proto::Uuid,
+};
+
+impl Session {
+    /// Tells the user of a path.
+    pub(super) fn news(&self, env: &mut Env<'_, '_>, index: usize, news: PathNews) {
+        let path = self.paths[index].id;
+        env.out.push_back(Output::Path {
+            session: self.id,
+            path,
+            news,
+        });
+    }
+
+    /// What holds for a path because of the others that are up or nearly so.
+    pub(super) fn agreed(&self, index: usize) -> Option<Terms> {
+        let counts = |path: &&Path| matches!(path.state, PathState::Connected | PathState::Connecting);
+        let others = self.paths.iter().enumerate().filter(|(n, _)| *n != index);
+        others.map(|(_, path)| path).filter(counts).find_map(|path| path.terms)
+    }
+
+    /// Whether the server may make the session when this path comes: it has no other by which the server knows it, or will. With
+    /// two such paths two servers could each have half of a session.
+    pub(super) fn is_first(&self, index: usize) -> bool {
+        let known = |path: &Path| {
+            path.state != PathState::Dead
+                && (path.ever_accepted || path.begun && path.first && path.state == PathState::Connecting)
+        };
+        !self.paths.iter().enumerate().any(|(n, path)| n != index && known(path))
+    }
+
+    /// At home, while the session is being opened: one path after the other, as the kernel does, because the first makes the
+    /// session at the server.
+    pub(super) fn go_on_opening(&mut self, env: &mut Env<'_, '_>) {
+        if self.state != SessionState::Opening || self.given_up || !env.share.is_home() {
+            return;
+        }
+        let any = self.config.connect_any;
+        if any && self.paths.iter().any(Path::is_up) || self.paths.iter().all(Path::is_up) {
+            return self.opened(env);
+        }
+        let is_under_way = |path: &Path| path.begun && path.state == PathState::Connecting;
+        if self.paths.iter().any(is_under_way) {
+            return;
+        }
+        let lost = self.paths.iter().position(|path| path.begun && !path.is_up());
+        match (self.paths.iter().position(|path| !path.begun), lost) {
+            (Some(next), None) => self.begin_and_settle(env, next),
+            (Some(next), _) if any => self.begin_and_settle(env, next),
+            // Too few could be connected.
+            (_, Some(lost)) => {
+                let why = self.paths[lost].why();
+                self.failure.get_or_insert(Error::Path(why));
+                self.give_up_opening(env);
+            }
+            (None, None) => {}
+        }
+    }
+
+    fn opened(&mut self, env: &mut Env<'_, '_>) {
+        self.announced = true;
+        for share in env.share.others() {
+            env.tell(share, self.id, Word::Opened);
+        }
+        self.meet(env, SessionEvent::PathUp);
+        for index in 0..self.paths.len() {
+            if !self.paths[index].begun {
+                self.begin_and_settle(env, index);
+            }
+        }
+    }
+
+    /// The paths go, and when they are gone the user is told.
+    fn give_up_opening(&mut self, env: &mut Env<'_, '_>) {
+        self.given_up = true;
+        for index in 0..self.paths.len() {
+            self.paths[index].meet(PathEvent::CloseAsked);
+            self.settle(env, index, Vec::new());
+        }
+    }
+
+    fn begin_and_settle(&mut self, env: &mut Env<'_, '_>, index: usize) {
+        let mut reports = Vec::new();
+        self.begin(env, index, &mut reports);
+        self.settle(env, index, reports);
+    }
+
+    /// Begins to connect one more path.
+    pub(super) fn add_path(&mut self, env: &mut Env<'_, '_>, addr: PathAddr) -> Result<PathId, Error> {
+        if !matches!(self.state, SessionState::Open | SessionState::Disconnected) {
+            return Err(Error::Busy);
+        }
+        let alive = |path: &&Path| path.state != PathState::Dead;
+        if self.paths.iter().filter(alive).any(|path| path.addr == addr) {
+            return Err(Error::Config(format!("the session has the path {addr} already")));
+        }
+        let free = self.paths.iter().position(|path| path.state == PathState::Dead);
+        let index = free.unwrap_or(self.paths.len());
+        if index >= SessionConfig::MAX_PATHS {
+            return Err(Error::Config("a session has at most 128 paths".into()));
+        }
+        let id = PathId(self.next_path);
+        self.next_path += 1;
+        let uuid = Uuid::draw(env.cx.random);
+        let joining = Joining { id, addr, uuid };
+        for share in env.share.others() {
+            let path = index as u16;
+            env.tell(share, self.id, Word::Add { path, joining });
+        }
+        self.join_path(env, index, joining);
+        self.paths[index].commands.push(PathCommand::Add);
+        self.begin_and_settle(env, index);
+        Ok(id)
+    }
+
+    /// A path appears, in a place of its own or that of one which is gone.
+    pub(super) fn join_path(&mut self, env: &Env<'_, '_>, index: usize, joining: Joining) {
+        let path = Path::new(self.id, index as u16, joining, &self.config, env.share);
+        match self.paths.get_mut(index) {
+            Some(place) => *place = path,
+            None => self.paths.push(path),
+        }
+    }
+
+    /// Takes a command for a path. [`PathNews::Done`] says how it ended.
+    pub(super) fn command(&mut self, env: &mut Env<'_, '_>, id: PathId, command: PathCommand) -> Result<(), Error> {
+        let index = self.path_of(id).ok_or(Error::NoPath)?;
+        if !matches!(self.state, SessionState::Open | SessionState::Disconnected) {
+            return Err(Error::Busy);
+        }
+        let path = &mut self.paths[index];
+        let event = match (command, path.state) {
+            (PathCommand::Add, _) => return Err(Error::Config("a path is added by its addresses".into())),
+            (PathCommand::Reconnect, PathState::Connecting | PathState::Closing) => return Err(Error::Busy),
+            (PathCommand::Reconnect, _) => Some(PathEvent::ReconnectAsked),
+            (_, PathState::Closing | PathState::Closed) => None,
+            _ => Some(PathEvent::CloseAsked),
+        };
+        path.commands.push(command);
+        if let Some(event) = event {
+            if path.is_up() {
+                path.set_why(crate::PathError::Closed);
+            }
+            path.meet(event);
+        }
+        self.settle(env, index, Vec::new());
+        Ok(())
+    }
+
+    /// Answers what was asked for a path, as far as it has come.
+    pub(super) fn answer_commands(&mut self, env: &mut Env<'_, '_>, index: usize) {
+        let path = &mut self.paths[index];
+        match path.state {
+            PathState::Connected => {
+                for command in core::mem::take(&mut path.commands) {
+                    self.news(env, index, PathNews::Done(command, Ok(())));
+                }
+            }
+            PathState::Closed if path.others.all_gone() => {
+                let removes = |command: &PathCommand| matches!(command, PathCommand::Add | PathCommand::Remove);
+                if path.commands.iter().any(removes) {
+                    return self.forget(env, index);
+                }
+                for command in core::mem::take(&mut path.commands) {
+                    let result = match command {
+                        PathCommand::Disconnect => Ok(()),
+                        _ => Err(Error::Path(self.paths[index].why())),
+                    };
+                    self.news(env, index, PathNews::Done(command, result));
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// A path that is closed everywhere leaves the session.
+    fn forget(&mut self, env: &mut Env<'_, '_>, index: usize) {
+        let place = index as u16;
+        for share in env.share.others() {
+            env.tell(share, self.id, Word::Forget { path: place });
+        }
+        let path = &mut self.paths[index];
+        let (commands, mut failure) = (core::mem::take(&mut path.commands), path.failure.take());
+        path.meet(PathEvent::RemoveAsked);
+        self.settle(env, index, Vec::new());
+        for command in commands {
+            let result = match command {
+                PathCommand::Add => Err(failure.take().unwrap_or(Error::Path(self.paths[index].why()))),
+                PathCommand::Reconnect => Err(Error::NoPath),
+                PathCommand::Remove | PathCommand::Disconnect => Ok(()),
+            };
+            self.news(env, index, PathNews::Done(command, result));
+        }
+    }
+
+    /// An attempt to connect a path has failed, at home.
+    pub(super) fn attempt_failed(&mut self, env: &mut Env<'_, '_>, index: usize, error: Error) {
+        tracing::warn!(session = %self.config.name, path = %self.paths[index].addr, %error, "connecting the path failed");
+        if self.state == SessionState::Opening {
+            // What follows of it is decided when the path has come to rest.
+            self.failure.get_or_insert(error);
+            return;
+        }
+        let path = &mut self.paths[index];
+        if path.ever_up {
+            path.stats.failed_reconnects += 1;
+        }
+        let asked = |of| move |command: &PathCommand| *command == of;
+        if path.commands.iter().any(asked(PathCommand::Add)) {
+            path.meet(PathEvent::CloseAsked);
+            path.failure = Some(error);
+            return;
+        }
+        if let Some(at) = path.commands.iter().position(asked(PathCommand::Reconnect)) {
+            path.commands.remove(at);
+            return self.news(env, index, PathNews::Done(PathCommand::Reconnect, Err(error)));
+        }
+        self.news(env, index, PathNews::AttemptFailed(error));
+    }
+
+    pub(super) fn set_policy(&mut self, env: &mut Env<'_, '_>, policy: Policy) {
+        (self.config.policy, self.picker.policy) = (policy, policy);
+        for share in env.share.others() {
+            env.tell(share, self.id, Word::Policy(policy));
+        }
+        if policy == Policy::MinLatency {
+            for path in &mut self.paths {
+                path.measure(env.cx.now);
+            }
+        }
+    }
+
+    pub(super) fn set_reconnects(&mut self, attempts: u32, delay: Duration) -> Result<(), Error> {
+        check_reconnects(attempts)?;
+        (self.config.max_reconnects, self.config.reconnect_delay) = (attempts, delay);
+        Ok(())
+    }
+
+    pub(super) fn statuses(&self) -> Vec<PathStatus> {
+        let alive = |(_, path): &(usize, &Path)| path.state != PathState::Dead;
+        let status = |(index, path): (usize, &Path)| PathStatus {
+            id: path.id,
+            addr: path.addr,
+            uuid: path.uuid,
+            state: path.state,
+            device: path.device,
+            latency: path.latency,
+            in_flight: self.lane.loads.get(index).copied().unwrap_or(0),
+            stats: path.stats,
+        };
+        self.paths.iter().enumerate().filter(alive).map(status).collect()
+    }
+
+    pub(super) fn policy(&self) -> Policy {
+        self.picker.policy
+    }
+
+    pub(super) fn reset_stats(&mut self, id: PathId) -> Result<(), Error> {
+        let index = self.path_of(id).ok_or(Error::NoPath)?;
+        self.paths[index].stats = PathStats::default();
+        Ok(())
+    }
+
+    fn path_of(&self, id: PathId) -> Option<usize> {
+        let is = |path: &Path| path.id == id && path.state != PathState::Dead;
+        self.paths.iter().position(is)
+    }
+}
