@@ -8,5 +8,6 @@ mod client_shares;
 #[path = "../../../rtrs/tests/machine/provider.rs"]
 mod provider;
 mod server;
+mod server_admin;
 mod shares;
 mod together;

@@ -231,7 +231,7 @@ impl World {
                 };
                 self.server.opened(Instant::ZERO, ticket, Ok(opened));
             }
-            Action::Close { ticket, .. } => self.server.closed(ticket),
+            Action::Close { ticket, .. } => self.server.closed(Instant::ZERO, ticket),
             Action::Io(ticket, session, op) => {
                 // The memory of a session that is gone is another's.
                 if session == self.session {
