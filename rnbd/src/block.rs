@@ -68,6 +68,11 @@ impl BlockOp {
         !matches!(self, Self::Read | Self::Flush)
     }
 
+    /// Whether it moves data that is named beside it.
+    pub const fn has_data(self) -> bool {
+        matches!(self, Self::Read | Self::Write { .. })
+    }
+
     /// Whether data is durable when it ends.
     pub const fn makes_durable(self) -> bool {
         matches!(

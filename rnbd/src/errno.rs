@@ -55,6 +55,7 @@ errnos! {
     ENOTCONN 107 "Transport endpoint is not connected" "The device is not open in this session."
     ESHUTDOWN 108 "Cannot send after transport endpoint shutdown" "Shutting down."
     ETIMEDOUT 110 "Connection timed out" "No answer in time."
+    EALREADY 114 "Operation already in progress" "It is so, or is about to be."
     EDQUOT 122 "Disk quota exceeded" "The quota below the image is used up."
 }
 

@@ -110,7 +110,7 @@ impl Bench {
                     };
                     self.server.opened(self.now, ticket, result);
                 }
-                Action::Close { ticket, .. } => self.server.closed(ticket),
+                Action::Close { ticket, .. } => self.server.closed(self.now, ticket),
                 other => panic!("{other:?}"),
             }
         }

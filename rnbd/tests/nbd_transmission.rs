@@ -341,6 +341,35 @@ fn later_requests_go_by_what_the_device_has_become() {
     assert_eq!(u16::from_be_bytes([answer[8], answer[9]]) & tx::SEND_TRIM, 0);
 }
 
+/// A device is resized, or comes back as another one, under clients that stay connected.
+#[test]
+fn a_client_keeps_the_size_that_it_was_told_unless_there_is_less() {
+    let size = GEOMETRY.size as usize;
+    let world = &mut World::new(Geometry {
+        size: 2 * GEOMETRY.size,
+        ..GEOMETRY
+    });
+    world.geometry = GEOMETRY;
+    let mut c = Peer::go(world);
+    let beyond = |c: &mut Peer, world: &mut World, at: usize| {
+        assert_eq!(c.call(world, cmd::READ, 0, at, 512), EINVAL);
+        assert_eq!(c.call(world, cmd::TRIM, 0, at, 512), EINVAL);
+        for command in [cmd::WRITE, cmd::WRITE_ZEROES] {
+            assert_eq!(c.call(world, command, 0, at, 512), ENOSPC);
+        }
+        assert_eq!(c.call(world, cmd::WRITE, 0, at - 512, 512), 0);
+    };
+    beyond(&mut c, world, size);
+    for (now, end) in [(2 * size, size), (size / 2, size / 2), (4096, 4096), (2 * size, size)] {
+        world.geometry.size = now as u64;
+        c.conn.set_geometry(0, world.geometry);
+        beyond(&mut c, world, end);
+    }
+    // Who comes later is told.
+    let mut late = Peer::go(world);
+    beyond(&mut late, world, 2 * size);
+}
+
 #[test]
 fn large_payload_goes_straight_into_buffers() {
     let world = &mut World::new(GEOMETRY);

@@ -39,6 +39,7 @@ fn hello(peer: IpAddr, n: u64) -> ConnectRequest {
         cid: 0,
         connections: 3,
         first_conn: true,
+        recon_cnt: 1,
     }
 }
 
@@ -424,6 +425,7 @@ impl Model {
             cid,
             connections: 2 + u16::from(session % 3),
             first_conn: true,
+            recon_cnt: 1,
         };
         match gate.request(self.now, &request) {
             Ok(Admitted::HalfOpen { path, gives_way }) => {
@@ -446,6 +448,7 @@ impl Model {
                 let known = &self.paths[&path];
                 assert!(known.established && !known.up && !known.closing && cid != 0);
             }
+            Ok(Admitted::GivenUp(path)) => panic!("{path:?}: each is connected once"),
             Ok(Admitted::Held(path)) => {
                 let known = self.paths.get_mut(&path).unwrap();
                 assert!(!known.established && cid != 0);
@@ -518,4 +521,30 @@ proptest! {
         model.agrees(&gate);
         prop_assert_eq!(gate.next_deadline(), None);
     }
+}
+
+#[test]
+fn a_later_attempt_says_that_the_path_was_given_up() {
+    let mut gate = gate(Limits::default(), &[]);
+    let first = hello(v4(1), 1);
+    let attempt = |recon_cnt| ConnectRequest { recon_cnt, ..first };
+    let path = half_open(&mut gate, at(0), &attempt(u16::MAX));
+    let given_up = Ok(Admitted::GivenUp(path));
+    // A repetition, and what was on its way before.
+    for recon_cnt in [u16::MAX, u16::MAX - 1, 0x8000] {
+        assert_eq!(gate.request(at(0), &attempt(recon_cnt)), Err(Refusal::Unexpected));
+    }
+    assert_eq!(gate.request(at(0), &attempt(0)), given_up, "half-open, and the number has wrapped");
+    gate.established(path).unwrap().unwrap();
+    assert_eq!(gate.request(at(0), &attempt(7)), given_up);
+    gate.up(path);
+    assert_eq!(gate.request(at(0), &attempt(7)), given_up);
+    // Only connection 0 begins an attempt, and only from where the path is.
+    assert_eq!(gate.request(at(0), &cid(1, attempt(7))), Err(Refusal::Unexpected));
+    let elsewhere = ConnectRequest { peer: v4(2), ..attempt(7) };
+    assert_eq!(gate.request(at(0), &elsewhere), Err(Refusal::Unexpected));
+    gate.closing(path);
+    assert_eq!(gate.request(at(0), &attempt(8)), Err(Refusal::Unexpected));
+    gate.ended(path);
+    assert!(matches!(gate.request(at(0), &attempt(8)), Ok(Admitted::HalfOpen { .. })));
 }

@@ -127,6 +127,8 @@ struct Store {
     ways: Ways,
     /// The file's size as of a turn.
     look: (u64, Look),
+    /// The device's, as was told.
+    size: u64,
     /// Writes that wait for one that is to be alone, or are it, in their order.
     held: VecDeque<usize>,
 }
@@ -138,6 +140,17 @@ impl Store {
             BlockOp::Flush => self.ways.flush,
             BlockOp::Write { .. } | BlockOp::Discard | BlockOp::WriteZeroes { .. } => self.ways.write,
         }
+    }
+
+    /// Whether its size is not what was told: it is told now.
+    fn is_resized(&mut self) -> bool {
+        let image = self.export.image();
+        let size = image.geometry().size;
+        let before = core::mem::replace(&mut self.size, size);
+        if before != size {
+            tracing::info!(image = image.label(), before, bytes = size, "device has another size");
+        }
+        before != size
     }
 
     /// Lets a write begin, if it may. Parts of blocks are written on the way past the page cache alone.
@@ -190,8 +203,8 @@ pub struct Disk {
     ready: VecDeque<usize>,
     /// Over before they had their turn.
     over: Vec<Ended>,
-    /// Devices that were found to be larger than before.
-    grown: Vec<StoreId>,
+    /// Devices that were found to have another size than before.
+    resized: Vec<StoreId>,
     /// Calls of [`pump`](Self::pump).
     turn: u64,
     outcomes: Vec<Outcome>,
@@ -224,7 +237,7 @@ impl Disk {
             held: 0,
             ready: VecDeque::new(),
             over: Vec::new(),
-            grown: Vec::new(),
+            resized: Vec::new(),
             turn: 0,
             outcomes: Vec::new(),
             counters: DiskCounters::default(),
@@ -263,6 +276,7 @@ impl Disk {
             false => ways,
         };
         let store = Store {
+            size: export.image().geometry().size,
             export,
             ways,
             look: (0, Look::default()),
@@ -301,12 +315,27 @@ impl Disk {
         self.stores.get(&id).map(|s| &s.export)
     }
 
-    /// A device that has become larger since it was opened, as an operation beyond its former end has shown, and its size in
-    /// bytes.
-    pub fn poll_grown(&mut self) -> Option<(StoreId, u64)> {
-        while let Some(id) = self.grown.pop() {
+    /// Whether any device is open.
+    pub fn has_stores(&self) -> bool {
+        !self.stores.is_empty()
+    }
+
+    /// Looks at the sizes of all open devices, with a system call for each.
+    pub fn look_at_sizes(&mut self) {
+        for (id, store) in &mut self.stores {
+            store.export.image().look_at_size();
+            if store.is_resized() {
+                self.resized.push(*id);
+            }
+        }
+    }
+
+    /// A device that has another size than was known, and its size in bytes. That is found out by operations beyond the end as it was,
+    /// and by [`look_at_sizes`](Self::look_at_sizes).
+    pub fn poll_resized(&mut self) -> Option<(StoreId, u64)> {
+        while let Some(id) = self.resized.pop() {
             if let Some(store) = self.stores.get(&id) {
-                return Some((id, store.export.image().geometry().size));
+                return Some((id, store.size));
             }
         }
         None
@@ -428,11 +457,10 @@ impl Disk {
         if store.look.0 != self.turn {
             store.look = (self.turn, Look::default());
         }
-        let image = store.export.share();
-        let size = image.geometry().size;
-        let task = Task::new(image, &op, memory.as_ref(), &mut store.look.1);
-        if image.geometry().size > size {
-            self.grown.push(op.store);
+        let image = store.export.share().clone();
+        let task = Task::new(&image, &op, memory.as_ref(), &mut store.look.1);
+        if store.is_resized() {
+            self.resized.push(op.store);
         }
         let task = match task {
             Ok(Some(task)) => task,
@@ -442,7 +470,6 @@ impl Disk {
         flight.way = store.way(op.op);
         flight.alone = task.is_patch();
         let writes = task.writes();
-        let image = image.clone();
         let entry = self.flights.vacant_entry();
         let key = entry.key();
         flight.job = Some(Job {

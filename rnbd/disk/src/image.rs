@@ -97,7 +97,7 @@ pub struct Image {
     direct: Option<Alignment>,
     label: String,
     geometry: Geometry,
-    /// Bytes. Looked at again when a request reaches beyond: a device may grow while it is open.
+    /// Bytes. Looked at again when a request reaches beyond, and now and then: a device may grow and shrink while it is open.
     size: AtomicU64,
     /// What has become of what was written through this descriptor.
     sync: SyncState,
@@ -253,7 +253,7 @@ impl Image {
 
     /// Before every access: inside the device.
     pub(crate) fn check_range(&self, offset: u64, len: u64, look: &mut Look) -> Result<(), Errno> {
-        if !self.geometry().contains(offset, len) && !self.grown(look).contains(offset, len) {
+        if !self.geometry().contains(offset, len) && !self.resized(look).contains(offset, len) {
             self.complain("access beyond the end of the device", offset, len, Errno::EIO);
             return Err(Errno::EIO);
         }
@@ -261,11 +261,17 @@ impl Image {
     }
 
     /// The geometry after another look at the size.
-    fn grown(&self, look: &mut Look) -> Geometry {
-        let bytes = self.bytes(look).unwrap_or(0);
-        let size = geometry::whole(bytes, self.geometry.logical_block_size);
-        self.size.fetch_max(size, Relaxed);
+    fn resized(&self, look: &mut Look) -> Geometry {
+        if let Ok(bytes) = self.bytes(look) {
+            let size = geometry::whole(bytes, self.geometry.logical_block_size);
+            self.size.store(size, Relaxed);
+        }
         self.geometry()
+    }
+
+    /// Looks at the size.
+    pub(crate) fn look_at_size(&self) {
+        self.resized(&mut Look::default());
     }
 
     /// Before a change: allowed, inside the device, and the file still reaches that far. A write beyond the end of a

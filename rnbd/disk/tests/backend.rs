@@ -93,13 +93,40 @@ fn an_image_that_grew_is_used_to_its_new_end() {
             .unwrap()
             .set_len(2 * MIB + 100)
             .unwrap();
-        assert_eq!(i.disk.poll_grown(), None);
+        assert_eq!(i.disk.poll_resized(), None);
         i.write(2 * MIB - 512, &[7; 512], true).unwrap();
         assert_eq!(i.read(2 * MIB - 512, 512).unwrap(), [7; 512]);
         assert_eq!(i.geometry().size, 2 * MIB);
-        assert_eq!(i.disk.poll_grown(), Some((i.store, 2 * MIB)));
-        assert_eq!(i.disk.poll_grown(), None);
+        assert_eq!(i.disk.poll_resized(), Some((i.store, 2 * MIB)));
+        assert_eq!(i.disk.poll_resized(), None);
         assert_eq!(i.write(2 * MIB, &[7; 512], false).unwrap_err(), Errno::EIO);
+    });
+}
+
+#[test]
+fn another_size_is_seen_without_an_operation() {
+    everywhere(|case| {
+        let mut i = case.image(MIB);
+        let file = File::options().write(true).open(case.path()).unwrap();
+        for size in [2 * MIB, MIB / 2, MIB] {
+            file.set_len(size).unwrap();
+            assert_eq!(i.disk.poll_resized(), None);
+            i.disk.look_at_sizes();
+            assert_eq!(i.disk.poll_resized(), Some((i.store, size)));
+            assert_eq!((i.disk.poll_resized(), i.geometry().size), (None, size));
+            i.write(size - 512, &[7; 512], false).unwrap();
+            for at in [size - 512, size, 4 * MIB] {
+                assert_eq!(i.write(at, &[7; 1024], false).unwrap_err(), Errno::EIO);
+                assert_eq!(i.read(at, 1024).unwrap_err(), Errno::EIO);
+            }
+            assert_eq!(fs::metadata(case.path()).unwrap().len(), size);
+        }
+        i.disk.look_at_sizes();
+        assert_eq!(i.disk.poll_resized(), None, "nothing has changed");
+        // Between two looks a file that was cut ends where it ends.
+        file.set_len(4096).unwrap();
+        assert_eq!(i.write(MIB / 2, &[7; 512], false).unwrap_err(), Errno::EIO);
+        assert_eq!(fs::metadata(case.path()).unwrap().len(), 4096);
     });
 }
 

@@ -342,6 +342,7 @@ mod tests {
             cid,
             connections: 3,
             first_conn: true,
+            recon_cnt: 1,
         }
     }
 

@@ -13,7 +13,7 @@ use rnbd::{
     Errno,
     block::{BlockOp, Geometry},
     client::{
-        Client as Rnbd,
+        Client as Rnbd, Unmap,
         device::DeviceCounters,
         letter::Letter as RnbdLetter,
         output::{DeviceKey, Output as DeviceOutput},
@@ -447,7 +447,9 @@ impl Service {
         match self.device {
             Some(device) if self.session_is_up() => {
                 self.phase = Phase::Unmapping;
-                self.rnbd.unmap(device);
+                if let Err(e) = self.rnbd.unmap(device, Unmap::Normal { in_use: false }) {
+                    tracing::debug!("unmap: {e}");
+                }
             }
             _ => self.close_session(turn),
         }
@@ -634,6 +636,7 @@ impl Loop for Service {
 
     fn timeout(&mut self, turn: &mut TurnCx<'_, ()>) {
         self.rtrs.timeout(cx!(turn, self.dice));
+        self.rnbd.timeout(turn.now);
         self.entrance.timeout(turn.now);
         for (_, client) in &mut self.clients {
             client.connection.timeout(turn.now);
@@ -685,6 +688,7 @@ impl Loop for Service {
             .min();
         [
             self.rtrs.next_timeout(),
+            self.rnbd.next_timeout(),
             clients,
             self.entrance.next_timeout(),
             self.drained_by,

@@ -44,6 +44,8 @@ use crate::{
     stats::LoopStats,
 };
 
+/// How often the sizes of open devices are looked at.
+const SIZES: Duration = Duration::from_secs(5);
 /// The disk's descriptor.
 const DISK: Token = Token(0);
 
@@ -144,6 +146,8 @@ pub(crate) struct Service {
     jobs: BTreeMap<u64, Job>,
     next_job: u64,
     grace: Duration,
+    /// When the sizes of open devices are looked at next.
+    sizes_at: Option<Instant>,
     /// It stops, and at that time at the latest.
     stop_at: Option<Instant>,
     /// It stops, and waits for nobody.
@@ -235,6 +239,7 @@ impl Service {
             jobs: BTreeMap::new(),
             next_job: 0,
             grace: config.grace,
+            sizes_at: None,
             stop_at: None,
             quits: false,
             told_idle: false,
@@ -297,7 +302,7 @@ impl Service {
                 self.rtrs.ready(cx!(turn, self.dice), ticket, failed);
             }
             Job::Open(ticket) => self.rnbd.opened(turn.now, ticket, Err(Errno::EIO.into())),
-            Job::Close(ticket) => self.rnbd.closed(ticket),
+            Job::Close(ticket) => self.rnbd.closed(turn.now, ticket),
             Job::Nothing => {}
         }
     }
@@ -341,10 +346,26 @@ impl Service {
         }
     }
 
+    /// Devices may grow and shrink while they are open.
+    fn look_at_sizes(&mut self, now: Instant) {
+        if self.sizes_at.is_some_and(|at| at <= now) {
+            self.disk.look_at_sizes();
+            self.tell_sizes();
+            self.sizes_at = self.disk.has_stores().then_some(now + SIZES);
+        }
+    }
+
+    /// Clients that open a device again are told of another size.
+    fn tell_sizes(&mut self) {
+        while let Some((store, size)) = self.disk.poll_resized() {
+            self.rnbd.resized(store, size);
+        }
+    }
+
     /// Closing makes durable what was written, which takes its time.
     fn close(&mut self, turn: &mut TurnCx<'_, Done>, ticket: Ticket, store: StoreId) {
         let Some(export) = self.disk.take(store) else {
-            return self.rnbd.closed(ticket);
+            return self.rnbd.closed(turn.now, ticket);
         };
         if self.place.others() > 0 {
             self.place.images.withdraw(self.place.index, store);
@@ -356,7 +377,7 @@ impl Service {
         };
         if !self.start(turn, Job::Close(ticket), job) {
             // Too much waits: it has been closed here, when the job was dropped.
-            self.rnbd.closed(ticket);
+            self.rnbd.closed(turn.now, ticket);
         }
     }
 
@@ -482,6 +503,7 @@ impl Loop for Service {
                     let (geometry, label) = (export.image().geometry(), export.image().label().to_owned());
                     let part = (self.place.others() > 0).then(|| export.part());
                     let store = self.disk.add(*export);
+                    self.sizes_at.get_or_insert(turn.now + SIZES);
                     if let Some(part) = part {
                         self.place.images.offer(self.place.index, store, part);
                     }
@@ -494,7 +516,7 @@ impl Loop for Service {
                 });
                 self.rnbd.opened(turn.now, ticket, opened);
             }
-            Ok(Done::Closed(ticket)) => self.rnbd.closed(ticket),
+            Ok(Done::Closed(ticket)) => self.rnbd.closed(turn.now, ticket),
             Ok(Done::Nothing) => {}
             Err(_) => {
                 if let Some(job) = job {
@@ -506,6 +528,7 @@ impl Loop for Service {
 
     fn timeout(&mut self, turn: &mut TurnCx<'_, Done>) {
         self.rtrs.timeout(cx!(turn, self.dice));
+        self.look_at_sizes(turn.now);
         self.look_stopped(turn);
     }
 
@@ -515,9 +538,7 @@ impl Loop for Service {
             let more = self.disk.pump(&mut self.budget, &mut self.ended);
             worked |= more && !self.budget.is_spent();
             worked |= !self.ended.is_empty();
-            while let Some((store, size)) = self.disk.poll_grown() {
-                self.rnbd.resized(store, size);
-            }
+            self.tell_sizes();
             for (ticket, result) in self.ended.drain(..) {
                 self.rnbd.io_done(ticket, result);
             }
@@ -543,7 +564,8 @@ impl Loop for Service {
     }
 
     fn next_timeout(&self) -> Option<Instant> {
-        [self.rtrs.next_timeout(), self.stop_at].into_iter().flatten().min()
+        let all = [self.rtrs.next_timeout(), self.stop_at, self.sizes_at];
+        all.into_iter().flatten().min()
     }
 }
 

@@ -3,26 +3,25 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use rtrs::{
-    Direction, IoError, PathError,
+    IoError, PathError,
     client::{
         buffers::Buffer,
-        config::{ConType, SessionInfo},
+        config::SessionInfo,
         request::{Output as RtrsOutput, SessionId, Submission},
     },
     cx::Cx,
     table,
 };
-use smallvec::SmallVec;
-use zerocopy::IntoBytes;
 
 use super::{
     device::{Device, DeviceCounters},
     error::MapError,
     flight::{Flight, Message},
-    letter::{Letter, Opening, Word},
+    letter::{Letter, Word},
     memory::{self, SessionBuffers},
     operation::{Operation, Span},
     output::{DeviceKey, Output},
+    patience::Alarm,
     session::Session,
     state::{DEVICE, DeviceAction, DeviceEvent, DeviceState},
     work::Work,
@@ -30,41 +29,42 @@ use super::{
 use crate::{
     block::{BlockOp, Geometry},
     errno::Errno,
-    proto::{
-        AccessMode, MsgClose, MsgOpen, MsgOpenRsp, MsgSessInfo, VERSION_MAJOR, parse_open_rsp, parse_sess_info_rsp,
-    },
+    proto::{AccessMode, MsgOpen, MsgOpenRsp},
     slab::Slab,
 };
 
-/// The version exchange, for messages of errors.
-const SESS_INFO: &str = "the session information";
-/// The same of an open.
-const OPEN: &str = "the open request";
-/// The share that devices are mapped at.
-const HOME: u16 = 0;
-/// Bytes of the longest answer.
-const ANSWER: usize = size_of::<MsgOpenRsp>();
-
-const _: () = assert!(ANSWER >= size_of::<MsgSessInfo>());
-
 /// What an event of a device brings along.
 #[derive(Debug)]
-enum News {
+pub(super) enum News {
     Nothing,
     Opened(MsgOpenRsp),
     Failed(MapError),
     Closed(Result<(), IoError>),
 }
 
+/// How a device is unmapped.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Unmap {
+    /// When what is under way has ended. Only who lets users in knows whether somebody has it in use: then it stays.
+    Normal {
+        /// Somebody has.
+        in_use: bool,
+    },
+    /// Whoever uses it. What has not been sent ends with an error at once, and the rest as soon as nothing touches its buffers any
+    /// more: with the answer, or the end of its path.
+    Force,
+}
+
 /// RNBD's client, without I/O: devices of servers, over sessions of RTRS's client.
 ///
 /// Whoever owns both hands over what RTRS says ([`rtrs`](Self::rtrs)) and submits what
 /// [`poll_submission`](Self::poll_submission) gives, until there is nothing more of either, and does so again whenever buffers
-/// have been given back. Memory stays with the sessions: both calls are lent it as [`SessionBuffers`], and what is taken from
+/// have been given back, and calls [`timeout`](Self::timeout) in time. Memory stays with the sessions: both calls are lent it as [`SessionBuffers`], and what is taken from
 /// there has been given back when a device is unmapped.
 ///
 /// Sessions become known by [`Opened`](RtrsOutput::Opened) and agree on a protocol version at once. One that is lost and
-/// comes back opens its devices again.
+/// comes back opens its devices again, each for itself. What operations meet meanwhile is each device's
+/// [`OnLoss`](super::patience::OnLoss).
 ///
 /// Where RTRS's client is one share of several, so is this. Devices are mapped and unmapped at the first share, *home*, which has
 /// the service connection; the others come to know them by letters, have names of their own for them, and are told what they are like
@@ -72,16 +72,18 @@ enum News {
 #[derive(Debug, Default)]
 pub struct Client {
     /// Which share it is, and of how many.
-    index: u16,
-    others: u16,
-    letters: VecDeque<(u16, Letter)>,
-    sessions: BTreeMap<SessionId, Session>,
-    devices: Slab<Device>,
-    work: Work,
-    flights: Slab<Flight>,
+    pub(super) index: u16,
+    pub(super) others: u16,
+    pub(super) letters: VecDeque<(u16, Letter)>,
+    pub(super) sessions: BTreeMap<SessionId, Session>,
+    pub(super) devices: Slab<Device>,
+    pub(super) work: Work,
+    pub(super) flights: Slab<Flight>,
     /// Messages to be sent.
-    messages: VecDeque<u64>,
-    outputs: VecDeque<Output>,
+    pub(super) messages: VecDeque<u64>,
+    /// There are alarms to be started, or reserves to be looked after.
+    pub(super) stirred: bool,
+    pub(super) outputs: VecDeque<Output>,
 }
 
 impl Client {
@@ -143,7 +145,10 @@ impl Client {
             }
             RtrsOutput::Up(id, info) => self.session_up(id, info),
             RtrsOutput::Down(id, why) => self.session_down(id, &why),
-            RtrsOutput::Closed(id) => self.session_closed(id),
+            RtrsOutput::Closed(id) => {
+                self.drop_reserve(memory, id);
+                self.session_closed(id);
+            }
             // Nothing was mapped over it.
             RtrsOutput::OpenFailed(..) => {}
             RtrsOutput::Done {
@@ -152,9 +157,11 @@ impl Client {
                 result,
                 data,
             } => match self.flights.remove(tag) {
-                Some(Flight::Part { operation, op, bytes }) => {
-                    let result = result.map_err(|e| Errno::from_wire(e.errno()));
-                    let part = (operation, op, bytes);
+                Some(Flight::Part(part)) => {
+                    if let Err(IoError::TooLong { max, .. }) = result {
+                        self.shrink(session, max);
+                    }
+                    self.stirred |= result.is_err();
                     self.work.part_done(memory, &mut self.devices, part, result, data);
                     self.finish();
                 }
@@ -205,11 +212,12 @@ impl Client {
     }
 
     /// The server has no device of this session open any more.
-    fn devices_lost(&mut self, id: SessionId, why: &PathError, event: DeviceEvent) {
+    pub(super) fn devices_lost(&mut self, id: SessionId, why: &PathError, event: DeviceEvent) {
         for key in self.devices_of(id, |_| true) {
             if let Some(device) = self.devices.get_mut(key.0) {
                 device.id = None;
                 device.lost = Some(why.clone());
+                (device.again, device.unasked) = (Alarm::Off, false);
                 if event == DeviceEvent::SessionGone {
                     // RTRS ends a session at home when it has ended everywhere.
                     device.holders.clear();
@@ -222,61 +230,9 @@ impl Client {
         }
     }
 
-    fn devices_of(&self, id: SessionId, which: impl Fn(&Device) -> bool) -> Vec<DeviceKey> {
+    pub(super) fn devices_of(&self, id: SessionId, which: impl Fn(&Device) -> bool) -> Vec<DeviceKey> {
         let mine = self.devices.iter().filter(|(_, d)| d.session == id && which(d));
         mine.map(|(key, _)| DeviceKey(key)).collect()
-    }
-
-    /// Devices that can't be opened before there is a protocol version.
-    fn waiting_devices(&self, id: SessionId) -> Vec<DeviceKey> {
-        let states = [DeviceState::Init, DeviceState::MappedDisconnected];
-        self.devices_of(id, |d| states.contains(&d.state) && d.message.is_none())
-    }
-
-    fn ask_version(&mut self, id: SessionId) {
-        if !self.is_home() {
-            return;
-        }
-        if let Some(session) = self.sessions.get_mut(&id).filter(|s| s.is_to_ask()) {
-            let message = Message::Version(id);
-            let tag = self.flights.insert(Flight::Message { message, sent: false });
-            session.asking = Some(tag);
-            self.messages.push_back(tag);
-        }
-    }
-
-    fn version_answered(&mut self, id: SessionId, tag: u64, answer: Result<&[u8], IoError>) {
-        match answer.map(|bytes| parse_sess_info_rsp(bytes).ok()) {
-            Ok(Some(m)) => {
-                let session = self.sessions.get_mut(&id);
-                let Some(session) = session.filter(|s| s.asking == Some(tag)) else {
-                    return;
-                };
-                session.asking = None;
-                session.version = Some(m.ver.min(VERSION_MAJOR));
-                for key in self.waiting_devices(id) {
-                    self.step(key, DeviceEvent::LinkUp, News::Nothing);
-                }
-            }
-            Ok(None) => self.version_failed(id, tag, || MapError::Malformed(SESS_INFO)),
-            Err(source) => self.version_failed(id, tag, || MapError::Request {
-                what: SESS_INFO,
-                source: source.clone(),
-            }),
-        }
-    }
-
-    /// The next device that is to be opened asks again.
-    fn version_failed(&mut self, id: SessionId, tag: u64, error: impl Fn() -> MapError) {
-        let session = self.sessions.get_mut(&id);
-        let Some(session) = session.filter(|s| s.asking == Some(tag)) else {
-            return;
-        };
-        session.asking = None;
-        tracing::debug!(session = id.0, "no protocol version: {}", error());
-        for key in self.waiting_devices(id) {
-            self.step(key, DeviceEvent::Refused, News::Failed(error()));
-        }
     }
 }
 
@@ -316,7 +272,7 @@ impl Client {
         mapped.then(|| MapError::AlreadyMapped(name.into()))
     }
 
-    fn open_when_ready(&mut self, session: SessionId, key: DeviceKey, event: DeviceEvent) {
+    pub(super) fn open_when_ready(&mut self, session: SessionId, key: DeviceKey, event: DeviceEvent) {
         if self.sessions.get(&session).is_some_and(Session::is_ready) {
             self.step(key, event, News::Nothing);
         } else {
@@ -325,30 +281,52 @@ impl Client {
     }
 
     /// Opens a device again that the server refused to open after its session came back: ends with [`Output::State`] or
-    /// [`Output::MapFailed`]. Does nothing for a device that is mapped, and nothing elsewhere than at home.
-    pub fn remap(&mut self, key: DeviceKey) {
-        let Some(device) = self.devices.get(key.0).filter(|_| self.is_home()) else {
-            return;
-        };
-        if device.state != DeviceState::MappedDisconnected || device.message.is_some() {
-            return;
+    /// [`Output::MapFailed`].
+    ///
+    /// # Errors
+    /// As the kernel's `remap_device`: EALREADY when it is mapped, EBUSY when it has not been yet, ENODEV when it is unmapped, or
+    /// gone. EINVAL elsewhere than at home.
+    pub fn remap(&mut self, key: DeviceKey) -> Result<(), Errno> {
+        let home = self.is_home();
+        let device = self.devices.get_mut(key.0).ok_or(Errno::ENODEV)?;
+        match device.state {
+            _ if !home => return Err(Errno::EINVAL),
+            DeviceState::Mapped => return Err(Errno::EALREADY),
+            DeviceState::Init => return Err(Errno::EBUSY),
+            DeviceState::Unmapped => return Err(Errno::ENODEV),
+            DeviceState::MappedDisconnected => {}
         }
-        let session = device.session;
+        // Somebody wants to know how the attempt ends that is under way, too.
+        (device.again, device.unasked) = (Alarm::Off, false);
+        let (session, under_way) = (device.session, device.message.is_some());
         match self.sessions.get(&session).and_then(|s| s.down.as_ref()) {
             Some(why) => self.outputs.push_back(Output::MapFailed(key, down(why))),
+            None if under_way => {}
             None => self.open_when_ready(session, key, DeviceEvent::RemapAsked),
         }
+        Ok(())
     }
 
-    /// Takes no more operations at any share, waits for those under way and closes the device on the server: ends with
-    /// [`Output::Unmapped`], at each share. A second call does nothing, and elsewhere than at home nor does the first.
-    pub fn unmap(&mut self, key: DeviceKey) {
-        if self.is_home() {
-            self.step(key, DeviceEvent::UnmapAsked, News::Nothing);
+    /// Takes no more operations at any share, ends those under way and closes the device on the server: ends with
+    /// [`Output::Unmapped`], at each share. What waits for a lost device ends at once.
+    ///
+    /// # Errors
+    /// As the kernel's `unmap_device`: EBUSY when it is in use, EALREADY when it is being unmapped. ENODEV when it is gone; EINVAL
+    /// elsewhere than at home.
+    pub fn unmap(&mut self, key: DeviceKey, how: Unmap) -> Result<(), Errno> {
+        let home = self.is_home();
+        let device = self.devices.get_mut(key.0).ok_or(Errno::ENODEV)?;
+        match (device.state, how) {
+            _ if !home => return Err(Errno::EINVAL),
+            (DeviceState::Unmapped, _) => return Err(Errno::EALREADY),
+            (_, Unmap::Normal { in_use: true }) => return Err(Errno::EBUSY),
+            (_, how) => device.forced = how == Unmap::Force,
         }
+        self.step(key, DeviceEvent::UnmapAsked, News::Nothing);
+        Ok(())
     }
 
-    fn step(&mut self, key: DeviceKey, event: DeviceEvent, mut news: News) {
+    pub(super) fn step(&mut self, key: DeviceKey, event: DeviceEvent, mut news: News) {
         let Some(device) = self.devices.get_mut(key.0) else {
             return;
         };
@@ -359,11 +337,12 @@ impl Client {
         for action in actions {
             self.act(key, *action, &mut news);
         }
+        self.finish();
         self.settle(key);
     }
 
     /// Goes on with a device that is being unmapped, when nothing of it is under way.
-    fn settle(&mut self, key: DeviceKey) {
+    pub(super) fn settle(&mut self, key: DeviceKey) {
         let Some(device) = self.devices.get(key.0) else { return };
         let busy = device.operations > 0 || device.message.is_some() || !device.holders.is_empty();
         if device.state != DeviceState::Unmapped || busy {
@@ -398,15 +377,16 @@ impl Client {
                 }
             }
             DeviceAction::Release => {
-                let holders: Vec<u16> = device.holders.iter().copied().collect();
-                let letters = holders.into_iter().map(|to| (to, Letter(Word::Release(key))));
-                self.letters.extend(letters);
+                let force = device.forced;
+                self.tell_holders(key, || Word::Release { device: key, force });
             }
             DeviceAction::TellMapped => {
                 let mapped = device.geometry.map(|g| Output::Mapped(key, g));
                 self.outputs.extend(mapped);
             }
             DeviceAction::TellState => self.outputs.push_back(Output::State(key, device.state)),
+            // The first refusal was told.
+            DeviceAction::TellFailed if core::mem::take(&mut device.unasked) => {}
             DeviceAction::TellFailed => {
                 if let News::Failed(e) = core::mem::replace(news, News::Nothing) {
                     self.outputs.push_back(Output::MapFailed(key, e));
@@ -417,243 +397,31 @@ impl Client {
                     self.outputs.push_back(Output::Unmapped(key, result));
                 }
             }
+            DeviceAction::Wait => {
+                device.patience.lost();
+                self.stirred = true;
+            }
+            DeviceAction::Resume => {
+                device.patience.back();
+                (device.again, device.unasked) = (Alarm::Off, false);
+                self.work.resume(key);
+            }
+            DeviceAction::GiveUp => {
+                let why = if device.lost.is_some() {
+                    Errno::ECONNABORTED
+                } else {
+                    Errno::ESHUTDOWN
+                };
+                self.work.fail_held(key, why);
+            }
+            DeviceAction::TryLater => self.try_later(key),
             DeviceAction::Forget => {
+                self.stirred = true;
                 let gone = self.devices.remove(key.0);
                 if let Some(home) = gone.and_then(|device| device.home) {
-                    self.letters.push_back((HOME, Letter(Word::Released(home))));
+                    self.tell_released(home);
                 }
             }
-        }
-    }
-}
-
-/// Shares.
-impl Client {
-    fn is_home(&self) -> bool {
-        self.index == HOME
-    }
-
-    /// The next letter to another share, and to which.
-    pub fn poll_letter(&mut self) -> Option<(u16, Letter)> {
-        self.letters.pop_front()
-    }
-
-    /// A letter of share `from` to this one. What RTRS had to tell here when it came has been [handed over](Self::rtrs).
-    pub fn letter(&mut self, from: u16, letter: Letter) {
-        match letter.0 {
-            Word::Opened(opening) => self.opened_at_home(*opening),
-            Word::Release(device) => {
-                // Or it went with its session, and home has been told.
-                if let Some(key) = self.here(device) {
-                    self.step(key, DeviceEvent::UnmapAsked, News::Nothing);
-                }
-            }
-            Word::Released(key) => {
-                if let Some(device) = self.devices.get_mut(key.0) {
-                    device.holders.remove(&from);
-                    self.settle(key);
-                }
-            }
-        }
-    }
-
-    /// The server has opened it: the other shares may use it.
-    fn tell_opened(&mut self, key: DeviceKey, answer: MsgOpenRsp) {
-        let Some(device) = self.devices.get_mut(key.0).filter(|_| self.index == HOME) else {
-            return;
-        };
-        let opening = Opening {
-            device: key,
-            session: device.session,
-            name: device.name.clone(),
-            mode: device.mode,
-            answer,
-        };
-        for share in 1..=self.others {
-            device.holders.insert(share);
-            let word = Word::Opened(Box::new(opening.clone()));
-            self.letters.push_back((share, Letter(word)));
-        }
-    }
-
-    /// What a device of home's is called here.
-    fn here(&self, home: DeviceKey) -> Option<DeviceKey> {
-        let mut known = self.devices.iter();
-        known.find_map(|(key, d)| (d.home == Some(home)).then_some(DeviceKey(key)))
-    }
-
-    fn opened_at_home(&mut self, opening: Opening) {
-        let (id, home) = (opening.session, opening.device);
-        let Some(session) = self.sessions.get(&id) else {
-            // It has ended here before it has there.
-            return self.letters.push_back((HOME, Letter(Word::Released(home))));
-        };
-        let down = session.down.clone();
-        let key = self.here(home).unwrap_or_else(|| {
-            let device = Device {
-                home: Some(home),
-                ..Device::new(id, opening.name, opening.mode)
-            };
-            DeviceKey(self.devices.insert(device))
-        });
-        self.step(key, DeviceEvent::Opened, News::Opened(opening.answer));
-        if let Some(why) = down {
-            // Here the path was lost sooner than home knew; it will be opened again.
-            self.devices_lost(id, &why, DeviceEvent::LinkDown);
-        }
-    }
-}
-
-/// Messages.
-impl Client {
-    /// A message about a device is sent, unless one is under way.
-    fn send(&mut self, key: DeviceKey, message: Message) {
-        if let Some(device) = self.devices.get_mut(key.0).filter(|d| d.message.is_none()) {
-            let tag = self.flights.insert(Flight::Message { message, sent: false });
-            device.message = Some(tag);
-            self.messages.push_back(tag);
-        }
-    }
-
-    /// The answer to a message is of no interest any more, and it need not be sent if it has not been.
-    fn cancel(&mut self, tag: u64) {
-        if let Some(Flight::Message { sent: false, .. }) = self.flights.get(tag) {
-            self.flights.remove(tag);
-        }
-    }
-
-    /// The next message that can be sent.
-    fn poll_message(&mut self, cx: &mut Cx<'_>, memory: &mut dyn SessionBuffers) -> Option<(SessionId, Submission)> {
-        for _ in 0..self.messages.len() {
-            let tag = self.messages.pop_front()?;
-            let Some(&Flight::Message { message, .. }) = self.flights.get(tag) else {
-                continue;
-            };
-            let Some((session, header, answer)) = self.compose(message) else {
-                self.flights.remove(tag);
-                continue;
-            };
-            let most = self.sessions.get(&session).map_or(0, |s| s.info.max_io_size as usize);
-            let data = match answer {
-                0 => Ok(None),
-                len => match memory::for_answer(cx, memory, session, len, most) {
-                    Ok(None) => {
-                        self.messages.push_back(tag);
-                        continue;
-                    }
-                    buffer => buffer,
-                },
-            };
-            match data {
-                Ok(data) => {
-                    self.flights.get_mut(tag).into_iter().for_each(Flight::mark_sent);
-                    let submission = Submission {
-                        tag,
-                        con: ConType::Admin,
-                        direction: if answer > 0 { Direction::Read } else { Direction::Write },
-                        header,
-                        data,
-                    };
-                    return Some((session, submission));
-                }
-                Err(e) => {
-                    self.flights.remove(tag);
-                    self.no_buffer(tag, message, e);
-                }
-            }
-        }
-        None
-    }
-
-    /// Session, bytes, and how many bytes the answer has; `None` when the device is gone.
-    fn compose(&self, message: Message) -> Option<(SessionId, SmallVec<[u8; 64]>, usize)> {
-        match message {
-            Message::Version(session) => {
-                let m = MsgSessInfo::request(VERSION_MAJOR);
-                Some((session, SmallVec::from_slice(m.as_bytes()), size_of::<MsgSessInfo>()))
-            }
-            Message::Open(key) => {
-                let device = self.devices.get(key.0)?;
-                let m = MsgOpen::new(device.name.as_bytes(), device.mode).ok()?;
-                let header = SmallVec::from_slice(m.as_bytes());
-                Some((device.session, header, size_of::<MsgOpenRsp>()))
-            }
-            Message::Close(key) => {
-                let device = self.devices.get(key.0)?;
-                let m = MsgClose::new(device.id?);
-                Some((device.session, SmallVec::from_slice(m.as_bytes()), 0))
-            }
-        }
-    }
-
-    fn no_buffer(&mut self, tag: u64, message: Message, e: Errno) {
-        match message {
-            Message::Version(session) => self.version_failed(session, tag, || MapError::Buffer(SESS_INFO, e)),
-            Message::Open(key) => self.open_failed(key, tag, |_| MapError::Buffer(OPEN, e)),
-            // Needs none.
-            Message::Close(_) => {}
-        }
-    }
-
-    fn message_done(
-        &mut self,
-        memory: &mut dyn SessionBuffers,
-        session: SessionId,
-        tag: u64,
-        message: Message,
-        result: Result<(), IoError>,
-        data: Option<Buffer>,
-    ) {
-        let mut bytes = [0; ANSWER];
-        let mut len = 0;
-        if let Some(buffer) = data {
-            let answer = &mut bytes[..buffer.len().min(ANSWER)];
-            let buffers = memory.buffers(session);
-            if buffers.is_some_and(|b| b.read(&buffer, 0, answer).is_ok()) {
-                len = answer.len();
-            }
-            memory::give(memory, session, buffer);
-        }
-        match message {
-            Message::Version(id) => self.version_answered(id, tag, result.map(|()| &bytes[..len])),
-            Message::Open(key) => self.open_answered(key, tag, result.map(|()| &bytes[..len])),
-            Message::Close(key) => {
-                if let Some(device) = self.about(key, tag) {
-                    device.id = None;
-                    self.step(key, DeviceEvent::Closed, News::Closed(result));
-                }
-            }
-        }
-    }
-
-    /// The device, if this is the message about it that is under way: it is so no longer.
-    fn about(&mut self, key: DeviceKey, tag: u64) -> Option<&mut Device> {
-        let device = self.devices.get_mut(key.0).filter(|d| d.message == Some(tag))?;
-        device.message = None;
-        Some(device)
-    }
-
-    fn open_answered(&mut self, key: DeviceKey, tag: u64, answer: Result<&[u8], IoError>) {
-        match answer.map(parse_open_rsp) {
-            Ok(Ok(rsp)) => {
-                if self.about(key, tag).is_some() {
-                    self.step(key, DeviceEvent::Opened, News::Opened(rsp));
-                }
-            }
-            Ok(Err(_)) => self.open_failed(key, tag, |_| MapError::Malformed(OPEN)),
-            Err(IoError::Remote(e)) => self.open_failed(key, tag, |device| MapError::Refused {
-                name: device.name.clone(),
-                mode: device.mode,
-                errno: Errno::from_wire(e),
-            }),
-            Err(source) => self.open_failed(key, tag, |_| MapError::Request { what: OPEN, source }),
-        }
-    }
-
-    fn open_failed(&mut self, key: DeviceKey, tag: u64, error: impl FnOnce(&Device) -> MapError) {
-        if let Some(device) = self.about(key, tag) {
-            let error = error(device);
-            self.step(key, DeviceEvent::Refused, News::Failed(error));
         }
     }
 }
@@ -661,7 +429,8 @@ impl Client {
 /// Operations.
 impl Client {
     /// Starts an operation on `len` bytes from `offset`: ends with [`Output::Done`], which brings `data` back. Reads and writes
-    /// need a buffer of the device's session with just `len` bytes, at most [`Geometry::max_transfer`]; others have none.
+    /// need a buffer of the device's session with just `len` bytes; others have none. Data of more than
+    /// [`Geometry::max_transfer`] moves part by part, and what is in the buffer after a write is no matter of interest then.
     /// Operations with equal `hint` (a CPU or queue number) take the same connection.
     #[expect(clippy::too_many_arguments, reason = "an operation as it is")]
     pub fn submit(
@@ -687,18 +456,15 @@ impl Client {
             }
         };
         device.operations += 1;
-        let span = match op {
-            BlockOp::Read | BlockOp::Write { .. } => Span::whole(offset, len),
-            BlockOp::Flush => Span::whole(0, 0),
-            BlockOp::Discard | BlockOp::WriteZeroes { .. } => Span::split(offset, len),
-        };
         let operation = Operation {
             device: key,
             opened: device.opened,
             user,
             hint,
             op,
-            span,
+            offset,
+            len,
+            span: Span::of(op, offset, len),
             data,
             zeroes: device.zeroes_as_data(op),
             spare: Vec::new(),
@@ -722,7 +488,7 @@ impl Client {
             DeviceState::Mapped => device.check(op, offset, len, data).map(|()| device),
             DeviceState::Init => Err(Errno::ENOTCONN),
             DeviceState::Unmapped => Err(Errno::ESHUTDOWN),
-            // Where operations would wait for the session to come back, if that were wanted.
+            DeviceState::MappedDisconnected if device.waits() => device.check(op, offset, len, data).map(|()| device),
             DeviceState::MappedDisconnected => {
                 device.counters.count_unsent();
                 Err(Errno::ECONNABORTED)
@@ -737,6 +503,9 @@ impl Client {
         cx: &mut Cx<'_>,
         memory: &mut dyn SessionBuffers,
     ) -> Option<(SessionId, Submission)> {
+        if self.stirred {
+            self.look_around(cx, memory);
+        }
         if let Some(message) = self.poll_message(cx, memory) {
             return Some(message);
         }
@@ -747,7 +516,7 @@ impl Client {
     }
 
     /// Tells of the operations that have ended.
-    fn finish(&mut self) {
+    pub(super) fn finish(&mut self) {
         while let Some((operation, result)) = self.work.poll_ended() {
             let device = operation.device;
             self.outputs.push_back(Output::Done {

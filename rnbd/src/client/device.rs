@@ -3,12 +3,18 @@
 use std::collections::BTreeSet;
 
 use rtrs::{
-    PathError,
+    IoError, PathError,
     client::{config::SessionInfo, request::SessionId},
 };
 use zerocopy::little_endian::U32;
 
-use super::{output::DeviceKey, state::DeviceState};
+use super::{
+    flight::{Admission, Fate, FlightPart},
+    operation::Operation,
+    output::DeviceKey,
+    patience::{Alarm, Patience},
+    state::DeviceState,
+};
 use crate::{
     block::{BlockOp, Geometry},
     errno::Errno,
@@ -29,6 +35,8 @@ pub struct DeviceCounters {
     pub read_bytes: u64,
     /// Bytes written.
     pub written_bytes: u64,
+    /// Requests that had to be sent again. They are counted above when they are answered.
+    pub repeated: u64,
 }
 
 impl DeviceCounters {
@@ -49,6 +57,7 @@ impl DeviceCounters {
         self.failed += other.failed;
         self.read_bytes += other.read_bytes;
         self.written_bytes += other.written_bytes;
+        self.repeated += other.repeated;
     }
 
     /// A request could not be sent.
@@ -81,6 +90,14 @@ pub(super) struct Device {
     pub(super) message: Option<u64>,
     /// Why its session was lost, since it was opened last.
     pub(super) lost: Option<PathError>,
+    /// How long operations wait while it is lost.
+    pub(super) patience: Patience,
+    /// At home: when it is to be opened again, which the server has refused.
+    pub(super) again: Alarm,
+    /// At home: nobody has asked for the attempt that is under way.
+    pub(super) unasked: bool,
+    /// What is under way ends as soon as it can.
+    pub(super) forced: bool,
     pub(super) counters: DeviceCounters,
 }
 
@@ -99,6 +116,10 @@ impl Device {
             operations: 0,
             message: None,
             lost: None,
+            patience: Patience::default(),
+            again: Alarm::Off,
+            unasked: false,
+            forced: false,
             counters: DeviceCounters::default(),
         }
     }
@@ -111,6 +132,82 @@ impl Device {
         self.opened = self.opened.wrapping_add(1);
         self.lost = None;
         before.filter(|b| *b != geometry).map(|_| geometry)
+    }
+
+    /// Another size, in bytes. Returns the geometry if that is a change.
+    pub(super) fn resize(&mut self, size: u64) -> Option<Geometry> {
+        self.change(|g| g.size = size / u64::from(g.logical_block_size) * u64::from(g.logical_block_size))
+    }
+
+    /// The session can do more or less than before. Returns the geometry if that is a change.
+    pub(super) fn limit(&mut self, session: &SessionInfo) -> Option<Geometry> {
+        self.change(|g| {
+            g.max_transfer = max_transfer(session.max_io_size, g.logical_block_size);
+            g.queue_depth = depth(session.queue_depth);
+        })
+    }
+
+    fn change(&mut self, f: impl FnOnce(&mut Geometry)) -> Option<Geometry> {
+        let geometry = self.geometry.as_mut()?;
+        let before = *geometry;
+        f(geometry);
+        (before != *geometry).then_some(*geometry)
+    }
+
+    /// Whether operations wait when it is lost.
+    pub(super) fn waits(&self) -> bool {
+        let there = matches!(self.state, DeviceState::Mapped | DeviceState::MappedDisconnected);
+        there && self.patience.lasts()
+    }
+
+    /// Whether it is there, and has been opened again since.
+    pub(super) fn is_other_than(&self, opened: u32) -> bool {
+        self.id.is_some() && self.opened != opened
+    }
+
+    /// Whether an operation may go on. It is looked at again if the device has been opened again.
+    pub(super) fn admits(&self, operation: &mut Operation) -> Admission {
+        let lost = if self.waits() {
+            Admission::Later
+        } else {
+            Admission::Never(Errno::ECONNABORTED)
+        };
+        let Some(id) = self.id.filter(|_| !self.forced) else {
+            return if self.forced {
+                Admission::Never(Errno::ESHUTDOWN)
+            } else {
+                lost
+            };
+        };
+        if operation.opened == self.opened {
+            return Admission::Now(id);
+        }
+        // Parts that are still on their way back bring its buffer.
+        if operation.span.parts() > 0 || lost != Admission::Later {
+            return lost;
+        }
+        let data = operation.data.as_ref().map(|_| operation.len as usize);
+        if let Err(e) = self.check(operation.op, operation.offset, operation.len, data) {
+            return Admission::Never(e);
+        }
+        operation.opened = self.opened;
+        operation.zeroes = self.zeroes_as_data(operation.op);
+        Admission::Now(id)
+    }
+
+    /// What becomes of a part of an operation that has come back.
+    pub(super) fn fate(&self, flight: &FlightPart, result: Result<(), IoError>) -> Fate {
+        let former = flight.opened != self.opened;
+        let (_, len) = flight.part;
+        let most = self.geometry.map_or(0, |g| u64::from(g.max_transfer));
+        match result {
+            Ok(()) => Fate::Over(Ok(())),
+            Err(IoError::Path(_)) if self.waits() => Fate::Again,
+            // It came to a server that had not opened the device again: under a number that nobody has.
+            Err(IoError::Remote(e)) if former && self.waits() && Errno::from_wire(e) == Errno::ENOTCONN => Fate::Again,
+            Err(IoError::TooLong { .. }) if len > most => Fate::Smaller,
+            Err(e) => Fate::Over(Err(Errno::from_wire(e.errno()))),
+        }
     }
 
     /// What `op` would be refused for without asking the server; its data has `data` bytes, if it has any.
@@ -132,9 +229,6 @@ impl Device {
         };
         if data.unwrap_or(0) as u64 != moves {
             return Err(Errno::EINVAL);
-        }
-        if moves > u64::from(g.max_transfer) {
-            return Err(Errno::EMSGSIZE);
         }
         if !g.contains(offset, len) {
             return Err(Errno::EIO);
@@ -207,10 +301,14 @@ fn depth(queue_depth: u32) -> u32 {
     queue_depth.saturating_sub(4).max(1)
 }
 
-fn geometry_of(rsp: &MsgOpenRsp, mode: AccessMode, session: &SessionInfo) -> Geometry {
-    let max_io = session.max_io_size;
-    let block = u32::from(rsp.logical_block_size.get());
+/// Largest data of a request.
+fn max_transfer(max_io: u32, block: u32) -> u32 {
     let unit = if max_io >= 4096 { block.max(4096) } else { block };
+    (max_io / unit * unit).max(block)
+}
+
+fn geometry_of(rsp: &MsgOpenRsp, mode: AccessMode, session: &SessionInfo) -> Geometry {
+    let block = u32::from(rsp.logical_block_size.get());
     // The longest range of an operation without data.
     let range = |sectors: &U32| match mode.writable() {
         true => (u64::from(sectors.get()) * SECTOR).min(MAX_LENGTH) / u64::from(block) * u64::from(block),
@@ -220,7 +318,7 @@ fn geometry_of(rsp: &MsgOpenRsp, mode: AccessMode, session: &SessionInfo) -> Geo
         size: rsp.nsectors.get() * SECTOR,
         logical_block_size: block,
         physical_block_size: u32::from(rsp.physical_block_size.get()).max(block),
-        max_transfer: (max_io / unit * unit).max(block),
+        max_transfer: max_transfer(session.max_io_size, block),
         max_discard: range(&rsp.max_discard_sectors),
         discard_granularity: rsp.discard_granularity.get(),
         read_only: !mode.writable(),

@@ -42,6 +42,19 @@ pub enum MapError {
     AlreadyMapped(String),
 }
 
+impl MapError {
+    /// The error number that says it best: the server's, if it was the server that refused.
+    pub fn errno(&self) -> Errno {
+        match self {
+            Self::Session(rtrs::Error::Config(_)) | Self::Malformed(_) | Self::Name(_) => Errno::EINVAL,
+            Self::Session(_) => Errno::ECONNABORTED,
+            Self::Request { source, .. } => Errno::from_wire(source.errno()),
+            Self::Refused { errno, .. } | Self::Buffer(_, errno) => *errno,
+            Self::AlreadyMapped(_) => Errno::EEXIST,
+        }
+    }
+}
+
 fn refusal(e: Errno, mode: AccessMode) -> String {
     match e {
         Errno::ENOENT => "no such export".into(),

@@ -2,8 +2,8 @@
 
 use rtrs::client::request::SessionId;
 
-use super::output::DeviceKey;
-use crate::proto::IoOp;
+use super::{operation::Part, output::DeviceKey};
+use crate::{errno::Errno, proto::IoOp};
 
 /// A message that is no block request.
 #[derive(Clone, Copy, Debug)]
@@ -25,8 +25,18 @@ pub(super) enum Flight {
         /// RTRS has it.
         sent: bool,
     },
-    /// Part of an operation, of `bytes` on the device.
-    Part { operation: u64, op: IoOp, bytes: u32 },
+    /// Part of an operation.
+    Part(FlightPart),
+}
+
+/// Part of an operation, on its way.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct FlightPart {
+    pub(super) operation: u64,
+    pub(super) op: IoOp,
+    pub(super) part: Part,
+    /// How often its device had been opened.
+    pub(super) opened: u32,
 }
 
 impl Flight {
@@ -36,4 +46,25 @@ impl Flight {
             *sent = true;
         }
     }
+}
+
+/// Whether an operation may go on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Admission {
+    /// On the server's device of this number.
+    Now(u32),
+    /// It waits for the device.
+    Later,
+    /// It fails.
+    Never(Errno),
+}
+
+/// What becomes of a part that has come back.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Fate {
+    Over(Result<(), Errno>),
+    /// It was too long, and is done in smaller parts.
+    Smaller,
+    /// It was lost, and waits for its device.
+    Again,
 }

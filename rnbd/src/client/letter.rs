@@ -2,7 +2,7 @@
 
 use rtrs::client::request::SessionId;
 
-use super::output::DeviceKey;
+use super::{output::DeviceKey, patience::OnLoss};
 use crate::proto::{AccessMode, MsgOpenRsp};
 
 /// From one share of a client to another: to be handed to [`Client::letter`](super::Client::letter) there, at any later time, but
@@ -15,8 +15,12 @@ pub struct Letter(pub(super) Word);
 pub(super) enum Word {
     /// Home: the server has opened a device, or opened it again.
     Opened(Box<Opening>),
-    /// Home: it is being unmapped.
-    Release(DeviceKey),
+    /// Home: it has another size, in bytes.
+    Resized(DeviceKey, u64),
+    /// Home: what operations meet while it is lost.
+    OnLoss(DeviceKey, OnLoss),
+    /// Home: it is being unmapped, and what is under way waited for or not.
+    Release { device: DeviceKey, force: bool },
     /// To home: nothing of it is under way here, and nothing will be.
     Released(DeviceKey),
 }
@@ -28,6 +32,7 @@ pub(super) struct Opening {
     pub(super) session: SessionId,
     pub(super) name: String,
     pub(super) mode: AccessMode,
+    pub(super) on_loss: OnLoss,
     /// The server's answer: its number for the device, and what that is like.
     pub(super) answer: MsgOpenRsp,
 }

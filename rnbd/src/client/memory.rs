@@ -92,6 +92,28 @@ pub(super) fn give(memory: &mut dyn SessionBuffers, session: SessionId, buffer: 
     }
 }
 
+/// Moves `len` bytes within a buffer.
+///
+/// # Errors
+/// ECONNABORTED without the session; EINVAL when they do not lie in the buffer.
+pub(super) fn shift(
+    memory: &mut dyn SessionBuffers,
+    session: SessionId,
+    buffer: &Buffer,
+    from: usize,
+    to: usize,
+    len: usize,
+) -> Result<(), Errno> {
+    if from == to {
+        return Ok(());
+    }
+    let buffers = memory.buffers(session).ok_or(Errno::ECONNABORTED)?;
+    let mut bytes = vec![0; len];
+    let read = buffers.read(buffer, from, &mut bytes);
+    read.and_then(|()| buffers.write(buffer, to, &bytes))
+        .map_err(|_| Errno::EINVAL)
+}
+
 fn take(cx: &mut Cx<'_>, buffers: &mut Buffers, len: usize) -> Result<Option<Buffer>, Errno> {
     match buffers.take(cx, len) {
         Ok(buffer) => Ok(Some(buffer)),

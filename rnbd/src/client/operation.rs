@@ -1,6 +1,7 @@
 //! Operations of a user: ranges that may take several requests, with one end.
 
 use rtrs::client::{buffers::Buffer, request::SessionId};
+use smallvec::SmallVec;
 
 use super::{
     memory::{self, SessionBuffers},
@@ -13,46 +14,72 @@ const MAX_PARTS: u32 = 16;
 /// The same of one that takes a buffer for each.
 const MAX_BUFFERS: u32 = 4;
 
+/// Where a part lies: first byte and bytes on the device.
+pub(super) type Part = (u64, u64);
+
+/// In which order a range is worked on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Order {
+    /// One part without bytes.
+    Empty,
+    /// One part after the other, from the first byte. All are sent from the beginning of one buffer: a part's data is moved there
+    /// over that of earlier parts, so a part is no longer than all before it.
+    Forward,
+    /// One part after the other, from the last byte. All are received at the beginning of one buffer, and moved to their place.
+    Backward,
+    /// Parts as they come.
+    Any,
+}
+
 /// A range that is worked on in parts.
 #[derive(Debug)]
 pub(super) struct Span {
+    order: Order,
+    begin: u64,
+    /// No part has been begun from here to the end.
     next: u64,
     end: u64,
-    /// One part does it all, also if it is empty; it has not been taken yet.
-    whole: bool,
+    /// Of the empty part: it has not been begun.
+    empty: bool,
+    /// Parts that were lost on the way.
+    again: SmallVec<[Part; 1]>,
     /// Parts under way.
     parts: u32,
     error: Option<Errno>,
 }
 
 impl Span {
-    /// A range that is one part.
-    pub(super) fn whole(offset: u64, len: u64) -> Self {
+    fn new(order: Order, offset: u64, len: u64) -> Self {
         Self {
-            whole: true,
-            ..Self::split(offset, len)
-        }
-    }
-
-    /// A range of as many parts as it takes: none if it is empty.
-    pub(super) fn split(offset: u64, len: u64) -> Self {
-        Self {
+            order,
+            begin: offset,
             next: offset,
             end: offset.saturating_add(len),
-            whole: false,
+            empty: order == Order::Empty,
+            again: SmallVec::new(),
             parts: 0,
             error: None,
         }
     }
 
-    /// Whether another part is to be begun. None is after one has failed.
-    pub(super) fn has_more(&self) -> bool {
-        self.error.is_none() && (self.whole || self.next < self.end)
+    /// What an operation needs.
+    pub(super) fn of(op: BlockOp, offset: u64, len: u64) -> Self {
+        match op {
+            BlockOp::Read => Self::new(Order::Backward, offset, len),
+            BlockOp::Write { .. } => Self::new(Order::Forward, offset, len),
+            BlockOp::Flush => Self::new(Order::Empty, 0, 0),
+            BlockOp::Discard | BlockOp::WriteZeroes { .. } => Self::new(Order::Any, offset, len),
+        }
     }
 
-    /// Bytes that no part has been begun of.
+    /// Whether another part is to be begun. None is after one has failed.
+    pub(super) fn has_more(&self) -> bool {
+        self.error.is_none() && (self.empty || self.next < self.end || !self.again.is_empty())
+    }
+
+    /// Bytes of the next part at most.
     pub(super) fn left(&self) -> u64 {
-        self.end - self.next
+        self.again.last().map_or(self.end - self.next, |(_, len)| *len)
     }
 
     /// Parts under way.
@@ -60,18 +87,45 @@ impl Span {
         self.parts
     }
 
-    /// Begins the next part, of which there [is one](Self::has_more): its first byte, and how many it has, `step` at most if
-    /// the range may be split.
-    pub(super) fn take(&mut self, step: u64) -> (u64, u64) {
+    /// Whether it takes one part after the other.
+    fn is_sequence(&self) -> bool {
+        self.order != Order::Any
+    }
+
+    /// Begins the next part, of which there [is one](Self::has_more), `step` bytes at most.
+    pub(super) fn take(&mut self, step: u64) -> Part {
         debug_assert!(self.has_more());
-        let len = match core::mem::take(&mut self.whole) {
-            true => self.left(),
-            false => self.left().min(step.max(1)),
-        };
-        let offset = self.next;
-        self.next += len;
         self.parts += 1;
-        (offset, len)
+        let step = step.max(1);
+        if core::mem::take(&mut self.empty) {
+            return (self.begin, 0);
+        }
+        if let Some((at, len)) = self.again.pop() {
+            let first = len.min(step);
+            if first < len {
+                self.again.push((at + first, len - first));
+            }
+            return (at, first);
+        }
+        let left = self.end - self.next;
+        match self.order {
+            Order::Backward => {
+                let len = left.min(step);
+                self.end -= len;
+                (self.end, len)
+            }
+            Order::Forward | Order::Any | Order::Empty => {
+                let done = self.next - self.begin;
+                let most = if self.order == Order::Forward && done > 0 {
+                    step.min(done)
+                } else {
+                    step
+                };
+                let part = (self.next, left.min(most));
+                self.next += part.1;
+                part
+            }
+        }
     }
 
     /// A part has ended.
@@ -79,6 +133,17 @@ impl Span {
         self.parts = self.parts.saturating_sub(1);
         if let Err(e) = result {
             self.fail(e);
+        }
+    }
+
+    /// A part has to be begun again.
+    pub(super) fn lost(&mut self, (at, len): Part) {
+        self.parts = self.parts.saturating_sub(1);
+        match self.order {
+            Order::Empty => self.empty = true,
+            Order::Forward => self.next = at,
+            Order::Backward => self.end = at + len,
+            Order::Any => self.again.push((at, len)),
         }
     }
 
@@ -99,7 +164,7 @@ impl Span {
 pub(super) struct Operation {
     /// On this device,
     pub(super) device: DeviceKey,
-    /// which has been opened so often: what was asked for before is not for what was opened after.
+    /// which had been opened so often when it was [looked at](super::device::Device::check): the device may be another one since.
     pub(super) opened: u32,
     /// The user's name for it.
     pub(super) user: u64,
@@ -107,7 +172,11 @@ pub(super) struct Operation {
     pub(super) hint: usize,
     /// What is done,
     pub(super) op: BlockOp,
-    /// and where.
+    /// from this byte,
+    pub(super) offset: u64,
+    /// so many of them.
+    pub(super) len: u64,
+    /// What is left of that.
     pub(super) span: Span,
     /// The buffer of a read or write, when no request has it.
     pub(super) data: Option<Buffer>,
@@ -122,17 +191,77 @@ pub(super) struct Operation {
 impl Operation {
     /// Whether a part of it may be begun at once.
     pub(super) fn wants_turn(&self) -> bool {
-        let most = if self.zeroes { MAX_BUFFERS } else { MAX_PARTS };
+        let most = match self.zeroes {
+            _ if self.span.is_sequence() => 1,
+            true => MAX_BUFFERS,
+            false => MAX_PARTS,
+        };
         self.span.has_more() && self.span.parts() < most
     }
 
     /// Gives back the buffers of zeroes that it has no use for any more.
     pub(super) fn give_spare(&mut self, memory: &mut dyn SessionBuffers, session: SessionId) {
         if !self.span.has_more() {
-            for buffer in self.spare.drain(..) {
-                memory::give(memory, session, buffer);
+            self.give_all_spare(memory, session);
+        }
+    }
+
+    /// Gives back all buffers of zeroes that no request has.
+    pub(super) fn give_all_spare(&mut self, memory: &mut dyn SessionBuffers, session: SessionId) {
+        for buffer in self.spare.drain(..) {
+            memory::give(memory, session, buffer);
+        }
+    }
+
+    /// Bytes that its buffer has.
+    fn data_len(&self) -> usize {
+        self.len as usize
+    }
+
+    /// Makes its buffer what goes with a part: of a write that has the part's data at the beginning.
+    ///
+    /// # Errors
+    /// ECONNABORTED when the session is gone.
+    pub(super) fn prepare(
+        &self,
+        memory: &mut dyn SessionBuffers,
+        session: SessionId,
+        buffer: &mut Buffer,
+        (at, len): Part,
+    ) -> Result<(), Errno> {
+        if len < self.len {
+            buffer.set_len(self.data_len());
+            if self.span.order == Order::Forward {
+                let from = (at - self.offset) as usize;
+                memory::shift(memory, session, buffer, from, 0, len as usize)?;
+            }
+            buffer.set_len(len as usize);
+        }
+        Ok(())
+    }
+
+    /// Takes the buffer back that has been with a part: of a read it has the part's data at the beginning.
+    ///
+    /// # Errors
+    /// ECONNABORTED when the session is gone.
+    pub(super) fn take_back(
+        &mut self,
+        memory: &mut dyn SessionBuffers,
+        session: SessionId,
+        buffer: Option<Buffer>,
+        (at, len): Part,
+    ) -> Result<(), Errno> {
+        let Some(mut buffer) = buffer else { return Ok(()) };
+        let mut moved = Ok(());
+        if len < self.len {
+            buffer.set_len(self.data_len());
+            if self.span.order == Order::Backward {
+                let to = (at - self.offset) as usize;
+                moved = memory::shift(memory, session, &buffer, 0, to, len as usize);
             }
         }
+        self.data = Some(buffer);
+        moved
     }
 }
 
@@ -143,51 +272,62 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Parts in flight end in any order, some with errors, against a model that knows only the range.
+        /// Parts in flight end in any order, some with errors, some are lost, against a model that knows only the range.
         #[test]
         fn a_range_is_covered_once_and_the_first_error_ends_it(
             offset in 0u64..1 << 40,
             len in 0u64..500,
             step in 1u64..40,
-            ends in prop::collection::vec((any::<bool>(), prop::option::weighted(0.05, 1..100i32)), 1200),
+            kind in 0usize..3,
+            ends in prop::collection::vec((any::<bool>(), prop::option::weighted(0.05, 1..100i32), prop::bool::weighted(0.1)), 1200),
         ) {
-            let mut span = Span::split(offset, len);
-            let mut covered = offset;
-            let mut in_flight = 0;
+            let op = [BlockOp::Discard, BlockOp::Read, BlockOp::Write { fua: false }][kind];
+            let mut span = Span::of(op, offset, len);
+            let mut covered = vec![false; len as usize];
+            let mut in_flight: Vec<Part> = Vec::new();
             let mut first_error = None;
-            for (begin, error) in ends {
-                if begin && span.has_more() {
+            for (begin, error, lost) in ends {
+                let sequence = kind > 0 && !in_flight.is_empty();
+                if begin && span.has_more() && !sequence {
                     prop_assert_eq!(first_error, None, "begun after an error");
                     let (at, part) = span.take(step);
-                    prop_assert_eq!(at, covered);
                     prop_assert!((1..=step).contains(&part));
-                    covered += part;
-                    in_flight += 1;
-                } else if in_flight > 0 {
-                    let error = error.map(Errno::from_wire);
-                    first_error = first_error.or(error);
-                    span.ended(error.map_or(Ok(()), Err));
-                    in_flight -= 1;
+                    // What is moved over belongs to earlier parts.
+                    prop_assert!(kind != 2 || at == offset || part <= at - offset);
+                    in_flight.push((at, part));
+                } else if !in_flight.is_empty() {
+                    let (at, part) = in_flight.remove(in_flight.len() / 2);
+                    if lost {
+                        span.lost((at, part));
+                    } else {
+                        let error = error.map(Errno::from_wire);
+                        first_error = first_error.or(error);
+                        span.ended(error.map_or(Ok(()), Err));
+                        for done in &mut covered[(at - offset) as usize..(at - offset + part) as usize] {
+                            prop_assert!(!core::mem::replace(done, true), "twice");
+                        }
+                    }
                 }
-                prop_assert_eq!(span.parts(), in_flight);
-                let over = in_flight == 0 && (first_error.is_some() || covered == offset + len);
+                prop_assert_eq!(span.parts() as usize, in_flight.len());
+                let over = in_flight.is_empty() && (first_error.is_some() || covered.iter().all(|done| *done));
                 let result = over.then(|| first_error.map_or(Ok(()), Err));
                 prop_assert_eq!(span.over(), result);
             }
-            prop_assert!(covered <= offset + len);
         }
     }
 
     #[test]
-    fn a_whole_range_is_one_part_even_if_it_is_empty() {
-        for len in [0, 1 << 30] {
-            let mut span = Span::whole(512, len);
+    fn a_flush_is_one_part() {
+        let mut span = Span::of(BlockOp::Flush, 512, 512);
+        for _ in 0..2 {
             assert_eq!(span.over(), None);
-            assert_eq!(span.take(512), (512, len));
+            assert_eq!(span.take(512), (0, 0));
             assert_eq!((span.has_more(), span.over()), (false, None));
-            span.ended(Ok(()));
-            assert_eq!(span.over(), Some(Ok(())));
+            span.lost((0, 0));
         }
-        assert_eq!(Span::split(512, 0).over(), Some(Ok(())));
+        span.take(512);
+        span.ended(Ok(()));
+        assert_eq!(span.over(), Some(Ok(())));
+        assert_eq!(Span::of(BlockOp::Discard, 512, 0).over(), Some(Ok(())));
     }
 }

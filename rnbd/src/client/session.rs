@@ -1,6 +1,9 @@
 //! A session, as far as devices need to know it.
 
-use rtrs::{PathError, client::config::SessionInfo};
+use rtrs::{
+    PathError,
+    client::{buffers::Buffer, config::SessionInfo},
+};
 
 /// A session that has been opened.
 #[derive(Debug)]
@@ -13,6 +16,8 @@ pub(super) struct Session {
     pub(super) version: Option<u8>,
     /// The version exchange that is under way.
     pub(super) asking: Option<u64>,
+    /// For answers, when operations that wait for devices have all other buffers.
+    pub(super) reserve: Option<Buffer>,
 }
 
 impl Session {
@@ -23,12 +28,18 @@ impl Session {
             down: None,
             version: None,
             asking: None,
+            reserve: None,
         }
     }
 
     /// Whether devices can be opened.
     pub(super) fn is_ready(&self) -> bool {
         self.down.is_none() && self.version.is_some()
+    }
+
+    /// Whether it has no buffer of its own, and no answer comes in it.
+    pub(super) fn lacks_reserve(&self) -> bool {
+        self.reserve.is_none()
     }
 
     /// Whether a version is to be agreed on before devices can be opened.

@@ -59,6 +59,14 @@ pub enum DeviceAction {
     TellFailed,
     /// Tell the user that it is unmapped.
     TellUnmapped,
+    /// Operations begin to wait for it, if they are to.
+    Wait,
+    /// Operations that wait for it go on.
+    Resume,
+    /// Operations that wait for it fail.
+    GiveUp,
+    /// Open it again some time later, if operations wait for it.
+    TryLater,
     /// It goes.
     Forget,
 }
@@ -75,9 +83,9 @@ pub const DEVICE: Table<DeviceState, DeviceEvent, DeviceAction> = {
         (S::Init, E::LinkDown, S::Unmapped, &[A::TellFailed, A::Forget]),
         (S::Init, E::SessionGone, S::Unmapped, &[A::TellFailed, A::Forget]),
         (S::Init, E::UnmapAsked, S::Unmapped, &[]),
-        (S::Mapped, E::LinkDown, S::MappedDisconnected, &[A::TellState]),
-        (S::Mapped, E::SessionGone, S::Unmapped, &[]),
-        (S::Mapped, E::UnmapAsked, S::Unmapped, &[A::Release]),
+        (S::Mapped, E::LinkDown, S::MappedDisconnected, &[A::Wait, A::TellState]),
+        (S::Mapped, E::SessionGone, S::Unmapped, &[A::GiveUp]),
+        (S::Mapped, E::UnmapAsked, S::Unmapped, &[A::Release, A::GiveUp]),
         (S::MappedDisconnected, E::LinkUp, S::MappedDisconnected, &[A::SendOpen]),
         (
             S::MappedDisconnected,
@@ -89,17 +97,22 @@ pub const DEVICE: Table<DeviceState, DeviceEvent, DeviceAction> = {
             S::MappedDisconnected,
             E::Opened,
             S::Mapped,
-            &[A::TakeOpen, A::Share, A::TellState],
+            &[A::TakeOpen, A::Share, A::TellState, A::Resume],
         ),
         (
             S::MappedDisconnected,
             E::Refused,
             S::MappedDisconnected,
-            &[A::TellFailed],
+            &[A::TellFailed, A::TryLater],
         ),
         (S::MappedDisconnected, E::LinkDown, S::MappedDisconnected, &[]),
-        (S::MappedDisconnected, E::SessionGone, S::Unmapped, &[]),
-        (S::MappedDisconnected, E::UnmapAsked, S::Unmapped, &[A::Release]),
+        (S::MappedDisconnected, E::SessionGone, S::Unmapped, &[A::GiveUp]),
+        (
+            S::MappedDisconnected,
+            E::UnmapAsked,
+            S::Unmapped,
+            &[A::Release, A::GiveUp],
+        ),
         // An open was under way when the user unmapped it.
         (S::Unmapped, E::Opened, S::Unmapped, &[A::TakeOpen]),
         (S::Unmapped, E::Refused, S::Unmapped, &[]),
@@ -144,6 +157,22 @@ mod tests {
             }
             let unmap = step(DEVICE, state, DeviceEvent::UnmapAsked);
             assert_eq!(unmap.is_none(), state == DeviceState::Unmapped);
+        }
+    }
+
+    /// Else they would wait for ever.
+    #[test]
+    fn nothing_waits_for_a_device_that_is_unmapped() {
+        let waits = [DeviceState::Mapped, DeviceState::MappedDisconnected];
+        for (from, event, to, actions) in DEVICE {
+            let ends = waits.contains(from) && *to == DeviceState::Unmapped;
+            assert_eq!(actions.contains(&DeviceAction::GiveUp), ends, "{event:?} in {from:?}");
+            let returns = *from == DeviceState::MappedDisconnected && *to == DeviceState::Mapped;
+            assert_eq!(
+                actions.contains(&DeviceAction::Resume),
+                returns,
+                "{event:?} in {from:?}"
+            );
         }
     }
 

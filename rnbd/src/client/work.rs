@@ -1,9 +1,10 @@
 //! Operations under way: whose turn it is to send a part, and who waits for a buffer.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 
+use roce_verbs::Instant;
 use rtrs::{
-    Direction,
+    Direction, IoError,
     client::{
         buffers::Buffer,
         config::ConType,
@@ -16,9 +17,11 @@ use zerocopy::IntoBytes;
 
 use super::{
     device::Device,
-    flight::Flight,
+    flight::{Admission, Fate, Flight, FlightPart},
     memory::{self, SessionBuffers},
     operation::Operation,
+    output::DeviceKey,
+    patience::{Alarm, RETRY},
 };
 use crate::{
     errno::Errno,
@@ -45,6 +48,10 @@ pub(super) struct Work {
     ready: VecDeque<u64>,
     /// Operations of which a part could be sent if there were a buffer.
     starved: VecDeque<u64>,
+    /// Operations that wait for their device, in the order in which they were begun.
+    held: BTreeSet<u64>,
+    /// When those are sent again whose device does not seem to be lost.
+    retry: Alarm,
     /// Operations that have ended, and how.
     ended: VecDeque<(Operation, Result<(), Errno>)>,
 }
@@ -67,6 +74,7 @@ impl Work {
             return;
         };
         if let Some(result) = operation.span.over() {
+            self.held.remove(&key);
             let ended = self.operations.remove(key);
             self.ended.extend(ended.map(|operation| (operation, result)));
         } else if operation.wants_turn() && !operation.queued {
@@ -119,9 +127,14 @@ impl Work {
         let Some(device) = device.filter(|_| operation.wants_turn()) else {
             return Turn::Nothing;
         };
-        let Some(id) = device.id.filter(|_| device.opened == operation.opened) else {
-            device.counters.count_unsent();
-            return self.give_up(memory, device.session, key, Errno::ECONNABORTED);
+        let session = device.session;
+        let id = match device.admits(operation) {
+            Admission::Now(id) => id,
+            Admission::Later => return self.hold(memory, session, key),
+            Admission::Never(e) => {
+                device.counters.count_unsent();
+                return self.give_up(memory, session, key, e);
+            }
         };
         let mut data = operation.data.take();
         let mut step = device.step(operation.op);
@@ -137,27 +150,39 @@ impl Work {
                     operation.queued = true;
                     return Turn::Starved;
                 }
-                Err(e) => return self.give_up(memory, device.session, key, e),
+                Err(e) => return self.give_up(memory, session, key, e),
             }
         }
-        let (offset, len) = operation.span.take(step);
-        if let Some(buffer) = data.as_mut().filter(|_| operation.zeroes) {
-            buffer.set_len(len as usize);
+        let part = operation.span.take(step);
+        let (offset, len) = part;
+        let prepared = match data.as_mut() {
+            Some(buffer) if operation.zeroes => {
+                buffer.set_len(len as usize);
+                Ok(())
+            }
+            Some(buffer) => operation.prepare(memory, session, buffer, part),
+            None => Ok(()),
+        };
+        if let Err(e) = prepared {
+            operation.data = data;
+            operation.span.ended(Err(e));
+            return self.give_up(memory, session, key, e);
         }
         let rw = device.rw(operation.op);
-        let (session, hint, bytes) = (device.session, operation.hint, len as u32);
+        let (hint, bytes) = (operation.hint, len as u32);
         if operation.wants_turn() {
             operation.queued = true;
             self.ready.push_back(key);
         }
-        let flight = Flight::Part {
+        let flight = FlightPart {
             operation: key,
             op: rw.op,
-            bytes,
+            part,
+            opened: device.opened,
         };
         let message = MsgIo::new(id, rw, offset / SECTOR, bytes);
         let submission = Submission {
-            tag: flights.insert(flight),
+            tag: flights.insert(Flight::Part(flight)),
             con: ConType::Io(hint),
             // The kernel's client sends a flush as a read without data.
             direction: match rw.op {
@@ -179,15 +204,29 @@ impl Work {
         Turn::Nothing
     }
 
-    /// A part of an operation has ended: which, with what, and of how many bytes on the device.
+    /// An operation waits for its device.
+    fn hold(&mut self, memory: &mut dyn SessionBuffers, session: SessionId, key: u64) -> Turn {
+        if let Some(operation) = self.operations.get_mut(key) {
+            // Who opens the device again needs buffers, too.
+            operation.give_all_spare(memory, session);
+            self.held.insert(key);
+            if self.retry == Alarm::Off {
+                self.retry = Alarm::Set(RETRY);
+            }
+        }
+        Turn::Nothing
+    }
+
+    /// A part of an operation has ended.
     pub(super) fn part_done(
         &mut self,
         memory: &mut dyn SessionBuffers,
         devices: &mut Slab<Device>,
-        (key, op, bytes): (u64, IoOp, u32),
-        result: Result<(), Errno>,
+        flight: FlightPart,
+        result: Result<(), IoError>,
         data: Option<Buffer>,
     ) {
+        let key = flight.operation;
         // Both are there as long as there are parts.
         let Some(operation) = self.operations.get_mut(key) else {
             return;
@@ -195,15 +234,88 @@ impl Work {
         let Some(device) = devices.get_mut(operation.device.0) else {
             return;
         };
-        device.counters.count(op, bytes, result);
-        operation.span.ended(result);
-        if operation.zeroes {
-            operation.spare.extend(data);
-            operation.give_spare(memory, device.session);
+        let session = device.session;
+        let fate = device.fate(&flight, result);
+        let mut moved = Ok(());
+        if operation.op.has_data() {
+            moved = operation.take_back(memory, session, data, flight.part);
         } else {
-            operation.data = data;
+            operation.spare.extend(data);
         }
-        self.proceed(key);
+        match fate {
+            Fate::Over(result) => {
+                let result = result.and(moved);
+                device.counters.count(flight.op, flight.part.1 as u32, result);
+                operation.span.ended(result);
+            }
+            Fate::Smaller | Fate::Again => {
+                device.counters.repeated += 1;
+                operation.span.lost(flight.part);
+            }
+        }
+        operation.give_spare(memory, session);
+        let waits = fate == Fate::Again || self.held.contains(&key);
+        if !waits || operation.span.over().is_some() {
+            self.held.remove(&key);
+            return self.proceed(key);
+        }
+        // Its device may be back already.
+        match device.is_other_than(operation.opened) && operation.span.parts() == 0 {
+            true => {
+                self.held.remove(&key);
+                self.proceed(key);
+            }
+            false => {
+                self.hold(memory, session, key);
+            }
+        }
+    }
+
+    /// A device is back: what waits for it comes before what is begun now.
+    pub(super) fn resume(&mut self, device: DeviceKey) {
+        for key in self.held_of(device).into_iter().rev() {
+            let Some(operation) = self.operations.get_mut(key) else {
+                continue;
+            };
+            // A part that is still on its way back goes on with it when it is there.
+            if operation.span.parts() == 0 && !operation.queued {
+                self.held.remove(&key);
+                operation.queued = true;
+                self.ready.push_front(key);
+            }
+        }
+    }
+
+    /// What waits for a device fails.
+    pub(super) fn fail_held(&mut self, device: DeviceKey, e: Errno) {
+        for key in self.held_of(device) {
+            self.held.remove(&key);
+            if let Some(operation) = self.operations.get_mut(key) {
+                operation.span.fail(e);
+            }
+            self.proceed(key);
+        }
+    }
+
+    /// Operations that wait for a device.
+    pub(super) fn held_of(&self, device: DeviceKey) -> Vec<u64> {
+        let of = |key: &&u64| self.operations.get(**key).is_some_and(|o| o.device == device);
+        self.held.iter().filter(of).copied().collect()
+    }
+
+    /// When what waits is looked at again: a path can be lost without the device.
+    pub(super) fn alarm(&mut self) -> &mut Alarm {
+        &mut self.retry
+    }
+
+    /// When the alarm rings.
+    pub(super) fn next_timeout(&self) -> Option<Instant> {
+        self.retry.at()
+    }
+
+    /// Whether anything waits.
+    pub(super) fn holds(&self) -> bool {
+        !self.held.is_empty()
     }
 }
 

@@ -108,7 +108,10 @@ impl Connection {
         self.transmission.in_flight()
     }
 
-    /// A device is another one than it was: later requests are checked and split by this.
+    /// A device is another one than it was: later requests are checked and split by this, and who chooses it from now on is told. A
+    /// client that has chosen it before keeps the size that it was told, since NBD has no way to tell it another: what is beyond the
+    /// end of a device that has shrunk is refused (ENOSPC for writes, EINVAL for others), and what a device has grown by is out of
+    /// reach until the client connects again.
     pub fn set_geometry(&mut self, export: usize, geometry: Geometry) {
         self.exports.set_geometry(export, geometry);
         if self.export() == Some(export) {
@@ -299,7 +302,7 @@ impl Connection {
                 if let Some((index, flags)) = self.chosen
                     && let Some(export) = self.exports.get(index)
                 {
-                    self.transmission.set_told(flags);
+                    self.transmission.set_told(flags, export.geometry.size);
                     self.transmission.set_geometry(export.geometry);
                 }
             }

@@ -136,6 +136,8 @@ pub(crate) struct Transmission {
     now: Instant,
     /// The transmission flags that the client knows.
     told: u16,
+    /// The size that it knows, in bytes: the protocol has no word for another one.
+    told_size: u64,
     geometry: Geometry,
     job: Job,
     pending: PendingTable,
@@ -154,6 +156,7 @@ impl Transmission {
         Self {
             now,
             told: 0,
+            told_size: 0,
             geometry: NO_DEVICE,
             job: Job::Idle,
             pending: PendingTable::default(),
@@ -171,14 +174,17 @@ impl Transmission {
         self.now = now;
     }
 
-    /// What the client was told.
-    pub(crate) fn set_told(&mut self, flags: u16) {
-        self.told = flags;
+    /// What the client was told: transmission flags, and the device's bytes.
+    pub(crate) fn set_told(&mut self, flags: u16, size: u64) {
+        (self.told, self.told_size) = (flags, size);
     }
 
-    /// What the device is like.
+    /// What the device is like. To a client it never becomes larger than it was told.
     pub(crate) fn set_geometry(&mut self, geometry: Geometry) {
-        self.geometry = geometry;
+        self.geometry = Geometry {
+            size: geometry.size.min(self.told_size),
+            ..geometry
+        };
         self.account.set_max_bytes(share(&geometry));
     }
 

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     block::Geometry,
-    proto::{CACHE_FUA, CACHE_WRITEBACK, MsgOpenRsp, SECTOR},
+    proto::{AccessMode, CACHE_FUA, CACHE_WRITEBACK, MsgOpenRsp, SECTOR},
 };
 
 /// Whether a device takes requests.
@@ -19,6 +19,13 @@ enum Life {
     Open,
     /// It is closed after its last request, and then this one answered: none, when the session has ended.
     Closing(Option<RequestKey>),
+}
+
+/// Who has a device open: sessions by their name, since a client that comes back has another one of the same.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct Tenancy {
+    pub(super) session: String,
+    pub(super) device: Vec<u8>,
 }
 
 /// An open device.
@@ -34,6 +41,10 @@ pub(super) struct Device {
     pub(super) label: String,
     /// What it is like.
     pub(super) geometry: Geometry,
+    /// How it was opened,
+    pub(super) mode: AccessMode,
+    /// and by a session of which name.
+    pub(super) owner: String,
     requests: u32,
     life: Life,
     /// What other shares have of it.
@@ -43,8 +54,10 @@ pub(super) struct Device {
 }
 
 impl Device {
-    pub(super) fn new(name: Vec<u8>, opened: Opened) -> Self {
+    pub(super) fn new(name: Vec<u8>, mode: AccessMode, owner: String, opened: Opened) -> Self {
         Self {
+            mode,
+            owner,
             store: opened.store,
             name,
             identity: opened.identity,
@@ -67,7 +80,7 @@ impl Device {
         };
         Self {
             part_of: Some(of),
-            ..Self::new(Vec::new(), opened)
+            ..Self::new(Vec::new(), AccessMode::ReadOnly, String::new(), opened)
         }
     }
 
@@ -101,6 +114,14 @@ impl Device {
         match self.life {
             Life::Open => (self.store, None),
             Life::Closing(request) => (self.store, request),
+        }
+    }
+
+    /// By whom it was opened, and as what.
+    pub(super) fn tenancy(&self) -> Tenancy {
+        Tenancy {
+            session: self.owner.clone(),
+            device: self.name.clone(),
         }
     }
 

@@ -4,6 +4,7 @@ pub mod action;
 mod device;
 pub mod disk;
 mod limits;
+pub mod listing;
 mod logs;
 pub mod parts;
 pub mod queue;

@@ -17,7 +17,7 @@ use zerocopy::IntoBytes;
 
 use super::{
     action::{Action, Identity, OpenRefused, Opened, Ticket},
-    device::Device,
+    device::{Device, Tenancy},
     disk::{DiskOp, IoTicket, StoreId},
     limits::{Limits, OwnPlaces, Places, ServerCounters},
     logs::Logs,
@@ -36,9 +36,9 @@ use crate::{
 #[derive(Debug)]
 pub(super) enum Job {
     /// Opens it, for this request.
-    Open(Box<OpenRequest>, AccessMode),
-    /// Closes it; then the request is answered.
-    Close(Option<RequestKey>),
+    Open(Box<OpenRequest>, AccessMode, Tenancy),
+    /// Closes it; then the request is answered, and whoever had it open may open it again.
+    Close(Option<RequestKey>, Option<Tenancy>),
     /// Takes over one that another share has opened.
     TakeOver(Box<Coming>),
     /// Closes the part of another share's device.
@@ -85,6 +85,8 @@ pub struct Server {
     pub(super) devices: Slab<Device>,
     flights: Slab<Flight>,
     pub(super) jobs: Slab<Job>,
+    /// Devices that are being closed.
+    leaving: Vec<Tenancy>,
     pub(super) share: Share,
     /// Of other shares' devices.
     pub(super) parts: BTreeMap<Original, Part>,
@@ -117,6 +119,7 @@ impl Server {
             devices: Slab::default(),
             flights: Slab::default(),
             jobs: Slab::default(),
+            leaving: Vec::new(),
             counters: ServerCounters::default(),
             logs: Logs::new(),
             actions: VecDeque::new(),
@@ -163,7 +166,9 @@ impl Server {
             tracing::info!(session = name, %peer, suppressed, "session opened");
         }
         let shares = self.share.others_of_path(connections).collect();
-        self.sessions.insert(session, Session::new(name, peer, shares));
+        // A client that comes back may have requests of before on the way, which must not find another device under their number.
+        let first = (now.as_nanos() / 1000) as u32;
+        self.sessions.insert(session, Session::new(name, peer, shares, first));
     }
 
     /// Its devices are closed, each after its last request; one that is being opened is closed when it has come.
@@ -177,6 +182,11 @@ impl Server {
         for (_, device) in session.devices() {
             self.finish_device(device, None);
         }
+        let opening = self.jobs.iter().filter_map(|(_, job)| match job {
+            Job::Open(open, _, tenancy) if open.request.session == key => Some(tenancy.clone()),
+            _ => None,
+        });
+        self.leaving.extend(opening);
         for open in session.into_waiting() {
             self.answer(open.request, Err(Errno::ENODEV));
         }
@@ -348,6 +358,12 @@ impl Server {
     /// Begins with the opens that wait, until there is one that takes time.
     pub(super) fn next_open(&mut self, now: Instant, key: SessionKey) {
         while let Some(open) = self.sessions.get_mut(&key).and_then(Session::begin_open) {
+            if self.is_leaving(key, &open) {
+                if let Some(session) = self.sessions.get_mut(&key) {
+                    session.put_back(open);
+                }
+                return;
+            }
             match self.begin_open(key, &open) {
                 Ok(None) => return,
                 Ok(Some((id, device))) => self.open_succeeded(&open, id, device),
@@ -357,6 +373,13 @@ impl Server {
                 session.end_open();
             }
         }
+    }
+
+    /// Whether the client has still to leave what it wants to open: it would be in its own way.
+    fn is_leaving(&self, key: SessionKey, open: &OpenRequest) -> bool {
+        let (session, device) = (self.name(key), open.message.name());
+        let is_it = |of: &Tenancy| of.session == session && Some(&of.device[..]) == device;
+        self.leaving.iter().any(is_it)
     }
 
     /// Returns the device if it is open already; else it is being opened.
@@ -381,9 +404,13 @@ impl Server {
             return Err(e);
         }
         let (session_name, name) = (session.name.clone(), name.to_vec());
+        let tenancy = Tenancy {
+            session: session_name.clone(),
+            device: name.clone(),
+        };
         self.counters.open += 1;
         self.actions.push_back(Action::Open {
-            ticket: Ticket(self.jobs.insert(Job::Open(Box::new(open.clone()), mode))),
+            ticket: Ticket(self.jobs.insert(Job::Open(Box::new(open.clone()), mode, tenancy))),
             session_name,
             name,
             mode,
@@ -393,19 +420,19 @@ impl Server {
 
     /// A device has been opened, or not.
     pub fn opened(&mut self, now: Instant, ticket: Ticket, result: Result<Opened, OpenRefused>) {
-        let Some(Job::Open(open, mode)) = self.jobs.remove(ticket.0) else {
+        let Some(Job::Open(open, mode, tenancy)) = self.jobs.remove(ticket.0) else {
             return;
         };
         let key = open.request.session;
         let mut done = true;
         match result {
             Ok(opened) if !self.sessions.contains_key(&key) => {
-                self.close_store(opened.store, None);
+                self.close_by(opened.store, Job::Close(None, Some(tenancy)));
                 self.answer(open.request, Err(Errno::ENODEV));
             }
             // One device under two spellings would be closed under both with the first.
             Ok(opened) if self.has_open(key, &opened.identity) => {
-                self.close_store(opened.store, None);
+                self.close_by(opened.store, Job::Close(None, None));
                 self.open_refused(now, &open, Errno::EEXIST);
             }
             Ok(opened) => done = self.enter(now, &open, mode, opened),
@@ -413,6 +440,9 @@ impl Server {
                 self.left();
                 let twice = identity.is_some_and(|i| self.has_open(key, &i));
                 self.open_refused(now, &open, if twice { Errno::EEXIST } else { errno });
+                if !self.sessions.contains_key(&key) {
+                    self.has_left(now, &tenancy);
+                }
             }
         }
         if !done {
@@ -437,7 +467,8 @@ impl Server {
             tracing::info!(session = self.name(key), image = opened.label, %mode, suppressed, "device opened");
         }
         let name = open.message.name().unwrap_or_default().to_vec();
-        let device = self.devices.insert(Device::new(name, opened));
+        let owner = self.name(key).to_owned();
+        let device = self.devices.insert(Device::new(name, mode, owner, opened));
         if let Some(session) = self.sessions.get_mut(&key) {
             let id = session.enter(device);
             if !self.tell_shares(open, id, device) {
@@ -471,17 +502,24 @@ impl Server {
         let Some(device) = session.and_then(|s| s.leave(id)) else {
             return self.answer(request, Ok(()));
         };
+        self.log_close(now, request.session, device);
+        self.finish_device(device, Some(request));
+    }
+
+    pub(super) fn log_close(&mut self, now: Instant, session: SessionKey, device: u64) {
         if let (Some(suppressed), Some(d)) = (self.logs.devices.pass(now), self.devices.get(device)) {
-            let session = self.name(request.session);
+            let session = self.name(session);
             tracing::info!(session, image = d.label, suppressed, "device closed");
         }
-        self.finish_device(device, Some(request));
     }
 
     /// Closes a device after its last request, and answers this request then.
     pub(super) fn finish_device(&mut self, device: u64, request: Option<RequestKey>) {
-        if let Some(d) = self.devices.get_mut(device) {
+        if let Some(d) = self.devices.get_mut(device).filter(|d| !d.is_closing()) {
             d.finish(request);
+            if d.part_of.is_none() {
+                self.leaving.push(d.tenancy());
+            }
         }
         self.close_parts(device);
         self.close_if_unused(device);
@@ -491,14 +529,14 @@ impl Server {
         if self.devices.get(device).is_some_and(Device::may_close)
             && let Some(d) = self.devices.remove(device)
         {
-            let of = d.part_of;
+            let (of, tenancy) = (d.part_of, d.tenancy());
             let (store, request) = d.into_close();
             match of {
                 Some(of) => {
                     self.part_goes(of);
                     self.close_by(store, Job::ClosePart(of));
                 }
-                None => self.close_store(store, request),
+                None => self.close_by(store, Job::Close(request, Some(tenancy))),
             }
         }
     }
@@ -509,25 +547,37 @@ impl Server {
         self.places.give_back();
     }
 
-    fn close_store(&mut self, store: StoreId, request: Option<RequestKey>) {
-        self.close_by(store, Job::Close(request));
-    }
-
     fn close_by(&mut self, store: StoreId, job: Job) {
         let ticket = Ticket(self.jobs.insert(job));
         self.actions.push_back(Action::Close { ticket, store });
     }
 
     /// A device has been closed, as well as that could be done: what could not be made durable stays so.
-    pub fn closed(&mut self, ticket: Ticket) {
-        let request = match self.jobs.remove(ticket.0) {
-            Some(Job::Close(request)) => request,
+    pub fn closed(&mut self, now: Instant, ticket: Ticket) {
+        let (request, tenancy) = match self.jobs.remove(ticket.0) {
+            Some(Job::Close(request, tenancy)) => (request, tenancy),
             Some(Job::ClosePart(of)) => return self.part_closed(of),
             _ => return,
         };
         self.left();
         if let Some(request) = request {
             self.answer(request, Ok(()));
+        }
+        if let Some(of) = tenancy {
+            self.has_left(now, &of);
+        }
+    }
+
+    /// A client has left a device: it may open it again.
+    fn has_left(&mut self, now: Instant, of: &Tenancy) {
+        let Some(at) = self.leaving.iter().position(|known| known == of) else {
+            return;
+        };
+        self.leaving.swap_remove(at);
+        let named = self.sessions.iter().filter(|(_, s)| s.name == of.session);
+        let waiting: Vec<SessionKey> = named.map(|(key, _)| *key).collect();
+        for session in waiting {
+            self.next_open(now, session);
         }
     }
 

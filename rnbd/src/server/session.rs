@@ -36,13 +36,14 @@ pub(super) struct Session {
 }
 
 impl Session {
-    pub(super) fn new(name: String, peer: SocketAddr, shares: BTreeSet<usize>) -> Self {
+    /// One without devices, of which the first gets the number `first`.
+    pub(super) fn new(name: String, peer: SocketAddr, shares: BTreeSet<usize>, first: u32) -> Self {
         Self {
             name,
             peer,
             shares,
             devices: BTreeMap::new(),
-            next: 0,
+            next: first,
             waiting: VecDeque::new(),
             opening: false,
         }
@@ -100,6 +101,12 @@ impl Session {
         Some(open)
     }
 
+    /// The open that was [begun](Self::begin_open) with can't go on: it stays the next.
+    pub(super) fn put_back(&mut self, open: OpenRequest) {
+        self.waiting.push_front(open);
+        self.opening = false;
+    }
+
     /// The open under way has ended.
     pub(super) fn end_open(&mut self) {
         self.opening = false;
@@ -117,7 +124,7 @@ mod tests {
 
     #[test]
     fn numbers_are_not_used_again_at_once_and_never_twice_at_a_time() {
-        let mut session = Session::new("s".into(), ([127, 0, 0, 1], 1).into(), BTreeSet::new());
+        let mut session = Session::new("s".into(), ([127, 0, 0, 1], 1).into(), BTreeSet::new(), 0);
         assert_eq!([session.enter(10), session.enter(11)], [0, 1]);
         assert_eq!((session.leave(0), session.leave(0)), (Some(10), None));
         assert_eq!(session.enter(12), 2);

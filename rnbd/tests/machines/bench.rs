@@ -17,8 +17,13 @@ pub(crate) const MAX_IO: u32 = 124 << 10;
 
 /// Runs `f` with a context that has no device: buffers need none before a path leads through one.
 pub(crate) fn with_cx<T>(f: impl FnOnce(&mut Cx<'_>) -> T) -> T {
+    with_cx_at(Instant::ZERO, f)
+}
+
+/// The same, at this time.
+pub(crate) fn with_cx_at<T>(now: Instant, f: impl FnOnce(&mut Cx<'_>) -> T) -> T {
     f(&mut Cx {
-        now: Instant::ZERO,
+        now,
         provider: &mut Scripted::new(&[]),
         random: &mut |bytes: &mut [u8]| bytes.fill(0),
     })

@@ -1,10 +1,12 @@
 //! A client and what it is told, for its tests.
 
+use std::time::Duration;
+
 use rnbd::{
     Errno,
     block::BlockOp,
     client::{
-        Client,
+        Client, Unmap,
         error::MapError,
         output::{DeviceKey, Output},
     },
@@ -12,6 +14,7 @@ use rnbd::{
         AccessMode, CACHE_FUA, CACHE_WRITEBACK, ClientMsg, F_FUA, F_NO_UNMAP, F_SYNC, MsgIo, MsgOpenRsp, MsgSessInfo,
     },
 };
+use roce_verbs::Instant;
 use rtrs::{
     IoError, PathError,
     client::{
@@ -21,7 +24,7 @@ use rtrs::{
 };
 use zerocopy::IntoBytes;
 
-use crate::bench::{MIB, Pools, session_info, with_cx};
+use crate::bench::{MIB, Pools, session_info, with_cx_at};
 
 pub(crate) const S: SessionId = SessionId(3);
 pub(crate) const RW: AccessMode = AccessMode::ReadWrite;
@@ -32,6 +35,7 @@ pub(crate) struct Bench {
     pub(crate) client: Client,
     pub(crate) pools: Pools,
     pub(crate) user: u64,
+    pub(crate) now: Instant,
 }
 
 impl Bench {
@@ -39,7 +43,12 @@ impl Bench {
     pub(crate) fn of(client: Client) -> Self {
         let mut pools = Pools::default();
         pools.0.insert(S, Buffers::new(64 << 20));
-        Self { client, pools, user: 0 }
+        Self {
+            client,
+            pools,
+            user: 0,
+            now: Instant::ZERO,
+        }
     }
 
     /// A session that is up, before anything has been agreed on.
@@ -72,8 +81,20 @@ impl Bench {
         self.tell(RtrsOutput::Down(S, PathError::PeerDisconnected));
     }
 
+    /// Time goes by, with all that is due.
+    pub(crate) fn wait(&mut self, time: Duration) {
+        let end = self.now + time;
+        while let Some(due) = self.client.next_timeout().filter(|due| *due <= end) {
+            self.now = due.max(self.now);
+            self.client.timeout(self.now);
+            let next = self.client.next_timeout();
+            assert!(next.is_none_or(|next| next > self.now), "timers stand still");
+        }
+        self.now = end;
+    }
+
     pub(crate) fn sent(&mut self) -> Vec<Submission> {
-        let next = || with_cx(|cx| self.client.poll_submission(cx, &mut self.pools));
+        let next = || with_cx_at(self.now, |cx| self.client.poll_submission(cx, &mut self.pools));
         let sent = std::iter::from_fn(next).map(|(session, submission)| {
             assert_eq!(session, S);
             submission
@@ -121,6 +142,15 @@ impl Bench {
         device
     }
 
+    /// Unmaps a device that nobody has in use, or is told why not.
+    pub(crate) fn unmap(&mut self, device: DeviceKey) -> Option<Errno> {
+        self.client.unmap(device, Unmap::Normal { in_use: false }).err()
+    }
+
+    pub(crate) fn remap(&mut self, device: DeviceKey) -> Option<Errno> {
+        self.client.remap(device).err()
+    }
+
     pub(crate) fn outputs(&mut self) -> Vec<Output> {
         std::iter::from_fn(|| self.client.poll_output()).collect()
     }
@@ -139,7 +169,7 @@ impl Bench {
     }
 
     pub(crate) fn buffer(&mut self, len: usize) -> Buffer {
-        with_cx(|cx| self.pools.0.get_mut(&S).unwrap().take(cx, len)).unwrap()
+        with_cx_at(self.now, |cx| self.pools.0.get_mut(&S).unwrap().take(cx, len)).unwrap()
     }
 
     pub(crate) fn give(&mut self, buffer: Option<Buffer>) {

@@ -1,13 +1,13 @@
 //! A client in shares: devices that are mapped at one, and used at all.
 
-use std::collections::VecDeque;
+use std::{collections::VecDeque, time::Duration};
 
 use proptest::prelude::*;
 use rnbd::{
     Errno,
     block::BlockOp,
     client::{
-        Client, Letter,
+        Client, Letter, OnLoss, Unmap,
         error::MapError,
         output::{DeviceKey, Output},
         state::DeviceState,
@@ -132,8 +132,8 @@ fn what_home_has_mapped_is_there_at_each_share() {
         assert_eq!(bench.done(user), Ok(()));
         assert_eq!(bench.client.counters(key).unwrap().read_bytes, 512);
         // Only home's words count.
-        bench.client.unmap(key);
-        bench.client.remap(key);
+        assert_eq!([bench.unmap(key), bench.remap(key)], [Some(Errno::EINVAL); 2]);
+        assert_eq!(bench.client.resize(key, 8), Err(Errno::EINVAL));
         assert_eq!(bench.client.state(key), Some(DeviceState::Mapped));
     }
     assert_eq!(three.0[0].client.counters(home).unwrap().completed, 0);
@@ -148,7 +148,7 @@ fn a_device_is_closed_when_no_share_works_on_it() {
         three.0[2].submit(two, BlockOp::Flush, 0, 0),
     ];
     let (read, flush) = (three.0[1].sent_one(), three.0[2].sent_one());
-    three.0[0].client.unmap(home);
+    assert_eq!(three.0[0].unmap(home), None);
     // What is submitted before the word has come is served.
     let late = three.0[1].submit(one, READ, 512, 512);
     let late_read = three.0[1].sent_one();
@@ -256,7 +256,7 @@ fn a_share_that_lost_the_path_first_waits_for_the_next() {
 #[test]
 fn a_device_goes_with_its_session_at_each_share() {
     let (mut three, [home, one, _]) = Three::mapped();
-    three.0[0].client.unmap(home);
+    assert_eq!(three.0[0].unmap(home), None);
     let user = three.0[1].submit(one, READ, 0, 512);
     let read = three.0[1].sent_one();
     // The word that it is unmapped comes after the end.
@@ -276,8 +276,80 @@ fn a_device_goes_with_its_session_at_each_share() {
     let device = three.0[0].map("disk", &open_rsp(7));
     three.post();
     assert!(three.0[2].outputs().is_empty());
-    three.0[0].client.unmap(device);
+    assert_eq!(three.0[0].unmap(device), None);
     three.post();
+    let close = three.0[0].sent_one();
+    three.answer(0, close, Ok(()));
+    assert!(unmapped(&mut three.0[0]).is_ok());
+}
+
+#[test]
+fn a_size_that_is_set_is_so_at_each_share() {
+    let (mut three, keys) = Three::mapped();
+    three.0[0].client.resize(keys[0], 2 * MIB / 512).unwrap();
+    three.post();
+    for (bench, key) in three.0.iter_mut().zip(keys) {
+        assert!(matches!(bench.output(), Output::Geometry(k, g) if (k, g.size) == (key, 2 * MIB)));
+        assert_eq!(bench.refused(key, READ, 2 * MIB, 512), Errno::EIO);
+    }
+}
+
+#[test]
+fn operations_of_each_share_wait_for_their_device() {
+    let (mut three, keys) = Three::mapped();
+    let queue = OnLoss::Queue(Some(Duration::from_secs(9)));
+    assert_eq!(three.0[1].client.set_on_loss(keys[1], queue), Err(Errno::EINVAL));
+    three.0[0].client.set_on_loss(keys[0], queue).unwrap();
+    three.post();
+    let users = [0, 1, 2].map(|n: usize| three.0[n].submit(keys[n], READ, 0, 512));
+    let in_flight = [0, 1, 2].map(|n: usize| three.0[n].sent());
+    three.lose();
+    for (n, sent) in in_flight.into_iter().enumerate() {
+        sent.into_iter().for_each(|read| three.0[n].answer(read, Err(lost())));
+        assert!(three.0[n].sent().is_empty());
+        assert!(matches!(
+            three.0[n].output(),
+            Output::State(_, DeviceState::MappedDisconnected)
+        ));
+        three.0[n].wait(Duration::from_secs(8));
+    }
+    three.tell_all(|n| RtrsOutput::Up(S, info(n)));
+    three.0[0].agree();
+    let open = three.0[0].sent_one();
+    three.0[0].answer_with(open, open_rsp(31).as_bytes());
+    three.post();
+    for (n, user) in users.into_iter().enumerate() {
+        assert!(matches!(three.0[n].output(), Output::State(_, DeviceState::Mapped)));
+        let again = three.0[n].sent_one();
+        assert_eq!(io(&again).device_id.get(), 31);
+        three.answer(n, again, Ok(()));
+        assert_eq!(three.0[n].done(user), Ok(()));
+    }
+    // Its patience is each share's, and ends there.
+    let user = three.0[2].submit(keys[2], READ, 0, 512);
+    three.lose();
+    assert!(three.0[2].sent().is_empty());
+    three.0[2].wait(Duration::from_secs(9));
+    let outputs = three.0[2].outputs();
+    assert!(
+        matches!(outputs[..], [Output::State(..), Output::Done { user: u, result: Err(Errno::ECONNABORTED), .. }] if u == user),
+        "{outputs:?}"
+    );
+}
+
+#[test]
+fn force_reaches_each_share() {
+    let (mut three, [home, one, _]) = Three::mapped();
+    let unsent = three.0[1].submit(one, READ, 0, 512);
+    three.0[0].client.unmap(home, Unmap::Force).unwrap();
+    three.post();
+    assert!(three.0[1].sent().is_empty());
+    three.post();
+    let outputs = three.0[1].outputs();
+    assert!(
+        matches!(outputs[..], [Output::Done { user, result: Err(Errno::ESHUTDOWN), .. }, Output::Unmapped(..)] if user == unsent),
+        "{outputs:?}"
+    );
     let close = three.0[0].sent_one();
     three.answer(0, close, Ok(()));
     assert!(unmapped(&mut three.0[0]).is_ok());
@@ -310,13 +382,14 @@ struct World {
     open: Option<(u32, u32)>,
     begun: u64,
     ended: u64,
+    failed: u64,
     unmapped: usize,
 }
 
 const N: usize = SHARES as usize;
 
 impl World {
-    fn new() -> Self {
+    fn new(on_loss: OnLoss) -> Self {
         let mut world = Self {
             benches: (0..SHARES).map(|n| Bench::of(Client::share(n, SHARES))).collect(),
             keys: vec![None; N],
@@ -328,12 +401,16 @@ impl World {
             open: None,
             begun: 0,
             ended: 0,
+            failed: 0,
             unmapped: 0,
         };
         for n in 0..N {
             world.benches[n].tell(RtrsOutput::Opened(S, info(n)));
         }
-        world.keys[0] = Some(world.benches[0].client.map(S, "disk", RW));
+        let device = world.benches[0].client.map(S, "disk", RW);
+        // Before it is opened, so that each share knows it from the beginning.
+        world.benches[0].client.set_on_loss(device, on_loss).unwrap();
+        world.keys[0] = Some(device);
         world.settle();
         // The version, and the device.
         for _ in 0..2 {
@@ -351,8 +428,9 @@ impl World {
             for output in self.benches[n].outputs() {
                 match output {
                     Output::Mapped(key, _) => self.keys[n] = Some(key),
-                    Output::Done { data, .. } => {
+                    Output::Done { data, result, .. } => {
                         self.ended += 1;
+                        self.failed += u64::from(result.is_err());
                         self.benches[n].give(data);
                     }
                     Output::Unmapped(..) => {
@@ -493,8 +571,9 @@ proptest! {
     fn shares_never_use_what_is_not_open(
         steps in prop::collection::vec((0u8..100, any::<usize>()), 0..400),
         more in prop::collection::vec((0u8..100, any::<usize>()), 0..60),
+        waits in any::<bool>(),
     ) {
-        let mut world = World::new();
+        let mut world = World::new(if waits { OnLoss::Queue(None) } else { OnLoss::Error });
         for step in steps {
             world.step(step);
         }
@@ -507,11 +586,13 @@ proptest! {
             let size = (8 + u64::from(world.path)) * MIB;
             prop_assert_eq!(world.benches[n].client.geometry(key).unwrap().size, size);
         }
+        prop_assert_eq!(world.begun, world.ended);
+        prop_assert!(!waits || world.failed == 0, "{} have failed", world.failed);
         // Work goes on at all shares while it is unmapped.
         let home = world.keys[0].unwrap();
         world.submit(1, READ);
         world.settle();
-        world.benches[0].client.unmap(home);
+        assert_eq!(world.benches[0].unmap(home), None);
         world.settle();
         for step in more {
             world.step(step);

@@ -3,9 +3,11 @@
 mod bench;
 mod client;
 mod client_bench;
+mod client_loss;
 mod client_shares;
 #[path = "../../../rtrs/tests/machine/provider.rs"]
 mod provider;
 mod server;
+mod server_admin;
 mod shares;
 mod together;

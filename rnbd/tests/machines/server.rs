@@ -26,18 +26,18 @@ use zerocopy::IntoBytes;
 
 use crate::bench::{MIB, geometry};
 
-const A: SessionKey = SessionKey(1);
-const B: SessionKey = SessionKey(2);
+pub(crate) const A: SessionKey = SessionKey(1);
+pub(crate) const B: SessionKey = SessionKey(2);
 
-struct Bench {
-    server: Server,
-    now: Instant,
-    serial: u32,
-    stores: u32,
+pub(crate) struct Bench {
+    pub(crate) server: Server,
+    pub(crate) now: Instant,
+    pub(crate) serial: u32,
+    pub(crate) stores: u32,
 }
 
 impl Bench {
-    fn new(limits: Limits) -> Self {
+    pub(crate) fn new(limits: Limits) -> Self {
         let mut bench = Self {
             server: Server::new(limits),
             now: Instant::ZERO,
@@ -50,24 +50,28 @@ impl Bench {
         bench
     }
 
-    fn begin(&mut self, session: SessionKey) {
+    pub(crate) fn begin(&mut self, session: SessionKey) {
+        self.begin_as(session, &format!("session {}", session.0));
+    }
+
+    pub(crate) fn begin_as(&mut self, session: SessionKey, name: &str) {
         let opened = SessionOpened {
             session,
-            name: format!("session {}", session.0),
+            name: name.into(),
             peer: ([192, 0, 2, 1], 1000).into(),
             connections: 2,
         };
         assert!(self.server.rtrs(self.now, Output::SessionOpened(opened)).is_none());
     }
 
-    fn end(&mut self, session: SessionKey) {
+    pub(crate) fn end(&mut self, session: SessionKey) {
         let why = PathError::PeerDisconnected;
         let output = Output::SessionClosed { session, why };
         assert!(self.server.rtrs(self.now, output).is_none());
     }
 
     /// The data of each request lies at 1 MiB times its chunk, which is its serial.
-    fn ask(&mut self, session: SessionKey, direction: Direction, header: &[u8], data_len: u32) -> RequestKey {
+    pub(crate) fn ask(&mut self, session: SessionKey, direction: Direction, header: &[u8], data_len: u32) -> RequestKey {
         self.serial += 1;
         self.now = self.now + Duration::from_millis(1);
         let key = RequestKey {
@@ -87,18 +91,18 @@ impl Bench {
         key
     }
 
-    fn actions(&mut self) -> Vec<Action> {
+    pub(crate) fn actions(&mut self) -> Vec<Action> {
         std::iter::from_fn(|| self.server.poll_action()).collect()
     }
 
-    fn action(&mut self) -> Action {
+    pub(crate) fn action(&mut self) -> Action {
         let mut actions = self.actions();
         assert_eq!(actions.len(), 1, "{actions:?}");
         actions.remove(0)
     }
 
     /// What a request is answered with at once.
-    fn errno(&mut self, session: SessionKey, direction: Direction, header: &[u8], data_len: u32) -> i32 {
+    pub(crate) fn errno(&mut self, session: SessionKey, direction: Direction, header: &[u8], data_len: u32) -> i32 {
         let key = self.ask(session, direction, header, data_len);
         match self.action() {
             Action::Answer(request, errno) if request == key => errno,
@@ -106,12 +110,12 @@ impl Bench {
         }
     }
 
-    fn ask_open(&mut self, session: SessionKey, name: &str, mode: AccessMode) -> RequestKey {
+    pub(crate) fn ask_open(&mut self, session: SessionKey, name: &str, mode: AccessMode) -> RequestKey {
         let message = MsgOpen::new(name.as_bytes(), mode).unwrap();
         self.ask(session, Read, message.as_bytes(), 56)
     }
 
-    fn opened(&mut self, ticket: Ticket, geometry: Geometry, identity: &str) -> StoreId {
+    pub(crate) fn opened(&mut self, ticket: Ticket, geometry: Geometry, identity: &str) -> StoreId {
         self.stores += 1;
         let store = StoreId(self.stores);
         let opened = Opened {
@@ -125,7 +129,7 @@ impl Bench {
     }
 
     /// Opens a device with the identity of its name: its number and its store.
-    fn open(&mut self, session: SessionKey, name: &str, geometry: Geometry) -> (u32, StoreId) {
+    pub(crate) fn open(&mut self, session: SessionKey, name: &str, geometry: Geometry) -> (u32, StoreId) {
         let key = self.ask_open(session, name, AccessMode::ReadWrite);
         let store = match self.action() {
             Action::Open { ticket, .. } => self.opened(ticket, geometry, name),
@@ -135,16 +139,16 @@ impl Bench {
         (response(&action, key).device_id.get(), store)
     }
 
-    fn counters(&self) -> ServerCounters {
+    pub(crate) fn counters(&self) -> ServerCounters {
         self.server.counters()
     }
 }
 
-fn data_offset(key: RequestKey) -> usize {
+pub(crate) fn data_offset(key: RequestKey) -> usize {
     usize::from(key.chunk) << 20
 }
 
-fn response(action: &Action, key: RequestKey) -> MsgOpenRsp {
+pub(crate) fn response(action: &Action, key: RequestKey) -> MsgOpenRsp {
     match action {
         Action::AnswerWith { request, at, message } if *request == key => {
             assert_eq!(*at, data_offset(key));
@@ -154,23 +158,23 @@ fn response(action: &Action, key: RequestKey) -> MsgOpenRsp {
     }
 }
 
-fn io(device: u32, op: IoOp, sector: u64, bytes: u32) -> MsgIo {
+pub(crate) fn io(device: u32, op: IoOp, sector: u64, bytes: u32) -> MsgIo {
     MsgIo::new(device, Rw::new(op), sector, bytes)
 }
 
-fn with_flags(mut m: MsgIo, flags: u32) -> MsgIo {
+pub(crate) fn with_flags(mut m: MsgIo, flags: u32) -> MsgIo {
     m.rw.set(m.rw.get() | flags);
     m
 }
 
-fn ticket_of(action: &Action) -> Ticket {
+pub(crate) fn ticket_of(action: &Action) -> Ticket {
     match action {
         Action::Open { ticket, .. } | Action::Close { ticket, .. } => *ticket,
         other => panic!("{other:?}"),
     }
 }
 
-fn disk_op(action: &Action) -> (IoTicket, DiskOp) {
+pub(crate) fn disk_op(action: &Action) -> (IoTicket, DiskOp) {
     match action {
         Action::Io(ticket, _, op) => (*ticket, *op),
         other => panic!("{other:?}"),
@@ -507,7 +511,7 @@ fn one_device_is_open_once_however_it_is_spelled() {
         "{close:?}"
     );
     assert_eq!(bench.counters().open, 2, "until it is closed");
-    bench.server.closed(ticket_of(close));
+    bench.server.closed(bench.now, ticket_of(close));
     assert_eq!((bench.actions(), bench.counters().open), (vec![], 1));
     // Another session's writer is another thing.
     let key = bench.ask_open(B, "disk", AccessMode::ReadWrite);
@@ -536,7 +540,7 @@ fn open_devices_are_bounded_those_included_that_are_being_closed() {
     let key = bench.ask(A, Write, MsgClose::new(first).as_bytes(), 0);
     let ticket = ticket_of(&bench.action());
     assert_eq!(bench.errno(B, Read, open, 56), Errno::ENFILE.raw());
-    bench.server.closed(ticket);
+    bench.server.closed(bench.now, ticket);
     assert_eq!(bench.action(), Action::Answer(key, 0));
     bench.ask(B, Read, open, 56);
     let refused = ticket_of(&bench.action());
@@ -580,7 +584,7 @@ fn a_close_is_answered_after_the_last_request_and_the_sync() {
         "{closing:?}"
     );
     assert!(!bench.server.is_idle());
-    bench.server.closed(ticket_of(closing));
+    bench.server.closed(bench.now, ticket_of(closing));
     assert_eq!(bench.action(), Action::Answer(close, 0));
     assert!(bench.server.is_idle());
     // Its number is not the next device's.
@@ -607,7 +611,7 @@ fn the_end_of_a_session_closes_what_it_has_open() {
         "{close:?}"
     );
     assert_eq!(*answer, Action::Answer(waiting, Errno::ENODEV.raw()));
-    bench.server.closed(ticket_of(close));
+    bench.server.closed(bench.now, ticket_of(close));
 
     bench.server.io_done(ticket, Ok(()));
     let actions = bench.actions();
@@ -619,7 +623,7 @@ fn the_end_of_a_session_closes_what_it_has_open() {
         matches!(close, Action::Close { store, .. } if *store == busy),
         "{close:?}"
     );
-    bench.server.closed(ticket_of(close));
+    bench.server.closed(bench.now, ticket_of(close));
 
     let came = bench.opened(open, geometry(MIB), "coming");
     let actions = bench.actions();
@@ -632,7 +636,7 @@ fn the_end_of_a_session_closes_what_it_has_open() {
     );
     assert_eq!(*answer, Action::Answer(coming, Errno::ENODEV.raw()));
     assert_eq!(bench.counters().open, 1);
-    bench.server.closed(ticket_of(close));
+    bench.server.closed(bench.now, ticket_of(close));
     assert!(bench.server.is_idle() && bench.actions().is_empty());
     assert_eq!((bench.counters().open, bench.counters().opens), (0, 2));
 }
@@ -735,7 +739,7 @@ fn finish(bench: &mut Bench, action: &Action, well: bool) {
             bench.opened(*ticket, geometry(MIB), &identity);
         }
         Action::Open { ticket, .. } => bench.server.opened(bench.now, *ticket, Err(Errno::ENOENT.into())),
-        Action::Close { ticket, .. } => bench.server.closed(*ticket),
+        Action::Close { ticket, .. } => bench.server.closed(bench.now, *ticket),
         Action::Io(ticket, ..) => bench
             .server
             .io_done(*ticket, if well { Ok(()) } else { Err(Errno::EIO) }),

@@ -209,7 +209,7 @@ impl World {
             }
             Action::Close { ticket, store } => {
                 assert!(self.loops[index].stores.remove(&store));
-                self.loops[index].server.closed(ticket);
+                self.loops[index].server.closed(NOW, ticket);
             }
             Action::Io(ticket, session, op) => {
                 assert!(session == SESSION && self.loops[index].stores.contains(&op.store));

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use rnbd::{
     Errno,
     block::{BlockOp, Geometry},
-    client::{Client, output::Output as ClientOutput},
+    client::{Client, OnLoss, Unmap, output::Output as ClientOutput},
     proto::AccessMode,
     server::{
         Limits, Server,
@@ -19,12 +19,13 @@ use rtrs::{
     Direction, IoError, PathError,
     client::{
         buffers::Buffers,
+        config::SessionInfo,
         request::{Output as RtrsOutput, SessionId, Submission},
     },
     server::request::{Output as ServerOutput, Request, RequestKey, SessionKey, SessionOpened},
 };
 
-use crate::bench::{MAX_IO, Pools, geometry, session_info, with_cx};
+use crate::bench::{Pools, geometry, session_info, with_cx};
 
 const S: SessionId = SessionId(1);
 const CHUNK: usize = 128 << 10;
@@ -39,6 +40,7 @@ struct World {
     memory: Vec<u8>,
     disk: Vec<u8>,
     geometry: Geometry,
+    info: SessionInfo,
     /// Requests that have not been answered, by chunk.
     requests: BTreeMap<u16, Submission>,
     /// Submissions that wait for a chunk.
@@ -60,6 +62,7 @@ impl World {
             memory: vec![0xee; CHUNK * CHUNKS],
             disk: (0..geometry.size).map(|i| (i / 512) as u8).collect(),
             geometry,
+            info: session_info(),
             requests: BTreeMap::new(),
             waiting: Vec::new(),
             serial: 0,
@@ -68,9 +71,7 @@ impl World {
         };
         world.pools.0.insert(S, Buffers::new(64 << 20));
         world.begin();
-        world
-            .client
-            .rtrs(&mut world.pools, RtrsOutput::Opened(S, session_info()));
+        world.client.rtrs(&mut world.pools, RtrsOutput::Opened(S, world.info));
         world
     }
 
@@ -101,9 +102,10 @@ impl World {
         self.settle();
     }
 
-    fn come_back(&mut self) {
+    fn come_back(&mut self, max_io_size: u32) {
         self.begin();
-        self.client.rtrs(&mut self.pools, RtrsOutput::Up(S, session_info()));
+        self.info.max_io_size = max_io_size;
+        self.client.rtrs(&mut self.pools, RtrsOutput::Up(S, self.info));
     }
 
     fn end(&mut self, submission: Submission, result: Result<(), IoError>) {
@@ -136,13 +138,19 @@ impl World {
     }
 
     fn request(&mut self, submission: Submission) {
+        let (len, max) = (
+            submission.data.as_ref().map_or(0, |b| b.len()),
+            self.info.max_io_size as usize,
+        );
+        if len > max {
+            return self.end(submission, Err(IoError::TooLong { what: "data", len, max }));
+        }
         let chunk = (0..CHUNKS as u16).find(|c| !self.requests.contains_key(c)).unwrap();
         self.serial += 1;
         let data_offset = usize::from(chunk) * CHUNK;
         let mut data_len = 0;
         if let Some(buffer) = &submission.data {
             data_len = buffer.len();
-            assert!(data_len <= MAX_IO as usize);
             if submission.direction == Direction::Write {
                 let to = &mut self.memory[data_offset..][..data_len];
                 self.pools.0[&S].read(buffer, 0, to).unwrap();
@@ -223,7 +231,7 @@ impl World {
                 };
                 self.server.opened(Instant::ZERO, ticket, Ok(opened));
             }
-            Action::Close { ticket, .. } => self.server.closed(ticket),
+            Action::Close { ticket, .. } => self.server.closed(Instant::ZERO, ticket),
             Action::Io(ticket, session, op) => {
                 // The memory of a session that is gone is another's.
                 if session == self.session {
@@ -254,15 +262,23 @@ impl World {
     }
 }
 
+/// Bytes that are not the same anywhere else.
+fn pattern(fill: u8, len: usize) -> Vec<u8> {
+    (0..len).map(|i| fill ^ (i / 300) as u8).collect()
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(ProptestConfig::with_cases(96))]
 
     /// Each operation has a region of its own. What it reads or leaves there is what it should, unless the session was lost
-    /// under it; nothing else changes, and everything comes back.
+    /// under it and the device's operations do not wait; nothing else changes, and everything comes back. Sessions that come back may
+    /// move less at a time than before, and may say so only when they are asked for more.
     #[test]
     fn operations_do_what_they_should(
         operations in prop::collection::vec((0u8..5, 0u64..64, 1u64..180, any::<u8>()), 1..24),
         order in prop::collection::vec((0usize..64, 0u8..60), 200),
+        waits in any::<bool>(),
+        smaller in prop::collection::vec(prop_oneof![Just(124u32 << 10), Just(4096), Just(20 << 10)], 1..4),
         max_discard in 1u64..100,
         max_write_zeroes in prop_oneof![Just(0), 1u64..100],
     ) {
@@ -273,6 +289,9 @@ proptest! {
             ..geometry(count * 256 * 512)
         });
         let device = world.client.map(S, "disk", AccessMode::ReadWrite);
+        if waits {
+            world.client.set_on_loss(device, OnLoss::Queue(None)).unwrap();
+        }
         world.finish();
         let before = world.disk.clone();
         for (n, (kind, offset, sectors, fill)) in operations.iter().enumerate() {
@@ -287,7 +306,7 @@ proptest! {
             let data = (*kind < 2).then(|| {
                 let pool = world.pools.0.get_mut(&S).unwrap();
                 let buffer = with_cx(|cx| pool.take(cx, len as usize)).unwrap();
-                pool.write(&buffer, 0, &vec![*fill; len as usize]).unwrap();
+                pool.write(&buffer, 0, &pattern(*fill, len as usize)).unwrap();
                 buffer
             });
             world.client.submit(device, n as u64, op, offset, len, data, n);
@@ -298,13 +317,15 @@ proptest! {
             if event == 0 {
                 lost = true;
                 world.lose();
-                world.come_back();
+                world.come_back(smaller[which % smaller.len()]);
                 world.settle();
+            } else if event == 1 {
+                world.info.max_io_size = smaller[which % smaller.len()].min(world.info.max_io_size);
             }
             world.disk(which);
         }
         world.finish();
-        world.client.unmap(device);
+        world.client.unmap(device, Unmap::Normal { in_use: false }).unwrap();
         world.finish();
 
         prop_assert_eq!(world.done.len(), operations.len());
@@ -315,7 +336,7 @@ proptest! {
             let (result, data) = &world.done[&(n as u64)];
             let mut want = old.to_vec();
             match kind {
-                1 => want[start..][..len].fill(*fill),
+                1 => want[start..][..len].copy_from_slice(&pattern(*fill, len)),
                 2 | 3 => want[start..][..len].fill(0),
                 _ => {}
             }
@@ -323,7 +344,7 @@ proptest! {
                 prop_assert!(new == &want[..], "operation {n} of kind {kind}");
                 prop_assert!(*kind != 0 || data[..] == old[start..][..len]);
             } else {
-                prop_assert!(lost && *result == Err(Errno::ECONNABORTED), "{result:?}");
+                prop_assert!(lost && !waits && *result == Err(Errno::ECONNABORTED), "{result:?}");
                 // Some of its parts may have been executed.
                 for (i, byte) in new.iter().enumerate() {
                     prop_assert!(*byte == want[i] || *byte == old[i]);

@@ -247,6 +247,7 @@ impl World {
                 cid: hello.cid.get(),
                 connections: hello.cid_num.get(),
                 first_conn: hello.first_conn(),
+                recon_cnt: hello.recon_cnt.get(),
             };
             return self.on_hello(id, &request);
         }
@@ -270,6 +271,10 @@ impl World {
                     self.end_path(other)?;
                 }
                 path
+            }
+            Ok(Admitted::GivenUp(path)) => {
+                self.end_path(path)?;
+                return self.refuse(SERVER, id, RejectReason::CONSUMER);
             }
             Ok(Admitted::Connection(path)) => path,
             Ok(Admitted::Held(path)) => {

@@ -119,6 +119,8 @@ pub struct ConnectRequest {
     pub connections: u16,
     /// The session may be new.
     pub first_conn: bool,
+    /// Counts the client's attempts to connect the path.
+    pub recon_cnt: u16,
 }
 
 /// What is to be done with a connection request.
@@ -136,6 +138,10 @@ pub enum Admitted {
     /// It is a further connection of a half-open path: keep it unanswered, and show it again once the path is
     /// established. What of it stays behind when the path ends is to be refused.
     Held(PathKey),
+    /// It is connection 0 of a later attempt to connect this path: the client has given it up, which we had not noticed. To be closed;
+    /// and this request is to be [refused](Refusal::Unexpected), since requests may still be worked on. The client's next attempt
+    /// finds the way free.
+    GivenUp(PathKey),
 }
 
 /// A path whose client has proved its address.
@@ -323,6 +329,11 @@ impl Admission {
     fn further(&mut self, path: PathKey, request: &ConnectRequest) -> Result<Admitted, Refusal> {
         let entry = self.paths.get_mut(&path).ok_or(Refusal::NoPath)?;
         let cid = request.cid;
+        // Counted modulo 2^16. A repetition of the request has the same number.
+        let later = request.recon_cnt.wrapping_sub(entry.request.recon_cnt) as i16 > 0;
+        if cid == 0 && later && entry.stage != Stage::Closing {
+            return Ok(Admitted::GivenUp(path));
+        }
         let known = entry.made.contains(&cid) || entry.held.contains(&cid);
         if known || request.connections != entry.request.connections {
             return Err(Refusal::Unexpected);

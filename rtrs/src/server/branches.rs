@@ -54,7 +54,7 @@ impl Server {
     }
 
     /// A client has given up a connection that home decides about.
-    pub(super) fn given_up(&mut self, cx: &mut Cx<'_>, ask: Ask) {
+    pub(super) fn asks_no_more(&mut self, cx: &mut Cx<'_>, ask: Ask) {
         let Some(asked) = self.asked.remove(&ask) else { return };
         self.effects.write(asked.home, Message::AsksNoMore(ask));
         self.cms.remove(&asked.cm);
@@ -64,7 +64,7 @@ impl Server {
     /// No connection is wanted any more.
     pub(super) fn ask_no_more(&mut self, cx: &mut Cx<'_>) {
         while let Some((ask, _)) = self.asked.first_key_value() {
-            self.given_up(cx, *ask);
+            self.asks_no_more(cx, *ask);
         }
     }
 

@@ -120,6 +120,7 @@ pub(crate) mod tests {
                 cid: 0,
                 connections: 2,
                 first_conn: true,
+                recon_cnt: 1,
             };
             match admission.request(Instant::ZERO, &request) {
                 Ok(Admitted::HalfOpen { path, .. }) => path,

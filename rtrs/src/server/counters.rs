@@ -48,6 +48,8 @@ counters! {
     requests_parked,
     /// Paths whose handshake waited for requests of the session's lost paths to be answered.
     paths_held,
+    /// Paths that their client connected anew before it was noticed that it had lost them.
+    paths_given_up,
     /// Paths closed because memory, queue pairs or other resources ran out.
     no_resources,
     /// Paths closed because the client broke the protocol.
@@ -125,7 +127,7 @@ mod tests {
             ..ServerCounters::default()
         };
         assert_eq!(counters, expected);
-        assert_eq!(counters.named().len(), 20);
+        assert_eq!(counters.named().len(), 21);
         assert!(counters.named().contains(&("connections_refused", 3)));
     }
 

@@ -106,6 +106,7 @@ impl Server {
             cid: req.cid.get(),
             connections: req.cid_num.get(),
             first_conn: req.first_conn(),
+            recon_cnt: req.recon_cnt.get(),
         };
         Ok(Arrival {
             guest: Guest::Here(id),
@@ -167,6 +168,8 @@ impl Server {
                 let path_id = PathId {
                     key: path,
                     session: request.session,
+                    uuid: request.path,
+                    local: request.local,
                     device,
                     peer,
                     connections: request.connections,
@@ -180,6 +183,10 @@ impl Server {
             // Connections 0 are home's.
             (Admitted::HalfOpen { path, .. }, Guest::There(..)) => {
                 self.admission.ended(path);
+                Err(Refusal::Unexpected.into())
+            }
+            (Admitted::GivenUp(path), _) => {
+                self.given_up(cx, path);
                 Err(Refusal::Unexpected.into())
             }
             (Admitted::Held(path), _) => {
@@ -198,6 +205,18 @@ impl Server {
                     Guest::Here(id) => self.connect(cx, Part { session, path }, request.cid, device, id),
                     Guest::There(share, ask) => self.refer(Part { session, path }, request.cid, device, share, ask),
                 }
+            }
+        }
+    }
+
+    /// The client of a path that we have still connects it anew.
+    fn given_up(&mut self, cx: &mut Cx<'_>, path: PathKey) {
+        self.effects.counters.paths_given_up += 1;
+        match self.paths.get(&path) {
+            Some(session) => self.effects.broken.push_back((*session, path, PathError::GivenUp)),
+            None => {
+                self.admission.ended(path);
+                self.forget(cx, path);
             }
         }
     }

@@ -12,6 +12,7 @@ mod effects;
 mod half_open;
 mod home;
 pub mod letter;
+pub mod listing;
 mod log;
 mod others;
 mod path;

@@ -25,6 +25,7 @@ use crate::{
         config::ServerConfig,
         conn::{Conn, caps},
         half_open::HalfOpen,
+        listing::{PathListing, RdmaStats},
         others::Others,
         path_id::PathId,
         post::{Done, Ground, InfoMemory, Renewal, ServerWork, revoke_now},
@@ -102,6 +103,8 @@ pub(crate) struct Path {
     pub(crate) is_up: bool,
     /// Requests of it that are with the user.
     pub(crate) with_user: usize,
+    /// What has come by it.
+    pub(crate) rdma: RdmaStats,
     /// Nothing of it is under way.
     pub(crate) drained: bool,
     /// Why it ends.
@@ -201,6 +204,7 @@ impl Path {
             asked: false,
             is_up: false,
             with_user: 0,
+            rdma: RdmaStats::default(),
             drained: false,
             why: None,
         }
@@ -366,6 +370,22 @@ impl Path {
     pub(crate) fn is_complete(&self) -> bool {
         let mut conns = (0..).zip(&self.conns);
         conns.all(|(cid, conn)| conn.is_some() || self.others.has(cid))
+    }
+
+    /// For the operator.
+    pub(crate) fn listing(&self) -> PathListing {
+        PathListing {
+            path: self.id.key,
+            uuid: self.id.uuid,
+            client: self.id.peer,
+            server: self.id.local,
+            device: self.id.device,
+            state: self.state,
+            connections: self.id.connections,
+            made: self.conns().count(),
+            requests: self.with_user,
+            rdma: self.rdma,
+        }
     }
 
     /// Whether it takes requests, or will.

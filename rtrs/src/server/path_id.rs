@@ -1,6 +1,6 @@
 //! What a path and its connection requests are known by.
 
-use core::net::SocketAddr;
+use core::net::{IpAddr, SocketAddr};
 
 use roce_verbs::provider::DeviceIx;
 
@@ -12,6 +12,10 @@ pub(crate) struct PathId {
     pub(crate) key: PathKey,
     /// The session that it says it is of.
     pub(crate) session: Uuid,
+    /// What the client calls it.
+    pub(crate) uuid: Uuid,
+    /// Our address on it.
+    pub(crate) local: IpAddr,
     /// The device that it leads through.
     pub(crate) device: DeviceIx,
     /// The client's address on it.

@@ -28,6 +28,7 @@ use crate::{
         effects::{Effects, Place},
         half_open::{Asked, HalfOpen},
         letter::{Letter, Message, Part},
+        listing::{RdmaStats, SessionListing},
         log::Lines,
         path::Path,
         path_id::Ask,
@@ -369,6 +370,32 @@ impl Server {
         true
     }
 
+    /// Disconnects a path, as the kernel's `disconnect` does: its client may connect it again. False when there is none of this number
+    /// here. Its end is told as usual, when all its requests have been answered.
+    pub fn close_path(&mut self, cx: &mut Cx<'_>, session: SessionKey, path: PathKey) -> bool {
+        let known = self.sessions.get(&session).filter(|s| s.paths.contains_key(&path));
+        let Some(known) = known else { return false };
+        match known.home {
+            Some(home) => self
+                .effects
+                .write(home, Message::Lost(Part { session, path }, PathError::Closed)),
+            None => self.effects.broken.push_back((session, path, PathError::Closed)),
+        }
+        self.settle(cx);
+        true
+    }
+
+    /// What it has of each session and its paths, also of those whose home is another share.
+    pub fn listing(&self) -> Vec<SessionListing> {
+        self.sessions.values().map(Session::listing).collect()
+    }
+
+    /// Sets the statistics of a path to 0, those of this share. False when there is none of this number here.
+    pub fn reset_stats(&mut self, session: SessionKey, path: PathKey) -> bool {
+        let found = self.path_mut(session, path);
+        found.map(|path| path.rdma = RdmaStats::default()).is_some()
+    }
+
     /// Stops to listen, and disconnects all sessions whose home it is: all shares have to be stopped.
     pub fn stop(&mut self, cx: &mut Cx<'_>) {
         if core::mem::take(&mut self.listens) {
@@ -537,7 +564,7 @@ impl Server {
             }
             Owner::Held(path) => self.drop_held(cx, path, id),
             Owner::Path(place) => self.effects.broken.push_back((place.session, place.path, why)),
-            Owner::Asked(ask) => self.given_up(cx, ask),
+            Owner::Asked(ask) => self.asks_no_more(cx, ask),
         }
         true
     }
@@ -661,7 +688,7 @@ impl Server {
         }
         match why {
             _ if session.home.is_some() => tracing::debug!(session = name, %peer, reason = %why, "path lost here"),
-            PathError::Closed | PathError::PeerDisconnected => {
+            PathError::Closed | PathError::PeerDisconnected | PathError::GivenUp => {
                 tracing::info!(session = name, %peer, reason = %why, "path closed");
             }
             _ => tracing::warn!(session = name, %peer, error = %why, "path closed"),

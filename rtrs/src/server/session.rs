@@ -24,6 +24,7 @@ use crate::{
         chunks::{Asked, Begun, Chunks, Room},
         effects::{Effects, Place},
         letter::{Branch, Terms},
+        listing::SessionListing,
         path::Path,
         post::{Answer, Done, Renewal, ServerWork, revoked},
         request::{Output, Request, RequestKey, SessionKey, SessionSummary, Ticket},
@@ -130,6 +131,17 @@ impl Session {
             connections: self.named.as_ref().map_or(0, |named| named.connections),
             paths: self.up,
             requests: self.paths.values().map(|path| path.with_user).sum(),
+        }
+    }
+
+    /// All that is here, for the operator.
+    pub(crate) fn listing(&self) -> SessionListing {
+        SessionListing {
+            session: self.key,
+            uuid: self.uuid,
+            name: self.name().into(),
+            home: self.home.is_none(),
+            paths: self.paths.values().map(Path::listing).collect(),
         }
     }
 
@@ -415,6 +427,7 @@ impl Session {
             .map_err(outside)?;
         let serial = self.chunks.begin(chunk, event, asked, begun)?;
         path.with_user += 1;
+        path.rdma.count(direction, asked.offset);
         effects.outputs.push_back(Output::Request(Request {
             key: RequestKey {
                 session: self.key,

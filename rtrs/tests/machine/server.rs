@@ -1,9 +1,11 @@
 //! The server's state machine on a provider that does what the test says.
 
 mod provider;
+mod server_admin;
 mod server_bed;
 mod server_chaos;
 mod server_lies;
+mod server_matrix;
 
 use core::time::Duration;
 

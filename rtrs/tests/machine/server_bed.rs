@@ -271,6 +271,8 @@ pub(crate) struct Client {
     pub(crate) device: u16,
     pub(crate) connections: u16,
     pub(crate) first: bool,
+    /// Attempts to connect the path.
+    pub(crate) attempt: u16,
     /// By number.
     pub(crate) cms: BTreeMap<u16, CmRef>,
     pub(crate) rsp: Option<ConnRsp>,
@@ -288,6 +290,7 @@ impl Client {
             device: 0,
             connections: 2,
             first: true,
+            attempt: 1,
             cms: BTreeMap::new(),
             rsp: None,
             chunks: Vec::new(),
@@ -303,8 +306,19 @@ impl Client {
         }
     }
 
+    /// The same path, after its client has lost it: nothing of it stands any more on that side.
+    pub(crate) fn once_more(&self) -> Self {
+        Self {
+            attempt: self.attempt + 1,
+            first: true,
+            cms: BTreeMap::new(),
+            chunks: Vec::new(),
+            ..self.clone()
+        }
+    }
+
     pub(crate) fn request(&self, cid: u16) -> Vec<u8> {
-        ConnReq::new(cid, self.connections, 1, self.path, self.session, self.first)
+        ConnReq::new(cid, self.connections, self.attempt, self.path, self.session, self.first)
             .as_bytes()
             .to_vec()
     }

@@ -11,7 +11,12 @@ use roce_local::FabricConfig;
 use roce_verbs::DeviceLimits;
 use rtrs::{
     Direction, errno,
-    server::{ServerConfig, request::Output},
+    server::{
+        ServerConfig,
+        listing::{RdmaStats, SessionListing},
+        request::Output,
+        state::PathState,
+    },
 };
 
 fn kinds() -> [FabricConfig; 4] {
@@ -128,6 +133,49 @@ fn a_request_stays_where_its_connection_is() {
     bed.settle();
     assert_eq!(bed.peers[0].answers().len(), 7, "no letter is needed for that");
     bed.end();
+}
+
+/// What each share has of a session, put together.
+fn listing(bed: &Bed) -> SessionListing {
+    let shares = bed.shares.iter().map(|host| host.server.listing());
+    let mut sessions = SessionListing::merge(shares);
+    assert_eq!(sessions.len(), 1, "{sessions:?}");
+    sessions.remove(0)
+}
+
+#[test]
+fn an_operator_sees_and_ends_a_path_at_any_share() {
+    for at in 0..3 {
+        let mut bed = opened(11);
+        let (session, path) = (listing(&bed).session, listing(&bed).paths[0].path);
+        for cid in 1..7 {
+            bed.peers[0].write(cid, cid, b"h", &[1; 99]);
+        }
+        bed.settle();
+        let seen = listing(&bed);
+        let all = &seen.paths[0];
+        assert_eq!((seen.name.as_str(), all.made, all.requests), ("s1", 7, 6));
+        assert_eq!((all.rdma.writes, all.rdma.write_bytes, all.rdma.reads), (6, 600, 0));
+        assert!(bed.shares[at].server.reset_stats(session, path));
+        assert_eq!(listing(&bed).paths[0].rdma.writes, 4, "two came by each");
+        for host in &mut bed.shares {
+            host.server.reset_stats(session, path);
+        }
+        assert_eq!(listing(&bed).paths[0].rdma, RdmaStats::default());
+
+        assert!(bed.call(at, |server, cx| server.close_path(cx, session, path)));
+        bed.settle();
+        assert!(bed.peers[0].broken);
+        assert_eq!(listing(&bed).paths[0].state, PathState::Closing);
+        for (index, key) in bed.all_requests() {
+            let request = bed.take(index, key);
+            bed.answer(index, &request, 0);
+        }
+        bed.settle();
+        assert_eq!(bed.news(1)[2..4], ["path down: closed", "closed: closed"]);
+        assert!(!bed.call(at, |server, cx| server.close_path(cx, session, path)));
+        bed.end();
+    }
 }
 
 /// Whichever connection is lost, the path ends at all shares, and only when all users have answered.

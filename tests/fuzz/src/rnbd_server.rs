@@ -183,7 +183,7 @@ impl Backend {
             }
             Action::Close { ticket, store } => {
                 drop(self.disk.take(store).expect("a store that is not used"));
-                self.rnbd.closed(ticket);
+                self.rnbd.closed(cx.now, ticket);
             }
             Action::TakeOver { .. } => unreachable!("there is one share"),
             Action::Io(ticket, session, op) => self.disk.start(session, ticket, op, memory(session)),

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use rnbd::{
     block::BlockOp,
     client::{
-        Client as Rnbd,
+        Client as Rnbd, Unmap,
         output::{DeviceKey, Output as DeviceOutput},
         state::DeviceState,
     },
@@ -368,7 +368,8 @@ impl ClientSide {
                 Place::Closed if slot.finished => {}
                 Place::Lost(key) if slot.again_at <= now => {
                     slot.again_at = u64::MAX;
-                    self.rnbd.remap(key);
+                    // What has become of it meanwhile is told.
+                    let _ = self.rnbd.remap(key);
                 }
                 Place::Closed if slot.again_at <= now => {
                     let name = format!("d{}", slot.device);
@@ -395,7 +396,7 @@ impl ClientSide {
                 && slot.finished
             {
                 slot.place = Place::Unmapping(key);
-                self.rnbd.unmap(key);
+                let _ = self.rnbd.unmap(key, Unmap::Normal { in_use: false });
             }
         }
         let finished = |slot: &Slot| slot.finished && slot.place == Place::Closed;

@@ -3,6 +3,7 @@
 use rnbd::{
     Errno,
     block::{BlockOp, Geometry},
+    client::Unmap,
 };
 use rtrs::{
     client::{Buffer, SessionId},
@@ -68,7 +69,7 @@ impl ClientSide {
                 && let Place::Up(key) = self.slots[slot].place
             {
                 self.slots[slot].place = Place::Unmapping(key);
-                self.rnbd.unmap(key);
+                let _ = self.rnbd.unmap(key, Unmap::Normal { in_use: false });
             }
         }
         Ok(())

@@ -262,7 +262,7 @@ impl ServerSide {
             }
             Job::Close(ticket, store) => {
                 self.engine.close(store, ground.disks);
-                self.rnbd.closed(ticket);
+                self.rnbd.closed(cx.now, ticket);
             }
             Job::Io(id) => {
                 let Ground {

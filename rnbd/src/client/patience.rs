@@ -1,0 +1,158 @@
+//! What operations meet while their device is lost, and for how long.
+
+use core::time::Duration;
+
+use roce_verbs::Instant;
+
+/// Between two attempts to open a device again, or to send again what was lost on the way.
+pub(super) const RETRY: Duration = Duration::from_secs(1);
+
+/// What becomes of operations while a device has no session, or the server has not opened it again.
+///
+/// With [`Queue`](Self::Queue) they wait, new ones and those whose answer was lost, and are sent (again) when the device is back. That
+/// is as if they had taken so long, because of three things:
+///
+/// - Nothing overtakes. What is sent again was never answered, so no operation that depends on it has been begun. Operations that are
+///   under way together have no order anyway.
+/// - What was sent first is over. A server lets a session in again only when its requests of before are answered (the chunk guards of
+///   RTRS), and the image of a server process that died is locked until the calls that it had made are over.
+/// - Each may be done twice: reads, writes, discards and flushes leave behind what they leave behind the first time.
+///
+/// A flush that was lost has to be repeated, since its writes may be durable or not. What was written and answered before the loss
+/// needs nothing: it was in the page cache of the server's system, or in the device's cache, where it outlives the server's process;
+/// a later flush covers it. It does not outlive the server's *system*: whose machine breaks down and comes back has lost what was not
+/// flushed, as a disk with a volatile cache has without power, but nobody tells those who go on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum OnLoss {
+    /// They fail at once, as with the kernel's client.
+    #[default]
+    Error,
+    /// They wait: so long at most since the device was lost, or for as long as it takes. From then on they fail.
+    Queue(Option<Duration>),
+}
+
+/// A moment that is so far away from the next look at a clock.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(super) enum Alarm {
+    #[default]
+    Off,
+    /// The clock has not been looked at since.
+    Set(Duration),
+    At(Instant),
+}
+
+impl Alarm {
+    /// So late is it.
+    pub(super) fn start(&mut self, now: Instant) {
+        if let Self::Set(after) = *self {
+            *self = Self::At(now + after);
+        }
+    }
+
+    /// When, once that is known.
+    pub(super) fn at(self) -> Option<Instant> {
+        match self {
+            Self::At(at) => Some(at),
+            Self::Off | Self::Set(_) => None,
+        }
+    }
+
+    /// Whether the moment has come: once.
+    pub(super) fn rings(&mut self, now: Instant) -> bool {
+        let rings = self.at().is_some_and(|at| at <= now);
+        if rings {
+            *self = Self::Off;
+        }
+        rings
+    }
+}
+
+/// How long a device's operations wait.
+#[derive(Debug, Default)]
+pub(super) struct Patience {
+    on_loss: OnLoss,
+    end: Alarm,
+    /// It is at its end.
+    over: bool,
+}
+
+impl Patience {
+    /// What it is to be.
+    pub(super) fn on_loss(&self) -> OnLoss {
+        self.on_loss
+    }
+
+    /// It is to be this; `lost`: the device is.
+    pub(super) fn set(&mut self, on_loss: OnLoss, lost: bool) {
+        self.on_loss = on_loss;
+        self.back();
+        if lost {
+            self.lost();
+        }
+    }
+
+    /// The device is lost.
+    pub(super) fn lost(&mut self) {
+        if let OnLoss::Queue(Some(time)) = self.on_loss {
+            self.end = Alarm::Set(time);
+        }
+    }
+
+    /// The device is back.
+    pub(super) fn back(&mut self) {
+        (self.end, self.over) = (Alarm::Off, false);
+    }
+
+    /// Whether operations wait while the device is lost.
+    pub(super) fn lasts(&self) -> bool {
+        self.on_loss != OnLoss::Error && !self.over
+    }
+
+    /// Its clock.
+    pub(super) fn alarm(&mut self) -> &mut Alarm {
+        &mut self.end
+    }
+
+    /// When it ends.
+    pub(super) fn end(&self) -> Option<Instant> {
+        self.end.at()
+    }
+
+    /// True: it ends now.
+    pub(super) fn ends(&mut self, now: Instant) -> bool {
+        let ends = self.end.rings(now);
+        self.over |= ends;
+        ends
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(secs: u64) -> Instant {
+        Instant::ZERO + Duration::from_secs(secs)
+    }
+
+    #[test]
+    fn patience_begins_with_the_next_look_at_the_clock_and_ends_once() {
+        let mut patience = Patience::default();
+        assert!(!patience.lasts());
+        patience.set(OnLoss::Queue(Some(Duration::from_secs(3))), false);
+        assert!(patience.lasts() && !patience.ends(at(100)), "nothing is lost");
+        patience.lost();
+        assert_eq!(patience.end(), None);
+        patience.alarm().start(at(10));
+        patience.alarm().start(at(11));
+        assert_eq!(patience.end(), Some(at(13)));
+        assert!(!patience.ends(at(12)) && patience.lasts());
+        assert!(patience.ends(at(13)) && !patience.lasts() && !patience.ends(at(14)));
+        patience.back();
+        assert!(patience.lasts());
+        patience.set(OnLoss::Queue(None), true);
+        patience.alarm().start(at(20));
+        assert!(!patience.ends(at(1 << 30)) && patience.lasts());
+        patience.set(OnLoss::Error, true);
+        assert!(!patience.lasts());
+    }
+}
