@@ -226,7 +226,7 @@ fn a_session_over_three_loops_reads_and_writes_at_each() {
         });
         let (addr, _) = addresses();
         let mut args = bed.args("shares", 4);
-        args.path.src = Some(addr);
+        args.paths[0].src = Some(addr);
         let infos = run(addr, 3, &args);
         let depths: Vec<u32> = infos.iter().map(|info| info.queue_depth).collect();
         assert_eq!(depths, [10, 11, 11]);

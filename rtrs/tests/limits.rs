@@ -42,10 +42,10 @@ fn a_name_is_only_for_its_addresses() {
     let other = bed.open("web", 1);
 
     let args = SessionConfig {
-        path: PathAddr {
+        paths: vec![PathAddr {
             src: Some(ip),
             ..bed.path
-        },
+        }],
         ..bed.args("db", 1)
     };
     let session = Session::open(&mine, args).unwrap();

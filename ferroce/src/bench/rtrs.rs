@@ -170,7 +170,7 @@ impl Bench {
             Output::OpenFailed(_, e) => self.fail(&e.to_string(), turn),
             Output::Down(_, why) => self.fail(&why.to_string(), turn),
             Output::Closed(_) => turn.stop(),
-            Output::Up(..) => {}
+            Output::Up(..) | Output::Path { .. } => {}
             Output::Done { tag, result, data, .. } => {
                 if tag == REPORT_TAG {
                     self.reported(turn, data);

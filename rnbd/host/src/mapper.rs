@@ -296,6 +296,7 @@ impl Service {
                 self.rnbd.rtrs(&mut self.rtrs, output);
                 self.finish(turn);
             }
+            Output::Path { .. } => {}
             Output::Up(..) | Output::Down(..) | Output::Done { .. } => self.rnbd.rtrs(&mut self.rtrs, output),
         }
     }

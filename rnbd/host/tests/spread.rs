@@ -317,10 +317,10 @@ fn one_that_is_not_open_yet_can_be_stopped() {
     // Nobody is there.
     let config = MapConfig {
         session: rtrs::client::SessionConfig {
-            path: rtrs::addr::PathAddr {
+            paths: vec![rtrs::addr::PathAddr {
                 src: lab.path().src,
                 dst: (std::net::IpAddr::from(ferroce_loopback::address()), 1234).into(),
-            },
+            }],
             ..lab.config("s", "disk").session
         },
         ..lab.config("s", "disk")

@@ -150,7 +150,7 @@ impl Client {
                 self.session_closed(id);
             }
             // Nothing was mapped over it.
-            RtrsOutput::OpenFailed(..) => {}
+            RtrsOutput::OpenFailed(..) | RtrsOutput::Path { .. } => {}
             RtrsOutput::Done {
                 session,
                 tag,

@@ -17,7 +17,7 @@ use roce_verbs::{
 use rtrs::{
     Direction, IoError,
     addr::PathAddr,
-    client::{Buffer, Client, ConType, Output, SessionConfig, SessionId, Submission},
+    client::{Buffer, Client, ConType, Output, PathId, PathNews, SessionConfig, SessionId, Submission},
     cx::Cx,
     server::{Server, ServerConfig, request},
 };
@@ -70,13 +70,18 @@ impl Ports for One {
         &self.mem
     }
 
-    fn route(&self, _: Option<IpAddr>, _: IpAddr) -> Result<(usize, IpAddr), VerbsError> {
-        Ok((0, self.addr))
+    fn route(&self, src: Option<IpAddr>, _: IpAddr) -> Result<(usize, IpAddr), VerbsError> {
+        Ok((0, src.unwrap_or(self.addr)))
     }
 }
 
 fn ip(last: u8) -> IpAddr {
     IpAddr::from([192, 0, 2, last])
+}
+
+/// The addresses of a host: as many ways lead from one to another.
+pub(crate) fn addresses(last: u8) -> Vec<IpAddr> {
+    [last, last + 10, last + 20].map(ip).to_vec()
 }
 
 /// A loop with an address.
@@ -88,13 +93,13 @@ pub(crate) struct Host {
 
 impl Host {
     fn new(last: u8, keys: KeyMode) -> Self {
-        let config = PortConfig::new(vec![ip(last)], Mtu::B1024, u64::from(last));
+        let config = PortConfig::new(addresses(last), Mtu::B1024, u64::from(last));
         Self::with_port(last, keys, config)
     }
 
     /// One of several loops of an address: packets and management datagrams show by their numbers which of them they are for.
     pub(crate) fn shard(last: u8, keys: KeyMode, part: QpnSlot) -> Self {
-        let mut config = PortConfig::new(vec![ip(last)], Mtu::B1024, u64::from(last) << 8 | u64::from(part.slot));
+        let mut config = PortConfig::new(addresses(last), Mtu::B1024, u64::from(last) << 8 | u64::from(part.slot));
         config.qpns = part.qpns();
         config.cm.comm_ids = part.comm_ids();
         Self::with_port(last, keys, config)
@@ -104,7 +109,7 @@ impl Host {
         let mem = Arc::new(MemoryTable::new([last; 32], &config.limits));
         let port = Port::new(config, mem.clone(), [last; 32]);
         let addr = ip(last);
-        let devices = vec![(DeviceLimits::software(last.into()), vec![addr])];
+        let devices = vec![(DeviceLimits::software(last.into()), addresses(last))];
         Self {
             fabric: Fabric::new(One { port, mem, addr }, keys.config(), devices),
             batch: TxBatch::new(TxConfig::default()),
@@ -157,8 +162,12 @@ pub(crate) struct Pair {
     pub(crate) deaf: bool,
     /// Nothing goes over the wire.
     pub(crate) cut: bool,
+    /// Nothing goes to or from these addresses.
+    pub(crate) cut_off: Vec<IpAddr>,
     pub(crate) done: Vec<(u64, Result<(), IoError>, Option<Buffer>)>,
     pub(crate) told: Vec<Output>,
+    /// Of paths.
+    pub(crate) news: Vec<(PathId, PathNews)>,
     pub(crate) server_told: Vec<request::Output>,
     pub(crate) empty: [Usage; 2],
 }
@@ -187,9 +196,11 @@ impl Pair {
             hold: false,
             held: Vec::new(),
             cut: false,
+            cut_off: Vec::new(),
             deaf: false,
             done: Vec::new(),
             told: Vec::new(),
+            news: Vec::new(),
             server_told: Vec::new(),
             empty,
         }
@@ -344,8 +355,9 @@ impl Pair {
         for _ in 0..10_000 {
             let mut moved = self.client_turn();
             moved |= self.server_turn();
-            moved |= carry(self.now, &mut self.near, &mut self.far, self.cut);
-            moved |= carry(self.now, &mut self.far, &mut self.near, self.cut);
+            let cut = |addr: IpAddr| self.cut || self.cut_off.contains(&addr);
+            moved |= carry(self.now, &mut self.near, &mut self.far, cut);
+            moved |= carry(self.now, &mut self.far, &mut self.near, cut);
             if !moved {
                 return;
             }
@@ -359,6 +371,7 @@ impl Pair {
             moved = true;
             match output {
                 Output::Done { tag, result, data, .. } => self.done.push((tag, result, data)),
+                Output::Path { path, news, .. } => self.news.push((path, news)),
                 other => self.told.push(other),
             }
         }
@@ -450,22 +463,25 @@ pub(crate) fn client_turn(now: Instant, host: &mut Host, client: &mut Client) ->
     })
 }
 
-fn carry(now: Instant, from: &mut Host, to: &mut Host, cut: bool) -> bool {
+fn carry(now: Instant, from: &mut Host, to: &mut Host, cut: impl Fn(IpAddr) -> bool) -> bool {
     carry_watched(now, from, to, cut, |_| ())
 }
 
-/// `watch` is shown what gets through.
+/// What comes from or goes to an address of which `cut` says so is lost; `watch` is shown what gets through.
 pub(crate) fn carry_watched(
     now: Instant,
     from: &mut Host,
     to: &mut Host,
-    cut: bool,
+    cut: impl Fn(IpAddr) -> bool,
     mut watch: impl FnMut(&[u8]),
 ) -> bool {
     let mut moved = false;
     loop {
         let more = from.fabric.ports().port(0).poll_transmit(now, &mut from.batch);
-        for train in from.batch.trains().filter(|_| !cut) {
+        for train in from.batch.trains() {
+            if cut(train.local) || cut(train.remote.ip()) {
+                continue;
+            }
             moved = true;
             let meta = RxMeta {
                 segment_len: train.segment_len,

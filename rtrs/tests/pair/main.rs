@@ -216,7 +216,7 @@ fn closing_ends_requests_with_an_error_and_leaves_nothing() {
 #[test]
 fn nobody_listens_and_the_session_can_not_be_opened() {
     let mut pair = Pair::new(KeyMode::Instant, server(true));
-    let error = pair.open_fails(|config| config.path.dst.set_port(9));
+    let error = pair.open_fails(|config| config.paths[0].dst.set_port(9));
     assert!(error.contains("nobody listens there"), "{error}");
     pair.assert_empty();
 }

@@ -272,7 +272,7 @@ fn a_server_that_takes_fewer_requests_than_there_are_shares_is_not_connected() {
 #[test]
 fn nobody_listens_and_every_share_hears_of_it() {
     let mut spread = Spread::new(3, KeyMode::Instant, server(true), 11);
-    spread.pair.ask_open(|config| config.path.dst.set_port(9));
+    spread.pair.ask_open(|config| config.paths[0].dst.set_port(9));
     spread.settle();
     for share in spread.shares() {
         match &spread.told(share)[..] {

@@ -311,6 +311,8 @@ impl Spread {
                 moved = true;
                 match output {
                     Output::Done { tag, result, data, .. } => other.done.push((tag, result, data)),
+                    // Shares other than home tell of what they have taken over.
+                    Output::Path { .. } => {}
                     output => other.told.push(output),
                 }
             }
@@ -324,7 +326,7 @@ impl Spread {
                 n => (&mut self.others[usize::from(n) - 1].host, &mut self.pair.far),
             };
             let asked = &mut self.asked;
-            moved |= carry_watched(now, near, far, cut, |packet| asked.extend(request_in(packet)));
+            moved |= carry_watched(now, near, far, |_| cut, |packet| asked.extend(request_in(packet)));
         }
         moved | self.carry_back()
     }

@@ -280,10 +280,10 @@ impl Bed {
     pub(crate) fn open_elsewhere(&self, name: &str) -> Session {
         let (ip, _) = addresses();
         let args = SessionConfig {
-            path: PathAddr {
+            paths: vec![PathAddr {
                 src: Some(ip),
                 ..self.path
-            },
+            }],
             ..self.args(name, 1)
         };
         Session::open(&host(ip), args).unwrap()

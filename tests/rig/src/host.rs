@@ -112,7 +112,7 @@ impl Machines {
                     hook(&why);
                 }
             }
-            Output::Up(..) => {}
+            Output::Up(..) | Output::Path { .. } => {}
             Output::Closed(id) => {
                 for hook in self.seats.remove(&id).into_iter().flat_map(|s| s.on_closed) {
                     hook();

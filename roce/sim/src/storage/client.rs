@@ -434,7 +434,7 @@ impl ClientSide {
                 let rest = if self.quiet { 20 * MS } else { 500 * MS };
                 self.wake_at(now + bench.dice.range(MS, rest));
             }
-            Output::Done { .. } => {}
+            Output::Path { .. } | Output::Done { .. } => {}
         }
         Ok(())
     }

@@ -294,7 +294,7 @@ impl RawSide {
                 self.paths[path].is_up = false;
                 self.give_up();
             }
-            Output::Up(..) => {}
+            Output::Up(..) | Output::Path { .. } => {}
             Output::Done {
                 session,
                 tag,

@@ -15,6 +15,7 @@ use crate::{
     client::{
         conn::Conn,
         env::{ConnKey, Names},
+        policy::Policy,
         share::Share,
         terms::Terms,
     },
@@ -50,7 +51,11 @@ impl Bed {
         let mut provider = Scripted::new(&[Keys::INSTANT]);
         provider.auto_drain = false;
         let dst: SocketAddr = ([192, 0, 2, 9], 1234).into();
-        let config = SessionConfig::new("two", PathAddr::to(dst));
+        // The first is chosen as long as it is up.
+        let config = SessionConfig {
+            policy: Policy::MinLatency,
+            ..SessionConfig::new("two", PathAddr::to(dst))
+        };
         let terms = Terms {
             layout: ChunkLayout::new(DEPTH, CHUNK).unwrap(),
             max_io_size: 4096,
@@ -69,15 +74,13 @@ impl Bed {
         let (mut paths, mut qps) = (Vec::new(), Vec::new());
         for index in 0..2 {
             let cq = provider.create_cq(DeviceIx(0), 1000).unwrap();
-            let mut path = Path::new(
-                ID,
-                index,
-                config.path,
-                Uuid::draw(&mut |_| ()),
-                true,
-                &config,
-                Share::default(),
-            );
+            let joining = Joining {
+                id: PathId::of_opening(index),
+                addr: config.paths[0],
+                uuid: Uuid::draw(&mut |_| ()),
+            };
+            let mut path = Path::new(ID, index, joining, &config, Share::default());
+            path.latency = Some(Duration::from_micros(index.into()));
             (path.state, path.terms) = (PathState::Connected, Some(terms));
             (path.device, path.pd, path.cq) = (Some(DeviceIx(0)), Some(pd), Some(cq));
             for _ in 0..2 {
@@ -106,6 +109,10 @@ impl Bed {
             id: ID,
             uuid: Uuid::draw(&mut |_| ()),
             info: Some(terms.info(config.max_user_header)),
+            picker: Picker::new(config.policy),
+            next_path: 2,
+            announced: true,
+            given_up: false,
             config,
             state: SessionState::Open,
             paths,
