@@ -305,6 +305,7 @@ impl Session {
             // What was under way when it went down.
             return;
         }
+        let was_up = path.is_up();
         let mut reports = Vec::new();
         if wc.status == WcStatus::FlushError {
             return path.flushed(env.cx.now);
@@ -329,7 +330,7 @@ impl Session {
         };
         match done {
             // The way of nearly all completions.
-            Ok(()) if self.state == SessionState::Open && self.lane.waiting.is_empty() => {}
+            Ok(()) if was_up && self.lane.waiting.is_empty() => {}
             Ok(()) => self.settle(env, index, reports),
             Err(e) => {
                 self.paths[index].fail(e, &mut reports);

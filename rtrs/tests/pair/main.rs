@@ -2,6 +2,7 @@
 //! socket, a thread or a clock.
 
 mod hosts;
+mod paths;
 mod shares;
 mod spread;
 

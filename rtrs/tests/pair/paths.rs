@@ -1,0 +1,450 @@
+//! Sessions over several paths.
+
+use core::time::Duration;
+
+use rtrs::{
+    Direction, Error, PathError,
+    addr::PathAddr,
+    client::{
+        ConType, Output, PathCommand, PathId, PathNews, PathStatus, Policy, SessionConfig, Submission, state::PathState,
+    },
+};
+
+use crate::{
+    hosts::{KeyMode, Pair, addresses},
+    server,
+};
+
+/// Longer than anything takes that is under way.
+const LONG: Duration = Duration::from_secs(120);
+
+impl Pair {
+    /// A path for each of our addresses.
+    fn ways(&self, count: usize) -> Vec<PathAddr> {
+        let to = |src| PathAddr {
+            src: Some(src),
+            ..self.path()
+        };
+        addresses(1).into_iter().take(count).map(to).collect()
+    }
+
+    fn open_ways(&mut self, count: usize, change: impl FnOnce(&mut SessionConfig)) {
+        let paths = self.ways(count);
+        self.open(|config| {
+            config.paths = paths;
+            config.max_reconnects = SessionConfig::FOREVER;
+            change(config);
+        });
+    }
+
+    fn statuses(&self) -> Vec<PathStatus> {
+        self.client.paths(self.session())
+    }
+
+    fn states(&self) -> Vec<PathState> {
+        self.statuses().iter().map(|path| path.state).collect()
+    }
+
+    fn command(&mut self, path: PathId, command: PathCommand) -> Result<(), Error> {
+        let (session, client) = (self.session(), &mut self.client);
+        let taken = self
+            .near
+            .with(self.now, |cx| client.path_command(cx, session, path, command));
+        self.client_turn();
+        taken
+    }
+
+    fn add(&mut self, addr: PathAddr) -> Result<PathId, Error> {
+        let (session, client) = (self.session(), &mut self.client);
+        self.near.with(self.now, |cx| client.add_path(cx, session, addr))
+    }
+
+    /// How a command ended, of those that have.
+    fn outcome(&mut self, of: PathCommand) -> Option<Result<(), Error>> {
+        let at = self
+            .news
+            .iter()
+            .position(|(_, news)| matches!(news, PathNews::Done(command, _) if *command == of))?;
+        match self.news.remove(at).1 {
+            PathNews::Done(_, result) => Some(result),
+            _ => None,
+        }
+    }
+
+    /// Sends requests, which the server holds.
+    fn send(&mut self, tags: core::ops::Range<u64>, direction: Direction) {
+        self.store(0, 512);
+        for tag in tags {
+            let data = self.buffer(512);
+            self.submit(Submission {
+                tag,
+                con: ConType::Io(0),
+                direction,
+                header: [0].into_iter().collect(),
+                data,
+            })
+            .unwrap();
+        }
+        self.settle();
+    }
+
+    /// All of these have ended well, once.
+    fn assert_done(&mut self, tags: core::ops::Range<u64>) {
+        let mut done = std::mem::take(&mut self.done);
+        done.sort_by_key(|(tag, ..)| *tag);
+        assert_eq!(
+            done.iter().map(|(tag, ..)| *tag).collect::<Vec<_>>(),
+            tags.collect::<Vec<_>>()
+        );
+        for (tag, result, buffer) in done {
+            assert!(result.is_ok(), "{tag}: {result:?}");
+            self.give(buffer);
+        }
+    }
+
+    fn in_flight(&self) -> Vec<u32> {
+        self.statuses().iter().map(|path| path.in_flight).collect()
+    }
+}
+
+#[test]
+fn each_policy_spreads_as_it_says() {
+    for (policy, expected) in [
+        (Policy::RoundRobin, [4, 4, 4]),
+        (Policy::MinInflight, [4, 4, 4]),
+        // They are equally far, or were not measured: the first.
+        (Policy::MinLatency, [12, 0, 0]),
+    ] {
+        let mut pair = Pair::new(KeyMode::Instant, server(true));
+        pair.open_ways(3, |config| config.policy = policy);
+        assert_eq!(pair.states(), [PathState::Connected; 3]);
+        assert_eq!(pair.server.sessions()[0].paths, 3);
+        pair.hold = true;
+        pair.send(0..12, Direction::Write);
+        assert_eq!(pair.in_flight(), expected, "{policy}");
+        pair.release();
+        pair.assert_done(0..12);
+        assert_eq!(pair.in_flight(), [0; 3]);
+        let stats: Vec<_> = pair.statuses().iter().map(|path| path.stats.writes).collect();
+        assert_eq!(stats, expected.map(u64::from));
+        pair.close();
+        pair.assert_empty();
+    }
+}
+
+#[test]
+fn a_policy_is_changed_while_requests_are_under_way() {
+    let mut pair = Pair::new(KeyMode::Instant, server(true));
+    pair.open_ways(2, |config| config.policy = Policy::MinLatency);
+    pair.hold = true;
+    pair.send(0..4, Direction::Read);
+    assert_eq!(pair.in_flight(), [4, 0]);
+    let (session, client) = (pair.session(), &mut pair.client);
+    pair.near
+        .with(pair.now, |cx| client.set_policy(cx, session, Policy::MinInflight))
+        .unwrap();
+    pair.send(4..8, Direction::Read);
+    assert_eq!(pair.in_flight(), [4, 4]);
+    pair.release();
+    pair.assert_done(0..8);
+    assert_eq!(pair.client.policy(session), Some(Policy::MinInflight));
+}
+
+#[test]
+fn requests_of_a_lost_path_go_by_the_others_any_number_of_times() {
+    for keys in KeyMode::ALL {
+        for direction in [Direction::Write, Direction::Read] {
+            let mut pair = Pair::new(keys, server(true));
+            pair.open_ways(3, |config| config.policy = Policy::RoundRobin);
+            pair.hold = true;
+            pair.send(0..9, direction);
+            assert_eq!(pair.in_flight(), [3; 3]);
+            let ways = addresses(1);
+            // What is lost with one path meets the next loss on another.
+            pair.cut_off = vec![ways[1]];
+            pair.pass(LONG);
+            assert_eq!(pair.in_flight().iter().sum::<u32>(), 9);
+            assert_eq!(pair.in_flight()[1], 0);
+            pair.cut_off = vec![ways[1], ways[2]];
+            pair.pass(LONG);
+            assert_eq!(pair.in_flight(), [9, 0, 0]);
+            assert!(pair.told.is_empty(), "{:?}", pair.told);
+            pair.release();
+            pair.settle();
+            pair.assert_done(0..9);
+            let stats: Vec<_> = pair.statuses().iter().map(|path| path.stats.failovers).collect();
+            assert!(stats[0] >= 6 && stats[1] == 0, "{stats:?}");
+            let took: u32 = pair
+                .news
+                .iter()
+                .filter_map(|(_, news)| match news {
+                    PathNews::TookOver(requests) => Some(*requests),
+                    _ => None,
+                })
+                .sum();
+            assert_eq!(u64::from(took), stats.iter().sum::<u64>());
+            pair.cut_off.clear();
+            pair.pass(LONG);
+            assert_eq!(pair.states(), [PathState::Connected; 3], "all come back");
+            pair.close();
+            pair.assert_empty();
+        }
+    }
+}
+
+#[test]
+fn a_path_comes_back_and_carries_load_again() {
+    let mut pair = Pair::new(KeyMode::Instant, server(true));
+    pair.open_ways(2, |config| config.policy = Policy::RoundRobin);
+    let before = pair.statuses();
+    for round in 1..=20 {
+        pair.cut_off = vec![addresses(1)[1]];
+        pair.pass(LONG);
+        assert!(pair.states()[0] == PathState::Connected && pair.states()[1] != PathState::Connected);
+        pair.cut_off.clear();
+        pair.pass(LONG);
+        let now = pair.statuses();
+        assert_eq!(now[1].state, PathState::Connected, "{:?}", pair.news);
+        assert_eq!((now[1].id, now[1].uuid), (before[1].id, before[1].uuid));
+        assert_eq!(now[1].stats.reconnects, round);
+        assert!(now[1].stats.failed_reconnects > 0);
+        assert_eq!(pair.server.sessions()[0].paths, 2);
+    }
+    pair.send(0..10, Direction::Write);
+    pair.assert_done(0..10);
+    let writes: Vec<_> = pair.statuses().iter().map(|path| path.stats.writes).collect();
+    assert_eq!(writes, [5, 5]);
+    assert!(pair.told.is_empty(), "a path was up all the time: {:?}", pair.told);
+    pair.close();
+    pair.assert_empty();
+}
+
+#[test]
+fn without_any_path_requests_end_and_with_the_first_one_the_session_is_back() {
+    let mut pair = Pair::new(KeyMode::Instant, server(true));
+    pair.open_ways(2, |_| ());
+    pair.hold = true;
+    pair.send(0..4, Direction::Write);
+    pair.cut = true;
+    pair.pass(LONG);
+    let done = std::mem::take(&mut pair.done);
+    assert_eq!(done.len(), 4);
+    for (_, result, buffer) in done {
+        assert!(matches!(result, Err(rtrs::IoError::Path(_))), "{result:?}");
+        pair.give(buffer);
+    }
+    assert!(matches!(pair.told[..], [Output::Down(..)]), "{:?}", pair.told);
+    pair.cut = false;
+    pair.release();
+    pair.pass(LONG);
+    assert!(
+        matches!(pair.told[..], [Output::Down(..), Output::Up(..)]),
+        "{:?}",
+        pair.told
+    );
+    assert_eq!(pair.states(), [PathState::Connected; 2]);
+    pair.send(4..8, Direction::Write);
+    pair.assert_done(4..8);
+    pair.close();
+    pair.assert_empty();
+}
+
+#[test]
+fn one_path_that_can_not_be_connected_fails_the_open_as_in_the_kernel() {
+    let mut pair = Pair::new(KeyMode::Instant, server(true));
+    let mut paths = pair.ways(2);
+    paths[1].dst.set_port(9);
+    let error = pair.open_fails(|config| config.paths = paths);
+    assert!(error.contains("refused"), "{error}");
+    pair.assert_empty();
+}
+
+#[test]
+fn with_any_path_the_session_opens_and_the_rest_follows() {
+    for cut in [0, 1] {
+        let mut pair = Pair::new(KeyMode::Instant, server(true));
+        let paths = pair.ways(2);
+        pair.cut_off = vec![addresses(1)[cut]];
+        pair.ask_open(|config| {
+            config.paths = paths;
+            config.connect_any = true;
+            config.max_reconnects = SessionConfig::FOREVER;
+        });
+        pair.pass(LONG);
+        assert!(matches!(pair.told[..], [Output::Opened(..)]), "{:?}", pair.told);
+        assert_eq!(pair.statuses()[1 - cut].state, PathState::Connected);
+        assert_ne!(pair.statuses()[cut].state, PathState::Connected);
+        pair.send(0..4, Direction::Write);
+        pair.assert_done(0..4);
+        pair.cut_off.clear();
+        pair.pass(LONG);
+        assert_eq!(pair.states(), [PathState::Connected; 2]);
+        assert_eq!((pair.server.sessions().len(), pair.server.sessions()[0].paths), (1, 2));
+        pair.told.clear();
+        pair.close();
+        pair.assert_empty();
+    }
+    // None.
+    let mut pair = Pair::new(KeyMode::Instant, server(true));
+    let paths = pair.ways(2);
+    pair.cut = true;
+    pair.ask_open(|config| {
+        config.paths = paths;
+        config.connect_any = true;
+    });
+    pair.pass(LONG);
+    assert!(matches!(pair.told[..], [Output::OpenFailed(..)]), "{:?}", pair.told);
+}
+
+#[test]
+fn paths_come_and_go_while_requests_are_under_way() {
+    let mut pair = Pair::new(KeyMode::Instant, server(true));
+    pair.open_ways(1, |config| config.policy = Policy::RoundRobin);
+    pair.hold = true;
+    pair.send(0..4, Direction::Write);
+    let ways = pair.ways(3);
+    assert!(matches!(pair.add(ways[0]), Err(Error::Config(_))), "it is there");
+    let added = pair.add(ways[1]).unwrap();
+    assert!(matches!(pair.command(added, PathCommand::Reconnect), Err(Error::Busy)));
+    pair.settle();
+    assert!(matches!(pair.outcome(PathCommand::Add), Some(Ok(()))));
+    pair.send(4..8, Direction::Write);
+    assert_eq!(pair.in_flight(), [6, 2]);
+    // The first goes, with its requests.
+    let first = pair.statuses()[0].id;
+    pair.command(first, PathCommand::Remove).unwrap();
+    pair.pass(Duration::from_secs(3));
+    assert!(matches!(pair.outcome(PathCommand::Remove), Some(Ok(()))));
+    assert_eq!(pair.in_flight(), [8]);
+    assert!(matches!(
+        pair.command(first, PathCommand::Reconnect),
+        Err(Error::NoPath)
+    ));
+    // One that takes its place is another. The server lets it in when it is done with what came by the first.
+    let third = pair.add(ways[2]).unwrap();
+    pair.settle();
+    assert!(third != first && third != added);
+    assert!(pair.outcome(PathCommand::Add).is_none());
+    pair.release();
+    pair.settle();
+    assert!(matches!(pair.outcome(PathCommand::Add), Some(Ok(()))));
+    pair.assert_done(0..8);
+    assert!(pair.told.is_empty(), "{:?}", pair.told);
+    // One that can't be connected leaves nothing behind.
+    let mut nowhere = ways[0];
+    nowhere.dst.set_port(9);
+    pair.add(nowhere).unwrap();
+    pair.settle();
+    pair.pass(Duration::from_secs(3));
+    assert!(matches!(
+        pair.outcome(PathCommand::Add),
+        Some(Err(Error::Rejected { .. }))
+    ));
+    assert_eq!(pair.statuses().len(), 2);
+    pair.close();
+    pair.assert_empty();
+}
+
+#[test]
+fn a_path_that_was_disconnected_stays_so_until_it_is_asked_for() {
+    let mut pair = Pair::new(KeyMode::Instant, server(true));
+    pair.open_ways(2, |config| config.policy = Policy::RoundRobin);
+    let path = pair.statuses()[0].id;
+    pair.hold = true;
+    pair.send(0..4, Direction::Read);
+    pair.command(path, PathCommand::Disconnect).unwrap();
+    pair.pass(LONG);
+    assert!(matches!(pair.outcome(PathCommand::Disconnect), Some(Ok(()))));
+    assert_eq!(pair.states(), [PathState::Closed, PathState::Connected]);
+    assert_eq!(pair.in_flight(), [0, 4]);
+    pair.command(path, PathCommand::Disconnect).unwrap();
+    assert!(matches!(pair.outcome(PathCommand::Disconnect), Some(Ok(()))), "it is");
+    pair.release();
+    pair.settle();
+    pair.assert_done(0..4);
+    pair.command(path, PathCommand::Reconnect).unwrap();
+    pair.settle();
+    pair.pass(Duration::from_secs(3));
+    assert!(matches!(pair.outcome(PathCommand::Reconnect), Some(Ok(()))));
+    assert_eq!(pair.states(), [PathState::Connected; 2]);
+    // The way is cut: the first attempt is told of, and others follow by themselves.
+    pair.cut_off = vec![addresses(1)[0]];
+    pair.command(path, PathCommand::Reconnect).unwrap();
+    pair.pass(LONG);
+    assert!(matches!(pair.outcome(PathCommand::Reconnect), Some(Err(_))));
+    pair.cut_off.clear();
+    pair.pass(LONG);
+    assert_eq!(pair.states(), [PathState::Connected; 2]);
+    pair.close();
+    pair.assert_empty();
+}
+
+#[test]
+fn the_last_path_may_go_and_another_come() {
+    let mut pair = Pair::new(KeyMode::Instant, server(true));
+    pair.open_ways(1, |_| ());
+    let path = pair.statuses()[0].id;
+    pair.command(path, PathCommand::Remove).unwrap();
+    pair.pass(Duration::from_secs(3));
+    assert!(matches!(pair.outcome(PathCommand::Remove), Some(Ok(()))));
+    assert!(
+        matches!(pair.told[..], [Output::Down(_, PathError::Closed)]),
+        "{:?}",
+        pair.told
+    );
+    assert!(pair.statuses().is_empty() && pair.server.sessions().is_empty());
+    let data = pair.client.state(pair.session());
+    assert!(data.is_err());
+    let way = pair.ways(2)[1];
+    pair.add(way).unwrap();
+    pair.settle();
+    assert!(matches!(pair.told[..], [_, Output::Up(..)]), "{:?}", pair.told);
+    pair.send(0..4, Direction::Write);
+    pair.assert_done(0..4);
+    pair.close();
+    pair.assert_empty();
+}
+
+#[test]
+fn min_latency_goes_by_the_last_heartbeat() {
+    let mut pair = Pair::new(KeyMode::Instant, server(true));
+    pair.open_ways(2, |config| config.policy = Policy::MinLatency);
+    let heartbeat = SessionConfig::new("x", pair.path()).heartbeat;
+    pair.pass(heartbeat.interval);
+    assert!(
+        pair.statuses().iter().all(|path| path.latency.is_some()),
+        "{:?}",
+        pair.statuses()
+    );
+    // Measured anew when it is up again.
+    let path = pair.statuses()[0].id;
+    pair.command(path, PathCommand::Reconnect).unwrap();
+    pair.settle();
+    pair.pass(Duration::from_millis(1));
+    assert!(pair.statuses()[0].latency.is_some());
+}
+
+#[test]
+fn what_can_not_be_is_refused_at_once() {
+    let pair = Pair::new(KeyMode::Instant, server(true));
+    let path = pair.path();
+    let with = |change: fn(&mut SessionConfig)| {
+        let mut config = SessionConfig::new("s", path);
+        change(&mut config);
+        config.check()
+    };
+    assert!(with(|_| ()).is_ok());
+    assert!(with(|c| c.paths.clear()).is_err());
+    assert!(with(|c| c.paths = vec![c.paths[0]; 2]).is_err());
+    assert!(with(|c| c.paths = (1..=128).map(|port| port_of(c, port)).collect()).is_ok());
+    assert!(with(|c| c.paths = (1..=129).map(|port| port_of(c, port)).collect()).is_err());
+    assert!(with(|c| c.max_reconnects = 9999).is_ok());
+    assert!(with(|c| c.max_reconnects = 10_000).is_err());
+    assert!(with(|c| c.max_reconnects = SessionConfig::FOREVER).is_ok());
+}
+
+fn port_of(config: &SessionConfig, port: u16) -> PathAddr {
+    let mut path = config.paths[0];
+    path.dst.set_port(port);
+    path
+}
