@@ -617,7 +617,8 @@ impl Session {
             return;
         }
         match self.state {
-            SessionState::Opening => self.meet(env, SessionEvent::PathsLost),
+            // Of one that is open elsewhere the paths have only not been up here.
+            SessionState::Opening if !self.announced => self.meet(env, SessionEvent::PathsLost),
             SessionState::Closing => self.meet(env, SessionEvent::PathsGone),
             _ => {}
         }

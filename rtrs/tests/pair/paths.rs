@@ -20,7 +20,7 @@ const LONG: Duration = Duration::from_secs(120);
 
 impl Pair {
     /// A path for each of our addresses.
-    fn ways(&self, count: usize) -> Vec<PathAddr> {
+    pub(crate) fn ways(&self, count: usize) -> Vec<PathAddr> {
         let to = |src| PathAddr {
             src: Some(src),
             ..self.path()

@@ -6,11 +6,15 @@ use std::collections::BTreeMap;
 use roce_verbs::provider::{DeviceIx, Event};
 use rtrs::{
     Direction, Error, IoError, PathError,
-    client::{Client, ConType, Output, SessionConfig, Submission},
+    client::{Client, ConType, Output, PathCommand, PathId, PathNews, Policy, SessionConfig, Submission},
     server::request,
 };
 
-use crate::{hosts::KeyMode, server, spread::Spread};
+use crate::{
+    hosts::{KeyMode, addresses},
+    server,
+    spread::Spread,
+};
 
 #[test]
 fn every_share_has_permits_and_connections_of_its_own() {
@@ -469,6 +473,8 @@ struct Chaos {
     /// By share: requests that have not ended.
     under_way: Vec<BTreeMap<u64, ()>>,
     next: u64,
+    /// Commands that have not ended.
+    asked: Vec<(PathId, PathCommand)>,
     /// How often a share told what.
     told: BTreeMap<&'static str, usize>,
 }
@@ -479,7 +485,11 @@ impl Chaos {
         let shares = 2 + (seed / 4 % 3) as u16;
         let mut spread = Spread::new(shares, keys, server((seed / 12).is_multiple_of(2)), seed);
         let reconnects = (seed / 24 % 3) as u32;
+        let paths = spread.pair.ways(1 + (seed / 72 % 3) as usize);
         spread.pair.ask_open(|config| {
+            config.policy = Policy::ALL[seed as usize % 3];
+            config.paths = paths;
+            config.connect_any = seed.is_multiple_of(5);
             config.connections = 5;
             config.max_reconnects = reconnects;
             config.connect_timeout = Duration::from_secs(10);
@@ -493,6 +503,7 @@ impl Chaos {
             under_way: vec![BTreeMap::new(); usize::from(shares)],
             spread,
             next: 0,
+            asked: Vec::new(),
             told: BTreeMap::new(),
         }
     }
@@ -520,6 +531,7 @@ impl Chaos {
     }
 
     fn look(&mut self) {
+        self.look_at_news();
         for share in self.spread.shares() {
             let at = usize::from(share);
             for (tag, result, buffer) in self.spread.done(share) {
@@ -540,6 +552,61 @@ impl Chaos {
         }
     }
 
+    /// One of our addresses can't be reached any more.
+    fn cut_off(&mut self) {
+        let ways = addresses(1);
+        let way = self.spread.below(ways.len() as u64) as usize;
+        self.spread.pair.cut_off.push(ways[way]);
+    }
+
+    /// Asks something for a path; what it may not be asked is refused.
+    fn command(&mut self) {
+        let session = self.spread.pair.session();
+        let ways = self.spread.pair.ways(3);
+        let way = ways[self.spread.below(3) as usize];
+        let policy = Policy::ALL[self.spread.below(3) as usize];
+        let paths = self.spread.pair.client.paths(session);
+        let which = self.spread.below(paths.len().max(1) as u64) as usize;
+        let path = paths.get(which).map(|path| path.id);
+        let command = match self.spread.below(5) {
+            0 => PathCommand::Remove,
+            1 => PathCommand::Disconnect,
+            2 | 3 => PathCommand::Reconnect,
+            _ => {
+                let added = self.spread.with(0, |client, cx| {
+                    // An error says that there is no session at the moment.
+                    let _ = client.set_policy(cx, session, policy);
+                    client.add_path(cx, session, way)
+                });
+                self.asked.extend(added.map(|path| (path, PathCommand::Add)));
+                return;
+            }
+        };
+        let Some(path) = path else { return };
+        let taken = self
+            .spread
+            .with(0, |client, cx| client.path_command(cx, session, path, command));
+        if taken.is_ok() {
+            self.asked.push((path, command));
+        }
+    }
+
+    /// Every command ends once.
+    fn look_at_news(&mut self) {
+        for (path, news) in std::mem::take(&mut self.spread.pair.news) {
+            match news {
+                PathNews::Done(command, result) => {
+                    self.count(if result.is_ok() { "command" } else { "no command" });
+                    let at = self.asked.iter().position(|asked| *asked == (path, command));
+                    self.asked.remove(at.unwrap_or_else(|| panic!("{command:?} of {path:?} was not asked for")));
+                }
+                PathNews::TookOver(_) => self.count("taken over"),
+                PathNews::Up { again: true } => self.count("path up again"),
+                _ => {}
+            }
+        }
+    }
+
     fn count(&mut self, what: &'static str) {
         *self.told.entry(what).or_default() += 1;
     }
@@ -556,6 +623,9 @@ impl Chaos {
             128..136 => self.spread.cut.clear(),
             136..140 => self.spread.hold_mail = !self.spread.hold_mail,
             140..144 => self.spread.pair.hold = true,
+            155..159 => self.cut_off(),
+            159..162 => self.spread.pair.cut_off.clear(),
+            162..168 => self.command(),
             144..150 => self.spread.release(),
             150..155 => {
                 let ms = self.spread.below(8000);
@@ -570,6 +640,7 @@ impl Chaos {
     fn end(mut self, seed: u64) -> BTreeMap<&'static str, usize> {
         (self.spread.hold_mail, self.spread.pair.hold) = (false, false);
         self.spread.cut.clear();
+        self.spread.pair.cut_off.clear();
         self.spread.settle();
         self.spread.release();
         self.look();
@@ -581,6 +652,7 @@ impl Chaos {
             assert_eq!(self.seen[at], Seen::Over, "seed {seed}, share {share}");
             assert!(self.under_way[at].is_empty(), "seed {seed}, share {share}");
         }
+        assert_eq!(self.asked, [], "seed {seed}");
         self.spread.release();
         self.spread.assert_empty();
         self.told
@@ -590,7 +662,7 @@ impl Chaos {
 #[test]
 fn whatever_happens_every_request_ends_once_and_nothing_is_left() {
     let mut told: BTreeMap<&str, usize> = BTreeMap::new();
-    for seed in 0..160 {
+    for seed in 0..432 {
         let mut chaos = Chaos::new(seed);
         for _ in 0..600 {
             chaos.act();
@@ -600,7 +672,19 @@ fn whatever_happens_every_request_ends_once_and_nothing_is_left() {
         }
     }
     // It is not always the same that happens.
-    for what in ["opened", "not opened", "down", "up", "closed", "done", "failed"] {
+    for what in [
+        "opened",
+        "not opened",
+        "down",
+        "up",
+        "closed",
+        "done",
+        "failed",
+        "command",
+        "no command",
+        "taken over",
+        "path up again",
+    ] {
         let count = told.get(what).copied().unwrap_or(0);
         assert!(count >= 20, "{what}: {told:?}");
     }

@@ -326,7 +326,9 @@ impl Spread {
                 n => (&mut self.others[usize::from(n) - 1].host, &mut self.pair.far),
             };
             let asked = &mut self.asked;
-            moved |= carry_watched(now, near, far, |_| cut, |packet| asked.extend(request_in(packet)));
+            let cut_off = &self.pair.cut_off;
+            let cut = |addr| cut || cut_off.contains(&addr);
+            moved |= carry_watched(now, near, far, cut, |packet| asked.extend(request_in(packet)));
         }
         moved | self.carry_back()
     }
@@ -367,7 +369,7 @@ impl Spread {
             for train in far.batch.trains() {
                 moved = true;
                 let share = share_of(self.steering, train.bytes);
-                if self.cut.contains(&share) {
+                if self.cut.contains(&share) || self.pair.cut_off.contains(&train.remote.ip()) {
                     continue;
                 }
                 let meta = RxMeta {
