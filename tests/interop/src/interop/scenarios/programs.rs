@@ -480,6 +480,8 @@ fn run_program(c: &mut Ctx<'_>, program: &Program, ours: Ours) -> Result<String,
     let gids = [c.far.gid(Ip::V4, &c.dir)?.index, c.far.gid(Ip::V6, &c.dir)?.index];
     let (mut done, mut wrong) = (Vec::new(), Vec::new());
     let mut port = PORTS;
+    // Lines of the capture that have excused a run.
+    let mut judged = 0;
     for (n, pair) in program.pairs.iter().enumerate() {
         let mut over = Vec::new();
         let setting = |port, gid, ip| Setting {
@@ -504,7 +506,7 @@ fn run_program(c: &mut Ctx<'_>, program: &Program, ours: Ours) -> Result<String,
             while tries < TRIES
                 && result
                     .as_ref()
-                    .is_err_and(|e| pair.again(ours, e) || kernel_stopped(c, e))
+                    .is_err_and(|e| pair.again(ours, e) || kernel_stopped(c, e, &mut judged))
             {
                 tries += 1;
                 result = attempt(c);
@@ -529,9 +531,15 @@ fn run_program(c: &mut Ctx<'_>, program: &Program, ours: Ours) -> Result<String,
     }
 }
 
-/// Whether a run failed because the kernel stopped in the middle of a message, as it does now and then (`specs/kernel.md`).
-fn kernel_stopped(c: &Ctx<'_>, e: &Error) -> bool {
-    e.to_string().contains(lab::STILL_RUNS) && c.frames().is_ok_and(|f| stall::stopped_within_a_message(&f))
+/// Whether a run failed because the kernel stopped in the middle of a message, as it does now and then (`specs/kernel.md`). What
+/// excused one run does not excuse the next: the first `judged` lines of the capture are left out.
+fn kernel_stopped(c: &Ctx<'_>, e: &Error, judged: &mut usize) -> bool {
+    if !e.to_string().contains(lab::STILL_RUNS) {
+        return false;
+    }
+    let Ok(frames) = c.frames() else { return false };
+    let lines = frames.lines().count();
+    stall::stopped_within_a_message(frames.lines().skip(core::mem::replace(judged, lines)))
 }
 
 /// Whether a run failed because its server did not listen yet.

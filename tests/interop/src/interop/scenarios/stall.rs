@@ -1,6 +1,6 @@
 //! Whether a kernel that does nothing any more waits for us.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::lab::{HOST_V4, HOST_V6};
 
@@ -48,24 +48,62 @@ pub(super) fn all_answered(frames: &str) -> Result<usize, String> {
     }
 }
 
-/// Whether the kernel stopped in the middle of a message although we had acknowledged all of it that had come: that, and then
-/// nothing, is how the lines of `ferroce pcap check` end.
-pub(super) fn stopped_within_a_message(frames: &str) -> bool {
-    let ours = [format!(" {HOST_V4}:"), format!(" [{HOST_V6}]:")];
-    let packets: Vec<&str> = frames.lines().filter(|l| l.contains(" psn ")).collect();
-    let [.., sent, answer] = packets[..] else {
-        return false;
-    };
-    let psn = |line: &str| Some(line.split_once(" psn ")?.1.split_whitespace().next()?.to_owned());
-    let is_open = [" Send First ", " Send Middle ", " Write First ", " Write Middle "]
-        .iter()
-        .any(|opcode| sent.contains(opcode));
-    let is_ours = |line: &str| {
+/// Whether the kernel stopped in the middle of a message although we had acknowledged all of it that had come. In the lines of
+/// `ferroce pcap check` there is then a queue pair of ours to which its last packet is of a message that goes on, and what we
+/// last said to the other end of it is that this packet has come. Other queue pairs may have gone on meanwhile.
+pub(super) fn stopped_within_a_message<'a>(frames: impl Iterator<Item = &'a str>) -> bool {
+    // By destination queue pair: what the kernel sent last, and what we did.
+    let (mut sent, mut answered) = (BTreeMap::new(), BTreeMap::new());
+    for (at, line) in frames.enumerate() {
+        let Some(packet) = Packet::parse(line) else { continue };
+        match packet.ours {
+            true if packet.answers => answered.insert(packet.qp, (at, packet)),
+            true => None,
+            false if packet.answers => None,
+            false => sent.insert(packet.qp, (at, packet)),
+        };
+    }
+    sent.values().filter(|(_, packet)| packet.goes_on).any(|(at, packet)| {
+        let says_so = |(when, answer): &&(usize, Packet)| when > at && answer.acknowledges && answer.psn == packet.psn;
+        answered.values().any(|answer| says_so(&answer))
+    })
+}
+
+/// What a line of `ferroce pcap check` says of a packet.
+struct Packet {
+    /// The destination.
+    qp: u32,
+    psn: u32,
+    /// We have sent it.
+    ours: bool,
+    /// It answers a request.
+    answers: bool,
+    /// It says that what it answers has come.
+    acknowledges: bool,
+    /// Its message has more packets.
+    goes_on: bool,
+}
+
+impl Packet {
+    fn parse(line: &str) -> Option<Self> {
+        let number = |name: &str| {
+            let word = line.split_once(name)?.1.split_whitespace().next()?;
+            u32::from_str_radix(word.strip_prefix("0x")?, 16).ok()
+        };
         let sender = line.split(" > ").next().unwrap_or_default();
-        ours.iter().any(|addr| sender.contains(addr))
-    };
-    let acknowledged = answer.contains(" RC Acknowledge ") && answer.contains(" ack msn ");
-    !is_ours(sent) && is_ours(answer) && is_open && acknowledged && psn(sent) == psn(answer)
+        let has = |opcodes: &[&str]| opcodes.iter().any(|opcode| line.contains(opcode));
+        let acknowledge = line.contains(" RC Acknowledge ");
+        Some(Self {
+            qp: number(" qp ")?,
+            psn: number(" psn ")?,
+            ours: [format!(" {HOST_V4}:"), format!(" [{HOST_V6}]:")]
+                .iter()
+                .any(|addr| sender.contains(addr)),
+            answers: has(&[" Acknowledge ", " Read Response "]),
+            acknowledges: acknowledge && line.contains(" ack msn "),
+            goes_on: has(&[" Send First ", " Send Middle ", " Write First ", " Write Middle "]),
+        })
+    }
 }
 
 #[cfg(test)]
@@ -89,8 +127,14 @@ mod tests {
     fn a_message_that_breaks_off_is_the_kernels_fault_only_if_it_was_acknowledged() {
         let sent = " 1 1.0 [fd77::1]:61758 > [fd77::254]:4791 RC Send Middle qp 0x46d2bb psn 0x8843f8 len 1024 ack-req [icrc ok]\n";
         let ack = " 2 1.1 [fd77::254]:49703 > [fd77::1]:4791 RC Acknowledge qp 0x000088 psn 0x8843f8 ack msn 0x000000 [icrc ok]\n";
-        let stopped = |lines: &[&str]| stopped_within_a_message(&lines.concat());
+        let stopped = |lines: &[&str]| stopped_within_a_message(lines.concat().lines());
         assert!(stopped(&[sent, ack]));
+        // A program with several queue pairs: the others had something left to do.
+        let other = sent.replace("0x46d2bb", "0x46d2bc").replace("0x8843f8", "0x1234f8");
+        let last = other.replace("Middle", "Last").replace("0x1234f8", "0x1234f9");
+        let other_ack = ack.replace("0x000088", "0x000089").replace("0x8843f8", "0x1234f9");
+        assert!(stopped(&[sent, &other, ack, &last, &other_ack]));
+        assert!(!stopped(&[&other, &last, &other_ack]));
         for wrong in [
             &[sent][..],
             &[ack, sent],
