@@ -28,6 +28,8 @@ use crate::{
 
 /// What the NBD clients' requests in flight get at an orderly end.
 const GRACE: Duration = Duration::from_secs(5);
+/// A path that is lost is noticed in 7 s at the latest.
+const HEARTBEAT: Duration = Duration::from_secs(1);
 /// How often a wait looks whether the user wants to end.
 const LOOK: Duration = Duration::from_millis(50);
 /// After which time without a session the user is told that we still wait.
@@ -58,8 +60,11 @@ pub(crate) struct MapArgs {
     /// Unix socket to make for NBD clients (mode 0600, removed at the end)
     #[arg(long, value_name = "SOCKET")]
     nbd: PathBuf,
-    /// Open the device read-only
-    #[arg(long)]
+    /// How to open the device: `migration` is as `rw`, but a second writer beside the first, if the server allows that
+    #[arg(long, value_name = "ro|rw|migration", default_value_t = AccessMode::ReadWrite)]
+    access_mode: AccessMode,
+    /// Open the device read-only: as --access-mode ro
+    #[arg(long, conflicts_with = "access_mode")]
     ro: bool,
     /// Connections for I/O; at least one for each loop [default: that, as what leaves together on one connection is the cheapest]
     #[arg(long, value_name = "N")]
@@ -97,11 +102,11 @@ impl MapArgs {
         // RNBD's longest message names a device.
         session.max_user_header = size_of::<rnbd::proto::MsgOpen>() as u16;
         session.connect_timeout = self.connect_timeout;
-        session.heartbeat = self.transport.heartbeat();
+        session.heartbeat = self.transport.heartbeat(HEARTBEAT);
         MapConfig {
             mode: match self.ro {
                 true => AccessMode::ReadOnly,
-                false => AccessMode::ReadWrite,
+                false => self.access_mode,
             },
             grace: GRACE,
             reactor: self.transport.reactor(),

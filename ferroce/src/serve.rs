@@ -26,6 +26,9 @@ use crate::{
     units::size32,
 };
 
+/// As the kernel's server. To cut off a client whose machine is only paused costs it what was under way, and a kernel's client without
+/// another path its file systems; one that is gone shows sooner, as the heartbeat itself is not acknowledged.
+const HEARTBEAT: Duration = Duration::from_secs(5);
 /// Time for sessions to end and files to be written back at the end.
 const GRACE: Duration = Duration::from_secs(30);
 /// Open files at most; more than devices, sessions and sockets can take.
@@ -138,7 +141,7 @@ impl ServeArgs {
             queue_depth: self.queue_depth.unwrap_or(usual.queue_depth),
             max_chunk_size: self.max_chunk_size.unwrap_or(usual.max_chunk_size),
             always_invalidate: self.always_invalidate,
-            heartbeat: self.transport.heartbeat(),
+            heartbeat: self.transport.heartbeat(HEARTBEAT),
             ..usual
         }
     }

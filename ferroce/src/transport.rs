@@ -13,8 +13,7 @@ use crate::{
     units::{memory, seconds},
 };
 
-/// Silent heartbeats that end a path, as in the kernel (`RTRS_HB_MISSED_MAX`): with one a second, a network that is away for
-/// three is survived.
+/// Silent heartbeats that end a path, as in the kernel (`RTRS_HB_MISSED_MAX`).
 const MISSED: u32 = 5;
 
 #[derive(Args)]
@@ -32,9 +31,10 @@ pub(crate) struct TransportArgs {
     /// Receive each packet with a call of its own
     #[arg(long)]
     no_gro: bool,
-    /// Ask a silent peer for a sign of life this often; after five times without an answer it counts as dead
-    #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "1")]
-    heartbeat: Duration,
+    /// Ask a silent peer for a sign of life this often; after five times without an answer it counts as dead [default: 1, of `serve`
+    /// 5 as the kernel's, so that clients whose machine is paused for a while (a snapshot, a migration) keep their sessions]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    heartbeat: Option<Duration>,
     /// How long the loop looks for work before it sleeps, at most: microseconds, `auto` (as it pays), or `off`
     #[arg(long, value_name = "US|auto|off", default_value = "auto")]
     spin: SpinMode,
@@ -98,10 +98,10 @@ impl TransportArgs {
         }
     }
 
-    /// The heartbeats of RTRS.
-    pub(crate) const fn heartbeat(&self) -> HeartbeatConfig {
+    /// The heartbeats of RTRS, by default one in this time.
+    pub(crate) fn heartbeat(&self, usual: Duration) -> HeartbeatConfig {
         HeartbeatConfig {
-            interval: self.heartbeat,
+            interval: self.heartbeat.unwrap_or(usual),
             max_missed: MISSED,
         }
     }

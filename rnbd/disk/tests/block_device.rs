@@ -117,6 +117,32 @@ fn flush_and_fua_leave_nothing_behind_in_memory() {
 }
 
 #[test]
+#[ignore = "needs the right to set up loop devices"]
+fn a_block_device_that_is_open_has_the_size_that_it_has() {
+    for way in WAYS {
+        for caching in [Caching::PageCache, Caching::Direct] {
+            println!("{way:?}, {caching:?}");
+            let l = Loop::new(&[]);
+            let mut i = Rig::new(way, open(l.path(), caching));
+            for size in [12 * MIB, 4 * MIB, 6 * MIB] {
+                l.resize(size);
+                i.disk.look_at_sizes();
+                assert_eq!(i.disk.poll_resized(), Some((i.store, size)));
+                i.write(size - 512, &[1; 512], true).unwrap();
+                assert_eq!(i.read(size - 512, 512).unwrap(), vec![1; 512]);
+                assert_eq!(i.write(size, &[1; 512], false).unwrap_err(), Errno::EIO);
+                assert_eq!(i.read(size - 512, 1024).unwrap_err(), Errno::EIO);
+                assert_eq!(open(l.path(), caching).geometry().size, size, "opened anew");
+            }
+            // Between two looks: what the system says.
+            l.resize(2 * MIB);
+            assert!(i.write(4 * MIB, &[1; 512], true).is_err());
+            assert!(i.read(4 * MIB, 512).is_err());
+        }
+    }
+}
+
+#[test]
 #[ignore = "needs the right to mount a file system, and Linux 6.5"]
 fn closing_an_image_file_makes_it_durable() {
     let l = Loop::new(&[]);

@@ -56,7 +56,7 @@ impl Client {
             return;
         };
         session.info = info;
-        for key in self.devices_of(id, |d| d.state == DeviceState::Mapped) {
+        for key in self.devices_of(id, |d| d.state != DeviceState::Unmapped) {
             let geometry = self.devices.get_mut(key.0).and_then(|d| d.limit(&info));
             self.changed(key, geometry);
         }

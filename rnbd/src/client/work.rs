@@ -19,7 +19,7 @@ use super::{
     device::Device,
     flight::{Admission, Fate, Flight, FlightPart},
     memory::{self, SessionBuffers},
-    operation::Operation,
+    operation::{Operation, Part},
     output::DeviceKey,
     patience::{Alarm, RETRY},
 };
@@ -154,10 +154,9 @@ impl Work {
             }
         }
         let part = operation.span.take(step);
-        let (offset, len) = part;
         let prepared = match data.as_mut() {
             Some(buffer) if operation.zeroes => {
-                buffer.set_len(len as usize);
+                buffer.set_len(part.1 as usize);
                 Ok(())
             }
             Some(buffer) => operation.prepare(memory, session, buffer, part),
@@ -168,31 +167,18 @@ impl Work {
             operation.span.ended(Err(e));
             return self.give_up(memory, session, key, e);
         }
-        let rw = device.rw(operation.op);
-        let (hint, bytes) = (operation.hint, len as u32);
+        let request = request(operation, device, id, part, data);
         if operation.wants_turn() {
             operation.queued = true;
             self.ready.push_back(key);
         }
         let flight = FlightPart {
             operation: key,
-            op: rw.op,
+            op: request.op,
             part,
             opened: device.opened,
         };
-        let message = MsgIo::new(id, rw, offset / SECTOR, bytes);
-        let submission = Submission {
-            tag: flights.insert(Flight::Part(flight)),
-            con: ConType::Io(hint),
-            // The kernel's client sends a flush as a read without data.
-            direction: match rw.op {
-                IoOp::Read | IoOp::Flush => Direction::Read,
-                _ => Direction::Write,
-            },
-            header: SmallVec::from_slice(message.as_bytes()),
-            data,
-        };
-        Turn::Send(session, submission)
+        Turn::Send(session, request.with_tag(flights.insert(Flight::Part(flight))))
     }
 
     fn give_up(&mut self, memory: &mut dyn SessionBuffers, session: SessionId, key: u64, e: Errno) -> Turn {
@@ -317,6 +303,36 @@ impl Work {
     pub(super) fn holds(&self) -> bool {
         !self.held.is_empty()
     }
+}
+
+/// A request that has no name yet.
+struct Request {
+    op: IoOp,
+    submission: Submission,
+}
+
+impl Request {
+    fn with_tag(self, tag: u64) -> Submission {
+        Submission { tag, ..self.submission }
+    }
+}
+
+/// The request for a part of an operation, on the server's device `id`.
+fn request(operation: &Operation, device: &Device, id: u32, (offset, len): Part, data: Option<Buffer>) -> Request {
+    let rw = device.rw(operation.op);
+    let message = MsgIo::new(id, rw, offset / SECTOR, len as u32);
+    let submission = Submission {
+        tag: 0,
+        con: ConType::Io(operation.hint),
+        // The kernel's client sends a flush as a read without data.
+        direction: match rw.op {
+            IoOp::Read | IoOp::Flush => Direction::Read,
+            _ => Direction::Write,
+        },
+        header: SmallVec::from_slice(message.as_bytes()),
+        data,
+    };
+    Request { op: rw.op, submission }
 }
 
 /// A buffer of zeroes for a part of at most `step` bytes.

@@ -352,6 +352,35 @@ fn home_is_told_that_a_device_is_larger_than_it_was() {
 }
 
 #[test]
+fn a_device_that_is_closed_by_force_is_so_at_all_shares() {
+    let mut world = World::new();
+    let id = world.opened("disk");
+    let under_way = world.write(2, id);
+    assert!(!world.loops[2].server.force_close(NOW, SESSION, id), "it is home's");
+    assert!(world.loops[2].server.listing().is_empty());
+    assert_eq!(world.loops[HOME].server.listing()[0].id, id);
+    assert!(world.loops[HOME].server.force_close(NOW, SESSION, id));
+    world.collect(HOME);
+    let again = world.open(HOME, "disk");
+    assert!(world.loops[HOME].waiting.is_empty(), "it is not closed everywhere");
+    world.settle();
+    assert_eq!(world.answers[&under_way].0, 0);
+    let other = world.answers[&again].1.expect("it is open again");
+    assert_ne!(other, id);
+    for share in 0..SHARES {
+        let refused = world.write(share, id);
+        assert_eq!(world.answers[&refused].0, Errno::ENOTCONN.raw());
+        let taken = world.write(share, other);
+        world.settle();
+        assert_eq!(world.answers[&taken].0, 0);
+    }
+    let close = world.close(HOME, other);
+    world.settle();
+    assert_eq!(world.answers[&close].0, 0);
+    world.is_empty();
+}
+
+#[test]
 fn devices_are_opened_and_closed_at_home_only() {
     let mut world = World::new();
     let id = world.opened("disk");
@@ -367,6 +396,7 @@ fn devices_are_opened_and_closed_at_home_only() {
 enum Op {
     Open(u8),
     Close(u8),
+    Force(u8),
     Write(usize, u8),
     Work(usize),
     Deliver(usize, usize),
@@ -378,6 +408,7 @@ fn op() -> impl Strategy<Value = Op> {
     prop_oneof![
         4 => (0u8..3).prop_map(Op::Open),
         2 => (0u8..6).prop_map(Op::Close),
+        1 => (0u8..6).prop_map(Op::Force),
         6 => (0..SHARES, 0u8..6).prop_map(|(share, id)| Op::Write(share, id)),
         12 => (0..SHARES).prop_map(Op::Work),
         12 => (0..SHARES, 0..SHARES).prop_map(|(from, to)| Op::Deliver(from, to)),
@@ -398,6 +429,10 @@ proptest! {
             match op {
                 Op::Open(name) => { world.open(HOME, &format!("d{name}")); }
                 Op::Close(id) => { world.close(HOME, id.into()); }
+                Op::Force(id) => {
+                    world.loops[HOME].server.force_close(NOW, SESSION, id.into());
+                    world.collect(HOME);
+                }
                 Op::Write(share, id) => { world.write(share, id.into()); }
                 Op::Work(share) => { world.work(share); }
                 Op::Deliver(from, to) => { world.deliver(from, to); }

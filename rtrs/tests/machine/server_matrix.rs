@@ -248,7 +248,6 @@ fn connections_come_in_any_order_after_the_first_and_once() {
         };
         assert_eq!(other.connect(&mut bed, cid), RESET, "{what}");
     }
-    // A connection that comes late, of an attempt before this one.
     client.connect(&mut bed, 2).unwrap();
     client.inform(&mut bed, &name("s1"));
     assert!(client.informed(&mut bed));

@@ -20,7 +20,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 #[derive(Debug)]
 pub struct Loop {
     path: PathBuf,
-    _dir: TempDir,
+    dir: TempDir,
 }
 
 impl Loop {
@@ -42,12 +42,23 @@ impl Loop {
                 .expect("losetup");
             if out.status.success() {
                 let path = String::from_utf8_lossy(&out.stdout).trim().into();
-                return Self { path, _dir: dir };
+                return Self { path, dir };
             }
             // Finding a free one and taking it are two steps: another test may have been between them.
             let said = String::from_utf8_lossy(&out.stderr);
             assert!(said.contains("busy") && Instant::now() < until, "losetup: {said}");
         }
+    }
+
+    /// Gives it another size, in bytes, under those who have it open.
+    ///
+    /// # Panics
+    /// When the system refuses.
+    pub fn resize(&self, bytes: u64) {
+        let image = File::options().write(true).open(self.dir.path().join("i"));
+        image.and_then(|image| image.set_len(bytes)).expect("another size");
+        let told = Command::new("losetup").arg("-c").arg(&self.path).status();
+        assert!(told.expect("losetup").success());
     }
 
     /// Where it is.
