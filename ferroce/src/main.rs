@@ -4,6 +4,7 @@ mod bench;
 mod doctor;
 mod man;
 mod map;
+mod map_news;
 mod output;
 mod pcap;
 mod report;

@@ -10,7 +10,7 @@ use std::{
 use clap::Args;
 use rnbd::{block::Geometry, client::error::MapError, proto::AccessMode};
 use rnbd_host::map::{MapConfig, MapEvent, MapFailure, MapStats, Mapping, Nobody};
-use roce::{DeviceStats, iface};
+use roce::{DeviceStats, LocalDevice, iface};
 use rtrs::{
     PathError,
     addr::PathAddr,
@@ -19,6 +19,7 @@ use rtrs::{
 use serde_json::json;
 
 use crate::{
+    map_news::{self, PathArgs},
     output::{self, Failure},
     report::{Moved, ReportArgs, Reporter},
     signals::Stop,
@@ -41,19 +42,22 @@ Examples:
   ferroce map --session backup --path 192.0.2.7 --device disk --nbd /run/disk.sock
   ferroce map --session test --path 127.0.0.2,127.0.0.1 --device disk --nbd disk.sock --ro
   ferroce map --session copy --path 192.0.2.7 --device disk --nbd disk.sock --threads 4
+  ferroce map --session two --path 192.0.2.1,192.0.2.7 --path 198.51.100.1,198.51.100.7 --device disk --nbd disk.sock --on-loss queue
   qemu-img convert -p -O raw 'nbd+unix:///?socket=disk.sock' copy.img
 
 NBD clients find the device under its name and under the empty one; 16 may be connected at a time, at all loops together.
 
-Runs until SIGINT or SIGTERM, or until the server is gone. With --json, one event per line on standard output: `mapped`, \
-`stats` (with --stats-interval), `error`, and at the end `summary`.")]
+Runs until SIGINT or SIGTERM, or until no path is left that is tried again. With --json, one event per line on standard output: \
+`mapped`, `stats` (with --stats-interval), `path_up`, `path_down`, `failover`, `reconnect_failed`, `path_closed`, `session_lost`, \
+`session_back`, `remapped`, `not_remapped`, `resized`, `error`, and at the end `summary`.")]
 pub(crate) struct MapArgs {
     /// Name of the session: the server tells its clients apart by it
     #[arg(long, value_name = "NAME")]
     session: String,
-    /// Our address (optional) and the server's, perhaps with port; or as the kernel writes it: ip:SRC,ip:DST
-    #[arg(long, value_name = "[SRC,]DST[:1234]", value_parser = path)]
-    path: PathAddr,
+    /// Our address (optional) and the server's, perhaps with port; or as the kernel writes it: ip:SRC,ip:DST. Several times: as many
+    /// paths, up to 128. Requests are spread over them, and those of one that is lost go by the others
+    #[arg(long = "path", value_name = "[SRC,]DST[:1234]", value_parser = path, required = true)]
+    paths: Vec<PathAddr>,
     /// Device to open, as the server calls it
     #[arg(long, value_name = "NAME")]
     device: String,
@@ -79,23 +83,56 @@ pub(crate) struct MapArgs {
     #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "30")]
     connect_timeout: Duration,
     #[command(flatten)]
+    lasting: PathArgs,
+    #[command(flatten)]
     report: ReportArgs,
     #[command(flatten)]
     transport: TransportArgs,
 }
 
 impl MapArgs {
-    /// Our end of the path.
-    fn source(&self) -> Result<IpAddr, Failure> {
-        match self.path.src {
-            Some(src) => Ok(src),
-            None => iface::route_to(self.path.dst.ip())
-                .map_err(|e| Failure::failed(format!("no way to {}: {e}", self.path.dst.ip()))),
+    /// The server, as it is called in messages.
+    fn server(&self) -> SocketAddr {
+        self.paths[0].dst
+    }
+
+    /// The paths with our ends of them.
+    fn ways(&self) -> Result<Vec<PathAddr>, Failure> {
+        let way = |path: &PathAddr| {
+            let src = match path.src {
+                Some(src) => src,
+                None => iface::route_to(path.dst.ip())
+                    .map_err(|e| Failure::failed(format!("no way to {}: {e}", path.dst.ip())))?,
+            };
+            Ok(PathAddr {
+                src: Some(src),
+                ..*path
+            })
+        };
+        self.paths.iter().map(way).collect()
+    }
+
+    /// The devices of the loops: one for each of our addresses.
+    fn devices(&self, ways: &[PathAddr]) -> Result<Vec<LocalDevice>, Failure> {
+        let mut sources: Vec<IpAddr> = ways.iter().filter_map(|way| way.src).collect();
+        sources.sort_unstable();
+        sources.dedup();
+        match (&sources[..], self.threads) {
+            (_, 1) => Ok(vec![self.transport.open_all(&sources)?]),
+            ([source], loops) => self.transport.open_shards(*source, loops.into(), Arc::new(Nobody)),
+            _ => Err(Failure::usage(
+                "paths from several of our addresses go with one loop (--threads 1)",
+            )),
         }
     }
 
-    fn config(&self) -> MapConfig {
-        let mut session = SessionConfig::new(&self.session, self.path);
+    fn config(&self, ways: Vec<PathAddr>) -> MapConfig {
+        let mut session = SessionConfig::new(&self.session, ways[0]);
+        session.paths = ways;
+        session.policy = self.lasting.policy;
+        session.connect_any = self.lasting.connect_any;
+        session.reconnect_delay = self.lasting.reconnect_delay;
+        session.max_reconnects = self.lasting.max_reconnects;
         if let Some(connections) = self.connections {
             session.connections = connections;
         }
@@ -108,6 +145,7 @@ impl MapArgs {
                 true => AccessMode::ReadOnly,
                 false => self.access_mode,
             },
+            on_loss: self.lasting.on_loss,
             grace: GRACE,
             reactor: self.transport.reactor(),
             ..MapConfig::new(session, &self.device, &self.nbd)
@@ -143,12 +181,12 @@ fn map_failure(args: &MapArgs, e: &MapError) -> Failure {
         MapError::Refused { errno, .. } if *errno == rnbd::Errno::EPERM => "\nend the other one, or map it with --ro",
         _ => "",
     };
-    Failure::failed(format!("can't map {} of {}: {e}{hint}", args.device, args.path.dst))
+    Failure::failed(format!("can't map {} of {}: {e}{hint}", args.device, args.server()))
 }
 
 /// What to say of a mapping that ended otherwise than asked.
 fn failure(args: &MapArgs, e: MapFailure) -> Failure {
-    let dst = args.path.dst;
+    let dst = args.server();
     let fail =
         |what: &str, e: &dyn std::fmt::Display| Failure::failed(format!("{dst} could not {what} {}: {e}", args.device));
     match e {
@@ -172,9 +210,10 @@ pub(crate) fn run(args: &MapArgs) -> Result<(), Failure> {
 fn map(args: &MapArgs) -> Result<(), Failure> {
     let stop = Stop::on_signals()?;
     let mut reporter = args.report.reporter();
-    let loops = usize::from(args.threads);
-    let shards = args.transport.open_shards(args.source()?, loops, Arc::new(Nobody))?;
-    let started = Mapping::start_shards(shards, args.config());
+    let ways = args.ways()?;
+    let config = args.config(ways.clone());
+    config.session.check().map_err(|e| Failure::usage(e.to_string()))?;
+    let started = Mapping::start_shards(args.devices(&ways)?, config);
     let mut mapping = started.map_err(|e| Failure::failed(e.to_string()))?;
     let begun = Instant::now();
     let (mut mapped, mut told, mut stopping) = (false, false, false);
@@ -189,12 +228,15 @@ fn map(args: &MapArgs) -> Result<(), Failure> {
                 mapped = true;
                 announce(args, &reporter, &info, &geometry)?;
             }
+            // Until then the log says what there is to say of paths.
+            Some(MapEvent::News(_)) if !mapped => {}
+            Some(MapEvent::News(news)) => map_news::tell(&reporter, &news)?,
             Some(MapEvent::Ended(result)) => break result,
             None if !mapped && !told && begun.elapsed() >= SILENCE => {
                 told = true;
                 tracing::warn!(
                     "no session with {} yet; each step may take {} s (--connect-timeout)",
-                    args.path.dst,
+                    args.server(),
                     args.connect_timeout.as_secs_f64()
                 );
             }
@@ -229,12 +271,13 @@ fn announce(args: &MapArgs, reporter: &Reporter, info: &SessionInfo, geometry: &
     let text = format!(
         "mapped {} of {} ({}, {access}): nbd+unix:///?socket={socket}",
         args.device,
-        args.path.dst,
+        args.server(),
         output::bytes(geometry.size)
     );
     let fields = json!({
         "session": args.session,
-        "server": args.path.dst.to_string(),
+        "server": args.server().to_string(),
+        "paths": args.paths.iter().map(PathAddr::to_string).collect::<Vec<_>>(),
         "device": args.device,
         "bytes": geometry.size,
         "block_size": geometry.logical_block_size,

@@ -79,6 +79,17 @@ impl TransportArgs {
         LocalDevice::open(&[self.config(addr)]).map_err(|e| Failure::failed(e.to_string()))
     }
 
+    /// Opens a device at each of these addresses, for one loop.
+    pub(crate) fn open_all(&self, addrs: &[IpAddr]) -> Result<LocalDevice, Failure> {
+        if addrs.len() > 1 && self.pcap.is_some() {
+            return Err(Failure::usage(
+                "--pcap writes what goes through one address, and the paths have several",
+            ));
+        }
+        let configs: Vec<_> = addrs.iter().map(|addr| self.config(*addr)).collect();
+        LocalDevice::open(&configs).map_err(|e| Failure::failed(e.to_string()))
+    }
+
     /// Opens the device at an address for several loops; `placement` says which gets whose connections.
     pub(crate) fn open_shards(
         &self,

@@ -114,11 +114,19 @@ impl Pair {
     /// # Panics
     /// When that does not work.
     pub fn start_sparse(len: usize) -> Self {
+        Self::sparse(len, &[])
+    }
+
+    /// The same, mapped with these arguments.
+    ///
+    /// # Panics
+    /// When that does not work.
+    pub fn sparse(len: usize, map_more: &[&str]) -> Self {
         let dir = tempfile::tempdir().expect("a temporary folder");
         let image = image(dir.path(), "disk.img", &[]);
         let file = File::options().write(true).open(&image).expect("it was just made");
         file.set_len(len as u64).expect("a file system with sparse files");
-        Self::of(dir, image, "", &[], &[])
+        Self::of(dir, image, "", &[], map_more)
     }
 
     fn of(dir: TempDir, image: PathBuf, options: &str, serve_more: &[&str], map_more: &[&str]) -> Self {

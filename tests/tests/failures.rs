@@ -277,7 +277,7 @@ fn assert_flushed(image: &Path, blocks: u64) {
 
 #[test]
 fn the_server_is_killed_in_the_middle_of_a_copy() {
-    let pair = Pair::start_sparse(LARGE);
+    let pair = Pair::sparse(LARGE, &["--max-reconnects", "0"]);
     let mut client = pair.client();
     let (serve, image) = (pair.serve, pair.image.clone());
     let (go, killer) = mpsc::channel();
@@ -298,14 +298,14 @@ fn the_server_is_killed_in_the_middle_of_a_copy() {
 
 #[test]
 fn an_idle_mapping_notices_that_the_server_is_dead() {
-    let pair = Pair::start(&[0; 4096], "", &[], &[]);
+    let pair = Pair::start(&[0; 4096], "", &[], &["--max-reconnects", "0"]);
     pair.serve.signal(Signal::SIGKILL);
     assert_error(&pair.map.end(), &[&pair.server.to_string()]);
 }
 
 #[test]
 fn the_server_ends_orderly_under_a_mapping() {
-    let pair = Pair::start(&[0; 4096], "", &[], &[]);
+    let pair = Pair::start(&[0; 4096], "", &[], &["--max-reconnects", "0"]);
     assert_eq!(pair.serve.stop().code, Some(0));
     assert_error(&pair.map.end(), &[&pair.server.to_string()]);
 }

@@ -14,13 +14,14 @@ use std::{
 use rnbd::{
     Errno,
     block::Geometry,
-    client::{device::DeviceCounters, error::MapError},
+    client::{OnLoss, device::DeviceCounters, error::MapError},
     proto::AccessMode,
 };
 use roce::{Arrival, LocalDevice, Placement};
 use roce_reactor::{Handle, Helper, Reactor, ReactorConfig};
 use rtrs::{
     Error, IoError, PathError,
+    addr::PathAddr,
     client::{SessionConfig, SessionInfo},
 };
 
@@ -39,6 +40,8 @@ pub struct MapConfig {
     pub device: String,
     /// How it is opened.
     pub mode: AccessMode,
+    /// What becomes of requests while no path is up.
+    pub on_loss: OnLoss,
     /// The socket file for NBD clients, made with mode 0600 and removed at the end.
     pub socket: PathBuf,
     /// NBD clients beyond this many, at all loops together, are turned away.
@@ -56,6 +59,7 @@ impl MapConfig {
             session,
             device: device.into(),
             mode: AccessMode::ReadWrite,
+            on_loss: OnLoss::default(),
             socket: socket.into(),
             max_clients: 16,
             grace: Duration::from_secs(5),
@@ -100,8 +104,60 @@ pub enum MapEvent {
         /// What the session can do.
         info: SessionInfo,
     },
+    /// Something has happened to a path or to the device.
+    News(MapNews),
     /// It is over.
     Ended(Result<(), MapFailure>),
+}
+
+/// What happens to a mapping in between.
+#[derive(Debug)]
+pub enum MapNews {
+    /// A path is up; `again` if it has been before.
+    PathUp {
+        /// The path.
+        path: PathAddr,
+        /// See above.
+        again: bool,
+    },
+    /// A path is down, and why.
+    PathDown {
+        /// The path.
+        path: PathAddr,
+        /// Why.
+        why: PathError,
+    },
+    /// A path has taken over requests of one that is down.
+    TookOver {
+        /// The path that took them.
+        path: PathAddr,
+        /// How many.
+        requests: u32,
+    },
+    /// A path could not be connected; there will be other attempts.
+    AttemptFailed {
+        /// The path.
+        path: PathAddr,
+        /// Why.
+        error: Error,
+    },
+    /// A path stays down.
+    PathClosed {
+        /// The path.
+        path: PathAddr,
+        /// Why.
+        why: PathError,
+    },
+    /// No path is up, and why the last one went.
+    Lost(PathError),
+    /// A path is up again.
+    Back(SessionInfo),
+    /// The server has opened the device again.
+    Remapped,
+    /// It would not: [`OnLoss`] says whether it is asked again.
+    NotRemapped(MapError),
+    /// The device has another size, or other limits.
+    Changed(Geometry),
 }
 
 /// What a mapping has done so far.

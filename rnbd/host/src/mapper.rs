@@ -13,10 +13,11 @@ use rnbd::{
     Errno,
     block::{BlockOp, Geometry},
     client::{
-        Client as Rnbd, Unmap,
+        Client as Rnbd, OnLoss, Unmap,
         device::DeviceCounters,
         letter::Letter as RnbdLetter,
         output::{DeviceKey, Output as DeviceOutput},
+        state::DeviceState,
     },
     nbd::PendingKey,
 };
@@ -28,7 +29,10 @@ use roce_verbs::{
 };
 use rtrs::{
     PathError,
-    client::{Buffer, Client as Rtrs, Letter as RtrsLetter, Output, SessionId, SessionInfo},
+    client::{
+        Buffer, Client as Rtrs, Letter as RtrsLetter, Output, PathId, PathNews, SessionId, SessionInfo,
+        state::PathState,
+    },
     cx::Cx,
     throttle::{INTERVAL, Throttle},
 };
@@ -38,7 +42,7 @@ use smallvec::SmallVec;
 use crate::{
     dice::Dice,
     entrance::{Comer, Entrance},
-    map::{MapConfig, MapEvent, MapFailure, MapStats, Tell},
+    map::{MapConfig, MapEvent, MapFailure, MapNews, MapStats, Tell},
     nbd::NbdSocket,
     stats::LoopStats,
 };
@@ -289,15 +293,20 @@ impl Service {
             Output::Down(_, ref why) if self.place.is_home() => {
                 let why = why.clone();
                 self.rnbd.rtrs(&mut self.rtrs, output);
-                self.lost(turn, why);
+                self.down(turn, why);
+            }
+            Output::Up(_, info) => {
+                self.info = Some(info);
+                self.rnbd.rtrs(&mut self.rtrs, output);
+                self.tell(MapNews::Back(info));
             }
             Output::Closed(_) => {
                 self.count();
                 self.rnbd.rtrs(&mut self.rtrs, output);
                 self.finish(turn);
             }
-            Output::Path { .. } => {}
-            Output::Up(..) | Output::Down(..) | Output::Done { .. } => self.rnbd.rtrs(&mut self.rtrs, output),
+            Output::Path { session, path, news } => self.path_news(turn, session, path, news),
+            Output::Down(..) | Output::Done { .. } => self.rnbd.rtrs(&mut self.rtrs, output),
         }
     }
 
@@ -306,7 +315,57 @@ impl Service {
         if self.place.is_home() && self.phase == Phase::Opening {
             self.phase = Phase::Mapping;
             let (device, mode) = (&self.config.device, self.config.mode);
-            self.device = Some(self.rnbd.map(session, device, mode));
+            let device = self.rnbd.map(session, device, mode);
+            self.device = Some(device);
+            if let Err(e) = self.rnbd.set_on_loss(device, self.config.on_loss) {
+                // It is told why it could not be mapped.
+                tracing::debug!("on loss: {e}");
+            }
+        }
+    }
+
+    /// Home tells its user.
+    fn tell(&self, news: MapNews) {
+        if self.place.is_home() && self.phase != Phase::Ended {
+            let _ = self.tell.send(MapEvent::News(news));
+        }
+    }
+
+    fn path_news(&mut self, turn: &mut TurnCx<'_, ()>, session: SessionId, path: PathId, news: PathNews) {
+        let paths = self.rtrs.paths(session);
+        let Some(path) = paths.iter().find(|p| p.id == path).map(|p| p.addr) else {
+            return;
+        };
+        let all_closed = paths.iter().all(|path| path.state == PathState::Closed);
+        match news {
+            PathNews::Up { again } => self.tell(MapNews::PathUp { path, again }),
+            PathNews::Down(why) => self.tell(MapNews::PathDown { path, why }),
+            PathNews::TookOver(requests) => {
+                let _ = self.tell.send(MapEvent::News(MapNews::TookOver { path, requests }));
+            }
+            PathNews::AttemptFailed(error) => self.tell(MapNews::AttemptFailed { path, error }),
+            PathNews::Closed(why) => {
+                let open = !matches!(self.phase, Phase::Opening | Phase::Closing | Phase::Ended);
+                if open {
+                    self.tell(MapNews::PathClosed { path, why: why.clone() });
+                }
+                if open && all_closed {
+                    self.lost(turn, why);
+                }
+            }
+            PathNews::Done(..) => {}
+        }
+    }
+
+    /// No path is up. One that is to be connected again is waited for, but not for the sake of an end.
+    fn down(&mut self, turn: &mut TurnCx<'_, ()>, why: PathError) {
+        self.tell(MapNews::Lost(why.clone()));
+        match self.phase {
+            Phase::Serving | Phase::Draining => {}
+            _ => {
+                self.failure.get_or_insert(MapFailure::Lost(why));
+                self.close_session(turn);
+            }
         }
     }
 
@@ -326,6 +385,9 @@ impl Service {
                 (self.device, self.geometry) = (Some(device), Some(geometry));
                 self.mapped(turn, geometry);
             }
+            DeviceOutput::MapFailed(device, error) if self.rnbd.state(device).is_some() => {
+                self.tell(MapNews::NotRemapped(error));
+            }
             DeviceOutput::MapFailed(_, error) => {
                 self.failure.get_or_insert(MapFailure::Map(error));
                 self.close_session(turn);
@@ -333,10 +395,12 @@ impl Service {
             DeviceOutput::Done { user, result, data, .. } => self.done(turn, user, result, data),
             DeviceOutput::Geometry(_, geometry) => {
                 self.geometry = Some(geometry);
+                self.tell(MapNews::Changed(geometry));
                 for (_, client) in &mut self.clients {
                     client.connection.set_geometry(0, geometry);
                 }
             }
+            DeviceOutput::State(_, DeviceState::Mapped) => self.tell(MapNews::Remapped),
             DeviceOutput::State(..) => {}
             // Home closes the session then.
             DeviceOutput::Unmapped(..) if !self.place.is_home() => {}
@@ -401,6 +465,12 @@ impl Service {
         self.phase = Phase::Draining;
         self.drained_by = Some(turn.now + self.config.grace);
         self.entrance.close(&turn.sockets);
+        // Nobody waits for a lost device then.
+        if let Some(device) = self.device.filter(|_| self.place.is_home())
+            && let Err(e) = self.rnbd.set_on_loss(device, OnLoss::Error)
+        {
+            tracing::debug!("on loss: {e}");
+        }
         if self.place.is_home() {
             self.undrained = self.place.loops.len() - 1;
             (1..=self.undrained).for_each(|other| self.place.tell(other, Letter::Drain));

@@ -228,7 +228,8 @@ impl Client {
     /// A registered buffer of `len` bytes (content undefined). It has to be given back, or submitted.
     ///
     /// # Errors
-    /// [`Error::NoBuffer`] when the session's memory is used up, [`Error::Down`] when it has no path.
+    /// [`Error::NoBuffer`] when the session's memory is used up, [`Error::Down`] when it is not open yet, or is
+    /// being closed; that no path is up is no reason.
     pub fn take_buffer(&mut self, cx: &mut Cx<'_>, session: SessionId, len: usize) -> Result<Buffer, Error> {
         let found = self.sessions.get_mut(&session);
         found.ok_or(Error::Down(PathError::Closed))?.take_buffer(cx, len)

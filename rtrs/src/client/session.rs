@@ -213,8 +213,9 @@ impl Session {
     }
 
     pub(super) fn take_buffer(&mut self, cx: &mut Cx<'_>, len: usize) -> Result<Buffer, Error> {
-        if let Err(why) = self.state() {
-            return Err(Error::Down(why));
+        // While no path is up, requests may be made ready for the time when one is.
+        if !matches!(self.state, SessionState::Open | SessionState::Disconnected) {
+            return Err(Error::Down(self.why.clone()));
         }
         self.lane.buffers.take(cx, len)
     }
@@ -497,6 +498,10 @@ impl Session {
             Report::Closed => {
                 if self.paths[index].parted {
                     self.lane.path_gone(index as u16);
+                }
+                if env.share.is_home() {
+                    let why = self.paths[index].why();
+                    self.news(env, index, PathNews::Closed(why));
                 }
                 self.path_closed(env, index);
             }

@@ -46,6 +46,8 @@ pub enum PathNews {
     },
     /// It does so no longer, and why.
     Down(PathError),
+    /// It is taken down for good, or until it is asked for: there are no attempts left, its device is gone, or somebody wanted it.
+    Closed(PathError),
     /// It has taken over requests of a path that is down, so many.
     TookOver(u32),
     /// An attempt to connect it failed.

@@ -598,7 +598,8 @@ impl Chaos {
                 PathNews::Done(command, result) => {
                     self.count(if result.is_ok() { "command" } else { "no command" });
                     let at = self.asked.iter().position(|asked| *asked == (path, command));
-                    self.asked.remove(at.unwrap_or_else(|| panic!("{command:?} of {path:?} was not asked for")));
+                    self.asked
+                        .remove(at.unwrap_or_else(|| panic!("{command:?} of {path:?} was not asked for")));
                 }
                 PathNews::TookOver(_) => self.count("taken over"),
                 PathNews::Up { again: true } => self.count("path up again"),

@@ -1,0 +1,145 @@
+//! What `ferroce map` tells of its paths and its device while it runs.
+
+use std::time::Duration;
+
+use rnbd::client::OnLoss;
+use rnbd_host::map::MapNews;
+use rtrs::client::{Policy, SessionConfig};
+use serde_json::{Value, json};
+
+use crate::{
+    output::{self, Failure},
+    report::Reporter,
+    units::seconds,
+};
+
+/// Tells one thing, as an event with `--json`, and else as a line.
+pub(crate) fn tell(reporter: &Reporter, news: &MapNews) -> Result<(), Failure> {
+    let (name, fields, text) = shown(news);
+    reporter.event(name, fields, &text)
+}
+
+fn shown(news: &MapNews) -> (&'static str, Value, String) {
+    match news {
+        MapNews::PathUp { path, again } => {
+            let text = if *again { "is up again" } else { "is up" };
+            let fields = json!({ "path": path.to_string(), "again": again });
+            ("path_up", fields, format!("path {path} {text}"))
+        }
+        MapNews::PathDown { path, why } => (
+            "path_down",
+            json!({ "path": path.to_string(), "why": why.to_string() }),
+            format!("path {path} is down: {why}"),
+        ),
+        MapNews::TookOver { path, requests } => (
+            "failover",
+            json!({ "path": path.to_string(), "requests": requests }),
+            format!("path {path} has taken over {requests} requests"),
+        ),
+        MapNews::AttemptFailed { path, error } => (
+            "reconnect_failed",
+            json!({ "path": path.to_string(), "why": error.to_string() }),
+            format!("path {path} could not be connected: {error}"),
+        ),
+        MapNews::PathClosed { path, why } => (
+            "path_closed",
+            json!({ "path": path.to_string(), "why": why.to_string() }),
+            format!("path {path} stays down: {why}"),
+        ),
+        MapNews::Lost(why) => (
+            "session_lost",
+            json!({ "why": why.to_string() }),
+            format!("no path is up: {why}"),
+        ),
+        MapNews::Back(info) => (
+            "session_back",
+            json!({ "queue_depth": info.session_depth, "max_io_bytes": info.max_io_size }),
+            "the session is back".to_owned(),
+        ),
+        MapNews::Remapped => (
+            "remapped",
+            json!({}),
+            "the server has opened the device again".to_owned(),
+        ),
+        MapNews::NotRemapped(error) => (
+            "not_remapped",
+            json!({ "why": error.to_string() }),
+            format!("the server has not opened the device again: {error}"),
+        ),
+        MapNews::Changed(geometry) => (
+            "resized",
+            json!({ "bytes": geometry.size, "block_size": geometry.logical_block_size, "read_only": geometry.read_only }),
+            format!("the device has {}", output::bytes(geometry.size)),
+        ),
+    }
+}
+
+/// Reads `error`, `queue` or `queue=SECONDS`.
+pub(crate) fn on_loss(text: &str) -> Result<OnLoss, String> {
+    match text.split_once('=') {
+        None if text == "error" => Ok(OnLoss::Error),
+        None if text == "queue" => Ok(OnLoss::Queue(None)),
+        Some(("queue", time)) => seconds(time).map(|time| OnLoss::Queue(Some(time))),
+        _ => Err("must be error, queue or queue=SECONDS".into()),
+    }
+}
+
+/// Reads a number of attempts, -1 for those without end.
+pub(crate) fn attempts(text: &str) -> Result<u32, String> {
+    match text.parse::<i64>() {
+        Ok(-1) => Ok(SessionConfig::FOREVER),
+        Ok(n) if (0..=i64::from(SessionConfig::MAX_RECONNECTS)).contains(&n) => Ok(n as u32),
+        _ => Err("must be -1 (without end) to 9999".into()),
+    }
+}
+
+/// Reads a policy.
+pub(crate) fn policy(text: &str) -> Result<Policy, String> {
+    text.parse().map_err(|e: rtrs::client::policy::NoPolicy| e.to_string())
+}
+
+/// What is done about a path that is lost.
+#[derive(Clone, Debug, clap::Args)]
+#[command(next_help_heading = "Paths")]
+pub(crate) struct PathArgs {
+    /// Which path a request takes: round-robin (rr), min-inflight (mi), or min-latency (ml)
+    #[arg(long, value_name = "POLICY", value_parser = policy, default_value = "min-inflight")]
+    pub(crate) policy: Policy,
+    /// Begin as soon as one of the paths is up, and go on trying the others
+    #[arg(long)]
+    pub(crate) connect_any: bool,
+    /// Time until a lost path is connected again, of which up to half more is drawn at random; the kernel's client takes 30
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "2")]
+    pub(crate) reconnect_delay: Duration,
+    /// Attempts to connect a lost path again, up to 9999, or -1: without end. It ends when no path is left that will be tried
+    #[arg(long, value_name = "N", value_parser = attempts, default_value = "-1", allow_negative_numbers = true)]
+    pub(crate) max_reconnects: u32,
+    /// What becomes of requests while no path is up: they fail at once, as with the kernel's client, or wait, for so long at most
+    #[arg(long, value_name = "error|queue[=SECONDS]", value_parser = on_loss, default_value = "error")]
+    pub(crate) on_loss: OnLoss,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_can_be_said_is_understood() {
+        assert_eq!(on_loss("error"), Ok(OnLoss::Error));
+        assert_eq!(on_loss("queue"), Ok(OnLoss::Queue(None)));
+        assert_eq!(
+            on_loss("queue=1.5"),
+            Ok(OnLoss::Queue(Some(Duration::from_millis(1500))))
+        );
+        for wrong in ["", "wait", "queue=", "queue=-1", "error=3"] {
+            assert!(on_loss(wrong).is_err(), "{wrong}");
+        }
+        assert_eq!(attempts("-1"), Ok(SessionConfig::FOREVER));
+        assert_eq!((attempts("0"), attempts("9999")), (Ok(0), Ok(9999)));
+        for wrong in ["-2", "10000", "x", ""] {
+            assert!(attempts(wrong).is_err(), "{wrong}");
+        }
+        assert_eq!(policy("RR"), Ok(Policy::RoundRobin));
+        assert!(policy("none").is_err());
+    }
+}

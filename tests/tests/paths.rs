@@ -1,0 +1,166 @@
+//! Mappings that outlive their server, and such over several paths.
+
+use std::{fs, sync::mpsc, thread};
+
+use ferroce_tests::{
+    device::{image, map, map_args, serve},
+    fresh_address,
+    nbd::{self, Client, EIO},
+    pattern,
+    process::{Running, run},
+};
+use nix::sys::signal::Signal;
+
+const BLOCK: usize = 32 << 10;
+const BLOCKS: usize = 400;
+
+/// The next event of this name, whatever comes before.
+fn wait_for(process: &mut Running, name: &str) -> serde_json::Value {
+    loop {
+        let event = process.next_event();
+        if event["event"] == name {
+            return event;
+        }
+    }
+}
+
+#[test]
+fn a_copy_goes_on_when_its_server_was_killed_and_is_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let image = image(dir.path(), "disk.img", &vec![0; BLOCK * BLOCKS]);
+    let export = [format!("disk={}", image.display())];
+    let server = fresh_address();
+    let (mut serving, _) = serve(server, &export, &[]);
+    let socket = dir.path().join("nbd");
+    let more = ["--on-loss", "queue", "--reconnect-delay", "0.2"];
+    let (mut map, mapped) = map(fresh_address(), &server.to_string(), &socket, &more);
+    assert_eq!(mapped["paths"].as_array().unwrap().len(), 1);
+    let (go, come) = mpsc::channel();
+    let writer = thread::spawn(move || {
+        let mut client = Client::connect(&socket).unwrap();
+        for n in 0..BLOCKS {
+            let offset = (n * BLOCK) as u64;
+            let done = client.write(offset, &pattern(n as u64 + 1, BLOCK));
+            done.unwrap_or_else(|e| panic!("block {n}: {e:?}"));
+            if n % 7 == 0 {
+                client.flush().unwrap();
+            }
+            if n % 100 == 50 {
+                go.send(()).unwrap();
+            }
+            let back = client.read(offset, BLOCK).unwrap();
+            assert!(back == pattern(n as u64 + 1, BLOCK), "block {n}");
+        }
+        client.flush().unwrap();
+    });
+    for _ in 0..3 {
+        come.recv().unwrap();
+        serving.signal(Signal::SIGKILL);
+        wait_for(&mut map, "session_lost");
+        serving.wait();
+        serving = serve(server, &export, &[]).0;
+        wait_for(&mut map, "session_back");
+        wait_for(&mut map, "remapped");
+    }
+    come.recv().unwrap();
+    writer.join().unwrap();
+    assert_eq!(map.stop().code, Some(0));
+    assert_eq!(serving.stop().code, Some(0));
+    let bytes = fs::read(&image).unwrap();
+    for (n, block) in bytes.chunks(BLOCK).enumerate() {
+        assert!(block == pattern(n as u64 + 1, BLOCK), "block {n} of the image");
+    }
+}
+
+#[test]
+fn without_a_queue_requests_fail_meanwhile_and_work_again_later() {
+    let dir = tempfile::tempdir().unwrap();
+    let image = image(dir.path(), "disk.img", &[7; BLOCK]);
+    let export = [format!("disk={}", image.display())];
+    let server = fresh_address();
+    let (mut serving, _) = serve(server, &export, &[]);
+    let socket = dir.path().join("nbd");
+    let more = ["--reconnect-delay", "0.2"];
+    let (mut map, _) = map(fresh_address(), &server.to_string(), &socket, &more);
+    let mut client = Client::connect(&socket).unwrap();
+    serving.signal(Signal::SIGKILL);
+    wait_for(&mut map, "session_lost");
+    assert!(matches!(client.read(0, 4096), Err(nbd::Error::Refused(EIO))));
+    serving.wait();
+    let (serving, _) = serve(server, &export, &[]);
+    wait_for(&mut map, "remapped");
+    assert_eq!(client.read(0, 4096).unwrap(), [7; 4096]);
+    client.write(0, &[8; 4096]).unwrap();
+    client.disconnect().unwrap();
+    assert_eq!(map.stop().code, Some(0));
+    assert_eq!(serving.stop().code, Some(0));
+    assert_eq!(fs::read(&image).unwrap()[..4096], [8; 4096]);
+}
+
+#[test]
+fn paths_from_several_addresses_carry_load_together() {
+    for policy in ["round-robin", "mi", "min-latency"] {
+        let dir = tempfile::tempdir().unwrap();
+        let image = image(dir.path(), "disk.img", &vec![0; BLOCK * 32]);
+        let server = fresh_address();
+        let (mut serving, _) = serve(server, &[format!("disk={}", image.display())], &[]);
+        let socket = dir.path().join("nbd");
+        let second = format!("{},{server}", fresh_address());
+        let more = ["--path", &second, "--policy", policy];
+        let (map, mapped) = map(fresh_address(), &server.to_string(), &socket, &more);
+        assert_eq!(mapped["paths"].as_array().unwrap().len(), 2);
+        let mut client = Client::connect(&socket).unwrap();
+        for n in 0..32 {
+            client.write((n * BLOCK) as u64, &pattern(n as u64, BLOCK)).unwrap();
+        }
+        client.disconnect().unwrap();
+        assert_eq!(map.stop().code, Some(0));
+        let gone = wait_for(&mut serving, "session_closed");
+        assert_eq!(gone["session"], "test");
+        assert_eq!(serving.stop().code, Some(0));
+        let bytes = fs::read(&image).unwrap();
+        for (n, block) in bytes.chunks(BLOCK).enumerate() {
+            assert!(block == pattern(n as u64, BLOCK), "block {n}");
+        }
+    }
+}
+
+#[test]
+fn ctrl_c_ends_a_mapping_whose_requests_wait_for_a_server() {
+    let dir = tempfile::tempdir().unwrap();
+    let image = image(dir.path(), "disk.img", &[7; BLOCK]);
+    let server = fresh_address();
+    let (mut serving, _) = serve(server, &[format!("disk={}", image.display())], &[]);
+    let socket = dir.path().join("nbd");
+    let (mut map, _) = map(fresh_address(), &server.to_string(), &socket, &["--on-loss", "queue"]);
+    let mut client = Client::connect(&socket).unwrap();
+    serving.signal(Signal::SIGKILL);
+    serving.wait();
+    wait_for(&mut map, "session_lost");
+    let waiting = thread::spawn(move || client.read(0, 4096));
+    let done = map.stop();
+    // What was written may not be durable: that is no good end.
+    assert_eq!(done.code, Some(1), "{}", done.stderr);
+    assert!(waiting.join().unwrap().is_err());
+    assert!(!socket.exists());
+}
+
+#[test]
+fn what_can_not_be_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("nbd");
+    let (src, dst) = (fresh_address(), fresh_address().to_string());
+    let again = format!("{src},{dst}");
+    for (more, word) in [
+        (&["--path", &again][..], "twice"),
+        (&["--policy", "best"], "min-inflight"),
+        (&["--max-reconnects", "10000"], "9999"),
+        (&["--max-reconnects", "-2"], "-1"),
+        (&["--on-loss", "wait"], "queue"),
+        (&["--reconnect-delay", "0"], "0"),
+    ] {
+        let done = run(&map_args(src, &dst, &socket, more));
+        assert_eq!(done.code, Some(2), "{more:?}: {}", done.stderr);
+        assert!(done.stderr.contains(word), "{more:?}: {}", done.stderr);
+    }
+}
