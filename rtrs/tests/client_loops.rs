@@ -130,6 +130,7 @@ impl Share {
                     self.common.finished.fetch_add(1, Ordering::SeqCst);
                 }
             }
+            Output::Path { .. } => {}
             Output::Closed(_) => self.closed = true,
             // The server may take leave before the letter comes.
             Output::Down(..) if self.index > 0 && self.ended == REQUESTS => {}

@@ -427,7 +427,9 @@ mod tests {
         loop {
             assert!(Instant::now() < deadline, "nothing comes");
             server.next(Duration::from_millis(5));
-            if let Some(event) = mapping.next(Duration::from_millis(5)) {
+            if let Some(event) = mapping.next(Duration::from_millis(5))
+                && !matches!(event, MapEvent::News(_))
+            {
                 return event;
             }
         }

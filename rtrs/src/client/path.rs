@@ -103,6 +103,8 @@ pub(super) struct Path {
     pub(super) ever_accepted: bool,
     /// It has been up.
     pub(super) ever_up: bool,
+    /// The session was lost after it was up: its requests were the user's of before, who has been told since that they are over.
+    pub(super) outlived: bool,
     pub(super) device: Option<DeviceIx>,
     pub(super) pd: Option<PdId>,
     pub(super) cq: Option<CqId>,
@@ -165,6 +167,7 @@ impl Path {
             first: false,
             ever_accepted: false,
             ever_up: false,
+            outlived: false,
             device: None,
             pd: None,
             cq: None,
@@ -327,6 +330,7 @@ impl Path {
         reports.push(match self.state {
             PathState::Connected => {
                 self.why = None;
+                self.outlived = false;
                 Report::Up {
                     again: core::mem::replace(&mut self.ever_up, true),
                 }

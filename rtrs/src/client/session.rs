@@ -556,6 +556,9 @@ impl Session {
             return;
         }
         self.why = why;
+        for path in &mut self.paths {
+            path.outlived = true;
+        }
         self.meet(env, SessionEvent::LastPathDown);
         self.fail_waiting(env);
     }
@@ -570,14 +573,16 @@ impl Session {
     /// Requests whose path is drained go by another, or end. What is sent again keeps its permit: in the same chunk the server
     /// can't do it a first time after it has done it a second time, and something else in between.
     fn orphaned(&mut self, env: &mut Env<'_, '_>, index: usize, orphans: Vec<Orphan>) {
-        let why = self.paths[index].why();
+        let (why, outlived) = (self.paths[index].why(), self.paths[index].outlived);
         let mut taken = vec![0; self.paths.len()];
         for Orphan { permit, flight } in orphans {
             let result = match flight.waits {
                 // It was answered; the key ended with the queue pair.
                 Waits::Revocation(0) => Ok(()),
                 Waits::Revocation(errno) => Err(IoError::Remote(errno.into())),
-                Waits::Room | Waits::Answer => match self.way_for(permit) {
+                // With the session the server has closed what its user had open there: even if another path is up by now, the
+                // request may mean something else.
+                Waits::Room | Waits::Answer => match self.way_for(permit).filter(|_| !outlived) {
                     Some(path) => {
                         taken[path] += 1;
                         self.paths[path].stats.failovers += 1;

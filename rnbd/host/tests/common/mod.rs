@@ -214,7 +214,7 @@ impl Lab {
             match map.mapping.next(Duration::from_millis(100)) {
                 Some(MapEvent::Mapped { .. }) => return Ok(map),
                 Some(MapEvent::Ended(result)) => return Err(result.expect_err("it was not asked to end")),
-                None => {}
+                Some(MapEvent::News(_)) | None => {}
             }
         }
     }
