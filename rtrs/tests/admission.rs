@@ -534,17 +534,27 @@ fn a_later_attempt_says_that_the_path_was_given_up() {
     for recon_cnt in [u16::MAX, u16::MAX - 1, 0x8000] {
         assert_eq!(gate.request(at(0), &attempt(recon_cnt)), Err(Refusal::Unexpected));
     }
-    assert_eq!(gate.request(at(0), &attempt(0)), given_up, "half-open, and the number has wrapped");
+    assert_eq!(
+        gate.request(at(0), &attempt(0)),
+        given_up,
+        "half-open, and the number has wrapped"
+    );
     gate.established(path).unwrap().unwrap();
     assert_eq!(gate.request(at(0), &attempt(7)), given_up);
     gate.up(path);
     assert_eq!(gate.request(at(0), &attempt(7)), given_up);
     // Only connection 0 begins an attempt, and only from where the path is.
     assert_eq!(gate.request(at(0), &cid(1, attempt(7))), Err(Refusal::Unexpected));
-    let elsewhere = ConnectRequest { peer: v4(2), ..attempt(7) };
+    let elsewhere = ConnectRequest {
+        peer: v4(2),
+        ..attempt(7)
+    };
     assert_eq!(gate.request(at(0), &elsewhere), Err(Refusal::Unexpected));
     gate.closing(path);
     assert_eq!(gate.request(at(0), &attempt(8)), Err(Refusal::Unexpected));
     gate.ended(path);
-    assert!(matches!(gate.request(at(0), &attempt(8)), Ok(Admitted::HalfOpen { .. })));
+    assert!(matches!(
+        gate.request(at(0), &attempt(8)),
+        Ok(Admitted::HalfOpen { .. })
+    ));
 }

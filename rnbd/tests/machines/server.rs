@@ -71,7 +71,13 @@ impl Bench {
     }
 
     /// The data of each request lies at 1 MiB times its chunk, which is its serial.
-    pub(crate) fn ask(&mut self, session: SessionKey, direction: Direction, header: &[u8], data_len: u32) -> RequestKey {
+    pub(crate) fn ask(
+        &mut self,
+        session: SessionKey,
+        direction: Direction,
+        header: &[u8],
+        data_len: u32,
+    ) -> RequestKey {
         self.serial += 1;
         self.now = self.now + Duration::from_millis(1);
         let key = RequestKey {

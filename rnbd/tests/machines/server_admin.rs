@@ -39,8 +39,14 @@ fn open_devices_are_listed_with_who_has_them() {
     let listed = bench.server.listing();
     let [one, two] = &listed[..] else { panic!("{listed:?}") };
     assert_eq!((one.session, one.session_name.as_str(), one.id), (A, "session 1", id));
-    assert_eq!((one.name.as_str(), one.label.as_str(), one.store), ("disk", "/disk", store));
-    assert_eq!((one.mode, one.read_only, one.size), (AccessMode::ReadWrite, false, 8 * MIB));
+    assert_eq!(
+        (one.name.as_str(), one.label.as_str(), one.store),
+        ("disk", "/disk", store)
+    );
+    assert_eq!(
+        (one.mode, one.read_only, one.size),
+        (AccessMode::ReadWrite, false, 8 * MIB)
+    );
     assert_eq!((two.session, two.id, two.name.as_str()), (B, other, "other"));
     assert_eq!((two.mode, two.read_only, two.size), (AccessMode::ReadOnly, true, MIB));
     bench.server.resized(store, 9 * MIB);
@@ -64,7 +70,9 @@ fn a_device_that_is_closed_by_force_is_not_connected_any_more() {
     assert_eq!(bench.errno(A, Write, write.as_bytes(), 512), Errno::ENOTCONN.raw());
     bench.server.io_done(under_way, Ok(()));
     let actions = bench.actions();
-    let [Action::Answer(answered, 0), close] = &actions[..] else { panic!("{actions:?}") };
+    let [Action::Answer(answered, 0), close] = &actions[..] else {
+        panic!("{actions:?}")
+    };
     assert_eq!(*answered, request);
     // Who opens it again meanwhile waits, and gets another number.
     let again = bench.ask_open(A, "disk", AccessMode::ReadWrite);
@@ -112,7 +120,9 @@ fn a_client_that_comes_back_waits_for_what_it_had_open() {
     // Others have nothing to wait for: they are told what the export says.
     let stranger = bench.ask_open(B, "disk", AccessMode::ReadWrite);
     let ticket = ticket_of(&bench.action());
-    bench.server.opened(bench.now, ticket, Err(OpenRefused::from(Errno::EPERM)));
+    bench
+        .server
+        .opened(bench.now, ticket, Err(OpenRefused::from(Errno::EPERM)));
     assert!(matches!(bench.action(), Action::Answer(key, e) if key == stranger && e == Errno::EPERM.raw()));
     bench.server.closed(bench.now, ticket_of(&closes.pop().unwrap()));
     assert!(bench.actions().is_empty(), "the other one");
@@ -120,7 +130,9 @@ fn a_client_that_comes_back_waits_for_what_it_had_open() {
     let open = bench.action();
     bench.opened(ticket_of(&open), geometry(MIB), "disk");
     let actions = bench.actions();
-    let [answer, open] = &actions[..] else { panic!("{actions:?}") };
+    let [answer, open] = &actions[..] else {
+        panic!("{actions:?}")
+    };
     response(answer, disk);
     bench.opened(ticket_of(open), geometry(MIB), "third");
     response(&bench.action(), third);
@@ -142,15 +154,21 @@ fn an_open_that_is_under_way_is_waited_for_as_well() {
             true => {
                 bench.opened(open, geometry(MIB), "disk");
                 let actions = bench.actions();
-                let [close, Action::Answer(answered, _)] = &actions[..] else { panic!("{actions:?}") };
+                let [close, Action::Answer(answered, _)] = &actions[..] else {
+                    panic!("{actions:?}")
+                };
                 assert_eq!(*answered, lost);
                 bench.server.closed(bench.now, ticket_of(close));
                 bench.actions()
             }
             false => {
-                bench.server.opened(bench.now, open, Err(OpenRefused::from(Errno::ENOENT)));
+                bench
+                    .server
+                    .opened(bench.now, open, Err(OpenRefused::from(Errno::ENOENT)));
                 let mut actions = bench.actions();
-                let refused = actions.iter().position(|a| matches!(a, Action::Answer(key, _) if *key == lost));
+                let refused = actions
+                    .iter()
+                    .position(|a| matches!(a, Action::Answer(key, _) if *key == lost));
                 actions.remove(refused.unwrap());
                 actions
             }

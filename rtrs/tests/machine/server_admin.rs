@@ -39,11 +39,22 @@ fn sessions_are_listed_with_their_paths() {
     second.open(&mut bed, "s1");
 
     let listed = &bed.server.listing()[0];
-    assert_eq!((listed.name.as_str(), listed.uuid, listed.home), ("s1", first.session, true));
-    let [one, two] = &listed.paths[..] else { panic!("{listed:?}") };
+    assert_eq!(
+        (listed.name.as_str(), listed.uuid, listed.home),
+        ("s1", first.session, true)
+    );
+    let [one, two] = &listed.paths[..] else {
+        panic!("{listed:?}")
+    };
     for (path, client) in [(one, &first), (two, &second)] {
-        assert_eq!((path.uuid, path.client, path.server), (client.path, client.peer, client.local.ip()));
-        assert_eq!((path.state, path.made), (PathState::Connected, usize::from(client.connections)));
+        assert_eq!(
+            (path.uuid, path.client, path.server),
+            (client.path, client.peer, client.local.ip())
+        );
+        assert_eq!(
+            (path.state, path.made),
+            (PathState::Connected, usize::from(client.connections))
+        );
         assert_eq!((path.rdma, path.requests), (RdmaStats::default(), 0));
     }
     assert_ne!(one.path, two.path);
@@ -112,7 +123,10 @@ fn a_path_is_disconnected_and_its_client_may_come_again() {
     bed.answer(request.key, 0);
     assert_eq!(bed.news(), ["path down: closed"]);
     assert_eq!(paths(&bed).len(), 1);
-    assert!(!bed.call(|server, cx| server.close_path(cx, session, keys[0])), "it is gone");
+    assert!(
+        !bed.call(|server, cx| server.close_path(cx, session, keys[0])),
+        "it is gone"
+    );
     assert!(!bed.server.reset_stats(session, keys[0]));
     let mut again = first.once_more();
     again.open(&mut bed, "s1");

@@ -62,7 +62,10 @@ fn a_path_that_is_known_is_refused_in_each_state() {
         let mut bed = Bed::new(config());
         let client = path_at(&mut bed, at);
         for attempt in [0, 1] {
-            let mut again = Client { attempt, ..client.clone() };
+            let mut again = Client {
+                attempt,
+                ..client.clone()
+            };
             assert_eq!(again.connect(&mut bed, 0), RESET, "{at:?}, attempt {attempt}");
         }
         let state = bed.server.listing().first().map(|s| s.paths[0].state);
@@ -111,11 +114,17 @@ fn attempts_are_counted_modulo() {
     };
     client.open(&mut bed, "s1");
     for late in [u16::MAX - 1, u16::MAX - 20_000] {
-        let mut late = Client { attempt: late, ..client.clone() };
+        let mut late = Client {
+            attempt: late,
+            ..client.clone()
+        };
         assert_eq!(late.connect(&mut bed, 0), RESET);
         assert!(!client.is_gone(&bed));
     }
-    let mut next = Client { attempt: 0, ..client.clone() };
+    let mut next = Client {
+        attempt: 0,
+        ..client.clone()
+    };
     assert_eq!(next.connect(&mut bed, 0), RESET);
     assert!(client.is_gone(&bed), "0 comes after the highest number");
 }
@@ -145,13 +154,19 @@ fn a_path_that_was_given_up_takes_nothing_of_its_session_along() {
 #[test]
 fn a_session_is_made_for_a_first_path_only() {
     let mut bed = Bed::new(config());
-    let mut added = Client { first: false, ..Client::new(1) };
+    let mut added = Client {
+        first: false,
+        ..Client::new(1)
+    };
     assert_eq!(added.connect(&mut bed, 0), Err(errno::ENXIO), "it is another server's");
     bed.is_clean();
     Client::opened(&mut bed, 1, "s1");
     // To a session that is known it makes no difference.
     for (n, first) in [(2, false), (3, true)] {
-        let mut path = Client { first, ..Client::new(1).second_path(n) };
+        let mut path = Client {
+            first,
+            ..Client::new(1).second_path(n)
+        };
         path.open(&mut bed, "s1");
     }
     assert_eq!(bed.server.sessions()[0].paths, 3);
@@ -168,13 +183,21 @@ fn two_paths_between_the_same_addresses_are_refused_in_each_state() {
             twin
         };
         // Ports do not count. A path of which nobody knows whether there is a client has no session yet.
-        let expected = if at == At::HalfOpen { errno::ENXIO } else { errno::EEXIST };
+        let expected = if at == At::HalfOpen {
+            errno::ENXIO
+        } else {
+            errno::EEXIST
+        };
         assert_eq!(twin(50_000).connect(&mut bed, 0), Err(expected), "{at:?}");
         finish(&mut bed, at);
         let mut elsewhere = twin(50_000);
         elsewhere.local.set_ip(IpAddr::from([192, 0, 2, 9]));
         if matches!(at, At::Opening | At::Up) {
-            assert_eq!(elsewhere.connect(&mut bed, 0), Ok(()), "to another address of ours: {at:?}");
+            assert_eq!(
+                elsewhere.connect(&mut bed, 0),
+                Ok(()),
+                "to another address of ours: {at:?}"
+            );
         }
     }
 }
@@ -213,8 +236,16 @@ fn connections_come_in_any_order_after_the_first_and_once() {
     for cid in [3, 1] {
         client.connect(&mut bed, cid).unwrap();
     }
-    for (what, cid, connections) in [("a second time", 3, 4), ("above the count", 4, 4), ("another count", 2, 5), ("another count", 2, 3)] {
-        let mut other = Client { connections, ..client.clone() };
+    for (what, cid, connections) in [
+        ("a second time", 3, 4),
+        ("above the count", 4, 4),
+        ("another count", 2, 5),
+        ("another count", 2, 3),
+    ] {
+        let mut other = Client {
+            connections,
+            ..client.clone()
+        };
         assert_eq!(other.connect(&mut bed, cid), RESET, "{what}");
     }
     client.connect(&mut bed, 2).unwrap();
