@@ -299,7 +299,10 @@ fn a_session_closed_by_the_server_ends_every_request() {
     }
     down_rx.recv_timeout(PATIENCE).unwrap();
     assert!(session.state().is_err());
-    assert!(session.alloc_buffer(1).is_ok(), "a request can be made ready for the time when a path is up");
+    assert!(
+        session.alloc_buffer(1).is_ok(),
+        "a request can be made ready for the time when a path is up"
+    );
     let (tx, rx) = mpsc::channel();
     begin(&session, ConType::Io(0), Direction::Write, Ask::Hold, None, &tx);
     assert!(matches!(ended(&rx), Err(IoError::Path(_))));

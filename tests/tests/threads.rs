@@ -61,6 +61,8 @@ fn several_clients(loops: usize) {
             // At one loop, or at all.
             let connections = (1 + n % 2 * loops).to_string();
             let more = [
+                "--max-reconnects",
+                "0",
                 "--session",
                 &session,
                 "--device",
@@ -266,7 +268,16 @@ fn mapping(loops: usize, at_the_server: usize, killed: bool) {
     let (mut serve, _) = serve(addr, &export, &["--threads", &loops_there]);
     let (socket, pcap) = (dir.path().join("s"), dir.path().join("trace.pcap"));
     let trace = pcap.display().to_string();
-    let more = ["--threads", &loops_here, "--heartbeat", "0.3", "--pcap", &trace];
+    let more = [
+        "--threads",
+        &loops_here,
+        "--heartbeat",
+        "0.3",
+        "--pcap",
+        &trace,
+        "--max-reconnects",
+        "0",
+    ];
     let (map, mapped) = map(fresh_address(), &addr.to_string(), &socket, &more);
     assert_eq!(
         (&mapped["threads"], &mapped["queue_depth"]),

@@ -134,7 +134,7 @@ impl Client {
         session.state()
     }
 
-    /// Adds a path to a session that is open, or has lost all of its paths. [`PathNews::Done`] says whether it came up; if not it is
+    /// Adds a path to a session that is open, or has lost all of its paths. [`PathNews::Done`](super::PathNews::Done) says whether it came up; if not it is
     /// gone again.
     ///
     /// # Errors
@@ -143,7 +143,7 @@ impl Client {
         self.at_home(cx, session, |s, env| s.add_path(env, addr))
     }
 
-    /// Asks something for a path. [`PathNews::Done`] says how it ended.
+    /// Asks something for a path. [`PathNews::Done`](super::PathNews::Done) says how it ended.
     ///
     /// # Errors
     /// When there is no such path, or it can't be asked that now ([`Error::Busy`]); not at the first share.

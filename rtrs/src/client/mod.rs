@@ -14,6 +14,7 @@ mod machine;
 mod path;
 mod paths;
 pub mod permits;
+mod pick;
 pub mod policy;
 mod post;
 pub mod request;

@@ -1,8 +1,6 @@
-//! Which path a request takes.
+//! How the path of a request is chosen.
 
-use core::{str::FromStr, time::Duration};
-
-use crate::client::path::Path;
+use core::str::FromStr;
 
 /// How a session chooses among the paths that are up (`mpath_policy`, `rtrs-clt-sysfs.c`).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Debug)]
@@ -61,45 +59,6 @@ impl FromStr for Policy {
         };
         let found = Self::ALL.into_iter().enumerate().find(is);
         found.map(|(_, policy)| policy).ok_or_else(|| NoPolicy(text.into()))
-    }
-}
-
-/// The choice of a share.
-#[derive(Debug)]
-pub(super) struct Picker {
-    pub(super) policy: Policy,
-    /// Whose turn it is.
-    next: usize,
-}
-
-impl Picker {
-    pub(super) fn new(policy: Policy) -> Self {
-        Self { policy, next: 0 }
-    }
-
-    /// A path that is up and has this permit's chunk. `loads` are the requests in flight of each.
-    pub(super) fn pick(&mut self, paths: &[Path], loads: &[u32], permit: u16) -> Option<usize> {
-        let fits = |index: &usize| paths[*index].is_up() && usize::from(permit) < paths[*index].chunks.len();
-        if paths.len() == 1 {
-            return Some(0).filter(fits);
-        }
-        let all = 0..paths.len();
-        match self.policy {
-            Policy::RoundRobin => {
-                let next = self.next.min(paths.len());
-                let found = (next..paths.len()).chain(0..next).find(fits)?;
-                self.next = found + 1;
-                Some(found)
-            }
-            Policy::MinInflight => {
-                let load = |index: &usize| loads.get(*index).copied().unwrap_or(0);
-                all.filter(fits).min_by_key(load)
-            }
-            Policy::MinLatency => {
-                let latency = |index: &usize| paths[*index].latency.unwrap_or(Duration::MAX);
-                all.filter(fits).min_by_key(latency)
-            }
-        }
     }
 }
 

@@ -19,7 +19,7 @@ use crate::{
         letter::{Joining, Opening, Word},
         path::{Path, Report, Step},
         permits::Rest,
-        policy::Picker,
+        pick::Picker,
         post,
         request::{Output, SessionId, Submission},
         state::{PathEvent, PathState, SESSION, SessionAction, SessionEvent, SessionState},

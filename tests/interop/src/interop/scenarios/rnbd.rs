@@ -384,6 +384,9 @@ impl Mapping {
             &device,
             "--nbd",
             &nbd,
+            // What is asked for is that it ends when it loses the kernel.
+            "--max-reconnects",
+            "0",
         ];
         args.extend(more);
         let process = c.ferroce("map", &args)?;
