@@ -112,7 +112,7 @@ pub(super) fn list() -> Vec<Scenario> {
     add("killed-our-client", OursToKernel, false, our_client_killed);
     add("killed-guest-client", KernelToOurs, false, guest_client_killed);
     add("killed-guest-server", OursToKernel, false, guest_server_killed);
-    all
+    all.into_iter().map(Scenario::waits).collect()
 }
 
 /// The kernel's client writes while packets get lost, and reads back when none do: under loss its reads run into
@@ -213,7 +213,7 @@ fn stalls(c: &mut Ctx<'_>) -> Result<bool, Error> {
 }
 
 /// The line `sum MD5` of a guest's output is that of the image's start.
-fn same_on_image(c: &Ctx<'_>, out: &str, len: usize) -> Result<(), Error> {
+pub(super) fn same_on_image(c: &Ctx<'_>, out: &str, len: usize) -> Result<(), Error> {
     let script = format!("head -c {len} {} | md5sum", c.path("disk.img"));
     let ours = c.tool("md5sum", "bash", &["-c", &script], 60)?;
     let ours = ours.split_whitespace().next().unwrap_or_default();

@@ -5,6 +5,7 @@ mod contract;
 mod errors;
 mod faults;
 mod ops;
+mod paths;
 mod peer;
 mod programs;
 mod rnbd;
@@ -17,7 +18,7 @@ use std::{net::IpAddr, path::PathBuf, process::Command, time::Duration};
 use crate::{
     Error,
     far::{Far, Ip},
-    guest::{Guest, Shape},
+    guest::{Guest, Kernel, Shape},
     lab::{Places, Proc},
 };
 
@@ -76,6 +77,8 @@ pub(crate) struct Scenario {
     /// The scenario itself starts netem.
     pub(crate) netem_later: bool,
     pub(crate) guests: u8,
+    /// Networks that it uses, each of which is captured.
+    pub(crate) nets: u8,
     /// Waits most of the time: runs beside the others.
     pub(crate) waits: bool,
     /// Runs against another host as well.
@@ -85,11 +88,17 @@ pub(crate) struct Scenario {
     pub(crate) run: Run,
 }
 
-pub(crate) const SMALL: Shape = Shape { cpus: 1, mtu: 1500 };
-pub(crate) const JUMBO: Shape = Shape { cpus: 1, mtu: 9000 };
+pub(crate) const SMALL: Shape = Shape {
+    cpus: 1,
+    mtu: 1500,
+    kernel: Kernel::V6_1,
+};
+pub(crate) const JUMBO: Shape = Shape { mtu: 9000, ..SMALL };
+/// See [`JUMBO_SMP`].
+pub(crate) const SMP: Shape = Shape { cpus: 4, ..SMALL };
 /// With several CPUs rxe's requester stopped for ever in the middle of messages, on one seldom (`specs/kernel.md` has the likely
 /// cause: more than 64 packets under way), so only the kernel's RNBD client runs here: its requests are shorter.
-pub(crate) const JUMBO_SMP: Shape = Shape { cpus: 4, mtu: 9000 };
+pub(crate) const JUMBO_SMP: Shape = Shape { cpus: 4, ..JUMBO };
 
 impl Scenario {
     fn new(
@@ -107,6 +116,7 @@ impl Scenario {
             netem: None,
             netem_later: false,
             guests: 1,
+            nets: 1,
             waits: false,
             peer: false,
             elsewhere: None,
@@ -143,6 +153,20 @@ impl Scenario {
         self
     }
 
+    fn nets(mut self, count: u8) -> Self {
+        self.nets = count;
+        self
+    }
+
+    /// The same in guests with this kernel. The name tells, but for Debian's own.
+    fn on(mut self, kernel: Kernel) -> Self {
+        if kernel != Kernel::V6_1 {
+            self.name = format!("{}-{}", self.name, kernel.series());
+        }
+        self.shape.kernel = kernel;
+        self
+    }
+
     fn waits(mut self) -> Self {
         self.waits = true;
         self
@@ -175,14 +199,14 @@ impl Scenario {
         if self.elsewhere.is_some() {
             return "any RoCE device".to_owned();
         }
-        let Shape { cpus, mtu } = self.shape;
+        let Shape { cpus, mtu, kernel } = self.shape;
         let cpus = if cpus == 1 {
             "1 CPU".to_owned()
         } else {
             format!("{cpus} CPUs")
         };
         let netem = self.netem.map(|n| format!(", netem {n}")).unwrap_or_default();
-        format!("{cpus}, MTU {mtu}{netem}")
+        format!("Linux {}, {cpus}, MTU {mtu}{netem}", kernel.series())
     }
 }
 
@@ -193,21 +217,27 @@ impl Scenario {
 /// makes the same requests, and what only kernels take part in.
 pub(crate) fn all() -> Vec<Scenario> {
     let mut all = Vec::new();
-    for list in [
-        ops::list(),
-        cm::list(),
-        errors::list(),
+    for kernel in Kernel::ALL {
+        let lists = [
+            ops::list(),
+            cm::list(),
+            errors::list(),
+            rnbd::list(),
+            faults::list(),
+            paths::list(),
+        ];
+        all.extend(lists.into_iter().flatten().map(|s| s.on(kernel)));
+    }
+    // What these compare the kernel with is known of 6.1, or it is not about the kernel.
+    let once = [
         services::list(),
         contract::list(),
-        rnbd::list(),
-        faults::list().into_iter().map(Scenario::waits).collect(),
         peer::list(),
         programs::list(),
         strangers::list(),
-    ] {
-        all.extend(list);
-    }
-    all.sort_by_key(|s| (s.guests, s.shape.mtu, s.shape.cpus));
+    ];
+    all.extend(once.into_iter().flatten());
+    all.sort_by_key(|s| (s.guests, s.shape.kernel, s.shape.mtu, s.shape.cpus));
     all
 }
 
@@ -298,7 +328,7 @@ fn key_lines(text: &str) -> String {
 mod tests {
     use std::collections::BTreeSet;
 
-    use super::{Direction, Scenario, all};
+    use super::{Direction, Kernel, Scenario, all};
 
     #[test]
     fn the_short_set_has_every_kind_direction_and_fault() {
@@ -333,6 +363,19 @@ mod tests {
         for fault in ["link-down", "killed", "strangers"] {
             assert!(all.iter().any(|s| s.ci && s.name.contains(fault)), "{fault}");
         }
+    }
+
+    #[test]
+    fn names_tell_scenarios_and_their_kernels_apart() {
+        let all = all();
+        let names: BTreeSet<&str> = all.iter().map(|s| s.name.as_str()).collect();
+        assert_eq!(names.len(), all.len());
+        for s in &all {
+            assert_eq!(s.name.ends_with("-6.12"), s.shape.kernel == Kernel::V6_12, "{}", s.name);
+        }
+        // Whatever there is of the second kernel there is of the first.
+        let second = names.iter().filter_map(|n| n.strip_suffix("-6.12"));
+        assert!(second.clone().count() > 50 && second.into_iter().all(|n| names.contains(n)));
     }
 
     /// Faults of netem.
