@@ -51,7 +51,7 @@ pub(super) fn all_answered(frames: &str) -> Result<usize, String> {
 /// Whether the kernel stopped in the middle of a message although we had acknowledged all of it that had come: that, and then
 /// nothing, is how the lines of `ferroce pcap check` end.
 pub(super) fn stopped_within_a_message(frames: &str) -> bool {
-    let ours = [format!(" {HOST_V4}:"), format!(" [{HOST_V6}]:")];
+    let ours = [format!(" {}:", HOST_V4[0]), format!(" [{}]:", HOST_V6[0])];
     let packets: Vec<&str> = frames.lines().filter(|l| l.contains(" psn ")).collect();
     let [.., sent, answer] = packets[..] else {
         return false;
