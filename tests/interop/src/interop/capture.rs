@@ -121,7 +121,7 @@ const RECIPES: &[Recipe] = &[
         fault(1, &[READ_REQUEST], 2, Fate::Drop), fault(1, &[WRITE_LAST], 3, Fate::Drop), fault(2, &[ACK], 5, Fate::Drop)], rping_v4),
     recipe("rnbd-inv-off", "kernel RNBD over RTRS, always_invalidate=N", "RTRS session, 64 KiB written and read back, rkeys that stay", &[], |p| rnbd(p, "N", "ram0", IO)),
     recipe("rnbd-inv-on", "kernel RNBD over RTRS, always_invalidate=Y", "RTRS session from its start, 64 KiB written and read back, SEND with Invalidate", &[], |p| rnbd(p, "Y", "ram0", IO)),
-    recipe("rnbd-zeroes", "kernel RNBD over RTRS, always_invalidate=N", "RNBD as newer kernels speak it: the version, flushes with PREFLUSH, WRITE_ZEROES", &[], |p| rnbd(p, "N", "loop0", ZEROES)).on(Kernel::V6_12),
+    recipe("rnbd-zeroes", "kernel RNBD over RTRS, always_invalidate=N", "RNBD of a newer kernel: 64 KiB written, a flush, WRITE_ZEROES, a flush, read back", &[], |p| rnbd(p, "N", "loop0", ZEROES)).on(Kernel::V6_12),
 ];
 
 /// The two guests.

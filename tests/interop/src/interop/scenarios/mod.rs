@@ -249,6 +249,12 @@ impl Ctx<'_> {
             .ok_or_else(|| "needs a guest of the lab".into())
     }
 
+    /// The guest's kernel.
+    pub(crate) fn kernel(&self) -> Result<Kernel, Error> {
+        let guest = self.guest.as_ref().ok_or("needs a guest of the lab")?;
+        Ok(guest.shape.kernel)
+    }
+
     /// Our address.
     pub(crate) fn host(&self, ip: Ip) -> Result<IpAddr, Error> {
         self.local[usize::from(ip == Ip::V6)].ok_or_else(|| format!("no address of IP{} here", ip.tag()).into())
