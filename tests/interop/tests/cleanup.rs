@@ -149,8 +149,8 @@ impl Drop for Run {
     }
 }
 
-const SHORT: [&str; 2] = ["--only", "rping-our-client-v4"];
-const LONG: [&str; 2] = ["--only", "ops-v6-mtu1500"];
+const SHORT: [&str; 4] = ["--only", "rping-our-client-v4", "--kernel", "6.1"];
+const LONG: [&str; 4] = ["--only", "ops-v6-mtu1500", "--kernel", "6.1"];
 
 /// In the long scenario.
 fn started_long(ground: &Ground) -> Run {

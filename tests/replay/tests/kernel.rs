@@ -241,6 +241,8 @@ fn a_send_that_is_too_long_is_an_operational_error() {
 
 #[test]
 fn the_local_ack_timeout_of_a_connection_is_2_seconds() {
+    // With 6.12 it is 0.54 s.
+    let code = |name: &str| if name == "rnbd-zeroes.pcap" { 17 } else { 19 };
     let mut requests = 0;
     for name in kernel_captures() {
         let mut capture = Capture::open(fixtures().join(&name)).expect("capture");
@@ -255,7 +257,7 @@ fn the_local_ack_timeout_of_a_connection_is_2_seconds() {
             };
             if datagram.payload[0] == Opcode::UdSendOnly as u8 && mad[1] == 7 && mad[16..18] == [0, 0x10] {
                 requests += 1;
-                assert_eq!(mad[24 + 95] >> 3, 19, "{name} frame {}", frame.index);
+                assert_eq!(mad[24 + 95] >> 3, code(&name), "{name} frame {}", frame.index);
             }
         }
     }

@@ -48,6 +48,8 @@ impl Beside {
         command.arg("--beside").arg("--lab").arg(&places.lab);
         command.arg("--ferroce").arg(&places.ferroce).arg("--json").arg(&json);
         command.args(set.iter().flat_map(|s| ["--set", s.get_name()]));
+        let kernel = cli.kernel.and_then(|k| k.to_possible_value());
+        command.args(kernel.iter().flat_map(|k| ["--kernel", k.get_name()]));
         if places.keep {
             command.arg("--keep");
         }
@@ -119,6 +121,10 @@ mod tests {
             let [here, beside] = names(&["--set", set]);
             assert!(!here.is_empty() && !beside.is_empty(), "{set}");
             assert_eq!(names(&["--set", set, "--beside"]), [beside, Vec::new()], "{set}");
+            let [_, beside] = names(&["--set", set, "--kernel", "6.12"]);
+            assert!(!beside.is_empty(), "{set}");
+            let again = names(&["--set", set, "--kernel", "6.12", "--beside"]);
+            assert_eq!(again, [beside, Vec::new()], "{set}");
         }
         let [here, beside] = names(&["--only", "cm-unreachable"]);
         assert!(here.contains(&"cm-unreachable".to_owned()) && beside.is_empty());

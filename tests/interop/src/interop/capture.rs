@@ -14,9 +14,10 @@ use std::{
 
 use crate::{
     Error,
-    guest::{Guest, Shape},
+    guest::{Guest, Kernel, Shape},
     lab::{self, Net, Places},
     relay::{Fate, Fault, Relay},
+    scenarios::SMALL,
 };
 
 /// Arguments.
@@ -37,6 +38,8 @@ struct Recipe {
     shows: &'static str,
     faults: &'static [Fault],
     run: fn(&Pair<'_>) -> Result<(), Error>,
+    /// Of both guests.
+    kernel: Kernel,
 }
 
 const fn recipe(
@@ -52,6 +55,13 @@ const fn recipe(
         shows,
         faults,
         run,
+        kernel: Kernel::V6_1,
+    }
+}
+
+impl Recipe {
+    const fn on(self, kernel: Kernel) -> Self {
+        Self { kernel, ..self }
     }
 }
 
@@ -109,8 +119,9 @@ const RECIPES: &[Recipe] = &[
     recipe("rping-v6", "rping", "rping over IPv6", &[], rping_v6),
     recipe("rping-loss", "rping", "rping; a READ request, a WRITE and an ACK lost", &[
         fault(1, &[READ_REQUEST], 2, Fate::Drop), fault(1, &[WRITE_LAST], 3, Fate::Drop), fault(2, &[ACK], 5, Fate::Drop)], rping_v4),
-    recipe("rnbd-inv-off", "kernel RNBD over RTRS, always_invalidate=N", "RTRS session, 64 KiB written and read back, rkeys that stay", &[], |p| rnbd(p, "N")),
-    recipe("rnbd-inv-on", "kernel RNBD over RTRS, always_invalidate=Y", "RTRS session from its start, 64 KiB written and read back, SEND with Invalidate", &[], |p| rnbd(p, "Y")),
+    recipe("rnbd-inv-off", "kernel RNBD over RTRS, always_invalidate=N", "RTRS session, 64 KiB written and read back, rkeys that stay", &[], |p| rnbd(p, "N", "ram0", IO)),
+    recipe("rnbd-inv-on", "kernel RNBD over RTRS, always_invalidate=Y", "RTRS session from its start, 64 KiB written and read back, SEND with Invalidate", &[], |p| rnbd(p, "Y", "ram0", IO)),
+    recipe("rnbd-zeroes", "kernel RNBD over RTRS, always_invalidate=N", "RNBD of a newer kernel: 64 KiB written, a flush, WRITE_ZEROES, a flush, read back", &[], |p| rnbd(p, "N", "loop0", ZEROES)).on(Kernel::V6_12),
 ];
 
 /// The two guests.
@@ -125,7 +136,11 @@ pub(crate) fn run(args: &Args, places: &Places) -> Result<(), Error> {
     let chosen: Vec<&Recipe> = RECIPES.iter().filter(wanted).collect();
     let out = args.out.clone().unwrap_or_else(|| places.lab.join("captures"));
     fs::create_dir_all(&out)?;
-    let _ready = lab::prepare(&places.scripts, &places.lab)?;
+    let kernels: Vec<Kernel> = Kernel::ALL
+        .into_iter()
+        .filter(|k| chosen.iter().any(|r| r.kernel == *k))
+        .collect();
+    let _ready = lab::prepare(&places.scripts, &places.lab, &kernels)?;
     let _net = Net::up(2)?;
     for tap in ["tap1", "tap2"] {
         let done = Command::new("bridge")
@@ -136,8 +151,34 @@ pub(crate) fn run(args: &Args, places: &Places) -> Result<(), Error> {
         }
     }
     let relay = Relay::start()?;
-    let shape = Shape { cpus: 1, mtu: 1500 };
-    let boot = |id| Guest::boot(id, shape, places);
+    let mut manifest = String::new();
+    let mut failed = Vec::new();
+    for kernel in kernels {
+        if let Some(why) = places.missing(kernel) {
+            failed.push(why);
+            continue;
+        }
+        let recipes = chosen.iter().copied().filter(|r| r.kernel == kernel);
+        on(kernel, recipes, &relay, places, &out, (&mut manifest, &mut failed))?;
+    }
+    fs::write(out.join("manifest.toml"), manifest)?;
+    if !failed.is_empty() {
+        return Err(failed.join("\n").into());
+    }
+    println!("captures and their manifest entries are in {}", out.display());
+    replay(&out)
+}
+
+/// Makes those of one kernel; what they give for the manifest, and what went wrong, is added.
+fn on<'a>(
+    kernel: Kernel,
+    recipes: impl Iterator<Item = &'a Recipe>,
+    relay: &Relay,
+    places: &Places,
+    out: &Path,
+    (manifest, failed): (&mut String, &mut Vec<String>),
+) -> Result<(), Error> {
+    let boot = |id| Guest::boot(id, Shape { kernel, ..SMALL }, places);
     let (server, client) = (boot(1)?, boot(2)?);
     let pair = Pair {
         server: &server,
@@ -154,24 +195,17 @@ pub(crate) fn run(args: &Args, places: &Places) -> Result<(), Error> {
     let version = version
         .split_once("Debian ")
         .map_or("?", |(_, v)| v.split('-').next().unwrap_or(v));
-    let mut manifest = String::new();
-    let mut failed = Vec::new();
-    for recipe in chosen {
+    for recipe in recipes {
         lab::check_stop()?;
-        match make(recipe, &relay, &pair, &out) {
+        match make(recipe, relay, &pair, out) {
             Ok(made) => {
                 println!("{}: {}", recipe.name, made.join(", "));
-                made.iter().for_each(|file| manifest += &entry(recipe, file, version));
+                made.iter().for_each(|file| *manifest += &entry(recipe, file, version));
             }
             Err(e) => failed.push(format!("{}: {e}", recipe.name)),
         }
     }
-    fs::write(out.join("manifest.toml"), manifest)?;
-    if !failed.is_empty() {
-        return Err(failed.join("\n").into());
-    }
-    println!("captures and their manifest entries are in {}", out.display());
-    replay(&out)
+    Ok(())
 }
 
 /// Puts our engine in the place of each side of what was captured.
@@ -535,23 +569,38 @@ fn rping_v6(pair: &Pair<'_>) -> Result<(), Error> {
     rping(pair, "fd77::1")
 }
 
-fn rnbd(pair: &Pair<'_>, invalidate: &str) -> Result<(), Error> {
+/// On /dev/rnbd0.
+const IO: &str = "\
+    dd if=/tmp/data of=/dev/rnbd0 bs=32k count=2 oflag=direct status=none\n\
+    dd if=/dev/rnbd0 of=/tmp/back bs=32k count=2 iflag=direct status=none\n";
+/// The second half is made zeroes, then flushed. A loop device can do both.
+const ZEROES: &str = "\
+    [ $(cat /sys/block/rnbd0/queue/write_zeroes_max_bytes) -gt 0 ]\n\
+    dd if=/tmp/data of=/dev/rnbd0 bs=32k count=2 oflag=direct status=none; sync /dev/rnbd0\n\
+    blkdiscard -z -o 32768 -l 32768 /dev/rnbd0; sync /dev/rnbd0\n\
+    truncate -s 32768 /tmp/data; truncate -s 65536 /tmp/data\n\
+    dd if=/dev/rnbd0 of=/tmp/back bs=32k count=2 iflag=direct status=none\n";
+
+/// `io` leaves in /tmp/back what the device has, and in /tmp/data what it has to have.
+fn rnbd(pair: &Pair<'_>, invalidate: &str, device: &str, io: &str) -> Result<(), Error> {
     // A short queue: the server tells the client of every chunk.
     let up = format!(
-        "set -e; insmod $LAB/rtrs/rtrs-core.ko; \
-         insmod $LAB/rtrs/rtrs-server.ko always_invalidate={invalidate} sess_queue_depth=32; insmod $LAB/rnbd/rnbd-server.ko"
+        "set -e; truncate -s 1M /tmp/loop.img; losetup /dev/loop0 /tmp/loop.img; insmod $LINUX/rtrs/rtrs-core.ko; \
+         insmod $LINUX/rtrs/rtrs-server.ko always_invalidate={invalidate} sess_queue_depth=32; insmod $LINUX/rnbd/rnbd-server.ko"
     );
     pair.server.run(&up, 30)?;
-    let io = "set -e; insmod $LAB/rtrs/rtrs-core.ko; insmod $LAB/rtrs/rtrs-client.ko; insmod $LAB/rnbd/rnbd-client.ko\n\
-         echo 'sessname=s1 path=ip:10.77.0.1 device_path=newroot/dev/ram0' > /sys/class/rnbd-client/ctl/map_device\n\
+    let io = format!(
+        "set -e; insmod $LINUX/rtrs/rtrs-core.ko; insmod $LINUX/rtrs/rtrs-client.ko; insmod $LINUX/rnbd/rnbd-client.ko\n\
+         echo 'sessname=s1 path=ip:10.77.0.1 device_path=newroot/dev/{device}' > /sys/class/rnbd-client/ctl/map_device\n\
          for i in $(seq 50); do [ -b /dev/rnbd0 ] && break; sleep 0.1; done\n\
-         head -c 65536 $LAB/initramfs.gz > /tmp/data\n\
-         dd if=/tmp/data of=/dev/rnbd0 bs=32k count=2 oflag=direct status=none\n\
-         dd if=/dev/rnbd0 of=/tmp/back bs=32k count=2 iflag=direct status=none\n\
-         cmp /tmp/data /tmp/back\n\
+         head -c 65536 $LINUX/initramfs.gz > /tmp/data\n\
+         {io}cmp /tmp/data /tmp/back\n\
          echo normal > /sys/block/rnbd0/rnbd/unmap_device\n\
-         rmmod rnbd_client rtrs_client rtrs_core";
-    let done = pair.client.run(io, 90);
-    let down = pair.server.run("rmmod rnbd_server rtrs_server rtrs_core", 60);
+         rmmod rnbd_client rtrs_client rtrs_core"
+    );
+    let done = pair.client.run(&io, 90);
+    let down = pair
+        .server
+        .run("rmmod rnbd_server rtrs_server rtrs_core; losetup -D", 60);
     done.and(down).map(drop)
 }

@@ -3,24 +3,47 @@
 use std::{
     fs::File,
     io::{BufRead as _, BufReader, Read as _, Write as _},
-    net::{Ipv4Addr, Ipv6Addr, TcpStream},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpStream},
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
     process::Command,
     time::{Duration, Instant},
 };
 
+use clap::ValueEnum;
+
 use crate::{
     Error,
-    far::Far,
-    lab::{Places, Proc, check_stop, run_quiet},
+    far::{Far, Ip},
+    lab::{NETS, Places, Proc, check_stop, run_quiet, tap},
 };
+
+/// A series of kernels that Debian has.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Debug)]
+pub(crate) enum Kernel {
+    #[value(name = "6.1")]
+    V6_1,
+    #[value(name = "6.12")]
+    V6_12,
+}
+
+impl Kernel {
+    pub(crate) const ALL: [Self; 2] = [Self::V6_1, Self::V6_12];
+
+    pub(crate) const fn series(self) -> &'static str {
+        match self {
+            Self::V6_1 => "6.1",
+            Self::V6_12 => "6.12",
+        }
+    }
+}
 
 /// What a guest is booted with.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Shape {
     pub(crate) cpus: u8,
     pub(crate) mtu: u32,
+    pub(crate) kernel: Kernel,
 }
 
 /// How the error about a script begins that did not come to its end.
@@ -42,14 +65,14 @@ pub(crate) struct Guest {
 const BOOT: Duration = Duration::from_secs(240);
 
 impl Guest {
-    /// Boots guest `id` (its addresses are `10.77.0.id` and `fd77::id`) and waits until it takes scripts.
+    /// Boots guest `id` (its addresses are `10.77.0.id` and `fd77::id`, on the second network 78) and waits until it takes scripts.
     pub(crate) fn boot(id: u8, shape: Shape, places: &Places) -> Result<Self, Error> {
         let monitor = places.run.join(format!("monitor-{id}"));
         let guest = Self {
             shape,
             far: Far {
-                v4: Some(Ipv4Addr::new(10, 77, 0, id).into()),
-                v6: Some(Ipv6Addr::new(0xfd77, 0, 0, 0, 0, 0, 0, id.into()).into()),
+                v4: Some(addr(0, id, Ip::V4)),
+                v6: Some(addr(0, id, Ip::V6)),
                 port: 7001,
                 peer: places.peer.clone(),
             },
@@ -86,9 +109,14 @@ impl Guest {
         Ok(())
     }
 
-    /// The tap behind its network card.
-    pub(crate) fn tap(&self) -> String {
-        format!("tap{}", self.id)
+    /// The tap behind one of its network cards.
+    pub(crate) fn tap(&self, net: u8) -> String {
+        tap(net, self.id)
+    }
+
+    /// Its address on a network.
+    pub(crate) fn addr(&self, net: u8, ip: Ip) -> IpAddr {
+        addr(net, self.id, ip)
     }
 
     /// Runs a bash script in the guest and returns its output; an error unless it exits with 0.
@@ -144,35 +172,50 @@ impl Guest {
             .map_or_else(|e| e.to_string(), |(_, text)| text)
     }
 
-    /// Drops, duplicates … packets in both directions; `None` stops that.
+    /// Drops, duplicates … packets of the first network in both directions; `None` stops that.
     pub(crate) fn netem(&self, what: Option<&str>) -> Result<(), Error> {
-        let clear = "tc qdisc del dev eth0 root; tc qdisc del dev eth0 ingress; ip link del ifb0; true";
+        self.netem_on(0, what)
+    }
+
+    /// The same on either network.
+    pub(crate) fn netem_on(&self, net: u8, what: Option<&str>) -> Result<(), Error> {
+        let (eth, ifb) = (format!("eth{net}"), format!("ifb{net}"));
+        let clear = format!("tc qdisc del dev {eth} root; tc qdisc del dev {eth} ingress; ip link del {ifb}; true");
         let set = |what: &str| {
             format!(
-                "{clear}\nset -e\nip link add ifb0 type ifb; ip link set ifb0 up mtu $(cat /sys/class/net/eth0/mtu)\n\
-                 tc qdisc add dev eth0 handle ffff: ingress\n\
-                 tc filter add dev eth0 parent ffff: protocol all matchall action mirred egress redirect dev ifb0\n\
-                 tc qdisc add dev eth0 root netem limit 100000 {what}\n\
-                 tc qdisc add dev ifb0 root netem limit 100000 {what}\n"
+                "{clear}\nset -e\nip link add {ifb} type ifb; ip link set {ifb} up mtu $(cat /sys/class/net/{eth}/mtu)\n\
+                 tc qdisc add dev {eth} handle ffff: ingress\n\
+                 tc filter add dev {eth} parent ffff: protocol all matchall action mirred egress redirect dev {ifb}\n\
+                 tc qdisc add dev {eth} root netem limit 100000 {what}\n\
+                 tc qdisc add dev {ifb} root netem limit 100000 {what}\n"
             )
         };
-        self.run(&what.map_or_else(|| clear.to_owned(), set), 60).map(drop)
+        self.run(&what.map_or_else(|| clear.clone(), set), 60).map(drop)
     }
 
-    /// Takes the guest's port of the bridge out of service, or back in. Nobody's carrier changes.
+    /// Takes the guest's port of the first bridge out of service, or back in. Nobody's carrier changes.
     pub(crate) fn set_port(&self, up: bool) -> Result<(), Error> {
-        let state = if up { "forwarding" } else { "disabled" };
-        let tap = self.tap();
-        run_quiet("bridge", &["link", "set", "dev", &tap, "state", state])
+        self.set_port_on(0, up)
     }
 
-    /// Pulls the network cable, or plugs it in again: the guest's card loses its carrier.
+    /// The same on either network.
+    pub(crate) fn set_port_on(&self, net: u8, up: bool) -> Result<(), Error> {
+        let state = if up { "forwarding" } else { "disabled" };
+        run_quiet("bridge", &["link", "set", "dev", &self.tap(net), "state", state])
+    }
+
+    /// Pulls the cable of the first network, or plugs it in again: the guest's card loses its carrier.
     pub(crate) fn set_link(&self, up: bool) -> Result<(), Error> {
+        self.set_link_on(0, up)
+    }
+
+    /// The same on either network.
+    pub(crate) fn set_link_on(&self, net: u8, up: bool) -> Result<(), Error> {
         let mut monitor = UnixStream::connect(&self.monitor)?;
         monitor.set_read_timeout(Some(Duration::from_secs(20)))?;
         let state = if up { "on" } else { "off" };
         // The network card, not the backend: the guest sees the carrier go.
-        monitor.write_all(format!("set_link card {state}\n").as_bytes())?;
+        monitor.write_all(format!("set_link card{net} {state}\n").as_bytes())?;
         let mut seen = Vec::new();
         let mut buf = [0; 512];
         // The command is done when its prompt is followed by the next one.
@@ -203,6 +246,13 @@ impl Drop for Guest {
     }
 }
 
+fn addr(net: u8, guest: u8, ip: Ip) -> IpAddr {
+    match ip {
+        Ip::V4 => Ipv4Addr::new(10, 77 + net, 0, guest).into(),
+        Ip::V6 => Ipv6Addr::new(0xfd77 + u16::from(net), 0, 0, 0, 0, 0, 0, guest.into()).into(),
+    }
+}
+
 /// Where a guest's scripts and their output go.
 struct Log(Option<File>);
 
@@ -221,8 +271,8 @@ impl Log {
 }
 
 fn start(id: u8, shape: Shape, places: &Places, monitor: &Path) -> Result<Proc, Error> {
-    let kernel = std::fs::read_to_string(places.lab.join("kernel-version"))?;
-    let kernel = kernel.trim();
+    let linux = places.linux(shape.kernel);
+    let version = std::fs::read_to_string(linux.join("version"))?;
     let append = format!(
         "console=ttyS0 panic=-1 quiet mitigations=off gid={id} gmtu={}",
         shape.mtu
@@ -242,23 +292,24 @@ fn start(id: u8, shape: Shape, places: &Places, monitor: &Path) -> Result<Proc, 
     .args(["-serial", "stdio", "-smp", &shape.cpus.to_string()])
     .args(["-monitor", &format!("unix:{},server=on,wait=off", monitor.display())])
     .arg("-kernel")
-    .arg(places.lab.join("kernel/boot").join(format!("vmlinuz-{kernel}")))
+    .arg(linux.join("kernel/boot").join(format!("vmlinuz-{}", version.trim())))
     .arg("-initrd")
-    .arg(places.lab.join("initramfs.gz"))
+    .arg(linux.join("initramfs.gz"))
     .args(["-append", &append])
     .args(["-virtfs", &share(Path::new("/"), "root")])
     // The lab may be anywhere, also where the guest has a file system of its own.
-    .args(["-virtfs", &share(&places.lab, "lab")])
-    .args([
-        "-netdev",
-        &format!("tap,id=n0,ifname=tap{id},script=no,downscript=no,sndbuf=0"),
-    ])
-    .args([
-        "-device",
-        &format!("virtio-net-pci,id=card,netdev=n0,mac=52:54:00:00:00:{id:02x}"),
-    ]);
+    .args(["-virtfs", &share(&places.lab, "lab")]);
+    for net in 0..NETS {
+        let tap = tap(net, id);
+        qemu.args([
+            "-netdev",
+            &format!("tap,id=n{net},ifname={tap},script=no,downscript=no,sndbuf=0"),
+            "-device",
+            &format!("virtio-net-pci,id=card{net},netdev=n{net},mac=52:54:00:00:{net:02x}:{id:02x}"),
+        ]);
+    }
     Proc::spawn(
-        &format!("console-{id}-{}-{}", shape.cpus, shape.mtu),
+        &format!("console-{id}-{}-{}-{}", shape.kernel.series(), shape.cpus, shape.mtu),
         &mut qemu,
         &places.logs,
     )

@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::Error;
+use crate::{Error, guest::Kernel};
 
 /// What an error says of a process that did not end in time.
 pub(crate) const STILL_RUNS: &str = "still runs after";
@@ -18,9 +18,19 @@ pub(crate) const STILL_RUNS: &str = "still runs after";
 /// Set by SIGINT and SIGTERM.
 pub(crate) static STOP: AtomicBool = AtomicBool::new(false);
 
-/// The host's addresses on the lab's bridge; guests have `.1`, `.2` … and `fd77::1` ….
-pub(crate) const HOST_V4: &str = "10.77.0.254";
-pub(crate) const HOST_V6: &str = "fd77::254";
+/// The lab's networks between host and guests, each with a bridge of its own, and a card in each guest.
+pub(crate) const NETS: u8 = 2;
+/// The host's addresses on them; guests have `.1`, `.2` … and `fd77::1` ….
+pub(crate) const HOST_V4: [&str; NETS as usize] = ["10.77.0.254", "10.78.0.254"];
+pub(crate) const HOST_V6: [&str; NETS as usize] = ["fd77::254", "fd78::254"];
+
+/// The host's end of a guest's card.
+pub(crate) fn tap(net: u8, guest: u8) -> String {
+    match net {
+        0 => format!("tap{guest}"),
+        _ => format!("tap{guest}-{net}"),
+    }
+}
 
 /// Files that a run works with.
 #[derive(Clone, Debug)]
@@ -40,6 +50,27 @@ pub(crate) struct Places {
     pub(crate) hostile: PathBuf,
     /// Captures of scenarios that passed are kept, too.
     pub(crate) keep: bool,
+}
+
+impl Places {
+    /// What the lab has of a kernel.
+    pub(crate) fn linux(&self, kernel: Kernel) -> PathBuf {
+        self.lab.join(format!("linux-{}", kernel.series()))
+    }
+
+    /// Why a kernel could not be had, if it could not.
+    pub(crate) fn missing(&self, kernel: Kernel) -> Option<String> {
+        if self.linux(kernel).join("ready").exists() {
+            return None;
+        }
+        let log = self.lab.join(format!("linux-{}.log", kernel.series()));
+        let said = fs::read_to_string(log).unwrap_or_default();
+        let why = said
+            .lines()
+            .last()
+            .unwrap_or("it is not in the lab's folder, which another run uses");
+        Some(format!("no Linux {}: {why}", kernel.series()))
+    }
 }
 
 /// A folder for sockets that goes away with its owner.
@@ -121,8 +152,9 @@ pub(crate) fn run_quiet(program: &str, args: &[&str]) -> Result<(), Error> {
     .into())
 }
 
-/// Runs `lab/setup.sh`; the folder is ready afterwards, and stays so while the returned file is open.
-pub(crate) fn prepare(scripts: &Path, folder: &Path) -> Result<File, Error> {
+/// Runs `lab/setup.sh`; the folder is ready afterwards, and stays so while the returned file is open. A kernel may be
+/// [missing](Places::missing).
+pub(crate) fn prepare(scripts: &Path, folder: &Path, kernels: &[Kernel]) -> Result<File, Error> {
     if folder.display().to_string().contains(char::is_whitespace) {
         // The kernel's makefiles can't do with it.
         return Err(format!(
@@ -133,16 +165,18 @@ pub(crate) fn prepare(scripts: &Path, folder: &Path) -> Result<File, Error> {
     }
     fs::create_dir_all(folder)?;
     let lock = File::create(folder.join("lock"))?;
+    let kernels: Vec<&str> = kernels.iter().map(|k| k.series()).collect();
+    let kernels = kernels.join(",");
     loop {
         check_stop()?;
         if lock.try_lock().is_ok() {
-            setup(scripts, folder, &lock, &[])?;
+            setup(scripts, folder, &lock, &[&kernels])?;
             lock.lock_shared()?;
             return Ok(lock);
         }
         if lock.try_lock_shared().is_ok() {
             // Others use it: it is ready, unless setup.sh has changed since.
-            setup(scripts, folder, &lock, &["in-use"])?;
+            setup(scripts, folder, &lock, &[&kernels, "in-use"])?;
             return Ok(lock);
         }
         // Another run prepares it.
@@ -204,8 +238,8 @@ fn end_with_us(command: &mut Command, signal: i32) {
     }
 }
 
-/// A network namespace with a bridge and one tap a guest. It has no name: it is this process's and its children's, and
-/// goes with the last of them.
+/// A network namespace with a bridge for each network, and one tap a guest on each. It has no name: it is this process's and
+/// its children's, and goes with the last of them.
 pub(crate) struct Net(());
 
 impl Net {
@@ -216,32 +250,40 @@ impl Net {
             let why = std::io::Error::last_os_error();
             return Err(format!("no network namespace (the lab needs root): {why}").into());
         }
-        run_quiet("ip", &["link", "set", "lo", "up"])?;
-        run_quiet("ip", &["link", "add", "br0", "type", "bridge"])?;
-        run_quiet("ip", &["addr", "add", &format!("{HOST_V4}/24"), "dev", "br0"])?;
-        run_quiet("ip", &["addr", "add", &format!("{HOST_V6}/64"), "dev", "br0", "nodad"])?;
-        for i in 1..=guests {
-            let tap = format!("tap{i}");
-            run_quiet("ip", &["tuntap", "add", &tap, "mode", "tap"])?;
-            run_quiet("ip", &["link", "set", &tap, "mtu", "9000", "master", "br0", "up"])?;
+        ip("link set lo up")?;
+        for net in 0..NETS {
+            Self::bridge(net, guests)?;
         }
-        // A port that never goes keeps the bridge's carrier when a guest's port is out of service.
-        run_quiet(
-            "ip",
-            &[
-                "link", "add", "other", "mtu", "9000", "type", "veth", "peer", "end", "mtu", "9000",
-            ],
-        )?;
-        run_quiet("ip", &["link", "set", "end", "up"])?;
-        run_quiet("ip", &["link", "set", "other", "master", "br0", "up"])?;
-        run_quiet("ip", &["link", "set", "br0", "mtu", "9000", "up"])?;
         Ok(Self(()))
     }
 
-    /// Sets the MTU of the bridge, by which our side chooses its path MTU.
-    pub(crate) fn set_mtu(&self, mtu: u32) -> Result<(), Error> {
-        run_quiet("ip", &["link", "set", "br0", "mtu", &mtu.to_string()])
+    fn bridge(net: u8, guests: u8) -> Result<(), Error> {
+        let bridge = format!("br{net}");
+        let (v4, v6) = (HOST_V4[usize::from(net)], HOST_V6[usize::from(net)]);
+        ip(&format!("link add {bridge} type bridge"))?;
+        ip(&format!("addr add {v4}/24 dev {bridge}"))?;
+        ip(&format!("addr add {v6}/64 dev {bridge} nodad"))?;
+        for guest in 1..=guests {
+            let tap = tap(net, guest);
+            ip(&format!("tuntap add {tap} mode tap"))?;
+            ip(&format!("link set {tap} mtu 9000 master {bridge} up"))?;
+        }
+        // A port that never goes keeps the bridge's carrier when a guest's port is out of service.
+        let (other, end) = (format!("other{net}"), format!("end{net}"));
+        ip(&format!("link add {other} mtu 9000 type veth peer {end} mtu 9000"))?;
+        ip(&format!("link set {end} up"))?;
+        ip(&format!("link set {other} master {bridge} up"))?;
+        ip(&format!("link set {bridge} mtu 9000 up"))
     }
+
+    /// Sets the MTU of the bridges, by which our side chooses its path MTU.
+    pub(crate) fn set_mtu(&self, mtu: u32) -> Result<(), Error> {
+        (0..NETS).try_for_each(|net| ip(&format!("link set br{net} mtu {mtu}")))
+    }
+}
+
+fn ip(args: &str) -> Result<(), Error> {
+    run_quiet("ip", &args.split(' ').collect::<Vec<_>>())
 }
 
 /// A process with its output in a file. Dropping it interrupts it, and kills it when that does not help.

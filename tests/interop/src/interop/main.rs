@@ -23,6 +23,7 @@ use std::{
 
 use clap::{Parser, ValueEnum};
 
+use guest::Kernel;
 use lab::{Places, RunDir};
 use report::{Outcome, Verdict};
 use scenarios::Scenario;
@@ -37,6 +38,16 @@ enum Set {
     Ci,
     /// All.
     Full,
+}
+
+/// Which kernels run in the guests.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum, Debug)]
+enum Kernels {
+    #[value(name = "6.1")]
+    V6_1,
+    #[value(name = "6.12")]
+    V6_12,
+    All,
 }
 
 /// Runs our transport against the kernel's in virtual machines. Needs root and Debian's package archive.
@@ -64,6 +75,9 @@ pub(crate) struct Cli {
     /// Which scenarios run
     #[arg(long, value_enum, default_value_t = Set::Full)]
     set: Set,
+    /// The kernel that runs in the guests; not all scenarios are there for the second [default: 6.1 with --set ci, else all]
+    #[arg(long, value_enum)]
+    kernel: Option<Kernels>,
     /// List the scenarios with their directions and guests, and stop
     #[arg(long)]
     list: bool,
@@ -120,6 +134,22 @@ pub(crate) struct Cli {
 enum Task {
     /// Make short captures of kernel-to-kernel traffic, for `pcap-fixtures`, and compare our engine with them
     Capture(capture::Args),
+}
+
+impl Cli {
+    /// The kernels that scenarios may run on. Another host has its own.
+    fn kernels(&self) -> Vec<Kernel> {
+        let usual = match self.set {
+            Set::Ci => Kernels::V6_1,
+            Set::Full => Kernels::All,
+        };
+        match self.kernel.unwrap_or(usual) {
+            _ if self.peer.is_some() => vec![Kernel::V6_1],
+            Kernels::V6_1 => vec![Kernel::V6_1],
+            Kernels::V6_12 => vec![Kernel::V6_12],
+            Kernels::All => Kernel::ALL.to_vec(),
+        }
+    }
 }
 
 fn places(cli: &Cli, run: &mut RunDir) -> Result<Places, Error> {
@@ -232,7 +262,8 @@ fn chosen(cli: &Cli) -> Vec<Scenario> {
     chosen.retain(|s| {
         let named = cli.only.is_empty() || cli.only.iter().any(|o| s.name.contains(o));
         let here = cli.peer.is_none() || s.peer;
-        named && here && (cli.set == Set::Full || s.ci) && (!cli.beside || s.waits)
+        let kernel = cli.kernels().contains(&s.shape.kernel);
+        named && here && kernel && (cli.set == Set::Full || s.ci) && (!cli.beside || s.waits)
     });
     chosen
 }
@@ -302,6 +333,20 @@ mod tests {
         assert_eq!(unknown(&cli, &chosen(&cli)), ["no-such-thing"]);
         let cli = Cli::parse_from(["ferroce-interop", "--only", "rping"]);
         assert!(unknown(&cli, &chosen(&cli)).is_empty());
+    }
+
+    #[test]
+    fn kernels_are_those_that_are_asked_for() {
+        let series = |args: &[&str]| -> std::collections::BTreeSet<&str> {
+            let cli = Cli::parse_from([&["ferroce-interop"], args].concat());
+            chosen(&cli).iter().map(|s| s.shape.kernel.series()).collect()
+        };
+        assert_eq!(series(&[]), ["6.1", "6.12"].into());
+        assert_eq!(series(&["--set", "ci"]), ["6.1"].into());
+        assert_eq!(series(&["--set", "ci", "--kernel", "all"]), ["6.1", "6.12"].into());
+        assert_eq!(series(&["--kernel", "6.12"]), ["6.12"].into());
+        assert_eq!(series(&["--kernel", "6.1"]), ["6.1"].into());
+        assert_eq!(series(&["--peer", "127.0.0.1"]), ["6.1"].into());
     }
 
     #[test]

@@ -36,6 +36,7 @@ pub(crate) struct Outcome {
     /// Kind of scenario: an index into [`TITLES`].
     pub(crate) number: u8,
     pub(crate) direction: &'static str,
+    /// What it ran against: the guest's kernel, its shape, and what netem does to packets.
     pub(crate) guest: String,
     pub(crate) result: Verdict,
     pub(crate) seconds: f64,
@@ -59,6 +60,13 @@ impl Outcome {
         }
     }
 
+    /// One that was not run, which is told at once.
+    pub(crate) fn not_run(s: &Scenario, why: String) -> Self {
+        let outcome = Self::new(s, Verdict::NotRun, 0.0, why);
+        println!("{}", outcome.line());
+        outcome
+    }
+
     pub(crate) fn line(&self) -> String {
         let (result, seconds) = (self.result.text(), self.seconds);
         let mut text = format!("{:<38} {result:<8} {seconds:6.1} s  ", self.name);
@@ -72,7 +80,7 @@ impl Outcome {
 }
 
 /// Kinds of scenarios, by number. README.md lists them, too.
-const TITLES: [&str; 10] = [
+const TITLES: [&str; 11] = [
     "",
     "Operations and ibv_rc_pingpong",
     "Connection manager",
@@ -83,13 +91,14 @@ const TITLES: [&str; 10] = [
     "RNR, exhausted retries, refused accesses",
     "Programs for libibverbs and librdmacm, ours under `ferroce run`",
     "Forged packets of strangers",
+    "Several paths",
 ];
 
 /// The table of all scenarios, one a line.
 pub(crate) fn table(outcomes: &[Outcome]) -> String {
     let mut text = String::from(
         "# Interoperation with the Linux kernel\n\n\
-         Made by `cargo xtask interop --table tests/interop/RESULTS.md`: a stock Debian kernel with rdma_rxe, RTRS and RNBD in\n\
+         Made by `cargo xtask interop --table tests/interop/RESULTS.md`: stock Debian kernels with rdma_rxe, RTRS and RNBD in\n\
          virtual machines, our programs on the host side of the bridge. Read \"kernel → ours\" as: the kernel asks, we answer.\n",
     );
     for (number, title) in TITLES.iter().enumerate().skip(1) {

@@ -3,7 +3,7 @@
 use std::{
     fs,
     net::IpAddr,
-    path::Path,
+    path::{Path, PathBuf},
     process::Command,
     sync::atomic::Ordering,
     time::{Duration, Instant},
@@ -61,7 +61,7 @@ pub(crate) fn all(
         }
         return Ok(());
     }
-    let _ready = lab::prepare(&places.scripts, &places.lab)?;
+    let _ready = lab::prepare(&places.scripts, &places.lab, &cli.kernels())?;
     let mut beside = match waiting {
         [] => None,
         _ => Some(Beside::start(cli, places)?),
@@ -86,8 +86,13 @@ fn in_turn(
     };
     for s in chosen {
         lab::check_stop()?;
-        guests.ready(s.guests, s.shape)?;
-        let outcome = with_guests(s, &mut guests)?;
+        let outcome = match places.missing(s.shape.kernel) {
+            Some(why) => Outcome::not_run(s, why),
+            None => {
+                guests.ready(s.guests, s.shape)?;
+                with_guests(s, &mut guests)?
+            }
+        };
         if let Some(beside) = &mut beside {
             beside.tell();
         }
@@ -106,7 +111,7 @@ fn with_guests(s: &Scenario, guests: &mut Guests<'_>) -> Result<Outcome, Error> 
     let [Some(first), second] = &mut guests.up else {
         return Err("no guest".into());
     };
-    let interface = first.tap();
+    let interfaces: Vec<String> = (0..s.nets).map(|net| first.tap(net)).collect();
     let dir = places.logs.join(&s.name);
     first.logs = Some(dir.clone());
     if let Some(second) = second.as_mut() {
@@ -116,13 +121,13 @@ fn with_guests(s: &Scenario, guests: &mut Guests<'_>) -> Result<Outcome, Error> 
         far: first.far.clone(),
         guest: Some(first),
         second: second.as_mut(),
-        local: [HOST_V4, HOST_V6].map(|a| a.parse::<IpAddr>().ok()),
+        local: [HOST_V4[0], HOST_V6[0]].map(|a| a.parse::<IpAddr>().ok()),
         mtu: s.shape.mtu,
         dir,
         places,
         lossy: s.netem.is_some(),
     };
-    let outcome = one(s, &mut ctx, &interface)?;
+    let outcome = one(s, &mut ctx, &interfaces)?;
     if outcome.result == Verdict::Failed {
         let guests = [ctx.guest.as_deref(), ctx.second.as_deref()].into_iter().flatten();
         for (n, guest) in guests.enumerate() {
@@ -150,20 +155,18 @@ fn with_peer(s: &Scenario, peer: &Peer, places: &Places) -> Result<Outcome, Erro
         .find(|&ip| s.needs(ip) && ctx.far.addr(ip).is_err());
     let mut outcome = if let Some(ip) = lacks {
         let why = format!("the peer has no address of IP{}", ip.tag());
-        let outcome = Outcome::new(s, Verdict::NotRun, 0.0, why);
-        println!("{}", outcome.line());
-        outcome
+        Outcome::not_run(s, why)
     } else {
-        one(s, &mut ctx, &peer.interface)?
+        one(s, &mut ctx, std::slice::from_ref(&peer.interface))?
     };
     outcome.guest = format!("peer, path MTU {}", ctx.path_mtu());
     Ok(outcome)
 }
 
 /// Runs one scenario and prints its line. An error only if the user wants to stop.
-fn one(s: &Scenario, ctx: &mut Ctx<'_>, interface: &str) -> Result<Outcome, Error> {
+fn one(s: &Scenario, ctx: &mut Ctx<'_>, interfaces: &[String]) -> Result<Outcome, Error> {
     let t0 = Instant::now();
-    let (result, detail) = match captured(s, ctx, interface) {
+    let (result, detail) = match captured(s, ctx, interfaces) {
         Ok(detail) => (Verdict::Passed, detail),
         Err(e) if lab::STOP.load(Ordering::Relaxed) => return Err(e),
         Err(e) => (Verdict::Failed, e.to_string()),
@@ -181,32 +184,17 @@ fn one(s: &Scenario, ctx: &mut Ctx<'_>, interface: &str) -> Result<Outcome, Erro
     Ok(outcome)
 }
 
-fn captured(s: &Scenario, ctx: &mut Ctx<'_>, interface: &str) -> Result<String, Error> {
+/// A scenario under way is captured on each of its networks.
+fn captured(s: &Scenario, ctx: &mut Ctx<'_>, interfaces: &[String]) -> Result<String, Error> {
     let _ = fs::remove_dir_all(&ctx.dir);
     fs::create_dir_all(&ctx.dir)?;
     if !s.on_the_wire() {
         return (s.run)(ctx);
     }
-    let pcap = ctx.dir.join("wire.pcap");
-    let mut dump = Command::new("tcpdump");
-    // As root: a process that changes its user no longer ends with its parent.
-    dump.args([
-        "-Z",
-        "root",
-        "-i",
-        interface,
-        "--immediate-mode",
-        "-B",
-        "32768",
-        "-s",
-        "0",
-        "-U",
-        "-w",
-    ])
-    .arg(&pcap)
-    .args(["udp", "port", "4791"]);
-    let mut dump = Proc::spawn("tcpdump", &mut dump, &ctx.dir)?;
-    dump.wait_for("listening", Duration::from_secs(30))?;
+    let mut dumps = Vec::new();
+    for (n, interface) in interfaces.iter().enumerate() {
+        dumps.push(Dump::start(ctx, n, interface)?);
+    }
     if let Some(guest) = &ctx.guest {
         guest.netem(s.netem.filter(|_| !s.netem_later))?;
     }
@@ -217,13 +205,46 @@ fn captured(s: &Scenario, ctx: &mut Ctx<'_>, interface: &str) -> Result<String, 
         Some(guest) if result.is_ok() || ctx.far.is_up() => guest.netem(None),
         _ => Ok(()),
     };
-    dump.interrupt();
-    let seen = dump.finish(Duration::from_secs(30)).and_then(|_| check(ctx, &pcap));
+    let pcaps: Vec<_> = dumps.iter().map(|d| d.pcap.clone()).collect();
+    let seen = dumps.into_iter().map(|dump| dump.end(ctx)).sum();
     let detail = joined(result.and_then(|detail| calm.map(|()| detail)), seen)?;
     if !ctx.places.keep {
-        let _ = fs::remove_file(&pcap);
+        pcaps.iter().for_each(|pcap| drop(fs::remove_file(pcap)));
     }
     Ok(detail)
+}
+
+/// A capture that is being made.
+struct Dump {
+    process: Proc,
+    pcap: PathBuf,
+}
+
+impl Dump {
+    fn start(ctx: &Ctx<'_>, net: usize, interface: &str) -> Result<Self, Error> {
+        let tail = if net == 0 {
+            String::new()
+        } else {
+            format!("-{}", net + 1)
+        };
+        let pcap = ctx.dir.join(format!("wire{tail}.pcap"));
+        let mut dump = Command::new("tcpdump");
+        // As root: a process that changes its user no longer ends with its parent.
+        dump.args(["-Z", "root", "-i", interface, "--immediate-mode", "-B", "32768"])
+            .args(["-s", "0", "-U", "-w"])
+            .arg(&pcap)
+            .args(["udp", "port", "4791"]);
+        let mut process = Proc::spawn(&format!("tcpdump{tail}"), &mut dump, &ctx.dir)?;
+        process.wait_for("listening", Duration::from_secs(30))?;
+        Ok(Self { process, pcap })
+    }
+
+    /// How many frames there are; an error unless all are right.
+    fn end(mut self, ctx: &Ctx<'_>) -> Result<u64, Error> {
+        self.process.interrupt();
+        self.process.finish(Duration::from_secs(30))?;
+        check(ctx, &self.pcap)
+    }
 }
 
 /// The verdict on a scenario and that on its capture, as one.

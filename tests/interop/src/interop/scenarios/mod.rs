@@ -5,6 +5,7 @@ mod contract;
 mod errors;
 mod faults;
 mod ops;
+mod paths;
 mod peer;
 mod programs;
 mod rnbd;
@@ -17,7 +18,7 @@ use std::{net::IpAddr, path::PathBuf, process::Command, time::Duration};
 use crate::{
     Error,
     far::{Far, Ip},
-    guest::{Guest, Shape},
+    guest::{Guest, Kernel, Shape},
     lab::{Places, Proc},
 };
 
@@ -76,6 +77,10 @@ pub(crate) struct Scenario {
     /// The scenario itself starts netem.
     pub(crate) netem_later: bool,
     pub(crate) guests: u8,
+    /// What it does is known to fail on later kernels, for a reason that `specs/kernel.md` has.
+    pub(crate) first_kernel_only: bool,
+    /// Networks that it uses, each of which is captured.
+    pub(crate) nets: u8,
     /// Waits most of the time: runs beside the others.
     pub(crate) waits: bool,
     /// Runs against another host as well.
@@ -85,11 +90,17 @@ pub(crate) struct Scenario {
     pub(crate) run: Run,
 }
 
-pub(crate) const SMALL: Shape = Shape { cpus: 1, mtu: 1500 };
-pub(crate) const JUMBO: Shape = Shape { cpus: 1, mtu: 9000 };
+pub(crate) const SMALL: Shape = Shape {
+    cpus: 1,
+    mtu: 1500,
+    kernel: Kernel::V6_1,
+};
+pub(crate) const JUMBO: Shape = Shape { mtu: 9000, ..SMALL };
+/// See [`JUMBO_SMP`].
+pub(crate) const SMP: Shape = Shape { cpus: 4, ..SMALL };
 /// With several CPUs rxe's requester stopped for ever in the middle of messages, on one seldom (`specs/kernel.md` has the likely
 /// cause: more than 64 packets under way), so only the kernel's RNBD client runs here: its requests are shorter.
-pub(crate) const JUMBO_SMP: Shape = Shape { cpus: 4, mtu: 9000 };
+pub(crate) const JUMBO_SMP: Shape = Shape { cpus: 4, ..JUMBO };
 
 impl Scenario {
     fn new(
@@ -107,6 +118,8 @@ impl Scenario {
             netem: None,
             netem_later: false,
             guests: 1,
+            first_kernel_only: false,
+            nets: 1,
             waits: false,
             peer: false,
             elsewhere: None,
@@ -143,6 +156,25 @@ impl Scenario {
         self
     }
 
+    fn nets(mut self, count: u8) -> Self {
+        self.nets = count;
+        self
+    }
+
+    fn first_kernel_only(mut self) -> Self {
+        self.first_kernel_only = true;
+        self
+    }
+
+    /// The same in guests with this kernel. The name tells, but for Debian's own.
+    fn on(mut self, kernel: Kernel) -> Self {
+        if kernel != Kernel::V6_1 {
+            self.name = format!("{}-{}", self.name, kernel.series());
+        }
+        self.shape.kernel = kernel;
+        self
+    }
+
     fn waits(mut self) -> Self {
         self.waits = true;
         self
@@ -175,14 +207,14 @@ impl Scenario {
         if self.elsewhere.is_some() {
             return "any RoCE device".to_owned();
         }
-        let Shape { cpus, mtu } = self.shape;
+        let Shape { cpus, mtu, kernel } = self.shape;
         let cpus = if cpus == 1 {
             "1 CPU".to_owned()
         } else {
             format!("{cpus} CPUs")
         };
         let netem = self.netem.map(|n| format!(", netem {n}")).unwrap_or_default();
-        format!("{cpus}, MTU {mtu}{netem}")
+        format!("Linux {}, {cpus}, MTU {mtu}{netem}", kernel.series())
     }
 }
 
@@ -193,21 +225,33 @@ impl Scenario {
 /// makes the same requests, and what only kernels take part in.
 pub(crate) fn all() -> Vec<Scenario> {
     let mut all = Vec::new();
-    for list in [
-        ops::list(),
-        cm::list(),
-        errors::list(),
+    for kernel in Kernel::ALL {
+        let lists = [
+            ops::list(),
+            cm::list(),
+            errors::list(),
+            rnbd::list(),
+            faults::list(),
+            paths::list(),
+        ];
+        all.extend(
+            lists
+                .into_iter()
+                .flatten()
+                .filter(|s| kernel == Kernel::V6_1 || !s.first_kernel_only)
+                .map(|s| s.on(kernel)),
+        );
+    }
+    // What these compare the kernel with is known of 6.1, or it is not about the kernel.
+    let once = [
         services::list(),
         contract::list(),
-        rnbd::list(),
-        faults::list().into_iter().map(Scenario::waits).collect(),
         peer::list(),
         programs::list(),
         strangers::list(),
-    ] {
-        all.extend(list);
-    }
-    all.sort_by_key(|s| (s.guests, s.shape.mtu, s.shape.cpus));
+    ];
+    all.extend(once.into_iter().flatten());
+    all.sort_by_key(|s| (s.guests, s.shape.kernel, s.shape.mtu, s.shape.cpus));
     all
 }
 
@@ -217,6 +261,12 @@ impl Ctx<'_> {
         self.guest
             .as_deref_mut()
             .ok_or_else(|| "needs a guest of the lab".into())
+    }
+
+    /// The guest's kernel.
+    pub(crate) fn kernel(&self) -> Result<Kernel, Error> {
+        let guest = self.guest.as_ref().ok_or("needs a guest of the lab")?;
+        Ok(guest.shape.kernel)
     }
 
     /// Our address.
@@ -298,7 +348,7 @@ fn key_lines(text: &str) -> String {
 mod tests {
     use std::collections::BTreeSet;
 
-    use super::{Direction, Scenario, all};
+    use super::{Direction, Kernel, Scenario, all};
 
     #[test]
     fn the_short_set_has_every_kind_direction_and_fault() {
@@ -333,6 +383,19 @@ mod tests {
         for fault in ["link-down", "killed", "strangers"] {
             assert!(all.iter().any(|s| s.ci && s.name.contains(fault)), "{fault}");
         }
+    }
+
+    #[test]
+    fn names_tell_scenarios_and_their_kernels_apart() {
+        let all = all();
+        let names: BTreeSet<&str> = all.iter().map(|s| s.name.as_str()).collect();
+        assert_eq!(names.len(), all.len());
+        for s in &all {
+            assert_eq!(s.name.ends_with("-6.12"), s.shape.kernel == Kernel::V6_12, "{}", s.name);
+        }
+        // Whatever there is of the second kernel there is of the first.
+        let second = names.iter().filter_map(|n| n.strip_suffix("-6.12"));
+        assert!(second.clone().count() > 50 && second.into_iter().all(|n| names.contains(n)));
     }
 
     /// Faults of netem.

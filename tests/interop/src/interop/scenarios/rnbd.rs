@@ -6,18 +6,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Ctx, Direction, JUMBO, JUMBO_SMP, SMALL, Scenario, frame_time, stall, verdict};
+use super::{Ctx, Direction, JUMBO, JUMBO_SMP, SMALL, SMP, Scenario, frame_time, stall, verdict};
 use crate::{
     Error,
     far::Ip,
-    guest::{STILL_RUNS, Shape},
+    guest::{Kernel, STILL_RUNS},
     lab::{Proc, check_stop},
 };
 
 pub(super) fn list() -> Vec<Scenario> {
     use Direction::{KernelToOurs, OursToKernel};
     let mut all = Vec::new();
-    let shapes = [SMALL, JUMBO_SMP, Shape { cpus: 4, mtu: 1500 }, JUMBO];
+    let shapes = [SMALL, JUMBO_SMP, SMP, JUMBO];
     for shape in shapes {
         for inv in ["on", "off"] {
             let tail = format!("{}cpu-mtu{}-inv-{inv}", shape.cpus, shape.mtu);
@@ -69,7 +69,7 @@ pub(super) fn list() -> Vec<Scenario> {
 }
 
 pub(super) const INSMOD_CLIENT: &str = "modprobe -q rdma_cm; modprobe -q ib_core\n\
-    for m in rtrs/rtrs-core rtrs/rtrs-client rnbd/rnbd-client; do insmod $LAB/$m.ko || exit 1; done\n";
+    for m in rtrs/rtrs-core rtrs/rtrs-client rnbd/rnbd-client; do insmod $LINUX/$m.ko || exit 1; done\n";
 const RMMOD_CLIENT: &str = "for d in /sys/block/rnbd*/rnbd; do [ -e $d ] && echo force >$d/unmap_device; done; sleep 0.5\n\
     rmmod rnbd_client; rmmod rtrs_client; rmmod rtrs_core; true";
 const RMMOD_SERVER: &str = "rmmod rnbd_server; rmmod rtrs_server; rmmod rtrs_core; losetup -D; true";
@@ -89,7 +89,7 @@ pub(super) const FUNCTIONS: &str = "\
 pub(super) struct Server {
     pub(super) process: Proc,
     exports: Vec<String>,
-    ip: Ip,
+    listen: String,
     invalidate: String,
     /// Of each of the guest's sessions: one for each of its CPUs, and one for the session's own messages.
     connections: Option<u64>,
@@ -98,20 +98,24 @@ pub(super) struct Server {
 impl Server {
     /// Serves images of the scenario's folder: names, perhaps with `,ro`.
     pub(super) fn start(c: &Ctx<'_>, ip: Ip, exports: &[&str], invalidate: &str) -> Result<Self, Error> {
+        Self::start_at(c, &c.host(ip)?.to_string(), exports, invalidate)
+    }
+
+    /// The same at another address.
+    pub(super) fn start_at(c: &Ctx<'_>, listen: &str, exports: &[&str], invalidate: &str) -> Result<Self, Error> {
         let exports: Vec<String> = exports.iter().map(|&e| e.to_owned()).collect();
-        let process = Self::spawn(c, ip, &exports, invalidate)?;
+        let process = Self::spawn(c, listen, &exports, invalidate)?;
         Ok(Self {
             process,
             exports,
-            ip,
+            listen: listen.to_owned(),
             invalidate: invalidate.to_owned(),
             connections: c.guest.as_ref().map(|g| u64::from(g.shape.cpus) + 1),
         })
     }
 
-    fn spawn(c: &Ctx<'_>, ip: Ip, exports: &[String], invalidate: &str) -> Result<Proc, Error> {
-        let host = c.host(ip)?.to_string();
-        let mut args = vec!["serve", "--listen", &host, "--always-invalidate", invalidate, "--json"];
+    fn spawn(c: &Ctx<'_>, listen: &str, exports: &[String], invalidate: &str) -> Result<Proc, Error> {
+        let mut args = vec!["serve", "--listen", listen, "--always-invalidate", invalidate, "--json"];
         let specs: Vec<String> = exports
             .iter()
             .map(|e| {
@@ -130,7 +134,7 @@ impl Server {
     /// Kills the process and starts another one on the same images.
     pub(super) fn kill_and_restart(&mut self, c: &Ctx<'_>) -> Result<(), Error> {
         self.process.kill();
-        self.process = Self::spawn(c, self.ip, &self.exports, &self.invalidate)?;
+        self.process = Self::spawn(c, &self.listen, &self.exports, &self.invalidate)?;
         Ok(())
     }
 
@@ -353,7 +357,7 @@ fn heartbeats(c: &Ctx<'_>) -> Result<(usize, Vec<f64>), Error> {
 pub(super) fn server_up(c: &mut Ctx<'_>, invalidate: bool) -> Result<(), Error> {
     let yes = if invalidate { "Y" } else { "N" };
     let script = format!(
-        "set -e; L=$LAB; modprobe -q rdma_cm; modprobe -q ib_core\n\
+        "set -e; L=$LINUX; modprobe -q rdma_cm; modprobe -q ib_core\n\
          insmod $L/rtrs/rtrs-core.ko; insmod $L/rtrs/rtrs-server.ko always_invalidate={yes}; insmod $L/rnbd/rnbd-server.ko\n\
          [ -e /tmp/loop.img ] || truncate -s 64M /tmp/loop.img; losetup /dev/loop0 /tmp/loop.img; blockdev --getsize64 /dev/ram0\n"
     );
@@ -466,7 +470,9 @@ pub(super) fn repeated_registration(c: &mut Ctx<'_>) -> Result<bool, Error> {
 
 fn our_client_once(c: &mut Ctx<'_>, ip: Ip, device: &'static str, invalidate: bool) -> Result<String, Error> {
     server_up(c, invalidate)?;
-    let result = our_client_work(c, ip, device);
+    // The RAM disk of 6.1 knows no discard: what is there stays. A loop device punches a hole.
+    let punches = device.starts_with("loop") || c.kernel()? > Kernel::V6_1;
+    let result = our_client_work(c, ip, device, punches);
     let result = result.map_err(|e| {
         format!(
             "{e}\ndmesg:\n{}",
@@ -477,7 +483,7 @@ fn our_client_once(c: &mut Ctx<'_>, ip: Ip, device: &'static str, invalidate: bo
     Ok(result?)
 }
 
-fn our_client_work(c: &Ctx<'_>, ip: Ip, device: &str) -> Result<String, Error> {
+fn our_client_work(c: &Ctx<'_>, ip: Ip, device: &str, punches: bool) -> Result<String, Error> {
     let map = Mapping::start(c, ip, device, Duration::ZERO)?;
     // Lost packets cost the kernel seconds each.
     let size = if c.lossy { 512 << 10 } else { 12 << 20 };
@@ -515,8 +521,7 @@ fn our_client_work(c: &Ctx<'_>, ip: Ip, device: &str) -> Result<String, Error> {
     if fs::read(&b)?.get(..size) != Some(&data[..]) {
         return Err("what was read back differs".into());
     }
-    // The kernel's RAM disk knows no discard: what is there stays. A loop device punches a hole.
-    let discarded = if device.starts_with("loop") {
+    let discarded = if punches {
         "read -P 0 41M 64k"
     } else {
         "read -P 0x33 41M 64k"
@@ -567,7 +572,7 @@ fn our_wrong_name(c: &mut Ctx<'_>) -> Result<String, Error> {
     let mut mapping = Mapping::spawn(c, Ip::V4, "no-such-device", &[])?;
     let refused = mapping.process.finish(Duration::from_secs(60)).is_err();
     let text = mapping.process.text();
-    let again = our_client_work(c, Ip::V4, "ram0");
+    let again = our_client_work(c, Ip::V4, "ram0", c.kernel()? > Kernel::V6_1);
     server_down(c)?;
     if !refused || !text.contains("no-such-device") {
         return Err(format!("map said: {text}").into());

@@ -96,7 +96,7 @@ impl Packet {
         Some(Self {
             qp: number(" qp ")?,
             psn: number(" psn ")?,
-            ours: [format!(" {HOST_V4}:"), format!(" [{HOST_V6}]:")]
+            ours: [format!(" {}:", HOST_V4[0]), format!(" [{}]:", HOST_V6[0])]
                 .iter()
                 .any(|addr| sender.contains(addr)),
             answers: has(&[" Acknowledge ", " Read Response "]),
