@@ -41,7 +41,8 @@ struct Shared {
     /// A thread has ended.
     ended: Condvar,
     outcomes: Mutex<Vec<Outcome>>,
-    /// There are outcomes, and the bell has been rung for them.
+    /// There are outcomes, and the bell has been rung for them. It and the bell change under the lock of the outcomes: else the bell
+    /// could be silenced for what has come since, and would not ring for what comes next.
     rung: AtomicBool,
     bell: OwnedFd,
 }
@@ -62,14 +63,7 @@ impl Pool {
     /// # Errors
     /// When the system gives no descriptor.
     pub(crate) fn new(limit: usize) -> io::Result<Self> {
-        let shared = Shared {
-            state: Mutex::default(),
-            wanted: Condvar::new(),
-            ended: Condvar::new(),
-            outcomes: Mutex::default(),
-            rung: AtomicBool::new(false),
-            bell: sys::eventfd()?,
-        };
+        let shared = Shared::new()?;
         Ok(Self {
             shared: Arc::new(shared),
             limit: limit.max(1),
@@ -116,10 +110,7 @@ impl Pool {
 
     /// Takes the jobs that are over.
     pub(crate) fn take(&self, out: &mut Vec<Outcome>) {
-        if self.shared.rung.swap(false, SeqCst) {
-            sys::lower(&self.shared.bell);
-            out.append(&mut self.shared.outcomes.lock());
-        }
+        self.shared.take(out);
     }
 }
 
@@ -135,14 +126,40 @@ impl Drop for Pool {
 }
 
 impl Shared {
+    fn new() -> Result<Self, Errno> {
+        Ok(Self {
+            state: Mutex::default(),
+            wanted: Condvar::new(),
+            ended: Condvar::new(),
+            outcomes: Mutex::default(),
+            rung: AtomicBool::new(false),
+            bell: sys::eventfd()?,
+        })
+    }
+
     fn work(&self) {
         while let Some(job) = self.next() {
             let key = job.key;
             let result = run(job);
-            self.outcomes.lock().push(Outcome { key, result });
-            if !self.rung.swap(true, SeqCst) {
-                sys::raise(&self.bell);
-            }
+            self.over(Outcome { key, result });
+        }
+    }
+
+    fn over(&self, outcome: Outcome) {
+        let mut outcomes = self.outcomes.lock();
+        outcomes.push(outcome);
+        if !self.rung.swap(true, SeqCst) {
+            sys::raise(&self.bell);
+        }
+    }
+
+    fn take(&self, out: &mut Vec<Outcome>) {
+        // Most often there is nothing, and no lock to take.
+        if self.rung.load(SeqCst) {
+            let mut outcomes = self.outcomes.lock();
+            self.rung.store(false, SeqCst);
+            sys::lower(&self.bell);
+            out.append(&mut outcomes);
         }
     }
 
@@ -176,4 +193,44 @@ fn run(mut job: Job) -> Result<(), Errno> {
         tracing::error!("an I/O job panicked; its request fails");
         Err(Errno::EIO)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd;
+
+    use super::*;
+
+    const EACH: usize = 20_000;
+    const THREADS: usize = 4;
+
+    /// Who has nothing else to do than to wait for the bell misses nothing.
+    #[test]
+    fn the_bell_rings_for_whatever_is_over() {
+        let shared = Shared::new().unwrap();
+        let mut all = Vec::new();
+        thread::scope(|scope| {
+            for _ in 0..THREADS {
+                scope.spawn(|| {
+                    for key in 0..EACH {
+                        shared.over(Outcome { key, result: Ok(()) });
+                    }
+                });
+            }
+            while all.len() < THREADS * EACH {
+                let mut poll = libc::pollfd {
+                    fd: shared.bell.as_raw_fd(),
+                    events: libc::POLLIN,
+                    revents: 0,
+                };
+                // SAFETY: one descriptor to poll.
+                let ready = unsafe { libc::poll(&raw mut poll, 1, 60_000) };
+                assert!(ready == 1, "silent after {} of {}", all.len(), THREADS * EACH);
+                shared.take(&mut all);
+            }
+        });
+        let mut none = Vec::new();
+        shared.take(&mut none);
+        assert!(none.is_empty() && !shared.rung.load(SeqCst));
+    }
 }
