@@ -263,8 +263,10 @@ impl Session {
             let Some(permit) = self.lane.permits.take(env.cx.now) else {
                 return;
             };
+            // Without a way it stays the next.
             let way = self.way_for(permit);
-            let (Some(path), Some(request)) = (way, self.lane.waiting.pop_front()) else {
+            let next = way.and_then(|path| Some((path, self.lane.waiting.pop_front()?)));
+            let Some((path, request)) = next else {
                 return self.lane.permits.give(permit);
             };
             self.send(env, path, permit, request, None);

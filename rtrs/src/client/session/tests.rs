@@ -306,3 +306,15 @@ fn without_another_path_requests_end_and_their_permits_rest() {
     let free: Vec<_> = std::iter::from_fn(|| bed.session.lane.permits.take(bed.now)).collect();
     assert_eq!(free, [2, 3]);
 }
+
+/// A path may be up and have none of this permit's chunk.
+#[test]
+fn a_request_without_a_way_waits_for_one() {
+    let mut bed = Bed::new();
+    for path in &mut bed.session.paths {
+        path.chunks.clear();
+    }
+    bed.write(0);
+    assert!(bed.done().is_empty() && bed.sent(0).is_empty() && bed.sent(1).is_empty());
+    assert_eq!((bed.session.lane.waiting.len(), bed.session.permits()), (1, 0));
+}
