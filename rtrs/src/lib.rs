@@ -38,6 +38,7 @@ pub mod proto;
 mod provider;
 pub mod sendq;
 pub mod server;
+pub mod stats;
 pub mod table;
 pub mod throttle;
 

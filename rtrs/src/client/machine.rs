@@ -134,11 +134,11 @@ impl Client {
         session.state()
     }
 
-    /// Adds a path to a session that is open, or has lost all of its paths. [`PathNews::Done`](super::PathNews::Done) says whether it came up; if not it is
-    /// gone again.
+    /// Adds a path to a session that is open, or has lost all of its paths. [`PathNews::Done`](super::PathNews::Done) says whether it
+    /// came up; if not it is gone again.
     ///
     /// # Errors
-    /// When the session has it already, has as many as it may have, or is being opened or closed; not at the first share.
+    /// When the session has it already, has as many as it may have, or is being opened or closed; elsewhere than at the first share.
     pub fn add_path(&mut self, cx: &mut Cx<'_>, session: SessionId, addr: PathAddr) -> Result<PathId, Error> {
         self.at_home(cx, session, |s, env| s.add_path(env, addr))
     }
@@ -146,7 +146,7 @@ impl Client {
     /// Asks something for a path. [`PathNews::Done`](super::PathNews::Done) says how it ended.
     ///
     /// # Errors
-    /// When there is no such path, or it can't be asked that now ([`Error::Busy`]); not at the first share.
+    /// When there is no such path, or it can't be asked that now ([`Error::Busy`]); elsewhere than at the first share.
     pub fn path_command(
         &mut self,
         cx: &mut Cx<'_>,
@@ -160,7 +160,7 @@ impl Client {
     /// Changes how paths are chosen, from the next request on, at all shares.
     ///
     /// # Errors
-    /// When there is no such session; not at the first share.
+    /// When there is no such session; elsewhere than at the first share.
     pub fn set_policy(&mut self, cx: &mut Cx<'_>, session: SessionId, policy: Policy) -> Result<(), Error> {
         self.at_home(cx, session, |s, env| {
             s.set_policy(env, policy);
@@ -171,7 +171,7 @@ impl Client {
     /// Changes how often and after which time a lost path is connected again, from its next loss or failure on.
     ///
     /// # Errors
-    /// When there may not be so many attempts, or there is no such session; not at the first share.
+    /// When there may not be so many attempts, or there is no such session; elsewhere than at the first share.
     pub fn set_reconnects(
         &mut self,
         cx: &mut Cx<'_>,

@@ -238,7 +238,7 @@ impl Session {
     }
 
     pub(super) fn set_policy(&mut self, env: &mut Env<'_, '_>, policy: Policy) {
-        (self.config.policy, self.picker.policy) = (policy, policy);
+        self.config.policy = policy;
         for share in env.share.others() {
             env.tell(share, self.id, Word::Policy(policy));
         }
@@ -271,7 +271,7 @@ impl Session {
     }
 
     pub(super) fn policy(&self) -> Policy {
-        self.picker.policy
+        self.config.policy
     }
 
     pub(super) fn reset_stats(&mut self, id: PathId) -> Result<(), Error> {

@@ -5,26 +5,21 @@ use core::time::Duration;
 use crate::client::{path::Path, policy::Policy};
 
 /// The choice of a share.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Picker {
-    pub(super) policy: Policy,
     /// Whose turn it is.
     next: usize,
 }
 
 impl Picker {
-    pub(super) fn new(policy: Policy) -> Self {
-        Self { policy, next: 0 }
-    }
-
     /// A path that is up and has this permit's chunk. `loads` are the requests in flight of each.
-    pub(super) fn pick(&mut self, paths: &[Path], loads: &[u32], permit: u16) -> Option<usize> {
+    pub(super) fn pick(&mut self, policy: Policy, paths: &[Path], loads: &[u32], permit: u16) -> Option<usize> {
         let fits = |index: &usize| paths[*index].is_up() && usize::from(permit) < paths[*index].chunks.len();
         if paths.len() == 1 {
             return Some(0).filter(fits);
         }
         let all = 0..paths.len();
-        match self.policy {
+        match policy {
             Policy::RoundRobin => {
                 let next = self.next.min(paths.len());
                 let found = (next..paths.len()).chain(0..next).find(fits)?;

@@ -90,7 +90,7 @@ impl Session {
             uuid,
             state: SessionState::Opening,
             info: None,
-            picker: Picker::new(config.policy),
+            picker: Picker::default(),
             next_path: paths.len() as u32,
             paths,
             announced: false,
@@ -295,7 +295,7 @@ impl Session {
         };
         let slots = post::slots(&self.lane, path.device, request.direction);
         let bytes = request.header.len() + request.data.as_ref().map_or(0, Buffer::len);
-        path.stats.count(request.direction, bytes);
+        path.stats.rdma.count(request.direction, bytes as u64);
         self.lane.launch(permit, Flight::new(request, path.index, place, rest));
         path.push(env, place, Post::Request { permit, slots });
     }
@@ -604,7 +604,8 @@ impl Session {
 
     /// A path that is up, and has this permit's chunk.
     fn way_for(&mut self, permit: u16) -> Option<usize> {
-        self.picker.pick(&self.paths, &self.lane.loads, permit)
+        self.picker
+            .pick(self.config.policy, &self.paths, &self.lane.loads, permit)
     }
 
     fn path_closed(&mut self, env: &mut Env<'_, '_>, index: usize) {

@@ -5,7 +5,7 @@ use core::time::Duration;
 use roce_verbs::provider::DeviceIx;
 
 use super::state::PathState;
-use crate::{Direction, Error, PathError, addr::PathAddr, proto::Uuid};
+use crate::{Error, PathError, addr::PathAddr, proto::Uuid, stats::RdmaStats};
 
 /// A path of a session. No other of the session has had the number.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -59,14 +59,8 @@ pub enum PathNews {
 /// Counters of a path at a share (`rtrs_clt_stats`, `rtrs-clt-stats.c`). A request counts when it is sent, again if it is sent again.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct PathStats {
-    /// Reads.
-    pub reads: u64,
-    /// Their bytes, of header and data.
-    pub read_bytes: u64,
-    /// Writes, and requests without data.
-    pub writes: u64,
-    /// Their bytes.
-    pub write_bytes: u64,
+    /// What went by it.
+    pub rdma: RdmaStats,
     /// Requests that came from a path that was lost.
     pub failovers: u64,
     /// Times that it came back.
@@ -76,23 +70,13 @@ pub struct PathStats {
 }
 
 impl PathStats {
-    pub(super) fn count(&mut self, direction: Direction, bytes: usize) {
-        let (requests, sum) = match direction {
-            Direction::Read => (&mut self.reads, &mut self.read_bytes),
-            Direction::Write => (&mut self.writes, &mut self.write_bytes),
-        };
-        *requests += 1;
-        *sum += bytes as u64;
-    }
-
     /// Together with another share's.
     #[must_use]
     pub fn and(self, other: Self) -> Self {
+        let mut rdma = self.rdma;
+        rdma.add(&other.rdma);
         Self {
-            reads: self.reads + other.reads,
-            read_bytes: self.read_bytes + other.read_bytes,
-            writes: self.writes + other.writes,
-            write_bytes: self.write_bytes + other.write_bytes,
+            rdma,
             failovers: self.failovers + other.failovers,
             reconnects: self.reconnects.max(other.reconnects),
             failed_reconnects: self.failed_reconnects.max(other.failed_reconnects),

@@ -5,44 +5,11 @@ use core::net::{IpAddr, SocketAddr};
 use roce_verbs::provider::DeviceIx;
 
 use crate::{
-    Direction,
     admission::PathKey,
     proto::Uuid,
     server::{request::SessionKey, state::PathState},
+    stats::RdmaStats,
 };
-
-/// What has come by a path (`stats/rdma` of the kernel's server). Bytes are data and headers of requests.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct RdmaStats {
-    /// Requests that the client reads by.
-    pub reads: u64,
-    /// Bytes that they asked for.
-    pub read_bytes: u64,
-    /// Requests that the client writes by.
-    pub writes: u64,
-    /// Bytes that they brought.
-    pub write_bytes: u64,
-}
-
-impl RdmaStats {
-    /// A request has come, of so many bytes with its header.
-    pub(crate) fn count(&mut self, direction: Direction, bytes: u32) {
-        let (requests, sum) = match direction {
-            Direction::Read => (&mut self.reads, &mut self.read_bytes),
-            Direction::Write => (&mut self.writes, &mut self.write_bytes),
-        };
-        *requests += 1;
-        *sum += u64::from(bytes);
-    }
-
-    /// Adds those of another share.
-    pub fn add(&mut self, other: &Self) {
-        self.reads += other.reads;
-        self.read_bytes += other.read_bytes;
-        self.writes += other.writes;
-        self.write_bytes += other.write_bytes;
-    }
-}
 
 /// A path, as a server or one of its shares has it.
 #[derive(Clone, PartialEq, Eq, Debug)]

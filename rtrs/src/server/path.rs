@@ -25,13 +25,14 @@ use crate::{
         config::ServerConfig,
         conn::{Conn, caps},
         half_open::HalfOpen,
-        listing::{PathListing, RdmaStats},
+        listing::PathListing,
         others::Others,
         path_id::PathId,
         post::{Done, Ground, InfoMemory, Renewal, ServerWork, revoke_now},
         share::Share,
         state::{BRANCH, PATH, PathAction, PathEvent, PathState},
     },
+    stats::RdmaStats,
     table::Table,
 };
 

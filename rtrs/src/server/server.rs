@@ -28,7 +28,7 @@ use crate::{
         effects::{Effects, Place},
         half_open::{Asked, HalfOpen},
         letter::{Letter, Message, Part},
-        listing::{RdmaStats, SessionListing},
+        listing::SessionListing,
         log::Lines,
         path::Path,
         path_id::Ask,
@@ -38,6 +38,7 @@ use crate::{
         share::Share,
         state::{PathAction, PathEvent, PathState},
     },
+    stats::RdmaStats,
     table::step,
 };
 

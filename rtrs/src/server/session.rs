@@ -427,7 +427,7 @@ impl Session {
             .map_err(outside)?;
         let serial = self.chunks.begin(chunk, event, asked, begun)?;
         path.with_user += 1;
-        path.rdma.count(direction, asked.offset);
+        path.rdma.count(direction, asked.offset.into());
         effects.outputs.push_back(Output::Request(Request {
             key: RequestKey {
                 session: self.key,

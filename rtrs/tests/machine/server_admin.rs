@@ -4,9 +4,10 @@ use rtrs::{
     admission::PathKey,
     proto::Imm,
     server::{
-        listing::{PathListing, RdmaStats, SessionListing},
+        listing::{PathListing, SessionListing},
         state::PathState,
     },
+    stats::RdmaStats,
 };
 
 use crate::server_bed::{Bed, Client, config};

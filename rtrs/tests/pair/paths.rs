@@ -125,7 +125,7 @@ fn each_policy_spreads_as_it_says() {
         pair.release();
         pair.assert_done(0..12);
         assert_eq!(pair.in_flight(), [0; 3]);
-        let stats: Vec<_> = pair.statuses().iter().map(|path| path.stats.writes).collect();
+        let stats: Vec<_> = pair.statuses().iter().map(|path| path.stats.rdma.writes).collect();
         assert_eq!(stats, expected.map(u64::from));
         pair.close();
         pair.assert_empty();
@@ -212,7 +212,7 @@ fn a_path_comes_back_and_carries_load_again() {
     }
     pair.send(0..10, Direction::Write);
     pair.assert_done(0..10);
-    let writes: Vec<_> = pair.statuses().iter().map(|path| path.stats.writes).collect();
+    let writes: Vec<_> = pair.statuses().iter().map(|path| path.stats.rdma.writes).collect();
     assert_eq!(writes, [5, 5]);
     assert!(pair.told.is_empty(), "a path was up all the time: {:?}", pair.told);
     pair.close();

@@ -11,12 +11,8 @@ use roce_local::FabricConfig;
 use roce_verbs::DeviceLimits;
 use rtrs::{
     Direction, errno,
-    server::{
-        ServerConfig,
-        listing::{RdmaStats, SessionListing},
-        request::Output,
-        state::PathState,
-    },
+    server::{ServerConfig, listing::SessionListing, request::Output, state::PathState},
+    stats::RdmaStats,
 };
 
 fn kinds() -> [FabricConfig; 4] {

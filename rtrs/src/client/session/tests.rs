@@ -109,7 +109,7 @@ impl Bed {
             id: ID,
             uuid: Uuid::draw(&mut |_| ()),
             info: Some(terms.info(config.max_user_header)),
-            picker: Picker::new(config.policy),
+            picker: Picker::default(),
             next_path: 2,
             announced: true,
             given_up: false,

@@ -11,15 +11,20 @@ const OFFSET_BITS: u32 = 19;
 /// Of an answer's payload, the number of the request; above it is the errno (`rtrs-pri.h`: `rtrs_to_io_rsp_imm`).
 const ID_MASK: u32 = (1 << OFFSET_BITS) - 1;
 
+/// The number that stands behind `name` in a line of `ferroce pcap check`.
+fn number(line: &str, name: &str) -> Option<u32> {
+    let word = line.split_once(name)?.1.split_whitespace().next()?;
+    u32::from_str_radix(word.strip_prefix("0x")?, 16).ok()
+}
+
 /// Looks at a session's I/O in the lines of `ferroce pcap check`. Returns how many requests there were; an error with the
 /// numbers of those that have no answer.
 pub(super) fn all_answered(frames: &str) -> Result<usize, String> {
     let mut seen = BTreeSet::new();
     let (mut open, mut requests) = (BTreeSet::new(), 0);
     for line in frames.lines() {
-        let word = |name: &str| line.split_once(name)?.1.split_whitespace().next();
-        let number = |name: &str| u32::from_str_radix(word(name)?.strip_prefix("0x")?, 16).ok();
-        let (Some(imm), Some(qp), Some(psn)) = (number(" imm "), number(" qp "), number(" psn ")) else {
+        let (Some(imm), Some(qp), Some(psn)) = (number(line, " imm "), number(line, " qp "), number(line, " psn "))
+        else {
             continue;
         };
         // Packets that came again say nothing new.
@@ -86,16 +91,12 @@ struct Packet {
 
 impl Packet {
     fn parse(line: &str) -> Option<Self> {
-        let number = |name: &str| {
-            let word = line.split_once(name)?.1.split_whitespace().next()?;
-            u32::from_str_radix(word.strip_prefix("0x")?, 16).ok()
-        };
         let sender = line.split(" > ").next().unwrap_or_default();
         let has = |opcodes: &[&str]| opcodes.iter().any(|opcode| line.contains(opcode));
         let acknowledge = line.contains(" RC Acknowledge ");
         Some(Self {
-            qp: number(" qp ")?,
-            psn: number(" psn ")?,
+            qp: number(line, " qp ")?,
+            psn: number(line, " psn ")?,
             ours: [format!(" {}:", HOST_V4[0]), format!(" [{}]:", HOST_V6[0])]
                 .iter()
                 .any(|addr| sender.contains(addr)),
