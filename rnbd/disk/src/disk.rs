@@ -153,10 +153,11 @@ impl Store {
         before != size
     }
 
-    /// Lets a write begin, if it may. Parts of blocks are written on the way past the page cache alone.
-    fn enter(&self, alone: bool) -> bool {
+    /// Lets a write begin, if it may; else `bell` is raised when another loop's write is over that it perhaps waits for.
+    fn enter(&self, alone: bool, bell: &Arc<OwnedFd>) -> bool {
         let image = self.export.image();
-        !image.is_direct() || image.writing.enter(alone)
+        let bell = image.shared.load(Relaxed).then_some(bell);
+        !image.is_direct() || image.writing.enter(alone, bell)
     }
 
     /// A write that has begun is over.
@@ -165,11 +166,6 @@ impl Store {
         if image.is_direct() {
             image.writing.leave();
         }
-    }
-
-    /// Writes wait here, perhaps for another loop's.
-    fn waits_for_others(&self) -> bool {
-        !self.held.is_empty() && self.export.image().shared.load(Relaxed)
     }
 }
 
@@ -192,7 +188,9 @@ pub struct Disk {
     // The operations that these two have are waited for.
     ring: RingState,
     pool: Option<Pool>,
-    /// Watches both.
+    /// Raised when a write of another loop is over that held ones may have waited for.
+    bell: Arc<OwnedFd>,
+    /// Watches all three.
     epoll: OwnedFd,
     stores: BTreeMap<StoreId, Store>,
     schedule: Schedule<Arc<Pages>>,
@@ -227,10 +225,13 @@ impl Disk {
     /// # Errors
     /// When the system gives no descriptor.
     pub fn new(config: DiskConfig) -> io::Result<Self> {
+        let (epoll, bell) = (sys::epoll()?, sys::eventfd()?);
+        sys::watch(&epoll, &bell)?;
         Ok(Self {
             ring: RingState::Unopened,
             pool: None,
-            epoll: sys::epoll()?,
+            bell: Arc::new(bell),
+            epoll,
             stores: BTreeMap::new(),
             schedule: Schedule::new(config.limits),
             flights: Slab::new(),
@@ -385,9 +386,7 @@ impl Disk {
     pub fn pump(&mut self, budget: &mut Budget, done: &mut Vec<Ended>) -> bool {
         self.turn += 1;
         done.append(&mut self.over);
-        // Nobody says when another loop's write is over.
-        let others = self.wait_for_others();
-        others.iter().for_each(|store| self.let_in(*store));
+        self.ask_again();
         self.end(done);
         let mut stopped = true;
         for _ in 0..ROUNDS {
@@ -408,19 +407,24 @@ impl Disk {
             RingState::Open(ring) => ring.is_behind(),
             RingState::Unopened | RingState::Missing => false,
         };
-        let behind = behind || !self.ready.is_empty() || !self.wait_for_others().is_empty();
-        behind || (stopped && self.schedule.waiting() > 0)
+        behind || !self.ready.is_empty() || (stopped && self.schedule.waiting() > 0)
     }
 
-    /// Devices with writes that perhaps wait for another loop's.
-    fn wait_for_others(&self) -> Vec<StoreId> {
-        match self.held {
-            0 => Vec::new(),
-            _ => {
-                let stores = self.stores.iter().filter(|(_, store)| store.waits_for_others());
-                stores.map(|(id, _)| *id).collect()
-            }
+    /// Writes that are held may have waited for another loop's, which may be over.
+    fn ask_again(&mut self) {
+        let shared = |store: &Store| !store.held.is_empty() && store.export.image().shared.load(Relaxed);
+        if self.held == 0 || !self.stores.values().any(shared) {
+            return;
         }
+        // It is raised for whatever ends from here on.
+        sys::lower(&self.bell);
+        let waiting: Vec<StoreId> = self
+            .stores
+            .iter()
+            .filter(|(_, s)| shared(s))
+            .map(|(id, _)| *id)
+            .collect();
+        waiting.into_iter().for_each(|store| self.let_in(store));
     }
 
     /// Starts operations and goes on with them, as far as there is room and the budget reaches.
@@ -478,7 +482,7 @@ impl Disk {
             image,
             task,
         });
-        flight.entered = writes && store.held.is_empty() && store.enter(flight.alone);
+        flight.entered = writes && store.held.is_empty() && store.enter(flight.alone, &self.bell);
         if writes && !flight.entered {
             store.held.push_back(key);
             self.held += 1;
@@ -603,13 +607,31 @@ impl Disk {
         };
         while let Some(&key) = store.held.front() {
             let next = self.flights.get_mut(key);
-            let Some(next) = next.filter(|next| store.enter(next.alone)) else {
+            let Some(next) = next.filter(|next| store.enter(next.alone, &self.bell)) else {
                 return;
             };
             next.entered = true;
             store.held.pop_front();
             self.held -= 1;
             self.ready.push_back(key);
+        }
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        // Their operations end first.
+        self.ring = RingState::Missing;
+        self.pool = None;
+        for (_, flight) in &self.flights {
+            if let Some(store) = self.stores.get(&flight.under_way.store())
+                && flight.entered
+            {
+                store.leave();
+            }
+        }
+        for store in self.stores.values().filter(|s| !s.held.is_empty()) {
+            store.export.image().writing.give_up();
         }
     }
 }

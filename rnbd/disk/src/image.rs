@@ -9,10 +9,7 @@ use std::{
     path::Path,
     sync::{
         Arc, LazyLock,
-        atomic::{
-            AtomicBool, AtomicU32, AtomicU64,
-            Ordering::{Relaxed, SeqCst},
-        },
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
 };
 
@@ -24,6 +21,7 @@ use crate::{
     probe::Traits,
     sys,
     throttle::Throttle,
+    writing::Writing,
 };
 
 /// For all images: a peer can have one opened again and again, so a throttle of each would let a line through each time.
@@ -53,37 +51,6 @@ pub(crate) struct Missing {
     pub(crate) punch: AtomicBool,
 }
 
-/// Writes that are under way on an image, at the disks of all loops that have it.
-#[derive(Debug, Default)]
-pub(crate) struct Writing(AtomicU32);
-
-impl Writing {
-    /// The one that is under way is to stay the only one.
-    const ALONE: u32 = 1 << 31;
-    /// One waits to be the only one, so that no others may begin.
-    const WANTED: u32 = 1 << 30;
-
-    /// Lets a write begin, if it may; else it has to ask again.
-    pub(crate) fn enter(&self, alone: bool) -> bool {
-        let enter = |n: u32| match alone {
-            true if n & !Self::WANTED == 0 => Some(Self::ALONE | 1),
-            false if n & (Self::ALONE | Self::WANTED) == 0 => Some(n + 1),
-            _ => None,
-        };
-        let entered = self.0.fetch_update(SeqCst, SeqCst, enter).is_ok();
-        if alone && !entered {
-            self.0.fetch_or(Self::WANTED, SeqCst);
-        }
-        entered
-    }
-
-    /// One that has begun is over.
-    pub(crate) fn leave(&self) {
-        let leave = |n: u32| Some((n & !Self::ALONE).saturating_sub(1));
-        let _ = self.0.fetch_update(SeqCst, SeqCst, leave);
-    }
-}
-
 /// A file's size, looked at when it is first wanted.
 #[derive(Debug, Default)]
 pub(crate) struct Look(Option<Result<u64, Errno>>);
@@ -102,6 +69,7 @@ pub struct Image {
     /// What has become of what was written through this descriptor.
     sync: SyncState,
     pub(crate) missing: Missing,
+    /// Writes that are under way.
     pub(crate) writing: Writing,
     /// Other loops have it too.
     pub(crate) shared: AtomicBool,

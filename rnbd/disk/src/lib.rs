@@ -25,6 +25,7 @@ mod ring;
 mod sys;
 mod task;
 mod throttle;
+mod writing;
 
 pub use disk::{Budget, Disk, DiskConfig, DiskCounters};
 pub use exports::{ExportId, ExportSpec, Exports, FolderSpec, Found, OpenExport};

@@ -8,9 +8,9 @@ use std::{
     path::Path,
 };
 
-use common::{Case, MIB, Rig, WAYS, config, everywhere};
+use common::{Case, MIB, Rig, WAYS, config, everywhere, is_ready};
 use rnbd::{Errno, block::BlockOp};
-use rnbd_disk::{Caching, Image};
+use rnbd_disk::{Budget, Caching, Image, Way};
 
 #[test]
 fn what_is_written_is_read_with_and_without_fua() {
@@ -286,6 +286,62 @@ fn parts_of_one_block_that_come_by_two_loops_do_not_overwrite_each_other() {
                 (0..bytes.len()).all(|at| bytes[at] == turn * 2 + whose(at) as u8 + 1),
                 "{turn}"
             );
+        }
+    });
+}
+
+/// A disk with a write of part of a block under way, and another loop's disk with a write that waits for it. `None`: it does not
+/// go round the page cache, or is over in the loop.
+fn one_waits_for_the_other(case: &Case) -> Option<(Rig, Rig)> {
+    let mut first = case.image(MIB);
+    let export = first.disk.store(first.store).unwrap();
+    if !export.image().is_direct() || !matches!(case.way, Way::Ring | Way::Pool) {
+        return None;
+    }
+    let mut other = Rig::of(config(case.way), export.part());
+    // It may be over in the turn that began it.
+    while !first.disk.is_busy() {
+        first.start(BlockOp::Write { fua: false }, 512, 64, 0);
+        first.disk.pump(&mut Budget::default(), &mut first.done);
+    }
+    other.start(BlockOp::Write { fua: false }, 4096, 4096, 0);
+    // It was started when it comes to the second turn, and asks for no third.
+    other.disk.pump(&mut Budget::default(), &mut other.done);
+    let more = other.disk.pump(&mut Budget::default(), &mut other.done);
+    assert!(!more && other.done.is_empty(), "{:?}", other.disk);
+    assert!(!is_ready(&other.disk), "there is nothing to do yet");
+    Some((first, other))
+}
+
+#[test]
+fn a_loop_sleeps_while_it_waits_for_another_loops_write() {
+    everywhere(|case| {
+        let Some((mut first, mut other)) = one_waits_for_the_other(case) else {
+            return;
+        };
+        first.settle();
+        assert!(is_ready(&other.disk), "it is woken");
+        other.settle();
+        assert_eq!(other.done.len(), 1);
+        assert!(other.done[0].1.is_ok());
+    });
+}
+
+#[test]
+fn nobody_waits_for_the_write_of_a_loop_that_has_ended() {
+    everywhere(|case| {
+        if let Some((first, mut other)) = one_waits_for_the_other(case) {
+            drop(first);
+            other.settle();
+            assert!(other.done[0].1.is_ok());
+        }
+        // Nor for one that waited itself.
+        if let Some((mut first, mut other)) = one_waits_for_the_other(case) {
+            other.start(BlockOp::Write { fua: false }, 8192, 64, 0);
+            other.disk.pump(&mut Budget::default(), &mut other.done);
+            drop(other);
+            first.settle();
+            first.write(0, &[1; 4096], false).unwrap();
         }
     });
 }

@@ -140,6 +140,7 @@ struct Process {
     child: Child,
     stdin: Option<ChildStdin>,
     lines: Receiver<String>,
+    broker_dir: PathBuf,
 }
 
 impl Process {
@@ -171,6 +172,7 @@ impl Process {
             stdin: child.stdin.take(),
             child,
             lines,
+            broker_dir: place.broker_dir(),
         }
     }
 
@@ -181,7 +183,10 @@ impl Process {
     fn line(&self) -> String {
         match self.lines.recv_timeout(PATIENCE) {
             Ok(line) => line,
-            Err(RecvTimeoutError::Timeout) => panic!("the process says nothing"),
+            Err(RecvTimeoutError::Timeout) => {
+                let counters = statistics(&self.broker_dir).map(|s| s.map(|s| s.counters));
+                panic!("the process says nothing; the broker has counted {counters:?}")
+            }
             Err(RecvTimeoutError::Disconnected) => panic!("the process has ended"),
         }
     }

@@ -190,16 +190,22 @@ impl Rig {
 
 /// Waits until the disk's descriptor is readable.
 pub(crate) fn wait(disk: &Disk) {
+    assert!(is_readable(disk, PATIENCE), "nothing to wait for: {disk:?}");
+}
+
+/// Whether there is something to do.
+pub(crate) fn is_ready(disk: &Disk) -> bool {
+    is_readable(disk, Duration::ZERO)
+}
+
+fn is_readable(disk: &Disk, patience: Duration) -> bool {
     let mut poll = libc::pollfd {
         fd: disk.descriptor().as_raw_fd(),
         events: libc::POLLIN,
         revents: 0,
     };
     // SAFETY: one descriptor to poll.
-    let ready = unsafe { libc::poll(&raw mut poll, 1, PATIENCE.as_millis() as i32) };
+    let ready = unsafe { libc::poll(&raw mut poll, 1, patience.as_millis() as i32) };
     let interrupted = std::io::Error::last_os_error().raw_os_error() == Some(libc::EINTR);
-    assert!(
-        ready == 1 || (ready < 0 && interrupted),
-        "nothing to wait for: {disk:?}"
-    );
+    ready == 1 || (ready < 0 && interrupted)
 }
