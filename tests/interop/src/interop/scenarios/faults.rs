@@ -72,7 +72,7 @@ pub(super) fn list() -> Vec<Scenario> {
     }
     for (tag, netem) in WHOLE_TREE {
         let tree = Scenario::new(5, format!("rnbd-kernel-client-tree-{tag}"), KernelToOurs, |c| {
-            rnbd::file_system(c, Ip::V4, "on", rnbd::SMALL_TREE, 16)
+            rnbd::file_system(c, rnbd::Serving::on(Ip::V4, "on"), rnbd::SMALL_TREE, 16)
         });
         let tree = tree.netem(netem).ci_if(tag == "delay");
         // There a session ends when a registration is repeated: see `kernel_stalls`.

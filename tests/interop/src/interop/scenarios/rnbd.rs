@@ -22,7 +22,7 @@ pub(super) fn list() -> Vec<Scenario> {
         for inv in ["on", "off"] {
             let tail = format!("{}cpu-mtu{}-inv-{inv}", shape.cpus, shape.mtu);
             let client = Scenario::new(3, format!("rnbd-kernel-client-{tail}"), KernelToOurs, move |c| {
-                kernel_client(c, Ip::V4, inv)
+                kernel_client(c, Serving::on(Ip::V4, inv))
             });
             all.push(
                 client
@@ -43,7 +43,7 @@ pub(super) fn list() -> Vec<Scenario> {
         all.push(Scenario::new(number, name, direction, run).ci_if(ci));
     };
     add(6, "rnbd-kernel-client-v6", KernelToOurs, false, |c| {
-        kernel_client(c, Ip::V6, "on")
+        kernel_client(c, Serving::on(Ip::V6, "on"))
     });
     add(3, "rnbd-kernel-client-read-only", KernelToOurs, true, read_only);
     add(3, "rnbd-kernel-client-wrong-name", KernelToOurs, true, wrong_name);
@@ -62,9 +62,11 @@ pub(super) fn list() -> Vec<Scenario> {
             .ci(),
     );
     let jumbo = Scenario::new(6, "rnbd-kernel-client-v6-mtu9000-inv-off", KernelToOurs, |c| {
-        file_system(c, Ip::V6, "off", SMALL_TREE, 16)
+        file_system(c, Serving::on(Ip::V6, "off"), SMALL_TREE, 16)
     });
     all.push(jumbo.shape(JUMBO));
+    let loops = Scenario::new(3, "rnbd-kernel-client-4cpu-threads2", KernelToOurs, two_loops);
+    all.push(loops.shape(SMP));
     all
 }
 
@@ -85,12 +87,56 @@ pub(super) const FUNCTIONS: &str = "\
     unmap() { for i in $(seq 50); do echo normal > /sys/block/$1/rnbd/unmap_device && return 0; sleep 0.2; done; \
         echo \"$1 can't be unmapped\"; return 1; }\n";
 
+/// How a server of ours serves.
+#[derive(Clone, Copy)]
+pub(super) struct Serving {
+    ip: Ip,
+    invalidate: &'static str,
+    threads: u8,
+}
+
+impl Serving {
+    /// With one loop.
+    pub(super) const fn on(ip: Ip, invalidate: &'static str) -> Self {
+        Self {
+            ip,
+            invalidate,
+            threads: 1,
+        }
+    }
+}
+
+/// What a server of ours is started with.
+struct Orders {
+    listen: String,
+    exports: Vec<String>,
+    invalidate: String,
+    threads: u8,
+}
+
+impl Orders {
+    fn spawn(&self, c: &Ctx<'_>) -> Result<Proc, Error> {
+        let threads = self.threads.to_string();
+        let mut args = vec!["serve", "--listen", &self.listen, "--threads", &threads, "--json"];
+        args.extend(["--always-invalidate", &self.invalidate]);
+        let exports = self.exports.iter().map(|e| {
+            let (name, ro) = e.split_once(',').map_or((e.as_str(), ""), |(name, _)| (name, ",ro"));
+            format!("{name}={}{ro}", c.path(&format!("{name}.img")))
+        });
+        let specs: Vec<String> = exports.collect();
+        for spec in &specs {
+            args.extend(["--export", spec]);
+        }
+        let mut process = c.ferroce("serve", &args)?;
+        process.wait_for("\"listening\"", Duration::from_secs(30))?;
+        Ok(process)
+    }
+}
+
 /// A server of ours.
 pub(super) struct Server {
     pub(super) process: Proc,
-    exports: Vec<String>,
-    listen: String,
-    invalidate: String,
+    orders: Orders,
     /// Of each of the guest's sessions: one for each of its CPUs, and one for the session's own messages.
     connections: Option<u64>,
 }
@@ -103,38 +149,28 @@ impl Server {
 
     /// The same at another address.
     pub(super) fn start_at(c: &Ctx<'_>, listen: &str, exports: &[&str], invalidate: &str) -> Result<Self, Error> {
-        let exports: Vec<String> = exports.iter().map(|&e| e.to_owned()).collect();
-        let process = Self::spawn(c, listen, &exports, invalidate)?;
-        Ok(Self {
-            process,
-            exports,
-            listen: listen.to_owned(),
-            invalidate: invalidate.to_owned(),
-            connections: c.guest.as_ref().map(|g| u64::from(g.shape.cpus) + 1),
-        })
+        Self::with_threads(c, listen, exports, invalidate, 1)
     }
 
-    fn spawn(c: &Ctx<'_>, listen: &str, exports: &[String], invalidate: &str) -> Result<Proc, Error> {
-        let mut args = vec!["serve", "--listen", listen, "--always-invalidate", invalidate, "--json"];
-        let specs: Vec<String> = exports
-            .iter()
-            .map(|e| {
-                let (name, ro) = e.split_once(',').map_or((e.as_str(), ""), |(name, _)| (name, ",ro"));
-                format!("{name}={}{ro}", c.path(&format!("{name}.img")))
-            })
-            .collect();
-        for spec in &specs {
-            args.extend(["--export", spec]);
-        }
-        let mut process = c.ferroce("serve", &args)?;
-        process.wait_for("\"listening\"", Duration::from_secs(30))?;
-        Ok(process)
+    /// The same with several loops.
+    fn with_threads(c: &Ctx<'_>, listen: &str, exports: &[&str], invalidate: &str, threads: u8) -> Result<Self, Error> {
+        let orders = Orders {
+            listen: listen.to_owned(),
+            exports: exports.iter().map(|&e| e.to_owned()).collect(),
+            invalidate: invalidate.to_owned(),
+            threads,
+        };
+        Ok(Self {
+            process: orders.spawn(c)?,
+            orders,
+            connections: c.guest.as_ref().map(|g| u64::from(g.shape.cpus) + 1),
+        })
     }
 
     /// Kills the process and starts another one on the same images.
     pub(super) fn kill_and_restart(&mut self, c: &Ctx<'_>) -> Result<(), Error> {
         self.process.kill();
-        self.process = Self::spawn(c, &self.listen, &self.exports, &self.invalidate)?;
+        self.process = self.orders.spawn(c)?;
         Ok(())
     }
 
@@ -211,14 +247,14 @@ const TREE: &str = "\
 
 /// The kernel's RNBD client maps our server. One of several CPUs may stall (`specs/kernel.md`): if the capture proves that
 /// every request was answered, it gets a second chance, in a guest that is booted anew.
-pub(super) fn kernel_client(c: &mut Ctx<'_>, ip: Ip, invalidate: &str) -> Result<String, Error> {
-    let first = file_system(c, ip, invalidate, TREE, 64);
+pub(super) fn kernel_client(c: &mut Ctx<'_>, how: Serving) -> Result<String, Error> {
+    let first = file_system(c, how, TREE, 64);
     let smp = c.guest()?.shape.cpus > 1;
     match first {
         Err(e) if smp && e.to_string().contains(STILL_RUNS) => {
             let answered = stall::all_answered(&c.frames()?).map_err(|owed| format!("{e}\n{owed}"))?;
             c.guest()?.reboot()?;
-            let again = file_system(c, ip, invalidate, TREE, 64)?;
+            let again = file_system(c, how, TREE, 64)?;
             Ok(format!(
                 "{again}; at the second try: in the first the kernel's client sent nothing any more after {answered} requests, all answered"
             ))
@@ -228,10 +264,11 @@ pub(super) fn kernel_client(c: &mut Ctx<'_>, ip: Ip, invalidate: &str) -> Result
 }
 
 /// A script that works on a file system on `disk` in the guest, which is checked here afterwards.
-pub(super) fn file_system(c: &mut Ctx<'_>, ip: Ip, invalidate: &str, script: &str, mib: u64) -> Result<String, Error> {
+pub(super) fn file_system(c: &mut Ctx<'_>, how: Serving, script: &str, mib: u64) -> Result<String, Error> {
     image(c, "disk", mib)?;
-    let server = Server::start(c, ip, &["disk"], invalidate)?;
-    let out = with_client(c, ip, script, 300)?;
+    let listen = c.host(how.ip)?.to_string();
+    let server = Server::with_threads(c, &listen, &["disk"], how.invalidate, how.threads)?;
+    let out = with_client(c, how.ip, script, 300)?;
     let connections = server.connections.unwrap_or_default();
     server.stop()?;
     let image = fsck(c, "disk")?;
@@ -239,6 +276,31 @@ pub(super) fn file_system(c: &mut Ctx<'_>, ip: Ip, invalidate: &str, script: &st
         "{}; {connections} connections; image on the server: {image}",
         verdict(&out)?
     ))
+}
+
+/// Our server has two loops; the connections of the kernel's session are spread over them, by their queue pairs' numbers.
+fn two_loops(c: &mut Ctx<'_>) -> Result<String, Error> {
+    let how = Serving {
+        threads: 2,
+        ..Serving::on(Ip::V4, "on")
+    };
+    let out = kernel_client(c, how)?;
+    let to_us = format!("> {}:", c.host(Ip::V4)?);
+    // The kernel puts a request and its data into one message.
+    let mut requests = [0; 2];
+    for line in c
+        .frames()?
+        .lines()
+        .filter(|l| l.contains(&to_us) && l.contains(" imm 0x"))
+    {
+        let qpn = line.split(" qp 0x").nth(1).and_then(|s| s.get(..6));
+        let qpn = qpn.and_then(|digits| u32::from_str_radix(digits, 16).ok());
+        requests[(qpn.ok_or("a request without a queue pair")? >> 23) as usize] += 1;
+    }
+    if requests.iter().any(|n| *n < 50) {
+        return Err(format!("messages by loop: {requests:?}").into());
+    }
+    Ok(format!("{out}; messages by loop: {requests:?}"))
 }
 
 /// The same with little data, while packets are doubled or late.
