@@ -42,6 +42,8 @@ pub(super) struct Handshake<'a, 'b, 'c> {
     pub(super) uuid: Uuid,
     /// What holds for the session because of its other paths.
     pub(super) agreed: Option<Terms>,
+    /// Another path is up.
+    pub(super) others_up: bool,
 }
 
 impl Handshake<'_, '_, '_> {
@@ -59,7 +61,7 @@ impl Handshake<'_, '_, '_> {
     /// Home has connection 0, and asks for ours.
     pub(super) fn offered(&mut self, offer: Offer) {
         self.path.terms = Some(offer.terms);
-        (self.path.recon_cnt, self.path.ever_accepted) = (offer.recon_cnt, offer.first_conn);
+        (self.path.recon_cnt, self.path.first) = (offer.recon_cnt, offer.first_conn);
         self.path.asked = true;
     }
 
@@ -133,7 +135,7 @@ impl Handshake<'_, '_, '_> {
             self.path.recon_cnt,
             self.path.uuid,
             self.uuid,
-            self.path.first || self.path.ever_accepted,
+            self.path.first,
         );
         let params = ConnParams {
             private_data: req.as_bytes().to_vec(),
@@ -224,7 +226,7 @@ impl Handshake<'_, '_, '_> {
         let offer = Offer {
             terms,
             recon_cnt: self.path.recon_cnt,
-            first_conn: self.path.ever_accepted,
+            first_conn: self.path.first,
         };
         for share in self.env.share.others() {
             let path = self.path.index;
@@ -331,6 +333,9 @@ impl Handshake<'_, '_, '_> {
         else {
             return Err(again());
         };
+        if self.path.first && self.others_up {
+            return Err(Error::Overtaken);
+        }
         let room = region.pages.len() - InfoReq::LEN;
         let mut bytes = vec![0; (wc.byte_len as usize).min(room)];
         // The region stays as long as the path: the request's acknowledgement may be lost, and then it is sent once more.

@@ -97,9 +97,9 @@ pub(super) struct Path {
     pub(super) recon_cnt: u16,
     /// It was asked to connect.
     pub(super) begun: bool,
-    /// The session has no other path that the server knows: it may make the session (`for_new_clt`).
+    /// The server may make the session for it (`for_new_clt`).
     pub(super) first: bool,
-    /// The server has once accepted connection 0: it may make the session anew.
+    /// The server has once accepted connection 0.
     pub(super) ever_accepted: bool,
     /// It has been up.
     pub(super) ever_up: bool,
@@ -457,6 +457,11 @@ impl Path {
         let spread = config.reconnect_delay.as_nanos() as u64 / 2;
         let delay = config.reconnect_delay + Duration::from_nanos(env.cx.below(spread));
         self.retry_at = Some(env.cx.now + delay);
+    }
+
+    /// The attempt that has failed is followed by another one at once.
+    pub(super) fn come_again(&mut self) {
+        self.retry_now = true;
     }
 
     fn retry_soon(&mut self, env: &mut Env<'_, '_>) {

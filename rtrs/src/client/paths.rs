@@ -38,12 +38,26 @@ impl Session {
         others.map(|(_, path)| path).filter(counts).find_map(|path| path.terms)
     }
 
-    /// Whether the server may make the session when this path comes: it has no other by which the server knows it, or will. With
-    /// two such paths two servers could each have half of a session.
+    /// Whether a path beside this one is up.
+    pub(super) fn has_other_up(&self, index: usize) -> bool {
+        self.paths.iter().enumerate().any(|(n, path)| n != index && path.is_up())
+    }
+
+    /// Whether the server may make the session when this path comes (`first_conn`). With two such paths two servers could each have
+    /// half of a session.
+    ///
+    /// A path that was up once may if no other is up, or as good as that. A server that was started anew then does not make a
+    /// session beside paths that are not known to be lost yet, as it does for the kernel's client: it has opened no devices.
+    ///
+    /// Another path may if the session has none by which the server knows it, or will.
     pub(super) fn is_first(&self, index: usize) -> bool {
+        let again = self.paths[index].ever_accepted;
         let known = |path: &Path| {
-            path.state != PathState::Dead
-                && (path.ever_accepted || path.begun && path.first && path.state == PathState::Connecting)
+            let connecting = path.state == PathState::Connecting;
+            match again {
+                true => path.is_up() || connecting && path.terms.is_some(),
+                false => path.state != PathState::Dead && (path.ever_accepted || path.begun && path.first && connecting),
+            }
         };
         !self.paths.iter().enumerate().any(|(n, path)| n != index && known(path))
     }
@@ -214,6 +228,10 @@ impl Session {
 
     /// An attempt to connect a path has failed, at home.
     pub(super) fn attempt_failed(&mut self, env: &mut Env<'_, '_>, index: usize, error: Error) {
+        if matches!(error, Error::Overtaken) {
+            tracing::debug!(session = %self.config.name, path = %self.paths[index].addr, "the path joins another");
+            return self.paths[index].come_again();
+        }
         tracing::warn!(session = %self.config.name, path = %self.paths[index].addr, %error, "connecting the path failed");
         if self.state == SessionState::Opening {
             // What follows of it is decided when the path has come to rest.

@@ -345,6 +345,7 @@ impl Session {
     fn handshake<'a, 'b, 'c>(&'a mut self, env: &'a mut Env<'b, 'c>, index: usize) -> Handshake<'a, 'b, 'c> {
         Handshake {
             agreed: self.agreed(index),
+            others_up: self.has_other_up(index),
             path: &mut self.paths[index],
             env,
             lane: &mut self.lane,
@@ -354,9 +355,11 @@ impl Session {
     }
 
     pub(super) fn begin(&mut self, env: &mut Env<'_, '_>, index: usize, reports: &mut Vec<Report>) {
-        let first = self.is_first(index);
-        let path = &mut self.paths[index];
-        (path.begun, path.first) = (true, first);
+        // Others are told by home.
+        if env.share.is_home() {
+            self.paths[index].first = self.is_first(index);
+        }
+        self.paths[index].begun = true;
         let mut handshake = self.handshake(env, index);
         let begun = handshake.begin();
         handshake.settle(begun, reports);

@@ -97,6 +97,12 @@ impl Host {
         Self::with_port(last, keys, config)
     }
 
+    /// A host that was started anew, with other numbers.
+    fn anew(last: u8, keys: KeyMode) -> Self {
+        let config = PortConfig::new(addresses(last), Mtu::B1024, u64::from(last) + 1000);
+        Self::seeded(last, keys, config, [last + 100; 32])
+    }
+
     /// One of several loops of an address: packets and management datagrams show by their numbers which of them they are for.
     pub(crate) fn shard(last: u8, keys: KeyMode, part: QpnSlot) -> Self {
         let mut config = PortConfig::new(addresses(last), Mtu::B1024, u64::from(last) << 8 | u64::from(part.slot));
@@ -106,8 +112,12 @@ impl Host {
     }
 
     fn with_port(last: u8, keys: KeyMode, config: PortConfig) -> Self {
-        let mem = Arc::new(MemoryTable::new([last; 32], &config.limits));
-        let port = Port::new(config, mem.clone(), [last; 32]);
+        Self::seeded(last, keys, config, [last; 32])
+    }
+
+    fn seeded(last: u8, keys: KeyMode, config: PortConfig, seed: [u8; 32]) -> Self {
+        let mem = Arc::new(MemoryTable::new(seed, &config.limits));
+        let port = Port::new(config, mem.clone(), seed);
         let addr = ip(last);
         let devices = vec![(DeviceLimits::software(last.into()), addresses(last))];
         Self {
@@ -204,6 +214,14 @@ impl Pair {
             server_told: Vec::new(),
             empty,
         }
+    }
+
+    /// The server dies, and another one is there at once.
+    pub(crate) fn restart_server(&mut self, keys: KeyMode, config: ServerConfig) {
+        self.far = Host::anew(2, keys);
+        self.empty[1] = self.far.fabric.usage();
+        let config = ServerConfig { addr: ip(2), ..config };
+        self.server = self.far.with(self.now, |cx| Server::listen(cx, config)).unwrap().0;
     }
 
     pub(crate) fn path(&self) -> PathAddr {

@@ -249,6 +249,62 @@ fn without_any_path_requests_end_and_with_the_first_one_the_session_is_back() {
     pair.assert_empty();
 }
 
+/// It has none of the session's devices open: its user has to know, though a path of the session seems to be up all the time.
+#[test]
+fn a_server_that_was_started_anew_is_not_taken_for_the_old_one() {
+    let mut pair = Pair::new(KeyMode::Instant, server(true));
+    pair.open_ways(3, |config| config.reconnect_delay = Duration::from_millis(10));
+    pair.cut_off = vec![addresses(1)[0]];
+    pair.pass(LONG);
+    assert!(pair.states()[0] != PathState::Connected && pair.states()[1] == PathState::Connected);
+    pair.restart_server(KeyMode::Instant, server(true));
+    pair.cut_off.clear();
+    pair.pass(Duration::from_millis(500));
+    assert_ne!(pair.states()[0], PathState::Connected, "beside those of the old server");
+    pair.pass(LONG);
+    let told = std::mem::take(&mut pair.told);
+    assert!(matches!(told[..], [Output::Down(..), Output::Up(..)]), "{told:?}");
+    assert_eq!(pair.states(), [PathState::Connected; 3], "{:?}", pair.news);
+    assert_eq!(pair.server.sessions()[0].paths, 3);
+    pair.send(0..6, Direction::Write);
+    pair.assert_done(0..6);
+    pair.close();
+    pair.assert_empty();
+}
+
+/// The first is up with the server that was, while the other's request, to make the session, is still under way to the next one.
+#[test]
+fn a_request_that_comes_late_makes_no_second_session() {
+    let mut pair = Pair::new(KeyMode::Instant, server(true));
+    pair.open_ways(2, |_| ());
+    pair.cut = true;
+    pair.pass(LONG);
+    pair.cut = false;
+    pair.cut_off = vec![addresses(1)[1]];
+    for path in pair.statuses() {
+        pair.command(path.id, PathCommand::Reconnect).unwrap();
+    }
+    pair.settle();
+    assert_eq!(pair.states(), [PathState::Connected, PathState::Connecting]);
+    pair.restart_server(KeyMode::Instant, server(true));
+    pair.cut_off.clear();
+    pair.pass(LONG);
+    let told = std::mem::take(&mut pair.told);
+    assert!(
+        matches!(
+            told[..],
+            [Output::Down(..), Output::Up(..), Output::Down(..), Output::Up(..)]
+        ),
+        "{told:?}"
+    );
+    assert_eq!(pair.states(), [PathState::Connected; 2], "{:?}", pair.news);
+    let outcomes = [(); 2].map(|()| pair.outcome(PathCommand::Reconnect));
+    let refused = |e: &Error| matches!(e, Error::Rejected { errno: Some(6), .. });
+    assert!(matches!(&outcomes, [Some(Ok(())), Some(Err(e))] if refused(e)), "{outcomes:?}");
+    pair.close();
+    pair.assert_empty();
+}
+
 #[test]
 fn one_path_that_can_not_be_connected_fails_the_open_as_in_the_kernel() {
     let mut pair = Pair::new(KeyMode::Instant, server(true));
