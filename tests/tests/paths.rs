@@ -164,3 +164,41 @@ fn what_can_not_be_is_refused() {
         assert!(done.stderr.contains(word), "{more:?}: {}", done.stderr);
     }
 }
+
+#[test]
+fn a_server_that_is_back_before_all_paths_are_known_to_be_lost_is_another() {
+    let dir = tempfile::tempdir().unwrap();
+    let image = image(dir.path(), "disk.img", &vec![0; BLOCK * BLOCKS]);
+    let export = [format!("disk={}", image.display())];
+    let server = fresh_address();
+    let (mut serving, _) = serve(server, &export, &[]);
+    let socket = dir.path().join("nbd");
+    let paths = [(); 3].map(|()| format!("{},{server}", fresh_address()));
+    let mut more = vec!["--on-loss", "queue", "--reconnect-delay", "0.01"];
+    paths.iter().for_each(|p| more.extend(["--path", p]));
+    let (map, _) = map(fresh_address(), &server.to_string(), &socket, &more);
+    let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let asked = stop.clone();
+    let writer = thread::spawn(move || {
+        let mut client = Client::connect(&socket).unwrap();
+        let mut n = 0;
+        while !asked.load(std::sync::atomic::Ordering::Relaxed) {
+            n = (n + 1) % BLOCKS;
+            client.write((n * BLOCK) as u64, &pattern(n as u64, BLOCK)).unwrap();
+        }
+    });
+    for round in 0..2 {
+        thread::sleep(std::time::Duration::from_millis(1300));
+        serving.signal(Signal::SIGKILL);
+        serving.wait();
+        serving = serve(server, &export, &[]).0;
+        for _ in 0..60 {
+            thread::sleep(std::time::Duration::from_millis(100));
+            assert!(!writer.is_finished(), "round {round}: {}", map.stderr());
+        }
+    }
+    stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    writer.join().unwrap();
+    assert_eq!(map.stop().code, Some(0));
+    assert_eq!(serving.stop().code, Some(0));
+}

@@ -40,7 +40,10 @@ impl Session {
 
     /// Whether a path beside this one is up.
     pub(super) fn has_other_up(&self, index: usize) -> bool {
-        self.paths.iter().enumerate().any(|(n, path)| n != index && path.is_up())
+        self.paths
+            .iter()
+            .enumerate()
+            .any(|(n, path)| n != index && path.is_up())
     }
 
     /// Whether the server may make the session when this path comes (`first_conn`). With two such paths two servers could each have
@@ -56,7 +59,9 @@ impl Session {
             let connecting = path.state == PathState::Connecting;
             match again {
                 true => path.is_up() || connecting && path.terms.is_some(),
-                false => path.state != PathState::Dead && (path.ever_accepted || path.begun && path.first && connecting),
+                false => {
+                    path.state != PathState::Dead && (path.ever_accepted || path.begun && path.first && connecting)
+                }
             }
         };
         !self.paths.iter().enumerate().any(|(n, path)| n != index && known(path))

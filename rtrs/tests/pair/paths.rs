@@ -300,7 +300,10 @@ fn a_request_that_comes_late_makes_no_second_session() {
     assert_eq!(pair.states(), [PathState::Connected; 2], "{:?}", pair.news);
     let outcomes = [(); 2].map(|()| pair.outcome(PathCommand::Reconnect));
     let refused = |e: &Error| matches!(e, Error::Rejected { errno: Some(6), .. });
-    assert!(matches!(&outcomes, [Some(Ok(())), Some(Err(e))] if refused(e)), "{outcomes:?}");
+    assert!(
+        matches!(&outcomes, [Some(Ok(())), Some(Err(e))] if refused(e)),
+        "{outcomes:?}"
+    );
     pair.close();
     pair.assert_empty();
 }
