@@ -258,9 +258,10 @@ pub(crate) fn run(setup: &Setup, case: &Case, dir: &Path, how: Migration) -> Res
     for machine in [&mut to, &mut from] {
         machine.tell("migrate-set-capabilities", capability.clone())?;
     }
-    // A limit of none would be no limit.
+    // A rate of none would be no limit. Without downtime a guest may stand still when nothing is left to be sent: one that gets
+    // little of the processor writes less than is sent in a millisecond.
     let (downtime, rate) = match how.busy {
-        true => (1, HELD_BACK),
+        true => (0, HELD_BACK),
         false => (DOWNTIME, UNBOUNDED),
     };
     let bounds = json!({ "downtime-limit": downtime, "max-bandwidth": rate });
