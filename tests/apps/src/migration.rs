@@ -31,9 +31,9 @@ const MIB: u64 = 64;
 const BYTES: u64 = MIB << 20;
 /// Passes over the memory of a busy guest.
 const PASSES: u64 = 3;
-/// Bytes per second until then. Without a bound the memory may be gone before a guest that gets little of the processor has
-/// changed enough of it.
-const HELD_BACK: u64 = 64 << 20;
+/// Bytes per second until then. A guest that gets little of the processor must have the time to change enough of its memory while
+/// that is sent, and more than is sent in a millisecond: else it stands still.
+const HELD_BACK: u64 = 16 << 20;
 /// As good as no bound.
 const UNBOUNDED: u64 = 1 << 40;
 /// How long a guest may stand still at the end, in milliseconds: longer than a slow machine takes for all of its memory.
@@ -258,10 +258,9 @@ pub(crate) fn run(setup: &Setup, case: &Case, dir: &Path, how: Migration) -> Res
     for machine in [&mut to, &mut from] {
         machine.tell("migrate-set-capabilities", capability.clone())?;
     }
-    // A rate of none would be no limit. Without downtime a guest may stand still when nothing is left to be sent: one that gets
-    // little of the processor writes less than is sent in a millisecond.
+    // A limit of none would be no limit.
     let (downtime, rate) = match how.busy {
-        true => (0, HELD_BACK),
+        true => (1, HELD_BACK),
         false => (DOWNTIME, UNBOUNDED),
     };
     let bounds = json!({ "downtime-limit": downtime, "max-bandwidth": rate });
