@@ -1,6 +1,15 @@
 //! Mappings that outlive their server, and such over several paths.
 
-use std::{fs, sync::mpsc, thread};
+use std::{
+    fs,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+        mpsc,
+    },
+    thread,
+    time::Duration,
+};
 
 use ferroce_tests::{
     device::{image, map, map_args, serve},
@@ -177,27 +186,27 @@ fn a_server_that_is_back_before_all_paths_are_known_to_be_lost_is_another() {
     let mut more = vec!["--on-loss", "queue", "--reconnect-delay", "0.01"];
     paths.iter().for_each(|p| more.extend(["--path", p]));
     let (map, _) = map(fresh_address(), &server.to_string(), &socket, &more);
-    let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let stop = Arc::new(AtomicBool::new(false));
     let asked = stop.clone();
     let writer = thread::spawn(move || {
         let mut client = Client::connect(&socket).unwrap();
         let mut n = 0;
-        while !asked.load(std::sync::atomic::Ordering::Relaxed) {
+        while !asked.load(Relaxed) {
             n = (n + 1) % BLOCKS;
             client.write((n * BLOCK) as u64, &pattern(n as u64, BLOCK)).unwrap();
         }
     });
     for round in 0..2 {
-        thread::sleep(std::time::Duration::from_millis(1300));
+        thread::sleep(Duration::from_millis(1300));
         serving.signal(Signal::SIGKILL);
         serving.wait();
         serving = serve(server, &export, &[]).0;
         for _ in 0..60 {
-            thread::sleep(std::time::Duration::from_millis(100));
+            thread::sleep(Duration::from_millis(100));
             assert!(!writer.is_finished(), "round {round}: {}", map.stderr());
         }
     }
-    stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    stop.store(true, Relaxed);
     writer.join().unwrap();
     assert_eq!(map.stop().code, Some(0));
     assert_eq!(serving.stop().code, Some(0));

@@ -29,6 +29,7 @@ use crate::{
     ring::Ring,
     sys,
     task::Task,
+    writing::Bell,
 };
 
 /// Times that one [`Disk::pump`] starts what there is room for, when it is over at once.
@@ -153,8 +154,8 @@ impl Store {
         before != size
     }
 
-    /// Lets a write begin, if it may; else `bell` is raised when another loop's write is over that it perhaps waits for.
-    fn enter(&self, alone: bool, bell: &Arc<OwnedFd>) -> bool {
+    /// Lets a write begin, if it may; else `bell` is rung when another loop's write is over that it perhaps waits for.
+    fn enter(&self, alone: bool, bell: &Arc<Bell>) -> bool {
         let image = self.export.image();
         let bell = image.shared.load(Relaxed).then_some(bell);
         !image.is_direct() || image.writing.enter(alone, bell)
@@ -188,15 +189,13 @@ pub struct Disk {
     // The operations that these two have are waited for.
     ring: RingState,
     pool: Option<Pool>,
-    /// Raised when a write of another loop is over that held ones may have waited for.
-    bell: Arc<OwnedFd>,
+    /// Rung when a write is over that held ones may have waited for.
+    bell: Arc<Bell>,
     /// Watches all three.
     epoll: OwnedFd,
     stores: BTreeMap<StoreId, Store>,
     schedule: Schedule<Arc<Pages>>,
     flights: Slab<Flight>,
-    /// Of these, writes that are held.
-    held: usize,
     /// Flights whose next call is to be made.
     ready: VecDeque<usize>,
     /// Over before they had their turn.
@@ -225,17 +224,16 @@ impl Disk {
     /// # Errors
     /// When the system gives no descriptor.
     pub fn new(config: DiskConfig) -> io::Result<Self> {
-        let (epoll, bell) = (sys::epoll()?, sys::eventfd()?);
-        sys::watch(&epoll, &bell)?;
+        let (epoll, bell) = (sys::epoll()?, Bell::new()?);
+        sys::watch(&epoll, &*bell)?;
         Ok(Self {
             ring: RingState::Unopened,
             pool: None,
-            bell: Arc::new(bell),
+            bell,
             epoll,
             stores: BTreeMap::new(),
             schedule: Schedule::new(config.limits),
             flights: Slab::new(),
-            held: 0,
             ready: VecDeque::new(),
             over: Vec::new(),
             resized: Vec::new(),
@@ -410,21 +408,13 @@ impl Disk {
         behind || !self.ready.is_empty() || (stopped && self.schedule.waiting() > 0)
     }
 
-    /// Writes that are held may have waited for another loop's, which may be over.
+    /// Writes that are held begin, if another loop's that they waited for is over.
     fn ask_again(&mut self) {
-        let shared = |store: &Store| !store.held.is_empty() && store.export.image().shared.load(Relaxed);
-        if self.held == 0 || !self.stores.values().any(shared) {
-            return;
+        if self.bell.silence() {
+            let held = self.stores.iter().filter(|(_, store)| !store.held.is_empty());
+            let held: Vec<StoreId> = held.map(|(id, _)| *id).collect();
+            held.into_iter().for_each(|store| self.let_in(store));
         }
-        // It is raised for whatever ends from here on.
-        sys::lower(&self.bell);
-        let waiting: Vec<StoreId> = self
-            .stores
-            .iter()
-            .filter(|(_, s)| shared(s))
-            .map(|(id, _)| *id)
-            .collect();
-        waiting.into_iter().for_each(|store| self.let_in(store));
     }
 
     /// Starts operations and goes on with them, as far as there is room and the budget reaches.
@@ -485,7 +475,6 @@ impl Disk {
         flight.entered = writes && store.held.is_empty() && store.enter(flight.alone, &self.bell);
         if writes && !flight.entered {
             store.held.push_back(key);
-            self.held += 1;
         } else {
             self.ready.push_back(key);
         }
@@ -612,7 +601,6 @@ impl Disk {
             };
             next.entered = true;
             store.held.pop_front();
-            self.held -= 1;
             self.ready.push_back(key);
         }
     }

@@ -2,10 +2,11 @@
 //! the way past the page cache reads the blocks and writes them back, and so has to be alone.
 
 use std::{
-    os::fd::OwnedFd,
+    io,
+    os::fd::{AsRawFd, OwnedFd, RawFd},
     sync::{
         Arc,
-        atomic::{AtomicU32, Ordering::SeqCst},
+        atomic::{AtomicBool, AtomicU32, Ordering::SeqCst},
     },
 };
 
@@ -13,13 +14,59 @@ use parking_lot::Mutex;
 
 use crate::sys;
 
+/// What a disk that waits is woken with.
+#[derive(Debug)]
+pub(crate) struct Bell {
+    eventfd: OwnedFd,
+    /// It and the eventfd change together: else that could stay readable with nothing to do.
+    rung: AtomicBool,
+    change: Mutex<()>,
+}
+
+impl Bell {
+    /// # Errors
+    /// When the system gives no descriptor.
+    pub(crate) fn new() -> io::Result<Arc<Self>> {
+        Ok(Arc::new(Self {
+            eventfd: sys::eventfd()?,
+            rung: AtomicBool::new(false),
+            change: Mutex::default(),
+        }))
+    }
+
+    fn ring(&self) {
+        let _change = self.change.lock();
+        if !self.rung.swap(true, SeqCst) {
+            sys::raise(&self.eventfd);
+        }
+    }
+
+    /// Silences it. False: it was not rung.
+    pub(crate) fn silence(&self) -> bool {
+        // Most often it was not, and there is no lock to take.
+        if !self.rung.load(SeqCst) {
+            return false;
+        }
+        let _change = self.change.lock();
+        self.rung.store(false, SeqCst);
+        sys::lower(&self.eventfd);
+        true
+    }
+}
+
+impl AsRawFd for Bell {
+    fn as_raw_fd(&self) -> RawFd {
+        self.eventfd.as_raw_fd()
+    }
+}
+
 /// See the module. Who may not begin waits for its bell, and asks again.
 #[derive(Debug, Default)]
 pub(crate) struct Writing {
     /// How many are under way, with [`Self::ALONE`] and [`Self::WANTED`].
     state: AtomicU32,
-    /// Eventfds of disks that wait. Each is here once.
-    bells: Mutex<Vec<Arc<OwnedFd>>>,
+    /// Of disks that wait. Each is here once.
+    bells: Mutex<Vec<Arc<Bell>>>,
 }
 
 impl Writing {
@@ -28,8 +75,8 @@ impl Writing {
     /// One waits to be the only one, so that no others may begin.
     const WANTED: u32 = 1 << 30;
 
-    /// Lets a write begin, if it may; else `bell` is raised when there is a reason to ask again.
-    pub(crate) fn enter(&self, alone: bool, bell: Option<&Arc<OwnedFd>>) -> bool {
+    /// Lets a write begin, if it may; else `bell` is rung when there is a reason to ask again.
+    pub(crate) fn enter(&self, alone: bool, bell: Option<&Arc<Bell>>) -> bool {
         if self.try_enter(alone) {
             return true;
         }
@@ -39,7 +86,7 @@ impl Writing {
             bells.push(bell.clone());
         }
         drop(bells);
-        // What it waited for may have ended before the bell was there to be raised.
+        // What it waited for may have ended before the bell was there to be rung.
         self.try_enter(alone)
     }
 
@@ -75,30 +122,26 @@ impl Writing {
 
     fn ring(&self) {
         let bells = std::mem::take(&mut *self.bells.lock());
-        bells.iter().for_each(|bell| sys::raise(bell));
+        bells.iter().for_each(|bell| bell.ring());
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::{
-        os::fd::AsRawFd,
-        sync::atomic::{AtomicBool, AtomicU64},
-        thread,
-    };
+    use std::{sync::atomic::AtomicU64, thread};
 
     use super::*;
 
-    fn bell() -> Arc<OwnedFd> {
-        Arc::new(sys::eventfd().unwrap())
+    fn bell() -> Arc<Bell> {
+        Bell::new().unwrap()
     }
 
-    fn is_raised(bell: &OwnedFd) -> bool {
+    fn is_raised(bell: &Bell) -> bool {
         waits(bell, 0)
     }
 
     /// Whether it is raised within so many milliseconds.
-    fn waits(bell: &OwnedFd, milliseconds: i32) -> bool {
+    fn waits(bell: &Bell, milliseconds: i32) -> bool {
         let mut fd = libc::pollfd {
             fd: bell.as_raw_fd(),
             events: libc::POLLIN,
@@ -118,8 +161,7 @@ mod tests {
         assert!(!is_raised(&a) && !is_raised(&b), "one is still under way");
         w.leave();
         assert!(is_raised(&a) && is_raised(&b));
-        sys::lower(&a);
-        sys::lower(&b);
+        assert!(a.silence() && b.silence() && !a.silence());
         assert!(!w.enter(false, Some(&a)), "the one that waits is first");
         assert!(w.enter(true, Some(&b)) && !w.enter(true, Some(&a)));
         w.leave();
@@ -149,7 +191,7 @@ mod tests {
                         let alone = (round + n).is_multiple_of(3);
                         while !writing.enter(alone, Some(&bell)) {
                             assert!(waits(&bell, 60_000), "the bell stays silent");
-                            sys::lower(&bell);
+                            bell.silence();
                         }
                         let others = inside.fetch_add(1, SeqCst);
                         assert!(!alone_inside.load(SeqCst), "beside one that is alone");

@@ -328,6 +328,20 @@ fn a_loop_sleeps_while_it_waits_for_another_loops_write() {
 }
 
 #[test]
+fn a_disk_that_waited_for_itself_has_nothing_to_do_afterwards() {
+    everywhere(|case| {
+        let mut first = case.image(MIB);
+        let _other = first.disk.store(first.store).unwrap().part();
+        for at in 0..32 {
+            first.start(BlockOp::Write { fua: false }, at * 64, 64, 0);
+        }
+        first.settle();
+        assert!(!first.disk.pump(&mut Budget::default(), &mut first.done));
+        assert!(!is_ready(&first.disk), "{:?}", first.disk);
+    });
+}
+
+#[test]
 fn nobody_waits_for_the_write_of_a_loop_that_has_ended() {
     everywhere(|case| {
         if let Some((first, mut other)) = one_waits_for_the_other(case) {
