@@ -34,16 +34,17 @@ impl Session {
     /// What holds for a path because of the others that are up or nearly so.
     pub(super) fn agreed(&self, index: usize) -> Option<Terms> {
         let counts = |path: &&Path| matches!(path.state, PathState::Connected | PathState::Connecting);
-        let others = self.paths.iter().enumerate().filter(|(n, _)| *n != index);
-        others.map(|(_, path)| path).filter(counts).find_map(|path| path.terms)
+        self.others(index).filter(counts).find_map(|path| path.terms)
     }
 
     /// Whether a path beside this one is up.
     pub(super) fn has_other_up(&self, index: usize) -> bool {
-        self.paths
-            .iter()
-            .enumerate()
-            .any(|(n, path)| n != index && path.is_up())
+        self.others(index).any(Path::is_up)
+    }
+
+    fn others(&self, index: usize) -> impl Iterator<Item = &Path> {
+        let others = self.paths.iter().enumerate().filter(move |(n, _)| *n != index);
+        others.map(|(_, path)| path)
     }
 
     /// Whether the server may make the session when this path comes (`first_conn`). With two such paths two servers could each have
@@ -64,7 +65,7 @@ impl Session {
                 }
             }
         };
-        !self.paths.iter().enumerate().any(|(n, path)| n != index && known(path))
+        !self.others(index).any(known)
     }
 
     /// At home, while the session is being opened: one path after the other, as the kernel does, because the first makes the
