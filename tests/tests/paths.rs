@@ -2,6 +2,7 @@
 
 use std::{
     fs,
+    path::{Path, PathBuf},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering::Relaxed},
@@ -33,11 +34,17 @@ fn wait_for(process: &mut Running, name: &str) -> serde_json::Value {
     }
 }
 
+/// An image of zeroes, and how it is exported.
+fn exported(dir: &Path) -> (PathBuf, [String; 1]) {
+    let image = image(dir, "disk.img", &vec![0; BLOCK * BLOCKS]);
+    let export = [format!("disk={}", image.display())];
+    (image, export)
+}
+
 #[test]
 fn a_copy_goes_on_when_its_server_was_killed_and_is_back() {
     let dir = tempfile::tempdir().unwrap();
-    let image = image(dir.path(), "disk.img", &vec![0; BLOCK * BLOCKS]);
-    let export = [format!("disk={}", image.display())];
+    let (image, export) = exported(dir.path());
     let server = fresh_address();
     let (mut serving, _) = serve(server, &export, &[]);
     let socket = dir.path().join("nbd");
@@ -177,8 +184,7 @@ fn what_can_not_be_is_refused() {
 #[test]
 fn a_server_that_is_back_before_all_paths_are_known_to_be_lost_is_another() {
     let dir = tempfile::tempdir().unwrap();
-    let image = image(dir.path(), "disk.img", &vec![0; BLOCK * BLOCKS]);
-    let export = [format!("disk={}", image.display())];
+    let (_, export) = exported(dir.path());
     let server = fresh_address();
     let (mut serving, _) = serve(server, &export, &[]);
     let socket = dir.path().join("nbd");
