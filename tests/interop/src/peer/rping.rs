@@ -6,7 +6,7 @@ use std::{
 };
 
 use roce_verbs::{
-    AccessFlags, Payload, QpCaps, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcStatus,
+    AccessFlags, Completion, Payload, QpCaps, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcStatus,
     provider::{
         CmChannel as _, CmEvent, CmEventKind, CmId as _, ConnParams, MemoryRegion as _, QueuePair as _, VerbsDevice,
     },
@@ -29,7 +29,14 @@ pub(crate) struct Args {
     /// Rounds (as client).
     #[arg(long, default_value_t = 10)]
     iters: u32,
+    /// As server: a client that is silent for 5 s after so many rounds has gone. Linux gives up a disconnect when
+    /// the program ends, and it may be lost.
+    #[arg(long)]
+    last_round: Option<u32>,
 }
+
+/// How long the peer may take for anything.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Bytes of `struct rping_rdma_info`: address, rkey, size, all big-endian.
 const INFO: usize = 16;
@@ -101,7 +108,7 @@ impl<P: VerbsDevice> Side<P> {
             payload: Payload::Sges(sges),
         };
         self.link.qp.post_send(&[wr]).map_err(|(_, e)| e)?;
-        match Link::<P>::wait_one(&self.link.send_cq, Duration::from_secs(60))?.status {
+        match Link::<P>::wait_one(&self.link.send_cq, PATIENCE)?.status {
             WcStatus::Success => Ok(true),
             WcStatus::FlushError => Ok(false),
             other => Err(format!("send queue: {other:?}").into()),
@@ -110,7 +117,10 @@ impl<P: VerbsDevice> Side<P> {
 
     /// Takes one message; `None` when the peer has disconnected.
     fn take(&self) -> Result<Option<(RemoteAddr, usize)>, Error> {
-        let wc = Link::<P>::wait_one(&self.link.recv_cq, Duration::from_secs(60))?;
+        self.took(Link::<P>::wait_one(&self.link.recv_cq, PATIENCE)?)
+    }
+
+    fn took(&self, wc: Completion) -> Result<Option<(RemoteAddr, usize)>, Error> {
         if wc.status == WcStatus::FlushError {
             return Ok(None);
         }
@@ -148,9 +158,18 @@ impl<P: VerbsDevice> Side<P> {
         Ok(())
     }
 
-    fn server(&self) -> Result<(), Error> {
+    /// The start of a round; `None` when there is no other.
+    fn next_round(&self, rounds: u32, last: Option<u32>) -> Result<Option<(RemoteAddr, usize)>, Error> {
+        if last.is_none_or(|last| rounds < last) {
+            return self.take();
+        }
+        let wc = Link::<P>::wait_one(&self.link.recv_cq, Duration::from_secs(5));
+        wc.map_or(Ok(None), |wc| self.took(wc))
+    }
+
+    fn server(&self, last: Option<u32>) -> Result<(), Error> {
         let mut rounds = 0;
-        while let Some((source, len)) = self.take()? {
+        while let Some((source, len)) = self.next_round(rounds, last)? {
             if len > self.text.len() {
                 return Err(format!("the client offers {len} bytes, more than --size").into());
             }
@@ -163,9 +182,13 @@ impl<P: VerbsDevice> Side<P> {
                 return Err("client disconnected early".into());
             }
             rounds += 1;
-            // With the last one the client has all that it wants: its acknowledgement may be lost, and the disconnect faster.
-            if !self.advertise(&self.text)? {
-                break;
+            // With the last one the client has all that it wants: its acknowledgement may be lost, and the disconnect faster, or
+            // lost as well.
+            match self.advertise(&self.text) {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(_) if last == Some(rounds) => break,
+                Err(e) => return Err(e),
             }
         }
         println!("rping server: {rounds} rounds: passed");
@@ -183,7 +206,7 @@ fn params() -> ConnParams {
 
 fn next<P: VerbsDevice>(channel: &P::CmChannel) -> Result<CmEvent<P::CmId>, Error> {
     channel
-        .wait(Some(Duration::from_secs(60)))?
+        .wait(Some(PATIENCE))?
         .ok_or_else(|| "no event of the connection within 60 s".into())
 }
 
@@ -231,7 +254,7 @@ pub(crate) fn run<P: VerbsDevice>(provider: &P, local: IpAddr, args: &Args) -> R
         };
         id.accept(&side.link.qp, params())?;
         expect_established::<P>(&channel)?;
-        side.server()?;
+        side.server(args.last_round)?;
         id.disconnect()?;
     }
     // Both sides take part in the disconnect; leave the port up until it is through.

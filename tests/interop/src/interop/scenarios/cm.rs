@@ -57,7 +57,8 @@ pub(super) fn list() -> Vec<Scenario> {
 }
 
 pub(super) fn rping_server(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
-    let mut ours = c.ours(ip, "rping", &["rping", "--size", "5000"])?;
+    let lost: &[&str] = if c.lossy { &["--last-round", "20"] } else { &[] };
+    let mut ours = c.ours(ip, "rping", &[&["rping", "--size", "5000"], lost].concat())?;
     ours.wait_for("waiting", Duration::from_secs(30))?;
     let host = c.host(ip)?.to_string();
     let program = ["rping", "-c", "-V", "-v", "-C", "20", "-S", "5000", "-a", &host];
