@@ -187,6 +187,8 @@ impl World {
         let io = self.receives(who, 1);
         let (bed, client) = (&mut self.bed, &self.clients[who]);
         let ready = io && !client.chunks.is_empty();
+        // Requests of several paths may wait in a chunk: each path has a place of its own there, or headers would be another's.
+        let (read_at, write_at) = (64 * (who as u32 + 1), 512 + 16 * who as u32);
         match op {
             Op::Inform if service && io && !self.asked[who] => {
                 self.asked[who] = true;
@@ -196,16 +198,16 @@ impl World {
             Op::Again if service && !ready => client.inform(bed, b"again"),
             Op::Write if ready && self.under_way[who].insert(chunk) => {
                 let bytes = [&[who as u8], RdmaWrite::new(1).as_bytes()].concat();
-                match client.write(bed, chunk, 0, &bytes) {
-                    true => client.announce(bed, chunk, 1),
+                match client.write(bed, chunk, write_at, &bytes) {
+                    true => client.announce(bed, chunk, write_at + 1),
                     // The transport ends a connection whose WRITE it refuses.
                     false => bed.provider.fail_qp(client.qp(bed, 1), WcStatus::FlushError),
                 }
             }
-            Op::Read if ready && self.under_way[who].insert(chunk) && client.write(bed, chunk, 70, b"x") => {
-                client.send_read(bed, chunk, 64, &[who as u8], chunk == 2);
+            Op::Read if ready && self.under_way[who].insert(chunk) && client.write(bed, chunk, read_at, b"x") => {
+                client.send_read(bed, chunk, read_at, &[who as u8], chunk == 2);
             }
-            Op::Again if ready => client.announce(bed, chunk, 1),
+            Op::Again if ready => client.announce(bed, chunk, write_at + 1),
             Op::Imm(imm) if service => client.imm(bed, 0, imm),
             Op::Imm(imm) if io => client.imm(bed, 1, imm),
             Op::Fail(flushed) if io => {
