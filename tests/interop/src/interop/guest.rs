@@ -273,11 +273,8 @@ impl Log {
 fn start(id: u8, shape: Shape, places: &Places, monitor: &Path) -> Result<Proc, Error> {
     let linux = places.linux(shape.kernel);
     let version = std::fs::read_to_string(linux.join("version"))?;
-    let (present, possible) = processors(shape.cpus);
-    let append = format!(
-        "console=ttyS0 panic=-1 quiet mitigations=off nr_cpus={present} gid={id} gmtu={}",
-        shape.mtu
-    );
+    let Shape { cpus, mtu, .. } = shape;
+    let append = format!("console=ttyS0 panic=-1 quiet mitigations=off nr_cpus={cpus} gid={id} gmtu={mtu}");
     let mut qemu = Command::new("qemu-system-x86_64");
     qemu.args([
         "-accel",
@@ -290,7 +287,12 @@ fn start(id: u8, shape: Shape, places: &Places, monitor: &Path) -> Result<Proc, 
         "-display",
         "none",
     ])
-    .args(["-serial", "stdio", "-smp", &format!("{present},maxcpus={possible}")])
+    .args([
+        "-serial",
+        "stdio",
+        "-smp",
+        &format!("{cpus},maxcpus={}", max_cpus(cpus)),
+    ])
     .args(["-monitor", &format!("unix:{},server=on,wait=off", monitor.display())])
     .arg("-kernel")
     .arg(linux.join("kernel/boot").join(format!("vmlinuz-{}", version.trim())))
@@ -319,11 +321,11 @@ fn start(id: u8, shape: Shape, places: &Places, monitor: &Path) -> Result<Proc, 
     )
 }
 
-/// How many processors the guest has, and how many qemu could give it. For a guest that can have only one, qemu leaves the memory
-/// barriers out (`CF_PARALLEL`; its commit c914d46d0a64 mends a part), though its own threads work the rings of the cards: a
-/// notification may be lost, and the card stands still for ever.
-fn processors(cpus: u8) -> (u8, u8) {
-    (cpus, cpus.max(2))
+/// How many processors qemu could give the guest. For one that can have only one, it leaves the memory barriers out
+/// (`CF_PARALLEL`; its commit c914d46d0a64 mends a part), though its own threads work the rings of the cards: a notification may be
+/// lost, and the card stands still for ever.
+fn max_cpus(cpus: u8) -> u8 {
+    cpus.max(2)
 }
 
 /// How a card takes packets. With mergeable buffers qemu before 9.1 may wait for ever for a guest that has run out of them under
