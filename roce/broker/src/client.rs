@@ -144,7 +144,17 @@ struct State {
     given_up: HashMap<u64, Request>,
     opened: Vec<Opened>,
     bindings: Vec<Binding>,
+    /// The next broker is being told of `bindings` as they were: what is given back meanwhile it is told when that is done.
+    restoring: bool,
     closing: bool,
+}
+
+/// What has been told to the next broker.
+struct Rejoined {
+    link: OwnedFd,
+    bindings: Vec<Binding>,
+    /// What it had for this member meanwhile.
+    early: Vec<Record<ToClient>>,
 }
 
 struct Shared {
@@ -398,7 +408,8 @@ impl Membership {
         Ok(service)
     }
 
-    /// Gives a port back. While there is no broker nobody has it: the next one is not told of it.
+    /// Gives a port back: whoever asks for it after this returns may have it. While there is no broker nobody has it: the next
+    /// one is not told of it.
     ///
     /// # Errors
     /// In a child of the process that joined.
@@ -587,6 +598,9 @@ impl Shared {
         }
         let (link, seq) = {
             let mut state = self.state.lock();
+            let deadline = Instant::now() + REQUEST_TIME;
+            // Another process may ask for what was given back as soon as this returns.
+            while state.restoring && self.wait(&mut state, deadline).is_ok() {}
             state.seq += 1;
             (state.link.clone(), state.seq)
         };
@@ -706,43 +720,57 @@ impl Shared {
                 return None;
             }
             match self.rejoin() {
-                Ok((link, told)) => {
-                    let link = Arc::new(link);
-                    let mut state = self.state.lock();
-                    if state.closing {
-                        return None;
-                    }
-                    // The lock is held until the link is there: what is given back from now on is told over it.
-                    for request in given_back(&told, &state.bindings) {
-                        state.seq += 1;
-                        let seq = state.seq;
-                        let message = wire::encode(&ToBroker::Request { seq, request }, &[]);
-                        if let Err(e) = message.and_then(|bytes| wire::send(link.as_fd(), &bytes, &[], true)) {
-                            tracing::debug!("the broker is gone again: {e}");
-                        }
-                    }
-                    state.link = Some(link.clone());
-                    self.links.set_link(Some(link.clone()));
-                    state.epoch += 1;
-                    drop(state);
-                    self.changed.notify_all();
-                    return Some(link);
-                }
+                Ok(rejoined) => return self.go_on(rejoined),
                 Err(e) if !std::mem::replace(&mut warned, true) => {
                     tracing::warn!("the broker is gone, and there is no other yet: {e}");
                 }
                 Err(_) => {}
             }
             let mut state = self.state.lock();
+            if std::mem::take(&mut state.restoring) {
+                self.changed.notify_all();
+            }
             if !state.closing {
                 self.changed.wait_for(&mut state, RETRY);
             }
         }
     }
 
-    /// Joins another broker with the place, sockets, ports and connections that this process has. Returns the connection,
-    /// and the ports that the broker was told of.
-    fn rejoin(&self) -> Result<(OwnedFd, Vec<Binding>), JoinError> {
+    /// Tells the next broker what was given back while it was told, and uses the connection to it from now on. `None` when
+    /// the member leaves.
+    fn go_on(&self, Rejoined { link, bindings, early }: Rejoined) -> Option<Arc<OwnedFd>> {
+        let link = Arc::new(link);
+        let mut state = self.state.lock();
+        state.restoring = false;
+        let closing = state.closing;
+        if !closing {
+            // The lock is held until the link is there: what is given back from now on is told over it.
+            for request in given_back(&bindings, &state.bindings) {
+                state.seq += 1;
+                let seq = state.seq;
+                let message = wire::encode(&ToBroker::Request { seq, request }, &[]);
+                if let Err(e) = message.and_then(|bytes| wire::send(link.as_fd(), &bytes, &[], true)) {
+                    tracing::debug!("the broker is gone again: {e}");
+                }
+            }
+            state.link = Some(link.clone());
+            self.links.set_link(Some(link.clone()));
+            state.epoch += 1;
+        }
+        drop(state);
+        self.changed.notify_all();
+        if closing {
+            return None;
+        }
+        // The inbox may wait for somebody who waits for the link.
+        for record in early {
+            self.take(&link, record);
+        }
+        Some(link)
+    }
+
+    /// Joins another broker with the place, sockets, ports and connections that this process has.
+    fn rejoin(&self) -> Result<Rejoined, JoinError> {
         let link = start::connect_or_start(&self.config.dir, self.config.program.as_deref())?;
         let rejoin = Rejoin {
             place: self.place,
@@ -750,7 +778,8 @@ impl Shared {
         };
         say_hello(&link, &self.config.name, Some(rejoin))?;
         let (opened, bindings) = {
-            let state = self.state.lock();
+            let mut state = self.state.lock();
+            state.restoring = true;
             let opened: Vec<_> = state.opened.iter().map(|o| (o.addr, o.for_next.clone())).collect();
             (opened, state.bindings.clone())
         };
@@ -773,10 +802,7 @@ impl Shared {
             ask(&link, restore(chunk, false), &[], &mut other)?;
         }
         ask(&link, restore((vec![], vec![]), true), &[], &mut other)?;
-        for record in early {
-            self.take(&link, record);
-        }
-        Ok((link, bindings))
+        Ok(Rejoined { link, bindings, early })
     }
 }
 

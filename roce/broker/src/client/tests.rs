@@ -6,10 +6,14 @@ use super::*;
 
 /// A member, and the broker's end of its connection.
 fn member() -> (Arc<Shared>, Arc<OwnedFd>, OwnedFd) {
+    member_in("/nonexistent".into())
+}
+
+fn member_in(dir: PathBuf) -> (Arc<Shared>, Arc<OwnedFd>, OwnedFd) {
     let (link, broker) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
     let link = Arc::new(link);
     let config = JoinConfig {
-        dir: "/nonexistent".into(),
+        dir,
         program: None,
         name: "test".into(),
     };
@@ -163,5 +167,56 @@ fn what_was_given_back_while_a_broker_was_told_is_told_too() {
             "Unlisten { service: 2, addr: None }",
             "Unbind { service: 3, addr: None }"
         ]
+    );
+}
+
+/// Waits for a request, answers it, and returns it.
+fn answered(broker: &OwnedFd, with: Reply) -> String {
+    let (seq, text) = asked(broker, true).unwrap();
+    let message = ToClient::Reply { seq, reply: with };
+    let bytes = wire::encode(&message, &[]).unwrap();
+    wire::send(broker.as_fd(), &bytes, &[], true).unwrap();
+    text
+}
+
+/// Another process may have been told that the port is free, and ask the broker for it.
+#[test]
+fn what_is_given_back_while_a_broker_is_told_is_told_before_anybody_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join(start::SOCKET);
+    let listener = start::new_socket().unwrap();
+    rustix::net::bind(&listener, &rustix::net::SocketAddrUnix::new(&path).unwrap()).unwrap();
+    rustix::net::listen(&listener, 1).unwrap();
+    let (shared, _link, _broker) = member_in(dir.path().into());
+    shared.state.lock().bindings.push(Binding {
+        service: 7,
+        addr: None,
+        reuse: false,
+        bound: true,
+        listening: false,
+    });
+    let member = shared.clone();
+    thread::spawn(move || member.reconnect());
+    let broker = rustix::net::accept(&listener).unwrap();
+    let (place, token) = (shared.place, shared.token);
+    answered(&broker, Reply::Welcome { place, token });
+    assert!(answered(&broker, Reply::Done).contains("service: 7"));
+    let (back, is_back) = std::sync::mpsc::channel();
+    thread::spawn(move || {
+        let membership = Membership { shared };
+        membership.unbind(7, None).unwrap();
+        back.send(()).unwrap();
+        // It does not leave.
+        std::mem::forget(membership);
+    });
+    assert!(
+        is_back.recv_timeout(Duration::from_millis(50)).is_err(),
+        "the broker knows the port, and is not told that it is free"
+    );
+    assert!(answered(&broker, Reply::Done).contains("done: true"));
+    is_back.recv().unwrap();
+    assert_eq!(
+        asked(&broker, false).map(|(_, text)| text).as_deref(),
+        Some("Unbind { service: 7, addr: None }")
     );
 }
