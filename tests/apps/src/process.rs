@@ -52,6 +52,10 @@ const REFUSED: [&str; 5] = [
     // uDAPL's, which go by TCP first.
     "Couldn't connect to",
 ];
+/// How perftest's client says that it was refused its second connection (`-R`), for which the server listens once both have
+/// agreed on it over the first. It may come too late. The client's own second attempt uses what it has freed, and the server
+/// waits for a client that is gone, or takes the next one's first connection for this one's second: both are started again.
+const TOO_EARLY: &str = "RDMA CM event error";
 /// What a server gets to end after the client did.
 const LINGER: Duration = Duration::from_secs(30);
 
@@ -114,6 +118,20 @@ pub(crate) struct Setup {
     crates: Crates,
     /// The brokers' directories, and beside them one for each case.
     dir: TempDir,
+}
+
+/// Why there is no result.
+enum Failure {
+    /// Said for people.
+    Failed(String),
+    /// The client was refused, and its server is of no use to another one.
+    Spent,
+}
+
+impl From<String> for Failure {
+    fn from(text: String) -> Self {
+        Self::Failed(text)
+    }
 }
 
 /// A process group that ends with this.
@@ -394,71 +412,103 @@ impl Setup {
         Group::spawn(command, output).map_err(fail)
     }
 
-    /// A client by itself, started again when it is refused while its server may not be there yet.
-    fn client(&self, case: &Case, words: &[String], dir: &Path, deadline: Instant, again: bool) -> Result<String> {
-        let until = Instant::now() + Duration::from_secs(if case.memcheck { 120 } else { 20 });
+    /// A client by itself, started again when it is refused while its server may not be there yet: until `again`.
+    fn client(
+        &self,
+        case: &Case,
+        words: &[String],
+        dir: &Path,
+        deadline: Instant,
+        again: Instant,
+    ) -> std::result::Result<String, Failure> {
         loop {
             let mut client = self.start(case, words, dir, "client")?;
             let status = client.wait(deadline).map_err(|e| e.to_string())?;
             let text = client.text();
             match status {
                 Some(s) if s.success() => return Ok(text),
-                Some(_) if again && Instant::now() < until && refusal(&text).is_some() => {
+                Some(_) if Instant::now() < again && refusal(&text).is_some() => {
                     let why = refusal(&text).unwrap_or_default();
                     self.retried.borrow_mut().push(format!("the client was refused: {why}"));
+                    if text.contains(TOO_EARLY) {
+                        return Err(Failure::Spent);
+                    }
                     thread::sleep(AGAIN);
                 }
-                Some(s) => return Err(format!("the client ended with {s}\n{text}")),
-                None => return Err(format!("the client is not done after {} s\n{text}", case.seconds)),
+                Some(s) => return Err(format!("the client ended with {s}\n{text}").into()),
+                None => return Err(format!("the client is not done after {} s\n{text}", case.seconds).into()),
             }
         }
     }
 
     /// Both sides of a case; returns what the client printed.
     pub(crate) fn attempt(&self, case: &Case, dir: &Path) -> Result<String> {
+        let started = Instant::now();
+        let deadline = started + Duration::from_secs(case.seconds);
+        let again = match &case.server {
+            Some(server) if server.ready == Ready::Retry => {
+                started + Duration::from_secs(if case.memcheck { 120 } else { 20 })
+            }
+            _ => started,
+        };
+        loop {
+            match self.pair(case, dir, deadline, again) {
+                Ok(text) => return says(case, text),
+                Err(Failure::Failed(text)) => return Err(text),
+                Err(Failure::Spent) => {}
+            }
+        }
+    }
+
+    /// Starts the server of a case, if it has one, and then the client.
+    fn pair(&self, case: &Case, dir: &Path, deadline: Instant, again: Instant) -> std::result::Result<String, Failure> {
         let port = free_port().map_err(|e| format!("finding a port: {e}"))?;
         for (name, text) in &case.files {
             fs::write(dir.join(name), text).map_err(|e| format!("{name}: {e}"))?;
         }
-        let deadline = Instant::now() + Duration::from_secs(case.seconds);
         let client = self.fill(case, &case.client, port, dir)?;
         let Some(server) = &case.server else {
-            let text = self.client(case, &client, dir, deadline, false)?;
-            return says(case, text);
+            return self.client(case, &client, dir, deadline, again);
         };
         let mut other = self.start(case, &self.fill(case, &server.command, port, dir)?, dir, "server")?;
+        if server.ready == Ready::Listens {
+            self.until_listens(case, &mut other, port, deadline)?;
+        }
+        let text = match self.client(case, &client, dir, deadline, again) {
+            Err(Failure::Failed(text)) => return Err(format!("{text}\n--- server\n{}", other.text()).into()),
+            done => done?,
+        };
+        if server.end == ServerEnd::Zero {
+            let status = other.wait(Instant::now() + LINGER).map_err(|e| e.to_string())?;
+            let how = match status {
+                Some(s) if s.success() => return Ok(text),
+                Some(s) => format!("the server ended with {s}"),
+                None => "the server does not end".to_owned(),
+            };
+            return Err(format!("{how}\n{}\n--- client\n{text}", other.text()).into());
+        }
+        Ok(text)
+    }
+
+    /// Waits until a case's server listens at a TCP port.
+    fn until_listens(&self, case: &Case, server: &mut Group, port: u16, deadline: Instant) -> Result<()> {
         let process = match case.net.ethernet {
             true => self.namespace(case)?.holder().to_string(),
             false => "self".to_owned(),
         };
-        while server.ready == Ready::Listens && !listens(&process, port) {
+        while !listens(&process, port) {
             if interrupted() {
                 return Err("interrupted".into());
             }
-            if let Ok(Some(status)) = other.child.try_wait() {
-                return Err(format!("the server ended with {status}\n{}", other.text()));
+            if let Ok(Some(status)) = server.child.try_wait() {
+                return Err(format!("the server ended with {status}\n{}", server.text()));
             }
             if Instant::now() >= deadline {
-                return Err(format!("the server does not listen\n{}", other.text()));
+                return Err(format!("the server does not listen\n{}", server.text()));
             }
             thread::sleep(PAUSE);
         }
-        let done = self.client(case, &client, dir, deadline, server.ready == Ready::Retry);
-        let text = done.map_err(|text| format!("{text}\n--- server\n{}", other.text()))?;
-        if server.end == ServerEnd::Zero {
-            let status = other.wait(Instant::now() + LINGER).map_err(|e| e.to_string())?;
-            match status {
-                Some(s) if s.success() => {}
-                Some(s) => {
-                    return Err(format!(
-                        "the server ended with {s}\n{}\n--- client\n{text}",
-                        other.text()
-                    ));
-                }
-                None => return Err(format!("the server does not end\n{}\n--- client\n{text}", other.text())),
-            }
-        }
-        says(case, text)
+        Ok(())
     }
 
     /// Ends the run, and whatever of it is left.
@@ -483,7 +533,7 @@ fn says(case: &Case, text: String) -> Result<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::refusal;
+    use super::{TOO_EARLY, refusal};
 
     #[test]
     fn only_refusals_are_tried_again() {
@@ -493,6 +543,8 @@ mod tests {
             refusal("rdma_connect: Connection refused\n"),
             Some("Connection refused")
         );
+        let perftest = "RDMA CM event error:\nEvent: RDMA_CM_EVENT_REJECTED; error: 8.\n";
+        assert!(refusal(perftest).is_some() && perftest.contains(TOO_EARLY) && !rping.contains(TOO_EARLY));
         for other in [
             "",
             "cq completion failed status 12",
