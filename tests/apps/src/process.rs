@@ -120,20 +120,6 @@ pub(crate) struct Setup {
     dir: TempDir,
 }
 
-/// Why there is no result.
-enum Failure {
-    /// Said for people.
-    Failed(String),
-    /// The client was refused, and its server is of no use to another one.
-    Spent,
-}
-
-impl From<String> for Failure {
-    fn from(text: String) -> Self {
-        Self::Failed(text)
-    }
-}
-
 /// A process group that ends with this.
 pub(crate) struct Group {
     child: Child,
@@ -412,7 +398,8 @@ impl Setup {
         Group::spawn(command, output).map_err(fail)
     }
 
-    /// A client by itself, started again when it is refused while its server may not be there yet: until `again`.
+    /// A client by itself, started again when it is refused while its server may not be there yet: until `again`. `None`: its
+    /// server is of no use to another one.
     fn client(
         &self,
         case: &Case,
@@ -420,23 +407,23 @@ impl Setup {
         dir: &Path,
         deadline: Instant,
         again: Instant,
-    ) -> std::result::Result<String, Failure> {
+    ) -> Result<Option<String>> {
         loop {
             let mut client = self.start(case, words, dir, "client")?;
             let status = client.wait(deadline).map_err(|e| e.to_string())?;
             let text = client.text();
             match status {
-                Some(s) if s.success() => return Ok(text),
+                Some(s) if s.success() => return Ok(Some(text)),
                 Some(_) if Instant::now() < again && refusal(&text).is_some() => {
                     let why = refusal(&text).unwrap_or_default();
                     self.retried.borrow_mut().push(format!("the client was refused: {why}"));
                     if text.contains(TOO_EARLY) {
-                        return Err(Failure::Spent);
+                        return Ok(None);
                     }
                     thread::sleep(AGAIN);
                 }
-                Some(s) => return Err(format!("the client ended with {s}\n{text}").into()),
-                None => return Err(format!("the client is not done after {} s\n{text}", case.seconds).into()),
+                Some(s) => return Err(format!("the client ended with {s}\n{text}")),
+                None => return Err(format!("the client is not done after {} s\n{text}", case.seconds)),
             }
         }
     }
@@ -452,16 +439,14 @@ impl Setup {
             _ => started,
         };
         loop {
-            match self.pair(case, dir, deadline, again) {
-                Ok(text) => return says(case, text),
-                Err(Failure::Failed(text)) => return Err(text),
-                Err(Failure::Spent) => {}
+            if let Some(text) = self.pair(case, dir, deadline, again)? {
+                return says(case, text);
             }
         }
     }
 
-    /// Starts the server of a case, if it has one, and then the client.
-    fn pair(&self, case: &Case, dir: &Path, deadline: Instant, again: Instant) -> std::result::Result<String, Failure> {
+    /// Starts the server of a case, if it has one, and then the client. `None`: both have to be started again.
+    fn pair(&self, case: &Case, dir: &Path, deadline: Instant, again: Instant) -> Result<Option<String>> {
         let port = free_port().map_err(|e| format!("finding a port: {e}"))?;
         for (name, text) in &case.files {
             fs::write(dir.join(name), text).map_err(|e| format!("{name}: {e}"))?;
@@ -474,20 +459,19 @@ impl Setup {
         if server.ready == Ready::Listens {
             self.until_listens(case, &mut other, port, deadline)?;
         }
-        let text = match self.client(case, &client, dir, deadline, again) {
-            Err(Failure::Failed(text)) => return Err(format!("{text}\n--- server\n{}", other.text()).into()),
-            done => done?,
-        };
+        let done = self.client(case, &client, dir, deadline, again);
+        let done = done.map_err(|text| format!("{text}\n--- server\n{}", other.text()))?;
+        let Some(text) = done else { return Ok(None) };
         if server.end == ServerEnd::Zero {
             let status = other.wait(Instant::now() + LINGER).map_err(|e| e.to_string())?;
             let how = match status {
-                Some(s) if s.success() => return Ok(text),
+                Some(s) if s.success() => return Ok(Some(text)),
                 Some(s) => format!("the server ended with {s}"),
                 None => "the server does not end".to_owned(),
             };
-            return Err(format!("{how}\n{}\n--- client\n{text}", other.text()).into());
+            return Err(format!("{how}\n{}\n--- client\n{text}", other.text()));
         }
-        Ok(text)
+        Ok(Some(text))
     }
 
     /// Waits until a case's server listens at a TCP port.
