@@ -591,7 +591,8 @@ impl Shared {
         }
     }
 
-    /// Tells the broker something that it does not refuse, without waiting for it.
+    /// Tells the broker something that it does not refuse, without waiting for its answer. One that is being told what there
+    /// was is waited for.
     fn tell(&self, request: Request) -> Result<(), JoinError> {
         if !self.is_ours() {
             return Err(JoinError::Forked);
@@ -741,27 +742,24 @@ impl Shared {
     fn go_on(&self, Rejoined { link, bindings, early }: Rejoined) -> Option<Arc<OwnedFd>> {
         let link = Arc::new(link);
         let mut state = self.state.lock();
-        state.restoring = false;
-        let closing = state.closing;
-        if !closing {
-            // The lock is held until the link is there: what is given back from now on is told over it.
-            for request in given_back(&bindings, &state.bindings) {
-                state.seq += 1;
-                let seq = state.seq;
-                let message = wire::encode(&ToBroker::Request { seq, request }, &[]);
-                if let Err(e) = message.and_then(|bytes| wire::send(link.as_fd(), &bytes, &[], true)) {
-                    tracing::debug!("the broker is gone again: {e}");
-                }
-            }
-            state.link = Some(link.clone());
-            self.links.set_link(Some(link.clone()));
-            state.epoch += 1;
-        }
-        drop(state);
-        self.changed.notify_all();
-        if closing {
+        if state.closing {
             return None;
         }
+        // The lock is held until the link is there: what is given back from now on is told over it.
+        for request in given_back(&bindings, &state.bindings) {
+            state.seq += 1;
+            let seq = state.seq;
+            let message = wire::encode(&ToBroker::Request { seq, request }, &[]);
+            if let Err(e) = message.and_then(|bytes| wire::send(link.as_fd(), &bytes, &[], true)) {
+                tracing::debug!("the broker is gone again: {e}");
+            }
+        }
+        state.restoring = false;
+        state.link = Some(link.clone());
+        self.links.set_link(Some(link.clone()));
+        state.epoch += 1;
+        drop(state);
+        self.changed.notify_all();
         // The inbox may wait for somebody who waits for the link.
         for record in early {
             self.take(&link, record);
