@@ -25,6 +25,9 @@ pub(crate) const ALONE: &str = "TEST_ALONE";
 pub(crate) const MARK: &str = "@ ";
 
 const SIZE: usize = 64;
+/// Between two looks at a completion queue, and between two rounds. 64 processes that do either much more often have two
+/// processors to themselves.
+const PAUSE: Duration = Duration::from_millis(10);
 
 fn tell(text: impl std::fmt::Display) {
     println!("{MARK}{text}");
@@ -87,7 +90,7 @@ impl End {
             if got.iter().any(|c| c.opcode == WcOpcode::Recv) {
                 return Some(());
             }
-            thread::sleep(Duration::from_millis(1));
+            thread::sleep(PAUSE);
         }
     }
 
@@ -116,7 +119,7 @@ impl End {
             assert_eq!(echo, bytes, "the echo of another packet");
             self.receive();
             count.fetch_add(1, Ordering::Relaxed);
-            thread::sleep(Duration::from_millis(5));
+            thread::sleep(PAUSE);
         }
     }
 }
@@ -205,7 +208,7 @@ fn member() {
                         .state()
                         .is_ok_and(|s| s != roce::QpState::Rts && s != roce::QpState::Err)
                     {
-                        thread::sleep(Duration::from_millis(1));
+                        thread::sleep(PAUSE);
                     }
                     end.rounds(&count);
                 });
