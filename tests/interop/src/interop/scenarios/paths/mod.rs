@@ -1,0 +1,80 @@
+//! 10: sessions with several paths, over two networks; what becomes of them when a network or the other end goes.
+
+mod kernel_client;
+
+use std::time::Duration;
+
+use serde_json::Value;
+
+use super::{Ctx, Scenario};
+use crate::Error;
+
+pub(super) fn list() -> Vec<Scenario> {
+    kernel_client::list()
+}
+
+/// How the second network goes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Cut {
+    /// The switch no longer forwards. Both ends keep their carrier.
+    Port,
+    /// The guest's cable is pulled.
+    Carrier,
+}
+
+impl Cut {
+    fn set(self, c: &mut Ctx<'_>, up: bool) -> Result<(), Error> {
+        let guest = c.guest()?;
+        match self {
+            Self::Port => guest.set_port_on(1, up),
+            Self::Carrier => guest.set_link_on(1, up),
+        }
+    }
+
+    /// How long it is gone, s. Without a carrier the kernel knows at once. With one it is told by used up retries (some 17 s)
+    /// or, when rdma_rxe has stopped over a repeated registration (`specs/kernel.md`), by heartbeats (35 s at the most):
+    /// the path must not be back before.
+    const fn seconds(self) -> u64 {
+        match self {
+            Self::Port => 45,
+            Self::Carrier => 10,
+        }
+    }
+}
+
+fn script(c: &mut Ctx<'_>, text: &str, seconds: u32) -> Result<String, Error> {
+    let guest = c.guest()?;
+    let result = guest.run(text, seconds);
+    result.map_err(|e| format!("{e}\ndmesg:\n{}", guest.dmesg()).into())
+}
+
+/// The longest that a request of fio took; an error unless all went well.
+fn longest(report: &str) -> Result<Duration, Error> {
+    let json = report.find('{').map_or("", |at| &report[at..]);
+    let all: Value = serde_json::from_str(json).map_err(|e| format!("fio left no report: {e}: {report}"))?;
+    let job = &all["jobs"][0];
+    let number = |way: &str, what: &str| job[way][what].as_u64().unwrap_or_default();
+    if job["error"] != 0 || number("write", "total_ios") == 0 || number("read", "total_ios") == 0 {
+        return Err(format!("fio: {report}").into());
+    }
+    let ways = ["read", "write"].map(|way| job[way]["lat_ns"]["max"].as_u64().unwrap_or_default());
+    Ok(Duration::from_nanos(ways[0].max(ways[1])))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::longest;
+
+    #[test]
+    fn a_report_with_an_error_or_without_reads_is_none() {
+        let report = |error: u32, reads: u32| {
+            let way = |ios: u32, max: u64| format!(r#"{{"total_ios": {ios}, "lat_ns": {{"max": {max}}}}}"#);
+            let (read, write) = (way(reads, 17_500_000_000), way(9, 3));
+            longest(&format!(
+                r#"fio: hint {{"jobs": [{{"error": {error}, "read": {read}, "write": {write}}}]}}"#
+            ))
+        };
+        assert_eq!(report(0, 5).unwrap().as_millis(), 17_500);
+        assert!(report(84, 5).is_err() && report(0, 0).is_err() && longest("").is_err());
+    }
+}
