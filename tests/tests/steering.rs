@@ -44,6 +44,7 @@ const EALREADY: i32 = 114;
 /// A server and a mapping over one path, both steered.
 struct Lab {
     dir: tempfile::TempDir,
+    client: std::net::Ipv4Addr,
     server: std::net::Ipv4Addr,
     serve: Running,
     map: Running,
@@ -62,9 +63,10 @@ impl Lab {
         all.extend(more);
         let args = map_args(client, &server.to_string(), &dir.path().join("nbd"), &all);
         let (map, _) = steered(&args, "mapped");
-        let path = format!("{client},{server}:1234");
+        let path = format!("ip:{client}@ip:{server}");
         Self {
             dir,
+            client,
             server,
             serve,
             map,
@@ -72,12 +74,20 @@ impl Lab {
         }
     }
 
-    fn client(&self) -> Client {
+    fn nbd(&self) -> Client {
         Client::connect(&self.dir.path().join("nbd")).unwrap()
     }
 
     fn path_command(&self, what: &str) -> Value {
         json!({ "do": what, "path": self.path })
+    }
+
+    /// Connects the path anew. The server may not be done with it as it was, and refuse the first attempt.
+    fn reconnect(&mut self) {
+        let reconnect = self.path_command("reconnect");
+        let answer = self.map.ask(reconnect);
+        assert!(answer["ok"] == true || answer["errno"] == ENOTCONN, "{answer}");
+        eventually("it is up", || self.list()["paths"][0]["state"] == "Connected");
     }
 
     fn list(&mut self) -> Value {
@@ -107,7 +117,7 @@ fn eventually(what: &str, mut is: impl FnMut() -> bool) {
 fn what_is_listed_is_of_all_loops() {
     for threads in ["1", "3"] {
         let mut lab = Lab::new(threads, &[]);
-        let mut clients = [(); 3].map(|()| lab.client());
+        let mut clients = [(); 3].map(|()| lab.nbd());
         for n in 0..30 {
             let client = &mut clients[n % 3];
             client.write((n * BLOCK) as u64, &pattern(n as u64, BLOCK)).unwrap();
@@ -164,7 +174,7 @@ fn what_is_listed_is_of_all_loops() {
 fn a_path_is_taken_down_and_connected_again() {
     for threads in ["1", "2"] {
         let mut lab = Lab::new(threads, &["--on-loss", "queue"]);
-        let mut client = lab.client();
+        let mut client = lab.nbd();
         client.write(0, &pattern(1, BLOCK)).unwrap();
         let disconnect = lab.path_command("disconnect");
         done(&mut lab.map, disconnect.clone());
@@ -180,11 +190,10 @@ fn a_path_is_taken_down_and_connected_again() {
         thread::sleep(Duration::from_millis(700));
         assert!(!waiting.is_finished() && !lab.map.has_ended());
         assert_eq!(lab.list()["device"]["waiting"], 1);
-        let reconnect = lab.path_command("reconnect");
-        done(&mut lab.map, reconnect.clone());
+        lab.reconnect();
         let mut client = waiting.join().unwrap();
         // One that is up is connected anew.
-        done(&mut lab.map, reconnect);
+        lab.reconnect();
         assert!(client.read(0, BLOCK).unwrap() == pattern(2, BLOCK));
         let listing = lab.list();
         assert_eq!(listing["paths"][0]["reconnects"], 2);
@@ -198,7 +207,7 @@ fn a_path_is_taken_down_and_connected_again() {
 fn the_last_path_is_removed_and_another_added() {
     for threads in ["1", "2"] {
         let mut lab = Lab::new(threads, &["--on-loss", "queue"]);
-        let mut client = lab.client();
+        let mut client = lab.nbd();
         client.write(0, &pattern(1, BLOCK)).unwrap();
         let (add, remove) = (lab.path_command("add_path"), lab.path_command("remove_path"));
         refused(&mut lab.map, add.clone(), EEXIST);
@@ -232,13 +241,12 @@ fn a_path_to_another_server_is_refused_and_nothing_is_written_there() {
         let other = fresh_address();
         let export = [format!("disk={}", other_image.display())];
         let (mut stranger, _) = steered(&serve_args(other, &export, &["--threads", threads]), "listening");
-        let src = lab.path.split_once(',').unwrap().0.to_owned();
-        let strange = format!("{src},{other}");
+        let strange = format!("{},{other}", lab.client);
         refused(&mut lab.map, json!({ "do": "add_path", "path": strange }), ENXIO);
         // It is gone again, and can be tried again.
         assert_eq!(lab.list()["paths"].as_array().unwrap().len(), 1);
         refused(&mut lab.map, json!({ "do": "add_path", "path": strange }), ENXIO);
-        let mut client = lab.client();
+        let mut client = lab.nbd();
         for n in 0..BLOCKS {
             client.write((n * BLOCK) as u64, &pattern(n as u64, BLOCK)).unwrap();
         }
@@ -256,8 +264,7 @@ fn a_path_to_another_server_is_refused_and_nothing_is_written_there() {
 fn what_can_not_be_reached_is_not_connected() {
     let mut lab = Lab::new("1", &["--on-loss", "queue", "--connect-timeout", "3"]);
     // Nobody listens at this port.
-    let (src, _) = lab.path.split_once(',').unwrap();
-    let nowhere = format!("{src},{}:1235", lab.server);
+    let nowhere = format!("{},{}:1235", lab.client, lab.server);
     let answer = lab.map.ask(json!({ "do": "add_path", "path": nowhere }));
     assert_eq!(
         (&answer["ok"], &answer["errno"]),
@@ -308,19 +315,18 @@ fn a_device_has_another_size_for_new_clients() {
     for threads in ["1", "2"] {
         let mut lab = Lab::new(threads, &[]);
         let size = (BLOCK * BLOCKS) as u64;
-        assert_eq!(lab.client().size, size);
+        assert_eq!(lab.nbd().size, size);
         done(&mut lab.map, json!({ "do": "resize", "sectors": size / 512 / 2 }));
         assert_eq!(lab.map.event("resized")["bytes"], size / 2);
         // Of any loop.
         for _ in 0..3 {
-            eventually("clients see it", || lab.client().size == size / 2);
+            eventually("clients see it", || lab.nbd().size == size / 2);
         }
         refused(&mut lab.map, json!({ "do": "resize", "sectors": u64::MAX }), EINVAL);
         // Until it is opened again.
-        let reconnect = lab.path_command("reconnect");
-        done(&mut lab.map, reconnect);
+        lab.reconnect();
         lab.map.event("remapped");
-        eventually("clients see it", || lab.client().size == size);
+        eventually("clients see it", || lab.nbd().size == size);
         lab.end();
     }
 }
@@ -333,7 +339,7 @@ fn a_device_that_was_closed_is_opened_again() {
         let devices = done(&mut lab.serve, json!({ "do": "devices" }));
         let device = &devices["devices"][0];
         let close = json!({ "do": "force_close", "session": device["session"], "device": device["device"] });
-        let mut client = lab.client();
+        let mut client = lab.nbd();
         client.write(0, &pattern(1, BLOCK)).unwrap();
         done(&mut lab.serve, close.clone());
         refused(&mut lab.serve, close, ENOENT);
@@ -342,10 +348,9 @@ fn a_device_that_was_closed_is_opened_again() {
         assert!(matches!(client.write(0, &pattern(2, BLOCK)), Err(Error::Refused(EIO))));
         client.disconnect().unwrap();
         // Connected anew it is opened anew.
-        let reconnect = lab.path_command("reconnect");
-        done(&mut lab.map, reconnect);
+        lab.reconnect();
         lab.map.event("remapped");
-        let mut client = lab.client();
+        let mut client = lab.nbd();
         client.write(0, &pattern(3, BLOCK)).unwrap();
         assert!(client.read(0, BLOCK).unwrap() == pattern(3, BLOCK));
         client.disconnect().unwrap();
@@ -358,12 +363,11 @@ fn a_device_that_the_server_has_not_is_opened_by_hand() {
     let mut lab = Lab::new("1", &[]);
     let (image, away) = (lab.dir.path().join("disk.img"), lab.dir.path().join("away"));
     fs::rename(&image, &away).unwrap();
-    let reconnect = lab.path_command("reconnect");
-    done(&mut lab.map, reconnect);
+    lab.reconnect();
     lab.map.event("not_remapped");
     refused(&mut lab.map, json!({ "do": "remap" }), ENOENT);
     refused(&mut lab.map, json!({ "do": "resize", "sectors": 8 }), ENOENT);
-    let mut client = lab.client();
+    let mut client = lab.nbd();
     assert!(matches!(client.read(0, BLOCK), Err(Error::Refused(EIO))));
     fs::rename(&away, &image).unwrap();
     done(&mut lab.map, json!({ "do": "remap" }));
@@ -376,7 +380,7 @@ fn a_device_that_the_server_has_not_is_opened_by_hand() {
 fn the_server_ends_paths_and_sessions() {
     for threads in ["1", "3"] {
         let mut lab = Lab::new(threads, &["--on-loss", "queue"]);
-        let mut client = lab.client();
+        let mut client = lab.nbd();
         for (n, what) in ["close_path", "close_session"].into_iter().enumerate() {
             client.write(0, &pattern(n as u64, BLOCK)).unwrap();
             let session = lab.sessions().remove(0);
@@ -397,7 +401,7 @@ fn the_server_ends_paths_and_sessions() {
 fn a_mapping_is_ended() {
     for threads in ["1", "2"] {
         let mut lab = Lab::new(threads, &[]);
-        let mut client = lab.client();
+        let mut client = lab.nbd();
         client.write(0, &pattern(1, BLOCK)).unwrap();
         refused(&mut lab.map, json!({ "do": "unmap" }), EBUSY);
         client.disconnect().unwrap();
@@ -417,7 +421,7 @@ fn a_mapping_is_ended_at_any_price() {
     for threads in ["1", "2"] {
         for lost in [false, true] {
             let mut lab = Lab::new(threads, &["--on-loss", "queue"]);
-            let mut client = lab.client();
+            let mut client = lab.nbd();
             client.write(0, &pattern(1, BLOCK)).unwrap();
             let waiting = lost.then(|| {
                 let disconnect = lab.path_command("disconnect");

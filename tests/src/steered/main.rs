@@ -7,8 +7,8 @@
 //! {"event": "answer", "id": 1, "ok": false, "errno": 17, "error": "the session has the path ... already"}
 //! ```
 //!
-//! Requests are answered as soon as they are done, so not always in their order. Those of `map` are in [`map`], those of `serve` in
-//! [`serve`]. When standard input ends, it runs on.
+//! Requests are answered as soon as they are done, so not always in their order, and all of them before the program ends. Those of
+//! `map` are in [`map`], those of `serve` in [`serve`]. When standard input ends, it runs on.
 
 mod map;
 mod serve;
@@ -16,8 +16,8 @@ mod serve;
 use std::{
     io::{self, BufRead, Write},
     process::ExitCode,
-    sync::Arc,
-    thread,
+    sync::{Arc, Mutex, PoisonError},
+    thread::{self, JoinHandle},
 };
 
 use ferroce::Steering;
@@ -28,29 +28,40 @@ use serde_json::{Map, Value, json};
 /// How a request ended: what there is to tell, or why not.
 type Outcome = Result<Map<String, Value>, Refused>;
 
+/// Requests that may not have been answered.
+type Open = Arc<Mutex<Vec<JoinHandle<()>>>>;
+
 fn main() -> ExitCode {
-    ferroce::run(&Steered)
+    let steered = Steered::default();
+    let code = ferroce::run(&steered);
+    // What was not answered is, when the loops have ended.
+    let open = std::mem::take(&mut *steered.0.lock().unwrap_or_else(PoisonError::into_inner));
+    for request in open {
+        let _ = request.join();
+    }
+    code
 }
 
-struct Steered;
+#[derive(Default)]
+struct Steered(Open);
 
 impl Steering for Steered {
     fn mapping(&self, control: MapControl) {
-        listen(move |request| map::comply(&control, request));
+        listen(&self.0, move |request| map::comply(&control, request));
     }
 
     fn serving(&self, control: ServeControl) {
-        listen(move |request| serve::comply(&control, request));
+        listen(&self.0, move |request| serve::comply(&control, request));
     }
 }
 
 /// Reads requests, each of which may take its time.
-fn listen(comply: impl Fn(&Value) -> Outcome + Send + Sync + 'static) {
-    let comply = Arc::new(comply);
+fn listen(open: &Open, comply: impl Fn(&Value) -> Outcome + Send + Sync + 'static) {
+    let (open, comply) = (open.clone(), Arc::new(comply));
     thread::spawn(move || {
         for line in io::stdin().lock().lines().map_while(Result::ok) {
             let comply = comply.clone();
-            thread::spawn(move || {
+            let answered = thread::spawn(move || {
                 let request = serde_json::from_str(&line).unwrap_or(Value::Null);
                 let outcome = match request {
                     Value::Null => Err(wrong(format!("no JSON: {line}"))),
@@ -58,6 +69,9 @@ fn listen(comply: impl Fn(&Value) -> Outcome + Send + Sync + 'static) {
                 };
                 answer(&request["id"], outcome);
             });
+            let mut open = open.lock().unwrap_or_else(PoisonError::into_inner);
+            open.retain(|request| !request.is_finished());
+            open.push(answered);
         }
     });
 }
