@@ -34,7 +34,7 @@ impl Placement for ByData {
 }
 
 fn shards(addr: IpAddr, count: usize) -> Vec<Loop> {
-    let opened = LocalDevice::open_shards(&DeviceConfig::new(addr), count, Arc::new(ByData));
+    let opened = LocalDevice::open_shards(&[DeviceConfig::new(addr)], count, Arc::new(ByData));
     let loops = opened.unwrap().into_iter().map(|device| Loop::of(device, addr));
     loops.collect()
 }
@@ -244,7 +244,7 @@ fn a_loop_that_does_not_turn_takes_no_more_than_fits() {
 
 #[test]
 fn loops_do_not_share_what_is_shared_with_processes() {
-    let open = |config: &DeviceConfig, shards| LocalDevice::open_shards(config, shards, Arc::new(ByData));
+    let open = |config: &DeviceConfig, shards| LocalDevice::open_shards(std::slice::from_ref(config), shards, Arc::new(ByData));
     let addr = address();
     let usual = DeviceConfig::new(addr);
     for config in [

@@ -417,7 +417,7 @@ mod tests {
             dst: server,
         };
         let config = MapConfig::new(SessionConfig::new("s", path), "disk", folder.join("nbd"));
-        let devices = LocalDevice::open_shards(&DeviceConfig::new(src), loops, Arc::new(Nobody)).unwrap();
+        let devices = LocalDevice::open_shards(&[DeviceConfig::new(src)], loops, Arc::new(Nobody)).unwrap();
         Mapping::start_shards(devices, config).unwrap()
     }
 

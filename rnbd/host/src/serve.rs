@@ -331,7 +331,7 @@ mod tests {
             grace: Duration::from_secs(3600),
         };
         let gate = Gate::new(&config.rtrs, loops);
-        let devices = LocalDevice::open_shards(&DeviceConfig::new(addr), loops, gate.clone()).unwrap();
+        let devices = LocalDevice::open_shards(&[DeviceConfig::new(addr)], loops, gate.clone()).unwrap();
         Serving::start_shards(devices, config, &gate).unwrap()
     }
 
