@@ -258,7 +258,7 @@ impl Mapping {
         Self::start_shards(vec![device], config)
     }
 
-    /// The same on several loops, one for each shard of a device ([`LocalDevice::open_shards`], placed by [`Nobody`]). Each has a
+    /// The same on several loops, one for each shard of its devices ([`LocalDevice::open_shards`], placed by [`Nobody`]). Each has a
     /// share of the session, with at least one connection, and NBD clients are spread over them.
     ///
     /// # Errors

@@ -130,7 +130,7 @@ impl Serving {
         Self::run(vec![device], config, None)
     }
 
-    /// The same on several loops, one for each shard of a device ([`LocalDevice::open_shards`]) that was opened with this gate.
+    /// The same on several loops, one for each shard of its devices ([`LocalDevice::open_shards`]) that were opened with this gate.
     /// The connections of each session are spread over them.
     ///
     /// # Errors
@@ -198,7 +198,7 @@ impl Serving {
         Ok(this)
     }
 
-    /// Where it listens.
+    /// Where it listens, at the first of its addresses.
     pub fn local_addr(&self) -> SocketAddr {
         self.local
     }

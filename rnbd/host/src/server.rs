@@ -447,10 +447,7 @@ impl Service {
 
     fn stats(&self, turn: &mut TurnCx<'_, Done>) -> ServeStats {
         ServeStats {
-            turns: LoopStats {
-                device: turn.device.stats(0).unwrap_or_default(),
-                turns: *turn.counters,
-            },
+            turns: LoopStats::of(turn.device, turn.counters),
             rnbd: self.rnbd.counters(),
             rtrs: self.rtrs.counters().named(),
             sessions: vec![self.sessions.len()],
