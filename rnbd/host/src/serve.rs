@@ -22,6 +22,7 @@ use rtrs::{
 
 use crate::{
     caught::caught,
+    control::serve::ServeControl,
     gate::Gate,
     images::Images,
     server::{Command, Done, Place, Plan, Service},
@@ -241,6 +242,11 @@ impl Serving {
             sum.add(&of_loop);
             sum
         })
+    }
+
+    /// Steers it, from any thread.
+    pub fn control(&self) -> ServeControl {
+        ServeControl::new(self.loops.iter().map(|turning| turning.handle.clone()).collect())
     }
 
     fn ask_to_stop(&self) {

@@ -131,7 +131,7 @@ impl Session {
         }
         let alive = |path: &&Path| path.state != PathState::Dead;
         if self.paths.iter().filter(alive).any(|path| path.addr == addr) {
-            return Err(Error::Config(format!("the session has the path {addr} already")));
+            return Err(Error::PathExists(addr));
         }
         let free = self.paths.iter().position(|path| path.state == PathState::Dead);
         let index = free.unwrap_or(self.paths.len());
@@ -277,6 +277,10 @@ impl Session {
         check_reconnects(attempts)?;
         (self.config.max_reconnects, self.config.reconnect_delay) = (attempts, delay);
         Ok(())
+    }
+
+    pub(super) fn reconnects(&self) -> (u32, Duration) {
+        (self.config.max_reconnects, self.config.reconnect_delay)
     }
 
     pub(super) fn statuses(&self) -> Vec<PathStatus> {
