@@ -96,9 +96,9 @@ impl Member {
         let driver = &mut self.driver;
         match &self.sharing {
             Sharing::Nobody => driver.receive(now, budget, &|_: &RxMeta, _: &[u8]| ()),
-            Sharing::Processes(services) => {
-                driver.receive(now, budget, &|meta: &RxMeta, bytes: &[u8]| services.hand_over(meta, bytes))
-            }
+            Sharing::Processes(services) => driver.receive(now, budget, &|meta: &RxMeta, bytes: &[u8]| {
+                services.hand_over(meta, bytes)
+            }),
             Sharing::Loops(shard) => shard.receive(driver, now, budget),
         }
     }
@@ -219,7 +219,9 @@ impl LocalDevice {
     /// refuses.
     pub fn open(configs: &[DeviceConfig]) -> Result<Self, VerbsError> {
         open::check_apart(configs)?;
-        let paths = configs.iter().map(|config| open::datapath(config)?.map_err(open::error));
+        let paths = configs
+            .iter()
+            .map(|config| open::datapath(config)?.map_err(open::error));
         let paths = paths.collect::<Result<Vec<_>, _>>()?;
         let taps = SharedTap::of(configs)?;
         let members = configs.iter().zip(paths).zip(taps);

@@ -244,7 +244,9 @@ fn a_loop_that_does_not_turn_takes_no_more_than_fits() {
 
 #[test]
 fn loops_do_not_share_what_is_shared_with_processes() {
-    let open = |config: &DeviceConfig, shards| LocalDevice::open_shards(std::slice::from_ref(config), shards, Arc::new(ByData));
+    let open = |config: &DeviceConfig, shards| {
+        LocalDevice::open_shards(std::slice::from_ref(config), shards, Arc::new(ByData))
+    };
     let addr = address();
     let usual = DeviceConfig::new(addr);
     for config in [

@@ -25,7 +25,9 @@ impl<P: Ports> Fabric<P> {
             false => !exact || has(caps),
         };
         let all = self.caps.iter().enumerate();
-        all.filter(|(_, caps)| listens(caps)).map(|(device, _)| device).collect()
+        all.filter(|(_, caps)| listens(caps))
+            .map(|(device, _)| device)
+            .collect()
     }
 
     pub(crate) fn listen(&mut self, addr: SocketAddr, backlog: u32) -> Result<CmRef, VerbsError> {

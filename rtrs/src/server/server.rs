@@ -176,7 +176,10 @@ impl Server {
         for local in listeners.iter().filter_map(local) {
             tracing::info!(%local, "RTRS server listens");
         }
-        let local = listeners.first().and_then(local).unwrap_or_else(|| config.listen_addr());
+        let local = listeners
+            .first()
+            .and_then(local)
+            .unwrap_or_else(|| config.listen_addr());
         let server = Self {
             share,
             admission,
@@ -403,7 +406,9 @@ impl Server {
     /// Stops to listen, and disconnects all sessions whose home it is: all shares have to be stopped.
     pub fn stop(&mut self, cx: &mut Cx<'_>) {
         if core::mem::take(&mut self.listens) {
-            self.listeners.iter().for_each(|listener| cx.provider.cm_destroy(*listener));
+            self.listeners
+                .iter()
+                .for_each(|listener| cx.provider.cm_destroy(*listener));
         }
         let half_open: Vec<PathKey> = self.half_open.keys().copied().collect();
         for path in half_open {
@@ -869,7 +874,9 @@ fn listen_on(cx: &mut Cx<'_>, config: &ServerConfig, backlog: u32) -> Result<Vec
         match cx.provider.cm_listen(addr, backlog) {
             Ok(listener) => listeners.push(listener),
             Err(e) => {
-                listeners.into_iter().for_each(|listener| cx.provider.cm_destroy(listener));
+                listeners
+                    .into_iter()
+                    .for_each(|listener| cx.provider.cm_destroy(listener));
                 return Err(match e {
                     VerbsError::Address(why) => VerbsError::Address(format!("{addr}: {why}")),
                     other => other,
