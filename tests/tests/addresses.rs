@@ -37,7 +37,8 @@ impl Ways {
         let more = [&["--listen", &second, "--threads", &there][..], serve_more].concat();
         let (serve, listening) = serve(far[0], &[format!("disk={}", file.display())], &more);
         let second = format!("{},{}", near[1], far[1]);
-        let more = [&["--path", &second, "--threads", &here][..], map_more].concat();
+        let usual = ["--path", &second, "--threads", &here, "--policy", "round-robin"];
+        let more = [&usual[..], map_more].concat();
         let (map, mapped) = map(near[0], &far[0].to_string(), &dir.path().join("s"), &more);
         Self {
             near,
