@@ -227,7 +227,9 @@ fn loops_have_a_shard_of_each_of_their_addresses() {
     for (at, shard) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
         let to = SocketAddr::new(addrs[at], SERVICE);
         let (id, qp) = peer[0].connect_with(to, &params(shard as u8));
-        until(&mut [&mut peer, &mut b], "a request", |l| request(&l[1][shard]).is_some());
+        until(&mut [&mut peer, &mut b], "a request", |l| {
+            request(&l[1][shard]).is_some()
+        });
         let on = if shard == 0 { &home[at] } else { &lent[at] };
         let theirs = accept(&mut b[shard], devices[at], on);
         until(&mut [&mut peer, &mut b], "established", |l| {
@@ -258,7 +260,11 @@ fn loops_have_a_shard_of_each_of_their_addresses() {
         for (addr, stats) in counted {
             let c = stats.port;
             assert!(c.rx_packets > 0 && c.tx_packets > 0, "{addr}: {c:?}");
-            assert_eq!((c.icrc_errors, c.drop_no_qp, c.drop_handed_over), (0, 0, 0), "{addr}: {c:?}");
+            assert_eq!(
+                (c.icrc_errors, c.drop_no_qp, c.drop_handed_over),
+                (0, 0, 0),
+                "{addr}: {c:?}"
+            );
         }
     }
 }
@@ -288,9 +294,13 @@ fn shards_of_both_ip_versions() {
     provider.cm_connect(id, qp, &params(1)).unwrap();
     until(&mut [&mut b], "a request", |l| request(&l[0][1]).is_some());
     let theirs = accept(&mut b[1], DeviceIx(1), &on[1]);
-    until(&mut [&mut b], "established", |l| l[0][0].is_up(id) && l[0][1].is_up(theirs));
+    until(&mut [&mut b], "established", |l| {
+        l[0][0].is_up(id) && l[0][1].is_up(theirs)
+    });
     b[0].device.provider().cm_disconnect(id);
-    until(&mut [&mut b], "disconnected", |l| l[0][0].is_over(id) && l[0][1].is_over(theirs));
+    until(&mut [&mut b], "disconnected", |l| {
+        l[0][0].is_over(id) && l[0][1].is_over(theirs)
+    });
 }
 
 #[test]

@@ -7,12 +7,12 @@ use std::{
     sync::Arc,
 };
 
-use roce_local::{Fabric, FabricConfig, Ports, Usage};
+use roce_local::{Fabric, FabricConfig, Usage};
 use roce_mem::{MemoryTable, Pages};
 use roce_port::{Port, PortConfig, QpnSlot, RxMeta, TxBatch, TxConfig};
 use roce_verbs::{
     DeviceLimits, Instant, Mtu,
-    provider::{DeviceCaps, Provider, VerbsError},
+    provider::{DeviceCaps, Provider},
 };
 use rtrs::{
     Direction, IoError,
@@ -21,6 +21,8 @@ use rtrs::{
     cx::Cx,
     server::{Server, ServerConfig, request},
 };
+
+use crate::devices::Devices;
 
 /// What the devices can do with keys.
 #[derive(Clone, Copy, Debug)]
@@ -48,42 +50,6 @@ impl KeyMode {
 
     pub(crate) fn caps(self) -> DeviceCaps {
         Host::new(1, self).fabric.devices()[0].clone()
-    }
-}
-
-/// The devices of a host, each with some of its addresses.
-pub(crate) struct Devices(Vec<(Port, Arc<MemoryTable>, Vec<IpAddr>)>);
-
-impl Devices {
-    pub(crate) fn all(&mut self) -> impl Iterator<Item = &mut Port> {
-        self.0.iter_mut().map(|(port, ..)| port)
-    }
-
-    /// A packet has come.
-    fn receive(&mut self, now: Instant, meta: &RxMeta, bytes: &[u8]) {
-        let found = self.0.iter_mut().find(|(.., addrs)| addrs.contains(&meta.local));
-        let (port, ..) = found.unwrap_or_else(|| panic!("{} is nobody's", meta.local));
-        port.handle_datagram(now, meta, bytes);
-    }
-}
-
-impl Ports for Devices {
-    fn count(&self) -> usize {
-        self.0.len()
-    }
-
-    fn port(&mut self, index: usize) -> &mut Port {
-        &mut self.0[index].0
-    }
-
-    fn memory(&self, index: usize) -> &Arc<MemoryTable> {
-        &self.0[index].1
-    }
-
-    fn route(&self, src: Option<IpAddr>, _: IpAddr) -> Result<(usize, IpAddr), VerbsError> {
-        let src = src.unwrap_or(self.0[0].2[0]);
-        let found = self.0.iter().position(|(.., addrs)| addrs.contains(&src));
-        Ok((found.unwrap(), src))
     }
 }
 
@@ -148,7 +114,7 @@ impl Host {
 
     /// When a port wants to be called.
     pub(crate) fn poll_timeout(&mut self) -> Option<Instant> {
-        self.fabric.ports().all().filter_map(|port| port.poll_timeout()).min()
+        self.fabric.ports().poll_timeout()
     }
 
     /// A packet has come.
@@ -157,23 +123,8 @@ impl Host {
     }
 
     /// Everything that there is to send: `sent` gets it as the other side sees it.
-    pub(crate) fn drain(&mut self, now: Instant, mut sent: impl FnMut(&RxMeta, &[u8])) {
-        for device in 0..self.fabric.ports().count() {
-            loop {
-                let more = self.fabric.ports().port(device).poll_transmit(now, &mut self.batch);
-                for train in self.batch.trains() {
-                    let meta = RxMeta {
-                        segment_len: train.segment_len,
-                        ..RxMeta::new(train.remote.ip(), SocketAddr::new(train.local, train.src_port))
-                    };
-                    sent(&meta, train.bytes);
-                }
-                self.batch.clear();
-                if !more {
-                    break;
-                }
-            }
-        }
+    pub(crate) fn drain(&mut self, now: Instant, sent: impl FnMut(&RxMeta, &[u8])) {
+        self.fabric.ports().drain(now, &mut self.batch, sent);
     }
 
     pub(crate) fn with<T>(&mut self, now: Instant, f: impl FnOnce(&mut Cx<'_>) -> T) -> T {
@@ -195,11 +146,7 @@ impl Host {
     }
 
     pub(crate) fn timers(&mut self, now: Instant) {
-        for port in self.fabric.ports().all() {
-            if port.poll_timeout().is_some_and(|at| at <= now) {
-                port.handle_timeout(now);
-            }
-        }
+        self.fabric.ports().timers(now);
     }
 }
 

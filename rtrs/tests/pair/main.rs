@@ -1,6 +1,8 @@
 //! Client and server, each over a fabric of its own, and a wire between them that loses nothing: the whole of RTRS without a
 //! socket, a thread or a clock.
 
+#[path = "../support/devices.rs"]
+mod devices;
 mod hosts;
 mod paths;
 mod shares;

@@ -470,17 +470,28 @@ fn every_share_uses_every_device() {
     for keys in KeyMode::ALL {
         let mut spread = over_two_devices(keys, 18);
         let made: Vec<_> = spread.usage().iter().map(|u| (u.pds, u.qps)).collect();
-        assert_eq!(made, [(2, 4), (2, 2), (2, 2)], "a domain on each device, a path through it");
+        assert_eq!(
+            made,
+            [(2, 4), (2, 2), (2, 2)],
+            "a domain on each device, a path through it"
+        );
         for round in 0..4 {
             for share in spread.shares() {
                 spread.exchange(share, &[round * 3 + share as u8; 3000]);
             }
         }
         let listing = spread.pair.server.listing();
-        let came: Vec<_> = listing[0].paths.iter().map(|p| (p.device.0, p.rdma.writes, p.rdma.reads)).collect();
+        let came: Vec<_> = listing[0]
+            .paths
+            .iter()
+            .map(|p| (p.device.0, p.rdma.writes, p.rdma.reads))
+            .collect();
         // A write and a read each time, by turns.
         assert_eq!(came.iter().map(|(device, ..)| *device).collect::<Vec<_>>(), [0, 1]);
-        assert_eq!(came.iter().map(|(_, writes, reads)| writes + reads).collect::<Vec<_>>(), [12, 12]);
+        assert_eq!(
+            came.iter().map(|(_, writes, reads)| writes + reads).collect::<Vec<_>>(),
+            [12, 12]
+        );
         spread.close(0);
         spread.assert_empty();
     }
@@ -506,7 +517,11 @@ fn requests_at_every_share_go_by_the_other_device_when_one_is_cut_off() {
             spread.pass(Duration::from_secs(60));
             let up = states(&spread).iter().filter(|s| **s == PathState::Connected).count();
             assert_eq!(up, 1, "{:?}", states(&spread));
-            let took = spread.pair.news.iter().any(|(_, news)| matches!(news, PathNews::TookOver(2)));
+            let took = spread
+                .pair
+                .news
+                .iter()
+                .any(|(_, news)| matches!(news, PathNews::TookOver(2)));
             assert!(took, "{:?}", spread.pair.news);
             spread.release();
             spread.pass(Duration::from_secs(1));
@@ -543,7 +558,11 @@ fn a_device_that_goes_at_a_share_takes_no_path_of_the_other() {
         spread.with(at, |client, cx| client.event(cx, &Event::DeviceRemoved(DeviceIx(1))));
         spread.pass(Duration::from_secs(3));
         assert_eq!(states(&spread)[0], PathState::Connected, "gone at {at}");
-        let downs = spread.pair.news.iter().filter(|(_, news)| matches!(news, PathNews::Down(_)));
+        let downs = spread
+            .pair
+            .news
+            .iter()
+            .filter(|(_, news)| matches!(news, PathNews::Down(_)));
         assert_eq!(downs.count(), 1, "gone at {at}: {:?}", spread.pair.news);
         for share in spread.shares() {
             assert!(spread.told(share).is_empty(), "gone at {at}, share {share}");
