@@ -1,7 +1,8 @@
 //! Sessions over several paths.
 
-use core::time::Duration;
+use core::{net::SocketAddr, time::Duration};
 
+use roce_verbs::provider::Provider as _;
 use rtrs::{
     Direction, Error, PathError,
     addr::PathAddr,
@@ -19,13 +20,18 @@ use crate::{
 const LONG: Duration = Duration::from_secs(120);
 
 impl Pair {
-    /// A path for each of our addresses.
+    /// A path for each of our addresses; to one of the server's, or if it has several devices, to another each.
     pub(crate) fn ways(&self, count: usize) -> Vec<PathAddr> {
-        let to = |src| PathAddr {
+        let one = self.far.fabric.devices().len() == 1;
+        let to = |(src, dst)| PathAddr {
             src: Some(src),
-            ..self.path()
+            dst: match one {
+                true => self.path().dst,
+                false => SocketAddr::new(dst, self.path().dst.port()),
+            },
         };
-        addresses(1).into_iter().take(count).map(to).collect()
+        let ways = addresses(1).into_iter().zip(addresses(2));
+        ways.take(count).map(to).collect()
     }
 
     fn open_ways(&mut self, count: usize, change: impl FnOnce(&mut SessionConfig)) {
@@ -186,6 +192,37 @@ fn requests_of_a_lost_path_go_by_the_others_any_number_of_times() {
             pair.cut_off.clear();
             pair.pass(LONG);
             assert_eq!(pair.states(), [PathState::Connected; 3], "all come back");
+            pair.close();
+            pair.assert_empty();
+        }
+    }
+}
+
+/// A path through each of three devices, on both sides.
+#[test]
+fn requests_of_a_lost_path_go_by_another_device() {
+    for keys in KeyMode::ALL {
+        for direction in [Direction::Write, Direction::Read] {
+            let mut pair = Pair::over(3, keys, server(true));
+            pair.open_ways(3, |config| config.policy = Policy::RoundRobin);
+            let listing = pair.server.listing();
+            let there: Vec<_> = listing[0].paths.iter().map(|path| path.device.0).collect();
+            assert_eq!(there, [0, 1, 2]);
+            let usage = [&pair.near, &pair.far].map(|host| host.fabric.usage().pds);
+            assert_eq!(usage, [3, 3], "a protection domain on each");
+            pair.hold = true;
+            pair.send(0..9, direction);
+            pair.cut_off = vec![addresses(2)[1]];
+            pair.pass(LONG);
+            assert_eq!((pair.in_flight().iter().sum::<u32>(), pair.in_flight()[1]), (9, 0));
+            assert!(pair.told.is_empty(), "{:?}", pair.told);
+            pair.release();
+            pair.assert_done(0..9);
+            pair.cut_off.clear();
+            pair.pass(LONG);
+            assert_eq!(pair.states(), [PathState::Connected; 3]);
+            pair.send(9..18, direction);
+            pair.assert_done(9..18);
             pair.close();
             pair.assert_empty();
         }
@@ -362,7 +399,7 @@ fn paths_come_and_go_while_requests_are_under_way() {
     pair.hold = true;
     pair.send(0..4, Direction::Write);
     let ways = pair.ways(3);
-    assert!(matches!(pair.add(ways[0]), Err(Error::Config(_))), "it is there");
+    assert!(matches!(pair.add(ways[0]), Err(Error::PathExists(_))), "it is there");
     let added = pair.add(ways[1]).unwrap();
     assert!(matches!(pair.command(added, PathCommand::Reconnect), Err(Error::Busy)));
     pair.settle();
