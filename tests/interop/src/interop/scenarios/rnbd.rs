@@ -74,7 +74,7 @@ pub(super) const INSMOD_CLIENT: &str = "modprobe -q rdma_cm; modprobe -q ib_core
     for m in rtrs/rtrs-core rtrs/rtrs-client rnbd/rnbd-client; do insmod $LINUX/$m.ko || exit 1; done\n";
 const RMMOD_CLIENT: &str = "for d in /sys/block/rnbd*/rnbd; do [ -e $d ] && echo force >$d/unmap_device; done; sleep 0.5\n\
     rmmod rnbd_client; rmmod rtrs_client; rmmod rtrs_core; true";
-const RMMOD_SERVER: &str = "rmmod rnbd_server; rmmod rtrs_server; rmmod rtrs_core; losetup -D; true";
+pub(super) const RMMOD_SERVER: &str = "rmmod rnbd_server; rmmod rtrs_server; rmmod rtrs_core; losetup -D; true";
 
 /// Shell functions that the scripts of all scenarios with the kernel's client use. The number of a device that was just
 /// unmapped may not be free yet: then the first device is not rnbd0, and is mapped again.
@@ -107,18 +107,48 @@ impl Serving {
 }
 
 /// What a server of ours is started with.
-struct Orders {
+pub(super) struct Orders {
+    /// Of its log.
+    name: String,
     listen: String,
     exports: Vec<String>,
     invalidate: String,
     threads: u8,
+    /// Further options.
+    more: Vec<String>,
 }
 
 impl Orders {
+    /// Serves images of the scenario's folder (names, perhaps with `,ro`) with one loop.
+    pub(super) fn new(listen: &str, exports: &[&str], invalidate: &str) -> Self {
+        Self {
+            name: "serve".to_owned(),
+            listen: listen.to_owned(),
+            exports: exports.iter().map(|&e| e.to_owned()).collect(),
+            invalidate: invalidate.to_owned(),
+            threads: 1,
+            more: Vec::new(),
+        }
+    }
+
+    /// A second server needs a name of its own.
+    pub(super) fn named(self, name: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            ..self
+        }
+    }
+
+    /// With several loops.
+    pub(super) fn threads(self, threads: u8) -> Self {
+        Self { threads, ..self }
+    }
+
     fn spawn(&self, c: &Ctx<'_>) -> Result<Proc, Error> {
         let threads = self.threads.to_string();
         let mut args = vec!["serve", "--listen", &self.listen, "--threads", &threads, "--json"];
         args.extend(["--always-invalidate", &self.invalidate]);
+        args.extend(self.more.iter().map(String::as_str));
         let exports = self.exports.iter().map(|e| {
             let (name, ro) = e.split_once(',').map_or((e.as_str(), ""), |(name, _)| (name, ",ro"));
             format!("{name}={}{ro}", c.path(&format!("{name}.img")))
@@ -127,7 +157,7 @@ impl Orders {
         for spec in &specs {
             args.extend(["--export", spec]);
         }
-        let mut process = c.ferroce("serve", &args)?;
+        let mut process = c.ferroce(&self.name, &args)?;
         process.wait_for("\"listening\"", Duration::from_secs(30))?;
         Ok(process)
     }
@@ -149,17 +179,11 @@ impl Server {
 
     /// The same at another address.
     pub(super) fn start_at(c: &Ctx<'_>, listen: &str, exports: &[&str], invalidate: &str) -> Result<Self, Error> {
-        Self::with_threads(c, listen, exports, invalidate, 1)
+        Self::start_as(c, Orders::new(listen, exports, invalidate))
     }
 
-    /// The same with several loops.
-    fn with_threads(c: &Ctx<'_>, listen: &str, exports: &[&str], invalidate: &str, threads: u8) -> Result<Self, Error> {
-        let orders = Orders {
-            listen: listen.to_owned(),
-            exports: exports.iter().map(|&e| e.to_owned()).collect(),
-            invalidate: invalidate.to_owned(),
-            threads,
-        };
+    /// The same as ordered.
+    pub(super) fn start_as(c: &Ctx<'_>, orders: Orders) -> Result<Self, Error> {
         Ok(Self {
             process: orders.spawn(c)?,
             orders,
@@ -172,6 +196,13 @@ impl Server {
         self.process.kill();
         self.process = self.orders.spawn(c)?;
         Ok(())
+    }
+
+    /// The same with other options than before.
+    pub(super) fn restart_otherwise(&mut self, c: &Ctx<'_>, invalidate: &str, more: &[&str]) -> Result<(), Error> {
+        self.orders.invalidate = invalidate.to_owned();
+        self.orders.more = more.iter().map(|&m| m.to_owned()).collect();
+        self.kill_and_restart(c)
     }
 
     /// What was reported so far under this name.
@@ -187,16 +218,28 @@ impl Server {
     }
 
     /// Ends it the regular way. The guest must have opened sessions, with as many connections as it has to.
-    pub(super) fn stop(mut self) -> Result<(), Error> {
+    pub(super) fn stop(self) -> Result<(), Error> {
+        self.summary().map(drop)
+    }
+
+    /// The same; what it counted until then.
+    pub(super) fn summary(self) -> Result<serde_json::Value, Error> {
         let opened = self.events("session_opened");
+        let connections = self.connections;
+        let summary = self.end()?;
+        let right = |e: &serde_json::Value| connections.is_none_or(|n| e["connections"] == n);
+        if opened.is_empty() || !opened.iter().all(right) {
+            return Err(format!("sessions with {connections:?} connections are right, opened were {opened:?}").into());
+        }
+        Ok(summary)
+    }
+
+    /// Ends it the regular way, whoever was there; what it counted until then.
+    pub(super) fn end(mut self) -> Result<serde_json::Value, Error> {
         self.process.interrupt();
         self.process.finish(Duration::from_secs(30))?;
-        let right = |e: &serde_json::Value| self.connections.is_none_or(|n| e["connections"] == n);
-        if opened.is_empty() || !opened.iter().all(right) {
-            let want = self.connections;
-            return Err(format!("sessions with {want:?} connections are right, opened were {opened:?}").into());
-        }
-        Ok(())
+        let summary = self.events("summary").pop();
+        summary.ok_or_else(|| format!("no summary:\n{}", self.process.text()).into())
     }
 }
 
@@ -267,7 +310,8 @@ pub(super) fn kernel_client(c: &mut Ctx<'_>, how: Serving) -> Result<String, Err
 pub(super) fn file_system(c: &mut Ctx<'_>, how: Serving, script: &str, mib: u64) -> Result<String, Error> {
     image(c, "disk", mib)?;
     let listen = c.host(how.ip)?.to_string();
-    let server = Server::with_threads(c, &listen, &["disk"], how.invalidate, how.threads)?;
+    let orders = Orders::new(&listen, &["disk"], how.invalidate).threads(how.threads);
+    let server = Server::start_as(c, orders)?;
     let out = with_client(c, how.ip, script, 300)?;
     let connections = server.connections.unwrap_or_default();
     server.stop()?;
@@ -415,13 +459,20 @@ fn heartbeats(c: &Ctx<'_>) -> Result<(usize, Vec<f64>), Error> {
     Ok((ours.filter(from_us).count(), theirs.filter_map(frame_time).collect()))
 }
 
+/// Loads the kernel's server.
+pub(super) fn server_modules(invalidate: &str) -> String {
+    format!(
+        "set -e; L=$LINUX; modprobe -q rdma_cm; modprobe -q ib_core\n\
+         insmod $L/rtrs/rtrs-core.ko; insmod $L/rtrs/rtrs-server.ko always_invalidate={invalidate}; insmod $L/rnbd/rnbd-server.ko\n"
+    )
+}
+
 /// Brings the kernel's server up with its devices.
 pub(super) fn server_up(c: &mut Ctx<'_>, invalidate: bool) -> Result<(), Error> {
-    let yes = if invalidate { "Y" } else { "N" };
+    let modules = server_modules(if invalidate { "Y" } else { "N" });
     let script = format!(
-        "set -e; L=$LINUX; modprobe -q rdma_cm; modprobe -q ib_core\n\
-         insmod $L/rtrs/rtrs-core.ko; insmod $L/rtrs/rtrs-server.ko always_invalidate={yes}; insmod $L/rnbd/rnbd-server.ko\n\
-         [ -e /tmp/loop.img ] || truncate -s 64M /tmp/loop.img; losetup /dev/loop0 /tmp/loop.img; blockdev --getsize64 /dev/ram0\n"
+        "{modules}[ -e /tmp/loop.img ] || truncate -s 64M /tmp/loop.img; losetup /dev/loop0 /tmp/loop.img; \
+         blockdev --getsize64 /dev/ram0\n"
     );
     c.guest()?.run(&script, 120).map(drop)
 }

@@ -1,6 +1,10 @@
 //! 10: sessions with several paths, over two networks; what becomes of them when a network or the other end goes.
 
+mod flaps;
 mod kernel_client;
+mod orders;
+mod restart;
+mod wrong_server;
 
 use std::time::Duration;
 
@@ -10,7 +14,8 @@ use super::{Ctx, Scenario};
 use crate::Error;
 
 pub(super) fn list() -> Vec<Scenario> {
-    kernel_client::list()
+    let lists = [kernel_client::list(), orders::list(), wrong_server::list(), flaps::list(), restart::list()];
+    lists.into_iter().flatten().collect()
 }
 
 /// How the second network goes.
