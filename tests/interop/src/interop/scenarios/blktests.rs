@@ -1,17 +1,31 @@
 //! What blktests does with RNBD (tests rnbd/001 and 002): a device is mapped and unmapped, once, and a hundred times. Its own
-//! scripts map a loop device of their host by that host's address, so that the kernel is both ends; here ours is the server.
+//! scripts map a loop device of their host by that host's address, so that the kernel is both ends; here one of them is ours.
 
-use std::fs;
+use std::{
+    fs,
+    time::{Duration, Instant},
+};
 
 use super::{
     Ctx, Direction, Scenario,
-    rnbd::{Server, image, with_client},
+    rnbd::{self, Mapping, Server, image, with_client},
 };
 use crate::{Error, far::Ip};
 
 pub(super) fn list() -> Vec<Scenario> {
-    let again = Scenario::new(3, "rnbd-kernel-client-100-times", Direction::KernelToOurs, hundred_times);
-    vec![again]
+    let again = Scenario::new(
+        3,
+        "rnbd-kernel-client-100-times",
+        Direction::KernelToOurs,
+        hundred_times,
+    );
+    let ours = Scenario::new(
+        4,
+        "rnbd-our-client-100-times",
+        Direction::OursToKernel,
+        ours_hundred_times,
+    );
+    vec![again, ours]
 }
 
 const TIMES: usize = 100;
@@ -45,4 +59,32 @@ fn hundred_times(c: &mut Ctx<'_>) -> Result<String, Error> {
         .into());
     }
     Ok(format!("mapped and unmapped once, and {TIMES} times: passed"))
+}
+
+/// The server has no session, and the kernel's log no warning.
+const CLEAN: &str = "\
+    for i in $(seq 100); do [ -z \"$(ls /sys/class/rtrs-server/)\" ] && break; sleep 0.1; done\n\
+    ls /sys/class/rtrs-server/; [ -z \"$(ls /sys/class/rtrs-server/)\" ]\n\
+    if dmesg | grep -E 'WARNING|BUG|Oops|corruption|rtrs.*(ERR|err|fail)|rnbd.*(ERR|err|fail)'; then exit 1; fi\n";
+
+/// Our client and the kernel's server: half a second between the two, as in 001, then each at once after the other, as in 002.
+fn ours_hundred_times(c: &mut Ctx<'_>) -> Result<String, Error> {
+    rnbd::server_up(c, true)?;
+    c.guest()?.run("dmesg -C", 30)?;
+    let begun = Instant::now();
+    let result = (0..=TIMES).try_for_each(|n| {
+        let mapping = Mapping::start(c, Ip::V4, "ram0", Duration::ZERO)?;
+        if n == 0 {
+            std::thread::sleep(Duration::from_millis(500));
+        }
+        mapping.stop()
+    });
+    let took = begun.elapsed().as_secs_f64();
+    let clean = c.guest()?.run(CLEAN, 60);
+    rnbd::server_down(c)?;
+    result?;
+    clean?;
+    Ok(format!(
+        "mapped and unmapped once, and {TIMES} times, in {took:.0} s: passed"
+    ))
 }

@@ -72,7 +72,7 @@ pub(super) fn list() -> Vec<Scenario> {
 
 pub(super) const INSMOD_CLIENT: &str = "modprobe -q rdma_cm; modprobe -q ib_core\n\
     for m in rtrs/rtrs-core rtrs/rtrs-client rnbd/rnbd-client; do insmod $LINUX/$m.ko || exit 1; done\n";
-const RMMOD_CLIENT: &str = "for d in /sys/block/rnbd*/rnbd; do [ -e $d ] && echo force >$d/unmap_device; done; sleep 0.5\n\
+pub(super) const RMMOD_CLIENT: &str = "for d in /sys/block/rnbd*/rnbd; do [ -e $d ] && echo force >$d/unmap_device; done; sleep 0.5\n\
     rmmod rnbd_client; rmmod rtrs_client; rmmod rtrs_core; true";
 pub(super) const RMMOD_SERVER: &str = "rmmod rnbd_server; rmmod rtrs_server; rmmod rtrs_core; losetup -D; true";
 
@@ -207,9 +207,7 @@ impl Server {
 
     /// What was reported so far under this name.
     fn events(&self, event: &str) -> Vec<serde_json::Value> {
-        let text = self.process.text();
-        let all = text.lines().filter_map(|l| serde_json::from_str(l).ok());
-        all.filter(|e: &serde_json::Value| e["event"] == event).collect()
+        events(&self.process, event)
     }
 
     /// How often an event was reported so far.
@@ -241,6 +239,13 @@ impl Server {
         let summary = self.events("summary").pop();
         summary.ok_or_else(|| format!("no summary:\n{}", self.process.text()).into())
     }
+}
+
+/// What a program of ours that runs with `--json` has reported so far under this name.
+fn events(process: &Proc, event: &str) -> Vec<serde_json::Value> {
+    let text = process.text();
+    let all = text.lines().filter_map(|l| serde_json::from_str(l).ok());
+    all.filter(|e: &serde_json::Value| e["event"] == event).collect()
 }
 
 /// Makes an empty image.
@@ -488,27 +493,42 @@ pub(super) struct Mapping {
 }
 
 impl Mapping {
+    /// What is asked for is that it ends when it loses the kernel.
     fn spawn(c: &Ctx<'_>, ip: Ip, device: &str, more: &[&str]) -> Result<Self, Error> {
-        let (path, nbd) = (format!("{},{}", c.host(ip)?, c.far.addr(ip)?), c.socket("nbd.sock"));
+        let path = format!("{},{}", c.host(ip)?, c.far.addr(ip)?);
+        let more = [&["--max-reconnects", "0"], more].concat();
+        Self::spawn_over(c, &[path], device, &more)
+    }
+
+    /// Over these paths.
+    pub(super) fn spawn_over(c: &Ctx<'_>, paths: &[String], device: &str, more: &[&str]) -> Result<Self, Error> {
+        let nbd = c.socket("nbd.sock");
         let device = format!("newroot/dev/{device}");
-        let mut args = vec![
-            "map",
-            "--session",
-            "ours",
-            "--path",
-            &path,
-            "--device",
-            &device,
-            "--nbd",
-            &nbd,
-            // What is asked for is that it ends when it loses the kernel.
-            "--max-reconnects",
-            "0",
-        ];
+        let mut args = vec!["map", "--session", "ours", "--device", &device, "--nbd", &nbd];
+        args.extend(paths.iter().flat_map(|path| ["--path", path.as_str()]));
         args.extend(more);
         let process = c.ferroce("map", &args)?;
         let url = format!("nbd+unix:///?socket={nbd}");
         Ok(Self { process, url })
+    }
+
+    /// What was reported so far under this name, with `--json`.
+    pub(super) fn events(&self, event: &str) -> Vec<serde_json::Value> {
+        events(&self.process, event)
+    }
+
+    /// How often an event was reported so far.
+    pub(super) fn count(&self, event: &str) -> usize {
+        self.events(event).len()
+    }
+
+    /// Waits until an event was reported more often than `before`.
+    pub(super) fn wait_more(&mut self, event: &str, before: usize, patience: Duration) -> Result<(), Error> {
+        let log = self.process.log.clone();
+        let name = format!("\"event\":\"{event}\"");
+        let seen = || fs::read_to_string(&log).is_ok_and(|text| text.matches(&name).count() > before);
+        let waited = self.process.wait_until(patience, seen);
+        waited.map_err(|e| format!("no {event} after {before} of them: {e}").into())
     }
 
     /// Maps; tries again for a while when the server still holds the device for somebody who is gone.
@@ -660,13 +680,13 @@ fn our_client_work(c: &Ctx<'_>, ip: Ip, device: &str, punches: bool) -> Result<S
     ))
 }
 
-fn checksum_here(c: &Ctx<'_>, file: &str) -> Result<String, Error> {
+pub(super) fn checksum_here(c: &Ctx<'_>, file: &str) -> Result<String, Error> {
     let text = c.tool("md5sum", "md5sum", &[file], 60)?;
     Ok(text.split_whitespace().next().unwrap_or_default().to_owned())
 }
 
 /// Of the first bytes of a device of [`server_up`], past the guest's caches of it.
-fn checksum_in_guest(c: &Ctx<'_>, device: &str, size: usize) -> Result<String, Error> {
+pub(super) fn checksum_in_guest(c: &Ctx<'_>, device: &str, size: usize) -> Result<String, Error> {
     let guest = c.guest.as_ref().ok_or("needs a guest of the lab")?;
     let source = match device {
         "loop0" => "dd if=/tmp/loop.img".to_owned(),

@@ -57,7 +57,13 @@ fn flaps(c: &mut Ctx<'_>) -> Result<String, Error> {
     let (opened, summary) = (server.count("session_opened"), server.summary()?);
     same_on_image(c, &out, 4 << 20)?;
     let flat = flat(&usage)?;
-    let none = ["failed_requests", "protocol_errors", "access_errors", "no_resources", "malformed_messages"];
+    let none = [
+        "failed_requests",
+        "protocol_errors",
+        "access_errors",
+        "no_resources",
+        "malformed_messages",
+    ];
     let replies = summary["counters"]["cm_sent_rep"].as_u64().unwrap_or_default();
     let wrong = none.iter().find(|name| summary[**name] != 0);
     // Two connections for each of two paths, and one of them so many times more; an answer may be repeated.
@@ -67,7 +73,7 @@ fn flaps(c: &mut Ctx<'_>) -> Result<String, Error> {
     let attempts = connected_anew(c)?;
     Ok(format!(
         "{FLAPS} times gone and back (attempt {attempts} of the same path), no error, all blocks right, the longest request \
-         took {:.1} s, one session; {flat}: passed",
+         took {:.1} s, one session; the server: {flat}: passed",
         longest(&report)?.as_secs_f64()
     ))
 }
@@ -91,7 +97,7 @@ fn under_load(c: &mut Ctx<'_>, server: &Server, usage: &mut Vec<Usage>) -> Resul
 
 /// What a process has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Usage {
+pub(super) struct Usage {
     threads: u64,
     descriptors: usize,
     /// Resident memory, KiB.
@@ -99,7 +105,7 @@ struct Usage {
 }
 
 impl Usage {
-    fn of(process: u32) -> Result<Self, Error> {
+    pub(super) fn of(process: u32) -> Result<Self, Error> {
         let status = fs::read_to_string(format!("/proc/{process}/status"))?;
         let number = |name: &str| -> Result<u64, Error> {
             let line = status.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':'));
@@ -115,7 +121,7 @@ impl Usage {
 }
 
 /// What the last has more than the one after [`WARM`] flaps, in words; an error unless that is nothing.
-fn flat(usage: &[Usage]) -> Result<String, Error> {
+pub(super) fn flat(usage: &[Usage]) -> Result<String, Error> {
     /// Chunks that were not used before take memory when they are; a connection with its queues takes more.
     const SLACK: u64 = 1024;
     let (Some(warm), Some(last)) = (usage.get(WARM - 1), usage.last()) else {
@@ -123,10 +129,10 @@ fn flat(usage: &[Usage]) -> Result<String, Error> {
     };
     let grown = last.resident.saturating_sub(warm.resident);
     if last.threads != warm.threads || last.descriptors != warm.descriptors || grown > SLACK {
-        return Err(format!("the server has grown: {usage:?}").into());
+        return Err(format!("it has grown: {usage:?}").into());
     }
     Ok(format!(
-        "the server has {} threads, {} descriptors, {} MiB ({grown} KiB more than after {WARM} times)",
+        "it has {} threads, {} descriptors, {} MiB ({grown} KiB more than after {WARM} times)",
         last.threads,
         last.descriptors,
         last.resident >> 10
@@ -144,7 +150,12 @@ mod tests {
             descriptors,
             resident,
         };
-        let mut all = vec![usage(2, 9, 5000), usage(3, 10, 8000), usage(3, 10, 8100), usage(3, 10, 8100)];
+        let mut all = vec![
+            usage(2, 9, 5000),
+            usage(3, 10, 8000),
+            usage(3, 10, 8100),
+            usage(3, 10, 8100),
+        ];
         assert!(flat(&all[..3]).is_err());
         assert!(flat(&all).unwrap().contains("(0 KiB more"));
         for grown in [usage(4, 10, 8100), usage(3, 11, 8100), usage(3, 10, 9200)] {
