@@ -2,6 +2,7 @@
 
 mod beside;
 mod capture;
+mod connects;
 mod far;
 mod guest;
 mod lab;

@@ -1,5 +1,6 @@
 //! The scenarios, as data; what they do is in the modules.
 
+mod blktests;
 mod cm;
 mod contract;
 mod errors;
@@ -231,6 +232,7 @@ pub(crate) fn all() -> Vec<Scenario> {
             cm::list(),
             errors::list(),
             rnbd::list(),
+            blktests::list(),
             faults::list(),
             paths::list(),
         ];
