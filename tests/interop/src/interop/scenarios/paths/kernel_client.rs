@@ -56,14 +56,14 @@ const FUNCTIONS: &str = "\
     set -e; C=/sys/class/rtrs-client/s1; S=$C/paths; B=/sys/block/rnbd0/rnbd\n\
     paths() { for p in $S/*; do [ -e $p ] || break; echo \"path ${p##*/} $(cat $p/state) $(cat $p/stats/rdma)\"; done; }\n\
     connected() { cat $S/*/state | grep -c '^connected$' || true; }\n\
-    up() { for i in $(seq $2); do [ $(connected) = $1 ] && return; sleep 0.1; done; \
+    up() { for i in $(seq 0 $2); do [ $(connected) = $1 ] && return; sleep 0.1; done; \
         echo \"not $1 are connected\"; paths; return 1; }\n\
     map_by() { echo \"sessname=s1 $* device_path=$DISK\" > /sys/class/rnbd-client/ctl/map_device; \
         for i in $(seq 100); do [ -b /dev/rnbd0 ] && return; sleep 0.1; done; echo 'no device'; return 1; }\n\
     load() { fio --name=job --filename=/dev/rnbd0 --size=$1 --bs=4k --rw=randwrite --direct=1 --ioengine=libaio --iodepth=8 \
         --rate_iops=${3:-300} --verify=crc32c --verify_fatal=1 --verify_backlog=64 --time_based --runtime=$2 \
         --output=/tmp/fio.json --output-format=json >/tmp/fio.log 2>&1 & }\n\
-    carried() { for i in $(seq 300); do [ $(cut -d' ' -f3 < $S/$1/stats/rdma) -gt 100 ] && return; sleep 0.1; done; \
+    carried() { for i in $(seq 300); do [ $(cut -d' ' -f3 < $S/$1/stats/rdma) -gt 50 ] && return; sleep 0.1; done; \
         echo \"nothing goes by $1\"; paths; return 1; }\n\
     unload() { kill -INT $(pidof fio); report; }\n\
     report() { for i in $(seq 1800); do pidof fio >/dev/null || break; sleep 0.1; done; cat /tmp/fio.log /tmp/fio.json; }\n\
