@@ -53,7 +53,7 @@ const REMOVE: &str = "\
 
 /// Without any path the device is closed, and I/O fails at once; with a path it is open again, with all its data.
 const LAST: &str = "\
-    before=$(sum 64); echo "before: $before"\n\
+    before=$(sum 64); echo before: $before\n\
     echo 1 > $S/$P1/remove_path; [ -z \"$(ls $S)\" ]; state closed; start=$(at)\n\
     for dir in if of; do case $dir in if) to=/dev/null; from=/dev/rnbd0;; of) from=/dev/zero; to=/dev/rnbd0;; esac\n\
         flag=$([ $dir = if ] && echo iflag=direct || echo oflag=direct)\n\
