@@ -34,7 +34,7 @@ const BY_ITSELF: &str = "up 2 900\n";
 
 /// By order it connects at once; the first orders may come before the carrier.
 const BY_ORDER: &str = "\
-    for i in $(seq 100); do echo 1 2>/tmp/err > $S/$P1/reconnect && break; sleep 0.3; done; up 2 1\n";
+    neighbours; for i in $(seq 100); do echo 1 2>/tmp/err > $S/$P1/reconnect && break; sleep 0.3; done; up 2 1\n";
 
 /// The path carries load again.
 const LOADED: &str = "echo 1 > $S/$P1/stats/rdma; carried $P1; pidof fio >/dev/null\n";
@@ -75,7 +75,7 @@ fn flaps(c: &mut Ctx<'_>) -> Result<String, Error> {
 /// fio's report, and what was printed after that.
 fn under_load(c: &mut Ctx<'_>, server: &Server, usage: &mut Vec<Usage>) -> Result<(String, String), Error> {
     let head = format!("FLAPS={FLAPS}\n{}", head(c, Ip::V4)?);
-    script(c, &format!("{}{CLIENT_UP}{head}{START}", rnbd::INSMOD_CLIENT), 120)?;
+    script(c, &format!("{}{head}{CLIENT_UP}{START}", rnbd::INSMOD_CLIENT), 120)?;
     for n in 1..=FLAPS {
         Cut::Carrier.set(c, false)?;
         script(c, &format!("{head}{GONE}"), 60)?;

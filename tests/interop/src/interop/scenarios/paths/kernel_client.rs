@@ -52,6 +52,8 @@ struct Case {
 /// writes, their bytes, requests in flight and failovers. `up N T` waits for T/10 s until N are connected. `load SIZE SECONDS IOPS` starts
 /// fio, which writes blocks, each with a checksum, and reads them back all the while; `carried PATH` waits until it has written by
 /// the path; `unload` ends it and prints its report. `refused TEXT VALUE FILE` holds if writing to the file fails so.
+/// `neighbours` makes the other ends' hardware addresses known: one is not resolved for up to 30 s when we answer before
+/// `rdma_resolve_ip` has put the request on its list, as may happen here (by reading, and seen here).
 const FUNCTIONS: &str = "\
     set -e; C=/sys/class/rtrs-client/s1; S=$C/paths; B=/sys/block/rnbd0/rnbd\n\
     paths() { for p in $S/*; do [ -e $p ] || break; echo \"path ${p##*/} $(cat $p/state) $(cat $p/stats/rdma)\"; done; }\n\
@@ -70,7 +72,10 @@ const FUNCTIONS: &str = "\
     refused() { if echo \"$2\" 2>/tmp/err > $3; then echo \"$3 took $2\"; return 1; fi; cat /tmp/err; grep -q \"$1\" /tmp/err; }\n\
     state() { for i in $(seq 100); do [ $(cat $B/state) = $1 ] && return; sleep 0.1; done; echo \"not $1\"; cat $B/state; return 1; }\n\
     sum() { echo sum $(dd if=/dev/rnbd0 bs=64k iflag=direct count=$1 status=none | md5sum); }\n\
-    at() { cut -d. -f1 /proc/uptime; }\n";
+    at() { cut -d. -f1 /proc/uptime; }\n\
+    neighbour() { for i in $(seq 50); do (echo > /dev/udp/$2/9) 2>/dev/null || true; \
+        ip neigh show $2 dev $1 | grep -q lladdr && return; sleep 0.1; done; echo \"no neighbour $2\"; return 1; }\n\
+    neighbours() { neighbour eth0 ${P0##*@ip:}; neighbour eth1 ${P1##*@ip:}; }\n";
 
 /// What scripts begin with: the paths `P0` and `P1` to our addresses on the two networks, as `map_device` wants them and the
 /// sysfs tree names them, the device, and [`FUNCTIONS`].
@@ -81,8 +86,8 @@ pub(super) fn head(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
     Ok(format!("P0='{}'; P1='{}'; DISK=disk\n{FUNCTIONS}", path(0), path(1)))
 }
 
-/// Loads the modules and makes the second device.
-pub(super) const CLIENT_UP: &str = "rdma link add rxe1 type rxe netdev eth1\n";
+/// Makes the second device. Its script begins with [`head`].
+pub(super) const CLIENT_UP: &str = "rdma link add rxe1 type rxe netdev eth1; neighbours\n";
 
 /// Takes down what [`CLIENT_UP`] and [`rnbd::INSMOD_CLIENT`] made.
 pub(super) fn client_down(c: &mut Ctx<'_>) -> Result<(), Error> {
@@ -137,7 +142,7 @@ fn two_paths(c: &mut Ctx<'_>, case: Case) -> Result<String, Error> {
 fn cut_in_io(c: &mut Ctx<'_>, case: Case) -> Result<(String, String), Error> {
     let (head, cut) = (head(c, case.ip)?, case.cut);
     let runtime = cut.seconds() + 15;
-    let start = format!("RUNTIME={runtime}\n{}{CLIENT_UP}{head}{START}", rnbd::INSMOD_CLIENT);
+    let start = format!("RUNTIME={runtime}\n{}{head}{CLIENT_UP}{START}", rnbd::INSMOD_CLIENT);
     script(c, &start, 120)?;
     cut.set(c, false)?;
     std::thread::sleep(Duration::from_secs(cut.seconds()));

@@ -62,7 +62,7 @@ impl Wrong {
 }
 
 fn add_path(c: &mut Ctx<'_>, head: &str) -> Result<String, Error> {
-    let text = format!("{}{CLIENT_UP}{head}{ADD}", rnbd::INSMOD_CLIENT);
+    let text = format!("{}{head}{CLIENT_UP}{ADD}", rnbd::INSMOD_CLIENT);
     let result = script(c, &text, 120);
     client_down(c)?;
     result
