@@ -10,7 +10,12 @@ use super::{
 use crate::{Error, far::Ip};
 
 pub(super) fn list() -> Vec<Scenario> {
-    let again = Scenario::new(3, "rnbd-kernel-client-100-times", Direction::KernelToOurs, hundred_times);
+    let again = Scenario::new(
+        3,
+        "rnbd-kernel-client-100-times",
+        Direction::KernelToOurs,
+        hundred_times,
+    );
     vec![again]
 }
 

@@ -9,7 +9,7 @@ use super::{
         rnbd::{self, Server, image},
     },
     Cut,
-    kernel_client::{CLIENT_UP, client_down, connected_anew, head},
+    kernel_client::{BY_TURNS, CLIENT_UP, client_down, connected_anew, head},
     longest, script,
 };
 use crate::{Error, far::Ip};
@@ -24,7 +24,7 @@ const FLAPS: usize = 20;
 /// What is there after as many flaps is what a server needs: its pools have been filled.
 const WARM: usize = 4;
 
-/// fio runs until it is told to end.
+/// fio runs until it is told to end. The paths take turns: see [`BY_TURNS`].
 const START: &str = "map_by path=$P0 path=$P1; up 2 100; load 4M 1800 100; carried $P0; carried $P1\n";
 
 const GONE: &str = "up 1 100; pidof fio >/dev/null\n";
@@ -57,7 +57,13 @@ fn flaps(c: &mut Ctx<'_>) -> Result<String, Error> {
     let (opened, summary) = (server.count("session_opened"), server.summary()?);
     same_on_image(c, &out, 4 << 20)?;
     let flat = flat(&usage)?;
-    let none = ["failed_requests", "protocol_errors", "access_errors", "no_resources", "malformed_messages"];
+    let none = [
+        "failed_requests",
+        "protocol_errors",
+        "access_errors",
+        "no_resources",
+        "malformed_messages",
+    ];
     let replies = summary["counters"]["cm_sent_rep"].as_u64().unwrap_or_default();
     let wrong = none.iter().find(|name| summary[**name] != 0);
     // Two connections for each of two paths, and one of them so many times more; an answer may be repeated.
@@ -75,7 +81,11 @@ fn flaps(c: &mut Ctx<'_>) -> Result<String, Error> {
 /// fio's report, and what was printed after that.
 fn under_load(c: &mut Ctx<'_>, server: &Server, usage: &mut Vec<Usage>) -> Result<(String, String), Error> {
     let head = format!("FLAPS={FLAPS}\n{}", head(c, Ip::V4)?);
-    script(c, &format!("{}{head}{CLIENT_UP}{START}", rnbd::INSMOD_CLIENT), 120)?;
+    script(
+        c,
+        &format!("{}{head}{CLIENT_UP}{START}{BY_TURNS}", rnbd::INSMOD_CLIENT),
+        120,
+    )?;
     for n in 1..=FLAPS {
         Cut::Carrier.set(c, false)?;
         script(c, &format!("{head}{GONE}"), 60)?;
@@ -144,7 +154,12 @@ mod tests {
             descriptors,
             resident,
         };
-        let mut all = vec![usage(2, 9, 5000), usage(3, 10, 8000), usage(3, 10, 8100), usage(3, 10, 8100)];
+        let mut all = vec![
+            usage(2, 9, 5000),
+            usage(3, 10, 8000),
+            usage(3, 10, 8100),
+            usage(3, 10, 8100),
+        ];
         assert!(flat(&all[..3]).is_err());
         assert!(flat(&all).unwrap().contains("(0 KiB more"));
         for grown in [usage(4, 10, 8100), usage(3, 11, 8100), usage(3, 10, 9200)] {

@@ -14,7 +14,13 @@ use super::{Ctx, Scenario};
 use crate::Error;
 
 pub(super) fn list() -> Vec<Scenario> {
-    let lists = [kernel_client::list(), orders::list(), wrong_server::list(), flaps::list(), restart::list()];
+    let lists = [
+        kernel_client::list(),
+        orders::list(),
+        wrong_server::list(),
+        flaps::list(),
+        restart::list(),
+    ];
     lists.into_iter().flatten().collect()
 }
 

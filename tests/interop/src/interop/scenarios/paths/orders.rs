@@ -35,15 +35,16 @@ const DISCONNECT: &str = "\
     echo 1 > $S/$P1/reconnect; up 2 1; echo 1 > $S/$P1/stats/rdma; carried $P1; echo reconnected; paths\n\
     refused 'Invalid argument' 2 $S/$P1/reconnect; refused 'Invalid argument' 2 $S/$P1/disconnect\n";
 
-/// Nobody answers: the order ends with ENOTCONN, and another one meanwhile with EBUSY (after the second that the client
-/// waits before each attempt). With somebody there again it succeeds.
+/// Without its own address the path can't be connected: ENOTCONN. With it, but nobody who answers, the order waits (an address
+/// is not known to be unreachable before 30 s have passed), and another one ends with EBUSY, after the second that the client
+/// waits before each attempt. It succeeds when there is somebody.
 const NOBODY: &str = "\
-    echo 1 > $S/$P1/disconnect; tc qdisc add dev eth1 root netem loss 100%; ip neigh flush dev eth1\n\
-    (if echo 1 > $S/$P1/reconnect; then echo done; fi) >/tmp/first 2>&1 & first=$!\n\
-    sleep 2; refused 'Device or resource busy' 1 $S/$P1/reconnect\n\
-    wait $first; cat /tmp/first; grep -q 'not connected' /tmp/first; up 1 1\n\
-    tc qdisc del dev eth1 root; neighbours\n\
-    for i in $(seq 10); do echo 1 2>/dev/null > $S/$P1/reconnect && break; sleep 0.2; done; up 2 1; paths\n\
+    own=${P1%@*}; own=${own#ip:}/24; echo 1 > $S/$P1/disconnect; ip addr del $own dev eth1\n\
+    refused 'not connected' 1 $S/$P1/reconnect; up 1 1; ip addr add $own dev eth1\n\
+    tc qdisc add dev eth1 root netem loss 100%; ip neigh flush dev eth1\n\
+    echo 1 > $S/$P1/reconnect & first=$!\n\
+    sleep 2; refused 'Device or resource busy' 1 $S/$P1/reconnect; up 1 1\n\
+    tc qdisc del dev eth1 root; neighbours; wait $first; up 2 1; paths\n\
     echo 1 > $S/$P1/stats/rdma; carried $P1\n";
 
 /// A path is removed under load.
