@@ -65,7 +65,7 @@ const FUNCTIONS: &str = "\
     load() { fio --name=job --filename=/dev/rnbd0 --size=$1 --bs=4k --rw=randwrite --direct=1 --ioengine=libaio --iodepth=8 \
         --rate_iops=${3:-300} --verify=crc32c --verify_fatal=1 --verify_backlog=64 --time_based --runtime=$2 \
         --output=/tmp/fio.json --output-format=json >/tmp/fio.log 2>&1 & }\n\
-    carried() { for i in $(seq 300); do [ $(cut -d' ' -f3 < $S/$1/stats/rdma) -gt 50 ] && return; sleep 0.1; done; \
+    carried() { for i in $(seq 300); do [ $(cut -d' ' -f3 < $S/$1/stats/rdma) -gt 20 ] && return; sleep 0.1; done; \
         echo \"nothing goes by $1\"; paths; return 1; }\n\
     unload() { kill -INT $(pidof fio); report; }\n\
     report() { for i in $(seq 1800); do pidof fio >/dev/null || break; sleep 0.1; done; cat /tmp/fio.log /tmp/fio.json; }\n\
