@@ -37,6 +37,6 @@ static int rxe_flush(struct ibv_qp_ex *qp, uint64_t id, const struct rxe_flush *
 	if (wqe->wr.wr_id != id) { ibv_wr_abort(qp); return EIO; }
 	wqe->wr.opcode = RXE_WR_FLUSH;
 	memcpy(&wqe->wr.wr, flush, sizeof *flush);
-	wqe->dma.length = flush->length; /* what the RETH will say */
+	wqe->dma.length = wqe->dma.resid = flush->length; /* what the RETH will say */
 	return ibv_wr_complete(qp);
 }
