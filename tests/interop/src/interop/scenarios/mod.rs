@@ -4,6 +4,7 @@ mod cm;
 mod contract;
 mod errors;
 mod faults;
+mod handshakes;
 mod ops;
 mod paths;
 mod peer;
@@ -233,6 +234,7 @@ pub(crate) fn all() -> Vec<Scenario> {
             rnbd::list(),
             faults::list(),
             paths::list(),
+            handshakes::list(),
         ];
         all.extend(
             lists
