@@ -5,6 +5,7 @@ mod annex;
 mod cm;
 mod errors;
 mod far;
+mod handshakes;
 mod link;
 mod ops;
 mod pingpong;
@@ -58,6 +59,8 @@ enum Command {
     Vanish(vanish::Args),
     /// A few operations each way between two agents.
     Exchange(vanish::Args),
+    /// Handshakes with an RTRS server, proper and improper ones.
+    Handshakes(handshakes::Args),
     /// Runs a program on a host with host-agent.
     Far(far::Args),
 }
@@ -83,6 +86,7 @@ fn run(cli: Cli) -> Result<(), Error> {
         Command::Ucmatose(args) => ucmatose::run(&device, addr, &args),
         Command::Cm(args) => cm::run(&device, addr, &args),
         Command::Agent(args) => serve::run(&device, addr, &args),
+        Command::Handshakes(args) => handshakes::run(&device, &args),
         Command::Errors(args) => errors::run(&args),
         Command::Annex(args) => annex::run(&args),
         Command::Far(args) => far::run(&args),

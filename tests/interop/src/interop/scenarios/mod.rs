@@ -6,6 +6,7 @@ mod cm;
 mod contract;
 mod errors;
 mod faults;
+mod handshakes;
 mod ops;
 mod paths;
 mod peer;
@@ -249,6 +250,7 @@ pub(crate) fn all() -> Vec<Scenario> {
             blktests::list(),
             faults::list(),
             paths::list(),
+            handshakes::list(),
             programs::list(),
             strangers::list(),
         ];
