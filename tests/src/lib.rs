@@ -5,6 +5,7 @@
 pub mod device;
 pub mod nbd;
 pub mod process;
+pub mod usage;
 
 use std::{
     path::{Path, PathBuf},
