@@ -24,7 +24,7 @@ pub(crate) const WRITERS: u64 = 4;
 /// Blocks of a request, at most.
 const MOST: u64 = 64;
 /// Time between two requests of a writer, at most.
-const THINK: Duration = Duration::from_millis(12);
+const THINK: Duration = Duration::from_millis(40);
 /// Pauses that are reported one by one.
 const LONG: Duration = Duration::from_secs(1);
 

@@ -399,7 +399,15 @@ impl<'a> Run<'a> {
     /// The processes end orderly, and what went over the wire is accounted for.
     pub(crate) fn finish(&mut self) -> Result<(), String> {
         for (name, summary) in self.world.finish()? {
-            println!("{name}: {summary}");
+            self.world.logs.say(&format!("{name}: {summary}"));
+            let number = |field: &str| summary[field].as_u64().unwrap_or(0);
+            println!(
+                "{name}: {} packets sent, {} again, {} received, {} with a wrong ICRC",
+                number("packets_sent"),
+                number("retransmits"),
+                number("packets_received"),
+                number("icrc_errors")
+            );
         }
         let (c, under_way) = self.world.counters();
         let ends = c.cut + c.lost + c.dropped + c.refused + c.delivered + under_way as u64;

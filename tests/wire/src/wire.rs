@@ -185,6 +185,8 @@ impl Drop for Wire {
 fn interface(namespace: &Namespace, network: u8, end: End, mtu: u32) -> io::Result<Tap> {
     let name = format!("wire{network}");
     let tap = Tap::new(namespace, &name)?;
+    // What the kernel would say of its own accord about IPv6.
+    namespace.ip(&format!("link set {name} addrgenmode none"))?;
     namespace.ip(&format!("addr add {}/24 dev {name}", Wire::address(network, end)))?;
     namespace.ip(&format!("link set {name} mtu {mtu} txqueuelen {TX_QUEUE} up"))?;
     Ok(tap)
