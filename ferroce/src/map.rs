@@ -19,6 +19,7 @@ use rtrs::{
 use serde_json::json;
 
 use crate::{
+    Steering,
     map_news::{self, PathArgs},
     output::{self, Failure},
     report::{Moved, ReportArgs, Reporter},
@@ -203,11 +204,11 @@ fn failure(args: &MapArgs, e: MapFailure) -> Failure {
 }
 
 /// Runs the command.
-pub(crate) fn run(args: &MapArgs) -> Result<(), Failure> {
-    args.report.end(map(args))
+pub(crate) fn run(args: &MapArgs, steering: &dyn Steering) -> Result<(), Failure> {
+    args.report.end(map(args, steering))
 }
 
-fn map(args: &MapArgs) -> Result<(), Failure> {
+fn map(args: &MapArgs, steering: &dyn Steering) -> Result<(), Failure> {
     let stop = Stop::on_signals()?;
     let mut reporter = args.report.reporter();
     let ways = args.ways()?;
@@ -215,6 +216,7 @@ fn map(args: &MapArgs) -> Result<(), Failure> {
     config.session.check().map_err(|e| Failure::usage(e.to_string()))?;
     let started = Mapping::start_shards(args.devices(&ways)?, config);
     let mut mapping = started.map_err(|e| Failure::failed(e.to_string()))?;
+    steering.mapping(mapping.control());
     let begun = Instant::now();
     let (mut mapped, mut told, mut stopping) = (false, false, false);
     let mut ticks = Ok(());

@@ -19,6 +19,7 @@ use rtrs::{
 use serde_json::{Value, json};
 
 use crate::{
+    Steering,
     output::{self, Failure},
     report::{Moved, ReportArgs, Reporter},
     signals::Stop,
@@ -172,11 +173,11 @@ fn raise_open_files() {
 }
 
 /// Runs the command.
-pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
-    args.report.end(serve(args))
+pub(crate) fn run(args: &ServeArgs, steering: &dyn Steering) -> Result<(), Failure> {
+    args.report.end(serve(args, steering))
 }
 
-fn serve(args: &ServeArgs) -> Result<(), Failure> {
+fn serve(args: &ServeArgs, steering: &dyn Steering) -> Result<(), Failure> {
     let stop = Stop::on_signals()?;
     raise_open_files();
     let mut reporter = args.report.reporter();
@@ -191,6 +192,7 @@ fn serve(args: &ServeArgs) -> Result<(), Failure> {
         grace: GRACE,
     };
     let (mut server, mtu) = start(args, config)?;
+    steering.serving(server.control());
     announce(args, &reporter, mtu)?;
 
     let mut told = Ok(());

@@ -62,9 +62,10 @@ const ALONE: [(&str, &str); 5] = [
 /// Ignored tests that need programs of others, or rights: packages.
 const CLIENTS_OF: [&str; 4] = ["rnbd-disk", "rnbd-host", "ferroce-tests", "ferroce-wire"];
 /// Those of them that make a namespace, mount a file system or set up a loop device.
-const PRIVILEGED: [&str; 13] = [
+const PRIVILEGED: [&str; 15] = [
     "a_block_device_has_its_own_geometry",
     "a_block_device_is_written_discarded_and_zeroed",
+    "a_cut_network_is_left_for_the_other_and_taken_again",
     "a_cut_wire_is_silent_and_a_mended_one_is_not",
     "a_device_over_ipv6",
     "a_flush_at_one_loop_covers_the_writes_of_another",
@@ -72,6 +73,7 @@ const PRIVILEGED: [&str; 13] = [
     "a_lossy_wire_loses_what_it_counts",
     "a_read_only_block_device_is_not_opened_for_writing",
     "closing_an_image_file_makes_it_durable",
+    "flaps_leave_nothing_behind",
     "flush_and_fua_leave_nothing_behind_in_memory",
     "flush_and_fua_reach_the_servers_device",
     "two_names_of_one_block_device_have_one_writer",

@@ -27,6 +27,7 @@ use rtrs::{
 
 use crate::{
     caught::caught,
+    control::map::MapControl,
     mapper::{Command, Place, Service},
     stats::LoopStats,
 };
@@ -177,7 +178,7 @@ pub struct MapStats {
 
 impl MapStats {
     /// Adds those of another loop.
-    fn add(&mut self, other: &Self) {
+    pub(crate) fn add(&mut self, other: &Self) {
         self.turns.add(&other.turns);
         self.device.add(&other.device);
         self.clients.extend(&other.clients);
@@ -340,6 +341,11 @@ impl Mapping {
             sum.add(&turning.wait_for(answer));
         }
         sum
+    }
+
+    /// Steers it, from any thread.
+    pub fn control(&self) -> MapControl {
+        MapControl::new(self.loops.iter().map(|turning| turning.handle.clone()).collect())
     }
 
     /// Ends it: NBD clients' requests are answered, what was written is made durable, the device is closed and the session ended.

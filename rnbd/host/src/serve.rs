@@ -22,6 +22,7 @@ use rtrs::{
 
 use crate::{
     caught::caught,
+    control::serve::ServeControl,
     gate::Gate,
     images::Images,
     server::{Command, Done, Place, Plan, Service},
@@ -73,7 +74,7 @@ pub struct ServeStats {
 
 impl ServeStats {
     /// Adds those of another loop.
-    fn add(&mut self, other: &Self) {
+    pub(crate) fn add(&mut self, other: &Self) {
         self.turns.add(&other.turns);
         self.rnbd.add(&other.rnbd);
         match self.rtrs.is_empty() {
@@ -241,6 +242,11 @@ impl Serving {
             sum.add(&of_loop);
             sum
         })
+    }
+
+    /// Steers it, from any thread.
+    pub fn control(&self) -> ServeControl {
+        ServeControl::new(self.loops.iter().map(|turning| turning.handle.clone()).collect())
     }
 
     fn ask_to_stop(&self) {
