@@ -4,6 +4,7 @@ mod load;
 mod model;
 mod run;
 mod seen;
+mod steer;
 mod trouble;
 mod world;
 

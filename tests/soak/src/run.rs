@@ -17,6 +17,7 @@ use rand_chacha::ChaCha8Rng;
 use crate::{
     load::Failed,
     seen::Counts,
+    steer::{Order, Steering},
     trouble::{self, Outage, Weather},
     world::{BASE, BEYOND, LIMIT, World},
 };
@@ -43,6 +44,7 @@ const FLAT: Flat = Flat {
 #[derive(Default)]
 pub(crate) struct Tally {
     pub(crate) trouble: BTreeMap<&'static str, u64>,
+    pub(crate) commands: BTreeMap<&'static str, u64>,
     pub(crate) allowed_errors: u64,
     pub(crate) long: Vec<(f64, Duration, String)>,
     pub(crate) compared: (u64, u64),
@@ -63,6 +65,10 @@ pub(crate) struct Run<'a> {
     weather: Vec<(Weather, Instant)>,
     next_weather: Instant,
     next_resize: Instant,
+    steering: Steering,
+    next_command: Instant,
+    /// Whether everything is to come back.
+    calm: bool,
     /// When there was trouble last.
     troubled: Instant,
     downs: u64,
@@ -89,6 +95,9 @@ impl<'a> Run<'a> {
             weather: Vec::new(),
             next_weather: now,
             next_resize: now,
+            steering: Steering::default(),
+            next_command: now,
+            calm: true,
             troubled: now,
             downs: 0,
             failed: Vec::new(),
@@ -106,6 +115,7 @@ impl<'a> Run<'a> {
         while Instant::now() + act / 2 < self.end {
             kills = !kills;
             let until = (Instant::now() + act).min(self.end);
+            self.calm = false;
             while Instant::now() < until {
                 self.trouble(kills)?;
                 self.look()?;
@@ -128,6 +138,9 @@ impl<'a> Run<'a> {
                 .say(&format!("TROUBLE for {:.1} s: {outage}", lasts.as_secs_f64()));
             *self.tally.trouble.entry(outage.kind()).or_default() += 1;
             self.world.begin_outage(&outage).map_err(text)?;
+            if matches!(outage, Outage::Kill(_)) {
+                self.steering.server_gone();
+            }
             self.outage = Some((outage, now + lasts));
         }
         while let Some(at) = self.weather.iter().position(|(_, until)| *until <= now) {
@@ -157,10 +170,53 @@ impl<'a> Run<'a> {
             self.world.resize(device, len).map_err(text)?;
             self.next_resize = now + Duration::from_secs_f64(self.rng.random_range(1.0..20.0));
         }
+        if now >= self.next_command {
+            let paths: Vec<_> = self
+                .world
+                .devices
+                .iter()
+                .map(|device| device.seen.paths().to_owned())
+                .collect();
+            if let Some(order) = self.steering.draw(&mut self.rng, &paths) {
+                self.order(order);
+            }
+            self.next_command = now + Duration::from_secs_f64(self.rng.random_range(0.2..6.0));
+        }
         if self.outage.is_some() || !self.weather.is_empty() {
             self.troubled = now;
         }
         Ok(())
+    }
+
+    /// Sends a command.
+    fn order(&mut self, (who, command): Order) {
+        let now = Instant::now();
+        if let Some(id) = self.world.ask(who, &command) {
+            *self.tally.commands.entry(command.kind()).or_default() += 1;
+            if command.hurts() {
+                self.troubled = now;
+            }
+            self.steering.sent(now, (who, command), id);
+        }
+    }
+
+    /// Takes answers, and has paths that were taken away come back.
+    fn steer(&mut self) -> Result<(), String> {
+        let now = Instant::now();
+        for (who, answer) in self.world.take_answers() {
+            let devices = &self.world.devices;
+            let out = |device: usize, begun| devices[device].seen.was_out(begun, now);
+            if let Some(order) = self.steering.answered(&mut self.rng, who, &answer, out)? {
+                self.order(order);
+            }
+        }
+        for order in self.steering.due(now, self.calm) {
+            self.order(order);
+        }
+        match self.steering.waits_since() {
+            Some((begun, what)) if begun.elapsed() > LIMIT => Err(format!("no answer within {LIMIT:?} to {what}")),
+            _ => Ok(()),
+        }
     }
 
     fn end_outage(&mut self, outage: &Outage) -> Result<(), String> {
@@ -182,6 +238,7 @@ impl<'a> Run<'a> {
         for (weather, _) in std::mem::take(&mut self.weather) {
             self.world.end_weather(&weather);
         }
+        self.calm = true;
         self.world.logs.say("CALM");
         Ok(())
     }
@@ -205,6 +262,7 @@ impl<'a> Run<'a> {
                 self.troubled.elapsed().as_secs_f64()
             ));
         }
+        self.steer()?;
         self.judge_load()?;
         if Instant::now() >= self.next_report {
             self.next_report += Duration::from_secs(60);
@@ -279,7 +337,7 @@ impl<'a> Run<'a> {
         let before = done(self);
         loop {
             let well = self.world.devices.iter().all(|device| device.seen.is_well());
-            if well && done(self).iter().zip(&before).all(|(now, before)| now > before) {
+            if well && self.steering.is_done() && done(self).iter().zip(&before).all(|(now, before)| now > before) {
                 break;
             }
             if since.elapsed() > LIMIT {
@@ -433,6 +491,12 @@ impl<'a> Run<'a> {
         );
         let each = self.tally.trouble.iter().map(|(kind, times)| format!("{kind} {times}"));
         println!("trouble: {}", each.collect::<Vec<_>>().join(", "));
+        let each = self
+            .tally
+            .commands
+            .iter()
+            .map(|(kind, times)| format!("{kind} {times}"));
+        println!("commands: {}", each.collect::<Vec<_>>().join(", "));
         println!("events: {:?}; {} servers", self.counts(), self.world.generation);
         let (counters, under_way) = self.world.counters();
         let each = counters.named().map(|(name, n)| format!("{name} {n}"));

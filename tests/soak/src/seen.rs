@@ -42,7 +42,7 @@ impl Add for Counts {
 
 /// The state of a session, by its events.
 pub(crate) struct Seen {
-    paths: usize,
+    paths: Vec<String>,
     up: BTreeSet<String>,
     /// When no path was up, or the device not open; the last one may last.
     out: Vec<(Instant, Option<Instant>)>,
@@ -53,16 +53,21 @@ impl Seen {
     /// A session whose paths are all up.
     pub(crate) fn new(paths: &[String]) -> Self {
         Self {
-            paths: paths.len(),
+            paths: paths.to_owned(),
             up: paths.iter().cloned().collect(),
             out: Vec::new(),
             counts: Counts::default(),
         }
     }
 
+    /// Its paths, those that are down too.
+    pub(crate) fn paths(&self) -> &[String] {
+        &self.paths
+    }
+
     /// Whether all paths are up and the device is open.
     pub(crate) fn is_well(&self) -> bool {
-        self.up.len() == self.paths && !matches!(self.out.last(), Some((_, None)))
+        self.up.len() == self.paths.len() && !matches!(self.out.last(), Some((_, None)))
     }
 
     /// Whether a request may have failed because no path was up.

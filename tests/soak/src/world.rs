@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ferroce_tests::{ferroce, process::Running, usage::Usage};
+use ferroce_tests::{process::Running, usage::Usage};
 use ferroce_wire::{
     lane::{Conditions, Counters},
     wire::{End, Wire, WireConfig},
@@ -18,6 +18,7 @@ use serde_json::Value;
 use crate::{
     load::Load,
     seen::Seen,
+    steer::{Command, Who},
     trouble::{LONGEST, NETWORKS, Outage, ServeOptions, Weather},
 };
 
@@ -66,6 +67,18 @@ const PLANS: [Plan; 4] = [
         options: &["--policy", "min-latency", "--heartbeat", "5", "--connections", "2"],
     },
 ];
+
+/// `ferroce`, steered by its standard input: it is built into the same folder as this program.
+fn steered() -> io::Result<PathBuf> {
+    let path = std::env::current_exe()?.with_file_name("ferroce-steered");
+    match path.exists() {
+        true => Ok(path),
+        false => Err(io::Error::other(format!(
+            "{}: not built (cargo build -p ferroce-tests)",
+            path.display()
+        ))),
+    }
+}
 
 /// Where logs go: a folder that goes away unless something failed.
 pub(crate) struct Logs {
@@ -132,6 +145,8 @@ pub(crate) struct World {
     /// How many servers there were.
     pub(crate) generation: u32,
     exports: Vec<String>,
+    steered: PathBuf,
+    answers: Vec<(Who, Value)>,
     pub(crate) wire: Wire,
     weather: Vec<Weather>,
     cuts: Vec<(u8, End)>,
@@ -158,6 +173,8 @@ impl World {
             serve: None,
             generation: 0,
             exports,
+            steered: steered()?,
+            answers: Vec::new(),
             wire,
             weather: Vec::new(),
             cuts: Vec::new(),
@@ -198,9 +215,9 @@ impl World {
                 .chain(plan.options)
                 .map(|arg| (*arg).to_owned()),
         );
-        let mut command = namespace.command(ferroce());
+        let mut command = namespace.command(&self.steered);
         command.args(&args);
-        let mut map = Running::start_command(command, format!("ferroce {args:?}"));
+        let mut map = Running::steered_by(command, format!("ferroce {args:?}"));
         let mapped = map.event("mapped");
         let paths: Vec<_> = mapped["paths"]
             .as_array()
@@ -235,9 +252,9 @@ impl World {
             args.extend(["--export".to_owned(), export.clone()]);
         }
         args.extend(options.args());
-        let mut command = self.wire.namespace(End::A).command(ferroce());
+        let mut command = self.wire.namespace(End::A).command(&self.steered);
         command.args(&args);
-        let mut serve = Running::start_command(command, format!("ferroce {args:?}"));
+        let mut serve = Running::steered_by(command, format!("ferroce {args:?}"));
         serve.event("listening");
         self.generation += 1;
         self.logs
@@ -344,10 +361,14 @@ impl World {
     /// Reads what the processes tell; an error if one has ended or tells what it must not.
     pub(crate) fn listen(&mut self) -> Result<(), String> {
         let now = Instant::now();
-        for device in &mut self.devices {
+        for (n, device) in self.devices.iter_mut().enumerate() {
             while let Some(line) = device.map.new_line() {
                 self.logs.say(&format!("{}: {line}", device.name));
-                let event = serde_json::from_str(&line).map_err(|e| format!("{}: {line}: {e}", device.name))?;
+                let event: Value = serde_json::from_str(&line).map_err(|e| format!("{}: {line}: {e}", device.name))?;
+                if event["event"] == "answer" {
+                    self.answers.push((Who::Client(n), event));
+                    continue;
+                }
                 device
                     .seen
                     .event(now, &event)
@@ -360,6 +381,10 @@ impl World {
         if let Some(serve) = &mut self.serve {
             while let Some(line) = serve.new_line() {
                 self.logs.say(&format!("serve: {line}"));
+                let event: Value = serde_json::from_str(&line).map_err(|e| format!("serve: {line}: {e}"))?;
+                if event["event"] == "answer" {
+                    self.answers.push((Who::Server, event));
+                }
             }
             if serve.has_ended() {
                 return Err("ferroce serve has ended".into());
@@ -369,6 +394,22 @@ impl World {
             true => Ok(()),
             false => Err("the wire has ended".into()),
         }
+    }
+
+    /// Sends a command; its number. None if there is no server to send it to.
+    pub(crate) fn ask(&mut self, who: Who, command: &Command) -> Option<u64> {
+        let process = match who {
+            Who::Client(n) => &mut self.devices[n].map,
+            Who::Server => self.serve.as_mut()?,
+        };
+        let id = process.begin(command.request());
+        self.logs.say(&format!("COMMAND {id} to {who:?}: {command:?}"));
+        Some(id)
+    }
+
+    /// Answers that have come.
+    pub(crate) fn take_answers(&mut self) -> Vec<(Who, Value)> {
+        std::mem::take(&mut self.answers)
     }
 
     /// What the server and each client take, as far as they are there.
