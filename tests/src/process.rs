@@ -249,6 +249,11 @@ impl Running {
         }
     }
 
+    /// The next line on standard output, if there is one; `None` also when no more will come.
+    pub fn new_line(&mut self) -> Option<String> {
+        self.lines.try_recv().ok()
+    }
+
     /// Sends a signal.
     ///
     /// # Panics
