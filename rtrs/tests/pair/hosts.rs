@@ -7,12 +7,12 @@ use std::{
     sync::Arc,
 };
 
-use roce_local::{Fabric, FabricConfig, Ports, Usage};
+use roce_local::{Fabric, FabricConfig, Ports, Single, Usage};
 use roce_mem::{MemoryTable, Pages};
 use roce_port::{Port, PortConfig, QpnSlot, RxMeta, TxBatch, TxConfig};
 use roce_verbs::{
     DeviceLimits, Instant, Mtu,
-    provider::{DeviceCaps, Provider, VerbsError},
+    provider::{DeviceCaps, Provider},
 };
 use rtrs::{
     Direction, IoError,
@@ -51,30 +51,6 @@ impl KeyMode {
     }
 }
 
-pub(crate) struct One {
-    port: Port,
-    mem: Arc<MemoryTable>,
-    addr: IpAddr,
-}
-
-impl Ports for One {
-    fn count(&self) -> usize {
-        1
-    }
-
-    fn port(&mut self, _: usize) -> &mut Port {
-        &mut self.port
-    }
-
-    fn memory(&self, _: usize) -> &Arc<MemoryTable> {
-        &self.mem
-    }
-
-    fn route(&self, src: Option<IpAddr>, _: IpAddr) -> Result<(usize, IpAddr), VerbsError> {
-        Ok((0, src.unwrap_or(self.addr)))
-    }
-}
-
 fn ip(last: u8) -> IpAddr {
     IpAddr::from([192, 0, 2, last])
 }
@@ -86,7 +62,7 @@ pub(crate) fn addresses(last: u8) -> Vec<IpAddr> {
 
 /// A loop with an address.
 pub(crate) struct Host {
-    pub(crate) fabric: Fabric<One>,
+    pub(crate) fabric: Fabric<Single>,
     pub(crate) batch: TxBatch,
     dice: u64,
 }
@@ -118,10 +94,9 @@ impl Host {
     fn seeded(last: u8, keys: KeyMode, config: PortConfig, seed: [u8; 32]) -> Self {
         let mem = Arc::new(MemoryTable::new(seed, &config.limits));
         let port = Port::new(config, mem.clone(), seed);
-        let addr = ip(last);
         let devices = vec![(DeviceLimits::software(last.into()), addresses(last))];
         Self {
-            fabric: Fabric::new(One { port, mem, addr }, keys.config(), devices),
+            fabric: Fabric::new(Single::new(port, mem, addresses(last)), keys.config(), devices),
             batch: TxBatch::new(TxConfig::default()),
             dice: u64::from(last),
         }
@@ -389,7 +364,11 @@ impl Pair {
             moved = true;
             match output {
                 Output::Done { tag, result, data, .. } => self.done.push((tag, result, data)),
-                Output::Path { path, news, .. } => self.news.push((path, news)),
+                Output::Path { session, path, news } => {
+                    let gone = |told: &Output| matches!(told, Output::Closed(of) if *of == session);
+                    assert!(!self.told.iter().any(gone), "{news:?} of a session that is gone");
+                    self.news.push((path, news));
+                }
                 other => self.told.push(other),
             }
         }

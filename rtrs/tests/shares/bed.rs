@@ -13,7 +13,7 @@ use roce_cm::{
     cma,
     mad::{Mad, Message},
 };
-use roce_local::{Fabric, FabricConfig, Usage};
+use roce_local::{Fabric, FabricConfig, Ports, Single, Usage};
 use roce_mem::{MemoryTable, Pages};
 use roce_port::{QpnSlot, RxMeta, TxBatch, TxConfig};
 use roce_verbs::{DeviceLimits, Instant, provider::Provider};
@@ -28,7 +28,7 @@ use rtrs::{
     },
 };
 
-use crate::peer::{One, Peer, fabric};
+use crate::peer::{Peer, fabric};
 
 pub(crate) const SERVER: [u8; 4] = [192, 0, 2, 1];
 pub(crate) const DEPTH: u32 = 8;
@@ -45,7 +45,7 @@ pub(crate) fn config() -> ServerConfig {
 }
 
 pub(crate) struct Host {
-    pub(crate) fabric: Fabric<One>,
+    pub(crate) fabric: Fabric<Single>,
     pub(crate) server: Server,
     /// What the user has been told, but for requests.
     pub(crate) told: Vec<Output>,
@@ -69,7 +69,7 @@ pub(crate) struct Bed {
     batch: TxBatch,
 }
 
-fn cx(now: Instant, provider: &mut Fabric<One>) -> Cx<'_> {
+fn cx(now: Instant, provider: &mut Fabric<Single>) -> Cx<'_> {
     fn dice(_: &mut [u8]) {
         panic!("the server throws no dice");
     }
@@ -193,7 +193,7 @@ impl Bed {
     fn due(&mut self) -> Option<Instant> {
         let shares = self.shares.iter_mut().map(|host| &mut host.fabric);
         let all = shares.chain(self.peers.iter_mut().map(|peer| &mut peer.fabric));
-        all.filter_map(|fabric| fabric.ports().port.poll_timeout()).min()
+        all.filter_map(|fabric| fabric.ports().port(0).poll_timeout()).min()
     }
 
     fn set_now(&mut self, now: Instant) {
@@ -279,7 +279,7 @@ impl Bed {
     pub(crate) fn turn(&mut self, index: usize) -> bool {
         let now = self.now;
         let host = &mut self.shares[index];
-        let port = &mut host.fabric.ports().port;
+        let port = host.fabric.ports().port(0);
         if port.poll_timeout().is_some_and(|at| at <= now) {
             port.handle_timeout(now);
         }
@@ -307,7 +307,7 @@ impl Bed {
         drain(self.now, &mut self.peers[who].fabric, &mut self.batch, &mut packets);
         for (meta, bytes) in &packets {
             let index = self.route(bytes);
-            let port = &mut self.shares[index].fabric.ports().port;
+            let port = self.shares[index].fabric.ports().port(0);
             port.handle_datagram(self.now, meta, bytes);
         }
         !packets.is_empty()
@@ -319,7 +319,7 @@ impl Bed {
         for (meta, bytes) in &packets {
             let IpAddr::V4(to) = meta.local else { unreachable!() };
             if let Some(peer) = self.peers.get_mut(usize::from(to.octets()[3]) - 10) {
-                peer.fabric.ports().port.handle_datagram(self.now, meta, bytes);
+                peer.fabric.ports().port(0).handle_datagram(self.now, meta, bytes);
             }
         }
         !packets.is_empty()
@@ -443,9 +443,9 @@ impl Bed {
     }
 }
 
-fn drain(now: Instant, from: &mut Fabric<One>, batch: &mut TxBatch, to: &mut Vec<(RxMeta, Vec<u8>)>) {
+fn drain(now: Instant, from: &mut Fabric<Single>, batch: &mut TxBatch, to: &mut Vec<(RxMeta, Vec<u8>)>) {
     loop {
-        let more = from.ports().port.poll_transmit(now, batch);
+        let more = from.ports().port(0).poll_transmit(now, batch);
         for train in batch.trains() {
             let meta = RxMeta {
                 segment_len: train.segment_len,

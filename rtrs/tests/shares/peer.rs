@@ -6,16 +6,13 @@ use std::{
     sync::Arc,
 };
 
-use roce_local::{Fabric, FabricConfig, Ports};
+use roce_local::{Fabric, FabricConfig, Ports, Single};
 use roce_mem::{MemoryTable, Pages};
 use roce_port::{Port, PortConfig, QpnSlot};
 use roce_verbs::{
     AccessFlags, Completion, DeviceLimits, Instant, Mtu, Payload, QpCaps, RKey, RecvWr, RemoteAddr, SendFlags, SendOp,
     SendWr, Sge, WcOpcode,
-    provider::{
-        CmKind, CmRef, ConnParams, CqId, DeviceIx, Event, MrInfo, PdId, Provider, QpId, QpSpec, Registration,
-        VerbsError,
-    },
+    provider::{CmKind, CmRef, ConnParams, CqId, DeviceIx, Event, MrInfo, PdId, Provider, QpId, QpSpec, Registration},
 };
 use rtrs::proto::{
     ConnReq, ConnRsp, Imm, InfoReq, InfoRsp, IoReply, MsgFlags, RdmaRead, RdmaWrite, RkeyRsp, SgDesc, Uuid,
@@ -33,31 +30,6 @@ const PIECE: usize = 4096;
 const SENDS: usize = 64;
 const SEND_AT: usize = DATA_AT + 16 * PIECE;
 
-/// One port with one address.
-pub(crate) struct One {
-    pub(crate) port: Port,
-    mem: Arc<MemoryTable>,
-    addr: IpAddr,
-}
-
-impl Ports for One {
-    fn count(&self) -> usize {
-        1
-    }
-
-    fn port(&mut self, _index: usize) -> &mut Port {
-        &mut self.port
-    }
-
-    fn memory(&self, _index: usize) -> &Arc<MemoryTable> {
-        &self.mem
-    }
-
-    fn route(&self, _src: Option<IpAddr>, _dst: IpAddr) -> Result<(usize, IpAddr), VerbsError> {
-        Ok((0, self.addr))
-    }
-}
-
 /// A fabric of this address with these keys; one of several of the address if there is a slot.
 pub(crate) fn fabric(
     last: u8,
@@ -65,7 +37,7 @@ pub(crate) fn fabric(
     limits: DeviceLimits,
     slot: Option<QpnSlot>,
     keys: FabricConfig,
-) -> Fabric<One> {
+) -> Fabric<Single> {
     let addr = IpAddr::from([192, 0, 2, last]);
     let mut config = PortConfig::new(vec![addr], Mtu::B1024, last.into());
     let mut seed = [last; 32];
@@ -76,7 +48,7 @@ pub(crate) fn fabric(
     }
     config.limits = limits.clone();
     let port = Port::new(config, mem.clone(), seed);
-    let one = One { port, mem, addr };
+    let one = Single::new(port, mem, vec![addr]);
     Fabric::new(one, keys, vec![(limits, vec![addr])])
 }
 
@@ -88,7 +60,7 @@ struct Conn {
 
 /// See the module.
 pub(crate) struct Peer {
-    pub(crate) fabric: Fabric<One>,
+    pub(crate) fabric: Fabric<Single>,
     pub(crate) session: Uuid,
     path: Uuid,
     connections: u16,
@@ -388,7 +360,7 @@ impl Peer {
 
     pub(crate) fn tick(&mut self, now: Instant) {
         self.fabric.set_now(now);
-        let port = &mut self.fabric.ports().port;
+        let port = self.fabric.ports().port(0);
         if port.poll_timeout().is_some_and(|at| at <= now) {
             port.handle_timeout(now);
         }
