@@ -514,6 +514,10 @@ impl Session {
                     let why = self.paths[index].why();
                     self.news(env, index, PathNews::Closed(why));
                 }
+                // With the last path the session may go, and of that nothing is told after its end.
+                if !self.paths[index].commands.is_empty() {
+                    self.answer_commands(env, index);
+                }
                 self.path_closed(env, index);
             }
         }

@@ -404,7 +404,11 @@ impl Pair {
             moved = true;
             match output {
                 Output::Done { tag, result, data, .. } => self.done.push((tag, result, data)),
-                Output::Path { path, news, .. } => self.news.push((path, news)),
+                Output::Path { session, path, news } => {
+                    let gone = |told: &Output| matches!(told, Output::Closed(of) if *of == session);
+                    assert!(!self.told.iter().any(gone), "{news:?} of a session that is gone");
+                    self.news.push((path, news));
+                }
                 other => self.told.push(other),
             }
         }

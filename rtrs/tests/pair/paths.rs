@@ -346,6 +346,22 @@ fn a_request_that_comes_late_makes_no_second_session() {
 }
 
 #[test]
+fn what_was_asked_for_paths_is_answered_before_the_session_ends() {
+    for command in [PathCommand::Reconnect, PathCommand::Remove, PathCommand::Disconnect] {
+        let mut pair = Pair::new(KeyMode::Instant, server(true));
+        pair.open_ways(2, |_| ());
+        for path in pair.statuses() {
+            pair.command(path.id, command).unwrap();
+        }
+        pair.close();
+        for _ in 0..2 {
+            assert!(pair.outcome(command).is_some(), "{command:?}: {:?}", pair.news);
+        }
+        pair.assert_empty();
+    }
+}
+
+#[test]
 fn one_path_that_can_not_be_connected_fails_the_open_as_in_the_kernel() {
     let mut pair = Pair::new(KeyMode::Instant, server(true));
     let mut paths = pair.ways(2);

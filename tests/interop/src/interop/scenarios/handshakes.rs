@@ -94,7 +94,9 @@ fn ours(c: &mut Ctx<'_>, invalidate: &str) -> Result<Outcomes, Error> {
 fn outcomes(c: &Ctx<'_>, server: &str, from: [&str; 2], to: [&str; 2], more: &[&str]) -> Result<Outcomes, Error> {
     let mut command = Command::new(&c.places.peer);
     command.args(["--addr", from[0], "handshakes", "--to", to[0]]);
-    command.args(["--second-addr", from[1], "--second-to", to[1]]).args(more);
+    command
+        .args(["--second-addr", from[1], "--second-to", to[1]])
+        .args(more);
     let text = Proc::spawn(&format!("handshakes-{server}"), &mut command, &c.dir)?.finish(Duration::from_secs(600))?;
     let cases = text.lines().filter_map(|l| l.strip_prefix("case ")?.split_once(": "));
     Ok(cases.map(|(name, seen)| (name.to_owned(), seen.to_owned())).collect())
