@@ -4,6 +4,7 @@
 
 pub mod device;
 pub mod nbd;
+pub mod network;
 pub mod process;
 
 use std::{

@@ -91,8 +91,17 @@ impl Running {
     /// When it can't be started.
     pub fn steered<S: AsRef<OsStr> + Debug>(program: &Path, args: &[S]) -> Self {
         let mut command = Command::new(program);
-        command.args(args).stdin(Stdio::piped());
-        Self::spawn(command, format!("ferroce-steered {args:?}"))
+        command.args(args);
+        Self::steered_by(command, format!("ferroce-steered {args:?}"))
+    }
+
+    /// Starts it by another program, such as `nsenter`.
+    ///
+    /// # Panics
+    /// When it can't be started.
+    pub fn steered_by(mut command: Command, what: String) -> Self {
+        command.stdin(Stdio::piped());
+        Self::spawn(command, what)
     }
 
     /// Starts it by another program, such as `unshare`.

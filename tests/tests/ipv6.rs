@@ -1,71 +1,17 @@
 //! IPv6, and addresses that come and go: in a network namespace of its own, as loopback has one IPv6 address only.
 
 use std::{
-    ffi::OsStr,
     fs,
-    io::{BufRead, BufReader},
-    process::{Child, Command, Stdio},
     sync::atomic::{AtomicBool, Ordering::Relaxed},
     thread,
 };
 
-use ferroce_tests::{device::image, ferroce, nbd::Client, pattern, process::Running};
-
-/// A namespace with two addresses of each IP version; it ends with its holder.
-struct Namespace(Child);
-
-impl Namespace {
-    fn new() -> Self {
-        let script = "ip link set lo up && for a in fd00::1/128 fd00::2/128 10.0.0.1/32 10.0.0.2/32; do \
-                      ip addr add $a dev lo || exit 1; done; echo ready; exec sleep 600";
-        let mut holder = Command::new("unshare")
-            .args(["-n", "sh", "-c", script])
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("unshare starts");
-        let mut line = String::new();
-        let out = holder.stdout.take().expect("piped");
-        BufReader::new(out).read_line(&mut line).expect("readable");
-        assert_eq!(
-            line, "ready\n",
-            "no network namespace: is this root, and is iproute2 there?"
-        );
-        Self(holder)
-    }
-
-    fn command(&self, program: impl AsRef<OsStr>, args: &[&str]) -> Command {
-        let mut command = Command::new("nsenter");
-        command
-            .arg("-n")
-            .arg("-t")
-            .arg(self.0.id().to_string())
-            .arg(program)
-            .args(args);
-        command
-    }
-
-    fn run(&self, args: &[&str]) -> Running {
-        Running::start_command(self.command(ferroce(), args), format!("{args:?}"))
-    }
-
-    /// Adds an address, or takes it away.
-    fn address(&self, what: &str, addr: &str) {
-        let done = self.command("ip", &["addr", what, addr, "dev", "lo"]).status();
-        assert!(done.expect("ip starts").success(), "{what} {addr}");
-    }
-}
-
-impl Drop for Namespace {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
+use ferroce_tests::{device::image, nbd::Client, network::Namespace, pattern, process::Running};
 
 #[test]
 #[ignore = "needs the right to make a network namespace"]
 fn a_device_over_ipv6() {
-    let namespace = Namespace::new();
+    let namespace = Namespace::new("ip addr add fd00::1/128 dev lo && ip addr add fd00::2/128 dev lo");
     let dir = tempfile::tempdir().unwrap();
     let want = pattern(1, 8 << 20);
     let export = format!("disk={}", image(dir.path(), "disk.img", &want).display());
@@ -106,7 +52,9 @@ fn wait_for(map: &mut Running, name: &str, path: &str) {
 #[ignore = "needs the right to make a network namespace"]
 fn addresses_of_both_ip_versions_come_and_go_at_several_loops() {
     const PART: usize = 256 << 10;
-    let namespace = Namespace::new();
+    let namespace = Namespace::new(
+        "for a in fd00::1/128 fd00::2/128 10.0.0.1/32 10.0.0.2/32; do ip addr add $a dev lo || exit 1; done",
+    );
     let dir = tempfile::tempdir().unwrap();
     let file = image(dir.path(), "disk.img", &vec![0; 3 * PART]);
     let export = format!("disk={}", file.display());
@@ -142,10 +90,10 @@ fn addresses_of_both_ip_versions_come_and_go_at_several_loops() {
             ("10.0.0.2", "/32", "10.0.0.1"),
             ("fd00::2", "/128", "fd00::1"),
         ] {
-            let whole = format!("{addr}{prefix}");
-            namespace.address("del", &whole);
+            let at = format!("{addr}{prefix} dev lo");
+            namespace.ip(&format!("addr del {at}"));
             wait_for(&mut map, "path_down", path);
-            namespace.address("add", &whole);
+            namespace.ip(&format!("addr add {at}"));
             wait_for(&mut map, "path_up", path);
         }
         stop.store(true, Relaxed);

@@ -61,15 +61,17 @@ const ALONE: [(&str, &str); 5] = [
 /// Ignored tests that need programs of others, or rights: packages.
 const CLIENTS_OF: [&str; 3] = ["rnbd-disk", "rnbd-host", "ferroce-tests"];
 /// Those of them that make a namespace, mount a file system or set up a loop device.
-const PRIVILEGED: [&str; 11] = [
+const PRIVILEGED: [&str; 13] = [
     "a_block_device_has_its_own_geometry",
     "a_block_device_is_written_discarded_and_zeroed",
+    "a_cut_network_is_left_for_the_other_and_taken_again",
     "a_device_over_ipv6",
     "a_flush_at_one_loop_covers_the_writes_of_another",
     "a_full_disk_is_an_error_and_what_was_flushed_stays",
     "a_read_only_block_device_is_not_opened_for_writing",
     "addresses_of_both_ip_versions_come_and_go_at_several_loops",
     "closing_an_image_file_makes_it_durable",
+    "flaps_leave_nothing_behind",
     "flush_and_fua_leave_nothing_behind_in_memory",
     "flush_and_fua_reach_the_servers_device",
     "two_names_of_one_block_device_have_one_writer",

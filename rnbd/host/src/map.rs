@@ -178,7 +178,7 @@ pub struct MapStats {
 
 impl MapStats {
     /// Adds those of another loop.
-    fn add(&mut self, other: &Self) {
+    pub(crate) fn add(&mut self, other: &Self) {
         self.turns.add(&other.turns);
         self.device.add(&other.device);
         self.clients.extend(&other.clients);

@@ -683,7 +683,7 @@ impl Service {
         let device = self.device.and_then(|device| self.rnbd.counters(device));
         let device = device.or(self.counted).unwrap_or_default();
         MapStats {
-            turns: LoopStats::of(turn.device, turn.counters),
+            turns: LoopStats::of(turn),
             device,
             clients: vec![self.clients.len()],
             requests: vec![device.completed],

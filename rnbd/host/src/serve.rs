@@ -74,7 +74,7 @@ pub struct ServeStats {
 
 impl ServeStats {
     /// Adds those of another loop.
-    fn add(&mut self, other: &Self) {
+    pub(crate) fn add(&mut self, other: &Self) {
         self.turns.add(&other.turns);
         self.rnbd.add(&other.rnbd);
         match self.rtrs.is_empty() {

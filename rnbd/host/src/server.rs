@@ -456,6 +456,7 @@ impl Service {
         let found = match request {
             ServeRequest::Sessions => return Ok(ServeAnswer::Sessions(self.rtrs.listing())),
             ServeRequest::Devices => return Ok(ServeAnswer::Devices(self.rnbd.listing())),
+            ServeRequest::Stats => return Ok(ServeAnswer::Stats(Box::new(self.stats(turn)))),
             ServeRequest::CloseSession(session) => self.rtrs.close_session(cx!(turn, self.dice), session),
             ServeRequest::ClosePath(session, path) => self.rtrs.close_path(cx!(turn, self.dice), session, path),
             ServeRequest::ForceClose(session, device) => self.rnbd.force_close(turn.now, session, device),
@@ -469,7 +470,7 @@ impl Service {
 
     fn stats(&self, turn: &mut TurnCx<'_, Done>) -> ServeStats {
         ServeStats {
-            turns: LoopStats::of(turn.device, turn.counters),
+            turns: LoopStats::of(turn),
             rnbd: self.rnbd.counters(),
             rtrs: self.rtrs.counters().named(),
             sessions: vec![self.sessions.len()],

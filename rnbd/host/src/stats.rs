@@ -2,23 +2,27 @@
 
 use std::net::IpAddr;
 
-use roce::{DeviceStats, LocalDevice};
-use roce_reactor::Counters;
+use roce::{DeviceStats, Usage};
+use roce_reactor::{Counters, TurnCx};
 
 /// Numbers of a loop.
 #[derive(Clone, Debug, Default)]
 pub struct LoopStats {
     /// Of each device, by its address as it was given.
     pub devices: Vec<(IpAddr, DeviceStats)>,
+    /// Objects of verbs that there are.
+    pub usage: Usage,
     /// Of the loop itself.
     pub turns: Counters,
 }
 
 impl LoopStats {
-    pub(crate) fn of(device: &mut LocalDevice, turns: &Counters) -> Self {
+    /// Those of this loop.
+    pub(crate) fn of<J>(turn: &mut TurnCx<'_, J>) -> Self {
         Self {
-            devices: device.all_stats(),
-            turns: *turns,
+            devices: turn.device.all_stats(),
+            usage: turn.device.usage(),
+            turns: *turn.counters,
         }
     }
 
@@ -37,6 +41,7 @@ impl LoopStats {
                 None => self.devices.push((*addr, *stats)),
             }
         }
+        self.usage.add(&other.usage);
         self.turns.add(&other.turns);
     }
 }

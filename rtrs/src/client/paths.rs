@@ -291,7 +291,7 @@ impl Session {
             uuid: path.uuid,
             state: path.state,
             device: path.device,
-            latency: path.latency,
+            latency: path.questions.latency,
             in_flight: self.lane.loads.get(index).copied().unwrap_or(0),
             stats: path.stats,
         };

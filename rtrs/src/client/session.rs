@@ -56,6 +56,8 @@ pub(super) struct Session {
     why: PathError,
     /// At home: other shares of which nothing is left.
     ended: usize,
+    /// At home: when paths are compared next.
+    pub(super) look_at: Option<Instant>,
 }
 
 impl Session {
@@ -100,6 +102,7 @@ impl Session {
             failure: None,
             why: PathError::Closed,
             ended: 0,
+            look_at: None,
         }
     }
 
@@ -175,7 +178,7 @@ impl Session {
             }
             Word::Lost { error, .. } => path.fail(error, &mut reports),
             Word::Gone { .. } => path.share_gone(env, &self.config, from),
-            Word::Latency { time, .. } => path.latency = Some(time),
+            Word::Latency { time, .. } => path.questions.latency = Some(time),
             Word::Forget { .. } => path.meet(PathEvent::RemoveAsked),
             _ => {}
         }
@@ -251,6 +254,7 @@ impl Session {
         }
         self.lane.waiting.push_back(request);
         self.start(env);
+        self.watch(env);
         Ok(())
     }
 
@@ -450,6 +454,7 @@ impl Session {
                 self.settle(env, index, reports);
             }
         }
+        self.compare_paths(env);
         // Permits may have rested long enough.
         self.start(env);
     }
@@ -460,7 +465,8 @@ impl Session {
             .permits
             .next_timeout()
             .filter(|_| !self.lane.waiting.is_empty());
-        self.paths.iter().filter_map(Path::next_timeout).chain(rest).min()
+        let looks = self.look_at.into_iter().chain(rest);
+        self.paths.iter().filter_map(Path::next_timeout).chain(looks).min()
     }
 
     /// Does what a path's events call for, there and here.
@@ -528,6 +534,7 @@ impl Session {
             tracing::info!(session = %self.config.name, path = %path.addr, info = ?whole, "path is up");
             self.paths[index].stats.reconnects += u32::from(again);
             self.news(env, index, PathNews::Up { again });
+            self.watch(env);
         }
         // Home opens the session, and says so.
         if self.announced {

@@ -22,7 +22,10 @@ use std::{
 
 use ferroce::Steering;
 use rnbd::Errno;
-use rnbd_host::control::{Refused, map::MapControl, serve::ServeControl};
+use rnbd_host::{
+    LoopStats,
+    control::{Refused, map::MapControl, serve::ServeControl},
+};
 use serde_json::{Map, Value, json};
 
 /// How a request ended: what there is to tell, or why not.
@@ -116,6 +119,22 @@ fn fields(value: Value) -> Map<String, Value> {
         Value::Object(fields) => fields,
         other => Map::from_iter([("value".into(), other)]),
     }
+}
+
+/// Objects that the loops have, and packets.
+fn loops_shown(stats: &LoopStats) -> Value {
+    let (usage, port) = (&stats.usage, &stats.device().port);
+    json!({
+        "pds": usage.pds,
+        "mrs": usage.mrs,
+        "keys": usage.keys,
+        "cqs": usage.cqs,
+        "qps": usage.qps,
+        "cms": usage.cms,
+        "packets_sent": port.tx_packets,
+        "packets_received": port.rx_packets,
+        "retransmits": stats.device().retransmits(),
+    })
 }
 
 fn nothing() -> Map<String, Value> {

@@ -9,7 +9,7 @@
 //! | `resize` | `sectors` |
 //! | `remap` | |
 //! | `unmap` | perhaps `force`: true |
-//! | `list` | |
+//! | `list`, `stats` | |
 
 use std::time::Duration;
 
@@ -24,12 +24,13 @@ use rtrs::{
 };
 use serde_json::{Value, json};
 
-use crate::{Outcome, fields, nothing, number, text, wrong};
+use crate::{Outcome, fields, loops_shown, nothing, number, text, wrong};
 
 pub(crate) fn comply(control: &MapControl, request: &Value) -> Outcome {
     match control.ask(read(request)?)? {
         MapAnswer::Done => Ok(nothing()),
         MapAnswer::Listing(listing) => Ok(fields(shown(&listing))),
+        MapAnswer::Stats(stats) => Ok(fields(loops_shown(&stats.turns))),
     }
 }
 
@@ -71,6 +72,7 @@ fn read(request: &Value) -> Result<MapRequest, Refused> {
             force: request["force"] == true,
         },
         "list" => MapRequest::List,
+        "stats" => MapRequest::Stats,
         other => return Err(wrong(format!("{other:?} can't be done"))),
     })
 }

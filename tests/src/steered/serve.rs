@@ -2,7 +2,7 @@
 //!
 //! | `do` | with |
 //! | --- | --- |
-//! | `sessions`, `devices` | |
+//! | `sessions`, `devices`, `stats` | |
 //! | `close_session` | `session`: its number in the list |
 //! | `close_path`, `reset_path_stats` | `session` and `path`: their numbers |
 //! | `force_close` | `session` and `device`: their numbers |
@@ -21,11 +21,12 @@ use rtrs::{
 };
 use serde_json::{Value, json};
 
-use crate::{Outcome, fields, nothing, number, text, wrong};
+use crate::{Outcome, fields, loops_shown, nothing, number, text, wrong};
 
 pub(crate) fn comply(control: &ServeControl, request: &Value) -> Outcome {
     match control.ask(read(control, request)?)? {
         ServeAnswer::Done => Ok(nothing()),
+        ServeAnswer::Stats(stats) => Ok(fields(loops_shown(&stats.turns))),
         ServeAnswer::Sessions(all) => {
             let all: Vec<_> = all.iter().map(session_shown).collect();
             Ok(fields(json!({ "sessions": all })))
@@ -42,6 +43,7 @@ fn read(control: &ServeControl, request: &Value) -> Result<ServeRequest, Refused
     Ok(match text(request, "do")? {
         "sessions" => ServeRequest::Sessions,
         "devices" => ServeRequest::Devices,
+        "stats" => ServeRequest::Stats,
         "close_session" => ServeRequest::CloseSession(session()?),
         "close_path" => ServeRequest::ClosePath(session()?, path(control, session()?, request)?),
         "reset_path_stats" => ServeRequest::ResetPathStats(session()?, path(control, session()?, request)?),

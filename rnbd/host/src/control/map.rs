@@ -17,7 +17,10 @@ use rtrs::{
 };
 
 use super::{Pending, Refused, answer};
-use crate::mapper::{Command, HOME};
+use crate::{
+    map::MapStats,
+    mapper::{Command, HOME},
+};
 
 /// What can be asked of a mapping. Paths go by their addresses; one without ours is the path to that server, if there is only one.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -55,6 +58,8 @@ pub enum MapRequest {
     },
     /// How everything is.
     List,
+    /// What it has done so far.
+    Stats,
 }
 
 /// What a mapping answers.
@@ -64,6 +69,8 @@ pub enum MapAnswer {
     Done,
     /// To [`MapRequest::List`].
     Listing(Box<MapListing>),
+    /// To [`MapRequest::Stats`].
+    Stats(Box<MapStats>),
 }
 
 /// The device of a mapping.
@@ -138,12 +145,14 @@ impl MapControl {
     /// Says why not; [`MapRequest`] has the reasons.
     pub fn ask(&self, request: MapRequest) -> Result<MapAnswer, Refused> {
         match request {
+            MapRequest::Stats => self.stats().map(|stats| MapAnswer::Stats(Box::new(stats))),
             MapRequest::List => self.list().map(|listing| MapAnswer::Listing(Box::new(listing))),
             MapRequest::ResetPathStats(_) => {
                 // A loop that has not heard of the path yet has counted nothing.
-                let asked: Vec<_> = (0..self.loops.len()).map(|n| self.tell(n, &request)).collect();
-                let answers: Vec<_> = asked.into_iter().map(Pending::wait).collect();
-                answers.into_iter().next().unwrap_or_else(|| Err(Errno::ENODEV.into()))
+                self.tell_all(&request)
+                    .into_iter()
+                    .next()
+                    .unwrap_or_else(|| Err(Errno::ENODEV.into()))
             }
             MapRequest::AddPath(path) => {
                 let path = PathAddr {
@@ -167,6 +176,26 @@ impl MapControl {
             handle.command(Command::Steer(request.clone(), reply));
         }
         pending
+    }
+
+    /// Asks each loop, in their order.
+    fn tell_all(&self, request: &MapRequest) -> Vec<Result<MapAnswer, Refused>> {
+        let asked: Vec<_> = (0..self.loops.len()).map(|index| self.tell(index, request)).collect();
+        asked.into_iter().map(Pending::wait).collect()
+    }
+
+    /// What it has done so far.
+    ///
+    /// # Errors
+    /// ENODEV when it has ended.
+    pub fn stats(&self) -> Result<MapStats, Refused> {
+        let mut sum = MapStats::default();
+        for part in self.tell_all(&MapRequest::Stats) {
+            if let MapAnswer::Stats(part) = part? {
+                sum.add(&part);
+            }
+        }
+        Ok(sum)
     }
 
     /// How everything is.

@@ -10,7 +10,10 @@ use rtrs::{
 };
 
 use super::{Pending, Refused, answer};
-use crate::server::{Command, Done};
+use crate::{
+    serve::ServeStats,
+    server::{Command, Done},
+};
 
 /// What can be asked of a server. Refused with ENOENT when there is no such session, path or device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -27,6 +30,8 @@ pub enum ServeRequest {
     ForceClose(SessionKey, u32),
     /// Sets a path's counters to zero (`stats/rdma`).
     ResetPathStats(SessionKey, PathKey),
+    /// What it has done so far.
+    Stats,
 }
 
 /// What a server answers.
@@ -38,6 +43,8 @@ pub enum ServeAnswer {
     Sessions(Vec<SessionListing>),
     /// To [`ServeRequest::Devices`].
     Devices(Vec<DeviceListing>),
+    /// To [`ServeRequest::Stats`].
+    Stats(Box<ServeStats>),
 }
 
 /// Steers a server; from [`Serving::control`](crate::serve::Serving::control). It keeps nothing alive.
@@ -59,6 +66,7 @@ impl ServeControl {
         match request {
             ServeRequest::Sessions => self.sessions().map(ServeAnswer::Sessions),
             ServeRequest::Devices => self.devices().map(ServeAnswer::Devices),
+            ServeRequest::Stats => self.stats().map(|stats| ServeAnswer::Stats(Box::new(stats))),
             ServeRequest::CloseSession(session)
             | ServeRequest::ClosePath(session, _)
             | ServeRequest::ForceClose(session, _) => self.tell(self.home(session), request).wait(),
@@ -90,6 +98,20 @@ impl ServeControl {
     fn tell_all(&self, request: ServeRequest) -> Vec<Result<ServeAnswer, Refused>> {
         let asked: Vec<_> = (0..self.loops.len()).map(|index| self.tell(index, request)).collect();
         asked.into_iter().map(Pending::wait).collect()
+    }
+
+    /// What it has done so far.
+    ///
+    /// # Errors
+    /// ENODEV when the server has ended.
+    pub fn stats(&self) -> Result<ServeStats, Refused> {
+        let mut sum = ServeStats::default();
+        for answer in self.tell_all(ServeRequest::Stats) {
+            if let ServeAnswer::Stats(part) = answer? {
+                sum.add(&part);
+            }
+        }
+        Ok(sum)
     }
 
     /// Sessions and paths, all loops together.

@@ -97,6 +97,7 @@ impl Service {
             MapRequest::Remap => return self.remap(reply),
             MapRequest::Unmap { force } => return self.unmap_asked(turn, force, reply),
             MapRequest::List => return reply.send(self.listing().map(|l| MapAnswer::Listing(Box::new(l)))),
+            MapRequest::Stats => return reply.send(Ok(MapAnswer::Stats(Box::new(self.stats(turn))))),
             MapRequest::ResetPathStats(addr) => self.reset_path_stats(addr),
             MapRequest::SetPolicy(policy) => self.there().and_then(|session| {
                 let set = self.rtrs.set_policy(cx!(turn, self.dice), session, policy);
