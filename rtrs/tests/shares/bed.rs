@@ -13,7 +13,7 @@ use roce_cm::{
     cma,
     mad::{Mad, Message},
 };
-use roce_local::{Fabric, FabricConfig, Ports, Single, Usage};
+use roce_local::{Fabric, FabricConfig, Usage};
 use roce_mem::{MemoryTable, Pages};
 use roce_port::{QpnSlot, RxMeta, TxBatch, TxConfig};
 use roce_verbs::{DeviceLimits, Instant, provider::Provider};
