@@ -65,14 +65,14 @@ struct Client {
 fn carry(now: Instant, from: &mut Fabric<Single>, to: &mut Fabric<Single>, batch: &mut TxBatch) -> bool {
     let mut moved = false;
     loop {
-        let more = from.ports().0.poll_transmit(now, batch);
+        let more = from.ports().port(0).poll_transmit(now, batch);
         for train in batch.trains() {
             moved = true;
             let meta = RxMeta {
                 segment_len: train.segment_len,
                 ..RxMeta::new(train.remote.ip(), SocketAddr::new(train.local, train.src_port))
             };
-            to.ports().0.handle_datagram(now, &meta, train.bytes);
+            to.ports().port(0).handle_datagram(now, &meta, train.bytes);
         }
         batch.clear();
         if !more {
