@@ -92,7 +92,7 @@ fn ranges(sent: &[Submission]) -> Vec<(u64, u32)> {
     sent.iter().map(range).collect()
 }
 
-/// A path may refuse what is sent before it is told that the session is lost. What has more parts to send waits as well.
+/// A session that is being closed takes no requests, and its end is told later. What has more parts to send waits as well.
 #[test]
 fn what_can_not_be_sent_is_not_tried_again_at_once() {
     let (mut bench, device) = Bench::waiting(OnLoss::Queue(None));
