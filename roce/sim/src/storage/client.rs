@@ -318,6 +318,8 @@ impl ClientSide {
                 match self.rtrs.submit(cx, session, submission) {
                     Ok(()) => self.asked += 1,
                     Err((back, error)) => {
+                        let client = self.life.client;
+                        self.notes.say(now, || format!("client {client}: not sent: {error}"));
                         let done = Output::Done {
                             session,
                             tag: back.tag,
