@@ -202,7 +202,8 @@ fn build(args: &TestArgs, rows: &mut Vec<Row>) -> Result<Option<Built>> {
             // What can not be installed is told by the suite that needs it.
             scope.spawn(|| {
                 let _ = args.needed().is_empty() || tools::ensure(&args.needed()).is_ok();
-                args.runs(LAB).then(|| process::at_lowest_priority(|| interop::prepare(args.set_name())))
+                args.runs(LAB)
+                    .then(|| process::at_lowest_priority(|| interop::prepare(args.set_name())))
             });
             match args.full() {
                 // What users have.
