@@ -126,14 +126,7 @@ impl Client {
 
     /// A proper connection request.
     pub(super) fn request(&self, cid: u16, cid_num: u16) -> Vec<u8> {
-        let request = ConnReq::new(
-            cid,
-            cid_num,
-            self.recon_cnt,
-            self.path,
-            self.session,
-            self.first_conn,
-        );
+        let request = ConnReq::new(cid, cid_num, self.recon_cnt, self.path, self.session, self.first_conn);
         request.as_bytes().to_vec()
     }
 
@@ -161,9 +154,7 @@ impl Client {
             patience: Some(PATIENCE),
             ..ConnParams::default()
         };
-        let id = self
-            .dev
-            .connect(&self.channel, Some(self.src), self.dst, &qp, params)?;
+        let id = self.dev.connect(&self.channel, Some(self.src), self.dst, &qp, params)?;
         loop {
             let Some(event) = self.channel.wait(Some(PATIENCE))? else {
                 return Ok(Outcome::Silence);
@@ -385,9 +376,7 @@ impl Client {
 
     fn post_recv(&self, qp: &Qp, i: u64) -> Result<(), Error> {
         let sges = [self.mr.sge(i as usize * RECV_BYTES, RECV_BYTES)];
-        Ok(qp
-            .post_recv(&[RecvWr { wr_id: i, sges: &sges }])
-            .map_err(|(_, e)| e)?)
+        Ok(qp.post_recv(&[RecvWr { wr_id: i, sges: &sges }]).map_err(|(_, e)| e)?)
     }
 }
 
