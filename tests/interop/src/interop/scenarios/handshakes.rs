@@ -87,12 +87,6 @@ const DIFFERENCES: &[Difference] = &[
         "closed",
         "it would act on the terminals of those who read it",
     ),
-    differs(
-        "information-before-all-connections",
-        "informed",
-        "closed",
-        "a path is up when it is complete; clients ask afterwards",
-    ),
     differs("immediate-before-information", "informed", "closed", BROKEN),
     differs("immediate-of-unknown-type", "answered 22", "closed", BROKEN),
     differs("immediate-of-an-answer", "answered 22", "closed", BROKEN),
