@@ -3,6 +3,7 @@
 use std::{
     fs::File,
     io,
+    ops::Range,
     os::unix::fs::FileExt as _,
     path::{Path, PathBuf},
     sync::{
@@ -17,7 +18,10 @@ use ferroce_tests::nbd::{Client, Command, Error};
 use rand::{Rng, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
 
-use crate::model::{BLOCK, Model};
+use crate::{
+    model::{BLOCK, Model},
+    world::BASE,
+};
 
 /// Writers of a device, each with a connection and blocks of its own.
 pub(crate) const WRITERS: u64 = 4;
@@ -27,6 +31,9 @@ const MOST: u64 = 64;
 const THINK: Duration = Duration::from_millis(40);
 /// Pauses that are reported one by one.
 const LONG: Duration = Duration::from_secs(1);
+
+/// Numbers of blocks.
+type Blocks = Range<u64>;
 
 /// A request that failed.
 #[derive(Clone, Debug)]
@@ -40,13 +47,15 @@ pub(crate) struct Failed {
 #[derive(Default)]
 pub(crate) struct Told {
     stop: AtomicBool,
+    /// There may be nobody behind the socket: clients lose their connections, and requests fail.
+    broken: AtomicBool,
     /// Requests and their bytes.
     pub(crate) requests: AtomicU64,
     pub(crate) bytes: AtomicU64,
     /// Clients that left, politely or not.
     pub(crate) left: AtomicU64,
-    /// Requests that failed.
-    pub(crate) failed: AtomicU64,
+    /// Requests that ended with the mapping.
+    pub(crate) cut_off: AtomicU64,
     notes: Mutex<Notes>,
 }
 
@@ -61,6 +70,11 @@ struct Notes {
 impl Told {
     fn notes(&self) -> MutexGuard<'_, Notes> {
         self.notes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether clients may meet nobody behind the socket.
+    pub(crate) fn broken(&self, broken: bool) {
+        self.broken.store(broken, Relaxed);
     }
 
     /// Requests that failed since the last call.
@@ -92,10 +106,10 @@ pub(crate) struct Load {
 }
 
 impl Load {
-    /// Starts them on the device behind an NBD socket, of which they use this many blocks. Every request is to end within `limit`.
-    pub(crate) fn start(socket: &Path, seed: u64, blocks: u64, limit: Duration) -> Self {
+    /// Starts them on the device behind an NBD socket, of which they use all blocks that it always has. Every request is to end within `limit`.
+    pub(crate) fn start(socket: &Path, seed: u64, limit: Duration) -> Self {
         let told = Arc::<Told>::default();
-        let each = blocks / WRITERS;
+        let each = BASE / BLOCK as u64 / WRITERS;
         let threads = (0..WRITERS).map(|n| {
             let writer = Writer {
                 socket: socket.to_owned(),
@@ -186,17 +200,28 @@ impl Writer {
         self.model
     }
 
-    fn client(&mut self) -> Result<Client, String> {
-        match self.client.take() {
-            Some(client) => Ok(client),
-            None => Client::connect_patiently(&self.socket, self.limit)
-                .map_err(|e| format!("an NBD client can't connect: {e}")),
+    /// The client, a new one if the last one has left; `None` if there is nobody behind the socket.
+    fn client(&mut self) -> Result<Option<Client>, String> {
+        if let Some(client) = self.client.take() {
+            return Ok(Some(client));
+        }
+        // It may be that the way is mended meanwhile.
+        let broken = self.told.broken.load(Relaxed);
+        match Client::connect_patiently(&self.socket, self.limit) {
+            Ok(client) => Ok(Some(client)),
+            Err(_) if broken || self.told.broken.load(Relaxed) => {
+                thread::sleep(Duration::from_millis(100));
+                Ok(None)
+            }
+            Err(e) => Err(format!("an NBD client can't connect: {e}")),
         }
     }
 
     /// One request, or a client that leaves.
     fn step(&mut self) -> Result<(), String> {
-        let mut client = self.client()?;
+        let Some(mut client) = self.client()? else {
+            return Ok(());
+        };
         let blocks = self.model.blocks();
         let count = match self.rng.random_range(0..4) {
             0 => self.rng.random_range(1..=MOST),
@@ -216,36 +241,46 @@ impl Writer {
             1980..1999 => return self.leave(client, None),
             _ => return self.leave(client, quiet.then_some(some)),
         };
-        let took = begun.elapsed();
-        self.told.requests.fetch_add(1, Relaxed);
         let what = format!("{what} of blocks {} to {}", some.start, some.end - 1);
-        {
+        if self.judge(&what, begun, &some, result)? {
+            self.client = Some(client);
+        }
+        Ok(())
+    }
+
+    /// Takes note of a request's end; whether its client goes on.
+    fn judge(&mut self, what: &str, begun: Instant, some: &Blocks, result: Result<(), Error>) -> Result<bool, String> {
+        let (ended, took) = (Instant::now(), begun.elapsed());
+        self.told.requests.fetch_add(1, Relaxed);
+        let broken = self.told.broken.load(Relaxed);
+        if !broken {
             let mut notes = self.told.notes();
             notes.longest = notes.longest.max(took);
             if took >= LONG {
-                notes.long.push((Instant::now(), took, what.clone()));
+                notes.long.push((ended, took, what.to_owned()));
             }
         }
         match result {
-            Ok(()) => {}
+            Ok(()) => Ok(true),
+            Err(Error::Connection(e)) if e.kind() == io::ErrorKind::InvalidData => Err(format!("{what}: {e}")),
+            Err(Error::Refused(_) | Error::Connection(_)) if broken && took < self.limit => {
+                // Even a write that has failed may be on its way to the server.
+                self.told.cut_off.fetch_add(1, Relaxed);
+                self.model.wait_for(some.clone(), ended + self.limit);
+                Ok(false)
+            }
             Err(Error::Refused(errno)) => {
-                self.told.failed.fetch_add(1, Relaxed);
-                let ended = Instant::now();
                 let what = format!("{what}: error {errno}");
                 self.told.notes().failed.push(Failed { begun, ended, what });
                 // Not every request fails as fast as it can.
                 thread::sleep(Duration::from_millis(50));
+                Ok(true)
             }
-            Err(Error::Connection(e)) if e.kind() == io::ErrorKind::InvalidData => return Err(format!("{what}: {e}")),
-            Err(Error::Connection(e)) => {
-                return Err(format!("{what}: after {:.1} s: {e}", begun.elapsed().as_secs_f64()));
-            }
+            Err(Error::Connection(e)) => Err(format!("{what}: after {:.1} s: {e}", took.as_secs_f64())),
         }
-        self.client = Some(client);
-        Ok(())
     }
 
-    fn read(&mut self, client: &mut Client, some: std::ops::Range<u64>) -> (&'static str, Result<(), Error>) {
+    fn read(&mut self, client: &mut Client, some: Blocks) -> (&'static str, Result<(), Error>) {
         let len = (some.end - some.start) as usize * BLOCK;
         let result = client.read(some.start * BLOCK as u64, len).and_then(|bytes| {
             self.told.bytes.fetch_add(len as u64, Relaxed);
@@ -256,12 +291,7 @@ impl Writer {
     }
 
     /// Writes, or clears.
-    fn write(
-        &mut self,
-        client: &mut Client,
-        some: std::ops::Range<u64>,
-        clear: Option<u32>,
-    ) -> (&'static str, Result<(), Error>) {
+    fn write(&mut self, client: &mut Client, some: Blocks, clear: Option<u32>) -> (&'static str, Result<(), Error>) {
         let at = some.start * BLOCK as u64;
         let (what, version, result) = match clear {
             Some(zeroes) => {
@@ -290,17 +320,22 @@ impl Writer {
     }
 
     /// The client leaves: politely, or in the middle of a write.
-    fn leave(&mut self, mut client: Client, write: Option<std::ops::Range<u64>>) -> Result<(), String> {
+    fn leave(&mut self, mut client: Client, write: Option<Blocks>) -> Result<(), String> {
         self.told.left.fetch_add(1, Relaxed);
-        let Some(some) = write else {
-            return client.disconnect().map_err(|e| format!("a client that leaves: {e}"));
+        let left = match write {
+            None => client.disconnect(),
+            Some(some) => {
+                let (bytes, version) = self.model.compose(some.clone());
+                self.model.doubt(some.clone(), version);
+                self.model.wait_for(some.clone(), Instant::now() + self.limit);
+                let len = bytes.len() as u32;
+                let at = some.start * BLOCK as u64;
+                client.send(Command::Write, 0, at, len, &bytes).map(|_| ())
+            }
         };
-        let (bytes, version) = self.model.compose(some.clone());
-        self.model.abandon(some.clone(), version, Instant::now() + self.limit);
-        let len = bytes.len() as u32;
-        client
-            .send(Command::Write, 0, some.start * BLOCK as u64, len, &bytes)
-            .map_err(|e| format!("a client that leaves: {e}"))?;
-        Ok(())
+        match left {
+            Err(e) if !self.told.broken.load(Relaxed) => Err(format!("a client that leaves: {e}")),
+            _ => Ok(()),
+        }
     }
 }

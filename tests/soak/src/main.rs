@@ -1,6 +1,8 @@
 //! `ferroce-soak`: served and mapped devices under hours of random trouble.
 
+mod client;
 mod load;
+mod logs;
 mod model;
 mod run;
 mod seen;

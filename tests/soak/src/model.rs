@@ -87,10 +87,9 @@ impl Model {
         }
     }
 
-    /// Nobody waits for a write's end, which comes by then.
-    pub(crate) fn abandon(&mut self, blocks: Range<u64>, version: Version, until: Instant) {
-        self.abandoned.extend(blocks.clone().map(|block| (block, until)));
-        self.doubt(blocks, version);
+    /// A write to these blocks may be under way, which has ended by then.
+    pub(crate) fn wait_for(&mut self, blocks: Range<u64>, until: Instant) {
+        self.abandoned.extend(blocks.map(|block| (block, until)));
     }
 
     /// Judges what was read from these blocks.
@@ -170,7 +169,8 @@ mod tests {
         let mut model = Model::new(3, 0..4);
         let (now, after) = (Instant::now(), Duration::from_secs(1));
         let (bytes, n) = model.compose(1..2);
-        model.abandon(1..2, n, now + after);
+        model.doubt(1..2, n);
+        model.wait_for(1..2, now + after);
         assert!(model.is_quiet(2..4, now) && !model.is_quiet(0..2, now));
         assert_eq!(model.check(1..2, &bytes), Ok(()));
         assert!(model.is_quiet(0..2, now + after));

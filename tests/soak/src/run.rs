@@ -17,8 +17,8 @@ use rand_chacha::ChaCha8Rng;
 use crate::{
     load::Failed,
     seen::Counts,
-    steer::{Order, Steering},
-    trouble::{self, Outage, Weather},
+    steer::{Order, Steering, Who},
+    trouble::{self, NETWORKS, Outage, Weather},
     world::{BASE, BEYOND, LIMIT, World},
 };
 
@@ -31,6 +31,11 @@ const LOOK: Duration = Duration::from_millis(20);
 const CALM: Duration = Duration::from_secs(20);
 /// Without trouble for so long, no path may go down.
 const AFTERMATH: Duration = Duration::from_secs(60);
+/// So long after all trouble with a network its paths are up.
+const SETTLED: Duration = Duration::from_secs(15);
+/// No request may take longer while there is a path that is well: far more than what it takes to find the other one dead, also on a
+/// busy machine.
+const FAILOVER: Duration = Duration::from_secs(20);
 /// How long processes are watched in a calm moment.
 const WATCH: Duration = Duration::from_secs(10);
 /// What counts as flat, from the first calm moment to the last.
@@ -46,10 +51,32 @@ pub(crate) struct Tally {
     pub(crate) trouble: BTreeMap<&'static str, u64>,
     pub(crate) commands: BTreeMap<&'static str, u64>,
     pub(crate) allowed_errors: u64,
+    /// The longest request, of those that took long, while one of two paths was well.
+    pub(crate) failover: Duration,
     pub(crate) long: Vec<(f64, Duration, String)>,
     pub(crate) compared: (u64, u64),
     usage: BTreeMap<String, (Usage, Usage)>,
     pub(crate) moments: u32,
+}
+
+/// When there was trouble last.
+struct Troubles {
+    /// With a network alone.
+    networks: [Instant; NETWORKS as usize],
+    /// With both, or a process.
+    everything: Instant,
+}
+
+impl Troubles {
+    fn last(&self) -> Instant {
+        self.networks.into_iter().fold(self.everything, Instant::max)
+    }
+
+    /// Whether a network was well all the time from a while before then, and every process.
+    fn spare(&self, begun: Instant) -> bool {
+        let before = |then: Instant| then + SETTLED < begun;
+        before(self.everything) && self.networks.into_iter().any(before)
+    }
 }
 
 /// The driver.
@@ -69,8 +96,7 @@ pub(crate) struct Run<'a> {
     next_command: Instant,
     /// Whether everything is to come back.
     calm: bool,
-    /// When there was trouble last.
-    troubled: Instant,
+    troubles: Troubles,
     downs: u64,
     failed: Vec<(usize, Failed)>,
     pub(crate) tally: Tally,
@@ -98,7 +124,10 @@ impl<'a> Run<'a> {
             steering: Steering::default(),
             next_command: now,
             calm: true,
-            troubled: now,
+            troubles: Troubles {
+                networks: [now; NETWORKS as usize],
+                everything: now,
+            },
             downs: 0,
             failed: Vec::new(),
             tally: Tally::default(),
@@ -138,8 +167,10 @@ impl<'a> Run<'a> {
                 .say(&format!("TROUBLE for {:.1} s: {outage}", lasts.as_secs_f64()));
             *self.tally.trouble.entry(outage.kind()).or_default() += 1;
             self.world.begin_outage(&outage).map_err(text)?;
-            if matches!(outage, Outage::Kill(_)) {
-                self.steering.server_gone();
+            match outage {
+                Outage::Kill(_) => self.steering.gone(Who::Server),
+                Outage::EndClient(number, _) => self.steering.gone(Who::Client(self.world.index(number))),
+                _ => {}
             }
             self.outage = Some((outage, now + lasts));
         }
@@ -171,21 +202,32 @@ impl<'a> Run<'a> {
             self.next_resize = now + Duration::from_secs_f64(self.rng.random_range(1.0..20.0));
         }
         if now >= self.next_command {
-            let paths: Vec<_> = self
-                .world
-                .devices
-                .iter()
-                .map(|device| device.seen.paths().to_owned())
-                .collect();
+            // One that is not mapped has none.
+            let paths = self.world.devices.iter().map(|device| match device.is_mapped() {
+                true => device.seen.paths().to_owned(),
+                false => Vec::new(),
+            });
+            let paths: Vec<_> = paths.collect();
             if let Some(order) = self.steering.draw(&mut self.rng, &paths) {
                 self.order(order);
             }
             self.next_command = now + Duration::from_secs_f64(self.rng.random_range(0.2..6.0));
         }
-        if self.outage.is_some() || !self.weather.is_empty() {
-            self.troubled = now;
-        }
+        self.note_trouble(now);
         Ok(())
+    }
+
+    /// Takes note of what there is at this moment.
+    fn note_trouble(&mut self, now: Instant) {
+        if let Some((outage, _)) = &self.outage {
+            match outage.network() {
+                Some(network) => self.troubles.networks[usize::from(network)] = now,
+                None => self.troubles.everything = now,
+            }
+        }
+        for (weather, _) in &self.weather {
+            self.troubles.networks[usize::from(weather.network)] = now;
+        }
     }
 
     /// Sends a command.
@@ -193,9 +235,6 @@ impl<'a> Run<'a> {
         let now = Instant::now();
         if let Some(id) = self.world.ask(who, &command) {
             *self.tally.commands.entry(command.kind()).or_default() += 1;
-            if command.hurts() {
-                self.troubled = now;
-            }
             self.steering.sent(now, (who, command), id);
         }
     }
@@ -213,6 +252,9 @@ impl<'a> Run<'a> {
         for order in self.steering.due(now, self.calm) {
             self.order(order);
         }
+        if self.steering.hurts() {
+            self.troubles.everything = now;
+        }
         match self.steering.waits_since() {
             Some((begun, what)) if begun.elapsed() > LIMIT => Err(format!("no answer within {LIMIT:?} to {what}")),
             _ => Ok(()),
@@ -227,11 +269,11 @@ impl<'a> Run<'a> {
             _ => self.rng.random_range(0.5..1.0),
         };
         self.next_outage = Instant::now() + CALM.mul_f64(calm);
-        self.troubled = Instant::now();
         Ok(())
     }
 
     fn lift(&mut self) -> Result<(), String> {
+        self.note_trouble(Instant::now());
         if let Some((outage, _)) = self.outage.take() {
             self.end_outage(&outage)?;
         }
@@ -250,16 +292,12 @@ impl<'a> Run<'a> {
         }
         thread::sleep(LOOK);
         self.world.listen()?;
-        let downs = self
-            .world
-            .devices
-            .iter()
-            .map(|device| device.seen.counts.path_down)
-            .sum();
-        if downs > std::mem::replace(&mut self.downs, downs) && self.troubled.elapsed() > AFTERMATH {
+        let downs = self.world.devices.iter().map(|device| device.counts().path_down).sum();
+        let since = self.troubles.last().elapsed();
+        if downs > std::mem::replace(&mut self.downs, downs) && since > AFTERMATH {
             return Err(format!(
                 "a path went down {:.0} s after all trouble",
-                self.troubled.elapsed().as_secs_f64()
+                since.as_secs_f64()
             ));
         }
         self.steer()?;
@@ -284,6 +322,16 @@ impl<'a> Run<'a> {
                     device.name,
                     took.as_secs_f64()
                 ));
+                if device.has_spare && self.troubles.spare(ended - took) {
+                    self.tally.failover = self.tally.failover.max(took);
+                    if took > FAILOVER {
+                        let seconds = took.as_secs_f64();
+                        return Err(format!(
+                            "{}: {seconds:.1} s until {at:.3}, with a path that was well: {what}",
+                            device.name
+                        ));
+                    }
+                }
                 self.tally.long.push((at, took, format!("{}: {what}", device.name)));
             }
             for failed in device.load.told.take_failed() {
@@ -336,7 +384,7 @@ impl<'a> Run<'a> {
         };
         let before = done(self);
         loop {
-            let well = self.world.devices.iter().all(|device| device.seen.is_well());
+            let well = self.world.devices.iter().all(|device| device.is_well());
             if well && self.steering.is_done() && done(self).iter().zip(&before).all(|(now, before)| now > before) {
                 break;
             }
@@ -345,7 +393,7 @@ impl<'a> Run<'a> {
                     .world
                     .devices
                     .iter()
-                    .filter(|device| !device.seen.is_well())
+                    .filter(|device| !device.is_well())
                     .map(|device| device.name);
                 return Err(format!(
                     "not everything is back {LIMIT:?} after all trouble: {:?}",
@@ -437,20 +485,21 @@ impl<'a> Run<'a> {
         each.flatten().collect()
     }
 
-    pub(crate) fn requests(&self) -> (u64, u64, u64) {
+    fn requests(&self) -> (u64, u64, u64, u64) {
         let each = self.world.devices.iter().map(|device| &device.load.told);
-        each.fold((0, 0, 0), |(requests, bytes, left), told| {
+        each.fold((0, 0, 0, 0), |(requests, bytes, left, cut_off), told| {
             (
                 requests + told.requests.load(Relaxed),
                 bytes + told.bytes.load(Relaxed),
                 left + told.left.load(Relaxed),
+                cut_off + told.cut_off.load(Relaxed),
             )
         })
     }
 
     /// All sessions together.
     pub(crate) fn counts(&self) -> Counts {
-        let each = self.world.devices.iter().map(|device| device.seen.counts);
+        let each = self.world.devices.iter().map(|device| device.counts());
         each.fold(Counts::default(), |sum, counts| sum + counts)
     }
 
@@ -483,9 +532,9 @@ impl<'a> Run<'a> {
 
     pub(crate) fn summarise(&mut self) {
         self.report();
-        let (requests, bytes, left) = self.requests();
+        let (requests, bytes, left, cut_off) = self.requests();
         println!(
-            "{requests} requests, {} MiB, {left} NBD clients left; {} requests failed where that is allowed",
+            "{requests} requests, {} MiB, {left} NBD clients left; where that is allowed, {} requests failed, and {cut_off} ended with the mapping",
             bytes >> 20,
             self.tally.allowed_errors
         );
@@ -502,7 +551,11 @@ impl<'a> Run<'a> {
         let each = counters.named().map(|(name, n)| format!("{name} {n}"));
         println!("frames: {}, under way {under_way}", each.join(", "));
         self.tally.long.sort_by_key(|(_, took, _)| std::cmp::Reverse(*took));
-        println!("{} requests took a second or longer", self.tally.long.len());
+        println!(
+            "{} requests took a second or longer; the longest with a path that was well: {:.1} s",
+            self.tally.long.len(),
+            self.tally.failover.as_secs_f64()
+        );
         for (at, took, what) in self.tally.long.iter().take(5) {
             println!("  {:6.1} s until {at:.0} s: {what}", took.as_secs_f64());
         }
@@ -527,7 +580,7 @@ impl<'a> Run<'a> {
 
     fn report(&self) {
         let minute = self.begun.elapsed().as_secs() / 60;
-        let (requests, bytes, _) = self.requests();
+        let (requests, bytes, ..) = self.requests();
         let counts = self.counts();
         let longest = self
             .world

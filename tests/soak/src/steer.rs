@@ -201,9 +201,15 @@ impl Steering {
         });
     }
 
-    /// The server was killed, and with it what it was asked.
-    pub(crate) fn server_gone(&mut self) {
-        self.asked.retain(|asked| asked.who != Who::Server);
+    /// A process has gone, and with it what it was asked and what was done to it.
+    pub(crate) fn gone(&mut self, who: Who) {
+        self.asked.retain(|asked| asked.who != who);
+        self.gone.retain(|gone| Who::Client(gone.device) != who);
+    }
+
+    /// Whether paths are down because of commands.
+    pub(crate) fn hurts(&self) -> bool {
+        !self.gone.is_empty() || self.asked.iter().any(|asked| asked.command.hurts())
     }
 
     /// Paths that are to come back now. `all`: whatever was meant.
@@ -325,7 +331,7 @@ mod tests {
         let add = (who, Command::Add("a".into()));
         for (id, errno) in [(2, Some(110)), (3, None)] {
             assert!(!steering.is_done());
-            assert_eq!(steering.due(now, true), [add.clone()]);
+            assert_eq!(steering.due(now, true), std::slice::from_ref(&add));
             steering.sent(now, add.clone(), id);
             assert!(steering.due(now, true).is_empty());
             steering.answered(&mut rng, who, &answer(id, errno), never).unwrap();

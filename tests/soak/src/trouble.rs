@@ -88,6 +88,17 @@ impl Ways {
     }
 }
 
+/// How a client ends.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Ending {
+    /// kill -9.
+    Killed,
+    /// As by ctrl-C.
+    Interrupted,
+    /// By a command, although NBD clients are there.
+    Unmapped,
+}
+
 /// Something that takes paths away, or the server, or a client.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) enum Outage {
@@ -103,9 +114,19 @@ pub(crate) enum Outage {
     StopServer,
     /// A client is stopped: its number, to be taken modulo how many there are.
     StopClient(u32),
+    /// A client ends, and is started again when it is over.
+    EndClient(u32, Ending),
 }
 
 impl Outage {
+    /// The network that it is about, if it is one.
+    pub(crate) fn network(&self) -> Option<u8> {
+        match self {
+            Self::Cut(network, _) | Self::Carrier(network, _) => Some(*network),
+            _ => None,
+        }
+    }
+
     /// For the summary.
     pub(crate) fn kind(&self) -> &'static str {
         match self {
@@ -116,6 +137,8 @@ impl Outage {
             Self::Kill(_) => "server killed",
             Self::StopServer => "server stopped",
             Self::StopClient(_) => "client stopped",
+            Self::EndClient(_, Ending::Killed) => "client killed",
+            Self::EndClient(..) => "client ended",
         }
     }
 }
@@ -129,32 +152,37 @@ impl fmt::Display for Outage {
             Self::Kill(options) => write!(f, "server killed, to come back with {options:?}"),
             Self::StopServer => write!(f, "server stopped"),
             Self::StopClient(number) => write!(f, "client {number} stopped"),
+            Self::EndClient(number, how) => write!(f, "client {number}: {how:?}"),
         }
     }
 }
 
 /// Mostly short, seldom long, at most so long.
 fn duration(rng: &mut ChaCha8Rng, most: Duration) -> Duration {
-    most.mul_f64(rng.random::<f64>().powi(3)).max(Duration::from_millis(50))
+    most.mul_f64(rng.random::<f64>().powi(4)).max(Duration::from_millis(50))
 }
 
-/// Draws an outage and how long it lasts. `kills`: whether the server may be killed.
+/// Draws an outage and how long it lasts. `kills`: whether processes may end.
 pub(crate) fn outage(rng: &mut ChaCha8Rng, kills: bool) -> (Outage, Duration) {
     let outage = loop {
         let network = rng.random_range(0..NETWORKS);
         let end = *End::BOTH.choose(rng).unwrap_or(&End::A);
         break match rng.random_range(0..100) {
-            0..40 => Outage::Cut(network, Ways::draw(rng)),
-            40..50 => Outage::CutAll(Ways::draw(rng)),
-            50..65 => Outage::Carrier(network, end),
-            65..80 if kills => Outage::Kill(ServeOptions::draw(rng)),
-            80..92 => Outage::StopServer,
+            0..35 => Outage::Cut(network, Ways::draw(rng)),
+            35..45 => Outage::CutAll(Ways::draw(rng)),
+            45..57 => Outage::Carrier(network, end),
+            57..70 if kills => Outage::Kill(ServeOptions::draw(rng)),
+            70..82 if kills => {
+                let how = [Ending::Killed, Ending::Interrupted, Ending::Unmapped];
+                Outage::EndClient(rng.random(), how[rng.random_range(0..3)])
+            }
+            82..92 => Outage::StopServer,
             92.. => Outage::StopClient(rng.random()),
             _ => continue,
         };
     };
     let most = match outage {
-        Outage::Kill(_) | Outage::StopClient(_) => LONGEST / 3,
+        Outage::Kill(_) | Outage::StopClient(_) | Outage::EndClient(..) => LONGEST / 3,
         _ => LONGEST,
     };
     (outage, duration(rng, most))
@@ -181,11 +209,11 @@ const WEATHERS: [(&str, Change); 6] = [
         c.jitter = c.delay.mul_f64(rng.random());
     }),
     ("a slow line", |rng, c| {
-        let queue = rng.random_range(64..1024) << 10;
         c.line = Some(Line {
             rate: rng.random_range(3..40) * 1_000_000,
-            queue,
-            mark_above: rng.random_bool(0.5).then_some(queue / 3),
+            queue: rng.random_range(32..512) << 10,
+            // What we send says that it does not know ECN.
+            mark_above: None,
         });
     }),
 ];
@@ -247,9 +275,9 @@ mod tests {
         let all = draw(4);
         assert!(all == draw(4) && all != draw(5));
         let kinds: std::collections::BTreeSet<_> = all.iter().map(|((outage, _), _)| outage.kind()).collect();
-        assert_eq!(kinds.len(), 7);
+        assert_eq!(kinds.len(), 9);
         assert!(all.iter().all(|((_, a), (_, b))| *a.max(b) <= LONGEST));
         let mut rng = ChaCha8Rng::seed_from_u64(4);
-        assert!((0..300).all(|_| !matches!(outage(&mut rng, false).0, Outage::Kill(_))));
+        assert!((0..300).all(|_| !matches!(outage(&mut rng, false).0, Outage::Kill(_) | Outage::EndClient(..))));
     }
 }

@@ -1,11 +1,6 @@
 //! The processes and networks under test.
 
-use std::{
-    fs::{self, File},
-    io::{self, Write as _},
-    path::{Path, PathBuf},
-    time::{Duration, Instant},
-};
+use std::{fs::File, io, path::PathBuf, time::Duration};
 
 use ferroce_tests::{process::Running, usage::Usage};
 use ferroce_wire::{
@@ -16,8 +11,8 @@ use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::{
-    load::Load,
-    seen::Seen,
+    client::{Device, PLANS},
+    logs::Logs,
     steer::{Command, Who},
     trouble::{LONGEST, NETWORKS, Outage, ServeOptions, Weather},
 };
@@ -27,46 +22,11 @@ pub(crate) const BASE: u64 = 32 << 20;
 /// Bytes that an image may have beyond those.
 pub(crate) const BEYOND: u64 = 16 << 20;
 /// Longest time for each step of connecting, seconds.
-const CONNECT_TIMEOUT: u64 = 5;
+pub(crate) const CONNECT_TIMEOUT: u64 = 5;
 /// No request takes longer: one outage follows another only after some calm, so it meets two of them at most that leave it without a
 /// path; after each a path is found dead (five heartbeats and the one that was due) and connected again, perhaps at the second attempt,
 /// as the weather may be bad.
 pub(crate) const LIMIT: Duration = Duration::from_secs(2 * (LONGEST.as_secs() + 2 * (7 + CONNECT_TIMEOUT + 3)));
-
-/// A session under test: the name of its device as well, its networks, and the options of `ferroce map`.
-struct Plan {
-    name: &'static str,
-    networks: &'static [u8],
-    queues: bool,
-    options: &'static [&'static str],
-}
-
-const PLANS: [Plan; 4] = [
-    Plan {
-        name: "two",
-        networks: &[0, 1],
-        queues: true,
-        options: &["--on-loss", "queue"],
-    },
-    Plan {
-        name: "robin",
-        networks: &[1, 0],
-        queues: true,
-        options: &["--on-loss", "queue", "--policy", "round-robin", "--heartbeat", "0.5"],
-    },
-    Plan {
-        name: "one",
-        networks: &[0],
-        queues: true,
-        options: &["--on-loss", "queue", "--reconnect-delay", "0.5", "--heartbeat", "2"],
-    },
-    Plan {
-        name: "error",
-        networks: &[0, 1],
-        queues: false,
-        options: &["--policy", "min-latency", "--heartbeat", "5", "--connections", "2"],
-    },
-];
 
 /// `ferroce`, steered by its standard input: it is built into the same folder as this program.
 fn steered() -> io::Result<PathBuf> {
@@ -78,63 +38,6 @@ fn steered() -> io::Result<PathBuf> {
             path.display()
         ))),
     }
-}
-
-/// Where logs go: a folder that goes away unless something failed.
-pub(crate) struct Logs {
-    dir: tempfile::TempDir,
-    timeline: File,
-    begun: Instant,
-}
-
-impl Logs {
-    pub(crate) fn new() -> io::Result<Self> {
-        let dir = tempfile::Builder::new().prefix("ferroce-soak-").tempdir()?;
-        Ok(Self {
-            timeline: File::create(dir.path().join("timeline.log"))?,
-            dir,
-            begun: Instant::now(),
-        })
-    }
-
-    pub(crate) fn path(&self) -> &Path {
-        self.dir.path()
-    }
-
-    /// Writes a line of the time line.
-    pub(crate) fn say(&mut self, text: &str) {
-        let at = self.begun.elapsed().as_secs_f64();
-        let _ = writeln!(self.timeline, "{at:9.3} {text}");
-    }
-
-    /// Seconds since the start.
-    pub(crate) fn at(&self, when: Instant) -> f64 {
-        when.saturating_duration_since(self.begun).as_secs_f64()
-    }
-
-    fn keep(&self, name: &str, text: &str) {
-        let _ = fs::write(self.dir.path().join(name), text);
-    }
-
-    /// The folder stays; where it is. Images are not kept.
-    pub(crate) fn stay(self) -> PathBuf {
-        let path = self.dir.keep();
-        for plan in &PLANS {
-            let _ = fs::remove_file(path.join(format!("{}.img", plan.name)));
-        }
-        path
-    }
-}
-
-/// A mapped device.
-pub(crate) struct Device {
-    pub(crate) name: &'static str,
-    /// Whether requests wait while no path is up.
-    pub(crate) queues: bool,
-    pub(crate) image: PathBuf,
-    pub(crate) map: Running,
-    pub(crate) seen: Seen,
-    pub(crate) load: Load,
 }
 
 /// All of it.
@@ -182,63 +85,11 @@ impl World {
         };
         world.start_server(ServeOptions::USUAL);
         for (n, plan) in PLANS.iter().enumerate() {
-            let device = world.map(plan, n as u8, seed)?;
+            let dir = world.logs.path();
+            let device = Device::start(plan, n as u8, &world.wire, &world.steered, dir, seed)?;
             world.devices.push(device);
         }
         Ok(world)
-    }
-
-    fn map(&self, plan: &Plan, n: u8, seed: u64) -> io::Result<Device> {
-        let namespace = self.wire.namespace(End::B);
-        let mut args = vec!["map".to_owned(), "--json".to_owned()];
-        for network in plan.networks {
-            let server = Wire::address(*network, End::A);
-            let [a, b, c, _] = server.octets();
-            // Port 4791 of an address is one process's.
-            let ours = format!("{a}.{b}.{c}.{}", 100 + n);
-            namespace.ip(&format!("addr add {ours}/24 dev wire{network}"))?;
-            args.extend(["--path".to_owned(), format!("{ours},{server}")]);
-        }
-        let dir = self.logs.path();
-        let socket = dir.join(format!("{}.sock", plan.name));
-        let timeout = CONNECT_TIMEOUT.to_string();
-        let socket_name = socket.display().to_string();
-        let more = [
-            ["--session", plan.name],
-            ["--device", plan.name],
-            ["--nbd", &socket_name],
-            ["--connect-timeout", &timeout],
-        ];
-        args.extend(
-            more.as_flattened()
-                .iter()
-                .chain(plan.options)
-                .map(|arg| (*arg).to_owned()),
-        );
-        let mut command = namespace.command(&self.steered);
-        command.args(&args);
-        let mut map = Running::steered_by(command, format!("ferroce {args:?}"));
-        let mapped = map.event("mapped");
-        let paths: Vec<_> = mapped["paths"]
-            .as_array()
-            .into_iter()
-            .flatten()
-            .filter_map(Value::as_str)
-            .collect();
-        let paths: Vec<_> = paths.into_iter().map(str::to_owned).collect();
-        Ok(Device {
-            name: plan.name,
-            queues: plan.queues,
-            image: dir.join(format!("{}.img", plan.name)),
-            map,
-            seen: Seen::new(&paths),
-            load: Load::start(
-                &socket,
-                seed.wrapping_mul(31).wrapping_add(u64::from(n) << 16),
-                BASE / 4096,
-                LIMIT,
-            ),
-        })
     }
 
     pub(crate) fn start_server(&mut self, options: ServeOptions) {
@@ -316,6 +167,7 @@ impl World {
             Outage::Kill(_) => self.kill_server(),
             Outage::StopServer => self.signal_server(Signal::SIGSTOP),
             Outage::StopClient(number) => self.signal_client(*number, Signal::SIGSTOP),
+            Outage::EndClient(number, how) => self.client(*number).end(*how),
         }
         self.set_networks();
         Ok(())
@@ -328,6 +180,7 @@ impl World {
             Outage::Kill(options) => self.start_server(*options),
             Outage::StopServer => self.signal_server(Signal::SIGCONT),
             Outage::StopClient(number) => self.signal_client(*number, Signal::SIGCONT),
+            Outage::EndClient(number, _) => self.client(*number).revive(),
         }
         self.set_networks();
         Ok(())
@@ -345,9 +198,18 @@ impl World {
         }
     }
 
-    fn signal_client(&self, number: u32, signal: Signal) {
-        let device = &self.devices[number as usize % self.devices.len()];
-        device.map.signal(signal);
+    fn signal_client(&mut self, number: u32, signal: Signal) {
+        self.client(number).signal(signal);
+    }
+
+    fn client(&mut self, number: u32) -> &mut Device {
+        let index = self.index(number);
+        &mut self.devices[index]
+    }
+
+    /// Which device an outage's number means.
+    pub(crate) fn index(&self, number: u32) -> usize {
+        number as usize % self.devices.len()
     }
 
     /// The file behind a device gets this long.
@@ -360,23 +222,10 @@ impl World {
 
     /// Reads what the processes tell; an error if one has ended or tells what it must not.
     pub(crate) fn listen(&mut self) -> Result<(), String> {
-        let now = Instant::now();
         for (n, device) in self.devices.iter_mut().enumerate() {
-            while let Some(line) = device.map.new_line() {
-                self.logs.say(&format!("{}: {line}", device.name));
-                let event: Value = serde_json::from_str(&line).map_err(|e| format!("{}: {line}: {e}", device.name))?;
-                if event["event"] == "answer" {
-                    self.answers.push((Who::Client(n), event));
-                    continue;
-                }
-                device
-                    .seen
-                    .event(now, &event)
-                    .map_err(|e| format!("{}: {e}", device.name))?;
-            }
-            if device.map.has_ended() {
-                return Err(format!("{}: ferroce map has ended", device.name));
-            }
+            let answers = device.listen(&mut self.logs)?;
+            self.answers
+                .extend(answers.into_iter().map(|answer| (Who::Client(n), answer)));
         }
         if let Some(serve) = &mut self.serve {
             while let Some(line) = serve.new_line() {
@@ -398,11 +247,10 @@ impl World {
 
     /// Sends a command; its number. None if there is no server to send it to.
     pub(crate) fn ask(&mut self, who: Who, command: &Command) -> Option<u64> {
-        let process = match who {
-            Who::Client(n) => &mut self.devices[n].map,
-            Who::Server => self.serve.as_mut()?,
+        let id = match who {
+            Who::Client(n) => self.devices[n].ask(command.request()),
+            Who::Server => self.serve.as_mut()?.begin(command.request()),
         };
-        let id = process.begin(command.request());
         self.logs.say(&format!("COMMAND {id} to {who:?}: {command:?}"));
         Some(id)
     }
@@ -417,7 +265,8 @@ impl World {
         let clients = self
             .devices
             .iter()
-            .map(|device| (format!("map of {}", device.name), device.map.id()));
+            .filter(|device| device.is_mapped())
+            .map(|device| (format!("map of {} ({})", device.name, device.generation), device.id()));
         let server = self
             .serve
             .iter()
@@ -440,7 +289,7 @@ impl World {
     pub(crate) fn finish(&mut self) -> Result<Vec<(String, Value)>, String> {
         let mut ended = Vec::new();
         for device in self.devices.drain(..) {
-            ended.push((format!("map-{}", device.name), device.map));
+            ended.push((format!("map-{}", device.name), device.into_process()));
         }
         ended.extend(
             self.serve
@@ -478,8 +327,7 @@ impl World {
     /// Writes down what the processes have said so far.
     pub(crate) fn keep_logs(&self) {
         for device in &self.devices {
-            self.logs
-                .keep(&format!("map-{}.log", device.name), &device.map.stderr());
+            self.logs.keep(&format!("map-{}.log", device.name), &device.stderr());
         }
         if let Some(serve) = &self.serve {
             self.logs
@@ -492,9 +340,7 @@ impl Drop for World {
     fn drop(&mut self) {
         // The load ends when its devices do, and stopped processes can't end.
         for device in &mut self.devices {
-            if !device.map.has_ended() {
-                device.map.signal(Signal::SIGKILL);
-            }
+            device.kill();
         }
     }
 }
