@@ -564,6 +564,9 @@ impl Session {
     }
 
     fn path_down(&mut self, env: &mut Env<'_, '_>, why: PathError) {
+        // There may be nothing left to compare.
+        self.look_at = None;
+        self.watch(env);
         if self.paths.iter().any(Path::is_up) {
             return;
         }

@@ -59,7 +59,7 @@ impl Questions {
 
     /// For how long it may be silent.
     fn patience(&self) -> Duration {
-        self.latency.map_or(UNMEASURED, |time| SILENCE.max(time * ROUND_TRIPS))
+        self.usual.map_or(UNMEASURED, |time| SILENCE.max(time * ROUND_TRIPS))
     }
 
     /// It is silent for longer than it may be: since when, and how long.

@@ -362,7 +362,7 @@ fn paths_come_and_go_while_requests_are_under_way() {
     pair.hold = true;
     pair.send(0..4, Direction::Write);
     let ways = pair.ways(3);
-    assert!(matches!(pair.add(ways[0]), Err(Error::Config(_))), "it is there");
+    assert!(matches!(pair.add(ways[0]), Err(Error::PathExists(_))), "it is there");
     let added = pair.add(ways[1]).unwrap();
     assert!(matches!(pair.command(added, PathCommand::Reconnect), Err(Error::Busy)));
     pair.settle();
