@@ -4,6 +4,7 @@
 mod hosts;
 mod paths;
 mod shares;
+mod silence;
 mod spread;
 
 use hosts::{KeyMode, Pair};
