@@ -6,6 +6,7 @@ mod devices;
 mod hosts;
 mod paths;
 mod shares;
+mod silence;
 mod spread;
 
 use hosts::{KeyMode, Pair};

@@ -34,7 +34,7 @@ impl Pair {
         ways.take(count).map(to).collect()
     }
 
-    fn open_ways(&mut self, count: usize, change: impl FnOnce(&mut SessionConfig)) {
+    pub(crate) fn open_ways(&mut self, count: usize, change: impl FnOnce(&mut SessionConfig)) {
         let paths = self.ways(count);
         self.open(|config| {
             config.paths = paths;
@@ -47,7 +47,7 @@ impl Pair {
         self.client.paths(self.session())
     }
 
-    fn states(&self) -> Vec<PathState> {
+    pub(crate) fn states(&self) -> Vec<PathState> {
         self.statuses().iter().map(|path| path.state).collect()
     }
 
@@ -78,7 +78,7 @@ impl Pair {
     }
 
     /// Sends requests, which the server holds.
-    fn send(&mut self, tags: core::ops::Range<u64>, direction: Direction) {
+    pub(crate) fn send(&mut self, tags: core::ops::Range<u64>, direction: Direction) {
         self.store(0, 512);
         for tag in tags {
             let data = self.buffer(512);
@@ -95,7 +95,7 @@ impl Pair {
     }
 
     /// All of these have ended well, once.
-    fn assert_done(&mut self, tags: core::ops::Range<u64>) {
+    pub(crate) fn assert_done(&mut self, tags: core::ops::Range<u64>) {
         let mut done = std::mem::take(&mut self.done);
         done.sort_by_key(|(tag, ..)| *tag);
         assert_eq!(
@@ -108,7 +108,7 @@ impl Pair {
         }
     }
 
-    fn in_flight(&self) -> Vec<u32> {
+    pub(crate) fn in_flight(&self) -> Vec<u32> {
         self.statuses().iter().map(|path| path.in_flight).collect()
     }
 }
