@@ -76,6 +76,6 @@ mod tests {
         let told = |r: &Request| (r.cid, r.recon_cnt, r.first_conn);
         assert_eq!(all.iter().map(told).collect::<Vec<_>>(), [(0, 1, true), (1, 1, true)]);
         assert!(all[0].path == all[1].path && all[0].session == all[1].session && all[0].path != all[0].session);
-        assert!(requests(&root.join("rping-v4.pcap")).expect("a capture").is_empty());
+        assert!(requests(&root.join("cm-reject.pcap")).expect("a capture").is_empty());
     }
 }

@@ -9,7 +9,7 @@ use super::{
         rnbd::{self, Server, image},
     },
     Cut,
-    kernel_client::{CLIENT_UP, client_down, connected_anew, head},
+    kernel_client::{BY_TURNS, CLIENT_UP, client_down, connected_anew, head},
     longest, script,
 };
 use crate::{Error, far::Ip};
@@ -24,7 +24,7 @@ const FLAPS: usize = 20;
 /// What is there after as many flaps is what a server needs: its pools have been filled.
 const WARM: usize = 4;
 
-/// fio runs until it is told to end.
+/// fio runs until it is told to end. The paths take turns: see [`BY_TURNS`].
 const START: &str = "map_by path=$P0 path=$P1; up 2 100; load 4M 1800 100; carried $P0; carried $P1\n";
 
 const GONE: &str = "up 1 100; pidof fio >/dev/null\n";
@@ -34,7 +34,7 @@ const BY_ITSELF: &str = "up 2 900\n";
 
 /// By order it connects at once; the first orders may come before the carrier.
 const BY_ORDER: &str = "\
-    for i in $(seq 100); do echo 1 2>/tmp/err > $S/$P1/reconnect && break; sleep 0.3; done; up 2 1\n";
+    neighbours; for i in $(seq 100); do echo 1 2>/tmp/err > $S/$P1/reconnect && break; sleep 0.3; done; up 2 1\n";
 
 /// The path carries load again.
 const LOADED: &str = "echo 1 > $S/$P1/stats/rdma; carried $P1; pidof fio >/dev/null\n";
@@ -81,7 +81,11 @@ fn flaps(c: &mut Ctx<'_>) -> Result<String, Error> {
 /// fio's report, and what was printed after that.
 fn under_load(c: &mut Ctx<'_>, server: &Server, usage: &mut Vec<Usage>) -> Result<(String, String), Error> {
     let head = format!("FLAPS={FLAPS}\n{}", head(c, Ip::V4)?);
-    script(c, &format!("{}{CLIENT_UP}{head}{START}", rnbd::INSMOD_CLIENT), 120)?;
+    script(
+        c,
+        &format!("{}{head}{CLIENT_UP}{START}{BY_TURNS}", rnbd::INSMOD_CLIENT),
+        120,
+    )?;
     for n in 1..=FLAPS {
         Cut::Carrier.set(c, false)?;
         script(c, &format!("{head}{GONE}"), 60)?;

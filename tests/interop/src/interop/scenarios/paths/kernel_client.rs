@@ -49,28 +49,33 @@ struct Case {
 }
 
 /// Shell functions. `paths` prints a line for each path: its addresses, its state, and its counts of reads, their bytes,
-/// writes, their bytes, requests in flight and failovers. `up N T` waits for T/10 s until N are connected. `load SIZE SECONDS IOPS` starts
-/// fio, which writes blocks, each with a checksum, and reads them back all the while; `carried PATH` waits until it has written by
-/// the path; `unload` ends it and prints its report. `refused TEXT VALUE FILE` holds if writing to the file fails so.
+/// writes, their bytes, requests in flight and failovers. `up N T` waits for T/10 s until N are connected. `load SIZE SECONDS IOPS`
+/// starts fio, which writes blocks, each with a checksum, and reads them back all the while; `carried PATH` waits until it has
+/// written by the path; `unload` ends it and prints its report. `refused TEXT VALUE FILE` holds if writing to the file fails so.
+/// `neighbours` makes the other ends' hardware addresses known: one is not resolved for up to 30 s when we answer before
+/// `rdma_resolve_ip` has put the request on its list, as may happen here (by reading, and seen here).
 const FUNCTIONS: &str = "\
     set -e; C=/sys/class/rtrs-client/s1; S=$C/paths; B=/sys/block/rnbd0/rnbd\n\
     paths() { for p in $S/*; do [ -e $p ] || break; echo \"path ${p##*/} $(cat $p/state) $(cat $p/stats/rdma)\"; done; }\n\
     connected() { cat $S/*/state | grep -c '^connected$' || true; }\n\
-    up() { for i in $(seq $2); do [ $(connected) = $1 ] && return; sleep 0.1; done; \
+    up() { for i in $(seq 0 $2); do [ $(connected) = $1 ] && return; sleep 0.1; done; \
         echo \"not $1 are connected\"; paths; return 1; }\n\
     map_by() { echo \"sessname=s1 $* device_path=$DISK\" > /sys/class/rnbd-client/ctl/map_device; \
         for i in $(seq 100); do [ -b /dev/rnbd0 ] && return; sleep 0.1; done; echo 'no device'; return 1; }\n\
     load() { fio --name=job --filename=/dev/rnbd0 --size=$1 --bs=4k --rw=randwrite --direct=1 --ioengine=libaio --iodepth=8 \
         --rate_iops=${3:-300} --verify=crc32c --verify_fatal=1 --verify_backlog=64 --time_based --runtime=$2 \
         --output=/tmp/fio.json --output-format=json >/tmp/fio.log 2>&1 & }\n\
-    carried() { for i in $(seq 300); do [ $(cut -d' ' -f3 < $S/$1/stats/rdma) -gt 100 ] && return; sleep 0.1; done; \
+    carried() { for i in $(seq 300); do [ $(cut -d' ' -f3 < $S/$1/stats/rdma) -gt 20 ] && return; sleep 0.1; done; \
         echo \"nothing goes by $1\"; paths; return 1; }\n\
     unload() { kill -INT $(pidof fio); report; }\n\
     report() { for i in $(seq 1800); do pidof fio >/dev/null || break; sleep 0.1; done; cat /tmp/fio.log /tmp/fio.json; }\n\
     refused() { if echo \"$2\" 2>/tmp/err > $3; then echo \"$3 took $2\"; return 1; fi; cat /tmp/err; grep -q \"$1\" /tmp/err; }\n\
     state() { for i in $(seq 100); do [ $(cat $B/state) = $1 ] && return; sleep 0.1; done; echo \"not $1\"; cat $B/state; return 1; }\n\
     sum() { echo sum $(dd if=/dev/rnbd0 bs=64k iflag=direct count=$1 status=none | md5sum); }\n\
-    at() { cut -d. -f1 /proc/uptime; }\n";
+    at() { cut -d. -f1 /proc/uptime; }\n\
+    neighbour() { for i in $(seq 50); do (echo > /dev/udp/$2/9) 2>/dev/null || true; \
+        ip neigh show $2 dev $1 | grep -q lladdr && return; sleep 0.1; done; echo \"no neighbour $2\"; return 1; }\n\
+    neighbours() { neighbour eth0 ${P0##*@ip:}; neighbour eth1 ${P1##*@ip:}; }\n";
 
 /// What scripts begin with: the paths `P0` and `P1` to our addresses on the two networks, as `map_device` wants them and the
 /// sysfs tree names them, the device, and [`FUNCTIONS`].
@@ -81,8 +86,8 @@ pub(super) fn head(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
     Ok(format!("P0='{}'; P1='{}'; DISK=disk\n{FUNCTIONS}", path(0), path(1)))
 }
 
-/// Loads the modules and makes the second device.
-pub(super) const CLIENT_UP: &str = "rdma link add rxe1 type rxe netdev eth1\n";
+/// Makes the second device. Its script begins with [`head`].
+pub(super) const CLIENT_UP: &str = "rdma link add rxe1 type rxe netdev eth1; neighbours\n";
 
 /// Takes down what [`CLIENT_UP`] and [`rnbd::INSMOD_CLIENT`] made.
 pub(super) fn client_down(c: &mut Ctx<'_>) -> Result<(), Error> {
@@ -90,13 +95,18 @@ pub(super) fn client_down(c: &mut Ctx<'_>) -> Result<(), Error> {
     c.guest()?.run("rdma link delete rxe1", 60).map(drop)
 }
 
+/// By default the path with the fewest requests under way gets the next one. Reads that went over to another path may stay
+/// counted where they were, so that one that was lost often gets nothing any more (by reading `complete_rdma_req`, and seen
+/// here).
+pub(super) const BY_TURNS: &str = "echo round-robin > $C/mpath_policy\n";
+
 /// Maps with two paths; both carry load.
 const START: &str = "map_by path=$P0 path=$P1; up 2 100; load 16M $RUNTIME; carried $P0; carried $P1; paths\n";
 
 /// The path that was cut is known to be gone, and fio goes on by the other.
 const GONE: &str = "paths; [ $(connected) = 1 ]; pidof fio >/dev/null\n";
 
-/// The path comes back by itself, and both carry load again.
+/// The path comes back by itself, and both carry load again, if by turns.
 const BACK: &str = "\
     paths; start=$(at); up 2 2400; echo connected $(($(at)-start)) s later\n\
     for p in $P0 $P1; do echo reconnects $(cat $S/$p/stats/reconnects); done\n\
@@ -137,7 +147,7 @@ fn two_paths(c: &mut Ctx<'_>, case: Case) -> Result<String, Error> {
 fn cut_in_io(c: &mut Ctx<'_>, case: Case) -> Result<(String, String), Error> {
     let (head, cut) = (head(c, case.ip)?, case.cut);
     let runtime = cut.seconds() + 15;
-    let start = format!("RUNTIME={runtime}\n{}{CLIENT_UP}{head}{START}", rnbd::INSMOD_CLIENT);
+    let start = format!("RUNTIME={runtime}\n{}{head}{CLIENT_UP}{START}", rnbd::INSMOD_CLIENT);
     script(c, &start, 120)?;
     cut.set(c, false)?;
     std::thread::sleep(Duration::from_secs(cut.seconds()));
@@ -146,7 +156,7 @@ fn cut_in_io(c: &mut Ctx<'_>, case: Case) -> Result<(String, String), Error> {
     cut.set(c, true)?;
     gone?;
     let report = script(c, &format!("{head}report\n"), 240)?;
-    Ok((report, script(c, &format!("{head}{BACK}"), 400)?))
+    Ok((report, script(c, &format!("{head}{BY_TURNS}{BACK}"), 400)?))
 }
 
 /// The path on the second network was connected, and later anew: it kept its identifier, and counted its attempts. Returns
@@ -156,7 +166,12 @@ pub(super) fn connected_anew(c: &Ctx<'_>) -> Result<u16, Error> {
     let paths: BTreeSet<_> = requests.iter().map(|r| (r.session, r.path)).collect();
     let attempts: Vec<u16> = requests.iter().map(|r| r.recon_cnt).collect();
     let (first, last) = (attempts.first().copied(), attempts.last().copied());
-    let connections = |attempt| requests.iter().filter(move |r| Some(r.recon_cnt) == attempt).map(|r| r.cid);
+    let connections = |attempt| {
+        requests
+            .iter()
+            .filter(move |r| Some(r.recon_cnt) == attempt)
+            .map(|r| r.cid)
+    };
     let all = |attempt| connections(attempt).collect::<BTreeSet<_>>() == [0, 1].into();
     match last {
         Some(last) if paths.len() == 1 && first == Some(1) && last > 1 && attempts.is_sorted() && all(Some(last)) => {
@@ -168,7 +183,13 @@ pub(super) fn connected_anew(c: &Ctx<'_>) -> Result<u16, Error> {
 
 /// Requests that went over to another path, of the lines of the shell function `paths`.
 fn failovers(text: &str) -> u64 {
-    let last = |line: &str| line.strip_prefix("path ")?.split_whitespace().nth(7)?.parse::<u64>().ok();
+    let last = |line: &str| {
+        line.strip_prefix("path ")?
+            .split_whitespace()
+            .nth(7)?
+            .parse::<u64>()
+            .ok()
+    };
     text.lines().filter_map(last).sum()
 }
 

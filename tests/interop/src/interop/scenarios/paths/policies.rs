@@ -172,11 +172,11 @@ fn share(c: &mut Ctx<'_>, session: &str, run: impl FnOnce(&mut Ctx<'_>) -> Resul
 /// The delay each way of the network that is slow, ms. A busy machine's own delays must not look like it.
 const SLOW: u32 = 20;
 
-/// In the guest: the delays swap, and what each path has served is printed with the time since, s, for 8 s.
+/// In the guest: the delays swap, and what each path has served is printed with the time since that began, s, for 8 s.
 const SWAP: &str = "\
     S=ours; at() { cut -d' ' -f1 < /proc/uptime; }\n\
     change() { tc qdisc change dev eth$1 root netem limit 100000 delay $2; tc qdisc change dev ifb$1 root netem limit 100000 delay $2; }\n\
-    change 1 ${SLOW}ms; change 0 0ms; start=$(at)\n\
+    start=$(at); change 1 ${SLOW}ms; change 0 0ms\n\
     while now=$(at); [ $(echo \"$now $start\" | awk '{ print ($1 - $2 < 8) }') = 1 ]; do \
         echo sample $(echo \"$now $start\" | awk '{ print $1 - $2 }') $(served); sleep 0.2; done\n";
 

@@ -68,7 +68,7 @@ fn with_server(
     image(c, "disk", 16)?;
     let mut server = Server::start_at(c, "0.0.0.0", &["disk"], "on")?;
     let head = format!("{}{EQUAL}", head(c, Ip::V4)?);
-    let start = format!("{}{CLIENT_UP}{head}{START}", rnbd::INSMOD_CLIENT);
+    let start = format!("{}{head}{CLIENT_UP}{START}", rnbd::INSMOD_CLIENT);
     let result = script(c, &start, 120).and_then(|_| work(c, &mut server, &head));
     client_down(c)?;
     let out = result?;

@@ -62,7 +62,7 @@ impl Wrong {
 }
 
 fn add_path(c: &mut Ctx<'_>, head: &str) -> Result<String, Error> {
-    let text = format!("{}{CLIENT_UP}{head}{ADD}", rnbd::INSMOD_CLIENT);
+    let text = format!("{}{head}{CLIENT_UP}{ADD}", rnbd::INSMOD_CLIENT);
     let result = script(c, &text, 120);
     client_down(c)?;
     result
@@ -91,7 +91,10 @@ fn beside_the_kernels(c: &mut Ctx<'_>) -> Result<String, Error> {
     second.run(&rnbd::server_modules("Y"), 120)?;
     let head = head(c, Ip::V4)?.replacen(&format!("@ip:{}", HOST_V4[0]), &format!("@ip:{right}"), 1);
     let result = add_path(c, &head.replacen("DISK=disk", "DISK=newroot/dev/ram0", 1));
-    c.second.as_deref().ok_or("needs a second guest")?.try_run(RMMOD_SERVER, 120)?;
+    c.second
+        .as_deref()
+        .ok_or("needs a second guest")?
+        .try_run(RMMOD_SERVER, 120)?;
     result?;
     wrong.untouched(c)?;
     Ok(PASSED.to_owned())
