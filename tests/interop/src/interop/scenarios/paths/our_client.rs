@@ -115,7 +115,7 @@ impl Load {
 
     const fn options(self) -> &'static [&'static str] {
         match self {
-            Self::Both => &["--rw=randwrite", "--verify_backlog=32", "--serialize_overlap=1"],
+            Self::Both => &["--rw=randwrite", "--verify_backlog=256", "--serialize_overlap=1"],
             Self::Reads => &["--rw=randread"],
             Self::Writes => &["--rw=randwrite", "--do_verify=0"],
         }

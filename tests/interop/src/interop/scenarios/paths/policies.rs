@@ -25,6 +25,14 @@ struct Policy {
     share: [f64; 2],
 }
 
+impl Policy {
+    /// Whether our share is right, and that of the kernel's client.
+    fn alike(&self, [ours, kernels]: &[f64; 2]) -> bool {
+        let [least, most] = self.share;
+        (least..=most).contains(ours) && (ours - kernels).abs() <= APART
+    }
+}
+
 const POLICIES: [Policy; 3] = [
     Policy {
         name: "round-robin",
@@ -40,6 +48,10 @@ const POLICIES: [Policy; 3] = [
         share: [0.97, 1.0],
     },
 ];
+
+/// How often a policy is tried: a busy machine delays a heartbeat here and there by more than the networks do, and until the next
+/// one its path is the slow one.
+const TRIES: usize = 3;
 
 /// How far the share of our client may be from that of the kernel's.
 const APART: f64 = 0.1;
@@ -114,40 +126,48 @@ fn in_second(c: &Ctx<'_>, text: &str, seconds: u32) -> Result<(), Error> {
 
 fn compare(c: &mut Ctx<'_>) -> Result<String, Error> {
     delays(c, DELAYS.map(Some))?;
-    let (mut told, mut wrong) = (Vec::new(), false);
-    for Policy {
-        name,
-        share: [least, most],
-    } in POLICIES
-    {
-        let mapping = map(c, Ip::V4, &["--policy", name])?;
-        in_second(
-            c,
-            &format!("echo {name} > /sys/class/rtrs-client/kernel/mpath_policy"),
-            30,
-        )?;
-        if name == "min-latency" {
-            std::thread::sleep(MEASURED);
+    let mut told = Vec::new();
+    for policy in &POLICIES {
+        let mut tries = Vec::new();
+        while !tries.last().is_some_and(|last| policy.alike(last)) {
+            if tries.len() == TRIES {
+                return Err(format!("{}: ours and the kernel's client's shares: {tries:?}", policy.name).into());
+            }
+            tries.push(shares(c, policy.name)?);
         }
-        let ours = share(c, "ours", |c| load(c, &mapping))?;
-        let fio = format!(
-            "fio --filename=/dev/rnbd0 --ioengine=libaio --direct=1 {} >/tmp/fio.log",
-            LOAD.join(" ")
-        );
-        let kernels = share(c, "kernel", |c| in_second(c, &fio, 120))?;
-        mapping.stop()?;
-        wrong |= ours < least || ours > most || (ours - kernels).abs() > APART;
-        told.push(format!("{name} {ours:.3} (the kernel's client {kernels:.3})"));
+        let [ours, kernels] = tries[tries.len() - 1];
+        let at = if tries.len() > 1 {
+            format!(", at try {}", tries.len())
+        } else {
+            String::new()
+        };
+        told.push(format!(
+            "{} {ours:.3} (the kernel's client {kernels:.3}{at})",
+            policy.name
+        ));
     }
-    let told = format!(
-        "share of the path with a third of the other's delay: {}",
-        told.join(", ")
+    let told = told.join(", ");
+    Ok(format!(
+        "share of the path with a third of the other's delay: {told}: passed"
+    ))
+}
+
+/// The shares of the first path, ours and the kernel's client's, one after the other.
+fn shares(c: &mut Ctx<'_>, policy: &str) -> Result<[f64; 2], Error> {
+    let mapping = map(c, Ip::V4, &["--policy", policy])?;
+    let order = format!("echo {policy} > /sys/class/rtrs-client/kernel/mpath_policy");
+    in_second(c, &order, 30)?;
+    if policy == "min-latency" {
+        std::thread::sleep(MEASURED);
+    }
+    let ours = share(c, "ours", |c| load(c, &mapping))?;
+    let fio = format!(
+        "fio --filename=/dev/rnbd0 --ioengine=libaio --direct=1 {} >/tmp/fio.log",
+        LOAD.join(" ")
     );
-    if wrong {
-        Err(told.into())
-    } else {
-        Ok(format!("{told}: passed"))
-    }
+    let kernels = share(c, "kernel", |c| in_second(c, &fio, 120))?;
+    mapping.stop()?;
+    Ok([ours, kernels])
 }
 
 /// Load on our mapping.
@@ -172,11 +192,11 @@ fn share(c: &mut Ctx<'_>, session: &str, run: impl FnOnce(&mut Ctx<'_>) -> Resul
 /// The delay each way of the network that is slow, ms. A busy machine's own delays must not look like it.
 const SLOW: u32 = 20;
 
-/// In the guest: the delays swap, and what each path has served is printed with the time since, s, for 8 s.
+/// In the guest: the delays swap, and what each path has served is printed with the time since that began, s, for 8 s.
 const SWAP: &str = "\
     S=ours; at() { cut -d' ' -f1 < /proc/uptime; }\n\
     change() { tc qdisc change dev eth$1 root netem limit 100000 delay $2; tc qdisc change dev ifb$1 root netem limit 100000 delay $2; }\n\
-    change 1 ${SLOW}ms; change 0 0ms; start=$(at)\n\
+    start=$(at); change 1 ${SLOW}ms; change 0 0ms\n\
     while now=$(at); [ $(echo \"$now $start\" | awk '{ print ($1 - $2 < 8) }') = 1 ]; do \
         echo sample $(echo \"$now $start\" | awk '{ print $1 - $2 }') $(served); sleep 0.2; done\n";
 
