@@ -29,7 +29,7 @@ impl Answers<'_, '_, '_> {
             }
             MarkKind::Recv => {
                 let message = self.taken(place, mark.index, wc)?;
-                self.path.heard();
+                self.path.heard(self.env.cx.now);
                 self.received(place, wc, message)?;
             }
             MarkKind::Info => return Err(PathError::Unexpected("a second information response")),

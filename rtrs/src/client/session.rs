@@ -328,7 +328,7 @@ impl Session {
             })),
             None => Err(Error::Path(PathError::Unexpected("a completion without our mark"))),
             Some(mark) if mark.kind == MarkKind::Info => {
-                path.heard();
+                path.heard(env.cx.now);
                 self.handshake(env, index).information(wc)
             }
             Some(mark) => Answers {
