@@ -4,7 +4,8 @@ use core::net::{IpAddr, SocketAddr};
 
 use roce_bth::{Psn, Qpn, RnrTimer};
 use roce_cm::{
-    AcceptArgs, CmError, ConnChange, ConnId, ConnTransport, ConnectArgs, Event, ListenId, RemoteQp, mad::Mad, state::State,
+    AcceptArgs, CmError, ConnChange, ConnId, ConnTransport, ConnectArgs, Event, ListenId, RemoteQp, mad::Mad,
+    state::State,
 };
 use roce_verbs::{
     AccessFlags, Instant, QpAttr, QpState, QpType, ToRts,

@@ -136,7 +136,10 @@ impl Session {
             return;
         }
         let (key, life) = (self.key, self.up().any(|path| path.signs.heard));
-        let up = self.paths.values_mut().filter(|path| path.state == PathState::Connected);
+        let up = self
+            .paths
+            .values_mut()
+            .filter(|path| path.state == PathState::Connected);
         for path in up {
             if path.signs.look(life) {
                 let why = PathError::HeartbeatLost(LOOK * LOOKS);

@@ -20,7 +20,7 @@ use crate::{
 /// As long after the last request the server may take; our client, which has none under way, takes longer by far.
 const SOON: Duration = Duration::from_secs(6);
 
-/// Of a path.
+/// Of a path, the service connection included.
 const CONNECTIONS: u16 = 2;
 
 /// A session over so many ways by each of which a request went just now.
@@ -28,7 +28,7 @@ fn carried(ways: usize) -> Pair {
     let mut pair = Pair::new(KeyMode::Instant, server(true));
     pair.open_ways(ways, |config| {
         config.policy = Policy::RoundRobin;
-        config.connections = CONNECTIONS;
+        config.connections = CONNECTIONS - 1;
         config.heartbeat = HeartbeatConfig::default();
     });
     pair.answer_with = Some(0);
