@@ -70,7 +70,8 @@ const FUNCTIONS: &str = "\
     unload() { kill -INT $(pidof fio); report; }\n\
     report() { for i in $(seq 1800); do pidof fio >/dev/null || break; sleep 0.1; done; cat /tmp/fio.log /tmp/fio.json; }\n\
     refused() { if echo \"$2\" 2>/tmp/err > $3; then echo \"$3 took $2\"; return 1; fi; cat /tmp/err; grep -q \"$1\" /tmp/err; }\n\
-    state() { for i in $(seq 100); do [ $(cat $B/state) = $1 ] && return; sleep 0.1; done; echo \"not $1\"; cat $B/state; return 1; }\n\
+    state() { for i in $(seq 100); do [ $(cat $B/state) = $1 ] && return; sleep 0.1; done; \
+        echo \"not $1\"; cat $B/state; return 1; }\n\
     sum() { echo sum $(dd if=/dev/rnbd0 bs=64k iflag=direct count=$1 status=none | md5sum); }\n\
     at() { cut -d. -f1 /proc/uptime; }\n\
     neighbour() { for i in $(seq 50); do (echo > /dev/udp/$2/9) 2>/dev/null || true; \

@@ -42,9 +42,12 @@ const EQUAL: &str = "\
 /// The writer fails; both paths and the device come back by themselves, and what was flushed is there.
 const BACK: &str = "\
     start=$(at); for i in $(seq 1200); do [ -e /tmp/writer ] && break; sleep 0.1; done; cat /tmp/writer\n\
-    grep -q 'Input/output error' /tmp/writer; failed=$(at); for i in $(seq 1800); do [ $(cat $B/state) = open ] && break; sleep 0.1; done\n\
-    state open; open=$(at); up 2 1200; echo times: failed after $((failed-start)) s, open after $((open-start)) s, both paths after $(($(at)-start)) s\n\
-    for p in $P0 $P1; do echo reconnects $(cat $S/$p/stats/reconnects); [ \"$(cut -d' ' -f1 < $S/$p/stats/reconnects)\" = 1 ]; done\n\
+    grep -q 'Input/output error' /tmp/writer; failed=$(at)\n\
+    for i in $(seq 1800); do [ $(cat $B/state) = open ] && break; sleep 0.1; done\n\
+    state open; open=$(at); up 2 1200\n\
+    echo times: failed after $((failed-start)) s, open after $((open-start)) s, both paths after $(($(at)-start)) s\n\
+    for p in $P0 $P1; do echo reconnects $(cat $S/$p/stats/reconnects)\n\
+        [ \"$(cut -d' ' -f1 < $S/$p/stats/reconnects)\" = 1 ]; done\n\
     equal; other; sum 64; echo normal > $B/unmap_device\n";
 
 /// The server is killed with both paths under load. The client's requests fail when it has noticed, and it connects anew

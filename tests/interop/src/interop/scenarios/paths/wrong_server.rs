@@ -29,7 +29,8 @@ pub(super) fn list() -> Vec<Scenario> {
 /// The path is refused with ENXIO and not listed; the session goes on with the one that it has.
 const ADD: &str = "\
     map_by path=$P0; up 1 100; head -c 1048576 /dev/urandom > /tmp/a\n\
-    (while [ ! -e /tmp/stop ]; do dd if=/tmp/a of=/dev/rnbd0 bs=64k oflag=direct status=none || echo failed; done) >/tmp/writer 2>&1 &\n\
+    (while [ ! -e /tmp/stop ]; do dd if=/tmp/a of=/dev/rnbd0 bs=64k oflag=direct status=none || echo failed; done) \
+        >/tmp/writer 2>&1 &\n\
     for i in 1 2 3; do refused 'No such device or address' $P1 $C/add_path; [ \"$(ls $S)\" = $P0 ]; done\n\
     touch /tmp/stop; wait; cat /tmp/writer; [ ! -s /tmp/writer ]; rm -f /tmp/stop\n\
     cmp -n 1048576 /tmp/a /dev/rnbd0; paths; up 1 0; sum 16; echo normal > $B/unmap_device\n";
