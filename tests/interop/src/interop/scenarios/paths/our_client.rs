@@ -176,7 +176,12 @@ impl Fio {
         let (size, uri) = (format!("--size={USED}M"), format!("--uri={}", mapping.url));
         let mut fio = Command::new("fio");
         fio.args(["--thread", "--name=job", "--ioengine=nbd", "--iodepth=8", &size, &uri]);
-        fio.args(["--verify=crc32c", "--verify_interval=4096", "--verify_fatal=1"]);
+        fio.args([
+            "--verify=crc32c",
+            "--verify_interval=4096",
+            "--verify_fatal=1",
+            "--verify_state_save=0",
+        ]);
         Proc::spawn(name, fio.args(options), &c.dir)
     }
 
