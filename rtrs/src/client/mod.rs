@@ -20,6 +20,7 @@ mod post;
 pub mod request;
 mod session;
 mod share;
+mod silence;
 pub mod state;
 pub mod status;
 mod terms;

@@ -80,7 +80,7 @@ impl Bed {
                 uuid: Uuid::draw(&mut |_| ()),
             };
             let mut path = Path::new(ID, index, joining, &config, Share::default());
-            path.latency = Some(Duration::from_micros(index.into()));
+            path.questions.latency = Some(Duration::from_micros(index.into()));
             (path.state, path.terms) = (PathState::Connected, Some(terms));
             (path.device, path.pd, path.cq) = (Some(DeviceIx(0)), Some(pd), Some(cq));
             for _ in 0..2 {
@@ -120,6 +120,8 @@ impl Bed {
             failure: None,
             why: PathError::Closed,
             ended: 0,
+            look_at: None,
+            others_busy: None,
         };
         Self {
             provider,
