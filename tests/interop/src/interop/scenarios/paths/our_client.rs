@@ -123,7 +123,7 @@ impl Load {
 
     const fn options(self) -> &'static [&'static str] {
         match self {
-            Self::Both => &["--rw=randwrite", "--verify_backlog=256", "--serialize_overlap=1"],
+            Self::Both => &["--rw=randwrite", "--verify_backlog=32"],
             Self::Reads => &["--rw=randread"],
             Self::Writes => &["--rw=randwrite", "--do_verify=0"],
         }
@@ -138,7 +138,8 @@ impl Load {
     }
 }
 
-/// fio on a mapping: blocks of 4 to 128 KiB, eight at a time, each 4 KiB of them with their place and a checksum.
+/// fio on a mapping: blocks of 4 to 128 KiB, each 4 KiB of them with their place and a checksum, by eight jobs, each with two
+/// requests under way in a part of its own. At its rate a job would wait for one request that is stuck before it goes on.
 pub(super) struct Fio {
     process: Proc,
     report: PathBuf,
@@ -148,16 +149,20 @@ pub(super) struct Fio {
 impl Fio {
     /// Fills what of the disk is used, so that all of it can be verified.
     pub(super) fn fill(c: &Ctx<'_>, mapping: &Mapping) -> Result<(), Error> {
-        let options = ["--rw=write", "--do_verify=0", "--bs=64k"];
-        Self::spawn(c, mapping, "fill", &options)?.finish(Duration::from_secs(300))?;
+        Self::whole(c, mapping, "fill", &["--rw=write", "--do_verify=0"])?.finish(Duration::from_secs(300))?;
         Ok(())
     }
 
     /// Reads that, and verifies it.
     pub(super) fn verify(c: &Ctx<'_>, mapping: &Mapping) -> Result<(), Error> {
-        let options = ["--rw=read", "--bs=64k"];
-        Self::spawn(c, mapping, "verify", &options)?.finish(Duration::from_secs(300))?;
+        Self::whole(c, mapping, "verify", &["--rw=read"])?.finish(Duration::from_secs(300))?;
         Ok(())
+    }
+
+    fn whole(c: &Ctx<'_>, mapping: &Mapping, name: &str, options: &[&str]) -> Result<Proc, Error> {
+        let size = format!("--size={USED}M");
+        let options = [options, &["--iodepth=8", "--bs=64k", &size]].concat();
+        Self::spawn(c, mapping, name, &options)
     }
 
     /// Begins, at a rate that a busy guest and the capture can bear.
@@ -165,7 +170,10 @@ impl Fio {
         let name = format!("fio-{load:?}").to_lowercase();
         let report = c.dir.join(format!("{name}.json"));
         let output = format!("--output={}", report.display());
-        let mut options = vec!["--bsrange=4k-128k", "--time_based", "--runtime=3600", "--rate=3m,3m"];
+        let part = USED / 8;
+        let [size, apart] = ["size", "offset_increment"].map(|option| format!("--{option}={part}M"));
+        let mut options = vec!["--numjobs=8", "--iodepth=2", &size, &apart, "--rate=400k,400k"];
+        options.extend(["--bsrange=4k-128k", "--time_based", "--runtime=3600"]);
         options.extend(["--output-format=json", &output]);
         options.extend(load.options());
         let process = Self::spawn(c, mapping, &name, &options)?;
@@ -173,9 +181,9 @@ impl Fio {
     }
 
     fn spawn(c: &Ctx<'_>, mapping: &Mapping, name: &str, options: &[&str]) -> Result<Proc, Error> {
-        let (size, uri) = (format!("--size={USED}M"), format!("--uri={}", mapping.url));
+        let uri = format!("--uri={}", mapping.url);
         let mut fio = Command::new("fio");
-        fio.args(["--thread", "--name=job", "--ioengine=nbd", "--iodepth=8", &size, &uri]);
+        fio.args(["--thread", "--name=job", "--ioengine=nbd", &uri]);
         fio.args([
             "--verify=crc32c",
             "--verify_interval=4096",
