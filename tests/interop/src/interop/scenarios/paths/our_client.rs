@@ -37,7 +37,7 @@ pub(super) fn list() -> Vec<Scenario> {
 pub(super) const DISK: &str = "ram0";
 
 /// What of it is used, from its start, MiB.
-const USED: usize = 16;
+const USED: usize = 32;
 
 /// The longest that a request may take when its path goes: 7 s until heartbeats tell, and what a busy machine adds.
 pub(super) const PATIENCE: Duration = Duration::from_secs(15);
@@ -123,9 +123,15 @@ impl Load {
 
     const fn options(self) -> &'static [&'static str] {
         match self {
-            Self::Both => &["--rw=randwrite", "--verify_backlog=32"],
-            Self::Reads => &["--rw=randread"],
-            Self::Writes => &["--rw=randwrite", "--do_verify=0"],
+            Self::Both => &[
+                "--rw=randwrite",
+                "--verify_backlog=32",
+                "--rate=400k,400k",
+                "--bsrange=4k-128k",
+            ],
+            // It ends when it has read all, after 40 s.
+            Self::Reads => &["--rw=randread", "--rate=100k", "--bsrange=4k-64k"],
+            Self::Writes => &["--rw=randwrite", "--do_verify=0", "--rate=400k", "--bsrange=4k-128k"],
         }
     }
 
@@ -138,7 +144,7 @@ impl Load {
     }
 }
 
-/// fio on a mapping: blocks of 4 to 128 KiB, each 4 KiB of them with their place and a checksum, by eight jobs, each with two
+/// fio on a mapping: blocks of many sizes, each 4 KiB of them with their place and a checksum, by eight jobs, each with two
 /// requests under way in a part of its own. At its rate a job would wait for one request that is stuck before it goes on.
 pub(super) struct Fio {
     process: Proc,
@@ -172,8 +178,8 @@ impl Fio {
         let output = format!("--output={}", report.display());
         let part = USED / 8;
         let [size, apart] = ["size", "offset_increment"].map(|option| format!("--{option}={part}M"));
-        let mut options = vec!["--numjobs=8", "--iodepth=2", &size, &apart, "--rate=400k,400k"];
-        options.extend(["--bsrange=4k-128k", "--time_based", "--runtime=3600"]);
+        let mut options = vec!["--numjobs=8", "--iodepth=2", &size, &apart];
+        options.extend(["--time_based", "--runtime=3600"]);
         options.extend(["--output-format=json", &output]);
         options.extend(load.options());
         let process = Self::spawn(c, mapping, &name, &options)?;
