@@ -128,7 +128,10 @@ fn a_lossy_wire_loses_what_it_counts() {
     // The kernel may ask for a hardware address again, and nothing else.
     let others = c.taken - before.taken - 10_000;
     assert!(others <= 2, "{c:?}");
-    assert!((received..=received + others).contains(&(c.delivered - before.delivered)), "{c:?}");
+    assert!(
+        (received..=received + others).contains(&(c.delivered - before.delivered)),
+        "{c:?}"
+    );
     assert_eq!(c.delivered, c.taken + c.repeated - c.lost);
     assert!((200..450).contains(&c.lost) && (60..140).contains(&c.repeated), "{c:?}");
 }
