@@ -61,8 +61,11 @@ impl Namespace {
         Running::steered_by(command, format!("ferroce-steered {args:?}"))
     }
 
-    /// Runs `ip` in it.
-    fn ip(&self, args: &str) {
+    /// Runs `ip` in it, with arguments that have a space between them.
+    ///
+    /// # Panics
+    /// When it fails.
+    pub fn ip(&self, args: &str) {
         let status = self.command("ip".as_ref()).args(args.split(' ')).status();
         assert!(status.is_ok_and(|status| status.success()), "ip {args}");
     }

@@ -35,7 +35,7 @@ impl Lab {
         let image = image(dir.path(), "disk.img", bytes);
         let server = fresh_address();
         let serving = Some(start(server, &image, serve_more));
-        let mut more = vec!["--on-loss", "queue", "--reconnect-delay", "0.2"];
+        let mut more = vec!["--device", "disk.img", "--on-loss", "queue", "--reconnect-delay", "0.2"];
         more.extend(map_more);
         let args = map_args(fresh_address(), &server.to_string(), &dir.path().join("nbd"), &more);
         let mut map = Running::steered(Path::new(env!("CARGO_BIN_EXE_ferroce-steered")), &args);
@@ -81,7 +81,9 @@ impl Lab {
 }
 
 fn start(server: Ipv4Addr, image: &Path, more: &[&str]) -> Running {
-    serve(server, &[format!("disk={}", image.display())], more).0
+    // A server with a folder begins without the image, too.
+    let folder = image.parent().unwrap().display().to_string();
+    serve(server, &[], &[&["--export-dir", &folder], more].concat()).0
 }
 
 fn wait_until(what: &str, mut is: impl FnMut() -> bool) {
@@ -168,8 +170,8 @@ fn an_image_has_grown_and_shrunk_meanwhile() {
         let mut new = lab.client();
         assert_eq!(new.size, (mib * MIB) as u64);
         let last = ((mib * MIB) - 4096) as u64;
+        new.write(last, &pattern(7, 4096)).unwrap();
         for client in [&mut new, &mut old] {
-            client.write(last, &pattern(7, 4096)).unwrap();
             assert!(client.read(0, MIB).unwrap() == pattern(mib as u64, MIB));
             let beyond = client.write(last + 4096, &[1; 4096]);
             assert!(matches!(beyond, Err(Error::Refused(_))), "{beyond:?}");

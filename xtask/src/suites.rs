@@ -62,7 +62,7 @@ const ALONE: [(&str, &str); 5] = [
 /// Ignored tests that need programs of others, or rights: packages.
 const CLIENTS_OF: [&str; 4] = ["rnbd-disk", "rnbd-host", "ferroce-tests", "ferroce-wire"];
 /// Those of them that make a namespace, mount a file system or set up a loop device.
-const PRIVILEGED: [&str; 15] = [
+const PRIVILEGED: [&str; 16] = [
     "a_block_device_has_its_own_geometry",
     "a_block_device_is_written_discarded_and_zeroed",
     "a_cut_network_is_left_for_the_other_and_taken_again",
@@ -72,6 +72,7 @@ const PRIVILEGED: [&str; 15] = [
     "a_full_disk_is_an_error_and_what_was_flushed_stays",
     "a_lossy_wire_loses_what_it_counts",
     "a_read_only_block_device_is_not_opened_for_writing",
+    "addresses_of_both_ip_versions_come_and_go_at_several_loops",
     "closing_an_image_file_makes_it_durable",
     "flaps_leave_nothing_behind",
     "flush_and_fua_leave_nothing_behind_in_memory",
@@ -211,7 +212,8 @@ fn build(args: &TestArgs, rows: &mut Vec<Row>) -> Result<Option<Built>> {
             // What can not be installed is told by the suite that needs it.
             scope.spawn(|| {
                 let _ = args.needed().is_empty() || tools::ensure(&args.needed()).is_ok();
-                args.runs(LAB).then(|| process::at_lowest_priority(interop::prepare))
+                args.runs(LAB)
+                    .then(|| process::at_lowest_priority(|| interop::prepare(args.set_name())))
             });
             match args.full() {
                 // What users have.

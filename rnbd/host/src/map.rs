@@ -259,7 +259,7 @@ impl Mapping {
         Self::start_shards(vec![device], config)
     }
 
-    /// The same on several loops, one for each shard of a device ([`LocalDevice::open_shards`], placed by [`Nobody`]). Each has a
+    /// The same on several loops, one for each shard of its devices ([`LocalDevice::open_shards`], placed by [`Nobody`]). Each has a
     /// share of the session, with at least one connection, and NBD clients are spread over them.
     ///
     /// # Errors
@@ -423,7 +423,7 @@ mod tests {
             dst: server,
         };
         let config = MapConfig::new(SessionConfig::new("s", path), "disk", folder.join("nbd"));
-        let devices = LocalDevice::open_shards(&DeviceConfig::new(src), loops, Arc::new(Nobody)).unwrap();
+        let devices = LocalDevice::open_shards(&[DeviceConfig::new(src)], loops, Arc::new(Nobody)).unwrap();
         Mapping::start_shards(devices, config).unwrap()
     }
 

@@ -131,7 +131,7 @@ impl Serving {
         Self::run(vec![device], config, None)
     }
 
-    /// The same on several loops, one for each shard of a device ([`LocalDevice::open_shards`]) that was opened with this gate.
+    /// The same on several loops, one for each shard of its devices ([`LocalDevice::open_shards`]) that were opened with this gate.
     /// The connections of each session are spread over them.
     ///
     /// # Errors
@@ -199,7 +199,7 @@ impl Serving {
         Ok(this)
     }
 
-    /// Where it listens.
+    /// Where it listens, at the first of its addresses.
     pub fn local_addr(&self) -> SocketAddr {
         self.local
     }
@@ -337,7 +337,7 @@ mod tests {
             grace: Duration::from_secs(3600),
         };
         let gate = Gate::new(&config.rtrs, loops);
-        let devices = LocalDevice::open_shards(&DeviceConfig::new(addr), loops, gate.clone()).unwrap();
+        let devices = LocalDevice::open_shards(&[DeviceConfig::new(addr)], loops, gate.clone()).unwrap();
         Serving::start_shards(devices, config, &gate).unwrap()
     }
 

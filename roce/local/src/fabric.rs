@@ -123,7 +123,7 @@ pub struct Fabric<P> {
     pub(crate) ports: P,
     pub(crate) config: FabricConfig,
     pub(crate) now: Instant,
-    caps: Vec<DeviceCaps>,
+    pub(crate) caps: Vec<DeviceCaps>,
     devices: Vec<Device>,
     pub(crate) pds: Slots<Pd>,
     pub(crate) mrs: Slots<Mr>,

@@ -56,8 +56,10 @@ pub(super) struct Session {
     why: PathError,
     /// At home: other shares of which nothing is left.
     ended: usize,
-    /// At home: when paths are compared next.
+    /// When paths are compared next; elsewhere, when home is told again that requests are under way.
     pub(super) look_at: Option<Instant>,
+    /// At home: until then other shares have requests under way.
+    pub(super) others_busy: Option<Instant>,
 }
 
 impl Session {
@@ -103,6 +105,7 @@ impl Session {
             why: PathError::Closed,
             ended: 0,
             look_at: None,
+            others_busy: None,
         }
     }
 
@@ -120,6 +123,7 @@ impl Session {
             Word::Add { path, joining } => self.join_path(env, path.into(), joining),
             Word::Policy(policy) => self.set_policy(env, policy),
             Word::Close | Word::CloseAsked => self.close(env),
+            Word::Watch => self.watch_for_others(env),
             Word::Ended => {
                 self.ended += 1;
                 self.look_over(env);
@@ -514,6 +518,10 @@ impl Session {
                     let why = self.paths[index].why();
                     self.news(env, index, PathNews::Closed(why));
                 }
+                // With the last path the session may go, and of that nothing is told after its end.
+                if !self.paths[index].commands.is_empty() {
+                    self.answer_commands(env, index);
+                }
                 self.path_closed(env, index);
             }
         }
@@ -564,6 +572,9 @@ impl Session {
     }
 
     fn path_down(&mut self, env: &mut Env<'_, '_>, why: PathError) {
+        // There may be nothing left to compare.
+        self.look_at = None;
+        self.watch(env);
         if self.paths.iter().any(Path::is_up) {
             return;
         }

@@ -11,7 +11,7 @@ use roce_verbs::Instant;
 
 use crate::{
     PathError,
-    client::{env::Env, path::Path, session::Session},
+    client::{env::Env, letter::Word, path::Path, session::Session},
 };
 
 /// Between two looks at the paths.
@@ -59,7 +59,7 @@ impl Questions {
 
     /// For how long it may be silent.
     fn patience(&self) -> Duration {
-        self.latency.map_or(UNMEASURED, |time| SILENCE.max(time * ROUND_TRIPS))
+        self.usual.map_or(UNMEASURED, |time| SILENCE.max(time * ROUND_TRIPS))
     }
 
     /// It is silent for longer than it may be: since when, and how long.
@@ -78,11 +78,21 @@ impl Questions {
 }
 
 impl Session {
-    /// Requests are under way: from now on paths are compared, if there are several.
-    pub(super) fn watch(&mut self, env: &Env<'_, '_>) {
-        if self.look_at.is_none() && env.share.is_home() && self.paths.iter().filter(|path| path.is_up()).count() > 1 {
-            self.look_at = Some(env.cx.now + LOOK);
+    /// Requests are under way: from now on paths are compared, if there are several. Home does it, for all shares.
+    pub(super) fn watch(&mut self, env: &mut Env<'_, '_>) {
+        if self.look_at.is_some() || self.paths.iter().filter(|path| path.is_up()).count() < 2 {
+            return;
         }
+        self.look_at = Some(env.cx.now + LOOK);
+        if !env.share.is_home() {
+            env.tell_home(self.id, Word::Watch);
+        }
+    }
+
+    /// Another share has requests under way.
+    pub(super) fn watch_for_others(&mut self, env: &mut Env<'_, '_>) {
+        self.others_busy = Some(env.cx.now + 2 * LOOK);
+        self.watch(env);
     }
 
     /// Compares the paths, when it is time, and gives those up that are silent beside others.
@@ -91,8 +101,14 @@ impl Session {
         if self.look_at.take_if(|at| *at <= now).is_none() {
             return;
         }
-        // Requests of other shares are not known here.
-        let busy = env.share.count() > 1 || self.lane.loads.iter().any(|load| *load > 0);
+        let mut busy = self.lane.loads.iter().any(|load| *load > 0);
+        if !env.share.is_home() {
+            if busy {
+                self.watch(env);
+            }
+            return;
+        }
+        busy |= self.others_busy.is_some_and(|until| until > now);
         let open = self.paths.iter().any(|path| path.is_up() && path.questions.is_open());
         if !busy && !open {
             return;

@@ -123,7 +123,7 @@ fn fields(value: Value) -> Map<String, Value> {
 
 /// Objects that the loops have, and packets.
 fn loops_shown(stats: &LoopStats) -> Value {
-    let (usage, port) = (&stats.usage, &stats.device.port);
+    let (usage, port) = (&stats.usage, stats.device().port);
     json!({
         "pds": usage.pds,
         "mrs": usage.mrs,
@@ -133,7 +133,7 @@ fn loops_shown(stats: &LoopStats) -> Value {
         "cms": usage.cms,
         "packets_sent": port.tx_packets,
         "packets_received": port.rx_packets,
-        "retransmits": stats.device.retransmits(),
+        "retransmits": stats.device().retransmits(),
     })
 }
 

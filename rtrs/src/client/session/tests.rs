@@ -121,6 +121,7 @@ impl Bed {
             why: PathError::Closed,
             ended: 0,
             look_at: None,
+            others_busy: None,
         };
         Self {
             provider,

@@ -1,6 +1,15 @@
 //! 10: sessions with several paths, over two networks; what becomes of them when a network or the other end goes.
 
+mod flaps;
 mod kernel_client;
+mod orders;
+mod our_client;
+mod our_flaps;
+mod our_restart;
+mod our_wrong_server;
+mod policies;
+mod restart;
+mod wrong_server;
 
 use std::time::Duration;
 
@@ -10,7 +19,21 @@ use super::{Ctx, Scenario};
 use crate::Error;
 
 pub(super) fn list() -> Vec<Scenario> {
-    kernel_client::list()
+    let lists = [
+        kernel_client::list(),
+        orders::list(),
+        wrong_server::list(),
+        flaps::list(),
+        restart::list(),
+    ];
+    let ours = [
+        our_client::list(),
+        our_flaps::list(),
+        our_restart::list(),
+        our_wrong_server::list(),
+        policies::list(),
+    ];
+    lists.into_iter().chain(ours).flatten().collect()
 }
 
 /// How the second network goes.
@@ -48,17 +71,24 @@ fn script(c: &mut Ctx<'_>, text: &str, seconds: u32) -> Result<String, Error> {
     result.map_err(|e| format!("{e}\ndmesg:\n{}", guest.dmesg()).into())
 }
 
-/// The longest that a request of fio took; an error unless all went well.
+/// The longest that a request of fio took, which wrote and read; an error unless all went well.
 fn longest(report: &str) -> Result<Duration, Error> {
+    longest_of(report, &["read", "write"])
+}
+
+/// The same of one that did these.
+fn longest_of(report: &str, ways: &[&str]) -> Result<Duration, Error> {
     let json = report.find('{').map_or("", |at| &report[at..]);
     let all: Value = serde_json::from_str(json).map_err(|e| format!("fio left no report: {e}: {report}"))?;
     let job = &all["jobs"][0];
     let number = |way: &str, what: &str| job[way][what].as_u64().unwrap_or_default();
-    if job["error"] != 0 || number("write", "total_ios") == 0 || number("read", "total_ios") == 0 {
+    if job["error"] != 0 || ways.iter().any(|way| number(way, "total_ios") == 0) {
         return Err(format!("fio: {report}").into());
     }
-    let ways = ["read", "write"].map(|way| job[way]["lat_ns"]["max"].as_u64().unwrap_or_default());
-    Ok(Duration::from_nanos(ways[0].max(ways[1])))
+    let longest = ways
+        .iter()
+        .map(|&way| job[way]["lat_ns"]["max"].as_u64().unwrap_or_default());
+    Ok(Duration::from_nanos(longest.max().unwrap_or_default()))
 }
 
 #[cfg(test)]
