@@ -154,10 +154,16 @@ impl Fio {
 
     /// Begins, at a rate that a busy guest and the capture can bear.
     pub(super) fn start(c: &Ctx<'_>, mapping: &Mapping, load: Load) -> Result<Self, Error> {
+        Self::start_at(c, mapping, load, "3m,3m")
+    }
+
+    /// The same, at this rate.
+    pub(super) fn start_at(c: &Ctx<'_>, mapping: &Mapping, load: Load, rate: &str) -> Result<Self, Error> {
+        let rate = format!("--rate={rate}");
         let name = format!("fio-{load:?}").to_lowercase();
         let report = c.dir.join(format!("{name}.json"));
         let output = format!("--output={}", report.display());
-        let mut options = vec!["--bsrange=4k-128k", "--time_based", "--runtime=3600", "--rate=3m,3m"];
+        let mut options = vec!["--bsrange=4k-128k", "--time_based", "--runtime=3600", &rate];
         options.extend(["--output-format=json", &output]);
         options.extend(load.options());
         let process = Self::spawn(c, mapping, &name, &options)?;
