@@ -176,7 +176,7 @@ impl Fio {
         Self::start_with(c, mapping, load, &[])
     }
 
-    /// The same, with further options, which go before the load's.
+    /// The same, with further options. Of an option that is there twice fio takes the last.
     pub(super) fn start_with(c: &Ctx<'_>, mapping: &Mapping, load: Load, more: &[&str]) -> Result<Self, Error> {
         let name = format!("fio-{load:?}").to_lowercase();
         let report = c.dir.join(format!("{name}.json"));
