@@ -2,10 +2,15 @@
 //!
 //! The heartbeat of a path ends it after seconds, as a server may be busy, paused or moved, and with one path nothing is gained by
 //! giving it up sooner. With several the server shows by the others that it lives. So while requests are under way, all paths that are
-//! up are asked every [`LOOK`]. One that leaves a question unanswered for [`SILENCE`], and longer if its answers usually take long, is
-//! given up if the server has meanwhile answered a later question by another path. A server that is merely slow is slow by all of them.
+//! up are asked every [`LOOK`]. One that leaves a question unanswered for [`SILENCE`], and longer if its answers usually take long, and
+//! by which nothing else has come in that time, is given up if the server has meanwhile answered a later question by another path. A
+//! server that is merely slow is slow by all of them.
+//!
+//! A path is asked again while it owes answers: what comes behind a lost answer makes our queue pair ask for that (a NAK), while the
+//! server's timeout may be seconds.
 
 use core::time::Duration;
+use std::collections::VecDeque;
 
 use roce_verbs::Instant;
 
@@ -23,14 +28,18 @@ const SILENCE: Duration = Duration::from_millis(400);
 const ROUND_TRIPS: u32 = 4;
 /// What a path is given that was not measured yet.
 const UNMEASURED: Duration = Duration::from_secs(2);
+/// Answers that a path may owe before it is not asked any more.
+const MAX_OWED: usize = 32;
 
-/// Questions and answers of a path: heartbeats.
-#[derive(Clone, Copy, Debug, Default)]
+/// Questions and answers of a path: heartbeats. Answers come in the order of their questions.
+#[derive(Clone, Debug, Default)]
 pub(super) struct Questions {
-    /// When the one went that waits for its answer.
-    asked: Option<Instant>,
+    /// When those went that wait for their answers.
+    asked: VecDeque<Instant>,
     /// When the one went that was answered last.
     answered: Option<Instant>,
+    /// When anything has come by the path.
+    heard: Instant,
     /// Round trip of the last one.
     pub(super) latency: Option<Duration>,
     /// What a round trip takes, one with another.
@@ -38,19 +47,28 @@ pub(super) struct Questions {
 }
 
 impl Questions {
-    /// One goes. The first that is not answered counts.
-    pub(super) fn ask(&mut self, now: Instant) {
-        self.asked.get_or_insert(now);
+    /// One goes. `false`: too many are unanswered.
+    pub(super) fn ask(&mut self, now: Instant) -> bool {
+        let may = self.asked.len() < MAX_OWED;
+        if may {
+            self.asked.push_back(now);
+        }
+        may
+    }
+
+    /// Something has come, whatever it is.
+    pub(super) fn heard(&mut self, now: Instant) {
+        self.heard = now;
     }
 
     /// One is on its way.
     fn is_open(&self) -> bool {
-        self.asked.is_some()
+        !self.asked.is_empty()
     }
 
-    /// The answer has come, and after which time; `None` if nothing was asked.
+    /// An answer has come, and after which time; `None` if nothing was asked.
     pub(super) fn answer(&mut self, now: Instant) -> Option<Duration> {
-        let asked = self.asked.take()?;
+        let asked = self.asked.pop_front()?;
         let time = now.saturating_since(asked);
         (self.answered, self.latency) = (Some(asked), Some(time));
         self.usual = Some(self.usual.map_or(time, |usual| (usual * 7 + time) / 8));
@@ -64,7 +82,7 @@ impl Questions {
 
     /// It is silent for longer than it may be: since when, and how long.
     fn silent(&self, now: Instant) -> Option<(Instant, Duration)> {
-        let since = self.asked?;
+        let since = self.heard.max(*self.asked.front()?);
         let time = now.saturating_since(since);
         (time >= self.patience()).then_some((since, time))
     }
@@ -126,9 +144,7 @@ impl Session {
             self.settle(env, index, reports);
         }
         for path in self.paths.iter_mut().filter(|path| path.is_up()) {
-            if !path.questions.is_open() {
-                path.ask(env);
-            }
+            path.ask(env);
         }
     }
 
@@ -161,6 +177,30 @@ mod tests {
         path.ask(at(2500));
         assert_eq!(path.silent(at(2999)), None);
         assert_eq!(path.silent(at(3000)), Some((at(2000), Duration::from_secs(1))));
+    }
+
+    #[test]
+    fn whatever_comes_is_a_sign_of_life() {
+        let mut path = Questions::default();
+        path.ask(at(0));
+        path.answer(at(1));
+        path.ask(at(100));
+        path.heard(at(450));
+        assert_eq!(path.silent(at(849)), None);
+        assert_eq!(path.silent(at(850)), Some((at(450), SILENCE)));
+    }
+
+    #[test]
+    fn each_answer_belongs_to_the_question_that_has_waited_longest() {
+        let mut path = Questions::default();
+        for n in 0..MAX_OWED as u64 {
+            assert!(path.ask(at(100 * n)));
+        }
+        assert!(!path.ask(at(5000)), "enough is owed");
+        assert_eq!(path.answer(at(5000)), Some(Duration::from_millis(5000)));
+        assert_eq!(path.answer(at(5000)), Some(Duration::from_millis(4900)));
+        assert_eq!(path.silent(at(5000)).map(|(since, _)| since), None, "{path:?}");
+        assert!(path.ask(at(5100)) && path.is_open());
     }
 
     #[test]
