@@ -61,18 +61,22 @@ pub(crate) struct Tally {
 
 /// When there was trouble last.
 struct Troubles {
-    /// With a network alone.
+    /// An outage of a network alone.
     networks: [Instant; NETWORKS as usize],
+    /// Bad weather, in which networks work.
+    weather: Instant,
     /// With both, or a process.
     everything: Instant,
 }
 
 impl Troubles {
     fn last(&self) -> Instant {
-        self.networks.into_iter().fold(self.everything, Instant::max)
+        self.networks
+            .into_iter()
+            .fold(self.everything.max(self.weather), Instant::max)
     }
 
-    /// Whether a network was well all the time from a while before then, and every process.
+    /// Whether a network was whole all the time from a while before then, and every process well.
     fn spare(&self, begun: Instant) -> bool {
         let before = |then: Instant| then + SETTLED < begun;
         before(self.everything) && self.networks.into_iter().any(before)
@@ -126,6 +130,7 @@ impl<'a> Run<'a> {
             calm: true,
             troubles: Troubles {
                 networks: [now; NETWORKS as usize],
+                weather: now,
                 everything: now,
             },
             downs: 0,
@@ -225,8 +230,8 @@ impl<'a> Run<'a> {
                 None => self.troubles.everything = now,
             }
         }
-        for (weather, _) in &self.weather {
-            self.troubles.networks[usize::from(weather.network)] = now;
+        if !self.weather.is_empty() {
+            self.troubles.weather = now;
         }
     }
 
@@ -327,7 +332,7 @@ impl<'a> Run<'a> {
                     if took > FAILOVER {
                         let seconds = took.as_secs_f64();
                         return Err(format!(
-                            "{}: {seconds:.1} s until {at:.3}, with a path that was well: {what}",
+                            "{}: {seconds:.1} s until {at:.3}, with a network that was whole: {what}",
                             device.name
                         ));
                     }
@@ -552,9 +557,12 @@ impl<'a> Run<'a> {
         println!("frames: {}, under way {under_way}", each.join(", "));
         self.tally.long.sort_by_key(|(_, took, _)| std::cmp::Reverse(*took));
         println!(
-            "{} requests took a second or longer; the longest with a path that was well: {:.1} s",
+            "{} requests took a second or longer; the longest with a network that was whole: {}",
             self.tally.long.len(),
-            self.tally.failover.as_secs_f64()
+            match self.tally.failover {
+                Duration::ZERO => "less".to_owned(),
+                took => format!("{:.1} s", took.as_secs_f64()),
+            }
         );
         for (at, took, what) in self.tally.long.iter().take(5) {
             println!("  {:6.1} s until {at:.0} s: {what}", took.as_secs_f64());
