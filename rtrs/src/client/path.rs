@@ -24,9 +24,9 @@ use crate::{
         lane::Lane,
         letter::{Joining, Word},
         policy::Policy,
+        questions::Questions,
         request::SessionId,
         share::{Others, Share},
-        silence::Questions,
         state::{PATH, PathAction, PathEvent, PathState},
         status::{PathCommand, PathId, PathStats},
         terms::Terms,
@@ -478,8 +478,9 @@ impl Path {
     }
 
     /// Anything came from the server.
-    pub(super) fn heard(&mut self) {
+    pub(super) fn heard(&mut self, now: Instant) {
         self.heartbeat.heard();
+        self.questions.heard(now);
     }
 
     /// The connection manager says that a connection is over.
@@ -490,10 +491,11 @@ impl Path {
         self.look_gone();
     }
 
-    /// Asks the server for a sign of life.
+    /// Asks the server for a sign of life, unless it owes many.
     pub(super) fn ask(&mut self, env: &mut Env<'_, '_>) {
-        self.questions.ask(env.cx.now);
-        self.push(env, 0, Post::Imm(Imm::HbMsg));
+        if self.questions.ask(env.cx.now) {
+            self.push(env, 0, Post::Imm(Imm::HbMsg));
+        }
     }
 
     /// The heartbeat was answered.

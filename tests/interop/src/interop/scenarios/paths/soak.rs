@@ -150,7 +150,7 @@ fn our_client_under_trouble(c: &mut Ctx<'_>) -> Result<String, Error> {
         ],
     )?;
     Fio::fill(c, &mapping)?;
-    let mut fio = Fio::start_at(c, &mapping, Load::Both, "1m,1m")?;
+    let mut fio = Fio::start_with(c, &mapping, Load::Both, &["--rate=128k,128k"])?;
     both_carry(c, 20)?;
     let mut trial = Trial::new();
     let until = Instant::now() + LENGTH;
@@ -260,15 +260,17 @@ mod tests {
 
     #[test]
     fn a_path_is_up_unless_it_went_down_last() {
+        const A: &str = "ip:10.77.0.1@ip:10.77.0.254";
+        const B: &str = "ip:10.78.0.1@ip:10.78.0.254";
         let log = tempfile::NamedTempFile::new().unwrap();
-        let paths = ["a".to_owned(), "b".to_owned()];
+        let paths = [A.to_owned(), B.to_owned()];
         let event = |event: &str, path: &str| format!("{{\"event\":\"{event}\",\"path\":\"{path}\"}}\n");
-        let mut text = event("path_down", "a");
+        let mut text = event("path_down", A);
         for (more, up) in [
-            (event("path_down", "b"), false),
-            (event("path_up", "b"), false),
-            (event("path_up", "a"), true),
-            (event("path_down", "b"), false),
+            (event("path_down", B), false),
+            (event("path_up", B), false),
+            (event("path_up", A), true),
+            (event("path_down", B), false),
         ] {
             text += &more;
             std::fs::write(log.path(), &text).unwrap();
