@@ -9,8 +9,11 @@ use std::{
 
 use clap::Args;
 use rnbd::{block::Geometry, client::error::MapError, proto::AccessMode};
-use rnbd_host::map::{MapConfig, MapEvent, MapFailure, MapStats, Mapping, Nobody};
-use roce::{DeviceStats, LocalDevice, iface};
+use rnbd_host::{
+    LoopStats,
+    map::{MapConfig, MapEvent, MapFailure, MapStats, Mapping, Nobody},
+};
+use roce::{LocalDevice, iface};
 use rtrs::{
     PathError,
     addr::PathAddr,
@@ -19,6 +22,7 @@ use rtrs::{
 use serde_json::json;
 
 use crate::{
+    Steering,
     map_news::{self, PathArgs},
     output::{self, Failure},
     report::{Moved, ReportArgs, Reporter},
@@ -42,7 +46,7 @@ Examples:
   ferroce map --session backup --path 192.0.2.7 --device disk --nbd /run/disk.sock
   ferroce map --session test --path 127.0.0.2,127.0.0.1 --device disk --nbd disk.sock --ro
   ferroce map --session copy --path 192.0.2.7 --device disk --nbd disk.sock --threads 4
-  ferroce map --session two --path 192.0.2.1,192.0.2.7 --path 198.51.100.1,198.51.100.7 --device disk --nbd disk.sock --on-loss queue
+  ferroce map --session two --path 192.0.2.1,192.0.2.7 --path 198.51.100.1,198.51.100.7 --device disk --nbd disk.sock --on-loss queue --threads 2
   qemu-img convert -p -O raw 'nbd+unix:///?socket=disk.sock' copy.img
 
 NBD clients find the device under its name and under the empty one; 16 may be connected at a time, at all loops together.
@@ -55,7 +59,7 @@ pub(crate) struct MapArgs {
     #[arg(long, value_name = "NAME")]
     session: String,
     /// Our address (optional) and the server's, perhaps with port; or as the kernel writes it: ip:SRC,ip:DST. Several times: as many
-    /// paths, up to 128. Requests are spread over them, and those of one that is lost go by the others
+    /// paths, up to 128, which may be from several of our addresses. Requests are spread over them, and those of one that is lost go by the others
     #[arg(long = "path", value_name = "[SRC,]DST[:1234]", value_parser = path, required = true)]
     paths: Vec<PathAddr>,
     /// Device to open, as the server calls it
@@ -117,13 +121,8 @@ impl MapArgs {
         let mut sources: Vec<IpAddr> = ways.iter().filter_map(|way| way.src).collect();
         sources.sort_unstable();
         sources.dedup();
-        match (&sources[..], self.threads) {
-            (_, 1) => Ok(vec![self.transport.open_all(&sources)?]),
-            ([source], loops) => self.transport.open_shards(*source, loops.into(), Arc::new(Nobody)),
-            _ => Err(Failure::usage(
-                "paths from several of our addresses go with one loop (--threads 1)",
-            )),
-        }
+        self.transport
+            .open_shards(&sources, self.threads.into(), Arc::new(Nobody))
     }
 
     fn config(&self, ways: Vec<PathAddr>) -> MapConfig {
@@ -203,11 +202,11 @@ fn failure(args: &MapArgs, e: MapFailure) -> Failure {
 }
 
 /// Runs the command.
-pub(crate) fn run(args: &MapArgs) -> Result<(), Failure> {
-    args.report.end(map(args))
+pub(crate) fn run(args: &MapArgs, steering: &dyn Steering) -> Result<(), Failure> {
+    args.report.end(map(args, steering))
 }
 
-fn map(args: &MapArgs) -> Result<(), Failure> {
+fn map(args: &MapArgs, steering: &dyn Steering) -> Result<(), Failure> {
     let stop = Stop::on_signals()?;
     let mut reporter = args.report.reporter();
     let ways = args.ways()?;
@@ -215,6 +214,7 @@ fn map(args: &MapArgs) -> Result<(), Failure> {
     config.session.check().map_err(|e| Failure::usage(e.to_string()))?;
     let started = Mapping::start_shards(args.devices(&ways)?, config);
     let mut mapping = started.map_err(|e| Failure::failed(e.to_string()))?;
+    steering.mapping(mapping.control());
     let begun = Instant::now();
     let (mut mapped, mut told, mut stopping) = (false, false, false);
     let mut ticks = Ok(());
@@ -240,20 +240,20 @@ fn map(args: &MapArgs) -> Result<(), Failure> {
                     args.connect_timeout.as_secs_f64()
                 );
             }
-            None if mapped && ticks.is_ok() => ticks = reporter.tick(|| counted(&mapping.stats())),
+            None if mapped && ticks.is_ok() => ticks = reporter.tick(|| counted(mapping.stats())),
             None => {}
         }
     };
     // Nothing is to be told of a device that never was.
     if mapped || ended.is_ok() {
-        let (stats, moved) = counted(&mapping.stats());
+        let (stats, moved) = counted(mapping.stats());
         reporter.summary(&stats, &moved)?;
     }
     ended.map_err(|e| failure(args, e)).and(ticks)
 }
 
 /// What NBD clients have moved, and with how many packets.
-fn counted(stats: &MapStats) -> (DeviceStats, Moved) {
+fn counted(stats: MapStats) -> (LoopStats, Moved) {
     let c = &stats.device;
     let moved = Moved {
         bytes_read: c.read_bytes,
@@ -262,7 +262,7 @@ fn counted(stats: &MapStats) -> (DeviceStats, Moved) {
         failed: c.failed,
         refused: vec![("nbd_turned_away", stats.turned_away)],
     };
-    (stats.turns.device, moved)
+    (stats.turns, moved)
 }
 
 fn announce(args: &MapArgs, reporter: &Reporter, info: &SessionInfo, geometry: &Geometry) -> Result<(), Failure> {

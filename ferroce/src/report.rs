@@ -1,14 +1,18 @@
 //! What `serve` and `map` report while they run: lines for people, or events as JSON.
 
-use std::time::{Duration, Instant};
+use std::{
+    net::IpAddr,
+    time::{Duration, Instant},
+};
 
 use clap::Args;
+use rnbd_host::LoopStats;
 use roce::DeviceStats;
 use serde_json::{Map, Value, json};
 
 use crate::{
     output::{self, Failure},
-    transport::stats_json,
+    transport::{packets_json, stats_json},
     units::seconds,
 };
 
@@ -104,7 +108,7 @@ impl Reporter {
     }
 
     /// Prints statistics when it is time; `counted` gives them.
-    pub(crate) fn tick(&mut self, counted: impl FnOnce() -> (DeviceStats, Moved)) -> Result<(), Failure> {
+    pub(crate) fn tick(&mut self, counted: impl FnOnce() -> (LoopStats, Moved)) -> Result<(), Failure> {
         let now = Instant::now();
         let then = self.last.0;
         if self.every.is_none_or(|every| now.duration_since(then) < every) {
@@ -121,33 +125,50 @@ impl Reporter {
             "read {}/s, written {}/s, {} retransmissions so far",
             rate(moved.bytes_read, before.bytes_read),
             rate(moved.bytes_written, before.bytes_written),
-            stats.retransmits()
+            stats.device().retransmits()
         ))
     }
 
     /// The statistics of the whole run.
-    pub(crate) fn summary(&self, stats: &DeviceStats, moved: &Moved) -> Result<(), Failure> {
-        let text = format!(
-            "{:.1} s: read {}, written {}, {} requests ({} failed); packets sent {}, received {}, retransmissions {}, ICRC \
-             errors {}",
+    pub(crate) fn summary(&self, stats: &LoopStats, moved: &Moved) -> Result<(), Failure> {
+        let mut text = format!(
+            "{:.1} s: read {}, written {}, {} requests ({} failed); {}",
             self.started.elapsed().as_secs_f64(),
             output::bytes(moved.bytes_read),
             output::bytes(moved.bytes_written),
             moved.requests,
             moved.failed,
-            stats.port.tx_packets,
-            stats.port.rx_packets,
-            stats.retransmits(),
-            stats.icrc_errors()
+            packets(&stats.device()),
         );
+        if stats.devices.len() > 1 {
+            for (addr, of_device) in &stats.devices {
+                text.push_str(&format!("\n{addr}: {}", packets(of_device)));
+            }
+        }
         self.event("summary", self.numbers(stats, moved), &text)
     }
 
-    fn numbers(&self, stats: &DeviceStats, moved: &Moved) -> Value {
+    fn numbers(&self, stats: &LoopStats, moved: &Moved) -> Value {
         let mut json = Map::new();
         json.insert("seconds".into(), self.started.elapsed().as_secs_f64().into());
         json.extend(moved.json());
-        json.extend(stats_json(stats));
+        json.extend(stats_json(&stats.device()));
+        let of_device = |(addr, of_device): &(IpAddr, DeviceStats)| {
+            let mut json = packets_json(of_device);
+            json.insert("address".into(), addr.to_string().into());
+            Value::from(json)
+        };
+        json.insert("addresses".into(), stats.devices.iter().map(of_device).collect());
         json.into()
     }
+}
+
+fn packets(stats: &DeviceStats) -> String {
+    format!(
+        "packets sent {}, received {}, retransmissions {}, ICRC errors {}",
+        stats.port.tx_packets,
+        stats.port.rx_packets,
+        stats.retransmits(),
+        stats.icrc_errors()
+    )
 }

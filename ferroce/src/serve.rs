@@ -1,16 +1,20 @@
 //! `ferroce serve`: image files and block devices for RNBD clients.
 
-use std::{net::SocketAddr, time::Duration};
+use std::{
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
 
 use clap::{ArgAction, Args};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use rnbd::server::Limits;
 use rnbd_disk::{Caching, DiskConfig, ExportSpec, Exports, FolderSpec, Image};
 use rnbd_host::{
+    LoopStats,
     gate::Gate,
     serve::{ServeConfig, ServeEvent, ServeStats, Serving},
 };
-use roce::{DeviceStats, LocalDevice, Mtu};
+use roce::{LocalDevice, Mtu};
 use roce_verbs::shown;
 use rtrs::{
     admission::{AccessList, AccessRule},
@@ -19,6 +23,7 @@ use rtrs::{
 use serde_json::{Value, json};
 
 use crate::{
+    Steering,
     output::{self, Failure},
     report::{Moved, ReportArgs, Reporter},
     signals::Stop,
@@ -40,6 +45,7 @@ Examples:
   ferroce serve --listen 192.0.2.7 --export disk=/images/disk.img --export system=/dev/sdb,ro
   ferroce serve --listen 192.0.2.7 --export-dir /images --allow 192.0.2.0/24 --threads 4
   ferroce serve --listen 192.0.2.7 --export disk=disk.img --allow db=192.0.2.8 --allow web=192.0.2.16/28
+  ferroce serve --listen 192.0.2.7 --listen 198.51.100.7 --export disk=disk.img --threads 2
   ferroce serve --listen 127.0.0.1:1234 --export disk=disk.img --pcap trace.pcap
 
 On a Linux client, as root, with rdma_rxe or RoCE hardware and the module rnbd_client:
@@ -49,9 +55,10 @@ Runs until SIGINT or SIGTERM, then ends its sessions and makes everything durabl
 standard output: `listening`, `session_opened` and `session_closed` (`session`, `peer`, and `connections`, how many the \
 client made for its first path), `stats` (with --stats-interval), `error`, and at the end `summary`.")]
 pub(crate) struct ServeArgs {
-    /// Our address, perhaps with port; 0.0.0.0 or :: for all
-    #[arg(long, value_name = "ADDR[:1234]", value_parser = listen)]
-    listen: SocketAddr,
+    /// Our address, perhaps with port; 0.0.0.0 or :: for all. Several times: as many addresses, IPv4 and IPv6; a session's paths may
+    /// lead to several of them
+    #[arg(long, value_name = "ADDR[:1234]", value_parser = listen, required = true)]
+    listen: Vec<SocketAddr>,
     /// An image file or block device and the name that clients ask for; may be given several times. `ro`: nobody may write;
     /// `migrate`: beside a writer a second one gets in if it asks for access mode `migration`, as always with the kernel's
     /// server; a comma in the path is written `,,`
@@ -129,11 +136,32 @@ pub(crate) fn on_off(text: &str) -> Result<bool, String> {
 }
 
 impl ServeArgs {
+    /// The addresses of its devices.
+    fn addrs(&self) -> Result<Vec<IpAddr>, Failure> {
+        let mut addrs = Vec::new();
+        for (index, listen) in self.listen.iter().enumerate() {
+            if self.listen[..index].contains(listen) {
+                return Err(Failure::usage(format!("--listen {listen} is given twice")));
+            }
+            if !addrs.contains(&listen.ip()) {
+                addrs.push(listen.ip());
+            }
+        }
+        Ok(addrs)
+    }
+
+    /// What it is called in messages.
+    fn listens(&self) -> String {
+        let all: Vec<_> = self.listen.iter().map(SocketAddr::to_string).collect();
+        all.join(", ")
+    }
+
     fn config(&self) -> ServerConfig {
         let usual = ServerConfig::default();
         ServerConfig {
-            addr: self.listen.ip(),
-            port: self.listen.port(),
+            addr: self.listen[0].ip(),
+            port: self.listen[0].port(),
+            further: self.listen[1..].to_vec(),
             allow: AccessList::new(self.allow.clone()),
             max_sessions: self.max_sessions.unwrap_or(usual.max_sessions),
             max_sessions_per_client: self.max_sessions_per_client.unwrap_or(usual.max_sessions_per_client),
@@ -172,11 +200,11 @@ fn raise_open_files() {
 }
 
 /// Runs the command.
-pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
-    args.report.end(serve(args))
+pub(crate) fn run(args: &ServeArgs, steering: &dyn Steering) -> Result<(), Failure> {
+    args.report.end(serve(args, steering))
 }
 
-fn serve(args: &ServeArgs) -> Result<(), Failure> {
+fn serve(args: &ServeArgs, steering: &dyn Steering) -> Result<(), Failure> {
     let stop = Stop::on_signals()?;
     raise_open_files();
     let mut reporter = args.report.reporter();
@@ -190,14 +218,15 @@ fn serve(args: &ServeArgs) -> Result<(), Failure> {
         reactor: args.transport.reactor(),
         grace: GRACE,
     };
-    let (mut server, mtu) = start(args, config)?;
-    announce(args, &reporter, mtu)?;
+    let (mut server, mtus) = start(args, config)?;
+    steering.serving(server.control());
+    announce(args, &reporter, &mtus)?;
 
     let mut told = Ok(());
     while !stop.requested() && told.is_ok() {
         told = match server.next(reporter.patience()) {
             Some(event) => tell(&reporter, &event),
-            None => reporter.tick(|| counted(&server.stats().unwrap_or_default())),
+            None => reporter.tick(|| counted(server.stats().unwrap_or_default())),
         };
     }
     let last = server.stats().unwrap_or_default();
@@ -206,30 +235,34 @@ fn serve(args: &ServeArgs) -> Result<(), Failure> {
     for event in &events {
         tell(&reporter, event)?;
     }
-    let (stats, moved) = counted(&last);
+    let (stats, moved) = counted(last);
     reporter.summary(&stats, &moved)?;
     told
 }
 
-/// Starts the loops; also the path MTU.
-fn start(args: &ServeArgs, config: ServeConfig) -> Result<(Serving, Mtu), Failure> {
-    let (addr, loops) = (args.listen.ip(), usize::from(args.threads));
-    let mtu = |device: &mut LocalDevice| device.mtu(0).unwrap_or(Mtu::B1024);
-    let (started, mtu) = match loops {
+/// Starts the loops; also the path MTU of each device.
+fn start(args: &ServeArgs, config: ServeConfig) -> Result<(Serving, Vec<(IpAddr, Mtu)>), Failure> {
+    let (addrs, loops) = (args.addrs()?, usize::from(args.threads));
+    let mtus = |device: &mut LocalDevice| {
+        let all = addrs.iter().enumerate();
+        all.filter_map(|(index, addr)| Some((*addr, device.mtu(index)?)))
+            .collect()
+    };
+    let (started, mtus) = match loops {
         1 => {
-            let mut device = args.transport.open(addr)?;
-            let mtu = mtu(&mut device);
-            (Serving::start(device, config), mtu)
+            let mut device = args.transport.open(&addrs)?;
+            let mtus = mtus(&mut device);
+            (Serving::start(device, config), mtus)
         }
         _ => {
             let gate = Gate::new(&config.rtrs, loops);
-            let mut devices = args.transport.open_shards(addr, loops, gate.clone())?;
-            let mtu = devices.first_mut().map_or(Mtu::B1024, mtu);
-            (Serving::start_shards(devices, config, &gate), mtu)
+            let mut devices = args.transport.open_shards(&addrs, loops, gate.clone())?;
+            let mtus = devices.first_mut().map(mtus).unwrap_or_default();
+            (Serving::start_shards(devices, config, &gate), mtus)
         }
     };
-    let server = started.map_err(|e| Failure::failed(format!("can't serve on {}: {e}", args.listen)))?;
-    Ok((server, mtu))
+    let server = started.map_err(|e| Failure::failed(format!("can't serve on {}: {e}", args.listens())))?;
+    Ok((server, mtus))
 }
 
 /// Reports who came and who went.
@@ -253,7 +286,7 @@ fn tell(reporter: &Reporter, event: &ServeEvent) -> Result<(), Failure> {
 }
 
 /// What clients have moved, and with how many packets.
-fn counted(stats: &ServeStats) -> (DeviceStats, Moved) {
+fn counted(stats: ServeStats) -> (LoopStats, Moved) {
     let c = &stats.rnbd;
     let moved = Moved {
         bytes_read: c.read_bytes,
@@ -270,13 +303,24 @@ fn counted(stats: &ServeStats) -> (DeviceStats, Moved) {
         .filter(|(name, _)| !matches!(*name, "sessions_opened" | "connections_accepted"))
         .collect(),
     };
-    (stats.turns.device, moved)
+    (stats.turns, moved)
 }
 
-fn announce(args: &ServeArgs, reporter: &Reporter, mtu: Mtu) -> Result<(), Failure> {
+fn announce(args: &ServeArgs, reporter: &Reporter, mtus: &[(IpAddr, Mtu)]) -> Result<(), Failure> {
     let config = args.config();
     let mut exports = Vec::new();
-    let mut text = format!("listening on {}, path MTU {}", args.listen, mtu.bytes());
+    let mtu = |listen: &SocketAddr| {
+        let found = mtus.iter().find(|(addr, _)| *addr == listen.ip());
+        found.map_or(Mtu::B1024, |(_, mtu)| *mtu).bytes()
+    };
+    let line = |listen: &SocketAddr| format!("listening on {listen}, path MTU {}", mtu(listen));
+    let mut text = args.listen.iter().map(line).collect::<Vec<_>>().join("\n");
+    let addresses = args.listen.iter().map(|listen| {
+        json!({
+            "address": listen.to_string(),
+            "path_mtu": mtu(listen),
+        })
+    });
     for export in &args.exports {
         let size = Image::open(&export.path, false, args.caching()).map_or(0, |image| image.geometry().size);
         exports.push(json!({
@@ -303,8 +347,9 @@ fn announce(args: &ServeArgs, reporter: &Reporter, mtu: Mtu) -> Result<(), Failu
         text.push_str(&format!("\nexport folder: {folder}"));
     }
     let fields = json!({
-        "address": args.listen.to_string(),
-        "path_mtu": mtu.bytes(),
+        "address": args.listen[0].to_string(),
+        "path_mtu": mtu(&args.listen[0]),
+        "addresses": addresses.collect::<Vec<_>>(),
         "exports": exports,
         "export_dir": folder,
         "queue_depth": config.queue_depth,

@@ -38,7 +38,7 @@ pub(crate) struct TransportArgs {
     /// How long the loop looks for work before it sleeps, at most: microseconds, `auto` (as it pays), or `off`
     #[arg(long, value_name = "US|auto|off", default_value = "auto")]
     spin: SpinMode,
-    /// Write every packet sent and received to this file, which only its owner may read; not through a symbolic link
+    /// Write every packet sent and received, at all addresses, to this file, which only its owner may read; not through a symbolic link
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
 }
@@ -74,30 +74,23 @@ impl TransportArgs {
         }
     }
 
-    /// Opens the device at an address.
-    pub(crate) fn open(&self, addr: IpAddr) -> Result<LocalDevice, Failure> {
-        LocalDevice::open(&[self.config(addr)]).map_err(|e| Failure::failed(e.to_string()))
+    fn configs(&self, addrs: &[IpAddr]) -> Vec<DeviceConfig> {
+        addrs.iter().map(|addr| self.config(*addr)).collect()
     }
 
     /// Opens a device at each of these addresses, for one loop.
-    pub(crate) fn open_all(&self, addrs: &[IpAddr]) -> Result<LocalDevice, Failure> {
-        if addrs.len() > 1 && self.pcap.is_some() {
-            return Err(Failure::usage(
-                "--pcap writes what goes through one address, and the paths have several",
-            ));
-        }
-        let configs: Vec<_> = addrs.iter().map(|addr| self.config(*addr)).collect();
-        LocalDevice::open(&configs).map_err(|e| Failure::failed(e.to_string()))
+    pub(crate) fn open(&self, addrs: &[IpAddr]) -> Result<LocalDevice, Failure> {
+        LocalDevice::open(&self.configs(addrs)).map_err(|e| Failure::failed(e.to_string()))
     }
 
-    /// Opens the device at an address for several loops; `placement` says which gets whose connections.
+    /// Opens a device at each of these addresses for several loops; `placement` says which gets whose connections.
     pub(crate) fn open_shards(
         &self,
-        addr: IpAddr,
+        addrs: &[IpAddr],
         loops: usize,
         placement: Arc<dyn Placement>,
     ) -> Result<Vec<LocalDevice>, Failure> {
-        let opened = LocalDevice::open_shards(&self.config(addr), loops, placement);
+        let opened = LocalDevice::open_shards(&self.configs(addrs), loops, placement);
         opened.map_err(|e| Failure::failed(e.to_string()))
     }
 
@@ -118,13 +111,19 @@ impl TransportArgs {
     }
 }
 
-/// The device's part of a report: the numbers that everybody wants, and all others under `counters`.
-pub(crate) fn stats_json(stats: &DeviceStats) -> Map<String, Value> {
+/// The numbers of a device that everybody wants.
+pub(crate) fn packets_json(stats: &DeviceStats) -> Map<String, Value> {
     let mut json = Map::new();
     json.insert("packets_sent".into(), stats.port.tx_packets.into());
     json.insert("packets_received".into(), stats.port.rx_packets.into());
     json.insert("retransmits".into(), stats.retransmits().into());
     json.insert("icrc_errors".into(), stats.icrc_errors().into());
+    json
+}
+
+/// The devices' part of a report: the numbers that everybody wants, and all others under `counters`.
+pub(crate) fn stats_json(stats: &DeviceStats) -> Map<String, Value> {
+    let mut json = packets_json(stats);
     let mut counters = Map::new();
     counters.extend(stats.port.named().map(|(name, n)| (name.to_owned(), n.into())));
     counters.extend(stats.port.cm.named().map(|(name, n)| (name, n.into())));

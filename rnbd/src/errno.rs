@@ -52,9 +52,11 @@ errnos! {
     EMSGSIZE 90 "Message too long" "More data than one request can have."
     EOPNOTSUPP 95 "Operation not supported" "Not supported by this device."
     ECONNABORTED 103 "Software caused connection abort" "The session was lost."
+    ECONNRESET 104 "Connection reset by peer" "The peer does not speak the protocol, or another version of it."
     ENOTCONN 107 "Transport endpoint is not connected" "The device is not open in this session."
     ESHUTDOWN 108 "Cannot send after transport endpoint shutdown" "Shutting down."
     ETIMEDOUT 110 "Connection timed out" "No answer in time."
+    EHOSTUNREACH 113 "No route to host" "Nobody there, or no way."
     EALREADY 114 "Operation already in progress" "It is so, or is about to be."
     EDQUOT 122 "Disk quota exceeded" "The quota below the image is used up."
 }

@@ -4,7 +4,7 @@ use std::{io, net::IpAddr, os::fd::BorrowedFd, sync::Arc, time::Duration};
 
 use roce_local::{Fabric, FabricConfig, Ports, Usage};
 use roce_mem::MemoryTable;
-use roce_net::{Flush, LocalConfig, LocalDriver, Own, Tap, iface};
+use roce_net::{Flush, LocalConfig, LocalDriver, Own, UdpDatapath, iface};
 use roce_port::{Port, QpnSlot, RxMeta, Steering};
 use roce_verbs::{
     DeviceLimits, Instant, Mtu,
@@ -12,11 +12,20 @@ use roce_verbs::{
 };
 
 use crate::{
-    device::{DeviceConfig, DeviceStats},
+    device::{DeviceConfig, DeviceStats, Services},
     open::{self, Parts},
     shards::{Placement, Shard},
     tap::SharedTap,
 };
+
+/// Who else has an address.
+enum Sharing {
+    Nobody,
+    /// Other processes, and who forwards what reaches this one for another.
+    Processes(Arc<dyn Services>),
+    /// Other loops of this process.
+    Loops(Shard),
+}
 
 /// One address.
 struct Member {
@@ -24,11 +33,14 @@ struct Member {
     mem: Arc<MemoryTable>,
     addr: IpAddr,
     mtu: Mtu,
+    sharing: Sharing,
 }
 
+/// A member, and what state machines are told of it.
+type Opened = (Member, (DeviceLimits, Vec<IpAddr>));
+
 impl Member {
-    /// It, and what state machines are told of it.
-    fn new(config: &DeviceConfig, parts: Parts, own: Option<Own>) -> (Self, (DeviceLimits, Vec<IpAddr>)) {
+    fn new(config: &DeviceConfig, parts: Parts, own: Option<Own>, sharing: Sharing) -> Opened {
         let local = LocalConfig {
             tap: parts.tap,
             own,
@@ -40,8 +52,64 @@ impl Member {
             mem: parts.mem,
             addr,
             mtu: parts.mtu,
+            sharing,
         };
         (member, (parts.limits, addresses(addr)))
+    }
+
+    /// That of a single loop.
+    fn whole(config: &DeviceConfig, path: UdpDatapath, tap: Option<SharedTap>) -> Result<Opened, VerbsError> {
+        let own = config.qpn_slot.map(QpnSlot::qpns).map(Own::Process);
+        let sharing = config.services.clone().map_or(Sharing::Nobody, Sharing::Processes);
+        let parts = Parts::with_memory(config, path, tap.map(SharedTap::boxed), None)?;
+        Ok(Self::new(config, parts, own, sharing))
+    }
+
+    /// Those of several loops, which have a table of memory in common.
+    fn shards(
+        config: &DeviceConfig,
+        paths: Vec<UdpDatapath>,
+        tap: Option<&SharedTap>,
+        steering: Steering,
+        placement: &Arc<dyn Placement>,
+    ) -> Result<Vec<Opened>, VerbsError> {
+        let [a, b, c, d, e, f, g, h, ..] = open::random()?;
+        let guid = config.guid.unwrap_or(u64::from_le_bytes([a, b, c, d, e, f, g, h]));
+        let shards = Shard::all(steering, placement.clone())?;
+        let mut mem = None;
+        let opened = shards.into_iter().zip(paths).enumerate().map(|(index, (shard, path))| {
+            let config = DeviceConfig {
+                guid: Some(guid),
+                qpn_slot: steering.slot(index),
+                ..config.clone()
+            };
+            let parts = Parts::with_memory(&config, path, tap.cloned().map(SharedTap::boxed), mem.clone())?;
+            mem.get_or_insert_with(|| parts.mem.clone());
+            let own = Own::Shard(steering, index);
+            Ok(Self::new(&config, parts, Some(own), Sharing::Loops(shard)))
+        });
+        opened.collect()
+    }
+
+    /// Receives about `budget` packets. True: more is waiting.
+    fn receive(&mut self, now: Instant, budget: usize) -> bool {
+        let driver = &mut self.driver;
+        match &self.sharing {
+            Sharing::Nobody => driver.receive(now, budget, &|_: &RxMeta, _: &[u8]| ()),
+            Sharing::Processes(services) => driver.receive(now, budget, &|meta: &RxMeta, bytes: &[u8]| {
+                services.hand_over(meta, bytes)
+            }),
+            Sharing::Loops(shard) => shard.receive(driver, now, budget),
+        }
+    }
+
+    /// What to watch.
+    fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let shard = match &self.sharing {
+            Sharing::Loops(shard) => Some(shard.descriptor()),
+            Sharing::Nobody | Sharing::Processes(_) => None,
+        };
+        self.driver.descriptors().into_iter().chain(shard)
     }
 }
 
@@ -133,10 +201,6 @@ fn serves(any: IpAddr, dst: IpAddr) -> bool {
 /// ```
 pub struct LocalDevice {
     fabric: Fabric<Members>,
-    /// Who forwards what reaches this process for another of the same address.
-    stray: Vec<Option<Arc<dyn crate::Services>>>,
-    /// Other loops of this process have the same address.
-    shard: Option<Shard>,
 }
 
 impl core::fmt::Debug for LocalDevice {
@@ -148,77 +212,67 @@ impl core::fmt::Debug for LocalDevice {
 }
 
 impl LocalDevice {
-    /// Opens devices, one for each of these; `background` says nothing here.
+    /// Opens devices, one for each of these; `background` says nothing here. Those that name the same file have one capture.
     ///
     /// # Errors
-    /// When a port is taken (the text says by whom), an address is not ours, or the system refuses.
+    /// When a port is taken (the text says by whom), an address is not ours, two devices would have the same, or the system
+    /// refuses.
     pub fn open(configs: &[DeviceConfig]) -> Result<Self, VerbsError> {
-        let (mut members, mut devices) = (Vec::new(), Vec::new());
-        for config in configs {
-            let path = open::datapath(config)?.map_err(open::error)?;
-            let own = config.qpn_slot.map(QpnSlot::qpns).map(Own::Process);
-            let (member, device) = Member::new(config, Parts::new(config, path)?, own);
-            members.push(member);
-            devices.push(device);
-        }
-        let fabric = Fabric::new(Members(members), FabricConfig::default(), devices);
-        Ok(Self {
-            fabric,
-            stray: configs.iter().map(|c| c.services.clone()).collect(),
-            shard: None,
-        })
+        open::check_apart(configs)?;
+        let paths = configs
+            .iter()
+            .map(|config| open::datapath(config)?.map_err(open::error));
+        let paths = paths.collect::<Result<Vec<_>, _>>()?;
+        let taps = SharedTap::of(configs)?;
+        let members = configs.iter().zip(paths).zip(taps);
+        let members = members.map(|((config, path), tap)| Member::whole(config, path, tap));
+        Ok(Self::of(members.collect::<Result<_, _>>()?))
     }
 
-    /// Opens one device for several loops, each of which has a *shard* of it: the address is theirs together, and so is the table of
-    /// memory, by which one's provider can lend to another's ([`Provider::lend_pd`]); each has sockets, queue pairs and connections
-    /// of its own. The kernel gives a packet to the shard whose queue pair it is for;
-    /// connect requests come to the first, which passes them on as `placement` says, and so it does with what follows. Each loop
-    /// has to listen for the services that it is to be given connections of.
+    /// Opens devices for several loops, each of which has a *shard* of every one: an address is theirs together, and so is its table
+    /// of memory, by which one's provider can lend to another's ([`Provider::lend_pd`]); each has sockets, queue pairs and
+    /// connections of its own. A device has the same number in each loop.
+    ///
+    /// The kernel gives a packet to the shard whose queue pair it is for; connect requests come to the first loop, which passes them
+    /// on as `placement` says, and so it does with what follows. Each loop has to listen for the services that it is to be given
+    /// connections of.
     ///
     /// All of them have to be driven: what waits for a shard that is not is lost. With one, this is [`open`](Self::open).
     ///
     /// # Errors
-    /// As [`open`](Self::open); for more than 64 shards; when the address is shared with other processes
+    /// As [`open`](Self::open); for more than 64 shards; when an address is shared with other processes
     /// ([`DeviceConfig::sockets`], [`DeviceConfig::qpn_slot`], [`DeviceConfig::services`]).
     pub fn open_shards(
-        config: &DeviceConfig,
+        configs: &[DeviceConfig],
         shards: usize,
         placement: Arc<dyn Placement>,
     ) -> Result<Vec<Self>, VerbsError> {
         if shards == 1 {
-            return Ok(vec![Self::open(std::slice::from_ref(config))?]);
+            return Ok(vec![Self::open(configs)?]);
         }
         let most = Steering::MAX_SHARDS;
         let steering = Steering::new(shards)
             .ok_or_else(|| VerbsError::Invalid(format!("{shards} loops at one address: 1 to {most} are possible")))?;
-        if config.sockets.is_some() || config.qpn_slot.is_some() || config.services.is_some() {
-            let text = "several loops can't have an address that is shared with other processes";
-            return Err(VerbsError::Invalid(text.into()));
+        open::check_apart(configs)?;
+        let paths = configs.iter().map(|config| open::datapaths(config, steering));
+        let paths = paths.collect::<Result<Vec<_>, _>>()?;
+        let taps = SharedTap::of(configs)?;
+        let mut loops: Vec<Vec<Opened>> = Vec::new();
+        loops.resize_with(shards, Vec::new);
+        for ((config, paths), tap) in configs.iter().zip(paths).zip(&taps) {
+            let members = Member::shards(config, paths, tap.as_ref(), steering, &placement)?;
+            for (of_loop, member) in loops.iter_mut().zip(members) {
+                of_loop.push(member);
+            }
         }
-        let paths = open::datapaths(config, steering)?;
-        let tap = open::tap(config)?.map(SharedTap::from);
-        let guid = open::random()?;
-        let [a, b, c, d, e, f, g, h, ..] = guid;
-        let guid = config.guid.unwrap_or(u64::from_le_bytes([a, b, c, d, e, f, g, h]));
-        let parts = Shard::all(steering, placement)?.into_iter().zip(paths).enumerate();
-        let mut mem = None;
-        let opened = parts.map(|(index, (shard, path))| {
-            let config = DeviceConfig {
-                guid: Some(guid),
-                qpn_slot: steering.slot(index),
-                ..config.clone()
-            };
-            let tap = tap.clone().map(|tap| Box::new(tap) as Box<dyn Tap>);
-            let parts = Parts::with_memory(&config, path, tap, mem.clone())?;
-            mem.get_or_insert_with(|| parts.mem.clone());
-            let (member, device) = Member::new(&config, parts, Some(Own::Shard(steering, index)));
-            Ok(Self {
-                fabric: Fabric::new(Members(vec![member]), FabricConfig::default(), vec![device]),
-                stray: vec![None],
-                shard: Some(shard),
-            })
-        });
-        opened.collect()
+        Ok(loops.into_iter().map(Self::of).collect())
+    }
+
+    fn of(opened: Vec<Opened>) -> Self {
+        let (members, devices) = opened.into_iter().unzip();
+        Self {
+            fabric: Fabric::new(Members(members), FabricConfig::default(), devices),
+        }
     }
 
     fn members(&mut self) -> &mut [Member] {
@@ -243,18 +297,9 @@ impl LocalDevice {
     /// Receives about `budget` packets of each device. True: more is waiting.
     pub fn receive(&mut self, now: Instant, budget: usize) -> bool {
         self.fabric.set_now(now);
-        if let (Some(shard), Some(member)) = (&self.shard, self.fabric.ports().0.first_mut()) {
-            return shard.receive(&mut member.driver, now, budget);
-        }
-        let stray = &self.stray;
         let mut more = false;
-        for (member, services) in self.fabric.ports().0.iter_mut().zip(stray) {
-            let hand_over = |meta: &RxMeta, bytes: &[u8]| {
-                if let Some(services) = services {
-                    services.hand_over(meta, bytes);
-                }
-            };
-            more |= member.driver.receive(now, budget, &hand_over);
+        for member in self.members() {
+            more |= member.receive(now, budget);
         }
         more
     }
@@ -296,19 +341,22 @@ impl LocalDevice {
 
     /// What to watch for packets, and for room to send after [`Flush::Blocked`].
     pub fn descriptors(&mut self) -> Vec<BorrowedFd<'_>> {
-        let shard = self.shard.iter().map(Shard::descriptor);
-        let members = &self.fabric.ports().0;
-        members
-            .iter()
-            .flat_map(|m| m.driver.descriptors())
-            .chain(shard)
-            .collect()
+        self.fabric.ports().0.iter().flat_map(Member::descriptors).collect()
     }
 
     /// What a device has counted.
     pub fn stats(&mut self, index: usize) -> Option<DeviceStats> {
         let (port, path) = self.members().get(index)?.driver.counters();
         Some(DeviceStats { port, path })
+    }
+
+    /// What each device has counted, with its address as it was given.
+    pub fn all_stats(&mut self) -> Vec<(IpAddr, DeviceStats)> {
+        let of = |member: &mut Member| {
+            let (port, path) = member.driver.counters();
+            (member.addr, DeviceStats { port, path })
+        };
+        self.members().iter_mut().map(of).collect()
     }
 
     /// How many objects there are.

@@ -61,11 +61,34 @@ fn udp_config(config: &DeviceConfig) -> UdpConfig {
     }
 }
 
+/// Each address is one device's; an unspecified one has all of its IP version, and `::` those of both.
+pub(crate) fn check_apart(configs: &[DeviceConfig]) -> Result<(), VerbsError> {
+    let covers = |a: IpAddr, b: IpAddr| a == b || (a.is_unspecified() && (a.is_ipv6() || b.is_ipv4()));
+    for (index, config) in configs.iter().enumerate() {
+        let addr = config.addr.to_canonical();
+        for other in configs[..index].iter().map(|other| other.addr.to_canonical()) {
+            if covers(addr, other) || covers(other, addr) {
+                return Err(VerbsError::Address(match addr == other {
+                    true => format!("{addr} can't be two devices"),
+                    false => format!("{addr} and {other} can't be two devices: one includes the other"),
+                }));
+            }
+        }
+    }
+    Ok(())
+}
+
 /// The sockets of loops that share a device's address.
 ///
 /// # Errors
-/// As [`datapath`].
+/// As [`datapath`]; when other processes have the address too.
 pub(crate) fn datapaths(config: &DeviceConfig, steering: Steering) -> Result<Vec<UdpDatapath>, VerbsError> {
+    if config.sockets.is_some() || config.qpn_slot.is_some() || config.services.is_some() {
+        let addr = config.addr;
+        return Err(VerbsError::Invalid(format!(
+            "several loops can't have {addr}, which is shared with other processes"
+        )));
+    }
     choose_mtus(config.addr, config.mtu)?;
     UdpDatapath::open_shards(&udp_config(config), steering).map_err(error)
 }

@@ -1,4 +1,5 @@
-//! Several loops at one address: each has a shard of it, and what reaches one for another is handed over.
+//! Several loops at one address: each has a shard of it, and what reaches one for another is handed over. Loops that have several
+//! addresses have a shard of each.
 
 use std::{
     cell::{Cell, RefCell},

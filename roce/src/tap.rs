@@ -12,6 +12,9 @@ use parking_lot::Mutex;
 use roce_icrc::{Flow, Recovery};
 use roce_net::Tap;
 use roce_pcap::{Writer, create_private};
+use roce_verbs::provider::VerbsError;
+
+use crate::{device::DeviceConfig, open};
 
 /// Writes packets to a file until the first error. Nothing is held back: the capture of a process that is killed is whole.
 pub(crate) struct PcapTap(Option<Writer<File>>);
@@ -38,13 +41,27 @@ impl Tap for PcapTap {
     }
 }
 
-/// One capture of several loops.
+/// One capture of several loops and devices.
 #[derive(Clone)]
 pub(crate) struct SharedTap(Arc<Mutex<PcapTap>>);
 
-impl From<PcapTap> for SharedTap {
-    fn from(tap: PcapTap) -> Self {
-        Self(Arc::new(Mutex::new(tap)))
+impl SharedTap {
+    /// What writes the packets of each of these devices to its file, if that is wanted: of the same file once.
+    pub(crate) fn of(configs: &[DeviceConfig]) -> Result<Vec<Option<Self>>, VerbsError> {
+        let mut taps: Vec<Option<Self>> = Vec::new();
+        for (index, config) in configs.iter().enumerate() {
+            let same = configs[..index].iter().position(|other| other.pcap == config.pcap);
+            let tap = match same {
+                Some(other) => taps[other].clone(),
+                None => open::tap(config)?.map(|tap| Self(Arc::new(Mutex::new(tap)))),
+            };
+            taps.push(tap);
+        }
+        Ok(taps)
+    }
+
+    pub(crate) fn boxed(self) -> Box<dyn Tap> {
+        Box::new(self)
     }
 }
 

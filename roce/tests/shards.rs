@@ -10,13 +10,13 @@ use std::{
 };
 
 use common::{
-    PATIENCE, address,
+    ALL, PATIENCE, address,
     own_loop::{Loop, SERVICE},
 };
 use roce::{
-    Arrival, ConnParams, DeviceConfig, LocalDevice, OpenSockets, Placement, PortCounters, QpnSlot, RejectReason,
-    RemoteAddr, SendOp, VerbsError,
-    verbs::provider::{CmKind, CmRef, Event},
+    Arrival, ConnParams, DeviceConfig, LocalDevice, OpenSockets, Pages, Placement, PortCounters, QpCaps, QpnSlot,
+    RejectReason, RemoteAddr, SendOp, VerbsError,
+    verbs::provider::{CmKind, CmRef, CqId, DeviceIx, Event, MrInfo, PdId, QpSpec, Registration},
 };
 
 const RC_SEND_ONLY: u8 = 0x04;
@@ -34,7 +34,7 @@ impl Placement for ByData {
 }
 
 fn shards(addr: IpAddr, count: usize) -> Vec<Loop> {
-    let opened = LocalDevice::open_shards(&DeviceConfig::new(addr), count, Arc::new(ByData));
+    let opened = LocalDevice::open_shards(&[DeviceConfig::new(addr)], count, Arc::new(ByData));
     let loops = opened.unwrap().into_iter().map(|device| Loop::of(device, addr));
     loops.collect()
 }
@@ -136,6 +136,190 @@ fn shards_of_two_devices_connect_move_data_and_part() {
     for l in a.iter_mut().chain(&mut b) {
         let c = counters(l);
         assert_eq!((c.icrc_errors, c.drop_no_qp, c.drop_handed_over), (0, 0, 0), "{c:?}");
+    }
+}
+
+/// Objects of a loop on one of its devices.
+struct On {
+    pd: PdId,
+    cq: CqId,
+    mr: MrInfo,
+    pages: Arc<Pages>,
+}
+
+/// A loop's part in what another has made on a device.
+fn borrowed(from: &mut Loop, on: &On, to: &mut Loop, device: DeviceIx) -> On {
+    let provider = from.device.provider();
+    let (pd, mr) = (provider.lend_pd(on.pd).unwrap(), provider.lend_mr(on.mr.id).unwrap());
+    let provider = to.device.provider();
+    let other = DeviceIx(1 - device.0);
+    assert!(provider.borrow_pd(other, &pd).is_err(), "each device has its own table");
+    let pd = provider.borrow_pd(device, &pd).unwrap();
+    On {
+        pd,
+        cq: provider.create_cq(device, 100).unwrap(),
+        mr: provider.borrow_mr(pd, &mr).unwrap(),
+        pages: on.pages.clone(),
+    }
+}
+
+fn made(l: &mut Loop, device: DeviceIx) -> On {
+    let provider = l.device.provider();
+    let pd = provider.alloc_pd(device).unwrap();
+    let pages = Pages::allocate(PIECE).unwrap();
+    let what = Registration {
+        memory: pages.clone(),
+        offset: 0,
+        len: PIECE,
+        iova: None,
+        access: ALL,
+    };
+    On {
+        pd,
+        cq: provider.create_cq(device, 100).unwrap(),
+        mr: provider.register(pd, &what).unwrap(),
+        pages,
+    }
+}
+
+/// Accepts what has come to a loop, on the device that it came to, which is this.
+fn accept(l: &mut Loop, device: DeviceIx, on: &On) -> CmRef {
+    let at = l.events.iter().position(|e| {
+        let kind = match e {
+            Event::Cm { kind, .. } => kind,
+            _ => return false,
+        };
+        matches!(kind, CmKind::ConnectRequest { device: of, .. } if *of == device)
+    });
+    let at = at.unwrap_or_else(|| panic!("no request at device {device:?}: {:?}", l.events));
+    let Event::Cm { id, .. } = l.events.remove(at) else {
+        unreachable!()
+    };
+    let spec = QpSpec {
+        pd: on.pd,
+        cq: on.cq,
+        caps: QpCaps::default(),
+        signal_all: false,
+    };
+    let provider = l.device.provider();
+    let qp = provider.create_qp(&spec).unwrap();
+    provider.cm_accept(id, qp, &ConnParams::default()).unwrap();
+    id
+}
+
+#[test]
+fn loops_have_a_shard_of_each_of_their_addresses() {
+    let addrs = [address(), address()];
+    let configs = addrs.map(DeviceConfig::new);
+    let opened = LocalDevice::open_shards(&configs, 2, Arc::new(ByData)).unwrap();
+    let mut b: Vec<Loop> = opened.into_iter().map(|device| Loop::of(device, addrs[0])).collect();
+    let everywhere = SocketAddr::new(IpAddr::from([0; 4]), SERVICE);
+    for l in &mut b {
+        assert_eq!(l.device.provider().devices().len(), 2);
+        l.device.provider().cm_listen(everywhere, 4).unwrap();
+    }
+    let devices = [DeviceIx(0), DeviceIx(1)];
+    let home: Vec<On> = devices.iter().map(|device| made(&mut b[0], *device)).collect();
+    let [first, second] = &mut b[..] else { unreachable!() };
+    let lent = home.iter().zip(devices);
+    let lent: Vec<On> = lent.map(|(on, device)| borrowed(first, on, second, device)).collect();
+    let mut peer = [Loop::new()];
+    for (at, shard) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+        let to = SocketAddr::new(addrs[at], SERVICE);
+        let (id, qp) = peer[0].connect_with(to, &params(shard as u8));
+        until(&mut [&mut peer, &mut b], "a request", |l| {
+            request(&l[1][shard]).is_some()
+        });
+        let on = if shard == 0 { &home[at] } else { &lent[at] };
+        let theirs = accept(&mut b[shard], devices[at], on);
+        until(&mut [&mut peer, &mut b], "established", |l| {
+            l[0][0].is_up(id) && l[1][shard].is_up(theirs)
+        });
+        let data = vec![(at * 2 + shard + 1) as u8; PIECE];
+        peer[0].pages.write(0, &data).unwrap();
+        // Both loops have the registration that the first has made, under the same key.
+        let MrInfo { addr, rkey, .. } = home[at].mr;
+        assert_eq!((on.mr.addr, on.mr.rkey), (addr, rkey));
+        peer[0].completions.clear();
+        peer[0].send(qp, SendOp::Write(RemoteAddr { addr, rkey }), PIECE);
+        until(&mut [&mut peer, &mut b], "written", |l| l[0][0].done() == 1);
+        let mut there = vec![0; PIECE];
+        home[at].pages.read(0, &mut there).unwrap();
+        assert!(there == data, "device {at}, loop {shard}");
+        // The other device's key opens nothing here.
+        let MrInfo { addr, rkey, .. } = home[1 - at].mr;
+        peer[0].send(qp, SendOp::Write(RemoteAddr { addr, rkey }), 64);
+        until(&mut [&mut peer, &mut b], "refused", |l| l[0][0].completions.len() == 2);
+        assert_eq!(peer[0].done(), 1);
+        b[shard].device.provider().cm_disconnect(theirs);
+        until(&mut [&mut peer, &mut b], "disconnected", |l| l[0][0].is_over(id));
+    }
+    for l in &mut b {
+        let counted = l.device.all_stats();
+        assert_eq!(counted.iter().map(|(addr, _)| *addr).collect::<Vec<_>>(), addrs);
+        for (addr, stats) in counted {
+            let c = stats.port;
+            assert!(c.rx_packets > 0 && c.tx_packets > 0, "{addr}: {c:?}");
+            assert_eq!(
+                (c.icrc_errors, c.drop_no_qp, c.drop_handed_over),
+                (0, 0, 0),
+                "{addr}: {c:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn shards_of_both_ip_versions() {
+    let _only = ferroce_loopback::only_one();
+    let (v4, second) = (address(), IpAddr::from(std::net::Ipv6Addr::LOCALHOST));
+    let configs = [v4, second].map(DeviceConfig::new);
+    let opened = LocalDevice::open_shards(&configs, 2, Arc::new(ByData)).unwrap();
+    let mut b: Vec<Loop> = opened.into_iter().map(|device| Loop::of(device, v4)).collect();
+    // One loop's shard of an address connects to another's.
+    let to = SocketAddr::new(second, SERVICE);
+    for l in &mut b {
+        l.device.provider().cm_listen(to, 4).unwrap();
+    }
+    let on: Vec<On> = b.iter_mut().map(|l| made(l, DeviceIx(1))).collect();
+    let id = b[0].device.provider().cm_resolve(Some(second), to).unwrap();
+    let spec = QpSpec {
+        pd: on[0].pd,
+        cq: on[0].cq,
+        caps: QpCaps::default(),
+        signal_all: false,
+    };
+    let provider = b[0].device.provider();
+    let qp = provider.create_qp(&spec).unwrap();
+    provider.cm_connect(id, qp, &params(1)).unwrap();
+    until(&mut [&mut b], "a request", |l| request(&l[0][1]).is_some());
+    let theirs = accept(&mut b[1], DeviceIx(1), &on[1]);
+    until(&mut [&mut b], "established", |l| {
+        l[0][0].is_up(id) && l[0][1].is_up(theirs)
+    });
+    b[0].device.provider().cm_disconnect(id);
+    until(&mut [&mut b], "disconnected", |l| {
+        l[0][0].is_over(id) && l[0][1].is_over(theirs)
+    });
+}
+
+#[test]
+fn an_address_is_one_device() {
+    let [a, b] = [(); 2].map(|()| address());
+    for (addrs, word) in [
+        (vec![a, b, a], "can't be two devices"),
+        (vec![a, IpAddr::from([0; 4])], "includes the other"),
+        (vec![IpAddr::from([0; 16]), a], "includes the other"),
+        (vec![IpAddr::from([0; 4]), IpAddr::from([0; 16])], "includes the other"),
+    ] {
+        let configs: Vec<_> = addrs.iter().copied().map(DeviceConfig::new).collect();
+        for shards in [1, 2] {
+            let refused = LocalDevice::open_shards(&configs, shards, Arc::new(ByData));
+            match refused {
+                Err(VerbsError::Address(text)) => assert!(text.contains(word), "{text}"),
+                other => panic!("{addrs:?} at {shards} loops: {other:?}"),
+            }
+        }
     }
 }
 
@@ -244,7 +428,9 @@ fn a_loop_that_does_not_turn_takes_no_more_than_fits() {
 
 #[test]
 fn loops_do_not_share_what_is_shared_with_processes() {
-    let open = |config: &DeviceConfig, shards| LocalDevice::open_shards(config, shards, Arc::new(ByData));
+    let open = |config: &DeviceConfig, shards| {
+        LocalDevice::open_shards(std::slice::from_ref(config), shards, Arc::new(ByData))
+    };
     let addr = address();
     let usual = DeviceConfig::new(addr);
     for config in [

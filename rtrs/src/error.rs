@@ -10,6 +10,7 @@ use roce_verbs::{
 };
 
 use crate::{
+    addr::PathAddr,
     admission::Refusal,
     proto::{ProtoError, errno},
 };
@@ -59,6 +60,9 @@ pub enum Error {
     /// The session has no such path.
     #[error("no such path")]
     NoPath,
+    /// The session has a path between these addresses already.
+    #[error("the session has the path {0} already")]
+    PathExists(PathAddr),
     /// The connection broke while the session was being opened.
     #[error("connection lost: {0}")]
     Path(PathError),
@@ -73,6 +77,30 @@ pub enum Error {
         /// The pool's limit.
         limit: usize,
     },
+}
+
+impl Error {
+    /// The positive Linux error number that the kernel's client gives for it, where it knows the case.
+    pub fn errno(&self) -> i32 {
+        match self {
+            Self::Config(_) => errno::EINVAL,
+            Self::Verbs(VerbsError::Io { source, .. }) => source.raw_os_error().unwrap_or(errno::EIO),
+            Self::Verbs(VerbsError::Limit(_)) | Self::NoBuffer { .. } => errno::ENOMEM,
+            Self::Verbs(VerbsError::Address(_)) | Self::Unreachable => errno::EHOSTUNREACH,
+            Self::Verbs(VerbsError::Closed) => errno::ENODEV,
+            Self::Verbs(_) => errno::EINVAL,
+            Self::Rejected { errno: Some(e), .. } => *e,
+            // Nothing of RTRS is there, or nothing that we understand (`rtrs_rdma_conn_rejected`, `rtrs-clt.c`).
+            Self::Rejected { errno: None, .. } | Self::Protocol { .. } | Self::OtherSizes | Self::Path(_) => {
+                errno::ECONNRESET
+            }
+            Self::Timeout(..) => errno::ETIMEDOUT,
+            Self::Overtaken | Self::Busy => errno::EBUSY,
+            Self::NoPath => errno::ENOENT,
+            Self::PathExists(_) => errno::EEXIST,
+            Self::Down(_) => errno::ECONNABORTED,
+        }
+    }
 }
 
 fn refusal(reason: RejectReason, errno: Option<i32>) -> String {

@@ -188,7 +188,7 @@ impl Share {
 
 /// Runs a session over so many loops at `addr`; what each share was told.
 fn run(addr: IpAddr, shares: u16, config: &SessionConfig) -> Vec<SessionInfo> {
-    let devices = LocalDevice::open_shards(&DeviceConfig::new(addr), shares.into(), Arc::new(Nowhere)).unwrap();
+    let devices = LocalDevice::open_shards(&[DeviceConfig::new(addr)], shares.into(), Arc::new(Nowhere)).unwrap();
     let (mail, inboxes): (Vec<_>, Vec<_>) = (0..shares).map(|_| mpsc::channel()).unzip();
     let common = Arc::new(Common {
         mail,

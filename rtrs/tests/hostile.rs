@@ -320,11 +320,14 @@ fn handshakes_that_go_wrong() {
         b[at] = value;
         b
     };
+    let mut endless = good.clone();
+    endless[2..257].fill(b'x');
     for (what, bytes) in [
         ("too short", good[..100].to_vec()),
         ("another type", spoilt(0, 1)),
         ("a slash in the name", spoilt(3, b'/')),
         ("no name", spoilt(2, 0)),
+        ("a name without end", endless),
     ] {
         let mut c = client(&bed);
         for cid in 0..2 {
@@ -342,7 +345,7 @@ fn handshakes_that_go_wrong() {
     c.end.imm(&c.cons[1].qp, Imm::IoReq(0).encode());
     c.closed(1);
     assert_eq!(bed.server.counters().sessions_opened, 0);
-    assert_eq!(bed.server.counters().protocol_errors, 6);
+    assert_eq!(bed.server.counters().protocol_errors, 7);
     still_serves(&bed);
 }
 

@@ -4,7 +4,9 @@
 
 pub mod device;
 pub mod nbd;
+pub mod network;
 pub mod process;
+pub mod usage;
 
 use std::{
     path::{Path, PathBuf},

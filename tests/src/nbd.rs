@@ -5,6 +5,7 @@ use std::{
     io::{self, Read, Write},
     os::unix::net::UnixStream,
     path::Path,
+    time::Duration,
 };
 
 const NBDMAGIC: u64 = 0x4e42_444d_4147_4943;
@@ -63,9 +64,17 @@ impl Client {
     /// # Errors
     /// When the socket or the negotiation fails.
     pub fn connect(socket: &Path) -> io::Result<Self> {
+        Self::connect_patiently(socket, crate::process::PATIENCE)
+    }
+
+    /// The same, of which every answer may take this long.
+    ///
+    /// # Errors
+    /// When the socket or the negotiation fails.
+    pub fn connect_patiently(socket: &Path, patience: Duration) -> io::Result<Self> {
         let mut stream = UnixStream::connect(socket)?;
-        stream.set_read_timeout(Some(crate::process::PATIENCE))?;
-        stream.set_write_timeout(Some(crate::process::PATIENCE))?;
+        stream.set_read_timeout(Some(patience))?;
+        stream.set_write_timeout(Some(patience))?;
         expect("NBDMAGIC", read_u64(&mut stream)?, NBDMAGIC)?;
         expect("IHAVEOPT", read_u64(&mut stream)?, IHAVEOPT)?;
         let handshake = read_u16(&mut stream)?;

@@ -1,10 +1,12 @@
 //! Running `ferroce` and reading what it reports.
 
 use std::{
+    collections::VecDeque,
     ffi::OsStr,
     fmt::Debug,
-    io::{BufRead, BufReader, Read},
-    process::{Child, Command, ExitStatus, Stdio},
+    io::{BufRead, BufReader, Read, Write},
+    path::Path,
+    process::{Child, ChildStdin, Command, ExitStatus, Stdio},
     sync::{
         Arc, Mutex,
         mpsc::{self, Receiver, RecvTimeoutError},
@@ -64,6 +66,12 @@ pub struct Running {
     stdout: Vec<String>,
     stderr: Arc<Mutex<String>>,
     readers: Vec<JoinHandle<()>>,
+    /// Of one that is steered.
+    stdin: Option<ChildStdin>,
+    /// Requests so far.
+    asked: u64,
+    /// Events that came before an answer, and are still to be told.
+    kept: VecDeque<Value>,
 }
 
 impl Running {
@@ -77,14 +85,37 @@ impl Running {
         Self::start_command(command, format!("ferroce {args:?}"))
     }
 
+    /// Starts `ferroce-steered`, which is this program, with these arguments: [`ask`](Self::ask) it.
+    ///
+    /// # Panics
+    /// When it can't be started.
+    pub fn steered<S: AsRef<OsStr> + Debug>(program: &Path, args: &[S]) -> Self {
+        let mut command = Command::new(program);
+        command.args(args);
+        Self::steered_by(command, format!("ferroce-steered {args:?}"))
+    }
+
+    /// Starts it by another program, such as `nsenter`.
+    ///
+    /// # Panics
+    /// When it can't be started.
+    pub fn steered_by(mut command: Command, what: String) -> Self {
+        command.stdin(Stdio::piped());
+        Self::spawn(command, what)
+    }
+
     /// Starts it by another program, such as `unshare`.
     ///
     /// # Panics
     /// When it can't be started.
     pub fn start_command(mut command: Command, what: String) -> Self {
+        command.stdin(Stdio::null());
+        Self::spawn(command, what)
+    }
+
+    fn spawn(mut command: Command, what: String) -> Self {
         command
             .env_remove("FERROCE_LOG")
-            .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
         let mut child = command.spawn().unwrap_or_else(|e| panic!("{what}: {e}"));
@@ -108,12 +139,54 @@ impl Running {
             }
         });
         Self {
+            stdin: child.stdin.take(),
             child,
             what,
             lines,
             stdout: Vec::new(),
             stderr,
             readers: vec![out_reader, err_reader],
+            asked: 0,
+            kept: VecDeque::new(),
+        }
+    }
+
+    /// Asks a [steered](Self::steered) process for something; the answer. Events that come before it are told later.
+    ///
+    /// # Panics
+    /// When there is no answer.
+    pub fn ask(&mut self, request: Value) -> Value {
+        let id = self.begin(request);
+        self.answer(id)
+    }
+
+    /// Asks without waiting for the [answer](Self::answer); the request's number.
+    ///
+    /// # Panics
+    /// When it can't be asked.
+    pub fn begin(&mut self, mut request: Value) -> u64 {
+        self.asked += 1;
+        request["id"] = self.asked.into();
+        let stdin = self.stdin.as_mut().expect("it is steered");
+        writeln!(stdin, "{request}").unwrap_or_else(|e| panic!("{}: {e}", self.what));
+        self.asked
+    }
+
+    /// Waits for the answer to a request.
+    ///
+    /// # Panics
+    /// When there is none.
+    pub fn answer(&mut self, id: u64) -> Value {
+        let is = |event: &Value| event["event"] == "answer" && event["id"] == id;
+        if let Some(at) = self.kept.iter().position(is) {
+            return self.kept.remove(at).expect("it is there");
+        }
+        loop {
+            let event = self.read_event();
+            if is(&event) {
+                return event;
+            }
+            self.kept.push_back(event);
         }
     }
 
@@ -148,6 +221,10 @@ impl Running {
     /// # Panics
     /// When the process ends or is silent for too long.
     pub fn next_event(&mut self) -> Value {
+        self.kept.pop_front().unwrap_or_else(|| self.read_event())
+    }
+
+    fn read_event(&mut self) -> Value {
         match self.lines.recv_timeout(PATIENCE) {
             Ok(line) => {
                 let json: Value = serde_json::from_str(&line).unwrap_or_else(|e| panic!("{line}: {e}"));
@@ -170,6 +247,11 @@ impl Running {
                 );
             }
         }
+    }
+
+    /// The next line on standard output, if there is one; `None` also when no more will come.
+    pub fn new_line(&mut self) -> Option<String> {
+        self.lines.try_recv().ok()
     }
 
     /// Sends a signal.

@@ -8,7 +8,8 @@ fn fixtures() -> Vec<PathBuf> {
     let mut files: Vec<_> = fs::read_dir(root().join("pcap-fixtures"))
         .unwrap()
         .map(|e| e.unwrap().path())
-        .filter(|p| p.extension().is_some_and(|e| e == "pcap"))
+        // In that one rdma_rxe's FLUSHes have a wrong ICRC.
+        .filter(|p| p.extension().is_some_and(|e| e == "pcap") && !p.ends_with("annex-a19.pcap"))
         .collect();
     files.sort();
     assert!(files.len() > 10, "fixtures are missing");

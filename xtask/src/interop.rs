@@ -26,7 +26,7 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
 
 /// Prepares the lab's folder, where `ferroce-interop` looks for it, while something else is done. What goes wrong is told by the
 /// suite, which tries again.
-pub(crate) fn prepare() -> Result<()> {
+pub(crate) fn prepare(set: &str) -> Result<()> {
     if !is_root() {
         return Ok(());
     }
@@ -36,8 +36,8 @@ pub(crate) fn prepare() -> Result<()> {
     // Where another run uses the folder there is nothing to prepare.
     command.args(["--nonblock", "--no-fork"]).arg(folder.join("lock"));
     command.args(["bash", "tests/interop/lab/setup.sh"]).arg(folder);
-    // The kernel of both sets.
-    command.arg("6.1");
+    // As `ferroce-interop` does where it is not told which.
+    command.arg(if set == "full" { "6.1,6.12" } else { "6.1" });
     // A package manager must not be interrupted: ctrl-C of a terminal goes to us alone, and the script ends after its step.
     let mut child = command
         .process_group(0)

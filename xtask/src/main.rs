@@ -5,12 +5,12 @@ mod bench;
 mod cargo;
 mod demo;
 mod deny;
-mod flood;
 mod fuzz;
 mod harness;
 mod install;
 mod interop;
 mod lint;
+mod long;
 mod peers;
 mod process;
 mod sim;
@@ -99,6 +99,16 @@ enum Task {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<OsString>,
     },
+    /// Serve and map devices for minutes or hours while networks are cut and lose packets and the server is killed and comes back
+    ///
+    /// Builds the release program and `ferroce-soak`. Needs root: everything happens in network namespaces. Prints a line a minute,
+    /// a summary and a verdict: nothing that was written is lost, no request fails or hangs that must not, memory, threads and
+    /// descriptors are flat.
+    Soak {
+        /// Arguments for `ferroce-soak`, such as --minutes N (default 10), --seed N, --help
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<OsString>,
+    },
     /// Install the program, the verbs library, its header and pkg-config file, and the manual pages
     ///
     /// Programs are then built with `cc program.c $(pkg-config --cflags --libs ferroce-verbs)`, or run unchanged with
@@ -160,7 +170,8 @@ fn main() -> ExitCode {
         Task::Interop { args } => interop::run(&args),
         Task::Apps { args } => apps::run(&args),
         Task::Bench(task) => bench::run(&task),
-        Task::Flood { args } => flood::run(&args),
+        Task::Flood { args } => long::FLOOD.run(&args),
+        Task::Soak { args } => long::SOAK.run(&args),
         Task::Install(args) => install::run(&args),
         Task::Man { dir } => man(&dir),
         Task::Fuzz(args) => fuzz::run(&args),

@@ -11,9 +11,10 @@ use clap::{Args, ValueEnum};
 use crate::{
     Result, apps,
     cargo::{self, Built, Profile},
-    flood,
     harness::{self, Job, TestProgram},
-    interop, lint, process, sim,
+    interop, lint,
+    long::{self, Long},
+    process, sim,
     tally::{self, Tally},
     tools,
 };
@@ -24,7 +25,7 @@ enum Set {
     /// What CI has time for
     Ci,
     /// 20,000 simulated networks, 4096 cases a property, every scenario of the lab, every program, ten minutes of forged
-    /// packets (more than an hour)
+    /// packets, and ten of cuts and restarts (more than an hour)
     Full,
 }
 
@@ -59,19 +60,25 @@ const ALONE: [(&str, &str); 5] = [
 ];
 
 /// Ignored tests that need programs of others, or rights: packages.
-const CLIENTS_OF: [&str; 3] = ["rnbd-disk", "rnbd-host", "ferroce-tests"];
+const CLIENTS_OF: [&str; 4] = ["rnbd-disk", "rnbd-host", "ferroce-tests", "ferroce-wire"];
 /// Those of them that make a namespace, mount a file system or set up a loop device.
-const PRIVILEGED: [&str; 10] = [
+const PRIVILEGED: [&str; 16] = [
     "a_block_device_has_its_own_geometry",
     "a_block_device_is_written_discarded_and_zeroed",
+    "a_cut_network_is_left_for_the_other_and_taken_again",
+    "a_cut_wire_is_silent_and_a_mended_one_is_not",
     "a_device_over_ipv6",
     "a_flush_at_one_loop_covers_the_writes_of_another",
     "a_full_disk_is_an_error_and_what_was_flushed_stays",
+    "a_lossy_wire_loses_what_it_counts",
     "a_read_only_block_device_is_not_opened_for_writing",
+    "addresses_of_both_ip_versions_come_and_go_at_several_loops",
     "closing_an_image_file_makes_it_durable",
+    "flaps_leave_nothing_behind",
     "flush_and_fua_leave_nothing_behind_in_memory",
     "flush_and_fua_reach_the_servers_device",
     "two_names_of_one_block_device_have_one_writer",
+    "what_goes_into_a_wire_comes_out_on_the_same_network",
 ];
 
 /// Ignored tests that only root can run, as they need several users or a set-uid program: package and file.
@@ -102,13 +109,16 @@ const REAL_CLIENTS: &str = "real-clients";
 const APPS: &str = "apps";
 const LAB: &str = "interop";
 const FLOOD: &str = "flood";
+const SOAK: &str = "soak";
+/// In the full set only.
+const LONG: [(&str, Long); 2] = [(FLOOD, long::FLOOD), (SOAK, long::SOAK)];
 /// In the table they have this order; with --quick there are only the first ones.
-const SUITES: [&str; 7] = [UNIT, SIM, END_TO_END, REAL_CLIENTS, APPS, LAB, FLOOD];
+const SUITES: [&str; 8] = [UNIT, SIM, END_TO_END, REAL_CLIENTS, APPS, LAB, FLOOD, SOAK];
 const QUICK: usize = 2;
 
 #[derive(Args, Clone)]
 pub(crate) struct TestArgs {
-    /// How much of each suite; end-to-end and real-clients are the same in both, flood is in the full set only
+    /// How much of each suite; end-to-end and real-clients are the same in both, flood and soak are in the full set only
     #[arg(long, value_enum, default_value_t = Set::Ci)]
     set: Set,
     /// Unit tests and a few simulated networks only
@@ -155,7 +165,7 @@ impl TestArgs {
             Some("--suite")
         } else if self.quick && index >= QUICK {
             Some("--quick")
-        } else if SUITES[index] == FLOOD && !asked && !self.full() {
+        } else if LONG.iter().any(|(name, _)| *name == SUITES[index]) && !asked && !self.full() {
             Some("--set full has it")
         } else {
             None
@@ -202,7 +212,8 @@ fn build(args: &TestArgs, rows: &mut Vec<Row>) -> Result<Option<Built>> {
             // What can not be installed is told by the suite that needs it.
             scope.spawn(|| {
                 let _ = args.needed().is_empty() || tools::ensure(&args.needed()).is_ok();
-                args.runs(LAB).then(|| process::at_lowest_priority(interop::prepare))
+                args.runs(LAB)
+                    .then(|| process::at_lowest_priority(|| interop::prepare(args.set_name())))
             });
             match args.full() {
                 // What users have.
@@ -372,7 +383,7 @@ impl<'a> Stage<'a> {
 
     /// What runs when all else is done.
     fn alone(&self, rows: &mut Vec<Row>) -> Result<()> {
-        let last = self.run_each(&[UNIT, END_TO_END, REAL_CLIENTS, FLOOD], true)?;
+        let last = self.run_each(&[UNIT, END_TO_END, REAL_CLIENTS, FLOOD, SOAK], true)?;
         last.into_iter().for_each(|row| add(rows, row));
         Ok(())
     }
@@ -391,8 +402,10 @@ impl<'a> Stage<'a> {
             END_TO_END => self.programs_of(name, alone, &[("FERROCE_BIN", &self.ferroce()?)]),
             APPS => with_programs(name, self.args, self.programs),
             REAL_CLIENTS => self.real_clients(),
-            FLOOD => flood::suite(self.programs),
-            _ => Err(format!("no suite {name}")),
+            _ => match LONG.iter().find(|(long, _)| *long == name) {
+                Some((_, long)) => long.suite(self.programs),
+                None => Err(format!("no suite {name}")),
+            },
         }
     }
 
@@ -471,8 +484,9 @@ impl<'a> Stage<'a> {
         all_there(&PRIVILEGED, &privileged)?;
         let mut tally = harness::run(jobs, &[("FERROCE_BIN", &self.ferroce()?)])?;
         if !may {
-            let why = "no right to make namespaces: not root".to_owned();
-            tally.not_run.push((PRIVILEGED.len() as u64, why));
+            tally
+                .not_run
+                .push((PRIVILEGED.len() as u64, tools::NO_NAMESPACES.to_owned()));
         }
         Ok(tally)
     }

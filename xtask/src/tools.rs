@@ -42,6 +42,9 @@ pub(crate) fn find(program: &str) -> Option<PathBuf> {
         .find(|p| p.is_file())
 }
 
+/// Why what makes namespaces does not run.
+pub(crate) const NO_NAMESPACES: &str = "no right to make namespaces: not root";
+
 /// Whether tests may make network and mount namespaces.
 pub(crate) fn may_make_namespaces() -> bool {
     let mut command = Command::new("unshare");

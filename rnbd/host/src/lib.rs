@@ -2,7 +2,8 @@
 //!
 //! - [`serve`]: a server of exports;
 //! - [`gate`]: what the loops of such a server share, if it has several;
-//! - [`map`]: a device of a server as an NBD socket.
+//! - [`map`]: a device of a server as an NBD socket;
+//! - [`control`]: what can be asked of either while it runs.
 //!
 //! Each starts a thread for the loop, which does all I/O, on a [`LocalDevice`](roce::LocalDevice), or one for each shard of a device. The thread that has the handle hears
 //! what happens: it calls [`serve::Serving::next`] or [`map::Mapping::next`] again and again. Within the former it also does what may
@@ -39,6 +40,7 @@
 //! ```
 
 mod caught;
+pub mod control;
 mod dice;
 mod entrance;
 pub mod gate;

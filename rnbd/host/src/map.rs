@@ -27,6 +27,7 @@ use rtrs::{
 
 use crate::{
     caught::caught,
+    control::map::MapControl,
     mapper::{Command, Place, Service},
     stats::LoopStats,
 };
@@ -177,7 +178,7 @@ pub struct MapStats {
 
 impl MapStats {
     /// Adds those of another loop.
-    fn add(&mut self, other: &Self) {
+    pub(crate) fn add(&mut self, other: &Self) {
         self.turns.add(&other.turns);
         self.device.add(&other.device);
         self.clients.extend(&other.clients);
@@ -258,7 +259,7 @@ impl Mapping {
         Self::start_shards(vec![device], config)
     }
 
-    /// The same on several loops, one for each shard of a device ([`LocalDevice::open_shards`], placed by [`Nobody`]). Each has a
+    /// The same on several loops, one for each shard of its devices ([`LocalDevice::open_shards`], placed by [`Nobody`]). Each has a
     /// share of the session, with at least one connection, and NBD clients are spread over them.
     ///
     /// # Errors
@@ -342,6 +343,11 @@ impl Mapping {
         sum
     }
 
+    /// Steers it, from any thread.
+    pub fn control(&self) -> MapControl {
+        MapControl::new(self.loops.iter().map(|turning| turning.handle.clone()).collect())
+    }
+
     /// Ends it: NBD clients' requests are answered, what was written is made durable, the device is closed and the session ended.
     /// [`MapEvent::Ended`] follows.
     pub fn stop(&self) {
@@ -417,7 +423,7 @@ mod tests {
             dst: server,
         };
         let config = MapConfig::new(SessionConfig::new("s", path), "disk", folder.join("nbd"));
-        let devices = LocalDevice::open_shards(&DeviceConfig::new(src), loops, Arc::new(Nobody)).unwrap();
+        let devices = LocalDevice::open_shards(&[DeviceConfig::new(src)], loops, Arc::new(Nobody)).unwrap();
         Mapping::start_shards(devices, config).unwrap()
     }
 

@@ -40,6 +40,10 @@ use slab::Slab;
 use smallvec::SmallVec;
 
 use crate::{
+    control::{
+        Refused, Reply,
+        map::{MapAnswer, MapRequest},
+    },
     dice::Dice,
     entrance::{Comer, Entrance},
     map::{MapConfig, MapEvent, MapFailure, MapNews, MapStats, Tell},
@@ -58,9 +62,12 @@ macro_rules! cx {
 }
 
 mod clients;
+mod steer;
+
+use steer::Orders;
 
 /// The loop that decides.
-const HOME: usize = 0;
+pub(crate) const HOME: usize = 0;
 
 /// The listener's.
 const LISTENER: Token = Token(0);
@@ -75,6 +82,8 @@ const AT_ONCE: usize = 32 << 10;
 /// What other threads ask for.
 pub(crate) enum Command {
     Stats(Sender<MapStats>),
+    /// Of home, but for what every loop has something of.
+    Steer(MapRequest, Reply<MapAnswer>),
     /// Of home: to end in good order.
     Stop,
     /// To end at once: another loop has failed.
@@ -175,6 +184,7 @@ pub(crate) struct Service {
     /// Clients that wait for a buffer, in the order in which they found none.
     starved: VecDeque<usize>,
     operations: Slab<Whose>,
+    orders: Orders,
     drained_by: Option<Instant>,
     turned_away: u64,
     /// The client that comes first in this turn.
@@ -250,6 +260,7 @@ impl Service {
             clients: Slab::new(),
             starved: VecDeque::new(),
             operations: Slab::new(),
+            orders: Orders::default(),
             drained_by: None,
             turned_away: 0,
             first: 0,
@@ -277,6 +288,7 @@ impl Service {
     /// The loop ends with this turn.
     fn finish(&mut self, turn: &mut TurnCx<'_, ()>) {
         self.phase = Phase::Ended;
+        self.unmapped();
         turn.stop();
     }
 
@@ -312,6 +324,7 @@ impl Service {
 
     fn opened(&mut self, session: SessionId, info: SessionInfo) {
         (self.session, self.info) = (Some(session), Some(info));
+        self.orders.opened(&self.rtrs.paths(session));
         if self.place.is_home() && self.phase == Phase::Opening {
             self.phase = Phase::Mapping;
             let (device, mode) = (&self.config.device, self.config.mode);
@@ -331,14 +344,21 @@ impl Service {
         }
     }
 
-    fn path_news(&mut self, turn: &mut TurnCx<'_, ()>, session: SessionId, path: PathId, news: PathNews) {
+    fn path_news(&mut self, turn: &mut TurnCx<'_, ()>, session: SessionId, id: PathId, news: PathNews) {
+        if let PathNews::Done(command, result) = news {
+            return self.orders.path_done(id, command, result);
+        }
         let paths = self.rtrs.paths(session);
-        let Some(path) = paths.iter().find(|p| p.id == path).map(|p| p.addr) else {
+        let listed = paths.iter().find(|p| p.id == id).map(|p| p.addr);
+        let Some(path) = listed.or_else(|| self.orders.addr(id)) else {
             return;
         };
         let all_closed = paths.iter().all(|path| path.state == PathState::Closed);
         match news {
-            PathNews::Up { again } => self.tell(MapNews::PathUp { path, again }),
+            PathNews::Up { again } => {
+                self.orders.pathless = false;
+                self.tell(MapNews::PathUp { path, again });
+            }
             PathNews::Down(why) => self.tell(MapNews::PathDown { path, why }),
             PathNews::TookOver(requests) => {
                 let _ = self.tell.send(MapEvent::News(MapNews::TookOver { path, requests }));
@@ -349,7 +369,8 @@ impl Service {
                 if open {
                     self.tell(MapNews::PathClosed { path, why: why.clone() });
                 }
-                if open && all_closed {
+                self.orders.pathless |= all_closed && self.orders.wants_closed(id);
+                if open && all_closed && !self.orders.pathless {
                     self.lost(turn, why);
                 }
             }
@@ -386,6 +407,8 @@ impl Service {
                 self.mapped(turn, geometry);
             }
             DeviceOutput::MapFailed(device, error) if self.rnbd.state(device).is_some() => {
+                self.orders
+                    .remapped(&Err(Refused::new(error.errno(), error.to_string())));
                 self.tell(MapNews::NotRemapped(error));
             }
             DeviceOutput::MapFailed(_, error) => {
@@ -400,14 +423,20 @@ impl Service {
                     client.connection.set_geometry(0, geometry);
                 }
             }
-            DeviceOutput::State(_, DeviceState::Mapped) => self.tell(MapNews::Remapped),
+            DeviceOutput::State(_, DeviceState::Mapped) => {
+                self.orders.remapped(&Ok(()));
+                self.tell(MapNews::Remapped);
+            }
             DeviceOutput::State(..) => {}
             // Home closes the session then.
             DeviceOutput::Unmapped(..) if !self.place.is_home() => {}
             DeviceOutput::Unmapped(_, result) => {
-                if let Err(e) = result {
+                if let Err(e) = result
+                    && !self.orders.forced
+                {
                     self.failure.get_or_insert(MapFailure::Close(e));
                 }
+                self.unmapped();
                 self.close_session(turn);
             }
         }
@@ -471,10 +500,7 @@ impl Service {
         {
             tracing::debug!("on loss: {e}");
         }
-        if self.place.is_home() {
-            self.undrained = self.place.loops.len() - 1;
-            (1..=self.undrained).for_each(|other| self.place.tell(other, Letter::Drain));
-        }
+        self.drain_others();
         for (_, client) in &mut self.clients {
             client.stop();
         }
@@ -657,10 +683,7 @@ impl Service {
         let device = self.device.and_then(|device| self.rnbd.counters(device));
         let device = device.or(self.counted).unwrap_or_default();
         MapStats {
-            turns: LoopStats {
-                device: turn.device.stats(0).unwrap_or_default(),
-                turns: *turn.counters,
-            },
+            turns: LoopStats::of(turn),
             device,
             clients: vec![self.clients.len()],
             requests: vec![device.completed],
@@ -678,6 +701,7 @@ impl Loop for Service {
             Command::Stats(to) => {
                 let _ = to.send(self.stats(turn));
             }
+            Command::Steer(request, reply) => self.steer(turn, request, reply),
             Command::Stop => self.stop(turn),
             Command::Quit => self.quit(turn),
             Command::Letter(from, letter) => self.letter(turn, from, letter),

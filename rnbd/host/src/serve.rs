@@ -22,6 +22,7 @@ use rtrs::{
 
 use crate::{
     caught::caught,
+    control::serve::ServeControl,
     gate::Gate,
     images::Images,
     server::{Command, Done, Place, Plan, Service},
@@ -73,7 +74,7 @@ pub struct ServeStats {
 
 impl ServeStats {
     /// Adds those of another loop.
-    fn add(&mut self, other: &Self) {
+    pub(crate) fn add(&mut self, other: &Self) {
         self.turns.add(&other.turns);
         self.rnbd.add(&other.rnbd);
         match self.rtrs.is_empty() {
@@ -130,7 +131,7 @@ impl Serving {
         Self::run(vec![device], config, None)
     }
 
-    /// The same on several loops, one for each shard of a device ([`LocalDevice::open_shards`]) that was opened with this gate.
+    /// The same on several loops, one for each shard of its devices ([`LocalDevice::open_shards`]) that were opened with this gate.
     /// The connections of each session are spread over them.
     ///
     /// # Errors
@@ -198,7 +199,7 @@ impl Serving {
         Ok(this)
     }
 
-    /// Where it listens.
+    /// Where it listens, at the first of its addresses.
     pub fn local_addr(&self) -> SocketAddr {
         self.local
     }
@@ -241,6 +242,11 @@ impl Serving {
             sum.add(&of_loop);
             sum
         })
+    }
+
+    /// Steers it, from any thread.
+    pub fn control(&self) -> ServeControl {
+        ServeControl::new(self.loops.iter().map(|turning| turning.handle.clone()).collect())
     }
 
     fn ask_to_stop(&self) {
@@ -331,7 +337,7 @@ mod tests {
             grace: Duration::from_secs(3600),
         };
         let gate = Gate::new(&config.rtrs, loops);
-        let devices = LocalDevice::open_shards(&DeviceConfig::new(addr), loops, gate.clone()).unwrap();
+        let devices = LocalDevice::open_shards(&[DeviceConfig::new(addr)], loops, gate.clone()).unwrap();
         Serving::start_shards(devices, config, &gate).unwrap()
     }
 

@@ -37,6 +37,10 @@ use rtrs::{
 };
 
 use crate::{
+    control::{
+        Refused, Reply,
+        serve::{ServeAnswer, ServeRequest},
+    },
     dice::Dice,
     gate::{Door, SharedPlaces},
     images::Images,
@@ -52,6 +56,8 @@ const DISK: Token = Token(0);
 /// What other threads ask for.
 pub(crate) enum Command {
     Stats(Sender<ServeStats>),
+    /// Of the home of the session that it is about, but for what every loop has something of.
+    Steer(ServeRequest, Reply<ServeAnswer>),
     /// A half-open path of this loop has given way to one of another.
     GaveWay(PathKey),
     /// To end in good order.
@@ -445,12 +451,26 @@ impl Service {
         worked
     }
 
+    /// Complies with a request, as far as this loop has to do with it.
+    fn steer(&mut self, turn: &mut TurnCx<'_, Done>, request: ServeRequest) -> Result<ServeAnswer, Refused> {
+        let found = match request {
+            ServeRequest::Sessions => return Ok(ServeAnswer::Sessions(self.rtrs.listing())),
+            ServeRequest::Devices => return Ok(ServeAnswer::Devices(self.rnbd.listing())),
+            ServeRequest::Stats => return Ok(ServeAnswer::Stats(Box::new(self.stats(turn)))),
+            ServeRequest::CloseSession(session) => self.rtrs.close_session(cx!(turn, self.dice), session),
+            ServeRequest::ClosePath(session, path) => self.rtrs.close_path(cx!(turn, self.dice), session, path),
+            ServeRequest::ForceClose(session, device) => self.rnbd.force_close(turn.now, session, device),
+            ServeRequest::ResetPathStats(session, path) => self.rtrs.reset_stats(session, path),
+        };
+        match found {
+            true => Ok(ServeAnswer::Done),
+            false => Err(Refused::new(Errno::ENOENT, "there is no such session, path or device")),
+        }
+    }
+
     fn stats(&self, turn: &mut TurnCx<'_, Done>) -> ServeStats {
         ServeStats {
-            turns: LoopStats {
-                device: turn.device.stats(0).unwrap_or_default(),
-                turns: *turn.counters,
-            },
+            turns: LoopStats::of(turn),
             rnbd: self.rnbd.counters(),
             rtrs: self.rtrs.counters().named(),
             sessions: vec![self.sessions.len()],
@@ -467,6 +487,10 @@ impl Loop for Service {
         match command {
             Command::Stats(to) => {
                 let _ = to.send(self.stats(turn));
+            }
+            Command::Steer(request, reply) => {
+                let done = self.steer(turn, request);
+                reply.send(done);
             }
             Command::GaveWay(path) => self.rtrs.gave_way(cx!(turn, self.dice), path),
             #[cfg(test)]

@@ -1,21 +1,47 @@
 //! What a loop has done.
 
-use roce::DeviceStats;
-use roce_reactor::Counters;
+use std::net::IpAddr;
+
+use roce::{DeviceStats, Usage};
+use roce_reactor::{Counters, TurnCx};
 
 /// Numbers of a loop.
 #[derive(Clone, Debug, Default)]
 pub struct LoopStats {
-    /// Of the devices.
-    pub device: DeviceStats,
+    /// Of each device, by its address as it was given.
+    pub devices: Vec<(IpAddr, DeviceStats)>,
+    /// Objects of verbs that there are.
+    pub usage: Usage,
     /// Of the loop itself.
     pub turns: Counters,
 }
 
 impl LoopStats {
+    /// Those of this loop.
+    pub(crate) fn of<J>(turn: &mut TurnCx<'_, J>) -> Self {
+        Self {
+            devices: turn.device.all_stats(),
+            usage: turn.device.usage(),
+            turns: *turn.counters,
+        }
+    }
+
+    /// All devices together.
+    pub fn device(&self) -> DeviceStats {
+        let mut all = DeviceStats::default();
+        self.devices.iter().for_each(|(_, stats)| all.add(stats));
+        all
+    }
+
     /// Adds those of another loop.
     pub fn add(&mut self, other: &Self) {
-        self.device.add(&other.device);
+        for (addr, stats) in &other.devices {
+            match self.devices.iter_mut().find(|(of, _)| of == addr) {
+                Some((_, sum)) => sum.add(stats),
+                None => self.devices.push((*addr, *stats)),
+            }
+        }
+        self.usage.add(&other.usage);
         self.turns.add(&other.turns);
     }
 }

@@ -119,7 +119,7 @@ fn spread(loops: usize, clients: usize) {
             .find(|(name, _)| *name == "sessions_opened")
             .unwrap()
             .1;
-        let port = stats.turns.device.port;
+        let port = stats.turns.device().port;
         assert_eq!((port.icrc_errors, port.drop_handed_over), (0, 0));
         stats.rnbd.written_bytes == 8 << 20 && opened == (total + loops) as u64 && stats.rnbd.opens == opened
     });

@@ -92,7 +92,7 @@ fn data_is_what_it_should_be(loops: usize, at_the_server: usize) {
     assert_eq!(stats.requests.iter().sum::<u64>(), stats.device.completed);
     assert!(stats.requests.iter().all(|n| *n > 20), "{:?}", stats.requests);
     assert_eq!((stats.device.failed, stats.turned_away), (0, 0));
-    let port = stats.turns.device.port;
+    let port = stats.turns.device().port;
     assert_eq!((port.icrc_errors, port.drop_handed_over), (0, 0));
     let sessions: usize = lab.stats().sessions.iter().sum();
     assert_eq!(sessions, 1, "they are shares of one session");

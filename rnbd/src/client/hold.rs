@@ -112,6 +112,11 @@ impl Client {
         }
     }
 
+    /// What operations on a device meet while it is lost; `None` when it is gone.
+    pub fn on_loss(&self, key: DeviceKey) -> Option<OnLoss> {
+        self.devices.get(key.0).map(|d| d.patience.on_loss())
+    }
+
     /// Operations that wait for this device, or will, when it is lost.
     pub fn waiting(&self, key: DeviceKey) -> usize {
         self.work.held_of(key).len()

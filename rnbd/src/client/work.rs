@@ -123,6 +123,10 @@ impl Work {
             return Turn::Nothing;
         };
         operation.queued = false;
+        if self.held.contains(&key) {
+            // A part has come back since: the device may be lost without our knowing yet.
+            return Turn::Nothing;
+        }
         let device = devices.get_mut(operation.device.0);
         let Some(device) = device.filter(|_| operation.wants_turn()) else {
             return Turn::Nothing;
@@ -264,10 +268,11 @@ impl Work {
                 continue;
             };
             // A part that is still on its way back goes on with it when it is there.
-            if operation.span.parts() == 0 && !operation.queued {
+            if operation.span.parts() == 0 {
                 self.held.remove(&key);
-                operation.queued = true;
-                self.ready.push_front(key);
+                if !core::mem::replace(&mut operation.queued, true) {
+                    self.ready.push_front(key);
+                }
             }
         }
     }

@@ -93,13 +93,16 @@ impl Bench {
         self.now = end;
     }
 
-    pub(crate) fn sent(&mut self) -> Vec<Submission> {
-        let next = || with_cx_at(self.now, |cx| self.client.poll_submission(cx, &mut self.pools));
-        let sent = std::iter::from_fn(next).map(|(session, submission)| {
+    pub(crate) fn next(&mut self) -> Option<Submission> {
+        let next = with_cx_at(self.now, |cx| self.client.poll_submission(cx, &mut self.pools));
+        next.map(|(session, submission)| {
             assert_eq!(session, S);
             submission
-        });
-        sent.collect()
+        })
+    }
+
+    pub(crate) fn sent(&mut self) -> Vec<Submission> {
+        std::iter::from_fn(|| self.next()).collect()
     }
 
     pub(crate) fn sent_one(&mut self) -> Submission {

@@ -92,6 +92,24 @@ fn ranges(sent: &[Submission]) -> Vec<(u64, u32)> {
     sent.iter().map(range).collect()
 }
 
+/// A session that is being closed takes no requests, and its end is told later. What has more parts to send waits as well.
+#[test]
+fn what_can_not_be_sent_is_not_tried_again_at_once() {
+    let (mut bench, device) = Bench::waiting(OnLoss::Queue(None));
+    let user = bench.submit(device, BlockOp::Discard, 0, 8 * MIB);
+    let mut refused = 0;
+    while let Some(request) = bench.next() {
+        bench.answer(request, Err(lost()));
+        refused += 1;
+        assert!(refused <= 16, "it is tried without end");
+    }
+    bench.wait(SECOND);
+    while let Some(request) = bench.next() {
+        bench.answer(request, Ok(()));
+    }
+    assert_eq!(bench.ends(), [(user, Ok(()))]);
+}
+
 #[test]
 fn devices_come_back_each_by_itself() {
     let mut bench = Bench::up();

@@ -3,7 +3,7 @@
 use core::net::{IpAddr, SocketAddr};
 
 use roce_port::{ConnId, ListenId, PortCmEvent};
-use roce_verbs::provider::{CmKind, CmRef, ConnParams, DeviceIx, Event, QpId, RejectReason, VerbsError};
+use roce_verbs::provider::{CmKind, CmRef, ConnParams, DeviceCaps, DeviceIx, Event, QpId, RejectReason, VerbsError};
 
 use crate::{
     fabric::{Fabric, Ports, gone},
@@ -15,11 +15,26 @@ fn event(id: CmRef, kind: CmKind) -> Option<Event> {
 }
 
 impl<P: Ports> Fabric<P> {
+    /// The devices that listen at an address: those that have it, rather than one that has all.
+    fn listening(&self, addr: IpAddr) -> Vec<usize> {
+        let addr = addr.to_canonical();
+        let has = |caps: &DeviceCaps| caps.addrs.contains(&addr);
+        let exact = self.caps.iter().any(has);
+        let listens = |caps: &DeviceCaps| match addr.is_unspecified() {
+            true => addr.is_ipv6() || caps.addrs.is_empty() || caps.addrs.iter().any(IpAddr::is_ipv4),
+            false => !exact || has(caps),
+        };
+        let all = self.caps.iter().enumerate();
+        all.filter(|(_, caps)| listens(caps))
+            .map(|(device, _)| device)
+            .collect()
+    }
+
     pub(crate) fn listen(&mut self, addr: SocketAddr, backlog: u32) -> Result<CmRef, VerbsError> {
         let one = Some(addr.ip().to_canonical()).filter(|ip| !ip.is_unspecified());
         let mut ids: Vec<(usize, ListenId)> = Vec::new();
         let mut failed = None;
-        for device in 0..self.ports.count() {
+        for device in self.listening(addr.ip()) {
             match self.ports.port(device).cm_listen(one, addr.port(), backlog) {
                 Ok(id) => ids.push((device, id)),
                 // Another device has the address.
@@ -31,7 +46,8 @@ impl<P: Ports> Fabric<P> {
             }
         }
         if ids.is_empty() {
-            return Err(failed.unwrap_or_else(|| gone("device")));
+            let nobody = || VerbsError::Address(format!("no device has {}", addr.ip()));
+            return Err(failed.unwrap_or_else(nobody));
         }
         let made = ids.clone();
         let Some(id) = self.cms.insert(Cm::Listener { addr, ids }) else {

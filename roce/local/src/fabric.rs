@@ -106,12 +106,24 @@ pub struct Usage {
     pub cms: usize,
 }
 
+impl Usage {
+    /// Adds those of another loop.
+    pub fn add(&mut self, other: &Self) {
+        self.pds += other.pds;
+        self.mrs += other.mrs;
+        self.keys += other.keys;
+        self.cqs += other.cqs;
+        self.qps += other.qps;
+        self.cms += other.cms;
+    }
+}
+
 /// All ports of a loop as one provider.
 pub struct Fabric<P> {
     pub(crate) ports: P,
     pub(crate) config: FabricConfig,
     pub(crate) now: Instant,
-    caps: Vec<DeviceCaps>,
+    pub(crate) caps: Vec<DeviceCaps>,
     devices: Vec<Device>,
     pub(crate) pds: Slots<Pd>,
     pub(crate) mrs: Slots<Mr>,

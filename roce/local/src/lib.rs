@@ -17,6 +17,8 @@ mod fabric;
 mod keys;
 mod lend;
 mod objects;
+mod single;
 mod slots;
 
 pub use fabric::{Fabric, FabricConfig, Ports, Usage};
+pub use single::Single;

@@ -559,6 +559,43 @@ fn a_listener_on_all_addresses_takes_requests_of_each_device() {
     }
 }
 
+/// Which devices listen at an address; afterwards they do not any more. A device without addresses has all.
+fn listening(devices: &[&[&str]], at: &str) -> Result<Vec<usize>, VerbsError> {
+    let (mut ports, mut said) = (Vec::new(), Vec::new());
+    for addrs in devices {
+        let addrs: Vec<IpAddr> = addrs.iter().map(|addr| addr.parse().unwrap()).collect();
+        let (config, mem) = (PortConfig::new(addrs.clone(), Mtu::B1024, 1), table(1));
+        ports.push((Port::new(config, mem.clone(), [1; 32]), mem, ip(1)));
+        said.push((DeviceLimits::software(1), addrs));
+    }
+    let mut fabric = Fabric::new(Set(ports), FabricConfig::default(), said);
+    fabric.cm_listen(SocketAddr::new(at.parse().unwrap(), SERVICE), 1)?;
+    let busy = |device: &usize| fabric.ports().port(*device).cm_listen(None, SERVICE, 1).is_err();
+    Ok((0..devices.len()).filter(busy).collect())
+}
+
+#[test]
+fn the_devices_of_an_address_listen_at_it() {
+    let (all, v4, v6): (&[&str], &[&str], &[&str]) = (&[], &["192.0.2.1"], &["fd00::1"]);
+    for (devices, at, expected) in [
+        (&[v4, v6][..], "192.0.2.1", &[0][..]),
+        (&[v4, v6], "::ffff:192.0.2.1", &[0]),
+        (&[v4, v6], "fd00::1", &[1]),
+        (&[v4, v6], "0.0.0.0", &[0]),
+        (&[v4, v6], "::", &[0, 1]),
+        // One at all IPv4 addresses, beside one at an IPv6 address.
+        (&[v6, all], "fd00::1", &[0]),
+        (&[v6, all], "0.0.0.0", &[1]),
+        (&[all], "192.0.2.9", &[0]),
+    ] {
+        assert_eq!(listening(devices, at).unwrap(), expected, "{at} of {devices:?}");
+    }
+    for (devices, at) in [(&[v4, v6][..], "192.0.2.9"), (&[v6], "0.0.0.0")] {
+        let refused = listening(devices, at);
+        assert!(matches!(refused, Err(VerbsError::Address(_))), "{at}: {refused:?}");
+    }
+}
+
 #[test]
 fn pages_are_registered_with_several_devices_and_stay_as_long_as_one_has_them() {
     let mut host = Host::new(&[2, 3], FabricConfig::default());

@@ -6,7 +6,7 @@ use std::{
 };
 
 use roce_bth::{BTH_LEN, ICRC_LEN, MAX_HEADER_LEN, Opcode, Packet, Position};
-use roce_pcap::{Capture, Datagram, check_file_with, decode};
+use roce_pcap::{Capture, Datagram, Finding, Kind, check_file_with, decode};
 use toml::Table;
 
 fn dir() -> PathBuf {
@@ -44,9 +44,12 @@ fn every_capture_is_what_the_manifest_says() {
         let file = entry["file"].as_str().unwrap();
         let mtu = entry["path_mtu"].as_integer().unwrap() as usize;
         let mut flow_frames = 0;
+        // rdma_rxe's FLUSH has a wrong ICRC; what is wrong must be that and as often as the manifest says.
+        let right = |findings: &[Finding]| findings.iter().all(|f| f.kind == Kind::IcrcBad);
         let report = check_file_with(dir().join(file), |frame| {
             flow_frames += 1;
-            assert!(!frame.is_bad(), "{file} frame {}: {:?}", frame.index, frame.findings);
+            let as_known = !frame.is_bad() || right(&frame.findings);
+            assert!(as_known, "{file} frame {}: {:?}", frame.index, frame.findings);
             let (len, opcode) = (
                 frame.payload_len.unwrap(),
                 frame.opcode_code.and_then(Opcode::from_byte).unwrap(),
@@ -63,7 +66,8 @@ fn every_capture_is_what_the_manifest_says() {
         assert_eq!(report.icrc_ok, count("icrc_ok"), "{file}");
         assert_eq!(report.icrc_bad, count("icrc_bad"), "{file}");
         assert_eq!(report.roce_packets, report.roce_frames, "{file}");
-        assert!(report.complete && !report.is_bad(), "{file}: {:?}", report.findings);
+        assert_eq!(report.bad_frames, report.icrc_bad, "{file}: {:?}", report.findings);
+        assert!(report.complete && report.unread_frames == 0, "{file}");
         let flows = entry["flows"].as_array().unwrap();
         let listed: i64 = flows.iter().map(|f| f["frames"].as_integer().unwrap()).sum();
         assert_eq!(listed, flow_frames, "{file}");

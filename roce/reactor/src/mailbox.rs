@@ -12,7 +12,8 @@ use parking_lot::Mutex;
 /// Letters to one loop, from any thread and in the order in which they are sent. Sending rings the loop's waker only when the
 /// loop is asleep, and looking for letters takes no lock when there are none.
 pub struct Mailbox<T> {
-    letters: Mutex<VecDeque<T>>,
+    /// `None`: nobody will look any more.
+    letters: Mutex<Option<VecDeque<T>>>,
     /// There are letters.
     full: AtomicBool,
     /// The loop waits for its descriptors, or is about to.
@@ -33,7 +34,7 @@ impl<T> Mailbox<T> {
     /// An empty one. `waker` ends the wait of the loop that it is for.
     pub fn new(waker: Waker) -> Self {
         Self {
-            letters: Mutex::default(),
+            letters: Mutex::new(Some(VecDeque::new())),
             full: AtomicBool::new(false),
             asleep: AtomicBool::new(false),
             waker,
@@ -41,9 +42,12 @@ impl<T> Mailbox<T> {
         }
     }
 
-    /// Sends a letter.
+    /// Sends a letter. After [`close`](Self::close) it is dropped.
     pub fn send(&self, letter: T) {
-        self.letters.lock().push_back(letter);
+        match self.letters.lock().as_mut() {
+            Some(letters) => letters.push_back(letter),
+            None => return,
+        }
         // The loop says that it sleeps and then looks for letters; here it is the other way round. So at least one of the two
         // sees the other.
         self.full.store(true, SeqCst);
@@ -66,11 +70,20 @@ impl<T> Mailbox<T> {
             return;
         }
         let mut letters = self.letters.lock();
+        let Some(letters) = letters.as_mut() else { return };
         if out.is_empty() {
-            mem::swap(&mut *letters, out);
+            mem::swap(letters, out);
         } else {
-            out.append(&mut letters);
+            out.append(letters);
         }
+    }
+
+    /// Drops what is there and all that comes, so that who waits for an answer learns that there will be none. For the loop
+    /// alone, at its end.
+    pub fn close(&self) {
+        // Without the lock: a letter may hold the last handle of another mailbox.
+        let letters = self.letters.lock().take();
+        drop(letters);
     }
 
     /// Runs `wait`, which a letter's arrival ends; it is told whether it may wait at all, or letters are there already. For
@@ -174,6 +187,20 @@ mod tests {
             }
         }
         sender.join().unwrap();
+    }
+
+    #[test]
+    fn a_closed_mailbox_drops_what_is_there_and_what_comes() {
+        let (_poll, mailbox) = mailbox();
+        let letter = Arc::new(());
+        mailbox.send(letter.clone());
+        mailbox.close();
+        assert_eq!(Arc::strong_count(&letter), 1);
+        mailbox.send(letter.clone());
+        assert_eq!(Arc::strong_count(&letter), 1);
+        let mut letters = VecDeque::new();
+        mailbox.take(&mut letters);
+        assert!(letters.is_empty());
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The loop.
 
-use std::{cell::Cell, collections::VecDeque, fmt, io, mem, os::fd::AsRawFd, sync::Arc, time::Duration};
+use std::{cell::Cell, collections::VecDeque, fmt, io, mem, ops::Deref, os::fd::AsRawFd, sync::Arc, time::Duration};
 
 use mio::{Events, Interest, Poll, Token, Waker, unix::SourceFd};
 use roce::{
@@ -70,7 +70,7 @@ enum Letter<C, J> {
     Datagram(usize, RxMeta, Vec<u8>),
 }
 
-/// What other threads have of a loop. Letters to one that has ended are lost.
+/// What other threads have of a loop. Letters to one that has ended are dropped.
 pub struct Handle<C, J>(Arc<Mailbox<Letter<C, J>>>);
 
 impl<C, J> Clone for Handle<C, J> {
@@ -107,8 +107,25 @@ impl<C, J> Handle<C, J> {
 pub struct Reactor<S: Service> {
     config: ReactorConfig,
     poll: Poll,
-    mailbox: Arc<Mailbox<Letter<S::Command, S::Output>>>,
+    mailbox: Inbox<Letter<S::Command, S::Output>>,
     jobs: Jobs<S::Output>,
+}
+
+/// The loop's own side of its mailbox: when the loop is gone, nothing stays in there.
+struct Inbox<T>(Arc<Mailbox<T>>);
+
+impl<T> Deref for Inbox<T> {
+    type Target = Mailbox<T>;
+
+    fn deref(&self) -> &Mailbox<T> {
+        &self.0
+    }
+}
+
+impl<T> Drop for Inbox<T> {
+    fn drop(&mut self) {
+        self.0.close();
+    }
 }
 
 impl<S: Service> fmt::Debug for Reactor<S> {
@@ -147,14 +164,14 @@ impl<S: Service> Reactor<S> {
         Ok(Self {
             config,
             poll,
-            mailbox,
+            mailbox: Inbox(mailbox),
             jobs: line.jobs(move |done| results.send(Letter::Done(done))),
         })
     }
 
     /// For other threads.
     pub fn handle(&self) -> Handle<S::Command, S::Output> {
-        Handle(self.mailbox.clone())
+        Handle(self.mailbox.0.clone())
     }
 
     /// Runs the loop in this thread, until the service [stops](TurnCx::stop) it, and returns the service. `start` makes the
@@ -186,7 +203,7 @@ struct Loop<C, J> {
     device: LocalDevice,
     poll: Poll,
     events: Events,
-    mailbox: Arc<Mailbox<Letter<C, J>>>,
+    mailbox: Inbox<Letter<C, J>>,
     jobs: Jobs<J>,
     spin: Spin,
     now: Instant,

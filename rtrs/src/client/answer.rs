@@ -29,7 +29,7 @@ impl Answers<'_, '_, '_> {
             }
             MarkKind::Recv => {
                 let message = self.taken(place, mark.index, wc)?;
-                self.path.heard();
+                self.path.heard(self.env.cx.now);
                 self.received(place, wc, message)?;
             }
             MarkKind::Info => return Err(PathError::Unexpected("a second information response")),
@@ -151,8 +151,8 @@ impl Answers<'_, '_, '_> {
     }
 
     fn finish(&mut self, permit: u16, errno: u16) {
-        let out: &mut VecDeque<Output> = self.env.out;
-        self.lane.finish(permit, status(errno), out);
+        let (now, out): (_, &mut VecDeque<Output>) = (self.env.cx.now, self.env.out);
+        self.lane.finish(now, permit, status(errno), out);
     }
 }
 

@@ -53,6 +53,8 @@ pub(super) enum Word {
     Lost { path: u16, error: Error },
     /// To home: they are drained and destroyed, and their requests have left them.
     Gone { path: u16 },
+    /// To home: requests are under way here.
+    Watch,
     /// To home: the user wants the session closed.
     CloseAsked,
     /// To home: nothing is left of the session here.

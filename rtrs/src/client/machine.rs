@@ -192,6 +192,11 @@ impl Client {
         self.sessions.get(&session).map(Session::policy)
     }
 
+    /// How often at most, and after which time, a lost path of a session is connected again. The first share knows.
+    pub fn reconnects(&self, session: SessionId) -> Option<(u32, Duration)> {
+        self.sessions.get(&session).map(Session::reconnects)
+    }
+
     /// Sets a path's counters at this share to zero.
     ///
     /// # Errors

@@ -24,6 +24,7 @@ use crate::{
         lane::Lane,
         letter::{Joining, Word},
         policy::Policy,
+        questions::Questions,
         request::SessionId,
         share::{Others, Share},
         state::{PATH, PathAction, PathEvent, PathState},
@@ -120,10 +121,8 @@ pub(super) struct Path {
     pub(super) revoked: BTreeSet<u32>,
     heartbeat: Heartbeat,
     next_beat: Option<Instant>,
-    /// When the heartbeat went that waits for its answer.
-    asked_at: Option<Instant>,
-    /// Round trip of the last heartbeat, since it is up.
-    pub(super) latency: Option<Duration>,
+    /// Heartbeats and their answers, since it is up.
+    pub(super) questions: Questions,
     pub(super) stats: PathStats,
     /// At home: what its user waits for.
     pub(super) commands: SmallVec<[PathCommand; 1]>,
@@ -179,8 +178,7 @@ impl Path {
             revoked: BTreeSet::new(),
             heartbeat: Heartbeat::new(config.heartbeat),
             next_beat: None,
-            asked_at: None,
-            latency: None,
+            questions: Questions::default(),
             stats: PathStats::default(),
             commands: SmallVec::new(),
             failure: None,
@@ -305,7 +303,7 @@ impl Path {
             PathAction::Unpick => self.flushed = None,
             PathAction::StartHeartbeat => {
                 self.heartbeat = Heartbeat::new(config.heartbeat);
-                (self.asked_at, self.latency) = (None, None);
+                self.questions = Questions::default();
                 // One that has not been measured would not be chosen.
                 let wait = match config.policy {
                     Policy::MinLatency => Duration::ZERO,
@@ -480,8 +478,9 @@ impl Path {
     }
 
     /// Anything came from the server.
-    pub(super) fn heard(&mut self) {
+    pub(super) fn heard(&mut self, now: Instant) {
         self.heartbeat.heard();
+        self.questions.heard(now);
     }
 
     /// The connection manager says that a connection is over.
@@ -492,11 +491,17 @@ impl Path {
         self.look_gone();
     }
 
+    /// Asks the server for a sign of life, unless it owes many.
+    pub(super) fn ask(&mut self, env: &mut Env<'_, '_>) {
+        if self.questions.ask(env.cx.now) {
+            self.push(env, 0, Post::Imm(Imm::HbMsg));
+        }
+    }
+
     /// The heartbeat was answered.
     pub(super) fn measured(&mut self, env: &mut Env<'_, '_>) {
-        let Some(asked) = self.asked_at.take() else { return };
-        let (path, time) = (self.index, env.cx.now.saturating_since(asked));
-        self.latency = Some(time);
+        let (path, time) = (self.index, self.questions.answer(env.cx.now));
+        let Some(time) = time else { return };
         for share in env.share.others() {
             env.tell(share, self.session, Word::Latency { path, time });
         }
@@ -504,7 +509,7 @@ impl Path {
 
     /// Its round trip is to be known soon.
     pub(super) fn measure(&mut self, now: Instant) {
-        if self.latency.is_none() && self.next_beat.is_some() {
+        if self.questions.latency.is_none() && self.next_beat.is_some() {
             self.next_beat = Some(now);
         }
     }
@@ -545,10 +550,7 @@ impl Path {
             // From now, not from the last beat: a process that was stopped must not count its own absence.
             self.next_beat = Some(now + config.heartbeat.interval);
             match self.heartbeat.tick() {
-                Beat::Send => {
-                    self.asked_at = Some(now);
-                    self.push(env, 0, Post::Imm(Imm::HbMsg));
-                }
+                Beat::Send => self.ask(env),
                 Beat::Wait => {}
                 Beat::Lost => self.fail_path(PathError::HeartbeatLost(config.heartbeat.patience()), reports),
             }

@@ -131,7 +131,7 @@ impl Session {
         }
         let alive = |path: &&Path| path.state != PathState::Dead;
         if self.paths.iter().filter(alive).any(|path| path.addr == addr) {
-            return Err(Error::Config(format!("the session has the path {addr} already")));
+            return Err(Error::PathExists(addr));
         }
         let free = self.paths.iter().position(|path| path.state == PathState::Dead);
         let index = free.unwrap_or(self.paths.len());
@@ -279,6 +279,10 @@ impl Session {
         Ok(())
     }
 
+    pub(super) fn reconnects(&self) -> (u32, Duration) {
+        (self.config.max_reconnects, self.config.reconnect_delay)
+    }
+
     pub(super) fn statuses(&self) -> Vec<PathStatus> {
         let alive = |(_, path): &(usize, &Path)| path.state != PathState::Dead;
         let status = |(index, path): (usize, &Path)| PathStatus {
@@ -287,7 +291,7 @@ impl Session {
             uuid: path.uuid,
             state: path.state,
             device: path.device,
-            latency: path.latency,
+            latency: path.questions.latency,
             in_flight: self.lane.loads.get(index).copied().unwrap_or(0),
             stats: path.stats,
         };

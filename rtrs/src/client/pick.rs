@@ -31,7 +31,7 @@ impl Picker {
                 all.filter(fits).min_by_key(load)
             }
             Policy::MinLatency => {
-                let latency = |index: &usize| paths[*index].latency.unwrap_or(Duration::MAX);
+                let latency = |index: &usize| paths[*index].questions.latency.unwrap_or(Duration::MAX);
                 all.filter(fits).min_by_key(latency)
             }
         }

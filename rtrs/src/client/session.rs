@@ -56,6 +56,10 @@ pub(super) struct Session {
     why: PathError,
     /// At home: other shares of which nothing is left.
     ended: usize,
+    /// When paths are compared next; elsewhere, when home is told again that requests are under way.
+    pub(super) look_at: Option<Instant>,
+    /// At home: until then other shares have requests under way.
+    pub(super) others_busy: Option<Instant>,
 }
 
 impl Session {
@@ -100,6 +104,8 @@ impl Session {
             failure: None,
             why: PathError::Closed,
             ended: 0,
+            look_at: None,
+            others_busy: None,
         }
     }
 
@@ -117,6 +123,7 @@ impl Session {
             Word::Add { path, joining } => self.join_path(env, path.into(), joining),
             Word::Policy(policy) => self.set_policy(env, policy),
             Word::Close | Word::CloseAsked => self.close(env),
+            Word::Watch => self.watch_for_others(env),
             Word::Ended => {
                 self.ended += 1;
                 self.look_over(env);
@@ -175,7 +182,7 @@ impl Session {
             }
             Word::Lost { error, .. } => path.fail(error, &mut reports),
             Word::Gone { .. } => path.share_gone(env, &self.config, from),
-            Word::Latency { time, .. } => path.latency = Some(time),
+            Word::Latency { time, .. } => path.questions.latency = Some(time),
             Word::Forget { .. } => path.meet(PathEvent::RemoveAsked),
             _ => {}
         }
@@ -251,6 +258,7 @@ impl Session {
         }
         self.lane.waiting.push_back(request);
         self.start(env);
+        self.watch(env);
         Ok(())
     }
 
@@ -320,7 +328,7 @@ impl Session {
             })),
             None => Err(Error::Path(PathError::Unexpected("a completion without our mark"))),
             Some(mark) if mark.kind == MarkKind::Info => {
-                path.heard();
+                path.heard(env.cx.now);
                 self.handshake(env, index).information(wc)
             }
             Some(mark) => Answers {
@@ -450,6 +458,8 @@ impl Session {
                 self.settle(env, index, reports);
             }
         }
+        self.compare_paths(env);
+        self.lane.let_go(env.cx.now, env.out);
         // Permits may have rested long enough.
         self.start(env);
     }
@@ -460,7 +470,8 @@ impl Session {
             .permits
             .next_timeout()
             .filter(|_| !self.lane.waiting.is_empty());
-        self.paths.iter().filter_map(Path::next_timeout).chain(rest).min()
+        let looks = self.look_at.into_iter().chain(rest).chain(self.lane.next_timeout());
+        self.paths.iter().filter_map(Path::next_timeout).chain(looks).min()
     }
 
     /// Does what a path's events call for, there and here.
@@ -502,11 +513,15 @@ impl Session {
             Report::Orphans(orphans) => self.orphaned(env, index, orphans),
             Report::Closed => {
                 if self.paths[index].parted {
-                    self.lane.path_gone(index as u16);
+                    self.lane.path_gone(index as u16, env.out);
                 }
                 if env.share.is_home() {
                     let why = self.paths[index].why();
                     self.news(env, index, PathNews::Closed(why));
+                }
+                // With the last path the session may go, and of that nothing is told after its end.
+                if !self.paths[index].commands.is_empty() {
+                    self.answer_commands(env, index);
                 }
                 self.path_closed(env, index);
             }
@@ -528,6 +543,7 @@ impl Session {
             tracing::info!(session = %self.config.name, path = %path.addr, info = ?whole, "path is up");
             self.paths[index].stats.reconnects += u32::from(again);
             self.news(env, index, PathNews::Up { again });
+            self.watch(env);
         }
         // Home opens the session, and says so.
         if self.announced {
@@ -557,6 +573,9 @@ impl Session {
     }
 
     fn path_down(&mut self, env: &mut Env<'_, '_>, why: PathError) {
+        // There may be nothing left to compare.
+        self.look_at = None;
+        self.watch(env);
         if self.paths.iter().any(Path::is_up) {
             return;
         }
@@ -665,7 +684,10 @@ impl Session {
                 env.out.push_back(Output::OpenFailed(self.id, error));
             }
             SessionAction::ClosePaths => self.close_paths(env),
-            SessionAction::GiveBack => self.lane.close(env.cx),
+            SessionAction::GiveBack => {
+                self.lane.let_all_go(env.out);
+                self.lane.close(env.cx);
+            }
             SessionAction::Tell => env.out.push_back(Output::Closed(self.id)),
         }
     }

@@ -23,6 +23,8 @@ pub struct ServerConfig {
     pub addr: IpAddr,
     /// Port.
     pub port: u16,
+    /// Further addresses to listen on, which may be other devices'.
+    pub further: Vec<SocketAddr>,
     /// Who may connect, and with which names; empty means everybody.
     pub allow: AccessList,
     /// Sessions at a time; each has `queue_depth * max_chunk_size` bytes.
@@ -53,6 +55,7 @@ impl Default for ServerConfig {
         Self {
             addr: IpAddr::V6(Ipv6Addr::UNSPECIFIED),
             port: DEFAULT_PORT,
+            further: Vec::new(),
             allow: AccessList::default(),
             max_sessions: limits.sessions,
             max_sessions_per_client: limits.sessions_per_client,
@@ -68,9 +71,14 @@ impl Default for ServerConfig {
 }
 
 impl ServerConfig {
-    /// Where it listens.
+    /// Where it listens first of all.
     pub fn listen_addr(&self) -> SocketAddr {
         SocketAddr::new(self.addr, self.port)
+    }
+
+    /// All addresses that it listens on.
+    pub fn listen_addrs(&self) -> impl Iterator<Item = SocketAddr> {
+        core::iter::once(self.listen_addr()).chain(self.further.iter().copied())
     }
 
     /// Largest data of a request, bytes.

@@ -94,7 +94,8 @@ pub struct Server {
     pub(super) share: Share,
     pub(super) config: ServerConfig,
     pub(super) layout: ChunkLayout,
-    listener: CmRef,
+    /// One for each address.
+    listeners: Vec<CmRef>,
     /// It has not been stopped.
     listens: bool,
     pub(super) admission: Box<dyn Doorkeeper>,
@@ -136,7 +137,7 @@ impl fmt::Debug for Server {
 }
 
 impl Server {
-    /// Starts to listen. Returns where.
+    /// Starts to listen. Returns where, at the first of its addresses.
     ///
     /// # Errors
     /// Says what is wrong with the configuration, or why the address can't be listened on.
@@ -148,7 +149,7 @@ impl Server {
     /// Starts to listen as one share of a server, of which each is in a loop of its own, and all ask the same one who gets in: what
     /// the configuration says of that is his affair. The connection requests of a session have to come to the shares that
     /// [`Share::of_connection`] of the session's home says, and letters ([`poll_letter`](Self::poll_letter)) to those that they are
-    /// for. Returns where it listens.
+    /// for. Returns where it listens, at the first of its addresses.
     ///
     /// # Errors
     /// As [`listen`](Self::listen).
@@ -170,16 +171,21 @@ impl Server {
         }
         let layout = layout.ok_or_else(|| VerbsError::Address("there is no device".into()))?;
         let backlog = BACKLOG.saturating_add(u32::try_from(config.limits().held).unwrap_or(u32::MAX));
-        let asked = config.listen_addr();
-        let listener = cx.provider.cm_listen(asked, backlog)?;
-        let local = cx.provider.cm_addrs(listener).map_or(asked, |(local, _)| local);
-        tracing::info!(%local, "RTRS server listens");
+        let listeners = listen_on(cx, &config, backlog)?;
+        let local = |listener: &CmRef| cx.provider.cm_addrs(*listener).map(|(local, _)| local);
+        for local in listeners.iter().filter_map(local) {
+            tracing::info!(%local, "RTRS server listens");
+        }
+        let local = listeners
+            .first()
+            .and_then(local)
+            .unwrap_or_else(|| config.listen_addr());
         let server = Self {
             share,
             admission,
             config,
             layout,
-            listener,
+            listeners,
             listens: true,
             half_open: BTreeMap::new(),
             domains: Domains::default(),
@@ -268,7 +274,7 @@ impl Server {
                         ..
                     },
             } => {
-                let mine = self.listener == *listener;
+                let mine = self.listeners.contains(listener);
                 match self.listens {
                     true if mine => self.connect_request(cx, *id, *device, private_data),
                     // It came before the listener went.
@@ -400,7 +406,9 @@ impl Server {
     /// Stops to listen, and disconnects all sessions whose home it is: all shares have to be stopped.
     pub fn stop(&mut self, cx: &mut Cx<'_>) {
         if core::mem::take(&mut self.listens) {
-            cx.provider.cm_destroy(self.listener);
+            self.listeners
+                .iter()
+                .for_each(|listener| cx.provider.cm_destroy(*listener));
         }
         let half_open: Vec<PathKey> = self.half_open.keys().copied().collect();
         for path in half_open {
@@ -857,6 +865,26 @@ impl Server {
         }
         outputs.extend(session.into_memory().map(Output::Free));
     }
+}
+
+/// Listens on all addresses, or on none.
+fn listen_on(cx: &mut Cx<'_>, config: &ServerConfig, backlog: u32) -> Result<Vec<CmRef>, VerbsError> {
+    let mut listeners = Vec::new();
+    for addr in config.listen_addrs() {
+        match cx.provider.cm_listen(addr, backlog) {
+            Ok(listener) => listeners.push(listener),
+            Err(e) => {
+                listeners
+                    .into_iter()
+                    .for_each(|listener| cx.provider.cm_destroy(listener));
+                return Err(match e {
+                    VerbsError::Address(why) => VerbsError::Address(format!("{addr}: {why}")),
+                    other => other,
+                });
+            }
+        }
+    }
+    Ok(listeners)
 }
 
 /// Looks after a path's peer.

@@ -6,16 +6,13 @@ use std::{
     time::Duration,
 };
 
-use roce_local::{Fabric, FabricConfig, Ports, Usage};
+use roce_local::{Fabric, FabricConfig, Ports, Single, Usage};
 use roce_mem::{MemoryTable, Pages};
 use roce_port::{Port, PortConfig, RxMeta, TxBatch, TxConfig};
 use roce_verbs::{
     AccessFlags, Completion, DeviceLimits, Instant, Mtu, Payload, QpCaps, RKey, RecvWr, RemoteAddr, SendFlags, SendOp,
     SendWr, Sge, WcOpcode,
-    provider::{
-        CmKind, CmRef, ConnParams, CqId, DeviceIx, Event, MrInfo, PdId, Provider, QpId, QpSpec, Registration,
-        VerbsError,
-    },
+    provider::{CmKind, CmRef, ConnParams, CqId, DeviceIx, Event, MrInfo, PdId, Provider, QpId, QpSpec, Registration},
 };
 use rtrs::{
     cx::Cx,
@@ -35,32 +32,11 @@ const RECVS: usize = 16;
 const DATA_AT: usize = RECVS * RECV_BYTES;
 const SEND_AT: usize = DATA_AT + (64 << 10);
 
-/// One port with one address.
-struct One(Port, Arc<MemoryTable>, IpAddr);
-
-impl Ports for One {
-    fn count(&self) -> usize {
-        1
-    }
-
-    fn port(&mut self, _index: usize) -> &mut Port {
-        &mut self.0
-    }
-
-    fn memory(&self, _index: usize) -> &Arc<MemoryTable> {
-        &self.1
-    }
-
-    fn route(&self, _src: Option<IpAddr>, _dst: IpAddr) -> Result<(usize, IpAddr), VerbsError> {
-        Ok((0, self.2))
-    }
-}
-
-fn fabric(last: u8, config: FabricConfig) -> Fabric<One> {
+fn fabric(last: u8, config: FabricConfig) -> Fabric<Single> {
     let ip = IpAddr::from([192, 0, 2, last]);
     let port = PortConfig::new(vec![ip], Mtu::B1024, last.into());
     let mem = Arc::new(MemoryTable::new([last; 32], &port.limits));
-    let one = One(Port::new(port, mem.clone(), [last; 32]), mem, ip);
+    let one = Single::new(Port::new(port, mem.clone(), [last; 32]), mem, vec![ip]);
     Fabric::new(one, config, vec![(DeviceLimits::software(last.into()), vec![ip])])
 }
 
@@ -68,13 +44,13 @@ fn fabric(last: u8, config: FabricConfig) -> Fabric<One> {
 struct Bed {
     now: Instant,
     server: Server,
-    host: Fabric<One>,
+    host: Fabric<Single>,
     outputs: Vec<Output>,
     client: Client,
 }
 
 struct Client {
-    fabric: Fabric<One>,
+    fabric: Fabric<Single>,
     pages: Arc<Pages>,
     pd: PdId,
     cq: CqId,
@@ -86,17 +62,17 @@ struct Client {
     rsp: Option<ConnRsp>,
 }
 
-fn carry(now: Instant, from: &mut Fabric<One>, to: &mut Fabric<One>, batch: &mut TxBatch) -> bool {
+fn carry(now: Instant, from: &mut Fabric<Single>, to: &mut Fabric<Single>, batch: &mut TxBatch) -> bool {
     let mut moved = false;
     loop {
-        let more = from.ports().0.poll_transmit(now, batch);
+        let more = from.ports().port(0).poll_transmit(now, batch);
         for train in batch.trains() {
             moved = true;
             let meta = RxMeta {
                 segment_len: train.segment_len,
                 ..RxMeta::new(train.remote.ip(), SocketAddr::new(train.local, train.src_port))
             };
-            to.ports().0.handle_datagram(now, &meta, train.bytes);
+            to.ports().port(0).handle_datagram(now, &meta, train.bytes);
         }
         batch.clear();
         if !more {
@@ -377,7 +353,7 @@ impl Bed {
 }
 
 /// The server throws no dice. What has no size leaks nothing.
-fn cx(now: Instant, provider: &mut Fabric<One>) -> Cx<'_> {
+fn cx(now: Instant, provider: &mut Fabric<Single>) -> Cx<'_> {
     fn dice(_: &mut [u8]) {
         panic!("the server throws no dice");
     }

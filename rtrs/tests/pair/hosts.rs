@@ -7,12 +7,12 @@ use std::{
     sync::Arc,
 };
 
-use roce_local::{Fabric, FabricConfig, Ports, Usage};
+use roce_local::{Fabric, FabricConfig, Usage};
 use roce_mem::{MemoryTable, Pages};
 use roce_port::{Port, PortConfig, QpnSlot, RxMeta, TxBatch, TxConfig};
 use roce_verbs::{
     DeviceLimits, Instant, Mtu,
-    provider::{DeviceCaps, Provider, VerbsError},
+    provider::{DeviceCaps, Provider},
 };
 use rtrs::{
     Direction, IoError,
@@ -21,6 +21,8 @@ use rtrs::{
     cx::Cx,
     server::{Server, ServerConfig, request},
 };
+
+use crate::devices::Devices;
 
 /// What the devices can do with keys.
 #[derive(Clone, Copy, Debug)]
@@ -51,30 +53,6 @@ impl KeyMode {
     }
 }
 
-pub(crate) struct One {
-    port: Port,
-    mem: Arc<MemoryTable>,
-    addr: IpAddr,
-}
-
-impl Ports for One {
-    fn count(&self) -> usize {
-        1
-    }
-
-    fn port(&mut self, _: usize) -> &mut Port {
-        &mut self.port
-    }
-
-    fn memory(&self, _: usize) -> &Arc<MemoryTable> {
-        &self.mem
-    }
-
-    fn route(&self, src: Option<IpAddr>, _: IpAddr) -> Result<(usize, IpAddr), VerbsError> {
-        Ok((0, src.unwrap_or(self.addr)))
-    }
-}
-
 fn ip(last: u8) -> IpAddr {
     IpAddr::from([192, 0, 2, last])
 }
@@ -84,47 +62,69 @@ pub(crate) fn addresses(last: u8) -> Vec<IpAddr> {
     [last, last + 10, last + 20].map(ip).to_vec()
 }
 
-/// A loop with an address.
+/// A loop with its devices.
 pub(crate) struct Host {
-    pub(crate) fabric: Fabric<One>,
+    pub(crate) fabric: Fabric<Devices>,
     pub(crate) batch: TxBatch,
     dice: u64,
 }
 
 impl Host {
     fn new(last: u8, keys: KeyMode) -> Self {
-        let config = PortConfig::new(addresses(last), Mtu::B1024, u64::from(last));
-        Self::with_port(last, keys, config)
+        Self::with_devices(last, keys, 1)
+    }
+
+    /// Its addresses are spread over so many devices.
+    fn with_devices(last: u8, keys: KeyMode, devices: usize) -> Self {
+        Self::seeded(last, keys, devices, [last; 32], u64::from(last), None)
     }
 
     /// A host that was started anew, with other numbers.
     fn anew(last: u8, keys: KeyMode) -> Self {
-        let config = PortConfig::new(addresses(last), Mtu::B1024, u64::from(last) + 1000);
-        Self::seeded(last, keys, config, [last + 100; 32])
+        Self::seeded(last, keys, 1, [last + 100; 32], u64::from(last) + 1000, None)
     }
 
-    /// One of several loops of an address: packets and management datagrams show by their numbers which of them they are for.
-    pub(crate) fn shard(last: u8, keys: KeyMode, part: QpnSlot) -> Self {
-        let mut config = PortConfig::new(addresses(last), Mtu::B1024, u64::from(last) << 8 | u64::from(part.slot));
-        config.qpns = part.qpns();
-        config.cm.comm_ids = part.comm_ids();
-        Self::with_port(last, keys, config)
+    /// One of several loops of these addresses: packets and management datagrams show by their numbers which of them they are for.
+    pub(crate) fn shard(last: u8, keys: KeyMode, devices: usize, part: QpnSlot) -> Self {
+        let guid = u64::from(last) << 8 | u64::from(part.slot);
+        Self::seeded(last, keys, devices, [last; 32], guid, Some(part))
     }
 
-    fn with_port(last: u8, keys: KeyMode, config: PortConfig) -> Self {
-        Self::seeded(last, keys, config, [last; 32])
-    }
-
-    fn seeded(last: u8, keys: KeyMode, config: PortConfig, seed: [u8; 32]) -> Self {
-        let mem = Arc::new(MemoryTable::new(seed, &config.limits));
-        let port = Port::new(config, mem.clone(), seed);
-        let addr = ip(last);
-        let devices = vec![(DeviceLimits::software(last.into()), addresses(last))];
+    fn seeded(last: u8, keys: KeyMode, count: usize, seed: [u8; 32], guid: u64, part: Option<QpnSlot>) -> Self {
+        let (mut ports, mut devices) = (Vec::new(), Vec::new());
+        for device in 0..count {
+            let addrs: Vec<IpAddr> = addresses(last).into_iter().skip(device).step_by(count).collect();
+            let mut config = PortConfig::new(addrs.clone(), Mtu::B1024, guid + 10_000 * device as u64);
+            if let Some(part) = part {
+                config.qpns = part.qpns();
+                config.cm.comm_ids = part.comm_ids();
+            }
+            let mut seed = seed;
+            seed[31] = seed[31].wrapping_add(device as u8);
+            let mem = Arc::new(MemoryTable::new(seed, &config.limits));
+            ports.push((Port::new(config, mem.clone(), seed), mem, addrs.clone()));
+            devices.push((DeviceLimits::software(last.into()), addrs));
+        }
         Self {
-            fabric: Fabric::new(One { port, mem, addr }, keys.config(), devices),
+            fabric: Fabric::new(Devices(ports), keys.config(), devices),
             batch: TxBatch::new(TxConfig::default()),
             dice: u64::from(last),
         }
+    }
+
+    /// When a port wants to be called.
+    pub(crate) fn poll_timeout(&mut self) -> Option<Instant> {
+        self.fabric.ports().poll_timeout()
+    }
+
+    /// A packet has come.
+    pub(crate) fn receive(&mut self, now: Instant, meta: &RxMeta, bytes: &[u8]) {
+        self.fabric.ports().receive(now, meta, bytes);
+    }
+
+    /// Everything that there is to send: `sent` gets it as the other side sees it.
+    pub(crate) fn drain(&mut self, now: Instant, sent: impl FnMut(&RxMeta, &[u8])) {
+        self.fabric.ports().drain(now, &mut self.batch, sent);
     }
 
     pub(crate) fn with<T>(&mut self, now: Instant, f: impl FnOnce(&mut Cx<'_>) -> T) -> T {
@@ -146,10 +146,7 @@ impl Host {
     }
 
     pub(crate) fn timers(&mut self, now: Instant) {
-        let port = self.fabric.ports().port(0);
-        if port.poll_timeout().is_some_and(|at| at <= now) {
-            port.handle_timeout(now);
-        }
+        self.fabric.ports().timers(now);
     }
 }
 
@@ -180,19 +177,35 @@ pub(crate) struct Pair {
     pub(crate) news: Vec<(PathId, PathNews)>,
     pub(crate) server_told: Vec<request::Output>,
     pub(crate) empty: [Usage; 2],
+    /// Of the server.
+    listeners: usize,
 }
 
 impl Pair {
     pub(crate) fn new(keys: KeyMode, config: ServerConfig) -> Self {
-        Self::with(Host::new(1, keys), Client::new(), keys, config)
+        Self::with(Host::new(1, keys), Client::new(), keys, 1, config)
     }
 
-    /// With this client.
-    pub(crate) fn with(near: Host, client: Client, keys: KeyMode, config: ServerConfig) -> Self {
+    /// Both hosts' addresses are spread over so many devices.
+    pub(crate) fn over(devices: usize, keys: KeyMode, config: ServerConfig) -> Self {
+        let near = Host::with_devices(1, keys, devices);
+        Self::with(near, Client::new(), keys, devices, config)
+    }
+
+    /// With this client, and a server with so many devices that listens at all its addresses.
+    pub(crate) fn with(near: Host, client: Client, keys: KeyMode, devices: usize, config: ServerConfig) -> Self {
         let now = Instant::from_nanos(1_000_000);
-        let mut far = Host::new(2, keys);
+        let mut far = Host::with_devices(2, keys, devices);
         let empty = [near.fabric.usage(), far.fabric.usage()];
-        let config = ServerConfig { addr: ip(2), ..config };
+        let at = |addr| SocketAddr::new(addr, config.port);
+        let all = addresses(2).into_iter().map(at);
+        let further: Vec<SocketAddr> = all.skip(1).filter(|_| devices > 1).collect();
+        let listeners = 1 + further.len();
+        let config = ServerConfig {
+            addr: ip(2),
+            further,
+            ..config
+        };
         let (server, _) = far.with(now, |cx| Server::listen(cx, config)).unwrap();
         Self {
             now,
@@ -213,6 +226,7 @@ impl Pair {
             news: Vec::new(),
             server_told: Vec::new(),
             empty,
+            listeners,
         }
     }
 
@@ -222,6 +236,7 @@ impl Pair {
         self.empty[1] = self.far.fabric.usage();
         let config = ServerConfig { addr: ip(2), ..config };
         self.server = self.far.with(self.now, |cx| Server::listen(cx, config)).unwrap().0;
+        self.listeners = 1;
     }
 
     pub(crate) fn path(&self) -> PathAddr {
@@ -346,7 +361,7 @@ impl Pair {
         assert_eq!(self.client.sessions().count(), 0);
         assert_eq!(self.near.fabric.usage(), self.empty[0]);
         let [_, mut far] = self.empty;
-        far.cms += 1;
+        far.cms += self.listeners;
         assert_eq!(self.far.fabric.usage(), far);
     }
 
@@ -355,8 +370,8 @@ impl Pair {
         let end = self.now + time;
         loop {
             self.settle();
-            let near = self.near.fabric.ports().port(0).poll_timeout();
-            let far = self.far.fabric.ports().port(0).poll_timeout();
+            let near = self.near.poll_timeout();
+            let far = self.far.poll_timeout();
             let server = self.server.next_timeout().filter(|_| !self.deaf);
             let all = [near, far, self.client.next_timeout(), server];
             match all.into_iter().flatten().min().filter(|at| *at <= end) {
@@ -389,7 +404,11 @@ impl Pair {
             moved = true;
             match output {
                 Output::Done { tag, result, data, .. } => self.done.push((tag, result, data)),
-                Output::Path { path, news, .. } => self.news.push((path, news)),
+                Output::Path { session, path, news } => {
+                    let gone = |told: &Output| matches!(told, Output::Closed(of) if *of == session);
+                    assert!(!self.told.iter().any(gone), "{news:?} of a session that is gone");
+                    self.news.push((path, news));
+                }
                 other => self.told.push(other),
             }
         }
@@ -494,24 +513,13 @@ pub(crate) fn carry_watched(
     mut watch: impl FnMut(&[u8]),
 ) -> bool {
     let mut moved = false;
-    loop {
-        let more = from.fabric.ports().port(0).poll_transmit(now, &mut from.batch);
-        for train in from.batch.trains() {
-            if cut(train.local) || cut(train.remote.ip()) {
-                continue;
-            }
-            moved = true;
-            let meta = RxMeta {
-                segment_len: train.segment_len,
-                ..RxMeta::new(train.remote.ip(), SocketAddr::new(train.local, train.src_port))
-            };
-            watch(train.bytes);
-            let port = to.fabric.ports().port(0);
-            port.handle_datagram(now, &meta, train.bytes);
+    from.drain(now, |meta, bytes| {
+        if cut(meta.local) || cut(meta.remote.ip()) {
+            return;
         }
-        from.batch.clear();
-        if !more {
-            return moved;
-        }
-    }
+        moved = true;
+        watch(bytes);
+        to.receive(now, meta, bytes);
+    });
+    moved
 }

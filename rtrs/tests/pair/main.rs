@@ -1,9 +1,12 @@
 //! Client and server, each over a fabric of its own, and a wire between them that loses nothing: the whole of RTRS without a
 //! socket, a thread or a clock.
 
+#[path = "../support/devices.rs"]
+mod devices;
 mod hosts;
 mod paths;
 mod shares;
+mod silence;
 mod spread;
 
 use hosts::{KeyMode, Pair};
@@ -11,7 +14,7 @@ use roce_verbs::provider::KeyStrategy;
 use rtrs::{
     Direction, IoError, PathError,
     client::{ConType, Output, SessionConfig, Submission},
-    server::{ServerConfig, request},
+    server::{Server, ServerConfig, request},
 };
 
 pub(crate) fn server(always_invalidate: bool) -> ServerConfig {
@@ -212,6 +215,27 @@ fn closing_ends_requests_with_an_error_and_leaves_nothing() {
     pair.give(data);
     pair.release();
     pair.assert_empty();
+}
+
+#[test]
+fn a_server_listens_on_all_its_addresses_or_on_none() {
+    let mut pair = Pair::over(2, KeyMode::Instant, server(true));
+    let before = pair.far.fabric.usage();
+    let config = |last: u8| ServerConfig {
+        addr: hosts::addresses(2)[0],
+        port: 999,
+        further: vec![([192, 0, 2, last], 999).into()],
+        ..server(true)
+    };
+    let refused = pair.far.with(pair.now, |cx| Server::listen(cx, config(99)));
+    let text = refused.unwrap_err().to_string();
+    assert!(text.contains("192.0.2.99:999"), "{text}");
+    assert_eq!(pair.far.fabric.usage(), before);
+    let (mut other, local) = pair.far.with(pair.now, |cx| Server::listen(cx, config(12))).unwrap();
+    assert_eq!(local, config(12).listen_addr());
+    assert_eq!(pair.far.fabric.usage().cms, before.cms + 2);
+    pair.far.with(pair.now, |cx| other.stop(cx));
+    assert_eq!(pair.far.fabric.usage(), before);
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! Sessions over several paths.
 
-use core::time::Duration;
+use core::{net::SocketAddr, time::Duration};
 
+use roce_verbs::provider::Provider as _;
 use rtrs::{
     Direction, Error, PathError,
     addr::PathAddr,
@@ -19,16 +20,21 @@ use crate::{
 const LONG: Duration = Duration::from_secs(120);
 
 impl Pair {
-    /// A path for each of our addresses.
+    /// A path for each of our addresses; to one of the server's, or if it has several devices, to another each.
     pub(crate) fn ways(&self, count: usize) -> Vec<PathAddr> {
-        let to = |src| PathAddr {
+        let one = self.far.fabric.devices().len() == 1;
+        let to = |(src, dst)| PathAddr {
             src: Some(src),
-            ..self.path()
+            dst: match one {
+                true => self.path().dst,
+                false => SocketAddr::new(dst, self.path().dst.port()),
+            },
         };
-        addresses(1).into_iter().take(count).map(to).collect()
+        let ways = addresses(1).into_iter().zip(addresses(2));
+        ways.take(count).map(to).collect()
     }
 
-    fn open_ways(&mut self, count: usize, change: impl FnOnce(&mut SessionConfig)) {
+    pub(crate) fn open_ways(&mut self, count: usize, change: impl FnOnce(&mut SessionConfig)) {
         let paths = self.ways(count);
         self.open(|config| {
             config.paths = paths;
@@ -41,7 +47,7 @@ impl Pair {
         self.client.paths(self.session())
     }
 
-    fn states(&self) -> Vec<PathState> {
+    pub(crate) fn states(&self) -> Vec<PathState> {
         self.statuses().iter().map(|path| path.state).collect()
     }
 
@@ -72,7 +78,7 @@ impl Pair {
     }
 
     /// Sends requests, which the server holds.
-    fn send(&mut self, tags: core::ops::Range<u64>, direction: Direction) {
+    pub(crate) fn send(&mut self, tags: core::ops::Range<u64>, direction: Direction) {
         self.store(0, 512);
         for tag in tags {
             let data = self.buffer(512);
@@ -89,7 +95,7 @@ impl Pair {
     }
 
     /// All of these have ended well, once.
-    fn assert_done(&mut self, tags: core::ops::Range<u64>) {
+    pub(crate) fn assert_done(&mut self, tags: core::ops::Range<u64>) {
         let mut done = std::mem::take(&mut self.done);
         done.sort_by_key(|(tag, ..)| *tag);
         assert_eq!(
@@ -102,7 +108,7 @@ impl Pair {
         }
     }
 
-    fn in_flight(&self) -> Vec<u32> {
+    pub(crate) fn in_flight(&self) -> Vec<u32> {
         self.statuses().iter().map(|path| path.in_flight).collect()
     }
 }
@@ -186,6 +192,37 @@ fn requests_of_a_lost_path_go_by_the_others_any_number_of_times() {
             pair.cut_off.clear();
             pair.pass(LONG);
             assert_eq!(pair.states(), [PathState::Connected; 3], "all come back");
+            pair.close();
+            pair.assert_empty();
+        }
+    }
+}
+
+/// A path through each of three devices, on both sides.
+#[test]
+fn requests_of_a_lost_path_go_by_another_device() {
+    for keys in KeyMode::ALL {
+        for direction in [Direction::Write, Direction::Read] {
+            let mut pair = Pair::over(3, keys, server(true));
+            pair.open_ways(3, |config| config.policy = Policy::RoundRobin);
+            let listing = pair.server.listing();
+            let there: Vec<_> = listing[0].paths.iter().map(|path| path.device.0).collect();
+            assert_eq!(there, [0, 1, 2]);
+            let usage = [&pair.near, &pair.far].map(|host| host.fabric.usage().pds);
+            assert_eq!(usage, [3, 3], "a protection domain on each");
+            pair.hold = true;
+            pair.send(0..9, direction);
+            pair.cut_off = vec![addresses(2)[1]];
+            pair.pass(LONG);
+            assert_eq!((pair.in_flight().iter().sum::<u32>(), pair.in_flight()[1]), (9, 0));
+            assert!(pair.told.is_empty(), "{:?}", pair.told);
+            pair.release();
+            pair.assert_done(0..9);
+            pair.cut_off.clear();
+            pair.pass(LONG);
+            assert_eq!(pair.states(), [PathState::Connected; 3]);
+            pair.send(9..18, direction);
+            pair.assert_done(9..18);
             pair.close();
             pair.assert_empty();
         }
@@ -309,6 +346,22 @@ fn a_request_that_comes_late_makes_no_second_session() {
 }
 
 #[test]
+fn what_was_asked_for_paths_is_answered_before_the_session_ends() {
+    for command in [PathCommand::Reconnect, PathCommand::Remove, PathCommand::Disconnect] {
+        let mut pair = Pair::new(KeyMode::Instant, server(true));
+        pair.open_ways(2, |_| ());
+        for path in pair.statuses() {
+            pair.command(path.id, command).unwrap();
+        }
+        pair.close();
+        for _ in 0..2 {
+            assert!(pair.outcome(command).is_some(), "{command:?}: {:?}", pair.news);
+        }
+        pair.assert_empty();
+    }
+}
+
+#[test]
 fn one_path_that_can_not_be_connected_fails_the_open_as_in_the_kernel() {
     let mut pair = Pair::new(KeyMode::Instant, server(true));
     let mut paths = pair.ways(2);
@@ -362,7 +415,7 @@ fn paths_come_and_go_while_requests_are_under_way() {
     pair.hold = true;
     pair.send(0..4, Direction::Write);
     let ways = pair.ways(3);
-    assert!(matches!(pair.add(ways[0]), Err(Error::Config(_))), "it is there");
+    assert!(matches!(pair.add(ways[0]), Err(Error::PathExists(_))), "it is there");
     let added = pair.add(ways[1]).unwrap();
     assert!(matches!(pair.command(added, PathCommand::Reconnect), Err(Error::Busy)));
     pair.settle();

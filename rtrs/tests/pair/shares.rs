@@ -6,7 +6,9 @@ use std::collections::BTreeMap;
 use roce_verbs::provider::{DeviceIx, Event};
 use rtrs::{
     Direction, Error, IoError, PathError,
-    client::{Client, ConType, Output, PathCommand, PathId, PathNews, Policy, SessionConfig, Submission},
+    client::{
+        Client, ConType, Output, PathCommand, PathId, PathNews, Policy, SessionConfig, Submission, state::PathState,
+    },
     server::request,
 };
 
@@ -445,6 +447,132 @@ fn no_attempt_begins_before_all_shares_are_done_with_the_last() {
     spread.assert_empty();
 }
 
+/// Three shares with two devices each, and a path through either to another of the server's.
+fn over_two_devices(keys: KeyMode, seed: u64) -> Spread {
+    let mut spread = Spread::over(2, 3, keys, server(true), seed);
+    let paths = spread.pair.ways(2);
+    spread.open(|config| {
+        config.paths = paths;
+        config.policy = Policy::RoundRobin;
+        config.max_reconnects = SessionConfig::FOREVER;
+    });
+    spread
+}
+
+fn states(spread: &Spread) -> Vec<PathState> {
+    let session = spread.pair.session();
+    let paths = spread.pair.client.paths(session);
+    paths.iter().map(|path| path.state).collect()
+}
+
+#[test]
+fn every_share_uses_every_device() {
+    for keys in KeyMode::ALL {
+        let mut spread = over_two_devices(keys, 18);
+        let made: Vec<_> = spread.usage().iter().map(|u| (u.pds, u.qps)).collect();
+        assert_eq!(
+            made,
+            [(2, 4), (2, 2), (2, 2)],
+            "a domain on each device, a path through it"
+        );
+        for round in 0..4 {
+            for share in spread.shares() {
+                spread.exchange(share, &[round * 3 + share as u8; 3000]);
+            }
+        }
+        let listing = spread.pair.server.listing();
+        let came: Vec<_> = listing[0]
+            .paths
+            .iter()
+            .map(|p| (p.device.0, p.rdma.writes, p.rdma.reads))
+            .collect();
+        // A write and a read each time, by turns.
+        assert_eq!(came.iter().map(|(device, ..)| *device).collect::<Vec<_>>(), [0, 1]);
+        assert_eq!(
+            came.iter().map(|(_, writes, reads)| writes + reads).collect::<Vec<_>>(),
+            [12, 12]
+        );
+        spread.close(0);
+        spread.assert_empty();
+    }
+}
+
+#[test]
+fn requests_at_every_share_go_by_the_other_device_when_one_is_cut_off() {
+    for keys in KeyMode::ALL {
+        for cut in [addresses(1)[1], addresses(2)[0]] {
+            let mut spread = over_two_devices(keys, 19);
+            spread.pair.hold = true;
+            for share in spread.shares() {
+                spread.pair.store(share.into(), 512);
+                for tag in 0..4 {
+                    let buffer = spread.buffer(share, 512);
+                    let direction = [Direction::Read, Direction::Write][usize::from(tag > 1)];
+                    spread.begin(share, tag, direction, 0, buffer);
+                }
+            }
+            spread.settle();
+            assert_eq!(spread.pair.held.len(), 12);
+            spread.pair.cut_off = vec![cut];
+            spread.pass(Duration::from_secs(60));
+            let up = states(&spread).iter().filter(|s| **s == PathState::Connected).count();
+            assert_eq!(up, 1, "{:?}", states(&spread));
+            let took = spread
+                .pair
+                .news
+                .iter()
+                .any(|(_, news)| matches!(news, PathNews::TookOver(2)));
+            assert!(took, "{:?}", spread.pair.news);
+            spread.release();
+            spread.pass(Duration::from_secs(1));
+            // The copies that came by the other path were kept from the chunks until then.
+            spread.release();
+            spread.settle();
+            for share in spread.shares() {
+                let mut tags = Vec::new();
+                for (tag, result, buffer) in spread.done(share) {
+                    result.unwrap();
+                    spread.give(share, buffer);
+                    tags.push(tag);
+                }
+                tags.sort_unstable();
+                assert_eq!(tags, [0, 1, 2, 3], "share {share}");
+                assert!(spread.told(share).is_empty(), "a path was up all the time");
+            }
+            spread.pair.cut_off.clear();
+            spread.pass(Duration::from_secs(120));
+            assert_eq!(states(&spread), [PathState::Connected; 2]);
+            for share in spread.shares() {
+                spread.exchange(share, &[5; 100]);
+            }
+            spread.close(0);
+            spread.assert_empty();
+        }
+    }
+}
+
+#[test]
+fn a_device_that_goes_at_a_share_takes_no_path_of_the_other() {
+    for at in 0..3 {
+        let mut spread = over_two_devices(KeyMode::Instant, 20);
+        spread.with(at, |client, cx| client.event(cx, &Event::DeviceRemoved(DeviceIx(1))));
+        spread.pass(Duration::from_secs(3));
+        assert_eq!(states(&spread)[0], PathState::Connected, "gone at {at}");
+        let downs = spread
+            .pair
+            .news
+            .iter()
+            .filter(|(_, news)| matches!(news, PathNews::Down(_)));
+        assert_eq!(downs.count(), 1, "gone at {at}: {:?}", spread.pair.news);
+        for share in spread.shares() {
+            assert!(spread.told(share).is_empty(), "gone at {at}, share {share}");
+            spread.exchange(share, &[share as u8; 700]);
+        }
+        spread.close(0);
+        spread.assert_empty();
+    }
+}
+
 /// What a share has told so far.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Seen {
@@ -483,7 +611,8 @@ impl Chaos {
     fn new(seed: u64) -> Self {
         let keys = KeyMode::ALL[seed as usize % 4];
         let shares = 2 + (seed / 4 % 3) as u16;
-        let mut spread = Spread::new(shares, keys, server((seed / 12).is_multiple_of(2)), seed);
+        let devices = 1 + (seed / 7 % 3) as usize;
+        let mut spread = Spread::over(devices, shares, keys, server((seed / 12).is_multiple_of(2)), seed);
         let reconnects = (seed / 24 % 3) as u32;
         let paths = spread.pair.ways(1 + (seed / 72 % 3) as usize);
         spread.pair.ask_open(|config| {

@@ -8,8 +8,8 @@ use roce_cm::{
     cma::HEADER_LEN,
     mad::{Mad, Message},
 };
-use roce_local::{Ports, Usage};
-use roce_port::{RxMeta, Steering};
+use roce_local::Usage;
+use roce_port::Steering;
 use roce_verbs::{
     QpAttr, QpState,
     provider::{Provider, QpId},
@@ -51,8 +51,13 @@ pub(crate) struct Spread {
 
 impl Spread {
     pub(crate) fn new(shares: u16, keys: KeyMode, config: ServerConfig, seed: u64) -> Self {
+        Self::over(1, shares, keys, config, seed)
+    }
+
+    /// The addresses of both hosts are spread over so many devices.
+    pub(crate) fn over(devices: usize, shares: u16, keys: KeyMode, config: ServerConfig, seed: u64) -> Self {
         let steering = Steering::new(shares.into()).unwrap();
-        let host = |share: u16| Host::shard(1, keys, steering.slot(share.into()).unwrap());
+        let host = |share: u16| Host::shard(1, keys, devices, steering.slot(share.into()).unwrap());
         let client = |share| Client::share(share, shares).unwrap();
         let others = (1..shares).map(|share| {
             let host = host(share);
@@ -66,7 +71,7 @@ impl Spread {
         });
         Self {
             others: others.collect(),
-            pair: Pair::with(host(0), client(0), keys, config),
+            pair: Pair::with(host(0), client(0), keys, devices, config),
             mail: BTreeMap::new(),
             hold_mail: false,
             cut: BTreeSet::new(),
@@ -215,18 +220,16 @@ impl Spread {
         let now = self.pair.now;
         let fabric = &mut self.of(share).0.fabric;
         let ids = (0..16).flat_map(|slot| (0..200).map(move |generation| QpId::new(slot, generation)));
-        let qpns: Vec<Qpn> = ids.filter_map(|id| fabric.qpn(id)).collect();
-        let port = fabric.ports().port(0);
-        let mut all = qpns.into_iter();
-        let Some(qpn) = all.rfind(|qpn| port.qp_state(*qpn) == Some(QpState::Rts)) else {
-            return false;
-        };
+        let mut qpns: Vec<Qpn> = ids.filter_map(|id| fabric.qpn(id)).collect();
+        qpns.reverse();
         let failed = QpAttr {
             state: Some(QpState::Err),
             ..QpAttr::default()
         };
-        port.modify_qp(now, qpn, &failed).unwrap();
-        true
+        fabric.ports().all().any(|port| {
+            let connected = qpns.iter().find(|qpn| port.qp_state(**qpn) == Some(QpState::Rts));
+            connected.is_some_and(|qpn| port.modify_qp(now, *qpn, &failed).is_ok())
+        })
     }
 
     /// Of each share.
@@ -269,11 +272,11 @@ impl Spread {
             self.settle();
             let mut all = vec![
                 self.pair.server.next_timeout().filter(|_| !self.pair.deaf),
-                self.pair.far.fabric.ports().port(0).poll_timeout(),
+                self.pair.far.poll_timeout(),
             ];
             for share in self.shares() {
                 let (host, client) = self.of(share);
-                all.extend([host.fabric.ports().port(0).poll_timeout(), client.next_timeout()]);
+                all.extend([host.poll_timeout(), client.next_timeout()]);
             }
             match all.into_iter().flatten().min().filter(|at| *at <= end) {
                 Some(at) => self.pair.now = at.max(self.pair.now + Duration::from_micros(1)),
@@ -362,34 +365,19 @@ impl Spread {
 
     /// What the server sends goes to the loop that its numbers name.
     fn carry_back(&mut self) -> bool {
-        let (now, mut moved) = (self.pair.now, false);
-        loop {
-            let far = &mut self.pair.far;
-            let more = far.fabric.ports().port(0).poll_transmit(now, &mut far.batch);
-            for train in far.batch.trains() {
-                moved = true;
-                let share = share_of(self.steering, train.bytes);
-                if self.cut.contains(&share) || self.pair.cut_off.contains(&train.remote.ip()) {
-                    continue;
-                }
-                let meta = RxMeta {
-                    segment_len: train.segment_len,
-                    ..RxMeta::new(
-                        train.remote.ip(),
-                        std::net::SocketAddr::new(train.local, train.src_port),
-                    )
-                };
-                let near = match share {
-                    0 => &mut self.pair.near,
-                    n => &mut self.others[usize::from(n) - 1].host,
-                };
-                near.fabric.ports().port(0).handle_datagram(now, &meta, train.bytes);
+        let now = self.pair.now;
+        let mut packets = Vec::new();
+        self.pair
+            .far
+            .drain(now, |meta, bytes| packets.push((*meta, bytes.to_vec())));
+        for (meta, bytes) in &packets {
+            let share = share_of(self.steering, bytes);
+            if self.cut.contains(&share) || self.pair.cut_off.contains(&meta.local) {
+                continue;
             }
-            self.pair.far.batch.clear();
-            if !more {
-                return moved;
-            }
+            self.of(share).0.receive(now, meta, bytes);
         }
+        !packets.is_empty()
     }
 }
 

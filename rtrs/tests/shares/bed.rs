@@ -1,4 +1,4 @@
-//! A server in shares, each with a fabric of its own at one address, letters that take their time, and clients by hand.
+//! A server in shares, each with a fabric of its own with a device at each of two addresses, letters that take their time, and clients by hand.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -28,16 +28,22 @@ use rtrs::{
     },
 };
 
-use crate::peer::{One, Peer, fabric};
+use crate::{
+    devices::Devices,
+    peer::{Peer, fabric},
+};
 
-pub(crate) const SERVER: [u8; 4] = [192, 0, 2, 1];
+/// Last bytes of the server's addresses.
+pub(crate) const SERVERS: [u8; 2] = [1, 2];
 pub(crate) const DEPTH: u32 = 8;
 /// Top bits of a number that name its share.
 const BITS: u8 = 2;
 
 pub(crate) fn config() -> ServerConfig {
+    let [first, second] = SERVERS.map(|last| IpAddr::from([192, 0, 2, last]));
     ServerConfig {
-        addr: SERVER.into(),
+        addr: first,
+        further: vec![SocketAddr::new(second, 1234)],
         queue_depth: DEPTH,
         max_chunk_size: 8192,
         ..ServerConfig::default()
@@ -45,7 +51,7 @@ pub(crate) fn config() -> ServerConfig {
 }
 
 pub(crate) struct Host {
-    pub(crate) fabric: Fabric<One>,
+    pub(crate) fabric: Fabric<Devices>,
     pub(crate) server: Server,
     /// What the user has been told, but for requests.
     pub(crate) told: Vec<Output>,
@@ -69,7 +75,7 @@ pub(crate) struct Bed {
     batch: TxBatch,
 }
 
-fn cx(now: Instant, provider: &mut Fabric<One>) -> Cx<'_> {
+fn cx(now: Instant, provider: &mut Fabric<Devices>) -> Cx<'_> {
     fn dice(_: &mut [u8]) {
         panic!("the server throws no dice");
     }
@@ -88,19 +94,20 @@ impl Bed {
         Self::with(config, keys, seed, &vec![usual; shares])
     }
 
-    /// With a share for each of these limits, some with a memory table of their own.
+    /// With a share for each of these limits, some with memory tables of their own.
     pub(crate) fn with(config: &ServerConfig, keys: FabricConfig, seed: u64, limits: &[(DeviceLimits, bool)]) -> Self {
         let now = Instant::from_nanos(1_000_000_000);
         let count = limits.len();
-        let table = || Arc::new(MemoryTable::new([1; 32], &DeviceLimits::software(1)));
-        let shared = table();
+        // One for each device.
+        let tables = || SERVERS.map(|last| Arc::new(MemoryTable::new([last; 32], &DeviceLimits::software(1))));
+        let shared = tables();
         let share = |(index, (limits, foreign)): (usize, &(DeviceLimits, bool))| {
-            let mem = if *foreign { table() } else { shared.clone() };
+            let mem = if *foreign { tables() } else { shared.clone() };
             let slot = QpnSlot {
                 bits: BITS,
                 slot: index as u16,
             };
-            let mut fabric = fabric(1, mem, limits.clone(), Some(slot), keys);
+            let mut fabric = fabric(&SERVERS, &mem, limits, Some(slot), keys);
             let share = Share::new(index, count).unwrap();
             let admission = Admission::new(config.limits(), config.allow.clone());
             let mut cx = cx(now, &mut fabric);
@@ -125,10 +132,15 @@ impl Bed {
         }
     }
 
-    /// A path from an address of its own; its number.
+    /// A path from an address of its own to the server's first; its number.
     pub(crate) fn peer(&mut self, session: u8, connections: u16) -> usize {
+        self.peer_at(0, session, connections)
+    }
+
+    /// The same, to the address of that device.
+    pub(crate) fn peer_at(&mut self, device: usize, session: u8, connections: u16) -> usize {
         let n = self.peers.len() as u8 + 10;
-        let mut peer = Peer::new(n, session, connections);
+        let mut peer = Peer::new(n, SERVERS[device], session, connections);
         peer.tick(self.now);
         self.peers.push(peer);
         self.peers.len() - 1
@@ -193,7 +205,7 @@ impl Bed {
     fn due(&mut self) -> Option<Instant> {
         let shares = self.shares.iter_mut().map(|host| &mut host.fabric);
         let all = shares.chain(self.peers.iter_mut().map(|peer| &mut peer.fabric));
-        all.filter_map(|fabric| fabric.ports().port.poll_timeout()).min()
+        all.filter_map(|fabric| fabric.ports().poll_timeout()).min()
     }
 
     fn set_now(&mut self, now: Instant) {
@@ -279,10 +291,7 @@ impl Bed {
     pub(crate) fn turn(&mut self, index: usize) -> bool {
         let now = self.now;
         let host = &mut self.shares[index];
-        let port = &mut host.fabric.ports().port;
-        if port.poll_timeout().is_some_and(|at| at <= now) {
-            port.handle_timeout(now);
-        }
+        host.fabric.ports().timers(now);
         let mut wcs = Vec::new();
         host.fabric.poll_completions(&mut wcs, 1000).unwrap();
         for (qp, wc) in &wcs {
@@ -303,23 +312,20 @@ impl Bed {
     }
 
     fn carry_from_peer(&mut self, who: usize) -> bool {
-        let mut packets = Vec::new();
-        drain(self.now, &mut self.peers[who].fabric, &mut self.batch, &mut packets);
+        let packets = drain(self.now, &mut self.peers[who].fabric, &mut self.batch);
         for (meta, bytes) in &packets {
             let index = self.route(bytes);
-            let port = &mut self.shares[index].fabric.ports().port;
-            port.handle_datagram(self.now, meta, bytes);
+            self.shares[index].fabric.ports().receive(self.now, meta, bytes);
         }
         !packets.is_empty()
     }
 
     fn carry_from_server(&mut self, index: usize) -> bool {
-        let mut packets = Vec::new();
-        drain(self.now, &mut self.shares[index].fabric, &mut self.batch, &mut packets);
+        let packets = drain(self.now, &mut self.shares[index].fabric, &mut self.batch);
         for (meta, bytes) in &packets {
             let IpAddr::V4(to) = meta.local else { unreachable!() };
             if let Some(peer) = self.peers.get_mut(usize::from(to.octets()[3]) - 10) {
-                peer.fabric.ports().port.handle_datagram(self.now, meta, bytes);
+                peer.fabric.ports().receive(self.now, meta, bytes);
             }
         }
         !packets.is_empty()
@@ -443,19 +449,9 @@ impl Bed {
     }
 }
 
-fn drain(now: Instant, from: &mut Fabric<One>, batch: &mut TxBatch, to: &mut Vec<(RxMeta, Vec<u8>)>) {
-    loop {
-        let more = from.ports().port.poll_transmit(now, batch);
-        for train in batch.trains() {
-            let meta = RxMeta {
-                segment_len: train.segment_len,
-                ..RxMeta::new(train.remote.ip(), SocketAddr::new(train.local, train.src_port))
-            };
-            to.push((meta, train.bytes.to_vec()));
-        }
-        batch.clear();
-        if !more {
-            return;
-        }
-    }
+fn drain(now: Instant, from: &mut Fabric<Devices>, batch: &mut TxBatch) -> Vec<(RxMeta, Vec<u8>)> {
+    let mut packets = Vec::new();
+    from.ports()
+        .drain(now, batch, |meta, bytes| packets.push((*meta, bytes.to_vec())));
+    packets
 }

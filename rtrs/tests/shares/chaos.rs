@@ -77,8 +77,8 @@ impl World {
         };
         let mut bed = Bed::new(shares, &config, keys, seed);
         bed.home(1, shares - 1);
-        for (session, connections) in CLIENTS {
-            bed.peer(session, connections);
+        for (who, (session, connections)) in CLIENTS.into_iter().enumerate() {
+            bed.peer_at(who % 2, session, connections);
         }
         Self {
             bed,

@@ -2,11 +2,13 @@
 
 mod bed;
 mod chaos;
+#[path = "../support/devices.rs"]
+mod devices;
 mod peer;
 
 use core::time::Duration;
 
-use bed::{Bed, DEPTH, config};
+use bed::{Bed, DEPTH, SERVERS, config};
 use roce_local::FabricConfig;
 use roce_verbs::DeviceLimits;
 use rtrs::{
@@ -257,6 +259,106 @@ fn a_chunk_that_another_path_has_at_another_share_is_waited_for() {
     let (index, again) = bed.request();
     assert_eq!((index, &again.header[..], again.connection), (0, &b"slow"[..], 3));
     bed.answer(0, &again, 0);
+    bed.end();
+}
+
+/// A second path, to another address of the server.
+fn opened_over_two_devices(seed: u64, keys: FabricConfig) -> (Bed, usize) {
+    let mut bed = Bed::new(3, &config(), keys, seed);
+    bed.home(1, 1);
+    for device in 0..2 {
+        let who = bed.peer_at(device, 1, 7);
+        bed.open(who, 7, "s1");
+        assert_eq!(bed.peers[who].chunks.len(), DEPTH as usize);
+    }
+    (bed, 1)
+}
+
+#[test]
+fn a_session_has_its_chunks_on_each_device_at_each_share() {
+    for keys in kinds() {
+        let (mut bed, second) = opened_over_two_devices(20, keys);
+        let listing = bed.shares[1].server.listing();
+        let there: Vec<_> = listing[0]
+            .paths
+            .iter()
+            .map(|path| (path.server, path.device.0))
+            .collect();
+        assert_eq!(
+            there,
+            SERVERS.map(|last| ([192, 0, 2, last].into(), u16::from(last) - 1))
+        );
+        for (index, host) in bed.shares.iter().enumerate() {
+            let usage = host.fabric.usage();
+            assert_eq!(usage.pds, 2, "share {index}");
+        }
+        for (round, cid) in (1..7).enumerate() {
+            exchange(&mut bed, 0, cid, cid, round as u8);
+            exchange(&mut bed, second, cid, cid, round as u8 + 100);
+        }
+        // Both paths use the same memory.
+        bed.peers[0].write(1, 3, b"one", &[1; 200]);
+        bed.settle();
+        let (index, request) = bed.request();
+        bed.answer(index, &request, 0);
+        bed.settle();
+        bed.peers[second].read(2, 3, b"two", 200);
+        bed.settle();
+        let (there, request) = bed.request();
+        assert_ne!(there, index);
+        let mut bytes = [0; 100];
+        let memory = bed.shares[there].server.memory(request.key.session).unwrap();
+        memory.read(request.data_offset, &mut bytes).unwrap();
+        assert_eq!(bytes, [1; 100], "what came by the first path");
+        bed.answer(there, &request, 0);
+        bed.end();
+    }
+}
+
+#[test]
+fn a_chunk_that_a_path_has_on_one_device_is_waited_for_on_the_other() {
+    for keys in kinds() {
+        let (mut bed, second) = opened_over_two_devices(21, keys);
+        bed.peers[0].write(2, 5, b"first", b"data");
+        bed.settle();
+        bed.peers[second].write(3, 5, b"second", b"data");
+        bed.settle();
+        let (index, first) = bed.request();
+        assert_eq!((index, &first.header[..]), (2, &b"first"[..]));
+        // The first path goes, and its device is not the session's any more; the user has its chunk until it is done.
+        bed.peers[0].disconnect(0);
+        bed.pass(Duration::from_secs(1));
+        assert_eq!(bed.all_requests(), []);
+        bed.answer(index, &first, 0);
+        bed.settle();
+        let (index, waited) = bed.request();
+        assert_eq!((index, &waited.header[..]), (0, &b"second"[..]));
+        for host in &bed.shares {
+            assert_eq!(host.fabric.usage().pds, 1);
+        }
+        bed.answer(index, &waited, 0);
+        bed.settle();
+        assert_eq!(bed.peers[second].answers().len(), 1);
+        exchange(&mut bed, second, 4, 5, 9);
+        // It comes back by the device that it had.
+        let third = bed.peer_at(0, 1, 7);
+        bed.open(third, 7, "s1");
+        exchange(&mut bed, third, 3, 5, 11);
+        bed.end();
+    }
+}
+
+#[test]
+fn the_key_of_a_chunk_on_one_device_opens_nothing_on_the_other() {
+    let (mut bed, second) = opened_over_two_devices(22, FabricConfig::default());
+    let theirs = bed.peers[0].chunks.clone();
+    bed.peers[second].chunks = theirs;
+    bed.peers[second].write(3, 5, b"second", b"data");
+    bed.pass(Duration::from_secs(3));
+    assert!(bed.peers[second].broken && !bed.peers[0].broken);
+    assert_eq!(bed.all_requests(), []);
+    assert_eq!(bed.shares[1].server.counters().access_errors, 1);
+    exchange(&mut bed, 0, 3, 5, 1);
     bed.end();
 }
 

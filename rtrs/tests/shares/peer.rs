@@ -6,16 +6,13 @@ use std::{
     sync::Arc,
 };
 
-use roce_local::{Fabric, FabricConfig, Ports};
+use roce_local::{Fabric, FabricConfig};
 use roce_mem::{MemoryTable, Pages};
 use roce_port::{Port, PortConfig, QpnSlot};
 use roce_verbs::{
     AccessFlags, Completion, DeviceLimits, Instant, Mtu, Payload, QpCaps, RKey, RecvWr, RemoteAddr, SendFlags, SendOp,
     SendWr, Sge, WcOpcode,
-    provider::{
-        CmKind, CmRef, ConnParams, CqId, DeviceIx, Event, MrInfo, PdId, Provider, QpId, QpSpec, Registration,
-        VerbsError,
-    },
+    provider::{CmKind, CmRef, ConnParams, CqId, DeviceIx, Event, MrInfo, PdId, Provider, QpId, QpSpec, Registration},
 };
 use rtrs::proto::{
     ConnReq, ConnRsp, Imm, InfoReq, InfoRsp, IoReply, MsgFlags, RdmaRead, RdmaWrite, RkeyRsp, SgDesc, Uuid,
@@ -23,7 +20,7 @@ use rtrs::proto::{
 };
 use zerocopy::IntoBytes;
 
-use crate::bed::SERVER;
+use crate::devices::Devices;
 
 const RECV_BYTES: usize = 4096;
 const RECVS: usize = 16;
@@ -33,51 +30,29 @@ const PIECE: usize = 4096;
 const SENDS: usize = 64;
 const SEND_AT: usize = DATA_AT + 16 * PIECE;
 
-/// One port with one address.
-pub(crate) struct One {
-    pub(crate) port: Port,
-    mem: Arc<MemoryTable>,
-    addr: IpAddr,
-}
-
-impl Ports for One {
-    fn count(&self) -> usize {
-        1
-    }
-
-    fn port(&mut self, _index: usize) -> &mut Port {
-        &mut self.port
-    }
-
-    fn memory(&self, _index: usize) -> &Arc<MemoryTable> {
-        &self.mem
-    }
-
-    fn route(&self, _src: Option<IpAddr>, _dst: IpAddr) -> Result<(usize, IpAddr), VerbsError> {
-        Ok((0, self.addr))
-    }
-}
-
-/// A fabric of this address with these keys; one of several of the address if there is a slot.
+/// A fabric with a device at each of these addresses, each with these keys; one of several of the addresses if there is a slot.
 pub(crate) fn fabric(
-    last: u8,
-    mem: Arc<MemoryTable>,
-    limits: DeviceLimits,
+    lasts: &[u8],
+    tables: &[Arc<MemoryTable>],
+    limits: &DeviceLimits,
     slot: Option<QpnSlot>,
     keys: FabricConfig,
-) -> Fabric<One> {
-    let addr = IpAddr::from([192, 0, 2, last]);
-    let mut config = PortConfig::new(vec![addr], Mtu::B1024, last.into());
-    let mut seed = [last; 32];
-    if let Some(slot) = slot {
-        config.qpns = slot.qpns();
-        config.cm.comm_ids = slot.comm_ids();
-        seed[0] = slot.slot as u8;
+) -> Fabric<Devices> {
+    let (mut ports, mut devices) = (Vec::new(), Vec::new());
+    for (last, mem) in lasts.iter().copied().zip(tables) {
+        let addrs = vec![IpAddr::from([192, 0, 2, last])];
+        let mut config = PortConfig::new(addrs.clone(), Mtu::B1024, last.into());
+        let mut seed = [last; 32];
+        if let Some(slot) = slot {
+            config.qpns = slot.qpns();
+            config.cm.comm_ids = slot.comm_ids();
+            seed[0] = slot.slot as u8;
+        }
+        config.limits = limits.clone();
+        ports.push((Port::new(config, mem.clone(), seed), mem.clone(), addrs.clone()));
+        devices.push((limits.clone(), addrs));
     }
-    config.limits = limits.clone();
-    let port = Port::new(config, mem.clone(), seed);
-    let one = One { port, mem, addr };
-    Fabric::new(one, keys, vec![(limits, vec![addr])])
+    Fabric::new(Devices(ports), keys, devices)
 }
 
 struct Conn {
@@ -88,8 +63,10 @@ struct Conn {
 
 /// See the module.
 pub(crate) struct Peer {
-    pub(crate) fabric: Fabric<One>,
+    pub(crate) fabric: Fabric<Devices>,
     pub(crate) session: Uuid,
+    /// The server's address.
+    to: IpAddr,
     path: Uuid,
     connections: u16,
     pages: Arc<Pages>,
@@ -107,11 +84,11 @@ pub(crate) struct Peer {
 }
 
 impl Peer {
-    /// A path from address `n`, of that session, with so many connections.
-    pub(crate) fn new(n: u8, session: u8, connections: u16) -> Self {
+    /// A path from address `n` to one of the server's, of that session, with so many connections.
+    pub(crate) fn new(n: u8, to: u8, session: u8, connections: u16) -> Self {
         let limits = DeviceLimits::software(n.into());
         let mem = Arc::new(MemoryTable::new([n; 32], &limits));
-        let mut fabric = fabric(n, mem, limits, None, FabricConfig::default());
+        let mut fabric = fabric(&[n], &[mem], &limits, None, FabricConfig::default());
         let pages = Pages::allocate(SEND_AT + SENDS * PIECE).unwrap();
         let pd = fabric.alloc_pd(DeviceIx(0)).unwrap();
         let cq = fabric.create_cq(DeviceIx(0), 1000).unwrap();
@@ -126,6 +103,7 @@ impl Peer {
             mr: fabric.register(pd, &whole).unwrap(),
             fabric,
             session: Uuid([session; 16]),
+            to: IpAddr::from([192, 0, 2, to]),
             path: Uuid([n; 16]),
             connections,
             pages,
@@ -170,7 +148,7 @@ impl Peer {
         for i in 0..RECVS as u64 {
             self.post_recv(qp, u64::from(cid % 16) * RECVS as u64 + i);
         }
-        let cm = self.fabric.cm_resolve(None, SocketAddr::from((SERVER, 1234))).unwrap();
+        let cm = self.fabric.cm_resolve(None, SocketAddr::new(self.to, 1234)).unwrap();
         let request = ConnReq::new(cid, self.connections, 1, self.path, self.session, true);
         let params = ConnParams {
             private_data: request.as_bytes().to_vec(),
@@ -388,10 +366,7 @@ impl Peer {
 
     pub(crate) fn tick(&mut self, now: Instant) {
         self.fabric.set_now(now);
-        let port = &mut self.fabric.ports().port;
-        if port.poll_timeout().is_some_and(|at| at <= now) {
-            port.handle_timeout(now);
-        }
+        self.fabric.ports().timers(now);
     }
 }
 

@@ -9,4 +9,3 @@ pub mod attack;
 pub mod forge;
 pub mod load;
 pub mod origin;
-pub mod process;

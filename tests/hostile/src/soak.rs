@@ -21,13 +21,13 @@ use ferroce_hostile::{
     forge::{Claim, Forger, Kind},
     load::Load,
     origin::Origin,
-    process::Usage,
 };
 use ferroce_tests::{
     device::{map, map_args, serve},
     fresh_address,
     nbd::Client,
     process::Running,
+    usage::{Flat, Usage},
 };
 use serde_json::{Value, json};
 
@@ -44,11 +44,12 @@ const NEW_CLIENT: Duration = Duration::from_secs(2);
 
 // What counts as flat, from the end of the first minute to the last one:
 
-/// Memory of its own that a process may have more, bytes: an allocator's caches.
-const MEMORY: u64 = 16 << 20;
-/// Threads and descriptors that it may have more: a session that is just being opened or closed.
-const THREADS: u64 = 8;
-const DESCRIPTORS: u64 = 32;
+/// Threads and descriptors are those of a session that is just being opened or closed.
+const FLAT: Flat = Flat {
+    memory: 16 << 20,
+    threads: 8,
+    descriptors: 32,
+};
 /// Log lines a minute: each limit says something now and then, however often it is hit.
 const LINES: u64 = 90;
 
@@ -291,16 +292,7 @@ fn judge(minutes: &[Minute]) -> Vec<String> {
     }
     if let [first, .., last] = minutes {
         for (n, name) in ["serve", "map"].into_iter().enumerate() {
-            let (a, b) = (first.ends[n].0, last.ends[n].0);
-            for (what, before, after, more) in [
-                ("bytes of memory", a.anonymous, b.anonymous, MEMORY),
-                ("threads", a.threads, b.threads, THREADS),
-                ("descriptors", a.descriptors, b.descriptors, DESCRIPTORS),
-            ] {
-                if after > before + more {
-                    bad.push(format!("{name}: {after} {what}, {before} in the first minute"));
-                }
-            }
+            bad.extend(FLAT.grown(name, first.ends[n].0, last.ends[n].0));
         }
     }
     bad

@@ -17,7 +17,6 @@ use ferroce_hostile::{
     forge::{Claim, Forger, Kind},
     load::Load,
     origin::Origin,
-    process::Usage,
 };
 use ferroce_loopback::addresses;
 use ferroce_tests::{
@@ -25,6 +24,7 @@ use ferroce_tests::{
     fresh_address,
     nbd::Client,
     process::Running,
+    usage::Usage,
 };
 use roce_bth::Opcode;
 

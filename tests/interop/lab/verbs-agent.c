@@ -19,6 +19,7 @@
 #include <unistd.h>
 
 #include "listen.h"
+#include "rxe-flush.h"
 
 #define MAX_MEM 16
 #define MAX_MW 16
@@ -28,6 +29,7 @@ static struct ibv_context *ctx;
 static struct ibv_pd *pd;
 static struct ibv_cq *scq, *rcq;
 static struct ibv_qp *qp;
+static struct ibv_qp_ex *qpx; /* the same, where the device has work requests beyond ibv_post_send's */
 static struct mem mems[MAX_MEM];
 static struct ibv_mw *mws[MAX_MW];
 static int nmem, nmw, gid_index, port_num;
@@ -43,7 +45,7 @@ static void teardown(void)
 	for (int i = 0; i < nmem; i++) { if (mems[i].mr) ibv_dereg_mr(mems[i].mr); free(mems[i].buf); }
 	if (scq) ibv_destroy_cq(scq);
 	if (rcq) ibv_destroy_cq(rcq);
-	qp = NULL; scq = rcq = NULL; nmem = nmw = 0;
+	qp = NULL; qpx = NULL; scq = rcq = NULL; nmem = nmw = 0;
 }
 
 static uint64_t pattern(uint64_t seed, uint64_t i)
@@ -59,6 +61,18 @@ static struct mem *get_mem(unsigned id, uint64_t off, uint64_t len)
 	return &mems[id];
 }
 
+/* ATOMIC WRITE and (rxe-flush.h) FLUSH take the newer interface, which not every device has. */
+static void create_qp(const struct ibv_qp_cap *cap)
+{
+	struct ibv_qp_init_attr_ex ex = { .send_cq = scq, .recv_cq = rcq, .qp_type = IBV_QPT_RC, .cap = *cap, .pd = pd,
+		.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
+		.send_ops_flags = IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_ATOMIC_WRITE };
+	struct ibv_qp_init_attr ia = { .send_cq = scq, .recv_cq = rcq, .qp_type = IBV_QPT_RC, .cap = *cap };
+	qp = ibv_create_qp_ex(ctx, &ex);
+	qpx = qp ? ibv_qp_to_qp_ex(qp) : NULL;
+	if (!qp) qp = ibv_create_qp(pd, &ia);
+}
+
 static void cmd_create(char *line)
 {
 	unsigned swr, rwr, sge, inl, access = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC;
@@ -67,9 +81,8 @@ static void cmd_create(char *line)
 	scq = ibv_create_cq(ctx, swr + 16, NULL, NULL, 0);
 	rcq = ibv_create_cq(ctx, rwr + 16, NULL, NULL, 0);
 	if (!scq || !rcq) { fail("create_cq"); return; }
-	struct ibv_qp_init_attr ia = { .send_cq = scq, .recv_cq = rcq, .qp_type = IBV_QPT_RC,
-		.cap = { .max_send_wr = swr, .max_recv_wr = rwr, .max_send_sge = sge, .max_recv_sge = sge, .max_inline_data = inl } };
-	qp = ibv_create_qp(pd, &ia);
+	create_qp(&(struct ibv_qp_cap){ .max_send_wr = swr, .max_recv_wr = rwr, .max_send_sge = sge, .max_recv_sge = sge,
+		.max_inline_data = inl });
 	if (!qp) { fail("create_qp"); return; }
 	struct ibv_qp_attr a = { .qp_state = IBV_QPS_INIT, .port_num = port_num, .qp_access_flags = access };
 	if (ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS)) { fail("init"); return; }
@@ -129,6 +142,25 @@ static void cmd_recv(char *line)
 	fprintf(out, "ok\n");
 }
 
+static int atomic_write(uint64_t id, unsigned flags, const void *word, uint64_t raddr, unsigned rkey)
+{
+	if (!qpx) return EOPNOTSUPP;
+	ibv_wr_start(qpx);
+	qpx->wr_id = id; qpx->wr_flags = flags;
+	ibv_wr_atomic_write(qpx, rkey, raddr, word);
+	return ibv_wr_complete(qpx);
+}
+
+/* flush ID PLACEMENT SELECTIVITY ADDRESS LENGTH RKEY: numbers of the FETH (IBTA Annex A19). */
+static void cmd_flush(char *line)
+{
+	uint64_t id, addr; unsigned placement, selectivity, len, rkey;
+	if (sscanf(line, "%" SCNu64 " %u %u %" SCNu64 " %u %u", &id, &placement, &selectivity, &addr, &len, &rkey) != 6) { fprintf(out, "err usage\n"); return; }
+	int e = qpx ? rxe_flush(qpx, id, &(struct rxe_flush){ addr, len, rkey, placement, selectivity }) : EOPNOTSUPP;
+	if (e) { errno = e; fail("flush"); return; }
+	fprintf(out, "ok\n");
+}
+
 /* post ID OP FLAGS MEM OFF LEN RADDR RKEY IMM COMPARE SWAP [KEY]; OP is the number of ibv_wr_opcode, KEY is added to the
  * local key. */
 static void cmd_post(char *line)
@@ -150,7 +182,8 @@ static void cmd_post(char *line)
 	} else {
 		wr.wr.rdma.remote_addr = raddr; wr.wr.rdma.rkey = rkey;
 	}
-	int e = ibv_post_send(qp, &wr, &bad);
+	int e = op != IBV_WR_ATOMIC_WRITE ? ibv_post_send(qp, &wr, &bad)
+		: len == 8 ? atomic_write(id, flags, m->buf + off, raddr, rkey) : EINVAL;
 	if (e) { errno = e; fail("post_send"); return; }
 	fprintf(out, "ok\n");
 }
@@ -242,7 +275,7 @@ static void cmd_psn(void)
 static void cmd_destroy(void)
 {
 	ibv_destroy_qp(qp);
-	qp = NULL;
+	qp = NULL; qpx = NULL;
 	fprintf(out, "ok\n");
 }
 
@@ -278,6 +311,7 @@ static void serve(int fd)
 		else if (!strncmp(line, "rts ", 4)) cmd_rts(rest);
 		else if (!strncmp(line, "recv ", 5)) cmd_recv(rest);
 		else if (!strncmp(line, "post ", 5)) cmd_post(rest);
+		else if (!strncmp(line, "flush ", 6)) cmd_flush(rest);
 		else if (!strncmp(line, "mw ", 3)) cmd_mw(rest);
 		else if (!strncmp(line, "poll ", 5)) cmd_poll(rest);
 		else if (!strncmp(line, "fill ", 5)) cmd_fill(rest, 0);

@@ -57,7 +57,7 @@ pub struct Connection {
 pub fn is_request(opcode: Opcode) -> bool {
     matches!(
         opcode.info().class,
-        Class::Send | Class::Write | Class::ReadRequest | Class::Atomic
+        Class::Send | Class::Write | Class::ReadRequest | Class::Atomic | Class::AtomicWrite | Class::Flush
     )
 }
 

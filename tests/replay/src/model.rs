@@ -71,7 +71,8 @@ impl Model {
         let all = AccessFlags::LOCAL_WRITE
             | AccessFlags::REMOTE_WRITE
             | AccessFlags::REMOTE_READ
-            | AccessFlags::REMOTE_ATOMIC;
+            | AccessFlags::REMOTE_ATOMIC
+            | AccessFlags::FLUSH_GLOBAL;
         let mut model = Self::default();
         for (key, (start, end)) in ranges {
             let base = start & !(PAGE - 1);
@@ -154,6 +155,11 @@ impl Model {
                     let (key, va) = (cursor.key, cursor.va);
                     cursor.va = va.wrapping_add(packet.payload.len() as u64);
                     self.store(key, va, packet.payload);
+                }
+            }
+            Class::AtomicWrite => {
+                if let Some(reth) = header.reth {
+                    self.store(reth.rkey, reth.va, packet.payload);
                 }
             }
             Class::Atomic => {

@@ -297,6 +297,7 @@ impl<'a> Player<'a> {
             });
         let path_mtu = Mtu::ALL.into_iter().find(|m| m.bytes() == self.mtu);
         let path_mtu = path_mtu.ok_or_else(|| unsuitable("queue pair")(format!("path MTU {}", self.mtu)))?;
+        let usual = ToRts::new(AddressVector::new(ours.0, theirs.0), path_mtu, Qpn::new(theirs.1));
         let way = ToRts {
             rq_psn: rq_psn.unwrap_or_default(),
             sq_psn: sq_psn.unwrap_or_default(),
@@ -306,7 +307,9 @@ impl<'a> Player<'a> {
             timeout: self.settings.timeout,
             retry_cnt: self.settings.retry_cnt,
             rnr_retry: self.settings.rnr_retry,
-            ..ToRts::new(AddressVector::new(ours.0, theirs.0), path_mtu, Qpn::new(theirs.1))
+            // What is refused is refused for the region's rights.
+            access: usual.access | AccessFlags::FLUSH_GLOBAL | AccessFlags::FLUSH_PERSISTENT,
+            ..usual
         };
         for attr in way.steps(QpType::Rc) {
             let (qp, mut ctx) = self.ctx(Instant::ZERO);

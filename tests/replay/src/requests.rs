@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use roce_bth::{Class, Opcode, Psn};
-use roce_verbs::{RemoteAddr, SendFlags, SendOp};
+use roce_bth::{Class, Header, Opcode, Psn};
+use roce_verbs::{Flush, RemoteAddr, SendFlags, SendOp};
 
 use crate::{Error, capture::Event};
 
@@ -64,7 +64,7 @@ pub(crate) fn messages<'a>(events: impl Iterator<Item = (usize, &'a Event)>, mtu
             Class::ReadRequest => bth.psn.add(message.packets),
             _ => bth.psn.next(),
         });
-        if matches!(info.class, Class::Send | Class::Write) {
+        if matches!(info.class, Class::Send | Class::Write | Class::AtomicWrite) {
             message.data.extend(packet.payload);
             message.packets = found.end.map_or(0, |end| end.offset_from(message.psn));
         }
@@ -114,6 +114,8 @@ fn start(event: &Event, mtu: usize) -> Message {
             },
             8,
         ),
+        Opcode::RcAtomicWrite => (SendOp::AtomicWrite(remote), 0),
+        Opcode::RcFlush => (SendOp::Flush(flush(&header)), 0),
         o if o.info().class == Class::Write => (SendOp::Write(remote), 0),
         _ => (SendOp::Send, 0),
     };
@@ -124,6 +126,19 @@ fn start(event: &Event, mtu: usize) -> Message {
         flags: SendFlags::SIGNALED,
         data: vec![0; len as usize],
         announced: header.reth.map(|r| r.dma_len),
+    }
+}
+
+fn flush(header: &Header) -> Flush {
+    let (reth, feth) = (header.reth.unwrap_or_default(), header.feth.unwrap_or_default());
+    Flush {
+        remote: RemoteAddr {
+            addr: reth.va,
+            rkey: reth.rkey,
+        },
+        length: reth.dma_len,
+        placement: feth.placement,
+        selectivity: feth.selectivity,
     }
 }
 

@@ -267,10 +267,20 @@ impl Host {
     /// # Panics
     /// When the system refuses.
     pub fn open(addr: IpAddr) -> Self {
-        Self::with_config(DeviceConfig {
+        Self::open_all(&[addr])
+    }
+
+    /// A host with a device at each of these addresses.
+    ///
+    /// # Panics
+    /// When the system refuses.
+    pub fn open_all(addrs: &[IpAddr]) -> Self {
+        let config = |addr: &IpAddr| DeviceConfig {
             ack_hold: core::time::Duration::from_micros(100),
-            ..DeviceConfig::new(addr)
-        })
+            ..DeviceConfig::new(*addr)
+        };
+        let configs: Vec<_> = addrs.iter().map(config).collect();
+        Self::with_configs(&configs)
     }
 
     /// A host whose device is made like this.
@@ -278,7 +288,11 @@ impl Host {
     /// # Panics
     /// When the system refuses.
     pub fn with_config(config: DeviceConfig) -> Self {
-        let device = LocalDevice::open(&[config]).expect("a device");
+        Self::with_configs(&[config])
+    }
+
+    fn with_configs(configs: &[DeviceConfig]) -> Self {
+        let device = LocalDevice::open(configs).expect("devices");
         let (reactor, helper) = Reactor::<Machines>::new(ReactorConfig::default()).expect("a loop");
         let handle = reactor.handle();
         let myself = handle.clone();

@@ -10,7 +10,9 @@ use roce_mem::Pages;
 use roce_verbs::provider::RangeError;
 use rtrs::{
     Direction, Error, IoError, PathError,
-    client::{Buffer, Client, ConType, SessionConfig, SessionId, SessionInfo, Submission},
+    client::{
+        Buffer, Client, ConType, PathCommand, PathId, PathStatus, SessionConfig, SessionId, SessionInfo, Submission,
+    },
 };
 
 use crate::host::{Host, Seat};
@@ -160,6 +162,22 @@ impl Session {
     pub fn state(&self) -> Result<(), PathError> {
         let id = self.id;
         self.host.ask(move |m, _| m.client.state(id))
+    }
+
+    /// Asks for something for the path that was the nth when it was opened.
+    ///
+    /// # Errors
+    /// When that can't be asked now.
+    pub fn path_command(&self, path: u16, command: PathCommand) -> Result<(), Error> {
+        let (id, path) = (self.id, PathId::of_opening(path));
+        self.host
+            .ask(move |m, turn| m.with(turn, |client, _, cx| client.path_command(cx, id, path, command)))
+    }
+
+    /// Its paths as they are.
+    pub fn paths(&self) -> Vec<PathStatus> {
+        let id = self.id;
+        self.host.ask(move |m, _| m.client.paths(id))
     }
 
     /// Calls `f` once when it goes down, or now if it is down.

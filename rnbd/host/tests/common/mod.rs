@@ -151,7 +151,7 @@ impl Lab {
         let mut server = match &gate {
             None => Serving::start(device(addr), config).unwrap(),
             Some(gate) => {
-                let opened = LocalDevice::open_shards(&device_config(addr), loops, gate.clone());
+                let opened = LocalDevice::open_shards(&[device_config(addr)], loops, gate.clone());
                 Serving::start_shards(opened.unwrap(), config, gate).unwrap()
             }
         };
@@ -223,7 +223,7 @@ impl Lab {
     pub(crate) fn begin(&self, loops: usize, config: MapConfig) -> Mapped {
         let from = config.session.paths[0].src.unwrap();
         let socket = config.socket.clone();
-        let devices = LocalDevice::open_shards(&device_config(from), loops, Arc::new(Nobody)).unwrap();
+        let devices = LocalDevice::open_shards(&[device_config(from)], loops, Arc::new(Nobody)).unwrap();
         let mapping = Mapping::start_shards(devices, config).unwrap();
         Mapped { mapping, socket }
     }

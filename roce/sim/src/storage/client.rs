@@ -5,16 +5,17 @@ use std::collections::BTreeMap;
 use rnbd::{
     block::BlockOp,
     client::{
-        Client as Rnbd, Unmap,
+        Client as Rnbd, OnLoss, Unmap,
         output::{DeviceKey, Output as DeviceOutput},
         state::DeviceState,
     },
     proto::AccessMode,
 };
-use roce_verbs::WcStatus;
+use roce_verbs::{Instant, WcStatus};
 use rtrs::{
     PathError,
-    client::{Buffer, Client as Rtrs, Output, SessionConfig, SessionId},
+    addr::PathAddr,
+    client::{Buffer, Client as Rtrs, Output, PathCommand, PathId, SessionConfig, SessionId},
     cx::Cx,
 };
 
@@ -71,6 +72,19 @@ pub(crate) struct ClientPlan {
     pub(crate) unmaps: f64,
     /// How long it waits for a session that is lost, nanoseconds.
     pub(crate) patience: u64,
+    /// Paths that there may be.
+    pub(crate) ways: Vec<PathAddr>,
+    /// It does something with its paths, with this probability at each operation.
+    pub(crate) commands: f64,
+    /// What operations meet while the session is lost.
+    pub(crate) on_loss: OnLoss,
+}
+
+impl ClientPlan {
+    /// Whether operations outlive the loss of the session.
+    pub(crate) fn holds(&self) -> bool {
+        self.on_loss != OnLoss::Error
+    }
 }
 
 /// What a client works with.
@@ -161,13 +175,17 @@ pub(crate) struct ClientSide {
     /// Requests that the session has taken, and that have not ended.
     asked: usize,
     down_since: Option<u64>,
+    /// Since then it has had a path.
+    pub(super) up_since: u64,
+    /// What was asked for its paths, and has not ended.
+    pub(super) commanded: Vec<(PathId, PathCommand)>,
     pub(super) slots: Vec<Slot>,
     pub(super) left: u32,
     pub(super) in_flight: BTreeMap<u64, Op>,
     pub(super) next_user: u64,
     watched: Vec<Watched>,
     /// When the program wants to go on.
-    pub(crate) app_at: Option<u64>,
+    app_at: Option<u64>,
     pub(super) quiet: bool,
     /// Sessions that are opened from here on are not lost, and operations succeed.
     pub(super) safe_from: Option<u64>,
@@ -198,6 +216,8 @@ impl ClientSide {
             opened_at: 0,
             asked: 0,
             down_since: None,
+            up_since: 0,
+            commanded: Vec::new(),
             left: plan.operations,
             in_flight: BTreeMap::new(),
             next_user: 0,
@@ -241,7 +261,7 @@ impl ClientSide {
     pub(crate) fn crash(&mut self, now: u64, ledger: &mut Ledger) {
         for op in core::mem::take(&mut self.in_flight).into_values() {
             if let Some(id) = op.change {
-                ledger.lose(now, id);
+                ledger.lose(now, id, self.up_since);
             }
         }
         let new = Self::new(self.life.client, self.plan.clone(), self.notes);
@@ -253,6 +273,12 @@ impl ClientSide {
         }
     }
 
+    /// When its program, or what it works with, wants to go on.
+    pub(crate) fn wakes_at(&self) -> Option<Instant> {
+        let app = self.app_at.map(Instant::from_nanos);
+        app.into_iter().chain(self.rnbd.next_timeout()).min()
+    }
+
     /// The program goes on at this time, or earlier.
     pub(crate) fn wake_at(&mut self, at: u64) {
         self.app_at = Some(self.app_at.map_or(at, |planned| planned.min(at)));
@@ -261,6 +287,9 @@ impl ClientSide {
     /// Everything that can be done now.
     pub(crate) fn work(&mut self, cx: &mut Cx<'_>, bench: &mut Bench<'_>) -> Check {
         let now = cx.now.as_nanos();
+        if self.rnbd.next_timeout().is_some_and(|at| at <= cx.now) {
+            self.rnbd.timeout(cx.now);
+        }
         if self.app_at.is_some_and(|at| at <= now) {
             self.app_at = None;
             self.go_on(cx, bench)?;
@@ -289,6 +318,8 @@ impl ClientSide {
                 match self.rtrs.submit(cx, session, submission) {
                     Ok(()) => self.asked += 1,
                     Err((back, error)) => {
+                        let client = self.life.client;
+                        self.notes.say(now, || format!("client {client}: not sent: {error}"));
                         let done = Output::Done {
                             session,
                             tag: back.tag,
@@ -356,10 +387,17 @@ impl ClientSide {
             let until = *self.down_since.get_or_insert(now) + self.plan.patience;
             if self.plan.config.max_reconnects == 0 || now >= until {
                 self.close(cx, session);
-            } else {
-                self.wake_at(until);
+                return Ok(());
             }
-            return Ok(());
+            self.wake_at(until);
+            if !self.quiet && bench.dice.chance(self.plan.commands) {
+                self.administer(cx, session, bench);
+            }
+            // What is held may come while there is no path.
+            return match self.plan.holds() {
+                true => self.operate(cx, session, bench),
+                false => Ok(()),
+            };
         }
         self.down_since = None;
         for i in 0..self.slots.len() {
@@ -373,7 +411,10 @@ impl ClientSide {
                 }
                 Place::Closed if slot.again_at <= now => {
                     let name = format!("d{}", slot.device);
-                    slot.place = Place::Mapping(self.rnbd.map(session, &name, slot.mode));
+                    let key = self.rnbd.map(session, &name, slot.mode);
+                    slot.place = Place::Mapping(key);
+                    // Unless it was refused at once.
+                    let _ = self.rnbd.set_on_loss(key, self.plan.on_loss);
                 }
                 Place::Closed | Place::Lost(_) => {
                     let at = slot.again_at;
@@ -409,13 +450,14 @@ impl ClientSide {
     fn told(&mut self, output: &Output, now: u64, bench: &mut Bench<'_>) -> Check {
         match output {
             Output::Opened(..) => {
-                self.app = App::Open;
+                (self.app, self.up_since) = (App::Open, now);
                 self.wake_at(now);
             }
             Output::Up(..) => {
                 // The server takes no requests of a new path before it is done with those of the old.
                 bench.ledger.session_over(now, self.life);
                 bench.coverage.note("reconnected");
+                self.up_since = now + 1;
                 self.wake_at(now);
             }
             Output::Down(_, why) => {
@@ -431,10 +473,12 @@ impl ClientSide {
                     .coverage
                     .note_if("open failed", matches!(output, Output::OpenFailed(..)));
                 self.app = App::Idle;
+                self.commanded.clear();
                 let rest = if self.quiet { 20 * MS } else { 500 * MS };
                 self.wake_at(now + bench.dice.range(MS, rest));
             }
-            Output::Path { .. } | Output::Done { .. } => {}
+            Output::Path { path, news, .. } => self.path_told(*path, news, bench)?,
+            Output::Done { .. } => {}
         }
         Ok(())
     }
@@ -492,6 +536,11 @@ impl ClientSide {
                 bench.coverage.note("device opened after reconnecting");
                 let slot = self.slot(device)?;
                 (slot.place, slot.flush_failed) = (Place::Up(device), false);
+                let slots = &self.slots;
+                let held = self.in_flight.values_mut();
+                // What has failed before says nothing any more.
+                held.filter(|op| slots[op.slot].place == Place::Up(device))
+                    .for_each(|op| op.after_error = false);
                 self.wake_at(now);
             }
             DeviceOutput::State(device, DeviceState::MappedDisconnected) => {

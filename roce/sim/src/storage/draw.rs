@@ -3,7 +3,7 @@
 use core::time::Duration;
 use std::net::{IpAddr, SocketAddr};
 
-use rnbd::{proto::AccessMode, server::queue::QueueLimits};
+use rnbd::{client::OnLoss, proto::AccessMode, server::queue::QueueLimits};
 use roce_local::FabricConfig;
 use rtrs::{addr::PathAddr, client::SessionConfig, heartbeat::HeartbeatConfig, server::ServerConfig};
 
@@ -11,7 +11,10 @@ use crate::{
     net::Faults,
     rng::Dice,
     scenario::{HostPlan, MS, SEC, Scenario, US, host},
-    storage::{client::ClientPlan, disk::DiskFaults, late::LagPlan, raw::RawPlan, server::ServerPlan, tally::Coverage},
+    storage::{
+        client::ClientPlan, disk::DiskFaults, late::LagPlan, raw::RawPlan, server::ServerPlan, tally::Coverage,
+        wide::Wide,
+    },
 };
 
 /// See the module.
@@ -29,6 +32,7 @@ pub(crate) struct Draw {
     /// It has the last two hosts and the last disk.
     pub(crate) raw: Option<RawPlan>,
     pub(crate) troubles: u32,
+    pub(crate) wide: Option<Wide>,
 }
 
 fn keys(dice: &mut Dice) -> FabricConfig {
@@ -118,6 +122,9 @@ fn client_plan(server: IpAddr, devices: usize, client: usize, scale: u32, dice: 
         leaves: dice.pick(&[0.0, 0.0, 0.01]),
         unmaps: dice.pick(&[0.0, 0.0, 0.01]),
         patience: dice.pick(&[SEC, 8 * SEC, 20 * SEC]),
+        ways: Vec::new(),
+        commands: 0.0,
+        on_loss: OnLoss::Error,
     }
 }
 
@@ -159,7 +166,8 @@ fn raw_plan(server: IpAddr, device: usize, dice: &mut Dice) -> RawPlan {
 }
 
 impl Draw {
-    pub(crate) fn new(scale: u32, dice: &mut Dice) -> Self {
+    /// `wide` draws what clients with several paths are like, and whether there are any.
+    pub(crate) fn new(scale: u32, dice: &mut Dice, wide: &mut Dice) -> Self {
         let calm = dice.chance(0.25);
         let mut scenario = Scenario::draw(scale, dice);
         if calm {
@@ -181,7 +189,7 @@ impl Draw {
         if raw {
             disks.push((dice.pick(&[8, 32]), slow(disk_faults(calm, dice), dice)));
         }
-        Self {
+        let mut draw = Self {
             calm,
             disks,
             server_config: server_config(server, dice),
@@ -193,7 +201,12 @@ impl Draw {
             troubles: if calm { 0 } else { dice.pick(&[0, 1, 3, 6]) },
             scenario,
             hosts,
+            wide: None,
+        };
+        if wide.chance(0.5) {
+            draw.widen(wide);
         }
+        draw
     }
 
     /// What can be said before the run.
@@ -228,6 +241,10 @@ impl Draw {
             any(|c| c.devices.iter().any(|(_, mode)| !mode.writable())),
         );
         coverage.note_if("reconnecting client", any(|c| c.config.max_reconnects > 0));
+        coverage.note_if("several networks", self.wide.is_some());
+        coverage.note_if("storms", self.wide.is_some_and(|wide| wide.storms));
+        coverage.note_if("several paths", any(|c| c.config.paths.len() > 1));
+        coverage.note_if("held operations", any(|c| c.on_loss != OnLoss::Error));
         coverage.note_if("slow drains", self.hosts.iter().any(|h| h.2.most > 0));
     }
 }

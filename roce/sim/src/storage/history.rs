@@ -134,13 +134,16 @@ impl History {
         }
     }
 
-    /// The server lost power. What was not durable may be there or not; nothing that was under way comes any more.
-    pub(crate) fn lose_power(&mut self, now: u64) {
+    /// The server lost power. What was not durable may be there or not; of what was under way nothing comes any more but what is
+    /// `held`, to be sent again.
+    pub(crate) fn lose_power(&mut self, now: u64, held: impl Fn(u64) -> bool) {
         self.power_lost = Some(now);
         for block in &mut self.blocks {
             forget_older(block);
             for write in block {
-                write.end.get_or_insert(now);
+                if !held(write.id) {
+                    write.end.get_or_insert(now);
+                }
                 // One of them it is; which, the next read tells.
                 write.outcome = Outcome::Perhaps;
                 write.durable = false;
@@ -269,7 +272,7 @@ mod tests {
         h.flushed(12);
         h.begin(20, 2, 0, &[2]);
         h.end(21, 2, 0, 1, true, false);
-        h.lose_power(30);
+        h.lose_power(30, |_| false);
         let mut other = History::new(2);
         other.blocks = h.blocks.clone();
         assert!(h.check(40, 41, 0, &[1, 1]).is_ok());
@@ -284,7 +287,7 @@ mod tests {
         h.begin(10, 1, 0, &[1]);
         h.flushed(15);
         h.end(20, 1, 0, 1, true, false);
-        h.lose_power(30);
+        h.lose_power(30, |_| false);
         assert!(h.check(40, 41, 0, &[0]).is_ok());
     }
 
@@ -297,7 +300,7 @@ mod tests {
         h.end(21, 2, 0, 1, true, false);
         assert!(h.check(30, 31, 0, &[2]).is_ok());
         assert!(h.check(32, 33, 0, &[1]).is_err());
-        h.lose_power(40);
+        h.lose_power(40, |_| false);
         assert!(h.check(50, 51, 0, &[1]).is_ok());
     }
 
@@ -317,7 +320,7 @@ mod tests {
         let mut h = History::new(1);
         h.begin(10, 1, 0, &[1]);
         h.end(20, 1, 0, 1, true, false);
-        h.lose_power(40);
+        h.lose_power(40, |_| false);
         assert!(h.check(30, 50, 0, &[1]).is_ok());
         assert!(h.check(60, 61, 0, &[0]).is_ok());
     }
@@ -331,7 +334,7 @@ mod tests {
         h.end(20, 2, 0, 1, true, false);
         assert!(h.check(30, 31, 0, &[2]).is_ok());
         h.flushed(40);
-        h.lose_power(50);
+        h.lose_power(50, |_| false);
         assert!(h.check(60, 61, 0, &[1]).is_err());
         assert!(h.check(60, 61, 0, &[2]).is_ok());
     }
@@ -341,12 +344,29 @@ mod tests {
         let mut h = History::new(2);
         h.begin(10, 1, 0, &[1]);
         h.begin(10, 2, 1, &[2]);
-        h.lose_power(15);
+        h.lose_power(15, |_| false);
         h.end(20, 1, 0, 1, true, false);
         h.end(20, 2, 1, 1, true, true);
         assert!(h.check(30, 31, 0, &[0]).is_ok());
         assert!(h.check(30, 31, 1, &[0]).is_err());
         assert!(h.check(30, 31, 1, &[2]).is_ok());
+    }
+
+    #[test]
+    fn what_is_held_over_a_power_loss_may_be_done_again() {
+        let mut h = History::new(1);
+        h.begin(10, 1, 0, &[1]);
+        h.begin(10, 2, 0, &[2]);
+        h.lose_power(20, |id| id == 1);
+        let mut other = History::new(1);
+        other.blocks = h.blocks.clone();
+        assert!(h.check(30, 31, 0, &[0]).is_ok());
+        assert!(h.check(40, 41, 0, &[1]).is_ok(), "sent again");
+        assert!(h.check(42, 43, 0, &[2]).is_err(), "nobody sends it again");
+        assert!(other.check(30, 31, 0, &[2]).is_ok());
+        assert!(other.check(40, 41, 0, &[1]).is_ok());
+        other.end(50, 1, 0, 1, true, false);
+        assert!(other.check(51, 52, 0, &[2]).is_err());
     }
 
     #[test]

@@ -7,13 +7,10 @@ use std::{
     sync::Arc,
 };
 
-use roce_local::{Fabric, FabricConfig, Ports};
+use roce_local::{Fabric, FabricConfig, Ports as _, Single};
 use roce_mem::MemoryTable;
 use roce_port::{Port, PortConfig, RxMeta, TxBatch};
-use roce_verbs::{
-    DeviceLimits, Instant,
-    provider::{Provider as _, VerbsError},
-};
+use roce_verbs::{DeviceLimits, Instant, provider::Provider as _};
 
 use crate::{
     net::{Frame, Link, NetStats},
@@ -23,39 +20,13 @@ use crate::{
     trace::Trace,
 };
 
-/// The only port of a host.
-pub(crate) struct One {
-    port: Port,
-    mem: Arc<MemoryTable>,
-    addr: IpAddr,
-}
-
-impl Ports for One {
-    fn count(&self) -> usize {
-        1
-    }
-
-    fn port(&mut self, _: usize) -> &mut Port {
-        &mut self.port
-    }
-
-    fn memory(&self, _: usize) -> &Arc<MemoryTable> {
-        &self.mem
-    }
-
-    fn route(&self, src: Option<IpAddr>, _: IpAddr) -> Result<(usize, IpAddr), VerbsError> {
-        match src.is_none_or(|src| src == self.addr) {
-            true => Ok((0, self.addr)),
-            false => Err(VerbsError::Address("not an address of this host".into())),
-        }
-    }
-}
-
 /// A host's network side.
 pub(crate) struct Node {
-    pub(crate) fabric: Fabric<One>,
+    pub(crate) fabric: Fabric<Single>,
     pub(crate) lag: Lag,
     plan: HostPlan,
+    /// By network.
+    addrs: Vec<IpAddr>,
     keys: FabricConfig,
     batch: Option<TxBatch>,
     rx: VecDeque<Frame>,
@@ -68,16 +39,23 @@ pub(crate) struct Node {
     stopped_until: u64,
 }
 
-fn fabric(plan: &HostPlan, keys: FabricConfig, guid: u64, dice: &mut Dice) -> Fabric<One> {
-    let mut config = PortConfig::new(vec![plan.addr], plan.mtu, guid);
+/// The address that a host has in a network; the first has the one that it was drawn with.
+pub(crate) fn address(addr: IpAddr, network: usize) -> IpAddr {
+    match addr {
+        IpAddr::V4(a) => (u32::from(a) | (network as u32) << 8).to_be_bytes().into(),
+        IpAddr::V6(a) => (u128::from(a) | (network as u128) << 64).to_be_bytes().into(),
+    }
+}
+
+fn fabric(plan: &HostPlan, addrs: &[IpAddr], keys: FabricConfig, guid: u64, dice: &mut Dice) -> Fabric<Single> {
+    let mut config = PortConfig::new(addrs.to_vec(), plan.mtu, guid);
     config.window = plan.window;
     config.turn_packets = plan.turn_packets;
     config.ack_hold = plan.ack_hold;
     let mem = Arc::new(MemoryTable::new(dice.seed(), &config.limits));
     let port = Port::new(config, mem.clone(), dice.seed());
-    let addr = plan.addr;
-    let devices = vec![(DeviceLimits::software(guid), vec![addr])];
-    Fabric::new(One { port, mem, addr }, keys, devices)
+    let devices = vec![(DeviceLimits::software(guid), addrs.to_vec())];
+    Fabric::new(Single::new(port, mem, addrs.to_vec()), keys, devices)
 }
 
 impl Node {
@@ -91,7 +69,7 @@ impl Node {
     }
 
     /// What its machines work with.
-    pub(crate) fn provider(&mut self, now: Instant) -> Late<'_, One> {
+    pub(crate) fn provider(&mut self, now: Instant) -> Late<'_, Single> {
         self.fabric.set_now(now);
         Late::new(&mut self.fabric, &mut self.lag, now)
     }
@@ -122,6 +100,7 @@ pub(crate) enum What<E> {
 pub(crate) struct Lan<E> {
     pub(crate) now: u64,
     pub(crate) nodes: Vec<Node>,
+    networks: usize,
     links: Vec<Link>,
     dice: Dice,
     pub(crate) stats: NetStats,
@@ -134,9 +113,11 @@ pub(crate) struct Lan<E> {
 }
 
 impl<E> Lan<E> {
-    /// Hosts with how they handle keys and how long a drain takes them, and from each to each a link that `link` makes.
+    /// Hosts with how they handle keys and how long a drain takes them, each in all of the networks, and from each address to each
+    /// a link that `link` makes.
     pub(crate) fn new(
         plans: &[(HostPlan, FabricConfig, LagPlan)],
+        networks: usize,
         mut link: impl FnMut(&mut Dice) -> Link,
         mut dice: Dice,
         trace: Trace,
@@ -145,12 +126,14 @@ impl<E> Lan<E> {
             .iter()
             .enumerate()
             .map(|(i, (plan, keys, lag))| {
-                let fabric = fabric(plan, *keys, Node::guid(i, 0), &mut dice);
+                let addrs: Vec<IpAddr> = (0..networks).map(|n| address(plan.addr, n)).collect();
+                let fabric = fabric(plan, &addrs, *keys, Node::guid(i, 0), &mut dice);
                 Node {
                     lag: Lag::new(*lag, fabric.devices(), Dice::from_seed(dice.seed())),
                     fabric,
                     batch: Some(TxBatch::new(plan.tx.clone())),
                     plan: plan.clone(),
+                    addrs,
                     keys: *keys,
                     rx: VecDeque::new(),
                     rx_bytes: 0,
@@ -161,10 +144,12 @@ impl<E> Lan<E> {
                 }
             })
             .collect();
-        let links = (0..nodes.len() * nodes.len()).map(|_| link(&mut dice)).collect();
+        let ends = nodes.len() * networks;
+        let links = (0..ends * ends).map(|_| link(&mut dice)).collect();
         Self {
             now: 0,
             nodes,
+            networks,
             links,
             dice,
             stats: NetStats::default(),
@@ -194,9 +179,20 @@ impl<E> Lan<E> {
         self.events.remove(&seq)
     }
 
-    pub(crate) fn link(&mut self, from: usize, to: usize) -> &mut Link {
+    /// Cuts or mends what leads from a host to another, in all networks or with an end in this one.
+    pub(crate) fn set_cut(&mut self, from: usize, to: usize, network: Option<usize>, cut: bool) {
+        for (a, b) in (0..self.networks).flat_map(|a| (0..self.networks).map(move |b| (a, b))) {
+            if network.is_none_or(|n| n == a || n == b) {
+                let link = self.link([from, a], [to, b]);
+                self.links[link].cut = cut;
+            }
+        }
+    }
+
+    /// From a host's address in a network to another's.
+    fn link(&self, [from, a]: [usize; 2], [to, b]: [usize; 2]) -> usize {
         let n = self.nodes.len();
-        &mut self.links[from * n + to]
+        ((a * self.networks + b) * n + from) * n + to
     }
 
     pub(crate) fn links(&mut self) -> &mut [Link] {
@@ -312,7 +308,7 @@ impl<E> Lan<E> {
             bytes: bytes.to_vec(),
         };
         let to = self.find(train.remote.ip());
-        let whole = to.is_some_and(|to| self.nodes[to].plan.gro && !self.nodes[to].plan.sees_headers);
+        let whole = to.is_some_and(|[to, _]| self.nodes[to].plan.gro && !self.nodes[to].plan.sees_headers);
         if whole && train.segments > 1 && self.dice.chance(0.7) {
             return vec![frame(train.bytes, 0, train.segment_len)];
         }
@@ -320,16 +316,23 @@ impl<E> Lan<E> {
         packets.map(|(i, packet)| frame(packet, i as u16, 0)).collect()
     }
 
-    fn find(&self, addr: IpAddr) -> Option<usize> {
-        self.nodes.iter().position(|node| node.plan.addr == addr)
+    /// Whose address it is, and in which network.
+    fn find(&self, addr: IpAddr) -> Option<[usize; 2]> {
+        let of = |node: &Node| node.addrs.iter().position(|of| *of == addr);
+        let mut found = self.nodes.iter().enumerate();
+        found.find_map(|(node, plan)| Some([node, of(plan)?]))
     }
 
     fn carry(&mut self, from: usize, frame: Frame) {
-        let Some(to) = self.find(frame.dst) else { return };
-        let n = self.nodes.len();
+        let Some([to, network]) = self.find(frame.dst) else {
+            return;
+        };
+        let src = frame.src.ip();
+        let own = self.nodes[from].addrs.iter().position(|addr| *addr == src);
+        let link = self.link([from, own.unwrap_or(0)], [to, network]);
         let sees = self.nodes[to].plan.sees_headers;
         let mut arrivals = Vec::new();
-        self.links[from * n + to].send(self.now, frame, sees, &mut self.dice, &mut self.stats, |at, frame| {
+        self.links[link].send(self.now, frame, sees, &mut self.dice, &mut self.stats, |at, frame| {
             arrivals.push((at, frame))
         });
         for (at, frame) in arrivals {
@@ -354,7 +357,7 @@ impl<E> Lan<E> {
         host.boot += 1;
         host.alive = true;
         let guid = Node::guid(node, host.boot);
-        host.fabric = fabric(&host.plan, host.keys, guid, &mut self.dice);
+        host.fabric = fabric(&host.plan, &host.addrs, host.keys, guid, &mut self.dice);
         host.fabric.set_now(Instant::from_nanos(self.now));
     }
 }

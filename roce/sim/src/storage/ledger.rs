@@ -54,6 +54,8 @@ pub(crate) struct Ledger {
     next: u64,
     /// Until when the server has done all that it does for a session.
     over: BTreeMap<Life, u64>,
+    /// Clients that send again what was lost.
+    holders: BTreeSet<usize>,
 }
 
 impl Ledger {
@@ -65,7 +67,13 @@ impl Ledger {
             open: BTreeSet::new(),
             next: 0,
             over: BTreeMap::new(),
+            holders: BTreeSet::new(),
         }
+    }
+
+    /// Operations of this client outlive the loss of its session.
+    pub(crate) fn add_holder(&mut self, client: usize) {
+        self.holders.insert(client);
     }
 
     fn number(&mut self) -> u64 {
@@ -117,11 +125,12 @@ impl Ledger {
         }
     }
 
-    /// Its client will not learn how it ended.
-    pub(crate) fn lose(&mut self, now: u64, id: u64) {
+    /// Its client will not learn how it ended. It may have sent it (again) at any time after `since`.
+    pub(crate) fn lose(&mut self, now: u64, id: u64, since: u64) {
         let Some(entry) = self.changes.get_mut(&id) else { return };
         entry.stage = Stage::Lost;
-        if self.over.get(&entry.life).is_some_and(|over| entry.begin <= *over) {
+        let begin = entry.begin.max(since);
+        if self.over.get(&entry.life).is_some_and(|over| begin <= *over) {
             self.settle(now, id);
         }
     }
@@ -151,6 +160,18 @@ impl Ledger {
         let lives: BTreeSet<Life> = self.changes.values().map(|e| e.life).collect();
         for life in lives {
             self.session_over(now, life);
+        }
+    }
+
+    /// The server's machine has lost power: it has crashed, and what was not durable may be gone.
+    pub(crate) fn lose_power(&mut self, now: u64) {
+        let held = |id: &&u64| {
+            let entry = self.changes.get(id);
+            entry.is_some_and(|e| e.stage == Stage::Begun && self.holders.contains(&e.life.client))
+        };
+        let held: BTreeSet<u64> = self.open.iter().filter(held).copied().collect();
+        for device in &mut self.devices {
+            device.lose_power(now, |id| held.contains(&id));
         }
     }
 

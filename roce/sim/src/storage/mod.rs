@@ -19,6 +19,7 @@ mod raw;
 mod server;
 mod tally;
 mod turn;
+mod wide;
 mod world;
 
 pub(crate) use tally::Tally;

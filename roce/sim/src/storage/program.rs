@@ -69,7 +69,15 @@ impl ClientSide {
                 && let Place::Up(key) = self.slots[slot].place
             {
                 self.slots[slot].place = Place::Unmapping(key);
-                let _ = self.rnbd.unmap(key, Unmap::Normal { in_use: false });
+                let how = match bench.dice.chance(0.5) && !self.plan.ways.is_empty() {
+                    true => Unmap::Force,
+                    false => Unmap::Normal { in_use: false },
+                };
+                bench.coverage.note_if("unmapped by force", how == Unmap::Force);
+                let _ = self.rnbd.unmap(key, how);
+            }
+            if bench.dice.chance(self.plan.commands) {
+                self.administer(cx, session, bench);
             }
         }
         Ok(())
@@ -80,6 +88,7 @@ impl ClientSide {
         let up: Vec<(usize, Geometry)> = (0..self.slots.len())
             .filter_map(|i| match self.slots[i].place {
                 Place::Up(key) if !self.slots[i].finished => Some((i, self.rnbd.geometry(key)?)),
+                Place::Lost(key) if self.plan.holds() && !self.quiet => Some((i, self.rnbd.geometry(key)?)),
                 _ => None,
             })
             .collect();
@@ -146,7 +155,7 @@ impl ClientSide {
         bench: &mut Bench<'_>,
     ) -> bool {
         let (now, len) = (cx.now.as_nanos(), count as usize * BLOCK);
-        let Place::Up(device) = self.slots[slot].place else {
+        let (Place::Up(device) | Place::Lost(device)) = self.slots[slot].place else {
             return false;
         };
         let data = match op {
@@ -218,7 +227,9 @@ impl ClientSide {
         self.ended[0] += 1;
         self.ended[1] += u64::from(result.is_ok());
         let device = self.slots[op.slot].device;
-        let lost = matches!(result, Err(Errno::ECONNABORTED));
+        // Unmapped by force, the rest of it was not sent.
+        let forced = matches!(self.slots[op.slot].place, Place::Unmapping(_)) && result == Err(Errno::ESHUTDOWN);
+        let lost = forced || result == Err(Errno::ECONNABORTED);
         if lost {
             bench.coverage.note("operation lost");
         } else if let (Err(e), App::Open) = (result, self.app)
@@ -262,7 +273,7 @@ impl ClientSide {
                     bench.ledger.check_durable(device, disk, op.lba, op.count)?;
                 }
             }
-            Err(_) if lost || !single => bench.ledger.lose(now, id),
+            Err(_) if lost || !single => bench.ledger.lose(now, id, self.up_since),
             Err(_) => bench.ledger.end(now, id, false, false),
         }
         Ok(())

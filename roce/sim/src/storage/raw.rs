@@ -329,7 +329,7 @@ impl RawSide {
                 self.stage = Stage::Idle;
                 self.again_at = now + bench.dice.range(MS, 50 * MS);
                 if let Some(writing) = self.writing.take() {
-                    bench.ledger.lose(now, writing.id);
+                    bench.ledger.lose(now, writing.id, 0);
                 }
                 if self.left == 0 {
                     self.stage = Stage::Done;
@@ -568,7 +568,7 @@ impl RawSide {
         match (asked.kind, result) {
             (Kind::Left, Err(IoError::Path(_))) => {
                 if let Some(writing) = self.writing.take() {
-                    bench.ledger.lose(now, writing.id);
+                    bench.ledger.lose(now, writing.id, 0);
                 }
             }
             (_, Err(IoError::Path(_) | IoError::TooLong { .. })) => self.give_up(),

@@ -325,6 +325,20 @@ impl ServerSide {
         !keys.is_empty()
     }
 
+    /// The server's operator ends a path. False: there is none.
+    pub(crate) fn end_a_path(&mut self, cx: &mut Cx<'_>, dice: &mut Dice) -> bool {
+        let listing = self.rtrs.listing();
+        let paths = listing.iter().flat_map(|s| s.paths.iter().map(|p| (s.session, p.path)));
+        let paths: Vec<_> = paths.collect();
+        match paths.is_empty() {
+            true => false,
+            false => {
+                let (session, path) = paths[dice.index(paths.len())];
+                self.rtrs.close_path(cx, session, path)
+            }
+        }
+    }
+
     /// Memory is there for everybody.
     pub(crate) fn have_memory(&mut self) {
         self.plan.no_memory = 0.0;

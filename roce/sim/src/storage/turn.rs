@@ -155,7 +155,7 @@ impl Machines for ClientTurn<'_> {
     }
 
     fn app_at(&self) -> Option<Instant> {
-        self.client.app_at.map(Instant::from_nanos)
+        self.client.wakes_at()
     }
 }
 

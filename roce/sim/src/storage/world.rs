@@ -18,6 +18,7 @@ use crate::{
         server::{Ground, Job, ServerPlan, ServerSide},
         tally::{Coverage, Tally},
         turn::{self, ClientTurn, Machines, RawTurn, ServerTurn},
+        wide::{Wide, another_server},
     },
     trace::Trace,
     world::Check,
@@ -43,12 +44,22 @@ pub(crate) enum Own {
     Trouble,
     /// A host starts again.
     Boot { node: usize },
-    /// A link carries packets again.
-    Heal { from: usize, to: usize },
+    /// A link carries no packets for a while.
+    Cut { way: Way, pause: u64 },
+    /// It does again.
+    Heal(Way),
     /// A disk is as fast as before.
     Recover { disk: usize, stall: (f64, u64) },
     /// From here on nothing goes wrong any more.
     Quiet,
+}
+
+/// From a host to another, in all networks or one.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Way {
+    from: usize,
+    to: usize,
+    network: Option<usize>,
 }
 
 /// What can go wrong.
@@ -66,6 +77,12 @@ enum Trouble {
     SessionEnded,
     /// A process stands still for a while.
     Stopped,
+    /// One network has no packets for a client for a while, in both directions or in one.
+    NetworkCut,
+    NetworkOneWay,
+    /// The disk takes seconds for what comes, and then a network is cut.
+    StallAndCut,
+    PathEnded,
 }
 
 const TROUBLES: [Trouble; 9] = [
@@ -80,6 +97,26 @@ const TROUBLES: [Trouble; 9] = [
     Trouble::Stopped,
 ];
 
+/// With several networks.
+const WIDE: [Trouble; 6] = [
+    Trouble::NetworkCut,
+    Trouble::NetworkCut,
+    Trouble::NetworkOneWay,
+    Trouble::NetworkOneWay,
+    Trouble::StallAndCut,
+    Trouble::PathEnded,
+];
+
+const STORM: [Trouble; 7] = [
+    Trouble::StallAndCut,
+    Trouble::StallAndCut,
+    Trouble::StallAndCut,
+    Trouble::NetworkCut,
+    Trouble::NetworkOneWay,
+    Trouble::PathEnded,
+    Trouble::Partition,
+];
+
 impl Trouble {
     fn name(self) -> &'static str {
         match self {
@@ -91,6 +128,10 @@ impl Trouble {
             Self::SlowDisk => "slow disk",
             Self::SessionEnded => "session ended by the server",
             Self::Stopped => "stopped process",
+            Self::NetworkCut => "network cut",
+            Self::NetworkOneWay => "network cut one way",
+            Self::StallAndCut => "stall and cut",
+            Self::PathEnded => "path ended by the server",
         }
     }
 }
@@ -101,6 +142,7 @@ pub(crate) struct World {
     server: Option<ServerSide>,
     server_config: ServerConfig,
     server_plan: ServerPlan,
+    wide: Option<Wide>,
     /// By host, from 1.
     clients: Vec<ClientSide>,
     /// On the last two hosts.
@@ -117,13 +159,14 @@ pub(crate) struct World {
 
 impl World {
     pub(crate) fn new(seed: u64, scale: u32, trace: Trace) -> Self {
-        let mut draw = Draw::new(scale, &mut Dice::new(seed, 40));
+        let mut draw = Draw::new(scale, &mut Dice::new(seed, 40), &mut Dice::new(seed, 44));
         hold_acks(seed, draw.hosts.iter_mut().map(|(host, ..)| host));
         let mut coverage = Coverage::default();
         draw.note(&mut coverage);
         let scenario = &draw.scenario;
         let link = |dice: &mut Dice| Link::new(scenario.link(dice));
-        let lan = Lan::new(&draw.hosts, link, Dice::new(seed, 41), trace);
+        let networks = draw.wide.map_or(1, |wide| wide.networks);
+        let lan = Lan::new(&draw.hosts, networks, link, Dice::new(seed, 41), trace);
         let disks: Vec<SimDisk> = draw
             .disks
             .iter()
@@ -141,12 +184,18 @@ impl World {
             server: None,
             server_config: draw.server_config,
             server_plan: draw.server,
+            wide: draw.wide,
             disks,
             coverage,
             dice: Dice::new(seed, 42),
             chaos: Dice::new(seed, 43),
             quiet: false,
         };
+        for (i, client) in world.clients.iter().enumerate() {
+            if client.plan.holds() {
+                world.ledger.add_holder(i);
+            }
+        }
         if draw.calm {
             world.clients.iter_mut().for_each(ClientSide::stay_calm);
             world.raw.iter_mut().for_each(|raw| raw.be_safe_from(0));
@@ -286,7 +335,9 @@ impl World {
             What::Own(Own::Trouble) if self.quiet => {}
             What::Own(Own::Trouble) => self.trouble()?,
             What::Own(Own::Boot { node }) => self.boot(node),
-            What::Own(Own::Heal { from, to }) => self.lan.link(from, to).cut = false,
+            What::Own(Own::Cut { .. }) if self.quiet => {}
+            What::Own(Own::Cut { way, pause }) => self.cut(way, pause),
+            What::Own(Own::Heal(way)) => self.lan.set_cut(way.from, way.to, way.network, false),
             What::Own(Own::Recover { disk, stall }) => {
                 self.disks[disk].faults.stall = if self.quiet { (0.0, 0) } else { stall };
             }
@@ -379,7 +430,11 @@ impl World {
     }
 
     fn trouble(&mut self) -> Check {
-        let trouble = self.chaos.pick(&TROUBLES);
+        let trouble = match self.wide {
+            Some(wide) if wide.storms && self.chaos.chance(0.8) => self.chaos.pick(&STORM),
+            Some(_) if self.chaos.chance(0.5) => self.chaos.pick(&WIDE),
+            _ => self.chaos.pick(&TROUBLES),
+        };
         let client = 1 + self.chaos.index(self.lan.nodes.len() - 1);
         let pause = self.chaos.range(MS, 3 * SEC);
         let (now, name) = (self.lan.now, trouble.name());
@@ -388,29 +443,31 @@ impl World {
             Trouble::ServerDies => self.server_dies(pause),
             Trouble::PowerFails => {
                 let dies = self.server_dies(pause);
-                for (disk, history) in self.disks.iter_mut().zip(&mut self.ledger.devices) {
+                for disk in &mut self.disks {
                     disk.lose_power(&mut self.chaos);
-                    history.lose_power(now);
                 }
+                self.ledger.lose_power(now);
                 dies
             }
             Trouble::ClientDies => self.client_dies(client, pause),
             Trouble::Partition | Trouble::OneWay => {
-                let ways = [(SERVER, client), (client, SERVER)];
-                let count = if matches!(trouble, Trouble::OneWay) { 1 } else { 2 };
-                for (from, to) in ways.into_iter().take(count) {
-                    self.lan.link(from, to).cut = true;
-                    self.lan.schedule(pause, What::Own(Own::Heal { from, to }));
-                }
-                true
+                self.part(client, None, matches!(trouble, Trouble::OneWay), 0, pause)
             }
-            Trouble::SlowDisk => {
-                let disk = self.chaos.index(self.disks.len());
-                let stall = core::mem::replace(&mut self.disks[disk].faults.stall, (0.5, SEC));
-                self.lan.schedule(pause, What::Own(Own::Recover { disk, stall }));
-                true
+            Trouble::NetworkCut | Trouble::NetworkOneWay => {
+                let one_way = matches!(trouble, Trouble::NetworkOneWay);
+                let network = self.a_network();
+                self.part(client, network, one_way, 0, pause)
             }
-            Trouble::SessionEnded => self.end_a_session()?,
+            Trouble::SlowDisk => self.slow_disk((0.5, SEC), pause),
+            Trouble::StallAndCut => {
+                let (after, one_way) = (self.chaos.range(0, 20 * MS), self.chaos.chance(0.3));
+                let recovers = after + self.chaos.range(0, 50 * MS);
+                self.slow_disk((0.9, 4 * SEC), recovers);
+                let network = self.a_network();
+                self.part(client, network, one_way, after, pause)
+            }
+            Trouble::SessionEnded => self.end(ServerSide::end_a_session)?,
+            Trouble::PathEnded => self.end(ServerSide::end_a_path)?,
             Trouble::Stopped => {
                 let node = self.chaos.pick(&[SERVER, client]);
                 self.lan.stop(node, pause);
@@ -419,6 +476,38 @@ impl World {
         };
         self.coverage.note_if(name, happens);
         Ok(())
+    }
+
+    /// A client and the server have no packets for each other, or in one direction only.
+    fn part(&mut self, client: usize, network: Option<usize>, one_way: bool, after: u64, pause: u64) -> bool {
+        let mut ways = vec![(SERVER, client), (client, SERVER)];
+        if one_way {
+            ways.remove(if network.is_some() { self.chaos.index(2) } else { 1 });
+        }
+        for (from, to) in ways {
+            let way = Way { from, to, network };
+            match after {
+                0 => self.cut(way, pause),
+                _ => self.lan.schedule(after, What::Own(Own::Cut { way, pause })),
+            }
+        }
+        true
+    }
+
+    fn cut(&mut self, way: Way, pause: u64) {
+        self.lan.set_cut(way.from, way.to, way.network, true);
+        self.lan.schedule(pause, What::Own(Own::Heal(way)));
+    }
+
+    fn a_network(&mut self) -> Option<usize> {
+        self.wide.map(|wide| self.chaos.index(wide.networks))
+    }
+
+    fn slow_disk(&mut self, slow: (f64, u64), pause: u64) -> bool {
+        let disk = self.chaos.index(self.disks.len());
+        let stall = core::mem::replace(&mut self.disks[disk].faults.stall, slow);
+        self.lan.schedule(pause, What::Own(Own::Recover { disk, stall }));
+        true
     }
 
     fn server_dies(&mut self, pause: u64) -> bool {
@@ -452,7 +541,8 @@ impl World {
         true
     }
 
-    fn end_a_session(&mut self) -> Result<bool, String> {
+    /// The server's operator ends something.
+    fn end(&mut self, what: fn(&mut ServerSide, &mut Cx<'_>, &mut Dice) -> bool) -> Result<bool, String> {
         let now = self.lan.instant();
         if self.lan.is_stopped(SERVER) {
             return Ok(false);
@@ -467,7 +557,7 @@ impl World {
             provider: &mut provider,
             random: &mut random,
         };
-        let ended = server.end_a_session(&mut cx, &mut self.chaos);
+        let ended = what(server, &mut cx, &mut self.chaos);
         self.turn(SERVER, None)?;
         Ok(ended)
     }
@@ -475,6 +565,9 @@ impl World {
     fn boot(&mut self, node: usize) {
         self.lan.boot(node);
         if node == SERVER {
+            if self.wide.is_some() {
+                another_server(&mut self.server_config, &mut self.chaos);
+            }
             self.start_server();
         } else {
             self.clients[node - 1].wake_at(self.lan.now);

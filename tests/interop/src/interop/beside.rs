@@ -48,7 +48,7 @@ impl Beside {
         command.arg("--beside").arg("--lab").arg(&places.lab);
         command.arg("--ferroce").arg(&places.ferroce).arg("--json").arg(&json);
         command.args(set.iter().flat_map(|s| ["--set", s.get_name()]));
-        let kernel = cli.kernel.to_possible_value();
+        let kernel = cli.kernel.and_then(|k| k.to_possible_value());
         command.args(kernel.iter().flat_map(|k| ["--kernel", k.get_name()]));
         if places.keep {
             command.arg("--keep");

@@ -121,6 +121,7 @@ const RECIPES: &[Recipe] = &[
         fault(1, &[READ_REQUEST], 2, Fate::Drop), fault(1, &[WRITE_LAST], 3, Fate::Drop), fault(2, &[ACK], 5, Fate::Drop)], rping_v4),
     recipe("rnbd-inv-off", "kernel RNBD over RTRS, always_invalidate=N", "RTRS session, 64 KiB written and read back, rkeys that stay", &[], |p| rnbd(p, "N", "ram0", IO)),
     recipe("rnbd-inv-on", "kernel RNBD over RTRS, always_invalidate=Y", "RTRS session from its start, 64 KiB written and read back, SEND with Invalidate", &[], |p| rnbd(p, "Y", "ram0", IO)),
+    recipe("annex-a19", VERBS, "ATOMIC WRITE and FLUSH, of a range and of the whole region; a FLUSH to persistence that the key does not permit", &[], annex_a19).on(Kernel::V6_12),
     recipe("rnbd-zeroes", "kernel RNBD over RTRS, always_invalidate=N", "RNBD of a newer kernel: 64 KiB written, a flush, WRITE_ZEROES, a flush, read back", &[], |p| rnbd(p, "N", "loop0", ZEROES)).on(Kernel::V6_12),
 ];
 
@@ -264,8 +265,7 @@ fn make(recipe: &Recipe, relay: &Relay, pair: &Pair<'_>, out: &Path) -> Result<V
     Ok(vec![name])
 }
 
-/// A connection to a guest's verbs-agent, with a queue pair and two buffers of 64 KiB: 0 with all rights, 1 that may
-/// only be written.
+/// A connection to a guest's verbs-agent, with a queue pair and two buffers of 64 KiB.
 struct Agent {
     lines: BufReader<TcpStream>,
     qpn: u32,
@@ -279,7 +279,8 @@ const SIGNALED: u32 = 2;
 const SOLICITED: u32 = 4;
 
 impl Agent {
-    fn new(guest: u8) -> Result<Self, Error> {
+    /// `permits` is what a peer of the queue pair may do, `memory` what it may do with the buffers.
+    fn new(guest: u8, permits: u32, memory: [u32; 2]) -> Result<Self, Error> {
         let stream = TcpStream::connect(SocketAddr::from((Ipv4Addr::new(10, 77, 0, guest), 18600)))?;
         stream.set_nodelay(true)?;
         stream.set_read_timeout(Some(Duration::from_secs(60)))?;
@@ -288,9 +289,9 @@ impl Agent {
             qpn: 0,
             mems: [(0, 0); 2],
         };
-        let created = agent.call("create 64 64 1 64")?;
+        let created = agent.call(&format!("create 64 64 1 64 {permits}"))?;
         agent.qpn = created.first().ok_or("no QP number")?.parse()?;
-        for (i, access) in [31, 3].into_iter().enumerate() {
+        for (i, access) in memory.into_iter().enumerate() {
             let mem = agent.call(&format!("mem {BUFFER} {access}"))?;
             let [_, addr, rkey] = &mem[..] else {
                 return Err(format!("mem answered {mem:?}").into());
@@ -368,10 +369,26 @@ const RDMA_READ: u32 = 4;
 const COMPARE_SWAP: u32 = 5;
 const FETCH_AND_ADD: u32 = 6;
 const SEND_INV: u32 = 9;
+const ATOMIC_WRITE: u32 = 15;
 
-/// Server and client, connected; retries as given.
+// What peers may do, as in `ibv_access_flags`.
+const READ_WRITE_ATOMIC: u32 = 0xe;
+const FLUSH_GLOBAL: u32 = 1 << 8;
+const FLUSH_PERSISTENT: u32 = 1 << 9;
+
+/// Server and client, connected; retries as given. All may be done with buffer 0, buffer 1 may only be written.
 fn connect(timeout: u32, retry: u32, rnr_retry: u32) -> Result<(Agent, Agent), Error> {
-    let (mut server, mut client) = (Agent::new(1)?, Agent::new(2)?);
+    let agent = |guest| Agent::new(guest, READ_WRITE_ATOMIC, [31, 3]);
+    join(agent(1)?, agent(2)?, timeout, retry, rnr_retry)
+}
+
+fn join(
+    mut server: Agent,
+    mut client: Agent,
+    timeout: u32,
+    retry: u32,
+    rnr_retry: u32,
+) -> Result<(Agent, Agent), Error> {
     // RNR timer 12 is 0.64 ms, 20 is 10.24 ms.
     server.call(&format!("rtr {} ::ffff:10.77.0.2 {CLIENT_PSN} 3 20 16", client.qpn))?;
     client.call(&format!("rtr {} ::ffff:10.77.0.1 {SERVER_PSN} 3 20 16", server.qpn))?;
@@ -429,6 +446,26 @@ fn send_invalidate(_: &Pair<'_>) -> Result<(), Error> {
     server.expect('r', &[0])?;
     client.post(RDMA_WRITE, 100, SIGNALED, window)?;
     client.expect('s', &[10])
+}
+
+fn annex_a19(_: &Pair<'_>) -> Result<(), Error> {
+    // Numbers of the FETH.
+    const VISIBLE: u32 = 1;
+    const PERSISTENT: u32 = 2;
+    let permits = READ_WRITE_ATOMIC | FLUSH_GLOBAL | FLUSH_PERSISTENT;
+    let agent = |guest| Agent::new(guest, permits, [31 | FLUSH_GLOBAL, 31]);
+    // 134 ms
+    let (server, mut client) = join(agent(1)?, agent(2)?, 15, 7, 7)?;
+    let (addr, key) = at(server.mems[0], 4096);
+    for n in 0..3 {
+        client.done(ATOMIC_WRITE, 8, (addr + 8 * n, key))?;
+    }
+    client.done(RDMA_WRITE, 3000, (addr, key))?;
+    for (placement, whole, status) in [(VISIBLE, 0, 0), (VISIBLE, 1, 0), (PERSISTENT, 0, 10)] {
+        client.call(&format!("flush 8 {placement} {whole} {addr} 3000 {key}"))?;
+        client.expect('s', &[status])?;
+    }
+    Ok(())
 }
 
 fn write_20(_: &Pair<'_>) -> Result<(), Error> {

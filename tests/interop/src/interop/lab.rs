@@ -88,9 +88,12 @@ impl RunDir {
         let temp = std::env::temp_dir();
         remove_stale(&temp);
         let path = temp.join(format!("{RUN_PREFIX}{}", std::process::id()));
-        fs::create_dir_all(&path)?;
-        let lock = File::create(path.join(RUN_LOCK))?;
+        // Another run that begins takes what has this name and is not locked for left over.
+        let fresh = temp.join(format!(".{RUN_PREFIX}{}", std::process::id()));
+        fs::create_dir_all(&fresh)?;
+        let lock = File::create(fresh.join(RUN_LOCK))?;
         lock.try_lock()?;
+        fs::rename(&fresh, &path)?;
         Ok(Self {
             path,
             locks: vec![lock],

@@ -2,6 +2,7 @@
 
 mod beside;
 mod capture;
+mod connects;
 mod far;
 mod guest;
 mod lab;
@@ -75,9 +76,10 @@ pub(crate) struct Cli {
     /// Which scenarios run
     #[arg(long, value_enum, default_value_t = Set::Full)]
     set: Set,
-    /// The kernel that runs in the guests; not all scenarios are there for the second
-    #[arg(long, value_enum, default_value_t = Kernels::V6_1)]
-    kernel: Kernels,
+    /// The kernels that run in the guests; not all scenarios are there for each [default: 6.1 in
+    /// the short set, else all]
+    #[arg(long, value_enum)]
+    kernel: Option<Kernels>,
     /// List the scenarios with their directions and guests, and stop
     #[arg(long)]
     list: bool,
@@ -141,9 +143,13 @@ impl Cli {
     fn kernels(&self) -> Vec<Kernel> {
         match self.kernel {
             _ if self.peer.is_some() => vec![Kernel::V6_1],
-            Kernels::V6_1 => vec![Kernel::V6_1],
-            Kernels::V6_12 => vec![Kernel::V6_12],
-            Kernels::All => Kernel::ALL.to_vec(),
+            Some(Kernels::V6_1) => vec![Kernel::V6_1],
+            Some(Kernels::V6_12) => vec![Kernel::V6_12],
+            Some(Kernels::All) => Kernel::ALL.to_vec(),
+            None => match self.set {
+                Set::Ci => vec![Kernel::V6_1],
+                Set::Full => Kernel::ALL.to_vec(),
+            },
         }
     }
 }
@@ -337,7 +343,7 @@ mod tests {
             let cli = Cli::parse_from([&["ferroce-interop"], args].concat());
             chosen(&cli).iter().map(|s| s.shape.kernel.series()).collect()
         };
-        assert_eq!(series(&[]), ["6.1"].into());
+        assert_eq!(series(&[]), ["6.1", "6.12"].into());
         assert_eq!(series(&["--set", "ci"]), ["6.1"].into());
         assert_eq!(series(&["--kernel", "all"]), ["6.1", "6.12"].into());
         assert_eq!(series(&["--set", "ci", "--kernel", "all"]), ["6.1", "6.12"].into());

@@ -15,8 +15,9 @@ use crate::{
 };
 
 const TEMPLATE: &str = include_str!("../../lab/peer.sh");
-const SOURCES: [(&str, &str); 4] = [
+const SOURCES: [(&str, &str); 5] = [
     ("listen.h", include_str!("../../lab/listen.h")),
+    ("rxe-flush.h", include_str!("../../lab/rxe-flush.h")),
     ("verbs-agent.c", include_str!("../../lab/verbs-agent.c")),
     ("cm-agent.c", include_str!("../../lab/cm-agent.c")),
     ("host-agent.c", include_str!("../../lab/host-agent.c")),

@@ -206,8 +206,12 @@ fn captured(s: &Scenario, ctx: &mut Ctx<'_>, interfaces: &[String]) -> Result<St
         _ => Ok(()),
     };
     let pcaps: Vec<_> = dumps.iter().map(|d| d.pcap.clone()).collect();
-    let seen = dumps.into_iter().map(|dump| dump.end(ctx)).sum();
-    let detail = joined(result.and_then(|detail| calm.map(|()| detail)), seen)?;
+    let seen = dumps.into_iter().map(|dump| dump.end(ctx, s.wrong_icrc)).sum();
+    let but = s
+        .wrong_icrc
+        .map(|packet| format!(" but of {packet}"))
+        .unwrap_or_default();
+    let detail = joined(result.and_then(|detail| calm.map(|()| detail)), seen, &but)?;
     if !ctx.places.keep {
         pcaps.iter().for_each(|pcap| drop(fs::remove_file(pcap)));
     }
@@ -240,25 +244,26 @@ impl Dump {
     }
 
     /// How many frames there are; an error unless all are right.
-    fn end(mut self, ctx: &Ctx<'_>) -> Result<u64, Error> {
+    fn end(mut self, ctx: &Ctx<'_>, wrong_icrc: Option<&str>) -> Result<u64, Error> {
         self.process.interrupt();
         self.process.finish(Duration::from_secs(30))?;
-        check(ctx, &self.pcap)
+        check(ctx, &self.pcap, wrong_icrc)
     }
 }
 
-/// The verdict on a scenario and that on its capture, as one.
-fn joined(result: Result<String, Error>, seen: Result<u64, Error>) -> Result<String, Error> {
+/// The verdict on a scenario and that on its capture, as one. `but` says of which frames the ICRC is known to be wrong.
+fn joined(result: Result<String, Error>, seen: Result<u64, Error>, but: &str) -> Result<String, Error> {
     match (result, seen) {
-        (Ok(detail), Ok(frames)) => Ok(format!("{detail}; {frames} frames, ICRC of all correct")),
+        (Ok(detail), Ok(frames)) => Ok(format!("{detail}; {frames} frames, ICRC of all{but} correct")),
         (Ok(detail), Err(e)) => Err(format!("{e}\n(the scenario itself went well: {detail})").into()),
-        (Err(e), Ok(frames)) => Err(format!("{e}\n(its capture: {frames} frames, ICRC of all correct)").into()),
+        (Err(e), Ok(frames)) => Err(format!("{e}\n(its capture: {frames} frames, ICRC of all{but} correct)").into()),
         (Err(e), Err(capture)) => Err(format!("{e}\nAND ITS CAPTURE: {capture}").into()),
     }
 }
 
-/// Every frame of the capture is well formed and has the right ICRC.
-fn check(ctx: &Ctx<'_>, pcap: &Path) -> Result<u64, Error> {
+/// Every frame of the capture is well formed and has the right ICRC, but for the packets of which it is known to be wrong: of
+/// them there are some.
+fn check(ctx: &Ctx<'_>, pcap: &Path, wrong_icrc: Option<&str>) -> Result<u64, Error> {
     let mut check = Command::new(&ctx.places.ferroce);
     check.args(["pcap", "check", "--json"]).arg(pcap);
     let mut check = Proc::spawn("pcap-check", &mut check, &ctx.dir)?;
@@ -271,7 +276,18 @@ fn check(ctx: &Ctx<'_>, pcap: &Path) -> Result<u64, Error> {
     if status.is_ok() && frames == 0 {
         return Err(format!("no frame of RoCEv2 in {}", pcap.display()).into());
     }
-    if status.is_err() || frames == 0 || number("icrc_bad") != Some(0) || number("bad_frames") != Some(0) {
+    let known = match wrong_icrc {
+        None => 0,
+        Some(packet) => {
+            let is = |line: &&str| line.contains(packet) && line.contains("[ICRC BAD]");
+            match ctx.frames()?.lines().filter(is).count() as u64 {
+                0 => return Err(format!("no {packet} has a wrong ICRC: {text}").into()),
+                n => n,
+            }
+        }
+    };
+    let as_known = [number("icrc_bad"), number("bad_frames")] == [Some(known); 2];
+    if frames == 0 || !as_known || status.is_ok() != (known == 0) {
         return Err(format!("pcap check of {}: {text}", pcap.display()).into());
     }
     Ok(frames)
@@ -284,7 +300,8 @@ mod tests {
     #[test]
     fn a_capture_counts_whether_its_scenario_passed_or_failed() {
         let text = |result: Result<&str, &str>, seen: Result<u64, &str>| {
-            joined(result.map(str::to_owned).map_err(Into::into), seen.map_err(Into::into)).map_err(|e| e.to_string())
+            let result = result.map(str::to_owned).map_err(Into::into);
+            joined(result, seen.map_err(Into::into), "").map_err(|e| e.to_string())
         };
         assert_eq!(
             text(Ok("20 pings"), Ok(7)),

@@ -49,6 +49,7 @@ pub(crate) const READ: u32 = 4;
 pub(crate) const CMP_SWAP: u32 = 5;
 pub(crate) const FETCH_ADD: u32 = 6;
 pub(crate) const SEND_INV: u32 = 9;
+pub(crate) const ATOMIC_WRITE: u32 = 15;
 
 /// Every right (`ibv_access_flags`).
 pub(crate) const ALL_ACCESS: u32 = 0x1f;
@@ -68,6 +69,16 @@ pub(crate) struct AgentPost {
     pub(crate) swap: u64,
     /// Added to the local key.
     pub(crate) spoil_lkey: u32,
+}
+
+/// A FLUSH of the agent; numbers as in the FETH (IBTA Annex A19).
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AgentFlush {
+    pub(crate) placement: u8,
+    pub(crate) selectivity: u8,
+    pub(crate) addr: u64,
+    pub(crate) len: u32,
+    pub(crate) rkey: u32,
 }
 
 /// A connection to a `verbs-agent`.
@@ -183,6 +194,18 @@ impl Agent {
             "post {wr_id} {op} {SIGNALED} {mem} {off} {len} {raddr} {rkey} {imm} {compare} {swap} {spoil_lkey}"
         );
         self.call(&text).map(drop)
+    }
+
+    pub(crate) fn flush(&mut self, wr_id: u64, f: AgentFlush) -> Result<(), Error> {
+        let AgentFlush {
+            placement,
+            selectivity,
+            addr,
+            len,
+            rkey,
+        } = f;
+        self.call(&format!("flush {wr_id} {placement} {selectivity} {addr} {len} {rkey}"))
+            .map(drop)
     }
 
     pub(crate) fn recv(&mut self, wr_id: u64, mem: u32, off: u64, len: u32) -> Result<(), Error> {

@@ -368,7 +368,8 @@ struct Ending {
 /// In place of a status: the work request never completed.
 const NONE: &str = "NONE";
 
-fn status_name(status: u32) -> String {
+/// A number of `ibv_wc_status` by name.
+pub(crate) fn status_name(status: u32) -> String {
     const NAMES: [&str; 23] = [
         "SUCCESS",
         "LOC_LEN_ERR",
@@ -399,7 +400,8 @@ fn status_name(status: u32) -> String {
         .map_or_else(|| status.to_string(), |s| (*s).to_owned())
 }
 
-fn state_name(state: &str) -> String {
+/// A number of `ibv_qp_state` by name.
+pub(crate) fn state_name(state: &str) -> String {
     const NAMES: [&str; 7] = ["RESET", "INIT", "RTR", "RTS", "SQD", "SQE", "ERR"];
     let known = state.parse::<usize>().ok().and_then(|n| NAMES.get(n));
     known.map_or_else(|| state.to_owned(), |s| (*s).to_owned())

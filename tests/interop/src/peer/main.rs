@@ -1,9 +1,11 @@
 //! `ferroce-lab`: small programs that are the other half of programs on an RDMA host.
 
 mod agent;
+mod annex;
 mod cm;
 mod errors;
 mod far;
+mod handshakes;
 mod link;
 mod ops;
 mod pingpong;
@@ -51,10 +53,14 @@ enum Command {
     Agent(serve::Args),
     /// How things end that go wrong, between two agents.
     Errors(errors::Args),
+    /// ATOMIC WRITE and FLUSH between two agents.
+    Annex(annex::Args),
     /// A requester whose peer goes away.
     Vanish(vanish::Args),
     /// A few operations each way between two agents.
     Exchange(vanish::Args),
+    /// Handshakes with an RTRS server, proper and improper ones.
+    Handshakes(handshakes::Args),
     /// Runs a program on a host with host-agent.
     Far(far::Args),
 }
@@ -62,6 +68,7 @@ enum Command {
 fn run(cli: Cli) -> Result<(), Error> {
     match &cli.command {
         Command::Errors(args) => return errors::run(args),
+        Command::Annex(args) => return annex::run(args),
         Command::Far(args) => return far::run(args),
         Command::Vanish(args) => return vanish::run(args),
         Command::Exchange(args) => return vanish::exchange(args),
@@ -79,7 +86,9 @@ fn run(cli: Cli) -> Result<(), Error> {
         Command::Ucmatose(args) => ucmatose::run(&device, addr, &args),
         Command::Cm(args) => cm::run(&device, addr, &args),
         Command::Agent(args) => serve::run(&device, addr, &args),
+        Command::Handshakes(args) => handshakes::run(&device, &args),
         Command::Errors(args) => errors::run(&args),
+        Command::Annex(args) => annex::run(&args),
         Command::Far(args) => far::run(&args),
         Command::Vanish(args) => vanish::run(&args),
         Command::Exchange(args) => vanish::exchange(&args),

@@ -7,14 +7,14 @@ use std::{
 };
 
 use roce_verbs::{
-    AccessFlags, Completion, LKey, Mtu, Payload, Psn, QpAttr, QpCaps, QpState, Qpn, RKey, RecvWr, RemoteAddr,
-    SendFlags, SendOp, SendWr, Sge, WcFlags,
+    AccessFlags, Completion, Flush, LKey, Mtu, Payload, Placement, Psn, QpAttr, QpCaps, QpState, Qpn, RKey, RecvWr,
+    RemoteAddr, Selectivity, SendFlags, SendOp, SendWr, Sge, WcFlags,
     provider::{CompletionQueue as _, Grant, MemoryRegion as _, QueuePair as _, VerbsDevice},
 };
 
 use crate::{
     Error,
-    agent::{CMP_SWAP, FETCH_ADD, READ, SEND, SEND_IMM, SEND_INV, WRITE, WRITE_IMM, pattern},
+    agent::{ATOMIC_WRITE, CMP_SWAP, FETCH_ADD, READ, SEND, SEND_IMM, SEND_INV, WRITE, WRITE_IMM, pattern},
     link::{Far, Link, Wire, addr_gid, gid_addr},
 };
 
@@ -106,6 +106,7 @@ impl<P: VerbsDevice> Server<'_, P> {
             "rts" => self.rts(w),
             "recv" => self.recv(w),
             "post" => self.post(w),
+            "flush" => self.flush(w),
             "fill" => self.fill(w, false),
             "check" => self.fill(w, true),
             "word" => self.word(w),
@@ -152,8 +153,9 @@ impl<P: VerbsDevice> Server<'_, P> {
 
     fn create(&mut self, w: &mut Words<'_>) -> Result<String, Error> {
         let (max_send_wr, max_recv_wr, sges, max_inline_data) = (w.get()?, w.get()?, w.get()?, w.get()?);
-        let access = w.opt()?.map_or(AccessFlags::all(), AccessFlags::from_bits_truncate)
-            & (AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_READ | AccessFlags::REMOTE_ATOMIC);
+        let usual = AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_READ | AccessFlags::REMOTE_ATOMIC;
+        let flushes = AccessFlags::FLUSH_GLOBAL | AccessFlags::FLUSH_PERSISTENT;
+        let access = w.opt()?.map_or(usual, AccessFlags::from_bits_truncate) & (usual | flushes);
         self.link = None;
         self.windows.clear();
         self.mems.clear();
@@ -248,6 +250,7 @@ impl<P: VerbsDevice> Server<'_, P> {
             CMP_SWAP => SendOp::CompareSwap { remote, compare, swap },
             FETCH_ADD => SendOp::FetchAdd { remote, add: swap },
             SEND_INV => SendOp::SendWithInv(RKey(key)),
+            ATOMIC_WRITE => SendOp::AtomicWrite(remote),
             other => return Err(format!("no opcode {other}").into()),
         };
         let wr = SendWr {
@@ -255,6 +258,24 @@ impl<P: VerbsDevice> Server<'_, P> {
             op,
             flags: SendFlags::from_bits_truncate(flags),
             payload: Payload::Sges(&sges),
+        };
+        self.link()?.qp.post_send(&[wr]).map_err(|(_, e)| e)?;
+        Ok(String::new())
+    }
+
+    fn flush(&self, w: &mut Words<'_>) -> Result<String, Error> {
+        let (wr_id, placement, selectivity): (u64, u8, u8) = (w.get()?, w.get()?, w.get()?);
+        let (addr, length, key): (u64, u32, u32) = (w.get()?, w.get()?, w.get()?);
+        let wr = SendWr {
+            wr_id,
+            op: SendOp::Flush(Flush {
+                remote: RemoteAddr { addr, rkey: RKey(key) },
+                length,
+                placement: Placement::from_bits(placement),
+                selectivity: Selectivity::from_bits(selectivity),
+            }),
+            flags: SendFlags::SIGNALED,
+            payload: Payload::Sges(&[]),
         };
         self.link()?.qp.post_send(&[wr]).map_err(|(_, e)| e)?;
         Ok(String::new())

@@ -72,7 +72,7 @@ fn expectations(c: &Ctx<'_>) -> String {
 }
 
 /// Our own agent and where it listens.
-fn our_agent(c: &Ctx<'_>, ip: Ip, name: &str) -> Result<(Proc, SocketAddr), Error> {
+pub(super) fn our_agent(c: &Ctx<'_>, ip: Ip, name: &str) -> Result<(Proc, SocketAddr), Error> {
     let mut agent = c.ours(ip, name, &["agent", "--port", &AGENT_PORT.to_string()])?;
     agent.wait_for("agent ready", Duration::from_secs(30))?;
     Ok((agent, SocketAddr::new(c.host(ip)?, AGENT_PORT)))

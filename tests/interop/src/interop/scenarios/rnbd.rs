@@ -72,9 +72,9 @@ pub(super) fn list() -> Vec<Scenario> {
 
 pub(super) const INSMOD_CLIENT: &str = "modprobe -q rdma_cm; modprobe -q ib_core\n\
     for m in rtrs/rtrs-core rtrs/rtrs-client rnbd/rnbd-client; do insmod $LINUX/$m.ko || exit 1; done\n";
-const RMMOD_CLIENT: &str = "for d in /sys/block/rnbd*/rnbd; do [ -e $d ] && echo force >$d/unmap_device; done; sleep 0.5\n\
+pub(super) const RMMOD_CLIENT: &str = "for d in /sys/block/rnbd*/rnbd; do [ -e $d ] && echo force >$d/unmap_device; done; sleep 0.5\n\
     rmmod rnbd_client; rmmod rtrs_client; rmmod rtrs_core; true";
-const RMMOD_SERVER: &str = "rmmod rnbd_server; rmmod rtrs_server; rmmod rtrs_core; losetup -D; true";
+pub(super) const RMMOD_SERVER: &str = "rmmod rnbd_server; rmmod rtrs_server; rmmod rtrs_core; losetup -D; true";
 
 /// Shell functions that the scripts of all scenarios with the kernel's client use. The number of a device that was just
 /// unmapped may not be free yet: then the first device is not rnbd0, and is mapped again.
@@ -107,18 +107,48 @@ impl Serving {
 }
 
 /// What a server of ours is started with.
-struct Orders {
+pub(super) struct Orders {
+    /// Of its log.
+    name: String,
     listen: String,
     exports: Vec<String>,
     invalidate: String,
     threads: u8,
+    /// Further options.
+    more: Vec<String>,
 }
 
 impl Orders {
+    /// Serves images of the scenario's folder (names, perhaps with `,ro`) with one loop.
+    pub(super) fn new(listen: &str, exports: &[&str], invalidate: &str) -> Self {
+        Self {
+            name: "serve".to_owned(),
+            listen: listen.to_owned(),
+            exports: exports.iter().map(|&e| e.to_owned()).collect(),
+            invalidate: invalidate.to_owned(),
+            threads: 1,
+            more: Vec::new(),
+        }
+    }
+
+    /// A second server needs a name of its own.
+    pub(super) fn named(self, name: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            ..self
+        }
+    }
+
+    /// With several loops.
+    pub(super) fn threads(self, threads: u8) -> Self {
+        Self { threads, ..self }
+    }
+
     fn spawn(&self, c: &Ctx<'_>) -> Result<Proc, Error> {
         let threads = self.threads.to_string();
         let mut args = vec!["serve", "--listen", &self.listen, "--threads", &threads, "--json"];
         args.extend(["--always-invalidate", &self.invalidate]);
+        args.extend(self.more.iter().map(String::as_str));
         let exports = self.exports.iter().map(|e| {
             let (name, ro) = e.split_once(',').map_or((e.as_str(), ""), |(name, _)| (name, ",ro"));
             format!("{name}={}{ro}", c.path(&format!("{name}.img")))
@@ -127,7 +157,7 @@ impl Orders {
         for spec in &specs {
             args.extend(["--export", spec]);
         }
-        let mut process = c.ferroce("serve", &args)?;
+        let mut process = c.ferroce(&self.name, &args)?;
         process.wait_for("\"listening\"", Duration::from_secs(30))?;
         Ok(process)
     }
@@ -149,17 +179,11 @@ impl Server {
 
     /// The same at another address.
     pub(super) fn start_at(c: &Ctx<'_>, listen: &str, exports: &[&str], invalidate: &str) -> Result<Self, Error> {
-        Self::with_threads(c, listen, exports, invalidate, 1)
+        Self::start_as(c, Orders::new(listen, exports, invalidate))
     }
 
-    /// The same with several loops.
-    fn with_threads(c: &Ctx<'_>, listen: &str, exports: &[&str], invalidate: &str, threads: u8) -> Result<Self, Error> {
-        let orders = Orders {
-            listen: listen.to_owned(),
-            exports: exports.iter().map(|&e| e.to_owned()).collect(),
-            invalidate: invalidate.to_owned(),
-            threads,
-        };
+    /// The same as ordered.
+    pub(super) fn start_as(c: &Ctx<'_>, orders: Orders) -> Result<Self, Error> {
         Ok(Self {
             process: orders.spawn(c)?,
             orders,
@@ -174,11 +198,16 @@ impl Server {
         Ok(())
     }
 
+    /// The same with other options than before.
+    pub(super) fn restart_otherwise(&mut self, c: &Ctx<'_>, invalidate: &str, more: &[&str]) -> Result<(), Error> {
+        self.orders.invalidate = invalidate.to_owned();
+        self.orders.more = more.iter().map(|&m| m.to_owned()).collect();
+        self.kill_and_restart(c)
+    }
+
     /// What was reported so far under this name.
     fn events(&self, event: &str) -> Vec<serde_json::Value> {
-        let text = self.process.text();
-        let all = text.lines().filter_map(|l| serde_json::from_str(l).ok());
-        all.filter(|e: &serde_json::Value| e["event"] == event).collect()
+        events(&self.process, event)
     }
 
     /// How often an event was reported so far.
@@ -187,17 +216,36 @@ impl Server {
     }
 
     /// Ends it the regular way. The guest must have opened sessions, with as many connections as it has to.
-    pub(super) fn stop(mut self) -> Result<(), Error> {
+    pub(super) fn stop(self) -> Result<(), Error> {
+        self.summary().map(drop)
+    }
+
+    /// The same; what it counted until then.
+    pub(super) fn summary(self) -> Result<serde_json::Value, Error> {
         let opened = self.events("session_opened");
+        let connections = self.connections;
+        let summary = self.end()?;
+        let right = |e: &serde_json::Value| connections.is_none_or(|n| e["connections"] == n);
+        if opened.is_empty() || !opened.iter().all(right) {
+            return Err(format!("sessions with {connections:?} connections are right, opened were {opened:?}").into());
+        }
+        Ok(summary)
+    }
+
+    /// Ends it the regular way, whoever was there; what it counted until then.
+    pub(super) fn end(mut self) -> Result<serde_json::Value, Error> {
         self.process.interrupt();
         self.process.finish(Duration::from_secs(30))?;
-        let right = |e: &serde_json::Value| self.connections.is_none_or(|n| e["connections"] == n);
-        if opened.is_empty() || !opened.iter().all(right) {
-            let want = self.connections;
-            return Err(format!("sessions with {want:?} connections are right, opened were {opened:?}").into());
-        }
-        Ok(())
+        let summary = self.events("summary").pop();
+        summary.ok_or_else(|| format!("no summary:\n{}", self.process.text()).into())
     }
+}
+
+/// What a program of ours that runs with `--json` has reported so far under this name.
+fn events(process: &Proc, event: &str) -> Vec<serde_json::Value> {
+    let text = process.text();
+    let all = text.lines().filter_map(|l| serde_json::from_str(l).ok());
+    all.filter(|e: &serde_json::Value| e["event"] == event).collect()
 }
 
 /// Makes an empty image.
@@ -267,7 +315,8 @@ pub(super) fn kernel_client(c: &mut Ctx<'_>, how: Serving) -> Result<String, Err
 pub(super) fn file_system(c: &mut Ctx<'_>, how: Serving, script: &str, mib: u64) -> Result<String, Error> {
     image(c, "disk", mib)?;
     let listen = c.host(how.ip)?.to_string();
-    let server = Server::with_threads(c, &listen, &["disk"], how.invalidate, how.threads)?;
+    let orders = Orders::new(&listen, &["disk"], how.invalidate).threads(how.threads);
+    let server = Server::start_as(c, orders)?;
     let out = with_client(c, how.ip, script, 300)?;
     let connections = server.connections.unwrap_or_default();
     server.stop()?;
@@ -415,13 +464,20 @@ fn heartbeats(c: &Ctx<'_>) -> Result<(usize, Vec<f64>), Error> {
     Ok((ours.filter(from_us).count(), theirs.filter_map(frame_time).collect()))
 }
 
+/// Loads the kernel's server.
+pub(super) fn server_modules(invalidate: &str) -> String {
+    format!(
+        "set -e; L=$LINUX; modprobe -q rdma_cm; modprobe -q ib_core\n\
+         insmod $L/rtrs/rtrs-core.ko; insmod $L/rtrs/rtrs-server.ko always_invalidate={invalidate}; insmod $L/rnbd/rnbd-server.ko\n"
+    )
+}
+
 /// Brings the kernel's server up with its devices.
 pub(super) fn server_up(c: &mut Ctx<'_>, invalidate: bool) -> Result<(), Error> {
-    let yes = if invalidate { "Y" } else { "N" };
+    let modules = server_modules(if invalidate { "Y" } else { "N" });
     let script = format!(
-        "set -e; L=$LINUX; modprobe -q rdma_cm; modprobe -q ib_core\n\
-         insmod $L/rtrs/rtrs-core.ko; insmod $L/rtrs/rtrs-server.ko always_invalidate={yes}; insmod $L/rnbd/rnbd-server.ko\n\
-         [ -e /tmp/loop.img ] || truncate -s 64M /tmp/loop.img; losetup /dev/loop0 /tmp/loop.img; blockdev --getsize64 /dev/ram0\n"
+        "{modules}[ -e /tmp/loop.img ] || truncate -s 64M /tmp/loop.img; losetup /dev/loop0 /tmp/loop.img; \
+         blockdev --getsize64 /dev/ram0\n"
     );
     c.guest()?.run(&script, 120).map(drop)
 }
@@ -437,27 +493,42 @@ pub(super) struct Mapping {
 }
 
 impl Mapping {
+    /// What is asked for is that it ends when it loses the kernel.
     fn spawn(c: &Ctx<'_>, ip: Ip, device: &str, more: &[&str]) -> Result<Self, Error> {
-        let (path, nbd) = (format!("{},{}", c.host(ip)?, c.far.addr(ip)?), c.socket("nbd.sock"));
+        let path = format!("{},{}", c.host(ip)?, c.far.addr(ip)?);
+        let more = [&["--max-reconnects", "0"], more].concat();
+        Self::spawn_over(c, &[path], device, &more)
+    }
+
+    /// Over these paths.
+    pub(super) fn spawn_over(c: &Ctx<'_>, paths: &[String], device: &str, more: &[&str]) -> Result<Self, Error> {
+        let nbd = c.socket("nbd.sock");
         let device = format!("newroot/dev/{device}");
-        let mut args = vec![
-            "map",
-            "--session",
-            "ours",
-            "--path",
-            &path,
-            "--device",
-            &device,
-            "--nbd",
-            &nbd,
-            // What is asked for is that it ends when it loses the kernel.
-            "--max-reconnects",
-            "0",
-        ];
+        let mut args = vec!["map", "--session", "ours", "--device", &device, "--nbd", &nbd];
+        args.extend(paths.iter().flat_map(|path| ["--path", path.as_str()]));
         args.extend(more);
         let process = c.ferroce("map", &args)?;
         let url = format!("nbd+unix:///?socket={nbd}");
         Ok(Self { process, url })
+    }
+
+    /// What was reported so far under this name, with `--json`.
+    pub(super) fn events(&self, event: &str) -> Vec<serde_json::Value> {
+        events(&self.process, event)
+    }
+
+    /// How often an event was reported so far.
+    pub(super) fn count(&self, event: &str) -> usize {
+        self.events(event).len()
+    }
+
+    /// Waits until an event was reported more often than `before`.
+    pub(super) fn wait_more(&mut self, event: &str, before: usize, patience: Duration) -> Result<(), Error> {
+        let log = self.process.log.clone();
+        let name = format!("\"event\":\"{event}\"");
+        let seen = || fs::read_to_string(&log).is_ok_and(|text| text.matches(&name).count() > before);
+        let waited = self.process.wait_until(patience, seen);
+        waited.map_err(|e| format!("no {event} after {before} of them: {e}").into())
     }
 
     /// Maps; tries again for a while when the server still holds the device for somebody who is gone.
@@ -609,13 +680,13 @@ fn our_client_work(c: &Ctx<'_>, ip: Ip, device: &str, punches: bool) -> Result<S
     ))
 }
 
-fn checksum_here(c: &Ctx<'_>, file: &str) -> Result<String, Error> {
+pub(super) fn checksum_here(c: &Ctx<'_>, file: &str) -> Result<String, Error> {
     let text = c.tool("md5sum", "md5sum", &[file], 60)?;
     Ok(text.split_whitespace().next().unwrap_or_default().to_owned())
 }
 
 /// Of the first bytes of a device of [`server_up`], past the guest's caches of it.
-fn checksum_in_guest(c: &Ctx<'_>, device: &str, size: usize) -> Result<String, Error> {
+pub(super) fn checksum_in_guest(c: &Ctx<'_>, device: &str, size: usize) -> Result<String, Error> {
     let guest = c.guest.as_ref().ok_or("needs a guest of the lab")?;
     let source = match device {
         "loop0" => "dd if=/tmp/loop.img".to_owned(),

@@ -1,71 +1,129 @@
-//! The kernel's client over several paths to our server.
+//! The kernel's client over several paths to our server, one of which is cut.
 
-use std::time::Duration;
+use std::{collections::BTreeSet, path::Path, time::Duration};
 
 use super::{
     super::{
         Ctx, Direction, Scenario,
         faults::same_on_image,
-        rnbd::{self, Server, image},
+        rnbd::{self, Orders, Server, image},
     },
     Cut, longest, script,
 };
-use crate::{Error, far::Ip, lab::HOST_V4};
+use crate::{
+    Error, connects,
+    far::Ip,
+    lab::{HOST_V4, HOST_V6},
+};
 
 pub(super) fn list() -> Vec<Scenario> {
     let mut all = Vec::new();
-    let mut add = |name: &str, ci, cut: Cut| {
-        let s = Scenario::new(10, name, Direction::KernelToOurs, move |c| two_paths(c, cut));
+    let mut add = |name: &str, ci, case: Case| {
+        let s = Scenario::new(10, name, Direction::KernelToOurs, move |c| two_paths(c, case));
         all.push(s.nets(2).waits().ci_if(ci));
     };
-    add("paths-port-down-kernel-client", false, Cut::Port);
-    add("paths-carrier-lost-kernel-client", true, Cut::Carrier);
+    let carrier = Case {
+        ip: Ip::V4,
+        threads: 1,
+        cut: Cut::Carrier,
+    };
+    let port = Case {
+        cut: Cut::Port,
+        ..carrier
+    };
+    add("paths-port-down-kernel-client", false, port);
+    add("paths-carrier-lost-kernel-client", true, carrier);
+    let v6 = Case { ip: Ip::V6, ..carrier };
+    add("paths-carrier-lost-kernel-client-v6", false, v6);
+    let loops = Case { threads: 2, ..carrier };
+    add("paths-carrier-lost-kernel-client-threads2", false, loops);
     all
 }
 
-/// Shell functions. `paths` prints a line for each path: its addresses, its state, and its counts of reads, their bytes,
-/// writes, their bytes, requests in flight and failovers. `both N` waits for N/10 s until both are connected.
-const FUNCTIONS: &str = "\
-    set -e; S=/sys/class/rtrs-client/s1/paths\n\
-    paths() { for p in $S/*; do echo \"path ${p##*/} $(cat $p/state) $(cat $p/stats/rdma)\"; done; }\n\
-    connected() { cat $S/*/state | grep -c '^connected$' || true; }\n\
-    both() { for i in $(seq $1); do [ $(connected) = 2 ] && return; sleep 0.1; done; \
-        echo 'not both are connected'; paths; return 1; }\n";
+#[derive(Clone, Copy)]
+struct Case {
+    ip: Ip,
+    /// Loops of our server.
+    threads: u8,
+    cut: Cut,
+}
 
-/// Maps with two paths. fio writes blocks, each with a checksum, and reads them back all the while.
-const START: &str = "\
-    rdma link add rxe1 type rxe netdev eth1\n\
-    echo \"sessname=s1 $PATHS device_path=disk\" > /sys/class/rnbd-client/ctl/map_device\n\
-    for i in $(seq 100); do [ -b /dev/rnbd0 ] && break; sleep 0.1; done; both 100\n\
-    fio --name=job --filename=/dev/rnbd0 --size=16M --bs=4k --rw=randwrite --direct=1 --ioengine=libaio --iodepth=8 \
-        --rate_iops=300 --verify=crc32c --verify_fatal=1 --verify_backlog=64 --time_based --runtime=$RUNTIME \
-        --output=/tmp/fio.json --output-format=json >/tmp/fio.log 2>&1 &\n\
-    for i in $(seq 300); do set -- $(cat $S/*/stats/rdma | cut -d' ' -f3); [ $1 -gt 100 ] && [ $2 -gt 100 ] && break; \
-        sleep 0.1; done; paths; [ $1 -gt 100 ] && [ $2 -gt 100 ]\n";
+/// Shell functions. `paths` prints a line for each path: its addresses, its state, and its counts of reads, their bytes,
+/// writes, their bytes, requests in flight and failovers. `up N T` waits for T/10 s until N are connected. `load SIZE SECONDS IOPS`
+/// starts fio, which writes blocks, each with a checksum, and reads them back all the while; `carried PATH` waits until it has
+/// written by the path; `unload` ends it and prints its report. `refused TEXT VALUE FILE` holds if writing to the file fails so.
+/// `neighbours` makes the other ends' hardware addresses known: one is not resolved for up to 30 s when we answer before
+/// `rdma_resolve_ip` has put the request on its list, as may happen here (by reading, and seen here).
+const FUNCTIONS: &str = "\
+    set -e; C=/sys/class/rtrs-client/s1; S=$C/paths; B=/sys/block/rnbd0/rnbd\n\
+    paths() { for p in $S/*; do [ -e $p ] || break; echo \"path ${p##*/} $(cat $p/state) $(cat $p/stats/rdma)\"; done; }\n\
+    connected() { cat $S/*/state | grep -c '^connected$' || true; }\n\
+    up() { for i in $(seq 0 $2); do [ $(connected) = $1 ] && return; sleep 0.1; done; \
+        echo \"not $1 are connected\"; paths; return 1; }\n\
+    map_by() { echo \"sessname=s1 $* device_path=$DISK\" > /sys/class/rnbd-client/ctl/map_device; \
+        for i in $(seq 100); do [ -b /dev/rnbd0 ] && return; sleep 0.1; done; echo 'no device'; return 1; }\n\
+    load() { fio --name=job --filename=/dev/rnbd0 --size=$1 --bs=4k --rw=randwrite --direct=1 --ioengine=libaio --iodepth=8 \
+        --rate_iops=${3:-300} --verify=crc32c --verify_fatal=1 --verify_backlog=64 --time_based --runtime=$2 \
+        --output=/tmp/fio.json --output-format=json >/tmp/fio.log 2>&1 & }\n\
+    carried() { for i in $(seq 300); do [ $(cut -d' ' -f3 < $S/$1/stats/rdma) -gt 20 ] && return; sleep 0.1; done; \
+        echo \"nothing goes by $1\"; paths; return 1; }\n\
+    unload() { kill -INT $(pidof fio); report; }\n\
+    report() { for i in $(seq 1800); do pidof fio >/dev/null || break; sleep 0.1; done; cat /tmp/fio.log /tmp/fio.json; }\n\
+    refused() { if echo \"$2\" 2>/tmp/err > $3; then echo \"$3 took $2\"; return 1; fi; cat /tmp/err; grep -q \"$1\" /tmp/err; }\n\
+    state() { for i in $(seq 100); do [ $(cat $B/state) = $1 ] && return; sleep 0.1; done; \
+        echo \"not $1\"; cat $B/state; return 1; }\n\
+    sum() { echo sum $(dd if=/dev/rnbd0 bs=64k iflag=direct count=$1 status=none | md5sum); }\n\
+    at() { cut -d. -f1 /proc/uptime; }\n\
+    neighbour() { for i in $(seq 50); do (echo > /dev/udp/$2/9) 2>/dev/null || true; \
+        ip neigh show $2 dev $1 | grep -q lladdr && return; sleep 0.1; done; echo \"no neighbour $2\"; return 1; }\n\
+    neighbours() { neighbour eth0 ${P0##*@ip:}; neighbour eth1 ${P1##*@ip:}; }\n";
+
+/// What scripts begin with: the paths `P0` and `P1` to our addresses on the two networks, as `map_device` wants them and the
+/// sysfs tree names them, the device, and [`FUNCTIONS`].
+pub(super) fn head(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
+    let guest = c.guest()?;
+    let host = if ip == Ip::V4 { HOST_V4 } else { HOST_V6 };
+    let path = |net: u8| format!("ip:{}@ip:{}", guest.addr(net, ip), host[usize::from(net)]);
+    Ok(format!("P0='{}'; P1='{}'; DISK=disk\n{FUNCTIONS}", path(0), path(1)))
+}
+
+/// Makes the second device. Its script begins with [`head`].
+pub(super) const CLIENT_UP: &str = "rdma link add rxe1 type rxe netdev eth1; neighbours\n";
+
+/// Takes down what [`CLIENT_UP`] and [`rnbd::INSMOD_CLIENT`] made.
+pub(super) fn client_down(c: &mut Ctx<'_>) -> Result<(), Error> {
+    rnbd::client_down(c)?;
+    c.guest()?.run("rdma link delete rxe1", 60).map(drop)
+}
+
+/// By default the path with the fewest requests under way gets the next one. Reads that went over to another path may stay
+/// counted where they were, so that one that was lost often gets nothing any more (by reading `complete_rdma_req`, and seen
+/// here).
+pub(super) const BY_TURNS: &str = "echo round-robin > $C/mpath_policy\n";
+
+/// Maps with two paths; both carry load.
+const START: &str = "map_by path=$P0 path=$P1; up 2 100; load 16M $RUNTIME; carried $P0; carried $P1; paths\n";
 
 /// The path that was cut is known to be gone, and fio goes on by the other.
 const GONE: &str = "paths; [ $(connected) = 1 ]; pidof fio >/dev/null\n";
 
-/// Waits for fio's end, and prints its report.
-const REPORT: &str =
-    "for i in $(seq 1800); do pidof fio >/dev/null || break; sleep 0.1; done; cat /tmp/fio.log /tmp/fio.json\n";
-
-/// The path comes back by itself, and both carry load again.
+/// The path comes back by itself, and both carry load again, if by turns.
 const BACK: &str = "\
-    paths; at() { cut -d. -f1 /proc/uptime; }; start=$(at); both 2400; echo connected $(($(at)-start)) s later\n\
+    paths; start=$(at); up 2 2400; echo connected $(($(at)-start)) s later\n\
+    for p in $P0 $P1; do echo reconnects $(cat $S/$p/stats/reconnects); done\n\
+    set -- $(cut -d' ' -f1 $S/$P0/stats/reconnects $S/$P1/stats/reconnects); [ \"$*\" = '0 1' ]\n\
     for p in $S/*; do echo 1 > $p/stats/rdma; done\n\
     fio --name=read --filename=/dev/rnbd0 --size=4M --bs=4k --rw=read --direct=1 --ioengine=libaio --iodepth=8 >/dev/null\n\
     paths; [ $(cat $S/*/stats/rdma | cut -d' ' -f1 | grep -c '^[1-9]') = 2 ]\n\
-    echo sum $(dd if=/dev/rnbd0 bs=64k iflag=direct status=none | md5sum)\n\
-    echo normal > /sys/block/rnbd0/rnbd/unmap_device\n";
+    sum 256; echo normal > $B/unmap_device\n";
 
 /// The kernel's client has two paths to our server, which listens at both addresses.
-fn two_paths(c: &mut Ctx<'_>, cut: Cut) -> Result<String, Error> {
+fn two_paths(c: &mut Ctx<'_>, case: Case) -> Result<String, Error> {
     image(c, "disk", 16)?;
-    let server = Server::start_at(c, "0.0.0.0", &["disk"], "on")?;
-    let result = cut_in_io(c, cut);
-    rnbd::client_down(c)?;
-    c.guest()?.run("rdma link delete rxe1", 60)?;
+    let any = if case.ip == Ip::V4 { "0.0.0.0" } else { "::" };
+    let server = Server::start_as(c, Orders::new(any, &["disk"], "on").threads(case.threads))?;
+    let result = cut_in_io(c, case);
+    client_down(c)?;
     let (report, back) = result?;
     let opened = server.count("session_opened");
     server.stop()?;
@@ -73,60 +131,76 @@ fn two_paths(c: &mut Ctx<'_>, cut: Cut) -> Result<String, Error> {
         return Err(format!("{opened} sessions were opened, not one").into());
     }
     same_on_image(c, &back, 16 << 20)?;
-    let paths: Vec<Path> = back.lines().filter_map(Path::of).collect();
-    let failovers: u64 = paths.iter().map(|p| p.failovers).sum();
+    let failovers = failovers(&back);
     if failovers == 0 {
         return Err(format!("no request went over to the other path:\n{back}").into());
     }
+    let attempts = connected_anew(c)?;
     let again = back.lines().find(|l| l.starts_with("connected ")).unwrap_or_default();
     Ok(format!(
-        "no error, all blocks right, the longest request took {:.1} s; {failovers} failovers; {again}, both carry load: passed",
+        "no error, all blocks right, the longest request took {:.1} s; {failovers} failovers; {again} (attempt {attempts} \
+         of the same path), both carry load: passed",
         longest(&report)?.as_secs_f64()
     ))
 }
 
 /// fio's report, and what was printed after that.
-fn cut_in_io(c: &mut Ctx<'_>, cut: Cut) -> Result<(String, String), Error> {
-    let guest = c.guest()?;
-    let path = |net| format!("path=ip:{}@ip:{}", guest.addr(net, Ip::V4), HOST_V4[usize::from(net)]);
-    let paths = [path(0), path(1)].join(" ");
+fn cut_in_io(c: &mut Ctx<'_>, case: Case) -> Result<(String, String), Error> {
+    let (head, cut) = (head(c, case.ip)?, case.cut);
     let runtime = cut.seconds() + 15;
-    let start = format!(
-        "PATHS='{paths}' RUNTIME={runtime}\n{}{FUNCTIONS}{START}",
-        rnbd::INSMOD_CLIENT
-    );
+    let start = format!("RUNTIME={runtime}\n{}{head}{CLIENT_UP}{START}", rnbd::INSMOD_CLIENT);
     script(c, &start, 120)?;
     cut.set(c, false)?;
     std::thread::sleep(Duration::from_secs(cut.seconds()));
-    let gone = script(c, &format!("{FUNCTIONS}{GONE}"), 60);
+    let gone = script(c, &format!("{head}{GONE}"), 60);
     // Also for the next scenario.
     cut.set(c, true)?;
     gone?;
-    let report = script(c, REPORT, 240)?;
-    Ok((report, script(c, &format!("{FUNCTIONS}{BACK}"), 400)?))
+    let report = script(c, &format!("{head}report\n"), 240)?;
+    Ok((report, script(c, &format!("{head}{BY_TURNS}{BACK}"), 400)?))
 }
 
-/// A line of the shell function `paths`.
-struct Path {
-    failovers: u64,
-}
-
-impl Path {
-    fn of(line: &str) -> Option<Self> {
-        let counts = line.strip_prefix("path ")?;
-        let failovers = counts.split_whitespace().nth(7)?.parse().ok()?;
-        Some(Self { failovers })
+/// The path on the second network was connected, and later anew: it kept its identifier, and counted its attempts. Returns
+/// the number of the last one.
+pub(super) fn connected_anew(c: &Ctx<'_>) -> Result<u16, Error> {
+    let requests = connects::requests(Path::new(&c.path("wire-2.pcap")))?;
+    let paths: BTreeSet<_> = requests.iter().map(|r| (r.session, r.path)).collect();
+    let attempts: Vec<u16> = requests.iter().map(|r| r.recon_cnt).collect();
+    let (first, last) = (attempts.first().copied(), attempts.last().copied());
+    let connections = |attempt| {
+        requests
+            .iter()
+            .filter(move |r| Some(r.recon_cnt) == attempt)
+            .map(|r| r.cid)
+    };
+    let all = |attempt| connections(attempt).collect::<BTreeSet<_>>() == [0, 1].into();
+    match last {
+        Some(last) if paths.len() == 1 && first == Some(1) && last > 1 && attempts.is_sorted() && all(Some(last)) => {
+            Ok(last)
+        }
+        _ => Err(format!("connection requests of one path, connected twice, are right: {requests:?}").into()),
     }
+}
+
+/// Requests that went over to another path, of the lines of the shell function `paths`.
+fn failovers(text: &str) -> u64 {
+    let last = |line: &str| {
+        line.strip_prefix("path ")?
+            .split_whitespace()
+            .nth(7)?
+            .parse::<u64>()
+            .ok()
+    };
+    text.lines().filter_map(last).sum()
 }
 
 #[cfg(test)]
 mod tests {
-    use super::Path;
+    use super::failovers;
 
     #[test]
     fn failovers_are_the_last_count_of_a_path() {
         let line = "path ip:10.77.0.1@ip:10.77.0.254 connected 1 2 3 4 5 6";
-        assert_eq!(Path::of(line).map(|p| p.failovers), Some(6));
-        assert!(Path::of("connected 31 s later").is_none());
+        assert_eq!(failovers(&format!("{line}\nconnected 31 s later\n{line}")), 12);
     }
 }

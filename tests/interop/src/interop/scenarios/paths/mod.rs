@@ -1,6 +1,16 @@
 //! 10: sessions with several paths, over two networks; what becomes of them when a network or the other end goes.
 
+mod flaps;
 mod kernel_client;
+mod orders;
+mod our_client;
+mod our_flaps;
+mod our_restart;
+mod our_wrong_server;
+mod policies;
+mod restart;
+mod soak;
+mod wrong_server;
 
 use std::time::Duration;
 
@@ -10,7 +20,22 @@ use super::{Ctx, Scenario};
 use crate::Error;
 
 pub(super) fn list() -> Vec<Scenario> {
-    kernel_client::list()
+    let lists = [
+        kernel_client::list(),
+        orders::list(),
+        wrong_server::list(),
+        flaps::list(),
+        restart::list(),
+        soak::list(),
+    ];
+    let ours = [
+        our_client::list(),
+        our_flaps::list(),
+        our_restart::list(),
+        our_wrong_server::list(),
+        policies::list(),
+    ];
+    lists.into_iter().chain(ours).flatten().collect()
 }
 
 /// How the second network goes.
@@ -48,22 +73,33 @@ fn script(c: &mut Ctx<'_>, text: &str, seconds: u32) -> Result<String, Error> {
     result.map_err(|e| format!("{e}\ndmesg:\n{}", guest.dmesg()).into())
 }
 
-/// The longest that a request of fio took; an error unless all went well.
+/// The longest that a request of fio took, which wrote and read; an error unless all went well.
 fn longest(report: &str) -> Result<Duration, Error> {
+    longest_of(report, &["read", "write"])
+}
+
+/// The same of one that did these, with all its jobs.
+fn longest_of(report: &str, ways: &[&str]) -> Result<Duration, Error> {
     let json = report.find('{').map_or("", |at| &report[at..]);
     let all: Value = serde_json::from_str(json).map_err(|e| format!("fio left no report: {e}: {report}"))?;
-    let job = &all["jobs"][0];
-    let number = |way: &str, what: &str| job[way][what].as_u64().unwrap_or_default();
-    if job["error"] != 0 || number("write", "total_ios") == 0 || number("read", "total_ios") == 0 {
+    let jobs = all["jobs"].as_array().map_or(&[][..], Vec::as_slice);
+    let numbers = |way: &str, field: fn(&Value) -> &Value| {
+        let numbers = jobs
+            .iter()
+            .map(move |job| field(&job[way]).as_u64().unwrap_or_default());
+        numbers.collect::<Vec<_>>()
+    };
+    let idle = |way: &&str| numbers(way, |way| &way["total_ios"]).iter().sum::<u64>() == 0;
+    if jobs.iter().any(|job| job["error"] != 0) || ways.iter().any(idle) {
         return Err(format!("fio: {report}").into());
     }
-    let ways = ["read", "write"].map(|way| job[way]["lat_ns"]["max"].as_u64().unwrap_or_default());
-    Ok(Duration::from_nanos(ways[0].max(ways[1])))
+    let longest = ways.iter().flat_map(|way| numbers(way, |way| &way["lat_ns"]["max"]));
+    Ok(Duration::from_nanos(longest.max().unwrap_or_default()))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::longest;
+    use super::{longest, longest_of};
 
     #[test]
     fn a_report_with_an_error_or_without_reads_is_none() {
@@ -74,6 +110,10 @@ mod tests {
                 r#"fio: hint {{"jobs": [{{"error": {error}, "read": {read}, "write": {write}}}]}}"#
             ))
         };
+        let several = r#"{"jobs": [{"error": 0, "read": {"total_ios": 1, "lat_ns": {"max": 3000000}}},
+            {"error": 0, "read": {"total_ios": 0, "lat_ns": {"max": 0}}}]}"#;
+        assert_eq!(longest_of(several, &["read"]).unwrap().as_millis(), 3);
+        assert!(longest_of(several, &["write"]).is_err());
         assert_eq!(report(0, 5).unwrap().as_millis(), 17_500);
         assert!(report(84, 5).is_err() && report(0, 0).is_err() && longest("").is_err());
     }

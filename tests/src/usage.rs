@@ -50,6 +50,34 @@ impl Usage {
     }
 }
 
+/// How much more a process may take at the end of a long test than at its begin, and still count as flat.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Flat {
+    /// Memory of its own, bytes: an allocator's caches.
+    pub memory: u64,
+    /// Threads.
+    pub threads: u64,
+    /// Descriptors.
+    pub descriptors: u64,
+}
+
+impl Flat {
+    /// What of a process has grown by more.
+    pub fn grown(&self, name: &str, before: Usage, after: Usage) -> Vec<String> {
+        let each = [
+            ("bytes of memory", before.anonymous, after.anonymous, self.memory),
+            ("threads", before.threads, after.threads, self.threads),
+            ("descriptors", before.descriptors, after.descriptors, self.descriptors),
+        ];
+        let grown = each
+            .into_iter()
+            .filter(|(_, before, after, more)| *after > before + more);
+        grown
+            .map(|(what, before, after, _)| format!("{name}: {after} {what}, {before} at first"))
+            .collect()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -62,5 +90,27 @@ mod tests {
             "{here:?}"
         );
         assert!(here.resident >= here.anonymous && here.address_space > here.resident);
+    }
+
+    #[test]
+    fn what_grows_is_told() {
+        let flat = Flat {
+            memory: 10,
+            threads: 0,
+            descriptors: 2,
+        };
+        let usage = |anonymous, threads, descriptors| Usage {
+            anonymous,
+            threads,
+            descriptors,
+            ..Usage::default()
+        };
+        assert_eq!(
+            flat.grown("it", usage(100, 4, 9), usage(110, 3, 11)),
+            Vec::<String>::new()
+        );
+        let grown = flat.grown("it", usage(100, 4, 9), usage(111, 5, 12));
+        assert_eq!(grown[1], "it: 5 threads, 4 at first");
+        assert_eq!(grown.len(), 3);
     }
 }

@@ -1,0 +1,130 @@
+//! The ferroce command line: block devices over RTRS over RoCEv2, and programs written for verbs, in userspace.
+//!
+//! As a library it is for programs that are this one and steer what it runs, such as those that test it.
+
+mod bench;
+mod doctor;
+mod man;
+mod map;
+mod map_news;
+mod output;
+mod pcap;
+mod report;
+mod run;
+mod serve;
+mod sharing;
+mod signals;
+mod transport;
+mod units;
+
+use std::{io::IsTerminal, process::ExitCode};
+
+use clap::{ArgAction, Parser, Subcommand};
+use output::Failure;
+use rnbd_host::control::{map::MapControl, serve::ServeControl};
+use tracing_subscriber::EnvFilter;
+
+/// The environment variable with a log filter.
+const LOG_VARIABLE: &str = "FERROCE_LOG";
+
+#[derive(Parser)]
+#[command(
+    name = "ferroce",
+    version,
+    about = "RoCEv2, RTRS and RNBD block devices in userspace: no HCA, no kernel module, no privilege",
+    after_help = output::AFTER_HELP,
+    max_term_width = 100
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    /// Log more: -v progress, -vv details, -vvv every packet decision
+    #[arg(short, long, action = ArgAction::Count, global = true, display_order = 900)]
+    verbose: u8,
+    /// Log errors only
+    #[arg(short, long, global = true, conflicts_with = "verbose", display_order = 901)]
+    quiet: bool,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Serve image files and block devices to RNBD clients: ferroce or Linux
+    Serve(serve::ServeArgs),
+    /// Use a server's device: map it to a unix socket for NBD clients
+    Map(map::MapArgs),
+    /// Run a program that was written for libibverbs or librdmacm, without RDMA hardware
+    Run(run::RunArgs),
+    /// Show the devices that programs see under `run`
+    Link(sharing::link::LinkArgs),
+    /// Show what the processes that share addresses have counted
+    Stat(sharing::stat::StatArgs),
+    /// Let processes share addresses (started when a program needs it); several users are one trust domain unless it may load a
+    /// BPF program
+    Broker(sharing::broker::BrokerArgs),
+    /// Measure the transport, or RTRS on it: bandwidth and latency, within this process or between two
+    Bench(bench::BenchArgs),
+    /// Look for what stands in the way of RoCEv2 on this machine, and say what to do
+    Doctor(doctor::DoctorArgs),
+    /// Work with packet captures
+    Pcap(pcap::PcapArgs),
+    /// Write manual pages into a folder
+    #[command(hide = true)]
+    Man(man::ManArgs),
+}
+
+/// Who steers what a command runs. It is called in the command's thread, which waits for it.
+pub trait Steering {
+    /// A mapping has begun to open its session.
+    fn mapping(&self, control: MapControl);
+    /// A server serves.
+    fn serving(&self, control: ServeControl);
+}
+
+/// Nobody.
+impl Steering for () {
+    fn mapping(&self, _: MapControl) {}
+
+    fn serving(&self, _: ServeControl) {}
+}
+
+/// Runs the command that the process's arguments say.
+pub fn run(steering: &dyn Steering) -> ExitCode {
+    let cli = Cli::parse();
+    let outcome = start_log(cli.verbose, cli.quiet).and_then(|()| match cli.command {
+        Command::Serve(args) => serve::run(&args, steering),
+        Command::Map(args) => map::run(&args, steering),
+        Command::Run(args) => run::run(&args),
+        Command::Link(args) => sharing::link::run(&args),
+        Command::Stat(args) => sharing::stat::run(&args),
+        Command::Broker(args) => sharing::broker::run(&args),
+        Command::Bench(args) => bench::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
+        Command::Pcap(args) => pcap::run(&args),
+        Command::Man(args) => man::run(&args, <Cli as clap::CommandFactory>::command()),
+    });
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => failure.report(),
+    }
+}
+
+/// Logs go to standard error; `FERROCE_LOG` (like `debug` or `roce_port=trace,info`) wins over -v and -q.
+fn start_log(verbose: u8, quiet: bool) -> Result<(), Failure> {
+    let level = match (quiet, verbose) {
+        (true, _) => "error",
+        (false, 0) => "warn",
+        (false, 1) => "info",
+        (false, 2) => "debug",
+        (false, _) => "trace",
+    };
+    let filter = match roce::environment::var(LOG_VARIABLE) {
+        Some(text) => EnvFilter::try_new(&text).map_err(|e| Failure::usage(format!("{LOG_VARIABLE}={text}: {e}")))?,
+        None => EnvFilter::new(level),
+    };
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_writer(std::io::stderr)
+        .init();
+    Ok(())
+}

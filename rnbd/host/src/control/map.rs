@@ -1,0 +1,235 @@
+//! Steering a mapping.
+
+use core::time::Duration;
+use std::sync::Arc;
+
+use rnbd::{
+    Errno,
+    block::Geometry,
+    client::{OnLoss, device::DeviceCounters, state::DeviceState},
+    proto::AccessMode,
+};
+use roce::iface;
+use roce_reactor::Handle;
+use rtrs::{
+    addr::PathAddr,
+    client::{PathCommand, PathStatus, Policy, SessionInfo},
+};
+
+use super::{Pending, Refused, answer};
+use crate::{
+    map::MapStats,
+    mapper::{Command, HOME},
+};
+
+/// What can be asked of a mapping. Paths go by their addresses; one without ours is the path to that server, if there is only one.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum MapRequest {
+    /// Connects one more path. Refused with the errno of connecting it (the kernel's `add_path`): then it is gone again.
+    AddPath(PathAddr),
+    /// Takes a path off the list, the last one too (`remove_path`).
+    RemovePath(PathAddr),
+    /// Takes a path down, until it is asked for (`disconnect`).
+    Disconnect(PathAddr),
+    /// Connects a path anew, at once (`reconnect`). Refused with EBUSY while it is being connected or closed, and with ENOTCONN when
+    /// the attempt failed; then others follow.
+    Reconnect(PathAddr),
+    /// Sets a path's counters to zero (`stats/reset_all`).
+    ResetPathStats(PathAddr),
+    /// How paths are chosen from the next request on (`mpath_policy`).
+    SetPolicy(Policy),
+    /// How a lost path is connected again, from its next loss or failure on (`max_reconnect_attempts`).
+    SetReconnects {
+        /// Attempts at most, or [`FOREVER`](rtrs::client::SessionConfig::FOREVER).
+        attempts: u32,
+        /// Time before each.
+        delay: Duration,
+    },
+    /// What requests meet while no path is up.
+    SetOnLoss(OnLoss),
+    /// The device's size in sectors of 512 bytes (`resize`); refused with ENOENT while it is not mapped.
+    Resize(u64),
+    /// Opens the device again (`remap_device`); refused with EALREADY when it is open, and with the server's errno.
+    Remap,
+    /// Closes the device and ends the mapping (`unmap_device`).
+    Unmap {
+        /// Also if NBD clients are connected, whose requests fail then; else that is refused with EBUSY.
+        force: bool,
+    },
+    /// How everything is.
+    List,
+    /// What it has done so far.
+    Stats,
+}
+
+/// What a mapping answers.
+#[derive(Clone, Debug)]
+pub enum MapAnswer {
+    /// It is done.
+    Done,
+    /// To [`MapRequest::List`].
+    Listing(Box<MapListing>),
+    /// To [`MapRequest::Stats`].
+    Stats(Box<MapStats>),
+}
+
+/// The device of a mapping.
+#[derive(Clone, Debug)]
+pub struct MappedDevice {
+    /// As the server calls it.
+    pub name: String,
+    /// How it is opened.
+    pub mode: AccessMode,
+    /// `None`: not yet, or no more.
+    pub state: Option<DeviceState>,
+    /// As it was when it was opened last, or has been resized.
+    pub geometry: Option<Geometry>,
+    /// What requests meet while no path is up.
+    pub on_loss: OnLoss,
+    /// Requests so far.
+    pub counters: DeviceCounters,
+    /// Requests that wait for a path, or for the server to open it again.
+    pub waiting: usize,
+    /// NBD clients that are connected.
+    pub clients: usize,
+}
+
+/// A mapping as it is at a moment: all of its loops together.
+#[derive(Clone, Debug)]
+pub struct MapListing {
+    /// The session's name.
+    pub session: String,
+    /// What the session can do; `None` until it is open.
+    pub info: Option<SessionInfo>,
+    /// How its paths are chosen.
+    pub policy: Policy,
+    /// Attempts to connect a lost path again, at most.
+    pub max_reconnects: u32,
+    /// Time before each.
+    pub reconnect_delay: Duration,
+    /// Its paths, with what is in flight and counted on them.
+    pub paths: Vec<PathStatus>,
+    /// Its device.
+    pub device: MappedDevice,
+}
+
+impl MapListing {
+    /// Adds what another loop has. Home's is what the others are added to.
+    fn add(&mut self, other: &Self) {
+        for of_other in &other.paths {
+            if let Some(path) = self.paths.iter_mut().find(|path| path.id == of_other.id) {
+                path.in_flight += of_other.in_flight;
+                path.stats = path.stats.and(of_other.stats);
+            }
+        }
+        self.device.counters.add(&other.device.counters);
+        self.device.waiting += other.device.waiting;
+        self.device.clients += other.device.clients;
+    }
+}
+
+/// Steers a mapping; from [`Mapping::control`](crate::map::Mapping::control). It keeps nothing alive.
+#[derive(Clone, Debug)]
+pub struct MapControl {
+    loops: Arc<[Handle<Command, ()>]>,
+}
+
+impl MapControl {
+    pub(crate) fn new(loops: Arc<[Handle<Command, ()>]>) -> Self {
+        Self { loops }
+    }
+
+    /// Asks, and waits for the answer.
+    ///
+    /// # Errors
+    /// Says why not; [`MapRequest`] has the reasons.
+    pub fn ask(&self, request: MapRequest) -> Result<MapAnswer, Refused> {
+        match request {
+            MapRequest::Stats => self.stats().map(|stats| MapAnswer::Stats(Box::new(stats))),
+            MapRequest::List => self.list().map(|listing| MapAnswer::Listing(Box::new(listing))),
+            MapRequest::ResetPathStats(_) => {
+                // A loop that has not heard of the path yet has counted nothing.
+                self.tell_all(&request)
+                    .into_iter()
+                    .next()
+                    .unwrap_or_else(|| Err(Errno::ENODEV.into()))
+            }
+            MapRequest::AddPath(path) => {
+                let path = PathAddr {
+                    src: Some(match path.src {
+                        Some(src) => src,
+                        None => iface::route_to(path.dst.ip()).map_err(|e| {
+                            Refused::new(Errno::EHOSTUNREACH, format!("no way to {}: {e}", path.dst.ip()))
+                        })?,
+                    }),
+                    ..path
+                };
+                self.tell(HOME, &MapRequest::AddPath(path)).wait()
+            }
+            request => self.tell(HOME, &request).wait(),
+        }
+    }
+
+    fn tell(&self, index: usize, request: &MapRequest) -> Pending<MapAnswer> {
+        let (reply, pending) = answer();
+        if let Some(handle) = self.loops.get(index) {
+            handle.command(Command::Steer(request.clone(), reply));
+        }
+        pending
+    }
+
+    /// Asks each loop, in their order.
+    fn tell_all(&self, request: &MapRequest) -> Vec<Result<MapAnswer, Refused>> {
+        let asked: Vec<_> = (0..self.loops.len()).map(|index| self.tell(index, request)).collect();
+        asked.into_iter().map(Pending::wait).collect()
+    }
+
+    /// What it has done so far.
+    ///
+    /// # Errors
+    /// ENODEV when it has ended.
+    pub fn stats(&self) -> Result<MapStats, Refused> {
+        let mut sum = MapStats::default();
+        for part in self.tell_all(&MapRequest::Stats) {
+            if let MapAnswer::Stats(part) = part? {
+                sum.add(&part);
+            }
+        }
+        Ok(sum)
+    }
+
+    /// How everything is.
+    ///
+    /// # Errors
+    /// ENODEV when it has ended.
+    pub fn list(&self) -> Result<MapListing, Refused> {
+        let asked: Vec<_> = (0..self.loops.len())
+            .map(|index| self.tell(index, &MapRequest::List))
+            .collect();
+        let mut sum: Option<MapListing> = None;
+        for part in asked {
+            let MapAnswer::Listing(part) = part.wait()? else {
+                continue;
+            };
+            match &mut sum {
+                Some(sum) => sum.add(&part),
+                None => sum = Some(*part),
+            }
+        }
+        sum.ok_or_else(|| Errno::ENODEV.into())
+    }
+
+    /// Asks for something of a path.
+    ///
+    /// # Errors
+    /// As [`MapRequest`] says of it.
+    pub fn path(&self, path: PathAddr, command: PathCommand) -> Result<(), Refused> {
+        let request = match command {
+            PathCommand::Add => MapRequest::AddPath(path),
+            PathCommand::Remove => MapRequest::RemovePath(path),
+            PathCommand::Disconnect => MapRequest::Disconnect(path),
+            PathCommand::Reconnect => MapRequest::Reconnect(path),
+        };
+        self.ask(request).map(|_| ())
+    }
+}

@@ -1,0 +1,168 @@
+//! Clients with several paths: over which networks they lead, and what is done with them while the session is in use.
+
+use core::time::Duration;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use rnbd::client::OnLoss;
+use rtrs::{
+    PathError,
+    addr::PathAddr,
+    client::{PathCommand, PathId, PathNews, Policy, SessionConfig, SessionId, state::PathState},
+    cx::Cx,
+    server::ServerConfig,
+};
+
+use crate::{
+    rng::Dice,
+    scenario::{MS, SEC},
+    storage::{
+        client::{Bench, ClientPlan, ClientSide, honest},
+        draw::Draw,
+        lan::address,
+    },
+    world::Check,
+};
+
+/// Of a run with several networks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wide {
+    pub(crate) networks: usize,
+    /// Disks stall just before paths are cut, again and again: what was sent by one path is done when its repetition by another
+    /// has long ended, if nobody sees to it.
+    pub(crate) storms: bool,
+}
+
+impl Draw {
+    /// Makes it a run with several networks.
+    pub(super) fn widen(&mut self, dice: &mut Dice) {
+        let wide = Wide {
+            networks: dice.pick(&[2, 2, 3]),
+            storms: !self.calm && dice.chance(0.4),
+        };
+        let server = self.hosts[0].0.addr;
+        self.server_config.addr = match server {
+            IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+            IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+        };
+        if wide.storms {
+            // Chunks are soon used again.
+            self.server_config.queue_depth = dice.pick(&[1, 2, 4]);
+        }
+        for (client, plan) in self.clients.iter_mut().enumerate() {
+            let own = self.hosts[1 + client].0.addr;
+            several_paths(plan, own, server, wide.networks, dice);
+        }
+        if !self.calm {
+            self.troubles = if wide.storms {
+                dice.range(4, 14) as u32
+            } else {
+                dice.pick(&[1, 4, 8])
+            };
+        }
+        self.wide = Some(wide);
+    }
+}
+
+fn several_paths(plan: &mut ClientPlan, own: IpAddr, server: IpAddr, networks: usize, dice: &mut Dice) {
+    let port = plan.config.paths[0].dst.port();
+    let path = |from: usize, to: usize| PathAddr {
+        src: Some(address(own, from)),
+        dst: (address(server, to), port).into(),
+    };
+    // One for each network; then those that lead from one to another.
+    let straight = (0..networks).map(|n| path(n, n));
+    let across = (0..networks).map(|n| path(n, (n + 1) % networks));
+    let ways: Vec<PathAddr> = straight.chain(across).collect();
+    let config = &mut plan.config;
+    let count = dice.pick(&[1, 2, 2, networks, 4]).min(ways.len());
+    config.paths = ways[..count].to_vec();
+    plan.ways = ways;
+    config.policy = dice.pick(&Policy::ALL);
+    config.connect_any = dice.chance(0.4);
+    config.max_reconnects = dice.pick(&[0, 5, 100, SessionConfig::FOREVER, SessionConfig::FOREVER]);
+    config.reconnect_delay = Duration::from_nanos(dice.pick(&[MS, 50 * MS, SEC]));
+    plan.commands = dice.pick(&[0.0, 0.02, 0.1]);
+    plan.on_loss = dice.pick(&[
+        OnLoss::Error,
+        OnLoss::Error,
+        OnLoss::Queue(None),
+        OnLoss::Queue(Some(Duration::from_secs(2))),
+    ]);
+    plan.unmaps = dice.pick(&[0.0, 0.01]);
+}
+
+/// The server that follows one that died may be another one.
+pub(super) fn another_server(config: &mut ServerConfig, dice: &mut Dice) {
+    if dice.chance(0.5) {
+        config.queue_depth = dice.pick(&[1, 2, 4, 16, 32]);
+        config.max_chunk_size = dice.pick(&[8 << 10, 16 << 10, 32 << 10]);
+        config.always_invalidate = dice.chance(0.7);
+    }
+}
+
+impl ClientSide {
+    /// Its user does something with the paths.
+    pub(super) fn administer(&mut self, cx: &mut Cx<'_>, session: SessionId, bench: &mut Bench<'_>) {
+        let (dice, paths) = (&mut *bench.dice, self.rtrs.paths(session));
+        match dice.index(8) {
+            0 => {
+                let policy = dice.pick(&Policy::ALL);
+                let set = self.rtrs.set_policy(cx, session, policy);
+                bench.coverage.note_if("policy changed", set.is_ok());
+            }
+            1 => {
+                let attempts = dice.pick(&[0, 1, 100, SessionConfig::FOREVER]);
+                let delay = Duration::from_nanos(dice.pick(&[MS, 50 * MS, SEC]));
+                // A session that is gone needs none.
+                let _ = self.rtrs.set_reconnects(cx, session, attempts, delay);
+            }
+            2 | 3 => {
+                let way = dice.pick(&self.plan.ways);
+                if let Ok(path) = self.rtrs.add_path(cx, session, way) {
+                    bench.coverage.note("path added");
+                    self.commanded.push((path, PathCommand::Add));
+                }
+            }
+            _ if paths.is_empty() => {}
+            _ => {
+                let path = &paths[dice.index(paths.len())];
+                let (command, what) = dice.pick(&[
+                    (PathCommand::Remove, "path removed"),
+                    (PathCommand::Disconnect, "path disconnected"),
+                    (PathCommand::Reconnect, "path reconnected by hand"),
+                    (PathCommand::Reconnect, "path reconnected by hand"),
+                ]);
+                let other = paths.iter().any(|p| p.id != path.id && p.state == PathState::Connected);
+                if self.safe_from == Some(0) && !other {
+                    return;
+                }
+                if self.rtrs.path_command(cx, session, path.id, command).is_ok() {
+                    bench.coverage.note(what);
+                    self.commanded.push((path.id, command));
+                }
+            }
+        }
+    }
+
+    /// Something has happened to a path.
+    pub(super) fn path_told(&mut self, path: PathId, news: &PathNews, bench: &mut Bench<'_>) -> Check {
+        match news {
+            PathNews::Up { again } => bench.coverage.note_if("path came back", *again),
+            PathNews::Down(why) => honest(why)?,
+            PathNews::Closed(PathError::Closed) | PathNews::AttemptFailed(_) => {}
+            PathNews::Closed(why) => honest(why)?,
+            PathNews::TookOver(_) => bench.coverage.note("failover"),
+            PathNews::Done(command, _) => {
+                let asked = self.commanded.iter().position(|c| *c == (path, *command));
+                let Some(asked) = asked else {
+                    return Err(format!(
+                        "client {}: {command:?} of {path:?} ends twice",
+                        self.life.client
+                    ));
+                };
+                self.commanded.swap_remove(asked);
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,84 @@
+//! Paths that are silent while others are not.
+//!
+//! The heartbeat of a path ends it after seconds, as a server may be busy, paused or moved, and with one path nothing is gained by
+//! giving it up sooner. With several the server shows by the others that it lives. So while requests are under way, all paths that are
+//! up are asked every [`LOOK`]. One that leaves a question unanswered for 0.4 s, and longer if its answers usually take long, and
+//! by which nothing else has come in that time, is given up if the server has meanwhile answered a later question by another path. A
+//! server that is merely slow is slow by all of them.
+//!
+//! A path is asked again while it owes answers: what comes behind a lost answer makes our queue pair ask for that (a NAK), while the
+//! server's timeout may be seconds.
+
+use core::time::Duration;
+
+use roce_verbs::Instant;
+
+use crate::{
+    PathError,
+    client::{env::Env, letter::Word, path::Path, session::Session},
+};
+
+/// Between two looks at the paths.
+const LOOK: Duration = Duration::from_millis(100);
+
+impl Session {
+    /// Requests are under way: from now on paths are compared, if there are several. Home does it, for all shares.
+    pub(super) fn watch(&mut self, env: &mut Env<'_, '_>) {
+        if self.look_at.is_some() || self.paths.iter().filter(|path| path.is_up()).count() < 2 {
+            return;
+        }
+        self.look_at = Some(env.cx.now + LOOK);
+        if !env.share.is_home() {
+            env.tell_home(self.id, Word::Watch);
+        }
+    }
+
+    /// Another share has requests under way.
+    pub(super) fn watch_for_others(&mut self, env: &mut Env<'_, '_>) {
+        self.others_busy = Some(env.cx.now + 2 * LOOK);
+        self.watch(env);
+    }
+
+    /// Compares the paths, when it is time, and gives those up that are silent beside others.
+    pub(super) fn compare_paths(&mut self, env: &mut Env<'_, '_>) {
+        let now = env.cx.now;
+        if self.look_at.take_if(|at| *at <= now).is_none() {
+            return;
+        }
+        let mut busy = self.lane.loads.iter().any(|load| *load > 0);
+        if !env.share.is_home() {
+            if busy {
+                self.watch(env);
+            }
+            return;
+        }
+        busy |= self.others_busy.is_some_and(|until| until > now);
+        let open = self.paths.iter().any(|path| path.is_up() && path.questions.is_open());
+        if !busy && !open {
+            return;
+        }
+        self.watch(env);
+        if self.look_at.is_none() {
+            return;
+        }
+        for index in 0..self.paths.len() {
+            let Some(time) = self.silent_beside_others(index, now) else {
+                continue;
+            };
+            let mut reports = Vec::new();
+            self.paths[index].fail_path(PathError::HeartbeatLost(time), &mut reports);
+            self.settle(env, index, reports);
+        }
+        for path in self.paths.iter_mut().filter(|path| path.is_up()) {
+            path.ask(env);
+        }
+    }
+
+    fn silent_beside_others(&self, index: usize, now: Instant) -> Option<Duration> {
+        let path = Some(&self.paths[index]).filter(|path| path.is_up())?;
+        let (since, time) = path.questions.silent(now)?;
+        let lives = |other: &Path| other.is_up() && other.questions.proves_life(since);
+        let others = self.paths.iter().enumerate().filter(|(other, _)| *other != index);
+        others.into_iter().any(|(_, other)| lives(other)).then_some(time)
+    }
+}

@@ -1,0 +1,146 @@
+//! What `ferroce map` tells of its paths.
+
+use std::{
+    collections::BTreeSet,
+    ops::Add,
+    time::{Duration, Instant},
+};
+
+use serde_json::Value;
+
+/// An event may come this much later than what it tells of.
+const LATE: Duration = Duration::from_secs(2);
+
+/// How often it happened.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub(crate) struct Counts {
+    pub(crate) path_down: u64,
+    pub(crate) path_up: u64,
+    pub(crate) failovers: u64,
+    /// Requests that went by another path.
+    pub(crate) taken_over: u64,
+    pub(crate) session_lost: u64,
+    pub(crate) remapped: u64,
+    pub(crate) resized: u64,
+}
+
+impl Add for Counts {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            path_down: self.path_down + other.path_down,
+            path_up: self.path_up + other.path_up,
+            failovers: self.failovers + other.failovers,
+            taken_over: self.taken_over + other.taken_over,
+            session_lost: self.session_lost + other.session_lost,
+            remapped: self.remapped + other.remapped,
+            resized: self.resized + other.resized,
+        }
+    }
+}
+
+/// The state of a session, by its events.
+pub(crate) struct Seen {
+    paths: Vec<String>,
+    up: BTreeSet<String>,
+    /// When no path was up, or the device not open; the last one may last.
+    out: Vec<(Instant, Option<Instant>)>,
+    pub(crate) counts: Counts,
+}
+
+impl Seen {
+    /// A session whose paths are all up.
+    pub(crate) fn new(paths: &[String]) -> Self {
+        Self {
+            paths: paths.to_owned(),
+            up: paths.iter().cloned().collect(),
+            out: Vec::new(),
+            counts: Counts::default(),
+        }
+    }
+
+    /// Its paths, those that are down too.
+    pub(crate) fn paths(&self) -> &[String] {
+        &self.paths
+    }
+
+    /// Whether all paths are up and the device is open.
+    pub(crate) fn is_well(&self) -> bool {
+        self.up.len() == self.paths.len() && !matches!(self.out.last(), Some((_, None)))
+    }
+
+    /// Whether a request may have failed because no path was up.
+    pub(crate) fn was_out(&self, begun: Instant, ended: Instant) -> bool {
+        let overlaps =
+            |(from, to): &(Instant, Option<Instant>)| *from <= ended + LATE && to.is_none_or(|to| begun <= to + LATE);
+        self.out.iter().any(overlaps)
+    }
+
+    /// An event came. An error if it must not.
+    pub(crate) fn event(&mut self, now: Instant, event: &Value) -> Result<(), String> {
+        let path = || event["path"].as_str().unwrap_or_default().to_owned();
+        let counts = &mut self.counts;
+        match event["event"].as_str().unwrap_or_default() {
+            "path_up" => {
+                counts.path_up += 1;
+                self.up.insert(path());
+            }
+            "path_down" => {
+                counts.path_down += 1;
+                self.up.remove(&path());
+            }
+            "path_closed" => {
+                self.up.remove(&path());
+            }
+            "failover" => {
+                counts.failovers += 1;
+                counts.taken_over += event["requests"].as_u64().unwrap_or(0);
+            }
+            "session_lost" => {
+                counts.session_lost += 1;
+                if !matches!(self.out.last(), Some((_, None))) {
+                    self.out.push((now, None));
+                }
+            }
+            "remapped" => {
+                counts.remapped += 1;
+                if let Some((_, end @ None)) = self.out.last_mut() {
+                    *end = Some(now);
+                }
+            }
+            "resized" => counts.resized += 1,
+            "session_back" | "reconnect_failed" | "not_remapped" | "stats" => {}
+            other => return Err(format!("it told {other}: {event}")),
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn errors_are_allowed_while_no_path_is_up_or_the_device_is_not_open() {
+        let names = ["a".to_owned(), "b".to_owned()];
+        let mut seen = Seen::new(&names);
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let tell = |seen: &mut Seen, seconds, event| seen.event(at(seconds), &event);
+        assert!(seen.is_well());
+        tell(&mut seen, 10, json!({ "event": "path_down", "path": "a" })).unwrap();
+        assert!(!seen.is_well() && !seen.was_out(at(5), at(30)));
+        tell(&mut seen, 20, json!({ "event": "path_down", "path": "b" })).unwrap();
+        tell(&mut seen, 20, json!({ "event": "session_lost" })).unwrap();
+        assert!(seen.was_out(at(15), at(21)) && !seen.was_out(at(12), at(13)));
+        tell(&mut seen, 30, json!({ "event": "path_up", "path": "a" })).unwrap();
+        tell(&mut seen, 30, json!({ "event": "path_up", "path": "b" })).unwrap();
+        assert!(!seen.is_well() && seen.was_out(at(40), at(41)));
+        tell(&mut seen, 31, json!({ "event": "remapped" })).unwrap();
+        assert!(seen.is_well() && seen.was_out(at(31), at(32)) && !seen.was_out(at(40), at(41)));
+        assert!(tell(&mut seen, 40, json!({ "event": "error" })).is_err());
+    }
+}

@@ -1,0 +1,445 @@
+//! Commands for mappings and servers that run, one by one.
+
+use std::{fs, path::Path, thread, time::Duration};
+
+use ferroce_tests::{
+    device::{image, map_args, serve_args},
+    fresh_address,
+    nbd::{Client, EIO, Error},
+    pattern,
+    process::Running,
+};
+use serde_json::{Value, json};
+
+const BLOCK: usize = 4096;
+const BLOCKS: usize = 64;
+
+fn steered(args: &[String], first: &str) -> (Running, Value) {
+    let mut running = Running::steered(Path::new(env!("CARGO_BIN_EXE_ferroce-steered")), args);
+    let event = running.event(first);
+    (running, event)
+}
+
+/// Asks, and is not refused.
+fn done(process: &mut Running, request: Value) -> Value {
+    let answer = process.ask(request.clone());
+    assert_eq!(answer["ok"], true, "{request}: {answer}");
+    answer
+}
+
+/// Asks, and is refused with this errno.
+fn refused(process: &mut Running, request: Value, errno: i32) {
+    let answer = process.ask(request.clone());
+    assert_eq!(answer["errno"], errno, "{request}: {answer}");
+}
+
+const ENOENT: i32 = 2;
+const EBUSY: i32 = 16;
+const EEXIST: i32 = 17;
+const EINVAL: i32 = 22;
+const ENOTCONN: i32 = 107;
+const ENXIO: i32 = 6;
+const EALREADY: i32 = 114;
+
+/// A server and a mapping over one path, both steered.
+struct Lab {
+    dir: tempfile::TempDir,
+    client: std::net::Ipv4Addr,
+    server: std::net::Ipv4Addr,
+    serve: Running,
+    map: Running,
+    path: String,
+}
+
+impl Lab {
+    fn new(threads: &str, more: &[&str]) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let image = image(dir.path(), "disk.img", &vec![0; BLOCK * BLOCKS]);
+        let server = fresh_address();
+        let export = [format!("disk={}", image.display())];
+        let (serve, _) = steered(&serve_args(server, &export, &["--threads", threads]), "listening");
+        let client = fresh_address();
+        let mut all = vec!["--threads", threads, "--reconnect-delay", "0.2"];
+        all.extend(more);
+        let args = map_args(client, &server.to_string(), &dir.path().join("nbd"), &all);
+        let (map, _) = steered(&args, "mapped");
+        let path = format!("ip:{client}@ip:{server}");
+        Self {
+            dir,
+            client,
+            server,
+            serve,
+            map,
+            path,
+        }
+    }
+
+    fn nbd(&self) -> Client {
+        Client::connect(&self.dir.path().join("nbd")).unwrap()
+    }
+
+    fn path_command(&self, what: &str) -> Value {
+        json!({ "do": what, "path": self.path })
+    }
+
+    /// Connects the path anew. The server may not be done with it as it was, and refuse the first attempt.
+    fn reconnect(&mut self) {
+        let reconnect = self.path_command("reconnect");
+        let answer = self.map.ask(reconnect);
+        assert!(answer["ok"] == true || answer["errno"] == ENOTCONN, "{answer}");
+        eventually("it is up", || self.list()["paths"][0]["state"] == "Connected");
+    }
+
+    fn list(&mut self) -> Value {
+        done(&mut self.map, json!({ "do": "list" }))
+    }
+
+    fn sessions(&mut self) -> Vec<Value> {
+        let answer = done(&mut self.serve, json!({ "do": "sessions" }));
+        answer["sessions"].as_array().unwrap().clone()
+    }
+
+    fn end(self) {
+        assert_eq!(self.map.stop().code, Some(0));
+        assert_eq!(self.serve.stop().code, Some(0));
+    }
+}
+
+fn eventually(what: &str, mut is: impl FnMut() -> bool) {
+    let end = std::time::Instant::now() + ferroce_tests::process::PATIENCE;
+    while !is() {
+        assert!(std::time::Instant::now() < end, "{what}: not in time");
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn what_is_listed_is_of_all_loops() {
+    for threads in ["1", "3"] {
+        let mut lab = Lab::new(threads, &[]);
+        let mut clients = [(); 3].map(|()| lab.nbd());
+        for n in 0..30 {
+            let client = &mut clients[n % 3];
+            client.write((n * BLOCK) as u64, &pattern(n as u64, BLOCK)).unwrap();
+        }
+        for n in 0..9 {
+            let read = clients[n % 3].read((n * BLOCK) as u64, BLOCK).unwrap();
+            assert!(read == pattern(n as u64, BLOCK));
+        }
+        let listing = lab.list();
+        let device = &listing["device"];
+        assert_eq!(device["state"], "Mapped");
+        assert_eq!((&device["completed"], &device["failed"]), (&json!(39), &json!(0)));
+        assert_eq!(device["written_bytes"], 30 * BLOCK);
+        assert_eq!(device["clients"], 3);
+        let path = &listing["paths"][0];
+        assert_eq!((&path["state"], &path["path"]), (&json!("Connected"), &json!(lab.path)));
+        // With the messages that opened the device.
+        assert!(
+            path["writes"].as_u64().unwrap() >= 30 && path["reads"].as_u64().unwrap() >= 9,
+            "{path}"
+        );
+        assert_eq!(path["in_flight"], 0);
+
+        let sessions = lab.sessions();
+        assert_eq!((sessions.len(), &sessions[0]["name"]), (1, &json!("test")));
+        let at_server = &sessions[0]["paths"][0];
+        for what in ["reads", "writes", "read_bytes", "write_bytes"] {
+            assert_eq!(
+                at_server[what], path[what],
+                "{what} with {threads} loops: {at_server} {path}"
+            );
+        }
+        assert_eq!(at_server["made"], at_server["connections"]);
+        let devices = done(&mut lab.serve, json!({ "do": "devices" }));
+        assert_eq!(devices["devices"].as_array().unwrap().len(), 1);
+        assert_eq!(devices["devices"][0]["name"], "disk");
+        assert_eq!(devices["devices"][0]["bytes"], BLOCK * BLOCKS);
+
+        let reset = lab.path_command("reset_path_stats");
+        done(&mut lab.map, reset);
+        assert_eq!(lab.list()["paths"][0]["writes"], 0);
+        let (session, path) = (&sessions[0]["session"], &at_server["path"]);
+        done(
+            &mut lab.serve,
+            json!({ "do": "reset_path_stats", "session": session, "path": path }),
+        );
+        assert_eq!(lab.sessions()[0]["paths"][0]["writes"], 0);
+        drop(clients);
+        lab.end();
+    }
+}
+
+#[test]
+fn a_path_is_taken_down_and_connected_again() {
+    for threads in ["1", "2"] {
+        let mut lab = Lab::new(threads, &["--on-loss", "queue"]);
+        let mut client = lab.nbd();
+        client.write(0, &pattern(1, BLOCK)).unwrap();
+        let disconnect = lab.path_command("disconnect");
+        done(&mut lab.map, disconnect.clone());
+        lab.map.event("path_closed");
+        assert_eq!(lab.list()["paths"][0]["state"], "Closed");
+        // It is so already.
+        done(&mut lab.map, disconnect);
+        // Nobody connects it of himself, and the mapping waits.
+        let waiting = thread::spawn(move || {
+            client.write(0, &pattern(2, BLOCK)).unwrap();
+            client
+        });
+        thread::sleep(Duration::from_millis(700));
+        assert!(!waiting.is_finished() && !lab.map.has_ended());
+        assert_eq!(lab.list()["device"]["waiting"], 1);
+        lab.reconnect();
+        let mut client = waiting.join().unwrap();
+        // One that is up is connected anew.
+        lab.reconnect();
+        assert!(client.read(0, BLOCK).unwrap() == pattern(2, BLOCK));
+        let listing = lab.list();
+        assert_eq!(listing["paths"][0]["reconnects"], 2);
+        assert_eq!(listing["device"]["failed"], 0);
+        client.disconnect().unwrap();
+        lab.end();
+    }
+}
+
+#[test]
+fn the_last_path_is_removed_and_another_added() {
+    for threads in ["1", "2"] {
+        let mut lab = Lab::new(threads, &["--on-loss", "queue"]);
+        let mut client = lab.nbd();
+        client.write(0, &pattern(1, BLOCK)).unwrap();
+        let (add, remove) = (lab.path_command("add_path"), lab.path_command("remove_path"));
+        refused(&mut lab.map, add.clone(), EEXIST);
+        done(&mut lab.map, remove.clone());
+        assert_eq!(lab.list()["paths"], json!([]));
+        refused(&mut lab.map, remove, ENOENT);
+        let reconnect = lab.path_command("reconnect");
+        refused(&mut lab.map, reconnect, ENOENT);
+        eventually("the server's session ends", || lab.sessions().is_empty());
+        let waiting = thread::spawn(move || {
+            client.write(0, &pattern(2, BLOCK)).unwrap();
+            client
+        });
+        eventually("the request waits", || lab.list()["device"]["waiting"] == 1);
+        done(&mut lab.map, add);
+        let mut client = waiting.join().unwrap();
+        assert!(client.read(0, BLOCK).unwrap() == pattern(2, BLOCK));
+        client.flush().unwrap();
+        client.disconnect().unwrap();
+        let bytes = fs::read(lab.dir.path().join("disk.img")).unwrap();
+        assert!(bytes[..BLOCK] == pattern(2, BLOCK));
+        lab.end();
+    }
+}
+
+#[test]
+fn a_path_to_another_server_is_refused_and_nothing_is_written_there() {
+    for threads in ["1", "2"] {
+        let mut lab = Lab::new(threads, &[]);
+        let other_image = image(lab.dir.path(), "other.img", &vec![9; BLOCK * BLOCKS]);
+        let other = fresh_address();
+        let export = [format!("disk={}", other_image.display())];
+        let (mut stranger, _) = steered(&serve_args(other, &export, &["--threads", threads]), "listening");
+        let strange = format!("{},{other}", lab.client);
+        refused(&mut lab.map, json!({ "do": "add_path", "path": strange }), ENXIO);
+        // It is gone again, and can be tried again.
+        assert_eq!(lab.list()["paths"].as_array().unwrap().len(), 1);
+        refused(&mut lab.map, json!({ "do": "add_path", "path": strange }), ENXIO);
+        let mut client = lab.nbd();
+        for n in 0..BLOCKS {
+            client.write((n * BLOCK) as u64, &pattern(n as u64, BLOCK)).unwrap();
+        }
+        client.flush().unwrap();
+        client.disconnect().unwrap();
+        let sessions = done(&mut stranger, json!({ "do": "sessions" }));
+        assert_eq!(sessions["sessions"], json!([]));
+        assert_eq!(stranger.stop().code, Some(0));
+        assert!(fs::read(&other_image).unwrap() == vec![9; BLOCK * BLOCKS]);
+        lab.end();
+    }
+}
+
+#[test]
+fn what_can_not_be_reached_is_not_connected() {
+    let mut lab = Lab::new("1", &["--on-loss", "queue", "--connect-timeout", "3"]);
+    // Nobody listens at this port.
+    let nowhere = format!("{},{}:1235", lab.client, lab.server);
+    let answer = lab.map.ask(json!({ "do": "add_path", "path": nowhere }));
+    assert_eq!(
+        (&answer["ok"], &answer["errno"]),
+        (&json!(false), &json!(104)),
+        "{answer}"
+    );
+    // While a path is being connected it can't be asked for that.
+    lab.serve.signal(nix::sys::signal::Signal::SIGSTOP);
+    let disconnect = lab.path_command("disconnect");
+    let reconnect = lab.path_command("reconnect");
+    done(&mut lab.map, disconnect.clone());
+    let begun = lab.map.begin(reconnect.clone());
+    eventually("it is being connected", || {
+        lab.list()["paths"][0]["state"] == "Connecting"
+    });
+    refused(&mut lab.map, reconnect.clone(), EBUSY);
+    let answer = lab.map.answer(begun);
+    assert_eq!(answer["errno"], ENOTCONN, "{answer}");
+    lab.serve.signal(nix::sys::signal::Signal::SIGCONT);
+    // Further attempts have followed by themselves.
+    eventually("it is up", || lab.list()["paths"][0]["state"] == "Connected");
+    eventually("the device is back", || lab.list()["device"]["state"] == "Mapped");
+    refused(&mut lab.map, json!({ "do": "policy", "policy": "best" }), EINVAL);
+    lab.end();
+}
+
+#[test]
+fn policy_and_reconnects_are_set() {
+    let mut lab = Lab::new("2", &[]);
+    done(&mut lab.map, json!({ "do": "policy", "policy": "rr" }));
+    done(&mut lab.map, json!({ "do": "reconnects", "attempts": 7, "delay": 1.5 }));
+    refused(
+        &mut lab.map,
+        json!({ "do": "reconnects", "attempts": 10_000, "delay": 1 }),
+        EINVAL,
+    );
+    let listing = lab.list();
+    assert_eq!(listing["policy"], "round-robin");
+    assert_eq!(
+        (&listing["max_reconnects"], &listing["reconnect_delay"]),
+        (&json!(7), &json!(1.5))
+    );
+    lab.end();
+}
+
+#[test]
+fn a_device_has_another_size_for_new_clients() {
+    for threads in ["1", "2"] {
+        let mut lab = Lab::new(threads, &[]);
+        let size = (BLOCK * BLOCKS) as u64;
+        assert_eq!(lab.nbd().size, size);
+        done(&mut lab.map, json!({ "do": "resize", "sectors": size / 512 / 2 }));
+        assert_eq!(lab.map.event("resized")["bytes"], size / 2);
+        // Of any loop.
+        for _ in 0..3 {
+            eventually("clients see it", || lab.nbd().size == size / 2);
+        }
+        refused(&mut lab.map, json!({ "do": "resize", "sectors": u64::MAX }), EINVAL);
+        // Until it is opened again.
+        lab.reconnect();
+        lab.map.event("remapped");
+        eventually("clients see it", || lab.nbd().size == size);
+        lab.end();
+    }
+}
+
+#[test]
+fn a_device_that_was_closed_is_opened_again() {
+    for threads in ["1", "2"] {
+        let mut lab = Lab::new(threads, &[]);
+        refused(&mut lab.map, json!({ "do": "remap" }), EALREADY);
+        let devices = done(&mut lab.serve, json!({ "do": "devices" }));
+        let device = &devices["devices"][0];
+        let close = json!({ "do": "force_close", "session": device["session"], "device": device["device"] });
+        let mut client = lab.nbd();
+        client.write(0, &pattern(1, BLOCK)).unwrap();
+        done(&mut lab.serve, close.clone());
+        refused(&mut lab.serve, close, ENOENT);
+        assert_eq!(done(&mut lab.serve, json!({ "do": "devices" }))["devices"], json!([]));
+        // The server does not know it any more; the client does not know that.
+        assert!(matches!(client.write(0, &pattern(2, BLOCK)), Err(Error::Refused(EIO))));
+        client.disconnect().unwrap();
+        // Connected anew it is opened anew.
+        lab.reconnect();
+        lab.map.event("remapped");
+        let mut client = lab.nbd();
+        client.write(0, &pattern(3, BLOCK)).unwrap();
+        assert!(client.read(0, BLOCK).unwrap() == pattern(3, BLOCK));
+        client.disconnect().unwrap();
+        lab.end();
+    }
+}
+
+#[test]
+fn a_device_that_the_server_has_not_is_opened_by_hand() {
+    let mut lab = Lab::new("1", &[]);
+    let (image, away) = (lab.dir.path().join("disk.img"), lab.dir.path().join("away"));
+    fs::rename(&image, &away).unwrap();
+    lab.reconnect();
+    lab.map.event("not_remapped");
+    refused(&mut lab.map, json!({ "do": "remap" }), ENOENT);
+    refused(&mut lab.map, json!({ "do": "resize", "sectors": 8 }), ENOENT);
+    let mut client = lab.nbd();
+    assert!(matches!(client.read(0, BLOCK), Err(Error::Refused(EIO))));
+    fs::rename(&away, &image).unwrap();
+    done(&mut lab.map, json!({ "do": "remap" }));
+    assert!(client.read(0, BLOCK).unwrap() == [0; BLOCK]);
+    client.disconnect().unwrap();
+    lab.end();
+}
+
+#[test]
+fn the_server_ends_paths_and_sessions() {
+    for threads in ["1", "3"] {
+        let mut lab = Lab::new(threads, &["--on-loss", "queue"]);
+        let mut client = lab.nbd();
+        for (n, what) in ["close_path", "close_session"].into_iter().enumerate() {
+            client.write(0, &pattern(n as u64, BLOCK)).unwrap();
+            let session = lab.sessions().remove(0);
+            let request = json!({ "do": what, "session": session["session"], "path": session["paths"][0]["path"] });
+            done(&mut lab.serve, request.clone());
+            lab.serve.event("session_closed");
+            refused(&mut lab.serve, request, ENOENT);
+            lab.map.event("session_lost");
+            lab.map.event("remapped");
+            assert!(client.read(0, BLOCK).unwrap() == pattern(n as u64, BLOCK));
+        }
+        client.disconnect().unwrap();
+        lab.end();
+    }
+}
+
+#[test]
+fn a_mapping_is_ended() {
+    for threads in ["1", "2"] {
+        let mut lab = Lab::new(threads, &[]);
+        let mut client = lab.nbd();
+        client.write(0, &pattern(1, BLOCK)).unwrap();
+        refused(&mut lab.map, json!({ "do": "unmap" }), EBUSY);
+        client.disconnect().unwrap();
+        eventually("the client is gone", || lab.list()["device"]["clients"] == 0);
+        eventually("it is unmapped", || lab.map.ask(json!({ "do": "unmap" }))["ok"] == true);
+        let end = lab.map.end();
+        assert_eq!(end.code, Some(0), "{}", end.stderr);
+        lab.serve.event("session_closed");
+        let devices = done(&mut lab.serve, json!({ "do": "devices" }));
+        assert_eq!(devices["devices"], json!([]));
+        assert_eq!(lab.serve.stop().code, Some(0));
+    }
+}
+
+#[test]
+fn a_mapping_is_ended_at_any_price() {
+    for threads in ["1", "2"] {
+        for lost in [false, true] {
+            let mut lab = Lab::new(threads, &["--on-loss", "queue"]);
+            let mut client = lab.nbd();
+            client.write(0, &pattern(1, BLOCK)).unwrap();
+            let waiting = lost.then(|| {
+                let disconnect = lab.path_command("disconnect");
+                done(&mut lab.map, disconnect);
+                thread::spawn(move || client.read(0, BLOCK))
+            });
+            if lost {
+                eventually("the request waits", || lab.list()["device"]["waiting"] == 1);
+            }
+            done(&mut lab.map, json!({ "do": "unmap", "force": true }));
+            let end = lab.map.end();
+            assert_eq!(end.code, Some(0), "{}", end.stderr);
+            if let Some(waiting) = waiting {
+                assert!(waiting.join().unwrap().is_err());
+            }
+            assert!(!lab.dir.path().join("nbd").exists());
+            lab.serve.event("session_closed");
+            assert_eq!(lab.serve.stop().code, Some(0));
+        }
+    }
+}
