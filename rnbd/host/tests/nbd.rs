@@ -458,7 +458,7 @@ fn random_bytes_neither_crash_nor_hang_it() {
                         command,
                         cookie: rng.random(),
                         offset,
-                        len,
+                        len: len.into(),
                     };
                     let mut q = q.to_bytes().to_vec();
                     if command == cmd::WRITE {

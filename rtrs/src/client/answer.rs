@@ -151,8 +151,8 @@ impl Answers<'_, '_, '_> {
     }
 
     fn finish(&mut self, permit: u16, errno: u16) {
-        let out: &mut VecDeque<Output> = self.env.out;
-        self.lane.finish(permit, status(errno), out);
+        let (now, out): (_, &mut VecDeque<Output>) = (self.env.cx.now, self.env.out);
+        self.lane.finish(now, permit, status(errno), out);
     }
 }
 

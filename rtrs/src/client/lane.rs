@@ -5,13 +5,13 @@ use core::{ops::Range, time::Duration};
 use std::collections::VecDeque;
 
 use roce_verbs::{
-    AccessFlags,
+    AccessFlags, Instant,
     provider::{DeviceIx, KeyId, KeyKind, KeyStrategy, PdId, VerbsError},
 };
 use smallvec::SmallVec;
 
 use crate::{
-    IoError,
+    Direction, IoError,
     client::{
         buffers::{Buffer, Buffers},
         flight::{Flight, Orphan, Waits},
@@ -25,6 +25,26 @@ use crate::{
 /// How long something may still come to a server's chunk, or be done there, by a path that is lost; then the permits of requests
 /// that it did not answer are given out again.
 const REST: Duration = Duration::from_secs(2);
+/// How long a packet may be under way (`CMA_IBOE_PACKET_LIFETIME`, `cma.c`: 4.096 us * 2^16). What a lost path has sent last may come
+/// to the server, and be done there, so much later than its queue pairs stopped.
+pub(super) const LIFETIME: Duration = Duration::from_nanos(4096 << 16);
+
+/// A request that was done when it was sent again, by another path, while what was sent first may still be under way. Its user hears of
+/// it when that is no more: else it could write the same blocks anew, and the old data would come after the new.
+#[derive(Debug)]
+struct Held {
+    permit: u16,
+    request: Submission,
+    result: Result<(), IoError>,
+    rest: Rest<u16>,
+}
+
+impl Held {
+    /// When its user hears of it, unless the server is known to be done with the lost path before.
+    fn until(rest: &Rest<u16>) -> Instant {
+        rest.since + LIFETIME
+    }
+}
 
 /// A device that a session has paths on.
 #[derive(Debug)]
@@ -55,6 +75,8 @@ pub(super) struct Lane {
     pub(super) domains: SmallVec<[Domain; 1]>,
     /// Requests that wait for a permit.
     pub(super) waiting: VecDeque<Submission>,
+    /// Requests that are done, and not told of yet.
+    held: Vec<Held>,
 }
 
 impl Lane {
@@ -69,6 +91,7 @@ impl Lane {
             buffers: Buffers::new(0),
             domains: SmallVec::new(),
             waiting: VecDeque::new(),
+            held: Vec::new(),
         }
     }
 
@@ -111,7 +134,8 @@ impl Lane {
     ) -> Result<(), VerbsError> {
         let depth = (permits.len() as u32).min(u16::MAX.into());
         let kept = if permits.start == self.first { depth as usize } else { 0 };
-        if self.flights.iter().skip(kept).any(Option::is_some) {
+        let held = self.held.iter().any(|held| usize::from(held.permit) >= kept);
+        if held || self.flights.iter().skip(kept).any(Option::is_some) {
             return Err(VerbsError::State(
                 "the server's queue is another than that of what is in flight".into(),
             ));
@@ -165,12 +189,51 @@ impl Lane {
     }
 
     /// Ends a request that has a permit.
-    pub(super) fn finish(&mut self, permit: u16, result: Result<(), IoError>, out: &mut VecDeque<Output>) {
+    pub(super) fn finish(
+        &mut self,
+        now: Instant,
+        permit: u16,
+        result: Result<(), IoError>,
+        out: &mut VecDeque<Output>,
+    ) {
         let flight = self.flights.get_mut(usize::from(permit)).and_then(Option::take);
         let Some(flight) = flight else { return };
         self.landed(flight.path);
+        let request = flight.request;
+        // What is read twice changes nothing.
+        let early = |rest: &Rest<u16>| request.direction == Direction::Write && now < Held::until(rest);
+        if let Some(rest) = flight.rest.filter(early) {
+            return self.held.push(Held {
+                permit,
+                request,
+                result,
+                rest,
+            });
+        }
         self.release(permit, flight.rest);
-        self.told(flight.request, result, out);
+        self.told(request, result, out);
+    }
+
+    /// Tells of requests that have been held for long enough.
+    pub(super) fn let_go(&mut self, now: Instant, out: &mut VecDeque<Output>) {
+        while let Some(at) = self.held.iter().position(|held| Held::until(&held.rest) <= now) {
+            let held = self.held.remove(at);
+            self.release(held.permit, Some(held.rest));
+            self.told(held.request, held.result, out);
+        }
+    }
+
+    /// The session ends: tells of all that is held.
+    pub(super) fn let_all_go(&mut self, out: &mut VecDeque<Output>) {
+        for held in core::mem::take(&mut self.held) {
+            self.release(held.permit, Some(held.rest));
+            self.told(held.request, held.result, out);
+        }
+    }
+
+    /// When the next request that is held is to be told of.
+    pub(super) fn next_timeout(&self) -> Option<Instant> {
+        self.held.iter().map(|held| Held::until(&held.rest)).min()
     }
 
     /// A permit comes back.
@@ -182,8 +245,13 @@ impl Lane {
     }
 
     /// Nothing more comes to the server by this path.
-    pub(super) fn path_gone(&mut self, path: u16) {
+    pub(super) fn path_gone(&mut self, path: u16, out: &mut VecDeque<Output>) {
         self.permits.path_gone(path);
+        while let Some(at) = self.held.iter().position(|held| held.rest.path == Some(path)) {
+            let held = self.held.remove(at);
+            self.release(held.permit, None);
+            self.told(held.request, held.result, out);
+        }
         for flight in self.flights.iter_mut().flatten() {
             flight.rest.take_if(|rest| rest.path == Some(path));
         }
@@ -192,7 +260,8 @@ impl Lane {
     /// There is no such path any more; another may come to its place.
     pub(super) fn path_forgotten(&mut self, path: u16) {
         self.permits.path_forgotten(path);
-        for rest in self.flights.iter_mut().flatten().filter_map(|f| f.rest.as_mut()) {
+        let flights = self.flights.iter_mut().flatten().filter_map(|f| f.rest.as_mut());
+        for rest in flights.chain(self.held.iter_mut().map(|held| &mut held.rest)) {
             rest.path.take_if(|of| *of == path);
         }
     }
@@ -227,6 +296,7 @@ impl Lane {
             if flight.waits == Waits::Answer {
                 let rest = Rest {
                     path: Some(path),
+                    since: cx.now,
                     until: cx.now + REST,
                 };
                 flight.rest = Some(flight.rest.map_or(rest, |before| before.and(rest)));

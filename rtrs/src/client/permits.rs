@@ -10,6 +10,8 @@ use roce_verbs::Instant;
 pub struct Rest<P> {
     /// The path; `None` if there are several, of which nobody waits for the end.
     pub path: Option<P>,
+    /// When its queue pairs stopped.
+    pub since: Instant,
     /// When the server has long done with it.
     pub until: Instant,
 }
@@ -20,6 +22,7 @@ impl<P: PartialEq> Rest<P> {
     pub fn and(self, other: Self) -> Self {
         Self {
             path: self.path.filter(|path| other.path.as_ref() == Some(path)),
+            since: self.since.max(other.since),
             until: self.until.max(other.until),
         }
     }
@@ -132,6 +135,7 @@ mod tests {
     fn rest<P>(path: P, ms: u64) -> Rest<P> {
         Rest {
             path: Some(path),
+            since: at(0),
             until: at(ms),
         }
     }

@@ -459,6 +459,7 @@ impl Session {
             }
         }
         self.compare_paths(env);
+        self.lane.let_go(env.cx.now, env.out);
         // Permits may have rested long enough.
         self.start(env);
     }
@@ -469,7 +470,7 @@ impl Session {
             .permits
             .next_timeout()
             .filter(|_| !self.lane.waiting.is_empty());
-        let looks = self.look_at.into_iter().chain(rest);
+        let looks = self.look_at.into_iter().chain(rest).chain(self.lane.next_timeout());
         self.paths.iter().filter_map(Path::next_timeout).chain(looks).min()
     }
 
@@ -512,7 +513,7 @@ impl Session {
             Report::Orphans(orphans) => self.orphaned(env, index, orphans),
             Report::Closed => {
                 if self.paths[index].parted {
-                    self.lane.path_gone(index as u16);
+                    self.lane.path_gone(index as u16, env.out);
                 }
                 if env.share.is_home() {
                     let why = self.paths[index].why();
@@ -683,7 +684,10 @@ impl Session {
                 env.out.push_back(Output::OpenFailed(self.id, error));
             }
             SessionAction::ClosePaths => self.close_paths(env),
-            SessionAction::GiveBack => self.lane.close(env.cx),
+            SessionAction::GiveBack => {
+                self.lane.let_all_go(env.out);
+                self.lane.close(env.cx);
+            }
             SessionAction::Tell => env.out.push_back(Output::Closed(self.id)),
         }
     }

@@ -15,6 +15,7 @@ use crate::{
     client::{
         conn::Conn,
         env::{ConnKey, Names},
+        lane::LIFETIME,
         policy::Policy,
         share::Share,
         terms::Terms,
@@ -213,6 +214,12 @@ impl Bed {
         self.with(|session, env| session.completion(env, path, CID, &wc));
     }
 
+    /// Time passes.
+    fn later(&mut self, time: Duration) {
+        self.now = self.now + time;
+        self.with(|session, env| session.timeout(env));
+    }
+
     /// Requests that have ended, and whether well.
     fn done(&mut self) -> Vec<(u64, bool)> {
         let mut done = Vec::new();
@@ -261,7 +268,33 @@ fn a_request_that_goes_by_another_path_keeps_its_permit() {
     for permit in 0..3 {
         bed.answer(1, permit);
     }
-    assert_eq!(bed.done(), [(0, true), (3, true), (2, true)]);
+    assert_eq!(bed.done(), [(3, true)], "the lost path has never had it");
+    bed.later(LIFETIME);
+    assert_eq!(bed.done(), [(0, true), (2, true)]);
+}
+
+/// What was sent by a lost path may be done after what was sent by another.
+#[test]
+fn a_write_that_was_sent_twice_is_told_of_when_nothing_is_under_way() {
+    let mut bed = Bed::new();
+    for tag in 0..2 {
+        bed.write(tag);
+    }
+    bed.sent(0);
+    bed.lose(0);
+    bed.sent(1);
+    for permit in 0..2 {
+        bed.answer(1, permit);
+    }
+    assert_eq!(bed.session.permits(), 2);
+    assert_eq!(bed.session.next_timeout(), Some(bed.now + LIFETIME));
+    bed.later(LIFETIME - Duration::from_nanos(1));
+    assert_eq!(bed.done(), []);
+    // The server says that it is done with the lost path.
+    let mut out = VecDeque::new();
+    bed.session.lane.path_gone(0, &mut out);
+    assert_eq!(out.len(), 2);
+    assert_eq!(bed.session.permits(), 0);
 }
 
 /// Something of the lost path may still be on its way to the chunk.
@@ -277,6 +310,8 @@ fn a_permit_that_was_on_a_lost_path_rests_after_its_request_has_ended() {
     for permit in 0..3 {
         bed.answer(1, permit);
     }
+    let lost = bed.now;
+    bed.later(LIFETIME);
     assert_eq!(bed.done().len(), 3);
     assert_eq!(bed.session.permits(), 0);
     for tag in 10..12 {
@@ -287,9 +322,9 @@ fn a_permit_that_was_on_a_lost_path_rests_after_its_request_has_ended() {
         [3],
         "the only one that was never on the lost path"
     );
-    assert_eq!(bed.session.next_timeout(), Some(bed.now + Duration::from_secs(2)));
-    bed.now = bed.now + Duration::from_secs(2);
-    bed.with(|session, env| session.timeout(env));
+    let rested = lost + Duration::from_secs(2);
+    assert_eq!(bed.session.next_timeout(), Some(rested));
+    bed.later(rested.saturating_since(bed.now));
     assert_eq!(bed.sent(1).len(), 1);
 }
 

@@ -8,9 +8,9 @@ use std::{
 };
 
 use roce::{
-    AccessFlags, CmChannel as _, CmEventKind, Completion, CompletionQueue as _, ConnParams, Cq, Device, EventChannel,
-    Id, MemoryRegion as _, Mr, Payload, Pd, Qp, QpCaps, QpInit, QueuePair as _, RKey, RecvWr, RemoteAddr, SendFlags,
-    SendOp, SendWr, VerbsDevice as _, WcOpcode,
+    AccessFlags, CmChannel as _, CmEventKind, CmId as _, Completion, CompletionQueue as _, ConnParams, Cq, Device,
+    EventChannel, Id, MemoryRegion as _, Mr, Payload, Pd, Qp, QpCaps, QpInit, QueuePair as _, RKey, RecvWr, RemoteAddr,
+    SendFlags, SendOp, SendWr, VerbsDevice as _, WcOpcode,
 };
 use rtrs::proto::{
     ChunkLayout, ConnReq, ConnRsp, Imm, InfoReq, InfoRsp, MsgFlags, RdmaWrite, RkeyRsp, Uuid, info::ChunkAddr,
@@ -74,7 +74,7 @@ impl fmt::Display for Outcome {
 
 struct Conn {
     qp: Qp,
-    _id: Id,
+    id: Id,
 }
 
 /// See the module. Its connections end with it.
@@ -162,7 +162,7 @@ impl Client {
             match event.kind {
                 CmEventKind::Established { private_data } => {
                     self.rsp = Some(*ConnRsp::parse(&private_data)?);
-                    self.conns.push((cid, Conn { qp, _id: id }));
+                    self.conns.push((cid, Conn { qp, id }));
                     return Ok(Outcome::Accepted);
                 }
                 CmEventKind::Rejected { reason, private_data } => {
@@ -299,9 +299,8 @@ impl Client {
 
     /// Disconnects one connection.
     pub(super) fn disconnect(&self, cid: u16) -> Result<(), Error> {
-        use roce::CmId as _;
         let conn = self.conns.iter().find(|(of, _)| *of == cid);
-        Ok(conn.ok_or("no such connection")?.1._id.disconnect()?)
+        Ok(conn.ok_or("no such connection")?.1.id.disconnect()?)
     }
 
     /// Waits for the end of a connection.
@@ -318,12 +317,12 @@ impl Client {
         self.conns.clear();
     }
 
-    /// Chunks of the session.
+    /// How the server's chunks are numbered.
     pub(super) fn layout(&self) -> Result<ChunkLayout, Error> {
         Ok(self.rsp.ok_or("no connection stands")?.layout()?)
     }
 
-    /// What tells this path's chunks: their number and the address of the first.
+    /// How many chunks the information response named.
     pub(super) fn chunks(&self) -> usize {
         self.chunks.borrow().len()
     }
@@ -353,7 +352,7 @@ impl Client {
             while let Some(at) = waiting.iter().position(|wc| wc.qpn == qpn) {
                 let wc = waiting.remove(at);
                 if wc.is_ok() && wc.wr_id != SEND {
-                    // Only its bytes may be looked at before the next message comes: there are others.
+                    // It is the last of those that wait: its bytes stay until all others are used.
                     let _ = self.post_recv(self.qp(cid)?, wc.wr_id);
                 }
                 if wanted(&wc) {

@@ -9,6 +9,7 @@ mod our_restart;
 mod our_wrong_server;
 mod policies;
 mod restart;
+mod soak;
 mod wrong_server;
 
 use std::time::Duration;
@@ -25,6 +26,7 @@ pub(super) fn list() -> Vec<Scenario> {
         wrong_server::list(),
         flaps::list(),
         restart::list(),
+        soak::list(),
     ];
     let ours = [
         our_client::list(),
@@ -76,24 +78,28 @@ fn longest(report: &str) -> Result<Duration, Error> {
     longest_of(report, &["read", "write"])
 }
 
-/// The same of one that did these.
+/// The same of one that did these, with all its jobs.
 fn longest_of(report: &str, ways: &[&str]) -> Result<Duration, Error> {
     let json = report.find('{').map_or("", |at| &report[at..]);
     let all: Value = serde_json::from_str(json).map_err(|e| format!("fio left no report: {e}: {report}"))?;
-    let job = &all["jobs"][0];
-    let number = |way: &str, what: &str| job[way][what].as_u64().unwrap_or_default();
-    if job["error"] != 0 || ways.iter().any(|way| number(way, "total_ios") == 0) {
+    let jobs = all["jobs"].as_array().map_or(&[][..], Vec::as_slice);
+    let numbers = |way: &str, field: fn(&Value) -> &Value| {
+        let numbers = jobs
+            .iter()
+            .map(move |job| field(&job[way]).as_u64().unwrap_or_default());
+        numbers.collect::<Vec<_>>()
+    };
+    let idle = |way: &&str| numbers(way, |way| &way["total_ios"]).iter().sum::<u64>() == 0;
+    if jobs.iter().any(|job| job["error"] != 0) || ways.iter().any(idle) {
         return Err(format!("fio: {report}").into());
     }
-    let longest = ways
-        .iter()
-        .map(|&way| job[way]["lat_ns"]["max"].as_u64().unwrap_or_default());
+    let longest = ways.iter().flat_map(|way| numbers(way, |way| &way["lat_ns"]["max"]));
     Ok(Duration::from_nanos(longest.max().unwrap_or_default()))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::longest;
+    use super::{longest, longest_of};
 
     #[test]
     fn a_report_with_an_error_or_without_reads_is_none() {
@@ -104,6 +110,10 @@ mod tests {
                 r#"fio: hint {{"jobs": [{{"error": {error}, "read": {read}, "write": {write}}}]}}"#
             ))
         };
+        let several = r#"{"jobs": [{"error": 0, "read": {"total_ios": 1, "lat_ns": {"max": 3000000}}},
+            {"error": 0, "read": {"total_ios": 0, "lat_ns": {"max": 0}}}]}"#;
+        assert_eq!(longest_of(several, &["read"]).unwrap().as_millis(), 3);
+        assert!(longest_of(several, &["write"]).is_err());
         assert_eq!(report(0, 5).unwrap().as_millis(), 17_500);
         assert!(report(84, 5).is_err() && report(0, 0).is_err() && longest("").is_err());
     }

@@ -15,15 +15,16 @@ use super::{
 use crate::{Error, far::Ip, lab::Proc};
 
 pub(super) fn list() -> Vec<Scenario> {
-    let new = |name: &str, then: &'static str| {
+    let new = |name: &str, ci, then: &'static str| {
         let s = Scenario::new(10, name, Direction::OursToKernel, move |c| restart(c, then));
-        s.nets(2).waits()
+        s.nets(2).waits().ci_if(ci)
     };
     vec![
-        new("restart-kernel-server-our-client", "N"),
+        new("restart-kernel-server-our-client", false, "N"),
         // Fewer and smaller chunks, with keys that are good for one request each.
         new(
             "restart-kernel-server-smaller-our-client",
+            true,
             "Y sess_queue_depth=32 max_chunk_size=8192",
         ),
     ]
