@@ -2,6 +2,7 @@
 
 mod build;
 mod conn;
+mod farewell;
 mod half_open;
 mod ids;
 mod perform;
@@ -28,6 +29,7 @@ use roce_verbs::{
 
 use self::{
     conn::{Conn, Connections, Offer},
+    farewell::Farewells,
     ids::IdSequence,
     perform::Detail,
     rate::{Buckets, TokenBucket},
@@ -104,6 +106,7 @@ pub struct Manager {
     next_listener: u64,
     table: Connections,
     sidr: Resolutions,
+    farewells: Farewells,
     buckets: Buckets,
     /// When it was last said that a limit was met.
     limit_told: Option<Instant>,
@@ -125,6 +128,7 @@ impl Manager {
             listeners: BTreeMap::new(),
             next_listener: 0,
             sidr: Resolutions::default(),
+            farewells: Farewells::default(),
             buckets: Buckets::default(),
             limit_told: None,
             out: VecDeque::new(),
@@ -412,10 +416,12 @@ impl Manager {
 
     /// When [`Manager::handle_timeout`] wants to be called.
     pub fn next_timeout(&self) -> Option<Instant> {
-        match (self.table.next_timeout(), self.sidr.next_timeout()) {
-            (Some(a), Some(b)) => Some(a.min(b)),
-            (a, b) => a.or(b),
-        }
+        let all = [
+            self.table.next_timeout(),
+            self.sidr.next_timeout(),
+            self.farewells.next_timeout(),
+        ];
+        all.into_iter().flatten().min()
     }
 
     /// Does what is due. Calling it early is harmless.
@@ -424,6 +430,7 @@ impl Manager {
             let _ = self.step(now, id, Input::Timer, Detail::None);
         }
         self.on_sidr_timers(now);
+        self.on_farewell_timers(now);
     }
 
     /// What was counted.
