@@ -292,7 +292,7 @@ fn a_write_that_was_sent_twice_is_told_of_when_nothing_is_under_way() {
     assert_eq!(bed.done(), []);
     // The server says that it is done with the lost path.
     let mut out = VecDeque::new();
-    bed.session.lane.path_gone(0, &mut out);
+    bed.session.lane.path_gone(0, false, &mut out);
     assert_eq!(out.len(), 2);
     assert_eq!(bed.session.permits(), 0);
 }
