@@ -260,7 +260,8 @@ impl Lane {
     /// Nothing more comes to the server by this path; with `all` it is also done with what it has not answered.
     pub(super) fn path_gone(&mut self, path: u16, all: bool, out: &mut VecDeque<Output>) {
         self.permits.path_gone(path, all);
-        while let Some(at) = self.held.iter().position(|held| held.rest.path == Some(path)) {
+        // A first copy that came just before may still be with the server's disk.
+        while let Some(at) = self.held.iter().position(|held| all && held.rest.path == Some(path)) {
             let held = self.held.remove(at);
             self.release(held.permit, None);
             self.told(held.request, held.result, out);
