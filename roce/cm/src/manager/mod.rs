@@ -95,6 +95,7 @@ impl Heard {
 ///   a REP or RTU for a communication ID that we don't have is rejected with reason 6.
 /// * Communication IDs are random, not counted up, and a peer is known by its address besides its GUID: another host
 ///   can't tear down a connection by naming its numbers. MADs from other addresses than the connection's are dropped.
+/// * A DREQ may also be sent between other addresses ([`Manager::send_farewell`]); we don't take one that was.
 /// * A REQ whose header or GIDs name other addresses than it travelled between is rejected (12); one for an
 ///   address that nobody listens on with reason 8 (the kernel: 28).
 pub struct Manager {
