@@ -30,7 +30,7 @@ use crate::{
         path_id::PathId,
         post::{Done, Ground, InfoMemory, Renewal, ServerWork, revoke_now},
         share::Share,
-        silence::Signs,
+        signs::Signs,
         state::{BRANCH, PATH, PathAction, PathEvent, PathState},
     },
     stats::RdmaStats,

@@ -29,7 +29,7 @@ use crate::{
         post::{Answer, Done, Renewal, ServerWork, revoked},
         request::{Output, Request, RequestKey, SessionKey, SessionSummary, Ticket},
         share::Share,
-        silence::Watch,
+        signs::Watch,
         state::{ChunkEvent, PathState},
     },
 };

@@ -2,6 +2,7 @@
 
 use std::{
     io,
+    os::unix::process::CommandExt as _,
     process::{Child, ExitCode, ExitStatus},
     sync::{
         Arc,
@@ -16,6 +17,13 @@ use ferroce_wire::{
     lane::{Burst, Conditions, Line},
     wire::{End, Wire, WireConfig},
 };
+use nix::{
+    sys::{
+        signal::{Signal, killpg},
+        wait::{Id, WaitPidFlag, WaitStatus, waitid},
+    },
+    unistd::Pid,
+};
 use serde_json::{Map, Value, json};
 
 /// Runs two commands in network namespaces of their own with a wire between them, which loses, repeats, reorders and delays packets.
@@ -28,8 +36,8 @@ use serde_json::{Map, Value, json};
     name = "ferroce-wire",
     version,
     max_term_width = 100,
-    after_help = "Example:\n  ferroce-wire --loss 0.001 --delay 5 'ferroce bench server --listen 10.81.0.1' \
-                  'sleep 1; ferroce bench client 10.81.0.1'\n\n\
+    after_help = "Example:\n  ferroce-wire --loss 0.001 --delay 5 'ferroce bench --listen 10.81.0.1' \
+                  'sleep 1; ferroce bench write --connect 10.81.0.1'\n\n\
                   Exit status: that of the second command, or 1."
 )]
 struct Cli {
@@ -112,31 +120,46 @@ impl Cli {
     }
 }
 
-/// A command that does not outlive this process.
-struct Running(Child);
+/// A command. What it has started ends with it, unless that is in another process group.
+struct Running {
+    shell: Child,
+    /// The shell's process group, until it is waited for.
+    group: Option<Pid>,
+}
 
 impl Running {
     fn start(wire: &Wire, end: End, command: &str) -> io::Result<Self> {
         let mut sh = wire.namespace(end).command("sh");
-        sh.args(["-c", command]).spawn().map(Self)
+        let shell = sh.args(["-c", command]).process_group(0).spawn()?;
+        let group = i32::try_from(shell.id()).ok().map(Pid::from_raw);
+        Ok(Self { shell, group })
     }
 
     /// Waits for its end; `None` if the user wants to stop.
     fn wait(&mut self, stop: &AtomicBool) -> io::Result<Option<ExitStatus>> {
-        while !stop.load(Relaxed) {
-            if let Some(status) = self.0.try_wait()? {
-                return Ok(Some(status));
+        let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
+        while let Some(shell) = self.group.filter(|_| !stop.load(Relaxed)) {
+            if waitid(Id::Pid(shell), flags)? != WaitStatus::StillAlive {
+                return self.end().map(Some);
             }
             thread::sleep(Duration::from_millis(20));
         }
         Ok(None)
     }
+
+    /// Ends the rest of it.
+    fn end(&mut self) -> io::Result<ExitStatus> {
+        // As long as the shell is not waited for, the number is no other group's.
+        if let Some(group) = self.group.take() {
+            let _ = killpg(group, Signal::SIGKILL);
+        }
+        self.shell.wait()
+    }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        let _ = self.end();
     }
 }
 
