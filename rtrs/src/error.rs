@@ -51,8 +51,9 @@ pub enum Error {
     /// The server's queue depth or sizes are not those of the session's other paths, between which requests move.
     #[error("the server's queue depth or sizes are not those of the session's other paths")]
     OtherSizes,
-    /// Another path came up while this one asked the server to make the session, which may be another server's: it asks again.
-    #[error("another path was faster")]
+    /// The path asks again: another came up while it asked the server to make the session, which may be another server's; or the
+    /// session's last path was lost while it asked for the chunks, in which requests may be at work.
+    #[error("another path has come up, or has been lost, meanwhile")]
     Overtaken,
     /// The path is being connected or closed (the kernel's `EBUSY`).
     #[error("the path is being connected or closed")]

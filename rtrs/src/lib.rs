@@ -42,8 +42,14 @@ pub mod stats;
 pub mod table;
 pub mod throttle;
 
+use core::time::Duration;
+
 pub use error::{Error, IoError, PathError};
 pub use proto::errno;
+
+/// How long a packet may be under way (`CMA_IBOE_PACKET_LIFETIME`, `cma.c`: 4.096 us * 2^16). What a lost path has sent last may come,
+/// and be done, so much later than its queue pairs stopped.
+pub const PACKET_LIFETIME: Duration = Duration::from_nanos(4096 << 16);
 
 /// Which way the data of a request goes, seen from the client.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use roce_mem::Pages;
 use roce_verbs::{
-    AccessFlags, Completion, Sge, WcOpcode,
+    AccessFlags, Completion, Instant, Sge, WcOpcode,
     provider::{CmKind, ConnParams, DeviceIx, PdId, QpSpec, Registration, VerbsError},
     wr::RecvWr,
 };
@@ -44,6 +44,8 @@ pub(super) struct Handshake<'a, 'b, 'c> {
     pub(super) agreed: Option<Terms>,
     /// Another path is up.
     pub(super) others_up: bool,
+    /// When the server may be asked for the chunks, if that is later.
+    pub(super) ask_at: Option<Instant>,
 }
 
 impl Handshake<'_, '_, '_> {
@@ -244,10 +246,14 @@ impl Handshake<'_, '_, '_> {
             return Ok(());
         }
         // A kernel's server expects the question when it has all connections.
-        match self.path.others.all_connected() {
-            true => self.ask(),
-            false => Ok(()),
+        if !self.path.others.all_connected() {
+            return Ok(());
         }
+        if self.ask_at.is_some() {
+            (self.path.step, self.path.step_due) = (Step::Resting, self.ask_at);
+            return Ok(());
+        }
+        self.ask()
     }
 
     /// Gets what requests of the path need.

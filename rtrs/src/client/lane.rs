@@ -11,7 +11,7 @@ use roce_verbs::{
 use smallvec::SmallVec;
 
 use crate::{
-    Direction, IoError, PathError,
+    Direction, IoError, PACKET_LIFETIME, PathError,
     client::{
         buffers::{Buffer, Buffers},
         flight::{Flight, Orphan, Waits},
@@ -25,13 +25,9 @@ use crate::{
 /// How long something may still come to a server's chunk, or be done there, by a path that is lost; then the permits of requests
 /// that it did not answer are given out again.
 const REST: Duration = Duration::from_secs(2);
-/// The same for requests that were not answered by another path either: then nothing says when the server's disk is done with them
-/// (Linux gives up on one after 30 s, by default).
+/// The same for requests that were not answered by another path either: a kernel's server lets another path in while its disk is at
+/// work on them (which Linux gives up after 30 s, by default).
 const LONG_REST: Duration = Duration::from_secs(30);
-/// How long a packet may be under way (`CMA_IBOE_PACKET_LIFETIME`, `cma.c`: 4.096 us * 2^16). What a lost path has sent last may come
-/// to the server, and be done there, so much later than its queue pairs stopped.
-pub(super) const LIFETIME: Duration = Duration::from_nanos(4096 << 16);
-
 /// A request that was done when it was sent again, by another path, while what was sent first may still be under way. Its user hears of
 /// it when that is no more: else it could write the same blocks anew, and the old data would come after the new.
 #[derive(Debug)]
@@ -43,9 +39,9 @@ struct Held {
 }
 
 impl Held {
-    /// When its user hears of it, unless the server is known to be done with the lost path before.
+    /// When its user hears of it.
     fn until(rest: &Rest<u16>) -> Instant {
-        rest.since + LIFETIME
+        rest.since + PACKET_LIFETIME
     }
 }
 
@@ -205,7 +201,7 @@ impl Lane {
         let request = flight.request;
         // What is read twice changes nothing.
         let early = |rest: &Rest<u16>| request.direction == Direction::Write && now < Held::until(rest);
-        if let Some(rest) = flight.rest.filter(early) {
+        if let Some(rest) = flight.rest.clone().filter(early) {
             return self.held.push(Held {
                 permit,
                 request,
@@ -219,8 +215,8 @@ impl Lane {
 
     /// Tells of requests that have been held for long enough.
     pub(super) fn let_go(&mut self, now: Instant, out: &mut VecDeque<Output>) {
-        while let Some(at) = self.held.iter().position(|held| Held::until(&held.rest) <= now) {
-            let held = self.held.remove(at);
+        let due = |held: &mut Held| Held::until(&held.rest) <= now;
+        for held in self.held.extract_if(.., due).collect::<Vec<_>>() {
             self.release(held.permit, Some(held.rest));
             self.told(held.request, held.result, out);
         }
@@ -241,7 +237,7 @@ impl Lane {
 
     /// A permit comes back.
     pub(super) fn release(&mut self, permit: u16, rest: Option<Rest<u16>>) {
-        match rest {
+        match rest.filter(|rest| !rest.is_over()) {
             None => self.permits.give(permit),
             Some(rest) => self.permits.give_later(permit, rest),
         }
@@ -249,35 +245,33 @@ impl Lane {
 
     /// A permit comes back whose request has ended without an answer.
     pub(super) fn release_unanswered(&mut self, now: Instant, permit: u16, rest: Option<Rest<u16>>) {
-        let longer = |rest: Rest<u16>| Rest {
-            until: rest.until.max(now + LONG_REST),
-            unanswered: true,
-            ..rest
-        };
-        self.release(permit, rest.map(longer));
+        let longer = rest.map(|mut rest| {
+            rest.until = rest.until.max(now + LONG_REST);
+            rest
+        });
+        self.release(permit, longer);
     }
 
-    /// Nothing more comes to the server by this path; with `all` it is also done with what it has not answered.
-    pub(super) fn path_gone(&mut self, path: u16, all: bool, out: &mut VecDeque<Output>) {
-        self.permits.path_gone(path, all);
-        // A first copy that came just before may still be with the server's disk.
-        while let Some(at) = self.held.iter().position(|held| all && held.rest.path == Some(path)) {
-            let held = self.held.remove(at);
-            self.release(held.permit, None);
-            self.told(held.request, held.result, out);
-        }
-        for flight in self.flights.iter_mut().flatten() {
-            flight.rest.take_if(|rest| rest.path == Some(path));
+    /// The server is done with all that has come by this path.
+    pub(super) fn path_gone(&mut self, path: u16) {
+        self.permits.path_gone(path);
+        for rest in self.rests() {
+            rest.path_gone(path);
         }
     }
 
     /// There is no such path any more; another may come to its place.
     pub(super) fn path_forgotten(&mut self, path: u16) {
         self.permits.path_forgotten(path);
-        let flights = self.flights.iter_mut().flatten().filter_map(|f| f.rest.as_mut());
-        for rest in flights.chain(self.held.iter_mut().map(|held| &mut held.rest)) {
-            rest.path.take_if(|of| *of == path);
+        for rest in self.rests() {
+            rest.path_forgotten(&path);
         }
+    }
+
+    /// Of requests in flight, and of those that are held.
+    fn rests(&mut self) -> impl Iterator<Item = &mut Rest<u16>> {
+        let flights = self.flights.iter_mut().flatten().filter_map(|f| f.rest.as_mut());
+        flights.chain(self.held.iter_mut().map(|held| &mut held.rest))
     }
 
     /// Tells the user that a request has ended.
@@ -308,13 +302,11 @@ impl Lane {
                 cx.provider.close_key(key);
             }
             if flight.waits == Waits::Answer {
-                let rest = Rest {
-                    path: Some(path),
-                    since: cx.now,
-                    until: cx.now + REST,
-                    unanswered: false,
-                };
-                flight.rest = Some(flight.rest.map_or(rest, |before| before.and(rest)));
+                let rest = Rest::new(path, cx.now, cx.now + REST);
+                flight.rest = Some(match flight.rest.take() {
+                    Some(before) => before.and(rest),
+                    None => rest,
+                });
             }
             orphans.push(Orphan {
                 permit: permit as u16,

@@ -50,6 +50,8 @@ pub(super) enum Step {
     Connecting { place: u16 },
     /// All connections here stand; those of other shares may not yet, or home waits for the chunks.
     Gathering,
+    /// All connections stand. What was lost with the session may still be under way.
+    Resting,
     /// The server was asked for its chunks.
     Informing,
 }
@@ -525,6 +527,11 @@ impl Path {
         if self.is_up() || self.state == PathState::Connecting {
             self.flushed.get_or_insert(now + FLUSH_GRACE);
         }
+    }
+
+    /// It may be time to ask for the chunks.
+    pub(super) fn has_rested(&mut self, now: Instant) -> bool {
+        self.step == Step::Resting && self.step_due.take_if(|at| *at <= now).is_some()
     }
 
     /// Does what is due.

@@ -2,14 +2,16 @@
 
 use core::time::Duration;
 
+use roce_verbs::Instant;
+
 use crate::{
-    Error,
+    Error, PACKET_LIFETIME,
     addr::PathAddr,
     client::{
         config::{SessionConfig, check_reconnects},
         env::Env,
         letter::{Joining, Word},
-        path::Path,
+        path::{Path, Step},
         policy::Policy,
         request::Output,
         session::Session,
@@ -45,6 +47,32 @@ impl Session {
     pub(super) fn others(&self, index: usize) -> impl Iterator<Item = &Path> {
         let others = self.paths.iter().enumerate().filter(move |(n, _)| *n != index);
         others.map(|(_, path)| path)
+    }
+
+    /// When a path may ask for the chunks: when all has come to the server that was sent by paths which were lost with the session.
+    /// The server does not let the path in before it is done with that, even if it has not heard of the loss.
+    pub(super) fn ask_at(&self, now: Instant, index: usize) -> Option<Instant> {
+        let sends =
+            |path: &Path| matches!(path.state, PathState::Reconnecting | PathState::Closing) && !path.others.all_gone();
+        let lost_at = self.lost_at?;
+        let quiet = match self.others(index).any(sends) {
+            true => now,
+            false => lost_at,
+        };
+        Some(quiet + PACKET_LIFETIME).filter(|at| *at > now)
+    }
+
+    /// The session is lost. A path that has asked for the chunks before may be let in while requests are at work that have ended here:
+    /// it begins anew.
+    pub(super) fn ask_again(&mut self, env: &mut Env<'_, '_>) {
+        let asked = |path: &Path| path.state == PathState::Connecting && path.step == Step::Informing;
+        for index in 0..self.paths.len() {
+            if asked(&self.paths[index]) {
+                let mut reports = Vec::new();
+                self.paths[index].fail(Error::Overtaken, &mut reports);
+                self.settle(env, index, reports);
+            }
+        }
     }
 
     /// Whether the server may make the session when this path comes (`first_conn`). With two such paths two servers could each have
@@ -235,7 +263,7 @@ impl Session {
     /// An attempt to connect a path has failed, at home.
     pub(super) fn attempt_failed(&mut self, env: &mut Env<'_, '_>, index: usize, error: Error) {
         if matches!(error, Error::Overtaken) {
-            tracing::debug!(session = %self.config.name, path = %self.paths[index].addr, "the path joins another");
+            tracing::debug!(session = %self.config.name, path = %self.paths[index].addr, "the path is connected anew");
             return self.paths[index].come_again();
         }
         tracing::warn!(session = %self.config.name, path = %self.paths[index].addr, %error, "connecting the path failed");

@@ -3,31 +3,60 @@
 use std::collections::VecDeque;
 
 use roce_verbs::Instant;
+use smallvec::SmallVec;
 
-/// When a permit whose request was sent by a path that went down, and not answered there, may have another request: when that path
-/// is gone, or at this time at the latest. Until then something of the old one may still come to the server's chunk.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+/// When a permit whose request was sent by a path that went down, and not answered there, may have another request: when the server
+/// is done with that path, or at this time at the latest. Until then something of the old one may still come to the server's chunk, or
+/// be at work in it.
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Rest<P> {
-    /// The path; `None` if there are several, of which nobody waits for the end.
-    pub path: Option<P>,
-    /// When its queue pairs stopped.
+    /// The paths; `None` for one that is not the session's any more, so that nothing is heard of its end.
+    paths: SmallVec<[Option<P>; 2]>,
+    /// When the last of their queue pairs stopped.
     pub since: Instant,
     /// When the server has long done with it.
     pub until: Instant,
-    /// The request has ended without an answer by any path: the server may be at work on it for as long as its disk takes.
-    pub unanswered: bool,
 }
 
 impl<P: PartialEq> Rest<P> {
+    /// For one path.
+    pub fn new(path: P, since: Instant, until: Instant) -> Self {
+        Self {
+            paths: [Some(path)].into_iter().collect(),
+            since,
+            until,
+        }
+    }
+
     /// Until both are over.
     #[must_use]
-    pub fn and(self, other: Self) -> Self {
-        Self {
-            path: self.path.filter(|path| other.path.as_ref() == Some(path)),
-            since: self.since.max(other.since),
-            until: self.until.max(other.until),
-            unanswered: self.unanswered || other.unanswered,
+    pub fn and(mut self, other: Self) -> Self {
+        for path in other.paths {
+            if path.is_none() || !self.paths.contains(&path) {
+                self.paths.push(path);
+            }
         }
+        self.since = self.since.max(other.since);
+        self.until = self.until.max(other.until);
+        self
+    }
+
+    /// The server is done with a path.
+    pub fn path_gone(&mut self, path: P) {
+        let path = Some(path);
+        self.paths.retain(|of| *of != path);
+    }
+
+    /// There is no such path any more.
+    pub fn path_forgotten(&mut self, path: &P) {
+        for of in &mut self.paths {
+            of.take_if(|of| of == path);
+        }
+    }
+
+    /// Nothing is waited for.
+    pub fn is_over(&self) -> bool {
+        self.paths.is_empty()
     }
 }
 
@@ -74,23 +103,22 @@ impl<P: Copy + PartialEq> Permits<P> {
         self.resting.insert(at, (rest, permit));
     }
 
-    /// Nothing comes to the server by this path any more, and it is done with what was answered by others; with `all` also with what
-    /// was not answered.
-    pub fn path_gone(&mut self, path: P, all: bool) {
+    /// The server is done with what came by this path.
+    pub fn path_gone(&mut self, path: P) {
         let free = &mut self.free;
-        self.resting.retain(|(rest, permit)| {
-            let wakes = rest.path == Some(path) && (all || !rest.unanswered);
-            if wakes {
+        self.resting.retain_mut(|(rest, permit)| {
+            rest.path_gone(path);
+            if rest.is_over() {
                 free.push(*permit);
             }
-            !wakes
+            !rest.is_over()
         });
     }
 
     /// There is no such path any more: what rests for it rests until its time is over.
     pub fn path_forgotten(&mut self, path: P) {
         for (rest, _) in &mut self.resting {
-            rest.path.take_if(|of| *of == path);
+            rest.path_forgotten(&path);
         }
     }
 
@@ -136,13 +164,8 @@ mod tests {
         Instant::from_nanos(ms * 1_000_000)
     }
 
-    fn rest<P>(path: P, ms: u64) -> Rest<P> {
-        Rest {
-            path: Some(path),
-            since: at(0),
-            until: at(ms),
-            unanswered: false,
-        }
+    fn rest<P: PartialEq>(path: P, ms: u64) -> Rest<P> {
+        Rest::new(path, at(0), at(ms))
     }
 
     #[test]
@@ -163,25 +186,10 @@ mod tests {
         permits.give_later(2, rest('b', 2500));
         permits.give_later(0, rest('a', 2000));
         assert_eq!((permits.take(at(1999)), permits.next_timeout()), (None, Some(at(2000))));
-        permits.path_gone('b', false);
+        permits.path_gone('b');
         assert_eq!((permits.take(at(1999)), permits.take(at(1999))), (Some(2), Some(1)));
         assert_eq!(permits.take(at(1999)), None);
         assert_eq!((permits.take(at(2000)), permits.next_timeout()), (Some(0), None));
-    }
-
-    #[test]
-    fn what_was_not_answered_rests_until_the_server_is_done_with_that_too() {
-        let mut permits = Permits::new(1);
-        assert_eq!(permits.take(at(0)), Some(0));
-        let unanswered = Rest {
-            unanswered: true,
-            ..rest('a', 2000)
-        };
-        permits.give_later(0, unanswered);
-        permits.path_gone('a', false);
-        assert_eq!(permits.take(at(0)), None);
-        permits.path_gone('a', true);
-        assert_eq!(permits.take(at(0)), Some(0));
     }
 
     #[test]
@@ -190,11 +198,22 @@ mod tests {
         while permits.take(at(0)).is_some() {}
         permits.give_later(0, rest('a', 2000).and(rest('b', 1500)));
         permits.give_later(1, rest('a', 1000).and(rest('a', 1500)));
-        permits.path_gone('b', false);
+        permits.path_gone('b');
         assert_eq!(permits.take(at(999)), None);
-        permits.path_gone('a', false);
-        assert_eq!((permits.take(at(999)), permits.take(at(1999))), (Some(1), None));
-        assert_eq!(permits.take(at(2000)), Some(0));
+        permits.path_gone('a');
+        assert_eq!((permits.take(at(999)), permits.take(at(999))), (Some(0), Some(1)));
+    }
+
+    #[test]
+    fn what_went_by_a_path_that_is_no_more_rests_until_its_time_is_over() {
+        let mut permits = Permits::new(2);
+        while permits.take(at(0)).is_some() {}
+        permits.give_later(0, rest('a', 2000).and(rest('b', 1500)));
+        permits.path_forgotten('a');
+        // Another in its place.
+        permits.path_gone('a');
+        permits.path_gone('b');
+        assert_eq!((permits.take(at(1999)), permits.take(at(2000))), (None, Some(0)));
     }
 
     #[test]

@@ -56,6 +56,8 @@ pub(super) struct Session {
     why: PathError,
     /// At home: other shares of which nothing is left.
     ended: usize,
+    /// When its last path went.
+    pub(super) lost_at: Option<Instant>,
     /// When paths are compared next; elsewhere, when home is told again that requests are under way.
     pub(super) look_at: Option<Instant>,
     /// At home: until then other shares have requests under way.
@@ -103,6 +105,7 @@ impl Session {
             lane: Lane::new(id),
             failure: None,
             why: PathError::Closed,
+            lost_at: None,
             ended: 0,
             look_at: None,
             others_busy: None,
@@ -174,14 +177,19 @@ impl Session {
             },
             Word::Connected { .. } => {
                 path.others.connected(from);
-                if step == Step::Gathering {
+                if matches!(step, Step::Gathering | Step::Resting) {
                     let mut handshake = self.handshake(env, index);
                     let done = handshake.connected();
                     handshake.settle(done, &mut reports);
                 }
             }
             Word::Lost { error, .. } => path.fail(error, &mut reports),
-            Word::Gone { .. } => path.share_gone(env, &self.config, from),
+            Word::Gone { .. } => {
+                path.share_gone(env, &self.config, from);
+                if !path.is_up() {
+                    self.lost_at = self.lost_at.map(|_| env.cx.now);
+                }
+            }
             Word::Latency { time, .. } => path.questions.latency = Some(time),
             Word::Forget { .. } => path.meet(PathEvent::RemoveAsked),
             _ => {}
@@ -354,6 +362,7 @@ impl Session {
         Handshake {
             agreed: self.agreed(index),
             others_up: self.has_other_up(index),
+            ask_at: self.ask_at(env.cx.now, index),
             path: &mut self.paths[index],
             env,
             lane: &mut self.lane,
@@ -454,6 +463,12 @@ impl Session {
             let path = &mut self.paths[index];
             if path.next_timeout().is_some_and(|due| due <= env.cx.now) {
                 let mut reports = Vec::new();
+                if path.has_rested(env.cx.now) {
+                    let mut handshake = self.handshake(env, index);
+                    let done = handshake.connected();
+                    handshake.settle(done, &mut reports);
+                }
+                let path = &mut self.paths[index];
                 path.timeout(env, &self.config, &mut reports);
                 self.settle(env, index, reports);
             }
@@ -512,12 +527,10 @@ impl Session {
             Report::Forgotten => self.lane.path_forgotten(index as u16),
             Report::Orphans(orphans) => self.orphaned(env, index, orphans),
             Report::Closed => {
-                if self.paths[index].parted {
-                    // A server that hears of the loss before it lets the session's next path in is done by then with all requests.
-                    let others = self
-                        .others(index)
-                        .all(|path| !path.is_up() && path.state != PathState::Connecting);
-                    self.lane.path_gone(index as u16, others, env.out);
+                // A server that hears of the loss before it lets the session's next path in is done by then with all requests.
+                let next = |path: &Path| path.is_up() || path.state == PathState::Connecting;
+                if self.paths[index].parted && !self.others(index).any(next) {
+                    self.lane.path_gone(index as u16);
                 }
                 if env.share.is_home() {
                     let why = self.paths[index].why();
@@ -535,7 +548,7 @@ impl Session {
     fn path_up(&mut self, env: &mut Env<'_, '_>, index: usize, again: bool) {
         if again {
             // A server refuses it as long as it is at work for the connections that were before.
-            self.lane.path_gone(index as u16, true, env.out);
+            self.lane.path_gone(index as u16);
         }
         let path = &self.paths[index];
         let Some(terms) = path.terms else { return };
@@ -588,9 +601,11 @@ impl Session {
             return;
         }
         self.why = why;
+        self.lost_at = Some(env.cx.now);
         for path in &mut self.paths {
             path.outlived = true;
         }
+        self.ask_again(env);
         self.meet(env, SessionEvent::LastPathDown);
         self.fail_waiting(env);
     }

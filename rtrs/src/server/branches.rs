@@ -78,6 +78,12 @@ impl Server {
                     self.reject(cx, asked.cm, errno);
                 }
             }
+            Message::Settle(part) => self.settle_for(home, part),
+            Message::Spare(part, path) => {
+                if let Some(session) = self.sessions.get_mut(&part.session) {
+                    session.spare(part.path, path, &mut self.effects);
+                }
+            }
             Message::Ready(terms) => self.make_ready(cx, &terms),
             Message::Down(Part { session, path }, why) => self.effects.broken.push_back((session, path, why)),
             Message::Over(session, why) => self.over(session, why),
@@ -175,7 +181,7 @@ impl Server {
     /// Nothing of a path is left here, and the user has none of its requests.
     pub(super) fn leave(&mut self, cx: &mut Cx<'_>, key: SessionKey, path: PathKey) {
         if let Some(session) = self.sessions.get_mut(&key)
-            && let Some(gone) = session.paths.remove(&path)
+            && let Some(gone) = session.remove_path(path)
         {
             session.deregister_unused(cx);
             self.borrowed.leave(cx, key, gone.id.device);

@@ -13,6 +13,7 @@ use crate::{
     admission::PathKey,
     proto::SgDesc,
     server::{
+        awaited::AtWork,
         cells::{Hold, Taken},
         request::RequestKey,
         state::{CHUNK, ChunkEvent, ChunkState},
@@ -82,6 +83,16 @@ impl Chunk {
     /// The request that has it.
     fn owner(&self) -> Option<Asked> {
         self.owner.filter(|_| !self.is_idle())
+    }
+
+    /// Paths with a request at work, or that wait.
+    fn at_work(&self) -> impl Iterator<Item = PathKey> {
+        let busy = matches!(self.state, ChunkState::Revoking | ChunkState::User);
+        let owner = self.owner().filter(|_| busy);
+        owner
+            .into_iter()
+            .chain(self.parked.iter().copied())
+            .map(|asked| asked.path)
     }
 
     /// Whether the event was legal.
@@ -176,6 +187,18 @@ impl Chunks {
             .filter(wanted)
             .map(|(i, _)| i as u16)
             .collect()
+    }
+
+    /// Whether a request of the path is at work in the chunk, or waits for it. One that is answered is not.
+    pub(crate) fn at_work(&self, (chunk, path): AtWork) -> bool {
+        let mut here = self.get(chunk).into_iter().flat_map(Chunk::at_work);
+        here.any(|of| of == path)
+    }
+
+    /// All requests that are at work, or wait.
+    pub(crate) fn all_at_work(&self) -> impl Iterator<Item = AtWork> {
+        let chunks = (0..).zip(&self.chunks);
+        chunks.flat_map(|(index, chunk)| chunk.at_work().map(move |path| (index, path)))
     }
 
     /// Forgets the requests of a path that wait.

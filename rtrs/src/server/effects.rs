@@ -9,7 +9,7 @@ use crate::{
     admission::PathKey,
     server::{
         counters::ServerCounters,
-        letter::{Letter, Message},
+        letter::{Letter, Message, Part},
         request::{Output, SessionKey},
         share::Share,
     },
@@ -39,6 +39,8 @@ pub(crate) struct Effects {
     pub(crate) counters: ServerCounters,
     /// For other shares.
     pub(crate) letters: VecDeque<(usize, Letter)>,
+    /// Paths that have asked for the chunks, and wait for no request of before any more, here.
+    pub(crate) settled: Vec<Part>,
     /// When sessions are to be looked at.
     pub(crate) wake: Option<Instant>,
 }

@@ -50,6 +50,7 @@ impl Server {
                 }
                 self.name_waiting(cx, part.session);
             }
+            Message::Settled(part) => self.share_settled(cx, from, part),
             Message::Lost(part, why) => self.lost(cx, part, why),
             Message::Gone(Part { session, path }) => {
                 if let Some(entry) = self.path_mut(session, path) {

@@ -74,6 +74,12 @@ pub(crate) enum Message {
     Accept(Ask, Part),
     /// From home: refuse this request.
     Refuse { ask: Ask, errno: i32 },
+    /// From home: the path has asked for the chunks; are requests of the session at work?
+    Settle(Part),
+    /// To home: those that were are over.
+    Settled(Part),
+    /// From home: it need not wait for those of this path.
+    Spare(Part, PathKey),
     /// From home: the path's connections are made; requests may come soon.
     Ready(Box<Terms>),
     /// To home: they may come.

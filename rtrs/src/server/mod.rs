@@ -1,5 +1,6 @@
 //! The server: accepts sessions, keeps their chunks, and hands requests to its user.
 
+mod awaited;
 mod branches;
 mod cells;
 mod chunks;
@@ -18,6 +19,7 @@ mod others;
 mod path;
 mod path_id;
 mod post;
+mod probe;
 pub mod request;
 #[allow(clippy::module_inception, reason = "the server itself")]
 mod server;

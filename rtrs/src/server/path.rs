@@ -1,7 +1,7 @@
 //! A path of a session: its connections and their keys, and how long it waits for its peer.
 
 use core::time::Duration;
-use std::sync::Arc;
+use std::{collections::BTreeSet, sync::Arc};
 
 use roce_mem::Pages;
 use roce_verbs::{
@@ -21,6 +21,7 @@ use crate::{
     mark::{Mark, MarkKind},
     proto::{ChunkLayout, InfoReq, InfoRsp, SERVICE_QUEUE_DEPTH},
     server::{
+        awaited::Probe,
         cells::Hold,
         config::ServerConfig,
         conn::{Conn, caps},
@@ -103,6 +104,10 @@ pub(crate) struct Path {
     flushed: Option<Instant>,
     /// The client has asked for the chunks, by the session's name; it is answered when they may be used.
     pub(crate) asked: bool,
+    /// At home: shares where requests may be at work that were when it asked.
+    pub(crate) unsettled: BTreeSet<usize>,
+    /// At home: whether their clients live.
+    pub(crate) probe: Probe,
     /// The user knows of it.
     pub(crate) is_up: bool,
     /// Requests of it that are with the user.
@@ -207,6 +212,8 @@ impl Path {
             signs: Signs::default(),
             flushed: None,
             asked: false,
+            unsettled: BTreeSet::new(),
+            probe: Probe::None,
             is_up: false,
             with_user: 0,
             rdma: RdmaStats::default(),
@@ -463,14 +470,18 @@ impl Path {
 
     /// Nothing is waited for any more.
     pub(crate) fn stop_timers(&mut self) {
-        self.flushed = None;
+        (self.flushed, self.probe) = (None, Probe::None);
     }
 
     /// When [`Path::tick`] wants to be called.
     pub(crate) fn next_timeout(&self) -> Option<Instant> {
         let pulse = self.pulse.as_ref().filter(|_| self.state == PathState::Connected);
         let beat = pulse.map(|pulse| pulse.next);
-        self.flushed.into_iter().chain(beat).min()
+        let probe = match self.probe {
+            Probe::Due(at) => Some(at),
+            Probe::None | Probe::Asked => None,
+        };
+        self.flushed.into_iter().chain(beat).chain(probe).min()
     }
 
     /// Looks at the clock. True: the peer is to be asked for a sign of life.

@@ -485,6 +485,7 @@ impl Server {
             message @ (Message::Asks { .. }
             | Message::AsksNoMore(_)
             | Message::IsReady(_)
+            | Message::Settled(_)
             | Message::Lost(..)
             | Message::Gone(_)
             | Message::Busy(_)
@@ -619,6 +620,7 @@ impl Server {
         if let Err(why) = self.take_name(place, name) {
             return self.effects.broken.push_back((place.session, place.path, why));
         }
+        let now = cx.now;
         let Some(session) = self.sessions.get_mut(&place.session) else {
             return;
         };
@@ -628,6 +630,7 @@ impl Server {
         if let Some(path) = session.paths.get_mut(&place.path) {
             path.asked = true;
         }
+        session.begin_to_wait(now, place.path, &mut self.effects);
         self.name_waiting(cx, place.session);
     }
 
@@ -655,12 +658,13 @@ impl Server {
     }
 
     /// Answers the paths of a session that have asked for the chunks, once there are any and nobody works on requests that came
-    /// by paths that are lost.
+    /// by paths that are lost, or before a path asked.
     pub(super) fn name_waiting(&mut self, cx: &mut Cx<'_>, key: SessionKey) {
         let Some(session) = self.sessions.get(&key).filter(|s| !s.has_late_requests()) else {
             return;
         };
-        let waits = |path: &&Path| path.state == PathState::Connecting && path.asked && path.has_chunks();
+        let may = |path: &Path| path.asked && path.has_chunks() && !session.waits(path);
+        let waits = |path: &&Path| path.state == PathState::Connecting && may(path);
         let waiting: Vec<PathKey> = session.paths.values().filter(waits).map(|path| path.id.key).collect();
         for path in waiting {
             if self.prepare(cx, Part { session: key, path }) {
@@ -673,7 +677,11 @@ impl Server {
     fn settle(&mut self, cx: &mut Cx<'_>) {
         let wake = self.effects.wake.take();
         self.wake(wake);
-        while let Some((session, path, why)) = self.effects.broken.pop_front() {
+        loop {
+            self.look_at_settled(cx);
+            let Some((session, path, why)) = self.effects.broken.pop_front() else {
+                return;
+            };
             self.fail(cx, session, path, why);
         }
     }
@@ -751,7 +759,7 @@ impl Server {
                     self.effects.broken.push_back((key, path_key, why));
                 }
             }
-            PathAction::DropParked => session.drop_parked(path_key),
+            PathAction::DropParked => session.drop_parked(path_key, &mut self.effects),
             PathAction::DrainQps => path.drain(cx),
             PathAction::Disconnect => session.disconnect(cx, path_key),
             PathAction::TellAdmission => {
@@ -818,7 +826,7 @@ impl Server {
         let Some(session) = self.sessions.get_mut(&key) else {
             return;
         };
-        let Some(path) = session.paths.remove(&path_key) else {
+        let Some(path) = session.remove_path(path_key) else {
             return;
         };
         session.deregister_unused(cx);

@@ -20,10 +20,11 @@ use crate::{
     mark::{Mark, MarkKind},
     proto::{self, ChunkLayout, Imm, InfoReq, IoReply, MAX_HDR_SIZE, ProtoError, Uuid},
     server::{
+        awaited::Awaited,
         cells::{Cells, Hold},
         chunks::{Asked, Begun, Chunks, Room},
         effects::{Effects, Place},
-        letter::{Branch, Terms},
+        letter::{Branch, Part, Terms},
         listing::SessionListing,
         path::Path,
         post::{Answer, Done, Renewal, ServerWork, revoked},
@@ -65,6 +66,7 @@ pub(crate) struct Session {
     /// The chunks' registrations, one for each device that paths lead through.
     mrs: SmallVec<[(DeviceIx, MrInfo); 1]>,
     chunks: Chunks,
+    awaited: Awaited,
     pub(crate) paths: BTreeMap<PathKey, Path>,
     /// Paths that the user knows of.
     pub(crate) up: usize,
@@ -114,6 +116,7 @@ impl Session {
             memory: None,
             mrs: SmallVec::new(),
             chunks: Chunks::new(layout.queue_depth(), hold),
+            awaited: Awaited::default(),
             paths: BTreeMap::new(),
             up: 0,
             watch: Watch::default(),
@@ -160,6 +163,43 @@ impl Session {
     pub(crate) fn has_late_requests(&self) -> bool {
         let late = |path: &Path| !path.is_alive() && (path.with_user > 0 || !path.others.is_empty());
         self.paths.values().any(late)
+    }
+
+    /// A path asks for the chunks. True: it waits for requests that are at work here.
+    pub(crate) fn await_requests(&mut self, path: PathKey) -> bool {
+        self.awaited.begin(path, self.chunks.all_at_work())
+    }
+
+    /// Whether a path waits for requests here that were at work when it asked.
+    pub(crate) fn awaits(&self, path: PathKey) -> bool {
+        self.awaited.has(path)
+    }
+
+    /// A path is gone.
+    pub(crate) fn remove_path(&mut self, path: PathKey) -> Option<Path> {
+        self.awaited.forget(path);
+        self.paths.remove(&path)
+    }
+
+    /// The client of a path lives: a path that asks need not wait for its requests.
+    pub(crate) fn spare(&mut self, asker: PathKey, path: PathKey, effects: &mut Effects) {
+        if self.awaited.alive(asker, path) {
+            self.tell_settled([asker], effects);
+        }
+    }
+
+    /// Requests may be over, or have been forgotten.
+    fn look_at_awaited(&mut self, effects: &mut Effects) {
+        if !self.awaited.is_empty() {
+            let settled = self.awaited.keep(|request| self.chunks.at_work(request));
+            self.tell_settled(settled, effects);
+        }
+    }
+
+    fn tell_settled(&self, askers: impl IntoIterator<Item = PathKey>, effects: &mut Effects) {
+        let session = self.key;
+        let parts = askers.into_iter().map(|path| Part { session, path });
+        effects.settled.extend(parts);
     }
 
     /// The chunks.
@@ -330,7 +370,10 @@ impl Session {
             Imm::IoReq(payload) => self.io_request(cx, place, payload, effects),
             Imm::HbMsg | Imm::HbAck if place.cid != 0 => Err(PathError::Unexpected("a heartbeat on an I/O connection")),
             Imm::HbMsg => self.push(place, ServerWork::imm(Imm::HbAck), effects),
-            Imm::HbAck => Ok(()),
+            Imm::HbAck => {
+                self.answered_probe(place.path, effects);
+                Ok(())
+            }
             Imm::IoRsp(_) => Err(PathError::Unexpected("an answer from the client")),
         }
     }
@@ -477,14 +520,17 @@ impl Session {
         };
         let path = self.paths.get_mut(&asked.path)?;
         path.with_user = path.with_user.saturating_sub(1);
-        if path.drained {
-            self.chunks.answered_in_vain(key.chunk);
-            self.let_go(key.chunk, asked.path, effects);
-            self.release(cx, key.chunk, effects);
-            return Some(asked.path);
+        let (drained, alive, renewal) = (path.drained, path.is_alive(), path.renewal());
+        match drained {
+            true => {
+                self.chunks.answered_in_vain(key.chunk);
+                self.let_go(key.chunk, asked.path, effects);
+                self.release(cx, key.chunk, effects);
+            }
+            false => self.chunks.answered(key.chunk),
         }
-        self.chunks.answered(key.chunk);
-        if !path.is_alive() {
+        self.look_at_awaited(effects);
+        if !alive {
             // The chunk is idle when the path is drained: until then what it had posted may still read it.
             return Some(asked.path);
         }
@@ -495,7 +541,7 @@ impl Session {
             dest: begun.dest,
             need_inval: begun.need_inval,
         };
-        let work = ServerWork::answer(answer, path.renewal());
+        let work = ServerWork::answer(answer, renewal);
         let place = self.place(asked.path, asked.cid);
         if let Err(e) = self.push(place, work, effects) {
             effects.broken.push_back((self.key, asked.path, e));
@@ -554,11 +600,13 @@ impl Session {
         for chunk in self.chunks.wanted() {
             self.release(cx, chunk, effects);
         }
+        self.look_at_awaited(effects);
     }
 
     /// Requests of a path that wait for their chunks are forgotten.
-    pub(crate) fn drop_parked(&mut self, path: PathKey) {
+    pub(crate) fn drop_parked(&mut self, path: PathKey, effects: &mut Effects) {
         self.chunks.drop_parked(path);
+        self.look_at_awaited(effects);
     }
 
     /// A path is drained: chunks whose answers have not left are idle.

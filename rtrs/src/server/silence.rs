@@ -83,6 +83,7 @@ impl Session {
             }
         }
         if self.home.is_none() {
+            self.probe(now, effects);
             self.look(now, effects);
         }
     }
@@ -128,7 +129,7 @@ impl Session {
 }
 
 /// Asks a path's client for a sign of life.
-fn ask(session: SessionKey, path: &mut Path, effects: &mut Effects) {
+pub(super) fn ask(session: SessionKey, path: &mut Path, effects: &mut Effects) {
     let place = Place {
         session,
         path: path.id.key,

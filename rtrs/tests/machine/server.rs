@@ -6,6 +6,7 @@ mod server_bed;
 mod server_chaos;
 mod server_lies;
 mod server_matrix;
+mod server_waits;
 
 use core::time::Duration;
 

@@ -80,6 +80,8 @@ struct World {
     under_way: [BTreeSet<u16>; 5],
     /// Clients that have given their name.
     asked: [bool; 5],
+    /// Requests that the user had when each client gave its name, of its session.
+    before: [BTreeSet<RequestKey>; 5],
     /// Requests, and the clients that they are of.
     with_user: Vec<(RequestKey, usize)>,
     /// The user takes its time.
@@ -104,6 +106,7 @@ impl World {
             clients: clients(),
             under_way: Default::default(),
             asked: [false; 5],
+            before: Default::default(),
             with_user: Vec::new(),
             slow: false,
             seen: BTreeSet::new(),
@@ -192,6 +195,12 @@ impl World {
         match op {
             Op::Inform if service && io && !self.asked[who] => {
                 self.asked[who] = true;
+                let session = client.session;
+                let same = self
+                    .with_user
+                    .iter()
+                    .filter(|(_, of)| self.clients[*of].session == session);
+                self.before[who] = same.map(|(key, _)| *key).collect();
                 let name = format!("s{}", client.session);
                 client.inform(bed, InfoReq::new(&name).unwrap().as_bytes());
             }
@@ -252,6 +261,11 @@ impl World {
                 assert!(
                     !is_in || !self.has_late_requests(who),
                     "{who} may write where the user is at work"
+                );
+                let mut before = self.with_user.iter().filter(|(key, _)| self.before[who].contains(key));
+                assert!(
+                    !is_in || before.next().is_none(),
+                    "{who} may write where the user was at work when it asked"
                 );
             }
             if self.receives(who, 1) && !self.clients[who].chunks.is_empty() {
