@@ -62,3 +62,12 @@ pub(super) struct Orphan {
     pub(super) permit: u16,
     pub(super) flight: Flight,
 }
+
+/// A request that is to be sent by another path. It still has its permit.
+#[derive(Debug)]
+pub(super) struct Again {
+    pub(super) permit: u16,
+    pub(super) request: Submission,
+    /// What its permit has to wait for when it ends.
+    pub(super) rest: Option<Rest<u16>>,
+}

@@ -14,7 +14,7 @@ use crate::{
     Direction, IoError, PACKET_LIFETIME, PathError,
     client::{
         buffers::{Buffer, Buffers},
-        flight::{Flight, Orphan, Waits},
+        flight::{Again, Flight, Orphan, Waits},
         headers::Headers,
         permits::{Permits, Rest},
         request::{Output, SessionId, Submission},
@@ -28,20 +28,38 @@ const REST: Duration = Duration::from_secs(2);
 /// The same for requests that were not answered by another path either: a kernel's server lets another path in while its disk is at
 /// work on them (which Linux gives up after 30 s, by default).
 const LONG_REST: Duration = Duration::from_secs(30);
-/// A request that was done when it was sent again, by another path, while what was sent first may still be under way. Its user hears of
-/// it when that is no more: else it could write the same blocks anew, and the old data would come after the new.
+/// A request with a permit, of which what was sent first may still be under way by a path that is down.
 #[derive(Debug)]
 struct Held {
     permit: u16,
     request: Submission,
-    result: Result<(), IoError>,
     rest: Rest<u16>,
+    then: Then,
+}
+
+/// What happens to a request that is held, when no packet of it can come any more.
+#[derive(Debug)]
+enum Then {
+    /// It was done when it was sent again, by another path, and its user hears of it: earlier, the same blocks could be written anew,
+    /// and the old data would come after the new.
+    Tell(Result<(), IoError>),
+    /// It goes by another path. A read's message is not the same there: it names another key. If what was sent first came after it,
+    /// the server would find the key of a path that is no more, and this one would end as well.
+    SendAgain,
 }
 
 impl Held {
-    /// When its user hears of it.
+    /// For how long.
     fn until(rest: &Rest<u16>) -> Instant {
         rest.since + PACKET_LIFETIME
+    }
+
+    fn again(self) -> Again {
+        Again {
+            permit: self.permit,
+            request: self.request,
+            rest: Some(self.rest),
+        }
     }
 }
 
@@ -74,7 +92,6 @@ pub(super) struct Lane {
     pub(super) domains: SmallVec<[Domain; 1]>,
     /// Requests that wait for a permit.
     pub(super) waiting: VecDeque<Submission>,
-    /// Requests that are done, and not told of yet.
     held: Vec<Held>,
 }
 
@@ -202,24 +219,56 @@ impl Lane {
         // What is read twice changes nothing.
         let early = |rest: &Rest<u16>| request.direction == Direction::Write && now < Held::until(rest);
         if let Some(rest) = flight.rest.clone().filter(early) {
+            let then = Then::Tell(result);
             return self.held.push(Held {
                 permit,
                 request,
-                result,
                 rest,
+                then,
             });
         }
         self.release(permit, flight.rest);
         self.told(request, result, out);
     }
 
-    /// Tells of requests that have been held for long enough.
-    pub(super) fn let_go(&mut self, now: Instant, out: &mut VecDeque<Output>) {
-        let due = |held: &mut Held| Held::until(&held.rest) <= now;
-        for held in self.held.extract_if(.., due).collect::<Vec<_>>() {
-            self.release(held.permit, Some(held.rest));
-            self.told(held.request, held.result, out);
+    /// Holds the reads that have been sent, until what was sent can't come any more. Returns the other requests.
+    pub(super) fn hold(&mut self, requests: Vec<Again>) -> Vec<Again> {
+        let read = |request: &Again| request.request.direction == Direction::Read;
+        let mut others = Vec::new();
+        for again in requests {
+            match again.rest.clone().filter(|_| read(&again)) {
+                Some(rest) => self.held.push(Held {
+                    permit: again.permit,
+                    request: again.request,
+                    rest,
+                    then: Then::SendAgain,
+                }),
+                None => others.push(again),
+            }
         }
+        others
+    }
+
+    /// Tells of requests that have been held for long enough. Returns those that are to be sent again.
+    pub(super) fn let_go(&mut self, now: Instant, out: &mut VecDeque<Output>) -> Vec<Again> {
+        let due = |held: &mut Held| Held::until(&held.rest) <= now;
+        let mut again = Vec::new();
+        for held in self.held.extract_if(.., due).collect::<Vec<_>>() {
+            match held.then {
+                Then::Tell(result) => {
+                    self.release(held.permit, Some(held.rest));
+                    self.told(held.request, result, out);
+                }
+                Then::SendAgain => again.push(held.again()),
+            }
+        }
+        again
+    }
+
+    /// No path is left by which a request could be sent again.
+    pub(super) fn unsent(&mut self) -> Vec<Again> {
+        let unsent = |held: &mut Held| matches!(held.then, Then::SendAgain);
+        self.held.extract_if(.., unsent).map(Held::again).collect()
     }
 
     /// The session ends while something of what is held may still come to the server: nobody knows what is left of it.
@@ -230,7 +279,7 @@ impl Lane {
         }
     }
 
-    /// When the next request that is held is to be told of.
+    /// When the next request has been held for long enough.
     pub(super) fn next_timeout(&self) -> Option<Instant> {
         self.held.iter().map(|held| Held::until(&held.rest)).min()
     }

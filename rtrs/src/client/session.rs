@@ -6,14 +6,14 @@ use roce_verbs::{
 };
 
 use crate::{
-    Error, IoError, PathError,
+    Direction, Error, IoError, PathError,
     client::{
         answer::Answers,
         buffers::{Buffer, Buffers},
         config::{ConType, SessionConfig, SessionInfo},
         conn::Post,
         env::Env,
-        flight::{Flight, Orphan, Waits},
+        flight::{Again, Flight, Orphan, Waits},
         handshake::Handshake,
         lane::Lane,
         letter::{Joining, Opening, Word},
@@ -474,7 +474,11 @@ impl Session {
             }
         }
         self.compare_paths(env);
-        self.lane.let_go(env.cx.now, env.out);
+        let again = self.lane.let_go(env.cx.now, env.out);
+        if !again.is_empty() {
+            let why = self.why.clone();
+            self.send_again(env, again, &why);
+        }
         // Permits may have rested long enough.
         self.start(env);
     }
@@ -607,6 +611,10 @@ impl Session {
         }
         self.ask_again(env);
         self.meet(env, SessionEvent::LastPathDown);
+        let why = self.why.clone();
+        for request in self.lane.unsent() {
+            self.ended(env, request, &why);
+        }
         self.fail_waiting(env);
     }
 
@@ -621,33 +629,59 @@ impl Session {
     /// can't do it a first time after it has done it a second time, and something else in between.
     fn orphaned(&mut self, env: &mut Env<'_, '_>, index: usize, orphans: Vec<Orphan>) {
         let (why, outlived) = (self.paths[index].why(), self.paths[index].outlived);
-        let mut taken = vec![0; self.paths.len()];
+        // Of a path that was in order its last packets are under way now.
+        let closed = matches!(why, PathError::Closed) && self.has_other_up(index);
+        let mut again = Vec::new();
         for Orphan { permit, flight } in orphans {
-            let result = match flight.waits {
+            let Flight {
+                request, waits, rest, ..
+            } = flight;
+            let result = match waits {
                 // It was answered; the key ended with the queue pair.
                 Waits::Revocation(0) => Ok(()),
                 Waits::Revocation(errno) => Err(IoError::Remote(errno.into())),
-                // With the session the server has closed what its user had open there: even if another path is up by now, the
-                // request may mean something else.
-                Waits::Room | Waits::Answer => match self.way_for(permit).filter(|_| !outlived) {
-                    Some(path) => {
-                        taken[path] += 1;
-                        self.paths[path].stats.failovers += 1;
-                        self.send(env, path, permit, flight.request, flight.rest);
-                        continue;
-                    }
-                    None => Err(IoError::Path(why.clone())),
-                },
+                Waits::Room | Waits::Answer => {
+                    again.push(Again { permit, request, rest });
+                    continue;
+                }
             };
-            match result {
-                Err(IoError::Path(_)) => self.lane.release_unanswered(env.cx.now, permit, flight.rest),
-                _ => self.lane.release(permit, flight.rest),
+            self.lane.release(permit, rest);
+            self.lane.told(request, result, env.out);
+        }
+        // With the session the server has closed what its user had open there: even if another path is up by now, a request may mean
+        // something else.
+        if outlived {
+            return again.into_iter().for_each(|request| self.ended(env, request, &why));
+        }
+        if closed {
+            again = self.lane.hold(again);
+        }
+        self.send_again(env, again, &why);
+    }
+
+    /// Sends requests by another path, if there is one.
+    fn send_again(&mut self, env: &mut Env<'_, '_>, requests: Vec<Again>, why: &PathError) {
+        let mut taken = vec![0; self.paths.len()];
+        for Again { permit, request, rest } in requests {
+            match self.way_for(permit) {
+                Some(path) => {
+                    taken[path] += 1;
+                    self.paths[path].stats.failovers += 1;
+                    self.send(env, path, permit, request, rest);
+                }
+                None => self.ended(env, Again { permit, request, rest }, why),
             }
-            self.lane.told(flight.request, result, env.out);
         }
         for (path, requests) in taken.into_iter().enumerate().filter(|(_, n)| *n > 0) {
             self.news(env, path, PathNews::TookOver(requests));
         }
+    }
+
+    /// A request ends with its path.
+    fn ended(&mut self, env: &mut Env<'_, '_>, request: Again, why: &PathError) {
+        let Again { permit, request, rest } = request;
+        self.lane.release_unanswered(env.cx.now, permit, rest);
+        self.lane.told(request, Err(IoError::Path(why.clone())), env.out);
     }
 
     /// A path that is up, and has this permit's chunk.

@@ -1,6 +1,6 @@
 //! A session with two paths, of which one is lost.
 
-use core::time::Duration;
+use core::{ops::Range, time::Duration};
 use std::{collections::VecDeque, net::SocketAddr};
 
 use roce_verbs::{
@@ -10,13 +10,14 @@ use roce_verbs::{
 
 use super::*;
 use crate::{
-    Direction, PACKET_LIFETIME,
+    PACKET_LIFETIME,
     addr::PathAddr,
     client::{
         conn::Conn,
         env::{ConnKey, Names},
         policy::Policy,
         share::Share,
+        status::PathCommand,
         terms::Terms,
     },
     proto::{ChunkLayout, Imm, IoReply, MsgFlags, info::ChunkAddr},
@@ -154,13 +155,17 @@ impl Bed {
 
     /// A write of four bytes; header and data tell which.
     fn write(&mut self, tag: u8) {
+        self.submit(tag, Direction::Write);
+    }
+
+    fn submit(&mut self, tag: u8, direction: Direction) {
         self.with(|session, env| {
             let buffer = session.take_buffer(env.cx, 4).unwrap();
             session.buffers().write(&buffer, 0, &[tag; 4]).unwrap();
             let request = Submission {
                 tag: tag.into(),
                 con: ConType::Io(0),
-                direction: Direction::Write,
+                direction,
                 header: [tag, tag].into_iter().collect(),
                 data: Some(buffer),
             };
@@ -193,6 +198,18 @@ impl Bed {
             lost.fail_path(PathError::Unexpected("a test"), &mut reports);
             session.settle(env, path.into(), reports);
         });
+        self.drain(path);
+    }
+
+    /// The path is taken down by hand, and drained.
+    fn disconnect(&mut self, path: u16) {
+        let id = self.session.paths[usize::from(path)].id;
+        self.with(|session, env| session.command(env, id, PathCommand::Disconnect))
+            .unwrap();
+        self.drain(path);
+    }
+
+    fn drain(&mut self, path: u16) {
         let ended = self.out.iter().any(|told| matches!(told, Output::Done { .. }));
         assert!(!ended, "nothing ends before the path is drained");
         for (place, qp) in self.qps[usize::from(path)].clone().into_iter().enumerate() {
@@ -200,6 +217,19 @@ impl Bed {
             self.with(|session, env| session.drained(env, path, place as u16));
         }
         self.provider.completions.clear();
+    }
+
+    /// Writes go out by path 0, which is lost then, and by path 1, which answers them.
+    fn write_twice(&mut self, tags: Range<u8>) {
+        for tag in tags.clone() {
+            self.write(tag);
+        }
+        self.sent(0);
+        self.lose(0);
+        self.sent(1);
+        for permit in 0..tags.len() as u32 {
+            self.answer(1, permit);
+        }
     }
 
     fn answer(&mut self, path: u16, permit: u32) {
@@ -277,15 +307,7 @@ fn a_request_that_goes_by_another_path_keeps_its_permit() {
 #[test]
 fn a_write_that_was_sent_twice_is_told_of_when_nothing_is_under_way() {
     let mut bed = Bed::new();
-    for tag in 0..2 {
-        bed.write(tag);
-    }
-    bed.sent(0);
-    bed.lose(0);
-    bed.sent(1);
-    for permit in 0..2 {
-        bed.answer(1, permit);
-    }
+    bed.write_twice(0..2);
     assert_eq!(bed.session.permits(), 2);
     assert_eq!(bed.session.next_timeout(), Some(bed.now + PACKET_LIFETIME));
     bed.later(PACKET_LIFETIME - Duration::from_nanos(1));
@@ -303,11 +325,7 @@ fn a_write_that_was_sent_twice_is_told_of_when_nothing_is_under_way() {
 #[test]
 fn an_attempt_that_is_given_up_says_nothing_of_the_connections_before() {
     let mut bed = Bed::new();
-    bed.write(0);
-    bed.sent(0);
-    bed.lose(0);
-    bed.sent(1);
-    bed.answer(1, 0);
+    bed.write_twice(0..1);
     let cm = bed.provider.cm_resolve(None, bed.session.config.paths[0].dst).unwrap();
     bed.with(|session, env| {
         let path = &mut session.paths[0];
@@ -326,29 +344,54 @@ fn an_attempt_that_is_given_up_says_nothing_of_the_connections_before() {
 #[test]
 fn a_write_that_is_held_when_the_session_ends_is_not_told_of_as_done() {
     let mut bed = Bed::new();
-    bed.write(0);
-    bed.sent(0);
-    bed.lose(0);
-    bed.sent(1);
-    bed.answer(1, 0);
+    bed.write_twice(0..1);
     let Bed { session, out, .. } = &mut bed;
     session.lane.let_all_go(out);
     assert_eq!(bed.done(), [(0, false)]);
+}
+
+/// Its message names a key of the path. If it came after the one that went by the other path, the server would use the wrong key there.
+#[test]
+fn a_read_of_a_path_that_is_taken_down_goes_by_another_when_its_message_has_come() {
+    let mut bed = Bed::new();
+    bed.submit(0, Direction::Read);
+    bed.write(1);
+    bed.sent(0);
+    bed.submit(2, Direction::Read);
+    bed.disconnect(0);
+    assert_eq!(
+        permits(&bed.sent(1)),
+        [1, 2],
+        "a write's message is the same by any path"
+    );
+    bed.later(PACKET_LIFETIME - Duration::from_nanos(1));
+    assert_eq!(permits(&bed.sent(1)), []);
+    bed.later(Duration::from_nanos(1));
+    assert_eq!(permits(&bed.sent(1)), [0]);
+    assert_eq!(bed.done(), []);
+}
+
+#[test]
+fn a_read_that_waits_for_another_path_ends_with_the_last_of_them() {
+    let mut bed = Bed::new();
+    bed.submit(0, Direction::Read);
+    bed.sent(0);
+    bed.disconnect(0);
+    bed.with(|session, env| {
+        let mut reports = Vec::new();
+        session.paths[1].fail_path(PathError::Unexpected("a test"), &mut reports);
+        session.settle(env, 1, reports);
+    });
+    assert_eq!(bed.done(), [(0, false)]);
+    bed.later(PACKET_LIFETIME);
+    assert_eq!(bed.done(), []);
 }
 
 /// Something of the lost path may still be on its way to the chunk.
 #[test]
 fn a_permit_that_was_on_a_lost_path_rests_after_its_request_has_ended() {
     let mut bed = Bed::new();
-    for tag in 0..3 {
-        bed.write(tag);
-    }
-    bed.sent(0);
-    bed.lose(0);
-    bed.sent(1);
-    for permit in 0..3 {
-        bed.answer(1, permit);
-    }
+    bed.write_twice(0..3);
     let lost = bed.now;
     bed.later(PACKET_LIFETIME);
     assert_eq!(bed.done().len(), 3);
