@@ -33,6 +33,14 @@ const NOTABLE_STORAGE: &[(u64, &str)] = &[
         "a session is back by one path before the server hears of the loss of another, whose disk stalls",
     ),
     (7_000_332, "the same"),
+    (
+        17,
+        "a path is taken down with a read in flight, whose message comes after the one that went by another path",
+    ),
+    (
+        15997,
+        "a read gives the zeroes of a write that is still under way, where a discard that is over may have left some",
+    ),
 ];
 
 /// Pairs of runs that show what teaching a peer's Identifications does to it, if strangers may.

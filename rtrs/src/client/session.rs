@@ -6,7 +6,7 @@ use roce_verbs::{
 };
 
 use crate::{
-    Direction, Error, IoError, PathError,
+    Error, IoError, PathError,
     client::{
         answer::Answers,
         buffers::{Buffer, Buffers},

@@ -434,7 +434,9 @@ impl RawSide {
             }
             7 => {
                 bench.coverage.note("nonsense");
-                let header = bench.dice.bytes(24);
+                let mut header = bench.dice.bytes(24);
+                // A type that RNBD does not have.
+                header[1] |= 0x80;
                 self.ask(now, first, Kind::Nonsense, &header);
             }
             _ => {
