@@ -243,6 +243,7 @@ impl Draw {
         coverage.note_if("reconnecting client", any(|c| c.config.max_reconnects > 0));
         coverage.note_if("several networks", self.wide.is_some());
         coverage.note_if("storms", self.wide.is_some_and(|wide| wide.storms));
+        coverage.note_if("delays that jump", self.wide.is_some_and(|wide| wide.lag > 0));
         coverage.note_if("several paths", any(|c| c.config.paths.len() > 1));
         coverage.note_if("held operations", any(|c| c.on_loss != OnLoss::Error));
         coverage.note_if("slow drains", self.hosts.iter().any(|h| h.2.most > 0));

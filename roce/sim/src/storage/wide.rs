@@ -30,14 +30,18 @@ pub(crate) struct Wide {
     /// Disks stall just before paths are cut, again and again: what was sent by one path is done when its repetition by another
     /// has long ended, if nobody sees to it.
     pub(crate) storms: bool,
+    /// Networks differ in their delay, and it jumps: what was sent by a path that is given up is still under way. By so much at most,
+    /// nanoseconds, which is below what RTRS takes a packet's lifetime for; 0: no.
+    pub(crate) lag: u64,
 }
 
 impl Draw {
     /// Makes it a run with several networks.
     pub(super) fn widen(&mut self, dice: &mut Dice) {
-        let wide = Wide {
+        let mut wide = Wide {
             networks: dice.pick(&[2, 2, 3]),
             storms: !self.calm && dice.chance(0.4),
+            lag: 0,
         };
         let server = self.hosts[0].0.addr;
         self.server_config.addr = match server {
@@ -59,7 +63,21 @@ impl Draw {
                 dice.pick(&[1, 4, 8])
             };
         }
+        if !self.calm && dice.chance(0.35) {
+            wide.lag = dice.pick(&[50 * MS, 150 * MS, 250 * MS]);
+            self.slow_down(dice);
+        }
         self.wide = Some(wide);
+    }
+
+    /// Work lasts for as long as delays jump.
+    fn slow_down(&mut self, dice: &mut Dice) {
+        self.troubles = dice.range(4, 14) as u32;
+        for plan in &mut self.clients {
+            plan.think = dice.pick(&[MS, 5 * MS, 20 * MS]);
+            plan.operations = dice.range(50, 300) as u32;
+            plan.commands = dice.pick(&[0.0, 0.02, 0.1]);
+        }
     }
 }
 
