@@ -11,7 +11,7 @@ use roce_verbs::{
 use smallvec::SmallVec;
 
 use crate::{
-    Direction, IoError,
+    Direction, IoError, PathError,
     client::{
         buffers::{Buffer, Buffers},
         flight::{Flight, Orphan, Waits},
@@ -223,11 +223,11 @@ impl Lane {
         }
     }
 
-    /// The session ends: tells of all that is held.
+    /// The session ends while something of what is held may still come to the server: nobody knows what is left of it.
     pub(super) fn let_all_go(&mut self, out: &mut VecDeque<Output>) {
         for held in core::mem::take(&mut self.held) {
             self.release(held.permit, Some(held.rest));
-            self.told(held.request, held.result, out);
+            self.told(held.request, Err(IoError::Path(PathError::Closed)), out);
         }
     }
 

@@ -63,16 +63,20 @@ impl Draw {
                 dice.pick(&[1, 4, 8])
             };
         }
-        if !self.calm && dice.chance(0.35) {
+        if !self.calm && dice.chance(0.4) {
             wide.lag = dice.pick(&[50 * MS, 150 * MS, 250 * MS]);
             self.slow_down(dice);
         }
         self.wide = Some(wide);
     }
 
-    /// Work lasts for as long as delays jump.
+    /// Work lasts for as long as delays jump. Disks don't stall: a session that is lost and comes back by a quick path, before the
+    /// server hears by a slow one of the loss, finds chunks that are worked on for longer than permits rest.
     fn slow_down(&mut self, dice: &mut Dice) {
         self.troubles = dice.range(4, 14) as u32;
+        for (_, faults) in &mut self.disks {
+            faults.stall = (0.0, 0);
+        }
         for plan in &mut self.clients {
             plan.think = dice.pick(&[MS, 5 * MS, 20 * MS]);
             plan.operations = dice.range(50, 300) as u32;
@@ -158,6 +162,31 @@ impl ClientSide {
                     bench.coverage.note(what);
                     self.commanded.push((path.id, command));
                 }
+            }
+        }
+    }
+
+    /// Its user gives up the paths over a network.
+    pub(super) fn flee(&mut self, cx: &mut Cx<'_>, session: SessionId, network: usize, bench: &mut Bench<'_>) {
+        let Some(way) = self.plan.ways.get(network).copied() else {
+            return;
+        };
+        let over = |addr: &PathAddr| addr.src == way.src || addr.dst == way.dst;
+        let command = bench.dice.pick(&[PathCommand::Disconnect, PathCommand::Reconnect]);
+        let paths = self.rtrs.paths(session);
+        // Not the last one: what a lost session had in the chunks is another matter.
+        let up = |other: bool| {
+            paths
+                .iter()
+                .filter(move |p| p.state == PathState::Connected && over(&p.addr) != other)
+        };
+        if up(true).next().is_none() {
+            return;
+        }
+        for path in up(false) {
+            if self.rtrs.path_command(cx, session, path.id, command).is_ok() {
+                bench.coverage.note("slow path given up by hand");
+                self.commanded.push((path.id, command));
             }
         }
     }

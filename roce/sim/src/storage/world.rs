@@ -50,6 +50,8 @@ pub(crate) enum Own {
     Heal(Way),
     /// What is sent from here on takes so much longer.
     Lag { way: Way, lag: u64 },
+    /// A client's user gives up the paths over a network.
+    Leave { client: usize, network: usize },
     /// A disk is as fast as before.
     Recover { disk: usize, stall: (f64, u64) },
     /// From here on nothing goes wrong any more.
@@ -81,6 +83,8 @@ enum Trouble {
     Lag,
     /// It takes longer to the server, whose answers are then lost.
     LagAndCut,
+    /// It takes longer to the server, and the client's user gives the paths up.
+    LagAndLeave,
 }
 
 const TROUBLES: [Trouble; 9] = [
@@ -118,12 +122,12 @@ const STORM: [Trouble; 7] = [
 /// With delays that jump.
 const SLOW: [Trouble; 7] = [
     Trouble::Lag,
-    Trouble::Lag,
     Trouble::LagAndCut,
     Trouble::LagAndCut,
-    Trouble::LagAndCut,
+    Trouble::LagAndLeave,
+    Trouble::LagAndLeave,
+    Trouble::LagAndLeave,
     Trouble::NetworkOneWay,
-    Trouble::StallAndCut,
 ];
 
 impl Trouble {
@@ -143,6 +147,7 @@ impl Trouble {
             Self::PathEnded => "path ended by the server",
             Self::Lag => "delay that jumps",
             Self::LagAndCut => "delay that jumps, and cut",
+            Self::LagAndLeave => "delay that jumps, and path given up",
         }
     }
 }
@@ -368,6 +373,7 @@ impl World {
             What::Own(Own::Cut { way, pause }) => self.cut(way, pause),
             What::Own(Own::Heal(way)) => self.lan.set_cut(way, false),
             What::Own(Own::Lag { way, lag }) => self.lan.set_lag(way, if self.quiet { 0 } else { lag }),
+            What::Own(Own::Leave { client, network }) => self.leave(client, network),
             What::Own(Own::Recover { disk, stall }) => {
                 self.disks[disk].faults.stall = if self.quiet { (0.0, 0) } else { stall };
             }
@@ -461,7 +467,7 @@ impl World {
 
     fn trouble(&mut self) -> Check {
         let trouble = match self.wide {
-            Some(wide) if wide.lag > 0 && self.chaos.chance(0.8) => self.chaos.pick(&SLOW),
+            Some(wide) if wide.lag > 0 => self.chaos.pick(&SLOW),
             Some(wide) if wide.storms && self.chaos.chance(0.8) => self.chaos.pick(&STORM),
             Some(_) if self.chaos.chance(0.5) => self.chaos.pick(&WIDE),
             _ => self.chaos.pick(&TROUBLES),
@@ -497,10 +503,7 @@ impl World {
                 let network = self.a_network();
                 self.part(client, network, one_way, after, pause)
             }
-            Trouble::Lag | Trouble::LagAndCut => {
-                let cut = matches!(trouble, Trouble::LagAndCut);
-                self.lag(client, cut, pause)
-            }
+            Trouble::Lag | Trouble::LagAndCut | Trouble::LagAndLeave => self.lag(trouble, client, pause),
             Trouble::SessionEnded => self.end(ServerSide::end_a_session)?,
             Trouble::PathEnded => self.end(ServerSide::end_a_path)?,
             Trouble::Stopped => {
@@ -529,29 +532,44 @@ impl World {
         true
     }
 
-    /// A network is slow for a client, and the server's answers may be lost a little later.
-    fn lag(&mut self, client: usize, cut: bool, pause: u64) -> bool {
+    /// A network is slow for a client; a little later the server's answers are lost, or the client gives up its paths there.
+    fn lag(&mut self, trouble: Trouble, client: usize, pause: u64) -> bool {
         let (network, most) = (self.a_network(), self.wide.map_or(0, |wide| wide.lag));
         let (there, back) = ((client, SERVER), (SERVER, client));
         let way = |(from, to)| Way { from, to, network };
         let (both, only) = ([there, back], self.chaos.index(3));
         let ways = match only {
-            _ if cut => &both[..1],
             0 => &both[..1],
+            _ if !matches!(trouble, Trouble::Lag) => &both[..1],
             1 => &both[1..],
             _ => &both[..],
         };
         let lag = self.chaos.range(most / 10, most);
+        let after = self.chaos.range(1, lag);
         for ends in ways {
             let way = way(*ends);
             self.lan.set_lag(way, lag);
             self.lan.schedule(pause, What::Own(Own::Lag { way, lag: 0 }));
         }
-        if cut {
-            let after = self.chaos.range(1, lag);
-            self.lan.schedule(after, What::Own(Own::Cut { way: way(back), pause }));
+        match (trouble, network) {
+            (Trouble::LagAndCut, _) => {
+                let way = way(back);
+                self.lan.schedule(after, What::Own(Own::Cut { way, pause }));
+            }
+            (Trouble::LagAndLeave, Some(network)) => {
+                self.lan.schedule(after, What::Own(Own::Leave { client, network }));
+            }
+            _ => {}
         }
         most > 0
+    }
+
+    fn leave(&mut self, client: usize, network: usize) {
+        // The raw client has paths of its own.
+        if self.lan.nodes[client].alive && client <= self.clients.len() {
+            self.clients[client - 1].give_up_network(self.lan.now, network);
+            self.lan.want_turn(client, self.lan.now);
+        }
     }
 
     fn cut(&mut self, way: Way, pause: u64) {
