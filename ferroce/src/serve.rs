@@ -87,6 +87,9 @@ pub(crate) struct ServeArgs {
     /// address, 32 of one client; the oldest of these gives way to a newcomer
     #[arg(long, value_name = "N")]
     max_paths: Option<usize>,
+    /// Connections of one path, at most 4096 [default: 257]. Linux makes one for each of its processors and poll queues, and one
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(2..=4096))]
+    max_connections: Option<u16>,
     /// Devices that one session may have open [default: 256]
     #[arg(long, value_name = "N")]
     max_devices_per_session: Option<usize>,
@@ -166,6 +169,7 @@ impl ServeArgs {
             max_sessions: self.max_sessions.unwrap_or(usual.max_sessions),
             max_sessions_per_client: self.max_sessions_per_client.unwrap_or(usual.max_sessions_per_client),
             max_paths: self.max_paths.unwrap_or(usual.max_paths),
+            max_connections: self.max_connections.unwrap_or(usual.max_connections),
             queue_depth: self.queue_depth.unwrap_or(usual.queue_depth),
             max_chunk_size: self.max_chunk_size.unwrap_or(usual.max_chunk_size),
             always_invalidate: self.always_invalidate,

@@ -77,7 +77,7 @@ fn bytes_of(parts: &[Part], go: bool) -> Vec<u8> {
                     command: *command,
                     cookie: n as u64,
                     offset: u64::from(*offset),
-                    len: *len,
+                    len: u64::from(*len),
                 };
                 let payload = if *command == cmd::WRITE { *len as usize } else { 0 };
                 let mut b = q.to_bytes().to_vec();

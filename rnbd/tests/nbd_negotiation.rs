@@ -6,19 +6,11 @@ use std::time::Duration;
 
 use rnbd::nbd::{
     End, Phase, Piece, Stall,
-    proto::{self, Request, cmd, opt, rep, tx},
+    proto::{self, BASE_ALLOCATION, Request, cmd, opt, rep, tx},
 };
-use support::{GEOMETRY, Peer, World, connect, ended_well, information, option_bytes, stall};
+use support::{GEOMETRY, Peer, World, connect, contexts, ended_well, information, option_bytes, option_reply, stall};
 
 const NEGOTIATION: Duration = Duration::from_secs(30);
-
-/// The next option reply: option, kind, data.
-fn option_reply(peer: &mut Peer) -> (u32, u32, Vec<u8>) {
-    let head = peer.take(20);
-    assert_eq!(head[..8], proto::OPT_REPLY_MAGIC.to_be_bytes());
-    let number = |at: usize| u32::from_be_bytes(head[at..at + 4].try_into().unwrap());
-    (number(8), number(12), peer.take(number(16) as usize))
-}
 
 fn kind_of(peer: &mut Peer, world: &mut World, option: u32, data: &[u8]) -> u32 {
     peer.option(option, data);
@@ -32,25 +24,29 @@ fn kind_of(peer: &mut Peer, world: &mut World, option: u32, data: &[u8]) -> u32 
 fn options_are_answered_as_the_protocol_says() {
     let world = &mut World::new(GEOMETRY);
     let mut c = connect(world);
-    for o in [
-        opt::STRUCTURED_REPLY,
-        opt::STARTTLS,
-        opt::LIST_META_CONTEXT,
-        opt::SET_META_CONTEXT,
-        opt::EXTENDED_HEADERS,
-        4711,
-    ] {
+    for o in [opt::STARTTLS, 4711] {
         assert_eq!(kind_of(&mut c, world, o, &[1, 2, 3]), rep::ERR_UNSUP);
+    }
+    for o in [opt::STRUCTURED_REPLY, opt::EXTENDED_HEADERS] {
+        assert_eq!(kind_of(&mut c, world, o, &[1]), rep::ERR_INVALID);
+    }
+    for o in [opt::LIST_META_CONTEXT, opt::SET_META_CONTEXT] {
+        let query = contexts("", &[BASE_ALLOCATION]);
+        assert_eq!(
+            kind_of(&mut c, world, o, &query),
+            rep::ERR_INVALID,
+            "no structured replies"
+        );
     }
     c.option(opt::LIST, &[]);
     c.settle(world);
     assert_eq!(
         option_reply(&mut c),
-        (opt::LIST, rep::SERVER, b"\0\0\0\x04disk".to_vec())
+        (opt::LIST, rep::SERVER, b"\0\0\0\x04diskthe disk".to_vec())
     );
     assert_eq!(
         option_reply(&mut c),
-        (opt::LIST, rep::SERVER, b"\0\0\0\x05other".to_vec())
+        (opt::LIST, rep::SERVER, b"\0\0\0\x05otherthe other".to_vec())
     );
     assert_eq!(option_reply(&mut c), (opt::LIST, rep::ACK, Vec::new()));
     assert_eq!(kind_of(&mut c, world, opt::LIST, &[1]), rep::ERR_INVALID);
@@ -77,7 +73,7 @@ fn options_are_answered_as_the_protocol_says() {
     assert_eq!((kind, &export[..2]), (rep::INFO, &[0, 0][..]));
     assert_eq!(export[2..10], GEOMETRY.size.to_be_bytes());
     let flags = u16::from_be_bytes([export[10], export[11]]);
-    let can = tx::SEND_FUA | tx::SEND_TRIM | tx::SEND_WRITE_ZEROES;
+    let can = tx::SEND_FUA | tx::SEND_TRIM | tx::SEND_WRITE_ZEROES | tx::SEND_FAST_ZERO | tx::SEND_CACHE;
     assert_eq!(flags, tx::HAS_FLAGS | tx::SEND_FLUSH | tx::CAN_MULTI_CONN | can);
     let sizes = [512u32, 4096, 32 << 20].map(u32::to_be_bytes).concat();
     assert_eq!(option_reply(&mut c).2, [&[0, 3][..], &sizes].concat());
@@ -168,11 +164,11 @@ fn what_makes_no_sense_ends_the_connection_after_what_came_before_is_answered() 
                 command: cmd::WRITE,
                 cookie: 1,
                 offset: 0,
-                len: u32::MAX,
+                len: u32::MAX.into(),
             }
             .to_bytes()
             .to_vec(),
-            "write of 4294967295 bytes",
+            "a request with 4294967295 bytes of payload",
         ),
     ] {
         let mut c = Peer::go(world);
@@ -243,7 +239,7 @@ fn a_client_that_asks_without_listening_is_not_read_from() {
     assert!(waiting(&c) < bound);
     c.takes = usize::MAX;
     c.settle(world);
-    assert_eq!(c.answers.len(), 20_000 * (28 + 29 + 20));
+    assert_eq!(c.answers.len(), 20_000 * (36 + 38 + 20));
 }
 
 #[test]

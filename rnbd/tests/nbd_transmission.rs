@@ -137,7 +137,10 @@ fn what_is_wrong_is_refused_and_the_connection_goes_on() {
         (cmd::TRIM, 0, size, 512, EINVAL),
         (cmd::WRITE_ZEROES, 0, size, 512, ENOSPC),
         (cmd::READ, cmd_flag::NO_HOLE, 0, 512, EINVAL),
-        (5, 0, 0, 0, EINVAL),
+        (cmd::BLOCK_STATUS, 0, 0, 512, EINVAL),
+        (cmd::CACHE, 0, size, 512, EINVAL),
+        (8, 0, 0, 0, EINVAL),
+        (cmd::READ, cmd_flag::DF, 0, 512, EINVAL),
         (99, 0, 0, 512, EINVAL),
     ] {
         assert_eq!(
@@ -147,7 +150,7 @@ fn what_is_wrong_is_refused_and_the_connection_goes_on() {
         );
     }
     assert_eq!(world.seen, [], "the device hears of none");
-    for zero in [cmd::READ, cmd::WRITE, cmd::TRIM, cmd::WRITE_ZEROES] {
+    for zero in [cmd::READ, cmd::WRITE, cmd::TRIM, cmd::WRITE_ZEROES, cmd::CACHE] {
         assert_eq!(c.call(world, zero, cmd_flag::FUA, 0, 0), 0);
     }
     assert_eq!(world.seen, [], "nothing is nothing");

@@ -1,44 +1,36 @@
-//! Two network namespaces with cables between them, for tests with the right to make them. Everything goes when they do.
+//! Network namespaces, and two of them with cables in between, for tests with the right to make them. Everything goes when they do.
 
-use std::{
-    ffi::OsStr,
-    fmt::Debug,
-    io::{BufRead, BufReader},
-    path::Path,
-    process::{Child, Command, Stdio},
+use std::{ffi::OsStr, fmt::Debug, path::Path};
+
+use ferroce_wire::{
+    lane::Conditions,
+    namespace,
+    wire::{End, Wire, WireConfig},
 };
 
 use crate::process::Running;
 
-/// A namespace; it ends with its holder.
-pub struct Namespace(Child);
+/// A namespace.
+pub struct Namespace(namespace::Namespace);
 
 impl Namespace {
-    /// With loopback up, and what this shell script does in it.
+    /// With loopback up, and what these runs of `ip` do in it.
     ///
     /// # Panics
     /// When there can be none.
-    pub fn new(script: &str) -> Self {
-        let script = format!("ip link set lo up && {script} && echo ready && exec sleep 3600");
-        let mut holder = Command::new("unshare")
-            .args(["-n", "sh", "-c", &script])
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("unshare starts");
-        let mut line = String::new();
-        let out = holder.stdout.take().expect("piped");
-        BufReader::new(out).read_line(&mut line).expect("readable");
-        assert_eq!(
-            line, "ready\n",
-            "no network namespace: is this root, and is iproute2 there?"
-        );
-        Self(holder)
+    pub fn new(setup: &[&str]) -> Self {
+        let made = namespace::Namespace::new();
+        let namespace = Self(made.expect("no network namespace: is this root, and is iproute2 there?"));
+        setup.iter().for_each(|args| namespace.ip(args));
+        namespace
     }
 
-    fn command(&self, program: &OsStr) -> Command {
-        let mut command = Command::new("nsenter");
-        command.args(["-n", "-t", &self.0.id().to_string()]).arg(program);
-        command
+    /// Runs `ip` in it.
+    ///
+    /// # Panics
+    /// When that fails.
+    pub fn ip(&self, args: &str) {
+        self.0.ip(args).expect("ip does it");
     }
 
     /// Starts `ferroce` in it.
@@ -46,7 +38,7 @@ impl Namespace {
     /// # Panics
     /// When it can't be started.
     pub fn run<S: AsRef<OsStr> + Debug>(&self, args: &[S]) -> Running {
-        let mut command = self.command(crate::ferroce().as_ref());
+        let mut command = self.0.command(crate::ferroce());
         command.args(args);
         Running::start_command(command, format!("ferroce {args:?}"))
     }
@@ -56,25 +48,9 @@ impl Namespace {
     /// # Panics
     /// When it can't be started.
     pub fn steered<S: AsRef<OsStr> + Debug>(&self, program: &Path, args: &[S]) -> Running {
-        let mut command = self.command(program.as_ref());
+        let mut command = self.0.command(program);
         command.args(args);
         Running::steered_by(command, format!("ferroce-steered {args:?}"))
-    }
-
-    /// Runs `ip` in it, with arguments that have a space between them.
-    ///
-    /// # Panics
-    /// When it fails.
-    pub fn ip(&self, args: &str) {
-        let status = self.command("ip".as_ref()).args(args.split(' ')).status();
-        assert!(status.is_ok_and(|status| status.success()), "ip {args}");
-    }
-}
-
-impl Drop for Namespace {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
     }
 }
 
@@ -87,16 +63,17 @@ pub enum Cut {
     FromA,
     /// Nothing comes through from B to A.
     FromB,
-    /// It is pulled: both ends lose their carrier, A's interface being taken down.
+    /// It is pulled: both ends lose their carrier.
     Carrier,
 }
 
-/// Two namespaces, A and B, and cables between them: number n from 10.78.n.1 to 10.78.n.2.
+/// Two namespaces, A and B, and cables between them.
 pub struct Network {
     /// One end.
     pub a: Namespace,
     /// The other.
     pub b: Namespace,
+    wire: Wire,
 }
 
 impl Network {
@@ -105,29 +82,18 @@ impl Network {
     /// # Panics
     /// When the right is missing, or iproute2.
     pub fn new(cables: usize) -> Self {
-        let network = Self {
-            a: Namespace::new("true"),
-            b: Namespace::new("true"),
+        let config = WireConfig {
+            networks: network(cables),
+            ..WireConfig::default()
         };
-        for n in 0..cables {
-            let peer = network.b.0.id();
-            network.a.ip(&format!(
-                "link add wire{n} address {} type veth peer name wire{n} address {} netns {peer}",
-                mac(n, 1),
-                mac(n, 2)
-            ));
-            for (namespace, end) in [(&network.a, 1), (&network.b, 2)] {
-                namespace.ip(&format!("addr add 10.78.{n}.{end}/24 dev wire{n}"));
-                namespace.ip(&format!("link set wire{n} up"));
-            }
-            network.mend(n);
-        }
-        network
+        let wire = Wire::start(&config).expect("no wire: is this root, and is iproute2 there?");
+        let [a, b] = End::BOTH.map(|end| Namespace(wire.namespace(end).clone()));
+        Self { a, b, wire }
     }
 
     /// A's and B's addresses at a cable.
     pub fn ends(cable: usize) -> [String; 2] {
-        [1, 2].map(|end| format!("10.78.{cable}.{end}"))
+        End::BOTH.map(|end| Wire::address(network(cable), end).to_string())
     }
 
     /// Cuts a cable that is whole.
@@ -135,15 +101,14 @@ impl Network {
     /// # Panics
     /// When `ip` fails.
     pub fn cut(&self, cable: usize, how: Cut) {
-        // What is sent to a stranger's address comes there and is dropped, as the sender is told by nothing.
-        if matches!(how, Cut::Silently | Cut::FromA) {
-            neighbour(&self.a, cable, 2, "02:00:00:00:00:99");
-        }
-        if matches!(how, Cut::Silently | Cut::FromB) {
-            neighbour(&self.b, cable, 1, "02:00:00:00:00:99");
-        }
-        if how == Cut::Carrier {
-            self.a.ip(&format!("link set wire{cable} down"));
+        let silent: &[End] = match how {
+            Cut::Silently => &End::BOTH,
+            Cut::FromA => &[End::A],
+            Cut::FromB => &[End::B],
+            Cut::Carrier => return self.carrier(cable, "off"),
+        };
+        for from in silent {
+            self.wire.set(network(cable), *from, Conditions::CUT);
         }
     }
 
@@ -152,19 +117,20 @@ impl Network {
     /// # Panics
     /// When `ip` fails.
     pub fn mend(&self, cable: usize) {
-        self.a.ip(&format!("link set wire{cable} up"));
-        neighbour(&self.a, cable, 2, &mac(cable, 2));
-        neighbour(&self.b, cable, 1, &mac(cable, 1));
+        for from in End::BOTH {
+            self.wire.set(network(cable), from, Conditions::default());
+        }
+        self.carrier(cable, "on");
+    }
+
+    fn carrier(&self, cable: usize, on: &str) {
+        for end in [&self.a, &self.b] {
+            end.ip(&format!("link set wire{cable} carrier {on}"));
+        }
     }
 }
 
-fn mac(cable: usize, end: u8) -> String {
-    format!("02:00:00:00:{cable:02x}:{end:02x}")
-}
-
-/// The other end has this address on the wire.
-fn neighbour(namespace: &Namespace, cable: usize, end: u8, mac: &str) {
-    namespace.ip(&format!(
-        "neigh replace 10.78.{cable}.{end} lladdr {mac} dev wire{cable} nud permanent"
-    ));
+/// As the wire has it.
+fn network(number: usize) -> u8 {
+    u8::try_from(number).expect("a few cables")
 }

@@ -189,6 +189,20 @@ impl Lab {
         }
     }
 
+    /// Waits until a path has carried some more requests.
+    fn until_it_carries_load(&mut self, cable: usize) {
+        let requests = |paths: Vec<Value>| {
+            let path = &paths[cable];
+            path["reads"].as_u64().unwrap() + path["writes"].as_u64().unwrap()
+        };
+        let before = requests(self.paths());
+        let end = Instant::now() + PATIENCE;
+        while requests(self.paths()) <= before + 10 {
+            assert!(Instant::now() < end, "the path is not used again");
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+
     /// Cuts a cable under load and mends it; the longest request, and how many went the other way.
     fn flap(&mut self, cable: usize, how: Cut, load: Load) -> (Duration, u64) {
         let before = self.paths()[1 - cable]["failovers"].as_u64().unwrap();
@@ -231,15 +245,7 @@ fn a_cut_network_is_left_for_the_other_and_taken_again() {
             let (pause, failovers) = lab.flap(cable, how, load);
             println!("{how:?}, {load:?}: longest request {pause:?}, {failovers} failovers");
             assert!(failovers > 0, "{how:?}, {load:?}: nothing was under way there");
-            // It carries load again.
-            let before = lab.paths();
-            lab.under(load, |_| thread::sleep(Duration::from_millis(200)));
-            let after = lab.paths();
-            let requests = |paths: &[Value]| {
-                let path = &paths[cable];
-                path["reads"].as_u64().unwrap() + path["writes"].as_u64().unwrap()
-            };
-            assert!(requests(&after) > requests(&before) + 10, "{how:?}, {load:?}");
+            lab.under(load, |lab| lab.until_it_carries_load(cable));
             cable = 1 - cable;
         }
     }

@@ -10,7 +10,9 @@ use ferroce_tests::{device::image, nbd::Client, network::Namespace, pattern, pro
 
 /// With two addresses of each IP version.
 fn namespace() -> Namespace {
-    Namespace::new("for a in fd00::1/128 fd00::2/128 10.0.0.1/32 10.0.0.2/32; do ip addr add $a dev lo || exit 1; done")
+    let addresses = ["fd00::1/128", "fd00::2/128", "10.0.0.1/32", "10.0.0.2/32"];
+    let setup = addresses.map(|address| format!("addr add {address} dev lo"));
+    Namespace::new(&setup.each_ref().map(String::as_str))
 }
 
 #[test]

@@ -26,16 +26,14 @@ const ENOSPC: u32 = 28;
 fn options_are_answered_as_the_protocol_says() {
     let s = serve(MIB, true);
     let mut c = Client::connect(&s.socket);
-    for o in [
-        opt::STRUCTURED_REPLY,
-        opt::STARTTLS,
-        opt::LIST_META_CONTEXT,
-        opt::EXTENDED_HEADERS,
-        4711,
+    for (o, kind) in [
+        (opt::STARTTLS, rep::ERR_UNSUP),
+        (opt::LIST_META_CONTEXT, rep::ERR_INVALID),
+        (4711, rep::ERR_UNSUP),
     ] {
         c.option(o, &[]);
         let r = c.opt_reply();
-        assert_eq!((r.option, r.kind), (o, rep::ERR_UNSUP));
+        assert_eq!((r.option, r.kind), (o, kind));
     }
     c.option(opt::LIST, &[]);
     assert_eq!(c.opt_reply().data[4..], b"image"[..]);
@@ -102,8 +100,9 @@ fn flags_say_what_the_device_can_do() {
     let s = serve(MIB, true);
     let (_, size, flags) = Client::go(&s.socket, "");
     assert_eq!(size, MIB);
-    let always = tx::HAS_FLAGS | tx::SEND_FLUSH | tx::CAN_MULTI_CONN;
-    assert_eq!(flags, always | tx::SEND_FUA | tx::SEND_TRIM | tx::SEND_WRITE_ZEROES);
+    let always = tx::HAS_FLAGS | tx::SEND_FLUSH | tx::CAN_MULTI_CONN | tx::SEND_CACHE;
+    let zeroes = tx::SEND_WRITE_ZEROES | tx::SEND_FAST_ZERO;
+    assert_eq!(flags, always | tx::SEND_FUA | tx::SEND_TRIM | zeroes);
     let s = serve(MIB, false);
     assert_eq!(Client::go(&s.socket, "").2, always | tx::READ_ONLY);
 }
@@ -159,7 +158,8 @@ fn what_is_wrong_is_refused_and_the_connection_goes_on() {
     assert_eq!(c.call(cmd::TRIM, 0, MIB, 512, &[]), EINVAL);
     assert_eq!(c.call(cmd::WRITE_ZEROES, 0, MIB, 512, &[]), ENOSPC);
     assert_eq!(c.call(cmd::READ, cmd_flag::NO_HOLE, 0, 512, &[]), EINVAL);
-    assert_eq!(c.call(5, 0, 0, 0, &[]), EINVAL);
+    assert_eq!(c.call(cmd::BLOCK_STATUS, 0, 0, 512, &[]), EINVAL);
+    assert_eq!(c.call(cmd::CACHE, 0, MIB, 512, &[]), EINVAL);
     assert_eq!(c.call(99, 0, 0, 512, &[]), EINVAL);
     for zero in [cmd::READ, cmd::WRITE, cmd::TRIM, cmd::WRITE_ZEROES] {
         assert_eq!(c.call(zero, 0, 0, 0, &[]), 0);
@@ -458,7 +458,7 @@ fn random_bytes_neither_crash_nor_hang_it() {
                         command,
                         cookie: rng.random(),
                         offset,
-                        len,
+                        len: len.into(),
                     };
                     let mut q = q.to_bytes().to_vec();
                     if command == cmd::WRITE {

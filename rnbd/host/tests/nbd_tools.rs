@@ -42,10 +42,39 @@ fn nbdinfo_reads_the_export() {
         "can_multi_conn: true",
         "is_read_only: false",
         "block_size_minimum: 512",
+        "using structured packets",
+        "base:allocation",
+        "can_cache: true",
+        "can_df: true",
+        "can_fast_zero: true",
     ] {
         assert!(text.contains(want), "{want} in {text}");
     }
     run("nbdinfo", &["--list", &uri(&s)]);
+}
+
+#[test]
+#[ignore = "needs nbdinfo"]
+fn nbdinfo_maps_the_export() {
+    let s = serve(8 * MIB, true);
+    let text = run("nbdinfo", &["--map", &uri(&s)]);
+    let extent: Vec<_> = text.split_whitespace().collect();
+    assert_eq!(extent, ["0", "8388608", "0", "data"]);
+}
+
+#[test]
+#[ignore = "needs qemu-img"]
+fn qemu_img_maps_the_export() {
+    let s = serve(8 * MIB, true);
+    let text = run("qemu-img", &["map", "--output=json", "-f", "raw", &uri(&s)]);
+    for want in [
+        "\"start\": 0",
+        "\"length\": 8388608",
+        "\"data\": true",
+        "\"zero\": false",
+    ] {
+        assert!(text.contains(want), "{want} in {text}");
+    }
 }
 
 #[test]

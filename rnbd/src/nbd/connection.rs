@@ -10,7 +10,7 @@ use crate::{
     errno::Errno,
     nbd::{
         copy::BufferCopy,
-        handshake::{Exports, Negotiation, Next, greeting},
+        handshake::{Chosen, Exports, Negotiation, Next, greeting},
         parse::ParseBuffer,
         payload::Target,
         pending::{NbdRequest, PendingKey},
@@ -69,8 +69,8 @@ pub struct Connection {
     negotiation: Negotiation,
     /// When the negotiation has to be over, all answers taken.
     deadline: Option<Instant>,
-    /// The chosen export, and the transmission flags that the client was told.
-    chosen: Option<(usize, u16)>,
+    /// What was agreed on.
+    chosen: Option<Chosen>,
     input: ParseBuffer,
     /// Nothing comes after what is in `input`, and why.
     eof: Option<End>,
@@ -100,7 +100,7 @@ impl Connection {
 
     /// The number of the export that the client has chosen: requests are for its device.
     pub fn export(&self) -> Option<usize> {
-        self.chosen.map(|(index, _)| index)
+        self.chosen.map(|chosen| chosen.index)
     }
 
     /// Requests that were read and whose replies are not sent, and bytes of their payload.
@@ -299,10 +299,10 @@ impl Connection {
     fn act(&mut self, action: PhaseAction) {
         match action {
             PhaseAction::TakeTerms => {
-                if let Some((index, flags)) = self.chosen
-                    && let Some(export) = self.exports.get(index)
+                if let Some(chosen) = &self.chosen
+                    && let Some(export) = self.exports.get(chosen.index)
                 {
-                    self.transmission.set_told(flags, export.geometry.size);
+                    self.transmission.set_terms(chosen, export.geometry.size);
                     self.transmission.set_geometry(export.geometry);
                 }
             }
@@ -383,8 +383,8 @@ impl Connection {
             }
             Next::Option if greeting => self.step(PhaseEvent::Flags),
             Next::Option => {}
-            Next::Transmit(index, flags) => {
-                self.chosen = Some((index, flags));
+            Next::Transmit(chosen) => {
+                self.chosen = Some(chosen);
                 self.step(PhaseEvent::Chosen);
             }
             Next::Abort => self.finish(End::Left),

@@ -7,8 +7,9 @@ use roce_verbs::shown;
 use crate::{
     block::Geometry,
     nbd::{
+        meta::{self, MetaQuery},
         parse::ParseBuffer,
-        proto::{self, info, opt, rep, tx},
+        proto::{self, Framing, info, opt, rep, tx},
     },
 };
 
@@ -78,13 +79,16 @@ fn without_slash(name: &[u8]) -> &[u8] {
     name.strip_prefix(b"/").unwrap_or(name)
 }
 
-/// What an export can do, as transmission flags ([`tx`]).
-pub fn transmission_flags(g: &Geometry) -> u16 {
-    let mut f = tx::HAS_FLAGS | tx::SEND_FLUSH | tx::CAN_MULTI_CONN;
+/// What an export can do, as transmission flags ([`tx`]), for a client with which this framing was agreed on.
+pub fn transmission_flags(g: &Geometry, framing: Framing) -> u16 {
+    let mut f = tx::HAS_FLAGS | tx::SEND_FLUSH | tx::CAN_MULTI_CONN | tx::SEND_CACHE;
+    if framing != Framing::Simple {
+        f |= tx::SEND_DF;
+    }
     if g.read_only {
         return f | tx::READ_ONLY;
     }
-    f |= tx::SEND_WRITE_ZEROES;
+    f |= tx::SEND_WRITE_ZEROES | tx::SEND_FAST_ZERO;
     // Without a write cache every write is as good as forced.
     if g.fua || !g.write_cache {
         f |= tx::SEND_FUA;
@@ -95,6 +99,19 @@ pub fn transmission_flags(g: &Geometry) -> u16 {
     f
 }
 
+/// What a client has agreed on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Chosen {
+    /// The export.
+    pub(crate) index: usize,
+    /// The transmission flags that it was told.
+    pub(crate) flags: u16,
+    /// How requests and replies are framed.
+    pub(crate) framing: Framing,
+    /// It may ask what is allocated.
+    pub(crate) allocation: bool,
+}
+
 /// What follows from what the client has sent.
 #[derive(PartialEq, Eq, Debug)]
 pub(crate) enum Next {
@@ -102,8 +119,8 @@ pub(crate) enum Next {
     More,
     /// An option is answered; another may follow.
     Option,
-    /// The client has chosen this export, and was told these transmission flags.
-    Transmit(usize, u16),
+    /// The client has chosen an export.
+    Transmit(Chosen),
     /// The client takes leave.
     Abort,
     /// It makes no sense.
@@ -124,6 +141,9 @@ pub(crate) fn greeting() -> [u8; 18] {
 pub(crate) struct Negotiation {
     /// The client wants zeroes after an EXPORT_NAME.
     zeroes: bool,
+    framing: Framing,
+    /// The export for which `base:allocation` was chosen.
+    allocation: Option<usize>,
     /// An option that is too long, and how many of its bytes are still to come.
     skipping: Option<(u32, usize)>,
 }
@@ -189,7 +209,7 @@ impl Negotiation {
         Next::Option
     }
 
-    fn answer(&self, option: u32, data: &[u8], exports: &Exports, out: &mut Vec<u8>) -> Next {
+    fn answer(&mut self, option: u32, data: &[u8], exports: &Exports, out: &mut Vec<u8>) -> Next {
         match option {
             opt::EXPORT_NAME => return self.export_name(data, exports, out),
             opt::ABORT => {
@@ -200,12 +220,15 @@ impl Negotiation {
                 for e in exports.iter() {
                     let mut d = (e.name.len() as u32).to_be_bytes().to_vec();
                     d.extend(e.name.as_bytes());
+                    d.extend(e.description.as_bytes());
                     reply(out, option, rep::SERVER, &d);
                 }
                 reply(out, option, rep::ACK, b"");
             }
             opt::LIST => reply(out, option, rep::ERR_INVALID, b"LIST has no data"),
-            opt::INFO | opt::GO => return information(option, data, exports, out),
+            opt::INFO | opt::GO => return self.information(option, data, exports, out),
+            opt::STRUCTURED_REPLY | opt::EXTENDED_HEADERS => self.frame(option, data, out),
+            opt::LIST_META_CONTEXT | opt::SET_META_CONTEXT => self.contexts(option, data, exports, out),
             _ => reply(out, option, rep::ERR_UNSUP, b"option not supported"),
         }
         Next::Option
@@ -218,13 +241,102 @@ impl Negotiation {
             let _ = write!(why, "\"{}\"", shown(&String::from_utf8_lossy(name)));
             return Next::Bad(why);
         };
-        let flags = transmission_flags(&e.geometry);
+        let chosen = self.choose(index, e);
         out.extend(e.geometry.size.to_be_bytes());
-        out.extend(flags.to_be_bytes());
+        out.extend(chosen.flags.to_be_bytes());
         if self.zeroes {
             out.resize(out.len() + ZEROES, 0);
         }
-        Next::Transmit(index, flags)
+        Next::Transmit(chosen)
+    }
+
+    fn choose(&self, index: usize, export: &Export) -> Chosen {
+        Chosen {
+            index,
+            flags: transmission_flags(&export.geometry, self.framing),
+            framing: self.framing,
+            allocation: self.allocation == Some(index),
+        }
+    }
+
+    /// Agrees on how messages are framed. Extended headers stay; what was chosen of contexts before them is void.
+    fn frame(&mut self, option: u32, data: &[u8], out: &mut Vec<u8>) {
+        let kind = match (option, self.framing) {
+            _ if !data.is_empty() => rep::ERR_INVALID,
+            (opt::STRUCTURED_REPLY, Framing::Extended) => rep::ERR_EXT_HEADER_REQD,
+            (opt::STRUCTURED_REPLY, _) => {
+                self.framing = Framing::Structured;
+                rep::ACK
+            }
+            (_, framing) => {
+                if framing != Framing::Extended {
+                    (self.framing, self.allocation) = (Framing::Extended, None);
+                }
+                rep::ACK
+            }
+        };
+        reply(out, option, kind, b"");
+    }
+
+    /// Tells or chooses what can be asked of the state of ranges.
+    fn contexts(&mut self, option: u32, data: &[u8], exports: &Exports, out: &mut Vec<u8>) {
+        let setting = option == opt::SET_META_CONTEXT;
+        if setting {
+            self.allocation = None;
+        }
+        if self.framing == Framing::Simple {
+            return reply(out, option, rep::ERR_INVALID, b"structured replies come first");
+        }
+        let Some(query) = MetaQuery::parse(data) else {
+            return reply(out, option, rep::ERR_INVALID, b"malformed request for contexts");
+        };
+        let Some(index) = exports.find(query.name) else {
+            return reply(out, option, rep::ERR_UNKNOWN, b"no such export");
+        };
+        if query.means_allocation(option) {
+            if setting {
+                self.allocation = Some(index);
+            }
+            reply(out, option, rep::META_CONTEXT, &meta::allocation(option));
+        }
+        reply(out, option, rep::ACK, b"");
+    }
+
+    /// Answers INFO and GO.
+    fn information(&self, option: u32, data: &[u8], exports: &Exports, out: &mut Vec<u8>) -> Next {
+        let Some((name, wanted)) = parse_information(data) else {
+            reply(out, option, rep::ERR_INVALID, b"malformed request for information");
+            return Next::Option;
+        };
+        let Some((index, e)) = exports.find(name).and_then(|i| Some((i, exports.get(i)?))) else {
+            reply(out, option, rep::ERR_UNKNOWN, b"no such export");
+            return Next::Option;
+        };
+        let chosen = self.choose(index, e);
+        let mut d = info::EXPORT.to_be_bytes().to_vec();
+        d.extend(e.geometry.size.to_be_bytes());
+        d.extend(chosen.flags.to_be_bytes());
+        reply(out, option, rep::INFO, &d);
+
+        let mut d = info::BLOCK_SIZE.to_be_bytes().to_vec();
+        d.extend(e.geometry.logical_block_size.to_be_bytes());
+        d.extend(e.geometry.physical_block_size.max(4096).to_be_bytes());
+        d.extend(proto::MAX_PAYLOAD.to_be_bytes());
+        reply(out, option, rep::INFO, &d);
+
+        for (kind, text) in [(info::NAME, &e.name), (info::DESCRIPTION, &e.description)] {
+            let asked = wanted.chunks_exact(2).any(|c| *c == kind.to_be_bytes());
+            if asked && !text.is_empty() {
+                let mut d = kind.to_be_bytes().to_vec();
+                d.extend(text.as_bytes());
+                reply(out, option, rep::INFO, &d);
+            }
+        }
+        reply(out, option, rep::ACK, b"");
+        match option {
+            opt::GO => Next::Transmit(chosen),
+            _ => Next::Option,
+        }
     }
 }
 
@@ -234,43 +346,6 @@ fn reply(out: &mut Vec<u8>, option: u32, kind: u32, data: &[u8]) {
     out.extend(kind.to_be_bytes());
     out.extend((data.len() as u32).to_be_bytes());
     out.extend(data);
-}
-
-/// Answers INFO and GO.
-fn information(option: u32, data: &[u8], exports: &Exports, out: &mut Vec<u8>) -> Next {
-    let Some((name, wanted)) = parse_information(data) else {
-        reply(out, option, rep::ERR_INVALID, b"malformed request for information");
-        return Next::Option;
-    };
-    let Some((index, e)) = exports.find(name).and_then(|i| Some((i, exports.get(i)?))) else {
-        reply(out, option, rep::ERR_UNKNOWN, b"no such export");
-        return Next::Option;
-    };
-    let flags = transmission_flags(&e.geometry);
-    let mut d = info::EXPORT.to_be_bytes().to_vec();
-    d.extend(e.geometry.size.to_be_bytes());
-    d.extend(flags.to_be_bytes());
-    reply(out, option, rep::INFO, &d);
-
-    let mut d = info::BLOCK_SIZE.to_be_bytes().to_vec();
-    d.extend(e.geometry.logical_block_size.to_be_bytes());
-    d.extend(e.geometry.physical_block_size.max(4096).to_be_bytes());
-    d.extend(proto::MAX_PAYLOAD.to_be_bytes());
-    reply(out, option, rep::INFO, &d);
-
-    for (kind, text) in [(info::NAME, &e.name), (info::DESCRIPTION, &e.description)] {
-        let asked = wanted.chunks_exact(2).any(|c| *c == kind.to_be_bytes());
-        if asked && !text.is_empty() {
-            let mut d = kind.to_be_bytes().to_vec();
-            d.extend(text.as_bytes());
-            reply(out, option, rep::INFO, &d);
-        }
-    }
-    reply(out, option, rep::ACK, b"");
-    match option {
-        opt::GO => Next::Transmit(index, flags),
-        _ => Next::Option,
-    }
 }
 
 /// The name in an INFO or GO option, and the kinds of information asked for, two bytes each.
@@ -342,19 +417,28 @@ mod tests {
     #[test]
     fn flags_say_what_the_device_can_do() {
         let g = geometry();
-        let always = tx::HAS_FLAGS | tx::SEND_FLUSH | tx::CAN_MULTI_CONN;
-        let writable = always | tx::SEND_WRITE_ZEROES;
-        assert_eq!(transmission_flags(&g), writable | tx::SEND_FUA | tx::SEND_TRIM);
+        let always = tx::HAS_FLAGS | tx::SEND_FLUSH | tx::CAN_MULTI_CONN | tx::SEND_CACHE;
+        let writable = always | tx::SEND_WRITE_ZEROES | tx::SEND_FAST_ZERO;
+        assert_eq!(
+            transmission_flags(&g, Framing::Simple),
+            writable | tx::SEND_FUA | tx::SEND_TRIM
+        );
         let read_only = Geometry { read_only: true, ..g };
-        assert_eq!(transmission_flags(&read_only), always | tx::READ_ONLY);
+        assert_eq!(transmission_flags(&read_only, Framing::Simple), always | tx::READ_ONLY);
         let no_fua = Geometry { fua: false, ..g };
-        assert_eq!(transmission_flags(&no_fua), writable | tx::SEND_TRIM);
+        assert_eq!(transmission_flags(&no_fua, Framing::Simple), writable | tx::SEND_TRIM);
         let plain = Geometry {
             write_cache: false,
             max_discard: 0,
             ..no_fua
         };
-        assert_eq!(transmission_flags(&plain), writable | tx::SEND_FUA);
+        assert_eq!(transmission_flags(&plain, Framing::Simple), writable | tx::SEND_FUA);
+        for framing in [Framing::Structured, Framing::Extended] {
+            assert_eq!(
+                transmission_flags(&read_only, framing),
+                always | tx::READ_ONLY | tx::SEND_DF
+            );
+        }
     }
 
     #[test]

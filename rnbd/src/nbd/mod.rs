@@ -1,9 +1,12 @@
-//! NBD: fixed newstyle negotiation, simple replies, several connections and many requests in flight on each
+//! NBD: fixed newstyle negotiation, simple and structured replies, extended headers, several connections and many requests in
+//! flight on each
 //! (<https://github.com/NetworkBlockDevice/nbd/blob/master/doc/proto.md>).
 
 mod connection;
 mod copy;
+mod framing;
 mod handshake;
+mod meta;
 mod parse;
 mod payload;
 mod pending;

@@ -11,7 +11,7 @@ pub(crate) const CAPACITY: usize = 64 << 10;
 /// Bytes that are read ahead of a client that writes much at a time: what comes along of the next payload has to be copied.
 const AHEAD_OF_LARGE: usize = 4096;
 /// A write's payload up to this is copied rather than read by a call of its own.
-const SMALL: u32 = 16 << 10;
+const SMALL: u64 = 16 << 10;
 
 /// Bytes in their order, filled at the end and consumed at the front.
 #[derive(Debug)]
@@ -82,10 +82,13 @@ impl ParseBuffer {
 }
 
 /// What the protocol asks a server to refuse, with the errors that it names. `told` are the transmission flags that the client
-/// knows; the device may have become another one since.
-pub(crate) fn check(q: &Request, told: u16, g: &Geometry) -> Result<(), Errno> {
+/// knows, `allocation` whether it may ask what is allocated; the device may have become another one since.
+pub(crate) fn check(q: &Request, told: u16, allocation: bool, g: &Geometry) -> Result<(), Errno> {
     let known = match q.command {
-        cmd::WRITE_ZEROES => cmd_flag::FUA | cmd_flag::NO_HOLE,
+        cmd::WRITE_ZEROES => cmd_flag::FUA | cmd_flag::NO_HOLE | cmd_flag::FAST_ZERO,
+        cmd::READ if told & tx::SEND_DF != 0 => cmd_flag::FUA | cmd_flag::DF,
+        cmd::WRITE => cmd_flag::FUA | cmd_flag::PAYLOAD_LEN,
+        cmd::BLOCK_STATUS => cmd_flag::FUA | cmd_flag::REQ_ONE,
         _ => cmd_flag::FUA,
     };
     let fua_unknown = q.flags & cmd_flag::FUA != 0 && told & (tx::SEND_FUA | tx::READ_ONLY) == 0;
@@ -96,13 +99,17 @@ pub(crate) fn check(q: &Request, told: u16, g: &Geometry) -> Result<(), Errno> {
     if changes && g.read_only {
         return Err(Errno::EPERM);
     }
-    let (offset, len) = (q.offset, u64::from(q.len));
+    let (offset, len) = (q.offset, q.len);
     match q.command {
         cmd::FLUSH => return Ok(()),
-        cmd::READ if q.len > proto::MAX_PAYLOAD => return Err(Errno::EINVAL),
+        cmd::READ if q.len > proto::MAX_PAYLOAD.into() => return Err(Errno::EINVAL),
+        cmd::BLOCK_STATUS if !allocation || len == 0 => return Err(Errno::EINVAL),
+        cmd::WRITE_ZEROES if q.flags & cmd_flag::FAST_ZERO != 0 && g.max_write_zeroes == 0 => {
+            return Err(Errno::EOPNOTSUPP);
+        }
         cmd::TRIM if told & tx::SEND_TRIM == 0 => return Err(Errno::EINVAL),
         cmd::TRIM if g.max_discard == 0 => return Err(Errno::EOPNOTSUPP),
-        cmd::READ | cmd::WRITE | cmd::TRIM | cmd::WRITE_ZEROES => {}
+        cmd::READ | cmd::WRITE | cmd::TRIM | cmd::WRITE_ZEROES | cmd::CACHE | cmd::BLOCK_STATUS => {}
         _ => return Err(Errno::EINVAL),
     }
     if !g.contains(offset, len) {
@@ -136,7 +143,7 @@ mod tests {
     };
     const TOLD: u16 = tx::HAS_FLAGS | tx::SEND_FLUSH | tx::SEND_FUA | tx::SEND_TRIM | tx::SEND_WRITE_ZEROES;
 
-    fn request(command: u16, flags: u16, offset: u64, len: u32) -> Request {
+    fn request(command: u16, flags: u16, offset: u64, len: u64) -> Request {
         Request {
             flags,
             command,
@@ -148,7 +155,8 @@ mod tests {
 
     #[test]
     fn what_is_wrong_is_refused_with_the_error_that_the_protocol_names() {
-        let refused = |command, flags, offset, len| check(&request(command, flags, offset, len), TOLD, &GEOMETRY).err();
+        let refused =
+            |command, flags, offset, len| check(&request(command, flags, offset, len), TOLD, true, &GEOMETRY).err();
         let (fua, no_hole) = (cmd_flag::FUA, cmd_flag::NO_HOLE);
         for (command, flags, offset, len, error) in [
             (cmd::READ, 0, 0, 512, None),
@@ -158,7 +166,19 @@ mod tests {
             (cmd::READ, 0, SIZE - 512, 1024, Some(Errno::EINVAL)),
             (cmd::READ, 0, 1, 512, Some(Errno::EINVAL)),
             (cmd::READ, 0, 0, 100, Some(Errno::EINVAL)),
-            (cmd::READ, 0, 0, proto::MAX_PAYLOAD + 512, Some(Errno::EINVAL)),
+            (
+                cmd::READ,
+                0,
+                0,
+                u64::from(proto::MAX_PAYLOAD) + 512,
+                Some(Errno::EINVAL),
+            ),
+            (cmd::READ, cmd_flag::DF, 0, 512, Some(Errno::EINVAL)),
+            (cmd::CACHE, 0, 0, SIZE, None),
+            (cmd::CACHE, 0, 512, SIZE, Some(Errno::EINVAL)),
+            (cmd::BLOCK_STATUS, cmd_flag::REQ_ONE, 0, SIZE, None),
+            (cmd::BLOCK_STATUS, 0, 0, 0, Some(Errno::EINVAL)),
+            (cmd::WRITE_ZEROES, cmd_flag::FAST_ZERO, 0, 512, Some(Errno::EOPNOTSUPP)),
             (cmd::READ, no_hole, 0, 512, Some(Errno::EINVAL)),
             (cmd::WRITE, fua, 0, 512, None),
             (cmd::WRITE, 1 << 4, 0, 512, Some(Errno::EINVAL)),
@@ -171,7 +191,7 @@ mod tests {
             // Where, and how much, does not matter.
             (cmd::FLUSH, 0, u64::MAX, 3, None),
             (cmd::FLUSH, no_hole, 0, 0, Some(Errno::EINVAL)),
-            (5, 0, 0, 0, Some(Errno::EINVAL)),
+            (8, 0, 0, 0, Some(Errno::EINVAL)),
             (99, 0, 0, 512, Some(Errno::EINVAL)),
         ] {
             assert_eq!(
@@ -187,7 +207,7 @@ mod tests {
 
     #[test]
     fn what_counts_is_what_the_client_was_told_and_what_the_device_is() {
-        let error = |q: Request, told, g: &Geometry| check(&q, told, g).err();
+        let error = |q: Request, told, g: &Geometry| check(&q, told, false, g).err();
         let read_only = Geometry {
             read_only: true,
             ..GEOMETRY
@@ -208,6 +228,16 @@ mod tests {
             ..GEOMETRY
         };
         assert_eq!(error(trim, TOLD, &cannot), Some(Errno::EOPNOTSUPP));
+        let fast = Geometry {
+            max_write_zeroes: 1 << 20,
+            ..GEOMETRY
+        };
+        let zero = request(cmd::WRITE_ZEROES, cmd_flag::FAST_ZERO | cmd_flag::NO_HOLE, 0, 512);
+        assert_eq!(error(zero, TOLD, &fast), None);
+        let read = request(cmd::READ, cmd_flag::DF, 0, 512);
+        assert_eq!(error(read, TOLD | tx::SEND_DF, &GEOMETRY), None);
+        let status = request(cmd::BLOCK_STATUS, 0, 0, 512);
+        assert_eq!(error(status, TOLD, &GEOMETRY), Some(Errno::EINVAL));
         let smaller = Geometry { size: 4096, ..GEOMETRY };
         assert_eq!(
             error(request(cmd::READ, 0, 8192, 512), TOLD, &smaller),

@@ -8,7 +8,8 @@ use crate::{
     errno::Errno,
     nbd::{
         copy::zeroes,
-        proto,
+        framing::{Answer, Asked, head},
+        proto::{self, cmd},
         reply::{Data, Reply},
     },
 };
@@ -63,9 +64,11 @@ enum Landing {
 /// A request whose reply is still to come.
 #[derive(Debug)]
 pub(crate) struct Pending {
-    cookie: u64,
+    asked: Asked,
     charge: u64,
-    /// Bytes of the request.
+    /// Bytes of the range that the client has named.
+    span: u64,
+    /// Of these, bytes that are moved.
     len: u32,
     /// Bytes of each part but the last.
     step: u32,
@@ -79,11 +82,13 @@ pub(crate) struct Pending {
 }
 
 impl Pending {
-    /// A request of `len` bytes that counts for `charge`, and whose parts are still to be started.
-    pub(crate) fn new(cookie: u64, charge: u64, len: u32, g: &Geometry) -> Self {
+    /// A request that counts for `charge`, and whose parts are still to be started. Of the `span` that it
+    /// names `len` bytes are moved.
+    pub(crate) fn new(asked: Asked, charge: u64, span: u64, len: u32, g: &Geometry) -> Self {
         Self {
-            cookie,
+            asked,
             charge,
+            span,
             len,
             step: g.max_transfer.max(MIN_PART),
             open: 1,
@@ -192,8 +197,15 @@ impl Pending {
             Landing::Heap(bytes) if self.error.is_none() => data.push(Data::Heap(bytes)),
             Landing::Heap(_) => {}
         }
-        let error = self.error.map_or(0, proto::error_code);
-        Reply::new(proto::simple_reply(self.cookie, error), data, self.charge)
+        let len = self.span;
+        let answer = match (self.error, self.asked.command) {
+            (Some(e), _) => Answer::Failed(proto::error_code(e)),
+            (None, cmd::READ) if len > 0 => Answer::Data { len },
+            // RNBD has no word for holes.
+            (None, cmd::BLOCK_STATUS) => Answer::Status { len, flags: 0 },
+            (None, _) => Answer::Done,
+        };
+        Reply::new(head(self.asked, answer), data, self.charge)
     }
 }
 

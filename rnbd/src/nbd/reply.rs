@@ -9,6 +9,7 @@ use smallvec::SmallVec;
 
 use crate::nbd::{
     copy::{BufferCopy, zeroes},
+    framing::Head,
     state::Stall,
 };
 
@@ -68,10 +69,10 @@ impl Piece<'_> {
     }
 }
 
-/// A simple reply.
+/// A reply.
 #[derive(Debug)]
 pub(crate) struct Reply {
-    header: [u8; 16],
+    header: Head,
     data: SmallVec<[Data; 1]>,
     /// Bytes that the request counts for.
     charge: u64,
@@ -79,7 +80,7 @@ pub(crate) struct Reply {
 
 impl Reply {
     /// To a request that counts for `charge` bytes.
-    pub(crate) fn new(header: [u8; 16], data: SmallVec<[Data; 1]>, charge: u64) -> Self {
+    pub(crate) fn new(header: Head, data: SmallVec<[Data; 1]>, charge: u64) -> Self {
         Self { header, data, charge }
     }
 

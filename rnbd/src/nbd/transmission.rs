@@ -11,10 +11,12 @@ use crate::{
     errno::Errno,
     nbd::{
         copy::BufferCopy,
+        framing::Asked,
+        handshake::Chosen,
         parse::{ParseBuffer, check},
         payload::{Need, Part, Target},
         pending::{NbdRequest, Pending, PendingKey, PendingTable, Release},
-        proto::{self, Request, cmd, cmd_flag},
+        proto::{self, Framing, Request, cmd, cmd_flag},
         reply::{Account, Outbox},
         state::{End, Stall},
     },
@@ -55,7 +57,7 @@ struct ReadJob {
     parts: u32,
     /// Buffers of parts that are started only when there are enough for all.
     collected: SmallVec<[Buffer; 1]>,
-    /// The data is collected in the heap, so each part starts as soon as it has a buffer.
+    /// The data is collected in the heap, or is not wanted: each part starts as soon as it has a buffer.
     staged: bool,
 }
 
@@ -115,18 +117,22 @@ fn stage(job: &mut ReadJob, pending: &mut PendingTable) -> bool {
 }
 
 /// The header that is next, or why there is none.
-fn head(input: &ParseBuffer) -> Option<Result<Request, End>> {
-    let (head, _) = input.unread().split_first_chunk::<{ Request::LEN }>()?;
-    let request = Request::parse(head);
+fn head(input: &ParseBuffer, framing: Framing) -> Option<Result<Request, End>> {
+    let request = Request::parse(input.unread(), framing)?;
     Some(request.ok_or_else(|| End::Protocol("request without its magic number".into())))
 }
 
-/// Bytes that a request counts for: those of its payload, if it is in order.
-fn charge(q: &Request, checked: Result<(), Errno>) -> u64 {
+/// Bytes that a request moves between the device and memory. Of what is only to be cached the beginning will do.
+fn moved(q: &Request) -> u32 {
     match q.command {
-        cmd::READ | cmd::WRITE if checked.is_ok() => q.len.into(),
+        cmd::READ | cmd::WRITE | cmd::CACHE => q.len.min(proto::MAX_PAYLOAD.into()) as u32,
         _ => 0,
     }
+}
+
+/// Bytes that a request counts for: those that it moves, if it is in order.
+fn charge(q: &Request, checked: Result<(), Errno>) -> u64 {
+    checked.map_or(0, |()| moved(q).into())
 }
 
 /// The requests of a client, and what is sent to it.
@@ -136,6 +142,9 @@ pub(crate) struct Transmission {
     now: Instant,
     /// The transmission flags that the client knows.
     told: u16,
+    framing: Framing,
+    /// The client may ask what is allocated.
+    allocation: bool,
     /// The size that it knows, in bytes: the protocol has no word for another one.
     told_size: u64,
     geometry: Geometry,
@@ -156,6 +165,8 @@ impl Transmission {
         Self {
             now,
             told: 0,
+            framing: Framing::Simple,
+            allocation: false,
             told_size: 0,
             geometry: NO_DEVICE,
             job: Job::Idle,
@@ -174,9 +185,14 @@ impl Transmission {
         self.now = now;
     }
 
-    /// What the client was told: transmission flags, and the device's bytes.
-    pub(crate) fn set_told(&mut self, flags: u16, size: u64) {
-        (self.told, self.told_size) = (flags, size);
+    /// What was agreed on with the client, and the device's bytes that it was told.
+    pub(crate) fn set_terms(&mut self, chosen: &Chosen, size: u64) {
+        (self.told, self.told_size) = (chosen.flags, size);
+        (self.framing, self.allocation) = (chosen.framing, chosen.allocation);
+    }
+
+    fn check(&self, q: &Request) -> Result<(), Errno> {
+        check(q, self.told, self.allocation, &self.geometry)
     }
 
     /// What the device is like. To a client it never becomes larger than it was told.
@@ -221,8 +237,8 @@ impl Transmission {
         }
         match &self.job {
             Job::Idle => {
-                let q = head(input)?.ok()?;
-                self.account.blocked(charge(&q, check(&q, self.told, &self.geometry)))
+                let q = head(input, self.framing)?.ok()?;
+                self.account.blocked(charge(&q, self.check(&q)))
             }
             Job::Failed { .. } => None,
             Job::Read(_) => Some(Stall::Buffers),
@@ -430,7 +446,7 @@ impl Transmission {
         if self.has_work() {
             return Step::Wait;
         }
-        let q = match head(input) {
+        let q = match head(input, self.framing) {
             None => return Step::Starved("a request", !input.unread().is_empty()),
             Some(Err(why)) => return Step::End(why),
             Some(Ok(q)) => q,
@@ -438,26 +454,33 @@ impl Transmission {
         if q.command == cmd::DISC {
             return Step::End(End::Left);
         }
-        if q.command == cmd::WRITE && q.len > proto::MAX_PAYLOAD {
-            return Step::End(End::Protocol(format!("write of {} bytes", q.len)));
+        let payload = q.payload(self.framing);
+        if payload > proto::MAX_PAYLOAD.into() {
+            return Step::End(End::Protocol(format!("a request with {payload} bytes of payload")));
         }
-        let checked = check(&q, self.told, &self.geometry);
+        let checked = self.check(&q);
         let charge = charge(&q, checked);
         if self.account.blocked(charge).is_some() {
             return Step::Wait;
         }
-        let pending = Pending::new(q.cookie, charge, q.len, &self.geometry);
+        let asked = Asked {
+            framing: self.framing,
+            command: q.command,
+            cookie: q.cookie,
+            offset: q.offset,
+        };
+        let pending = Pending::new(asked, charge, q.len, moved(&q), &self.geometry);
         let Some(key) = self.pending.insert(pending) else {
             return Step::Wait;
         };
         self.account.admit(charge);
-        input.consume(Request::LEN);
+        input.consume(self.framing.request_len());
         input.expect_more_like(&q);
         match checked {
             Ok(()) => self.begin(&q, key),
             Err(e) => {
                 self.fail(key, e);
-                let left = if q.command == cmd::WRITE { q.len as usize } else { 0 };
+                let left = payload as usize;
                 self.job = Job::Failed { key, left };
             }
         }
@@ -471,7 +494,7 @@ impl Transmission {
         let fua = forced && self.geometry.fua;
         let op = match q.command {
             _ if q.command != cmd::FLUSH && q.len == 0 => None,
-            cmd::READ => return self.begin_read(q, key),
+            cmd::READ | cmd::CACHE => return self.begin_read(q, key),
             cmd::WRITE => Some(BlockOp::Write { fua }),
             cmd::FLUSH => Some(BlockOp::Flush),
             cmd::TRIM => Some(BlockOp::Discard),
@@ -489,7 +512,7 @@ impl Transmission {
         match op {
             Some(BlockOp::Write { fua }) => return self.begin_write(q, key, fua),
             Some(BlockOp::Flush) => self.start(key, BlockOp::Flush, 0, 0, None),
-            Some(op) => self.start(key, op, q.offset, q.len.into(), None),
+            Some(op) => self.start(key, op, q.offset, q.len, None),
             None => {}
         }
         self.release(key);
@@ -506,10 +529,10 @@ impl Transmission {
             next: 0,
             parts,
             collected: SmallVec::new(),
-            staged: false,
+            staged: q.command == cmd::CACHE,
         };
         // One read does not take most of the buffers to itself.
-        if parts > (self.geometry.queue_depth / 4).max(1) && !stage(&mut job, &mut self.pending) {
+        if !job.staged && parts > (self.geometry.queue_depth / 4).max(1) && !stage(&mut job, &mut self.pending) {
             return self.release(key);
         }
         self.job = Job::Read(job);

@@ -12,7 +12,7 @@ use rnbd::{
     block::{BlockOp, Geometry},
     nbd::{
         BufferCopy, Connection, End, Export, Exports, NbdRequest, Phase, Piece, Stall, Want,
-        proto::{self, Request, opt},
+        proto::{self, Framing, Request, opt},
     },
 };
 use roce_verbs::Instant;
@@ -23,6 +23,9 @@ use rtrs::{
 
 pub(crate) const KIB: usize = 1 << 10;
 pub(crate) const MIB: usize = 1 << 20;
+
+/// Bytes that a device has at most; beyond them its requests have to fail.
+const MAX_CONTENT: usize = 128 * MIB;
 
 /// A device of 4 MiB with a write cache that can do everything.
 pub(crate) const GEOMETRY: Geometry = Geometry {
@@ -129,7 +132,7 @@ impl World {
         Self {
             memory: Memory::new(geometry.max_transfer as usize, geometry.queue_depth as usize),
             geometry,
-            content: (0..geometry.size as usize).map(byte_at).collect(),
+            content: (0..(geometry.size as usize).min(MAX_CONTENT)).map(byte_at).collect(),
             seen: Vec::new(),
             fails: |_| None,
             now: Instant::ZERO,
@@ -206,6 +209,8 @@ pub(crate) struct Peer {
     /// Requests are kept back here instead of being done.
     pub(crate) hold: bool,
     pub(crate) held: VecDeque<NbdRequest>,
+    /// How its requests are framed.
+    pub(crate) framing: Framing,
     cookie: u64,
 }
 
@@ -220,6 +225,7 @@ impl Peer {
             answers: Vec::new(),
             hold: false,
             held: VecDeque::new(),
+            framing: Framing::Simple,
             cookie: 0,
         }
     }
@@ -251,9 +257,12 @@ impl Peer {
             command,
             cookie: self.cookie,
             offset: offset as u64,
-            len: len as u32,
+            len: len as u64,
         };
-        self.send(&q.to_bytes());
+        match self.framing {
+            Framing::Simple | Framing::Structured => self.send(&q.to_bytes()),
+            Framing::Extended => self.send(&q.to_extended_bytes()),
+        }
         self.send(data);
         self.cookie
     }
@@ -470,4 +479,21 @@ pub(crate) fn stall(peer: &mut Peer) -> Option<Stall> {
         Want::Nothing(stall) => Some(stall),
         _ => None,
     }
+}
+
+/// The data of LIST_META_CONTEXT and SET_META_CONTEXT.
+pub(crate) fn contexts(name: &str, queries: &[&str]) -> Vec<u8> {
+    let text = |t: &str| [&(t.len() as u32).to_be_bytes(), t.as_bytes()].concat();
+    let mut b = text(name);
+    b.extend((queries.len() as u32).to_be_bytes());
+    b.extend(queries.iter().flat_map(|q| text(q)));
+    b
+}
+
+/// The next option reply: option, kind, data.
+pub(crate) fn option_reply(peer: &mut Peer) -> (u32, u32, Vec<u8>) {
+    let head = peer.take(20);
+    assert_eq!(head[..8], proto::OPT_REPLY_MAGIC.to_be_bytes());
+    let number = |at: usize| u32::from_be_bytes(head[at..at + 4].try_into().unwrap());
+    (number(8), number(12), peer.take(number(16) as usize))
 }

@@ -141,6 +141,19 @@ impl<P: Ports> Fabric<P> {
         }
     }
 
+    pub(crate) fn disconnect_by(&mut self, id: CmRef, ways: &[CmRef]) {
+        self.disconnect(id);
+        let Ok((device, conn)) = self.conn(id) else { return };
+        let Some(dreq) = self.ports.port(device).cm_farewell(conn) else {
+            return;
+        };
+        for way in ways {
+            if let Ok((device, by)) = self.conn(*way) {
+                self.ports.port(device).cm_send_farewell(self.now, by, &dreq);
+            }
+        }
+    }
+
     pub(crate) fn forget(&mut self, id: CmRef) {
         let Some(cm) = self.cms.remove(id) else { return };
         self.events

@@ -468,6 +468,10 @@ impl<P: Ports> Provider for Fabric<P> {
         self.disconnect(id);
     }
 
+    fn cm_disconnect_by(&mut self, id: CmRef, ways: &[CmRef]) {
+        self.disconnect_by(id, ways);
+    }
+
     fn cm_destroy(&mut self, id: CmRef) {
         self.forget(id);
     }

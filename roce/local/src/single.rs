@@ -6,7 +6,7 @@ use roce_mem::MemoryTable;
 use roce_port::Port;
 use roce_verbs::provider::VerbsError;
 
-use crate::Ports;
+use crate::fabric::Ports;
 
 /// The only port of a host, which may have several addresses. Every peer is reached from each of them.
 pub struct Single {

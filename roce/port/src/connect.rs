@@ -3,7 +3,10 @@
 use core::net::{IpAddr, SocketAddr};
 
 use roce_bth::{Psn, Qpn, RnrTimer};
-use roce_cm::{AcceptArgs, CmError, ConnChange, ConnId, ConnTransport, ConnectArgs, Event, ListenId, RemoteQp};
+use roce_cm::{
+    AcceptArgs, CmError, ConnChange, ConnId, ConnTransport, ConnectArgs, Event, ListenId, RemoteQp, mad::Mad,
+    state::State,
+};
 use roce_verbs::{
     AccessFlags, Instant, QpAttr, QpState, QpType, ToRts,
     provider::{ConnParams, RejectReason, VerbsError},
@@ -242,6 +245,24 @@ impl Port {
         self.fail_conn(now, conn);
         self.cm.disconnect(now, conn);
         self.pump_cm(now);
+    }
+
+    /// The DREQ of a connection that waits for its DREP, for [`Port::cm_send_farewell`].
+    pub fn cm_farewell(&self, conn: ConnId) -> Option<Mad> {
+        self.cm.farewell(conn)
+    }
+
+    /// Sends a DREQ, perhaps another port's, by the way of a connection of this port that stands.
+    ///
+    /// False if that is not established: its peer's address may be anybody's.
+    pub fn cm_send_farewell(&mut self, now: Instant, by: ConnId, dreq: &Mad) -> bool {
+        self.now = now;
+        let stands = self.cm.state(by) == Some(State::Established);
+        let Some((local, remote)) = self.cm.addresses(by).filter(|_| stands) else {
+            return false;
+        };
+        self.cm.send_farewell(now, local.ip(), remote.ip(), dreq);
+        true
     }
 
     /// Disconnects if need be and forgets the connection; no more events of it come. Its queue pair stays.

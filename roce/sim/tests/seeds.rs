@@ -28,6 +28,11 @@ const NOTABLE_STORAGE: &[(u64, &str)] = &[
         3253,
         "a session is closed while its user still has the buffer of an answer, and gives it back in another way",
     ),
+    (
+        1959,
+        "a session is back by one path before the server hears of the loss of another, whose disk stalls",
+    ),
+    (7_000_332, "the same"),
 ];
 
 /// Pairs of runs that show what teaching a peer's Identifications does to it, if strangers may.

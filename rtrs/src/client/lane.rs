@@ -25,6 +25,9 @@ use crate::{
 /// How long something may still come to a server's chunk, or be done there, by a path that is lost; then the permits of requests
 /// that it did not answer are given out again.
 const REST: Duration = Duration::from_secs(2);
+/// The same for requests that were not answered by another path either: then nothing says when the server's disk is done with them
+/// (Linux gives up on one after 30 s, by default).
+const LONG_REST: Duration = Duration::from_secs(30);
 /// How long a packet may be under way (`CMA_IBOE_PACKET_LIFETIME`, `cma.c`: 4.096 us * 2^16). What a lost path has sent last may come
 /// to the server, and be done there, so much later than its queue pairs stopped.
 pub(super) const LIFETIME: Duration = Duration::from_nanos(4096 << 16);
@@ -244,9 +247,19 @@ impl Lane {
         }
     }
 
-    /// Nothing more comes to the server by this path.
-    pub(super) fn path_gone(&mut self, path: u16, out: &mut VecDeque<Output>) {
-        self.permits.path_gone(path);
+    /// A permit comes back whose request has ended without an answer.
+    pub(super) fn release_unanswered(&mut self, now: Instant, permit: u16, rest: Option<Rest<u16>>) {
+        let longer = |rest: Rest<u16>| Rest {
+            until: rest.until.max(now + LONG_REST),
+            unanswered: true,
+            ..rest
+        };
+        self.release(permit, rest.map(longer));
+    }
+
+    /// Nothing more comes to the server by this path; with `all` it is also done with what it has not answered.
+    pub(super) fn path_gone(&mut self, path: u16, all: bool, out: &mut VecDeque<Output>) {
+        self.permits.path_gone(path, all);
         while let Some(at) = self.held.iter().position(|held| held.rest.path == Some(path)) {
             let held = self.held.remove(at);
             self.release(held.permit, None);
@@ -298,6 +311,7 @@ impl Lane {
                     path: Some(path),
                     since: cx.now,
                     until: cx.now + REST,
+                    unanswered: false,
                 };
                 flight.rest = Some(flight.rest.map_or(rest, |before| before.and(rest)));
             }

@@ -17,6 +17,7 @@ pub mod permits;
 mod pick;
 pub mod policy;
 mod post;
+mod questions;
 pub mod request;
 mod session;
 mod share;

@@ -24,9 +24,9 @@ use crate::{
         lane::Lane,
         letter::{Joining, Word},
         policy::Policy,
+        questions::Questions,
         request::SessionId,
         share::{Others, Share},
-        silence::Questions,
         state::{PATH, PathAction, PathEvent, PathState},
         status::{PathCommand, PathId, PathStats},
         terms::Terms,
@@ -411,7 +411,8 @@ impl Path {
     }
 
     fn destroy(&mut self, env: &mut Env<'_, '_>) {
-        if !self.conns.is_empty() {
+        // An attempt that has not come so far says nothing of the connections that were before it.
+        if self.conns.iter().any(|conn| conn.established) {
             self.parted = self.conns.iter().all(|conn| conn.left || !conn.established);
         }
         for conn in self.conns.drain(..) {

@@ -42,7 +42,7 @@ impl Session {
         self.others(index).any(Path::is_up)
     }
 
-    fn others(&self, index: usize) -> impl Iterator<Item = &Path> {
+    pub(super) fn others(&self, index: usize) -> impl Iterator<Item = &Path> {
         let others = self.paths.iter().enumerate().filter(move |(n, _)| *n != index);
         others.map(|(_, path)| path)
     }

@@ -14,6 +14,8 @@ pub struct Rest<P> {
     pub since: Instant,
     /// When the server has long done with it.
     pub until: Instant,
+    /// The request has ended without an answer by any path: the server may be at work on it for as long as its disk takes.
+    pub unanswered: bool,
 }
 
 impl<P: PartialEq> Rest<P> {
@@ -24,6 +26,7 @@ impl<P: PartialEq> Rest<P> {
             path: self.path.filter(|path| other.path.as_ref() == Some(path)),
             since: self.since.max(other.since),
             until: self.until.max(other.until),
+            unanswered: self.unanswered || other.unanswered,
         }
     }
 }
@@ -71,11 +74,12 @@ impl<P: Copy + PartialEq> Permits<P> {
         self.resting.insert(at, (rest, permit));
     }
 
-    /// The server is done with what came by this path.
-    pub fn path_gone(&mut self, path: P) {
+    /// Nothing comes to the server by this path any more, and it is done with what was answered by others; with `all` also with what
+    /// was not answered.
+    pub fn path_gone(&mut self, path: P, all: bool) {
         let free = &mut self.free;
         self.resting.retain(|(rest, permit)| {
-            let wakes = rest.path == Some(path);
+            let wakes = rest.path == Some(path) && (all || !rest.unanswered);
             if wakes {
                 free.push(*permit);
             }
@@ -137,6 +141,7 @@ mod tests {
             path: Some(path),
             since: at(0),
             until: at(ms),
+            unanswered: false,
         }
     }
 
@@ -158,10 +163,25 @@ mod tests {
         permits.give_later(2, rest('b', 2500));
         permits.give_later(0, rest('a', 2000));
         assert_eq!((permits.take(at(1999)), permits.next_timeout()), (None, Some(at(2000))));
-        permits.path_gone('b');
+        permits.path_gone('b', false);
         assert_eq!((permits.take(at(1999)), permits.take(at(1999))), (Some(2), Some(1)));
         assert_eq!(permits.take(at(1999)), None);
         assert_eq!((permits.take(at(2000)), permits.next_timeout()), (Some(0), None));
+    }
+
+    #[test]
+    fn what_was_not_answered_rests_until_the_server_is_done_with_that_too() {
+        let mut permits = Permits::new(1);
+        assert_eq!(permits.take(at(0)), Some(0));
+        let unanswered = Rest {
+            unanswered: true,
+            ..rest('a', 2000)
+        };
+        permits.give_later(0, unanswered);
+        permits.path_gone('a', false);
+        assert_eq!(permits.take(at(0)), None);
+        permits.path_gone('a', true);
+        assert_eq!(permits.take(at(0)), Some(0));
     }
 
     #[test]
@@ -170,9 +190,9 @@ mod tests {
         while permits.take(at(0)).is_some() {}
         permits.give_later(0, rest('a', 2000).and(rest('b', 1500)));
         permits.give_later(1, rest('a', 1000).and(rest('a', 1500)));
-        permits.path_gone('b');
+        permits.path_gone('b', false);
         assert_eq!(permits.take(at(999)), None);
-        permits.path_gone('a');
+        permits.path_gone('a', false);
         assert_eq!((permits.take(at(999)), permits.take(at(1999))), (Some(1), None));
         assert_eq!(permits.take(at(2000)), Some(0));
     }

@@ -513,7 +513,11 @@ impl Session {
             Report::Orphans(orphans) => self.orphaned(env, index, orphans),
             Report::Closed => {
                 if self.paths[index].parted {
-                    self.lane.path_gone(index as u16, env.out);
+                    // A server that hears of the loss before it lets the session's next path in is done by then with all requests.
+                    let others = self
+                        .others(index)
+                        .all(|path| !path.is_up() && path.state != PathState::Connecting);
+                    self.lane.path_gone(index as u16, others, env.out);
                 }
                 if env.share.is_home() {
                     let why = self.paths[index].why();
@@ -529,6 +533,10 @@ impl Session {
     }
 
     fn path_up(&mut self, env: &mut Env<'_, '_>, index: usize, again: bool) {
+        if again {
+            // A server refuses it as long as it is at work for the connections that were before.
+            self.lane.path_gone(index as u16, true, env.out);
+        }
         let path = &self.paths[index];
         let Some(terms) = path.terms else { return };
         let whole = terms.info(self.config.max_user_header);
@@ -616,7 +624,10 @@ impl Session {
                     None => Err(IoError::Path(why.clone())),
                 },
             };
-            self.lane.release(permit, flight.rest);
+            match result {
+                Err(IoError::Path(_)) => self.lane.release_unanswered(env.cx.now, permit, flight.rest),
+                _ => self.lane.release(permit, flight.rest),
+            }
             self.lane.told(flight.request, result, env.out);
         }
         for (path, requests) in taken.into_iter().enumerate().filter(|(_, n)| *n > 0) {

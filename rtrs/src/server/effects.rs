@@ -2,6 +2,8 @@
 
 use std::collections::VecDeque;
 
+use roce_verbs::Instant;
+
 use crate::{
     PathError,
     admission::PathKey,
@@ -37,6 +39,8 @@ pub(crate) struct Effects {
     pub(crate) counters: ServerCounters,
     /// For other shares.
     pub(crate) letters: VecDeque<(usize, Letter)>,
+    /// When sessions are to be looked at.
+    pub(crate) wake: Option<Instant>,
 }
 
 impl Effects {

@@ -58,6 +58,11 @@ impl Server {
                 self.look_after(cx, session, path);
                 self.name_waiting(cx, session);
             }
+            Message::Busy(session) => {
+                if let Some(session) = self.sessions.get_mut(&session) {
+                    session.note_request(cx.now, &mut self.effects);
+                }
+            }
             Message::Close(session) => {
                 self.close_session(cx, session);
             }

@@ -86,6 +86,8 @@ pub(crate) enum Message {
     Gone(Part),
     /// From home: the session is over.
     Over(SessionKey, PathError),
+    /// To home: requests of the session have come.
+    Busy(SessionKey),
     /// To home: the user wants the session closed.
     Close(SessionKey),
     /// To all: who was at work in this chunk has left, and somebody waits.

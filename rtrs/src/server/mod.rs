@@ -23,6 +23,7 @@ pub mod request;
 mod server;
 mod session;
 mod share;
+mod silence;
 pub mod state;
 
 pub use config::ServerConfig;

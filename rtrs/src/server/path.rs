@@ -30,6 +30,7 @@ use crate::{
         path_id::PathId,
         post::{Done, Ground, InfoMemory, Renewal, ServerWork, revoke_now},
         share::Share,
+        silence::Signs,
         state::{BRANCH, PATH, PathAction, PathEvent, PathState},
     },
     stats::RdmaStats,
@@ -96,6 +97,8 @@ pub(crate) struct Path {
     chunks: Option<MrInfo>,
     /// At home.
     pulse: Option<Pulse>,
+    /// What came by it of late.
+    pub(crate) signs: Signs,
     /// When flushed work requests that nothing has explained end the path.
     flushed: Option<Instant>,
     /// The client has asked for the chunks, by the session's name; it is answered when they may be used.
@@ -201,6 +204,7 @@ impl Path {
             info: None,
             chunks: None,
             pulse: None,
+            signs: Signs::default(),
             flushed: None,
             asked: false,
             is_up: false,
@@ -416,6 +420,7 @@ impl Path {
 
     /// Something came from the peer.
     pub(crate) fn heard(&mut self) {
+        self.signs.heard();
         if let Some(pulse) = &mut self.pulse {
             pulse.heartbeat.heard();
         }
@@ -571,10 +576,10 @@ impl Path {
         }
     }
 
-    /// Takes leave of the peer.
-    pub(crate) fn disconnect(&self, cx: &mut Cx<'_>) {
+    /// Takes leave of the peer, also by the ways of these connections.
+    pub(crate) fn disconnect(&self, cx: &mut Cx<'_>, ways: &[CmRef]) {
         for conn in self.conns() {
-            cx.provider.cm_disconnect(conn.cm);
+            cx.provider.cm_disconnect_by(conn.cm, ways);
         }
     }
 

@@ -20,7 +20,7 @@ use crate::{
     admission::{Admission, PathKey, Refusal},
     cx::Cx,
     door::Doorkeeper,
-    proto::{ChunkLayout, Imm, Uuid},
+    proto::{ChunkLayout, Uuid},
     server::{
         config::ServerConfig,
         counters::ServerCounters,
@@ -453,16 +453,11 @@ impl Server {
     pub fn timeout(&mut self, cx: &mut Cx<'_>) {
         self.expire(cx);
         if self.due.is_some_and(|due| due <= cx.now) {
-            let effects = &mut self.effects;
-            for (session, path) in self.sessions.values_mut().flat_map(|s| {
-                let key = s.key;
-                s.paths.values_mut().map(move |path| (key, path))
-            }) {
-                beat(cx.now, session, path, effects);
+            for session in self.sessions.values_mut() {
+                session.tick(cx.now, &mut self.effects);
             }
             self.settle(cx);
-            let paths = self.sessions.values().flat_map(|s| s.paths.values());
-            self.due = paths.filter_map(Path::next_timeout).min();
+            self.due = self.sessions.values().filter_map(Session::next_timeout).min();
         }
         self.settle(cx);
         self.log.tick(cx.now);
@@ -492,6 +487,7 @@ impl Server {
             | Message::IsReady(_)
             | Message::Lost(..)
             | Message::Gone(_)
+            | Message::Busy(_)
             | Message::Close(_)) => self.letter_to_home(cx, from, message),
             message => self.letter_from_home(cx, from, message),
         }
@@ -673,8 +669,10 @@ impl Server {
         }
     }
 
-    /// Takes down the paths that can't go on.
+    /// Takes down the paths that can't go on, and notes when to look at the others.
     fn settle(&mut self, cx: &mut Cx<'_>) {
+        let wake = self.effects.wake.take();
+        self.wake(wake);
         while let Some((session, path, why)) = self.effects.broken.pop_front() {
             self.fail(cx, session, path, why);
         }
@@ -755,7 +753,7 @@ impl Server {
             }
             PathAction::DropParked => session.drop_parked(path_key),
             PathAction::DrainQps => path.drain(cx),
-            PathAction::Disconnect => path.disconnect(cx),
+            PathAction::Disconnect => session.disconnect(cx, path_key),
             PathAction::TellAdmission => {
                 let (peer, access_error) = (path.id.peer.ip(), matches!(path.why, Some(PathError::AccessError)));
                 self.admission.closing(path_key);
@@ -885,22 +883,4 @@ fn listen_on(cx: &mut Cx<'_>, config: &ServerConfig, backlog: u32) -> Result<Vec
         }
     }
     Ok(listeners)
-}
-
-/// Looks after a path's peer.
-fn beat(now: Instant, session: SessionKey, path: &mut Path, effects: &mut Effects) {
-    let place = Place {
-        session,
-        path: path.id.key,
-        cid: 0,
-    };
-    let asked = path.tick(now).and_then(|due| {
-        let listed = due && path.push(0, ServerWork::imm(Imm::HbMsg))?;
-        Ok(listed)
-    });
-    match asked {
-        Ok(true) => effects.dirty.push(place),
-        Ok(false) => {}
-        Err(why) => effects.broken.push_back((session, place.path, why)),
-    }
 }

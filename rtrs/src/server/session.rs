@@ -29,6 +29,7 @@ use crate::{
         post::{Answer, Done, Renewal, ServerWork, revoked},
         request::{Output, Request, RequestKey, SessionKey, SessionSummary, Ticket},
         share::Share,
+        silence::Watch,
         state::{ChunkEvent, PathState},
     },
 };
@@ -67,6 +68,8 @@ pub(crate) struct Session {
     pub(crate) paths: BTreeMap<PathKey, Path>,
     /// Paths that the user knows of.
     pub(crate) up: usize,
+    /// At home: over its paths.
+    pub(crate) watch: Watch,
 }
 
 const NO_CONN: PathError = PathError::Unexpected("a completion of no connection");
@@ -113,6 +116,7 @@ impl Session {
             chunks: Chunks::new(layout.queue_depth(), hold),
             paths: BTreeMap::new(),
             up: 0,
+            watch: Watch::default(),
         }
     }
 
@@ -352,6 +356,7 @@ impl Session {
         payload: u32,
         effects: &mut Effects,
     ) -> Result<(), PathError> {
+        self.note_request(cx.now, effects);
         let (chunk, offset) = self.layout.unpack(payload)?;
         let (chunk, path) = (chunk as u16, place.path);
         let asked = Asked {

@@ -9,6 +9,7 @@ mod peer;
 use core::time::Duration;
 
 use bed::{Bed, DEPTH, SERVERS, config};
+use roce_cm::DropReason;
 use roce_local::FabricConfig;
 use roce_verbs::DeviceLimits;
 use rtrs::{
@@ -551,5 +552,36 @@ fn an_idle_path_lives_by_the_heartbeats_of_its_home() {
     bed.pass(Duration::from_secs(60));
     assert_eq!(bed.shares[1].server.counters().heartbeats_lost, 1);
     assert_eq!(bed.sessions(1), []);
+    bed.end();
+}
+
+/// Home looks at the paths of a session whose requests come to other shares.
+#[test]
+fn a_path_that_is_silent_beside_another_ends_at_all_shares() {
+    let (mut bed, second) = opened_over_two_devices(22, FabricConfig::default());
+    let strays = |bed: &mut Bed| {
+        let counters = bed.peers[0].fabric.ports().0[0].0.counters();
+        counters.cm.dropped(DropReason::UnknownConnection)
+    };
+    let before = strays(&mut bed);
+    bed.peers[0].write(2, 5, b"to", b"data");
+    bed.settle();
+    let (index, request) = bed.request();
+    assert_ne!(index, 1, "not at home");
+    bed.answer(index, &request, 0);
+    // Before the first heartbeat of either.
+    let patience = config().heartbeat.interval - Duration::from_millis(100);
+    for _ in 0..patience.as_millis() / 100 {
+        bed.pass(Duration::from_millis(100));
+        bed.peers[0].answer_beats();
+    }
+    assert!(bed.peers[second].broken && !bed.peers[0].broken);
+    assert_eq!(bed.shares[1].server.counters().heartbeats_lost, 1);
+    for (index, host) in bed.shares.iter().enumerate() {
+        let paths = host.server.listing()[0].paths.len();
+        assert_eq!(paths, 1, "share {index}");
+    }
+    let told = strays(&mut bed) - before;
+    assert!(told >= 7, "{told} of 7 connections' DREQs by the other network");
     bed.end();
 }

@@ -8,7 +8,7 @@ use rnbd::{
     block::{BlockOp, Geometry},
     nbd::{
         BufferCopy, Connection, Export, Exports, NbdRequest, Phase, Piece, Want,
-        proto::{self, Request, cmd, cmd_flag, info, opt, rep, tx},
+        proto::{self, BASE_ALLOCATION, Framing, Request, chunk, cmd, cmd_flag, info, opt, rep, tx},
     },
 };
 use roce_verbs::Instant;
@@ -283,11 +283,14 @@ pub fn run(data: &[u8]) {
         sent: Input(sent),
         answers: Input(&server.answers),
         geometry,
+        framing: Framing::Simple,
+        allocation: None,
     };
     let chosen = reader.negotiation();
     let mut models = [content(), content()];
     if let Some((index, allowed)) = chosen {
-        let whole = reader.transmission(allowed, &mut models[index]);
+        let allocation = reader.allocation == Some(index);
+        let whole = reader.transmission(allowed, allocation, &mut models[index]);
         if !whole {
             models[index].clone_from(&server.content[index]);
         }
@@ -308,6 +311,9 @@ struct Reader<'a> {
     sent: Input<'a>,
     answers: Input<'a>,
     geometry: Geometry,
+    framing: Framing,
+    /// The export whose allocation may be asked for.
+    allocation: Option<usize>,
 }
 
 impl<'a> Reader<'a> {
@@ -348,8 +354,9 @@ impl<'a> Reader<'a> {
                 }
                 opt::LIST if data.is_empty() => {
                     for (name, _) in NAMES {
-                        let entry = self.reply(option, rep::SERVER);
-                        assert_eq!(&entry[4..], name.as_bytes());
+                        let mut entry = Input(self.reply(option, rep::SERVER));
+                        assert_eq!(entry.number(4), Some(name.len() as u64));
+                        assert_eq!(entry.0, format!("{name}the {name}").as_bytes());
                     }
                     self.reply(option, rep::ACK);
                 }
@@ -359,9 +366,65 @@ impl<'a> Reader<'a> {
                         return Some(chosen);
                     }
                 }
+                opt::STRUCTURED_REPLY | opt::EXTENDED_HEADERS => self.frame(option, data),
+                opt::LIST_META_CONTEXT | opt::SET_META_CONTEXT => self.contexts(option, data),
                 _ => _ = self.reply(option, rep::ERR_UNSUP),
             }
         }
+    }
+
+    fn frame(&mut self, option: u32, data: &[u8]) {
+        let extended = self.framing == Framing::Extended;
+        if !data.is_empty() {
+            self.reply(option, rep::ERR_INVALID);
+        } else if option == opt::EXTENDED_HEADERS {
+            self.reply(option, rep::ACK);
+            self.framing = Framing::Extended;
+            self.allocation = self.allocation.filter(|_| extended);
+        } else if extended {
+            self.reply(option, rep::ERR_EXT_HEADER_REQD);
+        } else {
+            self.reply(option, rep::ACK);
+            self.framing = Framing::Structured;
+        }
+    }
+
+    fn contexts(&mut self, option: u32, data: &[u8]) {
+        let setting = option == opt::SET_META_CONTEXT;
+        if setting {
+            self.allocation = None;
+        }
+        let mut data = Input(data);
+        let name = data.number(4).and_then(|n| data.exactly(n as usize));
+        let name = name.filter(|n| n.len() <= proto::MAX_NAME);
+        let count = data.number(4);
+        let mut queries = Vec::new();
+        for _ in 0..count.unwrap_or(0) {
+            match data.number(4).and_then(|n| data.exactly(n as usize)) {
+                Some(query) => queries.push(query),
+                None => {
+                    self.reply(option, rep::ERR_INVALID);
+                    return;
+                }
+            }
+        }
+        let (Some(name), Some(count), true) = (name, count, data.0.is_empty() && self.framing != Framing::Simple)
+        else {
+            self.reply(option, rep::ERR_INVALID);
+            return;
+        };
+        let Some(index) = find(name) else {
+            self.reply(option, rep::ERR_UNKNOWN);
+            return;
+        };
+        let asked = |q: &&[u8]| *q == BASE_ALLOCATION.as_bytes() || !setting && *q == b"base:";
+        if !setting && count == 0 || queries.iter().any(asked) {
+            let mut context = Input(self.reply(option, rep::META_CONTEXT));
+            assert_eq!(context.number(4), Some(setting.into()));
+            assert_eq!(context.0, BASE_ALLOCATION.as_bytes());
+            self.allocation = setting.then_some(index).or(self.allocation);
+        }
+        self.reply(option, rep::ACK);
     }
 
     /// The next answer is to this option and of this kind; its data.
@@ -404,36 +467,33 @@ impl<'a> Reader<'a> {
     }
 
     /// Follows the requests. `false` if the last one was cut off: it may have been done in part.
-    fn transmission(&mut self, allowed: u16, model: &mut [u8]) -> bool {
-        while let Some(head) = self.sent.exactly(Request::LEN) {
-            let Some(q) = Request::parse(head.try_into().expect("its length")) else {
+    fn transmission(&mut self, allowed: u16, allocation: bool, model: &mut [u8]) -> bool {
+        while let Some(head) = self.sent.exactly(self.framing.request_len()) {
+            let Some(q) = Request::parse(head, self.framing).expect("its length") else {
                 return true;
             };
-            if q.command == cmd::DISC || (q.command == cmd::WRITE && q.len > proto::MAX_PAYLOAD) {
+            let announced = self.framing == Framing::Extended && q.flags & cmd_flag::PAYLOAD_LEN != 0;
+            let payload = if q.command == cmd::WRITE || announced { q.len } else { 0 };
+            if q.command == cmd::DISC || payload > proto::MAX_PAYLOAD.into() {
                 return true;
             }
-            let written = match q.command {
-                cmd::WRITE => match self.sent.exactly(q.len as usize) {
-                    Some(bytes) => bytes,
-                    None => {
-                        self.cut_off(&q);
-                        return false;
-                    }
-                },
-                _ => &[],
+            let Some(written) = self.sent.exactly(payload as usize) else {
+                self.cut_off(&q);
+                return false;
             };
             let error = self.head(&q).expect("every request is answered");
             if error != 0 {
-                assert!(matches!(error, 1 | 22 | 28), "error {error}");
-                assert!(!self.in_order(&q, allowed), "{q:?} is refused: {error}");
+                assert!(matches!(error, 1 | 22 | 28 | 95), "error {error}");
+                assert!(!self.in_order(&q, allowed, allocation), "{q:?} is refused: {error}");
                 continue;
             }
-            assert!(!matches!(q.command, cmd::WRITE | cmd::TRIM | cmd::WRITE_ZEROES) || !self.geometry.read_only);
+            let changes = matches!(q.command, cmd::WRITE | cmd::TRIM | cmd::WRITE_ZEROES);
+            assert!(!changes || !self.geometry.read_only);
             if q.command == cmd::FLUSH {
                 continue;
             }
-            assert!(self.geometry.contains(q.offset, q.len.into()), "{q:?} is done");
-            assert!(self.geometry.aligned(q.offset, q.len.into()), "{q:?} is done");
+            assert!(self.geometry.contains(q.offset, q.len), "{q:?} is done");
+            assert!(self.geometry.aligned(q.offset, q.len), "{q:?} is done");
             let there = &mut model[q.offset as usize..q.offset as usize + q.len as usize];
             match q.command {
                 cmd::READ => {
@@ -441,21 +501,86 @@ impl<'a> Reader<'a> {
                     assert_eq!(data, there, "data of a read");
                 }
                 cmd::WRITE => there.copy_from_slice(written),
+                cmd::CACHE => {}
+                cmd::BLOCK_STATUS => {
+                    assert!(allocation, "a state that nobody may ask for");
+                    self.extent(q.len);
+                }
                 _ => there.fill(0),
             }
         }
         true
     }
 
-    /// The head of the next answer, which is this request's: its error.
+    /// The state of a range, of which nothing more is known than that it may have data.
+    fn extent(&mut self, len: u64) {
+        assert_eq!(self.answers.number(4), Some(1), "the context");
+        let wide = if self.framing == Framing::Extended {
+            assert_eq!(self.answers.number(4), Some(1), "one extent");
+            8
+        } else {
+            4
+        };
+        assert_eq!(self.answers.number(wide), Some(len));
+        assert_eq!(self.answers.number(wide), Some(0));
+    }
+
+    /// The head of the next answer, which is this request's, up to the data: its error.
     fn head(&mut self, q: &Request) -> Option<u64> {
         if self.answers.0.is_empty() {
             return None;
+        }
+        let chunks = match self.framing {
+            Framing::Simple => false,
+            Framing::Structured => matches!(q.command, cmd::READ | cmd::BLOCK_STATUS),
+            Framing::Extended => true,
+        };
+        if chunks {
+            return Some(self.chunk(q));
         }
         assert_eq!(self.answers.number(4), Some(proto::SIMPLE_REPLY_MAGIC.into()));
         let error = self.answers.number(4);
         assert_eq!(self.answers.number(8), Some(q.cookie));
         error
+    }
+
+    fn chunk(&mut self, q: &Request) -> u64 {
+        let extended = self.framing == Framing::Extended;
+        let magic = if extended {
+            proto::EXTENDED_REPLY_MAGIC
+        } else {
+            proto::STRUCTURED_REPLY_MAGIC
+        };
+        assert_eq!(self.answers.number(4), Some(magic.into()));
+        assert_eq!(self.answers.number(2), Some(proto::CHUNK_DONE.into()));
+        let kind = self.answers.number(2).expect("a type") as u16;
+        assert_eq!(self.answers.number(8), Some(q.cookie));
+        if extended {
+            assert_eq!(self.answers.number(8), Some(q.offset));
+        }
+        let len = self.answers.number(if extended { 8 } else { 4 }).expect("a length");
+        let status = if extended {
+            (chunk::BLOCK_STATUS_EXT, 24)
+        } else {
+            (chunk::BLOCK_STATUS, 12)
+        };
+        match (q.command, kind) {
+            (_, chunk::ERROR) => {
+                let error = self.answers.number(4).expect("an error");
+                assert!(error != 0 && len == 6, "error {error} of {len} bytes");
+                assert_eq!(self.answers.number(2), Some(0), "no text");
+                return error;
+            }
+            (cmd::READ, chunk::OFFSET_DATA) => {
+                assert_eq!((self.answers.number(8), len), (Some(q.offset), 8 + q.len));
+            }
+            (cmd::BLOCK_STATUS, kind) => assert_eq!((kind, len), status),
+            (_, kind) => {
+                assert_eq!((kind, len), (chunk::NONE, 0), "{q:?}");
+                assert!(q.command != cmd::READ || q.len == 0, "{q:?} has no data");
+            }
+        }
+        0
     }
 
     /// A write whose data ends too early may be answered, with an error.
@@ -466,16 +591,26 @@ impl<'a> Reader<'a> {
     }
 
     /// Whether a server has no reason to refuse.
-    fn in_order(&self, q: &Request, allowed: u16) -> bool {
+    fn in_order(&self, q: &Request, allowed: u16, allocation: bool) -> bool {
+        let df = if allowed & tx::SEND_DF != 0 { cmd_flag::DF } else { 0 };
         let flags = match q.command {
+            cmd::WRITE_ZEROES if self.geometry.max_write_zeroes > 0 => cmd_flag::NO_HOLE | cmd_flag::FAST_ZERO,
             cmd::WRITE_ZEROES => cmd_flag::NO_HOLE,
+            cmd::READ => df,
+            cmd::WRITE => cmd_flag::PAYLOAD_LEN,
+            cmd::BLOCK_STATUS => cmd_flag::REQ_ONE,
             _ => 0,
         };
         let fua = if allowed & tx::SEND_FUA != 0 { cmd_flag::FUA } else { 0 };
         let changes = matches!(q.command, cmd::WRITE | cmd::TRIM | cmd::WRITE_ZEROES);
-        let known = changes || matches!(q.command, cmd::READ | cmd::FLUSH);
-        let can = (q.command != cmd::TRIM || allowed & tx::SEND_TRIM != 0) && !(changes && self.geometry.read_only);
-        let inside = self.geometry.contains(q.offset, q.len.into()) && self.geometry.aligned(q.offset, q.len.into());
+        let known = changes || matches!(q.command, cmd::READ | cmd::FLUSH | cmd::CACHE | cmd::BLOCK_STATUS);
+        let can = match q.command {
+            _ if changes && self.geometry.read_only => false,
+            cmd::TRIM => allowed & tx::SEND_TRIM != 0,
+            cmd::BLOCK_STATUS => allocation && q.len > 0,
+            _ => true,
+        };
+        let inside = self.geometry.contains(q.offset, q.len) && self.geometry.aligned(q.offset, q.len);
         known && can && q.flags & !(flags | fua) == 0 && (inside || q.command == cmd::FLUSH)
     }
 }

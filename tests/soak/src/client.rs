@@ -46,7 +46,16 @@ pub(crate) const PLANS: [Plan; 4] = [
         name: "robin",
         networks: &[1, 0],
         queues: true,
-        options: &["--on-loss", "queue", "--policy", "round-robin", "--heartbeat", "0.5"],
+        options: &[
+            "--on-loss",
+            "queue",
+            "--policy",
+            "round-robin",
+            "--heartbeat",
+            "0.5",
+            "--threads",
+            "2",
+        ],
     },
     Plan {
         name: "one",

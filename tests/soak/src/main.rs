@@ -4,6 +4,7 @@ mod client;
 mod load;
 mod logs;
 mod model;
+mod report;
 mod run;
 mod seen;
 mod steer;
@@ -18,7 +19,8 @@ use std::{
 };
 
 use clap::Parser;
-use run::{HEAD, Run};
+use report::HEAD;
+use run::Run;
 use world::World;
 
 /// Serves devices to sessions with two paths and with one, over networks that are cut, lose, repeat, reorder and delay packets, while
@@ -86,12 +88,10 @@ fn main() -> ExitCode {
         Ok(Err(e)) => bad.push(e),
         Err(_) => bad.push("a process under test did not do what it was asked".to_owned()),
     }
+    run.summarise();
     if bad.is_empty() {
-        run.summarise();
         let ended = panic::catch_unwind(AssertUnwindSafe(|| run.finish()));
         bad.extend(ended.unwrap_or_else(|_| Err("a process did not end".into())).err());
-    } else {
-        run.summarise();
     }
     if bad.is_empty() {
         println!("verdict: nothing lost, flat");

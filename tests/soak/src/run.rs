@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeMap,
-    io::{self, Write as _},
+    io,
     path::PathBuf,
     process::Stdio,
     sync::atomic::{AtomicBool, Ordering::Relaxed},
@@ -10,13 +10,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ferroce_tests::usage::{Flat, Usage};
+use ferroce_tests::usage::Usage;
 use rand::{Rng, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
 
 use crate::{
     load::Failed,
-    seen::Counts,
+    report::Tally,
     steer::{Order, Steering, Who},
     trouble::{self, NETWORKS, Outage, Weather},
     world::{BASE, BEYOND, LIMIT, World},
@@ -38,41 +38,24 @@ const SETTLED: Duration = Duration::from_secs(15);
 const FAILOVER: Duration = Duration::from_secs(20);
 /// How long processes are watched in a calm moment.
 const WATCH: Duration = Duration::from_secs(10);
-/// What counts as flat, from the first calm moment to the last.
-const FLAT: Flat = Flat {
-    memory: 16 << 20,
-    threads: 2,
-    descriptors: 4,
-};
-
-/// What happened, for the summary.
-#[derive(Default)]
-pub(crate) struct Tally {
-    pub(crate) trouble: BTreeMap<&'static str, u64>,
-    pub(crate) commands: BTreeMap<&'static str, u64>,
-    pub(crate) allowed_errors: u64,
-    /// The longest request, of those that took long, while one of two paths was well.
-    pub(crate) failover: Duration,
-    pub(crate) long: Vec<(f64, Duration, String)>,
-    pub(crate) compared: (u64, u64),
-    usage: BTreeMap<String, (Usage, Usage)>,
-    pub(crate) moments: u32,
-}
-
 /// When there was trouble last.
 struct Troubles {
-    /// With a network alone.
+    /// An outage of a network alone.
     networks: [Instant; NETWORKS as usize],
+    /// Bad weather, in which networks work.
+    weather: Instant,
     /// With both, or a process.
     everything: Instant,
 }
 
 impl Troubles {
     fn last(&self) -> Instant {
-        self.networks.into_iter().fold(self.everything, Instant::max)
+        self.networks
+            .into_iter()
+            .fold(self.everything.max(self.weather), Instant::max)
     }
 
-    /// Whether a network was well all the time from a while before then, and every process.
+    /// Whether a network was whole all the time from a while before then, and every process well.
     fn spare(&self, begun: Instant) -> bool {
         let before = |then: Instant| then + SETTLED < begun;
         before(self.everything) && self.networks.into_iter().any(before)
@@ -86,7 +69,7 @@ pub(crate) struct Run<'a> {
     stop: &'a AtomicBool,
     end: Instant,
     next_report: Instant,
-    begun: Instant,
+    pub(crate) begun: Instant,
     outage: Option<(Outage, Instant)>,
     next_outage: Instant,
     weather: Vec<(Weather, Instant)>,
@@ -126,6 +109,7 @@ impl<'a> Run<'a> {
             calm: true,
             troubles: Troubles {
                 networks: [now; NETWORKS as usize],
+                weather: now,
                 everything: now,
             },
             downs: 0,
@@ -225,8 +209,8 @@ impl<'a> Run<'a> {
                 None => self.troubles.everything = now,
             }
         }
-        for (weather, _) in &self.weather {
-            self.troubles.networks[usize::from(weather.network)] = now;
+        if !self.weather.is_empty() {
+            self.troubles.weather = now;
         }
     }
 
@@ -327,7 +311,7 @@ impl<'a> Run<'a> {
                     if took > FAILOVER {
                         let seconds = took.as_secs_f64();
                         return Err(format!(
-                            "{}: {seconds:.1} s until {at:.3}, with a path that was well: {what}",
+                            "{}: {seconds:.1} s until {at:.3}, with a network that was whole: {what}",
                             device.name
                         ));
                     }
@@ -475,34 +459,6 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// What has grown.
-    pub(crate) fn grown(&self) -> Vec<String> {
-        let each = self
-            .tally
-            .usage
-            .iter()
-            .map(|(name, (first, last))| FLAT.grown(name, *first, *last));
-        each.flatten().collect()
-    }
-
-    fn requests(&self) -> (u64, u64, u64, u64) {
-        let each = self.world.devices.iter().map(|device| &device.load.told);
-        each.fold((0, 0, 0, 0), |(requests, bytes, left, cut_off), told| {
-            (
-                requests + told.requests.load(Relaxed),
-                bytes + told.bytes.load(Relaxed),
-                left + told.left.load(Relaxed),
-                cut_off + told.cut_off.load(Relaxed),
-            )
-        })
-    }
-
-    /// All sessions together.
-    pub(crate) fn counts(&self) -> Counts {
-        let each = self.world.devices.iter().map(|device| device.counts());
-        each.fold(Counts::default(), |sum, counts| sum + counts)
-    }
-
     /// The processes end orderly, and what went over the wire is accounted for.
     pub(crate) fn finish(&mut self) -> Result<(), String> {
         for (name, summary) in self.world.finish()? {
@@ -529,78 +485,4 @@ impl<'a> Run<'a> {
         self.world.keep_logs();
         self.world.give_up()
     }
-
-    pub(crate) fn summarise(&mut self) {
-        self.report();
-        let (requests, bytes, left, cut_off) = self.requests();
-        println!(
-            "{requests} requests, {} MiB, {left} NBD clients left; where that is allowed, {} requests failed, and {cut_off} ended with the mapping",
-            bytes >> 20,
-            self.tally.allowed_errors
-        );
-        let each = self.tally.trouble.iter().map(|(kind, times)| format!("{kind} {times}"));
-        println!("trouble: {}", each.collect::<Vec<_>>().join(", "));
-        let each = self
-            .tally
-            .commands
-            .iter()
-            .map(|(kind, times)| format!("{kind} {times}"));
-        println!("commands: {}", each.collect::<Vec<_>>().join(", "));
-        println!("events: {:?}; {} servers", self.counts(), self.world.generation);
-        let (counters, under_way) = self.world.counters();
-        let each = counters.named().map(|(name, n)| format!("{name} {n}"));
-        println!("frames: {}, under way {under_way}", each.join(", "));
-        self.tally.long.sort_by_key(|(_, took, _)| std::cmp::Reverse(*took));
-        println!(
-            "{} requests took a second or longer; the longest with a path that was well: {:.1} s",
-            self.tally.long.len(),
-            self.tally.failover.as_secs_f64()
-        );
-        for (at, took, what) in self.tally.long.iter().take(5) {
-            println!("  {:6.1} s until {at:.0} s: {what}", took.as_secs_f64());
-        }
-        let (certain, doubtful) = self.tally.compared;
-        println!("compared at the end: {certain} blocks, and {doubtful} that may hold one of several writes");
-        println!(
-            "calm moments: {}; memory in MiB, threads, descriptors, at first and at last:",
-            self.tally.moments
-        );
-        for (name, (first, last)) in &self.tally.usage {
-            let shown = |u: &Usage| {
-                format!(
-                    "{:6.1} {:3} {:4}",
-                    u.anonymous as f64 / f64::from(1 << 20),
-                    u.threads,
-                    u.descriptors
-                )
-            };
-            println!("  {name:14} {} | {}", shown(first), shown(last));
-        }
-    }
-
-    fn report(&self) {
-        let minute = self.begun.elapsed().as_secs() / 60;
-        let (requests, bytes, ..) = self.requests();
-        let counts = self.counts();
-        let longest = self
-            .world
-            .devices
-            .iter()
-            .map(|device| device.load.told.longest())
-            .max()
-            .unwrap_or_default();
-        let trouble: u64 = self.tally.trouble.values().sum();
-        println!(
-            "{minute:6} {requests:10} {:8} {trouble:8} {:6} {:9} {:6} {:8} {:9.1}",
-            bytes >> 20,
-            counts.path_down,
-            counts.failovers,
-            counts.session_lost,
-            self.world.generation,
-            longest.as_secs_f64()
-        );
-        let _ = io::stdout().flush();
-    }
 }
-
-pub(crate) const HEAD: &str = "minute   requests      MiB  trouble  downs failovers   lost  servers  longest/s";

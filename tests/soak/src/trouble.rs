@@ -4,7 +4,7 @@ use std::{fmt, time::Duration};
 
 use ferroce_wire::{
     lane::{Burst, Conditions, Line},
-    wire::End,
+    wire::{End, Wire},
 };
 use rand::{
     Rng,
@@ -20,6 +20,8 @@ pub(crate) const LONGEST: Duration = Duration::from_secs(40);
 /// How the server is started.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct ServeOptions {
+    /// It listens at the address of each network, not at 0.0.0.0.
+    pub(crate) by_address: bool,
     pub(crate) queue_depth: u32,
     pub(crate) chunk_kib: u32,
     pub(crate) always_invalidate: bool,
@@ -30,6 +32,7 @@ pub(crate) struct ServeOptions {
 impl ServeOptions {
     /// As users have it.
     pub(crate) const USUAL: Self = Self {
+        by_address: false,
         queue_depth: 512,
         chunk_kib: 128,
         always_invalidate: true,
@@ -42,6 +45,7 @@ impl ServeOptions {
             return Self::USUAL;
         }
         Self {
+            by_address: rng.random(),
             queue_depth: [64, 128, 512, 1024][rng.random_range(0..4)],
             chunk_kib: [32, 64, 128, 256][rng.random_range(0..4)],
             always_invalidate: rng.random(),
@@ -53,16 +57,25 @@ impl ServeOptions {
     /// For the command line.
     pub(crate) fn args(&self) -> Vec<String> {
         let on = if self.always_invalidate { "on" } else { "off" };
-        [
+        let networks = 0..if self.by_address { NETWORKS } else { 0 };
+        let listen: Vec<_> = networks
+            .map(|network| Wire::address(network, End::A).to_string())
+            .collect();
+        let listen = if listen.is_empty() {
+            vec!["0.0.0.0".to_owned()]
+        } else {
+            listen
+        };
+        let listen = listen.into_iter().map(|address| ("--listen", address));
+        let others = [
             ("--queue-depth", self.queue_depth.to_string()),
             ("--max-chunk-size", format!("{}K", self.chunk_kib)),
             ("--always-invalidate", on.to_owned()),
             ("--heartbeat", self.heartbeat.to_string()),
             ("--threads", self.threads.to_string()),
-        ]
-        .into_iter()
-        .flat_map(|(option, value)| [option.to_owned(), value])
-        .collect()
+        ];
+        let all = listen.chain(others);
+        all.flat_map(|(option, value)| [option.to_owned(), value]).collect()
     }
 }
 

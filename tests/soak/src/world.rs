@@ -93,12 +93,7 @@ impl World {
     }
 
     pub(crate) fn start_server(&mut self, options: ServeOptions) {
-        let mut args = vec![
-            "serve".to_owned(),
-            "--json".to_owned(),
-            "--listen".to_owned(),
-            "0.0.0.0".to_owned(),
-        ];
+        let mut args = vec!["serve".to_owned(), "--json".to_owned()];
         for export in &self.exports {
             args.extend(["--export".to_owned(), export.clone()]);
         }

@@ -428,7 +428,7 @@ impl Client {
             command,
             cookie: self.cookie,
             offset,
-            len,
+            len: len.into(),
         };
         let mut b = q.to_bytes().to_vec();
         b.extend(data);

@@ -2,6 +2,7 @@
 
 mod build;
 mod conn;
+mod farewell;
 mod half_open;
 mod ids;
 mod perform;
@@ -28,6 +29,7 @@ use roce_verbs::{
 
 use self::{
     conn::{Conn, Connections, Offer},
+    farewell::Farewells,
     ids::IdSequence,
     perform::Detail,
     rate::{Buckets, TokenBucket},
@@ -93,6 +95,7 @@ impl Heard {
 ///   a REP or RTU for a communication ID that we don't have is rejected with reason 6.
 /// * Communication IDs are random, not counted up, and a peer is known by its address besides its GUID: another host
 ///   can't tear down a connection by naming its numbers. MADs from other addresses than the connection's are dropped.
+/// * A DREQ may also be sent between other addresses ([`Manager::send_farewell`]); we don't take one that was.
 /// * A REQ whose header or GIDs name other addresses than it travelled between is rejected (12); one for an
 ///   address that nobody listens on with reason 8 (the kernel: 28).
 pub struct Manager {
@@ -104,6 +107,7 @@ pub struct Manager {
     next_listener: u64,
     table: Connections,
     sidr: Resolutions,
+    farewells: Farewells,
     buckets: Buckets,
     /// When it was last said that a limit was met.
     limit_told: Option<Instant>,
@@ -125,6 +129,7 @@ impl Manager {
             listeners: BTreeMap::new(),
             next_listener: 0,
             sidr: Resolutions::default(),
+            farewells: Farewells::default(),
             buckets: Buckets::default(),
             limit_told: None,
             out: VecDeque::new(),
@@ -412,10 +417,12 @@ impl Manager {
 
     /// When [`Manager::handle_timeout`] wants to be called.
     pub fn next_timeout(&self) -> Option<Instant> {
-        match (self.table.next_timeout(), self.sidr.next_timeout()) {
-            (Some(a), Some(b)) => Some(a.min(b)),
-            (a, b) => a.or(b),
-        }
+        let all = [
+            self.table.next_timeout(),
+            self.sidr.next_timeout(),
+            self.farewells.next_timeout(),
+        ];
+        all.into_iter().flatten().min()
     }
 
     /// Does what is due. Calling it early is harmless.
@@ -424,6 +431,7 @@ impl Manager {
             let _ = self.step(now, id, Input::Timer, Detail::None);
         }
         self.on_sidr_timers(now);
+        self.on_farewell_timers(now);
     }
 
     /// What was counted.

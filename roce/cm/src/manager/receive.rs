@@ -99,6 +99,7 @@ impl Manager {
             Message::Rep(m) => self.on_rep(now, way, m),
             Message::Rtu(m) => self.on_rtu(now, way, m),
             Message::Dreq(m) => self.on_dreq(now, way, m),
+            Message::Drep(m) if self.farewells.answer(way.local, way.remote, m) => Ok(()),
             Message::Drep(m) => {
                 let id = self.find(way, m.remote_comm_id, Some(m.local_comm_id))?;
                 self.input_with_id(now, id, Input::Drep, Detail::None)

@@ -98,6 +98,23 @@ fn connected_queue_pairs_carry_data_and_disconnect_flushes_them() {
     }
 }
 
+/// The address of any other peer may be anybody's.
+#[test]
+fn a_dreq_goes_by_the_way_of_another_connection_only_if_that_stands() {
+    let (mut cut_off, _, _, [gone, _]) = established();
+    assert_eq!(cut_off.port.cm_farewell(gone), None);
+    cut_off.port.cm_disconnect(cut_off.now, gone);
+    let dreq = cut_off.port.cm_farewell(gone).unwrap();
+
+    let (_a, mut b, _, [_, half_open]) = accepted();
+    b.take();
+    assert!(!b.port.cm_send_farewell(b.now, half_open, &dreq));
+    assert!(b.take().is_empty());
+    let (_a, mut b, _, [_, stands]) = established();
+    assert!(b.port.cm_send_farewell(b.now, stands, &dreq));
+    assert_eq!(b.take().len(), 1);
+}
+
 #[test]
 fn the_first_packet_says_as_much_as_the_rtu() {
     let (mut a, mut b, [qa, qb], _) = accepted();

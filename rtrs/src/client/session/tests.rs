@@ -292,9 +292,46 @@ fn a_write_that_was_sent_twice_is_told_of_when_nothing_is_under_way() {
     assert_eq!(bed.done(), []);
     // The server says that it is done with the lost path.
     let mut out = VecDeque::new();
-    bed.session.lane.path_gone(0, &mut out);
+    bed.session.lane.path_gone(0, false, &mut out);
     assert_eq!(out.len(), 2);
     assert_eq!(bed.session.permits(), 0);
+}
+
+/// What the lost path sent is still under way, whatever becomes of the next attempt to connect it.
+#[test]
+fn an_attempt_that_is_given_up_says_nothing_of_the_connections_before() {
+    let mut bed = Bed::new();
+    bed.write(0);
+    bed.sent(0);
+    bed.lose(0);
+    bed.sent(1);
+    bed.answer(1, 0);
+    let cm = bed.provider.cm_resolve(None, bed.session.config.paths[0].dst).unwrap();
+    bed.with(|session, env| {
+        let path = &mut session.paths[0];
+        path.conns.push(Conn::new(cm));
+        path.state = PathState::Connecting;
+        path.meet(PathEvent::CloseAsked);
+        session.settle(env, 0, Vec::new());
+    });
+    assert_eq!(bed.session.paths[0].state, PathState::Closed);
+    assert_eq!(bed.done(), []);
+    bed.later(LIFETIME);
+    assert_eq!(bed.done(), [(0, true)]);
+}
+
+/// What it wrote may come again after its user has opened another session.
+#[test]
+fn a_write_that_is_held_when_the_session_ends_is_not_told_of_as_done() {
+    let mut bed = Bed::new();
+    bed.write(0);
+    bed.sent(0);
+    bed.lose(0);
+    bed.sent(1);
+    bed.answer(1, 0);
+    let Bed { session, out, .. } = &mut bed;
+    session.lane.let_all_go(out);
+    assert_eq!(bed.done(), [(0, false)]);
 }
 
 /// Something of the lost path may still be on its way to the chunk.

@@ -9,6 +9,7 @@ mod our_restart;
 mod our_wrong_server;
 mod policies;
 mod restart;
+mod soak;
 mod wrong_server;
 
 use std::time::Duration;
@@ -25,6 +26,7 @@ pub(super) fn list() -> Vec<Scenario> {
         wrong_server::list(),
         flaps::list(),
         restart::list(),
+        soak::list(),
     ];
     let ours = [
         our_client::list(),

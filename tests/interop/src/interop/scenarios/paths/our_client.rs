@@ -173,6 +173,11 @@ impl Fio {
 
     /// Begins, at a rate that a busy guest and the capture can bear.
     pub(super) fn start(c: &Ctx<'_>, mapping: &Mapping, load: Load) -> Result<Self, Error> {
+        Self::start_with(c, mapping, load, &[])
+    }
+
+    /// The same, with further options. Of an option that is there twice fio takes the last.
+    pub(super) fn start_with(c: &Ctx<'_>, mapping: &Mapping, load: Load, more: &[&str]) -> Result<Self, Error> {
         let name = format!("fio-{load:?}").to_lowercase();
         let report = c.dir.join(format!("{name}.json"));
         let output = format!("--output={}", report.display());
@@ -182,6 +187,7 @@ impl Fio {
         options.extend(["--time_based", "--runtime=3600"]);
         options.extend(["--output-format=json", &output]);
         options.extend(load.options());
+        options.extend(more);
         let process = Self::spawn(c, mapping, &name, &options)?;
         Ok(Self { process, report, load })
     }

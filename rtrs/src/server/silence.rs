@@ -1,0 +1,223 @@
+//! Heartbeats, and paths that are silent while others of their session are not.
+//!
+//! A path's heartbeat ends it after the time that the configuration says, as a client may be busy, paused or moved. With several
+//! paths it shows by the others that it lives. So when requests have come of late, or are with the user, or a path owes an answer, home
+//! looks at the paths that are up every [`LOOK`], and asks each. One by which nothing has come for [`LOOKS`] of them, while something
+//! came by another in each, is given up. A client that is merely slow or paused is so by all of them; and looks are counted, not time, as
+//! it may be our own process that was stopped.
+//!
+//! Whose network may be dead is told so by the networks of the other paths: clients of the kernel wait much longer otherwise.
+
+use core::time::Duration;
+
+use roce_verbs::{Instant, provider::CmRef};
+use smallvec::SmallVec;
+
+use crate::{
+    PathError,
+    admission::PathKey,
+    cx::Cx,
+    proto::Imm,
+    server::{
+        effects::{Effects, Place},
+        letter::Message,
+        path::Path,
+        post::ServerWork,
+        request::SessionKey,
+        session::Session,
+        state::PathState,
+    },
+};
+
+/// Between two looks at the paths of a session.
+const LOOK: Duration = Duration::from_millis(500);
+/// As many looks find a path silent, and another not, before it is given up.
+const LOOKS: u32 = 8;
+/// For how long a request makes its session worth looking at. A path that owes an answer then does.
+const BUSY: Duration = Duration::from_secs(2);
+/// How often that is noted, and home told.
+const RENEWAL: Duration = Duration::from_secs(1);
+/// Answers that a path may owe before looks do not ask it any more.
+const MAX_OWED: u32 = 16;
+
+/// What is seen of a path.
+#[derive(Debug, Default)]
+pub(crate) struct Signs {
+    /// Something has come since the last look.
+    heard: bool,
+    /// Questions since something came.
+    owed: u32,
+    /// Looks since then that found that something had come by another path.
+    behind: u32,
+}
+
+impl Signs {
+    /// Something has come.
+    pub(crate) fn heard(&mut self) {
+        *self = Self {
+            heard: true,
+            ..Self::default()
+        };
+    }
+
+    /// A look, at which some path is alive or none is. True: this one is given up.
+    fn look(&mut self, life: bool) -> bool {
+        if !core::mem::take(&mut self.heard) && self.owed > 0 && life {
+            self.behind += 1;
+        }
+        self.behind >= LOOKS
+    }
+}
+
+/// When the paths of a session are looked at.
+#[derive(Debug, Default)]
+pub(crate) struct Watch {
+    at: Option<Instant>,
+    /// Requests have come of late, here or at another share.
+    busy_until: Instant,
+}
+
+impl Session {
+    /// When [`Session::tick`] wants to be called.
+    pub(crate) fn next_timeout(&self) -> Option<Instant> {
+        let paths = self.paths.values().filter_map(Path::next_timeout);
+        paths.chain(self.watch.at).min()
+    }
+
+    /// A request has come, here or at another share.
+    pub(crate) fn note_request(&mut self, now: Instant, effects: &mut Effects) {
+        let until = now + BUSY;
+        if self.paths.len() < 2 || until < self.watch.busy_until + RENEWAL {
+            return;
+        }
+        self.watch.busy_until = until;
+        match self.home {
+            Some(home) => effects.write(home, Message::Busy(self.key)),
+            None => self.watch(now, effects),
+        }
+    }
+
+    /// From now on paths are looked at, if several are up.
+    fn watch(&mut self, now: Instant, effects: &mut Effects) {
+        if self.watch.at.is_none() && self.up().count() > 1 {
+            self.watch.at = Some(now + LOOK);
+            effects.wake = effects.wake.into_iter().chain(self.watch.at).min();
+        }
+    }
+
+    /// Paths that take requests.
+    fn up(&self) -> impl Iterator<Item = &Path> {
+        self.paths.values().filter(|path| path.state == PathState::Connected)
+    }
+
+    /// Looks at the clock.
+    pub(crate) fn tick(&mut self, now: Instant, effects: &mut Effects) {
+        let key = self.key;
+        for path in self.paths.values_mut() {
+            match path.tick(now) {
+                Ok(true) => ask(key, path, effects),
+                Ok(false) => {}
+                Err(why) => effects.broken.push_back((key, path.id.key, why)),
+            }
+        }
+        if self.home.is_none() {
+            self.look(now, effects);
+        }
+    }
+
+    /// Compares the paths, when it is time, and gives those up that are silent beside others.
+    fn look(&mut self, now: Instant, effects: &mut Effects) {
+        let due = self.watch.at.take_if(|at| *at <= now).is_some();
+        let busy = self.watch.busy_until > now || self.paths.values().any(|path| path.with_user > 0);
+        if busy || self.up().any(|path| path.signs.owed > 0) {
+            self.watch(now, effects);
+        }
+        if !due || self.watch.at.is_none() {
+            return;
+        }
+        let (key, life) = (self.key, self.up().any(|path| path.signs.heard));
+        let up = self
+            .paths
+            .values_mut()
+            .filter(|path| path.state == PathState::Connected);
+        for path in up {
+            if path.signs.look(life) {
+                let why = PathError::HeartbeatLost(LOOK * LOOKS);
+                effects.broken.push_back((key, path.id.key, why));
+            } else if path.signs.owed < MAX_OWED {
+                ask(key, path, effects);
+            }
+        }
+    }
+
+    /// Takes leave of a path's client; if its network may be dead, by those of the other paths too.
+    pub(crate) fn disconnect(&self, cx: &mut Cx<'_>, key: PathKey) {
+        let Some(path) = self.paths.get(&key) else { return };
+        let unheard = matches!(
+            path.why,
+            Some(PathError::HeartbeatLost(_) | PathError::Completion { .. })
+        );
+        let others = self.up().filter(|other| unheard && other.id.key != key);
+        let ways: SmallVec<[CmRef; 4]> = others
+            .filter_map(|other| other.conns().next().map(|conn| conn.cm))
+            .collect();
+        path.disconnect(cx, &ways);
+    }
+}
+
+/// Asks a path's client for a sign of life.
+fn ask(session: SessionKey, path: &mut Path, effects: &mut Effects) {
+    let place = Place {
+        session,
+        path: path.id.key,
+        cid: 0,
+    };
+    path.signs.owed += 1;
+    match path.push(0, ServerWork::imm(Imm::HbMsg)) {
+        Ok(true) => effects.dirty.push(place),
+        Ok(false) => {}
+        Err(why) => effects.broken.push_back((session, place.path, why.into())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One that was asked.
+    fn asked() -> Signs {
+        Signs {
+            owed: 1,
+            ..Signs::default()
+        }
+    }
+
+    #[test]
+    fn looks_count_that_find_another_path_alive() {
+        let mut signs = asked();
+        for _ in 1..LOOKS {
+            assert!(!signs.look(true));
+            assert!(!signs.look(false), "all are silent");
+        }
+        assert!(signs.look(true));
+    }
+
+    #[test]
+    fn any_sign_of_life_starts_over() {
+        let mut signs = asked();
+        for _ in 0..10 {
+            for _ in 1..LOOKS {
+                assert!(!signs.look(true));
+            }
+            signs.heard();
+            assert!(!signs.look(true), "it is the one that is alive");
+            signs.owed += 1;
+        }
+    }
+
+    #[test]
+    fn who_was_not_asked_owes_nothing() {
+        let mut signs = Signs::default();
+        assert!((0..100).all(|_| !signs.look(true)));
+    }
+}
