@@ -88,6 +88,7 @@ fn server_plan(calm: bool, dice: &mut Dice) -> ServerPlan {
         no_memory: if calm { 0.0 } else { no_memory },
         zeroes: dice.chance(0.7),
         longest: dice.pick(&[8, 64, 1 << 20]),
+        garbage: true,
     }
 }
 

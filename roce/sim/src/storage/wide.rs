@@ -70,10 +70,11 @@ impl Draw {
         self.wide = Some(wide);
     }
 
-    /// Work lasts for as long as delays jump. Disks don't stall: a session that is lost and comes back by a quick path, before the
-    /// server hears by a slow one of the loss, finds chunks that are worked on for longer than permits rest.
+    /// Work lasts for as long as delays jump. Disks don't stall, so that a repetition is done long before what was sent first arrives.
     fn slow_down(&mut self, dice: &mut Dice) {
         self.troubles = dice.range(4, 14) as u32;
+        // The late copy of a read is done while the answer of its repetition may be read from the same chunk: the same blocks.
+        self.server.garbage = false;
         for (_, faults) in &mut self.disks {
             faults.stall = (0.0, 0);
         }
