@@ -50,6 +50,8 @@ pub(crate) struct Link {
     pub(crate) faults: Faults,
     /// Nothing passes.
     pub(crate) cut: bool,
+    /// Addition to the delay of what is sent, nanoseconds. When it falls, what is sent from then on arrives behind what is under way.
+    pub(crate) lag: u64,
     busy_until: u64,
     last_arrival: u64,
 }
@@ -82,6 +84,7 @@ impl Link {
         Self {
             faults,
             cut: false,
+            lag: 0,
             busy_until: 0,
             last_arrival: 0,
         }
@@ -121,7 +124,7 @@ impl Link {
                     continue;
                 }
             }
-            let mut at = departure + f.delay + if f.jitter > 0 { dice.range(0, f.jitter) } else { 0 };
+            let mut at = departure + f.delay + self.lag + if f.jitter > 0 { dice.range(0, f.jitter) } else { 0 };
             if dice.chance(f.reorder) {
                 stats.reordered += 1;
                 at += dice.range(1, 4 * f.delay + 4 * f.jitter + 20_000);

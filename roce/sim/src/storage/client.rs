@@ -179,6 +179,8 @@ pub(crate) struct ClientSide {
     pub(super) up_since: u64,
     /// What was asked for its paths, and has not ended.
     pub(super) commanded: Vec<(PathId, PathCommand)>,
+    /// A network whose paths it is to give up.
+    flees: Option<usize>,
     pub(super) slots: Vec<Slot>,
     pub(super) left: u32,
     pub(super) in_flight: BTreeMap<u64, Op>,
@@ -218,6 +220,7 @@ impl ClientSide {
             down_since: None,
             up_since: 0,
             commanded: Vec::new(),
+            flees: None,
             left: plan.operations,
             in_flight: BTreeMap::new(),
             next_user: 0,
@@ -380,6 +383,12 @@ impl ClientSide {
         (self.app, self.opened_at, self.down_since) = (App::Opening, cx.now.as_nanos(), None);
     }
 
+    /// Its user has had enough of a network.
+    pub(crate) fn give_up_network(&mut self, now: u64, network: usize) {
+        self.flees = Some(network);
+        self.wake_at(now);
+    }
+
     /// Works with a session that is open.
     fn serve(&mut self, cx: &mut Cx<'_>, session: SessionId, bench: &mut Bench<'_>) -> Check {
         let now = cx.now.as_nanos();
@@ -400,6 +409,9 @@ impl ClientSide {
             };
         }
         self.down_since = None;
+        if let Some(network) = self.flees.take().filter(|_| !self.quiet) {
+            self.flee(cx, session, network, bench);
+        }
         for i in 0..self.slots.len() {
             let slot = &mut self.slots[i];
             match slot.place {

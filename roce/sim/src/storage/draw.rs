@@ -88,6 +88,7 @@ fn server_plan(calm: bool, dice: &mut Dice) -> ServerPlan {
         no_memory: if calm { 0.0 } else { no_memory },
         zeroes: dice.chance(0.7),
         longest: dice.pick(&[8, 64, 1 << 20]),
+        garbage: true,
     }
 }
 
@@ -243,6 +244,7 @@ impl Draw {
         coverage.note_if("reconnecting client", any(|c| c.config.max_reconnects > 0));
         coverage.note_if("several networks", self.wide.is_some());
         coverage.note_if("storms", self.wide.is_some_and(|wide| wide.storms));
+        coverage.note_if("delays that jump", self.wide.is_some_and(|wide| wide.lag > 0));
         coverage.note_if("several paths", any(|c| c.config.paths.len() > 1));
         coverage.note_if("held operations", any(|c| c.on_loss != OnLoss::Error));
         coverage.note_if("slow drains", self.hosts.iter().any(|h| h.2.most > 0));

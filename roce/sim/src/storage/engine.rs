@@ -70,10 +70,12 @@ pub(crate) struct Engine {
     data: BTreeMap<IoTicket, (SessionKey, usize)>,
     /// Over without having begun.
     over: Vec<Ended>,
+    /// Memory holds garbage while it is read into.
+    garbage: bool,
 }
 
 impl Engine {
-    pub(crate) fn new(limits: QueueLimits) -> Self {
+    pub(crate) fn new(limits: QueueLimits, garbage: bool) -> Self {
         Self {
             schedule: Schedule::new(limits),
             stores: BTreeMap::new(),
@@ -81,6 +83,7 @@ impl Engine {
             next_run: 0,
             data: BTreeMap::new(),
             over: Vec::new(),
+            garbage,
         }
     }
 
@@ -145,7 +148,7 @@ impl Engine {
         if has_data && self.data.insert(ticket, (session, op.data)).is_some() {
             return Err(format!("{ticket:?} is under way twice"));
         }
-        if op.op == BlockOp::Read {
+        if op.op == BlockOp::Read && self.garbage {
             let garbage = memory.write(op.data, &vec![UNREAD; op.len as usize]);
             garbage.map_err(|e| format!("a read to outside the session's memory: {e}"))?;
         }

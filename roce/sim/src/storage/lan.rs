@@ -75,6 +75,14 @@ impl Node {
     }
 }
 
+/// From a host to another, in all networks or with an end in one.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Way {
+    pub(crate) from: usize,
+    pub(crate) to: usize,
+    pub(crate) network: Option<usize>,
+}
+
 /// What may happen.
 #[derive(Debug)]
 pub(crate) enum What<E> {
@@ -179,12 +187,21 @@ impl<E> Lan<E> {
         self.events.remove(&seq)
     }
 
-    /// Cuts or mends what leads from a host to another, in all networks or with an end in this one.
-    pub(crate) fn set_cut(&mut self, from: usize, to: usize, network: Option<usize>, cut: bool) {
+    /// Cuts or mends what leads from a host to another.
+    pub(crate) fn set_cut(&mut self, way: Way, cut: bool) {
+        self.each_link(way, |link| link.cut = cut);
+    }
+
+    /// How much longer what leads from a host to another takes, nanoseconds.
+    pub(crate) fn set_lag(&mut self, way: Way, lag: u64) {
+        self.each_link(way, |link| link.lag = lag);
+    }
+
+    fn each_link(&mut self, way: Way, change: impl Fn(&mut Link)) {
         for (a, b) in (0..self.networks).flat_map(|a| (0..self.networks).map(move |b| (a, b))) {
-            if network.is_none_or(|n| n == a || n == b) {
-                let link = self.link([from, a], [to, b]);
-                self.links[link].cut = cut;
+            if way.network.is_none_or(|n| n == a || n == b) {
+                let link = self.link([way.from, a], [way.to, b]);
+                change(&mut self.links[link]);
             }
         }
     }

@@ -58,6 +58,8 @@ pub(crate) struct ServerPlan {
     pub(crate) zeroes: bool,
     /// Longest discard or range of zeroes, blocks.
     pub(crate) longest: u64,
+    /// Memory holds garbage while its disks read into it.
+    pub(crate) garbage: bool,
 }
 
 /// What server and world work with.
@@ -100,7 +102,7 @@ impl ServerSide {
         Self {
             rtrs,
             rnbd: Rnbd::new(Limits::default()),
-            engine: Engine::new(plan.limits),
+            engine: Engine::new(plan.limits, plan.garbage),
             sessions: BTreeMap::new(),
             asked: BTreeSet::new(),
             closes: BTreeMap::new(),

@@ -30,14 +30,18 @@ pub(crate) struct Wide {
     /// Disks stall just before paths are cut, again and again: what was sent by one path is done when its repetition by another
     /// has long ended, if nobody sees to it.
     pub(crate) storms: bool,
+    /// Networks differ in their delay, and it jumps: what was sent by a path that is given up is still under way. By so much at most,
+    /// nanoseconds, which is below what RTRS takes a packet's lifetime for; 0: no.
+    pub(crate) lag: u64,
 }
 
 impl Draw {
     /// Makes it a run with several networks.
     pub(super) fn widen(&mut self, dice: &mut Dice) {
-        let wide = Wide {
+        let mut wide = Wide {
             networks: dice.pick(&[2, 2, 3]),
             storms: !self.calm && dice.chance(0.4),
+            lag: 0,
         };
         let server = self.hosts[0].0.addr;
         self.server_config.addr = match server {
@@ -59,7 +63,26 @@ impl Draw {
                 dice.pick(&[1, 4, 8])
             };
         }
+        if !self.calm && dice.chance(0.4) {
+            wide.lag = dice.pick(&[50 * MS, 150 * MS, 250 * MS]);
+            self.slow_down(dice);
+        }
         self.wide = Some(wide);
+    }
+
+    /// Work lasts for as long as delays jump. Disks don't stall, so that a repetition is done long before what was sent first arrives.
+    fn slow_down(&mut self, dice: &mut Dice) {
+        self.troubles = dice.range(4, 14) as u32;
+        // The late copy of a read is done while the answer of its repetition may be read from the same chunk: the same blocks.
+        self.server.garbage = false;
+        for (_, faults) in &mut self.disks {
+            faults.stall = (0.0, 0);
+        }
+        for plan in &mut self.clients {
+            plan.think = dice.pick(&[MS, 5 * MS, 20 * MS]);
+            plan.operations = dice.range(50, 300) as u32;
+            plan.commands = dice.pick(&[0.0, 0.02, 0.1]);
+        }
     }
 }
 
@@ -140,6 +163,31 @@ impl ClientSide {
                     bench.coverage.note(what);
                     self.commanded.push((path.id, command));
                 }
+            }
+        }
+    }
+
+    /// Its user gives up the paths over a network.
+    pub(super) fn flee(&mut self, cx: &mut Cx<'_>, session: SessionId, network: usize, bench: &mut Bench<'_>) {
+        let Some(way) = self.plan.ways.get(network).copied() else {
+            return;
+        };
+        let over = |addr: &PathAddr| addr.src == way.src || addr.dst == way.dst;
+        let command = bench.dice.pick(&[PathCommand::Disconnect, PathCommand::Reconnect]);
+        let paths = self.rtrs.paths(session);
+        // Not the last one: what a lost session had in the chunks is another matter.
+        let up = |other: bool| {
+            paths
+                .iter()
+                .filter(move |p| p.state == PathState::Connected && over(&p.addr) != other)
+        };
+        if up(true).next().is_none() {
+            return;
+        }
+        for path in up(false) {
+            if self.rtrs.path_command(cx, session, path.id, command).is_ok() {
+                bench.coverage.note("slow path given up by hand");
+                self.commanded.push((path.id, command));
             }
         }
     }

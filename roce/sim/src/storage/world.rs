@@ -12,7 +12,7 @@ use crate::{
         client::{Bench, ClientSide},
         disk::SimDisk,
         draw::Draw,
-        lan::{Lan, Node, What},
+        lan::{Lan, Node, Way, What},
         ledger::Ledger,
         raw::RawSide,
         server::{Ground, Job, ServerPlan, ServerSide},
@@ -48,18 +48,14 @@ pub(crate) enum Own {
     Cut { way: Way, pause: u64 },
     /// It does again.
     Heal(Way),
+    /// What is sent from here on takes so much longer.
+    Lag { way: Way, lag: u64 },
+    /// A client's user gives up the paths over a network.
+    Leave { client: usize, network: usize },
     /// A disk is as fast as before.
     Recover { disk: usize, stall: (f64, u64) },
     /// From here on nothing goes wrong any more.
     Quiet,
-}
-
-/// From a host to another, in all networks or one.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Way {
-    from: usize,
-    to: usize,
-    network: Option<usize>,
 }
 
 /// What can go wrong.
@@ -83,6 +79,12 @@ enum Trouble {
     /// The disk takes seconds for what comes, and then a network is cut.
     StallAndCut,
     PathEnded,
+    /// What goes by a network takes longer for a while, in one direction or both.
+    Lag,
+    /// It takes longer to the server, whose answers are then lost.
+    LagAndCut,
+    /// It takes longer to the server, and the client's user gives the paths up.
+    LagAndLeave,
 }
 
 const TROUBLES: [Trouble; 9] = [
@@ -117,6 +119,17 @@ const STORM: [Trouble; 7] = [
     Trouble::Partition,
 ];
 
+/// With delays that jump.
+const SLOW: [Trouble; 7] = [
+    Trouble::Lag,
+    Trouble::LagAndCut,
+    Trouble::LagAndCut,
+    Trouble::LagAndLeave,
+    Trouble::LagAndLeave,
+    Trouble::LagAndLeave,
+    Trouble::NetworkOneWay,
+];
+
 impl Trouble {
     fn name(self) -> &'static str {
         match self {
@@ -132,6 +145,9 @@ impl Trouble {
             Self::NetworkOneWay => "network cut one way",
             Self::StallAndCut => "stall and cut",
             Self::PathEnded => "path ended by the server",
+            Self::Lag => "delay that jumps",
+            Self::LagAndCut => "delay that jumps, and cut",
+            Self::LagAndLeave => "delay that jumps, and path given up",
         }
     }
 }
@@ -204,13 +220,31 @@ impl World {
         for node in 0..world.lan.nodes.len() {
             world.lan.want_turn(node, 0);
         }
-        let end = draw.scenario.chaos_end.max(2 * SEC);
+        world.lag_networks();
+        let slow = world.wide.is_some_and(|wide| wide.lag > 0);
+        let end = draw.scenario.chaos_end.max(if slow { 5 * SEC } else { 2 * SEC });
         for _ in 0..draw.troubles {
             let at = world.chaos.range(0, end);
             world.lan.schedule(at, What::Own(Own::Trouble));
         }
         world.lan.schedule(end, What::Own(Own::Quiet));
         world
+    }
+
+    /// Networks but the first may be slower all the time.
+    fn lag_networks(&mut self) {
+        let Some(wide) = self.wide.filter(|wide| wide.lag > 0) else {
+            return;
+        };
+        for network in 1..wide.networks {
+            let lag = self.chaos.pick(&[0, 0, wide.lag / 10, wide.lag / 2]);
+            for client in 1..=self.clients.len() {
+                for (from, to) in [(client, SERVER), (SERVER, client)] {
+                    let network = Some(network);
+                    self.lan.set_lag(Way { from, to, network }, lag);
+                }
+            }
+        }
     }
 
     pub(crate) fn now(&self) -> u64 {
@@ -337,7 +371,9 @@ impl World {
             What::Own(Own::Boot { node }) => self.boot(node),
             What::Own(Own::Cut { .. }) if self.quiet => {}
             What::Own(Own::Cut { way, pause }) => self.cut(way, pause),
-            What::Own(Own::Heal(way)) => self.lan.set_cut(way.from, way.to, way.network, false),
+            What::Own(Own::Heal(way)) => self.lan.set_cut(way, false),
+            What::Own(Own::Lag { way, lag }) => self.lan.set_lag(way, if self.quiet { 0 } else { lag }),
+            What::Own(Own::Leave { client, network }) => self.leave(client, network),
             What::Own(Own::Recover { disk, stall }) => {
                 self.disks[disk].faults.stall = if self.quiet { (0.0, 0) } else { stall };
             }
@@ -431,6 +467,7 @@ impl World {
 
     fn trouble(&mut self) -> Check {
         let trouble = match self.wide {
+            Some(wide) if wide.lag > 0 => self.chaos.pick(&SLOW),
             Some(wide) if wide.storms && self.chaos.chance(0.8) => self.chaos.pick(&STORM),
             Some(_) if self.chaos.chance(0.5) => self.chaos.pick(&WIDE),
             _ => self.chaos.pick(&TROUBLES),
@@ -466,6 +503,7 @@ impl World {
                 let network = self.a_network();
                 self.part(client, network, one_way, after, pause)
             }
+            Trouble::Lag | Trouble::LagAndCut | Trouble::LagAndLeave => self.lag(trouble, client, pause),
             Trouble::SessionEnded => self.end(ServerSide::end_a_session)?,
             Trouble::PathEnded => self.end(ServerSide::end_a_path)?,
             Trouble::Stopped => {
@@ -494,8 +532,48 @@ impl World {
         true
     }
 
+    /// A network is slow for a client; a little later the server's answers are lost, or the client gives up its paths there.
+    fn lag(&mut self, trouble: Trouble, client: usize, pause: u64) -> bool {
+        let (network, most) = (self.a_network(), self.wide.map_or(0, |wide| wide.lag));
+        let (there, back) = ((client, SERVER), (SERVER, client));
+        let way = |(from, to)| Way { from, to, network };
+        let (both, only) = ([there, back], self.chaos.index(3));
+        let ways = match only {
+            0 => &both[..1],
+            _ if !matches!(trouble, Trouble::Lag) => &both[..1],
+            1 => &both[1..],
+            _ => &both[..],
+        };
+        let lag = self.chaos.range(most / 10, most);
+        let after = self.chaos.range(1, lag);
+        for ends in ways {
+            let way = way(*ends);
+            self.lan.set_lag(way, lag);
+            self.lan.schedule(pause, What::Own(Own::Lag { way, lag: 0 }));
+        }
+        match (trouble, network) {
+            (Trouble::LagAndCut, _) => {
+                let way = way(back);
+                self.lan.schedule(after, What::Own(Own::Cut { way, pause }));
+            }
+            (Trouble::LagAndLeave, Some(network)) => {
+                self.lan.schedule(after, What::Own(Own::Leave { client, network }));
+            }
+            _ => {}
+        }
+        most > 0
+    }
+
+    fn leave(&mut self, client: usize, network: usize) {
+        // The raw client has paths of its own.
+        if self.lan.nodes[client].alive && client <= self.clients.len() {
+            self.clients[client - 1].give_up_network(self.lan.now, network);
+            self.lan.want_turn(client, self.lan.now);
+        }
+    }
+
     fn cut(&mut self, way: Way, pause: u64) {
-        self.lan.set_cut(way.from, way.to, way.network, true);
+        self.lan.set_cut(way, true);
         self.lan.schedule(pause, What::Own(Own::Heal(way)));
     }
 
@@ -579,7 +657,7 @@ impl World {
         self.quiet = true;
         for link in self.lan.links() {
             link.faults = Faults::quiet(link.faults);
-            link.cut = false;
+            (link.cut, link.lag) = (false, 0);
         }
         for disk in &mut self.disks {
             let faults = &mut disk.faults;
