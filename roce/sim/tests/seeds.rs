@@ -32,7 +32,6 @@ const NOTABLE_STORAGE: &[(u64, &str)] = &[
         1959,
         "a session is back by one path before the server hears of the loss of another, whose disk stalls",
     ),
-    (7_000_332, "the same"),
     (
         17,
         "a path is taken down with a read in flight, whose message comes after the one that went by another path",

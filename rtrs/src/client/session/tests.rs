@@ -10,7 +10,7 @@ use roce_verbs::{
 
 use super::*;
 use crate::{
-    PACKET_LIFETIME,
+    Direction, PACKET_LIFETIME,
     addr::PathAddr,
     client::{
         conn::Conn,
