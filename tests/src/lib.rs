@@ -6,6 +6,7 @@ pub mod device;
 pub mod nbd;
 pub mod network;
 pub mod process;
+pub mod signals;
 pub mod usage;
 
 use std::{
