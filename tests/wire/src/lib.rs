@@ -7,6 +7,7 @@
 //!
 //! The namespaces have no names. They go with the wire and with the processes in them.
 
+pub mod group;
 pub mod lane;
 pub mod namespace;
 pub mod tap;
