@@ -105,14 +105,6 @@ impl Lab {
         }
     }
 
-    fn hold(&self, requests: usize) {
-        self.backend.0.lock().holds = requests;
-    }
-
-    fn held(&self) -> usize {
-        self.backend.0.lock().held.len()
-    }
-
     /// The request that was held first is worked on.
     fn release(&self) {
         let mut disk = self.backend.0.lock();
@@ -124,6 +116,26 @@ impl Lab {
         let mut buffer = self.session.alloc_buffer(BLOCK).unwrap();
         buffer.write(0, &[byte; BLOCK]).unwrap();
         self.session.begin(ConType::Io(0), direction, &[block], Some(buffer))
+    }
+
+    /// A request for the first block, whose path is lost while the disk holds it.
+    fn begin_held(&self, direction: Direction, byte: u8) -> Receiver<Outcome> {
+        self.backend.0.lock().holds = 1;
+        let outcome = self.begin(direction, 0, byte);
+        eventually("it is held", || self.backend.0.lock().held.len() == 1);
+        self.cut(0);
+        outcome
+    }
+
+    /// A write of 20 to the second block behind that request: neither ends while that is held.
+    fn begin_behind(&self, first: &Receiver<Outcome>) -> Receiver<Outcome> {
+        let second = self.begin(Direction::Write, 1, 20);
+        thread::sleep(WHILE);
+        assert!(
+            first.try_recv().is_err() && second.try_recv().is_err(),
+            "the chunk is in use"
+        );
+        second
     }
 
     fn ends_well(outcome: &Receiver<Outcome>) -> Outcome {
@@ -159,17 +171,9 @@ impl Lab {
 fn a_write_that_is_held_while_its_path_is_lost_writes_its_own_data() {
     for always_invalidate in [true, false] {
         let lab = Lab::new(always_invalidate);
-        lab.hold(1);
-        let first = lab.begin(Direction::Write, 0, 10);
-        eventually("it is held", || lab.held() == 1);
-        lab.cut(0);
         // It goes by the other path, in the same chunk; the next one would too, with other data for another place.
-        let second = lab.begin(Direction::Write, 1, 20);
-        thread::sleep(WHILE);
-        assert!(
-            first.try_recv().is_err() && second.try_recv().is_err(),
-            "the chunk is in use"
-        );
+        let first = lab.begin_held(Direction::Write, 10);
+        let second = lab.begin_behind(&first);
         lab.release();
         Lab::ends_well(&first);
         Lab::ends_well(&second);
@@ -182,16 +186,8 @@ fn a_write_that_is_held_while_its_path_is_lost_writes_its_own_data() {
 fn a_read_that_is_held_while_its_path_is_lost_spoils_no_later_write() {
     for always_invalidate in [true, false] {
         let lab = Lab::new(always_invalidate);
-        lab.hold(1);
-        let first = lab.begin(Direction::Read, 0, 99);
-        eventually("it is held", || lab.held() == 1);
-        lab.cut(0);
-        let second = lab.begin(Direction::Write, 1, 20);
-        thread::sleep(WHILE);
-        assert!(
-            first.try_recv().is_err() && second.try_recv().is_err(),
-            "the chunk is in use"
-        );
+        let first = lab.begin_held(Direction::Read, 99);
+        let second = lab.begin_behind(&first);
         lab.release();
         let mut read = [9; BLOCK];
         Lab::ends_well(&first).data.unwrap().read(0, &mut read).unwrap();
@@ -209,10 +205,7 @@ fn nobody_connects_anew_while_a_request_of_a_lost_path_is_held() {
         (true, Direction::Read),
     ] {
         let lab = Lab::new(always_invalidate);
-        lab.hold(1);
-        let first = lab.begin(direction, 0, 10);
-        eventually("it is held", || lab.held() == 1);
-        lab.cut(0);
+        let first = lab.begin_held(direction, 10);
         // The session is lost, and its user is told: the chunk is free as far as the client knows.
         lab.cut(1);
         let lost = first.recv_timeout(PATIENCE).expect("every request ends");

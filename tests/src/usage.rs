@@ -21,19 +21,20 @@ impl Usage {
     /// Of a process.
     ///
     /// # Errors
-    /// When there is no such process, or it is not ours to look at.
+    /// When there is no such process, it has ended and nobody has waited for it, or it is not ours to look at.
     pub fn of(pid: u32) -> io::Result<Self> {
         let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
-        let number = |name: &str| -> u64 {
+        let number = |name: &str| -> io::Result<u64> {
             let line = status.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':'));
             let number = line.and_then(|l| l.split_whitespace().next()?.parse().ok());
-            number.unwrap_or(0)
+            // A process that has ended has no memory.
+            number.ok_or_else(|| io::Error::other(format!("process {pid} has no {name}")))
         };
         Ok(Self {
-            anonymous: number("RssAnon") << 10,
-            resident: number("VmRSS") << 10,
-            address_space: number("VmSize") << 10,
-            threads: number("Threads"),
+            anonymous: number("RssAnon")? << 10,
+            resident: number("VmRSS")? << 10,
+            address_space: number("VmSize")? << 10,
+            threads: number("Threads")?,
             descriptors: fs::read_dir(format!("/proc/{pid}/fd"))?.count() as u64,
         })
     }
@@ -90,6 +91,20 @@ mod tests {
             "{here:?}"
         );
         assert!(here.resident >= here.anonymous && here.address_space > here.resident);
+    }
+
+    #[test]
+    fn a_process_that_has_ended_has_nothing_to_tell() {
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let stat = format!("/proc/{}/stat", child.id());
+        // Not waited for, so that it is still there.
+        while !fs::read_to_string(&stat).unwrap().contains(") Z ") {
+            std::thread::yield_now();
+        }
+        let usage = Usage::of(child.id());
+        child.wait().unwrap();
+        assert!(usage.is_err(), "{usage:?}");
+        assert!(Usage::of(child.id()).is_err());
     }
 
     #[test]

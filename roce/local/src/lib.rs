@@ -17,8 +17,8 @@ mod fabric;
 mod keys;
 mod lend;
 mod objects;
-mod single;
+mod ports;
 mod slots;
 
 pub use fabric::{Fabric, FabricConfig, Ports, Usage};
-pub use single::Single;
+pub use ports::{Several, Single};

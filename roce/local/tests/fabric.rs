@@ -6,7 +6,7 @@ use std::{
 };
 
 use roce_bth::{Packet, Syndrome};
-use roce_local::{Fabric, FabricConfig, Ports, Usage};
+use roce_local::{Fabric, FabricConfig, Ports, Several, Usage};
 use roce_mem::{MemoryTable, Pages};
 use roce_port::{Port, PortConfig, RxMeta, TxBatch, TxConfig};
 use roce_verbs::{
@@ -25,35 +25,12 @@ const RIGHTS: AccessFlags = AccessFlags::LOCAL_WRITE
     .union(AccessFlags::MW_BIND);
 const WRITE: AccessFlags = AccessFlags::LOCAL_WRITE.union(AccessFlags::REMOTE_WRITE);
 
-/// One port or several, each with one address.
-struct Set(Vec<(Port, Arc<MemoryTable>, IpAddr)>);
-
-impl Ports for Set {
-    fn count(&self) -> usize {
-        self.0.len()
-    }
-
-    fn port(&mut self, index: usize) -> &mut Port {
-        &mut self.0[index].0
-    }
-
-    fn memory(&self, index: usize) -> &Arc<MemoryTable> {
-        &self.0[index].1
-    }
-
-    fn route(&self, src: Option<IpAddr>, _dst: IpAddr) -> Result<(usize, IpAddr), VerbsError> {
-        let found = self.0.iter().position(|(.., addr)| src.is_none_or(|s| s == *addr));
-        let index = found.ok_or_else(|| VerbsError::Address("not ours".into()))?;
-        Ok((index, self.0[index].2))
-    }
-}
-
 fn ip(last: u8) -> IpAddr {
     IpAddr::from([192, 0, 2, last])
 }
 
 struct Host {
-    fabric: Fabric<Set>,
+    fabric: Fabric<Several>,
     batch: TxBatch,
     /// What has left, with its type of service.
     sent: Vec<(u8, Vec<u8>)>,
@@ -77,13 +54,13 @@ impl Host {
     fn on(addrs: &[u8], config: FabricConfig, tables: Vec<Arc<MemoryTable>>) -> Self {
         let port = |(last, mem): (&u8, Arc<MemoryTable>)| {
             let config = PortConfig::new(vec![ip(*last)], Mtu::B1024, u64::from(*last));
-            (Port::new(config, mem.clone(), [*last; 32]), mem, ip(*last))
+            (Port::new(config, mem.clone(), [*last; 32]), mem, vec![ip(*last)])
         };
         let devices = addrs
             .iter()
             .map(|last| (DeviceLimits::software(u64::from(*last)), vec![ip(*last)]));
         let mut fabric = Fabric::new(
-            Set(addrs.iter().zip(tables).map(port).collect()),
+            Several::new(addrs.iter().zip(tables).map(port).collect()),
             config,
             devices.collect(),
         );
@@ -174,9 +151,8 @@ fn carry(from: &mut Host, to: &mut Host) -> bool {
                     segment_len: train.segment_len,
                     ..RxMeta::new(train.remote.ip(), SocketAddr::new(train.local, train.src_port))
                 };
-                let ports = to.fabric.ports();
-                let index = ports.0.iter().position(|(.., addr)| *addr == train.remote.ip());
-                ports.port(index.unwrap()).handle_datagram(now, &meta, train.bytes);
+                let port = to.fabric.ports().at(train.remote.ip()).unwrap();
+                port.handle_datagram(now, &meta, train.bytes);
             }
             from.batch.clear();
             if !more {
@@ -565,10 +541,10 @@ fn listening(devices: &[&[&str]], at: &str) -> Result<Vec<usize>, VerbsError> {
     for addrs in devices {
         let addrs: Vec<IpAddr> = addrs.iter().map(|addr| addr.parse().unwrap()).collect();
         let (config, mem) = (PortConfig::new(addrs.clone(), Mtu::B1024, 1), table(1));
-        ports.push((Port::new(config, mem.clone(), [1; 32]), mem, ip(1)));
+        ports.push((Port::new(config, mem.clone(), [1; 32]), mem, vec![ip(1)]));
         said.push((DeviceLimits::software(1), addrs));
     }
-    let mut fabric = Fabric::new(Set(ports), FabricConfig::default(), said);
+    let mut fabric = Fabric::new(Several::new(ports), FabricConfig::default(), said);
     fabric.cm_listen(SocketAddr::new(at.parse().unwrap(), SERVICE), 1)?;
     let busy = |device: &usize| fabric.ports().port(*device).cm_listen(None, SERVICE, 1).is_err();
     Ok((0..devices.len()).filter(busy).collect())
@@ -594,6 +570,16 @@ fn the_devices_of_an_address_listen_at_it() {
         let refused = listening(devices, at);
         assert!(matches!(refused, Err(VerbsError::Address(_))), "{at}: {refused:?}");
     }
+}
+
+#[test]
+fn a_source_address_leads_to_its_port() {
+    let mut host = Host::new(&[2, 3], FabricConfig::default());
+    let ports = host.fabric.ports();
+    for (src, leads) in [(None, (0, ip(2))), (Some(ip(2)), (0, ip(2))), (Some(ip(3)), (1, ip(3)))] {
+        assert_eq!(ports.route(src, ip(9)).unwrap(), leads);
+    }
+    assert!(matches!(ports.route(Some(ip(4)), ip(9)), Err(VerbsError::Address(_))));
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::{
     sync::Arc,
 };
 
-use roce_local::{Fabric, FabricConfig, Usage};
+use roce_local::{Fabric, FabricConfig, Several, Usage};
 use roce_mem::{MemoryTable, Pages};
 use roce_port::{Port, PortConfig, QpnSlot, RxMeta, TxBatch, TxConfig};
 use roce_verbs::{
@@ -22,7 +22,7 @@ use rtrs::{
     server::{Server, ServerConfig, request},
 };
 
-use crate::devices::Devices;
+use crate::devices;
 
 /// What the devices can do with keys.
 #[derive(Clone, Copy, Debug)]
@@ -64,7 +64,7 @@ pub(crate) fn addresses(last: u8) -> Vec<IpAddr> {
 
 /// A loop with its devices.
 pub(crate) struct Host {
-    pub(crate) fabric: Fabric<Devices>,
+    pub(crate) fabric: Fabric<Several>,
     pub(crate) batch: TxBatch,
     dice: u64,
 }
@@ -106,7 +106,7 @@ impl Host {
             devices.push((DeviceLimits::software(last.into()), addrs));
         }
         Self {
-            fabric: Fabric::new(Devices(ports), keys.config(), devices),
+            fabric: Fabric::new(Several::new(ports), keys.config(), devices),
             batch: TxBatch::new(TxConfig::default()),
             dice: u64::from(last),
         }
@@ -114,17 +114,17 @@ impl Host {
 
     /// When a port wants to be called.
     pub(crate) fn poll_timeout(&mut self) -> Option<Instant> {
-        self.fabric.ports().poll_timeout()
+        devices::poll_timeout(self.fabric.ports())
     }
 
     /// A packet has come.
     pub(crate) fn receive(&mut self, now: Instant, meta: &RxMeta, bytes: &[u8]) {
-        self.fabric.ports().receive(now, meta, bytes);
+        devices::receive(self.fabric.ports(), now, meta, bytes);
     }
 
     /// Everything that there is to send: `sent` gets it as the other side sees it.
     pub(crate) fn drain(&mut self, now: Instant, sent: impl FnMut(&RxMeta, &[u8])) {
-        self.fabric.ports().drain(now, &mut self.batch, sent);
+        devices::drain(self.fabric.ports(), now, &mut self.batch, sent);
     }
 
     pub(crate) fn with<T>(&mut self, now: Instant, f: impl FnOnce(&mut Cx<'_>) -> T) -> T {
@@ -146,7 +146,7 @@ impl Host {
     }
 
     pub(crate) fn timers(&mut self, now: Instant) {
-        self.fabric.ports().timers(now);
+        devices::timers(self.fabric.ports(), now);
     }
 }
 

@@ -13,7 +13,7 @@ use roce_cm::{
     cma,
     mad::{Mad, Message},
 };
-use roce_local::{Fabric, FabricConfig, Usage};
+use roce_local::{Fabric, FabricConfig, Several, Usage};
 use roce_mem::{MemoryTable, Pages};
 use roce_port::{QpnSlot, RxMeta, TxBatch, TxConfig};
 use roce_verbs::{DeviceLimits, Instant, provider::Provider};
@@ -29,7 +29,7 @@ use rtrs::{
 };
 
 use crate::{
-    devices::Devices,
+    devices,
     peer::{Peer, fabric},
 };
 
@@ -51,7 +51,7 @@ pub(crate) fn config() -> ServerConfig {
 }
 
 pub(crate) struct Host {
-    pub(crate) fabric: Fabric<Devices>,
+    pub(crate) fabric: Fabric<Several>,
     pub(crate) server: Server,
     /// What the user has been told, but for requests.
     pub(crate) told: Vec<Output>,
@@ -75,7 +75,7 @@ pub(crate) struct Bed {
     batch: TxBatch,
 }
 
-fn cx(now: Instant, provider: &mut Fabric<Devices>) -> Cx<'_> {
+fn cx(now: Instant, provider: &mut Fabric<Several>) -> Cx<'_> {
     fn dice(_: &mut [u8]) {
         panic!("the server throws no dice");
     }
@@ -205,7 +205,7 @@ impl Bed {
     fn due(&mut self) -> Option<Instant> {
         let shares = self.shares.iter_mut().map(|host| &mut host.fabric);
         let all = shares.chain(self.peers.iter_mut().map(|peer| &mut peer.fabric));
-        all.filter_map(|fabric| fabric.ports().poll_timeout()).min()
+        all.filter_map(|fabric| devices::poll_timeout(fabric.ports())).min()
     }
 
     fn set_now(&mut self, now: Instant) {
@@ -291,7 +291,7 @@ impl Bed {
     pub(crate) fn turn(&mut self, index: usize) -> bool {
         let now = self.now;
         let host = &mut self.shares[index];
-        host.fabric.ports().timers(now);
+        devices::timers(host.fabric.ports(), now);
         let mut wcs = Vec::new();
         host.fabric.poll_completions(&mut wcs, 1000).unwrap();
         for (qp, wc) in &wcs {
@@ -315,7 +315,7 @@ impl Bed {
         let packets = drain(self.now, &mut self.peers[who].fabric, &mut self.batch);
         for (meta, bytes) in &packets {
             let index = self.route(bytes);
-            self.shares[index].fabric.ports().receive(self.now, meta, bytes);
+            devices::receive(self.shares[index].fabric.ports(), self.now, meta, bytes);
         }
         !packets.is_empty()
     }
@@ -325,7 +325,7 @@ impl Bed {
         for (meta, bytes) in &packets {
             let IpAddr::V4(to) = meta.local else { unreachable!() };
             if let Some(peer) = self.peers.get_mut(usize::from(to.octets()[3]) - 10) {
-                peer.fabric.ports().receive(self.now, meta, bytes);
+                devices::receive(peer.fabric.ports(), self.now, meta, bytes);
             }
         }
         !packets.is_empty()
@@ -449,9 +449,10 @@ impl Bed {
     }
 }
 
-fn drain(now: Instant, from: &mut Fabric<Devices>, batch: &mut TxBatch) -> Vec<(RxMeta, Vec<u8>)> {
+fn drain(now: Instant, from: &mut Fabric<Several>, batch: &mut TxBatch) -> Vec<(RxMeta, Vec<u8>)> {
     let mut packets = Vec::new();
-    from.ports()
-        .drain(now, batch, |meta, bytes| packets.push((*meta, bytes.to_vec())));
+    devices::drain(from.ports(), now, batch, |meta, bytes| {
+        packets.push((*meta, bytes.to_vec()))
+    });
     packets
 }

@@ -10,7 +10,7 @@ use core::time::Duration;
 
 use bed::{Bed, DEPTH, SERVERS, config};
 use roce_cm::DropReason;
-use roce_local::FabricConfig;
+use roce_local::{FabricConfig, Ports as _};
 use roce_verbs::DeviceLimits;
 use rtrs::{
     Direction, errno,
@@ -560,7 +560,7 @@ fn an_idle_path_lives_by_the_heartbeats_of_its_home() {
 fn a_path_that_is_silent_beside_another_ends_at_all_shares() {
     let (mut bed, second) = opened_over_two_devices(22, FabricConfig::default());
     let strays = |bed: &mut Bed| {
-        let counters = bed.peers[0].fabric.ports().0[0].0.counters();
+        let counters = bed.peers[0].fabric.ports().port(0).counters();
         counters.cm.dropped(DropReason::UnknownConnection)
     };
     let before = strays(&mut bed);

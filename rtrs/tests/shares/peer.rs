@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use roce_local::{Fabric, FabricConfig};
+use roce_local::{Fabric, FabricConfig, Several};
 use roce_mem::{MemoryTable, Pages};
 use roce_port::{Port, PortConfig, QpnSlot};
 use roce_verbs::{
@@ -20,7 +20,7 @@ use rtrs::proto::{
 };
 use zerocopy::IntoBytes;
 
-use crate::devices::Devices;
+use crate::devices;
 
 const RECV_BYTES: usize = 4096;
 const RECVS: usize = 16;
@@ -37,7 +37,7 @@ pub(crate) fn fabric(
     limits: &DeviceLimits,
     slot: Option<QpnSlot>,
     keys: FabricConfig,
-) -> Fabric<Devices> {
+) -> Fabric<Several> {
     let (mut ports, mut devices) = (Vec::new(), Vec::new());
     for (last, mem) in lasts.iter().copied().zip(tables) {
         let addrs = vec![IpAddr::from([192, 0, 2, last])];
@@ -52,7 +52,7 @@ pub(crate) fn fabric(
         ports.push((Port::new(config, mem.clone(), seed), mem.clone(), addrs.clone()));
         devices.push((limits.clone(), addrs));
     }
-    Fabric::new(Devices(ports), keys, devices)
+    Fabric::new(Several::new(ports), keys, devices)
 }
 
 struct Conn {
@@ -63,7 +63,7 @@ struct Conn {
 
 /// See the module.
 pub(crate) struct Peer {
-    pub(crate) fabric: Fabric<Devices>,
+    pub(crate) fabric: Fabric<Several>,
     pub(crate) session: Uuid,
     /// The server's address.
     to: IpAddr,
@@ -366,7 +366,7 @@ impl Peer {
 
     pub(crate) fn tick(&mut self, now: Instant) {
         self.fabric.set_now(now);
-        self.fabric.ports().timers(now);
+        devices::timers(self.fabric.ports(), now);
     }
 }
 

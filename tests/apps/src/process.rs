@@ -5,9 +5,8 @@ use std::{
     fs::{self, File},
     io,
     net::{IpAddr, Ipv4Addr, TcpListener},
-    os::unix::process::CommandExt,
     path::{Path, PathBuf},
-    process::{Child, Command, ExitStatus, Stdio},
+    process::{Command, ExitStatus, Stdio},
     sync::atomic::{AtomicBool, Ordering},
     thread,
     time::{Duration, Instant},
@@ -16,7 +15,7 @@ use std::{
 use nix::{
     sys::{
         prctl,
-        signal::{Signal, kill, killpg},
+        signal::{Signal, kill},
         wait::waitpid,
     },
     unistd::Pid,
@@ -120,40 +119,33 @@ pub(crate) struct Setup {
     dir: TempDir,
 }
 
-/// A process group that ends with this.
+/// A process group that ends with this, and what it prints.
 pub(crate) struct Group {
-    child: Child,
+    processes: ferroce_wire::group::Group,
     output: PathBuf,
-}
-
-impl Drop for Group {
-    fn drop(&mut self) {
-        self.kill();
-    }
 }
 
 impl Group {
     /// Starts a command whose output goes to a file.
     pub(crate) fn spawn(mut command: Command, output: PathBuf) -> io::Result<Self> {
-        let child = command.process_group(0).spawn()?;
-        Ok(Self { child, output })
+        let processes = ferroce_wire::group::Group::spawn(&mut command)?;
+        Ok(Self { processes, output })
     }
 
     /// Process id of what was started.
     pub(crate) fn id(&self) -> u32 {
-        self.child.id()
+        self.processes.id()
     }
 
     /// Kills all of it (SIGKILL).
     pub(crate) fn kill(&mut self) {
-        let _ = killpg(Pid::from_raw(self.child.id() as i32), Signal::SIGKILL);
-        let _ = self.child.wait();
+        let _ = self.processes.kill();
     }
 
     /// Waits for its end; none by then: `None`.
     pub(crate) fn wait(&mut self, deadline: Instant) -> io::Result<Option<ExitStatus>> {
         loop {
-            if let Some(status) = self.child.try_wait()? {
+            if let Some(status) = self.processes.try_wait()? {
                 return Ok(Some(status));
             }
             if INTERRUPTED.load(Ordering::Relaxed) {
@@ -484,7 +476,7 @@ impl Setup {
             if interrupted() {
                 return Err("interrupted".into());
             }
-            if let Ok(Some(status)) = server.child.try_wait() {
+            if let Ok(Some(status)) = server.processes.try_wait() {
                 return Err(format!("the server ended with {status}\n{}", server.text()));
             }
             if Instant::now() >= deadline {

@@ -19,6 +19,7 @@ use ferroce_hostile::{
     forge::{Claim, Forger, Kind},
     origin::Origin,
 };
+use ferroce_tests::signals::stop_flag;
 use rand::Rng;
 use serde_json::json;
 
@@ -313,14 +314,7 @@ fn reflect(found: &attack::Reflections) -> io::Result<bool> {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    let stop = Arc::new(AtomicBool::new(false));
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-        // In this order: the second signal ends the process at once.
-        let second = signal_hook::flag::register_conditional_shutdown(signal, 130, stop.clone());
-        if let Err(e) = second.and_then(|_| signal_hook::flag::register(signal, stop.clone())) {
-            eprintln!("warning: ctrl-C will not clean up: {e}");
-        }
-    }
+    let stop = stop_flag();
     match run(&cli, &stop) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,

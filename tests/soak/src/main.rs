@@ -14,11 +14,11 @@ mod world;
 use std::{
     panic::{self, AssertUnwindSafe},
     process::ExitCode,
-    sync::{Arc, atomic::AtomicBool},
     time::Duration,
 };
 
 use clap::Parser;
+use ferroce_tests::signals::stop_flag;
 use report::HEAD;
 use run::Run;
 use world::World;
@@ -54,14 +54,7 @@ struct Cli {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    let stop = Arc::new(AtomicBool::new(false));
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-        // In this order: the second signal ends the process at once.
-        let second = signal_hook::flag::register_conditional_shutdown(signal, 130, stop.clone());
-        if let Err(e) = second.and_then(|_| signal_hook::flag::register(signal, stop.clone())) {
-            eprintln!("warning: ctrl-C will not clean up: {e}");
-        }
-    }
+    let stop = stop_flag();
     if !(2.0..1e6).contains(&cli.minutes) {
         eprintln!("error: --minutes: at least 2");
         return ExitCode::from(2);

@@ -5,8 +5,10 @@
 //! A frame is what would be on a real wire: the TAP devices offer no offloads, so the kernel has cut what a program sent with GSO into
 //! packets before the wire sees it. Loss and marks hit single packets.
 //!
-//! The namespaces have no names. They go with the wire and with the processes in them.
+//! The namespaces have no names. They go with the wire and with the processes in them. A command at an end, with what it
+//! starts, is a [`group::Group`].
 
+pub mod group;
 pub mod lane;
 pub mod namespace;
 pub mod tap;

@@ -2,8 +2,7 @@
 
 use std::{
     io,
-    os::unix::process::CommandExt as _,
-    process::{Child, ExitCode, ExitStatus},
+    process::{ExitCode, ExitStatus},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering::Relaxed},
@@ -14,15 +13,9 @@ use std::{
 
 use clap::Parser;
 use ferroce_wire::{
+    group::Group,
     lane::{Burst, Conditions, Line},
     wire::{End, Wire, WireConfig},
-};
-use nix::{
-    sys::{
-        signal::{Signal, killpg},
-        wait::{Id, WaitPidFlag, WaitStatus, waitid},
-    },
-    unistd::Pid,
 };
 use serde_json::{Map, Value, json};
 
@@ -120,47 +113,19 @@ impl Cli {
     }
 }
 
-/// A command. What it has started ends with it, unless that is in another process group.
-struct Running {
-    shell: Child,
-    /// The shell's process group, until it is waited for.
-    group: Option<Pid>,
+fn start(wire: &Wire, end: End, command: &str) -> io::Result<Group> {
+    Group::spawn(wire.namespace(end).command("sh").args(["-c", command]))
 }
 
-impl Running {
-    fn start(wire: &Wire, end: End, command: &str) -> io::Result<Self> {
-        let mut sh = wire.namespace(end).command("sh");
-        let shell = sh.args(["-c", command]).process_group(0).spawn()?;
-        let group = i32::try_from(shell.id()).ok().map(Pid::from_raw);
-        Ok(Self { shell, group })
-    }
-
-    /// Waits for its end; `None` if the user wants to stop.
-    fn wait(&mut self, stop: &AtomicBool) -> io::Result<Option<ExitStatus>> {
-        let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
-        while let Some(shell) = self.group.filter(|_| !stop.load(Relaxed)) {
-            if waitid(Id::Pid(shell), flags)? != WaitStatus::StillAlive {
-                return self.end().map(Some);
-            }
-            thread::sleep(Duration::from_millis(20));
+/// Waits for its end; `None` if the user wants to stop.
+fn wait(mut command: Group, stop: &AtomicBool) -> io::Result<Option<ExitStatus>> {
+    while !stop.load(Relaxed) {
+        if let Some(status) = command.try_wait()? {
+            return Ok(Some(status));
         }
-        Ok(None)
+        thread::sleep(Duration::from_millis(20));
     }
-
-    /// Ends the rest of it.
-    fn end(&mut self) -> io::Result<ExitStatus> {
-        // As long as the shell is not waited for, the number is no other group's.
-        if let Some(group) = self.group.take() {
-            let _ = killpg(group, Signal::SIGKILL);
-        }
-        self.shell.wait()
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        let _ = self.end();
-    }
+    Ok(None)
 }
 
 fn run(cli: &Cli, stop: &AtomicBool) -> io::Result<ExitCode> {
@@ -174,8 +139,8 @@ fn run(cli: &Cli, stop: &AtomicBool) -> io::Result<ExitCode> {
     for (network, from) in ways() {
         wire.set(network, from, conditions);
     }
-    let first = Running::start(&wire, End::A, &cli.first)?;
-    let ended = Running::start(&wire, End::B, &cli.second)?.wait(stop)?;
+    let first = start(&wire, End::A, &cli.first)?;
+    let ended = wait(start(&wire, End::B, &cli.second)?, stop)?;
     drop(first);
     for (network, from) in ways() {
         let (counters, under_way) = wire.counters(network, from);

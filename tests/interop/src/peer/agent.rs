@@ -21,6 +21,9 @@ pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
     bytes
 }
 
+/// How long an agent is waited for: its guest may still boot.
+const BOOT: Duration = Duration::from_secs(60);
+
 /// A completion that the agent saw.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct AgentWc {
@@ -81,15 +84,36 @@ pub(crate) struct AgentFlush {
     pub(crate) rkey: u32,
 }
 
+/// Arguments of what is done between two agents.
+#[derive(clap::Args, Debug)]
+pub(crate) struct Ends {
+    /// The agent that posts the requests (TCP).
+    #[arg(long)]
+    requester: SocketAddr,
+    /// The agent that answers them (TCP).
+    #[arg(long)]
+    responder: SocketAddr,
+    /// Path MTU in bytes.
+    #[arg(long, default_value_t = 1024)]
+    pub(crate) mtu: u32,
+}
+
+impl Ends {
+    /// Connects to the requester and to the responder.
+    pub(crate) fn connect(&self) -> Result<[Agent; 2], Error> {
+        Ok([Agent::connect(self.requester)?, Agent::connect(self.responder)?])
+    }
+}
+
 /// A connection to a `verbs-agent`.
 pub(crate) struct Agent {
     lines: BufReader<TcpStream>,
 }
 
 impl Agent {
-    /// Connects, trying for `patience` as the guest may still boot.
-    pub(crate) fn connect(addr: SocketAddr, patience: Duration) -> Result<Self, Error> {
-        let until = std::time::Instant::now() + patience;
+    /// Connects, trying for [`BOOT`].
+    pub(crate) fn connect(addr: SocketAddr) -> Result<Self, Error> {
+        let until = std::time::Instant::now() + BOOT;
         loop {
             match TcpStream::connect_timeout(&addr, Duration::from_secs(2)) {
                 Ok(stream) => {

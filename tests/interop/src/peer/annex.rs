@@ -3,29 +3,22 @@
 //! FLUSH is done between two rdma_rxe only: it computes the ICRC of this packet wrongly, on both ends, so that towards others none
 //! arrives.
 
-use std::{net::SocketAddr, time::Duration};
+use std::time::Duration;
 
 use crate::{
     Error,
-    agent::{ALL_ACCESS, ATOMIC_WRITE, Agent, AgentFlush, AgentMem, AgentPost, READ, SEND, WRITE},
+    agent::{ALL_ACCESS, ATOMIC_WRITE, Agent, AgentFlush, AgentMem, AgentPost, Ends, READ, SEND, WRITE},
     errors::{state_name, status_name},
 };
 
 /// Arguments.
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {
-    /// The agent that posts the requests (TCP).
-    #[arg(long)]
-    requester: SocketAddr,
-    /// The agent that answers them (TCP).
-    #[arg(long)]
-    responder: SocketAddr,
+    #[command(flatten)]
+    ends: Ends,
     /// Which of them is rdma_rxe.
     #[arg(long, value_enum)]
     rxe: Rxe,
-    /// Path MTU in bytes.
-    #[arg(long, default_value_t = 1024)]
-    mtu: u32,
     /// The agents go on afterwards.
     #[arg(long)]
     stay: bool,
@@ -225,9 +218,7 @@ fn unanswered() -> Vec<Case> {
 
 /// Runs everything.
 pub(crate) fn run(args: &Args) -> Result<(), Error> {
-    let patience = Duration::from_secs(60);
-    let mut asks = Agent::connect(args.requester, patience)?;
-    let mut answers = Agent::connect(args.responder, patience)?;
+    let [mut asks, mut answers] = args.ends.connect()?;
     let flushes_arrive = args.rxe == Rxe::Both;
     let mut all = atomic_writes();
     all.extend(if flushes_arrive { flushes() } else { unanswered() });
@@ -238,13 +229,13 @@ pub(crate) fn run(args: &Args) -> Result<(), Error> {
         } else {
             case.rxe
         };
-        let mut pair = Pair::new(&mut asks, &mut answers, args.mtu, case, n as u32)?;
+        let mut pair = Pair::new(&mut asks, &mut answers, args.ends.mtu, case, n as u32)?;
         if let Err(e) = pair.one(case, expected) {
             wrong.push(format!("{}: {e}", case.name));
         }
     }
     let plain = case("", word(0), End::Done);
-    let mut pair = Pair::new(&mut asks, &mut answers, args.mtu, &plain, 0x00ff_fff0)?;
+    let mut pair = Pair::new(&mut asks, &mut answers, args.ends.mtu, &plain, 0x00ff_fff0)?;
     pair.words()
         .map_err(|e| format!("ATOMIC WRITEs one after another: {e}"))?;
     if flushes_arrive {

@@ -4,7 +4,6 @@
 use std::{
     collections::BTreeMap,
     fs,
-    net::SocketAddr,
     path::PathBuf,
     time::{Duration, Instant},
 };
@@ -14,7 +13,8 @@ use serde::{Deserialize, Serialize};
 use crate::{
     Error,
     agent::{
-        ALL_ACCESS, Agent, AgentMem, AgentPost, CMP_SWAP, FETCH_ADD, READ, SEND, SEND_IMM, SEND_INV, WRITE, WRITE_IMM,
+        ALL_ACCESS, Agent, AgentMem, AgentPost, CMP_SWAP, Ends, FETCH_ADD, READ, SEND, SEND_IMM, SEND_INV, WRITE,
+        WRITE_IMM,
     },
     wrap::{packets, start},
 };
@@ -22,15 +22,8 @@ use crate::{
 /// Arguments.
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {
-    /// The agent that posts the requests (TCP).
-    #[arg(long)]
-    requester: SocketAddr,
-    /// The agent that answers them (TCP).
-    #[arg(long)]
-    responder: SocketAddr,
-    /// Path MTU in bytes.
-    #[arg(long, default_value_t = 1024)]
-    mtu: u32,
+    #[command(flatten)]
+    ends: Ends,
     /// Compare with the results in this file.
     #[arg(long)]
     expect: Option<PathBuf>,
@@ -627,9 +620,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Error> {
     if let (Some(expected), Some(ours)) = (&mut expected, args.ours) {
         apply_divergences(expected, ours);
     }
-    let patience = Duration::from_secs(60);
-    let mut requester = Agent::connect(args.requester, patience)?;
-    let mut responder = Agent::connect(args.responder, patience)?;
+    let [mut requester, mut responder] = args.ends.connect()?;
     let mut seen = Endings::new();
     let mut wrong = 0;
     let cases = [key_cases(), local_cases(), queue_cases()].concat();
@@ -639,8 +630,8 @@ pub(crate) fn run(args: &Args) -> Result<(), Error> {
             continue;
         }
         let known = expected.as_ref().and_then(|e| e.get(&case.name));
-        let psn = case.psn(n, args.mtu);
-        let ending = Pair::new(&mut requester, &mut responder, case, args.mtu, psn)
+        let psn = case.psn(n, args.ends.mtu);
+        let ending = Pair::new(&mut requester, &mut responder, case, args.ends.mtu, psn)
             .and_then(|mut pair| pair.run(case, known))
             .map_err(|e| format!("{}: {e}", case.name))?;
         match known {

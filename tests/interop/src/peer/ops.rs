@@ -83,7 +83,7 @@ pub(crate) fn run<P: VerbsDevice>(provider: &P, local: IpAddr, args: &Args) -> R
         .into_iter()
         .find(|m| m.bytes() == args.mtu)
         .ok_or("no such path MTU")?;
-    let agent = Agent::connect(args.agent, Duration::from_secs(60))?;
+    let agent = Agent::connect(args.agent)?;
     let plan = Plan { local, mtu, args };
     let (agent, wrapped) = wrap::run(provider, &plan, agent)?;
     let mut test = Test::open(provider, &plan, agent, args.psn, args.largest)?;

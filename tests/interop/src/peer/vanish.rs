@@ -1,25 +1,18 @@
 //! A requester whose peer goes away in the middle: its work must end with exhausted retries, nothing else. And two agents,
 //! one of them started anew, that work together again.
 
-use std::{net::SocketAddr, time::Duration};
+use std::time::Duration;
 
 use crate::{
     Error,
-    agent::{ALL_ACCESS, Agent, AgentMem, AgentPost, FETCH_ADD, READ, SEND, WRITE},
+    agent::{ALL_ACCESS, Agent, AgentMem, AgentPost, Ends, FETCH_ADD, READ, SEND, WRITE},
 };
 
 /// Arguments.
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {
-    /// The agent that posts the requests (TCP).
-    #[arg(long)]
-    requester: SocketAddr,
-    /// The agent that answers them (TCP): the one that will go away.
-    #[arg(long)]
-    responder: SocketAddr,
-    /// Path MTU in bytes.
-    #[arg(long, default_value_t = 1024)]
-    mtu: u32,
+    #[command(flatten)]
+    ends: Ends,
     /// Retries of the requester.
     #[arg(long, default_value_t = 6)]
     retry_cnt: u32,
@@ -35,7 +28,7 @@ fn connect(requester: &mut Agent, responder: &mut Agent, args: &Args) -> Result<
     let (to, to_gid) = responder.create(16, 16, 2, 0)?;
     let source = requester.mem(LEN as usize, ALL_ACCESS)?;
     let sink = responder.mem(LEN as usize, ALL_ACCESS)?;
-    let mtu = args.mtu.trailing_zeros() - 7;
+    let mtu = args.ends.mtu.trailing_zeros() - 7;
     responder.call(&format!("rtr {from} {from_gid} 5 {mtu} 12 4"))?;
     responder.call("rts 5 14 6 6 4")?;
     requester.call(&format!("rtr {to} {to_gid} 5 {mtu} 12 4"))?;
@@ -46,9 +39,7 @@ fn connect(requester: &mut Agent, responder: &mut Agent, args: &Args) -> Result<
 
 /// Writes until the peer is gone, then looks how that ends.
 pub(crate) fn run(args: &Args) -> Result<(), Error> {
-    let patience = Duration::from_secs(60);
-    let mut requester = Agent::connect(args.requester, patience)?;
-    let mut responder = Agent::connect(args.responder, patience)?;
+    let [mut requester, mut responder] = args.ends.connect()?;
     let (source, sink) = connect(&mut requester, &mut responder, args)?;
     let write = |n| AgentPost {
         wr_id: n,
@@ -89,9 +80,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Error> {
 
 /// WRITE, READ, SEND and fetch-and-add each way over one new connection, the data compared.
 pub(crate) fn exchange(args: &Args) -> Result<(), Error> {
-    let patience = Duration::from_secs(60);
-    let mut a = Agent::connect(args.requester, patience)?;
-    let mut b = Agent::connect(args.responder, patience)?;
+    let [mut a, mut b] = args.ends.connect()?;
     let (at_a, at_b) = connect(&mut a, &mut b, args)?;
     one_way(&mut a, at_a, &mut b, at_b, 1).map_err(|e| format!("requester to responder: {e}"))?;
     one_way(&mut b, at_b, &mut a, at_a, 2).map_err(|e| format!("responder to requester: {e}"))?;

@@ -2,10 +2,12 @@
 
 use std::time::Duration;
 
+use ferroce_tests::usage::Usage;
+
 use super::{
     super::{Ctx, Direction, Scenario},
     Cut,
-    flaps::{Usage, flat},
+    flaps::flat,
     our_client::{Fio, Load, PATIENCE, both_carry, map, same_in_guest, server_down, server_up},
     script,
 };
