@@ -267,15 +267,13 @@ impl Session {
             return self.paths[index].come_again();
         }
         tracing::warn!(session = %self.config.name, path = %self.paths[index].addr, %error, "connecting the path failed");
+        self.paths[index].count_failure();
         if self.state == SessionState::Opening {
             // What follows of it is decided when the path has come to rest.
             self.failure.get_or_insert(error);
             return;
         }
         let path = &mut self.paths[index];
-        if path.ever_up {
-            path.stats.failed_reconnects += 1;
-        }
         let asked = |of| move |command: &PathCommand| *command == of;
         if path.commands.iter().any(asked(PathCommand::Add)) {
             path.meet(PathEvent::CloseAsked);

@@ -562,7 +562,7 @@ impl Session {
         self.lane.buffers.set_limit(self.config.buffer_bytes.unwrap_or(full));
         if env.share.is_home() {
             tracing::info!(session = %self.config.name, path = %path.addr, info = ?whole, "path is up");
-            self.paths[index].stats.reconnects += u32::from(again);
+            self.paths[index].stats.reconnects += 1;
             self.news(env, index, PathNews::Up { again });
             self.watch(env);
         }

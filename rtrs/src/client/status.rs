@@ -57,19 +57,30 @@ pub enum PathNews {
 }
 
 /// Counters of a path at a share (`rtrs_clt_stats`, `rtrs-clt-stats.c`). A request counts when it is sent, again if it is sent again.
+///
+/// All are 0 after a reset, but not at the beginning (`rtrs_clt_reset_all_stats`). What is in flight is none of them, and stays.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct PathStats {
     /// What went by it.
     pub rdma: RdmaStats,
     /// Requests that came from a path that was lost.
     pub failovers: u64,
-    /// Times that it came back.
-    pub reconnects: u32,
-    /// Attempts that failed.
+    /// Times that it came back: -1 until it is up for the first time. After a reset it counts from 0 each time that it comes up
+    /// (`successful_cnt`). The first share counts.
+    pub reconnects: i32,
+    /// Attempts that failed, but for a path's first one (`fail_cnt`). The first share counts.
     pub failed_reconnects: u32,
 }
 
 impl PathStats {
+    /// Of a path that has not been up (`rtrs_clt_init_stats`).
+    pub(super) fn of_new_path() -> Self {
+        Self {
+            reconnects: -1,
+            ..Self::default()
+        }
+    }
+
     /// Together with another share's.
     #[must_use]
     pub fn and(self, other: Self) -> Self {

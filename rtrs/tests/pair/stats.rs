@@ -1,0 +1,143 @@
+//! What is counted of a path.
+
+use rtrs::{
+    Error,
+    client::{PathCommand, PathId, PathNews, SessionConfig, state::PathState},
+};
+
+use crate::{
+    hosts::{KeyMode, Pair, addresses},
+    paths::LONG,
+    server,
+};
+
+impl Pair {
+    /// Times that a path came up again, and attempts that failed.
+    fn reconnects(&self, path: usize) -> (i32, u32) {
+        let stats = &self.statuses()[path].stats;
+        (stats.reconnects, stats.failed_reconnects)
+    }
+
+    /// Attempts to connect a path that have been told of as failed.
+    fn failures(&mut self, path: PathId) -> u32 {
+        let failed = |news: &PathNews| {
+            matches!(
+                news,
+                PathNews::AttemptFailed(_) | PathNews::Done(PathCommand::Reconnect, Err(_))
+            )
+        };
+        let told = self
+            .news
+            .iter()
+            .filter(|(of, news)| *of == path && failed(news))
+            .count();
+        self.news.clear();
+        told as u32
+    }
+
+    fn reset(&mut self, path: usize) {
+        let (session, path) = (self.session(), self.statuses()[path].id);
+        self.client.reset_path_stats(session, path).unwrap();
+    }
+
+    /// The second way is cut, and stays so for a while.
+    fn cut_second(&mut self) {
+        self.cut_off = vec![addresses(1)[1]];
+        self.pass(LONG);
+        assert_ne!(self.statuses()[1].state, PathState::Connected);
+    }
+
+    fn mend(&mut self) {
+        self.cut_off.clear();
+        self.pass(LONG);
+        assert_eq!(self.states(), [PathState::Connected; 2]);
+    }
+}
+
+/// A session over two ways, the second of which is cut when it is opened.
+fn half() -> Pair {
+    let mut pair = Pair::new(KeyMode::Instant, server(true));
+    let paths = pair.ways(2);
+    pair.cut_off = vec![addresses(1)[1]];
+    pair.ask_open(|config| {
+        config.paths = paths;
+        config.connect_any = true;
+        config.max_reconnects = SessionConfig::FOREVER;
+    });
+    pair.pass(LONG);
+    pair
+}
+
+#[test]
+fn reconnects_are_counted_as_in_the_kernel() {
+    let mut pair = half();
+    let second = pair.statuses()[1].id;
+    let mut failures = pair.failures(second);
+    assert!(failures > 2, "{failures}");
+    failures -= 1;
+    assert_eq!(pair.reconnects(0), (0, 0));
+    assert_eq!(pair.reconnects(1), (-1, failures), "the first attempt does not count");
+    pair.mend();
+    failures += pair.failures(second);
+    assert_eq!(pair.reconnects(1), (0, failures));
+    pair.cut_second();
+    pair.mend();
+    failures += pair.failures(second);
+    assert_eq!(pair.reconnects(1), (1, failures));
+
+    // By hand: the attempt counts as any other.
+    pair.command(second, PathCommand::Disconnect).unwrap();
+    pair.pass(LONG);
+    assert_eq!(pair.failures(second), 0);
+    assert_eq!(pair.reconnects(1), (1, failures));
+    pair.cut_off = vec![addresses(1)[1]];
+    pair.command(second, PathCommand::Reconnect).unwrap();
+    pair.pass(LONG);
+    pair.mend();
+    failures += pair.failures(second);
+    assert_eq!(pair.reconnects(1), (2, failures));
+    assert_eq!(pair.reconnects(0), (0, 0));
+    pair.told.clear();
+    pair.close();
+    pair.assert_empty();
+}
+
+#[test]
+fn after_a_reset_each_time_that_a_path_comes_up_counts() {
+    let mut pair = half();
+    pair.reset(1);
+    assert_eq!(pair.reconnects(1), (0, 0));
+    pair.mend();
+    assert_eq!(pair.reconnects(1).0, 1, "the first time, too");
+    pair.reset(1);
+    pair.cut_second();
+    pair.mend();
+    assert_eq!(pair.reconnects(1).0, 1);
+    assert_eq!(pair.reconnects(0), (0, 0));
+    pair.told.clear();
+    pair.close();
+    pair.assert_empty();
+}
+
+#[test]
+fn a_path_that_is_added_begins_with_nothing_counted() {
+    let mut pair = Pair::new(KeyMode::Instant, server(true));
+    pair.open_ways(1, |_| ());
+    let mut nowhere = pair.ways(2)[1];
+    nowhere.dst.set_port(9);
+    pair.add(nowhere).unwrap();
+    assert_eq!(pair.reconnects(1), (-1, 0));
+    pair.settle();
+    assert!(matches!(
+        pair.outcome(PathCommand::Add),
+        Some(Err(Error::Rejected { .. }))
+    ));
+    // Its place goes to the next.
+    let way = pair.ways(2)[1];
+    pair.add(way).unwrap();
+    pair.settle();
+    assert!(matches!(pair.outcome(PathCommand::Add), Some(Ok(()))));
+    assert_eq!(pair.reconnects(1), (0, 0));
+    pair.close();
+    pair.assert_empty();
+}
