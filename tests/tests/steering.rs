@@ -9,6 +9,11 @@ use ferroce_tests::{
     pattern,
     process::Running,
 };
+use nix::{
+    sched::{CpuSet, sched_getaffinity, sched_setaffinity},
+    sys::signal::Signal,
+    unistd::Pid,
+};
 use serde_json::{Value, json};
 
 const BLOCK: usize = 4096;
@@ -170,6 +175,52 @@ fn what_is_listed_is_of_all_loops() {
     }
 }
 
+/// Binds the only loop of a process to a processor.
+fn bind(process: &Running, cpu: usize) {
+    let mut tasks = fs::read_dir(format!("/proc/{}/task", process.id())).unwrap();
+    let is_loop = |task: &fs::DirEntry| fs::read_to_string(task.path().join("comm")).is_ok_and(|s| s == "ferroce-io\n");
+    let task = tasks.find_map(|task| task.ok().filter(is_loop)).unwrap();
+    let thread = task.file_name().to_str().unwrap().parse().unwrap();
+    let mut one = CpuSet::new();
+    one.set(cpu).unwrap();
+    sched_setaffinity(Pid::from_raw(thread), &one).unwrap();
+}
+
+#[test]
+fn answers_that_a_loop_takes_on_another_processor_are_counted() {
+    let ours = sched_getaffinity(Pid::this()).unwrap();
+    let mut cpus = (0..CpuSet::count()).filter(|cpu| ours.is_set(*cpu).unwrap());
+    let (Some(sent), Some(taken)) = (cpus.next(), cpus.next()) else {
+        panic!("this needs two processors");
+    };
+    let mut lab = Lab::new("1", &[]);
+    bind(&lab.map, sent);
+    let reset = lab.path_command("reset_path_stats");
+    done(&mut lab.map, reset);
+    let mut client = lab.nbd();
+    for n in 0..20 {
+        client.write(n * BLOCK as u64, &pattern(n, BLOCK)).unwrap();
+    }
+    let path = &lab.list()["paths"][0];
+    assert_eq!((&path["cpu_migration_from"], &path["writes"]), (&json!([]), &json!(20)));
+    assert_eq!(path["cpu_migration_to"], json!([]));
+
+    lab.serve.signal(Signal::SIGSTOP);
+    let reading = thread::spawn(move || {
+        assert!(client.read(0, BLOCK).unwrap() == pattern(0, BLOCK));
+        client
+    });
+    eventually("it is sent", || lab.list()["paths"][0]["in_flight"] == 1);
+    bind(&lab.map, taken);
+    lab.serve.signal(Signal::SIGCONT);
+    reading.join().unwrap().disconnect().unwrap();
+    let path = &lab.list()["paths"][0];
+    let only = |cpu: usize| Value::from((0..=cpu).map(|n| u64::from(n == cpu)).collect::<Vec<_>>());
+    assert_eq!(path["cpu_migration_from"], only(sent));
+    assert_eq!(path["cpu_migration_to"], only(taken));
+    lab.end();
+}
+
 #[test]
 fn a_path_is_taken_down_and_connected_again() {
     for threads in ["1", "2"] {
@@ -272,7 +323,7 @@ fn what_can_not_be_reached_is_not_connected() {
         "{answer}"
     );
     // While a path is being connected it can't be asked for that.
-    lab.serve.signal(nix::sys::signal::Signal::SIGSTOP);
+    lab.serve.signal(Signal::SIGSTOP);
     let disconnect = lab.path_command("disconnect");
     let reconnect = lab.path_command("reconnect");
     done(&mut lab.map, disconnect.clone());
@@ -283,7 +334,7 @@ fn what_can_not_be_reached_is_not_connected() {
     refused(&mut lab.map, reconnect.clone(), EBUSY);
     let answer = lab.map.answer(begun);
     assert_eq!(answer["errno"], ENOTCONN, "{answer}");
-    lab.serve.signal(nix::sys::signal::Signal::SIGCONT);
+    lab.serve.signal(Signal::SIGCONT);
     // Further attempts have followed by themselves.
     eventually("it is up", || lab.list()["paths"][0]["state"] == "Connected");
     eventually("the device is back", || lab.list()["device"]["state"] == "Mapped");

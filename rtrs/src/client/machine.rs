@@ -42,6 +42,7 @@ pub struct Client {
     /// Closed, but for buffers that their user still has.
     closed: Vec<SessionId>,
     share: Share,
+    cpu: u16,
     /// For other shares.
     letters: VecDeque<(u16, Letter)>,
 }
@@ -118,6 +119,11 @@ impl Client {
     /// The next letter to another share, and to which.
     pub fn poll_letter(&mut self) -> Option<(u16, Letter)> {
         self.letters.pop_front()
+    }
+
+    /// The processor that the loop runs on, until it says another. It is only for [`PathStats::cpu_migration`](super::PathStats).
+    pub fn set_cpu(&mut self, cpu: u16) {
+        self.cpu = cpu;
     }
 
     /// What a session can do; `None` until it is open.
@@ -347,6 +353,7 @@ impl Client {
             out: &mut self.out,
             dirty: &mut self.dirty,
             share: self.share,
+            cpu: self.cpu,
             letters: &mut self.letters,
         };
         (&mut self.sessions, env)

@@ -319,7 +319,7 @@ impl Session {
             device: path.device,
             latency: path.questions.latency,
             in_flight: self.lane.loads.get(index).copied().unwrap_or(0),
-            stats: path.stats,
+            stats: path.stats.clone(),
         };
         self.paths.iter().enumerate().filter(alive).map(status).collect()
     }

@@ -312,7 +312,8 @@ impl Session {
         let slots = post::slots(&self.lane, path.device, request.direction);
         let bytes = request.header.len() + request.data.as_ref().map_or(0, Buffer::len);
         path.stats.rdma.count(request.direction, bytes as u64);
-        self.lane.launch(permit, Flight::new(request, path.index, place, rest));
+        self.lane
+            .launch(permit, Flight::new(request, path.index, place, env.cpu, rest));
         path.push(env, place, Post::Request { permit, slots });
     }
 

@@ -1,8 +1,9 @@
 //! What is counted of a path.
 
 use rtrs::{
-    Error,
-    client::{PathCommand, PathId, PathNews, SessionConfig, state::PathState},
+    Direction, Error,
+    client::{CpuMigration, PathCommand, PathId, PathNews, PathStats, Policy, SessionConfig, state::PathState},
+    stats::RdmaStats,
 };
 
 use crate::{
@@ -117,6 +118,69 @@ fn after_a_reset_each_time_that_a_path_comes_up_counts() {
     pair.told.clear();
     pair.close();
     pair.assert_empty();
+}
+
+/// Counts of a path, by processor.
+fn migrations(pair: &Pair, path: usize) -> [Vec<u64>; 2] {
+    let moved = pair.statuses()[path].stats.cpu_migration.clone();
+    [moved.from, moved.to]
+}
+
+#[test]
+fn an_answer_on_another_processor_is_counted() {
+    let mut pair = Pair::new(KeyMode::Instant, server(true));
+    pair.open_ways(2, |config| config.policy = Policy::RoundRobin);
+    pair.hold = true;
+    pair.client.set_cpu(3);
+    pair.send(0..4, Direction::Write);
+    pair.client.set_cpu(1);
+    pair.send(4..6, Direction::Read);
+    pair.release();
+    pair.settle();
+    pair.assert_done(0..6);
+    assert_eq!(migrations(&pair, 0), [vec![0, 0, 0, 2], vec![0, 2]]);
+    assert_eq!(migrations(&pair, 1), [vec![0, 0, 0, 2], vec![0, 2]]);
+
+    // What goes by another path was sent there last.
+    pair.hold = true;
+    pair.send(6..8, Direction::Write);
+    pair.client.set_cpu(2);
+    pair.cut_off = vec![addresses(1)[1]];
+    pair.pass(LONG);
+    assert_eq!(pair.in_flight(), [2, 0]);
+    pair.client.set_cpu(0);
+    pair.release();
+    pair.pass(LONG);
+    pair.assert_done(6..8);
+    assert_eq!(migrations(&pair, 0), [vec![0, 1, 1, 2], vec![2, 2]]);
+    assert_eq!(migrations(&pair, 1), [vec![0, 0, 0, 2], vec![0, 2]]);
+    pair.reset(0);
+    assert_eq!(migrations(&pair, 0), [vec![], vec![]]);
+    pair.close();
+    pair.assert_empty();
+}
+
+#[test]
+fn what_the_shares_have_counted_is_added_up() {
+    let of = |reads, reconnects, failed_reconnects, from: &[u64], to: &[u64]| PathStats {
+        rdma: RdmaStats {
+            reads,
+            ..RdmaStats::default()
+        },
+        failovers: reads,
+        reconnects,
+        failed_reconnects,
+        cpu_migration: CpuMigration {
+            from: from.to_vec(),
+            to: to.to_vec(),
+        },
+    };
+    let mut sum = of(1, 2, 3, &[1], &[0, 0, 1]);
+    sum.add(&of(4, -1, 0, &[1, 2, 3], &[6]));
+    assert_eq!(sum, of(5, 2, 3, &[2, 2, 3], &[6, 0, 1]));
+    let mut never_up = of(0, -1, 0, &[], &[]);
+    never_up.add(&of(0, -1, 0, &[], &[]));
+    assert_eq!(never_up.reconnects, -1);
 }
 
 #[test]

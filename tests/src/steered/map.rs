@@ -122,5 +122,7 @@ fn path_shown(path: &PathStatus) -> Value {
         "failovers": stats.failovers,
         "reconnects": stats.reconnects,
         "failed_reconnects": stats.failed_reconnects,
+        "cpu_migration_from": stats.cpu_migration.from,
+        "cpu_migration_to": stats.cpu_migration.to,
     })
 }

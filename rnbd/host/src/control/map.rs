@@ -119,7 +119,7 @@ impl MapListing {
         for of_other in &other.paths {
             if let Some(path) = self.paths.iter_mut().find(|path| path.id == of_other.id) {
                 path.in_flight += of_other.in_flight;
-                path.stats = path.stats.and(of_other.stats);
+                path.stats.add(&of_other.stats);
             }
         }
         self.device.counters.add(&other.device.counters);
