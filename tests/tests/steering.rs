@@ -218,6 +218,16 @@ fn answers_that_a_loop_takes_on_another_processor_are_counted() {
     let only = |cpu: usize| Value::from((0..=cpu).map(|n| u64::from(n == cpu)).collect::<Vec<_>>());
     assert_eq!(path["cpu_migration_from"], only(sent));
     assert_eq!(path["cpu_migration_to"], only(taken));
+
+    // Each kind is reset by itself.
+    let reset = |which: &str| json!({ "do": "reset_path_stats", "path": lab.path.clone(), "which": which });
+    let [rdma, moved, wrong] = ["rdma", "cpu_migration", "latency"].map(reset);
+    done(&mut lab.map, rdma);
+    let path = &lab.list()["paths"][0];
+    assert_eq!((&path["writes"], &path["cpu_migration_to"]), (&json!(0), &only(taken)));
+    done(&mut lab.map, moved);
+    assert_eq!(lab.list()["paths"][0]["cpu_migration_to"], json!([]));
+    refused(&mut lab.map, wrong, EINVAL);
     lab.end();
 }
 

@@ -20,7 +20,7 @@ use crate::{
         request::{Output, SessionId, Submission},
         session::Session,
         share::Share,
-        status::{PathCommand, PathId, PathStatus},
+        status::{PathCommand, PathCounters, PathId, PathStatus},
     },
     cx::Cx,
     proto::MAX_CONNECTIONS,
@@ -203,13 +203,13 @@ impl Client {
         self.sessions.get(&session).map(Session::reconnects)
     }
 
-    /// Sets a path's counters at this share to zero.
+    /// Sets counters of a path at this share to zero. What is in flight is none of them.
     ///
     /// # Errors
     /// When there is no such path.
-    pub fn reset_path_stats(&mut self, session: SessionId, path: PathId) -> Result<(), Error> {
+    pub fn reset_path_stats(&mut self, session: SessionId, path: PathId, which: PathCounters) -> Result<(), Error> {
         let session = self.sessions.get_mut(&session).ok_or(Error::NoPath)?;
-        session.reset_stats(path)
+        session.reset_stats(path, which)
     }
 
     fn at_home<T>(

@@ -16,7 +16,7 @@ use crate::{
         request::Output,
         session::Session,
         state::{PathEvent, PathState, SessionEvent, SessionState},
-        status::{PathCommand, PathId, PathNews, PathStats, PathStatus},
+        status::{PathCommand, PathCounters, PathId, PathNews, PathStatus},
         terms::Terms,
     },
     proto::Uuid,
@@ -328,9 +328,9 @@ impl Session {
         self.config.policy
     }
 
-    pub(super) fn reset_stats(&mut self, id: PathId) -> Result<(), Error> {
+    pub(super) fn reset_stats(&mut self, id: PathId, which: PathCounters) -> Result<(), Error> {
         let index = self.path_of(id).ok_or(Error::NoPath)?;
-        self.paths[index].stats = PathStats::default();
+        self.paths[index].stats.reset(which);
         Ok(())
     }
 

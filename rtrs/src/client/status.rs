@@ -83,6 +83,25 @@ impl PathStats {
         }
     }
 
+    pub(super) fn reset(&mut self, which: PathCounters) {
+        let Self {
+            rdma,
+            failovers,
+            reconnects,
+            failed_reconnects,
+            cpu_migration,
+        } = self;
+        if matches!(which, PathCounters::Rdma | PathCounters::All) {
+            (*rdma, *failovers) = (RdmaStats::default(), 0);
+        }
+        if matches!(which, PathCounters::Reconnects | PathCounters::All) {
+            (*reconnects, *failed_reconnects) = (0, 0);
+        }
+        if matches!(which, PathCounters::CpuMigration | PathCounters::All) {
+            *cpu_migration = CpuMigration::default();
+        }
+    }
+
     /// Adds another share's.
     pub fn add(&mut self, other: &Self) {
         self.rdma.add(&other.rdma);
@@ -91,6 +110,19 @@ impl PathStats {
         self.failed_reconnects = self.failed_reconnects.max(other.failed_reconnects);
         self.cpu_migration.add(&other.cpu_migration);
     }
+}
+
+/// Counters of a path that are reset together, as by the kernel's files of these names.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum PathCounters {
+    /// Requests, their bytes, and failovers (`stats/rdma`).
+    Rdma,
+    /// Reconnects, and attempts that failed (`stats/reconnects`).
+    Reconnects,
+    /// Answers on another processor (`stats/cpu_migration_from`, `stats/cpu_migration_to`).
+    CpuMigration,
+    /// All (`stats/reset_all`).
+    All,
 }
 
 /// Answers that the loop took on another processor than it had sent the request on (`rtrs_clt_update_wc_stats`).

@@ -2,7 +2,9 @@
 
 use rtrs::{
     Direction, Error,
-    client::{CpuMigration, PathCommand, PathId, PathNews, PathStats, Policy, SessionConfig, state::PathState},
+    client::{
+        CpuMigration, PathCommand, PathCounters, PathId, PathNews, PathStats, Policy, SessionConfig, state::PathState,
+    },
     stats::RdmaStats,
 };
 
@@ -36,9 +38,9 @@ impl Pair {
         told as u32
     }
 
-    fn reset(&mut self, path: usize) {
+    fn reset(&mut self, path: usize, which: PathCounters) {
         let (session, path) = (self.session(), self.statuses()[path].id);
-        self.client.reset_path_stats(session, path).unwrap();
+        self.client.reset_path_stats(session, path, which).unwrap();
     }
 
     /// The second way is cut, and stays so for a while.
@@ -106,11 +108,11 @@ fn reconnects_are_counted_as_in_the_kernel() {
 #[test]
 fn after_a_reset_each_time_that_a_path_comes_up_counts() {
     let mut pair = half();
-    pair.reset(1);
+    pair.reset(1, PathCounters::Reconnects);
     assert_eq!(pair.reconnects(1), (0, 0));
     pair.mend();
     assert_eq!(pair.reconnects(1).0, 1, "the first time, too");
-    pair.reset(1);
+    pair.reset(1, PathCounters::Reconnects);
     pair.cut_second();
     pair.mend();
     assert_eq!(pair.reconnects(1).0, 1);
@@ -154,10 +156,59 @@ fn an_answer_on_another_processor_is_counted() {
     pair.assert_done(6..8);
     assert_eq!(migrations(&pair, 0), [vec![0, 1, 1, 2], vec![2, 2]]);
     assert_eq!(migrations(&pair, 1), [vec![0, 0, 0, 2], vec![0, 2]]);
-    pair.reset(0);
+    pair.reset(0, PathCounters::CpuMigration);
     assert_eq!(migrations(&pair, 0), [vec![], vec![]]);
     pair.close();
     pair.assert_empty();
+}
+
+#[test]
+fn counters_are_reset_alone_or_all_together() {
+    use PathCounters::{All, CpuMigration, Rdma, Reconnects};
+    for which in [Rdma, Reconnects, CpuMigration, All] {
+        let mut pair = Pair::new(KeyMode::Instant, server(true));
+        pair.open_ways(2, |config| config.policy = Policy::RoundRobin);
+        pair.cut_second();
+        pair.mend();
+        // The answers of the first come on another processor; then requests go over to the first path, and stay in flight.
+        pair.hold = true;
+        pair.send(0..4, Direction::Write);
+        pair.client.set_cpu(1);
+        pair.release();
+        pair.settle();
+        pair.assert_done(0..4);
+        pair.hold = true;
+        pair.send(4..8, Direction::Read);
+        pair.cut_second();
+        assert_eq!(pair.in_flight(), [4, 0]);
+        let before = [0, 1].map(|path| pair.statuses()[path].stats.clone());
+        assert_eq!((before[0].failovers, before[1].reconnects), (2, 1));
+        assert_ne!(before[1].failed_reconnects, 0);
+        for (path, before) in before.into_iter().enumerate() {
+            assert!(before.rdma.reads > 0 && before.rdma.writes > 0 && before.cpu_migration.from == [2]);
+            let reset = |of| which == of || which == All;
+            let expected = PathStats {
+                rdma: if reset(Rdma) { RdmaStats::default() } else { before.rdma },
+                failovers: if reset(Rdma) { 0 } else { before.failovers },
+                reconnects: if reset(Reconnects) { 0 } else { before.reconnects },
+                failed_reconnects: if reset(Reconnects) { 0 } else { before.failed_reconnects },
+                cpu_migration: match reset(CpuMigration) {
+                    true => Default::default(),
+                    false => before.cpu_migration,
+                },
+            };
+            pair.reset(path, which);
+            assert_eq!(pair.statuses()[path].stats, expected, "{which:?}");
+        }
+        // Which the kernel sets to 0, too (`rtrs_clt_reset_all_stats`), and below that when they end.
+        assert_eq!(pair.in_flight(), [4, 0]);
+        pair.release();
+        pair.mend();
+        pair.assert_done(4..8);
+        assert_eq!(pair.in_flight(), [0, 0]);
+        pair.close();
+        pair.assert_empty();
+    }
 }
 
 #[test]

@@ -13,7 +13,7 @@ use roce::iface;
 use roce_reactor::Handle;
 use rtrs::{
     addr::PathAddr,
-    client::{PathCommand, PathStatus, Policy, SessionInfo},
+    client::{PathCommand, PathCounters, PathStatus, Policy, SessionInfo},
 };
 
 use super::{Pending, Refused, answer};
@@ -34,8 +34,8 @@ pub enum MapRequest {
     /// Connects a path anew, at once (`reconnect`). Refused with EBUSY while it is being connected or closed, and with ENOTCONN when
     /// the attempt failed; then others follow.
     Reconnect(PathAddr),
-    /// Sets a path's counters to zero (`stats/reset_all`).
-    ResetPathStats(PathAddr),
+    /// Sets counters of a path to zero.
+    ResetPathStats(PathAddr, PathCounters),
     /// How paths are chosen from the next request on (`mpath_policy`).
     SetPolicy(Policy),
     /// How a lost path is connected again, from its next loss or failure on (`max_reconnect_attempts`).
@@ -147,7 +147,7 @@ impl MapControl {
         match request {
             MapRequest::Stats => self.stats().map(|stats| MapAnswer::Stats(Box::new(stats))),
             MapRequest::List => self.list().map(|listing| MapAnswer::Listing(Box::new(listing))),
-            MapRequest::ResetPathStats(_) => {
+            MapRequest::ResetPathStats(..) => {
                 // A loop that has not heard of the path yet has counted nothing.
                 self.tell_all(&request)
                     .into_iter()

@@ -7,7 +7,7 @@ use roce_reactor::TurnCx;
 use rtrs::{
     Error,
     addr::PathAddr,
-    client::{PathCommand, PathId, PathStatus, SessionId},
+    client::{PathCommand, PathCounters, PathId, PathStatus, SessionId},
     cx::Cx,
 };
 
@@ -98,7 +98,7 @@ impl Service {
             MapRequest::Unmap { force } => return self.unmap_asked(turn, force, reply),
             MapRequest::List => return reply.send(self.listing().map(|l| MapAnswer::Listing(Box::new(l)))),
             MapRequest::Stats => return reply.send(Ok(MapAnswer::Stats(Box::new(self.stats(turn))))),
-            MapRequest::ResetPathStats(addr) => self.reset_path_stats(addr),
+            MapRequest::ResetPathStats(addr, which) => self.reset_path_stats(addr, which),
             MapRequest::SetPolicy(policy) => self.there().and_then(|session| {
                 let set = self.rtrs.set_policy(cx!(turn, self.dice), session, policy);
                 set.map_err(Refused::from)
@@ -171,9 +171,9 @@ impl Service {
         }
     }
 
-    fn reset_path_stats(&mut self, addr: PathAddr) -> Result<(), Refused> {
+    fn reset_path_stats(&mut self, addr: PathAddr, which: PathCounters) -> Result<(), Refused> {
         let (session, path) = self.path_at(addr)?;
-        Ok(self.rtrs.reset_path_stats(session, path)?)
+        Ok(self.rtrs.reset_path_stats(session, path, which)?)
     }
 
     fn remap(&mut self, reply: Reply<MapAnswer>) {
