@@ -45,6 +45,7 @@ const EINVAL: i32 = 22;
 const ENOTCONN: i32 = 107;
 const ENXIO: i32 = 6;
 const EALREADY: i32 = 114;
+const EHOSTUNREACH: i32 = 113;
 
 /// A server and a mapping over one path, both steered.
 struct Lab {
@@ -58,15 +59,22 @@ struct Lab {
 
 impl Lab {
     fn new(threads: &str, more: &[&str]) -> Self {
+        Self::at_port(1234, threads, more)
+    }
+
+    fn at_port(port: u16, threads: &str, more: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let image = image(dir.path(), "disk.img", &vec![0; BLOCK * BLOCKS]);
         let server = fresh_address();
         let export = [format!("disk={}", image.display())];
-        let (serve, _) = steered(&serve_args(server, &export, &["--threads", threads]), "listening");
+        let at = format!("{server}:{port}");
+        let listens = ["--listen", &at, "--threads", threads];
+        let also = if port == 1234 { &listens[2..] } else { &listens[..] };
+        let (serve, _) = steered(&serve_args(server, &export, also), "listening");
         let client = fresh_address();
         let mut all = vec!["--threads", threads, "--reconnect-delay", "0.2"];
         all.extend(more);
-        let args = map_args(client, &server.to_string(), &dir.path().join("nbd"), &all);
+        let args = map_args(client, &at, &dir.path().join("nbd"), &all);
         let (map, _) = steered(&args, "mapped");
         let path = format!("ip:{client}@ip:{server}");
         Self {
@@ -260,6 +268,43 @@ fn a_path_is_taken_down_and_connected_again() {
         assert_eq!(listing["paths"][0]["reconnects"], 2);
         assert_eq!(listing["device"]["failed"], 0);
         client.disconnect().unwrap();
+        lab.end();
+    }
+}
+
+#[test]
+fn a_path_goes_by_its_addresses_whatever_its_port() {
+    let mut lab = Lab::at_port(1300, "2", &["--on-loss", "queue"]);
+    // As it is listed: the kernel's names of paths have no port.
+    assert_eq!(lab.list()["paths"][0]["path"], lab.path);
+    let disconnect = lab.path_command("disconnect");
+    done(&mut lab.map, disconnect);
+    lab.map.event("path_closed");
+    lab.reconnect();
+    let reset = lab.path_command("reset_path_stats");
+    done(&mut lab.map, reset);
+    // From another address of ours there is none.
+    let other = format!("ip:{}@ip:{}", fresh_address(), lab.server);
+    refused(&mut lab.map, json!({ "do": "disconnect", "path": other }), ENOENT);
+    // One that is named with its port is that one.
+    let whole = format!("{}:1300", lab.server);
+    done(&mut lab.map, json!({ "do": "disconnect", "path": whole }));
+    lab.map.event("path_closed");
+    lab.reconnect();
+    lab.end();
+}
+
+#[test]
+fn a_path_from_where_the_mapping_has_no_port_is_refused() {
+    for threads in ["1", "2"] {
+        let mut lab = Lab::new(threads, &[]);
+        let elsewhere = fresh_address();
+        let path = format!("{elsewhere},{}", lab.server);
+        let answer = lab.map.ask(json!({ "do": "add_path", "path": path }));
+        assert_eq!(answer["errno"], EHOSTUNREACH, "{answer}");
+        let text = answer["error"].as_str().unwrap_or_default();
+        assert!(text.contains(&elsewhere.to_string()), "{answer}");
+        assert_eq!(lab.list()["paths"].as_array().unwrap().len(), 1);
         lab.end();
     }
 }

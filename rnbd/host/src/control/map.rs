@@ -23,6 +23,7 @@ use crate::{
 };
 
 /// What can be asked of a mapping. Paths go by their addresses; one without ours is the path to that server, if there is only one.
+/// The port counts only if one of several paths between the same addresses has it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum MapRequest {
     /// Connects one more path. Refused with the errno of connecting it (the kernel's `add_path`): then it is gone again.

@@ -127,9 +127,13 @@ impl Service {
 
     fn path_at(&self, addr: PathAddr) -> Result<(SessionId, PathId), Refused> {
         let session = self.there()?;
-        let is = |at: &PathAddr| *at == addr || addr.src.is_none() && at.dst == addr.dst;
-        let all = self.rtrs.paths(session);
-        let mut found = all.iter().filter(|path| is(&path.addr));
+        let mut all = self.rtrs.paths(session);
+        all.retain(|path| path.addr.dst.ip() == addr.dst.ip() && addr.src.is_none_or(|src| path.addr.src == Some(src)));
+        // As a path is listed, and the kernel names it, it has no port.
+        if all.iter().any(|path| path.addr.dst == addr.dst) {
+            all.retain(|path| path.addr.dst == addr.dst);
+        }
+        let mut found = all.iter();
         match (found.next(), found.next()) {
             (Some(path), None) => Ok((session, path.id)),
             (None, _) => Err(Error::NoPath.into()),
