@@ -492,6 +492,8 @@ fn the_server_ends_paths_and_sessions() {
             let session = lab.sessions().remove(0);
             let request = json!({ "do": what, "session": session["session"], "path": session["paths"][0]["path"] });
             done(&mut lab.serve, request.clone());
+            let down = lab.serve.event("path_down");
+            assert_eq!((&down["path"], &down["why"]), (&json!(lab.path), &json!("closed")));
             lab.serve.event("session_closed");
             refused(&mut lab.serve, request, ENOENT);
             lab.map.event("session_lost");
