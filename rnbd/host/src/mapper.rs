@@ -232,9 +232,11 @@ impl Service {
         });
         match run {
             Ok(mut service) => {
-                let failure = service.failure.take();
+                let (failure, last) = (service.failure.take(), core::mem::take(&mut service.last));
+                // With it the socket file goes: who is told of the end may make one in its place.
+                drop(service);
                 let _ = ended.send(MapEvent::Ended(failure.map_or(Ok(()), Err)));
-                service.last
+                last
             }
             Err(e) => fail(e.to_string()),
         }
