@@ -12,7 +12,7 @@ use rnbd_disk::{Caching, DiskConfig, ExportSpec, Exports, FolderSpec, Image};
 use rnbd_host::{
     LoopStats,
     gate::Gate,
-    serve::{ServeConfig, ServeEvent, ServeStats, Serving},
+    serve::{ServeConfig, ServeEvent, ServeStats, ServedPath, Serving},
 };
 use roce::{LocalDevice, Mtu};
 use roce_verbs::shown;
@@ -53,7 +53,8 @@ On a Linux client, as root, with rdma_rxe or RoCE hardware and the module rnbd_c
 
 Runs until SIGINT or SIGTERM, then ends its sessions and makes everything durable. With --json, one event per line on \
 standard output: `listening`, `session_opened` and `session_closed` (`session`, `peer`, and `connections`, how many the \
-client made for its first path), `stats` (with --stats-interval), `error`, and at the end `summary`.")]
+client made for its first path), `path_up` and `path_down` (`session`, `path`, and `why` it is gone), \
+`stats` (with --stats-interval), `error`, and at the end `summary`.")]
 pub(crate) struct ServeArgs {
     /// Our address, perhaps with port; 0.0.0.0 or :: for all. Several times: as many addresses, IPv4 and IPv6; a session's paths may
     /// lead to several of them
@@ -284,6 +285,16 @@ fn tell(reporter: &Reporter, event: &ServeEvent) -> Result<(), Failure> {
             let text = format!("{} closed", described(&session.name, session.peer));
             reporter.event("session_closed", fields(session), &text)
         }
+        ServeEvent::PathUp(path) => {
+            let text = format!("path {path} of session {} is up", shown(&path.session));
+            reporter.event("path_up", path_fields(path), &text)
+        }
+        ServeEvent::PathDown(path, why) => {
+            let text = format!("path {path} of session {} is gone: {why}", shown(&path.session));
+            let mut fields = path_fields(path);
+            fields["why"] = why.to_string().into();
+            reporter.event("path_down", fields, &text)
+        }
         ServeEvent::Stopped(Some(why)) => Err(Failure::failed(format!("the server has stopped: {why}"))),
         ServeEvent::Stopped(None) => Ok(()),
     }
@@ -368,6 +379,10 @@ fn announce(args: &ServeArgs, reporter: &Reporter, mtus: &[(IpAddr, Mtu)]) -> Re
 /// The client chose the name.
 fn described(name: &str, peer: impl std::fmt::Display) -> String {
     format!("session {} of {peer}", shown(name))
+}
+
+fn path_fields(path: &ServedPath) -> Value {
+    json!({ "session": path.session, "path": path.to_string() })
 }
 
 fn fields(session: &SessionOpened) -> Value {

@@ -91,6 +91,8 @@ impl Error {
             Self::Verbs(VerbsError::Closed) => errno::ENODEV,
             Self::Verbs(_) => errno::EINVAL,
             Self::Rejected { errno: Some(e), .. } => *e,
+            // Somebody took it down meanwhile (`create_cm`).
+            Self::Path(PathError::Closed) => errno::ECONNABORTED,
             // Nothing of RTRS is there, or nothing that we understand (`rtrs_rdma_conn_rejected`, `rtrs-clt.c`).
             Self::Rejected { errno: None, .. } | Self::Protocol { .. } | Self::OtherSizes | Self::Path(_) => {
                 errno::ECONNRESET
@@ -223,6 +225,60 @@ impl IoError {
             Self::Path(_) => errno::ECONNABORTED,
             Self::NoService => errno::EINVAL,
             Self::TooLong { .. } => errno::EMSGSIZE,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_keeps_a_path_from_being_connected_has_the_kernels_error_number() {
+        let rejected = |errno| Error::Rejected {
+            cid: 0,
+            reason: RejectReason::CONSUMER,
+            errno,
+        };
+        let all = [
+            // `rtrs_rdma_conn_rejected`: what the server says.
+            (rejected(Some(errno::ENXIO)), errno::ENXIO),
+            (rejected(Some(errno::EEXIST)), errno::EEXIST),
+            (rejected(Some(errno::EACCES)), errno::EACCES),
+            (rejected(None), errno::ECONNRESET),
+            // `rtrs_clt_rdma_cm_handler`.
+            (Error::Path(PathError::PeerDisconnected), errno::ECONNRESET),
+            (Error::Path(PathError::Cm("address changed".into())), errno::ECONNRESET),
+            (Error::Unreachable, errno::EHOSTUNREACH),
+            (Error::Verbs(VerbsError::Address("no way".into())), errno::EHOSTUNREACH),
+            // `create_cm`, `rtrs_send_path_info`.
+            (Error::Timeout("answer", Duration::from_secs(30)), errno::ETIMEDOUT),
+            (Error::Path(PathError::Closed), errno::ECONNABORTED),
+            // `rtrs_rdma_conn_established`.
+            (Error::OtherSizes, errno::ECONNRESET),
+            // `rtrs_clt_reconnect_from_sysfs`.
+            (Error::Busy, errno::EBUSY),
+        ];
+        for (error, errno) in all {
+            assert_eq!(error.errno(), errno, "{error}");
+        }
+    }
+
+    #[test]
+    fn why_a_request_fails_has_the_kernels_error_number() {
+        let too_long = IoError::TooLong {
+            what: "data",
+            len: 2,
+            max: 1,
+        };
+        for (error, errno) in [
+            (IoError::Remote(errno::ENOSPC), errno::ENOSPC),
+            // `rtrs_clt_request` without a path, and `fail_all_outstanding_reqs`.
+            (IoError::Path(PathError::Flushed), errno::ECONNABORTED),
+            // `rtrs_clt_write_req`, `rtrs_clt_read_req`.
+            (too_long, errno::EMSGSIZE),
+        ] {
+            assert_eq!(error.errno(), errno, "{error}");
         }
     }
 }

@@ -20,12 +20,13 @@ use ferroce_tests::{
     process::{Running, run},
 };
 use nix::sys::signal::Signal;
+use serde_json::{Value, json};
 
 const BLOCK: usize = 32 << 10;
 const BLOCKS: usize = 400;
 
 /// The next event of this name, whatever comes before.
-fn wait_for(process: &mut Running, name: &str) -> serde_json::Value {
+fn wait_for(process: &mut Running, name: &str) -> Value {
     loop {
         let event = process.next_event();
         if event["event"] == name {
@@ -121,10 +122,12 @@ fn paths_from_several_addresses_carry_load_together() {
         let server = fresh_address();
         let (mut serving, _) = serve(server, &[format!("disk={}", image.display())], &[]);
         let socket = dir.path().join("nbd");
-        let second = format!("{},{server}", fresh_address());
+        let ours = [(); 2].map(|()| fresh_address());
+        let second = format!("{},{server}", ours[1]);
         let more = ["--path", &second, "--policy", policy];
-        let (map, mapped) = map(fresh_address(), &server.to_string(), &socket, &more);
-        assert_eq!(mapped["paths"].as_array().unwrap().len(), 2);
+        let (map, mapped) = map(ours[0], &server.to_string(), &socket, &more);
+        let paths = ours.map(|addr| json!(format!("ip:{addr}@ip:{server}")));
+        assert_eq!(mapped["paths"], json!(paths));
         let mut client = Client::connect(&socket).unwrap();
         for n in 0..32 {
             client.write((n * BLOCK) as u64, &pattern(n as u64, BLOCK)).unwrap();
@@ -133,7 +136,23 @@ fn paths_from_several_addresses_carry_load_together() {
         assert_eq!(map.stop().code, Some(0));
         let gone = wait_for(&mut serving, "session_closed");
         assert_eq!(gone["session"], "test");
-        assert_eq!(serving.stop().code, Some(0));
+        let end = serving.stop();
+        assert_eq!(end.code, Some(0));
+        // Each is told of once, within its session.
+        let told = end.json();
+        let at = |event: &str, path: &Value| {
+            let is =
+                |e: &Value| e["event"] == event && (path.is_null() || e["path"] == *path) && e["session"] == "test";
+            let at: Vec<_> = (0..told.len()).filter(|n| is(&told[*n])).collect();
+            assert_eq!(at.len(), 1, "{event} {path}: {told:?}");
+            at[0]
+        };
+        let (opened, closed) = (at("session_opened", &Value::Null), at("session_closed", &Value::Null));
+        for path in &paths {
+            let (up, down) = (at("path_up", path), at("path_down", path));
+            assert!(opened < up && up < down && down < closed, "{told:?}");
+            assert_eq!(told[down]["why"], "the peer disconnected");
+        }
         let bytes = fs::read(&image).unwrap();
         for (n, block) in bytes.chunks(BLOCK).enumerate() {
             assert!(block == pattern(n as u64, BLOCK), "block {n}");

@@ -9,6 +9,11 @@ use ferroce_tests::{
     pattern,
     process::Running,
 };
+use nix::{
+    sched::{CpuSet, sched_getaffinity, sched_setaffinity},
+    sys::signal::Signal,
+    unistd::Pid,
+};
 use serde_json::{Value, json};
 
 const BLOCK: usize = 4096;
@@ -40,6 +45,7 @@ const EINVAL: i32 = 22;
 const ENOTCONN: i32 = 107;
 const ENXIO: i32 = 6;
 const EALREADY: i32 = 114;
+const EHOSTUNREACH: i32 = 113;
 
 /// A server and a mapping over one path, both steered.
 struct Lab {
@@ -53,15 +59,22 @@ struct Lab {
 
 impl Lab {
     fn new(threads: &str, more: &[&str]) -> Self {
+        Self::at_port(1234, threads, more)
+    }
+
+    fn at_port(port: u16, threads: &str, more: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let image = image(dir.path(), "disk.img", &vec![0; BLOCK * BLOCKS]);
         let server = fresh_address();
         let export = [format!("disk={}", image.display())];
-        let (serve, _) = steered(&serve_args(server, &export, &["--threads", threads]), "listening");
+        let at = format!("{server}:{port}");
+        let listens = ["--listen", &at, "--threads", threads];
+        let also = if port == 1234 { &listens[2..] } else { &listens[..] };
+        let (serve, _) = steered(&serve_args(server, &export, also), "listening");
         let client = fresh_address();
         let mut all = vec!["--threads", threads, "--reconnect-delay", "0.2"];
         all.extend(more);
-        let args = map_args(client, &server.to_string(), &dir.path().join("nbd"), &all);
+        let args = map_args(client, &at, &dir.path().join("nbd"), &all);
         let (map, _) = steered(&args, "mapped");
         let path = format!("ip:{client}@ip:{server}");
         Self {
@@ -170,6 +183,62 @@ fn what_is_listed_is_of_all_loops() {
     }
 }
 
+/// Binds the only loop of a process to a processor.
+fn bind(process: &Running, cpu: usize) {
+    let mut tasks = fs::read_dir(format!("/proc/{}/task", process.id())).unwrap();
+    let is_loop = |task: &fs::DirEntry| fs::read_to_string(task.path().join("comm")).is_ok_and(|s| s == "ferroce-io\n");
+    let task = tasks.find_map(|task| task.ok().filter(is_loop)).unwrap();
+    let thread = task.file_name().to_str().unwrap().parse().unwrap();
+    let mut one = CpuSet::new();
+    one.set(cpu).unwrap();
+    sched_setaffinity(Pid::from_raw(thread), &one).unwrap();
+}
+
+#[test]
+fn answers_that_a_loop_takes_on_another_processor_are_counted() {
+    let ours = sched_getaffinity(Pid::this()).unwrap();
+    let mut cpus = (0..CpuSet::count()).filter(|cpu| ours.is_set(*cpu).unwrap());
+    let (Some(sent), Some(taken)) = (cpus.next(), cpus.next()) else {
+        panic!("this needs two processors");
+    };
+    let mut lab = Lab::new("1", &[]);
+    bind(&lab.map, sent);
+    let reset = lab.path_command("reset_path_stats");
+    done(&mut lab.map, reset);
+    let mut client = lab.nbd();
+    for n in 0..20 {
+        client.write(n * BLOCK as u64, &pattern(n, BLOCK)).unwrap();
+    }
+    let path = &lab.list()["paths"][0];
+    assert_eq!((&path["cpu_migration_from"], &path["writes"]), (&json!([]), &json!(20)));
+    assert_eq!(path["cpu_migration_to"], json!([]));
+
+    lab.serve.signal(Signal::SIGSTOP);
+    let reading = thread::spawn(move || {
+        assert!(client.read(0, BLOCK).unwrap() == pattern(0, BLOCK));
+        client
+    });
+    eventually("it is sent", || lab.list()["paths"][0]["in_flight"] == 1);
+    bind(&lab.map, taken);
+    lab.serve.signal(Signal::SIGCONT);
+    reading.join().unwrap().disconnect().unwrap();
+    let path = &lab.list()["paths"][0];
+    let only = |cpu: usize| Value::from((0..=cpu).map(|n| u64::from(n == cpu)).collect::<Vec<_>>());
+    assert_eq!(path["cpu_migration_from"], only(sent));
+    assert_eq!(path["cpu_migration_to"], only(taken));
+
+    // Each kind is reset by itself.
+    let reset = |which: &str| json!({ "do": "reset_path_stats", "path": lab.path.clone(), "which": which });
+    let [rdma, moved, wrong] = ["rdma", "cpu_migration", "latency"].map(reset);
+    done(&mut lab.map, rdma);
+    let path = &lab.list()["paths"][0];
+    assert_eq!((&path["writes"], &path["cpu_migration_to"]), (&json!(0), &only(taken)));
+    done(&mut lab.map, moved);
+    assert_eq!(lab.list()["paths"][0]["cpu_migration_to"], json!([]));
+    refused(&mut lab.map, wrong, EINVAL);
+    lab.end();
+}
+
 #[test]
 fn a_path_is_taken_down_and_connected_again() {
     for threads in ["1", "2"] {
@@ -199,6 +268,43 @@ fn a_path_is_taken_down_and_connected_again() {
         assert_eq!(listing["paths"][0]["reconnects"], 2);
         assert_eq!(listing["device"]["failed"], 0);
         client.disconnect().unwrap();
+        lab.end();
+    }
+}
+
+#[test]
+fn a_path_goes_by_its_addresses_whatever_its_port() {
+    let mut lab = Lab::at_port(1300, "2", &["--on-loss", "queue"]);
+    // As it is listed: the kernel's names of paths have no port.
+    assert_eq!(lab.list()["paths"][0]["path"], lab.path);
+    let disconnect = lab.path_command("disconnect");
+    done(&mut lab.map, disconnect);
+    lab.map.event("path_closed");
+    lab.reconnect();
+    let reset = lab.path_command("reset_path_stats");
+    done(&mut lab.map, reset);
+    // From another address of ours there is none.
+    let other = format!("ip:{}@ip:{}", fresh_address(), lab.server);
+    refused(&mut lab.map, json!({ "do": "disconnect", "path": other }), ENOENT);
+    // One that is named with its port is that one.
+    let whole = format!("{}:1300", lab.server);
+    done(&mut lab.map, json!({ "do": "disconnect", "path": whole }));
+    lab.map.event("path_closed");
+    lab.reconnect();
+    lab.end();
+}
+
+#[test]
+fn a_path_from_where_the_mapping_has_no_port_is_refused() {
+    for threads in ["1", "2"] {
+        let mut lab = Lab::new(threads, &[]);
+        let elsewhere = fresh_address();
+        let path = format!("{elsewhere},{}", lab.server);
+        let answer = lab.map.ask(json!({ "do": "add_path", "path": path }));
+        assert_eq!(answer["errno"], EHOSTUNREACH, "{answer}");
+        let text = answer["error"].as_str().unwrap_or_default();
+        assert!(text.contains(&elsewhere.to_string()), "{answer}");
+        assert_eq!(lab.list()["paths"].as_array().unwrap().len(), 1);
         lab.end();
     }
 }
@@ -272,7 +378,7 @@ fn what_can_not_be_reached_is_not_connected() {
         "{answer}"
     );
     // While a path is being connected it can't be asked for that.
-    lab.serve.signal(nix::sys::signal::Signal::SIGSTOP);
+    lab.serve.signal(Signal::SIGSTOP);
     let disconnect = lab.path_command("disconnect");
     let reconnect = lab.path_command("reconnect");
     done(&mut lab.map, disconnect.clone());
@@ -283,7 +389,7 @@ fn what_can_not_be_reached_is_not_connected() {
     refused(&mut lab.map, reconnect.clone(), EBUSY);
     let answer = lab.map.answer(begun);
     assert_eq!(answer["errno"], ENOTCONN, "{answer}");
-    lab.serve.signal(nix::sys::signal::Signal::SIGCONT);
+    lab.serve.signal(Signal::SIGCONT);
     // Further attempts have followed by themselves.
     eventually("it is up", || lab.list()["paths"][0]["state"] == "Connected");
     eventually("the device is back", || lab.list()["device"]["state"] == "Mapped");
@@ -386,6 +492,8 @@ fn the_server_ends_paths_and_sessions() {
             let session = lab.sessions().remove(0);
             let request = json!({ "do": what, "session": session["session"], "path": session["paths"][0]["path"] });
             done(&mut lab.serve, request.clone());
+            let down = lab.serve.event("path_down");
+            assert_eq!((&down["path"], &down["why"]), (&json!(lab.path), &json!("closed")));
             lab.serve.event("session_closed");
             refused(&mut lab.serve, request, ENOENT);
             lab.map.event("session_lost");

@@ -232,9 +232,11 @@ impl Service {
         });
         match run {
             Ok(mut service) => {
-                let failure = service.failure.take();
+                let (failure, last) = (service.failure.take(), core::mem::take(&mut service.last));
+                // With it the socket file goes: who is told of the end may make one in its place.
+                drop(service);
                 let _ = ended.send(MapEvent::Ended(failure.map_or(Ok(()), Err)));
-                service.last
+                last
             }
             Err(e) => fail(e.to_string()),
         }
@@ -679,6 +681,12 @@ impl Service {
         worked
     }
 
+    /// The system may have moved the thread.
+    fn note_cpu(&mut self) {
+        let cpu = nix::sched::sched_getcpu().unwrap_or_default();
+        self.rtrs.set_cpu(cpu as u16);
+    }
+
     fn stats(&self, turn: &mut TurnCx<'_, ()>) -> MapStats {
         let device = self.device.and_then(|device| self.rnbd.counters(device));
         let device = device.or(self.counted).unwrap_or_default();
@@ -719,6 +727,7 @@ impl Loop for Service {
     }
 
     fn completions(&mut self, turn: &mut TurnCx<'_, ()>, completions: &[(QpId, Completion)]) {
+        self.note_cpu();
         let cx = cx!(turn, self.dice);
         for (qp, wc) in completions {
             self.rtrs.completion(cx, *qp, wc);
@@ -740,6 +749,7 @@ impl Loop for Service {
     }
 
     fn work(&mut self, turn: &mut TurnCx<'_, ()>) -> bool {
+        self.note_cpu();
         let mut worked = self.pass_on(turn);
         worked |= self.accept(turn);
         worked |= self.feed(turn);

@@ -3,7 +3,7 @@
 use core::time::Duration;
 use std::{
     io,
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     sync::{
         Arc,
         mpsc::{Receiver, RecvTimeoutError, Sender, channel},
@@ -17,6 +17,7 @@ use roce::{LocalDevice, verbs::provider::VerbsError};
 use roce_reactor::{Handle, Helper, Reactor, ReactorConfig, ReactorError};
 use rtrs::{
     PathError,
+    addr::PathAddr,
     server::{ServerConfig, request::SessionOpened},
 };
 
@@ -53,8 +54,34 @@ pub enum ServeEvent {
     SessionOpened(SessionOpened),
     /// A session is over.
     SessionClosed(SessionOpened, PathError),
+    /// A path of a session is up: its first one, or one more.
+    PathUp(ServedPath),
+    /// A path is gone, and why. A session is over after its last one.
+    PathDown(ServedPath, PathError),
     /// All loops have ended; or, with an error, one that nobody asked to. Then the others end as well.
     Stopped(Option<String>),
+}
+
+/// A path of a session.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ServedPath {
+    /// The session's name.
+    pub session: String,
+    /// The client's address.
+    pub client: SocketAddr,
+    /// Ours.
+    pub server: IpAddr,
+}
+
+impl core::fmt::Display for ServedPath {
+    /// As its client and the kernel name it, `ip:CLIENT@ip:SERVER`.
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        let path = PathAddr {
+            src: Some(self.client.ip().to_canonical()),
+            dst: SocketAddr::new(self.server.to_canonical(), 0),
+        };
+        path.fmt(f)
+    }
 }
 
 /// What a server has done so far.

@@ -3,7 +3,7 @@
 use core::time::Duration;
 use std::{
     collections::BTreeMap,
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     sync::{Arc, mpsc::Sender},
 };
 
@@ -44,7 +44,7 @@ use crate::{
     dice::Dice,
     gate::{Door, SharedPlaces},
     images::Images,
-    serve::{ServeConfig, ServeEvent, ServeStats, StartError, Tell},
+    serve::{ServeConfig, ServeEvent, ServeStats, ServedPath, StartError, Tell},
     stats::LoopStats,
 };
 
@@ -269,6 +269,21 @@ impl Service {
                     let _ = self.tell.send(ServeEvent::SessionClosed(opened, why.clone()));
                 }
             }
+            Output::PathUp { session, peer, local } => {
+                if let Some(path) = self.path(*session, *peer, *local) {
+                    let _ = self.tell.send(ServeEvent::PathUp(path));
+                }
+            }
+            Output::PathDown {
+                session,
+                peer,
+                local,
+                why,
+            } => {
+                if let Some(path) = self.path(*session, *peer, *local) {
+                    let _ = self.tell.send(ServeEvent::PathDown(path, why.clone()));
+                }
+            }
             _ => {}
         }
         match self.rnbd.rtrs(turn.now, output) {
@@ -288,6 +303,15 @@ impl Service {
             }
             _ => {}
         }
+    }
+
+    fn path(&self, session: SessionKey, client: SocketAddr, server: IpAddr) -> Option<ServedPath> {
+        let session = self.sessions.get(&session)?.name.clone();
+        Some(ServedPath {
+            session,
+            client,
+            server,
+        })
     }
 
     /// False when too much waits already.

@@ -148,6 +148,27 @@ mod tests {
         }
     }
 
+    #[test]
+    fn the_transitions_of_a_device_are_the_kernels() {
+        use DeviceState::{Init, Mapped, MappedDisconnected, Unmapped};
+        let all = DEVICE.iter().map(|(from, _, to, _)| (*from, *to));
+        let mut edges: Vec<_> = all.filter(|(from, to)| from != to).collect();
+        edges.sort_unstable();
+        edges.dedup();
+        // `set_dev_states_to_disconnected`, `process_msg_open_rsp`, `rnbd_clt_unmap_device`, Linux 6.1. A device whose first open is
+        // under way when the session is lost has failed: it is not opened again.
+        let mut kernel = vec![
+            (Init, Mapped),
+            (Mapped, MappedDisconnected),
+            (MappedDisconnected, Mapped),
+            (Init, Unmapped),
+            (Mapped, Unmapped),
+            (MappedDisconnected, Unmapped),
+        ];
+        kernel.sort_unstable();
+        assert_eq!(edges, kernel);
+    }
+
     /// Sessions are lost and end whatever their devices do, and a user may unmap what is not unmapped at any time.
     #[test]
     fn no_state_is_surprised_by_its_session_or_its_user() {

@@ -109,6 +109,7 @@ impl Answers<'_, '_, '_> {
             .and_then(Option::as_mut)
             .filter(|f| f.waits == Waits::Answer && f.path == path && f.place == place);
         let flight = flight.ok_or(PathError::Unexpected("an answer to no request"))?;
+        self.path.stats.cpu_migration.count(flight.cpu, self.env.cpu);
         if let Some(m) = message {
             chunk.rkey = m.rkey.get();
         }

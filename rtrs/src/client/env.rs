@@ -73,6 +73,8 @@ pub(super) struct Env<'a, 'b> {
     pub(super) dirty: &'a mut Vec<ConnKey>,
     /// Which share of the sessions this is.
     pub(super) share: Share,
+    /// The processor that the loop runs on.
+    pub(super) cpu: u16,
     /// For others.
     pub(super) letters: &'a mut VecDeque<(u16, Letter)>,
 }

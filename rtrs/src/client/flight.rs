@@ -23,6 +23,8 @@ pub(super) struct Flight {
     pub(super) path: u16,
     /// Its connection's place among the path's.
     pub(super) place: u16,
+    /// The processor that it was sent on.
+    pub(super) cpu: u16,
     /// The key under which the server may write the buffer of a read, if it ends with the request.
     pub(super) key: Option<RKey>,
     pub(super) waits: Waits,
@@ -31,11 +33,12 @@ pub(super) struct Flight {
 }
 
 impl Flight {
-    pub(super) fn new(request: Submission, path: u16, place: u16, rest: Option<Rest<u16>>) -> Self {
+    pub(super) fn new(request: Submission, path: u16, place: u16, cpu: u16, rest: Option<Rest<u16>>) -> Self {
         Self {
             request,
             path,
             place,
+            cpu,
             key: None,
             waits: Waits::Room,
             rest,

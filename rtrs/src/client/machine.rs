@@ -20,7 +20,7 @@ use crate::{
         request::{Output, SessionId, Submission},
         session::Session,
         share::Share,
-        status::{PathCommand, PathId, PathStatus},
+        status::{PathCommand, PathCounters, PathId, PathStatus},
     },
     cx::Cx,
     proto::MAX_CONNECTIONS,
@@ -42,6 +42,7 @@ pub struct Client {
     /// Closed, but for buffers that their user still has.
     closed: Vec<SessionId>,
     share: Share,
+    cpu: u16,
     /// For other shares.
     letters: VecDeque<(u16, Letter)>,
 }
@@ -118,6 +119,11 @@ impl Client {
     /// The next letter to another share, and to which.
     pub fn poll_letter(&mut self) -> Option<(u16, Letter)> {
         self.letters.pop_front()
+    }
+
+    /// The processor that the loop runs on, until it says another. It is only for [`PathStats::cpu_migration`](super::PathStats).
+    pub fn set_cpu(&mut self, cpu: u16) {
+        self.cpu = cpu;
     }
 
     /// What a session can do; `None` until it is open.
@@ -197,13 +203,13 @@ impl Client {
         self.sessions.get(&session).map(Session::reconnects)
     }
 
-    /// Sets a path's counters at this share to zero.
+    /// Sets counters of a path at this share to zero. What is in flight is none of them.
     ///
     /// # Errors
     /// When there is no such path.
-    pub fn reset_path_stats(&mut self, session: SessionId, path: PathId) -> Result<(), Error> {
+    pub fn reset_path_stats(&mut self, session: SessionId, path: PathId, which: PathCounters) -> Result<(), Error> {
         let session = self.sessions.get_mut(&session).ok_or(Error::NoPath)?;
-        session.reset_stats(path)
+        session.reset_stats(path, which)
     }
 
     fn at_home<T>(
@@ -347,6 +353,7 @@ impl Client {
             out: &mut self.out,
             dirty: &mut self.dirty,
             share: self.share,
+            cpu: self.cpu,
             letters: &mut self.letters,
         };
         (&mut self.sessions, env)

@@ -32,4 +32,4 @@ pub use letter::Letter;
 pub use machine::Client;
 pub use policy::Policy;
 pub use request::{Output, SessionId, Submission};
-pub use status::{PathCommand, PathId, PathNews, PathStats, PathStatus};
+pub use status::{CpuMigration, PathCommand, PathCounters, PathId, PathNews, PathStats, PathStatus};

@@ -181,7 +181,7 @@ impl Path {
             heartbeat: Heartbeat::new(config.heartbeat),
             next_beat: None,
             questions: Questions::default(),
-            stats: PathStats::default(),
+            stats: PathStats::of_new_path(),
             commands: SmallVec::new(),
             failure: None,
             flushed: None,
@@ -458,6 +458,11 @@ impl Path {
         let spread = config.reconnect_delay.as_nanos() as u64 / 2;
         let delay = config.reconnect_delay + Duration::from_nanos(env.cx.below(spread));
         self.retry_at = Some(env.cx.now + delay);
+    }
+
+    /// An attempt has failed. A path's first one is none to connect it again.
+    pub(super) fn count_failure(&mut self) {
+        self.stats.failed_reconnects += u32::from(self.attempts > 0);
     }
 
     /// The attempt that has failed is followed by another one at once.

@@ -16,7 +16,7 @@ use crate::{
         request::Output,
         session::Session,
         state::{PathEvent, PathState, SessionEvent, SessionState},
-        status::{PathCommand, PathId, PathNews, PathStats, PathStatus},
+        status::{PathCommand, PathCounters, PathId, PathNews, PathStatus},
         terms::Terms,
     },
     proto::Uuid,
@@ -267,15 +267,13 @@ impl Session {
             return self.paths[index].come_again();
         }
         tracing::warn!(session = %self.config.name, path = %self.paths[index].addr, %error, "connecting the path failed");
+        self.paths[index].count_failure();
         if self.state == SessionState::Opening {
             // What follows of it is decided when the path has come to rest.
             self.failure.get_or_insert(error);
             return;
         }
         let path = &mut self.paths[index];
-        if path.ever_up {
-            path.stats.failed_reconnects += 1;
-        }
         let asked = |of| move |command: &PathCommand| *command == of;
         if path.commands.iter().any(asked(PathCommand::Add)) {
             path.meet(PathEvent::CloseAsked);
@@ -321,7 +319,7 @@ impl Session {
             device: path.device,
             latency: path.questions.latency,
             in_flight: self.lane.loads.get(index).copied().unwrap_or(0),
-            stats: path.stats,
+            stats: path.stats.clone(),
         };
         self.paths.iter().enumerate().filter(alive).map(status).collect()
     }
@@ -330,9 +328,9 @@ impl Session {
         self.config.policy
     }
 
-    pub(super) fn reset_stats(&mut self, id: PathId) -> Result<(), Error> {
+    pub(super) fn reset_stats(&mut self, id: PathId, which: PathCounters) -> Result<(), Error> {
         let index = self.path_of(id).ok_or(Error::NoPath)?;
-        self.paths[index].stats = PathStats::default();
+        self.paths[index].stats.reset(which);
         Ok(())
     }
 

@@ -312,7 +312,8 @@ impl Session {
         let slots = post::slots(&self.lane, path.device, request.direction);
         let bytes = request.header.len() + request.data.as_ref().map_or(0, Buffer::len);
         path.stats.rdma.count(request.direction, bytes as u64);
-        self.lane.launch(permit, Flight::new(request, path.index, place, rest));
+        self.lane
+            .launch(permit, Flight::new(request, path.index, place, env.cpu, rest));
         path.push(env, place, Post::Request { permit, slots });
     }
 
@@ -566,7 +567,7 @@ impl Session {
         self.lane.buffers.set_limit(self.config.buffer_bytes.unwrap_or(full));
         if env.share.is_home() {
             tracing::info!(session = %self.config.name, path = %path.addr, info = ?whole, "path is up");
-            self.paths[index].stats.reconnects += u32::from(again);
+            self.paths[index].stats.reconnects += 1;
             self.news(env, index, PathNews::Up { again });
             self.watch(env);
         }

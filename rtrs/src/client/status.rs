@@ -57,31 +57,111 @@ pub enum PathNews {
 }
 
 /// Counters of a path at a share (`rtrs_clt_stats`, `rtrs-clt-stats.c`). A request counts when it is sent, again if it is sent again.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+///
+/// All are 0 after a reset, but not at the beginning (`rtrs_clt_reset_all_stats`). What is in flight is none of them, and stays.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct PathStats {
     /// What went by it.
     pub rdma: RdmaStats,
     /// Requests that came from a path that was lost.
     pub failovers: u64,
-    /// Times that it came back.
-    pub reconnects: u32,
-    /// Attempts that failed.
+    /// Times that it came back: -1 until it is up for the first time. After a reset it counts from 0 each time that it comes up
+    /// (`successful_cnt`). The first share counts.
+    pub reconnects: i32,
+    /// Attempts that failed, but for a path's first one (`fail_cnt`). The first share counts.
     pub failed_reconnects: u32,
+    /// Answers that came on another processor.
+    pub cpu_migration: CpuMigration,
 }
 
 impl PathStats {
-    /// Together with another share's.
-    #[must_use]
-    pub fn and(self, other: Self) -> Self {
-        let mut rdma = self.rdma;
-        rdma.add(&other.rdma);
+    /// Of a path that has not been up (`rtrs_clt_init_stats`).
+    pub(super) fn of_new_path() -> Self {
         Self {
-            rdma,
-            failovers: self.failovers + other.failovers,
-            reconnects: self.reconnects.max(other.reconnects),
-            failed_reconnects: self.failed_reconnects.max(other.failed_reconnects),
+            reconnects: -1,
+            ..Self::default()
         }
     }
+
+    pub(super) fn reset(&mut self, which: PathCounters) {
+        let Self {
+            rdma,
+            failovers,
+            reconnects,
+            failed_reconnects,
+            cpu_migration,
+        } = self;
+        if matches!(which, PathCounters::Rdma | PathCounters::All) {
+            (*rdma, *failovers) = (RdmaStats::default(), 0);
+        }
+        if matches!(which, PathCounters::Reconnects | PathCounters::All) {
+            (*reconnects, *failed_reconnects) = (0, 0);
+        }
+        if matches!(which, PathCounters::CpuMigration | PathCounters::All) {
+            *cpu_migration = CpuMigration::default();
+        }
+    }
+
+    /// Adds another share's.
+    pub fn add(&mut self, other: &Self) {
+        self.rdma.add(&other.rdma);
+        self.failovers += other.failovers;
+        self.reconnects = self.reconnects.max(other.reconnects);
+        self.failed_reconnects = self.failed_reconnects.max(other.failed_reconnects);
+        self.cpu_migration.add(&other.cpu_migration);
+    }
+}
+
+/// Counters of a path that are reset together, as by the kernel's files of these names.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum PathCounters {
+    /// Requests, their bytes, and failovers (`stats/rdma`).
+    Rdma,
+    /// Reconnects, and attempts that failed (`stats/reconnects`).
+    Reconnects,
+    /// Answers on another processor (`stats/cpu_migration_from`, `stats/cpu_migration_to`).
+    CpuMigration,
+    /// All (`stats/reset_all`).
+    All,
+}
+
+/// Answers that the loop took on another processor than it had sent the request on (`rtrs_clt_update_wc_stats`).
+///
+/// The kernel compares with the processor that it has given the connection to. A connection here belongs to a loop, which takes
+/// all of its answers; what moves is the loop, and that is not at all if its thread is bound to a processor.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
+pub struct CpuMigration {
+    /// By the processor that the request was sent on (`cpu_migration_from`). Those beyond the end have none.
+    pub from: Vec<u64>,
+    /// By the processor that the answer was taken on (`cpu_migration_to`). Those beyond the end have none.
+    pub to: Vec<u64>,
+}
+
+impl CpuMigration {
+    /// An answer was taken.
+    pub(super) fn count(&mut self, sent: u16, taken: u16) {
+        if sent != taken {
+            *place(&mut self.from, sent.into()) += 1;
+            *place(&mut self.to, taken.into()) += 1;
+        }
+    }
+
+    /// Adds another share's.
+    pub fn add(&mut self, other: &Self) {
+        for (sum, more) in [(&mut self.from, &other.from), (&mut self.to, &other.to)] {
+            for (cpu, count) in more.iter().enumerate() {
+                *place(sum, cpu) += count;
+            }
+        }
+    }
+}
+
+/// A processor's place, which is made if there is none.
+fn place(counts: &mut Vec<u64>, cpu: usize) -> &mut u64 {
+    if counts.len() <= cpu {
+        counts.resize(cpu + 1, 0);
+    }
+    &mut counts[cpu]
 }
 
 /// A path as it is at the moment.

@@ -1,6 +1,6 @@
 //! A client's request in the hands of the server's user.
 
-use core::net::SocketAddr;
+use core::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use roce_mem::Pages;
@@ -103,13 +103,17 @@ pub enum Output {
         session: SessionKey,
         /// The client's address on it.
         peer: SocketAddr,
+        /// Ours.
+        local: IpAddr,
     },
-    /// A path that was up is gone.
+    /// A path that was up is gone, and all of its requests have been answered.
     PathDown {
         /// The session.
         session: SessionKey,
         /// The client's address on it.
         peer: SocketAddr,
+        /// Ours.
+        local: IpAddr,
         /// Why.
         why: PathError,
     },

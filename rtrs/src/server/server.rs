@@ -806,7 +806,7 @@ impl Server {
         };
         path.is_up = true;
         session.up += 1;
-        let (peer, connections) = (path.id.peer, path.id.connections);
+        let (peer, local, connections) = (path.id.peer, path.id.local, path.id.connections);
         let summary = session.summary();
         tracing::info!(session = summary.name, %peer, connections, "path is up");
         if session.up == 1 {
@@ -818,7 +818,11 @@ impl Server {
                 connections: summary.connections,
             }));
         }
-        self.effects.outputs.push_back(Output::PathUp { session: key, peer });
+        self.effects.outputs.push_back(Output::PathUp {
+            session: key,
+            peer,
+            local,
+        });
     }
 
     /// A path is over: its objects are gone, and the user has none of its requests.
@@ -837,6 +841,7 @@ impl Server {
             self.effects.outputs.push_back(Output::PathDown {
                 session: key,
                 peer: path.id.peer,
+                local: path.id.local,
                 why: why.clone(),
             });
             if session.up == 0 {

@@ -8,6 +8,7 @@ mod paths;
 mod shares;
 mod silence;
 mod spread;
+mod stats;
 mod watch;
 
 use hosts::{KeyMode, Pair};

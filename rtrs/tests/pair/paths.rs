@@ -17,7 +17,7 @@ use crate::{
 };
 
 /// Longer than anything takes that is under way.
-const LONG: Duration = Duration::from_secs(120);
+pub(crate) const LONG: Duration = Duration::from_secs(120);
 
 impl Pair {
     /// A path for each of our addresses; to one of the server's, or if it has several devices, to another each.
@@ -43,7 +43,7 @@ impl Pair {
         });
     }
 
-    fn statuses(&self) -> Vec<PathStatus> {
+    pub(crate) fn statuses(&self) -> Vec<PathStatus> {
         self.client.paths(self.session())
     }
 
@@ -51,7 +51,7 @@ impl Pair {
         self.statuses().iter().map(|path| path.state).collect()
     }
 
-    fn command(&mut self, path: PathId, command: PathCommand) -> Result<(), Error> {
+    pub(crate) fn command(&mut self, path: PathId, command: PathCommand) -> Result<(), Error> {
         let (session, client) = (self.session(), &mut self.client);
         let taken = self
             .near
@@ -60,13 +60,13 @@ impl Pair {
         taken
     }
 
-    fn add(&mut self, addr: PathAddr) -> Result<PathId, Error> {
+    pub(crate) fn add(&mut self, addr: PathAddr) -> Result<PathId, Error> {
         let (session, client) = (self.session(), &mut self.client);
         self.near.with(self.now, |cx| client.add_path(cx, session, addr))
     }
 
     /// How a command ended, of those that have.
-    fn outcome(&mut self, of: PathCommand) -> Option<Result<(), Error>> {
+    pub(crate) fn outcome(&mut self, of: PathCommand) -> Option<Result<(), Error>> {
         let at = self
             .news
             .iter()

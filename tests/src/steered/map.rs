@@ -2,7 +2,8 @@
 //!
 //! | `do` | with |
 //! | --- | --- |
-//! | `add_path`, `remove_path`, `disconnect`, `reconnect`, `reset_path_stats` | `path`: `SRC,DST` |
+//! | `add_path`, `remove_path`, `disconnect`, `reconnect` | `path`: `SRC,DST` |
+//! | `reset_path_stats` | `path`; perhaps `which`: `rdma`, `reconnects` or `cpu_migration` |
 //! | `policy` | `policy`: as `--policy` |
 //! | `reconnects` | `attempts`: a number, -1 without end; `delay`: seconds |
 //! | `on_loss` | `on_loss`: `error` or `queue`; perhaps `seconds` |
@@ -20,7 +21,7 @@ use rnbd_host::control::{
 };
 use rtrs::{
     addr::PathAddr,
-    client::{PathStatus, SessionConfig},
+    client::{PathCounters, PathStatus, SessionConfig},
 };
 use serde_json::{Value, json};
 
@@ -38,6 +39,18 @@ fn path(request: &Value) -> Result<PathAddr, Refused> {
     text(request, "path")?.parse().map_err(|e| wrong(format!("{e}")))
 }
 
+fn counters(request: &Value) -> Result<PathCounters, Refused> {
+    Ok(match &request["which"] {
+        Value::Null => PathCounters::All,
+        which => match which.as_str() {
+            Some("rdma") => PathCounters::Rdma,
+            Some("reconnects") => PathCounters::Reconnects,
+            Some("cpu_migration") => PathCounters::CpuMigration,
+            _ => return Err(wrong(format!("{which} can't be reset"))),
+        },
+    })
+}
+
 fn seconds(request: &Value, name: &str) -> Result<Duration, Refused> {
     let seconds = request[name].as_f64().and_then(|s| Duration::try_from_secs_f64(s).ok());
     seconds.ok_or_else(|| wrong(format!("{name:?} is to be seconds")))
@@ -49,7 +62,7 @@ fn read(request: &Value) -> Result<MapRequest, Refused> {
         "remove_path" => MapRequest::RemovePath(path(request)?),
         "disconnect" => MapRequest::Disconnect(path(request)?),
         "reconnect" => MapRequest::Reconnect(path(request)?),
-        "reset_path_stats" => MapRequest::ResetPathStats(path(request)?),
+        "reset_path_stats" => MapRequest::ResetPathStats(path(request)?, counters(request)?),
         "policy" => MapRequest::SetPolicy(text(request, "policy")?.parse().map_err(|e| wrong(format!("{e}")))?),
         "reconnects" => MapRequest::SetReconnects {
             attempts: match request["attempts"].as_i64() {
@@ -122,5 +135,7 @@ fn path_shown(path: &PathStatus) -> Value {
         "failovers": stats.failovers,
         "reconnects": stats.reconnects,
         "failed_reconnects": stats.failed_reconnects,
+        "cpu_migration_from": stats.cpu_migration.from,
+        "cpu_migration_to": stats.cpu_migration.to,
     })
 }

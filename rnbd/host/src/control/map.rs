@@ -13,7 +13,7 @@ use roce::iface;
 use roce_reactor::Handle;
 use rtrs::{
     addr::PathAddr,
-    client::{PathCommand, PathStatus, Policy, SessionInfo},
+    client::{PathCommand, PathCounters, PathStatus, Policy, SessionInfo},
 };
 
 use super::{Pending, Refused, answer};
@@ -23,6 +23,7 @@ use crate::{
 };
 
 /// What can be asked of a mapping. Paths go by their addresses; one without ours is the path to that server, if there is only one.
+/// The port counts only if one of several paths between the same addresses has it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum MapRequest {
     /// Connects one more path. Refused with the errno of connecting it (the kernel's `add_path`): then it is gone again.
@@ -34,8 +35,8 @@ pub enum MapRequest {
     /// Connects a path anew, at once (`reconnect`). Refused with EBUSY while it is being connected or closed, and with ENOTCONN when
     /// the attempt failed; then others follow.
     Reconnect(PathAddr),
-    /// Sets a path's counters to zero (`stats/reset_all`).
-    ResetPathStats(PathAddr),
+    /// Sets counters of a path to zero.
+    ResetPathStats(PathAddr, PathCounters),
     /// How paths are chosen from the next request on (`mpath_policy`).
     SetPolicy(Policy),
     /// How a lost path is connected again, from its next loss or failure on (`max_reconnect_attempts`).
@@ -119,7 +120,7 @@ impl MapListing {
         for of_other in &other.paths {
             if let Some(path) = self.paths.iter_mut().find(|path| path.id == of_other.id) {
                 path.in_flight += of_other.in_flight;
-                path.stats = path.stats.and(of_other.stats);
+                path.stats.add(&of_other.stats);
             }
         }
         self.device.counters.add(&other.device.counters);
@@ -147,7 +148,7 @@ impl MapControl {
         match request {
             MapRequest::Stats => self.stats().map(|stats| MapAnswer::Stats(Box::new(stats))),
             MapRequest::List => self.list().map(|listing| MapAnswer::Listing(Box::new(listing))),
-            MapRequest::ResetPathStats(_) => {
+            MapRequest::ResetPathStats(..) => {
                 // A loop that has not heard of the path yet has counted nothing.
                 self.tell_all(&request)
                     .into_iter()

@@ -7,7 +7,7 @@ use roce_reactor::TurnCx;
 use rtrs::{
     Error,
     addr::PathAddr,
-    client::{PathCommand, PathId, PathStatus, SessionId},
+    client::{PathCommand, PathCounters, PathId, PathStatus, SessionId},
     cx::Cx,
 };
 
@@ -98,7 +98,7 @@ impl Service {
             MapRequest::Unmap { force } => return self.unmap_asked(turn, force, reply),
             MapRequest::List => return reply.send(self.listing().map(|l| MapAnswer::Listing(Box::new(l)))),
             MapRequest::Stats => return reply.send(Ok(MapAnswer::Stats(Box::new(self.stats(turn))))),
-            MapRequest::ResetPathStats(addr) => self.reset_path_stats(addr),
+            MapRequest::ResetPathStats(addr, which) => self.reset_path_stats(addr, which),
             MapRequest::SetPolicy(policy) => self.there().and_then(|session| {
                 let set = self.rtrs.set_policy(cx!(turn, self.dice), session, policy);
                 set.map_err(Refused::from)
@@ -127,9 +127,13 @@ impl Service {
 
     fn path_at(&self, addr: PathAddr) -> Result<(SessionId, PathId), Refused> {
         let session = self.there()?;
-        let is = |at: &PathAddr| *at == addr || addr.src.is_none() && at.dst == addr.dst;
-        let all = self.rtrs.paths(session);
-        let mut found = all.iter().filter(|path| is(&path.addr));
+        let mut all = self.rtrs.paths(session);
+        all.retain(|path| path.addr.dst.ip() == addr.dst.ip() && addr.src.is_none_or(|src| path.addr.src == Some(src)));
+        // As a path is listed, and the kernel names it, it has no port.
+        if all.iter().any(|path| path.addr.dst == addr.dst) {
+            all.retain(|path| path.addr.dst == addr.dst);
+        }
+        let mut found = all.iter();
         match (found.next(), found.next()) {
             (Some(path), None) => Ok((session, path.id)),
             (None, _) => Err(Error::NoPath.into()),
@@ -171,9 +175,9 @@ impl Service {
         }
     }
 
-    fn reset_path_stats(&mut self, addr: PathAddr) -> Result<(), Refused> {
+    fn reset_path_stats(&mut self, addr: PathAddr, which: PathCounters) -> Result<(), Refused> {
         let (session, path) = self.path_at(addr)?;
-        Ok(self.rtrs.reset_path_stats(session, path)?)
+        Ok(self.rtrs.reset_path_stats(session, path, which)?)
     }
 
     fn remap(&mut self, reply: Reply<MapAnswer>) {

@@ -148,6 +148,7 @@ impl Bed {
             out: &mut self.out,
             dirty: &mut self.dirty,
             share: Share::default(),
+            cpu: 0,
             letters: &mut VecDeque::new(),
         };
         f(&mut self.session, &mut env)
