@@ -70,8 +70,8 @@ struct Lab {
 }
 
 impl Lab {
-    /// A session of one permit over two paths.
-    fn new(always_invalidate: bool) -> Self {
+    /// A session of `depth` permits over two paths.
+    fn new(always_invalidate: bool, depth: u32) -> Self {
         let [server, a, b] = [(); 3].map(|()| IpAddr::from(ferroce_loopback::address()));
         let disk = Disk {
             blocks: (0..3).map(|block| vec![block; BLOCK]).collect(),
@@ -80,7 +80,7 @@ impl Lab {
         let backend = Arc::new(Backend(Mutex::new(disk)));
         let config = ServerConfig {
             addr: server,
-            queue_depth: 1,
+            queue_depth: depth,
             always_invalidate,
             ..ServerConfig::default()
         };
@@ -97,7 +97,7 @@ impl Lab {
             ..SessionConfig::new("held", paths[0])
         };
         let session = Session::open(&Host::open_all(&[a, b]), config).unwrap();
-        assert_eq!(session.info().session_depth, 1);
+        assert_eq!(session.info().session_depth, depth);
         Self {
             backend,
             session,
@@ -170,7 +170,7 @@ impl Lab {
 #[test]
 fn a_write_that_is_held_while_its_path_is_lost_writes_its_own_data() {
     for always_invalidate in [true, false] {
-        let lab = Lab::new(always_invalidate);
+        let lab = Lab::new(always_invalidate, 1);
         // It goes by the other path, in the same chunk; the next one would too, with other data for another place.
         let first = lab.begin_held(Direction::Write, 10);
         let second = lab.begin_behind(&first);
@@ -185,7 +185,7 @@ fn a_write_that_is_held_while_its_path_is_lost_writes_its_own_data() {
 #[test]
 fn a_read_that_is_held_while_its_path_is_lost_spoils_no_later_write() {
     for always_invalidate in [true, false] {
-        let lab = Lab::new(always_invalidate);
+        let lab = Lab::new(always_invalidate, 1);
         let first = lab.begin_held(Direction::Read, 99);
         let second = lab.begin_behind(&first);
         lab.release();
@@ -204,7 +204,8 @@ fn nobody_connects_anew_while_a_request_of_a_lost_path_is_held() {
         (false, Direction::Write),
         (true, Direction::Read),
     ] {
-        let lab = Lab::new(always_invalidate);
+        // The permit of a request that nobody has answered rests for half a minute: the next takes another.
+        let lab = Lab::new(always_invalidate, 2);
         let first = lab.begin_held(direction, 10);
         // The session is lost, and its user is told: the chunk is free as far as the client knows.
         lab.cut(1);
