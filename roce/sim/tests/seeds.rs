@@ -29,10 +29,6 @@ const NOTABLE_STORAGE: &[(u64, &str)] = &[
         "a session is closed while its user still has the buffer of an answer, and gives it back in another way",
     ),
     (
-        1959,
-        "a session is back by one path before the server hears of the loss of another, whose disk stalls",
-    ),
-    (
         17,
         "a path is taken down with a read in flight, whose message comes after the one that went by another path",
     ),
