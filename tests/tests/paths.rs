@@ -115,6 +115,43 @@ fn without_a_queue_requests_fail_meanwhile_and_work_again_later() {
 }
 
 #[test]
+fn a_session_has_as_many_as_128_paths() {
+    let dir = tempfile::tempdir().unwrap();
+    let image = image(dir.path(), "disk.img", &vec![0; BLOCK * 256]);
+    let servers = [(); 8].map(|()| fresh_address().to_string());
+    let also: Vec<&str> = servers[1..].iter().flat_map(|addr| ["--listen", addr]).collect();
+    let export = [format!("disk={}", image.display())];
+    let (serve, _) = serve(servers[0].parse().unwrap(), &export, &also);
+    let ours = [(); 16].map(|()| fresh_address());
+    let ways = ours
+        .iter()
+        .flat_map(|src| servers.iter().map(move |dst| format!("{src},{dst}")));
+    let ways: Vec<String> = ways.collect();
+    let mut more = vec!["--policy", "round-robin"];
+    more.extend(ways[1..].iter().flat_map(|way| ["--path", way]));
+    let socket = dir.path().join("nbd");
+    let (map, mapped) = map(ours[0], &servers[0], &socket, &more);
+    assert_eq!(mapped["paths"].as_array().unwrap().len(), 128);
+    let mut client = Client::connect(&socket).unwrap();
+    for n in 0..256 {
+        client.write((n * BLOCK) as u64, &pattern(n as u64, BLOCK)).unwrap();
+    }
+    client.disconnect().unwrap();
+    assert_eq!(map.stop().code, Some(0));
+    assert_eq!(serve.stop().code, Some(0));
+    let bytes = fs::read(&image).unwrap();
+    for (n, block) in bytes.chunks(BLOCK).enumerate() {
+        assert!(block == pattern(n as u64, BLOCK), "block {n} of the image");
+    }
+    // One more is too many.
+    let one_more = format!("{},{}", fresh_address(), servers[0]);
+    more.extend(["--path", &one_more]);
+    let refused = run(&map_args(ours[0], &servers[0], &socket, &more));
+    assert_ne!(refused.code, Some(0));
+    assert!(refused.stderr.contains("128 paths"), "{}", refused.stderr);
+}
+
+#[test]
 fn paths_from_several_addresses_carry_load_together() {
     for policy in ["round-robin", "mi", "min-latency"] {
         let dir = tempfile::tempdir().unwrap();
