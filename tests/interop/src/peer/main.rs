@@ -1,5 +1,6 @@
 //! `ferroce-lab`: small programs that are the other half of programs on an RDMA host.
 
+mod again;
 mod agent;
 mod annex;
 mod cm;
@@ -59,6 +60,8 @@ enum Command {
     Vanish(vanish::Args),
     /// A few operations each way between two agents.
     Exchange(vanish::Args),
+    /// A READ of no bytes that comes again.
+    Again(again::Args),
     /// Handshakes with an RTRS server, proper and improper ones.
     Handshakes(handshakes::Args),
     /// Runs a program on a host with host-agent.
@@ -75,6 +78,9 @@ fn run(cli: Cli) -> Result<(), Error> {
         _ => {}
     }
     let addr = cli.addr.ok_or("--addr is missing")?;
+    if let Command::Again(args) = &cli.command {
+        return again::run(addr, args);
+    }
     let device = Device::open(DeviceConfig {
         pcap: cli.pcap,
         ..DeviceConfig::new(addr)
@@ -92,6 +98,7 @@ fn run(cli: Cli) -> Result<(), Error> {
         Command::Far(args) => far::run(&args),
         Command::Vanish(args) => vanish::run(&args),
         Command::Exchange(args) => vanish::exchange(&args),
+        Command::Again(args) => again::run(addr, &args),
     };
     println!("counters: {:?}", device.stats());
     result

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::{Ctx, Direction, JUMBO, SMALL, Scenario, key_lines, verdict};
-use crate::{Error, far::Ip};
+use crate::{Error, far::Ip, guest::Kernel};
 
 pub(super) fn list() -> Vec<Scenario> {
     let mut all = Vec::new();
@@ -48,10 +48,16 @@ pub(super) fn ops(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
     }
     if c.lossy {
         args.push("--lossy");
+        args.extend(of_nothing(c)?);
     }
     let out = c.ours(ip, "ops", &args)?.finish(Duration::from_secs(900))?;
     agent.finish(Duration::from_secs(60))?;
     verdict(&out)
+}
+
+/// How our READs of no bytes get through to the guest although an answer may be lost: see `read-nothing-again`.
+pub(super) fn of_nothing(c: &Ctx<'_>) -> Result<Option<&'static str>, Error> {
+    Ok((c.kernel()? > Kernel::V6_1).then_some("--no-key-for-nothing"))
 }
 
 const COUNT: [&str; 4] = ["-s", "20000", "-n", "300"];
