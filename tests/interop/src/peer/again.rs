@@ -1,35 +1,32 @@
-//! What a responder makes of a READ of no bytes that comes again: the requester is nothing but packets, sent one by one, so
-//! that the result depends on no loss and no timer.
+//! What a responder makes of a READ of no bytes that comes again.
 
 use std::{
-    io::ErrorKind,
-    net::{IpAddr, SocketAddr, UdpSocket},
-    time::{Duration, Instant},
+    net::{IpAddr, SocketAddr},
+    time::Duration,
 };
 
-use ferroce_hostile::{aim::Aim, origin::Origin};
-use roce_bth::{Bth, Header, ICRC_LEN, NakCode, Opcode, Packet, Psn, Qpn, RKey, ROCE_UDP_PORT, Reth, Syndrome};
+use roce_bth::{Aeth, Header, NakCode, Opcode, RKey, Reth, Syndrome};
 
 use crate::{
     Error,
     agent::{ALL_ACCESS, Agent},
-    link::{addr_gid, gid_addr},
+    packets::{FIRST, Line, Sockets},
 };
 
 /// Arguments.
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {
-    /// The agent whose queue pairs are asked (TCP).
+    /// The agent at the other end (TCP).
     #[arg(long)]
-    agent: SocketAddr,
+    pub(crate) agent: SocketAddr,
     /// What its device is.
     #[arg(long, value_enum)]
-    device: Device,
+    pub(crate) device: Device,
 }
 
-/// A responder of which it is known what it makes of them.
+/// A device of which it is known what it makes of them.
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum, Debug)]
-enum Device {
+pub(crate) enum Device {
     /// rdma_rxe of Linux 6.1.
     #[value(name = "rxe-6.1")]
     Rxe6_1,
@@ -73,83 +70,11 @@ impl Device {
     }
 }
 
-/// The queue pair that asks. No device has it.
-const OUR_QP: u32 = 0x1234;
-const FIRST: Psn = Psn::new(100);
-const PATIENCE: Duration = Duration::from_secs(60);
-
-/// The sockets of the requester.
-struct Sockets {
-    requests: Origin,
-    answers: UdpSocket,
-}
-
-impl Sockets {
-    fn bind(local: IpAddr) -> Result<Self, Error> {
-        let answers = UdpSocket::bind((local, ROCE_UDP_PORT))?;
-        answers.set_read_timeout(Some(Duration::from_secs(1)))?;
-        Ok(Self {
-            requests: Origin::bind(Aim::in_namespace()?, local)?,
-            answers,
-        })
-    }
-}
-
-/// A queue pair of the agent.
-struct Line<'a> {
-    sockets: &'a Sockets,
-    addr: IpAddr,
-    qpn: Qpn,
-}
-
-impl Line<'_> {
-    fn ask(&self, psn: Psn, reth: Reth) -> Result<(), Error> {
-        let bth = Bth {
-            ack_req: true,
-            ..Bth::new(Opcode::RcReadRequest, self.qpn, psn)
-        };
-        let header = Header {
-            reth: Some(reth),
-            ..Header::new(bth)
-        };
-        let mut packet = vec![0; header.wire_len() + ICRC_LEN];
-        header.emit(&mut packet);
-        let requests = &self.sockets.requests;
-        requests.flow(self.addr)?.seal(0, &mut packet);
-        Ok(requests.send(self.addr, 0, &packet)?)
-    }
-
-    /// PSN, opcode and syndrome of the next packet for our queue pair.
-    fn answer(&self) -> Result<(Psn, Opcode, Syndrome), Error> {
-        let until = Instant::now() + PATIENCE;
-        let mut buffer = [0; 2048];
-        while Instant::now() < until {
-            let len = match self.sockets.answers.recv(&mut buffer) {
-                Ok(len) => len,
-                Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => continue,
-                Err(e) => return Err(e.into()),
-            };
-            let Header { bth, aeth, .. } = Packet::parse(&buffer[..len])?.header;
-            let aeth = aeth.ok_or_else(|| format!("{:?} is no answer", bth.opcode))?;
-            if bth.dest_qp.value() == OUR_QP {
-                return Ok((bth.psn, bth.opcode, aeth.syndrome));
-            }
-        }
-        Err(format!("no answer within {PATIENCE:?}").into())
-    }
-}
-
 /// A READ of no bytes, the same once more, and one of eight bytes behind it, whose answer ends the waiting: the responder
 /// takes requests in their order.
-fn fate(agent: &mut Agent, sockets: &Sockets, local: IpAddr, key: Key) -> Result<Fate, Error> {
-    let (qpn, gid) = agent.create(16, 16, 1, 0)?;
+fn fate(agent: &mut Agent, sockets: &Sockets, key: Key) -> Result<Fate, Error> {
+    let line = Line::open(agent, sockets)?;
     let mem = agent.mem(4096, ALL_ACCESS)?;
-    agent.call(&format!("rtr {OUR_QP} {} {} 3 12 4", addr_gid(local), FIRST.value()))?;
-    let line = Line {
-        sockets,
-        addr: gid_addr(gid.parse()?),
-        qpn: Qpn::new(qpn),
-    };
     let valid = Reth {
         va: mem.addr,
         rkey: RKey(mem.rkey),
@@ -164,28 +89,43 @@ fn fate(agent: &mut Agent, sockets: &Sockets, local: IpAddr, key: Key) -> Result
         dma_len: 0,
         ..valid
     };
-    let is_done = |answer, psn| matches!(answer, (at, Opcode::RcReadResponseOnly, Syndrome::Ack(_)) if at == psn);
-    line.ask(FIRST, nothing)?;
-    let first = line.answer()?;
-    if !is_done(first, FIRST) {
+    let ask = |psn, reth| {
+        let mut header = line.header(Opcode::RcReadRequest, psn);
+        header.bth.ack_req = true;
+        header.reth = Some(reth);
+        line.send(header, &[])
+    };
+    let is_done = |answer: &Header, psn| {
+        let acked = matches!(
+            answer.aeth,
+            Some(Aeth {
+                syndrome: Syndrome::Ack(_),
+                ..
+            })
+        );
+        (answer.bth.opcode, answer.bth.psn) == (Opcode::RcReadResponseOnly, psn) && acked
+    };
+    ask(FIRST, nothing)?;
+    let first = line.next()?;
+    if !is_done(&first, FIRST) {
         return Err(format!("the first copy is answered with {first:?}").into());
     }
     let next = FIRST.next();
-    line.ask(FIRST, nothing)?;
-    line.ask(next, valid)?;
-    let second = line.answer()?;
-    match second {
-        (FIRST, _, Syndrome::Nak(NakCode::RemoteAccessError)) => Ok(Fate::Refused),
-        _ if is_done(second, next) => Ok(Fate::Dropped),
-        _ if is_done(second, FIRST) => {
-            let last = line.answer()?;
-            let goes_on = is_done(last, next);
-            goes_on
-                .then_some(Fate::Answered)
-                .ok_or_else(|| format!("the request behind is answered with {last:?}").into())
-        }
-        _ => Err(format!("the second copy is answered with {second:?}").into()),
+    ask(FIRST, nothing)?;
+    ask(next, valid)?;
+    let second = line.next()?;
+    let refused = Syndrome::Nak(NakCode::RemoteAccessError);
+    if second.bth.psn == FIRST && second.aeth.is_some_and(|a| a.syndrome == refused) {
+        return Ok(Fate::Refused);
     }
+    if is_done(&second, next) {
+        return Ok(Fate::Dropped);
+    }
+    let last = line.next()?;
+    if is_done(&second, FIRST) && is_done(&last, next) {
+        return Ok(Fate::Answered);
+    }
+    Err(format!("the second copy and the request behind it are answered with {second:?}, {last:?}").into())
 }
 
 /// Asks with each kind of key, on a queue pair of its own.
@@ -194,7 +134,7 @@ pub(crate) fn run(local: IpAddr, args: &Args) -> Result<(), Error> {
     let sockets = Sockets::bind(local)?;
     let mut seen = Vec::new();
     for key in [Key::Valid, Key::Wrong, Key::Zero] {
-        let fate = fate(&mut agent, &sockets, local, key).map_err(|e| format!("key {key:?}: {e}"))?;
+        let fate = fate(&mut agent, &sockets, key).map_err(|e| format!("key {key:?}: {e}"))?;
         let expected = args.device.expected(key);
         if fate != expected {
             return Err(format!("key {key:?}: the second copy was {fate:?}, not {expected:?}").into());

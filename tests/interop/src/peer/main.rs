@@ -7,8 +7,10 @@ mod cm;
 mod errors;
 mod far;
 mod handshakes;
+mod late_ack;
 mod link;
 mod ops;
+mod packets;
 mod pingpong;
 mod rping;
 mod serve;
@@ -62,6 +64,8 @@ enum Command {
     Exchange(vanish::Args),
     /// A READ of no bytes that comes again.
     Again(again::Args),
+    /// A late acknowledgement amid the answer to a READ.
+    LateAck(again::Args),
     /// Handshakes with an RTRS server, proper and improper ones.
     Handshakes(handshakes::Args),
     /// Runs a program on a host with host-agent.
@@ -78,8 +82,10 @@ fn run(cli: Cli) -> Result<(), Error> {
         _ => {}
     }
     let addr = cli.addr.ok_or("--addr is missing")?;
-    if let Command::Again(args) = &cli.command {
-        return again::run(addr, args);
+    match &cli.command {
+        Command::Again(args) => return again::run(addr, args),
+        Command::LateAck(args) => return late_ack::run(addr, args),
+        _ => {}
     }
     let device = Device::open(DeviceConfig {
         pcap: cli.pcap,
@@ -99,6 +105,7 @@ fn run(cli: Cli) -> Result<(), Error> {
         Command::Vanish(args) => vanish::run(&args),
         Command::Exchange(args) => vanish::exchange(&args),
         Command::Again(args) => again::run(addr, &args),
+        Command::LateAck(args) => late_ack::run(addr, &args),
     };
     println!("counters: {:?}", device.stats());
     result
