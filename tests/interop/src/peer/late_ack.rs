@@ -7,7 +7,7 @@ use roce_bth::{Header, Opcode};
 use crate::{
     Error,
     again::{Args, Device},
-    agent::{ALL_ACCESS, Agent, AgentPost, READ, WRITE},
+    agent::{ALL_ACCESS, Agent, AgentPost, IN_ERROR, READ, WRITE},
     packets::{Line, Sockets},
 };
 
@@ -16,7 +16,6 @@ const PACKETS: u32 = 4;
 /// Behind which packet of the answer the acknowledgement comes.
 const LATE: u32 = 2;
 const RTS: &str = "3";
-const ERROR: &str = "6";
 
 /// How the READ ended.
 #[derive(PartialEq, Eq, Debug)]
@@ -32,7 +31,7 @@ impl Device {
         let (arrived, state) = match self {
             Self::Rxe6_1 => (PACKETS, RTS),
             // It takes the acknowledgement for the answer's end, the next packet for an error, and reports success.
-            Self::Rxe6_12 => (LATE, ERROR),
+            Self::Rxe6_12 => (LATE, IN_ERROR),
         };
         Ending {
             arrived,
@@ -63,7 +62,7 @@ fn succeeds(agent: &mut Agent, what: &str) -> Result<(), Error> {
 }
 
 /// A WRITE that is acknowledged, and a READ that is answered.
-fn ending(agent: &mut Agent, sockets: &Sockets, late: bool) -> Result<Ending, Error> {
+fn ending(agent: &mut Agent, sockets: &Sockets, late: bool, expected_state: &str) -> Result<Ending, Error> {
     let line = Line::open(agent, sockets)?;
     let mem = agent.mem(PACKETS as usize * MTU, ALL_ACCESS)?;
     let post = |op, len| AgentPost {
@@ -97,7 +96,7 @@ fn ending(agent: &mut Agent, sockets: &Sockets, late: bool) -> Result<Ending, Er
     while arrived < PACKETS && agent.word(mem.id, u64::from(arrived) * MTU as u64, None)? == word(arrived) {
         arrived += 1;
     }
-    let state = agent.call("state")?.first().cloned().unwrap_or_default();
+    let state = agent.settled_state(|s| s == expected_state)?;
     Ok(Ending { arrived, state })
 }
 
@@ -110,7 +109,7 @@ pub(crate) fn run(local: IpAddr, args: &Args) -> Result<(), Error> {
         state: RTS.to_owned(),
     };
     for (late, expected) in [(false, whole), (true, args.device.with_late_ack())] {
-        let seen = ending(&mut agent, &sockets, late)?;
+        let seen = ending(&mut agent, &sockets, late, &expected.state)?;
         if seen != expected {
             return Err(format!("late acknowledgement: {late}: {seen:?}, not {expected:?}").into());
         }
