@@ -5,7 +5,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use roce_bth::{Aeth, AtomicEth, Class, Credits, Msn, NakCode, Opcode, Packet, Psn, Syndrome};
+use roce_bth::{Aeth, AtomicEth, Class, Credits, Msn, NakCode, Opcode, Packet, Psn, RKey, Syndrome};
 use roce_qp::{TxKind, WaitReason};
 use roce_verbs::{Mtu, QpAttr, QpState, SendFlags, SendOp, WcStatus};
 
@@ -608,6 +608,30 @@ fn a_duplicate_read_must_be_part_of_the_first() {
     );
     assert!(p.b.drain().is_empty());
     assert_eq!(p.b.counters.dropped_requests, 3);
+    assert_eq!(p.b.qp.state(), QpState::Rts);
+}
+
+#[test]
+fn a_read_of_no_bytes_is_answered_again_whatever_its_key() {
+    let mut p = Pair::new(small());
+    let src = p.b.filled(8, 1);
+    for (psn, rkey) in (p.setup.psn..).zip([src.rkey(), src.rkey().next(), RKey(0)]) {
+        let request = Raw::new(Opcode::RcReadRequest, B, psn)
+            .reth(src.addr(), rkey, 0)
+            .bytes();
+        for _ in 0..3 {
+            p.b.handle(&request);
+            let h = p.b.headers();
+            let [answer] = &h[..] else {
+                panic!("key {rkey:?} is answered with {h:?}");
+            };
+            assert_eq!(
+                (answer.bth.opcode, answer.bth.psn.value(), answer.aeth.unwrap().syndrome),
+                (Opcode::RcReadResponseOnly, psn, ack().syndrome)
+            );
+        }
+    }
+    assert_eq!(p.b.counters.duplicate_request, 6);
     assert_eq!(p.b.qp.state(), QpState::Rts);
 }
 

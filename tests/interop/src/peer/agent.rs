@@ -3,7 +3,7 @@
 use std::{
     io::{BufRead as _, BufReader, Write as _},
     net::{SocketAddr, TcpStream},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use crate::Error;
@@ -53,6 +53,9 @@ pub(crate) const CMP_SWAP: u32 = 5;
 pub(crate) const FETCH_ADD: u32 = 6;
 pub(crate) const SEND_INV: u32 = 9;
 pub(crate) const ATOMIC_WRITE: u32 = 15;
+
+/// The number of `IBV_QPS_ERR`.
+pub(crate) const IN_ERROR: &str = "6";
 
 /// Every right (`ibv_access_flags`).
 pub(crate) const ALL_ACCESS: u32 = 0x1f;
@@ -113,7 +116,7 @@ pub(crate) struct Agent {
 impl Agent {
     /// Connects, trying for [`BOOT`].
     pub(crate) fn connect(addr: SocketAddr) -> Result<Self, Error> {
-        let until = std::time::Instant::now() + BOOT;
+        let until = Instant::now() + BOOT;
         loop {
             match TcpStream::connect_timeout(&addr, Duration::from_secs(2)) {
                 Ok(stream) => {
@@ -123,7 +126,7 @@ impl Agent {
                         lines: BufReader::new(stream),
                     });
                 }
-                Err(e) if std::time::Instant::now() > until => return Err(format!("verbs-agent at {addr}: {e}").into()),
+                Err(e) if Instant::now() > until => return Err(format!("verbs-agent at {addr}: {e}").into()),
                 Err(_) => std::thread::sleep(Duration::from_millis(300)),
             }
         }
@@ -230,6 +233,18 @@ impl Agent {
         } = f;
         self.call(&format!("flush {wr_id} {placement} {selectivity} {addr} {len} {rkey}"))
             .map(drop)
+    }
+
+    /// The state of its queue pair, a number of `ibv_qp_state`, once it is the right one or has had time to become so.
+    pub(crate) fn settled_state(&mut self, is_right: impl Fn(&str) -> bool) -> Result<String, Error> {
+        let until = Instant::now() + Duration::from_secs(10);
+        loop {
+            let state = self.call("state")?.into_iter().next().unwrap_or_default();
+            if is_right(&state) || Instant::now() > until {
+                return Ok(state);
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
     }
 
     pub(crate) fn recv(&mut self, wr_id: u64, mem: u32, off: u64, len: u32) -> Result<(), Error> {

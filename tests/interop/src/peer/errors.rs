@@ -1,12 +1,7 @@
 //! What both ends of a connection report when something goes wrong: cases that are run between two agents (the kernel's
 //! or ours, see `serve`) and compared with what two kernels reported.
 
-use std::{
-    collections::BTreeMap,
-    fs,
-    path::PathBuf,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeMap, fs, path::PathBuf, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
@@ -507,19 +502,13 @@ impl<'a> Pair<'a> {
 
     /// The state of a queue pair, once it is the expected one or has had time to become so.
     fn settled_state(&mut self, requester: bool, expected: Option<&String>) -> Result<String, Error> {
-        let until = Instant::now() + Duration::from_secs(10);
-        loop {
-            let agent = if requester {
-                &mut self.requester
-            } else {
-                &mut self.responder
-            };
-            let state = state_name(agent.call("state")?.first().map_or("", String::as_str));
-            if expected.is_none_or(|e| *e == state) || Instant::now() > until {
-                return Ok(state);
-            }
-            std::thread::sleep(Duration::from_millis(100));
-        }
+        let agent = if requester {
+            &mut self.requester
+        } else {
+            &mut self.responder
+        };
+        let state = agent.settled_state(|s| expected.is_none_or(|e| *e == state_name(s)))?;
+        Ok(state_name(&state))
     }
 }
 

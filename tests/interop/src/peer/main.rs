@@ -1,13 +1,16 @@
 //! `ferroce-lab`: small programs that are the other half of programs on an RDMA host.
 
+mod again;
 mod agent;
 mod annex;
 mod cm;
 mod errors;
 mod far;
 mod handshakes;
+mod late_ack;
 mod link;
 mod ops;
+mod packets;
 mod pingpong;
 mod rping;
 mod serve;
@@ -59,6 +62,10 @@ enum Command {
     Vanish(vanish::Args),
     /// A few operations each way between two agents.
     Exchange(vanish::Args),
+    /// A READ of no bytes that comes again.
+    Again(again::Args),
+    /// A late acknowledgement amid the answer to a READ.
+    LateAck(again::Args),
     /// Handshakes with an RTRS server, proper and improper ones.
     Handshakes(handshakes::Args),
     /// Runs a program on a host with host-agent.
@@ -75,6 +82,11 @@ fn run(cli: Cli) -> Result<(), Error> {
         _ => {}
     }
     let addr = cli.addr.ok_or("--addr is missing")?;
+    match &cli.command {
+        Command::Again(args) => return again::run(addr, args),
+        Command::LateAck(args) => return late_ack::run(addr, args),
+        _ => {}
+    }
     let device = Device::open(DeviceConfig {
         pcap: cli.pcap,
         ..DeviceConfig::new(addr)
@@ -92,6 +104,8 @@ fn run(cli: Cli) -> Result<(), Error> {
         Command::Far(args) => far::run(&args),
         Command::Vanish(args) => vanish::run(&args),
         Command::Exchange(args) => vanish::exchange(&args),
+        Command::Again(args) => again::run(addr, &args),
+        Command::LateAck(args) => late_ack::run(addr, &args),
     };
     println!("counters: {:?}", device.stats());
     result

@@ -36,6 +36,8 @@ pub(super) fn list() -> Vec<Scenario> {
         })
         .shape(JUMBO),
         Scenario::new(7, "errors-two-kernels", KernelToKernel, two_kernels).guests(2),
+        Scenario::new(7, "read-nothing-again", OursToKernel, |c| packets(c, "again")),
+        Scenario::new(7, "read-late-ack", KernelToOurs, |c| packets(c, "late-ack")),
         Scenario::new(7, "vanish-our-process-killed", KernelToOurs, |c| {
             our_process_killed(c, Ip::V4)
         })
@@ -128,6 +130,21 @@ fn two_kernels(c: &mut Ctx<'_>) -> Result<String, Error> {
     let out = driver(c, requester, responder, &how)?;
     a.finish(Duration::from_secs(30))?;
     b.finish(Duration::from_secs(30))?;
+    verdict(&out)
+}
+
+/// A command of `ferroce-lab` whose end of the connection is nothing but packets.
+fn packets(c: &mut Ctx<'_>, command: &str) -> Result<String, Error> {
+    let (mut agent, at) = c.far.agent("verbs-agent", Ip::V4, &c.dir)?;
+    let at = at.to_string();
+    let device = match c.kernel()? {
+        Kernel::V6_1 => "rxe-6.1",
+        Kernel::V6_12 => "rxe-6.12",
+    };
+    let out = c
+        .ours(Ip::V4, command, &[command, "--agent", &at, "--device", device])?
+        .finish(Duration::from_secs(240))?;
+    agent.finish(Duration::from_secs(30))?;
     verdict(&out)
 }
 

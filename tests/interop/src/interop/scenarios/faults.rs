@@ -257,7 +257,7 @@ fn cut(c: &mut Ctx<'_>) -> Result<(), Error> {
 fn link_down_ops(c: &mut Ctx<'_>) -> Result<String, Error> {
     let (mut agent, at) = c.far.agent("verbs-agent", Ip::V4, &c.dir)?;
     let at = at.to_string();
-    let args = [
+    let mut args = vec![
         "ops",
         "--agent",
         &at,
@@ -270,6 +270,7 @@ fn link_down_ops(c: &mut Ctx<'_>) -> Result<String, Error> {
         "--largest",
         "1048576",
     ];
+    args.extend(ops::of_nothing(c)?);
     let mut ops = c.ours(Ip::V4, "ops", &args)?;
     std::thread::sleep(Duration::from_secs(1));
     if !ops.running() {

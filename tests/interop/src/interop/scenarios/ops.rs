@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::{Ctx, Direction, JUMBO, SMALL, Scenario, key_lines, verdict};
-use crate::{Error, far::Ip};
+use crate::{Error, far::Ip, guest::Kernel};
 
 pub(super) fn list() -> Vec<Scenario> {
     let mut all = Vec::new();
@@ -48,10 +48,37 @@ pub(super) fn ops(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
     }
     if c.lossy {
         args.push("--lossy");
+        args.extend(of_nothing(c)?);
     }
-    let out = c.ours(ip, "ops", &args)?.finish(Duration::from_secs(900))?;
+    let mut early = 0;
+    let out = loop {
+        let name = if early == 0 { "ops" } else { "ops-again" };
+        match c.ours(ip, name, &args)?.finish(Duration::from_secs(900)) {
+            Err(e) if early < MAX_EARLY && kernel_read_ended_early(c, &e)? => early += 1,
+            result => break result?,
+        }
+    };
     agent.finish(Duration::from_secs(60))?;
-    verdict(&out)
+    let again = match early {
+        0 => "",
+        _ => "; not at the first try: the kernel ended a READ early",
+    };
+    Ok(format!("{}{again}", verdict(&out)?))
+}
+
+/// How often a run may end by the fault of `read-late-ack-6.12`.
+const MAX_EARLY: usize = 4;
+
+/// A fault of 6.12, which needs an acknowledgement that is late: see `read-late-ack`. Wrong data alone leaves the queue pair as it
+/// is. Answers of ours out of their order would end so, too: without loss, and on 6.1, there is no second try.
+fn kernel_read_ended_early(c: &Ctx<'_>, e: &Error) -> Result<bool, Error> {
+    let said = e.to_string().contains("succeeded before all of it was there");
+    Ok(said && c.lossy && c.kernel()? > Kernel::V6_1)
+}
+
+/// How our READs of no bytes get through to the guest although an answer may be lost: see `read-nothing-again`.
+pub(super) fn of_nothing(c: &Ctx<'_>) -> Result<Option<&'static str>, Error> {
+    Ok((c.kernel()? > Kernel::V6_1).then_some("--no-key-for-nothing"))
 }
 
 const COUNT: [&str; 4] = ["-s", "20000", "-n", "300"];
