@@ -12,6 +12,9 @@ use crate::proto::Imm;
 /// Smallest send queue that works.
 pub const MIN_SEND_WR: u32 = 32;
 
+/// Heartbeats of a kind that may wait: the answers to all questions that a peer may be owed at a time.
+const MAX_BEATS: usize = 32;
+
 /// Something to post: knows how many slots it takes at most.
 pub trait Work {
     /// Slots that it takes at most; a quarter of the queue or less.
@@ -55,7 +58,7 @@ impl<W: Work> SendQueue<W> {
         }
     }
 
-    /// Adds work. One heartbeat of a kind is enough: a peer that asks without end and acknowledges nothing must not fill the
+    /// Adds work. Of heartbeats few of a kind may wait: a peer that asks without end and acknowledges nothing must not fill the
     /// memory. All other work is bounded by the chunks.
     ///
     /// # Errors
@@ -64,11 +67,15 @@ impl<W: Work> SendQueue<W> {
         if self.closed {
             return Err(work);
         }
-        let beat = work.heartbeat();
-        if beat.is_none() || self.waiting.iter().all(|w| w.heartbeat() != beat) {
+        if work.heartbeat().is_none_or(|beat| self.beats(beat) < MAX_BEATS) {
             self.waiting.push_back(work);
         }
         Ok(())
+    }
+
+    /// Heartbeats of this kind that wait.
+    pub fn beats(&self, beat: Imm) -> usize {
+        self.waiting.iter().filter(|w| w.heartbeat() == Some(beat)).count()
     }
 
     /// Takes out what fits. Its slots are taken; what it did not need is given back by [`unused`](Self::unused).
@@ -147,17 +154,16 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_asks_for_signs_of_life_without_end_makes_one_answer_wait() {
+    fn of_a_peer_that_asks_for_signs_of_life_without_end_few_answers_wait() {
         let mut queue = SendQueue::new(MIN_SEND_WR);
+        queue.push(Thing::Beat(Imm::HbMsg)).unwrap();
         for _ in 0..1000 {
             queue.push(Thing::Beat(Imm::HbAck)).unwrap();
         }
         queue.push(Thing::Answer(1)).unwrap();
-        queue.push(Thing::Beat(Imm::HbMsg)).unwrap();
-        queue.push(Thing::Answer(1)).unwrap();
-        queue.push(Thing::Beat(Imm::HbAck)).unwrap();
-        let (ask, ack) = (Thing::Beat(Imm::HbMsg), Thing::Beat(Imm::HbAck));
-        assert_eq!(queue.waiting, [ack, Thing::Answer(1), ask, Thing::Answer(1)]);
+        assert_eq!((queue.beats(Imm::HbMsg), queue.beats(Imm::HbAck)), (1, MAX_BEATS));
+        assert_eq!(queue.waiting.len(), 2 + MAX_BEATS);
+        assert_eq!(queue.waiting.back(), Some(&Thing::Answer(1)));
     }
 
     #[test]

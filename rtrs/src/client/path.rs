@@ -499,9 +499,10 @@ impl Path {
         self.look_gone();
     }
 
-    /// Asks the server for a sign of life, unless it owes many.
+    /// Asks the server for a sign of life, unless it owes many, or a question has not left yet.
     pub(super) fn ask(&mut self, env: &mut Env<'_, '_>) {
-        if self.questions.ask(env.cx.now) {
+        let waits = |conn: &Conn| conn.queue.beats(Imm::HbMsg) > 0;
+        if !self.conns.first().is_some_and(waits) && self.questions.ask(env.cx.now) {
             self.push(env, 0, Post::Imm(Imm::HbMsg));
         }
     }

@@ -549,6 +549,12 @@ impl Path {
         Ok(conn.list())
     }
 
+    /// Whether a question for a sign of life waits to be posted.
+    pub(crate) fn asks(&self) -> bool {
+        let service = self.conns.first().and_then(Option::as_ref);
+        service.is_some_and(|conn| conn.out.asks())
+    }
+
     /// Posts what waits on a connection and fits.
     ///
     /// # Errors

@@ -300,6 +300,11 @@ impl Outgoing {
         self.queue.push(work).map_err(|_| PostError::State(QpState::Err))
     }
 
+    /// Whether a question for a sign of life waits.
+    pub(crate) fn asks(&self) -> bool {
+        self.queue.beats(Imm::HbMsg) > 0
+    }
+
     /// A work request is done that accounts for so many batches of slots.
     pub(crate) fn reclaim(&mut self, signals: u32) {
         for _ in 0..signals {

@@ -128,13 +128,16 @@ impl Session {
     }
 }
 
-/// Asks a path's client for a sign of life.
+/// Asks a path's client for a sign of life, unless a question has not left yet.
 pub(super) fn ask(session: SessionKey, path: &mut Path, effects: &mut Effects) {
     let place = Place {
         session,
         path: path.id.key,
         cid: 0,
     };
+    if path.asks() {
+        return;
+    }
     path.signs.owed += 1;
     match path.push(0, ServerWork::imm(Imm::HbMsg)) {
         Ok(true) => effects.dirty.push(place),

@@ -70,3 +70,26 @@ fn without_requests_nobody_is_asked_so_often() {
     pair.close();
     pair.assert_empty();
 }
+
+/// Questions that come together are all answered: else each answer would be taken for that of an older one from then on.
+#[test]
+fn round_trips_are_measured_after_a_silence_as_before() {
+    let mut pair = busy();
+    pair.cut = true;
+    pair.pass(Duration::from_secs(2));
+    pair.cut = false;
+    pair.pass(Duration::from_secs(4));
+    assert_eq!(pair.states(), [PathState::Connected; 2]);
+    pair.release();
+    pair.settle();
+    pair.pass(Duration::from_secs(1));
+    pair.assert_done(0..4);
+    for path in pair.statuses() {
+        assert_eq!(path.latency, Some(Duration::ZERO), "{path:?}");
+    }
+    // Nothing is owed, so nobody is asked before the next heartbeat.
+    let asked = pair.client.next_timeout().unwrap().saturating_since(pair.now);
+    assert!(asked > Duration::from_millis(100), "{asked:?}");
+    pair.close();
+    pair.assert_empty();
+}
