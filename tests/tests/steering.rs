@@ -95,12 +95,11 @@ impl Lab {
         json!({ "do": what, "path": self.path })
     }
 
-    /// Connects the path anew. The server may not be done with it as it was, and refuse the first attempt.
+    /// Connects the path anew.
     fn reconnect(&mut self) {
         let reconnect = self.path_command("reconnect");
-        let answer = self.map.ask(reconnect);
-        assert!(answer["ok"] == true || answer["errno"] == ENOTCONN, "{answer}");
-        eventually("it is up", || self.list()["paths"][0]["state"] == "Connected");
+        done(&mut self.map, reconnect);
+        assert_eq!(self.list()["paths"][0]["state"], "Connected");
     }
 
     fn list(&mut self) -> Value {

@@ -38,6 +38,9 @@ use crate::{
 
 /// How long a path that is closed waits for the server to confirm.
 const LEAVE: Duration = Duration::from_secs(1);
+/// How long after its end a path is connected anew that was up and is asked for (`RTRS_RECONNECT_BACKOFF`): the server may be
+/// closing it, and refuses it then.
+const BACKOFF: Duration = Duration::from_secs(1);
 
 /// Where a handshake is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -139,7 +142,8 @@ pub(super) struct Path {
     /// Attempts since the path was up.
     attempts: u32,
     retry_at: Option<Instant>,
-    retry_now: bool,
+    /// The next attempt comes after this time, whatever the configuration says.
+    retry_in: Option<Duration>,
     /// Why it is not up.
     why: Option<PathError>,
     events: VecDeque<PathEvent>,
@@ -189,7 +193,7 @@ impl Path {
             parted: false,
             attempts: 0,
             retry_at: None,
-            retry_now: false,
+            retry_in: None,
             why: None,
             events: VecDeque::new(),
             others: Others::new(share),
@@ -448,8 +452,8 @@ impl Path {
             self.unarmed = true;
             return;
         }
-        if core::mem::take(&mut self.retry_now) {
-            self.retry_at = Some(env.cx.now);
+        if let Some(time) = self.retry_in.take() {
+            self.retry_at = Some(env.cx.now + time);
             return;
         }
         if self.attempts >= config.max_reconnects && config.max_reconnects != SessionConfig::FOREVER {
@@ -467,7 +471,7 @@ impl Path {
 
     /// The attempt that has failed is followed by another one at once.
     pub(super) fn come_again(&mut self) {
-        self.retry_now = true;
+        self.retry_in = Some(Duration::ZERO);
     }
 
     fn retry_soon(&mut self, env: &mut Env<'_, '_>) {
@@ -476,11 +480,13 @@ impl Path {
             // Home says when.
             return;
         }
+        self.retry_in = None;
         if self.conns.is_empty() && self.others.all_gone() {
             self.retry_at = Some(env.cx.now);
             return;
         }
-        self.retry_now = true;
+        let server_has_it = self.conns.iter().any(|conn| conn.established);
+        self.retry_in = Some(if server_has_it { BACKOFF } else { Duration::ZERO });
         // What is left here comes to an end by itself, and is looked at then.
         self.unarmed = self.conns.is_empty();
     }

@@ -437,8 +437,12 @@ fn who_asks_without_end_gets_few_answers() {
         bed.turn();
         bed.provider.take_sends(service).len()
     };
-    assert_eq!(asked(20), 20, "who measures round trips needs an answer to each question");
-    let acks = asked(1000);
+    assert_eq!(
+        asked(20),
+        20,
+        "who measures round trips needs an answer to each question"
+    );
+    let acks = asked(100);
     assert!((1..=64).contains(&acks), "{acks} acknowledgements");
 }
 

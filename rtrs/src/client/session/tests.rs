@@ -322,6 +322,25 @@ fn a_write_that_was_sent_twice_is_told_of_when_nothing_is_under_way() {
     assert_eq!(bed.session.permits(), 0);
 }
 
+/// A server that is closing the path as it was would refuse it.
+#[test]
+fn a_path_that_was_up_is_connected_anew_a_second_after_its_end() {
+    let mut bed = Bed::new();
+    let id = bed.session.paths[0].id;
+    bed.with(|session, env| session.command(env, id, PathCommand::Reconnect))
+        .unwrap();
+    bed.drain(0);
+    assert_eq!(
+        bed.session.paths[0].next_timeout(),
+        Some(bed.now + Duration::from_secs(1))
+    );
+    assert_eq!(bed.session.paths[0].state, PathState::Reconnecting);
+    // Asked once more, it does not wait.
+    bed.with(|session, env| session.command(env, id, PathCommand::Reconnect))
+        .unwrap();
+    assert_eq!(bed.session.paths[0].next_timeout(), Some(bed.now));
+}
+
 /// What the lost path sent is still under way, whatever becomes of the next attempt to connect it.
 #[test]
 fn an_attempt_that_is_given_up_says_nothing_of_the_connections_before() {
