@@ -281,7 +281,7 @@ impl Client {
     }
 
     /// Opens a device again that the server refused to open after its session came back: ends with [`Output::State`] or
-    /// [`Output::MapFailed`].
+    /// [`Output::MapFailed`], of the latter also if the session is lost meanwhile.
     ///
     /// # Errors
     /// As the kernel's `remap_device`: EALREADY when it is mapped, EBUSY when it has not been yet, ENODEV when it is unmapped, or
@@ -301,8 +301,11 @@ impl Client {
         let (session, under_way) = (device.session, device.message.is_some());
         match self.sessions.get(&session).and_then(|s| s.down.as_ref()) {
             Some(why) => self.outputs.push_back(Output::MapFailed(key, down(why))),
-            None if under_way => {}
-            None => self.open_when_ready(session, key, DeviceEvent::RemapAsked),
+            None if under_way => device.remapping = true,
+            None => {
+                device.remapping = true;
+                self.open_when_ready(session, key, DeviceEvent::RemapAsked);
+            }
         }
         Ok(())
     }
@@ -387,7 +390,9 @@ impl Client {
             DeviceAction::TellState => self.outputs.push_back(Output::State(key, device.state)),
             // The first refusal was told.
             DeviceAction::TellFailed if core::mem::take(&mut device.unasked) => {}
-            DeviceAction::TellFailed => {
+            DeviceAction::TellLost if !device.remapping => {}
+            DeviceAction::TellFailed | DeviceAction::TellLost => {
+                device.remapping = false;
                 if let News::Failed(e) = core::mem::replace(news, News::Nothing) {
                     self.outputs.push_back(Output::MapFailed(key, e));
                 }
@@ -403,7 +408,7 @@ impl Client {
             }
             DeviceAction::Resume => {
                 device.patience.back();
-                (device.again, device.unasked) = (Alarm::Off, false);
+                (device.again, device.unasked, device.remapping) = (Alarm::Off, false, false);
                 self.work.resume(key);
             }
             DeviceAction::GiveUp => {

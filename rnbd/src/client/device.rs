@@ -96,6 +96,8 @@ pub(super) struct Device {
     pub(super) again: Alarm,
     /// At home: nobody has asked for the attempt that is under way.
     pub(super) unasked: bool,
+    /// At home: who has asked for it to be opened again waits for the end of that.
+    pub(super) remapping: bool,
     /// What is under way ends as soon as it can.
     pub(super) forced: bool,
     pub(super) counters: DeviceCounters,
@@ -119,6 +121,7 @@ impl Device {
             patience: Patience::default(),
             again: Alarm::Off,
             unasked: false,
+            remapping: false,
             forced: false,
             counters: DeviceCounters::default(),
         }

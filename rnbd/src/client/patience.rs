@@ -14,8 +14,10 @@ pub(super) const RETRY: Duration = Duration::from_secs(1);
 ///
 /// - Nothing overtakes. What is sent again was never answered, so no operation that depends on it has been begun. Operations that are
 ///   under way together have no order anyway.
-/// - What was sent first is over. A server lets a session in again only when its requests of before are answered (the chunk guards of
-///   RTRS), and the image of a server process that died is locked until the calls that it had made are over.
+/// - What was sent first is over. Our server lets a session in again only when its requests of before are answered (the chunk guards of
+///   RTRS), and the image of a server process that died is locked until the calls that it had made are over. A kernel's server may let
+///   another path in while its disk is at work. If that holds a write for longer than the session takes to come back by another
+///   path, what was sent first may be done after what was sent again, and after what was written to the same blocks then.
 /// - Each may be done twice: reads, writes, discards and flushes leave behind what they leave behind the first time.
 ///
 /// A flush that was lost has to be repeated, since its writes may be durable or not. What was written and answered before the loss

@@ -57,6 +57,8 @@ pub enum DeviceAction {
     TellState,
     /// Tell the user that it was not opened, and why.
     TellFailed,
+    /// The same, if the user waits for it to be opened again.
+    TellLost,
     /// Tell the user that it is unmapped.
     TellUnmapped,
     /// Operations begin to wait for it, if they are to.
@@ -105,7 +107,12 @@ pub const DEVICE: Table<DeviceState, DeviceEvent, DeviceAction> = {
             S::MappedDisconnected,
             &[A::TellFailed, A::TryLater],
         ),
-        (S::MappedDisconnected, E::LinkDown, S::MappedDisconnected, &[]),
+        (
+            S::MappedDisconnected,
+            E::LinkDown,
+            S::MappedDisconnected,
+            &[A::TellLost],
+        ),
         (S::MappedDisconnected, E::SessionGone, S::Unmapped, &[A::GiveUp]),
         (
             S::MappedDisconnected,

@@ -424,6 +424,24 @@ fn a_device_that_is_not_opened_again_stays_until_it_is_asked_for() {
     assert_eq!(bench.client.state(device), Some(DeviceState::MappedDisconnected));
     assert_eq!(bench.refused(device, BlockOp::Flush, 0, 0), Errno::ECONNABORTED);
 
+    // The session is lost while it is being opened: who has asked hears of it, once.
+    assert_eq!([bench.remap(device), bench.remap(device)], [None; 2]);
+    bench.sent_one();
+    bench.lose();
+    assert_eq!(bench.map_error().errno(), Errno::ECONNABORTED);
+    bench.tell(RtrsOutput::Up(S, session_info()));
+    bench.agree();
+    let open = bench.sent_one();
+    bench.answer(open, Err(IoError::Remote(2)));
+    bench.map_error();
+    bench.lose();
+    assert!(bench.outputs().is_empty(), "nobody has asked");
+    bench.tell(RtrsOutput::Up(S, session_info()));
+    bench.agree();
+    let open = bench.sent_one();
+    bench.answer(open, Err(IoError::Remote(2)));
+    bench.map_error();
+
     assert_eq!([bench.remap(device), bench.remap(device)], [None; 2]);
     let open = bench.sent_one();
     bench.answer_with(open, open_rsp(9).as_bytes());

@@ -137,8 +137,6 @@ pub(super) struct Path {
     flushed: Option<Instant>,
     /// The server has had the time to take leave.
     leave: Option<Instant>,
-    /// It has taken leave of all connections that it had: nothing more comes to it by this path.
-    pub(super) parted: bool,
     /// Attempts since the path was up.
     attempts: u32,
     retry_at: Option<Instant>,
@@ -190,7 +188,6 @@ impl Path {
             failure: None,
             flushed: None,
             leave: None,
-            parted: false,
             attempts: 0,
             retry_at: None,
             retry_in: None,
@@ -417,10 +414,6 @@ impl Path {
     }
 
     fn destroy(&mut self, env: &mut Env<'_, '_>) {
-        // An attempt that has not come so far says nothing of the connections that were before it.
-        if self.conns.iter().any(|conn| conn.established) {
-            self.parted = self.conns.iter().all(|conn| conn.left || !conn.established);
-        }
         for conn in self.conns.drain(..) {
             env.names.remove_cm(conn.cm);
             env.cx.provider.cm_destroy(conn.cm);

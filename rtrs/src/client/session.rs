@@ -532,11 +532,6 @@ impl Session {
             Report::Forgotten => self.lane.path_forgotten(index as u16),
             Report::Orphans(orphans) => self.orphaned(env, index, orphans),
             Report::Closed => {
-                // A server that hears of the loss before it lets the session's next path in is done by then with all requests.
-                let next = |path: &Path| path.is_up() || path.state == PathState::Connecting;
-                if self.paths[index].parted && !self.others(index).any(next) {
-                    self.lane.path_gone(index as u16);
-                }
                 if env.share.is_home() {
                     let why = self.paths[index].why();
                     self.news(env, index, PathNews::Closed(why));

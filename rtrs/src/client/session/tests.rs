@@ -446,6 +446,23 @@ fn without_another_path_requests_end_and_their_permits_rest() {
     assert_eq!(free, [2, 3]);
 }
 
+/// The kernel's server takes leave before its disk is done, and lets another path in meanwhile.
+#[test]
+fn permits_of_a_path_that_the_server_took_leave_of_rest_as_well() {
+    let mut bed = Bed::new();
+    bed.lose(1);
+    bed.write(0);
+    bed.sent(0);
+    bed.disconnect(0);
+    for place in 0..2 {
+        bed.with(|session, env| session.cm_event(env, 0, place, CmKind::Disconnected));
+    }
+    assert_eq!(bed.session.paths[0].state, PathState::Closed);
+    assert_eq!(bed.done(), [(0, false)]);
+    let free: Vec<_> = std::iter::from_fn(|| bed.session.lane.permits.take(bed.now)).collect();
+    assert_eq!(free, [1, 2, 3]);
+}
+
 /// A path may be up and have none of this permit's chunk.
 #[test]
 fn a_request_without_a_way_waits_for_one() {
