@@ -87,7 +87,7 @@ impl Error {
             Self::Config(_) => errno::EINVAL,
             Self::Verbs(VerbsError::Io { source, .. }) => source.raw_os_error().unwrap_or(errno::EIO),
             Self::Verbs(VerbsError::Limit(_)) | Self::NoBuffer { .. } => errno::ENOMEM,
-            Self::Verbs(VerbsError::Address(_)) | Self::Unreachable => errno::EHOSTUNREACH,
+            Self::Verbs(VerbsError::Address(_)) => errno::EHOSTUNREACH,
             Self::Verbs(VerbsError::Closed) => errno::ENODEV,
             Self::Verbs(_) => errno::EINVAL,
             Self::Rejected { errno: Some(e), .. } => *e,
@@ -97,7 +97,7 @@ impl Error {
             Self::Rejected { errno: None, .. } | Self::Protocol { .. } | Self::OtherSizes | Self::Path(_) => {
                 errno::ECONNRESET
             }
-            Self::Timeout(..) => errno::ETIMEDOUT,
+            Self::Timeout(..) | Self::Unreachable => errno::ETIMEDOUT,
             Self::Overtaken | Self::Busy => errno::EBUSY,
             Self::NoPath => errno::ENOENT,
             Self::PathExists(_) => errno::EEXIST,
@@ -249,9 +249,9 @@ mod tests {
             // `rtrs_clt_rdma_cm_handler`.
             (Error::Path(PathError::PeerDisconnected), errno::ECONNRESET),
             (Error::Path(PathError::Cm("address changed".into())), errno::ECONNRESET),
-            (Error::Unreachable, errno::EHOSTUNREACH),
             (Error::Verbs(VerbsError::Address("no way".into())), errno::EHOSTUNREACH),
-            // `create_cm`, `rtrs_send_path_info`.
+            // `create_cm`, which gives up before the connection manager does, and `rtrs_send_path_info`.
+            (Error::Unreachable, errno::ETIMEDOUT),
             (Error::Timeout("answer", Duration::from_secs(30)), errno::ETIMEDOUT),
             (Error::Path(PathError::Closed), errno::ECONNABORTED),
             // `rtrs_rdma_conn_established`.

@@ -103,14 +103,17 @@ impl Session {
             return;
         }
         let any = self.config.connect_any;
-        if any && self.paths.iter().any(Path::is_up) || self.paths.iter().all(Path::is_up) {
+        let enough = any || self.paths.iter().all(|path| path.ever_up);
+        if enough && self.paths.iter().any(Path::is_up) {
             return self.opened(env);
         }
-        let is_under_way = |path: &Path| path.begun && path.state == PathState::Connecting;
+        let fresh = |path: &Path| path.begun && !path.ever_up;
+        let is_under_way = |path: &Path| fresh(path) && path.state == PathState::Connecting;
         if self.paths.iter().any(is_under_way) {
             return;
         }
-        let lost = self.paths.iter().position(|path| path.begun && !path.is_up());
+        // One that was up, and is lost, is connected again.
+        let lost = self.paths.iter().position(fresh);
         match (self.paths.iter().position(|path| !path.begun), lost) {
             (Some(next), None) => self.begin_and_settle(env, next),
             (Some(next), _) if any => self.begin_and_settle(env, next),

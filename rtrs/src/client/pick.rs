@@ -5,13 +5,23 @@ use core::time::Duration;
 use crate::client::{path::Path, policy::Policy};
 
 /// The choice of a share.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Picker {
     /// Whose turn it is.
     next: usize,
+    /// Which of paths with as many requests in flight: each share begins with another, as each counts its own only.
+    first: usize,
 }
 
 impl Picker {
+    /// That of the share with this number.
+    pub(super) fn of_share(share: u16) -> Self {
+        Self {
+            next: 0,
+            first: share.into(),
+        }
+    }
+
     /// A path that is up and has this permit's chunk. `loads` are the requests in flight of each.
     pub(super) fn pick(&mut self, policy: Policy, paths: &[Path], loads: &[u32], permit: u16) -> Option<usize> {
         let fits = |index: &usize| paths[*index].is_up() && usize::from(permit) < paths[*index].chunks.len();
@@ -28,7 +38,8 @@ impl Picker {
             }
             Policy::MinInflight => {
                 let load = |index: &usize| loads.get(*index).copied().unwrap_or(0);
-                all.filter(fits).min_by_key(load)
+                let first = self.first % paths.len().max(1);
+                (first..paths.len()).chain(0..first).filter(fits).min_by_key(load)
             }
             Policy::MinLatency => {
                 let latency = |index: &usize| paths[*index].questions.latency.unwrap_or(Duration::MAX);

@@ -7,7 +7,7 @@ use core::str::FromStr;
 pub enum Policy {
     /// One after the other.
     RoundRobin,
-    /// The one with the fewest requests in flight; of equals the first.
+    /// The one with the fewest requests in flight; of equals the first. Each loop of a client counts its own, and begins with another.
     #[default]
     MinInflight,
     /// The one whose last heartbeat was answered soonest; one that was not measured yet only if there is no other.

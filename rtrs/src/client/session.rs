@@ -96,7 +96,7 @@ impl Session {
             uuid,
             state: SessionState::Opening,
             info: None,
-            picker: Picker::default(),
+            picker: Picker::of_share(env.share.index()),
             next_path: paths.len() as u32,
             paths,
             announced: false,

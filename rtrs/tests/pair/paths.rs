@@ -537,6 +537,34 @@ fn min_latency_goes_by_the_last_heartbeat() {
     assert!(pair.statuses()[0].latency.is_some());
 }
 
+/// As with the kernel's client: what was up once is connected again, and the session opens with the others.
+#[test]
+fn a_path_that_is_lost_while_another_is_being_connected_is_no_reason_to_give_up() {
+    let mut pair = Pair::new(KeyMode::Instant, server(true));
+    let (paths, ours) = (pair.ways(3), addresses(1));
+    pair.cut_off = vec![ours[2]];
+    pair.ask_open(|config| {
+        config.paths = paths;
+        config.max_reconnects = SessionConfig::FOREVER;
+        config.heartbeat.interval = Duration::from_secs(1);
+    });
+    pair.settle();
+    let [up, begun] = [PathState::Connected, PathState::Connecting];
+    assert_eq!(pair.states(), [up, up, begun]);
+    pair.cut_off = vec![ours[0], ours[2]];
+    pair.pass(Duration::from_secs(8));
+    assert_eq!(pair.states()[1..], [up, begun]);
+    assert_ne!(pair.states()[0], up);
+    pair.cut_off = vec![ours[0]];
+    pair.pass(Duration::from_secs(15));
+    assert_eq!(pair.states()[1..], [up; 2]);
+    let opened = pair.told.iter().any(|told| matches!(told, Output::Opened(..)));
+    assert!(opened && pair.states()[0] != up, "{:?}", pair.told);
+    pair.cut_off.clear();
+    pair.pass(LONG);
+    assert_eq!(pair.states(), [up; 3]);
+}
+
 #[test]
 fn what_can_not_be_is_refused_at_once() {
     let pair = Pair::new(KeyMode::Instant, server(true));

@@ -110,7 +110,7 @@ impl Bed {
             id: ID,
             uuid: Uuid::draw(&mut |_| ()),
             info: Some(terms.info(config.max_user_header)),
-            picker: Picker::default(),
+            picker: Picker::of_share(0),
             next_path: 2,
             announced: true,
             given_up: false,
@@ -473,4 +473,33 @@ fn a_request_without_a_way_waits_for_one() {
     bed.write(0);
     assert!(bed.done().is_empty() && bed.sent(0).is_empty() && bed.sent(1).is_empty());
     assert_eq!((bed.session.lane.waiting.len(), bed.session.permits()), (1, 0));
+}
+
+#[test]
+fn each_policy_chooses_as_it_says() {
+    let mut bed = Bed::new();
+    let paths = &mut bed.session.paths;
+    let pick = |share, policy, paths: &[Path], loads: &[u32]| Picker::of_share(share).pick(policy, paths, loads, 0);
+    // Of equals each loop begins with another: one with two requests would use a path only.
+    for (share, first) in [(0, 0), (1, 1), (2, 0)] {
+        assert_eq!(pick(share, Policy::MinInflight, paths, &[3, 3]), Some(first));
+        assert_eq!(pick(share, Policy::MinInflight, paths, &[3, 2]), Some(1));
+        assert_eq!(pick(share, Policy::MinInflight, paths, &[0, 1]), Some(0));
+    }
+    paths[0].questions.latency = None;
+    assert_eq!(pick(0, Policy::MinLatency, paths, &[]), Some(1), "it was measured");
+    paths[1].questions.latency = None;
+    assert_eq!(pick(0, Policy::MinLatency, paths, &[]), Some(0));
+    let mut turns = Picker::of_share(0);
+    let turns: Vec<_> = (0..4)
+        .map(|_| turns.pick(Policy::RoundRobin, paths, &[9, 0], 0))
+        .collect();
+    assert_eq!(turns, [Some(0), Some(1), Some(0), Some(1)]);
+    paths[0].state = PathState::Reconnecting;
+    for policy in Policy::ALL {
+        assert_eq!(pick(0, policy, paths, &[0, 9]), Some(1), "{policy:?}");
+    }
+    // A path with fewer chunks than this permit's.
+    paths[1].chunks.clear();
+    assert_eq!(pick(0, Policy::MinInflight, paths, &[]), None);
 }
