@@ -24,11 +24,12 @@ const LINGER: Duration = Duration::from_secs(20);
 /// How long a server gets to be ready.
 const START: Duration = Duration::from_secs(30);
 /// What a client prints when nobody listens where it connects to. Then a run is tried again whose server could not be seen to
-/// listen ([`Pair::unseen`]), and no other: there it is a fault of ours. The last is how perftest says it of its first
-/// connection.
-const REFUSED: [&str; 3] = [
+/// listen ([`Pair::unseen`]), and no other: there it is a fault of ours. The third is what programs say whose connecting waits, the
+/// last how perftest says it of its first connection.
+const REFUSED: [&str; 4] = [
     "CM_EVENT_REJECTED",
     "CM_EVENT_UNREACHABLE",
+    "rdma_connect: Connection refused",
     "Unexpected CM event bl blka 8",
 ];
 /// How often such a run is tried.
@@ -728,6 +729,7 @@ mod tests {
             ("ibv_rc_pingpong", "-e", [false, false]),
             ("rping", "-S 100", [true, false]),
             ("ucmatose", "-c 5 -C 12 -S 3000", [true, false]),
+            ("rdma_xclient", "-c r", [true, false]),
             ("mckey", "", [false, false]),
         ] {
             let all = programs();
