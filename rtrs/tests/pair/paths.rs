@@ -537,6 +537,32 @@ fn min_latency_goes_by_the_last_heartbeat() {
     assert!(pair.statuses()[0].latency.is_some());
 }
 
+#[test]
+fn a_path_is_tried_as_often_as_it_may_be() {
+    let mut pair = Pair::new(KeyMode::Instant, server(true));
+    pair.open_ways(2, |config| config.max_reconnects = 3);
+    let path = pair.statuses()[1].id;
+    for round in 1..=2 {
+        pair.news.clear();
+        pair.cut_off = vec![addresses(1)[1]];
+        pair.pass(5 * LONG);
+        assert_eq!(pair.states(), [PathState::Connected, PathState::Closed]);
+        let failed = |(of, news): &&(PathId, PathNews)| *of == path && matches!(news, PathNews::AttemptFailed(_));
+        assert_eq!(pair.news.iter().filter(failed).count(), 3, "{:?}", pair.news);
+        assert_eq!(pair.statuses()[1].stats.failed_reconnects, 3 * round);
+        pair.cut_off.clear();
+        pair.pass(LONG);
+        assert_eq!(pair.states()[1], PathState::Closed, "it is not tried again by itself");
+        // By hand it is, and then has all of its attempts again.
+        pair.command(path, PathCommand::Reconnect).unwrap();
+        pair.pass(LONG);
+        assert!(matches!(pair.outcome(PathCommand::Reconnect), Some(Ok(()))));
+        assert_eq!(pair.states(), [PathState::Connected; 2]);
+    }
+    pair.close();
+    pair.assert_empty();
+}
+
 /// As with the kernel's client: what was up once is connected again, and the session opens with the others.
 #[test]
 fn a_path_that_is_lost_while_another_is_being_connected_is_no_reason_to_give_up() {

@@ -38,6 +38,8 @@ struct Bed {
     out: VecDeque<Output>,
     dirty: Vec<ConnKey>,
     now: Instant,
+    /// All bytes of what is drawn.
+    random: u8,
     /// Of each path, by connection.
     qps: Vec<Vec<QpId>>,
 }
@@ -132,6 +134,7 @@ impl Bed {
             out: VecDeque::new(),
             dirty: Vec::new(),
             now,
+            random: 0,
             qps,
         }
     }
@@ -140,7 +143,7 @@ impl Bed {
         let mut cx = Cx {
             now: self.now,
             provider: &mut self.provider,
-            random: &mut |_| (),
+            random: &mut |bytes| bytes.fill(self.random),
         };
         let mut env = Env {
             cx: &mut cx,
@@ -339,6 +342,24 @@ fn a_path_that_was_up_is_connected_anew_a_second_after_its_end() {
     bed.with(|session, env| session.command(env, id, PathCommand::Reconnect))
         .unwrap();
     assert_eq!(bed.session.paths[0].next_timeout(), Some(bed.now));
+}
+
+/// So that clients of a server that was away don't all come at once.
+#[test]
+fn a_lost_path_is_connected_anew_after_the_delay_and_up_to_half_more() {
+    let delay = Bed::new().session.config.reconnect_delay;
+    let after = [0, 0x55, 0xff].map(|random| {
+        let mut bed = Bed::new();
+        (bed.random, bed.session.config.max_reconnects) = (random, SessionConfig::FOREVER);
+        bed.lose(0);
+        let at = bed.session.paths[0].next_timeout().unwrap();
+        at.saturating_since(bed.now)
+    });
+    assert!(
+        after.iter().all(|time| (delay..=delay * 3 / 2).contains(time)),
+        "{after:?}"
+    );
+    assert!(after[0] != after[1] && after[1] != after[2], "{after:?}");
 }
 
 /// What the lost path sent is still under way, whatever becomes of the next attempt to connect it.
