@@ -233,6 +233,16 @@ impl Guest {
         self.console.text()
     }
 
+    /// Whether it takes scripts.
+    pub(crate) fn answers(&self) -> bool {
+        self.try_run("true", 20).is_ok()
+    }
+
+    /// Whether its kernel has said on the console that something is wrong with it.
+    pub(crate) fn complains(&self) -> bool {
+        complaint(&self.console()).is_some()
+    }
+
     /// Pulls the plug.
     pub(crate) fn kill(&mut self) {
         self.console.kill();
@@ -244,6 +254,22 @@ impl Drop for Guest {
     fn drop(&mut self) {
         self.kill();
     }
+}
+
+/// What a kernel says when something is wrong with it.
+fn complaint(console: &str) -> Option<&str> {
+    const WORDS: [&str; 7] = [
+        "Kernel panic",
+        "BUG:",
+        "Oops",
+        "Call Trace",
+        "WARNING:",
+        "soft lockup",
+        "blocked for more than",
+    ];
+    console
+        .lines()
+        .find(|line| WORDS.iter().any(|word| line.contains(word)))
 }
 
 fn addr(net: u8, guest: u8, ip: Ip) -> IpAddr {
@@ -363,5 +389,20 @@ impl std::io::Read for Patient {
                 other => return other,
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::complaint;
+
+    #[test]
+    fn a_kernel_in_trouble_is_told_from_a_silent_one() {
+        assert_eq!(complaint("[    0.5] 8250: ttyS0\nlogin:"), None);
+        let text = "[  9.1] eth0: up\n[ 10.2] BUG: kernel NULL pointer dereference, address: 0\n";
+        assert_eq!(
+            complaint(text),
+            Some("[ 10.2] BUG: kernel NULL pointer dereference, address: 0")
+        );
     }
 }
