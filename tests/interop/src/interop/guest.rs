@@ -238,9 +238,9 @@ impl Guest {
         self.try_run("true", 20).is_ok()
     }
 
-    /// Whether its kernel has said on the console that something is wrong with it.
-    pub(crate) fn complains(&self) -> bool {
-        complaint(&self.console()).is_some()
+    /// What its kernel has said on the console, if something is wrong with it.
+    pub(crate) fn complaint(&self) -> Option<String> {
+        complaint(&self.console()).map(str::to_owned)
     }
 
     /// Pulls the plug.

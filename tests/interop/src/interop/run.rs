@@ -100,9 +100,10 @@ fn in_turn(
             None => {
                 guests.ready(s.guests, s.shape)?;
                 let outcome = with_guests(s, &mut guests)?;
-                match outcome.result == Verdict::Failed && guests.have_stopped() {
-                    true => once_more(s, &mut guests)?,
-                    false => outcome,
+                let failed = outcome.result == Verdict::Failed;
+                match failed.then(|| guests.stopped()).flatten() {
+                    Some(why) => once_more(s, &mut guests, &why)?,
+                    None => outcome,
                 }
             }
         };
@@ -120,12 +121,15 @@ fn in_turn(
 }
 
 /// Runs a scenario again whose guest has stopped, with new ones, and says so. Its logs of before are kept.
-fn once_more(s: &Scenario, guests: &mut Guests<'_>) -> Result<Outcome, Error> {
+fn once_more(s: &Scenario, guests: &mut Guests<'_>, why: &str) -> Result<Outcome, Error> {
     let logs = &guests.places.logs;
     let kept = logs.join(format!("{}-stopped", s.name));
     let _ = fs::remove_dir_all(&kept);
     fs::rename(logs.join(&s.name), &kept)?;
-    println!("    a guest had stopped ({}): once more, with new ones", kept.display());
+    println!(
+        "    a guest has stopped: {why} ({}); once more, with new ones",
+        kept.display()
+    );
     guests.up = [None, None];
     guests.ready(s.guests, s.shape)?;
     let mut outcome = with_guests(s, guests)?;
