@@ -45,13 +45,10 @@ impl Guests<'_> {
         Ok(())
     }
 
-    /// One of them has fallen silent without a word from its kernel, which would be a finding: now and then an emulated network card
-    /// does no more.
-    fn have_stopped(&self) -> bool {
-        self.up
-            .iter()
-            .flatten()
-            .any(|guest| !guest.answers() && !guest.complains())
+    /// Why one of them has stopped, if one has: its kernel, or the emulator, is at fault. Now and then a network card does no more.
+    fn stopped(&self) -> Option<String> {
+        let stopped = self.up.iter().flatten().find(|guest| !guest.answers())?;
+        Some(stopped.complaint().unwrap_or_else(|| "without a word".into()))
     }
 }
 
