@@ -269,7 +269,9 @@ impl Service {
                     let _ = self.tell.send(ServeEvent::SessionClosed(opened, why.clone()));
                 }
             }
-            Output::PathUp { session, peer, local } => {
+            Output::PathUp {
+                session, peer, local, ..
+            } => {
                 if let Some(path) = self.path(*session, *peer, *local) {
                     let _ = self.tell.send(ServeEvent::PathUp(path));
                 }

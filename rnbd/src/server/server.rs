@@ -148,7 +148,13 @@ impl Server {
             Output::SessionOpened(opened) => self.session_opened(now, opened),
             Output::Request(request) => self.request(now, &request),
             Output::SessionClosed { session, .. } => self.session_closed(now, session),
-            Output::PathUp { .. } | Output::PathDown { .. } | Output::Allocate { .. } | Output::Free(_) => {
+            Output::PathUp {
+                session, connections, ..
+            } => {
+                self.path_up(session, connections);
+                return Some(output);
+            }
+            Output::PathDown { .. } | Output::Allocate { .. } | Output::Free(_) => {
                 return Some(output);
             }
         }

@@ -83,21 +83,47 @@ impl Server {
             waits: Some((id, open.clone())),
             failed: None,
         };
-        let (store, geometry) = (d.store, d.geometry);
         for share in others {
-            let session = open.request.session;
-            self.write(
-                share,
-                Message::Device {
-                    session,
-                    id,
-                    device,
-                    store,
-                    geometry,
-                },
-            );
+            self.tell_share(share, open.request.session, id, device);
         }
         false
+    }
+
+    fn tell_share(&mut self, share: usize, session: SessionKey, id: u32, device: u64) {
+        let Some(d) = self.devices.get(device) else { return };
+        let (store, geometry) = (d.store, d.geometry);
+        self.write(
+            share,
+            Message::Device {
+                session,
+                id,
+                device,
+                store,
+                geometry,
+            },
+        );
+    }
+
+    /// A path of a session is up, with so many connections. Shares that no other path has led to get the session's devices.
+    pub(super) fn path_up(&mut self, key: SessionKey, connections: u16) {
+        let Some(session) = self.sessions.get_mut(&key) else {
+            return;
+        };
+        let all = self.share.others_of_path(connections);
+        let new: Vec<usize> = all.filter(|share| session.shares.insert(*share)).collect();
+        if new.is_empty() {
+            return;
+        }
+        for (id, device) in session.devices().collect::<Vec<_>>() {
+            let Some(d) = self.devices.get_mut(device).filter(|d| !d.is_closing()) else {
+                continue;
+            };
+            d.parts.unknown.extend(&new);
+            d.parts.open.extend(&new);
+            for share in &new {
+                self.tell_share(*share, key, id, device);
+            }
+        }
     }
 
     /// No more requests for a device will come.

@@ -111,6 +111,21 @@ impl World {
         self.collect(index);
     }
 
+    /// One of the session's paths is up, and has so many connections.
+    fn path_up(&mut self, index: usize, connections: u16) {
+        let output = Output::PathUp {
+            session: SESSION,
+            peer: ([192, 0, 2, 1], 1001).into(),
+            local: [192, 0, 2, 2].into(),
+            connections,
+        };
+        assert!(
+            self.loops[index].server.rtrs(NOW, output).is_some(),
+            "it is for the host, too"
+        );
+        self.collect(index);
+    }
+
     fn ask(&mut self, index: usize, direction: Direction, header: &[u8], data_len: u32) -> RequestKey {
         self.serial += 1;
         let key = RequestKey {
@@ -336,6 +351,36 @@ fn shares_without_connections_of_a_session_have_none_of_its_devices() {
         assert_eq!(world.answers[&close].0, 0);
         world.is_empty();
     }
+}
+
+/// A kernel's client has more connections on its first paths, those of its poll queues, than on one that is added.
+#[test]
+fn a_path_with_more_connections_than_the_first_brings_shares_that_get_the_devices() {
+    let mut world = World::without_session();
+    world.session_of(HOME, true, 2);
+    let id = world.opened("disk");
+    let opening = world.open(HOME, "other");
+    world.session_of(2, true, 3);
+    world.path_up(HOME, 3);
+    world.settle();
+    let other = world.answers[&opening].1.expect("it is open");
+    for id in [id, other] {
+        for share in [HOME, 2] {
+            let request = world.write(share, id);
+            world.settle();
+            assert_eq!(world.answers[&request], (0, None), "{share}");
+        }
+    }
+    // Paths of the same kind change nothing.
+    world.path_up(HOME, 3);
+    world.path_up(HOME, 2);
+    assert!(world.letters.values().all(VecDeque::is_empty));
+    for id in [id, other] {
+        let close = world.close(HOME, id);
+        world.settle();
+        assert_eq!(world.answers[&close].0, 0);
+    }
+    world.is_empty();
 }
 
 #[test]

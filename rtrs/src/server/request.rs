@@ -105,6 +105,8 @@ pub enum Output {
         peer: SocketAddr,
         /// Ours.
         local: IpAddr,
+        /// How many connections it has. The session has requests by those of all of its paths.
+        connections: u16,
     },
     /// A path that was up is gone, and all of its requests have been answered.
     PathDown {

@@ -822,6 +822,7 @@ impl Server {
             session: key,
             peer,
             local,
+            connections,
         });
     }
 
