@@ -137,7 +137,7 @@ fn a_server_is_back_with_other_limits_and_keys() {
             assert_eq!(listing["max_io_bytes"], (kib - 4) << 10);
         }
         assert_eq!(listing["new_rkeys"], option("--always-invalidate") != Some("off"));
-        assert_eq!(listing["device"]["failed"], 0);
+        assert_eq!(listing["devices"][0]["failed"], 0);
         let bytes = fs::read(&lab.image).unwrap();
         for (block, bytes) in bytes.chunks_exact(BLOCK).enumerate() {
             let seed = (round * blocks + block) as u64;
@@ -193,13 +193,13 @@ fn an_image_that_is_gone_is_asked_for_until_it_is_there_again() {
         lab.restart(&[]);
         lab.map.event("session_back");
         lab.map.event("not_remapped");
-        wait_until("the request waits", || lab.list()["device"]["waiting"] == 1);
+        wait_until("the request waits", || lab.list()["devices"][0]["waiting"] == 1);
         if by_hand {
-            assert_eq!(lab.map.ask(json!({ "do": "remap" }))["errno"], 2);
+            assert_eq!(lab.map.ask(json!({ "do": "remap", "device": "disk" }))["errno"], 2);
         }
         fs::rename(&away, &lab.image).unwrap();
         if by_hand {
-            let answer = lab.map.ask(json!({ "do": "remap" }));
+            let answer = lab.map.ask(json!({ "do": "remap", "device": "disk" }));
             // Somebody may have asked just before.
             assert!(answer["ok"] == true || answer["errno"] == 114, "{answer}");
         }
@@ -257,7 +257,7 @@ fn nbdcopy_goes_on_when_its_server_was_killed_and_is_back() {
         }
         copy.end();
     }
-    assert_eq!(lab.list()["device"]["failed"], 0);
+    assert_eq!(lab.list()["devices"][0]["failed"], 0);
     let repeated = lab.list()["device"]["repeated"].as_u64().unwrap();
     println!("{repeated} requests were sent again");
     assert!(repeated > 0, "nothing was under way when the server died");

@@ -140,7 +140,7 @@ fn what_is_listed_is_of_all_loops() {
             assert!(read == pattern(n as u64, BLOCK));
         }
         let listing = lab.list();
-        let device = &listing["device"];
+        let device = &listing["devices"][0];
         assert_eq!(device["state"], "Mapped");
         assert_eq!((&device["completed"], &device["failed"]), (&json!(39), &json!(0)));
         assert_eq!(device["written_bytes"], 30 * BLOCK);
@@ -258,7 +258,7 @@ fn a_path_is_taken_down_and_connected_again() {
         });
         thread::sleep(Duration::from_millis(700));
         assert!(!waiting.is_finished() && !lab.map.has_ended());
-        assert_eq!(lab.list()["device"]["waiting"], 1);
+        assert_eq!(lab.list()["devices"][0]["waiting"], 1);
         lab.reconnect();
         let mut client = waiting.join().unwrap();
         // One that is up is connected anew.
@@ -266,7 +266,7 @@ fn a_path_is_taken_down_and_connected_again() {
         assert!(client.read(0, BLOCK).unwrap() == pattern(2, BLOCK));
         let listing = lab.list();
         assert_eq!(listing["paths"][0]["reconnects"], 2);
-        assert_eq!(listing["device"]["failed"], 0);
+        assert_eq!(listing["devices"][0]["failed"], 0);
         client.disconnect().unwrap();
         lab.end();
     }
@@ -327,7 +327,7 @@ fn the_last_path_is_removed_and_another_added() {
             client.write(0, &pattern(2, BLOCK)).unwrap();
             client
         });
-        eventually("the request waits", || lab.list()["device"]["waiting"] == 1);
+        eventually("the request waits", || lab.list()["devices"][0]["waiting"] == 1);
         done(&mut lab.map, add);
         let mut client = waiting.join().unwrap();
         assert!(client.read(0, BLOCK).unwrap() == pattern(2, BLOCK));
@@ -392,7 +392,7 @@ fn what_can_not_be_reached_is_not_connected() {
     lab.serve.signal(Signal::SIGCONT);
     // Further attempts have followed by themselves.
     eventually("it is up", || lab.list()["paths"][0]["state"] == "Connected");
-    eventually("the device is back", || lab.list()["device"]["state"] == "Mapped");
+    eventually("the device is back", || lab.list()["devices"][0]["state"] == "Mapped");
     refused(&mut lab.map, json!({ "do": "policy", "policy": "best" }), EINVAL);
     lab.end();
 }
@@ -422,13 +422,20 @@ fn a_device_has_another_size_for_new_clients() {
         let mut lab = Lab::new(threads, &[]);
         let size = (BLOCK * BLOCKS) as u64;
         assert_eq!(lab.nbd().size, size);
-        done(&mut lab.map, json!({ "do": "resize", "sectors": size / 512 / 2 }));
+        done(
+            &mut lab.map,
+            json!({ "do": "resize", "device": "disk", "sectors": size / 512 / 2 }),
+        );
         assert_eq!(lab.map.event("resized")["bytes"], size / 2);
         // Of any loop.
         for _ in 0..3 {
             eventually("clients see it", || lab.nbd().size == size / 2);
         }
-        refused(&mut lab.map, json!({ "do": "resize", "sectors": u64::MAX }), EINVAL);
+        refused(
+            &mut lab.map,
+            json!({ "do": "resize", "device": "disk", "sectors": u64::MAX }),
+            EINVAL,
+        );
         // Until it is opened again.
         lab.reconnect();
         lab.map.event("remapped");
@@ -441,7 +448,7 @@ fn a_device_has_another_size_for_new_clients() {
 fn a_device_that_was_closed_is_opened_again() {
     for threads in ["1", "2"] {
         let mut lab = Lab::new(threads, &[]);
-        refused(&mut lab.map, json!({ "do": "remap" }), EALREADY);
+        refused(&mut lab.map, json!({ "do": "remap", "device": "disk" }), EALREADY);
         let devices = done(&mut lab.serve, json!({ "do": "devices" }));
         let device = &devices["devices"][0];
         let close = json!({ "do": "force_close", "session": device["session"], "device": device["device"] });
@@ -471,12 +478,16 @@ fn a_device_that_the_server_has_not_is_opened_by_hand() {
     fs::rename(&image, &away).unwrap();
     lab.reconnect();
     lab.map.event("not_remapped");
-    refused(&mut lab.map, json!({ "do": "remap" }), ENOENT);
-    refused(&mut lab.map, json!({ "do": "resize", "sectors": 8 }), ENOENT);
+    refused(&mut lab.map, json!({ "do": "remap", "device": "disk" }), ENOENT);
+    refused(
+        &mut lab.map,
+        json!({ "do": "resize", "device": "disk", "sectors": 8 }),
+        ENOENT,
+    );
     let mut client = lab.nbd();
     assert!(matches!(client.read(0, BLOCK), Err(Error::Refused(EIO))));
     fs::rename(&away, &image).unwrap();
-    done(&mut lab.map, json!({ "do": "remap" }));
+    done(&mut lab.map, json!({ "do": "remap", "device": "disk" }));
     assert!(client.read(0, BLOCK).unwrap() == [0; BLOCK]);
     client.disconnect().unwrap();
     lab.end();
@@ -511,10 +522,12 @@ fn a_mapping_is_ended() {
         let mut lab = Lab::new(threads, &[]);
         let mut client = lab.nbd();
         client.write(0, &pattern(1, BLOCK)).unwrap();
-        refused(&mut lab.map, json!({ "do": "unmap" }), EBUSY);
+        refused(&mut lab.map, json!({ "do": "unmap", "device": "disk" }), EBUSY);
         client.disconnect().unwrap();
-        eventually("the client is gone", || lab.list()["device"]["clients"] == 0);
-        eventually("it is unmapped", || lab.map.ask(json!({ "do": "unmap" }))["ok"] == true);
+        eventually("the client is gone", || lab.list()["devices"][0]["clients"] == 0);
+        eventually("it is unmapped", || {
+            lab.map.ask(json!({ "do": "unmap", "device": "disk" }))["ok"] == true
+        });
         let end = lab.map.end();
         assert_eq!(end.code, Some(0), "{}", end.stderr);
         lab.serve.event("session_closed");
@@ -537,9 +550,9 @@ fn a_mapping_is_ended_at_any_price() {
                 thread::spawn(move || client.read(0, BLOCK))
             });
             if lost {
-                eventually("the request waits", || lab.list()["device"]["waiting"] == 1);
+                eventually("the request waits", || lab.list()["devices"][0]["waiting"] == 1);
             }
-            done(&mut lab.map, json!({ "do": "unmap", "force": true }));
+            done(&mut lab.map, json!({ "do": "unmap", "device": "disk", "force": true }));
             let end = lab.map.end();
             assert_eq!(end.code, Some(0), "{}", end.stderr);
             if let Some(waiting) = waiting {

@@ -178,7 +178,8 @@ impl Device {
             Ending::Killed => self.signal(Signal::SIGKILL),
             Ending::Interrupted => self.signal(Signal::SIGINT),
             Ending::Unmapped => {
-                self.process.begin(json!({ "do": "unmap", "force": true }));
+                self.process
+                    .begin(json!({ "do": "unmap", "device": self.name, "force": true }));
             }
         }
         self.phase = Phase::Ending(Instant::now());

@@ -92,8 +92,8 @@ impl Command {
         )
     }
 
-    /// As `ferroce-steered` reads it.
-    pub(crate) fn request(&self) -> Value {
+    /// As `ferroce-steered` reads it. `device`: that of the client that gets it.
+    pub(crate) fn request(&self, device: &str) -> Value {
         match self {
             Self::Policy(policy) => json!({ "do": "policy", "policy": policy }),
             Self::Disconnect(path) => json!({ "do": "disconnect", "path": path }),
@@ -101,9 +101,9 @@ impl Command {
             Self::Remove(path) => json!({ "do": "remove_path", "path": path }),
             Self::Add(path) | Self::AddAgain(path) => json!({ "do": "add_path", "path": path }),
             Self::ResetStats(path) => json!({ "do": "reset_path_stats", "path": path }),
-            Self::Remap => json!({ "do": "remap" }),
-            Self::Resize(bytes) => json!({ "do": "resize", "sectors": bytes / 512 }),
-            Self::Unmap => json!({ "do": "unmap" }),
+            Self::Remap => json!({ "do": "remap", "device": device }),
+            Self::Resize(bytes) => json!({ "do": "resize", "device": device, "sectors": bytes / 512 }),
+            Self::Unmap => json!({ "do": "unmap", "device": device }),
             Self::List => json!({ "do": "list" }),
             Self::Sessions(_) => json!({ "do": "sessions" }),
             Self::ClosePath(session, path) => json!({ "do": "close_path", "session": session, "path": path }),

@@ -243,8 +243,11 @@ impl World {
     /// Sends a command; its number. None if there is no server to send it to.
     pub(crate) fn ask(&mut self, who: Who, command: &Command) -> Option<u64> {
         let id = match who {
-            Who::Client(n) => self.devices[n].ask(command.request()),
-            Who::Server => self.serve.as_mut()?.begin(command.request()),
+            Who::Client(n) => {
+                let device = &mut self.devices[n];
+                device.ask(command.request(device.name))
+            }
+            Who::Server => self.serve.as_mut()?.begin(command.request("")),
         };
         self.logs.say(&format!("COMMAND {id} to {who:?}: {command:?}"));
         Some(id)
