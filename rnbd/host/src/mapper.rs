@@ -93,8 +93,8 @@ pub(crate) enum Command {
 pub(crate) enum Letter {
     Rtrs(RtrsLetter),
     Rnbd(RnbdLetter),
-    /// Home: an NBD client for this loop.
-    Client(UnixStream),
+    /// Home: an NBD client for this loop, and the devices that it can choose, in their order.
+    Client(UnixStream, Vec<String>),
     /// Home: no more requests are taken.
     Drain,
     /// To home: there are no clients here any more, and none will be taken.
@@ -432,9 +432,9 @@ impl Service {
                 self.count();
                 self.rnbd.letter(from as u16, letter);
             }
-            Letter::Client(stream) => {
+            Letter::Client(stream, devices) => {
                 self.pass_on(turn);
-                self.admit(turn, stream);
+                self.admit(turn, stream, &devices);
             }
             Letter::Drain if self.phase != Phase::Ended => self.drain(turn),
             Letter::Drain => {}

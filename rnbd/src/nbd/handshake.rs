@@ -427,6 +427,26 @@ mod tests {
     }
 
     #[test]
+    fn exports_come_and_go_and_keep_their_numbers() {
+        let mut e = exports(&[("a", "a"), ("b", "b")]);
+        e.withdraw(0);
+        e.withdraw(7);
+        assert_eq!((e.find(b"a"), e.find(b"b"), e.find(b"")), (None, Some(1), Some(1)));
+        assert!(e.get(0).is_none());
+        e.set_geometry(0, geometry());
+        let [again] = &exports(&[("a", "a")]).0[..] else {
+            panic!()
+        };
+        e.offer(again.clone().unwrap());
+        assert_eq!((e.find(b"a"), e.find(b"")), (Some(2), Some(1)));
+        let listed: Vec<_> = e.iter().map(|export| export.name.as_str()).collect();
+        assert_eq!(listed, ["b", "a"]);
+        e.withdraw(1);
+        e.withdraw(2);
+        assert_eq!((e.find(b""), e.iter().count()), (None, 0));
+    }
+
+    #[test]
     fn flags_say_what_the_device_can_do() {
         let g = geometry();
         let always = tx::HAS_FLAGS | tx::SEND_FLUSH | tx::CAN_MULTI_CONN | tx::SEND_CACHE;

@@ -36,16 +36,20 @@ fn export(device: &Device) -> Option<Export> {
 }
 
 impl Service {
-    /// Takes a client that was let in.
-    pub(super) fn admit(&mut self, turn: &mut TurnCx<'_, ()>, stream: UnixStream) {
-        if let Err(e) = self.begin(turn, stream) {
+    /// Takes a client that was let in, and finds these devices.
+    pub(super) fn admit(&mut self, turn: &mut TurnCx<'_, ()>, stream: UnixStream, devices: &[String]) {
+        if let Err(e) = self.begin(turn, stream, devices) {
             self.turn_away(turn.now, &e);
             self.left(None);
         }
     }
 
-    fn begin(&mut self, turn: &mut TurnCx<'_, ()>, stream: UnixStream) -> io::Result<()> {
-        let open = self.devices.iter().filter(|device| device.stage == Stage::Open);
+    fn begin(&mut self, turn: &mut TurnCx<'_, ()>, stream: UnixStream, devices: &[String]) -> io::Result<()> {
+        let named = |name: &String| self.devices.iter().find(|device| device.what.name == *name);
+        let open = devices
+            .iter()
+            .filter_map(named)
+            .filter(|device| device.stage == Stage::Open);
         let (keys, exports): (Vec<_>, Vec<_>) = open.filter_map(|d| Some((d.key, export(d)?))).unzip();
         if keys.is_empty() {
             return Err(io::Error::other("no device is there"));
@@ -307,8 +311,14 @@ impl Service {
         while let Some(comer) = self.entrance.next(turn.now) {
             worked = true;
             match comer {
-                Comer::For(HOME, stream) => self.admit(turn, stream),
-                Comer::For(other, stream) => self.place.tell(other, Letter::Client(stream)),
+                Comer::For(to, stream) => {
+                    let open = self.devices.iter().filter(|device| device.stage == Stage::Open);
+                    let devices: Vec<String> = open.map(|device| device.what.name.clone()).collect();
+                    match to {
+                        HOME => self.admit(turn, stream, &devices),
+                        other => self.place.tell(other, Letter::Client(stream, devices)),
+                    }
+                }
                 Comer::TurnedAway(why) => self.turn_away(turn.now, &why),
             }
         }
