@@ -66,26 +66,15 @@ impl Client {
     /// # Errors
     /// When the socket or the negotiation fails.
     pub fn connect(socket: &Path) -> io::Result<Self> {
-        Self::connect_patiently(socket, crate::process::PATIENCE)
+        Self::connect_to(socket, "", crate::process::PATIENCE)
     }
 
-    /// The same, of which every answer may take this long.
+    /// Connects and negotiates the export of this name. Every answer may take this long.
     ///
     /// # Errors
     /// When the socket or the negotiation fails.
-    pub fn connect_patiently(socket: &Path, patience: Duration) -> io::Result<Self> {
-        Self::negotiate(open(socket, patience)?, "")
-    }
-
-    /// Connects and negotiates the export of this name.
-    ///
-    /// # Errors
-    /// When the socket or the negotiation fails.
-    pub fn connect_to(socket: &Path, name: &str) -> io::Result<Self> {
-        Self::negotiate(open(socket, crate::process::PATIENCE)?, name)
-    }
-
-    fn negotiate(mut stream: UnixStream, name: &str) -> io::Result<Self> {
+    pub fn connect_to(socket: &Path, name: &str, patience: Duration) -> io::Result<Self> {
+        let mut stream = open(socket, patience)?;
         // NBD_OPT_GO without information requests.
         let mut data = (name.len() as u32).to_be_bytes().to_vec();
         data.extend(name.as_bytes());

@@ -13,7 +13,7 @@ use ferroce_tests::{
     eventually, fresh_address,
     nbd::{self, Client, EIO, ENOSPC, EPERM, Error},
     pattern,
-    process::{Running, run},
+    process::{PATIENCE, Running, run},
 };
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -75,7 +75,11 @@ impl Lab {
     }
 
     fn client(&self, name: &str) -> Client {
-        Client::connect_to(&self.socket(), name).unwrap()
+        self.try_client(name).unwrap()
+    }
+
+    fn try_client(&self, name: &str) -> std::io::Result<Client> {
+        Client::connect_to(&self.socket(), name, PATIENCE)
     }
 
     /// A device as the mapping lists it.
@@ -219,7 +223,7 @@ fn devices_are_exports_of_one_socket_and_share_a_session() {
         );
         assert_eq!(lab.exports(), ["a", "b", "c"]);
         assert_eq!(lab.open(), (3, 1));
-        assert!(Client::connect_to(&socket, "d").is_err());
+        assert!(lab.try_client("d").is_err());
 
         // Two of each, so that somebody uses each at every loop.
         let works = [("a", 0), ("c", 0), ("a", 1), ("c", 1)].map(|(device, half)| Work::new(device, half));
@@ -265,7 +269,7 @@ fn one_goes_and_another_comes_while_others_go_on() {
             assert_eq!((&told["device"], &told["why"]), (&json!("b"), &Value::Null));
             works[0].goes_on();
             assert_eq!((lab.open(), lab.exports()), ((1, 1), vec!["a".to_owned()]));
-            assert!(Client::connect_to(&socket, "b").is_err());
+            assert!(lab.try_client("b").is_err());
             lab.map.refused(unmap("b"), ENOENT);
 
             // It comes again, and one more.

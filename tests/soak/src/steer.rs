@@ -42,6 +42,8 @@ pub(crate) enum Command {
     /// A device that is open.
     Remap,
     Resize(u64),
+    /// A device that is there.
+    MapAgain,
     /// With NBD clients.
     Unmap,
     List,
@@ -71,6 +73,7 @@ impl Command {
             Self::ResetStats(_) => "reset_path_stats",
             Self::Remap => "remap",
             Self::Resize(_) => "resize",
+            Self::MapAgain => "map twice",
             Self::Unmap => "unmap",
             Self::List => "list",
             Self::Sessions(_) => "sessions",
@@ -103,6 +106,7 @@ impl Command {
             Self::ResetStats(path) => json!({ "do": "reset_path_stats", "path": path }),
             Self::Remap => json!({ "do": "remap", "device": device }),
             Self::Resize(bytes) => json!({ "do": "resize", "device": device, "sectors": bytes / 512 }),
+            Self::MapAgain => json!({ "do": "map", "device": device }),
             Self::Unmap => json!({ "do": "unmap", "device": device }),
             Self::List => json!({ "do": "list" }),
             Self::Sessions(_) => json!({ "do": "sessions" }),
@@ -115,7 +119,7 @@ impl Command {
     fn allows(&self, answer: &Value, out: bool) -> bool {
         let errno = answer["errno"].as_i64();
         match (self, errno) {
-            (Self::AddAgain(_), errno) => errno == Some(EEXIST),
+            (Self::AddAgain(_) | Self::MapAgain, errno) => errno == Some(EEXIST),
             (Self::Unmap, errno) => errno == Some(EBUSY),
             // It may have been opened again meanwhile.
             (Self::Remap, errno) => errno == Some(EALREADY) || out,
@@ -176,7 +180,7 @@ impl Steering {
             return None;
         }
         let is_gone = self.gone.iter().any(|gone| gone.device == device && gone.path == path);
-        let command = match rng.random_range(0..10) {
+        let command = match rng.random_range(0..11) {
             0 => Command::Policy(["round-robin", "min-inflight", "min-latency"][rng.random_range(0..3)]),
             1 if !is_gone => Command::Disconnect(path),
             2 if !is_gone => Command::Reconnect(path),
@@ -186,6 +190,7 @@ impl Steering {
             6 => Command::Remap,
             7 => Command::Resize(BASE + rng.random_range(0..=BEYOND / 4096) * 4096),
             8 => Command::Unmap,
+            9 => Command::MapAgain,
             _ => Command::List,
         };
         Some((Who::Client(device), command))

@@ -284,13 +284,15 @@ impl Service {
 
     /// Nobody uses a device any more: what was written is made durable, and it is closed. At home.
     pub(super) fn end_device(&mut self, turn: &mut TurnCx<'_, ()>, key: DeviceKey) {
-        let durable = self.failure.is_some();
+        // What went wrong with another device is no reason.
+        let own = |why: &MapFailure| matches!(why, MapFailure::Flush { .. } | MapFailure::Close { .. });
+        let hopeless = self.failure.as_ref().is_some_and(|why| !own(why));
         let Some(device) = self.device(key) else { return };
         if matches!(device.stage, Stage::Flushing | Stage::Closing) {
             return;
         }
         let writable = device.geometry.is_some_and(|g| !g.read_only);
-        if durable || device.forced || !writable {
+        if hopeless || device.forced || !writable {
             return self.close_device(turn, key);
         }
         device.stage = Stage::Flushing;
@@ -348,11 +350,12 @@ impl Service {
             let why = outcome.err().map(|refused| refused.text);
             self.tell(MapNews::Unmapped { device: name, why });
         }
-        // While others go on, who has asked for it is told; else all ends with it.
-        if let Some(failure) = device.failure
-            && (self.devices.is_empty() || self.phase != Phase::Serving)
-        {
-            self.failure.get_or_insert(failure);
+        if let Some(failure) = device.failure {
+            tracing::warn!("{failure}");
+            // While others go on, it concerns only who has asked for it; else it is how the mapping ends.
+            if self.devices.is_empty() || self.phase != Phase::Serving {
+                self.failure.get_or_insert(failure);
+            }
         }
         self.look_deviceless(turn);
     }
