@@ -336,7 +336,9 @@ impl Service {
             return;
         }
         let name = device.name();
-        if let (Err(error), false) = (result, device.forced) {
+        // With the session the server closes whatever is open.
+        let over = matches!(self.phase, Phase::Closing | Phase::Ended);
+        if let (Err(error), false) = (result, over || device.forced) {
             let device_of = name.clone();
             device.failure.get_or_insert(MapFailure::Close {
                 device: device_of,
