@@ -1,4 +1,4 @@
-//! `ferroce map`: a device of a server as an NBD socket.
+//! `ferroce map`: devices of a server as exports at an NBD socket.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -11,7 +11,7 @@ use clap::Args;
 use rnbd::{block::Geometry, client::error::MapError, proto::AccessMode};
 use rnbd_host::{
     LoopStats,
-    map::{MapConfig, MapEvent, MapFailure, MapStats, Mapping, Nobody},
+    map::{MapConfig, MapDevice, MapEvent, MapFailure, MapStats, Mapping, Nobody},
 };
 use roce::{LocalDevice, iface};
 use rtrs::{
@@ -47,13 +47,16 @@ Examples:
   ferroce map --session test --path 127.0.0.2,127.0.0.1 --device disk --nbd disk.sock --ro
   ferroce map --session copy --path 192.0.2.7 --device disk --nbd disk.sock --threads 4
   ferroce map --session two --path 192.0.2.1,192.0.2.7 --path 198.51.100.1,198.51.100.7 --device disk --nbd disk.sock --on-loss queue --threads 2
+  ferroce map --session many --path 192.0.2.7 --device disk --device system,ro --nbd disks.sock
+  nbdinfo --list 'nbd+unix:///?socket=disks.sock'
   qemu-img convert -p -O raw 'nbd+unix:///?socket=disk.sock' copy.img
 
-NBD clients find the device under its name and under the empty one; 16 may be connected at a time, at all loops together.
+NBD clients find each device as an export of its name, and the first under the empty name, too; 16 may be connected at a time, at \
+all devices and loops together.
 
 Runs until SIGINT or SIGTERM, or until no path is left that is tried again. With --json, one event per line on standard output: \
-`mapped`, `stats` (with --stats-interval), `path_up`, `path_down`, `failover`, `reconnect_failed`, `path_closed`, `session_lost`, \
-`session_back`, `remapped`, `not_remapped`, `resized`, `error`, and at the end `summary`.")]
+`mapped` (for each device), `stats` (with --stats-interval), `path_up`, `path_down`, `failover`, `reconnect_failed`, `path_closed`, `session_lost`, \
+`session_back`, `remapped`, `not_remapped`, `resized`, `unmapped`, `error`, and at the end `summary`.")]
 pub(crate) struct MapArgs {
     /// Name of the session: the server tells its clients apart by it
     #[arg(long, value_name = "NAME")]
@@ -62,16 +65,17 @@ pub(crate) struct MapArgs {
     /// paths, up to 128, which may be from several of our addresses. Requests are spread over them, and those of one that is lost go by the others
     #[arg(long = "path", value_name = "[SRC,]DST[:1234]", value_parser = path, required = true)]
     paths: Vec<PathAddr>,
-    /// Device to open, as the server calls it
-    #[arg(long, value_name = "NAME")]
-    device: String,
+    /// Device to open, as the server calls it, and perhaps how, if not as --access-mode says; a name that ends like that wants one
+    /// more: NAME,ro,rw. Several times: as many devices, over the one session
+    #[arg(long = "device", value_name = "NAME[,ro|rw|migration]", value_parser = DeviceArg::parse, required = true)]
+    devices: Vec<DeviceArg>,
     /// Unix socket to make for NBD clients (mode 0600, removed at the end)
     #[arg(long, value_name = "SOCKET")]
     nbd: PathBuf,
-    /// How to open the device: `migration` is as `rw`, but a second writer beside the first, if the server allows that
+    /// How to open devices: `migration` is as `rw`, but a second writer beside the first, if the server allows that
     #[arg(long, value_name = "ro|rw|migration", default_value_t = AccessMode::ReadWrite)]
     access_mode: AccessMode,
-    /// Open the device read-only: as --access-mode ro
+    /// Open devices read-only: as --access-mode ro
     #[arg(long, conflicts_with = "access_mode")]
     ro: bool,
     /// Connections for I/O; at least one for each loop [default: that, as what leaves together on one connection is the cheapest]
@@ -139,15 +143,20 @@ impl MapArgs {
         session.max_user_header = size_of::<rnbd::proto::MsgOpen>() as u16;
         session.connect_timeout = self.connect_timeout;
         session.heartbeat = self.transport.heartbeat(HEARTBEAT);
+        let mode = match self.ro {
+            true => AccessMode::ReadOnly,
+            false => self.access_mode,
+        };
+        let device = |device: &DeviceArg| MapDevice {
+            name: device.name.clone(),
+            mode: device.mode.unwrap_or(mode),
+        };
         MapConfig {
-            mode: match self.ro {
-                true => AccessMode::ReadOnly,
-                false => self.access_mode,
-            },
+            devices: self.devices.iter().map(device).collect(),
             on_loss: self.lasting.on_loss,
             grace: GRACE,
             reactor: self.transport.reactor(),
-            ..MapConfig::new(session, &self.device, &self.nbd)
+            ..MapConfig::new(session, &self.devices[0].name, &self.nbd)
         }
     }
 }
@@ -172,7 +181,7 @@ fn session_failure(dst: SocketAddr, e: &rtrs::Error) -> Failure {
     Failure::failed(format!("no session with {dst}: {e}{hint}"))
 }
 
-fn map_failure(args: &MapArgs, e: &MapError) -> Failure {
+fn map_failure(args: &MapArgs, device: &str, e: &MapError) -> Failure {
     let hint = match e {
         MapError::Refused { errno, mode, .. } if mode.writable() && *errno == rnbd::Errno::EACCES => {
             "\nmap it with --ro"
@@ -180,23 +189,24 @@ fn map_failure(args: &MapArgs, e: &MapError) -> Failure {
         MapError::Refused { errno, .. } if *errno == rnbd::Errno::EPERM => "\nend the other one, or map it with --ro",
         _ => "",
     };
-    Failure::failed(format!("can't map {} of {}: {e}{hint}", args.device, args.server()))
+    Failure::failed(format!("can't map {device} of {}: {e}{hint}", args.server()))
 }
 
 /// What to say of a mapping that ended otherwise than asked.
 fn failure(args: &MapArgs, e: MapFailure) -> Failure {
     let dst = args.server();
-    let fail =
-        |what: &str, e: &dyn std::fmt::Display| Failure::failed(format!("{dst} could not {what} {}: {e}", args.device));
+    let fail = |what: &str, device: &str, e: &dyn std::fmt::Display| {
+        Failure::failed(format!("{dst} could not {what} {device}: {e}"))
+    };
     match e {
         MapFailure::Session(e) => session_failure(dst, &e),
-        MapFailure::Map(e) => map_failure(args, &e),
+        MapFailure::Map { device, error } => map_failure(args, &device, &error),
         MapFailure::Socket(e) => Failure::failed(format!("NBD socket {}: {e}", args.nbd.display())),
         MapFailure::Lost(why) => Failure::failed(format!(
             "connection to {dst} lost: {why}; what was not flushed may not be in the image"
         )),
-        MapFailure::Flush(e) => fail("flush", &e),
-        MapFailure::Close(e) => fail("close", &e),
+        MapFailure::Flush { device, errno } => fail("flush", &device, &errno),
+        MapFailure::Close { device, error } => fail("close", &device, &error),
         MapFailure::Loop(e) => Failure::failed(e),
     }
 }
@@ -212,6 +222,7 @@ fn map(args: &MapArgs, steering: &dyn Steering) -> Result<(), Failure> {
     let ways = args.ways()?;
     let config = args.config(ways.clone());
     config.session.check().map_err(|e| Failure::usage(e.to_string()))?;
+    config.check_devices().map_err(|e| Failure::usage(e.to_string()))?;
     let started = Mapping::start_shards(args.devices(&ways)?, config);
     let mut mapping = started.map_err(|e| Failure::failed(e.to_string()))?;
     steering.mapping(mapping.control());
@@ -224,9 +235,9 @@ fn map(args: &MapArgs, steering: &dyn Steering) -> Result<(), Failure> {
         }
         let patience = if mapped { reporter.patience() } else { LOOK };
         match mapping.next(patience) {
-            Some(MapEvent::Mapped { geometry, info }) => {
+            Some(MapEvent::Mapped { device, geometry, info }) => {
                 mapped = true;
-                announce(args, &reporter, &info, &geometry)?;
+                announce(args, &reporter, &device, &info, &geometry)?;
             }
             // Until then the log says what there is to say of paths.
             Some(MapEvent::News(_)) if !mapped => {}
@@ -265,12 +276,58 @@ fn counted(stats: MapStats) -> (LoopStats, Moved) {
     (stats.turns, moved)
 }
 
-fn announce(args: &MapArgs, reporter: &Reporter, info: &SessionInfo, geometry: &Geometry) -> Result<(), Failure> {
+/// A device on the command line.
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct DeviceArg {
+    name: String,
+    /// How it is to be opened, if that is said here.
+    mode: Option<AccessMode>,
+}
+
+impl DeviceArg {
+    /// Reads `NAME[,ro|rw|migration]`. Names may have commas in them, as those of servers may.
+    fn parse(text: &str) -> Result<Self, String> {
+        let with_mode = text
+            .rsplit_once(',')
+            .and_then(|(name, mode)| Some((name, mode.parse().ok()?)));
+        let (name, mode) = match with_mode {
+            Some((name, mode)) => (name, Some(mode)),
+            None => (text, None),
+        };
+        if name.is_empty() {
+            return Err("empty device name".into());
+        }
+        let name = name.to_owned();
+        Ok(Self { name, mode })
+    }
+}
+
+/// Where NBD clients find a device: the first needs no name.
+fn uri(socket: &str, name: Option<&str>) -> String {
+    let mut uri = String::from("nbd+unix:///");
+    for byte in name.unwrap_or_default().bytes() {
+        match byte {
+            b'/' | b'-' | b'.' | b'_' | b'~' | b'0'..=b'9' | b'a'..=b'z' | b'A'..=b'Z' => uri.push(byte.into()),
+            other => uri.push_str(&format!("%{other:02X}")),
+        }
+    }
+    uri + "?socket=" + socket
+}
+
+fn announce(
+    args: &MapArgs,
+    reporter: &Reporter,
+    device: &MapDevice,
+    info: &SessionInfo,
+    geometry: &Geometry,
+) -> Result<(), Failure> {
     let socket = args.nbd.display().to_string();
     let access = if geometry.read_only { "read-only" } else { "read-write" };
+    let name = Some(device.name.as_str()).filter(|name| *name != args.devices[0].name);
+    let uri = uri(&socket, name);
     let text = format!(
-        "mapped {} of {} ({}, {access}): nbd+unix:///?socket={socket}",
-        args.device,
+        "mapped {} of {} ({}, {access}): {uri}",
+        device.name,
         args.server(),
         output::bytes(geometry.size)
     );
@@ -278,14 +335,47 @@ fn announce(args: &MapArgs, reporter: &Reporter, info: &SessionInfo, geometry: &
         "session": args.session,
         "server": args.server().to_string(),
         "paths": args.paths.iter().map(PathAddr::to_string).collect::<Vec<_>>(),
-        "device": args.device,
+        "device": device.name,
+        "access_mode": device.mode.to_string(),
         "bytes": geometry.size,
         "block_size": geometry.logical_block_size,
         "read_only": geometry.read_only,
         "nbd": socket,
+        "uri": uri,
         "queue_depth": info.session_depth,
         "max_io_bytes": info.max_io_size,
         "threads": args.threads,
     });
     reporter.event("mapped", fields, &text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_are_named_with_or_without_a_mode() {
+        for (text, name, mode) in [
+            ("disk", "disk", None),
+            ("disk,ro", "disk", Some(AccessMode::ReadOnly)),
+            ("a/b=c,rw", "a/b=c", Some(AccessMode::ReadWrite)),
+            ("a,b,migration", "a,b", Some(AccessMode::Migration)),
+            ("a,b", "a,b", None),
+            ("a,RO", "a,RO", None),
+            ("a,", "a,", None),
+            ("a,ro,rw", "a,ro", Some(AccessMode::ReadWrite)),
+        ] {
+            let name = name.to_owned();
+            assert_eq!(DeviceArg::parse(text), Ok(DeviceArg { name, mode }), "{text}");
+        }
+        for empty in ["", ",ro"] {
+            assert!(DeviceArg::parse(empty).is_err(), "{empty:?}");
+        }
+    }
+
+    #[test]
+    fn uris_have_names_as_they_are_written_in_one() {
+        assert_eq!(uri("s", None), "nbd+unix:///?socket=s");
+        assert_eq!(uri("s", Some("a/b,1 ä?")), "nbd+unix:///a/b%2C1%20%C3%A4%3F?socket=s");
+    }
 }

@@ -1,4 +1,4 @@
-//! What `ferroce map` tells of its paths and its device while it runs.
+//! What `ferroce map` tells of its paths and its devices while it runs.
 
 use std::time::Duration;
 
@@ -56,21 +56,33 @@ fn shown(news: &MapNews) -> (&'static str, Value, String) {
             json!({ "queue_depth": info.session_depth, "max_io_bytes": info.max_io_size }),
             "the session is back".to_owned(),
         ),
-        MapNews::Remapped => (
+        MapNews::Remapped { device } => (
             "remapped",
-            json!({}),
-            "the server has opened the device again".to_owned(),
+            json!({ "device": device }),
+            format!("the server has opened {device} again"),
         ),
-        MapNews::NotRemapped(error) => (
+        MapNews::NotRemapped { device, error } => (
             "not_remapped",
-            json!({ "why": error.to_string() }),
-            format!("the server has not opened the device again: {error}"),
+            json!({ "device": device, "why": error.to_string() }),
+            format!("the server has not opened {device} again: {error}"),
         ),
-        MapNews::Changed(geometry) => (
+        MapNews::Changed { device, geometry } => (
             "resized",
-            json!({ "bytes": geometry.size, "block_size": geometry.logical_block_size, "read_only": geometry.read_only }),
-            format!("the device has {}", output::bytes(geometry.size)),
+            json!({
+                "device": device,
+                "bytes": geometry.size,
+                "block_size": geometry.logical_block_size,
+                "read_only": geometry.read_only,
+            }),
+            format!("{device} has {}", output::bytes(geometry.size)),
         ),
+        MapNews::Unmapped { device, why } => {
+            let text = match why {
+                None => format!("unmapped {device}"),
+                Some(why) => format!("unmapped {device}: {why}"),
+            };
+            ("unmapped", json!({ "device": device, "why": why }), text)
+        }
     }
 }
 

@@ -127,6 +127,40 @@ fn a_client_gets_the_export_that_it_asks_for() {
 }
 
 #[test]
+fn exports_come_and_go_while_a_client_asks_for_options() {
+    let world = &mut World::new(GEOMETRY);
+    let mut c = connect(world);
+    let ask = |c: &mut Peer, world: &mut World, name| kind_of(c, world, opt::INFO, &information(name, &[]));
+    assert_eq!(ask(&mut c, world, "disk"), rep::INFO);
+    c.answers.clear();
+    c.conn.withdraw(0);
+    assert_eq!(ask(&mut c, world, "disk"), rep::ERR_UNKNOWN);
+    c.option(opt::LIST, b"");
+    c.settle(world);
+    let (_, kind, listed) = option_reply(&mut c);
+    assert!(kind == rep::SERVER && listed[4..].starts_with(b"other"), "{listed:?}");
+    assert_eq!(option_reply(&mut c).1, rep::ACK);
+    // The first that is left needs no name; one that comes has a number of its own.
+    let another = world.exports().get(0).cloned().unwrap();
+    c.conn.offer(another);
+    for (name, index) in [("", 1), ("disk", 2)] {
+        let mut c = connect(world);
+        c.conn.withdraw(0);
+        c.conn.offer(world.exports().get(0).cloned().unwrap());
+        c.option(opt::GO, &information(name, &[]));
+        c.settle(world);
+        assert_eq!(c.conn.export(), Some(index), "{name:?}");
+        // Who has chosen it is let go by other means.
+        c.conn.withdraw(index);
+        c.answers.clear();
+        assert_eq!(c.call(world, cmd::READ, 0, 0, 512), 0);
+    }
+    c.option(opt::GO, &information("disk", &[]));
+    c.settle(world);
+    assert_eq!(c.conn.export(), Some(2));
+}
+
+#[test]
 fn what_makes_no_sense_ends_the_connection_after_what_came_before_is_answered() {
     let world = &mut World::new(GEOMETRY);
     let mut c = Peer::new(world);

@@ -14,6 +14,8 @@ use std::{
     path::{Path, PathBuf},
     process::Command,
     sync::OnceLock,
+    thread,
+    time::{Duration, Instant},
 };
 
 pub use ferroce_loopback::address as fresh_address;
@@ -56,6 +58,18 @@ pub fn ferroce() -> &'static Path {
             .find_map(|m| m["executable"].as_str().map(PathBuf::from))
             .expect("cargo names the executable")
     })
+}
+
+/// Waits until something is so.
+///
+/// # Panics
+/// When it takes longer than anything should.
+pub fn eventually(what: &str, mut is: impl FnMut() -> bool) {
+    let end = Instant::now() + process::PATIENCE;
+    while !is() {
+        assert!(Instant::now() < end, "{what}: not in time");
+        thread::sleep(Duration::from_millis(10));
+    }
 }
 
 /// `len` bytes that differ from place to place and from seed to seed.

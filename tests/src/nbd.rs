@@ -13,8 +13,10 @@ const IHAVEOPT: u64 = 0x4948_4156_454f_5054;
 const OPT_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
 const REQUEST_MAGIC: u32 = 0x2560_9513;
 const REPLY_MAGIC: u32 = 0x6744_6698;
+const OPT_LIST: u32 = 3;
 const OPT_GO: u32 = 7;
 const REP_ACK: u32 = 1;
+const REP_SERVER: u32 = 2;
 const REP_INFO: u32 = 3;
 const REP_ERROR: u32 = 1 << 31;
 
@@ -64,35 +66,23 @@ impl Client {
     /// # Errors
     /// When the socket or the negotiation fails.
     pub fn connect(socket: &Path) -> io::Result<Self> {
-        Self::connect_patiently(socket, crate::process::PATIENCE)
+        Self::connect_to(socket, "", crate::process::PATIENCE)
     }
 
-    /// The same, of which every answer may take this long.
+    /// Connects and negotiates the export of this name. Every answer may take this long.
     ///
     /// # Errors
     /// When the socket or the negotiation fails.
-    pub fn connect_patiently(socket: &Path, patience: Duration) -> io::Result<Self> {
-        let mut stream = UnixStream::connect(socket)?;
-        stream.set_read_timeout(Some(patience))?;
-        stream.set_write_timeout(Some(patience))?;
-        expect("NBDMAGIC", read_u64(&mut stream)?, NBDMAGIC)?;
-        expect("IHAVEOPT", read_u64(&mut stream)?, IHAVEOPT)?;
-        let handshake = read_u16(&mut stream)?;
-        expect("fixed newstyle", u64::from(handshake & 1), 1)?;
-        stream.write_all(&u32::from(handshake & 3).to_be_bytes())?;
-        // NBD_OPT_GO with an empty name and no information requests.
-        let mut option = IHAVEOPT.to_be_bytes().to_vec();
-        option.extend(OPT_GO.to_be_bytes());
-        option.extend(6_u32.to_be_bytes());
-        option.extend([0; 6]);
-        stream.write_all(&option)?;
+    pub fn connect_to(socket: &Path, name: &str, patience: Duration) -> io::Result<Self> {
+        let mut stream = open(socket, patience)?;
+        // NBD_OPT_GO without information requests.
+        let mut data = (name.len() as u32).to_be_bytes().to_vec();
+        data.extend(name.as_bytes());
+        data.extend([0; 2]);
+        ask(&mut stream, OPT_GO, &data)?;
         let (mut size, mut flags) = (0, 0);
         loop {
-            expect("option reply", read_u64(&mut stream)?, OPT_REPLY_MAGIC)?;
-            expect("option", u64::from(read_u32(&mut stream)?), u64::from(OPT_GO))?;
-            let kind = read_u32(&mut stream)?;
-            let mut data = vec![0; read_u32(&mut stream)? as usize];
-            stream.read_exact(&mut data)?;
+            let (kind, data) = option_reply(&mut stream, OPT_GO)?;
             match kind {
                 REP_ACK => break,
                 REP_INFO if data.len() == 12 && data[..2] == [0, 0] => {
@@ -100,10 +90,6 @@ impl Client {
                     flags = u16::from_be_bytes([data[10], data[11]]);
                 }
                 REP_INFO => {}
-                kind if kind & REP_ERROR != 0 => {
-                    let text = String::from_utf8_lossy(&data).into_owned();
-                    return Err(io::Error::other(format!("option error {kind:#x}: {text}")));
-                }
                 kind => return Err(io::Error::other(format!("unexpected option reply {kind}"))),
             }
         }
@@ -210,6 +196,61 @@ impl Client {
     /// When the connection is gone.
     pub fn disconnect(mut self) -> io::Result<()> {
         self.send(Command::Disconnect, 0, 0, 0, &[]).map(|_| ())
+    }
+}
+
+/// Connects, as far as options can be asked for.
+fn open(socket: &Path, patience: Duration) -> io::Result<UnixStream> {
+    let mut stream = UnixStream::connect(socket)?;
+    stream.set_read_timeout(Some(patience))?;
+    stream.set_write_timeout(Some(patience))?;
+    expect("NBDMAGIC", read_u64(&mut stream)?, NBDMAGIC)?;
+    expect("IHAVEOPT", read_u64(&mut stream)?, IHAVEOPT)?;
+    let handshake = read_u16(&mut stream)?;
+    expect("fixed newstyle", u64::from(handshake & 1), 1)?;
+    stream.write_all(&u32::from(handshake & 3).to_be_bytes())?;
+    Ok(stream)
+}
+
+fn ask(stream: &mut UnixStream, option: u32, data: &[u8]) -> io::Result<()> {
+    let mut bytes = IHAVEOPT.to_be_bytes().to_vec();
+    bytes.extend(option.to_be_bytes());
+    bytes.extend((data.len() as u32).to_be_bytes());
+    bytes.extend(data);
+    stream.write_all(&bytes)
+}
+
+/// The next reply to an option, its kind and data, if it is no error.
+fn option_reply(stream: &mut UnixStream, option: u32) -> io::Result<(u32, Vec<u8>)> {
+    expect("option reply", read_u64(stream)?, OPT_REPLY_MAGIC)?;
+    expect("option", u64::from(read_u32(stream)?), u64::from(option))?;
+    let kind = read_u32(stream)?;
+    let mut data = vec![0; read_u32(stream)? as usize];
+    stream.read_exact(&mut data)?;
+    if kind & REP_ERROR != 0 {
+        let text = String::from_utf8_lossy(&data).into_owned();
+        return Err(io::Error::other(format!("option error {kind:#x}: {text}")));
+    }
+    Ok((kind, data))
+}
+
+/// The names of the exports.
+///
+/// # Errors
+/// When the socket or the negotiation fails.
+pub fn list(socket: &Path) -> io::Result<Vec<String>> {
+    let mut stream = open(socket, crate::process::PATIENCE)?;
+    ask(&mut stream, OPT_LIST, &[])?;
+    let mut names = Vec::new();
+    loop {
+        let (kind, data) = option_reply(&mut stream, OPT_LIST)?;
+        let name = match (kind, data.split_first_chunk::<4>()) {
+            (REP_ACK, _) => return Ok(names),
+            (REP_SERVER, Some((len, rest))) => rest.get(..u32::from_be_bytes(*len) as usize),
+            _ => None,
+        };
+        let name = name.ok_or_else(|| io::Error::other(format!("unexpected option reply {kind}")))?;
+        names.push(String::from_utf8_lossy(name).into_owned());
     }
 }
 

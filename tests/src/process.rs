@@ -160,6 +160,25 @@ impl Running {
         self.answer(id)
     }
 
+    /// Asks, and is not refused; the answer.
+    ///
+    /// # Panics
+    /// When it is.
+    pub fn done(&mut self, request: Value) -> Value {
+        let answer = self.ask(request.clone());
+        assert_eq!(answer["ok"], true, "{request}: {answer}");
+        answer
+    }
+
+    /// Asks, and is refused with this errno.
+    ///
+    /// # Panics
+    /// When it is not.
+    pub fn refused(&mut self, request: Value, errno: i32) {
+        let answer = self.ask(request.clone());
+        assert_eq!(answer["errno"], errno, "{request}: {answer}");
+    }
+
     /// Asks without waiting for the [answer](Self::answer); the request's number.
     ///
     /// # Panics

@@ -6,15 +6,14 @@ use std::{
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     thread,
-    time::{Duration, Instant},
 };
 
 use ferroce_tests::{
     device::{image, map_args, serve},
-    fresh_address,
+    eventually, fresh_address,
     nbd::{Client, Error},
     pattern,
-    process::{PATIENCE, Running},
+    process::Running,
 };
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -86,14 +85,6 @@ fn start(server: Ipv4Addr, image: &Path, more: &[&str]) -> Running {
     serve(server, &[], &[&["--export-dir", &folder], more].concat()).0
 }
 
-fn wait_until(what: &str, mut is: impl FnMut() -> bool) {
-    let end = Instant::now() + PATIENCE;
-    while !is() {
-        assert!(Instant::now() < end, "{what}: not in time");
-        thread::sleep(Duration::from_millis(5));
-    }
-}
-
 #[test]
 fn a_server_is_back_with_other_limits_and_keys() {
     const BLOCK: usize = 100_000 / 512 * 512;
@@ -137,7 +128,7 @@ fn a_server_is_back_with_other_limits_and_keys() {
             assert_eq!(listing["max_io_bytes"], (kib - 4) << 10);
         }
         assert_eq!(listing["new_rkeys"], option("--always-invalidate") != Some("off"));
-        assert_eq!(listing["device"]["failed"], 0);
+        assert_eq!(listing["devices"][0]["failed"], 0);
         let bytes = fs::read(&lab.image).unwrap();
         for (block, bytes) in bytes.chunks_exact(BLOCK).enumerate() {
             let seed = (round * blocks + block) as u64;
@@ -193,13 +184,13 @@ fn an_image_that_is_gone_is_asked_for_until_it_is_there_again() {
         lab.restart(&[]);
         lab.map.event("session_back");
         lab.map.event("not_remapped");
-        wait_until("the request waits", || lab.list()["device"]["waiting"] == 1);
+        eventually("the request waits", || lab.list()["devices"][0]["waiting"] == 1);
         if by_hand {
-            assert_eq!(lab.map.ask(json!({ "do": "remap" }))["errno"], 2);
+            assert_eq!(lab.map.ask(json!({ "do": "remap", "device": "disk.img" }))["errno"], 2);
         }
         fs::rename(&away, &lab.image).unwrap();
         if by_hand {
-            let answer = lab.map.ask(json!({ "do": "remap" }));
+            let answer = lab.map.ask(json!({ "do": "remap", "device": "disk.img" }));
             // Somebody may have asked just before.
             assert!(answer["ok"] == true || answer["errno"] == 114, "{answer}");
         }
@@ -247,8 +238,8 @@ fn nbdcopy_goes_on_when_its_server_was_killed_and_is_back() {
     for (from, to, moved) in ways {
         let copy = Copy::start(from, to);
         for part in [SIZE / 4, SIZE / 2] {
-            wait_until("the copy goes on", || {
-                let moved = lab.list()["device"][moved].as_u64().unwrap();
+            eventually("the copy goes on", || {
+                let moved = lab.list()["devices"][0][moved].as_u64().unwrap();
                 moved >= part as u64
             });
             lab.kill();
@@ -257,8 +248,8 @@ fn nbdcopy_goes_on_when_its_server_was_killed_and_is_back() {
         }
         copy.end();
     }
-    assert_eq!(lab.list()["device"]["failed"], 0);
-    let repeated = lab.list()["device"]["repeated"].as_u64().unwrap();
+    assert_eq!(lab.list()["devices"][0]["failed"], 0);
+    let repeated = lab.list()["devices"][0]["repeated"].as_u64().unwrap();
     println!("{repeated} requests were sent again");
     assert!(repeated > 0, "nothing was under way when the server died");
     let source = fs::read(source).unwrap();

@@ -4,7 +4,7 @@ use std::{fs, path::Path, thread, time::Duration};
 
 use ferroce_tests::{
     device::{image, map_args, serve_args},
-    fresh_address,
+    eventually, fresh_address,
     nbd::{Client, EIO, Error},
     pattern,
     process::Running,
@@ -23,19 +23,6 @@ fn steered(args: &[String], first: &str) -> (Running, Value) {
     let mut running = Running::steered(Path::new(env!("CARGO_BIN_EXE_ferroce-steered")), args);
     let event = running.event(first);
     (running, event)
-}
-
-/// Asks, and is not refused.
-fn done(process: &mut Running, request: Value) -> Value {
-    let answer = process.ask(request.clone());
-    assert_eq!(answer["ok"], true, "{request}: {answer}");
-    answer
-}
-
-/// Asks, and is refused with this errno.
-fn refused(process: &mut Running, request: Value, errno: i32) {
-    let answer = process.ask(request.clone());
-    assert_eq!(answer["errno"], errno, "{request}: {answer}");
 }
 
 const ENOENT: i32 = 2;
@@ -103,25 +90,17 @@ impl Lab {
     }
 
     fn list(&mut self) -> Value {
-        done(&mut self.map, json!({ "do": "list" }))
+        self.map.done(json!({ "do": "list" }))
     }
 
     fn sessions(&mut self) -> Vec<Value> {
-        let answer = done(&mut self.serve, json!({ "do": "sessions" }));
+        let answer = self.serve.done(json!({ "do": "sessions" }));
         answer["sessions"].as_array().unwrap().clone()
     }
 
     fn end(self) {
         assert_eq!(self.map.stop().code, Some(0));
         assert_eq!(self.serve.stop().code, Some(0));
-    }
-}
-
-fn eventually(what: &str, mut is: impl FnMut() -> bool) {
-    let end = std::time::Instant::now() + ferroce_tests::process::PATIENCE;
-    while !is() {
-        assert!(std::time::Instant::now() < end, "{what}: not in time");
-        thread::sleep(Duration::from_millis(20));
     }
 }
 
@@ -139,7 +118,7 @@ fn what_is_listed_is_of_all_loops() {
             assert!(read == pattern(n as u64, BLOCK));
         }
         let listing = lab.list();
-        let device = &listing["device"];
+        let device = &listing["devices"][0];
         assert_eq!(device["state"], "Mapped");
         assert_eq!((&device["completed"], &device["failed"]), (&json!(39), &json!(0)));
         assert_eq!(device["written_bytes"], 30 * BLOCK);
@@ -163,19 +142,17 @@ fn what_is_listed_is_of_all_loops() {
             );
         }
         assert_eq!(at_server["made"], at_server["connections"]);
-        let devices = done(&mut lab.serve, json!({ "do": "devices" }));
+        let devices = lab.serve.done(json!({ "do": "devices" }));
         assert_eq!(devices["devices"].as_array().unwrap().len(), 1);
         assert_eq!(devices["devices"][0]["name"], "disk");
         assert_eq!(devices["devices"][0]["bytes"], BLOCK * BLOCKS);
 
         let reset = lab.path_command("reset_path_stats");
-        done(&mut lab.map, reset);
+        lab.map.done(reset);
         assert_eq!(lab.list()["paths"][0]["writes"], 0);
         let (session, path) = (&sessions[0]["session"], &at_server["path"]);
-        done(
-            &mut lab.serve,
-            json!({ "do": "reset_path_stats", "session": session, "path": path }),
-        );
+        lab.serve
+            .done(json!({ "do": "reset_path_stats", "session": session, "path": path }));
         assert_eq!(lab.sessions()[0]["paths"][0]["writes"], 0);
         drop(clients);
         lab.end();
@@ -203,7 +180,7 @@ fn answers_that_a_loop_takes_on_another_processor_are_counted() {
     let mut lab = Lab::new("1", &[]);
     bind(&lab.map, sent);
     let reset = lab.path_command("reset_path_stats");
-    done(&mut lab.map, reset);
+    lab.map.done(reset);
     let mut client = lab.nbd();
     for n in 0..20 {
         client.write(n * BLOCK as u64, &pattern(n, BLOCK)).unwrap();
@@ -229,12 +206,12 @@ fn answers_that_a_loop_takes_on_another_processor_are_counted() {
     // Each kind is reset by itself.
     let reset = |which: &str| json!({ "do": "reset_path_stats", "path": lab.path.clone(), "which": which });
     let [rdma, moved, wrong] = ["rdma", "cpu_migration", "latency"].map(reset);
-    done(&mut lab.map, rdma);
+    lab.map.done(rdma);
     let path = &lab.list()["paths"][0];
     assert_eq!((&path["writes"], &path["cpu_migration_to"]), (&json!(0), &only(taken)));
-    done(&mut lab.map, moved);
+    lab.map.done(moved);
     assert_eq!(lab.list()["paths"][0]["cpu_migration_to"], json!([]));
-    refused(&mut lab.map, wrong, EINVAL);
+    lab.map.refused(wrong, EINVAL);
     lab.end();
 }
 
@@ -245,11 +222,11 @@ fn a_path_is_taken_down_and_connected_again() {
         let mut client = lab.nbd();
         client.write(0, &pattern(1, BLOCK)).unwrap();
         let disconnect = lab.path_command("disconnect");
-        done(&mut lab.map, disconnect.clone());
+        lab.map.done(disconnect.clone());
         lab.map.event("path_closed");
         assert_eq!(lab.list()["paths"][0]["state"], "Closed");
         // It is so already.
-        done(&mut lab.map, disconnect);
+        lab.map.done(disconnect);
         // Nobody connects it of himself, and the mapping waits.
         let waiting = thread::spawn(move || {
             client.write(0, &pattern(2, BLOCK)).unwrap();
@@ -257,7 +234,7 @@ fn a_path_is_taken_down_and_connected_again() {
         });
         thread::sleep(Duration::from_millis(700));
         assert!(!waiting.is_finished() && !lab.map.has_ended());
-        assert_eq!(lab.list()["device"]["waiting"], 1);
+        assert_eq!(lab.list()["devices"][0]["waiting"], 1);
         lab.reconnect();
         let mut client = waiting.join().unwrap();
         // One that is up is connected anew.
@@ -265,7 +242,7 @@ fn a_path_is_taken_down_and_connected_again() {
         assert!(client.read(0, BLOCK).unwrap() == pattern(2, BLOCK));
         let listing = lab.list();
         assert_eq!(listing["paths"][0]["reconnects"], 2);
-        assert_eq!(listing["device"]["failed"], 0);
+        assert_eq!(listing["devices"][0]["failed"], 0);
         client.disconnect().unwrap();
         lab.end();
     }
@@ -277,17 +254,17 @@ fn a_path_goes_by_its_addresses_whatever_its_port() {
     // As it is listed: the kernel's names of paths have no port.
     assert_eq!(lab.list()["paths"][0]["path"], lab.path);
     let disconnect = lab.path_command("disconnect");
-    done(&mut lab.map, disconnect);
+    lab.map.done(disconnect);
     lab.map.event("path_closed");
     lab.reconnect();
     let reset = lab.path_command("reset_path_stats");
-    done(&mut lab.map, reset);
+    lab.map.done(reset);
     // From another address of ours there is none.
     let other = format!("ip:{}@ip:{}", fresh_address(), lab.server);
-    refused(&mut lab.map, json!({ "do": "disconnect", "path": other }), ENOENT);
+    lab.map.refused(json!({ "do": "disconnect", "path": other }), ENOENT);
     // One that is named with its port is that one.
     let whole = format!("{}:1300", lab.server);
-    done(&mut lab.map, json!({ "do": "disconnect", "path": whole }));
+    lab.map.done(json!({ "do": "disconnect", "path": whole }));
     lab.map.event("path_closed");
     lab.reconnect();
     lab.end();
@@ -315,19 +292,19 @@ fn the_last_path_is_removed_and_another_added() {
         let mut client = lab.nbd();
         client.write(0, &pattern(1, BLOCK)).unwrap();
         let (add, remove) = (lab.path_command("add_path"), lab.path_command("remove_path"));
-        refused(&mut lab.map, add.clone(), EEXIST);
-        done(&mut lab.map, remove.clone());
+        lab.map.refused(add.clone(), EEXIST);
+        lab.map.done(remove.clone());
         assert_eq!(lab.list()["paths"], json!([]));
-        refused(&mut lab.map, remove, ENOENT);
+        lab.map.refused(remove, ENOENT);
         let reconnect = lab.path_command("reconnect");
-        refused(&mut lab.map, reconnect, ENOENT);
+        lab.map.refused(reconnect, ENOENT);
         eventually("the server's session ends", || lab.sessions().is_empty());
         let waiting = thread::spawn(move || {
             client.write(0, &pattern(2, BLOCK)).unwrap();
             client
         });
-        eventually("the request waits", || lab.list()["device"]["waiting"] == 1);
-        done(&mut lab.map, add);
+        eventually("the request waits", || lab.list()["devices"][0]["waiting"] == 1);
+        lab.map.done(add);
         let mut client = waiting.join().unwrap();
         assert!(client.read(0, BLOCK).unwrap() == pattern(2, BLOCK));
         client.flush().unwrap();
@@ -347,17 +324,17 @@ fn a_path_to_another_server_is_refused_and_nothing_is_written_there() {
         let export = [format!("disk={}", other_image.display())];
         let (mut stranger, _) = steered(&serve_args(other, &export, &["--threads", threads]), "listening");
         let strange = format!("{},{other}", lab.client);
-        refused(&mut lab.map, json!({ "do": "add_path", "path": strange }), ENXIO);
+        lab.map.refused(json!({ "do": "add_path", "path": strange }), ENXIO);
         // It is gone again, and can be tried again.
         assert_eq!(lab.list()["paths"].as_array().unwrap().len(), 1);
-        refused(&mut lab.map, json!({ "do": "add_path", "path": strange }), ENXIO);
+        lab.map.refused(json!({ "do": "add_path", "path": strange }), ENXIO);
         let mut client = lab.nbd();
         for n in 0..BLOCKS {
             client.write((n * BLOCK) as u64, &pattern(n as u64, BLOCK)).unwrap();
         }
         client.flush().unwrap();
         client.disconnect().unwrap();
-        let sessions = done(&mut stranger, json!({ "do": "sessions" }));
+        let sessions = stranger.done(json!({ "do": "sessions" }));
         assert_eq!(sessions["sessions"], json!([]));
         assert_eq!(stranger.stop().code, Some(0));
         assert!(fs::read(&other_image).unwrap() == vec![9; BLOCK * BLOCKS]);
@@ -380,32 +357,29 @@ fn what_can_not_be_reached_is_not_connected() {
     lab.serve.signal(Signal::SIGSTOP);
     let disconnect = lab.path_command("disconnect");
     let reconnect = lab.path_command("reconnect");
-    done(&mut lab.map, disconnect.clone());
+    lab.map.done(disconnect.clone());
     let begun = lab.map.begin(reconnect.clone());
     eventually("it is being connected", || {
         lab.list()["paths"][0]["state"] == "Connecting"
     });
-    refused(&mut lab.map, reconnect.clone(), EBUSY);
+    lab.map.refused(reconnect.clone(), EBUSY);
     let answer = lab.map.answer(begun);
     assert_eq!(answer["errno"], ENOTCONN, "{answer}");
     lab.serve.signal(Signal::SIGCONT);
     // Further attempts have followed by themselves.
     eventually("it is up", || lab.list()["paths"][0]["state"] == "Connected");
-    eventually("the device is back", || lab.list()["device"]["state"] == "Mapped");
-    refused(&mut lab.map, json!({ "do": "policy", "policy": "best" }), EINVAL);
+    eventually("the device is back", || lab.list()["devices"][0]["state"] == "Mapped");
+    lab.map.refused(json!({ "do": "policy", "policy": "best" }), EINVAL);
     lab.end();
 }
 
 #[test]
 fn policy_and_reconnects_are_set() {
     let mut lab = Lab::new("2", &[]);
-    done(&mut lab.map, json!({ "do": "policy", "policy": "rr" }));
-    done(&mut lab.map, json!({ "do": "reconnects", "attempts": 7, "delay": 1.5 }));
-    refused(
-        &mut lab.map,
-        json!({ "do": "reconnects", "attempts": 10_000, "delay": 1 }),
-        EINVAL,
-    );
+    lab.map.done(json!({ "do": "policy", "policy": "rr" }));
+    lab.map.done(json!({ "do": "reconnects", "attempts": 7, "delay": 1.5 }));
+    lab.map
+        .refused(json!({ "do": "reconnects", "attempts": 10_000, "delay": 1 }), EINVAL);
     let listing = lab.list();
     assert_eq!(listing["policy"], "round-robin");
     assert_eq!(
@@ -421,13 +395,15 @@ fn a_device_has_another_size_for_new_clients() {
         let mut lab = Lab::new(threads, &[]);
         let size = (BLOCK * BLOCKS) as u64;
         assert_eq!(lab.nbd().size, size);
-        done(&mut lab.map, json!({ "do": "resize", "sectors": size / 512 / 2 }));
+        lab.map
+            .done(json!({ "do": "resize", "device": "disk", "sectors": size / 512 / 2 }));
         assert_eq!(lab.map.event("resized")["bytes"], size / 2);
         // Of any loop.
         for _ in 0..3 {
             eventually("clients see it", || lab.nbd().size == size / 2);
         }
-        refused(&mut lab.map, json!({ "do": "resize", "sectors": u64::MAX }), EINVAL);
+        lab.map
+            .refused(json!({ "do": "resize", "device": "disk", "sectors": u64::MAX }), EINVAL);
         // Until it is opened again.
         lab.reconnect();
         lab.map.event("remapped");
@@ -440,15 +416,15 @@ fn a_device_has_another_size_for_new_clients() {
 fn a_device_that_was_closed_is_opened_again() {
     for threads in ["1", "2"] {
         let mut lab = Lab::new(threads, &[]);
-        refused(&mut lab.map, json!({ "do": "remap" }), EALREADY);
-        let devices = done(&mut lab.serve, json!({ "do": "devices" }));
+        lab.map.refused(json!({ "do": "remap", "device": "disk" }), EALREADY);
+        let devices = lab.serve.done(json!({ "do": "devices" }));
         let device = &devices["devices"][0];
         let close = json!({ "do": "force_close", "session": device["session"], "device": device["device"] });
         let mut client = lab.nbd();
         client.write(0, &pattern(1, BLOCK)).unwrap();
-        done(&mut lab.serve, close.clone());
-        refused(&mut lab.serve, close, ENOENT);
-        assert_eq!(done(&mut lab.serve, json!({ "do": "devices" }))["devices"], json!([]));
+        lab.serve.done(close.clone());
+        lab.serve.refused(close, ENOENT);
+        assert_eq!(lab.serve.done(json!({ "do": "devices" }))["devices"], json!([]));
         // The server does not know it any more; the client does not know that.
         assert!(matches!(client.write(0, &pattern(2, BLOCK)), Err(Error::Refused(EIO))));
         client.disconnect().unwrap();
@@ -470,12 +446,13 @@ fn a_device_that_the_server_has_not_is_opened_by_hand() {
     fs::rename(&image, &away).unwrap();
     lab.reconnect();
     lab.map.event("not_remapped");
-    refused(&mut lab.map, json!({ "do": "remap" }), ENOENT);
-    refused(&mut lab.map, json!({ "do": "resize", "sectors": 8 }), ENOENT);
+    lab.map.refused(json!({ "do": "remap", "device": "disk" }), ENOENT);
+    lab.map
+        .refused(json!({ "do": "resize", "device": "disk", "sectors": 8 }), ENOENT);
     let mut client = lab.nbd();
     assert!(matches!(client.read(0, BLOCK), Err(Error::Refused(EIO))));
     fs::rename(&away, &image).unwrap();
-    done(&mut lab.map, json!({ "do": "remap" }));
+    lab.map.done(json!({ "do": "remap", "device": "disk" }));
     assert!(client.read(0, BLOCK).unwrap() == [0; BLOCK]);
     client.disconnect().unwrap();
     lab.end();
@@ -490,11 +467,11 @@ fn the_server_ends_paths_and_sessions() {
             client.write(0, &pattern(n as u64, BLOCK)).unwrap();
             let session = lab.sessions().remove(0);
             let request = json!({ "do": what, "session": session["session"], "path": session["paths"][0]["path"] });
-            done(&mut lab.serve, request.clone());
+            lab.serve.done(request.clone());
             let down = lab.serve.event("path_down");
             assert_eq!((&down["path"], &down["why"]), (&json!(lab.path), &json!("closed")));
             lab.serve.event("session_closed");
-            refused(&mut lab.serve, request, ENOENT);
+            lab.serve.refused(request, ENOENT);
             lab.map.event("session_lost");
             lab.map.event("remapped");
             assert!(client.read(0, BLOCK).unwrap() == pattern(n as u64, BLOCK));
@@ -510,14 +487,16 @@ fn a_mapping_is_ended() {
         let mut lab = Lab::new(threads, &[]);
         let mut client = lab.nbd();
         client.write(0, &pattern(1, BLOCK)).unwrap();
-        refused(&mut lab.map, json!({ "do": "unmap" }), EBUSY);
+        lab.map.refused(json!({ "do": "unmap", "device": "disk" }), EBUSY);
         client.disconnect().unwrap();
-        eventually("the client is gone", || lab.list()["device"]["clients"] == 0);
-        eventually("it is unmapped", || lab.map.ask(json!({ "do": "unmap" }))["ok"] == true);
+        eventually("the client is gone", || lab.list()["devices"][0]["clients"] == 0);
+        eventually("it is unmapped", || {
+            lab.map.ask(json!({ "do": "unmap", "device": "disk" }))["ok"] == true
+        });
         let end = lab.map.end();
         assert_eq!(end.code, Some(0), "{}", end.stderr);
         lab.serve.event("session_closed");
-        let devices = done(&mut lab.serve, json!({ "do": "devices" }));
+        let devices = lab.serve.done(json!({ "do": "devices" }));
         assert_eq!(devices["devices"], json!([]));
         assert_eq!(lab.serve.stop().code, Some(0));
     }
@@ -532,13 +511,13 @@ fn a_mapping_is_ended_at_any_price() {
             client.write(0, &pattern(1, BLOCK)).unwrap();
             let waiting = lost.then(|| {
                 let disconnect = lab.path_command("disconnect");
-                done(&mut lab.map, disconnect);
+                lab.map.done(disconnect);
                 thread::spawn(move || client.read(0, BLOCK))
             });
             if lost {
-                eventually("the request waits", || lab.list()["device"]["waiting"] == 1);
+                eventually("the request waits", || lab.list()["devices"][0]["waiting"] == 1);
             }
-            done(&mut lab.map, json!({ "do": "unmap", "force": true }));
+            lab.map.done(json!({ "do": "unmap", "device": "disk", "force": true }));
             let end = lab.map.end();
             assert_eq!(end.code, Some(0), "{}", end.stderr);
             if let Some(waiting) = waiting {

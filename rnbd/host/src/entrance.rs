@@ -62,11 +62,6 @@ impl Entrance {
         Ok(())
     }
 
-    /// Whether any loop has a client.
-    pub(crate) fn is_in_use(&self) -> bool {
-        self.loads.iter().any(|load| *load > 0)
-    }
-
     /// Lets nobody in any more.
     pub(crate) fn close(&mut self, sockets: &Sockets<'_>) {
         if let Some(file) = self.listener.take() {
@@ -148,12 +143,11 @@ mod tests {
         entrance.left(0);
         assert_eq!((come(&mut entrance), come(&mut entrance)), (Some(0), Some(0)));
         assert_eq!(come(&mut entrance), None);
-        assert!(entrance.is_in_use());
         // Nobody can be gone who was not there.
         let mut empty = Entrance::new(2, 1);
         empty.left(1);
         empty.left(7);
-        assert!(!empty.is_in_use());
+        assert_eq!(empty.loads, [0; 2]);
         assert_eq!((come(&mut empty), come(&mut empty)), (Some(0), None));
     }
 

@@ -1,7 +1,8 @@
-//! A device of a server as an NBD socket.
+//! Devices of a server as exports at an NBD socket.
 
 use core::{convert::Infallible, time::Duration};
 use std::{
+    collections::BTreeSet,
     io,
     path::PathBuf,
     sync::{
@@ -32,15 +33,33 @@ use crate::{
     stats::LoopStats,
 };
 
+/// A device that is to be mapped.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct MapDevice {
+    /// As the server calls it; NBD clients find it by this name.
+    pub name: String,
+    /// How it is opened.
+    pub mode: AccessMode,
+}
+
+/// Why these can't be the devices of a mapping.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum DevicesError {
+    /// A mapping without devices.
+    #[error("a mapping needs a device")]
+    NoDevice,
+    /// A session has a device once.
+    #[error("device {0:?} is named twice")]
+    Twice(String),
+}
+
 /// How to map.
 #[derive(Clone, Debug)]
 pub struct MapConfig {
     /// The session.
     pub session: SessionConfig,
-    /// The device, as the server calls it.
-    pub device: String,
-    /// How it is opened.
-    pub mode: AccessMode,
+    /// The devices, all over this session. NBD clients that name none get the first.
+    pub devices: Vec<MapDevice>,
     /// What becomes of requests while no path is up.
     pub on_loss: OnLoss,
     /// The socket file for NBD clients, made with mode 0600 and removed at the end.
@@ -54,17 +73,33 @@ pub struct MapConfig {
 }
 
 impl MapConfig {
-    /// Read and write, 16 NBD clients, 5 s of grace.
+    /// One device, to read and write; 16 NBD clients, 5 s of grace.
     pub fn new(session: SessionConfig, device: impl Into<String>, socket: impl Into<PathBuf>) -> Self {
         Self {
             session,
-            device: device.into(),
-            mode: AccessMode::ReadWrite,
+            devices: vec![MapDevice {
+                name: device.into(),
+                mode: AccessMode::ReadWrite,
+            }],
             on_loss: OnLoss::default(),
             socket: socket.into(),
             max_clients: 16,
             grace: Duration::from_secs(5),
             reactor: ReactorConfig::default(),
+        }
+    }
+
+    /// Whether these can be the devices; the session has a [check](SessionConfig::check) of its own.
+    ///
+    /// # Errors
+    /// Says why not.
+    pub fn check_devices(&self) -> Result<(), DevicesError> {
+        let mut names = BTreeSet::new();
+        let twice = self.devices.iter().find(|device| !names.insert(&device.name));
+        match twice {
+            Some(device) => Err(DevicesError::Twice(device.name.clone())),
+            None if self.devices.is_empty() => Err(DevicesError::NoDevice),
+            None => Ok(()),
         }
     }
 }
@@ -75,21 +110,36 @@ pub enum MapFailure {
     /// The session could not be opened.
     #[error(transparent)]
     Session(Error),
-    /// The device could not be opened.
-    #[error(transparent)]
-    Map(MapError),
+    /// A device could not be opened.
+    #[error("device {device}: {error}")]
+    Map {
+        /// Which.
+        device: String,
+        /// Why.
+        error: MapError,
+    },
     /// The socket for NBD clients can't be made.
     #[error("{0}")]
     Socket(io::Error),
     /// The session was lost.
     #[error("{0}")]
     Lost(PathError),
-    /// What was written could not be made durable at the end.
-    #[error("{0}")]
-    Flush(Errno),
-    /// The device could not be closed.
-    #[error("{0}")]
-    Close(IoError),
+    /// What was written to a device could not be made durable at its end.
+    #[error("flush of device {device}: {errno}")]
+    Flush {
+        /// Which.
+        device: String,
+        /// Why.
+        errno: Errno,
+    },
+    /// A device could not be closed.
+    #[error("closing device {device}: {error}")]
+    Close {
+        /// Which.
+        device: String,
+        /// Why.
+        error: IoError,
+    },
     /// A loop could not go on.
     #[error("{0}")]
     Loop(String),
@@ -98,14 +148,17 @@ pub enum MapFailure {
 /// What happens.
 #[derive(Debug)]
 pub enum MapEvent {
-    /// The device is there, and NBD clients can connect.
+    /// A device is there, and NBD clients can choose it. It comes for each of those that the mapping begins with when all are open,
+    /// and for one that is added later when it is.
     Mapped {
-        /// What the device is like.
+        /// The device.
+        device: MapDevice,
+        /// What it is like.
         geometry: Geometry,
         /// What the session can do.
         info: SessionInfo,
     },
-    /// Something has happened to a path or to the device.
+    /// Something has happened to a path or to a device.
     News(MapNews),
     /// It is over.
     Ended(Result<(), MapFailure>),
@@ -153,12 +206,32 @@ pub enum MapNews {
     Lost(PathError),
     /// A path is up again.
     Back(SessionInfo),
-    /// The server has opened the device again.
-    Remapped,
+    /// The server has opened a device again.
+    Remapped {
+        /// Which.
+        device: String,
+    },
     /// It would not: [`OnLoss`] says whether it is asked again.
-    NotRemapped(MapError),
-    /// The device has another size, or other limits.
-    Changed(Geometry),
+    NotRemapped {
+        /// Which.
+        device: String,
+        /// Why.
+        error: MapError,
+    },
+    /// A device has another size, or other limits.
+    Changed {
+        /// Which.
+        device: String,
+        /// What it is like.
+        geometry: Geometry,
+    },
+    /// A device is gone, as [was asked for](crate::control::map::MapRequest::Unmap).
+    Unmapped {
+        /// Which.
+        device: String,
+        /// What went wrong at that.
+        why: Option<String>,
+    },
 }
 
 /// What a mapping has done so far.
@@ -166,7 +239,7 @@ pub enum MapNews {
 pub struct MapStats {
     /// The loops.
     pub turns: LoopStats,
-    /// The device.
+    /// Its devices together, those included that are unmapped.
     pub device: DeviceCounters,
     /// NBD clients connected now, of each loop.
     pub clients: Vec<usize>,
@@ -254,7 +327,7 @@ impl Mapping {
     /// Begins to open the session; [`MapEvent::Mapped`] or [`MapEvent::Ended`] follows.
     ///
     /// # Errors
-    /// When the system gives no thread or descriptor.
+    /// When the devices [can't be](MapConfig::check_devices), or the system gives no thread or descriptor.
     pub fn start(device: LocalDevice, config: MapConfig) -> io::Result<Self> {
         Self::start_shards(vec![device], config)
     }
@@ -268,6 +341,8 @@ impl Mapping {
         if devices.is_empty() {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "a mapping needs a loop"));
         }
+        let check = config.check_devices();
+        check.map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
         let (reactors, helper) = Reactor::<Service>::several(config.reactor, devices.len())?;
         let handles: Arc<[_]> = reactors.iter().map(Reactor::handle).collect();
         let (tell, events) = channel();
@@ -348,7 +423,7 @@ impl Mapping {
         MapControl::new(self.loops.iter().map(|turning| turning.handle.clone()).collect())
     }
 
-    /// Ends it: NBD clients' requests are answered, what was written is made durable, the device is closed and the session ended.
+    /// Ends it: NBD clients' requests are answered, what was written is made durable, the devices are closed and the session ended.
     /// [`MapEvent::Ended`] follows.
     pub fn stop(&self) {
         if let Some(home) = self.loops.first() {

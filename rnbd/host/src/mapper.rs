@@ -1,9 +1,8 @@
-//! A loop of a mapping. The first, *home*, maps the device, lets NBD clients in and decides when it ends; each has its share of the
+//! A loop of a mapping. The first, *home*, maps the devices, lets NBD clients in and decides when it ends; each has its share of the
 //! session and its NBD clients.
 
 use std::{
     collections::VecDeque,
-    io,
     os::unix::net::UnixStream,
     sync::{Arc, mpsc::Sender},
 };
@@ -11,14 +10,7 @@ use std::{
 use mio::Token;
 use rnbd::{
     Errno,
-    block::{BlockOp, Geometry},
-    client::{
-        Client as Rnbd, OnLoss, Unmap,
-        device::DeviceCounters,
-        letter::Letter as RnbdLetter,
-        output::{DeviceKey, Output as DeviceOutput},
-        state::DeviceState,
-    },
+    client::{Client as Rnbd, OnLoss, device::DeviceCounters, letter::Letter as RnbdLetter, output::DeviceKey},
     nbd::PendingKey,
 };
 use roce::{Completion, LocalDevice};
@@ -41,11 +33,11 @@ use smallvec::SmallVec;
 
 use crate::{
     control::{
-        Refused, Reply,
+        Reply,
         map::{MapAnswer, MapRequest},
     },
     dice::Dice,
-    entrance::{Comer, Entrance},
+    entrance::Entrance,
     map::{MapConfig, MapEvent, MapFailure, MapNews, MapStats, Tell},
     nbd::NbdSocket,
     stats::LoopStats,
@@ -62,8 +54,11 @@ macro_rules! cx {
 }
 
 mod clients;
+mod devices;
+mod ending;
 mod steer;
 
+use devices::Device;
 use steer::Orders;
 
 /// The loop that decides.
@@ -98,14 +93,20 @@ pub(crate) enum Command {
 pub(crate) enum Letter {
     Rtrs(RtrsLetter),
     Rnbd(RnbdLetter),
-    /// Home: an NBD client for this loop.
-    Client(UnixStream),
+    /// Home: an NBD client for this loop, and the devices that it can choose, in their order.
+    Client(UnixStream, Vec<String>),
     /// Home: no more requests are taken.
     Drain,
     /// To home: there are no clients here any more, and none will be taken.
     Drained,
-    /// To home: a client is gone, or was not taken.
-    Left,
+    /// To home: a client is gone, or was not taken; and the device that it had chosen.
+    Left(Option<String>),
+    /// To home: a client has chosen this device.
+    Chosen(String),
+    /// Home: nobody may choose this device any more, and those who have are let go.
+    Withdraw(String),
+    /// To home: nobody uses a device any more that was withdrawn.
+    Vacated(String),
 }
 
 /// Which loop it is, and those of the same mapping.
@@ -137,15 +138,13 @@ impl Place {
 enum Phase {
     /// The session is being opened.
     Opening,
-    /// The device is being opened.
+    /// The devices are being opened that it begins with.
     Mapping,
     /// NBD clients are served.
     Serving,
     /// No more requests are taken; those that came are answered.
     Draining,
-    /// What was written is made durable.
-    Flushing,
-    /// The device is being closed.
+    /// What was written is made durable, and the devices are closed.
     Unmapping,
     /// The session is being closed.
     Closing,
@@ -157,8 +156,8 @@ enum Phase {
 #[derive(Clone, Copy, Debug)]
 enum Whose {
     Client(usize, PendingKey),
-    /// The flush at the end.
-    Ours,
+    /// The flush at the end of a device.
+    Flush(DeviceKey),
 }
 
 /// A mapping on a loop.
@@ -174,8 +173,11 @@ pub(crate) struct Service {
     failure: Option<MapFailure>,
     session: Option<SessionId>,
     info: Option<SessionInfo>,
-    device: Option<DeviceKey>,
-    geometry: Option<Geometry>,
+    devices: Vec<Device>,
+    /// What devices had done that are unmapped.
+    gone: DeviceCounters,
+    /// What requests meet while no path is up.
+    on_loss: OnLoss,
     /// Home's.
     entrance: Entrance,
     /// At home: other loops that have clients, while it drains.
@@ -185,7 +187,6 @@ pub(crate) struct Service {
     starved: VecDeque<usize>,
     operations: Slab<Whose>,
     orders: Orders,
-    drained_by: Option<Instant>,
     turned_away: u64,
     /// The client that comes first in this turn.
     first: usize,
@@ -193,8 +194,6 @@ pub(crate) struct Service {
     unread: usize,
     /// Replies that went in this turn leave more to do.
     more: bool,
-    /// What the device had done when it was given up.
-    counted: Option<DeviceCounters>,
     log: Throttle,
     /// At the end of the last turn.
     last: MapStats,
@@ -248,6 +247,7 @@ impl Service {
             entrance: Entrance::new(count, config.max_clients),
             undrained: 0,
             rnbd: Rnbd::share(place.index as u16, count as u16),
+            on_loss: config.on_loss,
             config,
             place,
             rtrs,
@@ -257,18 +257,16 @@ impl Service {
             failure: None,
             session: None,
             info: None,
-            device: None,
-            geometry: None,
+            devices: Vec::new(),
+            gone: DeviceCounters::default(),
             clients: Slab::new(),
             starved: VecDeque::new(),
             operations: Slab::new(),
             orders: Orders::default(),
-            drained_by: None,
             turned_away: 0,
             first: 0,
             unread: TURN,
             more: false,
-            counted: None,
             log: Throttle::new(INTERVAL),
             last: MapStats::default(),
         }
@@ -279,19 +277,6 @@ impl Service {
             Ok(session) => self.session = Some(session),
             Err(e) => self.end_with(turn, MapFailure::Session(e)),
         }
-    }
-
-    /// It is over, for this reason, unless there was one before.
-    fn end_with(&mut self, turn: &mut TurnCx<'_, ()>, why: MapFailure) {
-        self.failure.get_or_insert(why);
-        self.finish(turn);
-    }
-
-    /// The loop ends with this turn.
-    fn finish(&mut self, turn: &mut TurnCx<'_, ()>) {
-        self.phase = Phase::Ended;
-        self.unmapped();
-        turn.stop();
     }
 
     /// What RTRS tells of the session.
@@ -329,12 +314,8 @@ impl Service {
         self.orders.opened(&self.rtrs.paths(session));
         if self.place.is_home() && self.phase == Phase::Opening {
             self.phase = Phase::Mapping;
-            let (device, mode) = (&self.config.device, self.config.mode);
-            let device = self.rnbd.map(session, device, mode);
-            self.device = Some(device);
-            if let Err(e) = self.rnbd.set_on_loss(device, self.config.on_loss) {
-                // It is told why it could not be mapped.
-                tracing::debug!("on loss: {e}");
+            for device in self.config.devices.clone() {
+                self.map_device(session, device, None);
             }
         }
     }
@@ -402,61 +383,14 @@ impl Service {
         }
     }
 
-    fn device_told(&mut self, turn: &mut TurnCx<'_, ()>, output: DeviceOutput) {
-        match output {
-            DeviceOutput::Mapped(device, geometry) => {
-                (self.device, self.geometry) = (Some(device), Some(geometry));
-                self.mapped(turn, geometry);
-            }
-            DeviceOutput::MapFailed(device, error) if self.rnbd.state(device).is_some() => {
-                self.orders
-                    .remapped(&Err(Refused::new(error.errno(), error.to_string())));
-                self.tell(MapNews::NotRemapped(error));
-            }
-            DeviceOutput::MapFailed(_, error) => {
-                self.failure.get_or_insert(MapFailure::Map(error));
-                self.close_session(turn);
-            }
-            DeviceOutput::Done { user, result, data, .. } => self.done(turn, user, result, data),
-            DeviceOutput::Geometry(_, geometry) => {
-                self.geometry = Some(geometry);
-                self.tell(MapNews::Changed(geometry));
-                for (_, client) in &mut self.clients {
-                    client.connection.set_geometry(0, geometry);
-                }
-            }
-            DeviceOutput::State(_, DeviceState::Mapped) => {
-                self.orders.remapped(&Ok(()));
-                self.tell(MapNews::Remapped);
-            }
-            DeviceOutput::State(..) => {}
-            // Home closes the session then.
-            DeviceOutput::Unmapped(..) if !self.place.is_home() => {}
-            DeviceOutput::Unmapped(_, result) => {
-                if let Err(e) = result
-                    && !self.orders.forced
-                {
-                    self.failure.get_or_insert(MapFailure::Close(e));
-                }
-                self.unmapped();
-                self.close_session(turn);
-            }
-        }
-    }
-
-    /// The device is there: home makes the socket. The others are told of the device before they are given clients.
-    fn mapped(&mut self, turn: &mut TurnCx<'_, ()>, geometry: Geometry) {
-        let Some(info) = self.info.filter(|_| self.phase == Phase::Mapping) else {
-            return;
-        };
+    /// All devices are there that it begins with: home makes the socket. The others are told of devices before they are given clients.
+    fn all_mapped(&mut self, turn: &mut TurnCx<'_, ()>) {
+        self.phase = Phase::Serving;
         match self.entrance.open(&self.config.socket, &turn.sockets, LISTENER) {
-            Ok(()) => {
-                self.phase = Phase::Serving;
-                let _ = self.tell.send(MapEvent::Mapped { geometry, info });
-            }
+            Ok(()) => self.devices.iter().for_each(|device| self.tell_mapped(device.key)),
             Err(e) => {
                 self.failure.get_or_insert(MapFailure::Socket(e));
-                self.unmap(turn);
+                self.drain(turn);
             }
         }
     }
@@ -474,12 +408,9 @@ impl Service {
                 };
                 self.give(free);
             }
-            Some(Whose::Ours) => {
+            Some(Whose::Flush(device)) => {
                 self.give(data);
-                if let Err(e) = result {
-                    self.failure.get_or_insert(MapFailure::Flush(e));
-                }
-                self.unmap(turn);
+                self.flushed(turn, device, result);
             }
             None => self.give(data),
         }
@@ -488,136 +419,6 @@ impl Service {
     fn give(&mut self, buffer: Option<Buffer>) {
         if let (Some(buffer), Some(session)) = (buffer, self.session) {
             self.rtrs.give_buffer(session, buffer);
-        }
-    }
-
-    /// No new clients, and no new requests of those that are there, at any loop.
-    fn drain(&mut self, turn: &mut TurnCx<'_, ()>) {
-        self.phase = Phase::Draining;
-        self.drained_by = Some(turn.now + self.config.grace);
-        self.entrance.close(&turn.sockets);
-        // Nobody waits for a lost device then.
-        if let Some(device) = self.device.filter(|_| self.place.is_home())
-            && let Err(e) = self.rnbd.set_on_loss(device, OnLoss::Error)
-        {
-            tracing::debug!("on loss: {e}");
-        }
-        self.drain_others();
-        for (_, client) in &mut self.clients {
-            client.stop();
-        }
-    }
-
-    /// Goes on when the clients are gone.
-    fn look_drained(&mut self, turn: &mut TurnCx<'_, ()>) {
-        if self.phase != Phase::Draining {
-            return;
-        }
-        if self.drained_by.is_some_and(|at| at <= turn.now) && !self.clients.is_empty() {
-            tracing::warn!(
-                clients = self.clients.len(),
-                "NBD clients did not take their replies in time; cut off"
-            );
-            self.drained_by = None;
-            for (_, client) in &mut self.clients {
-                client.connection.cut(turn.now);
-            }
-        }
-        if !self.clients.is_empty() || self.undrained > 0 {
-            return;
-        }
-        if !self.place.is_home() {
-            (self.phase, self.drained_by) = (Phase::Unmapping, None);
-            return self.place.tell(HOME, Letter::Drained);
-        }
-        let writable = self.geometry.is_some_and(|g| !g.read_only);
-        match self.device {
-            Some(device) if writable && self.failure.is_none() => {
-                self.phase = Phase::Flushing;
-                let user = self.operations.insert(Whose::Ours) as u64;
-                self.rnbd.submit(device, user, BlockOp::Flush, 0, 0, None, 0);
-            }
-            _ => self.unmap(turn),
-        }
-    }
-
-    fn unmap(&mut self, turn: &mut TurnCx<'_, ()>) {
-        self.count();
-        match self.device {
-            Some(device) if self.session_is_up() => {
-                self.phase = Phase::Unmapping;
-                if let Err(e) = self.rnbd.unmap(device, Unmap::Normal { in_use: false }) {
-                    tracing::debug!("unmap: {e}");
-                }
-            }
-            _ => self.close_session(turn),
-        }
-    }
-
-    /// Keeps what the device has done: it may be gone soon.
-    fn count(&mut self) {
-        let counters = self.device.and_then(|device| self.rnbd.counters(device));
-        self.counted = counters.or(self.counted);
-    }
-
-    fn session_is_up(&self) -> bool {
-        self.session.is_some_and(|session| self.rtrs.state(session).is_ok())
-    }
-
-    fn close_session(&mut self, turn: &mut TurnCx<'_, ()>) {
-        if matches!(self.phase, Phase::Closing | Phase::Ended) {
-            return;
-        }
-        self.phase = Phase::Closing;
-        match self.session {
-            Some(session) => self.rtrs.close(cx!(turn, self.dice), session),
-            None => turn.stop(),
-        }
-    }
-
-    /// Another loop has failed, and what waits for it would wait for ever. The server is told to go.
-    fn quit(&mut self, turn: &mut TurnCx<'_, ()>) {
-        if let Some(session) = self.session.filter(|_| self.place.is_home()) {
-            self.rtrs.close(cx!(turn, self.dice), session);
-        }
-        self.finish(turn);
-    }
-
-    fn stop(&mut self, turn: &mut TurnCx<'_, ()>) {
-        match self.phase {
-            Phase::Opening | Phase::Mapping => self.close_session(turn),
-            Phase::Serving => self.drain(turn),
-            _ => {}
-        }
-    }
-
-    /// Lets clients in.
-    fn accept(&mut self, turn: &mut TurnCx<'_, ()>) -> bool {
-        let mut worked = false;
-        while let Some(comer) = self.entrance.next(turn.now) {
-            worked = true;
-            match comer {
-                Comer::For(HOME, stream) => self.admit(turn, stream),
-                Comer::For(other, stream) => self.place.tell(other, Letter::Client(stream)),
-                Comer::TurnedAway(why) => self.turn_away(turn.now, &why),
-            }
-        }
-        worked
-    }
-
-    fn turn_away(&mut self, now: Instant, why: &io::Error) {
-        self.turned_away += 1;
-        let more = self.log.due(now).unwrap_or_default();
-        if self.log.hit(now) {
-            tracing::warn!(more, "an NBD client is turned away: {why}");
-        }
-    }
-
-    /// A client of this loop is gone, or was not taken.
-    fn left(&mut self) {
-        match self.place.is_home() {
-            true => self.entrance.left(HOME),
-            false => self.place.tell(HOME, Letter::Left),
         }
     }
 
@@ -631,14 +432,17 @@ impl Service {
                 self.count();
                 self.rnbd.letter(from as u16, letter);
             }
-            Letter::Client(stream) => {
+            Letter::Client(stream, devices) => {
                 self.pass_on(turn);
-                self.admit(turn, stream);
+                self.admit(turn, stream, &devices);
             }
             Letter::Drain if self.phase != Phase::Ended => self.drain(turn),
             Letter::Drain => {}
             Letter::Drained => self.undrained = self.undrained.saturating_sub(1),
-            Letter::Left => self.entrance.left(from),
+            Letter::Left(device) => self.parted(from, device.as_deref()),
+            Letter::Chosen(device) => self.chosen(&device),
+            Letter::Withdraw(device) => self.leave(turn, &device),
+            Letter::Vacated(device) => self.left_elsewhere(turn, &device),
         }
     }
 
@@ -688,8 +492,7 @@ impl Service {
     }
 
     fn stats(&self, turn: &mut TurnCx<'_, ()>) -> MapStats {
-        let device = self.device.and_then(|device| self.rnbd.counters(device));
-        let device = device.or(self.counted).unwrap_or_default();
+        let device = self.counters();
         MapStats {
             turns: LoopStats::of(turn),
             device,
@@ -745,6 +548,8 @@ impl Loop for Service {
         for (_, client) in &mut self.clients {
             client.connection.timeout(turn.now);
         }
+        self.cut_off(turn.now);
+        self.look_left(turn);
         self.look_drained(turn);
     }
 
@@ -767,6 +572,7 @@ impl Loop for Service {
         self.rtrs.end_batch(cx!(turn, self.dice));
         // Short replies are not kept waiting by packets, and packets not by long replies.
         self.more = self.reply(turn, AT_ONCE);
+        self.look_left(turn);
         self.look_drained(turn);
         self.pass_on(turn);
         self.rtrs.end_batch(cx!(turn, self.dice));
@@ -789,14 +595,13 @@ impl Loop for Service {
         let clients = self
             .clients
             .iter()
-            .filter_map(|(_, c)| c.connection.next_timeout())
+            .filter_map(|(_, client)| client.next_timeout())
             .min();
         [
             self.rtrs.next_timeout(),
             self.rnbd.next_timeout(),
             clients,
             self.entrance.next_timeout(),
-            self.drained_by,
         ]
         .into_iter()
         .flatten()

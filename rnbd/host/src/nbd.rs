@@ -9,7 +9,11 @@ use std::{
 };
 
 use mio::Interest;
-use rnbd::nbd::{self, BufferCopy, Connection, Exports, NbdRequest, Want};
+use rnbd::{
+    block::Geometry,
+    client::output::DeviceKey,
+    nbd::{self, BufferCopy, Connection, Export, Exports, NbdRequest, Want},
+};
 use roce_reactor::Readiness;
 use roce_verbs::Instant;
 use rtrs::client::{Buffer, Buffers};
@@ -30,10 +34,19 @@ pub(crate) struct NbdSocket {
     closed: bool,
     /// No buffer could be had for it.
     pub(crate) starved: bool,
+    /// The devices behind its exports, by their numbers.
+    devices: Vec<DeviceKey>,
+    /// The device that it is counted as a user of.
+    pub(crate) counted: Option<DeviceKey>,
+    /// It is let go, and cut off then.
+    until: Option<Instant>,
+    /// It was.
+    is_cut: bool,
 }
 
 impl NbdSocket {
-    pub(crate) fn new(now: Instant, stream: UnixStream, exports: Exports) -> Self {
+    /// A client that finds these exports, which are those of these devices.
+    pub(crate) fn new(now: Instant, stream: UnixStream, exports: Exports, devices: Vec<DeviceKey>) -> Self {
         Self {
             stream,
             connection: Connection::new(now, exports),
@@ -42,6 +55,41 @@ impl NbdSocket {
             watches_room: false,
             closed: false,
             starved: false,
+            devices,
+            counted: None,
+            until: None,
+            is_cut: false,
+        }
+    }
+
+    /// The device that it has chosen.
+    pub(crate) fn device(&self) -> Option<DeviceKey> {
+        self.connection
+            .export()
+            .and_then(|index| self.devices.get(index).copied())
+    }
+
+    fn export_of(&self, device: DeviceKey) -> Option<usize> {
+        self.devices.iter().position(|key| *key == device)
+    }
+
+    /// One more that it can choose.
+    pub(crate) fn offer(&mut self, device: DeviceKey, export: Export) {
+        self.devices.push(device);
+        self.connection.offer(export);
+    }
+
+    /// It can't choose this one any more.
+    pub(crate) fn withdraw(&mut self, device: DeviceKey) {
+        if let Some(export) = self.export_of(device) {
+            self.connection.withdraw(export);
+        }
+    }
+
+    /// A device is another one than it was.
+    pub(crate) fn set_geometry(&mut self, device: DeviceKey, geometry: Geometry) {
+        if let Some(export) = self.export_of(device) {
+            self.connection.set_geometry(export, geometry);
         }
     }
 
@@ -74,10 +122,26 @@ impl NbdSocket {
         writes || (self.readable && !matches!(self.connection.want(), Want::Nothing(_)))
     }
 
-    /// It stops: the client can send no more, and what lies in the socket is read to its end.
-    pub(crate) fn stop(&mut self) {
-        let _ = self.stream.shutdown(std::net::Shutdown::Read);
-        self.readable = true;
+    /// It is let go: it can send no more, what lies in the socket is read to its end, and it has until then to take its replies.
+    pub(crate) fn let_go(&mut self, until: Instant) {
+        if self.until.is_none() {
+            let _ = self.stream.shutdown(std::net::Shutdown::Read);
+            self.readable = true;
+            self.until = Some(until);
+        }
+    }
+
+    /// Whether its time is over. That is said once.
+    pub(crate) fn is_late(&mut self, now: Instant) -> bool {
+        let late = self.until.is_some_and(|until| until <= now) && !self.is_cut;
+        self.is_cut |= late;
+        late
+    }
+
+    /// When it wants to be looked at.
+    pub(crate) fn next_timeout(&self) -> Option<Instant> {
+        let until = self.until.filter(|_| !self.is_cut);
+        [self.connection.next_timeout(), until].into_iter().flatten().min()
     }
 
     /// Copies that the connection asks for.
@@ -93,8 +157,10 @@ impl NbdSocket {
         }
     }
 
-    pub(crate) fn next_request(&mut self) -> Option<NbdRequest> {
-        self.connection.poll_request()
+    /// The next request, and the device that it is for.
+    pub(crate) fn next_request(&mut self) -> Option<(DeviceKey, NbdRequest)> {
+        let device = self.device()?;
+        Some((device, self.connection.poll_request()?))
     }
 
     pub(crate) fn next_free(&mut self) -> Option<Buffer> {

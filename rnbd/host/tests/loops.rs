@@ -12,7 +12,7 @@ use rnbd::{
     nbd::proto::{cmd, cmd_flag},
     proto::{AccessMode, MsgOpen, MsgOpenRsp},
 };
-use rnbd_host::map::{MapConfig, MapFailure};
+use rnbd_host::map::MapFailure;
 use roce::LocalDevice;
 use roce_verbs::{
     QpCaps,
@@ -26,15 +26,15 @@ use rtrs::{
 use zerocopy::IntoBytes;
 
 fn try_map(lab: &Lab, session: &str, name: &str, mode: AccessMode) -> Result<Mapped, MapFailure> {
-    lab.try_map(MapConfig {
-        mode,
-        ..lab.config(session, name)
-    })
+    lab.try_map(lab.config_for(session, name, mode))
 }
 
 fn refused(r: Result<Mapped, MapFailure>) -> Errno {
     match r.map(|_| ()) {
-        Err(MapFailure::Map(MapError::Refused { errno, .. })) => errno,
+        Err(MapFailure::Map {
+            error: MapError::Refused { errno, .. },
+            ..
+        }) => errno,
         other => panic!("{other:?}"),
     }
 }

@@ -350,7 +350,7 @@ fn the_socket_is_private_and_goes_with_the_mapping() {
 /// Another mapping of the same server, with this socket.
 fn another(s: &Served, session: &str, socket: &std::path::Path) -> Result<Mapped, MapFailure> {
     let mut config = s.lab.config(session, "image");
-    config.mode = rnbd::proto::AccessMode::ReadOnly;
+    config.devices[0].mode = rnbd::proto::AccessMode::ReadOnly;
     config.socket = socket.into();
     s.lab.try_map(config)
 }

@@ -11,7 +11,8 @@ mod common;
 
 use std::{fs, process::Command};
 
-use common::{MIB, Served, serve};
+use common::{Lab, MIB, Served, serve};
+use rnbd::proto::AccessMode;
 
 /// Runs a program that must succeed, and returns what it prints.
 fn run(program: &str, args: &[&str]) -> String {
@@ -51,6 +52,31 @@ fn nbdinfo_reads_the_export() {
         assert!(text.contains(want), "{want} in {text}");
     }
     run("nbdinfo", &["--list", &uri(&s)]);
+}
+
+#[test]
+#[ignore = "needs nbdinfo"]
+fn nbdinfo_lists_all_devices_of_a_session() {
+    let lab = Lab::new();
+    for loops in [1, 2] {
+        let mut config = lab.config("several", "disk");
+        config
+            .devices
+            .extend(lab.config_for("several", "ro", AccessMode::ReadOnly).devices);
+        let map = lab.try_map_on(loops, config).unwrap();
+        let socket = map.socket.display();
+        let text = run("nbdinfo", &["--list", &format!("nbd+unix:///?socket={socket}")]);
+        let at =
+            ["export=\"disk\":", "export=\"ro\":"].map(|export| text.find(export).unwrap_or_else(|| panic!("{text}")));
+        assert!(at[0] < at[1], "{text}");
+        assert!(
+            text[..at[1]].contains("is_read_only: false") && text[at[1]..].contains("is_read_only: true"),
+            "{text}"
+        );
+        let text = run("nbdinfo", &[&format!("nbd+unix:///ro?socket={socket}")]);
+        assert!(text.contains("is_read_only: true"), "{text}");
+        map.end().unwrap();
+    }
 }
 
 #[test]

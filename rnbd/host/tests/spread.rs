@@ -275,13 +275,13 @@ fn what_can_not_be_mapped_ends_all_loops() {
     let writer = lab.map("writer", "disk");
     let refused = map(&lab, 2, |_| {}).map(drop);
     assert!(
-        matches!(&refused, Err(MapFailure::Map(MapError::Refused { errno, .. })) if *errno == Errno::EPERM),
+        matches!(&refused, Err(MapFailure::Map { error: MapError::Refused { errno, .. }, .. }) if *errno == Errno::EPERM),
         "{refused:?}"
     );
-    let reader = map(&lab, 2, |c| c.mode = AccessMode::ReadOnly).unwrap();
+    let reader = map(&lab, 2, |c| c.devices[0].mode = AccessMode::ReadOnly).unwrap();
     assert_eq!(reader.client().write(0, &[0; 512], 0), 1, "EPERM");
     let taken = map(&lab, 2, |c| {
-        (c.session.name, c.mode) = ("third".into(), AccessMode::ReadOnly);
+        (c.session.name, c.devices[0].mode) = ("third".into(), AccessMode::ReadOnly);
     });
     let taken = taken.map(drop);
     assert!(matches!(taken, Err(MapFailure::Socket(_))), "{taken:?}");

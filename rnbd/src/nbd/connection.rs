@@ -10,7 +10,7 @@ use crate::{
     errno::Errno,
     nbd::{
         copy::BufferCopy,
-        handshake::{Chosen, Exports, Negotiation, Next, greeting},
+        handshake::{Chosen, Export, Exports, Negotiation, Next, greeting},
         parse::ParseBuffer,
         payload::Target,
         pending::{NbdRequest, PendingKey},
@@ -117,6 +117,16 @@ impl Connection {
         if self.export() == Some(export) {
             self.transmission.set_geometry(geometry);
         }
+    }
+
+    /// One more export, with the next number, for a client that has not chosen yet.
+    pub fn offer(&mut self, export: Export) {
+        self.exports.offer(export);
+    }
+
+    /// An export can't be chosen any more. A client that has chosen it is not let go by this: see [`stop`](Self::stop).
+    pub fn withdraw(&mut self, export: usize) {
+        self.exports.withdraw(export);
     }
 
     /// What to receive. When a call has brought `n` bytes, [`received`](Self::received) comes before any other call.

@@ -35,30 +35,42 @@ pub struct Export {
     pub geometry: Geometry,
 }
 
-/// What a server offers. The first is the default.
+/// What a server offers. The first that is not withdrawn is the default.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Exports(Vec<Export>);
+pub struct Exports(Vec<Option<Export>>);
 
 impl Exports {
     /// These, numbered from 0.
     pub fn new(exports: Vec<Export>) -> Self {
-        Self(exports)
+        Self(exports.into_iter().map(Some).collect())
     }
 
     /// All, in their order.
-    pub fn iter(&self) -> core::slice::Iter<'_, Export> {
-        self.0.iter()
+    pub fn iter(&self) -> impl Iterator<Item = &Export> {
+        self.0.iter().flatten()
     }
 
     /// The export of a number.
     pub fn get(&self, index: usize) -> Option<&Export> {
-        self.0.get(index)
+        self.0.get(index)?.as_ref()
     }
 
     /// A device is another one than it was.
     pub fn set_geometry(&mut self, index: usize, geometry: Geometry) {
-        if let Some(export) = self.0.get_mut(index) {
+        if let Some(Some(export)) = self.0.get_mut(index) {
             export.geometry = geometry;
+        }
+    }
+
+    /// One more, with the next number.
+    pub fn offer(&mut self, export: Export) {
+        self.0.push(Some(export));
+    }
+
+    /// Nobody finds it any more; its number stays taken.
+    pub fn withdraw(&mut self, index: usize) {
+        if let Some(export) = self.0.get_mut(index) {
+            *export = None;
         }
     }
 
@@ -66,12 +78,12 @@ impl Exports {
     /// begins the path of a URI. No name means the first.
     pub fn find(&self, name: &[u8]) -> Option<usize> {
         let plain = without_slash(name);
-        let whose = |matches: &dyn Fn(&Export) -> bool| self.0.iter().position(matches);
+        let whose = |matches: &dyn Fn(&Export) -> bool| self.0.iter().position(|e| e.as_ref().is_some_and(matches));
         whose(&|e| e.name.as_bytes() == name)
             .or_else(|| whose(&|e| !name.is_empty() && e.device.as_bytes() == name))
             .or_else(|| whose(&|e| without_slash(e.name.as_bytes()) == plain))
             .or_else(|| whose(&|e| !plain.is_empty() && without_slash(e.device.as_bytes()) == plain))
-            .or_else(|| (plain.is_empty() && !self.0.is_empty()).then_some(0))
+            .or_else(|| whose(&|_| plain.is_empty()))
     }
 }
 
@@ -412,6 +424,26 @@ mod tests {
         }
         assert_eq!(exports(&[]).find(b""), None);
         assert_eq!(exports(&[("a", ""), ("", "")]).find(b""), Some(1));
+    }
+
+    #[test]
+    fn exports_come_and_go_and_keep_their_numbers() {
+        let mut e = exports(&[("a", "a"), ("b", "b")]);
+        e.withdraw(0);
+        e.withdraw(7);
+        assert_eq!((e.find(b"a"), e.find(b"b"), e.find(b"")), (None, Some(1), Some(1)));
+        assert!(e.get(0).is_none());
+        e.set_geometry(0, geometry());
+        let [again] = &exports(&[("a", "a")]).0[..] else {
+            panic!()
+        };
+        e.offer(again.clone().unwrap());
+        assert_eq!((e.find(b"a"), e.find(b"")), (Some(2), Some(1)));
+        let listed: Vec<_> = e.iter().map(|export| export.name.as_str()).collect();
+        assert_eq!(listed, ["b", "a"]);
+        e.withdraw(1);
+        e.withdraw(2);
+        assert_eq!((e.find(b""), e.iter().count()), (None, 0));
     }
 
     #[test]

@@ -27,9 +27,10 @@ const LATE: Duration = Duration::from_secs(3);
 /// Between two attempts to map the device.
 const AGAIN: Duration = Duration::from_secs(1);
 
-/// A session under test: the name of its device as well, its networks, and the options of `ferroce map`.
+/// A session under test: its devices, the first of which has its name, its networks, and the options of `ferroce map`.
 pub(crate) struct Plan {
-    pub(crate) name: &'static str,
+    name: &'static str,
+    pub(crate) devices: &'static [&'static str],
     networks: &'static [u8],
     queues: bool,
     options: &'static [&'static str],
@@ -38,12 +39,14 @@ pub(crate) struct Plan {
 pub(crate) const PLANS: [Plan; 4] = [
     Plan {
         name: "two",
+        devices: &["two", "twin"],
         networks: &[0, 1],
         queues: true,
         options: &["--on-loss", "queue"],
     },
     Plan {
         name: "robin",
+        devices: &["robin"],
         networks: &[1, 0],
         queues: true,
         options: &[
@@ -59,12 +62,14 @@ pub(crate) const PLANS: [Plan; 4] = [
     },
     Plan {
         name: "one",
+        devices: &["one"],
         networks: &[0],
         queues: true,
         options: &["--on-loss", "queue", "--reconnect-delay", "0.5", "--heartbeat", "2"],
     },
     Plan {
         name: "error",
+        devices: &["error"],
         networks: &[0, 1],
         queues: false,
         options: &["--policy", "min-latency", "--heartbeat", "5", "--connections", "2"],
@@ -74,7 +79,7 @@ pub(crate) const PLANS: [Plan; 4] = [
 /// Where a client is.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// Its device is mapped, since then.
+    /// Its devices are mapped, since then.
     Mapped(Instant),
     /// It was asked to end, or killed.
     Ending(Instant),
@@ -90,14 +95,14 @@ enum Phase {
 /// What a client tells of itself.
 pub(crate) type Answers = Vec<Value>;
 
-/// A mapped device.
+/// A session, and the devices that are mapped over it.
 pub(crate) struct Device {
     pub(crate) name: &'static str,
+    devices: &'static [&'static str],
     /// Whether requests wait while no path is up.
     pub(crate) queues: bool,
     /// Whether there is more than one path.
     pub(crate) has_spare: bool,
-    pub(crate) image: PathBuf,
     program: PathBuf,
     args: Vec<String>,
     namespace: Namespace,
@@ -109,7 +114,8 @@ pub(crate) struct Device {
     pub(crate) generation: u32,
     pub(crate) seen: Seen,
     before: Counts,
-    pub(crate) load: Load,
+    /// On each of its devices.
+    pub(crate) loads: Vec<Load>,
 }
 
 impl Device {
@@ -119,13 +125,19 @@ impl Device {
         let socket = dir.join(format!("{}.sock", plan.name));
         let args = arguments(plan, n, &namespace, &socket)?;
         let mut process = spawn(&namespace, program, &args);
-        let mapped = process.event("mapped");
+        let mut mapped = Value::Null;
+        for _ in plan.devices {
+            mapped = process.event("mapped");
+        }
         let seed = seed.wrapping_mul(31).wrapping_add(u64::from(n) << 16);
+        let load = |(n, device): (usize, &&'static str)| {
+            let image = dir.join(format!("{device}.img"));
+            Load::start(&socket, device, image, seed.wrapping_add((n as u64) << 12), LIMIT)
+        };
         Ok(Self {
             name: plan.name,
             queues: plan.queues,
             has_spare: plan.networks.len() > 1,
-            image: dir.join(format!("{}.img", plan.name)),
             program: program.to_owned(),
             args,
             namespace,
@@ -133,9 +145,10 @@ impl Device {
             phase: Phase::Mapped(Instant::now()),
             wanted: true,
             generation: 1,
-            seen: Seen::new(&paths(&mapped)),
+            seen: Seen::new(&paths(&mapped), plan.devices),
+            devices: plan.devices,
             before: Counts::default(),
-            load: Load::start(&socket, seed, LIMIT),
+            loads: plan.devices.iter().enumerate().map(load).collect(),
         })
     }
 
@@ -173,16 +186,24 @@ impl Device {
 
     /// The process ends, and NBD clients see that. It is [started](Self::revive) later.
     pub(crate) fn end(&mut self, how: Ending) {
-        self.load.told.broken(true);
+        self.broken(true);
         match how {
             Ending::Killed => self.signal(Signal::SIGKILL),
             Ending::Interrupted => self.signal(Signal::SIGINT),
             Ending::Unmapped => {
-                self.process.begin(json!({ "do": "unmap", "force": true }));
+                for device in self.devices {
+                    self.process
+                        .begin(json!({ "do": "unmap", "device": device, "force": true }));
+                }
             }
         }
         self.phase = Phase::Ending(Instant::now());
         self.wanted = false;
+    }
+
+    /// There may be nobody behind the socket.
+    fn broken(&self, broken: bool) {
+        self.loads.iter().for_each(|load| load.told.broken(broken));
     }
 
     /// It is to be mapped again, when it has ended.
@@ -206,7 +227,7 @@ impl Device {
                 }
                 ("mapped", Phase::Starting(_)) => {
                     self.before = self.counts();
-                    self.seen = Seen::new(&paths(&event));
+                    self.seen = Seen::new(&paths(&event), self.devices);
                     self.phase = Phase::Mapped(now);
                 }
                 // What it says at its end is no matter, nor why it was not let in.
@@ -229,7 +250,7 @@ impl Device {
         match self.phase {
             Phase::Mapped(since) => {
                 if now.duration_since(since) > LATE {
-                    self.load.told.broken(false);
+                    self.broken(false);
                 }
                 if self.process.has_ended() {
                     return Err(format!("{}: ferroce map has ended", self.name));
@@ -299,11 +320,15 @@ fn arguments(plan: &Plan, n: u8, namespace: &Namespace, socket: &Path) -> io::Re
     let (timeout, socket) = (CONNECT_TIMEOUT.to_string(), socket.display().to_string());
     let more = [
         ["--session", plan.name],
-        ["--device", plan.name],
         ["--nbd", &socket],
         ["--connect-timeout", &timeout],
     ];
-    let more = more.as_flattened().iter().chain(plan.options);
-    args.extend(more.map(|arg| (*arg).to_owned()));
+    let devices = plan.devices.iter().flat_map(|device| ["--device", device]);
+    let more = more
+        .into_iter()
+        .flatten()
+        .chain(devices)
+        .chain(plan.options.iter().copied());
+    args.extend(more.map(str::to_owned));
     Ok(args)
 }

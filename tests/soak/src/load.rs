@@ -103,16 +103,21 @@ pub(crate) struct Load {
     pub(crate) told: Arc<Told>,
     threads: Vec<JoinHandle<Model>>,
     socket: PathBuf,
+    /// The device.
+    pub(crate) device: &'static str,
+    /// The file behind it.
+    pub(crate) image: PathBuf,
 }
 
 impl Load {
-    /// Starts them on the device behind an NBD socket, of which they use all blocks that it always has. Every request is to end within `limit`.
-    pub(crate) fn start(socket: &Path, seed: u64, limit: Duration) -> Self {
+    /// Starts them on a device behind an NBD socket, of which they use all blocks that it always has. Every request is to end within `limit`.
+    pub(crate) fn start(socket: &Path, device: &'static str, image: PathBuf, seed: u64, limit: Duration) -> Self {
         let told = Arc::<Told>::default();
         let each = BASE / BLOCK as u64 / WRITERS;
         let threads = (0..WRITERS).map(|n| {
             let writer = Writer {
                 socket: socket.to_owned(),
+                device,
                 limit,
                 told: told.clone(),
                 model: Model::new(seed.wrapping_add(n), n * each..(n + 1) * each),
@@ -126,6 +131,8 @@ impl Load {
             told,
             threads,
             socket: socket.to_owned(),
+            device,
+            image,
         }
     }
 
@@ -137,7 +144,7 @@ impl Load {
 
     /// Ends them, and compares every block with what it may hold: as a new client reads it after a flush, and in the image file. How many
     /// blocks were certain, and how many in doubt.
-    pub(crate) fn finish(&mut self, image: &Path, limit: Duration) -> Result<(u64, u64), String> {
+    pub(crate) fn finish(&mut self, limit: Duration) -> Result<(u64, u64), String> {
         let models = self.stop();
         if models.len() as u64 != WRITERS {
             return Err("a writer panicked".into());
@@ -145,8 +152,10 @@ impl Load {
         if let Some(violation) = self.told.take_violations().into_iter().next() {
             return Err(violation);
         }
-        let mut client = Client::connect_patiently(&self.socket, limit).map_err(|e| format!("at the end: {e}"))?;
+        let mut client =
+            Client::connect_to(&self.socket, self.device, limit).map_err(|e| format!("at the end: {e}"))?;
         client.flush().map_err(|e| format!("flush at the end: {e:?}"))?;
+        let image = &self.image;
         let file = File::open(image).map_err(|e| format!("{}: {e}", image.display()))?;
         let (mut certain, mut doubtful) = (0, 0);
         for model in models {
@@ -181,6 +190,7 @@ impl Drop for Load {
 
 struct Writer {
     socket: PathBuf,
+    device: &'static str,
     limit: Duration,
     told: Arc<Told>,
     model: Model,
@@ -207,7 +217,7 @@ impl Writer {
         }
         // It may be that the way is mended meanwhile.
         let broken = self.told.broken.load(Relaxed);
-        match Client::connect_patiently(&self.socket, self.limit) {
+        match Client::connect_to(&self.socket, self.device, self.limit) {
             Ok(client) => Ok(Some(client)),
             Err(_) if broken || self.told.broken.load(Relaxed) => {
                 thread::sleep(Duration::from_millis(100));

@@ -44,7 +44,7 @@ impl Run<'_> {
     }
 
     fn requests(&self) -> (u64, u64, u64, u64) {
-        let each = self.world.devices.iter().map(|device| &device.load.told);
+        let each = self.world.loads().map(|load| &load.told);
         each.fold((0, 0, 0, 0), |(requests, bytes, left, cut_off), told| {
             (
                 requests + told.requests.load(Relaxed),
@@ -117,13 +117,8 @@ impl Run<'_> {
         let minute = self.begun.elapsed().as_secs() / 60;
         let (requests, bytes, ..) = self.requests();
         let counts = self.counts();
-        let longest = self
-            .world
-            .devices
-            .iter()
-            .map(|device| device.load.told.longest())
-            .max()
-            .unwrap_or_default();
+        let longest = self.world.loads().map(|load| load.told.longest()).max();
+        let longest = longest.unwrap_or_default();
         let trouble: u64 = self.tally.trouble.values().sum();
         println!(
             "{minute:6} {requests:10} {:8} {trouble:8} {:6} {:9} {:6} {:8} {:9.1}",

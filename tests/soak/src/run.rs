@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeMap,
+    fs::File,
     io,
     path::PathBuf,
     process::Stdio,
@@ -11,7 +12,7 @@ use std::{
 };
 
 use ferroce_tests::usage::Usage;
-use rand::{Rng, SeedableRng as _};
+use rand::{Rng, SeedableRng as _, seq::IteratorRandom as _};
 use rand_chacha::ChaCha8Rng;
 
 use crate::{
@@ -176,13 +177,13 @@ impl<'a> Run<'a> {
             self.next_weather = now + Duration::from_secs_f64(self.rng.random_range(1.0..20.0));
         }
         if now >= self.next_resize {
-            let device = self.rng.random_range(0..self.world.devices.len());
+            let image = self.world.loads().map(|load| &load.image).choose(&mut self.rng);
+            let image = image.ok_or("no image")?.clone();
             let len = BASE + self.rng.random_range(0..=BEYOND / 4096) * 4096;
-            self.world
-                .logs
-                .say(&format!("{}.img: {len} bytes", self.world.devices[device].name));
+            self.world.logs.say(&format!("{}: {len} bytes", image.display()));
             *self.tally.trouble.entry("image resized").or_default() += 1;
-            self.world.resize(device, len).map_err(text)?;
+            let file = File::options().write(true).open(image).map_err(text)?;
+            file.set_len(len).map_err(text)?;
             self.next_resize = now + Duration::from_secs_f64(self.rng.random_range(1.0..20.0));
         }
         if now >= self.next_command {
@@ -295,15 +296,17 @@ impl<'a> Run<'a> {
 
     fn judge_load(&mut self) -> Result<(), String> {
         let logs = &mut self.world.logs;
-        for (n, device) in self.world.devices.iter().enumerate() {
-            if let Some(violation) = device.load.told.take_violations().into_iter().next() {
-                return Err(format!("{}: {violation}", device.name));
+        let devices = self.world.devices.iter().enumerate();
+        for (n, device, load) in devices.flat_map(|(n, device)| device.loads.iter().map(move |load| (n, device, load)))
+        {
+            if let Some(violation) = load.told.take_violations().into_iter().next() {
+                return Err(format!("{}: {violation}", load.device));
             }
-            for (ended, took, what) in device.load.told.take_long() {
+            for (ended, took, what) in load.told.take_long() {
                 let at = logs.at(ended);
                 logs.say(&format!(
                     "{}: {:.2} s until {at:.3}: {what}",
-                    device.name,
+                    load.device,
                     took.as_secs_f64()
                 ));
                 if device.has_spare && self.troubles.spare(ended - took) {
@@ -312,17 +315,17 @@ impl<'a> Run<'a> {
                         let seconds = took.as_secs_f64();
                         return Err(format!(
                             "{}: {seconds:.1} s until {at:.3}, with a network that was whole: {what}",
-                            device.name
+                            load.device
                         ));
                     }
                 }
-                self.tally.long.push((at, took, format!("{}: {what}", device.name)));
+                self.tally.long.push((at, took, format!("{}: {what}", load.device)));
             }
-            for failed in device.load.told.take_failed() {
+            for failed in load.told.take_failed() {
                 if device.queues {
                     return Err(format!(
                         "{}: {}, although requests wait for a path",
-                        device.name, failed.what
+                        load.device, failed.what
                     ));
                 }
                 self.failed.push((n, failed));
@@ -360,11 +363,8 @@ impl<'a> Run<'a> {
     fn calm_moment(&mut self) -> Result<(), String> {
         let since = Instant::now();
         let done = |run: &Self| {
-            run.world
-                .devices
-                .iter()
-                .map(|d| d.load.told.requests.load(Relaxed))
-                .collect::<Vec<_>>()
+            let requests = run.world.loads().map(|load| load.told.requests.load(Relaxed));
+            requests.collect::<Vec<_>>()
         };
         let before = done(self);
         loop {
@@ -450,9 +450,9 @@ impl<'a> Run<'a> {
     fn compare(&mut self) -> Result<(), String> {
         self.world.logs.say("comparing");
         let mut compared = (0, 0);
-        for device in &mut self.world.devices {
-            let finished = device.load.finish(&device.image, LIMIT);
-            let (certain, doubtful) = finished.map_err(|e| format!("{}: {e}", device.name))?;
+        for load in self.world.devices.iter_mut().flat_map(|device| &mut device.loads) {
+            let finished = load.finish(LIMIT);
+            let (certain, doubtful) = finished.map_err(|e| format!("{}: {e}", load.device))?;
             compared = (compared.0 + certain, compared.1 + doubtful);
         }
         self.tally.compared = compared;

@@ -44,17 +44,22 @@ impl Add for Counts {
 pub(crate) struct Seen {
     paths: Vec<String>,
     up: BTreeSet<String>,
-    /// When no path was up, or the device not open; the last one may last.
+    devices: &'static [&'static str],
+    /// Devices that are not open.
+    closed: BTreeSet<String>,
+    /// When no path was up, or a device not open; the last one may last.
     out: Vec<(Instant, Option<Instant>)>,
     pub(crate) counts: Counts,
 }
 
 impl Seen {
-    /// A session whose paths are all up.
-    pub(crate) fn new(paths: &[String]) -> Self {
+    /// A session whose paths are all up, and whose devices are open.
+    pub(crate) fn new(paths: &[String], devices: &'static [&'static str]) -> Self {
         Self {
             paths: paths.to_owned(),
             up: paths.iter().cloned().collect(),
+            devices,
+            closed: BTreeSet::new(),
             out: Vec::new(),
             counts: Counts::default(),
         }
@@ -65,7 +70,7 @@ impl Seen {
         &self.paths
     }
 
-    /// Whether all paths are up and the device is open.
+    /// Whether all paths are up and the devices are open.
     pub(crate) fn is_well(&self) -> bool {
         self.up.len() == self.paths.len() && !matches!(self.out.last(), Some((_, None)))
     }
@@ -99,17 +104,23 @@ impl Seen {
             }
             "session_lost" => {
                 counts.session_lost += 1;
+                self.closed = self.devices.iter().map(|device| (*device).to_owned()).collect();
                 if !matches!(self.out.last(), Some((_, None))) {
                     self.out.push((now, None));
                 }
             }
             "remapped" => {
                 counts.remapped += 1;
-                if let Some((_, end @ None)) = self.out.last_mut() {
+                self.closed.remove(event["device"].as_str().unwrap_or_default());
+                if self.closed.is_empty()
+                    && let Some((_, end @ None)) = self.out.last_mut()
+                {
                     *end = Some(now);
                 }
             }
             "resized" => counts.resized += 1,
+            // Of its other devices, when it begins.
+            "mapped" if self.devices.len() > 1 => {}
             "session_back" | "reconnect_failed" | "not_remapped" | "stats" => {}
             other => return Err(format!("it told {other}: {event}")),
         }
@@ -124,9 +135,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn errors_are_allowed_while_no_path_is_up_or_the_device_is_not_open() {
+    fn errors_are_allowed_while_no_path_is_up_or_a_device_is_not_open() {
         let names = ["a".to_owned(), "b".to_owned()];
-        let mut seen = Seen::new(&names);
+        let mut seen = Seen::new(&names, &["x", "y"]);
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
         let tell = |seen: &mut Seen, seconds, event| seen.event(at(seconds), &event);
@@ -139,7 +150,9 @@ mod tests {
         tell(&mut seen, 30, json!({ "event": "path_up", "path": "a" })).unwrap();
         tell(&mut seen, 30, json!({ "event": "path_up", "path": "b" })).unwrap();
         assert!(!seen.is_well() && seen.was_out(at(40), at(41)));
-        tell(&mut seen, 31, json!({ "event": "remapped" })).unwrap();
+        tell(&mut seen, 30, json!({ "event": "remapped", "device": "y" })).unwrap();
+        assert!(!seen.is_well() && seen.was_out(at(40), at(41)));
+        tell(&mut seen, 31, json!({ "event": "remapped", "device": "x" })).unwrap();
         assert!(seen.is_well() && seen.was_out(at(31), at(32)) && !seen.was_out(at(40), at(41)));
         assert!(tell(&mut seen, 40, json!({ "event": "error" })).is_err());
     }

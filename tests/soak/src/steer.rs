@@ -42,6 +42,8 @@ pub(crate) enum Command {
     /// A device that is open.
     Remap,
     Resize(u64),
+    /// A device that is there.
+    MapAgain,
     /// With NBD clients.
     Unmap,
     List,
@@ -71,6 +73,7 @@ impl Command {
             Self::ResetStats(_) => "reset_path_stats",
             Self::Remap => "remap",
             Self::Resize(_) => "resize",
+            Self::MapAgain => "map twice",
             Self::Unmap => "unmap",
             Self::List => "list",
             Self::Sessions(_) => "sessions",
@@ -92,8 +95,8 @@ impl Command {
         )
     }
 
-    /// As `ferroce-steered` reads it.
-    pub(crate) fn request(&self) -> Value {
+    /// As `ferroce-steered` reads it. `device`: that of the client that gets it.
+    pub(crate) fn request(&self, device: &str) -> Value {
         match self {
             Self::Policy(policy) => json!({ "do": "policy", "policy": policy }),
             Self::Disconnect(path) => json!({ "do": "disconnect", "path": path }),
@@ -101,9 +104,10 @@ impl Command {
             Self::Remove(path) => json!({ "do": "remove_path", "path": path }),
             Self::Add(path) | Self::AddAgain(path) => json!({ "do": "add_path", "path": path }),
             Self::ResetStats(path) => json!({ "do": "reset_path_stats", "path": path }),
-            Self::Remap => json!({ "do": "remap" }),
-            Self::Resize(bytes) => json!({ "do": "resize", "sectors": bytes / 512 }),
-            Self::Unmap => json!({ "do": "unmap" }),
+            Self::Remap => json!({ "do": "remap", "device": device }),
+            Self::Resize(bytes) => json!({ "do": "resize", "device": device, "sectors": bytes / 512 }),
+            Self::MapAgain => json!({ "do": "map", "device": device }),
+            Self::Unmap => json!({ "do": "unmap", "device": device }),
             Self::List => json!({ "do": "list" }),
             Self::Sessions(_) => json!({ "do": "sessions" }),
             Self::ClosePath(session, path) => json!({ "do": "close_path", "session": session, "path": path }),
@@ -115,7 +119,7 @@ impl Command {
     fn allows(&self, answer: &Value, out: bool) -> bool {
         let errno = answer["errno"].as_i64();
         match (self, errno) {
-            (Self::AddAgain(_), errno) => errno == Some(EEXIST),
+            (Self::AddAgain(_) | Self::MapAgain, errno) => errno == Some(EEXIST),
             (Self::Unmap, errno) => errno == Some(EBUSY),
             // It may have been opened again meanwhile.
             (Self::Remap, errno) => errno == Some(EALREADY) || out,
@@ -176,7 +180,7 @@ impl Steering {
             return None;
         }
         let is_gone = self.gone.iter().any(|gone| gone.device == device && gone.path == path);
-        let command = match rng.random_range(0..10) {
+        let command = match rng.random_range(0..11) {
             0 => Command::Policy(["round-robin", "min-inflight", "min-latency"][rng.random_range(0..3)]),
             1 if !is_gone => Command::Disconnect(path),
             2 if !is_gone => Command::Reconnect(path),
@@ -186,6 +190,7 @@ impl Steering {
             6 => Command::Remap,
             7 => Command::Resize(BASE + rng.random_range(0..=BEYOND / 4096) * 4096),
             8 => Command::Unmap,
+            9 => Command::MapAgain,
             _ => Command::List,
         };
         Some((Who::Client(device), command))

@@ -12,6 +12,7 @@ use serde_json::Value;
 
 use crate::{
     client::{Device, PLANS},
+    load::Load,
     logs::Logs,
     steer::{Command, Who},
     trouble::{LONGEST, NETWORKS, Outage, ServeOptions, Weather},
@@ -66,10 +67,10 @@ impl World {
         })?;
         let logs = Logs::new()?;
         let mut exports = Vec::new();
-        for plan in &PLANS {
-            let image = logs.path().join(format!("{}.img", plan.name));
+        for device in PLANS.iter().flat_map(|plan| plan.devices) {
+            let image = logs.path().join(format!("{device}.img"));
             File::create(&image)?.set_len(BASE)?;
-            exports.push(format!("{}={}", plan.name, image.display()));
+            exports.push(format!("{device}={}", image.display()));
         }
         let mut world = Self {
             devices: Vec::new(),
@@ -207,12 +208,9 @@ impl World {
         number as usize % self.devices.len()
     }
 
-    /// The file behind a device gets this long.
-    pub(crate) fn resize(&self, device: usize, len: u64) -> io::Result<()> {
-        File::options()
-            .write(true)
-            .open(&self.devices[device].image)?
-            .set_len(len)
+    /// The load on all devices of all sessions.
+    pub(crate) fn loads(&self) -> impl Iterator<Item = &Load> {
+        self.devices.iter().flat_map(|device| &device.loads)
     }
 
     /// Reads what the processes tell; an error if one has ended or tells what it must not.
@@ -243,8 +241,11 @@ impl World {
     /// Sends a command; its number. None if there is no server to send it to.
     pub(crate) fn ask(&mut self, who: Who, command: &Command) -> Option<u64> {
         let id = match who {
-            Who::Client(n) => self.devices[n].ask(command.request()),
-            Who::Server => self.serve.as_mut()?.begin(command.request()),
+            Who::Client(n) => {
+                let device = &mut self.devices[n];
+                device.ask(command.request(device.name))
+            }
+            Who::Server => self.serve.as_mut()?.begin(command.request("")),
         };
         self.logs.say(&format!("COMMAND {id} to {who:?}: {command:?}"));
         Some(id)

@@ -7,17 +7,21 @@
 //! | `policy` | `policy`: as `--policy` |
 //! | `reconnects` | `attempts`: a number, -1 without end; `delay`: seconds |
 //! | `on_loss` | `on_loss`: `error` or `queue`; perhaps `seconds` |
-//! | `resize` | `sectors` |
-//! | `remap` | |
-//! | `unmap` | perhaps `force`: true |
+//! | `map` | `device`; perhaps `mode`: as `--access-mode` |
+//! | `resize` | `device`, `sectors` |
+//! | `remap` | `device` |
+//! | `unmap` | `device`; perhaps `force`: true |
 //! | `list`, `stats` | |
 
 use std::time::Duration;
 
-use rnbd::client::OnLoss;
-use rnbd_host::control::{
-    Refused,
-    map::{MapAnswer, MapControl, MapListing, MapRequest},
+use rnbd::{client::OnLoss, proto::AccessMode};
+use rnbd_host::{
+    control::{
+        Refused,
+        map::{MapAnswer, MapControl, MapListing, MapRequest, MappedDevice},
+    },
+    map::MapDevice,
 };
 use rtrs::{
     addr::PathAddr,
@@ -79,9 +83,20 @@ fn read(request: &Value) -> Result<MapRequest, Refused> {
             ("queue", _) => OnLoss::Queue(Some(seconds(request, "seconds")?)),
             (other, _) => return Err(wrong(format!("{other:?} is neither error nor queue"))),
         }),
-        "resize" => MapRequest::Resize(number(request, "sectors")?),
-        "remap" => MapRequest::Remap,
+        "map" => MapRequest::Map(MapDevice {
+            name: text(request, "device")?.into(),
+            mode: match &request["mode"] {
+                Value::Null => AccessMode::ReadWrite,
+                _ => text(request, "mode")?.parse().map_err(|e: String| wrong(e))?,
+            },
+        }),
+        "resize" => MapRequest::Resize {
+            device: text(request, "device")?.into(),
+            sectors: number(request, "sectors")?,
+        },
+        "remap" => MapRequest::Remap(text(request, "device")?.into()),
         "unmap" => MapRequest::Unmap {
+            device: text(request, "device")?.into(),
             force: request["force"] == true,
         },
         "list" => MapRequest::List,
@@ -91,7 +106,6 @@ fn read(request: &Value) -> Result<MapRequest, Refused> {
 }
 
 fn shown(listing: &MapListing) -> Value {
-    let device = &listing.device;
     json!({
         "session": listing.session,
         "queue_depth": listing.info.map(|info| info.session_depth),
@@ -104,19 +118,23 @@ fn shown(listing: &MapListing) -> Value {
         },
         "reconnect_delay": listing.reconnect_delay.as_secs_f64(),
         "paths": listing.paths.iter().map(path_shown).collect::<Vec<_>>(),
-        "device": {
-            "name": device.name,
-            "mode": device.mode.to_string(),
-            "state": device.state.map(|state| format!("{state:?}")),
-            "bytes": device.geometry.map(|geometry| geometry.size),
-            "completed": device.counters.completed,
-            "failed": device.counters.failed,
-            "read_bytes": device.counters.read_bytes,
-            "written_bytes": device.counters.written_bytes,
-            "repeated": device.counters.repeated,
-            "waiting": device.waiting,
-            "clients": device.clients,
-        },
+        "devices": listing.devices.iter().map(device_shown).collect::<Vec<_>>(),
+    })
+}
+
+fn device_shown(device: &MappedDevice) -> Value {
+    json!({
+        "name": device.name,
+        "mode": device.mode.to_string(),
+        "state": device.state.map(|state| format!("{state:?}")),
+        "bytes": device.geometry.map(|geometry| geometry.size),
+        "completed": device.counters.completed,
+        "failed": device.counters.failed,
+        "read_bytes": device.counters.read_bytes,
+        "written_bytes": device.counters.written_bytes,
+        "repeated": device.counters.repeated,
+        "waiting": device.waiting,
+        "clients": device.clients,
     })
 }
 

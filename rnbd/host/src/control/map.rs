@@ -18,7 +18,7 @@ use rtrs::{
 
 use super::{Pending, Refused, answer};
 use crate::{
-    map::MapStats,
+    map::{MapDevice, MapStats},
     mapper::{Command, HOME},
 };
 
@@ -46,15 +46,29 @@ pub enum MapRequest {
         /// Time before each.
         delay: Duration,
     },
-    /// What requests meet while no path is up.
+    /// What requests meet while no path is up; of all devices, those included that are mapped later.
     SetOnLoss(OnLoss),
-    /// The device's size in sectors of 512 bytes (`resize`); refused with ENOENT while it is not mapped.
-    Resize(u64),
-    /// Opens the device again (`remap_device`); refused with EALREADY when it is open, and with the server's errno.
-    Remap,
-    /// Closes the device and ends the mapping (`unmap_device`).
+    /// Opens one more device over the session (`map_device`). Refused with EEXIST when one of this name is there, and with the errno
+    /// of opening it: then it is gone again.
+    Map(MapDevice),
+    /// A device's size (`resize`); refused with ENOENT while it is not mapped.
+    Resize {
+        /// Which.
+        device: String,
+        /// In sectors of 512 bytes.
+        sectors: u64,
+    },
+    /// Opens the device of this name again (`remap_device`); refused with ENOENT when there is none, with EALREADY when it is open,
+    /// and with the server's errno.
+    Remap(String),
+    /// Closes a device (`unmap_device`), after what was written to it is made durable; refused with ENOENT when there is none of this
+    /// name. The session and other devices stay; the mapping ends with the last. An error of making it durable or of closing it is
+    /// the answer, and the device is gone nonetheless.
     Unmap {
-        /// Also if NBD clients are connected, whose requests fail then; else that is refused with EBUSY.
+        /// Which.
+        device: String,
+        /// Also if NBD clients use it, whose requests fail then, and who are disconnected; else that is refused with EBUSY. Nothing
+        /// is made durable.
         force: bool,
     },
     /// How everything is.
@@ -74,7 +88,7 @@ pub enum MapAnswer {
     Stats(Box<MapStats>),
 }
 
-/// The device of a mapping.
+/// A device of a mapping.
 #[derive(Clone, Debug)]
 pub struct MappedDevice {
     /// As the server calls it.
@@ -91,8 +105,24 @@ pub struct MappedDevice {
     pub counters: DeviceCounters,
     /// Requests that wait for a path, or for the server to open it again.
     pub waiting: usize,
-    /// NBD clients that are connected.
+    /// NBD clients that have chosen it.
     pub clients: usize,
+}
+
+impl MappedDevice {
+    /// One that has not been opened.
+    pub(crate) fn new(device: MapDevice, on_loss: OnLoss) -> Self {
+        Self {
+            name: device.name,
+            mode: device.mode,
+            state: None,
+            geometry: None,
+            on_loss,
+            counters: DeviceCounters::default(),
+            waiting: 0,
+            clients: 0,
+        }
+    }
 }
 
 /// A mapping as it is at a moment: all of its loops together.
@@ -110,8 +140,8 @@ pub struct MapListing {
     pub reconnect_delay: Duration,
     /// Its paths, with what is in flight and counted on them.
     pub paths: Vec<PathStatus>,
-    /// Its device.
-    pub device: MappedDevice,
+    /// Its devices, in the order in which they were asked for.
+    pub devices: Vec<MappedDevice>,
 }
 
 impl MapListing {
@@ -123,9 +153,13 @@ impl MapListing {
                 path.stats.add(&of_other.stats);
             }
         }
-        self.device.counters.add(&other.device.counters);
-        self.device.waiting += other.device.waiting;
-        self.device.clients += other.device.clients;
+        for of_other in &other.devices {
+            if let Some(device) = self.devices.iter_mut().find(|device| device.name == of_other.name) {
+                device.counters.add(&of_other.counters);
+                device.waiting += of_other.waiting;
+                device.clients += of_other.clients;
+            }
+        }
     }
 }
 

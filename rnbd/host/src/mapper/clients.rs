@@ -5,51 +5,144 @@ use std::{io, os::unix::net::UnixStream};
 use mio::{Interest, Token};
 use rnbd::{
     Errno,
+    client::output::DeviceKey,
     nbd::{Export, Exports},
 };
 use roce_reactor::TurnCx;
+use roce_verbs::Instant;
 use rtrs::{Error, PathError, cx::Cx};
 use smallvec::SmallVec;
 use socket2::SockRef;
 
-use super::{FIRST_CLIENT, Service, Whose};
-use crate::nbd::NbdSocket;
+use super::{
+    FIRST_CLIENT, HOME, Letter, Service, Whose,
+    devices::{Device, Stage},
+};
+use crate::{entrance::Comer, nbd::NbdSocket};
 
 /// Reads from one client's socket in a round.
 const READS: usize = 16;
 /// Bytes of a client's send buffer, as far as the system allows.
 const SEND_BUFFER: usize = 1 << 20;
 
+/// A device as NBD clients see it, if it has been opened.
+fn export(device: &Device) -> Option<Export> {
+    Some(Export {
+        name: device.what.name.clone(),
+        device: device.what.name.clone(),
+        description: String::new(),
+        geometry: device.geometry?,
+    })
+}
+
 impl Service {
-    /// Takes a client that was let in.
-    pub(super) fn admit(&mut self, turn: &mut TurnCx<'_, ()>, stream: UnixStream) {
-        if let Err(e) = self.begin(turn, stream) {
+    /// Takes a client that was let in, and finds these devices.
+    pub(super) fn admit(&mut self, turn: &mut TurnCx<'_, ()>, stream: UnixStream, devices: &[String]) {
+        if let Err(e) = self.begin(turn, stream, devices) {
             self.turn_away(turn.now, &e);
-            self.left();
+            self.left(None);
         }
     }
 
-    fn begin(&mut self, turn: &mut TurnCx<'_, ()>, stream: UnixStream) -> io::Result<()> {
-        let Some(geometry) = self.geometry else {
-            return Err(io::Error::other("the device is not there"));
-        };
+    fn begin(&mut self, turn: &mut TurnCx<'_, ()>, stream: UnixStream, devices: &[String]) -> io::Result<()> {
+        let named = |name: &String| self.devices.iter().find(|device| device.what.name == *name);
+        let open = devices
+            .iter()
+            .filter_map(named)
+            .filter(|device| device.stage == Stage::Open);
+        let (keys, exports): (Vec<_>, Vec<_>) = open.filter_map(|d| Some((d.key, export(d)?))).unzip();
+        if keys.is_empty() {
+            return Err(io::Error::other("no device is there"));
+        }
         stream.set_nonblocking(true)?;
         // Several long replies fit, so that the client can read one while the next is on its way.
         if let Err(e) = SockRef::from(&stream).set_send_buffer_size(SEND_BUFFER) {
             tracing::debug!("the send buffer of an NBD client stays as it is: {e}");
         }
-        let export = Export {
-            name: self.config.device.clone(),
-            device: self.config.device.clone(),
-            description: String::new(),
-            geometry,
-        };
         let entry = self.clients.vacant_entry();
         let token = Token(FIRST_CLIENT + entry.key());
-        let socket = NbdSocket::new(turn.now, stream, Exports::new(vec![export]));
+        let socket = NbdSocket::new(turn.now, stream, Exports::new(exports), keys);
         turn.sockets.register(socket.descriptor(), token, Interest::READABLE)?;
         entry.insert(socket);
         Ok(())
+    }
+
+    /// A device can be chosen, also by those who have come already.
+    pub(super) fn offer(&mut self, key: DeviceKey) {
+        let Some(device) = self.devices.iter().find(|device| device.key == key) else {
+            return;
+        };
+        if let Some(export) = export(device) {
+            for (_, client) in &mut self.clients {
+                client.offer(key, export.clone());
+            }
+        }
+    }
+
+    /// A device can't be chosen any more, and those who have it go.
+    pub(super) fn withdraw(&mut self, now: Instant, key: DeviceKey) {
+        let until = now + self.config.grace;
+        for (_, client) in &mut self.clients {
+            client.withdraw(key);
+            if client.device() == Some(key) {
+                client.let_go(until);
+            }
+        }
+    }
+
+    /// Home gets to know what a client has chosen.
+    fn look_chosen(&mut self, index: usize) {
+        let Some(client) = self.clients.get_mut(index).filter(|c| c.counted.is_none()) else {
+            return;
+        };
+        let Some(key) = client.device() else { return };
+        client.counted = Some(key);
+        if let Some(name) = self.name_of(key) {
+            match self.place.is_home() {
+                true => self.chosen(&name),
+                false => self.place.tell(HOME, Letter::Chosen(name)),
+            }
+        }
+    }
+
+    /// A client, of whatever loop, has chosen this device.
+    pub(super) fn chosen(&mut self, name: &str) {
+        if let Some(device) = self.device_named(name) {
+            device.users += 1;
+        }
+    }
+
+    /// A client of this loop is gone, or was not taken, and the device that it had chosen.
+    fn left(&mut self, device: Option<DeviceKey>) {
+        let name = device.and_then(|key| self.name_of(key));
+        match self.place.is_home() {
+            true => self.parted(HOME, name.as_deref()),
+            false => self.place.tell(HOME, Letter::Left(name)),
+        }
+    }
+
+    /// A client of that loop is gone.
+    pub(super) fn parted(&mut self, from: usize, device: Option<&str>) {
+        self.entrance.left(from);
+        if let Some(device) = device.and_then(|name| self.device_named(name)) {
+            device.users = device.users.saturating_sub(1);
+        }
+    }
+
+    /// Those who have not taken their replies in time, after they were let go, get none.
+    pub(super) fn cut_off(&mut self, now: Instant) {
+        let late = self
+            .clients
+            .iter_mut()
+            .filter_map(|(_, client)| client.is_late(now).then_some(client));
+        let mut clients = 0;
+        for client in late {
+            client.connection.cut(now);
+            clients += 1;
+        }
+        if clients > 0 {
+            tracing::warn!(clients, "NBD clients did not take their replies in time; cut off");
+        }
     }
 
     /// Everything that a client's socket and its requests need.
@@ -76,9 +169,10 @@ impl Service {
 
     /// What a connection asks for: buffers, copies, requests.
     fn poll_client(&mut self, turn: &mut TurnCx<'_, ()>, index: usize) -> bool {
-        let (Some(session), Some(device), Some(info)) = (self.session, self.device, self.info) else {
+        let (Some(session), Some(info)) = (self.session, self.info) else {
             return false;
         };
+        self.look_chosen(index);
         // All of one size: the pool of the session can't be cut into pieces that are too small. And the messages of the
         // service connection need some as well.
         let size = info.max_io_size as usize;
@@ -126,7 +220,7 @@ impl Service {
                     }
                 }
             }
-            while let Some(request) = client.next_request() {
+            while let Some((device, request)) = client.next_request() {
                 moved = true;
                 let user = self.operations.insert(Whose::Client(index, request.key)) as u64;
                 self.rnbd.submit(
@@ -195,7 +289,7 @@ impl Service {
         }
         self.starved.retain(|waits| *waits != index);
         let _ = turn.sockets.deregister(client.descriptor());
-        self.left();
+        self.left(client.counted);
     }
 
     /// Clients that found no buffer ask again, in their order.
@@ -209,5 +303,33 @@ impl Service {
             }
         }
         worked
+    }
+
+    /// Lets clients in.
+    pub(super) fn accept(&mut self, turn: &mut TurnCx<'_, ()>) -> bool {
+        let mut worked = false;
+        while let Some(comer) = self.entrance.next(turn.now) {
+            worked = true;
+            match comer {
+                Comer::For(to, stream) => {
+                    let open = self.devices.iter().filter(|device| device.stage == Stage::Open);
+                    let devices: Vec<String> = open.map(|device| device.what.name.clone()).collect();
+                    match to {
+                        HOME => self.admit(turn, stream, &devices),
+                        other => self.place.tell(other, Letter::Client(stream, devices)),
+                    }
+                }
+                Comer::TurnedAway(why) => self.turn_away(turn.now, &why),
+            }
+        }
+        worked
+    }
+
+    fn turn_away(&mut self, now: Instant, why: &io::Error) {
+        self.turned_away += 1;
+        let more = self.log.due(now).unwrap_or_default();
+        if self.log.hit(now) {
+            tracing::warn!(more, "an NBD client is turned away: {why}");
+        }
     }
 }

@@ -2,7 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use rnbd::{Errno, client::Unmap};
+use rnbd::{
+    Errno,
+    client::{OnLoss, output::DeviceKey},
+};
 use roce_reactor::TurnCx;
 use rtrs::{
     Error,
@@ -11,13 +14,16 @@ use rtrs::{
     cx::Cx,
 };
 
-use super::{Letter, Phase, Service};
+use super::{
+    Phase, Service,
+    devices::{Device, Stage},
+};
 use crate::{
     control::{
         Refused, Reply,
         map::{MapAnswer, MapListing, MapRequest, MappedDevice},
     },
-    map::MapFailure,
+    map::{MapDevice, MapFailure},
 };
 
 /// What is under way for those who steer. All of it is at home.
@@ -26,10 +32,7 @@ pub(super) struct Orders {
     /// Where paths lead, also such as are gone from the list but not out of everybody's mouth.
     addrs: BTreeMap<PathId, PathAddr>,
     paths: Vec<(PathId, PathCommand, Reply<MapAnswer>)>,
-    remaps: Vec<Reply<MapAnswer>>,
-    unmap: Option<Reply<MapAnswer>>,
-    /// The device is closed at any price.
-    pub(super) forced: bool,
+    remaps: Vec<(DeviceKey, Reply<MapAnswer>)>,
     /// The last path was taken down because somebody wanted it: the mapping is there for another.
     pub(super) pathless: bool,
 }
@@ -66,24 +69,29 @@ impl Orders {
         self.paths.remove(asked).2.send(answer);
     }
 
-    /// An attempt to open the device again has ended.
-    pub(super) fn remapped(&mut self, result: &Result<(), Refused>) {
-        for reply in self.remaps.drain(..) {
+    /// An attempt to open a device again has ended.
+    pub(super) fn remapped(&mut self, device: DeviceKey, result: &Result<(), Refused>) {
+        for (_, reply) in self.remaps.extract_if(.., |(key, _)| *key == device) {
             reply.send(result.clone().map(|()| MapAnswer::Done));
         }
     }
 }
 
-/// The error number of an end that is no good one.
-fn errno(failure: &MapFailure) -> Errno {
-    match failure {
+fn not_mapped(name: &str) -> Refused {
+    Refused::new(Errno::ENOENT, format!("device {name:?} is not mapped"))
+}
+
+/// An end that is no good one, for who has asked for it.
+pub(super) fn refused(failure: &MapFailure) -> Refused {
+    let errno = match failure {
         MapFailure::Session(e) => Errno::from_wire(e.errno()),
-        MapFailure::Map(e) => e.errno(),
+        MapFailure::Map { error, .. } => error.errno(),
         MapFailure::Lost(_) => Errno::ECONNABORTED,
-        MapFailure::Flush(e) => *e,
-        MapFailure::Close(e) => Errno::from_wire(e.errno()),
+        MapFailure::Flush { errno, .. } => *errno,
+        MapFailure::Close { error, .. } => Errno::from_wire(error.errno()),
         MapFailure::Socket(_) | MapFailure::Loop(_) => Errno::EIO,
-    }
+    };
+    Refused::new(errno, failure.to_string())
 }
 
 impl Service {
@@ -94,8 +102,9 @@ impl Service {
             MapRequest::RemovePath(addr) => return self.path_command(turn, addr, PathCommand::Remove, reply),
             MapRequest::Disconnect(addr) => return self.path_command(turn, addr, PathCommand::Disconnect, reply),
             MapRequest::Reconnect(addr) => return self.path_command(turn, addr, PathCommand::Reconnect, reply),
-            MapRequest::Remap => return self.remap(reply),
-            MapRequest::Unmap { force } => return self.unmap_asked(turn, force, reply),
+            MapRequest::Map(device) => return self.map_asked(device, reply),
+            MapRequest::Remap(device) => return self.remap(&device, reply),
+            MapRequest::Unmap { device, force } => return self.unmap_asked(turn, &device, force, reply),
             MapRequest::List => return reply.send(self.listing().map(|l| MapAnswer::Listing(Box::new(l)))),
             MapRequest::Stats => return reply.send(Ok(MapAnswer::Stats(Box::new(self.stats(turn))))),
             MapRequest::ResetPathStats(addr, which) => self.reset_path_stats(addr, which),
@@ -107,16 +116,11 @@ impl Service {
                 let set = self.rtrs.set_reconnects(cx!(turn, self.dice), session, attempts, delay);
                 set.map_err(Refused::from)
             }),
-            MapRequest::SetOnLoss(on_loss) => {
-                let device = self.device.ok_or(Errno::ENODEV);
-                let set = device.and_then(|device| self.rnbd.set_on_loss(device, on_loss));
+            MapRequest::SetOnLoss(on_loss) => self.set_on_loss(on_loss).map_err(Refused::from),
+            MapRequest::Resize { device, sectors } => self.key_of(&device).and_then(|device| {
+                let set = self.rnbd.resize(device, sectors);
                 set.map_err(Refused::from)
-            }
-            MapRequest::Resize(sectors) => {
-                let device = self.device.ok_or(Errno::ENOENT);
-                let set = device.and_then(|device| self.rnbd.resize(device, sectors));
-                set.map_err(Refused::from)
-            }
+            }),
         };
         reply.send(done.map(|()| MapAnswer::Done));
     }
@@ -180,44 +184,90 @@ impl Service {
         Ok(self.rtrs.reset_path_stats(session, path, which)?)
     }
 
-    fn remap(&mut self, reply: Reply<MapAnswer>) {
-        let device = self.device.ok_or(Errno::EBUSY);
-        match device.and_then(|device| self.rnbd.remap(device)) {
-            Ok(()) => self.orders.remaps.push(reply),
-            Err(e) => reply.send(Err(e.into())),
-        }
+    fn key_of(&self, name: &str) -> Result<DeviceKey, Refused> {
+        let device = self.devices.iter().find(|device| device.what.name == name);
+        device.map(|device| device.key).ok_or_else(|| not_mapped(name))
     }
 
-    fn unmap_asked(&mut self, turn: &mut TurnCx<'_, ()>, force: bool, reply: Reply<MapAnswer>) {
-        let refused = match self.phase {
+    /// It has not come so far that its devices can be told to come or go, or is past that.
+    fn not_serving(&self) -> Option<Errno> {
+        match self.phase {
             Phase::Opening | Phase::Mapping => Some(Errno::EBUSY),
-            Phase::Serving if !force && self.entrance.is_in_use() => Some(Errno::EBUSY),
             Phase::Serving => None,
             _ => Some(Errno::EALREADY),
-        };
-        if let Some(errno) = refused {
-            return reply.send(Err(errno.into()));
-        }
-        self.orders.unmap = Some(reply);
-        self.orders.forced = force;
-        self.drain(turn);
-        if force {
-            self.count();
-            self.phase = Phase::Unmapping;
-            let unmapped = self.device.map(|device| self.rnbd.unmap(device, Unmap::Force));
-            if !matches!(unmapped, Some(Ok(()))) {
-                self.close_session(turn);
-            }
         }
     }
 
-    /// The device is closed, or all is over.
-    pub(super) fn unmapped(&mut self) {
-        if let Some(reply) = self.orders.unmap.take() {
-            reply.send(match &self.failure {
-                None => Ok(MapAnswer::Done),
-                Some(failure) => Err(Refused::new(errno(failure), failure.to_string())),
+    /// For the devices that there are, but for those that are being unmapped, and those that come.
+    fn set_on_loss(&mut self, on_loss: OnLoss) -> Result<(), Errno> {
+        if !matches!(self.phase, Phase::Mapping | Phase::Serving) {
+            return Err(Errno::ENODEV);
+        }
+        self.on_loss = on_loss;
+        let staying = |device: &&Device| matches!(device.stage, Stage::Opening | Stage::Open);
+        for device in self.devices.iter().filter(staying) {
+            self.rnbd.set_on_loss(device.key, on_loss)?;
+        }
+        Ok(())
+    }
+
+    fn map_asked(&mut self, what: MapDevice, reply: Reply<MapAnswer>) {
+        let session = match self.not_serving() {
+            Some(Errno::EALREADY) => Err(Errno::ESHUTDOWN.into()),
+            Some(errno) => Err(errno.into()),
+            None if self.device_named(&what.name).is_some() => {
+                let text = format!("device {:?} is mapped already", what.name);
+                Err(Refused::new(Errno::EEXIST, text))
+            }
+            None => self.there(),
+        };
+        match session {
+            Ok(session) => self.map_device(session, what, Some(reply)),
+            Err(refused) => reply.send(Err(refused)),
+        }
+    }
+
+    fn remap(&mut self, name: &str, reply: Reply<MapAnswer>) {
+        let device = match self.phase {
+            Phase::Opening => Err(Errno::EBUSY.into()),
+            _ => self.key_of(name),
+        };
+        let asked = device.and_then(|device| {
+            let asked = self.rnbd.remap(device);
+            asked.map(|()| device).map_err(Refused::from)
+        });
+        match asked {
+            Ok(device) => self.orders.remaps.push((device, reply)),
+            Err(refused) => reply.send(Err(refused)),
+        }
+    }
+
+    fn unmap_asked(&mut self, turn: &mut TurnCx<'_, ()>, name: &str, force: bool, reply: Reply<MapAnswer>) {
+        if let Some(errno) = self.not_serving() {
+            return reply.send(Err(errno.into()));
+        }
+        let device = self.devices.iter().find(|device| device.what.name == name);
+        let key = device
+            .ok_or_else(|| not_mapped(name))
+            .and_then(|device| match device.stage {
+                Stage::Opening => Err(Errno::EBUSY.into()),
+                Stage::Open if device.users > 0 && !force => Err(Errno::EBUSY.into()),
+                Stage::Open => Ok(device.key),
+                Stage::Leaving(_) | Stage::Flushing | Stage::Closing => Err(Errno::EALREADY.into()),
             });
+        match key {
+            Ok(key) => self.unmap_device(turn, key, force, reply),
+            Err(refused) => reply.send(Err(refused)),
+        }
+    }
+
+    /// All is over: whoever waits for the end of a device is told.
+    pub(super) fn answer_unmapping(&mut self) {
+        for device in &mut self.devices {
+            if let Some(reply) = device.unmapping.take() {
+                let failed = self.failure.as_ref().map(refused);
+                reply.send(failed.map_or(Ok(MapAnswer::Done), Err));
+            }
         }
     }
 
@@ -232,8 +282,6 @@ impl Service {
         let reconnects = session.and_then(|session| self.rtrs.reconnects(session));
         let config = &self.config.session;
         let (max_reconnects, reconnect_delay) = reconnects.unwrap_or((config.max_reconnects, config.reconnect_delay));
-        let device = self.device;
-        let counters = device.and_then(|device| self.rnbd.counters(device)).or(self.counted);
         Ok(MapListing {
             session: config.name.clone(),
             info: self.info,
@@ -241,26 +289,28 @@ impl Service {
             max_reconnects,
             reconnect_delay,
             paths: session.map_or_else(Vec::new, |session| self.rtrs.paths(session)),
-            device: MappedDevice {
-                name: self.config.device.clone(),
-                mode: self.config.mode,
-                state: device.and_then(|device| self.rnbd.state(device)),
-                geometry: self.geometry,
-                on_loss: device
-                    .and_then(|device| self.rnbd.on_loss(device))
-                    .unwrap_or(self.config.on_loss),
-                counters: counters.unwrap_or_default(),
-                waiting: device.map_or(0, |device| self.rnbd.waiting(device)),
-                clients: self.clients.len(),
-            },
+            devices: self.devices_listed(),
         })
     }
 
-    /// Other loops are told to take no more requests.
-    pub(super) fn drain_others(&mut self) {
-        if self.place.is_home() {
-            self.undrained = self.place.loops.len() - 1;
-            (1..=self.undrained).for_each(|other| self.place.tell(other, Letter::Drain));
+    fn devices_listed(&self) -> Vec<MappedDevice> {
+        if self.phase == Phase::Opening && self.place.is_home() {
+            let device = |what: &MapDevice| MappedDevice::new(what.clone(), self.on_loss);
+            return self.config.devices.iter().map(device).collect();
         }
+        let listed = self.devices.iter().map(|device| MappedDevice {
+            state: self.rnbd.state(device.key),
+            geometry: device.geometry,
+            on_loss: self.rnbd.on_loss(device.key).unwrap_or(self.on_loss),
+            counters: self.rnbd.counters(device.key).unwrap_or(device.counted),
+            waiting: self.rnbd.waiting(device.key),
+            clients: self
+                .clients
+                .iter()
+                .filter(|(_, client)| client.device() == Some(device.key))
+                .count(),
+            ..MappedDevice::new(device.what.clone(), self.on_loss)
+        });
+        listed.collect()
     }
 }

@@ -201,6 +201,12 @@ impl Lab {
         MapConfig::new(session_config, name, socket)
     }
 
+    pub(crate) fn config_for(&self, session: &str, name: &str, mode: AccessMode) -> MapConfig {
+        let mut config = self.config(session, name);
+        config.devices[0].mode = mode;
+        config
+    }
+
     pub(crate) fn try_map(&self, config: MapConfig) -> Result<Mapped, MapFailure> {
         self.try_map_on(1, config)
     }
@@ -233,11 +239,8 @@ impl Lab {
     }
 
     pub(crate) fn map_read_only(&self, session: &str, name: &str) -> Mapped {
-        let config = MapConfig {
-            mode: AccessMode::ReadOnly,
-            ..self.config(session, name)
-        };
-        self.try_map(config).unwrap()
+        self.try_map(self.config_for(session, name, AccessMode::ReadOnly))
+            .unwrap()
     }
 
     /// What the server had done a moment ago.
@@ -331,7 +334,7 @@ pub(crate) fn serve_with(size: u64, writable: bool, change: impl FnOnce(&mut Map
     };
     let lab = Lab::of(dir, vec![spec], None, |_| {});
     let mut config = lab.config("nbd", "image");
-    config.mode = match writable {
+    config.devices[0].mode = match writable {
         true => AccessMode::ReadWrite,
         false => AccessMode::ReadOnly,
     };

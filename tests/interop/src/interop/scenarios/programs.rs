@@ -24,12 +24,13 @@ const LINGER: Duration = Duration::from_secs(20);
 /// How long a server gets to be ready.
 const START: Duration = Duration::from_secs(30);
 /// What a client prints when nobody listens where it connects to. Then a run is tried again whose server could not be seen to
-/// listen ([`Pair::unseen`]), and no other: there it is a fault of ours. The third is what programs say whose connecting waits, the
-/// last how perftest says it of its first connection.
-const REFUSED: [&str; 4] = [
+/// listen ([`Pair::unseen`]), and no other: there it is a fault of ours. The third and fourth are what programs say of
+/// rdma_connect and rconnect, the last how perftest says it of its first connection.
+const REFUSED: [&str; 5] = [
     "CM_EVENT_REJECTED",
     "CM_EVENT_UNREACHABLE",
     "rdma_connect: Connection refused",
+    "rpoll: Connection refused",
     "Unexpected CM event bl blka 8",
 ];
 /// How often such a run is tried.

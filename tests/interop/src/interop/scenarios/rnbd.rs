@@ -53,6 +53,13 @@ pub(super) fn list() -> Vec<Scenario> {
     });
     add(4, "rnbd-our-client-wrong-name", OursToKernel, false, our_wrong_name);
     add(4, "rnbd-our-client-read-only", OursToKernel, false, our_read_only);
+    add(
+        4,
+        "rnbd-our-client-three-devices",
+        OursToKernel,
+        false,
+        our_three_devices,
+    );
     add(6, "rnbd-our-client-v6", OursToKernel, true, |c| {
         our_client(c, Ip::V6, "ram0", true)
     });
@@ -730,4 +737,63 @@ fn our_read_only(c: &mut Ctx<'_>) -> Result<String, Error> {
         return Err("a write got through".into());
     }
     Ok("reads work, writes are refused: passed".to_owned())
+}
+
+/// Three devices on one session of ours: two are written at once, the third is read-only.
+fn our_three_devices(c: &mut Ctx<'_>) -> Result<String, Error> {
+    server_up(c, true)?;
+    let result = our_three_devices_work(c);
+    server_down(c)?;
+    result
+}
+
+fn our_three_devices_work(c: &Ctx<'_>) -> Result<String, Error> {
+    const SIZE: usize = 8 << 20;
+    let more = [
+        "--json",
+        "--device",
+        "newroot/dev/loop0",
+        "--device",
+        "newroot/dev/ram1,ro",
+    ];
+    let mut mapping = Mapping::spawn(c, Ip::V4, "ram0", &more)?;
+    mapping.wait_more("mapped", 2, Duration::from_secs(60))?;
+    let mapped = mapping.events("mapped");
+    let urls: Vec<_> = mapped.iter().filter_map(|event| event["uri"].as_str()).collect();
+    let [ram0, loop0, ram1] = urls[..] else {
+        return Err(format!("not three devices: {mapped:?}").into());
+    };
+    let listed = c.tool("list", "nbdinfo", &["--list", &mapping.url], 60)?;
+    for device in ["ram0", "loop0", "ram1"] {
+        if !listed.contains(&format!("newroot/dev/{device}")) {
+            return Err(format!("{device} is not listed: {listed}").into());
+        }
+    }
+    let files = ["a.img", "b.img"].map(|name| c.dir.join(name));
+    for (seed, file) in files.iter().enumerate() {
+        random_file(file, SIZE, seed as u64 + 1000)?;
+    }
+    let [a, b] = files.each_ref().map(|file| file.display().to_string());
+    let copy = |from: &str, to: &str| format!("qemu-img convert -n -f raw -O raw '{from}' '{to}'");
+    let script = format!("{} & first=$!; {} && wait $first", copy(&a, ram0), copy(&b, loop0));
+    c.tool("write", "bash", &["-c", &script], 600)?;
+    c.tool("read", "qemu-io", &["-r", "-f", "raw", "-c", "read 0 1M", ram1], 60)?;
+    let refused = c.tool("refused", "qemu-io", &["-f", "raw", "-c", "write 0 4k", ram1], 60);
+    if !refused.is_err_and(|e| e.to_string().contains("read-only") || e.to_string().contains("not permitted")) {
+        return Err("a write got through to the device that is read-only".into());
+    }
+    // At the end each is flushed.
+    mapping.stop()?;
+    for (device, file) in [("ram0", &a), ("loop0", &b)] {
+        let (here, there) = (checksum_here(c, file)?, checksum_in_guest(c, device, SIZE)?);
+        if here != there {
+            return Err(format!("written to {device} was MD5 {here}, it has {there}").into());
+        }
+    }
+    for file in files {
+        fs::remove_file(file)?;
+    }
+    Ok(format!(
+        "two devices of three written at once, {SIZE} bytes each, equal in the kernel, the third read-only: passed"
+    ))
 }
