@@ -85,7 +85,7 @@ impl Lab {
     /// Connects the path anew.
     fn reconnect(&mut self) {
         let reconnect = self.path_command("reconnect");
-        done(&mut self.map, reconnect);
+        self.map.done(reconnect);
         assert_eq!(self.list()["paths"][0]["state"], "Connected");
     }
 
