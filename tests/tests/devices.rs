@@ -25,6 +25,7 @@ const SIZE: usize = BLOCK * BLOCKS;
 const ENOENT: i32 = 2;
 const EBUSY: i32 = 16;
 const EEXIST: i32 = 17;
+const ECONNABORTED: i32 = 103;
 const EALREADY: i32 = 114;
 
 /// A server of a folder with the images `a`, `b` and `c`, and a mapping of some of them over one session.
@@ -356,6 +357,34 @@ fn all_come_back_when_the_server_does_but_for_one_that_it_has_not() {
         for name in ["a", "b"] {
             assert_eq!(lab.device(name)["failed"], 0);
         }
+        lab.end();
+    }
+}
+
+#[test]
+fn one_can_be_unmapped_while_the_server_is_away() {
+    for threads in ["1", "2"] {
+        let mut lab = Lab::new(threads, &["a", "b", "c,ro"]);
+        let works = [Work::new("a", 0)];
+        working(&mut lab, &works, |lab| {
+            lab.kill();
+            eventually("its request waits", || lab.device("a")["waiting"] == 1);
+            // Nobody can tell whether what was written is durable, if it can be written.
+            let answer = lab.map.ask(unmap("b"));
+            assert_eq!(answer["errno"], ECONNABORTED, "{answer}");
+            assert!(
+                answer["error"].as_str().unwrap().contains("flush of device b"),
+                "{answer}"
+            );
+            lab.map.done(unmap("c"));
+            lab.map.refused(json!({ "do": "map", "device": "c" }), ECONNABORTED);
+            assert_eq!(lab.exports(), ["a"]);
+            lab.restart();
+            works[0].goes_on();
+            assert_eq!(lab.open(), (1, 1));
+            lab.map.done(json!({ "do": "map", "device": "b" }));
+            works[0].goes_on();
+        });
         lab.end();
     }
 }

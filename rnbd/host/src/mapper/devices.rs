@@ -337,7 +337,7 @@ impl Service {
         }
         let name = device.name();
         // With the session the server closes whatever is open.
-        let over = matches!(self.phase, Phase::Closing | Phase::Ended);
+        let over = !self.session_is_up() || matches!(self.phase, Phase::Closing | Phase::Ended);
         if let (Err(error), false) = (result, over || device.forced) {
             let device_of = name.clone();
             device.failure.get_or_insert(MapFailure::Close {

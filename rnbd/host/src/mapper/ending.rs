@@ -50,8 +50,7 @@ impl Service {
         if !self.place.is_home() {
             return self.place.tell(HOME, Letter::Drained);
         }
-        if self.devices.is_empty() || !self.session_is_up() {
-            self.count();
+        if self.devices.is_empty() {
             return self.close_session(turn);
         }
         let all: Vec<_> = self.devices.iter().map(|device| device.key).collect();
@@ -60,7 +59,7 @@ impl Service {
         }
     }
 
-    fn session_is_up(&self) -> bool {
+    pub(super) fn session_is_up(&self) -> bool {
         self.session.is_some_and(|session| self.rtrs.state(session).is_ok())
     }
 
