@@ -50,7 +50,7 @@ struct Cli {
 enum Command {
     /// Serve image files and block devices to RNBD clients: ferroce or Linux
     Serve(serve::ServeArgs),
-    /// Use a server's device: map it to a unix socket for NBD clients
+    /// Use a server's devices: map them to a unix socket for NBD clients
     Map(map::MapArgs),
     /// Run a program that was written for libibverbs or librdmacm, without RDMA hardware
     Run(run::RunArgs),

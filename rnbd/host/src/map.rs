@@ -545,6 +545,24 @@ mod tests {
     }
 
     #[test]
+    fn a_session_has_each_device_once_and_one_at_least() {
+        let path = PathAddr {
+            src: None,
+            dst: ([127, 0, 0, 1], 1234).into(),
+        };
+        let mut config = MapConfig::new(SessionConfig::new("s", path), "disk", "nbd");
+        assert_eq!(config.check_devices(), Ok(()));
+        let again = MapDevice {
+            mode: AccessMode::ReadOnly,
+            ..config.devices[0].clone()
+        };
+        config.devices.push(again);
+        assert_eq!(config.check_devices(), Err(DevicesError::Twice("disk".into())));
+        config.devices.clear();
+        assert_eq!(config.check_devices(), Err(DevicesError::NoDevice));
+    }
+
+    #[test]
     fn loops_that_are_asked_to_end_end_once() {
         let dir = tempfile::tempdir().unwrap();
         let mut server = server(dir.path());
