@@ -3,7 +3,7 @@
 use roce_bth::{Class, Opcode, Packet, Psn, Service};
 use roce_verbs::{
     AccessFlags, AddressVector, AsyncEvent, Completion, PathMigState, Payload, Placement, QpAttr, QpAttrMask, QpState,
-    QpType, Qpn, RecvWr, Selectivity, SendOp, SendWr, SrqType, Target, WcStatus, legal, wr::PostError,
+    QpType, Qpn, RecvWr, Selectivity, SendFlags, SendOp, SendWr, SrqType, Target, WcStatus, legal, wr::PostError,
 };
 
 use crate::{
@@ -304,6 +304,10 @@ impl QueuePair {
         longest: usize,
     ) -> Result<(), PostError> {
         let checked = self.checked(wr, &target, 0)?;
+        if wr.flags.contains(SendFlags::ACK_FIRST) {
+            // It goes at the beginning of the next turn.
+            self.resp.replies.held_until = None;
+        }
         match self.config.qp_type {
             QpType::Rc | QpType::Uc => self.sq.push(wr, checked, self.mtu),
             _ => {

@@ -508,7 +508,8 @@ impl Batch {
     fn answers(&self, owed: &mut u32) -> Wrs<'_> {
         let mut wrs: Wrs<'_> = self.lasts.iter().filter_map(|last| self.last(last)).collect();
         if let Some(last) = wrs.last_mut().filter(|_| *owed > 0) {
-            (last.wr_id, last.flags) = (send_mark(*owed), SendFlags::SIGNALED);
+            last.wr_id = send_mark(*owed);
+            last.flags |= SendFlags::SIGNALED;
             *owed = 0;
         }
         wrs
@@ -522,10 +523,15 @@ impl Batch {
             Last::Reply(index) => {
                 let reply = self.replies.get(*index)?;
                 let imm = reply.answer.imm();
-                match &reply.message {
+                let mut wr = match &reply.message {
                     Some(message) => wr(SendOp::SendWithImm(imm), Payload::Inline(message.as_bytes())),
                     None => wr(SendOp::WriteWithImm(nowhere, imm), EMPTY),
+                };
+                if reply.answer.errno != 0 {
+                    // The client of Linux 6.1 would take a write for done (`specs/kernel.md`).
+                    wr.flags |= SendFlags::ACK_FIRST;
                 }
+                wr
             }
         })
     }

@@ -316,6 +316,20 @@ fn an_acknowledgement_waits_for_a_request_to_go_with() {
 }
 
 #[test]
+fn an_acknowledgement_goes_before_a_request_that_wants_it() {
+    let mut p = holding(Duration::from_micros(100));
+    let (src, dst) = (p.a.filled(64, 1), p.b.region(64));
+    write_from_a(&mut p, &src, &dst, 1);
+    let (back, there) = (p.b.filled(64, 1), p.a.region(64));
+    let write = SendOp::Write(at(&there, 0));
+    p.b.send(1, write, &[sge(&back, 0, 64)]);
+    p.b.send_flags(2, write, &[sge(&back, 0, 64)], SendFlags::ACK_FIRST);
+    let classes: Vec<Class> = p.b.headers().iter().map(|h| h.bth.opcode.info().class).collect();
+    assert_eq!(classes, [Class::Acknowledge, Class::Write, Class::Write]);
+    assert_eq!(p.b.qp.next_timeout().filter(|at| *at <= p.b.now), None);
+}
+
+#[test]
 fn an_acknowledgement_waits_for_its_time_at_most() {
     let hold = Duration::from_micros(100);
     let mut p = holding(hold);
