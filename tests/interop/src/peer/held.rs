@@ -35,9 +35,6 @@ pub(crate) struct Args {
     /// … that begins here, bytes.
     #[arg(long)]
     at: u64,
-    /// Chunks of a session.
-    #[arg(long)]
-    queue_depth: u32,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum, Debug)]
@@ -151,7 +148,6 @@ pub(crate) fn run(addr: IpAddr, args: &Args) -> Result<(), Error> {
     let backend = Arc::new(Backend(Mutex::new(disk)));
     let config = ServerConfig {
         addr,
-        queue_depth: args.queue_depth,
         ..ServerConfig::default()
     };
     let server = Server::listen(&Host::open(addr), config, backend.clone())?;
