@@ -2,7 +2,7 @@
 
 use std::{
     fs::{self, File},
-    io::Read as _,
+    io::{Read as _, Write as _},
     os::unix::process::CommandExt as _,
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
@@ -10,10 +10,15 @@ use std::{
     time::{Duration, Instant},
 };
 
+use serde_json::Value;
+
 use crate::{Error, guest::Kernel};
 
 /// What an error says of a process that did not end in time.
 pub(crate) const STILL_RUNS: &str = "still runs after";
+
+/// How long an answer to a request may take: a path may have to be connected before.
+const ANSWER: Duration = Duration::from_secs(120);
 
 /// Set by SIGINT and SIGTERM.
 pub(crate) static STOP: AtomicBool = AtomicBool::new(false);
@@ -46,6 +51,8 @@ pub(crate) struct Places {
     pub(crate) ferroce: PathBuf,
     /// `ferroce-lab`.
     pub(crate) peer: PathBuf,
+    /// `ferroce-steered`.
+    pub(crate) steered: PathBuf,
     /// `ferroce-hostile`.
     pub(crate) hostile: PathBuf,
     /// Captures of scenarios that passed are kept, too.
@@ -330,6 +337,57 @@ impl Proc {
         text_of(&self.log)
     }
 
+    /// What a program that runs with `--json` has reported so far under this name.
+    pub(crate) fn events(&self, event: &str) -> Vec<Value> {
+        events_in(&self.text(), event)
+    }
+
+    /// Writes a line to a program that was spawned with [a pipe](Stdio::piped).
+    pub(crate) fn tell(&mut self, line: &str) -> Result<(), Error> {
+        let name = &self.name;
+        let input = self
+            .child
+            .stdin
+            .as_mut()
+            .ok_or_else(|| format!("{name} has no input"))?;
+        writeln!(input, "{line}").map_err(|e| format!("{name}: {line}: {e}").into())
+    }
+
+    /// Asks `ferroce-steered` (`tests/src/steered`) for something; its answer, whatever it is.
+    pub(crate) fn ask(&mut self, mut request: Value) -> Result<Value, Error> {
+        let log = self.log.clone();
+        // One after another: the answers so far are those to all before.
+        let id = self.events("answer").len() + 1;
+        request["id"] = id.into();
+        self.tell(&request.to_string())?;
+        let mut answer = Value::Null;
+        let waited = self.wait_until(ANSWER, || {
+            let answers = events_in(&text_of(&log), "answer");
+            answer = answers.into_iter().find(|a| a["id"] == id).unwrap_or_default();
+            !answer.is_null()
+        });
+        waited.map_err(|e| format!("{request}: {e}"))?;
+        Ok(answer)
+    }
+
+    /// The same of what must be done.
+    pub(crate) fn done(&mut self, request: Value) -> Result<Value, Error> {
+        let answer = self.ask(request.clone())?;
+        match answer["ok"] == true {
+            true => Ok(answer),
+            false => Err(format!("{}: {request}: {answer}", self.name).into()),
+        }
+    }
+
+    /// The same of what must be refused with this error number.
+    pub(crate) fn refused(&mut self, request: Value, errno: i32) -> Result<(), Error> {
+        let answer = self.ask(request.clone())?;
+        match answer["errno"] == errno {
+            true => Ok(()),
+            false => Err(format!("{}: {request}: {errno} is right, not {answer}", self.name).into()),
+        }
+    }
+
     pub(crate) fn running(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))
     }
@@ -418,6 +476,11 @@ impl Proc {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+fn events_in(text: &str, event: &str) -> Vec<Value> {
+    let all = text.lines().filter_map(|l| serde_json::from_str(l).ok());
+    all.filter(|e: &Value| e["event"] == event).collect()
 }
 
 fn text_of(log: &Path) -> String {

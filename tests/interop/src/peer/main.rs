@@ -7,6 +7,7 @@ mod cm;
 mod errors;
 mod far;
 mod handshakes;
+mod held;
 mod late_ack;
 mod link;
 mod ops;
@@ -68,6 +69,8 @@ enum Command {
     LateAck(again::Args),
     /// Handshakes with an RTRS server, proper and improper ones.
     Handshakes(handshakes::Args),
+    /// An RNBD server whose disk holds a request until it is told to go on.
+    Held(held::Args),
     /// Runs a program on a host with host-agent.
     Far(far::Args),
 }
@@ -85,6 +88,7 @@ fn run(cli: Cli) -> Result<(), Error> {
     match &cli.command {
         Command::Again(args) => return again::run(addr, args),
         Command::LateAck(args) => return late_ack::run(addr, args),
+        Command::Held(args) => return held::run(addr, args),
         _ => {}
     }
     let device = Device::open(DeviceConfig {
@@ -106,6 +110,7 @@ fn run(cli: Cli) -> Result<(), Error> {
         Command::Exchange(args) => vanish::exchange(&args),
         Command::Again(args) => again::run(addr, &args),
         Command::LateAck(args) => late_ack::run(addr, &args),
+        Command::Held(args) => held::run(addr, &args),
     };
     println!("counters: {:?}", device.stats());
     result

@@ -16,7 +16,12 @@ mod services;
 mod stall;
 mod strangers;
 
-use std::{net::IpAddr, path::PathBuf, process::Command, time::Duration};
+use std::{
+    net::IpAddr,
+    path::PathBuf,
+    process::{Command, Stdio},
+    time::Duration,
+};
 
 use crate::{
     Error,
@@ -303,6 +308,12 @@ impl Ctx<'_> {
     /// Starts the `ferroce` program.
     pub(crate) fn ferroce(&self, name: &str, args: &[&str]) -> Result<Proc, Error> {
         Proc::spawn(name, Command::new(&self.places.ferroce).args(args), &self.dir)
+    }
+
+    /// Starts `ferroce-steered`, the same program for [`Proc::ask`].
+    pub(crate) fn steered(&self, name: &str, args: &[&str]) -> Result<Proc, Error> {
+        let mut command = Command::new(&self.places.steered);
+        Proc::spawn_with_input(name, command.args(args), &self.dir, Stdio::piped())
     }
 
     /// Starts a program on the other end.

@@ -121,6 +121,8 @@ pub(super) struct Orders {
     exports: Vec<String>,
     invalidate: String,
     threads: u8,
+    /// To be asked for things while it runs.
+    steered: bool,
     /// Further options.
     more: Vec<String>,
 }
@@ -134,6 +136,7 @@ impl Orders {
             exports: exports.iter().map(|&e| e.to_owned()).collect(),
             invalidate: invalidate.to_owned(),
             threads: 1,
+            steered: false,
             more: Vec::new(),
         }
     }
@@ -151,6 +154,11 @@ impl Orders {
         Self { threads, ..self }
     }
 
+    /// Its process can be [asked](Proc::ask).
+    pub(super) fn steered(self) -> Self {
+        Self { steered: true, ..self }
+    }
+
     fn spawn(&self, c: &Ctx<'_>) -> Result<Proc, Error> {
         let threads = self.threads.to_string();
         let mut args = vec!["serve", "--listen", &self.listen, "--threads", &threads, "--json"];
@@ -164,7 +172,10 @@ impl Orders {
         for spec in &specs {
             args.extend(["--export", spec]);
         }
-        let mut process = c.ferroce(&self.name, &args)?;
+        let mut process = match self.steered {
+            true => c.steered(&self.name, &args)?,
+            false => c.ferroce(&self.name, &args)?,
+        };
         process.wait_for("\"listening\"", Duration::from_secs(30))?;
         Ok(process)
     }
@@ -214,7 +225,7 @@ impl Server {
 
     /// What was reported so far under this name.
     fn events(&self, event: &str) -> Vec<serde_json::Value> {
-        events(&self.process, event)
+        self.process.events(event)
     }
 
     /// How often an event was reported so far.
@@ -246,13 +257,6 @@ impl Server {
         let summary = self.events("summary").pop();
         summary.ok_or_else(|| format!("no summary:\n{}", self.process.text()).into())
     }
-}
-
-/// What a program of ours that runs with `--json` has reported so far under this name.
-fn events(process: &Proc, event: &str) -> Vec<serde_json::Value> {
-    let text = process.text();
-    let all = text.lines().filter_map(|l| serde_json::from_str(l).ok());
-    all.filter(|e: &serde_json::Value| e["event"] == event).collect()
 }
 
 /// Makes an empty image.
@@ -509,19 +513,34 @@ impl Mapping {
 
     /// Over these paths.
     pub(super) fn spawn_over(c: &Ctx<'_>, paths: &[String], device: &str, more: &[&str]) -> Result<Self, Error> {
+        Self::spawn_by(paths, device, more, c, |args| c.ferroce("map", args))
+    }
+
+    /// The same, of which the process can be [asked](Proc::ask).
+    pub(super) fn steered_over(c: &Ctx<'_>, paths: &[String], device: &str, more: &[&str]) -> Result<Self, Error> {
+        Self::spawn_by(paths, device, more, c, |args| c.steered("map", args))
+    }
+
+    fn spawn_by(
+        paths: &[String],
+        device: &str,
+        more: &[&str],
+        c: &Ctx<'_>,
+        spawn: impl FnOnce(&[&str]) -> Result<Proc, Error>,
+    ) -> Result<Self, Error> {
         let nbd = c.socket("nbd.sock");
         let device = format!("newroot/dev/{device}");
         let mut args = vec!["map", "--session", "ours", "--device", &device, "--nbd", &nbd];
         args.extend(paths.iter().flat_map(|path| ["--path", path.as_str()]));
         args.extend(more);
-        let process = c.ferroce("map", &args)?;
+        let process = spawn(&args)?;
         let url = format!("nbd+unix:///?socket={nbd}");
         Ok(Self { process, url })
     }
 
     /// What was reported so far under this name, with `--json`.
     pub(super) fn events(&self, event: &str) -> Vec<serde_json::Value> {
-        events(&self.process, event)
+        self.process.events(event)
     }
 
     /// How often an event was reported so far.

@@ -10,8 +10,8 @@ use super::{
         faults::same_on_image,
         rnbd::{self, Server, image},
     },
-    Cut,
-    kernel_client::{BY_TURNS, CLIENT_UP, client_down, connected_anew, head},
+    Cut, connected_anew,
+    kernel_client::{BY_TURNS, CLIENT_UP, client_down, head},
     longest, script,
 };
 use crate::{Error, far::Ip};

@@ -1,6 +1,6 @@
 //! The kernel's client over several paths to our server, one of which is cut.
 
-use std::{collections::BTreeSet, path::Path, time::Duration};
+use std::time::Duration;
 
 use super::{
     super::{
@@ -8,17 +8,17 @@ use super::{
         faults::same_on_image,
         rnbd::{self, Orders, Server, image},
     },
-    Cut, longest, script,
+    Cut, connected_anew, longest, script,
 };
 use crate::{
-    Error, connects,
+    Error,
     far::Ip,
     lab::{HOST_V4, HOST_V6},
 };
 
 /// The longest that a request may take when a path goes: our server tells the client after some 5 s, and what a busy machine adds. By
 /// the client's own heartbeats it would be 31 s.
-const PATIENCE: Duration = Duration::from_secs(15);
+pub(super) const PATIENCE: Duration = Duration::from_secs(15);
 
 pub(super) fn list() -> Vec<Scenario> {
     let mut all = Vec::new();
@@ -166,28 +166,6 @@ fn cut_in_io(c: &mut Ctx<'_>, case: Case) -> Result<(String, String), Error> {
     gone?;
     let report = script(c, &format!("{head}report\n"), 240)?;
     Ok((report, script(c, &format!("{head}{BY_TURNS}{BACK}"), 400)?))
-}
-
-/// The path on the second network was connected, and later anew: it kept its identifier, and counted its attempts. Returns
-/// the number of the last one.
-pub(super) fn connected_anew(c: &Ctx<'_>) -> Result<u16, Error> {
-    let requests = connects::requests(Path::new(&c.path("wire-2.pcap")))?;
-    let paths: BTreeSet<_> = requests.iter().map(|r| (r.session, r.path)).collect();
-    let attempts: Vec<u16> = requests.iter().map(|r| r.recon_cnt).collect();
-    let (first, last) = (attempts.first().copied(), attempts.last().copied());
-    let connections = |attempt| {
-        requests
-            .iter()
-            .filter(move |r| Some(r.recon_cnt) == attempt)
-            .map(|r| r.cid)
-    };
-    let all = |attempt| connections(attempt).collect::<BTreeSet<_>>() == [0, 1].into();
-    match last {
-        Some(last) if paths.len() == 1 && first == Some(1) && last > 1 && attempts.is_sorted() && all(Some(last)) => {
-            Ok(last)
-        }
-        _ => Err(format!("connection requests of one path, connected twice, are right: {requests:?}").into()),
-    }
 }
 
 /// Requests that went over to another path, of the lines of the shell function `paths`.

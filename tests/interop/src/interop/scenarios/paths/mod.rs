@@ -1,23 +1,30 @@
 //! 10: sessions with several paths, over two networks; what becomes of them when a network or the other end goes.
 
+mod away;
 mod flaps;
+mod held;
 mod kernel_client;
 mod orders;
 mod our_client;
 mod our_flaps;
+mod our_orders;
 mod our_restart;
 mod our_wrong_server;
 mod policies;
 mod restart;
+mod server_orders;
 mod soak;
 mod wrong_server;
 
-use std::time::Duration;
+use std::{collections::BTreeSet, path::Path, time::Duration};
 
 use serde_json::Value;
 
 use super::{Ctx, Scenario};
-use crate::Error;
+use crate::{
+    Error,
+    connects::{self, Request},
+};
 
 pub(super) fn list() -> Vec<Scenario> {
     let lists = [
@@ -25,12 +32,16 @@ pub(super) fn list() -> Vec<Scenario> {
         orders::list(),
         wrong_server::list(),
         flaps::list(),
+        away::list(),
+        held::list(),
+        server_orders::list(),
         restart::list(),
         soak::list(),
     ];
     let ours = [
         our_client::list(),
         our_flaps::list(),
+        our_orders::list(),
         our_restart::list(),
         our_wrong_server::list(),
         policies::list(),
@@ -64,6 +75,32 @@ impl Cut {
             Self::Port => 45,
             Self::Carrier => 10,
         }
+    }
+}
+
+/// The path on the second network was connected, and later anew: see [`attempts`].
+fn connected_anew(c: &Ctx<'_>) -> Result<u16, Error> {
+    attempts(&connects::requests(Path::new(&c.path("wire-2.pcap")))?)
+}
+
+/// The number of the last attempt to connect a path, by all its requests: it was connected several times, kept its identifier, and
+/// counted its attempts.
+fn attempts(requests: &[Request]) -> Result<u16, Error> {
+    let paths: BTreeSet<_> = requests.iter().map(|r| (r.session, r.path)).collect();
+    let attempts: Vec<u16> = requests.iter().map(|r| r.recon_cnt).collect();
+    let (first, last) = (attempts.first().copied(), attempts.last().copied());
+    let connections = |attempt| {
+        requests
+            .iter()
+            .filter(move |r| Some(r.recon_cnt) == attempt)
+            .map(|r| r.cid)
+    };
+    let all = |attempt| connections(attempt).collect::<BTreeSet<_>>() == [0, 1].into();
+    match last {
+        Some(last) if paths.len() == 1 && first == Some(1) && last > 1 && attempts.is_sorted() && all(Some(last)) => {
+            Ok(last)
+        }
+        _ => Err(format!("connection requests of one path, connected twice, are right: {requests:?}").into()),
     }
 }
 

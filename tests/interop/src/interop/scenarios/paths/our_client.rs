@@ -7,7 +7,7 @@ use super::{
         Ctx, Direction, Scenario,
         rnbd::{self, Mapping, RMMOD_SERVER, checksum_here, checksum_in_guest},
     },
-    Cut, longest_of, script,
+    Cut, connected_anew, longest_of, script,
 };
 use crate::{
     Error,
@@ -64,9 +64,17 @@ pub(super) fn paths(c: &mut Ctx<'_>, ip: Ip) -> Result<[String; 2], Error> {
 
 /// Maps [`DISK`] over both networks, and waits until it is there.
 pub(super) fn map(c: &mut Ctx<'_>, ip: Ip, more: &[&str]) -> Result<Mapping, Error> {
-    let more = [&["--json"], more].concat();
     let paths = paths(c, ip)?;
-    let mut mapping = Mapping::spawn_over(c, &paths, DISK, &more)?;
+    mapped(Mapping::spawn_over(c, &paths, DISK, &[&["--json"], more].concat())?)
+}
+
+/// The same; its process can be [asked](Proc::ask).
+pub(super) fn map_steered(c: &mut Ctx<'_>, ip: Ip, more: &[&str]) -> Result<Mapping, Error> {
+    let paths = paths(c, ip)?;
+    mapped(Mapping::steered_over(c, &paths, DISK, &[&["--json"], more].concat())?)
+}
+
+fn mapped(mut mapping: Mapping) -> Result<Mapping, Error> {
     mapping.wait_more("mapped", 0, Duration::from_secs(90))?;
     Ok(mapping)
 }
@@ -248,9 +256,10 @@ fn cut_in_io(c: &mut Ctx<'_>, ip: Ip, cut: Cut, loads: &[Load]) -> Result<String
         return Err(format!("the session was lost:\n{}", mapping.process.text()).into());
     }
     mapping.stop()?;
+    let attempts = connected_anew(c)?;
     Ok(format!(
-        "no error, all blocks right, the longest request by load: {}; {failovers} failovers; the path came back by itself, \
-         both carry load: passed",
+        "no error, all blocks right, the longest request by load: {}; {failovers} failovers; the path came back by itself \
+         (attempt {attempts} of the same path), both carry load: passed",
         told.join(", ").to_lowercase()
     ))
 }

@@ -6,7 +6,7 @@ use ferroce_tests::usage::Usage;
 
 use super::{
     super::{Ctx, Direction, Scenario},
-    Cut,
+    Cut, connected_anew,
     flaps::flat,
     our_client::{Fio, Load, PATIENCE, both_carry, map, same_in_guest, server_down, server_up},
     script,
@@ -59,11 +59,12 @@ fn under_load(c: &mut Ctx<'_>) -> Result<String, Error> {
         return Err(format!("the session was lost:\n{}", mapping.process.text()).into());
     }
     mapping.stop()?;
+    let attempts = connected_anew(c)?;
     if longest > PATIENCE {
         return Err(format!("a request took {longest:?}").into());
     }
     Ok(format!(
-        "{FLAPS} times gone and back, no error, all blocks right, the longest request took {:.1} s; {flat}; the guest's devices \
+        "{FLAPS} times gone and back (attempt {attempts} of the same path), no error, all blocks right, the longest request took {:.1} s; {flat}; the guest's devices \
          as at first: {}: passed",
         longest.as_secs_f64(),
         last.trim().replace('\n', "; ")

@@ -2,12 +2,14 @@
 
 use std::{process::Command, time::Duration};
 
+use serde_json::json;
+
 use super::{
     super::{
         Ctx, Direction, Scenario,
         rnbd::{self, Mapping},
     },
-    our_client::{SERVED, map, served, served_in, server_down, server_up},
+    our_client::{SERVED, map, map_steered, paths, served, served_in, server_down, server_up},
     script,
 };
 use crate::{Error, far::Ip, lab::Proc};
@@ -192,6 +194,12 @@ fn share(c: &mut Ctx<'_>, session: &str, run: impl FnOnce(&mut Ctx<'_>) -> Resul
 /// The delay each way of the network that is slow, ms. A busy machine's own delays must not look like it.
 const SLOW: u32 = 20;
 
+/// Heartbeats after which a path has been measured right at least once: a busy machine adds delays of its own to most of them.
+const BEATS: usize = 30;
+
+/// What a path may measure too much of what it is delayed, beside what the same takes without a delay.
+const TOO_MUCH: f64 = 0.2;
+
 /// In the guest: the delays swap, and what each path has served is printed with the time since that began, s, for 8 s.
 const SWAP: &str = "\
     S=ours; at() { cut -d' ' -f1 < /proc/uptime; }\n\
@@ -213,9 +221,10 @@ fn swap(c: &mut Ctx<'_>) -> Result<String, Error> {
 fn swapped(c: &mut Ctx<'_>) -> Result<String, Error> {
     let slow = format!("delay {SLOW}ms");
     delays(c, [Some(&slow), Some("delay 0ms")])?;
-    let mapping = map(c, Ip::V4, &["--policy", "min-latency"])?;
+    let mut mapping = map_steered(c, Ip::V4, &["--policy", "min-latency"])?;
     // Two heartbeats.
     std::thread::sleep(Duration::from_secs(3));
+    let latencies = latencies(c, &mut mapping)?;
     let mut fio = Command::new("fio");
     fio.args(LOAD)
         .args(["--runtime=60", "--rate_iops=500", "--ioengine=nbd"])
@@ -239,10 +248,42 @@ fn swapped(c: &mut Ctx<'_>) -> Result<String, Error> {
             format!("before {quick_before:.3} on the quick path; after {after:.1} s {first:.3}:\n{out}").into(),
         );
     }
+    let [slow, quick] = latencies.map(|l| l.as_secs_f64() * 1e3);
     Ok(format!(
-        "{quick_before:.3} of the requests on the quick path; {after:.1} s after the delays swapped, and from then on, {first:.3} on the \
-         other: passed"
+        "measured {slow:.1} ms by the path that is delayed by {SLOW} ms each way, {quick:.1} ms by the other; {quick_before:.3} of the \
+         requests on the quick path; {after:.1} s after the delays swapped, and from then on, {first:.3} on the other: passed"
     ))
+}
+
+/// The least latency that each path has measured, of which only the first is delayed.
+fn latencies(c: &mut Ctx<'_>, mapping: &mut Mapping) -> Result<[Duration; 2], Error> {
+    let names = paths(c, Ip::V4)?;
+    let mut measured = [Vec::new(), Vec::new()];
+    for _ in 0..BEATS {
+        let listing = mapping.process.done(json!({ "do": "list" }))?;
+        for (name, measured) in names.iter().zip(&mut measured) {
+            let mut listed = listing["paths"].as_array().into_iter().flatten();
+            let path = listed.find(|p| p["path"] == name.as_str());
+            let latency = path.and_then(|p| p["latency_us"].as_u64());
+            measured.push(latency.ok_or_else(|| format!("{name} has measured nothing: {listing}"))?);
+        }
+        let least = measured
+            .each_ref()
+            .map(|all| all.iter().min().copied().unwrap_or_default());
+        let least = least.map(Duration::from_micros);
+        if is_right(least) {
+            return Ok(least);
+        }
+        // One comes every second.
+        std::thread::sleep(Duration::from_millis(1050));
+    }
+    Err(format!("delayed by {SLOW} ms each way, and not: {measured:?} us").into())
+}
+
+/// Whether these are right, with a delay and without.
+fn is_right([slow, quick]: [Duration; 2]) -> bool {
+    let delay = Duration::from_millis(u64::from(2 * SLOW));
+    slow >= delay && slow <= delay.mul_f64(1.0 + TOO_MUCH) + quick
 }
 
 /// What the paths had served some time after the swap.
@@ -273,7 +314,16 @@ fn follows(samples: &[Sample]) -> Option<(f64, f64)> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Sample, follows};
+    use std::time::Duration;
+
+    use super::{Sample, follows, is_right};
+
+    #[test]
+    fn a_latency_is_the_delay_and_what_there_is_without() {
+        let right = |slow, quick| is_right([slow, quick].map(Duration::from_millis));
+        assert!(right(40, 0) && right(48, 0) && right(53, 5));
+        assert!(!right(39, 5) && !right(20, 0) && !right(54, 5));
+    }
 
     #[test]
     fn the_time_is_found_from_which_on_the_first_path_is_taken() {
