@@ -35,8 +35,6 @@ use crate::{
 const GRACE: Duration = Duration::from_secs(5);
 /// A path that is lost is noticed in 7 s at the latest.
 const HEARTBEAT: Duration = Duration::from_secs(1);
-/// How long an acknowledgement waits: for the next request, which it can go with.
-const ACK_HOLD: Duration = Duration::from_micros(400);
 /// How often a wait looks whether the user wants to end.
 const LOOK: Duration = Duration::from_millis(50);
 /// After which time without a session the user is told that we still wait.
@@ -128,7 +126,7 @@ impl MapArgs {
         sources.sort_unstable();
         sources.dedup();
         self.transport
-            .open_shards(&sources, ACK_HOLD, self.threads.into(), Arc::new(Nobody))
+            .open_shards(&sources, self.threads.into(), Arc::new(Nobody))
     }
 
     fn config(&self, ways: Vec<PathAddr>) -> MapConfig {

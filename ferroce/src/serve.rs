@@ -34,9 +34,6 @@ use crate::{
 /// As the kernel's server. To cut off a client whose machine is only paused costs it what was under way, and a kernel's client without
 /// another path its file systems; one that is gone shows sooner, as the heartbeat itself is not acknowledged.
 const HEARTBEAT: Duration = Duration::from_secs(5);
-/// Acknowledgements do not wait for answers: if the answer comes first, RTRS's client of Linux 6.1 takes a write that has failed for
-/// one that is done (`specs/kernel.md`).
-const ACK_HOLD: Duration = Duration::ZERO;
 /// Time for sessions to end and files to be written back at the end.
 const GRACE: Duration = Duration::from_secs(30);
 /// Open files at most; more than devices, sessions and sockets can take.
@@ -258,13 +255,13 @@ fn start(args: &ServeArgs, config: ServeConfig) -> Result<(Serving, Vec<(IpAddr,
     };
     let (started, mtus) = match loops {
         1 => {
-            let mut device = args.transport.open(&addrs, ACK_HOLD)?;
+            let mut device = args.transport.open(&addrs)?;
             let mtus = mtus(&mut device);
             (Serving::start(device, config), mtus)
         }
         _ => {
             let gate = Gate::new(&config.rtrs, loops);
-            let mut devices = args.transport.open_shards(&addrs, ACK_HOLD, loops, gate.clone())?;
+            let mut devices = args.transport.open_shards(&addrs, loops, gate.clone())?;
             let mtus = devices.first_mut().map(mtus).unwrap_or_default();
             (Serving::start_shards(devices, config, &gate), mtus)
         }

@@ -57,8 +57,11 @@ fn mtu(text: &str) -> Result<Mtu, String> {
         .ok_or_else(|| format!("{bytes} is no RoCE path MTU: 256, 512, 1024, 2048 or 4096"))
 }
 
+/// RTRS waits for answers, which the next request can acknowledge.
+const ACK_HOLD: Duration = Duration::from_micros(400);
+
 impl TransportArgs {
-    fn config(&self, addr: IpAddr, ack_hold: Duration) -> DeviceConfig {
+    fn config(&self, addr: IpAddr) -> DeviceConfig {
         let usual = DeviceConfig::new(addr);
         DeviceConfig {
             mtu: self.mtu,
@@ -66,29 +69,28 @@ impl TransportArgs {
             gso: !self.no_gso,
             gro: !self.no_gro,
             pcap: self.pcap.clone(),
-            ack_hold,
+            ack_hold: ACK_HOLD,
             ..usual
         }
     }
 
-    fn configs(&self, addrs: &[IpAddr], ack_hold: Duration) -> Vec<DeviceConfig> {
-        addrs.iter().map(|addr| self.config(*addr, ack_hold)).collect()
+    fn configs(&self, addrs: &[IpAddr]) -> Vec<DeviceConfig> {
+        addrs.iter().map(|addr| self.config(*addr)).collect()
     }
 
-    /// Opens a device at each of these addresses, for one loop. Acknowledgements wait so long.
-    pub(crate) fn open(&self, addrs: &[IpAddr], ack_hold: Duration) -> Result<LocalDevice, Failure> {
-        LocalDevice::open(&self.configs(addrs, ack_hold)).map_err(|e| Failure::failed(e.to_string()))
+    /// Opens a device at each of these addresses, for one loop.
+    pub(crate) fn open(&self, addrs: &[IpAddr]) -> Result<LocalDevice, Failure> {
+        LocalDevice::open(&self.configs(addrs)).map_err(|e| Failure::failed(e.to_string()))
     }
 
     /// Opens a device at each of these addresses for several loops; `placement` says which gets whose connections.
     pub(crate) fn open_shards(
         &self,
         addrs: &[IpAddr],
-        ack_hold: Duration,
         loops: usize,
         placement: Arc<dyn Placement>,
     ) -> Result<Vec<LocalDevice>, Failure> {
-        let opened = LocalDevice::open_shards(&self.configs(addrs, ack_hold), loops, placement);
+        let opened = LocalDevice::open_shards(&self.configs(addrs), loops, placement);
         opened.map_err(|e| Failure::failed(e.to_string()))
     }
 
