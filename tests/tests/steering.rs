@@ -170,6 +170,16 @@ fn bind(process: &Running, cpu: usize) {
     sched_setaffinity(Pid::from_raw(thread), &one).unwrap();
 }
 
+/// Stops a process. The signal alone does not wait for a thread that is at work.
+fn stop(process: &Running) {
+    process.signal(Signal::SIGSTOP);
+    eventually("it is stopped", || {
+        let mut tasks = fs::read_dir(format!("/proc/{}/task", process.id())).unwrap();
+        let is_stopped = |stat: String| stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('T'));
+        tasks.all(|task| fs::read_to_string(task.unwrap().path().join("stat")).is_ok_and(is_stopped))
+    });
+}
+
 #[test]
 fn answers_that_a_loop_takes_on_another_processor_are_counted() {
     let ours = sched_getaffinity(Pid::this()).unwrap();
@@ -189,7 +199,7 @@ fn answers_that_a_loop_takes_on_another_processor_are_counted() {
     assert_eq!((&path["cpu_migration_from"], &path["writes"]), (&json!([]), &json!(20)));
     assert_eq!(path["cpu_migration_to"], json!([]));
 
-    lab.serve.signal(Signal::SIGSTOP);
+    stop(&lab.serve);
     let reading = thread::spawn(move || {
         assert!(client.read(0, BLOCK).unwrap() == pattern(0, BLOCK));
         client
