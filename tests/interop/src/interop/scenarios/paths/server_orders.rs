@@ -23,7 +23,7 @@ pub(super) fn list() -> Vec<Scenario> {
         Direction::KernelToOurs,
         orders,
     );
-    vec![s.nets(2).waits().ci()]
+    vec![s.nets(2).waits()]
 }
 
 /// fio runs until it is told to end.
