@@ -6,11 +6,12 @@ use std::collections::BTreeSet;
 
 use proptest::prelude::*;
 use roce_verbs::{
-    WcStatus,
+    Instant, WcStatus,
     provider::{CmKind, CmRef},
 };
 use rtrs::{
-    proto::{InfoReq, RdmaWrite},
+    PACKET_LIFETIME,
+    proto::{Imm, InfoReq, RdmaWrite},
     server::{
         ServerConfig,
         request::{Output, RequestKey},
@@ -78,9 +79,10 @@ struct World {
     clients: Vec<Client>,
     /// Chunks of each client with a request under way.
     under_way: [BTreeSet<u16>; 5],
-    /// Clients that have given their name.
-    asked: [bool; 5],
-    /// Requests that the user had when each client gave its name, of its session.
+    /// Clients that have given their name, and when.
+    asked: [Option<Instant>; 5],
+    /// Requests that the user had when each client gave its name, of its session; but for those of clients that have shown since that
+    /// they live.
     before: [BTreeSet<RequestKey>; 5],
     /// Requests, and the clients that they are of.
     with_user: Vec<(RequestKey, usize)>,
@@ -105,7 +107,7 @@ impl World {
             bed,
             clients: clients(),
             under_way: Default::default(),
-            asked: [false; 5],
+            asked: [None; 5],
             before: Default::default(),
             with_user: Vec::new(),
             slow: false,
@@ -135,7 +137,7 @@ impl World {
             client.cms.clear();
             client.chunks.clear();
             self.under_way[who].clear();
-            self.asked[who] = false;
+            self.asked[who] = None;
         }
         match op {
             Op::Ask if client.cms.len() < 2 => {
@@ -193,8 +195,8 @@ impl World {
         // Requests of several paths may wait in a chunk: each path has a place of its own there, or headers would be another's.
         let (read_at, write_at) = (64 * (who as u32 + 1), 512 + 16 * who as u32);
         match op {
-            Op::Inform if service && io && !self.asked[who] => {
-                self.asked[who] = true;
+            Op::Inform if service && io && self.asked[who].is_none() => {
+                self.asked[who] = Some(bed.now);
                 let session = client.session;
                 let same = self
                     .with_user
@@ -217,7 +219,12 @@ impl World {
                 client.send_read(bed, chunk, read_at, &[who as u8], chunk == 2);
             }
             Op::Again if ready => client.announce(bed, chunk, write_at + 1),
-            Op::Imm(imm) if service => client.imm(bed, 0, imm),
+            Op::Imm(imm) if service => {
+                client.imm(bed, 0, imm);
+                if Imm::decode(imm) == Ok(Imm::HbAck) {
+                    self.lives(who);
+                }
+            }
             Op::Imm(imm) if io => client.imm(bed, 1, imm),
             Op::Fail(flushed) if io => {
                 let status = if flushed {
@@ -229,6 +236,18 @@ impl World {
             }
             Op::Violate if io => bed.provider.violate(client.qp(bed, 1)),
             _ => {}
+        }
+    }
+
+    /// A client answers a question. Whoever asked for the chunks so long before that the answer was given since then need not wait for
+    /// its requests.
+    fn lives(&mut self, who: usize) {
+        let now = self.bed.now;
+        let long_ago = |asked: &Option<Instant>| asked.is_some_and(|at| now.saturating_since(at) >= PACKET_LIFETIME);
+        let spared = self.asked.iter().map(long_ago);
+        for (before, _) in self.before.iter_mut().zip(spared).filter(|(_, spared)| *spared) {
+            let of_others = |key: &RequestKey| self.with_user.iter().all(|(mine, of)| mine != key || *of != who);
+            before.retain(of_others);
         }
     }
 
@@ -321,6 +340,31 @@ fn play(steps: Vec<(usize, u16, Op)>, keys: Keys, always_invalidate: bool, open:
     for (who, arg, op) in steps {
         world.step(who, arg, op);
     }
+    world.end();
+}
+
+/// A client that answers 268 ms after another path has asked has not given up its requests.
+#[test]
+fn who_lives_is_not_waited_for() {
+    let mut world = World::new(Keys::INSTANT, false);
+    OPEN.into_iter().for_each(|op| world.step(0, 0, op));
+    world.step(0, 0, Op::Write);
+    for op in [
+        Op::Ask,
+        Op::Establish,
+        Op::Ask,
+        Op::Establish,
+        Op::Inform,
+        Op::Wait(267),
+    ] {
+        world.step(2, 0, op);
+    }
+    let ack = Op::Imm(Imm::HbAck.encode());
+    world.step(0, 0, ack);
+    assert!(world.clients[2].chunks.is_empty(), "it may have been under way");
+    world.step(2, 0, Op::Wait(2));
+    world.step(0, 0, ack);
+    assert!(!world.clients[2].chunks.is_empty());
     world.end();
 }
 
