@@ -177,7 +177,7 @@ impl Lab {
 
     fn paths(&mut self) -> Vec<Value> {
         let listing = self.map.ask(json!({ "do": "list" }));
-        assert_eq!(listing["device"]["failed"], 0);
+        assert_eq!(listing["devices"][0]["failed"], 0);
         listing["paths"].as_array().unwrap().clone()
     }
 

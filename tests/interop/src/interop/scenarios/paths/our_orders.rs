@@ -162,7 +162,7 @@ fn without_paths(c: &mut Ctx<'_>, mapping: &mut Mapping, last: &str) -> Result<D
     }
     mapping.process.done(order("remove_path", last))?;
     let listing = only(mapping, &[])?;
-    if listing["device"]["state"] == "Mapped" {
+    if listing["devices"][0]["state"] == "Mapped" {
         return Err(format!("without a path: {listing}").into());
     }
     script(
