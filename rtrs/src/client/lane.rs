@@ -28,6 +28,7 @@ const REST: Duration = Duration::from_secs(2);
 /// The same for requests that were not answered by another path either: a kernel's server lets another path in while its disk is at
 /// work on them (which Linux gives up after 30 s, by default).
 const LONG_REST: Duration = Duration::from_secs(30);
+
 /// A request with a permit, of which what was sent first may still be under way by a path that is down.
 #[derive(Debug)]
 struct Held {
@@ -92,6 +93,7 @@ pub(super) struct Lane {
     pub(super) domains: SmallVec<[Domain; 1]>,
     /// Requests that wait for a permit.
     pub(super) waiting: VecDeque<Submission>,
+    /// Requests of which something may still be under way.
     held: Vec<Held>,
 }
 
@@ -233,17 +235,21 @@ impl Lane {
 
     /// Holds the reads that have been sent, until what was sent can't come any more. Returns the other requests.
     pub(super) fn hold(&mut self, requests: Vec<Again>) -> Vec<Again> {
-        let read = |request: &Again| request.request.direction == Direction::Read;
         let mut others = Vec::new();
         for again in requests {
-            match again.rest.clone().filter(|_| read(&again)) {
-                Some(rest) => self.held.push(Held {
-                    permit: again.permit,
-                    request: again.request,
+            let is_read = again.request.direction == Direction::Read;
+            match again {
+                Again {
+                    permit,
+                    request,
+                    rest: Some(rest),
+                } if is_read => self.held.push(Held {
+                    permit,
+                    request,
                     rest,
                     then: Then::SendAgain,
                 }),
-                None => others.push(again),
+                other => others.push(other),
             }
         }
         others

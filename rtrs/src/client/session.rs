@@ -658,15 +658,14 @@ impl Session {
     /// Sends requests by another path, if there is one.
     fn send_again(&mut self, env: &mut Env<'_, '_>, requests: Vec<Again>, why: &PathError) {
         let mut taken = vec![0; self.paths.len()];
-        for Again { permit, request, rest } in requests {
-            match self.way_for(permit) {
-                Some(path) => {
-                    taken[path] += 1;
-                    self.paths[path].stats.failovers += 1;
-                    self.send(env, path, permit, request, rest);
-                }
-                None => self.ended(env, Again { permit, request, rest }, why),
-            }
+        for request in requests {
+            let Some(path) = self.way_for(request.permit) else {
+                self.ended(env, request, why);
+                continue;
+            };
+            taken[path] += 1;
+            self.paths[path].stats.failovers += 1;
+            self.send(env, path, request.permit, request.request, request.rest);
         }
         for (path, requests) in taken.into_iter().enumerate().filter(|(_, n)| *n > 0) {
             self.news(env, path, PathNews::TookOver(requests));
