@@ -125,8 +125,7 @@ impl MapArgs {
         let mut sources: Vec<IpAddr> = ways.iter().filter_map(|way| way.src).collect();
         sources.sort_unstable();
         sources.dedup();
-        self.transport
-            .open_shards(&sources, self.threads.into(), Arc::new(Nobody))
+        self.transport.open(&sources, self.threads.into(), Arc::new(Nobody))
     }
 
     fn config(&self, ways: Vec<PathAddr>) -> MapConfig {

@@ -248,23 +248,17 @@ fn serve(args: &ServeArgs, steering: &dyn Steering) -> Result<(), Failure> {
 /// Starts the loops; also the path MTU of each device.
 fn start(args: &ServeArgs, config: ServeConfig) -> Result<(Serving, Vec<(IpAddr, Mtu)>), Failure> {
     let (addrs, loops) = (args.addrs()?, usize::from(args.threads));
+    let gate = Gate::new(&config.rtrs, loops);
+    let mut devices = args.transport.open(&addrs, loops, gate.clone())?;
     let mtus = |device: &mut LocalDevice| {
         let all = addrs.iter().enumerate();
         all.filter_map(|(index, addr)| Some((*addr, device.mtu(index)?)))
             .collect()
     };
-    let (started, mtus) = match loops {
-        1 => {
-            let mut device = args.transport.open(&addrs)?;
-            let mtus = mtus(&mut device);
-            (Serving::start(device, config), mtus)
-        }
-        _ => {
-            let gate = Gate::new(&config.rtrs, loops);
-            let mut devices = args.transport.open_shards(&addrs, loops, gate.clone())?;
-            let mtus = devices.first_mut().map(mtus).unwrap_or_default();
-            (Serving::start_shards(devices, config, &gate), mtus)
-        }
+    let mtus = devices.first_mut().map(mtus).unwrap_or_default();
+    let started = match <[LocalDevice; 1]>::try_from(devices) {
+        Ok([device]) => Serving::start(device, config),
+        Err(devices) => Serving::start_shards(devices, config, &gate),
     };
     let server = started.map_err(|e| Failure::failed(format!("can't serve on {}: {e}", args.listens())))?;
     Ok((server, mtus))

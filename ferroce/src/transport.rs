@@ -3,7 +3,7 @@
 use std::{net::IpAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use clap::Args;
-use roce::{DeviceConfig, DeviceStats, LocalDevice, Mtu, Placement};
+use roce::{DeviceConfig, DeviceStats, JoinConfig, LocalDevice, Mtu, Placement};
 use roce_reactor::{ReactorConfig, SpinMode};
 use rtrs::{addr::PathAddr, heartbeat::HeartbeatConfig, proto::DEFAULT_PORT};
 use serde_json::{Map, Value};
@@ -78,19 +78,19 @@ impl TransportArgs {
         addrs.iter().map(|addr| self.config(*addr)).collect()
     }
 
-    /// Opens a device at each of these addresses, for one loop.
-    pub(crate) fn open(&self, addrs: &[IpAddr]) -> Result<LocalDevice, Failure> {
-        LocalDevice::open(&self.configs(addrs)).map_err(|e| Failure::failed(e.to_string()))
-    }
-
-    /// Opens a device at each of these addresses for several loops; `placement` says which gets whose connections.
-    pub(crate) fn open_shards(
+    /// Opens a device at each of these addresses for each of the loops; `placement` says which gets whose connections. Other processes
+    /// may have the addresses too, unless `FERROCE_BROKER` is `off`.
+    pub(crate) fn open(
         &self,
         addrs: &[IpAddr],
         loops: usize,
         placement: Arc<dyn Placement>,
     ) -> Result<Vec<LocalDevice>, Failure> {
-        let opened = LocalDevice::open_shards(&self.configs(addrs), loops, placement);
+        let configs = self.configs(addrs);
+        let opened = match JoinConfig::from_env() {
+            Some(how) => LocalDevice::open_shared(&configs, loops, placement, &how),
+            None => LocalDevice::open_shards(&configs, loops, placement),
+        };
         opened.map_err(|e| Failure::failed(e.to_string()))
     }
 

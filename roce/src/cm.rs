@@ -384,7 +384,7 @@ impl CmId for Id {
 }
 
 /// The service ID of a port of the RDMA_CM TCP port space.
-const fn service_id(port: u16) -> u64 {
+pub(crate) const fn service_id(port: u16) -> u64 {
     ServiceId::new(PortSpace::Tcp, port).0
 }
 

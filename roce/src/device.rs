@@ -144,6 +144,30 @@ impl DeviceStats {
         self.path.add(&other.path);
     }
 
+    /// The hardware counters that rdma_rxe has, by its names and in its order (`rxe_hw_counters.c`); the device's link has gone down
+    /// so many times.
+    pub(crate) fn hw_counters(&self, link_downed: u64) -> [(&'static str, u64); 15] {
+        let (t, path) = (&self.port.transport, &self.path);
+        let lost = path.tx_too_long + path.tx_no_buffers + path.tx_unreachable + path.tx_forbidden + path.tx_errors;
+        [
+            ("sent_pkts", self.port.tx_packets),
+            ("rcvd_pkts", self.port.rx_packets),
+            ("duplicate_request", t.duplicate_request),
+            ("out_of_seq_request", t.out_of_seq_request),
+            ("rcvd_rnr_err", t.rcvd_rnr_err),
+            ("send_rnr_err", t.send_rnr_err),
+            ("rcvd_seq_err", t.rcvd_seq_err),
+            ("ack_deferred", t.ack_deferred),
+            ("retry_exceeded_err", t.retry_exceeded_err),
+            ("retry_rnr_exceeded_err", t.retry_rnr_exceeded_err),
+            ("completer_retry_err", t.completer_retry_err),
+            ("send_err", t.send_err + lost),
+            ("link_downed", link_downed),
+            ("rdma_sends", t.rdma_sends),
+            ("rdma_recvs", t.rdma_recvs),
+        ]
+    }
+
     /// Packets that were sent more than once.
     pub fn retransmits(&self) -> u64 {
         self.port.tx_retransmissions

@@ -13,7 +13,8 @@
 //! What a forked child has of its parent's devices is dead there: calls fail, and drops do nothing.
 //!
 //! [`LocalDevice`] is for programs with a loop of their own: no thread, no lock, and nothing is sent but when the loop says so. It
-//! is used through [`verbs::provider::Provider`]. Several loops can have the same addresses ([`LocalDevice::open_shards`]).
+//! is used through [`verbs::provider::Provider`]. Several loops can have the same addresses ([`LocalDevice::open_shards`]), and so
+//! can several processes ([`LocalDevice::open_shared`]).
 //!
 //! Registered memory may be changed by peers at any time: it is owned by a region and only ever copied.
 //! [`Device::register_mr`] takes the program's own memory, and is `unsafe` for that reason.
@@ -25,6 +26,7 @@ mod ah;
 mod cm;
 mod cq;
 mod device;
+mod joined;
 mod local;
 mod memory;
 mod open;

@@ -2,30 +2,25 @@
 
 use std::{io, net::IpAddr, os::fd::BorrowedFd, sync::Arc, time::Duration};
 
+use roce_broker::{JoinConfig, Report};
 use roce_local::{Fabric, FabricConfig, Ports, Usage};
 use roce_mem::MemoryTable;
 use roce_net::{Flush, LocalConfig, LocalDriver, Own, UdpDatapath, iface};
-use roce_port::{Port, QpnSlot, RxMeta, Steering};
+use roce_port::{ConnChange, Port, RxMeta, Steering};
 use roce_verbs::{
     DeviceLimits, Instant, Mtu,
     provider::{Provider, VerbsError},
 };
 
 use crate::{
+    cm::service_id,
     device::{DeviceConfig, DeviceStats, Services},
+    joined::{Joined, Joining},
     open::{self, Parts},
-    shards::{Placement, Shard},
+    shards::{Arrival, Placement, Shard},
+    shared,
     tap::SharedTap,
 };
-
-/// Who else has an address.
-enum Sharing {
-    Nobody,
-    /// Other processes, and who forwards what reaches this one for another.
-    Processes(Arc<dyn Services>),
-    /// Other loops of this process.
-    Loops(Shard),
-}
 
 /// One address.
 struct Member {
@@ -33,14 +28,31 @@ struct Member {
     mem: Arc<MemoryTable>,
     addr: IpAddr,
     mtu: Mtu,
-    sharing: Sharing,
+    /// What it has of an address that others share: loops of this process, or other processes.
+    shard: Option<Shard>,
 }
 
 /// A member, and what state machines are told of it.
 type Opened = (Member, (DeviceLimits, Vec<IpAddr>));
 
+/// The members of each of several loops.
+struct Loops(Vec<Vec<Opened>>);
+
+impl Loops {
+    fn new(loops: usize) -> Self {
+        Self((0..loops).map(|_| Vec::new()).collect())
+    }
+
+    /// Those at one more address.
+    fn add(&mut self, members: Vec<Opened>) {
+        for (of_loop, member) in self.0.iter_mut().zip(members) {
+            of_loop.push(member);
+        }
+    }
+}
+
 impl Member {
-    fn new(config: &DeviceConfig, parts: Parts, own: Option<Own>, sharing: Sharing) -> Opened {
+    fn new(config: &DeviceConfig, parts: Parts, own: Option<Own>, shard: Option<Shard>) -> Opened {
         let local = LocalConfig {
             tap: parts.tap,
             own,
@@ -52,41 +64,43 @@ impl Member {
             mem: parts.mem,
             addr,
             mtu: parts.mtu,
-            sharing,
+            shard,
         };
         (member, (parts.limits, addresses(addr)))
     }
 
-    /// That of a single loop.
+    /// That of a single loop, which nobody shares the address with but whom the configuration names.
     fn whole(config: &DeviceConfig, path: UdpDatapath, tap: Option<SharedTap>) -> Result<Opened, VerbsError> {
-        let own = config.qpn_slot.map(QpnSlot::qpns).map(Own::Process);
-        let sharing = config.services.clone().map_or(Sharing::Nobody, Sharing::Processes);
+        let places: Vec<_> = config.qpn_slot.zip(config.services.clone()).into_iter().collect();
+        let shard = Shard::of_places(&places, Arc::new(OnlyOne))?.pop();
+        let own = |qpns| {
+            if shard.is_some() {
+                Own::Loop(qpns)
+            } else {
+                Own::Process(qpns)
+            }
+        };
+        let own = config.qpn_slot.map(|slot| own(slot.qpns()));
         let parts = Parts::with_memory(config, path, tap.map(SharedTap::boxed), None)?;
-        Ok(Self::new(config, parts, own, sharing))
+        Ok(Self::new(config, parts, own, shard))
     }
 
-    /// Those of several loops, which have a table of memory in common.
-    fn shards(
-        config: &DeviceConfig,
-        paths: Vec<UdpDatapath>,
+    /// Those of several loops, which have a table of memory in common. Each has its configuration.
+    fn several(
+        loops: impl Iterator<Item = (DeviceConfig, UdpDatapath, Own, Shard)>,
         tap: Option<&SharedTap>,
-        steering: Steering,
-        placement: &Arc<dyn Placement>,
     ) -> Result<Vec<Opened>, VerbsError> {
         let [a, b, c, d, e, f, g, h, ..] = open::random()?;
-        let guid = config.guid.unwrap_or(u64::from_le_bytes([a, b, c, d, e, f, g, h]));
-        let shards = Shard::all(steering, placement.clone())?;
+        let guid = u64::from_le_bytes([a, b, c, d, e, f, g, h]);
         let mut mem = None;
-        let opened = shards.into_iter().zip(paths).enumerate().map(|(index, (shard, path))| {
+        let opened = loops.map(|(config, path, own, shard)| {
             let config = DeviceConfig {
-                guid: Some(guid),
-                qpn_slot: steering.slot(index),
-                ..config.clone()
+                guid: config.guid.or(Some(guid)),
+                ..config
             };
             let parts = Parts::with_memory(&config, path, tap.cloned().map(SharedTap::boxed), mem.clone())?;
             mem.get_or_insert_with(|| parts.mem.clone());
-            let own = Own::Shard(steering, index);
-            Ok(Self::new(&config, parts, Some(own), Sharing::Loops(shard)))
+            Ok(Self::new(&config, parts, Some(own), Some(shard)))
         });
         opened.collect()
     }
@@ -94,27 +108,52 @@ impl Member {
     /// Receives about `budget` packets. True: more is waiting.
     fn receive(&mut self, now: Instant, budget: usize) -> bool {
         let driver = &mut self.driver;
-        match &self.sharing {
-            Sharing::Nobody => driver.receive(now, budget, &|_: &RxMeta, _: &[u8]| ()),
-            Sharing::Processes(services) => driver.receive(now, budget, &|meta: &RxMeta, bytes: &[u8]| {
-                services.hand_over(meta, bytes)
-            }),
-            Sharing::Loops(shard) => shard.receive(driver, now, budget),
+        match &self.shard {
+            None => driver.receive(now, budget, &|_: &RxMeta, _: &[u8]| ()),
+            Some(shard) => shard.receive(driver, now, budget),
         }
     }
 
     /// What to watch.
     fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        let shard = match &self.sharing {
-            Sharing::Loops(shard) => Some(shard.descriptor()),
-            Sharing::Nobody | Sharing::Processes(_) => None,
-        };
+        let shard = self.shard.as_ref().map(Shard::descriptor);
         self.driver.descriptors().into_iter().chain(shard)
+    }
+}
+
+/// Where there is one loop, it gets everything.
+struct OnlyOne;
+
+impl Placement for OnlyOne {
+    fn place(&self, _: &Arrival<'_>) -> usize {
+        0
     }
 }
 
 /// All addresses of a loop.
 struct Members(Vec<Member>);
+
+impl Members {
+    /// Whom to tell of the services that this loop takes requests for at an address.
+    fn registry(&self, index: usize) -> Option<&dyn Services> {
+        self.0[index].shard.as_ref()?.registry()
+    }
+
+    /// What other processes may know.
+    fn report(&mut self) -> Report {
+        let mut all = DeviceStats::default();
+        let mut queue_pairs = 0;
+        for member in &mut self.0 {
+            let (port, path) = member.driver.counters();
+            all.add(&DeviceStats { port, path });
+            queue_pairs += member.driver.port().queue_pairs();
+        }
+        let addrs: Vec<_> = self.0.iter().map(|m| m.addr).collect();
+        let mtu = self.0.iter().map(|m| m.mtu).max().unwrap_or(Mtu::B256);
+        // A loop does not watch its interfaces.
+        shared::report(&addrs, mtu, queue_pairs, all.hw_counters(0))
+    }
+}
 
 impl Ports for Members {
     fn count(&self) -> usize {
@@ -153,6 +192,25 @@ impl Ports for Members {
         found
             .map(|index| (index, local))
             .ok_or_else(|| VerbsError::Address(format!("the way to {dst} leads from {local}, which is no device's")))
+    }
+
+    fn claim(&mut self, index: usize, addr: Option<IpAddr>, port: u16) -> Result<(), VerbsError> {
+        match self.registry(index) {
+            Some(registry) => registry.claim(service_id(port), addr),
+            None => Ok(()),
+        }
+    }
+
+    fn release(&mut self, index: usize, addr: Option<IpAddr>, port: u16) {
+        if let Some(registry) = self.registry(index) {
+            registry.release(service_id(port), addr);
+        }
+    }
+
+    fn conn_change(&mut self, index: usize, change: ConnChange) {
+        if let Some(shard) = &self.0[index].shard {
+            shard.conn_change(change);
+        }
     }
 }
 
@@ -201,6 +259,16 @@ fn serves(any: IpAddr, dst: IpAddr) -> bool {
 /// ```
 pub struct LocalDevice {
     fabric: Fabric<Members>,
+    /// With the broker of its addresses.
+    joined: Option<Joined>,
+}
+
+impl Drop for LocalDevice {
+    fn drop(&mut self) {
+        if let Some(joined) = self.joined.take() {
+            joined.leave(self.fabric.ports().report());
+        }
+    }
 }
 
 impl core::fmt::Debug for LocalDevice {
@@ -240,8 +308,8 @@ impl LocalDevice {
     /// All of them have to be driven: what waits for a shard that is not is lost. With one, this is [`open`](Self::open).
     ///
     /// # Errors
-    /// As [`open`](Self::open); for more than 64 shards; when an address is shared with other processes
-    /// ([`DeviceConfig::sockets`], [`DeviceConfig::qpn_slot`], [`DeviceConfig::services`]).
+    /// As [`open`](Self::open); for more than 64 shards; when the configuration says that an address is shared with other processes
+    /// ([`DeviceConfig::sockets`], [`DeviceConfig::qpn_slot`], [`DeviceConfig::services`]): see [`open_shared`](Self::open_shared).
     pub fn open_shards(
         configs: &[DeviceConfig],
         shards: usize,
@@ -257,22 +325,73 @@ impl LocalDevice {
         let paths = configs.iter().map(|config| open::datapaths(config, steering));
         let paths = paths.collect::<Result<Vec<_>, _>>()?;
         let taps = SharedTap::of(configs)?;
-        let mut loops: Vec<Vec<Opened>> = Vec::new();
-        loops.resize_with(shards, Vec::new);
+        let mut loops = Loops::new(shards);
         for ((config, paths), tap) in configs.iter().zip(paths).zip(&taps) {
-            let members = Member::shards(config, paths, tap.as_ref(), steering, &placement)?;
-            for (of_loop, member) in loops.iter_mut().zip(members) {
-                of_loop.push(member);
-            }
+            let parts = Shard::all(steering, placement.clone())?
+                .into_iter()
+                .zip(paths)
+                .enumerate();
+            let parts = parts.map(|(index, (shard, path))| {
+                let config = DeviceConfig {
+                    qpn_slot: steering.slot(index),
+                    ..config.clone()
+                };
+                (config, path, Own::Shard(steering, index), shard)
+            });
+            loops.add(Member::several(parts, tap.as_ref())?);
         }
-        Ok(loops.into_iter().map(Self::of).collect())
+        Ok(loops.0.into_iter().map(Self::of).collect())
+    }
+
+    /// Opens devices whose addresses other processes may use at the same time, for one loop or several as
+    /// [`open_shards`](Self::open_shards) does: each loop becomes a member of the broker's, which is started if none runs. Connect
+    /// requests come to the first loop, by whichever address and for whichever service the loops listen.
+    ///
+    /// # Errors
+    /// As [`open_shards`](Self::open_shards), when there is no broker and none can be started, and when it refuses.
+    pub fn open_shared(
+        configs: &[DeviceConfig],
+        loops: usize,
+        placement: Arc<dyn Placement>,
+        how: &JoinConfig,
+    ) -> Result<Vec<Self>, VerbsError> {
+        open::check_apart(configs)?;
+        let joining = (0..loops.max(1)).map(|_| Joining::join(how));
+        let joining = joining.collect::<Result<Vec<_>, _>>()?;
+        let places: Vec<_> = joining.iter().map(Joining::place).collect();
+        let taps = SharedTap::of(configs)?;
+        let mut all = Loops::new(joining.len());
+        for (config, tap) in configs.iter().zip(&taps) {
+            let mut parts = Vec::new();
+            for (joining, shard) in joining.iter().zip(Shard::of_places(&places, placement.clone())?) {
+                let config = joining.config(config)?;
+                let path = open::datapath(&config)?.map_err(open::error)?;
+                let own = Own::Loop(joining.place().0.qpns());
+                parts.push((config, path, own, shard));
+            }
+            all.add(Member::several(parts.into_iter(), tap.as_ref())?);
+        }
+        let opened = all.0.into_iter().zip(joining);
+        Ok(opened
+            .map(|(members, joining)| Self::of_member(members, joining))
+            .collect())
     }
 
     fn of(opened: Vec<Opened>) -> Self {
         let (members, devices) = opened.into_iter().unzip();
         Self {
             fabric: Fabric::new(Members(members), FabricConfig::default(), devices),
+            joined: None,
         }
+    }
+
+    /// That of a loop that joins.
+    fn of_member(opened: Vec<Opened>, joining: Joining) -> Self {
+        let mut this = Self::of(opened);
+        let doors = this.members().iter();
+        let doors = doors.filter_map(|m| Some((m.addr, m.shard.as_ref()?.inbox())));
+        this.joined = Some(joining.joined(doors));
+        this
     }
 
     fn members(&mut self) -> &mut [Member] {
@@ -300,6 +419,10 @@ impl LocalDevice {
         let mut more = false;
         for member in self.members() {
             more |= member.receive(now, budget);
+        }
+        if self.joined.as_ref().is_some_and(Joined::is_asked) {
+            let report = self.fabric.ports().report();
+            self.joined.iter().for_each(|joined| joined.tell(report.clone()));
         }
         more
     }

@@ -16,7 +16,7 @@ use roce_net::{
 };
 use roce_verbs::{AsyncEvent, Mtu, PKey, PathMtus, provider::VerbsError};
 
-use crate::device::{Device, DeviceInner, DeviceStats, io_error};
+use crate::device::{Device, DeviceInner, io_error};
 
 /// Attributes of the port (`ibv_port_attr`). Its number is 1, its link layer Ethernet, its GIDs are of RoCE v2.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -339,25 +339,7 @@ impl Device {
 
 impl DeviceInner {
     pub(crate) fn hw_counters(&self) -> [(&'static str, u64); 15] {
-        let DeviceStats { port, path } = self.stats();
-        let t = &port.transport;
-        let lost = path.tx_too_long + path.tx_no_buffers + path.tx_unreachable + path.tx_forbidden + path.tx_errors;
-        [
-            ("sent_pkts", port.tx_packets),
-            ("rcvd_pkts", port.rx_packets),
-            ("duplicate_request", t.duplicate_request),
-            ("out_of_seq_request", t.out_of_seq_request),
-            ("rcvd_rnr_err", t.rcvd_rnr_err),
-            ("send_rnr_err", t.send_rnr_err),
-            ("rcvd_seq_err", t.rcvd_seq_err),
-            ("ack_deferred", t.ack_deferred),
-            ("retry_exceeded_err", t.retry_exceeded_err),
-            ("retry_rnr_exceeded_err", t.retry_rnr_exceeded_err),
-            ("completer_retry_err", t.completer_retry_err),
-            ("send_err", t.send_err + lost),
-            ("link_downed", self.router.port.link_downed.load(Ordering::Relaxed)),
-            ("rdma_sends", t.rdma_sends),
-            ("rdma_recvs", t.rdma_recvs),
-        ]
+        self.stats()
+            .hw_counters(self.router.port.link_downed.load(Ordering::Relaxed))
     }
 }

@@ -1,5 +1,5 @@
-//! Several loops at one address: each has a shard of it, and what reaches one for another is handed over. Loops that have several
-//! addresses have a shard of each.
+//! A loop that shares its address, with other loops, other processes, or both: each has a part of it, and what reaches one for another
+//! is handed over. Loops that have several addresses have a part of each.
 
 use std::{
     cell::{Cell, RefCell},
@@ -8,7 +8,7 @@ use std::{
     os::fd::{AsFd, BorrowedFd},
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering::SeqCst},
+        atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst},
     },
     time::Duration,
 };
@@ -20,10 +20,10 @@ use roce_cm::{
     mad::{Mad, Message, Req},
 };
 use roce_net::{EventFd, LocalDriver};
-use roce_port::{RxMeta, Steering};
+use roce_port::{ConnChange, QpnSlot, RxMeta, Steering};
 use roce_verbs::{Instant, provider::VerbsError};
 
-use crate::device::io_error;
+use crate::device::{Services, io_error};
 
 /// Packets that may wait for a loop: what comes by the wrong socket, and management datagrams. Both come again if they are lost.
 const MAX_WAITING: usize = 1024;
@@ -54,15 +54,19 @@ pub trait Placement: Send + Sync {
 struct Letter {
     meta: RxMeta,
     bytes: Vec<u8>,
+    /// It came by a socket of one of the loops, so that their capture has it.
+    captured: bool,
 }
 
-/// What others have for a shard.
-struct Inbox {
+/// What others have for a loop's part of an address.
+pub(crate) struct Inbox {
     letters: Mutex<VecDeque<Letter>>,
     /// There are letters.
     full: AtomicBool,
     /// Readable when there are.
     bell: EventFd,
+    /// Packets of other processes that there was no room for.
+    lost: AtomicUsize,
 }
 
 impl Inbox {
@@ -71,6 +75,7 @@ impl Inbox {
             letters: Mutex::default(),
             full: AtomicBool::new(false),
             bell: EventFd::new().map_err(io_error("making an event descriptor"))?,
+            lost: AtomicUsize::new(0),
         })
     }
 
@@ -84,10 +89,27 @@ impl Inbox {
         let first = letters.len() == 1;
         drop(letters);
         if first {
-            self.full.store(true, SeqCst);
-            self.bell.raise();
+            self.ring();
         }
         true
+    }
+
+    /// A packet that another process has received.
+    pub(crate) fn forwarded(&self, meta: &RxMeta, bytes: &[u8]) {
+        let letter = Letter {
+            meta: *meta,
+            bytes: bytes.to_vec(),
+            captured: false,
+        };
+        if !self.send(letter) {
+            self.lost.fetch_add(1, SeqCst);
+        }
+    }
+
+    /// Has the loop take a turn.
+    pub(crate) fn ring(&self) {
+        self.full.store(true, SeqCst);
+        self.bell.raise();
     }
 
     fn take(&self) -> VecDeque<Letter> {
@@ -110,29 +132,68 @@ struct Placed {
     shard: usize,
 }
 
-/// Which shard a management datagram is for.
+/// Which numbers the loops of an address have.
+#[derive(Clone)]
+pub(crate) enum Numbers {
+    /// Together all. What is nobody's is the first loop's.
+    All(Steering),
+    /// Those of these places; others are other processes'.
+    Places(Arc<[QpnSlot]>),
+}
+
+impl Numbers {
+    fn loops(&self) -> usize {
+        match self {
+            Self::All(steering) => steering.shards(),
+            Self::Places(places) => places.len(),
+        }
+    }
+
+    /// Which loop has a queue pair number.
+    fn of_qpn(&self, qpn: Qpn) -> Option<usize> {
+        let has = |slot: &QpnSlot| (slot.qpns().first..=slot.qpns().last).contains(&qpn.value());
+        match self {
+            Self::All(steering) => Some(steering.of_qpn(qpn)),
+            Self::Places(places) => places.iter().position(has),
+        }
+    }
+
+    /// Which loop a management datagram with one of our communication IDs is for. What is nobody's is the first loop's, which counts it.
+    fn of_comm_id(&self, id: u32) -> usize {
+        let has = |slot: &QpnSlot| {
+            let (first, last) = slot.comm_ids();
+            (first..=last).contains(&id)
+        };
+        match self {
+            Self::All(steering) => steering.of_comm_id(id),
+            Self::Places(places) => places.iter().position(has).unwrap_or(0),
+        }
+    }
+}
+
+/// Which loop a management datagram is for.
 struct Router {
-    steering: Steering,
+    numbers: Numbers,
     placement: Arc<dyn Placement>,
     remembered: HashMap<Sender, Placed>,
     order: VecDeque<(Instant, Sender)>,
 }
 
 impl Router {
-    fn new(steering: Steering, placement: Arc<dyn Placement>) -> Self {
+    fn new(numbers: Numbers, placement: Arc<dyn Placement>) -> Self {
         Self {
-            steering,
+            numbers,
             placement,
             remembered: HashMap::new(),
             order: VecDeque::new(),
         }
     }
 
-    /// What can't be read is the first shard's, which counts it.
+    /// What can't be read is the first loop's, which counts it.
     fn route(&mut self, now: Instant, meta: &RxMeta, bytes: &[u8]) -> usize {
         let Ok(packet) = Packet::parse(bytes) else { return 0 };
         let Ok(mad) = Mad::parse(packet.payload) else { return 0 };
-        let by_id = |id: u32| self.steering.of_comm_id(id);
+        let by_id = |id: u32| self.numbers.of_comm_id(id);
         match &mad.message {
             Message::Req(m) => self.place(now, meta, m),
             // It may have given up a request before it was answered.
@@ -165,7 +226,7 @@ impl Router {
             private_data: &req.private_data[HEADER_LEN..],
         };
         let shard = self.placement.place(&arrival);
-        let shard = if shard < self.steering.shards() { shard } else { 0 };
+        let shard = if shard < self.numbers.loops() { shard } else { 0 };
         if self.remembered.insert(sender, Placed { guid, shard }).is_none() {
             self.order.push_back((now, sender));
         }
@@ -184,93 +245,159 @@ impl Router {
     }
 }
 
+/// Whose a packet is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Whose {
+    /// A loop's of this process.
+    Loop(usize),
+    /// Another process's.
+    Elsewhere,
+}
+
 /// A loop's part in an address that it shares with others.
 pub(crate) struct Shard {
-    steering: Steering,
+    numbers: Numbers,
     index: usize,
-    /// Of all shards.
+    /// Of all loops of this process.
     inboxes: Arc<[Inbox]>,
-    /// Of the first shard.
+    /// Of the first loop, if there are others.
     router: Option<RefCell<Router>>,
+    /// Other processes at the address.
+    processes: Option<Arc<dyn Services>>,
+}
+
+/// Inboxes for so many loops.
+fn inboxes(loops: usize) -> Result<Arc<[Inbox]>, VerbsError> {
+    let inboxes = (0..loops).map(|_| Inbox::new());
+    Ok(inboxes.collect::<Result<Vec<_>, _>>()?.into())
 }
 
 impl Shard {
-    /// One for each.
+    /// One for each of several loops, which have the address for themselves.
     pub(crate) fn all(steering: Steering, placement: Arc<dyn Placement>) -> Result<Vec<Self>, VerbsError> {
-        let inboxes = (0..steering.shards()).map(|_| Inbox::new());
-        let inboxes: Arc<[Inbox]> = inboxes.collect::<Result<Vec<_>, _>>()?.into();
-        let mut router = Some(RefCell::new(Router::new(steering, placement)));
-        Ok((0..steering.shards())
-            .map(|index| Self {
-                steering,
-                index,
-                inboxes: inboxes.clone(),
-                router: router.take(),
-            })
-            .collect())
+        let nobody = (0..steering.shards()).map(|_| None).collect();
+        Self::several(&Numbers::All(steering), nobody, placement)
     }
 
-    /// Readable when there is something for this shard.
+    /// One for each of the loops that have these places; `placement` is asked if there are several.
+    pub(crate) fn of_places(
+        places: &[(QpnSlot, Arc<dyn Services>)],
+        placement: Arc<dyn Placement>,
+    ) -> Result<Vec<Self>, VerbsError> {
+        let numbers = Numbers::Places(places.iter().map(|(slot, _)| *slot).collect());
+        let processes = places.iter().map(|(_, services)| Some(services.clone())).collect();
+        Self::several(&numbers, processes, placement)
+    }
+
+    fn several(
+        numbers: &Numbers,
+        processes: Vec<Option<Arc<dyn Services>>>,
+        placement: Arc<dyn Placement>,
+    ) -> Result<Vec<Self>, VerbsError> {
+        let loops = numbers.loops();
+        let inboxes = inboxes(loops)?;
+        let mut router = (loops > 1).then(|| RefCell::new(Router::new(numbers.clone(), placement)));
+        let shards = processes.into_iter().enumerate().map(|(index, processes)| Self {
+            numbers: numbers.clone(),
+            index,
+            inboxes: inboxes.clone(),
+            router: router.take(),
+            processes,
+        });
+        Ok(shards.collect())
+    }
+
+    /// Readable when there is something for this loop.
     pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
         self.inboxes[self.index].bell.as_fd()
     }
 
-    /// Receives about `budget` packets, and what others have for this shard. True: more is waiting.
+    /// What other processes have for this loop is to come here.
+    pub(crate) fn inbox(&self) -> (Arc<[Inbox]>, usize) {
+        (self.inboxes.clone(), self.index)
+    }
+
+    /// The other processes, to be told of the services that connections are taken for: the first loop gets the requests of all.
+    pub(crate) fn registry(&self) -> Option<&dyn Services> {
+        self.processes.as_deref().filter(|_| self.index == 0)
+    }
+
+    /// A connection of this loop has been established, or is over.
+    pub(crate) fn conn_change(&self, change: ConnChange) {
+        if let Some(processes) = &self.processes {
+            processes.conn_change(change);
+        }
+    }
+
+    /// Receives about `budget` packets, and what others have for this loop. True: more is waiting.
     pub(crate) fn receive(&self, driver: &mut LocalDriver, now: Instant, budget: usize) -> bool {
-        // What the sockets bring is not this shard's alone, and the port is in use meanwhile.
+        // What the sockets bring is not this loop's alone, and the port is in use meanwhile.
         let (mine, lost) = (RefCell::new(Vec::new()), RefCell::new(Vec::new()));
-        let handed_over = Cell::new(0);
+        let (handed_over, strays) = (Cell::new(0), RefCell::new(Vec::new()));
         let pass_on = |meta: &RxMeta, bytes: &[u8]| {
-            let (target, management) = self.target(now, meta, bytes);
-            let letter = Letter {
+            let (whose, management) = self.whose(now, meta, bytes);
+            let letter = || Letter {
                 meta: *meta,
                 bytes: bytes.to_vec(),
+                captured: true,
             };
-            if target == self.index {
-                mine.borrow_mut().push(letter);
-            } else if !self.inboxes[target].send(letter) {
-                lost.borrow_mut().push(bytes.len());
-            } else if !management {
-                handed_over.set(handed_over.get() + 1);
+            match whose {
+                Whose::Loop(target) if target == self.index => mine.borrow_mut().push(letter()),
+                Whose::Loop(target) if !self.inboxes[target].send(letter()) => lost.borrow_mut().push(bytes.len()),
+                Whose::Loop(_) if management => {}
+                Whose::Loop(_) => handed_over.set(handed_over.get() + 1),
+                Whose::Elsewhere => {
+                    strays.borrow_mut().push(bytes.len());
+                    if let Some(processes) = &self.processes {
+                        processes.hand_over(meta, bytes);
+                    }
+                }
             }
         };
         let more = driver.receive(now, budget, &pass_on);
-        let letters = self.inboxes[self.index].take();
+        let inbox = &self.inboxes[self.index];
+        let letters = inbox.take();
         for letter in mine.into_inner().into_iter().chain(letters) {
-            self.take(driver, now, &letter);
+            self.take(driver, now, letter);
         }
-        driver.port().count_handed_over(handed_over.get());
-        let lost = lost.into_inner();
-        lost.into_iter().for_each(|len| driver.port().count_lost(len));
+        let port = driver.port();
+        port.count_handed_over(handed_over.get());
+        strays.into_inner().into_iter().for_each(|len| port.count_stray(len));
+        lost.into_inner().into_iter().for_each(|len| port.count_lost(len));
+        // Of those only the number is known.
+        (0..inbox.lost.swap(0, SeqCst)).for_each(|_| port.count_lost(0));
         more
     }
 
-    /// Whose a packet is, and whether it is a management datagram that the first shard passes on.
-    fn target(&self, now: Instant, meta: &RxMeta, bytes: &[u8]) -> (usize, bool) {
+    /// Whose a packet is that a socket brought, and whether it is a management datagram that the first loop passes on.
+    fn whose(&self, now: Instant, meta: &RxMeta, bytes: &[u8]) -> (Whose, bool) {
         let qpn = qpn_of(bytes);
-        match &self.router {
-            Some(router) if qpn == Qpn::GSI => (router.borrow_mut().route(now, meta, bytes), true),
-            _ => (self.steering.of_qpn(qpn), false),
+        match (&self.router, &self.processes) {
+            _ if qpn != Qpn::GSI => (self.numbers.of_qpn(qpn).map_or(Whose::Elsewhere, Whose::Loop), false),
+            // QP1 is the broker's, who looks at a datagram before anybody is given it.
+            (_, Some(_)) => (Whose::Elsewhere, false),
+            (Some(router), None) => (Whose::Loop(router.borrow_mut().route(now, meta, bytes)), true),
+            (None, None) => (Whose::Loop(0), false),
         }
     }
 
-    /// Takes what another loop has handed over. That a management datagram came by another's socket, merged behind something
-    /// else, is possible: the first shard says whose it is.
-    fn take(&self, driver: &mut LocalDriver, now: Instant, letter: &Letter) {
-        let Letter { meta, bytes } = letter;
-        let (target, _) = match self.router {
-            Some(_) => self.target(now, meta, bytes),
-            None => (self.index, true),
+    /// Takes what another loop has handed over, or another process. That a management datagram came by another's socket, merged
+    /// behind something else, is possible: the first loop says whose it is.
+    fn take(&self, driver: &mut LocalDriver, now: Instant, letter: Letter) {
+        let Letter { meta, bytes, captured } = &letter;
+        let target = match &self.router {
+            Some(router) if qpn_of(bytes) == Qpn::GSI => router.borrow_mut().route(now, meta, bytes),
+            _ => self.index,
         };
-        if target == self.index {
-            return driver.handed_over(now, bytes, meta);
-        }
-        let letter = Letter {
-            meta: *meta,
-            bytes: bytes.clone(),
-        };
-        if !self.inboxes[target].send(letter) {
-            driver.port().count_lost(bytes.len());
+        if target != self.index {
+            let len = bytes.len();
+            if !self.inboxes[target].send(letter) {
+                driver.port().count_lost(len);
+            }
+        } else if *captured {
+            driver.handed_over(now, bytes, meta);
+        } else {
+            driver.inject(now, bytes, meta);
         }
     }
 }

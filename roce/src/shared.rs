@@ -7,11 +7,11 @@ use std::{
 
 use roce_broker::{Inbox, JoinConfig, JoinError, Membership, Report};
 use roce_port::{ConnChange, RxMeta};
-use roce_verbs::provider::VerbsError;
+use roce_verbs::{Mtu, provider::VerbsError};
 
 use crate::device::{Device, DeviceConfig, DeviceInner, Services};
 
-fn join_error(e: JoinError) -> VerbsError {
+pub(crate) fn join_error(e: JoinError) -> VerbsError {
     match e {
         JoinError::Io { context, source } => VerbsError::Io {
             context: context.into(),
@@ -23,7 +23,7 @@ fn join_error(e: JoinError) -> VerbsError {
 
 /// Tells the broker for what this process takes connect requests. It keeps the membership as well.
 #[derive(Debug)]
-struct Listeners(Arc<Membership>);
+pub(crate) struct Listeners(pub(crate) Arc<Membership>);
 
 impl Services for Listeners {
     fn claim(&self, service_id: u64, addr: Option<IpAddr>) -> Result<(), VerbsError> {
@@ -76,17 +76,23 @@ impl Inbox for Post {
     }
 }
 
+/// A report of these addresses.
+pub(crate) fn report(addrs: &[IpAddr], mtu: Mtu, queue_pairs: usize, counters: [(&str, u64); 15]) -> Report {
+    let addrs = addrs.iter().filter(|a| !a.is_unspecified());
+    let counters = counters.into_iter().map(|(name, value)| (name.to_owned(), value));
+    Report {
+        addrs: addrs.copied().collect(),
+        mtu: mtu.bytes() as u32,
+        queue_pairs: queue_pairs as u64,
+        counters: counters.collect(),
+    }
+}
+
 impl DeviceInner {
     /// What other processes may know about the device.
     pub(crate) fn report(&self) -> Report {
-        let counters = self.hw_counters().into_iter();
-        let addr = Some(self.addr).filter(|a| !a.is_unspecified());
-        Report {
-            addrs: addr.into_iter().collect(),
-            mtu: self.mtu.bytes() as u32,
-            queue_pairs: self.driver.with_quiet(|port, _| port.queue_pairs()).unwrap_or(0) as u64,
-            counters: counters.map(|(name, value)| (name.to_owned(), value)).collect(),
-        }
+        let queue_pairs = self.driver.with_quiet(|port, _| port.queue_pairs()).unwrap_or(0);
+        report(&[self.addr], self.mtu, queue_pairs, self.hw_counters())
     }
 }
 

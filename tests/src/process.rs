@@ -4,11 +4,13 @@ use std::{
     collections::VecDeque,
     ffi::OsStr,
     fmt::Debug,
+    fs::{self, Permissions},
     io::{BufRead, BufReader, Read, Write},
-    path::Path,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
     process::{Child, ChildStdin, Command, ExitStatus, Stdio},
     sync::{
-        Arc, Mutex,
+        Arc, LazyLock, Mutex,
         mpsc::{self, Receiver, RecvTimeoutError},
     },
     thread::{self, JoinHandle},
@@ -56,6 +58,32 @@ pub fn run<S: AsRef<OsStr> + Debug>(args: &[S]) -> Finished {
     let mut running = Running::start(args);
     let status = running.wait();
     running.finished(status)
+}
+
+const RUNTIME_PREFIX: &str = "ferroce-tests-";
+
+/// Where the processes of this test program have what they have in `XDG_RUNTIME_DIR` otherwise.
+fn runtime_dir() -> &'static Path {
+    static DIR: LazyLock<PathBuf> = LazyLock::new(|| {
+        let temp = std::env::temp_dir();
+        remove_left_over(&temp);
+        let dir = temp.join(format!("{RUNTIME_PREFIX}{}", std::process::id()));
+        let made = fs::create_dir_all(&dir).and_then(|()| fs::set_permissions(&dir, Permissions::from_mode(0o700)));
+        made.unwrap_or_else(|e| panic!("{}: {e}", dir.display()));
+        dir
+    });
+    &DIR
+}
+
+/// Removes what test programs that have ended had there: no destructor runs for a static variable.
+fn remove_left_over(temp: &Path) {
+    for entry in fs::read_dir(temp).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let pid = name.to_str().and_then(|name| name.strip_prefix(RUNTIME_PREFIX));
+        if pid.is_some_and(|pid| !Path::new("/proc").join(pid).exists()) {
+            let _ = fs::remove_dir_all(entry.path());
+        }
+    }
 }
 
 /// A `ferroce` process, killed when dropped.
@@ -114,7 +142,12 @@ impl Running {
     }
 
     fn spawn(mut command: Command, what: String) -> Self {
+        // A broker for the addresses of this test alone.
         command
+            .env("XDG_RUNTIME_DIR", runtime_dir())
+            .env("FERROCE_BROKER", crate::ferroce())
+            .env("FERROCE_BROKER_LINGER", "1")
+            .env_remove("FERROCE_BROKER_DIR")
             .env_remove("FERROCE_LOG")
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());

@@ -14,6 +14,11 @@ fn event(id: CmRef, kind: CmKind) -> Option<Event> {
     Some(Event::Cm { id, kind })
 }
 
+/// An address unless it stands for all.
+fn specific(addr: SocketAddr) -> Option<IpAddr> {
+    Some(addr.ip().to_canonical()).filter(|ip| !ip.is_unspecified())
+}
+
 impl<P: Ports> Fabric<P> {
     /// The devices that listen at an address: those that have it, rather than one that has all.
     fn listening(&self, addr: IpAddr) -> Vec<usize> {
@@ -30,17 +35,24 @@ impl<P: Ports> Fabric<P> {
             .collect()
     }
 
+    /// Claims a service on a device, and listens for it.
+    fn listen_on(&mut self, device: usize, addr: SocketAddr, backlog: u32) -> Result<ListenId, VerbsError> {
+        let (one, port) = (specific(addr), addr.port());
+        self.ports.claim(device, one, port)?;
+        let made = self.ports.port(device).cm_listen(one, port, backlog);
+        made.inspect_err(|_| self.ports.release(device, one, port))
+    }
+
     pub(crate) fn listen(&mut self, addr: SocketAddr, backlog: u32) -> Result<CmRef, VerbsError> {
-        let one = Some(addr.ip().to_canonical()).filter(|ip| !ip.is_unspecified());
         let mut ids: Vec<(usize, ListenId)> = Vec::new();
         let mut failed = None;
         for device in self.listening(addr.ip()) {
-            match self.ports.port(device).cm_listen(one, addr.port(), backlog) {
+            match self.listen_on(device, addr, backlog) {
                 Ok(id) => ids.push((device, id)),
                 // Another device has the address.
-                Err(e @ VerbsError::Address(_)) if one.is_some() => failed = Some(e),
+                Err(e @ VerbsError::Address(_)) if specific(addr).is_some() => failed = Some(e),
                 Err(e) => {
-                    self.unlisten(&ids);
+                    self.unlisten(addr, &ids);
                     return Err(e);
                 }
             }
@@ -51,7 +63,7 @@ impl<P: Ports> Fabric<P> {
         }
         let made = ids.clone();
         let Some(id) = self.cms.insert(Cm::Listener { addr, ids }) else {
-            self.unlisten(&made);
+            self.unlisten(addr, &made);
             return Err(VerbsError::Limit("connections"));
         };
         for (device, listener) in made {
@@ -60,9 +72,10 @@ impl<P: Ports> Fabric<P> {
         Ok(id)
     }
 
-    fn unlisten(&mut self, ids: &[(usize, ListenId)]) {
+    fn unlisten(&mut self, addr: SocketAddr, ids: &[(usize, ListenId)]) {
         for (device, id) in ids {
             self.ports.port(*device).cm_unlisten(*id);
+            self.ports.release(*device, specific(addr), addr.port());
             self.listeners(*device).remove(id);
         }
     }
@@ -159,7 +172,7 @@ impl<P: Ports> Fabric<P> {
         self.events
             .retain(|e| !matches!(e, Event::Cm { id: of, .. } if *of == id));
         match cm {
-            Cm::Listener { ids, .. } => self.unlisten(&ids),
+            Cm::Listener { addr, ids } => self.unlisten(addr, &ids),
             Cm::Resolved { .. } => {}
             Cm::Conn { device, conn, .. } => {
                 self.conns(device).remove(&conn);

@@ -8,7 +8,7 @@ use std::{
 };
 
 use roce_mem::{MemError, MemoryTable, PdHandle, Region};
-use roce_port::{ConnId, ListenId, Port, QpInit};
+use roce_port::{ConnChange, ConnId, ListenId, Port, QpInit};
 use roce_qp::CompletionQueue;
 use roce_verbs::{
     AccessFlags, AsyncEvent, Completion, DeviceLimits, Instant, NumberHasher, QpAttr, QpState, QpType, Qpn, RecvWr,
@@ -38,6 +38,18 @@ pub trait Ports {
     /// # Errors
     /// When the source address is not ours, or there is no way.
     fn route(&self, src: Option<IpAddr>, dst: IpAddr) -> Result<(usize, IpAddr), VerbsError>;
+    /// Connect requests to a port number of RDMA_CM, at one address or (`None`) all of a port, are going to be taken: others that share
+    /// the address are to know.
+    ///
+    /// # Errors
+    /// When another has it.
+    fn claim(&mut self, _index: usize, _addr: Option<IpAddr>, _port: u16) -> Result<(), VerbsError> {
+        Ok(())
+    }
+    /// They are not taken any more.
+    fn release(&mut self, _index: usize, _addr: Option<IpAddr>, _port: u16) {}
+    /// A connection of a port has been established, or is over.
+    fn conn_change(&mut self, _index: usize, _change: ConnChange) {}
 }
 
 /// How a fabric handles keys.
@@ -500,7 +512,9 @@ impl<P: Ports> Provider for Fabric<P> {
             return Some(event);
         }
         for device in 0..self.devices.len() {
-            while self.ports.port(device).poll_conn_change().is_some() {}
+            while let Some(change) = self.ports.port(device).poll_conn_change() {
+                self.ports.conn_change(device, change);
+            }
             while let Some(event) = self.ports.port(device).poll_cm_event() {
                 if let Some(event) = self.cm_event(device, event) {
                     return Some(event);

@@ -41,6 +41,8 @@ impl<'a> From<Train<'a>> for Burst<'a> {
 pub enum Own {
     /// Those to these numbers: others are other processes'. Those to QP1 are too: the broker knows whose, and forwards them.
     Process(QpnRange),
+    /// Those to these numbers, of a process with several loops: others are its other loops', or other processes', who are told.
+    Loop(QpnRange),
     /// Those to the numbers of this shard: others are other loops'. The first shard gets management datagrams, and says whose
     /// each of them is.
     Shard(Steering, usize),
@@ -63,7 +65,9 @@ impl Own {
         };
         let qpn = Qpn::new(u32::from_be_bytes([0, *a, *b, *c]));
         let ours = match self {
-            Self::Process(range) => qpn == Qpn::MULTICAST || (range.first..=range.last).contains(&qpn.value()),
+            Self::Process(range) | Self::Loop(range) => {
+                qpn == Qpn::MULTICAST || (range.first..=range.last).contains(&qpn.value())
+            }
             Self::Shard(_, 0) if qpn == Qpn::GSI => return Whose::Unknown,
             Self::Shard(steering, shard) => steering.of_qpn(qpn) == *shard,
         };
@@ -155,7 +159,7 @@ impl Motor {
                         match (own.whose(packet), own) {
                             (Whose::Ours, _) => port.handle_datagram(now, &meta, packet),
                             (Whose::Astray, Own::Process(_)) => {
-                                port.count_stray(packet);
+                                port.count_stray(packet.len());
                                 stray(&meta, packet);
                             }
                             // They are counted by whom they concern, or when they are lost.

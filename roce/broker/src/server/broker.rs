@@ -597,9 +597,9 @@ impl Broker {
         self.count(if sent { "forwarded" } else { "drop_process_busy" });
     }
 
-    /// Nobody is there, nor was a moment ago, and nobody is left to be told anything.
+    /// No member is there, nor was a moment ago, and nobody is left to be told anything. Who only asks does not keep the broker.
     fn is_unused(&self) -> bool {
-        self.clients.is_empty() && self.orphans.is_empty() && self.slots.absent().is_empty()
+        self.by_place.is_empty() && self.orphans.is_empty() && self.slots.absent().is_empty()
     }
 
     /// What no event tells. True: the broker is not needed any more.

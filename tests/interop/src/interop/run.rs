@@ -196,7 +196,8 @@ fn with_peer(s: &Scenario, peer: &Peer, places: &Places) -> Result<Outcome, Erro
 /// Runs one scenario and prints its line. An error only if the user wants to stop.
 fn one(s: &Scenario, ctx: &mut Ctx<'_>, interfaces: &[String]) -> Result<Outcome, Error> {
     let t0 = Instant::now();
-    let (result, detail) = match captured(s, ctx, interfaces) {
+    let seen = captured(s, ctx, interfaces).and_then(|detail| ctx.all_left().map(|()| detail));
+    let (result, detail) = match seen {
         Ok(detail) => (Verdict::Passed, detail),
         Err(e) if lab::STOP.load(Ordering::Relaxed) => return Err(e),
         Err(e) => (Verdict::Failed, e.to_string()),

@@ -18,9 +18,10 @@ mod strangers;
 
 use std::{
     net::IpAddr,
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Command, Stdio},
-    time::Duration,
+    thread,
+    time::{Duration, Instant},
 };
 
 use crate::{
@@ -29,6 +30,9 @@ use crate::{
     guest::{Guest, Kernel, Shape},
     lab::{Places, Proc},
 };
+
+/// Time for the broker to tell the peers of processes that were killed.
+const LEAVING: Duration = Duration::from_secs(30);
 
 /// What a scenario works with.
 pub(crate) struct Ctx<'a> {
@@ -298,21 +302,48 @@ impl Ctx<'_> {
         if self.mtu >= 4096 + 96 { "4096" } else { "1024" }
     }
 
+    /// Where the broker of our servers and mappings is. It ends with the last of them.
+    fn shared_dir(&self) -> PathBuf {
+        self.places.run.join("shared")
+    }
+
+    /// One of our programs.
+    fn sharing(&self, program: &Path) -> Command {
+        let mut command = Command::new(program);
+        command
+            .env("FERROCE_BROKER", &self.places.ferroce)
+            .env("FERROCE_BROKER_DIR", self.shared_dir())
+            .env("FERROCE_BROKER_LINGER", "0");
+        command
+    }
+
+    /// Waits until nobody shares our addresses any more: the next scenario may want them for itself.
+    pub(crate) fn all_left(&self) -> Result<(), Error> {
+        let end = Instant::now() + LEAVING;
+        while roce::broker::running_broker(&self.shared_dir()) {
+            if Instant::now() > end {
+                return Err("the broker of our programs stays behind".into());
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
+        Ok(())
+    }
+
     /// Starts one of our own programs of `ferroce-lab`.
     pub(crate) fn ours(&self, ip: Ip, name: &str, args: &[&str]) -> Result<Proc, Error> {
-        let mut command = Command::new(&self.places.peer);
+        let mut command = self.sharing(&self.places.peer);
         command.args(["--addr", &self.host(ip)?.to_string()]).args(args);
         Proc::spawn(name, &mut command, &self.dir)
     }
 
     /// Starts the `ferroce` program.
     pub(crate) fn ferroce(&self, name: &str, args: &[&str]) -> Result<Proc, Error> {
-        Proc::spawn(name, Command::new(&self.places.ferroce).args(args), &self.dir)
+        Proc::spawn(name, self.sharing(&self.places.ferroce).args(args), &self.dir)
     }
 
     /// Starts `ferroce-steered`, the same program for [`Proc::ask`].
     pub(crate) fn steered(&self, name: &str, args: &[&str]) -> Result<Proc, Error> {
-        let mut command = Command::new(&self.places.steered);
+        let mut command = self.sharing(&self.places.steered);
         Proc::spawn_with_input(name, command.args(args), &self.dir, Stdio::piped())
     }
 

@@ -1,0 +1,135 @@
+//! Several processes at one address.
+
+use std::{net::Ipv4Addr, os::unix::fs::FileExt, path::Path};
+
+use ferroce_tests::{
+    device::{image, map, serve},
+    eventually, ferroce, fresh_address,
+    nbd::Client,
+    pattern,
+    process::{Running, run},
+};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+const MIB: usize = 1 << 20;
+const BLOCK: usize = 64 << 10;
+
+/// A mapped device that is written and read.
+struct Device {
+    process: Running,
+    client: Client,
+    image: std::fs::File,
+    /// Blocks so far.
+    blocks: u64,
+}
+
+impl Device {
+    fn new(process: Running, socket: &Path, image: &Path) -> Self {
+        Self {
+            process,
+            client: Client::connect(socket).unwrap(),
+            image: std::fs::File::open(image).unwrap(),
+            blocks: 0,
+        }
+    }
+
+    /// Another block gets to the image, and comes back.
+    fn works(&mut self) {
+        let (offset, data) = (self.blocks * BLOCK as u64, pattern(self.blocks + 1, BLOCK));
+        self.client.write(offset, &data).unwrap();
+        let mut there = vec![0; BLOCK];
+        self.image.read_exact_at(&mut there, offset).unwrap();
+        assert!(there == data && self.client.read(offset, BLOCK).unwrap() == data);
+        self.blocks += 1;
+    }
+}
+
+fn broker() -> Option<Pid> {
+    let stat = run(&["stat"]);
+    let line = stat.stdout.lines().find_map(|l| l.strip_prefix("broker "))?;
+    Some(Pid::from_raw(line.split_whitespace().next()?.parse().ok()?))
+}
+
+fn mapped(from: Ipv4Addr, to: &str, dir: &Path, name: &str, more: &[&str]) -> Device {
+    let socket = dir.join(format!("{name}.sock"));
+    let mut args = vec!["--session", name, "--device", name];
+    args.extend(more);
+    let (process, _) = map(from, to, &socket, &args);
+    Device::new(process, &socket, &dir.join(name))
+}
+
+#[test]
+fn mappings_and_servers_share_an_address_and_go_on_when_one_of_them_or_the_broker_is_killed() {
+    let dir = tempfile::tempdir().unwrap();
+    let (here, far) = (fresh_address(), fresh_address());
+    let export = |name: &str| format!("{name}={}", image(dir.path(), name, &vec![0; 2 * MIB]).display());
+    let exports = ["a", "b", "c"].map(export);
+    let (_far, _) = serve(far, &exports, &["--threads", "2"]);
+    let mut a = mapped(here, &far.to_string(), dir.path(), "a", &["--threads", "2"]);
+    let mut b = mapped(here, &far.to_string(), dir.path(), "b", &[]);
+    // A server after mappings, at their address, and one of its devices mapped at the other server's.
+    let (own, _) = serve(here, &[export("d")], &["--threads", "2"]);
+    let mut d = mapped(far, &here.to_string(), dir.path(), "d", &[]);
+    [&mut a, &mut b, &mut d].into_iter().for_each(Device::works);
+
+    a.process.signal(Signal::SIGKILL);
+    a.process.wait();
+    [&mut b, &mut d].into_iter().for_each(Device::works);
+    // Its session is over at once, as the broker has told the server: the name and the device are free.
+    let mut a = mapped(here, &far.to_string(), dir.path(), "a", &[]);
+    [&mut a, &mut b, &mut d].into_iter().for_each(Device::works);
+
+    kill(broker().expect("there is a broker"), Signal::SIGKILL).unwrap();
+    [&mut a, &mut b, &mut d].into_iter().for_each(Device::works);
+    let mut c = mapped(here, &far.to_string(), dir.path(), "c", &["--threads", "2"]);
+    [&mut a, &mut b, &mut c, &mut d].into_iter().for_each(Device::works);
+
+    own.stop();
+    [&mut a, &mut b, &mut c].into_iter().for_each(Device::works);
+    drop(c.client);
+    assert_eq!(c.process.stop().code, Some(0));
+    [&mut a, &mut b].into_iter().for_each(Device::works);
+}
+
+#[test]
+fn a_port_of_an_address_is_one_servers() {
+    let dir = tempfile::tempdir().unwrap();
+    let addr = fresh_address();
+    let export = format!("disk={}", image(dir.path(), "disk", &vec![0; MIB]).display());
+    let exports = std::slice::from_ref(&export);
+    let (first, _) = serve(addr, exports, &[]);
+    let second = run(&["serve", "--listen", &addr.to_string(), "--export", &export]);
+    assert_eq!(second.code, Some(1));
+    assert!(second.stderr.contains(&addr.to_string()), "{}", second.stderr);
+    let other = format!("{addr}:1235");
+    let listening = Running::start(&["serve", "--json", "--listen", &other, "--export", &export]).event("listening");
+    assert_eq!(listening["event"], "listening");
+    drop(first);
+    // The port is free again when its owner is gone.
+    let (third, _) = serve(addr, exports, &[]);
+    drop(third);
+}
+
+#[test]
+fn an_address_can_be_had_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let addr = fresh_address();
+    let export = format!("disk={}", image(dir.path(), "disk", &vec![0; MIB]).display());
+    let mut command = std::process::Command::new("env");
+    command.args(["FERROCE_BROKER=off"]).arg(ferroce());
+    command.args(["serve", "--json", "--listen", &addr.to_string(), "--export", &export]);
+    let mut alone = Running::start_command(command, "serve without a broker".to_owned());
+    alone.event("listening");
+    assert_eq!(broker(), None);
+    let second = run(&["serve", "--listen", &format!("{addr}:1235"), "--export", &export]);
+    assert_eq!(second.code, Some(1));
+    assert!(
+        second.stderr.contains("4791") && second.stderr.contains(&alone.id().to_string()),
+        "{}",
+        second.stderr
+    );
+    eventually("nobody needs a broker", || broker().is_none());
+}
