@@ -409,3 +409,80 @@ fn qpn_of(packet: &[u8]) -> Qpn {
         None => Qpn::SMI,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::net::SocketAddr;
+
+    use super::*;
+
+    /// Everything is the second loop's.
+    struct Second;
+
+    impl Placement for Second {
+        fn place(&self, _: &Arrival<'_>) -> usize {
+            1
+        }
+    }
+
+    #[derive(Debug)]
+    struct Others;
+
+    impl Services for Others {
+        fn claim(&self, _: u64, _: Option<IpAddr>) -> Result<(), VerbsError> {
+            Ok(())
+        }
+
+        fn release(&self, _: u64, _: Option<IpAddr>) {}
+    }
+
+    fn to(qpn: u32) -> [u8; 12] {
+        let [_, a, b, c] = qpn.to_be_bytes();
+        [0x64, 0, 0xff, 0xff, 0, a, b, c, 0, 0, 0, 0]
+    }
+
+    fn meta() -> RxMeta {
+        let addr = IpAddr::from([192, 0, 2, 1]);
+        RxMeta::new(addr, SocketAddr::new(addr, 4791))
+    }
+
+    fn whose(shard: &Shard, qpn: Qpn) -> Whose {
+        shard.whose(roce_net::now(), &meta(), &to(qpn.value())).0
+    }
+
+    #[test]
+    fn a_packet_goes_to_the_loop_that_has_its_number_or_to_other_processes() {
+        let places = [3, 9].map(|slot| (QpnSlot { bits: 7, slot }, Arc::new(Others) as Arc<dyn Services>));
+        let shards = Shard::of_places(&places, Arc::new(Second)).unwrap();
+        for shard in &shards {
+            for (n, (slot, _)) in places.iter().enumerate() {
+                for qpn in [slot.qpns().first, slot.qpns().last] {
+                    assert!(whose(shard, Qpn::new(qpn)) == Whose::Loop(n), "{qpn:#x}");
+                }
+            }
+            let elsewhere = [Qpn::new(places[0].0.qpns().last + 1), Qpn::SMI, Qpn::GSI];
+            assert!(elsewhere.map(|qpn| whose(shard, qpn)) == [Whose::Elsewhere; 3]);
+        }
+        let steering = Steering::new(2).unwrap();
+        let shards = Shard::all(steering, Arc::new(Second)).unwrap();
+        assert!(shards.iter().all(|shard| whose(shard, Qpn::GSI) == Whose::Loop(0)));
+    }
+
+    #[test]
+    fn communication_ids_name_the_loop() {
+        let places: Vec<_> = [3, 9].map(|slot| QpnSlot { bits: 7, slot }).into();
+        let numbers = Numbers::Places(places.clone().into());
+        for (n, slot) in places.iter().enumerate() {
+            let (first, last) = slot.comm_ids();
+            assert_eq!([first, last].map(|id| numbers.of_comm_id(id)), [n; 2]);
+        }
+        assert_eq!(numbers.of_comm_id(0), 0, "it counts what nobody has");
+    }
+
+    #[test]
+    fn only_the_first_loop_tells_others_of_services() {
+        let places = [3, 9].map(|slot| (QpnSlot { bits: 7, slot }, Arc::new(Others) as Arc<dyn Services>));
+        let shards = Shard::of_places(&places, Arc::new(Second)).unwrap();
+        assert!(shards.iter().map(|s| s.registry().is_some()).eq([true, false]));
+    }
+}
