@@ -116,7 +116,7 @@ pub(super) fn broker() -> Check {
         Ok(None) => Check::ok(
             ID,
             format!(
-                "none runs; the first program under `ferroce run` starts one ({})",
+                "none runs; the first of `ferroce serve`, `map` and `run` starts one ({})",
                 dir.display()
             ),
         ),
