@@ -3,6 +3,7 @@
 //! As a library it is for programs that are this one and steer what it runs, such as those that test it.
 
 mod bench;
+mod daemon;
 mod doctor;
 mod man;
 mod map;

@@ -1,0 +1,323 @@
+//! The daemon's configuration file: what is served and mapped, with the options of `ferroce serve` and `ferroce map` as keys.
+
+use std::{
+    collections::BTreeMap,
+    fmt,
+    ops::Range,
+    path::{Path, PathBuf},
+};
+
+use clap::{ArgAction, Args, Command, FromArgMatches, error::ContextKind};
+use toml::{
+    Spanned,
+    de::{DeTable, DeValue},
+};
+
+use crate::{map::MapArgs, serve::ServeArgs};
+
+/// Options that are about the terminal.
+const NOT_KEYS: [&str; 3] = ["help", "json", "stats-interval"];
+
+/// What is wrong with a file, and where.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct ConfigError {
+    file: PathBuf,
+    line: usize,
+    text: String,
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}: {}", self.file.display(), self.line, self.text)
+    }
+}
+
+/// Something to do.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(crate) enum Kind {
+    Serve,
+    Map,
+}
+
+impl Kind {
+    const ALL: [Self; 2] = [Self::Serve, Self::Map];
+
+    /// As the command and the table are called.
+    pub(crate) const fn name(&self) -> &'static str {
+        match self {
+            Self::Serve => "serve",
+            Self::Map => "map",
+        }
+    }
+
+    fn command(&self) -> Command {
+        let command = Command::new(self.name()).no_binary_name(true);
+        match self {
+            Self::Serve => ServeArgs::augment_args(command),
+            Self::Map => MapArgs::augment_args(command),
+        }
+    }
+}
+
+/// A task's name: its kind and what the file calls it.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(crate) struct TaskName {
+    pub(crate) kind: Kind,
+    pub(crate) name: String,
+}
+
+impl fmt::Display for TaskName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.kind.name(), self.name)
+    }
+}
+
+/// A task, as arguments of its command. Two with equal arguments are the same.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Task {
+    pub(crate) words: Vec<String>,
+}
+
+/// What a file says.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
+pub(crate) struct Config {
+    pub(crate) tasks: BTreeMap<TaskName, Task>,
+}
+
+/// A file while it is read.
+struct Source<'a> {
+    file: &'a Path,
+    text: &'a str,
+}
+
+/// A key of a task and where it is.
+struct Key {
+    name: String,
+    at: usize,
+}
+
+impl Source<'_> {
+    fn error(&self, at: usize, text: impl Into<String>) -> ConfigError {
+        let before = self.text.get(..at).unwrap_or(self.text);
+        ConfigError {
+            file: self.file.to_owned(),
+            line: before.bytes().filter(|b| *b == b'\n').count() + 1,
+            text: text.into(),
+        }
+    }
+
+    fn config(&self, root: &DeTable<'_>) -> Result<Config, ConfigError> {
+        let mut config = Config::default();
+        for (name, value) in root {
+            let kind = Kind::ALL.into_iter().find(|kind| kind.name() == name.as_ref());
+            let Some(kind) = kind else {
+                let text = format!(
+                    "unknown table `{}`: there are [serve.NAME] and [map.NAME]",
+                    name.as_ref()
+                );
+                return Err(self.error(name.span().start, text));
+            };
+            let tables = self.table(&kind, value)?;
+            for (name, value) in tables {
+                let at = name.span().start;
+                let task = TaskName {
+                    kind: kind.clone(),
+                    name: name.as_ref().to_string(),
+                };
+                let table = self.table(&kind, value)?;
+                let words = self.task(&task, at, table)?;
+                config.tasks.insert(task, Task { words });
+            }
+        }
+        Ok(config)
+    }
+
+    fn table<'t, 'i>(&self, kind: &Kind, value: &'t Spanned<DeValue<'i>>) -> Result<&'t DeTable<'i>, ConfigError> {
+        match value.as_ref() {
+            DeValue::Table(table) => Ok(table),
+            _ => Err(self.error(value.span().start, format!("a table is wanted: [{}.NAME]", kind.name()))),
+        }
+    }
+
+    /// The arguments that a task's table stands for.
+    fn task(&self, task: &TaskName, at: usize, table: &DeTable<'_>) -> Result<Vec<String>, ConfigError> {
+        let command = task.kind.command();
+        let (mut words, mut keys) = (Vec::new(), Vec::new());
+        for (name, value) in table {
+            let key = Key {
+                name: name.as_ref().to_string(),
+                at: name.span().start,
+            };
+            self.option(&command, task, &key, value, &mut words)?;
+            keys.push(key);
+        }
+        // A session is called as its task is, unless the file says otherwise.
+        if task.kind == Kind::Map && !keys.iter().any(|key| key.name == "session") {
+            words.push(format!("--session={}", task.name));
+        }
+        self.check(task, at, &keys, command, &words)?;
+        Ok(words)
+    }
+
+    fn option(
+        &self,
+        command: &Command,
+        task: &TaskName,
+        key: &Key,
+        value: &Spanned<DeValue<'_>>,
+        words: &mut Vec<String>,
+    ) -> Result<(), ConfigError> {
+        let known = command.get_arguments().find(|arg| arg.get_long() == Some(&*key.name));
+        let Some(arg) = known.filter(|_| !NOT_KEYS.contains(&&*key.name)) else {
+            let text = format!(
+                "unknown key `{}` of {task}; `ferroce {} --help` has them all",
+                key.name,
+                task.kind.name()
+            );
+            return Err(self.error(key.at, text));
+        };
+        let flag = matches!(arg.get_action(), ArgAction::SetTrue);
+        let several = matches!(arg.get_action(), ArgAction::Append);
+        match value.as_ref() {
+            DeValue::Boolean(true) if flag => words.push(format!("--{}", key.name)),
+            DeValue::Boolean(false) if flag => {}
+            _ if flag => return Err(self.error(value.span().start, format!("`{}` is true or false", key.name))),
+            DeValue::Array(values) if several => {
+                for value in values {
+                    words.push(format!("--{}={}", key.name, self.scalar(key, value)?));
+                }
+            }
+            _ => words.push(format!("--{}={}", key.name, self.scalar(key, value)?)),
+        }
+        Ok(())
+    }
+
+    /// A value, as it is written on a command line.
+    fn scalar(&self, key: &Key, value: &Spanned<DeValue<'_>>) -> Result<String, ConfigError> {
+        match value.as_ref() {
+            DeValue::String(text) => Ok(text.to_string()),
+            DeValue::Integer(number) if number.radix() == 10 => Ok(number.as_str().replace('_', "")),
+            DeValue::Float(number) => Ok(number.as_str().replace('_', "")),
+            DeValue::Boolean(on) => Ok(if *on { "on" } else { "off" }.to_owned()),
+            DeValue::Array(_) => Err(self.error(value.span().start, format!("`{}` has one value", key.name))),
+            _ => Err(self.error(value.span().start, format!("`{}` can't have such a value", key.name))),
+        }
+    }
+
+    /// Whether the command takes these arguments; if not, the error is where the key is that it is about.
+    fn check(
+        &self,
+        task: &TaskName,
+        at: usize,
+        keys: &[Key],
+        command: Command,
+        words: &[String],
+    ) -> Result<(), ConfigError> {
+        let parsed = command.try_get_matches_from(words).and_then(|matches| match task.kind {
+            Kind::Serve => ServeArgs::from_arg_matches(&matches).map(drop),
+            Kind::Map => MapArgs::from_arg_matches(&matches).map(drop),
+        });
+        let Err(e) = parsed else { return Ok(()) };
+        let about = e
+            .get(ContextKind::InvalidArg)
+            .map(ToString::to_string)
+            .unwrap_or_default();
+        let key = keys.iter().find(|key| {
+            let rest = about.strip_prefix("--").and_then(|about| about.strip_prefix(&key.name));
+            rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(' '))
+        });
+        let text = e.to_string();
+        let said = text.split("\n\n").next().unwrap_or(&text);
+        let said = said.strip_prefix("error: ").unwrap_or(said).replace("--", "");
+        Err(self.error(key.map_or(at, |key| key.at), format!("{task}: {said}")))
+    }
+}
+
+impl Config {
+    /// Reads what a file says.
+    ///
+    /// # Errors
+    /// When something in it is wrong: where, and what.
+    pub(crate) fn parse(file: &Path, text: &str) -> Result<Self, ConfigError> {
+        let source = Source { file, text };
+        let at = |span: Option<Range<usize>>| span.map_or(0, |span| span.start);
+        let root = DeTable::parse(text).map_err(|e| source.error(at(e.span()), e.message()))?;
+        source.config(root.get_ref())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Config, String> {
+        Config::parse(Path::new("f.toml"), text).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn tasks_are_the_arguments_of_their_commands() {
+        let config = parse(
+            r#"
+            [serve.images]
+            listen = ["192.0.2.1", "198.51.100.1:1235"]
+            export-dir = "/images,ro"
+            always-invalidate = false
+            max-chunk-size = "1M"
+            queue-depth = 1_024
+            direct = true
+
+            [map.db]
+            path = "192.0.2.1,192.0.2.7"
+            device = ["disk", "system,ro"]
+            nbd = "/run/db.sock"
+            heartbeat = 0.5
+            connect-any = false
+            "#,
+        );
+        let config = config.unwrap();
+        let words: Vec<(String, String)> = config
+            .tasks
+            .iter()
+            .map(|(name, task)| (name.to_string(), task.words.join(" ")))
+            .collect();
+        assert_eq!(words.len(), 2);
+        let serve = "--always-invalidate=off --direct --export-dir=/images,ro --listen=192.0.2.1 \
+                     --listen=198.51.100.1:1235 --max-chunk-size=1M --queue-depth=1024";
+        assert_eq!(words[0], ("serve.images".to_owned(), serve.to_owned()));
+        let map = "--device=disk --device=system,ro --heartbeat=0.5 --nbd=/run/db.sock --path=192.0.2.1,192.0.2.7 \
+                   --session=db";
+        assert_eq!(words[1], ("map.db".to_owned(), map.to_owned()));
+        assert!(parse("").unwrap().tasks.is_empty());
+    }
+
+    #[test]
+    fn what_is_wrong_is_named_with_its_line() {
+        let map = "[map.a]\npath = '192.0.2.7'\nnbd = '/s'\n";
+        for (text, line, word) in [
+            ("[serve.a]\nlisten = ".to_owned(), 2, ""),
+            ("x = 1".to_owned(), 1, "unknown table `x`"),
+            ("\nserve = 1".to_owned(), 2, "a table is wanted"),
+            ("[serve]\nlisten = '192.0.2.1'".to_owned(), 2, "a table is wanted"),
+            (
+                "[serve.a]\nlisten = '192.0.2.1'\nexports = 'a=b'".to_owned(),
+                3,
+                "unknown key `exports`",
+            ),
+            ("[serve.a]\nlisten = 'here'\nexport = 'a=b'".to_owned(), 2, "here"),
+            ("\n[serve.a]\nexport = 'a=b'".to_owned(), 2, "listen"),
+            (format!("{map}device = 'd'\njson = true"), 5, "unknown key `json`"),
+            (format!("{map}device = 'd'\nro = 1"), 5, "true or false"),
+            (format!("{map}device = 'd'\nthreads = [1, 2]"), 5, "one value"),
+            (format!("{map}device = 'd'\nthreads = 65"), 5, "65"),
+            (format!("{map}device = 'd'\nthreads = 0x10"), 5, "such a value"),
+            (format!("{map}device = {{ name = 'd' }}"), 4, "such a value"),
+            (format!("{map}device = 'd'\npolicy = 'none'"), 5, "none"),
+            (map.to_owned(), 1, "device"),
+            (format!("{map}device = 'd'\nnbd = '/t'"), 5, ""),
+        ] {
+            let e = parse(&text).expect_err(&text);
+            assert!(e.starts_with(&format!("f.toml:{line}: ")), "{e}\n{text}");
+            assert!(e.contains(word), "{e}");
+        }
+    }
+}

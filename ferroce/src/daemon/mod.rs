@@ -1,0 +1,3 @@
+//! `ferroce daemon`: any number of servers and mappings in one process.
+
+mod config;
