@@ -1,8 +1,10 @@
 //! The ferroce command line: block devices over RTRS over RoCEv2, and programs written for verbs, in userspace.
 //!
-//! As a library it is for programs that are this one and steer what it runs, such as those that test it.
+//! A library so that its tests and its documentation are as those of other crates; the program is [`run`].
 
 mod bench;
+mod control;
+mod ctl;
 mod daemon;
 mod doctor;
 mod man;
@@ -22,7 +24,6 @@ use std::{io::IsTerminal, process::ExitCode};
 
 use clap::{ArgAction, Parser, Subcommand};
 use output::Failure;
-use rnbd_host::control::{map::MapControl, serve::ServeControl};
 use tracing_subscriber::EnvFilter;
 
 /// The environment variable with a log filter.
@@ -53,6 +54,8 @@ enum Command {
     Serve(serve::ServeArgs),
     /// Use a server's devices: map them to a unix socket for NBD clients
     Map(map::MapArgs),
+    /// Look at a running `serve` or `map`, and steer it
+    Ctl(ctl::CtlArgs),
     /// Run a program that was written for libibverbs or librdmacm, without RDMA hardware
     Run(run::RunArgs),
     /// Show the devices that programs see under `run`
@@ -73,27 +76,13 @@ enum Command {
     Man(man::ManArgs),
 }
 
-/// Who steers what a command runs. It is called in the command's thread, which waits for it.
-pub trait Steering {
-    /// A mapping has begun to open its session.
-    fn mapping(&self, control: MapControl);
-    /// A server serves.
-    fn serving(&self, control: ServeControl);
-}
-
-/// Nobody.
-impl Steering for () {
-    fn mapping(&self, _: MapControl) {}
-
-    fn serving(&self, _: ServeControl) {}
-}
-
 /// Runs the command that the process's arguments say.
-pub fn run(steering: &dyn Steering) -> ExitCode {
+pub fn run() -> ExitCode {
     let cli = Cli::parse();
     let outcome = start_log(cli.verbose, cli.quiet).and_then(|()| match cli.command {
-        Command::Serve(args) => serve::run(&args, steering),
-        Command::Map(args) => map::run(&args, steering),
+        Command::Serve(args) => serve::run(&args),
+        Command::Map(args) => map::run(&args),
+        Command::Ctl(args) => ctl::run(&args),
         Command::Run(args) => run::run(&args),
         Command::Link(args) => sharing::link::run(&args),
         Command::Stat(args) => sharing::stat::run(&args),

@@ -3,5 +3,5 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    ferroce::run(&())
+    ferroce::run()
 }

@@ -22,7 +22,7 @@ use rtrs::{
 use serde_json::json;
 
 use crate::{
-    Steering,
+    control::{Control, ControlArgs},
     map_news::{self, PathArgs},
     output::{self, Failure},
     report::{Moved, ReportArgs, Reporter},
@@ -92,6 +92,8 @@ pub(crate) struct MapArgs {
     connect_timeout: Duration,
     #[command(flatten)]
     lasting: PathArgs,
+    #[command(flatten)]
+    control: ControlArgs,
     #[command(flatten)]
     report: ReportArgs,
     #[command(flatten)]
@@ -211,20 +213,22 @@ fn failure(args: &MapArgs, e: MapFailure) -> Failure {
 }
 
 /// Runs the command.
-pub(crate) fn run(args: &MapArgs, steering: &dyn Steering) -> Result<(), Failure> {
-    args.report.end(map(args, steering))
+pub(crate) fn run(args: &MapArgs) -> Result<(), Failure> {
+    args.report.end(map(args))
 }
 
-fn map(args: &MapArgs, steering: &dyn Steering) -> Result<(), Failure> {
+fn map(args: &MapArgs) -> Result<(), Failure> {
     let stop = Stop::on_signals()?;
-    let mut reporter = args.report.reporter();
+    // It ends after the mapping, which answers what it was asked.
+    let control = Control::start(&args.control)?;
+    let mut reporter = args.report.reporter(control.events());
     let ways = args.ways()?;
     let config = args.config(ways.clone());
     config.session.check().map_err(|e| Failure::usage(e.to_string()))?;
     config.check_devices().map_err(|e| Failure::usage(e.to_string()))?;
     let started = Mapping::start_shards(args.devices(&ways)?, config);
     let mut mapping = started.map_err(|e| Failure::failed(e.to_string()))?;
-    steering.mapping(mapping.control());
+    control.roster().add_client(mapping.control());
     let begun = Instant::now();
     let (mut mapped, mut told, mut stopping) = (false, false, false);
     let mut ticks = Ok(());

@@ -17,7 +17,8 @@ Exit status:
   130  ended by a second ctrl-C
 
 Environment:
-  FERROCE_LOG  log filter, such as `debug` or `rtrs=trace,info`; wins over -v and -q";
+  FERROCE_LOG      log filter, such as `debug` or `rtrs=trace,info`; wins over -v and -q
+  FERROCE_CONTROL  control socket that `ctl` uses";
 
 /// Why a command ends with an exit status other than 0.
 #[derive(Debug)]
@@ -86,6 +87,13 @@ impl From<io::Error> for Failure {
 pub(crate) fn line(text: &str) -> Result<(), Failure> {
     let mut out = io::stdout().lock();
     writeln!(out, "{text}")?;
+    Ok(out.flush()?)
+}
+
+/// Prints a text that has its ends of lines.
+pub(crate) fn text(text: &str) -> Result<(), Failure> {
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes())?;
     Ok(out.flush()?)
 }
 

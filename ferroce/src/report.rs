@@ -11,6 +11,7 @@ use roce::DeviceStats;
 use serde_json::{Map, Value, json};
 
 use crate::{
+    control::Events,
     output::{self, Failure},
     transport::{packets_json, stats_json},
     units::seconds,
@@ -29,10 +30,12 @@ pub(crate) struct ReportArgs {
 
 impl ReportArgs {
     /// Starts a run's report.
-    pub(crate) fn reporter(&self) -> Reporter {
+    /// It also tells those who have subscribed to `events`.
+    pub(crate) fn reporter(&self, events: Events) -> Reporter {
         let now = Instant::now();
         Reporter {
             json: self.json,
+            events,
             started: now,
             every: self.stats_interval,
             last: (now, Moved::default()),
@@ -81,6 +84,7 @@ impl Moved {
 /// Prints events.
 pub(crate) struct Reporter {
     json: bool,
+    events: Events,
     started: Instant,
     every: Option<Duration>,
     /// When statistics were last printed, and what had been moved then.
@@ -90,15 +94,16 @@ pub(crate) struct Reporter {
 impl Reporter {
     /// Something happened: `fields` is an object of the event's members.
     pub(crate) fn event(&self, name: &str, fields: Value, text: &str) -> Result<(), Failure> {
-        if !self.json {
-            return output::line(text);
-        }
         let mut event = Map::new();
         event.insert("event".into(), name.into());
         if let Value::Object(fields) = fields {
             event.extend(fields);
         }
-        output::json(&event)
+        self.events.publish(&event, text);
+        match self.json {
+            true => output::json(&event),
+            false => output::line(text),
+        }
     }
 
     /// How long a caller may wait until the next [`Reporter::tick`].
@@ -116,17 +121,15 @@ impl Reporter {
         }
         let (stats, moved) = counted();
         let before = std::mem::replace(&mut self.last, (now, moved.clone())).1;
-        if self.json {
-            return self.event("stats", self.numbers(&stats, &moved), "");
-        }
         let seconds = now.duration_since(then).as_secs_f64();
         let rate = |new: u64, old: u64| output::bytes(((new - old) as f64 / seconds) as u64);
-        output::line(&format!(
+        let text = format!(
             "read {}/s, written {}/s, {} retransmissions so far",
             rate(moved.bytes_read, before.bytes_read),
             rate(moved.bytes_written, before.bytes_written),
             stats.device().retransmits()
-        ))
+        );
+        self.event("stats", self.numbers(&stats, &moved), &text)
     }
 
     /// The statistics of the whole run.

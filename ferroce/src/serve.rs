@@ -8,6 +8,7 @@ use std::{
 use clap::{ArgAction, Args};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use rnbd::server::Limits;
+use rnbd_admin::Parameters;
 use rnbd_disk::{Caching, DiskConfig, ExportSpec, Exports, FolderSpec, Image};
 use rnbd_host::{
     LoopStats,
@@ -23,7 +24,7 @@ use rtrs::{
 use serde_json::{Value, json};
 
 use crate::{
-    Steering,
+    control::{Control, ControlArgs, Served},
     output::{self, Failure},
     report::{Moved, ReportArgs, Reporter},
     signals::Stop,
@@ -117,6 +118,8 @@ pub(crate) struct ServeArgs {
     #[arg(long)]
     direct: bool,
     #[command(flatten)]
+    control: ControlArgs,
+    #[command(flatten)]
     report: ReportArgs,
     #[command(flatten)]
     transport: TransportArgs,
@@ -179,6 +182,19 @@ impl ServeArgs {
         }
     }
 
+    /// As the kernel's modules have them.
+    fn parameters(&self) -> Parameters {
+        let config = self.config();
+        let folder = self.export_dir.as_ref().map(|f| f.path.display().to_string());
+        Parameters {
+            max_chunk_size: config.max_chunk_size,
+            sess_queue_depth: config.queue_depth,
+            always_invalidate: config.always_invalidate,
+            dev_search_path: folder.unwrap_or_default(),
+            port: config.port,
+        }
+    }
+
     fn limits(&self) -> Limits {
         let usual = Limits::default();
         Limits {
@@ -205,14 +221,16 @@ fn raise_open_files() {
 }
 
 /// Runs the command.
-pub(crate) fn run(args: &ServeArgs, steering: &dyn Steering) -> Result<(), Failure> {
-    args.report.end(serve(args, steering))
+pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
+    args.report.end(serve(args))
 }
 
-fn serve(args: &ServeArgs, steering: &dyn Steering) -> Result<(), Failure> {
+fn serve(args: &ServeArgs) -> Result<(), Failure> {
     let stop = Stop::on_signals()?;
     raise_open_files();
-    let mut reporter = args.report.reporter();
+    // It ends after the server, which answers what it was asked.
+    let control = Control::start(&args.control)?;
+    let mut reporter = args.report.reporter(control.events());
     let exports = Exports::new(args.exports.iter().cloned(), args.export_dir.as_ref(), args.caching())
         .map_err(|e| Failure::failed(e.to_string()))?;
     let config = ServeConfig {
@@ -224,7 +242,10 @@ fn serve(args: &ServeArgs, steering: &dyn Steering) -> Result<(), Failure> {
         grace: GRACE,
     };
     let (mut server, mtus) = start(args, config)?;
-    steering.serving(server.control());
+    control.roster().add_server(Served {
+        control: server.control(),
+        parameters: args.parameters(),
+    });
     announce(args, &reporter, &mtus)?;
 
     let mut told = Ok(());

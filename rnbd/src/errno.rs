@@ -46,6 +46,7 @@ errnos! {
     EFBIG 27 "File too large" "Beyond what the file system can do."
     ENOSPC 28 "No space left on device" "No space left below the image."
     EROFS 30 "Read-only file system" "Write on a device that was opened read-only."
+    ERANGE 34 "Numerical result out of range" "A number that is too large."
     ENAMETOOLONG 36 "File name too long" "Name too long."
     ENOSYS 38 "Function not implemented" "No such system call."
     ELOOP 40 "Too many levels of symbolic links" "Too many symbolic links."

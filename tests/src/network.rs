@@ -1,6 +1,6 @@
 //! Network namespaces, and two of them with cables in between, for tests with the right to make them. Everything goes when they do.
 
-use std::{ffi::OsStr, fmt::Debug, path::Path};
+use std::{ffi::OsStr, fmt::Debug};
 
 use ferroce_wire::{
     lane::Conditions,
@@ -43,14 +43,14 @@ impl Namespace {
         Running::start_command(command, format!("ferroce {args:?}"))
     }
 
-    /// Starts `ferroce-steered`, which is this program, in it.
+    /// Starts `ferroce` in it, steered by its standard input.
     ///
     /// # Panics
     /// When it can't be started.
-    pub fn steered<S: AsRef<OsStr> + Debug>(&self, program: &Path, args: &[S]) -> Running {
-        let mut command = self.0.command(program);
+    pub fn steered<S: AsRef<OsStr> + Debug>(&self, args: &[S]) -> Running {
+        let mut command = self.0.command(crate::ferroce());
         command.args(args);
-        Running::steered_by(command, format!("ferroce-steered {args:?}"))
+        Running::steered_by(command, format!("ferroce {args:?}"))
     }
 }
 

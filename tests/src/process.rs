@@ -113,14 +113,14 @@ impl Running {
         Self::start_command(command, format!("ferroce {args:?}"))
     }
 
-    /// Starts `ferroce-steered`, which is this program, with these arguments: [`ask`](Self::ask) it.
+    /// Starts `ferroce serve` or `ferroce map` with these arguments, and with its standard input as a control socket: [`ask`](Self::ask) it.
     ///
     /// # Panics
     /// When it can't be started.
-    pub fn steered<S: AsRef<OsStr> + Debug>(program: &Path, args: &[S]) -> Self {
-        let mut command = Command::new(program);
+    pub fn steered<S: AsRef<OsStr> + Debug>(args: &[S]) -> Self {
+        let mut command = Command::new(crate::ferroce());
         command.args(args);
-        Self::steered_by(command, format!("ferroce-steered {args:?}"))
+        Self::steered_by(command, format!("ferroce {args:?}"))
     }
 
     /// Starts it by another program, such as `nsenter`.
@@ -128,7 +128,7 @@ impl Running {
     /// # Panics
     /// When it can't be started.
     pub fn steered_by(mut command: Command, what: String) -> Self {
-        command.stdin(Stdio::piped());
+        command.args(["--control", "-"]).stdin(Stdio::piped());
         Self::spawn(command, what)
     }
 

@@ -107,7 +107,6 @@ struct Lab {
 impl Lab {
     fn new(threads: &str) -> Self {
         let network = Network::new(2);
-        let program = Path::new(env!("CARGO_BIN_EXE_ferroce-steered"));
         let dir = tempfile::tempdir().unwrap();
         let blocks = (0..CLIENTS).flat_map(|who| (0..BLOCKS).map(move |block| first_seed(who, block)));
         let bytes: Vec<u8> = blocks.flat_map(|seed| pattern(seed, BLOCK)).collect();
@@ -123,7 +122,7 @@ impl Lab {
             "--threads",
             threads,
         ];
-        let mut serve = network.b.steered(program, &serve);
+        let mut serve = network.b.steered(&serve);
         serve.event("listening");
         let socket = dir.path().join("nbd");
         let nbd = socket.display().to_string();
@@ -146,7 +145,7 @@ impl Lab {
             "--connect-timeout",
             "3",
         ];
-        let mut map = network.a.steered(program, &map);
+        let mut map = network.a.steered(&map);
         map.event("mapped");
         let workers = (0..CLIENTS).map(|who| Worker::new(&socket, who)).collect();
         Self {
@@ -183,7 +182,7 @@ impl Lab {
 
     fn until_both_are_up(&mut self) {
         let end = Instant::now() + PATIENCE;
-        while self.paths().iter().any(|path| path["state"] != "Connected") {
+        while self.paths().iter().any(|path| path["state"] != "connected") {
             assert!(Instant::now() < end, "the path does not come back");
             thread::sleep(Duration::from_millis(50));
         }

@@ -60,7 +60,7 @@ impl Lab {
         ];
         more.extend(devices.iter().flat_map(|device| ["--device", device]));
         let args = map_args(fresh_address(), &server.to_string(), &dir.path().join("nbd"), &more);
-        let mut map = Running::steered(Path::new(env!("CARGO_BIN_EXE_ferroce-steered")), &args);
+        let mut map = Running::steered(&args);
         let mapped = devices.iter().map(|_| map.event("mapped")).collect();
         Self {
             dir,
@@ -133,7 +133,7 @@ impl Lab {
 fn start(server: Ipv4Addr, dir: &Path, threads: &str) -> Running {
     let folder = dir.join("images").display().to_string();
     let args = serve_args(server, &[], &["--export-dir", &folder, "--threads", threads]);
-    let mut serve = Running::steered(Path::new(env!("CARGO_BIN_EXE_ferroce-steered")), &args);
+    let mut serve = Running::steered(&args);
     serve.event("listening");
     serve
 }

@@ -37,7 +37,7 @@ impl Lab {
         let mut more = vec!["--device", "disk.img", "--on-loss", "queue", "--reconnect-delay", "0.2"];
         more.extend(map_more);
         let args = map_args(fresh_address(), &server.to_string(), &dir.path().join("nbd"), &more);
-        let mut map = Running::steered(Path::new(env!("CARGO_BIN_EXE_ferroce-steered")), &args);
+        let mut map = Running::steered(&args);
         map.event("mapped");
         Self {
             dir,

@@ -1,6 +1,6 @@
 //! Commands for mappings and servers that run, one by one.
 
-use std::{fs, path::Path, thread, time::Duration};
+use std::{fs, thread, time::Duration};
 
 use ferroce_tests::{
     device::{image, map_args, serve_args},
@@ -20,7 +20,7 @@ const BLOCK: usize = 4096;
 const BLOCKS: usize = 64;
 
 fn steered(args: &[String], first: &str) -> (Running, Value) {
-    let mut running = Running::steered(Path::new(env!("CARGO_BIN_EXE_ferroce-steered")), args);
+    let mut running = Running::steered(args);
     let event = running.event(first);
     (running, event)
 }
@@ -86,7 +86,7 @@ impl Lab {
     fn reconnect(&mut self) {
         let reconnect = self.path_command("reconnect");
         self.map.done(reconnect);
-        assert_eq!(self.list()["paths"][0]["state"], "Connected");
+        assert_eq!(self.list()["paths"][0]["state"], "connected");
     }
 
     fn list(&mut self) -> Value {
@@ -119,12 +119,12 @@ fn what_is_listed_is_of_all_loops() {
         }
         let listing = lab.list();
         let device = &listing["devices"][0];
-        assert_eq!(device["state"], "Mapped");
+        assert_eq!(device["state"], "open");
         assert_eq!((&device["completed"], &device["failed"]), (&json!(39), &json!(0)));
         assert_eq!(device["written_bytes"], 30 * BLOCK);
         assert_eq!(device["clients"], 3);
         let path = &listing["paths"][0];
-        assert_eq!((&path["state"], &path["path"]), (&json!("Connected"), &json!(lab.path)));
+        assert_eq!((&path["state"], &path["path"]), (&json!("connected"), &json!(lab.path)));
         // With the messages that opened the device.
         assert!(
             path["writes"].as_u64().unwrap() >= 30 && path["reads"].as_u64().unwrap() >= 9,
@@ -234,7 +234,7 @@ fn a_path_is_taken_down_and_connected_again() {
         let disconnect = lab.path_command("disconnect");
         lab.map.done(disconnect.clone());
         lab.map.event("path_closed");
-        assert_eq!(lab.list()["paths"][0]["state"], "Closed");
+        assert_eq!(lab.list()["paths"][0]["state"], "closed");
         // It is so already.
         lab.map.done(disconnect);
         // Nobody connects it of himself, and the mapping waits.
@@ -370,15 +370,15 @@ fn what_can_not_be_reached_is_not_connected() {
     lab.map.done(disconnect.clone());
     let begun = lab.map.begin(reconnect.clone());
     eventually("it is being connected", || {
-        lab.list()["paths"][0]["state"] == "Connecting"
+        lab.list()["paths"][0]["state"] == "connecting"
     });
     lab.map.refused(reconnect.clone(), EBUSY);
     let answer = lab.map.answer(begun);
     assert_eq!(answer["errno"], ENOTCONN, "{answer}");
     lab.serve.signal(Signal::SIGCONT);
     // Further attempts have followed by themselves.
-    eventually("it is up", || lab.list()["paths"][0]["state"] == "Connected");
-    eventually("the device is back", || lab.list()["devices"][0]["state"] == "Mapped");
+    eventually("it is up", || lab.list()["paths"][0]["state"] == "connected");
+    eventually("the device is back", || lab.list()["devices"][0]["state"] == "open");
     lab.map.refused(json!({ "do": "policy", "policy": "best" }), EINVAL);
     lab.end();
 }

@@ -78,6 +78,19 @@ fn details(link: &Link) -> Result<(), Failure> {
     Ok(())
 }
 
+/// The device that has this address, as programs see it.
+pub(crate) fn device_at(addr: IpAddr) -> Option<String> {
+    let links = links(&[]).ok()?;
+    let owner = || iface::interface_of(addr).ok().map(|(name, _)| name);
+    let by_gid = links.iter().find(|link| link.gids.iter().any(|gid| gid.addr == addr));
+    // Any address of a loopback network is the loopback interface's.
+    let found = by_gid.or_else(|| {
+        let owner = owner()?;
+        links.iter().find(|link| link.netdev == owner)
+    });
+    found.map(|link| link.ifname.clone())
+}
+
 /// One per interface, in the order in which programs see them.
 fn links(processes: &[ProcessReport]) -> std::io::Result<Vec<Link>> {
     let all = iface::interface_addresses()?;
@@ -135,6 +148,8 @@ mod tests {
         let lo = links.iter().find(|l| l.netdev == "lo").unwrap();
         assert_eq!((lo.state, lo.port), ("ACTIVE", 1));
         assert!(lo.gids.iter().any(|g| g.addr == IpAddr::from([127, 0, 0, 1])));
+        let name = Some(lo.ifname.clone());
+        assert_eq!((device_at([127, 0, 0, 1].into()), device_at([127, 9, 9, 9].into())), (name.clone(), name));
         let names: Vec<String> = (0..links.len()).map(|i| format!("ferroce{i}")).collect();
         assert!(links.iter().map(|l| &l.ifname).eq(&names));
     }

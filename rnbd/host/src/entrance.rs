@@ -11,7 +11,7 @@ use mio::{Interest, Token};
 use roce_reactor::Sockets;
 use roce_verbs::Instant;
 
-use crate::socket_file::SocketFile;
+use crate::socket_file::{Access, SocketFile};
 
 /// How long accepting rests when the system has no descriptor.
 const REST: Duration = Duration::from_millis(100);
@@ -55,7 +55,7 @@ impl Entrance {
     /// # Errors
     /// Those of [`SocketFile::bind`], and of the loop's descriptors.
     pub(crate) fn open(&mut self, path: &Path, sockets: &Sockets<'_>, token: Token) -> io::Result<()> {
-        let file = SocketFile::bind(path)?;
+        let file = SocketFile::bind(path, Access::Owner)?;
         file.listener.set_nonblocking(true)?;
         sockets.register(file.listener.as_fd(), token, Interest::READABLE)?;
         (self.listener, self.accepts) = (Some(file), true);

@@ -51,7 +51,7 @@ mod mapper;
 mod nbd;
 pub mod serve;
 mod server;
-mod socket_file;
+pub mod socket_file;
 mod stats;
 
 pub use stats::LoopStats;

@@ -1,4 +1,4 @@
-//! The socket file: made for its owner alone, taken over from a dead server, removed at the end.
+//! Socket files: made for those who may connect, taken over from a dead server, removed at the end.
 
 use std::{
     fs::{self, File, TryLockError},
@@ -7,7 +7,7 @@ use std::{
         fd::{AsRawFd, FromRawFd, OwnedFd},
         unix::{
             ffi::OsStrExt,
-            fs::{FileTypeExt, MetadataExt},
+            fs::{FileTypeExt, MetadataExt, PermissionsExt, lchown},
             net::{UnixListener, UnixStream},
         },
     },
@@ -16,27 +16,37 @@ use std::{
     time::Duration,
 };
 
+/// Who may connect.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Access {
+    /// The owner: mode 0600.
+    Owner,
+    /// The owner and this group, or that of the process: mode 0660.
+    Group(Option<u32>),
+}
+
 /// A listening socket and its file.
 #[derive(Debug)]
-pub(crate) struct SocketFile {
-    pub(crate) listener: UnixListener,
+pub struct SocketFile {
+    /// The socket.
+    pub listener: UnixListener,
     path: PathBuf,
     /// Device and inode: at the end only our own file is removed.
     id: (u64, u64),
 }
 
 impl SocketFile {
-    /// Makes the file with mode 0600. A socket file on which nobody listens any more is replaced.
+    /// Makes the file. A socket file on which nobody listens any more is replaced.
     ///
     /// # Errors
-    /// `AddrInUse` when somebody listens there, `AlreadyExists` when it is no socket, and those of `bind`.
-    pub(crate) fn bind(path: &Path) -> io::Result<Self> {
+    /// `AddrInUse` when somebody listens there, `AlreadyExists` when it is no socket, those of `bind`, and of giving it to a group.
+    pub fn bind(path: &Path, access: Access) -> io::Result<Self> {
         let path = std::path::absolute(path)?;
-        let r = Self::bind_at(&path);
+        let r = Self::bind_at(&path, access);
         r.map_err(|e| io::Error::new(e.kind(), format!("socket {}: {e}", path.display())))
     }
 
-    fn bind_at(path: &Path) -> io::Result<Self> {
+    fn bind_at(path: &Path, access: Access) -> io::Result<Self> {
         let socket = socket()?;
         let folder = lock_folder(path.parent().unwrap_or(Path::new("/")));
         match bind(&socket, path) {
@@ -47,6 +57,12 @@ impl SocketFile {
             r => r?,
         }
         drop(folder);
+        if let Access::Group(group) = access
+            && let Err(e) = give_to(path, group)
+        {
+            let _ = fs::remove_file(path);
+            return Err(e);
+        }
         // SAFETY: a plain call on our socket.
         if unsafe { libc::listen(socket.as_raw_fd(), 64) } != 0 {
             return Err(io::Error::last_os_error());
@@ -80,6 +96,16 @@ fn lock_folder(path: &Path) -> Option<File> {
         }
     }
     None
+}
+
+/// Nobody can connect yet: it is not listened on.
+fn give_to(path: &Path, group: Option<u32>) -> io::Result<()> {
+    if let Some(group) = group {
+        lchown(path, None, Some(group))
+            .map_err(|e| io::Error::new(e.kind(), format!("can't be given to group {group}: {e}")))?;
+    }
+    // The umask took it from the group.
+    fs::set_permissions(path, fs::Permissions::from_mode(0o660))
 }
 
 fn socket() -> io::Result<OwnedFd> {

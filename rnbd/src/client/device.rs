@@ -31,8 +31,12 @@ pub struct DeviceCounters {
     pub completed: u64,
     /// Of these, with an error.
     pub failed: u64,
+    /// Reads that were done.
+    pub reads: u64,
     /// Bytes read.
     pub read_bytes: u64,
+    /// Writes that were done.
+    pub writes: u64,
     /// Bytes written.
     pub written_bytes: u64,
     /// Requests that had to be sent again. They are counted above when they are answered.
@@ -45,8 +49,14 @@ impl DeviceCounters {
         self.completed += 1;
         match (result, op) {
             (Err(_), _) => self.failed += 1,
-            (Ok(()), IoOp::Read) => self.read_bytes += u64::from(bytes),
-            (Ok(()), IoOp::Write) => self.written_bytes += u64::from(bytes),
+            (Ok(()), IoOp::Read) => {
+                self.reads += 1;
+                self.read_bytes += u64::from(bytes);
+            }
+            (Ok(()), IoOp::Write) => {
+                self.writes += 1;
+                self.written_bytes += u64::from(bytes);
+            }
             _ => {}
         }
     }
@@ -55,7 +65,9 @@ impl DeviceCounters {
     pub fn add(&mut self, other: &Self) {
         self.completed += other.completed;
         self.failed += other.failed;
+        self.reads += other.reads;
         self.read_bytes += other.read_bytes;
+        self.writes += other.writes;
         self.written_bytes += other.written_bytes;
         self.repeated += other.repeated;
     }

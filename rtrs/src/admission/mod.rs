@@ -96,6 +96,11 @@ impl Client {
 pub struct PathKey(u64);
 
 impl PathKey {
+    /// The path of this [number](Self::value), if there is one.
+    pub const fn of(value: u64) -> Self {
+        Self(value)
+    }
+
     /// The number.
     pub const fn value(self) -> u64 {
         self.0

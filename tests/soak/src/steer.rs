@@ -95,7 +95,7 @@ impl Command {
         )
     }
 
-    /// As `ferroce-steered` reads it. `device`: that of the client that gets it.
+    /// As a control socket takes it. `device`: that of the client that gets it.
     pub(crate) fn request(&self, device: &str) -> Value {
         match self {
             Self::Policy(policy) => json!({ "do": "policy", "policy": policy }),

@@ -29,18 +29,6 @@ pub(crate) const CONNECT_TIMEOUT: u64 = 5;
 /// as the weather may be bad.
 pub(crate) const LIMIT: Duration = Duration::from_secs(2 * (LONGEST.as_secs() + 2 * (7 + CONNECT_TIMEOUT + 3)));
 
-/// `ferroce`, steered by its standard input: it is built into the same folder as this program.
-fn steered() -> io::Result<PathBuf> {
-    let path = std::env::current_exe()?.with_file_name("ferroce-steered");
-    match path.exists() {
-        true => Ok(path),
-        false => Err(io::Error::other(format!(
-            "{}: not built (cargo build -p ferroce-tests)",
-            path.display()
-        ))),
-    }
-}
-
 /// All of it.
 pub(crate) struct World {
     // Processes before the namespaces they are in.
@@ -49,7 +37,7 @@ pub(crate) struct World {
     /// How many servers there were.
     pub(crate) generation: u32,
     exports: Vec<String>,
-    steered: PathBuf,
+    ferroce: PathBuf,
     answers: Vec<(Who, Value)>,
     pub(crate) wire: Wire,
     weather: Vec<Weather>,
@@ -77,7 +65,7 @@ impl World {
             serve: None,
             generation: 0,
             exports,
-            steered: steered()?,
+            ferroce: ferroce_tests::ferroce().to_owned(),
             answers: Vec::new(),
             wire,
             weather: Vec::new(),
@@ -87,7 +75,7 @@ impl World {
         world.start_server(ServeOptions::USUAL);
         for (n, plan) in PLANS.iter().enumerate() {
             let dir = world.logs.path();
-            let device = Device::start(plan, n as u8, &world.wire, &world.steered, dir, seed)?;
+            let device = Device::start(plan, n as u8, &world.wire, &world.ferroce, dir, seed)?;
             world.devices.push(device);
         }
         Ok(world)
@@ -99,7 +87,7 @@ impl World {
             args.extend(["--export".to_owned(), export.clone()]);
         }
         args.extend(options.args());
-        let mut command = self.wire.namespace(End::A).command(&self.steered);
+        let mut command = self.wire.namespace(End::A).command(&self.ferroce);
         command.args(&args);
         let mut serve = Running::steered_by(command, format!("ferroce {args:?}"));
         serve.event("listening");

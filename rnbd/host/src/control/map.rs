@@ -130,6 +130,8 @@ impl MappedDevice {
 pub struct MapListing {
     /// The session's name.
     pub session: String,
+    /// The server's port, for paths that are added.
+    pub port: u16,
     /// What the session can do; `None` until it is open.
     pub info: Option<SessionInfo>,
     /// How its paths are chosen.

@@ -21,7 +21,8 @@ pub struct Refused {
 }
 
 impl Refused {
-    pub(crate) fn new(errno: Errno, text: impl Into<String>) -> Self {
+    /// With this error number, and what is wrong.
+    pub fn new(errno: Errno, text: impl Into<String>) -> Self {
         Self {
             errno,
             text: text.into(),

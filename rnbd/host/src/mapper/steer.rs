@@ -12,6 +12,7 @@ use rtrs::{
     addr::PathAddr,
     client::{PathCommand, PathCounters, PathId, PathStatus, SessionId},
     cx::Cx,
+    proto::DEFAULT_PORT,
 };
 
 use super::{
@@ -284,6 +285,7 @@ impl Service {
         let (max_reconnects, reconnect_delay) = reconnects.unwrap_or((config.max_reconnects, config.reconnect_delay));
         Ok(MapListing {
             session: config.name.clone(),
+            port: config.paths.first().map_or(DEFAULT_PORT, |path| path.dst.port()),
             info: self.info,
             policy: session.and_then(|s| self.rtrs.policy(s)).unwrap_or(config.policy),
             max_reconnects,

@@ -51,8 +51,6 @@ pub(crate) struct Places {
     pub(crate) ferroce: PathBuf,
     /// `ferroce-lab`.
     pub(crate) peer: PathBuf,
-    /// `ferroce-steered`.
-    pub(crate) steered: PathBuf,
     /// `ferroce-hostile`.
     pub(crate) hostile: PathBuf,
     /// Captures of scenarios that passed are kept, too.
@@ -353,7 +351,7 @@ impl Proc {
         writeln!(input, "{line}").map_err(|e| format!("{name}: {line}: {e}").into())
     }
 
-    /// Asks `ferroce-steered` (`tests/src/steered`) for something; its answer, whatever it is.
+    /// Asks `ferroce`, whose control socket is its standard input, for something; its answer, whatever it is.
     pub(crate) fn ask(&mut self, mut request: Value) -> Result<Value, Error> {
         let log = self.log.clone();
         // One after another: the answers so far are those to all before.

@@ -170,7 +170,6 @@ fn places(cli: &Cli, run: &mut RunDir) -> Result<Places, Error> {
         run: run.path.clone(),
         ferroce: fs::canonicalize(&ferroce).map_err(|e| format!("{}: {e}", ferroce.display()))?,
         peer: beside("ferroce-lab"),
-        steered: beside("ferroce-steered"),
         hostile: beside("ferroce-hostile"),
         keep: cli.keep,
     })

@@ -341,10 +341,11 @@ impl Ctx<'_> {
         Proc::spawn(name, self.sharing(&self.places.ferroce).args(args), &self.dir)
     }
 
-    /// Starts `ferroce-steered`, the same program for [`Proc::ask`].
+    /// Starts it for [`Proc::ask`].
     pub(crate) fn steered(&self, name: &str, args: &[&str]) -> Result<Proc, Error> {
-        let mut command = self.sharing(&self.places.steered);
-        Proc::spawn_with_input(name, command.args(args), &self.dir, Stdio::piped())
+        let mut command = self.sharing(&self.places.ferroce);
+        command.args(args).args(["--control", "-"]);
+        Proc::spawn_with_input(name, &mut command, &self.dir, Stdio::piped())
     }
 
     /// Starts a program on the other end.

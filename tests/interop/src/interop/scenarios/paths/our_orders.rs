@@ -28,7 +28,7 @@ const STAYS: Duration = Duration::from_secs(5);
 /// The longest that a request may take that fails because there is no path.
 const AT_ONCE: Duration = Duration::from_secs(20);
 
-/// By requests to `ferroce-steered`, under load: add, disconnect, reconnect, remove; the last path removed, and another added.
+/// By requests to `ferroce map --control -`, under load: add, disconnect, reconnect, remove; the last path removed, and another added.
 fn orders(c: &mut Ctx<'_>) -> Result<String, Error> {
     server_up(c)?;
     let result = in_turn(c);
@@ -124,7 +124,7 @@ fn disconnect(c: &mut Ctx<'_>, mapping: &mut Mapping, path: &str) -> Result<Dura
         let found = paths.into_iter().find(|p| p["path"] == name);
         found.map_or(Value::Null, |p| p["state"].clone())
     };
-    if state(path) != "Closed" || after[1] != 0 || after[0] < before[0] + 20 {
+    if state(path) != "closed" || after[1] != 0 || after[0] < before[0] + 20 {
         return Err(format!("disconnected: {listing}; the server had served {before:?}, then {after:?}").into());
     }
     Ok(STAYS)
@@ -162,7 +162,7 @@ fn without_paths(c: &mut Ctx<'_>, mapping: &mut Mapping, last: &str) -> Result<D
     }
     mapping.process.done(order("remove_path", last))?;
     let listing = only(mapping, &[])?;
-    if listing["devices"][0]["state"] == "Mapped" {
+    if listing["devices"][0]["state"] == "open" {
         return Err(format!("without a path: {listing}").into());
     }
     script(

@@ -1,0 +1,185 @@
+//! What a running `serve` or `map` can be looked at and steered by: its control socket, and metrics by HTTP.
+
+pub(crate) mod connection;
+mod events;
+mod http;
+mod metrics;
+mod ops;
+mod peer;
+mod roster;
+mod show;
+mod sockets;
+
+use std::{
+    io,
+    net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener},
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+};
+
+use clap::Args;
+use rnbd_admin::{Names, Registry};
+use rnbd_host::socket_file::{Access, SocketFile};
+
+pub(crate) use events::Events;
+pub(crate) use roster::{Roster, Served};
+
+use self::{
+    connection::{Output, Patience},
+    peer::Door,
+    sockets::Acceptor,
+};
+use crate::output::Failure;
+
+/// Version of what is spoken on the socket.
+pub(crate) const VERSION: u32 = 1;
+
+/// What stands for standard input and output.
+const STDIO: &str = "-";
+
+#[derive(Args)]
+#[command(next_help_heading = "Administration")]
+pub(crate) struct ControlArgs {
+    /// Unix socket to make for `ferroce ctl` (mode 0660, removed at the end): root, the owner and the members of its group may look at
+    /// everything and change it. Several times: as many sockets. `-`: requests are read from standard input and answered on standard
+    /// output
+    #[arg(long, value_name = "SOCKET")]
+    control: Vec<PathBuf>,
+    /// Group of the socket, by name or number [default: that of the process]
+    #[arg(long, value_name = "GROUP", requires = "control")]
+    control_group: Option<String>,
+    /// Serve statistics in Prometheus's text format by HTTP, at /metrics; an address on which others than this host can be reached
+    /// shows them to everybody
+    #[arg(long, value_name = "[ADDR:]PORT", value_parser = metrics_address)]
+    metrics: Option<SocketAddr>,
+}
+
+fn metrics_address(text: &str) -> Result<SocketAddr, String> {
+    if let Ok(port) = text.trim_start_matches(':').parse() {
+        return Ok((IpAddr::V4(Ipv4Addr::LOCALHOST), port).into());
+    }
+    text.parse()
+        .map_err(|_| format!("{text:?} is neither a port nor an address with one (9100, 192.0.2.7:9100, [::1]:9100)"))
+}
+
+/// What all views of a process share.
+pub(crate) struct Shared {
+    pub(crate) roster: Arc<Roster>,
+    pub(crate) registry: Registry,
+    pub(crate) events: Events,
+    /// It ends: what was asked for is answered, and nothing more is taken.
+    ending: AtomicBool,
+}
+
+impl Shared {
+    pub(crate) fn is_ending(&self) -> bool {
+        self.ending.load(Ordering::Acquire)
+    }
+}
+
+/// The views of a process, while it is there. Dropping it answers what was asked for, so what is asked has to have ended.
+pub(crate) struct Control {
+    shared: Arc<Shared>,
+    acceptors: Vec<Acceptor>,
+    /// Removed at the end, after those who have connected are told.
+    _files: Vec<SocketFile>,
+    stdio: Option<connection::Requests>,
+}
+
+impl Control {
+    /// Makes the sockets, and listens.
+    pub(crate) fn start(args: &ControlArgs) -> Result<Self, Failure> {
+        let roster = Arc::new(Roster::default());
+        let shared = Arc::new(Shared {
+            registry: Registry::new(roster.clone(), Names::All),
+            roster,
+            events: Events::default(),
+            ending: AtomicBool::new(false),
+        });
+        let mut this = Self {
+            shared,
+            acceptors: Vec::new(),
+            _files: Vec::new(),
+            stdio: None,
+        };
+        let group = args.control_group.as_deref().map(peer::group).transpose()?;
+        for path in &args.control {
+            match path.as_os_str() == STDIO {
+                true => this.listen_on_stdio(),
+                false => this.listen(path, group).map_err(|e| Failure::failed(format!("control {e}")))?,
+            }
+        }
+        if let Some(addr) = args.metrics {
+            let listening = this.serve_metrics(addr);
+            listening.map_err(|e| Failure::failed(format!("metrics on {addr}: {e}")))?;
+        }
+        Ok(this)
+    }
+
+    /// What runs in this process.
+    pub(crate) fn roster(&self) -> &Roster {
+        &self.shared.roster
+    }
+
+    /// Where events are told.
+    pub(crate) fn events(&self) -> Events {
+        self.shared.events.clone()
+    }
+
+    fn listen(&mut self, path: &Path, group: Option<u32>) -> io::Result<()> {
+        let file = SocketFile::bind(path, Access::Group(group))?;
+        let listener = file.listener.try_clone()?;
+        let (shared, door) = (self.shared.clone(), Door::new(group));
+        let acceptor = Acceptor::unix(listener, shared.clone(), move |stream| door.let_in(&shared, stream))?;
+        self.acceptors.push(acceptor);
+        self._files.push(file);
+        Ok(())
+    }
+
+    fn serve_metrics(&mut self, addr: SocketAddr) -> io::Result<()> {
+        let listener = TcpListener::bind(addr)?;
+        let shared = self.shared.clone();
+        let acceptor = Acceptor::tcp(listener, shared.clone(), move |stream| http::answer(&shared, stream))?;
+        self.acceptors.push(acceptor);
+        Ok(())
+    }
+
+    fn listen_on_stdio(&mut self) {
+        let requests = connection::Requests::new(self.shared.clone(), Output::Stdout);
+        let reading = requests.clone();
+        // It is not waited for: nothing ends a read of standard input.
+        thread::spawn(move || reading.read(io::stdin().lock(), Patience::Greeted));
+        self.stdio = Some(requests);
+    }
+}
+
+impl Drop for Control {
+    fn drop(&mut self) {
+        self.shared.ending.store(true, Ordering::Release);
+        for acceptor in self.acceptors.drain(..) {
+            acceptor.end();
+        }
+        if let Some(requests) = self.stdio.take() {
+            requests.end();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn metrics_are_for_this_host_unless_an_address_is_named() {
+        assert_eq!(metrics_address("9100"), Ok("127.0.0.1:9100".parse().unwrap()));
+        assert_eq!(metrics_address(":9100"), Ok("127.0.0.1:9100".parse().unwrap()));
+        assert_eq!(metrics_address("[::]:1"), Ok("[::]:1".parse().unwrap()));
+        for wrong in ["", "host:1", "127.0.0.1", "70000"] {
+            assert!(metrics_address(wrong).is_err(), "{wrong}");
+        }
+    }
+}
