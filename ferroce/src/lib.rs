@@ -12,6 +12,7 @@ mod map;
 mod map_news;
 mod output;
 mod pcap;
+mod place;
 mod report;
 mod run;
 mod serve;

@@ -22,11 +22,11 @@ use rtrs::{
 use serde_json::json;
 
 use crate::{
-    control::{Control, ControlArgs},
+    control::ControlArgs,
     map_news::{self, PathArgs},
     output::{self, Failure},
+    place::{Place, Stage, foreground},
     report::{Moved, ReportArgs, Reporter},
-    signals::Stop,
     transport::{TransportArgs, path},
     units::seconds,
 };
@@ -214,21 +214,26 @@ fn failure(args: &MapArgs, e: MapFailure) -> Failure {
 
 /// Runs the command.
 pub(crate) fn run(args: &MapArgs) -> Result<(), Failure> {
-    args.report.end(map(args))
+    let mapped = foreground(&args.control, &args.report, |place| map(args, place));
+    args.report.end(mapped)
 }
 
-fn map(args: &MapArgs) -> Result<(), Failure> {
-    let stop = Stop::on_signals()?;
-    // It ends after the mapping, which answers what it was asked.
-    let control = Control::start(&args.control)?;
-    let mut reporter = args.report.reporter(control.events());
+/// Maps, until it is to stop or no path is left that is tried again.
+pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
+    let Place {
+        stop,
+        roster,
+        mut reporter,
+        tell,
+    } = place;
     let ways = args.ways()?;
     let config = args.config(ways.clone());
     config.session.check().map_err(|e| Failure::usage(e.to_string()))?;
     config.check_devices().map_err(|e| Failure::usage(e.to_string()))?;
     let started = Mapping::start_shards(args.devices(&ways)?, config);
     let mut mapping = started.map_err(|e| Failure::failed(e.to_string()))?;
-    control.roster().add_client(mapping.control());
+    let _listed = roster.add_client(mapping.control());
+    tell(Stage::Mapping(mapping.control()));
     let begun = Instant::now();
     let (mut mapped, mut told, mut stopping) = (false, false, false);
     let mut ticks = Ok(());
@@ -240,6 +245,7 @@ fn map(args: &MapArgs) -> Result<(), Failure> {
         match mapping.next(patience) {
             Some(MapEvent::Mapped { device, geometry, info }) => {
                 mapped = true;
+                tell(Stage::Up);
                 announce(args, &reporter, &device, &info, &geometry)?;
             }
             // Until then the log says what there is to say of paths.

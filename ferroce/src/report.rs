@@ -1,6 +1,7 @@
 //! What `serve` and `map` report while they run: lines for people, or events as JSON.
 
 use std::{
+    borrow::Cow,
     net::IpAddr,
     time::{Duration, Instant},
 };
@@ -35,6 +36,7 @@ impl ReportArgs {
         let now = Instant::now();
         Reporter {
             json: self.json,
+            task: None,
             events,
             started: now,
             every: self.stats_interval,
@@ -84,6 +86,8 @@ impl Moved {
 /// Prints events.
 pub(crate) struct Reporter {
     json: bool,
+    /// Of a daemon.
+    task: Option<String>,
     events: Events,
     started: Instant,
     every: Option<Duration>,
@@ -92,17 +96,30 @@ pub(crate) struct Reporter {
 }
 
 impl Reporter {
+    /// That of a daemon's task.
+    pub(crate) fn of_task(self, task: String) -> Self {
+        Self {
+            task: Some(task),
+            ..self
+        }
+    }
+
     /// Something happened: `fields` is an object of the event's members.
     pub(crate) fn event(&self, name: &str, fields: Value, text: &str) -> Result<(), Failure> {
         let mut event = Map::new();
         event.insert("event".into(), name.into());
+        let mut text = Cow::Borrowed(text);
+        if let Some(task) = &self.task {
+            event.insert("task".into(), task.clone().into());
+            text = format!("{task}: {text}").into();
+        }
         if let Value::Object(fields) = fields {
             event.extend(fields);
         }
-        self.events.publish(&event, text);
+        self.events.publish(&event, &text);
         match self.json {
             true => output::json(&event),
-            false => output::line(text),
+            false => output::line(&text),
         }
     }
 

@@ -24,10 +24,10 @@ use rtrs::{
 use serde_json::{Value, json};
 
 use crate::{
-    control::{Control, ControlArgs, Served},
+    control::{ControlArgs, Served},
     output::{self, Failure},
+    place::{Place, Stage, foreground},
     report::{Moved, ReportArgs, Reporter},
-    signals::Stop,
     transport::{TransportArgs, path},
     units::size32,
 };
@@ -222,30 +222,36 @@ fn raise_open_files() {
 
 /// Runs the command.
 pub(crate) fn run(args: &ServeArgs) -> Result<(), Failure> {
-    args.report.end(serve(args))
+    let served = foreground(&args.control, &args.report, |place| serve(args, place));
+    args.report.end(served)
 }
 
-fn serve(args: &ServeArgs) -> Result<(), Failure> {
-    let stop = Stop::on_signals()?;
+/// Serves until it is to stop.
+pub(crate) fn serve(args: &ServeArgs, place: Place<'_>) -> Result<(), Failure> {
     raise_open_files();
-    // It ends after the server, which answers what it was asked.
-    let control = Control::start(&args.control)?;
-    let mut reporter = args.report.reporter(control.events());
+    let Place {
+        stop,
+        roster,
+        mut reporter,
+        tell: told_to,
+    } = place;
     let exports = Exports::new(args.exports.iter().cloned(), args.export_dir.as_ref(), args.caching())
         .map_err(|e| Failure::failed(e.to_string()))?;
     let config = ServeConfig {
         rtrs: args.config(),
         limits: args.limits(),
-        exports,
+        exports: exports.clone(),
         disk: DiskConfig::default(),
         reactor: args.transport.reactor(),
         grace: GRACE,
     };
     let (mut server, mtus) = start(args, config)?;
-    control.roster().add_server(Served {
+    let _listed = roster.add_server(Served {
         control: server.control(),
         parameters: args.parameters(),
     });
+    told_to(Stage::Serving(exports));
+    told_to(Stage::Up);
     announce(args, &reporter, &mtus)?;
 
     let mut told = Ok(());

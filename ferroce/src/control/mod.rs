@@ -121,7 +121,7 @@ impl Control {
     }
 
     /// What runs in this process.
-    pub(crate) fn roster(&self) -> &Roster {
+    pub(crate) fn roster(&self) -> &Arc<Roster> {
         &self.shared.roster
     }
 

@@ -35,13 +35,42 @@ pub(crate) struct Roster {
     servers: RwLock<Vec<Arc<dyn Server>>>,
 }
 
+/// A mapping or a server is in a roster until this is dropped.
+pub(crate) struct Listed {
+    roster: Arc<Roster>,
+    what: What,
+}
+
+enum What {
+    Client(Arc<dyn Client>),
+    Server(Arc<dyn Server>),
+}
+
+impl Drop for Listed {
+    fn drop(&mut self) {
+        match &self.what {
+            What::Client(this) => self.roster.clients.write().retain(|other| !Arc::ptr_eq(this, other)),
+            What::Server(this) => self.roster.servers.write().retain(|other| !Arc::ptr_eq(this, other)),
+        }
+    }
+}
+
 impl Roster {
-    pub(crate) fn add_client(&self, client: impl Client + 'static) {
-        self.clients.write().push(Arc::new(client));
+    pub(crate) fn add_client(self: &Arc<Self>, client: impl Client + 'static) -> Listed {
+        let client: Arc<dyn Client> = Arc::new(client);
+        self.clients.write().push(client.clone());
+        self.listed(What::Client(client))
     }
 
-    pub(crate) fn add_server(&self, server: impl Server + 'static) {
-        self.servers.write().push(Arc::new(server));
+    pub(crate) fn add_server(self: &Arc<Self>, server: impl Server + 'static) -> Listed {
+        let server: Arc<dyn Server> = Arc::new(server);
+        self.servers.write().push(server.clone());
+        self.listed(What::Server(server))
+    }
+
+    fn listed(self: &Arc<Self>, what: What) -> Listed {
+        let roster = self.clone();
+        Listed { roster, what }
     }
 
     /// Whether there are mappings, and servers.

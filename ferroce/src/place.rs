@@ -1,0 +1,50 @@
+//! Where a server or a mapping runs: in the foreground, or as a task of the daemon.
+
+use std::sync::Arc;
+
+use rnbd_disk::Exports;
+use rnbd_host::control::map::MapControl;
+
+use crate::{
+    control::{Control, ControlArgs, Roster},
+    output::Failure,
+    report::{ReportArgs, Reporter},
+    signals::Stop,
+};
+
+/// What has come of it.
+pub(crate) enum Stage {
+    /// A mapping opens its session.
+    Mapping(MapControl),
+    /// A server serves these.
+    Serving(Arc<Exports>),
+    /// Its users have what they want.
+    Up,
+}
+
+/// What it gets from where it runs.
+pub(crate) struct Place<'a> {
+    /// When it is to end.
+    pub(crate) stop: Stop,
+    pub(crate) roster: Arc<Roster>,
+    pub(crate) reporter: Reporter,
+    /// Is told how far it is.
+    pub(crate) tell: &'a dyn Fn(Stage),
+}
+
+/// Runs something in the foreground, to its end or a signal.
+pub(crate) fn foreground(
+    control: &ControlArgs,
+    report: &ReportArgs,
+    run: impl FnOnce(Place<'_>) -> Result<(), Failure>,
+) -> Result<(), Failure> {
+    let stop = Stop::on_signals()?;
+    // It ends after what it is asked about, which answers.
+    let control = Control::start(control)?;
+    run(Place {
+        stop,
+        roster: control.roster().clone(),
+        reporter: report.reporter(control.events()),
+        tell: &|_| {},
+    })
+}
