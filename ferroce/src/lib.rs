@@ -55,6 +55,8 @@ enum Command {
     Serve(serve::ServeArgs),
     /// Use a server's devices: map them to a unix socket for NBD clients
     Map(map::MapArgs),
+    /// Serve and map, any number of devices in one process, as a configuration file says
+    Daemon(daemon::DaemonArgs),
     /// Look at a running `serve` or `map`, and steer it
     Ctl(ctl::CtlArgs),
     /// Run a program that was written for libibverbs or librdmacm, without RDMA hardware
@@ -83,6 +85,7 @@ pub fn run() -> ExitCode {
     let outcome = start_log(cli.verbose, cli.quiet).and_then(|()| match cli.command {
         Command::Serve(args) => serve::run(&args),
         Command::Map(args) => map::run(&args),
+        Command::Daemon(args) => daemon::run(&args),
         Command::Ctl(args) => ctl::run(&args),
         Command::Run(args) => run::run(&args),
         Command::Link(args) => sharing::link::run(&args),

@@ -100,7 +100,50 @@ pub(crate) struct MapArgs {
     transport: TransportArgs,
 }
 
+/// What of a mapping can be changed while it runs.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Changeable {
+    /// The first is the one that NBD clients find without a name.
+    pub(crate) devices: Vec<MapDevice>,
+    /// With our ends of them.
+    pub(crate) paths: Vec<PathAddr>,
+    pub(crate) lasting: PathArgs,
+}
+
+impl Changeable {
+    /// The options that it is made of.
+    pub(crate) const OPTIONS: [&str; 6] = [
+        "device",
+        "path",
+        "policy",
+        "max-reconnects",
+        "reconnect-delay",
+        "on-loss",
+    ];
+}
+
 impl MapArgs {
+    /// What can be changed.
+    pub(crate) fn changeable(&self) -> Result<Changeable, Failure> {
+        Ok(Changeable {
+            devices: self.map_devices(),
+            paths: self.ways()?,
+            lasting: self.lasting.clone(),
+        })
+    }
+
+    fn map_devices(&self) -> Vec<MapDevice> {
+        let mode = match self.ro {
+            true => AccessMode::ReadOnly,
+            false => self.access_mode,
+        };
+        let device = |device: &DeviceArg| MapDevice {
+            name: device.name.clone(),
+            mode: device.mode.unwrap_or(mode),
+        };
+        self.devices.iter().map(device).collect()
+    }
+
     /// The server, as it is called in messages.
     fn server(&self) -> SocketAddr {
         self.paths[0].dst
@@ -144,16 +187,8 @@ impl MapArgs {
         session.max_user_header = size_of::<rnbd::proto::MsgOpen>() as u16;
         session.connect_timeout = self.connect_timeout;
         session.heartbeat = self.transport.heartbeat(HEARTBEAT);
-        let mode = match self.ro {
-            true => AccessMode::ReadOnly,
-            false => self.access_mode,
-        };
-        let device = |device: &DeviceArg| MapDevice {
-            name: device.name.clone(),
-            mode: device.mode.unwrap_or(mode),
-        };
         MapConfig {
-            devices: self.devices.iter().map(device).collect(),
+            devices: self.map_devices(),
             on_loss: self.lasting.on_loss,
             grace: GRACE,
             reactor: self.transport.reactor(),

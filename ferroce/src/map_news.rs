@@ -111,7 +111,7 @@ pub(crate) fn policy(text: &str) -> Result<Policy, String> {
 }
 
 /// What is done about a path that is lost.
-#[derive(Clone, Debug, clap::Args)]
+#[derive(Clone, PartialEq, Eq, Debug, clap::Args)]
 #[command(next_help_heading = "Paths")]
 pub(crate) struct PathArgs {
     /// Which path a request takes: round-robin (rr), min-inflight (mi), or min-latency (ml)

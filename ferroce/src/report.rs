@@ -19,7 +19,7 @@ use crate::{
 };
 
 /// What to report, and how.
-#[derive(Args)]
+#[derive(Clone, Args)]
 pub(crate) struct ReportArgs {
     /// Print statistics this often
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]

@@ -143,6 +143,11 @@ pub(crate) fn on_off(text: &str) -> Result<bool, String> {
 }
 
 impl ServeArgs {
+    /// What is offered by name.
+    pub(crate) fn exports(&self) -> &[ExportSpec] {
+        &self.exports
+    }
+
     /// The addresses of its devices.
     fn addrs(&self) -> Result<Vec<IpAddr>, Failure> {
         let mut addrs = Vec::new();

@@ -58,7 +58,12 @@ fn first_line(head: &[u8]) -> Option<String> {
 fn answer_to(request: Option<&str>, text: impl FnOnce() -> String) -> String {
     let plain = "text/plain; charset=utf-8";
     let (status, kind, body, has_body) = match request.map(|line| line.split(' ').collect::<Vec<_>>()).as_deref() {
-        None => ("431 Request Header Fields Too Large", plain, "too long\n".to_owned(), true),
+        None => (
+            "431 Request Header Fields Too Large",
+            plain,
+            "too long\n".to_owned(),
+            true,
+        ),
         Some([method @ ("GET" | "HEAD"), target, version]) if version.starts_with("HTTP/1.") => {
             let path = target.split('?').next().unwrap_or_default();
             let (status, kind, body) = match path {
@@ -87,9 +92,15 @@ mod tests {
     fn only_metrics_are_served() {
         let answer = |request| answer_to(request, || "a 1\n".into());
         let found = answer(Some("GET /metrics?x=1 HTTP/1.1"));
-        assert!(found.starts_with("HTTP/1.1 200 OK\r\n") && found.ends_with("\r\n\r\na 1\n"), "{found}");
+        assert!(
+            found.starts_with("HTTP/1.1 200 OK\r\n") && found.ends_with("\r\n\r\na 1\n"),
+            "{found}"
+        );
         let head = answer(Some("HEAD /metrics HTTP/1.0"));
-        assert!(head.contains("Content-Length: 4\r\n") && head.ends_with("\r\n\r\n"), "{head}");
+        assert!(
+            head.contains("Content-Length: 4\r\n") && head.ends_with("\r\n\r\n"),
+            "{head}"
+        );
         for (request, status) in [
             (Some("GET / HTTP/1.1"), "404"),
             (Some("POST /metrics HTTP/1.1"), "405"),
@@ -98,13 +109,19 @@ mod tests {
             (None, "431"),
         ] {
             let answer = answer(request);
-            assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{request:?}: {answer}");
+            assert!(
+                answer.starts_with(&format!("HTTP/1.1 {status} ")),
+                "{request:?}: {answer}"
+            );
         }
     }
 
     #[test]
     fn a_request_is_complete_with_an_empty_line() {
         assert_eq!(first_line(b"GET / HTTP/1.1\r\nHost: x\r\n"), None);
-        assert_eq!(first_line(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").as_deref(), Some("GET / HTTP/1.1"));
+        assert_eq!(
+            first_line(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").as_deref(),
+            Some("GET / HTTP/1.1")
+        );
     }
 }

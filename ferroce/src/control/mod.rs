@@ -1,5 +1,6 @@
 //! What a running `serve` or `map` can be looked at and steered by: its control socket, and metrics by HTTP.
 
+pub(crate) mod address;
 pub(crate) mod connection;
 mod events;
 mod http;
@@ -11,8 +12,10 @@ mod show;
 mod sockets;
 
 use std::{
+    fs::DirBuilder,
     io,
     net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener},
+    os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
     sync::{
         Arc,
@@ -22,11 +25,12 @@ use std::{
 };
 
 use clap::Args;
+use nix::unistd::geteuid;
 use rnbd_admin::{Names, Registry};
 use rnbd_host::socket_file::{Access, SocketFile};
 
 pub(crate) use events::Events;
-pub(crate) use roster::{Roster, Served};
+pub(crate) use roster::{Roster, Served, Supervisor};
 
 use self::{
     connection::{Output, Patience},
@@ -41,7 +45,7 @@ pub(crate) const VERSION: u32 = 1;
 /// What stands for standard input and output.
 const STDIO: &str = "-";
 
-#[derive(Args)]
+#[derive(Clone, Args)]
 #[command(next_help_heading = "Administration")]
 pub(crate) struct ControlArgs {
     /// Unix socket to make for `ferroce ctl` (mode 0660, removed at the end): root, the owner and the members of its group may look at
@@ -110,7 +114,9 @@ impl Control {
         for path in &args.control {
             match path.as_os_str() == STDIO {
                 true => this.listen_on_stdio(),
-                false => this.listen(path, group).map_err(|e| Failure::failed(format!("control {e}")))?,
+                false => this
+                    .listen(path, group)
+                    .map_err(|e| Failure::failed(format!("control {e}")))?,
             }
         }
         if let Some(addr) = args.metrics {
@@ -118,6 +124,26 @@ impl Control {
             listening.map_err(|e| Failure::failed(format!("metrics on {addr}: {e}")))?;
         }
         Ok(this)
+    }
+
+    /// Those of the daemon, which has a socket where `ferroce ctl` looks if nobody says otherwise.
+    pub(crate) fn of_daemon(args: &ControlArgs) -> Result<Self, Failure> {
+        if !args.control.is_empty() {
+            return Self::start(args);
+        }
+        let path = address::place_of_daemon().ok_or_else(|| {
+            Failure::usage("say with --control where the control socket is to be: there is no XDG_RUNTIME_DIR")
+        })?;
+        if let Some(dir) = path.parent() {
+            // Others are let in by the socket's own mode.
+            let mode = if geteuid().is_root() { 0o755 } else { 0o700 };
+            let made = DirBuilder::new().recursive(true).mode(mode).create(dir);
+            made.map_err(|e| Failure::failed(format!("{}: {e}", dir.display())))?;
+        }
+        Self::start(&ControlArgs {
+            control: vec![path],
+            ..args.clone()
+        })
     }
 
     /// What runs in this process.

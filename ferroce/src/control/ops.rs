@@ -6,6 +6,9 @@
 //! | `write` | `file`, `text` |
 //! | `metrics` | |
 //! | `mappings` | |
+//! | `reload`, `tasks` | of a daemon |
+//! | `start` | `task`: `map.NAME` or `serve.NAME`; `options`: the command's arguments, each in one string |
+//! | `stop` | `task` |
 //!
 //! and, of a mapping (`session`: its session, if there are several), what [`client`] has, and of a server what [`server`] has.
 
@@ -31,6 +34,14 @@ pub(super) fn comply(shared: &Shared, request: &Value) -> Outcome {
     match verb {
         "metrics" => Ok(fields(json!({ "text": metrics::text(&shared.roster) }))),
         "mappings" => mappings(shared),
+        "reload" => shared.roster.supervisor()?.reload(),
+        "tasks" => Ok(shared.roster.supervisor()?.tasks()),
+        "stop" => shared
+            .roster
+            .supervisor()?
+            .stop(text(request, "task")?)
+            .map(|()| Map::new()),
+        "start" => start(shared, request),
         // Of whatever runs.
         "stats" | "reset_path_stats" if !shared.roster.kinds().0 => server::comply(shared, verb, request),
         _ if client::VERBS.contains(&verb) => client::comply(shared, verb, request),
@@ -56,6 +67,16 @@ fn mappings(shared: &Shared) -> Outcome {
     Ok(fields(json!({ "mappings": all })))
 }
 
+fn start(shared: &Shared, request: &Value) -> Outcome {
+    let supervisor = shared.roster.supervisor()?;
+    let words = request["options"].as_array().into_iter().flatten();
+    let words = words.map(|word| word.as_str().map(str::to_owned));
+    let words = words
+        .collect::<Option<Vec<_>>>()
+        .ok_or_else(|| wrong("options are strings"))?;
+    supervisor.start(text(request, "task")?, words).map(|()| Map::new())
+}
+
 fn of_tree(shared: &Shared, verb: &str, request: &Value) -> Option<Outcome> {
     if !["ls", "stat", "read", "write"].contains(&verb) {
         return None;
@@ -68,7 +89,9 @@ fn of_tree(shared: &Shared, verb: &str, request: &Value) -> Option<Outcome> {
                 shown.insert("name".into(), entry.name.clone().into());
                 Value::from(shown)
             };
-            Ok(fields(json!({ "entries": entries.iter().map(entry).collect::<Vec<_>>() })))
+            Ok(fields(
+                json!({ "entries": entries.iter().map(entry).collect::<Vec<_>>() }),
+            ))
         }
         "stat" => shared.registry.stat(file).map(|stat| stat_shown(&stat)),
         "read" => shared.registry.read(file).map(|text| fields(json!({ "text": text }))),

@@ -1,6 +1,9 @@
 //! What runs in this process, for those who look at it and steer it.
 
-use std::{net::IpAddr, sync::Arc};
+use std::{
+    net::IpAddr,
+    sync::{Arc, OnceLock},
+};
 
 use parking_lot::RwLock;
 use rnbd::Errno;
@@ -9,6 +12,8 @@ use rnbd_host::control::{
     Refused,
     serve::{ServeAnswer, ServeControl, ServeRequest},
 };
+
+use serde_json::{Map, Value};
 
 use crate::sharing::link;
 
@@ -28,9 +33,24 @@ impl Server for Served {
     }
 }
 
+/// Who has several tasks in this process: the daemon.
+pub(crate) trait Supervisor: Send + Sync {
+    /// Reads the configuration again; what was done.
+    fn reload(&self) -> Result<Map<String, Value>, Refused>;
+    /// What there is.
+    fn tasks(&self) -> Map<String, Value>;
+    /// Begins one more: `map.NAME` or `serve.NAME`, with the arguments of the command.
+    fn start(&self, name: &str, words: Vec<String>) -> Result<(), Refused>;
+    /// Ends one.
+    fn stop(&self, name: &str) -> Result<(), Refused>;
+    /// Opens a session and a device over it.
+    fn open(&self, order: &MapOrder) -> Result<(), Refused>;
+}
+
 /// Mappings and servers.
 #[derive(Default)]
 pub(crate) struct Roster {
+    supervisor: OnceLock<Arc<dyn Supervisor>>,
     clients: RwLock<Vec<Arc<dyn Client>>>,
     servers: RwLock<Vec<Arc<dyn Server>>>,
 }
@@ -56,6 +76,17 @@ impl Drop for Listed {
 }
 
 impl Roster {
+    /// Who has several tasks.
+    pub(crate) fn supervise(&self, supervisor: Arc<dyn Supervisor>) {
+        let _ = self.supervisor.set(supervisor);
+    }
+
+    /// The daemon.
+    pub(crate) fn supervisor(&self) -> Result<&dyn Supervisor, Refused> {
+        let found = self.supervisor.get().map(|supervisor| &**supervisor);
+        found.ok_or_else(|| Refused::new(Errno::EOPNOTSUPP, "this process is no daemon"))
+    }
+
     pub(crate) fn add_client(self: &Arc<Self>, client: impl Client + 'static) -> Listed {
         let client: Arc<dyn Client> = Arc::new(client);
         self.clients.write().push(client.clone());
@@ -93,7 +124,12 @@ impl Roster {
         };
         let has_name = |client: &Arc<dyn Client>| client.listing().is_ok_and(|l| l.session == wanted);
         let found = clients.into_iter().find(has_name);
-        found.ok_or_else(|| Refused::new(Errno::ENOENT, format!("there is no session {wanted:?} of a mapping here")))
+        found.ok_or_else(|| {
+            Refused::new(
+                Errno::ENOENT,
+                format!("there is no session {wanted:?} of a mapping here"),
+            )
+        })
     }
 
     /// The server, if this process has one.
@@ -117,6 +153,9 @@ impl Host for Roster {
     }
 
     fn open(&self, order: &MapOrder) -> Result<(), Refused> {
+        if let Ok(supervisor) = self.supervisor() {
+            return supervisor.open(order);
+        }
         let sessions: Vec<_> = self.clients().iter().filter_map(|c| c.listing().ok()).collect();
         let has = match sessions.first() {
             Some(listing) => format!("this process has the session {:?} alone", listing.session),

@@ -184,7 +184,9 @@ fn admit<S: Stream>(guests: &Ends, mut stream: S, serve: impl Fn(S) + Send + 'st
 pub(super) fn converse(shared: &Arc<Shared>, stream: UnixStream) {
     let writing = stream.try_clone();
     let set = stream.set_read_timeout(Some(HELLO_TIME));
-    let (Ok(mut writing), Ok(())) = (writing, set) else { return };
+    let (Ok(mut writing), Ok(())) = (writing, set) else {
+        return;
+    };
     let (lines, to_write) = sync_channel::<String>(MAX_LINES);
     let writer = thread::Builder::new().name("ferroce-ctl".into()).spawn(move || {
         let _ = writing.set_write_timeout(Some(WRITE_TIME));

@@ -1,10 +1,9 @@
 //! The other end of a control socket.
 
 use std::{
-    env,
     io::{self, BufRead, BufReader, IsTerminal, Read, Write},
     os::unix::net::UnixStream,
-    path::{Path, PathBuf},
+    path::Path,
     time::{Duration, Instant},
 };
 
@@ -13,13 +12,12 @@ use roce_verbs::shown;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use crate::{control::VERSION, output::Failure, signals::Stop};
+use crate::{
+    control::{VERSION, address::usual_place},
+    output::Failure,
+    signals::Stop,
+};
 
-/// The environment variable with the socket.
-const VARIABLE: &str = "FERROCE_CONTROL";
-/// Where a socket is if nobody says otherwise.
-const SYSTEM: &str = "/run/ferroce";
-const NAME: &str = "control.sock";
 /// How often a wait looks whether the user wants to end.
 const LOOK: Duration = Duration::from_millis(100);
 /// After that time a user is told that we still wait, and again.
@@ -152,9 +150,9 @@ impl Client {
             return Ok(Line::End);
         }
         let parsed = serde_json::from_slice(&bytes);
-        parsed.map(Line::Json).map_err(|e| {
-            Failure::failed(format!("this is no control socket of ferroce: {e}"))
-        })
+        parsed
+            .map(Line::Json)
+            .map_err(|e| Failure::failed(format!("this is no control socket of ferroce: {e}")))
     }
 }
 
@@ -164,22 +162,12 @@ pub(super) fn read<T: DeserializeOwned>(answer: Value) -> Result<T, Failure> {
 }
 
 /// What the environment says; else a user's own socket if there is one, and else the system's.
-fn usual_place() -> PathBuf {
-    if let Some(path) = env::var_os(VARIABLE).filter(|path| !path.is_empty()) {
-        return path.into();
-    }
-    let own = env::var_os("XDG_RUNTIME_DIR").map(|dir| Path::new(&dir).join("ferroce").join(NAME));
-    match own {
-        Some(own) if own.exists() => own,
-        _ => Path::new(SYSTEM).join(NAME),
-    }
-}
-
 fn not_connected(path: &Path, e: &io::Error) -> Failure {
     use std::os::unix::fs::MetadataExt;
     let hint = match e.kind() {
         io::ErrorKind::NotFound => {
-            "\nstart `ferroce serve` or `ferroce map` with --control SOCKET, and name it with --socket or $FERROCE_CONTROL"
+            "\nstart `ferroce daemon`, or `ferroce serve` or `ferroce map` with --control SOCKET and name that with --socket or \
+             $FERROCE_CONTROL"
                 .to_owned()
         }
         io::ErrorKind::ConnectionRefused => "\nthe process that had it is gone".to_owned(),

@@ -13,10 +13,10 @@ use toml::{
     de::{DeTable, DeValue},
 };
 
-use crate::{map::MapArgs, serve::ServeArgs};
+use crate::{map::MapArgs, output::Failure, serve::ServeArgs};
 
-/// Options that are about the terminal.
-const NOT_KEYS: [&str; 3] = ["help", "json", "stats-interval"];
+/// Options that are the daemon's own.
+const NOT_KEYS: [&str; 6] = ["help", "json", "stats-interval", "control", "control-group", "metrics"];
 
 /// What is wrong with a file, and where.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -50,6 +50,19 @@ impl Kind {
         }
     }
 
+    /// The one that is called so.
+    pub(crate) fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| kind.name() == name)
+    }
+
+    fn parse(&self, command: Command, words: &[String]) -> Result<Job, clap::Error> {
+        let matches = command.try_get_matches_from(words)?;
+        Ok(match self {
+            Self::Serve => Job::Serve(Box::new(ServeArgs::from_arg_matches(&matches)?)),
+            Self::Map => Job::Map(Box::new(MapArgs::from_arg_matches(&matches)?)),
+        })
+    }
+
     fn command(&self) -> Command {
         let command = Command::new(self.name()).no_binary_name(true);
         match self {
@@ -72,10 +85,40 @@ impl fmt::Display for TaskName {
     }
 }
 
-/// A task, as arguments of its command. Two with equal arguments are the same.
+/// A task, as arguments of its command, each in one word. Two with equal arguments are the same.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Task {
     pub(crate) words: Vec<String>,
+}
+
+impl Task {
+    /// What it is.
+    ///
+    /// # Errors
+    /// When they are not the command's arguments.
+    pub(crate) fn job(&self, kind: &Kind) -> Result<Job, Failure> {
+        let job = kind.parse(kind.command(), &self.words);
+        job.map_err(|e| Failure::usage(said(&e)))
+    }
+
+    /// The arguments but for those of these options.
+    pub(crate) fn without(&self, options: &[&str]) -> Vec<&str> {
+        let is = |word: &str| options.iter().any(|option| word.starts_with(&format!("--{option}=")));
+        self.words.iter().map(String::as_str).filter(|word| !is(word)).collect()
+    }
+}
+
+/// Arguments that were read.
+pub(crate) enum Job {
+    Serve(Box<ServeArgs>),
+    Map(Box<MapArgs>),
+}
+
+/// What is wrong with arguments.
+fn said(e: &clap::Error) -> String {
+    let text = e.to_string();
+    let said = text.split("\n\n").next().unwrap_or(&text);
+    said.strip_prefix("error: ").unwrap_or(said).to_owned()
 }
 
 /// What a file says.
@@ -109,8 +152,7 @@ impl Source<'_> {
     fn config(&self, root: &DeTable<'_>) -> Result<Config, ConfigError> {
         let mut config = Config::default();
         for (name, value) in root {
-            let kind = Kind::ALL.into_iter().find(|kind| kind.name() == name.as_ref());
-            let Some(kind) = kind else {
+            let Some(kind) = Kind::named(name.as_ref()) else {
                 let text = format!(
                     "unknown table `{}`: there are [serve.NAME] and [map.NAME]",
                     name.as_ref()
@@ -213,11 +255,9 @@ impl Source<'_> {
         command: Command,
         words: &[String],
     ) -> Result<(), ConfigError> {
-        let parsed = command.try_get_matches_from(words).and_then(|matches| match task.kind {
-            Kind::Serve => ServeArgs::from_arg_matches(&matches).map(drop),
-            Kind::Map => MapArgs::from_arg_matches(&matches).map(drop),
-        });
-        let Err(e) = parsed else { return Ok(()) };
+        let Err(e) = task.kind.parse(command, words) else {
+            return Ok(());
+        };
         let about = e
             .get(ContextKind::InvalidArg)
             .map(ToString::to_string)
@@ -226,9 +266,7 @@ impl Source<'_> {
             let rest = about.strip_prefix("--").and_then(|about| about.strip_prefix(&key.name));
             rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(' '))
         });
-        let text = e.to_string();
-        let said = text.split("\n\n").next().unwrap_or(&text);
-        let said = said.strip_prefix("error: ").unwrap_or(said).replace("--", "");
+        let said = said(&e).replace("--", "");
         Err(self.error(key.map_or(at, |key| key.at), format!("{task}: {said}")))
     }
 }

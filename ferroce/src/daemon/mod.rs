@@ -1,3 +1,179 @@
 //! `ferroce daemon`: any number of servers and mappings in one process.
 
+mod change;
 mod config;
+mod notify;
+mod tasks;
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    sync::Arc,
+    thread,
+    time::Duration,
+};
+
+use clap::Args;
+use rnbd::{Errno, proto::AccessMode};
+use rnbd_admin::MapOrder;
+use rnbd_host::control::Refused;
+use serde_json::{Map, Value};
+
+use self::{
+    config::{Config, Kind, TaskName},
+    notify::Manager,
+    tasks::Tasks,
+};
+use crate::{
+    control::{Control, ControlArgs, Supervisor},
+    output::Failure,
+    report::ReportArgs,
+    signals::Stop,
+};
+
+/// How often tasks are looked after, and signals taken.
+const LOOK: Duration = Duration::from_millis(50);
+
+#[derive(Args)]
+#[command(after_help = "\
+The file is TOML. It has a table for each server and each mapping, whose keys are the options of `ferroce serve` and `ferroce map`:
+
+  [serve.images]
+  listen = [\"192.0.2.7\", \"198.51.100.7\"]
+  export = \"disk=/images/disk.img\"
+  threads = 2
+
+  [map.db]                         # the session is called db, unless there is a `session`
+  path = [\"192.0.2.1,192.0.2.8\", \"198.51.100.1,198.51.100.8\"]
+  device = [\"data\", \"log\"]
+  nbd = \"/run/ferroce/db.sock\"
+  on-loss = \"queue\"
+
+An option without a value is true or false, one that may be given several times has an array, and `on|off` is true or false, too.
+`json`, `stats-interval`, `control` and `metrics` are the daemon's own options.
+
+SIGHUP, or `ferroce ctl reload`, has the file read again. What is the same goes on untouched; of a mapping, devices, paths, policy, reconnects and \
+--on-loss change while it runs, of a server its exports, which stay for who has them open; what else has changed begins anew. A file with a mistake \
+changes nothing.
+
+A task that fails begins anew, after a second at first and half a minute at last. Runs until SIGINT or SIGTERM, then ends all tasks as \
+`serve` and `map` end. Started by systemd (Type=notify) it says when all tasks have come up or failed once, and feeds the watchdog.")]
+pub(crate) struct DaemonArgs {
+    /// What to serve and to map; without it nothing, until `ferroce serve` and `map --daemon` bring something
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Folder of the NBD sockets of sessions that are opened by `ferroce ctl map`: SESSION.sock
+    #[arg(long, value_name = "DIR", default_value = "/run/ferroce")]
+    nbd_dir: PathBuf,
+    #[command(flatten)]
+    control: ControlArgs,
+    #[command(flatten)]
+    report: ReportArgs,
+}
+
+fn read(file: Option<&Path>) -> Result<Config, Failure> {
+    let Some(file) = file else { return Ok(Config::default()) };
+    let text = fs::read_to_string(file).map_err(|e| Failure::failed(format!("{}: {e}", file.display())))?;
+    Config::parse(file, &text).map_err(|e| Failure::usage(e.to_string()))
+}
+
+/// What the control socket can ask a daemon for.
+struct Orders {
+    tasks: Arc<Tasks>,
+    config: Option<PathBuf>,
+    nbd_dir: PathBuf,
+}
+
+impl Orders {
+    fn read_again(&self) -> Result<Value, Refused> {
+        let config = read(self.config.as_deref());
+        let config = config.map_err(|e| Refused::new(Errno::EINVAL, e.text().unwrap_or_default()))?;
+        self.tasks.reload(config)
+    }
+}
+
+impl Supervisor for Orders {
+    fn reload(&self) -> Result<Map<String, Value>, Refused> {
+        match self.read_again()? {
+            Value::Object(done) => Ok(done),
+            _ => Ok(Map::new()),
+        }
+    }
+
+    fn tasks(&self) -> Map<String, Value> {
+        self.tasks.list()
+    }
+
+    fn start(&self, name: &str, words: Vec<String>) -> Result<(), Refused> {
+        self.tasks.start(Tasks::name(name)?, words)
+    }
+
+    fn stop(&self, name: &str) -> Result<(), Refused> {
+        self.tasks.stop(&Tasks::name(name)?)
+    }
+
+    fn open(&self, order: &MapOrder) -> Result<(), Refused> {
+        let mode = match order.mode {
+            AccessMode::ReadWrite => String::new(),
+            mode => format!(",{mode}"),
+        };
+        let mut words = vec![
+            format!("--session={}", order.session),
+            format!("--device={}{mode}", order.device),
+            format!(
+                "--nbd={}",
+                self.nbd_dir.join(format!("{}.sock", order.session)).display()
+            ),
+        ];
+        words.extend(order.paths.iter().map(|path| format!("--path={path}")));
+        let name = TaskName {
+            kind: Kind::Map,
+            name: order.session.clone(),
+        };
+        self.tasks.open(name, words)
+    }
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &DaemonArgs) -> Result<(), Failure> {
+    args.report.end(daemon(args))
+}
+
+fn daemon(args: &DaemonArgs) -> Result<(), Failure> {
+    let (stop, hangup) = Stop::on_signals_but_hangup()?;
+    let config = read(args.config.as_deref())?;
+    let control = Control::of_daemon(&args.control)?;
+    let tasks = Arc::new(Tasks::new(&control, &args.report));
+    let orders = Arc::new(Orders {
+        tasks: tasks.clone(),
+        config: args.config.clone(),
+        nbd_dir: args.nbd_dir.clone(),
+    });
+    control.roster().supervise(orders.clone());
+    tasks.load(config);
+    let mut manager = Manager::from_env();
+    while !stop.requested() {
+        tasks.tend();
+        if hangup.taken() {
+            reload(&orders);
+        }
+        manager.turn(tasks.settled());
+        thread::sleep(LOOK);
+    }
+    manager.stopping();
+    tasks.end();
+    Ok(())
+}
+
+/// In a thread of its own, as mappings may take long to change.
+fn reload(orders: &Arc<Orders>) {
+    let orders = orders.clone();
+    let begun = thread::Builder::new().name("ferroce-reload".into()).spawn(move || {
+        if let Err(refused) = orders.read_again() {
+            orders.tasks.not_reloaded(&refused);
+        }
+    });
+    if let Err(e) = begun {
+        tracing::warn!("not reloaded, no thread: {e}");
+    }
+}

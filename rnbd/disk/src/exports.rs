@@ -17,7 +17,7 @@ use std::{
     },
 };
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 
 use rnbd::{
     Errno,
@@ -224,7 +224,7 @@ impl Found {
 /// The exports of a server.
 #[derive(Debug)]
 pub struct Exports {
-    named: BTreeMap<Vec<u8>, ExportSpec>,
+    named: RwLock<BTreeMap<Vec<u8>, ExportSpec>>,
     folder: Option<Folder>,
     caching: Caching,
     writers: Mutex<HashMap<DeviceKey, Writers>>,
@@ -300,6 +300,23 @@ impl From<Image> for OpenExport {
     }
 }
 
+/// A table of names, of which every path can be opened as asked.
+fn table(named: impl IntoIterator<Item = ExportSpec>, caching: Caching) -> io::Result<BTreeMap<Vec<u8>, ExportSpec>> {
+    let mut table = BTreeMap::new();
+    for mut spec in named {
+        // The process may change its folder later.
+        spec.path = std::path::absolute(&spec.path)?;
+        Image::open(&spec.path, !spec.read_only, caching)
+            .map_err(|e| named_error(&format!("export {} = {}", spec.name, spec.path.display()), e))?;
+        let name = key_of(spec.name.as_bytes()).map_err(|e| named_error(&spec.name, e))?;
+        if let Some(other) = table.insert(name, spec) {
+            let e = format!("export {} is there twice", other.name);
+            return Err(io::Error::new(io::ErrorKind::AlreadyExists, e));
+        }
+    }
+    Ok(table)
+}
+
 impl Exports {
     /// Checks that every path can be opened as asked and the folder exists. `caching` is for all of them.
     ///
@@ -310,23 +327,12 @@ impl Exports {
         folder: Option<&FolderSpec>,
         caching: Caching,
     ) -> io::Result<Arc<Self>> {
-        let mut table = BTreeMap::new();
-        for mut spec in named {
-            // The process may change its folder later.
-            spec.path = std::path::absolute(&spec.path)?;
-            Image::open(&spec.path, !spec.read_only, caching)
-                .map_err(|e| named_error(&format!("export {} = {}", spec.name, spec.path.display()), e))?;
-            let name = key_of(spec.name.as_bytes()).map_err(|e| named_error(&spec.name, e))?;
-            if let Some(other) = table.insert(name, spec) {
-                let e = format!("export {} is there twice", other.name);
-                return Err(io::Error::new(io::ErrorKind::AlreadyExists, e));
-            }
-        }
+        let table = table(named, caching)?;
         let folder = folder
             .map(|f| Folder::new(f).map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", f.path.display()))))
             .transpose()?;
         Ok(Arc::new(Self {
-            named: table,
+            named: RwLock::new(table),
             folder,
             caching,
             writers: Mutex::default(),
@@ -335,8 +341,17 @@ impl Exports {
     }
 
     /// The table of names.
-    pub fn named(&self) -> impl Iterator<Item = &ExportSpec> {
-        self.named.values()
+    pub fn named(&self) -> Vec<ExportSpec> {
+        self.named.read().values().cloned().collect()
+    }
+
+    /// Makes another table of names the one that devices are opened by from now on. Who has a device open keeps it as it is.
+    ///
+    /// # Errors
+    /// As of [`new`](Self::new): then the table stays.
+    pub fn set_named(&self, named: impl IntoIterator<Item = ExportSpec>) -> io::Result<()> {
+        *self.named.write() = table(named, self.caching)?;
+        Ok(())
     }
 
     /// Opens a device for a session: first by the table of names, then in the folder.
@@ -355,7 +370,8 @@ impl Exports {
     /// EINVAL for a bad name, ENOENT when there is none, EXDEV when it leads out of the folder, and those of `open`.
     pub fn find(&self, session: &str, name: &[u8]) -> Result<Found, Errno> {
         let key = key_of(name)?;
-        if let Some(spec) = self.named.get(&key) {
+        let named = self.named.read().get(&key).cloned();
+        if let Some(spec) = named {
             return Ok(Found {
                 id: ExportId(Id::Named(key)),
                 handle: lookup::open_path(&spec.path)?,

@@ -1,0 +1,146 @@
+//! What becomes of a task that is to be another one: as much as can be is changed while it runs.
+
+use rnbd_host::control::map::MapRequest;
+
+use super::config::{Job, Kind, Task};
+use crate::{
+    map::{Changeable, MapArgs},
+    output::Failure,
+};
+
+/// How a task becomes another.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Change {
+    /// The mapping is asked for these, one after the other.
+    Map(Vec<MapRequest>),
+    /// The server gets another table of exports.
+    Exports,
+    /// It ends, and begins anew.
+    Restart,
+}
+
+/// Options of a server that can be changed.
+const OF_SERVERS: [&str; 1] = ["export"];
+
+/// How `old` becomes `new`.
+///
+/// # Errors
+/// When there is no way to one of the servers.
+pub(crate) fn change(kind: &Kind, old: &Task, new: &Task) -> Result<Change, Failure> {
+    let same_but_for = |options: &[&str]| old.without(options) == new.without(options);
+    match (kind, old.job(kind)?, new.job(kind)?) {
+        (Kind::Map, Job::Map(old), Job::Map(new)) if same_but_for(&Changeable::OPTIONS) => mapping(&old, &new),
+        (Kind::Serve, ..) if same_but_for(&OF_SERVERS) => Ok(Change::Exports),
+        _ => Ok(Change::Restart),
+    }
+}
+
+fn mapping(old: &MapArgs, new: &MapArgs) -> Result<Change, Failure> {
+    let (old, new) = (old.changeable()?, new.changeable()?);
+    // The device without a name is one as long as the mapping lasts, and so are our addresses.
+    let first = |c: &Changeable| c.devices.first().cloned();
+    let sources = |c: &Changeable| c.paths.iter().map(|path| path.src).collect::<Vec<_>>();
+    let known = sources(&old);
+    if first(&old) != first(&new) || !sources(&new).iter().all(|src| known.contains(src)) {
+        return Ok(Change::Restart);
+    }
+    Ok(Change::Map(requests(&old, &new)))
+}
+
+fn requests(old: &Changeable, new: &Changeable) -> Vec<MapRequest> {
+    let mut requests = Vec::new();
+    if old.lasting.policy != new.lasting.policy {
+        requests.push(MapRequest::SetPolicy(new.lasting.policy));
+    }
+    let reconnects = |c: &Changeable| (c.lasting.max_reconnects, c.lasting.reconnect_delay);
+    if reconnects(old) != reconnects(new) {
+        let (attempts, delay) = reconnects(new);
+        requests.push(MapRequest::SetReconnects { attempts, delay });
+    }
+    if old.lasting.on_loss != new.lasting.on_loss {
+        requests.push(MapRequest::SetOnLoss(new.lasting.on_loss));
+    }
+    // New paths first, so that there is always one; and old devices first, which others may have the places of.
+    let more = new.paths.iter().filter(|path| !old.paths.contains(path));
+    requests.extend(more.map(|path| MapRequest::AddPath(*path)));
+    let less = old.paths.iter().filter(|path| !new.paths.contains(path));
+    requests.extend(less.map(|path| MapRequest::RemovePath(*path)));
+    let less = old.devices.iter().filter(|device| !new.devices.contains(device));
+    requests.extend(less.map(|device| MapRequest::Unmap {
+        device: device.name.clone(),
+        force: false,
+    }));
+    let more = new.devices.iter().filter(|device| !old.devices.contains(device));
+    requests.extend(more.map(|device| MapRequest::Map(device.clone())));
+    requests
+}
+
+#[cfg(test)]
+mod tests {
+    use rtrs::client::Policy;
+
+    use super::*;
+
+    fn task(words: &[&str]) -> Task {
+        Task {
+            words: words.iter().map(|word| (*word).to_owned()).collect(),
+        }
+    }
+
+    const MAP: [&str; 5] = [
+        "--session=s",
+        "--nbd=/s",
+        "--path=127.0.0.1,127.0.0.2",
+        "--device=a",
+        "--device=b",
+    ];
+
+    fn to(words: &[&str]) -> Change {
+        change(&Kind::Map, &task(&MAP), &task(words)).unwrap()
+    }
+
+    #[test]
+    fn a_mapping_is_asked_for_what_differs() {
+        assert_eq!(to(&MAP), Change::Map(vec![]));
+        let new = [
+            "--session=s",
+            "--nbd=/s",
+            "--path=127.0.0.1,127.0.0.3",
+            "--device=a",
+            "--device=c,ro",
+            "--policy=rr",
+        ];
+        let Change::Map(requests) = to(&new) else { panic!() };
+        assert!(
+            requests.contains(&MapRequest::SetPolicy(Policy::RoundRobin)),
+            "{requests:?}"
+        );
+        let kinds: Vec<&str> = requests
+            .iter()
+            .map(|request| match request {
+                MapRequest::SetPolicy(_) => "policy",
+                MapRequest::AddPath(_) => "add",
+                MapRequest::RemovePath(_) => "remove",
+                MapRequest::Unmap { device, force: false } if device == "b" => "unmap b",
+                MapRequest::Map(device) if device.name == "c" => "map c",
+                _ => "?",
+            })
+            .collect();
+        assert_eq!(kinds, ["policy", "add", "remove", "unmap b", "map c"]);
+    }
+
+    #[test]
+    fn what_can_t_be_changed_begins_anew() {
+        let mut other = MAP;
+        other[1] = "--nbd=/t";
+        assert_eq!(to(&other), Change::Restart);
+        let mut other = MAP;
+        other[2] = "--path=127.0.0.9,127.0.0.2";
+        assert_eq!(to(&other), Change::Restart, "another address of ours");
+        assert_eq!(to(&["--session=s", "--nbd=/s", MAP[2], "--device=b"]), Change::Restart);
+        let serve = ["--listen=127.0.0.1", "--export=a=/a"];
+        let of = |words: &[&str]| change(&Kind::Serve, &task(&serve), &task(words)).unwrap();
+        assert_eq!(of(&[serve[0], "--export=b=/b"]), Change::Exports);
+        assert_eq!(of(&["--listen=127.0.0.2", serve[1]]), Change::Restart);
+    }
+}

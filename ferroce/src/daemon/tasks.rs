@@ -1,0 +1,530 @@
+//! The daemon's tasks: what runs, what is to run again, and what ends.
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use parking_lot::Mutex;
+use rnbd::Errno;
+use rnbd_disk::Exports;
+use rnbd_host::control::{Refused, map::MapControl};
+use serde_json::{Map, Value, json};
+
+use super::{
+    change::{Change, change},
+    config::{Config, Job, Kind, Task, TaskName},
+};
+use crate::{
+    control::{Control, Events, Roster},
+    map,
+    output::Failure,
+    place::{Place, Stage},
+    report::{ReportArgs, Reporter},
+    serve,
+    signals::Stop,
+};
+
+/// Time before a task that has failed is begun anew, the first time; it doubles with each failure in a row.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+/// The longest.
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// A task that ran for so long had not failed in a row.
+const LASTED: Duration = Duration::from_secs(60);
+
+/// Who has said that there is to be a task.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Origin {
+    /// The configuration file.
+    File,
+    /// Somebody at the control socket.
+    Order,
+}
+
+/// How a running task is reached.
+#[derive(Clone)]
+enum Live {
+    Map(MapControl),
+    Serve(Arc<Exports>),
+}
+
+/// What a task's thread tells.
+#[derive(Default)]
+struct Told {
+    live: Mutex<Option<Live>>,
+    up: AtomicBool,
+}
+
+/// A task that has a thread.
+struct Running {
+    stop: Stop,
+    told: Arc<Told>,
+    begun: Instant,
+    thread: JoinHandle<Result<(), Failure>>,
+}
+
+/// How a task is.
+enum State {
+    Running(Running),
+    /// It has failed, and begins anew then.
+    Waiting {
+        until: Instant,
+        why: String,
+    },
+    /// It has ended by itself: its last device was unmapped.
+    Ended,
+}
+
+struct Entry {
+    task: Task,
+    origin: Origin,
+    state: State,
+    /// Failures in a row.
+    failures: u32,
+    /// It is to go; or to be this instead, once it has ended.
+    next: Option<Next>,
+}
+
+enum Next {
+    Gone,
+    Task(Task),
+}
+
+/// What a reload has done, by task.
+#[derive(Default)]
+struct Reloaded {
+    begun: Vec<String>,
+    changed: Vec<String>,
+    restarted: Vec<String>,
+    ended: Vec<String>,
+    unchanged: Vec<String>,
+    failed: Vec<String>,
+}
+
+impl Reloaded {
+    fn json(&self) -> Value {
+        json!({
+            "begun": self.begun,
+            "changed": self.changed,
+            "restarted": self.restarted,
+            "ended": self.ended,
+            "unchanged": self.unchanged,
+            "failed": self.failed,
+        })
+    }
+
+    fn text(&self) -> String {
+        let counts = [
+            ("begun", &self.begun),
+            ("changed", &self.changed),
+            ("restarted", &self.restarted),
+            ("ended", &self.ended),
+            ("unchanged", &self.unchanged),
+            ("failed", &self.failed),
+        ];
+        let said = counts.iter().filter(|(_, tasks)| !tasks.is_empty());
+        let said: Vec<_> = said
+            .map(|(what, tasks)| format!("{what}: {}", tasks.join(", ")))
+            .collect();
+        match said.is_empty() {
+            true => "reloaded: there is nothing to do".to_owned(),
+            false => format!("reloaded; {}", said.join("; ")),
+        }
+    }
+}
+
+/// All tasks.
+pub(super) struct Tasks {
+    entries: Mutex<BTreeMap<TaskName, Entry>>,
+    /// One reload at a time.
+    reloading: Mutex<()>,
+    roster: Arc<Roster>,
+    events: Events,
+    report: ReportArgs,
+    reporter: Reporter,
+    ending: AtomicBool,
+}
+
+impl Tasks {
+    pub(super) fn new(control: &Control, report: &ReportArgs) -> Self {
+        Self {
+            entries: Mutex::default(),
+            reloading: Mutex::default(),
+            roster: control.roster().clone(),
+            events: control.events(),
+            report: report.clone(),
+            reporter: report.reporter(control.events()),
+            ending: AtomicBool::new(false),
+        }
+    }
+
+    fn tell(&self, name: &str, fields: Value, text: &str) {
+        if let Err(e) = self.reporter.event(name, fields, text) {
+            tracing::debug!("nobody reads what the daemon reports: {e:?}");
+        }
+    }
+
+    fn spawn(&self, name: &TaskName, task: &Task) -> Result<Running, Failure> {
+        let job = task.job(&name.kind)?;
+        let (stop, told) = (Stop::by_request(), Arc::<Told>::default());
+        let place = (stop.clone(), self.roster.clone());
+        let reporter = self.report.reporter(self.events.clone()).of_task(name.to_string());
+        let tell = told.clone();
+        let run = move || {
+            let (stop, roster) = place;
+            let place = Place {
+                stop,
+                roster,
+                reporter,
+                tell: &|stage| match stage {
+                    Stage::Mapping(control) => *tell.live.lock() = Some(Live::Map(control)),
+                    Stage::Serving(exports) => *tell.live.lock() = Some(Live::Serve(exports)),
+                    Stage::Up => tell.up.store(true, Ordering::Release),
+                },
+            };
+            match job {
+                Job::Serve(args) => serve::serve(&args, place),
+                Job::Map(args) => map::map(&args, place),
+            }
+        };
+        let thread = thread::Builder::new()
+            .name("ferroce-task".to_owned())
+            .spawn(run)
+            .map_err(|e| Failure::failed(format!("no thread: {e}")))?;
+        Ok(Running {
+            stop,
+            told,
+            begun: Instant::now(),
+            thread,
+        })
+    }
+
+    fn begin(&self, name: &TaskName, task: Task, origin: Origin, failures: u32) -> Entry {
+        let state = match self.spawn(name, &task) {
+            Ok(running) => {
+                self.tell(
+                    "task_begun",
+                    json!({ "task": name.to_string() }),
+                    &format!("{name} begins"),
+                );
+                State::Running(running)
+            }
+            Err(failure) => self.pause(name, failures, failure.text().unwrap_or_default()),
+        };
+        Entry {
+            task,
+            origin,
+            state,
+            failures,
+            next: None,
+        }
+    }
+
+    /// After a failure.
+    fn pause(&self, name: &TaskName, failures: u32, why: &str) -> State {
+        let pause = FIRST_PAUSE.saturating_mul(1 << failures.min(8)).min(LONGEST_PAUSE);
+        let fields = json!({ "task": name.to_string(), "why": why, "again_in": pause.as_secs_f64() });
+        let text = format!("{name} has failed, and begins anew in {} s: {why}", pause.as_secs());
+        self.tell("task_failed", fields, &text);
+        State::Waiting {
+            until: Instant::now() + pause,
+            why: why.to_owned(),
+        }
+    }
+
+    /// Looks after what has ended and what is to begin anew.
+    pub(super) fn tend(&self) {
+        let mut entries = self.entries.lock();
+        let names: Vec<TaskName> = entries.keys().cloned().collect();
+        for name in names {
+            let Some(entry) = entries.remove(&name) else { continue };
+            if let Some(entry) = self.tended(&name, entry) {
+                entries.insert(name, entry);
+            }
+        }
+    }
+
+    /// What becomes of a task; `None`: it is gone.
+    fn tended(&self, name: &TaskName, entry: Entry) -> Option<Entry> {
+        match entry.state {
+            State::Running(running) if running.thread.is_finished() => {
+                let lasted = running.begun.elapsed() >= LASTED;
+                let ended = running
+                    .thread
+                    .join()
+                    .unwrap_or_else(|_| Err(Failure::failed("it has panicked")));
+                self.ended(
+                    name,
+                    Entry {
+                        state: State::Ended,
+                        ..entry
+                    },
+                    ended,
+                    lasted,
+                )
+            }
+            State::Waiting { .. } | State::Ended if entry.next.is_some() || self.is_ending() => self.ended(
+                name,
+                Entry {
+                    state: State::Ended,
+                    ..entry
+                },
+                Ok(()),
+                true,
+            ),
+            State::Waiting { until, .. } if until <= Instant::now() => {
+                Some(self.begin(name, entry.task, entry.origin, entry.failures + 1))
+            }
+            _ => Some(entry),
+        }
+    }
+
+    fn ended(&self, name: &TaskName, entry: Entry, how: Result<(), Failure>, lasted: bool) -> Option<Entry> {
+        let why = how
+            .err()
+            .map(|failure| failure.text().unwrap_or("it can't report").to_owned());
+        let gone = |why: Option<&str>| {
+            let text = match why {
+                None => format!("{name} has ended"),
+                Some(why) => format!("{name} has ended: {why}"),
+            };
+            self.tell("task_ended", json!({ "task": name.to_string(), "why": why }), &text);
+        };
+        match (entry.next, why) {
+            _ if self.is_ending() => None,
+            (Some(Next::Gone), why) => {
+                gone(why.as_deref());
+                None
+            }
+            (Some(Next::Task(task)), why) => {
+                gone(why.as_deref());
+                Some(self.begin(name, task, entry.origin, 0))
+            }
+            (None, None) => {
+                gone(None);
+                (entry.origin == Origin::File).then_some(Entry { next: None, ..entry })
+            }
+            (None, Some(why)) => {
+                let failures = if lasted { 0 } else { entry.failures };
+                let state = self.pause(name, failures, &why);
+                Some(Entry {
+                    state,
+                    failures,
+                    next: None,
+                    ..entry
+                })
+            }
+        }
+    }
+
+    fn is_ending(&self) -> bool {
+        self.ending.load(Ordering::Acquire)
+    }
+
+    /// Asks all to end, and waits for that.
+    pub(super) fn end(&self) {
+        self.ending.store(true, Ordering::Release);
+        let end = |entry: &Entry| match &entry.state {
+            State::Running(running) => running.stop.request(),
+            State::Waiting { .. } | State::Ended => {}
+        };
+        self.entries.lock().values().for_each(end);
+        loop {
+            self.tend();
+            if self.entries.lock().is_empty() {
+                return;
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Whether each task has come up, or has failed once.
+    pub(super) fn settled(&self) -> bool {
+        self.entries.lock().values().all(|entry| match &entry.state {
+            State::Running(running) => entry.failures > 0 || running.told.up.load(Ordering::Acquire),
+            State::Waiting { .. } | State::Ended => true,
+        })
+    }
+
+    /// Makes the tasks of the file those that it has. What is the same goes on.
+    pub(super) fn reload(&self, config: Config) -> Result<Value, Refused> {
+        let _one = self.reloading.lock();
+        let mut done = Reloaded::default();
+        let known: Vec<(TaskName, Task)> = {
+            let entries = self.entries.lock();
+            let of_file = entries.iter().filter(|(_, entry)| entry.origin == Origin::File);
+            of_file
+                .map(|(name, entry)| (name.clone(), entry.task.clone()))
+                .collect()
+        };
+        for (name, _) in known.iter().filter(|(name, _)| !config.tasks.contains_key(name)) {
+            self.replace(name, Next::Gone);
+            done.ended.push(name.to_string());
+        }
+        for (name, task) in config.tasks {
+            let text = name.to_string();
+            match known.iter().find(|(known, _)| *known == name) {
+                None => match self.add(name, task, Origin::File) {
+                    Ok(()) => done.begun.push(text),
+                    Err(refused) => done.failed.push(format!("{text} ({refused})")),
+                },
+                Some((_, old)) if *old == task => done.unchanged.push(text),
+                Some((_, old)) => self.change(&name, old, task, &mut done),
+            }
+        }
+        self.tell("reloaded", done.json(), &done.text());
+        Ok(done.json())
+    }
+
+    fn change(&self, name: &TaskName, old: &Task, new: Task, done: &mut Reloaded) {
+        let live = match self.entries.lock().get(name).map(|entry| &entry.state) {
+            Some(State::Running(running)) => running.told.live.lock().clone(),
+            _ => None,
+        };
+        let how = change(&name.kind, old, &new).unwrap_or(Change::Restart);
+        let changed = match (how, live) {
+            (Change::Map(requests), Some(Live::Map(control))) => requests.into_iter().try_for_each(|request| {
+                let said = control.ask(request.clone());
+                said.map(drop).map_err(|refused| format!("{request:?}: {refused}"))
+            }),
+            (Change::Exports, Some(Live::Serve(exports))) => match new.job(&name.kind) {
+                Ok(Job::Serve(args)) => exports.set_named(args.exports().to_vec()).map_err(|e| e.to_string()),
+                _ => Err("it is no server".to_owned()),
+            },
+            _ => {
+                self.replace(name, Next::Task(new));
+                return done.restarted.push(name.to_string());
+            }
+        };
+        match changed {
+            Ok(()) => done.changed.push(name.to_string()),
+            Err(why) => done.failed.push(format!("{name} ({why})")),
+        }
+        // What was refused is tried again by the next reload that finds a difference.
+        if let (Some(entry), false) = (
+            self.entries.lock().get_mut(name),
+            done.failed.iter().any(|f| f.starts_with(&name.to_string())),
+        ) {
+            entry.task = new;
+        }
+    }
+
+    fn replace(&self, name: &TaskName, next: Next) {
+        if let Some(entry) = self.entries.lock().get_mut(name) {
+            entry.next = Some(next);
+            if let State::Running(running) = &entry.state {
+                running.stop.request();
+            }
+        }
+    }
+
+    fn add(&self, name: TaskName, task: Task, origin: Origin) -> Result<(), Refused> {
+        let mut entries = self.entries.lock();
+        if self.is_ending() {
+            return Err(Refused::new(Errno::ESHUTDOWN, "the daemon is ending"));
+        }
+        if entries.contains_key(&name) {
+            return Err(Refused::new(Errno::EEXIST, format!("there is a task {name} already")));
+        }
+        let entry = self.begin(&name, task, origin, 0);
+        entries.insert(name, entry);
+        Ok(())
+    }
+
+    /// Begins a task that is not in the file; it ends with the daemon.
+    pub(super) fn start(&self, name: TaskName, words: Vec<String>) -> Result<(), Refused> {
+        let task = Task { words };
+        let job = task.job(&name.kind);
+        job.map_err(|e| Refused::new(Errno::EINVAL, e.text().unwrap_or_default()))?;
+        self.add(name, task, Origin::Order)
+    }
+
+    /// Ends a task, and waits for that. One of the file begins again with the next reload.
+    pub(super) fn stop(&self, name: &TaskName) -> Result<(), Refused> {
+        if !self.entries.lock().contains_key(name) {
+            return Err(Refused::new(Errno::ENOENT, format!("there is no task {name}")));
+        }
+        self.replace(name, Next::Gone);
+        while self.entries.lock().contains_key(name) {
+            thread::sleep(Duration::from_millis(20));
+        }
+        Ok(())
+    }
+
+    /// The tasks of the file, at the start.
+    pub(super) fn load(&self, config: Config) {
+        for (name, task) in config.tasks {
+            // The file has each name once.
+            let _ = self.add(name, task, Origin::File);
+        }
+    }
+
+    /// Begins a mapping, and waits until it has come up or failed: then it is gone again.
+    pub(super) fn open(&self, name: TaskName, words: Vec<String>) -> Result<(), Refused> {
+        self.start(name.clone(), words)?;
+        loop {
+            match self.entries.lock().get(&name).map(|entry| &entry.state) {
+                Some(State::Running(running)) if running.told.up.load(Ordering::Acquire) => return Ok(()),
+                Some(State::Running(_)) => {}
+                Some(State::Waiting { why, .. }) => {
+                    let refused = Refused::new(Errno::EIO, why.clone());
+                    break self.stop(&name).and(Err(refused));
+                }
+                Some(State::Ended) | None => return Err(Refused::new(Errno::ENODEV, "it has ended")),
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// A reload was refused.
+    pub(super) fn not_reloaded(&self, why: &Refused) {
+        let text = format!("not reloaded: {}", why.text);
+        self.tell("not_reloaded", json!({ "why": why.text }), &text);
+    }
+
+    /// How they are.
+    pub(super) fn list(&self) -> Map<String, Value> {
+        let entries = self.entries.lock();
+        let shown = |(name, entry): (&TaskName, &Entry)| {
+            let (state, why) = match &entry.state {
+                State::Running(_) if entry.next.is_some() => ("ending", None),
+                State::Running(running) if running.told.up.load(Ordering::Acquire) => ("up", None),
+                State::Running(_) => ("starting", None),
+                State::Waiting { why, .. } => ("failed", Some(why)),
+                State::Ended => ("ended", None),
+            };
+            json!({
+                "task": name.to_string(),
+                "kind": name.kind.name(),
+                "state": state,
+                "why": why,
+                "in_file": entry.origin == Origin::File,
+                "options": entry.task.words,
+            })
+        };
+        let all: Vec<Value> = entries.iter().map(shown).collect();
+        Map::from_iter([("tasks".to_owned(), all.into())])
+    }
+
+    /// The kind and name that a text stands for, `map.NAME` or `serve.NAME`.
+    pub(super) fn name(text: &str) -> Result<TaskName, Refused> {
+        let split = text
+            .split_once('.')
+            .and_then(|(kind, name)| Some((Kind::named(kind)?, name)));
+        match split {
+            Some((kind, name)) if !name.is_empty() => Ok(TaskName {
+                kind,
+                name: name.to_owned(),
+            }),
+            _ => Err(Refused::new(
+                Errno::EINVAL,
+                format!("{text:?} is no task: map.NAME or serve.NAME"),
+            )),
+        }
+    }
+}
