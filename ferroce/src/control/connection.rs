@@ -278,7 +278,10 @@ mod tests {
             (b"{\"do\"".to_vec(), Errno::EINVAL),
             (b"\xff\n".to_vec(), Errno::EINVAL),
         ] {
-            assert!(matches!(read(&bytes), Read1::Wrong(refused) if refused.errno == errno), "{errno}");
+            assert!(
+                matches!(read(&bytes), Read1::Wrong(refused) if refused.errno == errno),
+                "{errno}"
+            );
         }
     }
 }

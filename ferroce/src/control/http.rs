@@ -16,9 +16,9 @@ const PATIENCE: Duration = Duration::from_secs(5);
 pub(super) const BUSY: &str = "HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
 
 /// Answers a request.
-pub(super) fn answer(shared: &Shared, mut stream: TcpStream) {
+pub(super) fn answer(shared: &Shared, mut stream: &TcpStream) {
     // A client that is too slow, or has gone, has no answer.
-    let _ = read_request(&mut stream).and_then(|request| {
+    let _ = read_request(stream).and_then(|request| {
         let answer = answer_to(request.as_deref(), || metrics::text(&shared.roster));
         stream.set_write_timeout(Some(PATIENCE))?;
         stream.write_all(answer.as_bytes())
@@ -26,7 +26,7 @@ pub(super) fn answer(shared: &Shared, mut stream: TcpStream) {
 }
 
 /// The first line of a request whose head is complete; `None`: it is too long.
-fn read_request(stream: &mut TcpStream) -> io::Result<Option<String>> {
+fn read_request(mut stream: &TcpStream) -> io::Result<Option<String>> {
     let end = Instant::now() + PATIENCE;
     let mut head = Vec::new();
     let mut part = [0; 1024];
@@ -58,7 +58,12 @@ fn first_line(head: &[u8]) -> Option<String> {
 fn answer_to(request: Option<&str>, text: impl FnOnce() -> String) -> String {
     let plain = "text/plain; charset=utf-8";
     let (status, kind, body, has_body) = match request.map(|line| line.split(' ').collect::<Vec<_>>()).as_deref() {
-        None => ("431 Request Header Fields Too Large", plain, "too long\n".to_owned(), true),
+        None => (
+            "431 Request Header Fields Too Large",
+            plain,
+            "too long\n".to_owned(),
+            true,
+        ),
         Some([method @ ("GET" | "HEAD"), target, version]) if version.starts_with("HTTP/1.") => {
             let path = target.split('?').next().unwrap_or_default();
             let (status, kind, body) = match path {
@@ -87,9 +92,15 @@ mod tests {
     fn only_metrics_are_served() {
         let answer = |request| answer_to(request, || "a 1\n".into());
         let found = answer(Some("GET /metrics?x=1 HTTP/1.1"));
-        assert!(found.starts_with("HTTP/1.1 200 OK\r\n") && found.ends_with("\r\n\r\na 1\n"), "{found}");
+        assert!(
+            found.starts_with("HTTP/1.1 200 OK\r\n") && found.ends_with("\r\n\r\na 1\n"),
+            "{found}"
+        );
         let head = answer(Some("HEAD /metrics HTTP/1.0"));
-        assert!(head.contains("Content-Length: 4\r\n") && head.ends_with("\r\n\r\n"), "{head}");
+        assert!(
+            head.contains("Content-Length: 4\r\n") && head.ends_with("\r\n\r\n"),
+            "{head}"
+        );
         for (request, status) in [
             (Some("GET / HTTP/1.1"), "404"),
             (Some("POST /metrics HTTP/1.1"), "405"),
@@ -98,13 +109,19 @@ mod tests {
             (None, "431"),
         ] {
             let answer = answer(request);
-            assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{request:?}: {answer}");
+            assert!(
+                answer.starts_with(&format!("HTTP/1.1 {status} ")),
+                "{request:?}: {answer}"
+            );
         }
     }
 
     #[test]
     fn a_request_is_complete_with_an_empty_line() {
         assert_eq!(first_line(b"GET / HTTP/1.1\r\nHost: x\r\n"), None);
-        assert_eq!(first_line(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").as_deref(), Some("GET / HTTP/1.1"));
+        assert_eq!(
+            first_line(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").as_deref(),
+            Some("GET / HTTP/1.1")
+        );
     }
 }

@@ -78,7 +78,10 @@ fn escaped(text: &str) -> String {
 }
 
 fn sessions(out: &mut Metrics, listings: &[MapListing]) {
-    out.gauge("ferroce_session_paths", "Paths of a mapping's session, by whether they are up.");
+    out.gauge(
+        "ferroce_session_paths",
+        "Paths of a mapping's session, by whether they are up.",
+    );
     for listing in listings {
         let up = listing.paths.iter().filter(|p| p.state == PathState::Connected).count();
         for (state, number) in [("up", up), ("down", listing.paths.len() - up)] {
@@ -92,15 +95,21 @@ fn paths(out: &mut Metrics, listings: &[MapListing]) {
     let counters: [(&str, &str, Get); 8] = [
         ("reads", "Read requests sent by a path.", |p| p.stats.rdma.reads),
         ("read_bytes", "Bytes that they asked for.", |p| p.stats.rdma.read_bytes),
-        ("writes", "Write and other requests sent by a path.", |p| p.stats.rdma.writes),
+        ("writes", "Write and other requests sent by a path.", |p| {
+            p.stats.rdma.writes
+        }),
         ("write_bytes", "Bytes that they brought.", |p| p.stats.rdma.write_bytes),
-        ("failovers", "Requests taken over from paths that were lost.", |p| p.stats.failovers),
+        ("failovers", "Requests taken over from paths that were lost.", |p| {
+            p.stats.failovers
+        }),
         ("reconnects", "Times that a path came back.", |p| {
             p.stats.reconnects.max(0).unsigned_abs().into()
         }),
-        ("failed_reconnects", "Attempts to connect a path again that failed.", |p| {
-            p.stats.failed_reconnects.into()
-        }),
+        (
+            "failed_reconnects",
+            "Attempts to connect a path again that failed.",
+            |p| p.stats.failed_reconnects.into(),
+        ),
         ("cpu_migrations", "Answers taken on another processor.", |p| {
             p.stats.cpu_migration.to.iter().sum()
         }),
@@ -149,14 +158,18 @@ fn devices(out: &mut Metrics, listings: &[MapListing]) {
         ("read_bytes", "Bytes read.", |d| d.counters.read_bytes),
         ("writes", "Writes done.", |d| d.counters.writes),
         ("written_bytes", "Bytes written.", |d| d.counters.written_bytes),
-        ("repeated", "Requests that had to be sent again.", |d| d.counters.repeated),
+        ("repeated", "Requests that had to be sent again.", |d| {
+            d.counters.repeated
+        }),
     ];
     let gauges: [(&str, &str, Get); 4] = [
         ("up", "Whether the server has the device open.", |d| {
             u64::from(d.state == Some(DeviceState::Mapped))
         }),
         ("size_bytes", "Size.", |d| d.geometry.map_or(0, |g| g.size)),
-        ("waiting", "Requests that wait for a path or for the server.", |d| d.waiting as u64),
+        ("waiting", "Requests that wait for a path or for the server.", |d| {
+            d.waiting as u64
+        }),
         ("nbd_clients", "NBD clients that have chosen it.", |d| d.clients as u64),
     ];
     let each = |out: &mut Metrics, get: Get| {
@@ -183,7 +196,11 @@ fn served(out: &mut Metrics, server: &dyn Server, loops: &mut Vec<LoopStats>) {
     let counters = [
         ("opens", "Devices opened.", c.opens),
         ("opens_refused", "Open requests refused.", c.refused),
-        ("opens_refused_limit", "Of these, for the number of open devices.", c.refused_limit),
+        (
+            "opens_refused_limit",
+            "Of these, for the number of open devices.",
+            c.refused_limit,
+        ),
         ("requests", "Block requests answered.", c.requests),
         ("failed", "Of these, with an error.", c.failed),
         ("read_bytes", "Bytes read.", c.read_bytes),
@@ -198,7 +215,10 @@ fn served(out: &mut Metrics, server: &dyn Server, loops: &mut Vec<LoopStats>) {
     out.value(&[], c.open);
     out.gauge("ferroce_server_sessions", "Sessions open now.");
     out.value(&[], stats.sessions.iter().sum::<usize>());
-    out.counter("ferroce_server_rtrs_total", "What has happened to sessions and connections.");
+    out.counter(
+        "ferroce_server_rtrs_total",
+        "What has happened to sessions and connections.",
+    );
     for (name, value) in &stats.rtrs {
         out.value(&[("event", name)], value);
     }
@@ -211,7 +231,9 @@ fn served_paths(out: &mut Metrics, server: &dyn Server) {
     let counters: [(&str, &str, Get); 4] = [
         ("reads", "Read requests that came by a path.", |p| p.rdma.reads),
         ("read_bytes", "Bytes that they asked for.", |p| p.rdma.read_bytes),
-        ("writes", "Write and other requests that came by a path.", |p| p.rdma.writes),
+        ("writes", "Write and other requests that came by a path.", |p| {
+            p.rdma.writes
+        }),
         ("write_bytes", "Bytes that they brought.", |p| p.rdma.write_bytes),
     ];
     let sessions = server.sessions().unwrap_or_default();
@@ -235,12 +257,24 @@ fn served_paths(out: &mut Metrics, server: &dyn Server) {
 fn packets(out: &mut Metrics, loops: &[LoopStats]) {
     let mut all = LoopStats::default();
     loops.iter().for_each(|stats| all.add(stats));
-    let shown: Vec<_> = all.devices.iter().map(|(addr, stats)| (addr, stats_json(stats))).collect();
+    let shown: Vec<_> = all
+        .devices
+        .iter()
+        .map(|(addr, stats)| (addr, stats_json(stats)))
+        .collect();
     let Some((_, first)) = shown.first() else { return };
-    let Some(Value::Object(names)) = first.get("counters") else { return };
+    let Some(Value::Object(names)) = first.get("counters") else {
+        return;
+    };
     for name in names.keys() {
-        let metric: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
-        out.counter(&format!("ferroce_roce_{metric}_total"), "A counter of the RoCE port at an address of ours.");
+        let metric: String = name
+            .chars()
+            .map(|c| if c.is_ascii_alphanumeric() { c } else { '_' })
+            .collect();
+        out.counter(
+            &format!("ferroce_roce_{metric}_total"),
+            "A counter of the RoCE port at an address of ours.",
+        );
         for (addr, counters) in &shown {
             out.value(&[("address", addr)], &counters["counters"][name]);
         }
@@ -257,6 +291,9 @@ mod tests {
         out.gauge("a", "B.");
         out.value(&[("name", &"x\"y\\z\n")], 1);
         out.value(&[], 0.5);
-        assert_eq!(out.0, "# HELP a B.\n# TYPE a gauge\na{name=\"x\\\"y\\\\z\\n\"} 1\na 0.5\n");
+        assert_eq!(
+            out.0,
+            "# HELP a B.\n# TYPE a gauge\na{name=\"x\\\"y\\\\z\\n\"} 1\na 0.5\n"
+        );
     }
 }

@@ -110,7 +110,9 @@ impl Control {
         for path in &args.control {
             match path.as_os_str() == STDIO {
                 true => this.listen_on_stdio(),
-                false => this.listen(path, group).map_err(|e| Failure::failed(format!("control {e}")))?,
+                false => this
+                    .listen(path, group)
+                    .map_err(|e| Failure::failed(format!("control {e}")))?,
             }
         }
         if let Some(addr) = args.metrics {

@@ -68,7 +68,9 @@ fn of_tree(shared: &Shared, verb: &str, request: &Value) -> Option<Outcome> {
                 shown.insert("name".into(), entry.name.clone().into());
                 Value::from(shown)
             };
-            Ok(fields(json!({ "entries": entries.iter().map(entry).collect::<Vec<_>>() })))
+            Ok(fields(
+                json!({ "entries": entries.iter().map(entry).collect::<Vec<_>>() }),
+            ))
         }
         "stat" => shared.registry.stat(file).map(|stat| stat_shown(&stat)),
         "read" => shared.registry.read(file).map(|text| fields(json!({ "text": text }))),

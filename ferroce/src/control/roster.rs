@@ -64,7 +64,12 @@ impl Roster {
         };
         let has_name = |client: &Arc<dyn Client>| client.listing().is_ok_and(|l| l.session == wanted);
         let found = clients.into_iter().find(has_name);
-        found.ok_or_else(|| Refused::new(Errno::ENOENT, format!("there is no session {wanted:?} of a mapping here")))
+        found.ok_or_else(|| {
+            Refused::new(
+                Errno::ENOENT,
+                format!("there is no session {wanted:?} of a mapping here"),
+            )
+        })
     }
 
     /// The server, if this process has one.

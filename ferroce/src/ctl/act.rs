@@ -242,7 +242,9 @@ impl Act<'_> {
             } => {
                 let session = all.mapping(session.as_deref())?.session.clone();
                 if max_reconnects.is_none() && reconnect_delay.is_none() && on_loss.is_none() {
-                    return Err(Failure::usage("nothing to set: --max-reconnects, --reconnect-delay or --on-loss"));
+                    return Err(Failure::usage(
+                        "nothing to set: --max-reconnects, --reconnect-delay or --on-loss",
+                    ));
                 }
                 self.set_reconnects(&session, *max_reconnects, *reconnect_delay)?;
                 on_loss.map_or(Ok(()), |on_loss| self.set_on_loss(&session, on_loss))
@@ -344,7 +346,10 @@ impl Act<'_> {
 
     fn close_path(&mut self, (session, path): (&Session, &ServedPath)) -> Result<(), Failure> {
         let request = json!({ "do": "close_path", "session": session.session, "path": path.path });
-        self.done(request, format!("disconnected path {} of session {}", path.name(), session.name))
+        self.done(
+            request,
+            format!("disconnected path {} of session {}", path.name(), session.name),
+        )
     }
 
     fn policy(&mut self, policy: &str, session: Option<&str>) -> Result<(), Failure> {
@@ -358,12 +363,20 @@ impl Act<'_> {
         let all = self.all()?;
         let ours: Vec<_> = match path {
             Some(path) => all.paths(None, path),
-            None => all.mappings.iter().flat_map(|m| m.paths.iter().map(move |p| (m, p))).collect(),
+            None => all
+                .mappings
+                .iter()
+                .flat_map(|m| m.paths.iter().map(move |p| (m, p)))
+                .collect(),
         };
         let served: Vec<_> = match path {
             _ if !all.mappings.is_empty() => Vec::new(),
             Some(path) => all.served_paths(None, path),
-            None => all.sessions.iter().flat_map(|s| s.paths.iter().map(move |p| (s, p))).collect(),
+            None => all
+                .sessions
+                .iter()
+                .flat_map(|s| s.paths.iter().map(move |p| (s, p)))
+                .collect(),
         };
         if let (Some(path), true, true) = (path, ours.is_empty(), served.is_empty()) {
             return Err(Failure::failed(format!("there is no path {path:?}")));
@@ -373,8 +386,7 @@ impl Act<'_> {
         }
         for (mapping, path) in ours {
             let session = &mapping.session;
-            let request =
-                json!({ "do": "reset_path_stats", "session": session, "path": path.whole(), "which": which });
+            let request = json!({ "do": "reset_path_stats", "session": session, "path": path.whole(), "which": which });
             self.done(request, format!("path {} counts from zero", path.path))?;
         }
         for (session, path) in served {
@@ -395,7 +407,9 @@ fn one<A: Copy>(found: &[A], name: &str) -> Result<A, Failure> {
     match found {
         [one] => Ok(*one),
         [] => Err(Failure::failed(format!("there is no path {name:?}"))),
-        _ => Err(Failure::usage(format!("there are several paths {name:?}: name the session, both addresses, and the port"))),
+        _ => Err(Failure::usage(format!(
+            "there are several paths {name:?}: name the session, both addresses, and the port"
+        ))),
     }
 }
 
@@ -450,7 +464,10 @@ mod tests {
         let all = words("from backup path 10.0.0.1,10.0.0.2 ro path 10.0.1.2");
         let read = MapWords::read(&all).unwrap();
         assert_eq!(read.session.as_deref(), Some("backup"));
-        assert_eq!((read.paths, read.mode), (vec!["10.0.0.1,10.0.0.2", "10.0.1.2"], Some("ro")));
+        assert_eq!(
+            (read.paths, read.mode),
+            (vec!["10.0.0.1,10.0.0.2", "10.0.1.2"], Some("ro"))
+        );
         assert_eq!(MapWords::read(&[]).unwrap(), MapWords::default());
         for wrong in ["from", "path", "wr", "to backup"] {
             assert!(MapWords::read(&words(wrong)).is_err(), "{wrong}");
@@ -460,7 +477,10 @@ mod tests {
     #[test]
     fn a_path_is_added_at_the_sessions_port() {
         assert_eq!(with_port("10.0.0.1,10.0.0.2", 1300).unwrap(), "10.0.0.1,10.0.0.2:1300");
-        assert_eq!(with_port("ip:fe80::1@ip:fe80::2", 1300).unwrap(), "fe80::1,[fe80::2]:1300");
+        assert_eq!(
+            with_port("ip:fe80::1@ip:fe80::2", 1300).unwrap(),
+            "fe80::1,[fe80::2]:1300"
+        );
         assert_eq!(with_port("10.0.0.2:99", 1300).unwrap(), "10.0.0.2:99");
         assert!(with_port("nowhere", 1).is_err());
     }

@@ -152,9 +152,9 @@ impl Client {
             return Ok(Line::End);
         }
         let parsed = serde_json::from_slice(&bytes);
-        parsed.map(Line::Json).map_err(|e| {
-            Failure::failed(format!("this is no control socket of ferroce: {e}"))
-        })
+        parsed
+            .map(Line::Json)
+            .map_err(|e| Failure::failed(format!("this is no control socket of ferroce: {e}")))
     }
 }
 

@@ -54,7 +54,9 @@ impl Path {
     }
 
     fn is(&self, wanted: &PathAddr, has_port: bool) -> bool {
-        let Ok(own) = transport::path(&self.whole()) else { return false };
+        let Ok(own) = transport::path(&self.whole()) else {
+            return false;
+        };
         let same = own.dst.ip() == wanted.dst.ip() && wanted.src.is_none_or(|src| own.src == Some(src));
         same && (!has_port || own.dst.port() == wanted.dst.port())
     }
@@ -105,7 +107,10 @@ pub(super) struct ServedPath {
 impl ServedPath {
     /// As its client names it.
     pub(super) fn name(&self) -> String {
-        let client = self.client.parse().map(|addr: std::net::SocketAddr| addr.ip().to_canonical());
+        let client = self
+            .client
+            .parse()
+            .map(|addr: std::net::SocketAddr| addr.ip().to_canonical());
         let client = client.map_or_else(|_| self.client.clone(), |ip| ip.to_string());
         let server = self.server.parse().map(|ip: std::net::IpAddr| ip.to_canonical());
         let server = server.map_or_else(|_| self.server.clone(), |ip| ip.to_string());
@@ -113,7 +118,9 @@ impl ServedPath {
     }
 
     fn is(&self, wanted: &PathAddr) -> bool {
-        let Ok(own) = transport::path(&self.name()) else { return false };
+        let Ok(own) = transport::path(&self.name()) else {
+            return false;
+        };
         own.dst.ip() == wanted.dst.ip() && wanted.src.is_none_or(|src| own.src == Some(src))
     }
 }
@@ -183,7 +190,10 @@ impl All {
         let is = |(mapping, device): &(&Mapping, &Device)| {
             device.name == name
                 || device.block.as_deref() == Some(name)
-                || name.strip_suffix(mapping.session.as_str()).and_then(|n| n.strip_suffix('@')) == Some(&device.name)
+                || name
+                    .strip_suffix(mapping.session.as_str())
+                    .and_then(|n| n.strip_suffix('@'))
+                    == Some(&device.name)
         };
         all.filter(is).collect()
     }
@@ -195,7 +205,10 @@ impl All {
             [] if self.mappings.is_empty() => Err(Failure::failed("nothing is mapped by this process")),
             [] => Err(Failure::failed(format!("no device {name:?} is mapped"))),
             several => {
-                let names: Vec<_> = several.iter().map(|(m, d)| format!("{}@{}", d.name, m.session)).collect();
+                let names: Vec<_> = several
+                    .iter()
+                    .map(|(m, d)| format!("{}@{}", d.name, m.session))
+                    .collect();
                 Err(Failure::usage(format!("say which: {}", names.join(", "))))
             }
         }
@@ -203,7 +216,9 @@ impl All {
 
     /// Paths of mappings with these addresses.
     pub(super) fn paths(&self, session: Option<&str>, text: &str) -> Vec<(&Mapping, &Path)> {
-        let Some((wanted, has_port)) = path_words(text) else { return Vec::new() };
+        let Some((wanted, has_port)) = path_words(text) else {
+            return Vec::new();
+        };
         let all = self.mappings.iter().filter(|m| session.is_none_or(|s| m.session == s));
         let all = all.flat_map(|m| m.paths.iter().map(move |p| (m, p)));
         all.filter(|(_, path)| path.is(&wanted, has_port)).collect()
@@ -211,8 +226,13 @@ impl All {
 
     /// Paths of a server's clients with these addresses.
     pub(super) fn served_paths(&self, session: Option<&str>, text: &str) -> Vec<(&Session, &ServedPath)> {
-        let Some((wanted, _)) = path_words(text) else { return Vec::new() };
-        let all = self.sessions.iter().filter(|s| session.is_none_or(|name| s.name == name));
+        let Some((wanted, _)) = path_words(text) else {
+            return Vec::new();
+        };
+        let all = self
+            .sessions
+            .iter()
+            .filter(|s| session.is_none_or(|name| s.name == name));
         let all = all.flat_map(|s| s.paths.iter().map(move |p| (s, p)));
         all.filter(|(_, path)| path.is(&wanted)).collect()
     }
@@ -249,8 +269,14 @@ mod tests {
         assert_eq!(v4.whole(), "ip:10.0.0.1,10.0.0.2:1300");
         let v6 = path("ip:fe80::1@ip:fe80::2", 1234);
         assert_eq!(v6.whole(), "ip:fe80::1,[fe80::2]:1234");
-        let is = |path: &Path, text: &str| path_words(text).is_some_and(|(wanted, has_port)| path.is(&wanted, has_port));
-        for text in ["ip:10.0.0.1@ip:10.0.0.2", "10.0.0.1,10.0.0.2", "10.0.0.2", "10.0.0.1,10.0.0.2:1300"] {
+        let is =
+            |path: &Path, text: &str| path_words(text).is_some_and(|(wanted, has_port)| path.is(&wanted, has_port));
+        for text in [
+            "ip:10.0.0.1@ip:10.0.0.2",
+            "10.0.0.1,10.0.0.2",
+            "10.0.0.2",
+            "10.0.0.1,10.0.0.2:1300",
+        ] {
             assert!(is(&v4, text), "{text}");
         }
         for text in ["10.0.0.2:1234", "10.0.0.9,10.0.0.2", "10.0.0.1", "disk", ""] {

@@ -15,7 +15,9 @@ pub(super) fn print(heads: &[&str], rows: &[Vec<String>]) -> Result<(), Failure>
 fn lines(heads: &[&str], rows: &[Vec<String>]) -> Vec<String> {
     let heads: Vec<String> = heads.iter().map(|head| (*head).to_owned()).collect();
     // Who has a device or a session has named it.
-    let rows = rows.iter().map(|row| row.iter().map(|cell| shown(cell).to_string()).collect());
+    let rows = rows
+        .iter()
+        .map(|row| row.iter().map(|cell| shown(cell).to_string()).collect());
     let all: Vec<Vec<String>> = std::iter::once(heads).chain(rows).collect();
     let width = |column: usize| {
         let cells = all.iter().filter_map(|row| row.get(column));

@@ -38,7 +38,10 @@ pub(super) fn list(client: &mut Client, what: Option<What>, json: bool) -> Resul
             sections.push((CLIENT, all.sessions.iter().map(|s| client_row(&all, s)).collect()));
         }
         if wants(What::Paths) {
-            let rows = all.sessions.iter().flat_map(|s| s.paths.iter().map(|p| served_row(s, p)));
+            let rows = all
+                .sessions
+                .iter()
+                .flat_map(|s| s.paths.iter().map(|p| served_row(s, p)));
             sections.push((SERVED, rows.collect()));
         }
     }
@@ -64,7 +67,9 @@ fn listed(all: &All, what: Option<What>) -> Value {
         What::Paths => ("paths", "sessions"),
     };
     for mapping in json["mappings"].as_array_mut().into_iter().flatten() {
-        let Some(fields) = mapping.as_object_mut() else { continue };
+        let Some(fields) = mapping.as_object_mut() else {
+            continue;
+        };
         match what {
             What::Sessions => fields.retain(|name, _| name != "devices" && name != "paths"),
             What::Devices | What::Paths => fields.retain(|name, _| name == "session" || name == of_mapping),
@@ -76,12 +81,41 @@ fn listed(all: &All, what: Option<What>) -> Value {
     json
 }
 
-const DEVICE: &[&str] = &["DEVICE", "BLOCK", "SESSION", "STATE", "MODE", "SIZE", "CLIENTS", "WAITING", "READ", "WRITTEN"];
-const SESSION: &[&str] = &["SESSION", "POLICY", "PATHS", "DEVICES", "DEPTH", "MAX IO", "RECONNECTS", "DELAY"];
-const PATH: &[&str] = &["PATH", "SESSION", "STATE", "LATENCY", "IN FLIGHT", "READ", "WRITTEN", "FAILOVERS", "RECONNECTS"];
+const DEVICE: &[&str] = &[
+    "DEVICE", "BLOCK", "SESSION", "STATE", "MODE", "SIZE", "CLIENTS", "WAITING", "READ", "WRITTEN",
+];
+const SESSION: &[&str] = &[
+    "SESSION",
+    "POLICY",
+    "PATHS",
+    "DEVICES",
+    "DEPTH",
+    "MAX IO",
+    "RECONNECTS",
+    "DELAY",
+];
+const PATH: &[&str] = &[
+    "PATH",
+    "SESSION",
+    "STATE",
+    "LATENCY",
+    "IN FLIGHT",
+    "READ",
+    "WRITTEN",
+    "FAILOVERS",
+    "RECONNECTS",
+];
 const OPEN: &[&str] = &["OPEN DEVICE", "SESSION", "CLIENT", "MODE", "SIZE", "IMAGE"];
 const CLIENT: &[&str] = &["CLIENT SESSION", "PATHS", "DEVICES"];
-const SERVED: &[&str] = &["CLIENT PATH", "SESSION", "STATE", "CONNECTIONS", "REQUESTS", "READ", "WRITTEN"];
+const SERVED: &[&str] = &[
+    "CLIENT PATH",
+    "SESSION",
+    "STATE",
+    "CONNECTIONS",
+    "REQUESTS",
+    "READ",
+    "WRITTEN",
+];
 
 fn size(bytes: Option<u64>) -> String {
     bytes.map_or_else(|| "-".into(), output::bytes)
@@ -202,15 +236,29 @@ pub(super) fn show(client: &mut Client, of: Of, name: &str, json: bool) -> Resul
     let all = All::of(client)?;
     let mut found: Vec<(Value, Facts)> = Vec::new();
     if of == Of::Any {
-        found.extend(all.mapped(name).into_iter().map(|(m, d)| (in_json(&all, m, d), device_facts(m, d))));
+        found.extend(
+            all.mapped(name)
+                .into_iter()
+                .map(|(m, d)| (in_json(&all, m, d), device_facts(m, d))),
+        );
         let open = all.open.iter().filter(|d| d.name == name);
-        found.extend(open.map(|d| (json_of(&all.json["devices"], "device", d.device, Some(d.session)), open_facts(d))));
+        found.extend(open.map(|d| {
+            (
+                json_of(&all.json["devices"], "device", d.device, Some(d.session)),
+                open_facts(d),
+            )
+        }));
     }
     if of != Of::Path {
         let mappings = all.mappings.iter().filter(|m| m.session == name);
         found.extend(mappings.map(|m| (named(&all.json["mappings"], "session", &m.session), session_facts(m))));
         let sessions = all.sessions.iter().filter(|s| s.name == name);
-        found.extend(sessions.map(|s| (json_of(&all.json["sessions"], "session", s.session, None), client_facts(&all, s))));
+        found.extend(sessions.map(|s| {
+            (
+                json_of(&all.json["sessions"], "session", s.session, None),
+                client_facts(&all, s),
+            )
+        }));
     }
     if of != Of::Session {
         for (mapping, path) in all.paths(None, name) {
@@ -221,7 +269,10 @@ pub(super) fn show(client: &mut Client, of: Of, name: &str, json: bool) -> Resul
         }
         for (session, path) in all.served_paths(None, name) {
             let of_session = json_of(&all.json["sessions"], "session", session.session, None);
-            found.push((json_of(&of_session["paths"], "path", path.path, None), served_facts(session, path)));
+            found.push((
+                json_of(&of_session["paths"], "path", path.path, None),
+                served_facts(session, path),
+            ));
         }
     }
     if found.is_empty() {
@@ -251,7 +302,12 @@ fn named(list: &Value, key: &str, name: &str) -> Value {
 
 fn json_of(list: &Value, key: &str, number: u64, session: Option<u64>) -> Value {
     let is = |v: &&Value| v[key] == number && session.is_none_or(|s| v["session"] == s);
-    list.as_array().into_iter().flatten().find(is).cloned().unwrap_or_default()
+    list.as_array()
+        .into_iter()
+        .flatten()
+        .find(is)
+        .cloned()
+        .unwrap_or_default()
 }
 
 fn in_json(all: &All, mapping: &Mapping, device: &Device) -> Value {
@@ -273,8 +329,14 @@ fn device_facts(mapping: &Mapping, device: &Device) -> Facts {
         ("on loss", device.on_loss.clone()),
         ("NBD clients", device.clients.to_string()),
         ("requests", format!("{} ({} failed)", device.completed, device.failed)),
-        ("reads", format!("{} ({})", device.reads, output::bytes(device.read_bytes))),
-        ("writes", format!("{} ({})", device.writes, output::bytes(device.written_bytes))),
+        (
+            "reads",
+            format!("{} ({})", device.reads, output::bytes(device.read_bytes)),
+        ),
+        (
+            "writes",
+            format!("{} ({})", device.writes, output::bytes(device.written_bytes)),
+        ),
         ("sent again", device.repeated.to_string()),
         ("waiting", device.waiting.to_string()),
     ]
@@ -304,7 +366,12 @@ fn session_facts(mapping: &Mapping) -> Facts {
         ("reconnect delay", format!("{} s", mapping.reconnect_delay)),
         ("devices", devices.join(", ")),
     ];
-    rows.extend(mapping.paths.iter().map(|p| ("path", format!("{} ({})", p.path, p.state))));
+    rows.extend(
+        mapping
+            .paths
+            .iter()
+            .map(|p| ("path", format!("{} ({})", p.path, p.state))),
+    );
     rows
 }
 
@@ -316,7 +383,12 @@ fn client_facts(all: &All, session: &Session) -> Facts {
         ("number", session.session.to_string()),
         ("devices", devices.join(", ")),
     ];
-    rows.extend(session.paths.iter().map(|p| ("path", format!("{} ({})", p.name(), p.state))));
+    rows.extend(
+        session
+            .paths
+            .iter()
+            .map(|p| ("path", format!("{} ({})", p.name(), p.state))),
+    );
     rows
 }
 
@@ -329,7 +401,10 @@ fn path_facts(mapping: &Mapping, path: &Path) -> Facts {
         ("latency", latency(path)),
         ("in flight", path.in_flight.to_string()),
         ("reads", format!("{} ({})", path.reads, output::bytes(path.read_bytes))),
-        ("writes", format!("{} ({})", path.writes, output::bytes(path.write_bytes))),
+        (
+            "writes",
+            format!("{} ({})", path.writes, output::bytes(path.write_bytes)),
+        ),
         ("failovers", path.failovers.to_string()),
         ("reconnects", path.reconnects.to_string()),
         ("failed reconnects", path.failed_reconnects.to_string()),
@@ -345,7 +420,10 @@ fn served_facts(session: &Session, path: &ServedPath) -> Facts {
         ("connections", format!("{} of {}", path.made, path.connections)),
         ("requests", path.requests.to_string()),
         ("reads", format!("{} ({})", path.reads, output::bytes(path.read_bytes))),
-        ("writes", format!("{} ({})", path.writes, output::bytes(path.write_bytes))),
+        (
+            "writes",
+            format!("{} ({})", path.writes, output::bytes(path.write_bytes)),
+        ),
     ]
 }
 
@@ -381,7 +459,17 @@ pub(super) fn stats(client: &mut Client, json: bool) -> Result<(), Failure> {
         return output::json(&shown);
     }
     if !all.mappings.is_empty() {
-        let heads = ["PATH", "READS", "READ BYTES", "WRITES", "WRITE BYTES", "IN FLIGHT", "FAILOVERS", "RECONNECTS", "FAILED"];
+        let heads = [
+            "PATH",
+            "READS",
+            "READ BYTES",
+            "WRITES",
+            "WRITE BYTES",
+            "IN FLIGHT",
+            "FAILOVERS",
+            "RECONNECTS",
+            "FAILED",
+        ];
         let paths = all.mappings.iter().flat_map(|m| &m.paths);
         let row = |p: &Path| {
             let numbers = [p.reads, p.read_bytes, p.writes, p.write_bytes, p.in_flight, p.failovers];
@@ -393,7 +481,15 @@ pub(super) fn stats(client: &mut Client, json: bool) -> Result<(), Failure> {
         print(&heads, &paths.map(row).collect::<Vec<_>>())?;
     }
     if !all.sessions.is_empty() {
-        let heads = ["CLIENT PATH", "SESSION", "READS", "READ BYTES", "WRITES", "WRITE BYTES", "REQUESTS"];
+        let heads = [
+            "CLIENT PATH",
+            "SESSION",
+            "READS",
+            "READ BYTES",
+            "WRITES",
+            "WRITE BYTES",
+            "REQUESTS",
+        ];
         let paths = all.sessions.iter().flat_map(|s| s.paths.iter().map(move |p| (s, p)));
         let row = |(session, p): (&Session, &ServedPath)| {
             let mut row = vec![p.name(), session.name.clone()];

@@ -149,7 +149,10 @@ mod tests {
         assert_eq!((lo.state, lo.port), ("ACTIVE", 1));
         assert!(lo.gids.iter().any(|g| g.addr == IpAddr::from([127, 0, 0, 1])));
         let name = Some(lo.ifname.clone());
-        assert_eq!((device_at([127, 0, 0, 1].into()), device_at([127, 9, 9, 9].into())), (name.clone(), name));
+        assert_eq!(
+            (device_at([127, 0, 0, 1].into()), device_at([127, 9, 9, 9].into())),
+            (name.clone(), name)
+        );
         let names: Vec<String> = (0..links.len()).map(|i| format!("ferroce{i}")).collect();
         assert!(links.iter().map(|l| &l.ifname).eq(&names));
     }

@@ -101,18 +101,30 @@ const PATH: &[Attr<Path>] = &[
         };
         Ok(format!("{state}\n"))
     }),
-    Attr::rw("reconnect", |_| usage("reconnect"), |path, text| {
-        one(text)?;
-        path.ask(MapRequest::Reconnect(path.status.addr))
-    }),
-    Attr::rw("disconnect", |_| usage("disconnect"), |path, text| {
-        one(text)?;
-        path.ask(MapRequest::Disconnect(path.status.addr))
-    }),
-    Attr::rw("remove_path", |_| usage("remove_path"), |path, text| {
-        one(text)?;
-        path.ask(MapRequest::RemovePath(path.status.addr))
-    }),
+    Attr::rw(
+        "reconnect",
+        |_| usage("reconnect"),
+        |path, text| {
+            one(text)?;
+            path.ask(MapRequest::Reconnect(path.status.addr))
+        },
+    ),
+    Attr::rw(
+        "disconnect",
+        |_| usage("disconnect"),
+        |path, text| {
+            one(text)?;
+            path.ask(MapRequest::Disconnect(path.status.addr))
+        },
+    ),
+    Attr::rw(
+        "remove_path",
+        |_| usage("remove_path"),
+        |path, text| {
+            one(text)?;
+            path.ask(MapRequest::RemovePath(path.status.addr))
+        },
+    ),
     Attr::ro("cur_latency", |path| {
         let latency = path.status.latency.unwrap_or_default();
         Ok(format!("{} ns\n", latency.as_nanos()))
@@ -140,12 +152,15 @@ const STATS: &[Attr<Path>] = &[
         |path, text| path.reset(PathCounters::CpuMigration, text),
     )
     .of_documents(),
-    Attr::rw("reset_all", |_| Ok(RESET_ALL.into()), |path, text| {
-        path.reset(PathCounters::All, text)
-    }),
+    Attr::rw(
+        "reset_all",
+        |_| Ok(RESET_ALL.into()),
+        |path, text| path.reset(PathCounters::All, text),
+    ),
 ];
 
-const ADD_PATH: &str = "Usage: echo [<source addr>@]<destination addr> > add_path\n\n*addr ::= [ ip:<ipv4|ipv6> | gid:<gid> ]\n";
+const ADD_PATH: &str =
+    "Usage: echo [<source addr>@]<destination addr> > add_path\n\n*addr ::= [ ip:<ipv4|ipv6> | gid:<gid> ]\n";
 /// Also of a server's paths.
 pub(crate) const RESET_ALL: &str = "echo 1 to reset all statistics\n";
 

@@ -50,7 +50,12 @@ pub(crate) fn mapped(host: &dyn Host, numbers: &Mutex<Numbers>) -> Result<Vec<Ar
     for client in host.clients() {
         let Ok(listing) = client.listing() else { continue };
         let session = listing.session;
-        found.extend(listing.devices.into_iter().map(|d| (client.clone(), session.clone(), d)));
+        found.extend(
+            listing
+                .devices
+                .into_iter()
+                .map(|d| (client.clone(), session.clone(), d)),
+        );
     }
     let names = found.iter().map(|(_, s, d)| (s.clone(), d.name.clone())).collect();
     let numbered = numbers.of(names).into_iter().zip(found);
@@ -120,23 +125,35 @@ const BLOCK: &[Attr<Mapped>] = &[
 ];
 
 const RNBD: &[Attr<Mapped>] = &[
-    Attr::rw("unmap_device", |_| Ok(UNMAP.into()), |mapped, text| {
-        let force = match line(text) {
-            "normal" => false,
-            "force" => true,
-            other => return Err(invalid(format!("{other:?} is neither normal nor force"))),
-        };
-        let device = mapped.device.name.clone();
-        mapped.ask(MapRequest::Unmap { device, force })
-    }),
-    Attr::rw("resize", |_| Ok(RESIZE.into()), |mapped, text| {
-        let (device, sectors) = (mapped.device.name.clone(), unsigned(text)?);
-        mapped.ask(MapRequest::Resize { device, sectors })
-    }),
-    Attr::rw("remap_device", |_| Ok(REMAP.into()), |mapped, text| {
-        one(text)?;
-        mapped.ask(MapRequest::Remap(mapped.device.name.clone()))
-    }),
+    Attr::rw(
+        "unmap_device",
+        |_| Ok(UNMAP.into()),
+        |mapped, text| {
+            let force = match line(text) {
+                "normal" => false,
+                "force" => true,
+                other => return Err(invalid(format!("{other:?} is neither normal nor force"))),
+            };
+            let device = mapped.device.name.clone();
+            mapped.ask(MapRequest::Unmap { device, force })
+        },
+    ),
+    Attr::rw(
+        "resize",
+        |_| Ok(RESIZE.into()),
+        |mapped, text| {
+            let (device, sectors) = (mapped.device.name.clone(), unsigned(text)?);
+            mapped.ask(MapRequest::Resize { device, sectors })
+        },
+    ),
+    Attr::rw(
+        "remap_device",
+        |_| Ok(REMAP.into()),
+        |mapped, text| {
+            one(text)?;
+            mapped.ask(MapRequest::Remap(mapped.device.name.clone()))
+        },
+    ),
     Attr::ro("state", |mapped| Ok(format!("{}\n", state_name(mapped.device.state)))),
     Attr::ro("session", |mapped| Ok(format!("{}\n", mapped.session))),
     Attr::ro("mapping_path", |mapped| Ok(format!("{}\n", mapped.device.name))),

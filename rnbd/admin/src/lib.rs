@@ -40,12 +40,12 @@ use std::{net::IpAddr, sync::Arc};
 use device::Numbers;
 use parking_lot::Mutex;
 use rnbd::Errno;
+use rnbd::server::listing::DeviceListing;
 use rnbd_host::control::{
     Refused,
     map::{MapAnswer, MapControl, MapListing, MapRequest},
     serve::{ServeAnswer, ServeRequest},
 };
-use rnbd::server::listing::DeviceListing;
 use rtrs::server::listing::SessionListing;
 
 pub use device::state_name;

@@ -94,10 +94,14 @@ const PATH: &[Attr<Path>] = &[
     Attr::ro("hca_port", |_| Ok("1\n".into())),
     Attr::ro("src_addr", |path| Ok(format!("ip:{}\n", ends(&path.listing).0))),
     Attr::ro("dst_addr", |path| Ok(format!("ip:{}\n", ends(&path.listing).1))),
-    Attr::rw("disconnect", |_| usage("disconnect"), |path, text| {
-        one(text)?;
-        path.ask(ServeRequest::ClosePath(path.session, path.listing.path))
-    }),
+    Attr::rw(
+        "disconnect",
+        |_| usage("disconnect"),
+        |path, text| {
+            one(text)?;
+            path.ask(ServeRequest::ClosePath(path.session, path.listing.path))
+        },
+    ),
 ];
 
 const STATS: &[Attr<Path>] = &[
@@ -192,12 +196,16 @@ const OPENED: &[Attr<Opened>] = &[
     }),
     Attr::ro("access_mode", |opened| Ok(format!("{}\n", opened.device.mode))),
     Attr::ro("mapping_path", |opened| Ok(format!("{}\n", opened.device.name))),
-    Attr::rw("force_close", |_| usage("force_close"), |opened, text| {
-        one(text)?;
-        let device = &opened.device;
-        let close = ServeRequest::ForceClose(device.session, device.id);
-        opened.server.ask(close).map(|_| ())
-    }),
+    Attr::rw(
+        "force_close",
+        |_| usage("force_close"),
+        |opened, text| {
+            one(text)?;
+            let device = &opened.device;
+            let close = ServeRequest::ForceClose(device.session, device.id);
+            opened.server.ask(close).map(|_| ())
+        },
+    ),
 ];
 
 /// `block/EXPORT` of what is open.

@@ -292,7 +292,8 @@ fn the_tree_is_the_kernels() {
         expected.extend(["ro", "size", "stat"].map(|name| format!("block/rnbd{n}/{name} 444")));
         let shown = ["state", "session", "mapping_path", "access_mode", "nr_poll_queues"];
         expected.extend(shown.map(|name| format!("block/rnbd{n}/rnbd/{name} 444")));
-        expected.extend(["unmap_device", "resize", "remap_device"].map(|name| format!("block/rnbd{n}/rnbd/{name} 644")));
+        expected
+            .extend(["unmap_device", "resize", "remap_device"].map(|name| format!("block/rnbd{n}/rnbd/{name} 644")));
     }
     let served = "class/rtrs-server/db/paths/ip:10.0.0.1@ip:10.0.0.2";
     expected.extend(["hca_name", "hca_port", "src_addr", "dst_addr"].map(|name| format!("{served}/{name} 444")));
@@ -341,7 +342,10 @@ fn names_of_the_documents_are_there_unless_only_the_kernels_are_wanted() {
     let table = read(&all, PATH, "stats/cpu_migration");
     let lines: Vec<&str> = table.lines().collect();
     assert!(lines[0].trim_start().starts_with("CPU0"), "{table}");
-    assert!(lines[1].starts_with("from:        4") && lines[2].starts_with("to  :        0"), "{table}");
+    assert!(
+        lines[1].starts_with("from:        4") && lines[2].starts_with("to  :        0"),
+        "{table}"
+    );
 }
 
 #[test]
@@ -397,7 +401,10 @@ fn texts_are_the_kernels() {
     let opened = "class/rnbd-server/ctl/devices/vg!disk/sessions/db";
     assert_eq!(read(&registry, opened, "read_only"), "1\n");
     assert_eq!(read(&registry, opened, "access_mode"), "ro\n");
-    assert_eq!(read(&registry, "module/rtrs_server/parameters", "always_invalidate"), "Y\n");
+    assert_eq!(
+        read(&registry, "module/rtrs_server/parameters", "always_invalidate"),
+        "Y\n"
+    );
 }
 
 #[test]
@@ -406,7 +413,11 @@ fn what_is_written_is_asked_for() {
     let of = |at: &str, file: &str| format!("{at}/{file}");
     let first = "10.0.0.1,10.0.0.2:1300".parse().unwrap();
     let writes = [
-        (of(SESSION, "mpath_policy"), "rr\n", MapRequest::SetPolicy(Policy::RoundRobin)),
+        (
+            of(SESSION, "mpath_policy"),
+            "rr\n",
+            MapRequest::SetPolicy(Policy::RoundRobin),
+        ),
         (of(SESSION, "mp_policy"), "2", MapRequest::SetPolicy(Policy::MinLatency)),
         (
             of(SESSION, "mpath_policy"),
@@ -487,7 +498,11 @@ fn what_can_not_be_written_is_refused_as_by_the_kernel() {
         ("paths", "1", Errno::EISDIR),
         ("mpath_policy/x", "1", Errno::ENOTDIR),
     ] {
-        assert_eq!(refused(&format!("{SESSION}/{file}"), text.as_bytes()), errno, "{file} {text:?}");
+        assert_eq!(
+            refused(&format!("{SESSION}/{file}"), text.as_bytes()),
+            errno,
+            "{file} {text:?}"
+        );
     }
     for (file, text) in [
         ("reconnect", "0"),
@@ -497,7 +512,11 @@ fn what_can_not_be_written_is_refused_as_by_the_kernel() {
         ("stats/rdma", "0"),
         ("stats/reset_all", ""),
     ] {
-        assert_eq!(refused(&format!("{PATH}/{file}"), text.as_bytes()), Errno::EINVAL, "{file} {text:?}");
+        assert_eq!(
+            refused(&format!("{PATH}/{file}"), text.as_bytes()),
+            Errno::EINVAL,
+            "{file} {text:?}"
+        );
     }
     assert_eq!(refused(&format!("{PATH}/state"), b"1"), Errno::EACCES);
     assert_eq!(refused(&format!("{DEVICE}/unmap_device"), b"maybe"), Errno::EINVAL);
@@ -509,7 +528,10 @@ fn what_can_not_be_written_is_refused_as_by_the_kernel() {
     *host.client.refusal.lock().unwrap() = Some(Errno::EALREADY);
     assert_eq!(refused(&format!("{DEVICE}/remap_device"), b"1"), Errno::EALREADY);
     assert_eq!(registry.read(SESSION).unwrap_err().errno, Errno::EISDIR);
-    assert_eq!(registry.list(&format!("{PATH}/state")).unwrap_err().errno, Errno::ENOTDIR);
+    assert_eq!(
+        registry.list(&format!("{PATH}/state")).unwrap_err().errno,
+        Errno::ENOTDIR
+    );
     assert_eq!(registry.list("class/x").unwrap_err().errno, Errno::ENOENT);
 }
 
@@ -524,10 +546,14 @@ fn devices_are_mapped_over_the_session_that_there_is_or_a_new_one() {
     };
     assert_eq!((device.name.as_str(), device.mode), ("new", AccessMode::Migration));
     // A port is for the paths after it.
-    map("sessname=other path=ip:10.0.0.3 dest_port=99 path=ip:10.0.0.1@ip:10.0.0.4 device_path=d nr_poll_queues=-1").unwrap();
+    map("sessname=other path=ip:10.0.0.3 dest_port=99 path=ip:10.0.0.1@ip:10.0.0.4 device_path=d nr_poll_queues=-1")
+        .unwrap();
     let order = host.opened.lock().unwrap().pop().unwrap();
     let paths: Vec<_> = order.paths.iter().map(|path| path.dst.to_string()).collect();
-    assert_eq!((order.session.as_str(), paths), ("other", vec!["10.0.0.3:1234".into(), "10.0.0.4:99".into()]));
+    assert_eq!(
+        (order.session.as_str(), paths),
+        ("other", vec!["10.0.0.3:1234".into(), "10.0.0.4:99".into()])
+    );
     assert_eq!(map("sessname=other device_path=d").unwrap_err().errno, Errno::ENXIO);
     for wrong in [
         "",
