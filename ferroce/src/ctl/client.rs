@@ -1,7 +1,6 @@
 //! The other end of a control socket.
 
 use std::{
-    env,
     io::{self, BufRead, BufReader, IsTerminal, Read, Write},
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
@@ -9,6 +8,7 @@ use std::{
 };
 
 use nix::unistd::geteuid;
+use roce::environment;
 use roce_verbs::shown;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
@@ -165,10 +165,10 @@ pub(super) fn read<T: DeserializeOwned>(answer: Value) -> Result<T, Failure> {
 
 /// What the environment says; else a user's own socket if there is one, and else the system's.
 fn usual_place() -> PathBuf {
-    if let Some(path) = env::var_os(VARIABLE).filter(|path| !path.is_empty()) {
+    if let Some(path) = environment::var_os(VARIABLE).filter(|path| !path.is_empty()) {
         return path.into();
     }
-    let own = env::var_os("XDG_RUNTIME_DIR").map(|dir| Path::new(&dir).join("ferroce").join(NAME));
+    let own = environment::var_os("XDG_RUNTIME_DIR").map(|dir| Path::new(&dir).join("ferroce").join(NAME));
     match own {
         Some(own) if own.exists() => own,
         _ => Path::new(SYSTEM).join(NAME),

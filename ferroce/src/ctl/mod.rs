@@ -4,12 +4,14 @@ mod act;
 mod client;
 mod model;
 mod table;
+mod tell;
 mod view;
 
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueEnum};
 use rtrs::client::Policy;
+use serde_json::json;
 
 use crate::{map_news, output::Failure};
 
@@ -302,21 +304,21 @@ fn sectors(text: &str) -> Result<u64, String> {
 /// Runs the command.
 pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
     let mut client = client::Client::connect(args.socket.as_deref())?;
-    let json = args.json;
+    let as_json = args.json;
     match &args.verb {
-        Verb::List { what } => view::list(&mut client, *what, json),
-        Verb::Show { name } => view::show(&mut client, view::Of::Any, name, json),
-        Verb::Session(SessionVerb::List) => view::list(&mut client, Some(What::Sessions), json),
-        Verb::Session(SessionVerb::Show { session }) => view::show(&mut client, view::Of::Session, session, json),
-        Verb::Path(PathVerb::List) => view::list(&mut client, Some(What::Paths), json),
-        Verb::Path(PathVerb::Show { path }) => view::show(&mut client, view::Of::Path, path, json),
-        Verb::Policy { policy: None, session } => view::policy(&mut client, session.as_deref(), json),
-        Verb::Stats { verb: None } => view::stats(&mut client, json),
-        Verb::Events => view::events(client, json),
-        Verb::Metrics => view::text_of(&mut client, &serde_json::json!({ "do": "metrics" }), json),
-        Verb::Ls { path } => view::ls(&mut client, path, json),
-        Verb::Cat { path } => view::text_of(&mut client, &serde_json::json!({ "do": "read", "file": path }), json),
-        verb => act::run(&mut client, verb, json),
+        Verb::List { what } => view::list(&mut client, *what, as_json),
+        Verb::Show { name } => view::show(&mut client, view::Of::Any, name, as_json),
+        Verb::Session(SessionVerb::List) => view::list(&mut client, Some(What::Sessions), as_json),
+        Verb::Session(SessionVerb::Show { session }) => view::show(&mut client, view::Of::Session, session, as_json),
+        Verb::Path(PathVerb::List) => view::list(&mut client, Some(What::Paths), as_json),
+        Verb::Path(PathVerb::Show { path }) => view::show(&mut client, view::Of::Path, path, as_json),
+        Verb::Policy { policy: None, session } => tell::policy(&mut client, session.as_deref(), as_json),
+        Verb::Stats { verb: None } => tell::stats(&mut client, as_json),
+        Verb::Events => tell::events(client, as_json),
+        Verb::Metrics => tell::text_of(&mut client, &json!({ "do": "metrics" }), as_json),
+        Verb::Ls { path } => tell::ls(&mut client, path, as_json),
+        Verb::Cat { path } => tell::text_of(&mut client, &json!({ "do": "read", "file": path }), as_json),
+        verb => act::run(&mut client, verb, as_json),
     }
 }
 
