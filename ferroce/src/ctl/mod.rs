@@ -140,11 +140,15 @@ enum Verb {
         /// Which [default: the root]
         #[arg(default_value = "")]
         path: String,
+        #[command(flatten)]
+        names: NameArgs,
     },
     /// Print a file of the tree
     Cat {
         /// Which
         path: String,
+        #[command(flatten)]
+        names: NameArgs,
     },
     /// Write to a file of the tree, as `echo TEXT > PATH`
     Write {
@@ -153,7 +157,16 @@ enum Verb {
         /// What
         #[arg(allow_hyphen_values = true)]
         text: String,
+        #[command(flatten)]
+        names: NameArgs,
     },
+}
+
+#[derive(Args)]
+struct NameArgs {
+    /// Only names of the kernel's code, not those that its documents have instead
+    #[arg(long)]
+    strict: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -316,8 +329,11 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
         Verb::Stats { verb: None } => tell::stats(&mut client, as_json),
         Verb::Events => tell::events(client, as_json),
         Verb::Metrics => tell::text_of(&mut client, &json!({ "do": "metrics" }), as_json),
-        Verb::Ls { path } => tell::ls(&mut client, path, as_json),
-        Verb::Cat { path } => tell::text_of(&mut client, &json!({ "do": "read", "file": path }), as_json),
+        Verb::Ls { path, names } => tell::ls(&mut client, path, names.strict, as_json),
+        Verb::Cat { path, names } => {
+            let request = json!({ "do": "read", "file": path, "strict": names.strict });
+            tell::text_of(&mut client, &request, as_json)
+        }
         verb => act::run(&mut client, verb, as_json),
     }
 }

@@ -140,8 +140,8 @@ pub(super) fn events(mut client: Client, json: bool) -> Result<(), Failure> {
 }
 
 /// Lists a directory of the tree.
-pub(super) fn ls(client: &mut Client, path: &str, json: bool) -> Result<(), Failure> {
-    let mut answer = client.ask(json!({ "do": "ls", "file": path }))?;
+pub(super) fn ls(client: &mut Client, path: &str, strict: bool, json: bool) -> Result<(), Failure> {
+    let mut answer = client.ask(json!({ "do": "ls", "file": path, "strict": strict }))?;
     if json {
         return output::json(&answer["entries"].take());
     }
