@@ -23,7 +23,7 @@ mod units;
 
 use std::{io::IsTerminal, process::ExitCode};
 
-use clap::{ArgAction, Parser, Subcommand};
+use clap::{ArgAction, CommandFactory, FromArgMatches, Parser, Subcommand};
 use output::Failure;
 use tracing_subscriber::EnvFilter;
 
@@ -81,8 +81,13 @@ enum Command {
 
 /// Runs the command that the process's arguments say.
 pub fn run() -> ExitCode {
-    let cli = Cli::parse();
+    let command = Cli::command();
+    let matches = command.clone().get_matches();
+    let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|e| e.exit());
+    let hand_over = |kind: daemon::Kind, name: &str| daemon::hand_over(&kind, name, &command, &matches);
     let outcome = start_log(cli.verbose, cli.quiet).and_then(|()| match cli.command {
+        Command::Serve(args) if args.daemon => hand_over(daemon::Kind::Serve, &args.task_name()),
+        Command::Map(args) if args.daemon => hand_over(daemon::Kind::Map, args.task_name()),
         Command::Serve(args) => serve::run(&args),
         Command::Map(args) => map::run(&args),
         Command::Daemon(args) => daemon::run(&args),
@@ -94,7 +99,7 @@ pub fn run() -> ExitCode {
         Command::Bench(args) => bench::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Pcap(args) => pcap::run(&args),
-        Command::Man(args) => man::run(&args, <Cli as clap::CommandFactory>::command()),
+        Command::Man(args) => man::run(&args, Cli::command()),
     });
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -92,6 +92,9 @@ pub(crate) struct MapArgs {
     connect_timeout: Duration,
     #[command(flatten)]
     lasting: PathArgs,
+    /// Have a running `ferroce daemon` do this, until it ends or `ferroce ctl stop`
+    #[arg(long)]
+    pub(crate) daemon: bool,
     #[command(flatten)]
     control: ControlArgs,
     #[command(flatten)]
@@ -123,6 +126,11 @@ impl Changeable {
 }
 
 impl MapArgs {
+    /// What a daemon calls it.
+    pub(crate) fn task_name(&self) -> &str {
+        &self.session
+    }
+
     /// What can be changed.
     pub(crate) fn changeable(&self) -> Result<Changeable, Failure> {
         Ok(Changeable {

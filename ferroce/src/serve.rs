@@ -117,6 +117,9 @@ pub(crate) struct ServeArgs {
     /// Past the page cache, where the file system can do that (O_DIRECT)
     #[arg(long)]
     direct: bool,
+    /// Have a running `ferroce daemon` do this, until it ends or `ferroce ctl stop`
+    #[arg(long)]
+    pub(crate) daemon: bool,
     #[command(flatten)]
     control: ControlArgs,
     #[command(flatten)]
@@ -143,6 +146,11 @@ pub(crate) fn on_off(text: &str) -> Result<bool, String> {
 }
 
 impl ServeArgs {
+    /// What a daemon calls it.
+    pub(crate) fn task_name(&self) -> String {
+        self.listen[0].to_string()
+    }
+
     /// What is offered by name.
     pub(crate) fn exports(&self) -> &[ExportSpec] {
         &self.exports

@@ -1,11 +1,9 @@
 //! Where control sockets are if nobody says otherwise.
 
-use std::{
-    env,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 use nix::unistd::geteuid;
+use roce::environment;
 
 /// The environment variable with the socket.
 const VARIABLE: &str = "FERROCE_CONTROL";
@@ -14,12 +12,14 @@ const SYSTEM: &str = "/run/ferroce";
 const NAME: &str = "control.sock";
 
 fn named() -> Option<PathBuf> {
-    env::var_os(VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from)
+    environment::var_os(VARIABLE)
+        .filter(|path| !path.is_empty())
+        .map(PathBuf::from)
 }
 
 /// In the user's own folder.
 fn own() -> Option<PathBuf> {
-    env::var_os("XDG_RUNTIME_DIR").map(|dir| Path::new(&dir).join("ferroce").join(NAME))
+    environment::var_os("XDG_RUNTIME_DIR").map(|dir| Path::new(&dir).join("ferroce").join(NAME))
 }
 
 fn of_system() -> PathBuf {

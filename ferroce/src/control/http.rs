@@ -16,9 +16,9 @@ const PATIENCE: Duration = Duration::from_secs(5);
 pub(super) const BUSY: &str = "HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
 
 /// Answers a request.
-pub(super) fn answer(shared: &Shared, mut stream: TcpStream) {
+pub(super) fn answer(shared: &Shared, mut stream: &TcpStream) {
     // A client that is too slow, or has gone, has no answer.
-    let _ = read_request(&mut stream).and_then(|request| {
+    let _ = read_request(stream).and_then(|request| {
         let answer = answer_to(request.as_deref(), || metrics::text(&shared.roster));
         stream.set_write_timeout(Some(PATIENCE))?;
         stream.write_all(answer.as_bytes())
@@ -26,7 +26,7 @@ pub(super) fn answer(shared: &Shared, mut stream: TcpStream) {
 }
 
 /// The first line of a request whose head is complete; `None`: it is too long.
-fn read_request(stream: &mut TcpStream) -> io::Result<Option<String>> {
+fn read_request(mut stream: &TcpStream) -> io::Result<Option<String>> {
     let end = Instant::now() + PATIENCE;
     let mut head = Vec::new();
     let mut part = [0; 1024];

@@ -2,8 +2,8 @@
 //!
 //! | `do` | with |
 //! | --- | --- |
-//! | `ls`, `stat`, `read` | `file`: a path in the [tree](rnbd_admin) |
-//! | `write` | `file`, `text` |
+//! | `ls`, `stat`, `read` | `file`: a path in the [tree](rnbd_admin); perhaps `strict`: true, for names of the kernel's code alone |
+//! | `write` | `file`, `text`; perhaps `strict` |
 //! | `metrics` | |
 //! | `mappings` | |
 //! | `reload`, `tasks` | of a daemon |
@@ -16,7 +16,7 @@ mod client;
 mod server;
 
 use rnbd::Errno;
-use rnbd_admin::{Host, Kind, Stat};
+use rnbd_admin::{Host, Kind, Names, Stat};
 use rnbd_host::control::Refused;
 use serde_json::{Map, Value, json};
 
@@ -81,9 +81,13 @@ fn of_tree(shared: &Shared, verb: &str, request: &Value) -> Option<Outcome> {
     if !["ls", "stat", "read", "write"].contains(&verb) {
         return None;
     }
+    let registry = shared.registry.with_names(match request["strict"] == true {
+        true => Names::Mainline,
+        false => Names::All,
+    });
     let of = |file: &str| match verb {
         "ls" => {
-            let entries = shared.registry.list(file)?;
+            let entries = registry.list(file)?;
             let entry = |entry: &rnbd_admin::Entry| {
                 let mut shown = stat_shown(&entry.stat);
                 shown.insert("name".into(), entry.name.clone().into());
@@ -93,10 +97,9 @@ fn of_tree(shared: &Shared, verb: &str, request: &Value) -> Option<Outcome> {
                 json!({ "entries": entries.iter().map(entry).collect::<Vec<_>>() }),
             ))
         }
-        "stat" => shared.registry.stat(file).map(|stat| stat_shown(&stat)),
-        "read" => shared.registry.read(file).map(|text| fields(json!({ "text": text }))),
-        _ => shared
-            .registry
+        "stat" => registry.stat(file).map(|stat| stat_shown(&stat)),
+        "read" => registry.read(file).map(|text| fields(json!({ "text": text }))),
+        _ => registry
             .write(file, text(request, "text")?.as_bytes())
             .map(|()| Map::new()),
     };

@@ -109,8 +109,8 @@ impl Door {
     }
 
     /// Serves who has connected, if he may be; to the end of the connection.
-    pub(super) fn let_in(&self, shared: &Arc<Shared>, mut stream: UnixStream) {
-        let admitted = Peer::of(&stream)
+    pub(super) fn let_in(&self, shared: &Arc<Shared>, mut stream: &UnixStream) {
+        let admitted = Peer::of(stream)
             .map_err(|e| Refused::new(Errno::EIO, format!("who are you? {e}")))
             .and_then(|peer| self.admits(&peer));
         match admitted {

@@ -25,7 +25,7 @@ use super::{
 /// Connections of a socket at a time.
 const MAX_CONNECTIONS: usize = 32;
 /// Lines that wait for who reads slowly.
-const MAX_LINES: usize = 256;
+const MAX_LINES: usize = 64;
 /// Who takes nothing for that long is cut off.
 const WRITE_TIME: Duration = Duration::from_secs(30);
 /// What is still to be said at the end gets that long.
@@ -79,7 +79,7 @@ impl Acceptor {
     pub(super) fn unix(
         listener: UnixListener,
         shared: Arc<Shared>,
-        serve: impl Fn(UnixStream) + Clone + Send + 'static,
+        serve: impl Fn(&UnixStream) + Clone + Send + 'static,
     ) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         let too_many = Refused::new(Errno::EBUSY, format!("{MAX_CONNECTIONS} are connected already"));
@@ -94,7 +94,7 @@ impl Acceptor {
     pub(super) fn tcp(
         listener: TcpListener,
         shared: Arc<Shared>,
-        serve: impl Fn(TcpStream) + Clone + Send + 'static,
+        serve: impl Fn(&TcpStream) + Clone + Send + 'static,
     ) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         let accept = move |listener: &TcpListener| {
@@ -109,7 +109,7 @@ impl Acceptor {
         listener: L,
         shared: Arc<Shared>,
         accept: impl Fn(&L) -> io::Result<S> + Send + 'static,
-        serve: impl Fn(S) + Clone + Send + 'static,
+        serve: impl Fn(&S) + Clone + Send + 'static,
         too_many: String,
     ) -> io::Result<Self> {
         let (wake, woken) = UnixStream::pair()?;
@@ -159,7 +159,7 @@ fn wait(listener: &impl AsFd, woken: &UnixStream) -> bool {
     fds[1].any() != Some(true)
 }
 
-fn admit<S: Stream>(guests: &Ends, mut stream: S, serve: impl Fn(S) + Send + 'static, too_many: &str) {
+fn admit<S: Stream>(guests: &Ends, mut stream: S, serve: impl Fn(&S) + Send + 'static, too_many: &str) {
     let mut guests = guests.lock();
     guests.retain(|guest| !guest.thread.is_finished());
     if guests.len() >= MAX_CONNECTIONS {
@@ -168,9 +168,11 @@ fn admit<S: Stream>(guests: &Ends, mut stream: S, serve: impl Fn(S) + Send + 'st
         return;
     }
     let Ok(other) = stream.try_clone() else { return };
-    let thread = thread::Builder::new()
-        .name("ferroce-ctl".into())
-        .spawn(move || serve(stream));
+    let thread = thread::Builder::new().name("ferroce-ctl".into()).spawn(move || {
+        serve(&stream);
+        // It is open here still.
+        let _ = stream.shutdown(Shutdown::Both);
+    });
     match thread {
         Ok(thread) => guests.push(Guest {
             thread,
@@ -181,7 +183,7 @@ fn admit<S: Stream>(guests: &Ends, mut stream: S, serve: impl Fn(S) + Send + 'st
 }
 
 /// Requests and answers, to the end of the connection.
-pub(super) fn converse(shared: &Arc<Shared>, stream: UnixStream) {
+pub(super) fn converse(shared: &Arc<Shared>, stream: &UnixStream) {
     let writing = stream.try_clone();
     let set = stream.set_read_timeout(Some(HELLO_TIME));
     let (Ok(mut writing), Ok(())) = (writing, set) else {
@@ -199,7 +201,7 @@ pub(super) fn converse(shared: &Arc<Shared>, stream: UnixStream) {
         let _ = writing.shutdown(Shutdown::Both);
     });
     let requests = Requests::new(shared.clone(), Output::Lines(lines));
-    requests.read(&stream, Patience::Hello(Instant::now() + HELLO_TIME));
+    requests.read(stream, Patience::Hello(Instant::now() + HELLO_TIME));
     requests.end();
     if let Ok(writer) = writer {
         let _ = writer.join();

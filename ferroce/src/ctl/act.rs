@@ -56,7 +56,7 @@ pub(super) fn run(client: &mut Client, verb: &Verb, json: bool) -> Result<(), Fa
         Verb::Stats {
             verb: Some(StatsVerb::Reset { path, which }),
         } => act.reset(path.as_deref(), which.map(super::Which::name)),
-        Verb::Write { path, text } => act.write(path, text),
+        Verb::Write { path, text, names } => act.write(path, text, names.strict),
         // All that only shows something is elsewhere.
         _ => Ok(()),
     }?;
@@ -396,8 +396,8 @@ impl Act<'_> {
         Ok(())
     }
 
-    fn write(&mut self, path: &str, text: &str) -> Result<(), Failure> {
-        let request = json!({ "do": "write", "file": path, "text": format!("{text}\n") });
+    fn write(&mut self, path: &str, text: &str, strict: bool) -> Result<(), Failure> {
+        let request = json!({ "do": "write", "file": path, "text": format!("{text}\n"), "strict": strict });
         self.done(request, format!("written to {path}"))
     }
 }

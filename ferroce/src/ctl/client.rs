@@ -161,7 +161,6 @@ pub(super) fn read<T: DeserializeOwned>(answer: Value) -> Result<T, Failure> {
     serde_json::from_value(answer).map_err(|e| Failure::failed(format!("the answer is not understood: {e}")))
 }
 
-/// What the environment says; else a user's own socket if there is one, and else the system's.
 fn not_connected(path: &Path, e: &io::Error) -> Failure {
     use std::os::unix::fs::MetadataExt;
     let hint = match e.kind() {

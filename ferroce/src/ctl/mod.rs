@@ -4,12 +4,16 @@ mod act;
 mod client;
 mod model;
 mod table;
+mod tasks;
+mod tell;
 mod view;
 
+pub(crate) use self::tasks::start;
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueEnum};
 use rtrs::client::Policy;
+use serde_json::json;
 
 use crate::{map_news, output::Failure};
 
@@ -129,6 +133,15 @@ enum Verb {
         #[command(subcommand)]
         verb: Option<StatsVerb>,
     },
+    /// List the tasks of a daemon
+    Tasks,
+    /// Have a daemon read its configuration again
+    Reload,
+    /// End a task of a daemon; one of its file begins again with the next reload
+    Stop {
+        /// As `tasks` calls it
+        task: String,
+    },
     /// Tell what happens, until ctrl-C or the end of the process
     Events,
     /// Print all statistics in Prometheus's text format
@@ -138,11 +151,15 @@ enum Verb {
         /// Which [default: the root]
         #[arg(default_value = "")]
         path: String,
+        #[command(flatten)]
+        names: NameArgs,
     },
     /// Print a file of the tree
     Cat {
         /// Which
         path: String,
+        #[command(flatten)]
+        names: NameArgs,
     },
     /// Write to a file of the tree, as `echo TEXT > PATH`
     Write {
@@ -151,7 +168,16 @@ enum Verb {
         /// What
         #[arg(allow_hyphen_values = true)]
         text: String,
+        #[command(flatten)]
+        names: NameArgs,
     },
+}
+
+#[derive(Args)]
+struct NameArgs {
+    /// Only names of the kernel's code, not those that its documents have instead
+    #[arg(long)]
+    strict: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -302,21 +328,27 @@ fn sectors(text: &str) -> Result<u64, String> {
 /// Runs the command.
 pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
     let mut client = client::Client::connect(args.socket.as_deref())?;
-    let json = args.json;
+    let as_json = args.json;
     match &args.verb {
-        Verb::List { what } => view::list(&mut client, *what, json),
-        Verb::Show { name } => view::show(&mut client, view::Of::Any, name, json),
-        Verb::Session(SessionVerb::List) => view::list(&mut client, Some(What::Sessions), json),
-        Verb::Session(SessionVerb::Show { session }) => view::show(&mut client, view::Of::Session, session, json),
-        Verb::Path(PathVerb::List) => view::list(&mut client, Some(What::Paths), json),
-        Verb::Path(PathVerb::Show { path }) => view::show(&mut client, view::Of::Path, path, json),
-        Verb::Policy { policy: None, session } => view::policy(&mut client, session.as_deref(), json),
-        Verb::Stats { verb: None } => view::stats(&mut client, json),
-        Verb::Events => view::events(client, json),
-        Verb::Metrics => view::text_of(&mut client, &serde_json::json!({ "do": "metrics" }), json),
-        Verb::Ls { path } => view::ls(&mut client, path, json),
-        Verb::Cat { path } => view::text_of(&mut client, &serde_json::json!({ "do": "read", "file": path }), json),
-        verb => act::run(&mut client, verb, json),
+        Verb::List { what } => view::list(&mut client, *what, as_json),
+        Verb::Show { name } => view::show(&mut client, view::Of::Any, name, as_json),
+        Verb::Session(SessionVerb::List) => view::list(&mut client, Some(What::Sessions), as_json),
+        Verb::Session(SessionVerb::Show { session }) => view::show(&mut client, view::Of::Session, session, as_json),
+        Verb::Path(PathVerb::List) => view::list(&mut client, Some(What::Paths), as_json),
+        Verb::Path(PathVerb::Show { path }) => view::show(&mut client, view::Of::Path, path, as_json),
+        Verb::Policy { policy: None, session } => tell::policy(&mut client, session.as_deref(), as_json),
+        Verb::Stats { verb: None } => tell::stats(&mut client, as_json),
+        Verb::Events => tell::events(client, as_json),
+        Verb::Tasks => tasks::list(&mut client, as_json),
+        Verb::Reload => tasks::reload(&mut client, as_json),
+        Verb::Stop { task } => tasks::stop(&mut client, task, as_json),
+        Verb::Metrics => tell::text_of(&mut client, &json!({ "do": "metrics" }), as_json),
+        Verb::Ls { path, names } => tell::ls(&mut client, path, names.strict, as_json),
+        Verb::Cat { path, names } => {
+            let request = json!({ "do": "read", "file": path, "strict": names.strict });
+            tell::text_of(&mut client, &request, as_json)
+        }
+        verb => act::run(&mut client, verb, as_json),
     }
 }
 

@@ -54,8 +54,8 @@ mod tests {
             vec!["\u{1b}[2J".into(), String::new()],
         ];
         let lines = lines(&["NAME", "WHAT"], &rows);
-        assert_eq!(lines[0], "NAME        WHAT");
-        assert_eq!(lines[1], "ä           longer than the head");
+        assert_eq!(lines[0], "NAME       WHAT");
+        assert_eq!(lines[1], "ä          longer than the head");
         assert_eq!(lines[2], "\\u{1b}[2J");
     }
 }

@@ -16,7 +16,15 @@ use toml::{
 use crate::{map::MapArgs, output::Failure, serve::ServeArgs};
 
 /// Options that are the daemon's own.
-const NOT_KEYS: [&str; 6] = ["help", "json", "stats-interval", "control", "control-group", "metrics"];
+const NOT_KEYS: [&str; 7] = [
+    "help",
+    "daemon",
+    "json",
+    "stats-interval",
+    "control",
+    "control-group",
+    "metrics",
+];
 
 /// What is wrong with a file, and where.
 #[derive(Clone, PartialEq, Eq, Debug)]

@@ -2,6 +2,7 @@
 
 mod change;
 mod config;
+mod handover;
 mod notify;
 mod tasks;
 
@@ -19,8 +20,9 @@ use rnbd_admin::MapOrder;
 use rnbd_host::control::Refused;
 use serde_json::{Map, Value};
 
+pub(crate) use self::{config::Kind, handover::hand_over};
 use self::{
-    config::{Config, Kind, TaskName},
+    config::{Config, TaskName},
     notify::Manager,
     tasks::Tasks,
 };

@@ -176,6 +176,15 @@ impl Registry {
         }
     }
 
+    /// The same with these names.
+    pub fn with_names(&self, names: Names) -> Self {
+        Self {
+            host: self.host.clone(),
+            names,
+            numbers: self.numbers.clone(),
+        }
+    }
+
     /// What a directory has in it, in the order in which it is there; `""` is the root.
     ///
     /// # Errors

@@ -53,10 +53,17 @@ pub(crate) type Entries = Vec<(String, Node)>;
 /// Finds out what a directory has in it.
 pub(crate) type Children = Box<dyn FnOnce() -> Result<Entries, Refused>>;
 
+/// Gives a file's text.
+type Show = Box<dyn FnOnce() -> Result<String, Refused>>;
+/// Does what was written to a file.
+type Store = Box<dyn FnOnce(&str) -> Result<(), Refused>>;
+/// The same of a kind of files.
+type StoreOf<T> = fn(&T, &str) -> Result<(), Refused>;
+
 /// A file.
 pub(crate) struct File {
-    pub(crate) show: Box<dyn FnOnce() -> Result<String, Refused>>,
-    pub(crate) store: Option<Box<dyn FnOnce(&str) -> Result<(), Refused>>>,
+    pub(crate) show: Show,
+    pub(crate) store: Option<Store>,
 }
 
 /// A place in the tree.
@@ -88,7 +95,7 @@ pub(crate) struct Attr<T: 'static> {
     name: &'static str,
     names: Names,
     show: fn(&T) -> Result<String, Refused>,
-    store: Option<fn(&T, &str) -> Result<(), Refused>>,
+    store: Option<StoreOf<T>>,
 }
 
 impl<T> Attr<T> {
@@ -103,11 +110,7 @@ impl<T> Attr<T> {
     }
 
     /// To be read and written.
-    pub(crate) const fn rw(
-        name: &'static str,
-        show: fn(&T) -> Result<String, Refused>,
-        store: fn(&T, &str) -> Result<(), Refused>,
-    ) -> Self {
+    pub(crate) const fn rw(name: &'static str, show: fn(&T) -> Result<String, Refused>, store: StoreOf<T>) -> Self {
         Self {
             name,
             names: Names::Mainline,
@@ -131,9 +134,9 @@ pub(crate) fn files<T: 'static>(of: &Arc<T>, attrs: &'static [Attr<T>], names: N
     let file = |attr: &'static Attr<T>| {
         let (shown, stored) = (of.clone(), of.clone());
         let show = Box::new(move || (attr.show)(&shown));
-        let store = attr.store.map(|store| -> Box<dyn FnOnce(&str) -> Result<(), Refused>> {
-            Box::new(move |text: &str| store(&stored, text))
-        });
+        let store = attr
+            .store
+            .map(|store| -> Store { Box::new(move |text: &str| store(&stored, text)) });
         (attr.name.to_owned(), Node::File(File { show, store }))
     };
     known.map(file).collect()

@@ -1,6 +1,7 @@
 //! The scenarios, as data; what they do is in the modules.
 
 mod annex;
+mod attributes;
 mod blktests;
 mod cm;
 mod contract;
@@ -256,6 +257,7 @@ pub(crate) fn all() -> Vec<Scenario> {
             cm::list(),
             errors::list(),
             rnbd::list(),
+            attributes::list(),
             blktests::list(),
             faults::list(),
             paths::list(),

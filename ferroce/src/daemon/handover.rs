@@ -1,0 +1,90 @@
+//! `ferroce serve --daemon` and `ferroce map --daemon`: a task for a daemon that runs.
+
+use std::path::Path;
+
+use clap::{ArgAction, ArgMatches, Command, parser::ValueSource};
+
+use super::config::Kind;
+use crate::{ctl, output::Failure};
+
+/// What is not handed over.
+const OWN: [&str; 3] = ["daemon", "verbose", "quiet"];
+
+/// Hands what the command line says to the daemon, as a task of this name.
+pub(crate) fn hand_over(kind: &Kind, name: &str, command: &Command, matches: &ArgMatches) -> Result<(), Failure> {
+    let of_kind = command
+        .find_subcommand(kind.name())
+        .zip(matches.subcommand_matches(kind.name()));
+    let words = of_kind.map_or(Ok(Vec::new()), |(command, matches)| words(command, matches))?;
+    ctl::start(&format!("{}.{name}", kind.name()), &words)
+}
+
+/// The options that were given, each in one word; paths are ours, and the daemon's folder is another.
+fn words(command: &Command, matches: &ArgMatches) -> Result<Vec<String>, Failure> {
+    let mut words = Vec::new();
+    for arg in command.get_arguments() {
+        let (id, Some(long)) = (arg.get_id().as_str(), arg.get_long()) else {
+            continue;
+        };
+        let given = matches.try_contains_id(id).is_ok() && matches.value_source(id) == Some(ValueSource::CommandLine);
+        if !given || OWN.contains(&long) {
+            continue;
+        }
+        if matches!(arg.get_action(), ArgAction::SetTrue) {
+            words.push(format!("--{long}"));
+            continue;
+        }
+        for value in matches.get_raw(id).into_iter().flatten() {
+            let text = value
+                .to_str()
+                .ok_or_else(|| Failure::usage(format!("--{long} is no UTF-8")))?;
+            words.push(format!("--{long}={}", from_root(long, text)?));
+        }
+    }
+    Ok(words)
+}
+
+/// A value, in which paths are absolute.
+fn from_root(long: &str, value: &str) -> Result<String, Failure> {
+    let absolute = |path: &str| {
+        let path = std::path::absolute(Path::new(path));
+        let path = path.map_err(|e| Failure::failed(format!("the folder we are in: {e}")))?;
+        path.into_os_string()
+            .into_string()
+            .map_err(|path| Failure::usage(format!("{} is no UTF-8", path.display())))
+    };
+    match (long, value.split_once('=')) {
+        ("nbd" | "pcap" | "export-dir", _) => absolute(value),
+        ("export", Some((name, path))) => Ok(format!("{name}={}", absolute(path)?)),
+        _ => Ok(value.to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Args;
+
+    use super::*;
+    use crate::serve::ServeArgs;
+
+    #[test]
+    fn what_was_given_is_handed_over_with_paths_from_the_root() {
+        let command = ServeArgs::augment_args(Command::new("serve"));
+        let given = [
+            "serve",
+            "--listen",
+            "192.0.2.1",
+            "--export=a=b,ro",
+            "--export",
+            "c=/d",
+            "--direct",
+            "--daemon",
+        ];
+        let matches = command.clone().try_get_matches_from(given).unwrap();
+        let here = std::env::current_dir().unwrap();
+        let mut words = words(&command, &matches).unwrap();
+        words.sort();
+        let first = format!("--export=a={}/b,ro", here.display());
+        assert_eq!(words, ["--direct", &first, "--export=c=/d", "--listen=192.0.2.1"]);
+    }
+}
