@@ -402,15 +402,14 @@ impl Tasks {
             }
         };
         match changed {
-            Ok(()) => done.changed.push(name.to_string()),
+            Ok(()) => {
+                if let Some(entry) = self.entries.lock().get_mut(name) {
+                    entry.task = new;
+                }
+                done.changed.push(name.to_string());
+            }
+            // It stays different from the file, so that the next reload tries again.
             Err(why) => done.failed.push(format!("{name} ({why})")),
-        }
-        // What was refused is tried again by the next reload that finds a difference.
-        if let (Some(entry), false) = (
-            self.entries.lock().get_mut(name),
-            done.failed.iter().any(|f| f.starts_with(&name.to_string())),
-        ) {
-            entry.task = new;
         }
     }
 
@@ -468,16 +467,24 @@ impl Tasks {
     pub(super) fn open(&self, name: TaskName, words: Vec<String>) -> Result<(), Refused> {
         self.start(name.clone(), words)?;
         loop {
-            match self.entries.lock().get(&name).map(|entry| &entry.state) {
-                Some(State::Running(running)) if running.told.up.load(Ordering::Acquire) => return Ok(()),
-                Some(State::Running(_)) => {}
-                Some(State::Waiting { why, .. }) => {
-                    let refused = Refused::new(Errno::EIO, why.clone());
-                    break self.stop(&name).and(Err(refused));
+            match self.come_up(&name) {
+                Some(Ok(())) => return Ok(()),
+                Some(Err(refused)) => {
+                    // It may be gone already.
+                    let _ = self.stop(&name);
+                    return Err(refused);
                 }
-                Some(State::Ended) | None => return Err(Refused::new(Errno::ENODEV, "it has ended")),
+                None => thread::sleep(Duration::from_millis(20)),
             }
-            thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Whether a task has come up, or why not; `None`: not yet.
+    fn come_up(&self, name: &TaskName) -> Option<Result<(), Refused>> {
+        match self.entries.lock().get(name).map(|entry| &entry.state) {
+            Some(State::Running(running)) => running.told.up.load(Ordering::Acquire).then_some(Ok(())),
+            Some(State::Waiting { why, .. }) => Some(Err(Refused::new(Errno::EIO, why.clone()))),
+            Some(State::Ended) | None => Some(Err(Refused::new(Errno::ENODEV, "it has ended"))),
         }
     }
 
