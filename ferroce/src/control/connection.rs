@@ -24,7 +24,7 @@ use serde_json::{Map, Value, json};
 
 use super::{
     Shared, VERSION,
-    events::{Subscription, line},
+    events::{Subscription, as_line},
     ops,
 };
 
@@ -60,11 +60,11 @@ impl Output {
 
 /// Whether the other side has to say first that it speaks our version.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Patience {
-    /// It has started us.
-    Greeted,
+pub(crate) enum Greeting {
+    /// It has, or it has started us.
+    Done,
     /// It has to say hello until then.
-    Hello(Instant),
+    Until(Instant),
 }
 
 /// What has been asked by a connection.
@@ -78,7 +78,7 @@ pub(crate) struct Requests {
 }
 
 /// What was read.
-enum Read1 {
+enum Input {
     Line(String),
     /// The other side has said all.
     End,
@@ -97,13 +97,13 @@ impl Requests {
     }
 
     /// Reads requests until there are no more, or what is read makes no sense. It does not wait for the answers.
-    pub(crate) fn read(&self, input: impl Read, mut patience: Patience) {
+    pub(crate) fn read(&self, input: impl Read, mut greeting: Greeting) {
         let mut input = BufReader::new(input);
         loop {
-            let text = match read_line(&mut input, patience) {
-                Ok(Read1::Line(text)) => text,
-                Ok(Read1::End) | Err(_) => return,
-                Ok(Read1::Wrong(refused)) => return self.answer(&Value::Null, Err(refused)),
+            let text = match read_line(&mut input, greeting) {
+                Ok(Input::Line(text)) => text,
+                Ok(Input::End) | Err(_) => return,
+                Ok(Input::Wrong(refused)) => return self.answer(&Value::Null, Err(refused)),
             };
             if text.trim().is_empty() {
                 continue;
@@ -113,20 +113,20 @@ impl Requests {
                 Ok(_) => return self.answer(&Value::Null, Err(wrong("a request is a JSON object"))),
                 Err(e) => return self.answer(&Value::Null, Err(wrong(format!("a request is a line of JSON: {e}")))),
             };
-            match (&patience, request["do"].as_str()) {
+            match (&greeting, request["do"].as_str()) {
                 (_, Some("hello")) => match self.greet(&request) {
-                    Ok(()) => patience = Patience::Greeted,
+                    Ok(()) => greeting = Greeting::Done,
                     Err(refused) => return self.answer(&request["id"], Err(refused)),
                 },
-                (Patience::Hello(_), _) => {
+                (Greeting::Until(_), _) => {
                     let text = format!("the first request is {}", json!({ "do": "hello", "version": VERSION }));
                     return self.answer(&request["id"], Err(wrong(text)));
                 }
-                (Patience::Greeted, _) if self.shared.is_ending() => {
+                (Greeting::Done, _) if self.shared.is_ending() => {
                     self.answer(&request["id"], Err(Refused::new(Errno::ESHUTDOWN, "it is ending")));
                 }
-                (Patience::Greeted, Some("subscribe")) => self.subscribe(&request["id"]),
-                (Patience::Greeted, _) => self.comply(request),
+                (Greeting::Done, Some("subscribe")) => self.subscribe(&request["id"]),
+                (Greeting::Done, _) => self.comply(request),
             }
         }
     }
@@ -210,13 +210,13 @@ impl Requests {
                 fields.insert("error".into(), refused.text.into());
             }
         }
-        self.output.answer(line(&fields.into()));
+        self.output.answer(as_line(&fields.into()));
     }
 }
 
 /// A line as a message that something is wrong, for who has not come so far that he could ask.
 pub(super) fn refusal(refused: &Refused) -> String {
-    line(&json!({
+    as_line(&json!({
         "event": "answer",
         "id": null,
         "ok": false,
@@ -230,7 +230,7 @@ fn wrong(text: impl Into<String>) -> Refused {
 }
 
 /// Reads a line that is not longer than it may be. The stream wakes up now and then while somebody has to say hello.
-fn read_line(input: &mut impl BufRead, patience: Patience) -> io::Result<Read1> {
+fn read_line(input: &mut impl BufRead, greeting: Greeting) -> io::Result<Input> {
     let mut bytes = Vec::new();
     loop {
         let room = (MAX_REQUEST + 1 - bytes.len()) as u64;
@@ -239,22 +239,22 @@ fn read_line(input: &mut impl BufRead, patience: Patience) -> io::Result<Read1> 
             Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {}
             Err(e) => return Err(e),
         }
-        if matches!(patience, Patience::Hello(until) if Instant::now() >= until) {
+        if matches!(greeting, Greeting::Until(until) if Instant::now() >= until) {
             let text = format!("nothing was said for {} s", HELLO_TIME.as_secs());
-            return Ok(Read1::Wrong(Refused::new(Errno::ETIMEDOUT, text)));
+            return Ok(Input::Wrong(Refused::new(Errno::ETIMEDOUT, text)));
         }
     }
     Ok(match bytes.pop() {
-        None => Read1::End,
+        None => Input::End,
         Some(b'\n') => match String::from_utf8(bytes) {
-            Ok(text) => Read1::Line(text),
-            Err(_) => Read1::Wrong(wrong("a request is UTF-8")),
+            Ok(text) => Input::Line(text),
+            Err(_) => Input::Wrong(wrong("a request is UTF-8")),
         },
         Some(_) if bytes.len() >= MAX_REQUEST => {
             let text = format!("a request has at most {MAX_REQUEST} bytes");
-            Read1::Wrong(Refused::new(Errno::EMSGSIZE, text))
+            Input::Wrong(Refused::new(Errno::EMSGSIZE, text))
         }
-        Some(_) => Read1::Wrong(wrong("the last line has no end")),
+        Some(_) => Input::Wrong(wrong("the last line has no end")),
     })
 }
 
@@ -262,16 +262,16 @@ fn read_line(input: &mut impl BufRead, patience: Patience) -> io::Result<Read1> 
 mod tests {
     use super::*;
 
-    fn read(bytes: &[u8]) -> Read1 {
-        read_line(&mut BufReader::new(bytes), Patience::Greeted).unwrap()
+    fn read(bytes: &[u8]) -> Input {
+        read_line(&mut BufReader::new(bytes), Greeting::Done).unwrap()
     }
 
     #[test]
     fn a_request_is_a_line_that_is_not_too_long() {
-        assert!(matches!(read(b""), Read1::End));
-        assert!(matches!(read(b"{}\n{}"), Read1::Line(text) if text == "{}"));
+        assert!(matches!(read(b""), Input::End));
+        assert!(matches!(read(b"{}\n{}"), Input::Line(text) if text == "{}"));
         let longest = [vec![b' '; MAX_REQUEST], vec![b'\n']].concat();
-        assert!(matches!(read(&longest), Read1::Line(text) if text.len() == MAX_REQUEST));
+        assert!(matches!(read(&longest), Input::Line(text) if text.len() == MAX_REQUEST));
         for (bytes, errno) in [
             (vec![b' '; MAX_REQUEST + 1], Errno::EMSGSIZE),
             (vec![b' '; 10 * MAX_REQUEST], Errno::EMSGSIZE),
@@ -279,9 +279,19 @@ mod tests {
             (b"\xff\n".to_vec(), Errno::EINVAL),
         ] {
             assert!(
-                matches!(read(&bytes), Read1::Wrong(refused) if refused.errno == errno),
+                matches!(read(&bytes), Input::Wrong(refused) if refused.errno == errno),
                 "{errno}"
             );
         }
+    }
+
+    #[test]
+    fn hello_is_waited_for_so_long() {
+        let (ours, _theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        ours.set_read_timeout(Some(Duration::from_millis(1))).unwrap();
+        let until = Instant::now() + Duration::from_millis(20);
+        let read = read_line(&mut BufReader::new(&ours), Greeting::Until(until)).unwrap();
+        assert!(matches!(read, Input::Wrong(refused) if refused.errno == Errno::ETIMEDOUT));
+        assert!(Instant::now() >= until);
     }
 }

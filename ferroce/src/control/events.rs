@@ -62,17 +62,17 @@ impl Events {
         }
         let mut event = event.clone();
         event.insert("text".into(), text.into());
-        let line = line(&event.into());
+        let line = as_line(&event.into());
         subscribers.retain_mut(|subscriber| subscriber.tell(&line));
     }
 }
 
 impl Subscriber {
     /// False when nobody is there any more.
-    fn tell(&mut self, line_: &str) -> bool {
+    fn tell(&mut self, line: &str) -> bool {
         if self.lost > 0 {
             let text = format!("{} events were lost, as they were not read", self.lost);
-            let notice = line(&json!({ "event": "events_lost", "events": self.lost, "text": text }));
+            let notice = as_line(&json!({ "event": "events_lost", "events": self.lost, "text": text }));
             match self.lines.try_send(notice) {
                 Ok(()) => self.lost = 0,
                 Err(TrySendError::Full(_)) => {
@@ -82,7 +82,7 @@ impl Subscriber {
                 Err(TrySendError::Disconnected(_)) => return false,
             }
         }
-        match self.lines.try_send(line_.to_owned()) {
+        match self.lines.try_send(line.to_owned()) {
             Ok(()) => true,
             Err(TrySendError::Full(_)) => {
                 self.lost += 1;
@@ -94,7 +94,7 @@ impl Subscriber {
 }
 
 /// A line of JSON.
-pub(super) fn line(value: &Value) -> String {
+pub(super) fn as_line(value: &Value) -> String {
     escape_json(&value.to_string()).into_owned() + "\n"
 }
 

@@ -33,7 +33,7 @@ pub(crate) use events::Events;
 pub(crate) use roster::{Roster, Served, Supervisor};
 
 use self::{
-    connection::{Output, Patience},
+    connection::{Greeting, Output},
     peer::Door,
     sockets::Acceptor,
 };
@@ -178,7 +178,7 @@ impl Control {
         let requests = connection::Requests::new(self.shared.clone(), Output::Stdout);
         let reading = requests.clone();
         // It is not waited for: nothing ends a read of standard input.
-        thread::spawn(move || reading.read(io::stdin().lock(), Patience::Greeted));
+        thread::spawn(move || reading.read(io::stdin().lock(), Greeting::Done));
         self.stdio = Some(requests);
     }
 }

@@ -10,7 +10,8 @@
 //! | `start` | `task`: `map.NAME` or `serve.NAME`; `options`: the command's arguments, each in one string |
 //! | `stop` | `task` |
 //!
-//! and, of a mapping (`session`: its session, if there are several), what [`client`] has, and of a server what [`server`] has.
+//! and, of a mapping (`session`: its session, if there are several), what [`client`] has, and of a server what [`server`] has. What both
+//! have is a mapping's, if there is one, unless `of` is `server`.
 
 mod client;
 mod server;
@@ -43,7 +44,9 @@ pub(super) fn comply(shared: &Shared, request: &Value) -> Outcome {
             .map(|()| Map::new()),
         "start" => start(shared, request),
         // Of whatever runs.
-        "stats" | "reset_path_stats" if !shared.roster.kinds().0 => server::comply(shared, verb, request),
+        "stats" | "reset_path_stats" if request["of"] == "server" || !shared.roster.kinds().0 => {
+            server::comply(shared, verb, request)
+        }
         _ if client::VERBS.contains(&verb) => client::comply(shared, verb, request),
         _ if server::VERBS.contains(&verb) => server::comply(shared, verb, request),
         other => Err(wrong(format!("{other:?} can't be done"))),
@@ -147,5 +150,101 @@ pub(super) fn fields(value: Value) -> Map<String, Value> {
     match value {
         Value::Object(fields) => fields,
         other => Map::from_iter([("value".into(), other)]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+
+    use rnbd_admin::{Client, Registry};
+    use rnbd_host::control::map::{MapAnswer, MapListing, MapRequest};
+    use rtrs::client::Policy;
+
+    use super::*;
+    use crate::control::{Events, Roster};
+
+    /// A mapping that does whatever it is asked for.
+    struct Willing;
+
+    impl Client for Willing {
+        fn ask(&self, request: MapRequest) -> Result<MapAnswer, Refused> {
+            Ok(match request {
+                MapRequest::List => MapAnswer::Listing(Box::new(MapListing {
+                    session: "s".into(),
+                    port: 1234,
+                    info: None,
+                    policy: Policy::default(),
+                    max_reconnects: 0,
+                    reconnect_delay: std::time::Duration::ZERO,
+                    paths: Vec::new(),
+                    devices: Vec::new(),
+                })),
+                MapRequest::Stats => MapAnswer::Stats(Box::default()),
+                _ => MapAnswer::Done,
+            })
+        }
+    }
+
+    fn shared() -> Shared {
+        let roster = std::sync::Arc::new(Roster::default());
+        roster.add_client(Willing);
+        Shared {
+            registry: Registry::new(roster.clone(), Names::All),
+            roster,
+            events: Events::default(),
+            ending: AtomicBool::new(false),
+        }
+    }
+
+    #[test]
+    fn whatever_is_asked_for_is_done_or_refused() {
+        let shared = shared();
+        let odd = [
+            json!(null),
+            json!(true),
+            json!(-1),
+            json!(1e300),
+            json!(u64::MAX),
+            json!(""),
+            json!("\u{0}"),
+            json!("../.."),
+            json!("127.0.0.1,127.0.0.2"),
+            json!([]),
+            json!(["x"]),
+            json!({ "a": 1 }),
+        ];
+        let keys = [
+            "session", "path", "paths", "which", "policy", "attempts", "delay", "on_loss", "seconds", "device", "mode",
+            "sectors", "file", "text", "of",
+        ];
+        let further = ["ls", "stat", "read", "write", "metrics", "mappings", "nothing", ""];
+        let verbs = client::VERBS.iter().chain(server::VERBS).chain(&further);
+        for verb in verbs {
+            for key in keys {
+                for (n, value) in odd.iter().enumerate() {
+                    let mut request = json!({ "do": verb, "device": "d", "file": "class", "path": "127.0.0.1" });
+                    request[key] = value.clone();
+                    // Another one of them odd as well.
+                    request[keys[(n * 7 + key.len()) % keys.len()]] = odd[(n + 5) % odd.len()].clone();
+                    if let Err(refused) = comply(&shared, &request) {
+                        assert!(!refused.text.is_empty(), "{request}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_of_a_server_needs_one() {
+        let shared = shared();
+        assert!(comply(&shared, &json!({ "do": "stats" })).is_ok());
+        for request in [json!({ "do": "stats", "of": "server" }), json!({ "do": "sessions" })] {
+            assert_eq!(comply(&shared, &request).unwrap_err().errno, Errno::ENODEV, "{request}");
+        }
+        let reset = json!({ "do": "reset_path_stats", "path": "127.0.0.1" });
+        assert!(comply(&shared, &reset).is_ok());
+        let other = comply(&shared, &json!({ "do": "list", "session": "t" }));
+        assert_eq!(other.unwrap_err().errno, Errno::ENOENT);
     }
 }

@@ -19,7 +19,7 @@ use rnbd_host::control::Refused;
 
 use super::{
     Shared,
-    connection::{HELLO_TIME, Output, Patience, Requests, refusal},
+    connection::{Greeting, HELLO_TIME, Output, Requests, refusal},
 };
 
 /// Connections of a socket at a time.
@@ -201,7 +201,7 @@ pub(super) fn converse(shared: &Arc<Shared>, stream: &UnixStream) {
         let _ = writing.shutdown(Shutdown::Both);
     });
     let requests = Requests::new(shared.clone(), Output::Lines(lines));
-    requests.read(stream, Patience::Hello(Instant::now() + HELLO_TIME));
+    requests.read(stream, Greeting::Until(Instant::now() + HELLO_TIME));
     requests.end();
     if let Ok(writer) = writer {
         let _ = writer.join();

@@ -201,7 +201,7 @@ impl Act<'_> {
         let all = self.all()?;
         match verb {
             SessionVerb::List | SessionVerb::Show { .. } => Ok(()),
-            SessionVerb::Disconnect { session } if all.mappings.is_empty() => {
+            SessionVerb::Disconnect { session } if !all.is_of_mapping(session.as_deref()) => {
                 self.close_sessions(&all, session.as_deref())
             }
             SessionVerb::Disconnect { session } => {
@@ -306,7 +306,7 @@ impl Act<'_> {
             PathVerb::Disconnect(words) => {
                 let all = self.all()?;
                 let (session, path) = words.parts();
-                match all.mappings.is_empty() {
+                match all.paths(session, path).is_empty() && !all.sessions.is_empty() {
                     true => self.close_path(one(&all.served_paths(session, path), path)?),
                     false => self.path_request(words, "disconnect", "down"),
                 }
@@ -370,7 +370,6 @@ impl Act<'_> {
                 .collect(),
         };
         let served: Vec<_> = match path {
-            _ if !all.mappings.is_empty() => Vec::new(),
             Some(path) => all.served_paths(None, path),
             None => all
                 .sessions
@@ -381,7 +380,8 @@ impl Act<'_> {
         if let (Some(path), true, true) = (path, ours.is_empty(), served.is_empty()) {
             return Err(Failure::failed(format!("there is no path {path:?}")));
         }
-        if let (Some(which @ ("reconnects" | "cpu_migration")), false) = (which, served.is_empty()) {
+        let of_mappings_alone = matches!(which, Some("reconnects" | "cpu_migration"));
+        if let (Some(which), true, true) = (which, of_mappings_alone, ours.is_empty()) {
             return Err(Failure::usage(format!("paths of a server's clients have no {which}")));
         }
         for (mapping, path) in ours {
@@ -389,8 +389,9 @@ impl Act<'_> {
             let request = json!({ "do": "reset_path_stats", "session": session, "path": path.whole(), "which": which });
             self.done(request, format!("path {} counts from zero", path.path))?;
         }
-        for (session, path) in served {
-            let request = json!({ "do": "reset_path_stats", "session": session.session, "path": path.path });
+        for (session, path) in served.into_iter().filter(|_| !of_mappings_alone) {
+            let request =
+                json!({ "do": "reset_path_stats", "of": "server", "session": session.session, "path": path.path });
             self.done(request, format!("path {} counts from zero", path.name()))?;
         }
         Ok(())

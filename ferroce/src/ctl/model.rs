@@ -184,6 +184,14 @@ impl All {
         }
     }
 
+    /// Whether this session is a mapping's rather than a server's client's; one that is not named is, if there are any.
+    pub(super) fn is_of_mapping(&self, session: Option<&str>) -> bool {
+        match session {
+            Some(name) => self.mappings.iter().any(|m| m.session == name) || self.sessions.is_empty(),
+            None => !self.mappings.is_empty(),
+        }
+    }
+
     /// Mapped devices of this name: `NAME`, `NAME@SESSION`, or `rnbdN`.
     pub(super) fn mapped(&self, name: &str) -> Vec<(&Mapping, &Device)> {
         let all = self.mappings.iter().flat_map(|m| m.devices.iter().map(move |d| (m, d)));

@@ -55,8 +55,8 @@ fn loops(client: &mut Client, all: &All) -> Result<Vec<(String, Value)>, Failure
         let stats = client.ask(json!({ "do": "stats", "session": mapping.session }))?;
         loops.push((format!("session {}", mapping.session), stats));
     }
-    if client.hello.serves && !client.hello.maps {
-        loops.push(("server".into(), client.ask(json!({ "do": "stats" }))?));
+    if client.hello.serves {
+        loops.push(("server".into(), client.ask(json!({ "do": "stats", "of": "server" }))?));
     }
     for (_, stats) in &mut loops {
         if let Some(fields) = stats.as_object_mut() {

@@ -219,9 +219,11 @@ fn policy(session: &Session) -> Result<String, Refused> {
 
 /// A number; a name, behind which there may be anything; or two letters (`mpath_policy_store`).
 fn set_policy(session: &Session, text: &str) -> Result<(), Refused> {
+    let number = signed(text).ok().and_then(|n| usize::try_from(n).ok());
     let text = line(text).to_ascii_lowercase();
     let is = |policy: &&Policy| text.starts_with(policy.name());
-    let policy = match Policy::ALL.iter().find(is) {
+    let by_number = number.and_then(|n| Policy::ALL.get(n));
+    let policy = match by_number.or_else(|| Policy::ALL.iter().find(is)) {
         Some(policy) => *policy,
         None => text.parse().map_err(|e| invalid(format!("{e}")))?,
     };

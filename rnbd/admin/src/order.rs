@@ -15,6 +15,11 @@ pub(crate) const USAGE: &str = "Usage: echo \"[dest_port=server port number] ses
     [access_mode=<ro|rw|migration>] [nr_poll_queues=<number of queues>]\" > map_device\n\n\
     addr ::= [ ip:<ipv4> | ip:<ipv6> | gid:<gid> ]\n";
 
+/// Bytes of a name at most (`NAME_MAX`).
+const MAX_NAME: usize = 255;
+/// Paths at most, as in `rnbd_clt_map_device_store`. More can be added to a session that is open.
+const MAX_PATHS: usize = 6;
+
 /// A device that is to be mapped.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct MapOrder {
@@ -33,22 +38,29 @@ impl MapOrder {
     /// paths after it.
     ///
     /// # Errors
-    /// EINVAL, and what is wrong.
+    /// EINVAL, and what is wrong; ENOMEM for too many paths, as there.
     pub fn parse(text: &str) -> Result<Self, Refused> {
         let (mut session, mut device, mut mode) = (None, None, AccessMode::ReadWrite);
         let (mut paths, mut port) = (Vec::new(), DEFAULT_PORT);
-        for word in text.split([' ', '\n']).filter(|word| !word.is_empty()) {
+        for word in text.trim().split(' ').filter(|word| !word.is_empty()) {
             let (key, value) = word
                 .split_once('=')
                 .filter(|(_, value)| !value.is_empty())
                 .ok_or_else(|| invalid(format!("{word:?}: an option is NAME=VALUE")))?;
             match key {
+                "sessname" | "device_path" if value.len() > MAX_NAME => {
+                    return Err(invalid(format!("{key} has more than {MAX_NAME} bytes")));
+                }
                 "sessname" => session = Some(value.to_owned()),
                 "device_path" => device = Some(value.to_owned()),
                 "access_mode" => mode = value.parse().map_err(|e: String| invalid(e))?,
                 "dest_port" => {
                     let number = value.parse().ok().filter(|port| *port > 0);
                     port = number.ok_or_else(|| invalid(format!("{value:?} is no port")))?;
+                }
+                "path" if paths.len() >= MAX_PATHS => {
+                    let text = format!("there are more than {MAX_PATHS} paths");
+                    return Err(Refused::new(Errno::ENOMEM, text));
                 }
                 "path" => paths.push(PathAddr::parse(value, port, &|_| None).map_err(|e| invalid(e.to_string()))?),
                 // Loops look for work, whoever waits.

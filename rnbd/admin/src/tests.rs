@@ -425,6 +425,11 @@ fn what_is_written_is_asked_for() {
             MapRequest::SetPolicy(Policy::MinInflight),
         ),
         (
+            of(SESSION, "mpath_policy"),
+            "+1\n",
+            MapRequest::SetPolicy(Policy::MinInflight),
+        ),
+        (
             of(SESSION, "max_reconnect_attempts"),
             "17\n",
             MapRequest::SetReconnects {
@@ -566,9 +571,14 @@ fn devices_are_mapped_over_the_session_that_there_is_or_a_new_one() {
         "sessname=many device_path=d nr_poll_queues=-2",
         "sessname=many device_path=d surprise=1",
         "many d",
+        "sessname=many\ndevice_path=d",
+        &format!("sessname=many device_path={}", "d".repeat(256)),
     ] {
         assert_eq!(map(wrong).unwrap_err().errno, Errno::EINVAL, "{wrong}");
     }
+    let seven = "path=10.0.0.3 ".repeat(7);
+    let too_many = map(&format!("sessname=many device_path=d {seven}"));
+    assert_eq!(too_many.unwrap_err().errno, Errno::ENOMEM);
 }
 
 #[test]
