@@ -7,6 +7,7 @@ mod doctor;
 mod man;
 mod map;
 mod map_news;
+mod nbd;
 mod output;
 mod pcap;
 mod report;
