@@ -5,6 +5,7 @@ use std::{
     ffi::OsStr,
     fmt::Debug,
     io::{BufRead, BufReader, Read, Write},
+    os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
     path::Path,
     process::{Child, ChildStdin, Command, ExitStatus, Stdio},
     sync::{
@@ -16,6 +17,7 @@ use std::{
 };
 
 use nix::{
+    fcntl::{FcntlArg, fcntl},
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
@@ -102,6 +104,34 @@ impl Running {
     pub fn steered_by(mut command: Command, what: String) -> Self {
         command.stdin(Stdio::piped());
         Self::spawn(command, what)
+    }
+
+    /// Starts it as systemd starts what its sockets activate: with these descriptors, from 3 on, and these names of them.
+    ///
+    /// # Panics
+    /// When it can't be started.
+    pub fn activated<S: AsRef<OsStr> + Debug>(sockets: &[BorrowedFd<'_>], names: Option<&str>, args: &[S]) -> Self {
+        // The variables name the process that the shell becomes.
+        const BECOME: &str = r#"n=3
+            while [ "$1" != -- ]; do eval "exec $n<&$1 $1<&-"; n=$((n+1)); shift; done
+            shift
+            export LISTEN_PID=$$ LISTEN_FDS=$((n-3))
+            exec "$@""#;
+        let copy = |socket: &BorrowedFd<'_>| {
+            // Out of the way of those numbers, and not closed when the shell starts.
+            let copy = fcntl(socket, FcntlArg::F_DUPFD(100)).expect("a descriptor");
+            // SAFETY: it was just made, and is nobody else's.
+            unsafe { OwnedFd::from_raw_fd(copy) }
+        };
+        let copies: Vec<OwnedFd> = sockets.iter().map(copy).collect();
+        let mut command = Command::new("bash");
+        command.args(["-c", BECOME, "bash"]);
+        command.args(copies.iter().map(|copy| copy.as_raw_fd().to_string()));
+        command.arg("--").arg(crate::ferroce()).args(args);
+        if let Some(names) = names {
+            command.env("LISTEN_FDNAMES", names);
+        }
+        Self::start_command(command, format!("ferroce {args:?}"))
     }
 
     /// Starts it by another program, such as `unshare`.

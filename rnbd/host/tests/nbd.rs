@@ -27,7 +27,7 @@ fn options_are_answered_as_the_protocol_says() {
     let s = serve(MIB, true);
     let mut c = Client::connect(&s.socket);
     for (o, kind) in [
-        (opt::STARTTLS, rep::ERR_UNSUP),
+        (opt::STARTTLS, rep::ERR_POLICY),
         (opt::LIST_META_CONTEXT, rep::ERR_INVALID),
         (4711, rep::ERR_UNSUP),
     ] {
