@@ -280,9 +280,12 @@ fn clients_of_others_use_tls_if_their_certificates_are_right() {
         );
 
         for folder in ["stranger", "nobody", "deceived"] {
-            let wrong = with(uri, &lab.text(folder));
-            let why = tool("nbdinfo", &[&wrong]).expect_err(folder);
-            assert!(why.to_lowercase().contains("tls"), "{folder}: {why}");
+            // libnbd does not look who a server is that it has no host name of.
+            if folder != "deceived" || !uri.contains("unix") {
+                let wrong = with(uri, &lab.text(folder));
+                let why = tool("nbdinfo", &[&wrong]).expect_err(folder);
+                assert!(why.to_lowercase().contains("tls"), "{folder}: {why}");
+            }
             let export = qemu(uri, &lab.text(folder));
             tool("qemu-img", &[&["info"], &strs(&export)[..]].concat()).expect_err(folder);
         }
@@ -309,12 +312,14 @@ fn where_tls_is_offered_clients_choose() {
     lab.certificates();
     let server = lab.text("server");
     // Of a client no certificate is asked for.
-    let (_map, uris) = lab.map(&["--tls-certificates", &server]);
+    let (map, uris) = lab.map(&["--tls-certificates", &server]);
     for uri in &uris {
         let info = done("nbdinfo", &[&with(uri, &lab.text("nobody"))]);
         assert!(info.contains("with TLS"), "{info}");
         let info = done("nbdinfo", &[&uri.replacen("nbds", "nbd", 1)]);
         assert!(info.contains("without TLS"), "{info}");
+    }
+    for uri in &uris[1..] {
         let why = tool("nbdinfo", &[&with(uri, &lab.text("deceived"))]).expect_err("not its server");
         assert!(why.contains("ertificate"), "{why}");
     }
@@ -323,7 +328,7 @@ fn where_tls_is_offered_clients_choose() {
     fs::write(&copy, pattern(2, 2 * MIB)).unwrap();
     done("nbdcopy", &["--flush", "--connections=4", &copy, &secured]);
     assert!(fs::read(&lab.image).unwrap() == pattern(2, 2 * MIB));
-    drop(_map);
+    assert_eq!(map.stop().code, Some(0));
 
     let (_map, uris) = lab.map(&["--tls", "off", "--tls-certificates", &server]);
     for uri in &uris {
