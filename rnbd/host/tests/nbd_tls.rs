@@ -113,7 +113,7 @@ fn exercise<S: Read + Write>(c: &mut Client<S>, size: u64) {
         );
     }
     let half = size / 2;
-    let data: Vec<u8> = (0..half).map(|i| (i * 31 >> 3) as u8).collect();
+    let data: Vec<u8> = (0..half).map(|i| ((i * 31) >> 3) as u8).collect();
     for (i, len) in [
         (0usize, 512),
         (512, 16 << 10),
