@@ -5,7 +5,7 @@ use std::{
     ffi::OsStr,
     fmt::Debug,
     io::{BufRead, BufReader, Read, Write},
-    os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
+    os::fd::{AsRawFd, BorrowedFd, OwnedFd},
     path::Path,
     process::{Child, ChildStdin, Command, ExitStatus, Stdio},
     sync::{
@@ -17,9 +17,8 @@ use std::{
 };
 
 use nix::{
-    fcntl::{FcntlArg, fcntl},
     sys::signal::{Signal, kill},
-    unistd::Pid,
+    unistd::{Pid, dup},
 };
 use serde_json::Value;
 
@@ -111,19 +110,20 @@ impl Running {
     /// # Panics
     /// When it can't be started.
     pub fn activated<S: AsRef<OsStr> + Debug>(sockets: &[BorrowedFd<'_>], names: Option<&str>, args: &[S]) -> Self {
-        // The variables name the process that the shell becomes.
+        // The variables name the process that the shell becomes. Numbers ascend, and none is below where it goes.
         const BECOME: &str = r#"n=3
-            while [ "$1" != -- ]; do eval "exec $n<&$1 $1<&-"; n=$((n+1)); shift; done
+            while [ "$1" != -- ]; do
+                [ "$1" = $n ] || eval "exec $n<&$1 $1<&-"
+                n=$((n+1)); shift
+            done
             shift
             export LISTEN_PID=$$ LISTEN_FDS=$((n-3))
             exec "$@""#;
-        let copy = |socket: &BorrowedFd<'_>| {
-            // Out of the way of those numbers, and not closed when the shell starts.
-            let copy = fcntl(socket, FcntlArg::F_DUPFD(100)).expect("a descriptor");
-            // SAFETY: it was just made, and is nobody else's.
-            unsafe { OwnedFd::from_raw_fd(copy) }
-        };
-        let copies: Vec<OwnedFd> = sockets.iter().map(copy).collect();
+        // Unlike the sockets themselves these are not closed when the shell starts.
+        let copies: Vec<OwnedFd> = sockets
+            .iter()
+            .map(|socket| dup(socket).expect("a descriptor"))
+            .collect();
         let mut command = Command::new("bash");
         command.args(["-c", BECOME, "bash"]);
         command.args(copies.iter().map(|copy| copy.as_raw_fd().to_string()));
