@@ -9,8 +9,8 @@ use std::{
 use clap::Args;
 use rnbd::{block::Geometry, client::error::MapError, proto::AccessMode};
 use rnbd_host::{
-    LoopStats,
-    listen::NbdAddress,
+    LoopStats, activation,
+    listen::{Inherited, NbdAddress},
     map::{MapConfig, MapDevice, MapEvent, MapFailure, MapStats, Mapping, Nobody},
 };
 use roce::{LocalDevice, iface};
@@ -131,7 +131,7 @@ impl MapArgs {
             .open_shards(&sources, self.threads.into(), Arc::new(Nobody))
     }
 
-    fn config(&self, ways: Vec<PathAddr>) -> Result<MapConfig, Failure> {
+    fn config(&self, ways: Vec<PathAddr>, inherited: Vec<Inherited>) -> Result<MapConfig, Failure> {
         let mut session = SessionConfig::new(&self.session, ways[0]);
         session.paths = ways;
         session.policy = self.lasting.policy;
@@ -159,7 +159,7 @@ impl MapArgs {
             tls: self.nbd.tls()?,
             grace: GRACE,
             reactor: self.transport.reactor(),
-            ..MapConfig::new(session, &self.devices[0].name, self.nbd.listen()?)
+            ..MapConfig::new(session, &self.devices[0].name, self.nbd.listen(inherited)?)
         })
     }
 }
@@ -223,7 +223,8 @@ fn map(args: &MapArgs, steering: &dyn Steering) -> Result<(), Failure> {
     let stop = Stop::on_signals()?;
     let mut reporter = args.report.reporter();
     let ways = args.ways()?;
-    let config = args.config(ways.clone())?;
+    let inherited = activation::sockets().map_err(|e| Failure::failed(e.to_string()))?;
+    let config = args.config(ways.clone(), inherited)?;
     config.session.check().map_err(|e| Failure::usage(e.to_string()))?;
     config.check_devices().map_err(|e| Failure::usage(e.to_string()))?;
     let started = Mapping::start_shards(args.devices(&ways)?, config);

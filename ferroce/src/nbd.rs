@@ -7,8 +7,7 @@ use std::{
 
 use clap::{Args, ValueEnum};
 use rnbd_host::{
-    activation,
-    listen::{Listen, NbdAddress},
+    listen::{Inherited, Listen, NbdAddress},
     tls::Tls,
 };
 
@@ -62,9 +61,8 @@ fn address(text: &str) -> Result<SocketAddr, String> {
 }
 
 impl NbdArgs {
-    /// The sockets that we were started with, or those of the command line. To be called once.
-    pub(crate) fn listen(&self) -> Result<Vec<Listen>, Failure> {
-        let inherited = activation::inherited().map_err(|e| Failure::failed(e.to_string()))?;
+    /// The sockets of the command line, or these that are there.
+    pub(crate) fn listen(&self, inherited: Vec<Inherited>) -> Result<Vec<Listen>, Failure> {
         let unix = self.nbd.iter().cloned().map(Listen::Unix);
         let named: Vec<_> = unix.chain(self.nbd_listen.iter().copied().map(Listen::Tcp)).collect();
         match (named.is_empty(), inherited.is_empty()) {

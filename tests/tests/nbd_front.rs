@@ -106,19 +106,50 @@ fn with(uri: &str, folder: &str) -> String {
     format!("{uri}{sign}tls-certificates={folder}")
 }
 
-/// QEMU's own way to name an export, and the credentials of the client.
-fn qemu(uri: &str, folder: &str) -> [String; 4] {
-    let at = match uri.split_once("?socket=") {
-        Some((_, path)) => format!("path={path}"),
+/// Where a URI leads: a path, or a host and a port.
+enum At<'a> {
+    Path(&'a str),
+    Port(&'a str, &'a str),
+}
+
+fn at(uri: &str) -> At<'_> {
+    match uri.split_once("?socket=") {
+        Some((_, path)) => At::Path(path),
         None => {
             let rest = uri.split_once("://").unwrap().1.trim_end_matches('/');
             let (host, port) = rest.rsplit_once(':').unwrap();
-            format!("host={},port={port}", host.trim_matches(['[', ']']))
+            At::Port(host.trim_matches(['[', ']']), port)
         }
+    }
+}
+
+/// A client's credentials for QEMU.
+fn credentials(folder: &str) -> [String; 2] {
+    let object = format!("tls-creds-x509,id=tls0,dir={folder},endpoint=client,verify-peer=yes");
+    ["--object".into(), object]
+}
+
+/// How qemu-nbd lists the exports there.
+fn qemu_nbd(uri: &str, folder: &str) -> Vec<String> {
+    let at = match at(uri) {
+        At::Path(path) => vec!["-k", path],
+        At::Port(host, port) => vec!["-b", host, "-p", port],
     };
+    let usual = ["--list", "--tls-creds", "tls0", "--tls-hostname", "localhost"];
+    let words = usual.into_iter().chain(at).map(str::to_owned);
+    credentials(folder).into_iter().chain(words).collect()
+}
+
+/// QEMU's own way to name an export, and the credentials of the client.
+fn qemu(uri: &str, folder: &str) -> [String; 4] {
+    let at = match at(uri) {
+        At::Path(path) => format!("path={path}"),
+        At::Port(host, port) => format!("host={host},port={port}"),
+    };
+    let [object, credentials] = credentials(folder);
     [
-        "--object".into(),
-        format!("tls-creds-x509,id=tls0,dir={folder},endpoint=client,verify-peer=yes"),
+        object,
+        credentials,
         "--image-opts".into(),
         format!("driver=nbd,{at},export=disk,tls-creds=tls0,tls-hostname=localhost"),
     ]
@@ -248,7 +279,7 @@ fn clients_of_others_come_by_tcp() {
 }
 
 #[test]
-#[ignore = "needs nbdinfo, nbdcopy, qemu-img, qemu-io"]
+#[ignore = "needs nbdinfo, nbdcopy, qemu-img, qemu-io, qemu-nbd"]
 fn clients_of_others_use_tls_if_their_certificates_are_right() {
     let lab = Lab::new(8 * MIB);
     lab.certificates();
@@ -272,6 +303,11 @@ fn clients_of_others_use_tls_if_their_certificates_are_right() {
         let export = qemu(uri, &lab.text("client"));
         let info = done("qemu-img", &[&["info"], &strs(&export)[..]].concat());
         assert!(info.contains("virtual size: 8 MiB"), "{info}");
+        let list = done("qemu-nbd", &strs(&qemu_nbd(uri, &lab.text("client"))));
+        assert!(
+            list.contains("export: 'disk'") && list.contains("base:allocation"),
+            "{list}"
+        );
         let write = format!("write -P {} {n}M 1M", n + 1);
         let read = format!("read -P {} {n}M 1M", n + 1);
         done(

@@ -7,8 +7,9 @@ use std::{
     io,
     os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd},
     process,
-    sync::atomic::{AtomicBool, Ordering},
 };
+
+use parking_lot::Mutex;
 
 use crate::listen::{self, Inherited};
 
@@ -19,8 +20,8 @@ const MOST: RawFd = 1024;
 /// The name of a descriptor that was given none.
 const UNNAMED: &str = "unknown";
 
-/// A descriptor has one owner.
-static TAKEN: AtomicBool = AtomicBool::new(false);
+/// What the process was started with, once somebody has asked for it: a descriptor has one owner.
+static SOCKETS: Mutex<Option<Vec<Inherited>>> = Mutex::new(None);
 
 /// Why the sockets can't be had.
 #[derive(Debug, thiserror::Error)]
@@ -43,28 +44,23 @@ pub enum ActivationError {
         /// What is wrong with it.
         error: io::Error,
     },
-    /// They were taken before.
-    #[error("the sockets of LISTEN_FDS are taken already")]
-    Taken,
 }
 
-/// The sockets that this process was started with; none if the variables are not there, or are for another process. They are closed
-/// when the process runs another program. To be called once, and before the program opens descriptors of its own.
+/// The sockets that this process was started with, the same at each call; none if the variables are not there, or are for another
+/// process. They are closed when the process runs another program. The first call comes before the program opens descriptors of its own.
 ///
 /// # Errors
-/// When the variables, or what they announce, make no sense.
-pub fn inherited() -> Result<Vec<Inherited>, ActivationError> {
-    let names = match announced(process::id(), |name| env::var_os(name))? {
-        names if names.is_empty() => return Ok(Vec::new()),
-        names => names,
-    };
-    if TAKEN.swap(true, Ordering::Relaxed) {
-        return Err(ActivationError::Taken);
+/// When the variables, or what they announce, make no sense. That is said once; from then on there are none.
+pub fn sockets() -> Result<Vec<Inherited>, ActivationError> {
+    let mut sockets = SOCKETS.lock();
+    if sockets.is_none() {
+        // Whatever comes of it, nobody takes these descriptors once more.
+        *sockets = Some(Vec::new());
+        let names = announced(process::id(), |name| env::var_os(name))?;
+        let taken: Result<Vec<_>, _> = (FIRST..).zip(names).map(|(at, name)| take(at, name)).collect();
+        *sockets = Some(taken?);
     }
-    (FIRST..)
-        .zip(names)
-        .map(|(descriptor, name)| take(descriptor, name))
-        .collect()
+    Ok(sockets.clone().unwrap_or_default())
 }
 
 /// The names of the descriptors that are announced to this process.
@@ -111,7 +107,7 @@ fn take(descriptor: RawFd, name: String) -> Result<Inherited, ActivationError> {
         return Err(wrong(name, error));
     }
     // SAFETY: it is open, a listening socket that this process was started with and that its variables say is for it; it is taken
-    // once (`TAKEN`), so nobody else here owns it.
+    // once (`SOCKETS`), so nobody else here owns it.
     let socket = unsafe { OwnedFd::from_raw_fd(descriptor) };
     Inherited::new(name.clone(), socket).map_err(|error| wrong(name, error))
 }
