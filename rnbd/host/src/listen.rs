@@ -4,7 +4,7 @@ use std::{
     fmt, io,
     net::SocketAddr,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::Arc,
     time::Duration,
 };
@@ -101,11 +101,26 @@ impl fmt::Display for NbdAddress {
 
 /// A listening socket.
 #[derive(Debug)]
+enum Source {
+    /// With a file of ours.
+    File(SocketFile),
+    Socket(Socket),
+}
+
+impl AsFd for Source {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::File(file) => file.listener.as_fd(),
+            Self::Socket(socket) => socket.as_fd(),
+        }
+    }
+}
+
+/// A listening socket, and where it is found.
+#[derive(Debug)]
 pub(crate) struct Listener {
-    socket: Socket,
+    source: Source,
     address: NbdAddress,
-    /// Ours, to be removed at the end.
-    _file: Option<SocketFile>,
 }
 
 impl Listener {
@@ -114,28 +129,25 @@ impl Listener {
     /// # Errors
     /// Those of [`SocketFile::bind`], `bind` and `listen`; they say where.
     pub(crate) fn open(way: &Listen) -> io::Result<Self> {
-        let (socket, file) = match way {
-            Listen::Unix(path) => {
-                let (socket, file) = SocketFile::bind(path)?;
-                (Socket::from(socket), Some((path, file)))
-            }
-            Listen::Tcp(at) => {
-                let listening = tcp(*at);
-                (
-                    listening.map_err(|e| io::Error::new(e.kind(), format!("{at}: {e}")))?,
-                    None,
-                )
-            }
-            Listen::Inherited(inherited) => (Socket::from(inherited.socket.try_clone()?), None),
-        };
-        socket.set_nonblocking(true)?;
-        let address = match &file {
+        let (source, address) = match way {
             // As it was given.
-            Some((path, _)) => NbdAddress::Unix(Path::new(path).into()),
+            Listen::Unix(path) => (
+                Source::File(SocketFile::bind(path)?),
+                Some(NbdAddress::Unix(path.clone())),
+            ),
+            Listen::Tcp(at) => {
+                let listening = tcp(*at).map_err(|e| io::Error::new(e.kind(), format!("{at}: {e}")))?;
+                (Source::Socket(listening), None)
+            }
+            Listen::Inherited(inherited) => (Source::Socket(inherited.socket.try_clone()?.into()), None),
+        };
+        let socket = SockRef::from(&source);
+        socket.set_nonblocking(true)?;
+        let address = match address {
+            Some(address) => address,
             None => NbdAddress::of(&socket.local_addr()?),
         };
-        let _file = file.map(|(_, file)| file);
-        Ok(Self { socket, address, _file })
+        Ok(Self { source, address })
     }
 
     pub(crate) fn address(&self) -> &NbdAddress {
@@ -147,7 +159,7 @@ impl Listener {
     /// # Errors
     /// Those of `accept`; `WouldBlock` when there is none.
     pub(crate) fn accept(&self) -> io::Result<Socket> {
-        let (client, _) = self.socket.accept()?;
+        let (client, _) = SockRef::from(&self.source).accept()?;
         client.set_nonblocking(true)?;
         if matches!(self.address, NbdAddress::Tcp(_)) {
             // Several replies leave together as it is.
@@ -165,7 +177,7 @@ impl Listener {
 
 impl AsFd for Listener {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
+        self.source.as_fd()
     }
 }
 

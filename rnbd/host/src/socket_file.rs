@@ -8,7 +8,7 @@ use std::{
         unix::{
             ffi::OsStrExt,
             fs::{FileTypeExt, MetadataExt},
-            net::UnixStream,
+            net::{UnixListener, UnixStream},
         },
     },
     path::{Path, PathBuf},
@@ -16,26 +16,27 @@ use std::{
     time::Duration,
 };
 
-/// The file of a listening socket, which goes with this.
+/// A listening socket and its file.
 #[derive(Debug)]
 pub(crate) struct SocketFile {
+    pub(crate) listener: UnixListener,
     path: PathBuf,
     /// Device and inode: at the end only our own file is removed.
     id: (u64, u64),
 }
 
 impl SocketFile {
-    /// Makes the file with mode 0600, and the socket that listens there. A socket file on which nobody listens any more is replaced.
+    /// Makes the file with mode 0600. A socket file on which nobody listens any more is replaced.
     ///
     /// # Errors
     /// `AddrInUse` when somebody listens there, `AlreadyExists` when it is no socket, and those of `bind`.
-    pub(crate) fn bind(path: &Path) -> io::Result<(OwnedFd, Self)> {
+    pub(crate) fn bind(path: &Path) -> io::Result<Self> {
         let path = std::path::absolute(path)?;
         let r = Self::bind_at(&path);
         r.map_err(|e| io::Error::new(e.kind(), format!("socket {}: {e}", path.display())))
     }
 
-    fn bind_at(path: &Path) -> io::Result<(OwnedFd, Self)> {
+    fn bind_at(path: &Path) -> io::Result<Self> {
         let socket = socket()?;
         let folder = lock_folder(path.parent().unwrap_or(Path::new("/")));
         match bind(&socket, path) {
@@ -51,11 +52,11 @@ impl SocketFile {
             return Err(io::Error::last_os_error());
         }
         let meta = fs::symlink_metadata(path)?;
-        let file = Self {
+        Ok(Self {
+            listener: UnixListener::from(socket),
             path: path.into(),
             id: (meta.dev(), meta.ino()),
-        };
-        Ok((socket, file))
+        })
     }
 }
 

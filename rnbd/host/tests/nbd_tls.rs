@@ -229,12 +229,13 @@ fn what_was_sent_in_the_clear_is_never_taken_for_what_tls_has_brought() {
     // Instead of the handshake, and before it.
     for hello in [false, true] {
         let mut c = promised(unix(&s.socket));
-        c.s.write_all(&list).unwrap();
+        let mut bytes = list.clone();
         if hello {
             let config = pki.client(None, &TLS13);
             let mut tls = ClientConnection::new(config, "localhost".try_into().unwrap()).unwrap();
-            tls.write_tls(&mut c.s).unwrap();
+            tls.write_tls(&mut bytes).unwrap();
         }
+        c.s.write_all(&bytes).unwrap();
         let mut answer = Vec::new();
         let _ = c.s.read_to_end(&mut answer);
         // An alert, and no word of NBD.
