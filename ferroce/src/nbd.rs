@@ -86,7 +86,9 @@ impl NbdArgs {
         }
         let (required, folder) = match (self.tls, &self.tls_certificates) {
             (Some(TlsArg::Off), _) | (None, None) => return Ok(None),
-            (Some(_), None) => return Err(Failure::usage("--tls on and --tls require need --tls-certificates")),
+            (Some(TlsArg::On | TlsArg::Require), None) => {
+                return Err(Failure::usage("--tls on and --tls require need --tls-certificates"));
+            }
             (mode, Some(folder)) => (mode == Some(TlsArg::Require), folder),
         };
         let tls = Tls::load(folder, self.tls_verify_peer, required);
@@ -101,11 +103,15 @@ impl NbdArgs {
     /// Where NBD clients find a device, by these addresses: the first needs no name.
     pub(crate) fn uris(&self, addresses: &[NbdAddress], name: Option<&str>) -> Vec<String> {
         let scheme = if self.has_tls() { "nbds" } else { "nbd" };
-        addresses.iter().map(|address| uri(scheme, address, name)).collect()
+        addresses
+            .iter()
+            .filter_map(|address| uri(scheme, address, name))
+            .collect()
     }
 }
 
-fn uri(scheme: &str, address: &NbdAddress, name: Option<&str>) -> String {
+/// None of an abstract name: clients have no way to write it.
+fn uri(scheme: &str, address: &NbdAddress, name: Option<&str>) -> Option<String> {
     let mut path = String::from("/");
     for byte in name.unwrap_or_default().bytes() {
         match byte {
@@ -114,8 +120,9 @@ fn uri(scheme: &str, address: &NbdAddress, name: Option<&str>) -> String {
         }
     }
     match address {
-        NbdAddress::Tcp(at) => format!("{scheme}://{at}{path}"),
-        NbdAddress::Unix(_) | NbdAddress::Other(_) => format!("{scheme}+unix://{path}?socket={address}"),
+        NbdAddress::Tcp(at) => Some(format!("{scheme}://{at}{path}")),
+        NbdAddress::Unix(_) => Some(format!("{scheme}+unix://{path}?socket={address}")),
+        NbdAddress::Abstract(_) => None,
     }
 }
 
@@ -126,14 +133,20 @@ mod tests {
     #[test]
     fn uris_have_names_as_they_are_written_in_one() {
         let unix = NbdAddress::Unix("s".into());
-        assert_eq!(uri("nbd", &unix, None), "nbd+unix:///?socket=s");
-        assert_eq!(
-            uri("nbds", &unix, Some("a/b,1 ä?")),
-            "nbds+unix:///a/b%2C1%20%C3%A4%3F?socket=s"
-        );
         let tcp = |at: &str| NbdAddress::Tcp(at.parse().unwrap());
-        assert_eq!(uri("nbds", &tcp("192.0.2.1:10809"), None), "nbds://192.0.2.1:10809/");
-        assert_eq!(uri("nbd", &tcp("[::1]:7"), Some("a b")), "nbd://[::1]:7/a%20b");
+        for (scheme, address, name, is) in [
+            ("nbd", &unix, None, "nbd+unix:///?socket=s"),
+            (
+                "nbds",
+                &unix,
+                Some("a/b,1 ä?"),
+                "nbds+unix:///a/b%2C1%20%C3%A4%3F?socket=s",
+            ),
+            ("nbds", &tcp("192.0.2.1:10809"), None, "nbds://192.0.2.1:10809/"),
+            ("nbd", &tcp("[::1]:7"), Some("a b"), "nbd://[::1]:7/a%20b"),
+        ] {
+            assert_eq!(uri(scheme, address, name).as_deref(), Some(is));
+        }
     }
 
     #[test]

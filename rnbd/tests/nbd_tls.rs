@@ -35,7 +35,7 @@ fn before_handshake(world: &mut World, mode: TlsMode) -> Peer {
 /// A client with TLS.
 fn secured(world: &mut World, mode: TlsMode) -> Peer {
     let mut c = before_handshake(world, mode);
-    c.conn.secured(world.now);
+    c.conn.tls_established(world.now);
     assert_eq!(c.conn.phase(), Phase::Secured);
     assert!(!c.conn.wants_tls());
     c
@@ -141,7 +141,7 @@ fn what_was_agreed_on_before_tls_is_forgotten() {
         c.settle(world);
         c.answers.clear();
         assert_eq!(kind_of(&mut c, world, opt::STARTTLS, &[]), rep::ACK);
-        c.conn.secured(world.now);
+        c.conn.tls_established(world.now);
         assert_eq!(
             kind_of(&mut c, world, opt::LIST_META_CONTEXT, &query),
             rep::ERR_INVALID,
@@ -162,7 +162,7 @@ fn what_was_agreed_on_before_tls_is_forgotten() {
         c.settle(world);
         c.answers.clear();
         assert_eq!(kind_of(&mut c, world, opt::STARTTLS, &[]), rep::ACK);
-        c.conn.secured(world.now);
+        c.conn.tls_established(world.now);
         assert_eq!(kind_of(&mut c, world, opt::STRUCTURED_REPLY, &[]), rep::ACK);
         c.option(opt::GO, &information("disk", &[]));
         c.settle(world);
@@ -210,7 +210,7 @@ fn tls_begins_when_what_was_said_in_the_clear_is_sent() {
     c.option(opt::STARTTLS, &[]);
     c.settle(world);
     assert_eq!(c.conn.phase(), Phase::Handshake);
-    c.conn.secured(world.now);
+    c.conn.tls_established(world.now);
     assert_eq!(c.conn.phase(), Phase::Handshake, "nobody has shaken hands");
     let mut sent = 0;
     while !c.conn.wants_tls() {
@@ -218,7 +218,7 @@ fn tls_begins_when_what_was_said_in_the_clear_is_sent() {
         sent += c.transmit(world, 1);
     }
     assert!(sent > 20 && !c.conn.has_output());
-    c.conn.secured(world.now);
+    c.conn.tls_established(world.now);
     assert_eq!(c.conn.phase(), Phase::Secured);
 }
 
@@ -241,7 +241,7 @@ fn a_client_that_can_not_be_offered_tls_is_not() {
 fn a_handshake_that_fails_or_never_ends_ends_the_connection() {
     let world = &mut World::new(GEOMETRY);
     let mut c = before_handshake(world, TlsMode::Require);
-    c.conn.insecure(world.now, "no certificate".into());
+    c.conn.tls_failed(world.now, "no certificate".into());
     assert_eq!(ended_well(&mut c, world), End::Tls("no certificate".into()));
 
     let mut c = before_handshake(world, TlsMode::Require);
@@ -263,7 +263,7 @@ fn a_client_that_shakes_hands_and_does_no_more_has_thirty_seconds_altogether() {
     let world = &mut World::new(GEOMETRY);
     let mut c = before_handshake(world, TlsMode::On);
     c.pass(world, Duration::from_secs(29));
-    c.conn.secured(world.now);
+    c.conn.tls_established(world.now);
     assert_eq!(c.conn.phase(), Phase::Secured);
     c.pass(world, Duration::from_secs(1));
     assert_eq!(ended_well(&mut c, world), End::TimedOut);
@@ -279,7 +279,7 @@ fn tls_that_breaks_later_gives_back_what_is_under_way() {
     c.request(cmd::READ, 0, 0, 4096, &[]);
     c.settle(world);
     assert_eq!(world.memory.lent(), 1);
-    c.conn.insecure(world.now, "bad record".into());
+    c.conn.tls_failed(world.now, "bad record".into());
     assert_eq!(c.conn.ended(), None, "the device still writes to the buffer");
     c.finish_one(world);
     assert_eq!(ended_well(&mut c, world), End::Tls("bad record".into()));

@@ -75,8 +75,8 @@ pub enum NbdAddress {
     Unix(PathBuf),
     /// TCP.
     Tcp(SocketAddr),
-    /// A Unix socket without a file, as the system shows it.
-    Other(String),
+    /// A Unix socket without a file, by its abstract name.
+    Abstract(String),
 }
 
 impl NbdAddress {
@@ -84,7 +84,10 @@ impl NbdAddress {
         match (address.as_socket(), address.as_pathname()) {
             (Some(at), _) => Self::Tcp(at),
             (None, Some(path)) => Self::Unix(path.into()),
-            (None, None) => Self::Other(format!("{:?}", address.as_abstract_namespace())),
+            (None, None) => {
+                let name = address.as_abstract_namespace().unwrap_or_default();
+                Self::Abstract(String::from_utf8_lossy(name).into_owned())
+            }
         }
     }
 }
@@ -94,7 +97,7 @@ impl fmt::Display for NbdAddress {
         match self {
             Self::Unix(path) => path.display().fmt(f),
             Self::Tcp(at) => at.fmt(f),
-            Self::Other(shown) => f.write_str(shown),
+            Self::Abstract(name) => write!(f, "@{name}"),
         }
     }
 }

@@ -96,7 +96,7 @@ impl NbdSocket {
     }
 
     /// Where it comes from, as the beginning of a sentence.
-    pub(crate) fn whence(&self) -> String {
+    pub(crate) fn origin(&self) -> String {
         self.peer.map_or_else(String::new, |peer| format!("{peer}: "))
     }
 
@@ -163,11 +163,13 @@ impl NbdSocket {
     pub(crate) fn has_work(&mut self) -> bool {
         let writes = self.writable && self.has_output();
         let unread = self.session.as_ref().is_some_and(|session| session.has_unread());
-        writes || ((self.readable || unread) && (self.shakes() || !matches!(self.connection.want(), Want::Nothing(_))))
+        writes
+            || ((self.readable || unread)
+                && (self.in_handshake() || !matches!(self.connection.want(), Want::Nothing(_))))
     }
 
-    /// What comes is the handshake of TLS.
-    fn shakes(&self) -> bool {
+    /// What comes is for the handshake of TLS.
+    fn in_handshake(&self) -> bool {
         self.session.is_some() && self.connection.phase() == Phase::Handshake
     }
 
@@ -272,7 +274,7 @@ impl NbdSocket {
 
     /// The socket has failed.
     fn fail(&mut self, now: Instant, e: &io::Error) {
-        tracing::debug!("NBD client: {}{e}", self.whence());
+        tracing::debug!("NBD client: {}{e}", self.origin());
         (self.readable, self.writable, self.is_broken) = (false, false, true);
         self.connection.cut(now);
     }
@@ -317,7 +319,7 @@ impl NbdSocket {
             }
         }
         if self.connection.wants_tls() {
-            self.secure(now);
+            self.begin_tls(now);
         }
         sent > 0
     }

@@ -62,8 +62,8 @@ pub enum Want<'a> {
 ///
 /// then [`want`](Connection::want) tells what to receive and [`gather`](Connection::gather) what to send.
 ///
-/// With TLS all of that is what is in it. When [`wants_tls`](Connection::wants_tls) says so, whoever does the I/O shakes hands, and
-/// says [`secured`](Connection::secured), after which nothing goes in the clear, or [`insecure`](Connection::insecure).
+/// With TLS all of that is what is in it. When [`wants_tls`](Connection::wants_tls) says so, whoever does the I/O makes the handshake, and
+/// says [`tls_established`](Connection::tls_established), after which nothing goes in the clear, or [`tls_failed`](Connection::tls_failed).
 #[derive(Debug)]
 pub struct Connection {
     phase: Phase,
@@ -216,9 +216,9 @@ impl Connection {
         self.phase == Phase::Handshake && !self.has_output()
     }
 
-    /// That handshake is done. What is received and sent from here on is what TLS brings and takes. No answer to
-    /// [`wants_tls`](Self::wants_tls), it does nothing.
-    pub fn secured(&mut self, now: Instant) {
+    /// That handshake is done. What is received and sent from here on is what TLS brings and takes. Nothing follows from it unless the
+    /// connection [wants](Self::wants_tls) it.
+    pub fn tls_established(&mut self, now: Instant) {
         self.transmission.set_now(now);
         if self.wants_tls() {
             self.step(PhaseEvent::Secured);
@@ -227,7 +227,7 @@ impl Connection {
     }
 
     /// TLS has failed, and with it the connection: as [`cut`](Self::cut).
-    pub fn insecure(&mut self, now: Instant, why: String) {
+    pub fn tls_failed(&mut self, now: Instant, why: String) {
         self.transmission.set_now(now);
         self.cut_off(End::Tls(why));
         self.advance();

@@ -280,10 +280,10 @@ impl Service {
         match client.connection.ended() {
             // That is for its operator to know, or for ours.
             Some(End::Tls(why)) if client.counted.is_none() => {
-                let whence = client.whence();
-                self.turn_away(turn.now, &io::Error::other(format!("{whence}TLS: {why}")));
+                let origin = client.origin();
+                self.turn_away(turn.now, &io::Error::other(format!("{origin}TLS: {why}")));
             }
-            Some(end) if end.is_fault() => tracing::debug!("NBD client: {}{end}", client.whence()),
+            Some(end) if end.is_fault() => tracing::debug!("NBD client: {}{end}", client.origin()),
             _ => {}
         }
         self.starved.retain(|waits| *waits != index);

@@ -16,53 +16,57 @@ use crate::{
 
 impl NbdSocket {
     /// TLS begins.
-    pub(super) fn secure(&mut self, now: Instant) {
+    pub(super) fn begin_tls(&mut self, now: Instant) {
         match self.tls.as_ref().map(Tls::session) {
             Some(Ok(session)) => self.session = Some(Box::new(session)),
-            Some(Err(e)) => self.connection.insecure(now, e.to_string()),
-            None => self.connection.insecure(now, "it was not offered".into()),
+            Some(Err(e)) => self.connection.tls_failed(now, e.to_string()),
+            None => self.connection.tls_failed(now, "it was not offered".into()),
         }
     }
 
     /// As [`read`](Self::read).
     pub(super) fn read_secured(&mut self, now: Instant, buffers: Option<&Buffers>) -> Option<usize> {
-        let shakes = self.shakes();
+        let handshake = self.in_handshake();
         let session = self.session.as_mut()?;
         let mut want = self.connection.want();
-        if !shakes && matches!(want, Want::Nothing(_)) {
+        if !handshake && matches!(want, Want::Nothing(_)) {
             return None;
         }
         match session.next() {
             Ok(Plain::Bytes(bytes)) => {
                 // What came with the end of the handshake is for the connection only when that is over.
-                let taken = if shakes { 0 } else { deliver(&mut want, bytes, buffers)? };
+                let taken = if handshake {
+                    0
+                } else {
+                    deliver(&mut want, bytes, buffers)?
+                };
                 session.consume(taken);
                 if taken > 0 {
                     self.connection.received(now, taken);
                 }
-                self.look_shaken(now, shakes);
+                self.look_established(now);
                 Some(taken)
             }
             Ok(Plain::End) => {
-                self.look_shaken(now, shakes);
+                self.look_established(now);
                 self.connection.eof(now);
                 Some(0)
             }
             Ok(Plain::More) => {
-                self.look_shaken(now, shakes);
+                self.look_established(now);
                 self.fill(now)
             }
             Err(e) => {
-                self.connection.insecure(now, e.to_string());
+                self.connection.tls_failed(now, e.to_string());
                 Some(0)
             }
         }
     }
 
     /// The connection goes on when the handshake is over.
-    fn look_shaken(&mut self, now: Instant, shook: bool) {
-        if shook && self.session.as_ref().is_some_and(|session| !session.is_handshaking()) {
-            self.connection.secured(now);
+    fn look_established(&mut self, now: Instant) {
+        if self.in_handshake() && self.session.as_ref().is_some_and(|session| !session.is_handshaking()) {
+            self.connection.tls_established(now);
         }
     }
 

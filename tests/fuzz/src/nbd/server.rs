@@ -143,7 +143,7 @@ impl<'a> Server<'a> {
         assert_eq!(self.secured, None, "TLS begins once");
         self.secured = Some((self.at, self.answers.len()));
         self.wait_at = None;
-        self.conn.secured(self.now);
+        self.conn.tls_established(self.now);
         true
     }
 
