@@ -10,6 +10,7 @@ mod doctor;
 mod man;
 mod map;
 mod map_news;
+mod nbd;
 mod output;
 mod pcap;
 mod place;

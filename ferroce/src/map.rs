@@ -1,8 +1,7 @@
-//! `ferroce map`: devices of a server as exports at an NBD socket.
+//! `ferroce map`: devices of a server as exports at NBD sockets.
 
 use std::{
     net::{IpAddr, SocketAddr},
-    path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -10,7 +9,8 @@ use std::{
 use clap::Args;
 use rnbd::{block::Geometry, client::error::MapError, proto::AccessMode};
 use rnbd_host::{
-    LoopStats,
+    LoopStats, activation,
+    listen::{Inherited, NbdAddress},
     map::{MapConfig, MapDevice, MapEvent, MapFailure, MapStats, Mapping, Nobody},
 };
 use roce::{LocalDevice, iface};
@@ -24,6 +24,7 @@ use serde_json::json;
 use crate::{
     control::ControlArgs,
     map_news::{self, PathArgs},
+    nbd::NbdArgs,
     output::{self, Failure},
     place::{Place, Stage, foreground},
     report::{Moved, ReportArgs, Reporter},
@@ -48,11 +49,13 @@ Examples:
   ferroce map --session copy --path 192.0.2.7 --device disk --nbd disk.sock --threads 4
   ferroce map --session two --path 192.0.2.1,192.0.2.7 --path 198.51.100.1,198.51.100.7 --device disk --nbd disk.sock --on-loss queue --threads 2
   ferroce map --session many --path 192.0.2.7 --device disk --device system,ro --nbd disks.sock
+  ferroce map --session far --path 192.0.2.7 --device disk --nbd-listen 192.0.2.8 --tls require --tls-certificates /etc/pki/nbd --tls-verify-peer
   nbdinfo --list 'nbd+unix:///?socket=disks.sock'
+  nbdinfo 'nbds://192.0.2.8/?tls-certificates=/etc/pki/client'
   qemu-img convert -p -O raw 'nbd+unix:///?socket=disk.sock' copy.img
 
 NBD clients find each device as an export of its name, and the first under the empty name, too; 16 may be connected at a time, at \
-all devices and loops together.
+all devices, sockets and loops together. They come to the sockets of --nbd and --nbd-listen, or to those that ferroce is started with by systemd or the like (LISTEN_FDS and LISTEN_PID; then without these options).
 
 Runs until SIGINT or SIGTERM, or until no path is left that is tried again. With --json, one event per line on standard output: \
 `mapped` (for each device), `stats` (with --stats-interval), `path_up`, `path_down`, `failover`, `reconnect_failed`, `path_closed`, `session_lost`, \
@@ -69,9 +72,6 @@ pub(crate) struct MapArgs {
     /// more: NAME,ro,rw. Several times: as many devices, over the one session
     #[arg(long = "device", value_name = "NAME[,ro|rw|migration]", value_parser = DeviceArg::parse, required = true)]
     devices: Vec<DeviceArg>,
-    /// Unix socket to make for NBD clients (mode 0600, removed at the end)
-    #[arg(long, value_name = "SOCKET")]
-    nbd: PathBuf,
     /// How to open devices: `migration` is as `rw`, but a second writer beside the first, if the server allows that
     #[arg(long, value_name = "ro|rw|migration", default_value_t = AccessMode::ReadWrite)]
     access_mode: AccessMode,
@@ -90,6 +90,8 @@ pub(crate) struct MapArgs {
     /// take more than 5 s to register its chunks before it answers
     #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "30")]
     connect_timeout: Duration,
+    #[command(flatten)]
+    nbd: NbdArgs,
     #[command(flatten)]
     lasting: PathArgs,
     /// Have a running `ferroce daemon` do this, until it ends or `ferroce ctl stop`
@@ -181,7 +183,7 @@ impl MapArgs {
         self.transport.open(&sources, self.threads.into(), Arc::new(Nobody))
     }
 
-    fn config(&self, ways: Vec<PathAddr>) -> MapConfig {
+    fn config(&self, ways: Vec<PathAddr>, inherited: Vec<Inherited>) -> Result<MapConfig, Failure> {
         let mut session = SessionConfig::new(&self.session, ways[0]);
         session.paths = ways;
         session.policy = self.lasting.policy;
@@ -195,13 +197,14 @@ impl MapArgs {
         session.max_user_header = size_of::<rnbd::proto::MsgOpen>() as u16;
         session.connect_timeout = self.connect_timeout;
         session.heartbeat = self.transport.heartbeat(HEARTBEAT);
-        MapConfig {
+        Ok(MapConfig {
             devices: self.map_devices(),
             on_loss: self.lasting.on_loss,
+            tls: self.nbd.tls()?,
             grace: GRACE,
             reactor: self.transport.reactor(),
-            ..MapConfig::new(session, &self.devices[0].name, &self.nbd)
-        }
+            ..MapConfig::new(session, &self.devices[0].name, self.nbd.listen(inherited)?)
+        })
     }
 }
 
@@ -245,7 +248,7 @@ fn failure(args: &MapArgs, e: MapFailure) -> Failure {
     match e {
         MapFailure::Session(e) => session_failure(dst, &e),
         MapFailure::Map { device, error } => map_failure(args, &device, &error),
-        MapFailure::Socket(e) => Failure::failed(format!("NBD socket {}: {e}", args.nbd.display())),
+        MapFailure::Socket(e) => Failure::failed(format!("can't listen for NBD clients: {e}")),
         MapFailure::Lost(why) => Failure::failed(format!(
             "connection to {dst} lost: {why}; what was not flushed may not be in the image"
         )),
@@ -270,7 +273,8 @@ pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
         tell,
     } = place;
     let ways = args.ways()?;
-    let config = args.config(ways.clone());
+    let inherited = activation::sockets().map_err(|e| Failure::failed(e.to_string()))?;
+    let config = args.config(ways.clone(), inherited)?;
     config.session.check().map_err(|e| Failure::usage(e.to_string()))?;
     config.check_devices().map_err(|e| Failure::usage(e.to_string()))?;
     let started = Mapping::start_shards(args.devices(&ways)?, config);
@@ -280,16 +284,18 @@ pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
     let begun = Instant::now();
     let (mut mapped, mut told, mut stopping) = (false, false, false);
     let mut ticks = Ok(());
+    let mut addresses = Vec::new();
     let ended = loop {
         if (stop.requested() || ticks.is_err()) && !core::mem::replace(&mut stopping, true) {
             mapping.stop();
         }
         let patience = if mapped { reporter.patience() } else { LOOK };
         match mapping.next(patience) {
+            Some(MapEvent::Listening(at)) => addresses = at,
             Some(MapEvent::Mapped { device, geometry, info }) => {
                 mapped = true;
                 tell(Stage::Up);
-                announce(args, &reporter, &device, &info, &geometry)?;
+                announce(args, &reporter, &addresses, &device, &info, &geometry)?;
             }
             // Until then the log says what there is to say of paths.
             Some(MapEvent::News(_)) if !mapped => {}
@@ -354,34 +360,23 @@ impl DeviceArg {
     }
 }
 
-/// Where NBD clients find a device: the first needs no name.
-fn uri(socket: &str, name: Option<&str>) -> String {
-    let mut uri = String::from("nbd+unix:///");
-    for byte in name.unwrap_or_default().bytes() {
-        match byte {
-            b'/' | b'-' | b'.' | b'_' | b'~' | b'0'..=b'9' | b'a'..=b'z' | b'A'..=b'Z' => uri.push(byte.into()),
-            other => uri.push_str(&format!("%{other:02X}")),
-        }
-    }
-    uri + "?socket=" + socket
-}
-
 fn announce(
     args: &MapArgs,
     reporter: &Reporter,
+    addresses: &[NbdAddress],
     device: &MapDevice,
     info: &SessionInfo,
     geometry: &Geometry,
 ) -> Result<(), Failure> {
-    let socket = args.nbd.display().to_string();
     let access = if geometry.read_only { "read-only" } else { "read-write" };
     let name = Some(device.name.as_str()).filter(|name| *name != args.devices[0].name);
-    let uri = uri(&socket, name);
+    let uris = args.nbd.uris(addresses, name);
     let text = format!(
-        "mapped {} of {} ({}, {access}): {uri}",
+        "mapped {} of {} ({}, {access}): {}",
         device.name,
         args.server(),
-        output::bytes(geometry.size)
+        output::bytes(geometry.size),
+        uris.join(" ")
     );
     let fields = json!({
         "session": args.session,
@@ -392,8 +387,9 @@ fn announce(
         "bytes": geometry.size,
         "block_size": geometry.logical_block_size,
         "read_only": geometry.read_only,
-        "nbd": socket,
-        "uri": uri,
+        "nbd": addresses.first().map(NbdAddress::to_string),
+        "uri": uris.first(),
+        "uris": uris,
         "queue_depth": info.session_depth,
         "max_io_bytes": info.max_io_size,
         "threads": args.threads,
@@ -423,11 +419,5 @@ mod tests {
         for empty in ["", ",ro"] {
             assert!(DeviceArg::parse(empty).is_err(), "{empty:?}");
         }
-    }
-
-    #[test]
-    fn uris_have_names_as_they_are_written_in_one() {
-        assert_eq!(uri("s", None), "nbd+unix:///?socket=s");
-        assert_eq!(uri("s", Some("a/b,1 ä?")), "nbd+unix:///a/b%2C1%20%C3%A4%3F?socket=s");
     }
 }

@@ -50,20 +50,21 @@ pub fn serve(addr: Ipv4Addr, exports: &[String], more: &[&str]) -> (Running, Val
 }
 
 /// The arguments of a `ferroce map` from `src` at `dst`, of the device `disk` in the session `test` unless `more` says
-/// otherwise.
+/// otherwise, at this Unix socket.
 pub fn map_args(src: Ipv4Addr, dst: &str, socket: &Path, more: &[&str]) -> Vec<String> {
+    let socket = socket.display().to_string();
+    map_args_at(src, dst, &[&["--nbd", &socket], more].concat())
+}
+
+/// The same with sockets as `more` says.
+pub fn map_args_at(src: Ipv4Addr, dst: &str, more: &[&str]) -> Vec<String> {
     let mut args = vec!["map".to_owned(), "--json".to_owned()];
     for (option, usual) in [("--session", "test"), ("--device", "disk")] {
         if !more.contains(&option) {
             args.extend([option.to_owned(), usual.to_owned()]);
         }
     }
-    args.extend([
-        "--path".to_owned(),
-        format!("{src},{dst}"),
-        "--nbd".to_owned(),
-        socket.display().to_string(),
-    ]);
+    args.extend(["--path".to_owned(), format!("{src},{dst}")]);
     args.extend(more.iter().map(|m| (*m).to_owned()));
     args
 }

@@ -6,7 +6,10 @@ use std::{
     fmt::Debug,
     fs::{self, Permissions},
     io::{BufRead, BufReader, Read, Write},
-    os::unix::fs::PermissionsExt,
+    os::{
+        fd::{AsRawFd, BorrowedFd, OwnedFd},
+        unix::fs::PermissionsExt,
+    },
     path::{Path, PathBuf},
     process::{Child, ChildStdin, Command, ExitStatus, Stdio},
     sync::{
@@ -19,7 +22,7 @@ use std::{
 
 use nix::{
     sys::signal::{Signal, kill},
-    unistd::Pid,
+    unistd::{Pid, dup},
 };
 use serde_json::Value;
 
@@ -130,6 +133,35 @@ impl Running {
     pub fn steered_by(mut command: Command, what: String) -> Self {
         command.args(["--control", "-"]).stdin(Stdio::piped());
         Self::spawn(command, what)
+    }
+
+    /// Starts it as systemd starts what its sockets activate: with these descriptors, from 3 on, and these names of them.
+    ///
+    /// # Panics
+    /// When it can't be started.
+    pub fn activated<S: AsRef<OsStr> + Debug>(sockets: &[BorrowedFd<'_>], names: Option<&str>, args: &[S]) -> Self {
+        // The variables name the process that the shell becomes. Numbers ascend, and none is below where it goes.
+        const BECOME: &str = r#"n=3
+            while [ "$1" != -- ]; do
+                [ "$1" = $n ] || eval "exec $n<&$1 $1<&-"
+                n=$((n+1)); shift
+            done
+            shift
+            export LISTEN_PID=$$ LISTEN_FDS=$((n-3))
+            exec "$@""#;
+        // Unlike the sockets themselves these are not closed when the shell starts.
+        let copies: Vec<OwnedFd> = sockets
+            .iter()
+            .map(|socket| dup(socket).expect("a descriptor"))
+            .collect();
+        let mut command = Command::new("bash");
+        command.args(["-c", BECOME, "bash"]);
+        command.args(copies.iter().map(|copy| copy.as_raw_fd().to_string()));
+        command.arg("--").arg(crate::ferroce()).args(args);
+        if let Some(names) = names {
+            command.env("LISTEN_FDNAMES", names);
+        }
+        Self::start_command(command, format!("ferroce {args:?}"))
     }
 
     /// Starts it by another program, such as `unshare`.

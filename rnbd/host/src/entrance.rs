@@ -1,17 +1,14 @@
-//! The door of a mapping: NBD clients come to one socket, and are spread over the loops.
+//! The door of a mapping: NBD clients come to its sockets, and are spread over the loops.
 
-use std::{
-    io,
-    os::{fd::AsFd, unix::net::UnixStream},
-    path::Path,
-};
+use std::{io, os::fd::AsFd};
 
 use core::time::Duration;
 use mio::{Interest, Token};
 use roce_reactor::Sockets;
 use roce_verbs::Instant;
+use socket2::Socket;
 
-use crate::socket_file::{Access, SocketFile};
+use crate::listen::{Listen, Listener, NbdAddress};
 
 /// How long accepting rests when the system has no descriptor.
 const REST: Duration = Duration::from_millis(100);
@@ -20,17 +17,25 @@ const REST: Duration = Duration::from_millis(100);
 #[derive(Debug)]
 pub(crate) enum Comer {
     /// A client, and the loop that it is for, which counts it from now on.
-    For(usize, UnixStream),
+    For(usize, Socket),
     /// One who is not served.
     TurnedAway(io::Error),
 }
 
-/// The listening socket, and how many clients each loop has.
+/// A listening socket.
+#[derive(Debug)]
+struct Way {
+    listener: Listener,
+    /// It has somebody, as far as is known.
+    accepts: bool,
+}
+
+/// The listening sockets, and how many clients each loop has.
 #[derive(Debug)]
 pub(crate) struct Entrance {
-    listener: Option<SocketFile>,
-    /// The listener has somebody, as far as is known.
-    accepts: bool,
+    ways: Vec<Way>,
+    /// The one that is asked first.
+    first: usize,
     rests_until: Option<Instant>,
     /// Clients of each loop, those included that are on their way to it or of which it has not said yet that they are gone.
     loads: Vec<usize>,
@@ -42,46 +47,57 @@ impl Entrance {
     /// For so many loops, closed.
     pub(crate) fn new(loops: usize, most: usize) -> Self {
         Self {
-            listener: None,
-            accepts: false,
+            ways: Vec::new(),
+            first: 0,
             rests_until: None,
             loads: vec![0; loops],
             most,
         }
     }
 
-    /// Makes the socket file, and listens.
+    /// Listens at all of these; where clients find them. If one fails, those before it stay until [`close`](Self::close).
     ///
     /// # Errors
-    /// Those of [`SocketFile::bind`], and of the loop's descriptors.
-    pub(crate) fn open(&mut self, path: &Path, sockets: &Sockets<'_>, token: Token) -> io::Result<()> {
-        let file = SocketFile::bind(path, Access::Owner)?;
-        file.listener.set_nonblocking(true)?;
-        sockets.register(file.listener.as_fd(), token, Interest::READABLE)?;
-        (self.listener, self.accepts) = (Some(file), true);
-        Ok(())
+    /// Those of [`Listener::open`], and of the loop's descriptors.
+    pub(crate) fn open(&mut self, all: &[Listen], sockets: &Sockets<'_>, token: Token) -> io::Result<Vec<NbdAddress>> {
+        for way in all {
+            let listener = Listener::open(way)?;
+            sockets.register(listener.as_fd(), token, Interest::READABLE)?;
+            self.ways.push(Way {
+                listener,
+                accepts: true,
+            });
+        }
+        Ok(self.ways.iter().map(|way| way.listener.address().clone()).collect())
     }
 
     /// Lets nobody in any more.
     pub(crate) fn close(&mut self, sockets: &Sockets<'_>) {
-        if let Some(file) = self.listener.take() {
-            let _ = sockets.deregister(file.listener.as_fd());
+        for way in self.ways.drain(..) {
+            let _ = sockets.deregister(way.listener.as_fd());
         }
     }
 
-    /// The listener is readable.
+    /// A listener is readable.
     pub(crate) fn ready(&mut self) {
-        self.accepts = true;
+        self.ways.iter_mut().for_each(|way| way.accepts = true);
     }
 
-    /// The next who has come.
+    /// The next who has come. Those who come to one socket don't keep out those of another.
     pub(crate) fn next(&mut self, now: Instant) -> Option<Comer> {
-        while self.accepts && self.rests_until.is_none() {
-            let accepted = self.listener.as_ref()?.listener.accept();
-            match accepted {
-                Ok((stream, _)) => return Some(self.receive(stream)),
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => self.accepts = false,
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+        while self.rests_until.is_none() {
+            let count = self.ways.len();
+            let mut order = (0..count).map(|i| (self.first + i) % count);
+            let index = order.find(|index| self.ways[*index].accepts)?;
+            let way = &mut self.ways[index];
+            match way.listener.accept() {
+                Ok(stream) => {
+                    self.first = (index + 1) % count;
+                    return Some(self.receive(stream));
+                }
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => way.accepts = false,
+                // Of one that is gone already, and a signal's.
+                Err(e) if matches!(e.kind(), io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted) => {}
                 Err(e) => {
                     // Out of descriptors, most likely: it does not help to ask again at once.
                     self.rests_until = Some(now + REST);
@@ -93,7 +109,7 @@ impl Entrance {
     }
 
     /// The loop with the fewest clients takes one more.
-    fn receive(&mut self, stream: UnixStream) -> Comer {
+    fn receive(&mut self, stream: Socket) -> Comer {
         if self.loads.iter().sum::<usize>() >= self.most {
             let most = self.most;
             return Comer::TurnedAway(io::Error::other(format!("there are {most} already")));
@@ -123,10 +139,16 @@ impl Entrance {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixStream;
+
     use super::*;
 
+    fn somebody() -> Socket {
+        UnixStream::pair().unwrap().0.into()
+    }
+
     fn come(entrance: &mut Entrance) -> Option<usize> {
-        match entrance.receive(UnixStream::pair().unwrap().0) {
+        match entrance.receive(somebody()) {
             Comer::For(index, _) => Some(index),
             Comer::TurnedAway(_) => None,
         }
@@ -156,7 +178,7 @@ mod tests {
         let mut entrance = Entrance::new(1, 2);
         assert_eq!((come(&mut entrance), come(&mut entrance)), (Some(0), Some(0)));
         assert_eq!(come(&mut entrance), None);
-        assert!(Entrance::new(2, 0).receive(UnixStream::pair().unwrap().0).turned_away());
+        assert!(Entrance::new(2, 0).receive(somebody()).turned_away());
     }
 
     impl Comer {

@@ -2,7 +2,9 @@
 //!
 //! - [`serve`]: a server of exports;
 //! - [`gate`]: what the loops of such a server share, if it has several;
-//! - [`map`]: a device of a server as an NBD socket;
+//! - [`map`]: devices of a server as exports at NBD sockets;
+//! - [`listen`], [`activation`], [`tls`]: where NBD clients come in, the sockets that a program is started with, and what they are
+//!   encrypted with;
 //! - [`control`]: what can be asked of either while it runs.
 //!
 //! Each starts a thread for the loop, which does all I/O, on a [`LocalDevice`](roce::LocalDevice), or one for each shard of a device. The thread that has the handle hears
@@ -39,6 +41,7 @@
 //! # }
 //! ```
 
+pub mod activation;
 mod caught;
 pub mod control;
 mod dice;
@@ -46,6 +49,7 @@ mod entrance;
 pub mod gate;
 mod images;
 mod iov;
+pub mod listen;
 pub mod map;
 mod mapper;
 mod nbd;
@@ -53,5 +57,6 @@ pub mod serve;
 mod server;
 pub mod socket_file;
 mod stats;
+pub mod tls;
 
 pub use stats::LoopStats;

@@ -4,7 +4,6 @@ use core::{convert::Infallible, time::Duration};
 use std::{
     collections::BTreeSet,
     io,
-    path::PathBuf,
     sync::{
         Arc,
         mpsc::{Receiver, RecvTimeoutError, Sender, channel},
@@ -29,8 +28,10 @@ use rtrs::{
 use crate::{
     caught::caught,
     control::map::MapControl,
+    listen::{Listen, NbdAddress},
     mapper::{Command, Place, Service},
     stats::LoopStats,
+    tls::Tls,
 };
 
 /// A device that is to be mapped.
@@ -62,8 +63,10 @@ pub struct MapConfig {
     pub devices: Vec<MapDevice>,
     /// What becomes of requests while no path is up.
     pub on_loss: OnLoss,
-    /// The socket file for NBD clients, made with mode 0600 and removed at the end.
-    pub socket: PathBuf,
+    /// Where NBD clients come in.
+    pub listen: Vec<Listen>,
+    /// What NBD clients may or must encrypt with, wherever they come in.
+    pub tls: Option<Tls>,
     /// NBD clients beyond this many, at all loops together, are turned away.
     pub max_clients: usize,
     /// Time for the requests of NBD clients in flight when it stops.
@@ -73,8 +76,8 @@ pub struct MapConfig {
 }
 
 impl MapConfig {
-    /// One device, to read and write; 16 NBD clients, 5 s of grace.
-    pub fn new(session: SessionConfig, device: impl Into<String>, socket: impl Into<PathBuf>) -> Self {
+    /// One device, to read and write, without TLS; 16 NBD clients, 5 s of grace.
+    pub fn new(session: SessionConfig, device: impl Into<String>, listen: Vec<Listen>) -> Self {
         Self {
             session,
             devices: vec![MapDevice {
@@ -82,7 +85,8 @@ impl MapConfig {
                 mode: AccessMode::ReadWrite,
             }],
             on_loss: OnLoss::default(),
-            socket: socket.into(),
+            listen,
+            tls: None,
             max_clients: 16,
             grace: Duration::from_secs(5),
             reactor: ReactorConfig::default(),
@@ -118,7 +122,7 @@ pub enum MapFailure {
         /// Why.
         error: MapError,
     },
-    /// The socket for NBD clients can't be made.
+    /// A socket for NBD clients can't be had.
     #[error("{0}")]
     Socket(io::Error),
     /// The session was lost.
@@ -148,6 +152,8 @@ pub enum MapFailure {
 /// What happens.
 #[derive(Debug)]
 pub enum MapEvent {
+    /// NBD clients can come, to these. It comes once, before any device.
+    Listening(Vec<NbdAddress>),
     /// A device is there, and NBD clients can choose it. It comes for each of those that the mapping begins with when all are open,
     /// and for one that is added later when it is.
     Mapped {
@@ -497,7 +503,8 @@ mod tests {
             src: Some(src),
             dst: server,
         };
-        let config = MapConfig::new(SessionConfig::new("s", path), "disk", folder.join("nbd"));
+        let listen = vec![Listen::Unix(folder.join("nbd"))];
+        let config = MapConfig::new(SessionConfig::new("s", path), "disk", listen);
         let devices = LocalDevice::open_shards(&[DeviceConfig::new(src)], loops, Arc::new(Nobody)).unwrap();
         Mapping::start_shards(devices, config).unwrap()
     }
@@ -509,7 +516,7 @@ mod tests {
             assert!(Instant::now() < deadline, "nothing comes");
             server.next(Duration::from_millis(5));
             if let Some(event) = mapping.next(Duration::from_millis(5))
-                && !matches!(event, MapEvent::News(_))
+                && !matches!(event, MapEvent::News(_) | MapEvent::Listening(_))
             {
                 return event;
             }
@@ -550,7 +557,7 @@ mod tests {
             src: None,
             dst: ([127, 0, 0, 1], 1234).into(),
         };
-        let mut config = MapConfig::new(SessionConfig::new("s", path), "disk", "nbd");
+        let mut config = MapConfig::new(SessionConfig::new("s", path), "disk", Vec::new());
         assert_eq!(config.check_devices(), Ok(()));
         let again = MapDevice {
             mode: AccessMode::ReadOnly,

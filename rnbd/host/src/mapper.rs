@@ -3,7 +3,6 @@
 
 use std::{
     collections::VecDeque,
-    os::unix::net::UnixStream,
     sync::{Arc, mpsc::Sender},
 };
 
@@ -30,6 +29,7 @@ use rtrs::{
 };
 use slab::Slab;
 use smallvec::SmallVec;
+use socket2::Socket;
 
 use crate::{
     control::{
@@ -64,7 +64,7 @@ use steer::Orders;
 /// The loop that decides.
 pub(crate) const HOME: usize = 0;
 
-/// The listener's.
+/// The listeners'.
 const LISTENER: Token = Token(0);
 /// Clients' are their number and this.
 const FIRST_CLIENT: usize = 1;
@@ -94,7 +94,7 @@ pub(crate) enum Letter {
     Rtrs(RtrsLetter),
     Rnbd(RnbdLetter),
     /// Home: an NBD client for this loop, and the devices that it can choose, in their order.
-    Client(UnixStream, Vec<String>),
+    Client(Socket, Vec<String>),
     /// Home: no more requests are taken.
     Drain,
     /// To home: there are no clients here any more, and none will be taken.
@@ -383,11 +383,14 @@ impl Service {
         }
     }
 
-    /// All devices are there that it begins with: home makes the socket. The others are told of devices before they are given clients.
+    /// All devices are there that it begins with: home makes the sockets. The others are told of devices before they are given clients.
     fn all_mapped(&mut self, turn: &mut TurnCx<'_, ()>) {
         self.phase = Phase::Serving;
-        match self.entrance.open(&self.config.socket, &turn.sockets, LISTENER) {
-            Ok(()) => self.devices.iter().for_each(|device| self.tell_mapped(device.key)),
+        match self.entrance.open(&self.config.listen, &turn.sockets, LISTENER) {
+            Ok(addresses) => {
+                let _ = self.tell.send(MapEvent::Listening(addresses));
+                self.devices.iter().for_each(|device| self.tell_mapped(device.key));
+            }
             Err(e) => {
                 self.failure.get_or_insert(MapFailure::Socket(e));
                 self.drain(turn);

@@ -1,31 +1,44 @@
 //! An NBD client's socket.
 
+mod secure;
+
 use std::{
     io,
-    os::{
-        fd::{AsFd, BorrowedFd},
-        unix::net::UnixStream,
-    },
+    net::SocketAddr,
+    os::fd::{AsFd, BorrowedFd},
 };
 
 use mio::Interest;
 use rnbd::{
     block::Geometry,
     client::output::DeviceKey,
-    nbd::{self, BufferCopy, Connection, Export, Exports, NbdRequest, Want},
+    nbd::{self, BufferCopy, Connection, End, Export, Exports, NbdRequest, Phase, TlsMode, Want},
 };
 use roce_reactor::Readiness;
 use roce_verbs::Instant;
 use rtrs::client::{Buffer, Buffers};
 use smallvec::SmallVec;
+use socket2::Socket;
 
-use crate::iov::{self, Piece};
+use crate::{
+    iov::{self, Piece},
+    tls::{Session, Tls},
+};
+
+/// Bytes of a local client's send buffer, as far as the system allows. That of TCP grows as the network needs it.
+const SEND_BUFFER: usize = 1 << 20;
 
 /// A client.
 #[derive(Debug)]
 pub(crate) struct NbdSocket {
-    stream: UnixStream,
+    stream: Socket,
+    /// Its address, if it has come by TCP.
+    peer: Option<SocketAddr>,
     pub(crate) connection: Connection,
+    /// What TLS begins with, if it may.
+    tls: Option<Tls>,
+    /// TLS has begun: all that the socket brings and takes goes through this.
+    session: Option<Box<Session>>,
     readable: bool,
     writable: bool,
     /// Room to write is watched for. Else each reply that a client reads would wake the loop.
@@ -42,14 +55,33 @@ pub(crate) struct NbdSocket {
     until: Option<Instant>,
     /// It was.
     is_cut: bool,
+    /// The socket takes nothing any more.
+    is_broken: bool,
 }
 
 impl NbdSocket {
     /// A client that finds these exports, which are those of these devices.
-    pub(crate) fn new(now: Instant, stream: UnixStream, exports: Exports, devices: Vec<DeviceKey>) -> Self {
+    pub(crate) fn new(
+        now: Instant,
+        stream: Socket,
+        tls: Option<Tls>,
+        exports: Exports,
+        devices: Vec<DeviceKey>,
+    ) -> Self {
+        let peer = stream.peer_addr().ok().and_then(|peer| peer.as_socket());
+        if peer.is_none() {
+            // Several long replies fit, so that the client can read one while the next is on its way.
+            if let Err(e) = stream.set_send_buffer_size(SEND_BUFFER) {
+                tracing::debug!("the send buffer of an NBD client stays as it is: {e}");
+            }
+        }
+        let mode = tls.as_ref().map_or(TlsMode::Off, Tls::mode);
         Self {
             stream,
-            connection: Connection::new(now, exports),
+            peer,
+            connection: Connection::with_tls(now, exports, mode),
+            tls,
+            session: None,
             readable: true,
             writable: true,
             watches_room: false,
@@ -59,7 +91,13 @@ impl NbdSocket {
             counted: None,
             until: None,
             is_cut: false,
+            is_broken: false,
         }
+    }
+
+    /// Where it comes from, as the beginning of a sentence.
+    pub(crate) fn origin(&self) -> String {
+        self.peer.map_or_else(String::new, |peer| format!("{peer}: "))
     }
 
     /// The device that it has chosen.
@@ -105,7 +143,7 @@ impl NbdSocket {
 
     /// What is to be watched for from here on, if that is another than so far.
     pub(crate) fn other_interest(&mut self) -> Option<Interest> {
-        let blocked = !self.writable && self.connection.has_output();
+        let blocked = !self.writable && self.has_output();
         if blocked == self.watches_room {
             return None;
         }
@@ -116,10 +154,33 @@ impl NbdSocket {
         })
     }
 
+    /// Something is to be sent.
+    fn has_output(&self) -> bool {
+        self.connection.has_output() || self.session.as_ref().is_some_and(|session| session.has_output())
+    }
+
     /// It could read or write at once.
     pub(crate) fn has_work(&mut self) -> bool {
-        let writes = self.writable && self.connection.has_output();
-        writes || (self.readable && !matches!(self.connection.want(), Want::Nothing(_)))
+        let writes = self.writable && self.has_output();
+        let unread = self.session.as_ref().is_some_and(|session| session.has_unread());
+        writes
+            || ((self.readable || unread)
+                && (self.in_handshake() || !matches!(self.connection.want(), Want::Nothing(_))))
+    }
+
+    /// What comes is for the handshake of TLS.
+    fn in_handshake(&self) -> bool {
+        self.session.is_some() && self.connection.phase() == Phase::Handshake
+    }
+
+    /// Nothing is under way, and nothing left that the client would take: its socket may be closed.
+    pub(crate) fn is_over(&self) -> bool {
+        let Some(end) = self.connection.ended() else {
+            return false;
+        };
+        // Nobody waits for what is to tell why.
+        let given_up = self.is_broken || self.is_cut || matches!(end, End::Broken | End::TimedOut | End::Tls(_));
+        given_up || !self.has_output()
     }
 
     /// It is let go: it can send no more, what lies in the socket is read to its end, and it has until then to take its replies.
@@ -147,13 +208,7 @@ impl NbdSocket {
     /// Copies that the connection asks for.
     pub(crate) fn copy(&mut self, buffers: &Buffers) {
         while let Some(copy) = self.connection.poll_copy() {
-            let copied = match copy {
-                BufferCopy::Write { buffer, at, data } => buffers.write(buffer, at, data),
-                BufferCopy::Read { buffer, at, out } => buffers.read(buffer, at, out),
-            };
-            if let Err(e) = copied {
-                tracing::error!("a copy outside its buffer: {e}");
-            }
+            make(copy, buffers);
         }
     }
 
@@ -169,6 +224,9 @@ impl NbdSocket {
 
     /// Reads once. The bytes it got, 0 at the end of the stream; `None`: there is nothing to read, or it does not want to.
     pub(crate) fn read(&mut self, now: Instant, buffers: Option<&Buffers>) -> Option<usize> {
+        if self.session.is_some() {
+            return self.read_secured(now, buffers);
+        }
         if !self.readable {
             return None;
         }
@@ -182,30 +240,43 @@ impl NbdSocket {
             }
             Want::Nothing(_) => return None,
         };
+        let n = match self.received(now, received, wanted) {
+            Received::Bytes(n) => n,
+            Received::Nothing => return None,
+            Received::Again => return Some(0),
+        };
+        match n {
+            0 => self.connection.eof(now),
+            n => self.connection.received(now, n),
+        }
+        Some(n)
+    }
+
+    /// What has come of a call that was to receive so many bytes.
+    fn received(&mut self, now: Instant, received: io::Result<usize>, wanted: usize) -> Received {
         match received {
-            Ok(0) => {
-                self.readable = false;
-                self.connection.eof(now);
-                Some(0)
-            }
             Ok(n) => {
                 // A stream that gave less than was asked for is empty; it will be told when there is more.
-                self.readable = self.closed || n >= wanted;
-                self.connection.received(now, n);
-                Some(n)
+                self.readable = n > 0 && (self.closed || n >= wanted);
+                Received::Bytes(n)
             }
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
                 self.readable = false;
-                None
+                Received::Nothing
             }
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => Some(0),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => Received::Again,
             Err(e) => {
-                tracing::debug!("NBD client: {e}");
-                self.readable = false;
-                self.connection.cut(now);
-                Some(0)
+                self.fail(now, &e);
+                Received::Again
             }
         }
+    }
+
+    /// The socket has failed.
+    fn fail(&mut self, now: Instant, e: &io::Error) {
+        tracing::debug!("NBD client: {}{e}", self.origin());
+        (self.readable, self.writable, self.is_broken) = (false, false, true);
+        self.connection.cut(now);
     }
 
     /// Sends once. Bytes that went, and that were to go.
@@ -227,6 +298,9 @@ impl NbdSocket {
     /// Sends what there is to send, as far as the socket takes it, until it is `most` bytes or somewhat more. Returns whether
     /// anything went.
     pub(crate) fn write(&mut self, now: Instant, buffers: Option<&Buffers>, most: usize) -> bool {
+        if self.session.is_some() {
+            return self.write_secured(now, buffers, most);
+        }
         let mut sent = 0;
         while self.writable && self.connection.has_output() && sent < most {
             let (done, total) = self.send(buffers, most);
@@ -239,14 +313,36 @@ impl NbdSocket {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => self.writable = false,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) => {
-                    tracing::debug!("NBD client: {e}");
-                    self.writable = false;
-                    self.connection.cut(now);
+                    self.fail(now, &e);
                     return true;
                 }
             }
         }
+        if self.connection.wants_tls() {
+            self.begin_tls(now);
+        }
         sent > 0
+    }
+}
+
+/// What a receiving call has brought.
+enum Received {
+    /// Bytes; none at the end of the stream.
+    Bytes(usize),
+    /// Nothing: more will be told.
+    Nothing,
+    /// Nothing, but that may be otherwise at once.
+    Again,
+}
+
+/// Makes a copy.
+fn make(copy: BufferCopy<'_>, buffers: &Buffers) {
+    let copied = match copy {
+        BufferCopy::Write { buffer, at, data } => buffers.write(buffer, at, data),
+        BufferCopy::Read { buffer, at, out } => buffers.read(buffer, at, out),
+    };
+    if let Err(e) = copied {
+        tracing::error!("a copy outside its buffer: {e}");
     }
 }
 

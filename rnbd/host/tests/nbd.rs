@@ -15,7 +15,7 @@ use std::{
 
 use common::{Client, MIB, Mapped, Served, eventually, info_request, sector, serve, serve_thin, serve_with};
 use rnbd::nbd::proto::{self, cmd, cmd_flag, opt, rep, tx};
-use rnbd_host::map::MapFailure;
+use rnbd_host::{listen::Listen, map::MapFailure};
 
 const EPERM: u32 = 1;
 const EIO: u32 = 5;
@@ -27,7 +27,7 @@ fn options_are_answered_as_the_protocol_says() {
     let s = serve(MIB, true);
     let mut c = Client::connect(&s.socket);
     for (o, kind) in [
-        (opt::STARTTLS, rep::ERR_UNSUP),
+        (opt::STARTTLS, rep::ERR_POLICY),
         (opt::LIST_META_CONTEXT, rep::ERR_INVALID),
         (4711, rep::ERR_UNSUP),
     ] {
@@ -351,7 +351,7 @@ fn the_socket_is_private_and_goes_with_the_mapping() {
 fn another(s: &Served, session: &str, socket: &std::path::Path) -> Result<Mapped, MapFailure> {
     let mut config = s.lab.config(session, "image");
     config.devices[0].mode = rnbd::proto::AccessMode::ReadOnly;
-    config.socket = socket.into();
+    config.listen = vec![Listen::Unix(socket.into())];
     s.lab.try_map(config)
 }
 

@@ -16,6 +16,7 @@ use crate::{
         pending::{NbdRequest, PendingKey},
         reply::Piece,
         state::{End, PHASES, Phase, PhaseAction, PhaseEvent, Stall},
+        tls::TlsMode,
         transmission::{Step, Transmission},
     },
 };
@@ -60,6 +61,9 @@ pub enum Want<'a> {
 /// - [`poll_free`](Connection::poll_free): a buffer goes back to the session;
 ///
 /// then [`want`](Connection::want) tells what to receive and [`gather`](Connection::gather) what to send.
+///
+/// With TLS all of that is what is in it. When [`wants_tls`](Connection::wants_tls) says so, whoever does the I/O makes the handshake, and
+/// says [`tls_established`](Connection::tls_established), after which nothing goes in the clear, or [`tls_failed`](Connection::tls_failed).
 #[derive(Debug)]
 pub struct Connection {
     phase: Phase,
@@ -90,6 +94,14 @@ impl Connection {
             input: ParseBuffer::new(),
             eof: None,
             transmission: Transmission::new(now, &greeting()),
+        }
+    }
+
+    /// The same with TLS as this says.
+    pub fn with_tls(now: Instant, exports: Exports, mode: TlsMode) -> Self {
+        Self {
+            negotiation: Negotiation::new(mode),
+            ..Self::new(now, exports)
         }
     }
 
@@ -154,7 +166,8 @@ impl Connection {
         }
         match self.phase {
             Phase::Greeting => None,
-            Phase::Options => self.is_talked_at().then_some(Stall::Answers),
+            Phase::Options | Phase::Secured => self.is_talked_at().then_some(Stall::Answers),
+            Phase::Handshake => Some(Stall::Handshake),
             Phase::Transmission => self.transmission.stall(&self.input),
             Phase::Draining | Phase::Ended => Some(Stall::Closing),
         }
@@ -195,6 +208,28 @@ impl Connection {
     pub fn cut(&mut self, now: Instant) {
         self.transmission.set_now(now);
         self.cut_off(End::Broken);
+        self.advance();
+    }
+
+    /// The handshake of TLS is to begin: what is said in the clear has been sent. What comes from here on is not the connection's.
+    pub fn wants_tls(&self) -> bool {
+        self.phase == Phase::Handshake && !self.has_output()
+    }
+
+    /// That handshake is done. What is received and sent from here on is what TLS brings and takes. Nothing follows from it unless the
+    /// connection [wants](Self::wants_tls) it.
+    pub fn tls_established(&mut self, now: Instant) {
+        self.transmission.set_now(now);
+        if self.wants_tls() {
+            self.step(PhaseEvent::Secured);
+        }
+        self.advance();
+    }
+
+    /// TLS has failed, and with it the connection: as [`cut`](Self::cut).
+    pub fn tls_failed(&mut self, now: Instant, why: String) {
+        self.transmission.set_now(now);
+        self.cut_off(End::Tls(why));
         self.advance();
     }
 
@@ -363,7 +398,8 @@ impl Connection {
         let mut on = true;
         while on {
             on = match self.phase {
-                Phase::Greeting | Phase::Options => self.negotiate(),
+                Phase::Greeting | Phase::Options | Phase::Secured => self.negotiate(),
+                Phase::Handshake => self.starved("the handshake of TLS", true),
                 Phase::Transmission => self.transmit(),
                 Phase::Draining | Phase::Ended => false,
             };
@@ -393,6 +429,7 @@ impl Connection {
             }
             Next::Option if greeting => self.step(PhaseEvent::Flags),
             Next::Option => {}
+            Next::StartTls => self.step(PhaseEvent::StartTls),
             Next::Transmit(chosen) => {
                 self.chosen = Some(chosen);
                 self.step(PhaseEvent::Chosen);

@@ -10,6 +10,7 @@ use crate::{
         meta::{self, MetaQuery},
         parse::ParseBuffer,
         proto::{self, Framing, info, opt, rep, tx},
+        tls::{Security, TlsMode, Verdict},
     },
 };
 
@@ -131,6 +132,8 @@ pub(crate) enum Next {
     More,
     /// An option is answered; another may follow.
     Option,
+    /// TLS is to begin, when this is answered.
+    StartTls,
     /// The client has chosen an export.
     Transmit(Chosen),
     /// The client takes leave.
@@ -151,6 +154,7 @@ pub(crate) fn greeting() -> [u8; 18] {
 /// The state of a negotiation.
 #[derive(Debug, Default)]
 pub(crate) struct Negotiation {
+    security: Security,
     /// The client wants zeroes after an EXPORT_NAME.
     zeroes: bool,
     framing: Framing,
@@ -161,6 +165,14 @@ pub(crate) struct Negotiation {
 }
 
 impl Negotiation {
+    /// With TLS as this says.
+    pub(crate) fn new(mode: TlsMode) -> Self {
+        Self {
+            security: Security::Clear(mode),
+            ..Self::default()
+        }
+    }
+
     /// Takes the client's flags; [`Next::Option`] when they are in order.
     pub(crate) fn flags(&mut self, input: &mut ParseBuffer) -> Next {
         let Some((flags, _)) = input.unread().split_first_chunk::<4>() else {
@@ -173,6 +185,13 @@ impl Negotiation {
             return Next::Bad(format!("unknown client flags {flags:#x}"));
         }
         self.zeroes = flags & u32::from(proto::FLAG_NO_ZEROES) == 0;
+        if flags & u32::from(proto::FLAG_FIXED_NEWSTYLE) == 0 {
+            // Such a client can't be asked for TLS, and may not be offered it.
+            match self.security {
+                Security::Clear(TlsMode::Require) => return Next::Bad("no fixed newstyle, and so no TLS".into()),
+                _ => self.security = Security::Clear(TlsMode::Off),
+            }
+        }
         Next::Option
     }
 
@@ -201,7 +220,25 @@ impl Negotiation {
         let Some(data) = rest.get(..bytes) else {
             return Next::More;
         };
-        let next = self.answer(option, data, exports, out);
+        let next = match self.security.judge(option, len) {
+            Verdict::Answer => self.answer(option, data, exports, out),
+            Verdict::Refuse(kind, why) => {
+                reply(out, option, kind, why.as_bytes());
+                Next::Option
+            }
+            // What came along was sent in the clear by whomever, and must not be taken for what TLS has brought.
+            Verdict::Start if rest.len() > bytes => Next::Bad("more than STARTTLS before the handshake of TLS".into()),
+            Verdict::Start => {
+                *self = Self {
+                    security: Security::Tls,
+                    zeroes: self.zeroes,
+                    ..Self::default()
+                };
+                reply(out, option, rep::ACK, b"");
+                Next::StartTls
+            }
+            Verdict::End => Next::Bad("it asked for an export without TLS".into()),
+        };
         input.consume(OPTION_HEAD + bytes);
         next
     }
@@ -217,7 +254,11 @@ impl Negotiation {
         if left > 0 {
             return Next::More;
         }
-        reply(out, option, rep::ERR_TOO_BIG, b"");
+        let kind = match self.security.judge(option, MAX_OPTION + 1) {
+            Verdict::Refuse(kind, _) => kind,
+            _ => rep::ERR_TOO_BIG,
+        };
+        reply(out, option, kind, b"");
         Next::Option
     }
 

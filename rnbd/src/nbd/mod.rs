@@ -1,4 +1,4 @@
-//! NBD: fixed newstyle negotiation, simple and structured replies, extended headers, several connections and many requests in
+//! NBD: fixed newstyle negotiation, TLS, simple and structured replies, extended headers, several connections and many requests in
 //! flight on each
 //! (<https://github.com/NetworkBlockDevice/nbd/blob/master/doc/proto.md>).
 
@@ -13,6 +13,7 @@ mod pending;
 pub mod proto;
 mod reply;
 mod state;
+mod tls;
 mod transmission;
 
 pub use connection::{Connection, Want};
@@ -21,3 +22,4 @@ pub use handshake::{Export, Exports, transmission_flags};
 pub use pending::{NbdRequest, PendingKey};
 pub use reply::Piece;
 pub use state::{End, PHASES, Phase, PhaseAction, PhaseEvent, Stall};
+pub use tls::TlsMode;

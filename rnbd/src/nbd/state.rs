@@ -9,6 +9,10 @@ pub enum Phase {
     Greeting,
     /// The client asks for options, of which one chooses the export.
     Options,
+    /// TLS is to begin: its handshake comes next, which is not for the connection to see.
+    Handshake,
+    /// As [`Options`](Self::Options), with TLS.
+    Secured,
     /// Requests and replies.
     Transmission,
     /// Nothing more is read. What was asked is done and answered.
@@ -22,6 +26,10 @@ pub enum Phase {
 pub enum PhaseEvent {
     /// The client's flags are in order.
     Flags,
+    /// TLS is agreed on.
+    StartTls,
+    /// The handshake of TLS is done.
+    Secured,
     /// The client has chosen an export.
     Chosen,
     /// The client has left, or what it sends makes no sense any more.
@@ -56,9 +64,16 @@ pub const PHASES: Table<Phase, PhaseEvent, PhaseAction> = {
         (P::Greeting, E::Flags, P::Options, &[]),
         (P::Greeting, E::InputEnded, P::Draining, &[A::StopReading]),
         (P::Greeting, E::Cut, P::Draining, &[A::StopReading, A::DropReplies]),
+        (P::Options, E::StartTls, P::Handshake, &[]),
         (P::Options, E::Chosen, P::Transmission, &[A::TakeTerms]),
         (P::Options, E::InputEnded, P::Draining, &[A::StopReading]),
         (P::Options, E::Cut, P::Draining, &[A::StopReading, A::DropReplies]),
+        (P::Handshake, E::Secured, P::Secured, &[]),
+        (P::Handshake, E::InputEnded, P::Draining, &[A::StopReading]),
+        (P::Handshake, E::Cut, P::Draining, &[A::StopReading, A::DropReplies]),
+        (P::Secured, E::Chosen, P::Transmission, &[A::TakeTerms]),
+        (P::Secured, E::InputEnded, P::Draining, &[A::StopReading]),
+        (P::Secured, E::Cut, P::Draining, &[A::StopReading, A::DropReplies]),
         (P::Transmission, E::InputEnded, P::Draining, &[A::StopReading]),
         (
             P::Transmission,
@@ -78,6 +93,8 @@ pub enum Stall {
     Work,
     /// The client has not taken the answers to earlier options.
     Answers,
+    /// What comes is the handshake of TLS.
+    Handshake,
     /// As many requests are under way as may be.
     Requests,
     /// As many bytes are under way as may be.
@@ -103,6 +120,9 @@ pub enum End {
     /// The client does not keep to the protocol.
     #[error("{0}")]
     Protocol(String),
+    /// TLS has failed: its handshake, or later.
+    #[error("TLS: {0}")]
+    Tls(String),
     /// The negotiation took too long.
     #[error("it did not finish its negotiation in time")]
     TimedOut,
@@ -124,9 +144,11 @@ mod tests {
 
     use super::*;
 
-    const ALL: [Phase; 5] = [
+    const ALL: [Phase; 7] = [
         Phase::Greeting,
         Phase::Options,
+        Phase::Handshake,
+        Phase::Secured,
         Phase::Transmission,
         Phase::Draining,
         Phase::Ended,
@@ -146,7 +168,7 @@ mod tests {
 
     #[test]
     fn every_phase_but_the_last_can_be_cut_and_leads_to_the_end() {
-        for phase in &ALL[..4] {
+        for phase in &ALL[..6] {
             let (next, actions) = step(PHASES, *phase, PhaseEvent::Cut).unwrap();
             assert_eq!(next, Phase::Draining);
             // After a cut nobody is answered.

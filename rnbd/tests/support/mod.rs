@@ -11,7 +11,7 @@ use rnbd::{
     Errno,
     block::{BlockOp, Geometry},
     nbd::{
-        BufferCopy, Connection, End, Export, Exports, NbdRequest, Phase, Piece, Stall, Want,
+        BufferCopy, Connection, End, Export, Exports, NbdRequest, Phase, Piece, Stall, TlsMode, Want,
         proto::{self, Framing, Request, opt},
     },
 };
@@ -216,8 +216,12 @@ pub(crate) struct Peer {
 
 impl Peer {
     pub(crate) fn new(world: &World) -> Self {
+        Self::with_tls(world, TlsMode::Off)
+    }
+
+    pub(crate) fn with_tls(world: &World, mode: TlsMode) -> Self {
         Self {
-            conn: Connection::new(world.now, world.exports()),
+            conn: Connection::with_tls(world.now, world.exports(), mode),
             socket: VecDeque::new(),
             closed: false,
             eof: false,
@@ -452,7 +456,12 @@ pub(crate) fn information(name: &str, wanted: &[u16]) -> Vec<u8> {
 
 /// A connection whose flags are exchanged.
 pub(crate) fn connect(world: &mut World) -> Peer {
-    let mut peer = Peer::new(world);
+    connect_with(world, TlsMode::Off)
+}
+
+/// The same with TLS as this says.
+pub(crate) fn connect_with(world: &mut World, mode: TlsMode) -> Peer {
+    let mut peer = Peer::with_tls(world, mode);
     peer.send(&3u32.to_be_bytes());
     peer.settle(world);
     let hello = peer.take(18);

@@ -1,18 +1,18 @@
 //! The NBD clients of a loop.
 
-use std::{io, os::unix::net::UnixStream};
+use std::io;
 
 use mio::{Interest, Token};
 use rnbd::{
     Errno,
     client::output::DeviceKey,
-    nbd::{Export, Exports},
+    nbd::{End, Export, Exports},
 };
 use roce_reactor::TurnCx;
 use roce_verbs::Instant;
 use rtrs::{Error, PathError, cx::Cx};
 use smallvec::SmallVec;
-use socket2::SockRef;
+use socket2::Socket;
 
 use super::{
     FIRST_CLIENT, HOME, Letter, Service, Whose,
@@ -22,8 +22,6 @@ use crate::{entrance::Comer, nbd::NbdSocket};
 
 /// Reads from one client's socket in a round.
 const READS: usize = 16;
-/// Bytes of a client's send buffer, as far as the system allows.
-const SEND_BUFFER: usize = 1 << 20;
 
 /// A device as NBD clients see it, if it has been opened.
 fn export(device: &Device) -> Option<Export> {
@@ -37,14 +35,14 @@ fn export(device: &Device) -> Option<Export> {
 
 impl Service {
     /// Takes a client that was let in, and finds these devices.
-    pub(super) fn admit(&mut self, turn: &mut TurnCx<'_, ()>, stream: UnixStream, devices: &[String]) {
+    pub(super) fn admit(&mut self, turn: &mut TurnCx<'_, ()>, stream: Socket, devices: &[String]) {
         if let Err(e) = self.begin(turn, stream, devices) {
             self.turn_away(turn.now, &e);
             self.left(None);
         }
     }
 
-    fn begin(&mut self, turn: &mut TurnCx<'_, ()>, stream: UnixStream, devices: &[String]) -> io::Result<()> {
+    fn begin(&mut self, turn: &mut TurnCx<'_, ()>, stream: Socket, devices: &[String]) -> io::Result<()> {
         let named = |name: &String| self.devices.iter().find(|device| device.what.name == *name);
         let open = devices
             .iter()
@@ -54,14 +52,9 @@ impl Service {
         if keys.is_empty() {
             return Err(io::Error::other("no device is there"));
         }
-        stream.set_nonblocking(true)?;
-        // Several long replies fit, so that the client can read one while the next is on its way.
-        if let Err(e) = SockRef::from(&stream).set_send_buffer_size(SEND_BUFFER) {
-            tracing::debug!("the send buffer of an NBD client stays as it is: {e}");
-        }
         let entry = self.clients.vacant_entry();
         let token = Token(FIRST_CLIENT + entry.key());
-        let socket = NbdSocket::new(turn.now, stream, Exports::new(exports), keys);
+        let socket = NbdSocket::new(turn.now, stream, self.config.tls.clone(), Exports::new(exports), keys);
         turn.sockets.register(socket.descriptor(), token, Interest::READABLE)?;
         entry.insert(socket);
         Ok(())
@@ -262,7 +255,7 @@ impl Service {
                     self.rtrs.give_buffer(session, buffer);
                 }
             }
-            if client.connection.ended().is_some() {
+            if client.is_over() {
                 gone.push(index);
             }
         }
@@ -284,8 +277,14 @@ impl Service {
         while let Some(buffer) = client.next_free() {
             self.give(Some(buffer));
         }
-        if let Some(end) = client.connection.ended().filter(|end| end.is_fault()) {
-            tracing::debug!("NBD client: {end}");
+        match client.connection.ended() {
+            // That is for its operator to know, or for ours.
+            Some(End::Tls(why)) if client.counted.is_none() => {
+                let origin = client.origin();
+                self.turn_away(turn.now, &io::Error::other(format!("{origin}TLS: {why}")));
+            }
+            Some(end) if end.is_fault() => tracing::debug!("NBD client: {}{end}", client.origin()),
+            _ => {}
         }
         self.starved.retain(|waits| *waits != index);
         let _ = turn.sockets.deregister(client.descriptor());

@@ -23,6 +23,7 @@ use rnbd::{
 use rnbd_disk::{Caching, DiskConfig, ExportSpec, Exports, FolderSpec};
 use rnbd_host::{
     gate::Gate,
+    listen::{Listen, NbdAddress},
     map::{MapConfig, MapEvent, MapFailure, Mapping, Nobody},
     serve::{ServeConfig, ServeEvent, ServeStats, Serving},
 };
@@ -198,7 +199,7 @@ impl Lab {
             .dir
             .path()
             .join(format!("{session}-{}.sock", name.replace('/', "-")));
-        MapConfig::new(session_config, name, socket)
+        MapConfig::new(session_config, name, vec![Listen::Unix(socket)])
     }
 
     pub(crate) fn config_for(&self, session: &str, name: &str, mode: AccessMode) -> MapConfig {
@@ -220,6 +221,7 @@ impl Lab {
             match map.mapping.next(Duration::from_millis(100)) {
                 Some(MapEvent::Mapped { .. }) => return Ok(map),
                 Some(MapEvent::Ended(result)) => return Err(result.expect_err("it was not asked to end")),
+                Some(MapEvent::Listening(at)) => map.addresses = at,
                 Some(MapEvent::News(_)) | None => {}
             }
         }
@@ -228,10 +230,17 @@ impl Lab {
     /// One that is not open yet.
     pub(crate) fn begin(&self, loops: usize, config: MapConfig) -> Mapped {
         let from = config.session.paths[0].src.unwrap();
-        let socket = config.socket.clone();
+        let socket = config.listen.iter().find_map(|listen| match listen {
+            Listen::Unix(path) => Some(path.clone()),
+            _ => None,
+        });
         let devices = LocalDevice::open_shards(&[device_config(from)], loops, Arc::new(Nobody)).unwrap();
         let mapping = Mapping::start_shards(devices, config).unwrap();
-        Mapped { mapping, socket }
+        Mapped {
+            mapping,
+            socket: socket.unwrap_or_default(),
+            addresses: Vec::new(),
+        }
     }
 
     pub(crate) fn map(&self, session: &str, name: &str) -> Mapped {
@@ -278,7 +287,10 @@ impl Drop for Lab {
 /// A mapped device.
 pub(crate) struct Mapped {
     pub(crate) mapping: Mapping,
+    /// Its Unix socket, if it makes one.
     pub(crate) socket: PathBuf,
+    /// Where it listens, once it does.
+    pub(crate) addresses: Vec<NbdAddress>,
 }
 
 impl Mapped {
@@ -354,8 +366,9 @@ pub(crate) fn sector(n: u64) -> [u8; 512] {
     s
 }
 
-pub(crate) struct Client {
-    pub(crate) s: UnixStream,
+/// A client by hand, by a Unix socket or otherwise.
+pub(crate) struct Client<S = UnixStream> {
+    pub(crate) s: S,
     cookie: u64,
 }
 
@@ -369,29 +382,46 @@ impl Client {
     /// Connects and exchanges flags.
     pub(crate) fn connect(path: &Path) -> Self {
         let mut c = Self::raw(path);
-        let mut hello = [0; 18];
-        c.s.read_exact(&mut hello).unwrap();
-        assert_eq!(hello[..16], *b"NBDMAGICIHAVEOPT");
-        assert_eq!(hello[16..], [0, 3]);
-        c.s.write_all(&3u32.to_be_bytes()).unwrap();
+        c.greet();
         c
     }
 
     pub(crate) fn raw(path: &Path) -> Self {
         let s = UnixStream::connect(path).unwrap();
         s.set_read_timeout(Some(PATIENCE)).unwrap();
-        Self { s, cookie: 0 }
+        Self::over(s)
     }
 
     /// Connects and goes to transmission; size and flags.
     pub(crate) fn go(path: &Path, name: &str) -> (Self, u64, u16) {
         let mut c = Self::connect(path);
-        c.option(opt::GO, &info_request(name, &[]));
+        let (size, flags) = c.choose(name);
+        (c, size, flags)
+    }
+}
+
+impl<S: Read + Write> Client<S> {
+    pub(crate) fn over(s: S) -> Self {
+        Self { s, cookie: 0 }
+    }
+
+    /// Exchanges flags.
+    pub(crate) fn greet(&mut self) {
+        let mut hello = [0; 18];
+        self.s.read_exact(&mut hello).unwrap();
+        assert_eq!(hello[..16], *b"NBDMAGICIHAVEOPT");
+        assert_eq!(hello[16..], [0, 3]);
+        self.s.write_all(&3u32.to_be_bytes()).unwrap();
+    }
+
+    /// Goes to transmission; size and flags.
+    pub(crate) fn choose(&mut self, name: &str) -> (u64, u16) {
+        self.option(opt::GO, &info_request(name, &[]));
         let (mut size, mut flags) = (0, 0);
         loop {
-            let r = c.opt_reply();
+            let r = self.opt_reply();
             match r.kind {
-                1 => return (c, size, flags),
+                1 => return (size, flags),
                 3 if r.data[..2] == [0, 0] => {
                     size = u64::from_be_bytes(r.data[2..10].try_into().unwrap());
                     flags = u16::from_be_bytes(r.data[10..12].try_into().unwrap());

@@ -1,0 +1,168 @@
+//! Where NBD clients of a mapping come in, and the TLS that they find there.
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    path::PathBuf,
+};
+
+use clap::{Args, ValueEnum};
+use rnbd_host::{
+    listen::{Inherited, Listen, NbdAddress},
+    tls::Tls,
+};
+
+use crate::output::Failure;
+
+/// The port of NBD that IANA has assigned.
+const PORT: u16 = 10809;
+
+#[derive(Args)]
+#[command(next_help_heading = "NBD")]
+pub(crate) struct NbdArgs {
+    /// Unix socket to make for NBD clients (mode 0600, removed at the end)
+    #[arg(long, value_name = "SOCKET")]
+    nbd: Option<PathBuf>,
+    /// TCP address to listen at for NBD clients, [::] and 0.0.0.0 for all of that kind. Whoever reaches it can use the devices, unless
+    /// --tls require and --tls-verify-peer keep them out. Several times: as many addresses
+    #[arg(long, value_name = "ADDR[:10809]", value_parser = address)]
+    nbd_listen: Vec<SocketAddr>,
+    /// TLS of NBD clients, at whatever socket: refused, offered, or required [default: on with --tls-certificates, else off]
+    #[arg(long, value_name = "off|on|require", hide_possible_values = true)]
+    tls: Option<TlsArg>,
+    /// Folder with server-cert.pem and server-key.pem, as nbdkit's
+    #[arg(long, value_name = "DIR")]
+    tls_certificates: Option<PathBuf>,
+    /// Only clients with a certificate that ca-cert.pem in that folder has issued, and ca-crl.pem, if there is one, does not revoke
+    #[arg(long, requires = "tls_certificates")]
+    tls_verify_peer: bool,
+    /// Not supported: the TLS library, rustls, has no pre-shared keys. Use certificates
+    #[arg(long, value_name = "FILE")]
+    tls_psk: Option<PathBuf>,
+}
+
+/// What becomes of TLS.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+enum TlsArg {
+    Off,
+    On,
+    Require,
+}
+
+/// Reads `ADDR[:PORT]`; an IPv6 address with a port is in brackets.
+fn address(text: &str) -> Result<SocketAddr, String> {
+    let bare = text.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
+    if let Ok(ip) = bare.unwrap_or(text).parse::<IpAddr>() {
+        return Ok(SocketAddr::new(ip, PORT));
+    }
+    let parsed = text.parse();
+    parsed.map_err(|_| {
+        format!("{text:?} is no address, nor one with a port, such as 192.0.2.1:{PORT} or [2001:db8::1]:{PORT}")
+    })
+}
+
+impl NbdArgs {
+    /// The sockets of the command line, or these that are there.
+    pub(crate) fn listen(&self, inherited: Vec<Inherited>) -> Result<Vec<Listen>, Failure> {
+        let unix = self.nbd.iter().cloned().map(Listen::Unix);
+        let named: Vec<_> = unix.chain(self.nbd_listen.iter().copied().map(Listen::Tcp)).collect();
+        match (named.is_empty(), inherited.is_empty()) {
+            (false, true) => Ok(named),
+            (true, false) => Ok(inherited.into_iter().map(Listen::Inherited).collect()),
+            (true, true) => Err(Failure::usage(
+                "no socket for NBD clients: --nbd SOCKET, --nbd-listen ADDR, or socket activation",
+            )),
+            (false, false) => Err(Failure::usage(
+                "started with sockets for NBD clients (LISTEN_FDS), beside which there are no --nbd and --nbd-listen",
+            )),
+        }
+    }
+
+    /// What clients may or must encrypt with.
+    pub(crate) fn tls(&self) -> Result<Option<Tls>, Failure> {
+        if self.tls_psk.is_some() {
+            return Err(Failure::usage(
+                "--tls-psk is not supported: rustls has no pre-shared keys that come from outside; use --tls-certificates",
+            ));
+        }
+        let (required, folder) = match (self.tls, &self.tls_certificates) {
+            (Some(TlsArg::Off), _) | (None, None) => return Ok(None),
+            (Some(TlsArg::On | TlsArg::Require), None) => {
+                return Err(Failure::usage("--tls on and --tls require need --tls-certificates"));
+            }
+            (mode, Some(folder)) => (mode == Some(TlsArg::Require), folder),
+        };
+        let tls = Tls::load(folder, self.tls_verify_peer, required);
+        tls.map(Some).map_err(|e| Failure::failed(format!("TLS: {e}")))
+    }
+
+    /// Whether clients are offered TLS.
+    fn has_tls(&self) -> bool {
+        self.tls_certificates.is_some() && self.tls != Some(TlsArg::Off)
+    }
+
+    /// Where NBD clients find a device, by these addresses: the first needs no name.
+    pub(crate) fn uris(&self, addresses: &[NbdAddress], name: Option<&str>) -> Vec<String> {
+        let scheme = if self.has_tls() { "nbds" } else { "nbd" };
+        addresses
+            .iter()
+            .filter_map(|address| uri(scheme, address, name))
+            .collect()
+    }
+}
+
+/// None of an abstract name: clients have no way to write it.
+fn uri(scheme: &str, address: &NbdAddress, name: Option<&str>) -> Option<String> {
+    let mut path = String::from("/");
+    for byte in name.unwrap_or_default().bytes() {
+        match byte {
+            b'/' | b'-' | b'.' | b'_' | b'~' | b'0'..=b'9' | b'a'..=b'z' | b'A'..=b'Z' => path.push(byte.into()),
+            other => path.push_str(&format!("%{other:02X}")),
+        }
+    }
+    match address {
+        NbdAddress::Tcp(at) => Some(format!("{scheme}://{at}{path}")),
+        NbdAddress::Unix(_) => Some(format!("{scheme}+unix://{path}?socket={address}")),
+        NbdAddress::Abstract(_) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn uris_have_names_as_they_are_written_in_one() {
+        let unix = NbdAddress::Unix("s".into());
+        let tcp = |at: &str| NbdAddress::Tcp(at.parse().unwrap());
+        for (scheme, address, name, is) in [
+            ("nbd", &unix, None, "nbd+unix:///?socket=s"),
+            (
+                "nbds",
+                &unix,
+                Some("a/b,1 ä?"),
+                "nbds+unix:///a/b%2C1%20%C3%A4%3F?socket=s",
+            ),
+            ("nbds", &tcp("192.0.2.1:10809"), None, "nbds://192.0.2.1:10809/"),
+            ("nbd", &tcp("[::1]:7"), Some("a b"), "nbd://[::1]:7/a%20b"),
+        ] {
+            assert_eq!(uri(scheme, address, name).as_deref(), Some(is));
+        }
+    }
+
+    #[test]
+    fn addresses_have_a_port_or_the_usual_one() {
+        for (text, at) in [
+            ("192.0.2.1", "192.0.2.1:10809"),
+            ("192.0.2.1:7", "192.0.2.1:7"),
+            ("2001:db8::1", "[2001:db8::1]:10809"),
+            ("[2001:db8::1]", "[2001:db8::1]:10809"),
+            ("[2001:db8::1]:7", "[2001:db8::1]:7"),
+            ("[::]:0", "[::]:0"),
+        ] {
+            assert_eq!(address(text).map(|a| a.to_string()), Ok(at.to_owned()));
+        }
+        for wrong in ["", "host", "192.0.2.1:", "192.0.2.1:70000", "[::1", "/run/nbd.sock"] {
+            assert!(address(wrong).is_err(), "{wrong}");
+        }
+    }
+}
