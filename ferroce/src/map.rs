@@ -11,7 +11,7 @@ use clap::Args;
 use rnbd::{block::Geometry, client::error::MapError, proto::AccessMode};
 use rnbd_host::{
     LoopStats,
-    map::{MapConfig, MapDevice, MapEvent, MapFailure, MapStats, Mapping, Nobody},
+    map::{MapConfig, MapDevice, MapEvent, MapFailure, MapStats, Mapping, Nobody, VhostSocket},
 };
 use roce::{LocalDevice, iface};
 use rtrs::{
@@ -29,6 +29,7 @@ use crate::{
     signals::Stop,
     transport::{TransportArgs, path},
     units::seconds,
+    vhost::VhostArgs,
 };
 
 /// What the NBD clients' requests in flight get at an orderly end.
@@ -48,11 +49,12 @@ Examples:
   ferroce map --session copy --path 192.0.2.7 --device disk --nbd disk.sock --threads 4
   ferroce map --session two --path 192.0.2.1,192.0.2.7 --path 198.51.100.1,198.51.100.7 --device disk --nbd disk.sock --on-loss queue --threads 2
   ferroce map --session many --path 192.0.2.7 --device disk --device system,ro --nbd disks.sock
+  ferroce map --session guest --path 192.0.2.7 --device disk --vhost-user /run/disk.vhost
   nbdinfo --list 'nbd+unix:///?socket=disks.sock'
   qemu-img convert -p -O raw 'nbd+unix:///?socket=disk.sock' copy.img
 
 NBD clients find each device as an export of its name, and the first under the empty name, too; 16 may be connected at a time, at \
-all devices and loops together.
+all devices and loops together. A socket for virtual machines takes one front end at a time.
 
 Runs until SIGINT or SIGTERM, or until no path is left that is tried again. With --json, one event per line on standard output: \
 `mapped` (for each device), `stats` (with --stats-interval), `path_up`, `path_down`, `failover`, `reconnect_failed`, `path_closed`, `session_lost`, \
@@ -70,8 +72,10 @@ pub(crate) struct MapArgs {
     #[arg(long = "device", value_name = "NAME[,ro|rw|migration]", value_parser = DeviceArg::parse, required = true)]
     devices: Vec<DeviceArg>,
     /// Unix socket to make for NBD clients (mode 0600, removed at the end)
-    #[arg(long, value_name = "SOCKET")]
-    nbd: PathBuf,
+    #[arg(long, value_name = "SOCKET", required_unless_present = "vhost_user")]
+    nbd: Option<PathBuf>,
+    #[command(flatten)]
+    vhost: VhostArgs,
     /// How to open devices: `migration` is as `rw`, but a second writer beside the first, if the server allows that
     #[arg(long, value_name = "ro|rw|migration", default_value_t = AccessMode::ReadWrite)]
     access_mode: AccessMode,
@@ -129,7 +133,7 @@ impl MapArgs {
             .open_shards(&sources, self.threads.into(), Arc::new(Nobody))
     }
 
-    fn config(&self, ways: Vec<PathAddr>) -> MapConfig {
+    fn config(&self, ways: Vec<PathAddr>) -> Result<MapConfig, Failure> {
         let mut session = SessionConfig::new(&self.session, ways[0]);
         session.paths = ways;
         session.policy = self.lasting.policy;
@@ -151,13 +155,16 @@ impl MapArgs {
             name: device.name.clone(),
             mode: device.mode.unwrap_or(mode),
         };
-        MapConfig {
-            devices: self.devices.iter().map(device).collect(),
+        let devices: Vec<MapDevice> = self.devices.iter().map(device).collect();
+        Ok(MapConfig {
+            vhost: self.vhost.sockets(&devices)?,
+            devices,
             on_loss: self.lasting.on_loss,
+            socket: self.nbd.clone(),
             grace: GRACE,
             reactor: self.transport.reactor(),
-            ..MapConfig::new(session, &self.devices[0].name, &self.nbd)
-        }
+            ..MapConfig::new(session, &self.devices[0].name, "")
+        })
     }
 }
 
@@ -201,7 +208,7 @@ fn failure(args: &MapArgs, e: MapFailure) -> Failure {
     match e {
         MapFailure::Session(e) => session_failure(dst, &e),
         MapFailure::Map { device, error } => map_failure(args, &device, &error),
-        MapFailure::Socket(e) => Failure::failed(format!("NBD socket {}: {e}", args.nbd.display())),
+        MapFailure::Socket(e) => Failure::failed(e.to_string()),
         MapFailure::Lost(why) => Failure::failed(format!(
             "connection to {dst} lost: {why}; what was not flushed may not be in the image"
         )),
@@ -220,7 +227,8 @@ fn map(args: &MapArgs, steering: &dyn Steering) -> Result<(), Failure> {
     let stop = Stop::on_signals()?;
     let mut reporter = args.report.reporter();
     let ways = args.ways()?;
-    let config = args.config(ways.clone());
+    let config = args.config(ways.clone())?;
+    let vhost = config.vhost.clone();
     config.session.check().map_err(|e| Failure::usage(e.to_string()))?;
     config.check_devices().map_err(|e| Failure::usage(e.to_string()))?;
     let started = Mapping::start_shards(args.devices(&ways)?, config);
@@ -237,7 +245,7 @@ fn map(args: &MapArgs, steering: &dyn Steering) -> Result<(), Failure> {
         match mapping.next(patience) {
             Some(MapEvent::Mapped { device, geometry, info }) => {
                 mapped = true;
-                announce(args, &reporter, &device, &info, &geometry)?;
+                announce(args, &reporter, &vhost, &device, &info, &geometry)?;
             }
             // Until then the log says what there is to say of paths.
             Some(MapEvent::News(_)) if !mapped => {}
@@ -271,7 +279,10 @@ fn counted(stats: MapStats) -> (LoopStats, Moved) {
         bytes_written: c.written_bytes,
         requests: c.completed,
         failed: c.failed,
-        refused: vec![("nbd_turned_away", stats.turned_away)],
+        refused: vec![
+            ("nbd_turned_away", stats.turned_away),
+            ("vhost_malformed", stats.malformed),
+        ],
     };
     (stats.turns, moved)
 }
@@ -317,19 +328,25 @@ fn uri(socket: &str, name: Option<&str>) -> String {
 fn announce(
     args: &MapArgs,
     reporter: &Reporter,
+    vhost: &[VhostSocket],
     device: &MapDevice,
     info: &SessionInfo,
     geometry: &Geometry,
 ) -> Result<(), Failure> {
-    let socket = args.nbd.display().to_string();
+    let socket = args.nbd.as_ref().map(|path| path.display().to_string());
     let access = if geometry.read_only { "read-only" } else { "read-write" };
     let name = Some(device.name.as_str()).filter(|name| *name != args.devices[0].name);
-    let uri = uri(&socket, name);
+    let uri = socket.as_ref().map(|socket| uri(socket, name));
+    let vhost = vhost.iter().filter(|socket| socket.device == device.name);
+    let vhost: Vec<String> = vhost.map(|socket| socket.path.display().to_string()).collect();
+    let disks = vhost.iter().map(|path| format!("vhost-user {path}"));
+    let ways: Vec<String> = uri.clone().into_iter().chain(disks).collect();
     let text = format!(
-        "mapped {} of {} ({}, {access}): {uri}",
+        "mapped {} of {} ({}, {access}): {}",
         device.name,
         args.server(),
-        output::bytes(geometry.size)
+        output::bytes(geometry.size),
+        ways.join(" ")
     );
     let fields = json!({
         "session": args.session,
@@ -342,6 +359,7 @@ fn announce(
         "read_only": geometry.read_only,
         "nbd": socket,
         "uri": uri,
+        "vhost_user": vhost,
         "queue_depth": info.session_depth,
         "max_io_bytes": info.max_io_size,
         "threads": args.threads,

@@ -56,7 +56,8 @@ pub mod feature {
 /// The features of a device.
 pub fn features(geometry: &Geometry) -> u64 {
     use feature::{
-        BLK_SIZE, CONFIG_WCE, DISCARD, EVENT_IDX, FLUSH, INDIRECT_DESC, MQ, RO, SEG_MAX, TOPOLOGY, VERSION_1, WRITE_ZEROES,
+        BLK_SIZE, CONFIG_WCE, DISCARD, EVENT_IDX, FLUSH, INDIRECT_DESC, MQ, RO, SEG_MAX, TOPOLOGY, VERSION_1,
+        WRITE_ZEROES,
     };
     let mut features = SEG_MAX | BLK_SIZE | TOPOLOGY | MQ | INDIRECT_DESC | EVENT_IDX | VERSION_1;
     if geometry.write_cache {
@@ -97,7 +98,10 @@ pub fn config(geometry: &Geometry, queues: u16, writeback: bool) -> [u8; CONFIG]
     put(34, &queues.to_le_bytes());
     put(36, &discard.to_le_bytes());
     put(40, &ranges.to_le_bytes());
-    put(44, &sectors(geometry.discard_granularity.into()).max(unit).to_le_bytes());
+    put(
+        44,
+        &sectors(geometry.discard_granularity.into()).max(unit).to_le_bytes(),
+    );
     put(48, &(zeroes / unit * unit).to_le_bytes());
     put(52, &ranges.to_le_bytes());
     // A range of zeroes may become a hole.
@@ -165,8 +169,8 @@ impl Request {
     pub fn parse(header: &[u8; HEADER], output: u64, input: u64) -> Result<Self, Status> {
         let [kind, _, low, high] = words(header);
         let offset = (u64::from(high) << 32 | u64::from(low)).checked_mul(SECTOR);
-        let io = |op, len| {
-            let fit = len > 0 && len % SECTOR == 0;
+        let io = |op, len: u64| {
+            let fit = len > 0 && len.is_multiple_of(SECTOR);
             let offset = offset.filter(|_| fit).ok_or(Status::IoErr)?;
             Ok(Self::Io { op, offset, len })
         };
@@ -177,7 +181,7 @@ impl Request {
             8 if output == 0 && input >= ID as u64 => Ok(Self::Id),
             11 | 13 if input == 0 => {
                 let count = (output / RANGE as u64) as usize;
-                let fit = output % RANGE as u64 == 0 && (1..=MAX_RANGES).contains(&count);
+                let fit = output.is_multiple_of(RANGE as u64) && (1..=MAX_RANGES).contains(&count);
                 let ranges = Ranges {
                     count,
                     zeroes: kind == 13,
@@ -264,7 +268,11 @@ mod tests {
         assert_eq!(u64::from_le_bytes(config[..8].try_into().unwrap()), 20480, "capacity");
         assert_eq!((u32_at(8), u32_at(12)), (0, 126), "size_max, seg_max");
         assert_eq!(u32_at(20), 512, "blk_size");
-        assert_eq!((config[24], config[25], u16_at(26), u32_at(28)), (3, 0, 8, 248), "topology");
+        assert_eq!(
+            (config[24], config[25], u16_at(26), u32_at(28)),
+            (3, 0, 8, 248),
+            "topology"
+        );
         assert_eq!((config[32], u16_at(34)), (1, 4), "writeback, num_queues");
         assert_eq!((u32_at(36), u32_at(40), u32_at(44)), (2048, 16, 16), "discard");
         assert_eq!((u32_at(48), u32_at(52), config[56]), (65536, 16, 1), "write_zeroes");
@@ -274,7 +282,12 @@ mod tests {
     fn features_follow_the_device() {
         let has = |geometry: Geometry, bit| features(&geometry) & bit != 0;
         let plain = geometry();
-        for bit in [feature::FLUSH, feature::CONFIG_WCE, feature::DISCARD, feature::WRITE_ZEROES] {
+        for bit in [
+            feature::FLUSH,
+            feature::CONFIG_WCE,
+            feature::DISCARD,
+            feature::WRITE_ZEROES,
+        ] {
             assert!(has(plain, bit), "{bit:x}");
         }
         assert!(!has(plain, feature::RO));
@@ -313,7 +326,11 @@ mod tests {
             (11, 0, 17, 0),
             (13, 0, 272, 0),
         ] {
-            assert_eq!(parse(kind, sector, output, input), Err(Status::IoErr), "{kind} {output} {input}");
+            assert_eq!(
+                parse(kind, sector, output, input),
+                Err(Status::IoErr),
+                "{kind} {output} {input}"
+            );
         }
         for kind in [2, 3, 5, 14, u32::MAX] {
             assert_eq!(parse(kind, 0, 0, 512), Err(Status::Unsupported));

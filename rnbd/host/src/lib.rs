@@ -53,5 +53,6 @@ pub mod serve;
 mod server;
 mod socket_file;
 mod stats;
+mod vhost;
 
 pub use stats::LoopStats;

@@ -351,7 +351,7 @@ fn the_socket_is_private_and_goes_with_the_mapping() {
 fn another(s: &Served, session: &str, socket: &std::path::Path) -> Result<Mapped, MapFailure> {
     let mut config = s.lab.config(session, "image");
     config.devices[0].mode = rnbd::proto::AccessMode::ReadOnly;
-    config.socket = socket.into();
+    config.socket = Some(socket.into());
     s.lab.try_map(config)
 }
 

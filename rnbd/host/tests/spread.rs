@@ -286,7 +286,7 @@ fn what_can_not_be_mapped_ends_all_loops() {
     let taken = taken.map(drop);
     assert!(matches!(taken, Err(MapFailure::Socket(_))), "{taken:?}");
     // The name of a session that is there.
-    let refused = map(&lab, 2, |c| c.socket = lab.dir.path().join("other")).map(drop);
+    let refused = map(&lab, 2, |c| c.socket = Some(lab.dir.path().join("other"))).map(drop);
     assert!(matches!(refused, Err(MapFailure::Session(_))), "{refused:?}");
     reader.end().unwrap();
     writer.end().unwrap();

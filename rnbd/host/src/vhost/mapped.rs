@@ -47,7 +47,7 @@ impl Mapped {
         let invalid = |text: String| io::Error::new(io::ErrorKind::InvalidInput, text);
         let stat = nix::sys::stat::fstat(file)?;
         let size = u64::try_from(stat.st_size).unwrap_or(0);
-        if len == 0 || offset % PAGE as u64 != 0 || offset.checked_add(len).is_none_or(|end| end > size) {
+        if len == 0 || !offset.is_multiple_of(PAGE as u64) || offset.checked_add(len).is_none_or(|end| end > size) {
             return Err(invalid(format!("{len} bytes at {offset} of a file of {size} bytes")));
         }
         // Of hugetlbfs the block is the page.
@@ -292,7 +292,7 @@ mod tests {
         rustix::io::pread(&file, &mut out, 4096 + 8190).unwrap();
         assert_eq!(&out, b"ab");
         assert!(pages(&mapped).write(8191, b"ab").is_err());
-        for (offset, len) in [(0, 0), (0, 16385), (4096, 12289), (512, 512), (u64::MAX & !4095, 8192)] {
+        for (offset, len) in [(0, 0), (0, 16385), (4096, 12289), (512, 512), (!4095, 8192)] {
             assert!(Mapped::new(file.as_fd(), offset, len).is_err(), "{offset} {len}");
         }
     }

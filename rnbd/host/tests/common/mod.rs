@@ -228,7 +228,7 @@ impl Lab {
     /// One that is not open yet.
     pub(crate) fn begin(&self, loops: usize, config: MapConfig) -> Mapped {
         let from = config.session.paths[0].src.unwrap();
-        let socket = config.socket.clone();
+        let socket = config.socket.clone().unwrap();
         let devices = LocalDevice::open_shards(&[device_config(from)], loops, Arc::new(Nobody)).unwrap();
         let mapping = Mapping::start_shards(devices, config).unwrap();
         Mapped { mapping, socket }
