@@ -507,3 +507,71 @@ fn register_for(cx: &mut Cx<'_>, pd: PdId, pages: &Arc<Pages>, access: AccessFla
     };
     cx.provider.register(pd, &what)
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn lens(buffer: &Buffer) -> Vec<u32> {
+        match &buffer.place {
+            Place::Lent(pieces) => pieces.iter().map(|piece| piece.len).collect(),
+            Place::Own { .. } => panic!("it is no lent memory"),
+        }
+    }
+
+    fn piece(memory: u32, offset: usize, len: u32) -> LentPiece {
+        let memory = LentId(memory);
+        LentPiece { memory, offset, len }
+    }
+
+    #[test]
+    fn what_is_one_piece_in_memory_is_one() {
+        let pieces = [
+            piece(0, 0, 10),
+            piece(0, 10, 5),
+            piece(0, 15, 0),
+            piece(1, 15, 5),
+            piece(1, 30, 1),
+        ];
+        let buffer = Buffer::of_lent(pieces).unwrap();
+        assert_eq!((lens(&buffer), buffer.len()), (vec![15, 5, 1], 21));
+        assert!(Buffer::of_lent([piece(0, 0, u32::MAX), piece(1, 0, 1)]).is_none());
+    }
+
+    proptest! {
+        /// However a buffer is cut, its parts are its bytes in order, in whole units and not too many pieces.
+        #[test]
+        fn parts_cover_a_buffer(
+            sizes in prop::collection::vec(prop_oneof![1u32..20, 500u32..600, Just(4096u32)], 1..80),
+            len in 1usize..100_000,
+            unit in prop_oneof![Just(1usize), Just(16), Just(512)],
+        ) {
+            let mut bytes: usize = sizes.iter().map(|n| *n as usize).sum();
+            let mut sizes = sizes;
+            // The whole is whole units.
+            let rest = bytes.next_multiple_of(unit) - bytes;
+            sizes.push(rest as u32);
+            bytes += rest;
+            let pieces = sizes.iter().enumerate().map(|(i, len)| piece(i as u32, 7, *len));
+            let buffer = Buffer::of_lent(pieces).unwrap();
+            prop_assert_eq!(buffer.len(), bytes);
+            let mut at = 0;
+            while at < bytes {
+                let Some(part) = buffer.part(at, len, unit) else {
+                    // A unit in too many pieces, or one that is longer than what is asked for.
+                    let left = buffer.part(at, unit, 1).unwrap();
+                    prop_assert!(len < unit || left.len() < unit);
+                    return Ok(());
+                };
+                prop_assert!(part.len() <= len && part.len() % unit == 0 && !part.is_empty());
+                let lens = lens(&part);
+                prop_assert!(lens.len() <= MAX_PIECES && lens.iter().all(|len| *len > 0));
+                prop_assert_eq!(lens.iter().map(|len| *len as usize).sum::<usize>(), part.len());
+                at += part.len();
+            }
+            prop_assert!(buffer.part(bytes, len, unit).is_none());
+        }
+    }
+}
