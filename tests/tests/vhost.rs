@@ -609,3 +609,84 @@ fn sockets_that_can_t_be_are_told_at_the_start() {
     );
     assert_eq!(serve.stop().code, Some(0));
 }
+
+/// A boot sector that reads 16 sectors behind itself by the BIOS, writes them from sector 100 on, and says `K` at qemu's debug port, or
+/// `F` if one failed; then it ends the machine by qemu's exit device.
+fn boot_sector() -> [u8; SECTOR] {
+    const CODE: [&[u8]; 23] = [
+        &[0xfa],                   // cli
+        &[0x31, 0xc0],             // xor ax, ax
+        &[0x8e, 0xd8],             // mov ds, ax
+        &[0x8e, 0xc0],             // mov es, ax
+        &[0x8e, 0xd0],             // mov ss, ax
+        &[0xbc, 0x00, 0x7c],       // mov sp, 0x7c00
+        &[0xfb],                   // sti: dl is the drive, and stays so
+        &[0xb4, 0x42],             // mov ah, 0x42: extended read
+        &[0xbe, 0x44, 0x7c],       // mov si, read
+        &[0xcd, 0x13],             // int 0x13
+        &[0x72, 0x0e],             // jc failed
+        &[0xb8, 0x00, 0x43],       // mov ax, 0x4300: extended write
+        &[0xbe, 0x54, 0x7c],       // mov si, write
+        &[0xcd, 0x13],             // int 0x13
+        &[0x72, 0x04],             // jc failed
+        &[0xb0, b'K'],             // mov al, 'K'
+        &[0xeb, 0x02],             // jmp say
+        &[0xb0, b'F'],             // failed: mov al, 'F'
+        &[0xba, 0xe9, 0x00, 0xee], // say: mov dx, 0xe9; out dx, al
+        &[0xba, 0x01, 0x05],       // mov dx, 0x501
+        &[0xb0, 0x00, 0xee],       // mov al, 0; out dx, al
+        &[0xf4],                   // hlt
+        &[0xeb, 0xfd],             // jmp back to it
+    ];
+    // Disk address packets: 16 sectors, memory at 0x8000, and the first sector.
+    let packet = |sector: u8| [16, 0, 16, 0, 0x00, 0x80, 0, 0, sector, 0, 0, 0, 0, 0, 0, 0];
+    let mut sector = [0; SECTOR];
+    let code = CODE.concat();
+    sector[..code.len()].copy_from_slice(&code);
+    sector[0x44..0x54].copy_from_slice(&packet(1));
+    sector[0x54..0x64].copy_from_slice(&packet(100));
+    sector[510..].copy_from_slice(&[0x55, 0xaa]);
+    sector
+}
+
+#[test]
+#[ignore = "needs qemu-system-x86_64"]
+fn qemu_boots_from_a_device_and_its_bios_reads_and_writes_it() {
+    let lab = Lab::new(&[]);
+    let path = lab.dir.path().join("disk");
+    let disk = OpenOptions::new().write(true).open(&path).unwrap();
+    disk.write_all_at(&boot_sector(), 0).unwrap();
+    let before = lab.image();
+    // Once more with the same mapping: the first machine has left in good order.
+    for _ in 0..2 {
+        disk.write_all_at(&[0; 16 * SECTOR], 100 * SECTOR as u64).unwrap();
+        let said = lab.dir.path().join("said");
+        let chardev = format!("socket,id=disk,path={}", lab.socket().display());
+        let debug = format!("file:{}", said.display());
+        let status = std::process::Command::new("qemu-system-x86_64")
+            .args([
+                "-accel",
+                "tcg",
+                "-m",
+                "64",
+                "-display",
+                "none",
+                "-no-reboot",
+                "-nodefaults",
+            ])
+            .args(["-object", "memory-backend-memfd,id=ram,size=64M,share=on"])
+            .args(["-machine", "pc,memory-backend=ram", "-chardev", &chardev])
+            .args(["-device", "vhost-user-blk-pci,chardev=disk,bootindex=0,num-queues=2"])
+            .args(["-debugcon", &debug, "-device", "isa-debug-exit,iobase=0x501,iosize=1"])
+            .status()
+            .unwrap();
+        // The exit device makes 1 of 0.
+        assert_eq!(status.code(), Some(1));
+        let said = fs::read_to_string(said).unwrap();
+        assert!(said.ends_with('K'), "{said:?}");
+        let after = lab.image();
+        assert!(after[100 * SECTOR..116 * SECTOR] == before[SECTOR..17 * SECTOR]);
+        assert!(after[116 * SECTOR..] == before[116 * SECTOR..] && after[..100 * SECTOR] == before[..100 * SECTOR]);
+    }
+    lab.end();
+}

@@ -56,3 +56,5 @@ mod stats;
 mod vhost;
 
 pub use stats::LoopStats;
+#[doc(hidden)]
+pub use vhost::fuzz;

@@ -258,7 +258,10 @@ impl Service {
                 self.fronts.all.insert(front);
             }
             Err(e) => {
-                tracing::warn!(device, "a front end is turned away: {e}");
+                let more = self.log.due(turn.now).unwrap_or_default();
+                if self.log.hit(turn.now) {
+                    tracing::warn!(device, more, "a front end is turned away: {e}");
+                }
                 self.front_left(turn, door, device);
             }
         }

@@ -5,6 +5,7 @@
 
 mod chain;
 mod front;
+pub mod fuzz;
 mod inflight;
 mod mapped;
 mod memory;

@@ -291,6 +291,21 @@ pub(crate) fn tell_config_change(channel: &UnixStream) -> io::Result<()> {
     }
 }
 
+/// Sends a message as a front end does.
+///
+/// # Errors
+/// Those of `sendmsg`.
+pub(super) fn send_request(
+    stream: &UnixStream,
+    request: u32,
+    body: &[u8],
+    fd: Option<BorrowedFd<'_>>,
+) -> io::Result<()> {
+    let mut bytes = header(request, VERSION, body.len() as u32).to_vec();
+    bytes.extend_from_slice(body);
+    send(stream, &bytes, fd).map(drop)
+}
+
 /// Receives, and never more than what is asked for: descriptors belong to the bytes that they came with.
 fn receive(stream: &UnixStream, room: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<usize, WireError> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_ATTACHED_FD_ENTRIES))];
