@@ -109,6 +109,7 @@ struct Player {
     stream: UnixStream,
     file: OwnedFd,
     memory: Arc<Pages>,
+    features: u64,
     available: u16,
 }
 
@@ -124,8 +125,7 @@ impl Player {
 
     /// A guest with a ring, as a decent front end sets it up.
     fn set_up(&self) {
-        let features = virtio_blk::features(&geometry(0b0011_1010)) | 1 << 30;
-        self.send(FrontendReq::SET_FEATURES, &features.to_ne_bytes(), None);
+        self.send(FrontendReq::SET_FEATURES, &self.features.to_ne_bytes(), None);
         let mut table = [1u32.to_ne_bytes(), [0; 4]].concat();
         table.extend_from_slice(VhostUserMemoryRegion::new(0, MEMORY, 0, 0).as_slice());
         self.send(FrontendReq::SET_MEM_TABLE, &table, Some(self.file.as_fd()));
@@ -199,11 +199,11 @@ impl Player {
     }
 }
 
-/// Plays it. Every operation on the device ends, in the order that the input says; in the end nothing is left.
+/// Plays it. Every operation on the device ends, in the order that the input says; in the end nothing is left. Returns how many there were.
 ///
 /// # Panics
 /// When something does not hold.
-pub fn run(bytes: &[u8], memories: &mut dyn Memories) {
+pub fn run(bytes: &[u8], memories: &mut dyn Memories) -> usize {
     let mut input = Bytes(bytes);
     let (stream, ours) = UnixStream::pair().expect("sockets");
     stream.set_nonblocking(true).expect("a socket");
@@ -213,15 +213,18 @@ pub fn run(bytes: &[u8], memories: &mut dyn Memories) {
     let memory: Arc<dyn Memory> = mapped;
     let memory = Pages::of(&memory).expect("memory");
     let mut around = Around { memories, lent: 0 };
-    let device = (DeviceKey::default(), "disk".to_owned(), geometry(input.next()));
+    let geometry = geometry(input.next());
+    let device = (DeviceKey::default(), "disk".to_owned(), geometry);
     let mut front = Front::new(&mut around, ours, 0, device).expect("a front end");
     let mut player = Player {
         stream,
         file,
         memory,
+        features: virtio_blk::features(&geometry) | 1 << 30,
         available: 0,
     };
     player.set_up();
+    let mut ended = 0;
     let mut under_way: VecDeque<FrontRequest> = VecDeque::new();
     while !input.0.is_empty() {
         match input.next() % 8 {
@@ -238,6 +241,7 @@ pub fn run(bytes: &[u8], memories: &mut dyn Memories) {
                 let which = usize::from(input.next());
                 if let Some(request) = under_way.remove(which % under_way.len().max(1)) {
                     end(&mut front, &around, request, input.next());
+                    ended += 1;
                 }
             }
             _ => {
@@ -252,12 +256,14 @@ pub fn run(bytes: &[u8], memories: &mut dyn Memories) {
     front.let_go();
     while let Some(request) = under_way.pop_front() {
         end(&mut front, &around, request, 0);
+        ended += 1;
         under_way.extend(core::iter::from_fn(|| front.next_request()));
     }
     assert!(front.is_over(), "something is left: {front:?}");
     front.notify();
     front.part(&mut around);
     assert_eq!(around.lent, 0, "memory is left");
+    ended
 }
 
 fn end(front: &mut Front, around: &Around<'_>, request: FrontRequest, how: u8) {
