@@ -21,6 +21,7 @@ mod sharing;
 mod signals;
 mod transport;
 mod units;
+mod vhost;
 
 use std::{io::IsTerminal, process::ExitCode};
 

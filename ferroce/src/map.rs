@@ -11,7 +11,7 @@ use rnbd::{block::Geometry, client::error::MapError, proto::AccessMode};
 use rnbd_host::{
     LoopStats, activation,
     listen::{Inherited, NbdAddress},
-    map::{MapConfig, MapDevice, MapEvent, MapFailure, MapStats, Mapping, Nobody},
+    map::{MapConfig, MapDevice, MapEvent, MapFailure, MapStats, Mapping, Nobody, VhostSocket},
 };
 use roce::{LocalDevice, iface};
 use rtrs::{
@@ -30,6 +30,7 @@ use crate::{
     report::{Moved, ReportArgs, Reporter},
     transport::{TransportArgs, path},
     units::seconds,
+    vhost::VhostArgs,
 };
 
 /// What the NBD clients' requests in flight get at an orderly end.
@@ -50,12 +51,14 @@ Examples:
   ferroce map --session two --path 192.0.2.1,192.0.2.7 --path 198.51.100.1,198.51.100.7 --device disk --nbd disk.sock --on-loss queue --threads 2
   ferroce map --session many --path 192.0.2.7 --device disk --device system,ro --nbd disks.sock
   ferroce map --session far --path 192.0.2.7 --device disk --nbd-listen 192.0.2.8 --tls require --tls-certificates /etc/pki/nbd --tls-verify-peer
+  ferroce map --session guest --path 192.0.2.7 --device disk --vhost-user /run/disk.vhost
   nbdinfo --list 'nbd+unix:///?socket=disks.sock'
   nbdinfo 'nbds://192.0.2.8/?tls-certificates=/etc/pki/client'
   qemu-img convert -p -O raw 'nbd+unix:///?socket=disk.sock' copy.img
 
 NBD clients find each device as an export of its name, and the first under the empty name, too; 16 may be connected at a time, at \
 all devices, sockets and loops together. They come to the sockets of --nbd and --nbd-listen, or to those that ferroce is started with by systemd or the like (LISTEN_FDS and LISTEN_PID; then without these options).
+A socket for virtual machines takes one front end at a time.
 
 Runs until SIGINT or SIGTERM, or until no path is left that is tried again. With --json, one event per line on standard output: \
 `mapped` (for each device), `stats` (with --stats-interval), `path_up`, `path_down`, `failover`, `reconnect_failed`, `path_closed`, `session_lost`, \
@@ -72,6 +75,8 @@ pub(crate) struct MapArgs {
     /// more: NAME,ro,rw. Several times: as many devices, over the one session
     #[arg(long = "device", value_name = "NAME[,ro|rw|migration]", value_parser = DeviceArg::parse, required = true)]
     devices: Vec<DeviceArg>,
+    #[command(flatten)]
+    vhost: VhostArgs,
     /// How to open devices: `migration` is as `rw`, but a second writer beside the first, if the server allows that
     #[arg(long, value_name = "ro|rw|migration", default_value_t = AccessMode::ReadWrite)]
     access_mode: AccessMode,
@@ -197,13 +202,21 @@ impl MapArgs {
         session.max_user_header = size_of::<rnbd::proto::MsgOpen>() as u16;
         session.connect_timeout = self.connect_timeout;
         session.heartbeat = self.transport.heartbeat(HEARTBEAT);
+        let devices = self.map_devices();
+        let vhost = self.vhost.sockets(&devices)?;
+        let listen = match (self.nbd.is_named(), vhost.is_empty()) {
+            // Virtual machines are enough.
+            (false, false) if inherited.is_empty() => Vec::new(),
+            _ => self.nbd.listen(inherited)?,
+        };
         Ok(MapConfig {
-            devices: self.map_devices(),
+            devices,
+            vhost,
             on_loss: self.lasting.on_loss,
             tls: self.nbd.tls()?,
             grace: GRACE,
             reactor: self.transport.reactor(),
-            ..MapConfig::new(session, &self.devices[0].name, self.nbd.listen(inherited)?)
+            ..MapConfig::new(session, &self.devices[0].name, listen)
         })
     }
 }
@@ -248,7 +261,7 @@ fn failure(args: &MapArgs, e: MapFailure) -> Failure {
     match e {
         MapFailure::Session(e) => session_failure(dst, &e),
         MapFailure::Map { device, error } => map_failure(args, &device, &error),
-        MapFailure::Socket(e) => Failure::failed(format!("can't listen for NBD clients: {e}")),
+        MapFailure::Socket(e) => Failure::failed(format!("can't listen: {e}")),
         MapFailure::Lost(why) => Failure::failed(format!(
             "connection to {dst} lost: {why}; what was not flushed may not be in the image"
         )),
@@ -275,6 +288,7 @@ pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
     let ways = args.ways()?;
     let inherited = activation::sockets().map_err(|e| Failure::failed(e.to_string()))?;
     let config = args.config(ways.clone(), inherited)?;
+    let vhost = config.vhost.clone();
     config.session.check().map_err(|e| Failure::usage(e.to_string()))?;
     config.check_devices().map_err(|e| Failure::usage(e.to_string()))?;
     let started = Mapping::start_shards(args.devices(&ways)?, config);
@@ -295,7 +309,7 @@ pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
             Some(MapEvent::Mapped { device, geometry, info }) => {
                 mapped = true;
                 tell(Stage::Up);
-                announce(args, &reporter, &addresses, &device, &info, &geometry)?;
+                announce(args, &reporter, (&addresses, &vhost), &device, &info, &geometry)?;
             }
             // Until then the log says what there is to say of paths.
             Some(MapEvent::News(_)) if !mapped => {}
@@ -329,7 +343,10 @@ fn counted(stats: MapStats) -> (LoopStats, Moved) {
         bytes_written: c.written_bytes,
         requests: c.completed,
         failed: c.failed,
-        refused: vec![("nbd_turned_away", stats.turned_away)],
+        refused: vec![
+            ("nbd_turned_away", stats.turned_away),
+            ("vhost_malformed", stats.malformed),
+        ],
     };
     (stats.turns, moved)
 }
@@ -363,7 +380,7 @@ impl DeviceArg {
 fn announce(
     args: &MapArgs,
     reporter: &Reporter,
-    addresses: &[NbdAddress],
+    (addresses, vhost): (&[NbdAddress], &[VhostSocket]),
     device: &MapDevice,
     info: &SessionInfo,
     geometry: &Geometry,
@@ -371,12 +388,16 @@ fn announce(
     let access = if geometry.read_only { "read-only" } else { "read-write" };
     let name = Some(device.name.as_str()).filter(|name| *name != args.devices[0].name);
     let uris = args.nbd.uris(addresses, name);
+    let vhost = vhost.iter().filter(|socket| socket.device == device.name);
+    let vhost: Vec<String> = vhost.map(|socket| socket.path.display().to_string()).collect();
+    let disks = vhost.iter().map(|path| format!("vhost-user {path}"));
+    let ways: Vec<String> = uris.iter().cloned().chain(disks).collect();
     let text = format!(
         "mapped {} of {} ({}, {access}): {}",
         device.name,
         args.server(),
         output::bytes(geometry.size),
-        uris.join(" ")
+        ways.join(" ")
     );
     let fields = json!({
         "session": args.session,
@@ -390,6 +411,7 @@ fn announce(
         "nbd": addresses.first().map(NbdAddress::to_string),
         "uri": uris.first(),
         "uris": uris,
+        "vhost_user": vhost,
         "queue_depth": info.session_depth,
         "max_io_bytes": info.max_io_size,
         "threads": args.threads,

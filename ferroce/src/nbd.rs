@@ -61,6 +61,11 @@ fn address(text: &str) -> Result<SocketAddr, String> {
 }
 
 impl NbdArgs {
+    /// Whether there is a socket on the command line.
+    pub(crate) fn is_named(&self) -> bool {
+        self.nbd.is_some() || !self.nbd_listen.is_empty()
+    }
+
     /// The sockets of the command line, or these that are there.
     pub(crate) fn listen(&self, inherited: Vec<Inherited>) -> Result<Vec<Listen>, Failure> {
         let unix = self.nbd.iter().cloned().map(Listen::Unix);

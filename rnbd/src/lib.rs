@@ -6,6 +6,7 @@
 //! - [`server`]: [`server::Server`], which offers disks to clients; whose disks, and how, is its loop's business.
 //! - [`client`]: [`client::Client`], whose sessions map devices of servers.
 //! - [`nbd`]: [`nbd::Connection`], a client of an NBD server for any block device.
+//! - [`virtio_blk`]: the virtio block device that a virtual machine sees.
 //!
 //! Server and client stand beside the machines of [`rtrs`] on one loop, which passes on what one has for another: what RTRS tells
 //! goes to [`server::Server::rtrs`] or [`client::Client::rtrs`]. [`server::Server::poll_action`] says what is to be answered,
@@ -19,5 +20,6 @@ pub mod nbd;
 pub mod proto;
 pub mod server;
 mod slab;
+pub mod virtio_blk;
 
 pub use errno::Errno;

@@ -9,6 +9,7 @@ pub mod network;
 pub mod process;
 pub mod signals;
 pub mod usage;
+pub mod vhost;
 
 use std::{
     path::{Path, PathBuf},

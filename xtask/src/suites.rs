@@ -504,7 +504,8 @@ impl<'a> Stage<'a> {
 }
 
 fn client_tools() -> Vec<tools::Tool> {
-    tools::EXT4.into_iter().chain(tools::NBD_CLIENTS).collect()
+    let clients = tools::EXT4.into_iter().chain(tools::NBD_CLIENTS);
+    clients.chain([tools::QEMU]).collect()
 }
 
 fn find<'a>(tests: &'a [TestProgram], package: &str, file: &str) -> Result<&'a TestProgram> {

@@ -24,6 +24,9 @@ pub(crate) const NBD_CLIENTS: [Tool; 3] = [
     Tool::new("fio", "fio"),
 ];
 
+/// Runs virtual machines.
+pub(crate) const QEMU: Tool = Tool::new("qemu-system-x86_64", "qemu-system-x86");
+
 impl Tool {
     pub(crate) const fn new(program: &'static str, package: &'static str) -> Self {
         Self { program, package }

@@ -114,10 +114,15 @@ impl Entrance {
             let most = self.most;
             return Comer::TurnedAway(io::Error::other(format!("there are {most} already")));
         }
+        Comer::For(self.place(), stream)
+    }
+
+    /// The loop with the fewest takes one more: an NBD client, or somebody who has come another way.
+    pub(crate) fn place(&mut self) -> usize {
         let fewest = self.loads.iter().enumerate().min_by_key(|(_, load)| **load);
         let to = fewest.map_or(0, |(index, _)| index);
         self.loads[to] += 1;
-        Comer::For(to, stream)
+        to
     }
 
     /// A client of this loop is gone, or was not taken by it.

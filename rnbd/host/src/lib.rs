@@ -58,5 +58,8 @@ mod server;
 pub mod socket_file;
 mod stats;
 pub mod tls;
+mod vhost;
 
 pub use stats::LoopStats;
+#[doc(hidden)]
+pub use vhost::fuzz;

@@ -4,6 +4,7 @@ use core::{convert::Infallible, time::Duration};
 use std::{
     collections::BTreeSet,
     io,
+    path::PathBuf,
     sync::{
         Arc,
         mpsc::{Receiver, RecvTimeoutError, Sender, channel},
@@ -43,6 +44,15 @@ pub struct MapDevice {
     pub mode: AccessMode,
 }
 
+/// A socket where a virtual machine's front end finds a device as a disk.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct VhostSocket {
+    /// The device's name.
+    pub device: String,
+    /// The socket file.
+    pub path: PathBuf,
+}
+
 /// Why these can't be the devices of a mapping.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum DevicesError {
@@ -52,6 +62,9 @@ pub enum DevicesError {
     /// A session has a device once.
     #[error("device {0:?} is named twice")]
     Twice(String),
+    /// A socket for a device that is not mapped.
+    #[error("a vhost-user socket for {0:?}, which is no device of the mapping")]
+    NoSuch(String),
 }
 
 /// How to map.
@@ -67,6 +80,8 @@ pub struct MapConfig {
     pub listen: Vec<Listen>,
     /// What NBD clients may or must encrypt with, wherever they come in.
     pub tls: Option<Tls>,
+    /// Sockets for the front ends of virtual machines (vhost-user-blk), made with mode 0600 and removed at the end.
+    pub vhost: Vec<VhostSocket>,
     /// NBD clients beyond this many, at all loops together, are turned away.
     pub max_clients: usize,
     /// Time for the requests of NBD clients in flight when it stops.
@@ -87,6 +102,7 @@ impl MapConfig {
             on_loss: OnLoss::default(),
             listen,
             tls: None,
+            vhost: Vec::new(),
             max_clients: 16,
             grace: Duration::from_secs(5),
             reactor: ReactorConfig::default(),
@@ -103,7 +119,10 @@ impl MapConfig {
         match twice {
             Some(device) => Err(DevicesError::Twice(device.name.clone())),
             None if self.devices.is_empty() => Err(DevicesError::NoDevice),
-            None => Ok(()),
+            None => match self.vhost.iter().find(|socket| !names.contains(&socket.device)) {
+                Some(socket) => Err(DevicesError::NoSuch(socket.device.clone())),
+                None => Ok(()),
+            },
         }
     }
 }
@@ -253,6 +272,10 @@ pub struct MapStats {
     pub requests: Vec<u64>,
     /// NBD clients that were not served.
     pub turned_away: u64,
+    /// Front ends of virtual machines connected now, of each loop.
+    pub front_ends: Vec<usize>,
+    /// Requests of virtual machines that made no sense.
+    pub malformed: u64,
 }
 
 impl MapStats {
@@ -263,6 +286,8 @@ impl MapStats {
         self.clients.extend(&other.clients);
         self.requests.extend(&other.requests);
         self.turned_away += other.turned_away;
+        self.front_ends.extend(&other.front_ends);
+        self.malformed += other.malformed;
     }
 }
 

@@ -3,6 +3,7 @@
 
 use std::{
     collections::VecDeque,
+    os::unix::net::UnixStream,
     sync::{Arc, mpsc::Sender},
 };
 
@@ -56,9 +57,11 @@ macro_rules! cx {
 mod clients;
 mod devices;
 mod ending;
+mod fronts;
 mod steer;
 
 use devices::Device;
+use fronts::Fronts;
 use steer::Orders;
 
 /// The loop that decides.
@@ -68,6 +71,9 @@ pub(crate) const HOME: usize = 0;
 const LISTENER: Token = Token(0);
 /// Clients' are their number and this.
 const FIRST_CLIENT: usize = 1;
+/// Those of front ends, and of the sockets that these come by, at home.
+const FIRST_FRONT: usize = 1 << 32;
+const FIRST_DOOR: usize = 1 << 48;
 /// Bytes that a turn reads from clients, and writes to one of them, about. What is larger leaves the processor's cache
 /// before it is sent, and keeps packets waiting.
 const TURN: usize = 256 << 10;
@@ -107,6 +113,10 @@ pub(crate) enum Letter {
     Withdraw(String),
     /// To home: nobody uses a device any more that was withdrawn.
     Vacated(String),
+    /// Home: a front end for this loop, the socket that it came by, and its device.
+    Front(UnixStream, usize, String),
+    /// To home: it is gone, or was not taken.
+    FrontLeft(usize, String),
 }
 
 /// Which loop it is, and those of the same mapping.
@@ -156,6 +166,8 @@ enum Phase {
 #[derive(Clone, Copy, Debug)]
 enum Whose {
     Client(usize, PendingKey),
+    /// Of a front end, and its number there.
+    Front(usize, usize),
     /// The flush at the end of a device.
     Flush(DeviceKey),
 }
@@ -183,6 +195,7 @@ pub(crate) struct Service {
     /// At home: other loops that have clients, while it drains.
     undrained: usize,
     clients: Slab<NbdSocket>,
+    fronts: Fronts,
     /// Clients that wait for a buffer, in the order in which they found none.
     starved: VecDeque<usize>,
     operations: Slab<Whose>,
@@ -260,6 +273,7 @@ impl Service {
             devices: Vec::new(),
             gone: DeviceCounters::default(),
             clients: Slab::new(),
+            fronts: Fronts::default(),
             starved: VecDeque::new(),
             operations: Slab::new(),
             orders: Orders::default(),
@@ -386,7 +400,9 @@ impl Service {
     /// All devices are there that it begins with: home makes the sockets. The others are told of devices before they are given clients.
     fn all_mapped(&mut self, turn: &mut TurnCx<'_, ()>) {
         self.phase = Phase::Serving;
-        match self.entrance.open(&self.config.listen, &turn.sockets, LISTENER) {
+        let fronts = self.fronts.open(&turn.sockets, &self.config.vhost);
+        let opened = fronts.and_then(|()| self.entrance.open(&self.config.listen, &turn.sockets, LISTENER));
+        match opened {
             Ok(addresses) => {
                 let _ = self.tell.send(MapEvent::Listening(addresses));
                 self.devices.iter().for_each(|device| self.tell_mapped(device.key));
@@ -411,6 +427,8 @@ impl Service {
                 };
                 self.give(free);
             }
+            // Its data is the guest's own.
+            Some(Whose::Front(front, slot)) => self.fronts.done(front, slot, result),
             Some(Whose::Flush(device)) => {
                 self.give(data);
                 self.flushed(turn, device, result);
@@ -446,6 +464,11 @@ impl Service {
             Letter::Chosen(device) => self.chosen(&device),
             Letter::Withdraw(device) => self.leave(turn, &device),
             Letter::Vacated(device) => self.left_elsewhere(turn, &device),
+            Letter::Front(stream, door, device) => {
+                self.pass_on(turn);
+                self.admit_front(turn, stream, door, &device);
+            }
+            Letter::FrontLeft(door, device) => self.front_parted(turn, from, door, &device),
         }
     }
 
@@ -502,6 +525,8 @@ impl Service {
             clients: vec![self.clients.len()],
             requests: vec![device.completed],
             turned_away: self.turned_away,
+            front_ends: vec![self.fronts.len()],
+            malformed: self.fronts.malformed(),
         }
     }
 }
@@ -527,6 +552,8 @@ impl Loop for Service {
     fn ready(&mut self, _: &mut TurnCx<'_, ()>, token: Token, readiness: Readiness) {
         if token == LISTENER {
             self.entrance.ready();
+        } else if token.0 >= FIRST_FRONT {
+            self.fronts.ready(token, readiness);
         } else if let Some(client) = self.clients.get_mut(token.0 - FIRST_CLIENT) {
             client.ready(readiness);
         }
@@ -560,6 +587,8 @@ impl Loop for Service {
         self.note_cpu();
         let mut worked = self.pass_on(turn);
         worked |= self.accept(turn);
+        worked |= self.accept_fronts(turn);
+        worked |= self.serve_fronts(turn);
         worked |= self.feed(turn);
         let clients: SmallVec<[usize; 8]> = self.clients.iter().map(|(index, _)| index).collect();
         // Each is the first in its turn.
@@ -568,12 +597,15 @@ impl Loop for Service {
             worked |= self.serve(turn, *index);
         }
         worked |= self.pass_on(turn);
+        self.look_left(turn);
+        self.look_drained(turn);
         worked
     }
 
     fn end(&mut self, turn: &mut TurnCx<'_, ()>) {
         self.rtrs.end_batch(cx!(turn, self.dice));
         // Short replies are not kept waiting by packets, and packets not by long replies.
+        self.fronts.notify();
         self.more = self.reply(turn, AT_ONCE);
         self.look_left(turn);
         self.look_drained(turn);
@@ -591,7 +623,7 @@ impl Loop for Service {
         let unread = core::mem::replace(&mut self.unread, TURN) == 0;
         self.first = self.first.wrapping_add(1);
         let more = self.reply(turn, TURN) | core::mem::take(&mut self.more);
-        more || (unread && self.clients.iter_mut().any(|(_, client)| client.has_work()))
+        more || self.fronts.has_work() || (unread && self.clients.iter_mut().any(|(_, client)| client.has_work()))
     }
 
     fn next_timeout(&self) -> Option<Instant> {

@@ -233,7 +233,7 @@ impl NbdSocket {
         let (received, wanted) = match self.connection.want() {
             Want::Bytes(room) => (iov::receive(&self.stream, None, room), room.len()),
             Want::Payload { buffer, at, len, then } => {
-                let (pages, start) = buffers?.pages(buffer);
+                let (pages, start) = buffers?.pages(buffer)?;
                 let piece = Piece::pages(pages, start + at, len);
                 let wanted = len + then.len();
                 (iov::receive(&self.stream, Some(piece), then), wanted)
@@ -351,7 +351,7 @@ fn locate<'a>(piece: &nbd::Piece<'a>, buffers: Option<&'a Buffers>) -> Option<Pi
     match piece {
         nbd::Piece::Bytes(bytes) => Some(Piece::of(bytes)),
         nbd::Piece::Data { buffer, at, len } => {
-            let (pages, start) = buffers?.pages(buffer);
+            let (pages, start) = buffers?.pages(buffer)?;
             Some(Piece::pages(pages, start + at, *len))
         }
     }

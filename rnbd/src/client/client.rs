@@ -435,7 +435,8 @@ impl Client {
 impl Client {
     /// Starts an operation on `len` bytes from `offset`: ends with [`Output::Done`], which brings `data` back. Reads and writes
     /// need a buffer of the device's session with just `len` bytes; others have none. Data of more than
-    /// [`Geometry::max_transfer`] moves part by part, and what is in the buffer after a write is no matter of interest then.
+    /// [`Geometry::max_transfer`] moves part by part; what is in a buffer of the session's own after a write is no matter of interest then. Pieces of
+    /// [lent memory](rtrs::client::Buffers::lend) stay as they are, and parts of them may be under way together.
     /// Operations with equal `hint` (a CPU or queue number) take the same connection.
     #[expect(clippy::too_many_arguments, reason = "an operation as it is")]
     pub fn submit(
@@ -469,7 +470,7 @@ impl Client {
             op,
             offset,
             len,
-            span: Span::of(op, offset, len),
+            span: Span::of(op, offset, len, data.as_ref().is_some_and(Buffer::is_lent)),
             data,
             zeroes: device.zeroes_as_data(op),
             spare: Vec::new(),

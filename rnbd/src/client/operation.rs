@@ -62,9 +62,10 @@ impl Span {
         }
     }
 
-    /// What an operation needs.
-    pub(super) fn of(op: BlockOp, offset: u64, len: u64) -> Self {
+    /// What an operation needs. Of one whose data is `lent` parts have buffers of their own.
+    pub(super) fn of(op: BlockOp, offset: u64, len: u64, lent: bool) -> Self {
         match op {
+            BlockOp::Read | BlockOp::Write { .. } if lent => Self::new(Order::Any, offset, len),
             BlockOp::Read => Self::new(Order::Backward, offset, len),
             BlockOp::Write { .. } => Self::new(Order::Forward, offset, len),
             BlockOp::Flush => Self::new(Order::Empty, 0, 0),
@@ -80,6 +81,11 @@ impl Span {
     /// Bytes of the next part at most.
     pub(super) fn left(&self) -> u64 {
         self.again.last().map_or(self.end - self.next, |(_, len)| *len)
+    }
+
+    /// Where the next part begins, of those that may come in any order.
+    fn next(&self) -> u64 {
+        self.again.last().map_or(self.next, |(at, _)| *at)
     }
 
     /// Parts under way.
@@ -178,7 +184,7 @@ pub(super) struct Operation {
     pub(super) len: u64,
     /// What is left of that.
     pub(super) span: Span,
-    /// The buffer of a read or write, when no request has it.
+    /// The buffer of a read or write, when no request has it; one of lent memory stays here, and requests have parts of it.
     pub(super) data: Option<Buffer>,
     /// Zeroes are written as data.
     pub(super) zeroes: bool,
@@ -197,6 +203,22 @@ impl Operation {
             false => MAX_PARTS,
         };
         self.span.has_more() && self.span.parts() < most
+    }
+
+    /// Whether its data is lent memory.
+    pub(super) fn is_lent(&self) -> bool {
+        self.data.as_ref().is_some_and(Buffer::is_lent)
+    }
+
+    /// The buffer of its next part, of at most `step` bytes, from lent memory, on a device with such blocks.
+    ///
+    /// # Errors
+    /// EINVAL when a block is in too many pieces.
+    pub(super) fn lent_part(&self, step: u64, block: usize) -> Result<Buffer, Errno> {
+        let at = (self.span.next() - self.offset) as usize;
+        let len = step.min(self.span.left()) as usize;
+        let part = self.data.as_ref().and_then(|data| data.part(at, len, block));
+        part.ok_or(Errno::EINVAL)
     }
 
     /// Gives back the buffers of zeroes that it has no use for any more.
@@ -229,7 +251,7 @@ impl Operation {
         buffer: &mut Buffer,
         (at, len): Part,
     ) -> Result<(), Errno> {
-        if len < self.len {
+        if len < self.len && !buffer.is_lent() {
             buffer.set_len(self.data_len());
             if self.span.order == Order::Forward {
                 let from = (at - self.offset) as usize;
@@ -251,7 +273,9 @@ impl Operation {
         buffer: Option<Buffer>,
         (at, len): Part,
     ) -> Result<(), Errno> {
-        let Some(mut buffer) = buffer else { return Ok(()) };
+        let Some(mut buffer) = buffer.filter(|buffer| !buffer.is_lent()) else {
+            return Ok(());
+        };
         let mut moved = Ok(());
         if len < self.len {
             buffer.set_len(self.data_len());
@@ -278,16 +302,16 @@ mod tests {
             offset in 0u64..1 << 40,
             len in 0u64..500,
             step in 1u64..40,
-            kind in 0usize..3,
+            kind in 0usize..4,
             ends in prop::collection::vec((any::<bool>(), prop::option::weighted(0.05, 1..100i32), prop::bool::weighted(0.1)), 1200),
         ) {
-            let op = [BlockOp::Discard, BlockOp::Read, BlockOp::Write { fua: false }][kind];
-            let mut span = Span::of(op, offset, len);
+            let op = [BlockOp::Discard, BlockOp::Read, BlockOp::Write { fua: false }, BlockOp::Read][kind];
+            let mut span = Span::of(op, offset, len, kind == 3);
             let mut covered = vec![false; len as usize];
             let mut in_flight: Vec<Part> = Vec::new();
             let mut first_error = None;
             for (begin, error, lost) in ends {
-                let sequence = kind > 0 && !in_flight.is_empty();
+                let sequence = matches!(kind, 1 | 2) && !in_flight.is_empty();
                 if begin && span.has_more() && !sequence {
                     prop_assert_eq!(first_error, None, "begun after an error");
                     let (at, part) = span.take(step);
@@ -318,7 +342,7 @@ mod tests {
 
     #[test]
     fn a_flush_is_one_part() {
-        let mut span = Span::of(BlockOp::Flush, 512, 512);
+        let mut span = Span::of(BlockOp::Flush, 512, 512, false);
         for _ in 0..2 {
             assert_eq!(span.over(), None);
             assert_eq!(span.take(512), (0, 0));
@@ -328,6 +352,6 @@ mod tests {
         span.take(512);
         span.ended(Ok(()));
         assert_eq!(span.over(), Some(Ok(())));
-        assert_eq!(Span::of(BlockOp::Discard, 512, 0).over(), Some(Ok(())));
+        assert_eq!(Span::of(BlockOp::Discard, 512, 0, false).over(), Some(Ok(())));
     }
 }

@@ -5,8 +5,8 @@ use rtrs::{IoError, client::buffers::Buffer};
 use super::{error::MapError, state::DeviceState};
 use crate::{block::Geometry, errno::Errno};
 
-/// A device of a [`Client`](super::Client). No other has had the number.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+/// A device of a [`Client`](super::Client). No other has had the number; the default is none's.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct DeviceKey(pub(super) u64);
 
 /// What a client tells its user.

@@ -140,8 +140,19 @@ impl Work {
                 return self.give_up(memory, session, key, e);
             }
         };
-        let mut data = operation.data.take();
+        let lent = operation.is_lent();
+        let mut data = if lent { None } else { operation.data.take() };
         let mut step = device.step(operation.op);
+        if lent {
+            let block = device.geometry.map_or(0, |g| g.logical_block_size as usize);
+            match operation.lent_part(step, block) {
+                Ok(buffer) => {
+                    step = buffer.len() as u64;
+                    data = Some(buffer);
+                }
+                Err(e) => return self.give_up(memory, session, key, e),
+            }
+        }
         if operation.zeroes {
             match zeroes(cx, memory, operation, device, step) {
                 Ok(Some(buffer)) => {
@@ -167,7 +178,7 @@ impl Work {
             None => Ok(()),
         };
         if let Err(e) = prepared {
-            operation.data = data;
+            operation.data = operation.data.take().or(data);
             operation.span.ended(Err(e));
             return self.give_up(memory, session, key, e);
         }

@@ -173,6 +173,7 @@ impl<P: Ports> Fabric<P> {
                 window_1: config.windows,
                 window_2: config.windows,
                 instant_keys: config.instant_keys,
+                scattered_keys: config.instant_keys && config.fast_registration,
                 zero_based: true,
                 iova: true,
                 addrs,
@@ -426,6 +427,10 @@ impl<P: Ports> Provider for Fabric<P> {
 
     fn grant(&mut self, qp: QpId, key: KeyId, grant: &GrantOf, wr_id: u64) -> Result<Granted, PostError> {
         self.grant_key(qp, key, grant, wr_id)
+    }
+
+    fn grant_list(&mut self, qp: QpId, key: KeyId, pieces: &[GrantOf]) -> Result<Granted, PostError> {
+        self.grant_pieces(qp, key, pieces)
     }
 
     fn revoke(&mut self, qp: QpId, key: KeyId, wr_id: u64) -> Result<Revoked, PostError> {

@@ -2,7 +2,7 @@
 
 use roce_mem::{PostedKey, WindowKind};
 use roce_verbs::{
-    AccessFlags, Payload, Qpn, SendFlags, SendOp, SendWr,
+    AccessFlags, Payload, Qpn, SendFlags, SendOp, SendWr, Sge,
     provider::{GrantOf, Granted, KeyId, KeyKind, PdId, Provider as _, QpId, Revoked, VerbsError},
     wr::PostError,
 };
@@ -13,6 +13,7 @@ use crate::{
 };
 
 const OUTSIDE: PostError = PostError::Invalid("the range is outside the region");
+const NOT_LIKE_THIS: PostError = PostError::Invalid("the key can't be granted like this");
 const NO_KEY: PostError = PostError::Invalid("no such key");
 
 impl<P: Ports> Fabric<P> {
@@ -111,6 +112,50 @@ impl<P: Ports> Fabric<P> {
         Ok(granted)
     }
 
+    pub(crate) fn grant_pieces(&mut self, qp: QpId, id: KeyId, pieces: &[GrantOf]) -> Result<Granted, PostError> {
+        if !self.config.instant_keys {
+            return Err(PostError::Invalid(
+                "keys that are granted by work requests open one piece of memory",
+            ));
+        }
+        let ranges = pieces.iter().map(|piece| self.range(piece));
+        let ranges: Vec<Range> = ranges.collect::<Result<_, _>>()?;
+        let (Some(first), Some(Range { iova, .. })) = (pieces.first(), ranges.first()) else {
+            return Err(PostError::Invalid("a key for nothing"));
+        };
+        let sge = |range: &Range| {
+            let length = u32::try_from(range.length).map_err(|_| OUTSIDE)?;
+            Ok(Sge {
+                addr: range.addr,
+                length,
+                lkey: range.lkey,
+            })
+        };
+        let sges: Vec<Sge> = ranges.iter().map(sge).collect::<Result<_, _>>()?;
+        let (device, qpn, pd) = self.qp(qp).ok_or(PostError::NoQueuePair)?;
+        let mem = self.ports.memory(device).clone();
+        let key = self.keys.get_mut(id).ok_or(NO_KEY)?;
+        if !matches!(key.object, Object::Fast(_)) {
+            return Err(PostError::Invalid(
+                "only fast registrations open several pieces of memory",
+            ));
+        }
+        key.refresh();
+        if key.posted.granted {
+            // The peer may have closed it already.
+            let _ = mem.invalidate(pd, qpn, key.posted.key);
+        }
+        let next = key.posted.next(&mem);
+        mem.fast_register_list(pd, next, &sges, *iova, first.access)
+            .map_err(|e| {
+                tracing::debug!(%qpn, "a key was not granted: {e}");
+                NOT_LIKE_THIS
+            })?;
+        (key.posted.key, key.posted.granted, key.through) = (next, true, Some(qp));
+        key.publish();
+        Ok(Granted::Now(next))
+    }
+
     /// Posts the end of the former key and what comes after it; the last is signalled.
     fn post_keys(&mut self, qp: QpId, id: KeyId, before: &[SendOp], last: SendOp, wr_id: u64) -> Result<(), PostError> {
         let wr = |op, flags| SendWr {
@@ -177,7 +222,7 @@ impl<P: Ports> Fabric<P> {
         };
         done.map_err(|e| {
             tracing::debug!(%qpn, "a key was not granted: {e}");
-            PostError::Invalid("the key can't be granted like this")
+            NOT_LIKE_THIS
         })
     }
 

@@ -6,8 +6,8 @@ use roce_verbs::provider::{Memory, RangeError};
 
 use crate::{error::MemError, span::Mapping};
 
-/// Zeroed memory on a page boundary, which the system gives out page by page as it is touched. Peers may change it at any
-/// time, so it is only ever copied.
+/// Zeroed memory on a page boundary, which the system gives out page by page as it is touched; or memory of somebody else. Peers may
+/// change it at any time, so it is only ever copied.
 #[derive(Debug)]
 pub struct Pages {
     mapping: Arc<Mapping>,
@@ -20,6 +20,16 @@ impl Pages {
     /// Without memory.
     pub fn allocate(len: usize) -> Result<Arc<Self>, MemError> {
         let mapping = Mapping::allocate(len)?;
+        Ok(Arc::new(Self { mapping }))
+    }
+
+    /// Memory of somebody else, which lives as long as these pages.
+    ///
+    /// # Errors
+    /// When it has no address.
+    pub fn of(memory: &Arc<dyn Memory>) -> Result<Arc<Self>, MemError> {
+        let mapping = Mapping::share(memory, 0, memory.len());
+        let mapping = mapping.ok_or(MemError::Range(memory.len() as u64))?;
         Ok(Arc::new(Self { mapping }))
     }
 
@@ -65,7 +75,7 @@ impl Pages {
     }
 }
 
-// SAFETY: the mapping was allocated for this, stays where it is, and goes with the last reference to it.
+// SAFETY: the mapping was allocated for this, or keeps what it shares, stays where it is, and goes with the last reference to it.
 unsafe impl Memory for Pages {
     fn as_ptr(&self) -> *mut u8 {
         Self::as_ptr(self)

@@ -53,7 +53,7 @@ impl Drop for Backing {
     }
 }
 
-/// A range of a backing that was opened at one moment, and can be closed for good.
+/// A range of a backing that was opened at one moment, and can be closed for good; or several of them as one.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     backing: Arc<Backing>,
@@ -63,6 +63,17 @@ pub(crate) struct Mapping {
     revoked: AtomicBool,
     /// The mapping that this one was derived from: its end is ours as well.
     parent: Option<Arc<Mapping>>,
+    /// Of a scattered mapping, whose own backing is empty: what it consists of, in order.
+    pieces: Box<[Extent]>,
+}
+
+/// A piece of a scattered mapping.
+#[derive(Debug)]
+struct Extent {
+    /// First byte of it in the scattered mapping.
+    at: usize,
+    /// The same bytes in a mapping of their own.
+    mapping: Arc<Mapping>,
 }
 
 impl Mapping {
@@ -134,12 +145,39 @@ impl Mapping {
             len,
             revoked: AtomicBool::new(false),
             parent: None,
+            pieces: Box::default(),
         })
     }
 
-    /// A part of this mapping with an end of its own; `None` when the range is outside.
+    /// Mappings that are not scattered themselves, as one; `None` when their bytes can't be counted. It ends with the first of them.
+    pub(crate) fn scattered(mappings: Vec<Arc<Self>>) -> Option<Arc<Self>> {
+        let mut len = 0usize;
+        let mut pieces = Vec::with_capacity(mappings.len());
+        for mapping in mappings.into_iter().filter(|m| m.len > 0) {
+            debug_assert!(mapping.pieces.is_empty());
+            let at = len;
+            len = len.checked_add(mapping.len)?;
+            pieces.push(Extent { at, mapping });
+        }
+        Some(Arc::new(Self {
+            backing: Arc::new(Backing {
+                ptr: NonNull::dangling(),
+                len: 0,
+                owned: None,
+                persist: None,
+                shared: None,
+            }),
+            start: 0,
+            len,
+            revoked: AtomicBool::new(false),
+            parent: None,
+            pieces: pieces.into(),
+        }))
+    }
+
+    /// A part of this mapping with an end of its own; `None` when the range is outside, or the mapping scattered.
     pub(crate) fn derive(self: &Arc<Self>, offset: usize, len: usize) -> Option<Arc<Self>> {
-        if offset > self.len || len > self.len - offset {
+        if !self.holds(offset, len) || !self.pieces.is_empty() {
             return None;
         }
         Some(Arc::new(Self {
@@ -148,6 +186,7 @@ impl Mapping {
             len,
             revoked: AtomicBool::new(false),
             parent: Some(self.clone()),
+            pieces: Box::default(),
         }))
     }
 
@@ -156,7 +195,9 @@ impl Mapping {
     }
 
     pub(crate) fn is_revoked(&self) -> bool {
-        self.revoked.load(Ordering::Acquire) || self.parent.as_ref().is_some_and(|p| p.is_revoked())
+        self.revoked.load(Ordering::Acquire)
+            || self.parent.as_ref().is_some_and(|p| p.is_revoked())
+            || self.pieces.iter().any(|piece| piece.mapping.is_revoked())
     }
 
     /// Whether the memory was lent, and may be gone since the mapping was revoked.
@@ -178,13 +219,62 @@ impl Mapping {
         self.backing.ptr.as_ptr().wrapping_add(self.start)
     }
 
-    /// The first byte of a range that must lie within the mapping.
+    /// Whether a range lies within the mapping.
+    fn holds(&self, offset: usize, len: usize) -> bool {
+        offset <= self.len && len <= self.len - offset
+    }
+
+    /// The first byte of a range that must lie within the mapping, and within one piece of it if it is scattered.
     fn range(&self, offset: usize, len: usize) -> Option<*mut u8> {
-        (offset <= self.len && len <= self.len - offset).then(|| self.as_ptr().wrapping_add(offset))
+        if !self.holds(offset, len) {
+            return None;
+        }
+        if self.pieces.is_empty() {
+            return Some(self.as_ptr().wrapping_add(offset));
+        }
+        let piece = &self.pieces[self.piece_of(offset)?];
+        piece.mapping.range(offset - piece.at, len)
+    }
+
+    /// The piece of a scattered mapping that a byte lies in.
+    fn piece_of(&self, offset: usize) -> Option<usize> {
+        self.pieces.partition_point(|piece| piece.at <= offset).checked_sub(1)
+    }
+
+    /// Calls `f` for the pieces of a range of a scattered mapping, in order: with the piece's mapping, the offset in it, and which
+    /// bytes of the range these are. `false` when the range is outside, or `f` says so.
+    fn for_pieces(
+        &self,
+        offset: usize,
+        len: usize,
+        mut f: impl FnMut(&Self, usize, core::ops::Range<usize>) -> bool,
+    ) -> bool {
+        if !self.holds(offset, len) {
+            return false;
+        }
+        let Some(first) = self.piece_of(offset).filter(|_| len > 0) else {
+            return true;
+        };
+        let mut done = 0;
+        for piece in &self.pieces[first..] {
+            let within = offset + done - piece.at;
+            let n = (piece.mapping.len - within).min(len - done);
+            if !f(&piece.mapping, within, done..done + n) {
+                return false;
+            }
+            done += n;
+            if done == len {
+                break;
+            }
+        }
+        done == len
     }
 
     /// Copies out, whether revoked or not: the caller knows that the backing is still there. `false` when out of range.
     pub(crate) fn copy_out(&self, offset: usize, out: &mut [u8]) -> bool {
+        if !self.pieces.is_empty() {
+            return self.for_pieces(offset, out.len(), |piece, at, part| piece.copy_out(at, &mut out[part]));
+        }
         let Some(src) = self.range(offset, out.len()) else {
             return false;
         };
@@ -198,6 +288,9 @@ impl Mapping {
     /// Copies in, as [`Mapping::copy_out`]. The last byte comes after all others: although no order is promised (IBA 9.5),
     /// HCAs write from the front, and programs wait for the last byte of what a peer WRITEs.
     pub(crate) fn copy_in(&self, offset: usize, data: &[u8]) -> bool {
+        if !self.pieces.is_empty() {
+            return self.for_pieces(offset, data.len(), |piece, at, part| piece.copy_in(at, &data[part]));
+        }
         let Some(dst) = self.range(offset, data.len()) else {
             return false;
         };
@@ -224,8 +317,7 @@ pub struct Span {
 impl Span {
     /// The range, which must lie within the mapping.
     pub(crate) fn new(mapping: Arc<Mapping>, offset: usize, len: usize) -> Option<Self> {
-        mapping.range(offset, len)?;
-        Some(Self { mapping, offset, len })
+        mapping.holds(offset, len).then_some(Self { mapping, offset, len })
     }
 
     /// Bytes.

@@ -11,7 +11,7 @@ use rand_chacha::{
     ChaCha12Rng,
     rand_core::{RngCore, SeedableRng},
 };
-use roce_bth::{Qpn, RKey};
+use roce_bth::{LKey, Qpn, RKey};
 use roce_verbs::{
     AccessFlags, DeviceLimits, NumberHasher, Sge,
     provider::Memory,
@@ -671,37 +671,39 @@ impl MemoryTable {
     /// When the target is open already (invalidate it first), or backing region, range or rights don't fit.
     pub fn fast_register(&self, pd: PdHandle, args: &FastRegister) -> Result<(), KeyError> {
         let mut inner = self.inner.write();
-        let target = inner.find_index(pd, args.key)?;
-        if !matches!(target.kind, Kind::Fast(_)) || target.open.is_some() || target.windows > 0 {
-            return Err(KeyError::State);
-        }
-        let backing = inner.find(pd, args.lkey.0)?;
-        if !matches!(backing.kind, Kind::Region) {
-            return Err(KeyError::State);
-        }
-        let backing = backing.open.as_ref().ok_or(KeyError::Closed)?;
-        let writes = AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_ATOMIC;
-        if !may_open(backing.access, args.access, writes) {
+        let zero = args.access.contains(AccessFlags::ZERO_BASED);
+        let mapping = inner.view(pd, args.lkey, args.addr, args.length, args.access)?;
+        let open = Open {
+            mapping,
+            iova: if zero { 0 } else { args.iova },
+            access: args.access,
+        };
+        inner.open_fast(pd, args.key, open)
+    }
+
+    /// The same with several pieces of regions, each given as a local element: from now on the key opens them as one range, from
+    /// the address `iova` on (zero with [`AccessFlags::ZERO_BASED`]), in this order.
+    ///
+    /// # Errors
+    /// As [`MemoryTable::fast_register`]; also with the right to atomics, which pieces have no order for.
+    pub fn fast_register_list(
+        &self,
+        pd: PdHandle,
+        key: RKey,
+        pieces: &[Sge],
+        iova: u64,
+        access: AccessFlags,
+    ) -> Result<(), KeyError> {
+        if access.contains(AccessFlags::REMOTE_ATOMIC) {
             return Err(KeyError::Access);
         }
-        let (offset, len) = backing.offset(args.addr, args.length)?;
-        let zero = args.access.contains(AccessFlags::ZERO_BASED);
-        let iova = if zero { 0 } else { args.iova };
-        if args.length > 0 && iova.checked_add(args.length - 1).is_none() {
-            return Err(KeyError::Range);
-        }
-        let mapping = backing.mapping.derive(offset, len).ok_or(KeyError::Range)?;
-        let target = inner.entries.get_mut(&(args.key.0 >> 8)).ok_or(KeyError::Unknown)?;
-        target.key = args.key.0;
-        if let Kind::Fast(fast) = &target.kind {
-            fast.key.store(args.key.0, Ordering::Release);
-        }
-        target.open = Some(Open {
-            mapping,
-            iova,
-            access: args.access,
-        });
-        Ok(())
+        let mut inner = self.inner.write();
+        let view = |piece: &Sge| inner.view(pd, piece.lkey, piece.addr, piece.length.into(), access);
+        let mappings = pieces.iter().map(view).collect::<Result<Vec<_>, _>>()?;
+        let mapping = Mapping::scattered(mappings).ok_or(KeyError::Range)?;
+        let zero = access.contains(AccessFlags::ZERO_BASED);
+        let iova = if zero { 0 } else { iova };
+        inner.open_fast(pd, key, Open { mapping, iova, access })
     }
 
     /// Executes a window bind (IBA 10.6.7.2, C10-72 to C10-75).
@@ -787,6 +789,47 @@ impl MemoryTable {
 }
 
 impl Inner {
+    /// What a fast registration with these rights opens of a region.
+    fn view(
+        &self,
+        pd: PdHandle,
+        lkey: LKey,
+        addr: u64,
+        length: u64,
+        access: AccessFlags,
+    ) -> Result<Arc<Mapping>, KeyError> {
+        let backing = self.find(pd, lkey.0)?;
+        if !matches!(backing.kind, Kind::Region) {
+            return Err(KeyError::State);
+        }
+        let backing = backing.open.as_ref().ok_or(KeyError::Closed)?;
+        let writes = AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_ATOMIC;
+        if !may_open(backing.access, access, writes) {
+            return Err(KeyError::Access);
+        }
+        let (offset, len) = backing.offset(addr, length)?;
+        backing.mapping.derive(offset, len).ok_or(KeyError::Range)
+    }
+
+    /// Opens a fast region under this key.
+    fn open_fast(&mut self, pd: PdHandle, key: RKey, open: Open) -> Result<(), KeyError> {
+        let target = self.find_index(pd, key)?;
+        if !matches!(target.kind, Kind::Fast(_)) || target.open.is_some() || target.windows > 0 {
+            return Err(KeyError::State);
+        }
+        let len = open.mapping.len() as u64;
+        if len > 0 && open.iova.checked_add(len - 1).is_none() {
+            return Err(KeyError::Range);
+        }
+        let target = self.entries.get_mut(&(key.0 >> 8)).ok_or(KeyError::Unknown)?;
+        target.key = key.0;
+        if let Kind::Fast(fast) = &target.kind {
+            fast.key.store(key.0, Ordering::Release);
+        }
+        target.open = Some(open);
+        Ok(())
+    }
+
     /// The object of a key that a queue pair names: of its protection domain, or a type 2A window, which is bound to a queue
     /// pair alone.
     fn find_for(&self, pd: PdHandle, rkey: RKey) -> Result<&Entry, KeyError> {

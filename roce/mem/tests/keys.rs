@@ -563,3 +563,100 @@ fn a_region_revoked_under_writers_stops_them_all() {
         assert!(span.is_revoked());
     }
 }
+
+/// A fast region over pieces of two regions, which a peer may write from address 0x1000 on: 5 bytes, 0 bytes, 3 bytes, 8 bytes.
+fn scattered(t: &MemoryTable, pd: PdHandle, a: &Region, b: &Region) -> RKey {
+    let fast = t.alloc_fast(pd).unwrap();
+    let key = RKey(fast.rkey().0 ^ 0x5a);
+    let pieces = [sge(a, 10, 5), sge(b, 7, 0), sge(b, 100, 3), sge(a, 0, 8)];
+    let access = AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_WRITE;
+    t.fast_register_list(pd, key, &pieces, 0x1000, access).unwrap();
+    key
+}
+
+#[test]
+fn a_key_opens_pieces_as_one_range() {
+    let (t, pd) = table();
+    let a = t.alloc_region(pd, 4096, ALL).unwrap();
+    let b = t.alloc_region(pd, 4096, ALL).unwrap();
+    let key = scattered(&t, pd, &a, &b);
+    let write = AccessFlags::REMOTE_WRITE;
+    let span = remote(&t, pd, key, 0x1000, 16, write).unwrap();
+    span.write(0, b"0123456789abcdef").unwrap();
+    let read = |region: &Region, at, len| {
+        let mut out = vec![0; len];
+        region.read(at, &mut out).unwrap();
+        out
+    };
+    assert_eq!(read(&a, 9, 7), b"\x0001234\0");
+    assert_eq!(read(&b, 99, 5), b"\x00567\0");
+    assert_eq!(read(&a, 0, 9), b"89abcdef\0");
+    // A range within it, over the joints.
+    let span = remote(&t, pd, key, 0x1003, 7, write).unwrap();
+    span.write(1, b"XYZUVW").unwrap();
+    let mut out = [0; 7];
+    span.read(0, &mut out).unwrap();
+    assert_eq!(&out, b"3XYZUVW");
+    assert_eq!(
+        (read(&a, 10, 5), read(&b, 100, 3)),
+        (b"0123X".to_vec(), b"YZU".to_vec())
+    );
+    for (addr, len) in [(0xfff, 1), (0x1000, 17), (0x1010, 1)] {
+        assert_eq!(remote(&t, pd, key, addr, len, write).unwrap_err(), KeyError::Range);
+    }
+    assert_eq!(
+        remote(&t, pd, key, 0x1000, 1, AccessFlags::REMOTE_READ).unwrap_err(),
+        KeyError::Access
+    );
+    // A word in one piece can be stored at once, one over a joint can't.
+    assert!(remote(&t, pd, key, 0x1008, 8, write).unwrap().store([1; 8]).is_ok());
+    assert!(remote(&t, pd, key, 0x1000, 8, write).unwrap().store([2; 8]).is_err());
+    assert_eq!((read(&a, 0, 8), read(&a, 10, 5)), (vec![1; 8], b"0123X".to_vec()));
+}
+
+#[test]
+fn pieces_end_with_their_key_and_with_any_of_their_regions() {
+    let (t, pd) = table();
+    let a = t.alloc_region(pd, 4096, ALL).unwrap();
+    let b = t.alloc_region(pd, 4096, ALL).unwrap();
+    let write = AccessFlags::REMOTE_WRITE;
+    let key = scattered(&t, pd, &a, &b);
+    let span = remote(&t, pd, key, 0x1000, 16, write).unwrap();
+    t.invalidate(pd, QP, key).unwrap();
+    assert_eq!(span.write(0, &[1]).unwrap_err(), Revoked);
+    assert_eq!(remote(&t, pd, key, 0x1000, 1, write).unwrap_err(), KeyError::Closed);
+    let key = scattered(&t, pd, &a, &b);
+    let span = remote(&t, pd, key, 0x1000, 16, write).unwrap();
+    t.deregister(&b).unwrap();
+    assert_eq!(span.write(0, &[1]).unwrap_err(), Revoked);
+}
+
+#[test]
+fn pieces_are_checked_as_one_would_be() {
+    let (t, pd) = table();
+    let a = t.alloc_region(pd, 64, ALL).unwrap();
+    let closed = t.alloc_region(pd, 64, AccessFlags::empty()).unwrap();
+    let fast = t.alloc_fast(pd).unwrap();
+    let write = AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_WRITE;
+    let register = |pieces: &[Sge], iova, access| t.fast_register_list(pd, fast.rkey(), pieces, iova, access);
+    let good = sge(&a, 0, 8);
+    assert_eq!(register(&[good, sge(&a, 60, 5)], 0, write), Err(KeyError::Range));
+    assert_eq!(register(&[good, sge(&closed, 0, 5)], 0, write), Err(KeyError::Access));
+    assert_eq!(register(&[good, good], u64::MAX - 14, write), Err(KeyError::Range));
+    let atomic = write | AccessFlags::REMOTE_ATOMIC;
+    assert_eq!(register(&[good, good], 0, atomic), Err(KeyError::Access));
+    let unknown = Sge { lkey: LKey(7), ..good };
+    assert_eq!(register(&[good, unknown], 0, write), Err(KeyError::Unknown));
+    assert_eq!(register(&[good, good], u64::MAX - 15, write), Ok(()));
+    assert_eq!(register(&[good], 0, write), Err(KeyError::State), "it is open");
+    // No window can be bound to pieces.
+    let window = t.alloc_window(pd, WindowKind::Type2).unwrap();
+    let bind = BindWindow {
+        key: window.rkey(),
+        lkey: LKey(fast.rkey().0),
+        addr: u64::MAX - 15,
+        length: 4,
+        access: AccessFlags::REMOTE_WRITE,
+    };
+    assert!(t.bind_window(pd, QP, &bind).is_err());
+}

@@ -4,12 +4,16 @@
 //! session goes. Data read from a socket straight into a buffer goes from there onto the wire without another copy.
 //!
 //! A buffer is a value that belongs to whoever holds it. It has to be given back: there is no drop that does.
+//!
+//! Memory of somebody else can be lent to a session ([`Buffers::lend`]): pieces of it are buffers as well, which cost nothing, and of
+//! which the owner keeps account.
 
-use std::sync::Arc;
+use core::ops::Range;
+use std::{collections::BTreeMap, sync::Arc};
 
 use roce_mem::Pages;
 use roce_verbs::{
-    AccessFlags, RKey, Sge,
+    AccessFlags,
     provider::{DeviceIx, MrInfo, PdId, RangeError, Registration, VerbsError},
 };
 use smallvec::SmallVec;
@@ -21,17 +25,100 @@ pub const MIN_BYTES: usize = 4096;
 /// Slabs are this large, or one buffer if that is larger.
 const SLAB_BYTES: usize = 256 << 10;
 
-/// A piece of registered memory, its content left over from earlier use.
+/// Pieces of lent memory that a buffer of one request has at most. With the request's header they fit a work request of any device.
+pub const MAX_PIECES: usize = 31;
+
+/// Registered memory for a request, its content left over from earlier use: a part of the session's own, or pieces of what was lent
+/// to it, in the order of the data.
 #[derive(Debug)]
 #[must_use = "a buffer that is not given back is lost to its session"]
 pub struct Buffer {
-    slab: u32,
-    offset: u32,
-    class: u8,
+    place: Place,
     len: u32,
 }
 
+/// Where a buffer lies.
+#[derive(Debug)]
+enum Place {
+    Own { slab: u32, offset: u32, class: u8 },
+    Lent(Box<[LentPiece]>),
+}
+
+/// Memory that was lent to a session. No other has had the number.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct LentId(u32);
+
+/// Bytes of lent memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct LentPiece {
+    /// Which.
+    pub memory: LentId,
+    /// First byte.
+    pub offset: usize,
+    /// Bytes.
+    pub len: u32,
+}
+
 impl Buffer {
+    /// Pieces of lent memory, as many as there may be; of what is one piece in it makes one. Only [`part`](Self::part)s of
+    /// [`MAX_PIECES`] go with a request. `None`: they are more than 4 GiB.
+    pub fn of_lent(pieces: impl IntoIterator<Item = LentPiece>) -> Option<Self> {
+        let mut joined: Vec<LentPiece> = Vec::new();
+        let mut len = 0u32;
+        for piece in pieces.into_iter().filter(|piece| piece.len > 0) {
+            len = len.checked_add(piece.len)?;
+            match joined.last_mut() {
+                Some(last) if last.memory == piece.memory && last.offset + last.len as usize == piece.offset => {
+                    last.len += piece.len;
+                }
+                _ => joined.push(piece),
+            }
+        }
+        let place = Place::Lent(joined.into());
+        Some(Self { place, len })
+    }
+
+    /// Whether it is made of lent memory: then [parts](Self::part) of it may be under way together.
+    pub fn is_lent(&self) -> bool {
+        matches!(self.place, Place::Lent(_))
+    }
+
+    /// A buffer of a part of lent memory: bytes from `at` on, at most `len` and what [`MAX_PIECES`] have, in multiples of `unit`
+    /// bytes. `None`: it is no lent memory, or a unit lies in more pieces than that, or outside.
+    pub fn part(&self, at: usize, len: usize, unit: usize) -> Option<Self> {
+        let Place::Lent(all) = &self.place else { return None };
+        let mut pieces: Vec<LentPiece> = Vec::new();
+        let (mut skipped, mut taken) = (0, 0);
+        for piece in all {
+            let bytes = piece.len as usize;
+            if skipped + bytes > at && taken < len && pieces.len() < MAX_PIECES {
+                let within = at.saturating_sub(skipped);
+                let n = (bytes - within).min(len - taken);
+                pieces.push(LentPiece {
+                    memory: piece.memory,
+                    offset: piece.offset + within,
+                    len: n as u32,
+                });
+                taken += n;
+            }
+            skipped += bytes;
+        }
+        let whole = taken - taken % unit.max(1);
+        let mut over = (taken - whole) as u32;
+        while let Some(last) = pieces.last_mut().filter(|_| over > 0) {
+            let cut = over.min(last.len);
+            (last.len, over) = (last.len - cut, over - cut);
+            if last.len == 0 {
+                pieces.pop();
+            }
+        }
+        let place = Place::Lent(pieces.into());
+        (whole > 0).then_some(Self {
+            place,
+            len: whole as u32,
+        })
+    }
+
     /// Bytes that a request with this buffer moves.
     pub fn len(&self) -> usize {
         self.len as usize
@@ -44,14 +131,22 @@ impl Buffer {
 
     /// Bytes that [`Buffer::set_len`] can make of it.
     pub fn capacity(&self) -> usize {
-        MIN_BYTES << self.class
+        match self.place {
+            Place::Own { class, .. } => MIN_BYTES << class,
+            Place::Lent(_) => self.len(),
+        }
     }
 
-    /// Changes the length, at most to the capacity; more is cut.
+    /// Changes the length of a buffer of the session's own memory, at most to the capacity; more is cut. One of lent memory stays as it is.
     pub fn set_len(&mut self, len: usize) {
-        self.len = len.min(self.capacity()) as u32;
+        if !self.is_lent() {
+            self.len = len.min(self.capacity()) as u32;
+        }
     }
 }
+
+/// What of registrations a buffer is: each with the first byte in it, and bytes.
+pub(super) type Regions<'a> = SmallVec<[(&'a MrInfo, usize, u32); 1]>;
 
 /// A piece of a slab that nobody holds.
 #[derive(Clone, Copy, Debug)]
@@ -87,6 +182,9 @@ pub struct Buffers {
     /// Free pieces per class: `MIN_BYTES << class`.
     free: Vec<Vec<Piece>>,
     domains: SmallVec<[Domain; 1]>,
+    /// Memory of others.
+    foreign: BTreeMap<LentId, Slab>,
+    next_foreign: u32,
 }
 
 impl Buffers {
@@ -99,6 +197,8 @@ impl Buffers {
             slabs: Vec::new(),
             free: Vec::new(),
             domains: SmallVec::new(),
+            foreign: BTreeMap::new(),
+            next_foreign: 0,
         }
     }
 
@@ -140,21 +240,26 @@ impl Buffers {
             return Ok(());
         }
         let domain = Domain { device, pd, access };
-        for i in 0..self.slabs.len() {
-            match register(cx, &domain, &self.slabs[i].pages) {
-                Ok(mr) => self.slabs[i].mrs.push((device, mr)),
-                Err(e) => {
-                    self.deregister(cx, device);
-                    return Err(e);
-                }
-            }
+        if let Err(e) = self.register_all(cx, &domain) {
+            self.deregister(cx, device);
+            return Err(e);
         }
         self.domains.push(domain);
         Ok(())
     }
 
-    fn deregister(&mut self, cx: &mut Cx<'_>, device: DeviceIx) {
+    fn register_all(&mut self, cx: &mut Cx<'_>, domain: &Domain) -> Result<(), VerbsError> {
         for slab in &mut self.slabs {
+            slab.mrs.push((domain.device, register(cx, domain, &slab.pages)?));
+        }
+        for lent in self.foreign.values_mut() {
+            lent.mrs.push((domain.device, register_lent(cx, domain, &lent.pages)?));
+        }
+        Ok(())
+    }
+
+    fn deregister(&mut self, cx: &mut Cx<'_>, device: DeviceIx) {
+        for slab in self.slabs.iter_mut().chain(self.foreign.values_mut()) {
             slab.mrs.retain(|(of, mr)| {
                 let stays = *of != device;
                 if !stays {
@@ -186,9 +291,11 @@ impl Buffers {
         };
         self.lent += 1;
         Ok(Buffer {
-            slab: piece.slab,
-            offset: piece.offset,
-            class: class as u8,
+            place: Place::Own {
+                slab: piece.slab,
+                offset: piece.offset,
+                class: class as u8,
+            },
             len: len as u32,
         })
     }
@@ -200,19 +307,7 @@ impl Buffers {
             return Err(Error::NoBuffer { len, limit: self.limit });
         }
         let pages = Pages::allocate(bytes).map_err(|e| Error::Verbs(VerbsError::Invalid(e.to_string())))?;
-        let mut mrs = SmallVec::new();
-        for domain in &self.domains {
-            match register(cx, domain, &pages) {
-                Ok(mr) => mrs.push((domain.device, mr)),
-                Err(e) => {
-                    for (_, mr) in &mrs {
-                        let mr: &MrInfo = mr;
-                        cx.provider.deregister(mr.id);
-                    }
-                    return Err(e.into());
-                }
-            }
-        }
+        let mrs = self.register_with_all(cx, &pages, register)?;
         let slab = self.slabs.len() as u32;
         self.slabs.push(Slab { pages, mrs });
         self.total += bytes;
@@ -224,11 +319,52 @@ impl Buffers {
         Ok(Piece { slab, offset: 0 })
     }
 
+    /// Registers memory with all devices.
+    fn register_with_all(
+        &self,
+        cx: &mut Cx<'_>,
+        pages: &Arc<Pages>,
+        register: fn(&mut Cx<'_>, &Domain, &Arc<Pages>) -> Result<MrInfo, VerbsError>,
+    ) -> Result<SmallVec<[(DeviceIx, MrInfo); 1]>, VerbsError> {
+        let mut mrs: SmallVec<[(DeviceIx, MrInfo); 1]> = SmallVec::new();
+        for domain in &self.domains {
+            match register(cx, domain, pages) {
+                Ok(mr) => mrs.push((domain.device, mr)),
+                Err(e) => {
+                    mrs.iter().for_each(|(_, mr)| cx.provider.deregister(mr.id));
+                    return Err(e);
+                }
+            }
+        }
+        Ok(mrs)
+    }
+
+    /// Registers memory of somebody else, until it is [taken back](Self::take_back): pieces of it may be
+    /// [buffers](Buffer::of_lent). Its registration opens nothing to the server; what a request needs is opened for that request.
+    ///
+    /// # Errors
+    /// When a device can't register it, or has no keys for pieces of memory.
+    pub fn lend(&mut self, cx: &mut Cx<'_>, pages: Arc<Pages>) -> Result<LentId, VerbsError> {
+        let mrs = self.register_with_all(cx, &pages, register_lent)?;
+        let id = LentId(self.next_foreign);
+        self.next_foreign += 1;
+        self.foreign.insert(id, Slab { pages, mrs });
+        Ok(id)
+    }
+
+    /// Ends the registration of lent memory. Buffers of it are of no use from here on: a request that is still under way with one
+    /// ends with its path.
+    pub fn take_back(&mut self, cx: &mut Cx<'_>, id: LentId) {
+        if let Some(lent) = self.foreign.remove(&id) {
+            lent.mrs.iter().for_each(|(_, mr)| cx.provider.deregister(mr.id));
+        }
+    }
+
     /// Takes a buffer back.
     pub fn give(&mut self, buffer: Buffer) {
-        let Buffer {
-            slab, offset, class, ..
-        } = buffer;
+        let Place::Own { slab, offset, class } = buffer.place else {
+            return;
+        };
         debug_assert!(
             !self.free[usize::from(class)]
                 .iter()
@@ -238,10 +374,14 @@ impl Buffers {
         self.free[usize::from(class)].push(Piece { slab, offset });
     }
 
-    /// The memory of a buffer, and where in it the buffer begins: for system calls, valid for [`Buffer::capacity`] bytes
-    /// while the buffer is not given back. The server may write into it at any time: never make a reference from it.
-    pub fn pages(&self, buffer: &Buffer) -> (&Arc<Pages>, usize) {
-        (&self.slabs[buffer.slab as usize].pages, buffer.offset as usize)
+    /// The memory of a buffer of the session's own, and where in it the buffer begins: for system calls, valid for
+    /// [`Buffer::capacity`] bytes while the buffer is not given back. The server may write into it at any time: never make a reference
+    /// from it. `None` for one of lent memory.
+    pub fn pages(&self, buffer: &Buffer) -> Option<(&Arc<Pages>, usize)> {
+        match buffer.place {
+            Place::Own { slab, offset, .. } => Some((&self.slabs[slab as usize].pages, offset as usize)),
+            Place::Lent(_) => None,
+        }
     }
 
     /// Copies bytes out.
@@ -250,8 +390,9 @@ impl Buffers {
     /// When the range is outside the buffer.
     pub fn read(&self, buffer: &Buffer, offset: usize, out: &mut [u8]) -> Result<(), RangeError> {
         check(buffer, offset, out.len())?;
-        let (pages, start) = self.pages(buffer);
-        pages.read(start + offset, out)
+        self.for_pages(buffer, offset, out.len(), |pages, at, part| {
+            pages.read(at, &mut out[part])
+        })
     }
 
     /// Copies bytes in.
@@ -260,32 +401,68 @@ impl Buffers {
     /// When the range is outside the buffer.
     pub fn write(&self, buffer: &Buffer, offset: usize, data: &[u8]) -> Result<(), RangeError> {
         check(buffer, offset, data.len())?;
-        let (pages, start) = self.pages(buffer);
-        pages.write(start + offset, data)
+        self.for_pages(buffer, offset, data.len(), |pages, at, part| {
+            pages.write(at, &data[part])
+        })
     }
 
-    /// Registration and offset in it, for a device; `None` when it has none of the buffers.
-    pub fn region(&self, buffer: &Buffer, device: DeviceIx) -> Option<(&MrInfo, usize)> {
-        let slab = &self.slabs[buffer.slab as usize];
-        let (_, mr) = slab.mrs.iter().find(|(of, _)| *of == device)?;
-        Some((mr, buffer.offset as usize))
-    }
-
-    /// The scatter/gather element of a buffer's bytes, and the key that opens its whole slab.
-    pub fn sge(&self, buffer: &Buffer, device: DeviceIx) -> Option<(Sge, RKey)> {
-        let (mr, offset) = self.region(buffer, device)?;
-        let sge = Sge {
-            addr: mr.addr + offset as u64,
-            length: buffer.len,
-            lkey: mr.lkey,
+    /// Calls `f` for where a range of a buffer lies, which is within it: memory, first byte there, and which bytes of the range.
+    fn for_pages(
+        &self,
+        buffer: &Buffer,
+        offset: usize,
+        len: usize,
+        mut f: impl FnMut(&Pages, usize, Range<usize>) -> Result<(), RangeError>,
+    ) -> Result<(), RangeError> {
+        let pieces = match &buffer.place {
+            Place::Own { slab, offset: at, .. } => {
+                let pages = &self.slabs[*slab as usize].pages;
+                return f(pages, *at as usize + offset, 0..len);
+            }
+            Place::Lent(pieces) => pieces,
         };
-        Some((sge, mr.rkey))
+        let (mut begin, mut done) = (0, 0);
+        for piece in pieces {
+            let within = (offset + done).saturating_sub(begin);
+            let n = (piece.len as usize).saturating_sub(within).min(len - done);
+            begin += piece.len as usize;
+            if n == 0 {
+                continue;
+            }
+            let lent = self.foreign.get(&piece.memory);
+            let size = 0;
+            let lent = lent.ok_or(RangeError { offset, len, size })?;
+            f(&lent.pages, piece.offset + within, done..done + n)?;
+            done += n;
+        }
+        Ok(())
+    }
+
+    /// What a request with the buffer takes of a device's registrations. `None` when the device has none of the buffers, or lent memory
+    /// was taken back.
+    pub(super) fn regions(&self, buffer: &Buffer, device: DeviceIx) -> Option<Regions<'_>> {
+        fn of(slab: &Slab, device: DeviceIx) -> Option<&MrInfo> {
+            slab.mrs.iter().find_map(|(of, mr)| (*of == device).then_some(mr))
+        }
+        match &buffer.place {
+            Place::Own { slab, offset, .. } => {
+                let mr = of(&self.slabs[*slab as usize], device)?;
+                Some(SmallVec::from_elem((mr, *offset as usize, buffer.len), 1))
+            }
+            Place::Lent(pieces) => {
+                let region = |piece: &LentPiece| {
+                    let mr = of(self.foreign.get(&piece.memory)?, device)?;
+                    Some((mr, piece.offset, piece.len))
+                };
+                pieces.iter().map(region).collect()
+            }
+        }
     }
 
     /// Ends all registrations. Buffers that are still lent are of no use any more, but their memory stays readable until they
     /// are given back and this value goes.
     pub fn close(&mut self, cx: &mut Cx<'_>) {
-        for slab in &mut self.slabs {
+        for slab in self.slabs.iter_mut().chain(self.foreign.values_mut()) {
             for (_, mr) in slab.mrs.drain(..) {
                 cx.provider.deregister(mr.id);
             }
@@ -306,14 +483,95 @@ fn check(buffer: &Buffer, offset: usize, len: usize) -> Result<(), RangeError> {
 }
 
 fn register(cx: &mut Cx<'_>, domain: &Domain, pages: &Arc<Pages>) -> Result<MrInfo, VerbsError> {
-    cx.provider.register(
-        domain.pd,
-        &Registration {
-            memory: pages.clone(),
-            offset: 0,
-            len: pages.len(),
-            iova: None,
-            access: domain.access,
-        },
-    )
+    register_for(cx, domain.pd, pages, domain.access)
+}
+
+/// Registers memory that only keys of its requests may open.
+fn register_lent(cx: &mut Cx<'_>, domain: &Domain, pages: &Arc<Pages>) -> Result<MrInfo, VerbsError> {
+    let caps = cx.provider.devices().get(usize::from(domain.device.0));
+    let fit = caps.is_some_and(|caps| caps.scattered_keys && caps.limits.max_sge as usize > MAX_PIECES);
+    let open = domain.access.intersects(AccessFlags::REMOTE_WRITE);
+    if !fit || open {
+        return Err(VerbsError::Unsupported("memory of others as buffers"));
+    }
+    register_for(cx, domain.pd, pages, domain.access)
+}
+
+fn register_for(cx: &mut Cx<'_>, pd: PdId, pages: &Arc<Pages>, access: AccessFlags) -> Result<MrInfo, VerbsError> {
+    let what = Registration {
+        memory: pages.clone(),
+        offset: 0,
+        len: pages.len(),
+        iova: None,
+        access,
+    };
+    cx.provider.register(pd, &what)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn lens(buffer: &Buffer) -> Vec<u32> {
+        match &buffer.place {
+            Place::Lent(pieces) => pieces.iter().map(|piece| piece.len).collect(),
+            Place::Own { .. } => panic!("it is no lent memory"),
+        }
+    }
+
+    fn piece(memory: u32, offset: usize, len: u32) -> LentPiece {
+        let memory = LentId(memory);
+        LentPiece { memory, offset, len }
+    }
+
+    #[test]
+    fn what_is_one_piece_in_memory_is_one() {
+        let pieces = [
+            piece(0, 0, 10),
+            piece(0, 10, 5),
+            piece(0, 15, 0),
+            piece(1, 15, 5),
+            piece(1, 30, 1),
+        ];
+        let buffer = Buffer::of_lent(pieces).unwrap();
+        assert_eq!((lens(&buffer), buffer.len()), (vec![15, 5, 1], 21));
+        assert!(Buffer::of_lent([piece(0, 0, u32::MAX), piece(1, 0, 1)]).is_none());
+    }
+
+    proptest! {
+        /// However a buffer is cut, its parts are its bytes in order, in whole units and not too many pieces.
+        #[test]
+        fn parts_cover_a_buffer(
+            sizes in prop::collection::vec(prop_oneof![1u32..20, 500u32..600, Just(4096u32)], 1..80),
+            len in 1usize..100_000,
+            unit in prop_oneof![Just(1usize), Just(16), Just(512)],
+        ) {
+            let mut bytes: usize = sizes.iter().map(|n| *n as usize).sum();
+            let mut sizes = sizes;
+            // The whole is whole units.
+            let rest = bytes.next_multiple_of(unit) - bytes;
+            sizes.push(rest as u32);
+            bytes += rest;
+            let pieces = sizes.iter().enumerate().map(|(i, len)| piece(i as u32, 7, *len));
+            let buffer = Buffer::of_lent(pieces).unwrap();
+            prop_assert_eq!(buffer.len(), bytes);
+            let mut at = 0;
+            while at < bytes {
+                let Some(part) = buffer.part(at, len, unit) else {
+                    // A unit in too many pieces, or one that is longer than what is asked for.
+                    let left = buffer.part(at, unit, 1).unwrap();
+                    prop_assert!(len < unit || left.len() < unit);
+                    return Ok(());
+                };
+                prop_assert!(part.len() <= len && part.len() % unit == 0 && !part.is_empty());
+                let lens = lens(&part);
+                prop_assert!(lens.len() <= MAX_PIECES && lens.iter().all(|len| *len > 0));
+                prop_assert_eq!(lens.iter().map(|len| *len as usize).sum::<usize>(), part.len());
+                at += part.len();
+            }
+            prop_assert!(buffer.part(bytes, len, unit).is_none());
+        }
+    }
 }

@@ -6,6 +6,7 @@ use roce_verbs::{
 };
 
 use crate::{
+    client::buffers::MAX_PIECES,
     proto::{Imm, RkeyRsp},
     sendq::{MIN_SEND_WR, SendQueue, Work},
 };
@@ -93,7 +94,7 @@ pub(super) fn caps(limits: &DeviceLimits, send: u32, recv: u32) -> QpCaps {
         max_send_wr: send.max(MIN_SEND_WR).min(limits.max_qp_wr),
         max_recv_wr: recv.min(limits.max_qp_wr),
         // Data, and the header.
-        max_send_sge: 2,
+        max_send_sge: (MAX_PIECES as u32 + 1).min(limits.max_sge),
         max_recv_sge: 1,
         max_inline_data: 16,
     }

@@ -2,7 +2,9 @@
 
 use core::time::Duration;
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 
+use roce_mem::Pages;
 use roce_verbs::{
     Completion, Instant,
     provider::{Event, QpId},
@@ -12,7 +14,7 @@ use crate::{
     Error, IoError, PathError,
     addr::PathAddr,
     client::{
-        buffers::{Buffer, Buffers},
+        buffers::{Buffer, Buffers, LentId},
         config::{SessionConfig, SessionInfo},
         env::{ConnKey, Env, Names},
         letter::{Letter, Word},
@@ -252,6 +254,22 @@ impl Client {
             found.give_buffer(buffer);
         }
         self.sweep(session);
+    }
+
+    /// Registers memory of somebody else with a session ([`Buffers::lend`]), at this share.
+    ///
+    /// # Errors
+    /// As there; [`Error::Down`] when the session is not open yet, or is being closed.
+    pub fn lend_memory(&mut self, cx: &mut Cx<'_>, session: SessionId, memory: Arc<Pages>) -> Result<LentId, Error> {
+        let found = self.sessions.get_mut(&session);
+        found.ok_or(Error::Down(PathError::Closed))?.lend_memory(cx, memory)
+    }
+
+    /// Ends the registration of memory that was lent to a session, which no request under way has a buffer of.
+    pub fn take_memory_back(&mut self, cx: &mut Cx<'_>, session: SessionId, memory: LentId) {
+        if let Some(buffers) = self.buffers_mut(session) {
+            buffers.take_back(cx, memory);
+        }
     }
 
     /// The memory of a session's buffers.

@@ -26,7 +26,7 @@ pub mod state;
 pub mod status;
 mod terms;
 
-pub use buffers::{Buffer, Buffers};
+pub use buffers::{Buffer, Buffers, LentId, LentPiece, MAX_PIECES};
 pub use config::{ConType, SessionConfig, SessionInfo};
 pub use letter::Letter;
 pub use machine::Client;

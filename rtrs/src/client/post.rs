@@ -3,7 +3,7 @@
 
 use roce_verbs::{
     AccessFlags, RKey, RemoteAddr, SendFlags, SendOp, SendWr, Sge,
-    provider::{DeviceIx, GrantOf, KeyId, KeyStrategy, QpId},
+    provider::{DeviceIx, GrantOf, KeyId, KeyStrategy, MrInfo, QpId},
     wr::{Payload, PostError, RecvWr},
 };
 use smallvec::SmallVec;
@@ -12,6 +12,7 @@ use zerocopy::IntoBytes;
 use crate::{
     Direction,
     client::{
+        buffers::MAX_PIECES,
         conn::{GRANT_SLOTS, Post, key_sge},
         flight::{Flight, Waits},
         lane::Lane,
@@ -165,20 +166,19 @@ fn request(
     let usr_len = flight.request.header.len();
     let direction = flight.request.direction;
     lane.flights[usize::from(permit)] = Some(flight);
-    let Message { data, bytes } = made?;
+    let Message { mut sges, bytes } = made?;
     let headers = lane.headers.as_ref();
     let headers = headers.ok_or(PostError::Invalid("there is no memory for headers"))?;
     let written = headers.write(permit, usr_len, &bytes);
     written.map_err(|_| PostError::Invalid("the request's header does not fit"))?;
     let header = headers.sge(permit, usr_len + bytes.len(), device);
-    let data_len = data.map_or(0, |sge| sge.length);
-    let mut sges = SmallVec::new();
+    let data_len: u32 = sges.iter().map(|sge| sge.length).sum();
     let offset = match direction {
-        Direction::Write => {
-            sges.extend(data);
-            0
+        Direction::Write => 0,
+        Direction::Read => {
+            sges.clear();
+            data_len
         }
-        Direction::Read => data_len,
     };
     sges.extend(header);
     let imm = Imm::IoReq(
@@ -195,8 +195,8 @@ fn request(
 
 /// RTRS's message of a request.
 struct Message {
-    /// The request's data, if it has any.
-    data: Option<Sge>,
+    /// Where the request's data lies, if it has any.
+    sges: SmallVec<[Sge; 2]>,
     bytes: SmallVec<[u8; RdmaRead::LEN_ONE]>,
 }
 
@@ -210,51 +210,60 @@ fn message(
 ) -> Result<Message, PostError> {
     let usr_len = flight.request.header.len() as u16;
     let buffer = flight.request.data.as_ref().filter(|b| !b.is_empty());
-    let data = match buffer {
-        Some(buffer) => {
-            let data = lane.buffers.sge(buffer, device);
-            Some(data.ok_or(PostError::Invalid(
-                "the buffer is not registered with the path's device",
-            ))?)
-        }
-        None => None,
+    let regions = buffer.map(|buffer| lane.buffers.regions(buffer, device));
+    let regions = regions.unwrap_or_else(|| Some(SmallVec::new()));
+    let regions = regions.ok_or(PostError::Invalid(
+        "the buffer is not registered with the path's device",
+    ))?;
+    let sge = |(mr, offset, len): &(&MrInfo, usize, u32)| Sge {
+        addr: mr.addr + *offset as u64,
+        length: *len,
+        lkey: mr.lkey,
     };
+    let sges: SmallVec<[Sge; 2]> = regions.iter().map(sge).collect();
     if flight.request.direction == Direction::Write {
         let bytes = SmallVec::from_slice(RdmaWrite::new(usr_len).as_bytes());
-        let data = data.map(|(sge, _)| sge);
-        return Ok(Message { data, bytes });
+        return Ok(Message { sges, bytes });
     }
     let domain = lane.domain(device);
     let domain = domain.ok_or(PostError::Invalid("the session has nothing on the path's device"))?;
     let (mut flags, mut desc) = (MsgFlags::empty(), None);
-    if let (Some((sge, open)), Some(buffer)) = (data, buffer) {
-        let mut rkey = open;
+    if let (Some((mr, ..)), Some(first), Some(buffer)) = (regions.first(), sges.first(), buffer) {
+        let mut rkey = mr.rkey;
         if domain.strategy != KeyStrategy::Static {
             let key = domain.keys.get(usize::from(permit));
             let key = *key.ok_or(PostError::Invalid("the permit has no key of its own"))?;
-            let region = lane.buffers.region(buffer, device);
-            let (mr, offset) = region.ok_or(PostError::Invalid("the buffer is not registered"))?;
-            let of = GrantOf {
-                mr: mr.id,
-                offset,
-                len: buffer.len(),
-                iova: None,
-                access: AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_WRITE,
-            };
-            rkey = cx
-                .provider
-                .grant(qp, key, &of, Mark::new(MarkKind::Send, 0).encode())?
-                .rkey();
+            rkey = open(cx, qp, key, &regions)?;
             flight.key = Some(rkey);
             if domain.strategy.peer_can_invalidate() {
                 flags = MsgFlags::NEED_INVAL;
             }
         }
-        desc = Some(SgDesc::new(sge.addr, rkey.0, sge.length));
+        desc = Some(SgDesc::new(first.addr, rkey.0, buffer.len() as u32));
     }
     let head = RdmaRead::new(usr_len, flags, u16::from(desc.is_some()));
     let mut bytes = SmallVec::from_slice(head.as_bytes());
     bytes.extend_from_slice(desc.as_slice().as_bytes());
-    let data = data.map(|(sge, _)| sge);
-    Ok(Message { data, bytes })
+    Ok(Message { sges, bytes })
+}
+
+/// Opens the buffer of a read to the server, which sees it as one range from the address of the first piece on.
+fn open(cx: &mut Cx<'_>, qp: QpId, key: KeyId, regions: &[(&MrInfo, usize, u32)]) -> Result<RKey, PostError> {
+    let grant = |(mr, offset, len): &(&MrInfo, usize, u32)| GrantOf {
+        mr: mr.id,
+        offset: *offset,
+        len: *len as usize,
+        iova: None,
+        access: AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_WRITE,
+    };
+    let granted = match regions {
+        [one] => cx
+            .provider
+            .grant(qp, key, &grant(one), Mark::new(MarkKind::Send, 0).encode()),
+        several => {
+            let pieces: SmallVec<[GrantOf; MAX_PIECES]> = several.iter().map(grant).collect();
+            cx.provider.grant_list(qp, key, &pieces)
+        }
+    };
+    Ok(granted?.rkey())
 }

@@ -1,5 +1,8 @@
 //! A session: its paths, and the requests that go by them.
 
+use std::sync::Arc;
+
+use roce_mem::Pages;
 use roce_verbs::{
     Completion, Instant, WcStatus,
     provider::{CmKind, DeviceIx},
@@ -9,7 +12,7 @@ use crate::{
     Error, IoError, PathError,
     client::{
         answer::Answers,
-        buffers::{Buffer, Buffers},
+        buffers::{Buffer, Buffers, LentId},
         config::{ConType, SessionConfig, SessionInfo},
         conn::Post,
         env::Env,
@@ -233,6 +236,13 @@ impl Session {
             return Err(Error::Down(self.why.clone()));
         }
         self.lane.buffers.take(cx, len)
+    }
+
+    pub(super) fn lend_memory(&mut self, cx: &mut Cx<'_>, memory: Arc<Pages>) -> Result<LentId, Error> {
+        if !matches!(self.state, SessionState::Open | SessionState::Disconnected) {
+            return Err(Error::Down(self.why.clone()));
+        }
+        Ok(self.lane.buffers.lend(cx, memory)?)
     }
 
     pub(super) fn give_buffer(&mut self, buffer: Buffer) {

@@ -228,6 +228,7 @@ impl Scripted {
             window_1: keys.windows,
             window_2: keys.windows,
             instant_keys: keys.instant,
+            scattered_keys: false,
             zero_based: true,
             iova: true,
             addrs: vec![IpAddr::from([192, 0, 2, i as u8 + 1])],

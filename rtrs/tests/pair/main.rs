@@ -11,11 +11,14 @@ mod spread;
 mod stats;
 mod watch;
 
+use std::sync::Arc;
+
 use hosts::{KeyMode, Pair};
+use roce_mem::Pages;
 use roce_verbs::provider::KeyStrategy;
 use rtrs::{
-    Direction, IoError, PathError,
-    client::{ConType, Output, SessionConfig, Submission},
+    Direction, Error, IoError, PathError,
+    client::{Buffer, ConType, LentId, LentPiece, Output, SessionConfig, Submission},
     server::{Server, ServerConfig, request},
 };
 
@@ -93,6 +96,100 @@ fn more_requests_than_permits_all_end_once() {
     assert_eq!(done, submitted);
     pair.close();
     pair.assert_empty();
+}
+
+/// Memory that is lent to the session, with these bytes all over.
+fn lend(pair: &mut Pair, len: usize, byte: u8) -> Result<(LentId, Arc<Pages>), Error> {
+    let pages = Pages::allocate(len).unwrap();
+    pages.write(0, &vec![byte; len]).unwrap();
+    let (session, client) = (pair.session(), &mut pair.client);
+    let lent = pair
+        .near
+        .with(pair.now, |cx| client.lend_memory(cx, session, pages.clone()))?;
+    Ok((lent, pages))
+}
+
+#[test]
+fn data_comes_and_goes_in_pieces_of_memory_that_is_lent() {
+    for devices in 1..=2 {
+        let mut pair = Pair::over(devices, KeyMode::Instant, server(true));
+        pair.open(|_| {});
+        let (a, in_a) = lend(&mut pair, 8192, 0xaa).unwrap();
+        let (b, in_b) = lend(&mut pair, 4096, 0xbb).unwrap();
+        let piece = |memory, offset, len| LentPiece { memory, offset, len };
+        let pieces = [
+            piece(a, 100, 7),
+            piece(b, 0, 4000),
+            piece(a, 5000, 1),
+            piece(a, 200, 85),
+        ];
+        let bytes: Vec<u8> = (0..4093u32).map(|i| (i * 7) as u8).collect();
+        let whole = || Buffer::of_lent(pieces).unwrap().part(0, 1 << 20, 1).unwrap();
+        let session = pair.session();
+        let buffers = pair.client.buffers(session).unwrap();
+        buffers.write(&whole(), 0, &bytes).unwrap();
+        pair.store(3, bytes.len());
+        for direction in [Direction::Write, Direction::Read] {
+            if direction == Direction::Read {
+                in_a.write(0, &[0xaa; 8192]).unwrap();
+                in_b.write(0, &[0xbb; 4096]).unwrap();
+            }
+            pair.submit(Submission {
+                tag: 5,
+                con: ConType::Io(0),
+                direction,
+                header: [3].into_iter().collect(),
+                data: Some(whole()),
+            })
+            .unwrap();
+            pair.settle();
+            let (_, result, data) = pair.done.remove(0);
+            assert!(result.is_ok(), "{direction:?} {result:?}");
+            pair.give(data);
+        }
+        let mut back = vec![0; bytes.len()];
+        let buffers = pair.client.buffers(session).unwrap();
+        buffers.read(&whole(), 0, &mut back).unwrap();
+        assert!(back == bytes);
+        // And nothing beside the pieces.
+        let all = |pages: &Pages| {
+            let mut out = vec![0; pages.len()];
+            pages.read(0, &mut out).unwrap();
+            out
+        };
+        let (in_a, in_b) = (all(&in_a), all(&in_b));
+        for (offset, byte) in in_a.into_iter().enumerate() {
+            let ours = (100..107).contains(&offset) || offset == 5000 || (200..285).contains(&offset);
+            assert!(ours || byte == 0xaa, "{offset}");
+        }
+        assert!(in_b[4000..].iter().all(|byte| *byte == 0xbb));
+        let client = &mut pair.client;
+        pair.near.with(pair.now, |cx| {
+            client.take_memory_back(cx, session, a);
+            client.take_memory_back(cx, session, b);
+        });
+        pair.close();
+        pair.assert_empty();
+    }
+}
+
+#[test]
+fn memory_is_only_lent_where_requests_open_no_more_than_their_own() {
+    for (keys, invalidate) in [
+        (KeyMode::Queued, true),
+        (KeyMode::Windows, true),
+        (KeyMode::Static, true),
+    ] {
+        let mut pair = Pair::new(keys, server(invalidate));
+        pair.open(|_| {});
+        let refused = lend(&mut pair, 4096, 0).map(drop);
+        assert!(matches!(refused, Err(Error::Verbs(_))), "{keys:?}: {refused:?}");
+        pair.store(0, 100);
+        let (result, _) = pair.request(Direction::Write, 0, Some(&[1; 100]), 100);
+        assert!(result.is_ok(), "the session is as good as before: {result:?}");
+        pair.close();
+        pair.assert_empty();
+    }
 }
 
 #[test]

@@ -18,6 +18,7 @@ mod peers;
 mod provider;
 pub mod rnbd_server;
 pub mod rtrs_server;
+pub mod vhost;
 
 /// A target: it is given one input.
 pub type Target = fn(&[u8]);
@@ -36,6 +37,7 @@ macro_rules! for_each_target {
             pcap_check,
             rnbd_server,
             rtrs_server,
+            vhost,
         }
     };
 }

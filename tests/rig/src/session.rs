@@ -51,7 +51,7 @@ impl fmt::Debug for IoBuffer {
 
 impl IoBuffer {
     fn new(host: &Host, client: &Client, session: SessionId, buffer: Buffer) -> Option<Self> {
-        let (pages, start) = client.buffers(session)?.pages(&buffer);
+        let (pages, start) = client.buffers(session)?.pages(&buffer)?;
         Some(Self {
             host: host.weak(),
             session,

@@ -75,6 +75,7 @@ impl Service {
     /// A device can't be chosen any more, and those who have it go.
     pub(super) fn withdraw(&mut self, now: Instant, key: DeviceKey) {
         let until = now + self.config.grace;
+        self.fronts.let_go(Some(key));
         for (_, client) in &mut self.clients {
             client.withdraw(key);
             if client.device() == Some(key) {

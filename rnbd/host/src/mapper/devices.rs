@@ -197,6 +197,7 @@ impl Service {
         device.geometry = Some(geometry);
         let device = device.name();
         self.tell(MapNews::Changed { device, geometry });
+        self.fronts.set_geometry(key, geometry);
         for (_, client) in &mut self.clients {
             client.set_geometry(key, geometry);
         }
@@ -270,7 +271,7 @@ impl Service {
                 continue;
             };
             let (key, name) = (device.key, device.name());
-            if self.clients.iter().any(|(_, client)| client.device() == Some(key)) {
+            if self.fronts.uses(key) || self.clients.iter().any(|(_, client)| client.device() == Some(key)) {
                 continue;
             }
             if self.place.is_home() {

@@ -25,6 +25,8 @@ impl Service {
     pub(super) fn drain(&mut self, turn: &mut TurnCx<'_, ()>) {
         self.phase = Phase::Draining;
         self.entrance.close(&turn.sockets);
+        self.fronts.close(&turn.sockets);
+        self.fronts.let_go(None);
         if self.place.is_home() {
             // Nobody waits for a lost device then.
             for device in &self.devices {
@@ -43,7 +45,7 @@ impl Service {
 
     /// Goes on when the clients are gone.
     pub(super) fn look_drained(&mut self, turn: &mut TurnCx<'_, ()>) {
-        if self.phase != Phase::Draining || !self.clients.is_empty() || self.undrained > 0 {
+        if self.phase != Phase::Draining || !self.clients.is_empty() || !self.fronts.is_empty() || self.undrained > 0 {
             return;
         }
         self.phase = Phase::Unmapping;

@@ -245,6 +245,10 @@ impl<P: Ports> Provider for Late<'_, P> {
         self.fabric.post_recv(qp, wrs)
     }
 
+    fn grant_list(&mut self, qp: QpId, key: KeyId, pieces: &[GrantOf]) -> Result<Granted, PostError> {
+        self.fabric.grant_list(qp, key, pieces)
+    }
+
     fn grant(&mut self, qp: QpId, key: KeyId, grant: &GrantOf, wr_id: u64) -> Result<Granted, PostError> {
         if self.fabric.opens(key) {
             // Since its request ended.

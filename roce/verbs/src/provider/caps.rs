@@ -18,6 +18,9 @@ pub struct DeviceCaps {
     pub window_2: bool,
     /// Granting and revoking are done at once instead of by work requests.
     pub instant_keys: bool,
+    /// A fast registration can open several pieces of memory, wherever they begin and end, as one range
+    /// ([`Provider::grant_list`](super::Provider::grant_list)).
+    pub scattered_keys: bool,
     /// Registrations whose addresses begin at zero.
     pub zero_based: bool,
     /// Registrations at an address of the caller's choice.
@@ -80,6 +83,7 @@ mod tests {
             window_1,
             window_2,
             instant_keys: false,
+            scattered_keys: false,
             zero_based: false,
             iova: false,
             addrs: Vec::new(),

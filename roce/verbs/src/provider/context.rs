@@ -183,6 +183,14 @@ pub trait Provider {
     /// # Errors
     /// Like [`post_send`](Self::post_send); also when the range is outside the registration.
     fn grant(&mut self, qp: QpId, key: KeyId, grant: &GrantOf, wr_id: u64) -> Result<Granted, PostError>;
+    /// Opens several pieces of memory as one range, which begins at the address of the first and has the rights of the first:
+    /// of devices with [`scattered_keys`](DeviceCaps::scattered_keys), with a fast registration, and at once.
+    ///
+    /// # Errors
+    /// Like [`grant`](Self::grant); also on other devices, with other keys, and without a piece.
+    fn grant_list(&mut self, _qp: QpId, _key: KeyId, _pieces: &[GrantOf]) -> Result<Granted, PostError> {
+        Err(PostError::Invalid("the device's keys open one piece of memory"))
+    }
     /// Closes a key.
     ///
     /// # Errors

@@ -79,7 +79,7 @@ impl Guest {
             logs: None,
             id,
             places: places.clone(),
-            console: start(id, shape, places, &monitor)?,
+            console: start(id, shape, places, &monitor, &[])?,
             monitor,
         };
         guest.up()
@@ -92,10 +92,18 @@ impl Guest {
 
     /// Boots the guest anew after [`Guest::kill`].
     pub(crate) fn reboot(&mut self) -> Result<(), Error> {
+        self.reboot_with(&[])
+    }
+
+    /// The same with further options of qemu's.
+    pub(crate) fn reboot_with(&mut self, more: &[String]) -> Result<(), Error> {
         self.kill();
-        self.console = start(self.id, self.shape, &self.places, &self.monitor)?;
+        self.console = start(self.id, self.shape, &self.places, &self.monitor, more)?;
         self.wait_up()
     }
+
+    /// Bytes of its memory, as qemu is told.
+    pub(crate) const MEMORY: &str = "1536M";
 
     fn wait_up(&mut self) -> Result<(), Error> {
         let until = Instant::now() + BOOT;
@@ -296,7 +304,7 @@ impl Log {
     }
 }
 
-fn start(id: u8, shape: Shape, places: &Places, monitor: &Path) -> Result<Proc, Error> {
+fn start(id: u8, shape: Shape, places: &Places, monitor: &Path, more: &[String]) -> Result<Proc, Error> {
     let linux = places.linux(shape.kernel);
     let version = std::fs::read_to_string(linux.join("version"))?;
     let Shape { cpus, mtu, .. } = shape;
@@ -310,7 +318,7 @@ fn start(id: u8, shape: Shape, places: &Places, monitor: &Path) -> Result<Proc, 
         "-cpu",
         "max",
         "-m",
-        "1536",
+        Guest::MEMORY,
         "-no-reboot",
         "-display",
         "none",
@@ -342,6 +350,7 @@ fn start(id: u8, shape: Shape, places: &Places, monitor: &Path) -> Result<Proc, 
             ),
         ]);
     }
+    qemu.args(more);
     Proc::spawn(
         &format!("console-{id}-{}-{}-{}", shape.kernel.series(), shape.cpus, shape.mtu),
         &mut qemu,

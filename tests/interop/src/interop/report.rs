@@ -80,7 +80,7 @@ impl Outcome {
 }
 
 /// Kinds of scenarios, by number. README.md lists them, too.
-const TITLES: [&str; 11] = [
+const TITLES: [&str; 12] = [
     "",
     "Operations and ibv_rc_pingpong",
     "Connection manager",
@@ -92,6 +92,7 @@ const TITLES: [&str; 11] = [
     "Programs for libibverbs and librdmacm, ours under `ferroce run`",
     "Forged packets of strangers",
     "Several paths",
+    "Disks of virtual machines",
 ];
 
 /// The table of all scenarios, one a line.

@@ -14,6 +14,7 @@ mod policies;
 mod restart;
 mod server_orders;
 mod soak;
+mod vm;
 mod wrong_server;
 
 use std::{collections::BTreeSet, path::Path, time::Duration};
@@ -45,6 +46,7 @@ pub(super) fn list() -> Vec<Scenario> {
         our_restart::list(),
         our_wrong_server::list(),
         policies::list(),
+        vm::list(),
     ];
     lists.into_iter().chain(ours).flatten().collect()
 }

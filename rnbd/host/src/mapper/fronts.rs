@@ -1,0 +1,330 @@
+//! The front ends of virtual machines: sockets that they come by, one for a device, and those that each loop has.
+
+use std::{
+    io,
+    os::{
+        fd::{AsFd as _, BorrowedFd},
+        unix::net::UnixStream,
+    },
+    sync::Arc,
+};
+
+use mio::{Interest, Token};
+use rnbd::{Errno, block::Geometry, client::output::DeviceKey};
+use roce_mem::Pages;
+use roce_reactor::{Readiness, Sockets, TurnCx};
+use rtrs::{
+    client::{Client as Rtrs, LentId, SessionId},
+    cx::Cx,
+};
+use slab::Slab;
+
+use super::{FIRST_DOOR, FIRST_FRONT, HOME, Letter, Service, Whose, devices::Stage};
+use crate::{
+    dice::Dice,
+    map::VhostSocket,
+    socket_file::{Access, SocketFile},
+    vhost::{Front, FrontRequest, Lender, Surroundings, Watched},
+};
+
+/// Tokens of a front end: that of its socket, and those of its rings.
+const TOKENS: usize = 1024;
+
+/// A socket for the front ends of a device, one at a time. At home.
+#[derive(Debug)]
+struct Door {
+    file: SocketFile,
+    device: String,
+    /// Somebody has come, as far as is known.
+    accepts: bool,
+    /// Somebody is there, at some loop.
+    taken: bool,
+}
+
+/// The front ends of a loop, and, at home, where they come in.
+#[derive(Debug, Default)]
+pub(super) struct Fronts {
+    doors: Vec<Door>,
+    all: Slab<Front>,
+    /// Requests that made no sense, of those that are gone.
+    malformed: u64,
+}
+
+impl Fronts {
+    /// Makes the sockets, and listens.
+    ///
+    /// # Errors
+    /// Those of [`SocketFile::bind`], and of the loop's descriptors.
+    pub(super) fn open(&mut self, sockets: &Sockets<'_>, all: &[VhostSocket]) -> io::Result<()> {
+        for (index, socket) in all.iter().enumerate() {
+            let file = SocketFile::bind(&socket.path, Access::Owner)?;
+            file.listener.set_nonblocking(true)?;
+            let token = Token(FIRST_DOOR + index);
+            sockets.register(file.listener.as_fd(), token, Interest::READABLE)?;
+            self.doors.push(Door {
+                file,
+                device: socket.device.clone(),
+                accepts: true,
+                taken: false,
+            });
+        }
+        Ok(())
+    }
+
+    /// Lets nobody in any more.
+    pub(super) fn close(&mut self, sockets: &Sockets<'_>) {
+        for door in self.doors.drain(..) {
+            let _ = sockets.deregister(door.file.listener.as_fd());
+        }
+    }
+
+    /// A descriptor of theirs is ready.
+    pub(super) fn ready(&mut self, token: Token, readiness: Readiness) {
+        if let Some(door) = token.0.checked_sub(FIRST_DOOR) {
+            if let Some(door) = self.doors.get_mut(door) {
+                door.accepts = true;
+            }
+            return;
+        }
+        let at = token.0 - FIRST_FRONT;
+        let what = match at % TOKENS {
+            0 => Watched::Socket,
+            // A ring's descriptor that fails says nothing any more.
+            _ if !readiness.readable => return,
+            ring => Watched::Kick((ring - 1) as u16),
+        };
+        if let Some(front) = self.all.get_mut(at / TOKENS) {
+            front.ready(what);
+        }
+    }
+
+    /// The next who has come by a socket where nobody is, and that socket.
+    fn next_comer(&mut self) -> Option<(usize, UnixStream)> {
+        for (index, door) in self.doors.iter_mut().enumerate().filter(|(_, door)| !door.taken) {
+            while door.accepts {
+                match door.file.listener.accept() {
+                    Ok((stream, _)) => {
+                        door.taken = true;
+                        return Some((index, stream));
+                    }
+                    Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                    Err(e) => {
+                        // What has no descriptor comes again with the next who knocks.
+                        door.accepts = false;
+                        if e.kind() != io::ErrorKind::WouldBlock {
+                            tracing::warn!(device = door.device, "a front end is not let in: {e}");
+                        }
+                    }
+                }
+            }
+        }
+        None
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.all.is_empty()
+    }
+
+    /// How many there are.
+    pub(super) fn len(&self) -> usize {
+        self.all.len()
+    }
+
+    /// Whether a device is in use by one.
+    pub(super) fn uses(&self, device: DeviceKey) -> bool {
+        self.all.iter().any(|(_, front)| front.device == device)
+    }
+
+    /// Whether one could go on at once.
+    pub(super) fn has_work(&self) -> bool {
+        self.all.iter().any(|(_, front)| front.has_work())
+    }
+
+    /// Requests that made no sense.
+    pub(super) fn malformed(&self) -> u64 {
+        self.malformed + self.all.iter().map(|(_, front)| front.malformed).sum::<u64>()
+    }
+
+    /// All of them go, or those of a device.
+    pub(super) fn let_go(&mut self, of: Option<DeviceKey>) {
+        for (_, front) in &mut self.all {
+            if of.is_none_or(|device| device == front.device) {
+                front.let_go();
+            }
+        }
+    }
+
+    /// A device is another one than it was.
+    pub(super) fn set_geometry(&mut self, device: DeviceKey, geometry: Geometry) {
+        for (_, front) in self.all.iter_mut().filter(|(_, front)| front.device == device) {
+            front.set_geometry(geometry);
+        }
+    }
+
+    /// What a front end has asked for is done.
+    pub(super) fn done(&mut self, front: usize, slot: usize, result: Result<(), Errno>) {
+        if let Some(front) = self.all.get_mut(front) {
+            front.done(slot, result);
+        }
+    }
+
+    /// Guests are notified of answers.
+    pub(super) fn notify(&mut self) {
+        self.all.iter_mut().for_each(|(_, front)| front.notify());
+    }
+}
+
+/// A front end's surroundings on a loop.
+struct Around<'a, 'b> {
+    index: usize,
+    turn: &'a mut TurnCx<'b, ()>,
+    rtrs: &'a mut Rtrs,
+    session: Option<SessionId>,
+    dice: &'a mut Dice,
+}
+
+impl Lender for Around<'_, '_> {
+    fn lend(&mut self, memory: Arc<Pages>) -> Result<LentId, String> {
+        let session = self.session.ok_or("there is no session")?;
+        let lent = self.rtrs.lend_memory(cx!(self.turn, self.dice), session, memory);
+        lent.map_err(|e| e.to_string())
+    }
+
+    fn take_back(&mut self, id: LentId) {
+        if let Some(session) = self.session {
+            self.rtrs.take_memory_back(cx!(self.turn, self.dice), session, id);
+        }
+    }
+}
+
+impl Surroundings for Around<'_, '_> {
+    fn watch(&mut self, fd: BorrowedFd<'_>, what: Watched) -> io::Result<()> {
+        let (offset, interest) = match what {
+            Watched::Socket => (0, Interest::READABLE | Interest::WRITABLE),
+            Watched::Kick(ring) => (1 + usize::from(ring), Interest::READABLE),
+        };
+        let token = Token(FIRST_FRONT + self.index * TOKENS + offset);
+        self.turn.sockets.register(fd, token, interest)
+    }
+
+    fn forget(&mut self, fd: BorrowedFd<'_>) {
+        let _ = self.turn.sockets.deregister(fd);
+    }
+}
+
+macro_rules! around {
+    ($service:expr, $turn:expr, $index:expr) => {
+        &mut Around {
+            index: $index,
+            turn: $turn,
+            rtrs: &mut $service.rtrs,
+            session: $service.session,
+            dice: &mut $service.dice,
+        }
+    };
+}
+
+impl Service {
+    /// Lets front ends in.
+    pub(super) fn accept_fronts(&mut self, turn: &mut TurnCx<'_, ()>) -> bool {
+        let mut worked = false;
+        while let Some((door, stream)) = self.fronts.next_comer() {
+            worked = true;
+            let device = self.fronts.doors[door].device.clone();
+            self.chosen(&device);
+            match self.entrance.place() {
+                HOME => self.admit_front(turn, stream, door, &device),
+                to => self.place.tell(to, Letter::Front(stream, door, device)),
+            }
+        }
+        worked
+    }
+
+    /// Takes a front end that was let in.
+    pub(super) fn admit_front(&mut self, turn: &mut TurnCx<'_, ()>, stream: UnixStream, door: usize, device: &str) {
+        let open = |d: &&super::Device| d.what.name == device && d.stage == Stage::Open;
+        let found = self.devices.iter().find(open);
+        let found = found.and_then(|d| Some((d.key, d.what.name.clone(), d.geometry?)));
+        let begun = match found {
+            Some(found) => {
+                let index = self.fronts.all.vacant_key();
+                Front::new(around!(self, turn, index), stream, door, found)
+            }
+            None => Err(io::Error::other("the device is not there")),
+        };
+        match begun {
+            Ok(front) => {
+                tracing::info!(device, "a front end has come");
+                self.fronts.all.insert(front);
+            }
+            Err(e) => {
+                let more = self.log.due(turn.now).unwrap_or_default();
+                if self.log.hit(turn.now) {
+                    tracing::warn!(device, more, "a front end is turned away: {e}");
+                }
+                self.front_left(turn, door, device);
+            }
+        }
+    }
+
+    /// A front end of this loop is gone, or was not taken.
+    fn front_left(&mut self, turn: &mut TurnCx<'_, ()>, door: usize, device: &str) {
+        match self.place.is_home() {
+            true => self.front_parted(turn, HOME, door, device),
+            false => self.place.tell(HOME, Letter::FrontLeft(door, device.to_owned())),
+        }
+    }
+
+    /// One of that loop is gone: the next may come by its socket.
+    pub(super) fn front_parted(&mut self, turn: &mut TurnCx<'_, ()>, from: usize, door: usize, device: &str) {
+        self.parted(from, Some(device));
+        if let Some(door) = self.fronts.doors.get_mut(door) {
+            door.taken = false;
+            door.accepts = true;
+            self.accept_fronts(turn);
+        }
+    }
+
+    /// Everything that the front ends of this loop want.
+    pub(super) fn serve_fronts(&mut self, turn: &mut TurnCx<'_, ()>) -> bool {
+        let mut worked = false;
+        let mut over = Vec::new();
+        for index in 0..self.fronts.all.capacity() {
+            let Some(front) = self.fronts.all.get_mut(index) else {
+                continue;
+            };
+            worked |= front.work(around!(self, turn, index));
+            let device = front.device;
+            while let Some(request) = self.fronts.all.get_mut(index).and_then(Front::next_request) {
+                worked = true;
+                self.submit_for_front(index, device, request);
+            }
+            if self.fronts.all.get(index).is_some_and(Front::is_over) {
+                over.push(index);
+            }
+        }
+        for index in over {
+            worked = true;
+            let mut front = self.fronts.all.remove(index);
+            front.notify();
+            self.fronts.malformed += front.malformed;
+            let (door, device) = (front.door, front.name().to_owned());
+            front.part(around!(self, turn, index));
+            self.front_left(turn, door, &device);
+        }
+        worked
+    }
+
+    fn submit_for_front(&mut self, index: usize, device: DeviceKey, request: FrontRequest) {
+        let FrontRequest {
+            slot,
+            op,
+            offset,
+            len,
+            data,
+            ring,
+        } = request;
+        let user = self.operations.insert(Whose::Front(index, slot)) as u64;
+        self.rnbd.submit(device, user, op, offset, len, data, index + ring);
+    }
+}
