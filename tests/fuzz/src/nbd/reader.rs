@@ -139,17 +139,7 @@ impl<'a> Reader<'a> {
                     self.reply(option, rep::ACK);
                     return None;
                 }
-                opt::LIST if data.is_empty() => {
-                    for (index, (name, _)) in NAMES.into_iter().enumerate() {
-                        if !self.there[index] {
-                            continue;
-                        }
-                        let mut entry = Input(self.reply(option, rep::SERVER));
-                        assert_eq!(entry.number(4), Some(name.len() as u64));
-                        assert_eq!(entry.0, format!("{name}the {name}").as_bytes());
-                    }
-                    self.reply(option, rep::ACK);
-                }
+                opt::LIST if data.is_empty() => self.list(),
                 opt::LIST => _ = self.reply(option, rep::ERR_INVALID),
                 opt::INFO | opt::GO => {
                     if let Some(chosen) = self.information(option, data) {
@@ -161,6 +151,17 @@ impl<'a> Reader<'a> {
                 _ => _ = self.reply(option, rep::ERR_UNSUP),
             }
         }
+    }
+
+    fn list(&mut self) {
+        for (index, (name, _)) in NAMES.into_iter().enumerate() {
+            if self.there[index] {
+                let mut entry = Input(self.reply(opt::LIST, rep::SERVER));
+                assert_eq!(entry.number(4), Some(name.len() as u64));
+                assert_eq!(entry.0, format!("{name}the {name}").as_bytes());
+            }
+        }
+        self.reply(opt::LIST, rep::ACK);
     }
 
     /// Without TLS, which is required, nothing is answered but leaving and STARTTLS.
