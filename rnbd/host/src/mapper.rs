@@ -610,6 +610,7 @@ impl Loop for Service {
         self.look_left(turn);
         self.look_drained(turn);
         self.pass_on(turn);
+        self.fronts.notify();
         self.rtrs.end_batch(cx!(turn, self.dice));
         if self.place.has_others() {
             self.post_letters();

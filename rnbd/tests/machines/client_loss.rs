@@ -33,7 +33,7 @@ const WRITE: BlockOp = BlockOp::Write { fua: false };
 
 impl Bench {
     /// A mapped device whose operations wait.
-    fn waiting(on_loss: OnLoss) -> (Self, DeviceKey) {
+    pub(crate) fn waiting(on_loss: OnLoss) -> (Self, DeviceKey) {
         let (mut bench, device) = Self::mapped();
         bench.client.set_on_loss(device, on_loss).unwrap();
         // It takes a buffer for the day when there are no others.
@@ -43,21 +43,21 @@ impl Bench {
     }
 
     /// The session comes back: the request to open the device again.
-    fn come_back(&mut self) -> Submission {
+    pub(crate) fn come_back(&mut self) -> Submission {
         self.tell(RtrsOutput::Up(S, session_info()));
         self.agree();
         self.sent_one()
     }
 
     /// The session is lost, and with it these requests.
-    fn lose_all(&mut self, requests: Vec<Submission>) {
+    pub(crate) fn lose_all(&mut self, requests: Vec<Submission>) {
         self.lose();
         for request in requests {
             self.answer(request, Err(lost()));
         }
     }
 
-    fn opened_again(&mut self, id: u32) {
+    pub(crate) fn opened_again(&mut self, id: u32) {
         let open = self.come_back();
         self.answer_with(open, open_rsp(id).as_bytes());
     }
@@ -71,7 +71,7 @@ impl Bench {
     }
 
     /// How all that has ended did so, by number.
-    fn ends(&mut self) -> Vec<(u64, Result<(), Errno>)> {
+    pub(crate) fn ends(&mut self) -> Vec<(u64, Result<(), Errno>)> {
         let mut ends = Vec::new();
         for output in self.outputs() {
             match output {

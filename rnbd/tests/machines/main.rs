@@ -3,6 +3,7 @@
 mod bench;
 mod client;
 mod client_bench;
+mod client_lent;
 mod client_loss;
 mod client_shares;
 #[path = "../../../rtrs/tests/machine/provider.rs"]

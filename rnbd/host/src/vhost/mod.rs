@@ -9,6 +9,7 @@ pub mod fuzz;
 mod inflight;
 mod mapped;
 mod memory;
+mod messages;
 mod requests;
 mod ring;
 mod wire;

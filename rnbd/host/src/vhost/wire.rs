@@ -265,9 +265,9 @@ impl Wire {
         Ok(true)
     }
 
-    /// Whether the socket may have something.
+    /// Whether the socket may have something that can be read now.
     pub(crate) fn is_readable(&self) -> bool {
-        self.readable
+        self.readable && self.out.is_empty()
     }
 }
 
