@@ -175,8 +175,10 @@ impl Running {
 
     fn spawn(mut command: Command, what: String) -> Self {
         // A broker for the addresses of this test alone.
+        if !command.get_envs().any(|(name, _)| name == "XDG_RUNTIME_DIR") {
+            command.env("XDG_RUNTIME_DIR", runtime_dir());
+        }
         command
-            .env("XDG_RUNTIME_DIR", runtime_dir())
             .env("FERROCE_BROKER", crate::ferroce())
             .env("FERROCE_BROKER_LINGER", "1")
             .env_remove("FERROCE_BROKER_DIR")

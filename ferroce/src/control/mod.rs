@@ -15,7 +15,7 @@ use std::{
     fs::DirBuilder,
     io,
     net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener},
-    os::unix::fs::DirBuilderExt,
+    os::unix::{fs::DirBuilderExt, net::UnixStream},
     path::{Path, PathBuf},
     sync::{
         Arc,
@@ -25,9 +25,13 @@ use std::{
 };
 
 use clap::Args;
-use nix::unistd::geteuid;
+use nix::{
+    sys::socket::{getsockopt, sockopt::PeerCredentials},
+    unistd::geteuid,
+};
 use rnbd_admin::{Names, Registry};
 use rnbd_host::socket_file::{Access, SocketFile};
+use roce_verbs::shown;
 
 pub(crate) use events::Events;
 pub(crate) use roster::{Roster, Served, Supervisor};
@@ -116,7 +120,7 @@ impl Control {
                 true => this.listen_on_stdio(),
                 false => this
                     .listen(path, group)
-                    .map_err(|e| Failure::failed(format!("control {e}")))?,
+                    .map_err(|e| Failure::failed(format!("control {e}{}", holder(path))))?,
             }
         }
         if let Some(addr) = args.metrics {
@@ -193,6 +197,17 @@ impl Drop for Control {
             requests.end();
         }
     }
+}
+
+/// Who has a socket that somebody listens on.
+fn holder(path: &Path) -> String {
+    let credentials = UnixStream::connect(path).and_then(|stream| Ok(getsockopt(&stream, PeerCredentials)?));
+    let Ok(credentials) = credentials else {
+        return String::new();
+    };
+    let pid = credentials.pid();
+    let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    format!(": process {pid} ({})", shown(name.trim()))
 }
 
 #[cfg(test)]

@@ -34,6 +34,8 @@ use crate::{
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 /// The longest.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// How long the start waits for servers.
+const SERVERS_FIRST: Duration = Duration::from_secs(5);
 /// A task that ran for so long had not failed in a row.
 const LASTED: Duration = Duration::from_secs(60);
 
@@ -455,12 +457,23 @@ impl Tasks {
         Ok(())
     }
 
-    /// The tasks of the file, at the start.
+    /// The tasks of the file, at the start. Mappings may be of the file's own servers: these come first.
     pub(super) fn load(&self, config: Config) {
-        for (name, task) in config.tasks {
-            // The file has each name once.
-            let _ = self.add(name, task, Origin::File);
+        let (servers, mappings): (Vec<_>, Vec<_>) =
+            config.tasks.into_iter().partition(|(name, _)| name.kind == Kind::Serve);
+        // The file has each name once.
+        let begin = |tasks: Vec<(TaskName, Task)>| {
+            for (name, task) in tasks {
+                let _ = self.add(name, task, Origin::File);
+            }
+        };
+        begin(servers);
+        let begun = Instant::now();
+        while !self.settled() && begun.elapsed() < SERVERS_FIRST {
+            self.tend();
+            thread::sleep(Duration::from_millis(5));
         }
+        begin(mappings);
     }
 
     /// Begins a mapping, and waits until it has come up or failed: then it is gone again.

@@ -1,0 +1,322 @@
+//! `ferroce daemon`, and who steers it.
+
+use std::{
+    fs,
+    os::unix::net::UnixDatagram,
+    path::{Path, PathBuf},
+    process::Command,
+    time::Duration,
+};
+
+use ferroce_tests::{
+    device::{image, serve},
+    eventually, ferroce, fresh_address,
+    nbd::Client,
+    pattern,
+    process::{Finished, PATIENCE, Running},
+};
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+const MIB: usize = 1 << 20;
+
+/// A daemon with a server and what it maps of that.
+struct Lab {
+    dir: tempfile::TempDir,
+    server: std::net::Ipv4Addr,
+}
+
+impl Lab {
+    fn new() -> Self {
+        let lab = Self {
+            dir: tempfile::tempdir().unwrap(),
+            server: fresh_address(),
+        };
+        for name in ["one", "two", "three"] {
+            image(lab.dir.path(), name, &pattern(7, MIB));
+        }
+        lab
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// A server of these images.
+    fn serves(&self, names: &[&str]) -> String {
+        let exports: Vec<String> = names
+            .iter()
+            .map(|n| format!("\"{n}={}\"", self.path(n).display()))
+            .collect();
+        format!(
+            "[serve.images]\nlisten = \"{}\"\nexport = [{}]\n",
+            self.server,
+            exports.join(", ")
+        )
+    }
+
+    /// A mapping of these.
+    fn maps(&self, task: &str, names: &[&str]) -> String {
+        let devices: Vec<String> = names.iter().map(|n| format!("\"{n}\"")).collect();
+        let socket = self.path(&format!("{task}.sock"));
+        format!(
+            "[map.{task}]\npath = \"{}\"\ndevice = [{}]\nnbd = \"{}\"\n",
+            self.server,
+            devices.join(", "),
+            socket.display()
+        )
+    }
+
+    fn write(&self, config: &[String]) {
+        fs::write(self.path("ferroce.toml"), config.concat()).unwrap();
+    }
+
+    fn command(&self) -> Command {
+        let mut command = Command::new(ferroce());
+        let (config, control) = (self.path("ferroce.toml"), self.path("ctl"));
+        command.args(["daemon", "--json", "--config"]).arg(config);
+        command
+            .arg("--control")
+            .arg(control)
+            .arg("--nbd-dir")
+            .arg(self.dir.path());
+        command
+    }
+
+    fn daemon(&self) -> Running {
+        Running::start_command(self.command(), "ferroce daemon".into())
+    }
+
+    fn run(&self, args: &[&str]) -> Finished {
+        let mut command = Command::new(ferroce());
+        command
+            .args(args)
+            .env("FERROCE_CONTROL", self.path("ctl"))
+            .current_dir(self.dir.path());
+        let mut running = Running::start_command(command, format!("ferroce {args:?}"));
+        running.wait();
+        running.end()
+    }
+
+    fn ctl(&self, args: &[&str]) -> Value {
+        let done = self.run(&[&["ctl", "--json"], args].concat());
+        assert_eq!(done.code, Some(0), "{args:?}: {}", done.stderr);
+        serde_json::from_str(&done.stdout).unwrap_or_else(|e| panic!("{}: {e}", done.stdout))
+    }
+
+    fn state(&self, task: &str) -> Option<String> {
+        let tasks = self.ctl(&["tasks"]);
+        let found = tasks["tasks"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .find(|t| t["task"] == task)?
+            .clone();
+        Some(found["state"].as_str().unwrap().to_owned())
+    }
+
+    fn is_up(&self, task: &str) {
+        eventually(task, || self.state(task).as_deref() == Some("up"));
+    }
+}
+
+fn reads(socket: &Path, name: &str) {
+    let mut client = Client::connect_to(socket, name, PATIENCE).unwrap();
+    assert!(client.read(0, MIB).unwrap() == pattern(7, MIB), "{name}");
+}
+
+#[test]
+fn a_reload_changes_what_has_changed_and_nothing_else() {
+    let lab = Lab::new();
+    lab.write(&[
+        lab.serves(&["one", "two"]),
+        lab.maps("a", &["one"]),
+        lab.maps("b", &["two"]),
+    ]);
+    let mut daemon = lab.daemon();
+    ["serve.images", "map.a", "map.b"].map(|task| lab.is_up(task));
+    reads(&lab.path("a.sock"), "");
+    // Clients that stay.
+    let mut a = Client::connect(&lab.path("a.sock")).unwrap();
+    let mut b = Client::connect(&lab.path("b.sock")).unwrap();
+    let sessions = |lab: &Lab| {
+        let all = lab.ctl(&["list", "sessions"]);
+        let ids = all["sessions"].as_array().into_iter().flatten();
+        ids.map(|s| (s["name"].clone(), s["session"].clone()))
+            .collect::<Vec<_>>()
+    };
+    let before = sessions(&lab);
+
+    // One more export and device, another mapping.
+    lab.write(&[
+        lab.serves(&["one", "two", "three"]),
+        lab.maps("a", &["one", "three"]),
+        lab.maps("b", &["two"]),
+        lab.maps("c", &["three"]).replace("[\"three\"]", "\"three,ro\""),
+    ]);
+    let done = lab.ctl(&["reload"]);
+    assert_eq!(done["changed"], serde_json::json!(["serve.images", "map.a"]), "{done}");
+    assert_eq!(done["begun"], serde_json::json!(["map.c"]), "{done}");
+    assert_eq!(done["unchanged"], serde_json::json!(["map.b"]), "{done}");
+    reads(&lab.path("a.sock"), "three");
+    lab.is_up("map.c");
+    for client in [&mut a, &mut b] {
+        assert!(client.read(0, MIB).unwrap() == pattern(7, MIB));
+    }
+    let after = sessions(&lab);
+    assert!(
+        before.iter().all(|session| after.contains(session)),
+        "{before:?} {after:?}"
+    );
+
+    // Nothing; then a mistake, which changes nothing; then a mapping less, by a signal.
+    let done = lab.ctl(&["reload"]);
+    assert_eq!(done["unchanged"].as_array().unwrap().len(), 4, "{done}");
+    let good = fs::read_to_string(lab.path("ferroce.toml")).unwrap();
+    lab.write(&[good.clone(), "nonsense = 1\n".into()]);
+    let refused = lab.run(&["ctl", "reload"]);
+    let line = good.lines().count() + 1;
+    assert_eq!(refused.code, Some(1));
+    assert!(
+        refused
+            .stderr
+            .contains(&format!("ferroce.toml:{line}: unknown key `nonsense`")),
+        "{}",
+        refused.stderr
+    );
+    lab.is_up("map.c");
+    lab.write(&[
+        lab.serves(&["one", "two", "three"]),
+        lab.maps("a", &["one", "three"]),
+        lab.maps("b", &["two"]),
+    ]);
+    daemon.signal(Signal::SIGHUP);
+    eventually("map.c has ended", || lab.state("map.c").is_none());
+    assert!(a.read(0, 4096).is_ok() && b.read(0, 4096).is_ok());
+    // What can't be changed while it runs begins anew.
+    lab.write(&[
+        lab.serves(&["one", "two", "three"]),
+        lab.maps("a", &["one", "three"]),
+        lab.maps("b", &["two"]) + "threads = 2\n",
+    ]);
+    assert_eq!(lab.ctl(&["reload"])["restarted"], serde_json::json!(["map.b"]));
+    assert!(a.read(0, 4096).is_ok());
+    lab.is_up("map.b");
+    reads(&lab.path("b.sock"), "");
+    drop((a, b));
+    let ended = daemon.stop();
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert!(!lab.path("a.sock").exists() && !lab.path("ctl").exists());
+}
+
+#[test]
+fn a_task_that_fails_begins_anew() {
+    let lab = Lab::new();
+    lab.write(&[lab.maps("a", &["one"])]);
+    let mut daemon = lab.daemon();
+    let failed = daemon.event("task_failed");
+    assert_eq!(failed["task"], "map.a");
+    let export = format!("one={}", lab.path("one").display());
+    let (_serve, _) = serve(lab.server, &[export], &[]);
+    lab.is_up("map.a");
+    reads(&lab.path("a.sock"), "");
+    assert_eq!(daemon.stop().code, Some(0));
+}
+
+#[test]
+fn tasks_come_and_go_by_order() {
+    let lab = Lab::new();
+    lab.write(&[lab.serves(&["one", "two", "three"])]);
+    let daemon = lab.daemon();
+    eventually("a control socket", || lab.path("ctl").exists());
+    lab.is_up("serve.images");
+    let server = lab.server.to_string();
+    // Paths are from where the command runs.
+    let map = [
+        "map",
+        "--session",
+        "s",
+        "--path",
+        &server,
+        "--device",
+        "one",
+        "--nbd",
+        "s.sock",
+        "--daemon",
+    ];
+    let handed = lab.run(&map);
+    assert_eq!(handed.code, Some(0), "{}", handed.stderr);
+    lab.is_up("map.s");
+    reads(&lab.path("s.sock"), "");
+    let again = lab.run(&map);
+    assert!(
+        again.code == Some(1) && again.stderr.contains("map.s"),
+        "{}",
+        again.stderr
+    );
+    lab.ctl(&["stop", "map.s"]);
+    assert_eq!(lab.state("map.s"), None);
+    assert!(!lab.path("s.sock").exists());
+    assert_eq!(lab.run(&["ctl", "stop", "map.s"]).code, Some(1));
+    // A session of its own; its socket has its name.
+    lab.ctl(&["map", "two", "from", "other", "path", &server]);
+    reads(&lab.path("other.sock"), "");
+    let refused = lab.run(&["ctl", "map", "none", "from", "third", "path", &server]);
+    assert!(
+        refused.code == Some(1) && refused.stderr.contains("none"),
+        "{}",
+        refused.stderr
+    );
+    assert_eq!(lab.state("map.third"), None, "it is not tried again");
+    assert_eq!(daemon.stop().code, Some(0));
+}
+
+#[test]
+fn a_second_daemon_says_who_the_first_is() {
+    let lab = Lab::new();
+    lab.write(&[]);
+    let daemon = lab.daemon();
+    eventually("a control socket", || lab.path("ctl").exists());
+    let mut second = lab.daemon();
+    second.wait();
+    let second = second.end();
+    assert_eq!(second.code, Some(1));
+    assert!(
+        second.stderr.contains(&format!("process {}", daemon.id())),
+        "{}",
+        second.stderr
+    );
+    assert_eq!(daemon.stop().code, Some(0));
+    // Nobody steers a process that is no daemon so.
+    for (config, word) in [("[serve.a]\nx = 1\n", ":2: "), ("[serve", ":1: ")] {
+        fs::write(lab.path("ferroce.toml"), config).unwrap();
+        let mut wrong = lab.daemon();
+        wrong.wait();
+        let wrong = wrong.end();
+        assert!(wrong.code == Some(2) && wrong.stderr.contains(word), "{}", wrong.stderr);
+    }
+}
+
+#[test]
+fn a_service_manager_is_told() {
+    let lab = Lab::new();
+    lab.write(&[lab.serves(&["one"]), lab.maps("a", &["one"])]);
+    let socket = UnixDatagram::bind(lab.path("notify")).unwrap();
+    socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    let told = || {
+        let mut buffer = [0; 256];
+        let len = socket.recv(&mut buffer).unwrap();
+        String::from_utf8_lossy(&buffer[..len]).into_owned()
+    };
+    let mut command = lab.command();
+    command
+        .env("NOTIFY_SOCKET", lab.path("notify"))
+        .env("WATCHDOG_USEC", Duration::from_millis(200).as_micros().to_string());
+    let daemon = Running::start_command(command, "ferroce daemon".into());
+    while told() != "READY=1" {}
+    assert_eq!(lab.state("map.a").as_deref(), Some("up"));
+    while told() != "WATCHDOG=1" {}
+    daemon.signal(Signal::SIGTERM);
+    while told() != "STOPPING=1" {}
+    assert_eq!(daemon.end().code, Some(0));
+}
