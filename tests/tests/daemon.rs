@@ -55,13 +55,18 @@ impl Lab {
         )
     }
 
+    /// A path to the server, from its own address.
+    fn to_server(&self) -> String {
+        format!("{0},{0}", self.server)
+    }
+
     /// A mapping of these.
     fn maps(&self, task: &str, names: &[&str]) -> String {
         let devices: Vec<String> = names.iter().map(|n| format!("\"{n}\"")).collect();
         let socket = self.path(&format!("{task}.sock"));
         format!(
             "[map.{task}]\npath = \"{}\"\ndevice = [{}]\nnbd = \"{}\"\n",
-            self.server,
+            self.to_server(),
             devices.join(", "),
             socket.display()
         )
@@ -116,6 +121,7 @@ impl Lab {
     }
 
     fn is_up(&self, task: &str) {
+        eventually("a control socket", || self.path("ctl").exists());
         eventually(task, || self.state(task).as_deref() == Some("up"));
     }
 }
@@ -230,7 +236,7 @@ fn tasks_come_and_go_by_order() {
     let daemon = lab.daemon();
     eventually("a control socket", || lab.path("ctl").exists());
     lab.is_up("serve.images");
-    let server = lab.server.to_string();
+    let server = lab.to_server();
     // Paths are from where the command runs.
     let map = [
         "map",
@@ -314,7 +320,7 @@ fn a_service_manager_is_told() {
         .env("WATCHDOG_USEC", Duration::from_millis(200).as_micros().to_string());
     let daemon = Running::start_command(command, "ferroce daemon".into());
     while told() != "READY=1" {}
-    assert_eq!(lab.state("map.a").as_deref(), Some("up"));
+    assert_eq!(lab.state("map.a").as_deref(), Some("up"), "{}", lab.ctl(&["tasks"]));
     while told() != "WATCHDOG=1" {}
     daemon.signal(Signal::SIGTERM);
     while told() != "STOPPING=1" {}

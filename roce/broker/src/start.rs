@@ -363,6 +363,13 @@ fn spawn(dir: &Path, program: Option<&Path>) -> Result<(), StartError> {
             dir.as_os_str(),
         ])
         .env_remove("LD_PRELOAD")
+        // What a service manager wants to hear and has given is this process's.
+        .env_remove("NOTIFY_SOCKET")
+        .env_remove("WATCHDOG_PID")
+        .env_remove("WATCHDOG_USEC")
+        .env_remove("LISTEN_PID")
+        .env_remove("LISTEN_FDS")
+        .env_remove("LISTEN_FDNAMES")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(log)
