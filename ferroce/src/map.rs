@@ -280,13 +280,15 @@ pub(crate) fn run(args: &MapArgs) -> Result<(), Failure> {
 /// Maps, until it is to stop or no path is left that is tried again.
 pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
     let Place {
+        sockets,
         stop,
         roster,
         mut reporter,
         tell,
     } = place;
     let ways = args.ways()?;
-    let inherited = activation::sockets().map_err(|e| Failure::failed(e.to_string()))?;
+    let mut inherited = activation::sockets().map_err(|e| Failure::failed(e.to_string()))?;
+    inherited.retain(|socket| sockets.as_ref().is_none_or(|name| socket.name == *name));
     let config = args.config(ways.clone(), inherited)?;
     let vhost = config.vhost.clone();
     config.session.check().map_err(|e| Failure::usage(e.to_string()))?;

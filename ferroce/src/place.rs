@@ -24,6 +24,8 @@ pub(crate) enum Stage {
 
 /// What it gets from where it runs.
 pub(crate) struct Place<'a> {
+    /// Of the sockets that the process was started with it gets those of this name; in the foreground all.
+    pub(crate) sockets: Option<String>,
     /// When it is to end.
     pub(crate) stop: Stop,
     pub(crate) roster: Arc<Roster>,
@@ -42,6 +44,7 @@ pub(crate) fn foreground(
     // It ends after what it is asked about, which answers.
     let control = Control::start(control)?;
     run(Place {
+        sockets: None,
         stop,
         roster: control.roster().clone(),
         reporter: report.reporter(control.events()),

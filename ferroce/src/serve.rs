@@ -247,6 +247,7 @@ pub(crate) fn serve(args: &ServeArgs, place: Place<'_>) -> Result<(), Failure> {
         roster,
         mut reporter,
         tell: told_to,
+        ..
     } = place;
     let exports = Exports::new(args.exports.iter().cloned(), args.export_dir.as_ref(), args.caching())
         .map_err(|e| Failure::failed(e.to_string()))?;

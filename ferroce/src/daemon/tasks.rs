@@ -174,12 +174,13 @@ impl Tasks {
     fn spawn(&self, name: &TaskName, task: &Task) -> Result<Running, Failure> {
         let job = task.job(&name.kind)?;
         let (stop, told) = (Stop::by_request(), Arc::<Told>::default());
-        let place = (stop.clone(), self.roster.clone());
+        let place = (name.name.clone(), stop.clone(), self.roster.clone());
         let reporter = self.report.reporter(self.events.clone()).of_task(name.to_string());
         let tell = told.clone();
         let run = move || {
-            let (stop, roster) = place;
+            let (sockets, stop, roster) = place;
             let place = Place {
+                sockets: Some(sockets),
                 stop,
                 roster,
                 reporter,
