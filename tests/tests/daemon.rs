@@ -278,6 +278,49 @@ fn tasks_come_and_go_by_order() {
 }
 
 #[test]
+fn several_servers_are_told_apart() {
+    let lab = Lab::new();
+    let (server, port) = (
+        format!("listen = \"{}\"", lab.server),
+        format!("listen = \"{}:1235\"", lab.server),
+    );
+    let other = lab
+        .serves(&["three"])
+        .replace("images", "other")
+        .replace(&server, &port);
+    let map = |task: &str, port: u16, device: &str| {
+        lab.maps(task, &[device])
+            .replace(&format!(",{}\"", lab.server), &format!(",{}:{port}\"", lab.server))
+    };
+    lab.write(&[
+        lab.serves(&["one"]),
+        other,
+        map("a", 1234, "one"),
+        map("b", 1235, "three"),
+    ]);
+    let daemon = lab.daemon();
+    ["serve.images", "serve.other", "map.a", "map.b"].map(|task| lab.is_up(task));
+    let all = lab.ctl(&["list"]);
+    let names = |what: &str| {
+        let all = all[what].as_array().unwrap().iter();
+        let mut names: Vec<_> = all.map(|one| (one["server"].clone(), one["name"].clone())).collect();
+        names.sort_by_key(|(server, _)| server.as_u64());
+        names
+    };
+    assert_eq!(names("sessions").len(), 2, "{all}");
+    assert!(names("sessions")[0].0 == 0 && names("sessions")[1].0 == 1, "{all}");
+    assert_eq!(lab.ctl(&["stats"])["loops"].as_object().unwrap().len(), 4);
+    // The device of the one, not that of the other, whose numbers may be the same.
+    lab.ctl(&["close", "three"]);
+    reads(&lab.path("a.sock"), "");
+    eventually("closed", || {
+        let devices = lab.ctl(&["list"])["devices"].clone();
+        devices.as_array().unwrap().iter().all(|d| d["name"] == "one")
+    });
+    assert_eq!(daemon.stop().code, Some(0));
+}
+
+#[test]
 fn a_second_daemon_says_who_the_first_is() {
     let lab = Lab::new();
     lab.write(&[]);

@@ -132,10 +132,17 @@ impl Roster {
         })
     }
 
-    /// The server, if this process has one.
-    pub(crate) fn server(&self) -> Result<Arc<dyn Server>, Refused> {
-        let server = self.servers().into_iter().next();
-        server.ok_or_else(|| Refused::new(Errno::ENODEV, "nothing is served by this process"))
+    /// The server at this place, or the only one.
+    pub(crate) fn server(&self, place: Option<usize>) -> Result<Arc<dyn Server>, Refused> {
+        let servers = self.servers();
+        match (place, servers.len()) {
+            (_, 0) => Err(Refused::new(Errno::ENODEV, "nothing is served by this process")),
+            (None, 2..) => Err(Refused::new(Errno::EINVAL, "there are several servers: say which")),
+            (place, _) => {
+                let found = servers.into_iter().nth(place.unwrap_or_default());
+                found.ok_or_else(|| Refused::new(Errno::ENOENT, "there is no such server"))
+            }
+        }
     }
 }
 

@@ -147,7 +147,8 @@ impl Act<'_> {
             return Err(Failure::failed(text));
         }
         for open in found {
-            let request = json!({ "do": "force_close", "session": open.session, "device": open.device });
+            let request =
+                json!({ "do": "force_close", "server": open.server, "session": open.session, "device": open.device });
             self.done(request, format!("closed {device} for session {}", open.session_name))?;
         }
         Ok(())
@@ -285,7 +286,7 @@ impl Act<'_> {
             return Err(Failure::failed(format!("there is no session {name:?}")));
         }
         for session in found {
-            let request = json!({ "do": "close_session", "session": session.session });
+            let request = json!({ "do": "close_session", "server": session.server, "session": session.session });
             self.done(request, format!("disconnected session {name}"))?;
         }
         Ok(())
@@ -345,7 +346,8 @@ impl Act<'_> {
     }
 
     fn close_path(&mut self, (session, path): (&Session, &ServedPath)) -> Result<(), Failure> {
-        let request = json!({ "do": "close_path", "session": session.session, "path": path.path });
+        let request =
+            json!({ "do": "close_path", "server": session.server, "session": session.session, "path": path.path });
         self.done(
             request,
             format!("disconnected path {} of session {}", path.name(), session.name),
@@ -390,8 +392,7 @@ impl Act<'_> {
             self.done(request, format!("path {} counts from zero", path.path))?;
         }
         for (session, path) in served.into_iter().filter(|_| !of_mappings_alone) {
-            let request =
-                json!({ "do": "reset_path_stats", "of": "server", "session": session.session, "path": path.path });
+            let request = json!({ "do": "reset_path_stats", "of": "server", "server": session.server, "session": session.session, "path": path.path });
             self.done(request, format!("path {} counts from zero", path.name()))?;
         }
         Ok(())

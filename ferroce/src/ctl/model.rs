@@ -84,6 +84,9 @@ pub(super) struct Device {
 
 #[derive(Clone, Deserialize)]
 pub(super) struct Session {
+    /// Which of several servers has it.
+    #[serde(default)]
+    pub(super) server: u64,
     pub(super) session: u64,
     pub(super) name: String,
     pub(super) paths: Vec<ServedPath>,
@@ -127,6 +130,9 @@ impl ServedPath {
 
 #[derive(Clone, Deserialize)]
 pub(super) struct OpenDevice {
+    /// Which of several servers has it.
+    #[serde(default)]
+    pub(super) server: u64,
     pub(super) session: u64,
     pub(super) session_name: String,
     pub(super) client: String,

@@ -55,8 +55,15 @@ fn loops(client: &mut Client, all: &All) -> Result<Vec<(String, Value)>, Failure
         let stats = client.ask(json!({ "do": "stats", "session": mapping.session }))?;
         loops.push((format!("session {}", mapping.session), stats));
     }
-    if client.hello.serves {
-        loops.push(("server".into(), client.ask(json!({ "do": "stats", "of": "server" }))?));
+    // One after the other, to the first that there is not.
+    let serves = client.hello.serves;
+    for place in (0..).take_while(|_| serves) {
+        match client.try_ask(json!({ "do": "stats", "of": "server", "server": place }))? {
+            Ok(stats) if place == 0 => loops.push(("server".into(), stats)),
+            Ok(stats) => loops.push((format!("server {}", place + 1), stats)),
+            Err(_) if place > 0 => break,
+            Err(refused) => return Err(refused.into()),
+        }
     }
     for (_, stats) in &mut loops {
         if let Some(fields) = stats.as_object_mut() {

@@ -203,7 +203,11 @@ fn open_row(device: &OpenDevice) -> Vec<String> {
 }
 
 fn client_row(all: &All, session: &Session) -> Vec<String> {
-    let open = all.open.iter().filter(|d| d.session == session.session).count();
+    let open = all
+        .open
+        .iter()
+        .filter(|d| (d.server, d.session) == (session.server, session.session))
+        .count();
     vec![
         session.name.clone(),
         up(session.paths.iter().map(|p| &p.state)),
@@ -376,7 +380,10 @@ fn session_facts(mapping: &Mapping) -> Facts {
 }
 
 fn client_facts(all: &All, session: &Session) -> Facts {
-    let open = all.open.iter().filter(|d| d.session == session.session);
+    let open = all
+        .open
+        .iter()
+        .filter(|d| (d.server, d.session) == (session.server, session.session));
     let devices: Vec<_> = open.map(|d| d.name.as_str()).collect();
     let mut rows = vec![
         ("client session", session.name.clone()),

@@ -2,13 +2,16 @@
 //!
 //! | `do` | with |
 //! | --- | --- |
-//! | `sessions`, `devices`, `stats` | |
+//! | `sessions`, `devices` | of all servers: each has `server`, the place of its own |
+//! | `stats` | |
 //! | `close_session` | `session`: its number in the list |
 //! | `close_path`, `reset_path_stats` | `session` and `path`: their numbers |
 //! | `force_close` | `session` and `device`: their numbers |
+//!
+//! But for the first two: `server`, if there are several.
 
 use rnbd::Errno;
-use rnbd_admin::Server;
+use rnbd_admin::{Host, Server};
 use rnbd_host::control::{
     Refused,
     serve::{ServeAnswer, ServeRequest},
@@ -30,27 +33,46 @@ pub(super) const VERBS: &[&str] = &[
 ];
 
 pub(super) fn comply(shared: &Shared, verb: &str, request: &Value) -> Outcome {
-    let server = shared.roster.server()?;
-    match server.ask(read(&*server, verb, request)?)? {
-        ServeAnswer::Done => Ok(Map::new()),
-        ServeAnswer::Stats(stats) => Ok(fields(show::loops(&stats.turns))),
-        ServeAnswer::Sessions(all) => {
-            let all: Vec<_> = all.iter().map(show::session).collect();
-            Ok(fields(json!({ "sessions": all })))
-        }
-        ServeAnswer::Devices(all) => {
-            let all: Vec<_> = all.iter().map(show::open_device).collect();
-            Ok(fields(json!({ "devices": all })))
+    match verb {
+        "sessions" | "devices" => of_all(shared, verb),
+        _ => {
+            let server = shared.roster.server(place(request)?)?;
+            match server.ask(read(&*server, verb, request)?)? {
+                ServeAnswer::Stats(stats) => Ok(fields(show::loops(&stats.turns))),
+                _ => Ok(Map::new()),
+            }
         }
     }
+}
+
+/// Which of several servers, in the order of the lists.
+fn place(request: &Value) -> Result<Option<usize>, Refused> {
+    match &request["server"] {
+        Value::Null => Ok(None),
+        _ => Ok(usize::try_from(number(request, "server")?).ok()),
+    }
+}
+
+/// What all servers have, each with the server's place.
+fn of_all(shared: &Shared, what: &str) -> Outcome {
+    // That there is one.
+    shared.roster.server(Some(0))?;
+    let mut all = Vec::new();
+    for (place, server) in shared.roster.servers().into_iter().enumerate() {
+        let mut shown: Vec<Value> = match what {
+            "sessions" => server.sessions()?.iter().map(show::session).collect(),
+            _ => server.devices()?.iter().map(show::open_device).collect(),
+        };
+        shown.iter_mut().for_each(|one| one["server"] = place.into());
+        all.append(&mut shown);
+    }
+    Ok(fields(json!({ what: all })))
 }
 
 fn read(server: &dyn Server, verb: &str, request: &Value) -> Result<ServeRequest, Refused> {
     let session = || number(request, "session").map(SessionKey);
     let path = || path(server, session()?, request);
     Ok(match verb {
-        "sessions" => ServeRequest::Sessions,
-        "devices" => ServeRequest::Devices,
         "stats" => ServeRequest::Stats,
         "close_session" => ServeRequest::CloseSession(session()?),
         "close_path" => ServeRequest::ClosePath(session()?, path()?),
