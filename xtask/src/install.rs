@@ -24,7 +24,9 @@ const LINKS: [(&str, &str, &str); 3] = [
 ];
 const HEADER: &str = "verbs-shim/include/ferroce_verbs.h";
 const PKG_CONFIG: &str = "verbs-shim/ferroce-verbs.pc.in";
-const SYSTEM_BROKER: &str = "ferroce/dist/ferroce-broker.service";
+/// Units of systemd.
+const UNITS: [&str; 2] = ["ferroce-broker.service", "ferroce.service"];
+const UNITS_FOLDER: &str = "ferroce/dist";
 
 #[derive(Args)]
 pub(crate) struct InstallArgs {
@@ -110,13 +112,17 @@ pub(crate) fn run(args: &InstallArgs) -> Result<()> {
         .replace("@PREFIX@", &args.prefix.display().to_string())
         .replace("@VERSION@", &version(&ferroce)?);
     put(&args.place("lib/pkgconfig/ferroce-verbs.pc"), pc.as_bytes(), 0o644)?;
-    let unit = fs::read_to_string(SYSTEM_BROKER).map_err(failed(Path::new(SYSTEM_BROKER)))?;
-    let unit = unit.replace(
-        "/usr/bin/ferroce",
-        &args.prefix.join("bin/ferroce").display().to_string(),
-    );
-    let share = args.place("share/doc/ferroce/ferroce-broker.service");
-    put(&share, unit.as_bytes(), 0o644)?;
+    for name in UNITS {
+        let source = Path::new(UNITS_FOLDER).join(name);
+        let unit = fs::read_to_string(&source).map_err(failed(&source))?;
+        let program = args.prefix.join("bin/ferroce").display().to_string();
+        let unit = unit.replace("/usr/bin/ferroce", &program);
+        put(
+            &args.place(&format!("share/doc/ferroce/{name}")),
+            unit.as_bytes(),
+            0o644,
+        )?;
+    }
     let pages = args.place("share/man/man1");
     fs::create_dir_all(&pages).map_err(failed(&pages))?;
     let status = Command::new(&ferroce)

@@ -58,7 +58,7 @@ pub(crate) struct ControlArgs {
     #[arg(long, value_name = "SOCKET")]
     control: Vec<PathBuf>,
     /// Group of the socket, by name or number [default: that of the process]
-    #[arg(long, value_name = "GROUP", requires = "control")]
+    #[arg(long, value_name = "GROUP")]
     control_group: Option<String>,
     /// Serve statistics in Prometheus's text format by HTTP, at /metrics; an address on which others than this host can be reached
     /// shows them to everybody
@@ -114,6 +114,9 @@ impl Control {
             _files: Vec::new(),
             stdio: None,
         };
+        if args.control_group.is_some() && args.control.is_empty() {
+            return Err(Failure::usage("--control-group is of a --control socket"));
+        }
         let group = args.control_group.as_deref().map(peer::group).transpose()?;
         for path in &args.control {
             match path.as_os_str() == STDIO {
