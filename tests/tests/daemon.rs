@@ -139,8 +139,10 @@ fn a_reload_changes_what_has_changed_and_nothing_else() {
         lab.maps("a", &["one"]),
         lab.maps("b", &["two"]),
     ]);
-    let mut daemon = lab.daemon();
-    ["serve.images", "map.a", "map.b"].map(|task| lab.is_up(task));
+    let daemon = lab.daemon();
+    ["serve.images", "map.a", "map.b"]
+        .into_iter()
+        .for_each(|task| lab.is_up(task));
     reads(&lab.path("a.sock"), "");
     // Clients that stay.
     let mut a = Client::connect(&lab.path("a.sock")).unwrap();
@@ -299,7 +301,9 @@ fn several_servers_are_told_apart() {
         map("b", 1235, "three"),
     ]);
     let daemon = lab.daemon();
-    ["serve.images", "serve.other", "map.a", "map.b"].map(|task| lab.is_up(task));
+    ["serve.images", "serve.other", "map.a", "map.b"]
+        .into_iter()
+        .for_each(|task| lab.is_up(task));
     let all = lab.ctl(&["list"]);
     let names = |what: &str| {
         let all = all[what].as_array().unwrap().iter();
