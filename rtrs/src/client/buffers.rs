@@ -1,7 +1,8 @@
 //! Registered memory for the data of requests.
 //!
-//! Buffers come in powers of two from 4 KiB up, cut from slabs that are registered when first needed and kept until the
-//! session goes. Data read from a socket straight into a buffer goes from there onto the wire without another copy.
+//! Buffers come in powers of two from 4 KiB up, cut from slabs of one size each that are registered when first needed. A slab of
+//! which nothing is lent gives way when another size is needed and there may be no more slabs: a server that comes back with other
+//! chunks makes for other sizes. Data read from a socket straight into a buffer goes from there onto the wire without another copy.
 //!
 //! A buffer is a value that belongs to whoever holds it. It has to be given back: there is no drop that does.
 
@@ -63,6 +64,10 @@ struct Piece {
 #[derive(Debug)]
 struct Slab {
     pages: Arc<Pages>,
+    /// Its pieces are `MIN_BYTES << class`.
+    class: usize,
+    /// Pieces that are lent.
+    lent: usize,
     /// One registration for each device that has a path.
     mrs: SmallVec<[(DeviceIx, MrInfo); 1]>,
 }
@@ -83,7 +88,8 @@ pub struct Buffers {
     total: usize,
     /// Pieces that are lent.
     lent: usize,
-    slabs: Vec<Slab>,
+    /// `None`: it has given way.
+    slabs: Vec<Option<Slab>>,
     /// Free pieces per class: `MIN_BYTES << class`.
     free: Vec<Vec<Piece>>,
     domains: SmallVec<[Domain; 1]>,
@@ -140,21 +146,26 @@ impl Buffers {
             return Ok(());
         }
         let domain = Domain { device, pd, access };
-        for i in 0..self.slabs.len() {
-            match register(cx, &domain, &self.slabs[i].pages) {
-                Ok(mr) => self.slabs[i].mrs.push((device, mr)),
+        let mut failed = None;
+        for slab in self.slabs.iter_mut().flatten() {
+            match register(cx, &domain, &slab.pages) {
+                Ok(mr) => slab.mrs.push((device, mr)),
                 Err(e) => {
-                    self.deregister(cx, device);
-                    return Err(e);
+                    failed = Some(e);
+                    break;
                 }
             }
+        }
+        if let Some(e) = failed {
+            self.deregister(cx, device);
+            return Err(e);
         }
         self.domains.push(domain);
         Ok(())
     }
 
     fn deregister(&mut self, cx: &mut Cx<'_>, device: DeviceIx) {
-        for slab in &mut self.slabs {
+        for slab in self.slabs.iter_mut().flatten() {
             slab.mrs.retain(|(of, mr)| {
                 let stays = *of != device;
                 if !stays {
@@ -185,6 +196,7 @@ impl Buffers {
             None => self.grow(cx, len, size, class)?,
         };
         self.lent += 1;
+        self.slab_mut(piece.slab).lent += 1;
         Ok(Buffer {
             slab: piece.slab,
             offset: piece.offset,
@@ -196,7 +208,8 @@ impl Buffers {
     /// Registers another slab, whose first piece is returned.
     fn grow(&mut self, cx: &mut Cx<'_>, len: usize, size: usize, class: usize) -> Result<Piece, Error> {
         let bytes = size.max(SLAB_BYTES);
-        if self.total.saturating_add(bytes) > self.limit.max(bytes) {
+        self.make_room(cx, bytes);
+        if !self.has_room(bytes) {
             return Err(Error::NoBuffer { len, limit: self.limit });
         }
         let pages = Pages::allocate(bytes).map_err(|e| Error::Verbs(VerbsError::Invalid(e.to_string())))?;
@@ -213,8 +226,18 @@ impl Buffers {
                 }
             }
         }
-        let slab = self.slabs.len() as u32;
-        self.slabs.push(Slab { pages, mrs });
+        let made = Slab {
+            pages,
+            class,
+            lent: 0,
+            mrs,
+        };
+        let vacant = self.slabs.iter().position(Option::is_none);
+        let slab = vacant.unwrap_or(self.slabs.len()) as u32;
+        match vacant {
+            Some(index) => self.slabs[index] = Some(made),
+            None => self.slabs.push(Some(made)),
+        }
         self.total += bytes;
         let pieces = (1..bytes / size).rev().map(|i| Piece {
             slab,
@@ -222,6 +245,38 @@ impl Buffers {
         });
         self.free[class].extend(pieces);
         Ok(Piece { slab, offset: 0 })
+    }
+
+    fn has_room(&self, bytes: usize) -> bool {
+        self.total.saturating_add(bytes) <= self.limit.max(bytes)
+    }
+
+    /// Lets go of slabs of which nothing is lent, as many as it takes for `bytes` more.
+    fn make_room(&mut self, cx: &mut Cx<'_>, bytes: usize) {
+        for index in 0..self.slabs.len() {
+            if self.has_room(bytes) {
+                return;
+            }
+            let idle = self.slabs[index].take_if(|slab| slab.lent == 0);
+            let Some(slab) = idle else { continue };
+            for (_, mr) in &slab.mrs {
+                cx.provider.deregister(mr.id);
+            }
+            self.total -= slab.pages.len();
+            self.free[slab.class].retain(|piece| piece.slab as usize != index);
+        }
+    }
+
+    fn slab_mut(&mut self, index: u32) -> &mut Slab {
+        self.slabs[index as usize]
+            .as_mut()
+            .expect("a slab stays while a piece of it is lent or free")
+    }
+
+    fn slab(&self, index: u32) -> &Slab {
+        self.slabs[index as usize]
+            .as_ref()
+            .expect("a slab stays while a piece of it is lent or free")
     }
 
     /// Takes a buffer back.
@@ -235,13 +290,14 @@ impl Buffers {
                 .any(|p| p.slab == slab && p.offset == offset)
         );
         self.lent -= 1;
+        self.slab_mut(slab).lent -= 1;
         self.free[usize::from(class)].push(Piece { slab, offset });
     }
 
     /// The memory of a buffer, and where in it the buffer begins: for system calls, valid for [`Buffer::capacity`] bytes
     /// while the buffer is not given back. The server may write into it at any time: never make a reference from it.
     pub fn pages(&self, buffer: &Buffer) -> (&Arc<Pages>, usize) {
-        (&self.slabs[buffer.slab as usize].pages, buffer.offset as usize)
+        (&self.slab(buffer.slab).pages, buffer.offset as usize)
     }
 
     /// Copies bytes out.
@@ -266,7 +322,7 @@ impl Buffers {
 
     /// Registration and offset in it, for a device; `None` when it has none of the buffers.
     pub fn region(&self, buffer: &Buffer, device: DeviceIx) -> Option<(&MrInfo, usize)> {
-        let slab = &self.slabs[buffer.slab as usize];
+        let slab = self.slab(buffer.slab);
         let (_, mr) = slab.mrs.iter().find(|(of, _)| *of == device)?;
         Some((mr, buffer.offset as usize))
     }
@@ -285,7 +341,7 @@ impl Buffers {
     /// Ends all registrations. Buffers that are still lent are of no use any more, but their memory stays readable until they
     /// are given back and this value goes.
     pub fn close(&mut self, cx: &mut Cx<'_>) {
-        for slab in &mut self.slabs {
+        for slab in self.slabs.iter_mut().flatten() {
             for (_, mr) in slab.mrs.drain(..) {
                 cx.provider.deregister(mr.id);
             }
@@ -316,4 +372,77 @@ fn register(cx: &mut Cx<'_>, domain: &Domain, pages: &Arc<Pages>) -> Result<MrIn
             access: domain.access,
         },
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use roce_verbs::{Instant, provider::Provider};
+
+    use super::*;
+    use crate::provider::{Keys, Scripted};
+
+    struct Bed {
+        provider: Scripted,
+        buffers: Buffers,
+    }
+
+    impl Bed {
+        fn new(limit: usize) -> Self {
+            let mut bed = Self {
+                provider: Scripted::new(&[Keys::INSTANT]),
+                buffers: Buffers::new(limit),
+            };
+            let pd = bed.provider.alloc_pd(DeviceIx(0)).unwrap();
+            let access = AccessFlags::LOCAL_WRITE;
+            bed.with(|buffers, cx| buffers.add_device(cx, DeviceIx(0), pd, access).unwrap());
+            bed
+        }
+
+        fn with<T>(&mut self, f: impl FnOnce(&mut Buffers, &mut Cx<'_>) -> T) -> T {
+            let mut cx = Cx {
+                now: Instant::ZERO,
+                provider: &mut self.provider,
+                random: &mut |_| (),
+            };
+            f(&mut self.buffers, &mut cx)
+        }
+
+        fn take(&mut self, len: usize) -> Result<Buffer, Error> {
+            self.with(|buffers, cx| buffers.take(cx, len))
+        }
+
+        fn take_all(&mut self, len: usize) -> Vec<Buffer> {
+            std::iter::from_fn(|| self.take(len).ok()).collect()
+        }
+
+        fn give(&mut self, buffers: Vec<Buffer>) {
+            buffers.into_iter().for_each(|buffer| self.buffers.give(buffer));
+        }
+    }
+
+    const KIB: usize = 1024;
+
+    #[test]
+    fn a_session_that_comes_back_with_smaller_chunks_has_buffers_of_their_size() {
+        let mut bed = Bed::new(Buffers::bytes_for(256 * KIB, 16));
+        let large = bed.take_all(256 * KIB);
+        assert!(large.len() >= 16);
+        let smaller = Buffers::bytes_for(32 * KIB, 16);
+        bed.buffers.set_limit(smaller);
+        bed.give(large);
+        let small = bed.take_all(32 * KIB);
+        assert!(small.len() >= 16, "{}", small.len());
+        assert!(bed.buffers.total <= smaller, "{}", bed.buffers.total);
+        let regions = small.iter().map(|b| bed.buffers.sge(b, DeviceIx(0)).unwrap().0.addr);
+        let mut regions: Vec<u64> = regions.collect();
+        regions.sort_unstable();
+        regions.dedup();
+        assert_eq!(regions.len(), small.len(), "each has memory of its own");
+        // And with larger ones again.
+        bed.give(small);
+        bed.buffers.set_limit(Buffers::bytes_for(256 * KIB, 16));
+        let large = bed.take_all(256 * KIB);
+        assert!(large.len() >= 16, "{}", large.len());
+        bed.give(large);
+    }
 }
