@@ -46,7 +46,7 @@ impl Machine<'_> {
     /// The functions of all scripts.
     fn run(&self, script: &str, seconds: u32) -> Result<String, Error> {
         let functions =
-            "disk() { for d in /sys/block/vd*; do [ \"$(cat $d/serial)\" = \"$1\" ] && basename $d; done; }\n";
+            "disk() { for d in /sys/block/vd*; do [ \"$(cat $d/serial)\" = \"$1\" ] && basename $d; done; true; }\n";
         let text = format!("{functions}{script}");
         let ran = self.guest.run(&text, seconds);
         ran.map_err(|e| format!("{e}\ndmesg:\n{}", self.guest.dmesg()).into())
