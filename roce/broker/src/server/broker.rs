@@ -51,6 +51,8 @@ const LAST_BUDGET: usize = 4096;
 const SETTLE: Duration = Duration::from_secs(5);
 /// How long groups stay open for members of a former broker that live and do not come back.
 const ABSENCE: Duration = Duration::from_secs(60);
+/// Who has connected may be about to join for so long.
+const NEWCOMER: Duration = Duration::from_secs(2);
 /// How often a steering program is attached anew at most.
 const STEER: Duration = Duration::from_secs(1);
 /// How often is looked after what no event tells.
@@ -625,7 +627,14 @@ impl Broker {
         if !self.is_unused() {
             self.unused_since = now;
         }
-        self.linger.is_some_and(|linger| now >= self.unused_since + linger)
+        let over = self.linger.is_some_and(|linger| now >= self.unused_since + linger);
+        over && !self.awaits_newcomer(now)
+    }
+
+    /// Somebody has connected and may be about to join.
+    fn awaits_newcomer(&self, now: Instant) -> bool {
+        let joins = |c: &Client| c.place.is_none() && !c.observes && now < c.since + NEWCOMER;
+        self.clients.iter().any(|(_, c)| joins(c))
     }
 
     fn settle_absent(&mut self, now: Instant) {

@@ -36,6 +36,8 @@ pub(super) struct Client {
     pub(super) network: Option<u64>,
     pub(super) name: String,
     pub(super) place: Option<Place>,
+    /// It has come to look.
+    pub(super) observes: bool,
     /// Groups that it has sockets of.
     pub(super) opened: BTreeSet<usize>,
     pub(super) since: Instant,
@@ -63,6 +65,7 @@ impl Client {
             trusted: uid == rustix::process::geteuid().as_raw(),
             name: String::new(),
             place: None,
+            observes: false,
             opened: BTreeSet::new(),
             since: now,
             restoring: false,

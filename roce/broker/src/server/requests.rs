@@ -138,7 +138,10 @@ impl Broker {
         let place = self.clients.get(client).and_then(|c| c.place);
         match (request, place) {
             (Request::Hello { version, name, rejoin }, None) => self.hello(client, *version, name, *rejoin),
-            (Request::Statistics, _) => self.ask(client, seq),
+            (Request::Statistics, _) => {
+                self.clients.get_mut(client).into_iter().for_each(|c| c.observes = true);
+                self.ask(client, seq)
+            }
             (
                 Request::Restore {
                     bindings,

@@ -315,7 +315,7 @@ impl Ctx<'_> {
         command
             .env("FERROCE_BROKER", &self.places.ferroce)
             .env("FERROCE_BROKER_DIR", self.shared_dir())
-            .env("FERROCE_BROKER_LINGER", "0");
+            .env("FERROCE_BROKER_LINGER", "0.5");
         command
     }
 
