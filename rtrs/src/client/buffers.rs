@@ -1,7 +1,8 @@
 //! Registered memory for the data of requests.
 //!
-//! Buffers come in powers of two from 4 KiB up, cut from slabs that are registered when first needed and kept until the
-//! session goes. Data read from a socket straight into a buffer goes from there onto the wire without another copy.
+//! Buffers come in powers of two from 4 KiB up, cut from slabs of one size each that are registered when first needed. A slab of
+//! which nothing is lent gives way when another size is needed and there may be no more slabs: a server that comes back with other
+//! chunks makes for other sizes. Data read from a socket straight into a buffer goes from there onto the wire without another copy.
 //!
 //! A buffer is a value that belongs to whoever holds it. It has to be given back: there is no drop that does.
 //!
@@ -156,10 +157,25 @@ struct Piece {
 }
 
 #[derive(Debug)]
-struct Slab {
+struct Memory {
     pages: Arc<Pages>,
     /// One registration for each device that has a path.
     mrs: SmallVec<[(DeviceIx, MrInfo); 1]>,
+}
+
+impl Memory {
+    fn deregister(&self, cx: &mut Cx<'_>) {
+        self.mrs.iter().for_each(|(_, mr)| cx.provider.deregister(mr.id));
+    }
+}
+
+#[derive(Debug)]
+struct Slab {
+    memory: Memory,
+    /// Its pieces are `MIN_BYTES << class`.
+    class: usize,
+    /// Pieces that are lent.
+    lent: usize,
 }
 
 /// A device that buffers are registered with.
@@ -178,12 +194,13 @@ pub struct Buffers {
     total: usize,
     /// Pieces that are lent.
     lent: usize,
-    slabs: Vec<Slab>,
+    /// `None`: it has given way.
+    slabs: Vec<Option<Slab>>,
     /// Free pieces per class: `MIN_BYTES << class`.
     free: Vec<Vec<Piece>>,
     domains: SmallVec<[Domain; 1]>,
     /// Memory of others.
-    foreign: BTreeMap<LentId, Slab>,
+    foreign: BTreeMap<LentId, Memory>,
     next_foreign: u32,
 }
 
@@ -249,8 +266,9 @@ impl Buffers {
     }
 
     fn register_all(&mut self, cx: &mut Cx<'_>, domain: &Domain) -> Result<(), VerbsError> {
-        for slab in &mut self.slabs {
-            slab.mrs.push((domain.device, register(cx, domain, &slab.pages)?));
+        for slab in self.slabs.iter_mut().flatten() {
+            let memory = &mut slab.memory;
+            memory.mrs.push((domain.device, register(cx, domain, &memory.pages)?));
         }
         for lent in self.foreign.values_mut() {
             lent.mrs.push((domain.device, register_lent(cx, domain, &lent.pages)?));
@@ -258,9 +276,14 @@ impl Buffers {
         Ok(())
     }
 
+    fn memories(&mut self) -> impl Iterator<Item = &mut Memory> {
+        let own = self.slabs.iter_mut().flatten().map(|slab| &mut slab.memory);
+        own.chain(self.foreign.values_mut())
+    }
+
     fn deregister(&mut self, cx: &mut Cx<'_>, device: DeviceIx) {
-        for slab in self.slabs.iter_mut().chain(self.foreign.values_mut()) {
-            slab.mrs.retain(|(of, mr)| {
+        for memory in self.memories() {
+            memory.mrs.retain(|(of, mr)| {
                 let stays = *of != device;
                 if !stays {
                     cx.provider.deregister(mr.id);
@@ -290,6 +313,7 @@ impl Buffers {
             None => self.grow(cx, len, size, class)?,
         };
         self.lent += 1;
+        self.slab_mut(piece.slab).lent += 1;
         Ok(Buffer {
             place: Place::Own {
                 slab: piece.slab,
@@ -303,13 +327,23 @@ impl Buffers {
     /// Registers another slab, whose first piece is returned.
     fn grow(&mut self, cx: &mut Cx<'_>, len: usize, size: usize, class: usize) -> Result<Piece, Error> {
         let bytes = size.max(SLAB_BYTES);
-        if self.total.saturating_add(bytes) > self.limit.max(bytes) {
+        self.make_room(cx, bytes);
+        if !self.has_room(bytes) {
             return Err(Error::NoBuffer { len, limit: self.limit });
         }
         let pages = Pages::allocate(bytes).map_err(|e| Error::Verbs(VerbsError::Invalid(e.to_string())))?;
         let mrs = self.register_with_all(cx, &pages, register)?;
-        let slab = self.slabs.len() as u32;
-        self.slabs.push(Slab { pages, mrs });
+        let made = Slab {
+            memory: Memory { pages, mrs },
+            class,
+            lent: 0,
+        };
+        let vacant = self.slabs.iter().position(Option::is_none);
+        let slab = vacant.unwrap_or(self.slabs.len()) as u32;
+        match vacant {
+            Some(index) => self.slabs[index] = Some(made),
+            None => self.slabs.push(Some(made)),
+        }
         self.total += bytes;
         let pieces = (1..bytes / size).rev().map(|i| Piece {
             slab,
@@ -348,7 +382,7 @@ impl Buffers {
         let mrs = self.register_with_all(cx, &pages, register_lent)?;
         let id = LentId(self.next_foreign);
         self.next_foreign += 1;
-        self.foreign.insert(id, Slab { pages, mrs });
+        self.foreign.insert(id, Memory { pages, mrs });
         Ok(id)
     }
 
@@ -356,8 +390,38 @@ impl Buffers {
     /// ends with its path.
     pub fn take_back(&mut self, cx: &mut Cx<'_>, id: LentId) {
         if let Some(lent) = self.foreign.remove(&id) {
-            lent.mrs.iter().for_each(|(_, mr)| cx.provider.deregister(mr.id));
+            lent.deregister(cx);
         }
+    }
+
+    fn has_room(&self, bytes: usize) -> bool {
+        self.total.saturating_add(bytes) <= self.limit.max(bytes)
+    }
+
+    /// Lets go of slabs of which nothing is lent, as many as it takes for `bytes` more.
+    fn make_room(&mut self, cx: &mut Cx<'_>, bytes: usize) {
+        for index in 0..self.slabs.len() {
+            if self.has_room(bytes) {
+                return;
+            }
+            let idle = self.slabs[index].take_if(|slab| slab.lent == 0);
+            let Some(slab) = idle else { continue };
+            slab.memory.deregister(cx);
+            self.total -= slab.memory.pages.len();
+            self.free[slab.class].retain(|piece| piece.slab as usize != index);
+        }
+    }
+
+    fn slab_mut(&mut self, index: u32) -> &mut Slab {
+        self.slabs[index as usize]
+            .as_mut()
+            .expect("a slab stays while a piece of it is lent or free")
+    }
+
+    /// That of a buffer.
+    fn own(&self, slab: u32) -> &Memory {
+        let slab = self.slabs[slab as usize].as_ref();
+        &slab.expect("a slab stays while a piece of it is lent or free").memory
     }
 
     /// Takes a buffer back.
@@ -371,6 +435,7 @@ impl Buffers {
                 .any(|p| p.slab == slab && p.offset == offset)
         );
         self.lent -= 1;
+        self.slab_mut(slab).lent -= 1;
         self.free[usize::from(class)].push(Piece { slab, offset });
     }
 
@@ -379,7 +444,7 @@ impl Buffers {
     /// from it. `None` for one of lent memory.
     pub fn pages(&self, buffer: &Buffer) -> Option<(&Arc<Pages>, usize)> {
         match buffer.place {
-            Place::Own { slab, offset, .. } => Some((&self.slabs[slab as usize].pages, offset as usize)),
+            Place::Own { slab, offset, .. } => Some((&self.own(slab).pages, offset as usize)),
             Place::Lent(_) => None,
         }
     }
@@ -416,7 +481,7 @@ impl Buffers {
     ) -> Result<(), RangeError> {
         let pieces = match &buffer.place {
             Place::Own { slab, offset: at, .. } => {
-                let pages = &self.slabs[*slab as usize].pages;
+                let pages = &self.own(*slab).pages;
                 return f(pages, *at as usize + offset, 0..len);
             }
             Place::Lent(pieces) => pieces,
@@ -441,12 +506,12 @@ impl Buffers {
     /// What a request with the buffer takes of a device's registrations. `None` when the device has none of the buffers, or lent memory
     /// was taken back.
     pub(super) fn regions(&self, buffer: &Buffer, device: DeviceIx) -> Option<Regions<'_>> {
-        fn of(slab: &Slab, device: DeviceIx) -> Option<&MrInfo> {
-            slab.mrs.iter().find_map(|(of, mr)| (*of == device).then_some(mr))
+        fn of(memory: &Memory, device: DeviceIx) -> Option<&MrInfo> {
+            memory.mrs.iter().find_map(|(of, mr)| (*of == device).then_some(mr))
         }
         match &buffer.place {
             Place::Own { slab, offset, .. } => {
-                let mr = of(&self.slabs[*slab as usize], device)?;
+                let mr = of(self.own(*slab), device)?;
                 Some(SmallVec::from_elem((mr, *offset as usize, buffer.len), 1))
             }
             Place::Lent(pieces) => {
@@ -462,8 +527,8 @@ impl Buffers {
     /// Ends all registrations. Buffers that are still lent are of no use any more, but their memory stays readable until they
     /// are given back and this value goes.
     pub fn close(&mut self, cx: &mut Cx<'_>) {
-        for slab in self.slabs.iter_mut().chain(self.foreign.values_mut()) {
-            for (_, mr) in slab.mrs.drain(..) {
+        for memory in self.memories() {
+            for (_, mr) in memory.mrs.drain(..) {
                 cx.provider.deregister(mr.id);
             }
         }
@@ -573,5 +638,83 @@ mod tests {
             }
             prop_assert!(buffer.part(bytes, len, unit).is_none());
         }
+    }
+}
+
+#[cfg(test)]
+mod sizes {
+    use roce_verbs::{Instant, provider::Provider};
+
+    use super::*;
+    use crate::provider::{Keys, Scripted};
+
+    struct Bed {
+        provider: Scripted,
+        buffers: Buffers,
+    }
+
+    impl Bed {
+        fn new(limit: usize) -> Self {
+            let mut bed = Self {
+                provider: Scripted::new(&[Keys::INSTANT]),
+                buffers: Buffers::new(limit),
+            };
+            let pd = bed.provider.alloc_pd(DeviceIx(0)).unwrap();
+            let access = AccessFlags::LOCAL_WRITE;
+            bed.with(|buffers, cx| buffers.add_device(cx, DeviceIx(0), pd, access).unwrap());
+            bed
+        }
+
+        fn with<T>(&mut self, f: impl FnOnce(&mut Buffers, &mut Cx<'_>) -> T) -> T {
+            let mut cx = Cx {
+                now: Instant::ZERO,
+                provider: &mut self.provider,
+                random: &mut |_| (),
+            };
+            f(&mut self.buffers, &mut cx)
+        }
+
+        fn take(&mut self, len: usize) -> Result<Buffer, Error> {
+            self.with(|buffers, cx| buffers.take(cx, len))
+        }
+
+        fn take_all(&mut self, len: usize) -> Vec<Buffer> {
+            std::iter::from_fn(|| self.take(len).ok()).collect()
+        }
+
+        fn give(&mut self, buffers: Vec<Buffer>) {
+            buffers.into_iter().for_each(|buffer| self.buffers.give(buffer));
+        }
+    }
+
+    const KIB: usize = 1024;
+
+    #[test]
+    fn a_session_that_comes_back_with_smaller_chunks_has_buffers_of_their_size() {
+        let mut bed = Bed::new(Buffers::bytes_for(256 * KIB, 16));
+        let large = bed.take_all(256 * KIB);
+        assert!(large.len() >= 16);
+        let smaller = Buffers::bytes_for(32 * KIB, 16);
+        bed.buffers.set_limit(smaller);
+        bed.give(large);
+        let small = bed.take_all(32 * KIB);
+        assert!(small.len() >= 16, "{}", small.len());
+        assert!(bed.buffers.total <= smaller, "{}", bed.buffers.total);
+        let regions = small.iter().map(|b| {
+            bed.buffers
+                .regions(b, DeviceIx(0))
+                .map(|r| r[0].0.addr + r[0].1 as u64)
+                .unwrap()
+        });
+        let mut regions: Vec<u64> = regions.collect();
+        regions.sort_unstable();
+        regions.dedup();
+        assert_eq!(regions.len(), small.len(), "each has memory of its own");
+        // And with larger ones again.
+        bed.give(small);
+        bed.buffers.set_limit(Buffers::bytes_for(256 * KIB, 16));
+        let large = bed.take_all(256 * KIB);
+        assert!(large.len() >= 16, "{}", large.len());
+        bed.give(large);
     }
 }
