@@ -29,17 +29,22 @@ pub(crate) struct Tally {
     pub(crate) long: Vec<(f64, Duration, String)>,
     pub(crate) compared: (u64, u64),
     pub(crate) usage: BTreeMap<String, (Usage, Usage)>,
+    /// Bytes of the chunks of all sessions, of servers: they are there from the beginning, and count once they have been used.
+    pub(crate) chunks: BTreeMap<String, u64>,
     pub(crate) moments: u32,
 }
 
 impl Run<'_> {
     /// What has grown.
     pub(crate) fn grown(&self) -> Vec<String> {
-        let each = self
-            .tally
-            .usage
-            .iter()
-            .map(|(name, (first, last))| FLAT.grown(name, *first, *last));
+        let each = self.tally.usage.iter().map(|(name, (first, last))| {
+            let chunks = self.tally.chunks.get(name).copied().unwrap_or_default();
+            let first = Usage {
+                anonymous: first.anonymous.max(chunks),
+                ..*first
+            };
+            FLAT.grown(name, first, *last)
+        });
         each.flatten().collect()
     }
 

@@ -401,6 +401,8 @@ impl<'a> Run<'a> {
             }
         }
         self.tally.moments += 1;
+        let (server, chunks) = self.world.chunks();
+        self.tally.chunks.insert(server, chunks);
         for (name, usage) in worst {
             self.world.logs.say(&format!("{name}: {usage:?}"));
             self.tally.usage.entry(name).or_insert((usage, usage)).1 = usage;

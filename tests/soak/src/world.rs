@@ -34,6 +34,8 @@ pub(crate) struct World {
     // Processes before the namespaces they are in.
     pub(crate) devices: Vec<Device>,
     serve: Option<Running>,
+    /// Those of the last server.
+    options: ServeOptions,
     /// How many servers there were.
     pub(crate) generation: u32,
     exports: Vec<String>,
@@ -63,6 +65,7 @@ impl World {
         let mut world = Self {
             devices: Vec::new(),
             serve: None,
+            options: ServeOptions::USUAL,
             generation: 0,
             exports,
             ferroce: ferroce_tests::ferroce().to_owned(),
@@ -94,7 +97,7 @@ impl World {
         self.generation += 1;
         self.logs
             .say(&format!("server {} listens, {options:?}", self.generation));
-        self.serve = Some(serve);
+        (self.serve, self.options) = (Some(serve), options);
     }
 
     /// kill -9.
@@ -244,6 +247,16 @@ impl World {
         std::mem::take(&mut self.answers)
     }
 
+    /// The server as [`usage`](Self::usage) calls it, and the bytes of its sessions' chunks.
+    pub(crate) fn chunks(&self) -> (String, u64) {
+        let of_session = u64::from(self.options.queue_depth) * (u64::from(self.options.chunk_kib) << 10);
+        (self.server_name(), of_session * self.devices.len() as u64)
+    }
+
+    fn server_name(&self) -> String {
+        format!("serve {}", self.generation)
+    }
+
     /// What the server and each client take, as far as they are there.
     pub(crate) fn usage(&self) -> io::Result<Vec<(String, Usage)>> {
         let clients = self
@@ -251,10 +264,7 @@ impl World {
             .iter()
             .filter(|device| device.is_mapped())
             .map(|device| (format!("map of {} ({})", device.name, device.generation), device.id()));
-        let server = self
-            .serve
-            .iter()
-            .map(|serve| (format!("serve {}", self.generation), serve.id()));
+        let server = self.serve.iter().map(|serve| (self.server_name(), serve.id()));
         clients
             .chain(server)
             .map(|(name, pid)| Ok((name, Usage::of(pid)?)))
