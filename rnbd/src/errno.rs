@@ -51,6 +51,7 @@ errnos! {
     ENOSYS 38 "Function not implemented" "No such system call."
     ELOOP 40 "Too many levels of symbolic links" "Too many symbolic links."
     EMSGSIZE 90 "Message too long" "More data than one request can have."
+    EPROTONOSUPPORT 93 "Protocol not supported" "Neither an IP address nor a GID."
     EOPNOTSUPP 95 "Operation not supported" "Not supported by this device."
     ECONNABORTED 103 "Software caused connection abort" "The session was lost."
     ECONNRESET 104 "Connection reset by peer" "The peer does not speak the protocol, or another version of it."

@@ -33,6 +33,18 @@ pub struct MapOrder {
     pub mode: AccessMode,
 }
 
+/// A path; what does not even begin as an address has an errno of its own (`rtrs_str_to_sockaddr`).
+fn path(value: &str, port: u16) -> Result<PathAddr, Refused> {
+    PathAddr::parse(value, port, &|_| None).map_err(|e| {
+        let address = ["ip:", "gid:"].iter().any(|kind| value.starts_with(kind));
+        let digits = value.starts_with(|c: char| c.is_ascii_hexdigit() || c == '[') && value.contains(['.', ':']);
+        match address || digits {
+            true => invalid(e.to_string()),
+            false => Refused::new(Errno::EPROTONOSUPPORT, e.to_string()),
+        }
+    })
+}
+
 impl MapOrder {
     /// Reads what is written to `map_device` (`rnbd_clt_parse_map_options`): words with `=`, in any order, but that `dest_port` is for the
     /// paths after it.
@@ -62,7 +74,7 @@ impl MapOrder {
                     let text = format!("there are more than {MAX_PATHS} paths");
                     return Err(Refused::new(Errno::ENOMEM, text));
                 }
-                "path" => paths.push(PathAddr::parse(value, port, &|_| None).map_err(|e| invalid(e.to_string()))?),
+                "path" => paths.push(path(value, port)?),
                 // Loops look for work, whoever waits.
                 "nr_poll_queues" => {
                     let number: i32 = value.parse().map_err(|_| invalid(format!("{value:?} is no number")))?;

@@ -566,7 +566,7 @@ fn devices_are_mapped_over_the_session_that_there_is_or_a_new_one() {
         "device_path=d",
         "sessname= device_path=d",
         "sessname=many device_path=d access_mode=wr",
-        "sessname=many device_path=d path=nowhere",
+        "sessname=many device_path=d path=ip:nowhere",
         "sessname=many device_path=d dest_port=0",
         "sessname=many device_path=d nr_poll_queues=-2",
         "sessname=many device_path=d surprise=1",
@@ -576,6 +576,8 @@ fn devices_are_mapped_over_the_session_that_there_is_or_a_new_one() {
     ] {
         assert_eq!(map(wrong).unwrap_err().errno, Errno::EINVAL, "{wrong}");
     }
+    let nowhere = map("sessname=many device_path=d path=nowhere");
+    assert_eq!(nowhere.unwrap_err().errno, Errno::EPROTONOSUPPORT);
     let seven = "path=10.0.0.3 ".repeat(7);
     let too_many = map(&format!("sessname=many device_path=d {seven}"));
     assert_eq!(too_many.unwrap_err().errno, Errno::ENOMEM);

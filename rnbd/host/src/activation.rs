@@ -2,7 +2,6 @@
 //! `LISTEN_FDS` and `LISTEN_FDNAMES` (sd_listen_fds(3)).
 
 use std::{
-    env,
     ffi::OsString,
     io,
     os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd},
@@ -10,6 +9,7 @@ use std::{
 };
 
 use parking_lot::Mutex;
+use roce::environment;
 
 use crate::listen::{self, Inherited};
 
@@ -56,7 +56,7 @@ pub fn sockets() -> Result<Vec<Inherited>, ActivationError> {
     if sockets.is_none() {
         // Whatever comes of it, nobody takes these descriptors once more.
         *sockets = Some(Vec::new());
-        let names = announced(process::id(), |name| env::var_os(name))?;
+        let names = announced(process::id(), |name| environment::var_os(name))?;
         let taken: Result<Vec<_>, _> = (FIRST..).zip(names).map(|(at, name)| take(at, name)).collect();
         *sockets = Some(taken?);
     }

@@ -19,7 +19,7 @@ use crate::{
 };
 
 pub(super) fn list() -> Vec<Scenario> {
-    vec![Scenario::new(3, "attributes", Direction::Both, attributes).nets(2)]
+    vec![Scenario::new(3, "attributes", Direction::Both, attributes).nets(2).ci()]
 }
 
 /// Where attributes are.
@@ -114,10 +114,17 @@ const TAKEN: [(&str, &str); 12] = [
 ];
 
 /// Differences that are meant: the beginning of a line of either side, and why.
-const KNOWN: [(&str, &str); 1] = [(
-    "text module/rnbd_server/parameters/dev_search_path",
-    "ours is a folder of images, and there is none",
-)];
+const KNOWN: [(&str, &str); 3] = [
+    (
+        "text module/rnbd_server/parameters/dev_search_path",
+        "ours is a folder of images, and there is none",
+    ),
+    (
+        "file link class/rnbd-client/ctl/devices/",
+        "the kernel's `ctl` stands below /sys/devices, and its links lead from there",
+    ),
+    ("file link class/rnbd-server/ctl/devices/", "likewise"),
+];
 
 /// What is called how on one side.
 struct Names {
