@@ -1,6 +1,11 @@
 //! Several processes at one address.
 
-use std::{net::Ipv4Addr, os::unix::fs::FileExt, path::Path};
+use std::{
+    net::Ipv4Addr,
+    os::unix::fs::FileExt,
+    path::Path,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
 
 use ferroce_tests::{
     device::{image, map, serve},
@@ -13,6 +18,13 @@ use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
+
+/// The tests of a program have one broker, and one of them kills it: they take turns.
+static TURN: Mutex<()> = Mutex::new(());
+
+fn turn() -> MutexGuard<'static, ()> {
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 const MIB: usize = 1 << 20;
 const BLOCK: usize = 64 << 10;
@@ -63,6 +75,7 @@ fn mapped(from: Ipv4Addr, to: &str, dir: &Path, name: &str, more: &[&str]) -> De
 
 #[test]
 fn mappings_and_servers_share_an_address_and_go_on_when_one_of_them_or_the_broker_is_killed() {
+    let _turn = turn();
     let dir = tempfile::tempdir().unwrap();
     let (here, far) = (fresh_address(), fresh_address());
     let export = |name: &str| format!("{name}={}", image(dir.path(), name, &vec![0; 2 * MIB]).display());
@@ -96,6 +109,7 @@ fn mappings_and_servers_share_an_address_and_go_on_when_one_of_them_or_the_broke
 
 #[test]
 fn a_port_of_an_address_is_one_servers() {
+    let _turn = turn();
     let dir = tempfile::tempdir().unwrap();
     let addr = fresh_address();
     let export = format!("disk={}", image(dir.path(), "disk", &vec![0; MIB]).display());
@@ -115,6 +129,7 @@ fn a_port_of_an_address_is_one_servers() {
 
 #[test]
 fn an_address_can_be_had_alone() {
+    let _turn = turn();
     let dir = tempfile::tempdir().unwrap();
     let addr = fresh_address();
     let export = format!("disk={}", image(dir.path(), "disk", &vec![0; MIB]).display());
