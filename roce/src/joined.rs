@@ -16,6 +16,7 @@ use roce_verbs::provider::VerbsError;
 
 use crate::{
     device::{DeviceConfig, Services},
+    local::serves,
     shards::Inbox,
     shared::{Listeners, join_error},
 };
@@ -49,10 +50,8 @@ impl roce_broker::Inbox for Post {
     fn datagram(&self, meta: &RxMeta, bytes: &[u8]) {
         let local = meta.local.to_canonical();
         let exact = self.doors.iter().find(|door| door.addr == local);
-        let any = || {
-            let has = |addr: IpAddr| addr.is_unspecified() && (addr.is_ipv6() || local.is_ipv4());
-            self.doors.iter().find(|door| has(door.addr))
-        };
+        let has = |door: &&Door| door.addr.is_unspecified() && serves(door.addr, local);
+        let any = || self.doors.iter().find(has);
         if let Some(door) = exact.or_else(any) {
             door.inboxes[door.index].forwarded(meta, bytes);
         }

@@ -215,7 +215,7 @@ impl Ports for Members {
 }
 
 /// Whether a device on all addresses has those of the peer's IP version; `::` has both.
-fn serves(any: IpAddr, dst: IpAddr) -> bool {
+pub(crate) fn serves(any: IpAddr, dst: IpAddr) -> bool {
     any.is_ipv6() || dst.to_canonical().is_ipv4()
 }
 

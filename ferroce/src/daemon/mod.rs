@@ -86,20 +86,11 @@ struct Orders {
     nbd_dir: PathBuf,
 }
 
-impl Orders {
-    fn read_again(&self) -> Result<Value, Refused> {
-        let config = read(self.config.as_deref());
-        let config = config.map_err(|e| Refused::new(Errno::EINVAL, e.text().unwrap_or_default()))?;
-        self.tasks.reload(config)
-    }
-}
-
 impl Supervisor for Orders {
     fn reload(&self) -> Result<Map<String, Value>, Refused> {
-        match self.read_again()? {
-            Value::Object(done) => Ok(done),
-            _ => Ok(Map::new()),
-        }
+        let config = read(self.config.as_deref());
+        let config = config.map_err(|e| Refused::new(Errno::EINVAL, e.text().unwrap_or_default()))?;
+        Ok(self.tasks.reload(config))
     }
 
     fn tasks(&self) -> Map<String, Value> {
@@ -171,7 +162,7 @@ fn daemon(args: &DaemonArgs) -> Result<(), Failure> {
 fn reload(orders: &Arc<Orders>) {
     let orders = orders.clone();
     let begun = thread::Builder::new().name("ferroce-reload".into()).spawn(move || {
-        if let Err(refused) = orders.read_again() {
+        if let Err(refused) = orders.reload() {
             orders.tasks.not_reloaded(&refused);
         }
     });

@@ -109,27 +109,25 @@ struct Reloaded {
 }
 
 impl Reloaded {
-    fn json(&self) -> Value {
-        json!({
-            "begun": self.begun,
-            "changed": self.changed,
-            "restarted": self.restarted,
-            "ended": self.ended,
-            "unchanged": self.unchanged,
-            "failed": self.failed,
-        })
-    }
-
-    fn text(&self) -> String {
-        let counts = [
+    fn lists(&self) -> [(&'static str, &Vec<String>); 6] {
+        [
             ("begun", &self.begun),
             ("changed", &self.changed),
             ("restarted", &self.restarted),
             ("ended", &self.ended),
             ("unchanged", &self.unchanged),
             ("failed", &self.failed),
-        ];
-        let said = counts.iter().filter(|(_, tasks)| !tasks.is_empty());
+        ]
+    }
+
+    fn fields(&self) -> Map<String, Value> {
+        let each = self.lists().into_iter();
+        each.map(|(what, tasks)| (what.to_owned(), tasks.clone().into()))
+            .collect()
+    }
+
+    fn text(&self) -> String {
+        let said = self.lists().into_iter().filter(|(_, tasks)| !tasks.is_empty());
         let said: Vec<_> = said
             .map(|(what, tasks)| format!("{what}: {}", tasks.join(", ")))
             .collect();
@@ -355,7 +353,7 @@ impl Tasks {
     }
 
     /// Makes the tasks of the file those that it has. What is the same goes on.
-    pub(super) fn reload(&self, config: Config) -> Result<Value, Refused> {
+    pub(super) fn reload(&self, config: Config) -> Map<String, Value> {
         let _one = self.reloading.lock();
         let mut done = Reloaded::default();
         let known: Vec<(TaskName, Task)> = {
@@ -380,8 +378,8 @@ impl Tasks {
                 Some((_, old)) => self.change(&name, old, task, &mut done),
             }
         }
-        self.tell("reloaded", done.json(), &done.text());
-        Ok(done.json())
+        self.tell("reloaded", done.fields().into(), &done.text());
+        done.fields()
     }
 
     fn change(&self, name: &TaskName, old: &Task, new: Task, done: &mut Reloaded) {
