@@ -16,7 +16,7 @@ use roce_verbs::provider::VerbsError;
 
 use crate::{
     device::{DeviceConfig, Services},
-    local::serves,
+    open::serves,
     shards::Inbox,
     shared::{Listeners, join_error},
 };

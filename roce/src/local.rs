@@ -174,7 +174,7 @@ impl Ports for Members {
         let any = || {
             self.0
                 .iter()
-                .position(|m| m.addr.is_unspecified() && serves(m.addr, dst))
+                .position(|m| m.addr.is_unspecified() && open::serves(m.addr, dst))
         };
         if let Some(src) = src {
             let found = has(src).or_else(any);
@@ -212,11 +212,6 @@ impl Ports for Members {
             shard.conn_change(change);
         }
     }
-}
-
-/// Whether a device on all addresses has those of the peer's IP version; `::` has both.
-pub(crate) fn serves(any: IpAddr, dst: IpAddr) -> bool {
-    any.is_ipv6() || dst.to_canonical().is_ipv4()
 }
 
 /// Devices without a thread or a lock: the caller's loop receives, runs timers and sends, and between that uses them as a

@@ -61,6 +61,11 @@ fn udp_config(config: &DeviceConfig) -> UdpConfig {
     }
 }
 
+/// Whether a device on all addresses has those of the peer's IP version; `::` has both.
+pub(crate) fn serves(any: IpAddr, dst: IpAddr) -> bool {
+    any.is_ipv6() || dst.to_canonical().is_ipv4()
+}
+
 /// Each address is one device's; an unspecified one has all of its IP version, and `::` those of both.
 pub(crate) fn check_apart(configs: &[DeviceConfig]) -> Result<(), VerbsError> {
     let covers = |a: IpAddr, b: IpAddr| a == b || (a.is_unspecified() && (a.is_ipv6() || b.is_ipv4()));

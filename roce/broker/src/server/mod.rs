@@ -18,6 +18,7 @@ mod tests;
 pub(crate) use {client::MAX_WAITING_BYTES, ended::MAX_SETS, requests::MAX_NAME};
 
 pub use quota::Quotas;
+pub use systemd::Notify;
 
 use std::{
     ffi::{OsStr, OsString},

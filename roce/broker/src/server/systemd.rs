@@ -24,15 +24,20 @@ use crate::sys;
 const FIRST: i32 = 3;
 
 /// Where to tell systemd something; does nothing when not started by it.
-pub(super) struct Notify(Option<OsString>);
+#[derive(Debug)]
+pub struct Notify(Option<OsString>);
 
 impl Notify {
-    pub(super) fn from_env() -> Self {
+    /// The socket that the environment names, if it names one.
+    pub fn from_env() -> Self {
         Self(environment::var_os("NOTIFY_SOCKET"))
     }
 
-    /// Sends a message like `READY=1`.
-    pub(super) fn say(&self, text: &str, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    /// Sends a message like `READY=1`, and a descriptor with it if there is one.
+    ///
+    /// # Errors
+    /// When nobody listens there, and those of sending.
+    pub fn say(&self, text: &str, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
         let Some(name) = &self.0 else { return Ok(()) };
         let addr = match name.as_bytes().strip_prefix(b"@") {
             Some(name) => SocketAddrUnix::new_abstract_name(name)?,
