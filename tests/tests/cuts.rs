@@ -254,7 +254,7 @@ fn a_cut_network_is_left_for_the_other_and_taken_again() {
 /// What a process has that must not grow.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Held {
-    threads: u64,
+    threads: usize,
     descriptors: usize,
     /// Protection domains, registrations, keys, completion queues, queue pairs, connections.
     objects: Vec<u64>,
@@ -265,9 +265,25 @@ fn held(process: &mut Running) -> Held {
     let stats = process.ask(json!({ "do": "stats" }));
     let objects = ["pds", "mrs", "keys", "cqs", "qps", "cms"];
     Held {
-        threads: status(&folder, "Threads:"),
+        threads: threads(&folder),
         descriptors: fs::read_dir(folder.join("fd")).unwrap().count(),
         objects: objects.map(|what| stats[what].as_u64().unwrap()).to_vec(),
+    }
+}
+
+/// How many there are once the one has ended that has answered.
+fn threads(folder: &Path) -> usize {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        let tasks = fs::read_dir(folder.join("task")).unwrap();
+        // A thread may end in between.
+        let names = tasks.filter_map(|task| fs::read_to_string(task.unwrap().path().join("comm")).ok());
+        let names: Vec<String> = names.collect();
+        if names.iter().all(|name| name.trim() != "ferroce-ctl") {
+            return names.len();
+        }
+        assert!(Instant::now() < end, "a request is not over: {names:?}");
+        thread::sleep(Duration::from_millis(5));
     }
 }
 

@@ -91,6 +91,13 @@ impl Lab {
         self.map.event("session_lost");
     }
 
+    /// Until so many requests wait for the server.
+    fn until_it_waits(&mut self, requests: u64) {
+        eventually("the requests wait for the server", || {
+            self.map.ask(json!({ "do": "list" }))["devices"][0]["waiting"] == requests
+        });
+    }
+
     fn restart_server(&mut self) {
         self.serve = start_server(self.server, self.dir.path());
     }
@@ -355,9 +362,8 @@ fn memory_and_rings_are_taken_away_when_nothing_is_under_way() {
         guest.put(BUFFERS, &bytes);
         let head = guest.submit(0, kind::OUT, sector, &[(BUFFERS, 4096)], &[]);
         guest.kick(0);
+        lab.until_it_waits(1);
         let (mut front, regions) = (guest.front.clone(), guest.regions());
-        // A front end that talks of the ring that was kicked comes after the kick.
-        front.set_vring_enable(0, true).unwrap();
         let taking = thread::spawn(move || match what {
             "the memory" => front.set_mem_table(&regions).map(|_| 0).unwrap(),
             "a region" => front.remove_mem_region(&regions[2]).map(|()| 0).unwrap(),
@@ -408,7 +414,7 @@ fn one_front_end_at_a_time_and_the_next_when_it_has_left() {
         guest.submit(0, kind::OUT, 0, &[(BUFFERS, 4096)], &[]);
     }
     guest.kick(0);
-    guest.front.set_vring_enable(0, true).unwrap();
+    lab.until_it_waits(20);
     drop(guest);
     thread::sleep(A_MOMENT);
     assert!(!other.is_finished());
