@@ -36,6 +36,7 @@ impl Report {
 
 /// Does it.
 pub(super) fn run(client: &mut Client, verb: &Verb, json: bool) -> Result<(), Failure> {
+    client.follow()?;
     let mut act = Act {
         report: Report { json, done: Vec::new() },
         client,

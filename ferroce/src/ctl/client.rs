@@ -7,6 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use indicatif::{ProgressBar, ProgressStyle};
 use nix::unistd::geteuid;
 use roce_verbs::shown;
 use serde::de::DeserializeOwned;
@@ -20,8 +21,8 @@ use crate::{
 
 /// How often a wait looks whether the user wants to end.
 const LOOK: Duration = Duration::from_millis(100);
-/// After that time a user is told that we still wait, and again.
-const SILENCE: Duration = Duration::from_secs(3);
+/// After that time a user is shown that we still wait.
+const SILENCE: Duration = Duration::from_secs(1);
 /// Bytes of an answer at most.
 const MAX_ANSWER: u64 = 256 << 20;
 
@@ -52,6 +53,51 @@ impl From<NotDone> for Failure {
     }
 }
 
+/// What a user is shown while an answer is long in coming.
+struct Progress {
+    since: Instant,
+    bar: Option<ProgressBar>,
+    /// What has happened last meanwhile.
+    news: String,
+}
+
+impl Progress {
+    fn new() -> Self {
+        Self {
+            since: Instant::now(),
+            bar: None,
+            news: String::new(),
+        }
+    }
+
+    fn hear(&mut self, event: &Value) {
+        if let Some(line) = event["text"].as_str().and_then(|text| text.lines().next()) {
+            self.news = format!(", {}", shown(line));
+        }
+    }
+
+    /// Where nobody looks nothing is shown.
+    fn show(&mut self) {
+        if self.bar.is_none() && self.since.elapsed() >= SILENCE && io::stderr().is_terminal() {
+            let style = ProgressStyle::with_template("{spinner} {elapsed} not done yet (ctrl-C: do not wait for it){wide_msg}");
+            let bar = ProgressBar::new_spinner().with_elapsed(self.since.elapsed());
+            self.bar = Some(style.map_or(bar.clone(), |style| bar.with_style(style)));
+        }
+        if let Some(bar) = &self.bar {
+            bar.set_message(self.news.clone());
+            bar.tick();
+        }
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        if let Some(bar) = self.bar.take() {
+            bar.finish_and_clear();
+        }
+    }
+}
+
 /// A line that came.
 enum Line {
     Json(Value),
@@ -79,6 +125,14 @@ impl Client {
         Ok(this)
     }
 
+    /// Hears of what happens, to show it to a user who waits.
+    pub(super) fn follow(&mut self) -> Result<(), Failure> {
+        match io::stderr().is_terminal() {
+            true => self.ask(json!({ "do": "subscribe" })).map(drop),
+            false => Ok(()),
+        }
+    }
+
     /// Asks, and is not refused.
     pub(super) fn ask(&mut self, request: Value) -> Result<Value, Failure> {
         Ok(self.try_ask(request)??)
@@ -90,15 +144,9 @@ impl Client {
         request["id"] = self.asked.into();
         // Who has refused us has said why, though it takes no more.
         let sent = self.stream.get_mut().write_all(format!("{request}\n").as_bytes());
-        let mut told = Instant::now();
+        let mut progress = Progress::new();
         loop {
-            let line = self.line(|| {
-                if told.elapsed() >= SILENCE && io::stderr().is_terminal() {
-                    told = Instant::now();
-                    eprintln!("... not done yet (ctrl-C: do not wait for it)");
-                }
-            })?;
-            let answer = match line {
+            let answer = match self.line(|| progress.show())? {
                 Line::Json(answer) => answer,
                 Line::Stopped => return Err(Failure::reported(130)),
                 Line::End => {
@@ -106,7 +154,11 @@ impl Client {
                     return Err(Failure::failed(format!("the process has ended the connection{why}")));
                 }
             };
-            if answer["event"] != "answer" || (answer["id"] != self.asked && !answer["id"].is_null()) {
+            if answer["event"] != "answer" {
+                progress.hear(&answer);
+                continue;
+            }
+            if answer["id"] != self.asked && !answer["id"].is_null() {
                 continue;
             }
             return Ok(match answer["ok"] == true {

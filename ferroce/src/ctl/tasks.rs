@@ -36,6 +36,7 @@ pub(super) fn list(client: &mut Client, as_json: bool) -> Result<(), Failure> {
 
 /// Has the configuration read again.
 pub(super) fn reload(client: &mut Client, as_json: bool) -> Result<(), Failure> {
+    client.follow()?;
     let mut answer = client.ask(json!({ "do": "reload" }))?;
     let failed = answer["failed"].as_array().is_some_and(|failed| !failed.is_empty());
     if let Some(fields) = answer.as_object_mut() {
@@ -58,6 +59,7 @@ pub(super) fn reload(client: &mut Client, as_json: bool) -> Result<(), Failure> 
 
 /// Ends a task.
 pub(super) fn stop(client: &mut Client, task: &str, as_json: bool) -> Result<(), Failure> {
+    client.follow()?;
     client.ask(json!({ "do": "stop", "task": task }))?;
     match as_json {
         true => output::json(&json!({ "done": [format!("stopped {task}")] })),
