@@ -137,7 +137,7 @@ pub enum PathError {
     #[error("the client has given the path up")]
     GivenUp,
     /// The peer gave no sign of life.
-    #[error("no heartbeat within {0:?}")]
+    #[error("no heartbeat within {:?}", Duration::from_millis(_0.as_millis() as u64))]
     HeartbeatLost(Duration),
     /// The peer did not finish the handshake.
     #[error("no handshake within {0:?}")]
