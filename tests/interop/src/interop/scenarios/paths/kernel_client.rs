@@ -105,8 +105,8 @@ pub(super) fn client_down(c: &mut Ctx<'_>) -> Result<(), Error> {
 /// here).
 pub(super) const BY_TURNS: &str = "echo round-robin > $C/mpath_policy\n";
 
-/// Maps with two paths; both carry load.
-const START: &str = "map_by path=$P0 path=$P1; up 2 100; load 16M $RUNTIME; carried $P0; carried $P1; paths\n";
+/// Maps with two paths; both carry load, until fio is told to end.
+const START: &str = "map_by path=$P0 path=$P1; up 2 100; load 16M 1800; carried $P0; carried $P1; paths\n";
 
 /// The path that was cut is known to be gone, and fio goes on by the other.
 const GONE: &str = "paths; [ $(connected) = 1 ]; pidof fio >/dev/null\n";
@@ -155,8 +155,7 @@ fn two_paths(c: &mut Ctx<'_>, case: Case) -> Result<String, Error> {
 /// fio's report, and what was printed after that.
 fn cut_in_io(c: &mut Ctx<'_>, case: Case) -> Result<(String, String), Error> {
     let (head, cut) = (head(c, case.ip)?, case.cut);
-    let runtime = cut.seconds() + 15;
-    let start = format!("RUNTIME={runtime}\n{}{head}{CLIENT_UP}{START}", rnbd::INSMOD_CLIENT);
+    let start = format!("{}{head}{CLIENT_UP}{START}", rnbd::INSMOD_CLIENT);
     script(c, &start, 120)?;
     cut.set(c, false)?;
     std::thread::sleep(Duration::from_secs(cut.seconds()));
@@ -164,7 +163,7 @@ fn cut_in_io(c: &mut Ctx<'_>, case: Case) -> Result<(String, String), Error> {
     // Also for the next scenario.
     cut.set(c, true)?;
     gone?;
-    let report = script(c, &format!("{head}report\n"), 240)?;
+    let report = script(c, &format!("{head}unload\n"), 240)?;
     Ok((report, script(c, &format!("{head}{BY_TURNS}{BACK}"), 400)?))
 }
 
