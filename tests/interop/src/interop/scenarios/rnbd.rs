@@ -1,6 +1,7 @@
 //! 3 and 4: block devices, with the kernel as client and as server.
 
 use std::{
+    collections::BTreeMap,
     fs,
     path::Path,
     time::{Duration, Instant},
@@ -346,8 +347,9 @@ fn two_loops(c: &mut Ctx<'_>) -> Result<String, Error> {
     };
     let out = kernel_client(c, how)?;
     let to_us = format!("> {}:", c.host(Ip::V4)?);
-    // The kernel puts a request and its data into one message.
-    let mut requests = [0; 2];
+    // The kernel puts a request and its data into one message. Each loop is a member of the broker, whose slot is in the upper seven
+    // bits of its queue pairs' numbers (`roce_broker::Place`).
+    let mut by_slot = BTreeMap::<u32, usize>::new();
     for line in c
         .frames()?
         .lines()
@@ -355,9 +357,10 @@ fn two_loops(c: &mut Ctx<'_>) -> Result<String, Error> {
     {
         let qpn = line.split(" qp 0x").nth(1).and_then(|s| s.get(..6));
         let qpn = qpn.and_then(|digits| u32::from_str_radix(digits, 16).ok());
-        requests[(qpn.ok_or("a request without a queue pair")? >> 23) as usize] += 1;
+        *by_slot.entry(qpn.ok_or("a request without a queue pair")? >> 17).or_default() += 1;
     }
-    if requests.iter().any(|n| *n < 50) {
+    let requests: Vec<usize> = by_slot.into_values().collect();
+    if requests.len() != 2 || requests.iter().any(|n| *n < 50) {
         return Err(format!("messages by loop: {requests:?}").into());
     }
     Ok(format!("{out}; messages by loop: {requests:?}"))
