@@ -3,6 +3,7 @@
 //!
 //! The program under test is `$FERROCE_BIN` (cargo xtask sets it), or a debug build that is made on first use.
 
+pub mod attributes;
 pub mod device;
 pub mod nbd;
 pub mod network;

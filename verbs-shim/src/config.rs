@@ -12,6 +12,8 @@ pub(crate) const MTU: &str = "FERROCE_MTU";
 pub(crate) const UNRELIABLE_RATE: &str = "FERROCE_UNRELIABLE_RATE";
 /// Capture file; `%p` stands for the process number.
 pub(crate) const PCAP: &str = "FERROCE_PCAP";
+/// The tree of `--sysfs`.
+pub(crate) const SYS: &str = "FERROCE_SYS";
 
 /// Says something that the user has to know. Programs check errno, but it can't say why.
 pub(crate) fn complain(text: std::fmt::Arguments<'_>) {

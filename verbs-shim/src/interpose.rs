@@ -1,5 +1,6 @@
 //! File calls of libc, in front of the real ones: paths below /sys/class/infiniband lead to the private directory that
-//! [`crate::sysfs`] makes. Everything else goes straight through.
+//! [`crate::sysfs`] makes, and those to files of rtrs and rnbd to the tree of [`crate::attributes`]. Everything else goes straight
+//! through.
 
 use std::{
     ffi::CStr,
@@ -9,7 +10,7 @@ use std::{
 
 use libc::{DIR, FILE, c_char, c_int, c_void, mode_t, size_t, ssize_t};
 
-use crate::{rebind, sysfs};
+use crate::{attributes, rebind, sysfs};
 
 /// The next definition of a function, looked up once.
 pub(crate) struct Next {
@@ -66,6 +67,33 @@ unsafe fn target(path: *const c_char, lead: fn(&CStr) -> Option<sysfs::Target>) 
     lead(unsafe { CStr::from_ptr(path) })
 }
 
+/// What a function gives back.
+trait Returned: Sized {
+    /// As the program is to have it.
+    ///
+    /// # Safety
+    /// It is what the function has given for this target.
+    unsafe fn from(self, _target: &sysfs::Target) -> Self {
+        self
+    }
+}
+
+impl Returned for c_int {}
+impl Returned for ssize_t {}
+impl Returned for *mut FILE {}
+impl Returned for *mut DIR {}
+
+/// The path where the target is.
+impl Returned for *mut c_char {
+    unsafe fn from(self, target: &sysfs::Target) -> Self {
+        if let Some(root) = target.tree {
+            // SAFETY: null, or a string in the program's room for a path or in memory that was made for it.
+            unsafe { attributes::name_under_sys(self, root) };
+        }
+        self
+    }
+}
+
 /// Functions with a path among their arguments: the real one is called with where it leads, by
 /// [`sysfs::place`], or [`sysfs::content`] for those that open files.
 macro_rules! forward {
@@ -87,7 +115,7 @@ macro_rules! forward {
                 let real = std::mem::transmute::<*mut c_void, Real>(real);
                 match target(path, sysfs::$lead) {
                     None => real($($before,)* path $(, $after)*),
-                    Some(other) => real($($before,)* other.path.as_ptr() $(, $after)*),
+                    Some(other) => Returned::from(real($($before,)* other.path.as_ptr() $(, $after)*), &other),
                 }
             }
         }

@@ -11,6 +11,7 @@
 
 mod abi;
 mod ah;
+mod attributes;
 mod batch;
 mod bell;
 mod channel;

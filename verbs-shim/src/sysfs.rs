@@ -25,6 +25,7 @@ use roce::LinkState;
 use roce::{JoinConfig, broker};
 
 use crate::{
+    attributes,
     device::{self, VerbsDevice},
     engine,
     fork::Own,
@@ -237,13 +238,21 @@ pub(crate) fn redirect(path: &CStr) -> Option<CString> {
 /// Where the way to a file leads.
 pub(crate) struct Target {
     pub(crate) path: CString,
+    /// The tree of attributes, if that is where it leads.
+    pub(crate) tree: Option<&'static Path>,
     /// What `path` names, if that is nobody else's.
     _file: Option<OwnedFd>,
 }
 
 /// The same for calls that are not about the content.
 pub(crate) fn place(path: &CStr) -> Option<Target> {
-    redirect(path).map(|path| Target { path, _file: None })
+    let of_tree = || ret::value(None, || attributes::place(path)).map(|(path, tree)| (path, Some(tree)));
+    let (path, tree) = redirect(path).map(|path| (path, None)).or_else(of_tree)?;
+    Some(Target {
+        path,
+        tree,
+        _file: None,
+    })
 }
 
 /// The same for calls that open the file: a counter is what it is now.
@@ -256,11 +265,12 @@ pub(crate) fn content(path: &CStr) -> Option<Target> {
         let path = CString::new(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
         Some(Target {
             path,
+            tree: None,
             _file: Some(file),
         })
     };
     if !is_ours(path.to_bytes()) {
-        return None;
+        return place(path);
     }
     ret::value(None, live).or_else(|| place(path))
 }

@@ -81,6 +81,17 @@ const PRIVILEGED: [&str; 16] = [
     "what_goes_into_a_wire_comes_out_on_the_same_network",
 ];
 
+/// Those of them that mount a file system of their own program (FUSE).
+const MOUNTING: [&str; 7] = [
+    "a_tree_is_its_owners_and_its_groups",
+    "a_write_that_waits_holds_up_nobody_and_can_be_interrupted",
+    "programs_find_the_tree_under_sys",
+    "the_mounted_tree_is_the_kernels",
+    "the_mounted_tree_is_what_ctl_shows",
+    "the_place_is_taken_over_from_the_dead_and_from_nobody_else",
+    "writes_are_orders_and_nothing_can_be_made",
+];
+
 /// Ignored tests that only root can run, as they need several users or a set-uid program: package and file.
 const SEVERAL_USERS: [(&str, &str); 3] = [
     ("roce-broker", "isolation"),
@@ -469,25 +480,23 @@ impl<'a> Stage<'a> {
             return Ok(Tally::not_run(why));
         }
         let mut jobs = Vec::new();
-        let mut privileged = Vec::new();
-        let may = tools::may_make_namespaces();
+        let rights: [(&[&str], bool, &str); 2] = [
+            (&PRIVILEGED, tools::may_make_namespaces(), tools::NO_NAMESPACES),
+            (&MOUNTING, tools::may_mount_fuse(), tools::NO_FUSE),
+        ];
+        let mut present = Vec::new();
         for program in self.tests.iter().filter(|t| CLIENTS_OF.contains(&t.package.as_str())) {
-            let (special, mut names): (Vec<_>, Vec<_>) = ignored(program)?
-                .into_iter()
-                .partition(|n| PRIVILEGED.contains(&n.as_str()));
-            if may {
-                names.extend(special.iter().cloned());
-            }
-            privileged.extend(special);
-            jobs.push(Job::ignored(program, names));
+            let names = ignored(program)?;
+            present.extend(names.iter().cloned());
+            let may = |name: &String| rights.iter().all(|(named, may, _)| *may || !named.contains(&name.as_str()));
+            jobs.push(Job::ignored(program, names.into_iter().filter(may).collect()));
         }
-        all_there(&PRIVILEGED, &privileged)?;
+        rights.iter().try_for_each(|(named, ..)| all_there(named, &present))?;
         let mut tally = harness::run(jobs, &[("FERROCE_BIN", &self.ferroce()?)])?;
-        if !may {
-            tally
-                .not_run
-                .push((PRIVILEGED.len() as u64, tools::NO_NAMESPACES.to_owned()));
-        }
+        let without = rights.iter().filter(|(_, may, _)| !may);
+        tally
+            .not_run
+            .extend(without.map(|(named, _, why)| (named.len() as u64, (*why).to_owned())));
         Ok(tally)
     }
 

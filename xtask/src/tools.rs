@@ -55,6 +55,14 @@ pub(crate) fn may_make_namespaces() -> bool {
     process::capture("unshare", &mut command).is_ok()
 }
 
+/// Why what mounts a FUSE file system does not run.
+pub(crate) const NO_FUSE: &str = "no right to mount a FUSE file system: not root, or no /dev/fuse";
+
+/// Whether tests may mount FUSE file systems.
+pub(crate) fn may_mount_fuse() -> bool {
+    may_make_namespaces() && Path::new("/dev/fuse").exists()
+}
+
 /// Installs what is missing with apt, or says exactly what is.
 pub(crate) fn ensure(tools: &[Tool]) -> Result<()> {
     let missing = |tools: &[Tool]| {

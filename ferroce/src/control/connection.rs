@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! {"id": 1, "do": "hello", "version": 1}
-//! {"event": "answer", "id": 1, "ok": true, "version": 1, "program": "ferroce 0.1.0", "pid": 7, "maps": true, "serves": false}
+//! {"event": "answer", "id": 1, "ok": true, "version": 1, "program": "ferroce 0.1.0", "pid": 7, "maps": true, "serves": false,
+//!  "sysfs": null}
 //! {"id": 2, "do": "add_path", "path": "127.0.0.2,127.0.0.1"}
 //! {"event": "answer", "id": 2, "ok": false, "errno": 17, "error": "the session has the path ... already"}
 //! ```
@@ -143,6 +144,7 @@ impl Requests {
             "pid": std::process::id(),
             "maps": maps,
             "serves": serves,
+            "sysfs": self.shared.sysfs(),
         });
         self.answer(&request["id"], Ok(ops::fields(hello)));
         Ok(())

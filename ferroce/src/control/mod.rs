@@ -1,4 +1,5 @@
-//! What a running `serve` or `map` can be looked at and steered by: its control socket, and metrics by HTTP.
+//! What a running `serve` or `map` can be looked at and steered by: its control socket, a mounted tree of its attributes, and
+//! metrics by HTTP.
 
 pub(crate) mod address;
 pub(crate) mod connection;
@@ -18,7 +19,7 @@ use std::{
     os::unix::{fs::DirBuilderExt, net::UnixStream},
     path::{Path, PathBuf},
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicBool, Ordering},
     },
     thread,
@@ -31,6 +32,7 @@ use nix::{
 };
 use rnbd_admin::{Names, Registry};
 use rnbd_host::socket_file::{Access, SocketFile};
+use rnbd_sysfs::{MountError, Mounted};
 use roce_verbs::shown;
 
 pub(crate) use events::Events;
@@ -57,13 +59,20 @@ pub(crate) struct ControlArgs {
     /// output
     #[arg(long, value_name = "SOCKET")]
     control: Vec<PathBuf>,
-    /// Group of the socket, by name or number [default: that of the process]
+    /// Group of the socket and of the files of --sysfs, by name or number [default: that of the process]
     #[arg(long, value_name = "GROUP")]
     control_group: Option<String>,
     /// Serve statistics in Prometheus's text format by HTTP, at /metrics; an address on which others than this host can be reached
     /// shows them to everybody
     #[arg(long, value_name = "[ADDR:]PORT", value_parser = metrics_address)]
     metrics: Option<SocketAddr>,
+    /// Mount the attributes there as a file system (FUSE), with the paths, texts and modes that Linux has under /sys, until the end;
+    /// who may use the control socket may use it. `ferroce run -- TOOL` finds it there by itself: /run/ferroce/sys
+    #[arg(long, value_name = "DIR")]
+    sysfs: Option<PathBuf>,
+    /// Only names of the kernel's code there, without those that only its documents have
+    #[arg(long, requires = "sysfs")]
+    sysfs_strict: bool,
 }
 
 fn metrics_address(text: &str) -> Result<SocketAddr, String> {
@@ -79,6 +88,8 @@ pub(crate) struct Shared {
     pub(crate) roster: Arc<Roster>,
     pub(crate) registry: Registry,
     pub(crate) events: Events,
+    /// Where the attributes are mounted.
+    sysfs: OnceLock<PathBuf>,
     /// It ends: what was asked for is answered, and nothing more is taken.
     ending: AtomicBool,
 }
@@ -86,6 +97,11 @@ pub(crate) struct Shared {
 impl Shared {
     pub(crate) fn is_ending(&self) -> bool {
         self.ending.load(Ordering::Acquire)
+    }
+
+    /// Where the attributes are mounted, if they are.
+    pub(crate) fn sysfs(&self) -> Option<&Path> {
+        self.sysfs.get().map(PathBuf::as_path)
     }
 }
 
@@ -96,6 +112,8 @@ pub(crate) struct Control {
     /// Removed at the end, after those who have connected are told.
     _files: Vec<SocketFile>,
     stdio: Option<connection::Requests>,
+    /// Unmounted at the end.
+    sysfs: Option<Mounted>,
 }
 
 impl Control {
@@ -106,6 +124,7 @@ impl Control {
             registry: Registry::new(roster.clone(), Names::All),
             roster,
             events: Events::default(),
+            sysfs: OnceLock::new(),
             ending: AtomicBool::new(false),
         });
         let mut this = Self {
@@ -113,11 +132,18 @@ impl Control {
             acceptors: Vec::new(),
             _files: Vec::new(),
             stdio: None,
+            sysfs: None,
         };
-        if args.control_group.is_some() && args.control.is_empty() {
-            return Err(Failure::usage("--control-group is of a --control socket"));
+        if args.control_group.is_some() && args.control.is_empty() && args.sysfs.is_none() {
+            return Err(Failure::usage("--control-group is of a --control socket, or of --sysfs"));
         }
         let group = args.control_group.as_deref().map(peer::group).transpose()?;
+        // First of all, so that who has found the socket is told of it.
+        if let Some(dir) = &args.sysfs {
+            let names = if args.sysfs_strict { Names::Mainline } else { Names::All };
+            let mounted = this.mount(dir, names, group);
+            mounted.map_err(|e| Failure::failed(format!("--sysfs {}: {e}", dir.display())))?;
+        }
         for path in &args.control {
             match path.as_os_str() == STDIO {
                 true => this.listen_on_stdio(),
@@ -173,6 +199,14 @@ impl Control {
         Ok(())
     }
 
+    fn mount(&mut self, dir: &Path, names: Names, group: Option<u32>) -> Result<(), MountError> {
+        let registry = self.shared.registry.with_names(names);
+        let mounted = Mounted::mount(dir, registry, Door::new(group))?;
+        let _ = self.shared.sysfs.set(mounted.dir().to_owned());
+        self.sysfs = Some(mounted);
+        Ok(())
+    }
+
     fn serve_metrics(&mut self, addr: SocketAddr) -> io::Result<()> {
         let listener = TcpListener::bind(addr)?;
         let shared = self.shared.clone();
@@ -199,6 +233,7 @@ impl Drop for Control {
         if let Some(requests) = self.stdio.take() {
             requests.end();
         }
+        drop(self.sysfs.take());
     }
 }
 

@@ -194,6 +194,7 @@ mod tests {
             registry: Registry::new(roster.clone(), Names::All),
             roster,
             events: Events::default(),
+            sysfs: std::sync::OnceLock::new(),
             ending: AtomicBool::new(false),
         }
     }

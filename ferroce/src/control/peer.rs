@@ -1,4 +1,4 @@
-//! Who may use a control socket: root, its owner, and the members of its group.
+//! Who may use a control socket and a mounted tree: root, its owner, and the members of its group.
 //!
 //! The file's mode says the same, and the system holds to it; whoever has got around it, as by a changed mode, is told here.
 
@@ -14,6 +14,7 @@ use nix::{
 };
 use rnbd::Errno;
 use rnbd_host::control::Refused;
+use rnbd_sysfs::{Admission, Caller};
 
 use super::{Shared, connection, sockets};
 use crate::output::Failure;
@@ -96,9 +97,12 @@ impl Door {
         }
     }
 
+    fn lets_in(&self, user: u32, group: u32, further: impl FnOnce() -> Vec<u32>) -> bool {
+        user == 0 || user == self.owner || group == self.group || further().contains(&self.group)
+    }
+
     fn admits(&self, peer: &Peer) -> Result<(), Refused> {
-        let is_member = peer.group == self.group || peer.further.contains(&self.group);
-        if peer.user == 0 || peer.user == self.owner || is_member {
+        if self.lets_in(peer.user, peer.group, || peer.further.clone()) {
             return Ok(());
         }
         let text = format!(
@@ -112,7 +116,7 @@ impl Door {
     pub(super) fn let_in(&self, shared: &Arc<Shared>, mut stream: &UnixStream) {
         let admitted = Peer::of(stream)
             .map_err(|e| Refused::new(Errno::EIO, format!("who are you? {e}")))
-            .and_then(|peer| self.admits(&peer));
+            .and_then(|peer| Self::admits(self, &peer));
         match admitted {
             Ok(()) => sockets::converse(shared, stream),
             Err(refused) => {
@@ -121,6 +125,16 @@ impl Door {
                 let _ = stream.write_all(connection::refusal(&refused).as_bytes());
             }
         }
+    }
+}
+
+impl Admission for Door {
+    fn admits(&self, caller: &Caller) -> bool {
+        self.lets_in(caller.user, caller.group, || caller.further_groups())
+    }
+
+    fn group(&self) -> u32 {
+        self.group
     }
 }
 
@@ -137,10 +151,10 @@ mod tests {
             further: further.to_vec(),
         };
         for let_in in [peer(0, 0, &[]), peer(7, 1, &[]), peer(8, 70, &[]), peer(8, 1, &[2, 70])] {
-            assert_eq!(door.admits(&let_in), Ok(()), "{let_in:?}");
+            assert_eq!(Door::admits(&door, &let_in), Ok(()), "{let_in:?}");
         }
         for not in [peer(8, 7, &[]), peer(70, 71, &[0, 7])] {
-            assert_eq!(door.admits(&not).unwrap_err().errno, Errno::EACCES, "{not:?}");
+            assert_eq!(Door::admits(&door, &not).unwrap_err().errno, Errno::EACCES, "{not:?}");
         }
     }
 

@@ -16,7 +16,7 @@ use toml::{
 use crate::{map::MapArgs, output::Failure, serve::ServeArgs};
 
 /// Options that are the daemon's own.
-const NOT_KEYS: [&str; 7] = [
+const NOT_KEYS: [&str; 9] = [
     "help",
     "daemon",
     "json",
@@ -24,6 +24,8 @@ const NOT_KEYS: [&str; 7] = [
     "control",
     "control-group",
     "metrics",
+    "sysfs",
+    "sysfs-strict",
 ];
 
 /// What is wrong with a file, and where.

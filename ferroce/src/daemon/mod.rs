@@ -52,7 +52,7 @@ The file is TOML. It has a table for each server and each mapping, whose keys ar
   on-loss = \"queue\"
 
 An option without a value is true or false, one that may be given several times has an array, and `on|off` is true or false, too.
-`json`, `stats-interval`, `control` and `metrics` are the daemon's own options.
+`json`, `stats-interval`, `control`, `metrics` and `sysfs` are the daemon's own options.
 
 SIGHUP, or `ferroce ctl reload`, has the file read again. What is the same goes on untouched; of a mapping, devices, paths, policy, reconnects and \
 --on-loss change while it runs, of a server its exports, which stay for who has them open; what else has changed begins anew. A file with a mistake \

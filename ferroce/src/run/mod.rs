@@ -1,6 +1,7 @@
 //! `ferroce run`: programs written for libibverbs and librdmacm, over our stack.
 
 mod elf;
+mod tree;
 
 use std::{
     ffi::{OsStr, OsString},
@@ -26,6 +27,7 @@ const MTU_VARIABLE: &str = "FERROCE_MTU";
 const RATE_VARIABLE: &str = "FERROCE_UNRELIABLE_RATE";
 const PCAP_VARIABLE: &str = "FERROCE_PCAP";
 const BROKER_VARIABLE: &str = "FERROCE_BROKER";
+const SYS_VARIABLE: &str = "FERROCE_SYS";
 const PRELOAD: &str = "LD_PRELOAD";
 /// Where the dynamic linker looks first.
 const SEARCH: &str = "LD_LIBRARY_PATH";
@@ -38,12 +40,17 @@ Examples:
   ferroce run -- ibv_devinfo
   ferroce run -- ib_write_bw
   ferroce run --addr 192.0.2.7 --mtu 1024 -- rping -s -v
+  ferroce run -- rnbd list
   ferroce run --pcap /tmp/wire-%p.pcap -- ibv_rc_pingpong -g 0 192.0.2.8
 
 The program, and what it starts in turn, uses ferroce instead of RDMA hardware: one device for each interface (ferroce0, \
 ferroce1, …), whose GIDs are the interface's addresses. The library is preloaded (LD_PRELOAD), and found as libibverbs.so.1 and \
 librdmacm.so.1 (LD_LIBRARY_PATH); for most programs either is enough. No privilege is needed. Any number of processes share the \
 addresses, by means of a small broker that the first one starts and that ends after the last (`ferroce stat` shows them).
+
+Tools for rtrs and rnbd of Linux find what `ferroce serve`, `map` and `daemon` have mounted with --sysfs: paths below /sys/class/rnbd-client, \
+rnbd-server, rtrs-client and rtrs-server, /sys/module/rnbd_server and rtrs_server, and /sys/block/DEVICE lead there. It is looked for where the \
+process behind the control socket says ($FERROCE_CONTROL, or a daemon's), then in /run/ferroce/sys and $XDG_RUNTIME_DIR/ferroce/sys.
 
 Environment, also for programs that load the library on their own, but for those with rights that their user hasn't \
 (set-uid, capabilities):
@@ -53,6 +60,7 @@ Environment, also for programs that load the library on their own, but for those
   FERROCE_UNRELIABLE_RATE
                       bytes per second of UC and UD towards one peer, or `off` (--unreliable-rate)
   FERROCE_PCAP        capture file; %p stands for the process id (--pcap)
+  FERROCE_SYS         where attributes are mounted (`ferroce map --sysfs`)
   FERROCE_BROKER      the program to start as broker; `off`: have the address alone
   FERROCE_BROKER_DIR  where the broker's socket is; default: one directory for each network namespace in
                       $XDG_RUNTIME_DIR/ferroce or /tmp/ferroce-UID, or /run/ferroce if a system broker runs
@@ -121,6 +129,11 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
         && let Ok(own) = std::env::current_exe()
     {
         command.env(BROKER_VARIABLE, own);
+    }
+    if environment::var_os(SYS_VARIABLE).is_none()
+        && let Some(dir) = tree::find()
+    {
+        command.env(SYS_VARIABLE, dir);
     }
     if let Some(path) = elf::find(program) {
         elf::check(&path).map_err(|e| Failure::with_status(126, e))?;

@@ -185,6 +185,11 @@ impl Registry {
         }
     }
 
+    /// Which names there are.
+    pub fn names(&self) -> Names {
+        self.names
+    }
+
     /// What a directory has in it, in the order in which it is there; `""` is the root.
     ///
     /// # Errors

@@ -1,0 +1,87 @@
+//! Who asks, as far as the kernel says it.
+
+use std::fs;
+
+/// Whoever a request of the file system is from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Caller {
+    /// The user.
+    pub user: u32,
+    /// The first of its groups.
+    pub group: u32,
+    /// Number of the thread, 0 if it is of a namespace that does not see us.
+    pub(crate) thread: u32,
+}
+
+impl Caller {
+    pub(crate) fn of(request: &fuser::Request) -> Self {
+        Self {
+            user: request.uid(),
+            group: request.gid(),
+            thread: request.pid(),
+        }
+    }
+
+    /// Its supplementary groups; none if the system does not tell.
+    pub fn further_groups(&self) -> Vec<u32> {
+        let status = self.status().unwrap_or_default();
+        let groups = field(&status, "Groups").unwrap_or_default();
+        groups.split_whitespace().filter_map(|group| group.parse().ok()).collect()
+    }
+
+    /// Whether a signal waits for it to return from its system call.
+    pub(crate) fn is_interrupted(&self) -> bool {
+        self.status().is_some_and(|status| has_signal(&status))
+    }
+
+    fn status(&self) -> Option<String> {
+        match self.thread {
+            0 => None,
+            thread => fs::read_to_string(format!("/proc/{thread}/status")).ok(),
+        }
+    }
+}
+
+fn field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
+    let found = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+    found.map(str::trim)
+}
+
+/// Whether a signal is pending that is not blocked (proc(5)). Ignored ones never become pending.
+fn has_signal(status: &str) -> bool {
+    let set = |name| field(status, name).and_then(|set| u64::from_str_radix(set, 16).ok());
+    let pending = set("SigPnd").unwrap_or_default() | set("ShdPnd").unwrap_or_default();
+    pending & !set("SigBlk").unwrap_or_default() != 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pending_signal_interrupts_unless_it_is_blocked() {
+        let status = |own: &str, shared: &str, blocked: &str| {
+            format!("Name:\tx\nSigQ:\t0/1\nSigPnd:\t{own}\nShdPnd:\t{shared}\nSigBlk:\t{blocked}\nSigIgn:\t0\n")
+        };
+        assert!(!has_signal(&status("0", "0000000000000000", "0")));
+        assert!(has_signal(&status("0", "0000000000000002", "0")));
+        assert!(has_signal(&status("0000000000000100", "0", "2")));
+        assert!(!has_signal(&status("2", "2", "0000000000000002")));
+        assert!(!has_signal("nothing known"));
+    }
+
+    #[test]
+    fn our_own_groups_are_found() {
+        let caller = Caller {
+            user: 0,
+            group: 0,
+            thread: std::process::id(),
+        };
+        let mut told = caller.further_groups();
+        let mut ours: Vec<u32> = nix::unistd::getgroups().unwrap().iter().map(|g| g.as_raw()).collect();
+        told.sort_unstable();
+        ours.sort_unstable();
+        assert_eq!(told, ours);
+        assert!(!caller.is_interrupted());
+    }
+}
