@@ -63,6 +63,21 @@ pub fn run<S: AsRef<OsStr> + Debug>(args: &[S]) -> Finished {
     running.finished(status)
 }
 
+/// Kills (SIGKILL) the broker of this test program's processes.
+///
+/// # Panics
+/// When there is none.
+pub fn kill_broker() {
+    let stat = run(&["stat", "--json"]);
+    let pid = stat.json().first().and_then(|stat| stat["pid"].as_i64());
+    let pid = pid.unwrap_or_else(|| panic!("no broker: {}{}", stat.stdout, stat.stderr));
+    kill(
+        Pid::from_raw(i32::try_from(pid).expect("a process id")),
+        Signal::SIGKILL,
+    )
+    .expect("it runs");
+}
+
 const RUNTIME_PREFIX: &str = "ferroce-tests-";
 
 /// Where the processes of this test program have what they have in `XDG_RUNTIME_DIR` otherwise.

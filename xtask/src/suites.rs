@@ -505,7 +505,7 @@ impl<'a> Stage<'a> {
 
 fn client_tools() -> Vec<tools::Tool> {
     let clients = tools::EXT4.into_iter().chain(tools::NBD_CLIENTS);
-    clients.chain([tools::QEMU]).collect()
+    clients.chain([tools::QEMU, tools::PERFTEST]).collect()
 }
 
 fn find<'a>(tests: &'a [TestProgram], package: &str, file: &str) -> Result<&'a TestProgram> {
