@@ -1,5 +1,5 @@
 //! What the end-to-end tests share: `ferroce` processes and what they take of the host, loopback addresses of their own, an
-//! NBD client, and a device that is checked with it. The attacks, the soak test and the lab use it too.
+//! NBD client, and a device that is checked with it, `ib_write_bw`. The attacks, the soak test and the lab use it too.
 //!
 //! The program under test is `$FERROCE_BIN` (cargo xtask sets it), or a debug build that is made on first use.
 
@@ -7,6 +7,7 @@ pub mod checked;
 pub mod device;
 pub mod nbd;
 pub mod network;
+pub mod perftest;
 pub mod process;
 pub mod signals;
 pub mod usage;

@@ -68,7 +68,14 @@ pub fn run<S: AsRef<OsStr> + Debug>(args: &[S]) -> Finished {
 /// # Panics
 /// When there is none.
 pub fn kill_broker() {
-    let stat = run(&["stat", "--json"]);
+    kill_broker_of(&run(&BROKER));
+}
+
+/// What tells of a broker.
+pub(crate) const BROKER: [&str; 2] = ["stat", "--json"];
+
+/// Kills the broker that [`BROKER`] has told of.
+pub(crate) fn kill_broker_of(stat: &Finished) {
     let pid = stat.json().first().and_then(|stat| stat["pid"].as_i64());
     let pid = pid.unwrap_or_else(|| panic!("no broker: {}{}", stat.stdout, stat.stderr));
     kill(

@@ -5,11 +5,12 @@
 
 use std::{fmt::Write as _, fs, net::Ipv4Addr, path::PathBuf, process::Command};
 
-use ferroce_loopback::tcp::{free_port, listens};
 use ferroce_tests::{
     checked::Checked,
-    device::{image, map, serve},
-    eventually, ferroce, fresh_address,
+    device::{image, map, map_args, serve, serve_args},
+    ferroce, fresh_address,
+    network::Namespace,
+    perftest::{Sides, WriteBw},
     process::{Running, kill_broker},
 };
 use nix::sys::signal::Signal;
@@ -18,9 +19,6 @@ use tempfile::TempDir;
 const MIB: usize = 1 << 20;
 /// Of the three servers, which the daemon maps.
 const DEVICES: [usize; 3] = [6, 5, 5];
-/// How many writes `ib_write_bw` makes when it shall end.
-const WRITES: &str = "500";
-
 /// What shares the address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Part {
@@ -31,72 +29,6 @@ enum Part {
 }
 
 const PARTS: [Part; 5] = [Part::Daemon, Part::Map(0), Part::Map(1), Part::Serve, Part::Verbs];
-
-/// `ib_write_bw` under `ferroce run`: a server at one address, a client at another.
-struct Verbs {
-    server: Running,
-    client: Running,
-}
-
-impl Verbs {
-    fn start(here: Ipv4Addr, far: Ipv4Addr, how: &[&str]) -> Self {
-        let port = free_port().unwrap();
-        let mut server = perftest(here, port, how, None);
-        eventually("ib_write_bw listens", || {
-            assert!(!server.has_ended(), "ib_write_bw has ended\n{}", server.stderr());
-            listens("self", port)
-        });
-        let client = perftest(far, port, how, Some(here));
-        Self { server, client }
-    }
-
-    /// It writes without end, and says so every second.
-    fn endless(here: Ipv4Addr, far: Ipv4Addr) -> Self {
-        Self::start(here, far, &["--run_infinitely", "-D", "1"])
-    }
-
-    /// It has come to its end, and all is well.
-    fn ends(self) {
-        for side in [self.client, self.server] {
-            let end = side.end();
-            assert_eq!(end.code, Some(0), "{}\n{}", end.stdout, end.stderr);
-        }
-    }
-
-    /// What it writes from now on arrives.
-    fn works(&mut self) {
-        while self.client.new_line().is_some() {}
-        // The first second may have been before.
-        for _ in 0..2 {
-            eventually("ib_write_bw tells of its writes", || {
-                assert!(
-                    !self.client.has_ended(),
-                    "ib_write_bw has ended\n{}",
-                    self.client.stderr()
-                );
-                self.client.new_line().is_some_and(|line| iterations(&line) > Some(0))
-            });
-        }
-    }
-}
-
-/// Of a line with results: `#bytes #iterations BW peak …`.
-fn iterations(line: &str) -> Option<u64> {
-    let mut words = line.split_whitespace();
-    words.next()?.parse::<u64>().ok()?;
-    words.next()?.parse().ok()
-}
-
-fn perftest(at: Ipv4Addr, port: u16, how: &[&str], to: Option<Ipv4Addr>) -> Running {
-    let mut command = Command::new("stdbuf");
-    command.arg("-oL").arg(ferroce());
-    command.args(["run", "--addr", &at.to_string(), "--", "ib_write_bw", "-F", "-p"]);
-    command
-        .arg(port.to_string())
-        .args(how)
-        .args(to.map(|to| to.to_string()));
-    Running::start_command(command, format!("ib_write_bw at {at}"))
-}
 
 struct Host {
     dir: TempDir,
@@ -111,7 +43,7 @@ struct Host {
     serve: Option<Running>,
     /// A mapping from elsewhere of what the server here exports.
     _of_serve: Option<Running>,
-    verbs: Option<Verbs>,
+    verbs: Option<WriteBw>,
     /// Of the daemon, the mappings, and the server.
     disks: [Vec<Checked>; 4],
     newcomers: usize,
@@ -147,6 +79,13 @@ impl Host {
         host
     }
 
+    fn sides(&self) -> Sides {
+        Sides {
+            server: self.here,
+            client: Some(self.far),
+        }
+    }
+
     fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
@@ -170,7 +109,7 @@ impl Host {
                 self.maps[nth] = Some(map(self.here, &self.servers[0].to_string(), &socket, &more).0);
             }
             Part::Serve => self.serve = Some(serve(self.here, &[self.export("own")], &[]).0),
-            Part::Verbs => self.verbs = Some(Verbs::endless(self.here, self.far)),
+            Part::Verbs => self.verbs = Some(WriteBw::endless(&|args| Running::start(args), self.sides())),
         }
     }
 
@@ -257,7 +196,7 @@ impl Host {
         drop(disk);
         let end = newcomer.stop();
         assert_eq!(end.code, Some(0), "{}", end.stderr);
-        Verbs::start(self.here, self.far, &["-n", WRITES]).ends();
+        WriteBw::once(&|args| Running::start(args), self.sides());
     }
 
     fn kill(&mut self, part: Part) {
@@ -266,7 +205,7 @@ impl Host {
             Part::Map(nth) => self.maps[nth].take(),
             Part::Serve => self.serve.take(),
             Part::Verbs => {
-                let Verbs { server, client } = self.verbs.take().expect("it runs");
+                let WriteBw { server, client } = self.verbs.take().expect("it runs");
                 server.signal(Signal::SIGKILL);
                 // Its client learns of it.
                 assert_ne!(client.end().code, Some(0));
@@ -316,4 +255,106 @@ fn whichever_part_of_a_storage_host_is_killed_the_others_go_on() {
         let end = daemon_or_map.expect("it runs").stop();
         assert_eq!(end.code, Some(0), "{}", end.stderr);
     }
+}
+
+/// A network namespace whose addresses nobody else has.
+struct Alone {
+    namespace: Namespace,
+    dir: TempDir,
+}
+
+impl Alone {
+    const ADDR: Ipv4Addr = Ipv4Addr::LOCALHOST;
+    /// Programs for libibverbs have all addresses.
+    const EVERYWHERE: Sides = Sides {
+        server: Self::ADDR,
+        client: None,
+    };
+
+    fn new() -> Self {
+        let more = ["addr add 10.0.0.1/32 dev lo", "addr add 10.0.0.2/32 dev lo"];
+        Self {
+            namespace: Namespace::new(&more),
+            dir: tempfile::tempdir().unwrap(),
+        }
+    }
+
+    fn run(&self, args: &[String]) -> Running {
+        self.namespace.run(args)
+    }
+
+    fn serve(&self) -> Running {
+        let exports = ["a", "b"].map(|name| {
+            let path = self.dir.path().join(name);
+            if !path.exists() {
+                image(self.dir.path(), name, &vec![0; MIB]);
+            }
+            format!("{name}={}", path.display())
+        });
+        let mut serve = self.run(&serve_args(Self::ADDR, &exports, &[]));
+        serve.event("listening");
+        serve
+    }
+
+    /// A mapping from these addresses.
+    fn map(&self, device: &str, from: &[Ipv4Addr]) -> (Running, Checked) {
+        let socket = self.dir.path().join(format!("{device}.sock"));
+        let more = ["--session", device, "--device", device];
+        let mut args = map_args(from[0], &Self::ADDR.to_string(), &socket, &more);
+        for addr in &from[1..] {
+            args.extend(["--path".to_owned(), format!("{addr},{}", Self::ADDR)]);
+        }
+        let mut map = self.run(&args);
+        map.event("mapped");
+        (map, Checked::new(&socket, device, &self.dir.path().join(device)))
+    }
+}
+
+#[test]
+#[ignore = "needs ib_write_bw, and the right to make a network namespace"]
+fn a_program_that_takes_all_addresses_comes_beside_those_that_have_some() {
+    let host = Alone::new();
+    let run = |args: &[String]| host.run(args);
+    let serve = host.serve();
+    let (map, mut a) = host.map("a", &[Alone::ADDR]);
+    let mut verbs = WriteBw::endless(&run, Alone::EVERYWHERE);
+    verbs.works();
+    a.works();
+    // Addresses that nobody had before.
+    let (other, mut b) = host.map("b", &[[10, 0, 0, 1].into()]);
+    b.works();
+    host.namespace.kill_broker();
+    verbs.works();
+    [&mut a, &mut b].into_iter().for_each(Checked::works);
+    WriteBw::once(&run, Alone::EVERYWHERE);
+    drop((a, b));
+    for ferroce in [map, other, serve] {
+        let end = ferroce.stop();
+        assert_eq!(end.code, Some(0), "{}", end.stderr);
+    }
+    verbs.works();
+    WriteBw::once(&run, Alone::EVERYWHERE);
+    // Who has had an address may have it again.
+    let _serve = host.serve();
+    let (_map, mut a) = host.map("a", &[Alone::ADDR]);
+    a.works();
+    verbs.works();
+}
+
+#[test]
+#[ignore = "needs ib_write_bw, and the right to make a network namespace"]
+fn a_storage_host_comes_beside_a_program_that_has_all_addresses() {
+    let host = Alone::new();
+    let run = |args: &[String]| host.run(args);
+    let mut verbs = WriteBw::endless(&run, Alone::EVERYWHERE);
+    verbs.works();
+    let _serve = host.serve();
+    let (_map, mut a) = host.map("a", &[Alone::ADDR]);
+    let (_other, mut b) = host.map("b", &[[10, 0, 0, 1].into(), [10, 0, 0, 2].into()]);
+    verbs.works();
+    [&mut a, &mut b].into_iter().for_each(Checked::works);
+    host.namespace.kill_broker();
+    verbs.works();
+    [&mut a, &mut b].into_iter().for_each(Checked::works);
+    WriteBw::once(&run, Alone::EVERYWHERE);
 }
