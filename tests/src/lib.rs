@@ -1,12 +1,14 @@
 //! What the end-to-end tests share: `ferroce` processes and what they take of the host, loopback addresses of their own, an
-//! NBD client. The attacks, the soak test and the lab use it too.
+//! NBD client, and a device that is checked with it, `ib_write_bw`. The attacks, the soak test and the lab use it too.
 //!
 //! The program under test is `$FERROCE_BIN` (cargo xtask sets it), or a debug build that is made on first use.
 
 pub mod attributes;
+pub mod checked;
 pub mod device;
 pub mod nbd;
 pub mod network;
+pub mod perftest;
 pub mod process;
 pub mod signals;
 pub mod usage;
@@ -47,6 +49,9 @@ pub fn ferroce() -> &'static Path {
                 "--locked",
                 "-p",
                 "ferroce",
+                // Beside it, for `ferroce run`.
+                "-p",
+                "verbs-shim",
                 "--message-format=json-render-diagnostics",
             ])
             .stderr(std::process::Stdio::inherit())

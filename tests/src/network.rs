@@ -8,7 +8,7 @@ use ferroce_wire::{
     wire::{End, Wire, WireConfig},
 };
 
-use crate::process::Running;
+use crate::process::{BROKER, Running, kill_broker_of};
 
 /// A namespace.
 pub struct Namespace(namespace::Namespace);
@@ -41,6 +41,14 @@ impl Namespace {
         let mut command = self.0.command(crate::ferroce());
         command.args(args);
         Running::start_command(command, format!("ferroce {args:?}"))
+    }
+
+    /// Kills (SIGKILL) the broker in it.
+    ///
+    /// # Panics
+    /// When there is none.
+    pub fn kill_broker(&self) {
+        kill_broker_of(&self.run(&BROKER).end());
     }
 
     /// Starts `ferroce` in it, steered by its standard input.

@@ -63,6 +63,28 @@ pub fn run<S: AsRef<OsStr> + Debug>(args: &[S]) -> Finished {
     running.finished(status)
 }
 
+/// Kills (SIGKILL) the broker of this test program's processes.
+///
+/// # Panics
+/// When there is none.
+pub fn kill_broker() {
+    kill_broker_of(&run(&BROKER));
+}
+
+/// What tells of a broker.
+pub(crate) const BROKER: [&str; 2] = ["stat", "--json"];
+
+/// Kills the broker that [`BROKER`] has told of.
+pub(crate) fn kill_broker_of(stat: &Finished) {
+    let pid = stat.json().first().and_then(|stat| stat["pid"].as_i64());
+    let pid = pid.unwrap_or_else(|| panic!("no broker: {}{}", stat.stdout, stat.stderr));
+    kill(
+        Pid::from_raw(i32::try_from(pid).expect("a process id")),
+        Signal::SIGKILL,
+    )
+    .expect("it runs");
+}
+
 const RUNTIME_PREFIX: &str = "ferroce-tests-";
 
 /// Where the processes of this test program have what they have in `XDG_RUNTIME_DIR` otherwise.

@@ -2,22 +2,17 @@
 
 use std::{
     net::Ipv4Addr,
-    os::unix::fs::FileExt,
     path::Path,
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
 use ferroce_tests::{
+    checked::Checked,
     device::{image, map, serve},
     ferroce, fresh_address,
-    nbd::Client,
-    pattern,
-    process::{Running, run},
+    process::{Running, kill_broker, run},
 };
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
+use nix::sys::signal::Signal;
 
 /// The tests of a program have one broker, and one of them kills it: they take turns.
 static TURN: Mutex<()> = Mutex::new(());
@@ -27,42 +22,17 @@ fn turn() -> MutexGuard<'static, ()> {
 }
 
 const MIB: usize = 1 << 20;
-const BLOCK: usize = 64 << 10;
 
 /// A mapped device that is written and read.
 struct Device {
     process: Running,
-    client: Client,
-    image: std::fs::File,
-    /// Blocks so far.
-    blocks: u64,
+    disk: Checked,
 }
 
 impl Device {
-    fn new(process: Running, socket: &Path, image: &Path) -> Self {
-        Self {
-            process,
-            client: Client::connect(socket).unwrap(),
-            image: std::fs::File::open(image).unwrap(),
-            blocks: 0,
-        }
-    }
-
-    /// Another block gets to the image, and comes back.
     fn works(&mut self) {
-        let (offset, data) = (self.blocks * BLOCK as u64, pattern(self.blocks + 1, BLOCK));
-        self.client.write(offset, &data).unwrap();
-        let mut there = vec![0; BLOCK];
-        self.image.read_exact_at(&mut there, offset).unwrap();
-        assert!(there == data && self.client.read(offset, BLOCK).unwrap() == data);
-        self.blocks += 1;
+        self.disk.works();
     }
-}
-
-fn broker() -> Option<Pid> {
-    let stat = run(&["stat"]);
-    let line = stat.stdout.lines().find_map(|l| l.strip_prefix("broker "))?;
-    Some(Pid::from_raw(line.split_whitespace().next()?.parse().ok()?))
 }
 
 fn mapped(from: Ipv4Addr, to: &str, dir: &Path, name: &str, more: &[&str]) -> Device {
@@ -70,7 +40,9 @@ fn mapped(from: Ipv4Addr, to: &str, dir: &Path, name: &str, more: &[&str]) -> De
     let mut args = vec!["--session", name, "--device", name];
     args.extend(more);
     let (process, _) = map(from, to, &socket, &args);
-    Device::new(process, &socket, &dir.join(name))
+    // The first device is that without a name.
+    let disk = Checked::new(&socket, "", &dir.join(name));
+    Device { process, disk }
 }
 
 #[test]
@@ -95,14 +67,14 @@ fn mappings_and_servers_share_an_address_and_go_on_when_one_of_them_or_the_broke
     let mut a = mapped(here, &far.to_string(), dir.path(), "a", &[]);
     [&mut a, &mut b, &mut d].into_iter().for_each(Device::works);
 
-    kill(broker().expect("there is a broker"), Signal::SIGKILL).unwrap();
+    kill_broker();
     [&mut a, &mut b, &mut d].into_iter().for_each(Device::works);
     let mut c = mapped(here, &far.to_string(), dir.path(), "c", &["--threads", "2"]);
     [&mut a, &mut b, &mut c, &mut d].into_iter().for_each(Device::works);
 
     own.stop();
     [&mut a, &mut b, &mut c].into_iter().for_each(Device::works);
-    drop(c.client);
+    drop(c.disk);
     assert_eq!(c.process.stop().code, Some(0));
     [&mut a, &mut b].into_iter().for_each(Device::works);
 }

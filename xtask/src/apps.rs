@@ -15,7 +15,7 @@ const PYVERBS: Tool = Tool::new("/usr/share/doc/rdma-core/tests/__init__.py", "p
 /// Programs of the set `ci`.
 const CI_PROGRAMS: [Tool; 9] = [
     Tool::new("ibv_devinfo", "ibverbs-utils"),
-    Tool::new("ib_write_bw", "perftest"),
+    tools::PERFTEST,
     Tool::new("rping", "rdmacm-utils"),
     Tool::new("qperf", "qperf"),
     Tool::new("valgrind", "valgrind"),

@@ -46,7 +46,7 @@ enum Task {
     ///
     /// Suites: `unit` (the tests of the workspace), `sim` (simulated networks, and storage on them, from the same seeds each time
     /// and from fresh ones, which are printed, and the corpora of the fuzz targets), `end-to-end` (two processes of the program),
-    /// `real-clients` (tests marked ignored because they need qemu-img, nbdcopy or fio, which are installed first),
+    /// `real-clients` (tests marked ignored because they need qemu-img, nbdcopy, fio or ib_write_bw, which are installed first),
     /// `apps` (unmodified RDMA programs, which are installed first, under `ferroce run`), `interop` (scenarios against
     /// Linux kernels in virtual machines; needs root and Debian's package archive), `flood` (the soak test, in the full
     /// set only). The workspace is built as a whole before, in the dev profile; in the full set the programs under test are

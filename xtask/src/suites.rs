@@ -62,7 +62,7 @@ const ALONE: [(&str, &str); 5] = [
 /// Ignored tests that need programs of others, or rights: packages.
 const CLIENTS_OF: [&str; 4] = ["rnbd-disk", "rnbd-host", "ferroce-tests", "ferroce-wire"];
 /// Those of them that make a namespace, mount a file system or set up a loop device.
-const PRIVILEGED: [&str; 16] = [
+const PRIVILEGED: [&str; 18] = [
     "a_block_device_has_its_own_geometry",
     "a_block_device_is_written_discarded_and_zeroed",
     "a_cut_network_is_left_for_the_other_and_taken_again",
@@ -71,7 +71,9 @@ const PRIVILEGED: [&str; 16] = [
     "a_flush_at_one_loop_covers_the_writes_of_another",
     "a_full_disk_is_an_error_and_what_was_flushed_stays",
     "a_lossy_wire_loses_what_it_counts",
+    "a_program_that_takes_all_addresses_comes_beside_those_that_have_some",
     "a_read_only_block_device_is_not_opened_for_writing",
+    "a_storage_host_comes_beside_a_program_that_has_all_addresses",
     "addresses_of_both_ip_versions_come_and_go_at_several_loops",
     "closing_an_image_file_makes_it_durable",
     "flaps_leave_nothing_behind",
@@ -514,7 +516,7 @@ impl<'a> Stage<'a> {
 
 fn client_tools() -> Vec<tools::Tool> {
     let clients = tools::EXT4.into_iter().chain(tools::NBD_CLIENTS);
-    clients.chain([tools::QEMU]).collect()
+    clients.chain([tools::QEMU, tools::PERFTEST]).collect()
 }
 
 fn find<'a>(tests: &'a [TestProgram], package: &str, file: &str) -> Result<&'a TestProgram> {

@@ -24,6 +24,9 @@ pub(crate) const NBD_CLIENTS: [Tool; 3] = [
     Tool::new("fio", "fio"),
 ];
 
+/// Programs for libibverbs.
+pub(crate) const PERFTEST: Tool = Tool::new("ib_write_bw", "perftest");
+
 /// Runs virtual machines.
 pub(crate) const QEMU: Tool = Tool::new("qemu-system-x86_64", "qemu-system-x86");
 

@@ -42,17 +42,6 @@ pub enum GroupError {
         /// Who, and what to do.
         holder: String,
     },
-    /// A group for all addresses and one for a single one can't be told apart.
-    #[error(
-        "the broker has opened {other} by itself, so it can't open all addresses ({addr}): give this program one \
-             address, or wait until the others have ended"
-    )]
-    Overlap {
-        /// The address for all.
-        addr: IpAddr,
-        /// The single one.
-        other: IpAddr,
-    },
     /// The address is no interface's.
     #[error("{0} is not an address of this host (`ip addr` lists them)")]
     NotLocal(IpAddr),
@@ -205,12 +194,13 @@ impl Array {
 }
 
 impl Group {
-    /// Opens a group. Packets for other slots than 0 are dropped until these are [taken](Self::take).
+    /// Opens a group. Packets for other slots than 0 are dropped until these are [taken](Self::take). `beside`: the addresses of
+    /// the other groups of whoever opens it, of which some may include this one's or be included.
     ///
     /// # Errors
     /// When somebody has the port already, or the address is not ours; with [`Steering::Array`] also when this process may
     /// not load programs.
-    pub fn open(addr: IpAddr, steering: Steering) -> Result<Self, GroupError> {
+    pub fn open(addr: IpAddr, steering: Steering, beside: &[IpAddr]) -> Result<Self, GroupError> {
         if steering == Steering::Array {
             // A former member may have kept a socket, which must not be in the way: no check that nobody has the port.
             let array = Array::open(addr)?;
@@ -218,8 +208,7 @@ impl Group {
             let array = Some(array);
             return Ok(Self { addr, vault, array });
         }
-        // A group of another broker of this user would let us in, behind its own sockets.
-        drop(bind(addr, false)?);
+        check_free(addr, beside)?;
         let first = bind(addr, true)?;
         let mut program = program();
         roce_net::steer_group(first.as_fd(), &mut program).map_err(context("attaching the steering program"))?;
@@ -394,6 +383,30 @@ impl Group {
     }
 }
 
+/// Whether nobody else has the port of an address. A group of another broker of this user would let us in, behind its own
+/// sockets.
+fn check_free(addr: IpAddr, beside: &[IpAddr]) -> Result<(), GroupError> {
+    let overlaps = |other: &IpAddr| {
+        let includes = other.is_unspecified() || addr.is_unspecified();
+        *other == addr || (includes && other.is_ipv4() == addr.is_ipv4())
+    };
+    if !beside.iter().any(overlaps) {
+        return bind(addr, false).map(drop);
+    }
+    // Our own sockets are in the way of such an attempt.
+    let bound = holder::bound_addresses(ROCE_UDP_PORT).map_err(context("reading who has the UDP port"))?;
+    match bound
+        .into_iter()
+        .find(|other| overlaps(other) && !beside.contains(other))
+    {
+        None => Ok(()),
+        Some(other) => Err(GroupError::Taken {
+            addr: other,
+            holder: holder::explain(other, ROCE_UDP_PORT),
+        }),
+    }
+}
+
 /// Descriptors in the vault of a group of [`Steering::Array`].
 const PARTS: usize = 4;
 
@@ -493,9 +506,9 @@ mod tests {
 
     fn check(addr: &str) {
         let addr: IpAddr = addr.parse().unwrap();
-        let group = Group::open(addr, Steering::Index).unwrap();
+        let group = Group::open(addr, Steering::Index, &[]).unwrap();
         assert!(
-            matches!(Group::open(addr, Steering::Index), Err(GroupError::Taken { .. })),
+            matches!(Group::open(addr, Steering::Index, &[]), Err(GroupError::Taken { .. })),
             "there is one already"
         );
         let take = |group: &Group, slot| blocking(group.take(place(slot)).unwrap());
@@ -557,7 +570,7 @@ mod tests {
     #[test]
     fn an_owner_that_comes_back_keeps_what_its_socket_received_and_a_new_one_gets_nothing_of_it() {
         let addr: IpAddr = [127, 44, 0, 3].into();
-        let group = Group::open(addr, Steering::Index).unwrap();
+        let group = Group::open(addr, Steering::Index, &[]).unwrap();
         let sender = UdpSocket::bind((addr, 0)).unwrap();
         let send = |slot, mark| send_and_settle(&sender, &group, slot, mark);
         let owner = blocking(group.take(place(5)).unwrap());
@@ -596,7 +609,7 @@ mod tests {
         let vault = seal(&[bind("127.44.0.2".parse().unwrap(), true).unwrap().as_fd()]).unwrap();
         assert!(Group::adopt(vault).is_err(), "one socket is too few");
         assert!(matches!(
-            Group::open("192.0.2.1".parse().unwrap(), Steering::Index),
+            Group::open("192.0.2.1".parse().unwrap(), Steering::Index, &[]),
             Err(GroupError::NotLocal(_))
         ));
     }

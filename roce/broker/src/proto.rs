@@ -32,6 +32,9 @@ const PART: usize = 32 << 10;
 pub const SLOT_BITS: u8 = 7;
 /// Sockets of a group. Slot 0 is the broker's.
 pub const SLOTS: usize = 1 << SLOT_BITS;
+/// Groups that a broker has open for all users: each keeps a record with systemd (`FileDescriptorStoreMax`), and is up to 128
+/// sockets.
+pub const MAX_GROUPS: usize = 64;
 /// How many further bits tell successive owners of a slot apart.
 pub const GENERATION_BITS: u8 = 4;
 /// Successive owners of a slot that are told apart.

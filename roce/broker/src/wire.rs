@@ -6,6 +6,7 @@ use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
 };
 
+use crate::proto::MAX_GROUPS;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags,
@@ -14,8 +15,8 @@ use serde::{Serialize, de::DeserializeOwned};
 
 /// The longest record. A socket's default send buffer (208 KiB) holds it.
 pub(crate) const MAX_RECORD: usize = 96 << 10;
-/// The most descriptors of a record: socket and vault of two IP versions.
-const MAX_FDS: usize = 8;
+/// The most descriptors of a record: socket and vault of each group that a broker has open.
+pub(crate) const MAX_FDS: usize = 2 * MAX_GROUPS;
 
 /// A received record.
 pub(crate) struct Record<T> {

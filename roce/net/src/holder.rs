@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeSet,
-    fs,
+    fs, io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
     path::Path,
 };
@@ -19,23 +19,45 @@ pub struct Holder {
 /// The sockets of this network namespace that keep others from binding this address and UDP port. Empty when `/proc` is
 /// not there.
 pub fn port_holders(addr: IpAddr, port: u16) -> Vec<Holder> {
-    let read = || {
-        let tables = ["/proc/net/udp", "/proc/net/udp6"].map(|table| fs::read_to_string(table).unwrap_or_default());
-        sockets_in_the_way(&tables.concat(), addr, port)
-    };
-    let mut sockets = read();
-    // A table that shrinks while it is read may lack lines.
-    for _ in 0..READINGS {
-        let before = std::mem::replace(&mut sockets, read());
-        if sockets == before {
-            break;
-        }
-    }
+    let sockets = read_twice(|table| sockets_in_the_way(table, addr, port)).unwrap_or_default();
     let holders = sockets.into_iter().map(|(addr, inode)| Holder {
         addr,
         process: process_with_socket(inode),
     });
     holders.collect()
+}
+
+/// The addresses, specific and unspecified, that sockets of this network namespace are bound to at a UDP port.
+///
+/// # Errors
+/// When the kernel's tables can't be read.
+pub fn bound_addresses(port: u16) -> io::Result<BTreeSet<IpAddr>> {
+    read_twice(|table| {
+        table
+            .lines()
+            .filter_map(|line| parse_line(line, port))
+            .map(|s| s.0)
+            .collect()
+    })
+}
+
+/// What the kernel's tables of UDP sockets say.
+fn read_twice<T: Eq>(parse: impl Fn(&str) -> T) -> io::Result<T> {
+    let read = || -> io::Result<T> {
+        let v4 = fs::read_to_string("/proc/net/udp")?;
+        // A kernel may have no IPv6.
+        let v6 = fs::read_to_string("/proc/net/udp6").unwrap_or_default();
+        Ok(parse(&(v4 + &v6)))
+    };
+    let mut all = read()?;
+    // A table that shrinks while it is read may lack lines.
+    for _ in 0..READINGS {
+        let before = std::mem::replace(&mut all, read()?);
+        if all == before {
+            break;
+        }
+    }
+    Ok(all)
 }
 
 /// How often the kernel's tables are read until they say the same twice.
@@ -132,6 +154,8 @@ mod tests {
         let us = std::process::id().to_string();
         assert!(explain(Ipv4Addr::LOCALHOST.into(), port).contains(&us));
         assert!(explain(Ipv4Addr::UNSPECIFIED.into(), port).contains(&us));
+        let bound = bound_addresses(port).unwrap();
+        assert!(bound.contains(&Ipv4Addr::LOCALHOST.into()), "{bound:?}");
         let elsewhere = explain(Ipv4Addr::new(127, 0, 0, 2).into(), port);
         assert!(!elsewhere.contains(&us), "we have it on another address: {elsewhere}");
     }

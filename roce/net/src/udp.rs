@@ -73,7 +73,8 @@ impl Default for UdpConfig {
 /// behind one address.
 #[derive(Clone, Debug, Default)]
 pub struct OpenSockets {
-    /// To receive on: UDP sockets bound to the RoCE port, one for each IP version at most.
+    /// To receive on: UDP sockets bound to the RoCE port, one for each IP version at most. Beside one for all addresses there
+    /// may be such for single ones, whose packets the kernel gives to these.
     pub receivers: Vec<Arc<OwnedFd>>,
     /// Kept open as long as the datapath lives, and not used: the other members of the groups, so that no member
     /// changes its place when its process ends.
@@ -125,6 +126,8 @@ struct Family {
 pub struct UdpDatapath {
     port: u16,
     families: Vec<Family>,
+    /// Sockets that receive what comes to a single address, beside one for all.
+    singles: Vec<(IpAddr, Socket)>,
     queue: SendQueue,
     ring: RecvRing,
     /// Messages to ask for at a time: fewer while merged buffers come.
@@ -162,32 +165,43 @@ impl UdpDatapath {
         if families.is_empty() {
             return Err(OpenError::NotLocal(config.addr));
         }
-        Self::with_families(config, families)
+        Self::with_sockets(config, families, vec![])
     }
 
     /// Receives on sockets that are open already; opens those to send from. Of the settings `addr` and `port` are not
     /// used: the sockets have theirs.
     ///
     /// # Errors
-    /// When a socket is not a bound UDP socket, or two are of one IP version.
+    /// When a socket is not a bound UDP socket, or two are of one IP version, neither of them for all addresses.
     pub fn from_sockets(config: &UdpConfig, sockets: &OpenSockets) -> Result<Self, OpenError> {
-        let mut families: Vec<Family> = vec![];
-        let mut ports: Vec<u16> = vec![];
-        let mut port = None;
+        let refused = context("taking over UDP sockets");
+        let invalid = |text: &str| io::Error::new(io::ErrorKind::InvalidInput, text);
+        let mut taken = Vec::new();
         for fd in &sockets.receivers {
-            let (family, bound) = Family::adopt(config, fd, &mut ports).map_err(context("taking over a UDP socket"))?;
-            if families.iter().any(|f| f.v4 == family.v4) || port.is_some_and(|p| p != bound) {
-                let source = io::Error::new(io::ErrorKind::InvalidInput, "two of one IP version, or two UDP ports");
-                return Err(context("taking over UDP sockets")(source));
-            }
-            families.push(family);
-            port = Some(bound);
+            taken.push(adopt(fd).map_err(context("taking over a UDP socket"))?);
         }
-        let Some(port) = port else {
-            return Err(context("taking over UDP sockets")(io::ErrorKind::InvalidInput.into()));
-        };
+        let port = taken.first().map(|(_, at)| at.port());
+        let port = port.ok_or_else(|| refused(invalid("there is none")))?;
+        if taken.iter().any(|(_, at)| at.port() != port) {
+            return Err(refused(invalid("two UDP ports")));
+        }
+        // Those for all addresses first: what leaves is sent by one of these.
+        taken.sort_by_key(|(_, at)| !at.ip().is_unspecified());
+        let (mut families, mut singles) = (Vec::<Family>::new(), Vec::new());
+        let mut ports: Vec<u16> = vec![];
+        for (socket, at) in taken {
+            let addr = at.ip();
+            match families.iter().find(|f| f.v4 == addr.is_ipv4()) {
+                None => families.push(Family::of(config, socket, addr, &mut ports)?),
+                Some(all) if all.bound.is_none() && !addr.is_unspecified() => {
+                    configure_receiver(&socket, addr, false).map_err(context("setting up the receiving socket"))?;
+                    singles.push((addr, socket));
+                }
+                Some(_) => return Err(refused(invalid("two of one IP version"))),
+            }
+        }
         let config = UdpConfig { port, ..config.clone() };
-        let mut this = Self::with_families(&config, families)?;
+        let mut this = Self::with_sockets(&config, families, singles)?;
         this._held = sockets.held.clone();
         Ok(this)
     }
@@ -203,31 +217,27 @@ impl UdpDatapath {
             for (addr, socket) in shard.sockets {
                 families.push(Family::of(config, socket, addr, &mut ports)?);
             }
-            let mut this = Self::with_families(config, families)?;
+            let mut this = Self::with_sockets(config, families, vec![])?;
             this._held = shard.held;
             Ok(this)
         });
         shards.collect()
     }
 
-    fn with_families(config: &UdpConfig, families: Vec<Family>) -> Result<Self, OpenError> {
-        let mut gro = config.gro;
-        if gro {
-            for family in &families {
-                if let Err(e) = sys::set_int(family.main.as_fd(), libc::SOL_UDP, libc::UDP_GRO, 1) {
-                    tracing::info!("UDP_GRO is refused ({e}): packets are received one by one");
-                    gro = false;
-                }
-            }
-        }
+    fn with_sockets(
+        config: &UdpConfig,
+        families: Vec<Family>,
+        singles: Vec<(IpAddr, Socket)>,
+    ) -> Result<Self, OpenError> {
         let mut this = Self {
             port: config.port,
             families,
+            singles,
             queue: SendQueue::new(SEND_BATCH),
             ring: RecvRing::new(RECV_SLOTS, MAX_DATAGRAM),
             vlen: RECV_MERGED,
             gso: config.gso,
-            gro,
+            gro: config.gro,
             counters: DatapathCounters::default(),
             warned: 0,
             scratch: vec![],
@@ -235,6 +245,14 @@ impl UdpDatapath {
             groups: Groups::default(),
             scopes: HashMap::new(),
         };
+        if this.gro {
+            let merge = |(socket, _): (&Socket, _)| sys::set_int(socket.as_fd(), libc::SOL_UDP, libc::UDP_GRO, 1);
+            let merged = this.receivers().try_for_each(merge);
+            if let Err(e) = merged {
+                tracing::info!("UDP_GRO is refused ({e}): packets are received one by one");
+                this.gro = false;
+            }
+        }
         if this.gso && !this.segmentation_available() {
             tracing::info!("UDP_SEGMENT is refused: packets are sent one by one");
             this.gso = false;
@@ -251,6 +269,12 @@ impl UdpDatapath {
             );
         }
         Ok(this)
+    }
+
+    /// The sockets that packets come by, and the address that each is bound to if that is a specific one.
+    fn receivers(&self) -> impl Iterator<Item = (&Socket, Option<IpAddr>)> {
+        let main = self.families.iter().map(|f| (&f.main, f.bound));
+        main.chain(self.singles.iter().map(|(addr, socket)| (socket, Some(*addr))))
     }
 
     /// Whether merged buffers are received.
@@ -482,25 +506,6 @@ impl Family {
         Self::of(config, main, addr, ports)
     }
 
-    /// Takes over a socket that is bound already; also returns its port.
-    fn adopt(config: &UdpConfig, fd: &OwnedFd, ports: &mut Vec<u16>) -> io::Result<(Self, u16)> {
-        let main = Socket::from(fd.try_clone()?);
-        let invalid = |text: &str| io::Error::new(io::ErrorKind::InvalidInput, text);
-        let at = main
-            .local_addr()?
-            .as_socket()
-            .ok_or_else(|| invalid("not an IP socket"))?;
-        if main.r#type()? != Type::DGRAM || at.port() == 0 {
-            return Err(invalid("not a bound UDP socket"));
-        }
-        set_up(&main, at.ip())?;
-        let family = Self::of(config, main, at.ip(), ports).map_err(|e| match e {
-            OpenError::Io { source, .. } => source,
-            other => io::Error::other(other.to_string()),
-        })?;
-        Ok((family, at.port()))
-    }
-
     fn of(config: &UdpConfig, main: Socket, addr: IpAddr, ports: &mut Vec<u16>) -> Result<Self, OpenError> {
         let bound = (!addr.is_unspecified()).then_some(addr);
         configure_receiver(&main, addr, bound.is_none()).map_err(context("setting up the receiving socket"))?;
@@ -521,6 +526,21 @@ impl Family {
             v4: addr.is_ipv4(),
         })
     }
+}
+
+/// Takes over a socket that is bound already; also returns what to.
+fn adopt(fd: &OwnedFd) -> io::Result<(Socket, SocketAddr)> {
+    let socket = Socket::from(fd.try_clone()?);
+    let invalid = |text: &str| io::Error::new(io::ErrorKind::InvalidInput, text);
+    let at = socket
+        .local_addr()?
+        .as_socket()
+        .ok_or_else(|| invalid("not an IP socket"))?;
+    if socket.r#type()? != Type::DGRAM || at.port() == 0 {
+        return Err(invalid("not a bound UDP socket"));
+    }
+    set_up(&socket, at.ip())?;
+    Ok((socket, at))
 }
 
 /// Binds a socket to the RoCE port.
@@ -646,9 +666,8 @@ impl Datapath for UdpDatapath {
             max_burst_bytes: MAX_BURST_BYTES,
             src_ports,
             receive_buffer: self
-                .families
-                .iter()
-                .filter_map(|f| f.main.recv_buffer_size().ok())
+                .receivers()
+                .filter_map(|(socket, _)| socket.recv_buffer_size().ok())
                 .min()
                 .unwrap_or(0),
         }
@@ -714,11 +733,15 @@ impl Datapath for UdpDatapath {
             socket: f.main.as_fd(),
             bound: f.bound,
         });
+        let singles = self.singles.iter().map(|(addr, socket)| Inlet {
+            socket: socket.as_fd(),
+            bound: Some(*addr),
+        });
         let groups = self.groups.sockets().map(|(group, socket)| Inlet {
             socket,
             bound: Some(group),
         });
-        for inlet in main.chain(groups) {
+        for inlet in main.chain(singles).chain(groups) {
             // Each has its own budget, so that none starves another.
             let one = receiver.receive(&inlet, budget, handle);
             total.datagrams += one.datagrams;
@@ -745,12 +768,14 @@ impl Datapath for UdpDatapath {
     }
 
     fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
-        let main = self.families.iter().map(|f| f.main.as_fd());
+        let main = self.receivers().map(|(socket, _)| socket.as_fd());
         main.chain(self.groups.sockets().map(|(_, socket)| socket)).collect()
     }
 
     fn counters(&self) -> DatapathCounters {
-        let drops = self.families.iter().filter_map(|f| sys::receive_drops(f.main.as_fd()));
+        let drops = self
+            .receivers()
+            .filter_map(|(socket, _)| sys::receive_drops(socket.as_fd()));
         DatapathCounters {
             rx_buffer_drops: drops.sum(),
             ..self.counters
@@ -759,9 +784,9 @@ impl Datapath for UdpDatapath {
 
     fn set_receive_buffer(&mut self, bytes: usize) -> io::Result<usize> {
         let mut granted = usize::MAX;
-        for family in &self.families {
+        for (socket, _) in self.receivers() {
             // Twice what is asked for is what the kernel makes of it.
-            let got = enlarge(&family.main, libc::SO_RCVBUF, libc::SO_RCVBUFFORCE, bytes)?;
+            let got = enlarge(socket, libc::SO_RCVBUF, libc::SO_RCVBUFFORCE, bytes)?;
             granted = granted.min(got);
         }
         Ok(granted)

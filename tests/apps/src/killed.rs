@@ -9,10 +9,12 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ferroce_loopback::tcp::{free_port, listens};
+
 use crate::{
     Result,
     cases::{Case, Ready},
-    process::{Group, PAUSE, Setup, free_port, interrupted, listens},
+    process::{Group, PAUSE, Setup, interrupted},
 };
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -18,12 +18,13 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ferroce_loopback::tcp::free_port;
 use serde_json::{Value, json};
 
 use crate::{
     Result,
     cases::{Case, Plan},
-    process::{Group, PAUSE, Setup, free_port, interrupted},
+    process::{Group, PAUSE, Setup, interrupted},
 };
 
 /// Of the guest, in MiB and bytes.

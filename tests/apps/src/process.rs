@@ -4,7 +4,7 @@ use std::{
     cell::{OnceCell, RefCell},
     fs::{self, File},
     io,
-    net::{IpAddr, Ipv4Addr, TcpListener},
+    net::{IpAddr, Ipv4Addr},
     path::{Path, PathBuf},
     process::{Command, ExitStatus, Stdio},
     sync::atomic::{AtomicBool, Ordering},
@@ -12,6 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ferroce_loopback::tcp::{free_port, listens};
 use nix::{
     sys::{
         prctl,
@@ -162,27 +163,6 @@ impl Group {
     pub(crate) fn text(&self) -> String {
         fs::read(&self.output).map_or_else(|e| e.to_string(), |b| String::from_utf8_lossy(&b).into_owned())
     }
-}
-
-/// A TCP port that nobody listens at.
-pub(crate) fn free_port() -> io::Result<u16> {
-    TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0))?
-        .local_addr()
-        .map(|a| a.port())
-}
-
-/// Whether somebody listens at a TCP port in a process's network: the kernel's tables, so that no connection disturbs the
-/// server.
-pub(crate) fn listens(process: &str, port: u16) -> bool {
-    const LISTEN: &str = "0A";
-    let suffix = format!(":{port:04X}");
-    ["tcp", "tcp6"].iter().any(|table| {
-        let text = fs::read_to_string(format!("/proc/{process}/net/{table}")).unwrap_or_default();
-        text.lines().any(|line| {
-            let mut fields = line.split_whitespace().skip(1);
-            fields.next().is_some_and(|local| local.ends_with(&suffix)) && fields.nth(1) == Some(LISTEN)
-        })
-    })
 }
 
 impl Setup {

@@ -4,6 +4,8 @@
 //! A process takes networks `127.x.y.0/24` and marks each as taken with a socket on its last address. The kernel
 //! refuses that address to everybody else and lets it go with the process, however that ends.
 
+pub mod tcp;
+
 use std::{
     io::ErrorKind,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket},

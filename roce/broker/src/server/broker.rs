@@ -22,7 +22,7 @@ use super::{
     gsi::{Arrival, Gsi, Target, target},
     orphans::Orphans,
     ports::Ports,
-    quota::{MAX_GROUPS, MAX_NAMELESS, Quotas, Throttle},
+    quota::{MAX_NAMELESS, Quotas, Throttle},
     requests::{Deferred, Question},
     slots::Slots,
     state::{self, Life, StateFile, boot_time},
@@ -31,7 +31,7 @@ use super::{
 use crate::{
     bpf,
     group::{Group, Steering},
-    proto::{Connection, Isolation, Meta, Place, ToBroker, ToClient},
+    proto::{Connection, Isolation, MAX_GROUPS, Meta, Place, ToBroker, ToClient},
     sys,
     track::Tracker,
     wire::{MAX_RECORD, Record, RecvError},
@@ -481,13 +481,6 @@ impl Broker {
         // What waits since before it was watched is told now.
         self.again.push(Source::Gsi(key));
         Ok(())
-    }
-
-    pub(super) fn group_of(&self, addr: IpAddr) -> Option<usize> {
-        let exact = self.groups.iter().find(|(_, g)| g.group.addr() == addr);
-        exact
-            .or_else(|| self.groups.iter().find(|(_, g)| g.covers(addr)))
-            .map(|(key, _)| key)
     }
 
     fn unwatch(&self, fd: RawFd) {

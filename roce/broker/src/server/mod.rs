@@ -1,5 +1,6 @@
 //! The broker.
 
+mod addresses;
 mod broker;
 mod client;
 mod ended;

@@ -4,7 +4,7 @@ use std::{collections::HashMap, time::Duration};
 
 use roce_verbs::Instant;
 
-use crate::proto::{GENERATIONS, Isolation, SLOTS};
+use crate::proto::{GENERATIONS, Isolation, MAX_GROUPS, SLOTS};
 
 /// What one user (by the user id of its processes) may have at a time. What is more is refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -58,8 +58,6 @@ impl Quotas {
     }
 }
 
-/// Groups of all users: each keeps a record with systemd (`FileDescriptorStoreMax`), and is up to 128 sockets.
-pub(super) const MAX_GROUPS: usize = 64;
 /// Connections of one user that have no place (yet).
 pub(super) const MAX_NAMELESS: usize = 256;
 

@@ -1,6 +1,6 @@
 //! What clients ask for.
 
-use std::{collections::BTreeSet, io, net::IpAddr, os::fd::OwnedFd, time::Duration};
+use std::{collections::BTreeSet, net::IpAddr, os::fd::OwnedFd, time::Duration};
 
 use roce_net::now;
 use roce_verbs::Instant;
@@ -10,12 +10,9 @@ use super::{
     slots::Tenant,
     state::{self, boot_time},
 };
-use crate::{
-    group::{Group, GroupError, Steering, family_addresses},
-    proto::{
-        Binding, Connection, Isolation, MAX_SHOWN, Place, ProcessReport, Refusal, Rejoin, Reply, Report, Request,
-        SLOTS, Statistics, ToClient, UNASKED, VERSION,
-    },
+use crate::proto::{
+    Binding, Connection, Isolation, MAX_SHOWN, Place, ProcessReport, Refusal, Rejoin, Reply, Report, Request, SLOTS,
+    Statistics, ToClient, UNASKED, VERSION,
 };
 
 /// How long processes may take to tell about themselves.
@@ -44,7 +41,7 @@ pub(super) struct Question {
 }
 
 /// How a request comes out.
-enum Outcome {
+pub(super) enum Outcome {
     Reply(Reply, Vec<OwnedFd>),
     /// Try again when the members of a former broker are back.
     Later,
@@ -56,7 +53,7 @@ enum Outcome {
     Pending,
 }
 
-fn refused(why: Refusal, text: impl Into<String>) -> Outcome {
+pub(super) fn refused(why: Refusal, text: impl Into<String>) -> Outcome {
     Outcome::Reply(Reply::Refused { why, text: text.into() }, vec![])
 }
 
@@ -272,141 +269,6 @@ impl Broker {
         let most = self.quotas.ports;
         let text = format!("user {uid} has {most} ports, and may not have more (--max-ports)");
         Outcome::OverQuota("refused_ports", text)
-    }
-
-    /// `given`: what a member had of a former broker, see [`Request::Open`].
-    fn open(&mut self, client: usize, place: Place, addr: IpAddr, again: bool, given: Vec<OwnedFd>) -> Outcome {
-        let Some((trusted, uid)) = self.clients.get(client).map(|c| (c.trusted, c.uid)) else {
-            return Outcome::Pending;
-        };
-        let mut sockets = vec![];
-        match self.steering {
-            Steering::Array => sockets = given,
-            Steering::Index if trusted => given.into_iter().for_each(|vault| self.adopt(vault, uid)),
-            Steering::Index => {}
-        }
-        let wanted = family_addresses(addr);
-        let mut groups = Vec::new();
-        for family in &wanted {
-            if self.group_of(*family).is_none()
-                && let Err((counter, text)) = self.make_room(uid)
-            {
-                return Outcome::OverQuota(counter, text);
-            }
-            match self.group_for(*family, uid) {
-                Ok(key) => groups.push(key),
-                // Sockets that came with a request do not wait with it.
-                Err(GroupError::Taken { .. }) if self.is_settling(now()) && sockets.is_empty() => {
-                    return Outcome::Later;
-                }
-                // A host without IPv6 still has the other half of the unspecified address.
-                Err(GroupError::Io { source, .. })
-                    if wanted.len() > 1 && source.raw_os_error() == Some(libc::EAFNOSUPPORT) => {}
-                Err(e) => return refused(Refusal::Address, e.to_string()),
-            }
-        }
-        if let Some(c) = self.clients.get_mut(client) {
-            // A further one would take the place of the first.
-            if self.steering == Steering::Array && !again && groups.iter().any(|g| c.opened.contains(g)) {
-                return refused(Refusal::Invalid, "the process has its socket of that address");
-            }
-            c.opened.extend(&groups);
-        }
-        let handed_out = match again && self.steering == Steering::Array {
-            true => self.take_back(&groups, place, sockets),
-            false => self.hand_out(&groups, place, again, trusted),
-        };
-        match handed_out {
-            Ok(outcome) => outcome,
-            Err(e) => refused(Refusal::Internal, format!("the sockets can't be handed out: {e}")),
-        }
-    }
-
-    fn hand_out(&self, groups: &[usize], place: Place, again: bool, trusted: bool) -> io::Result<Outcome> {
-        let vault = trusted && self.steering == Steering::Index;
-        let (mut addrs, mut fds) = (Vec::new(), Vec::new());
-        for gsi in groups.iter().filter_map(|key| self.groups.get(*key)) {
-            addrs.push(gsi.group.addr());
-            fds.push(match again {
-                true => gsi.group.retake(place.slot)?,
-                false => gsi.group.take(place)?,
-            });
-            if vault {
-                fds.push(gsi.group.vault().try_clone_to_owned()?);
-            }
-        }
-        Ok(Outcome::Reply(Reply::Opened { addrs, vault }, fds))
-    }
-
-    /// A member has its sockets: each is again what its group's packets for the place go to.
-    fn take_back(&self, groups: &[usize], place: Place, sockets: Vec<OwnedFd>) -> io::Result<Outcome> {
-        let groups: Vec<&Group> = groups
-            .iter()
-            .filter_map(|k| Some(&self.groups.get(*k)?.group))
-            .collect();
-        for socket in sockets {
-            // Of one of the groups; which, the group itself knows best.
-            let mut result = Err(io::ErrorKind::NotFound.into());
-            for group in &groups {
-                result = group.give_again(place, socket.try_clone()?);
-                if result.is_ok() {
-                    break;
-                }
-            }
-            result?;
-        }
-        let addrs = groups.iter().map(|g| g.addr()).collect();
-        Ok(Outcome::Reply(Reply::Opened { addrs, vault: false }, vec![]))
-    }
-
-    /// Takes a group back that a member kept.
-    fn adopt(&mut self, vault: OwnedFd, uid: u32) {
-        let group = match Group::adopt(vault) {
-            Ok(group) => group,
-            Err(e) => {
-                tracing::warn!("what a process kept is of no use: {e}");
-                return;
-            }
-        };
-        if self.groups.iter().any(|(_, g)| g.group.addr() == group.addr()) {
-            return;
-        }
-        tracing::info!(addr = %group.addr(), "a group is taken over");
-        if let Err(e) = self.add_group(group, uid) {
-            tracing::warn!("a group can't be taken over: {e}");
-        }
-    }
-
-    fn group_for(&mut self, addr: IpAddr, uid: u32) -> Result<usize, GroupError> {
-        if let Some(key) = self.group_of(addr) {
-            return Ok(key);
-        }
-        if addr.is_unspecified() {
-            self.close_unused(|g| g.group.addr().is_ipv4() == addr.is_ipv4());
-            let other = self
-                .groups
-                .iter()
-                .find(|(_, g)| g.group.addr().is_ipv4() == addr.is_ipv4());
-            if let Some((_, other)) = other {
-                let other = other.group.addr();
-                return Err(GroupError::Overlap { addr, other });
-            }
-        }
-        let kept = self.kept.iter().position(|g| g.addr() == addr);
-        let group = match kept {
-            Some(index) => self.kept.swap_remove(index),
-            None => {
-                let group = Group::open(addr, self.steering)?;
-                self.deposit(&group);
-                group
-            }
-        };
-        let io = |source| GroupError::Io {
-            context: "watching a group",
-            source,
-        };
-        self.add_group(group, uid).map_err(io)?;
-        self.group_of(addr).ok_or(GroupError::NotLocal(addr))
     }
 
     fn bind(&mut self, client: usize, place: Place, service: u64, addr: Option<IpAddr>, reuse: bool) -> Outcome {

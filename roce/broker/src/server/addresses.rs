@@ -1,0 +1,200 @@
+//! Which sockets a member gets for an address.
+//!
+//! Of two sockets, one bound to the packet's address and one bound to all, the kernel takes the former. So
+//!
+//! - an address has the group of its own if there is one, else that of all addresses of its IP version;
+//! - it gets one of its own only as long as there is none of all;
+//! - who has all addresses has a socket in their group, and one in the group of each single address, of which there are no new
+//!   ones from then on.
+
+use std::{io, net::IpAddr, os::fd::OwnedFd};
+
+use roce_bth::ROCE_UDP_PORT;
+use roce_net::now;
+use socket2::SockRef;
+
+use super::{
+    broker::Broker,
+    requests::{Outcome, refused},
+};
+use crate::{
+    group::{Group, GroupError, Steering, family_addresses},
+    proto::{Place, Refusal, Reply},
+};
+
+/// What a socket is bound to, if that is an address and the port of RoCE.
+fn bound_to(socket: &OwnedFd) -> Option<IpAddr> {
+    let at = SockRef::from(socket).local_addr().ok()?.as_socket()?;
+    (at.port() == ROCE_UDP_PORT).then(|| at.ip())
+}
+
+impl Broker {
+    /// The group that packets to an address come to.
+    pub(super) fn group_of(&self, addr: IpAddr) -> Option<usize> {
+        let covers = || self.groups.iter().find(|(_, g)| g.covers(addr)).map(|(key, _)| key);
+        self.own_group(addr).or_else(covers)
+    }
+
+    fn own_group(&self, addr: IpAddr) -> Option<usize> {
+        let own = self.groups.iter().find(|(_, g)| g.group.addr() == addr);
+        own.map(|(key, _)| key)
+    }
+
+    /// `given`: what a member had of a former broker, see [`Request::Open`](crate::proto::Request::Open).
+    pub(super) fn open(
+        &mut self,
+        client: usize,
+        place: Place,
+        addr: IpAddr,
+        again: bool,
+        given: Vec<OwnedFd>,
+    ) -> Outcome {
+        let Some((trusted, uid)) = self.clients.get(client).map(|c| (c.trusted, c.uid)) else {
+            return Outcome::Pending;
+        };
+        let (sockets, had) = self.take_given(given, trusted, uid);
+        let exactly = again && !had.is_empty();
+        let wanted = if exactly { had } else { self.wanted(addr) };
+        let mut groups = Vec::new();
+        for one in &wanted {
+            let present = if exactly {
+                self.own_group(*one)
+            } else {
+                self.group_of(*one)
+            };
+            if present.is_none()
+                && let Err((counter, text)) = self.make_room(uid)
+            {
+                return Outcome::OverQuota(counter, text);
+            }
+            match present.map_or_else(|| self.open_group(*one, uid), Ok) {
+                Ok(key) => groups.push(key),
+                // Sockets that came with a request do not wait with it.
+                Err(GroupError::Taken { .. }) if self.is_settling(now()) && sockets.is_empty() => {
+                    return Outcome::Later;
+                }
+                // A host without IPv6 still has the other half of the unspecified address.
+                Err(GroupError::Io { source, .. })
+                    if wanted.len() > 1 && source.raw_os_error() == Some(libc::EAFNOSUPPORT) => {}
+                Err(e) => return refused(Refusal::Address, e.to_string()),
+            }
+        }
+        if let Some(c) = self.clients.get_mut(client) {
+            // A further one would take the place of the first.
+            if self.steering == Steering::Array && !again && groups.iter().any(|g| c.opened.contains(g)) {
+                return refused(Refusal::Invalid, "the process has its socket of that address");
+            }
+            c.opened.extend(&groups);
+        }
+        let handed_out = match again && self.steering == Steering::Array {
+            true => self.take_back(&groups, place, sockets),
+            false => self.hand_out(&groups, place, again, trusted),
+        };
+        match handed_out {
+            Ok(outcome) => outcome,
+            Err(e) => refused(Refusal::Internal, format!("the sockets can't be handed out: {e}")),
+        }
+    }
+
+    /// Takes what a member brings: the sockets that are to be its own again, and of which addresses it had some.
+    fn take_given(&mut self, given: Vec<OwnedFd>, trusted: bool, uid: u32) -> (Vec<OwnedFd>, Vec<IpAddr>) {
+        if self.steering == Steering::Index && trusted {
+            let had = given.into_iter().filter_map(|vault| self.adopt(vault, uid));
+            return (vec![], had.collect());
+        }
+        let had = given.iter().filter_map(bound_to).collect();
+        match self.steering {
+            Steering::Array => (given, had),
+            Steering::Index => (vec![], had),
+        }
+    }
+
+    /// The addresses whose groups a member gets sockets of.
+    fn wanted(&mut self, addr: IpAddr) -> Vec<IpAddr> {
+        let mut wanted = family_addresses(addr);
+        if addr.is_unspecified() {
+            let versions: Vec<bool> = wanted.iter().map(IpAddr::is_ipv4).collect();
+            let single = |one: IpAddr| !one.is_unspecified() && versions.contains(&one.is_ipv4());
+            self.close_unused(|g| single(g.group.addr()));
+            let groups = self.groups.iter().map(|(_, g)| g.group.addr());
+            wanted.extend(groups.filter(|one| single(*one)));
+        }
+        wanted
+    }
+
+    fn hand_out(&self, groups: &[usize], place: Place, again: bool, trusted: bool) -> io::Result<Outcome> {
+        let vault = trusted && self.steering == Steering::Index;
+        let (mut addrs, mut fds) = (Vec::new(), Vec::new());
+        for gsi in groups.iter().filter_map(|key| self.groups.get(*key)) {
+            addrs.push(gsi.group.addr());
+            fds.push(match again {
+                true => gsi.group.retake(place.slot)?,
+                false => gsi.group.take(place)?,
+            });
+            if vault {
+                fds.push(gsi.group.vault().try_clone_to_owned()?);
+            }
+        }
+        Ok(Outcome::Reply(Reply::Opened { addrs, vault }, fds))
+    }
+
+    /// A member has its sockets: each is again what its group's packets for the place go to.
+    fn take_back(&self, groups: &[usize], place: Place, sockets: Vec<OwnedFd>) -> io::Result<Outcome> {
+        let groups: Vec<&Group> = groups
+            .iter()
+            .filter_map(|k| Some(&self.groups.get(*k)?.group))
+            .collect();
+        for socket in sockets {
+            // Of one of the groups; which, the group itself knows best.
+            let mut result = Err(io::ErrorKind::NotFound.into());
+            for group in &groups {
+                result = group.give_again(place, socket.try_clone()?);
+                if result.is_ok() {
+                    break;
+                }
+            }
+            result?;
+        }
+        let addrs = groups.iter().map(|g| g.addr()).collect();
+        Ok(Outcome::Reply(Reply::Opened { addrs, vault: false }, vec![]))
+    }
+
+    /// Takes a group back that a member kept; its address.
+    fn adopt(&mut self, vault: OwnedFd, uid: u32) -> Option<IpAddr> {
+        let group = match Group::adopt(vault) {
+            Ok(group) => group,
+            Err(e) => {
+                tracing::warn!("what a process kept is of no use: {e}");
+                return None;
+            }
+        };
+        let addr = group.addr();
+        if self.own_group(addr).is_none() {
+            tracing::info!(%addr, "a group is taken over");
+            if let Err(e) = self.add_group(group, uid) {
+                tracing::warn!("a group can't be taken over: {e}");
+                return None;
+            }
+        }
+        Some(addr)
+    }
+
+    fn open_group(&mut self, addr: IpAddr, uid: u32) -> Result<usize, GroupError> {
+        let kept = self.kept.iter().position(|g| g.addr() == addr);
+        let group = match kept {
+            Some(index) => self.kept.swap_remove(index),
+            None => {
+                let beside: Vec<IpAddr> = self.groups.iter().map(|(_, g)| g.group.addr()).collect();
+                let group = Group::open(addr, self.steering, &beside)?;
+                self.deposit(&group);
+                group
+            }
+        };
+        let io = |source| GroupError::Io {
+            context: "watching a group",
+            source,
+        };
+        self.add_group(group, uid).map_err(io)?;
+        self.own_group(addr).ok_or(GroupError::NotLocal(addr))
+    }
+}
