@@ -34,7 +34,7 @@ use rnbd_host::socket_file::{Access, SocketFile};
 use roce_verbs::shown;
 
 pub(crate) use events::Events;
-pub(crate) use roster::{Roster, Served, Supervisor};
+pub(crate) use roster::{Roster, Served, Supervisor, not_renewed};
 
 use self::{
     connection::{Greeting, Output},
