@@ -290,13 +290,13 @@ pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
     let mut inherited = activation::sockets().map_err(|e| Failure::failed(e.to_string()))?;
     inherited.retain(|socket| sockets.as_ref().is_none_or(|name| socket.name == *name));
     let config = args.config(ways.clone(), inherited)?;
-    let vhost = config.vhost.clone();
+    let (vhost, tls) = (config.vhost.clone(), config.tls.clone());
     config.session.check().map_err(|e| Failure::usage(e.to_string()))?;
     config.check_devices().map_err(|e| Failure::usage(e.to_string()))?;
     let started = Mapping::start_shards(args.devices(&ways)?, config);
     let mut mapping = started.map_err(|e| Failure::failed(e.to_string()))?;
     let _listed = roster.add_client(mapping.control());
-    tell(Stage::Mapping(mapping.control()));
+    tell(Stage::Mapping(mapping.control(), tls));
     let begun = Instant::now();
     let (mut mapped, mut told, mut stopping) = (false, false, false);
     let mut ticks = Ok(());

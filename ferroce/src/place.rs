@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use rnbd_disk::Exports;
-use rnbd_host::control::map::MapControl;
+use rnbd_host::{control::map::MapControl, tls::Tls};
 
 use crate::{
     control::{Control, ControlArgs, Roster},
@@ -14,8 +14,8 @@ use crate::{
 
 /// What has come of it.
 pub(crate) enum Stage {
-    /// A mapping opens its session.
-    Mapping(MapControl),
+    /// A mapping opens its session. Its NBD clients have this TLS.
+    Mapping(MapControl, Option<Tls>),
     /// A server serves these.
     Serving(Arc<Exports>),
     /// Its users have what they want.
@@ -43,11 +43,15 @@ pub(crate) fn foreground(
     let stop = Stop::on_signals()?;
     // It ends after what it is asked about, which answers.
     let control = Control::start(control)?;
+    let roster = control.roster();
     run(Place {
         sockets: None,
         stop,
-        roster: control.roster().clone(),
+        roster: roster.clone(),
         reporter: report.reporter(control.events()),
-        tell: &|_| {},
+        tell: &|stage| match stage {
+            Stage::Mapping(_, Some(tls)) => roster.renewable(tls),
+            Stage::Mapping(..) | Stage::Serving(_) | Stage::Up => {}
+        },
     })
 }

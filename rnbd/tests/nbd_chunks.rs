@@ -284,6 +284,22 @@ fn payload_where_none_belongs_is_skipped() {
 }
 
 #[test]
+fn a_flag_of_extended_headers_is_refused_without_them() {
+    for framing in [Framing::Simple, Framing::Structured] {
+        let world = &mut World::new(GEOMETRY);
+        let mut c = go(world, framing);
+        assert_eq!(
+            c.call(world, cmd::WRITE, cmd_flag::PAYLOAD_LEN, 0, 4096),
+            EINVAL,
+            "{framing:?}"
+        );
+        assert_eq!(world.seen, []);
+        // Its payload is no request.
+        assert_eq!(c.call(world, cmd::FLUSH, 0, 0, 0), 0, "{framing:?}");
+    }
+}
+
+#[test]
 fn to_cache_is_to_read_without_sending() {
     let world = &mut World::new(Geometry {
         size: 80 << 20,

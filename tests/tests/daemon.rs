@@ -8,6 +8,7 @@ use std::{
     time::Duration,
 };
 
+use ferroce_rig::certificates::Authority;
 use ferroce_tests::{
     device::{image, serve},
     eventually, ferroce, fresh_address,
@@ -16,7 +17,7 @@ use ferroce_tests::{
     process::{Finished, PATIENCE, Running},
 };
 use nix::sys::signal::Signal;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 const MIB: usize = 1 << 20;
 
@@ -163,9 +164,9 @@ fn a_reload_changes_what_has_changed_and_nothing_else() {
         lab.maps("c", &["three"]).replace("[\"three\"]", "\"three,ro\""),
     ]);
     let done = lab.ctl(&["reload"]);
-    assert_eq!(done["changed"], serde_json::json!(["serve.images", "map.a"]), "{done}");
-    assert_eq!(done["begun"], serde_json::json!(["map.c"]), "{done}");
-    assert_eq!(done["unchanged"], serde_json::json!(["map.b"]), "{done}");
+    assert_eq!(done["changed"], json!(["serve.images", "map.a"]), "{done}");
+    assert_eq!(done["begun"], json!(["map.c"]), "{done}");
+    assert_eq!(done["unchanged"], json!(["map.b"]), "{done}");
     reads(&lab.path("a.sock"), "three");
     lab.is_up("map.c");
     for client in [&mut a, &mut b] {
@@ -207,7 +208,7 @@ fn a_reload_changes_what_has_changed_and_nothing_else() {
         lab.maps("a", &["one", "three"]),
         lab.maps("b", &["two"]) + "threads = 2\n",
     ]);
-    assert_eq!(lab.ctl(&["reload"])["restarted"], serde_json::json!(["map.b"]));
+    assert_eq!(lab.ctl(&["reload"])["restarted"], json!(["map.b"]));
     assert!(a.read(0, 4096).is_ok());
     lab.is_up("map.b");
     reads(&lab.path("b.sock"), "");
@@ -215,6 +216,54 @@ fn a_reload_changes_what_has_changed_and_nothing_else() {
     let ended = daemon.stop();
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
     assert!(!lab.path("a.sock").exists() && !lab.path("ctl").exists());
+}
+
+#[test]
+fn a_reload_takes_renewed_certificates() {
+    let lab = Lab::new();
+    let folder = lab.path("pki");
+    let authority = Authority::new("ours");
+    authority.server(&folder);
+    let mapping = |names: &[&str]| {
+        let tls = format!("tls-certificates = \"{}\"\n", folder.display());
+        [lab.maps("a", names), tls].concat()
+    };
+    lab.write(&[lab.serves(&["one", "two"]), mapping(&["one"]), lab.maps("b", &["two"])]);
+    let daemon = lab.daemon();
+    lab.is_up("map.a");
+    lab.is_up("map.b");
+    let mut there = Client::connect_to(&lab.path("a.sock"), "one", PATIENCE).unwrap();
+    let all = json!(["map.a", "map.b", "serve.images"]);
+    assert_eq!(lab.ctl(&["reload"])["unchanged"], all);
+
+    authority.server(&folder);
+    let done = lab.ctl(&["reload"]);
+    assert_eq!(done["changed"], json!(["map.a"]), "{done}");
+    assert_eq!(done["unchanged"], json!(["map.b", "serve.images"]), "{done}");
+
+    // Nothing is done of a change that comes with certificates that are wrong, until they are right.
+    fs::write(folder.join("server-key.pem"), "no key").unwrap();
+    lab.write(&[
+        lab.serves(&["one", "two"]),
+        mapping(&["one", "two"]),
+        lab.maps("b", &["two"]),
+    ]);
+    for _ in 0..2 {
+        let failed = lab.run(&["ctl", "reload"]);
+        assert_eq!(failed.code, Some(1), "{}", failed.stdout);
+        assert!(
+            failed.stdout.contains("failed: map.a (TLS: ") && failed.stdout.contains("server-key.pem"),
+            "{}",
+            failed.stdout
+        );
+    }
+    assert!(Client::connect_to(&lab.path("a.sock"), "two", PATIENCE).is_err());
+    authority.server(&folder);
+    assert_eq!(lab.ctl(&["reload"])["changed"], json!(["map.a"]));
+    reads(&lab.path("a.sock"), "two");
+    assert!(there.read(0, MIB).unwrap() == pattern(7, MIB));
+    drop(there);
+    assert_eq!(daemon.stop().code, Some(0));
 }
 
 #[test]

@@ -256,6 +256,58 @@ fn what_makes_no_sense_is_said_before_anything_is_done() {
     );
 }
 
+/// What `ferroce ctl reload` says of a process with this control socket.
+fn reload(control: &str) -> Finished {
+    run(&["ctl", "--socket", control, "reload"])
+}
+
+#[test]
+fn a_mapping_in_the_foreground_is_told_to_read_its_certificates_again() {
+    let lab = Lab::new(MIB);
+    lab.certificates();
+    let (control, server) = (lab.text("control"), lab.text("server"));
+    let (map, _) = lab.map(&["--control", &control, "--tls-certificates", &server]);
+    let said = reload(&control);
+    assert_eq!((said.code, &*said.stdout), (Some(0), "unchanged: certificates\n"));
+    Authority::new("next").server(&lab.path("server"));
+    let said = reload(&control);
+    assert_eq!((said.code, &*said.stdout), (Some(0), "changed: certificates\n"));
+    fs::remove_file(lab.path("server").join("server-key.pem")).unwrap();
+    refused(&reload(&control), 1, &["server-key.pem", "stay in use"]);
+    assert_eq!(map.stop().code, Some(0));
+
+    let (map, _) = lab.map(&["--control", &control]);
+    refused(&reload(&control), 1, &["no daemon", "no certificates"]);
+    assert_eq!(map.stop().code, Some(0));
+}
+
+#[test]
+#[ignore = "needs nbdinfo"]
+fn clients_of_others_meet_renewed_certificates() {
+    let lab = Lab::new(MIB);
+    lab.certificates();
+    let (control, server) = (lab.text("control"), lab.text("server"));
+    let tls = ["--tls", "require", "--tls-verify-peer", "--tls-certificates", &server];
+    let (map, uris) = lab.map(&[&tls[..], &["--control", &control]].concat());
+    let size = |uri: &str, folder: &str| tool("nbdinfo", &["--size", &with(uri, &lab.text(folder))]);
+    let next = Authority::new("next");
+    next.client(&lab.path("next"), 7);
+    for folder in ["next", "server"] {
+        next.trust(&lab.path(folder));
+    }
+    next.server(&lab.path("server"));
+    for uri in &uris {
+        size(uri, "client").expect("the files are not read again by themselves");
+        size(uri, "next").expect_err("the server does not know it yet");
+    }
+    assert_eq!(reload(&control).code, Some(0));
+    for uri in &uris {
+        assert_eq!(size(uri, "next").unwrap().trim(), MIB.to_string());
+        size(uri, "client").expect_err("its certificate is nobody's now");
+    }
+    assert_eq!(map.stop().code, Some(0));
+}
+
 #[test]
 #[ignore = "needs nbdinfo, nbdcopy, qemu-img, qemu-io"]
 fn clients_of_others_come_by_tcp() {

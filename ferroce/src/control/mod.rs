@@ -36,7 +36,7 @@ use rnbd_sysfs::{MountError, Mounted};
 use roce_verbs::shown;
 
 pub(crate) use events::Events;
-pub(crate) use roster::{Roster, Served, Supervisor};
+pub(crate) use roster::{Roster, Served, Supervisor, not_renewed};
 
 use self::{
     connection::{Greeting, Output},

@@ -6,7 +6,8 @@
 //! | `write` | `file`, `text`; perhaps `strict` |
 //! | `metrics` | |
 //! | `mappings` | |
-//! | `reload`, `tasks` | of a daemon |
+//! | `reload` | of a daemon, or of a mapping with TLS |
+//! | `tasks` | of a daemon |
 //! | `start` | `task`: `map.NAME` or `serve.NAME`; `options`: the command's arguments, each in one string |
 //! | `stop` | `task` |
 //!
@@ -35,7 +36,7 @@ pub(super) fn comply(shared: &Shared, request: &Value) -> Outcome {
     match verb {
         "metrics" => Ok(fields(json!({ "text": metrics::text(&shared.roster) }))),
         "mappings" => mappings(shared),
-        "reload" => shared.roster.supervisor()?.reload(),
+        "reload" => shared.roster.reload(),
         "tasks" => Ok(shared.roster.supervisor()?.tasks()),
         "stop" => shared
             .roster

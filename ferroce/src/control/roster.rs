@@ -8,14 +8,22 @@ use std::{
 use parking_lot::RwLock;
 use rnbd::Errno;
 use rnbd_admin::{Client, Host, MapOrder, Parameters, Server};
-use rnbd_host::control::{
-    Refused,
-    serve::{ServeAnswer, ServeControl, ServeRequest},
+use rnbd_host::{
+    control::{
+        Refused,
+        serve::{ServeAnswer, ServeControl, ServeRequest},
+    },
+    tls::{Tls, TlsError},
 };
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::sharing::link;
+
+/// Why certificates are not other ones now.
+pub(crate) fn not_renewed(e: &TlsError) -> String {
+    format!("TLS: {e}; the certificates of before stay in use")
+}
 
 /// A running server.
 pub(crate) struct Served {
@@ -51,6 +59,8 @@ pub(crate) trait Supervisor: Send + Sync {
 #[derive(Default)]
 pub(crate) struct Roster {
     supervisor: OnceLock<Arc<dyn Supervisor>>,
+    /// The TLS of a mapping in the foreground.
+    tls: OnceLock<Tls>,
     clients: RwLock<Vec<Arc<dyn Client>>>,
     servers: RwLock<Vec<Arc<dyn Server>>>,
 }
@@ -85,6 +95,25 @@ impl Roster {
     pub(crate) fn supervisor(&self) -> Result<&dyn Supervisor, Refused> {
         let found = self.supervisor.get().map(|supervisor| &**supervisor);
         found.ok_or_else(|| Refused::new(Errno::EOPNOTSUPP, "this process is no daemon"))
+    }
+
+    /// The certificates of a mapping in the foreground, for [`reload`](Self::reload).
+    pub(crate) fn renewable(&self, tls: Tls) {
+        let _ = self.tls.set(tls);
+    }
+
+    /// Has a daemon read its configuration again, a mapping in the foreground its certificates; what was done.
+    pub(crate) fn reload(&self) -> Result<Map<String, Value>, Refused> {
+        if let Some(supervisor) = self.supervisor.get() {
+            return supervisor.reload();
+        }
+        let Some(tls) = self.tls.get() else {
+            let text = "this process is no daemon, and has no certificates";
+            return Err(Refused::new(Errno::EOPNOTSUPP, text));
+        };
+        let renewed = tls.renew().map_err(|e| Refused::new(Errno::EINVAL, not_renewed(&e)))?;
+        let done = if renewed { "changed" } else { "unchanged" };
+        Ok(Map::from_iter([(done.to_owned(), json!(["certificates"]))]))
     }
 
     pub(crate) fn add_client(self: &Arc<Self>, client: impl Client + 'static) -> Listed {

@@ -135,7 +135,7 @@ enum Verb {
     },
     /// List the tasks of a daemon
     Tasks,
-    /// Have a daemon read its configuration again
+    /// Have a daemon read its configuration again, and TLS certificates; of a mapping in the foreground: its certificates
     Reload,
     /// End a task of a daemon; one of its file begins again with the next reload
     Stop {

@@ -13,7 +13,10 @@ use std::{
 use parking_lot::Mutex;
 use rnbd::Errno;
 use rnbd_disk::Exports;
-use rnbd_host::control::{Refused, map::MapControl};
+use rnbd_host::{
+    control::{Refused, map::MapControl},
+    tls::Tls,
+};
 use serde_json::{Map, Value, json};
 
 use super::{
@@ -21,7 +24,7 @@ use super::{
     config::{Config, Job, Kind, Task, TaskName},
 };
 use crate::{
-    control::{Control, Events, Roster},
+    control::{Control, Events, Roster, not_renewed},
     map,
     output::Failure,
     place::{Place, Stage},
@@ -51,7 +54,8 @@ enum Origin {
 /// How a running task is reached.
 #[derive(Clone)]
 enum Live {
-    Map(MapControl),
+    /// With the TLS of its NBD clients.
+    Map(MapControl, Option<Tls>),
     Serve(Arc<Exports>),
 }
 
@@ -183,7 +187,7 @@ impl Tasks {
                 roster,
                 reporter,
                 tell: &|stage| match stage {
-                    Stage::Mapping(control) => *tell.live.lock() = Some(Live::Map(control)),
+                    Stage::Mapping(control, tls) => *tell.live.lock() = Some(Live::Map(control, tls)),
                     Stage::Serving(exports) => *tell.live.lock() = Some(Live::Serve(exports)),
                     Stage::Up => tell.up.store(true, Ordering::Release),
                 },
@@ -374,7 +378,11 @@ impl Tasks {
                     Ok(()) => done.begun.push(text),
                     Err(refused) => done.failed.push(format!("{text} ({refused})")),
                 },
-                Some((_, old)) if *old == task => done.unchanged.push(text),
+                Some((_, old)) if *old == task => match self.renew(&name) {
+                    Ok(true) => done.changed.push(text),
+                    Ok(false) => done.unchanged.push(text),
+                    Err(why) => done.failed.push(format!("{text} ({why})")),
+                },
                 Some((_, old)) => self.change(&name, old, task, &mut done),
             }
         }
@@ -382,16 +390,32 @@ impl Tasks {
         done.fields()
     }
 
-    fn change(&self, name: &TaskName, old: &Task, new: Task, done: &mut Reloaded) {
-        let live = match self.entries.lock().get(name).map(|entry| &entry.state) {
+    /// How a task is reached, if it runs.
+    fn live(&self, name: &TaskName) -> Option<Live> {
+        match self.entries.lock().get(name).map(|entry| &entry.state) {
             Some(State::Running(running)) => running.told.live.lock().clone(),
             _ => None,
-        };
+        }
+    }
+
+    /// A task is the same, but there may be other certificates in its files: whether there are.
+    fn renew(&self, name: &TaskName) -> Result<bool, String> {
+        match self.live(name) {
+            Some(Live::Map(_, Some(tls))) => tls.renew().map_err(|e| not_renewed(&e)),
+            _ => Ok(false),
+        }
+    }
+
+    fn change(&self, name: &TaskName, old: &Task, new: Task, done: &mut Reloaded) {
+        let live = self.live(name);
         let how = change(&name.kind, old, &new).unwrap_or(Change::Restart);
         let changed = match (how, live) {
-            (Change::Map(requests), Some(Live::Map(control))) => requests.into_iter().try_for_each(|request| {
-                let said = control.ask(request.clone());
-                said.map(drop).map_err(|refused| format!("{request:?}: {refused}"))
+            // Certificates first: when they are wrong, nothing else has been done yet.
+            (Change::Map(requests), Some(Live::Map(control, _))) => self.renew(name).and_then(|_| {
+                requests.into_iter().try_for_each(|request| {
+                    let said = control.ask(request.clone());
+                    said.map(drop).map_err(|refused| format!("{request:?}: {refused}"))
+                })
             }),
             (Change::Exports, Some(Live::Serve(exports))) => match new.job(&name.kind) {
                 Ok(Job::Serve(args)) => exports.set_named(args.exports().to_vec()).map_err(|e| e.to_string()),

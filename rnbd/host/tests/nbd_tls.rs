@@ -436,6 +436,54 @@ fn tls_over_tcp_on_several_loops() {
 }
 
 #[test]
+fn renewed_certificates_are_for_connections_to_come() {
+    for loops in [1, 2] {
+        let (lab, pki) = (Lab::new(), Pki::new());
+        let dir = pki.dir.path();
+        let server = dir.join("server");
+        let tls = pki.server(true, true).unwrap();
+        let map = at_tcp(&lab, loops, |config| config.tls = Some(tls.clone()));
+        // Several, so that each loop has some.
+        let addresses = [&map.addresses[1..], &map.addresses[1..]].concat();
+        let known = pki.client(Some("client"), &TLS13);
+        let mut there = secured(tcp(&addresses[0]), &known);
+        there.choose("disk");
+        assert!(!tls.renew().unwrap(), "the files are as they were");
+
+        let next = Authority::new("next");
+        next.server(&server);
+        next.trust(&server);
+        next.client(&dir.join("next"), 9);
+        next.client(&dir.join("other"), 10);
+        assert!(tls.renew().unwrap());
+        let [renewed, other] = ["next", "other"].map(|folder| pki.client(Some(folder), &TLS13));
+        for address in &addresses {
+            let mut c = secured(tcp(address), &renewed);
+            assert_eq!(c.choose("disk").0, 8 * MIB);
+            leave(c);
+            // It does not know who issues certificates now, and the server no longer knows who has issued its.
+            refused(secured(tcp(address), &known));
+        }
+        assert_eq!(there.write(0, &[7; 4096], 0), 0);
+        assert_eq!(there.read(0, 4096).unwrap(), [7; 4096]);
+
+        next.revoke(&server, &[9], 4000);
+        assert!(tls.renew().unwrap());
+        fs::write(server.join("server-key.pem"), "no key").unwrap();
+        let why = tls.renew().unwrap_err().to_string();
+        assert!(why.contains("server-key.pem"), "{why}");
+        for address in &addresses {
+            refused(secured(tcp(address), &renewed));
+            let mut c = secured(tcp(address), &other);
+            assert_eq!(c.choose("disk").0, 8 * MIB, "what was read before holds on");
+            leave(c);
+        }
+        leave(there);
+        map.end().unwrap();
+    }
+}
+
+#[test]
 fn a_tcp_port_that_is_taken_is_said() {
     let lab = Lab::new();
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();

@@ -3,7 +3,7 @@
 use crate::{
     block::Geometry,
     errno::Errno,
-    nbd::proto::{self, Request, cmd, cmd_flag, tx},
+    nbd::proto::{self, Framing, Request, cmd, cmd_flag, tx},
 };
 
 /// Bytes that are kept at most. An option with its data fits.
@@ -82,12 +82,13 @@ impl ParseBuffer {
 }
 
 /// What the protocol asks a server to refuse, with the errors that it names. `told` are the transmission flags that the client
-/// knows, `allocation` whether it may ask what is allocated; the device may have become another one since.
-pub(crate) fn check(q: &Request, told: u16, allocation: bool, g: &Geometry) -> Result<(), Errno> {
+/// knows, `framing` is what it has asked for, `allocation` whether it may ask what is allocated; the device may have become
+/// another one since.
+pub(crate) fn check(q: &Request, told: u16, framing: Framing, allocation: bool, g: &Geometry) -> Result<(), Errno> {
     let known = match q.command {
         cmd::WRITE_ZEROES => cmd_flag::FUA | cmd_flag::NO_HOLE | cmd_flag::FAST_ZERO,
         cmd::READ if told & tx::SEND_DF != 0 => cmd_flag::FUA | cmd_flag::DF,
-        cmd::WRITE => cmd_flag::FUA | cmd_flag::PAYLOAD_LEN,
+        cmd::WRITE if framing == Framing::Extended => cmd_flag::FUA | cmd_flag::PAYLOAD_LEN,
         cmd::BLOCK_STATUS => cmd_flag::FUA | cmd_flag::REQ_ONE,
         _ => cmd_flag::FUA,
     };
@@ -155,8 +156,10 @@ mod tests {
 
     #[test]
     fn what_is_wrong_is_refused_with_the_error_that_the_protocol_names() {
-        let refused =
-            |command, flags, offset, len| check(&request(command, flags, offset, len), TOLD, true, &GEOMETRY).err();
+        let refused = |command, flags, offset, len| {
+            let q = request(command, flags, offset, len);
+            check(&q, TOLD, Framing::Structured, true, &GEOMETRY).err()
+        };
         let (fua, no_hole) = (cmd_flag::FUA, cmd_flag::NO_HOLE);
         for (command, flags, offset, len, error) in [
             (cmd::READ, 0, 0, 512, None),
@@ -182,6 +185,7 @@ mod tests {
             (cmd::READ, no_hole, 0, 512, Some(Errno::EINVAL)),
             (cmd::WRITE, fua, 0, 512, None),
             (cmd::WRITE, 1 << 4, 0, 512, Some(Errno::EINVAL)),
+            (cmd::WRITE, cmd_flag::PAYLOAD_LEN, 0, 512, Some(Errno::EINVAL)),
             (cmd::WRITE, 0, SIZE, 512, Some(Errno::ENOSPC)),
             (cmd::WRITE, 0, 100, 512, Some(Errno::EINVAL)),
             (cmd::WRITE_ZEROES, fua | no_hole, 0, 512, None),
@@ -207,7 +211,7 @@ mod tests {
 
     #[test]
     fn what_counts_is_what_the_client_was_told_and_what_the_device_is() {
-        let error = |q: Request, told, g: &Geometry| check(&q, told, false, g).err();
+        let error = |q: Request, told, g: &Geometry| check(&q, told, Framing::Structured, false, g).err();
         let read_only = Geometry {
             read_only: true,
             ..GEOMETRY

@@ -192,7 +192,7 @@ impl Transmission {
     }
 
     fn check(&self, q: &Request) -> Result<(), Errno> {
-        check(q, self.told, self.allocation, &self.geometry)
+        check(q, self.told, self.framing, self.allocation, &self.geometry)
     }
 
     /// What the device is like. To a client it never becomes larger than it was told.

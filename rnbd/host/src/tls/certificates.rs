@@ -95,19 +95,66 @@ impl Source {
     }
 }
 
-/// What a server with the certificates of this folder does.
-pub(super) fn load(folder: &Path, verify_peer: bool) -> Result<ServerConfig, TlsError> {
+/// All files of a folder that count, as they are together.
+pub(super) struct Files {
+    certificate: Source,
+    key: Source,
+    /// Of who proves that he may come in.
+    clients: Option<Clients>,
+}
+
+/// What clients are measured by.
+struct Clients {
+    authority: Source,
+    revoked: Option<Source>,
+}
+
+impl Files {
+    /// Those of a folder, as they are now.
+    pub(super) fn read(folder: &Path, verify_peer: bool) -> Result<Self, TlsError> {
+        let clients = || {
+            Ok(Clients {
+                authority: Source::read(folder, AUTHORITY)?,
+                revoked: Source::read_if_there(folder, REVOKED)?,
+            })
+        };
+        Ok(Self {
+            certificate: Source::read(folder, CERTIFICATE)?,
+            key: Source::read(folder, KEY)?,
+            clients: verify_peer.then(clients).transpose()?,
+        })
+    }
+
+    /// Whether the same is in them.
+    pub(super) fn same(&self, other: &Self) -> bool {
+        self.sources().eq(other.sources())
+    }
+
+    /// What is in each of them, if it is there.
+    fn sources(&self) -> impl Iterator<Item = Option<&[u8]>> {
+        let clients = self.clients.as_ref();
+        let all = [
+            Some(&self.certificate),
+            Some(&self.key),
+            clients.map(|clients| &clients.authority),
+            clients.and_then(|clients| clients.revoked.as_ref()),
+        ];
+        all.into_iter().map(|source| source.map(|source| &*source.text))
+    }
+}
+
+/// What a server with these certificates does.
+pub(super) fn config(files: &Files) -> Result<ServerConfig, TlsError> {
     // Named, as a process may have several.
     let provider = Arc::new(ring::default_provider());
-    let certificate = Source::read(folder, CERTIFICATE)?;
+    let (certificate, key) = (&files.certificate, &files.key);
     let chain = certificate.all("certificate")?;
-    let key = Source::read(folder, KEY)?;
     let versions = ServerConfig::builder_with_provider(provider.clone())
         .with_safe_default_protocol_versions()
         .map_err(|e| certificate.wrong(e))?;
-    let builder = match verify_peer {
-        true => versions.with_client_cert_verifier(verifier(folder, provider)?),
-        false => versions.with_no_client_auth(),
+    let builder = match &files.clients {
+        Some(clients) => versions.with_client_cert_verifier(verifier(clients, provider)?),
+        None => versions.with_no_client_auth(),
     };
     let config = builder.with_single_cert(chain, key.key()?);
     let mut config = config.map_err(|e| key.wrong(format!("it does not go with {CERTIFICATE}: {e}")))?;
@@ -117,20 +164,19 @@ pub(super) fn load(folder: &Path, verify_peer: bool) -> Result<ServerConfig, Tls
     Ok(config)
 }
 
-fn verifier(folder: &Path, provider: Arc<CryptoProvider>) -> Result<Arc<dyn ClientCertVerifier>, TlsError> {
-    let authority = Source::read(folder, AUTHORITY)?;
+fn verifier(clients: &Clients, provider: Arc<CryptoProvider>) -> Result<Arc<dyn ClientCertVerifier>, TlsError> {
+    let Clients { authority, revoked } = clients;
     let mut roots = RootCertStore::empty();
     for root in authority.all::<CertificateDer<'_>>("certificate")? {
         roots.add(root).map_err(|e| authority.wrong(e))?;
     }
     let mut builder = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
-    let revoked = Source::read_if_there(folder, REVOKED)?;
-    if let Some(revoked) = &revoked {
+    if let Some(revoked) = revoked {
         let lists: Vec<CertificateRevocationListDer<'_>> = revoked.all("revocation list")?;
         // A list that is out of date says nothing of what has been revoked since.
         builder = builder.with_crls(lists).enforce_revocation_expiration();
     }
     builder
         .build()
-        .map_err(|e| revoked.as_ref().unwrap_or(&authority).wrong(e))
+        .map_err(|e| revoked.as_ref().unwrap_or(authority).wrong(e))
 }

@@ -3,32 +3,82 @@
 mod certificates;
 mod session;
 
-use std::{path::Path, sync::Arc};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
+use certificates::Files;
 pub use certificates::TlsError;
+use parking_lot::Mutex;
 use rnbd::nbd::TlsMode;
 use rustls::ServerConfig;
 pub(crate) use session::{ENCRYPTED, Plain, Session};
 
-/// What NBD clients are offered, or have to use: TLS 1.2 and 1.3 with X.509 certificates.
+/// What NBD clients are offered, or have to use: TLS 1.2 and 1.3 with X.509 certificates. Clones share the certificates, also when
+/// they are renewed.
 ///
 /// Pre-shared keys are not among it: rustls has none that come from outside.
 #[derive(Clone, Debug)]
 pub struct Tls {
-    config: Arc<ServerConfig>,
+    identity: Arc<Identity>,
     required: bool,
+}
+
+/// What a server proves itself with, and by what it measures its clients.
+struct Identity {
+    folder: PathBuf,
+    verify_peer: bool,
+    /// As it was read last.
+    loaded: Mutex<Loaded>,
+}
+
+struct Loaded {
+    files: Files,
+    config: Arc<ServerConfig>,
+}
+
+impl std::fmt::Debug for Identity {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        // A private key is among the rest.
+        f.debug_struct("Identity")
+            .field("folder", &self.folder)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Tls {
     /// Reads certificates and keys from a folder, in the files that nbdkit has them in: `server-cert.pem`, followed there by those that
     /// it was issued with, and `server-key.pem`. With `verify_peer` clients have to have a certificate that one of `ca-cert.pem` has
-    /// issued and that `ca-crl.pem`, if it is there, does not revoke. Files are read once.
+    /// issued and that `ca-crl.pem`, if it is there, does not revoke.
     ///
     /// # Errors
     /// Which file is missing, or makes no sense.
     pub fn load(folder: &Path, verify_peer: bool, required: bool) -> Result<Self, TlsError> {
-        let config = Arc::new(certificates::load(folder, verify_peer)?);
-        Ok(Self { config, required })
+        let files = Files::read(folder, verify_peer)?;
+        let config = Arc::new(certificates::config(&files)?);
+        let identity = Arc::new(Identity {
+            folder: folder.to_owned(),
+            verify_peer,
+            loaded: Mutex::new(Loaded { files, config }),
+        });
+        Ok(Self { identity, required })
+    }
+
+    /// Reads the files again. Handshakes that are to come have what is in them; connections that are there stay as they are. Returns
+    /// whether there is anything new in them.
+    ///
+    /// # Errors
+    /// As with [`load`](Self::load). What was loaded before holds on.
+    pub fn renew(&self) -> Result<bool, TlsError> {
+        let identity = &*self.identity;
+        let files = Files::read(&identity.folder, identity.verify_peer)?;
+        if identity.loaded.lock().files.same(&files) {
+            return Ok(false);
+        }
+        let config = Arc::new(certificates::config(&files)?);
+        *identity.loaded.lock() = Loaded { files, config };
+        Ok(true)
     }
 
     /// What a connection is told of it.
@@ -40,6 +90,7 @@ impl Tls {
     }
 
     pub(crate) fn session(&self) -> Result<Session, rustls::Error> {
-        Session::new(self.config.clone())
+        let config = self.identity.loaded.lock().config.clone();
+        Session::new(config)
     }
 }

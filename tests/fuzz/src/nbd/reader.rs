@@ -410,7 +410,7 @@ impl<'a> Reader<'a> {
             cmd::WRITE_ZEROES if self.geometry.max_write_zeroes > 0 => cmd_flag::NO_HOLE | cmd_flag::FAST_ZERO,
             cmd::WRITE_ZEROES => cmd_flag::NO_HOLE,
             cmd::READ => df,
-            cmd::WRITE => cmd_flag::PAYLOAD_LEN,
+            cmd::WRITE if self.framing == Framing::Extended => cmd_flag::PAYLOAD_LEN,
             cmd::BLOCK_STATUS => cmd_flag::REQ_ONE,
             _ => 0,
         };
