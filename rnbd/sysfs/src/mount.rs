@@ -2,8 +2,7 @@
 
 use std::{
     fs::{self, DirBuilder},
-    io,
-    mem,
+    io, mem,
     os::unix::fs::{DirBuilderExt, MetadataExt},
     path::{Path, PathBuf},
     process::Command,

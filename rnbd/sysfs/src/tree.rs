@@ -365,7 +365,10 @@ impl Filesystem for Tree {
             Ok(names) => names,
             Err(errno) => return reply.error(errno),
         };
-        let rest = names.iter().enumerate().skip(usize::try_from(from).unwrap_or(usize::MAX));
+        let rest = names
+            .iter()
+            .enumerate()
+            .skip(usize::try_from(from).unwrap_or(usize::MAX));
         for (place, entry) in rest {
             if reply.add(INodeNo(entry.number), place as u64 + 1, entry.kind, &entry.name) {
                 break;
@@ -374,7 +377,14 @@ impl Filesystem for Tree {
         reply.ok();
     }
 
-    fn releasedir(&self, _request: &Request, _inode: INodeNo, handle: FileHandle, _flags: OpenFlags, reply: ReplyEmpty) {
+    fn releasedir(
+        &self,
+        _request: &Request,
+        _inode: INodeNo,
+        handle: FileHandle,
+        _flags: OpenFlags,
+        reply: ReplyEmpty,
+    ) {
         self.handles.lock().close(handle.0);
         reply.ok();
     }
@@ -407,15 +417,7 @@ impl Filesystem for Tree {
         reply.error(Errno::EPERM);
     }
 
-    fn mkdir(
-        &self,
-        _request: &Request,
-        _parent: INodeNo,
-        _name: &OsStr,
-        _mode: u32,
-        _umask: u32,
-        reply: ReplyEntry,
-    ) {
+    fn mkdir(&self, _request: &Request, _parent: INodeNo, _name: &OsStr, _mode: u32, _umask: u32, reply: ReplyEntry) {
         reply.error(Errno::EPERM);
     }
 
@@ -461,6 +463,9 @@ mod tests {
         for none in ["", ".", "..", "a/b", "a\0b", &"x".repeat(NAME_MAX + 1)] {
             assert!(!is_name(none), "{none:?}");
         }
-        assert_eq!((join("", "class"), join("class", "x")), ("class".into(), "class/x".into()));
+        assert_eq!(
+            (join("", "class"), join("class", "x")),
+            ("class".into(), "class/x".into())
+        );
     }
 }
