@@ -248,7 +248,7 @@ fn the_mounted_tree_is_what_ctl_shows() {
         let n = file.read_at(&mut bytes, at).unwrap();
         String::from_utf8_lossy(&bytes[..n]).into_owned()
     };
-    assert_eq!((&*piece(0), &*piece(7)), ("min-inf", "light ("));
+    assert_eq!((&*piece(7), &*piece(0)), ("light (", "min-inf"));
     echo(&lab.tree("class/rtrs-client/test/mpath_policy"), "rr").unwrap();
     assert_eq!((&*piece(14), &*piece(0), &*piece(4096)), ("MI: 1)\n", "round-r", ""));
     lab.end(daemon);
