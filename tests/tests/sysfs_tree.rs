@@ -12,8 +12,6 @@ use std::{
     },
     path::{Path, PathBuf},
     process::{Child, Command, Output, Stdio},
-    thread,
-    time::Duration,
 };
 
 use ferroce_tests::{
@@ -57,7 +55,8 @@ impl Lab {
         let listen = lab.servers.map(|server| format!("\"{server}\""));
         let config = format!(
             "[serve.images]\nlisten = [{}]\nexport = [{}]\nalways-invalidate = false\n\
-             [map.test]\npath = [{}]\ndevice = \"disk\"\nnbd = \"{}\"\non-loss = \"queue\"\n",
+             [map.test]\npath = [{}]\ndevice = \"disk\"\nnbd = \"{}\"\non-loss = \"queue\"\n\
+             connect-timeout = 600\n",
             listen.join(", "),
             exports.join(", "),
             paths.join(", "),
@@ -82,7 +81,9 @@ impl Lab {
 
     fn command(&self, more: &[&str]) -> Command {
         let mut command = Command::new(ferroce());
-        command.args(["daemon", "--json", "--config"]).arg(self.path("ferroce.toml"));
+        command
+            .args(["daemon", "--json", "--config"])
+            .arg(self.path("ferroce.toml"));
         command.arg("--control").arg(self.path("ctl"));
         command.arg("--sysfs").arg(self.path("sys")).args(more);
         command
@@ -105,7 +106,10 @@ impl Lab {
     }
 
     fn is_mounted(&self) -> bool {
-        let at = format!(" {} ", self.path("sys").canonicalize().unwrap_or(self.path("sys")).display());
+        let at = format!(
+            " {} ",
+            self.path("sys").canonicalize().unwrap_or(self.path("sys")).display()
+        );
         fs::read_to_string("/proc/self/mountinfo").unwrap().contains(&at)
     }
 
@@ -160,7 +164,10 @@ impl Line {
             }
             "file" => {
                 let read = self.ask(json!({ "do": "read", "file": at }));
-                found.insert(format!("file {mode} {at} {}", settled(at, read["text"].as_str().unwrap())));
+                found.insert(format!(
+                    "file {mode} {at} {}",
+                    settled(at, read["text"].as_str().unwrap())
+                ));
             }
             _ => {
                 found.insert(format!("link {mode} {at} {}", stat["target"].as_str().unwrap()));
@@ -241,7 +248,7 @@ fn the_mounted_tree_is_what_ctl_shows() {
         let n = file.read_at(&mut bytes, at).unwrap();
         String::from_utf8_lossy(&bytes[..n]).into_owned()
     };
-    assert_eq!((&*piece(0), &*piece(7)), ("min-inf", "light ("));
+    assert_eq!((&*piece(7), &*piece(0)), ("light (", "min-inf"));
     echo(&lab.tree("class/rtrs-client/test/mpath_policy"), "rr").unwrap();
     assert_eq!((&*piece(14), &*piece(0), &*piece(4096)), ("MI: 1)\n", "round-r", ""));
     lab.end(daemon);
@@ -322,30 +329,50 @@ fn writes_are_orders_and_nothing_can_be_made() {
     };
     let done = |script: &str| {
         let out = shell(script);
-        assert!(out.status.success(), "{script}: {}", String::from_utf8_lossy(&out.stderr));
+        assert!(
+            out.status.success(),
+            "{script}: {}",
+            String::from_utf8_lossy(&out.stderr)
+        );
         String::from_utf8(out.stdout).unwrap()
     };
-    assert_eq!(done("echo rr > mpath_policy; cat mpath_policy"), "round-robin (RR: 0)\n");
+    assert_eq!(
+        done("echo rr > mpath_policy; cat mpath_policy"),
+        "round-robin (RR: 0)\n"
+    );
     assert_eq!(done("echo ml >> mp_policy; cat mpath_policy"), "min-latency (ML: 2)\n");
-    assert_eq!(done("printf 7 | tee max_reconnect_attempts; cat max_reconnect_attempts"), "77\n");
+    assert_eq!(
+        done("printf 7 | tee max_reconnect_attempts; cat max_reconnect_attempts"),
+        "77\n"
+    );
     assert!(!shell("echo 3 > mpath_policy").status.success());
     // A device more, and none: both show at once.
     echo(&map_device, "sessname=test device_path=other access_mode=ro").unwrap();
     let device = lab.tree("class/rnbd-client/ctl/devices/other@test");
-    assert_eq!(device.canonicalize().unwrap(), lab.tree("block/rnbd1").canonicalize().unwrap());
+    assert_eq!(
+        device.canonicalize().unwrap(),
+        lab.tree("block/rnbd1").canonicalize().unwrap()
+    );
     assert_eq!(fs::read_to_string(device.join("rnbd/access_mode")).unwrap(), "ro\n");
     let kept = fs::File::open(device.join("size")).unwrap();
     echo(&device.join("rnbd/unmap_device"), "normal").unwrap();
     assert_eq!(device.symlink_metadata().unwrap_err().kind(), ErrorKind::NotFound);
     let gone = (&kept).read(&mut [0; 8]).unwrap_err();
-    assert_eq!(gone.raw_os_error(), Some(nix::libc::ENODEV), "what was open has no device any more");
+    assert_eq!(
+        gone.raw_os_error(),
+        Some(nix::libc::ENODEV),
+        "what was open has no device any more"
+    );
 
     let errno = |result: std::io::Result<()>| result.unwrap_err().raw_os_error();
     assert_eq!(errno(fs::write(session.join("new"), "")), Some(EACCES));
     assert_eq!(errno(fs::create_dir(session.join("new"))), Some(EPERM));
     assert_eq!(errno(fs::remove_file(session.join("add_path"))), Some(EPERM));
     assert_eq!(errno(fs::remove_dir(session.join("paths"))), Some(EPERM));
-    assert_eq!(errno(fs::rename(session.join("add_path"), session.join("x"))), Some(EPERM));
+    assert_eq!(
+        errno(fs::rename(session.join("add_path"), session.join("x"))),
+        Some(EPERM)
+    );
     assert_eq!(errno(symlink("a", session.join("b"))), Some(EPERM));
     let open = fs::Permissions::from_mode(0o666);
     assert_eq!(errno(fs::set_permissions(session.join("add_path"), open)), Some(EPERM));
@@ -367,8 +394,12 @@ fn a_write_that_waits_holds_up_nobody_and_can_be_interrupted() {
         command.spawn().unwrap()
     };
     let mut waiting = add(from, to);
-    thread::sleep(Duration::from_millis(500));
-    assert_eq!(fs::read_to_string(session.join("mpath_policy")).unwrap(), "min-inflight (MI: 1)\n");
+    let added = session.join("paths").join(format!("ip:{from}@ip:{to}"));
+    eventually("the path is connected to", || added.is_dir());
+    assert_eq!(
+        fs::read_to_string(session.join("mpath_policy")).unwrap(),
+        "min-inflight (MI: 1)\n"
+    );
     echo(&session.join("mpath_policy"), "rr").unwrap();
     mounted(&lab.path("sys"), "", &mut BTreeSet::new());
     assert!(waiting.try_wait().unwrap().is_none(), "it waits");
@@ -379,7 +410,15 @@ fn a_write_that_waits_holds_up_nobody_and_can_be_interrupted() {
         ended.is_some()
     });
     assert_eq!(ended.unwrap().signal(), Some(Signal::SIGINT as i32));
-    assert_eq!(fs::read_to_string(session.join("mpath_policy")).unwrap(), "round-robin (RR: 0)\n");
+    assert_eq!(
+        fs::read_to_string(added.join("state")).unwrap(),
+        "disconnected\n",
+        "it is still tried"
+    );
+    assert_eq!(
+        fs::read_to_string(session.join("mpath_policy")).unwrap(),
+        "round-robin (RR: 0)\n"
+    );
     lab.end(daemon);
 }
 
@@ -390,15 +429,27 @@ fn the_place_is_taken_over_from_the_dead_and_from_nobody_else() {
     let mut first = lab.daemon(&[]);
     let try_there = |dir: &Path| {
         let mut command = Command::new(ferroce());
-        command.args(["daemon", "--control"]).arg(lab.path("other.ctl")).arg("--sysfs").arg(dir);
+        command
+            .args(["daemon", "--control"])
+            .arg(lab.path("other.ctl"))
+            .arg("--sysfs")
+            .arg(dir);
         Running::start_command(command, "ferroce daemon".into()).end()
     };
     let second = try_there(&lab.path("sys"));
     assert_eq!(second.code, Some(1), "{}", second.stderr);
-    assert!(second.stderr.contains("something is mounted there"), "{}", second.stderr);
+    assert!(
+        second.stderr.contains("something is mounted there"),
+        "{}",
+        second.stderr
+    );
     let full = try_there(lab.dir.path());
     assert!(full.stderr.contains("not empty"), "{}", full.stderr);
-    assert_eq!(fs::read_dir(lab.path("sys")).unwrap().count(), 3, "the first is as it was");
+    assert_eq!(
+        fs::read_dir(lab.path("sys")).unwrap().count(),
+        3,
+        "the first is as it was"
+    );
 
     first.signal(Signal::SIGKILL);
     first.wait();
@@ -407,7 +458,11 @@ fn the_place_is_taken_over_from_the_dead_and_from_nobody_else() {
     let again = lab.daemon(&[]);
     assert!(lab.tree("class/rtrs-client/test").is_dir());
     // Who stands in it does not keep it.
-    let mut guest = Command::new("sleep").arg("60").current_dir(lab.path("sys")).spawn().unwrap();
+    let mut guest = Command::new("sleep")
+        .arg("60")
+        .current_dir(lab.path("sys"))
+        .spawn()
+        .unwrap();
     lab.end(again);
     guest.kill().unwrap();
     guest.wait().unwrap();
@@ -431,7 +486,11 @@ fn a_tree_is_its_owners_and_its_groups() {
     let said = |out: &Output| String::from_utf8_lossy(&out.stderr).into_owned();
     for program in [&["cat"][..], &["stat"], &["sh", "-c", "echo rr > $0"]] {
         let refused = by(&["--clear-groups"], program);
-        assert!(!refused.status.success() && said(&refused).contains("denied"), "{program:?}: {}", said(&refused));
+        assert!(
+            !refused.status.success() && said(&refused).contains("denied"),
+            "{program:?}: {}",
+            said(&refused)
+        );
         let member = by(&["--groups", GROUP], program);
         assert!(member.status.success(), "{program:?}: {}", said(&member));
     }
@@ -444,7 +503,13 @@ fn under_run(envs: &[(&str, &Path)], program: &[&str]) -> Output {
     if std::env::var_os("FERROCE_BIN").is_none() {
         let mut cargo = Command::new(env!("CARGO"));
         cargo.current_dir(ferroce_tests::root());
-        assert!(cargo.args(["build", "-q", "-p", "verbs-shim"]).status().unwrap().success());
+        assert!(
+            cargo
+                .args(["build", "-q", "-p", "verbs-shim"])
+                .status()
+                .unwrap()
+                .success()
+        );
     }
     let mut command = Command::new(ferroce());
     command.args(["run", "--"]).args(program);
@@ -478,14 +543,23 @@ fn programs_find_the_tree_under_sys() {
         assert_eq!(said(&by_socket, program), "/sys/block/rnbd0\n", "{program:?}");
     }
     assert_eq!(said(&by_socket, &["readlink", link]), "../../../../block/rnbd0\n");
-    assert_eq!(said(&by_socket, &["stat", "-c", "%a %s %F", policy]), "644 4096 regular file\n");
+    assert_eq!(
+        said(&by_socket, &["stat", "-c", "%a %s %F", policy]),
+        "644 4096 regular file\n"
+    );
     assert_eq!(said(&by_socket, &["cat", "/sys/block/rnbd0/rnbd/state"]), "open\n");
     let port = "/sys/module/rnbd_server/parameters/port_nr";
     assert_eq!(said(&by_socket, &["cat", port]), "1234\n");
-    said(&by_socket, &["sh", "-c", &format!("test -w {policy} && echo rr > {policy}")]);
+    said(
+        &by_socket,
+        &["sh", "-c", &format!("test -w {policy} && echo rr > {policy}")],
+    );
     assert_eq!(said(&by_socket, &["head", "-n", "1", policy]), "round-robin (RR: 0)\n");
     // What others have there is theirs.
-    let real: BTreeSet<_> = fs::read_dir("/sys/class").unwrap().map(|e| e.unwrap().file_name()).collect();
+    let real: BTreeSet<_> = fs::read_dir("/sys/class")
+        .unwrap()
+        .map(|e| e.unwrap().file_name())
+        .collect();
     let shown = said(&by_socket, &["ls", "/sys/class"]);
     assert_eq!(shown.lines().count(), real.len());
     lab.end(daemon);
@@ -495,7 +569,11 @@ fn programs_find_the_tree_under_sys() {
     if !Path::new("/run/ferroce/sys/class").exists() && !Path::new(policy).exists() {
         let out = under_run(&nothing, &["cat", policy, policy]);
         let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
-        assert_eq!(stderr.matches("no attributes of ferroce are mounted").count(), 1, "{stderr}");
+        assert_eq!(
+            stderr.matches("no attributes of ferroce are mounted").count(),
+            1,
+            "{stderr}"
+        );
         assert_eq!(out.status.code(), Some(1));
         let other = under_run(&nothing, &["cat", "/proc/self/comm"]);
         assert_eq!((&*other.stdout, &*other.stderr), (&b"cat\n"[..], &b""[..]));

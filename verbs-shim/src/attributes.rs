@@ -118,7 +118,10 @@ mod tests {
             unsafe { name_under_sys(bytes.as_mut_ptr().cast(), Path::new(root)) };
             CStr::from_bytes_until_nul(&bytes).unwrap().to_str().unwrap().to_owned()
         };
-        assert_eq!(named("/run/ferroce/sys/block/rnbd0", "/run/ferroce/sys"), "/sys/block/rnbd0");
+        assert_eq!(
+            named("/run/ferroce/sys/block/rnbd0", "/run/ferroce/sys"),
+            "/sys/block/rnbd0"
+        );
         assert_eq!(named("/run/ferroce/sys", "/run/ferroce/sys"), "/sys");
         for other in ["/run/ferroce/system", "/run", ""] {
             assert_eq!(named(other, "/run/ferroce/sys"), other);

@@ -490,7 +490,11 @@ impl<'a> Stage<'a> {
         for program in self.tests.iter().filter(|t| CLIENTS_OF.contains(&t.package.as_str())) {
             let names = ignored(program)?;
             present.extend(names.iter().cloned());
-            let may = |name: &String| rights.iter().all(|(named, may, _)| *may || !named.contains(&name.as_str()));
+            let may = |name: &String| {
+                rights
+                    .iter()
+                    .all(|(named, may, _)| *may || !named.contains(&name.as_str()))
+            };
             jobs.push(Job::ignored(program, names.into_iter().filter(may).collect()));
         }
         rights.iter().try_for_each(|(named, ..)| all_there(named, &present))?;

@@ -67,7 +67,7 @@ pub(crate) struct ControlArgs {
     #[arg(long, value_name = "[ADDR:]PORT", value_parser = metrics_address)]
     metrics: Option<SocketAddr>,
     /// Mount the attributes there as a file system (FUSE), with the paths, texts and modes that Linux has under /sys, until the end;
-    /// who may use the control socket may use it. `ferroce run -- TOOL` finds it there by itself: /run/ferroce/sys
+    /// who may use the control socket may use it. In /run/ferroce/sys `ferroce run -- TOOL` finds it without being told
     #[arg(long, value_name = "DIR")]
     sysfs: Option<PathBuf>,
     /// Only names of the kernel's code there, without those that only its documents have
@@ -135,7 +135,9 @@ impl Control {
             sysfs: None,
         };
         if args.control_group.is_some() && args.control.is_empty() && args.sysfs.is_none() {
-            return Err(Failure::usage("--control-group is of a --control socket, or of --sysfs"));
+            return Err(Failure::usage(
+                "--control-group is of a --control socket, or of --sysfs",
+            ));
         }
         let group = args.control_group.as_deref().map(peer::group).transpose()?;
         // First of all, so that who has found the socket is told of it.

@@ -116,7 +116,7 @@ impl Door {
     pub(super) fn let_in(&self, shared: &Arc<Shared>, mut stream: &UnixStream) {
         let admitted = Peer::of(stream)
             .map_err(|e| Refused::new(Errno::EIO, format!("who are you? {e}")))
-            .and_then(|peer| Self::admits(self, &peer));
+            .and_then(|peer| self.admits(&peer));
         match admitted {
             Ok(()) => sockets::converse(shared, stream),
             Err(refused) => {
@@ -151,10 +151,10 @@ mod tests {
             further: further.to_vec(),
         };
         for let_in in [peer(0, 0, &[]), peer(7, 1, &[]), peer(8, 70, &[]), peer(8, 1, &[2, 70])] {
-            assert_eq!(Door::admits(&door, &let_in), Ok(()), "{let_in:?}");
+            assert_eq!(door.admits(&let_in), Ok(()), "{let_in:?}");
         }
         for not in [peer(8, 7, &[]), peer(70, 71, &[0, 7])] {
-            assert_eq!(Door::admits(&door, &not).unwrap_err().errno, Errno::EACCES, "{not:?}");
+            assert_eq!(door.admits(&not).unwrap_err().errno, Errno::EACCES, "{not:?}");
         }
     }
 

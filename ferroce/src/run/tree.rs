@@ -24,7 +24,12 @@ const MAX_ANSWER: u64 = 64 << 10;
 /// The tree of the process at the control socket, or one in a usual place.
 pub(super) fn find() -> Option<PathBuf> {
     let own = || environment::var_os("XDG_RUNTIME_DIR").map(|dir| Path::new(&dir).join(OWN));
-    told(&usual_place()).or_else(|| [Some(SYSTEM.into()), own()].into_iter().flatten().find(|dir| is_mounted(dir)))
+    told(&usual_place()).or_else(|| {
+        [Some(SYSTEM.into()), own()]
+            .into_iter()
+            .flatten()
+            .find(|dir| is_mounted(dir))
+    })
 }
 
 /// What the process there says.
@@ -58,7 +63,11 @@ mod tests {
         assert_eq!(told(&socket), None, "nobody there");
         let listener = UnixListener::bind(&socket).unwrap();
         let process = thread::spawn(move || {
-            for answer in [r#"{"ok": true, "sysfs": "/run/x"}"#, r#"{"ok": true, "sysfs": null}"#, "nonsense"] {
+            for answer in [
+                r#"{"ok": true, "sysfs": "/run/x"}"#,
+                r#"{"ok": true, "sysfs": null}"#,
+                "nonsense",
+            ] {
                 let (stream, _) = listener.accept().unwrap();
                 let mut asked = String::new();
                 BufReader::new(&stream).read_line(&mut asked).unwrap();

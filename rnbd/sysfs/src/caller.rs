@@ -26,7 +26,10 @@ impl Caller {
     pub fn further_groups(&self) -> Vec<u32> {
         let status = self.status().unwrap_or_default();
         let groups = field(&status, "Groups").unwrap_or_default();
-        groups.split_whitespace().filter_map(|group| group.parse().ok()).collect()
+        groups
+            .split_whitespace()
+            .filter_map(|group| group.parse().ok())
+            .collect()
     }
 
     /// Whether a signal waits for it to return from its system call.
@@ -43,7 +46,9 @@ impl Caller {
 }
 
 fn field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
-    let found = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+    let found = status
+        .lines()
+        .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
     found.map(str::trim)
 }
 

@@ -19,7 +19,7 @@ pub(crate) struct Name {
 pub(crate) struct Open {
     pub(crate) path: Arc<str>,
     /// A file's text, since somebody began to read it.
-    pub(crate) text: Mutex<Arc<str>>,
+    pub(crate) text: Mutex<Option<Arc<str>>>,
     /// What a directory had in it when somebody began to read it.
     pub(crate) names: Mutex<Arc<[Name]>>,
 }
@@ -40,7 +40,7 @@ impl Handles {
         self.last += 1;
         let open = Open {
             path,
-            text: Mutex::new("".into()),
+            text: Mutex::default(),
             names: Mutex::new([].into()),
         };
         self.open.insert(self.last, Arc::new(open));

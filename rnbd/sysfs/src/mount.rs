@@ -1,9 +1,9 @@
 //! Mounting a tree, and taking it away.
 
 use std::{
+    env,
     fs::{self, DirBuilder},
-    io,
-    mem,
+    io, mem,
     os::unix::fs::{DirBuilderExt, MetadataExt},
     path::{Path, PathBuf},
     process::Command,
@@ -43,8 +43,8 @@ pub enum MountError {
     /// The kernel's module is not there, or this container does not see the device.
     #[error("there is no /dev/fuse: load the module (`modprobe fuse`), or let the container have the device")]
     NoDevice,
-    /// Only root mounts without it.
-    #[error("a user who is not root needs fusermount3: install the package fuse3")]
+    /// Only root mounts without it, and not in every container.
+    #[error("we may not mount by ourselves, and there is no fusermount3: install the package fuse3")]
     NoHelper,
     /// The system does not let us.
     #[error(transparent)]
@@ -80,8 +80,9 @@ impl Mounted {
             Err(e) if e.kind() == io::ErrorKind::PermissionDenied && !geteuid().is_root() => mount(SessionACL::Owner),
             other => other,
         };
+        // The device is there. Of a program that is missing the system may also say that a folder on the way to it can't be entered.
         let session = session.map_err(|e| match e.kind() {
-            io::ErrorKind::NotFound if !geteuid().is_root() => MountError::NoHelper,
+            io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied if !has_helper() => MountError::NoHelper,
             _ => MountError::Io(e),
         })?;
         let mut this = Self {
@@ -157,6 +158,13 @@ fn prepare(dir: &Path) -> Result<PathBuf, MountError> {
     }
 }
 
+/// Whether there is what mounts for us.
+fn has_helper() -> bool {
+    let path = env::var_os("PATH").unwrap_or_default();
+    let mut dirs = env::split_paths(&path).chain(["/bin", "/sbin"].map(PathBuf::from));
+    dirs.any(|dir| dir.join(HELPER).is_file())
+}
+
 /// Nobody answers there any more.
 fn is_dead(e: &io::Error) -> bool {
     [Errno::ENOTCONN, Errno::ECONNABORTED].contains(&Errno::from_raw(e.raw_os_error().unwrap_or_default()))
@@ -167,9 +175,9 @@ fn detach(dir: &Path) -> Result<(), MountError> {
         Ok(()) => Ok(()),
         Err(Errno::EPERM) => {
             let helper = Command::new(HELPER).args(["-u", "-z", "--"]).arg(dir).output();
-            let done = helper.map_err(|e| match e.kind() {
-                io::ErrorKind::NotFound => MountError::NoHelper,
-                _ => MountError::Io(e),
+            let done = helper.map_err(|e| match has_helper() {
+                false => MountError::NoHelper,
+                true => MountError::Io(e),
             })?;
             match done.status.success() {
                 true => Ok(()),

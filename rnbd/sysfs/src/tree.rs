@@ -9,9 +9,10 @@ use std::{
 };
 
 use fuser::{
-    AccessFlags, BsdFileFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo,
-    KernelConfig, LockOwner, OpenAccMode, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory,
-    ReplyEmpty, ReplyEntry, ReplyOpen, ReplyWrite, Request, TimeOrNow, WriteFlags,
+    AccessFlags, BsdFileFlags, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags,
+    Generation, INodeNo, IoctlFlags, KernelConfig, LockOwner, OpenAccMode, OpenFlags, PollEvents, PollFlags,
+    PollNotifier, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyIoctl,
+    ReplyLseek, ReplyOpen, ReplyPoll, ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
 use parking_lot::Mutex;
 use rnbd_admin::{Kind, Registry, Stat};
@@ -144,11 +145,12 @@ impl Tree {
     /// A text is made for who begins to read, and kept until he begins again (`seq_read`).
     fn text(&self, handle: FileHandle, from: u64, size: u32) -> Answer<Arc<str>> {
         let open = self.opened(handle)?;
-        if from == 0 && size > 0 {
-            let text = self.registry.read(&open.path).map_err(gone)?;
-            *open.text.lock() = text.into();
+        let kept = open.text.lock().clone().filter(|_| from > 0 || size == 0);
+        if let Some(text) = kept {
+            return Ok(text);
         }
-        let text = open.text.lock().clone();
+        let text: Arc<str> = self.registry.read(&open.path).map_err(gone)?.into();
+        *open.text.lock() = Some(text.clone());
         Ok(text)
     }
 
@@ -365,7 +367,10 @@ impl Filesystem for Tree {
             Ok(names) => names,
             Err(errno) => return reply.error(errno),
         };
-        let rest = names.iter().enumerate().skip(usize::try_from(from).unwrap_or(usize::MAX));
+        let rest = names
+            .iter()
+            .enumerate()
+            .skip(usize::try_from(from).unwrap_or(usize::MAX));
         for (place, entry) in rest {
             if reply.add(INodeNo(entry.number), place as u64 + 1, entry.kind, &entry.name) {
                 break;
@@ -374,9 +379,123 @@ impl Filesystem for Tree {
         reply.ok();
     }
 
-    fn releasedir(&self, _request: &Request, _inode: INodeNo, handle: FileHandle, _flags: OpenFlags, reply: ReplyEmpty) {
+    fn releasedir(
+        &self,
+        _request: &Request,
+        _inode: INodeNo,
+        handle: FileHandle,
+        _flags: OpenFlags,
+        reply: ReplyEmpty,
+    ) {
         self.handles.lock().close(handle.0);
         reply.ok();
+    }
+
+    // What sysfs has no use for. After ENOSYS the kernel does not ask again, and does as it does without.
+
+    fn flush(&self, _request: &Request, _inode: INodeNo, _handle: FileHandle, _owner: LockOwner, reply: ReplyEmpty) {
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn fsync(&self, _request: &Request, _inode: INodeNo, _handle: FileHandle, _data: bool, reply: ReplyEmpty) {
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn fsyncdir(&self, _request: &Request, _inode: INodeNo, _handle: FileHandle, _data: bool, reply: ReplyEmpty) {
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn poll(
+        &self,
+        _request: &Request,
+        _inode: INodeNo,
+        _handle: FileHandle,
+        _notifier: PollNotifier,
+        _events: PollEvents,
+        _flags: PollFlags,
+        reply: ReplyPoll,
+    ) {
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn lseek(
+        &self,
+        _request: &Request,
+        _inode: INodeNo,
+        _handle: FileHandle,
+        _offset: i64,
+        _whence: i32,
+        reply: ReplyLseek,
+    ) {
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn fallocate(
+        &self,
+        _request: &Request,
+        _inode: INodeNo,
+        _handle: FileHandle,
+        _offset: u64,
+        _length: u64,
+        _mode: i32,
+        reply: ReplyEmpty,
+    ) {
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn copy_file_range(
+        &self,
+        _request: &Request,
+        _from: INodeNo,
+        _from_handle: FileHandle,
+        _from_offset: u64,
+        _to: INodeNo,
+        _to_handle: FileHandle,
+        _to_offset: u64,
+        _length: u64,
+        _flags: CopyFileRangeFlags,
+        reply: ReplyWrite,
+    ) {
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn ioctl(
+        &self,
+        _request: &Request,
+        _inode: INodeNo,
+        _handle: FileHandle,
+        _flags: IoctlFlags,
+        _command: u32,
+        _data: &[u8],
+        _size: u32,
+        reply: ReplyIoctl,
+    ) {
+        reply.error(Errno::ENOTTY);
+    }
+
+    fn getxattr(&self, _request: &Request, _inode: INodeNo, _name: &OsStr, _size: u32, reply: ReplyXattr) {
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn listxattr(&self, _request: &Request, _inode: INodeNo, _size: u32, reply: ReplyXattr) {
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn setxattr(
+        &self,
+        _request: &Request,
+        _inode: INodeNo,
+        _name: &OsStr,
+        _value: &[u8],
+        _flags: i32,
+        _position: u32,
+        reply: ReplyEmpty,
+    ) {
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn removexattr(&self, _request: &Request, _inode: INodeNo, _name: &OsStr, reply: ReplyEmpty) {
+        reply.error(Errno::ENOSYS);
     }
 
     // What sysfs has no operation for, the kernel refuses with these.
@@ -407,15 +526,7 @@ impl Filesystem for Tree {
         reply.error(Errno::EPERM);
     }
 
-    fn mkdir(
-        &self,
-        _request: &Request,
-        _parent: INodeNo,
-        _name: &OsStr,
-        _mode: u32,
-        _umask: u32,
-        reply: ReplyEntry,
-    ) {
+    fn mkdir(&self, _request: &Request, _parent: INodeNo, _name: &OsStr, _mode: u32, _umask: u32, reply: ReplyEntry) {
         reply.error(Errno::EPERM);
     }
 
@@ -461,6 +572,9 @@ mod tests {
         for none in ["", ".", "..", "a/b", "a\0b", &"x".repeat(NAME_MAX + 1)] {
             assert!(!is_name(none), "{none:?}");
         }
-        assert_eq!((join("", "class"), join("class", "x")), ("class".into(), "class/x".into()));
+        assert_eq!(
+            (join("", "class"), join("class", "x")),
+            ("class".into(), "class/x".into())
+        );
     }
 }
