@@ -1,7 +1,6 @@
 //! Loops whose addresses are shared with other processes, through a broker (`roce_broker`): each loop is a member.
 
 use std::{
-    net::IpAddr,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering::SeqCst},
@@ -17,7 +16,7 @@ use roce_verbs::provider::VerbsError;
 use crate::{
     device::{DeviceConfig, Services},
     open::serves,
-    shards::Inbox,
+    shards::Door,
     shared::{Listeners, join_error},
 };
 
@@ -33,16 +32,9 @@ struct Answers {
     told: Condvar,
 }
 
-/// Where packets of an address go.
-struct Door {
-    addr: IpAddr,
-    inboxes: Arc<[Inbox]>,
-    index: usize,
-}
-
 /// Takes what the broker has for a loop.
 struct Post {
-    doors: Vec<Door>,
+    doors: Arc<[Door]>,
     answers: Arc<Answers>,
 }
 
@@ -53,7 +45,7 @@ impl roce_broker::Inbox for Post {
         let has = |door: &&Door| door.addr.is_unspecified() && serves(door.addr, local);
         let any = || self.doors.iter().find(has);
         if let Some(door) = exact.or_else(any) {
-            door.inboxes[door.index].forwarded(meta, bytes);
+            door.inbox().forwarded(meta, bytes);
         }
     }
 
@@ -61,7 +53,7 @@ impl roce_broker::Inbox for Post {
         let mut last = self.answers.last.lock();
         self.answers.wanted.store(true, SeqCst);
         let door = self.doors.first()?;
-        door.inboxes[door.index].ring();
+        door.inbox().ring();
         self.answers.told.wait_for(&mut last, PATIENCE);
         last.clone()
     }
@@ -103,12 +95,11 @@ impl Joining {
         })
     }
 
-    /// The loop has its devices: what comes for an address goes into this inbox of these.
-    pub(crate) fn joined(self, doors: impl Iterator<Item = (IpAddr, (Arc<[Inbox]>, usize))>) -> Joined {
+    /// The loop has its devices: what comes for an address goes through this door.
+    pub(crate) fn joined(self, doors: Arc<[Door]>) -> Joined {
         let answers = Arc::<Answers>::default();
-        let doors = doors.map(|(addr, (inboxes, index))| Door { addr, inboxes, index });
         self.membership.set_inbox(Arc::new(Post {
-            doors: doors.collect(),
+            doors,
             answers: answers.clone(),
         }));
         Joined {

@@ -17,7 +17,7 @@ use crate::{
     device::{DeviceConfig, DeviceStats, Services},
     joined::{Joined, Joining},
     open::{self, Parts},
-    shards::{Arrival, Placement, Shard},
+    shards::{Arrival, Door, Placement, Shard},
     shared,
     tap::SharedTap,
 };
@@ -75,7 +75,7 @@ impl Member {
         let shard = Shard::of_places(&places, Arc::new(OnlyOne))?.pop();
         let own = |qpns| {
             if shard.is_some() {
-                Own::Loop(qpns)
+                Own::Loop(qpns, None)
             } else {
                 Own::Process(qpns)
             }
@@ -361,7 +361,9 @@ impl LocalDevice {
             for (joining, shard) in joining.iter().zip(Shard::of_places(&places, placement.clone())?) {
                 let config = joining.config(config)?;
                 let path = open::datapath(&config)?.map_err(open::error)?;
-                let own = Own::Loop(joining.place().0.qpns());
+                let alone = configs.len() == 1 || config.addr.is_unspecified();
+                let addr = (!alone).then(|| config.addr.to_canonical());
+                let own = Own::Loop(joining.place().0.qpns(), addr);
                 parts.push((config, path, own, shard));
             }
             all.add(Member::several(parts.into_iter(), tap.as_ref())?);
@@ -383,8 +385,16 @@ impl LocalDevice {
     /// That of a loop that joins.
     fn of_member(opened: Vec<Opened>, joining: Joining) -> Self {
         let mut this = Self::of(opened);
-        let doors = this.members().iter();
-        let doors = doors.filter_map(|m| Some((m.addr, m.shard.as_ref()?.inbox())));
+        let members = this.members();
+        let doors = members.iter().filter_map(|m| Some(m.shard.as_ref()?.door(m.addr)));
+        let doors: Arc<[Door]> = doors.collect();
+        for member in members {
+            let addr = member.addr;
+            member
+                .shard
+                .iter_mut()
+                .for_each(|shard| shard.beside(addr, doors.clone()));
+        }
         this.joined = Some(joining.joined(doors));
         this
     }

@@ -254,8 +254,28 @@ enum Whose {
     Elsewhere,
 }
 
+/// Where packets to one address go.
+#[derive(Clone)]
+pub(crate) struct Door {
+    pub(crate) addr: IpAddr,
+    /// Of all loops.
+    inboxes: Arc<[Inbox]>,
+    /// Of these the loop's.
+    index: usize,
+}
+
+impl Door {
+    pub(crate) fn inbox(&self) -> &Inbox {
+        &self.inboxes[self.index]
+    }
+}
+
 /// A loop's part in an address that it shares with others.
 pub(crate) struct Shard {
+    /// The loop's addresses, this one and others, if there are any.
+    doors: Arc<[Door]>,
+    /// This one, if there are others.
+    addr: Option<IpAddr>,
     numbers: Numbers,
     index: usize,
     /// Of all loops of this process.
@@ -298,6 +318,8 @@ impl Shard {
         let inboxes = inboxes(loops)?;
         let mut router = (loops > 1).then(|| RefCell::new(Router::new(numbers.clone(), placement)));
         let shards = processes.into_iter().enumerate().map(|(index, processes)| Self {
+            doors: Arc::new([]),
+            addr: None,
             numbers: numbers.clone(),
             index,
             inboxes: inboxes.clone(),
@@ -312,9 +334,26 @@ impl Shard {
         self.inboxes[self.index].bell.as_fd()
     }
 
-    /// What other processes have for this loop is to come here.
-    pub(crate) fn inbox(&self) -> (Arc<[Inbox]>, usize) {
-        (self.inboxes.clone(), self.index)
+    /// What others have for this loop at the address is to come here.
+    pub(crate) fn door(&self, addr: IpAddr) -> Door {
+        Door {
+            addr,
+            inboxes: self.inboxes.clone(),
+            index: self.index,
+        }
+    }
+
+    /// It is at this address, and what comes here for one of the loop's others goes through the door of that. Other processes may
+    /// have opened all addresses before: then one socket brings what is for each.
+    pub(crate) fn beside(&mut self, addr: IpAddr, doors: Arc<[Door]>) {
+        (self.addr, self.doors) = (Some(addr), doors);
+    }
+
+    /// The loop's other address that a packet is for.
+    fn other_door(&self, local: IpAddr) -> Option<&Door> {
+        let addr = self.addr.filter(|addr| *addr != local.to_canonical())?;
+        let other = self.doors.iter().find(|door| door.addr == local.to_canonical());
+        other.filter(|door| door.addr != addr)
     }
 
     /// The other processes, to be told of the services that connections are taken for: the first loop gets the requests of all.
@@ -342,7 +381,11 @@ impl Shard {
                 captured: true,
             };
             match whose {
-                Whose::Loop(target) if target == self.index => mine.borrow_mut().push(letter()),
+                Whose::Loop(target) if target == self.index => match self.other_door(meta.local) {
+                    None => mine.borrow_mut().push(letter()),
+                    Some(door) if door.inbox().send(letter()) => handed_over.set(handed_over.get() + 1),
+                    Some(_) => lost.borrow_mut().push(bytes.len()),
+                },
                 Whose::Loop(target) if !self.inboxes[target].send(letter()) => lost.borrow_mut().push(bytes.len()),
                 Whose::Loop(_) if management => {}
                 Whose::Loop(_) => handed_over.set(handed_over.get() + 1),
@@ -389,9 +432,13 @@ impl Shard {
             Some(router) if qpn_of(bytes) == Qpn::GSI => router.borrow_mut().route(now, meta, bytes),
             _ => self.index,
         };
-        if target != self.index {
+        let other = match self.other_door(meta.local) {
+            Some(door) => Some(door.inbox()),
+            None => (target != self.index).then(|| &self.inboxes[target]),
+        };
+        if let Some(inbox) = other {
             let len = bytes.len();
-            if !self.inboxes[target].send(letter) {
+            if !inbox.send(letter) {
                 driver.port().count_lost(len);
             }
         } else if *captured {

@@ -22,6 +22,7 @@ use roce_port::{ConnChange, QpnSlot, RxMeta};
 
 use self::links::Links;
 use crate::{
+    group,
     proto::{
         Binding, Connection, Place, Refusal, Rejoin, Reply, Report, Request, Statistics, ToBroker, ToClient, UNASKED,
         VERSION,
@@ -373,7 +374,7 @@ impl Membership {
     pub fn open(&self, addr: IpAddr) -> Result<OpenSockets, JoinError> {
         let addr = addr.to_canonical();
         let record = self.shared.call(&Request::Open { addr, again: false })?;
-        let Reply::Opened { vault, .. } = record.message else {
+        let Reply::Opened { vault, addrs } = record.message else {
             return Err(JoinError::Protocol);
         };
         let (mut receivers, mut vaults) = (Vec::new(), Vec::new());
@@ -383,6 +384,12 @@ impl Membership {
             if vault {
                 vaults.extend(fds.next());
             }
+        }
+        if receivers.is_empty() {
+            // One for all addresses, which this process has already, brings what comes to this one.
+            let state = self.shared.state.lock();
+            let has = |socket: &&Arc<OwnedFd>| group::bound_to(socket).is_some_and(|at| addrs.contains(&at));
+            receivers.extend(state.opened.iter().flat_map(|o| &o.for_next).find(has).cloned());
         }
         if receivers.is_empty() {
             return Err(JoinError::Protocol);

@@ -19,7 +19,7 @@ use std::{
 use roce_bth::ROCE_UDP_PORT;
 use roce_net::{holder, iface};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
-use socket2::{Protocol, SockFilter, Socket, Type};
+use socket2::{Protocol, SockFilter, SockRef, Socket, Type};
 
 use crate::{
     bpf::{self, SocketArray},
@@ -431,6 +431,12 @@ fn set_open(socket: &Socket) -> io::Result<()> {
         Err(e) if e.raw_os_error() == Some(libc::ENOENT) => Ok(()),
         done => done,
     }
+}
+
+/// What a socket is bound to, if that is an address and the port of RoCE.
+pub(crate) fn bound_to(socket: &OwnedFd) -> Option<IpAddr> {
+    let at = SockRef::from(socket).local_addr().ok()?.as_socket()?;
+    (at.port() == ROCE_UDP_PORT).then(|| at.ip())
 }
 
 /// Throws away what is queued. It is bounded: a sender could be faster.

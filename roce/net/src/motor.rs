@@ -1,7 +1,7 @@
 //! What moves a port: its datapath, and the packets on the way between the two. Whose thread it is and what wakes it are
 //! its caller's business.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 
 use roce_bth::{Qpn, ROCE_UDP_PORT};
 use roce_port::{Port, QpnRange, RxMeta, Steering, Train, TxBatch, TxConfig};
@@ -41,8 +41,9 @@ impl<'a> From<Train<'a>> for Burst<'a> {
 pub enum Own {
     /// Those to these numbers: others are other processes'. Those to QP1 are too: the broker knows whose, and forwards them.
     Process(QpnRange),
-    /// Those to these numbers, of a process with several loops: others are its other loops', or other processes', who are told.
-    Loop(QpnRange),
+    /// Those to these numbers, of a process with several loops: others are its other loops', or other processes', who are told. With
+    /// an address only what comes to that: by a socket for all addresses there comes also what is for others of the loop.
+    Loop(QpnRange, Option<IpAddr>),
     /// Those to the numbers of this shard: others are other loops'. The first shard gets management datagrams, and says whose
     /// each of them is.
     Shard(Steering, usize),
@@ -59,13 +60,19 @@ enum Whose {
 }
 
 impl Own {
-    fn whose(&self, packet: &[u8]) -> Whose {
+    fn whose(&self, local: IpAddr, packet: &[u8]) -> Whose {
+        if let Self::Loop(_, Some(addr)) = self
+            && *addr != local
+            && !local.is_multicast()
+        {
+            return Whose::Astray;
+        }
         let Some([_, _, _, _, _, a, b, c]) = packet.first_chunk() else {
             return Whose::Ours;
         };
         let qpn = Qpn::new(u32::from_be_bytes([0, *a, *b, *c]));
         let ours = match self {
-            Self::Process(range) | Self::Loop(range) => {
+            Self::Process(range) | Self::Loop(range, _) => {
                 qpn == Qpn::MULTICAST || (range.first..=range.last).contains(&qpn.value())
             }
             Self::Shard(_, 0) if qpn == Qpn::GSI => return Whose::Unknown,
@@ -153,10 +160,10 @@ impl Motor {
                 hop_limit: d.hop_limit,
             };
             match own {
-                Some(own) if packets(d).any(|p| own.whose(p) != Whose::Ours) => {
+                Some(own) if packets(d).any(|p| own.whose(d.local, p) != Whose::Ours) => {
                     for packet in packets(d) {
                         let meta = RxMeta { segment_len: 0, ..meta };
-                        match (own.whose(packet), own) {
+                        match (own.whose(d.local, packet), own) {
                             (Whose::Ours, _) => port.handle_datagram(now, &meta, packet),
                             (Whose::Astray, Own::Process(_)) => {
                                 port.count_stray(packet.len());
@@ -268,7 +275,11 @@ fn tap_datagram(tap: &mut dyn Tap, d: &Datagram<'_>) {
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+
     use super::*;
+
+    const HERE: IpAddr = IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1));
 
     fn packet(qpn: u32) -> [u8; 16] {
         let mut bytes = [0; 16];
@@ -289,9 +300,23 @@ mod tests {
             (1, Whose::Astray),
             (0xff_ffff, Whose::Ours),
         ] {
-            assert_eq!(own.whose(&packet(qpn)), whose, "{qpn:#x}");
+            assert_eq!(own.whose(HERE, &packet(qpn)), whose, "{qpn:#x}");
         }
-        assert_eq!(own.whose(&[0; 7]), Whose::Ours, "too short to be anybody's");
+        assert_eq!(own.whose(HERE, &[0; 7]), Whose::Ours, "too short to be anybody's");
+    }
+
+    #[test]
+    fn packets_for_another_address_of_the_loop_are_not_this_ports() {
+        let range = QpnRange {
+            first: 0x02_0000,
+            last: 0x02_1fff,
+        };
+        let (own, all) = (Own::Loop(range, Some(HERE)), Own::Loop(range, None));
+        let there = IpAddr::from([192, 0, 2, 2]);
+        let of = |own: Own, local| own.whose(local, &packet(0x02_0000));
+        assert_eq!([of(own, HERE), of(own, there)], [Whose::Ours, Whose::Astray]);
+        assert_eq!(of(own, [224, 0, 0, 9].into()), Whose::Ours);
+        assert_eq!([of(all, HERE), of(all, there)], [Whose::Ours; 2]);
     }
 
     #[test]
@@ -308,7 +333,7 @@ mod tests {
             (0xff_ffff, [Whose::Ours, Whose::Astray, Whose::Astray]),
         ] {
             assert_eq!(
-                [first, second, third].map(|own| own.whose(&packet(qpn))),
+                [first, second, third].map(|own| own.whose(HERE, &packet(qpn))),
                 whose,
                 "{qpn:#x}"
             );

@@ -9,24 +9,16 @@
 
 use std::{io, net::IpAddr, os::fd::OwnedFd};
 
-use roce_bth::ROCE_UDP_PORT;
 use roce_net::now;
-use socket2::SockRef;
 
 use super::{
     broker::Broker,
     requests::{Outcome, refused},
 };
 use crate::{
-    group::{Group, GroupError, Steering, family_addresses},
+    group::{Group, GroupError, Steering, bound_to, family_addresses},
     proto::{Place, Refusal, Reply},
 };
-
-/// What a socket is bound to, if that is an address and the port of RoCE.
-fn bound_to(socket: &OwnedFd) -> Option<IpAddr> {
-    let at = SockRef::from(socket).local_addr().ok()?.as_socket()?;
-    (at.port() == ROCE_UDP_PORT).then(|| at.ip())
-}
 
 impl Broker {
     /// The group that packets to an address come to.
@@ -79,16 +71,30 @@ impl Broker {
                 Err(e) => return refused(Refusal::Address, e.to_string()),
             }
         }
+        let mut served = None;
         if let Some(c) = self.clients.get_mut(client) {
-            // A further one would take the place of the first.
+            // A further socket would take the place of the first, which brings what comes to another address if it is for all.
             if self.steering == Steering::Array && !again && groups.iter().any(|g| c.opened.contains(g)) {
-                return refused(Refusal::Invalid, "the process has its socket of that address");
+                served = groups
+                    .first()
+                    .and_then(|key| self.groups.get(*key))
+                    .map(|g| g.group.addr());
+                if groups.len() > 1 || served == Some(addr) {
+                    return refused(Refusal::Invalid, "the process has its socket of that address");
+                }
             }
             c.opened.extend(&groups);
         }
-        let handed_out = match again && self.steering == Steering::Array {
-            true => self.take_back(&groups, place, sockets),
-            false => self.hand_out(&groups, place, again, trusted),
+        let handed_out = match (served, again && self.steering == Steering::Array) {
+            (Some(by), _) => Ok(Outcome::Reply(
+                Reply::Opened {
+                    addrs: vec![by],
+                    vault: false,
+                },
+                vec![],
+            )),
+            (None, true) => self.take_back(&groups, place, sockets),
+            (None, false) => self.hand_out(&groups, place, again, trusted),
         };
         match handed_out {
             Ok(outcome) => outcome,
