@@ -228,24 +228,28 @@ fn a_reload_takes_renewed_certificates() {
         let tls = format!("tls-certificates = \"{}\"\n", folder.display());
         [lab.maps("a", names), tls].concat()
     };
-    lab.write(&[lab.serves(&["one", "two"]), mapping(&["one"]), lab.maps("b", &["two"])]);
+    lab.write(&[
+        lab.serves(&["one", "two", "three"]),
+        mapping(&["one"]),
+        lab.maps("b", &["two"]),
+    ]);
     let daemon = lab.daemon();
     lab.is_up("map.a");
     lab.is_up("map.b");
     let mut there = Client::connect_to(&lab.path("a.sock"), "one", PATIENCE).unwrap();
-    let all = json!(["map.a", "map.b", "serve.images"]);
+    let all = json!(["serve.images", "map.a", "map.b"]);
     assert_eq!(lab.ctl(&["reload"])["unchanged"], all);
 
     authority.server(&folder);
     let done = lab.ctl(&["reload"]);
     assert_eq!(done["changed"], json!(["map.a"]), "{done}");
-    assert_eq!(done["unchanged"], json!(["map.b", "serve.images"]), "{done}");
+    assert_eq!(done["unchanged"], json!(["serve.images", "map.b"]), "{done}");
 
     // Nothing is done of a change that comes with certificates that are wrong, until they are right.
     fs::write(folder.join("server-key.pem"), "no key").unwrap();
     lab.write(&[
-        lab.serves(&["one", "two"]),
-        mapping(&["one", "two"]),
+        lab.serves(&["one", "two", "three"]),
+        mapping(&["one", "three"]),
         lab.maps("b", &["two"]),
     ]);
     for _ in 0..2 {
@@ -257,13 +261,40 @@ fn a_reload_takes_renewed_certificates() {
             failed.stdout
         );
     }
-    assert!(Client::connect_to(&lab.path("a.sock"), "two", PATIENCE).is_err());
+    assert!(Client::connect_to(&lab.path("a.sock"), "three", PATIENCE).is_err());
     authority.server(&folder);
     assert_eq!(lab.ctl(&["reload"])["changed"], json!(["map.a"]));
-    reads(&lab.path("a.sock"), "two");
+    reads(&lab.path("a.sock"), "three");
     assert!(there.read(0, MIB).unwrap() == pattern(7, MIB));
     drop(there);
     assert_eq!(daemon.stop().code, Some(0));
+}
+
+#[test]
+fn mappings_end_before_the_servers_that_they_are_of() {
+    for by_reload in [false, true] {
+        let lab = Lab::new();
+        lab.write(&[lab.serves(&["one"]), lab.maps("a", &["one"])]);
+        let daemon = lab.daemon();
+        lab.is_up("map.a");
+        let mut client = Client::connect_to(&lab.path("a.sock"), "one", PATIENCE).unwrap();
+        client.write(0, &pattern(9, MIB)).unwrap();
+        if by_reload {
+            lab.write(&[]);
+            assert_eq!(lab.ctl(&["reload"])["ended"], json!(["serve.images", "map.a"]));
+            eventually("the end of all", || lab.ctl(&["tasks"])["tasks"] == json!([]));
+        }
+        let ended = daemon.stop();
+        assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+        assert!(fs::read(lab.path("one")).unwrap() == pattern(9, MIB));
+        let events = ended.json();
+        let of_mapping: Vec<_> = events.iter().filter(|e| e["task"] == "map.a").collect();
+        let summary = of_mapping.iter().find(|e| e["event"] == "summary").expect("an end");
+        assert_eq!(summary["failed_requests"], 0, "{summary}");
+        let well = |e: &Value| e["event"] != "task_ended" || e["why"].is_null();
+        assert!(of_mapping.iter().all(|e| well(e)), "{of_mapping:?}");
+        assert!(!ended.stderr.contains("flush"), "{}", ended.stderr);
+    }
 }
 
 #[test]

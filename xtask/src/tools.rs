@@ -18,9 +18,10 @@ pub(crate) const EXT4: [Tool; 3] = [
     Tool::new("debugfs", "e2fsprogs"),
 ];
 /// NBD clients of others.
-pub(crate) const NBD_CLIENTS: [Tool; 3] = [
+pub(crate) const NBD_CLIENTS: [Tool; 4] = [
     Tool::new("qemu-img", "qemu-utils"),
     Tool::new("nbdcopy", "libnbd-bin"),
+    Tool::new("nbdsh", "python3-libnbd"),
     Tool::new("fio", "fio"),
 ];
 

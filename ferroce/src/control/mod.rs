@@ -119,7 +119,11 @@ pub(crate) struct Control {
 impl Control {
     /// Makes the sockets, and listens.
     pub(crate) fn start(args: &ControlArgs) -> Result<Self, Failure> {
-        let roster = Arc::new(Roster::default());
+        Self::with(args, Roster::default())
+    }
+
+    fn with(args: &ControlArgs, roster: Roster) -> Result<Self, Failure> {
+        let roster = Arc::new(roster);
         let shared = Arc::new(Shared {
             registry: Registry::new(roster.clone(), Names::All),
             roster,
@@ -164,7 +168,7 @@ impl Control {
     /// Those of the daemon, which has a socket where `ferroce ctl` looks if nobody says otherwise.
     pub(crate) fn of_daemon(args: &ControlArgs) -> Result<Self, Failure> {
         if !args.control.is_empty() {
-            return Self::start(args);
+            return Self::with(args, Roster::of_daemon());
         }
         let path = address::place_of_daemon().ok_or_else(|| {
             Failure::usage("say with --control where the control socket is to be: there is no XDG_RUNTIME_DIR")
@@ -175,10 +179,11 @@ impl Control {
             let made = DirBuilder::new().recursive(true).mode(mode).create(dir);
             made.map_err(|e| Failure::failed(format!("{}: {e}", dir.display())))?;
         }
-        Self::start(&ControlArgs {
+        let args = ControlArgs {
             control: vec![path],
             ..args.clone()
-        })
+        };
+        Self::with(&args, Roster::of_daemon())
     }
 
     /// What runs in this process.

@@ -59,6 +59,8 @@ pub(crate) trait Supervisor: Send + Sync {
 #[derive(Default)]
 pub(crate) struct Roster {
     supervisor: OnceLock<Arc<dyn Supervisor>>,
+    /// There is a supervisor, or will be at once.
+    supervised: bool,
     /// The TLS of a mapping in the foreground.
     tls: OnceLock<Tls>,
     clients: RwLock<Vec<Arc<dyn Client>>>,
@@ -86,6 +88,14 @@ impl Drop for Listed {
 }
 
 impl Roster {
+    /// That of a daemon. Until [`supervise`](Self::supervise) is called whoever asks for what only a daemon has waits.
+    pub(crate) fn of_daemon() -> Self {
+        Self {
+            supervised: true,
+            ..Self::default()
+        }
+    }
+
     /// Who has several tasks.
     pub(crate) fn supervise(&self, supervisor: Arc<dyn Supervisor>) {
         let _ = self.supervisor.set(supervisor);
@@ -93,8 +103,10 @@ impl Roster {
 
     /// The daemon.
     pub(crate) fn supervisor(&self) -> Result<&dyn Supervisor, Refused> {
-        let found = self.supervisor.get().map(|supervisor| &**supervisor);
-        found.ok_or_else(|| Refused::new(Errno::EOPNOTSUPP, "this process is no daemon"))
+        match self.supervised {
+            true => Ok(&**self.supervisor.wait()),
+            false => Err(Refused::new(Errno::EOPNOTSUPP, "this process is no daemon")),
+        }
     }
 
     /// The certificates of a mapping in the foreground, for [`reload`](Self::reload).
@@ -104,7 +116,7 @@ impl Roster {
 
     /// Has a daemon read its configuration again, a mapping in the foreground its certificates; what was done.
     pub(crate) fn reload(&self) -> Result<Map<String, Value>, Refused> {
-        if let Some(supervisor) = self.supervisor.get() {
+        if let Ok(supervisor) = self.supervisor() {
             return supervisor.reload();
         }
         let Some(tls) = self.tls.get() else {

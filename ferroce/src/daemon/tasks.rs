@@ -39,6 +39,8 @@ const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 /// How long the start waits for servers.
 const SERVERS_FIRST: Duration = Duration::from_secs(5);
+/// The order in which tasks end: a mapping may be of one of our servers, and needs it until what was written is durable.
+const ENDING: [Kind; 2] = [Kind::Map, Kind::Serve];
 /// A task that ran for so long had not failed in a row.
 const LASTED: Duration = Duration::from_secs(60);
 
@@ -94,6 +96,15 @@ struct Entry {
     failures: u32,
     /// It is to go; or to be this instead, once it has ended.
     next: Option<Next>,
+}
+
+impl Entry {
+    /// Asks it to end, if it runs.
+    fn stop(&self) {
+        if let State::Running(running) = &self.state {
+            running.stop.request();
+        }
+    }
 }
 
 enum Next {
@@ -301,7 +312,12 @@ impl Tasks {
             self.tell("task_ended", json!({ "task": name.to_string(), "why": why }), &text);
         };
         match (entry.next, why) {
-            _ if self.is_ending() => None,
+            (_, why) if self.is_ending() => {
+                if why.is_some() {
+                    gone(why.as_deref());
+                }
+                None
+            }
             (Some(Next::Gone), why) => {
                 gone(why.as_deref());
                 None
@@ -334,17 +350,30 @@ impl Tasks {
     /// Asks all to end, and waits for that.
     pub(super) fn end(&self) {
         self.ending.store(true, Ordering::Release);
-        let end = |entry: &Entry| match &entry.state {
-            State::Running(running) => running.stop.request(),
-            State::Waiting { .. } | State::Ended => {}
-        };
-        self.entries.lock().values().for_each(end);
-        loop {
-            self.tend();
-            if self.entries.lock().is_empty() {
-                return;
+        for kind in ENDING {
+            self.entries
+                .lock()
+                .iter()
+                .filter(|(name, _)| name.kind == kind)
+                .for_each(|(_, entry)| entry.stop());
+            while self.entries.lock().keys().any(|name| name.kind == kind) {
+                self.tend();
+                thread::sleep(Duration::from_millis(20));
             }
-            thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Ends tasks that are no longer in the file.
+    fn drop_from_file(&self, gone: &[TaskName]) {
+        for kind in ENDING {
+            let names: Vec<_> = gone.iter().filter(|name| name.kind == kind).collect();
+            for name in &names {
+                self.replace(name, Next::Gone);
+            }
+            let others_wait = kind != Kind::Serve && gone.iter().any(|name| name.kind == Kind::Serve);
+            while others_wait && names.iter().any(|name| self.entries.lock().contains_key(name)) {
+                thread::sleep(Duration::from_millis(20));
+            }
         }
     }
 
@@ -367,10 +396,10 @@ impl Tasks {
                 .map(|(name, entry)| (name.clone(), entry.task.clone()))
                 .collect()
         };
-        for (name, _) in known.iter().filter(|(name, _)| !config.tasks.contains_key(name)) {
-            self.replace(name, Next::Gone);
-            done.ended.push(name.to_string());
-        }
+        let names = known.iter().map(|(name, _)| name);
+        let gone: Vec<TaskName> = names.filter(|name| !config.tasks.contains_key(name)).cloned().collect();
+        self.drop_from_file(&gone);
+        done.ended.extend(gone.iter().map(ToString::to_string));
         for (name, task) in config.tasks {
             let text = name.to_string();
             match known.iter().find(|(known, _)| *known == name) {
@@ -441,9 +470,7 @@ impl Tasks {
     fn replace(&self, name: &TaskName, next: Next) {
         if let Some(entry) = self.entries.lock().get_mut(name) {
             entry.next = Some(next);
-            if let State::Running(running) = &entry.state {
-                running.stop.request();
-            }
+            entry.stop();
         }
     }
 

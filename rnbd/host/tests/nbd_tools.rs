@@ -1,7 +1,7 @@
-//! Real NBD clients against the server: qemu-img, qemu-io, nbdinfo, nbdcopy, fio.
+//! Real NBD clients against the server: qemu-img, qemu-io, nbdinfo, nbdcopy, libnbd's Python binding, fio.
 //!
 //! They need those programs, so they are ignored by default. To run them (Debian: `apt-get install qemu-utils
-//! libnbd-bin fio`):
+//! libnbd-bin python3-libnbd fio`):
 //!
 //! ```sh
 //! cargo test -p rnbd-host --test nbd_tools -- --include-ignored
@@ -75,6 +75,24 @@ fn nbdinfo_lists_all_devices_of_a_session() {
         );
         let text = run("nbdinfo", &[&format!("nbd+unix:///ro?socket={socket}")]);
         assert!(text.contains("is_read_only: true"), "{text}");
+        map.end().unwrap();
+    }
+}
+
+#[test]
+#[ignore = "needs Debian's python3-libnbd"]
+fn libnbd_finds_what_its_tests_ask_of_a_server() {
+    let lab = Lab::new();
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/nbdsh.py");
+    for loops in [1, 2] {
+        let mut config = lab.config("several", "disk");
+        config
+            .devices
+            .extend(lab.config_for("several", "ro", AccessMode::ReadOnly).devices);
+        let map = lab.try_map_on(loops, config).unwrap();
+        // The system's Python: another one that comes first in PATH would not find the package.
+        let text = run("/usr/bin/python3", &[script, map.socket.to_str().unwrap()]);
+        assert_eq!(text, "done\n");
         map.end().unwrap();
     }
 }
