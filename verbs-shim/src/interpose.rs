@@ -73,7 +73,7 @@ trait Returned: Sized {
     ///
     /// # Safety
     /// It is what the function has given for this target.
-    unsafe fn from(self, _target: &sysfs::Target) -> Self {
+    unsafe fn under_sys(self, _target: &sysfs::Target) -> Self {
         self
     }
 }
@@ -85,7 +85,7 @@ impl Returned for *mut DIR {}
 
 /// The path where the target is.
 impl Returned for *mut c_char {
-    unsafe fn from(self, target: &sysfs::Target) -> Self {
+    unsafe fn under_sys(self, target: &sysfs::Target) -> Self {
         if let Some(root) = target.tree {
             // SAFETY: null, or a string in the program's room for a path or in memory that was made for it.
             unsafe { attributes::name_under_sys(self, root) };
@@ -115,7 +115,7 @@ macro_rules! forward {
                 let real = std::mem::transmute::<*mut c_void, Real>(real);
                 match target(path, sysfs::$lead) {
                     None => real($($before,)* path $(, $after)*),
-                    Some(other) => Returned::from(real($($before,)* other.path.as_ptr() $(, $after)*), &other),
+                    Some(other) => Returned::under_sys(real($($before,)* other.path.as_ptr() $(, $after)*), &other),
                 }
             }
         }

@@ -106,7 +106,7 @@ impl Tree {
     fn find(&self, request: &Request, parent: INodeNo, name: &OsStr) -> Answer<FileAttr> {
         self.admit(request)?;
         let name = name.to_str().filter(|name| is_name(name)).ok_or(Errno::ENOENT)?;
-        let path = join(&*self.path(parent)?, name);
+        let path = join(&self.path(parent)?, name);
         let stat = self.registry.stat(&path).map_err(refused)?;
         let inode = self.inodes.lock().look_up(&path);
         Ok(self.attributes(inode, &stat))
@@ -114,13 +114,13 @@ impl Tree {
 
     fn status(&self, request: &Request, inode: INodeNo) -> Answer<FileAttr> {
         self.admit(request)?;
-        let stat = self.registry.stat(&*self.path(inode)?).map_err(refused)?;
+        let stat = self.registry.stat(&self.path(inode)?).map_err(refused)?;
         Ok(self.attributes(inode.0, &stat))
     }
 
     fn link(&self, request: &Request, inode: INodeNo) -> Answer<String> {
         self.admit(request)?;
-        match self.registry.stat(&*self.path(inode)?).map_err(refused)?.kind {
+        match self.registry.stat(&self.path(inode)?).map_err(refused)?.kind {
             Kind::Link(target) => Ok(target),
             Kind::Dir | Kind::File => Err(Errno::EINVAL),
         }
