@@ -46,7 +46,8 @@ Examples:
 The program, and what it starts in turn, uses ferroce instead of RDMA hardware: one device for each interface (ferroce0, \
 ferroce1, …), whose GIDs are the interface's addresses. The library is preloaded (LD_PRELOAD), and found as libibverbs.so.1 and \
 librdmacm.so.1 (LD_LIBRARY_PATH); for most programs either is enough. No privilege is needed. Any number of processes share the \
-addresses, by means of a small broker that the first one starts and that ends after the last (`ferroce stat` shows them).
+addresses, by means of a small broker that the first one starts and that ends after the last (`ferroce stat` shows them); so do `ferroce daemon`, \
+serve and map, with or without --addr here.
 
 Tools for rtrs and rnbd of Linux find what `ferroce serve`, `map` and `daemon` have mounted with --sysfs: paths below /sys/class/rnbd-client, \
 rnbd-server, rtrs-client and rtrs-server, /sys/module/rnbd_server and rtrs_server, and /sys/block/DEVICE lead there. It is looked for where the \

@@ -1,6 +1,7 @@
 //! `ferroce-soak`: served and mapped devices under hours of random trouble.
 
 mod client;
+mod daemon;
 mod load;
 mod logs;
 mod model;
@@ -30,6 +31,9 @@ use world::World;
 /// NBD clients write and read all devices; each block is to hold what was written last. With `--on-loss queue` no request may fail, and
 /// none may take longer than two of the longest outages and what it takes to find a path dead and connect it. Without it requests may
 /// fail while no path is up.
+///
+/// Beside them a `ferroce daemon` is administered under load: its file changes, `ferroce ctl` looks at it and steers it, NBD clients and
+/// front ends of virtual machines come and leave.
 ///
 /// Every now and then all trouble ends: then everything is to come back, a second writer is refused, and the memory, threads and
 /// descriptors of each process are compared with what they were at first.

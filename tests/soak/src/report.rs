@@ -82,6 +82,9 @@ impl Run<'_> {
             .iter()
             .map(|(kind, times)| format!("{kind} {times}"));
         println!("commands: {}", each.collect::<Vec<_>>().join(", "));
+        let done = self.world.daemon.iter().flat_map(|daemon| daemon.done());
+        let each = done.map(|(kind, times)| format!("{kind} {times}"));
+        println!("administration: {}", each.collect::<Vec<_>>().join(", "));
         println!("events: {:?}; {} servers", self.counts(), self.world.generation);
         let (counters, under_way) = self.world.counters();
         let each = counters.named().map(|(name, n)| format!("{name} {n}"));

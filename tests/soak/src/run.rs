@@ -16,6 +16,7 @@ use rand::{Rng, SeedableRng as _, seq::IteratorRandom as _};
 use rand_chacha::ChaCha8Rng;
 
 use crate::{
+    daemon::Daemon,
     load::Failed,
     report::Tally,
     steer::{Order, Steering, Who},
@@ -122,6 +123,7 @@ impl<'a> Run<'a> {
     /// All of it; an error is a violation, or that the user wants to stop.
     pub(crate) fn all(&mut self) -> Result<(), String> {
         let length = self.end - Instant::now();
+        self.be_calm(true);
         self.calm_moment()?;
         // A server lives from one calm moment to another in every second act.
         let act = (length / 6).clamp(Duration::from_secs(60), Duration::from_secs(600));
@@ -129,7 +131,7 @@ impl<'a> Run<'a> {
         while Instant::now() + act / 2 < self.end {
             kills = !kills;
             let until = (Instant::now() + act).min(self.end);
-            self.calm = false;
+            self.be_calm(false);
             while Instant::now() < until {
                 self.trouble(kills)?;
                 self.look()?;
@@ -257,6 +259,11 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
+    fn be_calm(&mut self, calm: bool) {
+        self.calm = calm;
+        self.world.daemon.iter().for_each(|daemon| daemon.calm(calm));
+    }
+
     fn lift(&mut self) -> Result<(), String> {
         self.note_trouble(Instant::now());
         if let Some((outage, _)) = self.outage.take() {
@@ -265,7 +272,7 @@ impl<'a> Run<'a> {
         for (weather, _) in std::mem::take(&mut self.weather) {
             self.world.end_weather(&weather);
         }
-        self.calm = true;
+        self.be_calm(true);
         self.world.logs.say("CALM");
         Ok(())
     }
@@ -295,6 +302,11 @@ impl<'a> Run<'a> {
     }
 
     fn judge_load(&mut self) -> Result<(), String> {
+        if let Some(daemon) = &self.world.daemon
+            && let Some(violation) = daemon.load.told.take_violations().into_iter().next()
+        {
+            return Err(format!("daemon: {violation}"));
+        }
         let logs = &mut self.world.logs;
         let devices = self.world.devices.iter().enumerate();
         for (n, device, load) in devices.flat_map(|(n, device)| device.loads.iter().map(move |load| (n, device, load)))
@@ -368,7 +380,8 @@ impl<'a> Run<'a> {
         };
         let before = done(self);
         loop {
-            let well = self.world.devices.iter().all(|device| device.is_well());
+            let devices = self.world.devices.iter().all(|device| device.is_well());
+            let well = devices && self.world.daemon.iter().all(Daemon::is_well);
             if well && self.steering.is_done() && done(self).iter().zip(&before).all(|(now, before)| now > before) {
                 break;
             }
@@ -452,7 +465,12 @@ impl<'a> Run<'a> {
     fn compare(&mut self) -> Result<(), String> {
         self.world.logs.say("comparing");
         let mut compared = (0, 0);
-        for load in self.world.devices.iter_mut().flat_map(|device| &mut device.loads) {
+        let daemon = self.world.daemon.iter_mut().map(|daemon| {
+            daemon.leave();
+            &mut daemon.load
+        });
+        let devices = self.world.devices.iter_mut().flat_map(|device| &mut device.loads);
+        for load in devices.chain(daemon) {
             let finished = load.finish(LIMIT);
             let (certain, doubtful) = finished.map_err(|e| format!("{}: {e}", load.device))?;
             compared = (compared.0 + certain, compared.1 + doubtful);

@@ -12,6 +12,7 @@ use serde_json::Value;
 
 use crate::{
     client::{Device, PLANS},
+    daemon::{self, Daemon},
     load::Load,
     logs::Logs,
     steer::{Command, Who},
@@ -33,6 +34,8 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(2 * (LONGEST.as_secs() + 
 pub(crate) struct World {
     // Processes before the namespaces they are in.
     pub(crate) devices: Vec<Device>,
+    /// Until the end.
+    pub(crate) daemon: Option<Daemon>,
     serve: Option<Running>,
     /// Those of the last server.
     options: ServeOptions,
@@ -57,13 +60,14 @@ impl World {
         })?;
         let logs = Logs::new()?;
         let mut exports = Vec::new();
-        for device in PLANS.iter().flat_map(|plan| plan.devices) {
+        for device in PLANS.iter().flat_map(|plan| plan.devices).chain(&daemon::DEVICES) {
             let image = logs.path().join(format!("{device}.img"));
             File::create(&image)?.set_len(BASE)?;
             exports.push(format!("{device}={}", image.display()));
         }
         let mut world = Self {
             devices: Vec::new(),
+            daemon: None,
             serve: None,
             options: ServeOptions::USUAL,
             generation: 0,
@@ -81,6 +85,8 @@ impl World {
             let device = Device::start(plan, n as u8, &world.wire, &world.ferroce, dir, seed)?;
             world.devices.push(device);
         }
+        let dir = world.logs.path();
+        world.daemon = Some(Daemon::start(&world.wire, &world.ferroce, dir, seed)?);
         Ok(world)
     }
 
@@ -201,7 +207,8 @@ impl World {
 
     /// The load on all devices of all sessions.
     pub(crate) fn loads(&self) -> impl Iterator<Item = &Load> {
-        self.devices.iter().flat_map(|device| &device.loads)
+        let daemon = self.daemon.iter().map(|daemon| &daemon.load);
+        self.devices.iter().flat_map(|device| &device.loads).chain(daemon)
     }
 
     /// Reads what the processes tell; an error if one has ended or tells what it must not.
@@ -210,6 +217,9 @@ impl World {
             let answers = device.listen(&mut self.logs)?;
             self.answers
                 .extend(answers.into_iter().map(|answer| (Who::Client(n), answer)));
+        }
+        if let Some(daemon) = &mut self.daemon {
+            daemon.listen(&mut self.logs)?;
         }
         if let Some(serve) = &mut self.serve {
             while let Some(line) = serve.new_line() {
@@ -250,7 +260,10 @@ impl World {
     /// The server as [`usage`](Self::usage) calls it, and the bytes of its sessions' chunks.
     pub(crate) fn chunks(&self) -> (String, u64) {
         let of_session = u64::from(self.options.queue_depth) * (u64::from(self.options.chunk_kib) << 10);
-        (self.server_name(), of_session * self.devices.len() as u64)
+        (
+            self.server_name(),
+            of_session * (self.devices.len() + daemon::SESSIONS) as u64,
+        )
     }
 
     fn server_name(&self) -> String {
@@ -265,8 +278,10 @@ impl World {
             .filter(|device| device.is_mapped())
             .map(|device| (format!("map of {} ({})", device.name, device.generation), device.id()));
         let server = self.serve.iter().map(|serve| (self.server_name(), serve.id()));
+        let daemon = self.daemon.iter().map(|daemon| ("daemon".to_owned(), daemon.id()));
         clients
             .chain(server)
+            .chain(daemon)
             .map(|(name, pid)| Ok((name, Usage::of(pid)?)))
             .collect()
     }
@@ -281,6 +296,9 @@ impl World {
 
     /// Ends the processes as ctrl-C does; the summaries they print, by name.
     pub(crate) fn finish(&mut self) -> Result<Vec<(String, Value)>, String> {
+        if let Some(daemon) = self.daemon.take() {
+            daemon.finish(&self.logs)?;
+        }
         let mut ended = Vec::new();
         for device in self.devices.drain(..) {
             ended.push((format!("map-{}", device.name), device.into_process()));
@@ -323,6 +341,9 @@ impl World {
         for device in &self.devices {
             self.logs.keep(&format!("map-{}.log", device.name), &device.stderr());
         }
+        if let Some(daemon) = &self.daemon {
+            self.logs.keep("daemon.log", &daemon.stderr());
+        }
         if let Some(serve) = &self.serve {
             self.logs
                 .keep(&format!("serve-{}.log", self.generation), &serve.stderr());
@@ -336,5 +357,6 @@ impl Drop for World {
         for device in &mut self.devices {
             device.kill();
         }
+        self.daemon.iter_mut().for_each(Daemon::kill);
     }
 }
