@@ -1,6 +1,9 @@
 //! System tools that the demo and some tests need.
 
-use std::{path::PathBuf, process::Command};
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 use crate::{Result, process};
 
