@@ -11,7 +11,9 @@ use ferroce_tests::{ferroce, root};
 /// The commands of a document.
 fn commands(document: &str) -> String {
     let blocks = document.split("```sh\n").skip(1);
-    blocks.map(|block| block.split("```").next().unwrap_or_default()).collect()
+    blocks
+        .map(|block| block.split("```").next().unwrap_or_default())
+        .collect()
 }
 
 #[test]

@@ -79,7 +79,8 @@ impl Progress {
     /// Where nobody looks nothing is shown.
     fn show(&mut self) {
         if self.bar.is_none() && self.since.elapsed() >= SILENCE && io::stderr().is_terminal() {
-            let style = ProgressStyle::with_template("{spinner} {elapsed} not done yet (ctrl-C: do not wait for it){wide_msg}");
+            let style =
+                ProgressStyle::with_template("{spinner} {elapsed} not done yet (ctrl-C: do not wait for it){wide_msg}");
             let bar = ProgressBar::new_spinner().with_elapsed(self.since.elapsed());
             self.bar = Some(style.map_or(bar.clone(), |style| bar.with_style(style)));
         }

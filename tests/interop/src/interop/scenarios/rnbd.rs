@@ -357,7 +357,9 @@ fn two_loops(c: &mut Ctx<'_>) -> Result<String, Error> {
     {
         let qpn = line.split(" qp 0x").nth(1).and_then(|s| s.get(..6));
         let qpn = qpn.and_then(|digits| u32::from_str_radix(digits, 16).ok());
-        *by_slot.entry(qpn.ok_or("a request without a queue pair")? >> 17).or_default() += 1;
+        *by_slot
+            .entry(qpn.ok_or("a request without a queue pair")? >> 17)
+            .or_default() += 1;
     }
     let requests: Vec<usize> = by_slot.into_values().collect();
     if requests.len() != 2 || requests.iter().any(|n| *n < 50) {
