@@ -1,7 +1,6 @@
 //! Mounting a tree, and taking it away.
 
 use std::{
-    env,
     fs::{self, DirBuilder},
     io, mem,
     os::unix::fs::{DirBuilderExt, MetadataExt},
@@ -16,6 +15,7 @@ use nix::{
     unistd::geteuid,
 };
 use rnbd_admin::Registry;
+use roce_net::environment;
 
 use crate::{Admission, tree::Tree};
 
@@ -160,8 +160,8 @@ fn prepare(dir: &Path) -> Result<PathBuf, MountError> {
 
 /// Whether there is what mounts for us.
 fn has_helper() -> bool {
-    let path = env::var_os("PATH").unwrap_or_default();
-    let mut dirs = env::split_paths(&path).chain(["/bin", "/sbin"].map(PathBuf::from));
+    let always = ["/bin", "/sbin"].map(PathBuf::from);
+    let mut dirs = environment::search_path().into_iter().chain(always);
     dirs.any(|dir| dir.join(HELPER).is_file())
 }
 

@@ -482,8 +482,6 @@ fn an_address_is_free_again_when_its_last_process_is_gone() {
     other.open("127.45.0.8".parse().unwrap()).unwrap();
     let member = place.join();
     member.open("127.45.0.7".parse().unwrap()).unwrap();
-    let refused = member.open("0.0.0.0".parse().unwrap()).unwrap_err();
-    assert!(refused.to_string().contains("127.45.0."), "{refused}");
     assert!(member.open("192.0.2.1".parse().unwrap()).is_err());
     drop(member);
     wait_until("the port is free", || {
