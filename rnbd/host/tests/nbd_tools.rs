@@ -11,7 +11,7 @@ mod common;
 
 use std::{fs, process::Command};
 
-use common::{Lab, MIB, Served, serve};
+use common::{Lab, MIB, Mapped, Served, serve};
 use rnbd::proto::AccessMode;
 
 /// Runs a program that must succeed, and returns what it prints.
@@ -27,6 +27,14 @@ fn run(program: &str, args: &[&str]) -> String {
 
 fn uri(s: &Served) -> String {
     format!("nbd+unix:///?socket={}", s.socket.display())
+}
+
+/// A device that can be written, and a read-only one behind it, in one session.
+fn two_devices(lab: &Lab, loops: usize) -> Mapped {
+    let mut config = lab.config("several", "disk");
+    let read_only = lab.config_for("several", "ro", AccessMode::ReadOnly);
+    config.devices.extend(read_only.devices);
+    lab.try_map_on(loops, config).unwrap()
 }
 
 #[test]
@@ -59,11 +67,7 @@ fn nbdinfo_reads_the_export() {
 fn nbdinfo_lists_all_devices_of_a_session() {
     let lab = Lab::new();
     for loops in [1, 2] {
-        let mut config = lab.config("several", "disk");
-        config
-            .devices
-            .extend(lab.config_for("several", "ro", AccessMode::ReadOnly).devices);
-        let map = lab.try_map_on(loops, config).unwrap();
+        let map = two_devices(&lab, loops);
         let socket = map.socket.display();
         let text = run("nbdinfo", &["--list", &format!("nbd+unix:///?socket={socket}")]);
         let at =
@@ -85,11 +89,7 @@ fn libnbd_finds_what_its_tests_ask_of_a_server() {
     let lab = Lab::new();
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/nbdsh.py");
     for loops in [1, 2] {
-        let mut config = lab.config("several", "disk");
-        config
-            .devices
-            .extend(lab.config_for("several", "ro", AccessMode::ReadOnly).devices);
-        let map = lab.try_map_on(loops, config).unwrap();
+        let map = two_devices(&lab, loops);
         // The system's Python: another one that comes first in PATH would not find the package.
         let text = run("/usr/bin/python3", &[script, map.socket.to_str().unwrap()]);
         assert_eq!(text, "done\n");

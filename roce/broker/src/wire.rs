@@ -6,12 +6,13 @@ use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
 };
 
-use crate::proto::MAX_GROUPS;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags,
 };
 use serde::{Serialize, de::DeserializeOwned};
+
+use crate::proto::MAX_GROUPS;
 
 /// The longest record. A socket's default send buffer (208 KiB) holds it.
 pub(crate) const MAX_RECORD: usize = 96 << 10;
