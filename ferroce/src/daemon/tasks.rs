@@ -14,7 +14,10 @@ use parking_lot::Mutex;
 use rnbd::Errno;
 use rnbd_disk::Exports;
 use rnbd_host::{
-    control::{Refused, map::MapControl},
+    control::{
+        Refused,
+        map::{MapControl, MapRequest},
+    },
     tls::Tls,
 };
 use serde_json::{Map, Value, json};
@@ -150,6 +153,15 @@ impl Reloaded {
             true => "reloaded: there is nothing to do".to_owned(),
             false => format!("reloaded; {}", said.join("; ")),
         }
+    }
+}
+
+/// Whether it is so already that a request asks for, as after a reload that has failed half-way.
+fn is_done(request: &MapRequest, refused: &Refused) -> bool {
+    match request {
+        MapRequest::AddPath(_) => refused.errno == Errno::EEXIST,
+        MapRequest::RemovePath(_) => refused.errno == Errno::ENOENT,
+        _ => false,
     }
 }
 
@@ -441,10 +453,12 @@ impl Tasks {
         let changed = match (how, live) {
             // Certificates first: when they are wrong, nothing else has been done yet.
             (Change::Map(requests), Some(Live::Map(control, _))) => self.renew(name).and_then(|_| {
-                requests.into_iter().try_for_each(|request| {
-                    let said = control.ask(request.clone());
-                    said.map(drop).map_err(|refused| format!("{request:?}: {refused}"))
-                })
+                requests
+                    .into_iter()
+                    .try_for_each(|request| match control.ask(request.clone()) {
+                        Err(refused) if !is_done(&request, &refused) => Err(format!("{request:?}: {refused}")),
+                        _ => Ok(()),
+                    })
             }),
             (Change::Exports, Some(Live::Serve(exports))) => match new.job(&name.kind) {
                 Ok(Job::Serve(args)) => exports.set_named(args.exports().to_vec()).map_err(|e| e.to_string()),

@@ -27,6 +27,7 @@ use rtrs::{
 };
 
 use crate::{
+    addresses::Addresses,
     caught::caught,
     control::map::MapControl,
     listen::{Listen, NbdAddress},
@@ -346,6 +347,7 @@ impl Turning {
 #[derive(Debug)]
 pub struct Mapping {
     loops: Vec<Turning>,
+    addresses: Arc<Addresses>,
     helper: Helper<()>,
     events: Receiver<MapEvent>,
     /// Loops that have not said that they have ended.
@@ -369,9 +371,9 @@ impl Mapping {
     /// # Errors
     /// As [`start`](Self::start); without a shard.
     pub fn start_shards(devices: Vec<LocalDevice>, config: MapConfig) -> io::Result<Self> {
-        if devices.is_empty() {
+        let Some(opener) = devices.first().map(LocalDevice::opener) else {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "a mapping needs a loop"));
-        }
+        };
         let check = config.check_devices();
         check.map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
         let (reactors, helper) = Reactor::<Service>::several(config.reactor, devices.len())?;
@@ -379,6 +381,7 @@ impl Mapping {
         let (tell, events) = channel();
         let mut this = Self {
             loops: Vec::new(),
+            addresses: Arc::new(Addresses::new(opener, handles.clone())),
             helper,
             events,
             running: 0,
@@ -451,7 +454,8 @@ impl Mapping {
 
     /// Steers it, from any thread.
     pub fn control(&self) -> MapControl {
-        MapControl::new(self.loops.iter().map(|turning| turning.handle.clone()).collect())
+        let loops = self.loops.iter().map(|turning| turning.handle.clone());
+        MapControl::new(loops.collect(), self.addresses.clone())
     }
 
     /// Ends it: NBD clients' requests are answered, what was written is made durable, the devices are closed and the session ended.

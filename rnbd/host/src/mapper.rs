@@ -13,7 +13,7 @@ use rnbd::{
     client::{Client as Rnbd, OnLoss, device::DeviceCounters, letter::Letter as RnbdLetter, output::DeviceKey},
     nbd::PendingKey,
 };
-use roce::{Completion, LocalDevice};
+use roce::{Completion, LocalDevice, NewDevice};
 use roce_reactor::{Handle, Reactor, Readiness, Service as Loop, TurnCx};
 use roce_verbs::{
     Instant,
@@ -33,6 +33,7 @@ use smallvec::SmallVec;
 use socket2::Socket;
 
 use crate::{
+    addresses::Taken,
     control::{
         Reply,
         map::{MapAnswer, MapRequest},
@@ -91,6 +92,8 @@ pub(crate) enum Command {
     Quit,
     /// From another loop, and which.
     Letter(usize, Letter),
+    /// There is one more of our addresses.
+    Attach(Box<NewDevice>, Sender<Taken>),
     #[cfg(test)]
     Panic,
 }
@@ -544,6 +547,9 @@ impl Loop for Service {
             Command::Stop => self.stop(turn),
             Command::Quit => self.quit(turn),
             Command::Letter(from, letter) => self.letter(turn, from, letter),
+            Command::Attach(device, taken) => {
+                let _ = taken.send(turn.attach(device).map(drop));
+            }
             #[cfg(test)]
             Command::Panic => panic!("as it is to be"),
         }
