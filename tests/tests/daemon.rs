@@ -219,6 +219,32 @@ fn a_reload_changes_what_has_changed_and_nothing_else() {
 }
 
 #[test]
+fn a_reload_that_failed_half_way_is_finished_by_the_next() {
+    let lab = Lab::new();
+    lab.write(&[lab.serves(&["one", "two"]), lab.maps("a", &["one", "two"])]);
+    let daemon = lab.daemon();
+    ["serve.images", "map.a"].into_iter().for_each(|task| lab.is_up(task));
+    // One device goes, and one can't be had.
+    let wanted = lab.maps("a", &["one", "two,ro", "three"]);
+    lab.write(&[lab.serves(&["one", "two"]), wanted.clone()]);
+    for _ in 0..2 {
+        let failed = lab.run(&["ctl", "--json", "reload"]);
+        assert_eq!(failed.code, Some(1), "{}", failed.stdout);
+        let done: Value = serde_json::from_str(&failed.stdout).unwrap();
+        let why = done["failed"][0].as_str().unwrap();
+        assert!(why.contains("map.a") && why.contains("three"), "{done}");
+    }
+    lab.write(&[lab.serves(&["one", "two", "three"]), wanted]);
+    let done = lab.ctl(&["reload"]);
+    assert_eq!(done["changed"], json!(["serve.images", "map.a"]), "{done}");
+    for name in ["one", "two", "three"] {
+        reads(&lab.path("a.sock"), name);
+    }
+    let ended = daemon.stop();
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+}
+
+#[test]
 fn a_reload_takes_renewed_certificates() {
     let lab = Lab::new();
     let folder = lab.path("pki");
