@@ -329,7 +329,7 @@ fn writes_are_orders_and_nothing_can_be_made() {
     );
     refused(
         &map_device,
-        &format!("sessname=new path={path} device_path=disk dest_port=9"),
+        &format!("dest_port=9 sessname=new path={path} device_path=disk"),
         ECONNRESET,
     );
     refused(&map_device, &"x".repeat(4096), EINVAL);
