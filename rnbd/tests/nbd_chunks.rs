@@ -171,7 +171,7 @@ fn what_is_asked_for_of_a_range_is_its_state() {
         let mib = MIB as u64;
         for (holes, all) in [
             (vec![], vec![(mib, DATA)]),
-            (vec![0..size], vec![(mib, HOLE)]),
+            (core::iter::once(0..size).collect(), vec![(mib, HOLE)]),
             (
                 vec![0..8192, 12_288..16_384, mib..size],
                 vec![
@@ -329,7 +329,7 @@ fn lengths_beyond_32_bits_reach_the_device_as_one_request() {
         assert_eq!((seen.op, seen.offset, seen.len), (op, 0, len as u64));
     }
     world.fails = |_| None;
-    world.holes = vec![4096..5 << 30];
+    world.holes = core::iter::once(4096..5 << 30).collect();
     let status = ask(&mut c, world, cmd::BLOCK_STATUS, 0, 0, len, &[]);
     assert_eq!(states(&c, &status), [(4096, DATA), (len as u64 - 4096, HOLE)]);
     assert_eq!(error_of(&ask(&mut c, world, cmd::READ, 0, 0, len, &[])), EINVAL);
