@@ -1,6 +1,6 @@
 //! What becomes of a task that is to be another one: as much as can be is changed while it runs.
 
-use rnbd_host::control::map::MapRequest;
+use rnbd_host::{control::map::MapRequest, map::MapDevice};
 
 use super::config::{Job, Kind, Task};
 use crate::{
@@ -73,8 +73,22 @@ fn requests(old: &Changeable, new: &Changeable) -> Vec<MapRequest> {
     requests
 }
 
+/// Of these requests, those for devices that are not yet as they ask for.
+pub(crate) fn still_to_do(mut requests: Vec<MapRequest>, mapped: &[MapDevice]) -> Vec<MapRequest> {
+    let mut as_wanted = mapped.to_vec();
+    as_wanted.retain(|device| requests.contains(&MapRequest::Map(device.clone())));
+    let is = |devices: &[MapDevice], name: &str| devices.iter().any(|device| device.name == name);
+    requests.retain(|request| match request {
+        MapRequest::Unmap { device, .. } => is(mapped, device) && !is(&as_wanted, device),
+        MapRequest::Map(device) => !is(&as_wanted, &device.name),
+        _ => true,
+    });
+    requests
+}
+
 #[cfg(test)]
 mod tests {
+    use rnbd::proto::AccessMode;
     use rtrs::client::Policy;
 
     use super::*;
@@ -137,6 +151,27 @@ mod tests {
             MapRequest::RemovePath(path("127.0.0.1,127.0.0.2")),
         ];
         assert_eq!(to(&other), Change::Map(requests));
+    }
+
+    #[test]
+    fn what_is_so_already_is_not_asked_for_again() {
+        let device = |name: &str, mode| MapDevice {
+            name: name.to_owned(),
+            mode,
+        };
+        let unmap = |name: &str| MapRequest::Unmap {
+            device: name.to_owned(),
+            force: false,
+        };
+        let (b, d) = (device("b", AccessMode::ReadOnly), device("d", AccessMode::ReadWrite));
+        let [map_b, map_d] = [&b, &d].map(|device| MapRequest::Map(device.clone()));
+        let requests = vec![unmap("b"), unmap("c"), map_b.clone(), map_d.clone()];
+        let left = |mapped: &[MapDevice]| still_to_do(requests.clone(), mapped);
+        let [b_before, c] = ["b", "c"].map(|name| device(name, AccessMode::ReadWrite));
+        assert_eq!(left(&[b_before.clone(), c.clone()]), requests);
+        assert_eq!(left(&[b_before]), [unmap("b"), map_b, map_d.clone()]);
+        assert_eq!(left(&[b.clone(), c]), [unmap("c"), map_d]);
+        assert_eq!(left(&[b, d]), []);
     }
 
     #[test]

@@ -169,6 +169,20 @@ pub enum MapFailure {
     Loop(String),
 }
 
+impl MapFailure {
+    /// The error number that the kernel's client has for it.
+    pub fn errno(&self) -> Errno {
+        match self {
+            Self::Session(e) => Errno::from_wire(e.errno()),
+            Self::Map { error, .. } => error.errno(),
+            Self::Lost(_) => Errno::ECONNABORTED,
+            Self::Flush { errno, .. } => *errno,
+            Self::Close { error, .. } => Errno::from_wire(error.errno()),
+            Self::Socket(_) | Self::Loop(_) => Errno::EIO,
+        }
+    }
+}
+
 /// What happens.
 #[derive(Debug)]
 pub enum MapEvent {
