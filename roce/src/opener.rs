@@ -4,7 +4,7 @@ use std::{
     io,
     net::IpAddr,
     os::fd::BorrowedFd,
-    sync::{Arc, Weak},
+    sync::Arc,
 };
 
 use parking_lot::Mutex;
