@@ -45,8 +45,8 @@ fn refuse_one(loops: &mut [LocalDevice]) {
 
 #[test]
 fn an_address_that_comes_later_goes_with_the_loops_to_the_next_broker() {
-    const FIRST: [u8; 4] = [127, 45, 2, 1];
-    const LATER: [u8; 4] = [127, 45, 2, 2];
+    const FIRST: [u8; 4] = [127, 45, 61, 1];
+    const LATER: [u8; 4] = [127, 45, 61, 2];
     for count in [1, 2] {
         let place = Place::new();
         let config = DeviceConfig::new(FIRST.into());
@@ -85,13 +85,13 @@ fn an_address_that_comes_later_goes_with_the_loops_to_the_next_broker() {
 #[test]
 fn an_address_that_can_not_be_opened_may_be_tried_again() {
     let place = Place::new();
-    let config = DeviceConfig::new([127, 45, 2, 3].into());
+    let config = DeviceConfig::new([127, 45, 61, 3].into());
     let mut loops = LocalDevice::open_shared(&[config], 2, Arc::new(First), &place.how()).unwrap();
     let opener = loops[0].opener();
-    let later: IpAddr = [127, 45, 2, 4].into();
+    let later: IpAddr = [127, 45, 61, 4].into();
     let holder = std::net::UdpSocket::bind((later, 4791)).unwrap();
     let refused = opener.open(later).unwrap_err().to_string();
-    assert!(refused.contains("127.45.2.4") && refused.contains("taken"), "{refused}");
+    assert!(refused.contains("127.45.61.4") && refused.contains("taken"), "{refused}");
     assert!(!opener.has(later));
     drop(holder);
     let opened = opener.open(later).unwrap();
@@ -100,6 +100,6 @@ fn an_address_that_can_not_be_opened_may_be_tried_again() {
         device.attach(new);
     }
     drop(loops);
-    assert!(opener.open([127, 45, 2, 5].into()).is_err(), "there is no loop");
+    assert!(opener.open([127, 45, 61, 5].into()).is_err(), "there is no loop");
     place.until_gone();
 }
