@@ -1,11 +1,6 @@
 //! Addresses that loops get while they run.
 
-use std::{
-    io,
-    net::IpAddr,
-    os::fd::BorrowedFd,
-    sync::Arc,
-};
+use std::{io, net::IpAddr, os::fd::BorrowedFd, sync::Arc};
 
 use parking_lot::Mutex;
 use roce_broker::{JoinError, proto::Refusal};

@@ -91,7 +91,10 @@ fn an_address_that_can_not_be_opened_may_be_tried_again() {
     let later: IpAddr = [127, 45, 61, 4].into();
     let holder = std::net::UdpSocket::bind((later, 4791)).unwrap();
     let refused = opener.open(later).unwrap_err().to_string();
-    assert!(refused.contains("127.45.61.4") && refused.contains("taken"), "{refused}");
+    assert!(
+        refused.contains("127.45.61.4") && refused.contains("taken"),
+        "{refused}"
+    );
     assert!(!opener.has(later));
     drop(holder);
     let opened = opener.open(later).unwrap();
