@@ -10,6 +10,11 @@ use crate::{
     objects::Cm,
 };
 
+/// Where ports are looked for when the user does not care, and how many are tried: an address that is not ours fails like a port that
+/// is taken.
+pub(crate) const FIRST_PORT: u16 = 49152;
+const PORTS_TRIED: u32 = 256;
+
 fn event(id: CmRef, kind: CmKind) -> Option<Event> {
     Some(Event::Cm { id, kind })
 }
@@ -44,6 +49,22 @@ impl<P: Ports> Fabric<P> {
     }
 
     pub(crate) fn listen(&mut self, addr: SocketAddr, backlog: u32) -> Result<CmRef, VerbsError> {
+        if addr.port() != 0 {
+            return self.listen_at(addr, backlog);
+        }
+        let mut tried = 0;
+        loop {
+            self.next_port = self.next_port.checked_add(1).unwrap_or(FIRST_PORT);
+            tried += 1;
+            match self.listen_at(SocketAddr::new(addr.ip(), self.next_port), backlog) {
+                // Another has the port.
+                Err(VerbsError::Address(_)) if tried < PORTS_TRIED => {}
+                done => return done,
+            }
+        }
+    }
+
+    fn listen_at(&mut self, addr: SocketAddr, backlog: u32) -> Result<CmRef, VerbsError> {
         let mut ids: Vec<(usize, ListenId)> = Vec::new();
         let mut failed = None;
         for device in self.listening(addr.ip()) {

@@ -15,14 +15,14 @@ use roce_verbs::{
     SendWr,
     provider::{
         CmRef, ConnParams, CqId, DeviceCaps, DeviceIx, Event, GrantOf, Granted, KeyId, KeyKind, Lent, MrId, MrInfo,
-        PdId, Provider, QpId, QpSpec, Registration, RejectReason, Revoked, VerbsError,
+        PdId, Provider, QpId, QpSpec, Registration, RejectReason, Revoked, Slots, VerbsError,
     },
     wr::PostError,
 };
 
 use crate::{
+    cm::FIRST_PORT,
     objects::{Cm, Key},
-    slots::Slots,
 };
 
 /// The ports of a fabric: each is a device.
@@ -146,6 +146,8 @@ pub struct Fabric<P> {
     pub(crate) events: VecDeque<Event>,
     /// Completions on their way out.
     taken: Vec<Completion>,
+    /// The last port that was given to a listener which did not name one.
+    pub(crate) next_port: u16,
 }
 
 pub(crate) fn gone(what: &str) -> VerbsError {
@@ -199,6 +201,7 @@ impl<P: Ports> Fabric<P> {
             cms: Slots::default(),
             events: VecDeque::new(),
             taken: Vec::new(),
+            next_port: FIRST_PORT,
         }
     }
 

@@ -1,0 +1,37 @@
+//! The suite over our engine.
+
+use ferroce_contract::{Pair, run_all, sockets::Sockets, wire::Wire};
+use roce_local::FabricConfig;
+
+fn passes(make: impl FnMut() -> Result<Box<dyn Pair>, String>) {
+    assert_eq!(run_all(&[], make), 0, "cases have failed");
+}
+
+#[test]
+fn without_io_and_with_keys_at_once() {
+    passes(|| Ok(Box::new(Wire::new(FabricConfig::default()))));
+}
+
+#[test]
+fn without_io_and_with_keys_by_work_requests() {
+    let config = FabricConfig {
+        instant_keys: false,
+        ..FabricConfig::default()
+    };
+    passes(|| Ok(Box::new(Wire::new(config))));
+}
+
+#[test]
+fn without_io_and_with_windows_alone() {
+    let config = FabricConfig {
+        instant_keys: false,
+        fast_registration: false,
+        windows: true,
+    };
+    passes(|| Ok(Box::new(Wire::new(config))));
+}
+
+#[test]
+fn on_sockets() {
+    passes(|| Ok(Box::new(Sockets::new()?)));
+}
