@@ -254,11 +254,11 @@ fn map_failure(args: &MapArgs, device: &str, e: &MapError) -> Failure {
 
 /// What to say of a mapping that ended otherwise than asked.
 fn failure(args: &MapArgs, e: MapFailure) -> Failure {
-    let dst = args.server();
+    let (dst, errno) = (args.server(), e.errno());
     let fail = |what: &str, device: &str, e: &dyn std::fmt::Display| {
         Failure::failed(format!("{dst} could not {what} {device}: {e}"))
     };
-    match e {
+    let failure = match e {
         MapFailure::Session(e) => session_failure(dst, &e),
         MapFailure::Map { device, error } => map_failure(args, &device, &error),
         MapFailure::Socket(e) => Failure::failed(format!("can't listen: {e}")),
@@ -268,7 +268,8 @@ fn failure(args: &MapArgs, e: MapFailure) -> Failure {
         MapFailure::Flush { device, errno } => fail("flush", &device, &errno),
         MapFailure::Close { device, error } => fail("close", &device, &error),
         MapFailure::Loop(e) => Failure::failed(e),
-    }
+    };
+    failure.with_errno(errno)
 }
 
 /// Runs the command.

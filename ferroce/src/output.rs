@@ -6,6 +6,7 @@ use std::{
     process::ExitCode,
 };
 
+use rnbd::Errno;
 use serde::Serialize;
 
 /// Shown under every long help.
@@ -25,6 +26,7 @@ Environment:
 pub(crate) struct Failure {
     code: u8,
     text: Option<String>,
+    errno: Option<Errno>,
 }
 
 impl Failure {
@@ -33,6 +35,7 @@ impl Failure {
         Self {
             code: 2,
             text: Some(text.into()),
+            errno: None,
         }
     }
 
@@ -41,6 +44,7 @@ impl Failure {
         Self {
             code: 1,
             text: Some(text.into()),
+            errno: None,
         }
     }
 
@@ -49,12 +53,31 @@ impl Failure {
         Self {
             code,
             text: Some(text.into()),
+            errno: None,
         }
     }
 
     /// What is wrong has been printed already.
     pub(crate) const fn reported(code: u8) -> Self {
-        Self { code, text: None }
+        Self {
+            code,
+            text: None,
+            errno: None,
+        }
+    }
+
+    /// The same, with the error number for those who ask by way of a control socket or an attribute.
+    pub(crate) fn with_errno(self, errno: Errno) -> Self {
+        Self {
+            errno: Some(errno),
+            ..self
+        }
+    }
+
+    /// The error number; where there is none of its own, EINVAL for wrong usage and else EIO.
+    pub(crate) fn errno(&self) -> Errno {
+        let other = if self.code == 2 { Errno::EINVAL } else { Errno::EIO };
+        self.errno.unwrap_or(other)
     }
 
     /// The message, if it has not been printed already.

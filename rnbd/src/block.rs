@@ -60,15 +60,64 @@ pub enum BlockOp {
         /// Space may be given back (a hole).
         may_unmap: bool,
     },
+    /// Which parts of the range have data is wanted.
+    BlockStatus {
+        /// At most so many parts, from the beginning of the range.
+        most: u32,
+    },
+}
+
+/// A part of a range, and what is known of it. Without either flag it may have any data.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Extent {
+    /// Bytes.
+    pub len: u64,
+    /// Nothing is allocated for it.
+    pub hole: bool,
+    /// It reads as zeroes.
+    pub zero: bool,
+}
+
+impl Extent {
+    /// One that may have any data.
+    pub const fn data(len: u64) -> Self {
+        Self {
+            len,
+            hole: false,
+            zero: false,
+        }
+    }
+
+    /// One that has none, and so reads as zeroes.
+    pub const fn hole(len: u64) -> Self {
+        Self {
+            len,
+            hole: true,
+            zero: true,
+        }
+    }
+
+    /// Whether the same is known of both.
+    pub fn is_like(&self, other: &Self) -> bool {
+        (self.hole, self.zero) == (other.hole, other.zero)
+    }
+}
+
+/// Adds an extent behind others, as a part of the last one if that is like it.
+pub fn append(extents: &mut Vec<Extent>, next: Extent) {
+    match extents.last_mut() {
+        Some(last) if last.is_like(&next) => last.len = last.len.saturating_add(next.len),
+        _ => extents.push(next),
+    }
 }
 
 impl BlockOp {
     /// Whether it changes the device.
     pub const fn writes(self) -> bool {
-        !matches!(self, Self::Read | Self::Flush)
+        !matches!(self, Self::Read | Self::Flush | Self::BlockStatus { .. })
     }
 
-    /// Whether it moves data that is named beside it.
+    /// Whether it moves data of the device that is named beside it.
     pub const fn has_data(self) -> bool {
         matches!(self, Self::Read | Self::Write { .. })
     }

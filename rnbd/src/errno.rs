@@ -53,6 +53,8 @@ errnos! {
     EMSGSIZE 90 "Message too long" "More data than one request can have."
     EPROTONOSUPPORT 93 "Protocol not supported" "Neither an IP address nor a GID."
     EOPNOTSUPP 95 "Operation not supported" "Not supported by this device."
+    EADDRINUSE 98 "Address already in use" "Somebody has the address's port."
+    EADDRNOTAVAIL 99 "Cannot assign requested address" "No address of this host."
     ECONNABORTED 103 "Software caused connection abort" "The session was lost."
     ECONNRESET 104 "Connection reset by peer" "The peer does not speak the protocol, or another version of it."
     ENOTCONN 107 "Transport endpoint is not connected" "The device is not open in this session."

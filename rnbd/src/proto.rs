@@ -1,6 +1,7 @@
 //! RNBD protocol 2.0 messages (`drivers/block/rnbd/rnbd-proto.h`): little-endian, natural alignment of the kernel's
 //! structs written out as reserved fields. Reserved bytes are sent as zero and not looked at: the kernel's client
-//! leaves stack bytes in them.
+//! leaves stack bytes in them, its server what the chunk held before. Some of them belong to [`status`], an extension between a
+//! client and a server of ours, and count only where it says so.
 
 use zerocopy::{
     FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned,
@@ -8,6 +9,8 @@ use zerocopy::{
 };
 
 use crate::errno::Errno;
+
+pub mod status;
 
 /// Major protocol version; what goes into the one-byte version fields.
 pub const VERSION_MAJOR: u8 = 2;
@@ -117,17 +120,22 @@ pub enum IoOp {
     SecureErase = 4,
     /// Write zeroes, without data: RNBD 2.2. With data it is "write same", which no kernel has sent since 5.18.
     WriteZeroes = 5,
+    /// Tell which parts of a range have data, of an [extension](status) of ours. RNBD counts its operations up from 0, and Linux's
+    /// `REQ_OP_…`, which they are named after, end below 40: a new one of either is far from this. It is even, as those of Linux are
+    /// that bring the client data.
+    BlockStatus = 0xba,
 }
 
 impl IoOp {
     /// All operations.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::Read,
         Self::Write,
         Self::Flush,
         Self::Discard,
         Self::SecureErase,
         Self::WriteZeroes,
+        Self::BlockStatus,
     ];
 }
 
@@ -145,6 +153,10 @@ const OP_MASK: u32 = 0xff;
 pub const CACHE_FUA: u8 = 1;
 /// `cache_policy` bit: the device has a volatile write cache, so flushes matter.
 pub const CACHE_WRITEBACK: u8 = 1 << 1;
+
+/// Last bytes of the [answer to an open request](MsgOpenRsp) from a server that has [block status](status), and first of each answer
+/// to that; chosen at random.
+pub const STATUS_MAGIC: [u8; 8] = [0x13, 0x9a, 0xbb, 0xf1, 0x03, 0xed, 0x7e, 0xa4];
 
 /// Operation and flags of a request, the decoded `rw` field.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -351,7 +363,9 @@ pub struct MsgOpenRsp {
     obsolete_rotational: u8,
     /// [`CACHE_FUA`] and [`CACHE_WRITEBACK`].
     pub cache_policy: u8,
-    reserved: [u8; 10],
+    reserved: [u8; 2],
+    /// [`STATUS_MAGIC`] of a server of ours; whatever it may be of others.
+    extension: [u8; 8],
 }
 
 impl MsgOpenRsp {
@@ -361,6 +375,16 @@ impl MsgOpenRsp {
             hdr: MsgHdr::new(MsgType::OpenRsp),
             ..Self::new_zeroed()
         }
+    }
+
+    /// Says that the server answers [`IoOp::BlockStatus`].
+    pub fn offer_block_status(&mut self) {
+        self.extension = STATUS_MAGIC;
+    }
+
+    /// Whether the server says so. A kernel's may have the bytes lying there by accident.
+    pub fn offers_block_status(&self) -> bool {
+        self.extension == STATUS_MAGIC
     }
 }
 
@@ -386,7 +410,10 @@ pub struct MsgIo {
     pub bi_size: U32,
     /// I/O priority, since protocol 2.
     pub prio: U16,
-    reserved: [u8; 6],
+    /// Of [`IoOp::BlockStatus`] only: most extents that are wanted; 0: as many as there is room for.
+    pub status_extents: U16,
+    /// Of [`IoOp::BlockStatus`] only: sectors of the range.
+    pub status_sectors: U32,
 }
 
 impl MsgIo {
@@ -402,7 +429,8 @@ impl MsgIo {
             rw: U32::new(rw.to_wire()),
             bi_size: U32::new(bytes),
             prio: U16::ZERO,
-            reserved: [0; 6],
+            status_extents: U16::ZERO,
+            status_sectors: U32::ZERO,
         }
     }
 }

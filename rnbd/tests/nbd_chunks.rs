@@ -4,7 +4,7 @@ mod support;
 
 use rnbd::{
     Errno,
-    block::{BlockOp, Geometry},
+    block::{BlockOp, Extent, Geometry},
     nbd::{
         End,
         proto::{self, BASE_ALLOCATION, Framing, chunk, cmd, cmd_flag, opt, rep, tx},
@@ -144,39 +144,104 @@ fn other_replies_are_simple_but_with_extended_headers() {
     assert_eq!(error_of(&ask(&mut c, world, cmd::TRIM, 0, 1, 4096, &[])), EINVAL);
 }
 
+/// The extents of a chunk that has some, and the state of each.
+fn states(c: &Peer, status: &Chunk) -> Vec<(u64, u64)> {
+    assert_eq!(status.body[..4], [0, 0, 0, 1], "the context's number");
+    let (kind, skip, width) = match c.framing {
+        Framing::Extended => (chunk::BLOCK_STATUS_EXT, 8, 8),
+        _ => (chunk::BLOCK_STATUS, 4, 4),
+    };
+    assert_eq!(status.kind, kind);
+    let extents = status.body[skip..].chunks(2 * width);
+    let extents: Vec<_> = extents.map(|e| (number(&e[..width]), number(&e[width..]))).collect();
+    assert!(skip == 4 || number(&status.body[4..8]) == extents.len() as u64);
+    extents
+}
+
+const DATA: u64 = 0;
+const HOLE: u64 = 3;
+
 #[test]
 fn what_is_asked_for_of_a_range_is_its_state() {
     for framing in [Framing::Structured, Framing::Extended] {
         let world = &mut World::new(GEOMETRY);
         let mut c = go(world, framing);
-        for flags in [0, cmd_flag::REQ_ONE] {
-            let status = ask(&mut c, world, cmd::BLOCK_STATUS, flags, 4096, MIB, &[]);
-            // The context's number, and one extent, of data.
-            let (kind, body): (_, Vec<u8>) = match framing {
-                Framing::Extended => (
-                    chunk::BLOCK_STATUS_EXT,
-                    [[0u8, 0, 0, 1], [0, 0, 0, 1]]
-                        .concat()
-                        .into_iter()
-                        .chain((MIB as u64).to_be_bytes())
-                        .chain([0; 8])
-                        .collect(),
-                ),
-                _ => (
-                    chunk::BLOCK_STATUS,
-                    [[0u8, 0, 0, 1], (MIB as u32).to_be_bytes(), [0; 4]].concat(),
-                ),
-            };
-            assert_eq!((status.kind, status.body), (kind, body));
+        let size = GEOMETRY.size;
+        let ask = |c: &mut Peer, world: &mut World, flags| ask(c, world, cmd::BLOCK_STATUS, flags, 4096, MIB, &[]);
+        let mib = MIB as u64;
+        for (holes, all) in [
+            (vec![], vec![(mib, DATA)]),
+            (core::iter::once(0..size).collect(), vec![(mib, HOLE)]),
+            (
+                vec![0..8192, 12_288..16_384, mib..size],
+                vec![
+                    (4096, HOLE),
+                    (4096, DATA),
+                    (4096, HOLE),
+                    (mib - 16_384, DATA),
+                    (4096, HOLE),
+                ],
+            ),
+        ] {
+            world.holes = holes;
+            let status = ask(&mut c, world, 0);
+            assert_eq!(states(&c, &status), all);
+            let status = ask(&mut c, world, cmd_flag::REQ_ONE);
+            assert_eq!(states(&c, &status), all[..1]);
         }
+        let asked: Vec<_> = world.seen.iter().map(|s| (s.op, s.offset, s.len)).collect();
+        let op = |most| (BlockOp::BlockStatus { most }, 4096, mib);
+        assert_eq!(asked, [op(510), op(1)].repeat(3));
+        assert_eq!((world.memory.lent(), c.conn.in_flight()), (0, (0, 0)));
+    }
+}
+
+#[test]
+fn a_state_that_can_not_be_told_is_refused_or_an_error() {
+    for framing in [Framing::Structured, Framing::Extended] {
+        let world = &mut World::new(GEOMETRY);
+        let mut c = go(world, framing);
         let size = GEOMETRY.size as usize;
-        for (offset, len) in [(size, 512), (0, 0), (0, size + 512)] {
-            assert_eq!(
-                error_of(&ask(&mut c, world, cmd::BLOCK_STATUS, 0, offset, len, &[])),
-                EINVAL
-            );
+        for (offset, len) in [(size, 512), (0, 0), (0, size + 512), (100, 512), (0, 100)] {
+            let refused = ask(&mut c, world, cmd::BLOCK_STATUS, 0, offset, len, &[]);
+            assert_eq!(error_of(&refused), EINVAL);
         }
         assert_eq!(world.seen, [], "the device is not asked");
+        world.fails = |_| Some(Errno::ECONNABORTED);
+        assert_eq!(error_of(&ask(&mut c, world, cmd::BLOCK_STATUS, 0, 0, size, &[])), EIO);
+        assert_eq!(c.conn.in_flight(), (0, 0));
+    }
+}
+
+/// What a device says is nobody's to believe: not more than the range is told, nothing of nothing, and one state as one extent.
+#[test]
+fn what_a_device_says_of_a_range_is_fitted_into_it() {
+    let (data, hole) = (Extent::data, Extent::hole);
+    for (said, told) in [
+        (vec![], vec![(8192, DATA)]),
+        (vec![data(0), hole(0)], vec![(8192, DATA)]),
+        (vec![hole(4096)], vec![(4096, HOLE)]),
+        (vec![hole(4096), data(0), hole(4096)], vec![(8192, HOLE)]),
+        (
+            vec![data(512), data(512), hole(u64::MAX)],
+            vec![(1024, DATA), (7168, HOLE)],
+        ),
+        (vec![hole(8192), data(8192)], vec![(8192, HOLE)]),
+    ] {
+        let world = &mut World::new(GEOMETRY);
+        let mut c = go(world, Framing::Structured);
+        c.hold = true;
+        c.request(cmd::BLOCK_STATUS, 0, 4096, 8192, &[]);
+        c.settle(world);
+        let q = c.held.pop_front().unwrap();
+        c.conn.status(world.now, q.key, Ok(&said));
+        c.settle(world);
+        let status = chunk_of(&mut c);
+        assert_eq!(states(&c, &status), told, "{said:?}");
+        // Whose end has been told is nobody any more.
+        c.conn.status(world.now, q.key, Ok(&said));
+        c.settle(world);
+        assert!(c.answers.is_empty());
     }
 }
 
@@ -263,8 +328,10 @@ fn lengths_beyond_32_bits_reach_the_device_as_one_request() {
         let seen = world.seen.pop().expect("a request");
         assert_eq!((seen.op, seen.offset, seen.len), (op, 0, len as u64));
     }
+    world.fails = |_| None;
+    world.holes = core::iter::once(4096..5 << 30).collect();
     let status = ask(&mut c, world, cmd::BLOCK_STATUS, 0, 0, len, &[]);
-    assert_eq!(number(&status.body[8..16]), len as u64);
+    assert_eq!(states(&c, &status), [(4096, DATA), (len as u64 - 4096, HOLE)]);
     assert_eq!(error_of(&ask(&mut c, world, cmd::READ, 0, 0, len, &[])), EINVAL);
     c.request(cmd::WRITE, cmd_flag::PAYLOAD_LEN, 0, len, &[]);
     let why = format!("a request with {len} bytes of payload");

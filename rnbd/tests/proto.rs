@@ -4,9 +4,11 @@ use pcap_file::pcap::PcapReader;
 use proptest::prelude::*;
 use rnbd::{
     Errno,
+    block::{self, Extent},
     proto::{
         AccessMode, CACHE_FUA, CACHE_WRITEBACK, ClientMsg, IoOp, MsgClose, MsgIo, MsgOpen, MsgOpenRsp, MsgSessInfo,
-        ProtoError, Rw, parse_open_rsp, parse_sess_info_rsp,
+        ProtoError, Rw, STATUS_MAGIC, parse_open_rsp, parse_sess_info_rsp,
+        status::{self, StatusError},
     },
 };
 use zerocopy::IntoBytes;
@@ -57,9 +59,126 @@ proptest! {
     fn rw_knows_its_bits_and_ignores_others(n: u32) {
         match Rw::from_wire(n) {
             Some(rw) => prop_assert_eq!(rw.to_wire(), n & 0xfff),
-            None => prop_assert!(n & 0xff > 5),
+            None => prop_assert!(n & 0xff > 5 && n & 0xff != 0xba),
         }
     }
+
+    #[test]
+    fn block_status_reads_back(
+        parts in prop::collection::vec((1u32..5000, any::<[bool; 2]>()), 1..600),
+        most in 1u32..600,
+        more in any::<u32>(),
+    ) {
+        let all: Vec<Extent> = parts
+            .iter()
+            .map(|(sectors, [hole, zero])| Extent { len: u64::from(*sectors) * 512, hole: *hole, zero: *zero })
+            .collect();
+        let bytes = status::answer(&all, most);
+        prop_assert_eq!(bytes.len(), status::answer_len(most));
+        let told = &all[..all.len().min(most as usize)];
+        let range = told.iter().map(|e| e.len).sum::<u64>() + u64::from(more);
+        let mut joined = Vec::new();
+        told.iter().for_each(|extent| block::append(&mut joined, *extent));
+        prop_assert_eq!(status::parse(&bytes, range, most, 512), Ok(joined));
+    }
+
+    /// What comes out of any bytes is in the range, in whole blocks, and no longer than it may be.
+    #[test]
+    fn any_answer_to_block_status_is_in_the_range_or_refused(
+        words in prop::collection::vec(prop_oneof![0u32..4, any::<u32>()], 0..40),
+        cut in 0usize..8,
+        count in prop_oneof![0u32..30, any::<u32>()],
+        len in prop_oneof![1u64..100_000, any::<u64>()],
+        most in 0u32..30,
+        block in prop::sample::select(vec![512u64, 4096]),
+    ) {
+        let mut bytes = STATUS_MAGIC.to_vec();
+        bytes.extend(count.to_le_bytes());
+        bytes.extend([0; 4]);
+        bytes.extend(words.iter().flat_map(|w| w.to_le_bytes()));
+        bytes.truncate(bytes.len() - cut);
+        if let Ok(extents) = status::parse(&bytes, len, most, block) {
+            prop_assert!((1..=most as usize).contains(&extents.len()));
+            prop_assert!(extents.iter().all(|e| e.len > 0 && e.len.is_multiple_of(block)));
+            prop_assert!(extents.iter().map(|e| e.len).sum::<u64>() <= len);
+            prop_assert!(extents.windows(2).all(|pair| !pair[0].is_like(&pair[1])));
+        }
+    }
+}
+
+#[test]
+fn block_status_has_its_place_in_the_messages() {
+    let mut rsp = MsgOpenRsp::new();
+    assert!(!rsp.offers_block_status());
+    rsp.offer_block_status();
+    assert!(rsp.offers_block_status());
+    assert_eq!(rsp.as_bytes()[46..], [&[0, 0], &STATUS_MAGIC[..]].concat());
+
+    let m = status::request(7, 8 * 512, 0x0102_0300 * 512, 4096, 0x0203);
+    let tail = [0xba, 1, 0, 0, 0, 0x10, 0, 0, 0, 0, 3, 2, 0, 3, 2, 1];
+    assert_eq!(m.as_bytes()[..16], [4, 0, 0, 0, 7, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0]);
+    assert_eq!(m.as_bytes()[16..], tail);
+    assert_eq!(ClientMsg::parse(m.as_bytes()), Ok(ClientMsg::Io(m)));
+    // Without what came with protocol 2 it asks for nothing.
+    let Ok(ClientMsg::Io(short)) = ClientMsg::parse(&m.as_bytes()[..MsgIo::LEN_V1]) else {
+        panic!()
+    };
+    assert_eq!(short.status_sectors.get(), 0);
+    let long = status::request(7, 0, u64::MAX, 4096, u32::MAX);
+    assert_eq!((long.status_sectors.get(), long.status_extents.get()), (u32::MAX, 0));
+
+    for (room, wanted, most) in [
+        (4096, 0, 510),
+        (4096, 3, 3),
+        (512, 100, 62),
+        (1 << 20, 0, 510),
+        (24, 0, 1),
+        (23, 0, 0),
+        (0, 9, 0),
+    ] {
+        assert_eq!(
+            status::request(7, 0, 512, room, wanted).most_extents(),
+            most,
+            "{room}, {wanted}"
+        );
+    }
+
+    let answer = status::answer(&[Extent::data(1024), Extent::hole(512)], 3);
+    let mut want = STATUS_MAGIC.to_vec();
+    want.extend([2, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 3, 0, 0, 0]);
+    want.extend([0; 8]);
+    assert_eq!(answer, want);
+}
+
+#[test]
+fn what_is_wrong_with_an_answer_to_block_status_is_named() {
+    let (data, hole) = (Extent::data, Extent::hole);
+    let answer = |extents: &[Extent]| status::answer(extents, extents.len() as u32);
+    let count = |n: u8| {
+        let mut bytes = answer(&[data(512), hole(512)]);
+        bytes[8] = n;
+        bytes
+    };
+    for (bytes, why) in [
+        (Vec::new(), StatusError::Foreign),
+        (STATUS_MAGIC.to_vec(), StatusError::Foreign),
+        // What a server gives that reads instead.
+        (vec![0; 4096], StatusError::Foreign),
+        (count(0), StatusError::Count { count: 0, most: 2 }),
+        (count(3), StatusError::Count { count: 3, most: 2 }),
+        (answer(&[data(512); 4]), StatusError::Count { count: 4, most: 3 }),
+        (answer(&[data(512), hole(0)]), StatusError::Empty(1)),
+        (answer(&[data(8192), hole(512)]), StatusError::Beyond(1)),
+        (answer(&[data(u64::MAX)]), StatusError::Beyond(0)),
+    ] {
+        assert_eq!(status::parse(&bytes, 8192, 3, 512), Err(why), "{bytes:?}");
+    }
+    let torn = answer(&[data(4096), hole(512)]);
+    assert_eq!(status::parse(&torn, 8192, 3, 4096), Err(StatusError::Torn(1)));
+    // Bits that nobody knows yet.
+    let mut more = answer(&[hole(8192)]);
+    more[20] |= 0xf4;
+    assert_eq!(status::parse(&more, 8192, 3, 512), Ok(vec![hole(8192)]));
 }
 
 #[test]

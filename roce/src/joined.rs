@@ -1,22 +1,23 @@
 //! Loops whose addresses are shared with other processes, through a broker (`roce_broker`): each loop is a member.
 
 use std::{
+    net::IpAddr,
     sync::{
-        Arc,
+        Arc, Weak,
         atomic::{AtomicBool, Ordering::SeqCst},
     },
     time::Duration,
 };
 
 use parking_lot::{Condvar, Mutex};
-use roce_broker::{JoinConfig, Membership, Report};
+use roce_broker::{JoinConfig, JoinError, Membership, Report};
+use roce_net::OpenSockets;
 use roce_port::{QpnSlot, RxMeta};
 use roce_verbs::provider::VerbsError;
 
 use crate::{
     device::{DeviceConfig, Services},
-    open::serves,
-    shards::Door,
+    shards::Doors,
     shared::{Listeners, join_error},
 };
 
@@ -34,17 +35,13 @@ struct Answers {
 
 /// Takes what the broker has for a loop.
 struct Post {
-    doors: Arc<[Door]>,
+    doors: Arc<Doors>,
     answers: Arc<Answers>,
 }
 
 impl roce_broker::Inbox for Post {
     fn datagram(&self, meta: &RxMeta, bytes: &[u8]) {
-        let local = meta.local.to_canonical();
-        let exact = self.doors.iter().find(|door| door.addr == local);
-        let has = |door: &&Door| door.addr.is_unspecified() && serves(door.addr, local);
-        let any = || self.doors.iter().find(has);
-        if let Some(door) = exact.or_else(any) {
+        if let Some(door) = self.doors.of(meta.local.to_canonical()) {
             door.inbox().forwarded(meta, bytes);
         }
     }
@@ -52,16 +49,28 @@ impl roce_broker::Inbox for Post {
     fn report(&self) -> Option<Report> {
         let mut last = self.answers.last.lock();
         self.answers.wanted.store(true, SeqCst);
-        let door = self.doors.first()?;
-        door.inbox().ring();
+        if !self.doors.ring() {
+            return None;
+        }
         self.answers.told.wait_for(&mut last, PATIENCE);
         last.clone()
     }
 }
 
-/// A loop's membership, before the loop has its devices.
+/// A loop's membership, for who opens devices for the loop.
 pub(crate) struct Joining {
     membership: Arc<Membership>,
+}
+
+/// The same, which keeps nothing alive.
+pub(crate) struct WeakJoining(Weak<Membership>);
+
+impl WeakJoining {
+    /// `None`: the loop has ended.
+    pub(crate) fn get(&self) -> Option<Joining> {
+        let membership = self.0.upgrade()?;
+        Some(Joining { membership })
+    }
 }
 
 impl Joining {
@@ -76,34 +85,45 @@ impl Joining {
         })
     }
 
+    /// For who opens devices later.
+    pub(crate) fn later(&self) -> WeakJoining {
+        WeakJoining(Arc::downgrade(&self.membership))
+    }
+
     /// The numbers that are the loop's at all of its addresses, and whom it tells what others must know.
     pub(crate) fn place(&self) -> (QpnSlot, Arc<dyn Services>) {
         (self.membership.numbers(), Arc::new(Listeners(self.membership.clone())))
     }
 
-    /// A device's configuration, with the sockets that the loop gets for it.
+    /// The sockets that the loop gets for an address. It may take as long as the broker takes to answer.
     ///
     /// # Errors
     /// When the address is not ours, or somebody has its port who is no member.
-    pub(crate) fn config(&self, config: &DeviceConfig) -> Result<DeviceConfig, VerbsError> {
+    pub(crate) fn sockets(&self, addr: IpAddr) -> Result<OpenSockets, JoinError> {
+        self.membership.open(addr)
+    }
+
+    /// A device's configuration, with these sockets.
+    pub(crate) fn config(&self, config: &DeviceConfig, sockets: OpenSockets) -> DeviceConfig {
         let (slot, services) = self.place();
-        Ok(DeviceConfig {
-            sockets: Some(self.membership.open(config.addr).map_err(join_error)?),
+        DeviceConfig {
+            sockets: Some(sockets),
             qpn_slot: Some(slot),
             services: Some(services),
             ..config.clone()
-        })
+        }
     }
 
-    /// The loop has its devices: what comes for an address goes through this door.
-    pub(crate) fn joined(self, doors: Arc<[Door]>) -> Joined {
+    /// The loop has its devices: what comes for an address goes through its door.
+    pub(crate) fn joined(self, doors: Arc<Doors>) -> Joined {
         let answers = Arc::<Answers>::default();
         self.membership.set_inbox(Arc::new(Post {
-            doors,
+            doors: doors.clone(),
             answers: answers.clone(),
         }));
         Joined {
             membership: self.membership,
+            doors,
             answers,
         }
     }
@@ -112,10 +132,16 @@ impl Joining {
 /// The membership of a loop.
 pub(crate) struct Joined {
     membership: Arc<Membership>,
+    doors: Arc<Doors>,
     answers: Arc<Answers>,
 }
 
 impl Joined {
+    /// The loop's addresses.
+    pub(crate) fn doors(&self) -> &Arc<Doors> {
+        &self.doors
+    }
+
     /// Whether the broker wants a report.
     pub(crate) fn is_asked(&self) -> bool {
         self.answers.wanted.load(SeqCst)

@@ -14,7 +14,7 @@
 //!
 //! [`LocalDevice`] is for programs with a loop of their own: no thread, no lock, and nothing is sent but when the loop says so. It
 //! is used through [`verbs::provider::Provider`]. Several loops can have the same addresses ([`LocalDevice::open_shards`]), and so
-//! can several processes ([`LocalDevice::open_shared`]).
+//! can several processes ([`LocalDevice::open_shared`]). Loops that run get further addresses by an [`Opener`].
 //!
 //! Registered memory may be changed by peers at any time: it is owned by a region and only ever copied.
 //! [`Device::register_mr`] takes the program's own memory, and is `unsafe` for that reason.
@@ -28,8 +28,10 @@ mod cq;
 mod device;
 mod joined;
 mod local;
+mod member;
 mod memory;
 mod open;
+mod opener;
 mod port;
 mod provider;
 mod qp;
@@ -46,6 +48,7 @@ pub use cq::{Channel, Cq};
 pub use device::{Device, DeviceConfig, DeviceStats, Services};
 pub use local::LocalDevice;
 pub use memory::{Mr, Mw, Pd, Reregister, Revocable};
+pub use opener::{NewDevice, Opener};
 pub use port::{GidEntry, LinkState, Membership, PortAttr};
 pub use qp::{Qp, QpOptions};
 pub use rawcm::{PortHold, RawCm, RawEvent, RawId};

@@ -5,35 +5,24 @@ use std::{io, net::IpAddr, os::fd::BorrowedFd, sync::Arc, time::Duration};
 use roce_broker::{JoinConfig, Report};
 use roce_local::{Fabric, FabricConfig, Ports, Usage};
 use roce_mem::MemoryTable;
-use roce_net::{Flush, LocalConfig, LocalDriver, Own, UdpDatapath, iface};
+use roce_net::{Flush, iface};
 use roce_port::{ConnChange, Port, RxMeta, Steering};
 use roce_verbs::{
     DeviceLimits, Instant, Mtu,
-    provider::{Provider, VerbsError},
+    provider::{DeviceIx, Provider, VerbsError},
 };
 
 use crate::{
     cm::service_id,
     device::{DeviceConfig, DeviceStats, Services},
     joined::{Joined, Joining},
-    open::{self, Parts},
-    shards::{Arrival, Door, Placement, Shard},
-    shared,
+    member::{Member, Opened},
+    open,
+    opener::{NewDevice, Opener},
+    shards::{Doors, Placement},
+    shared::{self, join_error},
     tap::SharedTap,
 };
-
-/// One address.
-struct Member {
-    driver: LocalDriver,
-    mem: Arc<MemoryTable>,
-    addr: IpAddr,
-    mtu: Mtu,
-    /// What it has of an address that others share: loops of this process, or other processes.
-    shard: Option<Shard>,
-}
-
-/// A member, and what state machines are told of it.
-type Opened = (Member, (DeviceLimits, Vec<IpAddr>));
 
 /// The members of each of several loops.
 struct Loops(Vec<Vec<Opened>>);
@@ -48,85 +37,6 @@ impl Loops {
         for (of_loop, member) in self.0.iter_mut().zip(members) {
             of_loop.push(member);
         }
-    }
-}
-
-impl Member {
-    fn new(config: &DeviceConfig, parts: Parts, own: Option<Own>, shard: Option<Shard>) -> Opened {
-        let local = LocalConfig {
-            tap: parts.tap,
-            own,
-            ..LocalConfig::default()
-        };
-        let addr = config.addr.to_canonical();
-        let member = Self {
-            driver: LocalDriver::new(parts.port, Box::new(parts.path), local),
-            mem: parts.mem,
-            addr,
-            mtu: parts.mtu,
-            shard,
-        };
-        (member, (parts.limits, addresses(addr)))
-    }
-
-    /// That of a single loop, which nobody shares the address with but whom the configuration names.
-    fn whole(config: &DeviceConfig, path: UdpDatapath, tap: Option<SharedTap>) -> Result<Opened, VerbsError> {
-        let places: Vec<_> = config.qpn_slot.zip(config.services.clone()).into_iter().collect();
-        let shard = Shard::of_places(&places, Arc::new(OnlyOne))?.pop();
-        let own = |qpns| {
-            if shard.is_some() {
-                Own::Loop(qpns, None)
-            } else {
-                Own::Process(qpns)
-            }
-        };
-        let own = config.qpn_slot.map(|slot| own(slot.qpns()));
-        let parts = Parts::with_memory(config, path, tap.map(SharedTap::boxed), None)?;
-        Ok(Self::new(config, parts, own, shard))
-    }
-
-    /// Those of several loops, which have a table of memory in common. Each has its configuration.
-    fn several(
-        loops: impl Iterator<Item = (DeviceConfig, UdpDatapath, Own, Shard)>,
-        tap: Option<&SharedTap>,
-    ) -> Result<Vec<Opened>, VerbsError> {
-        let [a, b, c, d, e, f, g, h, ..] = open::random()?;
-        let guid = u64::from_le_bytes([a, b, c, d, e, f, g, h]);
-        let mut mem = None;
-        let opened = loops.map(|(config, path, own, shard)| {
-            let config = DeviceConfig {
-                guid: config.guid.or(Some(guid)),
-                ..config
-            };
-            let parts = Parts::with_memory(&config, path, tap.cloned().map(SharedTap::boxed), mem.clone())?;
-            mem.get_or_insert_with(|| parts.mem.clone());
-            Ok(Self::new(&config, parts, Some(own), Some(shard)))
-        });
-        opened.collect()
-    }
-
-    /// Receives about `budget` packets. True: more is waiting.
-    fn receive(&mut self, now: Instant, budget: usize) -> bool {
-        let driver = &mut self.driver;
-        match &self.shard {
-            None => driver.receive(now, budget, &|_: &RxMeta, _: &[u8]| ()),
-            Some(shard) => shard.receive(driver, now, budget),
-        }
-    }
-
-    /// What to watch.
-    fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        let shard = self.shard.as_ref().map(Shard::descriptor);
-        self.driver.descriptors().into_iter().chain(shard)
-    }
-}
-
-/// Where there is one loop, it gets everything.
-struct OnlyOne;
-
-impl Placement for OnlyOne {
-    fn place(&self, _: &Arrival<'_>) -> usize {
-        0
     }
 }
 
@@ -256,6 +166,7 @@ pub struct LocalDevice {
     fabric: Fabric<Members>,
     /// With the broker of its addresses.
     joined: Option<Joined>,
+    opener: Opener,
 }
 
 impl Drop for LocalDevice {
@@ -287,9 +198,10 @@ impl LocalDevice {
             .map(|config| open::datapath(config)?.map_err(open::error));
         let paths = paths.collect::<Result<Vec<_>, _>>()?;
         let taps = SharedTap::of(configs)?;
+        let opener = Opener::of_one(configs, &taps);
         let members = configs.iter().zip(paths).zip(taps);
         let members = members.map(|((config, path), tap)| Member::whole(config, path, tap));
-        Ok(Self::of(members.collect::<Result<_, _>>()?))
+        Ok(Self::of(members.collect::<Result<_, _>>()?, opener))
     }
 
     /// Opens devices for several loops, each of which has a *shard* of every one: an address is theirs together, and so is its table
@@ -320,22 +232,13 @@ impl LocalDevice {
         let paths = configs.iter().map(|config| open::datapaths(config, steering));
         let paths = paths.collect::<Result<Vec<_>, _>>()?;
         let taps = SharedTap::of(configs)?;
+        let opener = Opener::of_shards(configs, &taps, steering, &placement);
         let mut loops = Loops::new(shards);
         for ((config, paths), tap) in configs.iter().zip(paths).zip(&taps) {
-            let parts = Shard::all(steering, placement.clone())?
-                .into_iter()
-                .zip(paths)
-                .enumerate();
-            let parts = parts.map(|(index, (shard, path))| {
-                let config = DeviceConfig {
-                    qpn_slot: steering.slot(index),
-                    ..config.clone()
-                };
-                (config, path, Own::Shard(steering, index), shard)
-            });
-            loops.add(Member::several(parts, tap.as_ref())?);
+            loops.add(Member::shards(config, paths, steering, &placement, tap.as_ref())?);
         }
-        Ok(loops.0.into_iter().map(Self::of).collect())
+        let loops = loops.0.into_iter();
+        Ok(loops.map(|members| Self::of(members, opener.clone())).collect())
     }
 
     /// Opens devices whose addresses other processes may use at the same time, for one loop or several as
@@ -353,50 +256,54 @@ impl LocalDevice {
         open::check_apart(configs)?;
         let joining = (0..loops.max(1)).map(|_| Joining::join(how));
         let joining = joining.collect::<Result<Vec<_>, _>>()?;
-        let places: Vec<_> = joining.iter().map(Joining::place).collect();
         let taps = SharedTap::of(configs)?;
+        let opener = Opener::of_members(configs, &taps, &joining, &placement);
         let mut all = Loops::new(joining.len());
         for (config, tap) in configs.iter().zip(&taps) {
-            let mut parts = Vec::new();
-            for (joining, shard) in joining.iter().zip(Shard::of_places(&places, placement.clone())?) {
-                let config = joining.config(config)?;
-                let path = open::datapath(&config)?.map_err(open::error)?;
-                let alone = configs.len() == 1 || config.addr.is_unspecified();
-                let addr = (!alone).then(|| config.addr.to_canonical());
-                let own = Own::Loop(joining.place().0.qpns(), addr);
-                parts.push((config, path, own, shard));
-            }
-            all.add(Member::several(parts.into_iter(), tap.as_ref())?);
+            let sockets = joining
+                .iter()
+                .map(|joining| joining.sockets(config.addr).map_err(join_error));
+            let sockets = sockets.collect::<Result<Vec<_>, _>>()?;
+            all.add(Member::joined(config, &joining, sockets, &placement, tap.as_ref())?);
         }
         let opened = all.0.into_iter().zip(joining);
         Ok(opened
-            .map(|(members, joining)| Self::of_member(members, joining))
+            .map(|(members, joining)| Self::of_member(members, joining, opener.clone()))
             .collect())
     }
 
-    fn of(opened: Vec<Opened>) -> Self {
+    fn of(opened: Vec<Opened>, opener: Opener) -> Self {
         let (members, devices) = opened.into_iter().unzip();
         Self {
             fabric: Fabric::new(Members(members), FabricConfig::default(), devices),
             joined: None,
+            opener,
         }
     }
 
     /// That of a loop that joins.
-    fn of_member(opened: Vec<Opened>, joining: Joining) -> Self {
-        let mut this = Self::of(opened);
-        let members = this.members();
-        let doors = members.iter().filter_map(|m| Some(m.shard.as_ref()?.door(m.addr)));
-        let doors: Arc<[Door]> = doors.collect();
-        for member in members {
-            let addr = member.addr;
-            member
-                .shard
-                .iter_mut()
-                .for_each(|shard| shard.beside(addr, doors.clone()));
-        }
+    fn of_member(opened: Vec<Opened>, joining: Joining, opener: Opener) -> Self {
+        let mut this = Self::of(opened, opener);
+        let doors = Arc::<Doors>::default();
+        this.members().iter_mut().for_each(|member| member.enter(&doors));
         this.joined = Some(joining.joined(doors));
         this
+    }
+
+    /// Opens further addresses for this loop and the others that it was opened with.
+    pub fn opener(&self) -> Opener {
+        self.opener.clone()
+    }
+
+    /// The loop gets one more device, which has been [opened](Opener::open) for it; the next turn has its
+    /// [descriptors](Self::descriptors) too. Listeners at all addresses that are there already are not at this one.
+    pub fn attach(&mut self, new: NewDevice) -> DeviceIx {
+        let (mut member, (limits, addrs)) = new.into_opened();
+        if let Some(joined) = &self.joined {
+            member.enter(joined.doors());
+        }
+        self.fabric.ports().0.push(member);
+        self.fabric.add_device(limits, addrs)
     }
 
     fn members(&mut self) -> &mut [Member] {
@@ -490,13 +397,5 @@ impl LocalDevice {
     /// How many objects there are.
     pub fn usage(&self) -> Usage {
         self.fabric.usage()
-    }
-}
-
-/// The addresses that a device has now.
-fn addresses(addr: IpAddr) -> Vec<IpAddr> {
-    match addr.is_unspecified() {
-        true => Vec::new(),
-        false => vec![addr],
     }
 }

@@ -13,7 +13,7 @@ use std::{
     time::Duration,
 };
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use roce_bth::{Packet, Qpn};
 use roce_cm::{
     cma::{HEADER_LEN, ServiceId},
@@ -23,7 +23,10 @@ use roce_net::{EventFd, LocalDriver};
 use roce_port::{ConnChange, QpnSlot, RxMeta, Steering};
 use roce_verbs::{Instant, provider::VerbsError};
 
-use crate::device::{Services, io_error};
+use crate::{
+    device::{Services, io_error},
+    open::serves,
+};
 
 /// Packets that may wait for a loop: what comes by the wrong socket, and management datagrams. Both come again if they are lost.
 const MAX_WAITING: usize = 1024;
@@ -270,11 +273,43 @@ impl Door {
     }
 }
 
+/// A loop's addresses. Others may come while it runs.
+#[derive(Default)]
+pub(crate) struct Doors(RwLock<Vec<Door>>);
+
+impl Doors {
+    fn add(&self, door: Door) {
+        self.0.write().push(door);
+    }
+
+    fn first(&self) -> Option<Door> {
+        self.0.read().first().cloned()
+    }
+
+    /// That of an address itself.
+    fn at(&self, addr: IpAddr) -> Option<Door> {
+        self.0.read().iter().find(|door| door.addr == addr).cloned()
+    }
+
+    /// The one that a packet to an address is for.
+    pub(crate) fn of(&self, local: IpAddr) -> Option<Door> {
+        let has = |door: &&Door| door.addr.is_unspecified() && serves(door.addr, local);
+        self.at(local).or_else(|| self.0.read().iter().find(has).cloned())
+    }
+
+    /// Has the loop take a turn. False: it has no address.
+    pub(crate) fn ring(&self) -> bool {
+        let first = self.first();
+        first.iter().for_each(|door| door.inbox().ring());
+        first.is_some()
+    }
+}
+
 /// A loop's part in an address that it shares with others.
 pub(crate) struct Shard {
-    /// The loop's addresses, this one and others, if there are any.
-    doors: Arc<[Door]>,
-    /// This one, if there are others.
+    /// The loop's addresses, this one and others, if other processes may have them too.
+    doors: Arc<Doors>,
+    /// This one, likewise.
     addr: Option<IpAddr>,
     numbers: Numbers,
     index: usize,
@@ -318,7 +353,7 @@ impl Shard {
         let inboxes = inboxes(loops)?;
         let mut router = (loops > 1).then(|| RefCell::new(Router::new(numbers.clone(), placement)));
         let shards = processes.into_iter().enumerate().map(|(index, processes)| Self {
-            doors: Arc::new([]),
+            doors: Arc::default(),
             addr: None,
             numbers: numbers.clone(),
             index,
@@ -334,26 +369,22 @@ impl Shard {
         self.inboxes[self.index].bell.as_fd()
     }
 
-    /// What others have for this loop at the address is to come here.
-    pub(crate) fn door(&self, addr: IpAddr) -> Door {
-        Door {
+    /// It is at this address, where what others have for the loop comes, and what comes here for one of the loop's others goes through
+    /// the door of that. Other processes may have opened all addresses before: then one socket brings what is for each.
+    pub(crate) fn beside(&mut self, addr: IpAddr, doors: &Arc<Doors>) {
+        doors.add(Door {
             addr,
             inboxes: self.inboxes.clone(),
             index: self.index,
-        }
-    }
-
-    /// It is at this address, and what comes here for one of the loop's others goes through the door of that. Other processes may
-    /// have opened all addresses before: then one socket brings what is for each.
-    pub(crate) fn beside(&mut self, addr: IpAddr, doors: Arc<[Door]>) {
-        (self.addr, self.doors) = (Some(addr), doors);
+        });
+        (self.addr, self.doors) = (Some(addr), doors.clone());
     }
 
     /// The loop's other address that a packet is for.
-    fn other_door(&self, local: IpAddr) -> Option<&Door> {
-        let addr = self.addr.filter(|addr| *addr != local.to_canonical())?;
-        let other = self.doors.iter().find(|door| door.addr == local.to_canonical());
-        other.filter(|door| door.addr != addr)
+    fn other_door(&self, local: IpAddr) -> Option<Door> {
+        let local = local.to_canonical();
+        self.addr.filter(|addr| *addr != local)?;
+        self.doors.at(local)
     }
 
     /// The other processes, to be told of the services that connections are taken for: the first loop gets the requests of all.
@@ -432,7 +463,8 @@ impl Shard {
             Some(router) if qpn_of(bytes) == Qpn::GSI => router.borrow_mut().route(now, meta, bytes),
             _ => self.index,
         };
-        let other = match self.other_door(meta.local) {
+        let door = self.other_door(meta.local);
+        let other = match &door {
             Some(door) => Some(door.inbox()),
             None => (target != self.index).then(|| &self.inboxes[target]),
         };

@@ -4,7 +4,7 @@ use std::{
     fs::File,
     net::SocketAddr,
     path::Path,
-    sync::Arc,
+    sync::{Arc, Weak},
     time::{SystemTime, UNIX_EPOCH},
 };
 
@@ -62,6 +62,20 @@ impl SharedTap {
 
     pub(crate) fn boxed(self) -> Box<dyn Tap> {
         Box::new(self)
+    }
+
+    /// For devices that come later. It does not keep the file open.
+    pub(crate) fn weak(&self) -> WeakTap {
+        WeakTap(Arc::downgrade(&self.0))
+    }
+}
+
+/// The capture of loops, as long as they are there.
+pub(crate) struct WeakTap(Weak<Mutex<PcapTap>>);
+
+impl WeakTap {
+    pub(crate) fn get(&self) -> Option<SharedTap> {
+        self.0.upgrade().map(SharedTap)
     }
 }
 

@@ -3,6 +3,7 @@
 mod common;
 
 use std::{
+    io::ErrorKind,
     net::{IpAddr, SocketAddr, UdpSocket},
     os::fd::AsRawFd,
     sync::Arc,
@@ -205,6 +206,27 @@ fn accept(l: &mut Loop, device: DeviceIx, on: &On) -> CmRef {
     let qp = provider.create_qp(&spec).unwrap();
     provider.cm_accept(id, qp, &ConnParams::default()).unwrap();
     id
+}
+
+/// What a loop has on its first device.
+fn on_first(l: &Loop) -> On {
+    On {
+        pd: l.pd,
+        cq: l.cq,
+        mr: l.mr,
+        pages: l.pages.clone(),
+    }
+}
+
+/// A loop's address from here on, and what it has there.
+fn switch(l: &mut Loop, addr: IpAddr, on: On) {
+    (l.addr, l.pd, l.cq, l.mr, l.pages) = (addr, on.pd, on.cq, on.mr, on.pages);
+}
+
+/// Accepts what has come to a loop's first device.
+fn accept_any(l: &mut Loop) -> CmRef {
+    let on = on_first(l);
+    accept(l, DeviceIx(0), &on)
 }
 
 #[test]
@@ -423,6 +445,114 @@ fn a_loop_that_does_not_turn_takes_no_more_than_fits() {
     while counters(&mut l[0]).drop_no_qp < 1024 {
         assert!(Instant::now() < end);
         turn(&mut [&mut l]);
+    }
+}
+
+/// Opens one more address for loops, in another thread, and gives it to them.
+fn attach(loops: &mut [Loop], addr: IpAddr) {
+    let opener = loops[0].device.opener();
+    let opened = std::thread::spawn(move || opener.open(addr)).join().unwrap();
+    let opened = opened.unwrap();
+    assert_eq!(opened.len(), loops.len());
+    for (l, new) in loops.iter_mut().zip(opened) {
+        let before = l.device.descriptors().len();
+        let watched = new.descriptors().len();
+        let device = l.device.attach(new);
+        assert_eq!(device, DeviceIx(l.device.provider().devices().len() as u16 - 1));
+        assert_eq!(l.device.descriptors().len(), before + watched);
+    }
+}
+
+#[test]
+fn loops_that_run_get_further_addresses() {
+    for count in [1, 2] {
+        let (here, there) = (address(), address());
+        let (mut a, mut b) = (shards(here, count), [Loop::at(there)]);
+        let to = SocketAddr::new(there, SERVICE);
+        b[0].device.provider().cm_listen(to, 4).unwrap();
+        let addrs = [here, address(), address()];
+        // What is under way goes on.
+        let (old, old_qp) = a[0].connect(to);
+        until(&mut [&mut a, &mut b], "a request", |l| request(&l[1][0]).is_some());
+        let theirs = accept_any(&mut b[0]);
+        until(&mut [&mut a, &mut b], "established", |l| {
+            l[0][0].is_up(old) && l[1][0].is_up(theirs)
+        });
+        let first = on_first(&a[0]);
+        for addr in &addrs[1..] {
+            attach(&mut a, *addr);
+        }
+        let target = RemoteAddr {
+            addr: b[0].mr.addr,
+            rkey: b[0].mr.rkey,
+        };
+        for (device, addr) in addrs.iter().enumerate() {
+            for l in 0..count {
+                let on = made(&mut a[l], DeviceIx(device as u16));
+                switch(&mut a[l], *addr, on);
+                let (id, qp) = a[l].connect(to);
+                until(&mut [&mut a, &mut b], "a request", |l| request(&l[1][0]).is_some());
+                let theirs = accept_any(&mut b[0]);
+                until(&mut [&mut a, &mut b], "established", |loops| {
+                    loops[0][l].is_up(id) && loops[1][0].is_up(theirs)
+                });
+                let peer = b[0].device.provider().cm_addrs(theirs).unwrap().1.unwrap();
+                assert_eq!(peer.ip(), *addr, "it comes from there");
+                let data = vec![(device * 2 + l + 1) as u8; PIECE];
+                a[l].pages.write(0, &data).unwrap();
+                a[l].completions.clear();
+                a[l].send(qp, SendOp::Write(target), PIECE);
+                until(&mut [&mut a, &mut b], "written", |loops| loops[0][l].done() == 1);
+                let mut arrived = vec![0; PIECE];
+                b[0].pages.read(0, &mut arrived).unwrap();
+                assert!(arrived == data, "device {device}, loop {l}");
+                b[0].device.provider().cm_disconnect(theirs);
+                until(&mut [&mut a, &mut b], "disconnected", |loops| loops[0][l].is_over(id));
+            }
+        }
+        // The connection of before is still there.
+        switch(&mut a[0], here, first);
+        a[0].completions.clear();
+        a[0].send(old_qp, SendOp::Write(target), 64);
+        until(&mut [&mut a, &mut b], "written", |l| l[0][0].done() == 1);
+        for l in &mut a {
+            let all = l.device.all_stats();
+            assert_eq!(all.iter().map(|(addr, _)| *addr).collect::<Vec<_>>(), addrs);
+            for (addr, stats) in all {
+                let port = stats.port;
+                assert_eq!((port.icrc_errors, port.drop_no_qp), (0, 0), "{addr}: {port:?}");
+                assert!(port.rx_packets > 0, "{addr}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_can_not_be_opened_is_said_and_may_be_tried_again() {
+    let kind = |e: VerbsError| match e {
+        VerbsError::Io { source, .. } => source.kind(),
+        other => panic!("{other}"),
+    };
+    for count in [1, 2] {
+        let mut a = shards(address(), count);
+        let opener = a[0].device.opener();
+        // A documentation network (RFC 5737).
+        let elsewhere = IpAddr::from([192, 0, 2, 1]);
+        let e = opener.open(elsewhere).unwrap_err();
+        assert!(
+            e.to_string().contains("192.0.2.1 is not an address of this host"),
+            "{e}"
+        );
+        assert_eq!(kind(e), ErrorKind::AddrNotAvailable);
+        let later = address();
+        let holder = UdpSocket::bind((later, PORT)).unwrap();
+        let e = opener.open(later).unwrap_err();
+        assert!(e.to_string().contains("taken"), "{e}");
+        assert_eq!(kind(e), ErrorKind::AddrInUse);
+        drop(holder);
+        attach(&mut a, later);
+        assert!(opener.has(later) && opener.open(later).is_err(), "it is open");
+        assert_eq!(opener.addrs().len(), 2);
     }
 }
 

@@ -331,6 +331,28 @@ fn paths_and_sessions_are_taken_down_and_brought_up() {
     );
     lab.refused("map", &["path", "disconnect", "127.0.0.9"], 1, "there is no path");
     lab.refused("map", &["path", "add", "nowhere"], 2, "is not an IP address");
+    let elsewhere = format!("192.0.2.1,{}", lab.server);
+    lab.refused(
+        "map",
+        &["path", "add", &elsewhere],
+        1,
+        "192.0.2.1 is not an address of this host",
+    );
+
+    // From an address that the mapping was not started with; then the first goes.
+    let later = format!("ip:{}@ip:{}", fresh_address(), lab.server);
+    assert_eq!(
+        lab.ctl("map", &["path", "add", &later]),
+        format!("path {later} is up\n")
+    );
+    lab.ctl("map", &["path", "delete", &path]);
+    let device = &lab.mapping()["devices"][0];
+    assert_eq!((&device["state"], &device["failed"]), (&json!("open"), &json!(0)));
+    let mut client = lab.nbd();
+    assert!(client.read(0, BLOCK).unwrap() == [0; BLOCK]);
+    client.disconnect().unwrap();
+    lab.ctl("map", &["path", "add", &path]);
+    lab.ctl("map", &["path", "delete", &later]);
 
     assert_eq!(
         lab.ctl("map", &["path", "delete", &path]),

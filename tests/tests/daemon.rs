@@ -219,6 +219,87 @@ fn a_reload_changes_what_has_changed_and_nothing_else() {
 }
 
 #[test]
+fn a_reload_adds_a_path_from_another_address() {
+    let lab = Lab::new();
+    let config = |paths: &[String]| {
+        let maps = lab.maps("a", &["one"]);
+        let paths: Vec<String> = paths.iter().map(|path| format!("\"{path}\"")).collect();
+        let path = format!("path = \"{}\"", lab.to_server());
+        [
+            lab.serves(&["one"]),
+            maps.replace(&path, &format!("path = [{}]", paths.join(", "))),
+        ]
+    };
+    lab.write(&config(&[lab.to_server()]));
+    let daemon = lab.daemon();
+    ["serve.images", "map.a"].into_iter().for_each(|task| lab.is_up(task));
+    let mut client = Client::connect(&lab.path("a.sock")).unwrap();
+    let paths = || {
+        let listed = lab.ctl(&["list"]);
+        let of_client = listed["mappings"][0]["paths"].as_array().unwrap().clone();
+        let mut paths: Vec<String> = of_client
+            .iter()
+            .map(|path| path["path"].as_str().unwrap().to_owned())
+            .collect();
+        paths.sort_unstable();
+        paths
+    };
+    let as_listed = |path: &str| {
+        let (src, dst) = path.split_once(',').unwrap();
+        format!("ip:{src}@ip:{dst}")
+    };
+    let others = [(); 2].map(|()| format!("{},{}", fresh_address(), lab.server));
+    // One of the paths can't be: the others are there, and the next reload tries again.
+    let nowhere = format!("192.0.2.1,{}", lab.server);
+    lab.write(&config(&[lab.to_server(), others[0].clone(), nowhere]));
+    let failed = lab.run(&["ctl", "--json", "reload"]);
+    assert_eq!(failed.code, Some(1), "{}", failed.stdout);
+    let done: Value = serde_json::from_str(&failed.stdout).unwrap();
+    let why = done["failed"][0].as_str().unwrap();
+    assert!(
+        why.contains("map.a") && why.contains("192.0.2.1 is not an address"),
+        "{done}"
+    );
+    lab.write(&config(&others));
+    let done = lab.ctl(&["reload"]);
+    assert_eq!(done["changed"], json!(["map.a"]), "{done}");
+    let mut expected = others.each_ref().map(|path| as_listed(path));
+    expected.sort_unstable();
+    assert_eq!(paths(), expected);
+    // The mapping has not begun anew.
+    assert!(client.read(0, MIB).unwrap() == pattern(7, MIB));
+    client.disconnect().unwrap();
+    let ended = daemon.stop();
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+}
+
+#[test]
+fn a_reload_that_failed_half_way_is_finished_by_the_next() {
+    let lab = Lab::new();
+    lab.write(&[lab.serves(&["one", "two"]), lab.maps("a", &["one", "two"])]);
+    let daemon = lab.daemon();
+    ["serve.images", "map.a"].into_iter().for_each(|task| lab.is_up(task));
+    // One device goes, and one can't be had.
+    let wanted = lab.maps("a", &["one", "two,ro", "three"]);
+    lab.write(&[lab.serves(&["one", "two"]), wanted.clone()]);
+    for _ in 0..2 {
+        let failed = lab.run(&["ctl", "--json", "reload"]);
+        assert_eq!(failed.code, Some(1), "{}", failed.stdout);
+        let done: Value = serde_json::from_str(&failed.stdout).unwrap();
+        let why = done["failed"][0].as_str().unwrap();
+        assert!(why.contains("map.a") && why.contains("three"), "{done}");
+    }
+    lab.write(&[lab.serves(&["one", "two", "three"]), wanted]);
+    let done = lab.ctl(&["reload"]);
+    assert_eq!(done["changed"], json!(["serve.images", "map.a"]), "{done}");
+    for name in ["one", "two", "three"] {
+        reads(&lab.path("a.sock"), name);
+    }
+    let ended = daemon.stop();
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+}
+
+#[test]
 fn a_reload_takes_renewed_certificates() {
     let lab = Lab::new();
     let folder = lab.path("pki");

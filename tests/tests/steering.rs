@@ -1,6 +1,15 @@
 //! Commands for mappings and servers that run, one by one.
 
-use std::{fs, thread, time::Duration};
+use std::{
+    fs,
+    net::UdpSocket,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    thread,
+    time::Duration,
+};
 
 use ferroce_tests::{
     device::{image, map_args, serve_args},
@@ -32,7 +41,8 @@ const EINVAL: i32 = 22;
 const ENOTCONN: i32 = 107;
 const ENXIO: i32 = 6;
 const EALREADY: i32 = 114;
-const EHOSTUNREACH: i32 = 113;
+const EADDRINUSE: i32 = 98;
+const EADDRNOTAVAIL: i32 = 99;
 
 /// A server and a mapping over one path, both steered.
 struct Lab {
@@ -281,16 +291,80 @@ fn a_path_goes_by_its_addresses_whatever_its_port() {
 }
 
 #[test]
-fn a_path_from_where_the_mapping_has_no_port_is_refused() {
+fn a_mapping_moves_to_an_address_that_it_was_not_started_with() {
+    for threads in ["1", "2"] {
+        let mut lab = Lab::new(threads, &["--on-loss", "queue"]);
+        let stop = Arc::new(AtomicBool::new(false));
+        let (asked, mut client) = (stop.clone(), lab.nbd());
+        let writer = thread::spawn(move || {
+            let mut round = 0;
+            while !asked.load(Relaxed) {
+                round += 1;
+                for n in 0..BLOCKS {
+                    let block = pattern(round * 1000 + n as u64, BLOCK);
+                    client.write((n * BLOCK) as u64, &block).unwrap();
+                    assert!(client.read((n * BLOCK) as u64, BLOCK).unwrap() == block, "block {n}");
+                }
+            }
+            client.flush().unwrap();
+            client.disconnect().unwrap();
+            round
+        });
+        let second = format!("ip:{}@ip:{}", fresh_address(), lab.server);
+        let first = lab.path.clone();
+        let mut descriptors = Vec::new();
+        for (come, go) in [(&second, &first), (&first, &second), (&second, &first)] {
+            lab.map.done(json!({ "do": "add_path", "path": come }));
+            assert_eq!(lab.list()["paths"].as_array().unwrap().len(), 2);
+            lab.map.refused(json!({ "do": "add_path", "path": come }), EEXIST);
+            lab.map.done(json!({ "do": "remove_path", "path": go }));
+            let paths = lab.list()["paths"].clone();
+            assert_eq!((paths.as_array().unwrap().len(), &paths[0]["path"]), (1, &json!(come)));
+            let writes = |lab: &mut Lab| lab.list()["paths"][0]["writes"].as_u64().unwrap();
+            let before = writes(&mut lab);
+            eventually("requests go on", || writes(&mut lab) > before + 20);
+            let all = fs::read_dir(format!("/proc/{}/fd", lab.map.id())).unwrap().count();
+            descriptors.push(all);
+        }
+        // An address stays open, but once.
+        assert!(descriptors.iter().all(|n| *n <= descriptors[0]), "{descriptors:?}");
+        stop.store(true, Relaxed);
+        let round = writer.join().unwrap();
+        assert_eq!(lab.list()["devices"][0]["failed"], 0);
+        let bytes = fs::read(lab.dir.path().join("disk.img")).unwrap();
+        for (n, block) in bytes.chunks(BLOCK).enumerate() {
+            assert!(
+                block == pattern(round * 1000 + n as u64, BLOCK),
+                "block {n} of the image"
+            );
+        }
+        lab.end();
+    }
+}
+
+/// The other requests of the process are answered meanwhile; they go by the same connection here.
+#[test]
+fn a_path_from_an_address_that_can_not_be_opened_is_refused() {
     for threads in ["1", "2"] {
         let mut lab = Lab::new(threads, &[]);
-        let elsewhere = fresh_address();
-        let path = format!("{elsewhere},{}", lab.server);
+        // A documentation network (RFC 5737).
+        let path = format!("192.0.2.1,{}", lab.server);
         let answer = lab.map.ask(json!({ "do": "add_path", "path": path }));
-        assert_eq!(answer["errno"], EHOSTUNREACH, "{answer}");
+        assert_eq!(answer["errno"], EADDRNOTAVAIL, "{answer}");
         let text = answer["error"].as_str().unwrap_or_default();
-        assert!(text.contains(&elsewhere.to_string()), "{answer}");
+        assert!(text.contains("192.0.2.1 is not an address of this host"), "{answer}");
+        // One whose port somebody has.
+        let taken = fresh_address();
+        let holder = UdpSocket::bind((taken, 4791)).unwrap();
+        let path = format!("{taken},{}", lab.server);
+        let answer = lab.map.ask(json!({ "do": "add_path", "path": path }));
+        assert_eq!(answer["errno"], EADDRINUSE, "{answer}");
+        let text = answer["error"].as_str().unwrap_or_default();
+        assert!(text.contains("UDP port 4791") && text.contains("taken"), "{answer}");
         assert_eq!(lab.list()["paths"].as_array().unwrap().len(), 1);
+        drop(holder);
+        lab.map.done(json!({ "do": "add_path", "path": path }));
+        assert_eq!(lab.list()["paths"].as_array().unwrap().len(), 2);
         lab.end();
     }
 }

@@ -24,8 +24,10 @@ use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
 
 const EACCES: i32 = 13;
+const ECONNRESET: i32 = 104;
 const EEXIST: i32 = 17;
 const EINVAL: i32 = 22;
+const ENOENT: i32 = 2;
 const EPERM: i32 = 1;
 const ERANGE: i32 = 34;
 const ENXIO: i32 = 6;
@@ -318,6 +320,18 @@ fn writes_are_orders_and_nothing_can_be_made() {
     refused(&session.join("add_path"), &lab.rtrs_path(0), EEXIST);
     let map_device = lab.tree("class/rnbd-client/ctl/map_device");
     refused(&map_device, "sessname=none device_path=x", ENXIO);
+    // A session of its own that comes to nothing, by what the server says and by what keeps it from being opened.
+    let path = lab.rtrs_path(0);
+    refused(
+        &map_device,
+        &format!("sessname=new path={path} device_path=none"),
+        ENOENT,
+    );
+    refused(
+        &map_device,
+        &format!("dest_port=9 sessname=new path={path} device_path=disk"),
+        ECONNRESET,
+    );
     refused(&map_device, &"x".repeat(4096), EINVAL);
     refused(&map_device, &"x".repeat(300_000), EINVAL);
     refused(&session.join("paths").join(lab.rtrs_path(0)).join("state"), "1", EACCES);

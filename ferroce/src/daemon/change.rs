@@ -1,6 +1,6 @@
 //! What becomes of a task that is to be another one: as much as can be is changed while it runs.
 
-use rnbd_host::control::map::MapRequest;
+use rnbd_host::{control::map::MapRequest, map::MapDevice};
 
 use super::config::{Job, Kind, Task};
 use crate::{
@@ -37,11 +37,9 @@ pub(crate) fn change(kind: &Kind, old: &Task, new: &Task) -> Result<Change, Fail
 
 fn mapping(old: &MapArgs, new: &MapArgs) -> Result<Change, Failure> {
     let (old, new) = (old.changeable()?, new.changeable()?);
-    // The device without a name is one as long as the mapping lasts, and so are our addresses.
+    // The device without a name is one as long as the mapping lasts.
     let first = |c: &Changeable| c.devices.first().cloned();
-    let sources = |c: &Changeable| c.paths.iter().map(|path| path.src).collect::<Vec<_>>();
-    let known = sources(&old);
-    if first(&old) != first(&new) || !sources(&new).iter().all(|src| known.contains(src)) {
+    if first(&old) != first(&new) {
         return Ok(Change::Restart);
     }
     Ok(Change::Map(requests(&old, &new)))
@@ -75,8 +73,22 @@ fn requests(old: &Changeable, new: &Changeable) -> Vec<MapRequest> {
     requests
 }
 
+/// Of these requests, those for devices that are not yet as they ask for.
+pub(crate) fn still_to_do(mut requests: Vec<MapRequest>, mapped: &[MapDevice]) -> Vec<MapRequest> {
+    let mut as_wanted = mapped.to_vec();
+    as_wanted.retain(|device| requests.contains(&MapRequest::Map(device.clone())));
+    let is = |devices: &[MapDevice], name: &str| devices.iter().any(|device| device.name == name);
+    requests.retain(|request| match request {
+        MapRequest::Unmap { device, .. } => is(mapped, device) && !is(&as_wanted, device),
+        MapRequest::Map(device) => !is(&as_wanted, &device.name),
+        _ => true,
+    });
+    requests
+}
+
 #[cfg(test)]
 mod tests {
+    use rnbd::proto::AccessMode;
     use rtrs::client::Policy;
 
     use super::*;
@@ -130,13 +142,43 @@ mod tests {
     }
 
     #[test]
+    fn paths_may_be_from_other_addresses_of_ours() {
+        let mut other = MAP;
+        other[2] = "--path=127.0.0.9,127.0.0.2";
+        let path = |text: &str| crate::transport::path(text).unwrap();
+        let requests = vec![
+            MapRequest::AddPath(path("127.0.0.9,127.0.0.2")),
+            MapRequest::RemovePath(path("127.0.0.1,127.0.0.2")),
+        ];
+        assert_eq!(to(&other), Change::Map(requests));
+    }
+
+    #[test]
+    fn what_is_so_already_is_not_asked_for_again() {
+        let device = |name: &str, mode| MapDevice {
+            name: name.to_owned(),
+            mode,
+        };
+        let unmap = |name: &str| MapRequest::Unmap {
+            device: name.to_owned(),
+            force: false,
+        };
+        let (b, d) = (device("b", AccessMode::ReadOnly), device("d", AccessMode::ReadWrite));
+        let [map_b, map_d] = [&b, &d].map(|device| MapRequest::Map(device.clone()));
+        let requests = vec![unmap("b"), unmap("c"), map_b.clone(), map_d.clone()];
+        let left = |mapped: &[MapDevice]| still_to_do(requests.clone(), mapped);
+        let [b_before, c] = ["b", "c"].map(|name| device(name, AccessMode::ReadWrite));
+        assert_eq!(left(&[b_before.clone(), c.clone()]), requests);
+        assert_eq!(left(&[b_before]), [unmap("b"), map_b, map_d.clone()]);
+        assert_eq!(left(&[b.clone(), c]), [unmap("c"), map_d]);
+        assert_eq!(left(&[b, d]), []);
+    }
+
+    #[test]
     fn what_can_t_be_changed_begins_anew() {
         let mut other = MAP;
         other[1] = "--nbd=/t";
         assert_eq!(to(&other), Change::Restart);
-        let mut other = MAP;
-        other[2] = "--path=127.0.0.9,127.0.0.2";
-        assert_eq!(to(&other), Change::Restart, "another address of ours");
         assert_eq!(to(&["--session=s", "--nbd=/s", MAP[2], "--device=b"]), Change::Restart);
         let serve = ["--listen=127.0.0.1", "--export=a=/a"];
         let of = |words: &[&str]| change(&Kind::Serve, &task(&serve), &task(words)).unwrap();

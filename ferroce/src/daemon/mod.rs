@@ -18,6 +18,7 @@ use clap::Args;
 use rnbd::{Errno, proto::AccessMode};
 use rnbd_admin::MapOrder;
 use rnbd_host::control::Refused;
+use rtrs::addr::PathAddr;
 use serde_json::{Map, Value};
 
 pub(crate) use self::{config::Kind, handover::hand_over};
@@ -118,12 +119,20 @@ impl Supervisor for Orders {
                 self.nbd_dir.join(format!("{}.sock", order.session)).display()
             ),
         ];
-        words.extend(order.paths.iter().map(|path| format!("--path={path}")));
+        words.extend(order.paths.iter().map(path_option));
         let name = TaskName {
             kind: Kind::Map,
             name: order.session.clone(),
         };
         self.tasks.open(name, words)
+    }
+}
+
+/// The option of `map` for a path, with its port, which is not shown where paths are listed.
+fn path_option(path: &PathAddr) -> String {
+    match path.src {
+        Some(src) => format!("--path={src},{}", path.dst),
+        None => format!("--path={}", path.dst),
     }
 }
 
@@ -168,5 +177,25 @@ fn reload(orders: &Arc<Orders>) {
     });
     if let Err(e) = begun {
         tracing::warn!("not reloaded, no thread: {e}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_keeps_its_port_and_interface() {
+        for text in [
+            "192.0.2.7:99",
+            "192.0.2.1,192.0.2.7:1234",
+            "[2001:db8::7]:99",
+            "fe80::1,[fe80::7%3]:1234",
+        ] {
+            let path: PathAddr = text.parse().unwrap();
+            let option = path_option(&path);
+            assert_eq!(option, format!("--path={text}"));
+            assert_eq!(option["--path=".len()..].parse(), Ok(path));
+        }
     }
 }

@@ -14,13 +14,17 @@ use parking_lot::Mutex;
 use rnbd::Errno;
 use rnbd_disk::Exports;
 use rnbd_host::{
-    control::{Refused, map::MapControl},
+    control::{
+        Refused,
+        map::{MapAnswer, MapControl, MapRequest, MappedDevice},
+    },
+    map::MapDevice,
     tls::Tls,
 };
 use serde_json::{Map, Value, json};
 
 use super::{
-    change::{Change, change},
+    change::{Change, change, still_to_do},
     config::{Config, Job, Kind, Task, TaskName},
 };
 use crate::{
@@ -82,7 +86,7 @@ enum State {
     /// It has failed, and begins anew then.
     Waiting {
         until: Instant,
-        why: String,
+        why: Refused,
     },
     /// It has ended by itself: its last device was unmapped.
     Ended,
@@ -151,6 +155,38 @@ impl Reloaded {
             false => format!("reloaded; {}", said.join("; ")),
         }
     }
+}
+
+/// Has a mapping become what its file says. What is so already, as after a reload that has failed half-way, is left alone.
+fn comply(control: &MapControl, requests: Vec<MapRequest>) -> Result<(), String> {
+    let requests = match control.ask(MapRequest::List) {
+        Ok(MapAnswer::Listing(listing)) => {
+            let device = |device: MappedDevice| MapDevice {
+                name: device.name,
+                mode: device.mode,
+            };
+            let mapped: Vec<_> = listing.devices.into_iter().map(device).collect();
+            still_to_do(requests, &mapped)
+        }
+        _ => requests,
+    };
+    for request in requests {
+        let so_already = match request {
+            MapRequest::AddPath(_) => Some(Errno::EEXIST),
+            MapRequest::RemovePath(_) => Some(Errno::ENOENT),
+            _ => None,
+        };
+        match control.ask(request.clone()) {
+            Err(refused) if Some(refused.errno) != so_already => return Err(format!("{request:?}: {refused}")),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// Why a task has failed, for those who wait for it.
+fn refused(failure: &Failure) -> Refused {
+    Refused::new(failure.errno(), failure.text().unwrap_or("it can't report"))
 }
 
 /// All tasks.
@@ -230,7 +266,7 @@ impl Tasks {
                 );
                 State::Running(running)
             }
-            Err(failure) => self.pause(name, failures, failure.text().unwrap_or_default()),
+            Err(failure) => self.pause(name, failures, refused(&failure)),
         };
         Entry {
             task,
@@ -242,14 +278,14 @@ impl Tasks {
     }
 
     /// After a failure.
-    fn pause(&self, name: &TaskName, failures: u32, why: &str) -> State {
+    fn pause(&self, name: &TaskName, failures: u32, why: Refused) -> State {
         let pause = FIRST_PAUSE.saturating_mul(1 << failures.min(8)).min(LONGEST_PAUSE);
-        let fields = json!({ "task": name.to_string(), "why": why, "again_in": pause.as_secs_f64() });
+        let fields = json!({ "task": name.to_string(), "why": why.text, "again_in": pause.as_secs_f64() });
         let text = format!("{name} has failed, and begins anew in {} s: {why}", pause.as_secs());
         self.tell("task_failed", fields, &text);
         State::Waiting {
             until: Instant::now() + pause,
-            why: why.to_owned(),
+            why,
         }
     }
 
@@ -301,11 +337,10 @@ impl Tasks {
     }
 
     fn ended(&self, name: &TaskName, entry: Entry, how: Result<(), Failure>, lasted: bool) -> Option<Entry> {
-        let why = how
-            .err()
-            .map(|failure| failure.text().unwrap_or("it can't report").to_owned());
-        let gone = |why: Option<&str>| {
-            let text = match why {
+        let why = how.err().map(|failure| refused(&failure));
+        let gone = |why: Option<Refused>| {
+            let why = why.map(|why| why.text);
+            let text = match &why {
                 None => format!("{name} has ended"),
                 Some(why) => format!("{name} has ended: {why}"),
             };
@@ -314,16 +349,16 @@ impl Tasks {
         match (entry.next, why) {
             (_, why) if self.is_ending() => {
                 if why.is_some() {
-                    gone(why.as_deref());
+                    gone(why);
                 }
                 None
             }
             (Some(Next::Gone), why) => {
-                gone(why.as_deref());
+                gone(why);
                 None
             }
             (Some(Next::Task(task)), why) => {
-                gone(why.as_deref());
+                gone(why);
                 Some(self.begin(name, task, entry.origin, 0))
             }
             (None, None) => {
@@ -332,7 +367,7 @@ impl Tasks {
             }
             (None, Some(why)) => {
                 let failures = if lasted { 0 } else { entry.failures };
-                let state = self.pause(name, failures, &why);
+                let state = self.pause(name, failures, why);
                 Some(Entry {
                     state,
                     failures,
@@ -440,12 +475,9 @@ impl Tasks {
         let how = change(&name.kind, old, &new).unwrap_or(Change::Restart);
         let changed = match (how, live) {
             // Certificates first: when they are wrong, nothing else has been done yet.
-            (Change::Map(requests), Some(Live::Map(control, _))) => self.renew(name).and_then(|_| {
-                requests.into_iter().try_for_each(|request| {
-                    let said = control.ask(request.clone());
-                    said.map(drop).map_err(|refused| format!("{request:?}: {refused}"))
-                })
-            }),
+            (Change::Map(requests), Some(Live::Map(control, _))) => {
+                self.renew(name).and_then(|_| comply(&control, requests))
+            }
             (Change::Exports, Some(Live::Serve(exports))) => match new.job(&name.kind) {
                 Ok(Job::Serve(args)) => exports.set_named(args.exports().to_vec()).map_err(|e| e.to_string()),
                 _ => Err("it is no server".to_owned()),
@@ -546,7 +578,7 @@ impl Tasks {
     fn come_up(&self, name: &TaskName) -> Option<Result<(), Refused>> {
         match self.entries.lock().get(name).map(|entry| &entry.state) {
             Some(State::Running(running)) => running.told.up.load(Ordering::Acquire).then_some(Ok(())),
-            Some(State::Waiting { why, .. }) => Some(Err(Refused::new(Errno::EIO, why.clone()))),
+            Some(State::Waiting { why, .. }) => Some(Err(why.clone())),
             Some(State::Ended) | None => Some(Err(Refused::new(Errno::ENODEV, "it has ended"))),
         }
     }
@@ -565,7 +597,7 @@ impl Tasks {
                 State::Running(_) if entry.next.is_some() => ("ending", None),
                 State::Running(running) if running.told.up.load(Ordering::Acquire) => ("up", None),
                 State::Running(_) => ("starting", None),
-                State::Waiting { why, .. } => ("failed", Some(why)),
+                State::Waiting { why, .. } => ("failed", Some(&why.text)),
                 State::Ended => ("ended", None),
             };
             json!({

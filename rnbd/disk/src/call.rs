@@ -24,6 +24,8 @@ pub(crate) enum Call {
     Allocate { mode: i32, offset: u64, len: u64 },
     /// A request of block devices that takes a range; io_uring has none of them.
     Range { request: u64, offset: u64, len: u64 },
+    /// `lseek`, which io_uring has not: it returns a position.
+    Seek { offset: u64, whence: i32 },
 }
 
 impl Call {
@@ -31,13 +33,13 @@ impl Call {
     pub(crate) fn cost(&self) -> u64 {
         match self {
             Self::Read { len, .. } | Self::Write { len, .. } => *len as u64,
-            Self::Sync => 0,
+            Self::Sync | Self::Seek { .. } => 0,
             // Pages that are given back cost about a thirtieth of pages that are copied.
             Self::Allocate { len, .. } | Self::Range { len, .. } => *len >> 5,
         }
     }
 
-    /// Makes the call and returns bytes, or 0. Waits for the disk.
+    /// Makes the call and returns bytes, a position, or 0. Waits for the disk.
     ///
     /// # Safety
     /// The memory is valid for writes of a read, for reads of a write.
@@ -57,6 +59,7 @@ impl Call {
             Self::Sync => sys::sync(fd).map(|()| 0),
             Self::Allocate { mode, offset, len } => sys::allocate(fd, *mode, *offset, *len).map(|()| 0),
             Self::Range { request, offset, len } => sys::range_ioctl(fd, *request, *offset, *len).map(|()| 0),
+            Self::Seek { offset, whence } => sys::seek(fd, *offset, *whence),
         }
     }
 }

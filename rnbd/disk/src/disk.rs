@@ -139,6 +139,7 @@ impl Store {
         match op {
             BlockOp::Read => self.ways.read,
             BlockOp::Flush => self.ways.flush,
+            BlockOp::BlockStatus { .. } => self.ways.status,
             BlockOp::Write { .. } | BlockOp::Discard | BlockOp::WriteZeroes { .. } => self.ways.write,
         }
     }

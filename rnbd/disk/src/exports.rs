@@ -57,9 +57,9 @@ impl FromStr for ExportSpec {
         if name.is_empty() || path.as_os_str().is_empty() {
             return Err(form());
         }
-        if name.len() >= NAME_MAX || name.contains("..") {
+        if name.len() >= NAME_MAX || lookup::components(name.as_bytes()).is_err() {
             return Err(format!(
-                "no client can ask for the name {name:?}: at most 254 bytes, without \"..\""
+                "no client can ask for the name {name:?}: at most 254 bytes, without \"..\", and more than slashes and \".\""
             ));
         }
         Ok(Self {

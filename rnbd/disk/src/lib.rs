@@ -14,6 +14,7 @@
 mod call;
 mod disk;
 mod exports;
+mod extents;
 mod geometry;
 mod image;
 mod job;

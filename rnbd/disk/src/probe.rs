@@ -29,6 +29,8 @@ pub struct Ways {
     pub write: Way,
     /// Of flushes.
     pub flush: Way,
+    /// Of block status. io_uring does not seek, and how long it takes depends on the file's size, in memory too.
+    pub status: Way,
 }
 
 // `linux/magic.h`.
@@ -78,18 +80,25 @@ impl Ways {
             read: way,
             write: way,
             flush: way,
+            status: way,
         }
     }
 
     /// The ways of a file where there is io_uring.
     pub(crate) fn of(traits: Traits) -> Self {
-        if traits.memory && !traits.direct {
-            return Self::all(Way::InPlace);
-        }
-        let read = if traits.nowait { Way::TryNow } else { Way::Ring };
+        let (read, rest) = match traits {
+            Traits {
+                memory: true,
+                direct: false,
+                ..
+            } => (Way::InPlace, Way::InPlace),
+            Traits { nowait: true, .. } => (Way::TryNow, Way::Ring),
+            _ => (Way::Ring, Way::Ring),
+        };
         Self {
             read,
-            ..Self::all(Way::Ring)
+            status: Way::Pool,
+            ..Self::all(rest)
         }
     }
 
@@ -109,6 +118,7 @@ impl Ways {
             read: way(self.read),
             write: way(self.write),
             flush: way(self.flush),
+            status: way(self.status),
         }
     }
 }
@@ -125,19 +135,25 @@ mod tests {
             nowait: false,
             direct: false,
         };
-        let read_now = |rest| Ways {
-            read: Way::TryNow,
+        let ways = |read, rest| Ways {
+            read,
+            status: Way::Pool,
             ..Ways::all(rest)
         };
+        let (in_place, by_ring, by_pool) = (
+            ways(Way::InPlace, Way::InPlace),
+            ways(Way::Ring, Way::Ring),
+            ways(Way::Pool, Way::Pool),
+        );
         for (traits, expected, without) in [
+            (Traits { memory, ..plain }, in_place, in_place),
             (
-                Traits { memory, ..plain },
-                Ways::all(Way::InPlace),
-                Ways::all(Way::InPlace),
+                Traits { nowait, ..plain },
+                ways(Way::TryNow, Way::Ring),
+                ways(Way::TryNow, Way::Pool),
             ),
-            (Traits { nowait, ..plain }, read_now(Way::Ring), read_now(Way::Pool)),
-            (plain, Ways::all(Way::Ring), Ways::all(Way::Pool)),
-            (Traits { direct, ..plain }, Ways::all(Way::Ring), Ways::all(Way::Pool)),
+            (plain, by_ring, by_pool),
+            (Traits { direct, ..plain }, by_ring, by_pool),
         ] {
             let ways = Ways::of(traits);
             assert_eq!(ways, expected, "{traits:?}");

@@ -126,7 +126,7 @@ impl Ring {
 
     /// Whether io_uring has a call.
     pub(crate) fn has(call: &Call) -> bool {
-        !matches!(call, Call::Range { .. })
+        !matches!(call, Call::Range { .. } | Call::Seek { .. })
     }
 
     /// Takes a job; [`submit`](Self::submit) starts it.
@@ -212,7 +212,7 @@ impl Ring {
             }
             Call::Sync => opcode::Fsync::new(fd).flags(FsyncFlags::DATASYNC).build(),
             Call::Allocate { mode, offset, len } => opcode::Fallocate::new(fd, len).offset(offset).mode(mode).build(),
-            Call::Range { .. } => opcode::Nop::new().build(),
+            Call::Range { .. } | Call::Seek { .. } => opcode::Nop::new().build(),
         };
         let flags = match job.task.insists() {
             // It was not possible without waiting: a worker waits.

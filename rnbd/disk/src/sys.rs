@@ -93,6 +93,13 @@ pub(crate) fn allocate(fd: RawFd, mode: i32, offset: u64, len: u64) -> Result<()
     checked(unsafe { libc::fallocate64(fd, mode, offset as i64, len as i64) })
 }
 
+/// `lseek`. Nothing else goes by the position that it leaves behind.
+pub(crate) fn seek(fd: RawFd, offset: u64, whence: i32) -> Result<usize, Errno> {
+    // SAFETY: a plain call.
+    let position = unsafe { libc::lseek64(fd, offset as i64, whence) };
+    usize::try_from(position).map_err(|_| last())
+}
+
 /// `fdatasync`.
 pub(crate) fn sync(fd: RawFd) -> Result<(), Errno> {
     // SAFETY: a plain call.

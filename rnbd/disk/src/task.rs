@@ -3,11 +3,12 @@
 
 use std::sync::{Arc, atomic::AtomicBool, atomic::Ordering::Relaxed};
 
-use rnbd::{Errno, block::BlockOp, server::disk::DiskOp};
+use rnbd::{Errno, block::BlockOp, proto::status, server::disk::DiskOp};
 use roce_mem::Pages;
 
 use crate::{
     call::Call,
+    extents::Walk,
     geometry::Alignment,
     image::{Image, Look},
     sys,
@@ -45,6 +46,8 @@ enum Step {
     },
     /// Zeroes are written.
     Zero,
+    /// Data and holes are looked for.
+    Seek,
 }
 
 /// Where bytes lie, in memory and on the device.
@@ -55,6 +58,7 @@ struct Span {
     at: usize,
     /// First byte on the device.
     offset: u64,
+    /// Bytes in both; of an answer, which lies in memory only, those there.
     len: u64,
 }
 
@@ -82,10 +86,12 @@ pub(crate) struct Task {
     op: BlockOp,
     offset: u64,
     len: u64,
-    /// The data of a read or write.
+    /// The data of a read or write, or where an answer goes.
     data: Option<Span>,
     /// Blocks in memory of our own, for data that is not aligned to go straight to the device.
     bounce: Option<Span>,
+    /// What is found for a block status.
+    walk: Option<Walk>,
     step: Step,
     /// Bytes of this step that are done.
     done: u64,
@@ -93,14 +99,12 @@ pub(crate) struct Task {
     insists: bool,
 }
 
-/// Where the data of a read or write lies.
+/// Where the data of a read or write lies, or an answer is to.
 fn data_of(op: &DiskOp, memory: Option<&Arc<Pages>>) -> Result<Option<Span>, Errno> {
-    if !matches!(op.op, BlockOp::Read | BlockOp::Write { .. }) {
-        return Ok(None);
-    }
+    let Some(len) = op.data_len() else { return Ok(None) };
     let memory = memory.ok_or(Errno::EINVAL)?;
-    let len = usize::try_from(op.len).map_err(|_| Errno::EINVAL)?;
-    let end = op.data.checked_add(len).ok_or(Errno::EINVAL)?;
+    let bytes = usize::try_from(len).map_err(|_| Errno::EINVAL)?;
+    let end = op.data.checked_add(bytes).ok_or(Errno::EINVAL)?;
     if end > memory.len() {
         return Err(Errno::EINVAL);
     }
@@ -108,8 +112,17 @@ fn data_of(op: &DiskOp, memory: Option<&Arc<Pages>>) -> Result<Option<Span>, Err
         memory: memory.clone(),
         at: op.data,
         offset: op.offset,
-        len: op.len,
+        len,
     }))
+}
+
+/// What a block status has to find out.
+fn walk_of(op: &DiskOp, image: &Image) -> Option<Walk> {
+    let unit = image.geometry().logical_block_size.into();
+    match op.op {
+        BlockOp::BlockStatus { most } => Some(Walk::new(op.offset, op.len, unit, most)),
+        _ => None,
+    }
 }
 
 /// Aligned memory for the blocks that the data lies in.
@@ -141,7 +154,7 @@ impl Task {
     ) -> Result<Option<Self>, Errno> {
         let data = data_of(op, memory)?;
         match op.op {
-            BlockOp::Read => image.check_range(op.offset, op.len, look)?,
+            BlockOp::Read | BlockOp::BlockStatus { .. } => image.check_range(op.offset, op.len, look)?,
             BlockOp::Flush if image.geometry().read_only => return Ok(None),
             BlockOp::Flush => {}
             BlockOp::Write { .. } | BlockOp::Discard | BlockOp::WriteZeroes { .. } => {
@@ -155,7 +168,7 @@ impl Task {
         if op.len == 0 && op.op != BlockOp::Flush {
             return Ok(None);
         }
-        let misfit = image.direct().zip(data.as_ref());
+        let misfit = image.direct().zip(data.as_ref().filter(|_| op.op.has_data()));
         let misfit = misfit.filter(|(a, data)| !a.fits(data.offset, data.len, data.ptr(0) as usize));
         let bounce = misfit.map(|(a, data)| bounce_of(data, a)).transpose()?;
         let mut task = Self {
@@ -164,6 +177,7 @@ impl Task {
             len: op.len,
             data,
             bounce,
+            walk: walk_of(op, image),
             step: Step::Sync,
             done: 0,
             insists: false,
@@ -189,6 +203,7 @@ impl Task {
             },
             BlockOp::Discard => Step::Allocate { mode: PUNCH },
             BlockOp::WriteZeroes { .. } => self.zero_step(image),
+            BlockOp::BlockStatus { .. } => Step::Seek,
         })
     }
 
@@ -288,6 +303,10 @@ impl Task {
                 len: left.min(ZEROES.0.len() as u64) as usize,
                 dsync: false,
             },
+            Step::Seek => {
+                let (offset, whence) = self.walk.as_ref().map_or((0, libc::SEEK_CUR), Walk::next);
+                Call::Seek { offset, whence }
+            }
         }
     }
 
@@ -337,6 +356,7 @@ impl Task {
             Step::Allocate { mode } => self.has_allocated(image, result, mode),
             Step::Range { request } => self.has_done_range(image, result, request),
             Step::Sync => self.has_synced(image, result),
+            Step::Seek => self.has_sought(image, result),
         };
         match over {
             Ok(false) => None,
@@ -461,6 +481,26 @@ impl Task {
                 Err(e)
             }
         }
+    }
+
+    fn has_sought(&mut self, image: &Image, result: Result<usize, Errno>) -> Result<bool, Errno> {
+        let (BlockOp::BlockStatus { most }, Some(walk), Some(data)) = (self.op, &mut self.walk, &self.data) else {
+            return Err(Errno::EINVAL);
+        };
+        // What is not known is told as data.
+        if let Err(e) = result
+            && !matches!(e, Errno::ENXIO | Errno::EINVAL | Errno::EOPNOTSUPP)
+        {
+            image.complain("looking for holes failed", self.offset, self.len, e);
+        }
+        // The holes of a block device's node say nothing about it.
+        let result = if image.is_block() { Err(Errno::EINVAL) } else { result };
+        if !walk.returned(result) {
+            return Ok(false);
+        }
+        let answer = status::answer(walk.extents(), most);
+        data.memory.write(data.at, &answer).map_err(|_| Errno::EINVAL)?;
+        Ok(true)
     }
 
     fn has_synced(&self, image: &Image, result: Result<usize, Errno>) -> Result<bool, Errno> {

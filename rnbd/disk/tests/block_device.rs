@@ -11,7 +11,7 @@ use std::path::Path;
 
 use common::{MIB, Rig, WAYS};
 use ferroce_rig::block::{Loop, dirty_pages, stays_in_memory};
-use rnbd::{Errno, proto::AccessMode};
+use rnbd::{Errno, block::Extent, proto::AccessMode};
 use rnbd_disk::{Caching, ExportSpec, Exports, Image};
 
 fn open(path: &Path, caching: Caching) -> Image {
@@ -62,6 +62,17 @@ fn a_block_device_is_written_discarded_and_zeroed() {
         }
         assert_eq!(i.discard(8 * MIB, 512).unwrap_err(), Errno::EIO);
         i.flush().unwrap();
+    });
+}
+
+/// The file system of its name knows nothing of it.
+#[test]
+#[ignore = "needs the right to set up loop devices"]
+fn of_a_block_device_all_is_data() {
+    everywhere(&[], |_, mut i| {
+        i.discard(0, 8 * MIB).unwrap();
+        assert_eq!(i.extents(0, 8 * MIB, 9).unwrap(), [Extent::data(8 * MIB)]);
+        assert_eq!(i.extents(4096, 8192, 1).unwrap(), [Extent::data(8192)]);
     });
 }
 

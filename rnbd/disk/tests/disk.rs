@@ -72,7 +72,11 @@ fn every_request_ends_once_and_the_bytes_are_there() {
 fn files_go_the_way_that_they_need() {
     let (memory, disk) = (in_memory(), on_disk());
     let mut i = Rig::with(DiskConfig::default(), image(&memory, MIB));
-    assert_eq!(i.disk.ways(i.store), Some(Ways::all(Way::InPlace)));
+    let in_place = Ways {
+        status: Way::Pool,
+        ..Ways::all(Way::InPlace)
+    };
+    assert_eq!(i.disk.ways(i.store), Some(in_place));
     i.read(0, 4096).unwrap();
     i.write(0, &[1; 4096], true).unwrap();
     i.flush().unwrap();

@@ -28,6 +28,7 @@ fn op() -> impl Strategy<Value = BlockOp> {
         1 => Just(BlockOp::Flush),
         1 => Just(BlockOp::Discard),
         2 => any::<(bool, bool)>().prop_map(|(fua, may_unmap)| BlockOp::WriteZeroes { fua, may_unmap }),
+        2 => (1u32..4).prop_map(|most| BlockOp::BlockStatus { most }),
     ]
 }
 
@@ -70,6 +71,17 @@ fn step(rig: &mut common::Rig, model: &mut [u8], o: &Op) -> Result<(), TestCaseE
         BlockOp::WriteZeroes { fua, may_unmap } => {
             rig.zero(offset, len, fua, may_unmap).unwrap();
             model[range].fill(0);
+        }
+        BlockOp::BlockStatus { most } => {
+            let (mut at, len) = (offset.next_multiple_of(512), len / 512 * 512);
+            if len == 0 || at + len > LEN as u64 {
+                return Ok(());
+            }
+            for extent in rig.extents(at, len, most).unwrap() {
+                let mut there = model[at as usize..(at + extent.len) as usize].iter();
+                prop_assert!(!extent.zero || there.all(|b| *b == 0));
+                at += extent.len;
+            }
         }
     }
     Ok(())

@@ -42,6 +42,7 @@
 //! ```
 
 pub mod activation;
+mod addresses;
 mod caught;
 pub mod control;
 mod dice;

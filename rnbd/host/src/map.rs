@@ -27,6 +27,7 @@ use rtrs::{
 };
 
 use crate::{
+    addresses::Addresses,
     caught::caught,
     control::map::MapControl,
     listen::{Listen, NbdAddress},
@@ -166,6 +167,20 @@ pub enum MapFailure {
     /// A loop could not go on.
     #[error("{0}")]
     Loop(String),
+}
+
+impl MapFailure {
+    /// The error number that the kernel's client has for it.
+    pub fn errno(&self) -> Errno {
+        match self {
+            Self::Session(e) => Errno::from_wire(e.errno()),
+            Self::Map { error, .. } => error.errno(),
+            Self::Lost(_) => Errno::ECONNABORTED,
+            Self::Flush { errno, .. } => *errno,
+            Self::Close { error, .. } => Errno::from_wire(error.errno()),
+            Self::Socket(_) | Self::Loop(_) => Errno::EIO,
+        }
+    }
 }
 
 /// What happens.
@@ -346,6 +361,7 @@ impl Turning {
 #[derive(Debug)]
 pub struct Mapping {
     loops: Vec<Turning>,
+    addresses: Arc<Addresses>,
     helper: Helper<()>,
     events: Receiver<MapEvent>,
     /// Loops that have not said that they have ended.
@@ -369,9 +385,9 @@ impl Mapping {
     /// # Errors
     /// As [`start`](Self::start); without a shard.
     pub fn start_shards(devices: Vec<LocalDevice>, config: MapConfig) -> io::Result<Self> {
-        if devices.is_empty() {
+        let Some(opener) = devices.first().map(LocalDevice::opener) else {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "a mapping needs a loop"));
-        }
+        };
         let check = config.check_devices();
         check.map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
         let (reactors, helper) = Reactor::<Service>::several(config.reactor, devices.len())?;
@@ -379,6 +395,7 @@ impl Mapping {
         let (tell, events) = channel();
         let mut this = Self {
             loops: Vec::new(),
+            addresses: Arc::new(Addresses::new(opener, handles.clone())),
             helper,
             events,
             running: 0,
@@ -451,7 +468,8 @@ impl Mapping {
 
     /// Steers it, from any thread.
     pub fn control(&self) -> MapControl {
-        MapControl::new(self.loops.iter().map(|turning| turning.handle.clone()).collect())
+        let loops = self.loops.iter().map(|turning| turning.handle.clone());
+        MapControl::new(loops.collect(), self.addresses.clone())
     }
 
     /// Ends it: NBD clients' requests are answered, what was written is made durable, the devices are closed and the session ended.

@@ -10,10 +10,11 @@ use std::{
 use mio::Token;
 use rnbd::{
     Errno,
+    block::Extent,
     client::{Client as Rnbd, OnLoss, device::DeviceCounters, letter::Letter as RnbdLetter, output::DeviceKey},
     nbd::PendingKey,
 };
-use roce::{Completion, LocalDevice};
+use roce::{Completion, LocalDevice, NewDevice};
 use roce_reactor::{Handle, Reactor, Readiness, Service as Loop, TurnCx};
 use roce_verbs::{
     Instant,
@@ -33,6 +34,7 @@ use smallvec::SmallVec;
 use socket2::Socket;
 
 use crate::{
+    addresses::Taken,
     control::{
         Reply,
         map::{MapAnswer, MapRequest},
@@ -91,6 +93,8 @@ pub(crate) enum Command {
     Quit,
     /// From another loop, and which.
     Letter(usize, Letter),
+    /// There is one more of our addresses.
+    Attach(Box<NewDevice>, Sender<Taken>),
     #[cfg(test)]
     Panic,
 }
@@ -437,6 +441,16 @@ impl Service {
         }
     }
 
+    /// A block status has ended, which only NBD clients ask for.
+    fn status(&mut self, now: Instant, user: u64, result: Result<Vec<Extent>, Errno>) {
+        if let Some(Whose::Client(client, key)) = self.operations.try_remove(user as usize)
+            && let Some(client) = self.clients.get_mut(client)
+        {
+            let extents = result.as_deref().map_err(|e| *e);
+            client.connection.status(now, key, extents);
+        }
+    }
+
     fn give(&mut self, buffer: Option<Buffer>) {
         if let (Some(buffer), Some(session)) = (buffer, self.session) {
             self.rtrs.give_buffer(session, buffer);
@@ -489,10 +503,7 @@ impl Service {
             worked = true;
             self.told(turn, output);
         }
-        while let Some(output) = self.rnbd.poll_output() {
-            worked = true;
-            self.device_told(turn, output);
-        }
+        worked |= self.tell_devices(turn);
         while let Some((session, submission)) = self.rnbd.poll_submission(cx!(turn, self.dice), &mut self.rtrs) {
             worked = true;
             if let Err((back, error)) = self.rtrs.submit(cx!(turn, self.dice), session, submission) {
@@ -505,10 +516,21 @@ impl Service {
                 self.rnbd.rtrs(&mut self.rtrs, done);
             }
         }
+        // Operations that ended without a request.
+        worked |= self.tell_devices(turn);
         if self.place.has_others() {
             self.post_letters();
         }
         worked
+    }
+
+    fn tell_devices(&mut self, turn: &mut TurnCx<'_, ()>) -> bool {
+        let mut told = false;
+        while let Some(output) = self.rnbd.poll_output() {
+            told = true;
+            self.device_told(turn, output);
+        }
+        told
     }
 
     /// The system may have moved the thread.
@@ -544,6 +566,9 @@ impl Loop for Service {
             Command::Stop => self.stop(turn),
             Command::Quit => self.quit(turn),
             Command::Letter(from, letter) => self.letter(turn, from, letter),
+            Command::Attach(device, taken) => {
+                let _ = taken.send(turn.attach(device).map(drop));
+            }
             #[cfg(test)]
             Command::Panic => panic!("as it is to be"),
         }

@@ -13,7 +13,9 @@ use std::{
     time::Duration,
 };
 
-use common::{Client, MIB, Mapped, Served, eventually, info_request, sector, serve, serve_thin, serve_with};
+use common::{
+    Client, MIB, Mapped, Served, eventually, info_request, sector, serve, serve_sparse, serve_thin, serve_with,
+};
 use rnbd::nbd::proto::{self, cmd, cmd_flag, opt, rep, tx};
 use rnbd_host::{listen::Listen, map::MapFailure};
 
@@ -139,6 +141,36 @@ fn many_requests_in_flight_are_all_answered_once() {
         assert_eq!(e, 0);
         let n = expected.remove(&cookie).expect("each cookie once");
         assert_eq!(c.data(1024), [sector(n), sector(n + 1)].concat());
+    }
+}
+
+/// From the file system of the server's image to the client of the mapping.
+#[test]
+fn holes_of_the_servers_image_are_told() {
+    for writable in [true, false] {
+        let s = serve_sparse(writable);
+        let mut c = Client::connect(&s.socket);
+        c.option(opt::STRUCTURED_REPLY, &[]);
+        assert_eq!(c.opt_reply().kind, rep::ACK);
+        let name = proto::BASE_ALLOCATION;
+        let query = [&[0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, name.len() as u8], name.as_bytes()].concat();
+        c.option(opt::SET_META_CONTEXT, &query);
+        assert_eq!([c.opt_reply().kind, c.opt_reply().kind], [rep::META_CONTEXT, rep::ACK]);
+        c.choose("");
+        let mib = MIB as u32;
+        for (flags, extents) in [
+            (0, &[8 * mib, 3, mib, 0, 54 * mib, 3, mib, 0][..]),
+            (cmd_flag::REQ_ONE, &[8 * mib, 3]),
+        ] {
+            let cookie = c.send(cmd::BLOCK_STATUS, flags, 0, 64 * mib, &[]);
+            let head = c.data(20);
+            assert_eq!(head[..4], proto::STRUCTURED_REPLY_MAGIC.to_be_bytes());
+            assert_eq!(head[4..8], [0, 1, 0, 5]);
+            assert_eq!(head[8..16], cookie.to_be_bytes());
+            let body: Vec<u8> = [1].iter().chain(extents).flat_map(|n: &u32| n.to_be_bytes()).collect();
+            assert_eq!(head[16..], (body.len() as u32).to_be_bytes());
+            assert_eq!(c.data(body.len()), body);
+        }
     }
 }
 

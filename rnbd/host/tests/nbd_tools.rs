@@ -9,9 +9,9 @@
 
 mod common;
 
-use std::{fs, process::Command};
+use std::{fs, os::unix::fs::MetadataExt, process::Command};
 
-use common::{Lab, MIB, Mapped, Served, serve};
+use common::{Lab, MIB, Mapped, Served, serve, serve_sparse};
 use rnbd::proto::AccessMode;
 
 /// Runs a program that must succeed, and returns what it prints.
@@ -104,6 +104,44 @@ fn nbdinfo_maps_the_export() {
     let text = run("nbdinfo", &["--map", &uri(&s)]);
     let extent: Vec<_> = text.split_whitespace().collect();
     assert_eq!(extent, ["0", "8388608", "0", "data"]);
+}
+
+#[test]
+#[ignore = "needs nbdinfo and qemu-img"]
+fn holes_of_the_servers_image_are_seen() {
+    for writable in [true, false] {
+        let s = serve_sparse(writable);
+        let text = run("nbdinfo", &["--map", &uri(&s)]);
+        let rows: Vec<Vec<_>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+        assert_eq!(
+            rows,
+            [
+                ["0", "8388608", "3", "hole,zero"],
+                ["8388608", "1048576", "0", "data"],
+                ["9437184", "56623104", "3", "hole,zero"],
+                ["66060288", "1048576", "0", "data"],
+            ]
+        );
+        // QEMU asks for one extent at a time.
+        let text = run("qemu-img", &["map", "--output=json", "-f", "raw", &uri(&s)]);
+        let zero = text.matches("\"zero\": true, \"data\": false").count();
+        let data = text.matches("\"zero\": false, \"data\": true").count();
+        assert_eq!((zero, data), (2, 2), "{text}");
+    }
+}
+
+#[test]
+#[ignore = "needs nbdcopy"]
+fn nbdcopy_leaves_holes_where_they_are() {
+    let mut s = serve_sparse(true);
+    let out = s.lab.dir.path().join("out");
+    run("nbdcopy", &["--connections=4", &uri(&s), out.to_str().unwrap()]);
+    assert!(fs::read(&out).unwrap() == fs::read(&s.image).unwrap());
+    let blocks = fs::metadata(&out).unwrap().blocks();
+    assert!((2 * MIB / 512..4 * MIB / 512).contains(&blocks), "{blocks} blocks");
+    // What is not read is not asked for.
+    let read = s.map.mapping.stats().device.read_bytes;
+    assert!(read < 4 * MIB, "{read} bytes are read");
 }
 
 #[test]

@@ -438,6 +438,9 @@ impl Client {
     /// [`Geometry::max_transfer`] moves part by part; what is in a buffer of the session's own after a write is no matter of interest then. Pieces of
     /// [lent memory](rtrs::client::Buffers::lend) stay as they are, and parts of them may be under way together.
     /// Operations with equal `hint` (a CPU or queue number) take the same connection.
+    ///
+    /// A [block status](BlockOp::BlockStatus) ends with [`Output::Status`] instead. Of a server that does not answer it, or not as it
+    /// should, the whole range is data.
     #[expect(clippy::too_many_arguments, reason = "an operation as it is")]
     pub fn submit(
         &mut self,
@@ -453,11 +456,18 @@ impl Client {
         let device = match self.admit(key, op, offset, len, bytes) {
             Ok(device) => device,
             Err(e) => {
-                return self.outputs.push_back(Output::Done {
-                    device: key,
-                    user,
-                    result: Err(e),
-                    data,
+                return self.outputs.push_back(match (op, data) {
+                    (BlockOp::BlockStatus { .. }, None) => Output::Status {
+                        device: key,
+                        user,
+                        result: Err(e),
+                    },
+                    (_, data) => Output::Done {
+                        device: key,
+                        user,
+                        result: Err(e),
+                        data,
+                    },
                 });
             }
         };
@@ -474,6 +484,7 @@ impl Client {
             data,
             zeroes: device.zeroes_as_data(op),
             spare: Vec::new(),
+            extents: Vec::new(),
             queued: false,
         };
         self.work.add(operation);
@@ -503,7 +514,8 @@ impl Client {
     }
 
     /// The next request, for RTRS: it is to be submitted at once. `None`: nothing is to be sent, or it waits for buffers; those
-    /// for messages come from the session's memory, and those for zeroes too where the server has no other way to make them.
+    /// for messages come from the session's memory, those for block status, and those for zeroes too where the server has no other way
+    /// to make them.
     pub fn poll_submission(
         &mut self,
         cx: &mut Cx<'_>,
@@ -524,12 +536,19 @@ impl Client {
     /// Tells of the operations that have ended.
     pub(super) fn finish(&mut self) {
         while let Some((operation, result)) = self.work.poll_ended() {
-            let device = operation.device;
-            self.outputs.push_back(Output::Done {
-                device,
-                user: operation.user,
-                result,
-                data: operation.data,
+            let (device, user) = (operation.device, operation.user);
+            self.outputs.push_back(match operation.op {
+                BlockOp::BlockStatus { .. } => Output::Status {
+                    device,
+                    user,
+                    result: result.map(|()| operation.extents),
+                },
+                _ => Output::Done {
+                    device,
+                    user,
+                    result,
+                    data: operation.data,
+                },
             });
             if let Some(d) = self.devices.get_mut(device.0) {
                 d.operations = d.operations.saturating_sub(1);

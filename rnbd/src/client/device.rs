@@ -18,7 +18,7 @@ use super::{
 use crate::{
     block::{BlockOp, Geometry},
     errno::Errno,
-    proto::{AccessMode, CACHE_FUA, CACHE_WRITEBACK, IoOp, MsgOpenRsp, Rw, SECTOR},
+    proto::{AccessMode, CACHE_FUA, CACHE_WRITEBACK, IoOp, MsgOpenRsp, Rw, SECTOR, status},
 };
 
 /// Most bytes that one request without data can cover: its length field has 32 bits, sectors have 512 bytes.
@@ -94,6 +94,8 @@ pub(super) struct Device {
     pub(super) id: Option<u32>,
     /// What it is like, or was when it was opened last.
     pub(super) geometry: Option<Geometry>,
+    /// The server that has it open answers block status, as far as is known.
+    pub(super) answers_status: bool,
     /// How often it has been opened.
     pub(super) opened: u32,
     /// Operations under way.
@@ -126,6 +128,7 @@ impl Device {
             state: DeviceState::Init,
             id: None,
             geometry: None,
+            answers_status: false,
             opened: 0,
             operations: 0,
             message: None,
@@ -143,6 +146,7 @@ impl Device {
     pub(super) fn take_open(&mut self, rsp: &MsgOpenRsp, session: &SessionInfo) -> Option<Geometry> {
         let geometry = geometry_of(rsp, self.mode, session);
         let before = self.geometry.replace(geometry);
+        self.answers_status = rsp.offers_block_status();
         self.id = Some(rsp.device_id.get());
         self.opened = self.opened.wrapping_add(1);
         self.lost = None;
@@ -240,7 +244,8 @@ impl Device {
         let moves = match op {
             BlockOp::Read | BlockOp::Write { .. } => Some(len).filter(|len| *len > 0).ok_or(Errno::EINVAL)?,
             BlockOp::Flush => return data.is_none().then_some(()).ok_or(Errno::EINVAL),
-            BlockOp::Discard | BlockOp::WriteZeroes { .. } => 0,
+            BlockOp::BlockStatus { .. } if len == 0 => return Err(Errno::EINVAL),
+            BlockOp::Discard | BlockOp::WriteZeroes { .. } | BlockOp::BlockStatus { .. } => 0,
         };
         if data.unwrap_or(0) as u64 != moves {
             return Err(Errno::EINVAL);
@@ -264,6 +269,12 @@ impl Device {
     pub(super) fn zeroes_as_data(&self, op: BlockOp) -> bool {
         let none = self.geometry.is_none_or(|g| g.max_write_zeroes == 0);
         none && matches!(op, BlockOp::WriteZeroes { .. })
+    }
+
+    /// Bytes for the answer to a block status: whole blocks, as a server that takes the request for a read must find it in order.
+    pub(super) fn status_room(&self) -> u32 {
+        let most = |g: &Geometry| status::ROOM.max(g.logical_block_size).min(g.max_transfer);
+        self.geometry.as_ref().map_or(status::ROOM, most)
     }
 
     /// Most bytes of a request for this.
@@ -291,6 +302,7 @@ impl Device {
                 ..Rw::new(IoOp::Flush)
             },
             BlockOp::Discard => Rw::new(IoOp::Discard),
+            BlockOp::BlockStatus { .. } => Rw::new(IoOp::BlockStatus),
             BlockOp::WriteZeroes { fua, .. } if self.zeroes_as_data(op) => self.write_flags(fua),
             BlockOp::WriteZeroes { fua, may_unmap } => Rw {
                 op: IoOp::WriteZeroes,

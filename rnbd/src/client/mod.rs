@@ -15,6 +15,7 @@ pub mod patience;
 mod session;
 mod shares;
 pub mod state;
+mod status;
 mod work;
 
 pub use client::{Client, Unmap};

@@ -7,7 +7,10 @@ use super::{
     memory::{self, SessionBuffers},
     output::DeviceKey,
 };
-use crate::{block::BlockOp, errno::Errno};
+use crate::{
+    block::{BlockOp, Extent},
+    errno::Errno,
+};
 
 /// Requests of one operation that are under way at a time; the next follow as they end.
 const MAX_PARTS: u32 = 16;
@@ -20,7 +23,7 @@ pub(super) type Part = (u64, u64);
 /// In which order a range is worked on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Order {
-    /// One part without bytes.
+    /// One part, which moves nothing from or to the range.
     Empty,
     /// One part after the other, from the first byte. All are sent from the beginning of one buffer: a part's data is moved there
     /// over that of earlier parts, so a part is no longer than all before it.
@@ -68,7 +71,7 @@ impl Span {
             BlockOp::Read | BlockOp::Write { .. } if lent => Self::new(Order::Any, offset, len),
             BlockOp::Read => Self::new(Order::Backward, offset, len),
             BlockOp::Write { .. } => Self::new(Order::Forward, offset, len),
-            BlockOp::Flush => Self::new(Order::Empty, 0, 0),
+            BlockOp::Flush | BlockOp::BlockStatus { .. } => Self::new(Order::Empty, 0, 0),
             BlockOp::Discard | BlockOp::WriteZeroes { .. } => Self::new(Order::Any, offset, len),
         }
     }
@@ -190,6 +193,8 @@ pub(super) struct Operation {
     pub(super) zeroes: bool,
     /// Buffers of zeroes that are back from a part.
     pub(super) spare: Vec<Buffer>,
+    /// Of a block status: what the range is like.
+    pub(super) extents: Vec<Extent>,
     /// It stands in a queue.
     pub(super) queued: bool,
 }

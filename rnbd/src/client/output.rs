@@ -3,7 +3,10 @@
 use rtrs::{IoError, client::buffers::Buffer};
 
 use super::{error::MapError, state::DeviceState};
-use crate::{block::Geometry, errno::Errno};
+use crate::{
+    block::{Extent, Geometry},
+    errno::Errno,
+};
 
 /// A device of a [`Client`](super::Client). No other has had the number; the default is none's.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
@@ -17,7 +20,7 @@ pub enum Output {
     /// The device could not be opened. If it had never been mapped it is gone; else it stays
     /// [`MappedDisconnected`](DeviceState::MappedDisconnected), and [`remap`](super::Client::remap) tries again.
     MapFailed(DeviceKey, MapError),
-    /// An operation has ended. Nothing touches its buffer any more.
+    /// An operation has ended that is no block status. Nothing touches its buffer any more.
     Done {
         /// The device.
         device: DeviceKey,
@@ -27,6 +30,16 @@ pub enum Output {
         result: Result<(), Errno>,
         /// The operation's buffer, which belongs to the device's session.
         data: Option<Buffer>,
+    },
+    /// A block status has ended.
+    Status {
+        /// The device.
+        device: DeviceKey,
+        /// The user's name for the operation.
+        user: u64,
+        /// What the range is like, from its beginning on: one extent at least, no two neighbours alike. They may end before the range
+        /// does.
+        result: Result<Vec<Extent>, Errno>,
     },
     /// The device was opened again and is not what it was. Its [state](Output::State) follows.
     Geometry(DeviceKey, Geometry),

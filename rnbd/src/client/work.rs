@@ -22,6 +22,7 @@ use super::{
     operation::{Operation, Part},
     output::DeviceKey,
     patience::{Alarm, RETRY},
+    status,
 };
 use crate::{
     errno::Errno,
@@ -140,6 +141,9 @@ impl Work {
                 return self.give_up(memory, session, key, e);
             }
         };
+        if status::is_status(operation) {
+            return self.status_turn(cx, memory, device, flights, key, id);
+        }
         let lent = operation.is_lent();
         let mut data = if lent { None } else { operation.data.take() };
         let mut step = device.step(operation.op);
@@ -196,6 +200,43 @@ impl Work {
         Turn::Send(session, request.with_tag(flights.insert(Flight::Part(flight))))
     }
 
+    /// The turn of a block status, on the server's device `id`.
+    fn status_turn(
+        &mut self,
+        cx: &mut Cx<'_>,
+        memory: &mut dyn SessionBuffers,
+        device: &Device,
+        flights: &mut Slab<Flight>,
+        key: u64,
+        id: u32,
+    ) -> Turn {
+        let Some(operation) = self.operations.get_mut(key) else {
+            return Turn::Nothing;
+        };
+        if !device.answers_status {
+            status::answer_unasked(operation);
+            self.proceed(key);
+            return Turn::Nothing;
+        }
+        match status::request(cx, memory, operation, device, id) {
+            Ok(Some((part, submission))) => {
+                let flight = FlightPart {
+                    operation: key,
+                    op: IoOp::BlockStatus,
+                    part,
+                    opened: device.opened,
+                };
+                let tag = flights.insert(Flight::Part(flight));
+                Turn::Send(device.session, Submission { tag, ..submission })
+            }
+            Ok(None) => {
+                operation.queued = true;
+                Turn::Starved
+            }
+            Err(e) => self.give_up(memory, device.session, key, e),
+        }
+    }
+
     fn give_up(&mut self, memory: &mut dyn SessionBuffers, session: SessionId, key: u64, e: Errno) -> Turn {
         if let Some(operation) = self.operations.get_mut(key) {
             operation.span.fail(e);
@@ -236,9 +277,12 @@ impl Work {
             return;
         };
         let session = device.session;
-        let fate = device.fate(&flight, result);
+        let refused = matches!(result, Err(IoError::Remote(_)));
+        let mut fate = device.fate(&flight, result);
         let mut moved = Ok(());
-        if operation.op.has_data() {
+        if status::is_status(operation) {
+            fate = status::ended(memory, operation, device, &flight, fate, refused, data);
+        } else if operation.op.has_data() {
             moved = operation.take_back(memory, session, data, flight.part);
         } else {
             operation.spare.extend(data);

@@ -6,7 +6,7 @@ use roce_verbs::Instant;
 use rtrs::{client::buffers::Buffer, table};
 
 use crate::{
-    block::Geometry,
+    block::{Extent, Geometry},
     errno::Errno,
     nbd::{
         copy::BufferCopy,
@@ -274,10 +274,17 @@ impl Connection {
         self.transmission.poll_request()
     }
 
-    /// A request is over. Its buffer comes along unless it was lost.
+    /// A request is over that is no [block status](Self::status). Its buffer comes along unless it was lost.
     pub fn done(&mut self, now: Instant, key: PendingKey, result: Result<(), Errno>, data: Option<Buffer>) {
         self.transmission.set_now(now);
         self.transmission.done(key, result, data);
+        self.advance();
+    }
+
+    /// A block status is over. The device need not tell of all of the range, and if it tells of nothing, all may be data.
+    pub fn status(&mut self, now: Instant, key: PendingKey, result: Result<&[Extent], Errno>) {
+        self.transmission.set_now(now);
+        self.transmission.status(key, result);
         self.advance();
     }
 

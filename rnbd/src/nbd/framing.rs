@@ -2,10 +2,13 @@
 
 use smallvec::SmallVec;
 
-use crate::nbd::proto::{self, Framing, chunk, cmd};
+use crate::{
+    block::Extent,
+    nbd::proto::{self, Framing, chunk, cmd, state},
+};
 
-/// Bytes before the data of a reply. The longest is an extent in an extended chunk.
-pub(crate) type Head = SmallVec<[u8; 56]>;
+/// Bytes before the data of a reply. The longest is that of extents in an extended chunk.
+pub(crate) type Head = SmallVec<[u8; 40]>;
 
 /// What a request is answered with.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -16,8 +19,8 @@ pub(crate) enum Answer {
     Failed(u32),
     /// So many bytes follow, from the request's offset on.
     Data { len: u64 },
-    /// The range has this state in the context that was chosen.
-    Status { len: u64, flags: u32 },
+    /// So many extents of the context that was chosen follow, from the request's offset on.
+    Status { extents: usize },
 }
 
 /// The client's number for the context `base:allocation`.
@@ -63,15 +66,15 @@ pub(crate) fn head(asked: Asked, answer: Answer) -> Head {
             body.extend_from_slice(&offset.to_be_bytes());
             (chunk::OFFSET_DATA, len)
         }
-        Answer::Status { len, flags } => {
+        Answer::Status { extents } => {
             body.extend_from_slice(&ALLOCATION_ID.to_be_bytes());
-            extent(&mut body, extended, len, flags);
             let kind = if extended {
+                body.extend_from_slice(&(extents as u32).to_be_bytes());
                 chunk::BLOCK_STATUS_EXT
             } else {
                 chunk::BLOCK_STATUS
             };
-            (kind, 0)
+            (kind, (extents * extent_len(framing)) as u64)
         }
     };
     let len = body.len() as u64 + behind;
@@ -103,14 +106,28 @@ fn simple(cookie: u64, error: u32) -> Head {
     head
 }
 
-/// One extent. A compact request is never longer than a compact extent.
-fn extent(body: &mut Head, extended: bool, len: u64, flags: u32) {
-    if extended {
-        body.extend_from_slice(&1u32.to_be_bytes());
-        body.extend_from_slice(&len.to_be_bytes());
-        body.extend_from_slice(&u64::from(flags).to_be_bytes());
-    } else {
-        body.extend_from_slice(&u32::try_from(len).unwrap_or(u32::MAX).to_be_bytes());
-        body.extend_from_slice(&flags.to_be_bytes());
+/// Bytes of an extent.
+const fn extent_len(framing: Framing) -> usize {
+    match framing {
+        Framing::Simple | Framing::Structured => 8,
+        Framing::Extended => 16,
     }
+}
+
+/// The extents of a reply. A compact request is never longer than a compact extent can be.
+pub(crate) fn extents(framing: Framing, extents: &[Extent]) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(extents.len() * extent_len(framing));
+    for extent in extents {
+        let flags = [(extent.hole, state::HOLE), (extent.zero, state::ZERO)];
+        let set = flags.iter().filter(|(is_set, _)| *is_set);
+        let flags = set.fold(0, |all, (_, flag)| all | flag);
+        if framing == Framing::Extended {
+            bytes.extend_from_slice(&extent.len.to_be_bytes());
+            bytes.extend_from_slice(&u64::from(flags).to_be_bytes());
+        } else {
+            bytes.extend_from_slice(&u32::try_from(extent.len).unwrap_or(u32::MAX).to_be_bytes());
+            bytes.extend_from_slice(&flags.to_be_bytes());
+        }
+    }
+    bytes
 }

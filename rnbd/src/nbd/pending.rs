@@ -4,11 +4,11 @@ use rtrs::client::buffers::Buffer;
 use smallvec::SmallVec;
 
 use crate::{
-    block::{BlockOp, Geometry},
+    block::{self, BlockOp, Extent, Geometry},
     errno::Errno,
     nbd::{
         copy::zeroes,
-        framing::{Answer, Asked, head},
+        framing::{Answer, Asked, extents, head},
         proto::{self, cmd},
         reply::{Data, Reply},
     },
@@ -59,6 +59,8 @@ enum Landing {
     Buffers(SmallVec<[Option<Buffer>; 1]>),
     /// Copied as parts complete.
     Heap(Vec<u8>),
+    /// What the range is like.
+    Extents(Vec<Extent>),
 }
 
 /// A request whose reply is still to come.
@@ -156,7 +158,7 @@ impl Pending {
             return None;
         }
         match (&mut self.landing, buffer) {
-            (Landing::Nowhere, buffer) => free.extend(buffer),
+            (Landing::Nowhere | Landing::Extents(_), buffer) => free.extend(buffer),
             (_, None) => self.fail(Errno::EIO),
             (Landing::Buffers(places), Some(mut buffer)) => {
                 buffer.set_len(len as usize);
@@ -176,6 +178,23 @@ impl Pending {
         None
     }
 
+    /// What the device says of the range that the client asks about, from its beginning on; of nothing, all is data.
+    pub(crate) fn learn(&mut self, extents: &[Extent]) {
+        let mut left = self.span;
+        let mut within = Vec::new();
+        for extent in extents {
+            let len = extent.len.min(left);
+            left -= len;
+            if len > 0 {
+                block::append(&mut within, Extent { len, ..*extent });
+            }
+        }
+        if within.is_empty() {
+            within.push(Extent::data(self.span));
+        }
+        self.landing = Landing::Extents(within);
+    }
+
     /// Where the data of a part is to be copied.
     pub(crate) fn heap(&mut self, part: u32) -> &mut [u8] {
         let (at, len) = self.range(part);
@@ -188,8 +207,14 @@ impl Pending {
     /// The reply; buffers that it does not carry go to `free`.
     fn into_reply(self, free: &mut impl Extend<Buffer>) -> Reply {
         let mut data = SmallVec::new();
+        let mut known = 0;
         match self.landing {
             Landing::Nowhere => {}
+            Landing::Extents(found) if self.error.is_none() => {
+                known = found.len();
+                data.push(Data::Heap(extents(self.asked.framing, &found)));
+            }
+            Landing::Extents(_) => {}
             Landing::Buffers(buffers) if self.error.is_none() => {
                 data.extend(buffers.into_iter().flatten().map(Data::Device));
             }
@@ -201,8 +226,7 @@ impl Pending {
         let answer = match (self.error, self.asked.command) {
             (Some(e), _) => Answer::Failed(proto::error_code(e)),
             (None, cmd::READ) if len > 0 => Answer::Data { len },
-            // RNBD has no word for holes.
-            (None, cmd::BLOCK_STATUS) => Answer::Status { len, flags: 0 },
+            (None, cmd::BLOCK_STATUS) => Answer::Status { extents: known },
             (None, _) => Answer::Done,
         };
         Reply::new(head(self.asked, answer), data, self.charge)

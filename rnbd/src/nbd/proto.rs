@@ -115,6 +115,13 @@ pub mod chunk {
     pub const ERROR: u16 = 1 << 15 | 1;
 }
 
+/// Flags of an extent in the context [`BASE_ALLOCATION`].
+pub mod state {
+    #![allow(missing_docs)]
+    pub const HOLE: u32 = 1;
+    pub const ZERO: u32 = 1 << 1;
+}
+
 /// Flag of a chunk: it is the reply's last.
 pub const CHUNK_DONE: u16 = 1;
 /// The metadata context that says what is allocated, and what reads as zeroes.

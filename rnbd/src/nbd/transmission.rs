@@ -7,7 +7,7 @@ use rtrs::client::buffers::Buffer;
 use smallvec::SmallVec;
 
 use crate::{
-    block::{BlockOp, Geometry},
+    block::{BlockOp, Extent, Geometry},
     errno::Errno,
     nbd::{
         copy::BufferCopy,
@@ -20,10 +20,13 @@ use crate::{
         reply::{Account, Outbox},
         state::{End, Stall},
     },
+    proto::status,
 };
 
 /// Requests of one connection that may be in flight.
 const MAX_REQUESTS: usize = 1024;
+/// Extents of a reply at most.
+const MAX_EXTENTS: u32 = status::MAX_EXTENTS;
 /// Bytes of one connection that may be in flight.
 const MAX_BYTES: u64 = 64 << 20;
 
@@ -367,6 +370,17 @@ impl Transmission {
         self.requests.pop_front()
     }
 
+    /// A block status is over.
+    pub(crate) fn status(&mut self, key: PendingKey, result: Result<&[Extent], Errno>) {
+        if let Some(pending) = self.pending.get_mut(key) {
+            match result {
+                Ok(extents) => pending.learn(extents),
+                Err(e) => pending.fail(e),
+            }
+        }
+        self.release(key);
+    }
+
     /// A request is over.
     pub(crate) fn done(&mut self, key: PendingKey, result: Result<(), Errno>, data: Option<Buffer>) {
         let Some((pending, part)) = self.pending.part_mut(key) else {
@@ -497,6 +511,13 @@ impl Transmission {
             cmd::READ | cmd::CACHE => return self.begin_read(q, key),
             cmd::WRITE => Some(BlockOp::Write { fua }),
             cmd::FLUSH => Some(BlockOp::Flush),
+            cmd::BLOCK_STATUS => Some(BlockOp::BlockStatus {
+                most: if q.flags & cmd_flag::REQ_ONE != 0 {
+                    1
+                } else {
+                    MAX_EXTENTS
+                },
+            }),
             cmd::TRIM => Some(BlockOp::Discard),
             cmd::WRITE_ZEROES => Some(BlockOp::WriteZeroes {
                 fua,
@@ -508,6 +529,10 @@ impl Transmission {
             // A discard knows no FUA, and the device may have lost it since the client was told.
             let flush = op.is_some_and(|op| forced && op.writes() && (op == BlockOp::Discard || !fua));
             pending.set_flush(flush);
+            if q.command == cmd::BLOCK_STATUS {
+                // Until the device says more.
+                pending.learn(&[]);
+            }
         }
         match op {
             Some(BlockOp::Write { fua }) => return self.begin_write(q, key, fua),

@@ -148,6 +148,7 @@ impl Device {
         if g.fua {
             rsp.cache_policy |= CACHE_FUA;
         }
+        rsp.offer_block_status();
         rsp
     }
 }

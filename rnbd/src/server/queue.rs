@@ -28,7 +28,7 @@ impl Default for QueueLimits {
 pub enum Class {
     /// Reads and writes.
     Data,
-    /// Flushes, discards and ranges of zeroes, whose cost has nothing to do with their bytes.
+    /// Flushes, discards, ranges of zeroes and block status, whose cost has nothing to do with their bytes.
     Slow,
 }
 

@@ -5,7 +5,7 @@ use rtrs::{Direction, server::request::Request};
 use crate::{
     block::{BlockOp, Geometry},
     errno::Errno,
-    proto::{IoOp, MsgIo, Rw, SECTOR},
+    proto::{IoOp, MsgIo, Rw, SECTOR, status},
 };
 
 /// A block request that makes sense.
@@ -19,8 +19,12 @@ pub(super) struct Io {
     pub(super) len: u64,
     /// First byte of the data in the session's memory.
     pub(super) data: usize,
-    /// Bytes that the client has room for beyond those that it reads.
+    /// Bytes of data that the client is sent.
+    pub(super) read: usize,
+    /// Bytes that it has room for beyond these.
     pub(super) tail: usize,
+    /// Extents that it wants to be told of at most.
+    extents: u32,
 }
 
 impl Io {
@@ -30,17 +34,23 @@ impl Io {
     /// What the client is answered.
     pub(super) fn check(m: &MsgIo, request: &Request) -> Result<Self, Errno> {
         let rw = Rw::from_wire(m.rw.get()).ok_or(Errno::EINVAL)?;
-        let len = u64::from(m.bi_size.get());
+        let asks = rw.op == IoOp::BlockStatus;
+        let moved = u64::from(m.bi_size.get());
+        let len = match asks {
+            true => u64::from(m.status_sectors.get()) * SECTOR,
+            false => moved,
+        };
+        let extents = if asks { m.most_extents() } else { 0 };
         // The kernel's client sends a flush with sector -1, its block layer's "no position".
         let offset = match rw.op {
             IoOp::Flush if len == 0 => 0,
             _ => m.sector.get().checked_mul(SECTOR).ok_or(Errno::EIO)?,
         };
-        if !len.is_multiple_of(SECTOR) {
+        if !moved.is_multiple_of(SECTOR) || asks && (len == 0 || extents == 0) {
             return Err(Errno::EINVAL);
         }
         let data = match (rw.op, request.direction) {
-            (IoOp::Read, Direction::Read) | (IoOp::Write, Direction::Write) => len,
+            (IoOp::Read | IoOp::BlockStatus, Direction::Read) | (IoOp::Write, Direction::Write) => moved,
             // A flush may bring data to be written after it (`REQ_PREFLUSH`); the kernel's client sends it as a read of 0.
             (IoOp::Flush, Direction::Write) => len,
             (IoOp::Flush, Direction::Read) if len == 0 => 0,
@@ -54,13 +64,24 @@ impl Io {
             return Err(Errno::EINVAL);
         }
         offset.checked_add(len).ok_or(Errno::EIO)?;
-        let tail = if rw.op == IoOp::Read { room - data } else { 0 };
+        let read = match rw.op {
+            IoOp::Read => len,
+            IoOp::BlockStatus => status::answer_len(extents) as u64,
+            _ => 0,
+        };
+        let tail = if read > 0 || rw.op == IoOp::Read {
+            room - read
+        } else {
+            0
+        };
         Ok(Self {
             rw,
             offset,
             len,
             data: request.data_offset,
+            read: read as usize,
             tail: tail as usize,
+            extents,
         })
     }
 
@@ -100,6 +121,7 @@ impl Io {
                 fua,
                 may_unmap: !self.rw.no_unmap,
             },
+            IoOp::BlockStatus => BlockOp::BlockStatus { most: self.extents },
         }
     }
 }

@@ -30,7 +30,7 @@ enum Who {
 struct Waiting<M> {
     who: Who,
     op: DiskOp,
-    /// Of reads and writes.
+    /// Of operations with data in it.
     memory: Option<M>,
 }
 
@@ -41,7 +41,7 @@ pub struct Begun<M> {
     pub under_way: UnderWay,
     /// What is to be done.
     pub op: DiskOp,
-    /// The memory of the data, of reads and writes.
+    /// The memory of the data, if there is any.
     pub memory: Option<M>,
 }
 
@@ -138,8 +138,7 @@ impl<M: Clone> Schedule<M> {
             _ => (Who::Ticket(ticket), true),
         };
         if begins {
-            let has_data = matches!(op.op, BlockOp::Read | BlockOp::Write { .. });
-            let memory = has_data.then(|| memory.clone());
+            let memory = op.data_len().map(|_| memory.clone());
             self.wait(session, Waiting { who, op, memory });
         }
         Ok(())
@@ -148,7 +147,9 @@ impl<M: Clone> Schedule<M> {
     fn wait(&mut self, session: SessionKey, waiting: Waiting<M>) {
         let class = match waiting.op.op {
             BlockOp::Read | BlockOp::Write { .. } => Class::Data,
-            BlockOp::Flush | BlockOp::Discard | BlockOp::WriteZeroes { .. } => Class::Slow,
+            BlockOp::Flush | BlockOp::Discard | BlockOp::WriteZeroes { .. } | BlockOp::BlockStatus { .. } => {
+                Class::Slow
+            }
         };
         self.queue.push(session, class, waiting.op.len, waiting);
         self.waiting += 1;
@@ -267,6 +268,7 @@ mod tests {
         for (op, memory) in [
             (BlockOp::Read, Some('m')),
             (BlockOp::Write { fua: false }, Some('m')),
+            (BlockOp::BlockStatus { most: 1 }, Some('m')),
             (BlockOp::Flush, None),
             (BlockOp::Discard, None),
         ] {

@@ -325,19 +325,19 @@ impl Server {
         counters.requests += 1;
         match (result, io) {
             (Err(_), _) => counters.failed += 1,
-            (Ok(()), Some(io)) if io.rw.op == IoOp::Read => {
-                counters.read_bytes += io.len;
-                // All of the client's room is sent: nothing of earlier requests shall be.
-                if io.tail > 0 {
-                    self.actions.push_back(Action::Zero {
-                        request,
-                        from: io.data + io.len as usize,
-                        len: io.tail,
-                    });
-                }
-            }
+            (Ok(()), Some(io)) if io.rw.op == IoOp::Read => counters.read_bytes += io.len,
             (Ok(()), Some(io)) if io.rw.op == IoOp::Write => counters.written_bytes += io.len,
             (Ok(()), _) => {}
+        }
+        // All of the client's room is sent: nothing of earlier requests shall be.
+        if let (Ok(()), Some(io)) = (result, io)
+            && io.tail > 0
+        {
+            self.actions.push_back(Action::Zero {
+                request,
+                from: io.data + io.read,
+                len: io.tail,
+            });
         }
         self.answer(request, result);
     }

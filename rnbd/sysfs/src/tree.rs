@@ -149,7 +149,8 @@ impl Tree {
         if let Some(text) = kept {
             return Ok(text);
         }
-        let text: Arc<str> = self.registry.read(&open.path).map_err(gone)?.into();
+        let read = self.registry.read(&open.path);
+        let text: Arc<str> = read.map_err(|why| gone(&self.registry, &open.path, why))?.into();
         *open.text.lock() = Some(text.clone());
         Ok(text)
     }
@@ -204,10 +205,10 @@ fn refused(refused: Refused) -> Errno {
     Errno::from_i32(refused.errno.raw())
 }
 
-/// Of an open file: one whose directory is gone has no device (`kernfs_get_active`).
-fn gone(why: Refused) -> Errno {
+/// Of an open file: one whose directory is gone has no device (`kernfs_get_active`). ENOENT may also be what an order came to.
+fn gone(registry: &Registry, path: &str, why: Refused) -> Errno {
     match refused(why) {
-        Errno::ENOENT => Errno::ENODEV,
+        Errno::ENOENT if registry.stat(path).is_err() => Errno::ENODEV,
         other => other,
     }
 }
@@ -333,7 +334,8 @@ impl Filesystem for Tree {
         };
         let (registry, data) = (self.registry.clone(), data.to_vec());
         self.writes.start(Caller::of(request), reply, move || {
-            registry.write(&open.path, &data).map_err(gone)?;
+            let written = registry.write(&open.path, &data);
+            written.map_err(|why| gone(&registry, &open.path, why))?;
             Ok(data.len() as u32)
         });
     }

@@ -1,6 +1,7 @@
 //! The client's and the server's state machines: each by itself, and one against the other.
 
 mod bench;
+mod block_status;
 mod client;
 mod client_bench;
 mod client_lent;

@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 use rnbd::{
     Errno,
-    block::{BlockOp, Geometry},
+    block::{self, BlockOp, Extent, Geometry},
     client::{Client, OnLoss, Unmap, output::Output as ClientOutput},
-    proto::AccessMode,
+    proto::{AccessMode, status},
     server::{
         Limits, Server,
         action::{Action, Identity, Opened},
@@ -50,6 +50,19 @@ struct World {
     work: Vec<Action>,
     /// Reads to be checked: what the operation gave.
     done: BTreeMap<u64, (Result<(), Errno>, Vec<u8>)>,
+    /// What block status has found.
+    found: BTreeMap<u64, Vec<Extent>>,
+}
+
+/// Sectors of zeroes are holes.
+fn extents(bytes: &[u8], most: u32) -> Vec<Extent> {
+    let mut all = Vec::new();
+    for sector in bytes.chunks(512) {
+        let zero = sector.iter().all(|b| *b == 0);
+        block::append(&mut all, if zero { Extent::hole(512) } else { Extent::data(512) });
+    }
+    all.truncate(most as usize);
+    all
 }
 
 impl World {
@@ -68,6 +81,7 @@ impl World {
             serial: 0,
             work: Vec::new(),
             done: BTreeMap::new(),
+            found: BTreeMap::new(),
         };
         world.pools.0.insert(S, Buffers::new(64 << 20));
         world.begin();
@@ -200,6 +214,14 @@ impl World {
     }
 
     fn output(&mut self, output: ClientOutput) {
+        if let ClientOutput::Status { user, result, .. } = output {
+            let twice = self
+                .done
+                .insert(user, (result.as_ref().map(|_| ()).map_err(|e| *e), Vec::new()));
+            assert!(twice.is_none(), "operation {user} ended twice");
+            self.found.insert(user, result.unwrap_or_default());
+            return;
+        }
         if let ClientOutput::Done { user, result, data, .. } = output {
             let mut bytes = Vec::new();
             if let Some(buffer) = data {
@@ -251,6 +273,10 @@ impl World {
             BlockOp::Write { .. } => self.disk[at..][..len].copy_from_slice(&self.memory[op.data..][..len]),
             BlockOp::Flush => {}
             BlockOp::Discard | BlockOp::WriteZeroes { .. } => self.disk[at..][..len].fill(0),
+            BlockOp::BlockStatus { most } => {
+                let answer = status::answer(&extents(&self.disk[at..][..len], most), most);
+                self.memory[op.data..][..answer.len()].copy_from_slice(&answer);
+            }
         }
     }
 
@@ -275,7 +301,7 @@ proptest! {
     /// move less at a time than before, and may say so only when they are asked for more.
     #[test]
     fn operations_do_what_they_should(
-        operations in prop::collection::vec((0u8..5, 0u64..64, 1u64..180, any::<u8>()), 1..24),
+        operations in prop::collection::vec((0u8..6, 0u64..64, 1u64..180, any::<u8>()), 1..24),
         order in prop::collection::vec((0usize..64, 0u8..60), 200),
         waits in any::<bool>(),
         smaller in prop::collection::vec(prop_oneof![Just(124u32 << 10), Just(4096), Just(20 << 10)], 1..4),
@@ -301,6 +327,7 @@ proptest! {
                 1 => BlockOp::Write { fua: n % 2 == 0 },
                 2 => BlockOp::Discard,
                 3 => BlockOp::WriteZeroes { fua: false, may_unmap: true },
+                4 => BlockOp::BlockStatus { most: u32::from(*fill) + 1 },
                 _ => BlockOp::Flush,
             };
             let data = (*kind < 2).then(|| {
@@ -343,6 +370,10 @@ proptest! {
             if result.is_ok() {
                 prop_assert!(new == &want[..], "operation {n} of kind {kind}");
                 prop_assert!(*kind != 0 || data[..] == old[start..][..len]);
+                if *kind == 4 {
+                    let there = extents(&old[start..][..len], u32::from(*fill) + 1);
+                    prop_assert_eq!(&world.found[&(n as u64)], &there);
+                }
             } else {
                 prop_assert!(lost && !waits && *result == Err(Errno::ECONNABORTED), "{result:?}");
                 // Some of its parts may have been executed.

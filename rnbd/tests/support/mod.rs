@@ -4,12 +4,12 @@
 #[path = "../../../rtrs/tests/machine/provider.rs"]
 mod provider;
 
-use std::{collections::VecDeque, time::Duration};
+use std::{collections::VecDeque, ops::Range, time::Duration};
 
 use provider::Scripted;
 use rnbd::{
     Errno,
-    block::{BlockOp, Geometry},
+    block::{self, BlockOp, Extent, Geometry},
     nbd::{
         BufferCopy, Connection, End, Export, Exports, NbdRequest, Phase, Piece, Stall, TlsMode, Want,
         proto::{self, Framing, Request, opt},
@@ -117,6 +117,8 @@ pub(crate) struct World {
     pub(crate) memory: Memory,
     pub(crate) geometry: Geometry,
     pub(crate) content: Vec<u8>,
+    /// What of it the device says to be holes, in order.
+    pub(crate) holes: Vec<Range<u64>>,
     pub(crate) seen: Vec<Seen>,
     /// Which requests fail.
     pub(crate) fails: Fails,
@@ -133,6 +135,7 @@ impl World {
             memory: Memory::new(geometry.max_transfer as usize, geometry.queue_depth as usize),
             geometry,
             content: (0..(geometry.size as usize).min(MAX_CONTENT)).map(byte_at).collect(),
+            holes: Vec::new(),
             seen: Vec::new(),
             fails: |_| None,
             now: Instant::ZERO,
@@ -151,6 +154,23 @@ impl World {
 
     pub(crate) fn pass(&mut self, time: Duration) {
         self.now = self.now + time;
+    }
+
+    /// What the device says of a range.
+    fn extents(&self, offset: u64, len: u64, most: u32) -> Vec<Extent> {
+        let (mut at, end) = (offset, offset + len);
+        let mut all = Vec::new();
+        for hole in &self.holes {
+            let (from, to) = (hole.start.clamp(at, end), hole.end.clamp(at, end));
+            all.extend([Extent::data(from - at), Extent::hole(to - from)]);
+            at = to;
+        }
+        all.push(Extent::data(end - at));
+        let mut joined = Vec::new();
+        all.retain(|extent| extent.len > 0);
+        all.into_iter().for_each(|extent| block::append(&mut joined, extent));
+        joined.truncate(most as usize);
+        joined
     }
 
     fn run(&mut self, q: &NbdRequest) -> Result<(), Errno> {
@@ -366,6 +386,11 @@ impl Peer {
 
     fn finish(&mut self, world: &mut World, q: NbdRequest) {
         let result = world.run(&q);
+        if let BlockOp::BlockStatus { most } = q.op {
+            let extents = result.map(|()| world.extents(q.offset, q.len, most));
+            let extents = extents.as_deref().map_err(|e| *e);
+            return self.conn.status(world.now, q.key, extents);
+        }
         self.conn.done(world.now, q.key, result, q.data);
     }
 

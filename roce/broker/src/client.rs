@@ -144,6 +144,8 @@ struct State {
     /// Requests that nobody waits for any more, whose answers must be undone.
     given_up: HashMap<u64, Request>,
     opened: Vec<Opened>,
+    /// Sockets that nobody has taken yet: a broker gives a member those of an address once.
+    given: HashMap<IpAddr, OpenSockets>,
     bindings: Vec<Binding>,
     /// The next broker is being told of `bindings` as they were: what is given back meanwhile it is told when that is done.
     restoring: bool,
@@ -373,34 +375,16 @@ impl Membership {
     /// When the address is not ours, or somebody else has its port.
     pub fn open(&self, addr: IpAddr) -> Result<OpenSockets, JoinError> {
         let addr = addr.to_canonical();
-        let record = self.shared.call(&Request::Open { addr, again: false })?;
-        let Reply::Opened { vault, addrs } = record.message else {
-            return Err(JoinError::Protocol);
-        };
-        let (mut receivers, mut vaults) = (Vec::new(), Vec::new());
-        let mut fds = record.fds.into_iter().map(Arc::new);
-        while let Some(socket) = fds.next() {
-            receivers.push(socket);
-            if vault {
-                vaults.extend(fds.next());
-            }
+        let given = || self.shared.state.lock().given.remove(&addr);
+        // They may have come too late for who asked before.
+        if let Some(sockets) = given() {
+            return Ok(sockets);
         }
-        if receivers.is_empty() {
-            // One for all addresses, which this process has already, brings what comes to this one.
-            let state = self.shared.state.lock();
-            let has = |socket: &&Arc<OwnedFd>| group::bound_to(socket).is_some_and(|at| addrs.contains(&at));
-            receivers.extend(state.opened.iter().flat_map(|o| &o.for_next).find(has).cloned());
+        let asked = self.shared.call(&Request::Open { addr, again: false });
+        if let Some(sockets) = given() {
+            return Ok(sockets);
         }
-        if receivers.is_empty() {
-            return Err(JoinError::Protocol);
-        }
-        let for_next = if vaults.is_empty() { &receivers } else { &vaults }.clone();
-        let opened = Opened { addr, for_next };
-        self.shared.state.lock().opened.push(opened);
-        Ok(OpenSockets {
-            receivers,
-            held: vaults,
-        })
+        asked.and(Err(JoinError::Protocol))
     }
 
     /// Binds a port of a port space: `service` is port space and port, port 0 any that is free. Returns it with the port.
@@ -672,12 +656,17 @@ impl Shared {
     fn take(&self, link: &OwnedFd, record: Record<ToClient>) {
         match record.message {
             ToClient::Reply { seq, reply } => {
-                let record = Record {
+                let mut record = Record {
                     message: reply,
                     payload: vec![],
                     fds: record.fds,
                 };
                 let mut state = self.state.lock();
+                let asked = state.awaited.get(&seq).or_else(|| state.given_up.get(&seq)).cloned();
+                if let Some(Request::Open { addr, .. }) = asked {
+                    // Whether somebody waits for it or not: the broker has noted that this member has the address.
+                    state.open(addr, &record.message, std::mem::take(&mut record.fds));
+                }
                 if let Some(request) = state.awaited.remove(&seq) {
                     // At once: a broker may be gone before whoever waits has woken, and the next one must be told.
                     state.note(&request, &record.message);
@@ -812,6 +801,30 @@ impl Shared {
 }
 
 impl State {
+    /// A broker has given sockets of an address. The next one will be told.
+    fn open(&mut self, addr: IpAddr, reply: &Reply, fds: Vec<OwnedFd>) {
+        let Reply::Opened { vault, addrs } = reply else { return };
+        let (mut receivers, mut held) = (Vec::new(), Vec::new());
+        let mut fds = fds.into_iter().map(Arc::new);
+        while let Some(socket) = fds.next() {
+            receivers.push(socket);
+            if *vault {
+                held.extend(fds.next());
+            }
+        }
+        if receivers.is_empty() {
+            // One for all addresses, which this process has already, brings what comes to this one.
+            let has = |socket: &&Arc<OwnedFd>| group::bound_to(socket).is_some_and(|at| addrs.contains(&at));
+            receivers.extend(self.opened.iter().flat_map(|o| &o.for_next).find(has).cloned());
+        }
+        if receivers.is_empty() {
+            return;
+        }
+        let for_next = if held.is_empty() { &receivers } else { &held }.clone();
+        self.opened.push(Opened { addr, for_next });
+        self.given.insert(addr, OpenSockets { receivers, held });
+    }
+
     /// Nobody waits for the answer to a request any more.
     fn give_up(&mut self, seq: u64) {
         if let Some(request) = self.awaited.remove(&seq)

@@ -2,6 +2,7 @@
 
 mod ended;
 mod hostile;
+mod later;
 mod member;
 mod numbers;
 mod raw;

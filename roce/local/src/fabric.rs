@@ -27,7 +27,7 @@ use crate::{
 
 /// The ports of a fabric: each is a device.
 pub trait Ports {
-    /// How many there are, always as many.
+    /// How many there are. Others may come behind them, and are told of by [`Fabric::add_device`]; none goes.
     fn count(&self) -> usize;
     /// A port.
     fn port(&mut self, index: usize) -> &mut Port;
@@ -167,32 +167,12 @@ pub(crate) const FULL: VerbsError = VerbsError::Limit("objects of a loop");
 impl<P: Ports> Fabric<P> {
     /// A fabric on these ports, of which device *i* is port *i*. `limits` and addresses are what it says of each.
     pub fn new(ports: P, config: FabricConfig, devices: Vec<(DeviceLimits, Vec<IpAddr>)>) -> Self {
-        let caps = devices
-            .into_iter()
-            .map(|(limits, addrs)| DeviceCaps {
-                limits,
-                fast_registration: config.fast_registration,
-                window_1: config.windows,
-                window_2: config.windows,
-                instant_keys: config.instant_keys,
-                scattered_keys: config.instant_keys && config.fast_registration,
-                zero_based: true,
-                iova: true,
-                addrs,
-            })
-            .collect::<Vec<_>>();
-        let devices = caps.iter().zip(0..ports.count()).map(|(caps, i)| Device {
-            cq: CompletionQueue::new(i as u32, caps.limits.max_cqe, None),
-            qps: ByQpn::default(),
-            listeners: HashMap::new(),
-            conns: HashMap::new(),
-        });
-        Self {
-            devices: devices.collect(),
+        let mut this = Self {
+            devices: Vec::new(),
             ports,
             config,
             now: Instant::ZERO,
-            caps,
+            caps: Vec::new(),
             pds: Slots::default(),
             mrs: Slots::default(),
             keys: Slots::default(),
@@ -202,7 +182,36 @@ impl<P: Ports> Fabric<P> {
             events: VecDeque::new(),
             taken: Vec::new(),
             next_port: FIRST_PORT,
+        };
+        for (limits, addrs) in devices {
+            this.add_device(limits, addrs);
         }
+        this
+    }
+
+    /// There is one more port, which is the next device. Listeners at all addresses that were there before are not at its own.
+    pub fn add_device(&mut self, limits: DeviceLimits, addrs: Vec<IpAddr>) -> DeviceIx {
+        let index = self.devices.len();
+        debug_assert!(index < self.ports.count());
+        self.devices.push(Device {
+            cq: CompletionQueue::new(index as u32, limits.max_cqe, None),
+            qps: ByQpn::default(),
+            listeners: HashMap::new(),
+            conns: HashMap::new(),
+        });
+        let config = self.config;
+        self.caps.push(DeviceCaps {
+            limits,
+            fast_registration: config.fast_registration,
+            window_1: config.windows,
+            window_2: config.windows,
+            instant_keys: config.instant_keys,
+            scattered_keys: config.instant_keys && config.fast_registration,
+            zero_based: true,
+            iova: true,
+            addrs,
+        });
+        DeviceIx(index as u16)
     }
 
     /// Tells what time it is: for every turn of the loop once.

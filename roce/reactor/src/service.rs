@@ -8,10 +8,10 @@ use std::{
 
 use mio::{Interest, Registry, Token, unix::SourceFd};
 use roce::{
-    Completion, LocalDevice,
+    Completion, LocalDevice, NewDevice,
     verbs::{
         Instant,
-        provider::{Event, Provider, QpId},
+        provider::{DeviceIx, Event, Provider, QpId},
     },
 };
 
@@ -22,6 +22,8 @@ use crate::{
 
 /// Tokens from here on are the loop's own.
 pub(crate) const RESERVED: usize = usize::MAX - 16;
+/// Of the devices' sockets.
+pub(crate) const DEVICE: Token = Token(RESERVED);
 
 /// What a descriptor is ready for. It is told once (edge-triggered): the service keeps it until a call says that it would
 /// block.
@@ -58,6 +60,22 @@ impl<'a> Sockets<'a> {
 
     fn change(&self) {
         self.changes.set(self.changes.get() + 1);
+    }
+
+    /// Watches all descriptors of a device, or none.
+    fn watch_device(&self, device: &NewDevice, interest: Interest) -> io::Result<()> {
+        let fds = device.descriptors();
+        for (index, fd) in fds.iter().enumerate() {
+            self.change();
+            let watched = self.registry.register(&mut SourceFd(&fd.as_raw_fd()), DEVICE, interest);
+            if let Err(e) = watched {
+                for fd in &fds[..index] {
+                    let _ = self.deregister(*fd);
+                }
+                return Err(e);
+            }
+        }
+        Ok(())
     }
 
     fn check(token: Token) -> io::Result<()> {
@@ -118,12 +136,25 @@ pub struct TurnCx<'a, J> {
     /// What the loop has done so far.
     pub counters: &'a Counters,
     pub(crate) stop: &'a mut bool,
+    /// What the devices' descriptors are watched for.
+    pub(crate) watched: Interest,
 }
 
 impl<J> TurnCx<'_, J> {
     /// The devices, as state machines know them.
     pub fn provider(&mut self) -> &mut dyn Provider {
         self.device.provider()
+    }
+
+    /// The loop drives one more device, which has been opened for it ([`roce::Opener`]).
+    ///
+    /// # Errors
+    /// Those of `epoll_ctl`; the device comes back.
+    pub fn attach(&mut self, new: Box<NewDevice>) -> Result<DeviceIx, (io::Error, Box<NewDevice>)> {
+        match self.sockets.watch_device(&new, self.watched) {
+            Ok(()) => Ok(self.device.attach(*new)),
+            Err(e) => Err((e, new)),
+        }
     }
 
     /// Ends the loop after this turn.

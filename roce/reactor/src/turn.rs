@@ -15,12 +15,10 @@ use crate::{
     counters::Counters,
     jobs::{Helper, JobResult, Jobs, Line, line},
     mailbox::Mailbox,
-    service::{RESERVED, Readiness, Service, Sockets, TurnCx},
+    service::{DEVICE, RESERVED, Readiness, Service, Sockets, TurnCx},
     wait::{Spin, SpinMode, Spun},
 };
 
-/// Of the device's sockets.
-const DEVICE: Token = Token(RESERVED);
 /// Of the mailbox.
 const MAIL: Token = Token(RESERVED + 1);
 
@@ -197,6 +195,14 @@ impl<S: Service> Reactor<S> {
     }
 }
 
+/// What a device's descriptors are watched for.
+fn interest(room: bool) -> Interest {
+    match room {
+        true => Interest::READABLE | Interest::WRITABLE,
+        false => Interest::READABLE,
+    }
+}
+
 /// A loop that runs.
 struct Loop<C, J> {
     config: ReactorConfig,
@@ -256,7 +262,7 @@ impl<C, J> Loop<C, J> {
             made.changes.set(made.changes.get() + 1);
             let fd = fd.as_raw_fd();
             let registry = made.poll.registry();
-            registry.register(&mut SourceFd(&fd), DEVICE, Interest::READABLE)?;
+            registry.register(&mut SourceFd(&fd), DEVICE, interest(false))?;
         }
         Ok(made)
     }
@@ -269,6 +275,7 @@ impl<C, J> Loop<C, J> {
             jobs: &self.jobs,
             counters: &self.counters,
             stop: &mut self.stop,
+            watched: interest(self.watches_room),
         }
     }
 
@@ -404,10 +411,7 @@ impl<C, J> Loop<C, J> {
             return Ok(());
         }
         self.watches_room = watch;
-        let interest = match watch {
-            true => Interest::READABLE | Interest::WRITABLE,
-            false => Interest::READABLE,
-        };
+        let interest = interest(watch);
         for fd in self.device.descriptors() {
             self.changes.set(self.changes.get() + 1);
             let fd = fd.as_raw_fd();

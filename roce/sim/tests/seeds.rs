@@ -217,6 +217,7 @@ fn some_servers_with_disks() {
     // The runs must have met what they are for.
     for what in [
         "always_invalidate",
+        "block status",
         "client crash",
         "close while a request is on its way",
         "device closed and opened again",
@@ -226,6 +227,7 @@ fn some_servers_with_disks() {
         "discard",
         "disk error",
         "flush failed",
+        "hole",
         "instant keys at a client",
         "instant keys at the server",
         "invalidate_reads",

@@ -34,7 +34,10 @@ pub struct Loop {
 
 impl Loop {
     pub fn new() -> Self {
-        let addr = address();
+        Self::at(address())
+    }
+
+    pub fn at(addr: IpAddr) -> Self {
         let device = LocalDevice::open(&[DeviceConfig::new(addr)]).unwrap();
         Self::of(device, addr)
     }
@@ -119,7 +122,7 @@ impl Loop {
     }
 
     pub fn connect_with(&mut self, to: SocketAddr, params: &ConnParams) -> (CmRef, QpId) {
-        let id = self.device.provider().cm_resolve(None, to).unwrap();
+        let id = self.device.provider().cm_resolve(Some(self.addr), to).unwrap();
         let qp = self.qp();
         self.until("resolved", |l| {
             l.events

@@ -265,6 +265,12 @@ impl Buffers {
         Ok(())
     }
 
+    /// No path leads through this device any more: nothing of the buffers stays registered with it.
+    pub fn remove_device(&mut self, cx: &mut Cx<'_>, device: DeviceIx) {
+        self.domains.retain(|d| d.device != device);
+        self.deregister(cx, device);
+    }
+
     fn register_all(&mut self, cx: &mut Cx<'_>, domain: &Domain) -> Result<(), VerbsError> {
         for slab in self.slabs.iter_mut().flatten() {
             let memory = &mut slab.memory;

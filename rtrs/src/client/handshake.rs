@@ -123,6 +123,7 @@ impl Handshake<'_, '_, '_> {
         }
         let pd = self.lane.enter(self.env.cx, device, self.config.invalidate_reads)?;
         (self.path.device, self.path.pd) = (Some(device), Some(pd));
+        self.path.entered = Some(device);
         let io = place >= self.env.share.service();
         if place == 0 && io {
             self.furnish()?;

@@ -57,6 +57,16 @@ impl Headers {
         Ok(())
     }
 
+    pub(super) fn remove_device(&mut self, cx: &mut Cx<'_>, device: DeviceIx) {
+        self.mrs.retain(|(of, mr)| {
+            let stays = *of != device;
+            if !stays {
+                cx.provider.deregister(mr.id);
+            }
+            stays
+        });
+    }
+
     pub(super) fn close(&mut self, cx: &mut Cx<'_>) {
         for (_, mr) in self.mrs.drain(..) {
             cx.provider.deregister(mr.id);

@@ -77,6 +77,15 @@ pub(super) struct Domain {
     pub(super) instant: bool,
 }
 
+impl Domain {
+    fn free(self, cx: &mut Cx<'_>) {
+        for key in self.keys {
+            cx.provider.free_key(key);
+        }
+        cx.provider.free_pd(self.pd);
+    }
+}
+
 /// See the module.
 #[derive(Debug)]
 pub(super) struct Lane {
@@ -140,6 +149,21 @@ impl Lane {
             instant,
         });
         Ok(pd)
+    }
+
+    /// Gives up what the session has on devices that none of its paths leads through any more. Queue pairs there are gone.
+    pub(super) fn leave_all_but(&mut self, cx: &mut Cx<'_>, used: &[DeviceIx]) {
+        for domain in core::mem::take(&mut self.domains) {
+            if used.contains(&domain.device) {
+                self.domains.push(domain);
+                continue;
+            }
+            if let Some(headers) = &mut self.headers {
+                headers.remove_device(cx, domain.device);
+            }
+            self.buffers.remove_device(cx, domain.device);
+            domain.free(cx);
+        }
     }
 
     /// A path leads through the device, with these of the session's permits for us: there are headers, keys and buffers for them.
@@ -378,10 +402,7 @@ impl Lane {
         }
         self.buffers.close(cx);
         for domain in self.domains.drain(..) {
-            for key in domain.keys {
-                cx.provider.free_key(key);
-            }
-            cx.provider.free_pd(domain.pd);
+            domain.free(cx);
         }
     }
 

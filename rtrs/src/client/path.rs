@@ -112,6 +112,8 @@ pub(super) struct Path {
     /// The session was lost after it was up: its requests were the user's of before, who has been told since that they are over.
     pub(super) outlived: bool,
     pub(super) device: Option<DeviceIx>,
+    /// The last device that it led through, which the session keeps what it has on for it.
+    pub(super) entered: Option<DeviceIx>,
     pub(super) pd: Option<PdId>,
     pub(super) cq: Option<CqId>,
     pub(super) conns: Vec<Conn>,
@@ -172,6 +174,7 @@ impl Path {
             ever_up: false,
             outlived: false,
             device: None,
+            entered: None,
             pd: None,
             cq: None,
             conns: Vec::new(),

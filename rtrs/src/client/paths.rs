@@ -2,7 +2,8 @@
 
 use core::time::Duration;
 
-use roce_verbs::Instant;
+use roce_verbs::{Instant, provider::DeviceIx};
+use smallvec::SmallVec;
 
 use crate::{
     Error, PACKET_LIFETIME,
@@ -261,6 +262,13 @@ impl Session {
             };
             self.news(env, index, PathNews::Done(command, result));
         }
+    }
+
+    /// A path is gone: what only it needed of the session's devices goes too, as there may be no end of paths from ever other addresses.
+    pub(super) fn leave_devices(&mut self, env: &mut Env<'_, '_>) {
+        let alive = self.paths.iter().filter(|path| path.state != PathState::Dead);
+        let used: SmallVec<[DeviceIx; 4]> = alive.filter_map(|path| path.entered).collect();
+        self.lane.leave_all_but(env.cx, &used);
     }
 
     /// An attempt to connect a path has failed, at home.

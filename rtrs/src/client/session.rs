@@ -539,7 +539,10 @@ impl Session {
                 true => self.attempt_failed(env, index, error),
                 false => self.tell_lost(env, index, error),
             },
-            Report::Forgotten => self.lane.path_forgotten(index as u16),
+            Report::Forgotten => {
+                self.lane.path_forgotten(index as u16);
+                self.leave_devices(env);
+            }
             Report::Orphans(orphans) => self.orphaned(env, index, orphans),
             Report::Closed => {
                 if env.share.is_home() {

@@ -229,6 +229,46 @@ fn requests_of_a_lost_path_go_by_another_device() {
     }
 }
 
+/// There may be no end of paths from ever other addresses.
+#[test]
+fn what_a_session_has_on_a_device_goes_with_the_last_path_there() {
+    for keys in KeyMode::ALL {
+        let mut pair = Pair::over(3, keys, server(true));
+        pair.open_ways(1, |config| config.policy = Policy::RoundRobin);
+        let ways = pair.ways(3);
+        pair.send(0..4, Direction::Write);
+        pair.assert_done(0..4);
+        let one = pair.near.fabric.usage();
+        for next in [1, 2, 0, 1, 0] {
+            let last = pair.statuses()[0].id;
+            pair.add(ways[next]).unwrap();
+            pair.pass(Duration::from_secs(1));
+            assert!(matches!(pair.outcome(PathCommand::Add), Some(Ok(()))));
+            assert_eq!(pair.near.fabric.usage().pds, one.pds + 1);
+            // Those of the path that goes take the other, with keys of the other device.
+            pair.hold = true;
+            pair.send(0..8, Direction::Read);
+            pair.command(last, PathCommand::Remove).unwrap();
+            pair.pass(Duration::from_secs(3));
+            assert!(matches!(pair.outcome(PathCommand::Remove), Some(Ok(()))));
+            assert_eq!(pair.in_flight().iter().sum::<u32>(), 8);
+            pair.release();
+            pair.pass(Duration::from_secs(3));
+            pair.assert_done(0..8);
+            assert_eq!(pair.near.fabric.usage(), one, "{keys:?}");
+        }
+        // One that can't be connected leaves nothing behind either.
+        let mut nowhere = ways[2];
+        nowhere.dst.set_port(9);
+        pair.add(nowhere).unwrap();
+        pair.pass(Duration::from_secs(3));
+        assert!(matches!(pair.outcome(PathCommand::Add), Some(Err(_))));
+        assert_eq!(pair.near.fabric.usage(), one, "{keys:?}");
+        pair.close();
+        pair.assert_empty();
+    }
+}
+
 #[test]
 fn a_path_comes_back_and_carries_load_again() {
     let mut pair = Pair::new(KeyMode::Instant, server(true));

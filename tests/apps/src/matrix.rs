@@ -339,6 +339,7 @@ fn fio() -> Vec<Case> {
                 &format!("fio --name=client --rw=write {common} --verb={verb} --iodepth=8 --hostname={{addr}}"),
             )
             .ready(Ready::Retry)
+            .says("WRITE: bw=")
         })
         .into()
 }

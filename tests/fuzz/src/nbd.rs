@@ -7,7 +7,7 @@ mod reader;
 mod server;
 
 use rnbd::{
-    block::Geometry,
+    block::{self, Extent, Geometry},
     nbd::{End, TlsMode},
 };
 use roce_verbs::Instant;
@@ -45,6 +45,27 @@ fn geometry(config: u8) -> Geometry {
 
 fn content() -> Vec<u8> {
     (0..SIZE).map(|i| (i / 512) as u8 ^ i as u8).collect()
+}
+
+/// What the devices say of a range: every fourth block of 4 KiB is a hole, whatever it holds.
+fn extents(offset: u64, len: u64, most: usize) -> Vec<Extent> {
+    let mut all = Vec::new();
+    let (mut at, end) = (offset, offset + len);
+    while at < end {
+        let next = (at / 4096 * 4096 + 4096).min(end);
+        let hole = at / 4096 % 4 == 3;
+        block::append(
+            &mut all,
+            if hole {
+                Extent::hole(next - at)
+            } else {
+                Extent::data(next - at)
+            },
+        );
+        at = next;
+    }
+    all.truncate(most);
+    all
 }
 
 /// What becomes of an export.

@@ -13,7 +13,7 @@ use std::{
 use rnbd::{
     proto::{
         self, AccessMode, ClientMsg, IoOp, MsgClose, MsgIo, MsgOpen, MsgSessInfo, Rw, SECTOR, parse_open_rsp,
-        parse_sess_info_rsp,
+        parse_sess_info_rsp, status,
     },
     server::{
         Limits, Server,
@@ -322,6 +322,8 @@ impl Run {
             _ => {
                 let device = self.device(session, input);
                 let rw = match input.byte() {
+                    // Which is refused anyway, at two more numbers.
+                    10 | 34 => Rw::new(IoOp::BlockStatus).to_wire(),
                     n @ 0..=250 => Rw {
                         op: IoOp::ALL[usize::from(n) % 6],
                         sync: n & 64 != 0,
@@ -342,6 +344,14 @@ impl Run {
                 };
                 let mut m = MsgIo::new(device, Rw::new(IoOp::Read), sector, bytes);
                 m.rw.set(rw);
+                if Rw::from_wire(rw).is_some_and(|rw| rw.op == IoOp::BlockStatus) {
+                    let [sectors, extents] = [(); 2].map(|()| input.byte());
+                    m.status_extents.set(extents.into());
+                    m.status_sectors.set(match sectors {
+                        255 => input.number_or_zeros(4) as u32,
+                        n => u32::from(n % 9),
+                    });
+                }
                 m.as_bytes().to_vec()
             }
         }
@@ -418,6 +428,11 @@ impl Run {
             return;
         }
         let start = m.sector.get().checked_mul(SECTOR).expect("a position") as usize;
+        if rw.op == IoOp::BlockStatus {
+            assert!(ask.data.is_err(), "an answer without room for it");
+            let model = &self.files.model[device.file];
+            return status_is_true(m, &model[start..], answer);
+        }
         let model = &mut self.files.model[device.file];
         let range = start..start.checked_add(len).expect("an end");
         assert!(
@@ -447,4 +462,22 @@ impl Run {
             other => panic!("{other:?} is done"),
         }
     }
+}
+
+/// What an answer tells of as zeroes is zeroes, nothing is told of what is not asked about, and nothing is behind the answer.
+fn status_is_true(m: &MsgIo, mut model: &[u8], answer: &[u8]) {
+    let (most, len) = (m.most_extents(), u64::from(m.status_sectors.get()) * SECTOR);
+    assert!(len as usize <= model.len(), "outside the device is told: {m:?}");
+    for extent in status::parse(answer, len, most, SECTOR).expect("an answer to a block status") {
+        let (part, rest) = model.split_at(extent.len as usize);
+        assert!(
+            !extent.zero || part.iter().all(|b| *b == 0),
+            "data is told of as zeroes"
+        );
+        model = rest;
+    }
+    assert!(
+        answer[status::answer_len(most)..].iter().all(|b| *b == 0),
+        "more than the answer"
+    );
 }

@@ -11,7 +11,8 @@ use std::{
 
 use rnbd::{
     Errno,
-    block::{BlockOp, Geometry},
+    block::{BlockOp, Extent, Geometry},
+    proto::status,
     server::disk::{DiskOp, IoTicket, StoreId},
 };
 use rnbd_disk::{Budget, Caching, Disk, DiskConfig, Ended, Image, OpenExport, Way, Ways};
@@ -173,6 +174,16 @@ impl Rig {
         self.memory.write(at, data).unwrap();
         let ticket = self.start(BlockOp::Write { fua }, offset, data.len() as u64, at);
         self.result(ticket)
+    }
+
+    /// What is told of a range, in at most so many extents.
+    pub(crate) fn extents(&mut self, offset: u64, len: u64, most: u32) -> Result<Vec<Extent>, Errno> {
+        let mut bytes = vec![0xee; status::answer_len(most)];
+        self.memory.write(0, &bytes).unwrap();
+        let ticket = self.start(BlockOp::BlockStatus { most }, offset, len, 0);
+        self.result(ticket)?;
+        self.memory.read(0, &mut bytes).unwrap();
+        Ok(status::parse(&bytes, len, most, 512).unwrap())
     }
 
     pub(crate) fn flush(&mut self) -> Result<(), Errno> {

@@ -18,6 +18,7 @@ use rtrs::{
 
 use super::{Pending, Refused, answer};
 use crate::{
+    addresses::Addresses,
     map::{MapDevice, MapStats},
     mapper::{Command, HOME},
 };
@@ -26,7 +27,10 @@ use crate::{
 /// The port counts only if one of several paths between the same addresses has it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum MapRequest {
-    /// Connects one more path. Refused with the errno of connecting it (the kernel's `add_path`): then it is gone again.
+    /// Connects one more path. From an address of ours that the mapping has no port of, that is opened first, for all of its loops; it
+    /// stays open as long as the mapping is there. Refused with EADDRNOTAVAIL when that is no address of this host, with EADDRINUSE when
+    /// somebody has its port, with ETIMEDOUT when the broker does not answer; and with the errno of connecting the path (the kernel's
+    /// `add_path`): then it is gone again.
     AddPath(PathAddr),
     /// Takes a path off the list, the last one too (`remove_path`).
     RemovePath(PathAddr),
@@ -169,11 +173,12 @@ impl MapListing {
 #[derive(Clone, Debug)]
 pub struct MapControl {
     loops: Arc<[Handle<Command, ()>]>,
+    addresses: Arc<Addresses>,
 }
 
 impl MapControl {
-    pub(crate) fn new(loops: Arc<[Handle<Command, ()>]>) -> Self {
-        Self { loops }
+    pub(crate) fn new(loops: Arc<[Handle<Command, ()>]>, addresses: Arc<Addresses>) -> Self {
+        Self { loops, addresses }
     }
 
     /// Asks, and waits for the answer.
@@ -191,20 +196,20 @@ impl MapControl {
                     .next()
                     .unwrap_or_else(|| Err(Errno::ENODEV.into()))
             }
-            MapRequest::AddPath(path) => {
-                let path = PathAddr {
-                    src: Some(match path.src {
-                        Some(src) => src,
-                        None => iface::route_to(path.dst.ip()).map_err(|e| {
-                            Refused::new(Errno::EHOSTUNREACH, format!("no way to {}: {e}", path.dst.ip()))
-                        })?,
-                    }),
-                    ..path
-                };
-                self.tell(HOME, &MapRequest::AddPath(path)).wait()
-            }
+            MapRequest::AddPath(path) => self.add_path(path),
             request => self.tell(HOME, &request).wait(),
         }
+    }
+
+    fn add_path(&self, path: PathAddr) -> Result<MapAnswer, Refused> {
+        let dst = path.dst.ip();
+        let no_way = |e| Refused::new(Errno::EHOSTUNREACH, format!("no way to {dst}: {e}"));
+        let src = path.src.map_or_else(|| iface::route_to(dst).map_err(no_way), Ok)?;
+        if !src.is_unspecified() {
+            self.addresses.ensure(src)?;
+        }
+        let src = Some(src);
+        self.tell(HOME, &MapRequest::AddPath(PathAddr { src, ..path })).wait()
     }
 
     fn tell(&self, index: usize, request: &MapRequest) -> Pending<MapAnswer> {

@@ -124,6 +124,7 @@ impl Service {
             }
             Output::MapFailed(key, error) => self.device_refused(turn, key, error),
             Output::Done { user, result, data, .. } => self.done(turn, user, result, data),
+            Output::Status { user, result, .. } => self.status(turn.now, user, result),
             Output::Geometry(key, geometry) => self.device_changed(key, geometry),
             Output::State(key, DeviceState::Mapped) => {
                 self.orders.remapped(key, &Ok(()));

@@ -84,15 +84,7 @@ fn not_mapped(name: &str) -> Refused {
 
 /// An end that is no good one, for who has asked for it.
 pub(super) fn refused(failure: &MapFailure) -> Refused {
-    let errno = match failure {
-        MapFailure::Session(e) => Errno::from_wire(e.errno()),
-        MapFailure::Map { error, .. } => error.errno(),
-        MapFailure::Lost(_) => Errno::ECONNABORTED,
-        MapFailure::Flush { errno, .. } => *errno,
-        MapFailure::Close { error, .. } => Errno::from_wire(error.errno()),
-        MapFailure::Socket(_) | MapFailure::Loop(_) => Errno::EIO,
-    };
-    Refused::new(errno, failure.to_string())
+    Refused::new(failure.errno(), failure.to_string())
 }
 
 impl Service {

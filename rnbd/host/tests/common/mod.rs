@@ -5,7 +5,7 @@ use std::{
     fs::File,
     io::{self, Read, Write},
     net::{IpAddr, SocketAddr},
-    os::unix::net::UnixStream,
+    os::unix::{fs::FileExt, net::UnixStream},
     path::{Path, PathBuf},
     sync::{
         Arc, Mutex,
@@ -335,9 +335,25 @@ pub(crate) fn serve_thin(size: u64, bytes: usize) -> Served {
 }
 
 pub(crate) fn serve_with(size: u64, writable: bool, change: impl FnOnce(&mut MapConfig)) -> Served {
+    serve_image(|path| image(path, size), writable, change)
+}
+
+/// An image of 64 MiB that has data at 8 MiB and at its end, 1 MiB each, and holes.
+pub(crate) fn serve_sparse(writable: bool) -> Served {
+    let make = |path: &Path| {
+        let file = File::create(path).unwrap();
+        file.set_len(64 * MIB).unwrap();
+        for at in [8 * MIB, 63 * MIB] {
+            file.write_all_at(&[7; MIB as usize], at).unwrap();
+        }
+    };
+    serve_image(make, writable, |_| {})
+}
+
+fn serve_image(make: impl FnOnce(&Path), writable: bool, change: impl FnOnce(&mut MapConfig)) -> Served {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("image");
-    image(&file, size);
+    make(&file);
     let spec = ExportSpec {
         name: "image".into(),
         path: file.clone(),

@@ -63,14 +63,6 @@ fn what_comes_too_late_is_given_back() {
         reuse: false,
     };
     let listen = Request::Listen { service: 9, addr };
-    let open = Request::Open {
-        addr: [127, 0, 0, 1].into(),
-        again: false,
-    };
-    let opened = Reply::Opened {
-        addrs: vec![],
-        vault: false,
-    };
     let bound = Reply::Bound { service: 0x0106_1234 };
     let unbind = "Unbind { service: 17175092, addr: Some(127.0.0.1) }";
     let cases = [
@@ -82,7 +74,6 @@ fn what_comes_too_late_is_given_back() {
             Some("Unlisten { service: 9, addr: Some(127.0.0.1) }"),
         ),
         (&listen, refused(), None),
-        (&open, opened, None),
     ];
     for (request, answer, told) in cases {
         let given_up = shared.call_until(request, Instant::now());
@@ -101,6 +92,38 @@ fn what_comes_too_late_is_given_back() {
         shared.take(&link, reply(seq, Reply::Done, vec![]));
         assert!(is_empty(&shared.state.lock()) && asked(&broker, false).is_none());
     }
+}
+
+/// The broker gives a member the sockets of an address once.
+#[test]
+fn sockets_that_come_too_late_are_for_who_asks_next() {
+    let (shared, link, broker) = member();
+    let addr = IpAddr::from([127, 0, 0, 1]);
+    let open = Request::Open { addr, again: false };
+    assert!(matches!(
+        shared.call_until(&open, Instant::now()),
+        Err(JoinError::Timeout)
+    ));
+    let (late, _) = asked(&broker, true).unwrap();
+    let membership = Membership { shared: shared.clone() };
+    thread::scope(|s| {
+        // It asks again before the answer comes, which then is the second.
+        let waits = s.spawn(|| membership.open(addr));
+        let (seq, _) = asked(&broker, true).unwrap();
+        let (_theirs, ours) = std::io::pipe().unwrap();
+        let given = Reply::Opened {
+            addrs: vec![addr],
+            vault: false,
+        };
+        shared.take(&link, reply(late, given, vec![ours.into()]));
+        shared.take(&link, reply(seq, refused(), vec![]));
+        assert_eq!(waits.join().unwrap().unwrap().receivers.len(), 1);
+    });
+    // The next broker is told of it, and nobody gets it twice.
+    let state = shared.state.lock();
+    assert_eq!(state.opened.iter().map(|o| o.addr).collect::<Vec<_>>(), [addr]);
+    assert!(state.given.is_empty() && state.given_up.is_empty() && state.replies.is_empty());
+    drop(state);
 }
 
 #[test]

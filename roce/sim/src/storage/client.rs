@@ -544,6 +544,10 @@ impl ClientSide {
                 }
                 self.wake_at(now + bench.dice.range(0, self.plan.think));
             }
+            DeviceOutput::Status { user, result, .. } => {
+                self.state_told(now, user, result, bench)?;
+                self.wake_at(now + bench.dice.range(0, self.plan.think));
+            }
             DeviceOutput::State(device, DeviceState::Mapped) => {
                 bench.coverage.note("device opened after reconnecting");
                 let slot = self.slot(device)?;

@@ -5,7 +5,8 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use rnbd::{
     Errno,
-    block::BlockOp,
+    block::{self, BlockOp, Extent},
+    proto::status,
     server::{
         disk::{DiskOp, IoTicket, StoreId},
         queue::QueueLimits,
@@ -138,7 +139,7 @@ impl Engine {
         op: DiskOp,
         memory: &Arc<Pages>,
     ) -> Result<(), String> {
-        let has_data = matches!(op.op, BlockOp::Read | BlockOp::Write { .. });
+        let has_data = op.data_len().is_some();
         if has_data && self.data.values().any(|of| *of == (session, op.data)) {
             return Err(format!(
                 "two requests of {session:?} work with the chunk at {}",
@@ -148,8 +149,8 @@ impl Engine {
         if has_data && self.data.insert(ticket, (session, op.data)).is_some() {
             return Err(format!("{ticket:?} is under way twice"));
         }
-        if op.op == BlockOp::Read && self.garbage {
-            let garbage = memory.write(op.data, &vec![UNREAD; op.len as usize]);
+        if let (BlockOp::Read | BlockOp::BlockStatus { .. }, Some(len), true) = (op.op, op.data_len(), self.garbage) {
+            let garbage = memory.write(op.data, &vec![UNREAD; len as usize]);
             garbage.map_err(|e| format!("a read to outside the session's memory: {e}"))?;
         }
         let started = self.schedule.start(session, ticket, op, memory);
@@ -323,8 +324,33 @@ fn operate(
                 disk.force(lba, count);
             }
         }
+        BlockOp::BlockStatus { most } => {
+            if dice.chance(disk.faults.read_error) {
+                return Ok(Err(Errno::EIO));
+            }
+            if let Some(memory) = &work.memory {
+                let told = memory.write(op.data, &status::answer(&extents(disk, lba, count), most));
+                told.map_err(|e| format!("an answer to outside the session's memory: {e}"))?;
+            }
+        }
     }
     Ok(Ok(()))
+}
+
+/// Blocks of zeroes are holes.
+fn extents(disk: &SimDisk, lba: u64, count: u64) -> Vec<Extent> {
+    let mut all = Vec::new();
+    for content in disk.read(lba, count) {
+        let len = BLOCK as u64;
+        block::append(
+            &mut all,
+            match content {
+                0 => Extent::hole(len),
+                _ => Extent::data(len),
+            },
+        );
+    }
+    all
 }
 
 /// The bytes of a write.

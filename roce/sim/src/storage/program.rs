@@ -2,7 +2,7 @@
 
 use rnbd::{
     Errno,
-    block::{BlockOp, Geometry},
+    block::{BlockOp, Extent, Geometry},
     client::Unmap,
 };
 use rtrs::{
@@ -43,6 +43,7 @@ fn name(op: BlockOp) -> &'static str {
         BlockOp::Discard => "discard",
         BlockOp::WriteZeroes { fua: false, .. } => "write zeroes",
         BlockOp::WriteZeroes { fua: true, .. } => "write zeroes with FUA",
+        BlockOp::BlockStatus { .. } => "block status",
     }
 }
 
@@ -106,8 +107,14 @@ impl ClientSide {
         let fua = dice.chance(0.2);
         let may_unmap = dice.chance(0.5);
         let (op, count) = match dice.index(20) {
+            0 => (
+                BlockOp::BlockStatus {
+                    most: 1 + (lba % 4) as u32,
+                },
+                long,
+            ),
             _ if !self.slots[slot].mode.writable() => (BlockOp::Read, count),
-            0..8 => (BlockOp::Read, count),
+            1..8 => (BlockOp::Read, count),
             8..16 => (BlockOp::Write { fua }, count),
             16..18 => return Some((slot, BlockOp::Flush, 0, 0)),
             18 => (BlockOp::Discard, long),
@@ -175,7 +182,7 @@ impl ClientSide {
         };
         let (change, fill) = match op {
             BlockOp::Read => (None, vec![UNREAD; len]),
-            BlockOp::Flush => (None, Vec::new()),
+            BlockOp::Flush | BlockOp::BlockStatus { .. } => (None, Vec::new()),
             BlockOp::Write { .. } => {
                 let (id, new) = bench.ledger.write(now, self.life, change);
                 (Some(id), bytes(&new))
@@ -275,6 +282,45 @@ impl ClientSide {
             }
             Err(_) if lost || !single => bench.ledger.lose(now, id, self.up_since),
             Err(_) => bench.ledger.end(now, id, false, false),
+        }
+        Ok(())
+    }
+
+    /// A block status has ended. What is told of as zeroes could be read as such.
+    pub(super) fn state_told(
+        &mut self,
+        now: u64,
+        user: u64,
+        result: Result<Vec<Extent>, Errno>,
+        bench: &mut Bench<'_>,
+    ) -> Check {
+        let asked = self.in_flight.get(&user).copied();
+        let ended = result.as_ref().map(|_| ()).map_err(|e| *e);
+        self.done(now, user, ended, None, bench)?;
+        let (Some(op), Ok(extents)) = (asked, result) else {
+            return Ok(());
+        };
+        let BlockOp::BlockStatus { most } = op.op else {
+            return Err(format!("{:?} has told of extents", op.op));
+        };
+        let told: u64 = extents.iter().map(|extent| extent.len).sum();
+        let range = op.count * BLOCK as u64;
+        if extents.is_empty() || extents.len() > most as usize || told > range {
+            return Err(format!(
+                "{told} bytes of {range} in {} extents of {most}",
+                extents.len()
+            ));
+        }
+        let (device, mut lba) = (self.slots[op.slot].device, op.lba);
+        for extent in extents {
+            let count = extent.len / BLOCK as u64;
+            if extent.zero {
+                bench.coverage.note("hole");
+                bench.ledger.devices[device]
+                    .check(op.begin, now, lba, &vec![0; count as usize])
+                    .map_err(|e| format!("client {}, device {device}, a hole: {e}", self.life.client))?;
+            }
+            lba += count;
         }
         Ok(())
     }

@@ -1,14 +1,14 @@
 //! A second reading of the protocol.
 
 use rnbd::{
-    block::Geometry,
+    block::{Extent, Geometry},
     nbd::{
         TlsMode,
         proto::{self, BASE_ALLOCATION, Framing, Request, chunk, cmd, cmd_flag, info, opt, rep, tx},
     },
 };
 
-use super::{AT_FIRST, Change, NAMES, SIZE};
+use super::{AT_FIRST, Change, NAMES, SIZE, extents};
 use crate::input::Input;
 
 /// Reads what was sent and what was answered, side by side.
@@ -317,7 +317,7 @@ impl<'a> Reader<'a> {
                 cmd::CACHE => {}
                 cmd::BLOCK_STATUS => {
                     assert!(allocation, "a state that nobody may ask for");
-                    self.extent(q.len);
+                    self.states(&q);
                 }
                 _ => there.fill(0),
             }
@@ -325,17 +325,20 @@ impl<'a> Reader<'a> {
         true
     }
 
-    /// The state of a range, of which nothing more is known than that it may have data.
-    fn extent(&mut self, len: u64) {
+    /// The states of a range, as the device says.
+    fn states(&mut self, q: &Request) {
         assert_eq!(self.answers.number(4), Some(1), "the context");
+        let extents = said(q);
         let wide = if self.framing == Framing::Extended {
-            assert_eq!(self.answers.number(4), Some(1), "one extent");
+            assert_eq!(self.answers.number(4), Some(extents.len() as u64));
             8
         } else {
             4
         };
-        assert_eq!(self.answers.number(wide), Some(len));
-        assert_eq!(self.answers.number(wide), Some(0));
+        for extent in extents {
+            assert_eq!(self.answers.number(wide), Some(extent.len));
+            assert_eq!(self.answers.number(wide), Some(if extent.hole { 3 } else { 0 }));
+        }
     }
 
     /// The head of the next answer, which is this request's, up to the data: its error.
@@ -372,11 +375,6 @@ impl<'a> Reader<'a> {
             assert_eq!(self.answers.number(8), Some(q.offset));
         }
         let len = self.answers.number(if extended { 8 } else { 4 }).expect("a length");
-        let status = if extended {
-            (chunk::BLOCK_STATUS_EXT, 24)
-        } else {
-            (chunk::BLOCK_STATUS, 12)
-        };
         match (q.command, kind) {
             (_, chunk::ERROR) => {
                 let error = self.answers.number(4).expect("an error");
@@ -387,7 +385,14 @@ impl<'a> Reader<'a> {
             (cmd::READ, chunk::OFFSET_DATA) => {
                 assert_eq!((self.answers.number(8), len), (Some(q.offset), 8 + q.len));
             }
-            (cmd::BLOCK_STATUS, kind) => assert_eq!((kind, len), status),
+            (cmd::BLOCK_STATUS, kind) => {
+                let count = said(q).len() as u64;
+                let status = match extended {
+                    true => (chunk::BLOCK_STATUS_EXT, 8 + 16 * count),
+                    false => (chunk::BLOCK_STATUS, 4 + 8 * count),
+                };
+                assert_eq!((kind, len), status);
+            }
             (_, kind) => {
                 assert_eq!((kind, len), (chunk::NONE, 0), "{q:?}");
                 assert!(q.command != cmd::READ || q.len == 0, "{q:?} has no data");
@@ -426,4 +431,10 @@ impl<'a> Reader<'a> {
         let inside = self.geometry.contains(q.offset, q.len) && self.geometry.aligned(q.offset, q.len);
         known && can && q.flags & !(flags | fua) == 0 && (inside || q.command == cmd::FLUSH)
     }
+}
+
+/// What the device says to this request for a state.
+fn said(q: &Request) -> Vec<Extent> {
+    let one = q.flags & cmd_flag::REQ_ONE != 0;
+    extents(q.offset, q.len, if one { 1 } else { usize::MAX })
 }

@@ -12,7 +12,7 @@ use rtrs::{
     cx::Cx,
 };
 
-use super::{AT_FIRST, Change, NAMES, NEGOTIATION, content};
+use super::{AT_FIRST, Change, NAMES, NEGOTIATION, content, extents};
 use crate::provider::Scripted;
 
 /// Longer than a client may keep a buffer that it does not use.
@@ -227,6 +227,10 @@ impl<'a> Server<'a> {
             BlockOp::WriteZeroes { fua, .. } => {
                 there[range].fill(0);
                 fua
+            }
+            BlockOp::BlockStatus { most } => {
+                let extents = extents(q.offset, q.len, most as usize);
+                return self.conn.status(self.now, q.key, Ok(&extents));
             }
         };
         assert!(

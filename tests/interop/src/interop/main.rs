@@ -89,6 +89,10 @@ pub(crate) struct Cli {
     /// Write the table of results (Markdown) to this file
     #[arg(long, value_name = "FILE")]
     table: Option<PathBuf>,
+    /// Run nothing: make the tables of results that an earlier run has written with --json; given
+    /// again, of scenarios that were run again
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["list", "peer", "json", "only"])]
+    from: Vec<PathBuf>,
     /// Put the short table of results into this file, between its marks
     #[arg(long, value_name = "README")]
     readme: Option<PathBuf>,
@@ -237,6 +241,23 @@ fn in_the_lab(cli: &Cli, chosen: Vec<Scenario>) -> Result<Vec<Outcome>, Error> {
     Ok(outcomes)
 }
 
+/// The results of earlier runs; of a scenario the last.
+fn earlier(files: &[PathBuf]) -> Result<Vec<Outcome>, Error> {
+    let mut all: Vec<Outcome> = Vec::new();
+    for file in files {
+        let named = |e: &dyn std::fmt::Display| format!("{}: {e}", file.display());
+        let text = fs::read_to_string(file).map_err(|e| named(&e))?;
+        let outcomes: Vec<Outcome> = serde_json::from_str(&text).map_err(|e| named(&e))?;
+        for outcome in outcomes {
+            match all.iter_mut().find(|o| o.name == outcome.name) {
+                Some(before) => *before = outcome,
+                None => all.push(outcome),
+            }
+        }
+    }
+    Ok(all)
+}
+
 fn write_results(cli: &Cli, outcomes: &[Outcome]) -> Result<(), Error> {
     if let Some(file) = &cli.json {
         fs::write(file, serde_json::to_string_pretty(outcomes)? + "\n")
@@ -292,6 +313,9 @@ fn run_cli(cli: &Cli) -> Result<ExitCode, Error> {
         }
         return Ok(ExitCode::SUCCESS);
     }
+    if !cli.from.is_empty() {
+        return summary(cli, &earlier(&cli.from)?);
+    }
     if chosen.is_empty() || !unknown(cli, &chosen).is_empty() {
         let names = unknown(cli, &chosen).join(", ");
         eprintln!(
@@ -302,8 +326,12 @@ fn run_cli(cli: &Cli) -> Result<ExitCode, Error> {
         );
         return Ok(ExitCode::from(2));
     }
-    let outcomes = scenarios(cli, chosen)?;
-    write_results(cli, &outcomes)?;
+    summary(cli, &scenarios(cli, chosen)?)
+}
+
+/// Writes what was asked for, and says how it went.
+fn summary(cli: &Cli, outcomes: &[Outcome]) -> Result<ExitCode, Error> {
+    write_results(cli, outcomes)?;
     let count = |r| outcomes.iter().filter(|o| o.result == r && !o.optional).count();
     let (passed, failed, missing) = (count(Verdict::Passed), count(Verdict::Failed), count(Verdict::NotRun));
     if !cli.beside {
@@ -327,7 +355,7 @@ fn main() -> ExitCode {
 mod tests {
     use clap::Parser as _;
 
-    use super::{Cli, Verdict, chosen, scenarios, unknown};
+    use super::{Cli, Verdict, chosen, earlier, scenarios, unknown};
 
     #[test]
     fn each_name_that_is_asked_for_has_to_be_one() {
@@ -350,6 +378,33 @@ mod tests {
         assert_eq!(series(&["--kernel", "6.12"]), ["6.12"].into());
         assert_eq!(series(&["--kernel", "6.1"]), ["6.1"].into());
         assert_eq!(series(&["--peer", "127.0.0.1"]), ["6.1"].into());
+    }
+
+    #[test]
+    fn of_a_scenario_that_was_run_again_the_last_result_counts() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let file = |name: &str, results: &[(&str, &str)]| {
+            let outcome = |(name, result): &(&str, &str)| {
+                serde_json::json!({
+                    "name": name, "number": 1, "direction": "both", "guest": "1 CPU", "result": result,
+                    "seconds": 1.0, "detail": "", "optional": false,
+                })
+            };
+            let path = dir.path().join(name);
+            let all: Vec<_> = results.iter().map(outcome).collect();
+            std::fs::write(&path, serde_json::json!(all).to_string()).expect("a file");
+            path
+        };
+        let first = file("first", &[("a", "passed"), ("b", "failed"), ("c", "not run")]);
+        let again = file("again", &[("b", "passed")]);
+        let outcomes = earlier(&[first, again]).expect("outcomes");
+        let results: Vec<_> = outcomes.iter().map(|o| (o.name.as_str(), o.result)).collect();
+        assert_eq!(
+            results,
+            [("a", Verdict::Passed), ("b", Verdict::Passed), ("c", Verdict::NotRun)]
+        );
+        let bad = dir.path().join("none");
+        assert!(earlier(&[bad]).is_err());
     }
 
     #[test]

@@ -2,12 +2,12 @@
 
 use std::{collections::BTreeMap, fmt::Write as _};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::scenarios::{Direction, Scenario};
 
 /// How a scenario ended.
-#[derive(Clone, Copy, PartialEq, Eq, Serialize, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Debug)]
 pub(crate) enum Verdict {
     #[serde(rename = "passed")]
     Passed,
@@ -30,12 +30,12 @@ impl Verdict {
 }
 
 /// A line of the report.
-#[derive(Clone, Serialize, Debug)]
+#[derive(Clone, Serialize, Deserialize, Debug)]
 pub(crate) struct Outcome {
     pub(crate) name: String,
     /// Kind of scenario: an index into [`TITLES`].
     pub(crate) number: u8,
-    pub(crate) direction: &'static str,
+    pub(crate) direction: String,
     /// What it ran against: the guest's kernel, its shape, and what netem does to packets.
     pub(crate) guest: String,
     pub(crate) result: Verdict,
@@ -51,7 +51,7 @@ impl Outcome {
         Self {
             name: s.name.clone(),
             number: s.number,
-            direction: s.direction.text(),
+            direction: s.direction.text().to_owned(),
             guest: s.setting(),
             result,
             seconds,
@@ -205,11 +205,11 @@ fn stem(name: &str) -> String {
 mod tests {
     use super::{MARKS, Outcome, TITLES, Verdict, readme};
 
-    fn outcome(name: &str, direction: &'static str, result: Verdict) -> Outcome {
+    fn outcome(name: &str, direction: &str, result: Verdict) -> Outcome {
         Outcome {
             name: name.to_owned(),
             number: 2,
-            direction,
+            direction: direction.to_owned(),
             guest: "1 CPU".to_owned(),
             result,
             seconds: 1.0,

@@ -1,0 +1,136 @@
+//! Block status: what a server of ours is asked, and what becomes of it. Of other servers all is data.
+
+use core::fmt::Display;
+
+use rtrs::{
+    Direction,
+    client::{
+        buffers::Buffer,
+        config::ConType,
+        request::{SessionId, Submission},
+    },
+    cx::Cx,
+};
+use smallvec::SmallVec;
+use zerocopy::IntoBytes;
+
+use super::{
+    device::Device,
+    flight::{Fate, FlightPart},
+    memory::{self, SessionBuffers},
+    operation::{Operation, Part},
+};
+use crate::{
+    block::{BlockOp, Extent},
+    errno::Errno,
+    proto::status,
+};
+
+/// Whether an operation is one.
+pub(super) fn is_status(operation: &Operation) -> bool {
+    matches!(operation.op, BlockOp::BlockStatus { .. })
+}
+
+/// Extents that are wanted at most.
+fn most(operation: &Operation) -> u32 {
+    match operation.op {
+        BlockOp::BlockStatus { most } => most.clamp(1, status::MAX_EXTENTS),
+        _ => 0,
+    }
+}
+
+/// All of the range may have data.
+fn all_data(operation: &Operation) -> Vec<Extent> {
+    vec![Extent::data(operation.len)]
+}
+
+/// Nobody is asked.
+pub(super) fn answer_unasked(operation: &mut Operation) {
+    operation.span.take(0);
+    operation.extents = all_data(operation);
+    operation.span.ended(Ok(()));
+}
+
+/// The request, without a tag, and what it moves: room for the answer. `None`: a buffer has to come back first.
+///
+/// # Errors
+/// ECONNABORTED without the session; ENOMEM when there will never be a buffer.
+pub(super) fn request(
+    cx: &mut Cx<'_>,
+    memory: &mut dyn SessionBuffers,
+    operation: &mut Operation,
+    device: &Device,
+    id: u32,
+) -> Result<Option<(Part, Submission)>, Errno> {
+    let room = device.status_room();
+    let largest = device.geometry.map_or(room, |g| g.max_transfer) as usize;
+    let Some(buffer) = memory::for_answer(cx, memory, device.session, room as usize, largest)? else {
+        return Ok(None);
+    };
+    let block = device.geometry.map_or(1, |g| u64::from(g.logical_block_size));
+    let len = operation.len.min(status::MAX_RANGE / block * block);
+    let message = status::request(id, operation.offset, len, room, most(operation));
+    operation.span.take(0);
+    let submission = Submission {
+        tag: 0,
+        con: ConType::Io(operation.hint),
+        direction: Direction::Read,
+        header: SmallVec::from_slice(message.as_bytes()),
+        data: Some(buffer),
+    };
+    Ok(Some(((operation.offset, room.into()), submission)))
+}
+
+/// A request has ended like this; `refused`: by the server's answer. Its buffer goes back.
+pub(super) fn ended(
+    memory: &mut dyn SessionBuffers,
+    operation: &mut Operation,
+    device: &mut Device,
+    flight: &FlightPart,
+    fate: Fate,
+    refused: bool,
+    data: Option<Buffer>,
+) -> Fate {
+    let session = device.session;
+    let fate = match fate {
+        Fate::Over(Ok(())) => match read(memory, session, data.as_ref()) {
+            Ok(bytes) => {
+                let block = device.geometry.map_or(1, |g| u64::from(g.logical_block_size));
+                match status::parse(&bytes, operation.len, most(operation), block) {
+                    Ok(extents) => operation.extents = extents,
+                    Err(why) => give_up(operation, device, flight, why),
+                }
+                Fate::Over(Ok(()))
+            }
+            Err(e) => Fate::Over(Err(e)),
+        },
+        Fate::Over(Err(e)) if refused => {
+            give_up(operation, device, flight, e);
+            Fate::Over(Ok(()))
+        }
+        other => other,
+    };
+    if let Some(buffer) = data {
+        memory::give(memory, session, buffer);
+    }
+    fate
+}
+
+/// The server can't after all: it is not asked again before it has opened the device again.
+fn give_up(operation: &mut Operation, device: &mut Device, flight: &FlightPart, why: impl Display) {
+    operation.extents = all_data(operation);
+    if flight.opened == device.opened && core::mem::take(&mut device.answers_status) {
+        tracing::warn!(
+            device = device.name,
+            "holes are told as data: the server answers block status with: {why}"
+        );
+    }
+}
+
+fn read(memory: &mut dyn SessionBuffers, session: SessionId, buffer: Option<&Buffer>) -> Result<Vec<u8>, Errno> {
+    let Some(buffer) = buffer else { return Ok(Vec::new()) };
+    let buffers = memory.buffers(session).ok_or(Errno::ECONNABORTED)?;
+    let mut bytes = vec![0; buffer.len()];
+    buffers.read(buffer, 0, &mut bytes).map_err(|_| Errno::EINVAL)?;
+    Ok(bytes)
+}
