@@ -113,6 +113,12 @@ impl<T> Slots<T> {
         self.len() == 0
     }
 
+    /// All objects with their numbers, by slot.
+    pub fn iter<N: Number>(&self) -> impl Iterator<Item = (N, &T)> {
+        let slots = self.slots.iter().enumerate();
+        slots.filter_map(|(slot, (generation, object))| Some((N::new(slot as u32, *generation), object.as_ref()?)))
+    }
+
     /// All objects, by slot.
     pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
         self.slots.iter_mut().filter_map(|(_, object)| object.as_mut())
@@ -136,6 +142,8 @@ mod tests {
         let third: QpId = slots.insert_with(made_for).unwrap();
         assert_eq!((slots.get(third), third.slot()), (Some(&'d'), 0));
         assert_eq!(slots.insert_with(made_for), None, "it has made nothing for the next");
+        let all: Vec<(QpId, _)> = slots.iter().collect();
+        assert_eq!(all, [(third, &'d')]);
         slots.remove(third);
         for _ in 0..5000 {
             let id: QpId = slots.insert('c').unwrap();
