@@ -134,16 +134,26 @@ impl RdmaArgs {
                 "RDMA devices are driven by one loop: not with --threads {loops} (or with --rdma soft)"
             )));
         }
-        let in_software: Vec<_> = addrs.iter().copied().filter(|addr| hardware.owner(*addr).is_none()).collect();
+        let in_software: Vec<_> = addrs
+            .iter()
+            .copied()
+            .filter(|addr| hardware.owner(*addr).is_none())
+            .collect();
         let opened = match soft(&in_software) {
             // A kernel with devices of its own in software has their port at all addresses.
             Err(e) if in_software.iter().all(IpAddr::is_unspecified) => {
-                tracing::warn!("RDMA devices only, at all of their addresses; in software not: {e}");
+                tracing::warn!(
+                    "RDMA devices only, at all of their addresses; in software not: {}",
+                    e.text()
+                );
                 soft(&[])?
             }
             opened => opened?,
         };
-        let together = opened.into_iter().next().map(|soft| Devices::with_hardware(soft, hardware));
+        let together = opened
+            .into_iter()
+            .next()
+            .map(|soft| Devices::with_hardware(soft, hardware));
         Ok(together.into_iter().collect())
     }
 }

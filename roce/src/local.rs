@@ -331,11 +331,6 @@ impl LocalDevice {
         self.fabric.devices().get(index).map(|caps| &caps.limits)
     }
 
-    /// Path MTU at most of a device's connections.
-    pub fn mtu(&mut self, index: usize) -> Option<Mtu> {
-        self.members().get(index).map(|m| m.mtu)
-    }
-
     /// Receives about `budget` packets of each device. True: more is waiting.
     pub fn receive(&mut self, now: Instant, budget: usize) -> bool {
         self.fabric.set_now(now);

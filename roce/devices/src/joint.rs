@@ -186,7 +186,12 @@ impl<A: Half, B: Half> Joint<A, B> {
     }
 
     /// An object that has just been made, as ours; it is unmade if there is no room for its number.
-    fn made<N: Numbered>(&mut self, side: Side, id: N, unmake: impl FnOnce(&mut dyn Provider, N)) -> Result<N, VerbsError> {
+    fn made<N: Numbered>(
+        &mut self,
+        side: Side,
+        id: N,
+        unmake: impl FnOnce(&mut dyn Provider, N),
+    ) -> Result<N, VerbsError> {
         id.ours(side).ok_or_else(|| {
             unmake(self.of_mut(side), id);
             FULL
@@ -220,7 +225,9 @@ impl<A: Half, B: Half> Joint<A, B> {
         let addr = self.cm_addrs(first).map_or(addr, |(addr, _)| addr);
         let listening = self.listen_at(Side::B, addr, backlog);
         let second = listening.inspect_err(|_| self.cm_destroy(first))?;
-        let both = self.listeners.insert_with(|id: CmRef| (id.slot() < OWN).then_some([first, second]));
+        let both = self
+            .listeners
+            .insert_with(|id: CmRef| (id.slot() < OWN).then_some([first, second]));
         let both = both.ok_or_else(|| {
             self.cm_destroy(first);
             self.cm_destroy(second);
@@ -276,7 +283,12 @@ impl<A: Half, B: Half> Joint<A, B> {
         })
     }
 
-    fn take_completions(&mut self, side: Side, out: &mut Vec<(QpId, Completion)>, max: usize) -> Result<usize, VerbsError> {
+    fn take_completions(
+        &mut self,
+        side: Side,
+        out: &mut Vec<(QpId, Completion)>,
+        max: usize,
+    ) -> Result<usize, VerbsError> {
         let from = out.len();
         let count = self.of_mut(side).poll_completions(out, max)?;
         if side == Side::B {

@@ -197,6 +197,13 @@ impl Devices {
         self.soft().all_stats()
     }
 
+    /// All software devices' counts together.
+    pub fn stats(&mut self) -> DeviceStats {
+        let mut sum = DeviceStats::default();
+        self.all_stats().iter().for_each(|(_, stats)| sum.add(stats));
+        sum
+    }
+
     /// How many objects there are.
     pub fn usage(&self) -> Usage {
         let soft = self.soft_ref().usage();

@@ -2,10 +2,7 @@
 
 use std::{io, net::IpAddr};
 
-use roce::{
-    LocalDevice, Mtu, Usage,
-    verbs::provider::Provider,
-};
+use roce::{LocalDevice, Mtu, Usage, verbs::provider::Provider};
 use roce_hw::HwDevice;
 
 use crate::joint::{Half, Joint};

@@ -17,6 +17,8 @@ const INLINE: [u32; 6] = [1024, 512, 256, 128, 64, 32];
 /// What is known of a device from the beginning.
 pub(crate) struct Known {
     pub(crate) caps: DeviceCaps,
+    /// The ports of its addresses.
+    pub(crate) ports: Vec<u8>,
     /// It has atomics.
     pub(crate) atomics: bool,
 }
@@ -81,11 +83,12 @@ fn inline(pd: &Arc<Pd>, channel: &Arc<Channel>) -> io::Result<u32> {
     Ok(INLINE.into_iter().find_map(made).unwrap_or(0))
 }
 
-/// Asks a device.
-pub(crate) fn ask(context: &Arc<Context>, channel: &Arc<Channel>) -> io::Result<Known> {
+/// Asks a device, of which one port is used, or all.
+pub(crate) fn ask(context: &Arc<Context>, port: Option<u8>, channel: &Arc<Channel>) -> io::Result<Known> {
     let attr = context.attributes()?;
-    let max_msg_size = context.port(1)?.max_msg_sz;
+    let max_msg_size = context.port(port.unwrap_or(1))?.max_msg_sz;
     let pd = Pd::alloc(context)?;
+    let (addrs, ports) = context.addresses(port)?.into_iter().unzip();
     let window = |flags: u32, kind| attr.device_cap_flags & flags != 0 && Mw::alloc(&pd, kind).is_ok();
     let caps = DeviceCaps {
         limits: limits(&attr, max_msg_size, inline(&pd, channel)?),
@@ -96,8 +99,8 @@ pub(crate) fn ask(context: &Arc<Context>, channel: &Arc<Channel>) -> io::Result<
         scattered_keys: false,
         zero_based: true,
         iova: true,
-        addrs: context.addresses()?,
+        addrs,
     };
     let atomics = attr.atomic_cap != ibv_atomic_cap::IBV_ATOMIC_NONE;
-    Ok(Known { caps, atomics })
+    Ok(Known { caps, ports, atomics })
 }

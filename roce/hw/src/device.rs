@@ -10,7 +10,7 @@ use std::{
 };
 
 use roce_verbs::{
-    AccessFlags, Completion, NumberHasher,
+    AccessFlags, Completion, Mtu, NumberHasher,
     provider::{CqId, DeviceCaps, DeviceIx, Event, KeyId, MrId, MrInfo, PdId, QpId, Registration, Slots, VerbsError},
 };
 
@@ -23,11 +23,20 @@ use crate::{
     sys::{self, Channel, Context, EventChannel, Polled, RecvList, SendList},
 };
 
+/// A device that is wanted.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct DeviceName {
+    /// As `rdma link` has it without the port (`mlx5_0`, `rxe0`).
+    pub name: String,
+    /// Only the addresses of this port; `None`: those of all.
+    pub port: Option<u8>,
+}
+
 /// Which devices to use.
 #[derive(Clone, Debug, Default)]
 pub struct HwConfig {
-    /// Their names, as `rdma link` has them without the port (`mlx5_0`, `rxe0`); none: all that can be opened.
-    pub devices: Vec<String>,
+    /// Those that are wanted; none: all that can be opened.
+    pub devices: Vec<DeviceName>,
 }
 
 /// How many objects there are.
@@ -47,6 +56,10 @@ pub(crate) type ByNumber<T> = HashMap<u32, T, BuildHasherDefault<NumberHasher>>;
 /// An open device.
 pub(crate) struct Device {
     pub(crate) context: Arc<Context>,
+    /// The port that is used; `None`: all.
+    pub(crate) port: Option<u8>,
+    /// The ports of its addresses.
+    pub(crate) ports: Vec<u8>,
     /// Of all its completion queues.
     pub(crate) channel: Arc<Channel>,
     pub(crate) qps: ByNumber<QpId>,
@@ -159,12 +172,14 @@ fn fork_init() {
 }
 
 /// Opens a device, and asks what it can do.
-fn open(context: Context) -> io::Result<(Device, DeviceCaps)> {
+fn open(context: Context, port: Option<u8>) -> io::Result<(Device, DeviceCaps)> {
     let context = Arc::new(context);
     let channel = Channel::create(&context)?;
-    let Known { caps, atomics } = caps::ask(&context, &channel)?;
+    let Known { caps, ports, atomics } = caps::ask(&context, port, &channel)?;
     let device = Device {
         context,
+        port,
+        ports,
         channel,
         qps: ByNumber::default(),
         atomics,
@@ -181,10 +196,15 @@ impl HwDevice {
     pub fn open(config: &HwConfig) -> Result<Self, VerbsError> {
         fork_init();
         let all = config.devices.is_empty();
-        let wanted = |name: &str| all || config.devices.iter().any(|n| n == name);
+        let wanted = |name: &str| all || config.devices.iter().any(|d| d.name == name);
         let (mut devices, mut caps, mut failed) = (Vec::new(), Vec::new(), None);
         for found in Context::open_all(wanted).map_err(advice::no_list)? {
-            match found.opened.and_then(open) {
+            let port = config
+                .devices
+                .iter()
+                .find(|d| d.name == found.name)
+                .and_then(|d| d.port);
+            match found.opened.and_then(|context| open(context, port)) {
                 Ok((device, can)) => {
                     devices.push(device);
                     caps.push(can);
@@ -197,8 +217,8 @@ impl HwDevice {
                 Err(e) => return Err(advice::not_opened(&found.name, &found.file, e)),
             }
         }
-        let lacks = |name: &&String| !devices.iter().any(|d: &Device| d.context.name() == name.as_str());
-        let lacking: Vec<String> = config.devices.iter().filter(lacks).cloned().collect();
+        let lacks = |wanted: &&DeviceName| !devices.iter().any(|d: &Device| d.context.name() == wanted.name);
+        let lacking: Vec<String> = config.devices.iter().filter(lacks).map(|d| d.name.clone()).collect();
         if devices.is_empty() || !lacking.is_empty() {
             return Err(failed.unwrap_or_else(|| advice::no_device(&lacking)));
         }
@@ -234,6 +254,29 @@ impl HwDevice {
         let addr = addr.to_canonical();
         let found = self.caps.iter().position(|caps| caps.addrs.contains(&addr));
         found.map(|device| DeviceIx(device as u16))
+    }
+
+    /// The addresses of all devices.
+    pub fn addrs(&self) -> impl Iterator<Item = IpAddr> {
+        self.caps.iter().flat_map(|caps| caps.addrs.iter().copied())
+    }
+
+    /// Path MTU at most of connections from an address now.
+    ///
+    /// # Errors
+    /// When it is no device's, or the device does not say.
+    pub fn mtu(&self, addr: IpAddr) -> io::Result<Mtu> {
+        let addr = addr.to_canonical();
+        let port_of = |(caps, device): (&DeviceCaps, _)| {
+            let at = caps.addrs.iter().position(|of| *of == addr)?;
+            Some((device, at))
+        };
+        let found = self.caps.iter().zip(&self.devices).find_map(port_of);
+        let (device, at): (&Device, _) = found.ok_or(io::ErrorKind::AddrNotAvailable)?;
+        let number = device.ports.get(at).copied().unwrap_or(1);
+        let code = device.context.port(number)?.active_mtu;
+        let mtu = u8::try_from(code).ok().and_then(Mtu::from_code);
+        mtu.ok_or_else(|| io::ErrorKind::InvalidData.into())
     }
 
     /// How many objects there are.

@@ -112,9 +112,9 @@ impl HwDevice {
             return;
         }
         if news.kind == GID_CHANGE
-            && let Ok(addrs) = self.devices[device].context.addresses()
+            && let Ok(addrs) = self.devices[device].context.addresses(self.devices[device].port)
         {
-            self.caps[device].addrs = addrs;
+            (self.caps[device].addrs, self.devices[device].ports) = addrs.into_iter().unzip();
         }
         if let Element::Qp(number) = news.element
             && let Some(id) = self.devices[device].qps.get(&number).copied()

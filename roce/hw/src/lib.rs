@@ -44,4 +44,4 @@ mod qp;
 mod sys;
 
 #[cfg(feature = "hardware")]
-pub use device::{HwConfig, HwDevice, Usage};
+pub use device::{DeviceName, HwConfig, HwDevice, Usage};

@@ -325,7 +325,8 @@ impl<C, J> Loop<C, J> {
         if left == 0 && self.event.is_none() {
             self.event = provider.poll_event();
         }
-        self.again = !quiet || more || self.readable || self.news || flushed == Flush::More || left > 0 || self.event.is_some();
+        self.again =
+            !quiet || more || self.readable || self.news || flushed == Flush::More || left > 0 || self.event.is_some();
         Ok(())
     }
 

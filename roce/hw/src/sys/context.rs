@@ -150,8 +150,9 @@ impl Context {
         }
     }
 
-    /// The addresses of its RoCE v2 GIDs, without link-local ones, which say nothing without an interface.
-    pub(crate) fn addresses(&self) -> io::Result<Vec<IpAddr>> {
+    /// The addresses of the RoCE v2 GIDs of a port or of all, each with its port, without link-local ones, which say nothing without
+    /// an interface.
+    pub(crate) fn addresses(&self, port: Option<u8>) -> io::Result<Vec<(IpAddr, u8)>> {
         let mut room = 0;
         for port in 1..=self.attributes()?.phys_port_cnt {
             room += usize::try_from(self.port(port)?.gid_tbl_len).unwrap_or(0);
@@ -164,14 +165,17 @@ impl Context {
             let negative = |_| io::Error::from_raw_os_error(count.unsigned_abs() as i32);
             entries.set_len(usize::try_from(count).map_err(negative)?.min(room));
         }
+        let of_port = |e: &&ibv_gid_entry| port.is_none_or(|port| u32::from(port) == e.port_num);
         let v2 = entries.iter().filter(|e| e.gid_type == GID_TYPE_ROCE_V2);
         // SAFETY: both members are 16 bytes.
-        let addrs = v2.map(|e| Ipv6Addr::from(unsafe { e.gid.raw }));
-        let mut out: Vec<IpAddr> = Vec::new();
-        for addr in addrs.filter(|addr| !addr.is_unicast_link_local() && !addr.is_unspecified()) {
+        let addrs = v2
+            .filter(of_port)
+            .map(|e| (Ipv6Addr::from(unsafe { e.gid.raw }), e.port_num as u8));
+        let mut out: Vec<(IpAddr, u8)> = Vec::new();
+        for (addr, port) in addrs.filter(|(addr, _)| !addr.is_unicast_link_local() && !addr.is_unspecified()) {
             let addr = IpAddr::V6(addr).to_canonical();
-            if !out.contains(&addr) {
-                out.push(addr);
+            if !out.iter().any(|(known, _)| *known == addr) {
+                out.push((addr, port));
             }
         }
         Ok(out)
