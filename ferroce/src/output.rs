@@ -57,11 +57,6 @@ impl Failure {
         }
     }
 
-    /// What went wrong, unless it has been printed.
-    pub(crate) fn text(&self) -> &str {
-        self.text.as_deref().unwrap_or_default()
-    }
-
     /// What is wrong has been printed already.
     pub(crate) const fn reported(code: u8) -> Self {
         Self {

@@ -144,7 +144,7 @@ impl RdmaArgs {
             Err(e) if in_software.iter().all(IpAddr::is_unspecified) => {
                 tracing::warn!(
                     "RDMA devices only, at all of their addresses; in software not: {}",
-                    e.text()
+                    e.text().unwrap_or_default()
                 );
                 soft(&[])?
             }
