@@ -5,13 +5,14 @@
 //! crate's but [`Devices`] itself.
 
 mod joint;
+mod opener;
 #[cfg(feature = "hardware")]
 mod rdma;
 
 use std::{io, net::IpAddr, os::fd::BorrowedFd, time::Duration};
 
 use roce::{
-    DeviceStats, Flush, LocalDevice, Mtu, NewDevice, Opener, RxMeta, Usage,
+    DeviceStats, Flush, LocalDevice, Mtu, NewDevice, RxMeta, Usage,
     verbs::{
         Instant,
         provider::{DeviceIx, Provider, VerbsError},
@@ -19,6 +20,9 @@ use roce::{
 };
 
 pub use joint::{Half, Joint, Side};
+pub use opener::Opener;
+
+use opener::Hardware;
 #[cfg(feature = "hardware")]
 pub use roce_hw as hw;
 
@@ -54,7 +58,7 @@ impl Devices {
     /// have is the software's.
     #[cfg(feature = "hardware")]
     pub fn with_hardware(soft: LocalDevice, hardware: hw::HwDevice) -> Self {
-        Self(Inner::Both(Box::new(Joint::new(soft, hardware, roce::iface::route_to))))
+        Self(Inner::Both(Box::new(rdma::Both::new(soft, hardware))))
     }
 
     /// What a loop's state machines are given.
@@ -62,7 +66,7 @@ impl Devices {
         match &mut self.0 {
             Inner::Soft(soft) => soft.provider(),
             #[cfg(feature = "hardware")]
-            Inner::Both(both) => &mut **both,
+            Inner::Both(both) => &mut both.joint,
         }
     }
 
@@ -70,7 +74,7 @@ impl Devices {
         match &mut self.0 {
             Inner::Soft(soft) => soft,
             #[cfg(feature = "hardware")]
-            Inner::Both(both) => both.a_mut(),
+            Inner::Both(both) => both.joint.a_mut(),
         }
     }
 
@@ -78,13 +82,21 @@ impl Devices {
         match &self.0 {
             Inner::Soft(soft) => soft,
             #[cfg(feature = "hardware")]
-            Inner::Both(both) => both.a(),
+            Inner::Both(both) => both.joint.a(),
         }
     }
 
-    /// Opens further addresses for software devices of this loop and the others that it was opened with.
+    /// Opens further addresses for this loop and the others that it was opened with.
     pub fn opener(&self) -> Opener {
-        self.soft_ref().opener()
+        let hardware = match &self.0 {
+            Inner::Soft(_) => Hardware::default(),
+            #[cfg(feature = "hardware")]
+            Inner::Both(both) => both.known.clone(),
+        };
+        Opener {
+            soft: self.soft_ref().opener(),
+            hardware,
+        }
     }
 
     /// The loop gets one more software device, which has been [opened](Opener::open) for it; the next turn has its
@@ -95,8 +107,8 @@ impl Devices {
             Inner::Soft(_) => device,
             #[cfg(feature = "hardware")]
             Inner::Both(both) => {
-                both.refresh();
-                both.device(Side::A, device).unwrap_or(device)
+                both.joint.refresh();
+                both.joint.device(Side::A, device).unwrap_or(device)
             }
         }
     }
@@ -114,7 +126,7 @@ impl Devices {
         match &mut self.0 {
             Inner::Soft(_) => Ok(false),
             #[cfg(feature = "hardware")]
-            Inner::Both(both) => both.b_mut().poll(),
+            Inner::Both(both) => both.take_news(),
         }
     }
 
@@ -158,7 +170,7 @@ impl Devices {
         match &mut self.0 {
             Inner::Soft(_) => Ok(()),
             #[cfg(feature = "hardware")]
-            Inner::Both(both) => both.b_mut().arm(),
+            Inner::Both(both) => both.joint.b_mut().arm(),
         }
     }
 
@@ -172,7 +184,7 @@ impl Devices {
         match &self.0 {
             Inner::Soft(_) => Vec::new(),
             #[cfg(feature = "hardware")]
-            Inner::Both(both) => both.b().descriptors(),
+            Inner::Both(both) => both.joint.b().descriptors(),
         }
     }
 
@@ -188,7 +200,7 @@ impl Devices {
         match &self.0 {
             Inner::Soft(_) => Err(io::ErrorKind::AddrNotAvailable.into()),
             #[cfg(feature = "hardware")]
-            Inner::Both(both) => rdma::mtu(both.b(), addr),
+            Inner::Both(both) => both.joint.b().mtu(addr),
         }
     }
 
@@ -210,7 +222,7 @@ impl Devices {
         match &self.0 {
             Inner::Soft(_) => soft,
             #[cfg(feature = "hardware")]
-            Inner::Both(both) => rdma::usage(soft, both.b()),
+            Inner::Both(both) => rdma::usage(soft, both.joint.b()),
         }
     }
 }

@@ -1,13 +1,44 @@
 //! RDMA devices beside software ones.
 
-use std::{io, net::IpAddr};
-
-use roce::{LocalDevice, Mtu, Usage, verbs::provider::Provider};
+use roce::{
+    LocalDevice, Usage,
+    verbs::provider::{Provider, VerbsError},
+};
 use roce_hw::HwDevice;
 
-use crate::joint::{Half, Joint};
+use crate::{
+    joint::{Half, Joint},
+    opener::Hardware,
+};
 
-pub(crate) type Both = Joint<LocalDevice, HwDevice>;
+/// RDMA devices beside software ones.
+#[derive(Debug)]
+pub(crate) struct Both {
+    pub(crate) joint: Joint<LocalDevice, HwDevice>,
+    /// The addresses of the RDMA devices.
+    pub(crate) known: Hardware,
+}
+
+impl Both {
+    pub(crate) fn new(soft: LocalDevice, hardware: HwDevice) -> Self {
+        let this = Self {
+            joint: Joint::new(soft, hardware, roce::iface::route_to),
+            known: Hardware::default(),
+        };
+        this.known.tell(this.joint.b().addrs());
+        this
+    }
+
+    /// Takes what the RDMA devices have to tell. True: there was something.
+    pub(crate) fn take_news(&mut self) -> Result<bool, VerbsError> {
+        let any = self.joint.b_mut().poll()?;
+        if any {
+            self.joint.refresh();
+            self.known.tell(self.joint.b().addrs());
+        }
+        Ok(any)
+    }
+}
 
 impl Half for HwDevice {
     fn provider(&self) -> &dyn Provider {
@@ -17,10 +48,6 @@ impl Half for HwDevice {
     fn provider_mut(&mut self) -> &mut dyn Provider {
         self
     }
-}
-
-pub(crate) fn mtu(hardware: &HwDevice, addr: IpAddr) -> io::Result<Mtu> {
-    hardware.mtu(addr)
 }
 
 pub(crate) fn usage(soft: Usage, hardware: &HwDevice) -> Usage {
