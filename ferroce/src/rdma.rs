@@ -70,12 +70,17 @@ const fn usual() -> Rdma {
 #[derive(Args, Clone, PartialEq, Eq, Debug)]
 pub(crate) struct RdmaArgs {
     /// RDMA devices to use, at the addresses that are theirs; other addresses are in software. `auto`: all that there are; `soft`: none.
-    /// Several times: as many devices
+    /// Several times: as many devices. Of `bench` for rtrs only
     #[arg(long = "rdma", value_name = "NAME[:PORT]|auto|soft", default_values_t = [usual()])]
     wanted: Vec<Rdma>,
 }
 
 impl RdmaArgs {
+    /// The same, for another process.
+    pub(crate) fn options(&self) -> impl Iterator<Item = String> {
+        self.wanted.iter().map(|rdma| format!("--rdma={rdma}"))
+    }
+
     /// Which devices are named; `None`: none is to be used.
     #[cfg_attr(not(feature = "hardware"), allow(dead_code, reason = "there is nothing to open"))]
     fn named(&self) -> Result<Option<Vec<(&str, Option<u8>)>>, Failure> {

@@ -91,6 +91,7 @@ pub(crate) fn ask(context: &Arc<Context>, port: Option<u8>, channel: &Arc<Channe
     let (addrs, ports) = context.addresses(port)?.into_iter().unzip();
     let window = |flags: u32, kind| attr.device_cap_flags & flags != 0 && Mw::alloc(&pd, kind).is_ok();
     let caps = DeviceCaps {
+        name: Some(context.name().into()),
         limits: limits(&attr, max_msg_size, inline(&pd, channel)?),
         fast_registration: false,
         window_1: window(MEM_WINDOW, Kind::One),

@@ -201,6 +201,7 @@ impl<P: Ports> Fabric<P> {
         });
         let config = self.config;
         self.caps.push(DeviceCaps {
+            name: None,
             limits,
             fast_registration: config.fast_registration,
             window_1: config.windows,
