@@ -137,6 +137,11 @@ impl<A: Half, B: Half> Joint<A, B> {
         &mut self.b
     }
 
+    /// Both, to be driven. If one gets another device, [`refresh`](Self::refresh) is to be called.
+    pub fn halves_mut(&mut self) -> (&mut A, &mut B) {
+        (&mut self.a, &mut self.b)
+    }
+
     /// Takes over what the devices have become, and those that are new.
     pub fn refresh(&mut self) {
         for side in [Side::A, Side::B] {
