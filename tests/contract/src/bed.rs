@@ -180,6 +180,11 @@ impl Bed {
         (0..count).for_each(|_| self.turn());
     }
 
+    /// So many turns, of which nobody asks what came.
+    pub fn turns_unseen(&mut self, count: usize) {
+        (0..count).for_each(|_| self.pair.turn());
+    }
+
     /// Turns until there is something.
     ///
     /// # Panics
