@@ -23,7 +23,12 @@ pub struct Station {
 impl Station {
     /// The device with this number, which is a part of its address, and keys that are handled like this.
     pub fn new(number: u8, config: FabricConfig) -> Self {
-        let (addr, seed) = (IpAddr::from([192, 0, 2, number]), [number; 32]);
+        Self::at(IpAddr::from([192, 0, 2, number]), number, config)
+    }
+
+    /// The same at another address.
+    pub fn at(addr: IpAddr, number: u8, config: FabricConfig) -> Self {
+        let seed = [number; 32];
         let limits = DeviceLimits::software(number.into());
         let mem = Arc::new(MemoryTable::new(seed, &limits));
         let port = PortConfig::new(vec![addr], Mtu::B1024, number.into());

@@ -2,8 +2,8 @@
 
 use std::net::SocketAddr;
 
-use ferroce_contract::{End, Pair as _, Side, halves::Halves};
-use roce_devices::Side as HalfOf;
+use ferroce_contract::{End, Pair as _, Side, halves::Halves, wire::Station};
+use roce_devices::{Joint, Side as HalfOf};
 use roce_local::FabricConfig;
 use roce_verbs::{
     AccessFlags, Completion, Payload, RemoteAddr, SendFlags, SendOp, SendWr, WcStatus,
@@ -306,6 +306,26 @@ fn a_listener_of_both_has_one_port() {
     let host = hosts.pair.host(Side::B);
     for port in (port..port + 20).filter(|p| *p != at.port()) {
         host.cm_listen(SocketAddr::new(at_first, port), 1).expect("free");
+    }
+}
+
+#[test]
+fn who_has_no_address_of_a_family_is_not_asked_to_listen_at_all_of_them() {
+    let v6 = std::net::IpAddr::from([0x2001, 0xdb8, 0, 0, 0, 0, 0, 1]);
+    let nowhere = |_| Err(std::io::ErrorKind::NetworkUnreachable.into());
+    for six in HALVES {
+        let [a, b] = HALVES.map(|half| match half == six {
+            true => Station::at(v6, 1, FabricConfig::default()),
+            false => Station::new(2, FabricConfig::default()),
+        });
+        let mut host = Joint::new(a, b, nowhere);
+        let listener = host.cm_listen(ANY, 1).expect("at those of IPv4");
+        let port = host.cm_addrs(listener).expect("its address").0.port();
+        // IPv6's unspecified address is all addresses.
+        let all = |port| SocketAddr::new([0; 16].into(), port);
+        assert!(matches!(host.cm_listen(all(port), 1), Err(VerbsError::Address(_))));
+        host.cm_listen(SocketAddr::new(v6, port), 1).expect("that is another");
+        host.cm_listen(all(0), 1).expect("a port that both have");
     }
 }
 
