@@ -43,6 +43,8 @@ impl Side {
 /// object's number at home.
 const SECOND: u32 = 1 << (QpId::SLOT_BITS - 2);
 const OWN: u32 = 2 * SECOND;
+/// How many ports are tried when any will do.
+const PORTS_TRIED: usize = 256;
 
 const FULL: VerbsError = VerbsError::Limit("objects of a loop");
 const NOT_TOGETHER: &str = "objects of different devices";
@@ -137,6 +139,11 @@ impl<A: Half, B: Half> Joint<A, B> {
         &mut self.b
     }
 
+    /// Both, to be driven. If one gets another device, [`refresh`](Self::refresh) is to be called.
+    pub fn halves_mut(&mut self) -> (&mut A, &mut B) {
+        (&mut self.a, &mut self.b)
+    }
+
     /// Takes over what the devices have become, and those that are new.
     pub fn refresh(&mut self) {
         for side in [Side::A, Side::B] {
@@ -219,12 +226,36 @@ impl<A: Half, B: Half> Joint<A, B> {
         self.made(side, id, |at, id| at.cm_destroy(id))
     }
 
+    /// Whether one of the two has what can listen at all addresses of a family; IPv6's are IPv4's, too.
+    fn serves(&self, side: Side, family: IpAddr) -> bool {
+        let devices = self.of(side).devices();
+        let has = |caps: &DeviceCaps| caps.addrs.is_empty() || caps.addrs.iter().any(IpAddr::is_ipv4);
+        devices.iter().any(|caps| family.is_ipv6() || has(caps))
+    }
+
     /// At all addresses of both, and on one port.
     fn listen_at_both(&mut self, addr: SocketAddr, backlog: u32) -> Result<CmRef, VerbsError> {
-        let first = self.listen_at(Side::A, addr, backlog)?;
-        let addr = self.cm_addrs(first).map_or(addr, |(addr, _)| addr);
-        let listening = self.listen_at(Side::B, addr, backlog);
-        let second = listening.inspect_err(|_| self.cm_destroy(first))?;
+        // Those at ports that are free at the first only: it finds another as long as they are there.
+        let mut vain = Vec::new();
+        let listening = loop {
+            let first = match self.listen_at(Side::A, addr, backlog) {
+                Ok(first) => first,
+                Err(e) => break Err(e),
+            };
+            let at = self.cm_addrs(first).map_or(addr, |(at, _)| at);
+            match self.listen_at(Side::B, at, backlog) {
+                Ok(second) => break Ok([first, second]),
+                Err(e) => {
+                    vain.push(first);
+                    let taken = matches!(e, VerbsError::Address(_));
+                    if !taken || addr.port() != 0 || vain.len() >= PORTS_TRIED {
+                        break Err(e);
+                    }
+                }
+            }
+        };
+        vain.into_iter().for_each(|id| self.cm_destroy(id));
+        let [first, second] = listening?;
         let both = self
             .listeners
             .insert_with(|id: CmRef| (id.slot() < OWN).then_some([first, second]));
@@ -461,10 +492,14 @@ impl<A: Half, B: Half> Provider for Joint<A, B> {
     }
 
     fn cm_listen(&mut self, addr: SocketAddr, backlog: u32) -> Result<CmRef, VerbsError> {
-        let both = [Side::A, Side::B].map(|side| !self.of(side).devices().is_empty());
-        match addr.ip().is_unspecified() && both == [true; 2] {
-            true => self.listen_at_both(addr, backlog),
-            false => self.listen_at(self.owner(addr.ip()), addr, backlog),
+        let ip = addr.ip();
+        if !ip.is_unspecified() {
+            return self.listen_at(self.owner(ip), addr, backlog);
+        }
+        match [Side::A, Side::B].map(|side| self.serves(side, ip)) {
+            [true, true] => self.listen_at_both(addr, backlog),
+            [false, true] => self.listen_at(Side::B, addr, backlog),
+            _ => self.listen_at(Side::A, addr, backlog),
         }
     }
 

@@ -12,7 +12,7 @@ use roce_port::{ConnChange, ConnId, ListenId, Port, QpInit};
 use roce_qp::CompletionQueue;
 use roce_verbs::{
     AccessFlags, AsyncEvent, Completion, DeviceLimits, Instant, NumberHasher, QpAttr, QpState, QpType, Qpn, RecvWr,
-    SendWr,
+    SendWr, WcStatus,
     provider::{
         CmRef, ConnParams, CqId, DeviceCaps, DeviceIx, Event, GrantOf, Granted, KeyId, KeyKind, Lent, MrId, MrInfo,
         PdId, Provider, QpId, QpSpec, Registration, RejectReason, Revoked, Slots, VerbsError,
@@ -517,7 +517,14 @@ impl<P: Ports> Provider for Fabric<P> {
             self.taken.clear();
             let polled = device.cq.poll(&mut self.taken, room);
             let known = |wc: &Completion| Some((*device.qps.get(&wc.qpn.value())?, *wc));
+            let from = out.len();
             out.extend(self.taken.iter().filter_map(known));
+            // A refused WRITE that has taken a receive is told by that, and not by an event.
+            for (qp, _) in out[from..].iter().filter(|(_, wc)| wc.status == WcStatus::LocalAccessError) {
+                if let Some(qp) = self.qps.get_mut(*qp) {
+                    qp.violated = true;
+                }
+            }
             if polled.is_err() {
                 return Err(VerbsError::State("a completion queue has overflowed".into()));
             }

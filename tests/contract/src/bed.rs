@@ -50,7 +50,11 @@ pub struct End {
 }
 
 impl End {
-    fn new(provider: &mut dyn Provider, addr: std::net::IpAddr) -> Self {
+    /// What a case needs on the device that has this address.
+    ///
+    /// # Panics
+    /// When that can not be had.
+    pub fn new(provider: &mut dyn Provider, addr: std::net::IpAddr) -> Self {
         let has = |caps: &DeviceCaps| caps.addrs.contains(&addr);
         let device = provider.devices().iter().position(has).unwrap_or(0);
         let device = DeviceIx(device as u16);
@@ -174,6 +178,11 @@ impl Bed {
     /// So many turns, in which nothing is expected.
     pub fn turns(&mut self, count: usize) {
         (0..count).for_each(|_| self.turn());
+    }
+
+    /// So many turns, of which nobody asks what came.
+    pub fn turns_unseen(&mut self, count: usize) {
+        (0..count).for_each(|_| self.pair.turn());
     }
 
     /// Turns until there is something.

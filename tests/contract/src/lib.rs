@@ -1,11 +1,12 @@
 //! What every [`Provider`] has to do, as one suite of cases.
 //!
 //! A case has two hosts at hand ([`Pair`]), connects them, and looks at what the trait promises: [`CASES`]. The suite is run over
-//! our engine in two shapes ([`wire`], [`sockets`]) and, with the feature `hardware`, over libibverbs and librdmacm ([`hardware`]):
-//! those of the host, or ours in their place under `ferroce run`.
+//! our engine in two shapes ([`wire`], [`sockets`]), over two of it as one provider ([`halves`]) and, with the feature `hardware`,
+//! over libibverbs and librdmacm ([`hardware`]): those of the host, or ours in their place under `ferroce run`.
 
 mod bed;
 pub mod cases;
+pub mod halves;
 #[cfg(feature = "hardware")]
 pub mod hardware;
 pub mod sockets;

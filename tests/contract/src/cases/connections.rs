@@ -23,6 +23,8 @@ cases![
     private_data_has_limits,
     an_address_that_is_not_ours,
     a_port_is_taken_once,
+    a_listener_at_all_addresses,
+    a_way_without_a_source_address,
     several_connections_by_one_listener,
 ];
 
@@ -141,11 +143,12 @@ fn nobody_listens(bed: &mut Bed) {
 fn a_listener_that_goes_refuses_what_waits(bed: &mut Bed) {
     let (listener, to) = bed.listen();
     let (id, _) = ask(bed, to, b"");
-    // It may wait in the provider or be on its way; either way it is not told any more.
-    bed.turns(3);
-    bed.at(Side::B).events.clear();
+    // It is there, or on its way; what was not told is not told any more.
+    bed.turns_unseen(3);
     bed.provider(Side::B).cm_destroy(listener);
     rejected(bed, id);
+    let told = &bed.at(Side::B).events;
+    assert!(told.is_empty(), "{told:?}");
 }
 
 fn a_request_that_is_destroyed_is_refused(bed: &mut Bed) {
@@ -269,6 +272,48 @@ fn a_port_is_taken_once(bed: &mut Bed) {
     assert!(matches!(second, Err(VerbsError::Address(_))), "{second:?}");
     bed.provider(Side::B).cm_destroy(listener);
     bed.provider(Side::B).cm_listen(at, 1).expect("it is free again");
+}
+
+fn a_listener_at_all_addresses(bed: &mut Bed) {
+    let any = match bed.addr(Side::B, 0).ip() {
+        IpAddr::V4(_) => IpAddr::from([0; 4]),
+        IpAddr::V6(_) => IpAddr::from([0; 16]),
+    };
+    let b = bed.provider(Side::B);
+    let listener = b.cm_listen(SocketAddr::new(any, 0), 4).expect("a listener");
+    let (local, remote) = b.cm_addrs(listener).expect("its address");
+    assert_eq!((local.ip(), remote), (any, None));
+    let to = bed.addr(Side::B, local.port());
+    assert_ne!(to.port(), 0);
+    let taken = bed.provider(Side::B).cm_listen(to, 1);
+    assert!(matches!(taken, Err(VerbsError::Address(_))), "{taken:?}");
+    let (id, _) = ask(bed, to, b"");
+    let theirs = bed.request(listener);
+    let their_qp = bed.qp(Side::B);
+    let b = bed.provider(Side::B);
+    b.cm_accept(theirs, their_qp, &ConnParams::default())
+        .expect("an accept");
+    assert_eq!(b.cm_addrs(theirs).map(|(local, _)| local), Some(to));
+    bed.established(Side::A, id);
+    bed.established(Side::B, theirs);
+    bed.provider(Side::B).cm_destroy(listener);
+    let (id, _) = ask(bed, to, b"");
+    assert_eq!(rejected(bed, id).0, RejectReason::INVALID_SERVICE_ID);
+}
+
+fn a_way_without_a_source_address(bed: &mut Bed) {
+    let (_, to) = bed.listen();
+    let a = bed.provider(Side::A);
+    let id = a.cm_resolve(None, to).expect("a way");
+    let device = bed.cm_event(Side::A, id, "the way", |kind| match kind {
+        CmKind::Resolved { device } => Some(*device),
+        _ => None,
+    });
+    let a = bed.provider(Side::A);
+    let (local, remote) = a.cm_addrs(id).expect("its addresses");
+    let of = &a.devices()[usize::from(device.0)].addrs;
+    assert!(of.contains(&local.ip()), "{local} is none of {of:?}");
+    assert_eq!(remote, Some(to));
 }
 
 fn several_connections_by_one_listener(bed: &mut Bed) {
