@@ -10,7 +10,7 @@ use std::{
 
 use serde_json::Value;
 
-use crate::{Result, harness::TestProgram, process};
+use crate::{Result, harness::TestProgram, process, tools};
 
 /// Which build.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -137,8 +137,20 @@ pub(crate) fn build_programs(profile: Profile) -> Result<Built> {
 
 /// Builds all libraries, programs, tests, examples and benchmarks of the workspace.
 pub(crate) fn build_tests() -> Result<Built> {
-    build_workspace(&["--all-targets"])
+    build_workspace(&[&["--all-targets"], of_tests()].concat())
 }
+
+/// Features of the build that tests are of: with roce-hw, if it can be built. Our program is without it, as it is on machines that
+/// have neither libibverbs nor librdmacm.
+pub(crate) fn of_tests() -> &'static [&'static str] {
+    match tools::may_build_hardware() {
+        Ok(()) => &["--features", "ferroce-contract/hardware"],
+        Err(_) => &[],
+    }
+}
+
+/// Features of a build with everything that is over libibverbs and librdmacm.
+pub(crate) const HARDWARE: [&str; 2] = ["--features", "ferroce/hardware,ferroce-contract/hardware"];
 
 fn build_workspace(what: &[&str]) -> Result<Built> {
     let packages = package_names()?;
