@@ -132,17 +132,17 @@ pub(crate) fn build_programs(profile: Profile) -> Result<Built> {
         Profile::Dev => &["--lib", "--bins", "--test", "cleanup"],
         Profile::Release => &["--release", "--lib", "--bins"],
     };
-    build_workspace(what)
+    build_workspace(&[what, with_contract()].concat())
 }
 
 /// Builds all libraries, programs, tests, examples and benchmarks of the workspace.
 pub(crate) fn build_tests() -> Result<Built> {
-    build_workspace(&[&["--all-targets"], of_tests()].concat())
+    build_workspace(&[&["--all-targets"], with_contract()].concat())
 }
 
-/// Features of the build that tests are of: with roce-hw, if it can be built. Our program is without it, as it is on machines that
-/// have neither libibverbs nor librdmacm.
-pub(crate) fn of_tests() -> &'static [&'static str] {
+/// Features of all builds: the provider contract is with roce-hw, if that can be built. Our program is not: it has to run where
+/// neither libibverbs nor librdmacm is.
+pub(crate) fn with_contract() -> &'static [&'static str] {
     match tools::may_build_hardware() {
         Ok(()) => &["--features", "ferroce-contract/hardware"],
         Err(_) => &[],

@@ -226,6 +226,8 @@ fn run(args: &TestArgs, lints: bool) -> Result<()> {
 /// Builds the programs under test, which the lab begins with, and installs what the suites need meanwhile.
 fn build(args: &TestArgs, rows: &mut Vec<Row>) -> Result<Option<Built>> {
     let mut made = None;
+    // The build itself depends on these.
+    let _ = args.runs(HARDWARE) && tools::ensure(&tools::of_hardware()).is_ok();
     let row = timed(BUILD[0], || {
         let programs = thread::scope(|scope| {
             // What can not be installed is told by the suite that needs it.
@@ -392,7 +394,8 @@ impl<'a> Stage<'a> {
         }
         // Most of it waits, or computes on one processor.
         thread::scope(|scope| {
-            let threads = [UNIT, END_TO_END, HARDWARE, APPS].map(|name| scope.spawn(move || self.run_each(&[name], false)));
+            let threads =
+                [UNIT, END_TO_END, HARDWARE, APPS].map(|name| scope.spawn(move || self.run_each(&[name], false)));
             for thread in threads {
                 joined(thread)?.into_iter().for_each(|row| add(rows, row));
             }

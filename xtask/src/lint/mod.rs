@@ -103,7 +103,11 @@ fn format() -> Result<()> {
 }
 
 fn clippy() -> Result<()> {
-    let args = [&["clippy", "--workspace", "--all-targets"], cargo::of_tests(), &["--", "-D", "warnings"]];
+    let args = [
+        &["clippy", "--workspace", "--all-targets"],
+        cargo::with_contract(),
+        &["--", "-D", "warnings"],
+    ];
     cargo::run(&args.concat())
 }
 
