@@ -38,9 +38,13 @@ const STORAGE_SEEDS: [(u64, u64); 3] = [(60, 20), (300, 100), (4000, 400)];
 /// Cases of each property that does not say how many itself, in the set `full`.
 const FULL_CASES: (&str, &str) = ("PROPTEST_CASES", "4096");
 
-/// Which suite has the tests of a package that are not ignored.
-fn suite_of(package: &str) -> &'static str {
-    match package {
+/// The provider contract over roce-hw, on our verbs library. It is built where libibverbs and librdmacm are.
+const OVER_LIBRARY: (&str, &str) = ("ferroce-contract", "library");
+
+/// Which suite has the tests of a program that are not ignored.
+fn suite_of(program: &TestProgram) -> &'static str {
+    match &*program.package {
+        _ if program.is_one_of(&[OVER_LIBRARY]) => HARDWARE,
         // Two processes of the program, and attacks on them.
         "ferroce-hostile" | "ferroce-tests" => END_TO_END,
         // Replays what the fuzz targets have found.
@@ -119,6 +123,7 @@ const UNIT: &str = "unit";
 const SIM: &str = "sim";
 const END_TO_END: &str = "end-to-end";
 const REAL_CLIENTS: &str = "real-clients";
+const HARDWARE: &str = "roce-hw";
 const APPS: &str = "apps";
 const LAB: &str = "interop";
 const FLOOD: &str = "flood";
@@ -126,7 +131,7 @@ const SOAK: &str = "soak";
 /// In the full set only.
 const LONG: [(&str, Long); 2] = [(FLOOD, long::FLOOD), (SOAK, long::SOAK)];
 /// In the table they have this order; with --quick there are only the first ones.
-const SUITES: [&str; 8] = [UNIT, SIM, END_TO_END, REAL_CLIENTS, APPS, LAB, FLOOD, SOAK];
+const SUITES: [&str; 9] = [UNIT, SIM, END_TO_END, REAL_CLIENTS, HARDWARE, APPS, LAB, FLOOD, SOAK];
 const QUICK: usize = 2;
 
 #[derive(Args, Clone)]
@@ -160,8 +165,9 @@ impl TestArgs {
     /// Programs of others that the suites need, but for the lab's.
     fn needed(&self) -> Vec<tools::Tool> {
         let clients = self.runs(REAL_CLIENTS).then(client_tools);
+        let hardware = self.runs(HARDWARE).then(tools::of_hardware);
         let apps = self.runs(APPS).then(|| apps::needed(self.full()));
-        clients.into_iter().chain(apps).flatten().collect()
+        [clients, hardware, apps].into_iter().flatten().flatten().collect()
     }
 
     fn runs(&self, suite: &str) -> bool {
@@ -220,6 +226,8 @@ fn run(args: &TestArgs, lints: bool) -> Result<()> {
 /// Builds the programs under test, which the lab begins with, and installs what the suites need meanwhile.
 fn build(args: &TestArgs, rows: &mut Vec<Row>) -> Result<Option<Built>> {
     let mut made = None;
+    // The build itself depends on these.
+    let _ = args.runs(HARDWARE) && tools::ensure(&tools::of_hardware()).is_ok();
     let row = timed(BUILD[0], || {
         let programs = thread::scope(|scope| {
             // What can not be installed is told by the suite that needs it.
@@ -386,7 +394,8 @@ impl<'a> Stage<'a> {
         }
         // Most of it waits, or computes on one processor.
         thread::scope(|scope| {
-            let threads = [UNIT, END_TO_END, APPS].map(|name| scope.spawn(move || self.run_each(&[name], false)));
+            let threads =
+                [UNIT, END_TO_END, HARDWARE, APPS].map(|name| scope.spawn(move || self.run_each(&[name], false)));
             for thread in threads {
                 joined(thread)?.into_iter().for_each(|row| add(rows, row));
             }
@@ -415,6 +424,7 @@ impl<'a> Stage<'a> {
             END_TO_END => self.programs_of(name, alone, &[("FERROCE_BIN", &self.ferroce()?)]),
             APPS => with_programs(name, self.args, self.programs),
             REAL_CLIENTS => self.real_clients(),
+            HARDWARE => self.hardware(),
             _ => match LONG.iter().find(|(long, _)| *long == name) {
                 Some((_, long)) => long.suite(self.programs),
                 None => Err(format!("no suite {name}")),
@@ -424,7 +434,7 @@ impl<'a> Stage<'a> {
 
     /// The tests of a suite that are not ignored and run alone, or beside others.
     fn programs_of(&self, suite: &str, alone: bool, env: &[(&str, &str)]) -> Result<Tally> {
-        let programs = self.tests.iter().filter(|t| suite_of(&t.package) == suite);
+        let programs = self.tests.iter().filter(|t| suite_of(t) == suite);
         let chosen = programs.filter(|t| t.is_one_of(&ALONE) == alone);
         harness::run(chosen.map(Job::all).collect::<Result<_>>()?, env)
     }
@@ -504,6 +514,15 @@ impl<'a> Stage<'a> {
             .not_run
             .extend(without.map(|(named, _, why)| (named.len() as u64, (*why).to_owned())));
         Ok(tally)
+    }
+
+    /// roce-hw where every machine has it: on our own verbs library.
+    fn hardware(&self) -> Result<Tally> {
+        let tools = tools::ensure(&tools::of_hardware()).and_then(|()| tools::may_build_hardware());
+        match tools {
+            Ok(()) => self.programs_of(HARDWARE, false, &[("FERROCE_BIN", &self.ferroce()?)]),
+            Err(why) => Ok(Tally::not_run(why)),
+        }
     }
 
     /// Whether the lab leaves nothing behind.

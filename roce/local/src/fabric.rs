@@ -520,7 +520,10 @@ impl<P: Ports> Provider for Fabric<P> {
             let from = out.len();
             out.extend(self.taken.iter().filter_map(known));
             // A refused WRITE that has taken a receive is told by that, and not by an event.
-            for (qp, _) in out[from..].iter().filter(|(_, wc)| wc.status == WcStatus::LocalAccessError) {
+            for (qp, _) in out[from..]
+                .iter()
+                .filter(|(_, wc)| wc.status == WcStatus::LocalAccessError)
+            {
                 if let Some(qp) = self.qps.get_mut(*qp) {
                     qp.violated = true;
                 }

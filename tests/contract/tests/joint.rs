@@ -141,10 +141,9 @@ impl Hosts {
         self.event(Side::B, "a request", |event| match event {
             Event::Cm {
                 id,
-                kind:
-                    CmKind::ConnectRequest {
-                        listener: at, device, ..
-                    },
+                kind: CmKind::ConnectRequest {
+                    listener: at, device, ..
+                },
             } if (*at, *device) == (listener, wanted) => Some(*id),
             _ => None,
         })
@@ -168,7 +167,10 @@ impl Hosts {
         let (id, qp) = self.ask(half, to);
         let theirs = self.request(half, listener);
         let their_qp = self.qp(Side::B, half);
-        let accepted = self.pair.host(Side::B).cm_accept(theirs, their_qp, &ConnParams::default());
+        let accepted = self
+            .pair
+            .host(Side::B)
+            .cm_accept(theirs, their_qp, &ConnParams::default());
         accepted.expect("an accept");
         self.established(Side::A, id);
         self.established(Side::B, theirs);
@@ -230,7 +232,11 @@ fn one_listener_has_the_requests_of_both_and_both_carry_data_at_once() {
     for ((half, link), text) in HALVES.into_iter().zip(&made).zip(texts) {
         assert_eq!(hosts.status(Side::A, link[0].1, 1), WcStatus::Success);
         let mut there = [0; 13];
-        hosts.end(Side::B, half).pages.read(8, &mut there).expect("a range of it");
+        hosts
+            .end(Side::B, half)
+            .pages
+            .read(8, &mut there)
+            .expect("a range of it");
         assert_eq!(&there, text);
     }
     assert!(hosts.completions.iter().all(Vec::is_empty), "{:?}", hosts.completions);
@@ -247,9 +253,15 @@ fn one_listener_has_the_requests_of_both_and_both_carry_data_at_once() {
         let numbers = [(id, qp)].map(|(id, qp)| (id.slot(), qp.slot()));
         assert_eq!(numbers.iter().all(|(_, qp)| *qp < 1 << 18), half == HalfOf::A);
     }
-    let gone = hosts.events[Side::B as usize]
-        .iter()
-        .filter(|event| matches!(event, Event::Cm { kind: CmKind::Disconnected, .. }));
+    let gone = hosts.events[Side::B as usize].iter().filter(|event| {
+        matches!(
+            event,
+            Event::Cm {
+                kind: CmKind::Disconnected,
+                ..
+            }
+        )
+    });
     assert_eq!(gone.count(), 0, "each was told once");
 }
 
@@ -363,7 +375,8 @@ fn objects_of_different_halves_are_not_used_together() {
         let host = hosts.pair.host(Side::B);
         let refused = host.cm_accept(theirs, stranger, &ConnParams::default());
         assert!(matches!(refused, Err(VerbsError::Invalid(_))), "{refused:?}");
-        host.cm_accept(theirs, their_qp, &ConnParams::default()).expect("its own");
+        host.cm_accept(theirs, their_qp, &ConnParams::default())
+            .expect("its own");
         hosts.established(Side::A, id);
         hosts.established(Side::B, theirs);
         keys(&mut hosts, their_qp, (half, other));
