@@ -82,6 +82,13 @@ enum Command {
     Man(man::ManArgs),
 }
 
+pub use rdma::OpenRdma;
+
+/// Has the programs use RDMA devices of the host, which are opened so. To be called before [`run`].
+pub fn use_rdma(open: OpenRdma) {
+    rdma::open_by(open);
+}
+
 /// Runs the command that the process's arguments say.
 pub fn run() -> ExitCode {
     let command = Cli::command();

@@ -1,29 +1,25 @@
 //! `--rdma`: which of our addresses are RDMA devices of the host, and which are ours in software.
 
-use std::{fmt, net::IpAddr, str::FromStr};
+use std::{fmt, net::IpAddr, str::FromStr, sync::OnceLock};
 
 use clap::Args;
-use roce::LocalDevice;
-use roce_devices::Devices;
+use roce::{LocalDevice, VerbsError};
+use roce_devices::{DeviceName, Devices, Rdma};
 
 use crate::output::Failure;
 
 /// What `--rdma` says, once.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) enum Rdma {
+pub(crate) enum Wanted {
     /// RDMA devices where they own an address, software elsewhere.
     Auto,
     /// Software everywhere.
     Soft,
-    /// This device, or one port of it, where it owns an address; software elsewhere.
-    Device {
-        /// As `rdma link` has it without the port.
-        name: String,
-        port: Option<u8>,
-    },
+    /// This device where it owns an address; software elsewhere.
+    Device(DeviceName),
 }
 
-impl FromStr for Rdma {
+impl FromStr for Wanted {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -35,92 +31,62 @@ impl FromStr for Rdma {
         }
         // `rdma link` separates the port with a slash, others with a colon.
         let Some((name, port)) = text.split_once([':', '/']) else {
-            return Ok(Self::Device {
+            return Ok(Self::Device(DeviceName {
                 name: text.into(),
                 port: None,
-            });
+            }));
         };
         let port = port.parse().ok().filter(|port| *port > 0);
         let port = port.ok_or_else(|| format!("{text:?} names no port of a device: NAME:1 to NAME:255"))?;
-        Ok(Self::Device {
+        Ok(Self::Device(DeviceName {
             name: name.into(),
             port: Some(port),
-        })
+        }))
     }
 }
 
-impl fmt::Display for Rdma {
+impl fmt::Display for Wanted {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Auto => f.write_str("auto"),
             Self::Soft => f.write_str("soft"),
-            Self::Device { name, port: None } => f.write_str(name),
-            Self::Device { name, port: Some(port) } => write!(f, "{name}:{port}"),
+            Self::Device(DeviceName { name, port: None }) => f.write_str(name),
+            Self::Device(DeviceName { name, port: Some(port) }) => write!(f, "{name}:{port}"),
         }
-    }
-}
-
-const fn usual() -> Rdma {
-    match cfg!(feature = "hardware") {
-        true => Rdma::Auto,
-        false => Rdma::Soft,
     }
 }
 
 #[derive(Args, Clone, PartialEq, Eq, Debug)]
 pub(crate) struct RdmaArgs {
-    /// RDMA devices to use, at the addresses that are theirs; other addresses are in software. `auto`: all that there are; `soft`: none.
+    /// RDMA devices to use, at the addresses that are theirs; other addresses are in software. `auto`: all that there are, if this
+    /// ferroce was built with the feature `hardware`; `soft`: none.
     /// Several times: as many devices. Of `bench` for rtrs only
-    #[arg(long = "rdma", value_name = "NAME[:PORT]|auto|soft", default_values_t = [usual()])]
-    wanted: Vec<Rdma>,
+    #[arg(long = "rdma", value_name = "NAME[:PORT]|auto|soft", default_value = "auto")]
+    wanted: Vec<Wanted>,
 }
 
 impl RdmaArgs {
     /// The same, for another process.
     pub(crate) fn options(&self) -> impl Iterator<Item = String> {
-        self.wanted.iter().map(|rdma| format!("--rdma={rdma}"))
+        self.wanted.iter().map(|wanted| format!("--rdma={wanted}"))
     }
 
     /// Which devices are named; `None`: none is to be used.
-    #[cfg_attr(not(feature = "hardware"), allow(dead_code, reason = "there is nothing to open"))]
-    fn named(&self) -> Result<Option<Vec<(&str, Option<u8>)>>, Failure> {
+    fn named(&self) -> Result<Option<Vec<DeviceName>>, Failure> {
         match &self.wanted[..] {
-            [Rdma::Soft] => Ok(None),
-            [Rdma::Auto] => Ok(Some(Vec::new())),
+            [Wanted::Soft] => Ok(None),
+            [Wanted::Auto] => Ok(Some(Vec::new())),
             wanted => {
-                let name = |rdma: &'_ Rdma| match rdma {
-                    Rdma::Device { .. } => Ok(()),
+                let name = |wanted: &Wanted| match wanted {
+                    Wanted::Device(name) => Ok(name.clone()),
                     alone => Err(Failure::usage(format!("--rdma {alone} stands alone"))),
                 };
-                wanted.iter().try_for_each(name)?;
-                let named = wanted.iter().filter_map(|rdma| match rdma {
-                    Rdma::Device { name, port } => Some((name.as_str(), *port)),
-                    Rdma::Auto | Rdma::Soft => None,
-                });
-                Ok(Some(named.collect()))
+                Ok(Some(wanted.iter().map(name).collect::<Result<_, _>>()?))
             }
         }
     }
 
     /// The devices of each loop: RDMA devices where these own an address, and what `soft` opens for the other addresses.
-    #[cfg(not(feature = "hardware"))]
-    pub(crate) fn open(
-        &self,
-        addrs: &[IpAddr],
-        soft: impl Fn(&[IpAddr]) -> Result<Vec<LocalDevice>, Failure>,
-        _loops: usize,
-    ) -> Result<Vec<Devices>, Failure> {
-        if let Some(named) = self.named()?.filter(|named| !named.is_empty()) {
-            return Err(Failure::usage(format!(
-                "--rdma {}: this ferroce has no RDMA devices; it was built without the feature `hardware`",
-                named[0].0
-            )));
-        }
-        Ok(soft(addrs)?.into_iter().map(Devices::from).collect())
-    }
-
-    /// The devices of each loop: RDMA devices where these own an address, and what `soft` opens for the other addresses.
-    #[cfg(feature = "hardware")]
     pub(crate) fn open(
         &self,
         addrs: &[IpAddr],
@@ -131,7 +97,7 @@ impl RdmaArgs {
         let Some(named) = self.named()? else {
             return all_soft();
         };
-        let Some(hardware) = found::open(&named, addrs)? else {
+        let Some(rdma) = found(&named, addrs)? else {
             return all_soft();
         };
         if loops > 1 {
@@ -142,90 +108,92 @@ impl RdmaArgs {
         let in_software: Vec<_> = addrs
             .iter()
             .copied()
-            .filter(|addr| hardware.owner(*addr).is_none())
+            .filter(|addr| rdma.owner(*addr).is_none())
             .collect();
         let opened = match soft(&in_software) {
             // A kernel with devices of its own in software has their port at all addresses.
             Err(e) if in_software.iter().all(IpAddr::is_unspecified) => {
-                tracing::warn!(
-                    "RDMA devices only, at all of their addresses; in software not: {}",
-                    e.text().unwrap_or_default()
-                );
+                let why = e.text().unwrap_or_default();
+                tracing::warn!("RDMA devices only, at all of their addresses; in software not: {why}");
                 soft(&[])?
             }
             opened => opened?,
         };
-        let together = opened
-            .into_iter()
-            .next()
-            .map(|soft| Devices::with_hardware(soft, hardware));
+        let together = opened.into_iter().next().map(|soft| Devices::with_rdma(soft, rdma));
         Ok(together.into_iter().collect())
     }
 }
 
-#[cfg(feature = "hardware")]
-mod found {
-    use std::net::IpAddr;
+/// Opens RDMA devices; all that there are if none is named.
+pub type OpenRdma = fn(&[DeviceName]) -> Result<Box<dyn Rdma>, VerbsError>;
 
-    use roce_devices::hw::{DeviceName, HwConfig, HwDevice};
+/// How this program opens them, if it can.
+static OPEN: OnceLock<OpenRdma> = OnceLock::new();
 
-    use crate::output::Failure;
+/// Has `--rdma` open RDMA devices so. To be called at most once, before anything else.
+pub(crate) fn open_by(open: OpenRdma) {
+    let _ = OPEN.set(open);
+}
 
-    /// The named devices, which have to own some of these addresses, or those of all that do. `None`: none does.
-    pub(super) fn open(named: &[(&str, Option<u8>)], addrs: &[IpAddr]) -> Result<Option<HwDevice>, Failure> {
-        let devices = named.iter().map(|(name, port)| DeviceName {
-            name: (*name).to_owned(),
-            port: *port,
-        });
-        let config = HwConfig {
-            devices: devices.collect(),
+/// The named devices, which have to own some of these addresses, or those of all that do. `None`: none does.
+fn found(named: &[DeviceName], addrs: &[IpAddr]) -> Result<Option<Box<dyn Rdma>>, Failure> {
+    let all = named.is_empty();
+    let Some(open) = OPEN.get() else {
+        return match named.first() {
+            None => Ok(None),
+            Some(first) => Err(Failure::usage(format!(
+                "--rdma {}: this ferroce can't use RDMA devices; it was built without the feature `hardware`",
+                first.name
+            ))),
         };
-        let all = named.is_empty();
-        let hardware = match HwDevice::open(&config) {
-            Ok(hardware) => hardware,
-            Err(e) if all => {
-                tracing::info!("in software: {e}");
-                return Ok(None);
-            }
-            Err(e) => return Err(Failure::failed(e.to_string())),
-        };
-        let owns = |addr: &IpAddr| addr.is_unspecified() || hardware.owner(*addr).is_some();
-        if addrs.iter().any(owns) {
-            tell(&hardware, addrs);
-            return Ok(Some(hardware));
+    };
+    let rdma = match open(named) {
+        Ok(rdma) => rdma,
+        Err(e) if all => {
+            tracing::info!("in software: {e}");
+            return Ok(None);
         }
-        match all {
-            true => Ok(None),
-            false => Err(none_is_theirs(named, &hardware, addrs)),
-        }
+        Err(e) => return Err(Failure::failed(e.to_string())),
+    };
+    let owns = |addr: &IpAddr| addr.is_unspecified() || rdma.owner(*addr).is_some();
+    if addrs.iter().any(owns) {
+        tell(&*rdma, addrs);
+        return Ok(Some(rdma));
     }
+    match all {
+        true => Ok(None),
+        false => Err(none_is_theirs(named, &*rdma, addrs)),
+    }
+}
 
-    fn tell(hardware: &HwDevice, addrs: &[IpAddr]) {
-        for addr in addrs {
-            if let Some(name) = hardware.owner(*addr).and_then(|device| hardware.name(device)) {
-                tracing::info!("{addr} is the RDMA device {name}");
-            }
+fn tell(rdma: &dyn Rdma, addrs: &[IpAddr]) {
+    for addr in addrs {
+        let owner = rdma.owner(*addr).map(|device| usize::from(device.0));
+        let name = owner.and_then(|index| rdma.provider().devices().get(index)?.name.as_deref());
+        if let Some(name) = name {
+            tracing::info!("{addr} is the RDMA device {name}");
         }
     }
+}
 
-    fn list(addrs: impl Iterator<Item = IpAddr>) -> String {
-        let text: Vec<_> = addrs.map(|addr| addr.to_string()).collect();
-        match text.is_empty() {
-            true => "none".to_owned(),
-            false => text.join(", "),
-        }
+fn list(addrs: &[IpAddr]) -> String {
+    let text: Vec<_> = addrs.iter().map(IpAddr::to_string).collect();
+    match text.is_empty() {
+        true => "none".to_owned(),
+        false => text.join(", "),
     }
+}
 
-    fn none_is_theirs(named: &[(&str, Option<u8>)], hardware: &HwDevice, addrs: &[IpAddr]) -> Failure {
-        let names: Vec<_> = named.iter().map(|(name, _)| *name).collect();
-        Failure::failed(format!(
-            "{} of {} is an address of {}, whose addresses (RoCE v2) are: {}",
-            if addrs.len() == 1 { "not the one" } else { "none" },
-            list(addrs.iter().copied()),
-            names.join(" or "),
-            list(hardware.addrs())
-        ))
-    }
+fn none_is_theirs(named: &[DeviceName], rdma: &dyn Rdma, addrs: &[IpAddr]) -> Failure {
+    let names: Vec<_> = named.iter().map(|device| device.name.as_str()).collect();
+    let (names, theirs) = (names.join(" or "), list(&rdma.addrs()));
+    Failure::failed(match addrs {
+        [addr] => format!("{addr} is no address of {names}, whose addresses (RoCE v2) are: {theirs}"),
+        _ => format!(
+            "none of {} is an address of {names}, whose addresses (RoCE v2) are: {theirs}",
+            list(addrs)
+        ),
+    })
 }
 
 #[cfg(test)]
@@ -239,16 +207,13 @@ mod tests {
             ("mlx5_0:2", "mlx5_0", Some(2)),
             ("rxe0/1", "rxe0", Some(1)),
         ] {
-            let device = Rdma::Device {
-                name: name.into(),
-                port,
-            };
-            assert_eq!(text.parse(), Ok(device));
+            let name = name.into();
+            assert_eq!(text.parse(), Ok(Wanted::Device(DeviceName { name, port })));
         }
-        assert_eq!("auto".parse(), Ok(Rdma::Auto));
-        assert_eq!("soft".parse(), Ok(Rdma::Soft));
+        assert_eq!("auto".parse(), Ok(Wanted::Auto));
+        assert_eq!("soft".parse(), Ok(Wanted::Soft));
         for wrong in ["", "mlx5_0:", "mlx5_0:0", "mlx5_0:x", "mlx5_0:256"] {
-            assert!(wrong.parse::<Rdma>().is_err(), "{wrong}");
+            assert!(wrong.parse::<Wanted>().is_err(), "{wrong}");
         }
     }
 
@@ -262,6 +227,13 @@ mod tests {
         assert_eq!(args(&["soft"]).named().unwrap(), None);
         assert_eq!(args(&["auto"]).named().unwrap(), Some(Vec::new()));
         let two = args(&["rxe0", "rxe1:1"]);
-        assert_eq!(two.named().unwrap(), Some(vec![("rxe0", None), ("rxe1", Some(1))]));
+        let device = |name: &str, port| DeviceName {
+            name: name.into(),
+            port,
+        };
+        assert_eq!(
+            two.named().unwrap(),
+            Some(vec![device("rxe0", None), device("rxe1", Some(1))])
+        );
     }
 }

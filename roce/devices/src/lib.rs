@@ -1,12 +1,10 @@
-//! What a loop has: software devices ([`LocalDevice`]), RDMA devices of the host (`roce_hw::HwDevice`, with the feature `hardware`),
-//! or both as one [`Provider`] ([`Joint`]).
+//! What a loop has: software devices ([`LocalDevice`]), and perhaps RDMA devices of the host ([`Rdma`]) beside them, as one
+//! [`Provider`] ([`Joint`]).
 //!
-//! Software devices alone, which is all there is without the feature, are used as they are: no call goes through anything of this
-//! crate's but [`Devices`] itself.
+//! Software devices alone are used as they are: no call goes through anything of this crate's but [`Devices`] itself.
 
 mod joint;
 mod opener;
-#[cfg(feature = "hardware")]
 mod rdma;
 
 use std::{io, net::IpAddr, os::fd::BorrowedFd, time::Duration};
@@ -21,10 +19,10 @@ use roce::{
 
 pub use joint::{Half, Joint, Side};
 pub use opener::Opener;
+pub use roce;
 
 use opener::Hardware;
-#[cfg(feature = "hardware")]
-pub use roce_hw as hw;
+pub use rdma::{DeviceName, Rdma};
 
 /// All devices of a loop, which receives, runs timers and sends, and between that uses them as a [`Provider`].
 #[derive(Debug)]
@@ -33,7 +31,6 @@ pub struct Devices(Inner);
 #[derive(Debug)]
 enum Inner {
     Soft(LocalDevice),
-    #[cfg(feature = "hardware")]
     Both(Box<rdma::Both>),
 }
 
@@ -56,16 +53,14 @@ impl Half for LocalDevice {
 impl Devices {
     /// RDMA devices beside software ones, of which there may be none ([`LocalDevice::open`] of no addresses). An address that both
     /// have is the software's.
-    #[cfg(feature = "hardware")]
-    pub fn with_hardware(soft: LocalDevice, hardware: hw::HwDevice) -> Self {
-        Self(Inner::Both(Box::new(rdma::Both::new(soft, hardware))))
+    pub fn with_rdma(soft: LocalDevice, rdma: Box<dyn Rdma>) -> Self {
+        Self(Inner::Both(Box::new(rdma::Both::new(soft, rdma))))
     }
 
     /// What a loop's state machines are given.
     pub fn provider(&mut self) -> &mut dyn Provider {
         match &mut self.0 {
             Inner::Soft(soft) => soft.provider(),
-            #[cfg(feature = "hardware")]
             Inner::Both(both) => &mut both.joint,
         }
     }
@@ -73,7 +68,6 @@ impl Devices {
     fn soft(&mut self) -> &mut LocalDevice {
         match &mut self.0 {
             Inner::Soft(soft) => soft,
-            #[cfg(feature = "hardware")]
             Inner::Both(both) => both.joint.a_mut(),
         }
     }
@@ -81,7 +75,6 @@ impl Devices {
     fn soft_ref(&self) -> &LocalDevice {
         match &self.0 {
             Inner::Soft(soft) => soft,
-            #[cfg(feature = "hardware")]
             Inner::Both(both) => both.joint.a(),
         }
     }
@@ -90,7 +83,6 @@ impl Devices {
     pub fn opener(&self) -> Opener {
         let hardware = match &self.0 {
             Inner::Soft(_) => Hardware::default(),
-            #[cfg(feature = "hardware")]
             Inner::Both(both) => both.known.clone(),
         };
         Opener {
@@ -105,7 +97,6 @@ impl Devices {
         let device = self.soft().attach(new);
         match &mut self.0 {
             Inner::Soft(_) => device,
-            #[cfg(feature = "hardware")]
             Inner::Both(both) => {
                 both.joint.refresh();
                 both.joint.device(Side::A, device).unwrap_or(device)
@@ -125,7 +116,6 @@ impl Devices {
     pub fn take_news(&mut self) -> Result<bool, VerbsError> {
         match &mut self.0 {
             Inner::Soft(_) => Ok(false),
-            #[cfg(feature = "hardware")]
             Inner::Both(both) => both.take_news(),
         }
     }
@@ -156,7 +146,6 @@ impl Devices {
     pub fn complete_by_themselves(&self) -> bool {
         match &self.0 {
             Inner::Soft(_) => false,
-            #[cfg(feature = "hardware")]
             Inner::Both(_) => true,
         }
     }
@@ -169,7 +158,6 @@ impl Devices {
     pub fn arm(&mut self) -> Result<(), VerbsError> {
         match &mut self.0 {
             Inner::Soft(_) => Ok(()),
-            #[cfg(feature = "hardware")]
             Inner::Both(both) => both.joint.b_mut().arm(),
         }
     }
@@ -183,7 +171,6 @@ impl Devices {
     pub fn news(&self) -> Vec<BorrowedFd<'_>> {
         match &self.0 {
             Inner::Soft(_) => Vec::new(),
-            #[cfg(feature = "hardware")]
             Inner::Both(both) => both.joint.b().descriptors(),
         }
     }
@@ -199,7 +186,6 @@ impl Devices {
         }
         match &self.0 {
             Inner::Soft(_) => Err(io::ErrorKind::AddrNotAvailable.into()),
-            #[cfg(feature = "hardware")]
             Inner::Both(both) => both.joint.b().mtu(addr),
         }
     }
@@ -218,11 +204,10 @@ impl Devices {
 
     /// How many objects there are.
     pub fn usage(&self) -> Usage {
-        let soft = self.soft_ref().usage();
-        match &self.0 {
-            Inner::Soft(_) => soft,
-            #[cfg(feature = "hardware")]
-            Inner::Both(both) => rdma::usage(soft, both.joint.b()),
+        let mut usage = self.soft_ref().usage();
+        if let Inner::Both(both) = &self.0 {
+            usage.add(&both.joint.b().usage());
         }
+        usage
     }
 }

@@ -10,11 +10,8 @@ use roce::{NewDevice, verbs::provider::VerbsError};
 pub(crate) struct Hardware(Arc<Mutex<Vec<IpAddr>>>);
 
 impl Hardware {
-    #[cfg(feature = "hardware")]
-    pub(crate) fn tell(&self, addrs: impl Iterator<Item = IpAddr>) {
-        let mut known = self.0.lock();
-        known.clear();
-        known.extend(addrs);
+    pub(crate) fn tell(&self, addrs: Vec<IpAddr>) {
+        *self.0.lock() = addrs;
     }
 
     fn has(&self, addr: IpAddr) -> bool {

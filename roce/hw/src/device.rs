@@ -9,6 +9,7 @@ use std::{
     sync::{Arc, Once},
 };
 
+use roce_devices::DeviceName;
 use roce_verbs::{
     AccessFlags, Completion, Mtu, NumberHasher,
     provider::{CqId, DeviceCaps, DeviceIx, Event, KeyId, MrId, MrInfo, PdId, QpId, Registration, Slots, VerbsError},
@@ -22,15 +23,6 @@ use crate::{
     qp::Qp,
     sys::{self, Channel, Context, EventChannel, Polled, RecvList, SendList},
 };
-
-/// A device that is wanted.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct DeviceName {
-    /// As `rdma link` has it without the port (`mlx5_0`, `rxe0`).
-    pub name: String,
-    /// Only the addresses of this port; `None`: those of all.
-    pub port: Option<u8>,
-}
 
 /// Which devices to use.
 #[derive(Clone, Debug, Default)]

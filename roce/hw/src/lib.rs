@@ -31,6 +31,8 @@ mod cm;
 #[cfg(feature = "hardware")]
 mod device;
 #[cfg(feature = "hardware")]
+mod driven;
+#[cfg(feature = "hardware")]
 mod events;
 #[cfg(feature = "hardware")]
 mod keys;
@@ -44,4 +46,6 @@ mod qp;
 mod sys;
 
 #[cfg(feature = "hardware")]
-pub use device::{DeviceName, HwConfig, HwDevice, Usage};
+pub use device::{HwConfig, HwDevice, Usage};
+#[cfg(feature = "hardware")]
+pub use driven::open;
