@@ -55,8 +55,7 @@ fn paths(map: &mut Running) -> Vec<Value> {
 
 /// The devices of the paths of a session that is served.
 fn served(serve: &mut Running) -> Vec<(String, Value)> {
-    let listing = serve.ask(json!({ "do": "list" }));
-    eprintln!("{listing}");
+    let listing = serve.ask(json!({ "do": "sessions" }));
     let sessions = listing["sessions"].as_array().unwrap();
     let paths = sessions.iter().flat_map(|session| session["paths"].as_array().unwrap());
     paths
