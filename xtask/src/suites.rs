@@ -38,13 +38,14 @@ const STORAGE_SEEDS: [(u64, u64); 3] = [(60, 20), (300, 100), (4000, 400)];
 /// Cases of each property that does not say how many itself, in the set `full`.
 const FULL_CASES: (&str, &str) = ("PROPTEST_CASES", "4096");
 
-/// The provider contract over roce-hw, on our verbs library. It is built where libibverbs and librdmacm are.
-const OVER_LIBRARY: (&str, &str) = ("ferroce-contract", "library");
+/// The provider contract and `--rdma` over roce-hw, on our verbs library. They are built where libibverbs and librdmacm are. Ignored
+/// tests make namespaces.
+const OVER_LIBRARY: [(&str, &str); 2] = [("ferroce-contract", "library"), ("ferroce-contract", "rdma")];
 
 /// Which suite has the tests of a program that are not ignored.
 fn suite_of(program: &TestProgram) -> &'static str {
     match &*program.package {
-        _ if program.is_one_of(&[OVER_LIBRARY]) => HARDWARE,
+        _ if program.is_one_of(&OVER_LIBRARY) => HARDWARE,
         // Two processes of the program, and attacks on them.
         "ferroce-hostile" | "ferroce-tests" => END_TO_END,
         // Replays what the fuzz targets have found.
@@ -519,10 +520,23 @@ impl<'a> Stage<'a> {
     /// roce-hw where every machine has it: on our own verbs library.
     fn hardware(&self) -> Result<Tally> {
         let tools = tools::ensure(&tools::of_hardware()).and_then(|()| tools::may_build_hardware());
-        match tools {
-            Ok(()) => self.programs_of(HARDWARE, false, &[("FERROCE_BIN", &self.ferroce()?)]),
-            Err(why) => Ok(Tally::not_run(why)),
+        if let Err(why) = tools {
+            return Ok(Tally::not_run(why));
         }
+        let mut jobs = Vec::new();
+        let mut not_run = Vec::new();
+        for program in self.tests.iter().filter(|t| t.is_one_of(&OVER_LIBRARY)) {
+            jobs.push(Job::all(program)?);
+            let ignored = ignored(program)?;
+            match tools::may_make_namespaces() {
+                _ if ignored.is_empty() => {}
+                true => jobs.push(Job::ignored(program, ignored)),
+                false => not_run.push((ignored.len() as u64, tools::NO_NAMESPACES.to_owned())),
+            }
+        }
+        let mut tally = harness::run(jobs, &[("FERROCE_BIN", &self.ferroce()?)])?;
+        tally.not_run.extend(not_run);
+        Ok(tally)
     }
 
     /// Whether the lab leaves nothing behind.
@@ -576,7 +590,8 @@ fn unclaimed(tests: &[TestProgram]) -> Result<Vec<String>> {
         .chain(ALONE)
         .filter_map(|(package, file)| find(tests, package, file).err())
         .collect();
-    for program in tests.iter().filter(|t| !CLIENTS_OF.contains(&t.package.as_str())) {
+    let elsewhere = |t: &&TestProgram| CLIENTS_OF.contains(&t.package.as_str()) || t.is_one_of(&OVER_LIBRARY);
+    for program in tests.iter().filter(|t| !elsewhere(t)) {
         let (name, ignored) = (format!("{} {}", program.package, program.target), ignored(program)?);
         let claimed = named().any(|(package, file)| program.package == package && program.target == file);
         match (claimed, ignored.is_empty()) {
