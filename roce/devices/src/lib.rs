@@ -31,7 +31,7 @@ pub struct Devices(Inner);
 #[derive(Debug)]
 enum Inner {
     Soft(LocalDevice),
-    Both(Box<rdma::Both>),
+    Both(rdma::Both),
 }
 
 impl From<LocalDevice> for Devices {
@@ -54,7 +54,7 @@ impl Devices {
     /// RDMA devices beside software ones, of which there may be none ([`LocalDevice::open`] of no addresses). An address that both
     /// have is the software's.
     pub fn with_rdma(soft: LocalDevice, rdma: Box<dyn Rdma>) -> Self {
-        Self(Inner::Both(Box::new(rdma::Both::new(soft, rdma))))
+        Self(Inner::Both(rdma::Both::new(soft, rdma)))
     }
 
     /// What a loop's state machines are given.
