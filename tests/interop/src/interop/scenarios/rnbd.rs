@@ -477,7 +477,11 @@ fn heartbeats(c: &Ctx<'_>) -> Result<(usize, Vec<f64>), Error> {
     let asks = |l: &&str| l.contains("imm 0x8000");
     let ours = text.lines().filter(|l| asks(l) || l.contains("imm 0x9000"));
     let theirs = text.lines().filter(|l| asks(l) && !from_us(l));
-    Ok((ours.filter(from_us).count(), theirs.filter_map(frame_time).collect()))
+    // One that was sent twice is one.
+    let mut theirs: Vec<&str> = theirs.collect();
+    theirs.dedup_by_key(|l| l.split_once(" psn ").and_then(|(_, rest)| rest.split(' ').next()));
+    let times = theirs.into_iter().filter_map(frame_time).collect();
+    Ok((ours.filter(from_us).count(), times))
 }
 
 /// Loads the kernel's server.
