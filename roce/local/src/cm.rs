@@ -6,13 +6,11 @@ use roce_port::{ConnId, ListenId, PortCmEvent};
 use roce_verbs::provider::{CmKind, CmRef, ConnParams, DeviceCaps, DeviceIx, Event, QpId, RejectReason, VerbsError};
 
 use crate::{
-    fabric::{Fabric, Ports, gone},
+    fabric::{FIRST_PORT, Fabric, Ports, gone},
     objects::Cm,
 };
 
-/// Where ports are looked for when the user does not care, and how many are tried: an address that is not ours fails like a port that
-/// is taken.
-pub(crate) const FIRST_PORT: u16 = 49152;
+/// How many ports are tried when the user does not care: an address that is not ours fails like a port that is taken.
 const PORTS_TRIED: u32 = 256;
 
 fn event(id: CmRef, kind: CmKind) -> Option<Event> {

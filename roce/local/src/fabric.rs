@@ -20,10 +20,10 @@ use roce_verbs::{
     wr::PostError,
 };
 
-use crate::{
-    cm::FIRST_PORT,
-    objects::{Cm, Key},
-};
+use crate::objects::{Cm, Key};
+
+/// Where ports are looked for when the user does not care.
+pub(crate) const FIRST_PORT: u16 = 49152;
 
 /// The ports of a fabric: each is a device.
 pub trait Ports {

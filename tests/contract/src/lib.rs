@@ -2,7 +2,7 @@
 //!
 //! A case has two hosts at hand ([`Pair`]), connects them, and looks at what the trait promises: [`CASES`]. The suite is run over
 //! our engine in two shapes ([`wire`], [`sockets`]), over two of it as one provider ([`halves`]) and, with the feature `hardware`,
-//! over libibverbs and librdmacm ([`hardware`]): those of the host, or ours in their place under `ferroce run`.
+//! over libibverbs and librdmacm (`hardware`): those of the host, or ours in their place under `ferroce run`.
 
 mod bed;
 pub mod cases;

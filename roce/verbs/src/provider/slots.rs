@@ -138,6 +138,7 @@ mod tests {
         assert_eq!((first.slot(), second.slot()), (0, 0));
         assert_eq!((slots.get(first), slots.get(second)), (None, Some(&'b')));
         assert_eq!((slots.remove(first), slots.len()), (None, 1));
+        assert_eq!(slots.remove(second), Some('b'));
         let made_for = |number: QpId| (number.slot() == 0).then_some('d');
         let third: QpId = slots.insert_with(made_for).unwrap();
         assert_eq!((slots.get(third), third.slot()), (Some(&'d'), 0));
