@@ -14,6 +14,7 @@ mod nbd;
 mod output;
 mod pcap;
 mod place;
+mod rdma;
 mod report;
 mod run;
 mod serve;
@@ -79,6 +80,13 @@ enum Command {
     /// Write manual pages into a folder
     #[command(hide = true)]
     Man(man::ManArgs),
+}
+
+pub use rdma::OpenRdma;
+
+/// Has the programs use RDMA devices of the host, which are opened so. To be called before [`run`].
+pub fn use_rdma(open: OpenRdma) {
+    rdma::open_by(open);
 }
 
 /// Runs the command that the process's arguments say.

@@ -13,7 +13,8 @@ use rnbd_host::{
     listen::{Inherited, NbdAddress},
     map::{MapConfig, MapDevice, MapEvent, MapFailure, MapStats, Mapping, Nobody, VhostSocket},
 };
-use roce::{LocalDevice, iface};
+use roce::iface;
+use roce_devices::Devices;
 use rtrs::{
     PathError,
     addr::PathAddr,
@@ -181,7 +182,7 @@ impl MapArgs {
     }
 
     /// The devices of the loops: one for each of our addresses.
-    fn devices(&self, ways: &[PathAddr]) -> Result<Vec<LocalDevice>, Failure> {
+    fn devices(&self, ways: &[PathAddr]) -> Result<Vec<Devices>, Failure> {
         let mut sources: Vec<IpAddr> = ways.iter().filter_map(|way| way.src).collect();
         sources.sort_unstable();
         sources.dedup();

@@ -15,7 +15,8 @@ use rnbd_host::{
     gate::Gate,
     serve::{ServeConfig, ServeEvent, ServeStats, ServedPath, Serving},
 };
-use roce::{LocalDevice, Mtu};
+use roce::Mtu;
+use roce_devices::Devices;
 use roce_verbs::shown;
 use rtrs::{
     admission::{AccessList, AccessRule},
@@ -291,13 +292,12 @@ fn start(args: &ServeArgs, config: ServeConfig) -> Result<(Serving, Vec<(IpAddr,
     let (addrs, loops) = (args.addrs()?, usize::from(args.threads));
     let gate = Gate::new(&config.rtrs, loops);
     let mut devices = args.transport.open(&addrs, loops, gate.clone())?;
-    let mtus = |device: &mut LocalDevice| {
-        let all = addrs.iter().enumerate();
-        all.filter_map(|(index, addr)| Some((*addr, device.mtu(index)?)))
-            .collect()
+    let mtus = |device: &mut Devices| {
+        let all = addrs.iter();
+        all.filter_map(|addr| Some((*addr, device.mtu(*addr).ok()?))).collect()
     };
     let mtus = devices.first_mut().map(mtus).unwrap_or_default();
-    let started = match <[LocalDevice; 1]>::try_from(devices) {
+    let started = match <[Devices; 1]>::try_from(devices) {
         Ok([device]) => Serving::start(device, config),
         Err(devices) => Serving::start_shards(devices, config, &gate),
     };

@@ -4,12 +4,14 @@ use std::{net::IpAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use clap::Args;
 use roce::{DeviceConfig, DeviceStats, JoinConfig, LocalDevice, Mtu, Placement};
+use roce_devices::Devices;
 use roce_reactor::{ReactorConfig, SpinMode};
 use rtrs::{addr::PathAddr, heartbeat::HeartbeatConfig, proto::DEFAULT_PORT};
 use serde_json::{Map, Value};
 
 use crate::{
     output::Failure,
+    rdma::RdmaArgs,
     units::{memory, seconds},
 };
 
@@ -19,6 +21,8 @@ const MISSED: u32 = 5;
 #[derive(Args)]
 #[command(next_help_heading = "Transport options")]
 pub(crate) struct TransportArgs {
+    #[command(flatten)]
+    rdma: RdmaArgs,
     /// Path MTU at most: 256, 512, 1024, 2048 or 4096; default: what the interface carries
     #[arg(long, value_name = "BYTES", value_parser = mtu)]
     mtu: Option<Mtu>,
@@ -85,13 +89,17 @@ impl TransportArgs {
         addrs: &[IpAddr],
         loops: usize,
         placement: Arc<dyn Placement>,
-    ) -> Result<Vec<LocalDevice>, Failure> {
-        let configs = self.configs(addrs);
-        let opened = match JoinConfig::from_env() {
-            Some(how) => LocalDevice::open_shared(&configs, loops, placement, &how),
-            None => LocalDevice::open_shards(&configs, loops, placement),
+    ) -> Result<Vec<Devices>, Failure> {
+        let soft = |addrs: &[IpAddr]| {
+            let configs = self.configs(addrs);
+            let placement = placement.clone();
+            let opened = match JoinConfig::from_env() {
+                Some(how) => LocalDevice::open_shared(&configs, loops, placement, &how),
+                None => LocalDevice::open_shards(&configs, loops, placement),
+            };
+            opened.map_err(|e| Failure::failed(e.to_string()))
         };
-        opened.map_err(|e| Failure::failed(e.to_string()))
+        self.rdma.open(addrs, soft, loops)
     }
 
     /// How the loop waits.

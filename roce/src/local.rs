@@ -315,14 +315,20 @@ impl LocalDevice {
         &mut self.fabric
     }
 
+    /// The same, to ask only.
+    pub fn shared_provider(&self) -> &dyn Provider {
+        &self.fabric
+    }
+
+    /// Path MTU at most of connections from an address that is a device's, or of which a device has all.
+    pub fn mtu_of(&mut self, addr: IpAddr) -> Option<Mtu> {
+        let found = self.members().iter().find(|m| m.addr == addr);
+        found.map(|m| m.mtu)
+    }
+
     /// Limits of a device.
     pub fn limits(&self, index: usize) -> Option<&DeviceLimits> {
         self.fabric.devices().get(index).map(|caps| &caps.limits)
-    }
-
-    /// Path MTU at most of a device's connections.
-    pub fn mtu(&mut self, index: usize) -> Option<Mtu> {
-        self.members().get(index).map(|m| m.mtu)
     }
 
     /// Receives about `budget` packets of each device. True: more is waiting.

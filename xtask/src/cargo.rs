@@ -10,7 +10,7 @@ use std::{
 
 use serde_json::Value;
 
-use crate::{Result, harness::TestProgram, process};
+use crate::{Result, harness::TestProgram, process, tools};
 
 /// Which build.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -132,13 +132,25 @@ pub(crate) fn build_programs(profile: Profile) -> Result<Built> {
         Profile::Dev => &["--lib", "--bins", "--test", "cleanup"],
         Profile::Release => &["--release", "--lib", "--bins"],
     };
-    build_workspace(what)
+    build_workspace(&[what, with_contract()].concat())
 }
 
 /// Builds all libraries, programs, tests, examples and benchmarks of the workspace.
 pub(crate) fn build_tests() -> Result<Built> {
-    build_workspace(&["--all-targets"])
+    build_workspace(&[&["--all-targets"], with_contract()].concat())
 }
+
+/// Features of all builds: the provider contract is with roce-hw, if that can be built. Our program is not: it has to run where
+/// neither libibverbs nor librdmacm is.
+pub(crate) fn with_contract() -> &'static [&'static str] {
+    match tools::may_build_hardware() {
+        Ok(()) => &["--features", "ferroce-contract/hardware"],
+        Err(_) => &[],
+    }
+}
+
+/// Features of a build with everything that is over libibverbs and librdmacm.
+pub(crate) const HARDWARE: [&str; 2] = ["--features", "ferroce/hardware,ferroce-contract/hardware"];
 
 fn build_workspace(what: &[&str]) -> Result<Built> {
     let packages = package_names()?;

@@ -153,8 +153,13 @@ pub(crate) fn run(jobs: Vec<Job<'_>>, env: &[(&str, &str)]) -> Result<Tally> {
 /// The documentation's examples, of all crates. They use what [`cargo::build_tests`] has built.
 pub(crate) fn doc_tests() -> Result<Tally> {
     let mut command = cargo::compiling();
-    command.args(["test", "--locked", "--workspace", "--doc", "--no-fail-fast"]);
-    println!("+ cargo test --locked --workspace --doc --no-fail-fast");
+    let args = [
+        &["test", "--locked", "--workspace", "--doc", "--no-fail-fast"],
+        cargo::with_contract(),
+    ]
+    .concat();
+    println!("+ cargo {}", args.join(" "));
+    command.args(args);
     let mut child = process::Guard::spawn("cargo test --doc", command.stdout(Stdio::piped()))?;
     let mut text = String::new();
     let status = child.for_each_line(|line| {

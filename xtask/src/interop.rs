@@ -15,10 +15,13 @@ use crate::{
     cargo::{self, Built, Profile},
     process,
     tally::Tally,
+    tools,
 };
 
 /// Runs `ferroce-interop` with these arguments; its exit status is ours.
 pub(crate) fn run(args: &[OsString]) -> Result<()> {
+    // A scenario that lacks them says so.
+    let _ = tools::ensure(&tools::of_hardware());
     let built = cargo::build_programs(Profile::Release)?;
     let mut command = Command::new(built.program("ferroce-interop")?);
     process::hand_over("ferroce-interop", command.args(args))

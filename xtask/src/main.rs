@@ -47,6 +47,7 @@ enum Task {
     /// Suites: `unit` (the tests of the workspace), `sim` (simulated networks, and storage on them, from the same seeds each time
     /// and from fresh ones, which are printed, and the corpora of the fuzz targets), `end-to-end` (two processes of the program),
     /// `real-clients` (tests marked ignored because they need qemu-img, nbdcopy, fio or ib_write_bw, which are installed first),
+    /// `roce-hw` (the provider contract over libibverbs and librdmacm, with our own library in their place, also under valgrind),
     /// `apps` (unmodified RDMA programs, which are installed first, under `ferroce run`), `interop` (scenarios against
     /// Linux kernels in virtual machines; needs root and Debian's package archive), `flood` (the soak test, in the full
     /// set only). The workspace is built as a whole before, in the dev profile; in the full set the programs under test are

@@ -38,9 +38,14 @@ const STORAGE_SEEDS: [(u64, u64); 3] = [(60, 20), (300, 100), (4000, 400)];
 /// Cases of each property that does not say how many itself, in the set `full`.
 const FULL_CASES: (&str, &str) = ("PROPTEST_CASES", "4096");
 
-/// Which suite has the tests of a package that are not ignored.
-fn suite_of(package: &str) -> &'static str {
-    match package {
+/// The provider contract and `--rdma` over roce-hw, on our verbs library. They are built where libibverbs and librdmacm are. Ignored
+/// tests make namespaces.
+const OVER_LIBRARY: [(&str, &str); 2] = [("ferroce-contract", "library"), ("ferroce-contract", "rdma")];
+
+/// Which suite has the tests of a program that are not ignored.
+fn suite_of(program: &TestProgram) -> &'static str {
+    match &*program.package {
+        _ if program.is_one_of(&OVER_LIBRARY) => HARDWARE,
         // Two processes of the program, and attacks on them.
         "ferroce-hostile" | "ferroce-tests" => END_TO_END,
         // Replays what the fuzz targets have found.
@@ -119,6 +124,7 @@ const UNIT: &str = "unit";
 const SIM: &str = "sim";
 const END_TO_END: &str = "end-to-end";
 const REAL_CLIENTS: &str = "real-clients";
+const HARDWARE: &str = "roce-hw";
 const APPS: &str = "apps";
 const LAB: &str = "interop";
 const FLOOD: &str = "flood";
@@ -126,7 +132,7 @@ const SOAK: &str = "soak";
 /// In the full set only.
 const LONG: [(&str, Long); 2] = [(FLOOD, long::FLOOD), (SOAK, long::SOAK)];
 /// In the table they have this order; with --quick there are only the first ones.
-const SUITES: [&str; 8] = [UNIT, SIM, END_TO_END, REAL_CLIENTS, APPS, LAB, FLOOD, SOAK];
+const SUITES: [&str; 9] = [UNIT, SIM, END_TO_END, REAL_CLIENTS, HARDWARE, APPS, LAB, FLOOD, SOAK];
 const QUICK: usize = 2;
 
 #[derive(Args, Clone)]
@@ -160,8 +166,9 @@ impl TestArgs {
     /// Programs of others that the suites need, but for the lab's.
     fn needed(&self) -> Vec<tools::Tool> {
         let clients = self.runs(REAL_CLIENTS).then(client_tools);
+        let hardware = self.runs(HARDWARE).then(tools::of_hardware);
         let apps = self.runs(APPS).then(|| apps::needed(self.full()));
-        clients.into_iter().chain(apps).flatten().collect()
+        [clients, hardware, apps].into_iter().flatten().flatten().collect()
     }
 
     fn runs(&self, suite: &str) -> bool {
@@ -220,6 +227,8 @@ fn run(args: &TestArgs, lints: bool) -> Result<()> {
 /// Builds the programs under test, which the lab begins with, and installs what the suites need meanwhile.
 fn build(args: &TestArgs, rows: &mut Vec<Row>) -> Result<Option<Built>> {
     let mut made = None;
+    // The build itself depends on these.
+    let _ = args.runs(HARDWARE) && tools::ensure(&tools::of_hardware()).is_ok();
     let row = timed(BUILD[0], || {
         let programs = thread::scope(|scope| {
             // What can not be installed is told by the suite that needs it.
@@ -386,7 +395,8 @@ impl<'a> Stage<'a> {
         }
         // Most of it waits, or computes on one processor.
         thread::scope(|scope| {
-            let threads = [UNIT, END_TO_END, APPS].map(|name| scope.spawn(move || self.run_each(&[name], false)));
+            let threads =
+                [UNIT, END_TO_END, HARDWARE, APPS].map(|name| scope.spawn(move || self.run_each(&[name], false)));
             for thread in threads {
                 joined(thread)?.into_iter().for_each(|row| add(rows, row));
             }
@@ -415,6 +425,7 @@ impl<'a> Stage<'a> {
             END_TO_END => self.programs_of(name, alone, &[("FERROCE_BIN", &self.ferroce()?)]),
             APPS => with_programs(name, self.args, self.programs),
             REAL_CLIENTS => self.real_clients(),
+            HARDWARE => self.hardware(),
             _ => match LONG.iter().find(|(long, _)| *long == name) {
                 Some((_, long)) => long.suite(self.programs),
                 None => Err(format!("no suite {name}")),
@@ -424,7 +435,7 @@ impl<'a> Stage<'a> {
 
     /// The tests of a suite that are not ignored and run alone, or beside others.
     fn programs_of(&self, suite: &str, alone: bool, env: &[(&str, &str)]) -> Result<Tally> {
-        let programs = self.tests.iter().filter(|t| suite_of(&t.package) == suite);
+        let programs = self.tests.iter().filter(|t| suite_of(t) == suite);
         let chosen = programs.filter(|t| t.is_one_of(&ALONE) == alone);
         harness::run(chosen.map(Job::all).collect::<Result<_>>()?, env)
     }
@@ -506,6 +517,28 @@ impl<'a> Stage<'a> {
         Ok(tally)
     }
 
+    /// roce-hw where every machine has it: on our own verbs library.
+    fn hardware(&self) -> Result<Tally> {
+        let tools = tools::ensure(&tools::of_hardware()).and_then(|()| tools::may_build_hardware());
+        if let Err(why) = tools {
+            return Ok(Tally::not_run(why));
+        }
+        let mut jobs = Vec::new();
+        let mut not_run = Vec::new();
+        for program in self.tests.iter().filter(|t| t.is_one_of(&OVER_LIBRARY)) {
+            jobs.push(Job::all(program)?);
+            let ignored = ignored(program)?;
+            match tools::may_make_namespaces() {
+                _ if ignored.is_empty() => {}
+                true => jobs.push(Job::ignored(program, ignored)),
+                false => not_run.push((ignored.len() as u64, tools::NO_NAMESPACES.to_owned())),
+            }
+        }
+        let mut tally = harness::run(jobs, &[("FERROCE_BIN", &self.ferroce()?)])?;
+        tally.not_run.extend(not_run);
+        Ok(tally)
+    }
+
     /// Whether the lab leaves nothing behind.
     fn cleanup(&self) -> Result<Tally> {
         let program = find(self.tests, CLEANUP.0, CLEANUP.1)?;
@@ -557,7 +590,8 @@ fn unclaimed(tests: &[TestProgram]) -> Result<Vec<String>> {
         .chain(ALONE)
         .filter_map(|(package, file)| find(tests, package, file).err())
         .collect();
-    for program in tests.iter().filter(|t| !CLIENTS_OF.contains(&t.package.as_str())) {
+    let elsewhere = |t: &&TestProgram| CLIENTS_OF.contains(&t.package.as_str()) || t.is_one_of(&OVER_LIBRARY);
+    for program in tests.iter().filter(|t| !elsewhere(t)) {
         let (name, ignored) = (format!("{} {}", program.package, program.target), ignored(program)?);
         let claimed = named().any(|(package, file)| program.package == package && program.target == file);
         match (claimed, ignored.is_empty()) {

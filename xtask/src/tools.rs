@@ -31,6 +31,31 @@ pub(crate) const NBD_CLIENTS: [Tool; 4] = [
 /// Programs for libibverbs.
 pub(crate) const PERFTEST: Tool = Tool::new("ib_write_bw", "perftest");
 
+/// Finds what a program uses of memory that it should not.
+pub(crate) const VALGRIND: Tool = Tool::new("valgrind", "valgrind");
+
+/// What our crates over libibverbs and librdmacm are built with.
+const HARDWARE: [Tool; 4] = [
+    Tool::new("pkg-config", "pkg-config"),
+    Tool::new("/usr/include/infiniband/verbs.h", "libibverbs-dev"),
+    Tool::new("/usr/include/rdma/rdma_cma.h", "librdmacm-dev"),
+    // Headers of the library itself have the version in their path.
+    Tool::new("/usr/share/doc/libclang-dev/copyright", "libclang-dev"),
+];
+
+/// The same, and what their tests need.
+pub(crate) fn of_hardware() -> Vec<Tool> {
+    HARDWARE.into_iter().chain([VALGRIND]).collect()
+}
+
+/// Whether crates over libibverbs and librdmacm can be built.
+pub(crate) fn may_build_hardware() -> Result<()> {
+    match missing(&HARDWARE)[..] {
+        [] => Ok(()),
+        ref packages => Err(format!("not built without the packages {}", packages.join(", "))),
+    }
+}
+
 /// Runs virtual machines.
 pub(crate) const QEMU: Tool = Tool::new("qemu-system-x86_64", "qemu-system-x86");
 
@@ -70,18 +95,17 @@ pub(crate) fn may_mount_fuse() -> bool {
     may_make_namespaces() && Path::new("/dev/fuse").exists()
 }
 
+/// The packages of what is missing.
+fn missing(tools: &[Tool]) -> Vec<&'static str> {
+    let lacking = tools.iter().filter(|t| find(t.program).is_none());
+    let mut packages: Vec<_> = lacking.map(|t| t.package).collect();
+    packages.sort_unstable();
+    packages.dedup();
+    packages
+}
+
 /// Installs what is missing with apt, or says exactly what is.
 pub(crate) fn ensure(tools: &[Tool]) -> Result<()> {
-    let missing = |tools: &[Tool]| {
-        let mut packages: Vec<_> = tools
-            .iter()
-            .filter(|t| find(t.program).is_none())
-            .map(|t| t.package)
-            .collect();
-        packages.sort_unstable();
-        packages.dedup();
-        packages
-    };
     let packages = missing(tools);
     if packages.is_empty() {
         return Ok(());

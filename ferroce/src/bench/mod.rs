@@ -26,10 +26,12 @@ use std::{
 use ::rtrs::{proto::MAX_HDR_SIZE, server::ServerConfig};
 use clap::{Args, ValueEnum};
 use roce::{Device, DeviceConfig, LocalDevice, Mtu, VerbsError, WindowConfig};
+use roce_devices::Devices;
 use roce_reactor::{ReactorConfig, SpinMode};
 
 use crate::{
     output::{self, Failure},
+    rdma::RdmaArgs,
     signals::Stop,
     units,
 };
@@ -132,6 +134,8 @@ pub(crate) struct BenchArgs {
     /// rtrs: how long the loops look for work before they sleep, at most: microseconds, auto, or off
     #[arg(long, value_name = "US|auto|off", default_value = "auto")]
     spin: SpinMode,
+    #[command(flatten)]
+    rdma: RdmaArgs,
     /// The passive side ends with its standard input
     #[arg(long, hide = true, requires = "listen")]
     until_eof: bool,
@@ -179,8 +183,15 @@ impl BenchArgs {
         Device::open(self.config(addr, pcap)).map_err(|e| Failure::failed(e.to_string()))
     }
 
-    fn local_device(&self, addr: IpAddr) -> Result<LocalDevice, Failure> {
-        LocalDevice::open(&[self.config(addr, true)]).map_err(|e| Failure::failed(e.to_string()))
+    /// The device of a loop of ours at an address.
+    fn devices(&self, addr: IpAddr) -> Result<Devices, Failure> {
+        let soft = |addrs: &[IpAddr]| {
+            let configs: Vec<_> = addrs.iter().map(|addr| self.config(*addr, true)).collect();
+            let opened = LocalDevice::open(&configs).map_err(|e| Failure::failed(e.to_string()));
+            Ok(vec![opened?])
+        };
+        let mut opened = self.rdma.open(&[addr], soft, 1)?;
+        opened.pop().ok_or_else(|| Failure::failed("no device has been opened"))
     }
 
     /// What the server of RTRS is told.
@@ -192,6 +203,7 @@ impl BenchArgs {
             on_off.to_owned(),
         ];
         options.extend(["--spin".to_owned(), self.spin.to_string()]);
+        options.extend(self.rdma.options());
         options.extend(["--socket-buffer".to_owned(), self.socket_buffer.to_string()]);
         if let Some(mtu) = self.mtu {
             options.extend(["--mtu".to_owned(), mtu.bytes().to_string()]);
@@ -292,7 +304,7 @@ fn run_rtrs(args: &BenchArgs, stop: &Stop) -> Result<(), Failure> {
     };
     if let Some(text) = &args.listen {
         let addr = target(text)?;
-        let device = args.local_device(addr.ip())?;
+        let device = args.devices(addr.ip())?;
         let config = ServerConfig {
             addr: addr.ip(),
             port: addr.port(),
@@ -327,7 +339,7 @@ fn run_rtrs(args: &BenchArgs, stop: &Stop) -> Result<(), Failure> {
             (server, local, Some(process))
         }
     };
-    let client = rtrs::Rtrs::connect(args.local_device(from)?, server, args.connections, reactor)?;
+    let client = rtrs::Rtrs::connect(args.devices(from)?, (from, server), args.connections, reactor)?;
     for &bytes in &args.sizes(4096) {
         let m = client.run(rtrs::Load {
             bytes,

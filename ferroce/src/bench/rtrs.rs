@@ -2,7 +2,7 @@
 
 use std::{
     io::{BufRead, BufReader},
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     process::{Child, Command, Stdio},
     sync::mpsc::{Receiver, Sender, channel},
     thread::{Builder, JoinHandle},
@@ -16,7 +16,8 @@ use ::rtrs::{
     cx::Cx,
 };
 use rand::{RngCore, SeedableRng, rngs::StdRng};
-use roce::{Completion, LocalDevice};
+use roce::Completion;
+use roce_devices::Devices;
 use roce_reactor::{Handle, Reactor, ReactorConfig, Service, TurnCx};
 use roce_verbs::{
     Instant,
@@ -388,12 +389,18 @@ fn system(e: impl std::fmt::Display) -> Failure {
 impl Rtrs {
     /// Opens a session with a server.
     pub(crate) fn connect(
-        device: LocalDevice,
-        server: SocketAddr,
+        device: Devices,
+        (from, server): (IpAddr, SocketAddr),
         connections: u16,
         reactor: ReactorConfig,
     ) -> Result<Self, Failure> {
-        let mut config = SessionConfig::new("bench", PathAddr::to(server));
+        let mut config = SessionConfig::new(
+            "bench",
+            PathAddr {
+                src: Some(from),
+                dst: server,
+            },
+        );
         config.connections = connections;
         config.max_user_header = HEADER as u16;
         let (reactor, _helper) = Reactor::<Bench>::new(reactor).map_err(system)?;

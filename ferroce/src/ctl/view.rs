@@ -399,12 +399,19 @@ fn client_facts(all: &All, session: &Session) -> Facts {
     rows
 }
 
+/// An RDMA device of the host, or none.
+fn device(name: Option<&String>) -> String {
+    name.map_or_else(|| "in software".into(), Clone::clone)
+}
+
 fn path_facts(mapping: &Mapping, path: &Path) -> Facts {
     vec![
         ("path", path.path.clone()),
         ("port", path.port.to_string()),
         ("session", mapping.session.clone()),
         ("state", path.state.clone()),
+        ("device", device(path.device.as_ref())),
+        ("keys of reads", path.keys.clone().unwrap_or_else(|| "-".into())),
         ("latency", latency(path)),
         ("in flight", path.in_flight.to_string()),
         ("reads", format!("{} ({})", path.reads, output::bytes(path.read_bytes))),
@@ -424,6 +431,8 @@ fn served_facts(session: &Session, path: &ServedPath) -> Facts {
         ("session", session.name.clone()),
         ("number", path.path.to_string()),
         ("state", path.state.clone()),
+        ("device", device(path.device.as_ref())),
+        ("keys of chunks", path.keys.clone()),
         ("connections", format!("{} of {}", path.made, path.connections)),
         ("requests", path.requests.to_string()),
         ("reads", format!("{} ({})", path.reads, output::bytes(path.read_bytes))),

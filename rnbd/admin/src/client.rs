@@ -85,8 +85,9 @@ const SESSION: &[Attr<Session>] = &[
 
 const PATH: &[Attr<Path>] = &[
     Attr::ro("hca_name", |path| {
-        let name = path.status.addr.src.map(|src| path.session.host.hca_name(src));
-        Ok(format!("{}\n", name.unwrap_or_default()))
+        let software = || path.status.addr.src.map(|src| path.session.host.hca_name(src));
+        let name = path.status.hca.as_deref().map(str::to_owned);
+        Ok(format!("{}\n", name.or_else(software).unwrap_or_default()))
     }),
     Attr::ro("hca_port", |_| Ok("1\n".into())),
     Attr::ro("src_addr", |path| {

@@ -89,7 +89,9 @@ fn ends(path: &PathListing) -> (IpAddr, IpAddr) {
 // The client's address is `src_addr` here, too.
 const PATH: &[Attr<Path>] = &[
     Attr::ro("hca_name", |path| {
-        Ok(format!("{}\n", path.host.hca_name(ends(&path.listing).1)))
+        let software = || path.host.hca_name(ends(&path.listing).1);
+        let name = path.listing.hca.as_deref().map(str::to_owned);
+        Ok(format!("{}\n", name.unwrap_or_else(software)))
     }),
     Attr::ro("hca_port", |_| Ok("1\n".into())),
     Attr::ro("src_addr", |path| Ok(format!("ip:{}\n", ends(&path.listing).0))),

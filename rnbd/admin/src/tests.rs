@@ -18,7 +18,7 @@ use rnbd_host::control::{
     map::{MapAnswer, MapListing, MapRequest, MappedDevice},
     serve::{ServeAnswer, ServeRequest},
 };
-use roce_verbs::provider::DeviceIx;
+use roce_verbs::provider::{DeviceIx, KeyStrategy};
 use rtrs::{
     admission::PathKey,
     client::{PathId, PathStats, PathStatus, Policy, SessionConfig, state::PathState},
@@ -110,6 +110,8 @@ fn served(key: u64, name: &str) -> SessionListing {
         client: "[::ffff:10.0.0.1]:4791".parse().unwrap(),
         server: "10.0.0.2".parse().unwrap(),
         device: DeviceIx(0),
+        hca: None,
+        keys: KeyStrategy::FastRegistration,
         state: ServedState::Connected,
         connections: 3,
         made: 3,
@@ -159,6 +161,8 @@ fn path(id: u16, addr: &str) -> PathStatus {
         uuid: Uuid([3; 16]),
         state: PathState::Connected,
         device: None,
+        hca: None,
+        keys: None,
         latency: Some(Duration::from_nanos(1234)),
         in_flight: 1,
         stats,

@@ -9,7 +9,8 @@ use std::{
 
 use parking_lot::Mutex;
 use rnbd::Errno;
-use roce::{NewDevice, Opener, VerbsError};
+use roce::{NewDevice, VerbsError};
+use roce_devices::Opener;
 use roce_reactor::Handle;
 
 use crate::{control::Refused, mapper::Command};

@@ -14,7 +14,8 @@ use rnbd::{
     client::{Client as Rnbd, OnLoss, device::DeviceCounters, letter::Letter as RnbdLetter, output::DeviceKey},
     nbd::PendingKey,
 };
-use roce::{Completion, LocalDevice, NewDevice};
+use roce::{Completion, NewDevice};
+use roce_devices::Devices;
 use roce_reactor::{Handle, Reactor, Readiness, Service as Loop, TurnCx};
 use roce_verbs::{
     Instant,
@@ -220,7 +221,7 @@ impl Service {
     /// Runs the loop to its end.
     pub(crate) fn run(
         reactor: Reactor<Self>,
-        device: LocalDevice,
+        device: Devices,
         place: Place,
         config: MapConfig,
         tell: Tell,

@@ -13,7 +13,8 @@ use std::{
 
 use rnbd::server::{Limits, ServerCounters};
 use rnbd_disk::{DiskConfig, Exports};
-use roce::{LocalDevice, verbs::provider::VerbsError};
+use roce::verbs::provider::VerbsError;
+use roce_devices::Devices;
 use roce_reactor::{Handle, Helper, Reactor, ReactorConfig, ReactorError};
 use rtrs::{
     PathError,
@@ -154,24 +155,28 @@ impl Serving {
     ///
     /// # Errors
     /// When the address or port can't be listened on, or the system refuses.
-    pub fn start(device: LocalDevice, config: ServeConfig) -> Result<Self, StartError> {
-        Self::run(vec![device], config, None)
+    pub fn start(device: impl Into<Devices>, config: ServeConfig) -> Result<Self, StartError> {
+        Self::run(vec![device.into()], config, None)
     }
 
-    /// The same on several loops, one for each shard of its devices ([`LocalDevice::open_shards`]) that were opened with this gate.
+    /// The same on several loops, one for each shard of its devices ([`LocalDevice::open_shards`](roce::LocalDevice::open_shards)) that were opened with this gate.
     /// The connections of each session are spread over them.
     ///
     /// # Errors
     /// As [`start`](Self::start); when the gate is for another number of loops.
-    pub fn start_shards(devices: Vec<LocalDevice>, config: ServeConfig, gate: &Arc<Gate>) -> Result<Self, StartError> {
+    pub fn start_shards(
+        devices: Vec<impl Into<Devices>>,
+        config: ServeConfig,
+        gate: &Arc<Gate>,
+    ) -> Result<Self, StartError> {
         if devices.len() != gate.loops() {
             let text = format!("{} shards, and a gate for {} loops", devices.len(), gate.loops());
             return Err(StartError::System(io::Error::new(io::ErrorKind::InvalidInput, text)));
         }
-        Self::run(devices, config, Some(gate))
+        Self::run(devices.into_iter().map(Into::into).collect(), config, Some(gate))
     }
 
-    fn run(devices: Vec<LocalDevice>, config: ServeConfig, gate: Option<&Arc<Gate>>) -> Result<Self, StartError> {
+    fn run(devices: Vec<Devices>, config: ServeConfig, gate: Option<&Arc<Gate>>) -> Result<Self, StartError> {
         let (reactors, helper) = Reactor::<Service>::several(config.reactor, devices.len())?;
         let handles: Arc<[_]> = reactors.iter().map(Reactor::handle).collect();
         let images = Images::default();
@@ -344,7 +349,7 @@ mod tests {
 
     use ferroce_rig::{Host, Session};
     use rnbd_disk::Caching;
-    use roce::DeviceConfig;
+    use roce::{DeviceConfig, LocalDevice};
     use rtrs::{addr::PathAddr, client::SessionConfig};
 
     use super::*;

@@ -19,7 +19,8 @@ use rnbd::{
     },
 };
 use rnbd_disk::{Budget, Disk, Ended, Exports, OpenExport};
-use roce::{Completion, LocalDevice};
+use roce::Completion;
+use roce_devices::Devices;
 use roce_mem::{MemError, Pages};
 use roce_reactor::{Handle, JobResult, JobTicket, Reactor, ReactorError, Readiness, Service as Loop, TurnCx};
 use roce_verbs::{
@@ -179,7 +180,7 @@ impl Service {
     /// Runs the loop to its end; says by `ready` whether it listens.
     pub(crate) fn run(
         reactor: Reactor<Self>,
-        mut device: LocalDevice,
+        mut device: Devices,
         plan: Plan,
         ready: Sender<Result<SocketAddr, StartError>>,
     ) -> Result<(), ReactorError> {
@@ -208,7 +209,7 @@ impl Service {
         Ok(watched?)
     }
 
-    fn new(device: &mut LocalDevice, plan: Plan) -> Result<(Self, SocketAddr), StartError> {
+    fn new(device: &mut Devices, plan: Plan) -> Result<(Self, SocketAddr), StartError> {
         let Plan {
             config,
             shared,

@@ -1,1 +1,51 @@
-//! Reserved for the `Provider` over hardware verbs; there is nothing here yet.
+//! [`Provider`](roce_verbs::provider::Provider) over libibverbs and librdmacm: [`HwDevice`], for hosts that have RDMA hardware,
+//! rdma_rxe, or `ferroce run`'s library in their place.
+//!
+//! One loop drives it, without a thread and without a lock: [`HwDevice::descriptors`] are for the loop's poll,
+//! [`HwDevice::arm`] has them tell of the next completion, [`HwDevice::poll`] takes what they have, and nothing waits.
+//!
+//! Without the feature `hardware` the crate is empty, and needs neither library.
+//!
+//! What hardware does otherwise than the software device:
+//! - Keys are memory windows, which are bound and closed by work requests. A type 1 window's next key is the library's choice.
+//! - A queue pair is made before its connection's way is known and is not librdmacm's: the provider moves it through its states
+//!   with the attributes that the connection manager has for it (`rdma_init_qp_attr`, `rdma_establish`).
+//! - The connection manager is the kernel's. It knows one reason for a refusal, [`CONSUMER`], and its own times.
+//! - A send that makes no completion holds its place in the queue until a later one that does has completed.
+//!
+//! [`CONSUMER`]: roce_verbs::provider::RejectReason::CONSUMER
+#![cfg_attr(
+    not(feature = "hardware"),
+    allow(
+        rustdoc::broken_intra_doc_links,
+        reason = "what the links lead to is not there either"
+    )
+)]
+
+#[cfg(feature = "hardware")]
+mod advice;
+#[cfg(feature = "hardware")]
+mod caps;
+#[cfg(feature = "hardware")]
+mod cm;
+#[cfg(feature = "hardware")]
+mod device;
+#[cfg(feature = "hardware")]
+mod driven;
+#[cfg(feature = "hardware")]
+mod events;
+#[cfg(feature = "hardware")]
+mod keys;
+#[cfg(feature = "hardware")]
+mod post;
+#[cfg(feature = "hardware")]
+mod provider;
+#[cfg(feature = "hardware")]
+mod qp;
+#[cfg(feature = "hardware")]
+mod sys;
+
+#[cfg(feature = "hardware")]
+pub use device::{HwConfig, HwDevice, Usage};
+#[cfg(feature = "hardware")]
+pub use driven::open;

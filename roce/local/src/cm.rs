@@ -6,9 +6,12 @@ use roce_port::{ConnId, ListenId, PortCmEvent};
 use roce_verbs::provider::{CmKind, CmRef, ConnParams, DeviceCaps, DeviceIx, Event, QpId, RejectReason, VerbsError};
 
 use crate::{
-    fabric::{Fabric, Ports, gone},
+    fabric::{FIRST_PORT, Fabric, Ports, gone},
     objects::Cm,
 };
+
+/// How many ports are tried when the user does not care: an address that is not ours fails like a port that is taken.
+const PORTS_TRIED: u32 = 256;
 
 fn event(id: CmRef, kind: CmKind) -> Option<Event> {
     Some(Event::Cm { id, kind })
@@ -44,6 +47,22 @@ impl<P: Ports> Fabric<P> {
     }
 
     pub(crate) fn listen(&mut self, addr: SocketAddr, backlog: u32) -> Result<CmRef, VerbsError> {
+        if addr.port() != 0 {
+            return self.listen_at(addr, backlog);
+        }
+        let mut tried = 0;
+        loop {
+            self.next_port = self.next_port.checked_add(1).unwrap_or(FIRST_PORT);
+            tried += 1;
+            match self.listen_at(SocketAddr::new(addr.ip(), self.next_port), backlog) {
+                // Another has the port.
+                Err(VerbsError::Address(_)) if tried < PORTS_TRIED => {}
+                done => return done,
+            }
+        }
+    }
+
+    fn listen_at(&mut self, addr: SocketAddr, backlog: u32) -> Result<CmRef, VerbsError> {
         let mut ids: Vec<(usize, ListenId)> = Vec::new();
         let mut failed = None;
         for device in self.listening(addr.ip()) {

@@ -12,18 +12,18 @@ use roce_port::{ConnChange, ConnId, ListenId, Port, QpInit};
 use roce_qp::CompletionQueue;
 use roce_verbs::{
     AccessFlags, AsyncEvent, Completion, DeviceLimits, Instant, NumberHasher, QpAttr, QpState, QpType, Qpn, RecvWr,
-    SendWr,
+    SendWr, WcStatus,
     provider::{
         CmRef, ConnParams, CqId, DeviceCaps, DeviceIx, Event, GrantOf, Granted, KeyId, KeyKind, Lent, MrId, MrInfo,
-        PdId, Provider, QpId, QpSpec, Registration, RejectReason, Revoked, VerbsError,
+        PdId, Provider, QpId, QpSpec, Registration, RejectReason, Revoked, Slots, VerbsError,
     },
     wr::PostError,
 };
 
-use crate::{
-    objects::{Cm, Key},
-    slots::Slots,
-};
+use crate::objects::{Cm, Key};
+
+/// Where ports are looked for when the user does not care.
+pub(crate) const FIRST_PORT: u16 = 49152;
 
 /// The ports of a fabric: each is a device.
 pub trait Ports {
@@ -146,6 +146,8 @@ pub struct Fabric<P> {
     pub(crate) events: VecDeque<Event>,
     /// Completions on their way out.
     taken: Vec<Completion>,
+    /// The last port that was given to a listener which did not name one.
+    pub(crate) next_port: u16,
 }
 
 pub(crate) fn gone(what: &str) -> VerbsError {
@@ -179,6 +181,7 @@ impl<P: Ports> Fabric<P> {
             cms: Slots::default(),
             events: VecDeque::new(),
             taken: Vec::new(),
+            next_port: FIRST_PORT,
         };
         for (limits, addrs) in devices {
             this.add_device(limits, addrs);
@@ -198,6 +201,7 @@ impl<P: Ports> Fabric<P> {
         });
         let config = self.config;
         self.caps.push(DeviceCaps {
+            name: None,
             limits,
             fast_registration: config.fast_registration,
             window_1: config.windows,
@@ -513,7 +517,17 @@ impl<P: Ports> Provider for Fabric<P> {
             self.taken.clear();
             let polled = device.cq.poll(&mut self.taken, room);
             let known = |wc: &Completion| Some((*device.qps.get(&wc.qpn.value())?, *wc));
+            let from = out.len();
             out.extend(self.taken.iter().filter_map(known));
+            // A refused WRITE that has taken a receive is told by that, and not by an event.
+            for (qp, _) in out[from..]
+                .iter()
+                .filter(|(_, wc)| wc.status == WcStatus::LocalAccessError)
+            {
+                if let Some(qp) = self.qps.get_mut(*qp) {
+                    qp.violated = true;
+                }
+            }
             if polled.is_err() {
                 return Err(VerbsError::State("a completion queue has overflowed".into()));
             }

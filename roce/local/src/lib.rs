@@ -18,7 +18,6 @@ mod keys;
 mod lend;
 mod objects;
 mod ports;
-mod slots;
 
 pub use fabric::{Fabric, FabricConfig, Ports, Usage};
 pub use ports::{Several, Single};

@@ -8,12 +8,13 @@ use std::{
 
 use mio::{Interest, Registry, Token, unix::SourceFd};
 use roce::{
-    Completion, LocalDevice, NewDevice,
+    Completion, NewDevice,
     verbs::{
         Instant,
         provider::{DeviceIx, Event, Provider, QpId},
     },
 };
+use roce_devices::Devices;
 
 use crate::{
     counters::Counters,
@@ -128,7 +129,7 @@ pub struct TurnCx<'a, J> {
     /// The time, as of this round of the turn.
     pub now: Instant,
     /// The devices of the loop.
-    pub device: &'a mut LocalDevice,
+    pub device: &'a mut Devices,
     /// The descriptors that are watched for the service.
     pub sockets: Sockets<'a>,
     /// Work that waits for the system.

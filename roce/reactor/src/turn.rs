@@ -4,12 +4,13 @@ use std::{cell::Cell, collections::VecDeque, fmt, io, mem, ops::Deref, os::fd::A
 
 use mio::{Events, Interest, Poll, Token, Waker, unix::SourceFd};
 use roce::{
-    Completion, Flush, LocalDevice, RxMeta,
+    Completion, Flush, RxMeta,
     verbs::{
         Instant,
         provider::{Event, QpId, VerbsError},
     },
 };
+use roce_devices::Devices;
 
 use crate::{
     counters::Counters,
@@ -21,6 +22,8 @@ use crate::{
 
 /// Of the mailbox.
 const MAIL: Token = Token(RESERVED + 1);
+/// Of RDMA devices.
+const NEWS: Token = Token(RESERVED + 2);
 
 /// Rounds of a turn, and how long they may take together: then what was posted is sent.
 const ROUNDS: usize = 4;
@@ -90,7 +93,7 @@ impl<C, J> Handle<C, J> {
     }
 
     /// Passes on a datagram that reached the host by another socket, for the device of this number; see
-    /// [`LocalDevice::inject`].
+    /// [`Devices::inject`].
     pub fn inject(&self, device: usize, meta: RxMeta, datagram: Vec<u8>) {
         self.0.send(Letter::Datagram(device, meta, datagram));
     }
@@ -179,10 +182,10 @@ impl<S: Service> Reactor<S> {
     /// When the system refuses to wait, or the device fails.
     pub fn run(
         self,
-        device: LocalDevice,
+        devices: impl Into<Devices>,
         start: impl FnOnce(&mut TurnCx<'_, S::Output>) -> S,
     ) -> Result<S, ReactorError> {
-        let mut turns = Loop::new(self, device)?;
+        let mut turns = Loop::new(self, devices.into())?;
         let mut service = start(&mut turns.cx());
         loop {
             turns.turn(&mut service)?;
@@ -206,7 +209,7 @@ fn interest(room: bool) -> Interest {
 /// A loop that runs.
 struct Loop<C, J> {
     config: ReactorConfig,
-    device: LocalDevice,
+    device: Devices,
     poll: Poll,
     events: Events,
     mailbox: Inbox<Letter<C, J>>,
@@ -219,6 +222,8 @@ struct Loop<C, J> {
     ready: Vec<(Token, Readiness)>,
     /// The device has packets, as far as is known.
     readable: bool,
+    /// RDMA devices have something to tell, as far as is known.
+    news: bool,
     /// The send buffer was full, and there was no room since.
     blocked: bool,
     /// Room in the send buffer is watched for.
@@ -233,7 +238,7 @@ struct Loop<C, J> {
 }
 
 impl<C, J> Loop<C, J> {
-    fn new<S>(reactor: Reactor<S>, device: LocalDevice) -> io::Result<Self>
+    fn new<S>(reactor: Reactor<S>, device: Devices) -> io::Result<Self>
     where
         S: Service<Command = C, Output = J>,
     {
@@ -249,6 +254,7 @@ impl<C, J> Loop<C, J> {
             letters: VecDeque::new(),
             ready: Vec::new(),
             readable: true,
+            news: true,
             blocked: false,
             watches_room: false,
             again: false,
@@ -263,6 +269,13 @@ impl<C, J> Loop<C, J> {
             let fd = fd.as_raw_fd();
             let registry = made.poll.registry();
             registry.register(&mut SourceFd(&fd), DEVICE, interest(false))?;
+        }
+        for fd in made.device.news() {
+            made.changes.set(made.changes.get() + 1);
+            let fd = fd.as_raw_fd();
+            made.poll
+                .registry()
+                .register(&mut SourceFd(&fd), NEWS, Interest::READABLE)?;
         }
         Ok(made)
     }
@@ -293,6 +306,9 @@ impl<C, J> Loop<C, J> {
             self.counters.receives += 1;
             self.readable = self.device.receive(self.now, self.config.packets);
         }
+        if self.news {
+            self.news = self.device.take_news()?;
+        }
         self.device.run_timers(self.now, self.readable);
         let mut ready = mem::take(&mut self.ready);
         for (token, readiness) in ready.drain(..) {
@@ -309,7 +325,8 @@ impl<C, J> Loop<C, J> {
         if left == 0 && self.event.is_none() {
             self.event = provider.poll_event();
         }
-        self.again = !quiet || more || self.readable || flushed == Flush::More || left > 0 || self.event.is_some();
+        self.again =
+            !quiet || more || self.readable || self.news || flushed == Flush::More || left > 0 || self.event.is_some();
         Ok(())
     }
 
@@ -441,11 +458,26 @@ impl<C, J> Loop<C, J> {
             self.look()?;
             return Ok(());
         }
-        if !self.spin(begun, limit)? {
+        if !self.spin(begun, limit)? && !self.completed_before_sleep()? {
             let limit = limit.map(|limit| limit.saturating_sub(roce::now().saturating_since(begun)));
             self.sleep(limit)?;
         }
         Ok(())
+    }
+
+    /// Has the devices wake the loop for the next completion. True: there is one already.
+    fn completed_before_sleep(&mut self) -> Result<bool, VerbsError> {
+        self.device.arm()?;
+        self.completed()
+    }
+
+    /// Asks devices that need no packet to complete something whether they have.
+    fn completed(&mut self) -> Result<bool, VerbsError> {
+        if !self.device.complete_by_themselves() {
+            return Ok(false);
+        }
+        let provider = self.device.provider();
+        Ok(provider.poll_completions(&mut self.completions, BATCH)? > 0)
     }
 
     /// How long there is nothing to do, as far as is known; `None`: for ever.
@@ -462,7 +494,7 @@ impl<C, J> Loop<C, J> {
     }
 
     /// Looks for something to do for a while, if that pays. True: there is something.
-    fn spin(&mut self, begun: Instant, limit: Option<Duration>) -> io::Result<bool> {
+    fn spin(&mut self, begun: Instant, limit: Option<Duration>) -> Result<bool, ReactorError> {
         let wanted = self.spin.budget(begun);
         let budget = limit.map_or(wanted, |limit| wanted.min(limit));
         if budget.is_zero() {
@@ -470,7 +502,7 @@ impl<C, J> Loop<C, J> {
         }
         self.counters.spins += 1;
         let found = loop {
-            if self.mailbox.is_full() || self.look()? {
+            if self.mailbox.is_full() || self.look()? || self.completed()? {
                 break true;
             }
             if roce::now().saturating_since(begun) >= budget {
@@ -523,6 +555,7 @@ impl<C, J> Loop<C, J> {
                     self.readable |= event.is_readable();
                     self.blocked &= !event.is_writable();
                 }
+                NEWS => self.news = true,
                 MAIL => {}
                 token => self.ready.push((token, Readiness::from(event))),
             }

@@ -2,7 +2,7 @@
 //! of reads.
 
 use core::{ops::Range, time::Duration};
-use std::collections::VecDeque;
+use std::{collections::VecDeque, sync::Arc};
 
 use roce_verbs::{
     AccessFlags, Instant,
@@ -68,6 +68,8 @@ impl Held {
 #[derive(Debug)]
 pub(super) struct Domain {
     pub(super) device: DeviceIx,
+    /// As the system calls it.
+    pub(super) name: Option<Arc<str>>,
     pub(super) pd: PdId,
     /// What opens the buffers of reads.
     pub(super) strategy: KeyStrategy,
@@ -134,6 +136,7 @@ impl Lane {
         let caps = cx.provider.devices().get(usize::from(device.0));
         let caps = caps.ok_or_else(|| VerbsError::Invalid("no such device".into()))?;
         let (strategy, instant) = (KeyStrategy::for_reads(caps, revoked), caps.instant_keys);
+        let name = caps.name.clone();
         if revoked && strategy == KeyStrategy::Static {
             tracing::warn!(
                 device = device.0,
@@ -143,6 +146,7 @@ impl Lane {
         let pd = cx.provider.alloc_pd(device)?;
         self.domains.push(Domain {
             device,
+            name,
             pd,
             strategy,
             keys: Vec::new(),

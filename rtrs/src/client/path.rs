@@ -72,6 +72,8 @@ pub(super) enum Report {
     Failed(Error),
     /// Its requests have left it.
     Orphans(Vec<Orphan>),
+    /// It has nothing on a device that is gone any more.
+    LeftDevice,
     /// It is closed.
     Closed,
     /// It is none of the session's any more.
@@ -114,6 +116,8 @@ pub(super) struct Path {
     pub(super) device: Option<DeviceIx>,
     /// The last device that it led through, which the session keeps what it has on for it.
     pub(super) entered: Option<DeviceIx>,
+    /// That is gone.
+    lost_device: bool,
     pub(super) pd: Option<PdId>,
     pub(super) cq: Option<CqId>,
     pub(super) conns: Vec<Conn>,
@@ -175,6 +179,7 @@ impl Path {
             outlived: false,
             device: None,
             entered: None,
+            lost_device: false,
             pd: None,
             cq: None,
             conns: Vec::new(),
@@ -324,7 +329,10 @@ impl Path {
             PathAction::Failover => reports.push(Report::Orphans(lane.orphans(env.cx, self.index, self.device))),
             PathAction::ArmRetry => self.arm_retry(env, config),
             PathAction::RetryNow => self.retry_soon(env),
-            PathAction::DestroyQps => self.destroy(env),
+            PathAction::DestroyQps => {
+                self.destroy(env);
+                self.leave_lost_device(reports);
+            }
             PathAction::Report => self.report(reports),
             PathAction::Forget => reports.push(Report::Forgotten),
         }
@@ -376,6 +384,22 @@ impl Path {
         let waits = core::mem::take(&mut self.unarmed) && self.state == PathState::Reconnecting;
         if waits {
             self.arm_retry(env, config);
+        }
+    }
+
+    /// Its device is gone. The attempts that follow find another one, perhaps that one when it is back.
+    pub(super) fn lose_device(&mut self, reports: &mut Vec<Report>) {
+        self.lost_device = true;
+        match self.device {
+            Some(_) => self.fail_path(PathError::Cm("the device is gone".into()), reports),
+            None => self.leave_lost_device(reports),
+        }
+    }
+
+    fn leave_lost_device(&mut self, reports: &mut Vec<Report>) {
+        if core::mem::take(&mut self.lost_device) {
+            self.entered = None;
+            reports.push(Report::LeftDevice);
         }
     }
 

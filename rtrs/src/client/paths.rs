@@ -322,15 +322,20 @@ impl Session {
 
     pub(super) fn statuses(&self) -> Vec<PathStatus> {
         let alive = |(_, path): &(usize, &Path)| path.state != PathState::Dead;
-        let status = |(index, path): (usize, &Path)| PathStatus {
-            id: path.id,
-            addr: path.addr,
-            uuid: path.uuid,
-            state: path.state,
-            device: path.device,
-            latency: path.questions.latency,
-            in_flight: self.lane.loads.get(index).copied().unwrap_or(0),
-            stats: path.stats.clone(),
+        let status = |(index, path): (usize, &Path)| {
+            let domain = path.device.and_then(|device| self.lane.domain(device));
+            PathStatus {
+                id: path.id,
+                addr: path.addr,
+                uuid: path.uuid,
+                state: path.state,
+                device: path.device,
+                hca: domain.and_then(|domain| domain.name.clone()),
+                keys: domain.map(|domain| domain.strategy),
+                latency: path.questions.latency,
+                in_flight: self.lane.loads.get(index).copied().unwrap_or(0),
+                stats: path.stats.clone(),
+            }
         };
         self.paths.iter().enumerate().filter(alive).map(status).collect()
     }

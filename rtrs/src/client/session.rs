@@ -436,20 +436,13 @@ impl Session {
         }
     }
 
-    /// A device is gone, and its paths with it: for good.
+    /// A device is gone. Its paths try again, by whatever device has their address then; the kernel's client closes them.
     pub(super) fn device_removed(&mut self, env: &mut Env<'_, '_>, device: DeviceIx) {
         for index in 0..self.paths.len() {
             let path = &mut self.paths[index];
-            if path.device == Some(device) {
-                let (why, mut reports) = (PathError::Cm("the device was removed".into()), Vec::new());
-                match env.share.is_home() {
-                    true => {
-                        path.set_why(why);
-                        path.meet(PathEvent::CloseAsked);
-                    }
-                    // Home decides what becomes of the path.
-                    false => path.fail_path(why, &mut reports),
-                }
+            if path.entered == Some(device) {
+                let mut reports = Vec::new();
+                path.lose_device(&mut reports);
                 self.settle(env, index, reports);
             }
         }
@@ -543,6 +536,7 @@ impl Session {
                 self.lane.path_forgotten(index as u16);
                 self.leave_devices(env);
             }
+            Report::LeftDevice => self.leave_devices(env),
             Report::Orphans(orphans) => self.orphaned(env, index, orphans),
             Report::Closed => {
                 if env.share.is_home() {

@@ -1,8 +1,9 @@
 //! What a session's user learns of its paths, and asks of them.
 
 use core::time::Duration;
+use std::sync::Arc;
 
-use roce_verbs::provider::DeviceIx;
+use roce_verbs::provider::{DeviceIx, KeyStrategy};
 
 use super::state::PathState;
 use crate::{Error, PathError, addr::PathAddr, proto::Uuid, stats::RdmaStats};
@@ -177,6 +178,10 @@ pub struct PathStatus {
     pub state: PathState,
     /// The device that it leads through, while it is up or being connected.
     pub device: Option<DeviceIx>,
+    /// What the system calls that, if it is one of the system's RDMA devices.
+    pub hca: Option<Arc<str>>,
+    /// What opens the buffers of reads to the server.
+    pub keys: Option<KeyStrategy>,
     /// Round trip of the last heartbeat; `None`: not measured since it is up.
     pub latency: Option<Duration>,
     /// Requests in flight at this share.

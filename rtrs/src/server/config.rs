@@ -81,6 +81,12 @@ impl ServerConfig {
         core::iter::once(self.listen_addr()).chain(self.further.iter().copied())
     }
 
+    /// Whether requests may come to a device with these addresses. One without any has all, or may get some.
+    pub(crate) fn listens_at(&self, addrs: &[IpAddr]) -> bool {
+        let one_of = |ip: IpAddr| ip.is_unspecified() || addrs.contains(&ip.to_canonical());
+        addrs.is_empty() || self.listen_addrs().any(|listen| one_of(listen.ip()))
+    }
+
     /// Largest data of a request, bytes.
     pub fn max_io_size(&self) -> u32 {
         self.max_chunk_size.saturating_sub(MAX_HDR_SIZE)

@@ -1,8 +1,9 @@
 //! Sessions and their paths as they are at a moment, for the operator.
 
 use core::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 
-use roce_verbs::provider::DeviceIx;
+use roce_verbs::provider::{DeviceIx, KeyStrategy};
 
 use crate::{
     admission::PathKey,
@@ -24,6 +25,10 @@ pub struct PathListing {
     pub server: IpAddr,
     /// The device that it leads through.
     pub device: DeviceIx,
+    /// What the system calls that, if it is one of the system's RDMA devices.
+    pub hca: Option<Arc<str>>,
+    /// What opens the chunks to the client.
+    pub keys: KeyStrategy,
     /// Where it is.
     pub state: PathState,
     /// Connections that it is to have, the service connection included.

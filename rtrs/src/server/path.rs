@@ -90,6 +90,8 @@ pub(crate) struct Path {
     cqs: Vec<CqId>,
     io_caps: QpCaps,
     strategy: KeyStrategy,
+    /// As the system calls the device.
+    hca: Option<Arc<str>>,
     renewal: Renewal,
     /// By chunk, unless they are never renewed.
     keys: Vec<KeyId>,
@@ -204,6 +206,7 @@ impl Path {
             cqs: Vec::new(),
             io_caps,
             strategy: KeyStrategy::Static,
+            hca: None,
             renewal: Renewal::Never,
             keys: Vec::new(),
             info: None,
@@ -228,6 +231,7 @@ impl Path {
         let known = device_caps(cx, device)?;
         self.strategy = KeyStrategy::for_chunks(known, config.always_invalidate);
         self.renewal = Renewal::of(self.strategy, known);
+        self.hca.clone_from(&known.name);
         let send = (depth * self.renewal.answer_slots() + 1).min(IO_SEND_WR);
         self.io_caps = caps(&known.limits, send, depth + 1);
         let count = usize::from(self.id.connections)
@@ -392,6 +396,8 @@ impl Path {
             client: self.id.peer,
             server: self.id.local,
             device: self.id.device,
+            hca: self.hca.clone(),
+            keys: self.strategy,
             state: self.state,
             connections: self.id.connections,
             made: self.conns().count(),

@@ -160,7 +160,8 @@ impl Server {
         share: Share,
     ) -> Result<(Self, SocketAddr), Error> {
         let mut layout = None;
-        for (device, caps) in cx.provider.devices().iter().enumerate() {
+        let devices = cx.provider.devices().iter().enumerate();
+        for (device, caps) in devices.filter(|(_, caps)| config.listens_at(&caps.addrs)) {
             layout = Some(config.check(&caps.limits)?);
             if config.always_invalidate && KeyStrategy::for_chunks(caps, true) == KeyStrategy::Static {
                 tracing::warn!(

@@ -223,6 +223,7 @@ impl Scripted {
     /// One device for each.
     pub(crate) fn new(devices: &[Keys]) -> Self {
         let caps = devices.iter().enumerate().map(|(i, keys)| DeviceCaps {
+            name: None,
             limits: DeviceLimits::software(i as u64),
             fast_registration: keys.fast,
             window_1: keys.windows,

@@ -3,6 +3,7 @@
 use core::time::Duration;
 use std::collections::BTreeMap;
 
+use roce_local::Usage;
 use roce_verbs::provider::{DeviceIx, Event};
 use rtrs::{
     Direction, Error, IoError, PathError,
@@ -567,6 +568,37 @@ fn a_device_that_goes_at_a_share_takes_no_path_of_the_other() {
         for share in spread.shares() {
             assert!(spread.told(share).is_empty(), "gone at {at}, share {share}");
             spread.exchange(share, &[share as u8; 700]);
+        }
+        spread.close(0);
+        spread.assert_empty();
+    }
+}
+
+/// As with hardware that is taken away: nothing of the session stays on it, and its path comes back when there is a device again.
+#[test]
+fn a_path_whose_device_is_gone_comes_back_by_another_try() {
+    for keys in KeyMode::ALL {
+        let mut spread = over_two_devices(keys, 21);
+        let before = spread.usage();
+        for share in spread.shares() {
+            spread.with(share, |client, cx| client.event(cx, &Event::DeviceRemoved(DeviceIx(1))));
+        }
+        spread.settle();
+        spread.pass(Duration::from_millis(100));
+        assert_eq!(states(&spread), [PathState::Connected, PathState::Reconnecting]);
+        let domains: Vec<_> = spread.usage().iter().map(|usage| usage.pds).collect();
+        assert_eq!(domains, [1; 3], "nothing is left on the device");
+        for share in spread.shares() {
+            // Buffers of a size that there were none of are not registered there.
+            spread.exchange(share, &[share as u8; 12_000]);
+        }
+        spread.pass(Duration::from_secs(30));
+        assert_eq!(states(&spread), [PathState::Connected; 2]);
+        let objects = |usage: &[Usage]| usage.iter().map(|u| (u.pds, u.qps, u.cqs)).collect::<Vec<_>>();
+        assert_eq!(objects(&spread.usage()), objects(&before));
+        for share in spread.shares() {
+            spread.exchange(share, &[share as u8; 700]);
+            assert!(spread.told(share).is_empty(), "a path was up all the time");
         }
         spread.close(0);
         spread.assert_empty();

@@ -240,7 +240,7 @@ pub fn run(data: &[u8]) {
     let folder = place(folder).parse().expect("a folder");
     let exports = Exports::new(named, Some(&folder), Caching::PageCache).expect("exports");
     let config = ServerConfig {
-        addr: [10, 1, 0, 1].into(),
+        addr: [192, 0, 2, 1].into(),
         queue_depth: DEPTH,
         max_chunk_size: CHUNK,
         always_invalidate: bits & 1 == 0,

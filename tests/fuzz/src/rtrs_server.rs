@@ -108,7 +108,7 @@ impl Ops {
 
 fn config(bits: u8) -> ServerConfig {
     ServerConfig {
-        addr: [10, 1, 0, 1].into(),
+        addr: [192, 0, 2, 1].into(),
         max_sessions: 3,
         max_sessions_per_client: 2,
         max_connections: 4,

@@ -358,6 +358,6 @@ impl Host {
 
     /// What its device has counted.
     pub fn stats(&self) -> DeviceStats {
-        self.ask(|_, turn| turn.device.stats(0)).unwrap_or_default()
+        self.ask(|_, turn| turn.device.stats())
     }
 }

@@ -1,7 +1,7 @@
 //! BIND, RESOLVE_ADDR and RESOLVE_ROUTE: which address and device an id has, and how it reaches its peer.
 
 use std::{
-    net::{IpAddr, SocketAddr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     os::fd::RawFd,
     sync::OnceLock,
 };
@@ -39,6 +39,10 @@ fn space_of(space: PortSpace, local: &Addr) -> Result<PortSpace> {
 
 fn needs_scope(addr: &Addr) -> bool {
     matches!(addr, Addr::Ip(SocketAddr::V6(a)) if a.ip().is_unicast_link_local() && a.scope_id() == 0)
+}
+
+fn is_localhost(ip: IpAddr) -> bool {
+    ip == Ipv4Addr::LOCALHOST || ip == Ipv6Addr::LOCALHOST || ip.is_unspecified()
 }
 
 impl<B: Backend> Ucma<B> {
@@ -134,16 +138,22 @@ impl<B: Backend> Ucma<B> {
         };
         let nowhere =
             |ip: IpAddr, backend: &mut B| ip.is_unspecified() || (ip.is_loopback() && backend.place_of(ip).is_err());
-        if nowhere(remote.ip(), backend) {
+        let from = match ctx.place {
+            None => backend.some_address(remote.is_ipv6()),
+            Some(_) => Some(local.ip()),
+        };
+        // With a device on the loopback network others of its addresses are other processes' devices, but for `localhost`.
+        let elsewhere = from.is_some_and(|from| from.is_loopback()) && !is_localhost(remote.ip());
+        if nowhere(remote.ip(), backend) && !elsewhere {
             // As with sockets: the host itself (`cma_resolve_loopback`).
-            let own = match ctx.place {
-                None => backend.some_address(remote.is_ipv6()).ok_or(Errno::NODEV)?,
-                Some(_) => local.ip(),
-            };
-            remote.set_ip(own);
+            remote.set_ip(from.ok_or(Errno::NODEV)?);
         }
         if nowhere(local.ip(), backend) {
-            local.set_ip(backend.source_for(remote)?);
+            local.set_ip(match from {
+                // The system would name `localhost`.
+                Some(from) if elsewhere && remote.ip().is_loopback() => from,
+                _ => backend.source_for(remote)?,
+            });
         } else if !remote.ip().is_multicast() {
             backend.source_for(remote)?;
         }

@@ -56,14 +56,15 @@ impl Handle for Thing {
     }
 }
 
-/// Devices at 10.0.0.1 and fd00::1; 10.0.1.1 is an address without a device.
-#[derive(Default)]
+/// Devices at 10.0.0.1, or 127.0.0.7, and fd00::1; 10.0.1.1 is an address without a device.
 struct Fake {
     log: Log,
     next: u64,
     /// How many ports were chosen, from 40,000 on.
     given: u16,
     fail: Cell<Option<Errno>>,
+    /// The IPv4 address.
+    address: IpAddr,
 }
 
 impl Fake {
@@ -95,7 +96,7 @@ impl Backend for Fake {
 
     fn place_of(&mut self, local: IpAddr) -> Result<Place> {
         let gid_index = match local.to_string().as_str() {
-            "10.0.0.1" => 2,
+            "10.0.0.1" | "127.0.0.7" => 2,
             "fd00::1" => 3,
             "10.0.1.1" => return Err(Errno::NODEV),
             _ => return Err(Errno(libc::EADDRNOTAVAIL)),
@@ -113,12 +114,12 @@ impl Backend for Fake {
             "10.9.9.9" => Err(Errno(libc::ENETUNREACH)),
             "10.0.1.2" => Ok("10.0.1.1".parse().unwrap()),
             _ if remote.is_ipv6() => Ok("fd00::1".parse().unwrap()),
-            _ => Ok("10.0.0.1".parse().unwrap()),
+            _ => Ok(self.address),
         }
     }
 
     fn some_address(&mut self, v6: bool) -> Option<IpAddr> {
-        (!v6).then(|| "10.0.0.1".parse().unwrap())
+        (!v6).then_some(self.address)
     }
 
     fn reserve(&mut self, space: PortSpace, port: u16, addr: Option<IpAddr>, _: bool) -> Result<(u16, Thing)> {
@@ -225,7 +226,10 @@ impl Program {
         let log = Log::default();
         let mut ucma = Ucma::new(Fake {
             log: log.clone(),
-            ..Fake::default()
+            next: 0,
+            given: 0,
+            fail: Cell::default(),
+            address: "10.0.0.1".parse().unwrap(),
         });
         let fd = ucma.open_channel().unwrap();
         Self { ucma, log, fd }
@@ -671,6 +675,24 @@ fn a_loopback_address_without_a_device_stands_for_any() {
     let asked = program.log.take().join("\n");
     assert!(asked.contains("10.0.0.1:"), "{asked}");
     assert!(!asked.contains("127.0.0.1"), "{asked}");
+}
+
+/// Other processes' devices may have further addresses of the loopback network.
+#[test]
+fn a_loopback_address_is_another_host_to_a_device_that_has_one() {
+    for (to, asked) in [("127.0.0.8:7471", "127.0.0.8:"), ("127.0.0.1:7471", "127.0.0.7:")] {
+        let mut program = Program::new();
+        program.ucma.backend.address = "127.0.0.7".parse().unwrap();
+        let client = program.create(1, PortSpace::Tcp);
+        program.resolve(client, to).unwrap();
+        assert_eq!(program.expect(EventType::AddrResolved).status, 0);
+        program.simple(Cmd::ResolveRoute, client, 2000).unwrap();
+        program.expect(EventType::RouteResolved);
+        program.log.take();
+        program.connect(client, b"").unwrap();
+        let said = program.log.take().join("\n");
+        assert!(said.contains(asked), "{to}: {said}");
+    }
 }
 
 #[test]

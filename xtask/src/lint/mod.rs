@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::{Result, cargo, deny, tally::Tally};
+use crate::{Result, cargo, deny, tally::Tally, tools};
 
 mod imports;
 
@@ -64,7 +64,24 @@ pub(crate) fn beside_clippy() -> Tally {
     for lint in [format, documentation, fuzz, sans_io, import_cycles, lengths] {
         tally.expect(lint());
     }
+    tally.add(hardware());
     tally.add(deny::check());
+    tally
+}
+
+/// What is over libibverbs and librdmacm, and compiled only where they are. Its tests have clippy with their build.
+fn hardware() -> Tally {
+    if let Err(why) = tools::ensure(&tools::of_hardware()).and_then(|()| tools::may_build_hardware()) {
+        return Tally::not_run(format!("roce-hw: {why}"));
+    }
+    let mut tally = Tally::default();
+    let with = cargo::HARDWARE;
+    tally.expect(cargo::run_with(
+        &[&["doc", "--workspace", "--no-deps"], &with[..]].concat(),
+        &[("RUSTDOCFLAGS", "-D warnings")],
+    ));
+    let clippy = [&["clippy", "--workspace"], &with[..], &["--", "-D", "warnings"]].concat();
+    tally.expect(cargo::run(&clippy));
     tally
 }
 
@@ -86,7 +103,12 @@ fn format() -> Result<()> {
 }
 
 fn clippy() -> Result<()> {
-    cargo::run(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])
+    let args = [
+        &["clippy", "--workspace", "--all-targets"],
+        cargo::with_contract(),
+        &["--", "-D", "warnings"],
+    ];
+    cargo::run(&args.concat())
 }
 
 fn documentation() -> Result<()> {

@@ -17,6 +17,9 @@ pub(super) const HOP_LIMIT: u8 = 64;
 /// The LID that says "routed" (`IB_LID_PERMISSIVE`).
 const LID_PERMISSIVE: u16 = 0xffff;
 
+/// Private data of a REP.
+const REP_PRIVATE_DATA: usize = 196;
+
 /// Extended transport type of a REQ: XRC (IBTA Annex A14).
 pub(super) const EXTENDED_XRC: u8 = 1;
 
@@ -43,6 +46,11 @@ pub(super) fn private_data<const N: usize>(data: &[u8]) -> Result<[u8; N], CmErr
         given: data.len(),
         max: N,
     })
+}
+
+/// Checks the length of an accept's private data.
+pub(super) fn check_accept_data(data: &[u8]) -> Result<(), CmError> {
+    private_data(data).map(|_: [u8; REP_PRIVATE_DATA]| ())
 }
 
 pub(super) fn req(config: &CmConfig, args: &ConnectArgs, comm_id: u32, src_port: u16) -> Result<Req, CmError> {

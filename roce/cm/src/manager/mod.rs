@@ -268,8 +268,10 @@ impl Manager {
     /// if they name one: what to bring the queue pair to RTS with before [`Manager::accept`].
     ///
     /// # Errors
-    /// When the connection is not a waiting request.
+    /// When the connection is not a waiting request, or there is too much private data: the queue pair is not to be brought up
+    /// for nothing.
     pub fn accept_path(&mut self, conn: ConnId, params: &ConnParams) -> Result<RemoteQp, CmError> {
+        build::check_accept_data(&params.private_data)?;
         self.free_place_of_answered(conn);
         let c = self
             .table

@@ -1,12 +1,15 @@
 //! What a device can do, and how keys are handled because of it.
 
-use core::net::IpAddr;
+use core::{fmt, net::IpAddr};
+use std::sync::Arc;
 
 use crate::attr::DeviceLimits;
 
 /// What a device can do.
 #[derive(Clone, Debug)]
 pub struct DeviceCaps {
+    /// What the system calls it, if it is one of the system's RDMA devices.
+    pub name: Option<Arc<str>>,
     /// Sizes and numbers.
     pub limits: DeviceLimits,
     /// A key that a work request opens for every queue pair of the protection domain, and that SEND_WITH_INV closes
@@ -40,6 +43,17 @@ pub enum KeyStrategy {
     Window2,
     /// The registration's own key, for as long as the memory is registered.
     Static,
+}
+
+impl fmt::Display for KeyStrategy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::FastRegistration => "fast registrations",
+            Self::Window1 => "type 1 memory windows",
+            Self::Window2 => "type 2 memory windows",
+            Self::Static => "static",
+        })
+    }
 }
 
 impl KeyStrategy {
@@ -78,6 +92,7 @@ mod tests {
 
     fn caps(fast_registration: bool, window_1: bool, window_2: bool) -> DeviceCaps {
         DeviceCaps {
+            name: None,
             limits: DeviceLimits::software(1),
             fast_registration,
             window_1,

@@ -14,6 +14,7 @@ mod ids;
 mod keys;
 mod lent;
 mod objects;
+mod slots;
 
 pub use caps::{DeviceCaps, KeyStrategy};
 pub use connect::{ConnParams, RejectReason};
@@ -27,3 +28,4 @@ pub use objects::{
     CmChannel, CmEvent, CmEventKind, CmId, CompletionChannel, CompletionQueue, Grant, MemoryRegion, QpInit, QueuePair,
     RangeError, RevocableRegion, VerbsDevice,
 };
+pub use slots::{Number, Slots};

@@ -53,6 +53,8 @@ pub(crate) struct Places {
     pub(crate) peer: PathBuf,
     /// `ferroce-hostile`.
     pub(crate) hostile: PathBuf,
+    /// `provider-contract`, if it was built.
+    pub(crate) contract: PathBuf,
     /// Captures of scenarios that passed are kept, too.
     pub(crate) keep: bool,
 }

@@ -175,6 +175,7 @@ fn places(cli: &Cli, run: &mut RunDir) -> Result<Places, Error> {
         ferroce: fs::canonicalize(&ferroce).map_err(|e| format!("{}: {e}", ferroce.display()))?,
         peer: beside("ferroce-lab"),
         hostile: beside("ferroce-hostile"),
+        contract: beside("provider-contract"),
         keep: cli.keep,
     })
 }

@@ -80,7 +80,7 @@ impl Outcome {
 }
 
 /// Kinds of scenarios, by number. README.md lists them, too.
-const TITLES: [&str; 12] = [
+const TITLES: [&str; 13] = [
     "",
     "Operations and ibv_rc_pingpong",
     "Connection manager",
@@ -93,6 +93,7 @@ const TITLES: [&str; 12] = [
     "Forged packets of strangers",
     "Several paths",
     "Disks of virtual machines",
+    "roce-hw on rdma_rxe",
 ];
 
 /// The table of all scenarios, one a line.

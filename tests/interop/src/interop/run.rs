@@ -92,7 +92,7 @@ fn in_turn(
     };
     for s in chosen {
         lab::check_stop()?;
-        let outcome = match places.missing(s.shape.kernel) {
+        let outcome = match places.missing(s.shape.kernel).or_else(|| (s.lacks)(places)) {
             Some(why) => Outcome::not_run(s, why),
             None => {
                 guests.ready(s.guests, s.shape)?;

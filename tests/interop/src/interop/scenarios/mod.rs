@@ -8,6 +8,7 @@ mod contract;
 mod errors;
 mod faults;
 mod handshakes;
+mod hardware;
 mod ops;
 mod paths;
 mod peer;
@@ -102,6 +103,8 @@ pub(crate) struct Scenario {
     pub(crate) peer: bool,
     /// It stands for what only another host can show: why the lab itself does not run it.
     pub(crate) elsewhere: Option<&'static str>,
+    /// Why it can't run with the programs that there are.
+    pub(crate) lacks: fn(&Places) -> Option<String>,
     pub(crate) run: Run,
 }
 
@@ -139,6 +142,7 @@ impl Scenario {
             waits: false,
             peer: false,
             elsewhere: None,
+            lacks: |_| None,
             run: Box::new(run),
         }
     }
@@ -210,6 +214,11 @@ impl Scenario {
         self
     }
 
+    fn lacks(mut self, lacks: fn(&Places) -> Option<String>) -> Self {
+        self.lacks = lacks;
+        self
+    }
+
     fn elsewhere(mut self, why: &'static str) -> Self {
         self.elsewhere = Some(why);
         self
@@ -264,6 +273,7 @@ pub(crate) fn all() -> Vec<Scenario> {
             handshakes::list(),
             programs::list(),
             strangers::list(),
+            hardware::list(),
         ];
         all.extend(
             lists

@@ -1,17 +1,22 @@
 //! Objects by number.
 
+use super::{CmRef, CqId, KeyId, MrId, PdId, QpId};
+
 /// A table of objects whose numbers are a slot and its generation, so that the number of an object that is gone is nobody's
 /// for the next 4,095 that take its slot.
 #[derive(Debug)]
-pub(crate) struct Slots<T> {
+pub struct Slots<T> {
     slots: Vec<(u32, Option<T>)>,
     free: Vec<u32>,
 }
 
 /// What a number is made of.
-pub(crate) trait Number: Copy {
+pub trait Number: Copy {
+    /// The number of a slot's object; of the generation what fits.
     fn new(slot: u32, generation: u32) -> Self;
+    /// The slot.
     fn slot(self) -> u32;
+    /// The generation.
     fn generation(self) -> u32;
 }
 
@@ -31,7 +36,6 @@ macro_rules! numbers {
     )*};
 }
 
-use roce_verbs::provider::{CmRef, CqId, KeyId, MrId, PdId, QpId};
 numbers!(CmRef, CqId, KeyId, MrId, PdId, QpId);
 
 impl<T> Default for Slots<T> {
@@ -47,8 +51,8 @@ impl<T> Slots<T> {
     /// Room for how many a number has bits.
     const MOST: usize = 1 << PdId::SLOT_BITS;
 
-    /// `None` when there is no number left.
-    pub(crate) fn insert<N: Number>(&mut self, object: T) -> Option<N> {
+    /// Takes an object in. `None` when there is no number left.
+    pub fn insert<N: Number>(&mut self, object: T) -> Option<N> {
         if let Some(slot) = self.free.pop() {
             let (generation, place) = &mut self.slots[slot as usize];
             *place = Some(object);
@@ -61,22 +65,36 @@ impl<T> Slots<T> {
         Some(N::new(self.slots.len() as u32 - 1, 0))
     }
 
+    /// Takes in an object that is made for its number. `None` when there is no number left, or no object.
+    pub fn insert_with<N: Number>(&mut self, make: impl FnOnce(N) -> Option<T>) -> Option<N> {
+        let slot = self.free.last().map_or(self.slots.len(), |slot| *slot as usize);
+        if slot >= Self::MOST {
+            return None;
+        }
+        let generation = self.slots.get(slot).map_or(0, |place| place.0);
+        let object = make(N::new(slot as u32, generation))?;
+        self.insert(object)
+    }
+
     fn place<N: Number>(&self, number: N) -> Option<&(u32, Option<T>)> {
         let place = self.slots.get(number.slot() as usize)?;
         // As much of the generation as the number has.
         (N::new(0, place.0).generation() == number.generation()).then_some(place)
     }
 
-    pub(crate) fn get<N: Number>(&self, number: N) -> Option<&T> {
+    /// The object of a number.
+    pub fn get<N: Number>(&self, number: N) -> Option<&T> {
         self.place(number)?.1.as_ref()
     }
 
-    pub(crate) fn get_mut<N: Number>(&mut self, number: N) -> Option<&mut T> {
+    /// The object of a number, to change it.
+    pub fn get_mut<N: Number>(&mut self, number: N) -> Option<&mut T> {
         self.place(number)?;
         self.slots[number.slot() as usize].1.as_mut()
     }
 
-    pub(crate) fn remove<N: Number>(&mut self, number: N) -> Option<T> {
+    /// Takes the object of a number out.
+    pub fn remove<N: Number>(&mut self, number: N) -> Option<T> {
         self.place(number)?;
         let (generation, place) = &mut self.slots[number.slot() as usize];
         let object = place.take()?;
@@ -86,16 +104,30 @@ impl<T> Slots<T> {
     }
 
     /// How many there are.
-    pub(crate) fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.slots.len() - self.free.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// All objects with their numbers, by slot.
+    pub fn iter<N: Number>(&self) -> impl Iterator<Item = (N, &T)> {
+        let slots = self.slots.iter().enumerate();
+        slots.filter_map(|(slot, (generation, object))| Some((N::new(slot as u32, *generation), object.as_ref()?)))
+    }
+
+    /// All objects, by slot.
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
+        self.slots.iter_mut().filter_map(|(_, object)| object.as_mut())
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use roce_verbs::provider::QpId;
-
-    use super::Slots;
+    use super::{QpId, Slots};
 
     #[test]
     fn the_number_of_what_is_gone_is_nobodys() {
@@ -106,6 +138,14 @@ mod tests {
         assert_eq!((first.slot(), second.slot()), (0, 0));
         assert_eq!((slots.get(first), slots.get(second)), (None, Some(&'b')));
         assert_eq!((slots.remove(first), slots.len()), (None, 1));
+        assert_eq!(slots.remove(second), Some('b'));
+        let made_for = |number: QpId| (number.slot() == 0).then_some('d');
+        let third: QpId = slots.insert_with(made_for).unwrap();
+        assert_eq!((slots.get(third), third.slot()), (Some(&'d'), 0));
+        assert_eq!(slots.insert_with(made_for), None, "it has made nothing for the next");
+        let all: Vec<(QpId, _)> = slots.iter().collect();
+        assert_eq!(all, [(third, &'d')]);
+        slots.remove(third);
         for _ in 0..5000 {
             let id: QpId = slots.insert('c').unwrap();
             assert_eq!(slots.get_mut(id), Some(&mut 'c'));

@@ -1,0 +1,55 @@
+//! libibverbs and librdmacm: each host has its own contexts of the system's devices.
+
+use std::net::IpAddr;
+
+use roce_hw::{HwConfig, HwDevice};
+use roce_verbs::provider::Provider;
+
+use crate::{Pair, Side, sockets::moment};
+
+/// Two hosts on devices of this one.
+pub struct Hardware {
+    addrs: [IpAddr; 2],
+    hosts: [HwDevice; 2],
+    spun: u32,
+}
+
+impl Hardware {
+    /// Hosts at addresses that are those of devices; the same one twice is possible.
+    ///
+    /// # Errors
+    /// When there are no devices, or none of them has an address.
+    pub fn new(addrs: [IpAddr; 2]) -> Result<Self, String> {
+        let open = || HwDevice::open(&HwConfig::default()).map_err(|e| e.to_string());
+        let hosts = [open()?, open()?];
+        for (host, addr) in hosts.iter().zip(addrs) {
+            host.owner(addr).ok_or_else(|| format!("no RDMA device has {addr}"))?;
+        }
+        Ok(Self { addrs, hosts, spun: 0 })
+    }
+}
+
+impl Pair for Hardware {
+    fn provider(&mut self, side: Side) -> &mut dyn Provider {
+        &mut self.hosts[side as usize]
+    }
+
+    fn addr(&self, side: Side) -> IpAddr {
+        self.addrs[side as usize]
+    }
+
+    fn turn(&mut self) {
+        let polled = self.hosts.each_mut().map(|host| host.poll().expect("events"));
+        self.spun = if polled.contains(&true) { 0 } else { self.spun + 1 };
+        match self.spun {
+            // What has completed meanwhile is found by the turn that follows.
+            8 => self.hosts.iter_mut().for_each(|host| host.arm().expect("armed")),
+            10.. => {
+                let fds: Vec<_> = self.hosts.iter().flat_map(HwDevice::descriptors).collect();
+                moment(&fds);
+                self.spun = 0;
+            }
+            _ => {}
+        }
+    }
+}

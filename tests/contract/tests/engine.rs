@@ -1,0 +1,58 @@
+//! The suite over our engine.
+
+use ferroce_contract::{Pair, halves::Halves, run_all, sockets::Sockets, wire::Wire};
+use roce_devices::Side as HalfOf;
+use roce_local::FabricConfig;
+
+fn passes(make: impl FnMut() -> Result<Box<dyn Pair>, String>) {
+    assert_eq!(run_all(&[], make), 0, "cases have failed");
+}
+
+#[test]
+fn without_io_and_with_keys_at_once() {
+    passes(|| Ok(Box::new(Wire::new(FabricConfig::default()))));
+}
+
+#[test]
+fn without_io_and_with_keys_by_work_requests() {
+    let config = FabricConfig {
+        instant_keys: false,
+        ..FabricConfig::default()
+    };
+    passes(|| Ok(Box::new(Wire::new(config))));
+}
+
+#[test]
+fn without_io_and_with_windows_alone() {
+    let config = FabricConfig {
+        instant_keys: false,
+        fast_registration: false,
+        windows: true,
+    };
+    passes(|| Ok(Box::new(Wire::new(config))));
+}
+
+#[test]
+fn on_sockets() {
+    passes(|| Ok(Box::new(Sockets::new()?)));
+}
+
+#[test]
+fn as_the_first_of_two() {
+    passes(|| Ok(Box::new(Halves::new(FabricConfig::default(), HalfOf::A))));
+}
+
+#[test]
+fn as_the_second_of_two() {
+    passes(|| Ok(Box::new(Halves::new(FabricConfig::default(), HalfOf::B))));
+}
+
+#[test]
+fn as_the_second_of_two_and_with_windows_alone() {
+    let config = FabricConfig {
+        instant_keys: false,
+        fast_registration: false,
+        windows: true,
+    };
+    passes(|| Ok(Box::new(Halves::new(config, HalfOf::B))));
+}

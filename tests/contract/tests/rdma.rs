@@ -1,0 +1,204 @@
+//! `ferroce serve` and `ferroce map` on RDMA devices (`--rdma`), which are those of our own verbs library, under `ferroce run`.
+
+use std::{
+    path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
+};
+
+use ferroce_tests::{
+    checked::{BLOCK, Checked},
+    device::image,
+    fresh_address,
+    network::{Cut, Network},
+    process::{PATIENCE, Running},
+};
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_ferroce-rdma");
+const BLOCKS: usize = 64;
+
+/// The program with these arguments, and a device at each of these addresses.
+fn with_devices(addrs: &[&str], args: &[&str]) -> Vec<String> {
+    let mut all = vec!["run"];
+    all.extend(addrs.iter().flat_map(|addr| ["--addr", addr]));
+    all.extend(["--", PROGRAM]);
+    all.extend(args);
+    all.into_iter().map(str::to_owned).collect()
+}
+
+fn disk(dir: &Path) -> PathBuf {
+    image(dir, "disk.img", &vec![0; BLOCKS * BLOCK])
+}
+
+fn serve_args<'a>(listen: &[&'a str], export: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let mut args = vec!["serve", "--json", "--export", export];
+    args.extend(listen.iter().flat_map(|addr| ["--listen", addr]));
+    args.extend(more);
+    args
+}
+
+fn map_args<'a>(paths: &[&'a str], nbd: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let mut args = vec!["map", "--json", "--session", "test", "--device", "disk", "--nbd", nbd];
+    args.extend(paths.iter().flat_map(|path| ["--path", path]));
+    args.extend(["--reconnect-delay", "0.2", "--connect-timeout", "3"]);
+    args.extend(more);
+    args
+}
+
+fn paths(map: &mut Running) -> Vec<Value> {
+    let listing = map.ask(json!({ "do": "list" }));
+    assert_eq!(listing["devices"][0]["failed"], 0);
+    listing["paths"].as_array().unwrap().clone()
+}
+
+/// The devices of the paths of a session that is served.
+fn served(serve: &mut Running) -> Vec<(String, Value)> {
+    let listing = serve.ask(json!({ "do": "sessions" }));
+    let sessions = listing["sessions"].as_array().unwrap();
+    let paths = sessions.iter().flat_map(|session| session["paths"].as_array().unwrap());
+    paths
+        .map(|path| (path["server"].as_str().unwrap().to_owned(), path["device"].clone()))
+        .collect()
+}
+
+fn ends_well(running: Running) {
+    let finished = running.stop();
+    assert_eq!(finished.code, Some(0), "{}", finished.stderr);
+}
+
+/// Whether a server takes keys back, and what opens its chunks then.
+#[test]
+fn a_device_over_rdma_at_either_end_or_both() {
+    for (at_server, at_client) in [(true, false), (false, true), (true, true)] {
+        for invalidate in ["on", "off"] {
+            let dir = tempfile::tempdir().unwrap();
+            let image = disk(dir.path());
+            let export = format!("disk={}", image.display());
+            let [server, client] = [(); 2].map(|()| fresh_address().to_string());
+            let serve = serve_args(&[&server], &export, &["--always-invalidate", invalidate]);
+            let socket = dir.path().join("nbd");
+            let nbd = socket.display().to_string();
+            let path = format!("{client},{server}");
+            let map = map_args(&[&path], &nbd, &[]);
+            let start = |addr: &str, rdma: bool, args: &[&str]| match rdma {
+                true => Running::steered(&with_devices(&[addr], args)),
+                false => Running::steered(&args.iter().map(|arg| (*arg).to_owned()).collect::<Vec<_>>()),
+            };
+            let mut serve = start(&server, at_server, &serve);
+            serve.event("listening");
+            let mut map = start(&client, at_client, &map);
+            map.event("mapped");
+            let mut checked = Checked::new(&socket, "disk", &image);
+            (0..2 * BLOCKS).for_each(|_| checked.works());
+            checked.returns();
+            let device = |rdma| match rdma {
+                true => json!("ferroce0"),
+                false => Value::Null,
+            };
+            assert_eq!(served(&mut serve), [(server.clone(), device(at_server))]);
+            let path = paths(&mut map).remove(0);
+            assert_eq!(path["device"], device(at_client), "{path}");
+            drop(checked);
+            ends_well(map);
+            ends_well(serve);
+        }
+    }
+}
+
+#[test]
+fn a_server_on_rdma_that_is_killed_is_waited_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let image = disk(dir.path());
+    let export = format!("disk={}", image.display());
+    let [server, client] = [(); 2].map(|()| fresh_address().to_string());
+    let serve = with_devices(&[&server], &serve_args(&[&server], &export, &[]));
+    let socket = dir.path().join("nbd");
+    let nbd = socket.display().to_string();
+    let path = format!("{client},{server}");
+    let map = with_devices(&[&client], &map_args(&[&path], &nbd, &["--on-loss", "queue"]));
+    let mut serving = Running::steered(&serve);
+    serving.event("listening");
+    let mut map = Running::steered(&map);
+    map.event("mapped");
+    let mut checked = Checked::new(&socket, "disk", &image);
+    (0..BLOCKS).for_each(|_| checked.works());
+    for _ in 0..3 {
+        serving.signal(Signal::SIGKILL);
+        serving.wait();
+        serving = Running::steered(&serve);
+        serving.event("listening");
+        (0..BLOCKS).for_each(|_| checked.works());
+        checked.returns();
+    }
+    drop(checked);
+    ends_well(map);
+    ends_well(serving);
+}
+
+#[test]
+#[ignore = "needs the right to make network namespaces"]
+fn a_session_with_a_path_over_rdma_and_one_in_software_goes_on_by_either() {
+    let network = Network::new(2);
+    let dir = tempfile::tempdir().unwrap();
+    let image = disk(dir.path());
+    let export = format!("disk={}", image.display());
+    let [[client, server], [soft_client, soft_server]] = [0, 1].map(Network::ends);
+    let serve = serve_args(&[&server, &soft_server], &export, &[]);
+    let mut serve = network.b.steered(&with_devices(&[&server], &serve));
+    serve.event("listening");
+    let socket = dir.path().join("nbd");
+    let nbd = socket.display().to_string();
+    let ways = [format!("{client},{server}"), format!("{soft_client},{soft_server}")];
+    let map = map_args(&[&ways[0], &ways[1]], &nbd, &[]);
+    let mut map = network.a.steered(&with_devices(&[&client], &map));
+    map.event("mapped");
+    let devices: Vec<Value> = paths(&mut map).iter().map(|path| path["device"].clone()).collect();
+    assert_eq!(devices, [json!("ferroce0"), Value::Null]);
+    let mut checked = Checked::new(&socket, "disk", &image);
+    for (round, how) in [Cut::Silently, Cut::Carrier, Cut::FromA, Cut::FromB]
+        .into_iter()
+        .enumerate()
+    {
+        for cable in [round % 2, 1 - round % 2] {
+            (0..BLOCKS / 4).for_each(|_| checked.works());
+            network.cut(cable, how);
+            map.event("path_down");
+            (0..BLOCKS / 4).for_each(|_| checked.works());
+            network.mend(cable);
+            let end = Instant::now() + PATIENCE;
+            while paths(&mut map).iter().any(|path| path["state"] != "connected") {
+                assert!(Instant::now() < end, "cable {cable}, {how:?}: it does not come back");
+                thread::sleep(Duration::from_millis(50));
+            }
+        }
+    }
+    checked.returns();
+    drop(checked);
+    ends_well(map);
+    ends_well(serve);
+}
+
+#[test]
+fn a_device_that_is_not_there_is_named() {
+    let [ours, other] = [(); 2].map(|()| fresh_address().to_string());
+    let dir = tempfile::tempdir().unwrap();
+    let export = format!("disk={}", disk(dir.path()).display());
+    let fails = |rdma: &[&str], code: i32, parts: &[&str]| {
+        let args = with_devices(&[&ours], &serve_args(&[&other], &export, rdma));
+        let finished = Running::start(&args).end();
+        assert_eq!(finished.code, Some(code), "{}", finished.stderr);
+        for part in parts {
+            assert!(finished.stderr.contains(part), "{part:?}: {}", finished.stderr);
+        }
+    };
+    fails(&["--rdma", "mlx5_7"], 1, &["mlx5_7", "rdma link"]);
+    fails(&["--rdma", "ferroce0"], 1, &["ferroce0", &ours, &other]);
+    fails(&["--rdma", "ferroce0:x"], 2, &["ferroce0:x", "port"]);
+    fails(&["--rdma", "auto", "--rdma", "ferroce0"], 2, &["auto", "alone"]);
+    let args = with_devices(&[&ours], &serve_args(&[&ours], &export, &["--threads", "2"]));
+    let finished = Running::start(&args).end();
+    assert_eq!(finished.code, Some(2), "{}", finished.stderr);
+    assert!(finished.stderr.contains("--threads 2") && finished.stderr.contains("--rdma soft"));
+}
