@@ -14,6 +14,7 @@ pub mod iface;
 pub mod links;
 mod local;
 mod motor;
+mod senders;
 mod steer;
 mod sys;
 mod udp;

@@ -19,7 +19,7 @@ use socket2::{Socket, Type};
 use crate::{
     datapath::{Burst, Capabilities, DEFAULT_HOP_LIMIT, Datagram, Datapath, DatapathCounters, Received, Sent},
     group::Groups,
-    holder, iface, steer,
+    holder, iface, senders, steer,
     sys::{self, Origin, RecvRing, SendQueue},
 };
 
@@ -34,8 +34,6 @@ const MAX_DATAGRAM: usize = 65_536;
 /// Segments and bytes that every kernel with UDP_SEGMENT takes.
 const MAX_SEGMENTS: usize = 64;
 const MAX_BURST_BYTES: usize = 65_507;
-/// The source ports that RoCEv2 uses for entropy (`IB_ROCE_UDP_ENCAP_VALID_PORT_MIN` and up).
-const SPORT_MIN: u16 = 0xc000;
 /// Below this a burst of a few messages overflows the receive buffer.
 const SMALL_BUFFER: usize = 1 << 20;
 
@@ -117,7 +115,9 @@ struct Family {
     main: Socket,
     /// Send from these; the port of each.
     senders: Vec<(u16, Socket)>,
-    /// The address of all, if it is a specific one.
+    /// The address of all.
+    addr: IpAddr,
+    /// The same, if it is a specific one.
     bound: Option<IpAddr>,
     v4: bool,
 }
@@ -152,9 +152,8 @@ impl UdpDatapath {
     /// When the port is taken or the address is not ours.
     pub fn open(config: &UdpConfig) -> Result<Self, OpenError> {
         let mut families = vec![];
-        let mut ports: Vec<u16> = vec![];
         for addr in family_addresses(config.addr) {
-            match Family::open(config, addr, &mut ports) {
+            match Family::open(config, addr) {
                 Ok(family) => families.push(family),
                 // A host without IPv6 still has the other half of the unspecified address.
                 Err(OpenError::Io { source, .. })
@@ -188,11 +187,10 @@ impl UdpDatapath {
         // Those for all addresses first: what leaves is sent by one of these.
         taken.sort_by_key(|(_, at)| !at.ip().is_unspecified());
         let (mut families, mut singles) = (Vec::<Family>::new(), Vec::new());
-        let mut ports: Vec<u16> = vec![];
         for (socket, at) in taken {
             let addr = at.ip();
             match families.iter().find(|f| f.v4 == addr.is_ipv4()) {
-                None => families.push(Family::of(config, socket, addr, &mut ports)?),
+                None => families.push(Family::of(socket, addr)?),
                 Some(all) if all.bound.is_none() && !addr.is_unspecified() => {
                     configure_receiver(&socket, addr, false).map_err(context("setting up the receiving socket"))?;
                     singles.push((addr, socket));
@@ -213,9 +211,9 @@ impl UdpDatapath {
     /// As [`open`](Self::open).
     pub fn open_shards(config: &UdpConfig, steering: Steering) -> Result<Vec<Self>, OpenError> {
         let shards = steer::open_groups(config, steering)?.into_iter().map(|shard| {
-            let (mut families, mut ports) = (vec![], vec![]);
+            let mut families = vec![];
             for (addr, socket) in shard.sockets {
-                families.push(Family::of(config, socket, addr, &mut ports)?);
+                families.push(Family::of(socket, addr)?);
             }
             let mut this = Self::with_sockets(config, families, vec![])?;
             this._held = shard.held;
@@ -226,9 +224,16 @@ impl UdpDatapath {
 
     fn with_sockets(
         config: &UdpConfig,
-        families: Vec<Family>,
+        mut families: Vec<Family>,
         singles: Vec<(IpAddr, Socket)>,
     ) -> Result<Self, OpenError> {
+        let addrs: Vec<IpAddr> = families.iter().map(|f| f.addr).collect();
+        for _ in 0..config.send_sockets {
+            let (port, sockets) = senders::bind(&addrs)?;
+            for (family, socket) in families.iter_mut().zip(sockets) {
+                family.senders.push((port, socket));
+            }
+        }
         let mut this = Self {
             port: config.port,
             families,
@@ -500,28 +505,20 @@ pub(crate) fn family_addresses(addr: IpAddr) -> Vec<IpAddr> {
 }
 
 impl Family {
-    fn open(config: &UdpConfig, addr: IpAddr, ports: &mut Vec<u16>) -> Result<Self, OpenError> {
+    fn open(config: &UdpConfig, addr: IpAddr) -> Result<Self, OpenError> {
         let main = new_socket(addr)?;
         bind_receiver(&main, config, addr)?;
-        Self::of(config, main, addr, ports)
+        Self::of(main, addr)
     }
 
-    fn of(config: &UdpConfig, main: Socket, addr: IpAddr, ports: &mut Vec<u16>) -> Result<Self, OpenError> {
+    /// Without sockets to send from.
+    fn of(main: Socket, addr: IpAddr) -> Result<Self, OpenError> {
         let bound = (!addr.is_unspecified()).then_some(addr);
         configure_receiver(&main, addr, bound.is_none()).map_err(context("setting up the receiving socket"))?;
-        let mut senders = vec![];
-        while senders.len() < config.send_sockets {
-            let wanted = ports.get(senders.len()).copied();
-            let (port, socket) = bind_sender(addr, wanted)?;
-            match wanted {
-                Some(_) => {}
-                None => ports.push(port),
-            }
-            senders.push((port, socket));
-        }
         Ok(Self {
             main,
-            senders,
+            senders: vec![],
+            addr,
             bound,
             v4: addr.is_ipv4(),
         })
@@ -609,42 +606,8 @@ pub(crate) fn configure_receiver(socket: &Socket, addr: IpAddr, unspecified: boo
     Ok(())
 }
 
-/// A socket to send from, on the wanted port or on a free one in RoCE's range.
-fn bind_sender(addr: IpAddr, wanted: Option<u16>) -> Result<(u16, Socket), OpenError> {
-    let socket = new_socket(addr)?;
-    sys::drop_all_received(socket.as_fd()).map_err(context("attaching a filter to a sending socket"))?;
-    enlarge(&socket, libc::SO_SNDBUF, libc::SO_SNDBUFFORCE, 4 << 20).map_err(context("setting the send buffer"))?;
-    if let Some(port) = wanted {
-        socket
-            .bind(&iface::scoped(addr, port).into())
-            .map_err(context("binding a sending socket"))?;
-        return Ok((port, socket));
-    }
-    // Distinct devices start their search at distinct places: the system's own choice of a port is random.
-    let start = system_choice(addr).map_err(context("looking for a free UDP port"))?;
-    let span = u32::from(u16::MAX - SPORT_MIN) + 1;
-    let mut last = io::Error::from(io::ErrorKind::AddrInUse);
-    for step in 0..256 {
-        let port = SPORT_MIN + ((u32::from(start) + step * 97) % span) as u16;
-        match socket.bind(&iface::scoped(addr, port).into()) {
-            Ok(()) => return Ok((port, socket)),
-            Err(e) => last = e,
-        }
-    }
-    Err(context("binding a sending socket")(last))
-}
-
-fn system_choice(addr: IpAddr) -> io::Result<u16> {
-    let socket = Socket::from(sys::udp_socket(addr.is_ipv4())?);
-    socket.bind(&iface::scoped(addr, 0).into())?;
-    let bound = socket.local_addr()?.as_socket();
-    bound
-        .map(|a| a.port())
-        .ok_or_else(|| io::ErrorKind::AddrNotAvailable.into())
-}
-
 /// Sets a buffer size, past the system's limit if we may, and returns what was granted.
-fn enlarge(socket: &Socket, name: i32, force: i32, bytes: usize) -> io::Result<usize> {
+pub(crate) fn enlarge(socket: &Socket, name: i32, force: i32, bytes: usize) -> io::Result<usize> {
     let value = i32::try_from(bytes).unwrap_or(i32::MAX / 2);
     // The kernel doubles what is asked for, to make room for its own overhead.
     sys::set_int(socket.as_fd(), libc::SOL_SOCKET, force, value)
