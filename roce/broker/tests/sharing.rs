@@ -6,6 +6,7 @@ mod later;
 mod member;
 mod numbers;
 mod raw;
+mod settling;
 
 use std::{
     fs,

@@ -547,6 +547,10 @@ impl Broker {
             return;
         }
         let now = now();
+        if self.is_settling(now) {
+            // It may be for a member that has not come back, or not said yet what it had. The peer asks again.
+            return self.count("drop_settling");
+        }
         if let Some(gsi) = self.groups.get_mut(group) {
             gsi.answer(now, meta, mad);
         }

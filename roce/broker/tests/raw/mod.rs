@@ -35,13 +35,28 @@ impl Raw {
         rustix::net::send(&self.0, &bytes, SendFlags::NOSIGNAL).unwrap();
     }
 
-    /// Waits for a reply. Nothing else may come.
-    pub(crate) fn reply(&self) -> Reply {
+    fn message(&self) -> ToClient {
         let mut bytes = vec![0; 96 << 10];
         let (len, _) = rustix::net::recv(&self.0, &mut bytes, RecvFlags::empty()).expect("an answer");
-        match serde_json::from_slice(&bytes[4..len]).unwrap() {
+        serde_json::from_slice(&bytes[4..len]).unwrap()
+    }
+
+    /// Waits for a reply. Nothing else may come.
+    pub(crate) fn reply(&self) -> Reply {
+        match self.message() {
             ToClient::Reply { reply, .. } => reply,
             other => panic!("{other:?}"),
+        }
+    }
+
+    /// Waits for a reply. The broker may ask for counters meanwhile, and is not told.
+    pub(crate) fn reply_among_questions(&self) -> Reply {
+        loop {
+            match self.message() {
+                ToClient::Reply { reply, .. } => return reply,
+                ToClient::Query { .. } => {}
+                other => panic!("{other:?}"),
+            }
         }
     }
 
