@@ -117,9 +117,6 @@ struct Family {
     senders: Vec<(u16, Socket)>,
     /// The address of all.
     addr: IpAddr,
-    /// The same, if it is a specific one.
-    bound: Option<IpAddr>,
-    v4: bool,
 }
 
 /// UDP sockets on the RoCE port.
@@ -189,9 +186,9 @@ impl UdpDatapath {
         let (mut families, mut singles) = (Vec::<Family>::new(), Vec::new());
         for (socket, at) in taken {
             let addr = at.ip();
-            match families.iter().find(|f| f.v4 == addr.is_ipv4()) {
+            match families.iter().find(|f| f.addr.is_ipv4() == addr.is_ipv4()) {
                 None => families.push(Family::of(socket, addr)?),
-                Some(all) if all.bound.is_none() && !addr.is_unspecified() => {
+                Some(all) if all.addr.is_unspecified() && !addr.is_unspecified() => {
                     configure_receiver(&socket, addr, false).map_err(context("setting up the receiving socket"))?;
                     singles.push((addr, socket));
                 }
@@ -278,7 +275,7 @@ impl UdpDatapath {
 
     /// The sockets that packets come by, and the address that each is bound to if that is a specific one.
     fn receivers(&self) -> impl Iterator<Item = (&Socket, Option<IpAddr>)> {
-        let main = self.families.iter().map(|f| (&f.main, f.bound));
+        let main = self.families.iter().map(|f| (&f.main, f.bound()));
         main.chain(self.singles.iter().map(|(addr, socket)| (socket, Some(*addr))))
     }
 
@@ -309,7 +306,7 @@ impl UdpDatapath {
             let f = &self.families[family];
             let socket = sender.map_or(&f.main, |i| &f.senders[i].1).as_fd();
             let origin = Origin {
-                any: f.bound.is_none(),
+                any: f.addr.is_unspecified(),
                 scopes: &self.scopes,
             };
             match self.queue.send(socket, &bursts[done..], &origin) {
@@ -396,7 +393,7 @@ impl UdpDatapath {
                 ..*burst
             };
             let origin = Origin {
-                any: f.bound.is_none(),
+                any: f.addr.is_unspecified(),
                 scopes: &self.scopes,
             };
             match self.queue.send(socket, &[single], &origin) {
@@ -412,7 +409,7 @@ impl UdpDatapath {
             .families
             .iter()
             .enumerate()
-            .find(|(_, f)| f.v4 == burst.remote.is_ipv4())?;
+            .find(|(_, f)| f.addr.is_ipv4() == burst.remote.is_ipv4())?;
         match family.senders.iter().position(|(port, _)| *port == burst.src_port) {
             Some(sender) => Some((index, Some(sender))),
             None => (burst.src_port == self.port).then_some((index, None)),
@@ -513,15 +510,17 @@ impl Family {
 
     /// Without sockets to send from.
     fn of(main: Socket, addr: IpAddr) -> Result<Self, OpenError> {
-        let bound = (!addr.is_unspecified()).then_some(addr);
-        configure_receiver(&main, addr, bound.is_none()).map_err(context("setting up the receiving socket"))?;
+        configure_receiver(&main, addr, addr.is_unspecified()).map_err(context("setting up the receiving socket"))?;
         Ok(Self {
             main,
             senders: vec![],
             addr,
-            bound,
-            v4: addr.is_ipv4(),
         })
+    }
+
+    /// The address, if it is a specific one.
+    fn bound(&self) -> Option<IpAddr> {
+        (!self.addr.is_unspecified()).then_some(self.addr)
     }
 }
 
@@ -694,7 +693,7 @@ impl Datapath for UdpDatapath {
         };
         let main = self.families.iter().map(|f| Inlet {
             socket: f.main.as_fd(),
-            bound: f.bound,
+            bound: f.bound(),
         });
         let singles = self.singles.iter().map(|(addr, socket)| Inlet {
             socket: socket.as_fd(),
@@ -714,10 +713,10 @@ impl Datapath for UdpDatapath {
     }
 
     fn join(&mut self, group: IpAddr, local: IpAddr) -> io::Result<()> {
-        let family = self.families.iter().find(|f| f.v4 == group.is_ipv4());
+        let family = self.families.iter().find(|f| f.addr.is_ipv4() == group.is_ipv4());
         let family = family.ok_or(io::ErrorKind::AddrNotAvailable)?;
         // A socket that is bound to one address gets nothing that is sent to a group: those have sockets of their own.
-        let main = family.bound.is_none().then(|| family.main.as_fd());
+        let main = family.addr.is_unspecified().then(|| family.main.as_fd());
         self.groups.join(group, local, main, self.port)
     }
 
@@ -725,7 +724,7 @@ impl Datapath for UdpDatapath {
         let main = self
             .families
             .iter()
-            .find(|f| f.v4 == group.is_ipv4())
+            .find(|f| f.addr.is_ipv4() == group.is_ipv4())
             .map(|f| f.main.as_fd());
         self.groups.leave(group, local, main);
     }
