@@ -112,7 +112,7 @@ impl RdmaArgs {
             .collect();
         let opened = match soft(&in_software) {
             // A kernel with devices of its own in software has their port at all addresses.
-            Err(e) if in_software.iter().all(IpAddr::is_unspecified) => {
+            Err(e) if !in_software.is_empty() && in_software.iter().all(IpAddr::is_unspecified) => {
                 let why = e.text().unwrap_or_default();
                 tracing::warn!("RDMA devices only, at all of their addresses; in software not: {why}");
                 soft(&[])?

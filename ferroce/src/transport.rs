@@ -3,7 +3,7 @@
 use std::{net::IpAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use clap::Args;
-use roce::{DeviceConfig, DeviceStats, JoinConfig, LocalDevice, Mtu, Placement};
+use roce::{DeviceConfig, DeviceStats, JoinConfig, LocalDevice, Mtu, Placement, broker::running_broker};
 use roce_devices::Devices;
 use roce_reactor::{ReactorConfig, SpinMode};
 use rtrs::{addr::PathAddr, heartbeat::HeartbeatConfig, proto::DEFAULT_PORT};
@@ -93,7 +93,9 @@ impl TransportArgs {
         let soft = |addrs: &[IpAddr]| {
             let configs = self.configs(addrs);
             let placement = placement.clone();
-            let opened = match JoinConfig::from_env() {
+            // A process on RDMA devices alone needs no broker: it may get addresses in software later, shared if others share theirs.
+            let shared = JoinConfig::from_env().filter(|how| !addrs.is_empty() || running_broker(&how.dir));
+            let opened = match shared {
                 Some(how) => LocalDevice::open_shared(&configs, loops, placement, &how),
                 None => LocalDevice::open_shards(&configs, loops, placement),
             };

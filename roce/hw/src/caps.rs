@@ -11,6 +11,8 @@ use crate::sys::{Channel, Context, Cq, Kind, Mw, Pd, Qp};
 const MEM_WINDOW: u32 = 1 << 17;
 /// `IBV_DEVICE_MEM_WINDOW_TYPE_2A`, `IBV_DEVICE_MEM_WINDOW_TYPE_2B`.
 const MEM_WINDOW_2: u32 = 1 << 23 | 1 << 24;
+/// `RXE_VENDOR_ID` (`rxe_param.h`): what it tells programs of a SEND with invalidate has neither a flag nor the key.
+const RXE_VENDOR_ID: u32 = 0x00ff_ffff;
 /// Inline data that is asked for, until a queue pair can be made with so much. No driver says how much it can.
 const INLINE: [u32; 6] = [1024, 512, 256, 128, 64, 32];
 
@@ -96,6 +98,7 @@ pub(crate) fn ask(context: &Arc<Context>, port: Option<u8>, channel: &Arc<Channe
         fast_registration: false,
         window_1: window(MEM_WINDOW, Kind::One),
         window_2: window(MEM_WINDOW_2, Kind::Two),
+        tells_invalidated: attr.vendor_id != RXE_VENDOR_ID,
         instant_keys: false,
         scattered_keys: false,
         zero_based: true,

@@ -26,8 +26,14 @@ const ACCEPT_DATA: usize = 196;
 const REJECT_DATA: usize = 148;
 
 /// How far a connection is.
-enum Progress {
-    Listening,
+pub(crate) enum Progress {
+    Listening {
+        backlog: u32,
+    },
+    /// A listener whose device is gone.
+    Lost {
+        backlog: u32,
+    },
     Resolving,
     Resolved,
     /// The path is asked for, and then the connection.
@@ -45,17 +51,22 @@ enum Progress {
 
 /// A connection or a listener.
 pub(crate) struct Cm {
-    raw: CmId,
+    pub(crate) raw: CmId,
     device: Option<usize>,
     qp: Option<QpId>,
     local: SocketAddr,
     remote: Option<SocketAddr>,
-    progress: Progress,
+    pub(crate) progress: Progress,
 }
 
 impl Cm {
     pub(crate) fn addrs(&self) -> (SocketAddr, Option<SocketAddr>) {
         (self.local, self.remote)
+    }
+
+    /// The device of a connection, once it is known.
+    pub(crate) const fn device(&self) -> Option<usize> {
+        self.device
     }
 
     fn see_local(&mut self) {
@@ -112,7 +123,7 @@ impl HwDevice {
             qp: None,
             local: addr,
             remote: None,
-            progress: Progress::Listening,
+            progress: Progress::Listening { backlog },
         })?;
         let cm = self.cms.get_mut(id).ok_or_else(|| gone("listener"))?;
         if let Err(e) = cm.raw.listen(addr, backlog) {
@@ -145,7 +156,7 @@ impl HwDevice {
     /// The device of a connection that is on one of ours.
     fn device_of(&self, id: &CmId) -> Option<usize> {
         let name = id.device()?;
-        self.devices.iter().position(|d| d.context.name() == name)
+        self.devices.iter().position(|d| d.name == name && !d.gone)
     }
 
     /// Checks that a queue pair is of a connection's device; its number.
@@ -378,6 +389,12 @@ impl HwDevice {
             self.requested(request, news);
             return;
         }
+        if let Some(device) = Self::anchored(news.token) {
+            if news.kind == kind::DEVICE_REMOVAL && device < self.devices.len() {
+                self.device_gone(device);
+            }
+            return;
+        }
         let id = CmRef(news.token as u32);
         let Some(kind) = self.told(id, news) else { return };
         if self.cms.get(id).is_some() {
@@ -460,7 +477,9 @@ impl HwDevice {
                 Some(CmKind::Disconnected)
             }
             kind::DEVICE_REMOVAL => {
-                let device = self.cms.get(id)?.device?;
+                let cm = self.cms.get(id)?;
+                // A listener at an address has a device, too.
+                let device = cm.device.or_else(|| self.device_of(&cm.raw))?;
                 self.device_gone(device);
                 None
             }

@@ -6,6 +6,7 @@ use std::{
     io,
     net::IpAddr,
     os::fd::BorrowedFd,
+    path::Path,
     sync::{Arc, Once},
 };
 
@@ -21,7 +22,7 @@ use crate::{
     cm::Cm,
     keys::Key,
     qp::Qp,
-    sys::{self, Channel, Context, EventChannel, Polled, RecvList, SendList},
+    sys::{self, Channel, CmId, Context, EventChannel, Found, Nodes, Polled, RecvList, SendList, Watched},
 };
 
 /// Which devices to use.
@@ -45,18 +46,60 @@ pub struct Usage {
 
 pub(crate) type ByNumber<T> = HashMap<u32, T, BuildHasherDefault<NumberHasher>>;
 
-/// An open device.
-pub(crate) struct Device {
+/// What is watched of all devices, and its token.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Source {
+    Connections,
+    /// The folder of device files.
+    Nodes,
+    /// Of a device.
+    Completions(usize),
+    Device(usize),
+}
+
+impl Source {
+    const fn token(self) -> u64 {
+        match self {
+            Self::Connections => 0,
+            Self::Nodes => 1,
+            Self::Completions(device) => 2 + 2 * device as u64,
+            Self::Device(device) => 3 + 2 * device as u64,
+        }
+    }
+
+    pub(crate) const fn of(token: u64) -> Self {
+        match token {
+            0 => Self::Connections,
+            1 => Self::Nodes,
+            n if n % 2 == 0 => Self::Completions((n / 2 - 1) as usize),
+            n => Self::Device((n / 2 - 1) as usize),
+        }
+    }
+}
+
+/// What a device is open by.
+pub(crate) struct Open {
     pub(crate) context: Arc<Context>,
+    /// Of all its completion queues.
+    pub(crate) channel: Arc<Channel>,
+    /// See [`HwDevice::anchor`].
+    pub(crate) anchor: Option<CmId>,
+}
+
+/// A device.
+pub(crate) struct Device {
+    pub(crate) name: String,
+    /// Its device file, where there is one.
+    pub(crate) file: Option<String>,
+    /// `None`: it is gone, and nobody has anything of it any more.
+    pub(crate) open: Option<Open>,
     /// The port that is used; `None`: all.
     pub(crate) port: Option<u8>,
     /// The ports of its addresses.
     pub(crate) ports: Vec<u8>,
-    /// Of all its completion queues.
-    pub(crate) channel: Arc<Channel>,
     pub(crate) qps: ByNumber<QpId>,
     pub(crate) atomics: bool,
-    /// It is gone, or has failed for good: nothing completes any more.
+    /// It is gone, or has failed for good: nothing completes any more, or is to.
     pub(crate) gone: bool,
 }
 
@@ -135,7 +178,15 @@ pub struct HwDevice {
     pub(crate) polled: Vec<Polled>,
     pub(crate) sends: SendList,
     pub(crate) recvs: RecvList,
-    pub(crate) readable: Vec<bool>,
+    /// Those of which [`poll`](Self::poll) has to look.
+    pub(crate) ready: Vec<u64>,
+    pub(crate) watched: Watched,
+    /// `None` where there are no device files.
+    pub(crate) nodes: Option<Nodes>,
+    /// A device that is gone is open still.
+    pub(crate) closing: bool,
+    /// Which devices are wanted, also later.
+    pub(crate) config: HwConfig,
 }
 
 impl std::fmt::Debug for HwDevice {
@@ -164,20 +215,47 @@ fn fork_init() {
 }
 
 /// Opens a device, and asks what it can do.
-fn open(context: Context, port: Option<u8>) -> io::Result<(Device, DeviceCaps)> {
-    let context = Arc::new(context);
+pub(crate) fn open(found: Found, port: Option<u8>) -> io::Result<(Device, DeviceCaps)> {
+    let context = Arc::new(found.opened?);
     let channel = Channel::create(&context)?;
     let Known { caps, ports, atomics } = caps::ask(&context, port, &channel)?;
     let device = Device {
-        context,
+        name: found.name,
+        file: Some(found.file).filter(|file| Path::new(file).exists()),
+        open: Some(Open {
+            context,
+            channel,
+            anchor: None,
+        }),
         port,
         ports,
-        channel,
         qps: ByNumber::default(),
         atomics,
         gone: false,
     };
     Ok((device, caps))
+}
+
+impl Device {
+    /// Has its descriptors watched, as those of the device of this number.
+    pub(crate) fn watch(&self, watched: &Watched, index: usize) -> io::Result<()> {
+        let Some(open) = &self.open else { return Ok(()) };
+        watched.add(open.channel.fd(), Source::Completions(index).token())?;
+        watched.add(open.context.async_fd(), Source::Device(index).token())
+    }
+}
+
+/// Watches everything that there is.
+fn watch(channel: &EventChannel, nodes: Option<&Nodes>, devices: &[Device]) -> io::Result<Watched> {
+    let watched = Watched::new()?;
+    watched.add(channel.fd(), Source::Connections.token())?;
+    if let Some(nodes) = nodes {
+        watched.add(nodes.fd(), Source::Nodes.token())?;
+    }
+    for (index, device) in devices.iter().enumerate() {
+        device.watch(&watched, index)?;
+    }
+    Ok(watched)
 }
 
 impl HwDevice {
@@ -189,6 +267,8 @@ impl HwDevice {
         fork_init();
         let all = config.devices.is_empty();
         let wanted = |name: &str| all || config.devices.iter().any(|d| d.name == name);
+        // Before they are opened: what goes between is told.
+        let nodes = Nodes::watch();
         let (mut devices, mut caps, mut failed) = (Vec::new(), Vec::new(), None);
         for found in Context::open_all(wanted).map_err(advice::no_list)? {
             let port = config
@@ -196,28 +276,35 @@ impl HwDevice {
                 .iter()
                 .find(|d| d.name == found.name)
                 .and_then(|d| d.port);
-            match found.opened.and_then(|context| open(context, port)) {
+            let (name, file) = (found.name.clone(), found.file.clone());
+            match open(found, port) {
                 Ok((device, can)) => {
                     devices.push(device);
                     caps.push(can);
                 }
                 Err(e) if all => {
-                    let e = advice::not_opened(&found.name, &found.file, e);
+                    let e = advice::not_opened(&name, &file, e);
                     tracing::warn!("{e}");
                     failed.get_or_insert(e);
                 }
-                Err(e) => return Err(advice::not_opened(&found.name, &found.file, e)),
+                Err(e) => return Err(advice::not_opened(&name, &file, e)),
             }
         }
-        let lacks = |wanted: &&DeviceName| !devices.iter().any(|d: &Device| d.context.name() == wanted.name);
+        let lacks = |wanted: &&DeviceName| !devices.iter().any(|d: &Device| d.name == wanted.name);
         let lacking: Vec<String> = config.devices.iter().filter(lacks).map(|d| d.name.clone()).collect();
         if devices.is_empty() || !lacking.is_empty() {
             return Err(failed.unwrap_or_else(|| advice::no_device(&lacking)));
         }
-        Ok(Self {
+        let channel = EventChannel::create().map_err(advice::no_cm)?;
+        let watched = watch(&channel, nodes.as_ref(), &devices);
+        let mut this = Self {
+            watched: watched.map_err(|e| advice::failed("watching the RDMA devices", e))?,
+            nodes,
+            closing: false,
+            config: config.clone(),
             caps,
             devices,
-            channel: EventChannel::create().map_err(advice::no_cm)?,
+            channel,
             pds: Slots::default(),
             mrs: Slots::default(),
             keys: Slots::default(),
@@ -232,13 +319,15 @@ impl HwDevice {
             polled: Vec::new(),
             sends: SendList::default(),
             recvs: RecvList::default(),
-            readable: Vec::new(),
-        })
+            ready: Vec::new(),
+        };
+        (0..this.devices.len()).for_each(|index| this.anchor(index));
+        Ok(this)
     }
 
     /// A device's name.
     pub fn name(&self, device: DeviceIx) -> Option<&str> {
-        self.devices.get(usize::from(device.0)).map(|d| d.context.name())
+        self.devices.get(usize::from(device.0)).map(|d| d.name.as_str())
     }
 
     /// The device that has an address now.
@@ -266,7 +355,8 @@ impl HwDevice {
         let found = self.caps.iter().zip(&self.devices).find_map(port_of);
         let (device, at): (&Device, _) = found.ok_or(io::ErrorKind::AddrNotAvailable)?;
         let number = device.ports.get(at).copied().unwrap_or(1);
-        let code = device.context.port(number)?.active_mtu;
+        let open = device.open.as_ref().ok_or(io::ErrorKind::AddrNotAvailable)?;
+        let code = open.context.port(number)?.active_mtu;
         let mtu = u8::try_from(code).ok().and_then(Mtu::from_code);
         mtu.ok_or_else(|| io::ErrorKind::InvalidData.into())
     }
@@ -285,9 +375,7 @@ impl HwDevice {
 
     /// What to watch, for reading: [`poll`](Self::poll) takes what they have. Always the same.
     pub fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
-        let devices = self.devices.iter();
-        let of_devices = devices.flat_map(|d| [d.channel.fd(), d.context.async_fd()]);
-        std::iter::once(self.channel.fd()).chain(of_devices).collect()
+        vec![self.watched.fd()]
     }
 
     /// Has the descriptors tell of the next completion. What completed before is not told: look once more before you wait.
@@ -311,10 +399,18 @@ impl HwDevice {
         self.pds.get(pd).ok_or_else(|| gone("protection domain"))
     }
 
+    /// A device that has not gone.
+    fn opened(&self, device: usize) -> Result<&Open, VerbsError> {
+        let device = self.devices.get(device).filter(|device| !device.gone);
+        device
+            .and_then(|device| device.open.as_ref())
+            .ok_or_else(|| gone("device"))
+    }
+
     pub(crate) fn make_pd(&mut self, device: DeviceIx) -> Result<PdId, VerbsError> {
         let device = usize::from(device.0);
-        let context = &self.devices.get(device).ok_or_else(|| gone("device"))?.context;
-        let raw = sys::Pd::alloc(context).map_err(|e| advice::failed("making a protection domain", e))?;
+        let raw = sys::Pd::alloc(&self.opened(device)?.context)
+            .map_err(|e| advice::failed("making a protection domain", e))?;
         self.pds.insert(Pd { device, raw }).ok_or(FULL)
     }
 
@@ -329,7 +425,7 @@ impl HwDevice {
         let iova = if zero_based { Some(0) } else { what.iova };
         let addr = iova.unwrap_or(what.memory.as_ptr() as u64 + what.offset as u64);
         let registered = sys::Mr::register(raw, &what.memory, range, iova, what.access);
-        let name = self.devices[*device].context.name();
+        let name = &self.devices[*device].name;
         let raw = registered.map_err(|e| advice::not_registered(name, what.len, e))?;
         let (device, len) = (*device, what.len);
         let (lkey, rkey) = (raw.lkey(), raw.rkey());
@@ -356,7 +452,7 @@ impl HwDevice {
         if entries > caps.limits.max_cqe {
             return Err(VerbsError::Limit("entries of a completion queue"));
         }
-        let channel = self.devices[device].channel.clone();
+        let channel = self.opened(device)?.channel.clone();
         // Its number is its cookie, so it gets one first.
         let mut failed = None;
         let id = self.cqs.insert_with(|id: CqId| {

@@ -7,9 +7,8 @@ use roce_verbs::{
 
 use crate::{
     advice,
-    device::HwDevice,
-    qp::Drain,
-    sys::{self, AsyncNews, Element},
+    device::{HwDevice, Source},
+    sys::{AsyncNews, Element, Nodes},
 };
 
 /// `IBV_EVENT_QP_ACCESS_ERR`, `IBV_EVENT_COMM_EST`, `IBV_EVENT_DEVICE_FATAL`, `IBV_EVENT_GID_CHANGE`.
@@ -47,21 +46,21 @@ impl HwDevice {
     /// When the system fails.
     pub fn poll(&mut self) -> Result<bool, VerbsError> {
         let failed = |e| advice::failed("looking for events", e);
-        let mut readable = std::mem::take(&mut self.readable);
-        sys::readable(&self.descriptors(), &mut readable).map_err(failed)?;
-        let any = readable.contains(&true);
-        if readable.first() == Some(&true) {
-            self.poll_connections()?;
-        }
-        for (device, ready) in readable.iter().skip(1).collect::<Vec<_>>().chunks(2).enumerate() {
-            if ready.first() == Some(&&true) {
-                self.poll_channel(device)?;
+        let mut ready = std::mem::take(&mut self.ready);
+        self.watched.ready(&mut ready).map_err(failed)?;
+        for token in &ready {
+            match Source::of(*token) {
+                Source::Connections => self.poll_connections()?,
+                Source::Nodes => {
+                    self.nodes.iter().for_each(Nodes::drain);
+                    self.nodes_changed();
+                }
+                Source::Completions(device) => self.poll_channel(device)?,
+                Source::Device(device) => self.poll_device(device),
             }
-            if ready.get(1) == Some(&&true) && !self.devices[device].gone {
-                self.poll_device(device);
-            }
         }
-        self.readable = readable;
+        let any = !ready.is_empty();
+        self.ready = ready;
         Ok(any)
     }
 
@@ -78,7 +77,10 @@ impl HwDevice {
 
     fn poll_channel(&mut self, device: usize) -> Result<(), VerbsError> {
         loop {
-            let told = self.devices[device].channel.event();
+            let Some(open) = &self.devices[device].open else {
+                return Ok(());
+            };
+            let told = open.channel.event();
             let Some(cookie) = told.map_err(|e| advice::failed("taking an event of a completion queue", e))? else {
                 return Ok(());
             };
@@ -92,12 +94,13 @@ impl HwDevice {
 
     fn poll_device(&mut self, device: usize) {
         loop {
-            let news = match self.devices[device].context.async_event() {
+            let Some(open) = &self.devices[device].open else { return };
+            let news = match open.context.async_event() {
                 Ok(Some(news)) => news,
                 Ok(None) => return,
                 // The descriptor of a device that is gone has nothing any more.
                 Err(e) => {
-                    tracing::debug!("taking an event of {}: {e}", self.devices[device].context.name());
+                    tracing::debug!("taking an event of {}: {e}", self.devices[device].name);
                     self.device_gone(device);
                     return;
                 }
@@ -112,9 +115,15 @@ impl HwDevice {
             return;
         }
         if news.kind == GID_CHANGE
-            && let Ok(addrs) = self.devices[device].context.addresses(self.devices[device].port)
+            && let Some(open) = self.devices[device]
+                .open
+                .as_ref()
+                .filter(|_| !self.devices[device].gone)
+            && let Ok(addrs) = open.context.addresses(self.devices[device].port)
         {
             (self.caps[device].addrs, self.devices[device].ports) = addrs.into_iter().unzip();
+            self.anchor(device);
+            self.listen_again();
         }
         if let Element::Qp(number) = news.element
             && let Some(id) = self.devices[device].qps.get(&number).copied()
@@ -133,23 +142,6 @@ impl HwDevice {
     fn violated(&mut self, id: QpId) {
         if let Some(qp) = self.qps.get_mut(id) {
             qp.violated = true;
-        }
-    }
-
-    /// Nothing completes on a device any more. Told once. What waits for its drain has waited in vain.
-    pub(crate) fn device_gone(&mut self, device: usize) {
-        if std::mem::replace(&mut self.devices[device].gone, true) {
-            return;
-        }
-        tracing::warn!(
-            "the RDMA device {} is gone, or has failed",
-            self.devices[device].context.name()
-        );
-        self.events.push_back(Event::DeviceRemoved(DeviceIx(device as u16)));
-        let qps = self.devices[device].qps.values().copied();
-        let waits = |id: &QpId| self.qps.get(*id).is_some_and(|qp| qp.drain == Drain::Waiting);
-        for id in qps.filter(waits).collect::<Vec<_>>() {
-            self.abandon(id);
         }
     }
 }

@@ -32,6 +32,8 @@ pub(crate) struct Key {
     granted: bool,
     /// What it opens.
     mr: Option<MrId>,
+    /// The queue pair that a type 2 window was bound by, whether it is open still or not.
+    qp: Option<QpId>,
 }
 
 /// A byte for a key, another than before.
@@ -79,9 +81,23 @@ fn bind<'a>(mr: &'a Mr, grant: &GrantOf) -> Result<Bind<'a>, PostError> {
     })
 }
 
+/// What closes a type 1 window. It names the region all the same: librxe reads its key from there.
+const fn nothing(mr: &Mr) -> Bind<'_> {
+    Bind {
+        mr: &mr.raw,
+        addr: mr.addr,
+        length: 0,
+        access: AccessFlags::empty(),
+    }
+}
+
 impl Key {
+    pub(crate) const fn device(&self) -> usize {
+        self.device
+    }
+
     /// Posts a type 1 window's binding, which closes what it opened before.
-    fn post_1(&mut self, qp: &mut Qp, bind: Option<&Bind<'_>>, wr_id: u64) -> Result<(), PostError> {
+    fn post_1(&mut self, qp: &mut Qp, bind: &Bind<'_>, wr_id: u64) -> Result<(), PostError> {
         let (Some(mw), Some(raw)) = (&mut self.mw, &qp.raw) else {
             return Err(NO_KEY);
         };
@@ -135,7 +151,7 @@ impl Key {
     /// Has a new window in place of the former, which is closed with that.
     fn renew(&mut self) {
         self.granted = false;
-        self.mr = None;
+        (self.mr, self.qp) = (None, None);
         self.mw = None;
         match Mw::alloc(&self.pd, self.kind) {
             Ok(mw) => {
@@ -165,6 +181,7 @@ impl HwDevice {
             mw: Some(mw),
             granted: false,
             mr: None,
+            qp: None,
         };
         self.keys.insert(key).ok_or(FULL)
     }
@@ -175,12 +192,18 @@ impl HwDevice {
         }
     }
 
-    pub(crate) fn grant_key(&mut self, qp: QpId, id: KeyId, grant: &GrantOf, wr_id: u64) -> Result<Granted, PostError> {
-        self.sender(qp)?;
+    pub(crate) fn grant_key(
+        &mut self,
+        qp_id: QpId,
+        id: KeyId,
+        grant: &GrantOf,
+        wr_id: u64,
+    ) -> Result<Granted, PostError> {
+        self.sender(qp_id)?;
         let no_mr = PostError::Invalid("no such registration");
         let mr = self.mrs.get(grant.mr).ok_or(no_mr)?;
         let bind = bind(mr, grant)?;
-        let (Some(qp), Some(key)) = (self.qps.get_mut(qp), self.keys.get_mut(id)) else {
+        let (Some(qp), Some(key)) = (self.qps.get_mut(qp_id), self.keys.get_mut(id)) else {
             return Err(NO_KEY);
         };
         if [key.device, mr.device] != [qp.device; 2] {
@@ -190,14 +213,14 @@ impl HwDevice {
         }
         let former = key.key;
         match key.kind {
-            Kind::One => key.post_1(qp, Some(&bind), wr_id)?,
+            Kind::One => key.post_1(qp, &bind, wr_id)?,
             Kind::Two => {
                 key.post_2(qp, &mut self.sends, &bind, wr_id)?;
                 self.opened.remove(&former.0);
                 self.opened.insert(key.key.0, id);
             }
         }
-        (key.granted, key.mr) = (true, Some(grant.mr));
+        (key.granted, key.mr, key.qp) = (true, Some(grant.mr), Some(qp_id));
         Ok(Granted::Queued(key.key))
     }
 
@@ -213,7 +236,10 @@ impl HwDevice {
             return Err(NO_KEY);
         };
         match key.kind {
-            Kind::One => key.post_1(of, None, wr_id)?,
+            Kind::One => {
+                let mr = key.mr.and_then(|mr| self.mrs.get(mr)).ok_or(NO_KEY)?;
+                key.post_1(of, &nothing(mr), wr_id)?;
+            }
             Kind::Two => {
                 let close = local_invalidate(key.key, wr_id, SendFlags::SIGNALED);
                 self.send(qp, &[close]).map_err(|(_, e)| e)?;
@@ -237,6 +263,15 @@ impl HwDevice {
     /// The same, at once: there is no such thing but giving the window up.
     pub(crate) fn shut_key(&mut self, id: KeyId) {
         if let Some(key) = self.keys.get_mut(id).filter(|key| key.granted) {
+            self.opened.remove(&key.key.0);
+            key.renew();
+        }
+    }
+
+    /// Gives up the type 2 windows that were bound by a queue pair which is about to end: rdma_rxe waits for them, 50 s long.
+    pub(crate) fn close_keys_through(&mut self, qp: QpId) {
+        let bound = |key: &&mut Key| key.qp == Some(qp) && key.kind == Kind::Two;
+        for key in self.keys.iter_mut().filter(bound) {
             self.opened.remove(&key.key.0);
             key.renew();
         }

@@ -35,6 +35,8 @@ mod driven;
 #[cfg(feature = "hardware")]
 mod events;
 #[cfg(feature = "hardware")]
+mod hotplug;
+#[cfg(feature = "hardware")]
 mod keys;
 #[cfg(feature = "hardware")]
 mod post;

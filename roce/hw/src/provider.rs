@@ -123,6 +123,8 @@ impl Provider for HwDevice {
     }
 
     fn poll_completions(&mut self, out: &mut Vec<(QpId, Completion)>, max: usize) -> Result<usize, VerbsError> {
+        // What was given back since may have been the last.
+        self.close_gone();
         self.take_completions(out, max)
     }
 

@@ -265,6 +265,7 @@ impl HwDevice {
     }
 
     pub(crate) fn end_qp(&mut self, id: QpId) {
+        self.close_keys_through(id);
         let Some(qp) = self.qps.remove(id) else { return };
         self.events.retain(|e| !matches!(e, Event::Drained(of) if *of == id));
         self.flushed.retain(|(of, _)| *of != id);
@@ -293,6 +294,7 @@ impl HwDevice {
         let mut polled = Vec::new();
         let _ = self.take_completions(&mut polled, usize::MAX);
         self.flushed.extend(polled);
+        self.close_keys_through(id);
         let Some(qp) = self.qps.get_mut(id) else { return };
         let qpn = qp.qpn;
         let flushed = |wr_id| Completion {

@@ -61,6 +61,8 @@ pub struct FabricConfig {
     pub fast_registration: bool,
     /// There are memory windows.
     pub windows: bool,
+    /// What is said of it ([`DeviceCaps::tells_invalidated`]): no, as of rdma_rxe.
+    pub tells_invalidated: bool,
 }
 
 impl Default for FabricConfig {
@@ -69,6 +71,7 @@ impl Default for FabricConfig {
             instant_keys: true,
             fast_registration: true,
             windows: true,
+            tells_invalidated: true,
         }
     }
 }
@@ -206,6 +209,7 @@ impl<P: Ports> Fabric<P> {
             fast_registration: config.fast_registration,
             window_1: config.windows,
             window_2: config.windows,
+            tells_invalidated: config.tells_invalidated,
             instant_keys: config.instant_keys,
             scattered_keys: config.instant_keys && config.fast_registration,
             zero_based: true,

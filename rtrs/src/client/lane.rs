@@ -75,6 +75,8 @@ pub(super) struct Domain {
     pub(super) strategy: KeyStrategy,
     /// Of each permit, unless the keys are static.
     pub(super) keys: Vec<KeyId>,
+    /// The server is asked to take them back (SEND_WITH_INV).
+    pub(super) peer_invalidates: bool,
     /// Keys are granted and taken back without a work request.
     pub(super) instant: bool,
 }
@@ -136,6 +138,7 @@ impl Lane {
         let caps = cx.provider.devices().get(usize::from(device.0));
         let caps = caps.ok_or_else(|| VerbsError::Invalid("no such device".into()))?;
         let (strategy, instant) = (KeyStrategy::for_reads(caps, revoked), caps.instant_keys);
+        let peer_invalidates = strategy.peer_can_invalidate() && caps.tells_invalidated;
         let name = caps.name.clone();
         if revoked && strategy == KeyStrategy::Static {
             tracing::warn!(
@@ -150,6 +153,7 @@ impl Lane {
             pd,
             strategy,
             keys: Vec::new(),
+            peer_invalidates,
             instant,
         });
         Ok(pd)

@@ -235,7 +235,7 @@ fn message(
             let key = *key.ok_or(PostError::Invalid("the permit has no key of its own"))?;
             rkey = open(cx, qp, key, &regions)?;
             flight.key = Some(rkey);
-            if domain.strategy.peer_can_invalidate() {
+            if domain.peer_invalidates {
                 flags = MsgFlags::NEED_INVAL;
             }
         }

@@ -228,6 +228,7 @@ impl Scripted {
             fast_registration: keys.fast,
             window_1: keys.windows,
             window_2: keys.windows,
+            tells_invalidated: true,
             instant_keys: keys.instant,
             scattered_keys: false,
             zero_based: true,

@@ -33,18 +33,27 @@ pub(crate) enum KeyMode {
     Queued,
     /// Windows only, by work requests.
     Windows,
+    /// The same, without a word of those that a peer has closed.
+    SilentWindows,
     /// Nothing.
     Static,
 }
 
 impl KeyMode {
-    pub(crate) const ALL: [Self; 4] = [Self::Instant, Self::Queued, Self::Windows, Self::Static];
+    pub(crate) const ALL: [Self; 5] = [
+        Self::Instant,
+        Self::Queued,
+        Self::Windows,
+        Self::SilentWindows,
+        Self::Static,
+    ];
 
     fn config(self) -> FabricConfig {
         FabricConfig {
             instant_keys: matches!(self, Self::Instant),
             fast_registration: matches!(self, Self::Instant | Self::Queued),
             windows: !matches!(self, Self::Static),
+            tells_invalidated: !matches!(self, Self::SilentWindows),
         }
     }
 

@@ -641,7 +641,7 @@ struct Chaos {
 
 impl Chaos {
     fn new(seed: u64) -> Self {
-        let keys = KeyMode::ALL[seed as usize % 4];
+        let keys = KeyMode::ALL[seed as usize % KeyMode::ALL.len()];
         let shares = 2 + (seed / 4 % 3) as u16;
         let devices = 1 + (seed / 7 % 3) as usize;
         let mut spread = Spread::over(devices, shares, keys, server((seed / 12).is_multiple_of(2)), seed);

@@ -28,6 +28,7 @@ fn without_io_and_with_windows_alone() {
         instant_keys: false,
         fast_registration: false,
         windows: true,
+        tells_invalidated: true,
     };
     passes(|| Ok(Box::new(Wire::new(config))));
 }
@@ -53,6 +54,7 @@ fn as_the_second_of_two_and_with_windows_alone() {
         instant_keys: false,
         fast_registration: false,
         windows: true,
+        tells_invalidated: true,
     };
     passes(|| Ok(Box::new(Halves::new(config, HalfOf::B))));
 }

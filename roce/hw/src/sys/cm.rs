@@ -4,7 +4,7 @@ use std::{
     ffi::c_void,
     io, mem,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6},
-    os::fd::BorrowedFd,
+    os::fd::{AsRawFd as _, BorrowedFd},
     ptr::{self, NonNull},
     sync::Arc,
 };
@@ -13,8 +13,9 @@ use libc::{sockaddr_in, sockaddr_in6, sockaddr_storage};
 use rdma_sys::{
     ibv_event_type, rdma_accept, rdma_ack_cm_event, rdma_bind_addr, rdma_cm_event, rdma_cm_id, rdma_conn_param,
     rdma_connect, rdma_create_event_channel, rdma_create_id, rdma_destroy_event_channel, rdma_destroy_id,
-    rdma_disconnect, rdma_establish, rdma_event_channel, rdma_get_cm_event, rdma_init_qp_attr, rdma_listen,
-    rdma_notify, rdma_port_space, rdma_reject, rdma_resolve_addr, rdma_resolve_route, rdma_set_option,
+    rdma_disconnect, rdma_establish, rdma_event_channel, rdma_free_devices, rdma_get_cm_event, rdma_get_devices,
+    rdma_init_qp_attr, rdma_listen, rdma_notify, rdma_port_space, rdma_reject, rdma_resolve_addr, rdma_resolve_route,
+    rdma_set_option,
 };
 
 use super::{Attributes, State, context::name_of, done, ffi::OPTION_TOS, made, set_nonblocking, unless_empty};
@@ -172,6 +173,43 @@ impl Drop for EventChannel {
     }
 }
 
+/// Has librdmacm look which of the devices that it keeps open are dead. False: there is no device at all, and it does not look.
+fn look_for_dead_devices() -> bool {
+    let mut count = 0;
+    // SAFETY: the list is made by the call, and given back.
+    unsafe {
+        let list = rdma_get_devices(&raw mut count);
+        if !list.is_null() {
+            rdma_free_devices(list);
+        }
+        !list.is_null() && count > 0
+    }
+}
+
+/// Has librdmacm close a device that is gone: of those that use it there this is the last.
+///
+/// The library keeps devices open, and closes the dead ones when it looks; but it does not look if there is no device at all. Then
+/// the device's descriptors are exchanged for such as do nothing, which the library closes one day.
+pub(crate) fn close_dead_device(last: CmId) {
+    // SAFETY: the id lives, and with it the library's context of the device.
+    let fds = unsafe {
+        let context = (*last.as_ptr()).verbs;
+        (!context.is_null()).then(|| [(*context).cmd_fd, (*context).async_fd])
+    };
+    if look_for_dead_devices() {
+        drop(last);
+        look_for_dead_devices();
+        return;
+    }
+    let (Some(fds), Ok(nothing)) = (fds, std::fs::File::open("/dev/null")) else {
+        return;
+    };
+    for fd in fds {
+        // SAFETY: the library has these open as long as the id lives, and nobody uses what they were: there is nothing on it.
+        unsafe { libc::dup3(nothing.as_raw_fd(), fd, libc::O_CLOEXEC) };
+    }
+}
+
 /// A connection or a listener (`struct rdma_cm_id`).
 #[derive(Debug)]
 pub(crate) struct CmId {
@@ -247,6 +285,13 @@ impl CmId {
     pub(crate) fn set_token(&self, token: u64) {
         // SAFETY: the id lives; only the thread that takes events reads it.
         unsafe { (*self.as_ptr()).context = token as *mut c_void };
+    }
+
+    /// Binds it to an address, and so to a device.
+    pub(crate) fn bind(&self, addr: SocketAddr) -> io::Result<()> {
+        let mut addr = raw_addr(addr);
+        // SAFETY: the id lives, and so does the address.
+        done(unsafe { rdma_bind_addr(self.as_ptr(), (&raw mut addr).cast()) })
     }
 
     pub(crate) fn listen(&self, addr: SocketAddr, backlog: u32) -> io::Result<()> {

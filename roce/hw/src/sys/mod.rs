@@ -6,19 +6,17 @@ mod cm;
 mod context;
 mod ffi;
 mod memory;
+mod poll;
 mod queue;
 
-use std::{
-    io,
-    os::fd::{AsRawFd, BorrowedFd},
-    ptr::NonNull,
-};
+use std::{io, ptr::NonNull};
 
 use libc::c_int;
 
-pub(crate) use cm::{CmId, EventChannel, News, Offer, Reply, kind};
-pub(crate) use context::{AsyncNews, Context, Element};
+pub(crate) use cm::{CmId, EventChannel, News, Offer, Reply, close_dead_device, kind};
+pub(crate) use context::{AsyncNews, Context, Element, Found};
 pub(crate) use memory::{Kind, Mr, Mw, Pd};
+pub(crate) use poll::{Nodes, Watched};
 pub(crate) use queue::{Attributes, Bind, Channel, Cq, Polled, Qp, RecvList, SendList, State};
 
 /// The result of a call that returns 0, or else an error number or -1 with `errno`: verbs differ in that.
@@ -51,31 +49,6 @@ fn set_nonblocking(fd: c_int) -> io::Result<()> {
         flags != -1 && libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK) != -1
     };
     set.then_some(()).ok_or_else(io::Error::last_os_error)
-}
-
-/// Which of these descriptors can be read. Does not wait.
-pub(crate) fn readable(fds: &[BorrowedFd<'_>], into: &mut Vec<bool>) -> io::Result<()> {
-    let watch = |fd: &BorrowedFd<'_>| libc::pollfd {
-        fd: fd.as_raw_fd(),
-        events: libc::POLLIN,
-        revents: 0,
-    };
-    let mut polled: Vec<libc::pollfd> = fds.iter().map(watch).collect();
-    // SAFETY: as many structures as are said.
-    let count = unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, 0) };
-    into.clear();
-    if count >= 0 {
-        into.extend(polled.iter().map(|p| p.revents != 0));
-        return Ok(());
-    }
-    match io::Error::last_os_error() {
-        // Next time.
-        e if e.kind() == io::ErrorKind::Interrupted => {
-            into.resize(fds.len(), false);
-            Ok(())
-        }
-        e => Err(e),
-    }
 }
 
 /// The soft limit of memory that the process may lock, in bytes; `None`: no limit.

@@ -576,18 +576,12 @@ impl Qp {
         Ok(())
     }
 
-    /// Posts the binding of a type 1 window, whose key is a new one then; to nothing: `None`.
-    pub(crate) fn post_bind_1(&self, wr_id: u64, mw: &mut Mw, bind: Option<&Bind<'_>>) -> io::Result<()> {
-        let nothing = ibv_mw_bind_info {
-            mr: ptr::null_mut(),
-            addr: 0,
-            length: 0,
-            mw_access_flags: 0,
-        };
+    /// Posts the binding of a type 1 window, whose key is a new one then; of no bytes: it is open to nothing.
+    pub(crate) fn post_bind_1(&self, wr_id: u64, mw: &mut Mw, bind: &Bind<'_>) -> io::Result<()> {
         let mut bind = ibv_mw_bind {
             wr_id,
             send_flags: SendFlags::SIGNALED.bits(),
-            bind_info: bind.map_or(nothing, Bind::info),
+            bind_info: bind.info(),
         };
         // SAFETY: queue pair, window and registration live during the call. A window that is bound closes before its
         // registration ends, or the registration does not end (`Mr`).

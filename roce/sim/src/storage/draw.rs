@@ -49,6 +49,7 @@ fn keys(dice: &mut Dice) -> FabricConfig {
         instant_keys,
         fast_registration,
         windows,
+        tells_invalidated: dice.chance(0.8),
     }
 }
 

@@ -19,6 +19,9 @@ pub struct DeviceCaps {
     pub window_1: bool,
     /// Type 2 memory windows: for one queue pair; SEND_WITH_INV closes them.
     pub window_2: bool,
+    /// A receive that a SEND_WITH_INV took tells which key it has closed. Where it does not (rdma_rxe, to programs), a peer must not
+    /// be asked to close keys: nobody would know that it has.
+    pub tells_invalidated: bool,
     /// Granting and revoking are done at once instead of by work requests.
     pub instant_keys: bool,
     /// A fast registration can open several pieces of memory, wherever they begin and end, as one range
@@ -97,6 +100,7 @@ mod tests {
             fast_registration,
             window_1,
             window_2,
+            tells_invalidated: true,
             instant_keys: false,
             scattered_keys: false,
             zero_based: false,

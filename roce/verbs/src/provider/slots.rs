@@ -119,6 +119,12 @@ impl<T> Slots<T> {
         slots.filter_map(|(slot, (generation, object))| Some((N::new(slot as u32, *generation), object.as_ref()?)))
     }
 
+    /// All objects with their numbers, by slot, to be changed.
+    pub fn entries_mut<N: Number>(&mut self) -> impl Iterator<Item = (N, &mut T)> {
+        let slots = self.slots.iter_mut().enumerate();
+        slots.filter_map(|(slot, (generation, object))| Some((N::new(slot as u32, *generation), object.as_mut()?)))
+    }
+
     /// All objects, by slot.
     pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
         self.slots.iter_mut().filter_map(|(_, object)| object.as_mut())

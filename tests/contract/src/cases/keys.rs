@@ -164,7 +164,7 @@ fn a_key_has_the_rights_that_were_granted(bed: &mut Bed) {
 
 fn a_peer_closes_a_key(bed: &mut Bed) {
     each(bed, |bed, kind, key| {
-        if kind == KeyKind::Window1 {
+        if kind == KeyKind::Window1 || !bed.caps(B).tells_invalidated {
             return;
         }
         let link = bed.connect();
