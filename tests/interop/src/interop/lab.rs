@@ -55,6 +55,8 @@ pub(crate) struct Places {
     pub(crate) hostile: PathBuf,
     /// `provider-contract`, if it was built.
     pub(crate) contract: PathBuf,
+    /// `ferroce-rdma`, with that.
+    pub(crate) rdma: PathBuf,
     /// Captures of scenarios that passed are kept, too.
     pub(crate) keep: bool,
 }

@@ -176,6 +176,7 @@ fn places(cli: &Cli, run: &mut RunDir) -> Result<Places, Error> {
         peer: beside("ferroce-lab"),
         hostile: beside("ferroce-hostile"),
         contract: beside("provider-contract"),
+        rdma: beside("ferroce-rdma"),
         keep: cli.keep,
     })
 }

@@ -8,11 +8,11 @@ mod contract;
 mod errors;
 mod faults;
 mod handshakes;
-mod hardware;
 mod ops;
 mod paths;
 mod peer;
 mod programs;
+mod rdma;
 mod rnbd;
 mod services;
 mod stall;
@@ -273,7 +273,7 @@ pub(crate) fn all() -> Vec<Scenario> {
             handshakes::list(),
             programs::list(),
             strangers::list(),
-            hardware::list(),
+            rdma::list(),
         ];
         all.extend(
             lists

@@ -3,6 +3,7 @@
 use std::{
     collections::BTreeMap,
     fs,
+    net::IpAddr,
     path::Path,
     time::{Duration, Instant},
 };
@@ -275,6 +276,11 @@ pub(super) fn fsck(c: &Ctx<'_>, name: &str) -> Result<String, Error> {
 /// Runs a script in the guest with the client modules loaded; they are unloaded afterwards in any case.
 pub(super) fn with_client(c: &mut Ctx<'_>, ip: Ip, script: &str, seconds: u32) -> Result<String, Error> {
     let host = c.host(ip)?;
+    with_client_of(c, host, script, seconds)
+}
+
+/// The same with a server at this address.
+pub(super) fn with_client_of(c: &mut Ctx<'_>, host: IpAddr, script: &str, seconds: u32) -> Result<String, Error> {
     let text = format!("HOST={host}\n{INSMOD_CLIENT}{FUNCTIONS}{script}");
     let guest = c.guest()?;
     let out = guest
@@ -295,7 +301,7 @@ pub(super) fn client_down(c: &mut Ctx<'_>) -> Result<(), Error> {
 }
 
 /// mkfs, copy, fsck, compare, unmap, map again, compare.
-const TREE: &str = "\
+pub(super) const TREE: &str = "\
     map s1 disk; ls /sys/class/rtrs-client/s1/paths; blockdev --getsize64 /dev/rnbd0; mkdir -p /mnt/r\n\
     mkfs.ext4 -q /dev/rnbd0; mount -t ext4 /dev/rnbd0 /mnt/r\n\
     cp -a /usr/include/linux /usr/include/rdma /mnt/r/; sync; umount /mnt/r\n\
@@ -530,7 +536,23 @@ impl Mapping {
         Self::spawn_by(paths, device, more, c, |args| c.steered("map", args))
     }
 
-    fn spawn_by(
+    pub(super) fn spawn_by(
+        paths: &[String],
+        device: &str,
+        more: &[&str],
+        c: &Ctx<'_>,
+        spawn: impl FnOnce(&[&str]) -> Result<Proc, Error>,
+    ) -> Result<Self, Error> {
+        let device = format!("newroot/dev/{device}");
+        Self::spawn_of(paths, &device, more, c, spawn)
+    }
+
+    /// Over these paths a device that a server of ours has.
+    pub(super) fn of_ours(c: &Ctx<'_>, paths: &[String], device: &str, more: &[&str]) -> Result<Self, Error> {
+        Self::spawn_of(paths, device, more, c, |args| c.steered("map", args))
+    }
+
+    fn spawn_of(
         paths: &[String],
         device: &str,
         more: &[&str],
@@ -538,8 +560,7 @@ impl Mapping {
         spawn: impl FnOnce(&[&str]) -> Result<Proc, Error>,
     ) -> Result<Self, Error> {
         let nbd = c.socket("nbd.sock");
-        let device = format!("newroot/dev/{device}");
-        let mut args = vec!["map", "--session", "ours", "--device", &device, "--nbd", &nbd];
+        let mut args = vec!["map", "--session", "ours", "--device", device, "--nbd", &nbd];
         args.extend(paths.iter().flat_map(|path| ["--path", path.as_str()]));
         args.extend(more);
         let process = spawn(&args)?;
@@ -653,6 +674,17 @@ fn our_client_once(c: &mut Ctx<'_>, ip: Ip, device: &'static str, invalidate: bo
 
 fn our_client_work(c: &Ctx<'_>, ip: Ip, device: &str, punches: bool) -> Result<String, Error> {
     let map = Mapping::start(c, ip, device, Duration::ZERO)?;
+    work_on(c, map, punches, |size| checksum_in_guest(c, device, size))
+}
+
+/// Writes, reads, flushes, discards and zeroes by a mapping of ours, and ends it. `checksum` is that of the device's first bytes where
+/// it is; `punches`: what was discarded reads as zeroes.
+pub(super) fn work_on(
+    c: &Ctx<'_>,
+    map: Mapping,
+    punches: bool,
+    checksum: impl FnOnce(usize) -> Result<String, Error>,
+) -> Result<String, Error> {
     // Lost packets cost the kernel seconds each.
     let size = if c.lossy { 512 << 10 } else { 12 << 20 };
     let (a, b) = (c.dir.join("a.img"), c.dir.join("b.img"));
@@ -665,9 +697,9 @@ fn our_client_work(c: &Ctx<'_>, ip: Ip, device: &str, punches: bool) -> Result<S
         600,
     )?;
     map.io(c, "flush", &["flush"], 60)?;
-    let (here, there) = (checksum_here(c, &from)?, checksum_in_guest(c, device, size)?);
+    let (here, there) = (checksum_here(c, &from)?, checksum(size)?);
     if here != there {
-        return Err(format!("written were {size} bytes of MD5 {here}, the kernel's {device} has {there}").into());
+        return Err(format!("written were {size} bytes of MD5 {here}, the device has {there}").into());
     }
     let out = b.display().to_string();
     if c.lossy {
@@ -711,7 +743,7 @@ fn our_client_work(c: &Ctx<'_>, ip: Ip, device: &str, punches: bool) -> Result<S
         fs::remove_file(file)?;
     }
     Ok(format!(
-        "{size} bytes written, equal in the kernel, read back equal, flush, discard, zeroes: passed"
+        "{size} bytes written, equal where they are, read back equal, flush, discard, zeroes: passed"
     ))
 }
 

@@ -1,6 +1,6 @@
 //! The kernel's client over several paths to our server, one of which is cut.
 
-use std::time::Duration;
+use std::{net::IpAddr, time::Duration};
 
 use super::{
     super::{
@@ -85,17 +85,23 @@ const FUNCTIONS: &str = "\
 /// What scripts begin with: the paths `P0` and `P1` to our addresses on the two networks, as `map_device` wants them and the
 /// sysfs tree names them, the device, and [`FUNCTIONS`].
 pub(super) fn head(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
-    let guest = c.guest()?;
     let host = if ip == Ip::V4 { HOST_V4 } else { HOST_V6 };
-    let path = |net: u8| format!("ip:{}@ip:{}", guest.addr(net, ip), host[usize::from(net)]);
+    let [first, second] = host.map(str::parse);
+    head_to(c, ip, [first?, second?])
+}
+
+/// The same for paths to these addresses of a server, one on each network.
+pub(in super::super) fn head_to(c: &mut Ctx<'_>, ip: Ip, to: [IpAddr; 2]) -> Result<String, Error> {
+    let guest = c.guest()?;
+    let path = |net: u8| format!("ip:{}@ip:{}", guest.addr(net, ip), to[usize::from(net)]);
     Ok(format!("P0='{}'; P1='{}'; DISK=disk\n{FUNCTIONS}", path(0), path(1)))
 }
 
 /// Makes the second device. Its script begins with [`head`].
-pub(super) const CLIENT_UP: &str = "rdma link add rxe1 type rxe netdev eth1; neighbours\n";
+pub(in super::super) const CLIENT_UP: &str = "rdma link add rxe1 type rxe netdev eth1; neighbours\n";
 
 /// Takes down what [`CLIENT_UP`] and [`rnbd::INSMOD_CLIENT`] made.
-pub(super) fn client_down(c: &mut Ctx<'_>) -> Result<(), Error> {
+pub(in super::super) fn client_down(c: &mut Ctx<'_>) -> Result<(), Error> {
     rnbd::client_down(c)?;
     c.guest()?.run("rdma link delete rxe1", 60).map(drop)
 }
@@ -103,16 +109,17 @@ pub(super) fn client_down(c: &mut Ctx<'_>) -> Result<(), Error> {
 /// By default the path with the fewest requests under way gets the next one. Reads that went over to another path may stay
 /// counted where they were, so that one that was lost often gets nothing any more (by reading `complete_rdma_req`, and seen
 /// here).
-pub(super) const BY_TURNS: &str = "echo round-robin > $C/mpath_policy\n";
+pub(in super::super) const BY_TURNS: &str = "echo round-robin > $C/mpath_policy\n";
 
 /// Maps with two paths; both carry load, until fio is told to end.
-const START: &str = "map_by path=$P0 path=$P1; up 2 100; load 16M 1800; carried $P0; carried $P1; paths\n";
+pub(in super::super) const START: &str =
+    "map_by path=$P0 path=$P1; up 2 100; load 16M 1800; carried $P0; carried $P1; paths\n";
 
 /// The path that was cut is known to be gone, and fio goes on by the other.
 const GONE: &str = "paths; [ $(connected) = 1 ]; pidof fio >/dev/null\n";
 
 /// The path comes back by itself, and both carry load again, if by turns.
-const BACK: &str = "\
+pub(in super::super) const BACK: &str = "\
     paths; start=$(at); up 2 2400; echo connected $(($(at)-start)) s later\n\
     for p in $P0 $P1; do echo reconnects $(cat $S/$p/stats/reconnects); done\n\
     set -- $(cut -d' ' -f1 $S/$P0/stats/reconnects $S/$P1/stats/reconnects); [ \"$*\" = '0 1' ]\n\

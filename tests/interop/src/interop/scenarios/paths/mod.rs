@@ -3,9 +3,9 @@
 mod away;
 mod flaps;
 mod held;
-mod kernel_client;
+pub(super) mod kernel_client;
 mod orders;
-mod our_client;
+pub(super) mod our_client;
 mod our_flaps;
 mod our_orders;
 mod our_restart;
@@ -52,8 +52,8 @@ pub(super) fn list() -> Vec<Scenario> {
 }
 
 /// How the second network goes.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Cut {
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Cut {
     /// The switch no longer forwards. Both ends keep their carrier.
     Port,
     /// The guest's cable is pulled.
@@ -61,7 +61,7 @@ enum Cut {
 }
 
 impl Cut {
-    fn set(self, c: &mut Ctx<'_>, up: bool) -> Result<(), Error> {
+    pub(super) fn set(self, c: &mut Ctx<'_>, up: bool) -> Result<(), Error> {
         let guest = c.guest()?;
         match self {
             Self::Port => guest.set_port_on(1, up),
@@ -113,12 +113,12 @@ fn script(c: &mut Ctx<'_>, text: &str, seconds: u32) -> Result<String, Error> {
 }
 
 /// The longest that a request of fio took, which wrote and read; an error unless all went well.
-fn longest(report: &str) -> Result<Duration, Error> {
+pub(super) fn longest(report: &str) -> Result<Duration, Error> {
     longest_of(report, &["read", "write"])
 }
 
 /// The same of one that did these, with all its jobs.
-fn longest_of(report: &str, ways: &[&str]) -> Result<Duration, Error> {
+pub(super) fn longest_of(report: &str, ways: &[&str]) -> Result<Duration, Error> {
     let json = report.find('{').map_or("", |at| &report[at..]);
     let all: Value = serde_json::from_str(json).map_err(|e| format!("fio left no report: {e}: {report}"))?;
     let jobs = all["jobs"].as_array().map_or(&[][..], Vec::as_slice);

@@ -34,23 +34,23 @@ pub(super) fn list() -> Vec<Scenario> {
 }
 
 /// The disk of the guest that is mapped.
-pub(super) const DISK: &str = "ram0";
+pub(in super::super) const DISK: &str = "ram0";
 
 /// What of it is used, from its start, MiB.
 const USED: usize = 32;
 
 /// The longest that a request may take when its path goes: 7 s until heartbeats tell, and what a busy machine adds.
-pub(super) const PATIENCE: Duration = Duration::from_secs(15);
+pub(in super::super) const PATIENCE: Duration = Duration::from_secs(15);
 
 /// The kernel's server on both networks. It registers nothing while it answers: a registration that rdma_rxe repeats stops its
 /// queue pair (`specs/kernel.md`).
-pub(super) fn server_up(c: &mut Ctx<'_>) -> Result<(), Error> {
+pub(in super::super) fn server_up(c: &mut Ctx<'_>) -> Result<(), Error> {
     let load = rnbd::server_modules("N");
     script(c, &format!("rdma link add rxe1 type rxe netdev eth1\n{load}"), 120).map(drop)
 }
 
 /// Takes down what [`server_up`] made.
-pub(super) fn server_down(c: &mut Ctx<'_>) -> Result<(), Error> {
+pub(in super::super) fn server_down(c: &mut Ctx<'_>) -> Result<(), Error> {
     script(c, &format!("{RMMOD_SERVER}; rdma link delete rxe1"), 120).map(drop)
 }
 
@@ -119,7 +119,7 @@ pub(super) fn both_carry(c: &mut Ctx<'_>, count: u64) -> Result<(), Error> {
 
 /// What fio does until it is told to end.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Load {
+pub(in super::super) enum Load {
     /// Writes, and reads back what it wrote.
     Both,
     Reads,
@@ -154,7 +154,7 @@ impl Load {
 
 /// fio on a mapping: blocks of many sizes, each 4 KiB of them with their place and a checksum, by eight jobs, each with two
 /// requests under way in a part of its own. At its rate a job would wait for one request that is stuck before it goes on.
-pub(super) struct Fio {
+pub(in super::super) struct Fio {
     process: Proc,
     report: PathBuf,
     load: Load,
@@ -162,13 +162,13 @@ pub(super) struct Fio {
 
 impl Fio {
     /// Fills what of the disk is used, so that all of it can be verified.
-    pub(super) fn fill(c: &Ctx<'_>, mapping: &Mapping) -> Result<(), Error> {
+    pub(in super::super) fn fill(c: &Ctx<'_>, mapping: &Mapping) -> Result<(), Error> {
         Self::whole(c, mapping, "fill", &["--rw=write", "--do_verify=0"])?.finish(Duration::from_secs(300))?;
         Ok(())
     }
 
     /// Reads that, and verifies it.
-    pub(super) fn verify(c: &Ctx<'_>, mapping: &Mapping) -> Result<(), Error> {
+    pub(in super::super) fn verify(c: &Ctx<'_>, mapping: &Mapping) -> Result<(), Error> {
         Self::whole(c, mapping, "verify", &["--rw=read"])?.finish(Duration::from_secs(300))?;
         Ok(())
     }
@@ -180,12 +180,17 @@ impl Fio {
     }
 
     /// Begins, at a rate that a busy guest and the capture can bear.
-    pub(super) fn start(c: &Ctx<'_>, mapping: &Mapping, load: Load) -> Result<Self, Error> {
+    pub(in super::super) fn start(c: &Ctx<'_>, mapping: &Mapping, load: Load) -> Result<Self, Error> {
         Self::start_with(c, mapping, load, &[])
     }
 
     /// The same, with further options. Of an option that is there twice fio takes the last.
-    pub(super) fn start_with(c: &Ctx<'_>, mapping: &Mapping, load: Load, more: &[&str]) -> Result<Self, Error> {
+    pub(in super::super) fn start_with(
+        c: &Ctx<'_>,
+        mapping: &Mapping,
+        load: Load,
+        more: &[&str],
+    ) -> Result<Self, Error> {
         let name = format!("fio-{load:?}").to_lowercase();
         let report = c.dir.join(format!("{name}.json"));
         let output = format!("--output={}", report.display());
@@ -214,13 +219,13 @@ impl Fio {
     }
 
     /// An error if it has ended: it does at the first error.
-    pub(super) fn still_runs(&mut self) -> Result<(), Error> {
+    pub(in super::super) fn still_runs(&mut self) -> Result<(), Error> {
         let running = self.process.still_runs();
         running.map_err(|e| format!("{e}:\n{}", self.process.text()).into())
     }
 
     /// Ends it. The longest that a request took; an error unless all went well.
-    pub(super) fn stop(mut self) -> Result<Duration, Error> {
+    pub(in super::super) fn stop(mut self) -> Result<Duration, Error> {
         self.still_runs()?;
         self.process.interrupt();
         self.process.wait_gone(Duration::from_secs(120))?;
@@ -301,7 +306,7 @@ fn failovers(mapping: &Mapping, paths: &[String; 2]) -> Result<u64, Error> {
 }
 
 /// All that is used of the disk is right, and the same here and there.
-pub(super) fn same_in_guest(c: &Ctx<'_>, mapping: &Mapping) -> Result<(), Error> {
+pub(in super::super) fn same_in_guest(c: &Ctx<'_>, mapping: &Mapping) -> Result<(), Error> {
     Fio::verify(c, mapping)?;
     let copy = c.path("copy.img");
     let (from, to, count) = (
