@@ -135,6 +135,11 @@ pub(crate) fn open_by(open: OpenRdma) {
     let _ = OPEN.set(open);
 }
 
+/// Whether this program can use RDMA devices.
+pub(crate) fn is_built_in() -> bool {
+    OPEN.get().is_some()
+}
+
 /// The named devices, which have to own some of these addresses, or those of all that do. `None`: none does.
 fn found(named: &[DeviceName], addrs: &[IpAddr]) -> Result<Option<Box<dyn Rdma>>, Failure> {
     let all = named.is_empty();

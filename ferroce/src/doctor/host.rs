@@ -15,15 +15,15 @@ use crate::output;
 /// Bytes of socket buffer below which bursts of one peer are lost at full speed.
 const BUFFER: u64 = 4 << 20;
 
-/// Kernel RDMA devices that want the same packets.
-pub(super) fn rdma(system: &System) -> Vec<Check> {
+/// Kernel RDMA devices that want the same packets. `usable`: this program can use them itself.
+pub(super) fn rdma(system: &System, usable: bool) -> Vec<Check> {
     const ID: &str = "rdma-devices";
     let devices: Vec<Device> = system
         .list("/sys/class/infiniband")
         .iter()
         .filter_map(|n| Device::read(system, n))
         .collect();
-    let mut checks: Vec<Check> = devices.iter().filter_map(|d| d.check(ID)).collect();
+    let mut checks: Vec<Check> = devices.iter().filter_map(|d| d.check(ID, usable)).collect();
     if system.exists("/sys/module/rdma_rxe") && !devices.iter().any(|d| d.kind == Kind::Rxe) {
         checks.push(Check::found(
             ID,
@@ -98,7 +98,7 @@ impl Device {
         })
     }
 
-    fn check(&self, id: &'static str) -> Option<Check> {
+    fn check(&self, id: &'static str, usable: bool) -> Option<Check> {
         let on = if self.interfaces.is_empty() {
             "?".to_owned()
         } else {
@@ -106,6 +106,20 @@ impl Device {
         };
         let (name, driver) = (&self.name, &self.driver);
         match self.kind {
+            Kind::Rxe if usable => Some(Check::found(
+                id,
+                Status::Note,
+                format!(
+                    "{name} (rdma_rxe) on {on} takes UDP port 4791 of the whole network namespace: no address can be in software"
+                ),
+                format!(
+                    "it is used at its addresses (`--rdma auto`, `--rdma {name}`); for software `rdma link delete {name}`"
+                ),
+            )),
+            Kind::Hca if usable => Some(Check::ok(
+                id,
+                format!("{name} ({driver}) on {on} is used at its addresses (`--rdma auto`)"),
+            )),
             Kind::Rxe => Some(Check::found(
                 id,
                 Status::Fail,
@@ -232,6 +246,13 @@ fn ip_of(addr: &SockaddrStorage) -> Option<IpAddr> {
     addr.as_sockaddr_in6().map(|v6| v6.ip().into())
 }
 
+/// The addresses of interfaces that are up.
+pub(super) fn own_addrs() -> Vec<IpAddr> {
+    let up = getifaddrs().into_iter().flatten();
+    let up = up.filter(|i| i.flags.contains(InterfaceFlags::IFF_UP));
+    up.filter_map(|i| i.address.as_ref().and_then(ip_of)).collect()
+}
+
 /// Whether an address is one of this machine's.
 pub(super) fn is_own(addr: IpAddr) -> bool {
     addr.is_loopback()
@@ -270,7 +291,7 @@ mod tests {
             ("sys/class/infiniband/rxe0/parent", "eth0\n"),
             ("sys/module/rdma_rxe/refcnt", "1\n"),
         ]);
-        let checks = rdma(&tree.system());
+        let checks = rdma(&tree.system(), false);
         assert_eq!(checks.len(), 1);
         assert_eq!(checks[0].status, Status::Fail);
         assert!(
@@ -294,7 +315,7 @@ mod tests {
         ]);
         let device = tree.0.path().join("sys/class/infiniband/mlx5_0/device/driver");
         std::os::unix::fs::symlink("../../bus/pci/drivers/mlx5_core", device).unwrap();
-        let checks = rdma(&tree.system());
+        let checks = rdma(&tree.system(), false);
         assert_eq!(checks.len(), 1, "{checks:?}");
         assert_eq!(checks[0].status, Status::Warn);
         assert!(checks[0].summary.contains("mlx5_core") && checks[0].summary.contains("enp1s0"));
@@ -303,7 +324,7 @@ mod tests {
     #[test]
     fn nothing_in_the_way() {
         let tree = Tree::new(&[("sys/class/net/lo/mtu", "65536\n")]);
-        assert_eq!(rdma(&tree.system())[0].status, Status::Ok);
+        assert_eq!(rdma(&tree.system(), false)[0].status, Status::Ok);
     }
 
     #[test]

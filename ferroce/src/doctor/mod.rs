@@ -4,6 +4,7 @@ mod host;
 mod offload;
 mod path;
 mod port;
+mod rdma;
 
 use std::{
     net::IpAddr,
@@ -133,7 +134,9 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<(), Failure> {
         root: Path::new("/").to_path_buf(),
     };
     let mut checks = vec![port::check(args.addr), port::broker()];
-    checks.extend(host::rdma(&system));
+    checks.extend(host::rdma(&system, crate::rdma::is_built_in()));
+    let addrs = args.addr.map_or_else(host::own_addrs, |addr| vec![addr]);
+    checks.extend(rdma::checks(&system, &addrs));
     checks.extend(host::socket_buffers(&system));
     checks.extend(host::interfaces(&system));
     checks.push(offload::check());

@@ -143,7 +143,13 @@ fn taken(wanted: IpAddr, holders: &[Holder]) -> Check {
         let advice = "the other addresses are free: give one with `--listen` or as source in `--path`";
         return Check::found(ID, Status::Note, summary, advice);
     }
-    let advice = if holders.iter().any(|h| h.owner == Owner::Kernel) {
+    let kernels = holders.iter().any(|h| h.owner == Owner::Kernel);
+    if kernels && crate::rdma::is_built_in() {
+        let advice =
+            "RDMA devices are used at their addresses; for software `rdma link delete NAME` for each link of rdma_rxe";
+        return Check::found(ID, Status::Note, summary, advice);
+    }
+    let advice = if kernels {
         "rdma_rxe has it: `rdma link delete NAME` for each link, then `modprobe -r rdma_rxe`; or use a network \
          namespace of your own"
             .to_owned()

@@ -49,6 +49,7 @@ pub(super) fn list() -> Vec<Scenario> {
         Other::Ours,
         client_without_device,
     );
+    add("rdma-doctor", KernelToOurs, Other::Ours, doctor);
     add("rdma-locked-memory", KernelToOurs, Other::Ours, locked_memory);
     let mixed = Scenario::new(12, "rdma-mixed-paths-kernel-server", OursToKernel, mixed);
     all.push(mixed.nets(2));
@@ -217,6 +218,35 @@ fn client_without_device(c: &mut Ctx<'_>) -> Result<String, Error> {
         return Err(format!("a session without patience ended so: {said}").into());
     }
     Ok("deleted twice under load and taken up again, no error; without patience a clear error: passed".to_owned())
+}
+
+/// `ferroce doctor` says which addresses are the device's, and that nothing is in the way.
+fn doctor(c: &mut Ctx<'_>) -> Result<String, Error> {
+    let ours = Ours::new(c)?;
+    let me = Ours::addr(c, 0)?;
+    let said = ours.run(c, "$F doctor --json", 60)?;
+    let report: serde_json::Value = serde_json::from_str(said.trim())?;
+    let all = report["checks"].as_array().cloned().unwrap_or_default();
+    let of = |id: &str| {
+        all.iter()
+            .filter(|check| check["id"] == id)
+            .cloned()
+            .collect::<Vec<_>>()
+    };
+    let says = |id: &str, text: &str| {
+        let has = |check: &serde_json::Value| check["summary"].as_str().is_some_and(|s| s.contains(text));
+        match of(id).iter().any(has) {
+            true => Ok(()),
+            false => Err(format!("{id} does not say {text:?}: {said}")),
+        }
+    };
+    says("rdma-addresses", "rxe0:1: ")?;
+    says("rdma-gids", &me.to_string())?;
+    says("rdma-mtu", "path MTU 1024")?;
+    says("rdma-files", "/dev/infiniband/rdma_cm may be used")?;
+    says("rdma-devices", "rxe0")?;
+    says("rdma-locked-memory", "")?;
+    Ok(format!("{} checks, what is the device's is told: passed", all.len()))
 }
 
 /// With 64 KiB of memory that may be locked, and without the right to lock more, both ends say what to do.
