@@ -93,7 +93,7 @@ pub(crate) struct Scenario {
     pub(crate) guests: u8,
     /// The kernels that it runs on.
     pub(crate) kernels: &'static [Kernel],
-    /// Networks that it uses, each of which is captured.
+    /// Networks that it uses, each of which is captured; without any it sends nothing.
     pub(crate) nets: u8,
     /// The packet whose ICRC rdma_rxe computes wrongly (`specs/kernel.md`): it comes, and all others are right.
     pub(crate) wrong_icrc: Option<&'static str>,
@@ -233,7 +233,7 @@ impl Scenario {
 
     /// Whether its packets pass between hosts, where they are captured.
     pub(crate) fn on_the_wire(&self) -> bool {
-        self.direction != Direction::KernelToKernel || self.guests > 1
+        self.nets > 0 && (self.direction != Direction::KernelToKernel || self.guests > 1)
     }
 
     /// For the table.
