@@ -9,6 +9,7 @@ mod fuzz;
 mod harness;
 mod install;
 mod interop;
+mod kit;
 mod lint;
 mod long;
 mod peers;
@@ -79,6 +80,10 @@ enum Task {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<OsString>,
     },
+    /// Make the conformance kit for RDMA hardware: a tarball that needs nothing but libibverbs and librdmacm there
+    ///
+    /// Its instructions are docs/hardware-kit.md, README.md in it.
+    Kit(kit::KitArgs),
     /// Run unmodified RDMA programs over `ferroce run`, both sides on this host (`cargo xtask apps -- --help`)
     ///
     /// Programs that are missing are installed if that is possible, else listed as not run.
@@ -169,6 +174,7 @@ fn main() -> ExitCode {
         Task::Lint => lint::run(),
         Task::Ci(args) => suites::ci(&args),
         Task::Interop { args } => interop::run(&args),
+        Task::Kit(args) => kit::run(&args),
         Task::Apps { args } => apps::run(&args),
         Task::Bench(task) => bench::run(&task),
         Task::Flood { args } => long::FLOOD.run(&args),

@@ -48,6 +48,16 @@ pub(crate) fn of_hardware() -> Vec<Tool> {
     HARDWARE.into_iter().chain([VALGRIND]).collect()
 }
 
+/// What the conformance kit is made with.
+pub(crate) fn of_kit() -> Vec<Tool> {
+    let more = [
+        Tool::new("gcc", "gcc"),
+        Tool::new("readelf", "binutils"),
+        Tool::new("tar", "tar"),
+    ];
+    HARDWARE.into_iter().chain(more).collect()
+}
+
 /// Whether crates over libibverbs and librdmacm can be built.
 pub(crate) fn may_build_hardware() -> Result<()> {
     match missing(&HARDWARE)[..] {

@@ -27,7 +27,8 @@
 #define MAX_SCRIPT (1 << 20)
 #define MAX_ARGS 40
 
-static const char *const PROGRAMS[] = { "verbs-agent", "cm-agent", "rping", "ucmatose", "ibv_rc_pingpong" };
+static const char *const PROGRAMS[] = { "verbs-agent", "cm-agent", "rping", "ucmatose", "ibv_rc_pingpong", "host-facts",
+	"rdma-end" };
 static const char *folder = ".";
 static int scripts;
 
@@ -117,7 +118,8 @@ static int exec_request(int client, char *rest, double seconds)
 	argv[n] = NULL;
 	for (size_t i = 0; n && i < sizeof PROGRAMS / sizeof *PROGRAMS; i++) known |= !strcmp(argv[0], PROGRAMS[i]);
 	if (!known) return -1;
-	if (strstr(argv[0], "-agent")) { snprintf(path, sizeof path, "%s/%s", folder, argv[0]); argv[0] = path; }
+	snprintf(path, sizeof path, "%s/%s", folder, argv[0]);
+	if (!strchr(argv[0], '/') && !access(path, X_OK)) argv[0] = path;
 	return relay(client, line, seconds);
 }
 

@@ -1,8 +1,9 @@
 /* A verbs program that is driven over TCP, line by line: the peer of `ferroce-lab ops` on any host with libibverbs.
  *
- *   verbs-agent [-d DEVICE] [-p TCP-PORT] [-g IPV4-OR-IPV6-ADDRESS] [-l]
+ *   verbs-agent [-d DEVICE] [-p TCP-PORT] [-g IPV4-OR-IPV6-ADDRESS] [-l | -c]
  *
- * It uses the RoCEv2 GID of that address, on whatever device and port has it; -l says which, and ends. One client at a
+ * It uses the RoCEv2 GID of that address, on whatever device and port has it; -l says which, and ends; -c says what that
+ * device can do, and ends. One client at a
  * time; every command line gets one answer line ("ok …" or "err …"), `poll` several.
  * The commands are in ../README.md; `ferroce-lab agent` is the same program on our own transport.
  */
@@ -34,7 +35,17 @@ static struct mem mems[MAX_MEM];
 static struct ibv_mw *mws[MAX_MW];
 static int nmem, nmw, gid_index, port_num;
 static union ibv_gid my_gid;
+static struct ibv_device_attr attr;
 static FILE *out;
+
+/* Rights that the device can grant: some refuse to register memory with others. */
+static unsigned can_grant(unsigned access)
+{
+	if (attr.atomic_cap == IBV_ATOMIC_NONE) access &= ~IBV_ACCESS_REMOTE_ATOMIC;
+	if (!(attr.device_cap_flags & (IBV_DEVICE_MEM_WINDOW | IBV_DEVICE_MEM_WINDOW_TYPE_2A | IBV_DEVICE_MEM_WINDOW_TYPE_2B)))
+		access &= ~IBV_ACCESS_MW_BIND;
+	return access;
+}
 
 static void fail(const char *what) { fprintf(out, "err %s: %s\n", what, strerror(errno)); }
 
@@ -84,7 +95,7 @@ static void cmd_create(char *line)
 	create_qp(&(struct ibv_qp_cap){ .max_send_wr = swr, .max_recv_wr = rwr, .max_send_sge = sge, .max_recv_sge = sge,
 		.max_inline_data = inl });
 	if (!qp) { fail("create_qp"); return; }
-	struct ibv_qp_attr a = { .qp_state = IBV_QPS_INIT, .port_num = port_num, .qp_access_flags = access };
+	struct ibv_qp_attr a = { .qp_state = IBV_QPS_INIT, .port_num = port_num, .qp_access_flags = can_grant(access) };
 	if (ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS)) { fail("init"); return; }
 	char g[INET6_ADDRSTRLEN];
 	inet_ntop(AF_INET6, my_gid.raw, g, sizeof g);
@@ -99,7 +110,7 @@ static void cmd_mem(char *line)
 	m->len = len;
 	if (posix_memalign((void **)&m->buf, 4096, len ? len : 1)) { fail("memalign"); return; }
 	memset(m->buf, 0, len);
-	m->mr = ibv_reg_mr(pd, m->buf, len, access);
+	m->mr = ibv_reg_mr(pd, m->buf, len, can_grant(access));
 	if (!m->mr) { fail("reg_mr"); free(m->buf); return; }
 	fprintf(out, "ok %d %" PRIu64 " %u\n", nmem++, (uint64_t)(uintptr_t)m->buf, m->mr->rkey);
 }
@@ -294,6 +305,17 @@ static void cmd_device(void)
 	fprintf(out, "ok %s %d %d %d\n", ibv_get_device_name(ctx->device), gid_index, 128 << p.active_mtu, port_num);
 }
 
+/* caps: what the device can do. */
+static void cmd_caps(void)
+{
+	unsigned f = attr.device_cap_flags;
+	fprintf(out, "ok fw=%s vendor=%#x part=%u atomics=%d windows1=%d windows2=%d reads=%d sge=%d qp_wr=%d cqe=%d mr_size=%" PRIu64
+		"\n", *attr.fw_ver ? attr.fw_ver : "-", attr.vendor_id, attr.vendor_part_id, attr.atomic_cap != IBV_ATOMIC_NONE,
+		!!(f & IBV_DEVICE_MEM_WINDOW), !!(f & (IBV_DEVICE_MEM_WINDOW_TYPE_2A | IBV_DEVICE_MEM_WINDOW_TYPE_2B)),
+		attr.max_qp_rd_atom < attr.max_qp_init_rd_atom ? attr.max_qp_rd_atom : attr.max_qp_init_rd_atom, attr.max_sge,
+		attr.max_qp_wr, attr.max_cqe, attr.max_mr_size);
+}
+
 static void serve(int fd)
 {
 	char line[512];
@@ -305,6 +327,7 @@ static void serve(int fd)
 		if (!strncmp(line, "create ", 7)) cmd_create(rest);
 		else if (!strncmp(line, "mem ", 4)) cmd_mem(rest);
 		else if (!strncmp(line, "device", 6)) cmd_device();
+		else if (!strncmp(line, "caps", 4)) cmd_caps();
 		else if (!strncmp(line, "quit", 4)) { fprintf(out, "ok\n"); fflush(out); teardown(); exit(0); }
 		else if (!qp) fprintf(out, "err no qp\n");
 		else if (!strncmp(line, "rtr ", 4)) cmd_rtr(rest);
@@ -348,11 +371,11 @@ static int use_device(struct ibv_device *device, const union ibv_gid *want)
 int main(int argc, char **argv)
 {
 	const char *dev = NULL, *addr = NULL; int port = 18600, opt, n = 0, look = 0;
-	while ((opt = getopt(argc, argv, "d:p:g:l")) != -1) {
+	while ((opt = getopt(argc, argv, "d:p:g:lc")) != -1) {
 		if (opt == 'd') dev = optarg;
 		else if (opt == 'p') port = atoi(optarg);
 		else if (opt == 'g') addr = optarg;
-		else if (opt == 'l') look = 1;
+		else if (opt == 'l' || opt == 'c') look = opt;
 		else return 2;
 	}
 	union ibv_gid want = { 0 };
@@ -364,11 +387,13 @@ int main(int argc, char **argv)
 	for (int i = 0; i < n && !ctx; i++)
 		if (!dev || !strcmp(dev, ibv_get_device_name(list[i]))) use_device(list[i], addr ? &want : NULL);
 	if (!ctx) {
-		fprintf(stderr, "verbs-agent: none of %d RDMA devices has a RoCEv2 GID %s\n", n, addr ? addr : "");
+		fprintf(stderr, "verbs-agent: none of %d RDMA devices%s%s has a RoCEv2 GID %s\n", n, dev ? " named " : "", dev ? dev : "",
+			addr ? addr : "");
 		return 1;
 	}
 	out = stdout;
-	if (look) { cmd_device(); return 0; }
+	if (ibv_query_device(ctx, &attr)) { perror("verbs-agent: query_device"); return 1; }
+	if (look) { look == 'l' ? cmd_device() : cmd_caps(); return 0; }
 	pd = ibv_alloc_pd(ctx);
 	int l = pd ? listen_on(port) : -1, one = 1;
 	if (l < 0) { perror(pd ? "verbs-agent: listen" : "verbs-agent: alloc_pd"); return 1; }

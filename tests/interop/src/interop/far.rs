@@ -42,6 +42,8 @@ pub(crate) struct Far {
     pub(crate) v6: Option<IpAddr>,
     /// TCP port of `host-agent`.
     pub(crate) port: u16,
+    /// The RDMA device that has to have the address, if it matters which.
+    pub(crate) device: Option<String>,
     /// `ferroce-lab`, which talks to it.
     pub(crate) peer: PathBuf,
 }
@@ -87,10 +89,14 @@ impl Far {
     pub(crate) fn agent(&self, name: &str, ip: Ip, dir: &Path) -> Result<(Proc, SocketAddr), Error> {
         let addr = self.addr(ip)?;
         let port = AGENT_PORT.to_string();
-        let program = ["verbs-agent", "-p", &port, "-g", &addr.to_string()];
+        let addr = addr.to_string();
+        let mut program = vec!["verbs-agent", "-p", &port, "-g", &addr];
+        if let Some(device) = &self.device {
+            program.extend(["-d", device]);
+        }
         let mut agent = self.start(name, &program, 1200, dir)?;
         agent.wait_for("ready", Duration::from_secs(60))?;
-        Ok((agent, SocketAddr::new(addr, AGENT_PORT)))
+        Ok((agent, SocketAddr::new(self.addr(ip)?, AGENT_PORT)))
     }
 
     /// Asks which device and GID index belong to the address.

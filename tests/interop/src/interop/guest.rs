@@ -71,6 +71,7 @@ impl Guest {
         let guest = Self {
             shape,
             far: Far {
+                device: None,
                 v4: Some(addr(0, id, Ip::V4)),
                 v6: Some(addr(0, id, Ip::V6)),
                 port: 7001,

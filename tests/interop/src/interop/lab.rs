@@ -62,6 +62,15 @@ pub(crate) struct Places {
 }
 
 impl Places {
+    /// `rdma-end`, which a kit has beside its programs.
+    pub(crate) fn end_script(&self) -> PathBuf {
+        let beside = self.peer.with_file_name("rdma-end");
+        match beside.is_file() {
+            true => beside,
+            false => self.scripts.join("rdma-end"),
+        }
+    }
+
     /// What the lab has of a kernel.
     pub(crate) fn linux(&self, kernel: Kernel) -> PathBuf {
         self.lab.join(format!("linux-{}", kernel.series()))

@@ -3,10 +3,12 @@
 mod beside;
 mod capture;
 mod connects;
+mod facts;
 mod far;
 mod guest;
 mod lab;
 mod peer_mode;
+mod peer_report;
 mod relay;
 mod report;
 mod run;
@@ -54,8 +56,9 @@ enum Kernels {
 /// Runs our transport against the kernel's in virtual machines. Needs root and Debian's package archive.
 ///
 /// With --peer it runs against another host instead, whatever RDMA device that has: operations, connection manager, IPv6,
-/// RNR, exhausted retries and refused accesses. Its other half is a script: `--peer-script > ferroce-peer.sh`, copied there
-/// and run as `bash ferroce-peer.sh ADDRESS`; --ssh does both.
+/// RNR, exhausted retries and refused accesses, and with a kit (`cargo xtask kit`) on both hosts the provider contract and sessions
+/// of RTRS over that device. Its other half is a script: `--peer-script > ferroce-peer.sh`, copied there and run as `bash
+/// ferroce-peer.sh ADDRESS`; --ssh does both. The report (Markdown and JSON), captures and logs are put into a folder and packed.
 #[derive(Parser, Debug)]
 #[command(
     name = "cargo xtask interop",
@@ -115,6 +118,12 @@ pub(crate) struct Cli {
     /// Its IPv6 address, or a name that has one, for the scenarios over IPv6, if --peer is its IPv4 address
     #[arg(long, requires = "peer", value_name = "HOST", value_parser = peer_mode::resolve_v6)]
     peer_v6: Option<IpAddr>,
+    /// The RDMA device there, which has to have that address: `mlx5_0`
+    #[arg(long, requires = "peer", value_name = "NAME")]
+    device: Option<String>,
+    /// A device of the kernel's RNBD server there, by the name that a client gives; its first 32 MiB are overwritten
+    #[arg(long, requires = "peer", value_name = "DEVICE")]
+    rnbd: Option<String>,
     /// TCP port of the other half
     #[arg(long, value_name = "PORT", default_value_t = 7001)]
     peer_port: u16,
@@ -159,11 +168,21 @@ impl Cli {
 }
 
 fn places(cli: &Cli, run: &mut RunDir) -> Result<Places, Error> {
-    fs::create_dir_all(&cli.lab)?;
-    let lab = fs::canonicalize(&cli.lab)?;
+    let lab = match cli.peer {
+        // Which has no use for one.
+        Some(_) => run.path.clone(),
+        None => {
+            fs::create_dir_all(&cli.lab)?;
+            fs::canonicalize(&cli.lab)?
+        }
+    };
     let me = std::env::current_exe()?;
     let beside = |name: &str| me.with_file_name(name);
-    let logs = cli.logs.clone().map_or_else(|| run.logs(&lab), Ok)?;
+    let logs = match (&cli.logs, cli.peer) {
+        (Some(logs), _) => logs.clone(),
+        (None, Some(peer)) => peer_report::folder(peer)?,
+        (None, None) => run.logs(&lab)?,
+    };
     fs::create_dir_all(&logs)?;
     let scripts = Path::new(env!("CARGO_MANIFEST_DIR")).join("lab");
     let ferroce = cli.ferroce.clone().unwrap_or_else(|| beside("ferroce"));
@@ -286,7 +305,7 @@ fn chosen(cli: &Cli) -> Vec<Scenario> {
     }
     chosen.retain(|s| {
         let named = cli.only.is_empty() || cli.only.iter().any(|o| s.name.contains(o));
-        let here = cli.peer.is_none() || s.peer;
+        let here = if cli.peer.is_some() { s.peer } else { !s.peer_only };
         let kernel = cli.kernels().contains(&s.shape.kernel);
         named && here && kernel && (cli.set == Set::Full || s.ci) && (!cli.beside || s.waits)
     });

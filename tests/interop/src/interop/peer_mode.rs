@@ -10,17 +10,20 @@ use std::{
 
 use crate::{
     Cli, Error,
+    facts::Hosts,
     far::{Far, Ip},
     lab::{Places, Proc},
 };
 
 const TEMPLATE: &str = include_str!("../../lab/peer.sh");
-const SOURCES: [(&str, &str); 5] = [
+const SOURCES: [(&str, &str); 7] = [
     ("listen.h", include_str!("../../lab/listen.h")),
     ("rxe-flush.h", include_str!("../../lab/rxe-flush.h")),
     ("verbs-agent.c", include_str!("../../lab/verbs-agent.c")),
     ("cm-agent.c", include_str!("../../lab/cm-agent.c")),
     ("host-agent.c", include_str!("../../lab/host-agent.c")),
+    ("host-facts", include_str!("../../lab/host-facts")),
+    ("rdma-end", include_str!("../../lab/rdma-end")),
 ];
 
 /// The script that is the other half, complete in itself.
@@ -35,11 +38,16 @@ pub(crate) fn script() -> String {
 /// The peer, and our way to it.
 pub(crate) struct Peer {
     pub(crate) far: Far,
+    pub(crate) addr: IpAddr,
     pub(crate) local: [Option<IpAddr>; 2],
     /// Interface MTU by which both ends can choose the path MTU.
     pub(crate) mtu: u32,
     /// Our network interface towards it.
     pub(crate) interface: String,
+    /// What both hosts have.
+    pub(crate) hosts: Hosts,
+    /// Why packets can't be captured here, if they can't.
+    pub(crate) uncaptured: Option<String>,
     /// The other half, if we started it.
     _started: Option<Started>,
 }
@@ -93,6 +101,22 @@ fn interface(far: IpAddr) -> Result<(String, u32), Error> {
     Ok((dev, u32::try_from(mtu)?))
 }
 
+/// A name that a shell takes for itself.
+fn is_name(text: &str) -> bool {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "_.-".contains(c);
+    !text.is_empty() && !text.starts_with('-') && text.chars().all(plain)
+}
+
+/// Why packets can't be captured here, if they can't.
+fn no_capture() -> Option<String> {
+    // SAFETY: asks for a number.
+    if unsafe { libc::geteuid() } != 0 {
+        return Some("that needs root".to_owned());
+    }
+    let found = Command::new("tcpdump").arg("--version").output();
+    found.is_err().then(|| "no tcpdump here".to_owned())
+}
+
 /// The other half, running at the end of an ssh connection. It ends there when its input does: with its owner, or with this
 /// process.
 struct Started {
@@ -101,15 +125,20 @@ struct Started {
 }
 
 impl Started {
-    /// `rsh` is the program and its options.
-    fn by_ssh(rsh: &str, target: &str, addr: IpAddr, port: u16, logs: &Path) -> Result<Self, Error> {
+    fn by_ssh(cli: &Cli, target: &str, addr: IpAddr, logs: &Path) -> Result<Self, Error> {
+        let (rsh, port) = (&cli.rsh, cli.peer_port);
+        let device = match &cli.device {
+            Some(name) if is_name(name) => format!("--device {name} "),
+            Some(name) => return Err(format!("{name:?} is no name of an RDMA device").into()),
+            None => String::new(),
+        };
         let text = script();
         let (output, mut input) = std::io::pipe()?;
         let mut words = rsh.split_whitespace();
         let mut command = Command::new(words.next().ok_or("--rsh names no program")?);
         // The script comes first in the input, which then stays open. The user's shell there may be any.
         let remote = format!(
-            "exec bash -c 'eval \"$(head -c {})\"' ferroce-peer.sh --until-eof {addr} {port}",
+            "exec bash -c 'eval \"$(head -c {})\"' ferroce-peer.sh --until-eof {device}{addr} {port}",
             text.len()
         );
         command.args(words).args([target, &remote]);
@@ -133,6 +162,27 @@ impl Drop for Started {
 }
 
 impl Peer {
+    /// One of which a report is made.
+    #[cfg(test)]
+    pub(crate) fn for_report(addr: IpAddr) -> Self {
+        Self {
+            far: Far {
+                v4: Some(addr),
+                v6: None,
+                port: 0,
+                device: None,
+                peer: "".into(),
+            },
+            addr,
+            local: [None; 2],
+            mtu: 1500,
+            interface: "eth0".to_owned(),
+            hosts: Hosts::default(),
+            uncaptured: None,
+            _started: None,
+        }
+    }
+
     /// Finds the way to the peer and waits until its half runs.
     pub(crate) fn find(cli: &Cli, places: &Places) -> Result<Option<Self>, Error> {
         let Some(host) = cli.peer else { return Ok(None) };
@@ -142,10 +192,11 @@ impl Peer {
             v4: addrs[0],
             v6: addrs[1],
             port: cli.peer_port,
+            device: cli.device.clone(),
             peer: places.peer.clone(),
         };
         let mut started = match &cli.ssh {
-            Some(target) => Some(Started::by_ssh(&cli.rsh, target, host, cli.peer_port, &places.logs)?),
+            Some(target) => Some(Started::by_ssh(cli, target, host, &places.logs)?),
             None => None,
         };
         let patience = Duration::from_secs(cli.peer_wait.max(if started.is_some() { 120 } else { 0 }));
@@ -164,15 +215,20 @@ impl Peer {
         let ip = if host.is_ipv4() { Ip::V4 } else { Ip::V6 };
         let theirs = far.gid(ip, &places.logs)?;
         let local = [addrs[0].map(source).transpose()?, addrs[1].map(source).transpose()?];
+        let hosts = Hosts::ask(&far, host, &local, places, cli.rnbd.clone())?;
+        let uncaptured = no_capture();
         println!(
             "peer {host}: device {}, path MTU up to {}; we are {local:?} on {interface}",
             theirs.device, theirs.mtu
         );
         Ok(Some(Self {
             far,
+            addr: host,
             local,
             mtu: mtu.min(theirs.mtu + 96),
             interface,
+            hosts,
+            uncaptured,
             _started: started,
         }))
     }

@@ -80,7 +80,7 @@ impl Outcome {
 }
 
 /// Kinds of scenarios, by number. README.md lists them, too.
-const TITLES: [&str; 13] = [
+const TITLES: [&str; 14] = [
     "",
     "Operations and ibv_rc_pingpong",
     "Connection manager",
@@ -94,6 +94,7 @@ const TITLES: [&str; 13] = [
     "Several paths",
     "Disks of virtual machines",
     "roce-hw on rdma_rxe",
+    "RTRS with another host's RDMA device",
 ];
 
 /// The table of all scenarios, one a line.

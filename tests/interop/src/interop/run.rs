@@ -16,6 +16,7 @@ use crate::{
     guest::{Guest, Shape},
     lab::{self, HOST_V4, HOST_V6, Net, Places, Proc},
     peer_mode::Peer,
+    peer_report,
     report::{Outcome, Verdict},
     scenarios::{Ctx, Scenario},
 };
@@ -61,11 +62,7 @@ pub(crate) fn all(
     outcomes: &mut Vec<Outcome>,
 ) -> Result<(), Error> {
     if let Some(peer) = Peer::find(cli, places)? {
-        for s in chosen {
-            lab::check_stop()?;
-            outcomes.push(with_peer(s, &peer, places)?);
-        }
-        return Ok(());
+        return with_peer_all(&peer, places, chosen, outcomes);
     }
     let _ready = lab::prepare(&places.scripts, &places.lab, &cli.kernels())?;
     let mut beside = match waiting {
@@ -156,6 +153,8 @@ fn with_guests(s: &Scenario, guests: &mut Guests<'_>) -> Result<Outcome, Error> 
         dir,
         places,
         lossy: s.netem.is_some(),
+        hosts: None,
+        uncaptured: None,
     };
     let outcome = one(s, &mut ctx, &interfaces)?;
     if outcome.result == Verdict::Failed {
@@ -169,6 +168,22 @@ fn with_guests(s: &Scenario, guests: &mut Guests<'_>) -> Result<Outcome, Error> 
     Ok(outcome)
 }
 
+/// Runs the scenarios against another host; what it lacks is told. There is a report, whatever comes.
+fn with_peer_all(peer: &Peer, places: &Places, chosen: &[Scenario], outcomes: &mut Vec<Outcome>) -> Result<(), Error> {
+    let mut ended = Ok(());
+    for s in chosen {
+        match lab::check_stop().and_then(|()| with_peer(s, peer, places)) {
+            Ok(outcome) => outcomes.push(outcome),
+            Err(e) => {
+                ended = Err(e);
+                break;
+            }
+        }
+    }
+    peer_report::write(peer, places, outcomes)?;
+    ended
+}
+
 fn with_peer(s: &Scenario, peer: &Peer, places: &Places) -> Result<Outcome, Error> {
     let mut ctx = Ctx {
         far: peer.far.clone(),
@@ -179,15 +194,16 @@ fn with_peer(s: &Scenario, peer: &Peer, places: &Places) -> Result<Outcome, Erro
         dir: places.logs.join(&s.name),
         places,
         lossy: false,
+        hosts: Some(&peer.hosts),
+        uncaptured: peer.uncaptured.as_deref(),
     };
-    let lacks = Ip::BOTH
+    let no_address = Ip::BOTH
         .into_iter()
-        .find(|&ip| s.needs(ip) && ctx.far.addr(ip).is_err());
-    let mut outcome = if let Some(ip) = lacks {
-        let why = format!("the peer has no address of IP{}", ip.tag());
-        Outcome::not_run(s, why)
-    } else {
-        one(s, &mut ctx, std::slice::from_ref(&peer.interface))?
+        .find(|&ip| !s.peer_only && s.needs(ip) && ctx.far.addr(ip).is_err())
+        .map(|ip| format!("the peer has no address of IP{}", ip.tag()));
+    let mut outcome = match no_address.or_else(|| peer.hosts.lack(s.wants)) {
+        Some(why) => Outcome::not_run(s, why),
+        None => one(s, &mut ctx, std::slice::from_ref(&peer.interface))?,
     };
     outcome.guest = format!("peer, path MTU {}", ctx.path_mtu());
     Ok(outcome)
@@ -222,6 +238,9 @@ fn captured(s: &Scenario, ctx: &mut Ctx<'_>, interfaces: &[String]) -> Result<St
     if !s.on_the_wire() {
         return (s.run)(ctx);
     }
+    if let Some(why) = ctx.uncaptured {
+        return Ok(format!("{}; not captured: {why}", (s.run)(ctx)?));
+    }
     let mut dumps = Vec::new();
     for (n, interface) in interfaces.iter().enumerate() {
         dumps.push(Dump::start(ctx, n, interface)?);
@@ -243,7 +262,9 @@ fn captured(s: &Scenario, ctx: &mut Ctx<'_>, interfaces: &[String]) -> Result<St
         .map(|packet| format!(" but of {packet}"))
         .unwrap_or_default();
     let detail = joined(result.and_then(|detail| calm.map(|()| detail)), seen, &but)?;
-    if !ctx.places.keep {
+    if ctx.hosts.is_some() {
+        pcaps.iter().try_for_each(|pcap| peer_report::shorten(pcap))?;
+    } else if !ctx.places.keep {
         pcaps.iter().for_each(|pcap| drop(fs::remove_file(pcap)));
     }
     Ok(detail)

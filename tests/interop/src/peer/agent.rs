@@ -181,6 +181,11 @@ impl Agent {
         })
     }
 
+    /// What its device says it can do.
+    pub(crate) fn caps(&mut self) -> Result<Caps, Error> {
+        Caps::of(&self.call("caps")?)
+    }
+
     /// A type-2 window; none where the device has no such thing.
     pub(crate) fn window(&mut self, mem: u32, off: u64, len: u64, access: u32) -> Result<Option<u32>, Error> {
         match self.call(&format!("mw {mem} {off} {len} {access}")) {
@@ -273,5 +278,61 @@ impl Agent {
                 invalidated: Self::number(&words, 7)?,
             });
         }
+    }
+}
+
+/// What an agent's device says it can do.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Caps {
+    pub(crate) atomics: bool,
+    /// Windows of type 2.
+    pub(crate) windows: bool,
+    /// READs and atomics in flight, either way.
+    pub(crate) reads: u8,
+}
+
+impl Caps {
+    /// With no more than so many READs.
+    pub(crate) fn at_most(self, reads: u8) -> Self {
+        Self {
+            reads: self.reads.min(reads),
+            ..self
+        }
+    }
+
+    fn of(words: &[String]) -> Result<Self, Error> {
+        let number = |name: &str| -> Result<u32, Error> {
+            let value = words.iter().find_map(|w| w.strip_prefix(name)?.strip_prefix('='));
+            let number = value.and_then(|v| v.parse().ok());
+            number.ok_or_else(|| format!("verbs-agent: no {name} in {}", words.join(" ")).into())
+        };
+        Ok(Self {
+            atomics: number("atomics")? > 0,
+            windows: number("windows2")? > 0,
+            reads: u8::try_from(number("reads")?.min(255))?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Caps;
+
+    #[test]
+    fn capabilities_are_read() {
+        let of = |text: &str| Caps::of(&text.split(' ').map(str::to_owned).collect::<Vec<_>>()).ok();
+        let caps = |atomics, windows, reads| {
+            Some(Caps {
+                atomics,
+                windows,
+                reads,
+            })
+        };
+        assert_eq!(
+            of("fw=1.2 atomics=1 windows1=0 windows2=1 reads=128"),
+            caps(true, true, 128)
+        );
+        assert_eq!(of("reads=1000 windows2=0 atomics=0"), caps(false, false, 255));
+        assert_eq!(of("reads=8 windows2=0"), None);
     }
 }

@@ -4,6 +4,7 @@ mod again;
 mod agent;
 mod annex;
 mod cm;
+mod disk;
 mod errors;
 mod far;
 mod handshakes;
@@ -71,6 +72,8 @@ enum Command {
     Handshakes(handshakes::Args),
     /// An RNBD server whose disk holds a request until it is told to go on.
     Held(held::Args),
+    /// Work on a device at an NBD socket, or a look at the image behind it.
+    Disk(disk::Args),
     /// Runs a program on a host with host-agent.
     Far(far::Args),
 }
@@ -80,6 +83,7 @@ fn run(cli: Cli) -> Result<(), Error> {
         Command::Errors(args) => return errors::run(args),
         Command::Annex(args) => return annex::run(args),
         Command::Far(args) => return far::run(args),
+        Command::Disk(args) => return disk::run(args),
         Command::Vanish(args) => return vanish::run(args),
         Command::Exchange(args) => return vanish::exchange(args),
         _ => {}
@@ -106,6 +110,7 @@ fn run(cli: Cli) -> Result<(), Error> {
         Command::Errors(args) => errors::run(&args),
         Command::Annex(args) => annex::run(&args),
         Command::Far(args) => far::run(&args),
+        Command::Disk(args) => disk::run(&args),
         Command::Vanish(args) => vanish::run(&args),
         Command::Exchange(args) => vanish::exchange(&args),
         Command::Again(args) => again::run(addr, &args),

@@ -14,8 +14,8 @@ use roce_verbs::{
 use crate::{
     Error,
     agent::{
-        ALL_ACCESS, Agent, AgentMem, AgentPost, CMP_SWAP, FETCH_ADD, IN_ERROR, READ, SEND, SEND_IMM, SEND_INV, WRITE,
-        WRITE_IMM, pattern,
+        ALL_ACCESS, Agent, AgentMem, AgentPost, CMP_SWAP, Caps, FETCH_ADD, IN_ERROR, READ, SEND, SEND_IMM, SEND_INV,
+        WRITE, WRITE_IMM, pattern,
     },
     link::{Far, Link, Wire, addr_gid, gid_addr},
     wrap,
@@ -42,10 +42,10 @@ pub(crate) struct Args {
     /// How often everything is done.
     #[arg(long, default_value_t = 1)]
     rounds: u64,
-    /// The agent's device is not rdma_rxe: it may lack memory windows (then nothing of its is invalidated), and need not
-    /// tell how far its PSNs are.
+    /// The agent's device need not be rdma_rxe: what it says it lacks (atomics, type-2 memory windows) is not asked of it, and it
+    /// need not tell how far its PSNs are.
     #[arg(long)]
-    pub(crate) windows_optional: bool,
+    pub(crate) as_capable: bool,
     /// Packets get lost: a refusal, which a queue pair sends once and then is in error, may be one of them.
     #[arg(long)]
     lossy: bool,
@@ -76,10 +76,20 @@ pub(crate) struct Test<P: VerbsDevice> {
     /// The window that was invalidated last.
     last_window: Option<RemoteAddr>,
     no_key_for_nothing: bool,
+    caps: Caps,
 }
 
 /// READ, WRITE and atomics by the other side, as in `ibv_access_flags`.
 const REMOTE_ACCESS: u32 = 0xe;
+const REMOTE_ATOMIC: u32 = 8;
+/// READs and atomics in flight.
+const READS: u8 = 8;
+/// Of rdma_rxe.
+const ALL_CAPS: Caps = Caps {
+    atomics: true,
+    windows: true,
+    reads: READS,
+};
 
 /// Runs everything.
 pub(crate) fn run<P: VerbsDevice>(provider: &P, local: IpAddr, args: &Args) -> Result<(), Error> {
@@ -102,23 +112,41 @@ pub(crate) fn run<P: VerbsDevice>(provider: &P, local: IpAddr, args: &Args) -> R
             test.one_sided_out(size)?;
             test.one_sided_in(size)?;
         }
-        test.atomics_out()?;
-        test.atomics_in()?;
-        test.invalidate_out(args.windows_optional)?;
+        if test.caps.atomics {
+            test.atomics_out()?;
+            test.atomics_in()?;
+        }
+        if test.caps.windows {
+            test.invalidate_out(args.as_capable)?;
+        }
         test.invalidate_in(provider)?;
     }
     test.invalidated_key_is_dead(args.lossy)?;
     test.agent.call("quit")?;
-    let windows = if test.last_window.is_some() {
-        ""
-    } else {
-        ", SEND with Invalidate of theirs not tried (no type-2 windows there)"
-    };
     println!(
-        "ops: {} operations at path MTU {}, every byte compared{windows}: passed",
-        test.done, args.mtu
+        "ops: {} operations at path MTU {}, every byte compared{}: passed",
+        test.done,
+        args.mtu,
+        not_tried(test.caps)
     );
     Ok(())
+}
+
+/// What was left out, for the verdict.
+fn not_tried(caps: Caps) -> String {
+    let lacks = [
+        (caps.atomics, "atomics"),
+        (caps.windows, "SEND with Invalidate of theirs (no type-2 windows)"),
+    ];
+    let lacks: Vec<_> = lacks
+        .into_iter()
+        .filter(|(has, _)| !has)
+        .map(|(_, what)| what)
+        .collect();
+    match lacks.is_empty() {
+        true => String::new(),
+        false => format!("; not tried, since the device there can't: {}", lacks.join(", ")),
+    }
 }
 
 impl<P: VerbsDevice> Test<P> {
@@ -131,15 +159,19 @@ impl<P: VerbsDevice> Test<P> {
         largest: usize,
     ) -> Result<Self, Error> {
         let (mtu, timeout) = (plan.mtu, plan.args.timeout);
+        let caps = match plan.args.as_capable {
+            true => agent.caps()?.at_most(READS),
+            false => ALL_CAPS,
+        };
         let (qpn, gid) = agent.create(64, 64, 2, 64)?;
         let half = largest.max(4096).next_multiple_of(4096);
         let theirs = agent.mem(2 * half, ALL_ACCESS)?;
-        let caps = QpCaps {
+        let sizes = QpCaps {
             max_send_wr: 64,
             max_recv_wr: 64,
             ..QpCaps::default()
         };
-        let link = Link::new(provider, caps)?;
+        let link = Link::new(provider, sizes)?;
         let rights = AccessFlags::LOCAL_WRITE
             | AccessFlags::REMOTE_WRITE
             | AccessFlags::REMOTE_READ
@@ -156,12 +188,15 @@ impl<P: VerbsDevice> Test<P> {
             timeout,
             retry_cnt: 6,
             rnr_retry: 6,
-            rd_atomic: 8,
+            rd_atomic: caps.reads,
         };
         link.bring_up(plan.local, Psn::new(psn), far, wire)?;
         let (our_qpn, our_gid) = (link.qp.qpn().value(), addr_gid(plan.local));
-        agent.call(&format!("rtr {our_qpn} {our_gid} {psn} {} 12 8", mtu as u8))?;
-        agent.call(&format!("rts {psn} {timeout} 6 6 8"))?;
+        agent.call(&format!(
+            "rtr {our_qpn} {our_gid} {psn} {} 12 {}",
+            mtu as u8, caps.reads
+        ))?;
+        agent.call(&format!("rts {psn} {timeout} 6 6 {}", caps.reads))?;
         Ok(Self {
             link,
             agent,
@@ -172,6 +207,7 @@ impl<P: VerbsDevice> Test<P> {
             done: 0,
             last_window: None,
             no_key_for_nothing: plan.args.no_key_for_nothing,
+            caps,
         })
     }
 
@@ -489,12 +525,13 @@ impl<P: VerbsDevice> Test<P> {
     }
 
     /// Our SEND invalidates a window of the agent.
-    fn invalidate_out(&mut self, windows_optional: bool) -> Result<(), Error> {
-        let key = match self.agent.window(self.theirs.id, 0, 4096, REMOTE_ACCESS)? {
-            Some(key) => key,
-            None if windows_optional => return Ok(()),
-            None => return Err("the agent's device has no memory windows".into()),
+    fn invalidate_out(&mut self, as_capable: bool) -> Result<(), Error> {
+        let access = match self.caps.atomics {
+            true => REMOTE_ACCESS,
+            false => REMOTE_ACCESS & !REMOTE_ATOMIC,
         };
+        let key = self.agent.window(self.theirs.id, 0, 4096, access)?;
+        let key = key.ok_or("the agent's device has no memory windows")?;
         let window = RemoteAddr {
             addr: self.theirs.addr,
             rkey: RKey(key),
@@ -507,7 +544,7 @@ impl<P: VerbsDevice> Test<P> {
         self.post("our SEND with invalidate", SendOp::SendWithInv(RKey(key)), 0, 0)?;
         match self.agent.poll('r', 1, WAIT_MS)?[..] {
             // rdma_rxe (6.1) invalidates, but does not tell programs in userspace which key; other devices may.
-            [wc] if wc.status == 0 && (wc.invalidated == 0 || windows_optional && wc.invalidated == key) => {}
+            [wc] if wc.status == 0 && (wc.invalidated == 0 || as_capable && wc.invalidated == key) => {}
             ref other => return Err(format!("our SEND with invalidate: the agent saw {other:?}").into()),
         }
         self.last_window = Some(window);

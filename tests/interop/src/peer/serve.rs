@@ -100,6 +100,7 @@ impl<P: VerbsDevice> Server<'_, P> {
         match command {
             "create" => self.create(w),
             "device" => Ok("ferroce 0 4096 1".to_owned()),
+            "caps" => Ok("atomics=1 windows1=1 windows2=1 reads=128".to_owned()),
             "mem" => self.mem(w),
             "mw" => self.window(w),
             "rtr" => self.rtr(w),

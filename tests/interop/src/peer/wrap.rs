@@ -69,7 +69,7 @@ pub(crate) fn run<P: VerbsDevice>(provider: &P, plan: &Plan<'_>, mut agent: Agen
         (round.run)(&mut test, LEN).map_err(|e| format!("PSNs that pass 0 in {}: {e}", round.what))?;
         done += test.done;
         let end = (first + round.times * count) % PSNS;
-        if !plan.args.windows_optional {
+        if !plan.args.as_capable {
             reached(&mut test.agent, round.ours_asks, end).map_err(|e| format!("{}: {e}", round.what))?;
         }
         agent = test.agent;

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::{Ctx, Direction, JUMBO, Scenario, frame_time, verdict};
-use crate::{Error, far::Ip, guest::Kernel, lab::Proc};
+use crate::{Error, facts::Want, far::Ip, guest::Kernel, lab::Proc};
 
 pub(super) fn list() -> Vec<Scenario> {
     use Direction::{KernelToOurs, OursToKernel};
@@ -13,7 +13,8 @@ pub(super) fn list() -> Vec<Scenario> {
         let tag = ip.tag();
         let mut add = |name: &str, direction, ci, run: fn(&mut Ctx<'_>, Ip) -> Result<String, Error>| {
             let s = Scenario::new(number, format!("{name}-{tag}"), direction, move |c| run(c, ip));
-            all.push(s.peer().ci_if(ci));
+            let wants = if name.starts_with("rping") { &RPING } else { &UCMATOSE };
+            all.push(s.peer().wants(wants).ci_if(ci));
         };
         add("rping-our-server", KernelToOurs, v4, rping_server);
         add("rping-our-client", OursToKernel, false, rping_client);
@@ -55,6 +56,9 @@ pub(super) fn list() -> Vec<Scenario> {
     ));
     all
 }
+
+const RPING: [Want; 2] = [Want::Software, Want::Program("rping")];
+const UCMATOSE: [Want; 2] = [Want::Software, Want::Program("ucmatose")];
 
 pub(super) fn rping_server(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
     let lost: &[&str] = if c.lossy { &["--last-round", "20"] } else { &[] };

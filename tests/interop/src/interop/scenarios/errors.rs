@@ -1,6 +1,6 @@
 //! 7: receivers that are late, peers that are gone, accesses that are refused.
 
-use std::{net::SocketAddr, time::Duration};
+use std::{fs, net::SocketAddr, time::Duration};
 
 use super::{Ctx, Direction, JUMBO, Scenario, verdict};
 use crate::{
@@ -64,13 +64,15 @@ const SHORT: [&str; 6] = [
     "retries-exhausted-3",
 ];
 
-/// What two kernels reported, of the guest's series. What another host has is compared with 6.1.
-fn expectations(c: &Ctx<'_>) -> String {
-    let series = match c.kernel() {
-        Ok(Kernel::V6_12) => "-6.12",
-        _ => "",
+/// A file with what two kernels reported, of the guest's series. What another host has is compared with 6.1.
+fn expectations(c: &Ctx<'_>) -> Result<String, Error> {
+    let text = match c.kernel() {
+        Ok(Kernel::V6_12) => include_str!("../../../expect/errors-6.12.json"),
+        _ => include_str!("../../../expect/errors.json"),
     };
-    format!("{}/expect/errors{series}.json", env!("CARGO_MANIFEST_DIR"))
+    let file = c.path("expected.json");
+    fs::write(&file, text)?;
+    Ok(file)
 }
 
 /// Our own agent and where it listens.
@@ -85,7 +87,7 @@ fn errors(c: &mut Ctx<'_>, ip: Ip, ours_asks: bool, only: &[&str]) -> Result<Str
     let (mut ours, here) = our_agent(c, ip, "our-agent")?;
     let (mut theirs, there) = c.far.agent("verbs-agent", ip, &c.dir)?;
     let (requester, responder) = if ours_asks { (here, there) } else { (there, here) };
-    let expect = expectations(c);
+    let expect = expectations(c)?;
     let mut how = vec![
         "--expect",
         &expect,
@@ -124,7 +126,7 @@ fn two_kernels(c: &mut Ctx<'_>) -> Result<String, Error> {
     let second = c.second.as_deref().ok_or("needs two guests")?.far.clone();
     let (mut a, requester) = second.agent("agent-2", Ip::V4, &c.dir)?;
     let (mut b, responder) = c.far.agent("agent-1", Ip::V4, &c.dir)?;
-    let expect = expectations(c);
+    let expect = expectations(c)?;
     let record = std::env::var("FERROCE_INTEROP_RECORD").ok();
     let how = record.as_ref().map_or(["--expect", &expect], |file| ["--record", file]);
     let out = driver(c, requester, responder, &how)?;

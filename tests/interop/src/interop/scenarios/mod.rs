@@ -13,6 +13,7 @@ mod paths;
 mod peer;
 mod programs;
 mod rdma;
+mod remote;
 mod rnbd;
 mod services;
 mod stall;
@@ -28,6 +29,7 @@ use std::{
 
 use crate::{
     Error,
+    facts::{Hosts, Want},
     far::{Far, Ip},
     guest::{Guest, Kernel, Shape},
     lab::{Places, Proc},
@@ -53,6 +55,10 @@ pub(crate) struct Ctx<'a> {
     pub(crate) places: &'a Places,
     /// Packets are lost: less data will do.
     pub(crate) lossy: bool,
+    /// What both hosts have, with a peer.
+    pub(crate) hosts: Option<&'a Hosts>,
+    /// Why packets are not captured, if they can't be.
+    pub(crate) uncaptured: Option<&'a str>,
 }
 
 /// Who asks whom.
@@ -101,6 +107,10 @@ pub(crate) struct Scenario {
     pub(crate) waits: bool,
     /// Runs against another host as well.
     pub(crate) peer: bool,
+    /// Runs against another host alone.
+    pub(crate) peer_only: bool,
+    /// What it takes there and here, then.
+    pub(crate) wants: &'static [Want],
     /// It stands for what only another host can show: why the lab itself does not run it.
     pub(crate) elsewhere: Option<&'static str>,
     /// Why it can't run with the programs that there are.
@@ -141,6 +151,8 @@ impl Scenario {
             wrong_icrc: None,
             waits: false,
             peer: false,
+            peer_only: false,
+            wants: &[Want::Software],
             elsewhere: None,
             lacks: |_| None,
             run: Box::new(run),
@@ -214,6 +226,16 @@ impl Scenario {
         self
     }
 
+    fn peer_only(mut self) -> Self {
+        self.peer_only = true;
+        self.peer()
+    }
+
+    fn wants(mut self, wants: &'static [Want]) -> Self {
+        self.wants = wants;
+        self
+    }
+
     fn lacks(mut self, lacks: fn(&Places) -> Option<String>) -> Self {
         self.lacks = lacks;
         self
@@ -238,7 +260,7 @@ impl Scenario {
 
     /// For the table.
     pub(crate) fn setting(&self) -> String {
-        if self.elsewhere.is_some() {
+        if self.elsewhere.is_some() || self.peer_only {
             return "any RoCE device".to_owned();
         }
         let Shape { cpus, mtu, kernel } = self.shape;
@@ -284,7 +306,7 @@ pub(crate) fn all() -> Vec<Scenario> {
         );
     }
     // What the first two compare the kernel with, check by check, was recorded of 6.1; the others are not about the kernel.
-    let once = [services::list(), contract::list(), peer::list()];
+    let once = [services::list(), contract::list(), peer::list(), remote::list()];
     all.extend(once.into_iter().flatten());
     all.sort_by_key(|s| (s.guests, s.shape.kernel, s.shape.mtu, s.shape.cpus));
     all
@@ -421,7 +443,7 @@ mod tests {
 
     #[test]
     fn the_short_set_has_every_kind_direction_and_fault() {
-        let all = all();
+        let all: Vec<_> = all().into_iter().filter(|s| !s.peer_only).collect();
         let of = |what: &dyn Fn(&Scenario) -> Option<String>, ci: bool| -> BTreeSet<String> {
             let counted = all
                 .iter()

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::{Ctx, Direction, JUMBO, SMALL, Scenario, key_lines, verdict};
-use crate::{Error, far::Ip, guest::Kernel};
+use crate::{Error, facts::Want, far::Ip, guest::Kernel};
 
 pub(super) fn list() -> Vec<Scenario> {
     let mut all = Vec::new();
@@ -21,20 +21,22 @@ pub(super) fn list() -> Vec<Scenario> {
                 Direction::KernelToOurs,
                 move |c| pingpong_server(c, ip),
             );
-            all.push(theirs.shape(shape));
+            all.push(theirs.shape(shape).wants(&PINGPONG));
             let ours = Scenario::new(
                 number,
                 format!("pingpong-our-client-{tail}"),
                 Direction::OursToKernel,
                 move |c| pingpong_client(c, ip),
             );
-            all.push(ours.shape(shape));
+            all.push(ours.shape(shape).wants(&PINGPONG));
         }
     }
     // The MTU of a peer is what it is.
     let peer = |s: Scenario| if s.shape == SMALL { s.peer() } else { s };
     all.into_iter().map(peer).collect()
 }
+
+const PINGPONG: [Want; 2] = [Want::Software, Want::Program("ibv_rc_pingpong")];
 
 /// `ferroce-lab ops` against the peer's verbs-agent.
 pub(super) fn ops(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
@@ -44,7 +46,7 @@ pub(super) fn ops(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
     let at = at.to_string();
     let mut args = vec!["ops", "--agent", &at, "--mtu", c.path_mtu(), "--largest", largest];
     if c.guest.is_none() {
-        args.push("--windows-optional");
+        args.push("--as-capable");
     }
     if c.lossy {
         args.push("--lossy");

@@ -32,7 +32,7 @@ fn contract(c: &mut Ctx<'_>) -> Result<String, Error> {
 }
 
 /// How many cases passed; an error unless all others fail as they are known to.
-fn passed(code: i32, said: &str) -> Result<usize, Error> {
+pub(in super::super) fn passed(code: i32, said: &str) -> Result<usize, Error> {
     let failed = said.lines().filter_map(|line| line.strip_prefix("FAILED"));
     let known = |line: &&str| {
         let of = |(case, why): &(&str, &str)| line.trim_start().starts_with(case) && line.contains(why);

@@ -7,6 +7,8 @@ mod paths;
 mod restart;
 mod speed;
 
+pub(super) use contract::passed as contract_passed;
+
 use std::{
     fs,
     net::IpAddr,

@@ -1,0 +1,234 @@
+//! `cargo xtask kit`: what a host with an RDMA device is tried with, as a tarball that needs neither Rust nor our source there.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    os::unix::fs::PermissionsExt as _,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use clap::Args;
+
+use crate::{Result, cargo, process, tools};
+
+#[derive(Args)]
+pub(crate) struct KitArgs {
+    /// The tarball [default: target/kit/ferroce-kit-COMMIT-ARCHITECTURE.tar.gz]
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+}
+
+/// Programs of ours without an RDMA device: package and name. They are linked statically.
+const SOFTWARE: [(&str, &str); 3] = [
+    ("ferroce", "ferroce"),
+    ("ferroce-interop", "ferroce-interop"),
+    ("ferroce-interop", "ferroce-lab"),
+];
+/// Programs of ours for RDMA devices, which load libibverbs and librdmacm.
+const HARDWARE: [&str; 2] = ["ferroce-rdma", "provider-contract"];
+/// Programs in C, and the libraries that they are linked with.
+const AGENTS: [(&str, &[&str]); 3] = [
+    ("verbs-agent", &["-libverbs"]),
+    ("cm-agent", &["-lrdmacm", "-libverbs"]),
+    ("host-agent", &[]),
+];
+/// Scripts of the lab.
+const SCRIPTS: [&str; 2] = ["rdma-end", "host-facts"];
+const LAB: &str = "tests/interop/lab";
+const INSTRUCTIONS: &str = "docs/hardware-kit.md";
+/// The other half of a run, as a script.
+const PEER_SCRIPT: &str = "ferroce-peer.sh";
+/// What programs may load: of rdma-core, and what each system has.
+const MAY_LOAD: [&str; 6] = [
+    "libibverbs.so.1",
+    "librdmacm.so.1",
+    "libc.so.6",
+    "libm.so.6",
+    "libgcc_s.so.1",
+    "ld-linux-x86-64.so.2",
+];
+
+/// Makes the tarball.
+pub(crate) fn run(args: &KitArgs) -> Result<()> {
+    tools::ensure(&tools::of_kit())?;
+    let commit = commit()?;
+    let name = format!("ferroce-kit-{commit}-{}", std::env::consts::ARCH);
+    let dir = Path::new("target/kit").join(&name);
+    let _ = fs::remove_dir_all(&dir);
+    fs::create_dir_all(&dir).map_err(failed(&dir))?;
+
+    let (software, hardware) = build()?;
+    for program in &software {
+        copy(program, &dir)?;
+    }
+    for program in &hardware {
+        copy(program, &dir)?;
+    }
+    for (agent, libraries) in AGENTS {
+        compile(agent, libraries, &dir)?;
+    }
+    for script in SCRIPTS {
+        copy(&Path::new(LAB).join(script), &dir)?;
+    }
+    let instructions = dir.join("README.md");
+    fs::copy(INSTRUCTIONS, &instructions).map_err(failed(&instructions))?;
+    let mut print = Command::new(dir.join("ferroce-interop"));
+    let script = process::capture("ferroce-interop", print.arg("--peer-script"))?;
+    put(&dir.join(PEER_SCRIPT), &script.stdout, 0o755)?;
+    let glibc = check(&dir)?;
+    let version = format!("{commit}, {}, glibc {glibc} or later\n", std::env::consts::ARCH);
+    put(&dir.join("VERSION"), version.as_bytes(), 0o644)?;
+
+    let out = args
+        .out
+        .clone()
+        .unwrap_or_else(|| dir.with_file_name(format!("{name}.tar.gz")));
+    pack(&name, &out)?;
+    println!("{}: {}", out.display(), version.trim());
+    Ok(())
+}
+
+fn failed(path: &Path) -> impl FnOnce(std::io::Error) -> String {
+    move |e| format!("{}: {e}", path.display())
+}
+
+fn commit() -> Result<String> {
+    let mut git = Command::new("git");
+    git.args(["describe", "--always", "--dirty", "--exclude=*"]);
+    let said = process::capture("git", &mut git)?;
+    let text = String::from_utf8_lossy(&said.stdout).trim().to_owned();
+    match text.is_empty() {
+        true => Err("git describe says nothing".into()),
+        false => Ok(text),
+    }
+}
+
+/// Builds our programs, those in software statically.
+fn build() -> Result<(Vec<PathBuf>, Vec<PathBuf>)> {
+    // Build scripts and macros are not for the target, which is named for that alone, and can't be static.
+    let target = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
+    let folder = cargo::target_dir()?.join("kit-static");
+    let mut command = cargo::compiling();
+    command.args(["build", "--locked", "--release", "--target", &target, "--target-dir"]);
+    command.arg(&folder).env("RUSTFLAGS", "-C target-feature=+crt-static");
+    for (package, program) in SOFTWARE {
+        command.args(["-p", package, "--bin", program]);
+    }
+    println!("+ cargo build --release (static)");
+    let status = process::Guard::spawn("cargo", &mut command)?.wait()?;
+    if !status.success() {
+        return Err(format!("cargo build ended with {status}"));
+    }
+    let software = SOFTWARE.map(|(_, program)| folder.join(&target).join("release").join(program));
+    let features = ["-p", "ferroce-contract", "--features", "ferroce-contract/hardware"];
+    cargo::run(&[&["build", "--release", "--bins"], &features[..]].concat())?;
+    let release = cargo::target_dir()?.join("release");
+    Ok((software.into(), HARDWARE.map(|program| release.join(program)).into()))
+}
+
+fn put(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
+    fs::write(path, bytes).map_err(failed(path))?;
+    fs::set_permissions(path, fs::Permissions::from_mode(mode)).map_err(failed(path))
+}
+
+fn copy(from: &Path, dir: &Path) -> Result<()> {
+    let to = dir.join(from.file_name().ok_or("no file")?);
+    put(&to, &fs::read(from).map_err(failed(from))?, 0o755)
+}
+
+fn compile(agent: &str, libraries: &[&str], dir: &Path) -> Result<()> {
+    let mut gcc = Command::new("gcc");
+    gcc.args(["-O2", "-o"]).arg(dir.join(agent));
+    gcc.arg(Path::new(LAB).join(format!("{agent}.c"))).args(libraries);
+    process::capture("gcc", &mut gcc).map(drop)
+}
+
+/// What the programs load: nothing but what is allowed to them. The glibc that they need, at least.
+fn check(dir: &Path) -> Result<String> {
+    let mut glibc = (0, 0);
+    for entry in fs::read_dir(dir).map_err(failed(dir))?.flatten() {
+        let path = entry.path();
+        let head = fs::read(&path).map_err(failed(&path))?;
+        if !head.starts_with(b"\x7fELF") {
+            continue;
+        }
+        let said = |option: &str| -> Result<String> {
+            let mut readelf = Command::new("readelf");
+            let out = process::capture("readelf", readelf.arg("-W").arg(option).arg(&path))?;
+            Ok(String::from_utf8_lossy(&out.stdout).into_owned())
+        };
+        let loads = needed(&said("-d")?);
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let is_static = SOFTWARE.iter().any(|(_, program)| *program == name);
+        let wrong = loads.iter().find(|l| is_static || !MAY_LOAD.contains(&l.as_str()));
+        if let Some(library) = wrong {
+            return Err(format!("{name} needs {library}"));
+        }
+        glibc = glibc.max(newest_glibc(&said("-V")?));
+    }
+    Ok(format!("{}.{}", glibc.0, glibc.1))
+}
+
+/// The libraries in what `readelf -d` prints.
+fn needed(text: &str) -> BTreeSet<String> {
+    let of = |line: &str| {
+        Some(
+            line.split_once("(NEEDED)")?
+                .1
+                .split_once('[')?
+                .1
+                .split_once(']')?
+                .0
+                .to_owned(),
+        )
+    };
+    text.lines().filter_map(of).collect()
+}
+
+/// The newest version of glibc's symbols in what `readelf -V` prints.
+fn newest_glibc(text: &str) -> (u32, u32) {
+    let of = |rest: &str| {
+        let version: String = rest.chars().take_while(|c| c.is_ascii_digit() || *c == '.').collect();
+        let mut parts = version.split('.').map(str::parse);
+        Some((parts.next()?.ok()?, parts.next()?.ok()?))
+    };
+    text.split("GLIBC_").skip(1).filter_map(of).max().unwrap_or_default()
+}
+
+fn pack(name: &str, out: &Path) -> Result<()> {
+    let mut tar = Command::new("tar");
+    tar.args(["-C", "target/kit", "--sort=name", "--owner=0", "--group=0", "-czf"]);
+    process::capture("tar", tar.arg(out).arg(name)).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn libraries_and_versions_are_read() {
+        let text = " 0x0000000000000001 (NEEDED)             Shared library: [libibverbs.so.1]\n\
+                    0x0000000000000001 (NEEDED)             Shared library: [libc.so.6]\n 0x000000000000000c (INIT) 0x1000\n";
+        assert_eq!(
+            needed(text),
+            ["libc.so.6".to_owned(), "libibverbs.so.1".to_owned()].into()
+        );
+        let text = "0x00e0:   Name: GLIBC_2.2.5  Flags: none\n0x0100:   Name: GLIBC_2.34  Flags: none Version: 2\nGLIBC_PRIVATE";
+        assert_eq!(newest_glibc(text), (2, 34));
+        assert_eq!(newest_glibc("nothing"), (0, 0));
+    }
+
+    #[test]
+    fn what_is_packed_is_in_the_source() {
+        let root = cargo::workspace_root();
+        let lab = root.join(LAB);
+        assert!(root.join(INSTRUCTIONS).is_file());
+        for script in SCRIPTS {
+            assert!(lab.join(script).is_file(), "{script}");
+        }
+        for (agent, _) in AGENTS {
+            assert!(lab.join(format!("{agent}.c")).is_file(), "{agent}");
+        }
+    }
+}
