@@ -60,12 +60,19 @@ impl fmt::Display for Wanted {
 pub(crate) struct RdmaArgs {
     /// RDMA devices to use, at the addresses that are theirs; other addresses are in software. `auto`: all that there are, if this
     /// ferroce was built with the feature `hardware`; `soft`: none.
-    /// Several times: as many devices. Of `bench` for rtrs only
+    /// Several times: as many devices
     #[arg(long = "rdma", value_name = "NAME[:PORT]|auto|soft", default_value = "auto")]
     wanted: Vec<Wanted>,
 }
 
 impl RdmaArgs {
+    /// No RDMA devices.
+    pub(crate) fn soft() -> Self {
+        Self {
+            wanted: vec![Wanted::Soft],
+        }
+    }
+
     /// The same, for another process.
     pub(crate) fn options(&self) -> impl Iterator<Item = String> {
         self.wanted.iter().map(|wanted| format!("--rdma={wanted}"))
@@ -84,6 +91,23 @@ impl RdmaArgs {
                 Ok(Some(wanted.iter().map(name).collect::<Result<_, _>>()?))
             }
         }
+    }
+
+    /// Whether an RDMA device that may be used owns the address.
+    pub(crate) fn owns(&self, addr: IpAddr) -> Result<bool, Failure> {
+        match self.named()? {
+            None => Ok(false),
+            Some(named) => Ok(found(&named, &[addr])?.is_some_and(|rdma| rdma.owner(addr).is_some())),
+        }
+    }
+
+    /// An address of the devices that are named, if some are.
+    pub(crate) fn first_addr(&self) -> Result<Option<IpAddr>, Failure> {
+        let (Some(named), Some(open)) = (self.named()?.filter(|named| !named.is_empty()), OPEN.get()) else {
+            return Ok(None);
+        };
+        let rdma = open(&named).map_err(|e| Failure::failed(e.to_string()))?;
+        Ok(rdma.addrs().first().copied())
     }
 
     /// The devices of each loop: RDMA devices where these own an address, and what `soft` opens for the other addresses.

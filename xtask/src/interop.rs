@@ -13,7 +13,7 @@ use std::{
 use crate::{
     Result,
     cargo::{self, Built, Profile},
-    process,
+    kit, process,
     tally::Tally,
     tools,
 };
@@ -24,7 +24,49 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
     let _ = tools::ensure(&tools::of_hardware());
     let built = cargo::build_programs(Profile::Release)?;
     let mut command = Command::new(built.program("ferroce-interop")?);
-    process::hand_over("ferroce-interop", command.args(args))
+    command.args(args);
+    let words: Vec<_> = args.iter().map(|arg| arg.to_string_lossy()).collect();
+    if wants_kit(&words.iter().map(|word| word.as_ref()).collect::<Vec<_>>()) {
+        add_kit(&mut command);
+    }
+    process::hand_over("ferroce-interop", &mut command)
+}
+
+/// The scenario that tries the conformance kit.
+const KIT_SCENARIO: &str = "hardware-kit";
+
+/// Whether that is among what runs with these arguments.
+fn wants_kit(args: &[&str]) -> bool {
+    let has = |option: &str| args.iter().any(|arg| arg.split('=').next() == Some(option));
+    let else_wise = [
+        "--kit",
+        "--peer",
+        "--peer-script",
+        "--list",
+        "--from",
+        "--help",
+        "-h",
+        "--version",
+        "capture",
+        "ci",
+    ];
+    let value = |n: usize| {
+        args[n]
+            .strip_prefix("--only=")
+            .or_else(|| (n > 0 && args[n - 1] == "--only").then_some(args[n]))
+    };
+    let named = (0..args.len())
+        .filter_map(value)
+        .any(|name| KIT_SCENARIO.contains(name));
+    !else_wise.into_iter().any(has) && !args.contains(&"--set=ci") && (named || !has("--only"))
+}
+
+/// Makes one; the scenario says that there is none, where it can't be made.
+fn add_kit(command: &mut Command) {
+    match kit::make(None) {
+        Ok(file) => drop(command.arg("--kit").arg(file)),
+        Err(e) => eprintln!("no conformance kit: {e}"),
+    }
 }
 
 /// Prepares the lab's folder, where `ferroce-interop` looks for it, while something else is done. What goes wrong is told by the
@@ -71,5 +113,36 @@ pub(crate) fn suite(built: &Built, set: &str) -> Result<Tally> {
     }
     let mut command = Command::new(built.program("ferroce-interop")?);
     command.args(["--set", set]);
+    if set == "full" {
+        add_kit(&mut command);
+    }
     Tally::of_program("ferroce-interop", &mut command, &format!("interop-{set}.json"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::wants_kit;
+
+    #[test]
+    fn a_kit_is_made_for_the_scenario_that_tries_it() {
+        for with in [
+            &[][..],
+            &["--set", "full"],
+            &["--only", "kit"],
+            &["--only=rping", "--only", "hardware-kit"],
+        ] {
+            assert!(wants_kit(with), "{with:?}");
+        }
+        for without in [
+            &["--list"][..],
+            &["--set", "ci"],
+            &["--set=ci"],
+            &["--only", "rping"],
+            &["--peer", "h"],
+            &["--kit=f"],
+            &["capture"],
+        ] {
+            assert!(!wants_kit(without), "{without:?}");
+        }
+    }
 }

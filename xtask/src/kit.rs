@@ -51,6 +51,11 @@ const MAY_LOAD: [&str; 6] = [
 
 /// Makes the tarball.
 pub(crate) fn run(args: &KitArgs) -> Result<()> {
+    make(args.out.clone()).map(drop)
+}
+
+/// Makes the tarball, and says where it is.
+pub(crate) fn make(out: Option<PathBuf>) -> Result<PathBuf> {
     tools::ensure(&tools::of_kit())?;
     let commit = commit()?;
     let name = format!("ferroce-kit-{commit}-{}", std::env::consts::ARCH);
@@ -80,13 +85,10 @@ pub(crate) fn run(args: &KitArgs) -> Result<()> {
     let version = format!("{commit}, {}, glibc {glibc} or later\n", std::env::consts::ARCH);
     put(&dir.join("VERSION"), version.as_bytes(), 0o644)?;
 
-    let out = args
-        .out
-        .clone()
-        .unwrap_or_else(|| dir.with_file_name(format!("{name}.tar.gz")));
+    let out = out.unwrap_or_else(|| dir.with_file_name(format!("{name}.tar.gz")));
     pack(&name, &out)?;
     println!("{}: {}", out.display(), version.trim());
-    Ok(())
+    Ok(out)
 }
 
 fn failed(path: &Path) -> impl FnOnce(std::io::Error) -> String {

@@ -3,7 +3,9 @@
 mod bandwidth;
 mod ceiling;
 mod client;
+mod driven;
 mod latency;
+mod on_device;
 mod report;
 mod rtrs;
 mod rtrs_server;
@@ -62,13 +64,15 @@ pub(crate) enum Operation {
 }
 
 /// Options of `ferroce bench`.
-#[derive(Args, Debug)]
+#[derive(Args, Clone, Debug)]
 #[command(after_help = "\
 Examples:
   ferroce bench write
   ferroce bench read --size 4K,64K,1M --qps 4 --json
 
-Without --listen and --connect both sides run in this process, on 127.0.0.1 and 127.0.0.2.
+Without --listen and --connect both sides run in this process, on 127.0.0.1 and 127.0.0.2. With --rdma NAME both are on that
+device, and the same in software follows, with the ratio:
+  ferroce bench write --rdma mlx5_0
 Between two processes or hosts, first on the one, then on the other:
   ferroce bench --listen 192.0.2.1
   ferroce bench write --connect 192.0.2.1
@@ -163,6 +167,15 @@ pub(crate) fn failed(what: &str) -> impl Fn(VerbsError) -> Failure {
 }
 
 impl BenchArgs {
+    /// The same in software, at the usual addresses.
+    fn in_software(&self) -> Self {
+        Self {
+            local: None,
+            rdma: RdmaArgs::soft(),
+            ..self.clone()
+        }
+    }
+
     fn config(&self, addr: IpAddr, pcap: bool) -> DeviceConfig {
         DeviceConfig {
             addr,
@@ -267,6 +280,9 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     }
     if let Some(text) = &args.listen {
         let addr = target(text)?;
+        if args.rdma.owns(addr.ip())? {
+            return on_device::listen(args, addr, &stop);
+        }
         let device = args.device(addr.ip(), true)?;
         let server = server::Server::new(&device, addr)?;
         let mtu = device.mtu().bytes();
@@ -287,7 +303,10 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     };
     match &args.connect {
         Some(text) => remote(args, operation, target(text)?, &stop, &mut emit),
-        None => local(args, operation, &stop, &mut emit),
+        None => match args.rdma.first_addr()? {
+            Some(addr) => on_device::both(args, operation, args.local.unwrap_or(addr), &stop, &mut emit),
+            None => local(args, operation, &stop, &mut emit),
+        },
     }
 }
 
@@ -373,6 +392,9 @@ fn remote(
     }
     let route = || roce::iface::route_to(peer.ip()).map_err(|e| Failure::failed(format!("no way to {peer}: {e}")));
     let addr = args.local.map_or_else(route, Ok)?;
+    if args.rdma.owns(addr)? {
+        return on_device::measure(args, operation, (addr, peer), stop, emit);
+    }
     let device = args.device(addr, true)?;
     let stopped = || stop.requested();
     if operation == Operation::Latency {

@@ -34,6 +34,9 @@ impl Latency {
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Measurement {
     pub(crate) op: &'static str,
+    /// The RDMA device of the host that it was measured on; none: in software.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) device: Option<String>,
     /// Bytes of a message.
     pub(crate) bytes: u32,
     pub(crate) depth: u32,
@@ -61,6 +64,9 @@ pub(crate) struct Measurement {
     /// What was measured, as a part of the ceiling's mean.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) ratio_to_ceiling: Option<f64>,
+    /// Of an RDMA device: bandwidth, or the median round trip, as a part of that in software between addresses of this host.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) ratio_to_software: Option<f64>,
 }
 
 /// What was done in which time.
@@ -76,6 +82,7 @@ impl Measurement {
         let rate = work.messages as f64 / seconds.max(1e-9);
         Self {
             op,
+            device: None,
             bytes,
             depth: 1,
             qps: 1,
@@ -91,6 +98,7 @@ impl Measurement {
             ceiling_gbytes_per_s: None,
             ceiling_best_gbytes_per_s: None,
             ratio_to_ceiling: None,
+            ratio_to_software: None,
         }
     }
 
@@ -139,11 +147,18 @@ impl fmt::Display for Measurement {
         if p50 > 0.0 {
             write!(f, "  p50 {p50:.1} us  p99 {p99:.1} us")?;
         }
-        write!(
-            f,
-            "  retransmits {}  ICRC errors {}",
-            self.retransmits, self.icrc_errors
-        )?;
+        match &self.device {
+            // It counts for itself.
+            Some(device) => write!(f, "  on {device}")?,
+            None => write!(
+                f,
+                "  retransmits {}  ICRC errors {}",
+                self.retransmits, self.icrc_errors
+            )?,
+        }
+        if let Some(ratio) = self.ratio_to_software {
+            write!(f, ", {ratio:.2} of software here")?;
+        }
         if let (Some(ceiling), Some(ratio)) = (self.ceiling_gbytes_per_s, self.ratio_to_ceiling) {
             write!(f, "  {ratio:.2} of the ceiling ({ceiling:.3} GB/s)")?;
         }

@@ -23,11 +23,11 @@ use super::{
 use crate::output::Failure;
 
 /// The most memory that a connection may ask for.
-const MAX_BYTES: u32 = 1 << 30;
+pub(crate) const MAX_BYTES: u32 = 1 << 30;
 /// And all together: anybody may ask.
-const MAX_TOTAL: u64 = 4 << 30;
-const MAX_DEPTH: u32 = 4096;
-const MAX_CONNECTIONS: usize = 4096;
+pub(crate) const MAX_TOTAL: u64 = 4 << 30;
+pub(crate) const MAX_DEPTH: u32 = 4096;
+pub(crate) const MAX_CONNECTIONS: usize = 4096;
 /// How long it sleeps when no connection needs its thread.
 const IDLE: Duration = Duration::from_millis(50);
 

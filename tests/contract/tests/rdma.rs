@@ -232,6 +232,78 @@ fn a_session_with_a_path_over_rdma_and_one_in_software_goes_on_by_either() {
     ends_well(serve);
 }
 
+/// What `ferroce bench` measured.
+fn measured(finished: &ferroce_tests::process::Finished) -> Vec<Value> {
+    assert_eq!(finished.code, Some(0), "{}{}", finished.stdout, finished.stderr);
+    finished.json()
+}
+
+#[test]
+fn the_operations_of_bench_run_on_a_device_beside_software() {
+    let addr = fresh_address().to_string();
+    for (operation, names) in [
+        ("write", &["write"][..]),
+        ("read", &["read"]),
+        ("send", &["send"]),
+        ("latency", &["write_lat", "send_lat"]),
+    ] {
+        let bench = [
+            "bench", operation, "--rdma", "ferroce0", "-n", "300", "--size", "20000", "--json",
+        ];
+        let all = measured(&Running::start(&with_devices(&[&addr], &bench)).end());
+        for name in names {
+            let of = |device: Option<&str>| {
+                let is = |m: &&Value| m["op"] == *name && m["device"].as_str() == device;
+                all.iter()
+                    .find(is)
+                    .unwrap_or_else(|| panic!("no {name} of {device:?} in {all:?}"))
+            };
+            let (on_device, soft) = (of(Some("ferroce0")), of(None));
+            for m in [on_device, soft] {
+                assert_eq!((&m["messages"], &m["bytes"]), (&json!(300), &json!(20_000)));
+            }
+            assert!(
+                on_device["ratio_to_software"].as_f64().is_some_and(|ratio| ratio > 0.0),
+                "{on_device}"
+            );
+        }
+    }
+}
+
+#[test]
+fn the_two_sides_of_bench_may_be_on_a_device_and_in_software() {
+    for on_device in [[true, false], [false, true]] {
+        let [server, client] = [(); 2].map(|()| fresh_address().to_string());
+        let side = |is: bool, addr: &str, args: &[&str]| match is {
+            true => with_devices(&[addr], args),
+            false => args.iter().map(|arg| (*arg).to_owned()).collect(),
+        };
+        let mut listening = Running::start(&side(on_device[0], &server, &["bench", "--listen", &server, "--json"]));
+        listening.event("listening");
+        for operation in ["write", "read", "send", "latency"] {
+            let args = [
+                "bench",
+                operation,
+                "--connect",
+                &server,
+                "--local",
+                &client,
+                "-n",
+                "200",
+                "--json",
+                "--qps",
+                "2",
+            ];
+            let args = if operation == "latency" { &args[..9] } else { &args };
+            for m in measured(&Running::start(&side(on_device[1], &client, args)).end()) {
+                assert_eq!(m["messages"], 200, "{m}");
+                assert_eq!(m["device"].as_str(), on_device[1].then_some("ferroce0"), "{m}");
+            }
+        }
+        ends_well(listening);
+    }
+}
+
 #[test]
 fn a_device_that_is_not_there_is_named() {
     let [ours, other] = [(); 2].map(|()| fresh_address().to_string());

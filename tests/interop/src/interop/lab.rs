@@ -57,6 +57,8 @@ pub(crate) struct Places {
     pub(crate) contract: PathBuf,
     /// `ferroce-rdma`, with that.
     pub(crate) rdma: PathBuf,
+    /// The tarball of the conformance kit, if there is one.
+    pub(crate) kit: Option<PathBuf>,
     /// Captures of scenarios that passed are kept, too.
     pub(crate) keep: bool,
 }

@@ -139,6 +139,10 @@ pub(crate) struct Cli {
     /// Print the script that is the other half, and stop
     #[arg(long)]
     peer_script: bool,
+    /// The conformance kit to try in the lab (`cargo xtask kit`) [default: of `cargo xtask interop` one that it makes, where
+    /// the scenario is among those that run]
+    #[arg(long, value_name = "FILE")]
+    kit: Option<PathBuf>,
     /// Only what runs beside the rest: for the second process of a run
     #[arg(long, hide = true)]
     beside: bool,
@@ -196,6 +200,7 @@ fn places(cli: &Cli, run: &mut RunDir) -> Result<Places, Error> {
         hostile: beside("ferroce-hostile"),
         contract: beside("provider-contract"),
         rdma: beside("ferroce-rdma"),
+        kit: cli.kit.clone(),
         keep: cli.keep,
     })
 }

@@ -1,5 +1,7 @@
 //! `--peer`, with a guest as the host: the other half is brought there by ssh, as a user would do it.
 
+mod kit;
+
 use std::{
     fs::{self, File},
     io::{PipeWriter, Write as _},
@@ -17,6 +19,7 @@ pub(super) fn list() -> Vec<Scenario> {
         Scenario::new(6, "peer-script-by-ssh", Direction::Both, by_ssh).waits(),
         Scenario::new(1, "hardware-peer", Direction::Both, |_| Err(NO_PEER.into())).elsewhere(NO_PEER),
         Scenario::new(6, "peer-script-interrupted", Direction::OursToKernel, interrupted),
+        kit::scenario(),
     ]
 }
 

@@ -1,6 +1,9 @@
 //! 13: sessions of RTRS with another host's RDMA device, and with the kernel's RNBD server there. Only with `--peer`.
 
-use std::{net::IpAddr, time::Duration};
+use std::{
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
 
 use super::{Ctx, Direction, Scenario, verdict};
 use crate::{Error, facts::Want, far::Ip, lab::Proc};
@@ -52,6 +55,8 @@ pub(super) fn list() -> Vec<Scenario> {
     all.into_iter().map(Scenario::peer_only).collect()
 }
 
+/// RDMA_CM port at which `rdma-end` serves.
+const PORT: u16 = 12340;
 /// Time for the work of one session.
 const PATIENCE: Duration = Duration::from_secs(600);
 
@@ -107,7 +112,7 @@ fn session(c: &mut Ctx<'_>, server: End, client: End, invalidate: &str) -> Resul
     let seed = seed();
     let mut serving = server.start(c, "server", "serve", &[&seed, invalidate])?;
     serving.wait_for("serving", Duration::from_secs(60))?;
-    let at = server.addr(c)?.to_string();
+    let at = SocketAddr::new(server.addr(c)?, PORT).to_string();
     let mapped = client
         .start(c, "client", "map", &[&at, &seed])?
         .finish(PATIENCE)
