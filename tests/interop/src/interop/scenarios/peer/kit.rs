@@ -23,16 +23,14 @@ pub(super) fn scenario() -> Scenario {
 
 /// Makes `/tmp/bare`: libraries that the kit may load with what they load, and programs that its scripts call. `$K`: the kit.
 const BARE: &str = "\
-    set -e; B=/tmp/bare; rm -rf $B; mkdir -p $B/kit $B/tmp $B/proc $B/sys $B/dev $B/usr; cp $K/* $B/kit/\n\
-    for d in bin sbin lib lib64; do [ -L /$d ] && ln -s usr/$d $B/$d; done\n\
-    take() { for f in \"$@\"; do f=$(readlink -f \"$f\"); [ -e \"$B$f\" ] || cp --parents -p \"$f\" $B; done; }\n\
-    needs() { ldd \"$1\" 2>/dev/null | grep -o '/[^ ]*' || true; }\n\
+    set -e; B=/tmp/bare; rm -rf $B; mkdir -p $B/kit $B/tmp $B/proc $B/sys $B/dev $B/usr/bin $B/usr/sbin $B/usr/lib $B/usr/lib64\n\
+    cp $K/* $B/kit/; for d in bin sbin lib lib64; do [ ! -L /$d ] || ln -s usr/$d $B/$d; done\n\
     as() { mkdir -p $B$(dirname $1); [ -e $B$1 ] || cp -L $1 $B$1; }\n\
-    for p in bash stdbuf mktemp rm cp sleep chmod cat readlink dirname basename head tail tr grep seq sed truncate uname env mkdir; do\n\
+    needs() { ldd $1 2>/dev/null | grep -o '/[^ ]*' || true; }\n\
+    for p in bash stdbuf mktemp rm cp sleep chmod cat readlink dirname basename head tail tr grep seq sed truncate uname; do\n\
         p=$(command -v $p); as $p; for l in $(needs $p); do as $l; done; done\n\
-    for l in /usr/libexec/coreutils/libstdbuf.so $(ls /usr/lib/*/libibverbs.so.1 /usr/lib/*/librdmacm.so.1) /usr/lib/*/libibverbs/librxe-rdmav*.so \
-        /etc/libibverbs.d/rxe.driver $(needs $K/ferroce-rdma) $(needs $K/cm-agent); do as $l; for m in $(needs $l); do as $m; done; done\n\
-    [ -e /usr/lib/x86_64-linux-gnu/libgcc_s.so.1 ] || true\n\
+    for l in /usr/libexec/coreutils/libstdbuf.so /usr/lib/*/libibverbs/librxe-rdmav*.so /etc/libibverbs.d/rxe.driver \
+        $(needs $K/ferroce-rdma) $(needs $K/cm-agent); do as $l; for m in $(needs $l); do as $m; done; done\n\
     mount -t proc p $B/proc; mount -t sysfs s $B/sys; mount --rbind /dev $B/dev\n";
 
 const BEGIN: &str = "\
