@@ -39,6 +39,10 @@ pub const FLAG_READ_ONLY: u16 = 1 << 1;
 pub const FLAG_SEND_FLUSH: u16 = 1 << 2;
 /// Transmission flag: FUA is understood.
 pub const FLAG_SEND_FUA: u16 = 1 << 3;
+/// Transmission flag: trim is understood.
+pub const FLAG_SEND_TRIM: u16 = 1 << 5;
+/// Transmission flag: writing zeroes is understood.
+pub const FLAG_SEND_WRITE_ZEROES: u16 = 1 << 6;
 /// Command flag: to stable storage before the reply.
 pub const CMD_FLAG_FUA: u16 = 1;
 /// Error of a reply: not permitted.

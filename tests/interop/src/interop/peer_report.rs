@@ -20,7 +20,7 @@ use crate::{
 };
 
 /// Bytes of a capture that a report keeps of its start, and of its end.
-const KEPT: usize = 8 << 20;
+const KEPT: usize = 2 << 20;
 /// Version of the JSON's format.
 const FORMAT: u32 = 1;
 
@@ -61,7 +61,7 @@ pub(crate) fn write(peer: &Peer, places: &Places, outcomes: &[Outcome]) -> Resul
         ("ferroce", version()),
         ("date", date("%Y-%m-%d %H:%M:%S UTC")?),
         ("peer", peer.addr.to_string()),
-        ("interface here", format!("{}, MTU {}", peer.interface, peer.mtu)),
+        ("interface here", peer.interface.clone()),
         (
             "captures",
             peer.uncaptured.as_ref().map_or_else(

@@ -10,7 +10,9 @@ use std::{
     time::Duration,
 };
 
-use ferroce_tests::nbd::{CMD_FLAG_FUA, Client, Command, FLAG_SEND_FLUSH, FLAG_SEND_FUA};
+use ferroce_tests::nbd::{
+    CMD_FLAG_FUA, Client, Command, FLAG_SEND_FLUSH, FLAG_SEND_FUA, FLAG_SEND_TRIM, FLAG_SEND_WRITE_ZEROES,
+};
 use rand::{Rng as _, SeedableRng as _, rngs::StdRng};
 
 use crate::Error;
@@ -156,14 +158,21 @@ fn work(socket: &Path, steps: &[Step], left: &Left) -> Result<(), Error> {
         if under_way.len() == DEPTH || under_way.iter().any(meets) {
             answers(&mut client, &mut under_way)?;
         }
+        let can = |flag: u16| client.flags & flag != 0;
+        let mut data = step.data();
         let (command, flags) = match step.kind {
-            Kind::WriteFua if client.flags & FLAG_SEND_FUA != 0 => (Command::Write, CMD_FLAG_FUA),
+            Kind::Discard if !can(FLAG_SEND_TRIM) => continue,
+            Kind::Zeroes if !can(FLAG_SEND_WRITE_ZEROES) => {
+                data = vec![0; step.range.len()];
+                (Command::Write, 0)
+            }
+            Kind::WriteFua if can(FLAG_SEND_FUA) => (Command::Write, CMD_FLAG_FUA),
             Kind::Write | Kind::WriteFua => (Command::Write, 0),
             Kind::Zeroes => (Command::WriteZeroes, 0),
             Kind::Discard => (Command::Trim, 0),
         };
         let len = u32::try_from(step.range.len())?;
-        client.send(command, flags, step.range.start as u64, len, &step.data())?;
+        client.send(command, flags, step.range.start as u64, len, &data)?;
         under_way.push_back(&step.range);
     }
     answers(&mut client, &mut under_way)?;
