@@ -34,7 +34,7 @@ const BARE: &str = "\
     mount -t proc p $B/proc; mount -t sysfs s $B/sys; mount --rbind /dev $B/dev\n";
 
 const BEGIN: &str = "\
-    ulimit -l unlimited; echo $$ > /tmp/kit.pid; exec chroot /tmp/bare bash /kit/ferroce-peer.sh --device rxe0 $ADDRESS $PORT > /tmp/kit.out 2>&1 \
+    ulimit -l unlimited; echo $BASHPID > /tmp/kit.pid; exec chroot /tmp/bare bash /kit/ferroce-peer.sh --device rxe0 $ADDRESS $PORT > /tmp/kit.out 2>&1 \
     </dev/null";
 
 const ENDS: &str = "\
