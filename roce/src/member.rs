@@ -113,7 +113,7 @@ impl Member {
         tap: Option<&SharedTap>,
     ) -> Result<Vec<Opened>, VerbsError> {
         let [a, b, c, d, e, f, g, h, ..] = open::random()?;
-        let guid = u64::from_le_bytes([a, b, c, d, e, f, g, h]);
+        let guid = roce_cm::guid::keeping(u64::from_le_bytes([a, b, c, d, e, f, g, h]));
         let mut mem = None;
         let opened = loops.map(|(config, path, own, shard)| {
             let config = DeviceConfig {

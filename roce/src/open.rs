@@ -151,7 +151,7 @@ impl Parts {
         let seed = random()?;
         let guid = config
             .guid
-            .unwrap_or_else(|| u64::from_le_bytes(std::array::from_fn(|i| seed[i])));
+            .unwrap_or_else(|| roce_cm::guid::keeping(u64::from_le_bytes(std::array::from_fn(|i| seed[i]))));
         let caps = path.capabilities();
         let local = match config.addr.is_unspecified() {
             true => vec![],

@@ -13,6 +13,8 @@ pub enum Service {
     Cnp,
     /// Extended reliable connection (IBTA Annex A14).
     Xrc,
+    /// Opcodes that the specification leaves to manufacturers (IBTA table 38): ours, between peers that have said so.
+    Manufacturer,
 }
 
 /// What a packet does, whatever its place in the message.
@@ -38,6 +40,8 @@ pub enum Class {
     AtomicWrite,
     /// Congestion notification packet.
     Cnp,
+    /// What has arrived beyond a gap.
+    SelectiveAcknowledge,
 }
 
 /// A packet's place in its message.
@@ -98,6 +102,17 @@ pub struct OpcodeInfo {
     pub payload: bool,
     /// Bytes of BTH and extended headers (a CNP's 16 reserved bytes included).
     pub header_len: usize,
+}
+
+impl OpcodeInfo {
+    /// Whether a queue pair of this service takes such packets, as far as the service goes.
+    pub const fn is_of(&self, service: Service) -> bool {
+        let of = match self.service {
+            Service::Manufacturer => Service::Rc,
+            own => own,
+        };
+        of as u8 == service as u8
+    }
 }
 
 macro_rules! opcodes {
@@ -351,6 +366,9 @@ opcodes! {
     XrcFlush = 0xbc, "XRC Flush", Xrc, Flush, Only, [Xrceth, Feth, Reth], false;
     /// XRC ATOMIC WRITE.
     XrcAtomicWrite = 0xbd, "XRC Atomic Write", Xrc, AtomicWrite, Only, [Xrceth, Reth], true;
+    /// An acknowledgement of a reliable connection, with what has arrived beyond a gap as its payload: the expected PSN (32 bits,
+    /// big-endian), then 64-bit words (little-endian), a bit for each PSN, the lowest first, from the multiple of 64 before that one on.
+    SelectiveAck = 0xc0, "Selective Acknowledge (ferroce)", Manufacturer, SelectiveAcknowledge, Only, [Aeth], true;
 }
 
 impl Service {
@@ -362,6 +380,7 @@ impl Service {
             Self::Ud => 0x60,
             Self::Cnp => 0x80,
             Self::Xrc => 0xa0,
+            Self::Manufacturer => 0xc0,
         }
     }
 }

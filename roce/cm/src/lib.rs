@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 pub mod cma;
+pub mod guid;
 pub mod mad;
 mod manager;
 mod types;

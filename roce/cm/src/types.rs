@@ -328,6 +328,8 @@ pub struct RemoteQp {
     pub flow_control: bool,
     /// The peer's queue pair uses a shared receive queue.
     pub srq: bool,
+    /// The peer's adapter keeps packets beyond a gap and says which ([`guid`](crate::guid)).
+    pub keeps_packets: bool,
 }
 
 /// What a manager reports. Per connection the order is: on the active side `Reply` or `Rejected` or `Unreachable`;

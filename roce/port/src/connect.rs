@@ -1,6 +1,7 @@
 //! Connections: the connection manager's events turned into queue pair transitions, and the program's calls into both.
 
 use core::net::{IpAddr, SocketAddr};
+use std::collections::HashMap;
 
 use roce_bth::{Psn, Qpn, RnrTimer};
 use roce_cm::{
@@ -119,6 +120,39 @@ struct Ours {
     /// The first PSN that it expects.
     rq_psn: Psn,
     min_rnr_timer: RnrTimer,
+}
+
+/// A queue pair of a peer.
+type PeerQp = (IpAddr, Qpn);
+
+/// Queue pairs of peers that keep packets beyond a gap, for as long as their connections are known.
+#[derive(Debug, Default)]
+pub(crate) struct Keepers {
+    by_conn: HashMap<ConnId, PeerQp>,
+    all: HashMap<PeerQp, usize>,
+}
+
+impl Keepers {
+    pub(crate) fn has(&self, peer: PeerQp) -> bool {
+        self.all.contains_key(&peer)
+    }
+
+    fn insert(&mut self, conn: ConnId, peer: PeerQp) {
+        self.remove(conn);
+        self.by_conn.insert(conn, peer);
+        *self.all.entry(peer).or_default() += 1;
+    }
+
+    fn remove(&mut self, conn: ConnId) {
+        if let Some(peer) = self.by_conn.remove(&conn)
+            && let Some(count) = self.all.get_mut(&peer)
+        {
+            *count -= 1;
+            if *count == 0 {
+                self.all.remove(&peer);
+            }
+        }
+    }
 }
 
 pub(crate) fn cm_error(e: CmError) -> VerbsError {
@@ -270,6 +304,7 @@ impl Port {
         self.now = now;
         self.fail_conn(now, conn);
         self.raw_conns.remove(&conn);
+        self.keepers.remove(conn);
         self.cm.destroy(now, conn);
         if let Some(slot) = self.conns.remove(&conn).and_then(|c| self.qpns.get(c.qpn?)) {
             let entry = &mut *self.qps[slot];
@@ -315,6 +350,15 @@ impl Port {
 
     fn on_cm_event(&mut self, now: Instant, event: Event) {
         if let Some(event) = self.as_raw(&event) {
+            match &event {
+                PortCmEvent::Raw(Event::Request { conn, path, .. } | Event::Reply { conn, path, .. })
+                    if path.keeps_packets =>
+                {
+                    self.keepers.insert(*conn, (path.av.remote.to_canonical(), path.qpn));
+                }
+                PortCmEvent::Raw(Event::Disconnected { conn, .. }) => self.keepers.remove(*conn),
+                _ => {}
+            }
             self.cm_events.push_back(event);
             return;
         }
@@ -478,6 +522,10 @@ impl Port {
             ..ToRts::new(path.av, path.mtu, path.qpn)
         };
         self.modify_qp(now, qpn, &way.step(qp_type, QpState::Rtr))?;
+        if path.keeps_packets {
+            let slot = self.slot(qpn)?;
+            self.keep_packets(slot);
+        }
         self.modify_qp(now, qpn, &way.step(qp_type, QpState::Rts))
     }
 

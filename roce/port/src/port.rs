@@ -9,10 +9,10 @@ use std::{
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha12Rng;
 use roce_bth::{Psn, Qpn};
-use roce_cm::{ConnId, ListenId, Manager};
+use roce_cm::{ConnId, ListenId, Manager, guid};
 use roce_icrc::IdSolver;
 use roce_mem::MemoryTable;
-use roce_qp::{Ctx, QpConfig, QueuePair, WaitReason, Window};
+use roce_qp::{Ctx, KeptBudget, QpConfig, QueuePair, WaitReason, Window};
 use roce_verbs::{
     AddressVector, AsyncEvent, DeviceLimits, Instant, Mtu, PathMtus, QpAttr, QpCaps, QpState, QpType, RecvWr,
     SendRequest, SendWr, Target, provider::VerbsError, wr::PostError,
@@ -22,7 +22,7 @@ use slab::Slab;
 use crate::{
     batch::TxPath,
     config::{PortConfig, QpInit},
-    connect::{Conn, PortCmEvent},
+    connect::{Conn, Keepers, PortCmEvent},
     counters::PortCounters,
     mcast::Groups,
     peer::{PeerKey, Peers},
@@ -70,6 +70,10 @@ pub struct Port {
     pub(crate) timers: TimerHeap,
     pub(crate) cm: Manager,
     pub(crate) conns: HashMap<ConnId, Conn>,
+    /// Peers' queue pairs that keep packets beyond a gap, of connections whose own are the program's affair.
+    pub(crate) keepers: Keepers,
+    /// Memory for packets of ours.
+    pub(crate) kept: Arc<KeptBudget>,
     /// Listeners and connections whose queue pairs are the program's own affair.
     pub(crate) raw_listeners: HashSet<ListenId>,
     pub(crate) raw_conns: HashSet<ConnId>,
@@ -134,6 +138,8 @@ impl Port {
             timers: TimerHeap::default(),
             cm,
             conns: HashMap::new(),
+            keepers: Keepers::default(),
+            kept: Arc::default(),
             raw_listeners: HashSet::new(),
             raw_conns: HashSet::new(),
             groups: Groups::default(),
@@ -254,9 +260,25 @@ impl Port {
         }
         self.with_qp(now, slot, |qp, ctx| qp.modify(ctx, &attr))
             .map_err(|e| VerbsError::State(e.to_string()))?;
+        if attr.state == Some(QpState::Rtr) && self.raw_peer_keeps_packets(slot) {
+            self.keep_packets(slot);
+        }
         self.follow_path(slot);
         self.after_step(slot, 0);
         Ok(())
+    }
+
+    /// Whether the peer of a queue pair that a program connects itself has said that it keeps packets beyond a gap.
+    fn raw_peer_keeps_packets(&self, slot: usize) -> bool {
+        let remote = self.qps[slot].qp.remote();
+        remote.is_some_and(|(av, qpn)| self.keepers.has((av.remote.to_canonical(), qpn)))
+    }
+
+    /// The peer of a queue pair keeps packets beyond a gap; so does this one, if we say so.
+    pub(crate) fn keep_packets(&mut self, slot: usize) {
+        if guid::keeps_packets(self.config.cm.ca_guid) {
+            self.qps[slot].qp.keep_packets(&self.kept);
+        }
     }
 
     /// Whether paths from a local address (`None`: any) carry packets of this size.

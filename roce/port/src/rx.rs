@@ -182,7 +182,7 @@ impl Port {
         };
         let qp_type = self.qps[slot].qp.config().qp_type;
         let info = packet.header.bth.opcode.info();
-        if info.service != qp_type.service() && info.class != Class::Cnp {
+        if !info.is_of(qp_type.service()) && info.class != Class::Cnp {
             self.counters.drop_service += 1;
             return;
         }

@@ -82,7 +82,7 @@ impl QueuePair {
 
     /// Completes everything before `to`. Returns whether that worked and the queue pair goes on: a READ or atomic whose
     /// response is missing stands in the way, and is asked for again (an implied NAK, IBA 9.7.5.1.3).
-    fn acknowledge_up_to(&mut self, ctx: &mut Ctx<'_>, to: Seq) -> bool {
+    pub(crate) fn acknowledge_up_to(&mut self, ctx: &mut Ctx<'_>, to: Seq) -> bool {
         let limit = self.response_before(to).unwrap_or(to);
         self.advance(ctx, limit);
         if limit < to && self.is_sending() {
@@ -114,9 +114,14 @@ impl QueuePair {
         if to > from {
             let upto = to.min(next);
             let (mut weight, mut answered) = (0, 0);
+            let told = self.req.recovery.is_active();
             for wqe in self.sq.wqes.iter().take_while(|w| w.first < to) {
-                weight += wqe.cost(from, upto, self.mtu);
+                weight += if told { 0 } else { wqe.cost(from, upto, self.mtu) };
                 answered += wqe.answered(from, to);
+            }
+            if told {
+                weight = self.weight_before(upto);
+                self.req.recovery.acked(to);
             }
             self.req.una = to;
             self.req.next = next.max(to);
@@ -131,7 +136,7 @@ impl QueuePair {
     }
 
     /// Retries count from the last progress.
-    fn made_progress(&mut self, ctx: &mut Ctx<'_>) {
+    pub(crate) fn made_progress(&mut self, ctx: &mut Ctx<'_>) {
         let req = &mut self.req;
         req.retries_left = self.attr.retry_cnt.unwrap_or(0);
         req.rnr_left = self.attr.rnr_retry.unwrap_or(0);
@@ -241,7 +246,10 @@ impl QueuePair {
         if waiting || self.went_back_within(ctx, self.req.rtt.settle()) {
             return;
         }
-        self.go_back(ctx, Back::Gap);
+        match self.selective {
+            true => self.ask_again(ctx),
+            false => self.go_back(ctx, Back::Gap),
+        }
     }
 
     fn went_back_within(&self, ctx: &Ctx<'_>, time: core::time::Duration) -> bool {

@@ -50,6 +50,8 @@ counters! {
     spurious_timeouts,
     /// Newest packets sent once more after a silence, to learn whether something was lost.
     tail_probes,
+    /// Acknowledgements received that say what has arrived beyond a gap.
+    selective_acks,
     /// NAKs sent for any other reason than a gap or a missing receive.
     naks_sent,
     /// NAKs received for any other reason than a gap or a missing receive.

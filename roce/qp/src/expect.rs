@@ -20,6 +20,11 @@ impl QueuePair {
         let bth = &packet.header.bth;
         match bth.opcode.info().class {
             Class::Cnp => false,
+            Class::SelectiveAcknowledge => {
+                // It may acknowledge nothing more than was acknowledged before.
+                let seq = self.req.una.nearest(bth.psn);
+                self.is_sending() && self.req.una.prev() <= seq && seq < self.req.top
+            }
             Class::Acknowledge | Class::ReadResponse | Class::AtomicAcknowledge => {
                 let seq = self.req.una.nearest(bth.psn);
                 self.is_sending() && self.req.una <= seq && seq < self.req.top

@@ -6,9 +6,12 @@ use roce_verbs::{
     QpType, Qpn, RecvWr, Selectivity, SendFlags, SendOp, SendWr, SrqType, Target, WcStatus, legal, wr::PostError,
 };
 
+use std::sync::Arc;
+
 use crate::{
     cq::CompletionQueue,
     ctx::{CreateError, Ctx, ModifyError, QpConfig},
+    kept::{KeptBudget, KeptPackets},
     recvq::RecvQueue,
     requester::Requester,
     responder::Responder,
@@ -48,6 +51,8 @@ pub struct QueuePair {
     pub(crate) resp: Responder,
     /// A completion was lost: the queue pair can't go on.
     pub(crate) overflowed: bool,
+    /// Both sides keep packets beyond a gap and say which.
+    pub(crate) selective: bool,
 }
 
 impl QueuePair {
@@ -82,7 +87,15 @@ impl QueuePair {
             rq: RecvQueue::default(),
             resp: Responder::new(first),
             overflowed: false,
+            selective: false,
         })
+    }
+
+    /// The peer keeps packets beyond a gap and understands what says so (the connection manager's exchange has told): so do we from now
+    /// on, in this memory. To be called in RTR; of reliable connections.
+    pub fn keep_packets(&mut self, budget: &Arc<KeptBudget>) {
+        self.selective = self.config.qp_type == QpType::Rc && self.state == QpState::Rtr;
+        self.resp.kept = self.selective.then(|| Box::new(KeptPackets::new(budget.clone())));
     }
 
     /// Its number.
@@ -151,6 +164,7 @@ impl QueuePair {
                 self.enter_error(ctx);
             }
             (_, QpState::Rtr) => {
+                self.selective = false;
                 self.resp = Responder::new(Seq::start(self.attr.rq_psn.unwrap_or_default()));
                 self.state = to;
             }
@@ -247,6 +261,7 @@ impl QueuePair {
         if !self.resp.closing {
             self.resp.replies.clear();
         }
+        self.resp.kept = None;
         self.flush_sends(ctx);
         self.flush_receives(ctx);
         self.overflowed = false;
@@ -466,6 +481,7 @@ impl QueuePair {
             Class::Acknowledge | Class::ReadResponse | Class::AtomicAcknowledge
         );
         match (self.config.qp_type, is_response) {
+            (QpType::Rc, _) if info.class == Class::SelectiveAcknowledge => self.handle_selective_ack(ctx, packet),
             _ if info.service != self.service => ctx.counters.dropped_opcode += 1,
             (QpType::Rc | QpType::XrcIni, true) => self.handle_response(ctx, packet),
             (QpType::Rc | QpType::XrcTgt, false) => self.handle_request(ctx, packet),

@@ -16,6 +16,8 @@ use crate::{
     tx::{Step, TxKind, TxSink},
 };
 
+/// Bytes of the expected PSN in a selective acknowledgement.
+pub(crate) const EXPECTED_LEN: usize = 4;
 /// Packets since the last acknowledgement: the next one that is asked for does not wait.
 const HELD_PACKETS: u64 = 8;
 
@@ -261,14 +263,13 @@ impl QueuePair {
         } else {
             self.resp.msn
         };
-        let opcode = self.wire(Opcode::RcAcknowledge);
-        let mut header = Header::new(Bth::new(opcode, self.peer, seq.psn()));
-        header.aeth = Some(Aeth { syndrome, msn });
-        let Some(out) = tx.reserve(TxKind::Ack, header.wire_len()) else {
-            return Step::Full;
+        let sent = match (syndrome, &self.resp.kept) {
+            (Syndrome::Ack(_), Some(kept)) if !kept.is_empty() => self.emit_selective(seq, Aeth { syndrome, msn }, tx),
+            _ => self.emit_ack(seq, Aeth { syndrome, msn }, tx),
         };
-        header.emit(out);
-        tx.commit();
+        if !sent {
+            return Step::Full;
+        }
         self.resp.replies.ack = AckDue::No;
         self.resp.replies.held_until = None;
         self.resp.replies.acked = self.resp.replies.executed.0;
@@ -277,6 +278,43 @@ impl QueuePair {
             self.resp.replies.clear();
         }
         Step::Sent
+    }
+
+    /// `false`: there is no room.
+    fn emit_ack(&self, seq: Seq, aeth: Aeth, tx: &mut impl TxSink) -> bool {
+        let opcode = self.wire(Opcode::RcAcknowledge);
+        let mut header = Header::new(Bth::new(opcode, self.peer, seq.psn()));
+        header.aeth = Some(aeth);
+        let Some(out) = tx.reserve(TxKind::Ack, header.wire_len()) else {
+            return false;
+        };
+        header.emit(out);
+        tx.commit();
+        true
+    }
+
+    /// An acknowledgement that says what has arrived beyond a gap ([`Opcode::SelectiveAck`]). `false`: there is no room.
+    fn emit_selective(&self, seq: Seq, aeth: Aeth, tx: &mut impl TxSink) -> bool {
+        let expected = self.resp.expected;
+        let bits = self
+            .resp
+            .kept
+            .as_ref()
+            .and_then(|kept| kept.bitmap(self.mtu - EXPECTED_LEN));
+        let (_, words) = bits.unwrap_or((expected, &[]));
+        let mut header = Header::new(Bth::new(Opcode::SelectiveAck, self.peer, seq.psn()));
+        header.aeth = Some(aeth);
+        let head = header.wire_len();
+        let Some(out) = tx.reserve(TxKind::Ack, head + EXPECTED_LEN + size_of_val(words)) else {
+            return false;
+        };
+        header.emit(out);
+        out[head..head + EXPECTED_LEN].copy_from_slice(&expected.psn().value().to_be_bytes());
+        for (out, word) in out[head + EXPECTED_LEN..].chunks_exact_mut(size_of::<u64>()).zip(words) {
+            out.copy_from_slice(&word.to_le_bytes());
+        }
+        tx.commit();
+        true
     }
 
     /// Sends one READ response or atomic result.

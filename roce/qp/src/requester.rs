@@ -7,7 +7,9 @@ use roce_verbs::{AccessFlags, Instant, QpState, QpType, RemoteAddr, SendFlags, S
 
 use crate::{
     ctx::{Ctx, WaitReason},
+    kept::reach,
     qp::QueuePair,
+    recovery::{Change, Recovery},
     sendq::{Data, Kind, PACKET_OVERHEAD, Progress, SendWqe, resolve},
     seq::{MAX_OUTSTANDING, Seq},
     timers::{Rtt, Timers, attribute},
@@ -48,7 +50,7 @@ pub(crate) struct Requester {
     pub(crate) timers: Timers,
     pub(crate) rtt: Rtt,
     /// A packet whose round trip is being measured: done when `una` reaches the number.
-    sample: Option<(Seq, Instant)>,
+    pub(crate) sample: Option<(Seq, Instant)>,
     /// Where and when the requester went back last.
     pub(crate) went_back: Option<(Seq, Instant)>,
     /// A packet shall be sent once more, see [`QueuePair::transmit_probe`].
@@ -61,7 +63,7 @@ pub(crate) struct Requester {
     /// Responses behind a gap were dropped since everything from there was asked for again: they don't come again.
     pub(crate) skipped: bool,
     /// The silence before was a timeout.
-    timed_out: bool,
+    pub(crate) timed_out: bool,
     /// READs were asked for again in pieces, so that responses may end anywhere.
     pub(crate) read_in_pieces: bool,
     /// The last attempt to send found the window closed.
@@ -70,6 +72,12 @@ pub(crate) struct Requester {
     pub(crate) drained: bool,
     /// Packets without acknowledgement wait for this.
     paced_until: Option<Instant>,
+    /// What has become of packets in flight, towards a peer that tells.
+    pub(crate) recovery: Recovery,
+    /// When the newest packet was sent once more, to be told of all before it.
+    pub(crate) asked_all: Option<Instant>,
+    /// Memory for what [`Recovery`] changes.
+    pub(crate) changes: Vec<Change>,
 }
 
 /// Why the requester goes back.
@@ -110,7 +118,18 @@ impl Requester {
             window_closed: false,
             drained: false,
             paced_until: None,
+            recovery: Recovery::default(),
+            asked_all: None,
+            changes: Vec::new(),
         }
+    }
+
+    pub(crate) fn forget_probe(&mut self) {
+        self.probe_due = false;
+    }
+
+    pub(crate) fn note_window_closed(&mut self) {
+        self.window_closed = true;
     }
 
     /// The round trip that reaching `una` completes, if one was being measured.
@@ -127,7 +146,7 @@ impl Requester {
 }
 
 /// Why a packet was not built.
-enum Unsent {
+pub(crate) enum Unsent {
     Full,
     Fault(WcStatus),
 }
@@ -147,6 +166,10 @@ impl QueuePair {
                 false => WaitReason::Empty,
             });
         };
+        // What is further away the peer would not keep.
+        if self.req.recovery.is_active() && self.req.next.since(self.req.una) >= reach(self.mtu) {
+            return Err(WaitReason::Psn);
+        }
         match wqe.progress {
             Progress::Failed(_) => Err(WaitReason::Local),
             Progress::Executed => Ok(()),
@@ -206,6 +229,11 @@ impl QueuePair {
     pub(crate) fn transmit_request(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Step {
         self.req.window_closed = false;
         self.req.paced_until = None;
+        if self.selective
+            && let Some(step) = self.transmit_lost(ctx, tx)
+        {
+            return step;
+        }
         loop {
             if self.gate().is_err() {
                 return Step::Idle;
@@ -292,7 +320,7 @@ impl QueuePair {
 
     /// Whether the window has room. A queue pair may always have one packet in flight. What a READ asks for may go
     /// beyond the window, by one request at a time: else it would wait for ever while others send.
-    fn fits(&self, ctx: &Ctx<'_>, kind: Kind, cost: usize) -> bool {
+    pub(crate) fn fits(&self, ctx: &Ctx<'_>, kind: Kind, cost: usize) -> bool {
         let room = ctx.window.available();
         let packet = self.mtu + PACKET_OVERHEAD;
         let alone = self.req.in_flight == 0 && cost <= packet;
@@ -310,7 +338,7 @@ impl QueuePair {
 
     /// How far a READ request from `seq` on asks. As long as no response has come, the peer may never have seen the
     /// request: then it must be repeated as it was.
-    fn read_end(&self, ctx: &Ctx<'_>, wqe: &SendWqe, seq: Seq) -> Seq {
+    pub(crate) fn read_end(&self, ctx: &Ctx<'_>, wqe: &SendWqe, seq: Seq) -> Seq {
         let end = wqe.request_end(seq);
         if seq == wqe.request_start(seq) {
             return end;
@@ -388,7 +416,7 @@ impl QueuePair {
     }
 
     /// Builds the request packet for the PSNs `seq..to` of the work request at an index.
-    fn emit_request(
+    pub(crate) fn emit_request(
         &self,
         index: usize,
         seq: Seq,
@@ -477,6 +505,7 @@ impl QueuePair {
                 let read = wqe.kind() == Kind::Read;
                 self.req.read_in_pieces |= read && to < wqe.request_end(from);
                 self.req.probed = read.then_some(to);
+                self.req.asked_all = (!read).then_some(ctx.now);
             }
         }
         Step::Sent
@@ -497,6 +526,9 @@ impl QueuePair {
 
     /// Starts over from the oldest unacknowledged PSN.
     pub(crate) fn go_back(&mut self, ctx: &mut Ctx<'_>, why: Back) {
+        if self.selective {
+            return self.go_on(ctx, why);
+        }
         ctx.counters.completer_retry_err += u64::from(why != Back::Rnr);
         let weight = core::mem::take(&mut self.req.in_flight);
         let silent = matches!(why, Back::Silence | Back::Timeout);
@@ -643,6 +675,9 @@ impl QueuePair {
             return;
         };
         let timed_out = core::mem::take(&mut self.req.timed_out);
+        if self.selective {
+            return;
+        }
         if acknowledged <= resent {
             return;
         }

@@ -10,6 +10,7 @@ use roce_verbs::{AccessFlags, AsyncEvent, Completion, QpState, RKey, WcFlags, Wc
 
 use crate::{
     ctx::Ctx,
+    kept::KeptPackets,
     qp::QueuePair,
     recvq::{ActiveRecv, RecvQueue},
     replies::{AckDue, ReadReply, Replies, Resource, Work},
@@ -59,6 +60,8 @@ pub(crate) struct Responder {
     /// In error, with a refusal still to be sent.
     pub(crate) closing: bool,
     pub(crate) replies: Replies,
+    /// Packets beyond a gap, if the peer knows what to make of that.
+    pub(crate) kept: Option<Box<KeptPackets>>,
 }
 
 impl Responder {
@@ -74,6 +77,7 @@ impl Responder {
             established: false,
             closing: false,
             replies: Replies::new(first),
+            kept: None,
         }
     }
 }
@@ -173,22 +177,73 @@ impl QueuePair {
         }
         let Some(seq) = self.chk_psn(ctx, packet) else { return };
         self.note_established(ctx);
-        let done = self
-            .chk_op_seq(packet)
-            .and_then(|()| self.chk_shared_queue(packet))
-            .and_then(|()| self.chk_op_valid(packet))
-            .and_then(|()| self.chk_resource(ctx, packet))
-            .and_then(|()| self.chk_length(packet))
-            .and_then(|()| self.chk_rkey(ctx, packet))
-            .and_then(|()| self.execute(ctx, seq, packet));
-        match done {
-            Ok(()) => {
-                self.complete(ctx, packet);
-                self.acknowledge(ctx, packet);
-            }
+        match self.process(ctx, seq, packet) {
+            Ok(()) => self.process_kept(ctx),
             Err(refusal) => self.refuse(ctx, seq, refusal),
         }
         self.settle(ctx);
+    }
+
+    /// The stages from CHK_OP_SEQ to ACKNOWLEDGE, of the expected packet.
+    fn process(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<(), Refusal> {
+        self.chk_op_seq(packet)?;
+        self.chk_shared_queue(packet)?;
+        self.chk_op_valid(packet)?;
+        self.chk_resource(ctx, packet)?;
+        self.chk_length(packet)?;
+        self.chk_rkey(ctx, packet)?;
+        self.execute(ctx, seq, packet)?;
+        self.complete(ctx, packet);
+        self.acknowledge(ctx, packet);
+        Ok(())
+    }
+
+    /// Goes on with what was kept, if the packet that has just been executed was what it waited for.
+    fn process_kept(&mut self, ctx: &mut Ctx<'_>) {
+        if self.resp.kept.as_ref().is_none_or(|kept| kept.is_empty()) {
+            return;
+        }
+        loop {
+            let expected = self.resp.expected;
+            let takes = self.takes_requests();
+            let Some(all) = self.resp.kept.as_mut().filter(|_| takes) else {
+                return;
+            };
+            let Some(kept) = all.take(expected) else { break };
+            match self.process(ctx, expected, &kept.packet()) {
+                Ok(()) => {}
+                Err(refusal) => {
+                    if let Some(all) = self.resp.kept.as_mut().filter(|_| refusal == Refusal::NoReceive) {
+                        all.put_back(expected, kept);
+                    }
+                    self.refuse(ctx, expected, refusal);
+                    break;
+                }
+            }
+        }
+        let expected = self.resp.expected;
+        if let Some(kept) = &mut self.resp.kept {
+            kept.advance(expected);
+        }
+        // The peer waits for the word that the gap is closed, and where the next one is.
+        if !matches!(self.resp.replies.ack, AckDue::Refuse(..)) {
+            self.resp.replies.ack_due(ctx, Duration::ZERO);
+        }
+    }
+
+    /// Keeps a packet beyond a gap, and tells the peer, which sends what is missing. `false`: the peer knows nothing of that.
+    fn keep(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> bool {
+        let (expected, mtu) = (self.resp.expected, self.mtu);
+        let Some(kept) = &mut self.resp.kept else { return false };
+        match kept.keep(expected, seq, packet, mtu) {
+            true => ctx.counters.out_of_seq_request += 1,
+            false => ctx.counters.dropped_requests += 1,
+        }
+        // A refusal that is due is about the packet that is expected, and says that it was not executed.
+        if !kept.is_empty() && !matches!(self.resp.replies.ack, AckDue::Refuse(..)) {
+            self.resp.replies.say_at_once(AckDue::Ack);
+        }
+        true
     }
 
     /// Whether the state takes requests.
@@ -223,6 +278,7 @@ impl QueuePair {
                 }
                 Some(seq)
             }
+            Ordering::Greater if self.keep(ctx, seq, packet) => None,
             Ordering::Greater => {
                 if self.resp.reported || seq.since(expected) > MAX_GAP {
                     ctx.counters.dropped_requests += 1;
@@ -626,6 +682,8 @@ impl QueuePair {
     /// done again, an atomic gets its saved result.
     fn duplicate(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) {
         match packet.header.bth.opcode.info().class {
+            // It knows better than to wait for the acknowledgement of just that.
+            Class::Send | Class::Write if self.resp.kept.is_some() => self.resp.replies.ack_due(ctx, Duration::ZERO),
             Class::Send | Class::Write => self.resp.replies.ack_again(ctx, seq),
             Class::ReadRequest => self.duplicate_read(ctx, seq, packet),
             class @ (Class::Atomic | Class::AtomicWrite | Class::Flush) => {

@@ -32,6 +32,11 @@ impl Seq {
         Self(self.0 + n)
     }
 
+    /// The greatest multiple of `n`, a power of two that divides the circle, that is not greater.
+    pub(crate) const fn round_down(self, n: u64) -> Self {
+        Self(self.0 - self.0 % n)
+    }
+
     pub(crate) const fn prev(self) -> Self {
         Self(self.0 - 1)
     }

@@ -40,6 +40,8 @@ pub(crate) struct HostPlan {
     pub(crate) ack_hold: Duration,
     /// Its connection manager has low limits.
     pub(crate) tight: bool,
+    /// Keeps packets beyond a gap, and says so; else it is as hardware and rdma_rxe are.
+    pub(crate) keeps: bool,
 }
 
 /// What a connection is like.
@@ -152,6 +154,7 @@ pub(crate) fn host(i: usize, v6: bool, dice: &mut Dice) -> HostPlan {
         turn_packets: dice.pick(&[1, 4, 16, 64]),
         ack_hold: Duration::ZERO,
         tight: false,
+        keeps: dice.chance(0.7),
     }
 }
 

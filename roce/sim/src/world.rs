@@ -202,8 +202,9 @@ pub(crate) struct World {
 }
 
 /// The GUID of a host's adapter in one of its lives.
-pub(crate) fn guid_of(host: usize, boot: u32) -> u64 {
-    0x0200_0000_0000_0000 | (host as u64) << 32 | u64::from(boot)
+pub(crate) fn guid_of(host: usize, boot: u32, keeps: bool) -> u64 {
+    let guid = 0x0200_0000_0000_0000 | (host as u64) << 24 | u64::from(boot);
+    if keeps { roce_cm::guid::keeping(guid) } else { guid }
 }
 
 fn make_port(
@@ -212,7 +213,7 @@ fn make_port(
     boot: u32,
     dice: &mut Dice,
 ) -> (Port, CmConfig, Arc<MemoryTable>, PdHandle) {
-    let mut config = PortConfig::new(vec![plan.addr], plan.mtu, guid_of(index, boot));
+    let mut config = PortConfig::new(vec![plan.addr], plan.mtu, guid_of(index, boot, plan.keeps));
     config.window = plan.window;
     config.turn_packets = plan.turn_packets;
     config.ack_hold = plan.ack_hold;

@@ -354,6 +354,7 @@ fn path() -> RemoteQp {
         rnr_retry: 5,
         transport: ConnTransport::Rc,
         flow_control: true,
+        keeps_packets: false,
         srq: false,
     }
 }

@@ -20,7 +20,8 @@ pub(crate) struct Row {
 
 pub(crate) fn table() -> Vec<Row> {
     use Class::{
-        Acknowledge, Atomic, AtomicAcknowledge, AtomicWrite, Cnp, Flush, ReadRequest, ReadResponse, Send, Write,
+        Acknowledge, Atomic, AtomicAcknowledge, AtomicWrite, Cnp, Flush, ReadRequest, ReadResponse,
+        SelectiveAcknowledge, Send, Write,
     };
     use Position::{First, Last, Middle, Only};
     let connected = [
@@ -84,6 +85,8 @@ pub(crate) fn table() -> Vec<Row> {
         (0x64, Send, Only, "d", true),
         (0x65, Send, Only, "di", true),
         (0x81, Cnp, Only, "n", false),
+        // Of those that the specification leaves to manufacturers, ours.
+        (0xc0, SelectiveAcknowledge, Only, "a", true),
     ];
     let unreliable =
         connected.map(|(code, class, position, headers, payload)| (code | 0x20, class, position, headers, payload));
@@ -109,6 +112,7 @@ pub(crate) fn service(code: u8) -> Service {
         1 => Service::Uc,
         3 => Service::Ud,
         5 => Service::Xrc,
+        6 => Service::Manufacturer,
         _ => Service::Cnp,
     }
 }

@@ -13,6 +13,7 @@ use super::{
     validation::Cause,
 };
 use crate::{
+    guid,
     mad::{Attribute, MAD_LEN, Mad, Rej, Rep, Subject},
     types::{ConnId, DropReason, Event, RemoteQp},
 };
@@ -383,6 +384,7 @@ impl Manager {
             transport: c.offer.transport,
             flow_control: rep.flow_control,
             srq: rep.srq,
+            keeps_packets: guid::keeps_packets(rep.local_ca_guid),
         };
         c.remote_id = Some(rep.local_comm_id);
         c.remote_guid = rep.local_ca_guid;

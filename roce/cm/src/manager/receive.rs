@@ -16,6 +16,7 @@ use super::{
 };
 use crate::{
     cma::{CmaHeader, HEADER_LEN, ServiceId},
+    guid,
     mad::{Attribute, Dreq, Gid, Mad, MadError, Message, Mra, Rej, Rep, Req, Rtu, Subject, Transport},
     types::{ConnId, ConnTransport, DropReason, Event, ListenId, RemoteQp},
 };
@@ -307,6 +308,7 @@ impl Manager {
             transport,
             flow_control: req.flow_control,
             srq: req.srq,
+            keeps_packets: guid::keeps_packets(req.local_ca_guid),
         };
         // A service ID of a port space ends with the port.
         let port = req.service_id as u16;

@@ -241,7 +241,7 @@ impl World {
         let host = self.hosts.iter().position(|h| h.plan.addr == addr);
         Place {
             addr,
-            guid: host.map_or(0, |h| guid_of(h, self.hosts[h].boot)),
+            guid: host.map_or(0, |h| guid_of(h, self.hosts[h].boot, self.hosts[h].plan.keeps)),
             datagram_qpns: host.map_or(Vec::new(), |h| self.datagram_qpns(h)),
             connected: host.map_or(Vec::new(), |h| self.connected(blind, h)),
         }

@@ -48,6 +48,7 @@ pub(crate) fn address(addr: IpAddr, network: usize) -> IpAddr {
 }
 
 fn fabric(plan: &HostPlan, addrs: &[IpAddr], keys: FabricConfig, guid: u64, dice: &mut Dice) -> Fabric<Single> {
+    let guid = if plan.keeps { roce_cm::guid::keeping(guid) } else { guid };
     let mut config = PortConfig::new(addrs.to_vec(), plan.mtu, guid);
     config.window = plan.window;
     config.turn_packets = plan.turn_packets;
@@ -60,7 +61,7 @@ fn fabric(plan: &HostPlan, addrs: &[IpAddr], keys: FabricConfig, guid: u64, dice
 
 impl Node {
     fn guid(index: usize, boot: u32) -> u64 {
-        0x0200_0000_0000_0000 | (index as u64) << 32 | u64::from(boot)
+        0x0200_0000_0000_0000 | (index as u64) << 24 | u64::from(boot)
     }
     /// When the port, or its lag, wants a turn.
     pub(crate) fn next_timeout(&mut self) -> Option<Instant> {

@@ -1,0 +1,317 @@
+//! The requester towards a peer that keeps packets beyond a gap: what is missing is sent again, and nothing else.
+
+use roce_bth::{Packet, Psn};
+use roce_verbs::{QpState, WcStatus};
+
+use crate::{
+    ctx::Ctx,
+    qp::QueuePair,
+    recovery::{Change, Mark},
+    replies::EXPECTED_LEN,
+    requester::{Back, Unsent},
+    sendq::{Kind, Progress},
+    seq::Seq,
+    tx::{Step, TxKind, TxSink},
+};
+
+/// Bits of a word of the bitmap.
+const WORD: u64 = 64;
+
+/// What a selective acknowledgement says has arrived: all before a number, and beyond that those with a bit.
+struct Arrivals<'a> {
+    expected: Seq,
+    base: Seq,
+    words: &'a [u8],
+}
+
+impl<'a> Arrivals<'a> {
+    fn parse(una: Seq, payload: &'a [u8]) -> Option<Self> {
+        let (psn, words) = payload.split_first_chunk::<EXPECTED_LEN>()?;
+        let expected = una.nearest(Psn::new(u32::from_be_bytes(*psn) & 0x00ff_ffff));
+        Some(Self {
+            expected,
+            base: expected.round_down(WORD),
+            words,
+        })
+    }
+
+    /// One past the last number with a bit.
+    fn end(&self) -> Seq {
+        self.base.plus(self.words.len() as u64 * 8).max(self.expected)
+    }
+
+    fn has(&self, seq: Seq) -> bool {
+        // Little-endian words: the bits of the bytes in a row.
+        let bit = seq.since(self.base);
+        let byte = self.words.get((bit / 8) as usize).copied().unwrap_or(0);
+        // What is expected may be there, but waits for a receive: it is to be sent again.
+        seq > self.expected && byte >> (bit % 8) & 1 == 1
+    }
+}
+
+impl QueuePair {
+    /// Takes an acknowledgement that says what has arrived beyond a gap.
+    pub(crate) fn handle_selective_ack(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
+        if !self.is_sending() {
+            ctx.counters.dropped_state += 1;
+            return;
+        }
+        let una = self.req.una;
+        let acked = una.nearest(packet.header.bth.psn);
+        let Some(told) = Arrivals::parse(una, packet.payload).filter(|told| told.expected <= self.req.top) else {
+            ctx.counters.dropped_responses += 1;
+            return;
+        };
+        if acked >= self.req.top || una >= self.req.next {
+            ctx.counters.dropped_responses += 1;
+            return;
+        }
+        self.resp.established = true;
+        ctx.counters.selective_acks += 1;
+        if acked >= una {
+            self.acknowledge_up_to(ctx, acked.plus(1));
+            if !self.is_sending() {
+                return;
+            }
+        }
+        // Else the sides have not heard the same of each other: what has been acknowledged is all that counts.
+        if self.selective {
+            self.note_arrivals(ctx, &told);
+        }
+    }
+
+    fn note_arrivals(&mut self, ctx: &mut Ctx<'_>, told: &Arrivals<'_>) {
+        let least = self.req.rtt.least();
+        let probed = self.req.asked_all.filter(|at| ctx.now.saturating_since(*at) >= least);
+        let sure = probed.is_some();
+        if sure {
+            self.req.asked_all = None;
+        }
+        let outstanding = (self.req.una, self.req.next);
+        let mut changes = core::mem::take(&mut self.req.changes);
+        self.req.recovery.told(
+            outstanding,
+            (told.expected, told.end()),
+            |seq| told.has(seq),
+            sure,
+            |c| {
+                changes.push(c);
+            },
+        );
+        let arrived = changes.iter().any(|c| c.to == Mark::Arrived);
+        self.take_selective_sample(ctx, &changes);
+        if self.req.timed_out && changes.iter().any(|c| (c.from, c.to) == (Mark::Lost, Mark::Arrived)) {
+            self.req.timed_out = false;
+            ctx.counters.spurious_timeouts += 1;
+            ctx.window.on_spurious_timeout();
+        }
+        self.book(ctx, &changes, true);
+        changes.clear();
+        self.req.changes = changes;
+        if arrived {
+            // What the oldest packet waits for is another matter: RNR pauses and their count stay as they are.
+            self.req.retries_left = self.attr.retry_cnt.unwrap_or(0);
+            self.req.timers.base = ctx.now;
+            self.req.timers.interval = ctx.now;
+            self.req.timers.backoff = 0;
+        }
+        // Something has come back.
+        self.req.cautious = None;
+    }
+
+    /// The round trip of a packet beyond the gap.
+    fn take_selective_sample(&mut self, ctx: &mut Ctx<'_>, changes: &[Change]) {
+        let Some((seq, sent)) = self.req.sample else { return };
+        let Some(change) = changes.iter().find(|c| c.seq.plus(1) == seq) else {
+            return;
+        };
+        self.req.sample = None;
+        if (change.from, change.to) == (Mark::Flying, Mark::Arrived) {
+            let rtt = ctx.now.saturating_since(sent);
+            self.req.rtt.sample(rtt);
+            ctx.window.on_acked(ctx.now, 0, Some(rtt));
+        }
+    }
+
+    /// Index of the work request that a number belongs to.
+    fn index_of(&self, seq: Seq) -> Option<usize> {
+        let index = self.sq.wqes.partition_point(|w| w.end() <= seq);
+        self.sq.wqes.get(index).filter(|w| w.first <= seq)?;
+        Some(index)
+    }
+
+    /// What a packet weighs, and whether its answer counts as in flight when it has arrived.
+    fn weigh(&self, seq: Seq) -> (usize, bool) {
+        let Some(index) = self.index_of(seq) else {
+            return (0, false);
+        };
+        let wqe = &self.sq.wqes[index];
+        (wqe.cost(seq, seq.plus(1), self.mtu), wqe.has_response())
+    }
+
+    /// What of `una..to` is counted as in flight.
+    pub(crate) fn weight_before(&self, to: Seq) -> usize {
+        let (mut seq, mut weight) = (self.req.una, 0);
+        while seq < to {
+            let (cost, answered) = self.weigh(seq);
+            if counts(self.req.recovery.mark(seq), answered) {
+                weight += cost;
+            }
+            seq = seq.plus(1);
+        }
+        weight
+    }
+
+    /// Books what has become of packets. `heed`: what is lost tells of the path.
+    fn book(&mut self, ctx: &mut Ctx<'_>, changes: &[Change], heed: bool) {
+        let (mut acked, mut lost, mut back) = (0, 0, 0);
+        for change in changes {
+            let (cost, answered) = self.weigh(change.seq);
+            match (counts(change.from, answered), counts(change.to, answered)) {
+                (true, false) if change.to == Mark::Arrived => acked += cost,
+                (true, false) => lost += cost,
+                (false, true) => back += cost,
+                _ => {}
+            }
+        }
+        self.req.in_flight = (self.req.in_flight + back).saturating_sub(acked + lost);
+        ctx.window.on_sent(back);
+        if acked > 0 {
+            ctx.window.on_acked(ctx.now, acked, None);
+        }
+        match lost {
+            0 => {}
+            _ if heed => ctx.window.on_loss(ctx.now, lost),
+            _ => ctx.window.forget(lost),
+        }
+    }
+
+    /// What [`QueuePair::go_back`] is towards such a peer.
+    pub(crate) fn go_on(&mut self, ctx: &mut Ctx<'_>, why: Back) {
+        ctx.counters.completer_retry_err += u64::from(why != Back::Rnr);
+        let (una, next) = (self.req.una, self.req.next);
+        let mut changes = core::mem::take(&mut self.req.changes);
+        match why {
+            // Whatever has been heard of it: it was not executed.
+            Back::Rnr | Back::Gap => self.req.recovery.lose(una, una, |c| changes.push(c)),
+            Back::Silence | Back::Timeout => self.lose(una, next, &mut changes),
+        }
+        self.book(ctx, &changes, why == Back::Gap);
+        changes.clear();
+        self.req.changes = changes;
+        if why == Back::Timeout {
+            ctx.window.on_timeout(ctx.now);
+        }
+        let req = &mut self.req;
+        if matches!(why, Back::Silence | Back::Timeout) {
+            req.cautious = Some(next);
+            req.timed_out |= why == Back::Timeout;
+        }
+        req.sample = None;
+        req.asked_all = None;
+        req.forget_probe();
+        req.timers.base = ctx.now;
+    }
+
+    /// Has the rest of the READ (or the atomic) that the oldest number belongs to sent again: its answer is missing.
+    pub(crate) fn ask_again(&mut self, ctx: &mut Ctx<'_>) {
+        let una = self.req.una;
+        let Some(index) = self.index_of(una) else { return };
+        let end = self.sq.wqes[index].request_end(una).min(self.req.next);
+        let mut changes = core::mem::take(&mut self.req.changes);
+        self.lose(una, end, &mut changes);
+        self.book(ctx, &changes, true);
+        changes.clear();
+        self.req.changes = changes;
+        self.req.went_back = Some((una, ctx.now));
+        self.req.sample = None;
+        self.req.timers.base = ctx.now;
+    }
+
+    /// Takes packets for lost that are in flight, and requests whose answers are.
+    fn lose(&mut self, from: Seq, to: Seq, changes: &mut Vec<Change>) {
+        let una = self.req.una;
+        let mut seq = from;
+        while seq < to {
+            let (_, answered) = self.weigh(seq);
+            if counts(self.req.recovery.mark(seq), answered) {
+                self.req.recovery.lose(una, seq, |c| changes.push(c));
+            }
+            seq = seq.plus(1);
+        }
+    }
+
+    /// Sends one packet that is missing at the peer. `None`: there is none.
+    pub(crate) fn transmit_lost(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Option<Step> {
+        let open = matches!(self.state, QpState::Rts | QpState::Sqd) && self.req.timers.rnr_until.is_none();
+        let (index, seq, to) = self.lost_request(ctx).filter(|_| open)?;
+        if self.req.cautious.is_some() && self.req.in_flight > 0 {
+            return Some(Step::Idle);
+        }
+        let wqe = &self.sq.wqes[index];
+        let (kind, cost) = (wqe.kind(), wqe.cost(seq, to, self.mtu));
+        if !self.fits(ctx, kind, cost) {
+            self.req.note_window_closed();
+            return Some(Step::Blocked);
+        }
+        match self.emit_request(index, seq, to, true, TxKind::Retransmission, tx) {
+            Err(Unsent::Full) => return Some(Step::Full),
+            Err(Unsent::Fault(status)) => {
+                self.fail_lost(ctx, index, seq, status);
+                return Some(Step::Sent);
+            }
+            Ok(()) => {}
+        }
+        ctx.counters.retransmits += 1;
+        self.req.read_in_pieces |= kind == Kind::Read && to < self.sq.wqes[index].request_end(seq);
+        if self.req.in_flight == 0 {
+            self.req.timers.base = ctx.now;
+        }
+        let next = self.req.next;
+        let (mut at, mut more) = (seq, 0);
+        while at < to {
+            let (cost, answered) = self.weigh(at);
+            let counted = counts(self.req.recovery.mark(at), answered);
+            more += if counted { 0 } else { cost };
+            self.req.recovery.resent(at, next);
+            at = at.plus(1);
+        }
+        ctx.window.on_sent(more);
+        self.req.in_flight += more;
+        Some(Step::Sent)
+    }
+
+    /// The memory of a work request is gone: it fails in its turn.
+    fn fail_lost(&mut self, ctx: &mut Ctx<'_>, index: usize, seq: Seq, status: WcStatus) {
+        ctx.counters.send_err += 1;
+        self.sq.wqes[index].progress = Progress::Failed(status);
+        self.req.recovery.resent(seq, self.req.next);
+        let (cost, _) = self.weigh(seq);
+        ctx.window.on_sent(cost);
+        self.req.in_flight += cost;
+        self.reap(ctx);
+    }
+
+    /// The oldest request packet that is to be sent again: the index of its work request, and its numbers. A READ that the peer may have
+    /// seen is asked for again from the oldest number on alone, piece by piece: it has one answer under way.
+    fn lost_request(&self, ctx: &Ctx<'_>) -> Option<(usize, Seq, Seq)> {
+        let mut seq = self.req.recovery.next_lost(self.req.una)?;
+        loop {
+            let index = self.index_of(seq)?;
+            let wqe = &self.sq.wqes[index];
+            if wqe.kind() != Kind::Read {
+                return Some((index, seq, seq.plus(1)));
+            }
+            if seq == self.req.una || seq == wqe.request_start(seq) {
+                let to = self.read_end(ctx, wqe, seq);
+                return Some((index, seq, to));
+            }
+            seq = self.req.recovery.next_lost(wqe.request_end(seq))?;
+        }
+    }
+}
+
+/// Whether a packet is counted as in flight. Of a READ or atomic what counts is its answer.
+fn counts(mark: Mark, answered: bool) -> bool {
+    mark.in_flight() || answered && mark == Mark::Arrived
+}
