@@ -181,7 +181,7 @@ impl QueuePair {
         }
         match lost {
             0 => {}
-            _ if heed => ctx.window.on_loss(ctx.now, lost),
+            _ if heed => ctx.window.on_told_loss(lost),
             _ => ctx.window.forget(lost),
         }
     }

@@ -45,6 +45,12 @@ const EPOCH: Duration = Duration::from_secs(10);
 /// Losing more than a window divided by this at once is heavy (15 %).
 const HEAVY: usize = 7;
 
+/// Of what a peer that keeps packets was sent, losing more than a part of this size is heavy (17 %): less is what lossy paths are like,
+/// and where a queue fills, round trips tell.
+const HEAVY_TOLD: usize = 6;
+/// That is judged of no less than this, bytes.
+const TOLD_LEAST: usize = 128 << 10;
+
 /// What the last round trip says about queues on the way.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Queue {
@@ -69,6 +75,8 @@ pub struct Window {
     threshold: usize,
     /// Bytes delivered since the last loss.
     run: usize,
+    /// Bytes delivered, and lost, since it was judged last how much a peer that keeps packets loses.
+    told: (usize, usize),
     /// Bytes delivered towards the next step of growth.
     credit: usize,
     /// The most bytes in flight during this round trip, and bytes delivered during it.
@@ -93,6 +101,7 @@ impl Window {
             in_flight: 0,
             threshold: config.max,
             run: 0,
+            told: (0, 0),
             credit: 0,
             peak: 0,
             round: 0,
@@ -156,6 +165,8 @@ impl Window {
             self.before = None;
         }
         self.run = self.run.saturating_add(bytes);
+        self.told.0 = self.told.0.saturating_add(bytes);
+        self.judge_told();
         if let Some(rtt) = rtt {
             self.queue = self.judge(now, rtt);
         }
@@ -210,6 +221,29 @@ impl Window {
             self.size = (self.size / 4 * 3).max(self.config.min);
         }
         self.threshold = self.size;
+    }
+
+    /// A peer that keeps packets lacks some, of so many bytes; all others have arrived, so nothing else is sent again. A window that is
+    /// longer than the runs between losses is not wasted then, and only heavy losses make it shrink.
+    pub fn on_told_loss(&mut self, bytes: usize) {
+        self.forget(bytes);
+        self.told.1 = self.told.1.saturating_add(bytes);
+        self.judge_told();
+    }
+
+    fn judge_told(&mut self) {
+        let (delivered, lost) = self.told;
+        let all = delivered.saturating_add(lost);
+        if all < self.size.max(TOLD_LEAST) {
+            return;
+        }
+        self.told = (0, 0);
+        if lost > all / HEAVY_TOLD {
+            self.before = None;
+            self.credit = 0;
+            self.size = (self.size / 4 * 3).max(self.config.min);
+            self.threshold = self.size;
+        }
     }
 
     /// Nothing came back for so long that everything in flight must be lost.
@@ -380,6 +414,26 @@ mod tests {
             }
         }
         assert!(w.size() > CONFIG.max / 2, "{}", w.size());
+    }
+
+    #[test]
+    fn told_losses_shrink_it_only_when_they_are_heavy() {
+        let lossy = |percent: usize| {
+            let mut w = Window::new(CONFIG);
+            let mut now = 0;
+            for _ in 0..200 {
+                let n = w.available();
+                w.on_sent(n);
+                now += 20_000;
+                let lost = n * percent / 100;
+                w.on_told_loss(lost);
+                w.on_acked(at(now), n - lost, Some(Duration::from_millis(20)));
+                w.forget(w.in_flight());
+            }
+            w.size()
+        };
+        assert_eq!((lossy(0), lossy(3), lossy(12)), (CONFIG.max, CONFIG.max, CONFIG.max));
+        assert!(lossy(30) <= TOLD_LEAST, "{}", lossy(30));
     }
 
     #[test]
