@@ -194,7 +194,11 @@ impl QueuePair {
         match why {
             // Whatever has been heard of it: it was not executed.
             Back::Rnr | Back::Gap => self.req.recovery.lose(una, una, |c| changes.push(c)),
-            Back::Silence | Back::Timeout => self.lose(una, next, &mut changes),
+            Back::Silence | Back::Timeout => {
+                self.lose(una, next, &mut changes);
+                // It may have arrived, and the word of what came of it been lost.
+                self.req.recovery.lose(una, una, |c| changes.push(c));
+            }
         }
         self.book(ctx, &changes, why == Back::Gap);
         changes.clear();
