@@ -193,3 +193,250 @@ impl Recovery {
         self.again.insert(seq, next);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use roce_bth::Psn;
+
+    use super::*;
+
+    fn at(n: u64) -> Seq {
+        Seq::start(Psn::new(0x00ff_fffd)).plus(n)
+    }
+
+    /// Packets of the model: all ways in which they and what is said of them come, or don't, are tried.
+    const PACKETS: u64 = 4;
+    /// Words of the peer that are under way at a time.
+    const WORDS: usize = 2;
+
+    /// A requester, a peer that keeps packets, and what is between them.
+    #[derive(Clone)]
+    struct World {
+        recovery: Recovery,
+        una: u64,
+        next: u64,
+        /// Bits of packets that the peer has, and of those under way.
+        has: u8,
+        under_way: u8,
+        /// What the peer has said, and nobody has heard.
+        words: Vec<u8>,
+    }
+
+    impl World {
+        fn new() -> Self {
+            Self {
+                recovery: Recovery::default(),
+                una: 0,
+                next: 0,
+                has: 0,
+                under_way: 0,
+                words: Vec::new(),
+            }
+        }
+
+        fn key(&self) -> String {
+            let recovery = &self.recovery;
+            format!(
+                "{recovery:?} {} {} {:b} {:b} {:?}",
+                self.una, self.next, self.has, self.under_way, self.words
+            )
+        }
+
+        /// Everything that can happen next.
+        fn steps(&self) -> Vec<Self> {
+            let mut all = Vec::new();
+            let mut add = |change: &dyn Fn(&mut Self)| {
+                let mut world = self.clone();
+                change(&mut world);
+                world.check();
+                all.push(world);
+            };
+            if let Some(lost) = self.recovery.next_lost(at(self.una)) {
+                add(&|w| w.send_again(lost));
+            } else if self.next < PACKETS {
+                add(&|w| {
+                    w.under_way |= 1 << w.next;
+                    w.next += 1;
+                });
+            }
+            for n in (0..self.next).filter(|n| self.under_way >> n & 1 == 1) {
+                add(&|w| w.under_way &= !(1 << n));
+                add(&|w| w.deliver(n));
+            }
+            for n in 0..self.words.len() {
+                add(&|w| drop(w.words.remove(n)));
+                add(&|w| {
+                    let word = w.words.remove(n);
+                    w.hear(word, false);
+                });
+                add(&|w| {
+                    let word = w.words.remove(n);
+                    w.hear(word, true);
+                });
+            }
+            if self.una < self.next && self.under_way == 0 && self.words.is_empty() {
+                add(&|w| w.recovery.silence_for_test(at(w.una), at(w.next)));
+            }
+            all
+        }
+
+        fn send_again(&mut self, seq: Seq) {
+            self.under_way |= 1 << seq.since(at(0));
+            self.recovery.resent(seq, at(self.next));
+        }
+
+        fn deliver(&mut self, n: u64) {
+            self.under_way &= !(1 << n);
+            self.has |= 1 << n;
+            if self.words.len() < WORDS {
+                self.words.push(self.has);
+            }
+        }
+
+        /// Hears what the peer had some time ago.
+        fn hear(&mut self, word: u8, sure: bool) {
+            let expected = u64::from(word.trailing_ones());
+            let to = expected.max(self.una);
+            self.recovery.acked(at(to));
+            self.una = to;
+            let upto = at(u64::from(8 - word.leading_zeros()).max(expected));
+            let has = |seq: Seq| word >> seq.since(at(0)) & 1 == 1;
+            let outstanding = (at(self.una), at(self.next));
+            self.recovery.told(outstanding, (at(expected), upto), has, sure, |_| ());
+        }
+
+        fn check(&self) {
+            for n in self.una..self.next {
+                let mark = self.recovery.mark(at(n));
+                let has = self.has >> n & 1 == 1;
+                assert!(mark != Mark::Arrived || has, "{n} has not arrived: {}", self.key());
+                assert_eq!(
+                    self.recovery.lost.contains(&at(n)),
+                    mark == Mark::Lost,
+                    "{}",
+                    self.key()
+                );
+                assert_eq!(
+                    self.recovery.again.contains_key(&at(n)),
+                    mark == Mark::Again,
+                    "{}",
+                    self.key()
+                );
+            }
+            let known = self.recovery.lost.iter().chain(self.recovery.again.keys());
+            assert!(known.into_iter().all(|seq| *seq >= at(self.una)), "{}", self.key());
+        }
+
+        /// Without further losses the peer gets everything, and the requester hears of it.
+        fn comes_to_an_end(mut self) {
+            for _ in 0..8 * PACKETS {
+                while let Some(lost) = self.recovery.next_lost(at(self.una)) {
+                    self.send_again(lost);
+                }
+                for n in 0..PACKETS {
+                    if self.under_way >> n & 1 == 1 {
+                        self.deliver(n);
+                    }
+                }
+                self.words = vec![self.has];
+                self.hear(self.has, false);
+                if self.una == self.next {
+                    return;
+                }
+                self.recovery.silence_for_test(at(self.una), at(self.next));
+            }
+            panic!("no end: {}", self.key());
+        }
+    }
+
+    impl Recovery {
+        /// As the requester does when nothing comes back.
+        fn silence_for_test(&mut self, una: Seq, next: Seq) {
+            let mut seq = una;
+            while seq < next {
+                if seq == una || self.mark(seq).in_flight() {
+                    self.lose(una, seq, |_| ());
+                }
+                seq = seq.plus(1);
+            }
+        }
+    }
+
+    impl Clone for Recovery {
+        fn clone(&self) -> Self {
+            Self {
+                base: self.base,
+                marks: self.marks.clone(),
+                lost: self.lost.clone(),
+                again: self.again.clone(),
+                high: self.high,
+                judged: self.judged,
+                tolerance: self.tolerance,
+            }
+        }
+    }
+
+    /// Every order in which four packets, and all that is said of them, are delivered, lost and overtaken.
+    #[test]
+    fn nothing_is_taken_for_there_that_is_not_and_all_gets_there() {
+        let mut seen = HashSet::new();
+        let mut open = vec![World::new()];
+        while let Some(world) = open.pop() {
+            if !seen.insert(world.key()) {
+                continue;
+            }
+            world.clone().comes_to_an_end();
+            open.extend(world.steps());
+        }
+        assert!(seen.len() > 10_000, "{}", seen.len());
+    }
+
+    fn told(recovery: &mut Recovery, una: u64, next: u64, expected: u64, has: &[u64]) -> Vec<(u64, Mark)> {
+        let mut changes = Vec::new();
+        let upto = has.iter().max().map_or(expected, |n| n + 1);
+        let has = |seq: Seq| has.contains(&seq.since(at(0)));
+        recovery.told((at(una), at(next)), (at(expected), at(upto)), has, false, |c| {
+            changes.push((c.seq.since(at(0)), c.to));
+        });
+        changes
+    }
+
+    #[test]
+    fn a_packet_is_lost_when_three_later_ones_have_arrived() {
+        let mut r = Recovery::default();
+        assert_eq!(
+            told(&mut r, 0, 10, 0, &[1, 2]),
+            [(1, Mark::Arrived), (2, Mark::Arrived)]
+        );
+        assert_eq!(r.next_lost(at(0)), None);
+        assert_eq!(
+            told(&mut r, 0, 10, 0, &[1, 2, 3]),
+            [(3, Mark::Arrived), (0, Mark::Lost)]
+        );
+        r.resent(at(0), at(10));
+        // What was sent before that says nothing of it …
+        told(&mut r, 0, 20, 0, &[1, 2, 3, 4, 5, 6, 7, 8, 9]);
+        assert_eq!(r.next_lost(at(0)), None);
+        // … and what was sent after it does.
+        told(&mut r, 0, 20, 0, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14]);
+        assert_eq!(r.next_lost(at(0)), Some(at(0)));
+        assert_eq!(r.next_lost(at(1)), Some(at(10)));
+    }
+
+    #[test]
+    fn reordering_that_is_seen_makes_it_wait_longer() {
+        let mut r = Recovery::default();
+        told(&mut r, 0, 100, 0, &(1..=8).collect::<Vec<_>>());
+        assert_eq!(r.mark(at(0)), Mark::Lost);
+        // It was only late.
+        r.acked(at(0));
+        told(&mut r, 0, 100, 9, &[]);
+        r.acked(at(9));
+        told(&mut r, 9, 100, 9, &(10..=16).collect::<Vec<_>>());
+        assert_eq!(r.mark(at(9)), Mark::Flying, "{r:?}");
+        told(&mut r, 9, 100, 9, &(10..=19).collect::<Vec<_>>());
+        assert_eq!(r.mark(at(9)), Mark::Lost);
+    }
+}

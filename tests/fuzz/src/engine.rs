@@ -1,6 +1,11 @@
-//! Packets of a hostile peer for a queue pair of every service: no panic, no write outside what is open.
+//! Packets of a hostile peer for a queue pair of every service, amid work of its own and as time goes by: no panic, no write outside
+//! what is open.
 
-use std::{net::IpAddr, sync::LazyLock};
+use std::{
+    net::IpAddr,
+    sync::{Arc, LazyLock},
+    time::Duration,
+};
 
 use roce_bth::{Packet, Psn, Qpn, RnrTimer};
 use roce_mem::MemoryTable;
@@ -9,8 +14,8 @@ use roce_qp::{
     TxSink, Window, WindowConfig, XrcDomain,
 };
 use roce_verbs::{
-    AccessFlags, AddressVector, DeviceLimits, Instant, Mtu, QpAttr, QpAttrMask as M, QpCaps, QpState, QpType, RecvWr,
-    Sge, SrqAttr, SrqType, Srqn, legal,
+    AccessFlags, AddressVector, DeviceLimits, Instant, Mtu, Payload, QpAttr, QpAttrMask as M, QpCaps, QpState, QpType,
+    RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, SrqAttr, SrqType, Srqn, legal,
 };
 
 const RIGHTS: AccessFlags = AccessFlags::all().difference(AccessFlags::ZERO_BASED.union(AccessFlags::FLUSH_PERSISTENT));
@@ -52,12 +57,39 @@ fn attributes(required: M, to: QpState) -> QpAttr {
     }
 }
 
+/// What two bytes before a packet mean: its length, a time that goes by, or work that is posted.
+const PACKET: u16 = 0;
+const TIME: u16 = 1;
+const POST: u16 = 2;
+/// In the first byte: both sides keep packets beyond a gap.
+const KEEPS: u8 = 0x80;
+
+/// A work request of each kind that is sent in packets.
+fn work(kind: u16, sges: &[Sge]) -> SendWr<'_> {
+    let remote = RemoteAddr {
+        addr: 0x1000,
+        rkey: RKey(7),
+    };
+    let (op, sges) = match kind {
+        0 => (SendOp::Send, sges),
+        1 => (SendOp::Write(remote), sges),
+        2 => (SendOp::Read(remote), sges),
+        _ => (SendOp::FetchAdd { remote, add: 1 }, sges),
+    };
+    SendWr {
+        wr_id: 7,
+        op,
+        flags: SendFlags::SIGNALED,
+        payload: Payload::Sges(sges),
+    }
+}
+
 /// See the module.
 pub fn run(data: &[u8]) {
     let Some((first, mut rest)) = data.split_first() else {
         return;
     };
-    let qp_type = QpType::ALL[usize::from(*first) % QpType::ALL.len()];
+    let qp_type = QpType::ALL[usize::from(*first & !KEEPS) % QpType::ALL.len()];
     let mem = MemoryTable::new([0; 32], &DeviceLimits::software(1));
     let Ok(pd) = mem.alloc_pd() else { return };
     // The same keys in every run, so that the fuzzer can find them.
@@ -112,6 +144,9 @@ pub fn run(data: &[u8]) {
         if up.contains(&(t.from, t.to)) && qp.state() == t.from {
             qp.modify(&mut ctx, &attributes(t.required, t.to))
                 .expect("the table's own attributes");
+            if t.to == QpState::Rtr && *first & KEEPS != 0 {
+                qp.keep_packets(&Arc::default());
+            }
         }
     }
     let sges = [Sge {
@@ -126,11 +161,33 @@ pub fn run(data: &[u8]) {
     }
     let source = DatagramSource::new(*HERE, *HERE);
     let mut sink = Sink(Vec::new());
-    // Each packet behind two bytes of length.
+    // Each packet behind two bytes of length, whose first two bits have another meaning if they are set.
     while let Some((head, tail)) = rest.split_first_chunk::<2>() {
-        let (bytes, tail) = tail.split_at(usize::from(u16::from_be_bytes(*head)).min(tail.len()));
+        let value = u16::from_be_bytes(*head);
+        let (what, value) = (value >> 14, value & 0x3fff);
+        let len = if what == PACKET {
+            usize::from(value).min(tail.len())
+        } else {
+            0
+        };
+        let (bytes, tail) = tail.split_at(len);
         rest = tail;
-        if let Ok(packet) = Packet::parse(bytes) {
+        match what {
+            PACKET => {}
+            TIME => {
+                ctx.now = ctx.now + Duration::from_micros(u64::from(value) * 64);
+                qp.handle_timeout(&mut ctx);
+            }
+            POST => {
+                let length = u32::from(value & 0xfff);
+                let sges = [Sge { length, ..sges[0] }];
+                let _ = qp.post_send(&mut ctx, &work(value >> 12, &sges));
+            }
+            _ => {
+                let _ = qp.post_recv(&mut ctx, &RecvWr { wr_id: 9, sges: &sges });
+            }
+        }
+        if let Some(packet) = Packet::parse(bytes).ok().filter(|_| what == PACKET) {
             match qp_type.is_datagram() {
                 true => qp.handle_datagram(&mut ctx, &packet, &source),
                 false => qp.handle_packet(&mut ctx, &packet),

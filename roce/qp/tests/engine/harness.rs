@@ -10,8 +10,8 @@ use std::{
 use roce_bth::{Aeth, AtomicEth, Bth, Header, Opcode, Packet, Psn, Qpn, Reth, RnrTimer};
 use roce_mem::{MemoryTable, PdHandle, Region};
 use roce_qp::{
-    CompletionQueue, Counters, Ctx, DatagramSource, Poll, QpConfig, QueuePair, SharedReceiveQueue, SrqConfig, TxKind,
-    TxSink, Window, WindowConfig,
+    CompletionQueue, Counters, Ctx, DatagramSource, KeptBudget, Poll, QpConfig, QueuePair, SharedReceiveQueue,
+    SrqConfig, TxKind, TxSink, Window, WindowConfig,
 };
 use roce_verbs::{
     AccessFlags, AddressVector, AsyncEvent, Completion, Datagram, DeviceLimits, Instant, LKey, Mtu, Payload, QKey,
@@ -41,6 +41,8 @@ pub(crate) struct Setup {
     pub(crate) window: WindowConfig,
     pub(crate) cqe: u32,
     pub(crate) max_msg_size: u32,
+    /// Both keep packets beyond a gap and say which.
+    pub(crate) keeps: bool,
 }
 
 impl Default for Setup {
@@ -64,6 +66,7 @@ impl Default for Setup {
             },
             cqe: 4096,
             max_msg_size: 1 << 31,
+            keeps: false,
         }
     }
 }
@@ -192,6 +195,9 @@ impl Side {
         let way = Self::way(setup, peer, psn, 0);
         for to in [QpState::Init, QpState::Rtr] {
             self.modify(&way.step(self.qp.config().qp_type, to));
+        }
+        if setup.keeps {
+            self.qp.keep_packets(&Arc::new(KeptBudget::default()));
         }
     }
 

@@ -13,6 +13,7 @@ mod memory_placement;
 mod operations;
 mod recovery;
 mod refusals;
+mod selective;
 mod services;
 mod shared_queues;
 mod windows;

@@ -1,0 +1,236 @@
+//! Peers that keep packets beyond a gap and say which.
+
+use std::{collections::BTreeSet, time::Duration};
+
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use roce_bth::{Aeth, Class, Credits, Header, Msn, NakCode, Opcode, Packet, Psn, Syndrome};
+use roce_qp::TxKind;
+use roce_verbs::{Mtu, QpState, SendOp, WcStatus};
+
+use crate::harness::*;
+
+const LONG: Duration = Duration::from_secs(600);
+
+fn keeping() -> Setup {
+    Setup {
+        mtu: Mtu::B256,
+        keeps: true,
+        ..Setup::default()
+    }
+}
+
+/// Delivers all packets but these to B; how many there were.
+fn deliver_but(p: &mut Pair, lost: &[usize]) -> usize {
+    let sent = p.a.drain();
+    for (n, (_, bytes)) in sent.iter().enumerate() {
+        if !lost.contains(&n) {
+            p.b.handle(bytes);
+        }
+    }
+    sent.len()
+}
+
+fn psns(sent: &[(TxKind, Vec<u8>)]) -> Vec<Psn> {
+    let psn = |bytes: &Vec<u8>| Packet::parse(bytes).expect("a packet").header.bth.psn;
+    sent.iter().map(|(_, bytes)| psn(bytes)).collect()
+}
+
+#[test]
+fn what_is_missing_is_sent_again_and_nothing_else() {
+    let mut p = Pair::new(keeping());
+    let len = 256 * 20;
+    let (src, dst) = (p.a.filled(len, 1), p.b.region(len));
+    p.a.send(1, SendOp::Write(at(&dst, 0)), &[sge(&src, 0, len)]);
+    assert_eq!(deliver_but(&mut p, &[7, 12]), 20);
+    let said = p.b.drain();
+    assert_eq!(said.len(), 1, "one word of all that came in a turn");
+    let packet = Packet::parse(&said[0].1).expect("a packet");
+    assert_eq!(packet.header.bth.opcode, Opcode::SelectiveAck);
+    assert_eq!(packet.header.bth.psn, Psn::new(p.setup.psn + 6));
+    assert_eq!(p.b.counters.out_of_seq_request, 11);
+    p.a.handle(&said[0].1);
+    let again = p.a.drain();
+    assert_eq!(psns(&again), [Psn::new(p.setup.psn + 7), Psn::new(p.setup.psn + 12)]);
+    assert!(again.iter().all(|(kind, _)| *kind == TxKind::Retransmission));
+    p.b.handle(&again[1].1);
+    p.b.handle(&again[0].1);
+    assert_eq!(bytes(&dst, 0, len), bytes(&src, 0, len));
+    let done = p.b.headers();
+    let last = done.last().expect("an acknowledgement");
+    assert_eq!(
+        (last.bth.opcode, last.bth.psn),
+        (Opcode::RcAcknowledge, Psn::new(p.setup.psn + 19))
+    );
+    p.run();
+    assert_eq!(p.a.completions().len(), 1);
+    assert_eq!(p.a.counters.retransmits, 2);
+    assert_eq!((p.a.qp.in_flight(), p.a.window.in_flight()), (0, 0));
+}
+
+#[test]
+fn messages_beyond_a_gap_complete_in_their_order() {
+    let mut p = Pair::new(keeping());
+    let (src, dst) = (p.a.filled(1024, 3), p.b.region(1024));
+    for n in 0..4 {
+        p.b.recv(n, &[sge(&dst, 256 * n as usize, 256)]);
+        p.a.send(n, SendOp::SendWithImm(n as u32), &[sge(&src, 256 * n as usize, 256)]);
+    }
+    deliver_but(&mut p, &[0]);
+    assert!(p.b.received().is_empty(), "nothing completes before the first");
+    p.run();
+    let received: Vec<_> = p.b.received().iter().map(|c| (c.wr_id, c.imm)).collect();
+    assert_eq!(received, [(0, 0), (1, 1), (2, 2), (3, 3)]);
+    assert_eq!(bytes(&dst, 0, 1024), bytes(&src, 0, 1024));
+    assert_eq!(p.a.completions().len(), 4);
+}
+
+#[test]
+fn a_kept_message_without_a_receive_waits_for_one() {
+    let mut p = Pair::new(keeping());
+    let (src, dst) = (p.a.filled(512, 5), p.b.region(512));
+    p.b.recv(0, &[sge(&dst, 0, 256)]);
+    for n in 0..2 {
+        p.a.send(n, SendOp::Send, &[sge(&src, 256 * n as usize, 256)]);
+    }
+    deliver_but(&mut p, &[0]);
+    // The second one is kept, and then there is no receive for it.
+    p.run_with(Duration::from_millis(50), |_, _| Fate::Deliver);
+    assert_eq!(p.b.received().len(), 1);
+    assert!(p.b.counters.send_rnr_err > 0);
+    p.b.recv(1, &[sge(&dst, 256, 256)]);
+    p.run();
+    assert_eq!(p.b.received().len(), 1);
+    assert_eq!((p.a.completions().len(), p.a.qp.state()), (2, QpState::Rts));
+    assert_eq!(bytes(&dst, 0, 512), bytes(&src, 0, 512));
+}
+
+#[test]
+fn a_request_beyond_a_gap_that_is_refused_is_refused_in_its_turn() {
+    let mut p = Pair::new(keeping());
+    let (src, dst) = (p.a.filled(512, 7), p.b.region(256));
+    p.a.send(1, SendOp::Write(at(&dst, 0)), &[sge(&src, 0, 256)]);
+    // Beyond its end.
+    p.a.send(2, SendOp::Write(at(&dst, 128)), &[sge(&src, 0, 256)]);
+    deliver_but(&mut p, &[0]);
+    assert_eq!(p.b.qp.state(), QpState::Rts);
+    p.run();
+    let ended: Vec<_> = p.a.completions().iter().map(|c| (c.wr_id, c.status)).collect();
+    assert_eq!(ended, [(1, WcStatus::Success), (2, WcStatus::RemoteAccessError)]);
+    assert_eq!((p.a.qp.state(), p.b.qp.state()), (QpState::Err, QpState::Err));
+}
+
+#[test]
+fn a_side_that_has_not_heard_of_it_goes_on_by_acknowledgements() {
+    let mut p = Pair::new(Setup {
+        keeps: false,
+        ..keeping()
+    });
+    // B keeps packets, and A does not know what that means.
+    let mut b = Side::new(B, &p.setup);
+    b.enter_rtr(&keeping(), A, p.setup.psn);
+    b.enter_rts(&keeping(), p.setup.psn ^ 0x5555);
+    p.b = b;
+    p.b.now = p.a.now;
+    let len = 256 * 30;
+    let (src, dst) = (p.a.filled(len, 9), p.b.region(len));
+    p.a.send(1, SendOp::Write(at(&dst, 0)), &[sge(&src, 0, len)]);
+    let mut count = 0;
+    p.run_with(LONG, |dir, _| {
+        count += 1;
+        match dir == Dir::AtoB && count % 9 == 5 {
+            true => Fate::Drop,
+            false => Fate::Deliver,
+        }
+    });
+    assert_eq!(p.a.completions().len(), 1);
+    assert_eq!(bytes(&dst, 0, len), bytes(&src, 0, len));
+}
+
+#[test]
+fn words_that_make_no_sense_change_nothing() {
+    let mut p = Pair::new(keeping());
+    let len = 256 * 12;
+    let (src, dst) = (p.a.filled(len, 11), p.b.region(len));
+    p.a.send(1, SendOp::Write(at(&dst, 0)), &[sge(&src, 0, len)]);
+    deliver_but(&mut p, &[3]);
+    let first = p.setup.psn;
+    let ack = Aeth {
+        syndrome: Syndrome::Ack(Credits::INVALID),
+        msn: Msn::new(0),
+    };
+    let word = |psn: u32, payload: &[u8]| {
+        let raw = Raw::new(Opcode::SelectiveAck, A, psn).aeth(ack);
+        raw.payload(payload).bytes()
+    };
+    // Nothing, too little, a PSN that was never sent, and one that is not expected after what is acknowledged.
+    p.a.handle(&word(first + 2, &[]));
+    p.a.handle(&word(first + 2, &[0; 3]));
+    p.a.handle(&word(first + 12, &[0; 12]));
+    let beyond = (first + 4000).to_be_bytes();
+    p.a.handle(&word(first + 2, &[&beyond[..], &[0xff; 520]].concat()));
+    assert_eq!(p.a.counters.dropped_responses, 4);
+    // Too much: more than was sent is said to be there.
+    let expected = ((first + 3) & 0x00ff_ffff).to_be_bytes();
+    p.a.handle(&word(first + 2, &[&expected[..], &[0xff; 520]].concat()));
+    p.run();
+    assert_eq!(p.a.completions().len(), 1);
+    assert_eq!(bytes(&dst, 0, len), bytes(&src, 0, len));
+    assert_eq!(p.a.window.in_flight(), 0);
+}
+
+#[test]
+fn a_gap_is_not_told_by_a_nak() {
+    let mut p = Pair::new(keeping());
+    let len = 256 * 40;
+    let (src, dst) = (p.a.filled(len, 2), p.b.region(len));
+    p.a.send(1, SendOp::Write(at(&dst, 0)), &[sge(&src, 0, len)]);
+    let mut dice = ChaCha8Rng::seed_from_u64(3);
+    let mut naks = 0;
+    p.run_with(LONG, |dir, packet| {
+        let aeth = packet.header.aeth.map(|aeth| aeth.syndrome);
+        naks += u32::from(aeth == Some(Syndrome::Nak(NakCode::PsnSequenceError)));
+        match dir == Dir::AtoB && dice.random_bool(0.2) {
+            true => Fate::Drop,
+            false => Fate::Deliver,
+        }
+    });
+    assert_eq!(naks, 0);
+    assert_eq!(p.a.completions().len(), 1);
+    assert_eq!(bytes(&dst, 0, len), bytes(&src, 0, len));
+}
+
+/// Whatever is lost, doubled and late: everything gets there, and what is sent again is little more than what was lost.
+#[test]
+fn no_more_is_sent_again_than_was_lost() {
+    for seed in 0..40 {
+        let mut p = Pair::new(Setup {
+            mtu: Mtu::B1024,
+            ..keeping()
+        });
+        let len = 1024 * 200;
+        let (src, dst) = (p.a.filled(len, 1), p.b.region(len));
+        for n in 0..4 {
+            p.a.send(n, SendOp::Write(at(&dst, 0)), &[sge(&src, 0, len)]);
+        }
+        let mut dice = ChaCha8Rng::seed_from_u64(seed);
+        let (mut lost, mut acks) = (0, BTreeSet::new());
+        p.run_with(LONG, |dir, packet| {
+            let header: &Header = &packet.header;
+            acks.insert(header.bth.opcode.info().class == Class::SelectiveAcknowledge);
+            if dir == Dir::AtoB && dice.random_bool(0.03) {
+                lost += 1;
+                return Fate::Drop;
+            }
+            Fate::Deliver
+        });
+        assert_eq!(p.a.completions().len(), 4);
+        assert_eq!(bytes(&dst, 0, len), bytes(&src, 0, len));
+        assert!(acks.contains(&true));
+        let again = p.a.counters.retransmits;
+        assert!(
+            again <= lost * 3 / 2 + 4,
+            "seed {seed}: {again} sent again, {lost} lost"
+        );
+    }
+}
