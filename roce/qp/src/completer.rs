@@ -83,6 +83,7 @@ impl QueuePair {
     /// Completes everything before `to`. Returns whether that worked and the queue pair goes on: a READ or atomic whose
     /// response is missing stands in the way, and is asked for again (an implied NAK, IBA 9.7.5.1.3).
     pub(crate) fn acknowledge_up_to(&mut self, ctx: &mut Ctx<'_>, to: Seq) -> bool {
+        self.req.implied = self.req.implied.max(to);
         let limit = self.response_before(to).unwrap_or(to);
         self.advance(ctx, limit);
         if limit < to && self.is_sending() {
@@ -96,20 +97,19 @@ impl QueuePair {
     }
 
     /// The first PSN before `to` whose response is still to come.
-    fn response_before(&self, to: Seq) -> Option<Seq> {
+    pub(crate) fn response_before(&self, to: Seq) -> Option<Seq> {
         if self.req.rd_outstanding == 0 {
             return None;
         }
         let before = self.sq.wqes.iter().take_while(|w| w.first < to);
         before
             .filter(|w| w.has_response())
-            .map(|w| w.first.max(self.req.una))
-            .next()
+            .find_map(|w| self.first_unanswered(w.first.max(self.req.una), w.end()))
             .filter(|s| *s < to)
     }
 
     /// Moves the oldest outstanding PSN on, and completes what that completes.
-    fn advance(&mut self, ctx: &mut Ctx<'_>, to: Seq) {
+    pub(crate) fn advance(&mut self, ctx: &mut Ctx<'_>, to: Seq) {
         let (from, next) = (self.req.una, self.req.next);
         if to > from {
             let upto = to.min(next);
@@ -259,37 +259,57 @@ impl QueuePair {
     }
 
     fn handle_read_response(&mut self, ctx: &mut Ctx<'_>, seq: Seq, aeth: Option<Aeth>, packet: &Packet<'_>) {
+        if self.is_early(seq) {
+            return self.take_early(ctx, seq, packet);
+        }
         if !self.acknowledge_up_to(ctx, seq) {
             return;
         }
         let Some(head) = self.sq.wqes.front() else { return };
-        let index = seq.since(head.first);
-        let (offset, len) = match head.kind() {
-            Kind::Read => head.slice(index, self.mtu),
+        let Some((offset, len)) = self.read_response_place(head, seq, aeth, packet) else {
+            self.fail_head(ctx, WcStatus::BadResponseError);
+            return;
+        };
+        if len > 0 && head.data.write_at(offset, packet.payload).is_err() {
+            self.fail_head(ctx, WcStatus::LocalProtectionError);
+        } else {
+            self.advance(ctx, seq.plus(1));
+            self.pass_answered(ctx);
+        }
+    }
+
+    /// Where in a work request's memory a READ response's payload goes, and how much it is; `None`: it is none of its.
+    pub(crate) fn read_response_place(
+        &self,
+        wqe: &SendWqe,
+        seq: Seq,
+        aeth: Option<Aeth>,
+        packet: &Packet<'_>,
+    ) -> Option<(usize, usize)> {
+        let index = seq.since(wqe.first);
+        let (offset, len) = match wqe.kind() {
+            Kind::Read => wqe.slice(index, self.mtu),
             _ => (0, 0),
         };
-        let last = seq.plus(1) == head.request_end(seq);
+        let last = seq.plus(1) == wqe.request_end(seq);
         let position = packet.header.bth.opcode.info().position;
         // A stream may begin anew at any packet that was asked for again, or go on (rdma_rxe), and end early: it may have
         // been asked for in pieces.
         let again = self.req.read_in_pieces;
-        let fits = head.expects(packet.header.bth.opcode.info().class)
+        let fits = wqe.expects(packet.header.bth.opcode.info().class)
             && packet.payload.len() == len
             && (position.ends() || !last)
             && (!position.ends() || last || again)
             && (index > 0 || position.starts())
             && aeth.is_none_or(|a| matches!(a.syndrome, Syndrome::Ack(_)))
             && (position == Position::Middle || aeth.is_some());
-        if !fits {
-            self.fail_head(ctx, WcStatus::BadResponseError);
-        } else if len > 0 && head.data.write_at(offset, packet.payload).is_err() {
-            self.fail_head(ctx, WcStatus::LocalProtectionError);
-        } else {
-            self.advance(ctx, seq.plus(1));
-        }
+        fits.then_some((offset, len))
     }
 
     fn handle_atomic_response(&mut self, ctx: &mut Ctx<'_>, seq: Seq, aeth: Aeth, packet: &Packet<'_>) {
+        if self.is_early(seq) {
+            return self.take_early(ctx, seq, packet);
+        }
         if !self.acknowledge_up_to(ctx, seq) {
             return;
         }
@@ -303,7 +323,10 @@ impl QueuePair {
             return;
         };
         match head.data.write_at(0, &original.to_ne_bytes()) {
-            Ok(()) => self.advance(ctx, seq.plus(1)),
+            Ok(()) => {
+                self.advance(ctx, seq.plus(1));
+                self.pass_answered(ctx);
+            }
             Err(_) => self.fail_head(ctx, WcStatus::LocalProtectionError),
         }
     }

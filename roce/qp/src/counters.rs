@@ -52,6 +52,8 @@ counters! {
     tail_probes,
     /// Acknowledgements received that say what has arrived beyond a gap.
     selective_acks,
+    /// Parts of READs that were asked for again while others were being sent.
+    duplicate_parts,
     /// NAKs sent for any other reason than a gap or a missing receive.
     naks_sent,
     /// NAKs received for any other reason than a gap or a missing receive.

@@ -25,6 +25,8 @@ pub(crate) enum Mark {
     Lost,
     /// In flight once more.
     Again,
+    /// Its answer is here.
+    Answered,
 }
 
 impl Mark {
@@ -55,6 +57,8 @@ pub(crate) struct Recovery {
     high: Option<Seq>,
     /// Those before have arrived or were taken for lost.
     judged: Option<Seq>,
+    /// Answers to those before are here or were taken for lost.
+    heard: Option<Seq>,
     tolerance: u64,
 }
 
@@ -96,7 +100,7 @@ impl Recovery {
         match from {
             Mark::Lost => drop(self.lost.remove(&seq)),
             Mark::Again => drop(self.again.remove(&seq)),
-            Mark::Flying | Mark::Arrived => {}
+            Mark::Flying | Mark::Arrived | Mark::Answered => {}
         }
         if to == Mark::Lost {
             self.lost.insert(seq);
@@ -140,7 +144,7 @@ impl Recovery {
         let mut high = self.high.unwrap_or(una).max(una);
         let mut late = 0;
         while seq < upto.max(from.min(next)) {
-            if seq < from || has(seq) {
+            if (seq < from || has(seq)) && self.mark(seq) != Mark::Answered {
                 // It was only late: packets come out of order by so much.
                 if self.mark(seq) == Mark::Lost {
                     late = late.max(high.since(seq) + 1);
@@ -159,6 +163,33 @@ impl Recovery {
         self.judge(una, sure, &mut changed);
     }
 
+    /// An answer has come that is not the oldest which is missing: whatever was sent before its request has been executed. `answered`
+    /// says which numbers have an answer.
+    pub(crate) fn responded(
+        &mut self,
+        una: Seq,
+        seq: Seq,
+        answered: impl Fn(Seq) -> bool,
+        mut changed: impl FnMut(Change),
+    ) {
+        self.base.get_or_insert(una);
+        self.set(seq, Mark::Answered, &mut changed);
+        let high = self.high.map_or(seq.plus(1), |high| high.max(seq.plus(1)));
+        self.high = Some(high);
+        self.tolerance = self.tolerance.max(TOLERANCE);
+        let mut at = self.heard.unwrap_or(una).max(una);
+        while at.plus(self.tolerance) < seq.plus(1) {
+            match (self.mark(at), answered(at)) {
+                (Mark::Flying | Mark::Arrived, true) => self.set(at, Mark::Lost, &mut changed),
+                (Mark::Flying | Mark::Lost | Mark::Again, false) => self.set(at, Mark::Arrived, &mut changed),
+                _ => {}
+            }
+            at = at.plus(1);
+        }
+        self.heard = Some(at);
+        self.judge_again(false, &mut changed);
+    }
+
     /// Takes packets for lost.
     fn judge(&mut self, una: Seq, sure: bool, changed: &mut impl FnMut(Change)) {
         let Some(high) = self.high else { return };
@@ -171,6 +202,13 @@ impl Recovery {
             seq = seq.plus(1);
         }
         self.judged = Some(seq);
+        self.judge_again(sure, changed);
+    }
+
+    /// The same, of those that were sent again.
+    fn judge_again(&mut self, sure: bool, changed: &mut impl FnMut(Change)) {
+        let Some(high) = self.high else { return };
+        let tolerance = if sure { 0 } else { self.tolerance };
         let lost_again = |(seq, after): (&Seq, &Seq)| (sure || after.plus(tolerance) < high).then_some(*seq);
         let lost: Vec<Seq> = self.again.iter().filter_map(lost_again).collect();
         lost.into_iter().for_each(|seq| self.set(seq, Mark::Lost, changed));
@@ -373,6 +411,7 @@ mod tests {
                 again: self.again.clone(),
                 high: self.high,
                 judged: self.judged,
+                heard: self.heard,
                 tolerance: self.tolerance,
             }
         }

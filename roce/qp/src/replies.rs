@@ -40,6 +40,37 @@ pub(crate) struct ReadReply {
     pub(crate) sent: Instant,
     /// The next response opens the stream.
     pub(crate) opens: bool,
+    /// Further parts that were asked for again meanwhile, as [`ReadReply::offset`] and [`ReadReply::end`] are.
+    pub(crate) more: VecDeque<(u32, u32)>,
+}
+
+/// Parts of a READ that wait to be sent again, at most.
+const PARTS: usize = 256;
+
+impl ReadReply {
+    /// What was asked for last has been sent.
+    fn is_sent(&self) -> bool {
+        !self.opens && self.offset >= self.end
+    }
+
+    /// Answers a part once more, when what is being sent has been. `false`: that brings it anyway, or there are too many.
+    pub(crate) fn add(&mut self, part: (u32, u32)) -> bool {
+        let coming = part.0 >= self.offset && part.1 <= self.end;
+        if coming || self.more.len() >= PARTS {
+            return false;
+        }
+        self.more.push_back(part);
+        true
+    }
+
+    /// Goes on with a further part. `false`: there is none.
+    fn next_part(&mut self) -> bool {
+        let Some((begin, end)) = self.more.pop_front() else {
+            return false;
+        };
+        (self.begin, self.offset, self.end, self.opens) = (begin, begin, end, true);
+        true
+    }
 }
 
 /// What a request left behind.
@@ -360,18 +391,19 @@ impl QueuePair {
             }
             Work::Read(read) => {
                 let seq = resource.first.plus(u64::from(read.offset / mtu));
-                let before = read.offset;
+                let sent_bytes = read.end.saturating_sub(read.offset).min(mtu) as usize;
                 let bth = Bth::new(in_service(Opcode::RcReadResponseOnly, service), peer, seq.psn());
                 match emit_read(read, bth, resource.msn, mtu, kind, tx) {
                     Ok(Step::Sent) => {
-                        resource.pending = !read.opens && read.offset < read.end;
+                        let more = read.is_sent() && read.next_part();
+                        resource.replay |= more;
+                        resource.pending = more || !read.opens && read.offset < read.end;
                         if !resource.pending {
                             // A duplicate looks its memory up anew; until then it may be freed.
                             read.span = None;
                         }
                         read.sent = ctx.now;
-                        ctx.window
-                            .on_responded((read.offset - before) as usize + PACKET_OVERHEAD);
+                        ctx.window.on_responded(sent_bytes + PACKET_OVERHEAD);
                         Ok(())
                     }
                     Ok(other) => return other,

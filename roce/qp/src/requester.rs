@@ -76,6 +76,8 @@ pub(crate) struct Requester {
     pub(crate) recovery: Recovery,
     /// When the newest packet was sent once more, to be told of all before it.
     pub(crate) asked_all: Option<Instant>,
+    /// Requests before this have been executed: an acknowledgement or answer has said so.
+    pub(crate) implied: Seq,
     /// Memory for what [`Recovery`] changes.
     pub(crate) changes: Vec<Change>,
 }
@@ -120,6 +122,7 @@ impl Requester {
             paced_until: None,
             recovery: Recovery::default(),
             asked_all: None,
+            implied: first,
             changes: Vec::new(),
         }
     }

@@ -2,7 +2,7 @@
 
 use core::{cmp::Ordering, time::Duration};
 
-use std::sync::Arc;
+use std::{collections::VecDeque, sync::Arc};
 
 use roce_bth::{Class, Msn, NakCode, Opcode, Packet, Placement, RnrTimer, Selectivity, Service, Syndrome};
 use roce_mem::{AtomicError, FlushError, PdHandle, Span};
@@ -554,6 +554,7 @@ impl QueuePair {
             offset: 0,
             end: reth.dma_len,
             opens: true,
+            more: VecDeque::new(),
         });
         self.add_resource(ctx, seq, packets, work);
         Ok(packets)
@@ -736,15 +737,28 @@ impl QueuePair {
             }
             return;
         };
+        let keeps = self.resp.kept.is_some();
         if let Some(Resource {
-            work: Work::Read(read), ..
+            work: Work::Read(read),
+            pending,
+            ..
         }) = self.resp.replies.find(seq)
         {
+            if keeps && *pending {
+                // Others of its parts are being sent.
+                read.span = span;
+                let part = (offset as u32, offset as u32 + reth.dma_len);
+                ctx.counters.duplicate_parts += u64::from(read.add(part));
+                return;
+            }
             let again = offset as u32;
             let silence = ctx.now.saturating_since(read.sent);
             let arrived = again.saturating_sub(read.begin) as usize;
             let lost = read.offset.saturating_sub(again) as usize;
-            ctx.window.on_response_loss(ctx.now, silence, arrived, lost);
+            if !keeps {
+                ctx.window.on_response_loss(ctx.now, silence, arrived, lost);
+            }
+            read.more.clear();
             read.span = span;
             read.begin = again;
             read.offset = again;

@@ -9,7 +9,7 @@ use crate::{
     recovery::{Change, Mark},
     replies::EXPECTED_LEN,
     requester::{Back, Unsent},
-    sendq::{Kind, Progress},
+    sendq::{Kind, PACKET_OVERHEAD, Progress, SendWqe},
     seq::Seq,
     tx::{Step, TxKind, TxSink},
 };
@@ -109,11 +109,7 @@ impl QueuePair {
         changes.clear();
         self.req.changes = changes;
         if arrived {
-            // What the oldest packet waits for is another matter: RNR pauses and their count stay as they are.
-            self.req.retries_left = self.attr.retry_cnt.unwrap_or(0);
-            self.req.timers.base = ctx.now;
-            self.req.timers.interval = ctx.now;
-            self.req.timers.backoff = 0;
+            self.heard_beyond(ctx);
         }
         // Something has come back.
         self.req.cautious = None;
@@ -184,6 +180,86 @@ impl QueuePair {
             _ if heed => ctx.window.on_told_loss(lost),
             _ => ctx.window.forget(lost),
         }
+    }
+
+    /// The first number of `from..to` whose answer has not come.
+    pub(crate) fn first_unanswered(&self, from: Seq, to: Seq) -> Option<Seq> {
+        let mut seq = from;
+        while seq < to && self.req.recovery.mark(seq) == Mark::Answered {
+            seq = seq.plus(1);
+        }
+        (seq < to).then_some(seq)
+    }
+
+    /// Whether an answer comes before others that are missing, and is worth keeping.
+    pub(crate) fn is_early(&self, seq: Seq) -> bool {
+        self.selective && self.response_before(seq).is_some()
+    }
+
+    /// Takes an answer beyond a gap: its data goes to its place. What does not fit is dropped; it will come in its turn, or fail then.
+    pub(crate) fn take_early(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) {
+        let missing = self.response_before(seq).unwrap_or(seq);
+        self.req.implied = self.req.implied.max(seq);
+        self.advance(ctx, missing);
+        let fits = self.is_sending() && self.place_early(seq, packet);
+        if !fits || self.req.recovery.mark(seq) == Mark::Answered {
+            ctx.counters.dropped_responses += u64::from(!fits);
+            return;
+        }
+        let una = self.req.una;
+        let mut changes = core::mem::take(&mut self.req.changes);
+        let mut recovery = core::mem::take(&mut self.req.recovery);
+        recovery.responded(una, seq, |at| self.weigh(at).1, |c| changes.push(c));
+        self.req.recovery = recovery;
+        self.book(ctx, &changes, true);
+        changes.clear();
+        self.req.changes = changes;
+        self.req.read_in_pieces = true;
+        self.heard_beyond(ctx);
+    }
+
+    fn place_early(&self, seq: Seq, packet: &Packet<'_>) -> bool {
+        let Some(wqe) = self.index_of(seq).map(|index| &self.sq.wqes[index]) else {
+            return false;
+        };
+        if wqe.progress != Progress::Started {
+            return false;
+        }
+        let header = &packet.header;
+        match (header.atomic_ack, wqe.kind()) {
+            (Some(value), Kind::Atomic) => wqe.data.write_at(0, &value.to_ne_bytes()).is_ok(),
+            (None, Kind::Read | Kind::AtomicWrite | Kind::Flush) => {
+                let place = self.read_response_place(wqe, seq, header.aeth, packet);
+                place.is_some_and(|(offset, len)| len == 0 || wqe.data.write_at(offset, packet.payload).is_ok())
+            }
+            _ => false,
+        }
+    }
+
+    /// Goes past what has been answered and acknowledged already, when what was missing before it has come.
+    pub(crate) fn pass_answered(&mut self, ctx: &mut Ctx<'_>) {
+        while self.is_sending() && self.req.recovery.is_active() {
+            let una = self.req.una;
+            let implied = self.req.implied.min(self.req.next);
+            let mut to = self.response_before(implied).unwrap_or(implied).max(una);
+            while to < self.req.next && self.req.recovery.mark(to) == Mark::Answered {
+                to = to.plus(1);
+            }
+            if to == una {
+                return;
+            }
+            self.advance(ctx, to);
+        }
+    }
+
+    /// Something has come back, beyond the oldest packet: what that waits for is another matter, RNR pauses and their count stay as they
+    /// are.
+    fn heard_beyond(&mut self, ctx: &Ctx<'_>) {
+        self.req.retries_left = self.attr.retry_cnt.unwrap_or(0);
+        self.req.timers.base = ctx.now;
+        self.req.timers.interval = ctx.now;
+        self.req.timers.backoff = 0;
+        self.req.cautious = None;
     }
 
     /// What [`QueuePair::go_back`] is towards such a peer.
@@ -296,22 +372,35 @@ impl QueuePair {
         self.reap(ctx);
     }
 
-    /// The oldest request packet that is to be sent again: the index of its work request, and its numbers. A READ that the peer may have
-    /// seen is asked for again from the oldest number on alone, piece by piece: it has one answer under way.
+    /// The oldest request packet that is to be sent again: the index of its work request, and its numbers.
     fn lost_request(&self, ctx: &Ctx<'_>) -> Option<(usize, Seq, Seq)> {
-        let mut seq = self.req.recovery.next_lost(self.req.una)?;
-        loop {
-            let index = self.index_of(seq)?;
-            let wqe = &self.sq.wqes[index];
-            if wqe.kind() != Kind::Read {
-                return Some((index, seq, seq.plus(1)));
-            }
-            if seq == self.req.una || seq == wqe.request_start(seq) {
-                let to = self.read_end(ctx, wqe, seq);
-                return Some((index, seq, to));
-            }
-            seq = self.req.recovery.next_lost(wqe.request_end(seq))?;
+        let seq = self.req.recovery.next_lost(self.req.una)?;
+        let index = self.index_of(seq)?;
+        let wqe = &self.sq.wqes[index];
+        let to = match wqe.kind() {
+            Kind::Read => self.lost_run(ctx, wqe, seq),
+            _ => seq.plus(1),
+        };
+        Some((index, seq, to))
+    }
+
+    /// How far a READ is asked for again from a number on: as it was, if the peer may never have seen it, else what is missing in a row.
+    fn lost_run(&self, ctx: &Ctx<'_>, wqe: &SendWqe, seq: Seq) -> Seq {
+        let recovery = &self.req.recovery;
+        let end = wqe.request_end(seq);
+        let mut at = seq;
+        while at < end && recovery.mark(at) != Mark::Answered {
+            at = at.plus(1);
         }
+        if seq == wqe.request_start(seq) && at == end {
+            return end;
+        }
+        let most = (ctx.window.read_limit() / (self.mtu + PACKET_OVERHEAD)).max(1) as u64;
+        let mut to = seq;
+        while to < at.min(seq.plus(most)) && recovery.mark(to) == Mark::Lost {
+            to = to.plus(1);
+        }
+        to
     }
 }
 
