@@ -121,8 +121,16 @@ impl QueuePair {
         let Some(change) = changes.iter().find(|c| c.seq.plus(1) == seq) else {
             return;
         };
+        let (_, answered) = self.weigh(change.seq);
+        let back = match (change.from, change.to) {
+            // What is waited for is the answer.
+            (Mark::Flying, Mark::Arrived) if answered => return,
+            (Mark::Flying, Mark::Arrived) | (Mark::Flying | Mark::Arrived, Mark::Answered) => true,
+            // Sent more than once, nobody knows which transmission is meant (Karn's rule).
+            _ => false,
+        };
         self.req.sample = None;
-        if (change.from, change.to) == (Mark::Flying, Mark::Arrived) {
+        if back {
             let rtt = ctx.now.saturating_since(sent);
             self.req.rtt.sample(rtt);
             ctx.window.on_acked(ctx.now, 0, Some(rtt));
@@ -164,7 +172,7 @@ impl QueuePair {
         for change in changes {
             let (cost, answered) = self.weigh(change.seq);
             match (counts(change.from, answered), counts(change.to, answered)) {
-                (true, false) if change.to == Mark::Arrived => acked += cost,
+                (true, false) if change.to != Mark::Lost => acked += cost,
                 (true, false) => lost += cost,
                 (false, true) => back += cost,
                 _ => {}
@@ -211,6 +219,7 @@ impl QueuePair {
         let mut recovery = core::mem::take(&mut self.req.recovery);
         recovery.responded(una, seq, |at| self.weigh(at).1, |c| changes.push(c));
         self.req.recovery = recovery;
+        self.take_selective_sample(ctx, &changes);
         self.book(ctx, &changes, true);
         changes.clear();
         self.req.changes = changes;
