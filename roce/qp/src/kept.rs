@@ -75,7 +75,7 @@ pub(crate) struct Kept {
 impl Kept {
     pub(crate) fn packet(&self) -> Packet<'_> {
         Packet {
-            header: self.header.clone(),
+            header: self.header,
             payload: &self.payload,
         }
     }
@@ -122,7 +122,7 @@ impl KeptPackets {
             return true;
         }
         let kept = Kept {
-            header: packet.header.clone(),
+            header: packet.header,
             payload: packet.payload.into(),
         };
         if !self.budget.take(kept.bytes()) {
@@ -295,7 +295,7 @@ mod tests {
             dma_len: 3000,
             ..Reth::default()
         });
-        let mut endless = header.clone();
+        let mut endless = header;
         endless.reth = Some(Reth {
             dma_len: u32::MAX,
             ..Reth::default()

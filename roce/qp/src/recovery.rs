@@ -304,7 +304,9 @@ mod tests {
                 add(&|w| w.deliver(n));
             }
             for n in 0..self.words.len() {
-                add(&|w| drop(w.words.remove(n)));
+                add(&|w| {
+                    w.words.remove(n);
+                });
                 add(&|w| {
                     let word = w.words.remove(n);
                     w.hear(word, false);
