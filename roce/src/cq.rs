@@ -171,7 +171,7 @@ impl CompletionQueue for Cq {
             taken = self.take(out, max)?;
         }
         if taken > 0 {
-            driver.leave_poll();
+            driver.found();
         }
         Ok(taken)
     }
@@ -243,6 +243,13 @@ pub(crate) fn wait<Q, E>(
     }
     if let Some(event) = take()? {
         return Ok(Some(event));
+    }
+    if timeout == Some(Duration::ZERO) {
+        // It does not sleep, and who polls the device goes on with that.
+        if !device.background {
+            device.driver.empty_poll();
+        }
+        return take();
     }
     device.driver.leave_poll();
     let until = deadline(timeout);

@@ -4,9 +4,10 @@
 //! when they poll an empty completion queue; the background thread does it when packets arrive or time runs out.
 //!
 //! While an application polls, a thread that is woken for every packet would only get in its way. So after a streak of
-//! *empty* polls the sockets no longer wake the background thread (one `epoll_ctl`); a poll that finds something, arming a
-//! queue and waiting on a channel turn that back on at once, because the program may now spin on memory or sleep. A
-//! program that simply stops polling is noticed by the alarm clock, within [`TAKEOVER`].
+//! *empty* polls the sockets no longer wake the background thread (one `epoll_ctl`); arming a queue and waiting on a channel
+//! turn that back on at once, because the program sleeps now, and so does a poll that finds something, because it may spin on
+//! memory, unless it has come back to polling often enough before anything else was needed ([`Habit`]). A program that simply
+//! stops polling is noticed by the alarm clock, within [`TAKEOVER`].
 //!
 //! **Lock order.** The port's lock comes first. Below it, each on its own: the memory table, a completion queue, and the
 //! locks inside of an [`EventSink`] or a notifier. Whoever holds one of those calls nothing of the driver.
@@ -48,6 +49,49 @@ const PATIENCE: u32 = 64;
 /// Packets, about, that are handled before they are answered, and before others may have the lock: eight merged buffers.
 /// More would leave a sender with a window of 1 MiB idle, less would cost it more acknowledgements.
 const BUDGET: usize = 128;
+
+/// Whether a program that has found something polls on, or spins on memory that somebody else has to bring packets to. It is told by
+/// whether the background thread had to bring any until the program was back.
+#[derive(Default)]
+struct Habit {
+    /// Times in a row that it was back in time.
+    returns: AtomicU32,
+    /// As many more than [`RETURNS`] are wanted: it has stayed away for once.
+    wanted: AtomicU32,
+    /// Passes of the background thread that brought packets, and how many there were when the program was back last.
+    brought: AtomicU32,
+    known: AtomicU32,
+}
+
+/// Returns in a row until a program counts as one that polls on.
+const RETURNS: u32 = 16;
+/// The most that are wanted of one that has stayed away time and again.
+const MOST_RETURNS: u32 = 1 << 14;
+
+impl Habit {
+    fn polls_on(&self) -> bool {
+        let wanted = RETURNS.saturating_add(self.wanted.load(Ordering::Relaxed));
+        self.returns.load(Ordering::Relaxed) >= wanted
+    }
+
+    /// The program has found something and polls again.
+    fn returned(&self) {
+        let brought = self.brought.load(Ordering::Relaxed);
+        let returns = match self.known.swap(brought, Ordering::Relaxed) == brought {
+            true => self.returns.load(Ordering::Relaxed).saturating_add(1),
+            false => 0,
+        };
+        self.returns.store(returns, Ordering::Relaxed);
+    }
+
+    /// Packets had waited for a program that was taken for one that polls on.
+    fn stayed_away(&self) {
+        let wanted = self.wanted.load(Ordering::Relaxed);
+        self.wanted
+            .store((wanted * 2 + RETURNS).min(MOST_RETURNS), Ordering::Relaxed);
+        self.returns.store(0, Ordering::Relaxed);
+    }
+}
 
 /// How a port is driven.
 pub struct DriverConfig {
@@ -92,6 +136,7 @@ struct Shared {
     wanted: AtomicBool,
     /// Polls of the application that found nothing, since the last one that found something.
     empty_polls: AtomicU32,
+    habit: Habit,
     /// When the application last polled an empty completion queue, nanoseconds.
     last_poll: AtomicU64,
     sink: Arc<dyn EventSink>,
@@ -231,6 +276,7 @@ impl Driver {
             closed: AtomicBool::new(false),
             wanted: AtomicBool::new(false),
             empty_polls: AtomicU32::new(0),
+            habit: Habit::default(),
             last_poll: AtomicU64::new(0),
             sink,
             born: sys::generation(),
@@ -305,6 +351,9 @@ impl Driver {
         shared.last_poll.store(now.as_nanos(), Ordering::Relaxed);
         let empty = shared.empty_polls.load(Ordering::Relaxed).saturating_add(1);
         shared.empty_polls.store(empty, Ordering::Relaxed);
+        if empty == 1 {
+            shared.habit.returned();
+        }
         if empty == STREAK || (empty > STREAK && !shared.wake.standing_back()) {
             shared.wake.watch(false);
             shared.wake.set_alarm(now, now + TAKEOVER);
@@ -321,8 +370,16 @@ impl Driver {
         }
     }
 
-    /// The application found completions, or goes to sleep: it may not come back for long, so that packets wake the
-    /// background thread again.
+    /// The application found completions: it may not come back for long, so that packets wake the background thread again, unless it is
+    /// one that polls on.
+    pub fn found(&self) {
+        match self.shared.wake.standing_back() && self.shared.habit.polls_on() {
+            true if !self.is_inherited() => self.shared.empty_polls.store(0, Ordering::Relaxed),
+            _ => self.leave_poll(),
+        }
+    }
+
+    /// The application goes to sleep: packets wake the background thread again.
     pub fn leave_poll(&self) {
         if self.is_inherited() {
             return;
@@ -468,7 +525,8 @@ fn background(shared: &Shared, mut poll: Poll, mut links: Option<LinkWatch>) {
             continue;
         };
         let time = now();
-        if shared.wake.standing_back() {
+        let stood_back = shared.wake.standing_back();
+        if stood_back {
             let until = Instant::from_nanos(shared.last_poll.load(Ordering::Relaxed)) + TAKEOVER;
             if time < until {
                 match guard.engine.timer_due(time) {
@@ -481,9 +539,52 @@ fn background(shared: &Shared, mut poll: Poll, mut links: Option<LinkWatch>) {
             }
             shared.wake.watch(true);
         }
+        let (before, late) = (guard.engine.port.received(), stood_back && shared.habit.polls_on());
         while guard.engine.pass(now(), BUDGET) && !shared.closed.load(Ordering::Acquire) {
             // Application threads that wait for the lock get it first.
             MutexGuard::bump(&mut guard.engine);
         }
+        if guard.engine.port.received() != before {
+            shared.habit.brought.fetch_add(1, Ordering::Relaxed);
+            if late {
+                shared.habit.stayed_away();
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_polls_on_when_it_was_back_often_enough() {
+        let habit = Habit::default();
+        for _ in 0..RETURNS {
+            assert!(!habit.polls_on());
+            habit.returned();
+        }
+        assert!(habit.polls_on());
+        // The background thread brought packets meanwhile: it spins on memory.
+        habit.brought.fetch_add(1, Ordering::Relaxed);
+        habit.returned();
+        assert!(!habit.polls_on());
+        // Who stays away has to come back more often, and not for ever more often.
+        let needed = || {
+            let habit = &habit;
+            (1..).find(|_| {
+                habit.returned();
+                habit.polls_on()
+            })
+        };
+        needed();
+        let mut before = 0;
+        for _ in 0..20 {
+            habit.stayed_away();
+            let now = needed().expect("some time");
+            assert!(now > before || now == RETURNS + MOST_RETURNS, "{now} after {before}");
+            before = now;
+        }
+        assert_eq!(before, RETURNS + MOST_RETURNS);
     }
 }

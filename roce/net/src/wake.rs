@@ -129,7 +129,8 @@ impl Wake {
     pub(crate) fn set_alarm(&self, now: Instant, at: Instant) {
         let Some(d) = &self.descriptors else { return };
         let mut state = self.state.lock();
-        if state.alarm.is_some_and(|set| set <= at) {
+        // While the thread stands back the program runs timers, and if it stays away the alarm that there is rings soon enough.
+        if state.alarm.is_some_and(|set| set <= at || !state.watching) {
             return;
         }
         match d.timer.set(at.saturating_since(now)) {

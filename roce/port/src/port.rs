@@ -461,6 +461,11 @@ impl Port {
         }
     }
 
+    /// Packets that came in so far.
+    pub fn received(&self) -> u64 {
+        self.counters.rx_packets
+    }
+
     /// How many queue pairs there are.
     pub fn queue_pairs(&self) -> usize {
         self.qps.len()
