@@ -140,6 +140,9 @@ pub(crate) struct BenchArgs {
     spin: SpinMode,
     #[command(flatten)]
     rdma: RdmaArgs,
+    /// With --rdma and both sides here: where it is measured in software, at this address and the next ones
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1", conflicts_with_all = ["listen", "connect"])]
+    beside: Ipv4Addr,
     /// The passive side ends with its standard input
     #[arg(long, hide = true, requires = "listen")]
     until_eof: bool,
@@ -170,7 +173,7 @@ impl BenchArgs {
     /// The same in software, at the usual addresses.
     fn in_software(&self) -> Self {
         Self {
-            local: None,
+            local: Some(self.beside.into()),
             rdma: RdmaArgs::soft(),
             ..self.clone()
         }

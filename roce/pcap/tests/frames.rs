@@ -226,7 +226,7 @@ fn faults_of_the_transport_headers_are_found() {
     let with_packet = |bytes: &[u8]| one(&ip_datagram(v4(), 1, bytes));
 
     let mut unknown = packet(b"");
-    unknown[0] = 0xc0;
+    unknown[0] = 0xc1;
     let report = with_packet(&unknown);
     assert_eq!(kinds(&report), [Kind::UnknownOpcode]);
     assert_eq!((report.icrc_ok, report.is_bad()), (1, true));

@@ -241,6 +241,8 @@ fn measured(finished: &ferroce_tests::process::Finished) -> Vec<Value> {
 #[test]
 fn the_operations_of_bench_run_on_a_device_beside_software() {
     let addr = fresh_address().to_string();
+    // Nobody else takes the next ones.
+    let beside = ferroce_loopback::addresses(4).to_string();
     for (operation, names) in [
         ("write", &["write"][..]),
         ("read", &["read"]),
@@ -248,7 +250,7 @@ fn the_operations_of_bench_run_on_a_device_beside_software() {
         ("latency", &["write_lat", "send_lat"]),
     ] {
         let bench = [
-            "bench", operation, "--rdma", "ferroce0", "-n", "300", "--size", "20000", "--json",
+            "bench", operation, "--rdma", "ferroce0", "--beside", &beside, "-n", "300", "--size", "20000", "--json",
         ];
         let all = measured(&Running::start(&with_devices(&[&addr], &bench)).end());
         for name in names {
