@@ -136,7 +136,7 @@ impl QueuePair {
     }
 
     /// Retries count from the last progress.
-    pub(crate) fn made_progress(&mut self, ctx: &mut Ctx<'_>) {
+    fn made_progress(&mut self, ctx: &mut Ctx<'_>) {
         let req = &mut self.req;
         req.retries_left = self.attr.retry_cnt.unwrap_or(0);
         req.rnr_left = self.attr.rnr_retry.unwrap_or(0);

@@ -20,7 +20,7 @@ pub(crate) const PACKETS: u64 = 4096;
 /// What a kept packet takes beside its payload.
 const OVERHEAD: usize = 256;
 /// Bits of a word of the bitmap.
-const WORD: u64 = 64;
+pub(crate) const WORD: u64 = 64;
 /// Bytes that all queue pairs of a port may keep unless somebody wishes otherwise.
 const PORT_BYTES: usize = 256 << 20;
 

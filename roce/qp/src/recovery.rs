@@ -68,7 +68,7 @@ impl Recovery {
         self.base.is_some()
     }
 
-    pub(crate) fn clear(&mut self) {
+    fn clear(&mut self) {
         let tolerance = self.tolerance;
         *self = Self {
             tolerance,

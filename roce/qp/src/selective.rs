@@ -5,6 +5,7 @@ use roce_verbs::{QpState, WcStatus};
 
 use crate::{
     ctx::Ctx,
+    kept::WORD,
     qp::QueuePair,
     recovery::{Change, Mark},
     replies::EXPECTED_LEN,
@@ -13,9 +14,6 @@ use crate::{
     seq::Seq,
     tx::{Step, TxKind, TxSink},
 };
-
-/// Bits of a word of the bitmap.
-const WORD: u64 = 64;
 
 /// What a selective acknowledgement says has arrived: all before a number, and beyond that those with a bit.
 struct Arrivals<'a> {
@@ -105,9 +103,7 @@ impl QueuePair {
             ctx.counters.spurious_timeouts += 1;
             ctx.window.on_spurious_timeout();
         }
-        self.book(ctx, &changes, true);
-        changes.clear();
-        self.req.changes = changes;
+        self.book(ctx, changes, true);
         if arrived {
             self.heard_beyond(ctx);
         }
@@ -166,10 +162,10 @@ impl QueuePair {
         weight
     }
 
-    /// Books what has become of packets. `heed`: what is lost tells of the path.
-    fn book(&mut self, ctx: &mut Ctx<'_>, changes: &[Change], heed: bool) {
+    /// Books what has become of packets, and keeps the memory of `changes`. `heed`: what is lost tells of the path.
+    fn book(&mut self, ctx: &mut Ctx<'_>, mut changes: Vec<Change>, heed: bool) {
         let (mut acked, mut lost, mut back) = (0, 0, 0);
-        for change in changes {
+        for change in changes.drain(..) {
             let (cost, answered) = self.weigh(change.seq);
             match (counts(change.from, answered), counts(change.to, answered)) {
                 (true, false) if change.to != Mark::Lost => acked += cost,
@@ -178,6 +174,7 @@ impl QueuePair {
                 _ => {}
             }
         }
+        self.req.changes = changes;
         self.req.in_flight = (self.req.in_flight + back).saturating_sub(acked + lost);
         ctx.window.on_sent(back);
         if acked > 0 {
@@ -201,7 +198,7 @@ impl QueuePair {
 
     /// Whether an answer comes before others that are missing, and is worth keeping.
     pub(crate) fn is_early(&self, seq: Seq) -> bool {
-        self.selective && self.response_before(seq).is_some()
+        self.selective && seq > self.req.una && self.response_before(seq).is_some()
     }
 
     /// Takes an answer beyond a gap: its data goes to its place. What does not fit is dropped; it will come in its turn, or fail then.
@@ -220,9 +217,7 @@ impl QueuePair {
         recovery.responded(una, seq, |at| self.weigh(at).1, |c| changes.push(c));
         self.req.recovery = recovery;
         self.take_selective_sample(ctx, &changes);
-        self.book(ctx, &changes, true);
-        changes.clear();
-        self.req.changes = changes;
+        self.book(ctx, changes, true);
         self.req.read_in_pieces = true;
         self.heard_beyond(ctx);
     }
@@ -285,9 +280,7 @@ impl QueuePair {
                 self.req.recovery.lose(una, una, |c| changes.push(c));
             }
         }
-        self.book(ctx, &changes, why == Back::Gap);
-        changes.clear();
-        self.req.changes = changes;
+        self.book(ctx, changes, why == Back::Gap);
         if why == Back::Timeout {
             ctx.window.on_timeout(ctx.now);
         }
@@ -309,9 +302,7 @@ impl QueuePair {
         let end = self.sq.wqes[index].request_end(una).min(self.req.next);
         let mut changes = core::mem::take(&mut self.req.changes);
         self.lose(una, end, &mut changes);
-        self.book(ctx, &changes, true);
-        changes.clear();
-        self.req.changes = changes;
+        self.book(ctx, changes, true);
         self.req.went_back = Some((una, ctx.now));
         self.req.sample = None;
         self.req.timers.base = ctx.now;
@@ -356,8 +347,14 @@ impl QueuePair {
         if self.req.in_flight == 0 {
             self.req.timers.base = ctx.now;
         }
+        self.book_resent(ctx, seq, to);
+        Some(Step::Sent)
+    }
+
+    /// Books that `from..to` is in flight once more.
+    fn book_resent(&mut self, ctx: &mut Ctx<'_>, from: Seq, to: Seq) {
         let next = self.req.next;
-        let (mut at, mut more) = (seq, 0);
+        let (mut at, mut more) = (from, 0);
         while at < to {
             let (cost, answered) = self.weigh(at);
             let counted = counts(self.req.recovery.mark(at), answered);
@@ -367,17 +364,13 @@ impl QueuePair {
         }
         ctx.window.on_sent(more);
         self.req.in_flight += more;
-        Some(Step::Sent)
     }
 
     /// The memory of a work request is gone: it fails in its turn.
     fn fail_lost(&mut self, ctx: &mut Ctx<'_>, index: usize, seq: Seq, status: WcStatus) {
         ctx.counters.send_err += 1;
         self.sq.wqes[index].progress = Progress::Failed(status);
-        self.req.recovery.resent(seq, self.req.next);
-        let (cost, _) = self.weigh(seq);
-        ctx.window.on_sent(cost);
-        self.req.in_flight += cost;
+        self.book_resent(ctx, seq, seq.plus(1));
         self.reap(ctx);
     }
 
