@@ -435,35 +435,49 @@ fn local(args: &BenchArgs, operation: Operation, stop: &Stop, emit: Emit<'_>) ->
     let (near, far) = (args.device(from, true)?, args.device(next(1), false)?);
     let peer = SocketAddr::new(next(1), PORT);
     let server = server::Server::new(&far, peer)?;
+    let stopped = || stop.requested();
+    with_passive(
+        move |done| server.run(done),
+        || {
+            let result = match operation {
+                Operation::Latency => args.sizes(64).iter().try_for_each(|&bytes| {
+                    udp::run(from, next(1), bytes, args.amount(), &stopped, emit)?;
+                    latency::run(&near, peer, bytes, args.amount(), &stopped, emit)
+                }),
+                _ => args.sizes(1 << 20).iter().try_for_each(|&bytes| {
+                    let mut load = bandwidth::Load::connect(&near, peer, operation, bytes, args.depth, args.qps)?;
+                    if operation == Operation::Send {
+                        // Its passive side polls without pause, beside which no ceiling can be measured.
+                        load.run(args.amount(), &stopped)?;
+                        return emit(&load.measurement());
+                    }
+                    let m = beside_ceiling(args, &mut load, [next(2), next(3)], &stopped)?;
+                    emit(&m)
+                }),
+            };
+            tracing::debug!(near = ?near.stats(), far = ?far.stats(), "counters");
+            result
+        },
+    )
+}
+
+/// Measures beside a passive side in a thread of this process, which runs until it is told that the measurement is done.
+fn with_passive(
+    serve: impl FnOnce(&dyn Fn() -> bool) -> Result<(), Failure> + Send + 'static,
+    measure: impl FnOnce() -> Result<(), Failure>,
+) -> Result<(), Failure> {
     let done = Arc::new(AtomicBool::new(false));
     let flag = done.clone();
     let passive = thread::Builder::new()
         .name("passive side".into())
-        .spawn(move || server.run(&|| flag.load(Ordering::Relaxed)))
+        .spawn(move || serve(&|| flag.load(Ordering::Relaxed)))
         .map_err(|e| Failure::failed(format!("starting a thread: {e}")))?;
-    let stopped = || stop.requested();
-    let result = match operation {
-        Operation::Latency => args.sizes(64).iter().try_for_each(|&bytes| {
-            udp::run(from, next(1), bytes, args.amount(), &stopped, emit)?;
-            latency::run(&near, peer, bytes, args.amount(), &stopped, emit)
-        }),
-        _ => args.sizes(1 << 20).iter().try_for_each(|&bytes| {
-            let mut load = bandwidth::Load::connect(&near, peer, operation, bytes, args.depth, args.qps)?;
-            if operation == Operation::Send {
-                // Its passive side polls without pause, beside which no ceiling can be measured.
-                load.run(args.amount(), &stopped)?;
-                return emit(&load.measurement());
-            }
-            let m = beside_ceiling(args, &mut load, [next(2), next(3)], &stopped)?;
-            emit(&m)
-        }),
-    };
+    let measured = measure();
     done.store(true, Ordering::Relaxed);
-    tracing::debug!(near = ?near.stats(), far = ?far.stats(), "counters");
     let passive = passive
         .join()
         .unwrap_or_else(|_| Err(Failure::failed("the passive side panicked")));
-    result.and(passive)
+    measured.and(passive)
 }
 
 /// Measures in turns with the ceiling.

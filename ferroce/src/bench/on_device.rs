@@ -1,13 +1,6 @@
 //! Measurements on RDMA devices of the host, and the same in software beside them.
 
-use std::{
-    net::{IpAddr, SocketAddr},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    thread,
-};
+use std::net::{IpAddr, SocketAddr};
 
 use serde_json::json;
 
@@ -16,6 +9,7 @@ use super::{
     driven::{Active, Passive},
     local,
     report::Measurement,
+    with_passive,
 };
 use crate::{
     output::{self, Failure},
@@ -70,22 +64,16 @@ pub(super) fn both(
     }
     let peer = SocketAddr::new(addr, PORT);
     let server = Passive::new(args.devices(addr)?, peer)?;
-    let done = Arc::new(AtomicBool::new(false));
-    let flag = done.clone();
-    let passive = thread::Builder::new()
-        .name("passive side".into())
-        .spawn(move || server.run(&|| flag.load(Ordering::Relaxed)))
-        .map_err(|e| Failure::failed(format!("starting a thread: {e}")))?;
     let mut on_device = Vec::new();
-    let measured = measure(args, operation, (addr, peer), stop, &mut |m| {
-        on_device.push(m.clone());
-        Ok(())
-    });
-    done.store(true, Ordering::Relaxed);
-    let passive = passive
-        .join()
-        .unwrap_or_else(|_| Err(Failure::failed("the passive side panicked")));
-    measured.and(passive)?;
+    with_passive(
+        move |stopped| server.run(stopped),
+        || {
+            measure(args, operation, (addr, peer), stop, &mut |m| {
+                on_device.push(m.clone());
+                Ok(())
+            })
+        },
+    )?;
     let mut soft = Vec::new();
     let software = args.in_software();
     if let Err(e) = local(&software, operation, stop, &mut |m| {
