@@ -7,7 +7,7 @@ use roce_icrc::{Flow, IpPair};
 use roce_qp::{TxKind, TxSink};
 use roce_verbs::AddressVector;
 
-use crate::{config::PortConfig, peer::Peers};
+use crate::{config::PortConfig, gso::Staging, peer::Peers};
 
 /// `UDP_MAX_SEGMENTS` of Linux before 6.9: more segments than that in one send are refused.
 pub const MAX_SEGMENTS: usize = 64;
@@ -64,6 +64,8 @@ pub struct TxBatch {
     config: TxConfig,
     slab: Box<[u8]>,
     used: usize,
+    /// Where the packet staged last begins.
+    last: usize,
     trains: Vec<TrainRecord>,
 }
 
@@ -114,6 +116,7 @@ impl TxBatch {
         Self {
             slab: vec![0; config.capacity].into_boxed_slice(),
             used: 0,
+            last: 0,
             trains: Vec::new(),
             config,
         }
@@ -141,6 +144,7 @@ impl TxBatch {
     /// Forgets everything; the slab is used again.
     pub fn clear(&mut self) {
         self.used = 0;
+        self.last = 0;
         self.trains.clear();
     }
 
@@ -194,6 +198,11 @@ impl TxBatch {
                 || self.joins(path, dest, len + ICRC_LEN, alone))
     }
 
+    /// The packet staged last.
+    fn last(&self) -> &[u8] {
+        &self.slab[self.last..self.used]
+    }
+
     /// Seals the `len` bytes staged last and puts them behind the open train if they may go there. Returns the packet's
     /// place in its train.
     fn commit(&mut self, path: &TxPath, dest: Qpn, len: usize, alone: bool) -> usize {
@@ -221,6 +230,7 @@ impl TxBatch {
             }
         };
         path.flow.seal(index as u16, &mut self.slab[start..start + total]);
+        self.last = start;
         self.used += total;
         index
     }
@@ -232,8 +242,8 @@ pub(crate) struct Staged {
     pub(crate) packets: u64,
     pub(crate) bytes: u64,
     pub(crate) retransmissions: u64,
-    /// Packets at a place other than the first of their train.
-    pub(crate) followers: u64,
+    /// What it tells of trains.
+    pub(crate) trains: Staging,
 }
 
 /// The sink of one queue pair for one turn.
@@ -332,7 +342,7 @@ impl TxSink for QpSink<'_> {
         self.staged.packets += 1;
         self.staged.bytes += (len + ICRC_LEN) as u64;
         self.staged.retransmissions += u64::from(retransmission);
-        self.staged.followers += u64::from(index > 0);
+        self.staged.trains.note(kind, index, self.batch.last());
     }
 
     fn direct(&mut self, to: &AddressVector, dest: Qpn) -> bool {

@@ -100,6 +100,6 @@ port_counters! {
     icrc_errors,
     /// Dropped: ICRC right only with an IPv4 Identification that this peer would not send.
     icrc_implausible,
-    /// Peers towards which GSO was switched off because only single packets came through.
+    /// Peers towards which GSO was switched off because of trains only the first packets came through.
     gso_switched_off,
 }

@@ -14,6 +14,7 @@ mod batch;
 mod config;
 mod connect;
 mod counters;
+mod gso;
 mod ident;
 mod mcast;
 mod peer;

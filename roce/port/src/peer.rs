@@ -8,23 +8,9 @@ use roce_qp::{Window, WindowConfig};
 use slab::Slab;
 
 use crate::{
-    batch::Staged,
+    gso::Gso,
     ident::{IdentTracker, Strangers},
 };
-
-/// So many segments at a place other than the first must have gone out before their fate is judged.
-const GSO_TRIAL: u64 = 64;
-
-/// Whether trains of several packets reach a peer with the Identifications that they were sealed with.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Gso {
-    /// Trains go out, and are watched.
-    Trial { followers: u64, retransmissions: u64 },
-    /// A flight with followers was acknowledged without any retransmission.
-    Proven,
-    /// Next to nothing but the first packets and retransmissions came through.
-    Off,
-}
 
 /// One address.
 pub(crate) struct Peer {
@@ -35,51 +21,7 @@ pub(crate) struct Peer {
     /// Queue pairs that wait for the window, oldest first.
     pub(crate) blocked: VecDeque<Qpn>,
     queue_pairs: usize,
-    gso: Gso,
-}
-
-impl Peer {
-    /// Whether trains of several packets may be sent.
-    pub(crate) fn gso(&self) -> bool {
-        self.gso != Gso::Off
-    }
-
-    /// Whether trains are known to arrive as they were sealed.
-    pub(crate) fn gso_proven(&self) -> bool {
-        self.gso == Gso::Proven
-    }
-
-    /// Notes what was staged. True when this switched GSO off: hardware segmentation of some interfaces numbers the
-    /// Identifications otherwise than they were sealed, and then all but the first packet of each train are lost.
-    pub(crate) fn on_staged(&mut self, staged: Staged) -> bool {
-        let Gso::Trial {
-            followers,
-            retransmissions,
-        } = &mut self.gso
-        else {
-            return false;
-        };
-        *followers += staged.followers;
-        *retransmissions += staged.retransmissions;
-        if *followers >= GSO_TRIAL && *retransmissions >= *followers {
-            self.gso = Gso::Off;
-            return true;
-        }
-        false
-    }
-
-    /// Notes that nothing is in flight any more.
-    pub(crate) fn on_drained(&mut self) {
-        if let Gso::Trial {
-            followers,
-            retransmissions,
-        } = &self.gso
-            && *retransmissions == 0
-            && *followers > 0
-        {
-            self.gso = Gso::Proven;
-        }
-    }
+    pub(crate) gso: Gso,
 }
 
 /// A peer's place.
@@ -112,10 +54,7 @@ impl Peers {
                 strangers: Strangers::default(),
                 blocked: VecDeque::new(),
                 queue_pairs: 0,
-                gso: Gso::Trial {
-                    followers: 0,
-                    retransmissions: 0,
-                },
+                gso: Gso::default(),
             })
         });
         self.slab[key].queue_pairs += 1;
@@ -142,7 +81,7 @@ impl Peers {
 
     /// Whether trains are known to arrive at an address as they were sealed.
     pub(crate) fn gso_proven(&self, addr: IpAddr) -> bool {
-        self.find(addr).is_some_and(|key| self.slab[key.0].gso_proven())
+        self.find(addr).is_some_and(|key| self.slab[key.0].gso.is_proven())
     }
 
     pub(crate) fn find(&self, addr: IpAddr) -> Option<PeerKey> {

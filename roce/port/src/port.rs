@@ -513,8 +513,8 @@ impl Port {
         self.timers.update(qpn, &mut entry.armed, entry.qp.next_timeout());
         if let Some(key) = entry.path.as_ref().map(|p| p.peer) {
             let peer = self.peers.get_mut(key);
-            if peer.window.in_flight() == 0 {
-                peer.on_drained();
+            if peer.gso.waits_for(qpn) {
+                peer.gso.on_acked(qpn, entry.qp.acknowledged());
             }
             if peer.window.available() > room {
                 self.wake_blocked(key);

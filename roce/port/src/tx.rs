@@ -87,8 +87,8 @@ impl Port {
         // Without acknowledgements nothing tells whether trains arrive.
         let reliable = entry.qp.config().qp_type.is_reliable();
         let gso = match reliable {
-            true => peer.gso(),
-            false => peer.gso_proven() || self.config.stays_here(&path.av),
+            true => peer.gso.may_send(),
+            false => peer.gso.is_proven() || self.config.stays_here(&path.av),
         };
         let mut ctx = roce_qp::Ctx {
             now,
@@ -105,12 +105,13 @@ impl Port {
         self.counters.tx_packets += staged.packets;
         self.counters.tx_bytes += staged.bytes;
         self.counters.tx_retransmissions += staged.retransmissions;
-        if reliable && peer.on_staged(staged) {
+        let max_reads = u32::from(entry.qp.max_reads());
+        if reliable && peer.gso.on_staged(qpn, &staged.trains, max_reads) {
             self.counters.gso_switched_off += 1;
             let addr = peer.addr;
             // A peer can cause this again with each connection: the counter tells of further ones.
             if self.counters.gso_switched_off == 1 {
-                tracing::warn!(peer = %addr, "only single packets come through: segmentation offload (GSO) is off for this peer");
+                tracing::warn!(peer = %addr, "of trains only the first packets come through: segmentation offload (GSO) is off for this peer");
             } else {
                 tracing::debug!(peer = %addr, "segmentation offload (GSO) is off for this peer");
             }

@@ -134,6 +134,17 @@ impl QueuePair {
         self.req.in_flight
     }
 
+    /// The oldest PSN that the peer has not acknowledged (of a READ: whose response has not come). `None` unless it sends and
+    /// is answered.
+    pub fn acknowledged(&self) -> Option<Psn> {
+        (self.reliable && self.is_sending()).then(|| self.req.una.psn())
+    }
+
+    /// The READs and atomics that the peer may have outstanding here.
+    pub fn max_reads(&self) -> u8 {
+        self.attr.max_dest_rd_atomic.unwrap_or(0)
+    }
+
     /// Send work requests that have not completed.
     pub fn send_queue_len(&self) -> usize {
         self.sq.wqes.len()

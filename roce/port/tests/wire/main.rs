@@ -5,6 +5,7 @@ mod connections;
 mod datagrams;
 mod drops;
 mod hostile;
+mod segmentation;
 mod strangers;
 mod traffic;
 

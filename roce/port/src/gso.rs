@@ -1,0 +1,319 @@
+//! Whether trains of several packets reach a peer with the Identifications that they were sealed with.
+//!
+//! Segmentation in the hardware of some interfaces numbers the segments otherwise than Linux does. Then the ICRC of all but
+//! the first packet of each train is wrong, and the peer drops them. It looks like loss, but always of the same packet: the
+//! second of a train is the first that is sent again. So the second packet of one train at a time is a witness. Its
+//! acknowledgement proves that trains arrive. If it is the first one to be sent again it has failed; if the peer lacks
+//! something before it, nothing is known. So many failures in a row, and packets go out one by one.
+
+use roce_bth::{Class, Opcode, Position, Psn, Qpn};
+use roce_qp::TxKind;
+
+/// So many witnesses must fail in a row: at 10 % random loss that is one run in 10^10.
+const FAILURES: u8 = 10;
+/// A witness whose fate has not been heard of after so many packets makes room for another.
+const PATIENCE: u64 = 4096;
+/// After so many single packets trains are tried again, but not for long: routes change.
+const RETRY: u64 = 1 << 18;
+/// So many failures end such a trial.
+const RETRY_FAILURES: u8 = 3;
+
+/// What one turn of a queue pair has staged, as far as it tells of trains.
+#[derive(Clone, Copy, Default, Debug)]
+pub(crate) struct Staging {
+    packets: u64,
+    /// The first that was the second of a train.
+    second: Option<(TxKind, Psn)>,
+    /// The first request, and the first answer, that was sent before.
+    resent: Option<Psn>,
+    repeated: Option<Psn>,
+    /// Answers to READs that were begun.
+    reads: u32,
+}
+
+impl Staging {
+    /// A packet, from its BTH on, was staged as number `index` of its train.
+    pub(crate) fn note(&mut self, kind: TxKind, index: usize, packet: &[u8]) {
+        self.packets += 1;
+        let Some(&[opcode, .., p2, p1, p0]) = packet.first_chunk::<12>() else {
+            return;
+        };
+        let psn = Psn::new(u32::from_be_bytes([0, p2, p1, p0]));
+        match kind {
+            TxKind::Retransmission => drop(self.resent.get_or_insert(psn)),
+            TxKind::Repetition => drop(self.repeated.get_or_insert(psn)),
+            TxKind::Request | TxKind::Response if index == 1 => drop(self.second.get_or_insert((kind, psn))),
+            _ => {}
+        }
+        if kind == TxKind::Response {
+            let info = Opcode::from_byte(opcode).map(Opcode::info);
+            let begins = info.is_some_and(|i| i.class == Class::ReadResponse && i.position.starts());
+            self.reads += u32::from(begins);
+        }
+    }
+}
+
+/// The second packet of a train.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Witness {
+    qpn: Qpn,
+    psn: Psn,
+    answer: bool,
+    /// Packets towards the peer since.
+    packets: u64,
+    /// READs that the queue pair has begun to answer since.
+    reads: u32,
+}
+
+/// What is known about trains towards one peer.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Gso {
+    proven: bool,
+    failures: u8,
+    witness: Option<Witness>,
+    /// Single packets since trains were found not to arrive.
+    off: Option<u64>,
+}
+
+impl Gso {
+    /// Whether trains of several packets may be sent.
+    pub(crate) fn may_send(&self) -> bool {
+        self.off.is_none()
+    }
+
+    /// Whether trains are known to arrive as they were sealed.
+    pub(crate) fn is_proven(&self) -> bool {
+        self.proven
+    }
+
+    /// Notes what a reliable queue pair has staged, whose peer has at most `max_reads` READs outstanding. True when this
+    /// has switched trains off.
+    pub(crate) fn on_staged(&mut self, qpn: Qpn, staged: &Staging, max_reads: u32) -> bool {
+        if let Some(single) = &mut self.off {
+            *single += staged.packets;
+            if *single >= RETRY {
+                self.off = None;
+                self.failures = FAILURES - RETRY_FAILURES;
+            }
+            return false;
+        }
+        let switched = self.judge(qpn, staged, max_reads);
+        if self.witness.is_none() && !switched {
+            self.witness = staged.second.map(|(kind, psn)| Witness {
+                qpn,
+                psn,
+                answer: kind == TxKind::Response,
+                packets: 0,
+                reads: 0,
+            });
+        }
+        switched
+    }
+
+    fn judge(&mut self, qpn: Qpn, staged: &Staging, max_reads: u32) -> bool {
+        let Some(w) = &mut self.witness else { return false };
+        w.packets += staged.packets;
+        let again = match w.answer {
+            true => staged.repeated,
+            false => staged.resent,
+        };
+        if w.qpn == qpn {
+            match again {
+                Some(psn) if psn == w.psn => return self.failed(),
+                Some(psn) if psn.is_before(w.psn) => self.witness = None,
+                _ if w.answer => {
+                    w.reads += staged.reads;
+                    // The requester has had its answer, or it would not ask for so many others.
+                    if w.reads > max_reads {
+                        self.arrived();
+                    }
+                }
+                _ => {}
+            }
+        }
+        if self.witness.is_some_and(|w| w.packets > PATIENCE) {
+            self.witness = None;
+        }
+        false
+    }
+
+    /// Whether the fate of a queue pair's request is waited for.
+    pub(crate) fn waits_for(&self, qpn: Qpn) -> bool {
+        self.witness.is_some_and(|w| w.qpn == qpn)
+    }
+
+    /// Of a queue pair's requests those before `una` are acknowledged; `None`: nobody will acknowledge them.
+    pub(crate) fn on_acked(&mut self, qpn: Qpn, una: Option<Psn>) {
+        let Some(w) = self.witness.filter(|w| w.qpn == qpn) else {
+            return;
+        };
+        match una {
+            None => self.witness = None,
+            Some(una) if !w.answer && una.is_after(w.psn) => self.arrived(),
+            Some(_) => {}
+        }
+    }
+
+    fn arrived(&mut self) {
+        self.proven = true;
+        self.failures = 0;
+        self.witness = None;
+    }
+
+    fn failed(&mut self) -> bool {
+        self.witness = None;
+        self.failures += 1;
+        if self.failures < FAILURES {
+            return false;
+        }
+        self.off = Some(0);
+        self.proven = false;
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: Qpn = Qpn::new(7);
+    const B: Qpn = Qpn::new(8);
+
+    fn packet(opcode: Opcode, psn: u32) -> [u8; 12] {
+        let [_, p2, p1, p0] = psn.to_be_bytes();
+        [opcode as u8, 0, 0xff, 0xff, 0, 0, 0, 7, 0, p2, p1, p0]
+    }
+
+    /// A train of requests from a PSN on.
+    fn train(psn: u32, n: u32) -> Staging {
+        let mut staged = Staging::default();
+        for i in 0..n {
+            staged.note(TxKind::Request, i as usize, &packet(Opcode::RcWriteMiddle, psn + i));
+        }
+        staged
+    }
+
+    fn again(kind: TxKind, psn: u32) -> Staging {
+        let mut staged = Staging::default();
+        staged.note(kind, 0, &packet(Opcode::RcWriteMiddle, psn));
+        staged
+    }
+
+    fn answers(psn: u32, n: u32) -> Staging {
+        let mut staged = Staging::default();
+        for i in 0..n {
+            let opcode = if i == 0 {
+                Opcode::RcReadResponseFirst
+            } else {
+                Opcode::RcReadResponseMiddle
+            };
+            staged.note(TxKind::Response, i as usize, &packet(opcode, psn + i));
+        }
+        staged
+    }
+
+    #[test]
+    fn the_acknowledgement_of_a_second_packet_proves_trains() {
+        let mut gso = Gso::default();
+        gso.on_staged(A, &train(10, 4), 1);
+        gso.on_acked(A, Some(Psn::new(11)));
+        assert!(!gso.is_proven(), "the first alone tells nothing");
+        gso.on_acked(B, Some(Psn::new(100)));
+        assert!(!gso.is_proven(), "another queue pair's neither");
+        gso.on_acked(A, Some(Psn::new(12)));
+        assert!(gso.is_proven() && gso.may_send());
+    }
+
+    #[test]
+    fn second_packets_that_are_always_lost_first_switch_it_off() {
+        let mut gso = Gso::default();
+        let mut psn = 0;
+        for i in 1..=FAILURES {
+            assert!(!gso.on_staged(A, &train(psn, 8), 1));
+            // The first arrives, all others have to be sent again.
+            gso.on_acked(A, Some(Psn::new(psn + 1)));
+            assert_eq!(
+                gso.on_staged(A, &again(TxKind::Retransmission, psn + 1), 1),
+                i == FAILURES
+            );
+            psn += 8;
+        }
+        assert!(!gso.may_send());
+    }
+
+    #[test]
+    fn what_is_lost_before_a_witness_does_not_count_against_it() {
+        let mut gso = Gso::default();
+        for i in 0..100 {
+            gso.on_staged(A, &train(i * 8 + 1, 8), 1);
+            gso.on_staged(A, &again(TxKind::Retransmission, i * 8), 1);
+        }
+        assert!(gso.may_send() && !gso.is_proven());
+    }
+
+    #[test]
+    fn random_losses_do_not_add_up() {
+        let mut gso = Gso::default();
+        for i in 0..100 {
+            gso.on_staged(A, &train(i * 8, 8), 1);
+            match i % 9 {
+                8 => gso.on_acked(A, Some(Psn::new(i * 8 + 8))),
+                _ => drop(gso.on_staged(A, &again(TxKind::Retransmission, i * 8 + 1), 1)),
+            }
+        }
+        assert!(gso.may_send() && gso.is_proven());
+    }
+
+    #[test]
+    fn answers_are_judged_by_what_is_asked_for_again() {
+        let mut gso = Gso::default();
+        for i in 0..u32::from(FAILURES) {
+            assert!(gso.may_send());
+            gso.on_staged(A, &answers(i * 8, 8), 4);
+            gso.on_staged(A, &again(TxKind::Repetition, i * 8 + 1), 4);
+        }
+        assert!(!gso.may_send());
+        let mut gso = Gso::default();
+        for i in 0..5 {
+            assert!(!gso.is_proven());
+            gso.on_staged(A, &answers(i * 8, 8), 4);
+        }
+        gso.on_staged(A, &answers(40, 8), 4);
+        assert!(
+            gso.is_proven(),
+            "its peer would not ask for a fifth before it has the first"
+        );
+    }
+
+    #[test]
+    fn a_witness_of_which_nothing_is_heard_makes_room() {
+        let mut gso = Gso::default();
+        gso.on_staged(A, &answers(0, 8), 4);
+        for i in 0..PATIENCE {
+            gso.on_staged(B, &train(i as u32 * 2, 2), 4);
+        }
+        assert!(gso.waits_for(B));
+        gso.on_acked(B, None);
+        assert!(!gso.waits_for(B) && !gso.is_proven());
+    }
+
+    #[test]
+    fn after_many_single_packets_trains_get_another_chance() {
+        let mut gso = Gso {
+            off: Some(0),
+            ..Gso::default()
+        };
+        let mut one = Staging::default();
+        one.note(TxKind::Request, 0, &packet(Opcode::RcWriteOnly, 1));
+        for _ in 0..RETRY {
+            assert!(!gso.may_send());
+            gso.on_staged(A, &one, 1);
+        }
+        for i in 0..u32::from(RETRY_FAILURES) {
+            assert!(gso.may_send());
+            gso.on_staged(A, &train(i * 8, 8), 1);
+            gso.on_staged(A, &again(TxKind::Retransmission, i * 8 + 1), 1);
+        }
+        assert!(!gso.may_send());
+    }
+}
