@@ -143,8 +143,6 @@ impl DatapathCounters {
 pub trait Datapath: Send {
     /// What it can do.
     fn capabilities(&self) -> Capabilities;
-    /// Whether bursts may now hold several packets; it may turn to false when the system refuses them.
-    fn segmentation(&self) -> bool;
     /// Sends bursts in order, until the send buffer is full.
     fn send(&mut self, bursts: &mut dyn Iterator<Item = Burst<'_>>) -> Sent;
     /// Receives about `budget` packets at most and hands each datagram to `handle`.

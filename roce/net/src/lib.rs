@@ -18,6 +18,7 @@ mod senders;
 mod steer;
 mod sys;
 mod udp;
+mod unsegmented;
 mod wake;
 
 pub use clock::now;

@@ -244,9 +244,6 @@ impl Motor {
         }
         self.sent = 0;
         self.batch.clear();
-        if self.batch.config().gso && !self.path.segmentation() {
-            self.batch.set_gso(false);
-        }
         true
     }
 

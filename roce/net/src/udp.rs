@@ -17,10 +17,12 @@ use roce_port::Steering;
 use socket2::{Socket, Type};
 
 use crate::{
+    clock,
     datapath::{Burst, Capabilities, DEFAULT_HOP_LIMIT, Datagram, Datapath, DatapathCounters, Received, Sent},
     group::Groups,
     holder, iface, senders, steer,
     sys::{self, Origin, RecvRing, SendQueue},
+    unsegmented::Unsegmented,
 };
 
 /// Bursts of one system call.
@@ -130,6 +132,7 @@ pub struct UdpDatapath {
     /// Messages to ask for at a time: fewer while merged buffers come.
     vlen: usize,
     gso: bool,
+    unsegmented: Unsegmented,
     gro: bool,
     counters: DatapathCounters,
     /// Kinds of send errors that were already reported in the log.
@@ -239,6 +242,7 @@ impl UdpDatapath {
             ring: RecvRing::new(RECV_SLOTS, MAX_DATAGRAM),
             vlen: RECV_MERGED,
             gso: config.gso,
+            unsegmented: Unsegmented::default(),
             gro: config.gro,
             counters: DatapathCounters::default(),
             warned: 0,
@@ -303,56 +307,71 @@ impl UdpDatapath {
     fn send_chunk(&mut self, family: usize, sender: Option<usize>, bursts: &[Burst<'_>]) -> Sent {
         let mut done = 0;
         while done < bursts.len() {
-            let f = &self.families[family];
-            let socket = sender.map_or(&f.main, |i| &f.senders[i].1).as_fd();
-            let origin = Origin {
-                any: f.addr.is_unspecified(),
-                scopes: &self.scopes,
+            let Some(sent) = self.send_some(family, sender, &bursts[done..]) else {
+                self.counters.tx_blocked += 1;
+                break;
             };
-            match self.queue.send(socket, &bursts[done..], &origin) {
-                Ok(n) => {
-                    self.counters.tx_calls += 1;
-                    self.counters.tx_bursts += n as u64;
-                    done += n;
-                }
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
-                    self.counters.tx_blocked += 1;
-                    return Sent {
-                        bursts: done,
-                        blocked: true,
-                    };
-                }
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => {
-                    self.burst_failed(family, sender, &bursts[done], &e);
-                    done += 1;
-                }
-            }
+            done += sent;
         }
         Sent {
             bursts: done,
-            blocked: false,
+            blocked: done < bursts.len(),
         }
     }
 
-    /// A burst was refused. Segmentation may be to blame; else it is lost, as a network may lose it.
-    fn burst_failed(&mut self, family: usize, sender: Option<usize>, burst: &Burst<'_>, error: &io::Error) {
+    /// Sends as many of a chunk as one system call takes. `None`: the send buffer is full.
+    fn send_some(&mut self, family: usize, sender: Option<usize>, bursts: &[Burst<'_>]) -> Option<usize> {
+        let first = bursts.first()?;
+        let to = first.remote.ip();
+        if first.packets() > 1 && !self.unsegmented.is_empty() && self.unsegmented.has(clock::now(), to) {
+            return self.send_one_by_one(family, sender, first).then_some(1);
+        }
+        let f = &self.families[family];
+        let socket = sender.map_or(&f.main, |i| &f.senders[i].1).as_fd();
+        let origin = Origin {
+            any: f.addr.is_unspecified(),
+            scopes: &self.scopes,
+        };
+        match self.queue.send(socket, bursts, &origin) {
+            Ok(n) => {
+                self.counters.tx_calls += 1;
+                self.counters.tx_bursts += n as u64;
+                Some(n)
+            }
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => None,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => Some(0),
+            Err(e) => self.burst_failed(family, sender, first, &e).then_some(1),
+        }
+    }
+
+    /// A burst was refused. Segmentation may be to blame; else it is lost, as a network may lose it. False: it is to be sent
+    /// when there is room.
+    fn burst_failed(&mut self, family: usize, sender: Option<usize>, burst: &Burst<'_>, error: &io::Error) -> bool {
         let code = error.raw_os_error().unwrap_or(0);
         if burst.packets() > 1 && matches!(code, libc::EIO | libc::EINVAL | libc::EOPNOTSUPP) {
-            if self.gso {
-                tracing::warn!("a segmented send was refused ({error}): packets are sent one by one from now on");
-                self.gso = false;
+            if self.unsegmented.on_refused(clock::now(), burst.remote.ip()) {
+                let to = burst.remote.ip();
+                tracing::warn!(
+                    "a segmented send to {to} was refused ({error}): packets go there one by one for a while"
+                );
             }
-            self.counters.tx_unsegmented += 1;
-            self.send_one_by_one(family, sender, burst);
-            return;
+            return self.send_one_by_one(family, sender, burst);
         }
+        self.count_lost(burst, error);
+        true
+    }
+
+    /// A burst, or a packet of it, is lost.
+    fn count_lost(&mut self, burst: &Burst<'_>, error: &io::Error) {
+        let code = error.raw_os_error().unwrap_or(0);
         let (counter, hint) = match code {
             libc::EMSGSIZE => (
                 &mut self.counters.tx_too_long,
                 "the path MTU is larger than the interface's MTU less 96 bytes",
             ),
-            libc::ENOBUFS | libc::ENOMEM => (&mut self.counters.tx_no_buffers, "the system's buffers are exhausted"),
+            libc::ENOBUFS | libc::ENOMEM | libc::EAGAIN => {
+                (&mut self.counters.tx_no_buffers, "the system's buffers are exhausted")
+            }
             libc::ENETUNREACH | libc::EHOSTUNREACH | libc::ENETDOWN | libc::EADDRNOTAVAIL | libc::EHOSTDOWN => (
                 &mut self.counters.tx_unreachable,
                 "check routes and that the interface is up",
@@ -375,13 +394,14 @@ impl UdpDatapath {
         }
     }
 
-    /// Sends the packets of a burst each on its own. Each then carries Identification 0, so it is sealed anew.
-    fn send_one_by_one(&mut self, family: usize, sender: Option<usize>, burst: &Burst<'_>) {
+    /// Sends the packets of a burst each on its own. Each then carries Identification 0, so it is sealed anew. False: the send
+    /// buffer is full, and nothing was sent.
+    fn send_one_by_one(&mut self, family: usize, sender: Option<usize>, burst: &Burst<'_>) -> bool {
         let local = SocketAddr::new(burst.local, burst.src_port);
         let Ok(flow) = Flow::try_from((local, burst.remote)) else {
-            return;
+            return true;
         };
-        for packet in burst.bytes.chunks(burst.segment_len.max(1)) {
+        for (index, packet) in burst.bytes.chunks(burst.segment_len.max(1)).enumerate() {
             self.scratch.clear();
             self.scratch.extend_from_slice(packet);
             flow.seal(0, &mut self.scratch);
@@ -398,9 +418,12 @@ impl UdpDatapath {
             };
             match self.queue.send(socket, &[single], &origin) {
                 Ok(_) => self.counters.tx_calls += 1,
-                Err(_) => self.counters.tx_errors += 1,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock && index == 0 => return false,
+                Err(e) => self.count_lost(burst, &e),
             }
         }
+        self.counters.tx_unsegmented += 1;
+        true
     }
 
     /// Which socket a burst must leave from.
@@ -633,10 +656,6 @@ impl Datapath for UdpDatapath {
                 .min()
                 .unwrap_or(0),
         }
-    }
-
-    fn segmentation(&self) -> bool {
-        self.gso
     }
 
     fn send(&mut self, bursts: &mut dyn Iterator<Item = Burst<'_>>) -> Sent {

@@ -66,10 +66,6 @@ impl Datapath for Odd {
         self.inner.capabilities()
     }
 
-    fn segmentation(&self) -> bool {
-        self.inner.segmentation()
-    }
-
     fn send(&mut self, bursts: &mut dyn Iterator<Item = Burst<'_>>) -> Sent {
         let Oddity::Narrow(calls) = &mut self.oddity else {
             return self.inner.send(bursts);

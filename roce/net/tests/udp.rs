@@ -148,13 +148,36 @@ fn a_refused_burst_goes_out_packet_by_packet_and_sealed_anew() {
         segment_len: 32,
         bytes: &bytes,
     };
-    assert!(tx.segmentation());
     tx.send(&mut std::iter::once(burst));
-    assert!(!tx.segmentation());
     assert_eq!(tx.counters().tx_unsegmented, 1);
     let arrived = receive(&mut rx, 300);
     assert_eq!(arrived.len(), 300);
     assert!(arrived.iter().all(|p| flow.verify(0, &p.packet)));
+    // For a while nothing is segmented towards this destination, but still towards others.
+    let few = Burst {
+        bytes: &bytes[..320],
+        ..burst
+    };
+    tx.send(&mut std::iter::once(few));
+    let arrived = receive(&mut rx, 10);
+    assert!(arrived.iter().all(|p| flow.verify(0, &p.packet)));
+    let c = address();
+    let mut other = open(c, true, true);
+    let remote = SocketAddr::new(c, PORT);
+    let flow = Flow::try_from((SocketAddr::new(a, src_port), remote)).unwrap();
+    let bytes = sealed(&flow, 10, 32);
+    let burst = Burst {
+        remote,
+        bytes: &bytes,
+        ..burst
+    };
+    tx.send(&mut std::iter::once(burst));
+    let arrived = receive(&mut other, 10);
+    assert_eq!(arrived.len(), 10);
+    for (i, p) in arrived.iter().enumerate() {
+        assert!(flow.verify(i as u16, &p.packet), "packet {i}");
+    }
+    assert_eq!(tx.counters().tx_unsegmented, 2);
 }
 
 #[test]

@@ -153,11 +153,6 @@ impl TxBatch {
         &self.config
     }
 
-    /// Switches trains of several packets on or off, from the next packet on.
-    pub fn set_gso(&mut self, on: bool) {
-        self.config.gso = on;
-    }
-
     /// Whether a packet of `len` bytes without its ICRC fits.
     pub(crate) fn has_room(&self, len: usize) -> bool {
         self.slab.len() - self.used >= len.saturating_add(ICRC_LEN)

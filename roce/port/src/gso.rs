@@ -6,7 +6,7 @@
 //! acknowledgement proves that trains arrive. If it is the first one to be sent again it has failed; if the peer lacks
 //! something before it, nothing is known. So many failures in a row, and packets go out one by one.
 
-use roce_bth::{Class, Opcode, Position, Psn, Qpn};
+use roce_bth::{Class, Opcode, Psn, Qpn};
 use roce_qp::TxKind;
 
 /// So many witnesses must fail in a row: at 10 % random loss that is one run in 10^10.
