@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 mod completer;
+mod congestion;
 mod counters;
 mod cq;
 mod ctx;
@@ -30,6 +31,7 @@ mod tx;
 mod unreliable;
 mod window;
 
+pub use congestion::{Acked, CongestionControl, DelayAware, Loss};
 pub use counters::Counters;
 pub use cq::{CompletionQueue, CqOverflow, CqResizeError, Notify};
 pub use ctx::{CreateError, Ctx, ModifyError, QpConfig, WaitReason};

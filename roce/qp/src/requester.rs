@@ -6,6 +6,7 @@ use roce_bth::{AtomicEth, Bth, Deth, Feth, Header, QKey, Reth, XrcEth};
 use roce_verbs::{AccessFlags, Instant, QpState, QpType, RemoteAddr, SendFlags, SendOp, Target, WcStatus};
 
 use crate::{
+    congestion::Loss,
     ctx::{Ctx, WaitReason},
     kept::reach,
     qp::QueuePair,
@@ -539,13 +540,13 @@ impl QueuePair {
             Back::Rnr | Back::Silence => ctx.window.forget(weight),
             Back::Timeout => {
                 ctx.window.forget(weight);
-                ctx.window.on_timeout(ctx.now);
+                ctx.window.on_loss(ctx.now, Loss::Timeout, 0);
             }
             Back::Gap => {
                 // One packet is known to be lost; the receiver dropped what came after it on purpose.
                 let lost = weight.min(self.mtu);
                 ctx.window.forget(weight - lost);
-                ctx.window.on_loss(ctx.now, lost);
+                ctx.window.on_loss(ctx.now, Loss::Gap, lost);
             }
         }
         let req = &mut self.req;

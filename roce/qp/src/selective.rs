@@ -4,6 +4,7 @@ use roce_bth::{Packet, Psn};
 use roce_verbs::{QpState, WcStatus};
 
 use crate::{
+    congestion::Loss,
     ctx::Ctx,
     kept::WORD,
     qp::QueuePair,
@@ -182,7 +183,7 @@ impl QueuePair {
         }
         match lost {
             0 => {}
-            _ if heed => ctx.window.on_told_loss(lost),
+            _ if heed => ctx.window.on_loss(ctx.now, Loss::Told, lost),
             _ => ctx.window.forget(lost),
         }
     }
@@ -282,7 +283,7 @@ impl QueuePair {
         }
         self.book(ctx, changes, why == Back::Gap);
         if why == Back::Timeout {
-            ctx.window.on_timeout(ctx.now);
+            ctx.window.on_loss(ctx.now, Loss::Timeout, 0);
         }
         let req = &mut self.req;
         if matches!(why, Back::Silence | Back::Timeout) {
