@@ -17,7 +17,7 @@ use roce_net::{
     Closed, DatapathCounters, Driver, DriverConfig, OpenError, OpenSockets, UdpConfig, iface, links::LinkWatch,
 };
 use roce_port::{ConnChange, PortCounters, QpnSlot, RxMeta};
-use roce_qp::WindowConfig;
+use roce_qp::{FreePaces, WindowConfig};
 use roce_verbs::{AsyncEvent, DeviceLimits, Mtu, provider::VerbsError};
 
 use crate::{
@@ -46,8 +46,7 @@ pub struct DeviceConfig {
     pub background: bool,
     /// Bounds of the bytes in flight towards one peer; `None`: chosen by the receive buffer.
     pub window: Option<WindowConfig>,
-    /// Bytes per second towards one peer of the services that nobody acknowledges (UC, UD), whatever `window` says of
-    /// them; `None`: no limit.
+    /// Bytes per second towards one address of the services that nobody acknowledges (UC, UD); `None`: no limit.
     pub unreliable_rate: Option<NonZeroU64>,
     /// How long an acknowledgement may wait for a request of ours to go with, which saves the peer a wake-up. Zero, the
     /// default: it goes at once. For those who wait for answers rather than for completions of what they send; a tenth of
@@ -107,7 +106,7 @@ impl Default for DeviceConfig {
             gro: true,
             background: true,
             window: None,
-            unreliable_rate: WindowConfig::default().unreliable_rate,
+            unreliable_rate: FreePaces::USUAL,
             ack_hold: Duration::ZERO,
             pcap: None,
             guid: None,

@@ -176,7 +176,7 @@ impl Parts {
                 ..usual
             }
         });
-        port.window.unreliable_rate = config.unreliable_rate;
+        port.unreliable_rate = config.unreliable_rate;
         port.ack_hold = config.ack_hold;
         let mem = match mem {
             Some(mem) => mem,

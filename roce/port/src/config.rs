@@ -1,13 +1,13 @@
 //! What a port and a queue pair are made with.
 
-use core::{net::IpAddr, time::Duration};
+use core::{net::IpAddr, num::NonZeroU64, time::Duration};
 use std::sync::Arc;
 
 use roce_bth::{Qpn, ROCE_UDP_PORT};
 use roce_cm::CmConfig;
 use roce_icrc::{Flow, IpPair};
 use roce_mem::PdHandle;
-use roce_qp::{CompletionQueue, SharedReceiveQueue, WindowConfig, XrcDomain};
+use roce_qp::{CompletionQueue, FreePaces, SharedReceiveQueue, WindowConfig, XrcDomain};
 use roce_verbs::{AddressVector, DeviceLimits, Mtu, PathMtus, QpCaps, QpType, RnrTimer, provider::VerbsError};
 
 use crate::{
@@ -28,6 +28,8 @@ pub struct PortConfig {
     pub limits: DeviceLimits,
     /// Bounds of the bytes in flight towards one peer.
     pub window: WindowConfig,
+    /// Bytes per second of the services that nobody acknowledges (UC, UD), towards one address; `None`: no limit.
+    pub unreliable_rate: Option<NonZeroU64>,
     /// Where the queue pair numbers come from.
     pub qpns: QpnRange,
     /// Waiting time that connections made by the connection manager ask for in RNR NAKs.
@@ -51,6 +53,7 @@ impl PortConfig {
             cm: CmConfig::new(ca_guid, mtu),
             limits: DeviceLimits::software(ca_guid),
             window: WindowConfig::default(),
+            unreliable_rate: FreePaces::USUAL,
             qpns: QpnRange::default(),
             // 0.64 ms: the receiver is a program that is late, not one that is away.
             min_rnr_timer: RnrTimer::new(12),

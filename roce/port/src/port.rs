@@ -12,7 +12,7 @@ use roce_bth::{Psn, Qpn};
 use roce_cm::{ConnId, ListenId, Manager, guid};
 use roce_icrc::IdSolver;
 use roce_mem::MemoryTable;
-use roce_qp::{Ctx, KeptBudget, QpConfig, QueuePair, WaitReason, Window};
+use roce_qp::{Ctx, FreePaces, KeptBudget, QpConfig, QueuePair, WaitReason, Window};
 use roce_verbs::{
     AddressVector, AsyncEvent, DeviceLimits, Instant, Mtu, PathMtus, QpAttr, QpCaps, QpState, QpType, RecvWr,
     SendRequest, SendWr, Target, provider::VerbsError, wr::PostError,
@@ -65,6 +65,8 @@ pub struct Port {
     pub(crate) peers: Peers,
     /// The window of queue pairs that have no path: they send nothing.
     pub(crate) spare_window: Window,
+    /// What nobody acknowledges.
+    pub(crate) paces: FreePaces,
     /// Queue pairs that may have something to send, next one first.
     pub(crate) ready: VecDeque<Qpn>,
     pub(crate) timers: TimerHeap,
@@ -134,6 +136,7 @@ impl Port {
             qps: Slab::new(),
             peers: Peers::new(config.window),
             spare_window: Window::new(config.window),
+            paces: FreePaces::new(config.unreliable_rate),
             ready: VecDeque::new(),
             timers: TimerHeap::default(),
             cm,
@@ -493,6 +496,7 @@ impl Port {
             now,
             mem: &self.mem,
             window,
+            paces: &mut self.paces,
             events: &mut self.events,
             counters: &mut self.counters.transport,
         };

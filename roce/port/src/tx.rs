@@ -94,6 +94,7 @@ impl Port {
             now,
             mem: &self.mem,
             window: &mut peer.window,
+            paces: &mut self.paces,
             events: &mut self.events,
             counters: &mut self.counters.transport,
         };
@@ -146,6 +147,7 @@ impl Port {
             now,
             mem: &self.mem,
             window: &mut self.spare_window,
+            paces: &mut self.paces,
             events: &mut self.events,
             counters: &mut self.counters.transport,
         };

@@ -5,7 +5,9 @@ use std::{hint::black_box, sync::Arc};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use roce_bth::{Packet, Qpn, RnrTimer};
 use roce_mem::{MemoryTable, PdHandle, Region};
-use roce_qp::{CompletionQueue, Counters, Ctx, Poll, QpConfig, QueuePair, TxKind, TxSink, Window, WindowConfig};
+use roce_qp::{
+    CompletionQueue, Counters, Ctx, FreePaces, Poll, QpConfig, QueuePair, TxKind, TxSink, Window, WindowConfig,
+};
 use roce_verbs::{
     AccessFlags, AddressVector, DeviceLimits, Instant, Mtu, Payload, QpCaps, QpType, RemoteAddr, SendFlags, SendOp,
     SendWr, Sge, ToRts,
@@ -76,7 +78,6 @@ impl World {
             initial: 4 * LEN,
             min: 4 * LEN,
             max: 4 * LEN,
-            ..WindowConfig::default()
         };
         let mut end = End {
             qp: qp.unwrap(),
@@ -109,6 +110,7 @@ impl World {
             now: Instant::from_nanos(1),
             mem: &self.mem,
             window: &mut end.window,
+            paces: &mut FreePaces::new(None),
             events: &mut Vec::new(),
             counters: &mut end.counters,
         };

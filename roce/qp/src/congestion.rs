@@ -498,7 +498,6 @@ mod tests {
         initial: 64 * KB,
         min: 16 * KB,
         max: 1024 * KB,
-        unreliable_rate: None,
     };
 
     fn at(us: u64) -> Instant {

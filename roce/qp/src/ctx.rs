@@ -9,6 +9,7 @@ use roce_verbs::{AsyncEvent, Instant, Mtu, QpAttrMask, QpCaps, QpState, QpType, 
 use crate::{
     counters::Counters,
     cq::CompletionQueue,
+    pace::FreePaces,
     srq::{SharedReceiveQueue, XrcDomain},
     window::Window,
 };
@@ -22,6 +23,8 @@ pub struct Ctx<'a> {
     pub mem: &'a MemoryTable,
     /// Bytes in flight towards the queue pair's peer.
     pub window: &'a mut Window,
+    /// How fast what nobody acknowledges goes to each destination.
+    pub paces: &'a mut FreePaces,
     /// Where asynchronous events go.
     pub events: &'a mut Vec<AsyncEvent>,
     /// Where things are counted.

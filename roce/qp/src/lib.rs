@@ -37,6 +37,7 @@ pub use cq::{CompletionQueue, CqOverflow, CqResizeError, Notify};
 pub use ctx::{CreateError, Ctx, ModifyError, QpConfig, WaitReason};
 pub use datagram::{DatagramSource, GRH_LEN};
 pub use kept::KeptBudget;
+pub use pace::FreePaces;
 pub use qp::QueuePair;
 pub use srq::{SharedReceiveQueue, SrqConfig, SrqError, XrcDomain};
 pub use tx::{Poll, TxKind, TxSink};

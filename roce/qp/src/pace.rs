@@ -1,6 +1,7 @@
 //! The paces of what is sent without anything coming back: READ responses, and the services without acknowledgements.
 
-use core::{num::NonZeroU64, time::Duration};
+use core::{net::IpAddr, num::NonZeroU64, time::Duration};
+use std::collections::HashMap;
 
 use roce_verbs::Instant;
 
@@ -138,6 +139,77 @@ impl FreePace {
     }
 }
 
+/// The most destinations that have a pace of their own; beyond them all share one.
+const MOST_PACES: usize = 1024;
+
+/// The paces of what nobody acknowledges, one for each destination address: a slow receiver holds up what goes to others no more
+/// than their queue pairs have in common.
+#[derive(Debug)]
+pub struct FreePaces {
+    rate: Option<NonZeroU64>,
+    paces: HashMap<IpAddr, FreePace>,
+    /// Of those that have none of their own.
+    others: FreePace,
+    /// When those that are not in use were removed last.
+    swept: Instant,
+}
+
+impl Default for FreePaces {
+    fn default() -> Self {
+        Self::new(Some(FREE_RATE))
+    }
+}
+
+impl FreePaces {
+    /// The usual rate, bytes per second: a receiver that is away for half a millisecond loses nothing.
+    pub const USUAL: Option<NonZeroU64> = Some(FREE_RATE);
+
+    /// Paces of so many bytes per second each; `None`: there is no limit.
+    pub fn new(rate: Option<NonZeroU64>) -> Self {
+        Self {
+            rate,
+            paces: HashMap::new(),
+            others: FreePace::new(rate),
+            swept: Instant::ZERO,
+        }
+    }
+
+    /// Whether a packet may be sent to an address now, or when.
+    pub(crate) fn may_send(&mut self, now: Instant, to: IpAddr) -> Result<(), Instant> {
+        if self.rate.is_none() {
+            return Ok(());
+        }
+        self.pace(now, to).may_send(now)
+    }
+
+    /// A packet was sent.
+    pub(crate) fn on_sent(&mut self, now: Instant, to: IpAddr, bytes: usize) {
+        if self.rate.is_some() {
+            self.pace(now, to).on_sent(bytes);
+        }
+    }
+
+    fn pace(&mut self, now: Instant, to: IpAddr) -> &mut FreePace {
+        if self.paces.len() >= MOST_PACES && !self.paces.contains_key(&to) {
+            self.sweep(now);
+            if self.paces.len() >= MOST_PACES {
+                return &mut self.others;
+            }
+        }
+        let rate = self.rate;
+        self.paces.entry(to).or_insert_with(|| FreePace::new(rate))
+    }
+
+    /// Removes those that have earned all of their burst: a new one is the same. Not more often than that takes.
+    fn sweep(&mut self, now: Instant) {
+        let period = self.others.period.unwrap_or_default();
+        if now.saturating_since(self.swept) >= period {
+            self.swept = now;
+            self.paces.retain(|_, pace| now.saturating_since(pace.at) < period * 2);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -260,6 +332,41 @@ mod tests {
             assert_eq!(free.may_send(at(5)), Ok(()));
             free.on_sent(1 << 20);
         }
+    }
+
+    #[test]
+    fn each_destination_has_its_own() {
+        let mut paces = FreePaces::default();
+        let to = |n: u32| IpAddr::from(n.to_be_bytes());
+        let mut burst = |now, n| {
+            let mut sent = 0;
+            while paces.may_send(now, to(n)).is_ok() {
+                paces.on_sent(now, to(n), KB);
+                sent += KB;
+            }
+            sent as i64
+        };
+        let most = MOST_PACES as u32;
+        let now = at(5);
+        for n in 0..most {
+            assert_eq!(burst(now, n), FREE_BURST, "{n}");
+        }
+        // The rest have one together, …
+        assert_eq!(burst(now, most), FREE_BURST);
+        assert_eq!(burst(now, most + 1), 0);
+        // … until others are not in use any more.
+        assert_eq!(burst(at(5000), most), FREE_BURST);
+        assert_eq!(burst(at(5000), most + 1), FREE_BURST);
+        assert_eq!(paces.paces.len(), 2);
+    }
+
+    #[test]
+    fn without_a_rate_nothing_is_remembered() {
+        let mut paces = FreePaces::new(None);
+        let to = IpAddr::from([10, 0, 0, 1]);
+        paces.on_sent(at(5), to, usize::MAX / 2);
+        assert_eq!(paces.may_send(at(5), to), Ok(()));
+        assert!(paces.paces.is_empty());
     }
 
     #[test]

@@ -1,6 +1,9 @@
 //! The requester: turns work requests into request packets.
 
-use core::cmp::Ordering;
+use core::{
+    cmp::Ordering,
+    net::{IpAddr, Ipv4Addr},
+};
 
 use roce_bth::{AtomicEth, Bth, Deth, Feth, Header, QKey, Reth, XrcEth};
 use roce_verbs::{AccessFlags, Instant, QpState, QpType, RemoteAddr, SendFlags, SendOp, Target, WcStatus};
@@ -258,7 +261,8 @@ impl QueuePair {
             let wqe = &self.sq.wqes[self.req.cur];
             let cost = wqe.cost(self.req.next, to, self.mtu);
             let sent = if !self.reliable {
-                if let Err(at) = ctx.window.may_send_freely(ctx.now) {
+                let dest = self.destination();
+                if let Err(at) = ctx.paces.may_send(ctx.now, dest) {
                     self.req.paced_until = Some(at);
                     return Step::Idle;
                 }
@@ -372,6 +376,14 @@ impl QueuePair {
         Ok(())
     }
 
+    /// The address that the current work request's packets go to.
+    fn destination(&self) -> IpAddr {
+        match self.sq.target(self.req.cur) {
+            Target::Datagram(to) => to.av.remote,
+            Target::Peer | Target::Srq(_) => self.attr.av.map_or(Ipv4Addr::UNSPECIFIED.into(), |av| av.remote),
+        }
+    }
+
     /// Sends the next packet of a service without acknowledgements: what is sent is done.
     fn emit_unacknowledged(
         &mut self,
@@ -380,8 +392,9 @@ impl QueuePair {
         to: Seq,
         cost: usize,
     ) -> Result<(), Unsent> {
+        let dest = self.destination();
         self.emit_request(self.req.cur, self.req.next, to, false, TxKind::Request, tx)?;
-        ctx.window.on_sent_freely(cost);
+        ctx.paces.on_sent(ctx.now, dest, cost);
         let req = &mut self.req;
         req.cur += usize::from(to == self.sq.wqes[req.cur].end());
         (req.una, req.next, req.top) = (to, to, to);

@@ -1,12 +1,12 @@
 //! Bytes in flight towards one peer.
 
-use core::{num::NonZeroU64, time::Duration};
+use core::time::Duration;
 
 use roce_verbs::Instant;
 
 use crate::{
     congestion::{Acked, CongestionControl, DelayAware, Loss},
-    pace::{FREE_RATE, FreePace, Pace},
+    pace::Pace,
 };
 
 /// Limits of a [`Window`], bytes where nothing else is said.
@@ -18,8 +18,6 @@ pub struct WindowConfig {
     pub min: usize,
     /// Never more: about what the peer's socket buffer holds.
     pub max: usize,
-    /// Bytes per second of the services that nobody acknowledges (UC, UD); `None`: no limit.
-    pub unreliable_rate: Option<NonZeroU64>,
 }
 
 impl Default for WindowConfig {
@@ -28,20 +26,18 @@ impl Default for WindowConfig {
             initial: 64 << 10,
             min: 16 << 10,
             max: 4 << 20,
-            unreliable_rate: Some(FREE_RATE),
         }
     }
 }
 
 /// The window: how many bytes may be under way to a peer, over all queue pairs, as its [`CongestionControl`] decides; and the
-/// paces of what is sent to it without anything coming back.
+/// pace of READ responses.
 #[derive(Debug)]
 pub struct Window {
     config: WindowConfig,
     control: Box<dyn CongestionControl>,
     in_flight: usize,
     pace: Pace,
-    free: FreePace,
 }
 
 impl Window {
@@ -57,7 +53,6 @@ impl Window {
             control,
             in_flight: 0,
             pace: Pace::default(),
-            free: FreePace::new(config.unreliable_rate),
         }
     }
 
@@ -130,16 +125,6 @@ impl Window {
     /// READ responses were sent.
     pub fn on_responded(&mut self, bytes: usize) {
         self.pace.on_sent(bytes);
-    }
-
-    /// Whether packets that nobody acknowledges may be sent now, or when.
-    pub fn may_send_freely(&mut self, now: Instant) -> Result<(), Instant> {
-        self.free.may_send(now)
-    }
-
-    /// Packets that nobody acknowledges were sent.
-    pub fn on_sent_freely(&mut self, bytes: usize) {
-        self.free.on_sent(bytes);
     }
 
     /// The peer asks for a READ again, of which `arrived` bytes in a row came to it and `lost` more were sent, the last of

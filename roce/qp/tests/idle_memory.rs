@@ -7,7 +7,9 @@ use std::{
 
 use roce_bth::{Packet, Qpn, RnrTimer};
 use roce_mem::MemoryTable;
-use roce_qp::{CompletionQueue, Counters, Ctx, Poll, QpConfig, QueuePair, TxKind, TxSink, Window, WindowConfig};
+use roce_qp::{
+    CompletionQueue, Counters, Ctx, FreePaces, Poll, QpConfig, QueuePair, TxKind, TxSink, Window, WindowConfig,
+};
 use roce_verbs::{
     AccessFlags, AddressVector, DeviceLimits, Instant, Mtu, Payload, QpCaps, QpType, RemoteAddr, SendFlags, SendOp,
     SendWr, Sge, ToRts,
@@ -76,6 +78,7 @@ impl World {
             now: self.now,
             mem: &self.mem,
             window: &mut end.window,
+            paces: &mut FreePaces::default(),
             events: &mut Vec::new(),
             counters: &mut self.counters,
         };
@@ -162,7 +165,6 @@ fn an_idle_connection_is_small_and_a_packet_allocates_nothing() {
             initial: 1 << 20,
             min: 1 << 20,
             max: 1 << 20,
-            ..WindowConfig::default()
         }),
     };
     let sge = |len| Sge {

@@ -84,7 +84,6 @@ impl Flow {
 
     fn ours() -> Self {
         Self::new(Sender::Ours(Window::new(WindowConfig {
-            unreliable_rate: None,
             ..WindowConfig::default()
         })))
     }

@@ -147,7 +147,6 @@ pub(crate) fn host(i: usize, v6: bool, dice: &mut Dice) -> HostPlan {
             initial: (64 << 10).min(max),
             min: 16 << 10,
             max,
-            ..WindowConfig::default()
         },
         rx_buffer: dice.pick(&[32 << 10, 208 << 10, 4 << 20]),
         latency: dice.pick(&[0, 2 * US, 20 * US, 100 * US]),

@@ -10,8 +10,8 @@ use std::{
 use roce_bth::{Packet, Psn, Qpn, RnrTimer};
 use roce_mem::MemoryTable;
 use roce_qp::{
-    CompletionQueue, Counters, Ctx, DatagramSource, Poll, QpConfig, QueuePair, SharedReceiveQueue, SrqConfig, TxKind,
-    TxSink, Window, WindowConfig, XrcDomain,
+    CompletionQueue, Counters, Ctx, DatagramSource, FreePaces, Poll, QpConfig, QueuePair, SharedReceiveQueue,
+    SrqConfig, TxKind, TxSink, Window, WindowConfig, XrcDomain,
 };
 use roce_verbs::{
     AccessFlags, AddressVector, DeviceLimits, Instant, Mtu, Payload, QpAttr, QpAttrMask as M, QpCaps, QpState, QpType,
@@ -132,6 +132,7 @@ pub fn run(data: &[u8]) {
         now: Instant::ZERO,
         mem: &mem,
         window: &mut window,
+        paces: &mut FreePaces::default(),
         events: &mut events,
         counters: &mut counters,
     };

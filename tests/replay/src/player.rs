@@ -11,7 +11,7 @@ use std::{
 use roce_bth::{Class, NakCode, Opcode, Packet, Syndrome};
 use roce_icrc::Flow;
 use roce_mem::{MemoryTable, Region};
-use roce_qp::{CompletionQueue, Counters, Ctx, QpConfig, QueuePair, TxKind, TxSink, Window, WindowConfig};
+use roce_qp::{CompletionQueue, Counters, Ctx, FreePaces, QpConfig, QueuePair, TxKind, TxSink, Window, WindowConfig};
 use roce_verbs::{
     AccessFlags, AddressVector, AsyncEvent, Completion, DeviceLimits, Instant, Mtu, Payload, Psn, QpCaps, QpType, Qpn,
     RecvWr, RnrTimer, SendWr, Sge, ToRts, WcStatus,
@@ -113,6 +113,7 @@ struct Player<'a> {
     mem: MemoryTable,
     qp: QueuePair,
     window: Window,
+    paces: FreePaces,
     events: Vec<AsyncEvent>,
     counters: Counters,
     send_cq: Arc<CompletionQueue>,
@@ -235,8 +236,8 @@ impl<'a> Player<'a> {
                 initial: wide,
                 min: wide,
                 max: wide,
-                unreliable_rate: None,
             }),
+            paces: FreePaces::new(None),
             events: Vec::new(),
             counters: Counters::default(),
             send_cq,
@@ -266,6 +267,7 @@ impl<'a> Player<'a> {
             now,
             mem: &self.mem,
             window: &mut self.window,
+            paces: &mut self.paces,
             events: &mut self.events,
             counters: &mut self.counters,
         };

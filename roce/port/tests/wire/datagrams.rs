@@ -78,6 +78,30 @@ fn each_datagram_goes_its_own_way() {
 }
 
 #[test]
+fn each_peer_has_its_pace() {
+    let mut a = Host::new(1);
+    let (first, second) = (ud(&mut a), ud(&mut a));
+    let send = |a: &mut Host, qpn, to, n: usize| {
+        for _ in 0..n {
+            post_to(a, qpn, &[(ip(to), Qpn::new(5))], 200);
+        }
+        a.take().iter().map(|d| d.segments).sum::<usize>()
+    };
+    let mut sent = 0;
+    while send(&mut a, first, 2, 1) == 1 {
+        sent += 1;
+    }
+    assert!((100..1000).contains(&sent), "{sent} until the burst is used up");
+    assert_eq!(send(&mut a, second, 2, 1), 0, "it is one for all queue pairs");
+    let third = ud(&mut a);
+    assert_eq!(send(&mut a, third, 3, 16), 16, "another peer does not wait for it");
+    // What waits goes out in time.
+    a.now = a.port.poll_timeout().unwrap();
+    a.port.handle_timeout(a.now);
+    assert_eq!(send(&mut a, third, 3, 0), 2);
+}
+
+#[test]
 fn trains_of_datagrams_only_go_where_they_are_known_to_arrive() {
     let mut a = Host::new(1);
     let qpn = ud(&mut a);

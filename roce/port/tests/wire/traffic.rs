@@ -192,7 +192,6 @@ fn queue_pairs_that_waited_for_a_former_peer_s_window_are_woken_by_their_new_one
         initial: 16 << 10,
         min: 16 << 10,
         max: 16 << 10,
-        ..WindowConfig::default()
     };
     let (mut a, mut b, mut c) = (Host::with(1, |p| p.window = window), Host::new(2), Host::new(3));
     let packets = |d: &[Datagram]| d.iter().map(|t| t.segments).sum::<usize>();

@@ -643,7 +643,6 @@ fn the_window_limits_what_is_in_flight_and_reads_count() {
             initial: 20_000,
             min: 20_000,
             max: 20_000,
-            ..roce_qp::WindowConfig::default()
         },
         ..Setup::default()
     });

@@ -10,8 +10,8 @@ use std::{
 use roce_bth::{Aeth, AtomicEth, Bth, Header, Opcode, Packet, Psn, Qpn, Reth, RnrTimer};
 use roce_mem::{MemoryTable, PdHandle, Region};
 use roce_qp::{
-    CompletionQueue, Counters, Ctx, DatagramSource, KeptBudget, Poll, QpConfig, QueuePair, SharedReceiveQueue,
-    SrqConfig, TxKind, TxSink, Window, WindowConfig,
+    CompletionQueue, Counters, Ctx, DatagramSource, FreePaces, KeptBudget, Poll, QpConfig, QueuePair,
+    SharedReceiveQueue, SrqConfig, TxKind, TxSink, Window, WindowConfig,
 };
 use roce_verbs::{
     AccessFlags, AddressVector, AsyncEvent, Completion, Datagram, DeviceLimits, Instant, LKey, Mtu, Payload, QKey,
@@ -62,7 +62,6 @@ impl Default for Setup {
                 initial: 256 << 10,
                 min: 16 << 10,
                 max: 1 << 20,
-                ..WindowConfig::default()
             },
             cqe: 4096,
             max_msg_size: 1 << 31,
@@ -109,6 +108,7 @@ pub(crate) struct Side {
     pub(crate) pd: PdHandle,
     pub(crate) qp: QueuePair,
     pub(crate) window: Window,
+    pub(crate) paces: FreePaces,
     pub(crate) events: Vec<AsyncEvent>,
     pub(crate) counters: Counters,
     pub(crate) send_cq: Arc<CompletionQueue>,
@@ -123,6 +123,7 @@ macro_rules! ctx {
             now: $side.now,
             mem: &$side.mem,
             window: &mut $side.window,
+            paces: &mut $side.paces,
             events: &mut $side.events,
             counters: &mut $side.counters,
         }
@@ -161,6 +162,7 @@ impl Side {
             pd,
             qp: qp.unwrap(),
             window: Window::new(setup.window),
+            paces: FreePaces::default(),
             events: Vec::new(),
             counters: Counters::default(),
             send_cq,

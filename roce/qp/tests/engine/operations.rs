@@ -602,7 +602,6 @@ fn no_more_psns_are_outstanding_than_half_of_the_circle() {
             initial: 1 << 40,
             min: 1 << 30,
             max: 1 << 40,
-            ..WindowConfig::default()
         },
         ..Setup::default()
     });

@@ -173,7 +173,6 @@ fn a_read_longer_than_the_window_is_asked_for_in_pieces_that_fit() {
             initial: 64 << 10,
             min: 16 << 10,
             max: 64 << 10,
-            ..WindowConfig::default()
         },
         ..Setup::default()
     });
@@ -211,7 +210,6 @@ fn a_read_in_pieces_takes_no_more_of_the_peer_than_agreed() {
                 initial: 16 << 10,
                 min: 16 << 10,
                 max: 256 << 10,
-                ..WindowConfig::default()
             },
             ..Setup::default()
         });
@@ -237,7 +235,6 @@ fn reads_of_many_queue_pairs_share_the_window() {
             initial: 64 << 10,
             min: 16 << 10,
             max: 64 << 10,
-            ..WindowConfig::default()
         },
         ..Setup::default()
     };

@@ -63,6 +63,7 @@ fn receives_come_from_the_shared_queue() {
             now: p.b.now,
             mem: &p.b.mem,
             window: &mut p.b.window,
+            paces: &mut p.b.paces,
             events: &mut p.b.events,
             counters: &mut p.b.counters,
         },

@@ -292,6 +292,7 @@ fn the_end_of_a_queue_pair_closes_its_windows() {
         now: p.b.now,
         mem: &p.b.mem,
         window: &mut p.b.window,
+        paces: &mut p.b.paces,
         events: &mut p.b.events,
         counters: &mut p.b.counters,
     });
