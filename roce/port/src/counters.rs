@@ -60,8 +60,12 @@ port_counters! {
     tx_mads,
     /// Received packets that a switch had marked as having met congestion (ECN CE).
     np_ecn_marked_roce_packets,
-    /// Congestion notification packets received.
+    /// Congestion notification packets sent, as received ones were marked.
+    np_cnp_sent,
+    /// Congestion notification packets received, which slow the queue pair.
     rp_cnp_handled,
+    /// The same of queue pairs whose packets no switch may mark: they change nothing.
+    rp_cnp_ignored,
     /// For another process or loop that shares the address: packets that the kernel had merged behind ours.
     handed_over,
     /// Dropped: for another loop that shares the address, for which too much waits already.

@@ -11,6 +11,7 @@
 #![forbid(unsafe_code)]
 
 mod batch;
+mod cnp;
 mod config;
 mod connect;
 mod counters;

@@ -21,6 +21,7 @@ use slab::Slab;
 
 use crate::{
     batch::TxPath,
+    cnp::Notified,
     config::{PortConfig, QpInit},
     connect::{Conn, Keepers, PortCmEvent},
     counters::PortCounters,
@@ -43,6 +44,8 @@ pub(crate) struct QpEntry {
     pub(crate) armed: Option<Instant>,
     /// The connection that it belongs to.
     pub(crate) conn: Option<ConnId>,
+    /// Congestion that it tells its peer of.
+    pub(crate) notifies: Notified,
     /// Its connection waits for the RTU; a packet of the peer does as well.
     pub(crate) half_open: bool,
 }
@@ -67,6 +70,8 @@ pub struct Port {
     pub(crate) spare_window: Window,
     /// What nobody acknowledges.
     pub(crate) paces: FreePaces,
+    /// Queue pairs that have to tell their peers of congestion.
+    pub(crate) notifications: VecDeque<Qpn>,
     /// Queue pairs that may have something to send, next one first.
     pub(crate) ready: VecDeque<Qpn>,
     pub(crate) timers: TimerHeap,
@@ -137,6 +142,7 @@ impl Port {
             peers: Peers::new(config.window),
             spare_window: Window::new(config.window),
             paces: FreePaces::new(config.unreliable_rate),
+            notifications: VecDeque::new(),
             ready: VecDeque::new(),
             timers: TimerHeap::default(),
             cm,
@@ -216,6 +222,7 @@ impl Port {
             blocked: false,
             armed: None,
             conn: None,
+            notifies: Notified::default(),
             half_open: false,
         }));
         self.qpns.insert(qpn, slot);
@@ -281,6 +288,7 @@ impl Port {
     pub(crate) fn keep_packets(&mut self, slot: usize) {
         if guid::keeps_packets(self.config.cm.ca_guid) {
             self.qps[slot].qp.keep_packets(&self.kept);
+            self.heed_marks(slot);
         }
     }
 
@@ -597,5 +605,6 @@ impl Port {
             }
             self.peers.leave(former.peer);
         }
+        self.heed_marks(slot);
     }
 }

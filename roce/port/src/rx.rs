@@ -7,10 +7,8 @@ use roce_icrc::{Flow, IpPair, Recovery};
 use roce_qp::DatagramSource;
 use roce_verbs::Instant;
 
-use crate::{peer::PeerKey, port::Port};
+use crate::{cnp::ECN_CE, peer::PeerKey, port::Port};
 
-/// ECN bits of the traffic class when a switch has marked congestion (RFC 3168).
-const ECN_CE: u8 = 3;
 /// Bytes of a management datagram (IBA 13.4.2).
 const MAD_LEN: usize = 256;
 /// Management class of communication management, the second byte of a MAD.
@@ -197,7 +195,7 @@ impl Port {
             return;
         };
         match info.class {
-            Class::Cnp => self.counters.rp_cnp_handled += 1,
+            Class::Cnp => self.counters.rp_cnp_ignored += 1,
             _ => self.give_datagram(now, slot, packet, &source.header(id)),
         }
     }
@@ -241,8 +239,11 @@ impl Port {
             return;
         }
         if packet.header.bth.opcode.info().class == Class::Cnp {
-            self.counters.rp_cnp_handled += 1;
+            self.handle_notification(now, slot);
             return;
+        }
+        if source.tos & ECN_CE == ECN_CE {
+            self.note_mark(now, slot, packet);
         }
         self.with_qp(now, slot, |qp, ctx| qp.handle_packet(ctx, packet));
         if self.qps[slot].half_open && self.qps[slot].qp.heard() {

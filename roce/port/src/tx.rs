@@ -40,6 +40,12 @@ impl Port {
                 None => break,
             }
         }
+        while !self.notifications.is_empty() {
+            if !batch.has_room(MAD_PACKET_LEN) {
+                return true;
+            }
+            self.stage_notification(now, batch);
+        }
         while let Some(qpn) = self.ready.pop_front() {
             let Some(slot) = self.qpns.get(qpn) else {
                 continue;

@@ -116,7 +116,7 @@ struct Round {
 /// Judges by round trips and, where those say that there is a queue, by losses: random loss does not make it slow.
 ///
 /// The window doubles per round trip until a queue shows. From there on it approaches the size at which a fixed number of bytes
-/// is in the queue ([`SHARE`], as FAST TCP has it): senders that have as much in the same queue get the same share of the link.
+/// is in the queue (256 KiB, as FAST TCP has it): senders that have as much in the same queue get the same share of the link.
 /// That takes the round trip without a queue, which a sender that comes late has never seen. So the queue is made empty now and
 /// then: one sender has less in flight for a round trip, and those that see the queue fall do the same. Senders that only stop
 /// when the queue overflows, as TCP's do, never let it become empty. Beside them the window grows by steps and shrinks with

@@ -118,7 +118,7 @@ pub enum WaitReason {
     Psn,
     /// The window towards the peer is full.
     Window,
-    /// Nobody acknowledges what it sends, and it has sent as much as may go out at once.
+    /// It has sent as much as may go out at once of what nobody acknowledges, or after congestion notifications.
     Pace,
     /// A fenced local invalidation waits for all work requests before it, or a work request that failed here for its
     /// turn to be reported.

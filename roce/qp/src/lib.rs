@@ -12,6 +12,7 @@ mod counters;
 mod cq;
 mod ctx;
 mod datagram;
+mod dcqcn;
 mod expect;
 mod kept;
 mod pace;

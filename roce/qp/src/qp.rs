@@ -2,8 +2,9 @@
 
 use roce_bth::{Class, Opcode, Packet, Psn, Service};
 use roce_verbs::{
-    AccessFlags, AddressVector, AsyncEvent, Completion, PathMigState, Payload, Placement, QpAttr, QpAttrMask, QpState,
-    QpType, Qpn, RecvWr, Selectivity, SendFlags, SendOp, SendWr, SrqType, Target, WcStatus, legal, wr::PostError,
+    AccessFlags, AddressVector, AsyncEvent, Completion, Instant, PathMigState, Payload, Placement, QpAttr, QpAttrMask,
+    QpState, QpType, Qpn, RecvWr, Selectivity, SendFlags, SendOp, SendWr, SrqType, Target, WcStatus, legal,
+    wr::PostError,
 };
 
 use std::sync::Arc;
@@ -11,6 +12,7 @@ use std::sync::Arc;
 use crate::{
     cq::CompletionQueue,
     ctx::{CreateError, Ctx, ModifyError, QpConfig},
+    dcqcn::ReactionPoint,
     kept::{KeptBudget, KeptPackets},
     recvq::RecvQueue,
     requester::Requester,
@@ -53,6 +55,10 @@ pub struct QueuePair {
     pub(crate) overflowed: bool,
     /// Both sides keep packets beyond a gap and say which.
     pub(crate) selective: bool,
+    /// The peer has notified it of congestion.
+    notified: Option<Box<ReactionPoint>>,
+    /// Nothing but acknowledgements before this, for that reason.
+    pub(crate) slowed_until: Option<Instant>,
 }
 
 impl QueuePair {
@@ -88,6 +94,8 @@ impl QueuePair {
             resp: Responder::new(first),
             overflowed: false,
             selective: false,
+            notified: None,
+            slowed_until: None,
         })
     }
 
@@ -96,6 +104,40 @@ impl QueuePair {
     pub fn keep_packets(&mut self, budget: &Arc<KeptBudget>) {
         self.selective = self.config.qp_type == QpType::Rc && self.state == QpState::Rtr;
         self.resp.kept = self.selective.then(|| Box::new(KeptPackets::new(budget.clone())));
+    }
+
+    /// Whether it does.
+    pub fn keeps_packets(&self) -> bool {
+        self.selective
+    }
+
+    /// A congestion notification packet came from the peer: a switch has marked what this queue pair sends.
+    pub fn handle_notification(&mut self, now: Instant) {
+        match &mut self.notified {
+            Some(point) => point.on_notified(now, self.req.rtt.smoothed()),
+            None => self.notified = Some(Box::new(ReactionPoint::new(now))),
+        }
+    }
+
+    /// Whether it has to wait because of notifications.
+    fn is_slowed(&mut self, now: Instant) -> bool {
+        let Some(point) = &mut self.notified else {
+            return false;
+        };
+        if point.is_over(now) {
+            self.notified = None;
+        } else if let Err(at) = point.may_send(now) {
+            self.slowed_until = Some(at);
+            return true;
+        }
+        false
+    }
+
+    /// Packets with data went out.
+    pub(crate) fn note_sent(&mut self, bytes: usize) {
+        if let Some(point) = &mut self.notified {
+            point.on_sent(bytes);
+        }
     }
 
     /// Its number.
@@ -241,6 +283,7 @@ impl QueuePair {
         self.rq.clear();
         self.resp = Responder::new(first);
         self.overflowed = false;
+        (self.notified, self.slowed_until) = (None, None);
         self.state = QpState::Reset;
     }
 
@@ -515,7 +558,8 @@ impl QueuePair {
         let mut budget = TURN;
         let mut blocked = false;
         let (mut replies, mut requests) = (true, true);
-        while replies || requests {
+        self.slowed_until = None;
+        while (replies || requests) && !self.is_slowed(ctx.now) {
             if replies {
                 match self.run(&mut budget, |qp| qp.transmit_reply(ctx, tx)) {
                     Step::Full => return Poll::More,

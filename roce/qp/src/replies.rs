@@ -368,6 +368,7 @@ impl QueuePair {
             self.resp.replies.paced_until = Some(at);
             return Step::Idle;
         }
+        let mut answered = 0;
         let sent = match &mut resource.work {
             Work::Atomic(_) | Work::Done => {
                 let (opcode, value) = match resource.work {
@@ -404,6 +405,7 @@ impl QueuePair {
                         }
                         read.sent = ctx.now;
                         ctx.window.on_responded(sent_bytes + PACKET_OVERHEAD);
+                        answered = sent_bytes + PACKET_OVERHEAD;
                         Ok(())
                     }
                     Ok(other) => return other,
@@ -421,6 +423,7 @@ impl QueuePair {
                 }
             }
         };
+        self.note_sent(answered);
         match sent {
             Ok(()) if kind == TxKind::Repetition => ctx.counters.retransmits += 1,
             Ok(()) => {}

@@ -226,7 +226,7 @@ impl QueuePair {
     pub fn wait_reason(&self) -> WaitReason {
         match self.gate() {
             Err(reason) => reason,
-            Ok(()) if self.req.paced_until.is_some() => WaitReason::Pace,
+            Ok(()) if self.req.paced_until.is_some() || self.slowed_until.is_some() => WaitReason::Pace,
             Ok(()) if self.req.window_closed => WaitReason::Window,
             Ok(()) => WaitReason::Ready,
         }
@@ -395,6 +395,7 @@ impl QueuePair {
         let dest = self.destination();
         self.emit_request(self.req.cur, self.req.next, to, false, TxKind::Request, tx)?;
         ctx.paces.on_sent(ctx.now, dest, cost);
+        self.note_sent(cost);
         let req = &mut self.req;
         req.cur += usize::from(to == self.sq.wqes[req.cur].end());
         (req.una, req.next, req.top) = (to, to, to);
@@ -406,6 +407,7 @@ impl QueuePair {
     fn sent(&mut self, ctx: &mut Ctx<'_>, to: Seq, cost: usize, asked: bool, again: bool) {
         let req = &mut self.req;
         let wqe = &self.sq.wqes[req.cur];
+        let asks = wqe.kind() == Kind::Read;
         if req.una == req.next {
             req.timers.base = ctx.now;
         }
@@ -430,6 +432,10 @@ impl QueuePair {
         req.next = to;
         req.cur += usize::from(to == wqe.end());
         req.top = req.top.max(req.next);
+        // What a READ asks for is the peer's to send.
+        if !asks {
+            self.note_sent(cost);
+        }
     }
 
     /// Builds the request packet for the PSNs `seq..to` of the work request at an index.
@@ -586,10 +592,15 @@ impl QueuePair {
         let replies = &self.resp.replies;
         let reply = [replies.paced_until, replies.held_until].into_iter().flatten().min();
         let reply = reply.filter(|_| self.may_reply());
-        [self.next_request_timeout(), reply, self.req.paced_until]
-            .into_iter()
-            .flatten()
-            .min()
+        [
+            self.next_request_timeout(),
+            reply,
+            self.req.paced_until,
+            self.slowed_until,
+        ]
+        .into_iter()
+        .flatten()
+        .min()
     }
 
     fn next_request_timeout(&self) -> Option<Instant> {
@@ -625,6 +636,7 @@ impl QueuePair {
         if self.req.paced_until.is_some_and(|at| at <= ctx.now) {
             self.req.paced_until = None;
         }
+        self.slowed_until = self.slowed_until.filter(|at| *at > ctx.now);
         if self.next_request_timeout().is_none_or(|at| at > ctx.now) {
             return;
         }

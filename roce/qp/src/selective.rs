@@ -365,6 +365,12 @@ impl QueuePair {
         }
         ctx.window.on_sent(more);
         self.req.in_flight += more;
+        if !self
+            .index_of(from)
+            .is_some_and(|index| self.sq.wqes[index].kind() == Kind::Read)
+        {
+            self.note_sent(more);
+        }
     }
 
     /// The memory of a work request is gone: it fails in its turn.

@@ -41,6 +41,11 @@ impl Rtt {
         self.least = Some(self.least.map_or(rtt, |l| l.min(rtt)));
     }
 
+    /// The usual round trip; zero as long as there was none.
+    pub(crate) fn smoothed(&self) -> Duration {
+        self.smoothed.unwrap_or_default()
+    }
+
     /// An answer to something sent less long ago than this was caused by something else.
     pub(crate) fn least(&self) -> Duration {
         self.least.unwrap_or_default()

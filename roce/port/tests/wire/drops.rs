@@ -20,6 +20,7 @@ pub(crate) fn sealed(src: SocketAddr, dst: IpAddr, header: &Header, payload: &[u
         dst,
         segment_len: 0,
         segments: 1,
+        tos: 0,
         bytes,
     }
 }

@@ -5,6 +5,7 @@ mod connections;
 mod datagrams;
 mod drops;
 mod hostile;
+mod marks;
 mod segmentation;
 mod strangers;
 mod traffic;
@@ -43,6 +44,7 @@ pub(crate) struct Datagram {
     pub(crate) dst: IpAddr,
     pub(crate) segment_len: usize,
     pub(crate) segments: usize,
+    pub(crate) tos: u8,
     pub(crate) bytes: Vec<u8>,
 }
 
@@ -110,6 +112,7 @@ impl Host {
                 dst: t.remote.ip(),
                 segment_len: t.segment_len,
                 segments: t.segments,
+                tos: t.tos,
                 bytes: t.bytes.to_vec(),
             }));
             self.batch.clear();
@@ -165,12 +168,21 @@ impl Host {
 
     /// RESET to RTS towards a peer's queue pair.
     pub(crate) fn raise(&mut self, qpn: Qpn, peer: IpAddr, dest: Qpn) {
+        self.raise_class(qpn, peer, dest, 0);
+    }
+
+    /// The same with a traffic class.
+    pub(crate) fn raise_class(&mut self, qpn: Qpn, peer: IpAddr, dest: Qpn, traffic_class: u8) {
+        let av = AddressVector {
+            traffic_class,
+            ..AddressVector::new(self.addr, peer)
+        };
         let way = ToRts {
             access: RIGHTS,
             rq_psn: Psn::new(100),
             sq_psn: Psn::new(100),
             min_rnr_timer: RnrTimer::new(1),
-            ..ToRts::new(AddressVector::new(self.addr, peer), Mtu::B1024, dest)
+            ..ToRts::new(av, Mtu::B1024, dest)
         };
         for attr in way.steps(QpType::Rc) {
             self.port.modify_qp(self.now, qpn, &attr).unwrap();
