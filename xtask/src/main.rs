@@ -92,9 +92,11 @@ enum Task {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<OsString>,
     },
-    /// Measure speed beside that of others, in one run and in turns
-    #[command(subcommand)]
-    Bench(bench::BenchTask),
+    /// Measure speed beside that of others, in one run and in turns, and write BENCHMARKS.md
+    ///
+    /// Every figure is a ratio to something measured in the same rounds. Installs ucx-utils, iperf3, fio, nbdcopy and nbdkit if they
+    /// are missing; parts that can't run say why.
+    Bench(bench::BenchArgs),
     /// Flood a served and mapped device with forged packets for minutes, and judge whether that shows
     ///
     /// Builds the release program and `ferroce-hostile`. Both ends of a session get forged REQ, REP, DREQ, SIDR, MRA and

@@ -2,11 +2,13 @@
 
 mod chain;
 mod load;
+mod page;
 mod usage;
 
 use std::{
     fs,
     path::{Path, PathBuf},
+    sync::atomic::{AtomicUsize, Ordering},
 };
 
 use clap::{Args, Subcommand};
@@ -28,6 +30,16 @@ const NEEDED: [Tool; 3] = [
     Tool::new("nbdkit", "nbdkit"),
 ];
 const MIB: u64 = 1 << 20;
+
+/// The page of benchmarks, or one of its parts at length.
+#[derive(Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub(crate) struct BenchArgs {
+    #[command(flatten)]
+    page: page::PageArgs,
+    #[command(subcommand)]
+    task: Option<BenchTask>,
+}
 
 /// What to measure.
 #[derive(Subcommand)]
@@ -65,9 +77,10 @@ pub(crate) struct BlockArgs {
 }
 
 /// Runs a benchmark.
-pub(crate) fn run(task: &BenchTask) -> Result<()> {
-    match task {
-        BenchTask::Block(args) => block(args),
+pub(crate) fn run(args: &BenchArgs) -> Result<()> {
+    match &args.task {
+        None => page::run(&args.page),
+        Some(BenchTask::Block(args)) => block(args),
     }
 }
 
@@ -91,13 +104,43 @@ impl Drop for Scratch {
 
 impl Scratch {
     fn new(parent: &Path) -> Result<Self> {
-        let dir = parent.join(format!("ferroce-bench-{}", std::process::id()));
+        static MADE: AtomicUsize = AtomicUsize::new(0);
+        let n = MADE.fetch_add(1, Ordering::Relaxed);
+        let dir = parent.join(format!("ferroce-bench-{}-{n}", std::process::id()));
         fs::create_dir(&dir).map_err(|e| format!("{}: {e}", dir.display()))?;
         Ok(Self(dir))
     }
 }
 
 fn block(args: &BlockArgs) -> Result<()> {
+    let mut all = Vec::new();
+    measure_block(args, |load, samples| {
+        print(load, samples);
+        all.push(to_json(load, samples));
+    })?;
+    match &args.json {
+        Some(file) => {
+            let text = serde_json::to_string_pretty(&all).map_err(|e| e.to_string())?;
+            fs::write(file, text).map_err(|e| format!("{}: {e}", file.display()))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Of each load: its name, the unit of its rates, and these of each chain and round.
+type BlockRates = Vec<(String, &'static str, Vec<(&'static str, Vec<f64>)>)>;
+
+fn block_rates(args: &BlockArgs) -> Result<BlockRates> {
+    let mut all = Vec::new();
+    measure_block(args, |load, samples| {
+        let rates = |s: &[Sample]| s.iter().map(|s| rate(load, &s.figures)).collect();
+        let chains = samples.iter().map(|(kind, of_kind)| (kind.name(), rates(of_kind)));
+        all.push((load.name().to_owned(), unit(load), chains.collect()));
+    })?;
+    Ok(all)
+}
+
+fn measure_block(args: &BlockArgs, mut each: impl FnMut(Load, &[(Kind, Vec<Sample>)])) -> Result<()> {
     let loads: Vec<Load> = LOADS
         .into_iter()
         .filter(|l| args.only.is_empty() || args.only.iter().any(|o| l.name().contains(o.as_str())))
@@ -121,19 +164,11 @@ fn block(args: &BlockArgs) -> Result<()> {
     for kind in Kind::ALL {
         chains.push(Chain::start(kind, &programs, &image, &sockets.0)?);
     }
-    let mut all = Vec::new();
     for load in loads {
         let samples = measure(args, load, &mut chains, &copy)?;
-        print(load, &samples);
-        all.push(to_json(load, &samples));
+        each(load, &samples);
     }
-    match &args.json {
-        Some(file) => {
-            let text = serde_json::to_string_pretty(&all).map_err(|e| e.to_string())?;
-            fs::write(file, text).map_err(|e| format!("{}: {e}", file.display()))
-        }
-        None => Ok(()),
-    }
+    Ok(())
 }
 
 /// A file without holes.
@@ -179,6 +214,10 @@ fn median(values: impl Iterator<Item = f64>) -> f64 {
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
+fn unit(load: Load) -> &'static str {
+    if load.counts() { "k/s" } else { "GB/s" }
+}
+
 /// Requests a second in thousands, or GB/s.
 fn rate(load: Load, figures: &Figures) -> f64 {
     match load.counts() {
@@ -188,7 +227,7 @@ fn rate(load: Load, figures: &Figures) -> f64 {
 }
 
 fn print(load: Load, samples: &[(Kind, Vec<Sample>)]) {
-    let unit = if load.counts() { "k/s" } else { "GB/s" };
+    let unit = unit(load);
     println!("\n{}", load.name());
     let rate_of = |s: &[Sample]| median(s.iter().map(|s| rate(load, &s.figures)));
     let p50_of = |s: &[Sample]| median(s.iter().filter_map(|s| s.figures.p50));

@@ -1,0 +1,221 @@
+//! The transport on loopback: `ferroce bench` beside the ceiling and a bare ping-pong, and UCX over TCP.
+
+use std::{
+    path::Path,
+    process::{Command, Stdio},
+    time::Duration,
+};
+
+use serde_json::Value;
+
+use super::{
+    PageArgs,
+    figure::{Aim, Columns, Figure},
+};
+use crate::{
+    Result, process,
+    process::Guard,
+    tools::{self, Tool},
+};
+
+/// What `ferroce bench` says of each operation that it has measured.
+pub(super) fn bench(ferroce: &Path, args: &[&str], seconds: f64) -> Result<Vec<Value>> {
+    let mut command = Command::new(ferroce);
+    command.arg("bench").args(args).args(["--json", "-q", "--seconds"]);
+    let output = process::capture("ferroce bench", command.arg(seconds.to_string()))?;
+    Ok(json_lines(&String::from_utf8_lossy(&output.stdout)))
+}
+
+/// Those lines of an output that are JSON.
+pub(super) fn json_lines(text: &str) -> Vec<Value> {
+    text.lines()
+        .filter_map(|line| serde_json::from_str(line).ok())
+        .collect()
+}
+
+/// A number in what an operation came to.
+fn number(lines: &[Value], op: &str, pointer: &str) -> Result<f64> {
+    let line = lines.iter().find(|l| l["op"] == op);
+    let value = line.and_then(|l| l.pointer(pointer)).and_then(Value::as_f64);
+    value.ok_or_else(|| format!("ferroce bench says no {pointer} of {op}"))
+}
+
+/// Contestants of a table: name, operation, arguments.
+type Row = (&'static str, &'static str, &'static [&'static str]);
+
+/// Lets each have its turn in each round.
+fn rounds(ferroce: &Path, args: &PageArgs, rows: &[Row], pointer: &str, scale: f64) -> Result<Columns> {
+    let mut columns = Columns::default();
+    for _ in 0..args.rounds() {
+        for (name, op, more) in rows {
+            let all: Vec<&str> = [*op].into_iter().chain(more.iter().copied()).collect();
+            let lines = bench(ferroce, &all, args.seconds())?;
+            columns.add(name, number(&lines, op, pointer)? / scale);
+        }
+    }
+    Ok(columns)
+}
+
+/// 1 MiB operations beside the ceiling.
+pub(super) fn bulk(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
+    let rows: [Row; 9] = [
+        ("ceiling", "ceiling", &[]),
+        ("WRITE", "write", &[]),
+        ("READ", "read", &[]),
+        ("SEND", "send", &[]),
+        ("ceiling, MTU 1024", "ceiling", &["--mtu", "1024"]),
+        ("WRITE, MTU 1024", "write", &["--mtu", "1024"]),
+        ("READ, MTU 1024", "read", &["--mtu", "1024"]),
+        ("ceiling without GRO", "ceiling", &["--no-gro"]),
+        ("WRITE without GRO", "write", &["--no-gro"]),
+    ];
+    let columns = rounds(ferroce, args, &rows, "/gbytes_per_s", 1.0)?;
+    let figure = |ours, beside, least| columns.figure(ours, "GB/s", ours, beside, Aim::AtLeast(least));
+    Ok(vec![
+        figure("WRITE", "ceiling", 0.9),
+        figure("READ", "ceiling", 0.9),
+        figure("SEND", "ceiling", 0.9),
+        figure("WRITE, MTU 1024", "ceiling, MTU 1024", 0.85),
+        figure("READ, MTU 1024", "ceiling, MTU 1024", 0.85),
+        figure("WRITE without GRO", "ceiling without GRO", 0.85),
+    ])
+}
+
+/// Ping-pong of 64 bytes.
+pub(super) fn latency(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
+    let mut columns = Columns::default();
+    for _ in 0..args.rounds() {
+        let lines = bench(ferroce, &["latency"], args.seconds())?;
+        for (op, name) in [("udp_lat", "bare UDP"), ("write_lat", "WRITE"), ("send_lat", "SEND")] {
+            for p in ["p50", "p99"] {
+                columns.add(&format!("{name} {p}"), number(&lines, op, &format!("/latency_us/{p}"))?);
+            }
+        }
+    }
+    let figure = |ours: &str, beside, most| columns.figure(ours, "us", ours, beside, Aim::AtMost(most));
+    Ok(vec![
+        figure("WRITE p50", "bare UDP p50", 1.8),
+        figure("SEND p50", "bare UDP p50", 1.8),
+        figure("WRITE p99", "bare UDP p99", 3.0),
+        figure("SEND p99", "bare UDP p99", 3.0),
+    ])
+}
+
+/// Operations by size and depth.
+pub(super) fn operations(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
+    let rows: [Row; 9] = [
+        ("packets of 64 bytes, bare", "ceiling", &["-s", "64"]),
+        ("64 B WRITE, depth 64", "write", &["-s", "64", "-d", "64"]),
+        ("64 B WRITE, depth 512", "write", &["-s", "64", "-d", "512"]),
+        ("64 B SEND, depth 512", "send", &["-s", "64", "-d", "512"]),
+        ("packets of 4 KiB, bare", "ceiling", &["-s", "4K"]),
+        ("4 KiB WRITE, depth 64", "write", &["-s", "4K", "-d", "64"]),
+        ("4 KiB READ, depth 64", "read", &["-s", "4K", "-d", "64"]),
+        ("64 KiB WRITE, depth 16", "write", &["-s", "64K", "-d", "16"]),
+        ("64 KiB, bare", "ceiling", &["-s", "64K"]),
+    ];
+    let columns = rounds(ferroce, args, &rows, "/msgs_per_s", 1e6)?;
+    let figure = |ours, beside, aim| columns.figure(ours, "M/s", ours, beside, aim);
+    Ok(vec![
+        figure("64 B WRITE, depth 64", "packets of 64 bytes, bare", Aim::None),
+        figure("64 B WRITE, depth 512", "packets of 64 bytes, bare", Aim::None),
+        figure("64 B SEND, depth 512", "64 B WRITE, depth 512", Aim::AtLeast(0.8)),
+        figure("4 KiB WRITE, depth 64", "packets of 4 KiB, bare", Aim::None),
+        figure("4 KiB READ, depth 64", "packets of 4 KiB, bare", Aim::None),
+        figure("64 KiB WRITE, depth 16", "64 KiB, bare", Aim::None),
+    ])
+}
+
+/// The cost of an operation with more queue pairs, at the same number of operations outstanding.
+pub(super) fn scale(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
+    let rows: [Row; 3] = [
+        ("1 queue pair", "write", &["-s", "64", "-d", "512", "--qps", "1"]),
+        ("8 queue pairs", "write", &["-s", "64", "-d", "64", "--qps", "8"]),
+        ("64 queue pairs", "write", &["-s", "64", "-d", "8", "--qps", "64"]),
+    ];
+    let columns = rounds(ferroce, args, &rows, "/msgs_per_s", 1e6)?;
+    let figure = |ours| columns.figure(ours, "M/s", ours, "1 queue pair", Aim::None);
+    Ok(vec![figure("8 queue pairs"), figure("64 queue pairs")])
+}
+
+const UCX: Tool = Tool::new("ucx_perftest", "ucx-utils");
+/// Of 1 MiB, for each second of a measurement.
+const UCX_MESSAGES: f64 = 3000.0;
+
+/// UCX over TCP on the same loopback.
+pub(super) fn ucx(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
+    tools::ensure(&[UCX])?;
+    let mut columns = Columns::default();
+    for _ in 0..args.rounds() {
+        let lines = bench(ferroce, &["write"], args.seconds())?;
+        columns.add("WRITE", number(&lines, "write", "/gbytes_per_s")?);
+        columns.add("put_bw", ucx_put(args.seconds())?);
+    }
+    Ok(vec![columns.figure(
+        "WRITE",
+        "GB/s",
+        "WRITE",
+        "put_bw",
+        Aim::AtLeast(1.3),
+    )])
+}
+
+fn ucx_put(seconds: f64) -> Result<f64> {
+    let ucx = || {
+        let mut command = process::command("ucx_perftest");
+        command.env("UCX_TLS", "tcp").env("UCX_NET_DEVICES", "lo").arg("-f");
+        command
+    };
+    let mut server = Guard::spawn("ucx_perftest", ucx().stdout(Stdio::null()).stderr(Stdio::null()))?;
+    // It says nothing when it listens.
+    std::thread::sleep(Duration::from_millis(500));
+    let messages = (UCX_MESSAGES * seconds).ceil().to_string();
+    let client = process::capture(
+        "ucx_perftest",
+        ucx().args([
+            "127.0.0.1",
+            "-t",
+            "ucp_put_bw",
+            "-s",
+            "1048576",
+            "-w",
+            "100",
+            "-n",
+            &messages,
+        ]),
+    );
+    server.stop()?;
+    let text = String::from_utf8_lossy(&client?.stdout).into_owned();
+    ucx_bandwidth(&text).ok_or_else(|| format!("ucx_perftest says no bandwidth: {text}"))
+}
+
+/// The overall bandwidth, GB/s, of the last line of numbers: iterations, three latencies (or fewer), MB/s average and overall,
+/// messages per second twice. UCX's MB are of 2^20 bytes.
+fn ucx_bandwidth(text: &str) -> Option<f64> {
+    let numbers = text.lines().filter_map(|line| {
+        let words = line.split_whitespace().skip_while(|w| w.parse::<f64>().is_err());
+        words.map(|w| w.parse::<f64>().ok()).collect::<Option<Vec<f64>>>()
+    });
+    let last = numbers.filter(|n| n.len() >= 6).next_back()?;
+    Some(last[last.len() - 3] * 1.048_576e-3)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ucx_says_its_bandwidth_in_the_last_line() {
+        let text = "+--------------+\n|    Stage     |\nFinal:                  6000      0.000   412.301   412.301     2425.41    2425.41        2425        2425\n";
+        let got = ucx_bandwidth(text).unwrap();
+        assert!((got - 2.543).abs() < 0.001, "{got}");
+        assert_eq!(ucx_bandwidth("nothing"), None);
+    }
+
+    #[test]
+    fn numbers_are_found_by_operation() {
+        let lines = json_lines("listening\n{\"op\":\"write\",\"latency_us\":{\"p50\":5.5}}\n");
+        assert_eq!(number(&lines, "write", "/latency_us/p50"), Ok(5.5));
+        assert!(number(&lines, "read", "/latency_us/p50").is_err());
+    }
+}
