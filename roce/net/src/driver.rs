@@ -358,7 +358,12 @@ impl Driver {
             shared.wake.watch(false);
             shared.wake.set_alarm(now, now + TAKEOVER);
         }
-        guard.engine.pass(now, BUDGET);
+        match shared.wake.standing_back() && shared.habit.polls_on() {
+            true => guard.engine.pass_in_program(now, BUDGET),
+            false => {
+                guard.engine.pass(now, BUDGET);
+            }
+        }
         drop(guard);
         if empty < STREAK {
             shared.serve_wanted();

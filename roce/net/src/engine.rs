@@ -39,6 +39,8 @@ pub(crate) struct Engine {
     pub(crate) motor: Motor,
     sink: Arc<dyn EventSink>,
     wake: Arc<Wake>,
+    /// Something may be to be sent since the last pass ([`Engine::pass_in_program`]).
+    owes: bool,
 }
 
 impl Engine {
@@ -48,6 +50,7 @@ impl Engine {
             motor,
             sink,
             wake,
+            owes: false,
         }
     }
 
@@ -62,6 +65,22 @@ impl Engine {
         more || unsent
     }
 
+    /// The same for a program that calls again at once. When packets have come nothing is sent in this pass: the program may have
+    /// data to send that goes out with the acknowledgements, and ahead of them. Never twice in a row.
+    pub(crate) fn pass_in_program(&mut self, now: Instant, budget: usize) {
+        let before = self.port.received();
+        let sink = &self.sink;
+        let stray = |meta: &RxMeta, bytes: &[u8]| sink.stray(meta, bytes);
+        let more = self.motor.receive(&mut self.port, now, budget, &stray);
+        self.motor.run_timers(&mut self.port, now, more);
+        if self.port.received() == before || self.owes {
+            self.settle(now);
+        } else {
+            self.owes = true;
+            self.settle_quietly(now);
+        }
+    }
+
     /// Takes one datagram that did not come through the datapath.
     pub(crate) fn take_datagram(&mut self, now: Instant, bytes: &[u8], meta: &RxMeta) {
         self.motor.take_datagram(&mut self.port, now, bytes, meta);
@@ -73,6 +92,7 @@ impl Engine {
 
     /// What follows every call of the port: events are told, packets sent, the alarm clock set. True: more is to be sent.
     pub(crate) fn settle(&mut self, now: Instant) -> bool {
+        self.owes = false;
         // Telling comes first: who has nobody for a connect request rejects it.
         self.tell(now);
         let flushed = self.motor.flush(&mut self.port, now);

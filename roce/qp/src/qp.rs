@@ -15,6 +15,7 @@ use crate::{
     dcqcn::ReactionPoint,
     kept::{KeptBudget, KeptPackets},
     recvq::RecvQueue,
+    replies::AckDue,
     requester::Requester,
     responder::Responder,
     sendq::{Checked, Kind, SendQueue, kind_of},
@@ -376,6 +377,7 @@ impl QueuePair {
         if wr.flags.contains(SendFlags::ACK_FIRST) {
             // It goes at the beginning of the next turn.
             self.resp.replies.held_until = None;
+            self.resp.replies.goes_first = self.resp.replies.ack == AckDue::Ack;
         }
         match self.config.qp_type {
             QpType::Rc | QpType::Uc => self.sq.push(wr, checked, self.mtu),
@@ -552,7 +554,9 @@ impl QueuePair {
 
     /// Sends what may be sent, up to a budget that keeps one queue pair from starving the others.
     pub fn poll_transmit(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Poll {
-        if self.transmit_ack(tx) == Step::Full || self.transmit_probe(ctx, tx) == Step::Full {
+        // What is no mere acknowledgement tells the peer what to do next.
+        let urgent = self.resp.replies.ack != AckDue::Ack || self.resp.replies.goes_first;
+        if urgent && self.transmit_ack(tx) == Step::Full || self.transmit_probe(ctx, tx) == Step::Full {
             return Poll::More;
         }
         let mut budget = TURN;
@@ -579,6 +583,10 @@ impl QueuePair {
                         requests = step == Step::Sent;
                         blocked = step == Step::Blocked;
                     }
+                }
+                // Data first: it is what the peer has to work on.
+                if self.transmit_ack(tx) == Step::Full {
+                    return Poll::More;
                 }
             }
             if budget == 0 {

@@ -119,6 +119,8 @@ pub(crate) struct Replies {
     pub(crate) ack: AckDue,
     /// An acknowledgement that is due waits until then for a request to go with.
     pub(crate) held_until: Option<Instant>,
+    /// A request wants it to go before (`SendFlags::ACK_FIRST`).
+    pub(crate) goes_first: bool,
     /// One past what was acknowledged last.
     acked: Seq,
     /// READ responses wait for this: they are to go out at the peer's pace.
@@ -134,6 +136,7 @@ impl Replies {
             first_pending: 0,
             ack: AckDue::No,
             held_until: None,
+            goes_first: false,
             acked: first,
             paced_until: None,
             executed: (first, Msn::new(0)),
@@ -303,6 +306,7 @@ impl QueuePair {
         }
         self.resp.replies.ack = AckDue::No;
         self.resp.replies.held_until = None;
+        self.resp.replies.goes_first = false;
         self.resp.replies.acked = self.resp.replies.executed.0;
         if self.resp.closing {
             self.resp.closing = false;

@@ -401,7 +401,7 @@ fn who_is_refused_hears_at_once() {
 }
 
 #[test]
-fn an_acknowledgement_follows_its_request_over_the_end_of_a_turn() {
+fn an_acknowledgement_follows_close_behind_its_request() {
     // A full turn, and a sink that has room for the request alone.
     for (len, room) in [(128 * 256, None), (64, Some(1))] {
         let hold = Duration::from_micros(100);
@@ -412,11 +412,11 @@ fn an_acknowledgement_follows_its_request_over_the_end_of_a_turn() {
         let (back, there) = (p.b.filled(len, 1), p.a.region(len));
         p.b.send(1, SendOp::Write(at(&there, 0)), &[sge(&back, 0, len)]);
         p.b.sink.room = room;
-        let last = p.b.headers().pop().unwrap();
-        assert_eq!(
-            last.bth.opcode.info().class,
-            Class::Acknowledge,
-            "{len} bytes, room {room:?}"
+        let classes: Vec<Class> = p.b.headers().iter().map(|h| h.bth.opcode.info().class).collect();
+        let place = classes.iter().position(|c| *c == Class::Acknowledge);
+        assert!(
+            place.is_some_and(|n| (1..=16).contains(&n)),
+            "{len} bytes, room {room:?}: {place:?}"
         );
     }
 }
