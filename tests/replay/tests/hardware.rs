@@ -113,7 +113,7 @@ fn packets_of_cards_pass_the_port() {
 }
 
 #[test]
-fn a_congestion_notification_is_counted_and_changes_nothing() {
+fn a_congestion_notification_where_nothing_may_be_marked_is_counted_and_changes_nothing() {
     let cnp = &made::CNP[28..];
     assert_eq!(cnp.len(), 28 + ICRC_LEN);
     let src: IpAddr = "10.0.17.1".parse().unwrap();
@@ -127,7 +127,7 @@ fn a_congestion_notification_is_counted_and_changes_nothing() {
     host.deliver(cnp, 0x718c, 0, 0);
     let counters = host.port.counters();
     assert_eq!(
-        (counters.rp_cnp_handled, counters.transport),
+        (counters.rp_cnp_ignored, counters.transport),
         (1, Counters::default()),
         "{counters:?}"
     );
@@ -136,5 +136,5 @@ fn a_congestion_notification_is_counted_and_changes_nothing() {
     host.deliver(cnp, 0x718c, 0, 1);
     let counters = host.port.counters();
     let refused = counters.icrc_errors + counters.icrc_implausible;
-    assert_eq!((counters.rp_cnp_handled, refused), (1, 1), "{counters:?}");
+    assert_eq!((counters.rp_cnp_ignored, refused), (1, 1), "{counters:?}");
 }

@@ -192,11 +192,11 @@ fn ucx_put(seconds: f64) -> Result<f64> {
 /// The overall bandwidth, GB/s, of the last line of numbers: iterations, three latencies (or fewer), MB/s average and overall,
 /// messages per second twice. UCX's MB are of 2^20 bytes.
 fn ucx_bandwidth(text: &str) -> Option<f64> {
-    let numbers = text.lines().filter_map(|line| {
+    let mut numbers = text.lines().filter_map(|line| {
         let words = line.split_whitespace().skip_while(|w| w.parse::<f64>().is_err());
         words.map(|w| w.parse::<f64>().ok()).collect::<Option<Vec<f64>>>()
     });
-    let last = numbers.filter(|n| n.len() >= 6).next_back()?;
+    let last = numbers.rfind(|n| n.len() >= 6)?;
     Some(last[last.len() - 3] * 1.048_576e-3)
 }
 
