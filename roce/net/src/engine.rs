@@ -57,22 +57,25 @@ impl Engine {
     /// Receives about `budget` packets, runs timers that are due when no packet is left that could be what they wait for,
     /// and sends. True: more is waiting.
     pub(crate) fn pass(&mut self, now: Instant, budget: usize) -> bool {
+        let more = self.take_in(now, budget);
+        let unsent = self.settle(now);
+        more || unsent
+    }
+
+    /// The part of a pass that sends nothing. True: more packets wait.
+    fn take_in(&mut self, now: Instant, budget: usize) -> bool {
         let sink = &self.sink;
         let stray = |meta: &RxMeta, bytes: &[u8]| sink.stray(meta, bytes);
         let more = self.motor.receive(&mut self.port, now, budget, &stray);
         self.motor.run_timers(&mut self.port, now, more);
-        let unsent = self.settle(now);
-        more || unsent
+        more
     }
 
     /// The same for a program that calls again at once. When packets have come nothing is sent in this pass: the program may have
     /// data to send that goes out with the acknowledgements, and ahead of them. Never twice in a row.
     pub(crate) fn pass_in_program(&mut self, now: Instant, budget: usize) {
         let before = self.port.received();
-        let sink = &self.sink;
-        let stray = |meta: &RxMeta, bytes: &[u8]| sink.stray(meta, bytes);
-        let more = self.motor.receive(&mut self.port, now, budget, &stray);
-        self.motor.run_timers(&mut self.port, now, more);
+        self.take_in(now, budget);
         if self.port.received() == before || self.owes {
             self.settle(now);
         } else {

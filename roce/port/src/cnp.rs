@@ -16,7 +16,7 @@ use crate::{
 pub(crate) const ECN_CE: u8 = 3;
 /// The same of a sender that heeds marks.
 const ECT: u8 = 2;
-const ECN_BITS: u8 = 3;
+pub(crate) const ECN_BITS: u8 = 3;
 /// Traffic class of notifications: DSCP 48, which ConnectX sends.
 const CNP_CLASS: u8 = 48 << 2;
 /// A queue pair notifies its peer no more often (the notification point of DCQCN).
@@ -80,8 +80,7 @@ impl Port {
         sink.commit();
         let staged = sink.staged();
         self.counters.np_cnp_sent += 1;
-        self.counters.tx_packets += staged.packets;
-        self.counters.tx_bytes += staged.bytes;
+        self.counters.count_staged(&staged);
     }
 
     /// A notification came. It has no PSN, so anybody who can send from the peer's address can forge one: only queue pairs

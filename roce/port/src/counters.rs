@@ -2,6 +2,8 @@
 
 use roce_qp::Counters;
 
+use crate::batch::Staged;
+
 macro_rules! port_counters {
     ($( $(#[$doc:meta])* $name:ident, )*) => {
         /// What a port has counted since it was made. Every packet that comes in is counted once in `rx_packets`, and if
@@ -106,4 +108,13 @@ port_counters! {
     icrc_implausible,
     /// Peers towards which GSO was switched off because of trains only the first packets came through.
     gso_switched_off,
+}
+
+impl PortCounters {
+    /// Counts what a sink has staged.
+    pub(crate) fn count_staged(&mut self, staged: &Staged) {
+        self.tx_packets += staged.packets;
+        self.tx_bytes += staged.bytes;
+        self.tx_retransmissions += staged.retransmissions;
+    }
 }

@@ -7,7 +7,11 @@ use roce_icrc::{Flow, IpPair, Recovery};
 use roce_qp::DatagramSource;
 use roce_verbs::Instant;
 
-use crate::{cnp::ECN_CE, peer::PeerKey, port::Port};
+use crate::{
+    cnp::{ECN_BITS, ECN_CE},
+    peer::PeerKey,
+    port::Port,
+};
 
 /// Bytes of a management datagram (IBA 13.4.2).
 const MAD_LEN: usize = 256;
@@ -89,7 +93,7 @@ impl Port {
         let packets = bytes.len().div_ceil(step).max(1) as u64;
         self.counters.rx_packets += packets;
         self.counters.rx_bytes += bytes.len() as u64;
-        if meta.tos & 3 == ECN_CE {
+        if meta.tos & ECN_BITS == ECN_CE {
             self.counters.np_ecn_marked_roce_packets += packets;
         }
         if bytes.is_empty() {
@@ -242,7 +246,7 @@ impl Port {
             self.handle_notification(now, slot);
             return;
         }
-        if source.tos & ECN_CE == ECN_CE {
+        if source.tos & ECN_BITS == ECN_CE {
             self.note_mark(now, slot, packet);
         }
         self.with_qp(now, slot, |qp, ctx| qp.handle_packet(ctx, packet));

@@ -109,9 +109,7 @@ impl Port {
         let (staged, full) = (sink.staged(), sink.is_full());
         self.timers.update(qpn, &mut entry.armed, entry.qp.next_timeout());
 
-        self.counters.tx_packets += staged.packets;
-        self.counters.tx_bytes += staged.bytes;
-        self.counters.tx_retransmissions += staged.retransmissions;
+        self.counters.count_staged(&staged);
         let max_reads = u32::from(entry.qp.max_reads());
         if reliable && peer.gso.on_staged(qpn, &staged.trains, max_reads) {
             self.counters.gso_switched_off += 1;
@@ -166,8 +164,7 @@ impl Port {
         let poll = entry.qp.poll_transmit(&mut ctx, &mut sink);
         let (staged, full) = (sink.staged(), sink.is_full());
         self.timers.update(qpn, &mut entry.armed, entry.qp.next_timeout());
-        self.counters.tx_packets += staged.packets;
-        self.counters.tx_bytes += staged.bytes;
+        self.counters.count_staged(&staged);
         match poll {
             Poll::More if full => Turn::Full,
             Poll::More if staged.packets > 0 => Turn::More,
@@ -206,7 +203,6 @@ impl Port {
         let staged = sink.staged();
         self.gsi_psn = self.gsi_psn.next();
         self.counters.tx_mads += 1;
-        self.counters.tx_packets += staged.packets;
-        self.counters.tx_bytes += staged.bytes;
+        self.counters.count_staged(&staged);
     }
 }

@@ -255,13 +255,13 @@ impl DelayAware {
         }
         if let Some((left, back)) = self.look {
             let found = self.queue == Queue::Empty;
-            if found || left == 1 {
-                // At once: whoever grows back slowly finds that others have taken its place.
-                (self.look, self.size, self.threshold) = (None, back, back);
-            } else {
+            if !found && left > 1 {
                 self.look = Some((left - 1, back));
+                return;
             }
-            if self.look.is_none() && !found {
+            // At once: whoever grows back slowly finds that others have taken its place.
+            (self.look, self.size, self.threshold) = (None, back, back);
+            if !found {
                 self.not_found(now, back);
             }
             return;
@@ -293,7 +293,7 @@ impl DelayAware {
         self.credit = 0;
         self.look = Some((LOOK_LASTS, self.size));
         self.known = self.shortest_rtt().unwrap_or_default();
-        let held = self.part(self.shortest_rtt().unwrap_or_default());
+        let held = self.part(self.known);
         self.size = (held / 4 * 3).max(self.config.min * 2).min(self.size);
     }
 
@@ -387,11 +387,12 @@ impl DelayAware {
         let queue = self.company == Company::Greedy || self.queue == Queue::Long;
         if queue && now >= self.shrunk_until {
             self.shrunk_until = now + self.rtt;
+            let less = self.size / 10 * 7;
             if self.company == Company::Greedy {
-                self.beside = Some((now, self.size / 10 * 7));
+                self.beside = Some((now, less));
             }
             let floor = self.floor().min(self.size);
-            self.shrink_to((self.size / 10 * 7).max(floor));
+            self.shrink_to(less.max(floor));
         }
     }
 

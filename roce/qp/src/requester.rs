@@ -266,7 +266,7 @@ impl QueuePair {
                     self.req.paced_until = Some(at);
                     return Step::Idle;
                 }
-                self.emit_unacknowledged(ctx, tx, to, cost)
+                self.emit_unacknowledged(ctx, tx, dest, to, cost)
             } else if self.fits(ctx, wqe.kind(), cost) {
                 self.emit_next(ctx, tx, to, cost)
             } else {
@@ -389,10 +389,10 @@ impl QueuePair {
         &mut self,
         ctx: &mut Ctx<'_>,
         tx: &mut impl TxSink,
+        dest: IpAddr,
         to: Seq,
         cost: usize,
     ) -> Result<(), Unsent> {
-        let dest = self.destination();
         self.emit_request(self.req.cur, self.req.next, to, false, TxKind::Request, tx)?;
         ctx.paces.on_sent(ctx.now, dest, cost);
         self.note_sent(cost);
