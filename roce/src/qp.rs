@@ -5,7 +5,7 @@ use std::{net::IpAddr, sync::Arc};
 use parking_lot::Mutex;
 use roce_mem::PostedKey;
 use roce_port::QpInit as PortQpInit;
-use roce_qp::CompletionQueue as Queue;
+use roce_qp::{CompletionQueue as Queue, NO_RECEIVE_QUEUE, ReceiveQueue};
 use roce_verbs::{
     AccessFlags, LKey, QpAttr, QpCaps, QpState, QpType, Qpn, RKey, RecvWr, SendFlags, SendOp, SendRequest, SendWr,
     provider::{Grant, MemoryRegion, QpInit, QueuePair, VerbsError},
@@ -36,6 +36,8 @@ struct QpInner {
     _pd: Pd,
     _cqs: [Option<Cq>; 2],
     srq: Option<Srq>,
+    /// Its own receive queue, if it has one.
+    receives: Option<Arc<ReceiveQueue>>,
     _xrcd: Option<Xrcd>,
 }
 
@@ -198,10 +200,13 @@ impl Qp {
         };
         let made = device.0.driver.with_quiet(|port, now| {
             port.set_now(now);
-            port.create_qp(args)
+            let qpn = port.create_qp(args)?;
+            Ok((qpn, port.receive_queue(qpn)))
         });
+        let (qpn, receives) = made.map_err(closed)??;
         Ok(Self(Arc::new(QpInner {
-            qpn: made.map_err(closed)??,
+            qpn,
+            receives,
             device: device.0.clone(),
             qp_type,
             caps: options.caps.of_queues(qp_type, options.srq.is_some()),
@@ -453,11 +458,22 @@ impl QueuePair for Qp {
             .unwrap_or(Err(GONE))
     }
 
+    /// Without the port's lock, so that it waits for no packets that others handle.
     fn post_recv(&self, wrs: &[RecvWr<'_>]) -> Result<(), (usize, PostError)> {
         let driver = &self.0.device.driver;
+        if driver.is_closed() {
+            return Err(GONE);
+        }
+        let queue = self.0.receives.as_ref().ok_or((0, NO_RECEIVE_QUEUE))?;
+        let queued = queue.post(wrs)?;
+        let (_, flushed) = wrs.split_at(queued);
+        if flushed.is_empty() {
+            return Ok(());
+        }
         driver
-            .with_quiet(|port, now| port.post_recv(now, self.0.qpn, wrs))
+            .with_quiet(|port, now| port.post_recv(now, self.0.qpn, flushed))
             .unwrap_or(Err(GONE))
+            .map_err(|(n, e)| (queued + n, e))
     }
 
     /// With a queue pair that signals all sends, a renewal makes two completions, both with this `wr_id`.

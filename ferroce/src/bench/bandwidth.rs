@@ -25,6 +25,8 @@ const MAX_SAMPLES: usize = 1 << 20;
 pub(crate) struct Load<'a> {
     endpoint: Endpoint<'a>,
     connections: Vec<Connection>,
+    /// They are there, and that is all.
+    _idle: Vec<Connection>,
     /// Messages that were sent on each.
     sent: Vec<u64>,
     operation: Operation,
@@ -36,24 +38,28 @@ pub(crate) struct Load<'a> {
 }
 
 impl<'a> Load<'a> {
-    /// Connects all queue pairs.
+    /// Connects all queue pairs, those that are kept busy and the idle ones.
     pub(crate) fn connect(
         device: &'a Device,
         peer: SocketAddr,
         operation: Operation,
         bytes: u32,
         depth: u32,
-        qps: u32,
+        (qps, idle): (u32, u32),
     ) -> Result<Self, Failure> {
         let endpoint = Endpoint::new(device, (depth * qps * 2).max(64))?;
         let role = Role::of(operation);
-        let connections = (0..qps)
-            .map(|_| endpoint.connect(peer, role, bytes, depth))
-            .collect::<Result<_, _>>()?;
+        let connect = |count, role, bytes, depth| {
+            let each = (0..count).map(|_| endpoint.connect(peer, role, bytes, depth));
+            each.collect::<Result<Vec<_>, _>>()
+        };
+        let idle = connect(idle, Role::Target, 64, 1)?;
+        let connections = connect(qps, role, bytes, depth)?;
         Ok(Self {
             before: device.stats(),
             endpoint,
             connections,
+            _idle: idle,
             sent: vec![0; qps as usize],
             operation,
             bytes,

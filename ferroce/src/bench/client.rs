@@ -3,7 +3,7 @@
 use std::{net::SocketAddr, time::Duration};
 
 use roce::{
-    AccessFlags, CmChannel, CmEventKind, Completion, ConnParams, Cq, Device, EventChannel, Id, MemoryRegion, Mr, Pd,
+    AccessFlags, Channel, CmChannel, CmEventKind, Completion, CompletionChannel, CompletionQueue, ConnParams, Cq, Device, EventChannel, Id, MemoryRegion, Mr, Pd,
     Qp, QpCaps, QpInit, RecvWr, RejectReason, RemoteAddr, VerbsDevice, VerbsError, WcStatus,
 };
 
@@ -21,6 +21,8 @@ pub(crate) struct Endpoint<'a> {
     pub(crate) device: &'a Device,
     pub(crate) pd: Pd,
     pub(crate) cq: Cq,
+    /// What a thread sleeps on that waits for completions.
+    pub(crate) events: Option<Channel>,
     channel: EventChannel,
 }
 
@@ -36,11 +38,22 @@ pub(crate) struct Connection {
 
 impl<'a> Endpoint<'a> {
     pub(crate) fn new(device: &'a Device, completions: u32) -> Result<Self, Failure> {
+        Self::of(device, completions, None)
+    }
+
+    /// One whose thread may sleep until there are completions.
+    pub(crate) fn sleeping(device: &'a Device, completions: u32) -> Result<Self, Failure> {
+        let events = device.create_channel().map_err(failed("making a completion channel"))?;
+        Self::of(device, completions, Some(events))
+    }
+
+    fn of(device: &'a Device, completions: u32, events: Option<Channel>) -> Result<Self, Failure> {
         let cq = device
-            .create_cq(completions, None, 0)
+            .create_cq(completions, events.as_ref(), 0)
             .map_err(failed("making a completion queue"))?;
         Ok(Self {
             device,
+            events,
             pd: device.alloc_pd().map_err(failed("making a protection domain"))?,
             cq,
             channel: device.create_cm_channel().map_err(failed("making an event channel"))?,
@@ -111,6 +124,31 @@ impl<'a> Endpoint<'a> {
         };
         Err(Failure::failed(format!("{connecting}: {reason}")))
     }
+}
+
+/// Takes completions, up to 8, asleep until there are some or for `patience`.
+pub(crate) fn sleep_and_poll(
+    cq: &Cq,
+    events: &Channel,
+    out: &mut Vec<Completion>,
+    patience: Duration,
+) -> Result<(), Failure> {
+    let mut poll = || {
+        out.clear();
+        cq.poll(out, 8).map_err(failed("polling"))
+    };
+    if poll()? > 0 {
+        return Ok(());
+    }
+    cq.arm(false).map_err(failed("arming a completion queue"))?;
+    // One that came before that makes no event.
+    if poll()? > 0 {
+        return Ok(());
+    }
+    events
+        .wait(Some(patience))
+        .map_err(failed("waiting for a completion"))?;
+    poll().map(drop)
 }
 
 /// An error if a completion is one.

@@ -11,7 +11,7 @@ use roce::{
 
 use super::{
     Amount, Emit,
-    client::{Connection, Endpoint, check, post_recv},
+    client::{Connection, Endpoint, check, post_recv, sleep_and_poll},
     failed,
     report::{Measurement, Work},
     wire::Role,
@@ -21,18 +21,36 @@ use crate::output::Failure;
 /// A peer that is silent for so long has failed, whatever its queue pair says.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Sends back and forth: WRITE, then SEND.
+/// How a side waits for the other.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Waiting {
+    Polling,
+    /// For events of a completion queue.
+    Sleeping,
+}
+
+/// Sends back and forth: WRITE, then SEND. Of a WRITE that has no immediate data nobody can be woken.
 pub(crate) fn run(
     device: &Device,
     peer: SocketAddr,
     bytes: u32,
-    amount: Amount,
+    (waiting, amount): (Waiting, Amount),
     stopped: &dyn Fn() -> bool,
     emit: Emit<'_>,
 ) -> Result<(), Failure> {
     let bytes = bytes.max(1);
-    for (op, role) in [("write_lat", Role::WriteEcho), ("send_lat", Role::SendEcho)] {
-        let endpoint = Endpoint::new(device, 64)?;
+    let games = match waiting {
+        Waiting::Polling => [("write_lat", Role::WriteEcho), ("send_lat", Role::SendEcho)],
+        Waiting::Sleeping => [
+            ("write_event_lat", Role::SleepingWriteEcho),
+            ("send_event_lat", Role::SleepingSendEcho),
+        ],
+    };
+    for (op, role) in games {
+        let endpoint = match waiting {
+            Waiting::Polling => Endpoint::new(device, 64)?,
+            Waiting::Sleeping => Endpoint::sleeping(device, 64)?,
+        };
         let connection = endpoint.connect(peer, role, bytes, 8)?;
         let mut game = Game {
             endpoint: &endpoint,
@@ -49,7 +67,8 @@ pub(crate) fn run(
             let start = Instant::now();
             match role {
                 Role::WriteEcho => game.write(round)?,
-                _ => game.send()?,
+                Role::SleepingWriteEcho => game.send(SendOp::WriteWithImm(connection.memory, 0))?,
+                _ => game.send(SendOp::Send)?,
             }
             samples.push(start.elapsed().as_nanos() as u64);
             round += 1;
@@ -106,11 +125,16 @@ impl Game<'_> {
             .map_err(|(_, e)| failed("posting")(VerbsError::Post(e)))
     }
 
-    /// Polls once; returns how many receives completed.
+    /// Polls once, asleep before if that is how it waits; returns how many receives completed.
     fn poll(&mut self) -> Result<u32, Failure> {
-        self.completions.clear();
-        let polled = self.endpoint.cq.poll(&mut self.completions, 8);
-        polled.map_err(failed("polling"))?;
+        let cq = &self.endpoint.cq;
+        match &self.endpoint.events {
+            Some(events) => sleep_and_poll(cq, events, &mut self.completions, PATIENCE)?,
+            None => {
+                self.completions.clear();
+                cq.poll(&mut self.completions, 8).map_err(failed("polling"))?;
+            }
+        }
         let mut received = 0;
         for c in &self.completions {
             check(c)?;
@@ -141,9 +165,10 @@ impl Game<'_> {
         }
     }
 
-    fn send(&mut self) -> Result<(), Failure> {
+    /// Sends something that consumes a receive, and waits for the like.
+    fn send(&mut self, op: SendOp) -> Result<(), Failure> {
         post_recv(&self.connection.qp, &self.connection.mr, 1)?;
-        self.post(SendOp::Send)?;
+        self.post(op)?;
         let began = Instant::now();
         let mut received = 0;
         while received == 0 || self.unsent > 0 {

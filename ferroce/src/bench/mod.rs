@@ -55,7 +55,7 @@ pub(crate) enum Operation {
     Read,
     /// SEND bandwidth
     Send,
-    /// 64-byte WRITE and SEND ping-pong, both sides polling, beside a bare UDP ping-pong (round trips)
+    /// 64-byte WRITE and SEND ping-pong, both sides polling or (--events) asleep, beside a bare UDP ping-pong (round trips)
     Latency,
     /// RTRS without a block device, client and server in two processes: IOPS, latency, CPU time and system calls
     Rtrs,
@@ -102,6 +102,12 @@ pub(crate) struct BenchArgs {
     /// Queue pairs; not of rtrs
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     qps: u32,
+    /// write, read, send: so many more queue pairs that are connected and do nothing
+    #[arg(long, value_name = "QPS", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=16_000))]
+    idle_qps: u32,
+    /// latency: both sides sleep until their completion queues have events (the WRITEs have immediate data)
+    #[arg(long)]
+    events: bool,
     /// Path MTU: 256, 512, 1024, 2048 or 4096 [default: the largest that fits]
     #[arg(long, value_parser = mtu)]
     mtu: Option<Mtu>,
@@ -241,6 +247,18 @@ impl BenchArgs {
             Some(n) => Amount::Count(n),
             None => Amount::Time(self.seconds),
         }
+    }
+
+    fn waiting(&self) -> latency::Waiting {
+        match self.events {
+            true => latency::Waiting::Sleeping,
+            false => latency::Waiting::Polling,
+        }
+    }
+
+    /// Queue pairs: those that are busy, and those that are idle.
+    fn queue_pairs(&self) -> (u32, u32) {
+        (self.qps, self.idle_qps)
     }
 
     fn ceiling(&self, from: IpAddr, to: IpAddr, bytes: u32, mtu: Mtu, duration: Duration) -> ceiling::CeilingConfig {
@@ -402,12 +420,12 @@ fn remote(
     let stopped = || stop.requested();
     if operation == Operation::Latency {
         for &bytes in &args.sizes(64) {
-            latency::run(&device, peer, bytes, args.amount(), &stopped, emit)?;
+            latency::run(&device, peer, bytes, (args.waiting(), args.amount()), &stopped, emit)?;
         }
         return Ok(());
     }
     for &bytes in &args.sizes(1 << 20) {
-        let mut load = bandwidth::Load::connect(&device, peer, operation, bytes, args.depth, args.qps)?;
+        let mut load = bandwidth::Load::connect(&device, peer, operation, bytes, args.depth, args.queue_pairs())?;
         load.run(args.amount(), &stopped)?;
         emit(&load.measurement())?;
     }
@@ -441,11 +459,13 @@ fn local(args: &BenchArgs, operation: Operation, stop: &Stop, emit: Emit<'_>) ->
         || {
             let result = match operation {
                 Operation::Latency => args.sizes(64).iter().try_for_each(|&bytes| {
-                    udp::run(from, next(1), bytes, args.amount(), &stopped, emit)?;
-                    latency::run(&near, peer, bytes, args.amount(), &stopped, emit)
+                    let how = (args.waiting(), args.amount());
+                    udp::run(from, next(1), bytes, how, &stopped, emit)?;
+                    latency::run(&near, peer, bytes, how, &stopped, emit)
                 }),
                 _ => args.sizes(1 << 20).iter().try_for_each(|&bytes| {
-                    let mut load = bandwidth::Load::connect(&near, peer, operation, bytes, args.depth, args.qps)?;
+                    let mut load =
+                        bandwidth::Load::connect(&near, peer, operation, bytes, args.depth, args.queue_pairs())?;
                     if operation == Operation::Send {
                         // Its passive side polls without pause, beside which no ceiling can be measured.
                         load.run(args.amount(), &stopped)?;

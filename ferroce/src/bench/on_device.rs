@@ -34,6 +34,11 @@ pub(super) fn measure(
     stop: &Stop,
     emit: Emit<'_>,
 ) -> Result<(), Failure> {
+    if args.events || args.idle_qps > 0 {
+        return Err(Failure::usage(
+            "--events and --idle-qps are measured in software: leave --rdma away",
+        ));
+    }
     let mut active = Active::new(args.devices(from)?, from, peer)?;
     let stopped = || stop.requested();
     match operation {

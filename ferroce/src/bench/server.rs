@@ -4,18 +4,22 @@ use std::{
     collections::HashMap,
     mem,
     net::SocketAddr,
-    thread,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
 use roce::{
-    AccessFlags, CmChannel, CmEventKind, CmId, Completion, CompletionQueue, ConnParams, Cq, Device, EventChannel, Id,
+    AccessFlags, Channel, CmChannel, CmEventKind, CmId, Completion, CompletionQueue, ConnParams, Cq, Device, EventChannel, Id,
     MemoryRegion, Mr, Payload, Pd, Qp, QpCaps, QpInit, QueuePair, RemoteAddr, SendFlags, SendOp, SendWr, VerbsDevice,
     VerbsError,
 };
 
 use super::{
-    client::post_recv,
+    client::{check, post_recv, sleep_and_poll},
     failed,
     latency::{ANSWER, mark},
     wire::{Hello, Role, credit_at, emit_memory, receives},
@@ -27,7 +31,7 @@ pub(crate) const MAX_BYTES: u32 = 1 << 30;
 /// And all together: anybody may ask.
 pub(crate) const MAX_TOTAL: u64 = 4 << 30;
 pub(crate) const MAX_DEPTH: u32 = 4096;
-pub(crate) const MAX_CONNECTIONS: usize = 4096;
+pub(crate) const MAX_CONNECTIONS: usize = 20_000;
 /// How long it sleeps when no connection needs its thread.
 const IDLE: Duration = Duration::from_millis(50);
 
@@ -41,6 +45,63 @@ struct Peer {
     /// Rounds of a WRITE ping-pong.
     round: u64,
     credit: Credit,
+}
+
+/// Who serves a connection.
+enum Served {
+    /// The server's thread, in turns.
+    InTurns(Peer),
+    Asleep(Sleeper),
+}
+
+impl Served {
+    fn hello(&self) -> &Hello {
+        match self {
+            Self::InTurns(peer) => &peer.hello,
+            Self::Asleep(sleeper) => &sleeper.hello,
+        }
+    }
+}
+
+/// A connection with a thread of its own.
+struct Sleeper {
+    hello: Hello,
+    ended: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Sleeper {
+    fn start(mut peer: Peer, events: Channel) -> Result<Self, Failure> {
+        let (hello, ended) = (peer.hello, Arc::new(AtomicBool::new(false)));
+        let flag = ended.clone();
+        let serve = move || {
+            let mut completions = vec![];
+            while !flag.load(Ordering::Relaxed) {
+                let served = sleep_and_poll(&peer.cq, &events, &mut completions, IDLE)
+                    .and_then(|()| peer.answer(&completions));
+                if let Err(e) = served {
+                    peer.end(&e);
+                    return;
+                }
+            }
+        };
+        let thread = thread::Builder::new().name("echo".into()).spawn(serve);
+        let thread = thread.map_err(|e| Failure::failed(format!("starting a thread: {e}")))?;
+        Ok(Self {
+            hello,
+            ended,
+            thread: Some(thread),
+        })
+    }
+}
+
+impl Drop for Sleeper {
+    fn drop(&mut self) {
+        self.ended.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
 }
 
 /// Receives of a [`Role::Sink`].
@@ -62,7 +123,7 @@ pub(crate) struct Server {
     pd: Pd,
     channel: EventChannel,
     _listener: Id,
-    peers: HashMap<u64, Peer>,
+    peers: HashMap<u64, Served>,
     completions: Vec<Completion>,
     /// When it complained last, and what was not said since.
     told: Option<Instant>,
@@ -95,10 +156,8 @@ impl Server {
     pub(crate) fn run(mut self, stopped: &dyn Fn() -> bool) -> Result<(), Failure> {
         while !stopped() {
             // Only some roles need this thread; the memory of the others is written and read without it.
-            let busy = self
-                .peers
-                .values()
-                .any(|p| !matches!(p.hello.role, Role::Target | Role::Source));
+            let needed = |s: &Served| matches!(s, Served::InTurns(p) if !matches!(p.hello.role, Role::Target | Role::Source));
+            let busy = self.peers.values().any(needed);
             let sleep = if busy { Duration::ZERO } else { IDLE };
             let event = self
                 .channel
@@ -126,9 +185,9 @@ impl Server {
                     let _ = id.reject(b"not understood");
                     return;
                 };
-                let total: u64 = self.peers.values().map(|p| u64::from(p.hello.bytes)).sum();
+                let total: u64 = self.peers.values().map(|s| u64::from(s.hello().bytes)).sum();
                 if self.peers.len() >= MAX_CONNECTIONS || total + u64::from(hello.bytes) > MAX_TOTAL {
-                    self.complain("a connect request beyond 4096 connections or 4 GiB of their memory: refused");
+                    self.complain("a connect request beyond 20,000 connections or 4 GiB of their memory: refused");
                     let _ = id.reject(b"too many");
                     return;
                 }
@@ -159,7 +218,7 @@ impl Server {
         tracing::warn!(suppressed = mem::take(&mut self.untold), "{what}");
     }
 
-    fn accept(&self, id: &Id, hello: Hello) -> Result<Peer, Failure> {
+    fn accept(&self, id: &Id, hello: Hello) -> Result<Served, Failure> {
         let access = AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_READ;
         let device = &self.device;
         let mr = device
@@ -167,8 +226,10 @@ impl Server {
             .map_err(failed("registering memory"))?;
         let depth = hello.depth.max(8);
         let receives = receives(hello.depth);
+        let channel = hello.role.sleeps().then(|| device.create_channel()).transpose();
+        let events = channel.map_err(failed("making a completion channel"))?;
         let cq = device
-            .create_cq(depth + receives + 8, None, 0)
+            .create_cq(depth + receives + 8, events.as_ref(), 0)
             .map_err(failed("making a completion queue"))?;
         let init = QpInit {
             send_cq: &cq,
@@ -190,11 +251,11 @@ impl Server {
             }),
             ..ConnParams::default()
         };
-        if matches!(hello.role, Role::Sink | Role::SendEcho) {
+        if hello.role.receives() {
             post_recv(&qp, &mr, receives as usize)?;
         }
         id.accept(&qp, params).map_err(failed("accepting"))?;
-        Ok(Peer {
+        let peer = Peer {
             id: id.clone(),
             qp,
             cq,
@@ -206,42 +267,52 @@ impl Server {
                 told: receives.into(),
                 telling: 0,
             },
-        })
+        };
+        match events {
+            Some(events) => Sleeper::start(peer, events).map(Served::Asleep),
+            None => Ok(Served::InTurns(peer)),
+        }
     }
 
     /// Lets each connection that needs it have its turn.
     fn work(&mut self) {
         let mut failed = vec![];
-        for (handle, peer) in &mut self.peers {
+        for (handle, served) in &mut self.peers {
+            let Served::InTurns(peer) = served else { continue };
             if let Err(e) = peer.turn(&mut self.completions) {
-                tracing::info!("a connection ended: {}", e.text().unwrap_or_default());
+                peer.end(&e);
                 failed.push(*handle);
             }
         }
-        for peer in failed.iter().filter_map(|handle| self.peers.remove(handle)) {
-            let _ = peer.id.disconnect();
+        for handle in failed {
+            self.peers.remove(&handle);
         }
     }
 }
 
 impl Peer {
+    /// It has failed.
+    fn end(&self, why: &Failure) {
+        tracing::info!("a connection ended: {}", why.text().unwrap_or_default());
+        let _ = self.id.disconnect();
+    }
+
     fn turn(&mut self, completions: &mut Vec<Completion>) -> Result<(), Failure> {
         completions.clear();
         self.cq.poll(completions, 64).map_err(failed("polling"))?;
+        self.answer(completions)
+    }
+
+    fn answer(&mut self, completions: &[Completion]) -> Result<(), Failure> {
         let mut received = 0;
-        for c in &*completions {
-            super::client::check(c)?;
+        for c in completions {
+            check(c)?;
             received += usize::from(c.wr_id == 0);
         }
         match self.hello.role {
             Role::WriteEcho => self.echo_write(),
-            Role::SendEcho => {
-                for _ in 0..received {
-                    post_recv(&self.qp, &self.mr, 1)?;
-                    self.post(SendOp::Send)?;
-                }
-                Ok(())
-            }
+            Role::SendEcho | Role::SleepingSendEcho => self.echo(received, SendOp::Send),
+            Role::SleepingWriteEcho => self.echo(received, SendOp::WriteWithImm(self.hello.memory, 0)),
             Role::Sink => {
                 self.credit.telling -= (completions.len() - received).min(self.credit.telling);
                 if received > 0 {
@@ -252,6 +323,15 @@ impl Peer {
             }
             Role::Target | Role::Source => Ok(()),
         }
+    }
+
+    /// Answers messages that have consumed receives.
+    fn echo(&self, received: usize, op: SendOp) -> Result<(), Failure> {
+        for _ in 0..received {
+            post_recv(&self.qp, &self.mr, 1)?;
+            self.post(op)?;
+        }
+        Ok(())
     }
 
     /// Tells the sender how many receives there are, when it is worth a packet.

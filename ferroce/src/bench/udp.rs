@@ -1,16 +1,18 @@
 //! The bare UDP ping-pong that latencies are compared with.
 
 use std::{
-    io::ErrorKind,
+    io::{self, ErrorKind},
     net::{IpAddr, UdpSocket},
     sync::atomic::{AtomicBool, Ordering},
     thread,
     time::{Duration, Instant},
 };
 
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+
 use super::{
     Amount, Emit,
-    latency::over,
+    latency::{Waiting, over},
     report::{Measurement, Work},
 };
 use crate::output::Failure;
@@ -18,12 +20,46 @@ use crate::output::Failure;
 /// After this a datagram counts as lost, and the next is sent.
 const LOST: Duration = Duration::from_millis(100);
 
-/// Two threads that spin on their sockets.
+/// Waits for datagrams, one after the other.
+struct Waiter<'a> {
+    socket: &'a UdpSocket,
+    /// None: it spins on the socket.
+    epoll: Option<Epoll>,
+}
+
+impl<'a> Waiter<'a> {
+    fn new(socket: &'a UdpSocket, waiting: Waiting) -> io::Result<Self> {
+        let epoll = match waiting {
+            Waiting::Polling => None,
+            Waiting::Sleeping => {
+                let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
+                epoll.add(socket, EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
+                Some(epoll)
+            }
+        };
+        Ok(Self { socket, epoll })
+    }
+
+    /// A datagram's length; none: nothing has come so far, or in [`LOST`].
+    fn next(&self, buffer: &mut [u8]) -> io::Result<Option<usize>> {
+        if let Some(epoll) = &self.epoll {
+            let patience = EpollTimeout::try_from(LOST).unwrap_or(EpollTimeout::ZERO);
+            epoll.wait(&mut [EpollEvent::empty()], patience)?;
+        }
+        match self.socket.recv(buffer) {
+            Ok(n) => Ok(Some(n)),
+            Err(e) if e.kind() == ErrorKind::WouldBlock => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+}
+
+/// Two threads that spin on their sockets, or sleep in epoll.
 pub(crate) fn run(
     from: IpAddr,
     to: IpAddr,
     bytes: u32,
-    amount: Amount,
+    (waiting, amount): (Waiting, Amount),
     stopped: &dyn Fn() -> bool,
     emit: Emit<'_>,
 ) -> Result<(), Failure> {
@@ -36,6 +72,8 @@ pub(crate) fn run(
     far.connect(near.local_addr().map_err(io)?).map_err(io)?;
     near.set_nonblocking(true).map_err(io)?;
     far.set_nonblocking(true).map_err(io)?;
+    let waiter = |socket| Waiter::new(socket, waiting).map_err(io);
+    let (near_waits, far_waits) = (waiter(&near)?, waiter(&far)?);
     let done = AtomicBool::new(false);
     let mut samples = vec![];
     let mut work = Work::default();
@@ -43,7 +81,7 @@ pub(crate) fn run(
         scope.spawn(|| {
             let mut buffer = vec![0; 65_536];
             while !done.load(Ordering::Relaxed) {
-                if let Ok(n) = far.recv(&mut buffer) {
+                if let Ok(Some(n)) = far_waits.next(&mut buffer) {
                     let _ = far.send(&buffer[..n]);
                 }
             }
@@ -56,14 +94,14 @@ pub(crate) fn run(
             let start = Instant::now();
             result = near.send(&message).map(drop);
             while result.is_ok() {
-                match near.recv(&mut buffer) {
-                    Ok(_) => {
+                match near_waits.next(&mut buffer) {
+                    Ok(Some(_)) => {
                         samples.push(start.elapsed().as_nanos() as u64);
                         work.messages += 1;
                         break;
                     }
-                    Err(e) if e.kind() == ErrorKind::WouldBlock && start.elapsed() < LOST => {}
-                    Err(e) if e.kind() == ErrorKind::WouldBlock => break,
+                    Ok(None) if start.elapsed() < LOST => {}
+                    Ok(None) => break,
                     Err(e) => result = Err(e),
                 }
             }
@@ -73,5 +111,9 @@ pub(crate) fn run(
         result
     })
     .map_err(io)?;
-    emit(&Measurement::new("udp_lat", bytes, 0, work, &mut samples))
+    let op = match waiting {
+        Waiting::Polling => "udp_lat",
+        Waiting::Sleeping => "udp_event_lat",
+    };
+    emit(&Measurement::new(op, bytes, 0, work, &mut samples))
 }

@@ -31,10 +31,32 @@ pub(crate) enum Role {
     WriteEcho,
     /// Answer every SEND with a SEND.
     SendEcho,
+    /// Answer every WRITE with immediate data with another, asleep until its completion queue's event.
+    SleepingWriteEcho,
+    /// The same of SENDs.
+    SleepingSendEcho,
 }
 
 impl Role {
-    const ALL: [Self; 5] = [Self::Target, Self::Source, Self::Sink, Self::WriteEcho, Self::SendEcho];
+    const ALL: [Self; 7] = [
+        Self::Target,
+        Self::Source,
+        Self::Sink,
+        Self::WriteEcho,
+        Self::SendEcho,
+        Self::SleepingWriteEcho,
+        Self::SleepingSendEcho,
+    ];
+
+    /// Whether its completion queue has a channel, on which its thread sleeps.
+    pub(crate) fn sleeps(self) -> bool {
+        matches!(self, Self::SleepingWriteEcho | Self::SleepingSendEcho)
+    }
+
+    /// Whether it takes messages that consume receives.
+    pub(crate) fn receives(self) -> bool {
+        self.sleeps() || matches!(self, Self::Sink | Self::SendEcho)
+    }
 
     /// The counterpart of a bandwidth measurement.
     pub(crate) fn of(operation: Operation) -> Self {
@@ -52,7 +74,7 @@ pub(crate) struct Hello {
     pub(crate) role: Role,
     pub(crate) bytes: u32,
     pub(crate) depth: u32,
-    /// Where a [`Role::WriteEcho`] or [`Role::Sink`] writes to.
+    /// Where those that write ([`Role::WriteEcho`], [`Role::SleepingWriteEcho`], [`Role::Sink`]) write to.
     pub(crate) memory: RemoteAddr,
 }
 

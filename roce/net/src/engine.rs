@@ -6,11 +6,15 @@ use roce_port::{ConnChange, Port, PortCmEvent, RxMeta};
 use roce_verbs::{AsyncEvent, Instant, PathMtus};
 
 use crate::{
+    handover::Moves,
     links::LinkChange,
     motor::{Flush, Motor},
     wake::Wake,
 };
 
+/// Packets, about, that are handled before they are answered, and before others may have the lock: eight merged buffers.
+/// More would leave a sender with a window of 1 MiB idle, less would cost it more acknowledgements.
+const BUDGET: usize = 128;
 /// When to try again after the send buffer was full.
 const BLOCKED_RETRY: Duration = Duration::from_micros(200);
 
@@ -43,6 +47,40 @@ pub(crate) struct Engine {
     owes: bool,
 }
 
+impl Moves for Engine {
+    /// Receives, runs timers that are due when no packet is left that could be what they wait for, and sends.
+    fn pass(&mut self, now: Instant) -> bool {
+        let more = self.take_in(now);
+        let unsent = self.settle(now);
+        more || unsent
+    }
+
+    /// When packets have come nothing is sent in this pass: the program may have data to send that goes out with the
+    /// acknowledgements, and ahead of them. Never twice in a row.
+    fn pass_in_program(&mut self, now: Instant) {
+        let before = self.port.received();
+        self.take_in(now);
+        if self.port.received() == before || self.owes {
+            self.settle(now);
+        } else {
+            self.owes = true;
+            self.settle_quietly(now);
+        }
+    }
+
+    fn keep_time(&mut self, now: Instant) {
+        match self.port.poll_timeout().is_some_and(|at| at <= now) {
+            // What it waits for may have arrived.
+            true => self.pass(now),
+            false => self.settle(now),
+        };
+    }
+
+    fn received(&self) -> u64 {
+        self.port.received()
+    }
+}
+
 impl Engine {
     pub(crate) fn new(port: Port, motor: Motor, sink: Arc<dyn EventSink>, wake: Arc<Wake>) -> Self {
         Self {
@@ -54,43 +92,18 @@ impl Engine {
         }
     }
 
-    /// Receives about `budget` packets, runs timers that are due when no packet is left that could be what they wait for,
-    /// and sends. True: more is waiting.
-    pub(crate) fn pass(&mut self, now: Instant, budget: usize) -> bool {
-        let more = self.take_in(now, budget);
-        let unsent = self.settle(now);
-        more || unsent
-    }
-
     /// The part of a pass that sends nothing. True: more packets wait.
-    fn take_in(&mut self, now: Instant, budget: usize) -> bool {
+    fn take_in(&mut self, now: Instant) -> bool {
         let sink = &self.sink;
         let stray = |meta: &RxMeta, bytes: &[u8]| sink.stray(meta, bytes);
-        let more = self.motor.receive(&mut self.port, now, budget, &stray);
+        let more = self.motor.receive(&mut self.port, now, BUDGET, &stray);
         self.motor.run_timers(&mut self.port, now, more);
         more
-    }
-
-    /// The same for a program that calls again at once. When packets have come nothing is sent in this pass: the program may have
-    /// data to send that goes out with the acknowledgements, and ahead of them. Never twice in a row.
-    pub(crate) fn pass_in_program(&mut self, now: Instant, budget: usize) {
-        let before = self.port.received();
-        self.take_in(now, budget);
-        if self.port.received() == before || self.owes {
-            self.settle(now);
-        } else {
-            self.owes = true;
-            self.settle_quietly(now);
-        }
     }
 
     /// Takes one datagram that did not come through the datapath.
     pub(crate) fn take_datagram(&mut self, now: Instant, bytes: &[u8], meta: &RxMeta) {
         self.motor.take_datagram(&mut self.port, now, bytes, meta);
-    }
-
-    pub(crate) fn timer_due(&mut self, now: Instant) -> bool {
-        self.port.poll_timeout().is_some_and(|at| at <= now)
     }
 
     /// What follows every call of the port: events are told, packets sent, the alarm clock set. True: more is to be sent.

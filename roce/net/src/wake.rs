@@ -139,6 +139,21 @@ impl Wake {
         }
     }
 
+    /// While the thread stands back: the program has polled again, so that nobody need look before `at`. The clock is set again only
+    /// when half of that time is over.
+    pub(crate) fn postpone(&self, now: Instant, at: Instant) {
+        let Some(d) = &self.descriptors else { return };
+        let mut state = self.state.lock();
+        let soon = |set: Instant| set.saturating_since(now) < at.saturating_since(now) / 2;
+        if state.watching || !state.alarm.is_some_and(soon) {
+            return;
+        }
+        match d.timer.set(at.saturating_since(now)) {
+            Ok(()) => state.alarm = Some(at),
+            Err(e) => tracing::error!("setting a timer failed: {e}"),
+        }
+    }
+
     /// The alarm clock has rung.
     pub(crate) fn alarm_rang(&self) {
         self.state.lock().alarm = None;

@@ -12,7 +12,7 @@ use roce_bth::{Psn, Qpn};
 use roce_cm::{ConnId, ListenId, Manager, guid};
 use roce_icrc::IdSolver;
 use roce_mem::MemoryTable;
-use roce_qp::{Ctx, FreePaces, KeptBudget, QpConfig, QueuePair, WaitReason, Window};
+use roce_qp::{Ctx, FreePaces, KeptBudget, QpConfig, QueuePair, ReceiveQueue, WaitReason, Window};
 use roce_verbs::{
     AddressVector, AsyncEvent, DeviceLimits, Instant, Mtu, PathMtus, QpAttr, QpCaps, QpState, QpType, RecvWr,
     SendRequest, SendWr, Target, provider::VerbsError, wr::PostError,
@@ -339,6 +339,12 @@ impl Port {
     /// The refusal, with the number of requests accepted before it.
     pub fn post_send(&mut self, now: Instant, qpn: Qpn, wrs: &[SendWr<'_>]) -> Result<(), (usize, PostError)> {
         self.post(now, qpn, wrs, |qp, ctx, wr| qp.post_send(ctx, wr))
+    }
+
+    /// A queue pair's receive queue, to which threads may post without the port; see
+    /// [`ReceiveQueue::post`](roce_qp::ReceiveQueue::post). None: it has none of its own, or does not exist.
+    pub fn receive_queue(&self, qpn: Qpn) -> Option<Arc<ReceiveQueue>> {
+        self.qps[self.qpns.get(qpn)?].qp.receive_queue().cloned()
     }
 
     /// Posts receives in order; stops at the first that is refused.

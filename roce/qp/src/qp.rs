@@ -14,7 +14,7 @@ use crate::{
     ctx::{CreateError, Ctx, ModifyError, QpConfig},
     dcqcn::ReactionPoint,
     kept::{KeptBudget, KeptPackets},
-    recvq::RecvQueue,
+    recvq::ReceiveQueue,
     replies::AckDue,
     requester::Requester,
     responder::Responder,
@@ -50,7 +50,7 @@ pub struct QueuePair {
     pub(crate) reliable: bool,
     pub(crate) sq: SendQueue,
     pub(crate) req: Requester,
-    pub(crate) rq: RecvQueue,
+    pub(crate) rq: Arc<ReceiveQueue>,
     pub(crate) resp: Responder,
     /// A completion was lost: the queue pair can't go on.
     pub(crate) overflowed: bool,
@@ -61,6 +61,9 @@ pub struct QueuePair {
     /// Nothing but acknowledgements before this, for that reason.
     pub(crate) slowed_until: Option<Instant>,
 }
+
+/// Why receives are refused by a queue pair that takes them from elsewhere, or takes none.
+pub const NO_RECEIVE_QUEUE: PostError = PostError::Invalid("the queue pair has no receive queue of its own");
 
 impl QueuePair {
     /// A queue pair in RESET.
@@ -86,12 +89,12 @@ impl QueuePair {
             },
             service: qp_type.service(),
             reliable: qp_type.is_reliable(),
+            rq: ReceiveQueue::new(&config.caps),
             config,
             peer: Qpn::default(),
             access: AccessFlags::empty(),
             sq: SendQueue::new(first),
             req: Requester::new(first),
-            rq: RecvQueue::default(),
             resp: Responder::new(first),
             overflowed: false,
             selective: false,
@@ -193,6 +196,12 @@ impl QueuePair {
         self.sq.wqes.len()
     }
 
+    /// Its receive queue, unless it takes from a shared one or receives nothing.
+    pub fn receive_queue(&self) -> Option<&Arc<ReceiveQueue>> {
+        let own = self.config.srq.is_none() && self.config.qp_type.receives();
+        own.then_some(&self.rq)
+    }
+
     /// Receive work requests that no message has taken.
     pub fn recv_queue_len(&self) -> usize {
         self.rq.len()
@@ -234,6 +243,10 @@ impl QueuePair {
                 self.req.drained = false;
                 self.state = to;
                 self.check_drained(ctx);
+            }
+            (QpState::Reset, to) => {
+                self.state = to;
+                self.rq.follow(to);
             }
             (_, to) => self.state = to,
         }
@@ -281,11 +294,11 @@ impl QueuePair {
         self.attr = QpAttr::default();
         self.sq = SendQueue::new(first);
         self.req = Requester::new(first);
-        self.rq.clear();
         self.resp = Responder::new(first);
         self.overflowed = false;
         (self.notified, self.slowed_until) = (None, None);
         self.state = QpState::Reset;
+        self.rq.follow(self.state);
     }
 
     /// Ends the queue pair: its bytes in flight return to the window, its windows close. Nothing is completed.
@@ -509,22 +522,10 @@ impl QueuePair {
     /// # Errors
     /// When it can't be queued; then nothing was.
     pub fn post_recv(&mut self, ctx: &mut Ctx<'_>, wr: &RecvWr<'_>) -> Result<(), PostError> {
-        if self.config.srq.is_some() || !self.config.qp_type.receives() {
-            return Err(PostError::Invalid("the queue pair has no receive queue of its own"));
-        }
-        if self.state == QpState::Reset {
-            return Err(PostError::State(self.state));
-        }
-        let (given, max) = (wr.sges.len(), self.config.caps.max_recv_sge as usize);
-        if given > max {
-            return Err(PostError::TooManySges { given, max });
-        }
-        if self.rq.len() >= self.config.caps.max_recv_wr as usize {
-            return Err(PostError::QueueFull);
-        }
-        match self.state {
-            QpState::Err => self.complete_receive_error(ctx, wr.wr_id, WcStatus::FlushError),
-            _ => self.rq.push(wr),
+        let queue = self.receive_queue().ok_or(NO_RECEIVE_QUEUE)?;
+        let queued = queue.post(core::slice::from_ref(wr)).map_err(|(_, e)| e)?;
+        if queued == 0 {
+            self.complete_receive_error(ctx, wr.wr_id, WcStatus::FlushError);
         }
         Ok(())
     }

@@ -12,7 +12,7 @@ use crate::{
     ctx::Ctx,
     kept::KeptPackets,
     qp::QueuePair,
-    recvq::{ActiveRecv, RecvQueue},
+    recvq::ActiveRecv,
     replies::{AckDue, ReadReply, Replies, Resource, Work},
     sendq::{packets_for, resolve},
     seq::{MAX_OUTSTANDING, Seq},
@@ -817,7 +817,7 @@ impl QueuePair {
         if let Some(receive) = self.resp.receive.take() {
             self.complete_receive_error(ctx, receive.wqe.wr_id, WcStatus::FlushError);
         }
-        let mut rq: RecvQueue = core::mem::take(&mut self.rq);
+        let mut rq = self.rq.follow(QpState::Err);
         while let Some(wqe) = rq.pop() {
             self.complete_receive_error(ctx, wqe.wr_id, WcStatus::FlushError);
         }

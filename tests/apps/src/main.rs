@@ -81,6 +81,12 @@ struct Cli {
     /// Measure speed instead: ib_send_lat, ib_write_lat and ib_write_bw beside `ferroce bench`, pinned and unpinned
     #[arg(long, conflicts_with_all = ["list", "only", "set", "directory"])]
     speed: bool,
+    /// With --speed: how often each is measured; the median counts
+    #[arg(long, requires = "speed", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    turns: u32,
+    /// With --speed: not pinned
+    #[arg(long, requires = "speed")]
+    unpinned: bool,
     /// Say what failing programs printed, in full
     #[arg(long, short)]
     verbose: bool,
@@ -126,7 +132,7 @@ fn setup(cli: &Cli) -> Result<Setup> {
 fn run(cli: &Cli) -> Result<bool> {
     if cli.speed {
         let setup = setup(cli)?;
-        let done = speed::run(&setup, cli.json.as_deref());
+        let done = speed::run(&setup, cli.turns, !cli.unpinned, cli.json.as_deref());
         setup.finish();
         return done.map(|()| true);
     }

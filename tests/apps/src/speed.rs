@@ -23,8 +23,6 @@ use crate::{
     process::{Group, Setup, interrupted},
 };
 
-/// Each figure is the median of as many turns.
-const TURNS: usize = 3;
 /// Round trips of a program's latency test.
 const ROUND_TRIPS: &str = "20000";
 /// How long the others measure, seconds.
@@ -124,6 +122,8 @@ struct Row {
     theirs: f64,
     bench: f64,
     ratio: f64,
+    /// What either came to in each turn.
+    turns: [Vec<f64>; 2],
 }
 
 fn placements() -> Vec<Placement> {
@@ -254,11 +254,12 @@ fn ours(setup: &Setup, measure: &Measure, placement: Placement, dir: &Path) -> R
     }
 }
 
-/// Measures, prints a table, and writes it to `json` as well.
+/// Measures each program so many times in turns with `ferroce bench`, without giving it a processor of its own (or also so), prints
+/// a table of medians, and writes it to `json` as well.
 ///
 /// # Errors
 /// When perftest is not installed, or a measurement fails.
-pub(crate) fn run(setup: &Setup, json: Option<&Path>) -> Result<()> {
+pub(crate) fn run(setup: &Setup, turns: u32, pinned: bool, json: Option<&Path>) -> Result<()> {
     if let Some(lacking) = MEASURES.iter().map(|m| m.program).find(|p| find(p).is_none()) {
         return Err(format!("{lacking} is not installed (Debian package perftest)"));
     }
@@ -269,13 +270,13 @@ pub(crate) fn run(setup: &Setup, json: Option<&Path>) -> Result<()> {
         "program", "placement", "program", "bench", "ratio"
     );
     for measure in &MEASURES {
-        for placement in placements() {
+        for placement in placements().into_iter().filter(|p| pinned || p.cpus.is_none()) {
             let mut figures = [Vec::new(), Vec::new()];
-            for _ in 0..TURNS {
+            for _ in 0..turns {
                 figures[0].push(theirs(setup, measure, placement, &dir)?);
                 figures[1].push(ours(setup, measure, placement, &dir)?);
             }
-            let [theirs, bench] = figures.map(median);
+            let [theirs, bench] = figures.clone().map(median);
             let row = Row {
                 program: measure.program,
                 what: measure.what,
@@ -284,6 +285,7 @@ pub(crate) fn run(setup: &Setup, json: Option<&Path>) -> Result<()> {
                 theirs,
                 bench,
                 ratio: theirs / bench,
+                turns: figures,
             };
             println!(
                 "{:<14} {:<10} {:>10.2} {:>10.2} {:>6.2}  {}; {}",

@@ -98,6 +98,9 @@ impl Passive {
                 device, private_data, ..
             } => {
                 let accepted = match Hello::parse(&private_data) {
+                    Some(hello) if hello.role.sleeps() => {
+                        Err(Failure::failed("--events is of software: this side polls an RDMA device"))
+                    }
                     Some(hello) if hello.bytes <= MAX_BYTES && hello.depth <= MAX_DEPTH => {
                         self.accept(id, device, hello)
                     }
@@ -131,7 +134,7 @@ impl Passive {
         let posted = receives(hello.depth);
         let memory = self.driven.memory(objects, hello.bytes as usize)?;
         let qp = self.driven.queue_pair(objects, hello.depth.max(8), posted)?;
-        if matches!(hello.role, Role::Sink | Role::SendEcho) {
+        if hello.role.receives() {
             self.driven.post_recv(qp, &memory, posted as usize)?;
         }
         let answer = params(emit_memory(memory.remote()));

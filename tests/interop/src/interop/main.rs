@@ -13,6 +13,7 @@ mod relay;
 mod report;
 mod run;
 mod scenarios;
+mod speed;
 #[cfg(test)]
 mod specs;
 
@@ -153,6 +154,8 @@ pub(crate) struct Cli {
 enum Task {
     /// Make short captures of kernel-to-kernel traffic, for `pcap-fixtures`, and compare our engine with them
     Capture(capture::Args),
+    /// Measure perftest between two guests, over rdma_rxe and over our transport, in turns
+    Speed(speed::Args),
 }
 
 impl Cli {
@@ -217,10 +220,14 @@ fn catch_signals() -> Result<(), Error> {
     Ok(())
 }
 
-fn capture(cli: &Cli, args: &capture::Args) -> Result<(), Error> {
+fn task(cli: &Cli, task: &Task) -> Result<(), Error> {
     catch_signals()?;
     let mut run = RunDir::new()?;
-    capture::run(args, &places(cli, &mut run)?)
+    let places = places(cli, &mut run)?;
+    match task {
+        Task::Capture(args) => capture::run(args, &places),
+        Task::Speed(args) => speed::run(args, &places),
+    }
 }
 
 /// Runs what was chosen; what could not be run is in the result as such.
@@ -324,8 +331,8 @@ fn unknown<'a>(cli: &'a Cli, chosen: &[Scenario]) -> Vec<&'a str> {
 }
 
 fn run_cli(cli: &Cli) -> Result<ExitCode, Error> {
-    if let Some(Task::Capture(args)) = &cli.command {
-        return capture(cli, args).map(|()| ExitCode::SUCCESS);
+    if let Some(what) = &cli.command {
+        return task(cli, what).map(|()| ExitCode::SUCCESS);
     }
     if cli.peer_script {
         print!("{}", peer_mode::script());

@@ -1,6 +1,7 @@
 //! `cargo xtask bench`: the page of benchmarks, BENCHMARKS.md with its plots.
 
 mod figure;
+mod inner;
 mod link;
 mod plot;
 mod transport;
@@ -41,7 +42,8 @@ pub(crate) struct PageArgs {
     /// Seconds of each measurement [default: 2; with --quick 0.5]
     #[arg(long, value_parser = seconds)]
     seconds: Option<f64>,
-    /// Only parts with this name; several times: these. They are bulk, latency, operations, ucx, loss, sharing, scale and block
+    /// Only parts with this name; several times: these. They are bulk, latency, programs, operations, ucx, loss, sharing,
+    /// scale, block, rxe and instructions
     #[arg(long, value_name = "PART")]
     only: Vec<String>,
     /// Write all figures of all rounds to a file
@@ -81,7 +83,7 @@ impl PageArgs {
 }
 
 /// What is measured: name, title and description of each part.
-const PARTS: [(&str, &str, &str); 8] = [
+const PARTS: [(&str, &str, &str); 11] = [
     (
         "bulk",
         "Bandwidth",
@@ -91,8 +93,14 @@ const PARTS: [(&str, &str, &str); 8] = [
     (
         "latency",
         "Latency",
-        "Round trips of 64 bytes on loopback, both sides polling, beside a bare UDP ping-pong of the same size (`ferroce bench latency`). \
-         Less is better.",
+        "Round trips of 64 bytes on loopback, both sides polling, beside a bare UDP ping-pong of the same size (`ferroce bench latency`); \
+         and both sides asleep until an event, beside one that sleeps in epoll. Less is better.",
+    ),
+    (
+        "programs",
+        "Unmodified programs",
+        "perftest under `ferroce run`, 64 bytes, and 1 MiB with 16 outstanding, on loopback, beside `ferroce bench` in two processes. \
+         Half a round trip, of which less is better, and bandwidth.",
     ),
     (
         "operations",
@@ -119,13 +127,26 @@ const PARTS: [(&str, &str, &str); 8] = [
     (
         "scale",
         "Queue pairs",
-        "64-byte WRITEs with 512 outstanding in all, on so many queue pairs, beside one queue pair.",
+        "64-byte WRITEs with 512 outstanding in all, on so many queue pairs, beside one queue pair; and on 64 of 10,000 that are connected.",
     ),
     (
         "block",
         "Block device",
         "`ferroce map --nbd` in front of `ferroce serve` beside nbdkit over TCP in two hops, a chain like ours (`cargo xtask bench block` \
          has more of it).",
+    ),
+    (
+        "rxe",
+        "rdma_rxe",
+        "perftest between two virtual machines with one processor each (emulated: compare nothing here with what is above), over \
+         the kernel's rdma_rxe and over ours under `ferroce run`; the client first (`cargo xtask interop speed`). Packets are lost in both \
+         directions.",
+    ),
+    (
+        "instructions",
+        "Instructions",
+        "What both ends take together, without sockets, under callgrind: of an operation with 16 outstanding, and of a packet with its \
+         part of the acknowledgements. Beside it two copies of the payload and two ICRCs.",
     ),
 ];
 
@@ -185,7 +206,10 @@ fn measure(name: &str, programs: &link::Programs, args: &PageArgs, scratch: &Pat
         "ucx" => transport::ucx(ferroce, args),
         "scale" => transport::scale(ferroce, args),
         "block" => block(args),
+        "programs" => transport::programs(args, scratch),
+        "instructions" => inner::instructions(args, scratch),
         _ if !tools::may_make_namespaces() => Err("needs network namespaces: run it as root".into()),
+        "rxe" => inner::rxe(args, scratch),
         "loss" => link::loss(programs, args),
         _ => link::sharing(programs, args, scratch),
     }

@@ -1,6 +1,7 @@
 //! The transport on loopback: `ferroce bench` beside the ceiling and a bare ping-pong, and UCX over TCP.
 
 use std::{
+    fs,
     path::Path,
     process::{Command, Stdio},
     time::Duration,
@@ -10,11 +11,12 @@ use serde_json::Value;
 
 use super::{
     PageArgs,
-    figure::{Aim, Columns, Figure},
+    figure::{Aim, Columns, Figure, Series},
 };
 use crate::{
-    Result, process,
-    process::Guard,
+    Result,
+    cargo::{self, Profile},
+    process::{self, Guard},
     tools::{self, Tool},
 };
 
@@ -91,6 +93,14 @@ pub(super) fn latency(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
                 columns.add(&format!("{name} {p}"), number(&lines, op, &format!("/latency_us/{p}"))?);
             }
         }
+        let lines = bench(ferroce, &["latency", "--events"], args.seconds())?;
+        for (op, name) in [
+            ("udp_event_lat", "UDP and epoll p50"),
+            ("write_event_lat", "WRITE p50, asleep"),
+            ("send_event_lat", "SEND p50, asleep"),
+        ] {
+            columns.add(name, number(&lines, op, "/latency_us/p50")?);
+        }
     }
     let figure = |ours: &str, beside, most| columns.figure(ours, "us", ours, beside, Aim::AtMost(most));
     Ok(vec![
@@ -98,7 +108,49 @@ pub(super) fn latency(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
         figure("SEND p50", "bare UDP p50", 1.8),
         figure("WRITE p99", "bare UDP p99", 3.0),
         figure("SEND p99", "bare UDP p99", 3.0),
+        figure("WRITE p50, asleep", "UDP and epoll p50", 1.6),
+        figure("SEND p50, asleep", "UDP and epoll p50", 1.6),
     ])
+}
+
+/// Programs of perftest under `ferroce run` beside `ferroce bench`, which has no C ABI in between.
+pub(super) fn programs(args: &PageArgs, scratch: &Path) -> Result<Vec<Figure>> {
+    tools::ensure(&[tools::PERFTEST])?;
+    let built = cargo::build_programs(Profile::Release)?;
+    let file = scratch.join("programs.json");
+    let mut command = process::command(built.program("ferroce-apps")?);
+    command.arg("--ferroce").arg(built.program("ferroce")?);
+    command.args(["--speed", "--unpinned", "--turns", &args.rounds().to_string(), "--json"]);
+    process::capture("ferroce-apps", command.arg(&file))?;
+    let text = fs::read_to_string(&file).map_err(|e| format!("{}: {e}", file.display()))?;
+    let rows: Vec<Value> = serde_json::from_str(&text).map_err(|e| format!("{}: {e}", file.display()))?;
+    rows.iter().map(program).collect()
+}
+
+/// A program in what `ferroce-apps --speed` has written.
+fn program(row: &Value) -> Result<Figure> {
+    let name = row["program"].as_str().unwrap_or_default();
+    let turns = |side: usize| -> Option<Vec<f64>> {
+        let values = row["turns"][side].as_array()?;
+        values.iter().map(Value::as_f64).collect()
+    };
+    let (Some(ours), Some(bench)) = (turns(0), turns(1)) else {
+        return Err(format!("ferroce-apps says nothing of the turns of {name}"));
+    };
+    let (unit, aim) = match row["unit"].as_str() {
+        Some("us") => ("us", Aim::AtMost(1.2)),
+        _ => ("GB/s", Aim::None),
+    };
+    Ok(Figure {
+        name: name.to_owned(),
+        unit,
+        ours,
+        beside: Series {
+            name: "ferroce bench".into(),
+            values: bench,
+        },
+        aim,
+    })
 }
 
 /// Operations by size and depth.
@@ -128,14 +180,24 @@ pub(super) fn operations(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>>
 
 /// The cost of an operation with more queue pairs, at the same number of operations outstanding.
 pub(super) fn scale(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
-    let rows: [Row; 3] = [
+    let rows: [Row; 4] = [
         ("1 queue pair", "write", &["-s", "64", "-d", "512", "--qps", "1"]),
         ("8 queue pairs", "write", &["-s", "64", "-d", "64", "--qps", "8"]),
         ("64 queue pairs", "write", &["-s", "64", "-d", "8", "--qps", "64"]),
+        (
+            "64 of 10,000 queue pairs",
+            "write",
+            &["-s", "64", "-d", "8", "--qps", "64", "--idle-qps", "9936"],
+        ),
     ];
     let columns = rounds(ferroce, args, &rows, "/msgs_per_s", 1e6)?;
-    let figure = |ours| columns.figure(ours, "M/s", ours, "1 queue pair", Aim::None);
-    Ok(vec![figure("8 queue pairs"), figure("64 queue pairs")])
+    let figure = |ours, beside, aim| columns.figure(ours, "M/s", ours, beside, aim);
+    Ok(vec![
+        figure("8 queue pairs", "1 queue pair", Aim::None),
+        figure("64 queue pairs", "1 queue pair", Aim::None),
+        // The same cost within 1.2.
+        figure("64 of 10,000 queue pairs", "64 queue pairs", Aim::AtLeast(0.83)),
+    ])
 }
 
 const UCX: Tool = Tool::new("ucx_perftest", "ucx-utils");

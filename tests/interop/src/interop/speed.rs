@@ -1,0 +1,272 @@
+//! `ferroce-interop speed`: programs of perftest between two guests, each over rdma_rxe or, under `ferroce run`, over our transport.
+
+use std::{fs, path::PathBuf, thread};
+
+use clap::ValueEnum as _;
+use serde_json::{Value, json};
+
+use crate::{
+    Error,
+    guest::{Guest, Kernel, Shape},
+    lab::{self, Net, Places},
+    scenarios::JUMBO,
+};
+
+/// Arguments.
+#[derive(clap::Args, Debug)]
+pub(crate) struct Args {
+    /// The kernel in both guests
+    #[arg(long, value_enum, default_value_t = Kernel::V6_1)]
+    kernel: Kernel,
+    /// Each measurement is made so many times, all in turns
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+    /// Seconds of each measurement
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
+    seconds: u32,
+    /// Only measurements whose name contains this; may be given several times
+    #[arg(long, value_name = "NAME")]
+    only: Vec<String>,
+    /// Write all results to a file
+    #[arg(long, value_name = "FILE")]
+    results: Option<PathBuf>,
+}
+
+/// What a side runs on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Stack {
+    Rxe,
+    Ours,
+}
+
+impl Stack {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Rxe => "rxe",
+            Self::Ours => "ours",
+        }
+    }
+
+    /// What a guest does to have it. rdma_rxe keeps the UDP port for as long as it is loaded.
+    const fn prepare(self) -> &'static str {
+        match self {
+            Self::Rxe => "modprobe rdma_rxe\n[ -e /sys/class/infiniband/rxe0 ] || rdma link add rxe0 type rxe netdev eth0",
+            Self::Ours => "[ ! -e /sys/class/infiniband/rxe0 ] || rdma link delete rxe0\nmodprobe -r rdma_rxe",
+        }
+    }
+}
+
+/// A program of perftest, what it sends, and on what.
+#[derive(Clone, Copy, Debug)]
+struct Load {
+    program: &'static str,
+    what: &'static str,
+    bytes: u32,
+    /// Percent of packets, in either direction.
+    loss: &'static str,
+}
+
+impl Load {
+    fn name(&self, [client, server]: [Stack; 2]) -> String {
+        let size = match self.bytes {
+            0x10_0000.. => "1 MiB",
+            _ => "64 KiB",
+        };
+        let loss = match self.loss {
+            "0" => String::new(),
+            percent => format!(", {percent} % lost"),
+        };
+        format!("{} {size}{loss}, {} to {}", self.what, client.name(), server.name())
+    }
+}
+
+const fn load(program: &'static str, what: &'static str, bytes: u32, loss: &'static str) -> Load {
+    Load {
+        program,
+        what,
+        bytes,
+        loss,
+    }
+}
+
+const LOADS: [Load; 6] = [
+    load("ib_write_bw", "WRITE", 64 << 10, "0"),
+    load("ib_write_bw", "WRITE", 1 << 20, "0"),
+    load("ib_read_bw", "READ", 64 << 10, "0"),
+    load("ib_send_bw", "SEND", 64 << 10, "0"),
+    load("ib_write_bw", "WRITE", 64 << 10, "1"),
+    load("ib_read_bw", "READ", 64 << 10, "1"),
+];
+/// Client and server; pairs that follow one another have as much as possible in common.
+const PAIRS: [[Stack; 2]; 4] = [
+    [Stack::Rxe, Stack::Rxe],
+    [Stack::Rxe, Stack::Ours],
+    [Stack::Ours, Stack::Ours],
+    [Stack::Ours, Stack::Rxe],
+];
+const PORT: u16 = 18_515;
+
+struct Row {
+    name: String,
+    /// GB/s of each round. None: the program failed.
+    values: Vec<Option<f64>>,
+}
+
+struct Pair<'a> {
+    client: Guest,
+    server: Guest,
+    stacks: [Option<Stack>; 2],
+    loss: &'static str,
+    places: &'a Places,
+    seconds: u32,
+}
+
+impl Pair<'_> {
+    fn set_up(&mut self, stacks: [Stack; 2], loss: &'static str) -> Result<(), Error> {
+        for ((guest, had), wanted) in [&self.client, &self.server].into_iter().zip(&mut self.stacks).zip(stacks) {
+            if *had != Some(wanted) {
+                guest.run(wanted.prepare(), 60)?;
+                *had = Some(wanted);
+            }
+        }
+        if self.loss != loss {
+            let netem = format!("loss {loss}%");
+            self.client.netem((loss != "0").then_some(&netem))?;
+            self.loss = loss;
+        }
+        Ok(())
+    }
+
+    /// The command of one side.
+    fn command(&self, load: &Load, stack: Stack, guest: u8, peer: &str) -> String {
+        let Load { program, bytes, .. } = load;
+        let seconds = self.seconds;
+        let common = format!("{program} -F -p {PORT} -s {bytes} -m 4096 -t 64 -D {seconds} --report_gbits");
+        match stack {
+            Stack::Rxe => format!(
+                "for f in /sys/class/infiniband/rxe0/ports/1/gids/*; do grep -qi 'ffff:0a4d' $f && gid=${{f##*/}}; done\n\
+                 {common} -d rxe0 -x $gid {peer}"
+            ),
+            Stack::Ours => format!(
+                "mkdir -p /tmp/broker; export FERROCE_BROKER_DIR=/tmp/broker\n{} run --addr 10.77.0.{guest} -- {common} {peer}",
+                self.places.ferroce.display()
+            ),
+        }
+    }
+
+    /// What the client says, GB/s; none: one of the sides failed.
+    fn measure(&self, load: &Load, [client, server]: [Stack; 2]) -> Result<Option<f64>, Error> {
+        let limit = self.seconds + 40;
+        let passive = format!("timeout {limit} bash -c '{}'", self.command(load, server, 1, "").replace('\'', "'\\''"));
+        let active = format!(
+            "timeout {limit} bash -c '{}'",
+            self.command(load, client, 2, "10.77.0.1").replace('\'', "'\\''")
+        );
+        let listens = format!("for i in $(seq 300); do ss -Hltn 'sport = :{PORT}' | grep -q . && exit 0; sleep 0.1; done; exit 1");
+        let (said, served) = thread::scope(|scope| {
+            let serves = scope.spawn(|| self.server.try_run(&passive, limit + 20));
+            let said = self
+                .server
+                .run(&listens, 60)
+                .and_then(|_| self.client.try_run(&active, limit + 20));
+            if said.as_ref().map_or(true, |(code, _)| *code != 0) {
+                let _ = self.server.run(&format!("pkill {}; true", load.program), 20);
+            }
+            (said, serves.join())
+        });
+        let served = served.map_err(|_| "the server's thread panicked")??;
+        let (code, text) = said?;
+        let figure = average(&text);
+        if code != 0 || figure.is_none() {
+            eprintln!("{text}\n--- server: {}\n{}", served.0, served.1);
+            return Ok(None);
+        }
+        Ok(figure)
+    }
+}
+
+/// The average bandwidth in the last line of perftest's table, from Gbit/s to GB/s.
+fn average(text: &str) -> Option<f64> {
+    const AVERAGE: usize = 3;
+    let mut lines = text.lines().skip_while(|l| !l.trim_start().starts_with("#bytes"));
+    let gbits: f64 = lines.nth(1)?.split_whitespace().nth(AVERAGE)?.parse().ok()?;
+    Some(gbits / 8.0)
+}
+
+fn to_json(args: &Args, rows: &[Row]) -> Value {
+    let kernel = args.kernel.to_possible_value();
+    json!({
+        "kernel": kernel.as_ref().map(|k| k.get_name()),
+        "rows": rows.iter().map(|r| json!({ "name": r.name, "gbytes_per_s": r.values })).collect::<Vec<_>>(),
+    })
+}
+
+/// Measures all of it.
+pub(crate) fn run(args: &Args, places: &Places) -> Result<(), Error> {
+    let _ready = lab::prepare(&places.scripts, &places.lab, &[args.kernel])?;
+    if let Some(why) = places.missing(args.kernel) {
+        return Err(why.into());
+    }
+    let net = Net::up(2)?;
+    let shape = Shape {
+        kernel: args.kernel,
+        ..JUMBO
+    };
+    net.set_mtu(shape.mtu)?;
+    let wanted = |name: &str| args.only.is_empty() || args.only.iter().any(|o| name.contains(o));
+    let mut pair = Pair {
+        server: Guest::boot(1, shape, places)?,
+        client: Guest::boot(2, shape, places)?,
+        stacks: [None, None],
+        loss: "0",
+        places,
+        seconds: args.seconds,
+    };
+    let mut rows: Vec<Row> = Vec::new();
+    for _ in 0..args.rounds {
+        for stacks in PAIRS {
+            for load in LOADS.iter().filter(|l| wanted(&l.name(stacks))) {
+                lab::check_stop()?;
+                pair.set_up(stacks, load.loss)?;
+                let value = pair.measure(load, stacks)?;
+                let name = load.name(stacks);
+                println!("{name:<40} {}", value.map_or("failed".into(), |v| format!("{v:.4} GB/s")));
+                match rows.iter_mut().find(|r| r.name == name) {
+                    Some(row) => row.values.push(value),
+                    None => rows.push(Row {
+                        name,
+                        values: vec![value],
+                    }),
+                }
+            }
+        }
+    }
+    if let Some(file) = &args.results {
+        let text = serde_json::to_string_pretty(&to_json(args, &rows))?;
+        fs::write(file, text).map_err(|e| format!("{}: {e}", file.display()))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn perftest_says_its_average() {
+        let text = " Data ex. method : Ethernet\n #bytes     #iterations    BW peak[Gb/sec]    BW average[Gb/sec]   MsgRate[Mpps]\n \
+                    65536      2500           0.00               1.60   \t\t   0.003052\n----\n";
+        assert_eq!(average(text), Some(0.2));
+        assert_eq!(average("Couldn't connect"), None);
+    }
+
+    #[test]
+    fn measurements_have_names_of_their_own() {
+        let names: std::collections::BTreeSet<String> = LOADS
+            .iter()
+            .flat_map(|l| PAIRS.map(|stacks| l.name(stacks)))
+            .collect();
+        assert_eq!(names.len(), LOADS.len() * PAIRS.len());
+        assert!(names.contains("READ 64 KiB, 1 % lost, ours to rxe"), "{names:?}");
+    }
+}

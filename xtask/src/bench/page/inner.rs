@@ -1,0 +1,130 @@
+//! What needs no clock, and what needs another kernel: instructions under callgrind, and rdma_rxe in virtual machines.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use serde_json::Value;
+
+use super::{
+    PageArgs,
+    figure::{Aim, Columns, Figure, Series},
+};
+use crate::{
+    Result,
+    cargo::{self, Profile},
+    process, tools,
+};
+
+/// What the two ends of a wire in memory do, and how often; twice as often as well, so that what is there once goes out of it.
+const LOADS: [(&str, &str, u32, u32); 6] = [
+    ("WRITE of 64 bytes", "write", 64, 20_000),
+    ("SEND of 64 bytes", "send", 64, 20_000),
+    ("READ of 64 bytes", "read", 64, 20_000),
+    ("WRITE of 4 KiB", "write", 4096, 4000),
+    ("READ of 4 KiB", "read", 4096, 4000),
+    ("packet of a WRITE of 1 MiB", "write", 1 << 20, 40),
+];
+/// Bytes of a packet of the last.
+const PACKET: u32 = 4096;
+
+/// Instructions of both ends, in thousands, for each operation, or each packet of a long one, beside those of two copies and two
+/// ICRCs for each of its packets.
+pub(super) fn instructions(args: &PageArgs, scratch: &Path) -> Result<Vec<Figure>> {
+    tools::ensure(&[tools::VALGRIND])?;
+    let build = ["build", "-p", "roce-port", "--example", "instructions", "--release"];
+    cargo::run(&build)?;
+    let program = cargo::target_dir()?.join("release/examples/instructions");
+    let mut figures = Vec::new();
+    for (name, load, bytes, count) in LOADS {
+        let packets = bytes.div_ceil(PACKET).max(1);
+        let count = if args.quick { count / 10 } else { count };
+        let each = |load: &str| -> Result<f64> {
+            let once = collected(&program, load, bytes, count, scratch)?;
+            let twice = collected(&program, load, bytes, 2 * count, scratch)?;
+            Ok((twice - once) / f64::from(count * packets) / 1e3)
+        };
+        figures.push(Figure {
+            name: name.to_owned(),
+            unit: "k",
+            ours: vec![each(load)?],
+            beside: Series {
+                name: "copies and ICRCs".into(),
+                values: vec![each("bare")?],
+            },
+            aim: Aim::None,
+        });
+    }
+    Ok(figures)
+}
+
+/// Instructions that a run takes.
+fn collected(program: &Path, load: &str, bytes: u32, count: u32, scratch: &Path) -> Result<f64> {
+    let mut command = process::command("valgrind");
+    let out = scratch.join("callgrind.out");
+    command.args(["--tool=callgrind", &format!("--callgrind-out-file={}", out.display())]);
+    command.arg(program).args([load, &bytes.to_string(), &count.to_string()]);
+    let output = process::capture("valgrind", &mut command)?;
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    total(&text).ok_or_else(|| format!("callgrind says no number of instructions: {text}"))
+}
+
+/// The number in callgrind's line `Collected : 12345`.
+fn total(text: &str) -> Option<f64> {
+    let line = text.lines().rfind(|l| l.contains("Collected :"))?;
+    line.rsplit(' ').next()?.parse().ok()
+}
+
+/// Loads of `ferroce-interop speed`, and what ours is to be at least beside rdma_rxe: between two of ours, and with rdma_rxe at
+/// the other end.
+const RXE: [(&str, f64, f64); 6] = [
+    ("WRITE 64 KiB", 3.0, 1.0),
+    ("WRITE 1 MiB", 3.0, 1.0),
+    ("READ 64 KiB", 3.0, 1.0),
+    ("SEND 64 KiB", 3.0, 1.0),
+    ("WRITE 64 KiB, 1 % lost", 5.0, 5.0),
+    ("READ 64 KiB, 1 % lost", 5.0, 5.0),
+];
+
+/// rdma_rxe and ours in the same virtual machines.
+pub(super) fn rxe(args: &PageArgs, scratch: &Path) -> Result<Vec<Figure>> {
+    tools::ensure(&[tools::PERFTEST])?;
+    let built = cargo::build_programs(Profile::Release)?;
+    let file: PathBuf = scratch.join("speed.json");
+    let mut command = process::command(built.program("ferroce-interop")?);
+    let seconds = args.seconds().ceil().max(2.0).to_string();
+    command.args(["speed", "--rounds", &args.rounds().to_string(), "--seconds", &seconds]);
+    process::capture("ferroce-interop", command.arg("--results").arg(&file))?;
+    let text = fs::read_to_string(&file).map_err(|e| format!("{}: {e}", file.display()))?;
+    let results: Value = serde_json::from_str(&text).map_err(|e| format!("{}: {e}", file.display()))?;
+    let mut columns = Columns::default();
+    for row in results["rows"].as_array().into_iter().flatten() {
+        let name = row["name"].as_str().unwrap_or_default();
+        let values = row["gbytes_per_s"].as_array().into_iter().flatten();
+        // A program that failed has brought nothing over.
+        values.for_each(|v| columns.add(name, v.as_f64().unwrap_or(0.0) * 1e3));
+    }
+    let figure = |load: &str, pair: &str, least| {
+        let (ours, rxe) = (format!("{load}, {pair}"), format!("{load}, rxe to rxe"));
+        columns.figure(&ours, "MB/s", &ours, &rxe, Aim::AtLeast(least))
+    };
+    let of = |(load, alone, mixed): (&str, f64, f64)| {
+        [
+            figure(load, "ours to ours", alone),
+            figure(load, "ours to rxe", mixed),
+            figure(load, "rxe to ours", mixed),
+        ]
+    };
+    Ok(RXE.into_iter().flat_map(of).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn callgrind_says_its_total_last() {
+        let text = "==1== Callgrind\n==1== Events    : Ir\n==1== Collected : 123456\n==1== \n";
+        assert_eq!(super::total(text), Some(123_456.0));
+        assert_eq!(super::total("valgrind: no such program"), None);
+    }
+}
