@@ -198,7 +198,7 @@ impl Qp {
             srq: options.srq.map(|s| s.queue().clone()),
             xrcd: options.xrcd.map(|x| x.domain().clone()),
         };
-        let made = device.0.driver.with_quiet(|port, now| {
+        let made = device.0.driver.with_quiet(|port, now| -> Result<_, VerbsError> {
             port.set_now(now);
             let qpn = port.create_qp(args)?;
             Ok((qpn, port.receive_queue(qpn)))

@@ -3,8 +3,9 @@
 use std::{net::SocketAddr, time::Duration};
 
 use roce::{
-    AccessFlags, Channel, CmChannel, CmEventKind, Completion, CompletionChannel, CompletionQueue, ConnParams, Cq, Device, EventChannel, Id, MemoryRegion, Mr, Pd,
-    Qp, QpCaps, QpInit, RecvWr, RejectReason, RemoteAddr, VerbsDevice, VerbsError, WcStatus,
+    AccessFlags, Channel, CmChannel, CmEventKind, Completion, CompletionChannel, CompletionQueue, ConnParams, Cq,
+    Device, EventChannel, Id, MemoryRegion, Mr, Pd, Qp, QpCaps, QpInit, RecvWr, RejectReason, RemoteAddr, VerbsDevice,
+    VerbsError, WcStatus,
 };
 
 use super::{

@@ -13,9 +13,9 @@ use std::{
 };
 
 use roce::{
-    AccessFlags, Channel, CmChannel, CmEventKind, CmId, Completion, CompletionQueue, ConnParams, Cq, Device, EventChannel, Id,
-    MemoryRegion, Mr, Payload, Pd, Qp, QpCaps, QpInit, QueuePair, RemoteAddr, SendFlags, SendOp, SendWr, VerbsDevice,
-    VerbsError,
+    AccessFlags, Channel, CmChannel, CmEventKind, CmId, Completion, CompletionQueue, ConnParams, Cq, Device,
+    EventChannel, Id, MemoryRegion, Mr, Payload, Pd, Qp, QpCaps, QpInit, QueuePair, RemoteAddr, SendFlags, SendOp,
+    SendWr, VerbsDevice, VerbsError,
 };
 
 use super::{
@@ -77,8 +77,8 @@ impl Sleeper {
         let serve = move || {
             let mut completions = vec![];
             while !flag.load(Ordering::Relaxed) {
-                let served = sleep_and_poll(&peer.cq, &events, &mut completions, IDLE)
-                    .and_then(|()| peer.answer(&completions));
+                let served =
+                    sleep_and_poll(&peer.cq, &events, &mut completions, IDLE).and_then(|()| peer.answer(&completions));
                 if let Err(e) = served {
                     peer.end(&e);
                     return;
@@ -156,7 +156,8 @@ impl Server {
     pub(crate) fn run(mut self, stopped: &dyn Fn() -> bool) -> Result<(), Failure> {
         while !stopped() {
             // Only some roles need this thread; the memory of the others is written and read without it.
-            let needed = |s: &Served| matches!(s, Served::InTurns(p) if !matches!(p.hello.role, Role::Target | Role::Source));
+            let needed =
+                |s: &Served| matches!(s, Served::InTurns(p) if !matches!(p.hello.role, Role::Target | Role::Source));
             let busy = self.peers.values().any(needed);
             let sleep = if busy { Duration::ZERO } else { IDLE };
             let event = self

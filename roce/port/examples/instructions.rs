@@ -8,7 +8,7 @@ use std::{
 };
 
 use roce_icrc::Flow;
-use roce_mem::{MemoryTable, PdHandle, Region};
+use roce_mem::{MemoryTable, Region};
 use roce_port::{Port, PortConfig, QpInit, RxMeta, TxBatch, TxConfig};
 use roce_qp::CompletionQueue;
 use roce_verbs::{
@@ -25,7 +25,6 @@ const DEPTH: u32 = 16;
 struct End {
     addr: IpAddr,
     port: Port,
-    pd: PdHandle,
     cq: Arc<CompletionQueue>,
     region: Arc<Region>,
     batch: TxBatch,
@@ -54,7 +53,6 @@ impl End {
         Self {
             addr,
             port,
-            pd,
             cq,
             region: mem.alloc_region(pd, 1 << 20, RIGHTS).expect("memory"),
             batch: TxBatch::new(TxConfig::default()),

@@ -54,7 +54,6 @@ impl RecvQueue {
     pub(crate) fn push_front(&mut self, wqe: RecvWqe) {
         self.wqes.push_front(wqe);
     }
-
 }
 
 /// What becomes of a receive work request that is posted.

@@ -98,9 +98,9 @@ impl Passive {
                 device, private_data, ..
             } => {
                 let accepted = match Hello::parse(&private_data) {
-                    Some(hello) if hello.role.sleeps() => {
-                        Err(Failure::failed("--events is of software: this side polls an RDMA device"))
-                    }
+                    Some(hello) if hello.role.sleeps() => Err(Failure::failed(
+                        "--events is of software: this side polls an RDMA device",
+                    )),
                     Some(hello) if hello.bytes <= MAX_BYTES && hello.depth <= MAX_DEPTH => {
                         self.accept(id, device, hello)
                     }

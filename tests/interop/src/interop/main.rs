@@ -13,9 +13,9 @@ mod relay;
 mod report;
 mod run;
 mod scenarios;
-mod speed;
 #[cfg(test)]
 mod specs;
+mod speed;
 
 use std::{
     fs,

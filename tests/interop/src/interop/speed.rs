@@ -50,7 +50,9 @@ impl Stack {
     /// What a guest does to have it. rdma_rxe keeps the UDP port for as long as it is loaded.
     const fn prepare(self) -> &'static str {
         match self {
-            Self::Rxe => "modprobe rdma_rxe\n[ -e /sys/class/infiniband/rxe0 ] || rdma link add rxe0 type rxe netdev eth0",
+            Self::Rxe => {
+                "modprobe rdma_rxe\n[ -e /sys/class/infiniband/rxe0 ] || rdma link add rxe0 type rxe netdev eth0"
+            }
             Self::Ours => "[ ! -e /sys/class/infiniband/rxe0 ] || rdma link delete rxe0\nmodprobe -r rdma_rxe",
         }
     }
@@ -123,7 +125,11 @@ struct Pair<'a> {
 
 impl Pair<'_> {
     fn set_up(&mut self, stacks: [Stack; 2], loss: &'static str) -> Result<(), Error> {
-        for ((guest, had), wanted) in [&self.client, &self.server].into_iter().zip(&mut self.stacks).zip(stacks) {
+        for ((guest, had), wanted) in [&self.client, &self.server]
+            .into_iter()
+            .zip(&mut self.stacks)
+            .zip(stacks)
+        {
             if *had != Some(wanted) {
                 guest.run(wanted.prepare(), 60)?;
                 *had = Some(wanted);
@@ -157,12 +163,17 @@ impl Pair<'_> {
     /// What the client says, GB/s; none: one of the sides failed.
     fn measure(&self, load: &Load, [client, server]: [Stack; 2]) -> Result<Option<f64>, Error> {
         let limit = self.seconds + 40;
-        let passive = format!("timeout {limit} bash -c '{}'", self.command(load, server, 1, "").replace('\'', "'\\''"));
+        let passive = format!(
+            "timeout {limit} bash -c '{}'",
+            self.command(load, server, 1, "").replace('\'', "'\\''")
+        );
         let active = format!(
             "timeout {limit} bash -c '{}'",
             self.command(load, client, 2, "10.77.0.1").replace('\'', "'\\''")
         );
-        let listens = format!("for i in $(seq 300); do ss -Hltn 'sport = :{PORT}' | grep -q . && exit 0; sleep 0.1; done; exit 1");
+        let listens = format!(
+            "for i in $(seq 300); do ss -Hltn 'sport = :{PORT}' | grep -q . && exit 0; sleep 0.1; done; exit 1"
+        );
         let (said, served) = thread::scope(|scope| {
             let serves = scope.spawn(|| self.server.try_run(&passive, limit + 20));
             let said = self
@@ -230,7 +241,10 @@ pub(crate) fn run(args: &Args, places: &Places) -> Result<(), Error> {
                 pair.set_up(stacks, load.loss)?;
                 let value = pair.measure(load, stacks)?;
                 let name = load.name(stacks);
-                println!("{name:<40} {}", value.map_or("failed".into(), |v| format!("{v:.4} GB/s")));
+                println!(
+                    "{name:<40} {}",
+                    value.map_or("failed".into(), |v| format!("{v:.4} GB/s"))
+                );
                 match rows.iter_mut().find(|r| r.name == name) {
                     Some(row) => row.values.push(value),
                     None => rows.push(Row {
@@ -262,10 +276,8 @@ mod tests {
 
     #[test]
     fn measurements_have_names_of_their_own() {
-        let names: std::collections::BTreeSet<String> = LOADS
-            .iter()
-            .flat_map(|l| PAIRS.map(|stacks| l.name(stacks)))
-            .collect();
+        let names: std::collections::BTreeSet<String> =
+            LOADS.iter().flat_map(|l| PAIRS.map(|stacks| l.name(stacks))).collect();
         assert_eq!(names.len(), LOADS.len() * PAIRS.len());
         assert!(names.contains("READ 64 KiB, 1 % lost, ours to rxe"), "{names:?}");
     }

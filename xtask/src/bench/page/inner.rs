@@ -64,7 +64,9 @@ fn collected(program: &Path, load: &str, bytes: u32, count: u32, scratch: &Path)
     let mut command = process::command("valgrind");
     let out = scratch.join("callgrind.out");
     command.args(["--tool=callgrind", &format!("--callgrind-out-file={}", out.display())]);
-    command.arg(program).args([load, &bytes.to_string(), &count.to_string()]);
+    command
+        .arg(program)
+        .args([load, &bytes.to_string(), &count.to_string()]);
     let output = process::capture("valgrind", &mut command)?;
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     total(&text).ok_or_else(|| format!("callgrind says no number of instructions: {text}"))
