@@ -145,7 +145,7 @@ pub trait Datapath: Send {
     fn capabilities(&self) -> Capabilities;
     /// Sends bursts in order, until the send buffer is full.
     fn send(&mut self, bursts: &mut dyn Iterator<Item = Burst<'_>>) -> Sent;
-    /// Receives about `budget` packets at most and hands each datagram to `handle`.
+    /// Receives about `budget` packets at most (with 1: one datagram, in one system call) and hands each datagram to `handle`.
     fn receive(&mut self, budget: usize, handle: &mut dyn FnMut(&Datagram<'_>)) -> Received;
     /// Receives what is sent to a multicast group on the interface that has the local address. Counted: as many leaves as
     /// joins end it. Afterwards there may be another descriptor.

@@ -6,6 +6,7 @@ use roce_port::{ConnChange, Port, PortCmEvent, RxMeta};
 use roce_verbs::{AsyncEvent, Instant, PathMtus};
 
 use crate::{
+    datapath::Received,
     handover::Moves,
     links::LinkChange,
     motor::{Flush, Motor},
@@ -45,12 +46,41 @@ pub(crate) struct Engine {
     wake: Arc<Wake>,
     /// Something may be to be sent since the last pass ([`Engine::pass_in_program`]).
     owes: bool,
+    trickle: Trickle,
+}
+
+/// Whether a program that polls finds single datagrams with nothing behind them, as in a ping-pong.
+#[derive(Default)]
+struct Trickle {
+    /// So many in a row.
+    singles: u32,
+    /// The last pass found something.
+    found: bool,
+}
+
+impl Trickle {
+    /// Singles in a row until it is believed.
+    const SURE: u32 = 8;
+
+    fn budget(&self) -> usize {
+        if self.singles >= Self::SURE { 1 } else { BUDGET }
+    }
+
+    fn note(&mut self, datagrams: usize) {
+        let single = datagrams == 1 && !self.found;
+        match datagrams {
+            0 => {}
+            _ if single => self.singles = self.singles.saturating_add(1),
+            _ => self.singles = 0,
+        }
+        self.found = datagrams > 0;
+    }
 }
 
 impl Moves for Engine {
     /// Receives, runs timers that are due when no packet is left that could be what they wait for, and sends.
     fn pass(&mut self, now: Instant) -> bool {
-        let more = self.take_in(now);
+        let more = self.take_in(now, BUDGET).more;
         let unsent = self.settle(now);
         more || unsent
     }
@@ -59,7 +89,8 @@ impl Moves for Engine {
     /// acknowledgements, and ahead of them. Never twice in a row.
     fn pass_in_program(&mut self, now: Instant) {
         let before = self.port.received();
-        self.take_in(now);
+        let datagrams = self.take_in(now, self.trickle.budget()).datagrams;
+        self.trickle.note(datagrams);
         if self.port.received() == before || self.owes {
             self.settle(now);
         } else {
@@ -89,16 +120,17 @@ impl Engine {
             sink,
             wake,
             owes: false,
+            trickle: Trickle::default(),
         }
     }
 
-    /// The part of a pass that sends nothing. True: more packets wait.
-    fn take_in(&mut self, now: Instant) -> bool {
+    /// The part of a pass that sends nothing.
+    fn take_in(&mut self, now: Instant, budget: usize) -> Received {
         let sink = &self.sink;
         let stray = |meta: &RxMeta, bytes: &[u8]| sink.stray(meta, bytes);
-        let more = self.motor.receive(&mut self.port, now, BUDGET, &stray);
-        self.motor.run_timers(&mut self.port, now, more);
-        more
+        let received = self.motor.receive(&mut self.port, now, budget, &stray);
+        self.motor.run_timers(&mut self.port, now, received.more);
+        received
     }
 
     /// Takes one datagram that did not come through the datapath.

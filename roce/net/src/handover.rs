@@ -7,7 +7,7 @@
 //! *empty* polls the sockets no longer wake the background thread (one `epoll_ctl`); arming a queue and waiting on a channel
 //! turn that back on at once, because the program sleeps now, and so does a poll that finds something, because it may spin on
 //! memory, unless it has come back to polling often enough before anything else was needed ([`Habit`]). A program that simply
-//! stops polling is noticed by the alarm clock, within [`TAKEOVER`].
+//! stops polling is noticed by the alarm clock, within [`TAKEOVER`], or [`PATIENT_TAKEOVER`] if it has polled for long.
 //!
 //! What is advanced and what wakes the background thread are traits, and locks and atomics come from `crate::sync`: the tests
 //! compile this file with a scheduler's own (`tests/handover.rs`).
@@ -20,6 +20,8 @@ use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering,
 
 /// How long a port may be without anybody advancing it after its application stopped polling.
 pub const TAKEOVER: Duration = Duration::from_millis(1);
+/// The same of one that has polled for long: setting the alarm clock costs as much as a round trip, and nothing is lost meanwhile.
+const PATIENT_TAKEOVER: Duration = Duration::from_millis(8);
 /// Empty polls in a row until the background thread stands back.
 const STREAK: u32 = 16;
 /// After so many empty polls (some ten microseconds) a polling thread lets others have the processor for a moment: the
@@ -83,6 +85,14 @@ impl Habit {
     fn polls_on(&self) -> bool {
         let wanted = RETURNS.saturating_add(self.wanted.load(Ordering::Relaxed));
         self.returns.load(Ordering::Relaxed) >= wanted
+    }
+
+    /// How long nobody need look after it.
+    fn takeover(&self) -> Duration {
+        match self.returns.load(Ordering::Relaxed) >= MOST_RETURNS / 16 {
+            true => PATIENT_TAKEOVER,
+            false => TAKEOVER,
+        }
     }
 
     /// The program has found something and polls again.
@@ -268,7 +278,7 @@ impl<M: Moves, S: Surroundings> Handover<M, S> {
             around.watch(false);
             around.set_alarm(now, now + TAKEOVER);
         }
-        around.postpone(now, now + TAKEOVER);
+        around.postpone(now, now + self.habit.takeover());
         match around.standing_back() && self.habit.polls_on() {
             true => guard.pass_in_program(now),
             false => {

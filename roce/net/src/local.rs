@@ -59,7 +59,7 @@ impl LocalDriver {
     /// Receives about `budget` packets. Those of others who share the address go to `stray`; to that of a first shard
     /// ([`Own::Shard`]) all management datagrams do. True: more is waiting.
     pub fn receive(&mut self, now: Instant, budget: usize, stray: &dyn Fn(&RxMeta, &[u8])) -> bool {
-        self.motor.receive(&mut self.port, now, budget, stray)
+        self.motor.receive(&mut self.port, now, budget, stray).more
     }
 
     /// Takes a datagram that reached the host by another socket as if the network had brought it. All checks are made.

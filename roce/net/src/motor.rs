@@ -7,7 +7,7 @@ use roce_bth::{Qpn, ROCE_UDP_PORT};
 use roce_port::{Port, QpnRange, RxMeta, Steering, Train, TxBatch, TxConfig};
 use roce_verbs::Instant;
 
-use crate::datapath::{Burst, Datagram, Datapath};
+use crate::datapath::{Burst, Datagram, Datapath, Received};
 
 /// Full send batches of one flush: a bound for how long a caller can be held up by what its peers let it send.
 const SEND_ROUNDS: usize = 16;
@@ -138,16 +138,16 @@ impl Motor {
     }
 
     /// Receives about `budget` packets. Those of others who share the address go to `stray`, and so do management datagrams of
-    /// which is to be told whose they are. True: more is waiting.
+    /// which is to be told whose they are.
     pub(crate) fn receive(
         &mut self,
         port: &mut Port,
         now: Instant,
         budget: usize,
         stray: &dyn Fn(&RxMeta, &[u8]),
-    ) -> bool {
+    ) -> Received {
         let (tap, own) = (&mut self.tap, &self.own);
-        let received = self.path.receive(budget, &mut |d: &Datagram<'_>| {
+        self.path.receive(budget, &mut |d: &Datagram<'_>| {
             if let Some(tap) = tap {
                 tap_datagram(tap.as_mut(), d);
             }
@@ -176,8 +176,7 @@ impl Motor {
                 }
                 _ => port.handle_datagram(now, &meta, d.bytes),
             }
-        });
-        received.more
+        })
     }
 
     /// Takes one datagram that did not come through the datapath.

@@ -467,7 +467,8 @@ impl Receiver<'_> {
     fn receive(&mut self, inlet: &Inlet<'_>, budget: usize, handle: &mut dyn FnMut(&Datagram<'_>)) -> Received {
         let (mut datagrams, mut packets) = (0, 0);
         while packets < budget {
-            let asked = *self.vlen;
+            // Looking for a second one costs as much as finding that there is none.
+            let asked = if budget == 1 { 1 } else { *self.vlen };
             let got = match self.ring.receive(inlet.socket, asked) {
                 Ok(n) => n,
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => 0,
