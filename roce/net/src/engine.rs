@@ -100,7 +100,7 @@ impl Moves for Engine {
     }
 
     fn keep_time(&mut self, now: Instant) {
-        match self.port.poll_timeout().is_some_and(|at| at <= now) {
+        match self.port.is_timeout_due(now) {
             // What it waits for may have arrived.
             true => self.pass(now),
             false => self.settle(now),
@@ -155,7 +155,10 @@ impl Engine {
     /// Events only, and the alarm clock: for calls that can't have made anything to send.
     pub(crate) fn settle_quietly(&mut self, now: Instant) {
         self.tell(now);
-        if let Some(at) = self.port.poll_timeout() {
+        // While the thread stands back the program runs timers, and the alarm that there is says when to look after it.
+        if !self.wake.standing_back()
+            && let Some(at) = self.port.poll_timeout()
+        {
             self.wake.set_alarm(now, at);
         }
     }

@@ -203,7 +203,7 @@ impl Motor {
 
     /// Runs timers that are due, unless packets wait (`more`) that could be what they wait for.
     pub(crate) fn run_timers(&mut self, port: &mut Port, now: Instant, more: bool) {
-        let due = port.poll_timeout().is_some_and(|at| at <= now);
+        let due = port.is_timeout_due(now);
         self.deferred = if due && more { self.deferred + 1 } else { 0 };
         if due && (!more || self.deferred > MAX_DEFERRED) {
             self.deferred = 0;

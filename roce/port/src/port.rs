@@ -435,6 +435,12 @@ impl Port {
         }
     }
 
+    /// Whether [`Port::handle_timeout`] may have something to do: cheaper than asking when.
+    pub fn is_timeout_due(&self, now: Instant) -> bool {
+        let is_due = |at: Instant| at <= now;
+        self.timers.peek().is_some_and(|(at, _)| is_due(at)) || self.cm.next_timeout().is_some_and(is_due)
+    }
+
     /// Lets every timer that is due run. Calling early or late is harmless.
     pub fn handle_timeout(&mut self, now: Instant) {
         self.now = now;
