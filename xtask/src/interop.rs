@@ -48,6 +48,7 @@ fn wants_kit(args: &[&str]) -> bool {
         "-h",
         "--version",
         "capture",
+        "speed",
         "ci",
     ];
     let value = |n: usize| {
@@ -141,6 +142,7 @@ mod tests {
             &["--peer", "h"],
             &["--kit=f"],
             &["capture"],
+            &["speed"],
         ] {
             assert!(!wants_kit(without), "{without:?}");
         }

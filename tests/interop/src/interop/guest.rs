@@ -67,6 +67,11 @@ const BOOT: Duration = Duration::from_secs(240);
 impl Guest {
     /// Boots guest `id` (its addresses are `10.77.0.id` and `fd77::id`, on the second network 78) and waits until it takes scripts.
     pub(crate) fn boot(id: u8, shape: Shape, places: &Places) -> Result<Self, Error> {
+        Self::boot_with(id, shape, places, &[])
+    }
+
+    /// The same with further options of qemu's.
+    pub(crate) fn boot_with(id: u8, shape: Shape, places: &Places, more: &[String]) -> Result<Self, Error> {
         let monitor = places.run.join(format!("monitor-{id}"));
         let guest = Self {
             shape,
@@ -80,7 +85,7 @@ impl Guest {
             logs: None,
             id,
             places: places.clone(),
-            console: start(id, shape, places, &monitor, &[])?,
+            console: start(id, shape, places, &monitor, more)?,
             monitor,
         };
         guest.up()
