@@ -429,6 +429,7 @@ fn remote(
         load.run(args.amount(), &stopped)?;
         emit(&load.measurement())?;
     }
+    tracing::debug!(stats = ?device.stats(), "counters");
     Ok(())
 }
 

@@ -51,15 +51,26 @@ pub(crate) struct Recovery {
     /// From `base` on; those beyond are flying.
     marks: VecDeque<Mark>,
     lost: BTreeSet<Seq>,
-    /// Sent again, with the number that was next to be sent then.
-    again: BTreeMap<Seq, Seq>,
+    /// Sent again.
+    again: BTreeMap<Seq, Resent>,
     /// One past the highest number that has arrived.
     high: Option<Seq>,
+    /// One past the highest number whose answer is here.
+    answers: Option<Seq>,
     /// Those before have arrived or were taken for lost.
     judged: Option<Seq>,
     /// Answers to those before are here or were taken for lost.
     heard: Option<Seq>,
     tolerance: u64,
+}
+
+/// What is known of a packet that was sent again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Resent {
+    /// The number that was next to be sent for the first time then.
+    after: Seq,
+    /// It is its answer that is waited for: that comes later than word of what has arrived.
+    answered: bool,
 }
 
 impl Recovery {
@@ -125,12 +136,14 @@ impl Recovery {
     }
 
     /// The peer has told which packets it has: all before `from`, and beyond that those of which `has` says so, before `upto`. `una..next`
-    /// is what is outstanding. `sure`: the newest packet was sent once more for that, and what is not there is lost.
+    /// is what is outstanding. `sure`: the newest packet was sent once more for that, and what is not there is lost. Of numbers that
+    /// have an answer, as `answered` says, it tells that the request is there, and nothing of an answer that was lost.
     pub(crate) fn told(
         &mut self,
         (una, next): (Seq, Seq),
         (from, upto): (Seq, Seq),
         has: impl Fn(Seq) -> bool,
+        answered: impl Fn(Seq) -> bool,
         sure: bool,
         mut changed: impl FnMut(Change),
     ) {
@@ -144,13 +157,17 @@ impl Recovery {
         let mut high = self.high.unwrap_or(una).max(una);
         let mut late = 0;
         while seq < upto.max(from.min(next)) {
-            if (seq < from || has(seq)) && self.mark(seq) != Mark::Answered {
-                // It was only late: packets come out of order by so much.
-                if self.mark(seq) == Mark::Lost {
-                    late = late.max(high.since(seq) + 1);
-                }
-                self.set(seq, Mark::Arrived, &mut changed);
+            if seq < from || has(seq) {
                 high = high.max(seq.plus(1));
+                let mark = self.mark(seq);
+                let missing = matches!(mark, Mark::Lost | Mark::Again) && !answered(seq);
+                // It was only late: packets come out of order by so much.
+                if missing && mark == Mark::Lost {
+                    late = late.max(high.since(seq));
+                }
+                if missing || mark == Mark::Flying {
+                    self.set(seq, Mark::Arrived, &mut changed);
+                }
             }
             seq = seq.plus(1);
         }
@@ -176,6 +193,8 @@ impl Recovery {
         self.set(seq, Mark::Answered, &mut changed);
         let high = self.high.map_or(seq.plus(1), |high| high.max(seq.plus(1)));
         self.high = Some(high);
+        let answers = self.answers.map_or(seq.plus(1), |answers| answers.max(seq.plus(1)));
+        self.answers = Some(answers);
         self.tolerance = self.tolerance.max(TOLERANCE);
         let mut at = self.heard.unwrap_or(una).max(una);
         while at.plus(self.tolerance) < seq.plus(1) {
@@ -207,10 +226,13 @@ impl Recovery {
 
     /// The same, of those that were sent again.
     fn judge_again(&mut self, sure: bool, changed: &mut impl FnMut(Change)) {
-        let Some(high) = self.high else { return };
-        let tolerance = if sure { 0 } else { self.tolerance };
-        let lost_again = |(seq, after): (&Seq, &Seq)| (sure || after.plus(tolerance) < high).then_some(*seq);
-        let lost: Vec<Seq> = self.again.iter().filter_map(lost_again).collect();
+        let (high, answers, tolerance) = (self.high, self.answers, self.tolerance);
+        let is_lost = |resent: &Resent| match resent.answered {
+            true => answers.is_some_and(|answers| resent.after.plus(tolerance) < answers),
+            false => sure || high.is_some_and(|high| resent.after.plus(tolerance) < high),
+        };
+        let lost = self.again.iter().filter(|(_, resent)| is_lost(resent));
+        let lost: Vec<Seq> = lost.map(|(seq, _)| *seq).collect();
         lost.into_iter().for_each(|seq| self.set(seq, Mark::Lost, changed));
     }
 
@@ -225,10 +247,10 @@ impl Recovery {
         self.lost.range(from..).next().copied()
     }
 
-    /// A packet was sent again, when `next` was the next one to be sent for the first time.
-    pub(crate) fn resent(&mut self, seq: Seq, next: Seq) {
+    /// A packet was sent again, when `after` was the next one to be sent for the first time. `answered`: for its answer.
+    pub(crate) fn resent(&mut self, seq: Seq, after: Seq, answered: bool) {
         self.set(seq, Mark::Again, &mut |_| ());
-        self.again.insert(seq, next);
+        self.again.insert(seq, Resent { after, answered });
     }
 }
 
@@ -324,7 +346,7 @@ mod tests {
 
         fn send_again(&mut self, seq: Seq) {
             self.under_way |= 1 << seq.since(at(0));
-            self.recovery.resent(seq, at(self.next));
+            self.recovery.resent(seq, at(self.next), false);
         }
 
         fn deliver(&mut self, n: u64) {
@@ -344,7 +366,7 @@ mod tests {
             let upto = at(u64::from(8 - word.leading_zeros()).max(expected));
             let has = |seq: Seq| word >> seq.since(at(0)) & 1 == 1;
             let outstanding = (at(self.una), at(self.next));
-            self.recovery.told(outstanding, (at(expected), upto), has, sure, |_| ());
+            self.recovery.told(outstanding, (at(expected), upto), has, |_| false, sure, |_| ());
         }
 
         fn check(&self) {
@@ -412,6 +434,7 @@ mod tests {
                 lost: self.lost.clone(),
                 again: self.again.clone(),
                 high: self.high,
+                answers: self.answers,
                 judged: self.judged,
                 heard: self.heard,
                 tolerance: self.tolerance,
@@ -438,7 +461,7 @@ mod tests {
         let mut changes = Vec::new();
         let upto = has.iter().max().map_or(expected, |n| n + 1);
         let has = |seq: Seq| has.contains(&seq.since(at(0)));
-        recovery.told((at(una), at(next)), (at(expected), at(upto)), has, false, |c| {
+        recovery.told((at(una), at(next)), (at(expected), at(upto)), has, |_| false, false, |c| {
             changes.push((c.seq.since(at(0)), c.to));
         });
         changes
@@ -456,7 +479,7 @@ mod tests {
             told(&mut r, 0, 10, 0, &[1, 2, 3]),
             [(3, Mark::Arrived), (0, Mark::Lost)]
         );
-        r.resent(at(0), at(10));
+        r.resent(at(0), at(10), false);
         // What was sent before that says nothing of it …
         told(&mut r, 0, 20, 0, &[1, 2, 3, 4, 5, 6, 7, 8, 9]);
         assert_eq!(r.next_lost(at(0)), None);

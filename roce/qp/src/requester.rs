@@ -347,8 +347,10 @@ impl QueuePair {
     /// How far a READ request from `seq` on asks. As long as no response has come, the peer may never have seen the
     /// request: then it must be repeated as it was.
     pub(crate) fn read_end(&self, ctx: &Ctx<'_>, wqe: &SendWqe, seq: Seq) -> Seq {
-        let end = wqe.request_end(seq);
-        if seq == wqe.request_start(seq) {
+        let all = wqe.request_end(seq);
+        // The peer has seen the request if anything behind it was answered: then only what is missing is asked for.
+        let end = self.first_answered(seq, all);
+        if seq == wqe.request_start(seq) && end == all {
             return end;
         }
         let bytes = match self.req.timers.backoff {

@@ -88,15 +88,16 @@ impl QueuePair {
         }
         let outstanding = (self.req.una, self.req.next);
         let mut changes = core::mem::take(&mut self.req.changes);
-        self.req.recovery.told(
+        let mut recovery = core::mem::take(&mut self.req.recovery);
+        recovery.told(
             outstanding,
             (told.expected, told.end()),
             |seq| told.has(seq),
+            |seq| self.weigh(seq).1,
             sure,
-            |c| {
-                changes.push(c);
-            },
+            |c| changes.push(c),
         );
+        self.req.recovery = recovery;
         let arrived = changes.iter().any(|c| c.to == Mark::Arrived);
         self.take_selective_sample(ctx, &changes);
         if self.req.timed_out && changes.iter().any(|c| (c.from, c.to) == (Mark::Lost, Mark::Arrived)) {
@@ -195,6 +196,15 @@ impl QueuePair {
             seq = seq.plus(1);
         }
         (seq < to).then_some(seq)
+    }
+
+    /// The first number of `from..to` whose answer has come; else `to`.
+    pub(crate) fn first_answered(&self, from: Seq, to: Seq) -> Seq {
+        let mut seq = from;
+        while seq < to && self.req.recovery.mark(seq) != Mark::Answered {
+            seq = seq.plus(1);
+        }
+        seq
     }
 
     /// Whether an answer comes before others that are missing, and is worth keeping.
@@ -360,7 +370,7 @@ impl QueuePair {
             let (cost, answered) = self.weigh(at);
             let counted = counts(self.req.recovery.mark(at), answered);
             more += if counted { 0 } else { cost };
-            self.req.recovery.resent(at, next);
+            self.req.recovery.resent(at, next, answered);
             at = at.plus(1);
         }
         ctx.window.on_sent(more);
@@ -397,10 +407,7 @@ impl QueuePair {
     fn lost_run(&self, ctx: &Ctx<'_>, wqe: &SendWqe, seq: Seq) -> Seq {
         let recovery = &self.req.recovery;
         let end = wqe.request_end(seq);
-        let mut at = seq;
-        while at < end && recovery.mark(at) != Mark::Answered {
-            at = at.plus(1);
-        }
+        let at = self.first_answered(seq, end);
         if seq == wqe.request_start(seq) && at == end {
             return end;
         }
