@@ -80,6 +80,8 @@ pub(crate) struct Requester {
     pub(crate) recovery: Recovery,
     /// When the newest packet was sent once more, to be told of all before it.
     pub(crate) asked_all: Option<Instant>,
+    /// What the peer has said last that it waits for, until that is sent again.
+    pub(crate) wanted: Option<Seq>,
     /// Requests before this have been executed: an acknowledgement or answer has said so.
     pub(crate) implied: Seq,
     /// Memory for what [`Recovery`] changes.
@@ -126,6 +128,7 @@ impl Requester {
             paced_until: None,
             recovery: Recovery::default(),
             asked_all: None,
+            wanted: None,
             implied: first,
             changes: Vec::new(),
         }

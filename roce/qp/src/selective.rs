@@ -100,6 +100,7 @@ impl QueuePair {
         self.req.recovery = recovery;
         let arrived = changes.iter().any(|c| c.to == Mark::Arrived);
         self.take_selective_sample(ctx, &changes);
+        self.req.wanted = Some(told.expected);
         if self.req.timed_out && changes.iter().any(|c| (c.from, c.to) == (Mark::Lost, Mark::Arrived)) {
             self.req.timed_out = false;
             ctx.counters.spurious_timeouts += 1;
@@ -336,12 +337,14 @@ impl QueuePair {
     pub(crate) fn transmit_lost(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Option<Step> {
         let open = matches!(self.state, QpState::Rts | QpState::Sqd) && self.req.timers.rnr_until.is_none();
         let (index, seq, to) = self.lost_request(ctx).filter(|_| open)?;
+        let wanted = self.req.wanted == Some(seq);
         if self.req.cautious.is_some() && self.req.in_flight > 0 {
             return Some(Step::Idle);
         }
         let wqe = &self.sq.wqes[index];
         let (kind, cost) = (wqe.kind(), wqe.cost(seq, to, self.mtu));
-        if !self.fits(ctx, kind, cost) {
+        // What closes the window may be answers to READs that the peer keeps until it has this.
+        if !wanted && !self.fits(ctx, kind, cost) {
             self.req.note_window_closed();
             return Some(Step::Blocked);
         }
@@ -354,6 +357,7 @@ impl QueuePair {
             Ok(()) => {}
         }
         ctx.counters.retransmits += 1;
+        self.req.wanted = self.req.wanted.filter(|_| !wanted);
         self.req.read_in_pieces |= kind == Kind::Read && to < self.sq.wqes[index].request_end(seq);
         if self.req.in_flight == 0 {
             self.req.timers.base = ctx.now;
@@ -391,9 +395,12 @@ impl QueuePair {
         self.reap(ctx);
     }
 
-    /// The oldest request packet that is to be sent again: the index of its work request, and its numbers.
+    /// The request packet that is to be sent again next, that which the peer waits for or the oldest: the index of its work request, and
+    /// its numbers.
     fn lost_request(&self, ctx: &Ctx<'_>) -> Option<(usize, Seq, Seq)> {
-        let seq = self.req.recovery.next_lost(self.req.una)?;
+        let recovery = &self.req.recovery;
+        let wanted = self.req.wanted.filter(|seq| recovery.mark(*seq) == Mark::Lost);
+        let seq = wanted.or_else(|| recovery.next_lost(self.req.una))?;
         let index = self.index_of(seq)?;
         let wqe = &self.sq.wqes[index];
         let to = match wqe.kind() {
