@@ -27,8 +27,10 @@ const ACK_EVERY: u32 = 16;
 const SMALL_WINDOW: usize = 8;
 /// READ responses asked for again in one piece are not more than this, bytes, as long as nobody answers.
 const READ_PROBE: usize = 64 << 10;
-/// Asking for more than that again waits for so many pauses: the peer may just be slow.
+/// Asking for more than that again waits for so many pauses: the peer may just be slow. One that keeps packets is left alone for fewer:
+/// it has told of all that it has, so that what is asked for again is missing.
 const READ_PATIENCE: u32 = 3;
+const SELECTIVE_READ_PATIENCE: u32 = 0;
 
 /// Where the requester and the completer are in the packet sequence, and what they wait for.
 #[derive(Debug)]
@@ -678,7 +680,7 @@ impl QueuePair {
             self.go_back(ctx, Back::Timeout);
         } else if self.is_recovering() {
             self.go_back(ctx, Back::Silence);
-        } else if self.asks_much(ctx) && stage <= READ_PATIENCE {
+        } else if self.asks_much(ctx) && stage <= self.read_patience() {
             // If it is on its way, all of it would come twice.
         } else if stage == 0 && self.req.probed != Some(self.req.una) {
             self.req.probe_due = true;
@@ -693,6 +695,13 @@ impl QueuePair {
         let mut wqes = self.sq.wqes.iter().enumerate();
         let oldest = wqes.find(|(_, w)| w.packets > 0 && una < w.end());
         oldest.filter(|(_, w)| w.kind() == Kind::Read)
+    }
+
+    fn read_patience(&self) -> u32 {
+        match self.selective {
+            true => SELECTIVE_READ_PATIENCE,
+            false => READ_PATIENCE,
+        }
     }
 
     /// Whether sending the oldest packet means to ask for a long READ.
