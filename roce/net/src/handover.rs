@@ -349,32 +349,36 @@ mod tests {
 
     #[test]
     fn a_program_polls_on_when_it_was_back_often_enough() {
-        let habit = Habit::default();
-        for _ in 0..RETURNS {
-            assert!(!habit.polls_on());
-            habit.returned();
-        }
-        assert!(habit.polls_on());
-        // The background thread brought packets meanwhile: it spins on memory.
-        habit.brought.fetch_add(1, Ordering::Relaxed);
-        habit.returned();
-        assert!(!habit.polls_on());
-        // Who stays away has to come back more often, and not for ever more often.
-        let needed = || {
-            let habit = &habit;
-            (1..).find(|_| {
+        crate::sync::model(|| {
+            let habit = Habit::default();
+            for _ in 0..RETURNS {
+                assert!(!habit.polls_on());
                 habit.returned();
-                habit.polls_on()
-            })
-        };
-        needed();
-        let mut before = 0;
-        for _ in 0..20 {
-            habit.stayed_away();
-            let now = needed().expect("some time");
-            assert!(now > before || now == RETURNS + MOST_RETURNS, "{now} after {before}");
-            before = now;
-        }
-        assert_eq!(before, RETURNS + MOST_RETURNS);
+            }
+            assert!(habit.polls_on());
+            // The background thread brought packets meanwhile: it spins on memory.
+            habit.brought.fetch_add(1, Ordering::Relaxed);
+            habit.returned();
+            assert!(!habit.polls_on());
+        });
+    }
+
+    #[test]
+    fn who_stays_away_has_to_come_back_more_often_and_not_for_ever_more() {
+        crate::sync::model(|| {
+            let habit = Habit::default();
+            let needed = || RETURNS + habit.wanted.load(Ordering::Relaxed);
+            let mut before = needed();
+            for _ in 0..20 {
+                habit.stayed_away();
+                assert!(!habit.polls_on());
+                let now = needed();
+                assert!(now > before || now == RETURNS + MOST_RETURNS, "{now} after {before}");
+                before = now;
+            }
+            assert_eq!(before, RETURNS + MOST_RETURNS);
+            habit.returns.store(before, Ordering::Relaxed);
+            assert!(habit.polls_on());
+        });
     }
 }

@@ -6,3 +6,9 @@ pub(crate) use std::{
 };
 
 pub(crate) use parking_lot::{Mutex, MutexGuard};
+
+/// Runs a test of something with atomics.
+#[cfg(test)]
+pub(crate) fn model(run: impl Fn() + Send + Sync + 'static) {
+    run();
+}
