@@ -366,7 +366,8 @@ mod tests {
             let upto = at(u64::from(8 - word.leading_zeros()).max(expected));
             let has = |seq: Seq| word >> seq.since(at(0)) & 1 == 1;
             let outstanding = (at(self.una), at(self.next));
-            self.recovery.told(outstanding, (at(expected), upto), has, |_| false, sure, |_| ());
+            self.recovery
+                .told(outstanding, (at(expected), upto), has, |_| false, sure, |_| ());
         }
 
         fn check(&self) {
@@ -461,9 +462,16 @@ mod tests {
         let mut changes = Vec::new();
         let upto = has.iter().max().map_or(expected, |n| n + 1);
         let has = |seq: Seq| has.contains(&seq.since(at(0)));
-        recovery.told((at(una), at(next)), (at(expected), at(upto)), has, |_| false, false, |c| {
-            changes.push((c.seq.since(at(0)), c.to));
-        });
+        recovery.told(
+            (at(una), at(next)),
+            (at(expected), at(upto)),
+            has,
+            |_| false,
+            false,
+            |c| {
+                changes.push((c.seq.since(at(0)), c.to));
+            },
+        );
         changes
     }
 

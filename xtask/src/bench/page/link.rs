@@ -39,8 +39,12 @@ impl Programs {
     }
 
     fn write(&self, to: &str, from: &str, seconds: f64) -> String {
+        self.bench("write", to, from, seconds)
+    }
+
+    fn bench(&self, operation: &str, to: &str, from: &str, seconds: f64) -> String {
         let ferroce = self.ferroce.display();
-        format!("{ferroce} bench write --connect {to} --local {from} --seconds {seconds} --json -q")
+        format!("{ferroce} bench {operation} --connect {to} --local {from} --seconds {seconds} --json -q")
     }
 
     /// Runs a command at either end; returns the JSON that they print.
@@ -75,30 +79,34 @@ fn one(got: Vec<f64>) -> Result<f64> {
         .ok_or_else(|| "ferroce bench said nothing on the wire".to_owned())
 }
 
-/// 1 MiB WRITEs with losses, beside the same without.
+/// 1 MiB WRITEs with losses, and on one of the links READs, beside the same without.
 pub(super) fn loss(programs: &Programs, args: &PageArgs) -> Result<Vec<Figure>> {
     let mut columns = Columns::default();
     let delays = if args.quick { &DELAYS[1..2] } else { &DELAYS[..] };
+    let writes = delays.iter().map(|delay| ("WRITE", "write", *delay));
+    let links: Vec<_> = writes.chain([("READ", "read", DELAYS[1])]).collect();
     let listen = programs.listen("10.81.0.1");
-    let connect = format!("sleep 1; {}", programs.write("10.81.0.1", "10.81.0.2", args.seconds()));
     for _ in 0..args.rounds() {
-        for (round_trip, delay) in delays {
+        for (name, operation, (round_trip, delay)) in &links {
+            let bench = programs.bench(operation, "10.81.0.1", "10.81.0.2", args.seconds());
+            let connect = format!("sleep 1; {bench}");
             let clean = programs.run(delay, "0", &listen, &connect)?;
-            columns.add(&format!("{round_trip}, no loss"), one(goodputs(&clean))?);
+            columns.add(&format!("{name}, {round_trip}, no loss"), one(goodputs(&clean))?);
             for (percent, loss, _) in LOSSES {
                 let lossy = programs.run(delay, loss, &listen, &connect)?;
-                columns.add(&format!("{round_trip}, {percent}"), one(goodputs(&lossy))?);
+                columns.add(&format!("{name}, {round_trip}, {percent}"), one(goodputs(&lossy))?);
             }
         }
     }
-    let rows = delays
-        .iter()
-        .flat_map(|(round_trip, _)| LOSSES.map(|(percent, _, least)| (*round_trip, percent, least)));
-    let figure = |(round_trip, percent, least)| {
-        let (ours, clean) = (format!("{round_trip}, {percent}"), format!("{round_trip}, no loss"));
+    let figure = |link: &str, (percent, _, least): (&str, &str, f64)| {
+        let (ours, clean) = (format!("{link}, {percent}"), format!("{link}, no loss"));
         columns.figure(&ours, "MB/s", &ours, &clean, Aim::AtLeast(least))
     };
-    Ok(rows.map(figure).collect())
+    let of = |(name, _, (round_trip, _)): &(&str, &str, (&str, &str))| {
+        let link = format!("{name}, {round_trip}");
+        LOSSES.map(|loss| figure(&link, loss))
+    };
+    Ok(links.iter().flat_map(of).collect())
 }
 
 /// Two of ours at once, and one beside TCP.

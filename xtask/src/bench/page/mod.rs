@@ -115,7 +115,7 @@ const PARTS: [(&str, &str, &str); 11] = [
     (
         "loss",
         "Loss",
-        "Goodput of 1 MiB WRITEs between two network namespaces on a link of 2 Gb/s with a queue of 2 MB that loses packets at random \
+        "Goodput of 1 MiB WRITEs, and of READs at 2 ms, between two network namespaces on a link of 2 Gb/s with a queue of 2 MB that loses packets at random \
          (`ferroce-wire`), beside that without loss.",
     ),
     (
