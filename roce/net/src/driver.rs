@@ -147,6 +147,7 @@ impl Driver {
     /// When the device is closed.
     pub fn with<R>(&self, call: impl FnOnce(&mut Port, Instant) -> R) -> Result<R, Closed> {
         self.advance(|engine, now| {
+            engine.posting(now);
             let result = call(&mut engine.port, now);
             if engine.settle(now) {
                 // The rest is the background thread's.
@@ -289,6 +290,7 @@ impl Driver {
         }
         if let Ok(mut guard) = self.shared.lock() {
             guard.pass(clock::now());
+            guard.settle(clock::now());
             guard.motor.end_tap();
         }
         self.shared.close();

@@ -38,6 +38,43 @@ pub trait EventSink: Send + Sync {
     }
 }
 
+/// A program that has got something is given so long to answer it.
+const ANSWER: Duration = Duration::from_micros(50);
+/// Answers in time, in a row, until answers are waited for.
+const ANSWERS: u32 = 16;
+
+/// Whether a program answers single packets at once. Then the acknowledgement waits for its answer and goes with it, so that a peer that
+/// polls until it is acknowledged, and spins on memory after that, finds both by polling: nobody has to be woken any more.
+#[derive(Default)]
+struct Dialogue {
+    /// When a single datagram came, and nothing was posted since.
+    since: Option<Instant>,
+    /// Answers in time, in a row.
+    answers: u32,
+}
+
+impl Dialogue {
+    /// So many datagrams have come. True: acknowledgements shall wait.
+    fn waits(&mut self, now: Instant, datagrams: usize) -> bool {
+        let late = self.since.is_some_and(|at| now.saturating_since(at) > ANSWER);
+        if late || datagrams > 1 {
+            *self = Self::default();
+        }
+        if datagrams == 1 {
+            self.since.get_or_insert(now);
+        }
+        self.since.is_some() && self.answers >= ANSWERS
+    }
+
+    /// The program has posted something.
+    fn answered(&mut self, now: Instant) {
+        if let Some(at) = self.since.take() {
+            let in_time = now.saturating_since(at) <= ANSWER;
+            self.answers = if in_time { self.answers.saturating_add(1) } else { 0 };
+        }
+    }
+}
+
 /// See the module.
 pub(crate) struct Engine {
     pub(crate) port: Port,
@@ -47,6 +84,7 @@ pub(crate) struct Engine {
     /// Something may be to be sent since the last pass ([`Engine::pass_in_program`]).
     owes: bool,
     trickle: Trickle,
+    dialogue: Dialogue,
 }
 
 /// Whether a program that polls finds single datagrams with nothing behind them, as in a ping-pong.
@@ -80,9 +118,14 @@ impl Trickle {
 impl Moves for Engine {
     /// Receives, runs timers that are due when no packet is left that could be what they wait for, and sends.
     fn pass(&mut self, now: Instant) -> bool {
-        let more = self.take_in(now, BUDGET).more;
+        let received = self.take_in(now, BUDGET);
+        if self.dialogue.waits(now, received.datagrams) && self.port.owes_only_acknowledgements() {
+            self.settle_quietly(now);
+            self.wake.set_alarm(now, now + ANSWER);
+            return false;
+        }
         let unsent = self.settle(now);
-        more || unsent
+        received.more || unsent
     }
 
     /// When packets have come nothing is sent in this pass: the program may have data to send that goes out with the
@@ -121,6 +164,7 @@ impl Engine {
             wake,
             owes: false,
             trickle: Trickle::default(),
+            dialogue: Dialogue::default(),
         }
     }
 
@@ -131,6 +175,11 @@ impl Engine {
         let received = self.motor.receive(&mut self.port, now, budget, &stray);
         self.motor.run_timers(&mut self.port, now, received.more);
         received
+    }
+
+    /// A program is about to post something.
+    pub(crate) fn posting(&mut self, now: Instant) {
+        self.dialogue.answered(now);
     }
 
     /// Takes one datagram that did not come through the datapath.
@@ -178,5 +227,61 @@ impl Engine {
         while let Some(event) = self.port.poll_async_event() {
             self.sink.async_event(event);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn us(n: u64) -> Instant {
+        Instant::from_nanos(n * 1000)
+    }
+
+    /// One that has answered so many times in time, the last at 1 ms.
+    fn practised(times: u32) -> Dialogue {
+        let mut dialogue = Dialogue::default();
+        for _ in 0..times {
+            dialogue.waits(us(990), 1);
+            dialogue.answered(us(1000));
+        }
+        dialogue
+    }
+
+    #[test]
+    fn answers_are_waited_for_when_they_have_come_in_time() {
+        let waits = |mut dialogue: Dialogue| dialogue.waits(us(1010), 1);
+        assert!(!waits(practised(ANSWERS - 1)));
+        assert!(waits(practised(ANSWERS)));
+        let mut late = practised(ANSWERS);
+        late.waits(us(2000), 1);
+        late.answered(us(2051));
+        assert!(!waits(late));
+    }
+
+    #[test]
+    fn they_are_waited_for_so_long_and_not_when_much_comes() {
+        let mut dialogue = practised(ANSWERS);
+        assert!(dialogue.waits(us(2000), 1) && dialogue.waits(us(2050), 0));
+        assert!(!dialogue.waits(us(2051), 0), "it has stayed away");
+        assert!(!practised(ANSWERS).waits(us(2000), 2));
+        // What follows does not make it wait longer.
+        let mut dialogue = practised(ANSWERS);
+        assert!(dialogue.waits(us(2000), 1) && dialogue.waits(us(2040), 1));
+        assert!(!dialogue.waits(us(2051), 1));
+    }
+
+    #[test]
+    fn single_datagrams_are_a_trickle_until_two_come_at_once() {
+        let mut trickle = Trickle::default();
+        for _ in 0..Trickle::SURE {
+            assert_eq!(trickle.budget(), BUDGET);
+            trickle.note(1);
+            trickle.note(0);
+        }
+        assert_eq!(trickle.budget(), 1);
+        trickle.note(1);
+        trickle.note(1);
+        assert_eq!(trickle.budget(), BUDGET, "the second one had waited");
     }
 }

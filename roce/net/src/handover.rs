@@ -274,7 +274,8 @@ impl<M: Moves, S: Surroundings> Handover<M, S> {
         if empty == 1 {
             self.habit.returned();
         }
-        if empty == STREAK || (empty > STREAK && !around.standing_back()) {
+        let streak = if self.habit.polls_on() { 1 } else { STREAK };
+        if empty >= streak && !around.standing_back() {
             around.watch(false);
             around.set_alarm(now, now + TAKEOVER);
         }

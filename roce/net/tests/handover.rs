@@ -2,7 +2,7 @@
 //! sleeps for them sleeps for ever (the scheduler reports a deadlock).
 
 #[path = "../src/handover.rs"]
-#[allow(dead_code, reason = "only what the model calls is used")]
+#[allow(dead_code, unreachable_pub, reason = "the crate has more use for it than the model")]
 mod handover;
 
 /// The scheduler's locks and atomics, in the place of the crate's.

@@ -187,6 +187,12 @@ impl Replies {
     }
 
     /// The oldest resource with something to send.
+    /// Whether an ordinary acknowledgement is due, and nothing else.
+    fn only_acknowledges(&self) -> bool {
+        let answers = self.resources.range(self.first_pending.min(self.resources.len())..);
+        self.ack == AckDue::Ack && answers.into_iter().all(|resource| !resource.pending)
+    }
+
     fn next_pending(&mut self) -> Option<&mut Resource> {
         while !self.resources.get(self.first_pending)?.pending {
             self.first_pending += 1;
@@ -281,6 +287,11 @@ impl QueuePair {
     pub(crate) fn may_reply(&self) -> bool {
         use roce_verbs::QpState::{Err, Rtr, Rts, Sqd, Sqe};
         matches!(self.state, Rtr | Rts | Sqd | Sqe) || (self.state == Err && self.resp.closing)
+    }
+
+    /// Whether an acknowledgement is all that it has to send.
+    pub fn owes_only_acknowledgement(&self) -> bool {
+        self.resp.replies.only_acknowledges() && !self.may_request()
     }
 
     /// Sends the acknowledgement that is due, unless it waits.

@@ -227,6 +227,11 @@ impl QueuePair {
         Ok(())
     }
 
+    /// Whether there is a request that may be sent, or is to be sent again.
+    pub(crate) fn may_request(&self) -> bool {
+        self.gate().is_ok() || self.req.probe_due || self.req.recovery.next_lost(self.req.una).is_some()
+    }
+
     /// Why the requester is not sending.
     pub fn wait_reason(&self) -> WaitReason {
         match self.gate() {

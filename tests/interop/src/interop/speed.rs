@@ -70,15 +70,17 @@ struct Load {
 
 impl Load {
     fn name(&self, [client, server]: [Stack; 2]) -> String {
-        let size = match self.bytes {
-            0x10_0000.. => "1 MiB",
-            _ => "64 KiB",
-        };
         let loss = match self.loss {
             "0" => String::new(),
             percent => format!(", {percent} % lost"),
         };
-        format!("{} {size}{loss}, {} to {}", self.what, client.name(), server.name())
+        format!(
+            "{} {} KiB{loss}, {} to {}",
+            self.what,
+            self.bytes >> 10,
+            client.name(),
+            server.name()
+        )
     }
 }
 
@@ -91,9 +93,8 @@ const fn load(program: &'static str, what: &'static str, bytes: u32, loss: &'sta
     }
 }
 
-const LOADS: [Load; 6] = [
+const LOADS: [Load; 5] = [
     load("ib_write_bw", "WRITE", 64 << 10, "0"),
-    load("ib_write_bw", "WRITE", 1 << 20, "0"),
     load("ib_read_bw", "READ", 64 << 10, "0"),
     load("ib_send_bw", "SEND", 64 << 10, "0"),
     load("ib_write_bw", "WRITE", 64 << 10, "1"),
