@@ -18,8 +18,9 @@ const WIDTH: u32 = 900;
 const ROW: u32 = 30;
 /// Above and below the rows.
 const EDGE: u32 = 84;
-/// For the names.
-const NAMES: u32 = 330;
+/// For the names, at least and at most, and what a letter takes.
+const NAMES: (u32, u32) = (330, 560);
+const LETTER: f64 = 6.6;
 
 const REACHED: RGBColor = RGBColor(0x2a, 0x7f, 0x62);
 const MISSED: RGBColor = RGBColor(0xc2, 0x5b, 0x2a);
@@ -36,6 +37,16 @@ pub(crate) fn draw(part: &Part, file: &Path) -> Result<()> {
         .map_err(|e| format!("{}: {e}", file.display()))
 }
 
+fn label(figure: &Figure) -> String {
+    format!("{} / {}", figure.name, figure.beside.name)
+}
+
+/// The width of the column of names.
+fn names(figures: &[Figure]) -> u32 {
+    let letters = figures.iter().map(|f| label(f).chars().count()).max().unwrap_or(0);
+    ((letters as f64 * LETTER) as u32 + 16).clamp(NAMES.0, NAMES.1)
+}
+
 fn rows(area: &DrawingArea<SVGBackend<'_>, Shift>, title: &str, figures: &[Figure]) -> Result<()> {
     let text = |e: &dyn std::fmt::Display| e.to_string();
     area.fill(&WHITE).map_err(|e| text(&e))?;
@@ -49,7 +60,7 @@ fn rows(area: &DrawingArea<SVGBackend<'_>, Shift>, title: &str, figures: &[Figur
         .caption(title, ("sans-serif", 18))
         .margin(10)
         .x_label_area_size(40)
-        .y_label_area_size(NAMES)
+        .y_label_area_size(names(figures))
         .build_cartesian_2d(0.0..most * 1.08, n..0.0)
         .map_err(|e| text(&e))?;
     chart
@@ -59,7 +70,7 @@ fn rows(area: &DrawingArea<SVGBackend<'_>, Shift>, title: &str, figures: &[Figur
         .light_line_style(WHITE)
         .bold_line_style(FAINT)
         .x_labels(9)
-        .x_desc("ratio to what was measured beside it; bars: median, lines: least to most, marks: the aim")
+        .x_desc("ratio to what is beside it; bar: median, line: spread, mark: aim")
         .label_style(("sans-serif", 12, &INK))
         .draw()
         .map_err(|e| text(&e))?;
@@ -82,12 +93,8 @@ fn rows(area: &DrawingArea<SVGBackend<'_>, Shift>, title: &str, figures: &[Figur
             marks.map(|x| PathElement::new([(x, row as f64 + 0.08), (x, row as f64 + 0.92)], INK.stroke_width(2)));
         chart.draw_series(marks).map_err(|e| text(&e))?;
         let (x, y) = chart.backend_coord(&(0.0, middle));
-        let label = Text::new(
-            format!("{} / {}", figure.name, figure.beside.name),
-            (x - 8, y),
-            name_style.clone(),
-        );
-        area.draw(&label).map_err(|e| text(&e))?;
+        let name = Text::new(label(figure), (x - 8, y), name_style.clone());
+        area.draw(&name).map_err(|e| text(&e))?;
     }
     Ok(())
 }
