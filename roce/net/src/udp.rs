@@ -467,8 +467,8 @@ impl Receiver<'_> {
     fn receive(&mut self, inlet: &Inlet<'_>, budget: usize, handle: &mut dyn FnMut(&Datagram<'_>)) -> Received {
         let (mut datagrams, mut packets) = (0, 0);
         while packets < budget {
-            // Looking for a second one costs as much as finding that there is none.
-            let asked = if budget == 1 { 1 } else { *self.vlen };
+            // Looking for a further one costs as much as finding that there is none.
+            let asked = (*self.vlen).min(budget);
             let got = match self.ring.receive(inlet.socket, asked) {
                 Ok(n) => n,
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => 0,

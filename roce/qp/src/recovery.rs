@@ -98,6 +98,20 @@ impl Recovery {
             .unwrap_or(Mark::Flying)
     }
 
+    /// Where a run of numbers with such marks ends that begins at `from`, `to` at the latest.
+    pub(crate) fn run_end(&self, from: Seq, to: Seq, is: impl Fn(Mark) -> bool) -> Seq {
+        // From here on all are flying.
+        let unknown = self.base.map_or(from, |base| base.plus(self.marks.len() as u64));
+        let mut seq = from;
+        while seq < to && is(self.mark(seq)) {
+            if seq >= unknown {
+                return to;
+            }
+            seq = seq.plus(1);
+        }
+        seq
+    }
+
     fn set(&mut self, seq: Seq, to: Mark, changed: &mut impl FnMut(Change)) {
         let Some(base) = self.base else { return };
         let index = seq.since(base) as usize;

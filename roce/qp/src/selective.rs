@@ -192,20 +192,13 @@ impl QueuePair {
 
     /// The first number of `from..to` whose answer has not come.
     pub(crate) fn first_unanswered(&self, from: Seq, to: Seq) -> Option<Seq> {
-        let mut seq = from;
-        while seq < to && self.req.recovery.mark(seq) == Mark::Answered {
-            seq = seq.plus(1);
-        }
+        let seq = self.req.recovery.run_end(from, to, |mark| mark == Mark::Answered);
         (seq < to).then_some(seq)
     }
 
     /// The first number of `from..to` whose answer has come; else `to`.
     pub(crate) fn first_answered(&self, from: Seq, to: Seq) -> Seq {
-        let mut seq = from;
-        while seq < to && self.req.recovery.mark(seq) != Mark::Answered {
-            seq = seq.plus(1);
-        }
-        seq
+        self.req.recovery.run_end(from, to, |mark| mark != Mark::Answered)
     }
 
     /// Whether an answer comes before others that are missing, and is worth keeping.
@@ -257,10 +250,11 @@ impl QueuePair {
         while self.is_sending() && self.req.recovery.is_active() {
             let una = self.req.una;
             let implied = self.req.implied.min(self.req.next);
-            let mut to = self.response_before(implied).unwrap_or(implied).max(una);
-            while to < self.req.next && self.req.recovery.mark(to) == Mark::Answered {
-                to = to.plus(1);
-            }
+            let to = self.response_before(implied).unwrap_or(implied).max(una);
+            let to = self
+                .req
+                .recovery
+                .run_end(to, self.req.next, |mark| mark == Mark::Answered);
             if to == una {
                 return;
             }
@@ -419,11 +413,7 @@ impl QueuePair {
             return end;
         }
         let most = (ctx.window.read_limit() / (self.mtu + PACKET_OVERHEAD)).max(1) as u64;
-        let mut to = seq;
-        while to < at.min(seq.plus(most)) && recovery.mark(to) == Mark::Lost {
-            to = to.plus(1);
-        }
-        to
+        recovery.run_end(seq, at.min(seq.plus(most)), |mark| mark == Mark::Lost)
     }
 }
 
