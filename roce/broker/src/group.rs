@@ -34,14 +34,9 @@ const IPV6_MULTICAST_ALL: i32 = 29;
 /// Why there is no group.
 #[derive(Debug, thiserror::Error)]
 pub enum GroupError {
-    /// Somebody else has the port.
-    #[error("UDP port {ROCE_UDP_PORT} of {addr} is taken: {holder}")]
-    Taken {
-        /// The address.
-        addr: IpAddr,
-        /// Who, and what to do.
-        holder: String,
-    },
+    /// Somebody else has the port of this address.
+    #[error("UDP port {ROCE_UDP_PORT} of {0} is taken")]
+    Taken(IpAddr),
     /// The address is no interface's.
     #[error("{0} is not an address of this host (`ip addr` lists them)")]
     NotLocal(IpAddr),
@@ -53,6 +48,16 @@ pub enum GroupError {
         /// What the system said.
         source: io::Error,
     },
+}
+
+impl GroupError {
+    /// For a user. Who has the port is looked for in all processes, which takes long.
+    pub fn explain(&self) -> String {
+        match self {
+            Self::Taken(addr) => format!("{self}: {}", holder::explain(*addr, ROCE_UDP_PORT)),
+            _ => self.to_string(),
+        }
+    }
 }
 
 fn context(context: &'static str) -> impl Fn(io::Error) -> GroupError {
@@ -400,10 +405,7 @@ fn check_free(addr: IpAddr, beside: &[IpAddr]) -> Result<(), GroupError> {
         .find(|other| overlaps(other) && !beside.contains(other))
     {
         None => Ok(()),
-        Some(other) => Err(GroupError::Taken {
-            addr: other,
-            holder: holder::explain(other, ROCE_UDP_PORT),
-        }),
+        Some(other) => Err(GroupError::Taken(other)),
     }
 }
 
@@ -477,10 +479,7 @@ fn make(addr: IpAddr, shared: bool) -> Result<Socket, GroupError> {
 fn bind_to(socket: &Socket, addr: IpAddr) -> Result<(), GroupError> {
     let at = iface::scoped(addr, ROCE_UDP_PORT);
     socket.bind(&at.into()).map_err(|e| match e.kind() {
-        io::ErrorKind::AddrInUse => GroupError::Taken {
-            addr,
-            holder: holder::explain(addr, ROCE_UDP_PORT),
-        },
+        io::ErrorKind::AddrInUse => GroupError::Taken(addr),
         io::ErrorKind::AddrNotAvailable => GroupError::NotLocal(addr),
         _ => context("binding a UDP socket")(e),
     })
@@ -514,7 +513,7 @@ mod tests {
         let addr: IpAddr = addr.parse().unwrap();
         let group = Group::open(addr, Steering::Index, &[]).unwrap();
         assert!(
-            matches!(Group::open(addr, Steering::Index, &[]), Err(GroupError::Taken { .. })),
+            matches!(Group::open(addr, Steering::Index, &[]), Err(GroupError::Taken(_))),
             "there is one already"
         );
         let take = |group: &Group, slot| blocking(group.take(place(slot)).unwrap());

@@ -1,7 +1,7 @@
 //! Who holds a UDP port.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fs, io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
     path::Path,
@@ -20,9 +20,10 @@ pub struct Holder {
 /// not there.
 pub fn port_holders(addr: IpAddr, port: u16) -> Vec<Holder> {
     let sockets = read_twice(|table| sockets_in_the_way(table, addr, port)).unwrap_or_default();
+    let owners = processes_with(&sockets.iter().map(|(_, inode)| *inode).collect());
     let holders = sockets.into_iter().map(|(addr, inode)| Holder {
         addr,
-        process: process_with_socket(inode),
+        process: owners.get(&inode).cloned(),
     });
     holders.collect()
 }
@@ -99,22 +100,33 @@ fn parse_addr(hex: &str) -> Option<IpAddr> {
     }
 }
 
-fn process_with_socket(inode: u64) -> Option<(u32, String)> {
-    let wanted = format!("socket:[{inode}]");
-    let pids = fs::read_dir("/proc").ok()?.flatten();
-    for pid in pids.filter_map(|e| e.file_name().to_str()?.parse::<u32>().ok()) {
-        let Ok(fds) = fs::read_dir(format!("/proc/{pid}/fd")) else {
-            continue;
-        };
-        if fds
-            .flatten()
-            .any(|fd| fs::read_link(fd.path()).is_ok_and(|l| l.as_os_str() == wanted.as_str()))
-        {
+/// A process that has each of these sockets, for those that can be seen: a descriptor that is under way in a message is no
+/// process's.
+fn processes_with(inodes: &BTreeSet<u64>) -> BTreeMap<u64, (u32, String)> {
+    let mut owners = BTreeMap::new();
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    for pid in processes.filter_map(|e| e.file_name().to_str()?.parse::<u32>().ok()) {
+        if owners.len() == inodes.len() {
+            break;
+        }
+        let fds = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+        let has: BTreeSet<u64> = fds
+            .filter_map(|fd| socket_inode(&fs::read_link(fd.path()).ok()?))
+            .filter(|inode| inodes.contains(inode))
+            .collect();
+        if !has.is_empty() {
             let comm = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-            return Some((pid, comm.trim().to_owned()));
+            for inode in has {
+                owners.entry(inode).or_insert_with(|| (pid, comm.trim().to_owned()));
+            }
         }
     }
-    None
+    owners
+}
+
+/// Of what a descriptor of a socket is shown as: `socket:[INODE]`.
+fn socket_inode(link: &Path) -> Option<u64> {
+    link.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()
 }
 
 /// A sentence about who holds the port at this address, and what to do. This process itself is not meant unless there is

@@ -62,13 +62,13 @@ impl Broker {
             match present.map_or_else(|| self.open_group(*one, uid), Ok) {
                 Ok(key) => groups.push(key),
                 // Sockets that came with a request do not wait with it.
-                Err(GroupError::Taken { .. }) if self.is_settling(now()) && sockets.is_empty() => {
+                Err(GroupError::Taken(_)) if self.is_settling(now()) && sockets.is_empty() => {
                     return Outcome::Later;
                 }
                 // A host without IPv6 still has the other half of the unspecified address.
                 Err(GroupError::Io { source, .. })
                     if wanted.len() > 1 && source.raw_os_error() == Some(libc::EAFNOSUPPORT) => {}
-                Err(e) => return refused(Refusal::Address, e.to_string()),
+                Err(e) => return refused(Refusal::Address, e.explain()),
             }
         }
         let mut served = None;
