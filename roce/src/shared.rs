@@ -91,7 +91,8 @@ pub(crate) fn report(addrs: &[IpAddr], mtu: Mtu, queue_pairs: usize, counters: [
 impl DeviceInner {
     /// What other processes may know about the device.
     pub(crate) fn report(&self) -> Report {
-        let queue_pairs = self.driver.with_quiet(|port, _| port.queue_pairs()).unwrap_or(0);
+        // A process that ends is asked for its last report: with this call goes what its queue pairs owe.
+        let queue_pairs = self.driver.with(|port, _| port.queue_pairs()).unwrap_or(0);
         report(&[self.addr], self.mtu, queue_pairs, self.hw_counters())
     }
 }

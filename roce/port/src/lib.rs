@@ -18,6 +18,7 @@ mod counters;
 mod gso;
 mod ident;
 mod mcast;
+mod parting;
 mod peer;
 mod port;
 mod qpn;

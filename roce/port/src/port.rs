@@ -26,6 +26,7 @@ use crate::{
     connect::{Conn, Keepers, PortCmEvent},
     counters::PortCounters,
     mcast::Groups,
+    parting::Parting,
     peer::{PeerKey, Peers},
     qpn::QpnTable,
     timers::TimerHeap,
@@ -72,6 +73,8 @@ pub struct Port {
     pub(crate) paces: FreePaces,
     /// Queue pairs that have to tell their peers of congestion.
     pub(crate) notifications: VecDeque<Qpn>,
+    /// What queue pairs that stopped have left to say.
+    pub(crate) partings: VecDeque<Parting>,
     /// Queue pairs that may have something to send, next one first.
     pub(crate) ready: VecDeque<Qpn>,
     pub(crate) timers: TimerHeap,
@@ -143,6 +146,7 @@ impl Port {
             spare_window: Window::new(config.window),
             paces: FreePaces::new(config.unreliable_rate),
             notifications: VecDeque::new(),
+            partings: VecDeque::new(),
             ready: VecDeque::new(),
             timers: TimerHeap::default(),
             cm,
@@ -237,6 +241,7 @@ impl Port {
     pub fn destroy_qp(&mut self, now: Instant, qpn: Qpn) -> Result<(), VerbsError> {
         self.now = now;
         let slot = self.slot(qpn)?;
+        self.part(slot);
         self.with_qp(now, slot, |qp, ctx| qp.destroy(ctx));
         self.groups.forget(qpn);
         self.qpns.remove(now, qpn);
@@ -267,6 +272,9 @@ impl Port {
             // A queue pair gets its path together with its path MTU; later it may get one of them alone.
             let av = attr.av.or_else(|| self.qps[slot].qp.remote().map(|(av, _)| av));
             self.check_mtu(mtu, av.map(|av| av.local))?;
+        }
+        if matches!(attr.state, Some(QpState::Reset | QpState::Err)) {
+            self.part(slot);
         }
         self.with_qp(now, slot, |qp, ctx| qp.modify(ctx, &attr))
             .map_err(|e| VerbsError::State(e.to_string()))?;

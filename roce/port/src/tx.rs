@@ -31,6 +31,10 @@ impl Port {
     /// Stages what there is to send behind what the batch holds already. True: the batch is full and more is waiting.
     pub fn poll_transmit(&mut self, now: Instant, batch: &mut TxBatch) -> bool {
         self.now = now;
+        // Before a request to disconnect: what it overtakes fails at the peer.
+        if !self.stage_partings(batch) {
+            return true;
+        }
         loop {
             if !batch.has_room(MAD_PACKET_LEN) {
                 return true;

@@ -186,13 +186,13 @@ impl Replies {
         }
     }
 
-    /// The oldest resource with something to send.
     /// Whether an ordinary acknowledgement is due, and nothing else.
     fn only_acknowledges(&self) -> bool {
         let answers = self.resources.range(self.first_pending.min(self.resources.len())..);
         self.ack == AckDue::Ack && answers.into_iter().all(|resource| !resource.pending)
     }
 
+    /// The oldest resource with something to send.
     fn next_pending(&mut self) -> Option<&mut Resource> {
         while !self.resources.get(self.first_pending)?.pending {
             self.first_pending += 1;
@@ -292,6 +292,13 @@ impl QueuePair {
     /// Whether an acknowledgement is all that it has to send.
     pub fn owes_only_acknowledgement(&self) -> bool {
         self.resp.replies.only_acknowledges() && !self.may_request()
+    }
+
+    /// Sends the acknowledgement that is due even if it waits: the queue pair is about to stop, and the peer is not to send again, and
+    /// give up in the end, what has been completed here.
+    pub fn acknowledge_at_last(&mut self, tx: &mut impl TxSink) {
+        self.resp.replies.held_until = None;
+        self.transmit_ack(tx);
     }
 
     /// Sends the acknowledgement that is due, unless it waits.

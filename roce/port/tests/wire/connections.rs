@@ -61,6 +61,21 @@ fn established() -> (Host, Host, [Qpn; 2], [ConnId; 2]) {
 }
 
 #[test]
+fn what_was_received_is_acknowledged_before_the_disconnect() {
+    let (mut a, mut b, [qa, qb], [_, cb]) = established();
+    let (src, dst) = (a.region(3000), b.region(3000));
+    b.receive(qb, 7, &dst);
+    a.send(qa, 1, SendOp::Send, &src, 3000);
+    a.take().iter().for_each(|d| b.give(d));
+    assert!(b.completions()[0].is_ok());
+    b.port.cm_disconnect(b.now, cb);
+    exchange(&mut a, &mut b);
+    assert_eq!(a.port.qp_state(qa), Some(QpState::Err));
+    let done = a.completions();
+    assert!(matches!(&done[..], [one] if one.is_ok()), "{done:?}");
+}
+
+#[test]
 fn connected_queue_pairs_carry_data_and_disconnect_flushes_them() {
     let (mut a, mut b, [qa, qb], [ca, cb]) = established();
     let (src, dst) = (a.region(3000), b.region(3000));

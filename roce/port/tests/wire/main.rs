@@ -6,6 +6,7 @@ mod datagrams;
 mod drops;
 mod hostile;
 mod marks;
+mod parting;
 mod segmentation;
 mod strangers;
 mod traffic;

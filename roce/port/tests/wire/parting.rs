@@ -1,0 +1,74 @@
+//! What a queue pair owes its peer when it stops: work that one end has completed does not fail at the other.
+
+use roce_port::Port;
+use roce_verbs::SendOp;
+
+use crate::*;
+
+/// A message from `a` that `b` has got, and not acknowledged yet.
+fn received() -> (Host, Host, Qpn) {
+    let (mut a, mut b, qa, qb) = pair();
+    let (src, dst) = (a.region(3000), b.region(3000));
+    b.receive(qb, 7, &dst);
+    a.send(qa, 1, SendOp::Send, &src, 3000);
+    a.take().iter().for_each(|d| b.give(d));
+    assert!(b.completions()[0].is_ok());
+    (a, b, qb)
+}
+
+fn to_state(state: QpState) -> impl Fn(&mut Port, Instant, Qpn) {
+    move |port, now, qpn| {
+        let attr = QpAttr {
+            state: Some(state),
+            ..QpAttr::default()
+        };
+        port.modify_qp(now, qpn, &attr).unwrap();
+    }
+}
+
+#[test]
+fn what_was_received_is_acknowledged_however_the_queue_pair_stops() {
+    let destroy = |port: &mut Port, now, qpn| port.destroy_qp(now, qpn).unwrap();
+    let error_and_destroy = |port: &mut Port, now, qpn| {
+        to_state(QpState::Err)(port, now, qpn);
+        destroy(port, now, qpn);
+    };
+    let ways: [(&str, &dyn Fn(&mut Port, Instant, Qpn)); 4] = [
+        ("destroyed", &destroy),
+        ("reset", &to_state(QpState::Reset)),
+        ("error", &to_state(QpState::Err)),
+        ("error and destroyed", &error_and_destroy),
+    ];
+    for (name, stop) in ways {
+        let (mut a, mut b, qb) = received();
+        stop(&mut b.port, b.now, qb);
+        let said = b.take();
+        assert_eq!(said.iter().map(|d| d.segments).sum::<usize>(), 1, "{name}");
+        said.iter().for_each(|d| a.give(d));
+        let done = a.completions();
+        assert!(matches!(&done[..], [one] if one.is_ok()), "{name}: {done:?}");
+        // Nothing was due any more.
+        assert!(b.take().is_empty(), "{name}");
+    }
+}
+
+#[test]
+fn a_queue_pair_that_owes_nothing_says_nothing() {
+    let (mut a, mut b, qb) = received();
+    exchange(&mut a, &mut b);
+    assert!(a.completions()[0].is_ok());
+    b.port.destroy_qp(b.now, qb).unwrap();
+    assert!(b.take().is_empty());
+}
+
+#[test]
+fn a_read_that_is_not_answered_yet_is_not_acknowledged_either() {
+    let (mut a, mut b, qa, qb) = pair();
+    let (src, dst) = (a.region(3000), b.region(3000));
+    a.send(qa, 1, SendOp::Read(remote(&dst)), &src, 3000);
+    a.send(qa, 2, SendOp::Write(remote(&dst)), &src, 3000);
+    a.take().iter().for_each(|d| b.give(d));
+    b.port.destroy_qp(b.now, qb).unwrap();
+    b.take().iter().for_each(|d| a.give(d));
+    assert!(a.completions().is_empty());
+}
