@@ -36,6 +36,8 @@ pub struct PortConfig {
     pub min_rnr_timer: RnrTimer,
     /// How long a queue pair's acknowledgement may wait for a request that it can go with. Zero: it goes at once.
     pub ack_hold: Duration,
+    /// Keep packets beyond a gap also of peers that do not know of it.
+    pub keeps_packets: bool,
     /// Packets that one queue pair may stage before it is the next one's turn.
     pub turn_packets: usize,
     /// UDP source ports that the datapath can send from; the queue pair numbers (or the path's own wish) choose among
@@ -58,6 +60,7 @@ impl PortConfig {
             // 0.64 ms: the receiver is a program that is late, not one that is away.
             min_rnr_timer: RnrTimer::new(12),
             ack_hold: Duration::ZERO,
+            keeps_packets: true,
             turn_packets: 64,
             src_ports: Vec::new(),
         }

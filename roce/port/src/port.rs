@@ -278,8 +278,13 @@ impl Port {
         }
         self.with_qp(now, slot, |qp, ctx| qp.modify(ctx, &attr))
             .map_err(|e| VerbsError::State(e.to_string()))?;
-        if attr.state == Some(QpState::Rtr) && self.raw_peer_keeps_packets(slot) {
-            self.keep_packets(slot);
+        if attr.state == Some(QpState::Rtr) {
+            if self.config.keeps_packets {
+                self.qps[slot].qp.keep_quietly(&self.kept);
+            }
+            if self.raw_peer_keeps_packets(slot) {
+                self.keep_packets(slot);
+            }
         }
         self.follow_path(slot);
         self.after_step(slot, 0);

@@ -107,10 +107,19 @@ impl QueuePair {
     /// on, in this memory. To be called in RTR; of reliable connections.
     pub fn keep_packets(&mut self, budget: &Arc<KeptBudget>) {
         self.selective = self.config.qp_type == QpType::Rc && self.state == QpState::Rtr;
-        self.resp.kept = self.selective.then(|| Box::new(KeptPackets::new(budget.clone())));
+        if self.selective {
+            self.keep_quietly(budget);
+        }
     }
 
-    /// Whether it does.
+    /// Keeps packets beyond a gap, in this memory, and does not tell: nothing is known of the peer, which goes back. What it loses
+    /// once more, of what it sends again, does no harm if it was kept. To be called in RTR.
+    pub fn keep_quietly(&mut self, budget: &Arc<KeptBudget>) {
+        let keeps = self.reliable && self.state == QpState::Rtr;
+        self.resp.kept = keeps.then(|| Box::new(KeptPackets::new(budget.clone())));
+    }
+
+    /// Whether both ends do, and tell.
     pub fn keeps_packets(&self) -> bool {
         self.selective
     }

@@ -316,7 +316,9 @@ impl QueuePair {
             self.resp.msn
         };
         let sent = match (syndrome, &self.resp.kept) {
-            (Syndrome::Ack(_), Some(kept)) if !kept.is_empty() => self.emit_selective(seq, Aeth { syndrome, msn }, tx),
+            (Syndrome::Ack(_), Some(kept)) if self.selective && !kept.is_empty() => {
+                self.emit_selective(seq, Aeth { syndrome, msn }, tx)
+            }
             _ => self.emit_ack(seq, Aeth { syndrome, msn }, tx),
         };
         if !sent {

@@ -10,7 +10,7 @@ use roce_verbs::{AccessFlags, AsyncEvent, Completion, QpState, RKey, WcFlags, Wc
 
 use crate::{
     ctx::Ctx,
-    kept::KeptPackets,
+    kept::{Kept, KeptPackets},
     qp::QueuePair,
     recvq::ActiveRecv,
     replies::{AckDue, ReadReply, Replies, Resource, Work},
@@ -60,7 +60,7 @@ pub(crate) struct Responder {
     /// In error, with a refusal still to be sent.
     pub(crate) closing: bool,
     pub(crate) replies: Replies,
-    /// Packets beyond a gap, if the peer knows what to make of that.
+    /// Packets beyond a gap.
     pub(crate) kept: Option<Box<KeptPackets>>,
 }
 
@@ -178,7 +178,7 @@ impl QueuePair {
         let Some(seq) = self.chk_psn(ctx, packet) else { return };
         self.note_established(ctx);
         match self.process(ctx, seq, packet) {
-            Ok(()) => self.process_kept(ctx),
+            Ok(()) => self.process_kept(ctx, seq),
             Err(refusal) => self.refuse(ctx, seq, refusal),
         }
         self.settle(ctx);
@@ -198,43 +198,66 @@ impl QueuePair {
         Ok(())
     }
 
-    /// Goes on with what was kept, if the packet that has just been executed was what it waited for.
-    fn process_kept(&mut self, ctx: &mut Ctx<'_>) {
+    /// Goes on with what was kept, if `closing`, which has just been executed, was what it waited for.
+    fn process_kept(&mut self, ctx: &mut Ctx<'_>, closing: Seq) {
         if self.resp.kept.as_ref().is_none_or(|kept| kept.is_empty()) {
             return;
         }
-        loop {
-            let expected = self.resp.expected;
-            let takes = self.takes_requests();
-            let Some(all) = self.resp.kept.as_mut().filter(|_| takes) else {
-                return;
-            };
-            let Some(kept) = all.take(expected) else { break };
-            match self.process(ctx, expected, &kept.packet()) {
-                Ok(()) => {}
-                Err(refusal) => {
-                    if let Some(all) = self.resp.kept.as_mut().filter(|_| refusal == Refusal::NoReceive) {
-                        all.put_back(expected, kept);
-                    }
-                    self.refuse(ctx, expected, refusal);
-                    break;
-                }
-            }
-        }
+        let refused = self.execute_kept(ctx);
         let expected = self.resp.expected;
+        let Some(all) = &mut self.resp.kept else { return };
+        match refused {
+            // It comes again, and is refused in its turn.
+            Some((Refusal::NoReceive, _)) if !self.selective => {}
+            Some((refusal, kept)) => {
+                if refusal == Refusal::NoReceive {
+                    all.put_back(expected, kept);
+                }
+                self.refuse(ctx, expected, refusal);
+            }
+            None => {}
+        }
         if let Some(kept) = &mut self.resp.kept {
             kept.advance(expected);
         }
-        // The peer waits for the word that the gap is closed, and where the next one is.
-        if !matches!(self.resp.replies.ack, AckDue::Refuse(..)) {
-            self.resp.replies.ack_due(ctx, Duration::ZERO);
+        let replies = &mut self.resp.replies;
+        match (self.selective, replies.ack) {
+            (_, AckDue::Refuse(..)) => {}
+            // The peer waits for the word that the gap is closed, and where the next one is.
+            (true, _) => replies.ack_due(ctx, Duration::ZERO),
+            // It is told no more than it has sent again: rdma_rxe takes a number beyond for progress of the message that it is
+            // repeating, and when that times out goes on behind the message's end (`check_psn` in `rxe_comp.c`, `req_retry` in
+            // `rxe_req.c`).
+            (false, AckDue::Ack) => replies.say_at_once(AckDue::Again(closing)),
+            (false, _) => {}
         }
     }
 
-    /// Keeps a packet beyond a gap, and tells the peer, which sends what is missing. `false`: the peer knows nothing of that.
+    /// Executes what was kept up to the next gap, or to a packet that is refused; returns that.
+    fn execute_kept(&mut self, ctx: &mut Ctx<'_>) -> Option<(Refusal, Kept)> {
+        while self.takes_requests() {
+            let expected = self.resp.expected;
+            let kept = self.resp.kept.as_mut()?.take(expected)?;
+            if let Err(refusal) = self.process(ctx, expected, &kept.packet()) {
+                return Some((refusal, kept));
+            }
+        }
+        None
+    }
+
+    /// Keeps a packet beyond a gap. True: the peer knows of that, is told, and sends what is missing.
     fn keep(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> bool {
         let (expected, mtu) = (self.resp.expected, self.mtu);
-        let Some(kept) = &mut self.resp.kept else { return false };
+        // Answers to what the peer has yet to send again would be an acknowledgement that goes beyond that.
+        let is_simple = matches!(packet.header.bth.opcode.info().class, Class::Send | Class::Write);
+        let takes = self.selective || (is_simple && self.expects(packet));
+        let Some(kept) = self.resp.kept.as_mut().filter(|_| takes) else {
+            return false;
+        };
+        if !self.selective {
+            kept.keep(expected, seq, packet, mtu);
+            return false;
+        }
         match kept.keep(expected, seq, packet, mtu) {
             true => ctx.counters.out_of_seq_request += 1,
             false => ctx.counters.dropped_requests += 1,
@@ -684,7 +707,7 @@ impl QueuePair {
     fn duplicate(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) {
         match packet.header.bth.opcode.info().class {
             // It knows better than to wait for the acknowledgement of just that.
-            Class::Send | Class::Write if self.resp.kept.is_some() => self.resp.replies.ack_due(ctx, Duration::ZERO),
+            Class::Send | Class::Write if self.selective => self.resp.replies.ack_due(ctx, Duration::ZERO),
             Class::Send | Class::Write => self.resp.replies.ack_again(ctx, seq),
             Class::ReadRequest => self.duplicate_read(ctx, seq, packet),
             class @ (Class::Atomic | Class::AtomicWrite | Class::Flush) => {
@@ -737,7 +760,7 @@ impl QueuePair {
             }
             return;
         };
-        let keeps = self.resp.kept.is_some();
+        let keeps = self.selective;
         if let Some(Resource {
             work: Work::Read(read),
             pending,

@@ -217,6 +217,8 @@ fn make_port(
     config.window = plan.window;
     config.turn_packets = plan.turn_packets;
     config.ack_hold = plan.ack_hold;
+    // Of those that don't tell some keep packets all the same.
+    config.keeps_packets = plan.keeps || index % 2 == 1;
     if plan.tight {
         narrow(&mut config.cm);
     }

@@ -43,6 +43,8 @@ pub(crate) struct Setup {
     pub(crate) max_msg_size: u32,
     /// Both keep packets beyond a gap and say which.
     pub(crate) keeps: bool,
+    /// Both keep packets beyond a gap and don't tell.
+    pub(crate) quiet: bool,
 }
 
 impl Default for Setup {
@@ -66,6 +68,7 @@ impl Default for Setup {
             cqe: 4096,
             max_msg_size: 1 << 31,
             keeps: false,
+            quiet: false,
         }
     }
 }
@@ -200,6 +203,9 @@ impl Side {
         }
         if setup.keeps {
             self.qp.keep_packets(&Arc::new(KeptBudget::default()));
+        }
+        if setup.quiet {
+            self.qp.keep_quietly(&Arc::new(KeptBudget::default()));
         }
     }
 

@@ -11,6 +11,7 @@ mod hostile;
 mod lifecycle;
 mod memory_placement;
 mod operations;
+mod quiet;
 mod recovery;
 mod refusals;
 mod selective;
