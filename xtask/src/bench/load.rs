@@ -124,7 +124,7 @@ fn run_fio(uri: &str, pattern: &str, block: u32, depth: u32, seconds: f64) -> Re
 }
 
 /// fio says other things too before its JSON.
-fn parse_fio(text: &str) -> Result<Figures> {
+pub(super) fn parse_fio(text: &str) -> Result<Figures> {
     let fail = || format!("fio printed no figures\n{text}");
     let json = text.find("\n{").map_or(text, |at| &text[at..]);
     let json: Value = serde_json::from_str(json.trim()).map_err(|e| format!("{}{e}", fail()))?;

@@ -59,6 +59,25 @@ pub(super) fn instructions(args: &PageArgs, scratch: &Path) -> Result<Vec<Figure
     Ok(figures)
 }
 
+/// What a connected queue pair takes while nothing happens, in KiB.
+pub(super) fn idle() -> Result<Figure> {
+    cargo::run(&["build", "-p", "roce-port", "--example", "idle", "--release"])?;
+    let program = cargo::target_dir()?.join("release/examples/idle");
+    let output = process::capture("idle", &mut process::command(program))?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let bytes: f64 = text.trim().parse().map_err(|e| format!("{text}: {e}"))?;
+    Ok(Figure {
+        name: "memory of an idle queue pair and its connection".into(),
+        unit: "KiB",
+        ours: vec![bytes / 1024.0],
+        beside: Series {
+            name: "what is allowed".into(),
+            values: vec![4.0],
+        },
+        aim: Aim::AtMost(1.0),
+    })
+}
+
 /// Instructions that a run takes.
 fn collected(program: &Path, load: &str, bytes: u32, count: u32, scratch: &Path) -> Result<f64> {
     let mut command = process::command("valgrind");

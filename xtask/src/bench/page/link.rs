@@ -1,4 +1,4 @@
-//! A slow link between two network namespaces: losses, and who gets how much of it.
+//! A slow link between two network namespaces: losses, a disk behind it, and who gets how much of it.
 
 use std::path::{Path, PathBuf};
 
@@ -10,7 +10,9 @@ use super::{
     transport::json_lines,
 };
 use crate::{
-    Result, process,
+    Result,
+    bench::{MIB, NEEDED, fill, load::parse_fio},
+    process,
     tools::{self, Tool},
 };
 
@@ -27,6 +29,9 @@ const LOSSES: [(&str, &str, f64); 4] = [
     ("3 %", "0.03", 0.6),
     ("10 %", "0.1", 0.2),
 ];
+
+/// Where what is sent again is counted.
+const REPAIRED: (&str, &str) = ("WRITE", "2 ms");
 
 pub(super) struct Programs {
     pub(super) ferroce: PathBuf,
@@ -47,10 +52,14 @@ impl Programs {
         format!("{ferroce} bench {operation} --connect {to} --local {from} --seconds {seconds} --json -q")
     }
 
-    /// Runs a command at either end; returns the JSON that they print.
+    /// Runs a command at either end; returns the JSON that they print, and the wire.
     fn run(&self, delay: &str, loss: &str, first: &str, second: &str) -> Result<Vec<Value>> {
+        self.run_at(RATE, delay, loss, first, second)
+    }
+
+    fn run_at(&self, rate: &str, delay: &str, loss: &str, first: &str, second: &str) -> Result<Vec<Value>> {
         let mut command = process::command(&self.wire);
-        command.args(["--rate", RATE, "--queue", QUEUE, "--mtu", "4200"]);
+        command.args(["--rate", rate, "--queue", QUEUE, "--mtu", "4200"]);
         command.args(["--delay", delay, "--loss", loss, first, second]);
         let output = process::capture("ferroce-wire", &mut command)?;
         Ok(json_lines(&String::from_utf8_lossy(&output.stdout)))
@@ -79,6 +88,16 @@ fn one(got: Vec<f64>) -> Result<f64> {
         .ok_or_else(|| "ferroce bench said nothing on the wire".to_owned())
 }
 
+/// How many packets ours has sent again, and how many of its packets the wire has lost.
+fn repairs(lines: &[Value]) -> Result<(f64, f64)> {
+    let resent = lines.iter().find_map(|l| l.get("retransmits")?.as_f64());
+    let wire = lines.iter().find(|l| l["from"] == 2);
+    let lost = wire.and_then(|l| l["lost"].as_f64());
+    resent
+        .zip(lost)
+        .ok_or_else(|| "neither ferroce bench nor the wire says what was lost".to_owned())
+}
+
 /// 1 MiB WRITEs with losses, and on one of the links READs, beside the same without.
 pub(super) fn loss(programs: &Programs, args: &PageArgs) -> Result<Vec<Figure>> {
     let mut columns = Columns::default();
@@ -95,6 +114,11 @@ pub(super) fn loss(programs: &Programs, args: &PageArgs) -> Result<Vec<Figure>> 
             for (percent, loss, _) in LOSSES {
                 let lossy = programs.run(delay, loss, &listen, &connect)?;
                 columns.add(&format!("{name}, {round_trip}, {percent}"), one(goodputs(&lossy))?);
+                if (*name, *round_trip) == REPAIRED {
+                    let (resent, lost) = repairs(&lossy)?;
+                    columns.add(&format!("packets sent again at {percent}"), resent);
+                    columns.add(&format!("lost at {percent}"), lost);
+                }
             }
         }
     }
@@ -106,7 +130,81 @@ pub(super) fn loss(programs: &Programs, args: &PageArgs) -> Result<Vec<Figure>> 
         let link = format!("{name}, {round_trip}");
         LOSSES.map(|loss| figure(&link, loss))
     };
-    Ok(links.iter().flat_map(of).collect())
+    let repaired = |(percent, ..): (&str, &str, f64)| {
+        let (resent, lost) = (format!("packets sent again at {percent}"), format!("lost at {percent}"));
+        let name = format!("{}, {}: {resent}", REPAIRED.0, REPAIRED.1);
+        Figure {
+            name,
+            ..columns.figure("", "", &resent, &lost, Aim::AtMost(1.5))
+        }
+    };
+    Ok(links.iter().flat_map(of).chain(LOSSES.map(repaired)).collect())
+}
+
+/// A mapped device, and others, on a link of 5 Gb/s: MB/s, and milliseconds that a packet takes.
+const DISK_RATE: &str = "625";
+const DISK_DELAY: &str = "0.2";
+const DISK_LOSSES: [(&str, &str); 2] = [("no loss", "0"), ("1 %", "0.01")];
+
+/// 128 KiB reads of a disk at the other end, by RNBD and by nbdkit over TCP.
+pub(super) fn disk(programs: &Programs, args: &PageArgs, scratch: &Path) -> Result<Vec<Figure>> {
+    tools::ensure(&NEEDED)?;
+    let (image, report, socket) = (
+        scratch.join("disk.img"),
+        scratch.join("fio.json"),
+        scratch.join("disk.sock"),
+    );
+    fill(&image, 64 * MIB)?;
+    let (image, socket) = (image.display(), socket.display());
+    let ferroce = format!("FERROCE_BROKER=off {}", programs.ferroce.display());
+    let nbdkit = format!("nbdkit -f -i 10.81.0.1 -p 10809 file {image}");
+    let local = format!("nbd+unix:///?socket={socket}");
+    let behind = |hop: &str, uri: &str| {
+        let fio = format!(
+            "fio --name=load --ioengine=nbd --time_based --rw=read --bs=128k --iodepth=16 --runtime={} --output-format=json \
+             --output={} '--uri={uri}'",
+            args.seconds(),
+            report.display()
+        );
+        match hop {
+            "" => format!("sleep 1; {fio}"),
+            hop => format!(
+                "rm -f {socket}; sleep 1; {hop} & hop=$!; for i in $(seq 100); do [ -S {socket} ] && break; sleep 0.1; done; {fio}; \
+                 done=$?; kill -INT $hop; wait $hop; exit $done"
+            ),
+        }
+    };
+    let map = format!("{ferroce} map -q --session bench --path 10.81.0.2,10.81.0.1 --device disk --nbd {socket}");
+    let nbd = format!("nbdkit -f -U {socket} nbd hostname=10.81.0.1 port=10809");
+    let serve = format!("{ferroce} serve -q --listen 10.81.0.1 --export disk={image}");
+    let chains = [
+        ("RNBD", serve, behind(&map, &local)),
+        ("nbdkit", nbdkit.clone(), behind("", "nbd://10.81.0.1:10809")),
+        ("nbdkit in two hops", nbdkit, behind(&nbd, &local)),
+    ];
+    let mut columns = Columns::default();
+    for _ in 0..args.rounds() {
+        for (percent, loss) in DISK_LOSSES {
+            for (name, listen, connect) in &chains {
+                programs.run_at(DISK_RATE, DISK_DELAY, loss, listen, connect)?;
+                let text = std::fs::read_to_string(&report).map_err(|e| format!("{}: {e}", report.display()))?;
+                let got = parse_fio(&text)?;
+                columns.add(&format!("{name}, {percent}"), got.bytes / got.seconds / 1e6);
+            }
+        }
+    }
+    let figure = |percent: &str, other: &str, aim| {
+        let (ours, beside) = (format!("RNBD, {percent}"), format!("{other}, {percent}"));
+        columns.figure(&format!("128 KiB reads, {ours}, 0.4 ms"), "MB/s", &ours, &beside, aim)
+    };
+    Ok(vec![
+        figure("no loss", "nbdkit", Aim::None),
+        figure("1 %", "nbdkit", Aim::AtLeast(1.0)),
+        Figure {
+            name: "the same beside two hops".into(),
+            ..figure("1 %", "nbdkit in two hops", Aim::None)
+        },
+    ])
 }
 
 /// Two of ours at once, and one beside TCP.

@@ -116,7 +116,9 @@ const PARTS: [(&str, &str, &str); 11] = [
         "loss",
         "Loss",
         "Goodput of 1 MiB WRITEs, and of READs at 2 ms, between two network namespaces on a link of 2 Gb/s with a queue of 2 MB that loses packets at random \
-         (`ferroce-wire`), beside that without loss.",
+         (`ferroce-wire`), beside that without loss; packets that were sent again beside those that were lost. And `ferroce map \
+         --nbd` on one of 5 Gb/s beside nbdkit over TCP, to which fio speaks itself, and behind a second nbdkit, which is a chain like \
+         ours.",
     ),
     (
         "sharing",
@@ -127,7 +129,8 @@ const PARTS: [(&str, &str, &str); 11] = [
     (
         "scale",
         "Queue pairs",
-        "64-byte WRITEs with 512 outstanding in all, on so many queue pairs, beside one queue pair; and on 64 of 10,000 that are connected.",
+        "64-byte WRITEs with 512 outstanding in all, on so many queue pairs, beside one queue pair; and on 64 of 10,000 that are connected. And what one \
+         of these takes, with its connection.",
     ),
     (
         "block",
@@ -210,7 +213,11 @@ fn measure(name: &str, programs: &link::Programs, args: &PageArgs, scratch: &Pat
         "instructions" => inner::instructions(args, scratch),
         _ if !tools::may_make_namespaces() => Err("needs network namespaces: run it as root".into()),
         "rxe" => inner::rxe(args, scratch),
-        "loss" => link::loss(programs, args),
+        "loss" => {
+            let mut figures = link::loss(programs, args)?;
+            figures.extend(link::disk(programs, args, scratch)?);
+            Ok(figures)
+        }
         _ => link::sharing(programs, args, scratch),
     }
 }

@@ -12,6 +12,7 @@ use serde_json::Value;
 use super::{
     PageArgs,
     figure::{Aim, Columns, Figure, Series},
+    inner,
 };
 use crate::{
     Result,
@@ -197,6 +198,7 @@ pub(super) fn scale(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
         figure("64 queue pairs", "1 queue pair", Aim::None),
         // The same cost within 1.2.
         figure("64 of 10,000 queue pairs", "64 queue pairs", Aim::AtLeast(0.83)),
+        inner::idle()?,
     ])
 }
 
