@@ -73,6 +73,13 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
+    pub(crate) fn of(packet: &Packet<'_>) -> Self {
+        Self {
+            header: packet.header,
+            payload: packet.payload.into(),
+        }
+    }
+
     pub(crate) fn packet(&self) -> Packet<'_> {
         Packet {
             header: self.header,
@@ -121,10 +128,7 @@ impl KeptPackets {
         if self.packets.contains_key(&seq) {
             return true;
         }
-        let kept = Kept {
-            header: packet.header,
-            payload: packet.payload.into(),
-        };
+        let kept = Kept::of(packet);
         if !self.budget.take(kept.bytes()) {
             return false;
         }

@@ -339,6 +339,7 @@ impl QueuePair {
             self.resp.replies.clear();
         }
         self.resp.kept = None;
+        (self.resp.flushing, self.resp.persist_job) = (None, None);
         self.flush_sends(ctx);
         self.flush_receives(ctx);
         self.overflowed = false;

@@ -315,8 +315,10 @@ impl QueuePair {
         } else {
             self.resp.msn
         };
+        // Behind a FLUSH that is under way there may be no gap at all.
+        let tells = self.selective && self.resp.flushing.is_none();
         let sent = match (syndrome, &self.resp.kept) {
-            (Syndrome::Ack(_), Some(kept)) if self.selective && !kept.is_empty() => {
+            (Syndrome::Ack(_), Some(kept)) if tells && !kept.is_empty() => {
                 self.emit_selective(seq, Aeth { syndrome, msn }, tx)
             }
             _ => self.emit_ack(seq, Aeth { syndrome, msn }, tx),

@@ -11,6 +11,7 @@ use roce_verbs::{AccessFlags, AsyncEvent, Completion, QpState, RKey, WcFlags, Wc
 use crate::{
     ctx::Ctx,
     kept::{Kept, KeptPackets},
+    persist::{Flushing, PersistJob},
     qp::QueuePair,
     recvq::ActiveRecv,
     replies::{AckDue, ReadReply, Replies, Resource, Work},
@@ -60,8 +61,22 @@ pub(crate) struct Responder {
     /// In error, with a refusal still to be sent.
     pub(crate) closing: bool,
     pub(crate) replies: Replies,
-    /// Packets beyond a gap.
+    /// Packets beyond a gap, or behind a FLUSH that is under way.
     pub(crate) kept: Option<Box<KeptPackets>>,
+    /// A FLUSH that is under way: nothing behind it is executed.
+    pub(crate) flushing: Option<Box<Flushing>>,
+    /// Its job, until it is fetched.
+    pub(crate) persist_job: Option<PersistJob>,
+    /// How it ended, for the FLUSH that goes on now.
+    pub(crate) persisted: Option<Result<(), FlushError>>,
+}
+
+/// How far the processing of a request packet came.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Processed {
+    Done,
+    /// It is a FLUSH that is under way.
+    Begun,
 }
 
 impl Responder {
@@ -78,6 +93,9 @@ impl Responder {
             closing: false,
             replies: Replies::new(first),
             kept: None,
+            flushing: None,
+            persist_job: None,
+            persisted: None,
         }
     }
 }
@@ -175,31 +193,44 @@ impl QueuePair {
         if !self.may_receive(ctx) {
             return;
         }
+        if self.resp.flushing.is_some() {
+            self.wait_for_flush(ctx, packet);
+            return;
+        }
         let Some(seq) = self.chk_psn(ctx, packet) else { return };
         self.note_established(ctx);
+        self.run_request(ctx, seq, packet, seq);
+    }
+
+    /// Executes the expected packet, and what was kept behind it. `arrived`: what came last.
+    pub(crate) fn run_request(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>, arrived: Seq) {
         match self.process(ctx, seq, packet) {
-            Ok(()) => self.process_kept(ctx, seq),
+            Ok(Processed::Done) => self.process_kept(ctx, arrived),
+            Ok(Processed::Begun) => {}
             Err(refusal) => self.refuse(ctx, seq, refusal),
         }
         self.settle(ctx);
     }
 
     /// The stages from CHK_OP_SEQ to ACKNOWLEDGE, of the expected packet.
-    fn process(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<(), Refusal> {
+    fn process(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<Processed, Refusal> {
         self.chk_op_seq(packet)?;
         self.chk_shared_queue(packet)?;
         self.chk_op_valid(packet)?;
         self.chk_resource(ctx, packet)?;
         self.chk_length(packet)?;
         self.chk_rkey(ctx, packet)?;
+        if packet.header.bth.opcode.info().class == Class::Flush && self.begin_flush(ctx, seq, packet)? {
+            return Ok(Processed::Begun);
+        }
         self.execute(ctx, seq, packet)?;
         self.complete(ctx, packet);
         self.acknowledge(ctx, packet);
-        Ok(())
+        Ok(Processed::Done)
     }
 
-    /// Goes on with what was kept, if `closing`, which has just been executed, was what it waited for.
-    fn process_kept(&mut self, ctx: &mut Ctx<'_>, closing: Seq) {
+    /// Goes on with what was kept, if what has just been executed was what it waited for. `arrived`: what came last.
+    fn process_kept(&mut self, ctx: &mut Ctx<'_>, arrived: Seq) {
         if self.resp.kept.as_ref().is_none_or(|kept| kept.is_empty()) {
             return;
         }
@@ -228,14 +259,14 @@ impl QueuePair {
             // It is told no more than it has sent again: rdma_rxe takes a number beyond for progress of the message that it is
             // repeating, and when that times out goes on behind the message's end (`check_psn` in `rxe_comp.c`, `req_retry` in
             // `rxe_req.c`).
-            (false, AckDue::Ack) => replies.say_at_once(AckDue::Again(closing)),
+            (false, AckDue::Ack) if replies.executed.0 > arrived.plus(1) => replies.say_at_once(AckDue::Again(arrived)),
             (false, _) => {}
         }
     }
 
     /// Executes what was kept up to the next gap, or to a packet that is refused; returns that.
     fn execute_kept(&mut self, ctx: &mut Ctx<'_>) -> Option<(Refusal, Kept)> {
-        while self.takes_requests() {
+        while self.takes_requests() && self.resp.flushing.is_none() {
             let expected = self.resp.expected;
             let kept = self.resp.kept.as_mut()?.take(expected)?;
             if let Err(refusal) = self.process(ctx, expected, &kept.packet()) {
@@ -314,8 +345,7 @@ impl QueuePair {
                 None
             }
             Ordering::Less => {
-                ctx.counters.duplicate_request += 1;
-                self.duplicate(ctx, seq, packet);
+                self.answer_duplicate(ctx, seq, packet);
                 None
             }
         }
@@ -351,7 +381,7 @@ impl QueuePair {
     }
 
     /// The protection domain that peers' keys are checked against.
-    fn key_domain(&self) -> PdHandle {
+    pub(crate) fn key_domain(&self) -> PdHandle {
         self.resp.srq.as_ref().map_or(self.config.pd, |srq| srq.pd())
     }
 
@@ -460,7 +490,7 @@ impl QueuePair {
         }
     }
 
-    fn remote_span(
+    pub(crate) fn remote_span(
         &self,
         ctx: &Ctx<'_>,
         pd: PdHandle,
@@ -509,7 +539,8 @@ impl QueuePair {
             Class::ReadRequest => packets = self.execute_read(ctx, seq, packet)?,
             Class::Atomic => self.execute_atomic(ctx, seq, packet)?,
             Class::AtomicWrite => self.execute_atomic_write(ctx, seq, packet)?,
-            Class::Flush => self.execute_flush(ctx, seq, packet)?,
+            // It has been done (`begin_flush`).
+            Class::Flush => self.add_resource(ctx, seq, 1, Work::Done),
             _ => return Err(Refusal::Operation),
         }
         self.resp.expected = seq.plus(u64::from(packets));
@@ -616,30 +647,6 @@ impl QueuePair {
 
     /// What came before was executed in order and is in memory; this makes sure of its visibility and persistence (IBA
     /// Annex A19).
-    fn execute_flush(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<(), Refusal> {
-        let (Some(reth), Some(feth)) = (packet.header.reth, packet.header.feth) else {
-            return Err(Refusal::Operation);
-        };
-        let need = flush_rights(packet).ok_or(Refusal::Operation)?;
-        let span = match feth.selectivity {
-            Selectivity::Region => {
-                let (pd, qpn) = (self.key_domain(), self.config.qpn);
-                let span = ctx.mem.resolve_whole(pd, qpn, reth.rkey, need);
-                Some(span.map_err(|_| Refusal::RKey)?)
-            }
-            _ => self.remote_span(ctx, self.key_domain(), reth.rkey, reth.va, reth.dma_len, need)?,
-        };
-        if let Some(span) = span {
-            let persistent = feth.placement.contains(Placement::PERSISTENT);
-            span.flush(persistent).map_err(|e| match e {
-                FlushError::Revoked(_) => Refusal::RKey,
-                FlushError::Failed => Refusal::Persist,
-            })?;
-        }
-        self.add_resource(ctx, seq, 1, Work::Done);
-        Ok(())
-    }
-
     fn add_resource(&mut self, ctx: &mut Ctx<'_>, first: Seq, packets: u32, work: Work) {
         self.resp.replies.ack_implied(ctx);
         self.resp.replies.push(Resource {
@@ -704,7 +711,8 @@ impl QueuePair {
 
     /// Answers a request that was received before (IBA 9.7.5.1.2): SEND and WRITE are acknowledged again, a READ is
     /// done again, an atomic gets its saved result.
-    fn duplicate(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) {
+    pub(crate) fn answer_duplicate(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) {
+        ctx.counters.duplicate_request += 1;
         match packet.header.bth.opcode.info().class {
             // It knows better than to wait for the acknowledgement of just that.
             Class::Send | Class::Write if self.selective => self.resp.replies.ack_due(ctx, Duration::ZERO),
@@ -855,7 +863,7 @@ fn atomic_refusal(e: AtomicError) -> Refusal {
 }
 
 /// The rights that a FLUSH needs; `None` when it asks for nothing, or for what there is not.
-fn flush_rights(packet: &Packet<'_>) -> Option<AccessFlags> {
+pub(crate) fn flush_rights(packet: &Packet<'_>) -> Option<AccessFlags> {
     let feth = packet.header.feth?;
     let known = Placement::GLOBAL_VISIBILITY.union(Placement::PERSISTENT);
     if feth.placement == Placement::default() || !known.contains(feth.placement) {

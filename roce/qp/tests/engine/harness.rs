@@ -10,7 +10,7 @@ use std::{
 use roce_bth::{Aeth, AtomicEth, Bth, Header, Opcode, Packet, Psn, Qpn, Reth, RnrTimer};
 use roce_mem::{MemoryTable, PdHandle, Region};
 use roce_qp::{
-    CompletionQueue, Counters, Ctx, DatagramSource, FreePaces, KeptBudget, Poll, QpConfig, QueuePair,
+    CompletionQueue, Counters, Ctx, DatagramSource, FreePaces, KeptBudget, PersistJob, Poll, QpConfig, QueuePair,
     SharedReceiveQueue, SrqConfig, TxKind, TxSink, Window, WindowConfig,
 };
 use roce_verbs::{
@@ -118,6 +118,8 @@ pub(crate) struct Side {
     pub(crate) recv_cq: Arc<CompletionQueue>,
     pub(crate) sink: VecSink,
     pub(crate) now: Instant,
+    /// Memory becomes persistent only when the test says so.
+    pub(crate) is_slow: bool,
 }
 
 macro_rules! ctx {
@@ -172,6 +174,7 @@ impl Side {
             recv_cq,
             sink: VecSink::default(),
             now: Instant::from_nanos(1_000_000),
+            is_slow: false,
         }
     }
 
@@ -278,6 +281,23 @@ impl Side {
             true => self.qp.handle_datagram(ctx!(self), &packet, &SOURCE),
             false => self.qp.handle_packet(ctx!(self), &packet),
         }
+        if !self.is_slow {
+            while self.persist() {}
+        }
+    }
+
+    /// Does what is to be made persistent. False: there is nothing.
+    pub(crate) fn persist(&mut self) -> bool {
+        let job = self.qp.take_persist_job();
+        if let Some(job) = &job {
+            self.end_persist_job(job);
+        }
+        job.is_some()
+    }
+
+    pub(crate) fn end_persist_job(&mut self, job: &PersistJob) {
+        let result = job.run();
+        self.qp.persisted(ctx!(self), job, result);
     }
 
     pub(crate) fn timeout(&mut self) {

@@ -17,4 +17,5 @@ mod refusals;
 mod selective;
 mod services;
 mod shared_queues;
+mod slow_flush;
 mod windows;

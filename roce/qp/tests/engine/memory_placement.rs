@@ -13,14 +13,14 @@ use roce_verbs::{
 
 use crate::harness::*;
 
-const GLOBAL: Placement = Placement::GLOBAL_VISIBILITY;
-const PERSISTENT: Placement = Placement::PERSISTENT;
+pub(crate) const GLOBAL: Placement = Placement::GLOBAL_VISIBILITY;
+pub(crate) const PERSISTENT: Placement = Placement::PERSISTENT;
 
 /// Remembers what was made persistent.
 #[derive(Debug, Default)]
-struct Log {
-    ranges: Mutex<Vec<(usize, usize)>>,
-    broken: bool,
+pub(crate) struct Log {
+    pub(crate) ranges: Mutex<Vec<(usize, usize)>>,
+    pub(crate) broken: bool,
 }
 
 impl Persist for Log {
@@ -30,12 +30,12 @@ impl Persist for Log {
     }
 }
 
-fn all() -> AccessFlags {
+pub(crate) fn all() -> AccessFlags {
     ALL | AccessFlags::FLUSH_GLOBAL | AccessFlags::FLUSH_PERSISTENT
 }
 
 /// Page-like memory that is "persistent", leaked so that it outlives every region.
-fn persistent(side: &Side, len: usize, access: AccessFlags, log: &Arc<Log>) -> Arc<Region> {
+pub(crate) fn persistent(side: &Side, len: usize, access: AccessFlags, log: &Arc<Log>) -> Arc<Region> {
     let memory: &'static mut [u64] = vec![0u64; len / 8].leak();
     let ptr = memory.as_mut_ptr().cast();
     // SAFETY: leaked above and never touched but through the region.
@@ -53,7 +53,13 @@ fn pair(access: AccessFlags) -> Pair {
     })
 }
 
-fn flush(region: &Region, offset: usize, length: u32, placement: Placement, selectivity: Selectivity) -> SendOp {
+pub(crate) fn flush(
+    region: &Region,
+    offset: usize,
+    length: u32,
+    placement: Placement,
+    selectivity: Selectivity,
+) -> SendOp {
     SendOp::Flush(Flush {
         remote: at(region, offset),
         length,
@@ -62,7 +68,7 @@ fn flush(region: &Region, offset: usize, length: u32, placement: Placement, sele
     })
 }
 
-fn ids(completions: &[Completion]) -> Vec<(u64, WcStatus)> {
+pub(crate) fn ids(completions: &[Completion]) -> Vec<(u64, WcStatus)> {
     completions.iter().map(|c| (c.wr_id, c.status)).collect()
 }
 

@@ -1,0 +1,120 @@
+//! FLUSH to persistence (IBTA Annex A19). Making memory persistent may take long (`msync`), so whoever drives the queue pair does it,
+//! with no lock held ([`PersistJob`]); meanwhile the requests behind it wait.
+
+use std::sync::Arc;
+
+use core::cmp::Ordering;
+
+use roce_bth::{Packet, Placement, Selectivity};
+use roce_mem::{FlushError, Span};
+
+use crate::{
+    ctx::Ctx,
+    kept::Kept,
+    qp::QueuePair,
+    responder::{Refusal, flush_rights},
+    seq::Seq,
+};
+
+/// Memory that is to be made persistent.
+#[derive(Debug)]
+pub struct PersistJob {
+    span: Span,
+    ticket: Arc<()>,
+}
+
+impl PersistJob {
+    /// Does it.
+    ///
+    /// # Errors
+    /// When the memory was taken back, or can't be made persistent.
+    pub fn run(&self) -> Result<(), FlushError> {
+        self.span.flush(true)
+    }
+}
+
+/// A FLUSH whose job is under way.
+#[derive(Debug)]
+pub(crate) struct Flushing {
+    ticket: Arc<()>,
+    packet: Kept,
+    /// What came last.
+    last: Seq,
+}
+
+impl QueuePair {
+    /// Takes what is to be made persistent; the queue pair goes on when it is told of the end ([`QueuePair::persisted`]).
+    pub fn take_persist_job(&mut self) -> Option<PersistJob> {
+        self.resp.persist_job.take()
+    }
+
+    /// A job is done. One that the queue pair does not wait for any more is ignored.
+    pub fn persisted(&mut self, ctx: &mut Ctx<'_>, job: &PersistJob, result: Result<(), FlushError>) {
+        let awaited = |f: &mut Box<Flushing>| Arc::ptr_eq(&f.ticket, &job.ticket);
+        let Some(flushing) = self.resp.flushing.take_if(awaited) else {
+            return;
+        };
+        if !self.takes_requests() {
+            return;
+        }
+        self.resp.persisted = Some(result);
+        let seq = self.resp.expected;
+        self.run_request(ctx, seq, &flushing.packet.packet(), flushing.last);
+        self.resp.persisted = None;
+    }
+
+    /// Executes a FLUSH, or begins to. True: its end is to be waited for.
+    pub(crate) fn begin_flush(&mut self, ctx: &Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<bool, Refusal> {
+        let failed = |e| match e {
+            FlushError::Revoked(_) => Refusal::RKey,
+            FlushError::Failed => Refusal::Persist,
+        };
+        if let Some(result) = self.resp.persisted.take() {
+            return result.map(|()| false).map_err(failed);
+        }
+        let (Some(reth), Some(feth)) = (packet.header.reth, packet.header.feth) else {
+            return Err(Refusal::Operation);
+        };
+        let need = flush_rights(packet).ok_or(Refusal::Operation)?;
+        let span = match feth.selectivity {
+            Selectivity::Region => {
+                let (pd, qpn) = (self.key_domain(), self.config.qpn);
+                let span = ctx.mem.resolve_whole(pd, qpn, reth.rkey, need);
+                Some(span.map_err(|_| Refusal::RKey)?)
+            }
+            _ => self.remote_span(ctx, self.key_domain(), reth.rkey, reth.va, reth.dma_len, need)?,
+        };
+        let Some(span) = span else { return Ok(false) };
+        if !feth.placement.contains(Placement::PERSISTENT) {
+            return span.flush(false).map(|()| false).map_err(failed);
+        }
+        let ticket = Arc::new(());
+        self.resp.flushing = Some(Box::new(Flushing {
+            ticket: ticket.clone(),
+            packet: Kept::of(packet),
+            last: seq,
+        }));
+        self.resp.persist_job = Some(PersistJob { span, ticket });
+        Ok(true)
+    }
+
+    /// A request that comes while a FLUSH is under way. It is kept, and if it can't be it comes again.
+    pub(crate) fn wait_for_flush(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
+        let expected = self.resp.expected;
+        let seq = expected.nearest(packet.header.bth.psn);
+        match seq.cmp(&expected) {
+            Ordering::Less => self.answer_duplicate(ctx, seq, packet),
+            Ordering::Equal => ctx.counters.duplicate_request += 1,
+            Ordering::Greater => {
+                let (expects, mtu) = (self.expects(packet), self.mtu);
+                if let Some(flushing) = &mut self.resp.flushing {
+                    flushing.last = seq;
+                }
+                let kept = self.resp.kept.as_mut().filter(|_| expects);
+                if !kept.is_some_and(|kept| kept.keep(expected, seq, packet, mtu)) {
+                    ctx.counters.dropped_requests += 1;
+                }
+            }
+        }
+    }
+}
