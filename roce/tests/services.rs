@@ -6,7 +6,7 @@ mod common;
 use std::{
     net::IpAddr,
     os::fd::AsFd,
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, mpsc},
     time::{Duration, Instant},
 };
 
@@ -338,6 +338,122 @@ fn an_atomic_write_and_a_flush_reach_the_peer_s_memory() {
     assert_eq!(a.completions(1)[0].status, WcStatus::RemoteAccessError);
     drop(mb);
     assert_eq!(memory[1], 7);
+}
+
+/// Says when it begins, waits until it may end, or panics if nobody will say so.
+#[derive(Debug)]
+struct Gate {
+    begun: Mutex<mpsc::Sender<()>>,
+    open: Mutex<mpsc::Receiver<()>>,
+    ends: Arc<Mutex<Vec<&'static str>>>,
+}
+
+impl roce::Persist for Gate {
+    fn persist(&self, _offset: usize, _len: usize) -> bool {
+        self.begun.lock().unwrap().send(()).unwrap();
+        self.open.lock().unwrap().recv_timeout(PATIENCE).expect("somebody opens it");
+        self.ends.lock().unwrap().push("persistent");
+        true
+    }
+}
+
+/// Memory behind a gate: word of its beginning, what opens it, and what has ended.
+struct Gated {
+    mr: roce::Mr,
+    begun: mpsc::Receiver<()>,
+    open: mpsc::Sender<()>,
+    ends: Arc<Mutex<Vec<&'static str>>>,
+}
+
+fn gated(side: &Side) -> Gated {
+    let ((tell, begun), (open, wait)) = (mpsc::channel(), mpsc::channel());
+    let ends = Arc::<Mutex<Vec<_>>>::default();
+    let gate = Gate {
+        begun: tell.into(),
+        open: wait.into(),
+        ends: ends.clone(),
+    };
+    let memory: &'static mut [u64] = vec![0; 512].leak();
+    let rights = ALL | AccessFlags::FLUSH_GLOBAL | AccessFlags::FLUSH_PERSISTENT;
+    let (device, ptr) = (&side.device, memory.as_mut_ptr().cast());
+    // SAFETY: leaked, and looked at only through the region.
+    let mr = unsafe { device.register_persistent_mr(&side.pd, ptr, 4096, 0x10_0000, rights, Arc::new(gate)) };
+    let mr = mr.unwrap();
+    Gated { mr, begun, open, ends }
+}
+
+fn flush_of(mr: &roce::Mr) -> SendOp {
+    SendOp::Flush(Flush {
+        remote: remote(mr, 0),
+        length: 64,
+        placement: Placement::PERSISTENT,
+        selectivity: Selectivity::Range,
+    })
+}
+
+#[test]
+fn a_flush_that_takes_long_keeps_up_nobody_else() {
+    let (a, b) = sides();
+    let (slow, _s) = hand_made(&a, &b, QpType::Rc, None);
+    let (quick, _q) = hand_made(&a, &b, QpType::Rc, None);
+    let gated = gated(&b);
+    post(&slow, 1, flush_of(&gated.mr), Payload::Sges(&[]));
+    post(
+        &slow,
+        2,
+        SendOp::Write(remote(&gated.mr, 8)),
+        Payload::Inline(b"behind"),
+    );
+    gated.begun.recv_timeout(PATIENCE).unwrap();
+    let mb = b.mr(64);
+    for i in 0..100 {
+        post(
+            &quick,
+            100 + i,
+            SendOp::Write(remote(&mb, 0)),
+            Payload::Inline(b"quick"),
+        );
+        assert_eq!(a.good(1)[0].wr_id, 100 + i);
+    }
+    assert_eq!(contents(&gated.mr, 8, 6), [0; 6]);
+    gated.open.send(()).unwrap();
+    let done: Vec<u64> = a.good(2).iter().map(|c| c.wr_id).collect();
+    assert_eq!(done, [1, 2]);
+    assert_eq!(contents(&gated.mr, 8, 6), b"behind");
+}
+
+#[test]
+fn memory_is_not_given_back_before_what_makes_it_persistent_has_ended() {
+    let (a, b) = sides();
+    let (qa, _qb) = hand_made(&a, &b, QpType::Rc, None);
+    let gated = gated(&b);
+    post(&qa, 1, flush_of(&gated.mr), Payload::Sges(&[]));
+    gated.begun.recv_timeout(PATIENCE).unwrap();
+    let (mr, ends) = (gated.mr, gated.ends.clone());
+    let back = std::thread::spawn(move || {
+        mr.deregister().unwrap();
+        ends.lock().unwrap().push("given back");
+    });
+    // It has to be seen waiting to be caught at not waiting; one that waits is right in any case.
+    std::thread::sleep(Duration::from_millis(50));
+    gated.open.send(()).unwrap();
+    back.join().unwrap();
+    assert_eq!(*gated.ends.lock().unwrap(), ["persistent", "given back"]);
+    a.good(1);
+}
+
+#[test]
+fn a_flush_whose_memory_panics_fails_alone() {
+    let (a, b) = sides();
+    let (qa, _qb) = hand_made(&a, &b, QpType::Rc, None);
+    let (other, _o) = hand_made(&a, &b, QpType::Rc, None);
+    let Gated { mr, open, .. } = gated(&b);
+    drop(open);
+    post(&qa, 1, flush_of(&mr), Payload::Sges(&[]));
+    assert_eq!(a.completions(1)[0].status, WcStatus::RemoteOperationError);
+    let mb = b.mr(64);
+    post(&other, 2, SendOp::Write(remote(&mb, 0)), Payload::Inline(b"other"));
+    a.good(1);
 }
 
 #[test]

@@ -23,6 +23,7 @@ use crate::{
     handover::{Closed, Handover, Moves, Surroundings},
     links::LinkWatch,
     motor::{Motor, Own, Tap},
+    persist::{Persister, Report},
     sys,
     wake::{TOKEN_LINKS, TOKEN_TIMER, Wake},
 };
@@ -99,6 +100,7 @@ type Shared = Handover<Engine, Around>;
 /// A port in motion. Shared by reference between threads; dropping it stops the background thread.
 pub struct Driver {
     shared: Arc<Shared>,
+    persister: Arc<Persister>,
     thread: Mutex<Option<sys::Thread>>,
     thread_id: Option<ThreadId>,
 }
@@ -124,18 +126,21 @@ impl Driver {
             Wake::also(poll, links.as_fd())?;
         }
         let motor = Motor::new(path, tap, config.batch_bytes, config.own.map(Own::Process));
-        let engine = Engine::new(port, motor, sink.clone(), wake.clone());
+        let persister = Arc::<Persister>::default();
+        let engine = Engine::new(port, motor, sink.clone(), wake.clone(), persister.clone());
         let around = Around {
             wake,
             sink,
             born: sys::generation(),
         };
         let shared = Arc::new(Shared::new(engine, around));
+        shared.lock_anyway().report = Some(reporter(&shared));
         let theirs = shared.clone();
         let start = |poll| sys::Thread::start(config.name, move || background(&theirs, poll, links));
         let thread = poll.map(start).transpose()?;
         Ok(Self {
             thread_id: thread.as_ref().map(sys::Thread::id),
+            persister,
             shared,
             thread: Mutex::new(thread),
         })
@@ -211,10 +216,12 @@ impl Driver {
         }
     }
 
-    /// Returns when nobody who held the port's lock at the time of the call holds it any more.
+    /// Returns when nobody who held the port's lock at the time of the call holds it any more, and what was being made persistent
+    /// then is. So memory that was taken back before is used by nobody.
     pub fn pass_lock(&self) {
         if !self.is_inherited() {
             drop(self.shared.lock_anyway());
+            self.persister.pass();
         }
     }
 
@@ -295,6 +302,7 @@ impl Driver {
         }
         self.shared.close();
         self.shared.around().wake.stop();
+        self.persister.close();
         if self.thread_id == Some(thread::current().id()) {
             return;
         }
@@ -310,6 +318,23 @@ impl Drop for Driver {
     fn drop(&mut self) {
         self.close();
     }
+}
+
+/// Brings the port what was made persistent.
+fn reporter(shared: &Arc<Shared>) -> Arc<Report> {
+    let shared = Arc::downgrade(shared);
+    Arc::new(move |done| {
+        let Some(shared) = shared.upgrade() else { return false };
+        let Ok(mut guard) = shared.lock() else { return false };
+        let now = clock::now();
+        guard.port.persisted(now, done);
+        if guard.settle(now) {
+            shared.around().wake.set_alarm(now, now);
+        }
+        drop(guard);
+        shared.serve_wanted();
+        true
+    })
 }
 
 /// The background thread.

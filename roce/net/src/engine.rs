@@ -10,6 +10,7 @@ use crate::{
     handover::Moves,
     links::LinkChange,
     motor::{Flush, Motor},
+    persist::{Persister, Report},
     wake::Wake,
 };
 
@@ -81,6 +82,9 @@ pub(crate) struct Engine {
     pub(crate) motor: Motor,
     sink: Arc<dyn EventSink>,
     wake: Arc<Wake>,
+    persister: Arc<Persister>,
+    /// Whom that tells.
+    pub(crate) report: Option<Arc<Report>>,
     /// Something may be to be sent since the last pass ([`Engine::pass_in_program`]).
     owes: bool,
     trickle: Trickle,
@@ -156,12 +160,20 @@ impl Moves for Engine {
 }
 
 impl Engine {
-    pub(crate) fn new(port: Port, motor: Motor, sink: Arc<dyn EventSink>, wake: Arc<Wake>) -> Self {
+    pub(crate) fn new(
+        port: Port,
+        motor: Motor,
+        sink: Arc<dyn EventSink>,
+        wake: Arc<Wake>,
+        persister: Arc<Persister>,
+    ) -> Self {
         Self {
             port,
             motor,
             sink,
             wake,
+            persister,
+            report: None,
             owes: false,
             trickle: Trickle::default(),
             dialogue: Dialogue::default(),
@@ -226,6 +238,11 @@ impl Engine {
         }
         while let Some(event) = self.port.poll_async_event() {
             self.sink.async_event(event);
+        }
+        while let Some(job) = self.port.poll_persist() {
+            if let Some(report) = &self.report {
+                self.persister.push(job, report);
+            }
         }
     }
 }

@@ -15,6 +15,7 @@ pub mod iface;
 pub mod links;
 mod local;
 mod motor;
+mod persist;
 mod senders;
 mod steer;
 mod sync;

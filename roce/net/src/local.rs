@@ -77,8 +77,9 @@ impl LocalDriver {
         self.motor.run_timers(&mut self.port, now, more);
     }
 
-    /// Sends what the port has to send.
+    /// Sends what the port has to send. Before that, what peers want to have persistent is made so, here and now.
     pub fn flush(&mut self, now: Instant) -> Flush {
+        self.port.persist_here(now);
         self.motor.flush(&mut self.port, now)
     }
 

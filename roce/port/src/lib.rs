@@ -20,6 +20,7 @@ mod ident;
 mod mcast;
 mod parting;
 mod peer;
+mod persist;
 mod port;
 mod qpn;
 mod raw;
@@ -32,6 +33,7 @@ pub use batch::{MAX_SEGMENTS, MAX_TRAIN_BYTES, Train, TxBatch, TxConfig};
 pub use config::{PortConfig, QpInit};
 pub use connect::PortCmEvent;
 pub use counters::PortCounters;
+pub use persist::{Persisted, Persisting};
 pub use port::Port;
 pub use qpn::{QpnRange, QpnSlot, udp_source_port};
 pub use roce_cm::{

@@ -28,6 +28,7 @@ use crate::{
     mcast::Groups,
     parting::Parting,
     peer::{PeerKey, Peers},
+    persist::Persisting,
     qpn::QpnTable,
     timers::TimerHeap,
 };
@@ -73,6 +74,8 @@ pub struct Port {
     pub(crate) paces: FreePaces,
     /// Queue pairs that have to tell their peers of congestion.
     pub(crate) notifications: VecDeque<Qpn>,
+    /// What is to be made persistent.
+    pub(crate) persists: VecDeque<Persisting>,
     /// What queue pairs that stopped have left to say.
     pub(crate) partings: VecDeque<Parting>,
     /// Queue pairs that may have something to send, next one first.
@@ -146,6 +149,7 @@ impl Port {
             spare_window: Window::new(config.window),
             paces: FreePaces::new(config.unreliable_rate),
             notifications: VecDeque::new(),
+            persists: VecDeque::new(),
             partings: VecDeque::new(),
             ready: VecDeque::new(),
             timers: TimerHeap::default(),
@@ -559,6 +563,9 @@ impl Port {
             self.ready.push_back(qpn);
         }
         self.timers.update(qpn, &mut entry.armed, entry.qp.next_timeout());
+        if let Some(job) = entry.qp.take_persist_job() {
+            self.persists.push_back(Persisting { qpn, job });
+        }
         if let Some(key) = entry.path.as_ref().map(|p| p.peer) {
             let peer = self.peers.get_mut(key);
             if peer.gso.waits_for(qpn) {
