@@ -351,7 +351,11 @@ struct Gate {
 impl roce::Persist for Gate {
     fn persist(&self, _offset: usize, _len: usize) -> bool {
         self.begun.lock().unwrap().send(()).unwrap();
-        self.open.lock().unwrap().recv_timeout(PATIENCE).expect("somebody opens it");
+        self.open
+            .lock()
+            .unwrap()
+            .recv_timeout(PATIENCE)
+            .expect("somebody opens it");
         self.ends.lock().unwrap().push("persistent");
         true
     }

@@ -22,7 +22,8 @@ const LARGE: usize = 256 << 10;
 /// How lent memory is made to survive the loss of power: `msync` of a file mapping, or the cache flushes of persistent
 /// memory.
 pub trait Persist: core::fmt::Debug + Send + Sync {
-    /// Makes `len` bytes from `offset` on (counted from the first byte that was registered) persistent. `false`: it failed.
+    /// Makes `len` bytes from `offset` on (counted from the first byte that was registered) persistent. `false`, or a panic: it
+    /// failed. It may take long: no lock is held, and only the connection that wanted it waits.
     fn persist(&self, offset: usize, len: usize) -> bool;
 }
 

@@ -16,6 +16,9 @@ fn received() -> (Host, Host, Qpn) {
     (a, b, qb)
 }
 
+/// A way of stopping.
+type Stop<'a> = &'a dyn Fn(&mut Port, Instant, Qpn);
+
 fn to_state(state: QpState) -> impl Fn(&mut Port, Instant, Qpn) {
     move |port, now, qpn| {
         let attr = QpAttr {
@@ -33,7 +36,7 @@ fn what_was_received_is_acknowledged_however_the_queue_pair_stops() {
         to_state(QpState::Err)(port, now, qpn);
         destroy(port, now, qpn);
     };
-    let ways: [(&str, &dyn Fn(&mut Port, Instant, Qpn)); 4] = [
+    let ways: [(&str, Stop<'_>); 4] = [
         ("destroyed", &destroy),
         ("reset", &to_state(QpState::Reset)),
         ("error", &to_state(QpState::Err)),

@@ -50,7 +50,7 @@ fn a_peer_that_goes_back_is_acknowledged_no_further_than_it_has_come() {
     let mut p = Pair::new(quiet());
     let dst = p.b.region(10 * MTU);
     let to = at(&dst, 0);
-    let mut give = |side: &mut Side, at: u32| {
+    let give = |side: &mut Side, at: u32| {
         side.handle(&part(to.rkey, to.addr, at, 3));
         heard(side)
     };
@@ -78,7 +78,7 @@ fn a_second_gap_is_reported_when_the_first_is_closed() {
     let mut p = Pair::new(quiet());
     let dst = p.b.region(10 * MTU);
     let to = at(&dst, 0);
-    let mut give = |side: &mut Side, at: u32| {
+    let give = |side: &mut Side, at: u32| {
         side.handle(&part(to.rkey, to.addr, at, 3));
         heard(side)
     };
