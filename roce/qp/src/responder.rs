@@ -256,9 +256,8 @@ impl QueuePair {
             (_, AckDue::Refuse(..)) => {}
             // The peer waits for the word that the gap is closed, and where the next one is.
             (true, _) => replies.ack_due(ctx, Duration::ZERO),
-            // It is told no more than it has sent again: rdma_rxe takes a number beyond for progress of the message that it is
-            // repeating, and when that times out goes on behind the message's end (`check_psn` in `rxe_comp.c`, `req_retry` in
-            // `rxe_req.c`).
+            // It is told no more than it has sent again: rdma_rxe never completes a message that is acknowledged as a whole before all
+            // of it is sent again (specs/kernel.md).
             (false, AckDue::Ack) if replies.executed.0 > arrived.plus(1) => replies.say_at_once(AckDue::Again(arrived)),
             (false, _) => {}
         }

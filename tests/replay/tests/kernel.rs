@@ -222,6 +222,31 @@ fn a_read_of_nothing_with_a_bad_key_is_refused_when_it_comes_again() {
 }
 
 #[test]
+fn a_write_that_is_acknowledged_while_it_is_sent_again_is_never_completed() {
+    for name in ["mixed-write-ack-jump.pcap", "mixed-write-ack-jump-6.12.pcap"] {
+        let events = events(name);
+        let of = |op| {
+            (0..events.len())
+                .filter(|i| opcode(&events[*i]) == op)
+                .collect::<Vec<_>>()
+        };
+        let (answers, ends) = (of(Opcode::RcAcknowledge), of(Opcode::RcWriteLast));
+        let ([nak, ack], [first, again]) = (&answers[..], &ends[..]) else {
+            panic!("{name}: {answers:?} {ends:?}");
+        };
+        assert!(is_nak(&events[*nak], NakCode::PsnSequenceError) && first < nak);
+        // All of it is acknowledged behind the first packet that comes again.
+        assert_eq!((*ack, psn(&events[*ack])), (nak + 2, psn(&events[*first])), "{name}");
+        // It goes on to the end, and then waits for ever, with no timer: the agent has seen no completion for 5 s.
+        assert_eq!(
+            (*again, psn(&events[*again])),
+            (events.len() - 1, psn(&events[*first])),
+            "{name}"
+        );
+    }
+}
+
+#[test]
 fn a_refused_write_may_be_followed_by_one_more_packet() {
     let events = events("nak-write-rkey.pcap");
     let nak = events

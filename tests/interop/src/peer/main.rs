@@ -9,6 +9,7 @@ mod errors;
 mod far;
 mod handshakes;
 mod held;
+mod jump;
 mod late_ack;
 mod link;
 mod ops;
@@ -68,6 +69,8 @@ enum Command {
     Again(again::Args),
     /// A late acknowledgement amid the answer to a READ.
     LateAck(again::Args),
+    /// An acknowledgement of more than a requester that goes back has sent again.
+    Jump(again::Args),
     /// Handshakes with an RTRS server, proper and improper ones.
     Handshakes(handshakes::Args),
     /// An RNBD server whose disk holds a request until it is told to go on.
@@ -92,6 +95,7 @@ fn run(cli: Cli) -> Result<(), Error> {
     match &cli.command {
         Command::Again(args) => return again::run(addr, args),
         Command::LateAck(args) => return late_ack::run(addr, args),
+        Command::Jump(args) => return jump::run(addr, args),
         Command::Held(args) => return held::run(addr, args),
         _ => {}
     }
@@ -115,6 +119,7 @@ fn run(cli: Cli) -> Result<(), Error> {
         Command::Exchange(args) => vanish::exchange(&args),
         Command::Again(args) => again::run(addr, &args),
         Command::LateAck(args) => late_ack::run(addr, &args),
+        Command::Jump(args) => jump::run(addr, &args),
         Command::Held(args) => held::run(addr, &args),
     };
     println!("counters: {:?}", device.stats());

@@ -38,6 +38,7 @@ pub(super) fn list() -> Vec<Scenario> {
         Scenario::new(7, "errors-two-kernels", KernelToKernel, two_kernels).guests(2),
         Scenario::new(7, "read-nothing-again", OursToKernel, |c| packets(c, "again")),
         Scenario::new(7, "read-late-ack", KernelToOurs, |c| packets(c, "late-ack")),
+        Scenario::new(7, "write-ack-jump", KernelToOurs, ack_jump),
         Scenario::new(7, "vanish-our-process-killed", KernelToOurs, |c| {
             our_process_killed(c, Ip::V4)
         })
@@ -148,6 +149,14 @@ fn packets(c: &mut Ctx<'_>, command: &str) -> Result<String, Error> {
         .finish(Duration::from_secs(240))?;
     agent.finish(Duration::from_secs(30))?;
     verdict(&out)
+}
+
+/// Packets leave the kernel so slowly that it is seen in the middle of sending a message again.
+fn ack_jump(c: &mut Ctx<'_>) -> Result<String, Error> {
+    // netem would count packets as sent that wait in it.
+    let slow = "modprobe sch_tbf; tc qdisc replace dev eth0 root tbf rate 4mbit burst 3000 limit 1000000";
+    c.guest()?.run(slow, 20)?;
+    packets(c, "jump")
 }
 
 fn vanish(c: &Ctx<'_>, requester: SocketAddr, responder: SocketAddr) -> Result<Proc, Error> {
