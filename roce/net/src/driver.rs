@@ -154,10 +154,7 @@ impl Driver {
         self.advance(|engine, now| {
             engine.posting(now);
             let result = call(&mut engine.port, now);
-            if engine.settle(now) {
-                // The rest is the background thread's.
-                self.shared.around().wake.set_alarm(now, now);
-            }
+            engine.settle_in_passing(now);
             result
         })
     }
@@ -170,9 +167,7 @@ impl Driver {
     pub fn inject(&self, datagram: &[u8], meta: &RxMeta) -> Result<(), Closed> {
         self.advance(|engine, now| {
             engine.take_datagram(now, datagram, meta);
-            if engine.settle(now) {
-                self.shared.around().wake.set_alarm(now, now);
-            }
+            engine.settle_in_passing(now);
         })
     }
 
@@ -328,9 +323,7 @@ fn reporter(shared: &Arc<Shared>) -> Arc<Report> {
         let Ok(mut guard) = shared.lock() else { return false };
         let now = clock::now();
         guard.port.persisted(now, done);
-        if guard.settle(now) {
-            shared.around().wake.set_alarm(now, now);
-        }
+        guard.settle_in_passing(now);
         drop(guard);
         shared.serve_wanted();
         true

@@ -213,6 +213,13 @@ impl Engine {
         flushed == Flush::More
     }
 
+    /// The same; what is left is the background thread's.
+    pub(crate) fn settle_in_passing(&mut self, now: Instant) {
+        if self.settle(now) {
+            self.wake.set_alarm(now, now);
+        }
+    }
+
     /// Events only, and the alarm clock: for calls that can't have made anything to send.
     pub(crate) fn settle_quietly(&mut self, now: Instant) {
         self.tell(now);

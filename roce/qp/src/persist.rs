@@ -63,7 +63,8 @@ impl QueuePair {
         self.resp.persisted = None;
     }
 
-    /// Executes a FLUSH, or begins to. True: its end is to be waited for.
+    /// Executes a FLUSH, or begins to: what came before was executed in order and is in memory; this makes sure of its visibility and
+    /// persistence. True: its end is to be waited for.
     pub(crate) fn begin_flush(&mut self, ctx: &Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<bool, Refusal> {
         let failed = |e| match e {
             FlushError::Revoked(_) => Refusal::RKey,

@@ -644,8 +644,6 @@ impl QueuePair {
         Ok(())
     }
 
-    /// What came before was executed in order and is in memory; this makes sure of its visibility and persistence (IBA
-    /// Annex A19).
     fn add_resource(&mut self, ctx: &mut Ctx<'_>, first: Seq, packets: u32, work: Work) {
         self.resp.replies.ack_implied(ctx);
         self.resp.replies.push(Resource {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use roce_bth::{Header, NakCode, Opcode, Syndrome};
 use roce_qp::TxKind;
-use roce_verbs::{Mtu, RKey, SendOp};
+use roce_verbs::{Mtu, RKey, RemoteAddr, SendOp};
 
 use crate::harness::*;
 
@@ -45,15 +45,18 @@ fn part(key: RKey, va: u64, at: u32, salt: u8) -> Vec<u8> {
     .bytes()
 }
 
+/// Brings it, and returns what is said to it.
+fn give_part(side: &mut Side, to: RemoteAddr, at: u32) -> Vec<(u32, Option<NakCode>)> {
+    side.handle(&part(to.rkey, to.addr, at, 3));
+    heard(side)
+}
+
 #[test]
 fn a_peer_that_goes_back_is_acknowledged_no_further_than_it_has_come() {
     let mut p = Pair::new(quiet());
     let dst = p.b.region(10 * MTU);
     let to = at(&dst, 0);
-    let give = |side: &mut Side, at: u32| {
-        side.handle(&part(to.rkey, to.addr, at, 3));
-        heard(side)
-    };
+    let give = |side: &mut Side, at: u32| give_part(side, to, at);
     let ack = |at: u32| vec![(100 + at, None)];
     assert_eq!(give(&mut p.b, 0), ack(0));
     assert_eq!(give(&mut p.b, 2), [(101, Some(NakCode::PsnSequenceError))]);
@@ -78,10 +81,7 @@ fn a_second_gap_is_reported_when_the_first_is_closed() {
     let mut p = Pair::new(quiet());
     let dst = p.b.region(10 * MTU);
     let to = at(&dst, 0);
-    let give = |side: &mut Side, at: u32| {
-        side.handle(&part(to.rkey, to.addr, at, 3));
-        heard(side)
-    };
+    let give = |side: &mut Side, at: u32| give_part(side, to, at);
     for at in [0, 2, 4] {
         give(&mut p.b, at);
     }

@@ -33,9 +33,7 @@ const PACKET: u32 = 4096;
 /// ICRCs for each of its packets.
 pub(super) fn instructions(args: &PageArgs, scratch: &Path) -> Result<Vec<Figure>> {
     tools::ensure(&[tools::VALGRIND])?;
-    let build = ["build", "-p", "roce-port", "--example", "instructions", "--release"];
-    cargo::run(&build)?;
-    let program = cargo::target_dir()?.join("release/examples/instructions");
+    let program = example("instructions")?;
     let mut figures = Vec::new();
     for (name, load, bytes, count) in LOADS {
         let packets = bytes.div_ceil(PACKET).max(1);
@@ -59,11 +57,15 @@ pub(super) fn instructions(args: &PageArgs, scratch: &Path) -> Result<Vec<Figure
     Ok(figures)
 }
 
+/// Builds one of the port's examples.
+fn example(name: &str) -> Result<PathBuf> {
+    cargo::run(&["build", "-p", "roce-port", "--example", name, "--release"])?;
+    Ok(cargo::target_dir()?.join("release/examples").join(name))
+}
+
 /// What a connected queue pair takes while nothing happens, in KiB.
 pub(super) fn idle() -> Result<Figure> {
-    cargo::run(&["build", "-p", "roce-port", "--example", "idle", "--release"])?;
-    let program = cargo::target_dir()?.join("release/examples/idle");
-    let output = process::capture("idle", &mut process::command(program))?;
+    let output = process::capture("idle", &mut process::command(example("idle")?))?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let bytes: f64 = text.trim().parse().map_err(|e| format!("{text}: {e}"))?;
     Ok(Figure {
