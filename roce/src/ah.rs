@@ -116,7 +116,7 @@ impl Device {
         if av.local.is_unspecified() {
             av.local = self.0.local_for(av.remote)?;
         }
-        let checked = self.0.driver.with_quiet(|port, _| port.path(&av));
+        let checked = self.0.engines.first().with_quiet(|port, _| port.path(&av));
         let av = checked.map_err(closed)??;
         if self.0.ahs.fetch_add(1, Ordering::Relaxed) >= self.0.limits.max_ah {
             self.0.ahs.fetch_sub(1, Ordering::Relaxed);

@@ -13,8 +13,8 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use roce_net::{EventSink, links::LinkChange};
-use roce_port::{ConnChange, ConnId, ListenId, PortCmEvent, PortSpace, RxMeta, ServiceId};
+use roce_net::links::LinkChange;
+use roce_port::{ConnId, ListenId, PortCmEvent, PortSpace, ServiceId};
 use roce_verbs::{
     AsyncEvent, EventSource as Subject, PathMtus, Qpn,
     provider::{CmChannel, CmEvent, CmEventKind, CmId, ConnParams, QueuePair, RejectReason, VerbsError},
@@ -22,7 +22,7 @@ use roce_verbs::{
 
 use crate::{
     cq::wait,
-    device::{Device, DeviceInner, Services, closed, io_error},
+    device::{Device, DeviceInner, closed, io_error},
     port::PortView,
     qp::Qp,
     queue::EventQueue,
@@ -77,7 +77,6 @@ pub(crate) struct Router {
     routes: Mutex<Routes>,
     async_events: EventQueue<AsyncEvent>,
     pub(crate) port: PortView,
-    services: Option<Arc<dyn Services>>,
 }
 
 /// Asynchronous events of the port and the device that nobody takes: no more are kept, as what they tell can be looked up.
@@ -85,16 +84,11 @@ pub(crate) struct Router {
 const MAX_ASYNC_EVENTS: usize = 1024;
 
 impl Router {
-    pub(crate) fn new(
-        async_events: EventQueue<AsyncEvent>,
-        port: PortView,
-        services: Option<Arc<dyn Services>>,
-    ) -> Self {
+    pub(crate) fn new(async_events: EventQueue<AsyncEvent>, port: PortView) -> Self {
         Self {
             routes: Mutex::default(),
             async_events,
             port,
-            services,
         }
     }
 
@@ -226,8 +220,10 @@ fn kind_of(event: PortCmEvent) -> CmEventKind<Id> {
     }
 }
 
-impl EventSink for Router {
-    fn cm_event(&self, event: PortCmEvent) -> bool {
+/// What the engines tell ([`roce_net::EventSink`]).
+impl Router {
+    /// False: nobody is there for it.
+    pub(crate) fn cm_event(&self, event: PortCmEvent) -> bool {
         let mut routes = self.routes.lock();
         let (key, new) = match event.request() {
             Some((listener, conn)) => (Key::Listener(listener), Some(conn)),
@@ -250,19 +246,7 @@ impl EventSink for Router {
         taken
     }
 
-    fn conn_change(&self, change: ConnChange) {
-        if let Some(services) = &self.services {
-            services.conn_change(change);
-        }
-    }
-
-    fn stray(&self, meta: &RxMeta, bytes: &[u8]) {
-        if let Some(services) = &self.services {
-            services.hand_over(meta, bytes);
-        }
-    }
-
-    fn async_event(&self, event: AsyncEvent) {
+    pub(crate) fn async_event(&self, event: AsyncEvent) {
         tracing::debug!(?event, "asynchronous event");
         let of_object = !matches!(event.describe().1, Subject::Port | Subject::Device);
         if of_object || self.async_events.len() < MAX_ASYNC_EVENTS {
@@ -272,14 +256,15 @@ impl EventSink for Router {
         }
     }
 
-    fn links(&self, changes: Vec<(String, LinkChange)>) -> Option<PathMtus> {
-        for event in self.port.follow(&changes) {
+    /// Interfaces changed. Returns what they carry now, if it can tell.
+    pub(crate) fn links(&self, changes: &[(String, LinkChange)]) -> Option<PathMtus> {
+        for event in self.port.follow(changes) {
             self.async_event(event);
         }
         self.port.path_mtus()
     }
 
-    fn closed(&self) {
+    pub(crate) fn closed(&self) {
         let mut routes = self.routes.lock();
         routes.closed = true;
         for queue in routes.closes.drain(..).filter_map(|q| q.upgrade()) {
@@ -302,12 +287,12 @@ struct IdInner {
 
 impl Drop for IdInner {
     fn drop(&mut self) {
-        if self.device.driver.is_inherited() {
+        if self.device.engines.is_inherited() {
             return;
         }
         self.device.router.remove(self.key);
         // On a closed device there is nothing left to end.
-        let _ = self.device.driver.with(|port, now| match self.key {
+        let _ = self.device.engines.first().with(|port, now| match self.key {
             Key::Listener(id) => port.cm_unlisten(id),
             Key::Conn(id) => port.cm_destroy(now, id),
         });
@@ -341,7 +326,7 @@ impl Id {
     /// When it is not a waiting request or the data is too long.
     pub fn reject_with(&self, reason: RejectReason, private_data: &[u8]) -> Result<(), VerbsError> {
         let conn = self.conn()?;
-        let driver = &self.0.device.driver;
+        let driver = self.0.device.engines.first();
         driver
             .with(|port, now| port.cm_reject(now, conn, reason, private_data))
             .map_err(closed)?
@@ -366,7 +351,7 @@ impl CmId for Id {
     fn accept(&self, qp: &Qp, params: ConnParams) -> Result<(), VerbsError> {
         let conn = self.conn()?;
         check_device(qp, &self.0.device)?;
-        let driver = &self.0.device.driver;
+        let driver = self.0.device.engines.first();
         driver
             .with(|port, now| port.cm_accept(now, conn, qp.qpn(), params))
             .map_err(closed)?
@@ -378,7 +363,7 @@ impl CmId for Id {
 
     fn disconnect(&self) -> Result<(), VerbsError> {
         let conn = self.conn()?;
-        let driver = &self.0.device.driver;
+        let driver = self.0.device.engines.first();
         driver.with(|port, now| port.cm_disconnect(now, conn)).map_err(closed)
     }
 }
@@ -423,7 +408,7 @@ impl EventSource {
 
 impl Drop for EventSource {
     fn drop(&mut self) {
-        if self.device.driver.is_inherited() {
+        if self.device.engines.is_inherited() {
             return;
         }
         self.queue.close();
@@ -438,7 +423,7 @@ impl Drop for EventSource {
 /// Ends a connection that no handle stands for.
 pub(crate) fn end_orphan(device: &DeviceInner, conn: ConnId) {
     device.router.remove(Key::Conn(conn));
-    let _ = device.driver.with(|port, now| port.cm_destroy(now, conn));
+    let _ = device.engines.first().with(|port, now| port.cm_destroy(now, conn));
 }
 
 impl core::fmt::Debug for EventChannel {
@@ -494,7 +479,7 @@ impl Device {
         if let Some(services) = services {
             services.claim(service_id(addr.port()), ip)?;
         }
-        let made = self.0.driver.with_quiet(|port, _| {
+        let made = self.0.engines.first().with_quiet(|port, _| {
             let key = Key::Listener(port.cm_listen(ip, addr.port(), backlog)?);
             Ok(self.new_id(key, queue, addr, None))
         });
@@ -521,7 +506,7 @@ impl Device {
         };
         let local = SocketAddr::new(local, 0);
         let queue = &channel.0.queue;
-        let made = self.0.driver.with(|port, now| {
+        let made = self.0.engines.first().with(|port, now| {
             let key = Key::Conn(port.cm_connect(now, local, dst, qp.qpn(), params)?);
             Ok(self.new_id(key, queue, local, Some(dst)))
         });

@@ -6,6 +6,7 @@ use std::{
     time::Duration,
 };
 
+use roce_net::Driver;
 use roce_qp::{CompletionQueue as Queue, Notify};
 use roce_verbs::{
     Completion, Qpn,
@@ -14,6 +15,7 @@ use roce_verbs::{
 
 use crate::{
     device::{Device, DeviceInner, io_error},
+    engines::Served,
     queue::{EventQueue, deadline},
 };
 
@@ -28,6 +30,8 @@ struct CqInner {
     queue: Arc<Queue>,
     device: Arc<DeviceInner>,
     has_channel: bool,
+    /// Whose queue pairs complete into it.
+    served: Served,
 }
 
 impl Drop for CqInner {
@@ -91,6 +95,7 @@ impl Cq {
             queue: Queue::new(device.0.new_cq_handle(), entries, notify),
             device: device.0.clone(),
             has_channel,
+            served: Served::default(),
         })))
     }
 
@@ -144,6 +149,15 @@ impl Cq {
         }
     }
 
+    pub(crate) fn served(&self) -> &Served {
+        &self.0.served
+    }
+
+    /// Nobody is told when something is in it.
+    pub(crate) fn is_polled(&self) -> bool {
+        !self.0.has_channel
+    }
+
     pub(crate) fn queue(&self) -> &Arc<Queue> {
         &self.0.queue
     }
@@ -158,20 +172,20 @@ impl Cq {
 
 impl CompletionQueue for Cq {
     fn poll(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize, VerbsError> {
-        let driver = &self.0.device.driver;
-        if driver.is_inherited() {
+        let engines = &self.0.device.engines;
+        if engines.is_inherited() {
             return Err(VerbsError::Closed);
         }
         let mut taken = self.take(out, max)?;
         if taken == 0 && max > 0 {
-            if driver.is_closed() {
+            if engines.is_closed() {
                 return Err(VerbsError::Closed);
             }
-            driver.empty_poll();
+            engines.of(&self.0.served).for_each(Driver::empty_poll);
             taken = self.take(out, max)?;
         }
         if taken > 0 {
-            driver.found();
+            engines.of(&self.0.served).for_each(Driver::found);
         }
         Ok(taken)
     }
@@ -181,7 +195,8 @@ impl CompletionQueue for Cq {
             return Err(VerbsError::State("the completion queue has no channel".into()));
         }
         self.0.queue.arm(solicited_only);
-        self.0.device.driver.leave_poll();
+        let engines = &self.0.device.engines;
+        engines.of(&self.0.served).for_each(Driver::leave_poll);
         Ok(())
     }
 }
@@ -238,7 +253,7 @@ pub(crate) fn wait<Q, E>(
     timeout: Option<Duration>,
     mut take: impl FnMut() -> Result<Option<E>, VerbsError>,
 ) -> Result<Option<E>, VerbsError> {
-    if device.driver.is_inherited() {
+    if device.engines.is_inherited() {
         return Err(VerbsError::Closed);
     }
     if let Some(event) = take()? {
@@ -247,15 +262,15 @@ pub(crate) fn wait<Q, E>(
     if timeout == Some(Duration::ZERO) {
         // It does not sleep, and who polls the device goes on with that.
         if !device.background {
-            device.driver.empty_poll();
+            device.engines.progress();
         }
         return take();
     }
-    device.driver.leave_poll();
+    device.engines.leave_poll();
     let until = deadline(timeout);
     loop {
         if !device.background {
-            device.driver.empty_poll();
+            device.engines.progress();
         }
         if let Some(event) = take()? {
             return Ok(Some(event));

@@ -13,15 +13,14 @@ use std::{
 
 use roce_broker::Report;
 use roce_mem::{MemError, MemoryTable};
-use roce_net::{
-    Closed, DatapathCounters, Driver, DriverConfig, OpenError, OpenSockets, UdpConfig, iface, links::LinkWatch,
-};
-use roce_port::{ConnChange, PortCounters, QpnSlot, RxMeta};
+use roce_net::{Closed, DatapathCounters, Driver, OpenError, OpenSockets, UdpConfig, UdpDatapath, iface};
+use roce_port::{ConnChange, PortCounters, QpnSlot, RxMeta, Steering};
 use roce_qp::{FreePaces, WindowConfig};
 use roce_verbs::{AsyncEvent, DeviceLimits, Mtu, provider::VerbsError};
 
 use crate::{
     cm::Router,
+    engines::{EngineParts, Engines},
     open::{self, Parts},
     port::PortView,
     queue::EventQueue,
@@ -59,6 +58,10 @@ pub struct DeviceConfig {
     pub guid: Option<u64>,
     /// Receive on these sockets instead of opening some. `addr` says what the device is called, and must be theirs.
     pub sockets: Option<OpenSockets>,
+    /// Engines of a [`Device`]: each has a socket, a lock and a thread of its own, and a part of the reliable connected queue pairs. Those
+    /// whose completion queues are polled without a channel stay together, queue by queue, because the threads that poll advance them;
+    /// others are spread. 1 to 64.
+    pub shards: usize,
     /// Our part of the queue pair numbers and communication IDs, when several processes share the address.
     pub qpn_slot: Option<QpnSlot>,
     /// Told of the services that this device listens for, when several processes share the address.
@@ -111,6 +114,7 @@ impl Default for DeviceConfig {
             pcap: None,
             guid: None,
             sockets: None,
+            shards: 1,
             qpn_slot: None,
             services: None,
         }
@@ -184,7 +188,7 @@ pub struct Device(pub(crate) Arc<DeviceInner>);
 
 /// What all objects of a device share.
 pub(crate) struct DeviceInner {
-    pub(crate) driver: Driver,
+    pub(crate) engines: Arc<Engines>,
     pub(crate) mem: Arc<MemoryTable>,
     pub(crate) router: Arc<Router>,
     pub(crate) limits: DeviceLimits,
@@ -207,6 +211,12 @@ impl core::fmt::Debug for Device {
             .field("mtu", &self.0.mtu)
             .finish_non_exhaustive()
     }
+}
+
+/// What an engine has counted.
+pub(crate) fn stats_of(driver: &Driver) -> DeviceStats {
+    let (port, path) = driver.counters();
+    DeviceStats { port, path }
 }
 
 pub(crate) fn closed(_: Closed) -> VerbsError {
@@ -235,53 +245,40 @@ impl Device {
     /// # Errors
     /// When the port is taken (the text says by whom and what to do), the address is not ours, or the system refuses.
     pub fn open(config: DeviceConfig) -> Result<Self, VerbsError> {
-        let path = open::datapath(&config)?;
-        if let (Err(OpenError::PortTaken { .. }), None) = (&path, &config.sockets)
+        let paths = open::datapaths(&config)?;
+        if let (Err(OpenError::PortTaken { .. }), None) = (&paths, &config.sockets)
             && let Some(how) = shared::holder(config.addr)
         {
             return Self::open_shared(config, &how);
         }
-        let parts = Parts::new(&config, path.map_err(open::error)?)?;
-        Self::start(&config, parts).map(|inner| Self(Arc::new(inner)))
+        let paths = paths.map_err(open::error)?.into_iter().enumerate();
+        let steering = Steering::new(config.shards);
+        let configs = paths.map(|(shard, path)| {
+            let qpn_slot = steering.and_then(|s| s.slot(shard)).or(config.qpn_slot);
+            let config = DeviceConfig { qpn_slot, ..config.clone() };
+            (config, path)
+        });
+        Self::start(configs.collect())
     }
 
-    fn start(config: &DeviceConfig, parts: Parts) -> Result<DeviceInner, VerbsError> {
-        let Parts {
-            path,
-            tap,
-            port,
-            mem,
-            limits,
-            mtu,
-        } = parts;
-        let links = match config.background {
-            true => LinkWatch::new()
-                .map_err(|e| tracing::info!("changes of interfaces are not seen: {e}"))
-                .ok(),
-            false => None,
-        };
+    /// Sets in motion what has sockets: an engine for each configuration, which all are the device's with what is an engine's own.
+    pub(crate) fn start(all: Vec<(DeviceConfig, UdpDatapath)>) -> Result<Self, VerbsError> {
+        let (config, _) = all.first().ok_or_else(|| VerbsError::Invalid("a device of no shards".into()))?;
+        let config = config.clone();
         let router = Arc::new(Router::new(
             EventQueue::new().map_err(io_error("making an event queue"))?,
             PortView::new(config.addr.to_canonical(), config.mtu),
-            config.services.clone(),
         ));
-        let driver = DriverConfig {
-            own: config.qpn_slot.map(QpnSlot::qpns),
-            links,
-            background: config.background,
-            tap,
-            name: format!("roce {}", config.addr),
-            ..DriverConfig::default()
-        };
-        let driver = Driver::new(port, Box::new(path), router.clone(), driver)
-            .map_err(io_error("starting the device's thread"))?;
-        Ok(DeviceInner {
-            driver,
+        let all = EngineParts::all(all)?;
+        let Parts { mem, limits, mtu, .. } = &all[0].parts;
+        let (mem, limits, mtu) = (mem.clone(), limits.clone(), *mtu);
+        Ok(Self(Arc::new(DeviceInner {
+            engines: Engines::start(all, &router)?,
             mem,
             router,
             limits,
             background: config.background,
-            services: config.services.clone(),
+            services: config.services,
             cqs: AtomicU32::new(0),
             ahs: AtomicU32::new(0),
             srqs: AtomicU32::new(0),
@@ -290,7 +287,7 @@ impl Device {
             next_cq: AtomicU32::new(1),
             addr: config.addr,
             mtu,
-        })
+        })))
     }
 
     /// Our address, as it was given.
@@ -308,7 +305,7 @@ impl Device {
     /// # Errors
     /// When the device is closed.
     pub fn mtu_from(&self, local: IpAddr) -> Result<Mtu, VerbsError> {
-        self.0.driver.with_quiet(|port, _| port.path_mtu(local)).map_err(closed)
+        self.0.engines.first().with_quiet(|port, _| port.path_mtu(local)).map_err(closed)
     }
 
     /// Identifies the device to connection managers.
@@ -327,10 +324,10 @@ impl Device {
     /// # Errors
     /// When the system refuses.
     pub fn set_socket_buffer(&self, bytes: usize) -> Result<usize, VerbsError> {
-        self.0
-            .driver
-            .set_receive_buffer(bytes)
-            .map_err(io_error("setting the receive buffer"))
+        let granted = self.0.engines.all().iter().map(|driver| driver.set_receive_buffer(bytes));
+        let granted = granted.collect::<std::io::Result<Vec<_>>>();
+        let granted = granted.map_err(io_error("setting the receive buffer"))?;
+        Ok(granted.into_iter().min().unwrap_or(0))
     }
 
     /// Takes one asynchronous event. See [`Device::async_fd`].
@@ -355,47 +352,51 @@ impl Device {
     /// # Errors
     /// When the device is closed.
     pub fn inject(&self, datagram: &[u8], meta: &RxMeta) -> Result<(), VerbsError> {
-        self.0.driver.inject(datagram, meta).map_err(closed)
+        self.0.engines.inject(datagram, meta).map_err(closed)
     }
 
     /// Advances the device by the calling thread: for programs that poll memory and run no background thread.
     pub fn progress(&self) {
-        self.0.driver.empty_poll();
+        self.0.engines.progress();
     }
 
     /// Whether this is a process that was forked from the one that opened the device. Nothing works here: calls fail, and
     /// drops do nothing, so that the device stays the other process's.
     pub fn is_inherited(&self) -> bool {
-        self.0.driver.is_inherited()
+        self.0.engines.is_inherited()
     }
 
     /// Whether it is closed, by [`Device::close`] or because it failed.
     pub fn is_closed(&self) -> bool {
-        self.0.driver.is_closed()
+        self.0.engines.is_closed()
     }
 
     /// Closes the device now: whoever waits on a channel is woken, and every later call fails.
     pub fn close(&self) {
-        self.0.driver.close();
+        self.0.engines.close();
     }
 }
 
 impl Drop for DeviceInner {
     fn drop(&mut self) {
-        if let Some(services) = self.services.take()
-            && !self.driver.is_inherited()
-        {
-            // First, as it still sends.
-            self.driver.close();
-            services.closing(self.report());
+        if self.engines.is_inherited() {
+            return;
+        }
+        // What it still sends is in the report.
+        self.engines.close();
+        for (index, services) in self.engines.services() {
+            services.closing(self.report(index));
         }
     }
 }
 
 impl DeviceInner {
     pub(crate) fn stats(&self) -> DeviceStats {
-        let (port, path) = self.driver.counters();
-        DeviceStats { port, path }
+        let mut all = DeviceStats::default();
+        for driver in self.engines.all() {
+            all.add(&stats_of(driver));
+        }
+        all
     }
 
     /// The local address for a peer when the program named none.

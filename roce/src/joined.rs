@@ -17,7 +17,7 @@ use roce_verbs::provider::VerbsError;
 
 use crate::{
     device::{DeviceConfig, Services},
-    shards::Doors,
+    shards::{Doors, Letter},
     shared::{Listeners, join_error},
 };
 
@@ -42,7 +42,7 @@ struct Post {
 impl roce_broker::Inbox for Post {
     fn datagram(&self, meta: &RxMeta, bytes: &[u8]) {
         if let Some(door) = self.doors.of(meta.local.to_canonical()) {
-            door.inbox().forwarded(meta, bytes);
+            door.inbox().send_or_lose(Letter::forwarded(meta, bytes));
         }
     }
 
@@ -112,6 +112,11 @@ impl Joining {
             services: Some(services),
             ..config.clone()
         }
+    }
+
+    /// What comes for it is this one's.
+    pub(crate) fn deliver(&self, inbox: Arc<dyn roce_broker::Inbox>) {
+        self.membership.set_inbox(inbox);
     }
 
     /// The loop has its devices: what comes for an address goes through its door.

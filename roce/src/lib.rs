@@ -26,6 +26,7 @@ mod ah;
 mod cm;
 mod cq;
 mod device;
+mod engines;
 mod joined;
 mod local;
 mod member;

@@ -6,7 +6,7 @@ use roce_broker::{JoinConfig, Report};
 use roce_local::{Fabric, FabricConfig, Ports, Usage};
 use roce_mem::MemoryTable;
 use roce_net::{Flush, iface};
-use roce_port::{ConnChange, Port, RxMeta, Steering};
+use roce_port::{ConnChange, Port, RxMeta};
 use roce_verbs::{
     DeviceLimits, Instant, Mtu,
     provider::{DeviceIx, Provider, VerbsError},
@@ -222,14 +222,13 @@ impl LocalDevice {
         shards: usize,
         placement: Arc<dyn Placement>,
     ) -> Result<Vec<Self>, VerbsError> {
-        if shards == 1 {
+        let Some(steering) = open::check_shards(shards)? else {
             return Ok(vec![Self::open(configs)?]);
-        }
-        let most = Steering::MAX_SHARDS;
-        let steering = Steering::new(shards)
-            .ok_or_else(|| VerbsError::Invalid(format!("{shards} loops at one address: 1 to {most} are possible")))?;
+        };
         open::check_apart(configs)?;
-        let paths = configs.iter().map(|config| open::datapaths(config, steering));
+        let paths = configs
+            .iter()
+            .map(|config| open::shard_datapaths(config, steering)?.map_err(open::error));
         let paths = paths.collect::<Result<Vec<_>, _>>()?;
         let taps = SharedTap::of(configs)?;
         let opener = Opener::of_shards(configs, &taps, steering, &placement);

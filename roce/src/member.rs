@@ -62,7 +62,7 @@ impl Member {
             }
         };
         let own = config.qpn_slot.map(|slot| own(slot.qpns()));
-        let parts = Parts::with_memory(config, path, tap.map(SharedTap::boxed), None)?;
+        let parts = Parts::new(config, path, tap.map(SharedTap::boxed), None)?;
         Ok(Self::new(config, parts, own, shard))
     }
 
@@ -120,7 +120,7 @@ impl Member {
                 guid: config.guid.or(Some(guid)),
                 ..config
             };
-            let parts = Parts::with_memory(&config, path, tap.cloned().map(SharedTap::boxed), mem.clone())?;
+            let parts = Parts::new(&config, path, tap.cloned().map(SharedTap::boxed), mem.clone())?;
             mem.get_or_insert_with(|| parts.mem.clone());
             Ok(Self::new(&config, parts, Some(own), Some(shard)))
         });

@@ -25,12 +25,12 @@ pub(crate) struct PdInner {
 
 impl Drop for PdInner {
     fn drop(&mut self) {
-        if self.device.driver.is_inherited() {
+        if self.device.engines.is_inherited() {
             return;
         }
         // Everything made in it holds it, so it is empty now; but a closed device ends no queue pairs any more.
         if let Err(e) = self.device.mem.dealloc_pd(self.handle)
-            && !self.device.driver.is_closed()
+            && !self.device.engines.is_closed()
         {
             tracing::error!("releasing a protection domain failed: {e}");
         }
@@ -92,14 +92,14 @@ pub struct Reregister<'a> {
 impl Drop for MrInner {
     fn drop(&mut self) {
         let device = &self.pd.0.device;
-        if self.ended.load(Ordering::Acquire) || device.driver.is_inherited() {
+        if self.ended.load(Ordering::Acquire) || device.engines.is_inherited() {
             return;
         }
         if let Err(e) = device.mem.revoke(&self.region) {
             tracing::error!("deregistering memory failed: {e}");
         }
         // Whoever had resolved the key before is done when the port's lock is free.
-        device.driver.pass_lock();
+        device.engines.pass_locks();
     }
 }
 
@@ -139,12 +139,12 @@ impl Mr {
     /// [`VerbsError::Busy`] while memory windows are bound to it; nothing changes then.
     pub fn deregister(&self) -> Result<(), VerbsError> {
         let device = &self.0.pd.0.device;
-        if device.driver.is_inherited() {
+        if device.engines.is_inherited() {
             return Err(VerbsError::Closed);
         }
         device.mem.deregister(&self.0.region).map_err(mem_error)?;
         self.0.ended.store(true, Ordering::Release);
-        device.driver.pass_lock();
+        device.engines.pass_locks();
         Ok(())
     }
 
@@ -177,7 +177,7 @@ impl Mr {
         // SAFETY: the caller promises it; dropping the region passes the port's lock.
         let region = unsafe { device.mem.reregister(old, &new) }.map_err(mem_error)?;
         self.0.ended.store(true, Ordering::Release);
-        device.driver.pass_lock();
+        device.engines.pass_locks();
         let persist = lent.persist.clone();
         Ok(Self::of(pd, region, Some(Lent { persist })))
     }
@@ -327,13 +327,13 @@ struct RevocableInner {
 impl Drop for RevocableInner {
     fn drop(&mut self) {
         let device = &self.pd.0.device;
-        if device.driver.is_inherited() {
+        if device.engines.is_inherited() {
             return;
         }
         if let Err(e) = device.mem.dealloc_fast(&self.fast) {
             tracing::error!("releasing a revocable region failed: {e}");
         }
-        device.driver.pass_lock();
+        device.engines.pass_locks();
     }
 }
 
@@ -373,13 +373,13 @@ struct MwInner {
 impl Drop for MwInner {
     fn drop(&mut self) {
         let device = &self.pd.0.device;
-        if device.driver.is_inherited() {
+        if device.engines.is_inherited() {
             return;
         }
         if let Err(e) = device.mem.dealloc_window(&self.window) {
             tracing::error!("releasing a memory window failed: {e}");
         }
-        device.driver.pass_lock();
+        device.engines.pass_locks();
     }
 }
 

@@ -86,16 +86,45 @@ pub(crate) fn check_apart(configs: &[DeviceConfig]) -> Result<(), VerbsError> {
 /// The sockets of loops that share a device's address.
 ///
 /// # Errors
-/// As [`datapath`]; when other processes have the address too.
-pub(crate) fn datapaths(config: &DeviceConfig, steering: Steering) -> Result<Vec<UdpDatapath>, VerbsError> {
+/// As [`datapath`]; when other processes have the address too. Inside: when they can't be opened.
+pub(crate) fn shard_datapaths(
+    config: &DeviceConfig,
+    steering: Steering,
+) -> Result<Result<Vec<UdpDatapath>, OpenError>, VerbsError> {
     if config.sockets.is_some() || config.qpn_slot.is_some() || config.services.is_some() {
         let addr = config.addr;
         return Err(VerbsError::Invalid(format!(
-            "several loops can't have {addr}, which is shared with other processes"
+            "several loops or shards can't have {addr}, which is shared with other processes"
         )));
     }
     choose_mtus(config.addr, config.mtu)?;
-    UdpDatapath::open_shards(&udp_config(config), steering).map_err(error)
+    Ok(UdpDatapath::open_shards(&udp_config(config), steering))
+}
+
+/// The sockets of each of a device's engines.
+///
+/// # Errors
+/// As [`shard_datapaths`], and for a number of shards that is not possible.
+pub(crate) fn datapaths(config: &DeviceConfig) -> Result<Result<Vec<UdpDatapath>, OpenError>, VerbsError> {
+    match check_shards(config.shards)? {
+        None => Ok(datapath(config)?.map(|path| vec![path])),
+        Some(steering) => shard_datapaths(config, steering),
+    }
+}
+
+/// How numbers are spread over so many shards; `None`: there is one.
+///
+/// # Errors
+/// When that many are not possible.
+pub(crate) fn check_shards(shards: usize) -> Result<Option<Steering>, VerbsError> {
+    let most = Steering::MAX_SHARDS;
+    match (shards, Steering::new(shards)) {
+        (1, _) => Ok(None),
+        (_, None) => Err(VerbsError::Invalid(format!(
+            "{shards} shards of an address: 1 to {most} are possible"
+        ))),
+        (_, steering) => Ok(steering),
+    }
 }
 
 /// What writes a device's packets to a file, if that is wanted.
@@ -134,14 +163,9 @@ pub(crate) struct Parts {
 }
 
 impl Parts {
-    pub(crate) fn new(config: &DeviceConfig, path: UdpDatapath) -> Result<Self, VerbsError> {
-        let tap = tap(config)?.map(|tap| Box::new(tap) as Box<dyn Tap>);
-        Self::with_memory(config, path, tap, None)
-    }
-
     /// With somebody who sees all packets; the configuration's file is not written. `mem` is another port's, if they are to have
     /// the same.
-    pub(crate) fn with_memory(
+    pub(crate) fn new(
         config: &DeviceConfig,
         path: UdpDatapath,
         tap: Option<Box<dyn Tap>>,

@@ -189,7 +189,8 @@ impl Opener {
             How::One => open::datapath(config)
                 .and_then(|path| path.map_err(open::error))
                 .and_then(|path| Ok(vec![Member::whole(config, path, tap)?])),
-            How::Shards(steering, placement) => open::datapaths(config, *steering)
+            How::Shards(steering, placement) => open::shard_datapaths(config, *steering)
+                .and_then(|paths| paths.map_err(open::error))
                 .and_then(|paths| Member::shards(config, paths, *steering, placement, tap.as_ref())),
             How::Members(joining, placement) => {
                 let joining: Option<Vec<_>> = joining.iter().map(WeakJoining::get).collect();

@@ -218,7 +218,7 @@ pub struct Membership {
 
 impl Drop for Membership {
     fn drop(&mut self) {
-        self.device.driver.leave(self.group, self.local);
+        self.device.engines.first().leave(self.group, self.local);
     }
 }
 
@@ -244,7 +244,7 @@ impl Membership {
                 "no way from {local} to a multicast group {group}"
             )));
         }
-        let joined = device.driver.join(group, local);
+        let joined = device.engines.first().join(group, local);
         joined.map_err(io_error(&format!(
             "joining multicast group {group} on the interface of {local}"
         )))?;
@@ -339,7 +339,11 @@ impl Device {
 
 impl DeviceInner {
     pub(crate) fn hw_counters(&self) -> [(&'static str, u64); 15] {
-        self.stats()
-            .hw_counters(self.router.port.link_downed.load(Ordering::Relaxed))
+        self.stats().hw_counters(self.link_downed())
+    }
+
+    /// How often the link has gone down.
+    pub(crate) fn link_downed(&self) -> u64 {
+        self.router.port.link_downed.load(Ordering::Relaxed)
     }
 }

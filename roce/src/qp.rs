@@ -4,6 +4,7 @@ use std::{net::IpAddr, sync::Arc};
 
 use parking_lot::Mutex;
 use roce_mem::PostedKey;
+use roce_net::Driver;
 use roce_port::QpInit as PortQpInit;
 use roce_qp::{CompletionQueue as Queue, NO_RECEIVE_QUEUE, ReceiveQueue};
 use roce_verbs::{
@@ -27,6 +28,8 @@ pub struct Qp(Arc<QpInner>);
 struct QpInner {
     qpn: Qpn,
     device: Arc<DeviceInner>,
+    /// Which of the device's engines it is in.
+    engine: usize,
     qp_type: QpType,
     caps: QpCaps,
     signal_all: bool,
@@ -62,12 +65,12 @@ pub struct QpOptions<'a> {
 
 impl Drop for QpInner {
     fn drop(&mut self) {
-        if self.device.driver.is_inherited() {
+        if self.device.engines.is_inherited() {
             return;
         }
         let router = &self.device.router;
         // Under the port's lock: the number may be another's as soon as that is free.
-        let ended = self.device.driver.with(|port, now| {
+        let ended = self.driver().with(|port, now| {
             let done = port.destroy_qp(now, self.qpn);
             router.forget_qp(self.qpn);
             done
@@ -78,6 +81,13 @@ impl Drop for QpInner {
             // On a closed device there is nothing left to end.
             Err(_) => router.forget_qp(self.qpn),
         }
+        self.device.engines.left(self.engine);
+    }
+}
+
+impl QpInner {
+    fn driver(&self) -> &Driver {
+        self.device.engines.get(self.engine)
     }
 }
 
@@ -198,15 +208,24 @@ impl Qp {
             srq: options.srq.map(|s| s.queue().clone()),
             xrcd: options.xrcd.map(|x| x.domain().clone()),
         };
-        let made = device.0.driver.with_quiet(|port, now| -> Result<_, VerbsError> {
+        let engines = &device.0.engines;
+        if engines.queue_pairs() >= device.0.limits.max_qp {
+            return Err(VerbsError::Limit("queue pairs"));
+        }
+        let cqs: Vec<_> = [options.send_cq, options.recv_cq].into_iter().flatten().collect();
+        let served: Vec<_> = cqs.iter().map(|cq| cq.served()).collect();
+        let engine = engines.place(qp_type, &served, cqs.iter().all(|cq| cq.is_polled()));
+        let made = engines.get(engine).with_quiet(|port, now| -> Result<_, VerbsError> {
             port.set_now(now);
             let qpn = port.create_qp(args)?;
             Ok((qpn, port.receive_queue(qpn)))
         });
         let (qpn, receives) = made.map_err(closed)??;
+        engines.joined(engine, &served);
         Ok(Self(Arc::new(QpInner {
             qpn,
             receives,
+            engine,
             device: device.0.clone(),
             qp_type,
             caps: options.caps.of_queues(qp_type, options.srq.is_some()),
@@ -245,7 +264,7 @@ impl Qp {
     /// # Errors
     /// The refusal, with the number of requests that were accepted before it.
     pub fn post_requests(&self, requests: &[SendRequest<'_>]) -> Result<(), (usize, PostError)> {
-        let driver = &self.0.device.driver;
+        let driver = self.0.driver();
         driver
             .with(|port, now| port.post_requests(now, self.0.qpn, requests))
             .unwrap_or(Err(GONE))
@@ -256,7 +275,7 @@ impl Qp {
     /// # Errors
     /// The first refusal, with the number of requests before it; nothing was posted.
     pub fn post_batch(&self, requests: &[SendRequest<'_>]) -> Result<(), (usize, PostError)> {
-        let driver = &self.0.device.driver;
+        let driver = self.0.driver();
         driver
             .with(|port, now| port.post_batch(now, self.0.qpn, requests))
             .unwrap_or(Err(GONE))
@@ -269,7 +288,7 @@ impl Qp {
     /// When it is no UD queue pair or no group, at a limit, or when the system refuses.
     pub fn attach_mcast(&self, group: IpAddr, local: IpAddr) -> Result<(), VerbsError> {
         let mut groups = self.0.groups.lock();
-        let driver = &self.0.device.driver;
+        let driver = self.0.driver();
         let added = driver.with_quiet(|port, _| port.attach_mcast(self.0.qpn, group));
         if !added.map_err(closed)?? {
             return Ok(());
@@ -293,7 +312,7 @@ impl Qp {
     /// When it is not a member.
     pub fn detach_mcast(&self, group: IpAddr) -> Result<(), VerbsError> {
         let mut groups = self.0.groups.lock();
-        let driver = &self.0.device.driver;
+        let driver = self.0.driver();
         let done = driver.with_quiet(|port, _| port.detach_mcast(self.0.qpn, group));
         done.map_err(closed)??;
         groups.retain(|m| m.group() != group.to_canonical());
@@ -314,7 +333,7 @@ impl Qp {
     /// # Errors
     /// When the device is closed.
     pub fn state(&self) -> Result<QpState, VerbsError> {
-        let state = self.0.device.driver.with_quiet(|port, _| port.qp_state(self.0.qpn));
+        let state = self.0.driver().with_quiet(|port, _| port.qp_state(self.0.qpn));
         state.map_err(closed)?.ok_or(VerbsError::Post(PostError::NoQueuePair))
     }
 
@@ -452,7 +471,7 @@ impl QueuePair for Qp {
     }
 
     fn post_send(&self, wrs: &[SendWr<'_>]) -> Result<(), (usize, PostError)> {
-        let driver = &self.0.device.driver;
+        let driver = self.0.driver();
         driver
             .with(|port, now| port.post_send(now, self.0.qpn, wrs))
             .unwrap_or(Err(GONE))
@@ -460,7 +479,7 @@ impl QueuePair for Qp {
 
     /// Without the port's lock, so that it waits for no packets that others handle.
     fn post_recv(&self, wrs: &[RecvWr<'_>]) -> Result<(), (usize, PostError)> {
-        let driver = &self.0.device.driver;
+        let driver = self.0.driver();
         if driver.is_closed() {
             return Err(GONE);
         }
@@ -505,14 +524,13 @@ impl QueuePair for Qp {
     fn modify(&self, attr: &QpAttr) -> Result<(), VerbsError> {
         let done = self
             .0
-            .device
-            .driver
+            .driver()
             .with(|port, now| port.modify_qp(now, self.0.qpn, attr));
         done.map_err(closed)?
     }
 
     fn query(&self) -> Result<QpAttr, VerbsError> {
-        let attr = self.0.device.driver.with_quiet(|port, _| port.query_qp(self.0.qpn));
+        let attr = self.0.driver().with_quiet(|port, _| port.query_qp(self.0.qpn));
         attr.map_err(closed)?
     }
 }

@@ -43,12 +43,12 @@ pub struct RawId {
 
 impl Drop for RawId {
     fn drop(&mut self) {
-        if self.device.driver.is_inherited() {
+        if self.device.engines.is_inherited() {
             return;
         }
         self.device.router.remove(self.key);
         // On a closed device there is nothing left to end.
-        let _ = self.device.driver.with(|port, now| match self.key {
+        let _ = self.device.engines.first().with(|port, now| match self.key {
             Key::Listener(id) => port.cm_unlisten(id),
             Key::Conn(id) => port.cm_destroy(now, id),
         });
@@ -91,7 +91,7 @@ impl PortHold {
 impl Drop for PortHold {
     fn drop(&mut self) {
         if let Some(services) = &self.device.services
-            && !self.device.driver.is_inherited()
+            && !self.device.engines.is_inherited()
         {
             services.unreserve(self.service.0, self.addr);
         }
@@ -131,7 +131,7 @@ impl RawCm {
     /// When none is left and the device is closed.
     pub fn take(&self) -> Result<Option<RawEvent>, VerbsError> {
         let device = &self.0.device;
-        if device.driver.is_inherited() {
+        if device.engines.is_inherited() {
             return Err(VerbsError::Closed);
         }
         while let Some(event) = self.0.queue.pop()? {
@@ -213,7 +213,7 @@ impl RawCm {
         if let Some(services) = &device.services {
             services.claim(claim.0, claim.1)?;
         }
-        let made = device.driver.with_quiet(|port, _| {
+        let made = device.engines.first().with_quiet(|port, _| {
             let key = Key::Listener(port.cm_listen_raw(args)?);
             device.router.add_raw(key, &self.0.queue);
             Ok(key)
@@ -257,7 +257,7 @@ impl RawCm {
     fn start(&self, call: impl FnOnce(&mut Port, Instant) -> Result<ConnId, VerbsError>) -> Result<RawId, VerbsError> {
         let device = &self.0.device;
         // The route is made under the port's lock, so that no event comes before it.
-        let made = device.driver.with(|port, now| {
+        let made = device.engines.first().with(|port, now| {
             let key = Key::Conn(call(port, now)?);
             device.router.add_raw(key, &self.0.queue);
             Ok(key)
@@ -277,7 +277,7 @@ impl RawId {
         let Key::Conn(conn) = self.key else {
             return Err(VerbsError::State("a listener is not a connection".into()));
         };
-        let done = self.device.driver.with(|port, now| call(port, now, conn));
+        let done = self.device.engines.first().with(|port, now| call(port, now, conn));
         done.map_err(closed)?
     }
 

@@ -6,20 +6,17 @@ use std::{
     collections::{HashMap, VecDeque},
     net::IpAddr,
     os::fd::{AsFd, BorrowedFd},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst},
-    },
+    sync::Arc,
     time::Duration,
 };
 
-use parking_lot::{Mutex, RwLock};
+use parking_lot::RwLock;
 use roce_bth::{Packet, Qpn};
 use roce_cm::{
     cma::{HEADER_LEN, ServiceId},
     mad::{Mad, Message, Req},
 };
-use roce_net::{EventFd, LocalDriver};
+use roce_net::LocalDriver;
 use roce_port::{ConnChange, QpnSlot, RxMeta, Steering};
 use roce_verbs::{Instant, provider::VerbsError};
 
@@ -28,8 +25,6 @@ use crate::{
     open::serves,
 };
 
-/// Packets that may wait for a loop: what comes by the wrong socket, and management datagrams. Both come again if they are lost.
-const MAX_WAITING: usize = 1024;
 /// Connect requests of which is remembered where they went, and for how long: RDMA_CM repeats them for a minute.
 const MAX_REMEMBERED: usize = 4096;
 const REMEMBERED: Duration = Duration::from_secs(90);
@@ -54,76 +49,27 @@ pub trait Placement: Send + Sync {
     fn place(&self, arrival: &Arrival<'_>) -> usize;
 }
 
-struct Letter {
+/// A packet.
+pub(crate) struct Letter {
     meta: RxMeta,
     bytes: Vec<u8>,
     /// It came by a socket of one of the loops, so that their capture has it.
     captured: bool,
 }
 
-/// What others have for a loop's part of an address.
-pub(crate) struct Inbox {
-    letters: Mutex<VecDeque<Letter>>,
-    /// There are letters.
-    full: AtomicBool,
-    /// Readable when there are.
-    bell: EventFd,
-    /// Packets of other processes that there was no room for.
-    lost: AtomicUsize,
-}
-
-impl Inbox {
-    fn new() -> Result<Self, VerbsError> {
-        Ok(Self {
-            letters: Mutex::default(),
-            full: AtomicBool::new(false),
-            bell: EventFd::new().map_err(io_error("making an event descriptor"))?,
-            lost: AtomicUsize::new(0),
-        })
-    }
-
-    /// False: too much waits already.
-    fn send(&self, letter: Letter) -> bool {
-        let mut letters = self.letters.lock();
-        if letters.len() >= MAX_WAITING {
-            return false;
-        }
-        letters.push_back(letter);
-        let first = letters.len() == 1;
-        drop(letters);
-        if first {
-            self.ring();
-        }
-        true
-    }
-
+impl Letter {
     /// A packet that another process has received.
-    pub(crate) fn forwarded(&self, meta: &RxMeta, bytes: &[u8]) {
-        let letter = Letter {
+    pub(crate) fn forwarded(meta: &RxMeta, bytes: &[u8]) -> Self {
+        Self {
             meta: *meta,
             bytes: bytes.to_vec(),
             captured: false,
-        };
-        if !self.send(letter) {
-            self.lost.fetch_add(1, SeqCst);
         }
-    }
-
-    /// Has the loop take a turn.
-    pub(crate) fn ring(&self) {
-        self.full.store(true, SeqCst);
-        self.bell.raise();
-    }
-
-    fn take(&self) -> VecDeque<Letter> {
-        if !self.full.swap(false, SeqCst) {
-            return VecDeque::new();
-        }
-        // Before the letters are taken: the first that comes afterwards rings again.
-        self.bell.clear();
-        std::mem::take(&mut *self.letters.lock())
     }
 }
+
+/// What others have for a loop's part of an address.
+pub(crate) type Inbox = roce_net::Inbox<Letter>;
 
 /// Who sent a connect request, as its repetitions say it again: address and communication ID.
 type Sender = (IpAddr, u32);
@@ -153,7 +99,7 @@ impl Numbers {
     }
 
     /// Which loop has a queue pair number.
-    fn of_qpn(&self, qpn: Qpn) -> Option<usize> {
+    pub(crate) fn of_qpn(&self, qpn: Qpn) -> Option<usize> {
         let has = |slot: &QpnSlot| (slot.qpns().first..=slot.qpns().last).contains(&qpn.value());
         match self {
             Self::All(steering) => Some(steering.of_qpn(qpn)),
@@ -323,7 +269,7 @@ pub(crate) struct Shard {
 
 /// Inboxes for so many loops.
 fn inboxes(loops: usize) -> Result<Arc<[Inbox]>, VerbsError> {
-    let inboxes = (0..loops).map(|_| Inbox::new());
+    let inboxes = (0..loops).map(|_| Inbox::new().map_err(io_error("making an event descriptor")));
     Ok(inboxes.collect::<Result<Vec<_>, _>>()?.into())
 }
 
@@ -366,7 +312,7 @@ impl Shard {
 
     /// Readable when there is something for this loop.
     pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
-        self.inboxes[self.index].bell.as_fd()
+        self.inboxes[self.index].as_fd()
     }
 
     /// It is at this address, where what others have for the loop comes, and what comes here for one of the loop's others goes through
@@ -439,7 +385,7 @@ impl Shard {
         strays.into_inner().into_iter().for_each(|len| port.count_stray(len));
         lost.into_inner().into_iter().for_each(|len| port.count_lost(len));
         // Of those only the number is known.
-        (0..inbox.lost.swap(0, SeqCst)).for_each(|_| port.count_lost(0));
+        (0..inbox.take_lost()).for_each(|_| port.count_lost(0));
         more
     }
 
@@ -482,7 +428,7 @@ impl Shard {
 }
 
 /// The destination of a packet; QP0, which nobody has, of what is too short to be one.
-fn qpn_of(packet: &[u8]) -> Qpn {
+pub(crate) fn qpn_of(packet: &[u8]) -> Qpn {
     match packet.first_chunk() {
         Some([_, _, _, _, _, a, b, c]) => Qpn::new(u32::from_be_bytes([0, *a, *b, *c])),
         None => Qpn::SMI,

@@ -9,7 +9,11 @@ use roce_broker::{Inbox, JoinConfig, JoinError, Membership, Report};
 use roce_port::{ConnChange, RxMeta};
 use roce_verbs::{Mtu, provider::VerbsError};
 
-use crate::device::{Device, DeviceConfig, DeviceInner, Services};
+use crate::{
+    device::{Device, DeviceConfig, DeviceInner, Services, stats_of},
+    joined::Joining,
+    open,
+};
 
 pub(crate) fn join_error(e: JoinError) -> VerbsError {
     match e {
@@ -60,19 +64,22 @@ impl Services for Listeners {
     }
 }
 
-/// Takes what the broker has for the device.
-struct Post(Weak<DeviceInner>);
+/// Takes what the broker has for one of the device's engines.
+struct Post {
+    device: Weak<DeviceInner>,
+    index: usize,
+}
 
 impl Inbox for Post {
     fn datagram(&self, meta: &RxMeta, bytes: &[u8]) {
-        if let Some(inner) = self.0.upgrade() {
+        if let Some(inner) = self.device.upgrade() {
             // A device that is closed takes nothing any more.
-            let _ = inner.driver.inject(bytes, meta);
+            let _ = inner.engines.get(self.index).inject(bytes, meta);
         }
     }
 
     fn report(&self) -> Option<Report> {
-        self.0.upgrade().map(|inner| inner.report())
+        Some(self.device.upgrade()?.report(self.index))
     }
 }
 
@@ -89,11 +96,14 @@ pub(crate) fn report(addrs: &[IpAddr], mtu: Mtu, queue_pairs: usize, counters: [
 }
 
 impl DeviceInner {
-    /// What other processes may know about the device.
-    pub(crate) fn report(&self) -> Report {
+    /// What other processes may know about one of the device's engines: each is a process of its own to them.
+    pub(crate) fn report(&self, index: usize) -> Report {
+        let driver = self.engines.get(index);
         // A process that ends is asked for its last report: with this call goes what its queue pairs owe.
-        let queue_pairs = self.driver.with(|port, _| port.queue_pairs()).unwrap_or(0);
-        report(&[self.addr], self.mtu, queue_pairs, self.hw_counters())
+        let queue_pairs = driver.with(|port, _| port.queue_pairs()).unwrap_or(0);
+        let link_downed = if index == 0 { self.link_downed() } else { 0 };
+        let counters = stats_of(driver).hw_counters(link_downed);
+        report(&[self.addr], self.mtu, queue_pairs, counters)
     }
 }
 
@@ -112,13 +122,21 @@ impl Device {
     ///
     /// # Errors
     /// As [`Device::open`], and when there is no broker and none can be started.
-    pub fn open_shared(mut config: DeviceConfig, how: &JoinConfig) -> Result<Self, VerbsError> {
-        let membership = Arc::new(roce_broker::join(how).map_err(join_error)?);
-        config.sockets = Some(membership.open(config.addr).map_err(join_error)?);
-        config.qpn_slot = Some(membership.numbers());
-        config.services = Some(Arc::new(Listeners(membership.clone())));
-        let device = Self::open(config)?;
-        membership.set_inbox(Arc::new(Post(Arc::downgrade(&device.0))));
+    pub fn open_shared(config: DeviceConfig, how: &JoinConfig) -> Result<Self, VerbsError> {
+        open::check_shards(config.shards)?;
+        let joining = (0..config.shards).map(|_| Joining::join(how));
+        let joining = joining.collect::<Result<Vec<_>, _>>()?;
+        let opened = joining.iter().map(|joining| {
+            let sockets = joining.sockets(config.addr).map_err(join_error)?;
+            let config = joining.config(&config, sockets);
+            let path = open::datapath(&config)?.map_err(open::error)?;
+            Ok((config, path))
+        });
+        let device = Self::start(opened.collect::<Result<_, VerbsError>>()?)?;
+        for (index, joining) in joining.iter().enumerate() {
+            let device = Arc::downgrade(&device.0);
+            joining.deliver(Arc::new(Post { device, index }));
+        }
         Ok(device)
     }
 }

@@ -33,13 +33,13 @@ struct SrqInner {
 impl Drop for SrqInner {
     fn drop(&mut self) {
         let device = &self.pd.0.device;
-        if device.driver.is_inherited() {
+        if device.engines.is_inherited() {
             return;
         }
         if let Some((xrcd, _)) = &self.xrc {
             xrcd.0.domain.detach(self.queue.number());
             // Whoever had found it before is done when the port's lock is free.
-            device.driver.pass_lock();
+            device.engines.pass_locks();
         }
         device.srqs.fetch_sub(1, Ordering::Relaxed);
     }
@@ -101,7 +101,8 @@ impl Srq {
         let event = event.map_err(|e| VerbsError::Invalid(e.to_string()))?;
         match event {
             Some(event) => device
-                .driver
+                .engines
+                .first()
                 .with_quiet(|port, _| port.push_event(event))
                 .map_err(closed),
             None => Ok(()),
@@ -193,6 +194,8 @@ impl Device {
         if let Some((xrcd, cq)) = init.xrc {
             xrcd.pd().check(&self.0)?;
             cq.check(&self.0)?;
+            // The first engine has the targets of extended reliable connections.
+            cq.served().by(0);
         }
         if self.0.srqs.fetch_add(1, Ordering::Relaxed) >= limits.max_srq {
             self.0.srqs.fetch_sub(1, Ordering::Relaxed);

@@ -13,19 +13,20 @@ use std::{
 
 use mio::{Events, Poll};
 use parking_lot::Mutex;
-use roce_port::{Port, PortCounters, QpnRange, RxMeta};
+use roce_port::{Port, PortCounters, RxMeta};
 use roce_verbs::Instant;
 
 use crate::{
     clock,
     datapath::{Datapath, DatapathCounters},
-    engine::{Engine, EventSink},
+    engine::{Engine, EventSink, Message},
     handover::{Closed, Handover, Moves, Surroundings},
+    inbox::Inbox,
     links::LinkWatch,
     motor::{Motor, Own, Tap},
     persist::{Persister, Report},
     sys,
-    wake::{TOKEN_LINKS, TOKEN_TIMER, Wake},
+    wake::{TOKEN_INBOX, TOKEN_LINKS, TOKEN_TIMER, Wake},
 };
 
 /// How a port is driven.
@@ -40,8 +41,10 @@ pub struct DriverConfig {
     pub name: String,
     /// Changes of interfaces, which the background thread brings to the event sink.
     pub links: Option<LinkWatch>,
-    /// Our queue pair numbers, when other processes share the address: packets to others are strays.
-    pub own: Option<QpnRange>,
+    /// Which packets are for this port, when others share the address: those for them are strays.
+    pub own: Option<Own>,
+    /// What other ports of the device have for this one.
+    pub inbox: Option<Arc<Inbox<Message>>>,
 }
 
 impl Default for DriverConfig {
@@ -53,6 +56,7 @@ impl Default for DriverConfig {
             name: "roce".into(),
             links: None,
             own: None,
+            inbox: None,
         }
     }
 }
@@ -123,11 +127,14 @@ impl Driver {
             None => Wake::nobody(),
         });
         if let (Some(poll), Some(links)) = (&poll, &links) {
-            Wake::also(poll, links.as_fd())?;
+            Wake::also(poll, links.as_fd(), TOKEN_LINKS)?;
         }
-        let motor = Motor::new(path, tap, config.batch_bytes, config.own.map(Own::Process));
+        if let (Some(poll), Some(inbox)) = (&poll, &config.inbox) {
+            Wake::also(poll, inbox.as_fd(), TOKEN_INBOX)?;
+        }
+        let motor = Motor::new(path, tap, config.batch_bytes, config.own);
         let persister = Arc::<Persister>::default();
-        let engine = Engine::new(port, motor, sink.clone(), wake.clone(), persister.clone());
+        let engine = Engine::new(port, motor, sink.clone(), wake.clone(), persister.clone(), config.inbox);
         let around = Around {
             wake,
             sink,
@@ -284,6 +291,14 @@ impl Driver {
         self.shared.is_closed() || self.is_inherited()
     }
 
+    /// Lets every later call fail, and sends nothing any more. It waits for nobody.
+    pub fn stop(&self) {
+        if !self.is_inherited() {
+            self.shared.close();
+            self.shared.around().wake.stop();
+        }
+    }
+
     /// Stops: sends what is still to be sent, ends the background thread, and lets every later call fail.
     pub fn close(&self) {
         if self.is_inherited() {
@@ -295,8 +310,7 @@ impl Driver {
             guard.settle(clock::now());
             guard.motor.end_tap();
         }
-        self.shared.close();
-        self.shared.around().wake.stop();
+        self.stop();
         self.persister.close();
         if self.thread_id == Some(thread::current().id()) {
             return;

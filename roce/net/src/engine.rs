@@ -2,12 +2,13 @@
 
 use std::{sync::Arc, time::Duration};
 
-use roce_port::{ConnChange, Port, PortCmEvent, RxMeta};
+use roce_port::{ConnChange, ConnId, Port, PortCmEvent, RxMeta};
 use roce_verbs::{AsyncEvent, Instant, PathMtus};
 
 use crate::{
     datapath::Received,
     handover::Moves,
+    inbox::Inbox,
     links::LinkChange,
     motor::{Flush, Motor},
     persist::{Persister, Report},
@@ -19,6 +20,15 @@ use crate::{
 const BUDGET: usize = 128;
 /// When to try again after the send buffer was full.
 const BLOCKED_RETRY: Duration = Duration::from_micros(200);
+
+/// What another engine of the device has for this one.
+#[derive(Debug)]
+pub enum Message {
+    /// A packet that came by its socket.
+    Packet(RxMeta, Vec<u8>),
+    /// The first packet of a connection's peer has come to its queue pair, which is there ([`Port::poll_first_packet`]).
+    FirstPacket(ConnId),
+}
 
 /// Receives what a port has to tell, under the port's lock: an implementation must not call the driver, and takes only
 /// locks under which nobody else does.
@@ -33,6 +43,8 @@ pub trait EventSink: Send + Sync {
     fn conn_change(&self, _change: ConnChange) {}
     /// A packet for another process that shares the address.
     fn stray(&self, _meta: &RxMeta, _bytes: &[u8]) {}
+    /// For the engine that has the connections ([`Message::FirstPacket`]).
+    fn first_packet(&self, _conn: ConnId) {}
     /// Interfaces changed. Unlike the others called without the port's lock. Returns what they carry now, if it can tell.
     fn links(&self, _changes: Vec<(String, LinkChange)>) -> Option<PathMtus> {
         None
@@ -85,6 +97,8 @@ pub(crate) struct Engine {
     persister: Arc<Persister>,
     /// Whom that tells.
     pub(crate) report: Option<Arc<Report>>,
+    /// What other engines of the device have for this one.
+    inbox: Option<Arc<Inbox<Message>>>,
     /// Something may be to be sent since the last pass ([`Engine::pass_in_program`]).
     owes: bool,
     trickle: Trickle,
@@ -166,6 +180,7 @@ impl Engine {
         sink: Arc<dyn EventSink>,
         wake: Arc<Wake>,
         persister: Arc<Persister>,
+        inbox: Option<Arc<Inbox<Message>>>,
     ) -> Self {
         Self {
             port,
@@ -174,6 +189,7 @@ impl Engine {
             wake,
             persister,
             report: None,
+            inbox,
             owes: false,
             trickle: Trickle::default(),
             dialogue: Dialogue::default(),
@@ -185,8 +201,23 @@ impl Engine {
         let sink = &self.sink;
         let stray = |meta: &RxMeta, bytes: &[u8]| sink.stray(meta, bytes);
         let received = self.motor.receive(&mut self.port, now, budget, &stray);
+        self.take_messages(now);
         self.motor.run_timers(&mut self.port, now, received.more);
         received
+    }
+
+    /// Takes what other engines have.
+    fn take_messages(&mut self, now: Instant) {
+        let Some(inbox) = &self.inbox else { return };
+        // Of those only the number is known.
+        (0..inbox.take_lost()).for_each(|_| self.port.count_lost(0));
+        for message in inbox.take() {
+            match message {
+                // The capture has it.
+                Message::Packet(meta, bytes) => self.port.handle_datagram(now, &meta, &bytes),
+                Message::FirstPacket(conn) => self.port.cm_notify(now, conn),
+            }
+        }
     }
 
     /// A program is about to post something.
@@ -242,6 +273,9 @@ impl Engine {
                 // Destroying a waiting request rejects it.
                 self.port.cm_destroy(now, conn);
             }
+        }
+        while let Some(conn) = self.port.poll_first_packet() {
+            self.sink.first_packet(conn);
         }
         while let Some(event) = self.port.poll_async_event() {
             self.sink.async_event(event);

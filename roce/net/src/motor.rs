@@ -47,6 +47,8 @@ pub enum Own {
     /// Those to the numbers of this shard: others are other loops'. The first shard gets management datagrams, and says whose
     /// each of them is.
     Shard(Steering, usize),
+    /// Likewise, but management datagrams are all the first one's.
+    Engine(Steering, usize),
 }
 
 /// Whose a packet is.
@@ -76,7 +78,7 @@ impl Own {
                 qpn == Qpn::MULTICAST || (range.first..=range.last).contains(&qpn.value())
             }
             Self::Shard(_, 0) if qpn == Qpn::GSI => return Whose::Unknown,
-            Self::Shard(steering, shard) => steering.of_qpn(qpn) == *shard,
+            Self::Shard(steering, shard) | Self::Engine(steering, shard) => steering.of_qpn(qpn) == *shard,
         };
         match ours {
             true => Whose::Ours,
@@ -167,6 +169,10 @@ impl Motor {
                             (Whose::Ours, _) => port.handle_datagram(now, &meta, packet),
                             (Whose::Astray, Own::Process(_)) => {
                                 port.count_stray(packet.len());
+                                stray(&meta, packet);
+                            }
+                            (Whose::Astray, Own::Engine(..)) => {
+                                port.count_handed_over(1);
                                 stray(&meta, packet);
                             }
                             // They are counted by whom they concern, or when they are lost.

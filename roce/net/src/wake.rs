@@ -16,6 +16,8 @@ pub(crate) const TOKEN_TIMER: Token = Token(0);
 const TOKEN_STOP: Token = Token(1);
 /// Changes of interfaces.
 pub(crate) const TOKEN_LINKS: Token = Token(2);
+/// Messages of other engines.
+pub(crate) const TOKEN_INBOX: Token = Token(3);
 /// The first of the datapath's descriptors.
 const TOKEN_SOCKETS: usize = 16;
 
@@ -79,9 +81,9 @@ impl Wake {
     }
 
     /// Also lets this descriptor wake the thread, always.
-    pub(crate) fn also(poll: &Poll, fd: BorrowedFd<'_>) -> io::Result<()> {
+    pub(crate) fn also(poll: &Poll, fd: BorrowedFd<'_>, token: Token) -> io::Result<()> {
         poll.registry()
-            .register(&mut SourceFd(&fd.as_raw_fd()), TOKEN_LINKS, Interest::READABLE)
+            .register(&mut SourceFd(&fd.as_raw_fd()), token, Interest::READABLE)
     }
 
     /// The datapath has other descriptors than before. Those that are gone are closed already.

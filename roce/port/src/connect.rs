@@ -1,7 +1,6 @@
 //! Connections: the connection manager's events turned into queue pair transitions, and the program's calls into both.
 
 use core::net::{IpAddr, SocketAddr};
-use std::collections::HashMap;
 
 use roce_bth::{Psn, Qpn, RnrTimer};
 use roce_cm::{
@@ -122,39 +121,6 @@ struct Ours {
     min_rnr_timer: RnrTimer,
 }
 
-/// A queue pair of a peer.
-type PeerQp = (IpAddr, Qpn);
-
-/// Queue pairs of peers that keep packets beyond a gap, for as long as their connections are known.
-#[derive(Debug, Default)]
-pub(crate) struct Keepers {
-    by_conn: HashMap<ConnId, PeerQp>,
-    all: HashMap<PeerQp, usize>,
-}
-
-impl Keepers {
-    pub(crate) fn has(&self, peer: PeerQp) -> bool {
-        self.all.contains_key(&peer)
-    }
-
-    fn insert(&mut self, conn: ConnId, peer: PeerQp) {
-        self.remove(conn);
-        self.by_conn.insert(conn, peer);
-        *self.all.entry(peer).or_default() += 1;
-    }
-
-    fn remove(&mut self, conn: ConnId) {
-        if let Some(peer) = self.by_conn.remove(&conn)
-            && let Some(count) = self.all.get_mut(&peer)
-        {
-            *count -= 1;
-            if *count == 0 {
-                self.all.remove(&peer);
-            }
-        }
-    }
-}
-
 pub(crate) fn cm_error(e: CmError) -> VerbsError {
     match e {
         CmError::AddressInUse | CmError::Address => VerbsError::Address(e.to_string()),
@@ -198,9 +164,9 @@ impl Port {
         params: ConnParams,
     ) -> Result<ConnId, VerbsError> {
         self.now = now;
-        let (transport, srq) = self.check_free(qpn, QpType::XrcIni)?;
+        let (transport, srq) = self.at(qpn, |port| port.check_free(qpn, QpType::XrcIni))??;
         let av = self.check_av(&roce_verbs::AddressVector::new(local.ip(), remote.ip()))?;
-        self.init_qp(now, qpn)?;
+        self.at(qpn, |port| port.init_qp(now, qpn))??;
         let ours = self.ours(&params);
         let args = ConnectArgs {
             params,
@@ -215,7 +181,7 @@ impl Port {
             )
         };
         let conn = self.cm.connect(now, &args).map_err(cm_error)?;
-        self.bind(conn, qpn, ours);
+        self.bind(conn, qpn, ours, false);
         Ok(conn)
     }
 
@@ -227,7 +193,7 @@ impl Port {
     /// be in error.
     pub fn cm_accept(&mut self, now: Instant, conn: ConnId, qpn: Qpn, params: ConnParams) -> Result<(), VerbsError> {
         self.now = now;
-        let (transport, srq) = self.check_free(qpn, QpType::XrcTgt)?;
+        let (transport, srq) = self.at(qpn, |port| port.check_free(qpn, QpType::XrcTgt))??;
         let path = self.cm.accept_path(conn, &params).map_err(cm_error)?;
         if path.transport != transport {
             return Err(invalid(format_args!(
@@ -236,7 +202,7 @@ impl Port {
             )));
         }
         let ours = self.ours(&params);
-        let raised = self.raise(now, qpn, &path, ours).and_then(|()| {
+        let raised = self.at(qpn, |port| port.raise(now, qpn, &path, ours)).flatten().and_then(|()| {
             let args = AcceptArgs {
                 srq,
                 ..AcceptArgs::new(qpn, ours.rq_psn, params)
@@ -244,13 +210,11 @@ impl Port {
             self.cm.accept(now, conn, &args).map_err(cm_error)
         });
         if let Err(e) = raised {
-            self.fail_qp(now, qpn);
+            // If its port is closed there is nothing left to fail.
+            let _ = self.at(qpn, |port| port.fail_qp(now, qpn));
             return Err(e);
         }
-        self.bind(conn, qpn, ours);
-        if let Some(slot) = self.qpns.get(qpn) {
-            self.qps[slot].half_open = true;
-        }
+        self.bind(conn, qpn, ours, true);
         self.pump_cm(now);
         Ok(())
     }
@@ -306,11 +270,12 @@ impl Port {
         self.raw_conns.remove(&conn);
         self.keepers.remove(conn);
         self.cm.destroy(now, conn);
-        if let Some(slot) = self.conns.remove(&conn).and_then(|c| self.qpns.get(c.qpn?)) {
-            let entry = &mut *self.qps[slot];
+        self.at_qp_of(conn, |port, _, slot| {
+            let entry = &mut *port.qps[slot];
             entry.conn = None;
             entry.half_open = false;
-        }
+        });
+        self.conns.remove(&conn);
         self.pump_cm(now);
     }
 
@@ -398,9 +363,7 @@ impl Port {
                 }
             },
             Event::Established { conn } => {
-                if let Some(slot) = self.conns.get(&conn).and_then(|c| self.qpns.get(c.qpn?)) {
-                    self.qps[slot].half_open = false;
-                }
+                self.at_qp_of(conn, |port, _, slot| port.qps[slot].half_open = false);
                 PortCmEvent::Established {
                     conn,
                     private_data: Vec::new(),
@@ -430,28 +393,15 @@ impl Port {
 
     /// The peer accepted: the queue pair goes to RTS, then the RTU may leave.
     fn on_reply(&mut self, now: Instant, conn: ConnId, path: &RemoteQp) -> Result<(), VerbsError> {
-        let known = self.conns.get(&conn).and_then(|c| Some((c.qpn?, c.ours)));
-        let raised = match known {
-            Some((qpn, ours)) => self.raise(now, qpn, path, ours),
-            None => Err(VerbsError::State("its queue pair is gone".into())),
-        };
-        match raised {
+        let ours = self.conns.get(&conn).map(|c| c.ours).unwrap_or_default();
+        let raised = self.at_qp_of(conn, |port, qpn, _| port.raise(now, qpn, path, ours));
+        match raised.unwrap_or_else(|| Err(VerbsError::State("its queue pair is gone".into()))) {
             Ok(()) => self.cm.qp_ready(now, conn).map_err(cm_error),
             Err(e) => {
                 // If the peer has ended it meanwhile there is nothing to tell it.
                 let _ = self.cm.qp_failed(now, conn, RejectReason::NO_QP);
                 Err(e)
             }
-        }
-    }
-
-    /// A packet of the peer on a queue pair whose connection waits for the RTU says as much as the RTU.
-    pub(crate) fn on_first_packet(&mut self, now: Instant, slot: usize) {
-        let entry = &mut *self.qps[slot];
-        entry.half_open = false;
-        if let Some(conn) = entry.conn {
-            self.cm.communication_established(now, conn);
-            self.pump_cm(now);
         }
     }
 
@@ -475,12 +425,15 @@ impl Port {
         }
     }
 
-    fn bind(&mut self, conn: ConnId, qpn: Qpn, ours: Ours) {
-        let qpn_of_conn = Some(qpn);
-        self.conns.insert(conn, Conn { qpn: qpn_of_conn, ours });
-        if let Some(slot) = self.qpns.get(qpn) {
-            self.qps[slot].conn = Some(conn);
-        }
+    /// A queue pair has a connection from now on; `half_open`: that waits for the RTU.
+    fn bind(&mut self, conn: ConnId, qpn: Qpn, ours: Ours, half_open: bool) {
+        let bound = self.at(qpn, |port| {
+            let entry = &mut *port.qps[port.qpns.get(qpn)?];
+            (entry.conn, entry.half_open) = (Some(conn), half_open);
+            Some(())
+        });
+        let qpn = bound.ok().flatten().map(|()| qpn);
+        self.conns.insert(conn, Conn { qpn, ours });
     }
 
     fn ours(&mut self, params: &ConnParams) -> Ours {
@@ -531,9 +484,7 @@ impl Port {
 
     /// Moves a connection's queue pair to error.
     fn fail_conn(&mut self, now: Instant, conn: ConnId) {
-        if let Some(qpn) = self.conns.get(&conn).and_then(|c| c.qpn) {
-            self.fail_qp(now, qpn);
-        }
+        self.at_qp_of(conn, |port, qpn, _| port.fail_qp(now, qpn));
     }
 
     fn fail_qp(&mut self, now: Instant, qpn: Qpn) {

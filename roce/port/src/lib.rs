@@ -17,6 +17,7 @@ mod connect;
 mod counters;
 mod gso;
 mod ident;
+mod keepers;
 mod mcast;
 mod parting;
 mod peer;
@@ -25,6 +26,7 @@ mod port;
 mod qpn;
 mod raw;
 mod rx;
+mod siblings;
 mod steering;
 mod timers;
 mod tx;
@@ -42,4 +44,5 @@ pub use roce_cm::{
     cma::{PortSpace, ServiceId},
 };
 pub use rx::RxMeta;
+pub use siblings::Siblings;
 pub use steering::Steering;

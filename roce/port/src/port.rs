@@ -23,13 +23,15 @@ use crate::{
     batch::TxPath,
     cnp::Notified,
     config::{PortConfig, QpInit},
-    connect::{Conn, Keepers, PortCmEvent},
+    connect::{Conn, PortCmEvent},
     counters::PortCounters,
+    keepers::Keepers,
     mcast::Groups,
     parting::Parting,
     peer::{PeerKey, Peers},
     persist::Persisting,
     qpn::QpnTable,
+    siblings::Siblings,
     timers::TimerHeap,
 };
 
@@ -85,6 +87,10 @@ pub struct Port {
     pub(crate) conns: HashMap<ConnId, Conn>,
     /// Peers' queue pairs that keep packets beyond a gap, of connections whose own are the program's affair.
     pub(crate) keepers: Keepers,
+    /// Ports that share our address, if their connections are here.
+    pub(crate) siblings: Option<Arc<dyn Siblings>>,
+    /// Connections of queue pairs here of which the port that has them is to be told.
+    pub(crate) first_packets: VecDeque<ConnId>,
     /// Memory for packets of ours.
     pub(crate) kept: Arc<KeptBudget>,
     /// Listeners and connections whose queue pairs are the program's own affair.
@@ -156,6 +162,8 @@ impl Port {
             cm,
             conns: HashMap::new(),
             keepers: Keepers::default(),
+            siblings: None,
+            first_packets: VecDeque::new(),
             kept: Arc::default(),
             raw_listeners: HashSet::new(),
             raw_conns: HashSet::new(),

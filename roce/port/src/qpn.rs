@@ -105,6 +105,11 @@ impl QpnTable {
         }
     }
 
+    /// Whether it may be given here.
+    pub(crate) fn includes(&self, qpn: Qpn) -> bool {
+        (self.range.first..=self.range.last).contains(&qpn.value())
+    }
+
     pub(crate) fn len(&self) -> usize {
         self.used.len()
     }
