@@ -255,7 +255,10 @@ impl Device {
         let steering = Steering::new(config.shards);
         let configs = paths.map(|(shard, path)| {
             let qpn_slot = steering.and_then(|s| s.slot(shard)).or(config.qpn_slot);
-            let config = DeviceConfig { qpn_slot, ..config.clone() };
+            let config = DeviceConfig {
+                qpn_slot,
+                ..config.clone()
+            };
             (config, path)
         });
         Self::start(configs.collect())
@@ -263,7 +266,9 @@ impl Device {
 
     /// Sets in motion what has sockets: an engine for each configuration, which all are the device's with what is an engine's own.
     pub(crate) fn start(all: Vec<(DeviceConfig, UdpDatapath)>) -> Result<Self, VerbsError> {
-        let (config, _) = all.first().ok_or_else(|| VerbsError::Invalid("a device of no shards".into()))?;
+        let (config, _) = all
+            .first()
+            .ok_or_else(|| VerbsError::Invalid("a device of no shards".into()))?;
         let config = config.clone();
         let router = Arc::new(Router::new(
             EventQueue::new().map_err(io_error("making an event queue"))?,
@@ -305,7 +310,11 @@ impl Device {
     /// # Errors
     /// When the device is closed.
     pub fn mtu_from(&self, local: IpAddr) -> Result<Mtu, VerbsError> {
-        self.0.engines.first().with_quiet(|port, _| port.path_mtu(local)).map_err(closed)
+        self.0
+            .engines
+            .first()
+            .with_quiet(|port, _| port.path_mtu(local))
+            .map_err(closed)
     }
 
     /// Identifies the device to connection managers.
@@ -324,7 +333,12 @@ impl Device {
     /// # Errors
     /// When the system refuses.
     pub fn set_socket_buffer(&self, bytes: usize) -> Result<usize, VerbsError> {
-        let granted = self.0.engines.all().iter().map(|driver| driver.set_receive_buffer(bytes));
+        let granted = self
+            .0
+            .engines
+            .all()
+            .iter()
+            .map(|driver| driver.set_receive_buffer(bytes));
         let granted = granted.collect::<std::io::Result<Vec<_>>>();
         let granted = granted.map_err(io_error("setting the receive buffer"))?;
         Ok(granted.into_iter().min().unwrap_or(0))

@@ -168,7 +168,9 @@ impl Engines {
             && several
         {
             first.parts.port.set_siblings(between.clone());
-            others.iter_mut().for_each(|one| one.parts.port.follow(&first.parts.port));
+            others
+                .iter_mut()
+                .for_each(|one| one.parts.port.follow(&first.parts.port));
         }
         let services = all.iter().map(|one| one.config.services.clone()).collect();
         let loads = all.iter().map(|_| AtomicU32::new(0)).collect();
@@ -208,7 +210,11 @@ impl Engines {
     /// Those that have put completions into a queue, or may.
     pub(crate) fn of(&self, served: &Served) -> impl Iterator<Item = &Driver> {
         let set = served.0.load(Relaxed).max(1);
-        self.drivers.iter().enumerate().filter(move |(index, _)| set >> index & 1 == 1).map(|(_, driver)| driver)
+        self.drivers
+            .iter()
+            .enumerate()
+            .filter(move |(index, _)| set >> index & 1 == 1)
+            .map(|(_, driver)| driver)
     }
 
     /// The engine of a new queue pair. Threads that poll a queue advance the engines that it is of, so that its queue pairs are all in
@@ -330,5 +336,75 @@ impl Served {
     /// This one's do.
     pub(crate) fn by(&self, index: usize) {
         self.0.fetch_or(1 << index, Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{IpAddr, SocketAddr};
+
+    use parking_lot::Mutex;
+
+    use super::*;
+    use crate::{port::PortView, queue::EventQueue};
+
+    /// Another process, which gets what is handed over.
+    #[derive(Debug, Default)]
+    struct Broker(Mutex<Vec<Vec<u8>>>);
+
+    impl Services for Broker {
+        fn claim(&self, _: u64, _: Option<IpAddr>) -> Result<(), VerbsError> {
+            Ok(())
+        }
+
+        fn release(&self, _: u64, _: Option<IpAddr>) {}
+
+        fn hand_over(&self, _: &RxMeta, bytes: &[u8]) {
+            self.0.lock().push(bytes.to_vec());
+        }
+    }
+
+    fn packet(qpn: u32) -> Vec<u8> {
+        let [_, a, b, c] = qpn.to_be_bytes();
+        vec![0x64, 0, 0xff, 0xff, 0, a, b, c, 0, 0, 0, 0]
+    }
+
+    fn taken(between: &Between, index: usize) -> Vec<Vec<u8>> {
+        let messages = between.inboxes[index].take().into_iter();
+        let bytes = messages.map(|message| match message {
+            Message::Packet(_, bytes) => bytes,
+            other => panic!("no packet: {other:?}"),
+        });
+        bytes.collect()
+    }
+
+    #[test]
+    fn packets_that_came_astray_go_to_the_engine_or_the_process_that_has_their_number() {
+        let slots = [3, 9].map(|slot| QpnSlot { bits: 7, slot });
+        let between = Arc::new(Between {
+            engines: OnceLock::new(),
+            inboxes: slots.iter().map(|_| Arc::new(Inbox::new().unwrap())).collect(),
+            numbers: Numbers::Places(slots.into()),
+            closing: AtomicBool::new(false),
+        });
+        let broker = Arc::new(Broker::default());
+        let addr = IpAddr::from([127, 0, 0, 1]);
+        let sink = Sink {
+            index: 1,
+            router: Arc::new(Router::new(EventQueue::new().unwrap(), PortView::new(addr, None))),
+            services: Some(broker.clone()),
+            between: between.clone(),
+        };
+        let meta = RxMeta::new(addr, SocketAddr::new(addr, 4791));
+        let [of_first, of_others] = [slots[0].qpns().last, slots[0].qpns().last + 1].map(packet);
+        for bytes in [&of_first, &of_others, &vec![0; 3]] {
+            sink.stray(&meta, bytes);
+        }
+        assert_eq!(taken(&between, 0), [of_first]);
+        assert!(taken(&between, 1).is_empty());
+        assert_eq!(*broker.0.lock(), [of_others, vec![0; 3]]);
+        sink.first_packet(ConnId(7));
+        let told = between.inboxes[0].take();
+        assert!(matches!(told.front(), Some(Message::FirstPacket(ConnId(7)))));
     }
 }

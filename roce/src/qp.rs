@@ -522,10 +522,7 @@ impl QueuePair for Qp {
     }
 
     fn modify(&self, attr: &QpAttr) -> Result<(), VerbsError> {
-        let done = self
-            .0
-            .driver()
-            .with(|port, now| port.modify_qp(now, self.0.qpn, attr));
+        let done = self.0.driver().with(|port, now| port.modify_qp(now, self.0.qpn, attr));
         done.map_err(closed)?
     }
 

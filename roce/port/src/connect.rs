@@ -202,13 +202,16 @@ impl Port {
             )));
         }
         let ours = self.ours(&params);
-        let raised = self.at(qpn, |port| port.raise(now, qpn, &path, ours)).flatten().and_then(|()| {
-            let args = AcceptArgs {
-                srq,
-                ..AcceptArgs::new(qpn, ours.rq_psn, params)
-            };
-            self.cm.accept(now, conn, &args).map_err(cm_error)
-        });
+        let raised = self
+            .at(qpn, |port| port.raise(now, qpn, &path, ours))
+            .flatten()
+            .and_then(|()| {
+                let args = AcceptArgs {
+                    srq,
+                    ..AcceptArgs::new(qpn, ours.rq_psn, params)
+                };
+                self.cm.accept(now, conn, &args).map_err(cm_error)
+            });
         if let Err(e) = raised {
             // If its port is closed there is nothing left to fail.
             let _ = self.at(qpn, |port| port.fail_qp(now, qpn));

@@ -8,6 +8,7 @@ mod hostile;
 mod marks;
 mod parting;
 mod segmentation;
+mod siblings;
 mod strangers;
 mod traffic;
 
