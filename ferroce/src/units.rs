@@ -28,6 +28,12 @@ pub(crate) fn memory(text: &str) -> Result<usize, String> {
     usize::try_from(size(text)?).map_err(|_| format!("{text} is too large"))
 }
 
+/// How many engines a device has.
+pub(crate) fn shards(text: &str) -> Result<usize, String> {
+    let number = text.parse().ok().filter(|n| (1..=64).contains(n));
+    number.ok_or_else(|| format!("{text:?} is not a number from 1 to 64"))
+}
+
 /// Seconds, with a fraction if wanted, more than zero.
 pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     let number: f64 = text

@@ -10,6 +10,8 @@ pub(crate) const ADDR: &str = "FERROCE_ADDR";
 pub(crate) const MTU: &str = "FERROCE_MTU";
 /// Bytes per second of UC and UD towards one peer, or `off`.
 pub(crate) const UNRELIABLE_RATE: &str = "FERROCE_UNRELIABLE_RATE";
+/// Engines of the device.
+pub(crate) const SHARDS: &str = "FERROCE_SHARDS";
 /// Capture file; `%p` stands for the process number.
 pub(crate) const PCAP: &str = "FERROCE_PCAP";
 /// The tree of `--sysfs`.
@@ -59,6 +61,18 @@ pub(crate) fn unreliable_rate() -> Option<Option<NonZeroU64>> {
         ));
     }
     rate
+}
+
+/// How many engines the device has, if that was asked for.
+pub(crate) fn shards() -> Option<usize> {
+    let text = environment::var(SHARDS)?;
+    let shards = text.trim().parse().ok().filter(|n| (1..=64).contains(n));
+    if shards.is_none() {
+        complain(format_args!(
+            "{SHARDS}: {text:?} is not a number from 1 to 64; it is ignored"
+        ));
+    }
+    shards
 }
 
 /// The capture file for this process. A file that exists is another process's: the number is appended then.

@@ -220,6 +220,9 @@ impl Engine {
         if let Some(rate) = config::unreliable_rate() {
             wanted.unreliable_rate = rate;
         }
+        if let Some(shards) = config::shards() {
+            wanted.shards = shards;
+        }
         let device = open_device(wanted).map_err(|e| {
             config::complain(format_args!("{e}"));
             Errno::from(e)

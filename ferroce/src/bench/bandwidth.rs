@@ -1,6 +1,6 @@
 //! Bandwidth: many messages outstanding.
 
-use std::{net::SocketAddr, time::Instant};
+use std::{net::SocketAddr, thread, time::Instant};
 
 use roce::{
     Completion, CompletionQueue, Device, DeviceStats, MemoryRegion, Mtu, Payload, QueuePair, SendFlags, SendOp, SendWr,
@@ -21,8 +21,87 @@ const POLL: usize = 64;
 /// Samples of latency kept.
 const MAX_SAMPLES: usize = 1 << 20;
 
-/// Connections that are kept busy.
-pub(crate) struct Load<'a> {
+/// Whether measuring is over before its time.
+pub(crate) type Stopped<'a> = &'a (dyn Fn() -> bool + Sync);
+
+/// What a load consists of.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shape {
+    pub(crate) operation: Operation,
+    /// Of a message.
+    pub(crate) bytes: u32,
+    /// Messages outstanding on each queue pair.
+    pub(crate) depth: u32,
+    /// Queue pairs of a thread that are busy.
+    pub(crate) qps: u32,
+    /// Those that are idle.
+    pub(crate) idle: u32,
+    /// Threads, each with queue pairs and a completion queue of its own.
+    pub(crate) threads: u32,
+}
+
+/// The loads of all threads.
+pub(crate) struct Loads<'a>(Vec<Load<'a>>);
+
+impl<'a> Loads<'a> {
+    /// Connects all queue pairs, those that are kept busy and the idle ones.
+    pub(crate) fn connect(device: &'a Device, peer: SocketAddr, shape: Shape) -> Result<Self, Failure> {
+        let each = (0..shape.threads.max(1)).map(|n| {
+            let idle = if n == 0 { shape.idle } else { 0 };
+            Load::connect(device, peer, Shape { idle, ..shape })
+        });
+        each.collect::<Result<_, _>>().map(Self)
+    }
+
+    pub(crate) fn bytes(&self) -> u32 {
+        self.0[0].bytes
+    }
+
+    pub(crate) fn mtu(&self) -> Mtu {
+        self.0[0].mtu()
+    }
+
+    /// Keeps all connections busy for a time, then waits for what is outstanding. May be called again.
+    pub(crate) fn run(&mut self, amount: Amount, stopped: Stopped<'_>) -> Result<(), Failure> {
+        if let [only] = &mut *self.0 {
+            return only.run(amount, stopped);
+        }
+        let threads = self.0.len() as u64;
+        let part = |n: u64| match amount {
+            Amount::Count(all) => Amount::Count(all / threads + u64::from(n < all % threads)),
+            time @ Amount::Time(_) => time,
+        };
+        thread::scope(|scope| {
+            let started = self.0.iter_mut().zip(0..).map(|(load, n)| {
+                let run = move || load.run(part(n), stopped);
+                let started = thread::Builder::new().spawn_scoped(scope, run);
+                started.map_err(|e| Failure::failed(format!("starting a thread: {e}")))
+            });
+            let started = started.collect::<Result<Vec<_>, _>>()?;
+            let broke = |_| Err(Failure::failed("a thread of the measurement panicked"));
+            started
+                .into_iter()
+                .try_for_each(|thread| thread.join().unwrap_or_else(broke))
+        })
+    }
+
+    /// Everything since the connections were made.
+    pub(crate) fn measurement(&mut self) -> Measurement {
+        let (first, others) = self.0.split_at_mut(1);
+        let all = &mut first[0];
+        for other in others {
+            all.work.messages += other.work.messages;
+            all.work.time = all.work.time.max(other.work.time);
+            all.samples.append(&mut other.samples);
+        }
+        let mut m = all.measurement();
+        m.qps *= self.0.len() as u32;
+        m
+    }
+}
+
+/// Connections that a thread keeps busy.
+struct Load<'a> {
     endpoint: Endpoint<'a>,
     connections: Vec<Connection>,
     /// They are there, and that is all.
@@ -38,15 +117,15 @@ pub(crate) struct Load<'a> {
 }
 
 impl<'a> Load<'a> {
-    /// Connects all queue pairs, those that are kept busy and the idle ones.
-    pub(crate) fn connect(
-        device: &'a Device,
-        peer: SocketAddr,
-        operation: Operation,
-        bytes: u32,
-        depth: u32,
-        (qps, idle): (u32, u32),
-    ) -> Result<Self, Failure> {
+    fn connect(device: &'a Device, peer: SocketAddr, shape: Shape) -> Result<Self, Failure> {
+        let Shape {
+            operation,
+            bytes,
+            depth,
+            qps,
+            idle,
+            ..
+        } = shape;
         let endpoint = Endpoint::new(device, (depth * qps * 2).max(64))?;
         let role = Role::of(operation);
         let connect = |count, role, bytes, depth| {
@@ -69,11 +148,7 @@ impl<'a> Load<'a> {
         })
     }
 
-    pub(crate) fn bytes(&self) -> u32 {
-        self.bytes
-    }
-
-    pub(crate) fn mtu(&self) -> Mtu {
+    fn mtu(&self) -> Mtu {
         let connection = self.connections.first();
         let negotiated = connection.and_then(|c| c.qp.query().ok()?.path_mtu);
         negotiated.unwrap_or(self.endpoint.device.mtu())
@@ -127,8 +202,7 @@ impl<'a> Load<'a> {
             .map_err(|(_, e)| failed("posting")(VerbsError::Post(e)))
     }
 
-    /// Keeps all connections busy for a time, then waits for what is outstanding. May be called again.
-    pub(crate) fn run(&mut self, amount: Amount, stopped: &dyn Fn() -> bool) -> Result<(), Failure> {
+    fn run(&mut self, amount: Amount, stopped: Stopped<'_>) -> Result<(), Failure> {
         let depth = self.depth as usize;
         let mut posted_at = vec![Instant::now(); depth * self.connections.len()];
         let mut again: Vec<Vec<u32>> = vec![vec![]; self.connections.len()];
@@ -182,8 +256,7 @@ impl<'a> Load<'a> {
         Ok(())
     }
 
-    /// Everything since the connections were made.
-    pub(crate) fn measurement(&mut self) -> Measurement {
+    fn measurement(&mut self) -> Measurement {
         let op = match self.operation {
             Operation::Read => "read",
             Operation::Send => "send",

@@ -102,6 +102,12 @@ pub(crate) struct BenchArgs {
     /// Queue pairs; not of rtrs
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     qps: u32,
+    /// Engines of each software device here, with a socket, a lock and a thread each; queue pairs are spread over them
+    #[arg(long, default_value_t = 1, value_parser = units::shards)]
+    shards: usize,
+    /// write, read, send: threads of the active side, with so many queue pairs (--qps) each
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    threads: u32,
     /// write, read, send: so many more queue pairs that are connected and do nothing
     #[arg(long, value_name = "QPS", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=16_000))]
     idle_qps: u32,
@@ -190,6 +196,7 @@ impl BenchArgs {
             addr,
             mtu: self.mtu,
             socket_buffer: self.socket_buffer,
+            shards: self.shards,
             gso: !self.no_gso,
             gro: !self.no_gro,
             window: self.window.map(|max| WindowConfig {
@@ -256,9 +263,15 @@ impl BenchArgs {
         }
     }
 
-    /// Queue pairs: those that are busy, and those that are idle.
-    fn queue_pairs(&self) -> (u32, u32) {
-        (self.qps, self.idle_qps)
+    fn shape(&self, operation: Operation, bytes: u32) -> bandwidth::Shape {
+        bandwidth::Shape {
+            operation,
+            bytes,
+            depth: self.depth,
+            qps: self.qps,
+            idle: self.idle_qps,
+            threads: self.threads,
+        }
     }
 
     fn ceiling(&self, from: IpAddr, to: IpAddr, bytes: u32, mtu: Mtu, duration: Duration) -> ceiling::CeilingConfig {
@@ -425,7 +438,7 @@ fn remote(
         return Ok(());
     }
     for &bytes in &args.sizes(1 << 20) {
-        let mut load = bandwidth::Load::connect(&device, peer, operation, bytes, args.depth, args.queue_pairs())?;
+        let mut load = bandwidth::Loads::connect(&device, peer, args.shape(operation, bytes))?;
         load.run(args.amount(), &stopped)?;
         emit(&load.measurement())?;
     }
@@ -465,8 +478,7 @@ fn local(args: &BenchArgs, operation: Operation, stop: &Stop, emit: Emit<'_>) ->
                     latency::run(&near, peer, bytes, how, &stopped, emit)
                 }),
                 _ => args.sizes(1 << 20).iter().try_for_each(|&bytes| {
-                    let mut load =
-                        bandwidth::Load::connect(&near, peer, operation, bytes, args.depth, args.queue_pairs())?;
+                    let mut load = bandwidth::Loads::connect(&near, peer, args.shape(operation, bytes))?;
                     if operation == Operation::Send {
                         // Its passive side polls without pause, beside which no ceiling can be measured.
                         load.run(args.amount(), &stopped)?;
@@ -504,9 +516,9 @@ fn with_passive(
 /// Measures in turns with the ceiling.
 fn beside_ceiling(
     args: &BenchArgs,
-    load: &mut bandwidth::Load<'_>,
+    load: &mut bandwidth::Loads<'_>,
     [from, to]: [IpAddr; 2],
-    stopped: &dyn Fn() -> bool,
+    stopped: bandwidth::Stopped<'_>,
 ) -> Result<Measurement, Failure> {
     let Amount::Time(total) = args.amount() else {
         load.run(args.amount(), stopped)?;

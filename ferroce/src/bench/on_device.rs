@@ -34,9 +34,9 @@ pub(super) fn measure(
     stop: &Stop,
     emit: Emit<'_>,
 ) -> Result<(), Failure> {
-    if args.events || args.idle_qps > 0 {
+    if args.events || args.idle_qps > 0 || args.shards > 1 || args.threads > 1 {
         return Err(Failure::usage(
-            "--events and --idle-qps are measured in software: leave --rdma away",
+            "--events, --idle-qps, --shards and --threads are measured in software: leave --rdma away",
         ));
     }
     let mut active = Active::new(args.devices(from)?, from, peer)?;

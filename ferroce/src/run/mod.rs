@@ -25,6 +25,7 @@ const SHIM_VARIABLE: &str = "FERROCE_SHIM";
 const ADDR_VARIABLE: &str = "FERROCE_ADDR";
 const MTU_VARIABLE: &str = "FERROCE_MTU";
 const RATE_VARIABLE: &str = "FERROCE_UNRELIABLE_RATE";
+const SHARDS_VARIABLE: &str = "FERROCE_SHARDS";
 const PCAP_VARIABLE: &str = "FERROCE_PCAP";
 const BROKER_VARIABLE: &str = "FERROCE_BROKER";
 const SYS_VARIABLE: &str = "FERROCE_SYS";
@@ -60,6 +61,7 @@ Environment, also for programs that load the library on their own, but for those
   FERROCE_MTU         largest path MTU: 256, 512, 1024, 2048, 4096 (--mtu)
   FERROCE_UNRELIABLE_RATE
                       bytes per second of UC and UD towards one peer, or `off` (--unreliable-rate)
+  FERROCE_SHARDS      engines of the device, 1 to 64 (--shards)
   FERROCE_PCAP        capture file; %p stands for the process id (--pcap)
   FERROCE_SYS         where attributes are mounted (`ferroce map --sysfs`)
   FERROCE_BROKER      the program to start as broker; `off`: have the address alone
@@ -78,6 +80,11 @@ pub(crate) struct RunArgs {
     /// the receiver's process empties its socket is lost [default: 256M]
     #[arg(long, value_name = "BYTES", value_parser = rate)]
     unreliable_rate: Option<String>,
+    /// Engines of the device, each with a socket, a lock and a thread: for programs with several busy threads. Reliable connected queue
+    /// pairs are spread over them; those of a completion queue without a channel stay together, as the thread that polls it advances
+    /// them [default: 1]
+    #[arg(long, value_name = "1..64", value_parser = units::shards)]
+    shards: Option<usize>,
     /// Write every packet to this file, which only its owner may read; `%p` in it becomes the process id
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
@@ -120,6 +127,9 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     }
     if let Some(rate) = &args.unreliable_rate {
         command.env(RATE_VARIABLE, rate);
+    }
+    if let Some(shards) = args.shards {
+        command.env(SHARDS_VARIABLE, shards.to_string());
     }
     if let Some(file) = &args.pcap {
         // The program may change its directory.
