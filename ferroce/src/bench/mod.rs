@@ -55,7 +55,8 @@ pub(crate) enum Operation {
     Read,
     /// SEND bandwidth
     Send,
-    /// 64-byte WRITE and SEND ping-pong, both sides polling or (--events) asleep, beside a bare UDP ping-pong (round trips)
+    /// WRITE and SEND ping-pong, 64 bytes unless --size is given, both sides polling or (--events) asleep; beside a bare UDP ping-pong if
+    /// it fits in a datagram (round trips)
     Latency,
     /// RTRS without a block device, client and server in two processes: IOPS, latency, CPU time and system calls
     Rtrs,
@@ -474,7 +475,9 @@ fn local(args: &BenchArgs, operation: Operation, stop: &Stop, emit: Emit<'_>) ->
             let result = match operation {
                 Operation::Latency => args.sizes(64).iter().try_for_each(|&bytes| {
                     let how = (args.waiting(), args.amount());
-                    udp::run(from, next(1), bytes, how, &stopped, emit)?;
+                    if bytes <= udp::LONGEST {
+                        udp::run(from, next(1), bytes, how, &stopped, emit)?;
+                    }
                     latency::run(&near, peer, bytes, how, &stopped, emit)
                 }),
                 _ => args.sizes(1 << 20).iter().try_for_each(|&bytes| {

@@ -54,6 +54,9 @@ impl<'a> Waiter<'a> {
     }
 }
 
+/// The most bytes of a datagram, without the headers of IPv4.
+pub(crate) const LONGEST: u32 = 65_507;
+
 /// Two threads that spin on their sockets, or sleep in epoll.
 pub(crate) fn run(
     from: IpAddr,

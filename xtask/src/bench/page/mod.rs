@@ -4,6 +4,8 @@ mod figure;
 mod inner;
 mod link;
 mod plot;
+mod shards;
+mod tcp;
 mod transport;
 
 use std::{
@@ -42,8 +44,8 @@ pub(crate) struct PageArgs {
     /// Seconds of each measurement [default: 2; with --quick 0.5]
     #[arg(long, value_parser = seconds)]
     seconds: Option<f64>,
-    /// Only parts with this name; several times: these. They are bulk, latency, programs, operations, ucx, loss, sharing,
-    /// scale, block, rxe and instructions
+    /// Only parts with this name; several times: these. They are bulk, latency, programs, operations, tcp, loss, sharing,
+    /// scale, shards, block, rxe and instructions
     #[arg(long, value_name = "PART")]
     only: Vec<String>,
     /// Write all figures of all rounds to a file
@@ -83,7 +85,7 @@ impl PageArgs {
 }
 
 /// What is measured: name, title and description of each part.
-const PARTS: [(&str, &str, &str); 11] = [
+const PARTS: [(&str, &str, &str); 12] = [
     (
         "bulk",
         "Bandwidth",
@@ -108,9 +110,10 @@ const PARTS: [(&str, &str, &str); 11] = [
         "Millions of operations per second of one queue pair on loopback. Beside most of them is the ceiling for messages of that size.",
     ),
     (
-        "ucx",
-        "UCX over TCP",
-        "1 MiB WRITEs on loopback beside `ucx_perftest -t ucp_put_bw` with `UCX_TLS=tcp`.",
+        "tcp",
+        "UCX and libfabric over TCP",
+        "On loopback: 1 MiB WRITEs beside `ucx_perftest -t ucp_put_bw` with `UCX_TLS=tcp`, and SENDs back and forth beside `fi_pingpong -p tcp`, \
+         of which less is better.",
     ),
     (
         "loss",
@@ -131,6 +134,13 @@ const PARTS: [(&str, &str, &str); 11] = [
         "Queue pairs",
         "64-byte WRITEs with 512 outstanding in all, on so many queue pairs, beside one queue pair; and on 64 of 10,000 that are connected. And what one \
          of these takes, with its connection.",
+    ),
+    (
+        "shards",
+        "Engines and loops",
+        "On loopback, both ends of a kind. Two engines of a program's device beside one, by one thread and by two with a queue pair and a \
+         completion queue each, 64 outstanding, or 16 of 1 MiB (`ferroce bench --shards --threads`). And two loops of `ferroce map --nbd` and `ferroce serve` beside one, with 32 reads \
+         outstanding of each client.",
     ),
     (
         "block",
@@ -206,7 +216,12 @@ fn measure(name: &str, programs: &link::Programs, args: &PageArgs, scratch: &Pat
         "bulk" => transport::bulk(ferroce, args),
         "latency" => transport::latency(ferroce, args),
         "operations" => transport::operations(ferroce, args),
-        "ucx" => transport::ucx(ferroce, args),
+        "tcp" => tcp::tcp(ferroce, args),
+        "shards" => {
+            let mut figures = shards::engines(ferroce, args)?;
+            figures.extend(shards::loops(ferroce, args, scratch)?);
+            Ok(figures)
+        }
         "scale" => transport::scale(ferroce, args),
         "block" => block(args),
         "programs" => transport::programs(args, scratch),

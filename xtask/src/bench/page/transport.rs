@@ -1,11 +1,6 @@
 //! The transport on loopback: `ferroce bench` beside the ceiling and a bare ping-pong, and UCX over TCP.
 
-use std::{
-    fs,
-    path::Path,
-    process::{Command, Stdio},
-    time::Duration,
-};
+use std::{fs, path::Path, process::Command};
 
 use serde_json::Value;
 
@@ -17,8 +12,7 @@ use super::{
 use crate::{
     Result,
     cargo::{self, Profile},
-    process::{self, Guard},
-    tools::{self, Tool},
+    process, tools,
 };
 
 /// What `ferroce bench` says of each operation that it has measured.
@@ -37,17 +31,17 @@ pub(super) fn json_lines(text: &str) -> Vec<Value> {
 }
 
 /// A number in what an operation came to.
-fn number(lines: &[Value], op: &str, pointer: &str) -> Result<f64> {
+pub(super) fn number(lines: &[Value], op: &str, pointer: &str) -> Result<f64> {
     let line = lines.iter().find(|l| l["op"] == op);
     let value = line.and_then(|l| l.pointer(pointer)).and_then(Value::as_f64);
     value.ok_or_else(|| format!("ferroce bench says no {pointer} of {op}"))
 }
 
 /// Contestants of a table: name, operation, arguments.
-type Row = (&'static str, &'static str, &'static [&'static str]);
+pub(super) type Row = (&'static str, &'static str, &'static [&'static str]);
 
 /// Lets each have its turn in each round.
-fn rounds(ferroce: &Path, args: &PageArgs, rows: &[Row], pointer: &str, scale: f64) -> Result<Columns> {
+pub(super) fn rounds(ferroce: &Path, args: &PageArgs, rows: &[Row], pointer: &str, scale: f64) -> Result<Columns> {
     let mut columns = Columns::default();
     for _ in 0..args.rounds() {
         for (name, op, more) in rows {
@@ -202,79 +196,9 @@ pub(super) fn scale(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
     ])
 }
 
-const UCX: Tool = Tool::new("ucx_perftest", "ucx-utils");
-/// Of 1 MiB, for each second of a measurement.
-const UCX_MESSAGES: f64 = 3000.0;
-
-/// UCX over TCP on the same loopback.
-pub(super) fn ucx(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
-    tools::ensure(&[UCX])?;
-    let mut columns = Columns::default();
-    for _ in 0..args.rounds() {
-        let lines = bench(ferroce, &["write"], args.seconds())?;
-        columns.add("WRITE", number(&lines, "write", "/gbytes_per_s")?);
-        columns.add("put_bw", ucx_put(args.seconds())?);
-    }
-    Ok(vec![columns.figure(
-        "WRITE",
-        "GB/s",
-        "WRITE",
-        "put_bw",
-        Aim::AtLeast(1.3),
-    )])
-}
-
-fn ucx_put(seconds: f64) -> Result<f64> {
-    let ucx = || {
-        let mut command = process::command("ucx_perftest");
-        command.env("UCX_TLS", "tcp").env("UCX_NET_DEVICES", "lo").arg("-f");
-        command
-    };
-    let mut server = Guard::spawn("ucx_perftest", ucx().stdout(Stdio::null()).stderr(Stdio::null()))?;
-    // It says nothing when it listens.
-    std::thread::sleep(Duration::from_millis(500));
-    let messages = (UCX_MESSAGES * seconds).ceil().to_string();
-    let client = process::capture(
-        "ucx_perftest",
-        ucx().args([
-            "127.0.0.1",
-            "-t",
-            "ucp_put_bw",
-            "-s",
-            "1048576",
-            "-w",
-            "100",
-            "-n",
-            &messages,
-        ]),
-    );
-    server.stop()?;
-    let text = String::from_utf8_lossy(&client?.stdout).into_owned();
-    ucx_bandwidth(&text).ok_or_else(|| format!("ucx_perftest says no bandwidth: {text}"))
-}
-
-/// The overall bandwidth, GB/s, of the last line of numbers: iterations, three latencies (or fewer), MB/s average and overall,
-/// messages per second twice. UCX's MB are of 2^20 bytes.
-fn ucx_bandwidth(text: &str) -> Option<f64> {
-    let mut numbers = text.lines().filter_map(|line| {
-        let words = line.split_whitespace().skip_while(|w| w.parse::<f64>().is_err());
-        words.map(|w| w.parse::<f64>().ok()).collect::<Option<Vec<f64>>>()
-    });
-    let last = numbers.rfind(|n| n.len() >= 6)?;
-    Some(last[last.len() - 3] * 1.048_576e-3)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn ucx_says_its_bandwidth_in_the_last_line() {
-        let text = "+--------------+\n|    Stage     |\nFinal:                  6000      0.000   412.301   412.301     2425.41    2425.41        2425        2425\n";
-        let got = ucx_bandwidth(text).unwrap();
-        assert!((got - 2.543).abs() < 0.001, "{got}");
-        assert_eq!(ucx_bandwidth("nothing"), None);
-    }
 
     #[test]
     fn numbers_are_found_by_operation() {

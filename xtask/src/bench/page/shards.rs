@@ -1,0 +1,146 @@
+//! Several engines of a device, and several loops: one flow must not lose by them, and several have to gain.
+
+use std::path::Path;
+
+use super::{
+    PageArgs,
+    figure::{Aim, Columns, Figure},
+    transport::{Row, rounds},
+};
+use crate::{
+    Result,
+    bench::{MIB, NEEDED, fill, load::parse_fio},
+    peers::Ferroce,
+    process, tools,
+};
+
+/// One flow with two of them, at least so much of one flow with one.
+const ONE_FLOW: Aim = Aim::AtLeast(0.9);
+const TWO_FLOWS: Aim = Aim::AtLeast(1.0);
+
+/// Engines of a program's device, on both sides.
+pub(super) fn engines(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
+    let small: [Row; 4] = [
+        ("1 thread, 1 engine", "write", &["-s", "64", "-d", "64"]),
+        (
+            "1 thread, 2 engines",
+            "write",
+            &["-s", "64", "-d", "64", "--shards", "2"],
+        ),
+        (
+            "2 threads, 1 engine",
+            "write",
+            &["-s", "64", "-d", "64", "--threads", "2"],
+        ),
+        (
+            "2 threads, 2 engines",
+            "write",
+            &["-s", "64", "-d", "64", "--threads", "2", "--shards", "2"],
+        ),
+    ];
+    let large: [Row; 4] = [
+        ("1 thread, 1 engine", "write", &[]),
+        ("1 thread, 2 engines", "write", &["--shards", "2"]),
+        ("2 threads, 1 engine", "write", &["--threads", "2"]),
+        ("2 threads, 2 engines", "write", &["--threads", "2", "--shards", "2"]),
+    ];
+    let mut figures = Vec::new();
+    for (name, unit, rows, pointer, scale) in [
+        ("64 B WRITE", "M/s", small, "/msgs_per_s", 1e6),
+        ("1 MiB WRITE", "GB/s", large, "/gbytes_per_s", 1.0),
+    ] {
+        let columns = rounds(ferroce, args, &rows, pointer, scale)?;
+        for ([ours, beside], aim) in [
+            (["1 thread, 2 engines", "1 thread, 1 engine"], ONE_FLOW),
+            (["2 threads, 2 engines", "2 threads, 1 engine"], TWO_FLOWS),
+        ] {
+            figures.push(columns.figure(&format!("{name}, {ours}"), unit, ours, beside, aim));
+        }
+    }
+    Ok(figures)
+}
+
+/// `ferroce serve` and `map` with so many loops each.
+struct Chain {
+    uri: String,
+    processes: [Ferroce; 2],
+}
+
+impl Chain {
+    fn start(ferroce: &Path, image: &Path, scratch: &Path, loops: usize) -> Result<Self> {
+        let (server, client) = (format!("127.0.7.{loops}0"), format!("127.0.7.{loops}1"));
+        let threads = loops.to_string();
+        let [a, b] = ["a", "b"].map(|name| format!("{name}={},ro", image.display()));
+        let serve = ["serve", "--json", "--threads", &threads, "--listen", &server];
+        let serve = [&serve[..], &["--export", &a, "--export", &b]].concat();
+        let mut serve = Ferroce::start("ferroce serve", ferroce, &serve)?;
+        serve.wait_for("listening")?;
+        let socket = scratch.join(format!("loops{loops}.sock"));
+        let (path, socket) = (format!("{client},{server}"), socket.to_string_lossy());
+        let map = [
+            "map",
+            "--json",
+            "--threads",
+            &threads,
+            "--session",
+            "loops",
+            "--path",
+            &path,
+        ];
+        let map = [&map[..], &["--device", "a,ro", "--device", "b,ro", "--nbd", &socket]].concat();
+        let mut map = Ferroce::start("ferroce map", ferroce, &map)?;
+        map.wait_for("mapped")?;
+        Ok(Self {
+            uri: socket.into_owned(),
+            processes: [map, serve],
+        })
+    }
+
+    /// Thousands of 4 KiB reads a second, 32 outstanding on each of these devices.
+    fn reads(&mut self, devices: &[&str], seconds: f64) -> Result<f64> {
+        let mut fio = process::command("fio");
+        fio.args([
+            "--ioengine=nbd",
+            "--time_based",
+            "--norandommap",
+            "--randrepeat=0",
+            "--group_reporting",
+        ]);
+        fio.args(["--output-format=json", "--rw=randread", "--bs=4k", "--iodepth=32"]);
+        fio.arg(format!("--runtime={seconds}"));
+        for device in devices {
+            let uri = format!("--uri=nbd+unix:///{device}?socket={}", self.uri);
+            fio.args([format!("--name={device}"), uri]);
+        }
+        let output = process::capture("fio", &mut fio)?;
+        self.processes.iter_mut().try_for_each(Ferroce::check)?;
+        let got = parse_fio(&String::from_utf8_lossy(&output.stdout))?;
+        Ok(got.requests / got.seconds / 1e3)
+    }
+}
+
+/// Loops of `ferroce serve` and `map`, with one NBD client and with two.
+pub(super) fn loops(ferroce: &Path, args: &PageArgs, scratch: &Path) -> Result<Vec<Figure>> {
+    tools::ensure(&NEEDED)?;
+    let image = scratch.join("loops.img");
+    fill(&image, 64 * MIB)?;
+    let chain = |loops| Chain::start(ferroce, &image, scratch, loops);
+    let mut chains = [("1 loop", chain(1)?), ("2 loops", chain(2)?)];
+    let clients = [
+        ("1 client", &["a"][..], ONE_FLOW),
+        ("2 clients", &["a", "b"][..], TWO_FLOWS),
+    ];
+    let mut columns = Columns::default();
+    for _ in 0..args.rounds() {
+        for (name, devices, _) in &clients {
+            for (loops, chain) in &mut chains {
+                columns.add(&format!("{name}, {loops}"), chain.reads(devices, args.seconds())?);
+            }
+        }
+    }
+    let figure = |(name, _, aim): (&str, &[&str], Aim)| {
+        let [ours, beside] = ["2 loops", "1 loop"].map(|loops| format!("{name}, {loops}"));
+        columns.figure(&format!("RNBD, 4 KiB reads, {ours}"), "k/s", &ours, &beside, aim)
+    };
+    Ok(clients.map(figure).into())
+}
