@@ -20,7 +20,8 @@
 //! [`Device::register_mr`] takes the program's own memory, and is `unsafe` for that reason.
 //!
 //! **Locks.** One lock protects the port of a [`Device`]; it is taken by posting, by polling an empty completion queue, by creating
-//! and dropping objects, and by the background thread. `roce_net::Driver` tells the order of the locks.
+//! and dropping objects, and by the background thread. `roce_net::Driver` tells the order of the locks. With several engines
+//! ([`DeviceConfig::shards`]) each has one, so that threads with queue pairs and completion queues of their own don't meet.
 
 mod ah;
 mod cm;

@@ -6,6 +6,7 @@ mod collectives;
 mod crates;
 mod dapl;
 mod directory;
+mod engines;
 mod everywhere;
 mod killed;
 mod lifetime;
