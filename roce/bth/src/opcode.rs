@@ -129,24 +129,31 @@ macro_rules! opcodes {
             pub const ALL: &'static [Self] = &[$(Self::$name),*];
 
             /// The opcode with this code, or `None`.
+            #[inline]
             pub const fn from_byte(byte: u8) -> Option<Self> {
-                match byte {
-                    $( $value => Some(Self::$name), )*
-                    _ => None,
-                }
+                BY_BYTE[byte as usize]
             }
 
             /// The opcode's row of the table.
+            #[inline]
             pub const fn info(self) -> &'static OpcodeInfo {
-                match self {
-                    $( Self::$name => {
-                        const INFO: OpcodeInfo = row($text, Service::$service, Class::$class, Position::$pos,
-                            &[$(Part::$hdr),*], $payload);
-                        &INFO
-                    } )*
-                }
+                &ROWS[self as usize]
             }
         }
+
+        /// The opcodes by their codes.
+        static BY_BYTE: [Option<Opcode>; 256] = {
+            let mut all = [None; 256];
+            $( all[$value] = Some(Opcode::$name); )*
+            all
+        };
+
+        /// The rows by their opcodes' codes; those of no opcode are never looked at.
+        static ROWS: [OpcodeInfo; 256] = {
+            let mut all = [row("", Service::Manufacturer, Class::Cnp, Position::Only, &[], false); 256];
+            $( all[$value] = row($text, Service::$service, Class::$class, Position::$pos, &[$(Part::$hdr),*], $payload); )*
+            all
+        };
     };
 }
 

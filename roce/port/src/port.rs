@@ -102,6 +102,8 @@ pub struct Port {
     pub(crate) events: Vec<AsyncEvent>,
     pub(crate) counters: PortCounters,
     pub(crate) solver: IdSolver,
+    /// A queue pair that has taken packets of the datagram at hand, and the room that there was in its peer's window before.
+    pub(crate) stepped: Option<(usize, usize)>,
     /// The latest time that the driver told.
     pub(crate) now: Instant,
 }
@@ -173,6 +175,7 @@ impl Port {
             events: Vec::new(),
             counters: PortCounters::default(),
             solver: IdSolver::new(),
+            stepped: None,
             now: Instant::ZERO,
             config,
             rng,
@@ -542,6 +545,39 @@ impl Port {
         slot: usize,
         step: impl FnOnce(&mut QueuePair, &mut Ctx<'_>) -> R,
     ) -> R {
+        let (result, room) = self.run_step(now, slot, step);
+        self.after_step(slot, room);
+        result
+    }
+
+    /// The same, but what has to follow does so once for all packets of a train ([`Port::settle_steps`]).
+    pub(crate) fn with_qp_of_train(
+        &mut self,
+        now: Instant,
+        slot: usize,
+        step: impl FnOnce(&mut QueuePair, &mut Ctx<'_>),
+    ) {
+        if self.stepped.is_some_and(|(other, _)| other != slot) {
+            self.settle_steps();
+        }
+        let ((), room) = self.run_step(now, slot, step);
+        self.stepped.get_or_insert((slot, room));
+    }
+
+    /// After the last packet of a train, or before anything else happens.
+    pub(crate) fn settle_steps(&mut self) {
+        if let Some((slot, room)) = self.stepped.take() {
+            self.after_step(slot, room);
+        }
+    }
+
+    /// Only the step, and the room that there was in its peer's window before.
+    fn run_step<R>(
+        &mut self,
+        now: Instant,
+        slot: usize,
+        step: impl FnOnce(&mut QueuePair, &mut Ctx<'_>) -> R,
+    ) -> (R, usize) {
         let entry = &mut *self.qps[slot];
         let window = match &entry.path {
             Some(path) => &mut self.peers.get_mut(path.peer).window,
@@ -556,9 +592,7 @@ impl Port {
             events: &mut self.events,
             counters: &mut self.counters.transport,
         };
-        let result = step(&mut entry.qp, &mut ctx);
-        self.after_step(slot, room);
-        result
+        (step(&mut entry.qp, &mut ctx), room)
     }
 
     /// After an engine's step: it may have something to send, its deadline may have moved, and it may have made room in

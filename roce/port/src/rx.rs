@@ -120,6 +120,7 @@ impl Port {
             // No buffer holds 2^16 packets: it has at most 2^16 bytes. Were it longer, hints would be wrong, no more.
             self.handle_packet(now, &source, index as u16, packet);
         }
+        self.settle_steps();
     }
 
     /// Takes note of a packet for another process that shares the address: the driver hands it over.
@@ -158,13 +159,18 @@ impl Port {
             }
         };
         let to_group = source.flow.ip.dst().is_multicast();
-        match packet.header.bth.dest_qp {
+        let qpn = packet.header.bth.dest_qp;
+        if !to_group && qpn.value() > Qpn::GSI.value() && qpn != Qpn::MULTICAST {
+            return self.handle_unicast(now, source, index, bytes, qpn, &packet);
+        }
+        // It may be about the queue pair whose packets came before.
+        self.settle_steps();
+        match qpn {
             Qpn::MULTICAST if to_group => self.handle_multicast(now, source, index, bytes, &packet),
             Qpn::MULTICAST => self.counters.drop_multicast += 1,
             _ if to_group => self.counters.drop_local_address += 1,
             Qpn::SMI => self.counters.drop_qp0 += 1,
-            Qpn::GSI => self.handle_gsi(now, source, index, bytes, &packet),
-            qpn => self.handle_unicast(now, source, index, bytes, qpn, &packet),
+            _ => self.handle_gsi(now, source, index, bytes, &packet),
         }
     }
 
@@ -249,8 +255,9 @@ impl Port {
         if source.tos & ECN_BITS == ECN_CE {
             self.note_mark(now, slot, packet);
         }
-        self.with_qp(now, slot, |qp, ctx| qp.handle_packet(ctx, packet));
+        self.with_qp_of_train(now, slot, |qp, ctx| qp.handle_packet(ctx, packet));
         if self.qps[slot].half_open && self.qps[slot].qp.heard() {
+            self.settle_steps();
             self.on_first_packet(now, slot);
         }
     }
