@@ -131,6 +131,7 @@ impl QueuePair {
             ctx.window.on_acked(ctx.now, weight, rtt);
             self.made_progress(ctx);
             self.end_caution(ctx, to, next);
+            self.lose_overtaken(ctx);
         }
         self.reap(ctx);
     }

@@ -3,7 +3,7 @@
 //!
 //! The reference is IRN (Mittal et al., SIGCOMM 2018) for what is sent again, and RFC 9002 for when a packet is taken for lost: when one
 //! that was sent so many packets later has arrived. Unlike there, the distance grows with reordering that is seen, and a packet that was
-//! sent again counts by what was sent after that, so that it may be lost more than once.
+//! sent again counts by what was sent after that, for the first time or once more, so that it may be lost more than once.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -62,6 +62,10 @@ pub(crate) struct Recovery {
     /// Answers to those before are here or were taken for lost.
     heard: Option<Seq>,
     tolerance: u64,
+    /// Packets that were sent again so far.
+    order: u64,
+    /// What has come of them: of those that have no answer, and of those that have one.
+    returns: [Returns; 2],
 }
 
 /// What is known of a packet that was sent again.
@@ -69,8 +73,23 @@ pub(crate) struct Recovery {
 struct Resent {
     /// The number that was next to be sent for the first time then.
     after: Seq,
+    /// How many had been sent again before.
+    order: u64,
     /// It is its answer that is waited for: that comes later than word of what has arrived.
     answered: bool,
+    /// It was sent because nothing had come for longer than anything takes.
+    probe: bool,
+}
+
+/// The newest of the packets sent again that have arrived, or whose answers have.
+#[derive(Clone, Copy, Default, Debug)]
+struct Returns {
+    /// One past its order.
+    newest: u64,
+    /// The same of the newest probe: what was sent before it and is not here is lost. With what was next to be sent then.
+    probe: Option<(u64, Seq)>,
+    /// Nobody has been judged by that yet.
+    is_new: bool,
 }
 
 impl Recovery {
@@ -124,7 +143,13 @@ impl Recovery {
         }
         match from {
             Mark::Lost => drop(self.lost.remove(&seq)),
-            Mark::Again => drop(self.again.remove(&seq)),
+            Mark::Again => {
+                let resent = self.again.remove(&seq);
+                resent
+                    .filter(|_| to != Mark::Lost)
+                    .into_iter()
+                    .for_each(|r| self.returned(r));
+            }
             Mark::Flying | Mark::Arrived | Mark::Answered => {}
         }
         if to == Mark::Lost {
@@ -142,7 +167,9 @@ impl Recovery {
         self.marks.drain(..gone);
         self.base = Some(una);
         self.lost = self.lost.split_off(&una);
-        self.again = self.again.split_off(&una);
+        let again = self.again.split_off(&una);
+        let returned = core::mem::replace(&mut self.again, again);
+        returned.into_values().for_each(|resent| self.returned(resent));
         // Nothing is known of the rest: it is as if it had just been sent.
         if self.high.is_none_or(|high| high <= una) && self.lost.is_empty() && self.again.is_empty() {
             self.clear();
@@ -238,10 +265,47 @@ impl Recovery {
         self.judge_again(sure, changed);
     }
 
+    /// A packet that was sent again has arrived, or its answer has.
+    fn returned(&mut self, resent: Resent) {
+        let returns = &mut self.returns[usize::from(resent.answered)];
+        returns.newest = returns.newest.max(resent.order + 1);
+        returns.is_new = true;
+        if resent.probe {
+            returns.probe = returns.probe.max(Some((resent.order + 1, resent.after)));
+        }
+    }
+
+    /// Whether something has come back of what was sent again that [`Recovery::overtaken`] has not judged by.
+    pub(crate) fn has_returns(&self) -> bool {
+        self.returns.iter().any(|returns| returns.is_new)
+    }
+
+    /// Something has: what was sent before that, again or for the first time, and is not here, is lost. `answered` says which numbers have
+    /// an answer.
+    pub(crate) fn overtaken(&mut self, una: Seq, answered: impl Fn(Seq) -> bool, mut changed: impl FnMut(Change)) {
+        self.tolerance = self.tolerance.max(TOLERANCE);
+        self.judge_again(false, &mut changed);
+        if let Some((_, after)) = self.returns[1].probe.filter(|_| self.returns[1].is_new) {
+            let mut seq = una;
+            while seq < after && self.is_active() {
+                if answered(seq) && matches!(self.mark(seq), Mark::Flying | Mark::Arrived) {
+                    self.set(seq, Mark::Lost, &mut changed);
+                }
+                seq = seq.plus(1);
+            }
+        }
+        self.returns.iter_mut().for_each(|returns| returns.is_new = false);
+    }
+
     /// The same, of those that were sent again.
     fn judge_again(&mut self, sure: bool, changed: &mut impl FnMut(Change)) {
-        let (high, answers, tolerance) = (self.high, self.answers, self.tolerance);
+        let (high, answers, tolerance, returns) = (self.high, self.answers, self.tolerance, self.returns);
+        let is_overtaken = |resent: &Resent| {
+            let Returns { newest, probe, .. } = returns[usize::from(resent.answered)];
+            resent.order + tolerance < newest || probe.is_some_and(|(probe, _)| resent.order + 1 < probe)
+        };
         let is_lost = |resent: &Resent| match resent.answered {
+            _ if is_overtaken(resent) => true,
             true => answers.is_some_and(|answers| resent.after.plus(tolerance) < answers),
             false => sure || high.is_some_and(|high| resent.after.plus(tolerance) < high),
         };
@@ -263,8 +327,26 @@ impl Recovery {
 
     /// A packet was sent again, when `after` was the next one to be sent for the first time. `answered`: for its answer.
     pub(crate) fn resent(&mut self, seq: Seq, after: Seq, answered: bool) {
+        self.send_again(seq, after, answered, false);
+    }
+
+    /// The same, because nothing had come for longer than anything takes.
+    pub(crate) fn probed(&mut self, una: Seq, seq: Seq, after: Seq) {
+        self.base.get_or_insert(una);
+        self.send_again(seq, after, true, true);
+    }
+
+    fn send_again(&mut self, seq: Seq, after: Seq, answered: bool, probe: bool) {
         self.set(seq, Mark::Again, &mut |_| ());
-        self.again.insert(seq, Resent { after, answered });
+        let order = self.order;
+        self.order += 1;
+        let resent = Resent {
+            after,
+            order,
+            answered,
+            probe,
+        };
+        self.again.insert(seq, resent);
     }
 }
 
@@ -311,7 +393,18 @@ mod tests {
         }
 
         fn key(&self) -> String {
-            let recovery = &self.recovery;
+            let mut recovery = self.recovery.clone();
+            // Only how long ago something was sent again makes a difference, and not even that beyond the tolerance.
+            let order = core::mem::replace(&mut recovery.order, 0);
+            let ago = |at: u64| (order - at).min(2 * TOLERANCE);
+            recovery
+                .again
+                .values_mut()
+                .for_each(|resent| resent.order = ago(resent.order));
+            recovery
+                .returns
+                .iter_mut()
+                .for_each(|returns| returns.newest = ago(returns.newest));
             format!(
                 "{recovery:?} {} {} {:b} {:b} {:?}",
                 self.una, self.next, self.has, self.under_way, self.words
@@ -377,6 +470,7 @@ mod tests {
             let to = expected.max(self.una);
             self.recovery.acked(at(to));
             self.una = to;
+            self.recovery.overtaken(at(self.una), |_| false, |_| ());
             let upto = at(u64::from(8 - word.leading_zeros()).max(expected));
             let has = |seq: Seq| word >> seq.since(at(0)) & 1 == 1;
             let outstanding = (at(self.una), at(self.next));
@@ -453,6 +547,8 @@ mod tests {
                 judged: self.judged,
                 heard: self.heard,
                 tolerance: self.tolerance,
+                order: self.order,
+                returns: self.returns,
             }
         }
     }
@@ -509,6 +605,59 @@ mod tests {
         told(&mut r, 0, 20, 0, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14]);
         assert_eq!(r.next_lost(at(0)), Some(at(0)));
         assert_eq!(r.next_lost(at(1)), Some(at(10)));
+    }
+
+    /// Answers are waited for, all of 0 to 9, and those before `to` are sent again.
+    fn asked_again(to: u64) -> Recovery {
+        let mut r = Recovery::default();
+        for n in 0..to {
+            r.lose(at(0), at(n), |_| ());
+            r.resent(at(n), at(10), true);
+        }
+        r
+    }
+
+    fn overtaken(r: &mut Recovery, una: u64) -> Vec<u64> {
+        let mut lost = Vec::new();
+        assert!(r.has_returns());
+        r.overtaken(
+            at(una),
+            |_| true,
+            |c| {
+                assert_eq!(c.to, Mark::Lost);
+                lost.push(c.seq.since(at(0)));
+            },
+        );
+        assert!(!r.has_returns());
+        lost
+    }
+
+    #[test]
+    fn an_answer_is_lost_when_one_that_was_asked_for_again_three_later_has_come() {
+        let mut r = asked_again(6);
+        r.responded(at(0), at(3), |_| true, |_| ());
+        assert_eq!([0, 1].map(|n| r.mark(at(n))), [Mark::Lost, Mark::Again]);
+        r.responded(at(0), at(5), |_| true, |_| ());
+        assert_eq!([2, 4].map(|n| r.mark(at(n))), [Mark::Lost, Mark::Again]);
+        assert_eq!(overtaken(&mut r, 0), []);
+        // The same when it is the oldest, which is only acknowledged.
+        let mut r = asked_again(6);
+        r.resent(at(0), at(10), true);
+        r.acked(at(1));
+        assert_eq!(overtaken(&mut r, 1), [1, 2, 3]);
+    }
+
+    #[test]
+    fn all_that_is_missing_is_lost_when_a_probe_is_answered() {
+        let mut r = asked_again(3);
+        r.probed(at(0), at(0), at(10));
+        r.acked(at(1));
+        assert_eq!(overtaken(&mut r, 1), (1..10).collect::<Vec<_>>());
+        assert_eq!(r.next_lost(at(1)), Some(at(1)));
+        // What is sent after the probe is judged by what comes later.
+        r.resent(at(1), at(12), true);
+        assert_eq!(r.mark(at(1)), Mark::Again);
+        assert_eq!(r.mark(at(10)), Mark::Flying);
     }
 
     #[test]

@@ -539,6 +539,9 @@ impl QueuePair {
                 let wqe = &self.sq.wqes[index];
                 let read = wqe.kind() == Kind::Read;
                 self.req.read_in_pieces |= read && to < wqe.request_end(from);
+                if read {
+                    self.note_probed(from, to);
+                }
                 self.req.probed = read.then_some(to);
                 self.req.asked_all = (!read).then_some(ctx.now);
             }

@@ -167,18 +167,28 @@ impl QueuePair {
 
     /// Books what has become of packets, and keeps the memory of `changes`. `heed`: what is lost tells of the path.
     fn book(&mut self, ctx: &mut Ctx<'_>, mut changes: Vec<Change>, heed: bool) {
-        let (mut acked, mut lost, mut back) = (0, 0, 0);
+        let (mut acked, mut lost, mut back, mut unsent) = (0, 0, 0, 0);
+        let mut unsent_upto = self.req.una;
         for change in changes.drain(..) {
             let (cost, answered) = self.weigh(change.seq);
             match (counts(change.from, answered), counts(change.to, answered)) {
                 (true, false) if change.to != Mark::Lost => acked += cost,
-                (true, false) => lost += cost,
+                (true, false) if change.seq < unsent_upto => unsent += cost,
+                (true, false) => {
+                    lost += cost;
+                    unsent_upto = self.lost_request_end(change.seq).unwrap_or(unsent_upto);
+                }
                 (false, true) => back += cost,
                 _ => {}
             }
         }
         self.req.changes = changes;
-        self.req.in_flight = (self.req.in_flight + back).saturating_sub(acked + lost);
+        self.req.in_flight = (self.req.in_flight + back).saturating_sub(acked + lost + unsent);
+        ctx.window.forget(unsent);
+        if unsent > 0 {
+            // Requests behind it wait until it is there: that is no round trip.
+            self.req.sample = None;
+        }
         ctx.window.on_sent(back);
         if acked > 0 {
             ctx.window.on_acked(ctx.now, acked, None);
@@ -188,6 +198,15 @@ impl QueuePair {
             _ if heed => ctx.window.on_loss(ctx.now, Loss::Told, lost),
             _ => ctx.window.forget(lost),
         }
+    }
+
+    /// Where a READ that is missing as a whole ends, if a number is its first: it is the request that was lost, one packet, and none of
+    /// its answers has ever been under way.
+    fn lost_request_end(&self, seq: Seq) -> Option<Seq> {
+        let wqe = &self.sq.wqes[self.index_of(seq)?];
+        let end = wqe.request_end(seq);
+        let is_whole = wqe.kind() == Kind::Read && seq == wqe.request_start(seq);
+        (is_whole && self.first_answered(seq, end) == end).then_some(end)
     }
 
     /// The first number of `from..to` whose answer has not come.
@@ -223,8 +242,35 @@ impl QueuePair {
         self.req.recovery = recovery;
         self.take_selective_sample(ctx, &changes);
         self.book(ctx, changes, true);
+        self.lose_overtaken(ctx);
         self.req.read_in_pieces = true;
         self.heard_beyond(ctx);
+    }
+
+    /// What was sent again later has come back: what was sent before that and has not is lost.
+    pub(crate) fn lose_overtaken(&mut self, ctx: &mut Ctx<'_>) {
+        if !self.req.recovery.has_returns() {
+            return;
+        }
+        let una = self.req.una;
+        let mut changes = core::mem::take(&mut self.req.changes);
+        let mut recovery = core::mem::take(&mut self.req.recovery);
+        recovery.overtaken(una, |at| self.weigh(at).1, |c| changes.push(c));
+        self.req.recovery = recovery;
+        self.book(ctx, changes, true);
+    }
+
+    /// The oldest READ was asked for once more after a silence, from one number to another.
+    pub(crate) fn note_probed(&mut self, from: Seq, to: Seq) {
+        if !self.selective {
+            return;
+        }
+        let (una, next) = (self.req.una, self.req.next);
+        let mut seq = from;
+        while seq < to && counts(self.req.recovery.mark(seq), true) {
+            self.req.recovery.probed(una, seq, next);
+            seq = seq.plus(1);
+        }
     }
 
     fn place_early(&self, seq: Seq, packet: &Packet<'_>) -> bool {
