@@ -233,3 +233,54 @@ fn no_more_is_sent_again_than_was_lost() {
         );
     }
 }
+
+/// Delivers all of B's packets but these to A.
+fn answer_but(p: &mut Pair, lost: &[usize]) {
+    for (n, (_, bytes)) in p.b.drain().iter().enumerate() {
+        if !lost.contains(&n) {
+            p.a.handle(bytes);
+        }
+    }
+}
+
+#[test]
+fn an_answer_that_is_lost_twice_is_asked_for_when_later_ones_have_come() {
+    let mut p = Pair::new(keeping());
+    let len = 256 * 40;
+    let (src, dst) = (p.b.filled(len, 1), p.a.region(len));
+    p.a.send(1, SendOp::Read(at(&src, 0)), &[sge(&dst, 0, len)]);
+    deliver_but(&mut p, &[]);
+    answer_but(&mut p, &[3, 6, 9, 12, 15, 18]);
+    let again = p.a.drain();
+    let psn = p.setup.psn;
+    assert_eq!(psns(&again), [3, 6, 9, 12, 15, 18].map(|n| Psn::new(psn + n)));
+    again.iter().for_each(|(_, bytes)| p.b.handle(bytes));
+    // No time passes.
+    answer_but(&mut p, &[0]);
+    let again = p.a.drain();
+    assert_eq!(psns(&again), [Psn::new(psn + 3)]);
+    again.iter().for_each(|(_, bytes)| p.b.handle(bytes));
+    answer_but(&mut p, &[]);
+    assert_eq!(p.a.completions().len(), 1);
+    assert_eq!(bytes(&dst, 0, len), bytes(&src, 0, len));
+    assert_eq!(p.a.counters.retransmits, 7);
+}
+
+#[test]
+fn a_read_whose_request_is_lost_has_lost_one_packet() {
+    let mut p = Pair::new(keeping());
+    let len = 256 * 80;
+    let (src, dst) = (p.b.filled(len, 1), p.a.region(len));
+    let before = p.a.window.size();
+    for round in 0..12 {
+        for n in 0..3 {
+            p.a.send(n, SendOp::Read(at(&src, 0)), &[sge(&dst, 0, len)]);
+        }
+        assert_eq!(deliver_but(&mut p, &[1]), 3, "round {round}");
+        p.run();
+        assert_eq!(p.a.completions().len(), 3);
+    }
+    // A third of the bytes would be more than a path loses at random.
+    assert!(p.a.window.size() >= before, "{} of {before}", p.a.window.size());
+    assert_eq!((p.a.qp.in_flight(), p.a.window.in_flight()), (0, 0));
+}
