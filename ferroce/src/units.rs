@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use roce::DeviceConfig;
+
 /// Bytes, with K, M or G (powers of 1024) behind the number if wanted.
 pub(crate) fn size(text: &str) -> Result<u64, String> {
     let (digits, shift) = match text.trim_end_matches("iB").trim_end_matches('B').to_ascii_uppercase() {
@@ -30,8 +32,9 @@ pub(crate) fn memory(text: &str) -> Result<usize, String> {
 
 /// How many engines a device has.
 pub(crate) fn shards(text: &str) -> Result<usize, String> {
-    let number = text.parse().ok().filter(|n| (1..=64).contains(n));
-    number.ok_or_else(|| format!("{text:?} is not a number from 1 to 64"))
+    let most = DeviceConfig::MAX_SHARDS;
+    let number = text.parse().ok().filter(|n| (1..=most).contains(n));
+    number.ok_or_else(|| format!("{text:?} is not a number from 1 to {most}"))
 }
 
 /// Seconds, with a fraction if wanted, more than zero.

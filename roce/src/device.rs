@@ -13,18 +13,19 @@ use std::{
 
 use roce_broker::Report;
 use roce_mem::{MemError, MemoryTable};
-use roce_net::{Closed, DatapathCounters, Driver, OpenError, OpenSockets, UdpConfig, UdpDatapath, iface};
+use roce_net::{Closed, DatapathCounters, OpenError, OpenSockets, UdpConfig, UdpDatapath, iface};
 use roce_port::{ConnChange, PortCounters, QpnSlot, RxMeta, Steering};
 use roce_qp::{FreePaces, WindowConfig};
 use roce_verbs::{AsyncEvent, DeviceLimits, Mtu, provider::VerbsError};
 
 use crate::{
     cm::Router,
-    engines::{EngineParts, Engines},
+    engines::Engines,
     open::{self, Parts},
     port::PortView,
     queue::EventQueue,
     shared,
+    tap::SharedTap,
 };
 
 /// How a device is opened.
@@ -60,7 +61,7 @@ pub struct DeviceConfig {
     pub sockets: Option<OpenSockets>,
     /// Engines of a [`Device`]: each has a socket, a lock and a thread of its own, and a part of the reliable connected queue pairs. Those
     /// whose completion queues are polled without a channel stay together, queue by queue, because the threads that poll advance them;
-    /// others are spread. 1 to 64.
+    /// others are spread. 1 to [`MAX_SHARDS`](Self::MAX_SHARDS).
     pub shards: usize,
     /// Our part of the queue pair numbers and communication IDs, when several processes share the address.
     pub qpn_slot: Option<QpnSlot>,
@@ -122,6 +123,9 @@ impl Default for DeviceConfig {
 }
 
 impl DeviceConfig {
+    /// The most engines of a device.
+    pub const MAX_SHARDS: usize = Steering::MAX_SHARDS;
+
     /// The usual settings for a device at an address.
     pub fn new(addr: IpAddr) -> Self {
         Self {
@@ -138,6 +142,12 @@ pub struct DeviceStats {
     pub port: PortCounters,
     /// System calls and sockets.
     pub path: DatapathCounters,
+}
+
+impl From<(PortCounters, DatapathCounters)> for DeviceStats {
+    fn from((port, path): (PortCounters, DatapathCounters)) -> Self {
+        Self { port, path }
+    }
 }
 
 impl DeviceStats {
@@ -213,12 +223,6 @@ impl core::fmt::Debug for Device {
     }
 }
 
-/// What an engine has counted.
-pub(crate) fn stats_of(driver: &Driver) -> DeviceStats {
-    let (port, path) = driver.counters();
-    DeviceStats { port, path }
-}
-
 pub(crate) fn closed(_: Closed) -> VerbsError {
     VerbsError::Closed
 }
@@ -274,8 +278,9 @@ impl Device {
             EventQueue::new().map_err(io_error("making an event queue"))?,
             PortView::new(config.addr.to_canonical(), config.mtu),
         ));
-        let all = EngineParts::all(all)?;
-        let Parts { mem, limits, mtu, .. } = &all[0].parts;
+        let tap = SharedTap::of(std::slice::from_ref(&config))?.pop().flatten();
+        let all = Parts::sharing_memory(all.into_iter(), tap.as_ref())?;
+        let (_, Parts { mem, limits, mtu, .. }) = &all[0];
         let (mem, limits, mtu) = (mem.clone(), limits.clone(), *mtu);
         Ok(Self(Arc::new(DeviceInner {
             engines: Engines::start(all, &router)?,
@@ -408,7 +413,7 @@ impl DeviceInner {
     pub(crate) fn stats(&self) -> DeviceStats {
         let mut all = DeviceStats::default();
         for driver in self.engines.all() {
-            all.add(&stats_of(driver));
+            all.add(&driver.counters().into());
         }
         all
     }

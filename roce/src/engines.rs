@@ -11,7 +11,7 @@ use std::sync::{
 
 use roce_bth::Qpn;
 use roce_net::{
-    Closed, Driver, DriverConfig, EventSink, Inbox, Message, Own, UdpDatapath,
+    Closed, Driver, DriverConfig, EventSink, Inbox, Message, Own,
     links::{LinkChange, LinkWatch},
 };
 use roce_port::{ConnChange, ConnId, Port, PortCmEvent, QpnSlot, RxMeta, Siblings, Steering};
@@ -22,32 +22,10 @@ use crate::{
     device::{DeviceConfig, Services, io_error},
     open::Parts,
     shards::{Numbers, qpn_of},
-    tap::SharedTap,
 };
 
-/// What an engine is made of.
-pub(crate) struct EngineParts {
-    /// The device's, with what is this engine's own in it.
-    pub(crate) config: DeviceConfig,
-    pub(crate) parts: Parts,
-}
-
-impl EngineParts {
-    /// Those of a device, which have a table of memory and a capture in common.
-    pub(crate) fn all(all: Vec<(DeviceConfig, UdpDatapath)>) -> Result<Vec<Self>, VerbsError> {
-        let tap = match all.first() {
-            Some((config, _)) => SharedTap::of(std::slice::from_ref(config))?.pop().flatten(),
-            None => None,
-        };
-        let mut mem = None;
-        let parts = all.into_iter().map(|(config, path)| {
-            let parts = Parts::new(&config, path, tap.clone().map(SharedTap::boxed), mem.clone())?;
-            mem.get_or_insert_with(|| parts.mem.clone());
-            Ok(Self { config, parts })
-        });
-        parts.collect()
-    }
-}
+/// What an engine is made of: the device's configuration, with what is this engine's own in it, and its port.
+pub(crate) type EngineParts = (DeviceConfig, Parts);
 
 /// What engines know of each other.
 struct Between {
@@ -167,12 +145,12 @@ impl Engines {
         if let [first, others @ ..] = &mut *all
             && several
         {
-            first.parts.port.set_siblings(between.clone());
+            first.1.port.set_siblings(between.clone());
             others
                 .iter_mut()
-                .for_each(|one| one.parts.port.follow(&first.parts.port));
+                .for_each(|(_, parts)| parts.port.follow(&first.1.port));
         }
-        let services = all.iter().map(|one| one.config.services.clone()).collect();
+        let services = all.iter().map(|(config, _)| config.services.clone()).collect();
         let loads = all.iter().map(|_| AtomicU32::new(0)).collect();
         let drivers = all.into_iter().enumerate();
         let drivers = drivers.map(|(index, one)| drive(index, one, router, &between));
@@ -288,14 +266,18 @@ impl Engines {
 
 /// Whose queue pair numbers are whose.
 fn numbers(all: &[EngineParts]) -> Numbers {
-    match Steering::new(all.len()).filter(|_| all[0].config.services.is_none()) {
+    match Steering::new(all.len()).filter(|_| all[0].0.services.is_none()) {
         Some(steering) => Numbers::All(steering),
-        None => Numbers::Places(all.iter().filter_map(|one| one.config.qpn_slot).collect()),
+        None => Numbers::Places(all.iter().filter_map(|(config, _)| config.qpn_slot).collect()),
     }
 }
 
-fn drive(index: usize, one: EngineParts, router: &Arc<Router>, between: &Arc<Between>) -> Result<Driver, VerbsError> {
-    let EngineParts { config, parts } = one;
+fn drive(
+    index: usize,
+    (config, parts): EngineParts,
+    router: &Arc<Router>,
+    between: &Arc<Between>,
+) -> Result<Driver, VerbsError> {
     let links = match config.background && index == 0 {
         true => LinkWatch::new()
             .map_err(|e| tracing::info!("changes of interfaces are not seen: {e}"))

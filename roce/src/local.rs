@@ -54,8 +54,7 @@ impl Members {
         let mut all = DeviceStats::default();
         let mut queue_pairs = 0;
         for member in &mut self.0 {
-            let (port, path) = member.driver.counters();
-            all.add(&DeviceStats { port, path });
+            all.add(&member.driver.counters().into());
             queue_pairs += member.driver.port().queue_pairs();
         }
         let addrs: Vec<_> = self.0.iter().map(|m| m.addr).collect();
@@ -386,16 +385,12 @@ impl LocalDevice {
 
     /// What a device has counted.
     pub fn stats(&mut self, index: usize) -> Option<DeviceStats> {
-        let (port, path) = self.members().get(index)?.driver.counters();
-        Some(DeviceStats { port, path })
+        Some(self.members().get(index)?.driver.counters().into())
     }
 
     /// What each device has counted, with its address as it was given.
     pub fn all_stats(&mut self) -> Vec<(IpAddr, DeviceStats)> {
-        let of = |member: &mut Member| {
-            let (port, path) = member.driver.counters();
-            (member.addr, DeviceStats { port, path })
-        };
+        let of = |member: &mut Member| (member.addr, member.driver.counters().into());
         self.members().iter_mut().map(of).collect()
     }
 

@@ -114,17 +114,16 @@ impl Member {
     ) -> Result<Vec<Opened>, VerbsError> {
         let [a, b, c, d, e, f, g, h, ..] = open::random()?;
         let guid = roce_cm::guid::keeping(u64::from_le_bytes([a, b, c, d, e, f, g, h]));
-        let mut mem = None;
-        let opened = loops.map(|(config, path, own, shard)| {
-            let config = DeviceConfig {
-                guid: config.guid.or(Some(guid)),
-                ..config
-            };
-            let parts = Parts::new(&config, path, tap.cloned().map(SharedTap::boxed), mem.clone())?;
-            mem.get_or_insert_with(|| parts.mem.clone());
-            Ok(Self::new(&config, parts, Some(own), Some(shard)))
-        });
-        opened.collect()
+        let (mut parts, mut places) = (Vec::new(), Vec::new());
+        for (config, path, own, shard) in loops {
+            let guid = config.guid.or(Some(guid));
+            parts.push((DeviceConfig { guid, ..config }, path));
+            places.push((own, shard));
+        }
+        let parts = Parts::sharing_memory(parts.into_iter(), tap)?;
+        let members = parts.into_iter().zip(places);
+        let members = members.map(|((config, parts), (own, shard))| Self::new(&config, parts, Some(own), Some(shard)));
+        Ok(members.collect())
     }
 
     /// It is one of the addresses of a loop that other processes may have too.

@@ -10,7 +10,7 @@ use roce_verbs::{DeviceLimits, Mtu, PathMtus, provider::VerbsError};
 
 use crate::{
     device::{DeviceConfig, io_error},
-    tap::PcapTap,
+    tap::{PcapTap, SharedTap},
 };
 
 pub(crate) fn error(e: OpenError) -> VerbsError {
@@ -163,6 +163,20 @@ pub(crate) struct Parts {
 }
 
 impl Parts {
+    /// Those of loops or engines that have a table of memory in common; `tap` sees the packets of all.
+    pub(crate) fn sharing_memory(
+        all: impl Iterator<Item = (DeviceConfig, UdpDatapath)>,
+        tap: Option<&SharedTap>,
+    ) -> Result<Vec<(DeviceConfig, Self)>, VerbsError> {
+        let mut mem = None;
+        let parts = all.map(|(config, path)| {
+            let parts = Self::new(&config, path, tap.cloned().map(SharedTap::boxed), mem.clone())?;
+            mem.get_or_insert_with(|| parts.mem.clone());
+            Ok((config, parts))
+        });
+        parts.collect()
+    }
+
     /// With somebody who sees all packets; the configuration's file is not written. `mem` is another port's, if they are to have
     /// the same.
     pub(crate) fn new(

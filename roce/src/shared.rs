@@ -10,7 +10,7 @@ use roce_port::{ConnChange, RxMeta};
 use roce_verbs::{Mtu, provider::VerbsError};
 
 use crate::{
-    device::{Device, DeviceConfig, DeviceInner, Services, stats_of},
+    device::{Device, DeviceConfig, DeviceInner, DeviceStats, Services},
     joined::Joining,
     open,
 };
@@ -102,7 +102,7 @@ impl DeviceInner {
         // A process that ends is asked for its last report: with this call goes what its queue pairs owe.
         let queue_pairs = driver.with(|port, _| port.queue_pairs()).unwrap_or(0);
         let link_downed = if index == 0 { self.link_downed() } else { 0 };
-        let counters = stats_of(driver).hw_counters(link_downed);
+        let counters = DeviceStats::from(driver.counters()).hw_counters(link_downed);
         report(&[self.addr], self.mtu, queue_pairs, counters)
     }
 }

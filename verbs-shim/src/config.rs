@@ -2,7 +2,7 @@
 
 use std::{net::IpAddr, num::NonZeroU64, path::PathBuf};
 
-use roce::{Mtu, environment};
+use roce::{DeviceConfig, Mtu, environment};
 
 /// Addresses of the devices, separated by commas.
 pub(crate) const ADDR: &str = "FERROCE_ADDR";
@@ -66,10 +66,11 @@ pub(crate) fn unreliable_rate() -> Option<Option<NonZeroU64>> {
 /// How many engines the device has, if that was asked for.
 pub(crate) fn shards() -> Option<usize> {
     let text = environment::var(SHARDS)?;
-    let shards = text.trim().parse().ok().filter(|n| (1..=64).contains(n));
+    let most = DeviceConfig::MAX_SHARDS;
+    let shards = text.trim().parse().ok().filter(|n| (1..=most).contains(n));
     if shards.is_none() {
         complain(format_args!(
-            "{SHARDS}: {text:?} is not a number from 1 to 64; it is ignored"
+            "{SHARDS}: {text:?} is not a number from 1 to {most}; it is ignored"
         ));
     }
     shards

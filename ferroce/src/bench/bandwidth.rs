@@ -46,7 +46,7 @@ pub(crate) struct Loads<'a>(Vec<Load<'a>>);
 impl<'a> Loads<'a> {
     /// Connects all queue pairs, those that are kept busy and the idle ones.
     pub(crate) fn connect(device: &'a Device, peer: SocketAddr, shape: Shape) -> Result<Self, Failure> {
-        let each = (0..shape.threads.max(1)).map(|n| {
+        let each = (0..shape.threads).map(|n| {
             let idle = if n == 0 { shape.idle } else { 0 };
             Load::connect(device, peer, Shape { idle, ..shape })
         });

@@ -103,7 +103,7 @@ pub(crate) struct BenchArgs {
     /// Queue pairs; not of rtrs
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     qps: u32,
-    /// Engines of each software device here, with a socket, a lock and a thread each; queue pairs are spread over them
+    /// Engines of each software device here, with a socket, a lock and a thread each; queue pairs are spread over them; not of rtrs
     #[arg(long, default_value_t = 1, value_parser = units::shards)]
     shards: usize,
     /// write, read, send: threads of the active side, with so many queue pairs (--qps) each

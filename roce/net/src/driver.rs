@@ -1,7 +1,8 @@
 //! A port that threads share: a lock, and a thread in the background. Which of them advances it is the [`Handover`]'s.
 //!
 //! **Lock order.** The port's lock comes first. Below it, each on its own: the memory table, a completion queue, a receive queue, and
-//! the locks inside of an [`EventSink`] or a notifier. Whoever holds one of those calls nothing of the driver.
+//! the locks inside of an [`EventSink`] or a notifier. Whoever holds one of those calls nothing of the driver. Of ports with siblings
+//! ([`roce_port::Siblings`]) the first one's lock comes before the others'.
 
 use std::{
     io,

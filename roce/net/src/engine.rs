@@ -30,8 +30,10 @@ pub enum Message {
     FirstPacket(ConnId),
 }
 
-/// Receives what a port has to tell, under the port's lock: an implementation must not call the driver, and takes only
-/// locks under which nobody else does.
+/// Receives what a port has to tell, under the port's lock: an implementation must not call a driver, but for [`Driver::stop`], and takes
+/// only locks under which nobody else does.
+///
+/// [`Driver::stop`]: crate::Driver::stop
 pub trait EventSink: Send + Sync {
     /// A connection event. False: nobody is there for it; a connect request is then rejected.
     fn cm_event(&self, event: PortCmEvent) -> bool;

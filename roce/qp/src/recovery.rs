@@ -86,7 +86,8 @@ struct Resent {
 struct Returns {
     /// One past its order.
     newest: u64,
-    /// The same of the newest probe: what was sent before it and is not here is lost. With what was next to be sent then.
+    /// The same of the newest probe: what was sent before it and is not here is lost. With what was next to be sent then, or where nothing is
+    /// left to be judged by it.
     probe: Option<(u64, Seq)>,
     /// Nobody has been judged by that yet.
     is_new: bool,
@@ -285,7 +286,7 @@ impl Recovery {
     pub(crate) fn overtaken(&mut self, una: Seq, answered: impl Fn(Seq) -> bool, mut changed: impl FnMut(Change)) {
         self.tolerance = self.tolerance.max(TOLERANCE);
         self.judge_again(false, &mut changed);
-        if let Some((_, after)) = self.returns[1].probe.filter(|_| self.returns[1].is_new) {
+        if let Some((order, after)) = self.returns[1].probe {
             let mut seq = una;
             while seq < after && self.is_active() {
                 if answered(seq) && matches!(self.mark(seq), Mark::Flying | Mark::Arrived) {
@@ -293,6 +294,7 @@ impl Recovery {
                 }
                 seq = seq.plus(1);
             }
+            self.returns[1].probe = Some((order, una));
         }
         self.returns.iter_mut().for_each(|returns| returns.is_new = false);
     }
