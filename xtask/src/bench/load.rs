@@ -92,7 +92,7 @@ impl Load {
         match *self {
             Self::Fio {
                 pattern, block, depth, ..
-            } => run_fio(uri, pattern, block, depth, seconds),
+            } => run_fio(&[uri], pattern, block, depth, seconds),
             Self::Copy { out, .. } => copy(uri, file, out),
         }
     }
@@ -104,21 +104,24 @@ fn program(name: &str) -> Command {
     command
 }
 
-fn run_fio(uri: &str, pattern: &str, block: u32, depth: u32, seconds: f64) -> Result<Figures> {
+/// A job for each of these addresses, and what they came to together.
+pub(super) fn run_fio(uris: &[&str], pattern: &str, block: u32, depth: u32, seconds: f64) -> Result<Figures> {
     let mut fio = program("fio");
     fio.args([
-        "--name=load",
+        "--group_reporting",
         "--ioengine=nbd",
         "--time_based",
         "--norandommap",
         "--randrepeat=0",
     ])
     .arg("--output-format=json")
-    .arg(format!("--uri={uri}"))
     .arg(format!("--rw={pattern}"))
     .arg(format!("--bs={block}"))
     .arg(format!("--iodepth={depth}"))
     .arg(format!("--runtime={seconds}"));
+    for uri in uris {
+        fio.args(["--name=load".to_owned(), format!("--uri={uri}")]);
+    }
     let output = process::capture("fio", &mut fio)?;
     parse_fio(&String::from_utf8_lossy(&output.stdout))
 }

@@ -192,15 +192,31 @@ impl Host {
     }
 }
 
+/// One end of the wire.
+pub(crate) trait End {
+    fn take_all(&mut self) -> Vec<Datagram>;
+    fn take_in(&mut self, d: &Datagram);
+}
+
+impl End for Host {
+    fn take_all(&mut self) -> Vec<Datagram> {
+        self.take()
+    }
+
+    fn take_in(&mut self, d: &Datagram) {
+        self.give(d);
+    }
+}
+
 /// Carries everything there and back until nothing moves.
-pub(crate) fn exchange(a: &mut Host, b: &mut Host) {
+pub(crate) fn exchange(a: &mut impl End, b: &mut impl End) {
     for _ in 0..1000 {
-        let (from_a, from_b) = (a.take(), b.take());
+        let (from_a, from_b) = (a.take_all(), b.take_all());
         if from_a.is_empty() && from_b.is_empty() {
             return;
         }
-        from_a.iter().for_each(|d| b.give(d));
-        from_b.iter().for_each(|d| a.give(d));
+        from_a.iter().for_each(|d| b.take_in(d));
+        from_b.iter().for_each(|d| a.take_in(d));
     }
     panic!("the two never come to rest");
 }

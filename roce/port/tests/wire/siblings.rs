@@ -77,20 +77,18 @@ impl Both {
         self.second.lock().0.port.poll_first_packet()
     }
 
-    fn exchange(&mut self, b: &mut Host) {
-        for _ in 0..1000 {
-            let (ours, theirs) = (self.take(), b.take());
-            if ours.is_empty() && theirs.is_empty() {
-                return;
-            }
-            ours.iter().for_each(|d| b.give(d));
-            theirs.iter().for_each(|d| self.give(d));
-        }
-        panic!("the two never come to rest");
-    }
-
     fn qp_state(&self, qpn: Qpn) -> Option<QpState> {
         self.second.lock().0.port.qp_state(qpn)
+    }
+}
+
+impl End for Both {
+    fn take_all(&mut self) -> Vec<Datagram> {
+        self.take()
+    }
+
+    fn take_in(&mut self, d: &Datagram) {
+        self.give(d);
     }
 }
 
@@ -113,6 +111,15 @@ fn asking() -> (Both, Host, Qpn, ConnId, ConnId) {
     (a, b, qa, ca, cb)
 }
 
+/// The same, connected.
+fn connected() -> (Both, Host, [Qpn; 2], [ConnId; 2]) {
+    let (mut a, mut b, qa, ca, cb) = asking();
+    let qb = b.qp();
+    b.port.cm_accept(at(1), cb, qb, params(b"")).unwrap();
+    exchange(&mut a, &mut b);
+    (a, b, [qa, qb], [ca, cb])
+}
+
 /// One that accepts with a queue pair of its second port, up to the REP.
 fn accepting() -> (Host, Both, [Qpn; 2], [ConnId; 2]) {
     let (mut a, mut b) = (Host::new(1), Both::new(2));
@@ -129,20 +136,17 @@ fn accepting() -> (Host, Both, [Qpn; 2], [ConnId; 2]) {
 
 #[test]
 fn a_connection_asked_for_carries_data_and_ends_with_both_queue_pairs_in_error() {
-    let (mut a, mut b, qa, ca, cb) = asking();
-    let qb = b.qp();
-    b.port.cm_accept(at(1), cb, qb, params(b"")).unwrap();
-    a.exchange(&mut b);
+    let (mut a, mut b, [qa, qb], [ca, cb]) = connected();
     assert!(matches!(a.first.events()[..], [PortCmEvent::Established { conn, .. }] if conn == ca));
     assert_eq!(a.qp_state(qa), Some(QpState::Rts));
     let (src, dst) = (a.second.lock().0.region(3000), b.region(3000));
     b.receive(qb, 7, &dst);
     a.second.lock().0.send(qa, 1, SendOp::Send, &src, 3000);
-    a.exchange(&mut b);
+    exchange(&mut a, &mut b);
     assert!(a.second.lock().0.completions()[0].is_ok() && b.completions()[0].is_ok());
 
     b.port.cm_disconnect(at(1), cb);
-    a.exchange(&mut b);
+    exchange(&mut a, &mut b);
     assert_eq!(a.first.events(), [PortCmEvent::Disconnected { conn: ca }]);
     assert_eq!(a.qp_state(qa), Some(QpState::Err));
 }
@@ -151,7 +155,7 @@ fn a_connection_asked_for_carries_data_and_ends_with_both_queue_pairs_in_error()
 fn a_refused_connection_fails_its_queue_pair() {
     let (mut a, mut b, qa, _, cb) = asking();
     b.port.cm_reject(at(1), cb, RejectReason::CONSUMER, b"").unwrap();
-    a.exchange(&mut b);
+    exchange(&mut a, &mut b);
     assert!(matches!(a.first.events()[..], [PortCmEvent::Rejected { .. }]));
     assert_eq!(a.qp_state(qa), Some(QpState::Err));
 }
@@ -159,12 +163,12 @@ fn a_refused_connection_fails_its_queue_pair() {
 #[test]
 fn an_accepted_connection_is_ended_by_us() {
     let (mut a, mut b, [qa, qb], [_, cb]) = accepting();
-    b.exchange(&mut a);
+    exchange(&mut b, &mut a);
     assert!(matches!(a.events()[..], [PortCmEvent::Established { .. }]));
     assert!(matches!(b.first.events()[..], [PortCmEvent::Established { .. }]));
     b.first.port.cm_destroy(at(1), cb);
     assert_eq!(b.qp_state(qb), Some(QpState::Err));
-    b.exchange(&mut a);
+    exchange(&mut b, &mut a);
     assert_eq!(a.port.qp_state(qa), Some(QpState::Err));
 }
 
@@ -186,10 +190,7 @@ fn the_first_packet_of_the_second_port_says_as_much_as_the_rtu() {
 
 #[test]
 fn another_queue_pair_with_its_number_is_none_of_its_business() {
-    let (mut a, mut b, qa, ca, cb) = asking();
-    let qb = b.qp();
-    b.port.cm_accept(at(1), cb, qb, params(b"")).unwrap();
-    a.exchange(&mut b);
+    let (mut a, mut b, [qa, qb], [ca, _]) = connected();
     {
         let (host, _) = &mut *a.second.lock();
         host.port.destroy_qp(at(1), qa).unwrap();
@@ -198,7 +199,7 @@ fn another_queue_pair_with_its_number_is_none_of_its_business() {
     }
     a.first.port.cm_disconnect(at(1), ca);
     assert_eq!(a.qp_state(qa), Some(QpState::Rts));
-    a.exchange(&mut b);
+    exchange(&mut a, &mut b);
     assert_eq!(b.port.qp_state(qb), Some(QpState::Err));
 }
 
@@ -219,7 +220,7 @@ fn an_answer_for_a_queue_pair_that_is_gone_is_refused() {
     let qb = b.qp();
     a.second.lock().0.port.destroy_qp(at(1), qa).unwrap();
     b.port.cm_accept(at(1), cb, qb, params(b"")).unwrap();
-    a.exchange(&mut b);
+    exchange(&mut a, &mut b);
     assert!(matches!(a.first.events()[..], [PortCmEvent::ConnectError { conn, .. }] if conn == ca));
     assert!(matches!(b.events()[..], [PortCmEvent::Rejected { .. }]));
     assert_eq!(b.port.qp_state(qb), Some(QpState::Err));

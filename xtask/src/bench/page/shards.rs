@@ -9,9 +9,9 @@ use super::{
 };
 use crate::{
     Result,
-    bench::{MIB, NEEDED, fill, load::parse_fio},
+    bench::{MIB, NEEDED, fill, load::run_fio},
     peers::Ferroce,
-    process, tools,
+    tools,
 };
 
 /// One flow with two of them, at least so much of one flow with one.
@@ -62,7 +62,7 @@ pub(super) fn engines(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
 
 /// `ferroce serve` and `map` with so many loops each.
 struct Chain {
-    uri: String,
+    socket: String,
     processes: [Ferroce; 2],
 }
 
@@ -91,30 +91,20 @@ impl Chain {
         let mut map = Ferroce::start("ferroce map", ferroce, &map)?;
         map.wait_for("mapped")?;
         Ok(Self {
-            uri: socket.into_owned(),
+            socket: socket.into_owned(),
             processes: [map, serve],
         })
     }
 
     /// Thousands of 4 KiB reads a second, 32 outstanding on each of these devices.
     fn reads(&mut self, devices: &[&str], seconds: f64) -> Result<f64> {
-        let mut fio = process::command("fio");
-        fio.args([
-            "--ioengine=nbd",
-            "--time_based",
-            "--norandommap",
-            "--randrepeat=0",
-            "--group_reporting",
-        ]);
-        fio.args(["--output-format=json", "--rw=randread", "--bs=4k", "--iodepth=32"]);
-        fio.arg(format!("--runtime={seconds}"));
-        for device in devices {
-            let uri = format!("--uri=nbd+unix:///{device}?socket={}", self.uri);
-            fio.args([format!("--name={device}"), uri]);
-        }
-        let output = process::capture("fio", &mut fio)?;
+        let uris = devices
+            .iter()
+            .map(|device| format!("nbd+unix:///{device}?socket={}", self.socket));
+        let uris: Vec<String> = uris.collect();
+        let uris: Vec<&str> = uris.iter().map(String::as_str).collect();
+        let got = run_fio(&uris, "randread", 4 << 10, 32, seconds)?;
         self.processes.iter_mut().try_for_each(Ferroce::check)?;
-        let got = parse_fio(&String::from_utf8_lossy(&output.stdout))?;
         Ok(got.requests / got.seconds / 1e3)
     }
 }

@@ -1,6 +1,10 @@
 //! Programs that bring their own transport, over TCP: UCX and libfabric.
 
-use std::{path::Path, process::Stdio, time::Duration};
+use std::{
+    path::Path,
+    process::{Command, Stdio},
+    time::Duration,
+};
 
 use super::{
     PageArgs,
@@ -54,6 +58,16 @@ fn fabric(size: &str) -> String {
     format!("fi_pingpong, {size}")
 }
 
+/// What a program says as the client of itself.
+fn against(name: &str, mut server: Command, client: &mut Command) -> Result<String> {
+    let mut server = Guard::spawn(name, server.stdout(Stdio::null()).stderr(Stdio::null()))?;
+    // It says nothing when it listens.
+    std::thread::sleep(Duration::from_millis(500));
+    let said = process::capture(name, client);
+    server.stop()?;
+    Ok(String::from_utf8_lossy(&said?.stdout).into_owned())
+}
+
 /// Microseconds that a message of libfabric's takes.
 fn fabric_ping(bytes: &str, iterations: f64) -> Result<f64> {
     let iterations = iterations.ceil().to_string();
@@ -62,12 +76,7 @@ fn fabric_ping(bytes: &str, iterations: f64) -> Result<f64> {
         command.args(["-p", "tcp", "-e", "msg", "-I", &iterations, "-S", bytes]);
         command
     };
-    let mut server = Guard::spawn("fi_pingpong", ping().stdout(Stdio::null()).stderr(Stdio::null()))?;
-    // It says nothing when it listens.
-    std::thread::sleep(Duration::from_millis(500));
-    let client = process::capture("fi_pingpong", ping().arg("127.0.0.1"));
-    server.stop()?;
-    let text = String::from_utf8_lossy(&client?.stdout).into_owned();
+    let text = against("fi_pingpong", ping(), ping().arg("127.0.0.1"))?;
     fabric_time(&text).ok_or_else(|| format!("fi_pingpong says no time: {text}"))
 }
 
@@ -83,26 +92,20 @@ fn ucx_put(seconds: f64) -> Result<f64> {
         command.env("UCX_TLS", "tcp").env("UCX_NET_DEVICES", "lo").arg("-f");
         command
     };
-    let mut server = Guard::spawn("ucx_perftest", ucx().stdout(Stdio::null()).stderr(Stdio::null()))?;
-    // It says nothing when it listens.
-    std::thread::sleep(Duration::from_millis(500));
     let messages = (UCX_MESSAGES * seconds).ceil().to_string();
-    let client = process::capture(
-        "ucx_perftest",
-        ucx().args([
-            "127.0.0.1",
-            "-t",
-            "ucp_put_bw",
-            "-s",
-            "1048576",
-            "-w",
-            "100",
-            "-n",
-            &messages,
-        ]),
-    );
-    server.stop()?;
-    let text = String::from_utf8_lossy(&client?.stdout).into_owned();
+    let mut client = ucx();
+    client.args([
+        "127.0.0.1",
+        "-t",
+        "ucp_put_bw",
+        "-s",
+        "1048576",
+        "-w",
+        "100",
+        "-n",
+        &messages,
+    ]);
+    let text = against("ucx_perftest", ucx(), &mut client)?;
     ucx_bandwidth(&text).ok_or_else(|| format!("ucx_perftest says no bandwidth: {text}"))
 }
 
