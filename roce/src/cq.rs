@@ -242,7 +242,20 @@ impl CompletionChannel for Channel {
     }
 
     fn wait(&self, timeout: Option<Duration>) -> Result<Option<u64>, VerbsError> {
-        wait(&self.device, &self.events, timeout, || self.events.pop())
+        if !self.device.background || timeout == Some(Duration::ZERO) || self.device.engines.is_inherited() {
+            return wait(&self.device, &self.events, timeout, || self.events.pop());
+        }
+        if let Some(event) = self.events.pop()? {
+            return Ok(Some(event));
+        }
+        let until = deadline(timeout);
+        let mut ports = self.device.engines.attend();
+        while self.events.sleep_beside(until, &mut ports)? {
+            if let Some(event) = self.events.pop()? {
+                return Ok(Some(event));
+            }
+        }
+        self.events.pop()
     }
 }
 

@@ -11,7 +11,7 @@ use std::sync::{
 
 use roce_bth::Qpn;
 use roce_net::{
-    Closed, Driver, DriverConfig, EventSink, Inbox, Message, Own,
+    Attendance, Closed, Driver, DriverConfig, EventSink, Inbox, Message, Own,
     links::{LinkChange, LinkWatch},
 };
 use roce_port::{ConnChange, ConnId, Port, PortCmEvent, QpnSlot, RxMeta, Siblings, Steering};
@@ -244,6 +244,11 @@ impl Engines {
     /// The application goes to sleep: packets wake the background threads again.
     pub(crate) fn leave_poll(&self) {
         self.drivers.iter().for_each(Driver::leave_poll);
+    }
+
+    /// The calling thread is about to sleep for completions.
+    pub(crate) fn attend(&self) -> Vec<Attendance<'_>> {
+        self.drivers.iter().map(Driver::attend).collect()
     }
 
     /// Memory that was taken back before is used by nobody after it ([`Driver::pass_lock`]).

@@ -8,7 +8,7 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use roce_net::{EventFd, wait_readable};
+use roce_net::{Attendance, EventFd, wait_readable};
 use roce_verbs::provider::VerbsError;
 
 struct State<T> {
@@ -86,19 +86,37 @@ impl<T> EventQueue<T> {
 
     /// Sleeps until the descriptor is readable, at most until `deadline`. False: it is past.
     pub(crate) fn sleep(&self, deadline: Option<Instant>, slice: Option<Duration>) -> Result<bool, VerbsError> {
-        let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
-        if left.is_some_and(|d| d.is_zero()) {
-            return Ok(false);
-        }
+        let Some(left) = left(deadline) else { return Ok(false) };
         let timeout = match (left, slice) {
             (Some(a), Some(b)) => Some(a.min(b)),
             (a, b) => a.or(b),
         };
-        wait_readable(self.fd.as_fd(), timeout).map_err(|source| VerbsError::Io {
-            context: "waiting for an event".into(),
-            source,
-        })?;
+        wait_readable(self.fd.as_fd(), timeout).map_err(waiting)?;
         Ok(true)
+    }
+
+    /// The same, and takes packets of the ports that come meanwhile.
+    pub(crate) fn sleep_beside(
+        &self,
+        deadline: Option<Instant>,
+        ports: &mut [Attendance<'_>],
+    ) -> Result<bool, VerbsError> {
+        let Some(left) = left(deadline) else { return Ok(false) };
+        roce_net::sleep(self.fd.as_fd(), ports, left).map_err(waiting)?;
+        Ok(true)
+    }
+}
+
+/// The time until a deadline, if it is not past.
+fn left(deadline: Option<Instant>) -> Option<Option<Duration>> {
+    let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
+    (!left.is_some_and(|d| d.is_zero())).then_some(left)
+}
+
+fn waiting(source: io::Error) -> VerbsError {
+    VerbsError::Io {
+        context: "waiting for an event".into(),
+        source,
     }
 }
 

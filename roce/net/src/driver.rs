@@ -18,10 +18,11 @@ use roce_port::{Port, PortCounters, RxMeta};
 use roce_verbs::Instant;
 
 use crate::{
+    attend::Attendance,
     clock,
     datapath::{Datapath, DatapathCounters},
     engine::{Engine, EventSink, Message},
-    handover::{Closed, Handover, Moves, Surroundings},
+    handover::{Closed, Handover, Moves, Surroundings, Watch},
     inbox::Inbox,
     links::LinkWatch,
     motor::{Motor, Own, Tap},
@@ -63,8 +64,8 @@ impl Default for DriverConfig {
 }
 
 /// What a port that is shared is in.
-struct Around {
-    wake: Arc<Wake>,
+pub(crate) struct Around {
+    pub(crate) wake: Arc<Wake>,
     sink: Arc<dyn EventSink>,
     /// The process that it was made in ([`sys::generation`]).
     born: u32,
@@ -75,12 +76,12 @@ impl Surroundings for Around {
         clock::now()
     }
 
-    fn watch(&self, on: bool) {
-        self.wake.watch(on);
+    fn watch(&self, what: Watch) {
+        self.wake.watch(what);
     }
 
-    fn standing_back(&self) -> bool {
-        self.wake.standing_back()
+    fn watching(&self) -> Watch {
+        self.wake.watching()
     }
 
     fn set_alarm(&self, now: Instant, at: Instant) {
@@ -100,11 +101,11 @@ impl Surroundings for Around {
     }
 }
 
-type Shared = Handover<Engine, Around>;
+pub(crate) type Shared = Handover<Engine, Around>;
 
 /// A port in motion. Shared by reference between threads; dropping it stops the background thread.
 pub struct Driver {
-    shared: Arc<Shared>,
+    pub(crate) shared: Arc<Shared>,
     persister: Arc<Persister>,
     thread: Mutex<Option<sys::Thread>>,
     thread_id: Option<ThreadId>,
@@ -216,6 +217,17 @@ impl Driver {
     pub fn leave_poll(&self) {
         if !self.is_inherited() {
             self.shared.leave_poll();
+        }
+    }
+
+    /// The calling thread is about to sleep for completions: until the result is dropped it may have to sleep for packets too.
+    pub fn attend(&self) -> Attendance<'_> {
+        let counted = !self.is_inherited() && self.shared.around().wake.has_thread();
+        Attendance {
+            driver: self,
+            counted,
+            attending: counted && self.shared.attend(),
+            more: false,
         }
     }
 

@@ -7,7 +7,7 @@ use roce_verbs::{AsyncEvent, Instant, PathMtus};
 
 use crate::{
     datapath::Received,
-    handover::Moves,
+    handover::{Moves, Watch},
     inbox::Inbox,
     links::LinkChange,
     motor::{Flush, Motor},
@@ -150,24 +150,25 @@ impl Moves for Engine {
 
     /// When packets have come nothing is sent in this pass: the program may have data to send that goes out with the
     /// acknowledgements, and ahead of them. Never twice in a row.
-    fn pass_in_program(&mut self, now: Instant) {
+    fn pass_in_program(&mut self, now: Instant) -> bool {
         let before = self.port.received();
-        let datagrams = self.take_in(now, self.trickle.budget()).datagrams;
-        self.trickle.note(datagrams);
+        let received = self.take_in(now, self.trickle.budget());
+        self.trickle.note(received.datagrams);
         if self.port.received() == before || self.owes {
-            self.settle(now);
+            self.settle(now) || received.more
         } else {
             self.owes = true;
             self.settle_quietly(now);
+            received.more
         }
     }
 
-    fn keep_time(&mut self, now: Instant) {
+    fn keep_time(&mut self, now: Instant) -> bool {
         match self.port.is_timeout_due(now) {
             // What it waits for may have arrived.
             true => self.pass(now),
             false => self.settle(now),
-        };
+        }
     }
 
     fn received(&self) -> u64 {
@@ -257,7 +258,7 @@ impl Engine {
     pub(crate) fn settle_quietly(&mut self, now: Instant) {
         self.tell(now);
         // While the thread stands back the program runs timers, and the alarm that there is says when to look after it.
-        if !self.wake.standing_back()
+        if self.wake.watching() != Watch::Nothing
             && let Some(at) = self.port.poll_timeout()
         {
             self.wake.set_alarm(now, at);

@@ -9,6 +9,10 @@
 //! memory, unless it has come back to polling often enough before anything else was needed ([`Habit`]). A program that simply
 //! stops polling is noticed by the alarm clock, within [`TAKEOVER`], or [`PATIENT_TAKEOVER`] if it has polled for long.
 //!
+//! A program that sleeps for completions *attends*: its thread sleeps for the packets too, and the background thread has only the
+//! timers, so that a packet wakes one thread and not two after each other. One thread at a time does. If it has been back early
+//! enough every time, nothing changes hands while it is away, and the alarm clock looks after it as after one that polls.
+//!
 //! What is advanced and what wakes the background thread are traits, and locks and atomics come from `crate::sync`: the tests
 //! compile this file with a scheduler's own (`tests/handover.rs`).
 
@@ -24,6 +28,8 @@ pub const TAKEOVER: Duration = Duration::from_millis(1);
 const PATIENT_TAKEOVER: Duration = Duration::from_millis(8);
 /// Empty polls in a row until the background thread stands back.
 const STREAK: u32 = 16;
+/// Polls of a program that looks once more before and after it asks for an event, and then sleeps.
+const LAST_LOOKS: u32 = 2;
 /// After so many empty polls (some ten microseconds) a polling thread lets others have the processor for a moment: the
 /// peer that it waits for may need it.
 const PATIENCE: u32 = 64;
@@ -33,22 +39,32 @@ pub(crate) trait Moves {
     /// Receives, runs timers that are due, and sends. True: there is more to do.
     fn pass(&mut self, now: Instant) -> bool;
     /// The same for a program that calls again at once.
-    fn pass_in_program(&mut self, now: Instant);
-    /// Runs timers that are due, and no more than that if none is.
-    fn keep_time(&mut self, now: Instant);
+    fn pass_in_program(&mut self, now: Instant) -> bool;
+    /// Runs timers that are due, and no more than that if none is. True: there is more to do.
+    fn keep_time(&mut self, now: Instant) -> bool;
     /// Packets that it has received so far.
     fn received(&self) -> u64;
+}
+
+/// What the background thread is woken for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Watch {
+    /// Packets and timers.
+    All,
+    /// Timers: a thread of the program sleeps for the packets.
+    Timers,
+    /// Nothing but to look whether the program still polls: it stands back.
+    Nothing,
 }
 
 /// What it is in.
 pub(crate) trait Surroundings {
     /// The time.
     fn now(&self) -> Instant;
-    /// Lets arriving packets wake the background thread, or not. Those that wait already wake it at once.
-    fn watch(&self, on: bool);
-    /// Whether they don't.
-    fn standing_back(&self) -> bool;
-    /// The background thread is to wake up no later than `at`.
+    /// What is to wake the background thread. Packets that wait already wake it at once.
+    fn watch(&self, what: Watch);
+    fn watching(&self) -> Watch;
+    /// The background thread is to wake up no later than `at`. While it stands back the alarm that there is will do.
     fn set_alarm(&self, now: Instant, at: Instant);
     /// While it stands back it need not look before `at`.
     fn postpone(&self, now: Instant, at: Instant);
@@ -63,15 +79,15 @@ pub(crate) trait Surroundings {
 #[error("the device is closed")]
 pub struct Closed;
 
-/// Whether a program that has found something polls on, or spins on memory that somebody else has to bring packets to. It is told by
-/// whether the background thread had to bring any until the program was back.
+/// Whether a program that has found something polls on, or spins on memory that somebody else has to bring packets to; or whether one that
+/// was woken soon sleeps again. It is told by whether somebody else had to bring packets until the program was back.
 #[derive(Default)]
 struct Habit {
     /// Times in a row that it was back in time.
     returns: AtomicU32,
     /// As many more than [`RETURNS`] are wanted: it has stayed away for once.
     wanted: AtomicU32,
-    /// Passes of the background thread that brought packets, and how many there were when the program was back last.
+    /// Passes of others that brought packets, and how many there were when the program was back last.
     brought: AtomicU32,
     known: AtomicU32,
 }
@@ -105,6 +121,11 @@ impl Habit {
         self.returns.store(returns, Ordering::Relaxed);
     }
 
+    /// Somebody else has brought packets.
+    fn note_brought(&self) {
+        self.brought.fetch_add(1, Ordering::Relaxed);
+    }
+
     /// Packets had waited for a program that was taken for one that polls on.
     fn stayed_away(&self) {
         let wanted = self.wanted.load(Ordering::Relaxed);
@@ -125,8 +146,13 @@ pub(crate) struct Handover<M: Moves, S: Surroundings> {
     /// Polls of the application that found nothing, since the last one that found something.
     empty_polls: AtomicU32,
     habit: Habit,
-    /// When the application last polled an empty completion queue, nanoseconds.
+    /// When the application last polled an empty completion queue, or was woken, nanoseconds.
     last_poll: AtomicU64,
+    /// Threads that sleep for completions, and whether one of them attends.
+    sleepers: AtomicU32,
+    attended: AtomicBool,
+    /// Of programs that attend.
+    attending: Habit,
 }
 
 /// The lock, which closes the device when its holder panics: the port may be in any state then.
@@ -180,6 +206,9 @@ impl<M: Moves, S: Surroundings> Handover<M, S> {
             empty_polls: AtomicU32::new(0),
             habit: Habit::default(),
             last_poll: AtomicU64::new(0),
+            sleepers: AtomicU32::new(0),
+            attended: AtomicBool::new(false),
+            attending: Habit::default(),
         }
     }
 
@@ -235,8 +264,19 @@ impl<M: Moves, S: Surroundings> Handover<M, S> {
             self.wanted.store(false, Ordering::Release);
             guard.pass(self.around.now());
             drop(guard);
-            // What is still there, or comes from now on, is the background thread's again.
-            self.around.watch(true);
+            self.resume();
+        }
+    }
+
+    /// What is still there, or comes from now on, is the background thread's again, or a sleeping program's.
+    fn resume(&self) {
+        if self.attended.load(Ordering::Acquire) {
+            // It may be gone in a moment.
+            let now = self.around.now();
+            self.around.watch(Watch::Timers);
+            self.around.set_alarm(now, now + TAKEOVER);
+        } else {
+            self.around.watch(Watch::All);
         }
     }
 
@@ -247,12 +287,13 @@ impl<M: Moves, S: Surroundings> Handover<M, S> {
             self.wanted.store(false, Ordering::Release);
             return Some(guard);
         }
-        self.around.watch(false);
+        let before = self.around.watching();
+        self.around.watch(Watch::Nothing);
         self.wanted.store(true, Ordering::Release);
         // It may have let go before it could see that.
         if let Some(guard) = self.try_lock() {
             self.wanted.store(false, Ordering::Release);
-            self.around.watch(true);
+            self.around.watch(before);
             return Some(guard);
         }
         let now = self.around.now();
@@ -262,6 +303,9 @@ impl<M: Moves, S: Surroundings> Handover<M, S> {
 
     /// The application found a completion queue empty: its thread advances the port, unless another does already.
     pub(crate) fn empty_poll(&self) {
+        if self.is_about_to_attend() {
+            return;
+        }
         let Some(mut guard) = self.try_lock() else {
             // The holder may wait for this processor.
             yield_now();
@@ -275,17 +319,15 @@ impl<M: Moves, S: Surroundings> Handover<M, S> {
             self.habit.returned();
         }
         let streak = if self.habit.polls_on() { 1 } else { STREAK };
-        if empty >= streak && !around.standing_back() {
-            around.watch(false);
+        if empty >= streak && around.watching() != Watch::Nothing {
+            around.watch(Watch::Nothing);
             around.set_alarm(now, now + TAKEOVER);
         }
         around.postpone(now, now + self.habit.takeover());
-        match around.standing_back() && self.habit.polls_on() {
+        match self.polls_on() {
             true => guard.pass_in_program(now),
-            false => {
-                guard.pass(now);
-            }
-        }
+            false => guard.pass(now),
+        };
         drop(guard);
         if empty < STREAK {
             self.serve_wanted();
@@ -300,7 +342,7 @@ impl<M: Moves, S: Surroundings> Handover<M, S> {
     /// The application found completions: it may not come back for long, so that packets wake the background thread again, unless it is
     /// one that polls on.
     pub(crate) fn found(&self) {
-        match self.around.standing_back() && self.habit.polls_on() {
+        match self.polls_on() {
             true => self.empty_polls.store(0, Ordering::Relaxed),
             false => self.leave_poll(),
         }
@@ -309,8 +351,93 @@ impl<M: Moves, S: Surroundings> Handover<M, S> {
     /// The application goes to sleep: packets wake the background thread again.
     pub(crate) fn leave_poll(&self) {
         self.empty_polls.store(0, Ordering::Relaxed);
-        if self.around.standing_back() {
-            self.around.watch(true);
+        if self.around.watching() == Watch::Nothing {
+            self.around.watch(Watch::All);
+        }
+    }
+
+    fn polls_on(&self) -> bool {
+        self.around.watching() == Watch::Nothing && self.habit.polls_on()
+    }
+
+    /// The calling thread is about to sleep for completions. True: for the packets too, until [`Handover::leave`].
+    pub(crate) fn attend(&self) -> bool {
+        let alone = self.sleepers.fetch_add(1, Ordering::AcqRel) == 0;
+        if self.around.watching() == Watch::Nothing {
+            // Another thread polls.
+            self.leave_poll();
+            return false;
+        }
+        self.empty_polls.store(0, Ordering::Relaxed);
+        if alone {
+            self.attending.returned();
+            self.attended.store(true, Ordering::Release);
+            self.around.watch(Watch::Timers);
+            // What the program has not sent goes before it sleeps.
+            if let Some(mut guard) = self.try_lock() {
+                let now = self.around.now();
+                if guard.keep_time(now) {
+                    self.around.set_alarm(now, now);
+                }
+                drop(guard);
+                self.serve_wanted();
+            }
+        }
+        alone
+    }
+
+    /// Whether the thread that polls is one that will soon sleep for packets, of which it need not know sooner.
+    fn is_about_to_attend(&self) -> bool {
+        let away = self.around.watching() == Watch::Timers && !self.attended.load(Ordering::Acquire);
+        away && self.attending.polls_on() && self.empty_polls.fetch_add(1, Ordering::Relaxed) < LAST_LOOKS
+    }
+
+    /// Whether the thread that attends still is to. If not another one polls, or the background thread has the packets: it sleeps on for
+    /// completions only.
+    pub(crate) fn still_attends(&self) -> bool {
+        let attends = self.around.watching() == Watch::Timers;
+        if !attends {
+            self.attended.store(false, Ordering::Release);
+        }
+        attends
+    }
+
+    /// The thread that attends has been woken by packets. True: there is more to do.
+    pub(crate) fn packets_came(&self) -> bool {
+        // Closed: whoever waits is told.
+        let Ok(mut guard) = self.lock() else { return false };
+        let (before, now) = (guard.received(), self.around.now());
+        let more = match self.attending.polls_on() {
+            true => guard.pass_in_program(now),
+            false => guard.pass(now),
+        };
+        let some = guard.received() != before;
+        drop(guard);
+        self.serve_wanted();
+        if some {
+            self.habit.note_brought();
+        }
+        more
+    }
+
+    /// The calling thread sleeps no more. Whether it attends still, and what [`Handover::packets_came`] said last.
+    pub(crate) fn leave(&self, attending: bool, more: bool) {
+        if attending {
+            self.attended.store(false, Ordering::Release);
+        }
+        let others = self.sleepers.fetch_sub(1, Ordering::AcqRel) > 1;
+        if !attending || self.around.watching() != Watch::Timers {
+            return;
+        }
+        let now = self.around.now();
+        if others || more || !self.attending.polls_on() {
+            self.around.watch(Watch::All);
+            if more {
+                self.around.set_alarm(now, now);
+            }
+        } else {
+            self.last_poll.store(now.as_nanos(), Ordering::Relaxed);
+            self.around.set_alarm(now, now + self.attending.takeover());
         }
     }
 
@@ -320,26 +447,35 @@ impl<M: Moves, S: Surroundings> Handover<M, S> {
             return;
         };
         let (around, time) = (&self.around, self.around.now());
-        let stood_back = around.standing_back();
-        if stood_back {
-            let until = Instant::from_nanos(self.last_poll.load(Ordering::Relaxed)) + TAKEOVER;
-            if time < until {
-                guard.keep_time(time);
-                around.set_alarm(time, until);
-                return;
+        let watching = around.watching();
+        let attended = watching == Watch::Timers && self.attended.load(Ordering::Acquire);
+        let until = Instant::from_nanos(self.last_poll.load(Ordering::Relaxed)) + TAKEOVER;
+        if attended || (watching != Watch::All && time < until) {
+            // A program that polls sends the rest itself.
+            while guard.keep_time(around.now()) && watching == Watch::Timers && !self.is_closed() {
+                MutexGuard::bump(&mut guard.moved);
             }
-            around.watch(true);
+            if !attended {
+                around.set_alarm(time, until);
+            }
+            return;
         }
-        let (before, late) = (guard.received(), stood_back && self.habit.polls_on());
+        let late = match watching {
+            Watch::All => None,
+            Watch::Timers => Some(&self.attending),
+            Watch::Nothing => Some(&self.habit),
+        };
+        let late = late.filter(|habit| habit.polls_on());
+        around.watch(Watch::All);
+        let before = guard.received();
         while guard.pass(around.now()) && !self.is_closed() {
             // Application threads that wait for the lock get it first.
             MutexGuard::bump(&mut guard.moved);
         }
         if guard.received() != before {
-            self.habit.brought.fetch_add(1, Ordering::Relaxed);
-            if late {
-                self.habit.stayed_away();
-            }
+            self.habit.note_brought();
+            self.attending.note_brought();
+            late.into_iter().for_each(Habit::stayed_away);
         }
     }
 }
@@ -358,7 +494,7 @@ mod tests {
             }
             assert!(habit.polls_on());
             // The background thread brought packets meanwhile: it spins on memory.
-            habit.brought.fetch_add(1, Ordering::Relaxed);
+            habit.note_brought();
             habit.returned();
             assert!(!habit.polls_on());
         });

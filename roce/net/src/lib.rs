@@ -2,6 +2,7 @@
 //! what drives both. [`Driver`] shares a port between threads, with a lock and a thread in the background; [`LocalDriver`] is for one
 //! loop, and has neither.
 
+mod attend;
 mod clock;
 mod datapath;
 mod driver;
@@ -25,6 +26,7 @@ mod udp;
 mod unsegmented;
 mod wake;
 
+pub use attend::{Attendance, sleep};
 pub use clock::now;
 pub use datapath::{Burst, Capabilities, DEFAULT_HOP_LIMIT, Datagram, Datapath, DatapathCounters, Received, Sent};
 pub use driver::{Driver, DriverConfig};

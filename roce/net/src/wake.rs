@@ -3,14 +3,17 @@
 use std::{
     io,
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
-    sync::atomic::{AtomicBool, Ordering},
+    sync::atomic::{AtomicU8, Ordering},
 };
 
 use mio::{Interest, Poll, Token, unix::SourceFd};
 use parking_lot::Mutex;
 use roce_verbs::Instant;
 
-use crate::sys::{self, EventFd, TimerFd};
+use crate::{
+    handover::Watch,
+    sys::{self, EventFd, TimerFd},
+};
 
 pub(crate) const TOKEN_TIMER: Token = Token(0);
 const TOKEN_STOP: Token = Token(1);
@@ -31,8 +34,8 @@ struct Descriptors {
 struct State {
     /// The datapath's.
     sockets: Vec<RawFd>,
-    /// Whether arriving packets wake the thread.
-    watching: bool,
+    /// What wakes the thread.
+    watching: Watch,
     /// When the alarm clock rings.
     alarm: Option<Instant>,
 }
@@ -41,8 +44,8 @@ struct State {
 pub(crate) struct Wake {
     descriptors: Option<Descriptors>,
     state: Mutex<State>,
-    /// The opposite of [`State::watching`], to be read without the lock.
-    standing_back: AtomicBool,
+    /// [`State::watching`], to be read without the lock.
+    watching: AtomicU8,
 }
 
 impl Wake {
@@ -52,14 +55,16 @@ impl Wake {
     }
 
     fn of(descriptors: Option<Descriptors>, sockets: Vec<RawFd>) -> Self {
+        // Nothing to change where nobody is woken.
+        let watching = Watch::All;
         Self {
             state: Mutex::new(State {
                 sockets,
-                watching: descriptors.is_some(),
+                watching,
                 alarm: None,
             }),
             descriptors,
-            standing_back: AtomicBool::new(false),
+            watching: AtomicU8::new(watching as u8),
         }
     }
 
@@ -96,35 +101,51 @@ impl Wake {
         let now: Vec<RawFd> = sockets.iter().map(|s| s.as_raw_fd()).collect();
         for (i, fd) in now.iter().enumerate() {
             if !state.sockets.contains(fd) {
-                sys::epoll_add(d.epoll.as_fd(), *fd, TOKEN_SOCKETS + i, state.watching)?;
+                sys::epoll_add(d.epoll.as_fd(), *fd, TOKEN_SOCKETS + i, state.watching == Watch::All)?;
             }
         }
         state.sockets = now;
         Ok(())
     }
 
-    /// Lets arriving packets wake the thread, or not. Those that wait already wake it at once.
-    pub(crate) fn watch(&self, on: bool) {
+    /// What is to wake the thread. Packets that wait already wake it at once.
+    pub(crate) fn watch(&self, what: Watch) {
         let Some(d) = &self.descriptors else { return };
         let mut state = self.state.lock();
-        if state.watching == on {
+        let before = std::mem::replace(&mut state.watching, what);
+        self.watching.store(what as u8, Ordering::Release);
+        let packets = what == Watch::All;
+        if packets == (before == Watch::All) {
             return;
         }
-        state.watching = on;
         for (i, fd) in state.sockets.iter().enumerate() {
-            match sys::epoll_watch(d.epoll.as_fd(), *fd, TOKEN_SOCKETS + i, on) {
+            match sys::epoll_watch(d.epoll.as_fd(), *fd, TOKEN_SOCKETS + i, packets) {
                 // A group's socket that was closed a moment ago: `follow` comes next.
                 Err(e) if matches!(e.raw_os_error(), Some(libc::EBADF | libc::ENOENT)) => {}
                 Err(e) => tracing::error!("changing what the background thread waits for failed: {e}"),
                 Ok(()) => {}
             }
         }
-        self.standing_back.store(!on, Ordering::Release);
     }
 
-    /// Whether arriving packets don't wake the thread.
-    pub(crate) fn standing_back(&self) -> bool {
-        self.standing_back.load(Ordering::Acquire)
+    pub(crate) fn watching(&self) -> Watch {
+        const ALL: u8 = Watch::All as u8;
+        const TIMERS: u8 = Watch::Timers as u8;
+        match self.watching.load(Ordering::Acquire) {
+            ALL => Watch::All,
+            TIMERS => Watch::Timers,
+            _ => Watch::Nothing,
+        }
+    }
+
+    /// Whether there is a thread to be woken.
+    pub(crate) fn has_thread(&self) -> bool {
+        self.descriptors.is_some()
+    }
+
+    /// The datapath's descriptors.
+    pub(crate) fn sockets(&self, add: &mut Vec<RawFd>) {
+        add.extend_from_slice(&self.state.lock().sockets);
     }
 
     /// The thread is to wake up no later than `at`.
@@ -132,7 +153,10 @@ impl Wake {
         let Some(d) = &self.descriptors else { return };
         let mut state = self.state.lock();
         // While the thread stands back the program runs timers, and if it stays away the alarm that there is rings soon enough.
-        if state.alarm.is_some_and(|set| set <= at || !state.watching) {
+        if state
+            .alarm
+            .is_some_and(|set| set <= at || state.watching == Watch::Nothing)
+        {
             return;
         }
         match d.timer.set(at.saturating_since(now)) {
@@ -147,7 +171,7 @@ impl Wake {
         let Some(d) = &self.descriptors else { return };
         let mut state = self.state.lock();
         let soon = |set: Instant| set.saturating_since(now) < at.saturating_since(now) / 2;
-        if state.watching || !state.alarm.is_some_and(soon) {
+        if state.watching != Watch::Nothing || !state.alarm.is_some_and(soon) {
             return;
         }
         match d.timer.set(at.saturating_since(now)) {

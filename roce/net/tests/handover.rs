@@ -69,13 +69,12 @@ mod sync {
 
 use std::time::Duration;
 
-use handover::{Handover, Moves, Surroundings};
+use handover::{Handover, Moves, Surroundings, Watch};
 use roce_verbs::Instant;
 use shuttle::{
     sync::{Arc, Condvar, Mutex},
     thread,
 };
-use sync::{AtomicBool, Ordering};
 
 /// Packets that come.
 const PACKETS: u64 = 4;
@@ -85,7 +84,7 @@ const MANY_POLLS: usize = 20;
 struct State {
     arrived: u64,
     handled: u64,
-    watching: bool,
+    watching: Watch,
     alarm: Option<Instant>,
     clock: Instant,
     over: bool,
@@ -95,7 +94,6 @@ struct State {
 struct Outside {
     state: Mutex<State>,
     changed: Condvar,
-    standing_back: AtomicBool,
 }
 
 impl Outside {
@@ -103,7 +101,7 @@ impl Outside {
         let state = State {
             arrived: 0,
             handled: 0,
-            watching: true,
+            watching: Watch::All,
             alarm: None,
             clock: Instant::from_nanos(1),
             over: false,
@@ -111,7 +109,6 @@ impl Outside {
         Arc::new(Self {
             state: Mutex::new(state),
             changed: Condvar::new(),
-            standing_back: AtomicBool::new(false),
         })
     }
 
@@ -136,13 +133,21 @@ impl Outside {
             if state.over {
                 return false;
             }
-            if state.watching && state.arrived > state.handled {
+            if state.watching == Watch::All && state.arrived > state.handled {
                 return true;
             }
             if let Some(at) = state.alarm.take() {
                 state.clock = state.clock.max(at);
                 return true;
             }
+            state = self.changed.wait(state).expect("state");
+        }
+    }
+
+    /// Sleeps until more packets are handled than were, or if it is to attend until some are there.
+    fn wait_attending(&self, seen: u64, attends: bool) {
+        let mut state = self.state.lock().expect("state");
+        while state.handled == seen && !(attends && state.arrived > state.handled) {
             state = self.changed.wait(state).expect("state");
         }
     }
@@ -160,21 +165,17 @@ impl Surroundings for Arc<Outside> {
         })
     }
 
-    fn watch(&self, on: bool) {
-        let mut state = self.state.lock().expect("state");
-        state.watching = on;
-        self.standing_back.store(!on, Ordering::Release);
-        drop(state);
-        self.changed.notify_all();
+    fn watch(&self, what: Watch) {
+        self.change(|s| s.watching = what);
     }
 
-    fn standing_back(&self) -> bool {
-        self.standing_back.load(Ordering::Acquire)
+    fn watching(&self) -> Watch {
+        self.state.lock().expect("state").watching
     }
 
     fn set_alarm(&self, _now: Instant, at: Instant) {
         self.change(|s| {
-            if s.alarm.is_none_or(|set| at < set && s.watching) {
+            if s.alarm.is_none_or(|set| at < set && s.watching != Watch::Nothing) {
                 s.alarm = Some(at);
             }
         });
@@ -183,7 +184,7 @@ impl Surroundings for Arc<Outside> {
     fn postpone(&self, now: Instant, at: Instant) {
         self.change(|s| {
             let soon = |set: Instant| set.saturating_since(now) < at.saturating_since(now) / 2;
-            if !s.watching && s.alarm.is_some_and(soon) {
+            if s.watching == Watch::Nothing && s.alarm.is_some_and(soon) {
                 s.alarm = Some(at);
             }
         });
@@ -207,11 +208,13 @@ impl Moves for Port {
         })
     }
 
-    fn pass_in_program(&mut self, now: Instant) {
-        self.pass(now);
+    fn pass_in_program(&mut self, now: Instant) -> bool {
+        self.pass(now)
     }
 
-    fn keep_time(&mut self, _now: Instant) {}
+    fn keep_time(&mut self, _now: Instant) -> bool {
+        false
+    }
 
     fn received(&self) -> u64 {
         self.0.handled()
@@ -275,6 +278,33 @@ fn sleeps(shared: &Shared, outside: &Outside) {
     outside.wait_handled();
 }
 
+/// Sleeps for each packet, and attends if it is the only one.
+fn attends(shared: &Shared, outside: &Outside) {
+    let mut seen = outside.handled();
+    while seen < PACKETS {
+        let mut attending = shared.attend();
+        let mut more = false;
+        while outside.handled() == seen {
+            attending = attending && shared.still_attends();
+            if !more {
+                outside.wait_attending(seen, attending);
+            }
+            attending = attending && shared.still_attends();
+            more = attending && shared.packets_came();
+        }
+        shared.leave(attending, more);
+        seen = outside.handled();
+    }
+}
+
+/// Is back often enough to be trusted, and then stays away.
+fn attends_no_more(shared: &Shared, _outside: &Outside) {
+    for _ in 0..MANY_POLLS {
+        let attending = shared.attend();
+        shared.leave(attending, false);
+    }
+}
+
 /// Polls for a while, and does something else.
 fn goes_away(shared: &Shared, _outside: &Outside) {
     (0..MANY_POLLS).for_each(|_| shared.empty_poll());
@@ -310,8 +340,20 @@ fn a_program_that_goes_to_sleep_is_woken() {
 }
 
 #[test]
+fn a_program_that_attends_is_woken_beside_any_other() {
+    try_out(&[attends]);
+    try_out(&[attends, attends]);
+    try_out(&[attends, polls]);
+    try_out(&[attends, posts]);
+    try_out(&[attends, goes_away, sleeps]);
+}
+
+#[test]
 fn what_a_program_leaves_behind_is_handled() {
     try_out(&[goes_away]);
+    try_out(&[attends_no_more]);
+    try_out(&[attends_no_more, attends]);
+    try_out(&[attends_no_more, posts]);
 }
 
 #[test]

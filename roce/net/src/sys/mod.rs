@@ -177,17 +177,34 @@ impl AsFd for EventFd {
 /// # Errors
 /// When the system call fails.
 pub fn wait_readable(fd: BorrowedFd<'_>, timeout: Option<Duration>) -> io::Result<bool> {
-    let mut poll = libc::pollfd {
-        fd: fd.as_raw_fd(),
+    let mut polled = [entry(fd.as_raw_fd())];
+    poll(&mut polled, timeout)?;
+    Ok(polled[0].revents != 0)
+}
+
+/// The same of several: which are readable, or are no descriptors any more.
+pub(crate) fn wait_any_readable(fds: &[RawFd], timeout: Option<Duration>) -> io::Result<Vec<bool>> {
+    let mut polled: Vec<_> = fds.iter().map(|fd| entry(*fd)).collect();
+    poll(&mut polled, timeout)?;
+    Ok(polled.iter().map(|p| p.revents != 0).collect())
+}
+
+fn entry(fd: RawFd) -> libc::pollfd {
+    libc::pollfd {
+        fd,
         events: libc::POLLIN,
         revents: 0,
-    };
+    }
+}
+
+fn poll(polled: &mut [libc::pollfd], timeout: Option<Duration>) -> io::Result<()> {
     let time = timeout.map(timespec);
     let time = time.as_ref().map_or(std::ptr::null(), |t| &raw const *t);
-    // SAFETY: one pollfd and, if not null, one timespec on the stack; no signal mask.
-    match check(unsafe { libc::ppoll(&raw mut poll, 1, time, std::ptr::null()) }) {
-        Ok(n) => Ok(n > 0),
-        Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(false),
+    let count = polled.len() as libc::nfds_t;
+    // SAFETY: so many entries and, if not null, one timespec on the stack; no signal mask.
+    match check(unsafe { libc::ppoll(polled.as_mut_ptr(), count, time, std::ptr::null()) }) {
+        Ok(_) => Ok(()),
+        Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(()),
         Err(e) => Err(e),
     }
 }
