@@ -3,10 +3,11 @@
 use std::{
     os::fd::{AsFd, BorrowedFd},
     sync::{Arc, atomic::Ordering},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
-use roce_net::Driver;
+use parking_lot::Mutex;
+use roce_net::{Attendance, Driver, Spin, Spun};
 use roce_qp::{CompletionQueue as Queue, Notify};
 use roce_verbs::{
     Completion, Qpn,
@@ -217,6 +218,7 @@ impl Device {
 pub struct Channel {
     events: Arc<EventQueue<u64>>,
     device: Arc<DeviceInner>,
+    spin: Arc<Mutex<Spin>>,
 }
 
 impl core::fmt::Debug for Channel {
@@ -232,7 +234,38 @@ impl Channel {
         Ok(Self {
             events,
             device: device.0.clone(),
+            spin: Arc::new(Mutex::new(Spin::new(device.0.spin))),
         })
+    }
+
+    /// Looks for packets, and an event that comes of them, for a while, if that pays.
+    fn spin(&self, until: Option<Instant>, ports: &mut [Attendance<'_>]) -> Result<Option<u64>, VerbsError> {
+        let begun = roce_net::now();
+        let wanted = self.spin.lock().budget(begun);
+        if wanted.is_zero() {
+            return Ok(None);
+        }
+        let left = until.map(|at| at.saturating_duration_since(Instant::now()));
+        let budget = left.map_or(wanted, |left| left.min(wanted));
+        let found = loop {
+            let attending = ports.iter_mut().fold(false, |any, port| port.look() | any);
+            if !attending {
+                return Ok(None);
+            }
+            let event = self.events.pop()?;
+            if event.is_some() || roce_net::now().saturating_since(begun) >= budget {
+                break event;
+            }
+            std::thread::yield_now();
+        };
+        let now = roce_net::now();
+        let time = now.saturating_since(begun);
+        // One that is cut short says nothing.
+        if found.is_some() || time >= wanted {
+            let found = found.is_some();
+            self.spin.lock().ended(now, Spun { time, found });
+        }
+        Ok(found)
     }
 }
 
@@ -250,6 +283,9 @@ impl CompletionChannel for Channel {
         }
         let until = deadline(timeout);
         let mut ports = self.device.engines.attend();
+        if let Some(event) = self.spin(until, &mut ports)? {
+            return Ok(Some(event));
+        }
         while self.events.sleep_beside(until, &mut ports)? {
             if let Some(event) = self.events.pop()? {
                 return Ok(Some(event));

@@ -13,7 +13,7 @@ use std::{
 
 use roce_broker::Report;
 use roce_mem::{MemError, MemoryTable};
-use roce_net::{Closed, DatapathCounters, OpenError, OpenSockets, UdpConfig, UdpDatapath, iface};
+use roce_net::{Closed, DatapathCounters, OpenError, OpenSockets, SpinMode, UdpConfig, UdpDatapath, iface};
 use roce_port::{ConnChange, PortCounters, QpnSlot, RxMeta, Steering};
 use roce_qp::{FreePaces, WindowConfig};
 use roce_verbs::{AsyncEvent, DeviceLimits, Mtu, provider::VerbsError};
@@ -44,6 +44,8 @@ pub struct DeviceConfig {
     /// Run a background thread. Without one nothing moves but while the program posts, polls and waits: peers that
     /// read or write memory meanwhile are not answered.
     pub background: bool,
+    /// How long a thread that waits for completions ([`Channel`](crate::Channel)) looks for packets before it sleeps.
+    pub spin: SpinMode,
     /// Bounds of the bytes in flight towards one peer; `None`: chosen by the receive buffer.
     pub window: Option<WindowConfig>,
     /// Bytes per second towards one address of the services that nobody acknowledges (UC, UD); `None`: no limit.
@@ -109,6 +111,7 @@ impl Default for DeviceConfig {
             gso: true,
             gro: true,
             background: true,
+            spin: SpinMode::default(),
             window: None,
             unreliable_rate: FreePaces::USUAL,
             ack_hold: Duration::ZERO,
@@ -203,6 +206,7 @@ pub(crate) struct DeviceInner {
     pub(crate) router: Arc<Router>,
     pub(crate) limits: DeviceLimits,
     pub(crate) background: bool,
+    pub(crate) spin: SpinMode,
     pub(crate) services: Option<Arc<dyn Services>>,
     pub(crate) cqs: AtomicU32,
     pub(crate) ahs: AtomicU32,
@@ -288,6 +292,7 @@ impl Device {
             router,
             limits,
             background: config.background,
+            spin: config.spin,
             services: config.services,
             cqs: AtomicU32::new(0),
             ahs: AtomicU32::new(0),

@@ -148,7 +148,8 @@ pub(crate) struct BenchArgs {
     /// rtrs: whether the server takes a chunk's key back with every request
     #[arg(long, value_name = "on|off", value_parser = crate::serve::on_off, default_value = "on", action = clap::ArgAction::Set)]
     always_invalidate: bool,
-    /// rtrs: how long the loops look for work before they sleep, at most: microseconds, auto, or off
+    /// rtrs, or latency with --events: how long loops and threads look for work before they sleep, at most: microseconds, auto (up to 50
+    /// as long as it finds some), or off
     #[arg(long, value_name = "US|auto|off", default_value = "auto")]
     spin: SpinMode,
     #[command(flatten)]
@@ -198,6 +199,7 @@ impl BenchArgs {
             mtu: self.mtu,
             socket_buffer: self.socket_buffer,
             shards: self.shards,
+            spin: self.spin,
             gso: !self.no_gso,
             gro: !self.no_gro,
             window: self.window.map(|max| WindowConfig {

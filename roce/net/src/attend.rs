@@ -32,6 +32,12 @@ impl Attendance<'_> {
         }
     }
 
+    /// Looks for packets. False: another thread has them.
+    pub fn look(&mut self) -> bool {
+        self.packets_came();
+        self.attending
+    }
+
     fn packets_came(&mut self) {
         self.more = self.attends() && self.driver.shared.packets_came();
     }

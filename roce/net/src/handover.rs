@@ -80,7 +80,8 @@ pub(crate) trait Surroundings {
 pub struct Closed;
 
 /// Whether a program that has found something polls on, or spins on memory that somebody else has to bring packets to; or whether one that
-/// was woken soon sleeps again. It is told by whether somebody else had to bring packets until the program was back.
+/// was woken soon sleeps again. It is told by whether somebody else had to bring packets until the program was back, or it was back
+/// [`SOON`].
 #[derive(Default)]
 struct Habit {
     /// Times in a row that it was back in time.
@@ -92,6 +93,8 @@ struct Habit {
     known: AtomicU32,
 }
 
+/// A program that sleeps again within this time has hardly kept anybody waiting.
+const SOON: Duration = Duration::from_micros(50);
 /// Returns in a row until a program counts as one that polls on.
 const RETURNS: u32 = 16;
 /// The most that are wanted of one that has stayed away time and again.
@@ -111,10 +114,10 @@ impl Habit {
         }
     }
 
-    /// The program has found something and polls again.
-    fn returned(&self) {
+    /// The program has found something and polls again, or sleeps again.
+    fn returned(&self, soon: bool) {
         let brought = self.brought.load(Ordering::Relaxed);
-        let returns = match self.known.swap(brought, Ordering::Relaxed) == brought {
+        let returns = match self.known.swap(brought, Ordering::Relaxed) == brought || soon {
             true => self.returns.load(Ordering::Relaxed).saturating_add(1),
             false => 0,
         };
@@ -287,13 +290,17 @@ impl<M: Moves, S: Surroundings> Handover<M, S> {
             self.wanted.store(false, Ordering::Release);
             return Some(guard);
         }
-        let before = self.around.watching();
-        self.around.watch(Watch::Nothing);
+        let packets = self.around.watching() == Watch::All;
+        if packets {
+            self.around.watch(Watch::Nothing);
+        }
         self.wanted.store(true, Ordering::Release);
         // It may have let go before it could see that.
         if let Some(guard) = self.try_lock() {
             self.wanted.store(false, Ordering::Release);
-            self.around.watch(before);
+            if packets {
+                self.around.watch(Watch::All);
+            }
             return Some(guard);
         }
         let now = self.around.now();
@@ -316,7 +323,7 @@ impl<M: Moves, S: Surroundings> Handover<M, S> {
         let empty = self.empty_polls.load(Ordering::Relaxed).saturating_add(1);
         self.empty_polls.store(empty, Ordering::Relaxed);
         if empty == 1 {
-            self.habit.returned();
+            self.habit.returned(false);
         }
         let streak = if self.habit.polls_on() { 1 } else { STREAK };
         if empty >= streak && around.watching() != Watch::Nothing {
@@ -370,7 +377,9 @@ impl<M: Moves, S: Surroundings> Handover<M, S> {
         }
         self.empty_polls.store(0, Ordering::Relaxed);
         if alone {
-            self.attending.returned();
+            let away = Instant::from_nanos(self.last_poll.load(Ordering::Relaxed));
+            self.attending
+                .returned(self.around.now().saturating_since(away) <= SOON);
             self.attended.store(true, Ordering::Release);
             self.around.watch(Watch::Timers);
             // What the program has not sent goes before it sleeps.
@@ -430,13 +439,13 @@ impl<M: Moves, S: Surroundings> Handover<M, S> {
             return;
         }
         let now = self.around.now();
-        if others || more || !self.attending.polls_on() {
+        self.last_poll.store(now.as_nanos(), Ordering::Relaxed);
+        if others || !self.attending.polls_on() {
             self.around.watch(Watch::All);
             if more {
                 self.around.set_alarm(now, now);
             }
         } else {
-            self.last_poll.store(now.as_nanos(), Ordering::Relaxed);
             self.around.set_alarm(now, now + self.attending.takeover());
         }
     }
@@ -490,12 +499,12 @@ mod tests {
             let habit = Habit::default();
             for _ in 0..RETURNS {
                 assert!(!habit.polls_on());
-                habit.returned();
+                habit.returned(false);
             }
             assert!(habit.polls_on());
             // The background thread brought packets meanwhile: it spins on memory.
             habit.note_brought();
-            habit.returned();
+            habit.returned(false);
             assert!(!habit.polls_on());
         });
     }

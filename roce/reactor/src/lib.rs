@@ -74,12 +74,11 @@ mod jobs;
 mod mailbox;
 mod service;
 mod turn;
-mod wait;
 
 pub use counters::Counters;
 pub use jobs::{Helper, JobError, JobResult, JobTicket, Jobs, MAX_JOBS, Panicked};
 pub use mailbox::Mailbox;
 pub use mio::{Interest, Token};
+pub use roce::{Spin, SpinMode, Spun};
 pub use service::{Readiness, Service, Sockets, TurnCx};
 pub use turn::{Handle, Reactor, ReactorConfig, ReactorError};
-pub use wait::{Spin, SpinMode, Spun};

@@ -4,7 +4,7 @@ use std::{cell::Cell, collections::VecDeque, fmt, io, mem, ops::Deref, os::fd::A
 
 use mio::{Events, Interest, Poll, Token, Waker, unix::SourceFd};
 use roce::{
-    Completion, Flush, RxMeta,
+    Completion, Flush, RxMeta, Spin, SpinMode, Spun,
     verbs::{
         Instant,
         provider::{Event, QpId, VerbsError},
@@ -17,7 +17,6 @@ use crate::{
     jobs::{Helper, JobResult, Jobs, Line, line},
     mailbox::Mailbox,
     service::{DEVICE, RESERVED, Readiness, Service, Sockets, TurnCx},
-    wait::{Spin, SpinMode, Spun},
 };
 
 /// Of the mailbox.

@@ -1,11 +1,11 @@
-//! How long a loop that has nothing to do looks for work before it sleeps.
+//! How long a loop or a thread that has nothing to do looks for work before it sleeps.
 //!
 //! Who spins when something comes needs no wake-up, which costs some microseconds and a switch; who spins in vain keeps a
 //! processor from those who would give him work. So it is done as long as it works.
 
 use std::{fmt, str::FromStr, time::Duration};
 
-use roce::verbs::Instant;
+use roce_verbs::Instant;
 
 /// Longest spinning that is tried by itself: what a wake-up costs at most, above all in virtual machines.
 const MOST: Duration = Duration::from_micros(50);
@@ -21,7 +21,7 @@ const LONGEST_REST: Duration = Duration::from_millis(640);
 const TAKEN: Duration = Duration::from_millis(1);
 const REST_OF_TAKEN: Duration = Duration::from_millis(100);
 
-/// Whether a loop spins (`--spin µs|auto|off`).
+/// Whether a loop or a thread spins (`--spin µs|auto|off`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum SpinMode {
     /// Never.
