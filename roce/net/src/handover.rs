@@ -446,7 +446,7 @@ impl<M: Moves, S: Surroundings> Handover<M, S> {
                 self.around.set_alarm(now, now);
             }
         } else {
-            self.around.set_alarm(now, now + self.attending.takeover());
+            self.around.set_alarm(now, now + TAKEOVER);
         }
     }
 

@@ -320,8 +320,8 @@ fn posts(shared: &Shared, _outside: &Outside) {
 }
 
 fn try_out(programs: &'static [fn(&Shared, &Outside)]) {
-    shuttle::check_random(move || world(programs), 600);
-    shuttle::check_pct(move || world(programs), 600, 3);
+    shuttle::check_random(move || world(programs), 300);
+    shuttle::check_pct(move || world(programs), 300, 3);
 }
 
 #[test]

@@ -96,7 +96,8 @@ const PARTS: [(&str, &str, &str); 12] = [
         "latency",
         "Latency",
         "Round trips of 64 bytes on loopback, both sides polling, beside a bare UDP ping-pong of the same size (`ferroce bench latency`); \
-         and both sides asleep until an event, beside one that sleeps in epoll. Less is better.",
+         and both sides waiting for events, beside one that sleeps in epoll: ours
+         looks for packets for up to 50 us, as long as that pays, before it sleeps. Less is better.",
     ),
     (
         "programs",
