@@ -308,6 +308,7 @@ fn drive(
         links,
         name,
         background: config.background,
+        spin: config.spin,
         tap: parts.tap,
         inbox: between.inboxes.get(index).cloned(),
         ..DriverConfig::default()

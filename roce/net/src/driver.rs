@@ -10,6 +10,7 @@ use std::{
     os::fd::AsFd,
     sync::Arc,
     thread::{self, ThreadId},
+    time::Duration,
 };
 
 use mio::{Events, Poll};
@@ -27,14 +28,17 @@ use crate::{
     links::LinkWatch,
     motor::{Motor, Own, Tap},
     persist::{Persister, Report},
+    spin::{Spin, SpinMode, Spun},
     sys,
-    wake::{TOKEN_INBOX, TOKEN_LINKS, TOKEN_TIMER, Wake},
+    wake::{TOKEN_INBOX, TOKEN_LINKS, TOKEN_SOCKETS, TOKEN_TIMER, Wake},
 };
 
 /// How a port is driven.
 pub struct DriverConfig {
     /// Run a background thread. Without one the port advances only while the application posts and polls.
     pub background: bool,
+    /// How long the background thread looks for packets before it sleeps.
+    pub spin: SpinMode,
     /// Bytes of the staging slab: what is sent with one round of system calls.
     pub batch_bytes: usize,
     /// Sees all packets.
@@ -53,6 +57,7 @@ impl Default for DriverConfig {
     fn default() -> Self {
         Self {
             background: true,
+            spin: SpinMode::default(),
             batch_bytes: 256 << 10,
             tap: None,
             name: "roce".into(),
@@ -145,7 +150,12 @@ impl Driver {
         let shared = Arc::new(Shared::new(engine, around));
         shared.lock_anyway().report = Some(reporter(&shared));
         let theirs = shared.clone();
-        let start = |poll| sys::Thread::start(config.name, move || background(&theirs, poll, links));
+        let spin = Spin::new(config.spin);
+        let start = |poll| {
+            let events = Events::with_capacity(16);
+            let sleep = Sleep { poll, events, spin };
+            sys::Thread::start(config.name, move || background(&theirs, sleep, links))
+        };
         let thread = poll.map(start).transpose()?;
         Ok(Self {
             thread_id: thread.as_ref().map(sys::Thread::id),
@@ -357,16 +367,56 @@ fn reporter(shared: &Arc<Shared>) -> Arc<Report> {
     })
 }
 
+/// How the background thread waits.
+struct Sleep {
+    poll: Poll,
+    events: Events,
+    spin: Spin,
+}
+
+impl Sleep {
+    /// Waits until something happens.
+    fn wait(&mut self, shared: &Shared) -> io::Result<()> {
+        // Packets that don't wake it are nothing to look for.
+        if shared.around().watching() == Watch::All && self.spin()? {
+            return Ok(());
+        }
+        self.poll.poll(&mut self.events, None)
+    }
+
+    /// Looks for packets for a while, if that pays. True: something has happened.
+    fn spin(&mut self) -> io::Result<bool> {
+        let begun = clock::now();
+        let wanted = self.spin.budget(begun);
+        if wanted.is_zero() {
+            return Ok(false);
+        }
+        loop {
+            self.poll.poll(&mut self.events, Some(Duration::ZERO))?;
+            let now = clock::now();
+            let time = now.saturating_since(begun);
+            let found = self.events.iter().any(|e| e.token().0 >= TOKEN_SOCKETS);
+            if found || (self.events.is_empty() && time >= wanted) {
+                self.spin.ended(now, Spun { time, found });
+            }
+            if !self.events.is_empty() || time >= wanted {
+                return Ok(!self.events.is_empty());
+            }
+            thread::yield_now();
+        }
+    }
+}
+
 /// The background thread.
-fn background(shared: &Shared, mut poll: Poll, mut links: Option<LinkWatch>) {
-    let mut events = Events::with_capacity(16);
+fn background(shared: &Shared, mut sleep: Sleep, mut links: Option<LinkWatch>) {
     loop {
-        if let Err(e) = poll.poll(&mut events, None)
+        if let Err(e) = sleep.wait(shared)
             && e.kind() != io::ErrorKind::Interrupted
         {
             tracing::error!("waiting for packets failed: {e}");
             shared.close();
         }
+        let events = &sleep.events;
         if events.iter().any(|e| e.token() == TOKEN_TIMER) {
             shared.around().wake.alarm_rang();
         }

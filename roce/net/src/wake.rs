@@ -22,7 +22,7 @@ pub(crate) const TOKEN_LINKS: Token = Token(2);
 /// Messages of other engines.
 pub(crate) const TOKEN_INBOX: Token = Token(3);
 /// The first of the datapath's descriptors.
-const TOKEN_SOCKETS: usize = 16;
+pub(crate) const TOKEN_SOCKETS: usize = 16;
 
 struct Descriptors {
     /// The epoll instance that the thread waits in.
