@@ -2,7 +2,7 @@
 
 use std::{net::IpAddr, num::NonZeroU64, path::PathBuf};
 
-use roce::{DeviceConfig, Mtu, environment};
+use roce::{DeviceConfig, Mtu, SpinMode, environment};
 
 /// Addresses of the devices, separated by commas.
 pub(crate) const ADDR: &str = "FERROCE_ADDR";
@@ -12,6 +12,8 @@ pub(crate) const MTU: &str = "FERROCE_MTU";
 pub(crate) const UNRELIABLE_RATE: &str = "FERROCE_UNRELIABLE_RATE";
 /// Engines of the device.
 pub(crate) const SHARDS: &str = "FERROCE_SHARDS";
+/// How long threads look for packets before they sleep.
+pub(crate) const SPIN: &str = "FERROCE_SPIN";
 /// Capture file; `%p` stands for the process number.
 pub(crate) const PCAP: &str = "FERROCE_PCAP";
 /// The tree of `--sysfs`.
@@ -74,6 +76,14 @@ pub(crate) fn shards() -> Option<usize> {
         ));
     }
     shards
+}
+
+/// How long threads look for packets before they sleep, if that was asked for.
+pub(crate) fn spin() -> Option<SpinMode> {
+    let text = environment::var(SPIN)?;
+    let spin = text.trim().parse();
+    spin.map_err(|e| complain(format_args!("{SPIN}: {e}; it is ignored")))
+        .ok()
 }
 
 /// The capture file for this process. A file that exists is another process's: the number is appended then.

@@ -223,6 +223,9 @@ impl Engine {
         if let Some(shards) = config::shards() {
             wanted.shards = shards;
         }
+        if let Some(spin) = config::spin() {
+            wanted.spin = spin;
+        }
         let device = open_device(wanted).map_err(|e| {
             config::complain(format_args!("{e}"));
             Errno::from(e)

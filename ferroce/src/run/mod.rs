@@ -14,7 +14,7 @@ use std::{
 
 use clap::Args;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use roce::{Mtu, environment, iface};
+use roce::{Mtu, SpinMode, environment, iface};
 
 use crate::{output::Failure, units};
 
@@ -26,6 +26,7 @@ const ADDR_VARIABLE: &str = "FERROCE_ADDR";
 const MTU_VARIABLE: &str = "FERROCE_MTU";
 const RATE_VARIABLE: &str = "FERROCE_UNRELIABLE_RATE";
 const SHARDS_VARIABLE: &str = "FERROCE_SHARDS";
+const SPIN_VARIABLE: &str = "FERROCE_SPIN";
 const PCAP_VARIABLE: &str = "FERROCE_PCAP";
 const BROKER_VARIABLE: &str = "FERROCE_BROKER";
 const SYS_VARIABLE: &str = "FERROCE_SYS";
@@ -62,6 +63,7 @@ Environment, also for programs that load the library on their own, but for those
   FERROCE_UNRELIABLE_RATE
                       bytes per second of UC and UD towards one peer, or `off` (--unreliable-rate)
   FERROCE_SHARDS      engines of the device, 1 to 64 (--shards)
+  FERROCE_SPIN        how long to look for packets before sleeping: microseconds, `auto` or `off` (--spin)
   FERROCE_PCAP        capture file; %p stands for the process id (--pcap)
   FERROCE_SYS         where attributes are mounted (`ferroce map --sysfs`)
   FERROCE_BROKER      the program to start as broker; `off`: have the address alone
@@ -85,6 +87,10 @@ pub(crate) struct RunArgs {
     /// them [default: 1]
     #[arg(long, value_name = "1..64", value_parser = units::shards)]
     shards: Option<usize>,
+    /// How long the thread of each engine looks for packets before it sleeps, at most: microseconds, `auto` (up to 50, as long as it finds
+    /// some), or `off` [default: auto]
+    #[arg(long, value_name = "US|auto|off")]
+    spin: Option<SpinMode>,
     /// Write every packet to this file, which only its owner may read; `%p` in it becomes the process id
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
@@ -130,6 +136,9 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     }
     if let Some(shards) = args.shards {
         command.env(SHARDS_VARIABLE, shards.to_string());
+    }
+    if let Some(spin) = args.spin {
+        command.env(SPIN_VARIABLE, spin.to_string());
     }
     if let Some(file) = &args.pcap {
         // The program may change its directory.

@@ -153,7 +153,13 @@ impl Driver {
         let spin = Spin::new(config.spin);
         let start = |poll| {
             let events = Events::with_capacity(16);
-            let sleep = Sleep { poll, events, spin };
+            let brought = 0;
+            let sleep = Sleep {
+                poll,
+                events,
+                spin,
+                brought,
+            };
             sys::Thread::start(config.name, move || background(&theirs, sleep, links))
         };
         let thread = poll.map(start).transpose()?;
@@ -367,18 +373,26 @@ fn reporter(shared: &Arc<Shared>) -> Arc<Report> {
     })
 }
 
+/// As many datagrams, at most, come at once to programs that exchange messages, and not to those that move bulk data.
+const FEW: u64 = 4;
+
 /// How the background thread waits.
 struct Sleep {
     poll: Poll,
     events: Events,
     spin: Spin,
+    /// Datagrams that came last.
+    brought: u64,
 }
 
 impl Sleep {
     /// Waits until something happens.
     fn wait(&mut self, shared: &Shared) -> io::Result<()> {
-        // Packets that don't wake it are nothing to look for.
-        if shared.around().watching() == Watch::All && self.spin()? {
+        // Packets that don't wake it are nothing to look for, and where many come at once they had better come together. A program that
+        // waits by polling has one processor already.
+        let looks =
+            (1..=FEW).contains(&self.brought) && shared.around().watching() == Watch::All && !shared.polled_lately();
+        if looks && self.spin()? {
             return Ok(());
         }
         self.poll.poll(&mut self.events, None)
@@ -434,7 +448,7 @@ fn background(shared: &Shared, mut sleep: Sleep, mut links: Option<LinkWatch>) {
                 Err(e) => tracing::warn!("looking at the interfaces failed: {e}"),
             }
         }
-        shared.woken();
+        sleep.brought = shared.woken();
         if shared.is_closed() {
             return;
         }

@@ -105,6 +105,8 @@ pub(crate) struct Engine {
     owes: bool,
     trickle: Trickle,
     dialogue: Dialogue,
+    /// What has come so far, packets that came merged counted once.
+    datagrams: u64,
 }
 
 /// Whether a program that polls finds single datagrams with nothing behind them, as in a ping-pong.
@@ -174,6 +176,10 @@ impl Moves for Engine {
     fn received(&self) -> u64 {
         self.port.received()
     }
+
+    fn datagrams(&self) -> u64 {
+        self.datagrams
+    }
 }
 
 impl Engine {
@@ -196,6 +202,7 @@ impl Engine {
             owes: false,
             trickle: Trickle::default(),
             dialogue: Dialogue::default(),
+            datagrams: 0,
         }
     }
 
@@ -204,6 +211,7 @@ impl Engine {
         let sink = &self.sink;
         let stray = |meta: &RxMeta, bytes: &[u8]| sink.stray(meta, bytes);
         let received = self.motor.receive(&mut self.port, now, budget, &stray);
+        self.datagrams += received.datagrams as u64;
         self.take_messages(now);
         self.motor.run_timers(&mut self.port, now, received.more);
         received

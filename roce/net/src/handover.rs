@@ -30,6 +30,9 @@ const PATIENT_TAKEOVER: Duration = Duration::from_millis(8);
 const STREAK: u32 = 16;
 /// Polls of a program that looks once more before and after it asks for an event, and then sleeps.
 const LAST_LOOKS: u32 = 2;
+/// Empty polls in a row of a program that waits by polling, if at times: it has a processor of its own to spin on, and looks itself.
+const INSISTS: u32 = 4;
+const INSISTED_LATELY: Duration = Duration::from_millis(10);
 /// After so many empty polls (some ten microseconds) a polling thread lets others have the processor for a moment: the
 /// peer that it waits for may need it.
 const PATIENCE: u32 = 64;
@@ -44,6 +47,8 @@ pub(crate) trait Moves {
     fn keep_time(&mut self, now: Instant) -> bool;
     /// Packets that it has received so far.
     fn received(&self) -> u64;
+    /// Datagrams that it has received so far: packets that came merged are one.
+    fn datagrams(&self) -> u64;
 }
 
 /// What the background thread is woken for.
@@ -151,6 +156,8 @@ pub(crate) struct Handover<M: Moves, S: Surroundings> {
     habit: Habit,
     /// When the application last polled an empty completion queue, or was woken, nanoseconds.
     last_poll: AtomicU64,
+    /// When it last did so time and again, nanoseconds.
+    last_insisted: AtomicU64,
     /// Threads that sleep for completions, and whether one of them attends.
     sleepers: AtomicU32,
     attended: AtomicBool,
@@ -209,6 +216,7 @@ impl<M: Moves, S: Surroundings> Handover<M, S> {
             empty_polls: AtomicU32::new(0),
             habit: Habit::default(),
             last_poll: AtomicU64::new(0),
+            last_insisted: AtomicU64::new(0),
             sleepers: AtomicU32::new(0),
             attended: AtomicBool::new(false),
             attending: Habit::default(),
@@ -324,6 +332,9 @@ impl<M: Moves, S: Surroundings> Handover<M, S> {
         self.empty_polls.store(empty, Ordering::Relaxed);
         if empty == 1 {
             self.habit.returned(false);
+        }
+        if empty == INSISTS {
+            self.last_insisted.store(now.as_nanos(), Ordering::Relaxed);
         }
         let streak = if self.habit.polls_on() { 1 } else { STREAK };
         if empty >= streak && around.watching() != Watch::Nothing {
@@ -450,11 +461,15 @@ impl<M: Moves, S: Surroundings> Handover<M, S> {
         }
     }
 
-    /// What the background thread does when it was woken.
-    pub(crate) fn woken(&self) {
-        let Some(mut guard) = self.lock_or_ask() else {
-            return;
-        };
+    /// Whether the program has waited by polling lately.
+    pub(crate) fn polled_lately(&self) -> bool {
+        let insisted = Instant::from_nanos(self.last_insisted.load(Ordering::Relaxed));
+        self.around.now().saturating_since(insisted) < INSISTED_LATELY
+    }
+
+    /// What the background thread does when it was woken. Returns how many datagrams that brought.
+    pub(crate) fn woken(&self) -> u64 {
+        let Some(mut guard) = self.lock_or_ask() else { return 0 };
         let (around, time) = (&self.around, self.around.now());
         let watching = around.watching();
         let attended = watching == Watch::Timers && self.attended.load(Ordering::Acquire);
@@ -467,7 +482,7 @@ impl<M: Moves, S: Surroundings> Handover<M, S> {
             if !attended {
                 around.set_alarm(time, until);
             }
-            return;
+            return 0;
         }
         let late = match watching {
             Watch::All => None,
@@ -476,7 +491,7 @@ impl<M: Moves, S: Surroundings> Handover<M, S> {
         };
         let late = late.filter(|habit| habit.polls_on());
         around.watch(Watch::All);
-        let before = guard.received();
+        let (before, datagrams) = (guard.received(), guard.datagrams());
         while guard.pass(around.now()) && !self.is_closed() {
             // Application threads that wait for the lock get it first.
             MutexGuard::bump(&mut guard.moved);
@@ -486,6 +501,7 @@ impl<M: Moves, S: Surroundings> Handover<M, S> {
             self.attending.note_brought();
             late.into_iter().for_each(Habit::stayed_away);
         }
+        guard.datagrams() - datagrams
     }
 }
 

@@ -219,6 +219,10 @@ impl Moves for Port {
     fn received(&self) -> u64 {
         self.0.handled()
     }
+
+    fn datagrams(&self) -> u64 {
+        self.0.handled()
+    }
 }
 
 type Shared = Arc<Handover<Port, Arc<Outside>>>;
@@ -231,7 +235,7 @@ fn world(programs: &[fn(&Shared, &Outside)]) {
         let (shared, outside) = (shared.clone(), outside.clone());
         thread::spawn(move || {
             while outside.wait_woken() {
-                shared.woken();
+                let _ = shared.woken();
                 // Before an alarm clock rings others have had time.
                 thread::yield_now();
             }
