@@ -58,27 +58,30 @@ const ANSWER: Duration = Duration::from_micros(50);
 /// Answers in time, in a row, until answers are waited for.
 const ANSWERS: u32 = 16;
 
+/// Datagrams that come at once in a dialogue, at most: an acknowledgement, and what it is to answer.
+const TURN: usize = 2;
+
 /// Whether a program answers single packets at once. Then the acknowledgement waits for its answer and goes with it, so that a peer that
 /// polls until it is acknowledged, and spins on memory after that, finds both by polling: nobody has to be woken any more.
 #[derive(Default)]
 struct Dialogue {
-    /// When a single datagram came, and nothing was posted since.
+    /// When something to be answered came, and nothing was posted since.
     since: Option<Instant>,
     /// Answers in time, in a row.
     answers: u32,
 }
 
 impl Dialogue {
-    /// So many datagrams have come. True: acknowledgements shall wait.
-    fn waits(&mut self, now: Instant, datagrams: usize) -> bool {
+    /// So many datagrams have come, and left nothing to be sent but acknowledgements, or something else. True: these shall wait.
+    fn waits(&mut self, now: Instant, datagrams: usize, acknowledges: bool) -> bool {
         let late = self.since.is_some_and(|at| now.saturating_since(at) > ANSWER);
-        if late || datagrams > 1 {
+        if late || datagrams > TURN {
             *self = Self::default();
         }
-        if datagrams == 1 {
+        if datagrams > 0 && acknowledges {
             self.since.get_or_insert(now);
         }
-        self.since.is_some() && self.answers >= ANSWERS
+        acknowledges && self.since.is_some() && self.answers >= ANSWERS
     }
 
     /// The program has posted something.
@@ -141,7 +144,8 @@ impl Moves for Engine {
     /// Receives, runs timers that are due when no packet is left that could be what they wait for, and sends.
     fn pass(&mut self, now: Instant) -> bool {
         let received = self.take_in(now, BUDGET);
-        if self.dialogue.waits(now, received.datagrams) && self.port.owes_only_acknowledgements() {
+        let acknowledges = self.port.owes_only_acknowledgements();
+        if self.dialogue.waits(now, received.datagrams, acknowledges) {
             self.settle_quietly(now);
             self.wake.set_alarm(now, now + ANSWER);
             return false;
@@ -311,7 +315,7 @@ mod tests {
     fn practised(times: u32) -> Dialogue {
         let mut dialogue = Dialogue::default();
         for _ in 0..times {
-            dialogue.waits(us(990), 1);
+            dialogue.waits(us(990), 1, true);
             dialogue.answered(us(1000));
         }
         dialogue
@@ -319,11 +323,11 @@ mod tests {
 
     #[test]
     fn answers_are_waited_for_when_they_have_come_in_time() {
-        let waits = |mut dialogue: Dialogue| dialogue.waits(us(1010), 1);
+        let waits = |mut dialogue: Dialogue| dialogue.waits(us(1010), 1, true);
         assert!(!waits(practised(ANSWERS - 1)));
         assert!(waits(practised(ANSWERS)));
         let mut late = practised(ANSWERS);
-        late.waits(us(2000), 1);
+        late.waits(us(2000), 1, true);
         late.answered(us(2051));
         assert!(!waits(late));
     }
@@ -331,13 +335,16 @@ mod tests {
     #[test]
     fn they_are_waited_for_so_long_and_not_when_much_comes() {
         let mut dialogue = practised(ANSWERS);
-        assert!(dialogue.waits(us(2000), 1) && dialogue.waits(us(2050), 0));
-        assert!(!dialogue.waits(us(2051), 0), "it has stayed away");
-        assert!(!practised(ANSWERS).waits(us(2000), 2));
+        assert!(dialogue.waits(us(2000), 1, true) && dialogue.waits(us(2050), 0, true));
+        assert!(!dialogue.waits(us(2051), 0, true), "it has stayed away");
+        assert!(!practised(ANSWERS).waits(us(2000), 3, true));
+        // Acknowledgements from the peer are nothing to answer.
+        let mut dialogue = practised(ANSWERS);
+        assert!(!dialogue.waits(us(2000), 1, false) && dialogue.waits(us(2060), 2, true));
         // What follows does not make it wait longer.
         let mut dialogue = practised(ANSWERS);
-        assert!(dialogue.waits(us(2000), 1) && dialogue.waits(us(2040), 1));
-        assert!(!dialogue.waits(us(2051), 1));
+        assert!(dialogue.waits(us(2000), 1, true) && dialogue.waits(us(2040), 1, true));
+        assert!(!dialogue.waits(us(2051), 1, true));
     }
 
     #[test]
