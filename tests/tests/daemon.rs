@@ -2,7 +2,7 @@
 
 use std::{
     fs,
-    os::unix::net::UnixDatagram,
+    os::unix::net::{UnixDatagram, UnixStream},
     path::{Path, PathBuf},
     process::Command,
     time::Duration,
@@ -121,8 +121,12 @@ impl Lab {
         Some(found["state"].as_str().unwrap().to_owned())
     }
 
+    fn is_listening(&self) {
+        eventually("a control socket", || UnixStream::connect(self.path("ctl")).is_ok());
+    }
+
     fn is_up(&self, task: &str) {
-        eventually("a control socket", || self.path("ctl").exists());
+        self.is_listening();
         eventually(task, || self.state(task).as_deref() == Some("up"));
     }
 }
@@ -397,7 +401,7 @@ fn tasks_come_and_go_by_order() {
     let lab = Lab::new();
     lab.write(&[lab.serves(&["one", "two", "three"])]);
     let daemon = lab.daemon();
-    eventually("a control socket", || lab.path("ctl").exists());
+    lab.is_listening();
     lab.is_up("serve.images");
     let server = lab.to_server();
     // Paths are from where the command runs.
@@ -490,7 +494,7 @@ fn a_second_daemon_says_who_the_first_is() {
     let lab = Lab::new();
     lab.write(&[]);
     let daemon = lab.daemon();
-    eventually("a control socket", || lab.path("ctl").exists());
+    lab.is_listening();
     let mut second = lab.daemon();
     second.wait();
     let second = second.end();
