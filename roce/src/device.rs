@@ -44,8 +44,8 @@ pub struct DeviceConfig {
     /// Run a background thread. Without one nothing moves but while the program posts, polls and waits: peers that
     /// read or write memory meanwhile are not answered.
     pub background: bool,
-    /// How long the background thread, and a thread that waits for completions ([`Channel`](crate::Channel)), looks for packets before it
-    /// sleeps.
+    /// How long a thread that waits for completions ([`Channel`](crate::Channel)) looks for packets before it sleeps. If it is a number, the
+    /// background thread does so too.
     pub spin: SpinMode,
     /// Bounds of the bytes in flight towards one peer; `None`: chosen by the receive buffer.
     pub window: Option<WindowConfig>,

@@ -63,7 +63,7 @@ Environment, also for programs that load the library on their own, but for those
   FERROCE_UNRELIABLE_RATE
                       bytes per second of UC and UD towards one peer, or `off` (--unreliable-rate)
   FERROCE_SHARDS      engines of the device, 1 to 64 (--shards)
-  FERROCE_SPIN        how long to look for packets before sleeping: microseconds, `auto` or `off` (--spin)
+  FERROCE_SPIN        how long to look for packets before sleeping: microseconds, or `off` (--spin)
   FERROCE_PCAP        capture file; %p stands for the process id (--pcap)
   FERROCE_SYS         where attributes are mounted (`ferroce map --sysfs`)
   FERROCE_BROKER      the program to start as broker; `off`: have the address alone
@@ -87,9 +87,9 @@ pub(crate) struct RunArgs {
     /// them [default: 1]
     #[arg(long, value_name = "1..64", value_parser = units::shards)]
     shards: Option<usize>,
-    /// How long the thread of each engine looks for packets before it sleeps, at most: microseconds, `auto` (up to 50, as long as it finds
-    /// some), or `off` [default: auto]
-    #[arg(long, value_name = "US|auto|off")]
+    /// How long the thread of each engine looks for packets before it sleeps, at most, where the program doesn't wait by polling:
+    /// microseconds, or `off`. For messages that are waited for asleep, with processors to spare [default: off]
+    #[arg(long, value_name = "US|off")]
     spin: Option<SpinMode>,
     /// Write every packet to this file, which only its owner may read; `%p` in it becomes the process id
     #[arg(long, value_name = "FILE")]

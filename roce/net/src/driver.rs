@@ -37,7 +37,8 @@ use crate::{
 pub struct DriverConfig {
     /// Run a background thread. Without one the port advances only while the application posts and polls.
     pub background: bool,
-    /// How long the background thread looks for packets before it sleeps.
+    /// How long the background thread looks for packets before it sleeps. [`SpinMode::Auto`]: it does not, because it would do so beside
+    /// threads of the program, of which nothing is known, and those that bring it packets.
     pub spin: SpinMode,
     /// Bytes of the staging slab: what is sent with one round of system calls.
     pub batch_bytes: usize,
@@ -150,7 +151,10 @@ impl Driver {
         let shared = Arc::new(Shared::new(engine, around));
         shared.lock_anyway().report = Some(reporter(&shared));
         let theirs = shared.clone();
-        let spin = Spin::new(config.spin);
+        let spin = Spin::new(match config.spin {
+            SpinMode::Auto => SpinMode::Off,
+            asked => asked,
+        });
         let start = |poll| {
             let events = Events::with_capacity(16);
             let brought = 0;
