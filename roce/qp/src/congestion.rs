@@ -52,7 +52,7 @@ const SHARE: usize = 256 << 10;
 /// Growth per round trip towards a go-back-N peer that has lost something, and beside senders that fill the queue (about
 /// what CUBIC does there).
 const STEP: usize = 16 << 10;
-const STEP_BESIDE: usize = 12 << 10;
+const STEP_BESIDE: usize = 8 << 10;
 /// Steps are as much longer as the path is longer than this, up to [`LONG_PATH_MOST`] times.
 const LONG_PATH: Duration = Duration::from_millis(2);
 const LONG_PATH_MOST: u128 = 16;
