@@ -148,8 +148,8 @@ pub(crate) struct BenchArgs {
     /// rtrs: whether the server takes a chunk's key back with every request
     #[arg(long, value_name = "on|off", value_parser = crate::serve::on_off, default_value = "on", action = clap::ArgAction::Set)]
     always_invalidate: bool,
-    /// rtrs, or latency with --events: how long loops and threads look for work before they sleep, at most: microseconds, auto (up to 50
-    /// as long as it finds some), or off
+    /// How long loops (rtrs) and threads that wait (latency --events) look for work before they sleep, at most: microseconds, which the
+    /// devices' own threads do as well, auto (up to 50 as long as it finds some), or off
     #[arg(long, value_name = "US|auto|off", default_value = "auto")]
     spin: SpinMode,
     #[command(flatten)]

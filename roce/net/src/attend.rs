@@ -34,12 +34,8 @@ impl Attendance<'_> {
 
     /// Looks for packets. False: another thread has them.
     pub fn look(&mut self) -> bool {
-        self.packets_came();
-        self.attending
-    }
-
-    fn packets_came(&mut self) {
         self.more = self.attends() && self.driver.shared.packets_came();
+        self.attending
     }
 }
 
@@ -71,7 +67,7 @@ pub fn sleep(event: BorrowedFd<'_>, ports: &mut [Attendance<'_>], timeout: Optio
     let mut start = 1;
     for (port, end) in ports.iter_mut().zip(ends) {
         if port.more || readable[start..end].contains(&true) {
-            port.packets_came();
+            port.look();
         }
         start = end;
     }

@@ -151,19 +151,8 @@ impl Driver {
         let shared = Arc::new(Shared::new(engine, around));
         shared.lock_anyway().report = Some(reporter(&shared));
         let theirs = shared.clone();
-        let spin = Spin::new(match config.spin {
-            SpinMode::Auto => SpinMode::Off,
-            asked => asked,
-        });
         let start = |poll| {
-            let events = Events::with_capacity(16);
-            let brought = 0;
-            let sleep = Sleep {
-                poll,
-                events,
-                spin,
-                brought,
-            };
+            let sleep = Sleep::new(poll, config.spin);
             sys::Thread::start(config.name, move || background(&theirs, sleep, links))
         };
         let thread = poll.map(start).transpose()?;
@@ -390,6 +379,19 @@ struct Sleep {
 }
 
 impl Sleep {
+    fn new(poll: Poll, spin: SpinMode) -> Self {
+        let spin = match spin {
+            SpinMode::Auto => SpinMode::Off,
+            asked => asked,
+        };
+        Self {
+            poll,
+            events: Events::with_capacity(16),
+            spin: Spin::new(spin),
+            brought: 0,
+        }
+    }
+
     /// Waits until something happens.
     fn wait(&mut self, shared: &Shared) -> io::Result<()> {
         // Packets that don't wake it are nothing to look for, and where many come at once they had better come together. A program that

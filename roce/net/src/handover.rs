@@ -156,7 +156,7 @@ pub(crate) struct Handover<M: Moves, S: Surroundings> {
     habit: Habit,
     /// When the application last polled an empty completion queue, or was woken, nanoseconds.
     last_poll: AtomicU64,
-    /// When it last did so time and again, nanoseconds.
+    /// When it last polled in vain [`INSISTS`] times in a row, nanoseconds.
     last_insisted: AtomicU64,
     /// Threads that sleep for completions, and whether one of them attends.
     sleepers: AtomicU32,

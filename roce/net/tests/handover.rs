@@ -235,7 +235,7 @@ fn world(programs: &[fn(&Shared, &Outside)]) {
         let (shared, outside) = (shared.clone(), outside.clone());
         thread::spawn(move || {
             while outside.wait_woken() {
-                let _ = shared.woken();
+                shared.woken();
                 // Before an alarm clock rings others have had time.
                 thread::yield_now();
             }
