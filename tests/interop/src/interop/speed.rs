@@ -113,6 +113,15 @@ struct Row {
     name: String,
     /// GB/s of each round. None: the program failed.
     values: Vec<Option<f64>>,
+    /// What both sides said in rounds that brought nothing over.
+    failures: Vec<String>,
+}
+
+impl Row {
+    fn add(&mut self, outcome: Result<f64, String>) {
+        self.values.push(outcome.as_ref().ok().copied());
+        self.failures.extend(outcome.err());
+    }
 }
 
 struct Pair<'a> {
@@ -161,8 +170,8 @@ impl Pair<'_> {
         }
     }
 
-    /// What the client says, GB/s; none: one of the sides failed.
-    fn measure(&self, load: &Load, [client, server]: [Stack; 2]) -> Result<Option<f64>, Error> {
+    /// What the client says, GB/s, or if nothing came over, what both sides said.
+    fn measure(&self, load: &Load, [client, server]: [Stack; 2]) -> Result<Result<f64, String>, Error> {
         let limit = self.seconds + 40;
         let passive = format!(
             "timeout {limit} bash -c '{}'",
@@ -188,12 +197,8 @@ impl Pair<'_> {
         });
         let served = served.map_err(|_| "the server's thread panicked")??;
         let (code, text) = said.map_err(|e| format!("{e}\n--- server: {}\n{}", served.0, served.1))?;
-        let figure = average(&text);
-        if code != 0 || figure.is_none() {
-            eprintln!("{text}\n--- server: {}\n{}", served.0, served.1);
-            return Ok(None);
-        }
-        Ok(figure)
+        let figure = average(&text).filter(|figure| code == 0 && *figure > 0.0);
+        Ok(figure.ok_or_else(|| format!("client: {code}\n{text}\n--- server: {}\n{}", served.0, served.1)))
     }
 }
 
@@ -209,7 +214,7 @@ fn to_json(args: &Args, rows: &[Row]) -> Value {
     let kernel = args.kernel.to_possible_value();
     json!({
         "kernel": kernel.as_ref().map(|k| k.get_name()),
-        "rows": rows.iter().map(|r| json!({ "name": r.name, "gbytes_per_s": r.values })).collect::<Vec<_>>(),
+        "rows": rows.iter().map(|r| json!({ "name": r.name, "gbytes_per_s": r.values, "failures": r.failures })).collect::<Vec<_>>(),
     })
 }
 
@@ -243,19 +248,21 @@ pub(crate) fn run(args: &Args, places: &Places) -> Result<(), Error> {
             for load in LOADS.iter().filter(|l| wanted(&l.name(stacks))) {
                 lab::check_stop()?;
                 pair.set_up(stacks, load.loss)?;
-                let value = pair.measure(load, stacks)?;
+                let outcome = pair.measure(load, stacks)?;
                 let name = load.name(stacks);
-                println!(
-                    "{name:<40} {}",
-                    value.map_or("failed".into(), |v| format!("{v:.4} GB/s"))
-                );
-                match rows.iter_mut().find(|r| r.name == name) {
-                    Some(row) => row.values.push(value),
-                    None => rows.push(Row {
-                        name,
-                        values: vec![value],
-                    }),
+                match &outcome {
+                    Ok(value) => println!("{name:<40} {value:.4} GB/s"),
+                    Err(said) => println!("{name:<40} failed\n{said}"),
                 }
+                let at = rows.iter().position(|r| r.name == name).unwrap_or_else(|| {
+                    rows.push(Row {
+                        name,
+                        values: Vec::new(),
+                        failures: Vec::new(),
+                    });
+                    rows.len() - 1
+                });
+                rows[at].add(outcome);
             }
         }
     }

@@ -126,6 +126,8 @@ pub(super) fn rxe(args: &PageArgs, scratch: &Path) -> Result<Vec<Figure>> {
         let values = row["gbytes_per_s"].as_array().into_iter().flatten();
         // A program that failed has brought nothing over.
         values.for_each(|v| columns.add(name, v.as_f64().unwrap_or(0.0) * 1e3));
+        let failures = row["failures"].as_array().into_iter().flatten();
+        failures.for_each(|said| eprintln!("{name} failed:\n{}", said.as_str().unwrap_or_default()));
     }
     let figure = |load: &str, pair: &str, least| {
         let (ours, rxe) = (format!("{load}, {pair}"), format!("{load}, rxe to rxe"));
