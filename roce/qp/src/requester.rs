@@ -630,7 +630,7 @@ impl QueuePair {
             return None;
         }
         let retry = attribute(self.attr.timeout.unwrap_or(0)).map(|t| timers.interval + t);
-        let pause = timers.base + self.req.rtt.pause(timers.backoff);
+        let pause = timers.base + self.req.rtt.pause();
         Some(retry.map_or(pause, |r| r.min(pause)))
     }
 
@@ -680,6 +680,7 @@ impl QueuePair {
     fn handle_silence(&mut self, ctx: &mut Ctx<'_>, timeout: bool) {
         let stage = self.req.timers.backoff;
         self.req.timers.backoff += 1;
+        self.req.rtt.on_silence();
         self.req.timers.base = ctx.now;
         // What comes now may be the answer to what is sent again (Karn's rule).
         self.req.sample = None;

@@ -28,6 +28,8 @@ pub(crate) struct Rtt {
     /// Smoothed distance of round trips from the smoothed one.
     variation: Duration,
     least: Option<Duration>,
+    /// Pauses that have passed since the last round trip was measured.
+    silences: u32,
 }
 
 impl Rtt {
@@ -39,6 +41,13 @@ impl Rtt {
         };
         self.smoothed = Some((smoothed * 7 + rtt) / 8);
         self.least = Some(self.least.map_or(rtt, |l| l.min(rtt)));
+        self.silences = 0;
+    }
+
+    /// A pause has passed. The next one is twice as long, and they stay so until a round trip is measured (the second half of Karn's
+    /// rule, RFC 6298 (5.5) to (5.7)): on a path that takes longer than a pause every flight is probed, and a probe spoils the measurement.
+    pub(crate) fn on_silence(&mut self) {
+        self.silences = self.silences.saturating_add(1);
     }
 
     /// The usual round trip; zero as long as there was none.
@@ -56,19 +65,21 @@ impl Rtt {
         (self.smoothed.unwrap_or_default() * 2).max(MIN_PAUSE)
     }
 
-    /// How long to bear silence after `before` pauses without progress.
-    pub(crate) fn pause(&self, before: u32) -> Duration {
+    /// How long to bear silence.
+    pub(crate) fn pause(&self) -> Duration {
         let first = match self.smoothed {
             Some(s) => (s + (self.variation * 4).max(s)).max(MIN_PAUSE),
             None => FIRST_PAUSE,
         };
-        first.saturating_mul(1 << before.min(16)).min(MAX_PAUSE.max(first))
+        first
+            .saturating_mul(1 << self.silences.min(16))
+            .min(MAX_PAUSE.max(first))
     }
 
-    /// Whether the pause after `before` others ends a silence so long that everything in flight must be lost.
+    /// Whether this pause, which follows `before` others without progress, ends a silence so long that everything in flight must be lost.
     pub(crate) fn is_timeout(&self, before: u32) -> bool {
         let usual = self.smoothed.unwrap_or_default() + self.variation * 4;
-        before > 0 && self.pause(before) * 2 >= usual.max(MIN_RTO)
+        before > 0 && self.pause() * 2 >= usual.max(MIN_RTO)
     }
 }
 
@@ -86,7 +97,7 @@ pub(crate) struct Timers {
     pub(crate) interval: Instant,
     /// No requests before this: the peer had no receive work request.
     pub(crate) rnr_until: Option<Instant>,
-    /// Pauses since the last progress.
+    /// Pauses since the last progress: the stage of a silence.
     pub(crate) backoff: u32,
 }
 
@@ -94,30 +105,44 @@ pub(crate) struct Timers {
 mod tests {
     use super::*;
 
+    /// After so many silences.
+    fn silent(mut rtt: Rtt, times: u32) -> Rtt {
+        (0..times).for_each(|_| rtt.on_silence());
+        rtt
+    }
+
     /// The silence until the first timeout.
     fn until_timeout(rtt: &Rtt) -> Duration {
-        let pauses = (0..).take_while(|n| *n == 0 || !rtt.is_timeout(n - 1));
-        pauses.map(|n| rtt.pause(n)).sum()
+        let pauses = (0..).take_while(|n| *n == 0 || !silent(*rtt, n - 1).is_timeout(n - 1));
+        pauses.map(|n| silent(*rtt, n).pause()).sum()
     }
 
     #[test]
     fn pauses_follow_the_round_trip_and_double() {
         let mut rtt = Rtt::default();
-        assert_eq!(rtt.pause(0), FIRST_PAUSE);
+        assert_eq!(rtt.pause(), FIRST_PAUSE);
         rtt.sample(Duration::from_micros(100));
-        assert_eq!((rtt.pause(0), rtt.pause(3)), (MIN_PAUSE, MIN_PAUSE * 8));
-        assert_eq!(rtt.pause(30), MAX_PAUSE);
+        assert_eq!((rtt.pause(), silent(rtt, 3).pause()), (MIN_PAUSE, MIN_PAUSE * 8));
+        assert_eq!(silent(rtt, 30).pause(), MAX_PAUSE);
         for _ in 0..100 {
             rtt.sample(Duration::from_millis(50));
         }
-        assert!(rtt.pause(0) > Duration::from_millis(95));
+        assert!(rtt.pause() > Duration::from_millis(95));
         assert_eq!(rtt.least(), Duration::from_micros(100));
+    }
+
+    #[test]
+    fn pauses_stay_long_until_a_round_trip_is_measured() {
+        let mut rtt = silent(Rtt::default(), 2);
+        assert_eq!(rtt.pause(), FIRST_PAUSE * 4);
+        rtt.sample(Duration::from_millis(30));
+        assert_eq!(rtt.pause(), Duration::from_millis(90));
     }
 
     #[test]
     fn a_timeout_takes_longer_than_a_peer_that_is_not_scheduled() {
         let mut rtt = Rtt::default();
-        assert!(!rtt.is_timeout(0) && rtt.is_timeout(1));
+        assert!(!rtt.is_timeout(0) && silent(rtt, 1).is_timeout(1));
         rtt.sample(Duration::from_micros(50));
         assert!(until_timeout(&rtt) >= MIN_RTO);
         assert!(until_timeout(&rtt) < MIN_RTO * 2);
@@ -126,19 +151,5 @@ mod tests {
             rtt.sample(Duration::from_millis(20 + 40 * (n & 1)));
         }
         assert!(until_timeout(&rtt) > Duration::from_millis(200));
-    }
-
-    #[test]
-    fn short_attributes_are_stretched() {
-        assert_eq!(attribute(0), None);
-        assert_eq!(attribute(1), Some(MIN_ACK_TIMEOUT));
-        let exact = |code: u8| Duration::from_nanos(4096u64 << code);
-        assert_eq!(attribute(12), Some(exact(12) * 4));
-        assert_eq!(attribute(14), Some(BUSY));
-        assert_eq!(attribute(19), Some(exact(19)));
-        for code in 10..32 {
-            let allowed = exact(code)..=exact(code) * 4;
-            assert!(attribute(code).is_some_and(|t| allowed.contains(&t)), "{code}");
-        }
     }
 }

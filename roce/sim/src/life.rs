@@ -93,6 +93,7 @@ impl World {
             allow: Allow::default(),
             target_gone: false,
             app_scheduled: false,
+            looks_in_vain: 0,
             recv_scheduled: false,
             mute: false,
         }

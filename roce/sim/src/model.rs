@@ -271,6 +271,8 @@ pub(crate) struct End {
     /// Lengths of messages posted by the peer before the receives that they will find.
     pub(crate) unclaimed: VecDeque<usize>,
     pub(crate) app_scheduled: bool,
+    /// Times in a row that it found its send queue full.
+    pub(crate) looks_in_vain: u32,
     pub(crate) recv_scheduled: bool,
     /// Its program posts no receives any more: a peer that does not wait for ever must fail.
     pub(crate) mute: bool,

@@ -58,6 +58,9 @@ fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
     a.start < b.end && b.start < a.end
 }
 
+/// Looks at a full send queue in a row, from which on they become rare.
+const MANY_LOOKS: u32 = 1000;
+
 impl World {
     /// Lets an end's program run soon.
     pub(crate) fn kick(&mut self, conn: usize, end: usize) {
@@ -66,7 +69,9 @@ impl World {
         let e = &mut c.ends[end];
         if !e.app_scheduled && e.operations_left > 0 {
             e.app_scheduled = true;
-            let after = self.dice.range(0, think);
+            // A program that has waited for long need not look as often.
+            let rest = if e.looks_in_vain > MANY_LOOKS { 64 } else { 1 };
+            let after = self.dice.range(0, think * rest);
             self.schedule(after, Event::Send { conn, end, life });
         }
     }
@@ -93,11 +98,15 @@ impl World {
             self.kick(conn, end);
             return Ok(());
         }
+        let mut posted = false;
         for _ in 0..self.dice.range(1, 8) {
             if !self.post_one(conn, end)? {
                 break;
             }
+            posted = true;
         }
+        let e = &mut self.conns[conn].ends[end];
+        e.looks_in_vain = if posted { 0 } else { e.looks_in_vain + 1 };
         self.service(host)?;
         self.kick(conn, end);
         Ok(())

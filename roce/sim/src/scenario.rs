@@ -251,6 +251,8 @@ impl Scenario {
             corrupt: 0.0,
             bandwidth: dice.pick(&[20_000_000, 125_000_000, 1_250_000_000]),
             queue: dice.pick(&[48 << 10, 100 << 10, 256 << 10]),
+            // Longer than the first pause before a probe, too.
+            delay: dice.pick(&[US, 30 * US, 200 * US, 200 * US, 2 * MS, 20 * MS]),
             ..self.faults
         };
         self.disturbances = 0;

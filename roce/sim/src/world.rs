@@ -406,8 +406,8 @@ impl World {
             Class::Observed => {
                 let victim = dice.index(self.conns.len());
                 let plan = &mut self.conns[victim].plan;
-                // What it makes wait for ever must give up.
-                plan.timeout = plan.timeout.max(12);
+                // What it makes wait for ever must give up, and soon enough for a run.
+                plan.timeout = plan.timeout.clamp(12, 16);
                 plan.retry_cnt = plan.retry_cnt.max(1);
                 let observer = Observer::new(dice, victim, self.scenario.chaos_end);
                 self.observer = Some(Box::new(observer));

@@ -9,6 +9,7 @@ mod extended;
 mod faults;
 mod hostile;
 mod lifecycle;
+mod long_paths;
 mod memory_placement;
 mod operations;
 mod quiet;
