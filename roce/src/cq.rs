@@ -7,7 +7,7 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use roce_net::{Attendance, Driver, Spin, Spun};
+use roce_net::{Attendance, Driver, Spin};
 use roce_qp::{CompletionQueue as Queue, Notify};
 use roce_verbs::{
     Completion, Qpn,
@@ -240,32 +240,22 @@ impl Channel {
 
     /// Looks for packets, and an event that comes of them, for a while, if that pays.
     fn spin(&self, until: Option<Instant>, ports: &mut [Attendance<'_>]) -> Result<Option<u64>, VerbsError> {
-        let begun = roce_net::now();
-        let wanted = self.spin.lock().budget(begun);
-        if wanted.is_zero() {
-            return Ok(None);
-        }
         let left = until.map(|at| at.saturating_duration_since(Instant::now()));
-        let budget = left.map_or(wanted, |left| left.min(wanted));
-        let found = loop {
+        let Some(spinning) = self.spin.lock().begin(left) else {
+            return Ok(None);
+        };
+        let event = loop {
             let attending = ports.iter_mut().fold(false, |any, port| port.look() | any);
             if !attending {
                 return Ok(None);
             }
             let event = self.events.pop()?;
-            if event.is_some() || roce_net::now().saturating_since(begun) >= budget {
+            if event.is_some() || !spinning.goes_on() {
                 break event;
             }
-            std::thread::yield_now();
         };
-        let now = roce_net::now();
-        let time = now.saturating_since(begun);
-        // One that is cut short says nothing.
-        if found.is_some() || time >= wanted {
-            let found = found.is_some();
-            self.spin.lock().ended(now, Spun { time, found });
-        }
-        Ok(found)
+        self.spin.lock().end(&spinning, event.is_some());
+        Ok(event)
     }
 }
 

@@ -28,7 +28,7 @@ use crate::{
     links::LinkWatch,
     motor::{Motor, Own, Tap},
     persist::{Persister, Report},
-    spin::{Spin, SpinMode, Spun},
+    spin::{Spin, SpinMode},
     sys,
     wake::{TOKEN_INBOX, TOKEN_LINKS, TOKEN_SOCKETS, TOKEN_TIMER, Wake},
 };
@@ -406,24 +406,18 @@ impl Sleep {
 
     /// Looks for packets for a while, if that pays. True: something has happened.
     fn spin(&mut self) -> io::Result<bool> {
-        let begun = clock::now();
-        let wanted = self.spin.budget(begun);
-        if wanted.is_zero() {
+        let Some(spinning) = self.spin.begin(None) else {
             return Ok(false);
-        }
+        };
         loop {
             self.poll.poll(&mut self.events, Some(Duration::ZERO))?;
-            let now = clock::now();
-            let time = now.saturating_since(begun);
-            let found = self.events.iter().any(|e| e.token().0 >= TOKEN_SOCKETS);
-            if found || (self.events.is_empty() && time >= wanted) {
-                self.spin.ended(now, Spun { time, found });
+            if !self.events.is_empty() || !spinning.goes_on() {
+                break;
             }
-            if !self.events.is_empty() || time >= wanted {
-                return Ok(!self.events.is_empty());
-            }
-            thread::yield_now();
         }
+        let packets = self.events.iter().any(|e| e.token().0 >= TOKEN_SOCKETS);
+        self.spin.end(&spinning, packets);
+        Ok(!self.events.is_empty())
     }
 }
 

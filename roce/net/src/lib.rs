@@ -36,7 +36,7 @@ pub use handover::{Closed, TAKEOVER};
 pub use inbox::Inbox;
 pub use local::{LocalConfig, LocalDriver};
 pub use motor::{Flush, Own, Tap};
-pub use spin::{Spin, SpinMode, Spun};
+pub use spin::{Spin, SpinMode, Spinning};
 pub use steer::steer_group;
 pub use sys::{EventFd, Thread, start_thread, udp_socket, wait_readable};
 pub use udp::{OpenError, OpenSockets, UdpConfig, UdpDatapath};

@@ -3,9 +3,11 @@
 //! Who spins when something comes needs no wake-up, which costs some microseconds and a switch; who spins in vain keeps a
 //! processor from those who would give him work. So it is done as long as it works.
 
-use std::{fmt, str::FromStr, time::Duration};
+use std::{fmt, str::FromStr, thread, time::Duration};
 
 use roce_verbs::Instant;
+
+use crate::clock;
 
 /// Longest spinning that is tried by itself: what a wake-up costs at most, above all in virtual machines.
 const MOST: Duration = Duration::from_micros(50);
@@ -63,13 +65,30 @@ impl fmt::Display for SpinMode {
     }
 }
 
+/// A spin under way.
+#[derive(Debug)]
+pub struct Spinning {
+    begun: Instant,
+    /// How long it is to take, and may take.
+    wanted: Duration,
+    budget: Duration,
+}
+
+impl Spinning {
+    /// Gives way to others. False: it has taken long enough.
+    pub fn goes_on(&self) -> bool {
+        thread::yield_now();
+        clock::now().saturating_since(self.begun) < self.budget
+    }
+}
+
 /// One spin.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Spun {
+struct Spun {
     /// How long it took.
-    pub time: Duration,
+    time: Duration,
     /// Whether there was something to do before it ended.
-    pub found: bool,
+    found: bool,
 }
 
 /// Decides how long to spin.
@@ -100,8 +119,27 @@ impl Spin {
         }
     }
 
+    /// Begins to spin, for no longer than `limit`, if that pays. It goes on while what is looked for is not there and
+    /// [`Spinning::goes_on`], and must be [ended](Self::end).
+    pub fn begin(&self, limit: Option<Duration>) -> Option<Spinning> {
+        let begun = clock::now();
+        let wanted = self.budget(begun);
+        let budget = limit.map_or(wanted, |limit| wanted.min(limit));
+        (!budget.is_zero()).then_some(Spinning { begun, wanted, budget })
+    }
+
+    /// Learns whether what was looked for was found.
+    pub fn end(&mut self, spinning: &Spinning, found: bool) {
+        let now = clock::now();
+        let time = now.saturating_since(spinning.begun);
+        // One that something else cut short says nothing.
+        if found || time >= spinning.wanted {
+            self.ended(now, Spun { time, found });
+        }
+    }
+
     /// How long to spin when there is nothing to do from `now` on.
-    pub fn budget(&self, now: Instant) -> Duration {
+    fn budget(&self, now: Instant) -> Duration {
         match self.mode {
             SpinMode::Off => Duration::ZERO,
             SpinMode::For(time) => time,
@@ -110,8 +148,7 @@ impl Spin {
         }
     }
 
-    /// A spin has ended.
-    pub fn ended(&mut self, now: Instant, spun: Spun) {
+    fn ended(&mut self, now: Instant, spun: Spun) {
         if spun.time >= TAKEN {
             self.forget();
             self.not_before = now + REST_OF_TAKEN;
@@ -224,6 +261,30 @@ mod tests {
             assert_eq!(spin.budget(at(n + 99_999)), Duration::ZERO);
             assert_eq!(spin.budget(at(n + 100_000)), MOST);
         }
+    }
+
+    #[test]
+    fn what_is_cut_short_says_nothing() {
+        let mut spin = Spin::new(SpinMode::Auto);
+        for _ in 0..2 * TRIAL {
+            let spinning = spin.begin(None).unwrap();
+            spin.end(
+                &Spinning {
+                    wanted: Duration::MAX,
+                    ..spinning
+                },
+                false,
+            );
+        }
+        assert_eq!(spin.remembered, 0);
+        assert!(spin.begin(Some(Duration::ZERO)).is_none());
+        let spinning = spin.begin(None).unwrap();
+        while spinning.goes_on() {}
+        spin.end(&spinning, false);
+        assert!(
+            spin.remembered == 1 || spin.begin(None).is_none(),
+            "somebody else had the processor"
+        );
     }
 
     #[test]

@@ -79,6 +79,6 @@ pub use counters::Counters;
 pub use jobs::{Helper, JobError, JobResult, JobTicket, Jobs, MAX_JOBS, Panicked};
 pub use mailbox::Mailbox;
 pub use mio::{Interest, Token};
-pub use roce::{Spin, SpinMode, Spun};
+pub use roce::{Spin, SpinMode};
 pub use service::{Readiness, Service, Sockets, TurnCx};
 pub use turn::{Handle, Reactor, ReactorConfig, ReactorError};

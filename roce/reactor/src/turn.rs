@@ -4,7 +4,7 @@ use std::{cell::Cell, collections::VecDeque, fmt, io, mem, ops::Deref, os::fd::A
 
 use mio::{Events, Interest, Poll, Token, Waker, unix::SourceFd};
 use roce::{
-    Completion, Flush, RxMeta, Spin, SpinMode, Spun,
+    Completion, Flush, RxMeta, Spin, SpinMode,
     verbs::{
         Instant,
         provider::{Event, QpId, VerbsError},
@@ -457,7 +457,7 @@ impl<C, J> Loop<C, J> {
             self.look()?;
             return Ok(());
         }
-        if !self.spin(begun, limit)? && !self.completed_before_sleep()? {
+        if !self.spin(limit)? && !self.completed_before_sleep()? {
             let limit = limit.map(|limit| limit.saturating_sub(roce::now().saturating_since(begun)));
             self.sleep(limit)?;
         }
@@ -493,30 +493,22 @@ impl<C, J> Loop<C, J> {
     }
 
     /// Looks for something to do for a while, if that pays. True: there is something.
-    fn spin(&mut self, begun: Instant, limit: Option<Duration>) -> Result<bool, ReactorError> {
-        let wanted = self.spin.budget(begun);
-        let budget = limit.map_or(wanted, |limit| wanted.min(limit));
-        if budget.is_zero() {
+    fn spin(&mut self, limit: Option<Duration>) -> Result<bool, ReactorError> {
+        let Some(spinning) = self.spin.begin(limit) else {
             return Ok(false);
-        }
+        };
         self.counters.spins += 1;
         let found = loop {
             if self.mailbox.is_full() || self.look()? || self.completed()? {
                 break true;
             }
-            if roce::now().saturating_since(begun) >= budget {
+            self.counters.yields += 1;
+            if !spinning.goes_on() {
                 break false;
             }
-            self.counters.yields += 1;
-            std::thread::yield_now();
         };
         self.counters.spins_won += u64::from(found);
-        let now = roce::now();
-        let time = now.saturating_since(begun);
-        // One that a timer cut short says nothing.
-        if found || time >= wanted {
-            self.spin.ended(now, Spun { time, found });
-        }
+        self.spin.end(&spinning, found);
         Ok(found)
     }
 
